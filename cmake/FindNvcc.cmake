@@ -1,0 +1,25 @@
+# Sets JOF_NVCC to nvcc's path, or leaves it empty: CUDACXX, then PATH and the toolkit's usual
+# places, then the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime and -cccl of the build environment.
+set(JOF_NVCC "")
+if(DEFINED ENV{CUDACXX} AND EXISTS "$ENV{CUDACXX}")
+  set(JOF_NVCC "$ENV{CUDACXX}")
+  return()
+endif()
+
+find_program(JOF_SYSTEM_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda
+             PATH_SUFFIXES bin)
+if(JOF_SYSTEM_NVCC)
+  set(JOF_NVCC "${JOF_SYSTEM_NVCC}")
+  return()
+endif()
+
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" -c
+          "import importlib.util as u; s = u.find_spec('nvidia'); print(*(s.submodule_search_locations if s else []), sep=';')"
+  OUTPUT_VARIABLE nvidia_dirs OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+foreach(dir IN LISTS nvidia_dirs)
+  file(GLOB candidates "${dir}/cu*/bin/nvcc")
+  foreach(candidate IN LISTS candidates)
+    set(JOF_NVCC "${candidate}")
+  endforeach()
+endforeach()

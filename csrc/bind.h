@@ -1,0 +1,23 @@
+// What both native modules hand to Python: `targets()`, a dict of FFI target names and capsules,
+// and the version of the FFI headers that the module was built with.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "ffi/handlers.h"
+
+namespace jof {
+
+inline void BindHandlers(pybind11::module_& m) {
+  m.attr("ffi_api_version") = pybind11::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def("targets", [] {
+    pybind11::dict targets;
+#define JOF_ADD_TARGET(name) \
+  targets[#name] = pybind11::capsule(reinterpret_cast<void*>(name), "xla._CUSTOM_CALL_TARGET");
+    JOF_FOR_EACH_HANDLER(JOF_ADD_TARGET)
+#undef JOF_ADD_TARGET
+    return targets;
+  });
+}
+
+}  // namespace jof

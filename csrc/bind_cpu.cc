@@ -1,0 +1,7 @@
+#include "bind.h"
+#include "cpu/kernels.h"
+
+PYBIND11_MODULE(_cpu, m) {
+  jof::BindHandlers(m);
+  m.def("instruction_set", [] { return jof::BestCpuKernels().name; });
+}

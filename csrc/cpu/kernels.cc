@@ -1,0 +1,20 @@
+// Compiled once for each instruction set, with JOF_CPU_ISA and JOF_CPU_KERNELS set by CMake.
+//
+// Nothing here may call or instantiate a function of the standard library that is not always
+// inlined: see JOF_NAMESPACE_BEGIN.
+#include "cpu/kernels.h"
+
+#include "cpu/upsample_nearest2d.h"
+
+#define JOF_STRINGIFY_(x) #x
+#define JOF_STRINGIFY(x) JOF_STRINGIFY_(x)
+
+namespace jof {
+
+const CpuKernels JOF_CPU_KERNELS = {
+    JOF_STRINGIFY(JOF_CPU_ISA),
+    UpsampleForwardRows,
+    UpsampleBackwardRows,
+};
+
+}  // namespace jof

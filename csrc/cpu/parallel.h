@@ -1,0 +1,53 @@
+// Spreads a loop over XLA's own thread pool.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+namespace jof {
+
+// Calls body(begin, end) for disjoint ranges that cover [0, n), on the calling thread and on the
+// pool's. Ranges have at least `grain` iterations; a loop of one range stays on the calling thread.
+//
+// The caller takes ranges too and waits only for ranges that somebody has taken, never for a task
+// to be scheduled: the pool's threads may all be blocked in handlers like this one.
+template <typename ThreadPool, typename Body>
+void ParallelFor(ThreadPool& pool, int64_t n, int64_t grain, const Body& body) {
+  if (n <= 0) return;
+  const int64_t threads = pool.num_threads();
+  // Four ranges a thread even out threads of different speed.
+  const int64_t even = (n + 4 * threads - 1) / (4 * threads);
+  const int64_t range = grain > even ? grain : even;
+  const int64_t ranges = (n + range - 1) / range;
+  if (ranges == 1 || threads <= 1) return body(0, n);
+
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+    int64_t done = 0;
+  };
+  auto shared = std::make_shared<Shared>();
+  // A task that starts late finds no range left, and must not touch `body`, which is gone by then.
+  const auto work = [shared, n, range, ranges, body_pointer = &body] {
+    int64_t finished = 0;
+    for (int64_t i; (i = shared->next.fetch_add(1)) < ranges; ++finished) {
+      const int64_t end = (i + 1) * range < n ? (i + 1) * range : n;
+      (*body_pointer)(i* range, end);
+    }
+    if (finished == 0) return;
+    std::lock_guard<std::mutex> lock(shared->mutex);
+    shared->done += finished;
+    if (shared->done == ranges) shared->all_done.notify_all();
+  };
+  const int64_t helpers = (ranges < threads ? ranges : threads) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
+  work();
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  shared->all_done.wait(lock, [&] { return shared->done == ranges; });
+}
+
+}  // namespace jof

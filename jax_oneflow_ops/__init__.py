@@ -1,0 +1,20 @@
+"""OneFlow's CUDA techniques for memory-bound operations as ordinary JAX functions.
+
+Every function has the signature and the semantics of the JAX function it replaces, works under
+`jit`, `grad`, `vmap` and sharding, and runs as a native kernel on GPUs and CPUs. See the functions
+for their numerics, and :func:`implementations` for what is available where.
+"""
+
+from jax_oneflow_ops._native import implementations
+from jax_oneflow_ops.upsample import upsample_nearest2d
+
+__all__ = ["implementations", "upsample_nearest2d"]
+
+
+def __getattr__(name: str) -> str:
+    # Reading a distribution's metadata takes milliseconds, which an import should not.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("jax-oneflow-ops")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

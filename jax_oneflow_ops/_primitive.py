@@ -1,0 +1,139 @@
+"""The one place that wires an operation into JAX.
+
+An operation is two primitives. The outer one is what users' programs contain: it carries abstract
+evaluation, batching, differentiation, and chooses the implementation when it is lowered. Where
+native kernels run it lowers to a `custom_partitioning` function, which tells the SPMD partitioner
+how the work is divided over devices, around the inner primitive, which lowers to one FFI call on
+the shard of one device.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_oneflow_ops import _compat, _native
+
+Params = dict[str, Any]
+# How a call may be divided: the names of each operand's and of the result's dimensions, in the
+# notation of `custom_partitioning`, and the names that every device needs whole.
+Division = tuple[Sequence[Sequence[str]], Sequence[str], frozenset[str]]
+
+
+def define(
+    target: str,
+    *,
+    function: str,
+    abstract_eval: Callable[..., jax.core.ShapedArray],
+    reference: Callable[..., jax.Array],
+    attributes: Callable[..., Params],
+    division: Callable[..., Division],
+    batch: Callable[..., tuple[Any, int]],
+) -> core.Primitive:
+    """Defines a primitive of one result.
+
+    Args:
+      target: the FFI target's name, which becomes the primitive's.
+      function: the public function that errors name.
+      abstract_eval: `(*avals, **params) -> aval`; must keep shardings (`aval.update`).
+      reference: `(*args, **params) -> array` in pure jnp: the "xla" implementation, and what runs on
+        platforms without native kernels.
+      attributes: `(**params) -> attributes of the FFI call`, as NumPy scalars and arrays.
+      division: `(*avals, **params) -> Division`.
+      batch: a batching rule, `(args, dims, **params) -> (result, its batch dimension)`.
+
+    Every primitive takes a parameter `implementation` (None, "native" or "xla"), which none of the
+    functions above is given except `batch`.
+    """
+    inner = core.Primitive(f"{target}_ffi")
+    inner.def_abstract_eval(abstract_eval)
+    lower_to_ffi = jax.ffi.ffi_lowering(target)
+    mlir.register_lowering(
+        inner,
+        lambda ctx, *args, **params: lower_to_ffi(ctx, *args, **attributes(**params)),
+    )
+
+    outer = core.Primitive(target)
+    outer.def_abstract_eval(
+        lambda *avals, implementation, **params: abstract_eval(*avals, **params)
+    )
+    outer.def_impl(lambda *args, **params: _jitted(outer, tuple(params.items()))(*args))
+    _compat.require_devices_during_lowering(outer)
+
+    def run(platform: str, *args: Any, implementation: str | None, **params: Any) -> Any:
+        if implementation == "xla":
+            return reference(*args, **params)
+        if _native.available(platform):
+            return _partitioned(inner, division, params)(*args)
+        if implementation == "native":
+            raise _native.missing(function, platform)
+        return reference(*args, **params)
+
+    for platform in (None, "cpu", "cuda", "rocm", "tpu"):
+        rule = mlir.lower_fun(functools.partial(run, platform or "other"), multiple_results=False)
+        mlir.register_lowering(outer, rule, platform=platform)
+    batching.primitive_batchers[outer] = batch
+    return outer
+
+
+def define_linear_pair(forward: core.Primitive, backward: core.Primitive,
+                       transposed_params: Callable[..., Params]) -> None:
+    """Declares two linear primitives of one operand to be each other's transposes.
+
+    JVP, VJP and every higher derivative follow.
+
+    Args:
+      forward: a primitive made by `define`.
+      backward: its transpose, likewise.
+      transposed_params: `(aval, **params) -> params` of the transpose of a call on `aval`.
+    """
+    for primitive, transpose in ((forward, backward), (backward, forward)):
+
+        def rule(ct: Any, x: Any, *, transpose: core.Primitive = transpose, **params: Any) -> Any:
+            return [transpose.bind(ct, **transposed_params(x.aval, **params))]
+
+        ad.deflinear2(primitive, rule)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(primitive: core.Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """What a call outside `jit` runs: compiled once for each set of parameters and shapes."""
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+def _partitioned(
+    inner: core.Primitive, division: Callable[..., Division], params: Params
+) -> Callable[..., Any]:
+    """The inner primitive as a function that the SPMD partitioner can divide."""
+    # Imported here because it is slow to import and needed only when something is lowered.
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    bind = functools.partial(inner.bind, **params)
+    function = custom_partitioning(bind)
+
+    def partition(
+        mesh: Mesh, args: Sequence[Any], result: Any
+    ) -> tuple[Mesh, Callable[..., Any], NamedSharding, tuple[NamedSharding, ...]]:
+        operands, out, whole = division(*args, **params)
+        axes: dict[str, Any] = {}
+        for arg, names in zip(args, operands, strict=True):
+            spec = (*arg.sharding.spec, *(None,) * len(names))
+            for name, axis in zip(names, spec, strict=False):
+                if name not in whole and axis is not None:
+                    axes.setdefault(name, axis)
+
+        def sharding(names: Sequence[str]) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in names)))
+
+        return mesh, bind, sharding(out), tuple(sharding(names) for names in operands)
+
+    def sharding_rule(mesh: Any, operand_types: Any, result_types: Any) -> str:
+        operands, out, _ = division(*operand_types, **params)
+        return ", ".join(" ".join(names) for names in operands) + " -> " + " ".join(out)
+
+    function.def_partition(partition=partition, sharding_rule=sharding_rule)
+    return function

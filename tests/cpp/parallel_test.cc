@@ -1,0 +1,56 @@
+// ParallelFor covers every iteration exactly once, also where the pool's threads never run.
+#include "cpu/parallel.h"
+
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+// Runs each task on a thread of its own.
+struct ThreadPerTask {
+  std::vector<std::thread> threads;
+  int64_t count;
+  int64_t num_threads() const { return count; }
+  template <typename F>
+  void Schedule(F&& f) {
+    threads.emplace_back(std::forward<F>(f));
+  }
+  ~ThreadPerTask() {
+    for (auto& thread : threads) thread.join();
+  }
+};
+
+// Runs tasks only after the loop has returned, as a pool whose threads are all busy.
+struct BusyPool {
+  std::vector<std::function<void()>> tasks;
+  int64_t num_threads() const { return 4; }
+  template <typename F>
+  void Schedule(F&& f) {
+    tasks.emplace_back(std::forward<F>(f));
+  }
+  ~BusyPool() {
+    for (auto& task : tasks) task();
+  }
+};
+
+template <typename Pool>
+void TestCoverage(Pool&& pool, int64_t n, int64_t grain) {
+  std::vector<std::atomic<int>> hits(static_cast<size_t>(n));
+  jof::ParallelFor(pool, n, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) ++hits[static_cast<size_t>(i)];
+  });
+  for (int64_t i = 0; i < n; ++i) {
+    JOF_CHECK(hits[static_cast<size_t>(i)] == 1, "iteration %ld of %ld ran %d times", long(i),
+              long(n), hits[static_cast<size_t>(i)].load());
+  }
+}
+
+int main() {
+  for (const int64_t n : {0, 1, 2, 7, 64, 1000}) {
+    for (const int64_t grain : {1, 3, 100, 5000}) {
+      for (const int64_t threads : {1, 2, 5}) TestCoverage(ThreadPerTask{{}, threads}, n, grain);
+      TestCoverage(BusyPool{}, n, grain);
+    }
+  }
+}

@@ -1,0 +1,123 @@
+// The CUDA kernels on pointers at every offset within 16 bytes that their type allows, between
+// guard zones that must stay untouched. Needs a GPU; `make gpu-check` runs it.
+#include <cstring>
+
+#include "check.h"
+#include "cuda/upsample_nearest2d.h"
+#include "upsample_problem.h"
+
+using namespace jof;
+
+#define CHECK_CUDA(expression)                                                           \
+  do {                                                                                   \
+    const cudaError_t status = (expression);                                             \
+    JOF_CHECK(status == cudaSuccess, "%s: %s", #expression, cudaGetErrorString(status)); \
+  } while (false)
+
+constexpr int64_t kGuardBytes = 64;
+constexpr uint8_t kGuard = 0xa5;
+
+// Device memory, poisoned, whose payload stands at `offset` from 16-byte alignment.
+class DeviceArray {
+ public:
+  DeviceArray(int64_t bytes, int64_t offset)
+      : begin_(kGuardBytes + offset), total_(bytes + offset + 2 * kGuardBytes) {
+    CHECK_CUDA(cudaMalloc(&data_, static_cast<size_t>(total_)));
+    CHECK_CUDA(cudaMemset(data_, kGuard, static_cast<size_t>(total_)));
+  }
+  ~DeviceArray() { cudaFree(data_); }
+  void* data() { return static_cast<uint8_t*>(data_) + begin_; }
+
+  void CopyFrom(const std::vector<uint8_t>& host) {
+    CHECK_CUDA(cudaMemcpy(data(), host.data(), host.size(), cudaMemcpyHostToDevice));
+  }
+  // The payload; checks the guard zones.
+  std::vector<uint8_t> CopyToHost(int64_t bytes) {
+    std::vector<uint8_t> host(static_cast<size_t>(total_));
+    CHECK_CUDA(cudaMemcpy(host.data(), data_, host.size(), cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < total_; ++i) {
+      const bool inside = i >= begin_ && i < begin_ + bytes;
+      JOF_CHECK(inside || host[static_cast<size_t>(i)] == kGuard, "guard overwritten at %ld",
+                long(i - begin_));
+    }
+    return {host.begin() + begin_, host.begin() + begin_ + bytes};
+  }
+
+ private:
+  void* data_;
+  int64_t begin_, total_;
+};
+
+void TestForward(const UpsampleProblem& p, int64_t element_bytes, int64_t in_offset,
+                 int64_t out_offset) {
+  std::vector<uint8_t> x(static_cast<size_t>(InSize(p) * element_bytes));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint8_t>(i * 37 + i / 251);
+  DeviceArray in(InSize(p) * element_bytes, in_offset), out(OutSize(p) * element_bytes, out_offset);
+  in.CopyFrom(x);
+  CHECK_CUDA(LaunchUpsampleForward(p, static_cast<int>(element_bytes), in.data(), out.data(), 0));
+  const std::vector<uint8_t> y = out.CopyToHost(OutSize(p) * element_bytes);
+  ForEachOutput(p, [&](int64_t i, int64_t o) {
+    JOF_CHECK(std::memcmp(x.data() + i * element_bytes, y.data() + o * element_bytes,
+                          static_cast<size_t>(element_bytes)) == 0,
+              "output %ld of %ld-byte elements, offsets %ld %ld", long(o), long(element_bytes),
+              long(in_offset), long(out_offset));
+  });
+}
+
+template <typename T>
+void TestBackward(const UpsampleProblem& p, Summable type, int64_t in_offset, int64_t out_offset,
+                  T (*make)(double), double (*value)(T)) {
+  // Small integers: their sums are exact in every type.
+  std::vector<uint8_t> dy(static_cast<size_t>(OutSize(p)) * sizeof(T));
+  std::vector<double> want(static_cast<size_t>(InSize(p)));
+  ForEachOutput(p, [&](int64_t i, int64_t o) {
+    const auto v = static_cast<double>((o * 7 + o / 13) % 3 - 1);
+    const T element = make(v);
+    std::memcpy(dy.data() + static_cast<size_t>(o) * sizeof(T), &element, sizeof(T));
+    want[static_cast<size_t>(i)] += v;
+  });
+  const int64_t bytes = InSize(p) * static_cast<int64_t>(sizeof(T));
+  DeviceArray in(static_cast<int64_t>(dy.size()), in_offset), out(bytes, out_offset);
+  in.CopyFrom(dy);
+  CHECK_CUDA(LaunchUpsampleBackward(p, type, in.data(), out.data(), 0));
+  const std::vector<uint8_t> dx = out.CopyToHost(bytes);
+  for (int64_t i = 0; i < InSize(p); ++i) {
+    T element;
+    std::memcpy(&element, dx.data() + static_cast<size_t>(i) * sizeof(T), sizeof(T));
+    JOF_CHECK(value(element) == want[static_cast<size_t>(i)], "dx %ld is %g, want %g", long(i),
+              value(element), want[static_cast<size_t>(i)]);
+  }
+}
+
+int main(int argc, char**) {
+  const bool brief = argc > 1;  // under compute-sanitizer
+  int64_t launches = 0;
+  for (const UpsampleProblem& p : UpsampleProblems()) {
+    for (const int64_t bytes : {1, 2, 4, 8, 16}) {
+      for (int64_t offset = 0; offset < 16; offset += brief ? 16 : bytes) {
+        TestForward(p, bytes, offset, (offset * 3) % 16 / bytes * bytes);
+        ++launches;
+      }
+    }
+    for (int64_t offset = 0; offset < 16; offset += brief ? 8 : 4, ++launches) {
+      TestBackward<float>(
+          p, Summable::kF32, offset, 12 - offset / 4 * 4, [](double v) { return float(v); },
+          [](float x) { return double(x); });
+    }
+    for (int64_t offset = 0; offset < 16; offset += brief ? 10 : 2, ++launches) {
+      TestBackward<uint16_t>(
+          p, Summable::kBF16, offset, 14 - offset,
+          [](double v) {
+            return static_cast<uint16_t>(v == 0 ? 0 : v > 0 ? 0x3f80 : 0xbf80);
+          },
+          [](uint16_t x) { return double(ToFloat(BFloat16{x})); });
+    }
+    TestBackward<double>(
+        p, Summable::kF64, 8, 0, [](double v) { return v; }, [](double x) { return x; });
+    TestBackward<Complex<float>>(
+        p, Summable::kC64, 0, 8, [](double v) { return Complex<float>{float(v), float(-v)}; },
+        [](Complex<float> x) { return x.im == -x.re ? double(x.re) : 1e9; });
+    launches += 2;
+  }
+  std::printf("%ld launches right\n", long(launches));
+}
