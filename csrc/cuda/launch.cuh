@@ -20,12 +20,18 @@ __device__ __forceinline__ Index ItemIndex() {
 }
 
 template <typename... Params, typename... Args>
+cudaError_t LaunchBlocks(void (*kernel)(Params...), int64_t blocks, int64_t shared_bytes,
+                         cudaStream_t stream, Args... args) {
+  if (blocks == 0) return cudaSuccess;
+  kernel<<<static_cast<unsigned>(blocks), kBlockSize, static_cast<size_t>(shared_bytes), stream>>>(
+      args...);
+  return cudaGetLastError();
+}
+
+template <typename... Params, typename... Args>
 cudaError_t LaunchItems(void (*kernel)(Params...), int64_t items, cudaStream_t stream,
                         Args... args) {
-  if (items == 0) return cudaSuccess;
-  const int64_t blocks = (items + kBlockSize - 1) / kBlockSize;
-  kernel<<<static_cast<unsigned>(blocks), kBlockSize, 0, stream>>>(args...);
-  return cudaGetLastError();
+  return LaunchBlocks(kernel, (items + kBlockSize - 1) / kBlockSize, 0, stream, args...);
 }
 
 namespace internal {
@@ -76,6 +82,40 @@ __device__ __forceinline__ void StorePack(T* pointer, const Pack<T, N>& value) {
   };
   pack = value;
   *reinterpret_cast<Word<sizeof(T) * N>*>(pointer) = word;
+}
+
+// A store that marks its line as the first to evict from the second-level cache: for output that
+// nobody reads soon. Worth 0.5 to 0.8 % where a kernel writes more than it reads.
+template <int N, typename T>
+__device__ __forceinline__ void StorePackStreaming(T* pointer, const Pack<T, N>& value) {
+  union {
+    Word<sizeof(T) * N> word;
+    Pack<T, N> pack;
+  };
+  pack = value;
+  __stcs(reinterpret_cast<Word<sizeof(T) * N>*>(pointer), word);
+}
+
+// Asks the second-level cache for the input of the block that is kPrefetchDistance ahead, where
+// block b reads bytes [b * kBytes, (b + 1) * kBytes) of an aligned array.
+//
+// Reads that come early and in runs of kilobytes spare the memory switches between reading and
+// writing: on an H200 a kernel that writes four bytes for each one it reads gains 1.5 to 3 %
+// (distances of 256 to 2048 blocks alike, longer runs less), a copy 0.8 %; a kernel that mostly
+// reads loses 6 %. A kernel of few blocks prefetches nothing.
+inline constexpr unsigned kPrefetchDistance = 512;
+
+template <int kBytes>
+__device__ __forceinline__ void PrefetchAhead(const void* array, size_t array_bytes) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x != 0) return;
+  const size_t begin = (size_t{blockIdx.x} + kPrefetchDistance) * kBytes;
+  if (begin + kBytes > array_bytes) return;
+  asm volatile(
+      "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(array) + begin),
+      "n"(kBytes)
+      : "memory");
+#endif
 }
 
 inline bool IsAligned(const void* pointer, int64_t bytes) {

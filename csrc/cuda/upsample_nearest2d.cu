@@ -3,21 +3,29 @@
 // Bytes: the forward reads the input and writes the output once; the backward reads dy and writes
 // dx once. Both are bound by memory, so everything here serves wide, coalesced accesses.
 //
-// Forward, one thread: loads one 16-byte pack of an output row and stores it to every output row
-//   that shares its source row; a row is therefore read and mapped once, not once for each copy.
-// Backward, one thread: sums the rectangle of dy that read its dx elements, and stores them; no
-//   atomics, so the result does not depend on the order in which threads run.
-//
-// Where both factors are exactly 2 or 4 and a row is a whole number of aligned packs, columns are
-// expanded or reduced inside a thread's registers (kFactor). Elsewhere the index map is computed
-// once a thread and used for up to kMaxPlanes planes (n), since integer arithmetic, not memory,
-// would bind otherwise. NHWC has no column work: channels are contiguous, and a pack of them is
-// moved or summed whole.
+// Forward: one thread loads the source of one 16-byte pack of an output row and stores the pack to
+// every output row that shares the source row.
+//   ExpandKernel  rows and columns repeated exactly 2 or 4 times, pixels of one element: columns
+//   are
+//                 expanded in registers.
+//   RepeatKernel  the same for pixels of whole packs (NHWC): packs are repeated as they are.
+//   MapKernel     any index map and any pixel; the map is computed once for up to kMaxPlanes
+//   planes,
+//                 since integer arithmetic, not memory, would bind otherwise.
+// Backward: each dx element sums the rectangle of dy that read it. No atomics: the result does not
+// depend on the order in which threads run.
+//   ReduceKernel  undoes ExpandKernel: a thread loads packs of 2 or 4 rows and sums their columns.
+//   SumKernel     pixels of whole packs (NHWC): a thread sums packs.
+//   ReduceRowsKernel  any index map and any pixel: a block sums rows of dy, in packs, into shared
+//                 memory, then their columns, so that all of dy is read in 16-byte accesses.
+// The special kernels need aligned pointers and rows of whole packs; the general ones take the
+// rest.
+#include "cuda/upsample_nearest2d.h"
+
 #include <algorithm>
 
 #include "common/pack.h"
 #include "cuda/launch.cuh"
-#include "cuda/upsample_nearest2d.h"
 
 JOF_NAMESPACE_BEGIN
 namespace {
@@ -32,10 +40,11 @@ struct Geometry {
   Index items;                      // threads with work
   Index outer, in_h, out_h;         // planes, and rows in each
   Index in_row, out_row;            // elements in a row
-  Index planes;                     // planes a thread handles
+  Index planes;                     // planes a thread handles (ReduceRowsKernel: rows a block)
   FastDivider<Index> by_row_items;  // items in a row
   FastDivider<Index> by_rows;       // rows in a plane that items enumerate
-  FastDivider<Index> by_inner;      // items in a pixel (backward), elements in a pixel (forward)
+  FastDivider<Index> by_in_row;     // elements in a source row
+  FastDivider<Index> by_inner;      // elements in a pixel (SumKernel: packs)
   NearestMap<Index> row_map, col_map;
   bool by_source;  // forward: rows that items enumerate are source rows, not output rows
 };
@@ -52,26 +61,46 @@ __device__ __forceinline__ void StoreRows(const Pack<Unit, N>& pack, Unit* y, In
                                           Index last, Index row_elements) {
   y += size_t{first} * row_elements;
 #pragma unroll 1  // unrolling costs registers and, with 64-bit offsets, splits the stores
-  for (Index p = first; p < last; ++p, y += row_elements) StorePack<N>(y, pack);
+  for (Index p = first; p < last; ++p, y += row_elements) StorePackStreaming<N>(y, pack);
 }
 
 // Forward where columns and rows are repeated exactly kFactor times and pixels are single elements.
 template <int kPack, int kFactor, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize)
     ExpandKernel(const Geometry<Index> g, const Unit* __restrict__ x, Unit* __restrict__ y) {
+  constexpr int kSource = kPack / kFactor;
+  constexpr int kSourceBytes = kSource * static_cast<int>(sizeof(Unit));
+  PrefetchAhead<kBlockSize * kSourceBytes>(x, size_t{g.items} * kSourceBytes);
   const Index item = ItemIndex<Index>();
   if (item >= g.items) return;
   // Rows of x are contiguous, so planes need no arithmetic of their own.
   Index j;
   const Index row = g.by_row_items.DivMod(item, &j);
-  constexpr int kSource = kPack / kFactor;
-  const auto source = LoadPack<kSource>(x + size_t{row} * g.in_row + j * kSource);
+  const auto source = LoadPack<kSource>(x + size_t{item} * kSource);
   Pack<Unit, kPack> pack;
 #pragma unroll
   for (int k = 0; k < kPack; ++k) pack.elem[k] = source.elem[k / kFactor];
   Unit* out = y + size_t{row} * kFactor * g.out_row + j * kPack;
 #pragma unroll
-  for (int p = 0; p < kFactor; ++p) StorePack<kPack>(out + size_t(p) * g.out_row, pack);
+  for (int p = 0; p < kFactor; ++p) StorePackStreaming<kPack>(out + size_t(p) * g.out_row, pack);
+}
+
+// Forward where columns and rows are repeated exactly kFactor times and pixels are whole packs.
+template <int kFactor, typename Index, typename Unit>
+__global__ void __launch_bounds__(kBlockSize)
+    RepeatKernel(const Geometry<Index> g, const Unit* __restrict__ x, Unit* __restrict__ y) {
+  static_assert(sizeof(Unit) == kPackBytes, "a pixel is a number of packs");
+  PrefetchAhead<kBlockSize / kFactor * kPackBytes>(x, size_t{g.items} / kFactor * kPackBytes);
+  const Index item = ItemIndex<Index>();
+  if (item >= g.items) return;
+  Index j, c;
+  const Index row = g.by_row_items.DivMod(item, &j);
+  const Index q = g.by_inner.DivMod(j, &c);
+  const auto pack =
+      LoadPack<1>(x + size_t{row} * g.in_row + q / kFactor * g.by_inner.divisor() + c);
+  Unit* out = y + size_t{row} * kFactor * g.out_row + j;
+#pragma unroll
+  for (int p = 0; p < kFactor; ++p) StorePackStreaming<1>(out + size_t(p) * g.out_row, pack);
 }
 
 // Forward for any index map and any pixel size.
@@ -137,8 +166,8 @@ __global__ void __launch_bounds__(kBlockSize)
   StorePack<kSums>(dx + size_t{row} * g.in_row + j * kSums, sums);
 }
 
-// Backward for any index map: kPack channels of one pixel a thread. kFactor > 0 says that each
-// pixel was repeated exactly kFactor times both ways, so that all loads are issued at once.
+// Backward where pixels are whole packs of kPack channels, one pack a thread. kFactor > 0 says that
+// each pixel was repeated exactly kFactor times both ways, so that all loads are issued at once.
 template <typename T, int kPack, int kFactor, typename Index>
 __global__ void __launch_bounds__(kBlockSize)
     SumKernel(const Geometry<Index> g, const T* __restrict__ dy, T* __restrict__ dx) {
@@ -199,6 +228,55 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
+// Backward for any index map and any pixel: g.planes rows of dx a block. Rows of dy are summed
+// kPack elements at a time into shared memory, then columns from there.
+template <typename T, int kPack, typename Index>
+__global__ void __launch_bounds__(kBlockSize)
+    ReduceRowsKernel(const Geometry<Index> g, const T* __restrict__ dy, T* __restrict__ dx) {
+  using A = Accumulator<T>;
+  using Sum = typename A::type;
+  extern __shared__ __align__(16) unsigned char shared[];
+  Sum* const sums = reinterpret_cast<Sum*>(shared);                            // planes x out_row
+  Index* const begin = reinterpret_cast<Index*>(sums + g.planes * g.out_row);  // in_w + 1
+  const Index in_w = g.by_inner.Divide(g.in_row);
+  for (Index w = threadIdx.x; w <= in_w; w += kBlockSize) begin[w] = g.col_map.Begin(w);
+
+  const Index first_row = static_cast<Index>(blockIdx.x) * g.planes;
+  const Index rows = min(g.planes, g.outer * g.in_h - first_row);
+  const Index row_packs = g.by_row_items.divisor();
+  for (Index i = threadIdx.x; i < rows * row_packs; i += kBlockSize) {
+    Index j, h;
+    const Index row = g.by_row_items.DivMod(i, &j);
+    const Index n = g.by_rows.DivMod(first_row + row, &h);
+    const Index first = g.row_map.Begin(h), last = g.row_map.Begin(h + 1);
+    const T* in = dy + size_t{n * g.out_h + first} * g.out_row + j * kPack;
+    Sum sum[kPack];
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) sum[k] = A::Zero();
+#pragma unroll 2
+    for (Index p = first; p < last; ++p, in += g.out_row) {
+      const auto pack = LoadPack<kPack>(in);
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) sum[k] = sum[k] + A::Load(pack.elem[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) sums[row * g.out_row + j * kPack + k] = sum[k];
+  }
+  __syncthreads();
+
+  const Index inner = g.by_inner.divisor();
+  for (Index i = threadIdx.x; i < rows * g.in_row; i += kBlockSize) {
+    Index e, c = 0;
+    const Index row = g.by_in_row.DivMod(i, &e);
+    const Index w = inner == 1 ? e : g.by_inner.DivMod(e, &c);
+    Sum sum = A::Zero();
+    const Sum* const columns = sums + row * g.out_row + c;
+#pragma unroll 2
+    for (Index q = begin[w]; q < begin[w + 1]; ++q) sum = sum + columns[q * inner];
+    dx[size_t{first_row} * g.in_row + i] = A::Store(sum);
+  }
+}
+
 // Fills in a Geometry for items of row_items a row over `rows` rows a plane.
 template <typename Index>
 Geometry<Index> MakeGeometry(const UpsampleProblem& p, int64_t row_items, int64_t rows,
@@ -216,6 +294,7 @@ Geometry<Index> MakeGeometry(const UpsampleProblem& p, int64_t row_items, int64_
   g.out_row = static_cast<Index>(p.out_w * p.inner);
   g.by_row_items = FastDivider<Index>(static_cast<Index>(row_items));
   g.by_rows = FastDivider<Index>(static_cast<Index>(rows));
+  g.by_in_row = FastDivider<Index>(g.in_row);
   g.by_inner = FastDivider<Index>(static_cast<Index>(pixel_items));
   g.row_map = NearestMap<Index>(p.in_h, p.out_h, p.half_pixel);
   g.col_map = NearestMap<Index>(p.in_w, p.out_w, p.half_pixel);
@@ -236,6 +315,45 @@ bool Fits32(const UpsampleProblem& p, int64_t items) {
 
 bool IsFactor(const UpsampleProblem& p, int factor) {
   return p.out_h == factor * p.in_h && p.out_w == factor * p.in_w;
+}
+
+// Shared memory that ReduceRowsKernel may take: 8 blocks of it fit a multiprocessor.
+constexpr int64_t kSharedBytes = 24 * 1024;
+
+// Launches ReduceRowsKernel. Returns false where a row is too long for shared memory.
+template <typename T>
+bool ReduceRows(const UpsampleProblem& p, const T* dy, T* dx, cudaStream_t stream,
+                cudaError_t* status) {
+  using Sum = typename Accumulator<T>::type;
+  constexpr int kPack = kPackSize<T>;
+  const int64_t out_row = p.out_w * p.inner;
+  const bool packed = out_row % kPack == 0 && IsAligned(dy, kPackBytes);
+  const int64_t row_packs = packed ? out_row / kPack : out_row;
+  const int64_t table_bytes = (p.in_w + 1) * static_cast<int64_t>(sizeof(uint32_t));
+  const int64_t row_bytes = out_row * static_cast<int64_t>(sizeof(Sum));
+  const int64_t most_rows = (kSharedBytes - table_bytes) / row_bytes;
+  if (most_rows < 1) return false;
+  // The number of rows that leaves the fewest threads idle in the first pass.
+  int64_t rows = 1, best_items = 0, best_slots = 1;
+  for (int64_t r = 1; r <= most_rows && r <= p.outer * p.in_h; ++r) {
+    const int64_t items = r * row_packs;
+    const int64_t slots = (items + kBlockSize - 1) / kBlockSize * kBlockSize;
+    if (items * best_slots >= best_items * slots) {
+      rows = r;
+      best_items = items;
+      best_slots = slots;
+    }
+    if (items >= 4 * kBlockSize) break;
+  }
+  auto g = MakeGeometry<uint32_t>(p, row_packs, p.in_h, p.inner, true, true);
+  g.planes = static_cast<uint32_t>(rows);
+  const int64_t blocks = (p.outer * p.in_h + rows - 1) / rows;
+  const int64_t shared_bytes = rows * row_bytes + table_bytes;
+  *status = packed ? LaunchBlocks(ReduceRowsKernel<T, kPack, uint32_t>, blocks, shared_bytes,
+                                  stream, g, dy, dx)
+                   : LaunchBlocks(ReduceRowsKernel<T, 1, uint32_t>, blocks, shared_bytes, stream, g,
+                                  dy, dx);
+  return true;
 }
 
 template <int kBytes>
@@ -269,6 +387,12 @@ cudaError_t Forward(const UpsampleProblem& p, const void* x, void* y, cudaStream
       return LaunchItems(ExpandKernel<kPack, 4, uint32_t, Unit>, g.items, stream, g, in, out);
     }
   }
+  if constexpr (kPack == 1) {
+    if (IsFactor(p, 2)) {
+      const auto g = geometry(uint32_t{}, true);
+      return LaunchItems(RepeatKernel<2, uint32_t, Unit>, g.items, stream, g, in, out);
+    }
+  }
   const auto g = geometry(uint32_t{}, false);
   if (packed) return LaunchItems(MapKernel<kPack, uint32_t, Unit>, g.items, stream, g, in, out);
   return LaunchItems(MapKernel<1, uint32_t, Unit>, g.items, stream, g, in, out);
@@ -287,13 +411,15 @@ cudaError_t Backward(const UpsampleProblem& p, const void* dy, void* dx, cudaStr
   const auto geometry = [&](auto index, bool fixed_factor) {
     return MakeGeometry<decltype(index)>(p, row_items, p.in_h, pixel_items, true, fixed_factor);
   };
-  if (!Fits32(p, p.outer * p.in_h * row_items)) {
+  const auto sum_elements = [&] {  // slow and without limits
     const auto g = geometry(uint64_t{}, false);
-    if (by_channels) {
-      return LaunchItems(SumKernel<T, kPack, 0, uint64_t>, g.items, stream, g, in, out);
-    }
     return LaunchItems(SumKernel<T, 1, 0, uint64_t>, g.items, stream, g, in, out);
+  };
+  if (by_channels && !Fits32(p, p.outer * p.in_h * row_items)) {
+    const auto g = geometry(uint64_t{}, false);
+    return LaunchItems(SumKernel<T, kPack, 0, uint64_t>, g.items, stream, g, in, out);
   }
+  if (!by_channels && !Fits32(p, p.outer * p.in_h * (out_row / kPack))) return sum_elements();
   const bool reducible = p.inner == 1 && out_row % kPack == 0 && IsAligned(dy, kPackBytes);
   if constexpr (kPack >= 2) {
     if (reducible && IsFactor(p, 2) && IsAligned(dx, kPackBytes / 2)) {
@@ -311,11 +437,12 @@ cudaError_t Backward(const UpsampleProblem& p, const void* dy, void* dx, cudaStr
     const auto g = geometry(uint32_t{}, true);
     return LaunchItems(SumKernel<T, kPack, 2, uint32_t>, g.items, stream, g, in, out);
   }
-  const auto g = geometry(uint32_t{}, false);
   if (by_channels) {
+    const auto g = geometry(uint32_t{}, false);
     return LaunchItems(SumKernel<T, kPack, 0, uint32_t>, g.items, stream, g, in, out);
   }
-  return LaunchItems(SumKernel<T, 1, 0, uint32_t>, g.items, stream, g, in, out);
+  cudaError_t status;
+  return ReduceRows(p, in, out, stream, &status) ? status : sum_elements();
 }
 
 }  // namespace
