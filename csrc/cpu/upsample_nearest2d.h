@@ -13,6 +13,7 @@
 #include "common/macros.h"
 #include "common/types.h"
 #include "cpu/kernels.h"
+#include "cpu/lanes.h"
 
 JOF_NAMESPACE_BEGIN
 
@@ -108,126 +109,124 @@ inline void UpsampleForwardRows(const CpuUpsample& p, int element_bytes, const v
   }
 }
 
-// Columns of dy summed at once: a buffer of accumulators that fits the first-level cache.
+// out[i] = the sum of in[r * row_stride + q * col_stride + i] over r < rows and q < cols, for i < n.
+// The sum stays in registers, kLanes values at a time; where they do not divide n, the last ones
+// overlap the ones before. Fewer than kLanes values are left to half as many.
+template <typename T, typename Out, typename A = typename Accumulator<T>::type,
+          int kLanes = kVectorBytes / sizeof(A)>
+inline void SumRuns(const T* in, int64_t rows, int64_t row_stride, int64_t cols, int64_t col_stride,
+                    int64_t n, Out* out) {
+  if constexpr (kLanes > 1) {
+    if (n < kLanes) {
+      return SumRuns<T, Out, A, kLanes / 2>(in, rows, row_stride, cols, col_stride, n, out);
+    }
+  }
+  for (int64_t next = 0; next < n; next += kLanes) {
+    const int64_t i = next + kLanes <= n ? next : n - kLanes;
+    Lanes<A, kLanes> sum{}, value;
+    bool first = true;
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t q = 0; q < cols; ++q) {
+        Load(in + r * row_stride + q * col_stride + i, &value);
+        if (first) {
+          sum = value;
+        } else {
+          sum += value;
+        }
+        first = false;
+      }
+    }
+    Store(sum, out + i);
+  }
+}
+
+template <int kFactor, typename A>
+inline void ReducePixels(const A* __restrict__ in, int64_t n, A* __restrict__ out) {
+  for (int64_t i = 0; i < n; ++i) {
+    A total = in[i * kFactor];
+    for (int k = 1; k < kFactor; ++k) total += in[i * kFactor + k];
+    out[i] = total;
+  }
+}
+
+// out[i] = the sum of the columns of `in` that source pixel w0 + i owns. in[0] is the first of them.
+template <typename A>
+inline void ReduceColumns(const CpuUpsample& p, const A* in, int64_t w0, int64_t n, A* out) {
+  switch (p.col_factor) {
+    case 1:
+      return ReducePixels<1>(in, n, out);
+    case 2:
+      return ReducePixels<2>(in, n, out);
+    case 3:
+      return ReducePixels<3>(in, n, out);
+    case 4:
+      return ReducePixels<4>(in, n, out);
+  }
+  const int64_t* begin = p.col_begin + w0;
+  for (int64_t i = 0; i < n; ++i) {
+    A total = 0;
+    for (int64_t q = begin[i]; q < begin[i + 1]; ++q) total += in[q - begin[0]];
+    out[i] = total;
+  }
+}
+
+// Columns of dy summed at once: accumulators that fit the first-level cache.
 constexpr int64_t kBlock = 2048;
 
 template <typename T>
-inline void AddRow(const T* __restrict__ in, int64_t n,
-                   typename Accumulator<T>::type* __restrict__ sum) {
-  for (int64_t i = 0; i < n; ++i) sum[i] = sum[i] + Accumulator<T>::Load(in[i]);
-}
-
-template <typename T>
-inline void SetRow(const T* __restrict__ in, int64_t n,
-                   typename Accumulator<T>::type* __restrict__ sum) {
-  for (int64_t i = 0; i < n; ++i) sum[i] = Accumulator<T>::Load(in[i]);
-}
-
-// sum[i] = the sum over `rows` rows of n values, `stride` apart.
-template <typename T>
-inline void SumRows(const T* in, int64_t rows, int64_t stride, int64_t n,
-                    typename Accumulator<T>::type* sum) {
-  SetRow(in, n, sum);
-  for (int64_t r = 1; r < rows; ++r) AddRow(in + r * stride, n, sum);
-}
-
-template <int kFactor, typename T>
-inline void ReducePixels(const typename Accumulator<T>::type* __restrict__ sum, int64_t n,
-                         T* __restrict__ out) {
-  for (int64_t i = 0; i < n; ++i) {
-    auto total = sum[i * kFactor];
-    for (int k = 1; k < kFactor; ++k) total = total + sum[i * kFactor + k];
-    out[i] = Accumulator<T>::Store(total);
-  }
-}
-
-// Reduces the columns of summed dy that source pixels [w0, w1) own. sum[0] is column col_begin[w0].
-template <typename T>
-inline void ReduceColumns(const CpuUpsample& p, const typename Accumulator<T>::type* sum,
-                          int64_t w0, int64_t w1, T* out) {
-  if (p.inner == 1) {
-    switch (p.col_factor) {
-      case 1:
-        return ReducePixels<1>(sum, w1 - w0, out);
-      case 2:
-        return ReducePixels<2>(sum, w1 - w0, out);
-      case 3:
-        return ReducePixels<3>(sum, w1 - w0, out);
-      case 4:
-        return ReducePixels<4>(sum, w1 - w0, out);
-    }
-  }
-  const int64_t origin = p.col_begin[w0];
-  for (int64_t w = w0; w < w1; ++w) {
-    for (int64_t c = 0; c < p.inner; ++c) {
-      auto total = Accumulator<T>::Zero();
-      for (int64_t q = p.col_begin[w]; q < p.col_begin[w + 1]; ++q) {
-        total = total + sum[(q - origin) * p.inner + c];
-      }
-      *out++ = Accumulator<T>::Store(total);
-    }
-  }
-}
-
-// One row of dx from `rows` rows of dy, where a source pixel owns at most kBlock values of a row.
-template <typename T>
-inline void SumThenReduce(const CpuUpsample& p, const T* dy, int64_t rows, T* dx) {
-  typename Accumulator<T>::type sum[kBlock];
+inline void UpsampleBackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64_t begin,
+                                 int64_t end) {
+  using A = typename Accumulator<T>::type;
   const int64_t out_row = p.out_w * p.inner;
-  for (int64_t w0 = 0, w1; w0 < p.in_w; w0 = w1) {
-    const int64_t origin = p.col_begin[w0];
-    w1 = w0 + 1;
-    while (w1 < p.in_w && (p.col_begin[w1 + 1] - origin) * p.inner <= kBlock) ++w1;
-    SumRows(dy + origin * p.inner, rows, out_row, (p.col_begin[w1] - origin) * p.inner, sum);
-    ReduceColumns(p, sum, w0, w1, dx + w0 * p.inner);
-  }
-}
-
-// The same where pixels or factors are large: each pixel's values in turn, its channels in blocks.
-template <typename T>
-inline void ReducePixelByPixel(const CpuUpsample& p, const T* dy, int64_t rows, T* dx) {
-  typename Accumulator<T>::type sum[kBlock];
-  const int64_t out_row = p.out_w * p.inner;
-  for (int64_t w = 0; w < p.in_w; ++w) {
-    for (int64_t c = 0; c < p.inner; c += kBlock) {
-      const int64_t n = p.inner - c < kBlock ? p.inner - c : kBlock;
-      for (int64_t i = 0; i < n; ++i) sum[i] = Accumulator<T>::Zero();
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t q = p.col_begin[w]; q < p.col_begin[w + 1]; ++q) {
-          AddRow(dy + r * out_row + q * p.inner + c, n, sum);
-        }
-      }
-      for (int64_t i = 0; i < n; ++i) dx[w * p.inner + c + i] = Accumulator<T>::Store(sum[i]);
-    }
-  }
-}
-
-template <typename T>
-inline void BackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64_t begin, int64_t end) {
-  int64_t widest = 0;
-  for (int64_t w = 0; w < p.in_w; ++w) {
-    const int64_t width = (p.col_begin[w + 1] - p.col_begin[w]) * p.inner;
-    widest = width > widest ? width : widest;
-  }
+  // No source pixel owns more columns than this.
+  const int64_t widest = (p.out_w + p.in_w - 1) / p.in_w;
+  const int64_t pixels = p.inner == 1 ? kBlock / widest : 0;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t n = row / p.in_h, h = row % p.in_h;
     const int64_t first = p.row_begin[h], rows = p.row_begin[h + 1] - first;
-    const T* in = dy + (n * p.out_h + first) * p.out_w * p.inner;
+    const T* in = dy + (n * p.out_h + first) * out_row;
     T* out = dx + row * p.in_w * p.inner;
-    if (rows > 0 && p.inner < 16 && widest <= kBlock) {
-      SumThenReduce(p, in, rows, out);
+    if (pixels == 0) {
+      for (int64_t w = 0; w < p.in_w; ++w) {
+        const int64_t q = p.col_begin[w];
+        SumRuns(in + q * p.inner, rows, out_row, p.col_begin[w + 1] - q, p.inner, p.inner,
+                out + w * p.inner);
+      }
     } else {
-      ReducePixelByPixel(p, in, rows, out);
+      A sums[kBlock], totals[kBlock];
+      for (int64_t w = 0; w < p.in_w; w += pixels) {
+        const int64_t w1 = w + pixels < p.in_w ? w + pixels : p.in_w;
+        const int64_t q = p.col_begin[w];
+        SumRuns(in + q, rows, out_row, 1, 0, p.col_begin[w1] - q, sums);
+        ReduceColumns(p, sums, w, w1 - w, totals);
+        SumRuns(totals, 1, 0, 1, 0, w1 - w, out + w);
+      }
     }
   }
 }
 
 inline void UpsampleBackwardRows(const CpuUpsample& p, int type, const void* dy, void* dx,
                                  int64_t begin, int64_t end) {
-  DispatchSummable(static_cast<Summable>(type), [&](auto tag) {
+  CpuUpsample parts = p;  // a complex number is a pixel of two real ones
+  parts.inner *= 2;
+  const auto run = [&](const CpuUpsample& problem, auto tag) {
     using T = typename decltype(tag)::type;
-    BackwardRows(p, static_cast<const T*>(dy), static_cast<T*>(dx), begin, end);
-  });
+    UpsampleBackwardRows(problem, static_cast<const T*>(dy), static_cast<T*>(dx), begin, end);
+  };
+  switch (static_cast<Summable>(type)) {
+    case Summable::kF16:
+      return run(p, TypeTag<Half>());
+    case Summable::kBF16:
+      return run(p, TypeTag<BFloat16>());
+    case Summable::kF32:
+      return run(p, TypeTag<float>());
+    case Summable::kF64:
+      return run(p, TypeTag<double>());
+    case Summable::kC64:
+      return run(parts, TypeTag<float>());
+    case Summable::kC128:
+      return run(parts, TypeTag<double>());
+  }
 }
 
 JOF_NAMESPACE_END

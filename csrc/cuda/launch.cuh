@@ -97,7 +97,7 @@ __device__ __forceinline__ void StorePackStreaming(T* pointer, const Pack<T, N>&
 }
 
 // Asks the second-level cache for the input of the block that is kPrefetchDistance ahead, where
-// block b reads bytes [b * kBytes, (b + 1) * kBytes) of an aligned array.
+// blocks read consecutive runs of a 16-byte aligned array, block_bytes_256 / 256 bytes each.
 //
 // Reads that come early and in runs of kilobytes spare the memory switches between reading and
 // writing: on an H200 a kernel that writes four bytes for each one it reads gains 1.5 to 3 %
@@ -105,15 +105,18 @@ __device__ __forceinline__ void StorePackStreaming(T* pointer, const Pack<T, N>&
 // reads loses 6 %. A kernel of few blocks prefetches nothing.
 inline constexpr unsigned kPrefetchDistance = 512;
 
-template <int kBytes>
-__device__ __forceinline__ void PrefetchAhead(const void* array, size_t array_bytes) {
+__device__ __forceinline__ void PrefetchAhead(const void* array, size_t array_bytes,
+                                              size_t block_bytes_256) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x != 0) return;
-  const size_t begin = (size_t{blockIdx.x} + kPrefetchDistance) * kBytes;
-  if (begin + kBytes > array_bytes) return;
+  const size_t block = size_t{blockIdx.x} + kPrefetchDistance;
+  // The instruction takes whole 16-byte units.
+  const size_t begin = block * block_bytes_256 / 256 & ~size_t{15};
+  const size_t end = (block + 1) * block_bytes_256 / 256 & ~size_t{15};
+  if (begin == end || end > array_bytes || reinterpret_cast<uintptr_t>(array) % 16 != 0) return;
   asm volatile(
       "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(array) + begin),
-      "n"(kBytes)
+      "r"(static_cast<unsigned>(end - begin))
       : "memory");
 #endif
 }

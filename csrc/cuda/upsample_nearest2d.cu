@@ -9,9 +9,9 @@
 //   are
 //                 expanded in registers.
 //   RepeatKernel  the same for pixels of whole packs (NHWC): packs are repeated as they are.
-//   MapKernel     any index map and any pixel; the map is computed once for up to kMaxPlanes
-//   planes,
-//                 since integer arithmetic, not memory, would bind otherwise.
+//   MapKernel     any index map and any pixel.
+//   FlatKernel    the same where rows are not whole packs: packs of the flat output, each element
+//                 finding its own source.
 // Backward: each dx element sums the rectangle of dy that read it. No atomics: the result does not
 // depend on the order in which threads run.
 //   ReduceKernel  undoes ExpandKernel: a thread loads packs of 2 or 4 rows and sums their columns.
@@ -30,26 +30,24 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-constexpr int kMaxPlanes = 4;
-// Threads that fill an H200 (132 multiprocessors of 2048) twice: below it, more threads are worth
-// more than fewer index computations.
-constexpr int64_t kEnoughThreads = 2 * 132 * 2048;
-
 template <typename Index>
 struct Geometry {
   Index items;                      // threads with work
-  Index outer, in_h, out_h;         // planes, and rows in each
+  Index rows;                       // source rows in all planes
+  Index in_h, out_h;                // rows in a plane
   Index in_row, out_row;            // elements in a row
-  Index planes;                     // planes a thread handles (ReduceRowsKernel: rows a block)
   FastDivider<Index> by_row_items;  // items in a row
   FastDivider<Index> by_rows;       // rows in a plane that items enumerate
   FastDivider<Index> by_in_row;     // elements in a source row
   FastDivider<Index> by_inner;      // elements in a pixel (SumKernel: packs)
   NearestMap<Index> row_map, col_map;
-  bool by_source;  // forward: rows that items enumerate are source rows, not output rows
+  bool by_source;             // forward: rows that items enumerate are source rows, not output rows
+  Index block_rows;           // ReduceRowsKernel: source rows a block
+  size_t source_bytes;        // forward: of x,
+  size_t block_source_bytes;  // and of what a block of MapKernel reads, in 1/256 bytes
 };
 
-// Where an item stands: its position j within a row, its row r within a plane, its first plane n.
+// Where an item stands: its position j within a row, its row r within a plane, its plane.
 template <typename Index>
 __device__ __forceinline__ Index Locate(const Geometry<Index>& g, Index item, Index* r, Index* j) {
   const Index row = g.by_row_items.DivMod(item, j);
@@ -70,7 +68,7 @@ __global__ void __launch_bounds__(kBlockSize)
     ExpandKernel(const Geometry<Index> g, const Unit* __restrict__ x, Unit* __restrict__ y) {
   constexpr int kSource = kPack / kFactor;
   constexpr int kSourceBytes = kSource * static_cast<int>(sizeof(Unit));
-  PrefetchAhead<kBlockSize * kSourceBytes>(x, size_t{g.items} * kSourceBytes);
+  PrefetchAhead(x, g.source_bytes, kBlockSize * kSourceBytes * 256);
   const Index item = ItemIndex<Index>();
   if (item >= g.items) return;
   // Rows of x are contiguous, so planes need no arithmetic of their own.
@@ -90,7 +88,7 @@ template <int kFactor, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize)
     RepeatKernel(const Geometry<Index> g, const Unit* __restrict__ x, Unit* __restrict__ y) {
   static_assert(sizeof(Unit) == kPackBytes, "a pixel is a number of packs");
-  PrefetchAhead<kBlockSize / kFactor * kPackBytes>(x, size_t{g.items} / kFactor * kPackBytes);
+  PrefetchAhead(x, g.source_bytes, kBlockSize / kFactor * kPackBytes * 256);
   const Index item = ItemIndex<Index>();
   if (item >= g.items) return;
   Index j, c;
@@ -103,14 +101,15 @@ __global__ void __launch_bounds__(kBlockSize)
   for (int p = 0; p < kFactor; ++p) StorePackStreaming<1>(out + size_t(p) * g.out_row, pack);
 }
 
-// Forward for any index map and any pixel size.
+// Forward for any index map and any pixel size, for rows of whole packs.
 template <int kPack, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize)
     MapKernel(const Geometry<Index> g, const Unit* __restrict__ x, Unit* __restrict__ y) {
+  if (g.by_source) PrefetchAhead(x, g.source_bytes, g.block_source_bytes);
   const Index item = ItemIndex<Index>();
   if (item >= g.items) return;
   Index r, j;
-  Index n = Locate(g, item, &r, &j) * g.planes;
+  const Index n = Locate(g, item, &r, &j);
   Index h = r, first = r, last = r + 1;
   if (g.by_source) {
     first = g.row_map.Begin(r);
@@ -118,22 +117,56 @@ __global__ void __launch_bounds__(kBlockSize)
   } else {
     h = g.row_map.Source(r);
   }
+  if (first == last) return;
+  const Unit* in = x + size_t{n * g.in_h + h} * g.in_row;
   const Index inner = g.by_inner.divisor();
-  Index offset[kPack];
+  Pack<Unit, kPack> pack;
 #pragma unroll
   for (int k = 0; k < kPack; ++k) {
     Index c = 0;
     const Index position = j * kPack + k;
     const Index q = inner == 1 ? position : g.by_inner.DivMod(position, &c);
-    offset[k] = g.col_map.Source(q) * inner + c;
+    pack.elem[k] = __ldg(in + g.col_map.Source(q) * inner + c);
   }
-  const Index stop = min(n + g.planes, g.outer);
-  for (; n < stop; ++n) {
-    const Unit* in = x + size_t{n * g.in_h + h} * g.in_row;
-    Pack<Unit, kPack> pack;
+  StoreRows(pack, y + size_t{n * g.out_h} * g.out_row + j * kPack, first, last, g.out_row);
+}
+
+// Forward for rows of any length: g.items packs of the flat output, the last of them in part.
+template <int kPack, typename Index, typename Unit>
+__global__ void __launch_bounds__(kBlockSize)
+    FlatKernel(const Geometry<Index> g, Index total, const Unit* __restrict__ x,
+               Unit* __restrict__ y) {
+  const Index start = ItemIndex<Index>() * kPack;
+  if (start >= total) return;
+  const Index count = min(Index{kPack}, total - start);
+  Index p, position;
+  Index n = Locate(g, start, &p, &position);
+  const Index inner = g.by_inner.divisor();
+  const auto source_row = [&] { return x + size_t{n * g.in_h + g.row_map.Source(p)} * g.in_row; };
+  const Unit* in = source_row();
+  Pack<Unit, kPack> pack;
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) pack.elem[k] = __ldg(in + offset[k]);
-    StoreRows(pack, y + size_t{n * g.out_h} * g.out_row + j * kPack, first, last, g.out_row);
+  for (int k = 0; k < kPack; ++k, ++position) {
+    if (k >= count) break;
+    if (position == g.out_row) {
+      position = 0;
+      if (++p == g.out_h) {
+        p = 0;
+        ++n;
+      }
+      in = source_row();
+    }
+    Index c = 0;
+    const Index q = inner == 1 ? position : g.by_inner.DivMod(position, &c);
+    pack.elem[k] = __ldg(in + g.col_map.Source(q) * inner + c);
+  }
+  if (count == kPack) {
+    StorePackStreaming<kPack>(y + start, pack);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) {
+      if (k < count) y[start + k] = pack.elem[k];
+    }
   }
 }
 
@@ -175,60 +208,53 @@ __global__ void __launch_bounds__(kBlockSize)
   const Index item = ItemIndex<Index>();
   if (item >= g.items) return;
   Index h, j, c;
-  Index n = Locate(g, item, &h, &j) * g.planes;
+  const Index n = Locate(g, item, &h, &j);
   const Index w = g.by_inner.DivMod(j, &c);
   const Index pixel = g.by_inner.divisor() * kPack;
-  Index first_p, last_p, first_q, last_q;
+  typename A::type sum[kPack];
+#pragma unroll
+  for (int k = 0; k < kPack; ++k) sum[k] = A::Zero();
+  const auto add = [&](const Pack<T, kPack>& pack) {
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) sum[k] = sum[k] + A::Load(pack.elem[k]);
+  };
+  const T* in = dy + size_t{n * g.out_h} * g.out_row + c * kPack;
   if constexpr (kFactor > 0) {
-    first_p = h * kFactor;
-    first_q = w * kFactor;
-    last_p = last_q = 0;  // not used
-  } else {
-    first_p = g.row_map.Begin(h);
-    last_p = g.row_map.Begin(h + 1);
-    first_q = g.col_map.Begin(w);
-    last_q = g.col_map.Begin(w + 1);
-  }
-  const Index stop = min(n + g.planes, g.outer);
-  for (; n < stop; ++n) {
-    const T* in = dy + size_t{n * g.out_h + first_p} * g.out_row + first_q * pixel + c * kPack;
-    typename A::type sum[kPack];
+    in += size_t{h * kFactor} * g.out_row + w * kFactor * pixel;
+    Pack<T, kPack> packs[kFactor][kFactor];
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) sum[k] = A::Zero();
-    const auto add = [&](const Pack<T, kPack>& pack) {
+    for (int p = 0; p < kFactor; ++p) {
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) sum[k] = sum[k] + A::Load(pack.elem[k]);
-    };
-    if constexpr (kFactor > 0) {
-      Pack<T, kPack> packs[kFactor][kFactor];
-#pragma unroll
-      for (int p = 0; p < kFactor; ++p) {
-#pragma unroll
-        for (int q = 0; q < kFactor; ++q) {
-          packs[p][q] = LoadPack<kPack>(in + size_t(p) * g.out_row + q * pixel);
-        }
-      }
-#pragma unroll
-      for (int p = 0; p < kFactor; ++p) {
-#pragma unroll
-        for (int q = 0; q < kFactor; ++q) add(packs[p][q]);
-      }
-    } else {
-#pragma unroll 1
-      for (Index p = first_p; p < last_p; ++p, in += g.out_row) {
-        const T* element = in;
-#pragma unroll 2
-        for (Index q = first_q; q < last_q; ++q, element += pixel) add(LoadPack<kPack>(element));
+      for (int q = 0; q < kFactor; ++q) {
+        packs[p][q] = LoadPack<kPack>(in + size_t(p) * g.out_row + q * pixel);
       }
     }
-    Pack<T, kPack> result;
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) result.elem[k] = A::Store(sum[k]);
-    StorePack<kPack>(dx + size_t{n * g.in_h + h} * g.in_row + w * pixel + c * kPack, result);
+    for (int p = 0; p < kFactor; ++p) {
+#pragma unroll
+      for (int q = 0; q < kFactor; ++q) add(packs[p][q]);
+    }
+  } else {
+    const Index first = g.row_map.Begin(h), last = g.row_map.Begin(h + 1);
+    const Index begin = g.col_map.Begin(w), end = g.col_map.Begin(w + 1);
+    in += size_t{first} * g.out_row + begin * pixel;
+#pragma unroll 1
+    for (Index p = first; p < last; ++p, in += g.out_row) {
+      const T* element = in;
+#pragma unroll 2
+      for (Index q = begin; q < end; ++q, element += pixel) add(LoadPack<kPack>(element));
+    }
   }
+  Pack<T, kPack> result;
+#pragma unroll
+  for (int k = 0; k < kPack; ++k) result.elem[k] = A::Store(sum[k]);
+  StorePack<kPack>(dx + size_t{n * g.in_h + h} * g.in_row + j * kPack, result);
 }
 
-// Backward for any index map and any pixel: g.planes rows of dx a block. Rows of dy are summed
+// Rows of dx that a thread of ReduceRowsKernel sums columns for: they share the index map.
+constexpr int kThreadRows = 4;
+
+// Backward for any index map and any pixel: g.block_rows rows of dx a block. Rows of dy are summed
 // kPack elements at a time into shared memory, then columns from there.
 template <typename T, int kPack, typename Index>
 __global__ void __launch_bounds__(kBlockSize)
@@ -236,13 +262,14 @@ __global__ void __launch_bounds__(kBlockSize)
   using A = Accumulator<T>;
   using Sum = typename A::type;
   extern __shared__ __align__(16) unsigned char shared[];
-  Sum* const sums = reinterpret_cast<Sum*>(shared);                            // planes x out_row
-  Index* const begin = reinterpret_cast<Index*>(sums + g.planes * g.out_row);  // in_w + 1
+  Sum* const sums = reinterpret_cast<Sum*>(shared);  // block_rows x out_row
+  Index* const begin = reinterpret_cast<Index*>(sums + g.block_rows * g.out_row);  // in_w + 1
+  const Index inner = g.by_inner.divisor();
   const Index in_w = g.by_inner.Divide(g.in_row);
   for (Index w = threadIdx.x; w <= in_w; w += kBlockSize) begin[w] = g.col_map.Begin(w);
 
-  const Index first_row = static_cast<Index>(blockIdx.x) * g.planes;
-  const Index rows = min(g.planes, g.outer * g.in_h - first_row);
+  const Index first_row = static_cast<Index>(blockIdx.x) * g.block_rows;
+  const Index rows = min(g.block_rows, g.rows - first_row);
   const Index row_packs = g.by_row_items.divisor();
   for (Index i = threadIdx.x; i < rows * row_packs; i += kBlockSize) {
     Index j, h;
@@ -264,30 +291,38 @@ __global__ void __launch_bounds__(kBlockSize)
   }
   __syncthreads();
 
-  const Index inner = g.by_inner.divisor();
-  for (Index i = threadIdx.x; i < rows * g.in_row; i += kBlockSize) {
+  const Index groups = (rows + kThreadRows - 1) / kThreadRows;
+  for (Index i = threadIdx.x; i < groups * g.in_row; i += kBlockSize) {
     Index e, c = 0;
-    const Index row = g.by_in_row.DivMod(i, &e);
+    const Index row = g.by_in_row.DivMod(i, &e) * kThreadRows;
     const Index w = inner == 1 ? e : g.by_inner.DivMod(e, &c);
-    Sum sum = A::Zero();
-    const Sum* const columns = sums + row * g.out_row + c;
-#pragma unroll 2
-    for (Index q = begin[w]; q < begin[w + 1]; ++q) sum = sum + columns[q * inner];
-    dx[size_t{first_row} * g.in_row + i] = A::Store(sum);
+    Sum sum[kThreadRows];
+    const Sum* columns[kThreadRows];
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) {
+      sum[r] = A::Zero();
+      columns[r] = sums + min(row + r, rows - 1) * g.out_row + c;
+    }
+#pragma unroll 1
+    for (Index q = begin[w]; q < begin[w + 1]; ++q) {
+#pragma unroll
+      for (int r = 0; r < kThreadRows; ++r) sum[r] = sum[r] + columns[r][q * inner];
+    }
+    T* const out = dx + size_t{first_row + row} * g.in_row + e;
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) {
+      if (row + r < rows) out[size_t(r) * g.in_row] = A::Store(sum[r]);
+    }
   }
 }
 
-// Fills in a Geometry for items of row_items a row over `rows` rows a plane.
+// Fills in a Geometry for row_items items a row over `rows` rows a plane.
 template <typename Index>
 Geometry<Index> MakeGeometry(const UpsampleProblem& p, int64_t row_items, int64_t rows,
-                             int64_t pixel_items, bool by_source, bool fixed_factor) {
-  Geometry<Index> g;
-  const int64_t plane_items = row_items * rows;
-  const int64_t planes =
-      fixed_factor ? 1 : std::clamp<int64_t>(p.outer * plane_items / kEnoughThreads, 1, kMaxPlanes);
-  g.planes = static_cast<Index>(planes);
-  g.items = static_cast<Index>((p.outer + planes - 1) / planes * plane_items);
-  g.outer = static_cast<Index>(p.outer);
+                             int64_t pixel_items) {
+  Geometry<Index> g{};
+  g.items = static_cast<Index>(p.outer * rows * row_items);
+  g.rows = static_cast<Index>(p.outer * p.in_h);
   g.in_h = static_cast<Index>(p.in_h);
   g.out_h = static_cast<Index>(p.out_h);
   g.in_row = static_cast<Index>(p.in_w * p.inner);
@@ -298,7 +333,6 @@ Geometry<Index> MakeGeometry(const UpsampleProblem& p, int64_t row_items, int64_
   g.by_inner = FastDivider<Index>(static_cast<Index>(pixel_items));
   g.row_map = NearestMap<Index>(p.in_h, p.out_h, p.half_pixel);
   g.col_map = NearestMap<Index>(p.in_w, p.out_w, p.half_pixel);
-  g.by_source = by_source;
   return g;
 }
 
@@ -317,8 +351,9 @@ bool IsFactor(const UpsampleProblem& p, int factor) {
   return p.out_h == factor * p.in_h && p.out_w == factor * p.in_w;
 }
 
-// Shared memory that ReduceRowsKernel may take: 8 blocks of it fit a multiprocessor.
-constexpr int64_t kSharedBytes = 24 * 1024;
+// Shared memory that ReduceRowsKernel takes: 8 blocks of it fit a multiprocessor. One row may take
+// as much as a block can have without asking.
+constexpr int64_t kSharedBytes = 24 * 1024, kMaxSharedBytes = 48 * 1024;
 
 // Launches ReduceRowsKernel. Returns false where a row is too long for shared memory.
 template <typename T>
@@ -326,27 +361,24 @@ bool ReduceRows(const UpsampleProblem& p, const T* dy, T* dx, cudaStream_t strea
                 cudaError_t* status) {
   using Sum = typename Accumulator<T>::type;
   constexpr int kPack = kPackSize<T>;
-  const int64_t out_row = p.out_w * p.inner;
+  const int64_t in_row = p.in_w * p.inner, out_row = p.out_w * p.inner;
   const bool packed = out_row % kPack == 0 && IsAligned(dy, kPackBytes);
   const int64_t row_packs = packed ? out_row / kPack : out_row;
   const int64_t table_bytes = (p.in_w + 1) * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t row_bytes = out_row * static_cast<int64_t>(sizeof(Sum));
-  const int64_t most_rows = (kSharedBytes - table_bytes) / row_bytes;
-  if (most_rows < 1) return false;
-  // The number of rows that leaves the fewest threads idle in the first pass.
-  int64_t rows = 1, best_items = 0, best_slots = 1;
-  for (int64_t r = 1; r <= most_rows && r <= p.outer * p.in_h; ++r) {
-    const int64_t items = r * row_packs;
-    const int64_t slots = (items + kBlockSize - 1) / kBlockSize * kBlockSize;
-    if (items * best_slots >= best_items * slots) {
-      rows = r;
-      best_items = items;
-      best_slots = slots;
-    }
-    if (items >= 4 * kBlockSize) break;
+  if (row_bytes + table_bytes > kMaxSharedBytes) return false;
+  // The number of rows that costs the fewest passes of the block over its items, for each row.
+  const auto passes = [](int64_t items) { return (items + kBlockSize - 1) / kBlockSize; };
+  int64_t rows = 1, fewest = 0;
+  for (int64_t r = 1; r == 1 || r * row_bytes + table_bytes <= kSharedBytes; ++r) {
+    const int64_t groups = (r + kThreadRows - 1) / kThreadRows;
+    const int64_t count = passes(r * row_packs) + passes(groups * in_row);
+    if (r > 1 && count * rows > fewest * r) continue;
+    rows = r;
+    fewest = count;
   }
-  auto g = MakeGeometry<uint32_t>(p, row_packs, p.in_h, p.inner, true, true);
-  g.planes = static_cast<uint32_t>(rows);
+  auto g = MakeGeometry<uint32_t>(p, row_packs, p.in_h, p.inner);
+  g.block_rows = static_cast<uint32_t>(rows);
   const int64_t blocks = (p.outer * p.in_h + rows - 1) / rows;
   const int64_t shared_bytes = rows * row_bytes + table_bytes;
   *status = packed ? LaunchBlocks(ReduceRowsKernel<T, kPack, uint32_t>, blocks, shared_bytes,
@@ -365,35 +397,45 @@ cudaError_t Forward(const UpsampleProblem& p, const void* x, void* y, cudaStream
   const bool by_source = p.out_h >= p.in_h;
   const int64_t rows = by_source ? p.in_h : p.out_h;
   const int64_t out_row = p.out_w * p.inner;
-  const bool packed = out_row % kPack == 0 && IsAligned(y, kPackBytes);
-  const auto geometry = [&](auto index, bool fixed_factor) {
-    return MakeGeometry<decltype(index)>(p, packed ? out_row / kPack : out_row, rows, p.inner,
-                                         by_source, fixed_factor);
+  const int64_t total = p.outer * p.out_h * out_row;
+  const bool aligned = IsAligned(y, kPackBytes);
+  const bool packed = aligned && out_row % kPack == 0;
+  const int64_t row_items = packed ? out_row / kPack : out_row;
+
+  if (aligned && !packed && Fits32(p, total)) {
+    auto g = MakeGeometry<uint32_t>(p, out_row, p.out_h, p.inner);
+    return LaunchItems(FlatKernel<kPack, uint32_t, Unit>, (total + kPack - 1) / kPack, stream, g,
+                       static_cast<uint32_t>(total), in, out);
+  }
+  const auto geometry = [&](auto index) {
+    auto g = MakeGeometry<decltype(index)>(p, row_items, rows, p.inner);
+    g.by_source = by_source;
+    g.source_bytes = static_cast<size_t>(p.outer * p.in_h * p.in_w * p.inner * kBytes);
+    g.block_source_bytes =
+        static_cast<size_t>(256 * kBlockSize * p.in_w * p.inner * kBytes / row_items);
+    return g;
   };
-  if (!Fits32(p, p.outer * rows * (packed ? out_row / kPack : out_row))) {
-    const auto g = geometry(uint64_t{}, false);
+  if (!Fits32(p, p.outer * rows * row_items)) {
+    const auto g = geometry(uint64_t{});
     if (packed) return LaunchItems(MapKernel<kPack, uint64_t, Unit>, g.items, stream, g, in, out);
     return LaunchItems(MapKernel<1, uint64_t, Unit>, g.items, stream, g, in, out);
   }
+  const auto g = geometry(uint32_t{});
   if constexpr (kPack >= 2) {
     if (packed && p.inner == 1 && IsFactor(p, 2) && IsAligned(x, kPackBytes / 2)) {
-      const auto g = geometry(uint32_t{}, true);
       return LaunchItems(ExpandKernel<kPack, 2, uint32_t, Unit>, g.items, stream, g, in, out);
     }
   }
   if constexpr (kPack >= 4) {
     if (packed && p.inner == 1 && IsFactor(p, 4) && IsAligned(x, kPackBytes / 4)) {
-      const auto g = geometry(uint32_t{}, true);
       return LaunchItems(ExpandKernel<kPack, 4, uint32_t, Unit>, g.items, stream, g, in, out);
     }
   }
   if constexpr (kPack == 1) {
     if (IsFactor(p, 2)) {
-      const auto g = geometry(uint32_t{}, true);
       return LaunchItems(RepeatKernel<2, uint32_t, Unit>, g.items, stream, g, in, out);
     }
   }
-  const auto g = geometry(uint32_t{}, false);
   if (packed) return LaunchItems(MapKernel<kPack, uint32_t, Unit>, g.items, stream, g, in, out);
   return LaunchItems(MapKernel<1, uint32_t, Unit>, g.items, stream, g, in, out);
 }
@@ -408,41 +450,40 @@ cudaError_t Backward(const UpsampleProblem& p, const void* dy, void* dx, cudaStr
   const bool by_channels = aligned && p.inner % kPack == 0;
   const int64_t pixel_items = by_channels ? p.inner / kPack : p.inner;
   const int64_t row_items = p.in_w * pixel_items;
-  const auto geometry = [&](auto index, bool fixed_factor) {
-    return MakeGeometry<decltype(index)>(p, row_items, p.in_h, pixel_items, true, fixed_factor);
+  const auto geometry = [&](auto index) {
+    return MakeGeometry<decltype(index)>(p, row_items, p.in_h, pixel_items);
   };
-  const auto sum_elements = [&] {  // slow and without limits
-    const auto g = geometry(uint64_t{}, false);
-    return LaunchItems(SumKernel<T, 1, 0, uint64_t>, g.items, stream, g, in, out);
-  };
-  if (by_channels && !Fits32(p, p.outer * p.in_h * row_items)) {
-    const auto g = geometry(uint64_t{}, false);
-    return LaunchItems(SumKernel<T, kPack, 0, uint64_t>, g.items, stream, g, in, out);
-  }
-  if (!by_channels && !Fits32(p, p.outer * p.in_h * (out_row / kPack))) return sum_elements();
-  const bool reducible = p.inner == 1 && out_row % kPack == 0 && IsAligned(dy, kPackBytes);
-  if constexpr (kPack >= 2) {
-    if (reducible && IsFactor(p, 2) && IsAligned(dx, kPackBytes / 2)) {
-      const auto g = MakeGeometry<uint32_t>(p, out_row / kPack, p.in_h, 1, true, true);
-      return LaunchItems(ReduceKernel<T, 2, uint32_t>, g.items, stream, g, in, out);
-    }
-  }
-  if constexpr (kPack >= 4) {
-    if (reducible && IsFactor(p, 4) && IsAligned(dx, kPackBytes / 4)) {
-      const auto g = MakeGeometry<uint32_t>(p, out_row / kPack, p.in_h, 1, true, true);
-      return LaunchItems(ReduceKernel<T, 4, uint32_t>, g.items, stream, g, in, out);
-    }
-  }
-  if (by_channels && IsFactor(p, 2)) {
-    const auto g = geometry(uint32_t{}, true);
-    return LaunchItems(SumKernel<T, kPack, 2, uint32_t>, g.items, stream, g, in, out);
-  }
   if (by_channels) {
-    const auto g = geometry(uint32_t{}, false);
+    if (!Fits32(p, p.outer * p.in_h * row_items)) {
+      const auto g = geometry(uint64_t{});
+      return LaunchItems(SumKernel<T, kPack, 0, uint64_t>, g.items, stream, g, in, out);
+    }
+    const auto g = geometry(uint32_t{});
+    if (IsFactor(p, 2)) {
+      return LaunchItems(SumKernel<T, kPack, 2, uint32_t>, g.items, stream, g, in, out);
+    }
     return LaunchItems(SumKernel<T, kPack, 0, uint32_t>, g.items, stream, g, in, out);
   }
-  cudaError_t status;
-  return ReduceRows(p, in, out, stream, &status) ? status : sum_elements();
+  if (Fits32(p, p.outer * p.in_h * (out_row / kPack))) {
+    const bool reducible = p.inner == 1 && out_row % kPack == 0 && IsAligned(dy, kPackBytes);
+    if constexpr (kPack >= 2) {
+      if (reducible && IsFactor(p, 2) && IsAligned(dx, kPackBytes / 2)) {
+        const auto g = MakeGeometry<uint32_t>(p, out_row / kPack, p.in_h, 1);
+        return LaunchItems(ReduceKernel<T, 2, uint32_t>, g.items, stream, g, in, out);
+      }
+    }
+    if constexpr (kPack >= 4) {
+      if (reducible && IsFactor(p, 4) && IsAligned(dx, kPackBytes / 4)) {
+        const auto g = MakeGeometry<uint32_t>(p, out_row / kPack, p.in_h, 1);
+        return LaunchItems(ReduceKernel<T, 4, uint32_t>, g.items, stream, g, in, out);
+      }
+    }
+    cudaError_t status;
+    if (ReduceRows(p, in, out, stream, &status)) return status;
+  }
+  // Rows too long for shared memory, or too many of them for 32 bits: an element a thread.
+  const auto g = geometry(uint64_t{});
+  return LaunchItems(SumKernel<T, 1, 0, uint64_t>, g.items, stream, g, in, out);
 }
 
 }  // namespace
