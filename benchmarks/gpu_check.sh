@@ -22,7 +22,7 @@ nvcc -std=c++17 -O2 -arch="sm_$architecture" -Icsrc -Itests/cpp \
 build/upsample_cuda_test
 
 section "test suite"
-XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 "$python" -m pytest -n 8 -q \
+XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 "$python" -m pytest -n 8 -q -p no:benchmark \
   | tee "$out/pytest.txt"
 
 if [[ -z ${QUICK:-} ]]; then

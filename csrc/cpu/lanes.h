@@ -1,8 +1,8 @@
 // Several values side by side in vector registers, widened to the type that they are summed in.
 //
-// Written with the vector extension of GCC and Clang, which compiles for every processor. The
-// conversions of binary16 are intrinsics: GCC does not vectorise a loop over the scalar ones, and
-// sums in binary16 then take three times as long.
+// Written with the vector extension of GCC and Clang, which compiles for every processor: the
+// auto-vectoriser does not get from a loop over scalar conversions to vector ones (f16 sums are
+// five times faster this way).
 #pragma once
 
 #include <stdint.h>
@@ -21,28 +21,89 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// N values of type A, float or double. N is a power of two, 1 included.
 template <typename A, int N>
-struct Lanes {
-  typedef A Vector __attribute__((vector_size(N * sizeof(A))));
-  Vector values;
-
-  void operator+=(const Lanes& other) { values += other.values; }
+struct Vector {
+  typedef A type __attribute__((vector_size(N * sizeof(A))));
 };
 
-template <typename A, int N, typename T>
-JOF_INLINE void Load(const T* in, Lanes<A, N>* out) {
-  A values[N];
-  for (int i = 0; i < N; ++i) values[i] = Accumulator<T>::Load(in[i]);
-  memcpy(&out->values, values, sizeof(values));
+// N values of type A, which is float or double. N is a power of two, 1 included.
+template <typename A, int N>
+struct Lanes {
+  typename Vector<A, N>::type values;
+};
+
+// The same bits as another type.
+template <typename To, typename From>
+JOF_INLINE To BitCast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
 }
 
-template <typename A, int N, typename T>
-JOF_INLINE void Store(const Lanes<A, N>& in, T* out) {
-  A values[N];
-  memcpy(values, &in.values, sizeof(values));
-  for (int i = 0; i < N; ++i) out[i] = Accumulator<T>::Store(values[i]);
+template <typename A, int N>
+JOF_INLINE void Load(const A* in, Lanes<A, N>* out) {
+  memcpy(&out->values, in, sizeof(out->values));
 }
+
+template <typename A, int N>
+JOF_INLINE void Store(const Lanes<A, N>& in, A* out) {
+  memcpy(out, &in.values, sizeof(in.values));
+}
+
+// 16-bit types: the functions of common/types.h, N values at once.
+
+template <int N, typename T>
+JOF_INLINE typename Vector<uint32_t, N>::type LoadBits(const T* in) {
+  typename Vector<uint16_t, N>::type bits;
+  memcpy(&bits, in, sizeof(bits));
+  return __builtin_convertvector(bits, typename Vector<uint32_t, N>::type);
+}
+
+template <int N, typename T>
+JOF_INLINE void StoreBits(typename Vector<uint32_t, N>::type in, T* out) {
+  const auto bits = __builtin_convertvector(in, typename Vector<uint16_t, N>::type);
+  memcpy(out, &bits, sizeof(bits));
+}
+
+template <int N>
+JOF_INLINE void Load(const BFloat16* in, Lanes<float, N>* out) {
+  *out = BitCast<Lanes<float, N>>(LoadBits<N>(in) << 16);
+}
+
+template <int N>
+JOF_INLINE void Store(const Lanes<float, N>& in, BFloat16* out) {
+  const auto bits = BitCast<typename Vector<uint32_t, N>::type>(in);
+  const auto rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const auto quiet_nan = (bits >> 16) | 0x40u;
+  StoreBits<N>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded, out);
+}
+
+template <int N>
+JOF_INLINE void Load(const Half* in, Lanes<float, N>* out) {
+  using Float = typename Vector<float, N>::type;
+  using Bits = typename Vector<uint32_t, N>::type;
+  const Bits bits = LoadBits<N>(in), magnitude = bits & 0x7fffu;
+  const Bits scaled = BitCast<Bits>(BitCast<Float>(magnitude << 13) * 0x1p112f);
+  const Bits special = magnitude >= 0x7c00u ? Bits{} + 0x7f800000u : Bits{};
+  out->values = BitCast<Float>(((bits & 0x8000u) << 16) | scaled | special);
+}
+
+template <int N>
+JOF_INLINE void Store(const Lanes<float, N>& in, Half* out) {
+  using Float = typename Vector<float, N>::type;
+  using Bits = typename Vector<uint32_t, N>::type;
+  const Bits bits = BitCast<Bits>(in.values), magnitude = bits & 0x7fffffffu;
+  const Bits subnormal = BitCast<Bits>(BitCast<Float>(magnitude) + 0.5f) - FloatToBits(0.5f);
+  const Bits normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const Bits finite = magnitude < 0x38800000u ? subnormal : normal;
+  const Bits infinity = Bits{} + 0x7c00u, nan = Bits{} + 0x7e00u;
+  const Bits overflow = magnitude > 0x7f800000u ? nan : infinity;
+  const Bits sign = (bits >> 16) & 0x8000u;
+  StoreBits<N>(sign | (magnitude >= 0x47800000u ? overflow : finite), out);
+}
+
+// The conversions of binary16 that processors have. These overloads win over the templates.
 
 #if defined(__F16C__)
 JOF_INLINE void Load(const Half* in, Lanes<float, 4>* out) {
@@ -61,11 +122,13 @@ JOF_INLINE void Store(const Lanes<float, 8>& in, Half* out) {
 }
 #endif
 #if defined(__AVX512F__)
+// With a mask of ones, since GCC 12 warns of its own header's unmasked ones (GCC bug 105593).
 JOF_INLINE void Load(const Half* in, Lanes<float, 16>* out) {
-  out->values = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in));
+  out->values = _mm512_maskz_cvtph_ps(0xffff, bits);
 }
 JOF_INLINE void Store(const Lanes<float, 16>& in, Half* out) {
-  const __m256i bits = _mm512_cvtps_ph(in.values, _MM_FROUND_TO_NEAREST_INT);
+  const __m256i bits = _mm512_maskz_cvtps_ph(0xffff, in.values, _MM_FROUND_TO_NEAREST_INT);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bits);
 }
 #endif

@@ -42,17 +42,13 @@ inline void ExpandRow(const CpuUpsample& p, const Unit* in, Unit* out) {
     case 4:
       return RepeatColumns<4>(in, p.in_w, out);
   }
-  for (int64_t w = 0; w < p.in_w; ++w) {
-    for (int64_t q = p.col_begin[w]; q < p.col_begin[w + 1]; ++q) out[q] = in[w];
-  }
+  for (int64_t q = 0; q < p.out_w; ++q) out[q] = in[p.col_source[q]];
 }
 
 // Pixels of any number of bytes.
 inline void ExpandRowOfBytes(const CpuUpsample& p, int64_t pixel, const uint8_t* in, uint8_t* out) {
-  for (int64_t w = 0; w < p.in_w; ++w) {
-    for (int64_t q = p.col_begin[w]; q < p.col_begin[w + 1]; ++q) {
-      memcpy(out + q * pixel, in + w * pixel, static_cast<size_t>(pixel));
-    }
+  for (int64_t q = 0; q < p.out_w; ++q) {
+    memcpy(out + q * pixel, in + p.col_source[q] * pixel, static_cast<size_t>(pixel));
   }
 }
 
@@ -109,34 +105,49 @@ inline void UpsampleForwardRows(const CpuUpsample& p, int element_bytes, const v
   }
 }
 
+// As many values of A as a vector register holds.
+template <typename A>
+constexpr int kFullLanes = kVectorBytes / static_cast<int>(sizeof(A));
+
 // out[i] = the sum of in[r * row_stride + q * col_stride + i] over r < rows and q < cols, for i < n.
-// The sum stays in registers, kLanes values at a time; where they do not divide n, the last ones
-// overlap the ones before. Fewer than kLanes values are left to half as many.
+// The sum stays in registers, kLanes values at a time; the rest is left to half as many.
 template <typename T, typename Out, typename A = typename Accumulator<T>::type,
-          int kLanes = kVectorBytes / sizeof(A)>
+          int kLanes = kFullLanes<A>>
 inline void SumRuns(const T* in, int64_t rows, int64_t row_stride, int64_t cols, int64_t col_stride,
                     int64_t n, Out* out) {
-  if constexpr (kLanes > 1) {
-    if (n < kLanes) {
-      return SumRuns<T, Out, A, kLanes / 2>(in, rows, row_stride, cols, col_stride, n, out);
-    }
-  }
-  for (int64_t next = 0; next < n; next += kLanes) {
-    const int64_t i = next + kLanes <= n ? next : n - kLanes;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
     Lanes<A, kLanes> sum{}, value;
-    bool first = true;
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t q = 0; q < cols; ++q) {
         Load(in + r * row_stride + q * col_stride + i, &value);
-        if (first) {
-          sum = value;
-        } else {
-          sum += value;
-        }
-        first = false;
+        sum.values += value.values;
       }
     }
     Store(sum, out + i);
+  }
+  if constexpr (kLanes > 1) {
+    if (i < n) {
+      SumRuns<T, Out, A, kLanes / 2>(in + i, rows, row_stride, cols, col_stride, n - i, out + i);
+    }
+  }
+}
+
+// sums[i] += in[i] for i < n. Not inlined: GCC would merge the calls for two rows into one loop that
+// reads both, and from memory that takes twice as long as one row after the other, which the
+// hardware prefetches.
+template <typename T, typename A, int kLanes = kFullLanes<A>>
+__attribute__((noinline)) void AddRow(const T* in, int64_t n, A* sums) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Lanes<A, kLanes> sum, value;
+    Load(sums + i, &sum);
+    Load(in + i, &value);
+    sum.values += value.values;
+    Store(sum, sums + i);
+  }
+  if constexpr (kLanes > 1) {
+    if (i < n) AddRow<T, A, kLanes / 2>(in + i, n - i, sums + i);
   }
 }
 
@@ -197,7 +208,9 @@ inline void UpsampleBackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64
       for (int64_t w = 0; w < p.in_w; w += pixels) {
         const int64_t w1 = w + pixels < p.in_w ? w + pixels : p.in_w;
         const int64_t q = p.col_begin[w];
-        SumRuns(in + q, rows, out_row, 1, 0, p.col_begin[w1] - q, sums);
+        const int64_t columns = p.col_begin[w1] - q;
+        memset(sums, 0, static_cast<size_t>(columns) * sizeof(A));
+        for (int64_t r = 0; r < rows; ++r) AddRow(in + r * out_row + q, columns, sums);
         ReduceColumns(p, sums, w, w1 - w, totals);
         SumRuns(totals, 1, 0, 1, 0, w1 - w, out + w);
       }

@@ -22,11 +22,20 @@ int64_t Grain(int64_t bytes_per_iteration) {
   return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, bytes_per_iteration));
 }
 
-std::vector<int64_t> RangeTable(int64_t in, int64_t out, bool half_pixel) {
+// The first output position of each source position, and of the one after the last.
+std::vector<int64_t> BeginTable(int64_t in, int64_t out, bool half_pixel) {
   const NearestMap<uint64_t> map(in, out, half_pixel);
   std::vector<int64_t> begin(static_cast<size_t>(in) + 1);
   for (size_t i = 0; i < begin.size(); ++i) begin[i] = static_cast<int64_t>(map.Begin(i));
   return begin;
+}
+
+// The source position of each output position.
+std::vector<int64_t> SourceTable(int64_t in, int64_t out, bool half_pixel) {
+  const NearestMap<uint64_t> map(in, out, half_pixel);
+  std::vector<int64_t> source(static_cast<size_t>(out));
+  for (size_t o = 0; o < source.size(); ++o) source[o] = static_cast<int64_t>(map.Source(o));
+  return source;
 }
 
 // Calls kernel(problem with tables, begin, end) for ranges of source rows.
@@ -34,8 +43,9 @@ template <typename Kernel>
 ffi::Error ForEachRowRange(ffi::ThreadPool& pool, const UpsampleProblem& p, int64_t element_bytes,
                            const Kernel& kernel) {
   if (p.outer * p.inner * p.in_h * p.in_w == 0) return ffi::Error::Success();
-  const auto row_begin = RangeTable(p.in_h, p.out_h, p.half_pixel);
-  const auto col_begin = RangeTable(p.in_w, p.out_w, p.half_pixel);
+  const auto row_begin = BeginTable(p.in_h, p.out_h, p.half_pixel);
+  const auto col_begin = BeginTable(p.in_w, p.out_w, p.half_pixel);
+  const auto col_source = SourceTable(p.in_w, p.out_w, p.half_pixel);
   const CpuUpsample tables{p.in_h,
                            p.in_w,
                            p.out_h,
@@ -43,6 +53,7 @@ ffi::Error ForEachRowRange(ffi::ThreadPool& pool, const UpsampleProblem& p, int6
                            p.inner,
                            row_begin.data(),
                            col_begin.data(),
+                           col_source.data(),
                            p.out_h % p.in_h == 0 ? p.out_h / p.in_h : 0,
                            p.out_w % p.in_w == 0 ? p.out_w / p.in_w : 0};
   const int64_t row_bytes = (p.in_w + (p.out_h / p.in_h + 1) * p.out_w) * p.inner * element_bytes;

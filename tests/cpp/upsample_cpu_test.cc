@@ -16,6 +16,7 @@ struct Tables {
   explicit Tables(const UpsampleProblem& p)
       : rows(Begins(p.in_h, p.out_h, p.half_pixel)),
         cols(Begins(p.in_w, p.out_w, p.half_pixel)),
+        sources(Sources(p.in_w, p.out_w, p.half_pixel)),
         problem{p.in_h,
                 p.in_w,
                 p.out_h,
@@ -23,6 +24,7 @@ struct Tables {
                 p.inner,
                 rows.data(),
                 cols.data(),
+                sources.data(),
                 p.out_h % p.in_h ? 0 : p.out_h / p.in_h,
                 p.out_w % p.in_w ? 0 : p.out_w / p.in_w} {}
   static std::vector<int64_t> Begins(int64_t in, int64_t out, bool half_pixel) {
@@ -33,7 +35,12 @@ struct Tables {
     }
     return begins;
   }
-  std::vector<int64_t> rows, cols;
+  static std::vector<int64_t> Sources(int64_t in, int64_t out, bool half_pixel) {
+    std::vector<int64_t> sources;
+    for (int64_t o = 0; o < out; ++o) sources.push_back(Source(o, in, out, half_pixel));
+    return sources;
+  }
+  std::vector<int64_t> rows, cols, sources;
   CpuUpsample problem;
 };
 
