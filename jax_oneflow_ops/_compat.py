@@ -1,13 +1,17 @@
-"""The only module that knows versions of jax and imports its internals, each use with its reason."""
+"""The only module that knows versions of jax and imports its internals; each use has its reason."""
 
 import functools
 import re
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 from jax._src import dispatch
 from jax.extend import core
+
+# Runs a primitive outside `jit`: compiles it once for each set of shapes and parameters, honours
+# `jax.disable_jit`. Every primitive of jax's own uses it; there is no public name.
+apply_primitive = dispatch.apply_primitive
 
 
 def require_devices_during_lowering(primitive: core.Primitive) -> None:
@@ -17,6 +21,26 @@ def require_devices_during_lowering(primitive: core.Primitive) -> None:
     another primitive; jax sees the outer one only. There is no public way to say so.
     """
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_partially_manual(ctx: Any) -> bool:
+    """Whether a lowering context is inside a `shard_map` over some axes of a mesh only.
+
+    `custom_partitioning` does not give its callbacks the mesh there.
+    """
+    axis_context = ctx.module_context.axis_context
+    manual = getattr(axis_context, "manual_axes", frozenset())
+    return bool(manual) and set(manual) != set(axis_context.mesh.axis_names)
+
+
+def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
+    """`x` with the sharding that `aval` has in its type, where the mesh's axes are Explicit.
+
+    `jax.sharding.reshard` fails where there is no mesh.
+    """
+    if aval.sharding.mesh.empty or jax.typeof(x).sharding == aval.sharding:
+        return x
+    return jax.sharding.reshard(x, aval.sharding)
 
 
 @functools.cache

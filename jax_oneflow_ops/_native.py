@@ -20,7 +20,6 @@ _IMPLEMENTATIONS = ("native", "xla")
 _MODULES = {"cpu": ("_cpu", "cpu"), "cuda": ("_cuda", "CUDA")}
 
 _REMEDIES = {
-    "cpu": "reinstall the package: every build of it has the CPU module",
     "cuda": "rebuild the package with the CUDA module: `JOF_CUDA=ON pip install .` in its source "
     "(pip fetches nvcc where there is none)",
 }
@@ -47,8 +46,13 @@ def _load() -> Mapping[str, Any]:
     for platform, (name, ffi_platform) in _MODULES.items():
         try:
             module = importlib.import_module(f"jax_oneflow_ops.{name}")
-        except ModuleNotFoundError:
-            continue  # not built; `require` says so when it is asked for
+        except ModuleNotFoundError as error:
+            if platform == "cpu":
+                raise ImportError(
+                    "jax_oneflow_ops has no native modules: this is its source, not a build of it. "
+                    "Run `pip install .` (or `pip install --editable .`) where its pyproject.toml is."
+                ) from error
+            continue  # built without CUDA; `missing` says so when it is asked for
         check_ffi_api(module.ffi_api_version, _compat.runtime_ffi_api())
         for target, capsule in module.targets().items():
             jax.ffi.register_ffi_target(target, capsule, platform=ffi_platform)

@@ -40,8 +40,8 @@ def define(
       target: the FFI target's name, which becomes the primitive's.
       function: the public function that errors name.
       abstract_eval: `(*avals, **params) -> aval`; must keep shardings (`aval.update`).
-      reference: `(*args, **params) -> array` in pure jnp: the "xla" implementation, and what runs on
-        platforms without native kernels.
+      reference: `(*args, **params) -> array` in pure jnp: the "xla" implementation, and what runs
+        on platforms without native kernels.
       attributes: `(**params) -> attributes of the FFI call`, as NumPy scalars and arrays.
       division: `(*avals, **params) -> Division`.
       batch: a batching rule, `(args, dims, **params) -> (result, its batch dimension)`.
@@ -61,27 +61,34 @@ def define(
     outer.def_abstract_eval(
         lambda *avals, implementation, **params: abstract_eval(*avals, **params)
     )
-    outer.def_impl(lambda *args, **params: _jitted(outer, tuple(params.items()))(*args))
+    outer.def_impl(functools.partial(_compat.apply_primitive, outer))
     _compat.require_devices_during_lowering(outer)
 
-    def run(platform: str, *args: Any, implementation: str | None, **params: Any) -> Any:
+    def run(platform: str, divide: bool, *args: Any, implementation: Any, **params: Any) -> Any:
         if implementation == "xla":
             return reference(*args, **params)
         if _native.available(platform):
-            return _partitioned(inner, division, params)(*args)
+            call = functools.partial(inner.bind, **params)
+            return (_divided(call, division, params) if divide else call)(*args)
         if implementation == "native":
             raise _native.missing(function, platform)
         return reference(*args, **params)
 
+    def lower(ctx: Any, *args: Any, platform: str, **params: Any) -> Any:
+        divide = not _compat.is_partially_manual(ctx)
+        function = functools.partial(run, platform, divide)
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *args, **params)
+
     for platform in (None, "cpu", "cuda", "rocm", "tpu"):
-        rule = mlir.lower_fun(functools.partial(run, platform or "other"), multiple_results=False)
+        rule = functools.partial(lower, platform=platform or "other")
         mlir.register_lowering(outer, rule, platform=platform)
     batching.primitive_batchers[outer] = batch
     return outer
 
 
-def define_linear_pair(forward: core.Primitive, backward: core.Primitive,
-                       transposed_params: Callable[..., Params]) -> None:
+def define_linear_pair(
+    forward: core.Primitive, backward: core.Primitive, transposed_params: Callable[..., Params]
+) -> None:
     """Declares two linear primitives of one operand to be each other's transposes.
 
     JVP, VJP and every higher derivative follow.
@@ -94,26 +101,20 @@ def define_linear_pair(forward: core.Primitive, backward: core.Primitive,
     for primitive, transpose in ((forward, backward), (backward, forward)):
 
         def rule(ct: Any, x: Any, *, transpose: core.Primitive = transpose, **params: Any) -> Any:
-            return [transpose.bind(ct, **transposed_params(x.aval, **params))]
+            result = transpose.bind(ct, **transposed_params(x.aval, **params))
+            return [_compat.with_sharding_of(result, x.aval)]
 
         ad.deflinear2(primitive, rule)
 
 
-@functools.lru_cache(maxsize=4096)
-def _jitted(primitive: core.Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """What a call outside `jit` runs: compiled once for each set of parameters and shapes."""
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
-
-
-def _partitioned(
-    inner: core.Primitive, division: Callable[..., Division], params: Params
+def _divided(
+    call: Callable[..., Any], division: Callable[..., Division], params: Params
 ) -> Callable[..., Any]:
-    """The inner primitive as a function that the SPMD partitioner can divide."""
+    """`call` as a function that the SPMD partitioner can divide over devices."""
     # Imported here because it is slow to import and needed only when something is lowered.
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    bind = functools.partial(inner.bind, **params)
-    function = custom_partitioning(bind)
+    function = custom_partitioning(call)
 
     def partition(
         mesh: Mesh, args: Sequence[Any], result: Any
@@ -129,7 +130,7 @@ def _partitioned(
         def sharding(names: Sequence[str]) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in names)))
 
-        return mesh, bind, sharding(out), tuple(sharding(names) for names in operands)
+        return mesh, call, sharding(out), tuple(sharding(names) for names in operands)
 
     def sharding_rule(mesh: Any, operand_types: Any, result_types: Any) -> str:
         operands, out, _ = division(*operand_types, **params)

@@ -187,11 +187,13 @@ def _output_size(in_hw: tuple[int, int], scale_factor: Any, size: Any) -> tuple[
     if size is not None:
         return out_hw[0], out_hw[1]
     for n, value in zip(in_hw, _pair("scale_factor", scale_factor), strict=True):
-        if isinstance(value, jax.Array) or not isinstance(value, numbers.Real | np.number) or (
-            isinstance(value, bool)
+        if (
+            isinstance(value, jax.Array)
+            or not isinstance(value, numbers.Real | np.number)
+            or (isinstance(value, bool))
         ):
             raise TypeError(
-                f"{_NAME}: scale_factor must be made of concrete real numbers, since it decides the "
+                f"{_NAME}: scale_factor must be made of concrete real numbers, as it decides the "
                 f"output's shape, got {value!r} of type {type(value).__name__}"
             )
         factor = float(value)
@@ -223,8 +225,14 @@ def _forward_abstract_eval(x: Any, *, axis: int, out_hw: tuple[int, int], **_: A
 
 
 def _backward_abstract_eval(dy: Any, *, axis: int, in_hw: tuple[int, int], **_: Any) -> Any:
-    if dy.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.complex64,
-                        jnp.complex128):
+    if dy.dtype not in (
+        jnp.float16,
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.float64,
+        jnp.complex64,
+        jnp.complex128,
+    ):
         raise TypeError(
             f"{_NAME}: the gradient exists for float16, bfloat16, float32, float64, complex64 and "
             f"complex128, got {dy.dtype}; cast x first"
@@ -254,9 +262,7 @@ def _batch(primitive: core.Primitive, args: Any, dims: Any, *, axis: int, **para
     return primitive.bind(x, axis=axis + (batch <= axis), **params), batch
 
 
-def _define(
-    target: str, abstract_eval: Any, reference: Any
-) -> core.Primitive:
+def _define(target: str, abstract_eval: Any, reference: Any) -> core.Primitive:
     primitive = _primitive.define(
         target,
         function=_NAME,

@@ -94,7 +94,36 @@ void TestBackward(const UpsampleProblem& p, Summable type, T (*make)(int64_t),
   }
 }
 
+// Sums of two over all bit patterns of a 16-bit type, infinities, NaN and subnormals included: each
+// is rounded as common/types.h does it. `inner` chooses the kernel.
+template <typename T>
+void TestRounding(Summable type, int64_t inner) {
+  const int64_t size = 65536;
+  const Tables tables({1, 1, size / inner, 2, size / inner, inner, false});
+  std::vector<T> dy(2 * size), dx(size);
+  for (int64_t i = 0; i < size; ++i) {
+    dy[static_cast<size_t>(i)].bits = static_cast<uint16_t>(i);
+    // A second pattern whose exponent lies close to the first's; every 16th is a zero.
+    const int64_t other = i % 16 == 0 ? i & 0x8000 : i ^ ((i * 40503 >> 4) & 0x8fff);
+    dy[static_cast<size_t>(size + i)].bits = static_cast<uint16_t>(other);
+  }
+  BestCpuKernels().upsample_backward(tables.problem, static_cast<int>(type), dy.data(), dx.data(),
+                                     0, 1);
+  for (int64_t i = 0; i < size; ++i) {
+    const T a = dy[static_cast<size_t>(i)], b = dy[static_cast<size_t>(size + i)];
+    T want;
+    FromFloat(0.0f + ToFloat(a) + ToFloat(b), &want);
+    const T got = dx[static_cast<size_t>(i)];
+    JOF_CHECK(got.bits == want.bits || (std::isnan(ToFloat(got)) && std::isnan(ToFloat(want))),
+              "%04x + %04x, want %04x, got %04x", a.bits, b.bits, want.bits, got.bits);
+  }
+}
+
 int main() {
+  for (const int64_t inner : {1, 4, 64}) {
+    TestRounding<Half>(Summable::kF16, inner);
+    TestRounding<BFloat16>(Summable::kBF16, inner);
+  }
   for (const UpsampleProblem& p : UpsampleProblems()) {
     for (const int64_t bytes : {1, 2, 4, 8, 16}) TestForward(p, bytes);
     TestBackward<float>(
@@ -111,5 +140,11 @@ int main() {
     TestBackward<double>(
         p, Summable::kF64, [](int64_t v) { return static_cast<double>(v); },
         [](double x, double want) { return x == want; });
+    TestBackward<Complex<float>>(
+        p, Summable::kC64,
+        [](int64_t v) { return Complex<float>{static_cast<float>(v), static_cast<float>(2 * v)}; },
+        [](Complex<float> x, double want) {
+          return x.re == static_cast<float>(want) && x.im == static_cast<float>(2 * want);
+        });
   }
 }

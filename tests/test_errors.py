@@ -1,0 +1,277 @@
+"""Bad input: a Python error that says what is wrong, never a crash."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_oneflow_ops as jof
+
+X = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+UP = {"scale_factor": 2}
+
+# (what is wrong, x, keyword arguments, exception, what the message says besides the function's
+# name: the argument, and what came or what was expected)
+BAD_CALLS = [
+    ("neither", X, {}, ValueError, ["size", "scale_factor"]),
+    ("both", X, {"scale_factor": 2, "size": 7}, ValueError, ["size", "scale_factor", "7"]),
+    ("zero size", X, {"size": 0}, ValueError, ["size", "positive", "0"]),
+    ("negative size", X, {"size": -3}, ValueError, ["size", "positive", "-3"]),
+    ("zero in a pair", X, {"size": (4, 0)}, ValueError, ["size", "positive", "(4, 0)"]),
+    ("negative in a pair", X, {"size": (-2, 4)}, ValueError, ["size", "positive", "-2"]),
+    ("float size", X, {"size": 2.5}, TypeError, ["size", "integer", "2.5"]),
+    ("whole float size", X, {"size": 4.0}, TypeError, ["size", "integer", "4.0"]),
+    ("float in a pair", X, {"size": (4, 2.5)}, TypeError, ["size", "integer", "2.5"]),
+    ("bool size", X, {"size": True}, TypeError, ["size", "integer", "True"]),
+    ("bool in a pair", X, {"size": (True, 4)}, TypeError, ["size", "integer", "True"]),
+    ("string size", X, {"size": "44"}, TypeError, ["size", "integer", "44"]),
+    ("None in a pair", X, {"size": (4, None)}, TypeError, ["size", "integer", "None"]),
+    ("one size in a pair", X, {"size": (4,)}, ValueError, ["size", "pair", "(4,)"]),
+    ("three sizes", X, {"size": (4, 5, 6)}, ValueError, ["size", "pair", "(4, 5, 6)"]),
+    ("no sizes", X, {"size": ()}, ValueError, ["size", "pair", "()"]),
+    ("array as size", X, {"size": np.array([4.0, 5.0])}, TypeError, ["size", "integer"]),
+    ("zero factor", X, {"scale_factor": 0}, ValueError, ["scale_factor", "positive", "0"]),
+    ("negative factor", X, {"scale_factor": -2.0}, ValueError, ["scale_factor", "-2.0"]),
+    ("negative zero", X, {"scale_factor": -0.0}, ValueError, ["scale_factor", "-0.0"]),
+    ("nan factor", X, {"scale_factor": np.nan}, ValueError, ["scale_factor", "finite", "nan"]),
+    ("infinite", X, {"scale_factor": np.inf}, ValueError, ["scale_factor", "finite", "inf"]),
+    ("infinite in a pair", X, {"scale_factor": (2, -np.inf)}, ValueError, ["scale_factor", "inf"]),
+    ("complex factor", X, {"scale_factor": 2j}, TypeError, ["scale_factor", "2j"]),
+    ("bool factor", X, {"scale_factor": True}, TypeError, ["scale_factor", "True"]),
+    ("NumPy bool", X, {"scale_factor": np.True_}, TypeError, ["scale_factor", "True"]),
+    ("string factor", X, {"scale_factor": "2"}, TypeError, ["scale_factor", "'2'"]),
+    ("three factors", X, {"scale_factor": (1, 2, 3)}, ValueError, ["scale_factor", "(1, 2, 3)"]),
+    ("one factor in a pair", X, {"scale_factor": [2]}, ValueError, ["scale_factor", "[2]"]),
+    ("empty output", X, {"scale_factor": 0.2}, ValueError, ["scale_factor", "0.2", "empty"]),
+    ("empty width", X, {"scale_factor": (1, 0.2)}, ValueError, ["scale_factor", "0.2", "empty"]),
+    ("unknown method", X, {**UP, "method": "linear"}, ValueError, ["method", "'linear'"]),
+    ("method of bytes", X, {**UP, "method": b"nearest"}, ValueError, ["method", "b'nearest'"]),
+    ("no method", X, {**UP, "method": None}, ValueError, ["method", "nearest-exact", "None"]),
+    ("list as method", X, {**UP, "method": []}, ValueError, ["method", "[]"]),
+    ("unknown layout", X, {**UP, "data_format": "CHWN"}, ValueError, ["data_format", "'CHWN'"]),
+    ("lower case", X, {**UP, "data_format": "nchw"}, ValueError, ["data_format", "NHWC", "nchw"]),
+    ("unknown", X, {**UP, "implementation": "cuda"}, ValueError, ["implementation", "'cuda'"]),
+    ("flag", X, {**UP, "implementation": True}, ValueError, ["implementation", "True"]),
+    ("list", X, {**UP, "implementation": []}, ValueError, ["implementation", "[]"]),
+    ("rank 0", X[0, 0, 0, 0], UP, ValueError, ["x", "3", "()"]),
+    ("rank 1", X[0, 0, 0], UP, ValueError, ["x", "3", "(4,)"]),
+    ("rank 2", X[0, 0], UP, ValueError, ["x", "3", "(3, 4)"]),
+    ("list of lists", X.tolist(), UP, TypeError, ["x", "array", "list"]),
+    ("None", None, UP, TypeError, ["x", "array", "NoneType"]),
+    ("string", "x", UP, TypeError, ["x", "array", "str"]),
+    ("number", 1.0, UP, TypeError, ["x", "array", "float"]),
+    ("objects", X.astype(object), UP, TypeError, ["x", "dtype", "object"]),
+    ("strings", X.astype(str), UP, TypeError, ["x", "dtype", "U"]),
+    ("dates", X.astype("M8[s]"), UP, TypeError, ["x", "dtype", "datetime64"]),
+    ("records", np.zeros((1, 2, 2), "i4, f4"), UP, TypeError, ["x", "dtype"]),
+    ("no rows", X[:, :, :0], {"size": 4}, ValueError, ["size", "(0, 4)"]),
+    ("no columns", X[..., :0], {"size": (3, 4)}, ValueError, ["size", "(3, 0)"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("x", "kwargs", "exception", "fragments"),
+    [pytest.param(*call, id=name.replace(" ", "-")) for name, *call in BAD_CALLS],
+)
+def test_bad_call(x, kwargs, exception, fragments):
+    with pytest.raises(exception, match=r"\bupsample_nearest2d\b") as caught:
+        jof.upsample_nearest2d(x, **kwargs)
+    assert type(caught.value) is exception
+    message = str(caught.value).partition("upsample_nearest2d")[2]
+    for fragment in fragments:
+        # At the beginning of a word: the argument "x" is not found in "expected".
+        pattern = rf"(?<!\w){re.escape(fragment)}"
+        assert re.search(pattern, message), f"{fragment!r} is not in {str(caught.value)!r}"
+
+
+def test_unknown_argument():
+    with pytest.raises(TypeError, match="mode"):
+        jof.upsample_nearest2d(X, 2, mode="nearest")
+    with pytest.raises(TypeError, match="positional"):
+        jof.upsample_nearest2d(X, 2, None, "nearest")
+
+
+@pytest.mark.parametrize("name", ["scale_factor", "size"])
+@pytest.mark.parametrize("pair", [False, True])
+def test_traced_sizes(name, pair):
+    @jax.jit
+    def f(n):
+        return jof.upsample_nearest2d(X, **{name: (n, 2) if pair else n})
+
+    with pytest.raises(TypeError, match=rf"upsample_nearest2d\b.*\b{name}\b"):
+        f(2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in dir(jnp) if re.fullmatch(r"u?int[124]|float[46]_\w+", n)],
+)
+def test_dtypes_of_less_than_a_byte(name):
+    x = jax.ShapeDtypeStruct((1, 2, 4), jnp.dtype(name))
+    with pytest.raises(TypeError, match=rf"upsample_nearest2d: x\b.*\b{name}\b"):
+        jax.eval_shape(lambda x: jof.upsample_nearest2d(x, 2), x)
+
+
+def test_dtypes_that_are_not_numbers():
+    keys = jax.random.split(jax.random.key(0), (1, 2, 2))
+    with pytest.raises(TypeError, match=r"upsample_nearest2d: x\b.*\bkey<"):
+        jof.upsample_nearest2d(keys, 2)
+    with pytest.raises(TypeError, match=r"upsample_nearest2d: x\b.*\bfloat0\b"):
+        jof.upsample_nearest2d(np.zeros((1, 2, 2), jax.dtypes.float0), 2)
+
+
+def test_the_traceback_ends_in_the_package():
+    """The last frame names the function's own file, not one of JAX's."""
+    with pytest.raises(ValueError, match="size") as caught:
+        jof.upsample_nearest2d(X, size=-1)
+    assert inspect.getmodule(caught.tb.tb_next).__name__.startswith("jax_oneflow_ops")
+
+
+# --- calls of the FFI targets by hand -------------------------------------------------------------
+
+FORWARD, BACKWARD = "jof_upsample_nearest2d", "jof_upsample_nearest2d_backward"
+GOOD = {"axis": np.int64(2), "half_pixel": np.bool_(False)}
+
+
+def raw_call(target, operand, result_shape, result_dtype=np.float32, **attributes):
+    """The call as a user might write it; waits for it."""
+    result = jax.ShapeDtypeStruct(result_shape, result_dtype)
+    operands = operand if isinstance(operand, tuple) else (operand,)
+    f = jax.jit(lambda *operands: jax.ffi.ffi_call(target, result)(*operands, **attributes))
+    return np.asarray(f(*operands))
+
+
+def zeros(*shape, dtype=np.float32):
+    return jnp.zeros(shape, dtype)
+
+
+def with_axis(axis):
+    return {**GOOD, "axis": np.int64(axis)}
+
+
+def without(name):
+    return {key: value for key, value in GOOD.items() if key != name}
+
+
+SMALL, LARGE = (1, 2, 3, 4), (1, 2, 6, 8)
+# (what is wrong, source-side shape, output-side shape, attributes), in either direction
+BAD_SHAPES = [
+    ("result of lower rank", SMALL, LARGE[1:], GOOD),
+    ("result of higher rank", SMALL, (1, *LARGE), GOOD),
+    ("operand of rank 0", (), LARGE, GOOD),
+    ("result of rank 0", SMALL, (), GOOD),
+    ("rank 0 and no axis", (), (), with_axis(0)),
+    ("rank 1", (4,), (8,), with_axis(0)),
+    ("rank 1 and axis -1", (4,), (8,), with_axis(-1)),
+    ("other batch", SMALL, (2, *LARGE[1:]), GOOD),
+    ("other channels", SMALL, (1, 3, 6, 8), GOOD),
+    ("other trailing dimension", (2, 3, 4, 5), (2, 6, 8, 4), with_axis(1)),
+    ("axis of the wrong layout", SMALL, LARGE, with_axis(1)),
+    ("axis without a next one", SMALL, LARGE, with_axis(3)),
+    ("axis at the rank", SMALL, LARGE, with_axis(4)),
+    ("axis past the rank", SMALL, LARGE, with_axis(5)),
+    ("axis -1", SMALL, SMALL, with_axis(-1)),
+    ("axis -2", SMALL, LARGE, with_axis(-2)),
+    ("largest axis", SMALL, LARGE, with_axis(2**63 - 1)),
+    ("second largest axis", SMALL, LARGE, with_axis(2**63 - 2)),
+    ("smallest axis", SMALL, LARGE, with_axis(-(2**63))),
+    ("axis past 32 bits", SMALL, LARGE, with_axis(2**32 + 2)),
+    ("no axis", SMALL, LARGE, without("axis")),
+    ("no half_pixel", SMALL, LARGE, without("half_pixel")),
+    ("no attributes", SMALL, LARGE, {}),
+    ("axis of 32 bits", SMALL, LARGE, {**GOOD, "axis": np.int32(2)}),
+    ("axis of a float", SMALL, LARGE, {**GOOD, "axis": np.float64(2)}),
+    ("axis of a string", SMALL, LARGE, {**GOOD, "axis": "2"}),
+    ("axis of an array", SMALL, LARGE, {**GOOD, "axis": np.array([2, 3])}),
+    ("half_pixel of an integer", SMALL, LARGE, {**GOOD, "half_pixel": np.int64(0)}),
+]
+
+
+@pytest.mark.parametrize("target", [FORWARD, BACKWARD])
+@pytest.mark.parametrize(
+    ("source", "output", "attributes"),
+    [pytest.param(*call, id=name.replace(" ", "-")) for name, *call in BAD_SHAPES],
+)
+def test_ffi_call_of_wrong_shapes_or_attributes(target, source, output, attributes):
+    operand, result = (source, output) if target == FORWARD else (output, source)
+    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+        raw_call(target, zeros(*operand), result, **attributes)
+    assert_alive()
+
+
+@pytest.mark.parametrize("target", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("shape", [(1, 2, 0, 4), (1, 2, 3, 0), (1, 2, 0, 0)], ids=str)
+def test_ffi_call_that_makes_something_of_nothing(target, shape):
+    # The other way round, XLA sees that the result is empty and calls nothing.
+    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+        raw_call(target, zeros(*shape), SMALL, **GOOD)
+    assert_alive()
+
+
+@pytest.mark.parametrize(
+    ("target", "operand_dtype", "result_dtype"),
+    [
+        (FORWARD, "float32", "float16"),
+        (FORWARD, "float32", "int32"),
+        (FORWARD, "float16", "bfloat16"),
+        (FORWARD, "uint8", "float32"),
+        (FORWARD, "int4", "int4"),
+        (FORWARD, "uint4", "int8"),
+        (FORWARD, "int8", "int4"),
+        (BACKWARD, "float32", "float16"),
+        (BACKWARD, "float16", "float32"),
+        (BACKWARD, "float16", "bfloat16"),
+        (BACKWARD, "float32", "complex64"),
+        (BACKWARD, "int32", "int32"),
+        (BACKWARD, "bool", "bool"),
+        (BACKWARD, "uint8", "uint8"),
+        (BACKWARD, "int4", "int4"),
+        (BACKWARD, "float8_e4m3fn", "float8_e4m3fn"),
+        (BACKWARD, "float8_e5m2", "float32"),
+    ],
+)
+def test_ffi_call_of_wrong_dtypes(target, operand_dtype, result_dtype):
+    operand, result = (SMALL, LARGE) if target == FORWARD else (LARGE, SMALL)
+    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+        raw_call(target, zeros(*operand, dtype=operand_dtype), result, result_dtype, **GOOD)
+    assert_alive()
+
+
+@pytest.mark.parametrize("target", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("count", [0, 2])
+def test_ffi_call_of_the_wrong_number_of_operands(target, count):
+    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+        raw_call(target, (zeros(*LARGE),) * count, LARGE, **GOOD)
+    assert_alive()
+
+
+@pytest.mark.parametrize("target", [FORWARD, BACKWARD])
+def test_ffi_call_of_the_wrong_number_of_results(target):
+    results = (jax.ShapeDtypeStruct(LARGE, np.float32),) * 2
+    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+        jax.block_until_ready(jax.jit(lambda x: jax.ffi.ffi_call(target, results)(x, **GOOD))(X))
+    assert_alive()
+
+
+def test_ffi_error_names_the_op_and_the_shapes():
+    with pytest.raises(Exception, match="INVALID_ARGUMENT") as caught:
+        raw_call(FORWARD, zeros(*SMALL), (1, 7, 6, 8), **GOOD)
+    for part in ("jof_upsample_nearest2d", "(1, 2, 3, 4)", "(1, 7, 6, 8)"):
+        assert part in str(caught.value)
+
+
+def test_ffi_calls_of_empty_arrays():
+    """What is empty on both sides is no error; nothing is read or written."""
+    for source, output in (((0, 2, 3, 4), (0, 2, 6, 8)), ((1, 2, 0, 4), (1, 2, 0, 8))):
+        assert raw_call(FORWARD, zeros(*source), output, **GOOD).shape == output
+        assert raw_call(BACKWARD, zeros(*output), source, **GOOD).shape == source
+
+
+def assert_alive():
+    """A good call still works, forward and backward."""
+    y = raw_call(FORWARD, X, LARGE, **GOOD)
+    np.testing.assert_array_equal(y, X.repeat(2, axis=2).repeat(2, axis=3))
+    np.testing.assert_array_equal(raw_call(BACKWARD, y, SMALL, **GOOD), 4 * X)

@@ -1,0 +1,138 @@
+"""What importing the package does, and what it does not do."""
+
+import importlib.metadata
+import importlib.resources
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_oneflow_ops as jof
+from jax_oneflow_ops import _native
+
+IMPORT_LIMIT_MS = 50
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_no_backend_is_initialised():
+    code = """
+import jax_oneflow_ops
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+import jax
+jax.devices()
+assert xla_bridge.backends_are_initialized()
+"""
+    python(code)
+
+
+def test_platform_can_be_chosen_after_the_import():
+    code = """
+import jax_oneflow_ops as jof, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 3)
+import numpy as np
+y = jof.upsample_nearest2d(np.ones((1, 2, 3), np.float32), 2)
+print(jax.default_backend(), jax.device_count(), y.shape)
+"""
+    assert python(code, XLA_FLAGS="", JAX_PLATFORMS="") == "cpu 3 (1, 4, 6)\n"
+
+
+def test_import_does_not_need_a_backend_that_works():
+    python("import jax_oneflow_ops", JAX_PLATFORMS="a_platform_that_does_not_exist")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc, which Linux has")
+def test_no_cuda_call_is_made():
+    """The driver's library is loaded by the first CUDA call of the static runtime."""
+    code = """
+import jax, pathlib
+maps = lambda: {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
+before = maps()
+import jax_oneflow_ops
+new = maps() - before
+print(*new, sep="\\n")
+"""
+    loaded = {Path(path).name for path in python(code).split()}
+    assert any(name.startswith("_cpu.") for name in loaded), loaded
+    if _native.available("cuda"):
+        assert any(name.startswith("_cuda.") for name in loaded), loaded
+    assert not [name for name in loaded if name.startswith(("libcuda", "libnvidia"))], loaded
+
+
+def test_import_is_fast():
+    """The best of five, as anything else that runs on the machine only adds."""
+    code = """
+import jax, time
+begin = time.perf_counter()
+import jax_oneflow_ops
+print(1e3 * (time.perf_counter() - begin))
+"""
+    milliseconds = min(float(python(code)) for _ in range(5))
+    print(f"import jax_oneflow_ops: {milliseconds:.1f} ms beyond import jax")
+    assert milliseconds < IMPORT_LIMIT_MS
+
+
+def test_version_is_that_of_the_distribution():
+    assert jof.__version__ == importlib.metadata.version("jax-oneflow-ops")
+
+
+def test_types_ship():
+    assert (importlib.resources.files("jax_oneflow_ops") / "py.typed").is_file()
+
+
+def test_public_names():
+    for name in jof.__all__:
+        assert getattr(jof, name).__doc__
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = jof.no_such_name
+
+
+@pytest.mark.parametrize(
+    ("built", "runtime"), [((0, 1), (0, 1)), ((0, 1), (0, 5)), ((0, 9), (0, 10)), ((1, 0), (1, 2))]
+)
+def test_ffi_api_that_fits(built, runtime):
+    assert _native.check_ffi_api(built, runtime) is None
+
+
+@pytest.mark.parametrize(
+    ("built", "runtime"), [((0, 4), (0, 1)), ((0, 10), (0, 9)), ((1, 0), (0, 9)), ((0, 9), (1, 0))]
+)
+def test_ffi_api_that_does_not_fit(built, runtime):
+    with pytest.raises(ImportError, match="jax_oneflow_ops") as caught:
+        _native.check_ffi_api(built, runtime)
+    message = str(caught.value)
+    for version in (built, runtime):
+        assert ".".join(map(str, version)) in message
+    assert "pip install" in message  # the remedy
+
+
+def test_an_older_runtime_does_not_break_jax(tmp_path):
+    """The package refuses to load, registers nothing, and jax starts as ever."""
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 0\n")
+    code = f"""
+import jax
+jax.ffi.include_dir = lambda: {str(tmp_path)!r}
+try:
+    import jax_oneflow_ops
+except ImportError as error:
+    print(error)
+print(jax.jit(lambda x: x + 1)(1))
+"""
+    message, _, result = python(code).strip().rpartition("\n")
+    for part in ("jax_oneflow_ops", "0.0", "pip install"):
+        assert part in message
+    assert result == "2"

@@ -1,0 +1,334 @@
+"""Arrays divided over devices: no communication where the op needs none, and the values and
+gradients of one device, with automatic and explicit axes and in shard_map."""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_oneflow_ops as jof
+from tests import oracle
+
+pytestmark = pytest.mark.skipif(
+    len(jax.devices()) < 8, reason="needs 8 devices (the CPU has 8 virtual ones)"
+)
+
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)"
+)
+AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+@contextlib.contextmanager
+def mesh_of(axis_types: str):
+    """A mesh of 4 x 2 devices, `a` and `b`; current where its axes are explicit."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AXIS_TYPES[axis_types],) * 2)
+    with jax.set_mesh(mesh) if axis_types == "explicit" else contextlib.nullcontext():
+        yield mesh
+
+
+def integers(shape, seed=0) -> np.ndarray:
+    """Exact in every sum, so that one device and eight must agree bit for bit."""
+    return np.random.default_rng(seed).integers(-8, 9, size=shape).astype(np.float32)
+
+
+def assert_sharded(y: jax.Array, sharding: NamedSharding) -> None:
+    assert y.sharding.is_equivalent_to(sharding, y.ndim), y.sharding
+
+
+def pull(f, x, dy):
+    return jax.vjp(f, x)[1](dy)[0]
+
+
+VARIANTS = {
+    "2x": {"scale_factor": 2},
+    "any": {"size": (5, 7), "method": "nearest-exact"},
+    "down": {"size": (2, 3)},
+}
+# (data format, shape, spec), with everything but the spatial dimensions divided somehow.
+FREE = [
+    ("NCHW", (8, 4, 4, 6), P("a")),
+    ("NCHW", (8, 4, 4, 6), P(None, "a")),
+    ("NCHW", (8, 4, 4, 6), P("a", "b")),
+    ("NCHW", (8, 4, 4, 6), P("b", "a", None, None)),
+    ("NCHW", (8, 4, 4, 6), P(("a", "b"))),
+    ("NCHW", (4, 3, 2, 4, 6), P("a", None, "b")),
+    ("NCHW", (8, 4, 6), P(("b", "a"))),
+    ("NHWC", (8, 4, 6, 4), P("a")),
+    ("NHWC", (8, 4, 6, 4), P(None, None, None, "a")),
+    ("NHWC", (8, 4, 6, 4), P("a", None, None, "b")),
+    ("NHWC", (3, 4, 6, 8), P(None, None, None, ("a", "b"))),
+    ("NHWC", (4, 6, 8), P(None, None, "b")),
+]
+# Spatial dimensions divided, alone or besides others.
+SPATIAL = [
+    ("NCHW", (8, 4, 4, 8), P(None, None, "a")),
+    ("NCHW", (8, 4, 4, 8), P(None, None, None, "a")),
+    ("NCHW", (8, 4, 4, 8), P(None, None, "a", "b")),
+    ("NCHW", (8, 4, 4, 8), P("a", None, "b")),
+    ("NHWC", (8, 4, 8, 4), P(None, "a", None, "b")),
+    ("NHWC", (8, 4, 8, 4), P("a", None, "b")),
+]
+
+
+def arguments(data_format, variant):
+    return functools.partial(jof.upsample_nearest2d, data_format=data_format, **VARIANTS[variant])
+
+
+def without_spatial(spec: P, ndim: int, data_format: str) -> P:
+    axis = oracle.spatial_axis(ndim, data_format)
+    padded = (*spec, *(None,) * (ndim - len(spec)))
+    return P(*padded[:axis], None, None, *padded[axis + 2 :])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("data_format", "shape", "spec"), FREE, ids=str)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_free_dimensions_need_no_communication(axis_types, data_format, shape, spec, variant):
+    f = arguments(data_format, variant)
+    x = integers(shape)
+    y = np.asarray(f(x))
+    dy = integers(y.shape, seed=1)
+    dx = np.asarray(pull(f, x, dy))
+
+    with mesh_of(axis_types) as mesh:
+        sharding = NamedSharding(mesh, spec)
+        x, dy = (jax.device_put(array, sharding) for array in (x, dy))
+
+        forward = jax.jit(f).lower(x).compile()
+        assert not COLLECTIVE.search(forward.as_text())
+        assert 'custom_call_target="jof_upsample_nearest2d"' in forward.as_text()
+        assert_sharded(forward(x), sharding)
+        np.testing.assert_array_equal(forward(x), y)
+
+        backward = jax.jit(functools.partial(pull, f)).lower(x, dy).compile()
+        assert not COLLECTIVE.search(backward.as_text())
+        assert 'custom_call_target="jof_upsample_nearest2d_backward"' in backward.as_text()
+        assert_sharded(backward(x, dy), sharding)
+        np.testing.assert_array_equal(backward(x, dy), dx)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("data_format", "shape", "spec"), SPATIAL, ids=str)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_divided_images_are_gathered(axis_types, data_format, shape, spec, variant):
+    """Images divided over devices are put together first; the other dimensions stay divided."""
+    f = arguments(data_format, variant)
+    x = integers(shape)
+    y = np.asarray(f(x))
+    dy = integers(y.shape, seed=1)
+    dx = np.asarray(pull(f, x, dy))
+
+    with mesh_of(axis_types) as mesh:
+        sharding = NamedSharding(mesh, spec)
+        x = jax.device_put(x, sharding)
+        whole_images = NamedSharding(mesh, without_spatial(spec, x.ndim, data_format))
+        result = jax.jit(f)(x)
+        np.testing.assert_array_equal(result, y)
+        assert_sharded(result, whole_images)
+        dy = jax.device_put(dy, whole_images)
+        gradient = jax.jit(functools.partial(pull, f))(x, dy)
+        np.testing.assert_array_equal(gradient, dx)
+        if axis_types == "explicit":  # the gradient has the type of the input
+            assert_sharded(gradient, sharding)
+
+
+@pytest.mark.parametrize(("data_format", "shape", "spec"), [FREE[2], FREE[9], SPATIAL[3]], ids=str)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_loss_and_its_derivatives(axis_types, data_format, shape, spec):
+    """value_and_grad and a Hessian-vector product of a scalar loss, as a training step has them."""
+
+    def loss(x):
+        y = jof.upsample_nearest2d(x, 2, data_format=data_format)
+        return jnp.sum(y * y * y)
+
+    def step(x, v):
+        return jax.value_and_grad(loss)(x), jax.jvp(jax.grad(loss), (x,), (v,))[1]
+
+    x, v = integers(shape), integers(shape, seed=1)
+    expected = jax.jit(step)(x, v)
+    with mesh_of(axis_types) as mesh:
+        x, v = (jax.device_put(array, NamedSharding(mesh, spec)) for array in (x, v))
+        actual = jax.jit(step)(x, v)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        if spec != SPATIAL[3][2] or axis_types == "explicit":  # the compiler's choice otherwise
+            for array in (actual[0][1], actual[1]):
+                assert_sharded(array, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_outside_jit(axis_types):
+    x = integers((8, 4, 4, 6))
+    with mesh_of(axis_types) as mesh:
+        sharding = NamedSharding(mesh, P("a", "b"))
+        y = jof.upsample_nearest2d(jax.device_put(x, sharding), 2)
+        assert_sharded(y, sharding)
+        np.testing.assert_array_equal(y, oracle.upsample_nearest2d(x, (8, 12)))
+
+
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+@pytest.mark.parametrize(("axis", "spec"), [(0, P("a", "b")), (1, P("b", "a")), (4, P("a"))])
+def test_vmap_over_a_divided_axis(axis_types, axis, spec):
+    f = jax.vmap(lambda x: jof.upsample_nearest2d(x, 2), in_axes=axis, out_axes=axis)
+    shape = [8, 3, 3, 5]
+    shape.insert(axis, 8)
+    if axis == 4:
+        spec = P(*spec, *(None,) * (4 - len(spec)), "b")
+    x = integers(tuple(shape))
+    y = np.asarray(f(x))
+    dy = integers(y.shape, seed=1)
+    dx = np.asarray(pull(f, x, dy))
+    with mesh_of(axis_types) as mesh:
+        sharding = NamedSharding(mesh, spec)
+        if axis == 1:  # 8 examples of 8: divide both
+            sharding = NamedSharding(mesh, P("b", "a"))
+        x, dy = (jax.device_put(array, sharding) for array in (x, dy))
+        both = jax.jit(lambda x, dy: (f(x), pull(f, x, dy))).lower(x, dy).compile()
+        assert not COLLECTIVE.search(both.as_text())
+        actual = both(x, dy)
+        np.testing.assert_array_equal(actual[0], y)
+        np.testing.assert_array_equal(actual[1], dx)
+        for array in actual:
+            assert_sharded(array, sharding)
+
+
+def test_the_type_of_an_explicit_result():
+    """The sharding is part of the type already while tracing."""
+    with mesh_of("explicit") as mesh:
+        x = jax.device_put(integers((8, 4, 4, 8)), NamedSharding(mesh, P("a", None, None, "b")))
+        traced = []
+
+        @jax.jit
+        def f(x):
+            y = jof.upsample_nearest2d(x, 2)
+            traced.append(jax.typeof(y))
+            return y
+
+        y = f(x)
+        assert jax.typeof(y).sharding.spec == traced[0].sharding.spec == P("a", None, None, None)
+
+
+def test_batch_that_devices_do_not_divide():
+    x = integers((6, 3, 4, 5))
+    with mesh_of("auto") as mesh:
+        sharding = NamedSharding(mesh, P("a"))
+
+        @jax.jit
+        def f(x, dy):
+            x = lax.with_sharding_constraint(x, sharding)
+            return jof.upsample_nearest2d(x, 2), pull(lambda x: jof.upsample_nearest2d(x, 2), x, dy)
+
+        dy = integers((6, 3, 8, 10), seed=1)
+        y, dx = f(x, dy)
+    np.testing.assert_array_equal(y, oracle.upsample_nearest2d(x, (8, 10)))
+    np.testing.assert_array_equal(dx, oracle.upsample_nearest2d_adjoint(dy, (4, 5)))
+
+
+def test_constraint_on_the_result_reaches_the_operand():
+    """With the result divided and the operand not said, nothing needs to be gathered either."""
+    x = integers((8, 4, 4, 6))
+    with mesh_of("auto") as mesh:
+        sharding = NamedSharding(mesh, P("a", "b"))
+        f = jax.jit(
+            lambda x: jof.upsample_nearest2d(x * 2, 2),
+            in_shardings=NamedSharding(mesh, P()),
+            out_shardings=sharding,
+        )
+        compiled = f.lower(x).compile()
+        assert not COLLECTIVE.search(compiled.as_text())
+        # One device works on its eighth only.
+        assert "f32[2,2,8,12]" in compiled.as_text()
+        assert "f32[8,4,8,12]" not in compiled.as_text()
+        np.testing.assert_array_equal(f(x), oracle.upsample_nearest2d(2 * x, (8, 12)))
+
+
+# --- shard_map ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("data_format", "shape", "spec"), [FREE[0], FREE[2], FREE[9]], ids=str)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_shard_map(axis_types, data_format, shape, spec, variant):
+    f = arguments(data_format, variant)
+    x = integers(shape)
+    y = np.asarray(f(x))
+    dy = integers(y.shape, seed=1)
+    dx = np.asarray(pull(f, x, dy))
+    with mesh_of(axis_types) as mesh:
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+        sharding = NamedSharding(mesh, spec)
+        x, dy = (jax.device_put(array, sharding) for array in (x, dy))
+        for transform in (lambda g: g, jax.jit):
+            np.testing.assert_array_equal(transform(mapped)(x), y)
+            actual = transform(functools.partial(pull, mapped))(x, dy)
+            np.testing.assert_array_equal(actual, dx)
+            assert_sharded(actual, sharding)
+
+
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_shard_map_with_a_replicated_operand(axis_types):
+    """The gradient of what every device has is summed over the devices."""
+    x, w = integers((8, 2, 4, 6)), integers((1, 2, 4, 6), seed=1)
+
+    def f(x, w):
+        return jof.upsample_nearest2d(x, 2) * jof.upsample_nearest2d(w, 2)
+
+    def derivatives(f, x, w):
+        return jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), argnums=(0, 1))(x, w)
+
+    expected = derivatives(f, x, w)
+    with mesh_of(axis_types) as mesh:
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+        x = jax.device_put(x, NamedSharding(mesh, P("a")))
+        w = jax.device_put(w, NamedSharding(mesh, P()))
+        actual = jax.jit(functools.partial(derivatives, mapped))(x, w)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_gradient_inside_shard_map(axis_types):
+    """Data-parallel training: each device differentiates its share, then the shares are summed."""
+    x, w = integers((8, 2, 4, 6)), integers((2, 4, 6), seed=1)
+
+    def loss(w, x):
+        return jnp.sum(jof.upsample_nearest2d(x * w, 2) ** 2)
+
+    expected = jax.grad(loss)(w, x)
+    with mesh_of(axis_types) as mesh:
+
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(("a", "b"))), out_specs=P())
+        def grad(w, x):
+            w = (
+                lax.pcast(w, ("a", "b"), to="varying")
+                if hasattr(lax, "pcast")
+                else lax.pvary(w, ("a", "b"))
+            )
+            return lax.psum(jax.grad(loss)(w, x), ("a", "b"))
+
+        actual = jax.jit(grad)(
+            jax.device_put(w, NamedSharding(mesh, P())),
+            jax.device_put(x, NamedSharding(mesh, P(("a", "b")))),
+        )
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_shard_map_over_some_axes():
+    """One mesh axis by hand, the other left to the compiler."""
+    x = integers((8, 4, 4, 6))
+    f = functools.partial(jof.upsample_nearest2d, scale_factor=2)
+    y = np.asarray(f(x))
+    dy = integers(y.shape, seed=1)
+    dx = np.asarray(pull(f, x, dy))
+    with mesh_of("auto") as mesh:
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+        sharding = NamedSharding(mesh, P("a", "b"))
+        x, dy = (jax.device_put(array, sharding) for array in (x, dy))
+        np.testing.assert_array_equal(jax.jit(mapped)(x), y)
+        np.testing.assert_array_equal(jax.jit(functools.partial(pull, mapped))(x, dy), dx)

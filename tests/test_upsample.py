@@ -1,0 +1,648 @@
+"""upsample_nearest2d and its gradient: values, against NumPy and against JAX."""
+
+import functools
+import inspect
+import math
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jax_oneflow_ops as jof
+from tests import oracle
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+METHODS = ("nearest", "nearest-exact")
+LAYOUTS = ("NCHW", "NHWC")
+IMPLEMENTATIONS = (None, "xla")
+INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+FLOAT8 = tuple(name for name in dir(jnp) if name.startswith("float8_"))
+INEXACT = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+DTYPES = ("bool", *INTEGERS, *FLOAT8, *INEXACT)
+# One dtype of each size; the sizes are what the kernels are compiled for.
+DTYPE_OF_SIZE = ("uint8", "float16", "bfloat16", "float32", "float64", "complex128")
+
+
+def rng_for(*key) -> np.random.Generator:
+    """The same numbers for the same test in every process."""
+    return np.random.default_rng(zlib.crc32(repr(key).encode()))
+
+
+def any_bits(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    """Every bit pattern that the dtype has: NaNs with payloads, infinities, -0, subnormals."""
+    dtype = jnp.dtype(dtype)
+    if dtype.kind == "b":
+        return rng.integers(0, 2, size=shape).astype(bool)
+    count = math.prod(shape) * dtype.itemsize
+    return rng.integers(0, 256, size=count, dtype=np.uint8).view(dtype).reshape(shape)
+
+
+def small_integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    """Values whose sums are exact in float32 in whatever order they are added."""
+    values = rng.integers(-8, 9, size=shape).astype(np.float64)
+    if np.issubdtype(jnp.dtype(dtype), np.complexfloating):
+        values = values + 1j * rng.integers(-8, 9, size=shape)
+    return values.astype(dtype)
+
+
+def normals(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    values = rng.standard_normal(shape)
+    if np.issubdtype(jnp.dtype(dtype), np.complexfloating):
+        values = values + 1j * rng.standard_normal(shape)
+    return values.astype(dtype)
+
+
+def forward(x, **kwargs) -> np.ndarray:
+    y = jof.upsample_nearest2d(x, **kwargs)
+    assert isinstance(y, jax.Array)
+    return np.asarray(y)
+
+
+def backward(dy: np.ndarray, shape, **kwargs) -> np.ndarray:
+    """The gradient alone, without a forward before it."""
+    f = functools.partial(jof.upsample_nearest2d, **kwargs)
+    (dx,) = jax.linear_transpose(f, jax.ShapeDtypeStruct(shape, dy.dtype))(dy)
+    return np.asarray(dx)
+
+
+def assert_same_bits(actual, expected) -> None:
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    as_bytes = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (actual, expected)]
+    np.testing.assert_array_equal(*as_bytes)
+
+
+def assert_same_values(actual, expected) -> None:
+    """Equal as numbers (0 equals -0) and in dtype and shape."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    np.testing.assert_array_equal(actual.astype(wide), expected.astype(wide))
+
+
+def half_ulp(value: np.ndarray, dtype) -> np.ndarray:
+    """Half the distance between neighbours of `dtype` at `value`."""
+    info = jnp.finfo(dtype)
+    _, exponent = np.frexp(np.abs(value))
+    exponent = np.maximum(exponent - 1, info.minexp)
+    return np.ldexp(0.5, exponent - info.nmant)
+
+
+def assert_sums_within_error(dx, dy, size, **kwargs) -> None:
+    """`dx` is the sum of the `dy` of each pixel, to the error of summing in the dtype of the sums.
+
+    n terms added in any order err by at most gamma(n - 1) times the sum of their magnitudes
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), where 16-bit terms are
+    added in float32 and the total is rounded once. The oracle sums in float64 and errs likewise.
+    """
+    dx = np.asarray(dx)
+    assert dx.dtype == dy.dtype
+    adjoint = functools.partial(oracle.upsample_nearest2d_adjoint, size=size, **kwargs)
+    terms = adjoint(np.ones(dy.shape))
+    assert dx.shape == terms.shape
+    sums_in_double = dy.dtype in (np.float64, np.complex128)
+    unit_roundoff = 2.0**-53 if sums_in_double else 2.0**-24
+
+    def gamma(unit):
+        steps = np.maximum(terms - 1, 0) * unit
+        return steps / (1 - steps)
+
+    parts = (np.real, np.imag) if np.iscomplexobj(dy) else (np.asarray,)
+    for part in parts:
+        terms_of_part = part(dy).astype(np.float64)
+        exact = adjoint(terms_of_part)
+        bound = (gamma(unit_roundoff) + gamma(2.0**-53)) * adjoint(np.abs(terms_of_part))
+        if dy.dtype.itemsize == 2:
+            bound = bound + half_ulp(np.abs(exact) + bound, dy.dtype)
+        error = np.abs(part(dx).astype(np.float64) - exact)
+        excess = np.max(error - bound, initial=0)
+        assert excess <= 0, f"a sum errs by {excess} more than its bound"
+
+
+# --- problems drawn by hypothesis -----------------------------------------------------------------
+
+
+@st.composite
+def output_sizes(draw, n_in: int) -> int:
+    """Integer factors up and down, for which there are special kernels, and anything else."""
+    return draw(
+        st.one_of(
+            st.integers(1, 4).map(lambda k: k * n_in),
+            st.integers(1, 4).map(lambda k: max(1, n_in // k)),
+            st.integers(1, 40),
+        )
+    )
+
+
+@st.composite
+def problems(draw, dtypes):
+    """(shape, size, keyword arguments, dtype, seed) with a rank of 3 to 6."""
+    data_format = draw(st.sampled_from(LAYOUTS))
+    ndim = draw(st.integers(3, 6))
+    shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
+    axis = oracle.spatial_axis(ndim, data_format)
+    shape[axis] = draw(st.integers(1, 20))
+    shape[axis + 1] = draw(st.integers(1, 20))
+    if data_format == "NHWC":
+        shape[-1] = draw(st.integers(1, 20))
+    size = (draw(output_sizes(shape[axis])), draw(output_sizes(shape[axis + 1])))
+    kwargs = {"method": draw(st.sampled_from(METHODS)), "data_format": data_format}
+    seed = draw(st.integers(0, 2**32 - 1))
+    return tuple(shape), size, kwargs, draw(st.sampled_from(dtypes)), seed
+
+
+@given(problem=problems(DTYPES))
+def test_forward_matches_oracle(problem):
+    shape, size, kwargs, dtype, seed = problem
+    x = any_bits(np.random.default_rng(seed), shape, dtype)
+    actual = forward(x, size=size, **kwargs)
+    assert_same_bits(actual, oracle.upsample_nearest2d(x, size, **kwargs))
+
+
+@given(problem=problems(INEXACT))
+def test_backward_matches_oracle(problem):
+    shape, size, kwargs, dtype, seed = problem
+    out_shape = oracle.resized(shape, size, kwargs["data_format"])
+    dy = normals(np.random.default_rng(seed), out_shape, dtype)
+    actual = backward(dy, shape, size=size, **kwargs)
+    in_size = shape[(axis := oracle.spatial_axis(len(shape), kwargs["data_format"])) : axis + 2]
+    assert_sums_within_error(actual, dy, in_size, **kwargs)
+
+
+@given(problem=problems(INEXACT))
+def test_reference_implementation_matches_oracle(problem):
+    shape, size, kwargs, dtype, seed = problem
+    rng = np.random.default_rng(seed)
+    x = normals(rng, shape, dtype)
+    actual = forward(x, size=size, implementation="xla", **kwargs)
+    assert_same_bits(actual, oracle.upsample_nearest2d(x, size, **kwargs))
+    dy = normals(rng, actual.shape, dtype)
+    actual = backward(dy, shape, size=size, implementation="xla", **kwargs)
+    in_size = shape[(axis := oracle.spatial_axis(len(shape), kwargs["data_format"])) : axis + 2]
+    assert_sums_within_error(actual, dy, in_size, **kwargs)
+
+
+@given(problem=problems(["float64"]))
+def test_backward_is_the_adjoint_of_forward(problem):
+    shape, size, kwargs, dtype, seed = problem
+    rng = np.random.default_rng(seed)
+    x = small_integers(rng, shape, dtype)
+    ax = forward(x, size=size, **kwargs)
+    y = small_integers(rng, ax.shape, dtype)
+    assert np.vdot(y, ax) == np.vdot(backward(y, shape, size=size, **kwargs), x)
+
+
+@given(
+    n_in=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    factor=st.tuples(*[st.one_of(st.floats(0.05, 9.0), st.integers(1, 9))] * 2),
+    data_format=st.sampled_from(LAYOUTS),
+)
+def test_scale_factor_gives_floor_of_the_product(n_in, factor, data_format):
+    x = jax.ShapeDtypeStruct(oracle.resized((2, 3, 4, 5), n_in, data_format), jnp.float32)
+    size = tuple(math.floor(n * f) for n, f in zip(n_in, factor, strict=True))
+    f = functools.partial(jof.upsample_nearest2d, scale_factor=factor, data_format=data_format)
+    if 0 in size:
+        with pytest.raises(ValueError, match="scale_factor"):
+            jax.eval_shape(f, x)
+    else:
+        y = jax.eval_shape(f, x)
+        assert y.shape == oracle.resized(x.shape, size, data_format)
+        assert y.dtype == x.dtype
+
+
+# --- every dtype, every special case --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_moves_bit_for_bit(dtype):
+    rng = rng_for(dtype)
+    for data_format in LAYOUTS:
+        x = any_bits(rng, (2, 5, 7, 6), dtype)
+        for size in ((10, 14), (15, 7), (7, 12), (4, 3)):
+            for method in METHODS:
+                kwargs = {"method": method, "data_format": data_format}
+                actual = forward(jnp.asarray(x), size=size, **kwargs)
+                assert_same_bits(actual, oracle.upsample_nearest2d(x, size, **kwargs))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_special_values_pass(dtype, implementation):
+    values = [np.nan, np.inf, -np.inf, -0.0, 0.0, jnp.finfo(dtype).tiny, jnp.finfo(dtype).max]
+    x = np.array(values, dtype).reshape(1, 1, 7)
+    for size in ((2, 14), (1, 7), (3, 10)):
+        y = forward(x, size=size, implementation=implementation)
+        expected = oracle.upsample_nearest2d(x, size)
+        wide, expected = y.astype(np.float64), expected.astype(np.float64)
+        np.testing.assert_array_equal(wide, expected)
+        np.testing.assert_array_equal(np.signbit(wide), np.signbit(expected))
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3, 4, (2, 3)], ids=str)
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPE_OF_SIZE)
+def test_widths_around_the_vectors(dtype, data_format, factor):
+    """Rows shorter and longer than a vector, aligned to it and not, in one compilation."""
+    if data_format == "NCHW":
+        shapes = [(2, 3, 1 + w % 3, w) for w in range(1, 41)]
+    else:
+        shapes = [(2, 1 + c % 3, 1 + c % 5, c) for c in range(1, 21)]
+    factors = factor if isinstance(factor, tuple) else (factor, factor)
+    axis = oracle.spatial_axis(4, data_format)
+    in_sizes = [shape[axis : axis + 2] for shape in shapes]
+    sizes = [tuple(n * k for n, k in zip(s, factors, strict=True)) for s in in_sizes]
+    f = functools.partial(jof.upsample_nearest2d, scale_factor=factor, data_format=data_format)
+    rng = rng_for(dtype, data_format, factor)
+
+    xs = [any_bits(rng, shape, dtype) for shape in shapes]
+    ys = jax.jit(lambda xs: [f(x) for x in xs])(xs)
+    for y, x, size in zip(ys, xs, sizes, strict=True):
+        assert_same_bits(y, oracle.upsample_nearest2d(x, size, data_format=data_format))
+
+    if dtype not in INEXACT:
+        return
+    dys = [
+        small_integers(rng, oracle.resized(shape, size, data_format), dtype)
+        for shape, size in zip(shapes, sizes, strict=True)
+    ]
+    specs = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    transposed = jax.jit(jax.linear_transpose(lambda xs: [f(x) for x in xs], specs))
+    for dx, dy, in_size in zip(transposed(dys)[0], dys, in_sizes, strict=True):
+        expected = oracle.upsample_nearest2d_adjoint(dy, in_size, data_format=data_format)
+        assert_same_values(dx, expected.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("shape", "size", "data_format"),
+    [
+        ((3, 40, 64, 64), (128, 128), "NCHW"),
+        ((3, 40, 63, 61), (126, 122), "NCHW"),
+        ((3, 40, 32, 48), (96, 144), "NCHW"),
+        ((3, 40, 64, 64), (90, 150), "NCHW"),
+        ((3, 40, 128, 128), (50, 70), "NCHW"),
+        ((1, 1, 1000, 500), (2000, 1000), "NCHW"),
+        ((1, 1, 1000, 500), (1500, 800), "NCHW"),
+        ((3, 64, 64, 40), (128, 128), "NHWC"),
+        ((3, 64, 64, 33), (128, 128), "NHWC"),
+        ((3, 64, 64, 40), (90, 150), "NHWC"),
+        ((1, 1000, 500, 1), (2000, 1000), "NHWC"),
+    ],
+    ids=str,
+)
+def test_large_arrays(shape, size, data_format, dtype):
+    """Enough work that it is spread over threads, or over more than one wave of blocks."""
+    rng = rng_for(shape, size, dtype)
+    x = any_bits(rng, shape, dtype)
+    y = forward(x, size=size, data_format=data_format)
+    assert_same_bits(y, oracle.upsample_nearest2d(x, size, data_format=data_format))
+    if dtype == "float32":
+        dy = small_integers(rng, y.shape, dtype)
+        dx = backward(dy, shape, size=size, data_format=data_format)
+        in_size = shape[(axis := oracle.spatial_axis(4, data_format)) : axis + 2]
+        expected = oracle.upsample_nearest2d_adjoint(dy, in_size, data_format=data_format)
+        assert_same_values(dx, expected.astype(dtype))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("n_in", "n_out"),
+    [
+        (100_003, 70_001),  # the product passes 2^32
+        (3, 4_000_037),
+        (4_000_037, 3),
+        (16_777_259, 16_777_289),  # float32 cannot count this far
+    ],
+)
+def test_long_rows_are_indexed_exactly(n_in, n_out, method):
+    x = any_bits(rng_for(n_in), (1, 1, n_in), "uint8")
+    indices = np.arange(n_out, dtype=np.int64)
+    doubled = 2 * indices + (method == "nearest-exact")
+    expected = x[:, :, doubled * n_in // (2 * n_out)]
+    assert_same_bits(forward(x, size=(1, n_out), method=method), expected)
+
+
+@pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="needs 15 GB of device memory: only on a GPU"
+)
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("size", [(1024, 1024), (1000, 1050)], ids=str)
+def test_more_than_two_to_the_31_elements(size, data_format):
+    count = 2200
+    shape = (count, 512, 512, 1) if data_format == "NHWC" else (count, 1, 512, 512)
+    assert count * math.prod(size) > 2**31
+    f = functools.partial(jof.upsample_nearest2d, size=size, data_format=data_format)
+    x = jax.random.bits(jax.random.key(0), shape, jnp.uint8)
+    y = jax.jit(f)(x)
+    for n in (0, count // 2, count - 1):
+        expected = oracle.upsample_nearest2d(x[n : n + 1], size, data_format=data_format)
+        assert_same_bits(y[n : n + 1], expected)
+    del y
+    out_shape = oracle.resized(shape, size, data_format)
+    dy = (jax.random.bits(jax.random.key(1), out_shape, jnp.uint8) % 16).astype(jnp.bfloat16)
+    (dx,) = jax.jit(jax.linear_transpose(f, jax.ShapeDtypeStruct(shape, dy.dtype)))(dy)
+    for n in (0, count // 2, count - 1):
+        expected = oracle.upsample_nearest2d_adjoint(
+            dy[n : n + 1], (512, 512), data_format=data_format
+        )
+        assert_same_values(dx[n : n + 1], expected.astype(dy.dtype))
+
+
+# --- against JAX ----------------------------------------------------------------------------------
+
+
+def jax_resize(x, size, data_format):
+    return jax.image.resize(x, oracle.resized(x.shape, size, data_format), "nearest")
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("factor", range(1, 9))
+def test_equals_jax_image_resize_at_integer_factors(factor, method, data_format):
+    x = normals(rng_for(factor), (2, 5, 7, 6), "float32")
+    axis = oracle.spatial_axis(4, data_format)
+    size = tuple(factor * n for n in x.shape[axis : axis + 2])
+    expected = jax_resize(x, size, data_format)
+    actual = forward(x, scale_factor=factor, method=method, data_format=data_format)
+    assert_same_bits(actual, expected)
+
+
+def resize_is_exact(n_in: int, n_out: int) -> bool:
+    """Whether jax.image.resize, which computes (i + 0.5) * n_in / n_out in float32 and takes the
+    floor, must agree with exact arithmetic: no quotient is an integer, where a rounding down of
+    one unit would change the floor, unless dividing by n_out is itself exact."""
+    if n_out & (n_out - 1) == 0:
+        return True
+    return all((2 * i + 1) * n_in % (2 * n_out) for i in range(n_out))
+
+
+exact_pairs = st.tuples(st.integers(1, 60), st.integers(1, 60)).filter(
+    lambda pair: resize_is_exact(*pair)
+)
+
+
+@given(rows=exact_pairs, cols=exact_pairs)
+def test_nearest_exact_equals_jax_image_resize(rows, cols):
+    x = np.arange(rows[0] * cols[0], dtype=np.float32).reshape(1, rows[0], cols[0])
+    size = (rows[1], cols[1])
+    expected = jax_resize(x, size, "NCHW")
+    assert_same_bits(forward(x, size=size, method="nearest-exact"), expected)
+
+
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("dtype", INEXACT)
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_gradient_equals_that_of_jax_image_resize(factor, dtype, data_format):
+    """On integers so small that the sums of jax.image.resize are exact in 16 bits as well."""
+    rng = rng_for(factor, dtype, data_format)
+    x = jnp.asarray(small_integers(rng, (2, 5, 7, 6), dtype))
+    axis = oracle.spatial_axis(4, data_format)
+    size = tuple(factor * n for n in x.shape[axis : axis + 2])
+    y, vjp = jax.vjp(lambda x: jof.upsample_nearest2d(x, factor, data_format=data_format), x)
+    expected_y, expected_vjp = jax.vjp(lambda x: jax_resize(x, size, data_format), x)
+    assert_same_bits(y, expected_y)
+    dy = jnp.asarray(small_integers(rng, y.shape, dtype))
+    assert_same_values(vjp(dy)[0], expected_vjp(dy)[0])
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fwd", "rev"])
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"scale_factor": 2}, {"size": (5, 7), "method": "nearest-exact"}, {"size": (2, 3)}],
+    ids=str,
+)
+def test_derivatives_to_second_order(kwargs, dtype, data_format, mode):
+    x = jnp.asarray(normals(rng_for(str(kwargs)), (2, 3, 4, 3), dtype))
+
+    def f(x):  # curved on both sides of the op, so that the second order is not zero
+        return jnp.sin(jof.upsample_nearest2d(x * x, data_format=data_format, **kwargs))
+
+    check_grads(f, (x,), order=2, modes=[mode], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_gradients_are_summed_in_float32(dtype, data_format, implementation):
+    """Sums that 16 bits cannot carry: small terms after large ones, totals that overflow on the
+    way, and a last rounding that a rounding before it would spoil."""
+    # `edge` is where the neighbours of the dtype begin to be 2 apart.
+    big, edge = (40000.0, 2048.0) if dtype == "float16" else (2.0**15, 256.0)
+    rows = [
+        [edge, *[0.25] * 20, 0.0],
+        [big, 1.0, big, -big, -big, *[0.0] * 17],
+        [edge, 1.0, 2.0**-12, *[0.0] * 19],
+        [1.0] * 22,
+    ]
+    dy = np.array(rows, dtype)[:, None, :, None]  # the four rows become one column of pixels each
+    kwargs = {"size": (1, 22), "implementation": implementation, "data_format": data_format}
+    if data_format == "NCHW":
+        dy = dy.reshape(4, 1, 22)
+        shape = (4, 1, 1)
+    else:
+        dy = dy.reshape(4, 1, 22, 1)
+        shape = (4, 1, 1, 1)
+    expected = dy.astype(np.float64).reshape(4, 22).sum(axis=1).astype(dtype)
+    assert_same_values(backward(dy, shape, **kwargs).reshape(4), expected)
+
+
+def test_nan_and_infinite_cotangents_stay_in_their_pixel():
+    dy = np.ones((1, 4, 6), np.float32)
+    dy[0, 0, 1], dy[0, 2, 2], dy[0, 3, 5] = np.nan, np.inf, -np.inf
+    dx = backward(dy, (1, 2, 3), scale_factor=2)
+    np.testing.assert_array_equal(dx, [[[np.nan, 4, 4], [4, np.inf, -np.inf]]])
+
+
+@pytest.mark.parametrize("size", [(2, 3), (1, 1), (5, 2)], ids=str)
+@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_pixels_that_nothing_reads_have_zero_gradient(method, data_format, size):
+    shape = (3, 7, 9, 5)
+    out_shape = oracle.resized(shape, size, data_format)
+    kwargs = {"method": method, "data_format": data_format}
+    dx = backward(np.ones(out_shape, np.float32), shape, size=size, **kwargs)
+    in_size = shape[(axis := oracle.spatial_axis(4, data_format)) : axis + 2]
+    expected = oracle.upsample_nearest2d_adjoint(np.ones(out_shape, np.float32), in_size, **kwargs)
+    assert (expected == 0).any()
+    assert_same_values(dx, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("size", [(128, 192), (100, 220), (37, 50)], ids=str)
+def test_gradient_is_deterministic(size):
+    dy = normals(rng_for(size), (4, 8, *size), "float32")
+    first = backward(dy, (4, 8, 64, 96), size=size)
+    for _ in range(5):
+        assert_same_bits(backward(dy, (4, 8, 64, 96), size=size), first)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int32", "uint8"])
+def test_integers_have_float0_tangents(dtype):
+    x = jnp.ones((1, 2, 3), dtype)
+    tangent = np.zeros(x.shape, jax.dtypes.float0)
+    y, dy = jax.jvp(lambda x: jof.upsample_nearest2d(x, 2), (x,), (tangent,))
+    assert y.dtype == x.dtype
+    assert dy.dtype == jax.dtypes.float0
+    assert dy.shape == y.shape == (1, 4, 6)
+
+    def loss(x):
+        return jof.upsample_nearest2d(x, 2).astype(jnp.float32).sum()
+
+    dx = jax.grad(loss, allow_int=True)(x)
+    assert dx.dtype == jax.dtypes.float0
+    assert dx.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_gradient_of_float8_is_refused(dtype):
+    x = jnp.ones((1, 2, 2), dtype)
+    with pytest.raises(TypeError, match="upsample_nearest2d") as caught:
+        jax.grad(lambda x: jof.upsample_nearest2d(x, 2).astype(jnp.float32).sum())(x)
+    assert dtype in str(caught.value)
+
+
+# --- empty arrays ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("shape", "kwargs", "expected"),
+    [
+        ((0, 3, 4, 5), {"scale_factor": 2}, (0, 3, 8, 10)),
+        ((0, 3, 4, 5), {"size": (7, 2)}, (0, 3, 7, 2)),
+        ((2, 0, 4, 5), {"scale_factor": 1.5, "method": "nearest-exact"}, (2, 0, 6, 7)),
+        ((2, 4, 5, 0), {"scale_factor": 2, "data_format": "NHWC"}, (2, 8, 10, 0)),
+        ((0, 4, 5, 3), {"size": 9, "data_format": "NHWC"}, (0, 9, 9, 3)),
+        ((2, 3, 0, 5), {"scale_factor": 2}, (2, 3, 0, 10)),
+        ((2, 3, 4, 0), {"scale_factor": (3, 2)}, (2, 3, 12, 0)),
+        ((3, 0, 0), {"scale_factor": 0.5}, (3, 0, 0)),
+        ((0, 5, 3), {"scale_factor": 2, "data_format": "NHWC"}, (0, 10, 3)),
+    ],
+    ids=str,
+)
+def test_empty_arrays(shape, kwargs, expected, implementation):
+    def f(x):
+        return jof.upsample_nearest2d(x, implementation=implementation, **kwargs)
+
+    x = jnp.zeros(shape)
+    assert f(x).shape == jax.jit(f)(x).shape == jax.eval_shape(f, x).shape == expected
+    y, vjp = jax.vjp(f, x)
+    assert vjp(y)[0].shape == shape
+    assert jax.jvp(f, (x,), (x,))[1].shape == expected
+    assert jax.jacrev(f)(x).shape == (*expected, *shape)
+    assert jax.vmap(f)(jnp.zeros((2, *shape))).shape == (2, *expected)
+
+
+def test_empty_vmap_axis():
+    f = jax.vmap(lambda x: jof.upsample_nearest2d(x, 2))
+    assert f(jnp.zeros((0, 3, 4, 5))).shape == (0, 3, 8, 10)
+
+
+# --- how it is called -----------------------------------------------------------------------------
+
+
+def test_signature():
+    signature = inspect.signature(jof.upsample_nearest2d)
+    assert [(p.name, p.kind.name, p.default) for p in signature.parameters.values()] == [
+        ("x", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("scale_factor", "POSITIONAL_OR_KEYWORD", None),
+        ("size", "POSITIONAL_OR_KEYWORD", None),
+        ("method", "KEYWORD_ONLY", "nearest"),
+        ("data_format", "KEYWORD_ONLY", "NCHW"),
+        ("implementation", "KEYWORD_ONLY", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "size"),
+    [
+        ({"size": 6}, (6, 6)),
+        ({"size": (6, 9)}, (6, 9)),
+        ({"size": np.int32(6)}, (6, 6)),
+        ({"size": (np.int64(6), 9)}, (6, 9)),
+        ({"size": [6, 9]}, (6, 9)),
+        ({"scale_factor": 2}, (8, 10)),
+        ({"scale_factor": 1.5}, (6, 7)),
+        ({"scale_factor": (1.25, 3)}, (5, 15)),
+        ({"scale_factor": [2, 0.5]}, (8, 2)),
+        ({"scale_factor": np.float32(1.5)}, (6, 7)),
+        ({"scale_factor": np.int64(3)}, (12, 15)),
+    ],
+    ids=str,
+)
+def test_ways_to_say_the_size(kwargs, size):
+    x = np.arange(40, dtype=np.float32).reshape(2, 4, 5)
+    expected = oracle.upsample_nearest2d(x, size)
+    assert_same_bits(forward(x, **kwargs), expected)
+    static = jax.jit(lambda x: jof.upsample_nearest2d(x, **kwargs))
+    assert_same_bits(static(x), expected)
+
+
+def test_sizes_can_be_static_arguments_of_jit():
+    f = jax.jit(jof.upsample_nearest2d, static_argnames=("scale_factor", "size", "method"))
+    x = np.arange(20, dtype=np.float32).reshape(1, 4, 5)
+    assert_same_bits(f(x, 2), oracle.upsample_nearest2d(x, (8, 10)))
+    actual = f(x, size=(6, 3), method="nearest-exact")
+    assert_same_bits(actual, oracle.upsample_nearest2d(x, (6, 3), "nearest-exact"))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, :, ::-1, ::-1],
+        lambda x: x[:, ::-2, 1:, ::2],
+        lambda x: x.transpose(3, 1, 0, 2),
+        lambda x: np.asfortranarray(x),
+        lambda x: np.broadcast_to(x[:, :1], x.shape),
+    ],
+    ids=["reversed", "strided", "transposed", "fortran", "broadcast"],
+)
+def test_numpy_views(view):
+    x = view(np.arange(3 * 4 * 5 * 6, dtype=np.float32).reshape(3, 4, 5, 6))
+    size = (7, 11)
+    expected = oracle.upsample_nearest2d(x, size)
+    assert_same_bits(forward(x, size=size), expected)
+    assert_same_bits(jax.jit(lambda x: jof.upsample_nearest2d(x, size=size))(x), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "float32"])
+def test_slices_of_a_larger_array(dtype):
+    """XLA may hand out the middle of another buffer, aligned to an element and no more."""
+    x = any_bits(rng_for(dtype), (5, 1, 7, 9), dtype)
+
+    @jax.jit
+    def f(x):
+        return [jof.upsample_nearest2d(x[i : i + 2], 2) for i in range(4)]
+
+    for i, y in enumerate(f(x)):
+        assert_same_bits(y, oracle.upsample_nearest2d(x[i : i + 2], (14, 18)))
+
+
+def test_64_bit_input_follows_the_x64_setting():
+    values = np.arange(20).reshape(1, 4, 5)
+    for x64, width in ((True, "64"), (False, "32")):
+        with jax.enable_x64(x64):
+            for kind in ("float", "int", "uint"):
+                y = forward(values.astype(kind + "64"), scale_factor=2)
+                expected = oracle.upsample_nearest2d(values.astype(kind + width), (8, 10))
+                assert_same_bits(y, expected)
+
+
+def test_result_stays_on_the_device_of_the_input():
+    device = jax.devices()[-1]
+    x = jax.device_put(np.ones((1, 4, 5), np.float32), device)
+    y, vjp = jax.vjp(lambda x: jof.upsample_nearest2d(x, 2), x)
+    assert y.devices() == {device}
+    assert vjp(y)[0].devices() == {device}
