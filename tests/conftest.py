@@ -16,7 +16,7 @@ from hypothesis import settings  # noqa: E402
 
 settings.register_profile(
     "quick",
-    max_examples=40,
+    max_examples=60,
     deadline=None,  # the first example of a shape compiles, the next does not
     database=None,
     derandomize="CI" in os.environ,

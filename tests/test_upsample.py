@@ -330,6 +330,30 @@ def test_long_rows_are_indexed_exactly(n_in, n_out, method):
     assert_same_bits(forward(x, size=(1, n_out), method=method), expected)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
+@pytest.mark.parametrize(
+    ("n_in", "n_out"),
+    [
+        (5000, 5000),
+        (5000, 10_000),
+        (4999, 14_997),
+        (5000, 12_001),
+        (12_001, 5000),
+        (1, 5000),
+        (3, 10_000),
+        (2049, 2050),
+    ],
+)
+def test_gradient_of_long_rows(n_in, n_out, dtype, method):
+    """Rows too long for a buffer on the stack, and pixels read by more than a buffer holds."""
+    values = rng_for(n_in, n_out).integers(-1, 2, size=(2, 3, n_out))
+    dy = values.astype(dtype)
+    size = {"size": (3, n_out), "method": method}
+    expected = oracle.upsample_nearest2d_adjoint(dy, (2, n_in), method=method)
+    assert_same_values(backward(dy, (2, 2, n_in), **size), expected.astype(dtype))
+
+
 @pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="needs 15 GB of device memory: only on a GPU"
 )
