@@ -29,7 +29,7 @@ def is_partially_manual(ctx: Any) -> bool:
     `custom_partitioning` does not give its callbacks the mesh there.
     """
     axis_context = ctx.module_context.axis_context
-    manual = getattr(axis_context, "manual_axes", frozenset())
+    manual: frozenset[str] = getattr(axis_context, "manual_axes", frozenset())
     return bool(manual) and set(manual) != set(axis_context.mesh.axis_names)
 
 
@@ -40,7 +40,7 @@ def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     """
     if aval.sharding.mesh.empty or jax.typeof(x).sharding == aval.sharding:
         return x
-    return jax.sharding.reshard(x, aval.sharding)
+    return cast(jax.Array, jax.sharding.reshard(x, aval.sharding))
 
 
 @functools.cache

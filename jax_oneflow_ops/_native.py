@@ -49,8 +49,8 @@ def _load() -> Mapping[str, Any]:
         except ModuleNotFoundError as error:
             if platform == "cpu":
                 raise ImportError(
-                    "jax_oneflow_ops has no native modules: this is its source, not a build of it. "
-                    "Run `pip install .` (or `pip install --editable .`) where its pyproject.toml is."
+                    "jax_oneflow_ops has no native modules: this is its source, not a build of "
+                    "it. Run `pip install .`, or `pip install --editable .`, in its repository."
                 ) from error
             continue  # built without CUDA; `missing` says so when it is asked for
         check_ffi_api(module.ffi_api_version, _compat.runtime_ffi_api())

@@ -99,7 +99,6 @@ def upsample_nearest2d(
     x = _as_array(x)
     method = _option("method", method, _HALF_PIXEL)
     data_format = _option("data_format", data_format, _SPATIAL_AXIS)
-    implementation = _native.choose_implementation(_NAME, implementation)
     if x.ndim < 3:
         raise ValueError(
             f"{_NAME}: x must have at least 3 dimensions ({data_format[1:]} and any number before "
@@ -107,14 +106,15 @@ def upsample_nearest2d(
         )
     axis = x.ndim + _SPATIAL_AXIS[data_format]
     in_hw = x.shape[axis], x.shape[axis + 1]
-    return upsample_nearest2d_p.bind(
+    result: jax.Array = upsample_nearest2d_p.bind(
         x,
         axis=axis,
         in_hw=in_hw,
         out_hw=_output_size(in_hw, scale_factor, size),
         half_pixel=_HALF_PIXEL[method],
-        implementation=implementation,
+        implementation=_native.choose_implementation(_NAME, implementation),
     )
+    return result
 
 
 def _as_array(x: Any) -> jax.Array:
