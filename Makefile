@@ -1,5 +1,6 @@
 # make demo       set up, run the example, print a table, write a picture
 # make test       set up, run the whole test suite
+# make doctest    the examples in the docstrings and the README
 # make lint       ruff, clang-format, mypy
 # make gpu-check  on a machine with a GPU: build, suite, compute-sanitizer, benchmarks
 # make clean      remove everything that was built
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f)
 CLANG_SOURCES := $(shell find csrc tests/cpp benchmarks/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test lint gpu-check clean
+.PHONY: demo test doctest lint gpu-check clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/installed
@@ -24,6 +25,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+doctest: $(VENV)/installed
+	$(BIN)/python -m pytest -q --doctest-modules jax_oneflow_ops --doctest-glob='README.md' README.md
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

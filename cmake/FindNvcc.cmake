@@ -1,6 +1,8 @@
 # Sets JOF_NVCC to nvcc's path, or leaves it empty: CUDACXX, then PATH and the toolkit's usual
 # places, then the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime and -cccl of the build environment.
+# JOF_NVCC_LIBRARIES is then the wheels' library folder, where nvcc does not look by itself.
 set(JOF_NVCC "")
+set(JOF_NVCC_LIBRARIES "")
 if(DEFINED ENV{CUDACXX} AND EXISTS "$ENV{CUDACXX}")
   set(JOF_NVCC "$ENV{CUDACXX}")
   return()
@@ -21,5 +23,6 @@ foreach(dir IN LISTS nvidia_dirs)
   file(GLOB candidates "${dir}/cu*/bin/nvcc")
   foreach(candidate IN LISTS candidates)
     set(JOF_NVCC "${candidate}")
+    cmake_path(SET JOF_NVCC_LIBRARIES NORMALIZE "${candidate}/../../lib")
   endforeach()
 endforeach()
