@@ -465,22 +465,21 @@ def test_16_bit_gradients_are_summed_in_float32(dtype, data_format, implementati
     way, and a last rounding that a rounding before it would spoil."""
     # `edge` is where the neighbours of the dtype begin to be 2 apart.
     big, edge = (40000.0, 2048.0) if dtype == "float16" else (2.0**15, 256.0)
-    rows = [
+    nothing = [0.0] * 20
+    sums = [  # the terms of one pixel each, in two rows of 11
         [edge, *[0.25] * 20, 0.0],
-        [big, 1.0, big, -big, -big, *[0.0] * 17],
-        [edge, 1.0, 2.0**-12, *[0.0] * 19],
+        [edge, 1.0, 2.0**-12, *nothing],
+        [edge, 1.0, *nothing[:9], 1.0, *nothing],  # one row's total, then the other's
+        [big, big, *nothing[:9], -big, 1.0, -big, *nothing],
         [1.0] * 22,
     ]
-    dy = np.array(rows, dtype)[:, None, :, None]  # the four rows become one column of pixels each
-    kwargs = {"size": (1, 22), "implementation": implementation, "data_format": data_format}
-    if data_format == "NCHW":
-        dy = dy.reshape(4, 1, 22)
-        shape = (4, 1, 1)
-    else:
-        dy = dy.reshape(4, 1, 22, 1)
-        shape = (4, 1, 1, 1)
-    expected = dy.astype(np.float64).reshape(4, 22).sum(axis=1).astype(dtype)
-    assert_same_values(backward(dy, shape, **kwargs).reshape(4), expected)
+    dy = np.array([terms[:22] for terms in sums], dtype).reshape(5, 2, 11)
+    expected = dy.astype(np.float64).sum(axis=(1, 2)).astype(dtype)
+    shape = (5, 1, 1)
+    if data_format == "NHWC":
+        dy, shape = dy[..., None], (5, 1, 1, 1)
+    kwargs = {"size": (2, 11), "implementation": implementation, "data_format": data_format}
+    assert_same_values(backward(dy, shape, **kwargs).reshape(5), expected)
 
 
 def test_nan_and_infinite_cotangents_stay_in_their_pixel():

@@ -15,7 +15,8 @@
 // Backward: each dx element sums the rectangle of dy that read it. No atomics: the result does not
 // depend on the order in which threads run.
 //   ReduceKernel  undoes ExpandKernel: a thread loads packs of 2 or 4 rows and sums their columns.
-//   SumKernel     pixels of whole packs (NHWC): a thread sums packs.
+//   ReducePixelsKernel  undoes RepeatKernel: a thread sums packs of channels.
+//   SumKernel     any index map, pixels of whole packs (NHWC): a thread sums packs.
 //   ReduceRowsKernel  any index map and any pixel: a block sums rows of dy, in packs, into shared
 //                 memory, then their columns, so that all of dy is read in 16-byte accesses.
 // The special kernels need aligned pointers and rows of whole packs; the general ones take the
@@ -211,9 +212,44 @@ __global__ void __launch_bounds__(kBlockSize)
   StorePack<kSums>(dx + size_t{row} * g.in_row + j * kSums, sums);
 }
 
-// Backward where pixels are whole packs of kPack channels, one pack a thread. kFactor > 0 says that
-// each pixel was repeated exactly kFactor times both ways, so that all loads are issued at once.
+// Backward of RepeatKernel: kPack channels of kFactor x kFactor pixels a thread.
 template <typename T, int kPack, int kFactor, typename Index>
+__global__ void __launch_bounds__(kBlockSize)
+    ReducePixelsKernel(const Geometry<Index> g, const T* __restrict__ dy, T* __restrict__ dx) {
+  using A = Accumulator<T>;
+  const Index item = ItemIndex<Index>();
+  if (item >= g.items) return;
+  Index j;
+  const Index row = g.by_row_items.DivMod(item, &j);
+  const Index pixel = g.by_inner.divisor() * kPack;
+  // Pixel w of a source row starts at kFactor * w of the row of dy.
+  const T* in = dy + size_t{row} * kFactor * g.out_row + j * kPack +
+                g.by_inner.Divide(j) * (kFactor - 1) * pixel;
+  Pack<T, kPack> packs[kFactor][kFactor];
+#pragma unroll
+  for (int p = 0; p < kFactor; ++p) {
+#pragma unroll
+    for (int q = 0; q < kFactor; ++q) {
+      packs[p][q] = LoadPack<kPack>(in + size_t(p) * g.out_row + q * pixel);
+    }
+  }
+  Pack<T, kPack> result;
+#pragma unroll
+  for (int k = 0; k < kPack; ++k) {
+    auto sum = A::Zero();
+#pragma unroll
+    for (int p = 0; p < kFactor; ++p) {
+#pragma unroll
+      for (int q = 0; q < kFactor; ++q) sum = sum + A::Load(packs[p][q].elem[k]);
+    }
+    result.elem[k] = A::Store(sum);
+  }
+  StorePack<kPack>(dx + size_t{item} * kPack, result);
+}
+
+// Backward for any index map where pixels are whole packs of kPack channels, one pack a thread;
+// with kPack == 1 for any pixel, slowly.
+template <typename T, int kPack, typename Index>
 __global__ void __launch_bounds__(kBlockSize)
     SumKernel(const Geometry<Index> g, const T* __restrict__ dy, T* __restrict__ dx) {
   using A = Accumulator<T>;
@@ -223,44 +259,26 @@ __global__ void __launch_bounds__(kBlockSize)
   const Index n = Locate(g, item, &h, &j);
   const Index w = g.by_inner.DivMod(j, &c);
   const Index pixel = g.by_inner.divisor() * kPack;
+  const Index first = g.row_map.Begin(h), last = g.row_map.Begin(h + 1);
+  const Index begin = g.col_map.Begin(w), end = g.col_map.Begin(w + 1);
+  const T* in = dy + size_t{n * g.out_h + first} * g.out_row + begin * pixel + c * kPack;
   typename A::type sum[kPack];
 #pragma unroll
   for (int k = 0; k < kPack; ++k) sum[k] = A::Zero();
-  const auto add = [&](const Pack<T, kPack>& pack) {
-#pragma unroll
-    for (int k = 0; k < kPack; ++k) sum[k] = sum[k] + A::Load(pack.elem[k]);
-  };
-  const T* in = dy + size_t{n * g.out_h} * g.out_row + c * kPack;
-  if constexpr (kFactor > 0) {
-    in += size_t{h * kFactor} * g.out_row + w * kFactor * pixel;
-    Pack<T, kPack> packs[kFactor][kFactor];
-#pragma unroll
-    for (int p = 0; p < kFactor; ++p) {
-#pragma unroll
-      for (int q = 0; q < kFactor; ++q) {
-        packs[p][q] = LoadPack<kPack>(in + size_t(p) * g.out_row + q * pixel);
-      }
-    }
-#pragma unroll
-    for (int p = 0; p < kFactor; ++p) {
-#pragma unroll
-      for (int q = 0; q < kFactor; ++q) add(packs[p][q]);
-    }
-  } else {
-    const Index first = g.row_map.Begin(h), last = g.row_map.Begin(h + 1);
-    const Index begin = g.col_map.Begin(w), end = g.col_map.Begin(w + 1);
-    in += size_t{first} * g.out_row + begin * pixel;
 #pragma unroll 1
-    for (Index p = first; p < last; ++p, in += g.out_row) {
-      const T* element = in;
+  for (Index p = first; p < last; ++p, in += g.out_row) {
+    const T* element = in;
 #pragma unroll 2
-      for (Index q = begin; q < end; ++q, element += pixel) add(LoadPack<kPack>(element));
+    for (Index q = begin; q < end; ++q, element += pixel) {
+      const auto pack = LoadPack<kPack>(element);
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) sum[k] = sum[k] + A::Load(pack.elem[k]);
     }
   }
   Pack<T, kPack> result;
 #pragma unroll
   for (int k = 0; k < kPack; ++k) result.elem[k] = A::Store(sum[k]);
-  StorePack<kPack>(dx + size_t{n * g.in_h + h} * g.in_row + j * kPack, result);
+  StorePack<kPack>(dx + size_t{item} * kPack, result);
 }
 
 // Rows of dx that a thread of ReduceRowsKernel sums columns for: they share the index map.
@@ -292,11 +310,20 @@ __global__ void __launch_bounds__(kBlockSize)
     Sum sum[kPack];
 #pragma unroll
     for (int k = 0; k < kPack; ++k) sum[k] = A::Zero();
-#pragma unroll 2
-    for (Index p = first; p < last; ++p, in += g.out_row) {
-      const auto pack = LoadPack<kPack>(in);
+    // Four rows are asked for at once, so that enough reads are under way.
+    constexpr int kBatch = 4;
+    for (Index p = first; p < last; p += kBatch, in += size_t{kBatch} * g.out_row) {
+      Pack<T, kPack> packs[kBatch];
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) sum[k] = sum[k] + A::Load(pack.elem[k]);
+      for (int b = 0; b < kBatch; ++b) {
+        if (p + b < last) packs[b] = LoadPack<kPack>(in + size_t(b) * g.out_row);
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (p + b >= last) break;
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) sum[k] = sum[k] + A::Load(packs[b].elem[k]);
+      }
     }
     // Whole 16-byte words: single ones would meet in the same banks of shared memory.
     constexpr int kWord = kPack < kPackSize<Sum> ? kPack : kPackSize<Sum>;
@@ -484,17 +511,18 @@ cudaError_t Backward(const UpsampleProblem& p, const void* dy, void* dx, cudaStr
   if (by_channels) {
     if (!Fits32(p, 2 * p.outer * p.in_h * row_items)) {
       const auto g = geometry(uint64_t{});
-      return LaunchItems(SumKernel<T, kPack, 0, uint64_t>, g.items, stream, g, in, out);
+      return LaunchItems(SumKernel<T, kPack, uint64_t>, g.items, stream, g, in, out);
     }
     if constexpr (kPack >= 2) {
       if (IsFactor(p, 2)) {
         // 8 bytes a thread: 1 to 2 % faster than 16 in 16-bit types on an H200, alike in f32.
         const auto g = MakeGeometry<uint32_t>(p, 2 * row_items, p.in_h, 2 * pixel_items);
-        return LaunchItems(SumKernel<T, kPack / 2, 2, uint32_t>, g.items, stream, g, in, out);
+        return LaunchItems(ReducePixelsKernel<T, kPack / 2, 2, uint32_t>, g.items, stream, g, in,
+                           out);
       }
     }
     const auto g = geometry(uint32_t{});
-    return LaunchItems(SumKernel<T, kPack, 0, uint32_t>, g.items, stream, g, in, out);
+    return LaunchItems(SumKernel<T, kPack, uint32_t>, g.items, stream, g, in, out);
   }
   if (Fits32(p, p.outer * p.in_h * (out_row / kPack))) {
     const bool reducible = p.inner == 1 && out_row % kPack == 0 && IsAligned(dy, kPackBytes);
@@ -515,7 +543,7 @@ cudaError_t Backward(const UpsampleProblem& p, const void* dy, void* dx, cudaStr
   }
   // Rows too long for shared memory, or too many of them for 32 bits: an element a thread.
   const auto g = geometry(uint64_t{});
-  return LaunchItems(SumKernel<T, 1, 0, uint64_t>, g.items, stream, g, in, out);
+  return LaunchItems(SumKernel<T, 1, uint64_t>, g.items, stream, g, in, out);
 }
 
 }  // namespace
