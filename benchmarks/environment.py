@@ -32,10 +32,23 @@ def describe(argv: list[str]) -> dict[str, Any]:
         "native": jof.implementations(),
         "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
-        "commit": _run("git", "rev-parse", "HEAD"),
-        "dirty": None if (status := _run("git", "status", "--porcelain")) is None else status != "",
+        **_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command_line(argv),
+    }
+
+
+def _commit() -> dict[str, Any]:
+    """The commit, and whether tracked files differ from it.
+
+    A copy of the tree without its history is told the commit by JOF_BENCHMARK_COMMIT.
+    """
+    if commit := os.environ.get("JOF_BENCHMARK_COMMIT"):
+        return {"commit": commit, "dirty": None}
+    status = _run("git", "status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": _run("git", "rev-parse", "HEAD"),
+        "dirty": None if status is None else status != "",
     }
 
 
