@@ -127,7 +127,8 @@ def _as_array(x: Any) -> jax.Array:
         raise TypeError(
             f"{_NAME}: x must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {x.dtype}"
         )
-    return jnp.asarray(x)
+    # jnp.asarray would drop a tracer's sharding under vmap in jax 0.8.
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _is_movable(dtype: Any) -> bool:

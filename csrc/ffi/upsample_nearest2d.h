@@ -25,7 +25,7 @@ inline ffi::Error DecodeUpsample(const char* op, ffi::AnyBuffer in, ffi::AnyBuff
   if (in.element_type() != out.element_type()) {
     return InvalidArgument(op, ": operand and result must have the same element type");
   }
-  if (static_cast<int64_t>(out_dims.size()) != rank || axis < 0 || axis + 2 > rank) {
+  if (static_cast<int64_t>(out_dims.size()) != rank || axis < 0 || axis > rank - 2) {
     return InvalidArgument(op, ": expected operand and result of one rank, at least axis + 2, got ",
                            ShapeString(in_dims), " and ", ShapeString(out_dims),
                            " with axis = ", axis);
