@@ -39,23 +39,20 @@ ffi::Error UpsampleBackward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::Result<
       LaunchUpsampleBackward(problem, type, dy.untyped_data(), dx->untyped_data(), stream));
 }
 
+auto UpsampleBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<int64_t>("axis")
+      .Attr<bool>("half_pixel");
+}
+
 }  // namespace
 }  // namespace jof
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_upsample_nearest2d, jof::UpsampleForward,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<int64_t>("axis")
-                                  .Attr<bool>("half_pixel"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_upsample_nearest2d, jof::UpsampleForward, jof::UpsampleBinding(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_upsample_nearest2d_backward, jof::UpsampleBackward,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<int64_t>("axis")
-                                  .Attr<bool>("half_pixel"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                              jof::UpsampleBinding(), {xla::ffi::Traits::kCmdBufferCompatible});
