@@ -5,9 +5,10 @@ records every kernel of the process, so JAX, PyTorch and CuPy are timed by one i
 gaps do not count. It records kernels alone: a memcpy or a memset would be missed, so the wall time
 of every session is kept beside its kernels. On a CPU the clock is the wall.
 
-Contenders take turns (A B A B): a drift of clocks or neighbours then touches all of them alike.
-Every call uses the next of several input sets, and on the GPU the results of a session are held, so
-that reads and writes rotate beyond the caches.
+Contenders take turns (A B C, B C A, ...): a drift of clocks or neighbours then touches all of them
+alike, and nobody always follows the same one. Every call, whoever's it is, uses the next of several
+input sets: none finds in a cache what another has just read. On the GPU the results of a session
+are held, so that writes rotate beyond the caches too.
 """
 
 from __future__ import annotations
@@ -174,8 +175,10 @@ def compare(
     A contender that has used up the clock's budget sits out the remaining rounds.
     """
     outcome: dict[str, Timing | str] = {c.name: Timing(clock.name) for c in contenders}
+    start = 0
     for turn in range(-1, rounds or clock.rounds):
-        for contender in contenders:
+        first = max(turn, 0) % max(len(contenders), 1)
+        for contender in [*contenders[first:], *contenders[:first]]:
             timing = outcome[contender.name]
             if isinstance(timing, str) or sum(timing.samples_us) > clock.budget_us:
                 continue
@@ -183,7 +186,8 @@ def compare(
                 if turn < 0:  # warm up: load modules, compile, fill allocators
                     contender.sync([contender.call(i) for i in range(2)])
                 else:
-                    clock.record(contender, turn * clock.calls, timing)
+                    clock.record(contender, start, timing)
+                    start += clock.calls
             except Exception as error:  # a rival may fail in ways of its own; the table says so
                 outcome[contender.name] = reason(error)
     return outcome
