@@ -1,12 +1,12 @@
 // Nearest-neighbour upsampling on a CPU, one source row at a time.
 //
-// Forward: a row is expanded once, straight into its first output row, and copied from there (it
-// is still in cache) to the others. Backward: a pixel of several channels is summed in registers;
-// where a pixel is one value, the output rows of a source row are summed into a buffer that stays
-// in the first-level cache, then its columns are reduced. All walk memory once, in order. Loops
-// over columns have a compile-time factor where it is small, which is what the compiler needs to
-// vectorise them; other forward ones look the source column up, since a loop over each source
-// pixel's columns mispredicts its end (2.5 times slower).
+// Forward: a source row is expanded into each of its output rows, or, where that takes longer than
+// a copy, into the first of them, which is copied to the others while it is in cache. Backward: a
+// pixel of several channels is summed in registers; where a pixel is one value, the output rows of
+// a source row are summed into a buffer that stays in the first-level cache, then its columns are
+// reduced. All walk memory once, in order. Loops over columns have a compile-time factor where it
+// is small, which is what the compiler needs to vectorise them; other forward ones look the source
+// column up, since a loop over each source pixel's columns mispredicts its end (2.5 times slower).
 //
 // Stores go through the caches: the results of these sizes stay there for whoever reads them, and
 // streaming stores took four times as long (13 MB, two threads).
@@ -65,47 +65,50 @@ inline void UpsampleForwardRows(const CpuUpsample& p, int element_bytes, const v
   const int64_t word = pixel < 8 ? pixel & -pixel : 8;
   const bool aligned = reinterpret_cast<uintptr_t>(x) % static_cast<uintptr_t>(word) == 0 &&
                        reinterpret_cast<uintptr_t>(y) % static_cast<uintptr_t>(word) == 0;
+  // Doubling words is as fast as a copy, and so is moving larger pixels; other factors are not.
+  const bool copy = aligned && pixel <= 16 && p.col_factor != 2;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t n = row / p.in_h, h = row % p.in_h;
     const int64_t first = p.row_begin[h], last = p.row_begin[h + 1];
-    if (first == last) continue;
     const uint8_t* in = static_cast<const uint8_t*>(x) + row * in_row;
-    uint8_t* out = static_cast<uint8_t*>(y) + (n * p.out_h + first) * out_row;
-    const auto expand = [&](auto unit) {
-      using Unit = decltype(unit);
-      ExpandRow(p, reinterpret_cast<const Unit*>(in), reinterpret_cast<Unit*>(out));
-    };
-    switch (aligned ? pixel : 0) {
-      case 1:
-        expand(uint8_t{});
-        break;
-      case 2:
-        expand(uint16_t{});
-        break;
-      case 3:
-        expand(Bytes<3>{});
-        break;
-      case 4:
-        expand(uint32_t{});
-        break;
-      case 6:
-        expand(Bytes<6>{});
-        break;
-      case 8:
-        expand(uint64_t{});
-        break;
-      case 12:
-        expand(Bytes<12>{});
-        break;
-      case 16:
-        expand(Bytes<16>{});
-        break;
-      default:
-        ExpandRowOfBytes(p, pixel, in, out);
-    }
-    for (int64_t r = first + 1; r < last; ++r) {
-      out += out_row;
-      memcpy(out, out - out_row, static_cast<size_t>(out_row));
+    for (int64_t r = first; r < last; ++r) {
+      uint8_t* out = static_cast<uint8_t*>(y) + (n * p.out_h + r) * out_row;
+      if (copy && r > first) {
+        memcpy(out, out - out_row, static_cast<size_t>(out_row));
+        continue;
+      }
+      const auto expand = [&](auto unit) {
+        using Unit = decltype(unit);
+        ExpandRow(p, reinterpret_cast<const Unit*>(in), reinterpret_cast<Unit*>(out));
+      };
+      switch (aligned ? pixel : 0) {
+        case 1:
+          expand(uint8_t{});
+          break;
+        case 2:
+          expand(uint16_t{});
+          break;
+        case 3:
+          expand(Bytes<3>{});
+          break;
+        case 4:
+          expand(uint32_t{});
+          break;
+        case 6:
+          expand(Bytes<6>{});
+          break;
+        case 8:
+          expand(uint64_t{});
+          break;
+        case 12:
+          expand(Bytes<12>{});
+          break;
+        case 16:
+          expand(Bytes<16>{});
+          break;
+        default:
+          ExpandRowOfBytes(p, pixel, in, out);
+      }
     }
   }
 }
