@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import random
 import re
 import statistics
 import time
@@ -160,10 +161,14 @@ def compare(photo: jax.Array) -> None:
 
 
 def medians(programs: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str, float]:
-    """Median seconds of each program. They take turns, so that a slow moment slows all of them."""
+    """Median seconds of each program.
+
+    They take turns, so that a slow moment slows all of them, in a new order each time: what a
+    program finds in the caches depends on the one before it.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
-        for name, program in programs.items():
+        for name, program in random.sample(list(programs.items()), len(programs)):
             begin = time.perf_counter()
             jax.block_until_ready(program())
             seconds[name].append(time.perf_counter() - begin)
