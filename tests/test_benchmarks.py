@@ -55,7 +55,7 @@ def test_cupti_clock_reads_every_kernel_and_always_ends_its_session():
 
         def _cupti_get_timings(self):  # of a release without the `finalize` argument
             self.open = False
-            return [("kernel_a", 0.25), ("kernel_b", 0.5)] * clock.calls
+            return [("kernel_a", 0.25), ("kernel_b", 0.5)] * (clock.calls + 1)
 
     clock = timing.CuptiClock.__new__(timing.CuptiClock)
     clock._extension = Extension()
