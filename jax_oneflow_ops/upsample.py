@@ -76,7 +76,8 @@ def upsample_nearest2d(
       deterministic. It exists for f16, bf16, f32, f64, complex64 and complex128.
 
     Sharding:
-      All but the two spatial dimensions may be sharded freely; those are gathered.
+      All but the two spatial dimensions may be sharded freely; those are gathered. Inside a
+      `jax.shard_map` over some axes of a mesh only, the other axes are gathered.
 
     Source:
       OneFlow's ``upsample_nearest_kernel.cu``, described in "OneFlow UpsampleNearest2D" by BBuf.
