@@ -10,9 +10,8 @@
 //
 // Forward: a thread loads the source of one 16-byte pack of an output row and stores the pack to
 // every output row that shares the source row.
-//   ExpandKernel: rows and columns repeated exactly 2 or 4 times, pixels of one element; columns
-//   are
-//     expanded in registers.
+//   ExpandKernel: rows and columns repeated exactly 2 or 4 times, pixels of one element; the
+//     columns are expanded in registers.
 //   RepeatKernel: the same for pixels of whole packs (NHWC), which are repeated as they are.
 //   MapKernel: any index map and any pixel, in rows of whole packs.
 //   FlatKernel: the same in rows of any length; packs of the flat output, each element finding its
