@@ -19,11 +19,6 @@ _IMPLEMENTATIONS = ("native", "xla")
 # Platforms, as jax names them in lowering rules, with the module and FFI's name of each.
 _MODULES = {"cpu": ("_cpu", "cpu"), "cuda": ("_cuda", "CUDA")}
 
-_REMEDIES = {
-    "cuda": "rebuild the package with the CUDA module: `JOF_CUDA=ON pip install .` in its source "
-    "(pip fetches nvcc where there is none)",
-}
-
 
 def check_ffi_api(module_version: tuple[int, int], runtime_version: tuple[int, int]) -> None:
     """Raises ImportError where a module's FFI headers are newer than the runtime.
@@ -91,7 +86,12 @@ def implementations() -> dict[str, str]:
 
 def missing(function: str, platform: str) -> NotImplementedError:
     """The error for `function(..., implementation="native")` on a platform without kernels."""
-    remedy = _REMEDIES.get(platform, 'use implementation="xla" or leave it at None')
+    remedy = 'use implementation="xla" or leave it at None'
+    if platform == "cuda":
+        remedy = (
+            "rebuild the package with the CUDA module: `JOF_CUDA=ON pip install .` in its source "
+            "(pip fetches nvcc where there is none)"
+        )
     return NotImplementedError(
         f'{function}: implementation="native" was asked for, but there are no native kernels for '
         f'platform "{platform}" here. Remedy: {remedy}.'

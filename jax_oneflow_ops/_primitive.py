@@ -44,7 +44,8 @@ def define(
         on platforms without native kernels.
       attributes: `(**params) -> attributes of the FFI call`, as NumPy scalars and arrays.
       division: `(*avals, **params) -> Division`.
-      batch: a batching rule, `(args, dims, **params) -> (result, its batch dimension)`.
+      batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule,
+        given the primitive that is being defined.
 
     Every primitive takes a parameter `implementation` (None, "native" or "xla"), which none of the
     functions above is given except `batch`.
@@ -82,7 +83,7 @@ def define(
     for platform in (None, "cpu", "cuda", "rocm", "tpu"):
         rule = functools.partial(lower, platform=platform or "other")
         mlir.register_lowering(outer, rule, platform=platform)
-    batching.primitive_batchers[outer] = batch
+    batching.primitive_batchers[outer] = functools.partial(batch, outer)
     return outer
 
 

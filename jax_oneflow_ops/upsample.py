@@ -1,5 +1,6 @@
 """Nearest-neighbour upsampling of images, and its gradient."""
 
+import functools
 import math
 import numbers
 import operator
@@ -264,26 +265,19 @@ def _batch(primitive: core.Primitive, args: Any, dims: Any, *, axis: int, **para
     return primitive.bind(x, axis=axis + (batch <= axis), **params), batch
 
 
-def _define(target: str, abstract_eval: Any, reference: Any) -> core.Primitive:
-    primitive = _primitive.define(
-        target,
-        function=_NAME,
-        abstract_eval=abstract_eval,
-        reference=reference,
-        attributes=_attributes,
-        division=_division,
-        batch=lambda args, dims, **params: _batch(primitive, args, dims, **params),
-    )
-    return primitive
-
+_define = functools.partial(
+    _primitive.define, function=_NAME, attributes=_attributes, division=_division, batch=_batch
+)
 
 upsample_nearest2d_p = _define(
-    "jof_upsample_nearest2d", _forward_abstract_eval, _reference.upsample_nearest2d
+    "jof_upsample_nearest2d",
+    abstract_eval=_forward_abstract_eval,
+    reference=_reference.upsample_nearest2d,
 )
 upsample_nearest2d_backward_p = _define(
     "jof_upsample_nearest2d_backward",
-    _backward_abstract_eval,
-    _reference.upsample_nearest2d_backward,
+    abstract_eval=_backward_abstract_eval,
+    reference=_reference.upsample_nearest2d_backward,
 )
 _primitive.define_linear_pair(
     upsample_nearest2d_p, upsample_nearest2d_backward_p, lambda aval, **params: params

@@ -12,10 +12,10 @@ namespace jof {
 // row r of a plane is read by the output rows [row_begin[r], row_begin[r + 1]).
 struct CpuUpsample {
   int64_t in_h, in_w, out_h, out_w, inner;
-  const int64_t* row_begin;        // in_h + 1 entries
-  const int64_t* col_begin;        // in_w + 1 entries
-  const int64_t* col_source;       // out_w entries, the column that each output column reads
-  int64_t row_factor, col_factor;  // the integer factor of that axis, 0 if it is none
+  const int64_t* row_begin;   // in_h + 1 entries
+  const int64_t* col_begin;   // in_w + 1 entries
+  const int64_t* col_source;  // out_w entries, the column that each output column reads
+  int64_t col_factor;         // the integer factor of the columns, 0 if it is none
 };
 
 struct CpuKernels {

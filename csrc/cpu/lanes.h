@@ -8,6 +8,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #include "common/macros.h"
 #include "common/types.h"
 

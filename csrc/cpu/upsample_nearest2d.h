@@ -226,28 +226,27 @@ inline void UpsampleBackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64
   }
 }
 
+// What a value of T is made of: a complex number is a pixel of two real ones.
+template <typename T>
+struct Parts {
+  using type = T;
+  static constexpr int kCount = 1;
+};
+template <typename T>
+struct Parts<Complex<T>> {
+  using type = T;
+  static constexpr int kCount = 2;
+};
+
 inline void UpsampleBackwardRows(const CpuUpsample& p, int type, const void* dy, void* dx,
                                  int64_t begin, int64_t end) {
-  CpuUpsample parts = p;  // a complex number is a pixel of two real ones
-  parts.inner *= 2;
-  const auto run = [&](const CpuUpsample& problem, auto tag) {
-    using T = typename decltype(tag)::type;
-    UpsampleBackwardRows(problem, static_cast<const T*>(dy), static_cast<T*>(dx), begin, end);
-  };
-  switch (static_cast<Summable>(type)) {
-    case Summable::kF16:
-      return run(p, TypeTag<Half>());
-    case Summable::kBF16:
-      return run(p, TypeTag<BFloat16>());
-    case Summable::kF32:
-      return run(p, TypeTag<float>());
-    case Summable::kF64:
-      return run(p, TypeTag<double>());
-    case Summable::kC64:
-      return run(parts, TypeTag<float>());
-    case Summable::kC128:
-      return run(parts, TypeTag<double>());
-  }
+  DispatchSummable(static_cast<Summable>(type), [&](auto tag) {
+    using Part = Parts<typename decltype(tag)::type>;
+    using T = typename Part::type;
+    CpuUpsample parts = p;
+    parts.inner *= Part::kCount;
+    UpsampleBackwardRows(parts, static_cast<const T*>(dy), static_cast<T*>(dx), begin, end);
+  });
 }
 
 JOF_NAMESPACE_END

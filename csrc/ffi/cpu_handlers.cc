@@ -54,7 +54,6 @@ ffi::Error ForEachRowRange(ffi::ThreadPool& pool, const UpsampleProblem& p, int6
                            row_begin.data(),
                            col_begin.data(),
                            col_source.data(),
-                           p.out_h % p.in_h == 0 ? p.out_h / p.in_h : 0,
                            p.out_w % p.in_w == 0 ? p.out_w / p.in_w : 0};
   const int64_t row_bytes = (p.in_w + (p.out_h / p.in_h + 1) * p.out_w) * p.inner * element_bytes;
   ParallelFor(pool, p.outer * p.in_h, Grain(row_bytes),

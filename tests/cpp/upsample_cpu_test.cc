@@ -17,16 +17,9 @@ struct Tables {
       : rows(Begins(p.in_h, p.out_h, p.half_pixel)),
         cols(Begins(p.in_w, p.out_w, p.half_pixel)),
         sources(Sources(p.in_w, p.out_w, p.half_pixel)),
-        problem{p.in_h,
-                p.in_w,
-                p.out_h,
-                p.out_w,
-                p.inner,
-                rows.data(),
-                cols.data(),
-                sources.data(),
-                p.out_h % p.in_h ? 0 : p.out_h / p.in_h,
-                p.out_w % p.in_w ? 0 : p.out_w / p.in_w} {}
+        problem{p.in_h,      p.in_w,         p.out_h,
+                p.out_w,     p.inner,        rows.data(),
+                cols.data(), sources.data(), p.out_w % p.in_w ? 0 : p.out_w / p.in_w} {}
   static std::vector<int64_t> Begins(int64_t in, int64_t out, bool half_pixel) {
     std::vector<int64_t> begins;
     for (int64_t i = 0, o = 0; i <= in; ++i) {
