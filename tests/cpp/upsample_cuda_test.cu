@@ -89,6 +89,19 @@ void TestBackward(const UpsampleProblem& p, Summable type, int64_t in_offset, in
   }
 }
 
+// Runs TestBackward with both pointers at every offset, `step` bytes apart: once at the same one
+// (so that 0 and 0 reach the kernels for aligned arrays), once at opposite ones.
+template <typename T>
+int64_t TestBackwardOffsets(const UpsampleProblem& p, Summable type, int64_t step,
+                            T (*make)(double), double (*value)(T)) {
+  int64_t launches = 0;
+  for (int64_t offset = 0; offset < 16; offset += step, launches += 2) {
+    TestBackward<T>(p, type, offset, offset, make, value);
+    TestBackward<T>(p, type, offset, 16 - static_cast<int64_t>(sizeof(T)) - offset, make, value);
+  }
+  return launches;
+}
+
 int main(int argc, char**) {
   const bool brief = argc > 1;  // under compute-sanitizer
   int64_t launches = 0;
@@ -99,25 +112,20 @@ int main(int argc, char**) {
         ++launches;
       }
     }
-    for (int64_t offset = 0; offset < 16; offset += brief ? 8 : 4, ++launches) {
-      TestBackward<float>(
-          p, Summable::kF32, offset, 12 - offset / 4 * 4, [](double v) { return float(v); },
-          [](float x) { return double(x); });
-    }
-    for (int64_t offset = 0; offset < 16; offset += brief ? 10 : 2, ++launches) {
-      TestBackward<uint16_t>(
-          p, Summable::kBF16, offset, 14 - offset,
-          [](double v) {
-            return static_cast<uint16_t>(v == 0 ? 0 : v > 0 ? 0x3f80 : 0xbf80);
-          },
-          [](uint16_t x) { return double(ToFloat(BFloat16{x})); });
-    }
-    TestBackward<double>(
-        p, Summable::kF64, 8, 0, [](double v) { return v; }, [](double x) { return x; });
-    TestBackward<Complex<float>>(
-        p, Summable::kC64, 0, 8, [](double v) { return Complex<float>{float(v), float(-v)}; },
+    launches += TestBackwardOffsets<float>(
+        p, Summable::kF32, brief ? 8 : 4, [](double v) { return float(v); },
+        [](float x) { return double(x); });
+    launches += TestBackwardOffsets<uint16_t>(
+        p, Summable::kBF16, brief ? 10 : 2,
+        [](double v) {
+          return static_cast<uint16_t>(v == 0 ? 0 : v > 0 ? 0x3f80 : 0xbf80);
+        },
+        [](uint16_t x) { return double(ToFloat(BFloat16{x})); });
+    launches += TestBackwardOffsets<double>(
+        p, Summable::kF64, 8, [](double v) { return v; }, [](double x) { return x; });
+    launches += TestBackwardOffsets<Complex<float>>(
+        p, Summable::kC64, 8, [](double v) { return Complex<float>{float(v), float(-v)}; },
         [](Complex<float> x) { return x.im == -x.re ? double(x.re) : 1e9; });
-    launches += 2;
   }
   std::printf("%ld launches right\n", long(launches));
 }
