@@ -15,6 +15,9 @@ inline void BindHandlers(pybind11::module_& m) {
 #define JOF_ADD_TARGET(name) \
   targets[#name] = pybind11::capsule(reinterpret_cast<void*>(name), "xla._CUSTOM_CALL_TARGET");
     JOF_FOR_EACH_HANDLER(JOF_ADD_TARGET)
+#define JOF_ADD_ELEMENTWISE_TARGET(target, ...) JOF_ADD_TARGET(jof_##target)
+    JOF_ELEMENTWISE_OPS(JOF_ADD_ELEMENTWISE_TARGET)
+#undef JOF_ADD_ELEMENTWISE_TARGET
 #undef JOF_ADD_TARGET
     return targets;
   });

@@ -5,10 +5,60 @@ Every function has the signature and the semantics of the JAX function it replac
 for their numerics, and :func:`implementations` for what is available where.
 """
 
-from jax_oneflow_ops._native import implementations
+from jax_oneflow_ops._native import implementations, include_dir
+from jax_oneflow_ops.elementwise import (
+    add,
+    cast,
+    divide,
+    elu,
+    fma,
+    geglu,
+    gelu,
+    hard_swish,
+    leaky_relu,
+    maximum,
+    minimum,
+    mish,
+    multiply,
+    relu,
+    scale,
+    sigmoid,
+    silu,
+    softplus,
+    subtract,
+    swiglu,
+    tanh,
+    where,
+)
 from jax_oneflow_ops.upsample import upsample_nearest2d
 
-__all__ = ["implementations", "upsample_nearest2d"]
+__all__ = [
+    "add",
+    "cast",
+    "divide",
+    "elu",
+    "fma",
+    "geglu",
+    "gelu",
+    "hard_swish",
+    "implementations",
+    "include_dir",
+    "leaky_relu",
+    "maximum",
+    "minimum",
+    "mish",
+    "multiply",
+    "relu",
+    "scale",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "subtract",
+    "swiglu",
+    "tanh",
+    "upsample_nearest2d",
+    "where",
+]
 
 
 def __getattr__(name: str) -> str:

@@ -2,16 +2,41 @@
 
 import functools
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
+from jax._src import core as core_internals
 from jax._src import dispatch
 from jax.extend import core
 
 # Runs a primitive outside `jit`: compiles it once for each set of shapes and parameters, honours
 # `jax.disable_jit`. Every primitive of jax's own uses it; there is no public name.
 apply_primitive = dispatch.apply_primitive
+
+
+# Joins what operands vary over inside a `shard_map`, as jax's own functions of several operands do:
+# without it their gradients would miss a sum over devices. jax calls it for every `lax.add`, by one
+# name before release 0.9 and by the other since.
+join_varying_axes: Callable[..., Sequence[Any]] = (
+    core_internals.auto_insert_reshard
+    if hasattr(core_internals, "auto_insert_reshard")
+    else core_internals.standard_insert_pvary
+)
+
+
+def elementwise_aval(*avals: jax.core.ShapedArray) -> jax.core.ShapedArray:
+    """The type of an elementwise function's result, but for its dtype: that of a sum.
+
+    jax joins shardings and weak types, and says what is wrong where they or the shapes differ.
+    """
+    f32 = np.dtype("float32")
+    result, *others = (aval.update(dtype=f32) for aval in avals)
+    for other in others or [result]:
+        result, _ = jax.lax.add_p.abstract_eval(result, other)
+    return cast(jax.core.ShapedArray, result)
 
 
 def require_devices_during_lowering(primitive: core.Primitive) -> None:

@@ -84,6 +84,19 @@ def implementations() -> dict[str, str]:
     return described
 
 
+def include_dir() -> str:
+    """The directory of the elementwise template's C++ and CUDA headers.
+
+    With it on the compiler's search path, ``#include "cuda/elementwise.cuh"`` and
+    ``#include "ops/elementwise.h"`` compile under nvcc and NVRTC; they need no other header. This
+    is how to write a fused elementwise kernel from a functor of one's own.
+
+    Returns:
+      An absolute path.
+    """
+    return os.path.join(os.path.dirname(os.path.abspath(_loaded["cpu"].__file__)), "include")
+
+
 def missing(function: str, platform: str) -> NotImplementedError:
     """The error for `function(..., implementation="native")` on a platform without kernels."""
     remedy = 'use implementation="xla" or leave it at None'

@@ -19,38 +19,41 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_oneflow_ops import _compat, _native
 
 Params = dict[str, Any]
-# How a call may be divided: the names of each operand's and of the result's dimensions, in the
+# How a call may be divided: the names of each operand's and of each result's dimensions, in the
 # notation of `custom_partitioning`, and the names that every device needs whole.
-Division = tuple[Sequence[Sequence[str]], Sequence[str], frozenset[str]]
+Division = tuple[Sequence[Sequence[str]], Sequence[Sequence[str]], frozenset[str]]
 
 
 def define(
     target: str,
     *,
     function: str,
-    abstract_eval: Callable[..., jax.core.ShapedArray],
-    reference: Callable[..., jax.Array],
+    abstract_eval: Callable[..., Any],
+    reference: Callable[..., Any],
     attributes: Callable[..., Params],
     division: Callable[..., Division],
-    batch: Callable[..., tuple[Any, int]],
+    batch: Callable[..., tuple[Any, Any]],
+    multiple_results: bool = False,
 ) -> core.Primitive:
-    """Defines a primitive of one result.
+    """Defines a primitive.
 
     Args:
       target: the FFI target's name, which becomes the primitive's.
       function: the public function that errors name.
       abstract_eval: `(*avals, **params) -> aval`; must keep shardings (`aval.update`).
-      reference: `(*args, **params) -> array` in pure jnp: the "xla" implementation, and what runs
+      reference: `(*args, **params) -> result` in pure jnp: the "xla" implementation, and what runs
         on platforms without native kernels.
       attributes: `(**params) -> attributes of the FFI call`, as NumPy scalars and arrays.
       division: `(*avals, **params) -> Division`.
       batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule,
         given the primitive that is being defined.
+      multiple_results: results, avals and batch dimensions are lists.
 
     Every primitive takes a parameter `implementation` (None, "native" or "xla"), which none of the
     functions above is given except `batch`.
     """
     inner = core.Primitive(f"{target}_ffi")
+    inner.multiple_results = multiple_results
     inner.def_abstract_eval(abstract_eval)
     lower_to_ffi = jax.ffi.ffi_lowering(target)
     mlir.register_lowering(
@@ -59,6 +62,7 @@ def define(
     )
 
     outer = core.Primitive(target)
+    outer.multiple_results = multiple_results
     outer.def_abstract_eval(
         lambda *avals, implementation, **params: abstract_eval(*avals, **params)
     )
@@ -78,7 +82,7 @@ def define(
     def lower(ctx: Any, *args: Any, platform: str, **params: Any) -> Any:
         divide = not _compat.is_partially_manual(ctx)
         function = functools.partial(run, platform, divide)
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *args, **params)
+        return mlir.lower_fun(function, multiple_results=multiple_results)(ctx, *args, **params)
 
     for platform in (None, "cpu", "cuda", "rocm", "tpu"):
         rule = functools.partial(lower, platform=platform or "other")
@@ -119,8 +123,8 @@ def _divided(
 
     def partition(
         mesh: Mesh, args: Sequence[Any], result: Any
-    ) -> tuple[Mesh, Callable[..., Any], NamedSharding, tuple[NamedSharding, ...]]:
-        operands, out, whole = division(*args, **params)
+    ) -> tuple[Mesh, Callable[..., Any], Any, tuple[NamedSharding, ...]]:
+        operands, results, whole = division(*args, **params)
         axes: dict[str, Any] = {}
         for arg, names in zip(args, operands, strict=True):
             spec = (*arg.sharding.spec, *(None,) * len(names))
@@ -131,11 +135,18 @@ def _divided(
         def sharding(names: Sequence[str]) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in names)))
 
-        return mesh, call, sharding(out), tuple(sharding(names) for names in operands)
+        shardings = [sharding(names) for names in results]
+        return (
+            mesh,
+            call,
+            shardings if isinstance(result, list) else shardings[0],
+            tuple(sharding(names) for names in operands),
+        )
 
     def sharding_rule(mesh: Any, operand_types: Any, result_types: Any) -> str:
-        operands, out, _ = division(*operand_types, **params)
-        return ", ".join(" ".join(names) for names in operands) + " -> " + " ".join(out)
+        operands, results, _ = division(*operand_types, **params)
+        sides = (", ".join(" ".join(names) for names in side) for side in (operands, results))
+        return " -> ".join(sides)
 
     function.def_partition(partition=partition, sharding_rule=sharding_rule)
     return function

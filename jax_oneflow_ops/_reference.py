@@ -56,3 +56,38 @@ def _sum_axis(dy: jax.Array, axis: int, size: int, half_pixel: bool) -> jax.Arra
     gathered = jnp.take(dy, np.where(inside, index, 0), axis=axis, mode="clip")
     inside = inside.reshape(inside.shape + (1,) * (dy.ndim - axis - 1))
     return jnp.where(inside, gathered, 0).sum(axis + 1)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Gelu by its approximation with tanh."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def gelu_erf(x: jax.Array) -> jax.Array:
+    """Gelu itself."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def swiglu(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Gated by silu."""
+    return jax.nn.silu(gate) * x
+
+
+def geglu_tanh(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Gated by gelu's approximation."""
+    return gelu_tanh(gate) * x
+
+
+def geglu_erf(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Gated by gelu."""
+    return gelu_erf(gate) * x
+
+
+def fma(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+    """A product and a sum."""
+    return x * y + z
+
+
+def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A choice."""
+    return jnp.where(condition, x, y)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _compat, _native, _primitive, _reference
+from jax_oneflow_ops import _checks, _compat, _native, _primitive, _reference
 
 _NAME = "upsample_nearest2d"
 _HALF_PIXEL = {"nearest": False, "nearest-exact": True}
@@ -120,29 +120,12 @@ def upsample_nearest2d(
 
 
 def _as_array(x: Any) -> jax.Array:
-    if not isinstance(x, jax.Array | np.ndarray | np.generic):
-        raise TypeError(
-            f"{_NAME}: x must be a jax or NumPy array, got {type(x).__name__}; convert it with "
-            "jnp.asarray first"
-        )
-    if not _is_movable(x.dtype):
+    x = _checks.as_array(_NAME, "x", x)
+    if not _checks.is_movable(x.dtype):
         raise TypeError(
             f"{_NAME}: x must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {x.dtype}"
         )
-    # jnp.asarray would drop a tracer's sharding under vmap in jax 0.8.
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
-
-
-def _is_movable(dtype: Any) -> bool:
-    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
-        return False
-    if dtype == jnp.bool_:
-        return True
-    if jnp.issubdtype(dtype, jnp.integer):
-        return bool(jnp.iinfo(dtype).bits >= 8)
-    if jnp.issubdtype(dtype, jnp.floating):
-        return bool(jnp.finfo(dtype).bits >= 8)
-    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+    return x
 
 
 def _option(name: str, value: Any, known: dict[str, Any]) -> Any:
@@ -251,7 +234,7 @@ def _division(x: Any, *, axis: int, **_: Any) -> _primitive.Division:
     free = [f"d{i}" for i in range(len(x.shape))]
     operand = (*free[:axis], "h", "w", *free[axis + 2 :])
     result = (*free[:axis], "p", "q", *free[axis + 2 :])
-    return [operand], result, frozenset("hwpq")
+    return [operand], [result], frozenset("hwpq")
 
 
 def _batch(primitive: core.Primitive, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:

@@ -7,8 +7,7 @@
 // division instruction sequence costs about 20.
 #pragma once
 
-#include <stdint.h>
-
+#include "common/integers.h"
 #include "common/macros.h"
 
 JOF_NAMESPACE_BEGIN
@@ -38,9 +37,9 @@ class FastDivider {
   // Dividends must be smaller than this.
   static constexpr Index kLimit = Index{1} << (kBits - 1);
 
+#ifndef __CUDACC_RTC__
   FastDivider() : FastDivider(1) {}
 
-#ifndef __CUDACC_RTC__
   explicit FastDivider(Index divisor) : divisor_(divisor), shift_(0) {
     while ((Index{1} << shift_) < divisor) ++shift_;
     __extension__ using uint128 = unsigned __int128;

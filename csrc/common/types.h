@@ -2,7 +2,6 @@
 // in themselves.
 #pragma once
 
-#include <stdint.h>
 #ifndef __CUDACC_RTC__
 #include <string.h>
 #endif
@@ -11,6 +10,7 @@
 #include <immintrin.h>
 #endif
 
+#include "common/integers.h"
 #include "common/macros.h"
 
 JOF_NAMESPACE_BEGIN
@@ -67,12 +67,17 @@ JOF_HOST_DEVICE JOF_INLINE float ToFloat(Half x) {
   return _cvtsh_ss(x.bits);
 #else
   // Branch-free, so that the compiler vectorises it. Shifting exponent and mantissa into place and
-  // multiplying by 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals; an
-  // all-ones exponent becomes infinity or NaN by setting the float's exponent as well.
-  const uint32_t magnitude = x.bits & 0x7fffu;
-  const uint32_t scaled = FloatToBits(BitsToFloat(magnitude << 13) * 0x1p112f);
-  const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
-  return BitsToFloat((static_cast<uint32_t>(x.bits & 0x8000u) << 16) | scaled | special);
+  // adding 112 moves the exponent's bias from 15 to 127. A subnormal m 2^-24 is (1 + m 2^-10) 2^-14
+  // minus 2^-14, which is right also where the processor takes subnormals of f32 for zeros, as
+  // XLA's threads do.
+  const uint32_t magnitude = x.bits & 0x7fffu, shifted = magnitude << 13;
+  const uint32_t smallest = FloatToBits(0x1p-14f);
+  const uint32_t subnormal = FloatToBits(BitsToFloat(shifted + smallest) - 0x1p-14f);
+  const uint32_t finite = magnitude < 0x0400u ? subnormal : shifted + (112u << 23);
+  const uint32_t infinity = shifted | 0x7f800000u;
+  const uint32_t special = magnitude > 0x7c00u ? infinity | 0x00400000u : infinity;
+  const uint32_t wide = magnitude >= 0x7c00u ? special : finite;
+  return BitsToFloat((static_cast<uint32_t>(x.bits & 0x8000u) << 16) | wide);
 #endif
 }
 
@@ -107,13 +112,41 @@ JOF_HOST_DEVICE JOF_INLINE void FromFloat(float x, Half* out) {
 #endif
 }
 
-// Accumulator<T>::type is what values of type T are summed in. Load widens to it, Store rounds.
+// Rounds two neighbours, which the hardware does in one instruction.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, T* out) {
+  FromFloat(first, &out[0]);
+  FromFloat(second, &out[1]);
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, Half* out) {
+  uint32_t bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  out[0].bits = static_cast<uint16_t>(bits);
+  out[1].bits = static_cast<uint16_t>(bits >> 16);
+}
+
+JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, BFloat16* out) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  out[0].bits = static_cast<uint16_t>(bits);
+  out[1].bits = static_cast<uint16_t>(bits >> 16);
+}
+#endif
+
+// Accumulator<T>::type is what values of type T are summed and computed in. Load widens to it,
+// Store rounds, Store2 two neighbours at once.
 template <typename T>
 struct Accumulator {
   using type = T;
   JOF_HOST_DEVICE JOF_INLINE static type Zero() { return type{}; }
   JOF_HOST_DEVICE JOF_INLINE static type Load(T x) { return x; }
   JOF_HOST_DEVICE JOF_INLINE static T Store(type x) { return x; }
+  JOF_HOST_DEVICE JOF_INLINE static void Store2(type first, type second, T* out) {
+    out[0] = first;
+    out[1] = second;
+  }
 };
 
 template <typename T>
@@ -126,12 +159,30 @@ struct FloatAccumulator {
     FromFloat(x, &out);
     return out;
   }
+  JOF_HOST_DEVICE JOF_INLINE static void Store2(type first, type second, T* out) {
+    FromFloat2(first, second, out);
+  }
 };
 
 template <>
 struct Accumulator<Half> : FloatAccumulator<Half> {};
 template <>
 struct Accumulator<BFloat16> : FloatAccumulator<BFloat16> {};
+
+// What values of type T are computed in: 16-bit floats in f32, all others in themselves.
+template <typename T>
+using Compute = typename Accumulator<T>::type;
+
+// A functor derived from OnStorage is called with elements as they are stored; all others with
+// what those are computed in, and their results are rounded.
+struct OnStorage {};
+
+// An unsigned integer of 16 bytes, to move elements as.
+struct alignas(16) Word128 {
+  uint64_t low, high;
+};
+
+#ifndef __CUDACC_RTC__
 
 // The element types that have a sum, as run-time values, and the way from one to its C++ type:
 // DispatchSummable(type, [&](auto tag) { using T = typename decltype(tag)::type; ... }).
@@ -160,5 +211,42 @@ inline auto DispatchSummable(Summable type, Visitor&& visit) {
   }
   return visit(TypeTag<Complex<double>>());
 }
+
+// The same for the real floating-point types.
+enum class FloatType { kF16, kBF16, kF32, kF64 };
+
+template <typename Visitor>
+inline auto DispatchFloat(FloatType type, Visitor&& visit) {
+  switch (type) {
+    case FloatType::kF16:
+      return visit(TypeTag<Half>());
+    case FloatType::kBF16:
+      return visit(TypeTag<BFloat16>());
+    case FloatType::kF32:
+      return visit(TypeTag<float>());
+    case FloatType::kF64:
+      break;
+  }
+  return visit(TypeTag<double>());
+}
+
+// The same for unsigned integers to move elements of any type as, from a number of bytes.
+template <typename Visitor>
+inline auto DispatchWord(int bytes, Visitor&& visit) {
+  switch (bytes) {
+    case 1:
+      return visit(TypeTag<uint8_t>());
+    case 2:
+      return visit(TypeTag<uint16_t>());
+    case 4:
+      return visit(TypeTag<uint32_t>());
+    case 8:
+      return visit(TypeTag<uint64_t>());
+    default:
+      return visit(TypeTag<Word128>());
+  }
+}
+
+#endif
 
 JOF_NAMESPACE_END

@@ -4,6 +4,8 @@
 // inlined: see JOF_NAMESPACE_BEGIN.
 #include "cpu/kernels.h"
 
+#include "cpu/cast.h"
+#include "cpu/elementwise.h"
 #include "cpu/upsample_nearest2d.h"
 
 #define JOF_STRINGIFY_(x) #x
@@ -15,6 +17,10 @@ const CpuKernels JOF_CPU_KERNELS = {
     JOF_STRINGIFY(JOF_CPU_ISA),
     UpsampleForwardRows,
     UpsampleBackwardRows,
+    ElementwiseRange,
+    WhereRange,
+    CastRange,
+    WhereVjpRange,
 };
 
 }  // namespace jof

@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "ops/elementwise_ops.h"
+
 // No inline namespace here: these types are the same for all instruction sets.
 namespace jof {
 
@@ -26,6 +28,13 @@ struct CpuKernels {
   // type is a Summable.
   void (*upsample_backward)(const CpuUpsample& p, int type, const void* dy, void* dx, int64_t begin,
                             int64_t end);
+  // Elements [begin, end). `type` is a FloatType.
+  void (*elementwise)(ElementwiseOp op, int type, const ElementwiseCall& call, int64_t begin,
+                      int64_t end);
+  void (*where)(int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end);
+  // `from` and `to` are RealTypes.
+  void (*cast)(int from, int to, const void* in, void* out, int64_t begin, int64_t end);
+  void (*where_vjp)(int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end);
 };
 
 extern const CpuKernels kCpuKernelsBaseline;

@@ -87,10 +87,14 @@ template <int N>
 JOF_INLINE void Load(const Half* in, Lanes<float, N>* out) {
   using Float = typename Vector<float, N>::type;
   using Bits = typename Vector<uint32_t, N>::type;
-  const Bits bits = LoadBits<N>(in), magnitude = bits & 0x7fffu;
-  const Bits scaled = BitCast<Bits>(BitCast<Float>(magnitude << 13) * 0x1p112f);
-  const Bits special = magnitude >= 0x7c00u ? Bits{} + 0x7f800000u : Bits{};
-  out->values = BitCast<Float>(((bits & 0x8000u) << 16) | scaled | special);
+  const Bits bits = LoadBits<N>(in), magnitude = bits & 0x7fffu, shifted = magnitude << 13;
+  const Float sum = BitCast<Float>(shifted + FloatToBits(0x1p-14f));
+  const Bits subnormal = BitCast<Bits>(sum - 0x1p-14f);
+  const Bits finite = magnitude < 0x0400u ? subnormal : shifted + (112u << 23);
+  const Bits infinity = shifted | 0x7f800000u;
+  const Bits special = magnitude > 0x7c00u ? infinity | 0x00400000u : infinity;
+  const Bits wide = magnitude >= 0x7c00u ? special : finite;
+  out->values = BitCast<Float>(((bits & 0x8000u) << 16) | wide);
 }
 
 template <int N>

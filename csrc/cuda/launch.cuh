@@ -3,9 +3,11 @@
 // with two and four; the hardware's block scheduler is the better loop.
 #pragma once
 
+#ifndef __CUDACC_RTC__
 #include <cuda_runtime.h>
-#include <stdint.h>
+#endif
 
+#include "common/integers.h"
 #include "common/macros.h"
 #include "common/pack.h"
 
@@ -19,6 +21,7 @@ __device__ __forceinline__ Index ItemIndex() {
   return static_cast<Index>(blockIdx.x) * kBlockSize + threadIdx.x;
 }
 
+#ifndef __CUDACC_RTC__
 template <typename... Params, typename... Args>
 cudaError_t LaunchBlocks(void (*kernel)(Params...), int64_t blocks, int64_t shared_bytes,
                          cudaStream_t stream, Args... args) {
@@ -33,6 +36,11 @@ cudaError_t LaunchItems(void (*kernel)(Params...), int64_t items, cudaStream_t s
                         Args... args) {
   return LaunchBlocks(kernel, (items + kBlockSize - 1) / kBlockSize, 0, stream, args...);
 }
+
+inline bool IsAligned(const void* pointer, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+#endif
 
 namespace internal {
 template <int kBytes>
@@ -84,9 +92,20 @@ __device__ __forceinline__ Word<sizeof(T) * N> AsWord(const Pack<T, N>& value) {
   return word;
 }
 
+// Of 8 and 16 bytes in assembly: nvcc may split a plain store of two values that it has in parts.
 template <int N, typename T>
 __device__ __forceinline__ void StorePack(T* pointer, const Pack<T, N>& value) {
-  *reinterpret_cast<Word<sizeof(T) * N>*>(pointer) = AsWord(value);
+  const Word<sizeof(T) * N> word = AsWord(value);
+  if constexpr (sizeof(T) * N == 16) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(word.x),
+                 "r"(word.y), "r"(word.z), "r"(word.w)
+                 : "memory");
+  } else if constexpr (sizeof(T) * N == 8) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(pointer), "r"(word.x), "r"(word.y)
+                 : "memory");
+  } else {
+    *reinterpret_cast<Word<sizeof(T) * N>*>(pointer) = word;
+  }
 }
 
 // A store that marks its line as the first to evict from the second-level cache: for output that
@@ -119,10 +138,6 @@ __device__ __forceinline__ void PrefetchAhead(const void* array, size_t array_by
       "r"(static_cast<unsigned>(end - begin))
       : "memory");
 #endif
-}
-
-inline bool IsAligned(const void* pointer, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
 JOF_NAMESPACE_END

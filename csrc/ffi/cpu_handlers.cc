@@ -4,6 +4,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "ffi/elementwise.h"
 #include "ffi/handlers.h"
 #include "ffi/upsample_nearest2d.h"
 
@@ -90,6 +91,72 @@ ffi::Error UpsampleBackward(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::Result
                          });
 }
 
+// Calls range(begin, end) over the elements of a decoded call.
+template <typename Range>
+ffi::Error ForEachElementRange(ffi::ThreadPool& pool, const ElementwiseSignature& signature,
+                               const ElementwiseCall& call, int element_bytes, const Range& range) {
+  const int64_t bytes = (signature.inputs + signature.outputs) * element_bytes;
+  ParallelFor(pool, call.n, Grain(bytes), range);
+  return ffi::Error::Success();
+}
+
+template <ElementwiseOp op>
+ffi::Error Elementwise(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       int64_t wanted) {
+  ElementwiseCall call;
+  FloatType type{};
+  ffi::Error error = DecodeArithmetic(op, args, rets, wanted, &call, &type);
+  if (error.failure()) return error;
+  const int element_bytes = MovableBytes(FirstResult(rets).element_type());
+  return ForEachElementRange(pool, SignatureOf(op), call, element_bytes,
+                             [&](int64_t begin, int64_t end) {
+                               Kernels().elementwise(op, static_cast<int>(type), call, begin, end);
+                             });
+}
+
+using WhereKernel = void (*)(int element_bytes, const ElementwiseCall& call, int64_t begin,
+                             int64_t end);
+
+ffi::Error RunWhere(const ElementwiseSignature& signature, WhereKernel kernel,
+                    ffi::ThreadPool& pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    int64_t wanted) {
+  ElementwiseCall call;
+  int element_bytes = 0;
+  ffi::Error error = DecodeWhere(signature, args, rets, wanted, &call, &element_bytes);
+  if (error.failure()) return error;
+  return ForEachElementRange(pool, signature, call, element_bytes, [&](int64_t begin, int64_t end) {
+    kernel(element_bytes, call, begin, end);
+  });
+}
+
+ffi::Error WhereHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        int64_t wanted) {
+  return RunWhere(kWhere, Kernels().where, pool, args, rets, wanted);
+}
+
+ffi::Error WhereVjpHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                           int64_t wanted) {
+  return RunWhere(kWhereVjp, Kernels().where_vjp, pool, args, rets, wanted);
+}
+
+ffi::Error CastHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       int64_t wanted) {
+  ElementwiseCall call;
+  RealType from{}, to{};
+  ffi::Error error = DecodeCast(args, rets, wanted, &call, &from, &to);
+  if (error.failure()) return error;
+  return ForEachElementRange(pool, kCast, call, MovableBytes(FirstResult(rets).element_type()),
+                             [&](int64_t begin, int64_t end) {
+                               Kernels().cast(static_cast<int>(from), static_cast<int>(to),
+                                              call.inputs[0], call.outputs[0], begin, end);
+                             });
+}
+
+auto ElementwiseBinding() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>(
+      "wanted");
+}
+
 auto UpsampleBinding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -106,3 +173,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_upsample_nearest2d, jof::UpsampleForward, jof:
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_upsample_nearest2d_backward, jof::UpsampleBackward,
                               jof::UpsampleBinding());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_where, jof::WhereHandler, jof::ElementwiseBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_cast, jof::CastHandler, jof::ElementwiseBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_where_vjp, jof::WhereVjpHandler, jof::ElementwiseBinding());
+
+#define JOF_DEFINE_ELEMENTWISE(target, ...)                                                 \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_##target, jof::Elementwise<jof::ElementwiseOp::target>, \
+                                jof::ElementwiseBinding());
+JOF_ELEMENTWISE_OPS(JOF_DEFINE_ELEMENTWISE)

@@ -6,9 +6,8 @@
 // in exact integer arithmetic.
 #pragma once
 
-#include <stdint.h>
-
 #include "common/fast_divide.h"
+#include "common/integers.h"
 #include "common/macros.h"
 
 JOF_NAMESPACE_BEGIN

@@ -1,0 +1,70 @@
+// Arithmetic that is an instruction or two, with one meaning on both backends, for float and
+// double.
+#pragma once
+
+#include "common/integers.h"
+#include "common/macros.h"
+#include "common/math.h"
+#include "common/types.h"
+
+JOF_NAMESPACE_BEGIN
+
+JOF_HOST_DEVICE JOF_INLINE double Abs(double x) {
+#ifdef __CUDA_ARCH__
+  return ::fabs(x);
+#else
+  return __builtin_fabs(x);
+#endif
+}
+
+JOF_HOST_DEVICE JOF_INLINE double MulAdd(double a, double b, double c) { return a * b + c; }
+
+JOF_HOST_DEVICE JOF_INLINE double AtMost(double x, double limit) { return limit < x ? limit : x; }
+JOF_HOST_DEVICE JOF_INLINE double AtLeast(double x, double limit) { return limit > x ? limit : x; }
+
+// a b + c in one rounding, whatever it costs.
+JOF_HOST_DEVICE JOF_INLINE float FusedMulAdd(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+JOF_HOST_DEVICE JOF_INLINE double FusedMulAdd(double a, double b, double c) {
+#ifdef __CUDA_ARCH__
+  return __fma_rn(a, b, c);
+#else
+  return __builtin_fma(a, b, c);
+#endif
+}
+
+// The larger and the smaller of two values; NaN if either is; +0 is larger than -0.
+
+template <typename C>
+JOF_HOST_DEVICE JOF_INLINE C Maximum(C x, C y) {
+  const C unequal = x > y ? x : x < y ? y : x + y;  // a sum with NaN is NaN
+  return x == y ? (x == 0 ? x + y : x) : unequal;
+}
+
+template <typename C>
+JOF_HOST_DEVICE JOF_INLINE C Minimum(C x, C y) {
+  return -Maximum(-x, -y);
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <>
+JOF_INLINE __device__ float Maximum(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+template <>
+JOF_INLINE __device__ float Minimum(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+#endif
+
+JOF_NAMESPACE_END

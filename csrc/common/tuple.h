@@ -1,0 +1,60 @@
+// Values of different types side by side: what std::tuple is, where there is no standard library
+// (NVRTC) or none may be used (see JOF_NAMESPACE_BEGIN).
+#pragma once
+
+#include "common/macros.h"
+
+JOF_NAMESPACE_BEGIN
+
+template <typename... T>
+struct Tuple {
+  static constexpr int kSize = 0;
+};
+
+template <typename Head, typename... Tail>
+struct Tuple<Head, Tail...> {
+  static constexpr int kSize = 1 + sizeof...(Tail);
+  Head head;
+  Tuple<Tail...> tail;
+};
+
+template <int I, typename Head, typename... Tail>
+JOF_HOST_DEVICE JOF_INLINE constexpr const auto& Get(const Tuple<Head, Tail...>& tuple) {
+  if constexpr (I == 0) {
+    return tuple.head;
+  } else {
+    return Get<I - 1>(tuple.tail);
+  }
+}
+
+template <int I, typename Head, typename... Tail>
+JOF_HOST_DEVICE JOF_INLINE constexpr auto& Get(Tuple<Head, Tail...>& tuple) {
+  if constexpr (I == 0) {
+    return tuple.head;
+  } else {
+    return Get<I - 1>(tuple.tail);
+  }
+}
+
+JOF_HOST_DEVICE JOF_INLINE constexpr Tuple<> MakeTuple() { return {}; }
+
+template <typename Head, typename... Tail>
+JOF_HOST_DEVICE JOF_INLINE constexpr Tuple<Head, Tail...> MakeTuple(Head head, Tail... tail) {
+  return {head, MakeTuple(tail...)};
+}
+
+// 0, 1, ..., N - 1 as a parameter pack: Indices<...> deduced from MakeIndices<N>.
+template <int... I>
+struct Indices {};
+
+template <int N, int... I>
+struct IndicesUpTo : IndicesUpTo<N - 1, N - 1, I...> {};
+template <int... I>
+struct IndicesUpTo<0, I...> {
+  using type = Indices<I...>;
+};
+
+template <int N>
+using MakeIndices = typename IndicesUpTo<N>::type;
+
+JOF_NAMESPACE_END

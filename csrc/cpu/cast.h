@@ -1,0 +1,192 @@
+// Casts on a CPU: Cast of ops/cast.h in loops that the compiler vectorises.
+//
+// 15 dtypes make 225 pairs. Loops for all would be large and slow to compile, so most pairs take
+// two loops: the first leaves a chunk in the first-level cache, in the type that XLA converts
+// through or in one that holds every value of the source, and the second goes on from there.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "common/float8.h"
+#include "common/types.h"
+#include "cpu/lanes.h"
+#include "ops/cast.h"
+
+JOF_NAMESPACE_BEGIN
+
+namespace internal {
+
+constexpr int64_t kCastChunk = 512;
+
+// Converts n elements. The arrays do not overlap.
+using CastLoop = void (*)(const void* in, void* out, int64_t n);
+
+// Functors besides Cast.
+struct FromWidenedToE5M2 {
+  JOF_INLINE Float8E5M2 operator()(float x) const { return FromWidened<Float8E5M2>(x); }
+};
+struct FromDoubleToHalf {
+  JOF_INLINE float operator()(double x) const { return HalfwayToHalf(x); }
+};
+
+template <typename To, typename From, typename Functor = Cast<To, From>>
+void CastElements(const void* in, void* out, int64_t n) {
+  const From* __restrict x = static_cast<const From*>(in);
+  To* __restrict y = static_cast<To*>(out);
+  int64_t i = 0;
+#if defined(__F16C__)
+  // The vectoriser does not get from the processor's scalar conversions of f16 to its vector ones.
+  if constexpr ((kIsSame<From, Half> && kIsSame<To, float>) ||
+                (kIsSame<From, float> && kIsSame<To, Half>)) {
+    constexpr int kFloats = kVectorBytes / sizeof(float);
+    for (; i + kFloats <= n; i += kFloats) {
+      Lanes<float, kFloats> lanes;
+      Load(x + i, &lanes);
+      Store(lanes, y + i);
+    }
+  }
+#endif
+  const Functor functor;
+  for (; i < n; ++i) y[i] = functor(x[i]);
+}
+
+template <int kBytes>
+void CopyElements(const void* in, void* out, int64_t n) {
+  memcpy(out, in, static_cast<size_t>(n) * kBytes);
+}
+
+template <typename T>
+constexpr bool kIsIntegral = kRealKind<T> == RealKind::kBool || kRealKind<T> == RealKind::kInteger;
+
+inline int SizeOf(RealType type) {
+  return DispatchReal(type, [](auto tag) {
+    using T = typename decltype(tag)::type;
+    return static_cast<int>(sizeof(T));
+  });
+}
+
+inline RealKind KindOf(RealType type) {
+  return DispatchReal(type, [](auto tag) {
+    using T = typename decltype(tag)::type;
+    return kRealKind<T>;
+  });
+}
+
+// From any type to f32, or from one that is not narrow to f64. Null if it is To itself.
+template <typename To>
+CastLoop LoopTo(RealType from) {
+  return DispatchReal(from, [](auto tag) -> CastLoop {
+    using From = typename decltype(tag)::type;
+    if constexpr (kRealKind<From> == RealKind::kBool) {
+      return CastElements<To, uint8_t>;
+    } else if constexpr (kIsSame<To, From> ||
+                         (kRealKind<From> == RealKind::kNarrow && kIsSame<To, double>)) {
+      return nullptr;
+    } else {
+      return CastElements<To, From>;
+    }
+  });
+}
+
+// From f32 to any type, or from f64 to any but f16 and bf16. Null if it is From itself.
+template <typename From>
+CastLoop LoopFrom(RealType to) {
+  return DispatchReal(to, [](auto tag) -> CastLoop {
+    using To = typename decltype(tag)::type;
+    if constexpr (kIsSame<To, From> || (kRealKind<To> == RealKind::kNarrow && sizeof(To) == 2 &&
+                                        kIsSame<From, double>)) {
+      return nullptr;
+    } else {
+      return CastElements<To, From>;
+    }
+  });
+}
+
+// To an integer of as many bytes as To has; the bits do not depend on its sign.
+template <typename To>
+CastLoop LoopBetweenIntegers(RealType from) {
+  return DispatchReal(from, [](auto tag) -> CastLoop {
+    using From = typename decltype(tag)::type;
+    if constexpr (!kIsIntegral<From>) {
+      return nullptr;
+    } else if constexpr (sizeof(To) == sizeof(From)) {
+      return CopyElements<sizeof(To)>;
+    } else if constexpr (kRealKind<From> == RealKind::kBool) {
+      return CastElements<To, uint8_t>;
+    } else {
+      return CastElements<To, From>;
+    }
+  });
+}
+
+inline CastLoop LoopToBool(RealType from) {
+  return DispatchReal(from, [](auto tag) -> CastLoop {
+    using From = typename decltype(tag)::type;
+    if constexpr (kRealKind<From> == RealKind::kBool) {
+      return CopyElements<sizeof(From)>;
+    } else {
+      return CastElements<Bool, From>;
+    }
+  });
+}
+
+// The loops of a pair. The second, if there is one, goes on from the f32 values of the first.
+struct CastLoops {
+  CastLoop first, second;
+};
+
+inline CastLoops LoopsOf(RealType from, RealType to) {
+  const RealKind from_kind = KindOf(from), to_kind = KindOf(to);
+  const bool from_float = from_kind == RealKind::kNarrow || from_kind == RealKind::kFloat;
+  const bool to_float = to_kind == RealKind::kNarrow || to_kind == RealKind::kFloat;
+  if (to == RealType::kBool) return {LoopToBool(from), nullptr};
+  if (from == to || (!from_float && !to_float)) {
+    switch (SizeOf(to)) {
+      case 1:
+        return {from_float ? CopyElements<1> : LoopBetweenIntegers<uint8_t>(from), nullptr};
+      case 2:
+        return {from_float ? CopyElements<2> : LoopBetweenIntegers<uint16_t>(from), nullptr};
+      case 4:
+        return {from_float ? CopyElements<4> : LoopBetweenIntegers<uint32_t>(from), nullptr};
+      default:
+        return {from_float ? CopyElements<8> : LoopBetweenIntegers<uint64_t>(from), nullptr};
+    }
+  }
+  if (to == RealType::kF64 && from_kind != RealKind::kNarrow)
+    return {LoopTo<double>(from), nullptr};
+  if (from == RealType::kF64) {
+    if (CastLoop direct = LoopFrom<double>(to)) return {direct, nullptr};
+    if (to == RealType::kF16) {
+      return {CastElements<float, double, FromDoubleToHalf>, LoopFrom<float>(to)};
+    }
+  }
+  const CastLoop first = LoopTo<float>(from);
+  const CastLoop second = from_kind == RealKind::kNarrow && to == RealType::kF8E5M2
+                              ? CastElements<Float8E5M2, float, FromWidenedToE5M2>
+                              : LoopFrom<float>(to);
+  return first == nullptr ? CastLoops{second, nullptr} : CastLoops{first, second};
+}
+
+}  // namespace internal
+
+// Converts the elements [begin, end) of an array of one RealType to another. The arrays do not
+// overlap.
+inline void CastRange(int from, int to, const void* in, void* out, int64_t begin, int64_t end) {
+  const RealType from_type = static_cast<RealType>(from), to_type = static_cast<RealType>(to);
+  const int64_t in_bytes = internal::SizeOf(from_type), out_bytes = internal::SizeOf(to_type);
+  const internal::CastLoops loops = internal::LoopsOf(from_type, to_type);
+  const char* source = static_cast<const char*>(in) + begin * in_bytes;
+  char* target = static_cast<char*>(out) + begin * out_bytes;
+  if (loops.second == nullptr) return loops.first(source, target, end - begin);
+  alignas(64) float chunk[internal::kCastChunk];
+  for (int64_t left = end - begin; left > 0; left -= internal::kCastChunk) {
+    const int64_t n = left < internal::kCastChunk ? left : internal::kCastChunk;
+    loops.first(source, chunk, n);
+    loops.second(chunk, target, n);
+    source += n * in_bytes;
+    target += n * out_bytes;
+  }
+}
+
+JOF_NAMESPACE_END

@@ -1,0 +1,248 @@
+// The elementwise template: write a functor, get a kernel at the speed of memory.
+//
+//   functor    computes one element: any number of inputs to one output, or to a Tuple of outputs
+//   factory    makes the functor in the kernel, and may read device memory to do so
+//   launcher   chooses packs, finds the elements that do not fit into them
+//   kernel     loads packs, calls the functor, stores packs
+//
+// Elements move in packs of up to 16 bytes: as many elements as fill 16 bytes with the widest type
+// among inputs and outputs, so that each array is read or written by one instruction a thread.
+// Values of 8- and 16-bit float types are widened to f32 before the functor and rounded once after
+// it. Each input byte is read once and each output byte written once.
+//
+// Functor, factory, launcher and kernel, packs and Apply2 are those of OneFlow's elementwise.cuh
+// (see "OneFlow CUDA Elementwise", Zheng, Yao, Guo, Liu). Different here: several outputs, scalar
+// operands, a peeled head for arrays that share a misalignment, f32 arithmetic for narrow types,
+// and one pack a thread instead of a grid-stride loop (see launch.cuh).
+#pragma once
+
+#include "common/integers.h"
+#include "common/macros.h"
+#include "common/pack.h"
+#include "common/tuple.h"
+#include "common/types.h"
+#include "cuda/launch.cuh"
+
+JOF_NAMESPACE_BEGIN
+
+// An input: an array, or one element that stands for all.
+template <typename T>
+struct Operand {
+  const T* data;
+  bool is_scalar;
+};
+
+// The same where no input of a call is a scalar, which spares the kernel to ask.
+template <typename T>
+struct ArrayOperand {
+  const T* data;
+};
+
+// The factory of a functor that the host has made.
+template <typename Functor>
+struct SimpleFactory {
+  Functor functor;
+  __device__ __forceinline__ Functor operator()() const { return functor; }
+};
+
+// The factory of a functor whose parameter is in device memory, where a traced scalar is.
+template <typename Functor, typename T>
+struct DeviceScalarFactory {
+  const T* parameter;
+  __device__ __forceinline__ Functor operator()() const {
+    return Functor{Accumulator<T>::Load(LoadPack<1>(parameter).elem[0])};
+  }
+};
+
+// As many elements as fill 16 bytes with the widest of the types.
+template <typename... T>
+JOF_HOST_DEVICE constexpr int CommonPackSize() {
+  int bytes = 1;
+  ((bytes = static_cast<int>(sizeof(T)) > bytes ? static_cast<int>(sizeof(T)) : bytes), ...);
+  return kPackBytes / bytes;
+}
+
+// Which elements are packed: `packs` packs that begin after the first `head` elements. The `lone`
+// others, at both ends, are computed one by one.
+struct PackSplit {
+  int64_t head;
+  int64_t packs;
+  int64_t lone;
+};
+
+namespace internal {
+
+// Whether functor.Apply2(inputs..., outputs...) computes two neighbours.
+template <typename Functor, typename... Pointer>
+JOF_HOST_DEVICE constexpr auto HasApply2(int, const Functor* functor, Pointer... p)
+    -> decltype(functor->Apply2(p...), true) {
+  return true;
+}
+template <typename Functor, typename... Pointer>
+JOF_HOST_DEVICE constexpr bool HasApply2(long, const Functor*, Pointer...) {
+  return false;
+}
+
+// How a functor gets and gives elements of type T.
+template <typename T>
+struct StoredElement {
+  __device__ __forceinline__ static T Load(T x) { return x; }
+  __device__ __forceinline__ static T Store(T x) { return x; }
+  __device__ __forceinline__ static void Store2(T first, T second, T* out) {
+    out[0] = first;
+    out[1] = second;
+  }
+};
+template <typename Functor, typename T, bool kOnStorage = __is_base_of(OnStorage, Functor)>
+struct Element : Accumulator<T> {};
+template <typename Functor, typename T>
+struct Element<Functor, T, true> : StoredElement<T> {};
+
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> LoadOperand(const ArrayOperand<T>& in, int64_t i) {
+  return LoadPack<N>(in.data + i);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> LoadOperand(const Operand<T>& in, int64_t i) {
+  if (!in.is_scalar) return LoadPack<N>(in.data + i);
+  const T value = LoadPack<1>(in.data).elem[0];
+  Pack<T, N> pack;
+  JOF_UNROLL
+  for (int j = 0; j < N; ++j) pack.elem[j] = value;
+  return pack;
+}
+
+// One of several outputs may be unwanted; it has a null pointer.
+template <bool kIsOnly, int N, typename T>
+__device__ __forceinline__ void StoreOutput(T* out, int64_t i, const Pack<T, N>& value) {
+  if (kIsOnly || out != nullptr) StorePack(out + i, value);
+}
+
+// The k-th output of a functor's result, which for one output is the value itself.
+template <int k, typename Value>
+__device__ __forceinline__ Value OutputOf(const Value& result) {
+  return result;
+}
+template <int k, typename... Value>
+__device__ __forceinline__ auto OutputOf(const Tuple<Value...>& result) {
+  return Get<k>(result);
+}
+
+template <int N, typename Functor, typename... Out, int... o, template <typename> class Input,
+          typename... In, int... i>
+__device__ __forceinline__ void ApplyPack(const Functor& functor, int64_t offset,
+                                          const Tuple<Out*...>& out, Indices<o...>,
+                                          const Tuple<Input<In>...>& in, Indices<i...>) {
+  const Tuple<Pack<In, N>...> x{MakeTuple(LoadOperand<N>(Get<i>(in), offset)...)};
+  Tuple<Pack<Out, N>...> y;
+  if constexpr (N % 2 == 0 &&
+                HasApply2(0, static_cast<const Functor*>(nullptr),
+                          static_cast<const In*>(nullptr)..., static_cast<Out*>(nullptr)...)) {
+    JOF_UNROLL
+    for (int j = 0; j < N; j += 2) functor.Apply2(&Get<i>(x).elem[j]..., &Get<o>(y).elem[j]...);
+  } else if constexpr (N % 2 == 0) {
+    JOF_UNROLL
+    for (int j = 0; j < N; j += 2) {
+      const auto first = functor(Element<Functor, In>::Load(Get<i>(x).elem[j])...);
+      const auto second = functor(Element<Functor, In>::Load(Get<i>(x).elem[j + 1])...);
+      (Element<Functor, Out>::Store2(OutputOf<o>(first), OutputOf<o>(second), &Get<o>(y).elem[j]),
+       ...);
+    }
+  } else {
+    JOF_UNROLL
+    for (int j = 0; j < N; ++j) {
+      const auto result = functor(Element<Functor, In>::Load(Get<i>(x).elem[j])...);
+      ((Get<o>(y).elem[j] = Element<Functor, Out>::Store(OutputOf<o>(result))), ...);
+    }
+  }
+  (StoreOutput < sizeof...(Out) == 1 > (Get<o>(out), offset, Get<o>(y)), ...);
+}
+
+}  // namespace internal
+
+// One thread computes one pack of N elements, or one lone element.
+template <int N, typename Factory, typename Outs, typename Ins>
+__global__ void __launch_bounds__(kBlockSize)
+    ElementwiseKernel(Factory factory, PackSplit split, Outs out, Ins in) {
+  const auto functor = factory();
+  const MakeIndices<Outs::kSize> o;
+  const MakeIndices<Ins::kSize> i;
+  const int64_t item = ItemIndex<int64_t>();
+  if (item < split.packs) {
+    internal::ApplyPack<N>(functor, split.head + item * N, out, o, in, i);
+  } else if (item - split.packs < split.lone) {
+    const int64_t lone = item - split.packs;
+    const int64_t element = lone < split.head ? lone : lone + split.packs * N;
+    internal::ApplyPack<1>(functor, element, out, o, in, i);
+  }
+}
+
+#ifndef __CUDACC_RTC__
+
+namespace internal {
+
+// Narrows *residue, the position of an array's first element in its pack, which all arrays must
+// share for packs to line up; -1 where it is not known yet. False if they do not.
+template <int N, typename T>
+bool SharesResidue(const T* array, int* residue) {
+  const int own = static_cast<int>(reinterpret_cast<uintptr_t>(array) / sizeof(T) % N);
+  if (*residue < 0) *residue = own;
+  return *residue == own;
+}
+
+}  // namespace internal
+
+namespace internal {
+
+// Packs where all arrays share their misalignment, after a head that ends where packs begin; where
+// they do not, no packs at all.
+template <int N, typename... Out, int... o, typename... In, int... i>
+PackSplit SplitIntoPacks(int64_t n, const Tuple<Out*...>& out, Indices<o...>,
+                         const Tuple<Operand<In>...>& in, Indices<i...>) {
+  int residue = -1;
+  const bool packed =
+      ((Get<o>(out) == nullptr || internal::SharesResidue<N>(Get<o>(out), &residue)) && ...) &&
+      ((Get<i>(in).is_scalar || internal::SharesResidue<N>(Get<i>(in).data, &residue)) && ...);
+  const int64_t head = residue > 0 ? N - residue : 0;
+  if (!packed || N == 1 || n < head + N) return {n, 0, n};
+  const int64_t packs = (n - head) / N;
+  return {head, packs, n - packs * N};
+}
+
+template <int N, typename Factory, typename... Out, typename... In, int... i>
+cudaError_t LaunchPacks(const Factory& factory, int64_t n, const Tuple<Out*...>& out,
+                        const Tuple<Operand<In>...>& in, Indices<i...> indices,
+                        cudaStream_t stream) {
+  const PackSplit split = SplitIntoPacks<N>(n, out, MakeIndices<sizeof...(Out)>(), in, indices);
+  const int64_t items = split.packs + split.lone;
+  // A scalar that stands for one element is an array; an only input can be no other.
+  if constexpr (sizeof...(In) > 1) {
+    if (n > 1 && (Get<i>(in).is_scalar || ...)) {
+      const auto kernel = ElementwiseKernel<N, Factory, Tuple<Out*...>, Tuple<Operand<In>...>>;
+      return LaunchItems(kernel, items, stream, factory, split, out, in);
+    }
+  }
+  const Tuple<ArrayOperand<In>...> arrays = MakeTuple(ArrayOperand<In>{Get<i>(in).data}...);
+  const auto kernel = ElementwiseKernel<N, Factory, Tuple<Out*...>, Tuple<ArrayOperand<In>...>>;
+  return LaunchItems(kernel, items, stream, factory, split, out, arrays);
+}
+
+}  // namespace internal
+
+// Computes n elements of every output. N is the number of elements in a pack.
+template <int N, typename Factory, typename... Out, typename... In>
+cudaError_t LaunchElementwisePacks(const Factory& factory, int64_t n, const Tuple<Out*...>& out,
+                                   const Tuple<Operand<In>...>& in, cudaStream_t stream) {
+  return internal::LaunchPacks<N>(factory, n, out, in, MakeIndices<sizeof...(In)>(), stream);
+}
+
+template <typename Factory, typename... Out, typename... In>
+cudaError_t LaunchElementwise(const Factory& factory, int64_t n, const Tuple<Out*...>& out,
+                              const Tuple<Operand<In>...>& in, cudaStream_t stream) {
+  return LaunchElementwisePacks<CommonPackSize<Out..., In...>()>(factory, n, out, in, stream);
+}
+
+#endif
+
+JOF_NAMESPACE_END

@@ -1,0 +1,28 @@
+// The elementwise CUDA kernels, for host code.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ops/elementwise_ops.h"
+
+namespace jof {
+
+using ElementwiseLauncher = cudaError_t (*)(const ElementwiseCall& call, cudaStream_t stream);
+
+// One launcher for each ElementwiseOp, on arrays of T: Half, BFloat16, float or double.
+template <typename T>
+const ElementwiseLauncher* ElementwiseLaunchers();
+
+inline cudaError_t LaunchElementwise(ElementwiseOp op, FloatType type, const ElementwiseCall& call,
+                                     cudaStream_t stream) {
+  return DispatchFloat(type, [&](auto tag) {
+    return ElementwiseLaunchers<typename decltype(tag)::type>()[static_cast<int>(op)](call, stream);
+  });
+}
+
+// result = condition ? x : y on elements of 1, 2, 4, 8 or 16 bytes; inputs are condition, x, y.
+cudaError_t LaunchWhere(int element_bytes, const ElementwiseCall& call, cudaStream_t stream);
+// Its cotangents; inputs are condition, ct.
+cudaError_t LaunchWhereVjp(int element_bytes, const ElementwiseCall& call, cudaStream_t stream);
+
+}  // namespace jof

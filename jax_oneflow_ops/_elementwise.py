@@ -1,0 +1,396 @@
+"""The primitives of elementwise functions and their rules.
+
+A function f of n arrays has up to three primitives, each of them one native kernel:
+
+- f: its value;
+- f_vjp: from the arrays and a cotangent, the cotangents of those arrays that are `wanted`;
+- f_jvp (n > 1): from the arrays and their tangents, the tangent of the result.
+
+f_vjp and f_jvp are each other's transposes, so that a gradient is one kernel however many arrays it
+is with respect to; where one array is differentiated f_vjp is its own transpose and serves as both.
+Their derivatives with respect to the arrays come from the reference.
+
+Operands are arrays of one shape or scalars, which stand for an array of equal elements. Some
+functions have a parameter, a scalar operand after all others.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad
+
+from jax_oneflow_ops import _compat, _primitive
+
+Function = Callable[..., Any]
+
+
+def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+    """Binds with operands that vary over the same axes inside a `shard_map`."""
+    return primitive.bind(*_compat.join_varying_axes(*args), **params)
+
+
+def define(
+    name: str,
+    reference: Function,
+    *,
+    parameters: int = 0,
+    multiple_results: bool = False,
+    dtype: Callable[..., Any] = lambda *avals, **params: avals[0].dtype,
+) -> core.Primitive:
+    """Defines a primitive with the FFI target jof_NAME and everything but derivatives.
+
+    Args:
+      name: the function's name.
+      reference: `(*operands, **params) -> result` in jnp, a list where there are several results.
+      parameters: the number of operands at the end that must be scalars.
+      multiple_results: the primitive has the parameter `wanted`, the indices of its results.
+      dtype: `(*avals, **params) -> dtype of the results`.
+    """
+
+    def abstract_eval(*avals: Any, wanted: Sequence[int] = (0,), **params: Any) -> Any:
+        arrays = [aval for aval in avals if aval.ndim] or avals
+        aval = _compat.elementwise_aval(*arrays).update(dtype=dtype(*avals, **params))
+        return [aval for _ in wanted] if multiple_results else aval
+
+    def attributes(wanted: Sequence[int] = (0,), **_: Any) -> dict[str, Any]:
+        return {"wanted": np.int64(sum(1 << i for i in wanted))}
+
+    def division(*types: Any, wanted: Sequence[int] = (0,), **_: Any) -> _primitive.Division:
+        dims = [[f"d{i}" for i in range(len(t.shape))] for t in types]
+        return dims, [max(dims, key=len)] * len(wanted), frozenset()
+
+    return _primitive.define(
+        f"jof_{name}",
+        function=name.removesuffix("_vjp").removesuffix("_jvp"),
+        abstract_eval=abstract_eval,
+        reference=reference,
+        attributes=attributes,
+        division=division,
+        batch=functools.partial(_batch, reference, parameters),
+        multiple_results=multiple_results,
+    )
+
+
+def _batch(
+    reference: Function,
+    parameters: int,
+    primitive: core.Primitive,
+    args: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    implementation: str | None,
+    **params: Any,
+) -> tuple[Any, Any]:
+    """The batch axis becomes one more dimension of every array, where the first array has it.
+
+    Arrays without it are broadcast, and so are scalars that have it. A parameter per example has no
+    kernel: that is left to jnp.
+    """
+    count = len(params.get("wanted", (0,)))
+    out_dims = (lambda axis: [axis] * count) if primitive.multiple_results else (lambda axis: axis)
+    if any(d is not None for d in dims[len(dims) - parameters :]):
+        return jax.vmap(functools.partial(reference, **params), in_axes=dims)(*args), out_dims(0)
+    ranks = [x.ndim - (d is not None) for x, d in zip(args, dims, strict=True)]
+    rank = max(ranks)
+    # Whose shape and sharding the others take on: an array that has the batch axis, if one has it.
+    operands = [*zip(args, dims, ranks, strict=True)]
+    model, axis, _ = max(operands, key=lambda o: (o[2] == rank, o[1] is not None))
+    if axis is None:  # scalars alone have it
+        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        axis, shape = 0, (size, *model.shape)
+    else:
+        shape = model.shape
+
+    def batched(x: Any, d: int | None, own_rank: int) -> Any:
+        if d is None and own_rank == 0:
+            return x
+        if d is None:
+            x = jnp.expand_dims(x, axis)
+        elif own_rank < rank:
+            x = jnp.expand_dims(x, [i for i in range(rank + 1) if i != axis])
+        elif x is not model:
+            x = jnp.moveaxis(x, d, axis)
+        if x.shape == shape:
+            return x
+        x = jnp.broadcast_to(x, shape)
+        return _compat.with_sharding_of(x, jax.typeof(model)) if model.shape == shape else x
+
+    results = bind(
+        primitive, *(batched(*o) for o in operands), implementation=implementation, **params
+    )
+    return results, out_dims(axis)
+
+
+# ---- derivatives ----
+
+
+def differentiable(
+    name: str,
+    reference: Function,
+    *,
+    inputs: int = 1,
+    parameters: int = 0,
+    linear: Sequence[int] = (),
+) -> core.Primitive:
+    """Defines a function, its derivative kernels and rules, and returns its primitive f.
+
+    Args:
+      name: the FFI targets are jof_NAME, jof_NAME_vjp and, where inputs > 1, jof_NAME_jvp.
+      reference: `(*arrays, *parameters) -> array` in jnp.
+      inputs: the number of arrays.
+      parameters: the number of scalar parameters after them.
+      linear: the arrays that f is linear in while all others are fixed. With respect to one of them
+        f itself is the derivative, which reads an array less. A function of one array that is
+        linear in it has no derivative kernels.
+    """
+
+    def of_arrays(parameters: Sequence[Any]) -> Function:
+        return lambda *arrays: reference(*arrays, *parameters)
+
+    def vjp_reference(*args: Any, wanted: Sequence[int]) -> list[Any]:
+        arrays, (ct, *rest) = args[:inputs], args[inputs:]
+        _, pull = jax.vjp(of_arrays(rest), *(jnp.broadcast_to(x, ct.shape) for x in arrays))
+        cts = pull(ct)
+        return [cts[i] for i in wanted]
+
+    def jvp_reference(*args: Any) -> Any:
+        arrays, tangents = args[:inputs], args[inputs:]
+        arrays = tuple(jnp.broadcast_to(x, tangents[0].shape) for x in arrays)
+        return jax.jvp(reference, arrays, tuple(tangents))[1]
+
+    f_p = define(name, reference, parameters=parameters)
+
+    def tangent(primals: Sequence[Any], tangents: Sequence[Any], implementation: Any) -> Any:
+        """The tangent of f where no parameter has one."""
+        arrays, rest = primals[:inputs], primals[inputs:]
+        shape = np.broadcast_shapes(*(x.shape for x in arrays))
+        live = [i for i, t in enumerate(tangents[:inputs]) if not isinstance(t, ad.Zero)]
+        full = {i: jnp.broadcast_to(tangents[i], shape) for i in live}
+        if len(live) > 1:
+            return bind(jvp_p, *arrays, *full.values(), implementation=implementation)
+        (i,) = live
+        if i in linear:
+            arrays = (*arrays[:i], full[i], *arrays[i + 1 :])
+            return bind(f_p, *arrays, *rest, implementation=implementation)
+        return bind(vjp_p, *arrays, full[i], *rest, wanted=(i,), implementation=implementation)[0]
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
+        result = bind(f_p, *primals, implementation=implementation)
+        if any(not isinstance(t, ad.Zero) for t in tangents[inputs:]):
+            return result, _reference_tangent(reference, primals, tangents)
+        return result, tangent(primals, tangents, implementation)
+
+    ad.primitive_jvps[f_p] = jvp
+    _tangents[f_p] = tangent
+    if linear:
+
+        def transpose(ct: Any, *args: Any, implementation: Any) -> list[Any]:
+            (i,) = (i for i, x in enumerate(args) if ad.is_undefined_primal(x))
+            operands = [*args[:i], ct, *args[i + 1 :]]
+            cts: list[Any] = [None] * len(args)
+            cts[i] = bind(f_p, *operands, implementation=implementation)
+            return cts
+
+        ad.primitive_transposes[f_p] = transpose
+        if inputs == 1:
+            return f_p
+
+    vjp_p = define(f"{name}_vjp", vjp_reference, parameters=parameters, multiple_results=True)
+
+    def vjp_transpose(
+        cts: Sequence[Any], *args: Any, wanted: Sequence[int], implementation: Any
+    ) -> list[Any]:
+        arrays, rest = args[:inputs], args[inputs + 1 :]
+        tangents: list[Any] = [ad.Zero(args[inputs].aval)] * inputs
+        for i, ct in zip(wanted, cts, strict=True):
+            tangents[i] = ct
+        ct = tangent((*arrays, *rest), tangents, implementation)
+        return [*(None,) * inputs, ct, *(None,) * parameters]
+
+    _set_rules(vjp_p, vjp_reference, range(inputs, inputs + 1), vjp_transpose)
+    if inputs == 1:
+        return f_p
+
+    jvp_p = define(f"{name}_jvp", jvp_reference)
+
+    def jvp_transpose(ct: Any, *args: Any, implementation: Any) -> list[Any]:
+        arrays, tangents = args[:inputs], args[inputs:]
+        wanted = tuple(i for i, t in enumerate(tangents) if ad.is_undefined_primal(t))
+        results = bind(vjp_p, *arrays, ct, wanted=wanted, implementation=implementation)
+        cts = dict(zip(wanted, results, strict=True))
+        return [*(None,) * inputs, *(cts.get(i) for i in range(inputs))]
+
+    _set_rules(jvp_p, jvp_reference, range(inputs, 2 * inputs), jvp_transpose)
+    return f_p
+
+
+# The `tangent` of each primitive that `differentiable` has made.
+_tangents: dict[core.Primitive, Function] = {}
+
+
+def _set_rules(
+    primitive: core.Primitive, reference: Function, linear: range, transpose: Function
+) -> None:
+    """Sets the JVP and the transpose of a primitive that is linear in some operands."""
+
+    def jvp(
+        primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any, **params: Any
+    ) -> Any:
+        again = functools.partial(bind, primitive, implementation=implementation, **params)
+        result, terms = again(*primals), []
+        if any(not isinstance(tangents[i], ad.Zero) for i in linear):
+            operands = list(primals)
+            for i in linear:
+                operands[i] = ad.instantiate_zeros(tangents[i])
+            terms.append(again(*operands))
+        others = [
+            ad.Zero(jax.typeof(x)) if i in linear else t
+            for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
+        ]
+        if any(not isinstance(t, ad.Zero) for t in others):
+            f = functools.partial(reference, **params)
+            terms.append(_reference_tangent(f, primals, others))
+        return result, functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), terms)
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+
+
+def _reference_tangent(reference: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """The tangent of a reference, 16-bit values computed in float32."""
+    live = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def of_live(*args: Any) -> Any:
+        operands = list(primals)
+        for i, x in zip(live, args, strict=True):
+            operands[i] = x
+        wide = [x.astype(jnp.float32) if x.dtype.itemsize == 2 else x for x in operands]
+        return jax.tree.map(lambda y: y.astype(primals[0].dtype), reference(*wide))
+
+    return jax.jvp(of_live, [primals[i] for i in live], [tangents[i] for i in live])[1]
+
+
+def linear_sum(name: str, reference: Function, signs: tuple[int, int]) -> core.Primitive:
+    """Defines a sum or a difference of two arrays, and returns its primitive."""
+    f_p = define(name, reference)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
+        result = bind(f_p, *primals, implementation=implementation)
+        zeros = [isinstance(t, ad.Zero) for t in tangents]
+        full = [
+            t if zero else jnp.broadcast_to(t, result.shape)
+            for t, zero in zip(tangents, zeros, strict=True)
+        ]
+        if not any(zeros):
+            return result, bind(f_p, *full, implementation=implementation)
+        i = zeros.index(False)
+        return result, full[i] if signs[i] > 0 else jax.lax.neg(full[i])
+
+    def transpose(ct: Any, *args: Any, implementation: Any) -> list[Any]:
+        signed = [ct if sign > 0 else jax.lax.neg(ct) for sign in signs]
+        return [c if ad.is_undefined_primal(x) else None for c, x in zip(signed, args, strict=True)]
+
+    ad.primitive_jvps[f_p] = jvp
+    ad.primitive_transposes[f_p] = transpose
+    return f_p
+
+
+def fused_multiply_add(
+    reference: Function, multiply_p: core.Primitive, add_p: core.Primitive
+) -> core.Primitive:
+    """Defines x y + z, whose derivatives are those of a product and of a sum."""
+    f_p = define("fma", reference)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
+        result = bind(f_p, *primals, implementation=implementation)
+        (x, y, _), (dx, dy, dz) = primals, tangents
+        terms = []
+        if not (isinstance(dx, ad.Zero) and isinstance(dy, ad.Zero)):
+            x, y = (
+                jnp.broadcast_to(v, result.shape) if x.ndim == y.ndim == 0 else v for v in (x, y)
+            )
+            product = _tangents[multiply_p]((x, y), (dx, dy), implementation)
+            terms.append(product)
+        if not isinstance(dz, ad.Zero):
+            terms.append(jnp.broadcast_to(dz, result.shape))
+        if len(terms) == 1:
+            return result, terms[0]
+        return result, bind(add_p, *terms, implementation=implementation)
+
+    ad.primitive_jvps[f_p] = jvp
+    return f_p
+
+
+def selection(reference: Function) -> core.Primitive:
+    """Defines where(condition, x, y), and returns its primitive."""
+
+    def vjp_reference(condition: Any, ct: Any, *, wanted: Sequence[int]) -> list[Any]:
+        cts = jnp.where(condition, ct, 0), jnp.where(condition, 0, ct)
+        return [cts[i] for i in wanted]
+
+    f_p = define("where", reference, dtype=lambda _, x, y: x.dtype)
+    vjp_p = define(
+        "where_vjp", vjp_reference, multiple_results=True, dtype=lambda _, ct, **params: ct.dtype
+    )
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
+        condition, *arrays = primals
+        again = functools.partial(bind, f_p, condition, implementation=implementation)
+        result = again(*arrays)
+        full = [
+            jnp.zeros((), x.dtype) if isinstance(t, ad.Zero) else jnp.broadcast_to(t, result.shape)
+            for x, t in zip(arrays, tangents[1:], strict=True)
+        ]
+        return result, again(*full)
+
+    def transpose(ct: Any, condition: Any, *args: Any, implementation: Any) -> list[Any]:
+        wanted = tuple(i for i, x in enumerate(args) if ad.is_undefined_primal(x))
+        results = bind(vjp_p, condition, ct, wanted=wanted, implementation=implementation)
+        cts = dict(zip(wanted, results, strict=True))
+        return [None, cts.get(0), cts.get(1)]
+
+    def vjp_transpose(
+        cts: Sequence[Any], condition: Any, ct: Any, *, wanted: Sequence[int], implementation: Any
+    ) -> list[Any]:
+        known = dict(zip(wanted, cts, strict=True))
+        zero = jnp.zeros((), ct.aval.dtype)
+        full = [
+            zero if isinstance(known.get(i, ad.Zero(ct.aval)), ad.Zero) else known[i]
+            for i in range(2)
+        ]
+        return [None, bind(f_p, condition, *full, implementation=implementation)]
+
+    ad.primitive_jvps[f_p] = jvp
+    ad.primitive_transposes[f_p] = transpose
+    _set_rules(vjp_p, vjp_reference, range(1, 2), vjp_transpose)
+    return f_p
+
+
+def conversion() -> core.Primitive:
+    """Defines the conversion to `new_dtype`, and returns its primitive."""
+
+    def reference(x: Any, *, new_dtype: Any) -> Any:
+        return jax.lax.convert_element_type(x, new_dtype)
+
+    f_p = define("cast", reference, dtype=lambda _, new_dtype: new_dtype)
+
+    def jvp(
+        primals: Sequence[Any], tangents: Sequence[Any], *, new_dtype: Any, implementation: Any
+    ) -> Any:
+        again = functools.partial(bind, f_p, new_dtype=new_dtype, implementation=implementation)
+        result = again(*primals)
+        if not jnp.issubdtype(new_dtype, jnp.inexact):
+            return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+        return result, again(*tangents)
+
+    def transpose(ct: Any, x: Any, *, new_dtype: Any, implementation: Any) -> list[Any]:
+        return [bind(f_p, ct, new_dtype=x.aval.dtype, implementation=implementation)]
+
+    ad.primitive_jvps[f_p] = jvp
+    ad.primitive_transposes[f_p] = transpose
+    return f_p

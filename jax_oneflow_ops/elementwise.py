@@ -1,0 +1,582 @@
+"""Elementwise functions: activations, arithmetic, gated linear units, casts.
+
+Each replaces the function of jax or jnp that its docstring names, with the same semantics, and runs
+as one kernel at the speed of memory, and so does its gradient.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_oneflow_ops import _checks, _elementwise, _native, _reference
+
+Implementation = Literal["native", "xla"] | None
+_F = TypeVar("_F", bound=Callable[..., jax.Array])
+
+_FLOATS = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
+_REAL_DTYPES = _FLOATS | frozenset(
+    jnp.dtype(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float8_e4m3fn", "float8_e5m2"),
+    )
+)
+
+_COMMON = """\
+    Args:
+      {arguments}
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
+        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
+        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
+        is traced, replaces None.
+
+    Returns:
+      An array of the operands' common shape and of the dtype that jnp promotes them to. Kernels
+      exist for float16, bfloat16, float32 and float64; other dtypes run the jnp reference.
+
+    Raises:
+      TypeError: an operand is not an array or a number, or ``implementation="native"`` was asked
+        for a dtype without kernels.
+      ValueError: operands differ in shape and are no scalars, or an option has an unknown value.
+      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+
+    Numerics:
+      {numerics}
+
+    Differentiation and sharding:
+      {derivative} To any order, in both modes. All dimensions may be sharded freely.
+
+    Source:
+      OneFlow's ``elementwise.cuh``, described in "OneFlow CUDA Elementwise" (Zheng, Yao, Guo, Liu).
+
+"""
+_NUMERICS = {
+    "arithmetic": "16-bit values are computed in float32 and rounded once.",
+    "activation": (
+        "16-bit values are computed in float32 and rounded once: at most 2 ulp from the exact\n"
+        "      result, tails included. float32 is within 4 ulp where ``|f(x)| >= |x| / 1024`` and\n"
+        "      within 1e-4 relative in the tails. Results below 4e-36 may be 0."
+    ),
+    "movement": "Bits are moved.",
+}
+
+
+def _documented(
+    *, numerics: str = "arithmetic", derivative: str = "The gradient is one fused kernel."
+) -> Callable[[_F], _F]:
+    """Adds to a docstring, before its example, what all functions of this module share.
+
+    The text of the "Args" section that the docstring has is kept, as the first arguments.
+    """
+
+    def decorate(function: _F) -> _F:
+        text = inspect.cleandoc(function.__doc__ or "")
+        head, _, example = text.partition("Example:\n")
+        head, _, arguments = head.partition("Args:\n")
+        common = inspect.cleandoc(
+            _COMMON.format(
+                arguments=arguments.strip() or "x: array of any shape, or a number.",
+                numerics=_NUMERICS[numerics],
+                derivative=derivative,
+            )
+        )
+        function.__doc__ = f"{head.rstrip()}\n\n{common}\n\nExample:\n{example}"
+        return function
+
+    return decorate
+
+
+def _call(
+    primitive: core.Primitive,
+    reference: Callable[..., jax.Array],
+    operands: dict[str, Any],
+    implementation: Implementation,
+    *,
+    parameter: str | None = None,
+) -> jax.Array:
+    """Checks and promotes operands as jnp does, and binds the primitive.
+
+    Args:
+      primitive: f, as `_elementwise` defines it.
+      reference: the jnp function of the operands, in their order.
+      operands: the arrays by the names that errors use; the parameter comes last.
+      implementation: as the user gave it.
+      parameter: the name of the operand that must be a scalar.
+    """
+    name = primitive.name.removeprefix("jof_")
+    choice = _native.choose_implementation(name, implementation)
+    arrays = {k: _checks.as_array(name, k, x, numbers=True) for k, x in operands.items()}
+    if parameter is not None and arrays[parameter].ndim:
+        raise ValueError(
+            f"{name}: {parameter} must be a scalar, got shape {arrays[parameter].shape}; for "
+            "several values map over them with jax.vmap"
+        )
+    _check_shapes(name, {k: x.shape for k, x in arrays.items() if k != parameter})
+    dtype, *others = {x.dtype for x in arrays.values()}
+    if others or dtype not in _FLOATS:
+        dtype = jax.eval_shape(reference, *arrays.values()).dtype
+    if dtype not in _FLOATS:
+        if choice == "native":
+            raise _no_kernel(name, "float16, bfloat16, float32 and float64", dtype)
+        return reference(*arrays.values())
+    converted = (_converted(x, dtype) for x in arrays.values())
+    result: jax.Array = _elementwise.bind(primitive, *converted, implementation=choice)
+    return result
+
+
+def _check_shapes(name: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    if len({shape for shape in shapes.values() if shape}) > 1:
+        shown = ", ".join(f"{k} {shape}" for k, shape in shapes.items())
+        raise ValueError(
+            f"{name}: operands must have one shape or be scalars, got {shown}; broadcast them "
+            "first, for example with jnp.broadcast_arrays"
+        )
+
+
+def _no_kernel(name: str, expected: str, dtype: Any) -> TypeError:
+    return TypeError(
+        f'{name}: implementation="native" exists for {expected}, got {dtype}; cast the operands or '
+        'use implementation="xla"'
+    )
+
+
+def _converted(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
+
+
+# ---- activations ----
+
+_relu_p = _elementwise.differentiable("relu", jax.nn.relu)
+_leaky_relu_p = _elementwise.differentiable("leaky_relu", jax.nn.leaky_relu, parameters=1)
+_elu_p = _elementwise.differentiable("elu", jax.nn.elu, parameters=1)
+_sigmoid_p = _elementwise.differentiable("sigmoid", jax.nn.sigmoid)
+_silu_p = _elementwise.differentiable("silu", jax.nn.silu)
+_tanh_p = _elementwise.differentiable("tanh", jnp.tanh)
+_softplus_p = _elementwise.differentiable("softplus", jax.nn.softplus)
+_hard_swish_p = _elementwise.differentiable("hard_swish", jax.nn.hard_swish)
+_mish_p = _elementwise.differentiable("mish", jax.nn.mish)
+_gelu_p = {
+    approximate: _elementwise.differentiable(target, reference)
+    for approximate, target, reference in (
+        (True, "gelu_tanh", _reference.gelu_tanh),
+        (False, "gelu_erf", _reference.gelu_erf),
+    )
+}
+
+
+@_documented()
+def relu(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``max(x, 0)``. Replaces `jax.nn.relu`.
+
+    NaN stays NaN. The derivative at 0 is 0, as in jax.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.relu(jnp.array([-1.0, 0.0, 2.0])))
+      [0. 0. 2.]
+    """
+    return _call(_relu_p, jax.nn.relu, {"x": x}, implementation)
+
+
+@_documented()
+def leaky_relu(
+    x: ArrayLike, negative_slope: ArrayLike = 0.01, *, implementation: Implementation = None
+) -> jax.Array:
+    """``x`` where it is not negative, else ``negative_slope * x``. Replaces `jax.nn.leaky_relu`.
+
+    Args:
+      x: array of any shape, or a number.
+      negative_slope: a scalar, which may be traced.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.leaky_relu(jnp.array([-1.0, 0.0, 2.0]), 0.5))
+      [-0.5  0.   2. ]
+    """
+    operands = {"x": x, "negative_slope": negative_slope}
+    return _call(
+        _leaky_relu_p, jax.nn.leaky_relu, operands, implementation, parameter="negative_slope"
+    )
+
+
+@_documented(numerics="activation")
+def elu(
+    x: ArrayLike, alpha: ArrayLike = 1.0, *, implementation: Implementation = None
+) -> jax.Array:
+    """``x`` where it is positive, else ``alpha * (exp(x) - 1)``. Replaces `jax.nn.elu`.
+
+    Args:
+      x: array of any shape, or a number.
+      alpha: a scalar, which may be traced.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.elu(jnp.array([-jnp.inf, 0.0, 2.0]), alpha=3.0))
+      [-3.  0.  2.]
+    """
+    return _call(_elu_p, jax.nn.elu, {"x": x, "alpha": alpha}, implementation, parameter="alpha")
+
+
+@_documented(numerics="activation")
+def sigmoid(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``1 / (1 + exp(-x))``. Replaces `jax.nn.sigmoid`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.sigmoid(jnp.array([-jnp.inf, 0.0, jnp.inf])))
+      [0.  0.5 1. ]
+    """
+    return _call(_sigmoid_p, jax.nn.sigmoid, {"x": x}, implementation)
+
+
+@_documented(numerics="activation")
+def silu(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``x * sigmoid(x)``, also known as swish. Replaces `jax.nn.silu`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.silu(jnp.array([0.0, 1.0])).round(3))
+      [0.    0.731]
+    """
+    return _call(_silu_p, jax.nn.silu, {"x": x}, implementation)
+
+
+@_documented(numerics="activation")
+def tanh(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """The hyperbolic tangent. Replaces `jnp.tanh`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.tanh(jnp.array([-jnp.inf, 0.0, 1.0])).round(3))
+      [-1.     0.     0.762]
+    """
+    return _call(_tanh_p, jnp.tanh, {"x": x}, implementation)
+
+
+@_documented(numerics="activation")
+def softplus(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``log(1 + exp(x))``. Replaces `jax.nn.softplus`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.softplus(jnp.array([-jnp.inf, 0.0])).round(3))
+      [0.    0.693]
+    """
+    return _call(_softplus_p, jax.nn.softplus, {"x": x}, implementation)
+
+
+@_documented(numerics="activation")
+def hard_swish(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``x * relu6(x + 3) / 6``. Replaces `jax.nn.hard_swish`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.hard_swish(jnp.array([-3.0, 0.0, 3.0, 6.0])))
+      [-0.  0.  3.  6.]
+    """
+    return _call(_hard_swish_p, jax.nn.hard_swish, {"x": x}, implementation)
+
+
+@_documented(numerics="activation")
+def mish(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``x * tanh(softplus(x))``. Replaces `jax.nn.mish`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.mish(jnp.array([0.0, 1.0])).round(3))
+      [0.    0.865]
+    """
+    return _call(_mish_p, jax.nn.mish, {"x": x}, implementation)
+
+
+@_documented(numerics="activation")
+def gelu(
+    x: ArrayLike, approximate: bool = True, *, implementation: Implementation = None
+) -> jax.Array:
+    """``x`` times the standard normal distribution function of ``x``. Replaces `jax.nn.gelu`.
+
+    Args:
+      x: array of any shape, or a number.
+      approximate: True for ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``, False for
+        ``0.5 x erfc(-x / sqrt(2))``. Both are relatively accurate in the negative tail.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.gelu(jnp.array([0.0, 1.0])).round(3))
+      [0.    0.841]
+    """
+    if not isinstance(approximate, bool | np.bool_):
+        raise TypeError(f"gelu: approximate must be True or False, got {approximate!r}")
+    reference = _reference.gelu_tanh if approximate else _reference.gelu_erf
+    return _call(_gelu_p[bool(approximate)], reference, {"x": x}, implementation)
+
+
+# ---- arithmetic ----
+
+_add_p = _elementwise.linear_sum("add", jnp.add, (1, 1))
+_subtract_p = _elementwise.linear_sum("subtract", jnp.subtract, (1, -1))
+_multiply_p = _elementwise.differentiable("multiply", jnp.multiply, inputs=2, linear=(0, 1))
+_divide_p = _elementwise.differentiable("divide", jnp.divide, inputs=2, linear=(0,))
+_maximum_p = _elementwise.differentiable("maximum", jnp.maximum, inputs=2)
+_minimum_p = _elementwise.differentiable("minimum", jnp.minimum, inputs=2)
+_scale_p = _elementwise.differentiable("scale", jnp.multiply, parameters=1, linear=(0,))
+_fma_p = _elementwise.fused_multiply_add(_reference.fma, _multiply_p, _add_p)
+_where_p = _elementwise.selection(_reference.where)
+_cast_p = _elementwise.conversion()
+
+
+@_documented()
+def scale(x: ArrayLike, alpha: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``x * alpha`` for a scalar ``alpha``. Replaces ``alpha * x``.
+
+    Args:
+      x: array of any shape, or a number.
+      alpha: a scalar. It may be traced: the kernel reads it from device memory.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.scale(jnp.array([1.0, 2.0]), 0.5))
+      [0.5 1. ]
+    """
+    operands = {"x": x, "alpha": alpha}
+    return _call(_scale_p, jnp.multiply, operands, implementation, parameter="alpha")
+
+
+@_documented(derivative="The gradient moves no data.")
+def add(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``x + y``. Replaces `jnp.add`.
+
+    Args:
+      x: array of any shape, or a number.
+      y: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.add(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])))
+      [4. 6.]
+    """
+    return _call(_add_p, jnp.add, {"x": x, "y": y}, implementation)
+
+
+@_documented(derivative="The gradient is a negation at most.")
+def subtract(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``x - y``. Replaces `jnp.subtract`.
+
+    Args:
+      x: array of any shape, or a number.
+      y: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.subtract(jnp.array([1.0, 2.0]), 1.0))
+      [0. 1.]
+    """
+    return _call(_subtract_p, jnp.subtract, {"x": x, "y": y}, implementation)
+
+
+@_documented()
+def multiply(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``x * y``. Replaces `jnp.multiply`.
+
+    Args:
+      x: array of any shape, or a number.
+      y: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.multiply(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])))
+      [3. 8.]
+    """
+    return _call(_multiply_p, jnp.multiply, {"x": x, "y": y}, implementation)
+
+
+@_documented()
+def divide(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``x / y``. Replaces `jnp.divide`.
+
+    Args:
+      x: array of any shape, or a number.
+      y: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.divide(jnp.array([1.0, 2.0]), jnp.array([2.0, 0.0])))
+      [0.5 inf]
+    """
+    return _call(_divide_p, jnp.divide, {"x": x, "y": y}, implementation)
+
+
+@_documented()
+def maximum(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """The larger of ``x`` and ``y``, NaN if either is. Replaces `jnp.maximum`.
+
+    Where both are equal each gets half of the gradient, as in jax.
+
+    Args:
+      x: array of any shape, or a number.
+      y: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.maximum(jnp.array([1.0, 4.0]), jnp.array([3.0, 2.0])))
+      [3. 4.]
+    """
+    return _call(_maximum_p, jnp.maximum, {"x": x, "y": y}, implementation)
+
+
+@_documented()
+def minimum(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """The smaller of ``x`` and ``y``, NaN if either is. Replaces `jnp.minimum`.
+
+    Where both are equal each gets half of the gradient, as in jax.
+
+    Args:
+      x: array of any shape, or a number.
+      y: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.minimum(jnp.array([1.0, 4.0]), jnp.array([3.0, 2.0])))
+      [1. 2.]
+    """
+    return _call(_minimum_p, jnp.minimum, {"x": x, "y": y}, implementation)
+
+
+@_documented(derivative="The gradient with respect to x and y is one fused kernel.")
+def fma(
+    x: ArrayLike, y: ArrayLike, z: ArrayLike, *, implementation: Implementation = None
+) -> jax.Array:
+    """``x * y + z``, rounded once. Replaces ``x * y + z``, which may be rounded twice.
+
+    Args:
+      x: array of any shape, or a number.
+      y: likewise.
+      z: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.fma(jnp.array([1.0, 2.0]), 3.0, jnp.array([0.5, 0.5])))
+      [3.5 6.5]
+    """
+    return _call(_fma_p, _reference.fma, {"x": x, "y": y, "z": z}, implementation)
+
+
+@_documented(numerics="movement")
+def where(
+    condition: ArrayLike, x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None
+) -> jax.Array:
+    """``x`` where ``condition`` holds, else ``y``. Replaces `jnp.where` of three arguments.
+
+    Args:
+      condition: boolean array of any shape, or a number; what is not boolean holds where it is not
+        zero.
+      x: array of the same shape, of any dtype of 1 to 16 bytes, or a number.
+      y: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.where(jnp.array([True, False]), jnp.array([1.0, 2.0]), 0.0))
+      [1. 0.]
+    """
+    choice = _native.choose_implementation("where", implementation)
+    operands = {"condition": condition, "x": x, "y": y}
+    arrays = {k: _checks.as_array("where", k, v, numbers=True) for k, v in operands.items()}
+    _check_shapes("where", {k: v.shape for k, v in arrays.items()})
+    dtype = jax.eval_shape(_reference.where, *arrays.values()).dtype
+    if not _checks.is_movable(dtype):
+        if choice == "native":
+            raise _no_kernel("where", "dtypes of 1, 2, 4, 8 or 16 whole bytes", dtype)
+        return _reference.where(*arrays.values())
+    chosen = arrays["condition"]
+    chosen = chosen if chosen.dtype == jnp.bool_ else chosen != 0
+    branches = (_converted(arrays[k], dtype) for k in ("x", "y"))
+    result: jax.Array = _elementwise.bind(_where_p, chosen, *branches, implementation=choice)
+    return result
+
+
+@_documented(derivative="The gradient is the cast of the cotangent to x's dtype.")
+def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = None) -> jax.Array:
+    """``x`` converted to ``dtype``. Replaces ``x.astype(dtype)``, to the bit.
+
+    Args:
+      x: array of any shape, or a number.
+      dtype: what to convert to.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.cast(jnp.array([1.5, -2.5, 300.0]), jnp.int8))
+      [  1  -2 127]
+    """
+    choice = _native.choose_implementation("cast", implementation)
+    x = _checks.as_array("cast", "x", x, numbers=True)
+    new_dtype = jax.eval_shape(lambda x: x.astype(dtype), x).dtype
+    if not {x.dtype, new_dtype} <= _REAL_DTYPES:
+        if choice == "native":
+            raise _no_kernel(
+                "cast", "bool, integers and floats of 8 to 64 bits", f"{x.dtype} to {new_dtype}"
+            )
+        return x.astype(dtype)
+    if x.dtype == new_dtype:
+        return x.astype(dtype)  # moves nothing
+    result: jax.Array = _elementwise.bind(_cast_p, x, new_dtype=new_dtype, implementation=choice)
+    return result
+
+
+# ---- gated linear units ----
+
+_swiglu_p = _elementwise.differentiable("swiglu", _reference.swiglu, inputs=2, linear=(0,))
+_geglu_p = {
+    approximate: _elementwise.differentiable(target, reference, inputs=2, linear=(0,))
+    for approximate, target, reference in (
+        (True, "geglu_tanh", _reference.geglu_tanh),
+        (False, "geglu_erf", _reference.geglu_erf),
+    )
+}
+
+
+@_documented(numerics="activation", derivative="The gradient is one kernel with two results.")
+def swiglu(x: ArrayLike, gate: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
+    """``silu(gate) * x``. Replaces ``jax.nn.silu(gate) * x``.
+
+    Args:
+      x: array of any shape, or a number.
+      gate: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.swiglu(jnp.array([2.0, 2.0]), jnp.array([0.0, 100.0])))
+      [  0. 200.]
+    """
+    return _call(_swiglu_p, _reference.swiglu, {"x": x, "gate": gate}, implementation)
+
+
+@_documented(numerics="activation", derivative="The gradient is one kernel with two results.")
+def geglu(
+    x: ArrayLike,
+    gate: ArrayLike,
+    approximate: bool = True,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """``gelu(gate, approximate) * x``. Replaces ``jax.nn.gelu(gate, approximate) * x``.
+
+    Args:
+      x: array of any shape, or a number.
+      gate: likewise.
+      approximate: as for `gelu`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.geglu(jnp.array([2.0, 2.0]), jnp.array([0.0, 100.0])))
+      [  0. 200.]
+    """
+    if not isinstance(approximate, bool | np.bool_):
+        raise TypeError(f"geglu: approximate must be True or False, got {approximate!r}")
+    reference = _reference.geglu_tanh if approximate else _reference.geglu_erf
+    return _call(_geglu_p[bool(approximate)], reference, {"x": x, "gate": gate}, implementation)
