@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -36,6 +37,9 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--dtype", help="cases of one dtype, such as float16")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument(
+        "--build", action="store_true", help="compile the kernels of the suites alone, and stop"
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
@@ -45,6 +49,13 @@ def _run(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if unknown := [suite for suite in options.suites if suite not in CASES]:
         parser.error(f"no suite {unknown[0]!r}; there are: {', '.join(CASES)}")
+
+    if options.build:
+        for suite in options.suites or CASES:
+            module = importlib.import_module(f".{suite}", __package__)
+            for path in getattr(module, "build", list[Path])():
+                print(f"built {path.name}")
+        return 0
 
     # PyTorch and CuPy need room on the same GPU. Read when JAX starts its backend, so set before.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")

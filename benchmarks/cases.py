@@ -7,12 +7,30 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-_ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-_SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_SHORT = {
+    "float64": "f64",
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3fn",
+    "float8_e5m2": "e5m2",
+}
+_ITEMSIZE = {"float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element: the number in the dtype's name says the bits."""
+    return _ITEMSIZE.get(dtype) or int(re.sub(r"\D", "", dtype)) // 8
+
+
+def short(dtype: str) -> str:
+    """Such as ``bf16``."""
+    return _SHORT.get(dtype, dtype)
 
 
 class Case(Protocol):
@@ -21,6 +39,11 @@ class Case(Protocol):
     @property
     def name(self) -> str:
         """Unique among the cases of a suite; ``--case`` looks for its text in it."""
+        ...
+
+    @property
+    def op(self) -> str:
+        """What is computed; rows of the tables that compare ops."""
         ...
 
     @property
@@ -58,6 +81,7 @@ class UpsampleCase:
     dtype: str = "float32"
     group: str = "forward"
     method: str = "nearest"
+    op: str = "upsample_nearest2d"
 
     @property
     def factor(self) -> int | None:
@@ -94,7 +118,7 @@ class UpsampleCase:
     @property
     def bytes(self) -> int:
         """Each input byte read once and each output byte written once: both images, both ways."""
-        return (math.prod(self.small) + math.prod(self.large)) * _ITEMSIZE[self.dtype]
+        return (math.prod(self.small) + math.prod(self.large)) * itemsize(self.dtype)
 
     @property
     def name(self) -> str:
@@ -102,7 +126,7 @@ class UpsampleCase:
         scale = f"x{self.factor}" if self.factor else f"to{self.size[0]}"
         way = {"forward": "fwd", "backward": "bwd"}[self.group]
         shape = "x".join(map(str, self.shape))
-        return f"{way}-{shape}-{scale}-{self.layout}-{_SHORT[self.dtype]}"
+        return f"{way}-{shape}-{scale}-{self.layout}-{short(self.dtype)}"
 
     def _in_layout(self, h: int, w: int) -> tuple[int, int, int, int]:
         n, c = self.shape[:2]
@@ -148,5 +172,231 @@ def upsample_cases(platform: str, quick: bool = False) -> list[UpsampleCase]:
     return sorted(cases, key=lambda case: case.group != "forward")
 
 
-CASES: dict[str, Callable[[str, bool], list[Any]]] = {"upsample": upsample_cases}
+# ---- elementwise ----
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How many arrays an elementwise op moves, and how many conditions of a byte an element.
+
+    No number where the derivative moves nothing, or is an op that has its own row.
+    """
+
+    forward: int
+    derivative: int | None
+    conditions: int = 0
+
+
+_UNARY, _BINARY = Traffic(2, 3), Traffic(3, 5)
+ELEMENTWISE = {
+    "relu": _UNARY,
+    "leaky_relu": _UNARY,
+    "elu": _UNARY,
+    "gelu_tanh": _UNARY,
+    "gelu_erf": _UNARY,
+    "sigmoid": _UNARY,
+    "silu": _UNARY,
+    "tanh": _UNARY,
+    "softplus": _UNARY,
+    "hard_swish": _UNARY,
+    "mish": _UNARY,
+    "scale": Traffic(2, 2),  # the cotangent, scaled
+    "scale_traced": Traffic(2, None),
+    "add": Traffic(3, None),
+    "subtract": Traffic(3, None),
+    "multiply": _BINARY,
+    "divide": _BINARY,
+    "maximum": _BINARY,
+    "minimum": _BINARY,
+    "fma": Traffic(4, 5),  # the third cotangent is the result's own
+    "where": Traffic(3, 3, conditions=1),
+    "swiglu": _BINARY,
+    "geglu_tanh": _BINARY,
+    "geglu_erf": _BINARY,
+}
+"""The ops of the elementwise suite, and the arrays that each reads and writes."""
+
+
+@dataclass(frozen=True)
+class ElementwiseCase:
+    """An op (group "forward") or its pullback alone (group "derivative") on arrays of a size.
+
+    Group "small" is the forward op on arrays so small that launching it is what costs. ``variant``
+    says the size, such as "512 MiB".
+    """
+
+    op: str
+    dtype: str
+    elements: int
+    variant: str
+    group: str = "forward"
+
+    @property
+    def bytes(self) -> int:
+        """Each input byte read once and each output byte written once."""
+        traffic = ELEMENTWISE[self.op]
+        arrays = traffic.derivative if self.group == "derivative" else traffic.forward
+        return self.elements * ((arrays or 0) * itemsize(self.dtype) + traffic.conditions)
+
+    @property
+    def name(self) -> str:
+        """Such as ``vjp-silu-512MiB-f16``."""
+        way = {"forward": "fwd", "derivative": "vjp", "small": "small"}[self.group]
+        return f"{way}-{self.op}-{_compact(self.variant)}-{short(self.dtype)}"
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes that is a whole number of KiB or MiB."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+def _compact(variant: str) -> str:
+    """Such as "512MiB", or "4M" of "4M elements"."""
+    return variant.removesuffix(" elements").replace(" ", "")
+
+
+def _sizes(platform: str, dtype: str) -> list[tuple[int, str]]:
+    """Elements, and what the size is called: on a GPU it is that of the first array."""
+    if platform == "cpu":
+        return [(4 << 20, "4M elements")]
+    return [(nbytes // itemsize(dtype), size(nbytes)) for nbytes in (512 << 20, 64 << 20)]
+
+
+def elementwise_cases(platform: str, quick: bool = False) -> list[ElementwiseCase]:
+    """The rows of a platform; ``quick`` keeps three ops, two dtypes and the smaller arrays.
+
+    Rows of one size and dtype are neighbours: they share their inputs.
+    """
+    cases = [
+        ElementwiseCase(op, dtype, *_sizes(platform, dtype)[i], group)
+        for i in range(len(_sizes(platform, "float32")))
+        for dtype in ("float32", "float16", "bfloat16")
+        for group in ("forward", "derivative")
+        for op, traffic in ELEMENTWISE.items()
+        if group == "forward" or traffic.derivative
+    ]
+    if quick:
+        smallest = cases[-1].variant
+        ops, dtypes = ("gelu_tanh", "multiply", "where"), ("float32", "float16")
+        cases = [c for c in cases if c.variant == smallest and c.op in ops and c.dtype in dtypes]
+    if platform == "gpu":
+        cases += [
+            ElementwiseCase("silu", dtype, nbytes // itemsize(dtype), size(nbytes), "small")
+            for dtype in ("float32", "float16")
+            for nbytes in (1 << exponent for exponent in ([10] if quick else range(10, 21, 2)))
+        ]
+    return cases
+
+
+# ---- cast ----
+
+
+@dataclass(frozen=True)
+class CastCase:
+    """A conversion of an array of ``dtype`` to ``new_dtype``; ``variant`` says the input's size."""
+
+    dtype: str
+    new_dtype: str
+    elements: int
+    variant: str
+    group: str = "cast"
+
+    @property
+    def op(self) -> str:
+        """Such as "f32 to f16"."""
+        return f"{short(self.dtype)} to {short(self.new_dtype)}"
+
+    @property
+    def bytes(self) -> int:
+        """Each input byte read once and each output byte written once."""
+        return self.elements * (itemsize(self.dtype) + itemsize(self.new_dtype))
+
+    @property
+    def name(self) -> str:
+        """Such as ``f32-to-f16-512MiB``."""
+        return f"{self.op.replace(' ', '-')}-{_compact(self.variant)}"
+
+
+_CAST_PAIRS = [
+    ("float32", "float16"),
+    ("float32", "bfloat16"),
+    ("float16", "bfloat16"),
+    ("float16", "float8_e4m3fn"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("float32", "float8_e4m3fn"),
+    ("float16", "float8_e5m2"),
+    ("float32", "int8"),
+    ("float16", "int8"),
+    ("bfloat16", "int8"),
+    ("float32", "float64"),
+    ("float32", "int32"),
+]
+
+
+def cast_cases(platform: str, quick: bool = False) -> list[CastCase]:
+    """The rows of a platform, both directions of every pair; ``quick`` keeps one pair and size."""
+    pairs = sorted(pair for a, b in _CAST_PAIRS for pair in ((a, b), (b, a)))
+    cases = [
+        CastCase(a, b, *_sizes(platform, a)[i])
+        for i in range(len(_sizes(platform, "float32")))
+        for a, b in pairs
+    ]
+    if quick:
+        last = cases[-1].variant
+        cases = [c for c in cases if c.variant == last and {c.dtype, c.new_dtype} == _QUICK_CAST]
+    return cases
+
+
+_QUICK_CAST = {"float32", "float16"}
+
+
+# ---- the gelu ladder ----
+
+
+@dataclass(frozen=True)
+class LadderCase:
+    """The article's gelu kernels of one dtype beside ours, on one array."""
+
+    dtype: str
+    elements: int
+    group: str = "ladder"
+    op: str = "gelu_tanh"
+
+    @property
+    def variant(self) -> str:
+        """The number of elements and the size of the input."""
+        return f"{self.elements >> 20}M elements, {size(self.elements * itemsize(self.dtype))}"
+
+    @property
+    def bytes(self) -> int:
+        """Each input byte read once and each output byte written once."""
+        return 2 * self.elements * itemsize(self.dtype)
+
+    @property
+    def name(self) -> str:
+        """Such as ``ladder-16M-f16``."""
+        return f"ladder-{self.elements >> 20}M-{short(self.dtype)}"
+
+
+def ladder_cases(platform: str, quick: bool = False) -> list[LadderCase]:
+    """The article's input is 64 MiB of f32: as many f16 elements, and as many bytes of them.
+
+    The kernels run on GPUs alone.
+    """
+    if platform != "gpu":
+        return []
+    cases = [
+        LadderCase("float32", 16 << 20),
+        LadderCase("float16", 16 << 20),
+        LadderCase("float16", 32 << 20),
+    ]
+    return cases[:2] if quick else cases
+
+
+CASES: dict[str, Callable[[str, bool], list[Any]]] = {
+    "upsample": upsample_cases,
+    "elementwise": elementwise_cases,
+    "cast": cast_cases,
+    "gelu_ladder": ladder_cases,
+}
 """The table of every suite: ``CASES[suite](platform, quick)``."""

@@ -25,6 +25,7 @@ class Ceilings:
 
     def __init__(self, platform: str) -> None:
         self.kind, self.note, self._cupy = _FALLBACK, None, None
+        self._nbytes, self._made = 0, list[Contender]()
         if platform != "gpu":
             return
         try:
@@ -33,17 +34,26 @@ class Ceilings:
             module = cupy.RawModule(code=_SOURCE.read_text(), options=("--std=c++17",))
             self._copy, self._fill = (module.get_function(n) for n in ("copy_packs", "fill_packs"))
             self._cupy, self.kind = cupy, "our own copy kernel, 16-byte packs"
-            for contender in self.contenders(1 << 20):
+            for contender in self._kernels(1 << 20):
                 contender.sync(contender.call(0))
         except Exception as error:  # no CuPy, or one that does not fit this CUDA
             self._cupy, self.kind = None, _FALLBACK
             self.note = f"CuPy cannot run the copy kernel ({reason(error)}): the ceiling is XLA's"
 
     def contenders(self, nbytes: int) -> list[Contender]:
-        """The copy, and the fill where there is one, at ``nbytes`` read and written in all."""
-        if self._cupy is None:
-            return [_negate(nbytes)]
-        cupy, sets = self._cupy, rotation_sets(nbytes)
+        """The copy, and the fill where there is one, at ``nbytes`` read and written in all.
+
+        They keep their buffers until they are made for another number of bytes.
+        """
+        if nbytes != self._nbytes:
+            self._made = []  # before new buffers are allocated
+            self._made = [_negate(nbytes)] if self._cupy is None else self._kernels(nbytes)
+            self._nbytes = nbytes
+        return self._made
+
+    def _kernels(self, nbytes: int) -> list[Contender]:
+        cupy: Any = self._cupy
+        sets = rotation_sets(nbytes)
         half = nbytes // 32  # packs; a copy reads half of the bytes and writes the other half
         inputs = [cupy.empty((half, 4), dtype="uint32") for _ in range(sets)]
         outputs = [cupy.empty((2 * half, 4), dtype="uint32") for _ in range(sets)]

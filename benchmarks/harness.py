@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +30,54 @@ from .timing import Clock, Contender, Timing, compare, make_clock, reason, rotat
 Array = Any
 
 
+class Input(NamedTuple):
+    """An array that a case takes.
+
+    The kinds: "normal" values around 0; "divisor", none of them near 0; "scalar", one 0.75;
+    "condition", half of them true.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str = "normal"
+
+
+Arrays = tuple[Array, ...]
+Sets = list[Arrays]  # of inputs, which calls use in turn
+# Makes a further contender from the sets and our result, and says what is known of it.
+Maker = Callable[[Sets, Array], tuple[Contender, dict[str, Any]]]
+
+
 @dataclass(frozen=True)
 class Work:
-    """What a suite says about one case; its functions take the arrays of ``shapes``, in order."""
+    """What a suite says about one case; its functions take the arrays of ``inputs``, in order."""
 
-    shapes: Sequence[tuple[tuple[int, ...], str]]
+    inputs: Sequence[Input]
     ours: Callable[..., Array]
     target: str  # the custom call that must be in our compiled program for it to count as native
     jnp: dict[str, Callable[..., Array]]
-    torch: Callable[..., Any]  # takes the torch module first
-    check: Callable[[tuple[Array, ...], Array], str | None]  # what is wrong with our result
+    torch: Callable[..., Any] | None  # takes the torch module first
+    check: Callable[[Arrays, Array], str | None]  # what is wrong with our result
     exact: bool  # the rivals' results must be ours, bit for bit
+    alone: bool = False  # our program must be that custom call and nothing else
+    torch_inputs: Callable[..., Any] | None = None  # what torch takes instead; not timed
+    others: dict[str, Maker] = field(default_factory=dict)
+    ceilings: tuple[str, ...] = ("copy", "fill")
+    effort: float = 1.0  # the share of the usual samples that is enough
+
+    @property
+    def rivals(self) -> list[str]:
+        """The names of all that ours is compared with, in the order of the columns."""
+        return [*self.jnp, *self.others, *(["torch"] if self.torch else [])]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case, its work, and its programs ("ours" and the jnp rivals) in compilation."""
+
+    case: Case
+    work: Work
+    programs: dict[str, Future[Any]]
 
 
 def run(suite: str, cases: Sequence[Case], out: Path | None, whole: bool, argv: list[str]) -> int:
@@ -46,6 +85,18 @@ def run(suite: str, cases: Sequence[Case], out: Path | None, whole: bool, argv: 
 
     Where they are not the ``whole`` suite, the results do not replace those of the repository.
     """
+    module = importlib.import_module(f".{suite}", __package__)
+    x64 = jax.config.read("jax_enable_x64")  # some suites have 64-bit cases
+    jax.config.update("jax_enable_x64", x64 or getattr(module, "X64", False))
+    try:
+        return _run(suite, module, cases, out, whole, argv)
+    finally:
+        jax.config.update("jax_enable_x64", x64)
+
+
+def _run(
+    suite: str, module: Any, cases: Sequence[Case], out: Path | None, whole: bool, argv: list[str]
+) -> int:
     begin, platform = time.perf_counter(), jax.default_backend()
     clock, clock_note = make_clock(platform)
     ceilings = Ceilings(platform)
@@ -66,16 +117,22 @@ def run(suite: str, cases: Sequence[Case], out: Path | None, whole: bool, argv: 
     path = (out or Path(root) / environment.slug(about)) / f"{suite}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    table = Table([case.name for case in cases], platform)
+    prepared = _prepare_all(cases, module.work)
+    result["compile_seconds"] = round(time.perf_counter() - begin, 1)
+    rivals = dict.fromkeys(name for p in prepared for name in p.work.rivals)
+    if torch is None:
+        rivals.pop("torch", None)
+    inputs = Inputs(seed)
+    table = Table([case.name for case in cases], platform, list(rivals))
     print(f"{suite} on {about['device']}, {clock.name} clock; ceiling: {ceilings.kind}")
     print("\n".join([*(f"note: {note}" for note in notes), table.header()]), flush=True)
-    make_work = importlib.import_module(f".{suite}", __package__).work
     # No bar where stderr is a file: there the lines of the table show how far it is.
-    bar = tqdm(cases, file=sys.stderr, unit="case", leave=False, disable=None)
-    for i, case in enumerate(bar):
-        bar.set_postfix_str(case.name)
-        row = _row(case, seed + i, make_work, clock, ceilings, torch)
+    bar = tqdm(prepared, file=sys.stderr, unit="case", leave=False, disable=None)
+    for item in bar:
+        bar.set_postfix_str(item.case.name)
+        row = _row(item, inputs, clock, ceilings, torch)
         result["rows"].append(row)
+        _make_room(torch)
         tqdm.write(table.line(row), file=sys.stdout)
         sys.stdout.flush()
         # Written after every row: a run cut short leaves what it measured.
@@ -86,17 +143,35 @@ def run(suite: str, cases: Sequence[Case], out: Path | None, whole: bool, argv: 
     return sum("error" in row for row in result["rows"])
 
 
+def _prepare_all(cases: Sequence[Case], make_work: Callable[[Any], Work]) -> list[Prepared]:
+    """Compiles the programs of all cases side by side, before anything is timed."""
+
+    def compiled(function: Callable[..., Array], inputs: Sequence[Input]) -> Any:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+        return jax.jit(function).lower(*shapes).compile()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        prepared = []
+        for case in cases:
+            work = make_work(case)
+            functions = {"ours": work.ours, **work.jnp}
+            programs = {k: pool.submit(compiled, f, work.inputs) for k, f in functions.items()}
+            prepared.append(Prepared(case, work, programs))
+        everything = [future for p in prepared for future in p.programs.values()]
+        bar = {"total": len(everything), "unit": "program", "leave": False, "disable": None}
+        for _ in tqdm(as_completed(everything), file=sys.stderr, desc="compile", **bar):
+            pass
+    return prepared
+
+
 def _row(
-    case: Case,
-    seed: int,
-    make_work: Callable[[Any], Work],
-    clock: Clock,
-    ceilings: Ceilings,
-    torch: Any,
+    item: Prepared, inputs: Inputs, clock: Clock, ceilings: Ceilings, torch: Any
 ) -> dict[str, Any]:
     """One case, checked and timed; whatever fails is in the row."""
+    case, work = item.case, item.work
     row: dict[str, Any] = {
         "case": case.name,
+        "op": case.op,
         "group": case.group,
         "variant": case.variant,
         "dtype": case.dtype,
@@ -104,25 +179,26 @@ def _row(
     }
     rivals: dict[str, dict[str, Any]] = {}
     try:
-        work = make_work(case)
-        sets = _inputs(work, case.bytes, seed)
-        ours = jax.jit(work.ours).lower(*sets[0]).compile()
-        targets = re.findall(r'custom_call_target="([^"]+)"', ours.as_text() or "")
-        row["implementation"] = "native" if work.target in targets else "xla"
+        sets = inputs.sets(work.inputs, rotation_sets(case.bytes))
+        ours = item.programs["ours"].result()
+        row["implementation"] = implementation(ours.as_text() or "", work.target, work.alone)
         result = jax.block_until_ready(ours(*sets[0]))
         if wrong := work.check(sets[0], result):
             raise ArithmeticError(wrong)
 
         contenders = [_jax_contender("ours", ours, sets)]
-        for name, function in work.jnp.items():
-            make = partial(_jax_rival, name, function, work, sets, result)
+        for name in work.jnp:
+            make = partial(_jax_rival, name, item.programs[name], work, sets, result)
             rivals[name] = _prepare(contenders, make)
             if work.exact and not rivals[name].get("agrees", True):
                 raise ArithmeticError(f"differs from {name} by {rivals[name]['difference']}")
-        if torch is not None:
+        for name, maker in work.others.items():
+            rivals[name] = _prepare(contenders, partial(maker, sets, result))
+        if torch is not None and work.torch is not None:
             rivals["torch"] = _prepare(contenders, partial(_torch_rival, torch, work, sets, result))
-        contenders += ceilings.contenders(case.bytes)
-        timings = compare(contenders, clock)
+        contenders += [c for c in ceilings.contenders(case.bytes) if c.name in work.ceilings]
+        del result
+        timings = compare(contenders, clock, work.effort)
     except Exception as error:  # a case that fails is a row that says so, and the exit status
         return {**row, "error": reason(error), "rivals": rivals}
 
@@ -176,13 +252,74 @@ def _rated(timing: Timing | str, nbytes: int) -> dict[str, Any]:
     return {"tb_per_s": round(nbytes / timing.us / 1e6, 6), **timing.to_json()}
 
 
-def _inputs(work: Work, nbytes: int, seed: int) -> list[tuple[Array, ...]]:
-    """Fresh random inputs, as many sets as it takes to rotate beyond the caches."""
-    keys = jax.random.split(jax.random.key(seed), (rotation_sets(nbytes), len(work.shapes)))
-    return [
-        tuple(jax.random.normal(k, *shape) for k, shape in zip(row, work.shapes, strict=True))
-        for row in keys
-    ]
+def implementation(program: str, target: str, alone: bool) -> str:
+    """Whether a compiled program is our kernel, "native", or jnp's, "xla".
+
+    Where it must be our kernel ``alone``, anything beside it is an error.
+    """
+    targets = re.findall(r'custom_call_target="([^"]+)"', program)
+    if target not in targets:
+        return "xla"
+    # The first word with a parenthesis in each line of the entry computation is its operation.
+    entry = program[program.index("ENTRY") :].splitlines()[1:]
+    found = [match[1] for line in entry if (match := re.search(r"= .*?([a-z][a-z-]*)\(", line))]
+    beside = set(found) - _MOVES_NOTHING
+    if alone and (beside or targets != [target]):
+        raise ArithmeticError(f"{', '.join(sorted(beside) or targets)} in a program of {target}")
+    return "native"
+
+
+_MOVES_NOTHING = {"parameter", "constant", "custom-call", "call", "bitcast"}
+_MOVES_NOTHING |= {"tuple", "get-tuple-element"}
+
+
+class Inputs:
+    """Random inputs, as many sets as it takes to rotate beyond the caches.
+
+    Cases that follow one another and take arrays of one shape and dtype get the same ones.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._arrays: dict[tuple[Input, int], Array] = {}
+
+    def sets(self, inputs: Sequence[Input], count: int) -> Sets:
+        """``count`` sets; arrays of other shapes and dtypes are dropped."""
+        shapes = {(x.shape, x.dtype) for x in inputs}
+        self._arrays = {k: v for k, v in self._arrays.items() if (k[0].shape, k[0].dtype) in shapes}
+        return [
+            tuple(self._array(x, j << 8 | i) for j, x in enumerate(inputs)) for i in range(count)
+        ]
+
+    def _array(self, description: Input, index: int) -> Array:
+        key = description, index
+        if key not in self._arrays:
+            self._arrays[key] = _draw(np.uint32(self._seed ^ index), *description)
+        return self._arrays[key]
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(seed: np.uint32, shape: tuple[int, ...], dtype: str, kind: str) -> Array:
+    if kind == "scalar":
+        return jnp.full(shape, 0.75, dtype)
+    if kind == "condition":
+        return jax.random.bernoulli(jax.random.key(seed), shape=shape)
+    values = 3 * jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+    if kind == "divisor":
+        values += jnp.sign(values)
+    return values.astype(dtype)
+
+
+def _make_room(torch: Any) -> None:
+    """Gives cached memory back where less of the GPU's is left than the next row may want."""
+    if torch is None or torch.cuda.mem_get_info()[0] >= _ROOM_BYTES:
+        return
+    torch.cuda.empty_cache()
+    if cupy := sys.modules.get("cupy"):
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+_ROOM_BYTES = 16 << 30
 
 
 def _prepare(
@@ -197,40 +334,47 @@ def _prepare(
     return known
 
 
-def _jax_contender(
-    name: str, compiled: Callable[..., Array], sets: list[tuple[Array, ...]]
-) -> Contender:
+def _jax_contender(name: str, compiled: Callable[..., Array], sets: Sets) -> Contender:
     return Contender(name, lambda i: compiled(*sets[i % len(sets)]), jax.block_until_ready)
 
 
 def _jax_rival(
-    name: str,
-    function: Callable[..., Array],
-    work: Work,
-    sets: list[tuple[Array, ...]],
-    ours: Array,
+    name: str, program: Future[Any], work: Work, sets: Sets, ours: Array
 ) -> tuple[Contender, dict[str, Any]]:
-    compiled = jax.jit(function).lower(*sets[0]).compile()
-    known = _agreement(work, ours, compiled(*sets[0]))
+    compiled = program.result()
+    known = agreement(ours, compiled(*sets[0]), work.exact)
     return _jax_contender(name, compiled, sets), known
 
 
 def _torch_rival(
-    torch: Any, work: Work, sets: list[tuple[Array, ...]], ours: Array
+    torch: Any, work: Work, sets: Sets, ours: Array
 ) -> tuple[Contender, dict[str, Any]]:
-    tensors = [[_to_torch(torch, x) for x in arrays] for arrays in sets]
+    if work.torch is None:
+        raise ValueError("nothing to compare with")
+    function, tensors = work.torch, [[_to_torch(torch, x) for x in arrays] for arrays in sets]
+    if work.torch_inputs is not None:
+        tensors = [work.torch_inputs(torch, *arrays) for arrays in tensors]
 
     def call(i: int) -> Any:
-        return work.torch(torch, *tensors[i % len(tensors)])
+        with torch.no_grad():
+            return function(torch, *tensors[i % len(tensors)])
 
     def sync(_: Any) -> None:
         torch.cuda.synchronize()
 
-    with torch.no_grad():
-        y = call(0).contiguous()
-        sync(y)
-        known = _agreement(work, ours, jnp.from_dlpack(y))
-    return Contender("torch", call, sync), known
+    y = call(0)
+    sync(y)
+    theirs = [_from_torch(torch, leaf) for leaf in jax.tree.leaves(y)]
+    return Contender("torch", call, sync), agreement(ours, theirs, work.exact)
+
+
+def _from_torch(torch: Any, y: Any) -> Array:
+    y = y.contiguous()
+    try:
+        return jnp.from_dlpack(y)
+    except Exception:  # a dtype that the two do not exchange
+        bits = jnp.from_dlpack(y.view(getattr(torch, f"int{8 * y.itemsize}")))
+        return jax.lax.bitcast_convert_type(bits, jnp.dtype(str(y.dtype).removeprefix("torch.")))
 
 
 def _to_torch(torch: Any, x: Array) -> Any:
@@ -242,14 +386,19 @@ def _to_torch(torch: Any, x: Array) -> Any:
         return torch.from_numpy(bits).cuda().view(getattr(torch, x.dtype.name))
 
 
-def _agreement(work: Work, ours: Array, theirs: Array) -> dict[str, Any]:
+def agreement(ours: Array, theirs: Array, exact: bool) -> dict[str, Any]:
     """How far a rival's result is from ours, and whether that is as it should be.
 
     Where results need not be equal, a rival may sum in its own dtype: some ulp of the largest.
     """
-    difference, largest = map(float, _difference(ours, theirs))
-    bound = 0.0 if work.exact else 16 * float(jnp.finfo(ours.dtype).eps) * largest
-    return {"agrees": difference <= bound, "difference": difference}
+    agrees, largest_difference = True, 0.0
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        difference, largest = map(float, _difference(a, b))
+        bound = 0.0 if exact else 16 * float(jnp.finfo(a.dtype).eps) * largest
+        agrees &= difference <= bound
+        if not difference <= largest_difference:  # NaN too
+            largest_difference = difference
+    return {"agrees": agrees, "difference": largest_difference}
 
 
 @jax.jit
@@ -275,16 +424,17 @@ def _import_torch(platform: str) -> tuple[Any, str | None]:
 class Table:
     """The plain-text table, one line a row as it is measured."""
 
-    rivals = ("resize", "repeat", "broadcast", "torch")
-
-    def __init__(self, names: Sequence[str], platform: str) -> None:
+    def __init__(self, names: Sequence[str], platform: str, rivals: Sequence[str]) -> None:
+        self._rivals = rivals
+        # As wide as a ratio such as 1234.56x, or as the name.
+        self._widths = [max(9, len(rival)) for rival in rivals]
         self._width = max(map(len, names), default=4)
         self._unit, self._scale = rate_unit(platform)
 
     def header(self) -> str:
         """The names of the columns."""
         columns = [f"{'case':{self._width}} impl  ", f"{'us':>9} {'iqr':>7}"]
-        columns += [f"{self._unit:>6} of copy", *(f"{rival:>9}" for rival in self.rivals)]
+        columns += [f"{self._unit:>6} of copy", *self._cells(self._rivals)]
         return " ".join([*columns, f"{'best':>8}"])
 
     def line(self, row: dict[str, Any]) -> str:
@@ -296,18 +446,21 @@ class Table:
         share = f"{row['of_copy']:7.0%}" if "of_copy" in row else "      -"
         cells = [start, f"{ours['us']:9.1f} {ours['iqr_us']:7.1f}"]
         cells += [f"{ours['tb_per_s'] * self._scale:6.2f} {share}"]
-        cells += [self._ratio(row["rivals"].get(rival)) for rival in self.rivals]
+        cells += self._cells(self._ratio(row["rivals"].get(rival)) for rival in self._rivals)
         if "ratio" in row:
             cells.append(f"{row['ratio']:7.2f}x")
             if row["ratio"] < 1:
                 cells.append("< slower (noise)" if row["within_noise"] else "< slower")
         return " ".join(cells)
 
+    def _cells(self, texts: Iterable[str]) -> list[str]:
+        return [f"{text:>{width}}" for text, width in zip(texts, self._widths, strict=True)]
+
     @staticmethod
     def _ratio(rival: dict[str, Any] | None) -> str:
         if rival is None:
-            return f"{'-':>9}"
-        return f"{rival['ratio']:8.2f}x" if "ratio" in rival else f"{'failed':>9}"
+            return "-"
+        return f"{rival['ratio']:.2f}x" if "ratio" in rival else "failed"
 
     def footnotes(self, rows: Sequence[dict[str, Any]]) -> list[str]:
         """What the columns mean, and every rival that failed or disagrees."""

@@ -12,11 +12,12 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import environment
+from .cases import short
 
 Result = dict[str, Any]
 
@@ -60,10 +61,274 @@ def insert(text: str, name: str, content: str) -> str:
 
 
 def tables(result: Result) -> str:
-    """Markdown: where the numbers come from, geometric means, and all rows folded away."""
-    parts = [provenance(result), summary(result)]
-    parts += ["<details><summary>All cases</summary>", details(result), "</details>"]
-    return "\n\n".join(parts)
+    """Markdown: where the numbers come from, and the tables of the suite."""
+    sections = {"elementwise": _elementwise, "cast": _cast, "gelu_ladder": _ladder}
+    parts = [provenance(result), *sections.get(result["suite"], _any)(result)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _any(result: Result) -> list[str]:
+    """Geometric means, and all rows folded away."""
+    return [summary(result), _folded("All cases", details(result))]
+
+
+def _elementwise(result: Result) -> list[str]:
+    """Geometric means; a row an op, at the largest arrays; the rest folded away."""
+    rows = [row for row in result["rows"] if row["group"] != "small"]
+    first, *others = _blocks(rows)
+    return [
+        summary({**result, "rows": rows}),
+        f"At {first[0]}, {_CELL}:",
+        by_op(first[1]),
+        naive(rows),
+        small(result),
+        _folded(f"Every op at {first[0]}", op_details(first[1])),
+        *(_folded(f"Every op at {title}", op_details(block)) for title, block in others),
+    ]
+
+
+def _cast(result: Result) -> list[str]:
+    """Geometric means, and a row a pair of dtypes."""
+    rows = result["rows"]
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    columns = {variant: _has(variant=variant) for variant in variants}
+    return [
+        summary(result),
+        f"{_CELL[0].upper()}{_CELL[1:]}:",
+        matrix(rows, columns),
+        _folded("All cases", details(result)),
+    ]
+
+
+_CELL = "the best jnp formulation's time over ours, and the share of a copy's bandwidth"
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{content}\n\n</details>"
+
+
+def _blocks(rows: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+    """The rows of each size, in their order."""
+    sizes = dict.fromkeys(row["variant"] for row in rows)
+    return [(size, [row for row in rows if row["variant"] == size]) for size in sizes]
+
+
+def _has(**values: str) -> Callable[[Result], bool]:
+    return lambda row: all(row[name] == value for name, value in values.items())
+
+
+def by_op(rows: Sequence[Result]) -> str:
+    """A row an op, a column a group and dtype."""
+    keys = dict.fromkeys((row["group"], row["dtype"]) for row in rows)
+    return matrix(rows, {f"{g} {short(d)}": _has(group=g, dtype=d) for g, d in keys})
+
+
+def matrix(rows: Sequence[Result], columns: dict[str, Callable[[Result], bool]]) -> str:
+    """A row an op; ops and cells where ours is slower are marked."""
+    lines = [["", *columns]]
+    lost = False
+    for op in dict.fromkeys(row["op"] for row in rows):
+        cells = []
+        for belongs in columns.values():
+            found = [row for row in rows if row["op"] == op and belongs(row)]
+            cells.append(_cell(found[0]) if found else "")
+        slower = any(_SLOWER in cell for cell in cells)
+        lost |= slower
+        lines.append([f"{op} {_SLOWER}" if slower else op, *cells])
+    text = _markdown(lines)
+    return (
+        f"{text}\n\n{_SLOWER} ours is slower, by more than the spread of the samples."
+        if lost
+        else text
+    )
+
+
+_SLOWER = "▼"
+_OWN_TABLES = ("naive", "1 element")  # rivals that the geometric means leave out
+
+
+def _cell(row: Result) -> str:
+    if "error" in row:
+        return "error"
+    words = [f"{row['ratio']:.2f}x" if "ratio" in row else "-"]
+    words += [_percent([row["of_copy"]])] if "of_copy" in row else []
+    if row.get("ratio", 1) < 1 and not row["within_noise"]:
+        words.append(_SLOWER)
+    if row["implementation"] != "native":
+        words.append(f"({row['implementation']})")
+    return " ".join(words)
+
+
+def op_details(rows: Sequence[Result]) -> str:
+    """A row an op and group; for each dtype the ratios and the share of a copy."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    shown = ["best jnp", *(["torch"] if _ratios(rows, "torch") else []), "of copy"]
+    lines = [["", "", *(word for d in dtypes for word in (f"{short(d)} us", *shown))]]
+    for op, group in dict.fromkeys((row["op"], row["group"]) for row in rows):
+        cells = []
+        for dtype in dtypes:
+            found = [r for r in rows if _has(op=op, group=group, dtype=dtype)(r)]
+            if not found or "error" in found[0]:
+                cells += ["error" if found else "", *[""] * len(shown)]
+                continue
+            (row,) = found
+            known = {
+                "best jnp": _times([row["ratio"]] if "ratio" in row else []),
+                "torch": _times(_ratios([row], "torch")),
+                "of copy": _percent([row["of_copy"]] if "of_copy" in row else []),
+            }
+            cells += [f"{row['ours']['us']:.1f}", *(known[name] for name in shown)]
+        lines.append([op, group, *cells])
+    return _markdown(lines)
+
+
+def naive(rows: Sequence[Result]) -> str:
+    """One element a thread against packs: the articles' table."""
+    found = [row for row in rows if "us" in row["rivals"].get("naive", {}) and "error" not in row]
+    if not found:
+        return ""
+    lines = [["multiply", "", "one element a thread", "packs", "gain", "the article's gain"]]
+    for row in found:
+        one = row["rivals"]["naive"]
+        lines.append(
+            [
+                short(row["dtype"]),
+                row["variant"],
+                *(f"{x['us']:.1f} us, {x['tb_per_s']:.2f} TB/s" for x in (one, row["ours"])),
+                _times([one["ratio"]]),
+                f"{_ARTICLE_NAIVE[row['dtype']]:.2f}x",
+            ]
+        )
+    return _markdown(lines)
+
+
+# Of an A100 PCIe 40 GB: 298.46 us against 284 in f32, 237.28 against 140.74 in f16.
+_ARTICLE_NAIVE = {"float32": 298.46 / 284, "float16": 237.28 / 140.74}
+
+
+def small(result: Result) -> str:
+    """Microseconds of small arrays, and of one element: what a launch costs."""
+    rows = [row for row in result["rows"] if row["group"] == "small" and "error" not in row]
+    if not rows:
+        return ""
+    rivals = ["1 element", *(name for name in _rivals(rows) if name != "1 element")]
+    lines = [[f"{rows[0]['op']}, us", "", "ours", *rivals]]
+    for row in rows:
+        timed = [row["ours"], *(row["rivals"].get(name, {}) for name in rivals)]
+        cells = [f"{x['us']:.2f}" if "us" in x else "-" for x in timed]
+        lines.append([row["variant"], short(row["dtype"]), *cells])
+    return _markdown(lines)
+
+
+# ---- the gelu ladder ----
+
+# Microseconds and requests of global loads on an RTX 2080 Ti.
+_ARTICLE_US = {"scalar": 257.70, "vec2": 249.79, "vec4": 249.15, "half2": 136.83}
+_ARTICLE_US |= {"vec2 half2": 127.23, "vec4 half2": 125.82, "cute": 125.75}
+_ARTICLE_REQUESTS = {"scalar": 524288, "vec2": 262144, "vec4": 131072}
+_ARTICLE_ELEMENTS = "16M elements"
+
+
+def _ladder(result: Result) -> list[str]:
+    """The kernels, the article's claims, and what could not be measured."""
+    rows = [row for row in result["rows"] if "error" not in row]
+    article = (
+        "The article's figures are of an RTX 2080 Ti and as many elements; it counts 2,097,152 "
+        "sectors for each of its f32 kernels. Errors are against float64."
+    )
+    return [article, ladder(rows), verdicts(rows), _failures(result["rows"])]
+
+
+def ladder(rows: Sequence[Result]) -> str:
+    """A row a kernel, with the article's figures beside ours."""
+    head = ["kernel", "us", "TB/s", "of copy", "error, ulp", "error", "load, store bits"]
+    lines = [[*head, "requests", "sectors", "article: us", "requests"]]
+    for row in rows:
+        lines.append([f"**{short(row['dtype'])}, {row['variant']}**", *[""] * (len(lines[0]) - 1)])
+        copy = row["ceilings"].get("copy", {}).get("us")
+        comparable = row["variant"].startswith(_ARTICLE_ELEMENTS)
+        kernels = {k: v for k, v in row["rivals"].items() if k not in (*row["jnp"], "torch")}
+        kernels["ours, in JAX"] = row["ours"]
+        for name, known in {**kernels, **row["rivals"]}.items():
+            if "us" not in known:
+                continue
+            us, requests = (
+                figures.get(name) if comparable else None
+                for figures in (_ARTICLE_US, _ARTICLE_REQUESTS)
+            )
+            bits = [str(known[k]) for k in ("load_bits", "store_bits") if k in known]
+            counts = [known.get(k) for k in ("requests", "sectors")]
+            lines.append(
+                [
+                    name,
+                    f"{known['us']:.2f}",
+                    f"{known['tb_per_s']:.2f}",
+                    f"{copy / known['us']:.0%}" if copy else "-",
+                    f"{known['max_ulp']:,.1f}" if "max_ulp" in known else "-",
+                    f"{known['max_error']:.1e}" if "max_error" in known else "-",
+                    ", ".join(bits) or "-",
+                    *("-" if count is None else f"{count:,}" for count in counts),
+                    "-" if us is None else f"{us:.2f}",
+                    "-" if requests is None else f"{requests:,}",
+                ]
+            )
+    return _markdown(lines)
+
+
+def verdicts(rows: Sequence[Result]) -> str:
+    """The article's claims, as these measurements have them."""
+    timed = {
+        (row["dtype"], name): known
+        for row in rows
+        if row["variant"].startswith(_ARTICLE_ELEMENTS)
+        for name, known in row["rivals"].items()
+        if "us" in known
+    }
+    f32, f16 = "float32", "float16"
+    claims = [
+        ("four f32 a thread beat one", (f32, "scalar"), (f32, "vec4")),
+        ("half2 beats f32", (f32, "scalar"), (f16, "half2")),
+        ("four half2 a thread beat one", (f16, "half2"), (f16, "vec4 half2")),
+        ("CuTe is as fast as four half2 by hand", (f16, "vec4 half2"), (f16, "cute")),
+    ]
+    lines = []
+    for claim, slow, fast in claims:
+        if slow not in timed or fast not in timed:
+            continue
+        here = timed[slow]["us"] / timed[fast]["us"]
+        article = _ARTICLE_US[slow[1]] / _ARTICLE_US[fast[1]]
+        noise = max(timed[key]["iqr_us"] for key in (slow, fast)) / timed[fast]["us"]
+        equal = abs(here - 1) <= max(noise, 0.01)
+        if fast[1] == "cute":
+            verdict = "holds" if equal else "does not hold"
+        else:
+            verdict = "no difference here" if equal else "holds" if here > 1 else "does not hold"
+        lines.append(f"- {claim}: **{verdict}**, {here:.2f}x here, {article:.2f}x in the article")
+    steps = [timed.get((f32, name), {}) for name in _ARTICLE_REQUESTS]
+    if all("requests" in step for step in steps):
+        first = steps[0]
+        halved = all(s["requests"] << i == first["requests"] for i, s in enumerate(steps))
+        same = all(s["sectors"] == first["sectors"] for s in steps)
+        verdict = "holds" if halved and same else "does not hold"
+        lines.append(f"- each widening halves the requests and leaves the sectors: **{verdict}**")
+    half2, ours = (timed.get((f16, name), {}) for name in ("vec4 half2", "ours, f32 math"))
+    if "max_error" in half2 and "max_error" in ours:
+        verdict = "holds" if half2["max_error"] >= 5e-4 else "does not hold"
+        lines.append(
+            f"- half arithmetic is off by 0.001: **{verdict}**, {half2['max_error']:.1e} here; "
+            f"f32 arithmetic, rounded once, {ours['max_error']:.1e}"
+        )
+    return "\n".join(lines)
+
+
+def _failures(rows: Sequence[Result]) -> str:
+    """What could not be measured, and why."""
+    said = [f"- {row['case']}: {row['error']}" for row in rows if "error" in row]
+    for row in rows:
+        for name, known in row["rivals"].items():
+            why = (known.get(k) for k in ("error", "sass", "ncu"))
+            said += [f"- {name} on {row['case']}: {text}" for text in why if text]
+    return "\n".join(dict.fromkeys(said))
 
 
 def provenance(result: Result) -> str:
@@ -86,7 +351,7 @@ def provenance(result: Result) -> str:
 def summary(result: Result) -> str:
     """Geometric means over the cases of each group, variant and dtype."""
     rows = [row for row in result["rows"] if "error" not in row]
-    rivals = _rivals(rows)
+    rivals = [name for name in _rivals(rows) if name not in _OWN_TABLES]
     lines = [["", "", "dtype", "cases", "best jnp", "worst case", *rivals, "of copy"]]
     keys = [(row["group"], row["variant"], row["dtype"]) for row in rows]
     for key in dict.fromkeys(keys):
@@ -134,7 +399,9 @@ def rate_unit(platform: str) -> tuple[str, float]:
 
 
 def _rivals(rows: Iterable[Result]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row["rivals"]))
+    """In their order; PyTorch last."""
+    names = dict.fromkeys(name for row in rows for name in row["rivals"])
+    return sorted(names, key=lambda name: name == "torch")
 
 
 def _ratios(rows: Iterable[Result], rival: str) -> list[float]:

@@ -3,11 +3,11 @@
 On a GPU the clock is CUPTI, through the extension that JAX's own ``mosaic.gpu.profiler`` uses. It
 records every kernel of the process, so JAX, PyTorch and CuPy are timed by one instrument and launch
 gaps do not count. It records kernels alone: a memcpy or a memset would be missed, so the wall time
-of every session is kept beside its kernels. On a CPU the clock is the wall.
+of every turn is kept beside its kernels. On a CPU the clock is the wall.
 
 Contenders take turns (A B C, B C A, ...): a drift of clocks or neighbours then touches all of them
 alike, and nobody always follows the same one. Every call, whoever's it is, uses the next of several
-input sets: none finds in a cache what another has just read. On the GPU the results of a session
+input sets: none finds in a cache what another has just read. On the GPU the results of a turn
 are held, so that writes rotate beyond the caches too.
 """
 
@@ -17,7 +17,7 @@ import importlib
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,8 @@ _KERNEL_NAME_LENGTH = 120
 
 def rotation_sets(nbytes: int) -> int:
     """How many sets of inputs rotate beyond the caches, for calls that move ``nbytes`` each."""
+    if nbytes >= 4 * ROTATION_BYTES:  # nothing of the last call is left in a cache
+        return 1
     return max(2, min(_MAX_SETS, -(-ROTATION_BYTES // nbytes)))
 
 
@@ -72,6 +74,18 @@ class Timing:
         return {**out, "samples_us": [round(sample, 3) for sample in self.samples_us]}
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Calls ``start``, ``start + 1``, ... of one contender."""
+
+    contender: Contender
+    start: int
+
+
+Outcome = dict[str, Timing | str]
+"""What is known of each contender by its name; its error message where it has failed."""
+
+
 class Clock(Protocol):
     """Times ``calls`` calls a turn, for ``rounds`` turns or until ``budget_us`` is spent."""
 
@@ -80,8 +94,8 @@ class Clock(Protocol):
     calls: int
     budget_us: float
 
-    def record(self, contender: Contender, start: int, timing: Timing) -> None:
-        """Runs calls ``start``, ``start + 1``, ... and adds what it saw to ``timing``."""
+    def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
+        """Takes the turns, one after the other, and adds what it saw to ``outcome``."""
         ...
 
 
@@ -90,58 +104,157 @@ class WallClock:
 
     name, rounds, calls, budget_us = "wall", 64, 1, 6e5
 
-    def record(self, contender: Contender, start: int, timing: Timing) -> None:
+    def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
         """Adds one sample a call."""
-        for i in range(start, start + self.calls):
-            begin = time.perf_counter()
-            result = contender.call(i)
-            contender.sync(result)
-            timing.samples_us.append((time.perf_counter() - begin) * 1e6)
-            del result
+        for turn in turns:
+            timing = outcome[turn.contender.name]
+            if isinstance(timing, str) or sum(timing.samples_us) > budget_us:
+                continue
+            try:
+                for i in range(turn.start, turn.start + self.calls):
+                    begin = time.perf_counter()
+                    result = turn.contender.call(i)
+                    turn.contender.sync(result)
+                    timing.samples_us.append((time.perf_counter() - begin) * 1e6)
+                    del result
+            except Exception as error:  # a rival may fail in ways of its own; the table says so
+                outcome[turn.contender.name] = reason(error)
 
 
 class CuptiClock:
-    """Device time of the kernels of each call."""
+    """Device time of the kernels of each call.
+
+    A session of CUPTI costs far more than the kernels in it, so one session holds all turns, with a
+    kernel known by its name between them. Without such a marker each turn has a session of its own.
+    Each turn starts with a call that does not count: the first kernel after CUPTI has begun is up
+    to 3 us slower than the others.
+    """
 
     name, rounds, calls, budget_us = "cupti", 5, 8, 1e6
 
-    def __init__(self) -> None:
+    def __init__(self, marker: Callable[[], None] | None = None) -> None:
         # Private, but there is no public door. jax.experimental.mosaic.gpu.profiler goes this way
         # too; its own `measure` times JAX functions alone, and needs absl.
         self._extension = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
+        self._marker = marker
 
-    def record(self, contender: Contender, start: int, timing: Timing) -> None:
+    def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
         """Adds one sample a call, the sum of its kernels.
 
-        Each session starts with a call that does not count: the first kernel after CUPTI has begun
-        is up to 3 us slower than the others.
+        Where the records of a session of all turns are not in their order, no later one is tried.
         """
-        calls = self.calls + 1
-        kernels, seconds = self._session(contender, range(start - 1, start + self.calls))
-        timing.wall_us.append(seconds * 1e6 / calls)
-        if not kernels:
-            raise RuntimeError("CUPTI recorded no kernel")
-        samples = per_call([ms * 1e3 for _, ms in kernels], calls)
-        timing.samples_us += samples[1:] or samples
-        names = dict.fromkeys(name[:_KERNEL_NAME_LENGTH] for name, _ in kernels)
-        timing.kernels = list(dict.fromkeys([*timing.kernels, *names]))
+        if self._marker is not None:
+            if self._session(turns, outcome, {}, budget_us):
+                return
+            self._marker = None
+            for timing in outcome.values():
+                if isinstance(timing, Timing):
+                    timing.wall_us.clear()
+        spent: dict[str, float] = {}
+        for turn in turns:
+            if _takes_part(turn, outcome, spent, budget_us):
+                self._session([turn], outcome, spent, budget_us)
 
     def _session(
-        self, contender: Contender, calls: Iterable[int]
-    ) -> tuple[list[tuple[str, float]], float]:
-        """The name and milliseconds of every kernel of some calls, and their seconds of wall."""
+        self,
+        turns: Sequence[Turn],
+        outcome: Outcome,
+        spent: dict[str, float],
+        budget_us: float,
+    ) -> bool:
+        """Takes turns in one session; the kernels between two markers are one turn's.
+
+        Returns False, and adds no samples, where that is not what the records look like.
+        """
+        taken: list[str] = []
         self._extension._cupti_init()
         try:
-            begin = time.perf_counter()
-            results = [contender.call(i) for i in calls]
-            contender.sync(results)
-            seconds = time.perf_counter() - begin
+            for turn in turns:
+                contender, start = turn.contender, turn.start
+                if not _takes_part(turn, outcome, spent, budget_us):
+                    continue
+                name = contender.name
+                if self._marker is not None:
+                    self._marker()
+                taken.append(name)
+                try:
+                    begin = time.perf_counter()
+                    results = [contender.call(i) for i in range(start - 1, start + self.calls)]
+                    contender.sync(results)
+                    us = (time.perf_counter() - begin) * 1e6
+                    del results
+                except Exception as error:  # a rival may fail in ways of its own
+                    outcome[name] = reason(error)
+                    continue
+                spent[name] = spent.get(name, 0.0) + us
+                if isinstance(timing := outcome[name], Timing):
+                    timing.wall_us.append(us / (self.calls + 1))
         finally:
             try:
                 kernels = self._extension._cupti_get_timings(True)
             except TypeError:  # releases before the `finalize` argument
                 kernels = self._extension._cupti_get_timings()
-        return [(str(name), float(ms)) for name, ms in kernels], seconds
+        records = [(str(name), float(ms) * 1e3) for name, ms in kernels]
+        parts = [records] * len(taken) if self._marker is None else split_at_markers(records)
+        sizes: dict[str, set[int]] = {}
+        for name, part in zip(taken, parts, strict=False):
+            if isinstance(outcome[name], Timing):
+                sizes.setdefault(name, set()).add(len(part))
+        # Every turn of a contender has as many kernels, and the first contender, ours, has some.
+        even = all(len(found) == 1 for found in sizes.values()) and {0} not in [*sizes.values()][:1]
+        if self._marker is not None and not (even and len(parts) == len(taken)):
+            return False
+        for name, part in zip(taken, parts, strict=True):
+            self._add(name, part, outcome)
+        return True
+
+    def _add(self, name: str, kernels: Sequence[tuple[str, float]], outcome: Outcome) -> None:
+        timing = outcome[name]
+        if isinstance(timing, str):
+            return
+        if not kernels:
+            outcome[name] = "RuntimeError: CUPTI recorded no kernel"
+            return
+        samples = per_call([us for _, us in kernels], self.calls + 1)
+        timing.samples_us += samples[1:] or samples
+        names = dict.fromkeys(name[:_KERNEL_NAME_LENGTH] for name, _ in kernels)
+        timing.kernels = list(dict.fromkeys([*timing.kernels, *names]))
+
+
+def _takes_part(turn: Turn, outcome: Outcome, spent: dict[str, float], budget_us: float) -> bool:
+    name = turn.contender.name
+    return isinstance(outcome[name], Timing) and spent.get(name, 0.0) <= budget_us
+
+
+MARKER = "benchmark_turn_begins"
+
+
+def split_at_markers(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
+    """The kernels after each marker; those before the first are dropped."""
+    parts: list[list[tuple[str, float]]] = []
+    for name, us in kernels:
+        if name == MARKER:
+            parts.append([])
+        elif parts:
+            parts[-1].append((name, us))
+    return parts
+
+
+def make_marker() -> Callable[[], None] | None:
+    """Launches a kernel of a known name, and waits for it; None without CuPy."""
+    try:
+        import cupy
+
+        kernel = cupy.RawKernel(f'extern "C" __global__ void {MARKER}() {{}}', MARKER)
+
+        def mark() -> None:
+            kernel((1,), (1,), ())
+            cupy.cuda.Device().synchronize()
+
+        mark()
+        return mark
+    except Exception:  # no CuPy, or one that does not fit this CUDA
+        return None
 
 
 def per_call(kernel_times: Sequence[float], calls: int) -> list[float]:
@@ -160,10 +273,10 @@ def make_clock(platform: str) -> tuple[Clock, str | None]:
         import jax
         import jax.numpy as jnp
 
-        clock = CuptiClock()
+        clock = CuptiClock(make_marker())
         negate, x = jax.jit(jnp.negative), jnp.ones(1 << 20)
         probe = Contender("probe", lambda i: negate(x), jax.block_until_ready)
-        outcome = compare([probe], clock, rounds=1)["probe"]
+        outcome = compare([probe], clock, effort=0.2)["probe"]
         return (clock, None) if isinstance(outcome, Timing) else (WallClock(), _no_cupti(outcome))
     except Exception as error:  # whatever is wrong with CUPTI, wall times are better than none
         return WallClock(), _no_cupti(reason(error))
@@ -173,29 +286,24 @@ def _no_cupti(why: str) -> str:
     return f"CUPTI is unavailable ({why}): WALL time, launches included"
 
 
-def compare(
-    contenders: Sequence[Contender], clock: Clock, rounds: int | None = None
-) -> dict[str, Timing | str]:
+def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) -> Outcome:
     """Times contenders in turns. One that fails gives its error message instead of a timing.
 
-    A contender that has used up the clock's budget sits out the remaining rounds.
+    A contender that has used up the clock's budget sits out the remaining rounds. An ``effort``
+    below 1 takes as much less time.
     """
-    outcome: dict[str, Timing | str] = {c.name: Timing(clock.name) for c in contenders}
-    start = 0
-    for turn in range(-1, rounds or clock.rounds):
-        first = max(turn, 0) % max(len(contenders), 1)
+    outcome: Outcome = {c.name: Timing(clock.name) for c in contenders}
+    for contender in contenders:  # warm up: load modules, compile, fill allocators
+        try:
+            contender.sync([contender.call(i) for i in range(2)])
+        except Exception as error:  # a rival may fail in ways of its own; the table says so
+            outcome[contender.name] = reason(error)
+    turns: list[Turn] = []
+    for r in range(max(1, round(clock.rounds * effort))):
+        first = r % max(len(contenders), 1)
         for contender in [*contenders[first:], *contenders[:first]]:
-            timing = outcome[contender.name]
-            if isinstance(timing, str) or sum(timing.samples_us) > clock.budget_us:
-                continue
-            try:
-                if turn < 0:  # warm up: load modules, compile, fill allocators
-                    contender.sync([contender.call(i) for i in range(2)])
-                else:
-                    clock.record(contender, start, timing)
-                    start += clock.calls
-            except Exception as error:  # a rival may fail in ways of its own; the table says so
-                outcome[contender.name] = reason(error)
+            turns.append(Turn(contender, len(turns) * clock.calls))
+    clock.record(turns, outcome, clock.budget_us * effort)
     return outcome
 
 

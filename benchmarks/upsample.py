@@ -14,7 +14,7 @@ import numpy as np
 import jax_oneflow_ops as jof
 
 from .cases import UpsampleCase
-from .harness import Work
+from .harness import Input, Work
 
 Image = Any  # an array of any framework
 
@@ -27,7 +27,7 @@ def work(case: UpsampleCase) -> Work:
         **({} if case.factor is None else {"repeat": _repeat(case), "broadcast": _broadcast(case)}),
     }
     return Work(
-        shapes=[(case.large if backward else case.small, case.dtype)],
+        inputs=[Input(case.large if backward else case.small, case.dtype)],
         ours=_direction(case, lambda x: jof.upsample_nearest2d(x, **case.scale)),
         target="jof_upsample_nearest2d" + ("_backward" if backward else ""),
         jnp={name: _direction(case, f) for name, f in forwards.items()},

@@ -1,0 +1,77 @@
+"""How far results are from exact ones: the checks of the elementwise suites, on the host."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_SAMPLES = 100_000
+_TINY = 1e-36  # results below it may be 0
+
+
+def sample(x: Any) -> np.ndarray:
+    """Some 100,000 elements on the host: an odd stride, so that every place in a pack is seen."""
+    if x.ndim == 0:
+        return np.asarray(x)
+    return np.asarray(_strided(x, step=(x.size // _SAMPLES) | 1))
+
+
+@partial(jax.jit, static_argnames="step")
+def _strided(x: Any, step: int) -> Any:
+    return x.reshape(-1)[::step]
+
+
+def ulp(exact: np.ndarray, dtype: Any) -> np.ndarray:
+    """The distance of neighbours among the dtype's numbers where ``exact`` is."""
+    about = jnp.finfo(dtype)
+    exponent = np.where(exact == 0, int(about.minexp), np.frexp(exact)[1] - 1)
+    exponent = np.maximum(exponent, int(about.minexp))
+    return np.asarray(np.ldexp(float(about.eps), exponent))
+
+
+def worst(result: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> str | None:
+    """What to say of the element that is farthest beyond its bound, if one is."""
+    with np.errstate(invalid="ignore"):
+        error = np.abs(result.astype(np.float64) - exact)
+    wrong = ~(error <= bound)
+    if not wrong.any():
+        return None
+    i = int(np.argmax(np.where(wrong, error / np.maximum(bound, 1e-300), 0.0)))
+    return (
+        f"{int(wrong.sum())} of {wrong.size} samples are off: "
+        f"{result[i]} instead of {exact[i]:.9g}, {error[i] / max(bound[i], 1e-300):.3g} x the bound"
+    )
+
+
+def value_bound(exact: np.ndarray, x: np.ndarray, dtype: Any) -> np.ndarray:
+    """What is allowed of a value f(x): 2 ulp of 16 bits, 4 of f32 and 1e-4 in f32's tails."""
+    if jnp.finfo(dtype).bits == 16:
+        return 2 * ulp(exact, dtype) + _TINY
+    tail = np.abs(exact) < np.abs(x) / 1024
+    return np.asarray(np.where(tail, 1e-4 * np.abs(exact), 4 * ulp(exact, dtype)) + _TINY)
+
+
+class Cotangent(NamedTuple):
+    """An exact cotangent, the size of the terms that may cancel in it, and its factors' argument.
+
+    Its tail is where it is small against those.
+    """
+
+    exact: np.ndarray
+    cancelling: np.ndarray | float = 0.0
+    argument: np.ndarray | float = 0.0
+
+
+def cotangent_bound(cotangent: Cotangent, dtype: Any) -> np.ndarray:
+    """What is allowed of a cotangent, which is computed in f32 at least: as of a value."""
+    exact, cancelling, argument = cotangent
+    rounding = 8 * np.ldexp(1.0, -24) * np.abs(cancelling)
+    if jnp.finfo(dtype).bits == 16:
+        return np.asarray(2 * ulp(exact, dtype) + rounding + _TINY)
+    tail = np.abs(exact) < np.maximum(np.abs(cancelling), np.abs(argument)) / 1024
+    allowed = np.where(tail, 1e-4 * np.abs(exact), 4 * ulp(exact, dtype))
+    return np.asarray(allowed + rounding + _TINY)

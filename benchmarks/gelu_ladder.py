@@ -1,0 +1,279 @@
+"""The gelu ladder: the seven kernels of an article on one input, beside this package's gelu.
+
+The article climbs from one f32 element a thread to four pairs of half a thread, each step a kernel.
+``csrc/gelu_ladder.cu`` makes six of them from this package's template, ``csrc/gelu_cute.cu`` is the
+seventh. Both are compiled by nvcc into libraries under ``build/benchmarks``, where they are not
+there yet; ``python -m benchmarks gelu_ladder --build`` does nothing else, for a machine that lacks
+CuTe's headers (``pip install nvidia-cutlass``) or nvcc.
+"""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import accuracy, elementwise
+from .cases import LadderCase
+from .harness import Input, Maker, Sets, Work, agreement
+from .timing import Contender, reason
+
+Array = Any
+
+_SOURCES = Path(__file__).with_name("csrc")
+_ROOT = Path(__file__).resolve().parent.parent
+_BUILD = _ROOT / "build" / "benchmarks"
+_ERROR_SAMPLES = 1 << 22
+_COUNTED = 16 << 20  # elements, as the article has them
+_METRICS = {
+    "requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
+    "sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel of the ladder: its library, its number there, and what its mangled name has."""
+
+    name: str
+    dtype: str
+    library: str
+    number: int
+    mangled: tuple[str, ...]
+
+
+def _template(name: str, dtype: str, number: int, pack: int, functor: str) -> Variant:
+    return Variant(name, dtype, "gelu_ladder", number, (f"ElementwiseKernelILi{pack}E", functor))
+
+
+VARIANTS = [
+    _template("scalar", "float32", 0, 1, "ArticleFloat"),
+    _template("vec2", "float32", 1, 2, "ArticleFloat"),
+    _template("vec4", "float32", 2, 4, "ArticleFloat"),
+    _template("ours, f32 math", "float32", 3, 4, "GeluTanhIf"),
+    _template("half2", "float16", 4, 2, "ArticleHalf2"),
+    _template("vec2 half2", "float16", 5, 4, "ArticleHalf2"),
+    _template("vec4 half2", "float16", 6, 8, "ArticleHalf2"),
+    _template("ours, f32 math", "float16", 7, 8, "GeluTanhI"),
+    Variant("cute", "float16", "gelu_cute", 0, ("GeluCute",)),
+]
+"""Each library's in the order of their numbers."""
+
+
+def work(case: LadderCase) -> Work:
+    """Everything the harness needs to run a case."""
+    op = elementwise.OPS[case.op]
+    variants = [v for v in VARIANTS if v.dtype == case.dtype]
+    others: dict[str, Maker] = {v.name: partial(_contender, v, case) for v in variants}
+    return Work(
+        inputs=[Input((case.elements,), case.dtype)],
+        ours=op.ours,
+        target=f"jof_{case.op}",
+        jnp={"jnp": op.jnp},
+        torch=op.torch,
+        check=partial(elementwise.check_value, op, case.dtype),
+        exact=False,
+        alone=True,
+        others=others if jax.default_backend() == "gpu" else {},
+    )
+
+
+def _contender(
+    variant: Variant, case: LadderCase, sets: Sets, ours: Array
+) -> tuple[Contender, dict[str, Any]]:
+    """A kernel of the ladder, and what is known of it beside its time."""
+    import cupy
+
+    path = library(variant.library)
+    kernels = _load(path)
+    inputs = [x.unsafe_buffer_pointer() for (x,) in sets]  # the sets keep them alive
+    outputs = [cupy.empty(case.elements, case.dtype) for _ in sets]
+
+    def call(i: int) -> None:
+        x, y = inputs[i % len(sets)], outputs[i % len(sets)].data.ptr
+        if status := kernels.Launch(variant.number, x, y, case.elements):
+            raise RuntimeError(f"CUDA error {status}")
+
+    def sync(_: Any) -> None:
+        if status := kernels.Synchronize():
+            raise RuntimeError(f"CUDA error {status}")
+
+    cupy.cuda.Device().synchronize()
+    call(0)
+    sync(None)
+    known = agreement(ours, jnp.from_dlpack(outputs[0]), exact=False)
+    x, y = sets[0][0][:_ERROR_SAMPLES], cupy.asnumpy(outputs[0][:_ERROR_SAMPLES])
+    known |= errors(np.asarray(x), y)
+    known |= _widths(path).get(variant.name, {})
+    if case.elements == _COUNTED:
+        known |= _counted(path, sum(v.library == variant.library for v in VARIANTS), variant.number)
+    return Contender(variant.name, call, sync), known
+
+
+def errors(x: np.ndarray, result: np.ndarray) -> dict[str, float]:
+    """The largest errors against float64: in units of the last place, and absolute."""
+    exact = elementwise.OPS["gelu_tanh"].value(x.astype(np.float64))
+    error = np.abs(result.astype(np.float64) - exact)
+    largest = float(np.max(error / accuracy.ulp(exact, result.dtype)))
+    return {"max_ulp": round(largest, 2), "max_error": float(np.max(error))}
+
+
+# ---- the libraries ----
+
+
+def library(name: str) -> Path:
+    """The compiled library of ``csrc/NAME.cu`` as it is now, built if it is not there."""
+    sources = [_SOURCES / f"{name}.cu", *sorted(_SOURCES.glob("gelu_*.cuh"))]
+    if name == "gelu_ladder":
+        sources += sorted(p for p in (_ROOT / "csrc").rglob("*.*h") if p.suffix in (".h", ".cuh"))
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()[:8]
+    path = _BUILD / f"{name}-{digest}.so"
+    if not path.exists():
+        _compile(_SOURCES / f"{name}.cu", path)
+    return path
+
+
+def build() -> list[Path]:
+    """Compiles both libraries; one that cannot be is an error."""
+    return [library(name) for name in dict.fromkeys(v.library for v in VARIANTS)]
+
+
+def _compile(source: Path, path: Path) -> None:
+    includes = [_ROOT / "csrc"]
+    if source.stem == "gelu_cute":
+        includes.append(_cutlass())
+    if (nvcc := _tool("nvcc")) is None:
+        raise FileNotFoundError("nvcc is not on PATH, and the library was not brought along")
+    architectures = re.findall(r"\d+", os.environ.get("JOF_CUDA_ARCHITECTURES", "80;90"))
+    command = [nvcc, "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC"]
+    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    command += [f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"]
+    command += [f"-I{directory}" for directory in includes]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.so")
+    done = subprocess.run(
+        [*command, str(source), "-o", str(unfinished)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"nvcc failed on {source.name}: {done.stderr or done.stdout}")
+    unfinished.replace(path)
+
+
+def _cutlass() -> Path:
+    """CuTe's headers: of CUTLASS_PATH, a copy of the sources, or of the package nvidia-cutlass."""
+    places = [Path(os.environ["CUTLASS_PATH"])] if "CUTLASS_PATH" in os.environ else []
+    spec = importlib.util.find_spec("cutlass_library")
+    places += [Path(p) / "source" for p in (spec and spec.submodule_search_locations) or ()]
+    for place in places:
+        if (place / "include" / "cute" / "tensor.hpp").exists():
+            return place / "include"
+    raise FileNotFoundError(
+        "CuTe's headers are not there: pip install nvidia-cutlass, or set CUTLASS_PATH"
+    )
+
+
+@functools.cache
+def _load(path: Path) -> Any:
+    kernels = ctypes.CDLL(str(path))
+    kernels.Launch.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong]
+    return kernels
+
+
+def _tool(name: str) -> str | None:
+    """A program of the CUDA toolkit: on PATH, beside nvcc, or of its PyPI package."""
+    if found := shutil.which(name):
+        return found
+    nvcc = shutil.which("nvcc")
+    places = [Path(nvcc).resolve().parent] if nvcc else []
+    places += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
+    return next((str(p / name) for p in places if (p / name).exists()), None)
+
+
+# ---- what the compiler made of them, and what the hardware counts ----
+
+
+@functools.cache
+def _widths(path: Path) -> dict[str, dict[str, Any]]:
+    """The widths of each variant's accesses, or why they are not known."""
+    variants = [v for v in VARIANTS if path.name.startswith(v.library)]
+    try:
+        if (cuobjdump := _tool("cuobjdump")) is None:
+            raise FileNotFoundError("cuobjdump is not on PATH")
+        capability = str(jax.devices()[0].compute_capability).replace(".", "")
+        command = [cuobjdump, "--dump-sass", f"--gpu-architecture=sm_{capability}", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        widths = access_widths(text)
+    except Exception as error:  # a table without this column is better than none
+        return {v.name: {"sass": reason(error)} for v in variants}
+    return {
+        v.name: next((w for name, w in widths.items() if all(m in name for m in v.mangled)), {})
+        for v in variants
+    }
+
+
+def access_widths(sass: str) -> dict[str, dict[str, int]]:
+    """The widest global load and store of each function of a disassembly, in bits."""
+    widths: dict[str, dict[str, int]] = {}
+    for part in re.split(r"Function\s*:\s*", sass)[1:]:
+        found: dict[str, int] = {}
+        for kind, modifiers in re.findall(r"\b(LDG|STG)((?:\.\w+)*)", part):
+            key = {"LDG": "load_bits", "STG": "store_bits"}[kind]
+            size = re.search(r"\.[US]?(8|16|64|128)\b", modifiers)
+            found[key] = max(found.get(key, 0), int(size[1]) if size else 32)
+        widths[part.split(maxsplit=1)[0]] = found
+    return widths
+
+
+@functools.cache
+def _counts(path: Path, variants: int) -> list[dict[str, int]] | str:
+    """What ncu counts of each variant's loads, or why it does not."""
+    if (ncu := _tool("ncu")) is None:
+        return "ncu is not on PATH"
+    program = "import ctypes, sys; n = int(sys.argv[3]); lib = ctypes.CDLL(sys.argv[1]); "
+    program += "sys.exit(lib.RunEach(int(sys.argv[2]), ctypes.c_longlong(n)))"
+    command = [ncu, "--csv", "--clock-control", "none", "--metrics", ",".join(_METRICS.values())]
+    command += [sys.executable, "-c", program, str(path), str(variants), str(_COUNTED)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        counts = counted(done.stdout.splitlines())
+    except Exception as error:  # whatever is wrong with ncu, the rest of the table stands
+        return reason(error)
+    if len(counts) != variants:
+        said = re.findall(r"==ERROR== (.*)", done.stdout + done.stderr)
+        return said[0] if said else f"ncu saw {len(counts)} of {variants} kernels"
+    return counts
+
+
+def counted(lines: Iterable[str]) -> list[dict[str, int]]:
+    """The requests and sectors of each kernel, in order, from ncu's CSV and what it says around."""
+    table = io.StringIO("\n".join(line for line in lines if line.startswith('"')))
+    names = {metric: name for name, metric in _METRICS.items()}
+    kernels: dict[str, dict[str, int]] = {}
+    for row in csv.DictReader(table):
+        if row["Metric Name"] in names and re.search("Elementwise|Gelu", row["Kernel Name"]):
+            value = int(float(row["Metric Value"].replace(",", "")))
+            kernels.setdefault(row["ID"], {})[names[row["Metric Name"]]] = value
+    return list(kernels.values())
+
+
+def _counted(path: Path, variants: int, number: int) -> dict[str, Any]:
+    counts = _counts(path, variants)
+    return {"ncu": counts} if isinstance(counts, str) else dict(counts[number])
