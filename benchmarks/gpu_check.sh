@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A whole round on a machine with a GPU, in one call and without a network: build against the
-# installed jaxlib, the test suite, the C++ test of the kernels at every pointer offset, both under
-# compute-sanitizer in part, the benchmarks. Results go to $OUT if it is set, else to build/gpu-check.
+# installed jaxlib, the C++ tests of the kernels at every pointer offset and of the math functions,
+# the test suite, the C++ tests under compute-sanitizer in part, the benchmarks. Results go to $OUT if
+# it is set, else to build/gpu-check.
 # QUICK=1 leaves the sanitizer and most benchmark cases out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,14 +13,37 @@ architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -
 
 section() { printf '\n==== %s (%d s)\n' "$1" "$SECONDS"; }
 
-section "build for sm_$architecture"
-JOF_CUDA=ON JOF_WERROR=ON JOF_CUDA_ARCHITECTURES="$architecture-real" "$python" -m pip install \
-  --quiet --no-build-isolation --no-index --no-deps --editable .
+# Runs its arguments, each a command line, at the same time. Fails if one does.
+together() {
+  local command pid pids=() status=0
+  for command in "$@"; do
+    bash -c "$command" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do
+    wait "$pid" || status=1
+  done
+  return "$status"
+}
 
-section "kernels at every pointer offset"
-nvcc -std=c++17 -O2 -arch="sm_$architecture" -Icsrc -Itests/cpp \
-  tests/cpp/upsample_cuda_test.cu csrc/cuda/upsample_nearest2d.cu -o build/upsample_cuda_test
-build/upsample_cuda_test
+section "build for sm_$architecture"
+tests=build/cuda-tests
+mkdir -p "$tests"
+commands=("JOF_CUDA=ON JOF_WERROR=ON JOF_CUDA_ARCHITECTURES=$architecture-real '$python' -m pip install \
+  --quiet --no-build-isolation --no-index --no-deps --editable .")
+for source in tests/cpp/*_cuda_test.cu csrc/cuda/*.cu; do
+  commands+=("nvcc -std=c++17 -O2 -arch=sm_$architecture -Icsrc -Itests/cpp -c '$source' \
+    -o '$tests/$(basename "$source" .cu).o'")
+done
+together "${commands[@]}"
+kernels=()
+for source in csrc/cuda/*.cu; do kernels+=("$tests/$(basename "$source" .cu).o"); done
+for test in upsample elementwise math; do
+  nvcc "$tests/${test}_cuda_test.o" "${kernels[@]}" -o "$tests/$test"
+done
+
+section "C++ tests"
+together "$tests/upsample" "$tests/elementwise" "$tests/math"
 
 section "test suite"
 XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 "$python" -m pytest -n 8 -q -p no:benchmark \
@@ -27,9 +51,11 @@ XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 "$python" -m pytes
 
 if [[ -z ${QUICK:-} ]]; then
   section "compute-sanitizer"
-  for tool in memcheck racecheck initcheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 1 build/upsample_cuda_test brief
-  done 2>&1 | tee "$out/sanitizer.txt"
+  # The elementwise kernels have no shared memory, and the test gives them no uninitialised inputs.
+  sanitize="compute-sanitizer --error-exitcode 1 --tool"
+  together "$sanitize memcheck $tests/elementwise brief" "$sanitize memcheck $tests/upsample brief" \
+    "$sanitize racecheck $tests/upsample brief" "$sanitize initcheck $tests/upsample brief" \
+    2>&1 | tee "$out/sanitizer.txt"
 fi
 
 section "benchmarks"

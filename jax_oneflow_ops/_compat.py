@@ -20,11 +20,9 @@ apply_primitive = dispatch.apply_primitive
 # Joins what operands vary over inside a `shard_map`, as jax's own functions of several operands do:
 # without it their gradients would miss a sum over devices. jax calls it for every `lax.add`, by one
 # name before release 0.9 and by the other since.
-join_varying_axes: Callable[..., Sequence[Any]] = (
-    core_internals.auto_insert_reshard
-    if hasattr(core_internals, "auto_insert_reshard")
-    else core_internals.standard_insert_pvary
-)
+join_varying_axes: Callable[..., Sequence[Any]] = getattr(
+    core_internals, "auto_insert_reshard", None
+) or getattr(core_internals, "standard_insert_pvary")  # noqa: B009
 
 
 def elementwise_aval(*avals: jax.core.ShapedArray) -> jax.core.ShapedArray:

@@ -98,7 +98,11 @@ def upsample_nearest2d(
       [[4. 4.]
        [4. 4.]]
     """
-    x = _as_array(x)
+    x = _checks.as_array(_NAME, "x", x)
+    if not _checks.is_movable(x.dtype):
+        raise TypeError(
+            f"{_NAME}: x must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {x.dtype}"
+        )
     method = _option("method", method, _HALF_PIXEL)
     data_format = _option("data_format", data_format, _SPATIAL_AXIS)
     if x.ndim < 3:
@@ -117,15 +121,6 @@ def upsample_nearest2d(
         implementation=_native.choose_implementation(_NAME, implementation),
     )
     return result
-
-
-def _as_array(x: Any) -> jax.Array:
-    x = _checks.as_array(_NAME, "x", x)
-    if not _checks.is_movable(x.dtype):
-        raise TypeError(
-            f"{_NAME}: x must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {x.dtype}"
-        )
-    return x
 
 
 def _option(name: str, value: Any, known: dict[str, Any]) -> Any:

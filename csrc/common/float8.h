@@ -82,39 +82,63 @@ JOF_HOST_DEVICE JOF_INLINE float ToFloat(Float8E5M2 x) {
   return ToFloat(Half{static_cast<uint16_t>(ToHalf2Bits(x, Float8E5M2{0}))});
 }
 
-// The instructions saturate. What would have overflowed, infinity included, is replaced.
-JOF_HOST_DEVICE JOF_INLINE uint8_t OverflowE4M3FN(float x, uint8_t saturated) {
-  const uint8_t nan = static_cast<uint8_t>(0x7fu | (FloatToBits(x) >> 24 & 0x80u));
-  return fabsf(x) > 464.0f ? nan : saturated;
-}
-JOF_HOST_DEVICE JOF_INLINE uint8_t OverflowE5M2(float x, uint8_t saturated) {
-  const uint8_t infinity = static_cast<uint8_t>(0x7cu | (FloatToBits(x) >> 24 & 0x80u));
-  return fabsf(x) >= 61440.0f ? infinity : saturated;
-}
+// The instructions saturate. What would have overflowed, infinity included, is one unit too small
+// for NaN in e4m3fn and for infinity in e5m2.
+JOF_HOST_DEVICE JOF_INLINE bool OverflowsE4M3FN(float x) { return fabsf(x) > 464.0f; }
+JOF_HOST_DEVICE JOF_INLINE bool OverflowsE5M2(float x) { return fabsf(x) >= 61440.0f; }
 
 JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, Float8E4M3FN* out) {
   uint16_t pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-  out[0].bits = OverflowE4M3FN(first, static_cast<uint8_t>(pair));
-  out[1].bits = OverflowE4M3FN(second, static_cast<uint8_t>(pair >> 8));
+  const uint32_t bits =
+      pair + (OverflowsE4M3FN(first) ? 0x1u : 0u) + (OverflowsE4M3FN(second) ? 0x100u : 0u);
+  out[0].bits = static_cast<uint8_t>(bits);
+  out[1].bits = static_cast<uint8_t>(bits >> 8);
 }
 JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, Float8E5M2* out) {
   uint16_t pair;
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-  out[0].bits = OverflowE5M2(first, static_cast<uint8_t>(pair));
-  out[1].bits = OverflowE5M2(second, static_cast<uint8_t>(pair >> 8));
+  const uint32_t bits =
+      pair + (OverflowsE5M2(first) ? 0x1u : 0u) + (OverflowsE5M2(second) ? 0x100u : 0u);
+  out[0].bits = static_cast<uint8_t>(bits);
+  out[1].bits = static_cast<uint8_t>(bits >> 8);
 }
 
 JOF_HOST_DEVICE JOF_INLINE void FromFloat(float x, Float8E4M3FN* out) {
-  uint16_t pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
-  out->bits = OverflowE4M3FN(x, static_cast<uint8_t>(pair));
+  Float8E4M3FN pair[2];
+  FromFloat2(x, 0.0f, pair);
+  *out = pair[0];
 }
 JOF_HOST_DEVICE JOF_INLINE void FromFloat(float x, Float8E5M2* out) {
-  uint16_t pair;
-  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
-  out->bits = OverflowE5M2(x, static_cast<uint8_t>(pair));
+  Float8E5M2 pair[2];
+  FromFloat2(x, 0.0f, pair);
+  *out = pair[0];
 }
+
+// Two neighbours of f16, without the way through f32. The constant is the bits of 464 or 61440.
+#define JOF_FROM_HALF2(Float8, format, overflows, limit)                          \
+  JOF_HOST_DEVICE JOF_INLINE void FromHalf2(const Half* in, Float8* out) {        \
+    const uint32_t halves = static_cast<uint32_t>(in[1].bits) << 16 | in[0].bits; \
+    uint16_t pair;                                                                \
+    uint32_t first, second;                                                       \
+    asm("{\n\t"                                                                   \
+        ".reg .pred p, q;\n\t"                                                    \
+        "setp." overflows                                                         \
+        ".f16x2 p|q, %4, %5;\n\t"                                                 \
+        "cvt.rn.satfinite." format                                                \
+        "x2.f16x2 %0, %3;\n\t"                                                    \
+        "selp.u32 %1, 0x1, 0, p;\n\t"                                             \
+        "selp.u32 %2, 0x100, 0, q;\n\t"                                           \
+        "}"                                                                       \
+        : "=h"(pair), "=r"(first), "=r"(second)                                   \
+        : "r"(halves), "r"(halves & 0x7fff7fffu), "r"(limit * 0x10001u));         \
+    const uint32_t bits = pair + first + second;                                  \
+    out[0].bits = static_cast<uint8_t>(bits);                                     \
+    out[1].bits = static_cast<uint8_t>(bits >> 8);                                \
+  }
+JOF_FROM_HALF2(Float8E4M3FN, "e4m3", "gt", 0x5f40u)
+JOF_FROM_HALF2(Float8E5M2, "e5m2", "ge", 0x7b80u)
+#undef JOF_FROM_HALF2
 
 // Through f32 with two roundings, as XLA does on these GPUs.
 JOF_HOST_DEVICE JOF_INLINE void FromDouble(double x, Float8E4M3FN* out) {

@@ -1,5 +1,5 @@
-// N elements that move as one access: the compiler emits a single load or store of up to 16 bytes,
-// the widest that a GPU thread has.
+// N elements that move as one access of up to 16 bytes, the widest that a GPU thread has, or as
+// several of 16 bytes.
 #pragma once
 
 #include "common/macros.h"
@@ -10,7 +10,6 @@ inline constexpr int kPackBytes = 16;
 
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {
-  static_assert(sizeof(T) * N <= kPackBytes, "a GPU thread moves at most 16 bytes at once");
   T elem[N];
 };
 

@@ -1,6 +1,5 @@
 // Elementwise ops on a CPU: the functors of ops/elementwise.h in loops that the compiler
-// vectorises, once for f32 and once for f64. Values of 16-bit types pass through f32 chunks that
-// stay in the first-level cache.
+// vectorises.
 #pragma once
 
 #include "common/tuple.h"
@@ -12,18 +11,19 @@ JOF_NAMESPACE_BEGIN
 
 namespace internal {
 
-// Elements a chunk: four f32 buffers of it are half of a 32 KB cache.
-constexpr int64_t kChunk = 1024;
+// Elements that a scalar operand is spread over: with four operands of f64, half of a 32 KB cache.
+constexpr int64_t kChunk = 512;
 
-template <typename C>
-using ElementwiseLoop = void (*)(const C* const* in, C* const* out, const C* parameter, int64_t n);
+// Computes n elements of each output. The parameter is one element, or null.
+template <typename T>
+using ElementwiseLoop = void (*)(const T* const* in, T* const* out, const T* parameter, int64_t n);
 
-template <typename Functor, typename C>
-JOF_INLINE Functor MakeFunctor(const C* parameter) {
+template <typename Functor, typename T>
+JOF_INLINE Functor MakeFunctor(const T* parameter) {
   if constexpr (__is_empty(Functor)) {
     return Functor();
   } else {
-    return Functor{*parameter};
+    return Functor{Accumulator<T>::Load(*parameter)};
   }
 }
 
@@ -36,12 +36,12 @@ JOF_INLINE auto OutputOf(const Tuple<C...>& result) {
   return Get<k>(result);
 }
 
-template <typename Functor, typename C, int... i, int... o>
-JOF_INLINE void Loop(const C* const* in, C* const* out, const C* parameter, int64_t n,
+template <typename Functor, typename T, int... i, int... o>
+JOF_INLINE void Loop(const T* const* in, T* const* out, const T* parameter, int64_t n,
                      Indices<i...>, Indices<o...>) {
   const Functor functor = MakeFunctor<Functor>(parameter);
-  const C* x[] = {in[i]...};
-  C* y[] = {out[o]...};
+  const T* x[] = {in[i]...};
+  T* y[] = {out[o]...};
 #pragma GCC ivdep
   for (int64_t k = 0; k < n; ++k) {
     const auto result = functor(x[i][k]...);
@@ -49,89 +49,95 @@ JOF_INLINE void Loop(const C* const* in, C* const* out, const C* parameter, int6
   }
 }
 
-template <typename Functor, typename C, int kInputs, int kOutputs>
-void Loop(const C* const* in, C* const* out, const C* parameter, int64_t n) {
-  Loop<Functor>(in, out, parameter, n, MakeIndices<kInputs>(), MakeIndices<kOutputs>());
+template <int kLanes, int kBlock, typename T>
+JOF_INLINE void WidenBlock(const T* in, float* out) {
+  for (int j = 0; j < kBlock; j += kLanes) {
+    Lanes<float, kLanes> lanes;
+    Load(in + j, &lanes);
+    Store(lanes, out + j);
+  }
 }
 
-// One for each ElementwiseOp.
-template <typename T>
-constexpr ElementwiseLoop<T> kLoops[] = {
-#define JOF_LOOP(target, inputs, outputs, functor) Loop<functor, T, inputs, outputs>,
+template <int kLanes, int kBlock, typename T>
+JOF_INLINE void NarrowBlock(const float* in, T* out) {
+  for (int j = 0; j < kBlock; j += kLanes) {
+    Lanes<float, kLanes> lanes;
+    Load(in + j, &lanes);
+    Store(lanes, out + j);
+  }
+}
+
+// The loop for 16-bit types: a block of 16 vector registers of f32 at a time, widened, computed and
+// narrowed by loops of their own. Blocks of 4 and 32 registers were slower, f16 relu by 5 and 45 %,
+// bf16 silu by 25 and 0 %; the compiler does not vectorise one loop that does all three.
+template <typename Functor, typename T, int... i, int... o>
+JOF_INLINE void NarrowLoop(const T* const* in, T* const* out, const T* parameter, int64_t n,
+                           Indices<i...>, Indices<o...>) {
+  constexpr int kLanes = kVectorBytes / sizeof(float), kBlock = 16 * kLanes;
+  const Functor functor = MakeFunctor<Functor>(parameter);
+  const T* x[] = {in[i]...};
+  T* y[] = {out[o]...};
+  int64_t k = 0;
+  for (; k + kBlock <= n; k += kBlock) {
+    float a[sizeof...(i)][kBlock], b[sizeof...(o)][kBlock];
+    (WidenBlock<kLanes, kBlock>(x[i] + k, a[i]), ...);
+    for (int j = 0; j < kBlock; ++j) {
+      const auto result = functor(a[i][j]...);
+      ((b[o][j] = OutputOf<o>(result)), ...);
+    }
+    (NarrowBlock<kLanes, kBlock>(b[o], y[o] + k), ...);
+  }
+  for (; k < n; ++k) {
+    const auto result = functor(ToFloat(x[i][k])...);
+    (FromFloat(OutputOf<o>(result), &y[o][k]), ...);
+  }
+}
+
+template <typename Functor, typename T, int kInputs, int kOutputs>
+void Loop(const T* const* in, T* const* out, const T* parameter, int64_t n) {
+  const MakeIndices<kInputs> i;
+  const MakeIndices<kOutputs> o;
+  if constexpr (sizeof(T) == 2) {
+    NarrowLoop<Functor>(in, out, parameter, n, i, o);
+  } else {
+    Loop<Functor>(in, out, parameter, n, i, o);
+  }
+}
+
+// One for each ElementwiseOp. Functors are those of the type that is computed in.
+template <typename Stored, typename T = Compute<Stored>>
+constexpr ElementwiseLoop<Stored> kLoops[] = {
+#define JOF_LOOP(target, inputs, outputs, functor) Loop<functor, Stored, inputs, outputs>,
     JOF_ELEMENTWISE_OPS(JOF_LOOP)
 #undef JOF_LOOP
 };
 
-constexpr int kLanes = kVectorBytes / sizeof(float);
-
-template <typename T>
-JOF_INLINE void Widen(const T* in, float* out, int64_t n) {
-  int64_t k = 0;
-  for (; k + kLanes <= n; k += kLanes) {
-    Lanes<float, kLanes> lanes;
-    Load(in + k, &lanes);
-    Store(lanes, out + k);
-  }
-  for (; k < n; ++k) out[k] = ToFloat(in[k]);
-}
-
-template <typename T>
-JOF_INLINE void Narrow(const float* in, T* out, int64_t n) {
-  int64_t k = 0;
-  for (; k + kLanes <= n; k += kLanes) {
-    Lanes<float, kLanes> lanes;
-    Load(in + k, &lanes);
-    Store(lanes, out + k);
-  }
-  for (; k < n; ++k) FromFloat(in[k], &out[k]);
-}
-
-template <typename T>
-JOF_INLINE Compute<T> LoadOne(const void* value) {
-  return Accumulator<T>::Load(*static_cast<const T*>(value));
-}
-
 template <typename T>
 void ElementwiseRange(ElementwiseOp op, const ElementwiseCall& call, int64_t begin, int64_t end) {
-  using C = Compute<T>;
-  constexpr bool kConverts = sizeof(T) != sizeof(C);
-  const ElementwiseLoop<C> loop = kLoops<C>[static_cast<int>(op)];
-  const ElementwiseSignature signature = kElementwiseSignatures<C>[static_cast<int>(op)];
-  alignas(kVectorBytes) C in_buffer[kMaxElementwiseInputs][kChunk];
-  alignas(kVectorBytes) C out_buffer[kMaxElementwiseOutputs][kChunk];
-  C parameter{};
-  if (call.parameter != nullptr) parameter = LoadOne<T>(call.parameter);
-  const int64_t longest = end - begin < kChunk ? end - begin : kChunk;
+  const ElementwiseLoop<T> loop = kLoops<T>[static_cast<int>(op)];
+  const ElementwiseSignature signature = kElementwiseSignatures<float>[static_cast<int>(op)];
+  const T* in[kMaxElementwiseInputs];
+  T* out[kMaxElementwiseOutputs];
+  T spread[kMaxElementwiseInputs][kChunk];
+  T unwanted[kMaxElementwiseOutputs][kChunk];
+  bool whole = true;
   for (int k = 0; k < signature.inputs; ++k) {
+    in[k] = static_cast<const T*>(call.inputs[k]) + (call.is_scalar[k] ? 0 : begin);
     if (!call.is_scalar[k]) continue;
-    const C value = LoadOne<T>(call.inputs[k]);
-    for (int64_t j = 0; j < longest; ++j) in_buffer[k][j] = value;
+    whole = false;
+    for (int64_t j = 0; j < kChunk; ++j) spread[k][j] = *in[k];
+    in[k] = spread[k];
   }
+  for (int k = 0; k < signature.outputs; ++k) {
+    out[k] = call.outputs[k] ? static_cast<T*>(call.outputs[k]) + begin : unwanted[k];
+    whole = whole && call.outputs[k];
+  }
+  const T* parameter = static_cast<const T*>(call.parameter);
+  if (whole) return loop(in, out, parameter, end - begin);
   for (int64_t i = begin; i < end; i += kChunk) {
-    const int64_t n = end - i < kChunk ? end - i : kChunk;
-    const C* in[kMaxElementwiseInputs];
-    C* out[kMaxElementwiseOutputs];
-    for (int k = 0; k < signature.inputs; ++k) {
-      const T* array = static_cast<const T*>(call.inputs[k]) + i;
-      in[k] = in_buffer[k];
-      if (call.is_scalar[k]) continue;
-      if constexpr (kConverts) {
-        Widen(array, in_buffer[k], n);
-      } else {
-        in[k] = array;
-      }
-    }
-    for (int k = 0; k < signature.outputs; ++k) {
-      const bool direct = !kConverts && call.outputs[k] != nullptr;
-      out[k] = direct ? static_cast<C*>(call.outputs[k]) + i : out_buffer[k];
-    }
-    loop(in, out, &parameter, n);
-    if constexpr (kConverts) {
-      for (int k = 0; k < signature.outputs; ++k) {
-        T* array = static_cast<T*>(call.outputs[k]);
-        if (array != nullptr) Narrow(out_buffer[k], array + i, n);
-      }
-    }
+    loop(in, out, parameter, end - i < kChunk ? end - i : kChunk);
+    for (int k = 0; k < signature.inputs; ++k) in[k] += call.is_scalar[k] ? 0 : kChunk;
+    for (int k = 0; k < signature.outputs; ++k) out[k] += call.outputs[k] ? kChunk : 0;
   }
 }
 

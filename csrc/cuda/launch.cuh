@@ -1,6 +1,7 @@
-// How every kernel is launched: one thread an item, 256 threads a block, no grid-stride loop. On an
-// H200 doubling an f32 image runs at 4.06 TB/s with one 16-byte pack a thread, at 4.00 and 3.94
-// with two and four; the hardware's block scheduler is the better loop.
+// How every kernel is launched: one thread an item, 256 threads a block unless a kernel has a
+// reason for another number, no grid-stride loop. On an H200 doubling an f32 image runs at 4.06
+// TB/s with one 16-byte pack a thread, at 4.00 and 3.94 with two and four; the hardware's block
+// scheduler is the better loop.
 #pragma once
 
 #ifndef __CUDACC_RTC__
@@ -16,25 +17,25 @@ JOF_NAMESPACE_BEGIN
 inline constexpr int kBlockSize = 256;
 
 // The index of this thread's item; items at or beyond the count have nothing to do.
-template <typename Index>
+template <typename Index, int kThreads = kBlockSize>
 __device__ __forceinline__ Index ItemIndex() {
-  return static_cast<Index>(blockIdx.x) * kBlockSize + threadIdx.x;
+  return static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
 }
 
 #ifndef __CUDACC_RTC__
-template <typename... Params, typename... Args>
+template <int kThreads = kBlockSize, typename... Params, typename... Args>
 cudaError_t LaunchBlocks(void (*kernel)(Params...), int64_t blocks, int64_t shared_bytes,
                          cudaStream_t stream, Args... args) {
   if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), kBlockSize, static_cast<size_t>(shared_bytes), stream>>>(
+  kernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(shared_bytes), stream>>>(
       args...);
   return cudaGetLastError();
 }
 
-template <typename... Params, typename... Args>
+template <int kThreads = kBlockSize, typename... Params, typename... Args>
 cudaError_t LaunchItems(void (*kernel)(Params...), int64_t items, cudaStream_t stream,
                         Args... args) {
-  return LaunchBlocks(kernel, (items + kBlockSize - 1) / kBlockSize, 0, stream, args...);
+  return LaunchBlocks<kThreads>(kernel, (items + kThreads - 1) / kThreads, 0, stream, args...);
 }
 
 inline bool IsAligned(const void* pointer, int64_t bytes) {
@@ -71,15 +72,28 @@ struct Word<16> {
 template <int kBytes>
 using Word = typename internal::Word<kBytes>::type;
 
-// One access each, of sizeof(T) * N bytes; the pointer must be aligned to that.
+// One access of sizeof(T) * N bytes, to which the pointer must be aligned; loads of more than 16
+// bytes are several of 16.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> LoadPack(const T* pointer) {
-  union {
-    Word<sizeof(T) * N> word;
+  if constexpr (sizeof(T) * N > kPackBytes) {
+    constexpr int kPart = kPackSize<T>;
     Pack<T, N> pack;
-  };
-  word = __ldg(reinterpret_cast<const Word<sizeof(T) * N>*>(pointer));
-  return pack;
+    JOF_UNROLL
+    for (int k = 0; k < N; k += kPart) {
+      const Pack<T, kPart> part = LoadPack<kPart>(pointer + k);
+      JOF_UNROLL
+      for (int j = 0; j < kPart; ++j) pack.elem[k + j] = part.elem[j];
+    }
+    return pack;
+  } else {
+    union {
+      Word<sizeof(T) * N> word;
+      Pack<T, N> pack;
+    };
+    word = __ldg(reinterpret_cast<const Word<sizeof(T) * N>*>(pointer));
+    return pack;
+  }
 }
 
 template <int N, typename T>

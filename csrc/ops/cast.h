@@ -363,6 +363,8 @@ struct Cast : OnStorage {
       const uint32_t halves = ToHalf2Bits(in[0], in[1]);
       out[0].bits = static_cast<uint16_t>(halves);
       out[1].bits = static_cast<uint16_t>(halves >> 16);
+    } else if constexpr (internal::kIsSame<From, Half> && sizeof(To) == 1) {
+      FromHalf2(in, out);
     } else {
       float first, second;
       ToFloat2(in, &first, &second);

@@ -26,7 +26,7 @@ JOF_NAMESPACE_BEGIN
 template <typename T>
 struct Relu : PackedRelu<T> {
   using C = Compute<T>;
-  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return Maximum(x, C{0}); }
+  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return x > 0 ? x : x == x ? C{0} : x; }
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const { return x > 0 ? ct : C{0}; }
 };
 
@@ -114,7 +114,7 @@ struct Mish {
   static constexpr C kLarge = sizeof(C) == 4 ? 20 : 40;
 
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
-    const C e = Exp<T>(x > kLarge ? kLarge : x);
+    const C e = PreciseExp<T>(x > kLarge ? kLarge : x);
     const C n = MulAdd(e, e, 2 * e);
     return x * Quotient<T>(n, n + 2);
   }
@@ -133,12 +133,16 @@ struct Mish {
 template <typename T>
 struct GeluTanh {
   using C = Compute<T>;
-  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return x * Cdf(Bounded(x)); }
+  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
+    return x * InverseOfOnePlus<T>(Exponential(Bounded(x)));
+  }
   // NaN at infinities, as the product rule has it.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
     const C b = Bounded(x);
-    const C s = Cdf(b);
-    const C rest = kIsNarrow<T> ? 1 - s : Cdf(-b);
+    const C e = Exponential(b);
+    const C s = InverseOfOnePlus<T>(e);
+    // 1 - s loses digits where s is near 1, and b times what is lost is too much for f32 and f64.
+    const C rest = kIsNarrow<T> ? 1 - s : e * s;
     const C slope = MulAdd(C(3 * kCubic) * b, b, C(kLinear));
     return ct * (s * MulAdd(b * rest, slope, C{1}) + (x - x));
   }
@@ -150,13 +154,13 @@ struct GeluTanh {
 
   JOF_HOST_DEVICE JOF_INLINE static C Bounded(C x) { return AtLeast(AtMost(x, C{16}), C{-16}); }
 
-  // 1 / (1 + e^(-2 u)). The exponent, in units of log2, is y (1 + 0.044715 x^2) with y a multiple
+  // e^(-2 u). The exponent, in units of log2, is y (1 + 0.044715 x^2) with y a multiple
   // of x. An f32 has too few digits for a large one: what each operation loses is kept as well.
-  JOF_HOST_DEVICE JOF_INLINE static C Cdf(C x) {
+  JOF_HOST_DEVICE JOF_INLINE static C Exponential(C x) {
     constexpr C linear = static_cast<C>(-kLinear * kLog2E);
     constexpr C cubic = static_cast<C>(-kCubic * kLog2E);
     if constexpr (kIsNarrow<T> || kIsDouble<T>) {
-      return InverseOfOnePlus<T>(Exp2<T>(x * MulAdd(cubic * x, x, linear), C{0}));
+      return Exp2<T>(x * MulAdd(cubic * x, x, linear), C{0});
     } else {
       constexpr C linear_low = static_cast<C>(-kLinear * kLog2E - linear);
       constexpr C cubic_low = static_cast<C>(-kCubic * kLog2E - cubic);
@@ -166,7 +170,7 @@ struct GeluTanh {
                            MulAdd(cubic, square_low, MulAdd(cubic_low, square, linear_low));
       const C exponent = x * factor;
       const C exponent_low = MulAdd(x, factor_low, ProductResidue(x, factor, exponent));
-      return InverseOfOnePlus<T>(Exp2<T>(exponent, exponent_low));
+      return Exp2<T>(exponent, exponent_low);
     }
   }
 };

@@ -1,0 +1,735 @@
+// The elementwise CUDA kernels and their template against functors evaluated on the host: every op
+// and type, arrays at every offset within a pack, lengths around packs and blocks, scalar operands,
+// outputs that nobody wants. Everything around the elements that a call is to write must stay
+// untouched. Needs a GPU; `make gpu-check` runs it. With the argument `brief` a part of it, every
+// array ending where its memory does: for compute-sanitizer.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cuda/elementwise.cuh"
+#include "cuda/elementwise.h"
+
+using namespace jof;
+
+#define CHECK_CUDA(expression)                                                           \
+  do {                                                                                   \
+    const cudaError_t status = (expression);                                             \
+    JOF_CHECK(status == cudaSuccess, "%s: %s", #expression, cudaGetErrorString(status)); \
+  } while (false)
+
+constexpr uint8_t kGuard = 0xa5;
+constexpr int64_t kGuardBytes = 64;
+constexpr int64_t kPool = (1 << 14) + 64;  // the elements there are of each input
+constexpr int kMaxArrays = 4;
+
+bool g_brief = false;
+int64_t g_launches = 0;
+
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(int64_t bytes) {
+    CHECK_CUDA(cudaMalloc(&data_, static_cast<size_t>(bytes > 0 ? bytes : 1)));
+  }
+  ~DeviceMemory() { cudaFree(data_); }
+  DeviceMemory(const DeviceMemory&) = delete;
+  uint8_t* data() const { return static_cast<uint8_t*>(data_); }
+
+ private:
+  void* data_;
+};
+
+uint64_t Hash(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+template <typename T>
+T FromValue(double value) {
+  return Accumulator<T>::Store(static_cast<Compute<T>>(value));
+}
+
+template <typename T>
+double ToValue(T x) {
+  return static_cast<double>(Accumulator<T>::Load(x));
+}
+
+// ---- a kernel, its inputs and what it should compute ----
+
+// What elements are to be, as bytes, and how far they may be from it: see IsClose.
+struct Wanted {
+  alignas(16) uint8_t bytes[kMaxArrays][16];
+  double slack[kMaxArrays];
+};
+
+struct Case {
+  int64_t n;
+  int64_t in_offsets[kMaxArrays];  // elements after a 64-byte boundary
+  int64_t out_offsets[kMaxArrays];
+  unsigned scalars = 0;   // a bit for each input
+  unsigned unwanted = 0;  // a bit for each output
+};
+
+Case Common(int64_t n, int64_t offset, unsigned scalars = 0, unsigned unwanted = 0) {
+  return {n, {offset, offset, offset, offset}, {offset, offset, offset, offset}, scalars, unwanted};
+}
+
+class Subject {
+ public:
+  using Launch = std::function<cudaError_t(const ElementwiseCall&, void* const* outputs)>;
+  // From one element of each input; `packed` says whether it should be part of a pack.
+  using Reference = std::function<void(const void* const* in, bool packed, Wanted* wanted)>;
+  using Compare = std::function<bool(const uint8_t* got, const uint8_t* want, double slack)>;
+
+  std::string name;
+  int pack;  // elements
+  std::vector<int64_t> out_bytes;
+  std::vector<std::vector<uint8_t>> inputs;  // kPool elements each
+  Launch launch;
+  Reference reference;
+  Compare compare;
+
+  // Launches all cases, then checks all outputs. They lie in one allocation, guards between them.
+  void Run(const std::vector<Case>& cases) {
+    if (pools_.empty()) Upload();
+    std::vector<int64_t> starts;  // of each wanted output of each case
+    int64_t total = kGuardBytes;
+    for (const Case& c : cases) {
+      for (size_t k = 0; k < out_bytes.size(); ++k) {
+        starts.push_back(total + c.out_offsets[k] * out_bytes[k]);
+        if (c.unwanted >> k & 1) continue;
+        total = starts.back() + c.n * out_bytes[k] + kGuardBytes;
+        total = (total + 63) / 64 * 64;
+      }
+    }
+    const DeviceMemory arena(total);
+    CHECK_CUDA(cudaMemset(arena.data(), kGuard, static_cast<size_t>(total)));
+    std::vector<std::unique_ptr<DeviceMemory>> exact;
+    size_t slot = 0;
+    for (const Case& c : cases) {
+      ElementwiseCall call{};
+      void* out[kMaxArrays] = {};
+      call.n = c.n;
+      for (size_t k = 0; k < inputs.size(); ++k) {
+        call.is_scalar[k] = c.scalars >> k & 1;
+        call.inputs[k] = InputOf(c, k, &exact);
+      }
+      for (size_t k = 0; k < out_bytes.size(); ++k, ++slot) {
+        if (!(c.unwanted >> k & 1)) out[k] = arena.data() + starts[slot];
+        if (k < kMaxElementwiseOutputs) call.outputs[k] = out[k];
+      }
+      const cudaError_t status = launch(call, out);
+      JOF_CHECK(status == cudaSuccess, "%s of %ld elements: %s", name.c_str(), long(c.n),
+                cudaGetErrorString(status));
+      ++g_launches;
+    }
+    std::vector<uint8_t> host(static_cast<size_t>(total));
+    CHECK_CUDA(cudaMemcpy(host.data(), arena.data(), host.size(), cudaMemcpyDeviceToHost));
+    slot = 0;
+    for (const Case& c : cases) {
+      Check(c, host.data(), &starts[slot]);
+      slot += out_bytes.size();
+    }
+    // Check() has replaced what was to be written by guards.
+    for (int64_t i = 0; i < total; ++i) {
+      JOF_CHECK(host[static_cast<size_t>(i)] == kGuard, "%s wrote outside of its outputs",
+                name.c_str());
+    }
+  }
+
+ private:
+  int64_t InBytes(size_t k) const { return static_cast<int64_t>(inputs[k].size()) / kPool; }
+
+  void Upload() {
+    for (const auto& input : inputs) {
+      pools_.push_back(std::make_unique<DeviceMemory>(static_cast<int64_t>(input.size())));
+      CHECK_CUDA(
+          cudaMemcpy(pools_.back()->data(), input.data(), input.size(), cudaMemcpyHostToDevice));
+    }
+  }
+
+  // A scalar is the input's element k + 1 at any offset.
+  int64_t ElementOf(const Case& c, size_t k, int64_t i) const {
+    return c.scalars >> k & 1 ? static_cast<int64_t>(k) + 1 : c.in_offsets[k] + i;
+  }
+
+  const void* InputOf(const Case& c, size_t k, std::vector<std::unique_ptr<DeviceMemory>>* exact) {
+    const int64_t first = ElementOf(c, k, 0) * InBytes(k);
+    const uint8_t* source = pools_[k]->data() + first;
+    if (!g_brief) return source;
+    const int64_t bytes = (c.scalars >> k & 1 ? 1 : c.n) * InBytes(k);
+    exact->push_back(std::make_unique<DeviceMemory>(first + bytes));
+    uint8_t* copy = exact->back()->data() + first;
+    CHECK_CUDA(cudaMemcpy(copy, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice));
+    return copy;
+  }
+
+  // The packs that the template promises: whole ones after the fewest elements that leave every
+  // array aligned to its packs, or to 16 bytes where those are longer.
+  bool IsPacked(const Case& c, int64_t i) const {
+    for (int64_t head = 0; head < pack && head + pack <= c.n && pack > 1; ++head) {
+      bool aligned = true;
+      const auto visit = [&](int64_t bytes, int64_t offset) {
+        if ((offset + head) * bytes % std::min<int64_t>(bytes * pack, 16) != 0) aligned = false;
+      };
+      for (size_t k = 0; k < inputs.size(); ++k) {
+        if (!(c.scalars >> k & 1)) visit(InBytes(k), c.in_offsets[k]);
+      }
+      for (size_t k = 0; k < out_bytes.size(); ++k) {
+        if (!(c.unwanted >> k & 1)) visit(out_bytes[k], c.out_offsets[k]);
+      }
+      if (aligned) return i >= head && i < head + (c.n - head) / pack * pack;
+    }
+    return false;
+  }
+
+  Wanted Compute(const Case& c, int64_t i) const {
+    const void* in[kMaxArrays];
+    for (size_t k = 0; k < inputs.size(); ++k) {
+      in[k] = inputs[k].data() + ElementOf(c, k, i) * InBytes(k);
+    }
+    Wanted wanted{};
+    reference(in, IsPacked(c, i), &wanted);
+    return wanted;
+  }
+
+  void Check(const Case& c, uint8_t* host, const int64_t* starts) const {
+    for (int64_t i = 0; i < c.n; ++i) {
+      const Wanted wanted = Compute(c, i);
+      for (size_t k = 0; k < out_bytes.size(); ++k) {
+        if (c.unwanted >> k & 1) continue;
+        uint8_t* got = host + starts[k] + i * out_bytes[k];
+        const bool same = std::memcmp(got, wanted.bytes[k], static_cast<size_t>(out_bytes[k])) == 0;
+        JOF_CHECK(same || (compare && compare(got, wanted.bytes[k], wanted.slack[k])),
+                  "%s: element %ld of %ld of output %ld, offsets %ld %ld %ld %ld -> %ld %ld, "
+                  "scalars %u: got %s, want %s",
+                  name.c_str(), long(i), long(c.n), long(k), long(c.in_offsets[0]),
+                  long(c.in_offsets[1]), long(c.in_offsets[2]), long(c.in_offsets[3]),
+                  long(c.out_offsets[0]), long(c.out_offsets[1]), c.scalars,
+                  Hex(got, out_bytes[k]).c_str(), Hex(wanted.bytes[k], out_bytes[k]).c_str());
+        std::memset(got, kGuard, static_cast<size_t>(out_bytes[k]));
+      }
+    }
+  }
+
+  static std::string Hex(const uint8_t* bytes, int64_t n) {
+    std::string text;
+    for (int64_t i = n - 1; i >= 0; --i) {
+      char digits[3];
+      std::snprintf(digits, sizeof(digits), "%02x", bytes[i]);
+      text += digits;
+    }
+    return text;
+  }
+
+  std::vector<std::unique_ptr<DeviceMemory>> pools_;
+};
+
+template <typename T, typename Make>
+std::vector<uint8_t> Pool(const Make& make) {
+  std::vector<uint8_t> bytes(static_cast<size_t>(kPool) * sizeof(T));
+  for (int64_t i = 0; i < kPool; ++i) {
+    const T x = make(i);
+    std::memcpy(bytes.data() + static_cast<size_t>(i) * sizeof(T), &x, sizeof(T));
+  }
+  return bytes;
+}
+
+template <typename T>
+T Read(const void* bytes) {
+  T x;
+  std::memcpy(&x, bytes, sizeof(T));
+  return x;
+}
+
+// Lengths around multiples of packs and blocks, with all arrays at the same offset within a pack.
+std::vector<Case> CommonOffsets(int pack) {
+  std::vector<Case> cases;
+  for (int64_t offset = 0; offset < pack; ++offset) {
+    const bool is_first_or_last = offset <= 1 || offset == pack - 1;
+    if (g_brief && !is_first_or_last) continue;
+    for (int64_t n = 0; n <= 67; n += g_brief ? 21 : 1) cases.push_back(Common(n, offset));
+    if (!is_first_or_last) continue;
+    for (int64_t power = g_brief ? 2048 : 128; power <= (g_brief ? 2048 : 1 << 14); power *= 2) {
+      for (int64_t n = power - 1; n <= power + 1; ++n) cases.push_back(Common(n, offset));
+    }
+  }
+  return cases;
+}
+
+// Every array at its own offset within a pack: all combinations, or about `limit` of them.
+std::vector<Case> OwnOffsets(int pack, int inputs, int outputs, int64_t limit) {
+  int64_t combinations = 1;
+  for (int k = 0; k < inputs + outputs; ++k) combinations *= pack;
+  if (g_brief) limit = 8;
+  std::vector<Case> cases;
+  for (int64_t j = 0; j < combinations && j < limit; ++j) {
+    auto digits = combinations <= limit
+                      ? static_cast<uint64_t>(j)
+                      : Hash(static_cast<uint64_t>(j)) % static_cast<uint64_t>(combinations);
+    Case c{};
+    for (int k = 0; k < inputs + outputs; ++k, digits /= static_cast<uint64_t>(pack)) {
+      const auto offset = static_cast<int64_t>(digits % static_cast<uint64_t>(pack));
+      (k < inputs ? c.in_offsets[k] : c.out_offsets[k - inputs]) = offset;
+    }
+    for (const int64_t n : {1, 7, 16, 33, 67, 300}) {
+      c.n = n;
+      cases.push_back(c);
+    }
+  }
+  return cases;
+}
+
+// Scalar operands in all positions and outputs that nobody wants.
+std::vector<Case> ScalarsAndUnwanted(int pack, int inputs, int outputs) {
+  std::vector<Case> cases;
+  for (unsigned scalars = 0; scalars < 1u << inputs; ++scalars) {
+    for (unsigned unwanted = 0; unwanted < 1u << outputs; ++unwanted) {
+      // An only output is wanted, an only input of more than one element is an array.
+      if (outputs == 1 && unwanted != 0) continue;
+      cases.push_back(Common(1, 1 % pack, scalars, unwanted));
+      if (inputs == 1 && scalars != 0) continue;
+      if (scalars == 0 && unwanted == 0) continue;
+      for (const int64_t n : {5, 100, 1000}) {
+        for (const int64_t offset : {0, pack - 1}) {
+          if (g_brief && (n != 100 || offset != 0)) continue;
+          cases.push_back(Common(n, offset, scalars, unwanted));
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+// ---- the ops of ops/elementwise_ops.h ----
+
+// The bits of a 16-bit float as an integer that is ordered as the float is.
+int Ordered(const uint8_t* x) {
+  const auto bits = Read<uint16_t>(x);
+  return bits & 0x8000 ? 0x8000 - bits : bits;
+}
+
+// Of T: two units in the last place of a 16-bit type, 1e-5 of f32 (1e-4 where functions have
+// decayed to little), 1e-12 of f64, or `slack`; a negative slack wants equality. NaN is NaN.
+template <typename T>
+bool IsClose(const uint8_t* got, const uint8_t* want, double slack) {
+  const double x = ToValue(Read<T>(got)), y = ToValue(Read<T>(want));
+  if (std::isnan(x) || std::isnan(y)) return std::isnan(x) && std::isnan(y);
+  if (slack < 0) return false;
+  const double difference = std::fabs(x - y);  // infinity or NaN where one is infinite
+  if (sizeof(T) == 2 && std::abs(Ordered(got) - Ordered(want)) <= 2) return true;
+  const double relative = sizeof(T) == 2        ? 0
+                          : sizeof(T) == 8      ? 1e-12
+                          : std::fabs(y) < 1e-4 ? 1e-4
+                                                : 1e-5;
+  return difference <= relative * std::fabs(y) + slack;
+}
+
+template <typename Value>
+void StoreResult(const Value& result, double* out) {
+  out[0] = static_cast<double>(result);
+}
+template <typename First, typename Second>
+void StoreResult(const Tuple<First, Second>& result, double* out) {
+  out[0] = static_cast<double>(Get<0>(result));
+  out[1] = static_cast<double>(Get<1>(result));
+}
+
+template <typename Functor, typename C, int... i>
+void Evaluate(const double* in, double parameter, double* out, Indices<i...>) {
+  if constexpr (__is_empty(Functor)) {
+    StoreResult(Functor()(static_cast<C>(in[i])...), out);
+  } else {
+    StoreResult(Functor{static_cast<C>(parameter)}(static_cast<C>(in[i])...), out);
+  }
+}
+
+// One for each op: its functor on the host, computing in C.
+template <typename T>
+constexpr void (*kReferences[])(const double* in, double parameter, double* out) = {
+#define JOF_REFERENCE(target, inputs, outputs, functor)              \
+  [](const double* in, double parameter, double* out) {              \
+    Evaluate<functor, T>(in, parameter, out, MakeIndices<inputs>()); \
+  },
+    JOF_ELEMENTWISE_OPS(JOF_REFERENCE)
+#undef JOF_REFERENCE
+};
+
+constexpr double kParameter = 0.75;
+
+// Ops of one rounding, or none, which the host computes to the bit in Compute<T>.
+bool IsExact(ElementwiseOp op, FloatType type) {
+  switch (op) {
+    case ElementwiseOp::relu:
+    case ElementwiseOp::relu_vjp:
+    case ElementwiseOp::leaky_relu:
+    case ElementwiseOp::leaky_relu_vjp:
+    case ElementwiseOp::multiply:
+    case ElementwiseOp::multiply_vjp:
+    case ElementwiseOp::maximum:
+    case ElementwiseOp::maximum_vjp:
+    case ElementwiseOp::minimum:
+    case ElementwiseOp::minimum_vjp:
+    case ElementwiseOp::add:
+    case ElementwiseOp::subtract:
+    case ElementwiseOp::scale:
+      return true;
+    case ElementwiseOp::fma:
+      // Two neighbours in 16 bits are rounded once, the host rounds twice.
+      return type == FloatType::kF32 || type == FloatType::kF64;
+    default:
+      return false;
+  }
+}
+
+// Ordinary numbers and, for ops that are exact, special ones.
+template <typename T>
+T OpInput(int k, int64_t i, bool exact) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  static const double kSpecial[] = {0.0, -0.0, kInfinity, -kInfinity, NAN,   1.0,
+                                    6e4, -6e4, 3e38,      -3e38,      2e-45, 6e-8};
+  const uint64_t hash = Hash(static_cast<uint64_t>(i) * 8 + static_cast<uint64_t>(k) + 1);
+  if (exact && hash % 8 == 0) return FromValue<T>(kSpecial[(hash >> 8) % 12]);
+  if (hash % 8 == 1 && k > 0) return OpInput<T>(0, i, exact);  // ties
+  return FromValue<T>(20 * (static_cast<double>(hash >> 11) * 0x1p-53 - 0.5));
+}
+
+template <typename T>
+Subject MakeOp(ElementwiseOp op, FloatType type) {
+  const ElementwiseSignature signature = kElementwiseSignatures<float>[static_cast<int>(op)];
+  const bool exact = IsExact(op, type);
+  Subject subject;
+  subject.name = std::string(signature.target) + " of type " + std::to_string(int(type));
+  subject.pack = kPackSize<T>;
+  for (int k = 0; k < signature.inputs; ++k) {
+    subject.inputs.push_back(Pool<T>([&](int64_t i) { return OpInput<T>(k, i, exact); }));
+  }
+  subject.out_bytes.assign(static_cast<size_t>(signature.outputs), sizeof(T));
+  const auto parameter = std::make_shared<DeviceMemory>(int64_t{sizeof(T)});
+  const T value = FromValue<T>(kParameter);
+  CHECK_CUDA(cudaMemcpy(parameter->data(), &value, sizeof(T), cudaMemcpyHostToDevice));
+  subject.launch = [=](ElementwiseCall call, void* const*) {
+    if (signature.has_parameter) call.parameter = parameter->data();
+    return LaunchElementwise(op, type, call, nullptr);
+  };
+  // One input and its cotangent, or the two of a jvp, can cancel: errors are relative to what does.
+  const std::string name = signature.target;
+  const bool is_vjp = name.size() > 4 && name.compare(name.size() - 4, 4, "_vjp") == 0;
+  const bool is_jvp = name.size() > 4 && name.compare(name.size() - 4, 4, "_jvp") == 0;
+  subject.reference = [=](const void* const* in, bool, Wanted* wanted) {
+    double x[kMaxArrays], y[kMaxArrays] = {};
+    for (int k = 0; k < signature.inputs; ++k) x[k] = ToValue(Read<T>(in[k]));
+    const auto reference = exact ? kReferences<Compute<T>>[int(op)] : kReferences<double>[int(op)];
+    reference(x, kParameter, y);
+    const double unit = sizeof(T) == 8 ? 1e-13 : 2e-6;
+    double slack = 1e-36;  // GPU approximations flush subnormal results
+    if (is_vjp) {
+      slack += unit * std::fabs(x[signature.inputs - 1]) * (1 + std::fabs(x[0]));
+    } else if (is_jvp) {
+      for (const int k : {2, 3}) {
+        double only[kMaxArrays] = {x[0], x[1], 0, 0}, term;
+        only[k] = x[k];
+        reference(only, kParameter, &term);
+        slack += (sizeof(T) == 2 ? 4e-3 : 4 * unit) * (std::fabs(term) + std::fabs(x[k]));
+      }
+    }
+    for (int k = 0; k < signature.outputs; ++k) {
+      const T result = FromValue<T>(y[k]);
+      std::memcpy(wanted->bytes[k], &result, sizeof(T));
+      wanted->slack[k] = exact ? -1 : slack;
+    }
+  };
+  subject.compare = IsClose<T>;
+  return subject;
+}
+
+template <typename T>
+void TestOps(FloatType type) {
+  constexpr int kOps = sizeof(kReferences<float>) / sizeof(kReferences<float>[0]);
+  for (int op = 0; op < kOps; ++op) {
+    const ElementwiseSignature signature = kElementwiseSignatures<float>[op];
+    Subject subject = MakeOp<T>(static_cast<ElementwiseOp>(op), type);
+    subject.Run(CommonOffsets(subject.pack));
+    subject.Run(ScalarsAndUnwanted(subject.pack, signature.inputs, signature.outputs));
+  }
+  // Of each number of arrays one op.
+  for (const ElementwiseOp op : {ElementwiseOp::relu, ElementwiseOp::silu, ElementwiseOp::add,
+                                 ElementwiseOp::fma, ElementwiseOp::swiglu_vjp}) {
+    const ElementwiseSignature signature = kElementwiseSignatures<float>[int(op)];
+    Subject subject = MakeOp<T>(op, type);
+    subject.Run(OwnOffsets(subject.pack, signature.inputs, signature.outputs, 1024));
+  }
+}
+
+// ---- where and its cotangents ----
+
+// T is what LaunchWhere moves elements of its size as.
+template <typename T>
+void TestWhere(bool vjp) {
+  Subject subject;
+  const int inputs = vjp ? 2 : 3, outputs = vjp ? 2 : 1;
+  subject.name = (vjp ? "where_vjp of " : "where of ") + std::to_string(sizeof(T)) + " bytes";
+  subject.pack = kPackSize<T>;
+  subject.inputs.push_back(
+      Pool<uint8_t>([](int64_t i) { return static_cast<uint8_t>(Hash(uint64_t(i)) % 2); }));
+  for (int k = 1; k < inputs; ++k) {
+    subject.inputs.push_back(Pool<T>([&](int64_t i) {
+      const uint64_t words[] = {Hash(uint64_t(i * 4 + k)), Hash(uint64_t(i * 4 + k + 2))};
+      return Read<T>(words);
+    }));
+  }
+  subject.out_bytes.assign(static_cast<size_t>(outputs), sizeof(T));
+  subject.launch = [=](const ElementwiseCall& call, void* const*) {
+    return (vjp ? LaunchWhereVjp : LaunchWhere)(int(sizeof(T)), call, nullptr);
+  };
+  subject.reference = [=](const void* const* in, bool, Wanted* wanted) {
+    const bool condition = Read<uint8_t>(in[0]) != 0;
+    if (vjp) {
+      std::memcpy(wanted->bytes[condition ? 0 : 1], in[1], sizeof(T));
+    } else {
+      std::memcpy(wanted->bytes[0], in[condition ? 1 : 2], sizeof(T));
+    }
+  };
+  subject.Run(CommonOffsets(subject.pack));
+  subject.Run(OwnOffsets(subject.pack, inputs, outputs, 512));
+  subject.Run(ScalarsAndUnwanted(subject.pack, inputs, outputs));
+}
+
+// ---- functors of this test in the template ----
+
+template <typename Functor, typename... Out, int... o, typename... In, int... i>
+cudaError_t LaunchTyped(TypeTag<Tuple<Out...>>, Indices<o...>, TypeTag<Tuple<In...>>, Indices<i...>,
+                        const ElementwiseCall& call, void* const* out) {
+  return LaunchElementwise(
+      SimpleFactory<Functor>(), call.n, MakeTuple(static_cast<Out*>(out[o])...),
+      MakeTuple(Operand<In>{static_cast<const In*>(call.inputs[i]), call.is_scalar[i]}...),
+      nullptr);
+}
+
+// Small integers, which all types have.
+template <typename T>
+T SmallInteger(int k, int64_t i) {
+  return FromValue<T>(static_cast<double>(Hash(uint64_t(i * 4 + k)) % 23));
+}
+
+// Functor::Want(in, packed, out) computes on the host.
+template <typename Functor, typename... Out, int... o, typename... In, int... i>
+Subject MakeTyped(const char* name, TypeTag<Tuple<Out...>>, Indices<o...>, TypeTag<Tuple<In...>>,
+                  Indices<i...>) {
+  Subject subject;
+  subject.name = name;
+  subject.pack = OutputPackSize<Out...>();
+  subject.out_bytes = {int64_t{sizeof(Out)}...};
+  subject.inputs = {Pool<In>([](int64_t j) { return SmallInteger<In>(i, j); })...};
+  subject.launch = [](const ElementwiseCall& call, void* const* out) {
+    return LaunchTyped<Functor>(TypeTag<Tuple<Out...>>(), Indices<o...>(), TypeTag<Tuple<In...>>(),
+                                Indices<i...>(), call, out);
+  };
+  subject.reference = [](const void* const* in, bool packed, Wanted* wanted) {
+    const double x[] = {ToValue(Read<In>(in[i]))...};
+    double y[sizeof...(Out)];
+    Functor::Want(x, packed, y);
+    const Tuple<Out...> results{MakeTuple(FromValue<Out>(y[o])...)};
+    (std::memcpy(wanted->bytes[o], &Get<o>(results), sizeof(Out)), ...);
+  };
+  return subject;
+}
+
+template <typename Functor, typename... Out, typename... In>
+void TestTyped(const char* name, TypeTag<Tuple<Out...>> outs, TypeTag<Tuple<In...>> ins, int pack) {
+  Subject subject = MakeTyped<Functor>(name, outs, MakeIndices<sizeof...(Out)>(), ins,
+                                       MakeIndices<sizeof...(In)>());
+  JOF_CHECK(subject.pack == pack, "%s has packs of %d", name, subject.pack);
+  subject.Run(CommonOffsets(pack));
+  subject.Run(OwnOffsets(pack, sizeof...(In), sizeof...(Out), 512));
+  subject.Run(ScalarsAndUnwanted(pack, sizeof...(In), sizeof...(Out)));
+}
+
+template <typename... T>
+using Types = TypeTag<Tuple<T...>>;
+
+// Adds 1 to a lone element and 2 to the first, 3 to the second of two neighbours.
+template <typename T>
+struct RecordsApply2 {
+  using C = Compute<T>;
+  __device__ C operator()(C x) const { return x + C(1); }
+  __device__ void Apply2(const T* x, T* out) const {
+    out[0] = Accumulator<T>::Store(Accumulator<T>::Load(x[0]) + C(2));
+    out[1] = Accumulator<T>::Store(Accumulator<T>::Load(x[1]) + C(3));
+  }
+};
+
+// Apply2 computes the elements of packs, and no others.
+void TestApply2() {
+  Subject subject;
+  subject.name = "RecordsApply2";
+  subject.pack = 8;
+  subject.out_bytes = {2};
+  subject.inputs = {Pool<Half>([](int64_t i) { return FromValue<Half>(double(4 * (i % 100))); })};
+  subject.launch = [](const ElementwiseCall& call, void* const* out) {
+    return LaunchTyped<RecordsApply2<Half>>(Types<Half>(), Indices<0>(), Types<Half>(),
+                                            Indices<0>(), call, out);
+  };
+  // Packs begin at even positions of the pool, where x is a multiple of 8.
+  subject.reference = [](const void* const* in, bool packed, Wanted* wanted) {
+    const double x = ToValue(Read<Half>(in[0]));
+    const bool second = static_cast<int64_t>(x / 4) % 2 != 0;
+    const Half y = FromValue<Half>(x + (!packed ? 1 : second ? 3 : 2));
+    std::memcpy(wanted->bytes[0], &y, sizeof(y));
+  };
+  subject.Run(CommonOffsets(8));
+  subject.Run(OwnOffsets(8, 1, 1, 64));
+}
+
+struct Average8 {
+  __device__ uint8_t operator()(uint8_t x, uint8_t y) const {
+    return static_cast<uint8_t>((x + y) / 2);
+  }
+  static void Want(const double* x, bool, double* y) { y[0] = std::floor((x[0] + x[1]) / 2); }
+};
+
+// Four inputs of four sizes, three outputs of three sizes.
+struct Mixed {
+  __device__ Tuple<float, float, uint8_t> operator()(uint8_t a, float b, float c, double d) const {
+    return MakeTuple(a + b, static_cast<float>(c - d), static_cast<uint8_t>(2 * a + 1));
+  }
+  static void Want(const double* x, bool, double* y) {
+    y[0] = x[0] + x[1];
+    y[1] = x[2] - x[3];
+    y[2] = 2 * x[0] + 1;
+  }
+};
+
+struct Mixed32 {
+  __device__ Tuple<float, float, int16_t> operator()(int8_t a, float b, float c, int32_t d) const {
+    return MakeTuple(a * b, c + static_cast<float>(d), static_cast<int16_t>(a - d));
+  }
+  static void Want(const double* x, bool, double* y) {
+    y[0] = x[0] * x[1];
+    y[1] = x[2] + x[3];
+    y[2] = x[0] - x[3];
+  }
+};
+
+// An input of eight times the bytes of the output.
+struct Narrow {
+  __device__ uint8_t operator()(double x, uint8_t y) const {
+    return static_cast<uint8_t>(static_cast<int>(x) + y);
+  }
+  static void Want(const double* x, bool, double* y) { y[0] = x[0] + x[1]; }
+};
+
+// ---- more than 2^31 elements ----
+
+struct Flip {
+  __device__ uint8_t operator()(uint8_t x) const { return x ^ 0x5a; }
+};
+
+__device__ uint8_t ByteAt(int64_t i, uint32_t salt) {
+  const auto low = static_cast<uint32_t>(i), high = static_cast<uint32_t>(i >> 32);
+  return static_cast<uint8_t>(((low ^ salt) * 2654435761u + high * 97u) >> 24);
+}
+
+__global__ void FillBytes(uint8_t* out, int64_t n, uint32_t salt, uint8_t mask) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = ByteAt(i, salt) & mask;
+}
+
+enum class Check { kFlip, kWhere, kGuard };
+
+__global__ void CountWrong(const uint8_t* got, int64_t n, Check check, unsigned long long* wrong) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const uint8_t chosen = ByteAt(i, 1) & 1 ? ByteAt(i, 2) : ByteAt(i, 3);
+  const uint8_t want = check == Check::kGuard  ? kGuard
+                       : check == Check::kFlip ? ByteAt(i, 2) ^ 0x5a
+                                               : chosen;
+  if (got[i] != want) atomicAdd(wrong, 1ull);
+}
+
+unsigned Blocks(int64_t n) { return static_cast<unsigned>((n + 255) / 256); }
+
+void ExpectBytes(const uint8_t* got, int64_t n, Check check, const char* what) {
+  const DeviceMemory wrong(8);
+  CHECK_CUDA(cudaMemset(wrong.data(), 0, 8));
+  auto* count = reinterpret_cast<unsigned long long*>(wrong.data());
+  CountWrong<<<Blocks(n), 256>>>(got, n, check, count);
+  unsigned long long host;
+  CHECK_CUDA(cudaMemcpy(&host, count, sizeof(host), cudaMemcpyDeviceToHost));
+  JOF_CHECK(host == 0, "%s: %llu bytes of %ld are wrong", what, host, long(n));
+}
+
+void TestManyElements() {
+  const int64_t n = (int64_t{1} << 31) + 37, total = n + 2 * kGuardBytes;
+  size_t free_bytes, all_bytes;
+  CHECK_CUDA(cudaMemGetInfo(&free_bytes, &all_bytes));
+  if (free_bytes < size_t(5 * total)) {
+    std::printf("not enough memory for 2^31 elements\n");
+    return;
+  }
+  const DeviceMemory c(total), x(total), y(total), out(total);
+  const auto fill = [&](const DeviceMemory& memory, int64_t offset, uint32_t salt, uint8_t mask) {
+    FillBytes<<<Blocks(n), 256>>>(memory.data() + offset, n, salt, mask);
+    CHECK_CUDA(cudaGetLastError());
+  };
+  const auto expect = [&](int64_t offset, Check check, const char* what) {
+    const uint8_t* begin = out.data() + kGuardBytes + offset;
+    ExpectBytes(begin, n, check, what);
+    ExpectBytes(out.data(), kGuardBytes + offset, Check::kGuard, "before");
+    ExpectBytes(begin + n, kGuardBytes - offset, Check::kGuard, "after");
+    ++g_launches;
+  };
+  // In packs; in packs after a head; one by one.
+  const int64_t offsets[][2] = {{0, 0}, {3, 3}, {1, 2}};
+  for (const auto& offset : offsets) {
+    CHECK_CUDA(cudaMemset(out.data(), kGuard, static_cast<size_t>(total)));
+    fill(x, offset[0], 2, 255);
+    CHECK_CUDA(
+        LaunchElementwise(SimpleFactory<Flip>(), n, MakeTuple(out.data() + kGuardBytes + offset[1]),
+                          MakeTuple(Operand<uint8_t>{x.data() + offset[0], false}), nullptr));
+    expect(offset[1], Check::kFlip, "Flip");
+  }
+  CHECK_CUDA(cudaMemset(out.data(), kGuard, static_cast<size_t>(total)));
+  fill(c, 5, 1, 1);
+  fill(x, 5, 2, 255);
+  fill(y, 5, 3, 255);
+  ElementwiseCall call{};
+  call.n = n;
+  const DeviceMemory* inputs[] = {&c, &x, &y};
+  for (int k = 0; k < 3; ++k) call.inputs[k] = inputs[k]->data() + 5;
+  call.outputs[0] = out.data() + kGuardBytes + 5;
+  CHECK_CUDA(LaunchWhere(1, call, nullptr));
+  expect(5, Check::kWhere, "where");
+}
+
+int main(int argc, char**) {
+  g_brief = argc > 1;
+  TestOps<Half>(FloatType::kF16);
+  TestOps<BFloat16>(FloatType::kBF16);
+  TestOps<float>(FloatType::kF32);
+  TestOps<double>(FloatType::kF64);
+  for (const bool vjp : {false, true}) {
+    TestWhere<uint8_t>(vjp);
+    TestWhere<uint16_t>(vjp);
+    TestWhere<uint32_t>(vjp);
+    TestWhere<uint64_t>(vjp);
+    TestWhere<Word128>(vjp);
+  }
+  TestApply2();
+  TestTyped<Average8>("Average8", Types<uint8_t>(), Types<uint8_t, uint8_t>(), 16);
+  TestTyped<Mixed>("Mixed", Types<BFloat16, float, uint8_t>(),
+                   Types<uint8_t, Half, float, double>(), 4);
+  TestTyped<Mixed32>("Mixed32", Types<Half, float, int16_t>(),
+                     Types<int8_t, BFloat16, float, int32_t>(), 4);
+  TestTyped<Narrow>("Narrow", Types<uint8_t>(), Types<double, uint8_t>(), 16);
+  if (!g_brief) TestManyElements();
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::printf("%ld launches right\n", long(g_launches));
+}

@@ -1,0 +1,129 @@
+"""The installed headers compile under NVRTC: a functor of one's own in the elementwise template.
+
+NVRTC has no standard library and no toolkit's headers here, and it needs no GPU.
+"""
+
+import ctypes
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_oneflow_ops as jof
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for Linux")
+
+SOURCE = r"""
+#include "cuda/elementwise.cuh"
+#include "ops/elementwise.h"
+
+template <typename T>
+struct SquaredDifference {
+  using C = jof::Compute<T>;
+  __device__ C operator()(C x, C y) const { return (x - y) * (x - y); }
+};
+
+using jof::Half;
+using jof::Operand;
+using jof::SimpleFactory;
+using jof::Tuple;
+
+template __global__ void
+jof::ElementwiseKernel<8, SimpleFactory<SquaredDifference<Half>>, Tuple<Half*>,
+                       Tuple<Operand<Half>, Operand<Half>>>(
+    SimpleFactory<SquaredDifference<Half>>, jof::PackSplit, Tuple<Half*>,
+    Tuple<Operand<Half>, Operand<Half>>);
+
+template __global__ void
+jof::ElementwiseKernel<jof::OutputPackSize<float>(), SimpleFactory<jof::Silu<float>>,
+                       Tuple<float*>, Tuple<Operand<float>>>(
+    SimpleFactory<jof::Silu<float>>, jof::PackSplit, Tuple<float*>, Tuple<Operand<float>>);
+"""
+
+
+def library() -> ctypes.CDLL:
+    """NVRTC from its wheel, which lies in the namespace package `nvidia`."""
+    spec = importlib.util.find_spec("nvidia")
+    for directory in spec.submodule_search_locations if spec else []:
+        for path in sorted(Path(directory).glob("*/lib/libnvrtc.so.[0-9]*"), reverse=True):
+            return ctypes.CDLL(str(path))
+    reason = "NVRTC is not installed (pip install nvidia-cuda-nvrtc)"
+    assert os.environ.get("JOF_REQUIRE_CUDA_MODULE") != "1", reason
+    pytest.skip(reason)
+
+
+class Program:
+    """A compiled program, an nvrtcProgram."""
+
+    def __init__(self, source: str, options: list[str]):
+        self._nvrtc = library()
+        self._program = ctypes.c_void_p()
+        created = self._nvrtc.nvrtcCreateProgram(
+            ctypes.byref(self._program), source.encode(), b"test.cu", 0, None, None
+        )
+        assert created == 0
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = self._nvrtc.nvrtcCompileProgram(self._program, len(options), arguments)
+        self.log = self._get("ProgramLog").rstrip(b"\0").decode()
+        self.compiled = status == 0
+
+    def __del__(self):
+        self._nvrtc.nvrtcDestroyProgram(ctypes.byref(self._program))
+
+    def _get(self, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        assert getattr(self._nvrtc, f"nvrtcGet{what}Size")(self._program, ctypes.byref(size)) == 0
+        buffer = ctypes.create_string_buffer(size.value)
+        assert getattr(self._nvrtc, f"nvrtcGet{what}")(self._program, buffer) == 0
+        return buffer.raw
+
+    def ptx(self) -> str:
+        return self._get("PTX").rstrip(b"\0").decode()
+
+    def cubin(self) -> bytes:
+        return self._get("CUBIN")
+
+
+def compiled(source: str, architecture: int) -> Program:
+    # Nothing but the installed headers: no toolkit, no host compiler's headers.
+    return Program(
+        source,
+        [
+            f"--gpu-architecture=sm_{architecture}",
+            "--std=c++17",
+            f"--include-path={jof.include_dir()}",
+        ],
+    )
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_a_functor_of_ones_own(architecture):
+    program = compiled(SOURCE, architecture)
+    assert program.compiled, program.log
+    assert program.cubin().startswith(b"\x7fELF")
+
+    kernels = re.split(r"^\.(?:visible|weak) \.entry ", program.ptx(), flags=re.MULTILINE)[1:]
+    for name in ("SquaredDifference", "Silu"):
+        (kernel,) = [k for k in kernels if re.match(rf"\w*ElementwiseKernel\w*{name}", k)]
+        assert re.search(r"\bld\.global(\.nc)?\.v4\.", kernel), kernel
+        assert re.search(r"\bst\.global\.v4\.", kernel), kernel
+
+
+def test_an_error_is_reported():
+    program = compiled(SOURCE + "\nint broken = not_declared;\n", 90)
+    assert not program.compiled
+    assert "not_declared" in program.log
+
+
+@pytest.mark.parametrize(
+    "header",
+    sorted(
+        str(p.relative_to(root)) for root in [Path(jof.include_dir())] for p in root.rglob("*.*h")
+    ),
+)
+def test_each_installed_header_compiles(header):
+    program = compiled(f'#include "{header}"\n', 90)
+    assert program.compiled, program.log
