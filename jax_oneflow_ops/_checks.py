@@ -12,7 +12,12 @@ def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.
     if isinstance(x, jax.Array):
         return x  # jnp.asarray would drop a tracer's sharding under vmap in jax 0.8
     if isinstance(x, np.ndarray | np.generic):
-        return jnp.asarray(x)
+        try:
+            return jnp.asarray(x)
+        except TypeError as error:
+            raise TypeError(
+                f"{function}: {name} must have a dtype that jax has, got {x.dtype}"
+            ) from error
     if numbers and isinstance(x, bool | int | float | complex):
         return jnp.asarray(x)
     expected = "an array or a number" if numbers else "a jax or NumPy array"

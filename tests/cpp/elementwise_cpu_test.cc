@@ -284,7 +284,9 @@ class OpTest {
 
 template <typename T>
 void TestOps(FloatType type) {
-  constexpr int kOps = sizeof(kReferences<float>) / sizeof(kReferences<float>[0]);
+#define JOF_COUNT(...) +1
+  constexpr int kOps = JOF_ELEMENTWISE_OPS(JOF_COUNT);
+#undef JOF_COUNT
   for (int op = 0; op < kOps; ++op) OpTest<T>(op, type).Run();
   std::printf("type %d: %ld calls right\n", static_cast<int>(type), long(OpTest<T>::calls));
 }

@@ -452,7 +452,9 @@ Subject MakeOp(ElementwiseOp op, FloatType type) {
 
 template <typename T>
 void TestOps(FloatType type) {
-  constexpr int kOps = sizeof(kReferences<float>) / sizeof(kReferences<float>[0]);
+#define JOF_COUNT(...) +1
+  constexpr int kOps = JOF_ELEMENTWISE_OPS(JOF_COUNT);
+#undef JOF_COUNT
   for (int op = 0; op < kOps; ++op) {
     const ElementwiseSignature signature = kElementwiseSignatures<float>[op];
     Subject subject = MakeOp<T>(static_cast<ElementwiseOp>(op), type);
