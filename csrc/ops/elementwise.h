@@ -63,11 +63,13 @@ template <typename T>
 struct Silu {
   using C = Compute<T>;
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return x * Sigmoid<T>(x); }
+  // 1 - s would lose digits where s is near 1, and x times what is lost is too much: hence e s,
+  // with e kept finite.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
-    const C s = Sigmoid<T>(x);
-    // 1 - s loses digits where s is near 1, and x times what is lost is too much for f32 and f64.
-    const C rest = kIsNarrow<T> ? 1 - s : Sigmoid<T>(-x);
-    return ct * (s * MulAdd(x, rest, C{1}));
+    constexpr C kLeast = sizeof(C) == 4 ? -88 : -700;
+    const C e = Exp<T>(-AtLeast(x, kLeast));
+    const C s = InverseOfOnePlus<T>(e);
+    return ct * (s * MulAdd(x, e * s, C{1}));
   }
 };
 
@@ -114,7 +116,7 @@ struct Mish {
   static constexpr C kLarge = sizeof(C) == 4 ? 20 : 40;
 
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
-    const C e = PreciseExp<T>(x > kLarge ? kLarge : x);
+    const C e = Exp<T>(x > kLarge ? kLarge : x);
     const C n = MulAdd(e, e, 2 * e);
     return x * Quotient<T>(n, n + 2);
   }
