@@ -129,10 +129,14 @@ def _contender(
 
 
 def errors(x: np.ndarray, result: np.ndarray) -> dict[str, float]:
-    """The largest errors against float64: in units of the last place, and absolute."""
+    """The largest errors against float64: in units of the last place, and absolute.
+
+    In f32 the former leaves out the tail, where |f(x)| < |x| / 1024, as the bound of f32 does.
+    """
     exact = elementwise.OPS["gelu_tanh"].value(x.astype(np.float64))
     error = np.abs(result.astype(np.float64) - exact)
-    largest = float(np.max(error / accuracy.ulp(exact, result.dtype)))
+    counts = (result.dtype.itemsize == 2) | (np.abs(exact) >= np.abs(x.astype(np.float64)) / 1024)
+    largest = float(np.max(np.where(counts, error / accuracy.ulp(exact, result.dtype), 0.0)))
     return {"max_ulp": round(largest, 2), "max_error": float(np.max(error))}
 
 
