@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax._src import core as core_internals
 from jax._src import dispatch
+from jax._src.lax import lax as lax_internals
 from jax.extend import core
 
 # Runs a primitive outside `jit`: compiles it once for each set of shapes and parameters, honours
@@ -35,6 +36,13 @@ def elementwise_aval(*avals: jax.core.ShapedArray) -> jax.core.ShapedArray:
     for other in others or [result]:
         result, _ = jax.lax.add_p.abstract_eval(result, other)
     return cast(jax.core.ShapedArray, result)
+
+
+def converted(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """`x` in the dtype of `like` and as weakly typed; the public function makes types strong."""
+    if x.dtype == like.dtype and jax.typeof(x).weak_type == like.weak_type:
+        return x
+    return cast(jax.Array, lax_internals._convert_element_type(x, like.dtype, like.weak_type))
 
 
 def require_devices_during_lowering(primitive: core.Primitive) -> None:

@@ -30,8 +30,24 @@ Function = Callable[..., Any]
 
 
 def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
-    """Binds with operands that vary over the same axes inside a `shard_map`."""
-    return primitive.bind(*_compat.join_varying_axes(*args), **params)
+    """Binds with operands that vary over the same axes inside a `shard_map`, and of one sharding.
+
+    The sharding is part of a type where the mesh's axes are Explicit; a cotangent has the type of
+    its operand, and the kernels' cotangents that of the result.
+    """
+    args = tuple(_compat.join_varying_axes(*args))
+    arrays = [jax.typeof(x) for x in args if x.ndim]
+    if len({aval.sharding for aval in arrays}) > 1:
+        joined = _compat.elementwise_aval(*arrays)
+        args = tuple(_compat.with_sharding_of(x, joined) if x.ndim else x for x in args)
+    return primitive.bind(*args, **params)
+
+
+def public_name(name: str) -> str:
+    """The public function that a primitive belongs to, which errors name."""
+    for suffix in ("_vjp", "_jvp", "_tanh", "_erf"):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def define(
@@ -40,7 +56,7 @@ def define(
     *,
     parameters: int = 0,
     multiple_results: bool = False,
-    dtype: Callable[..., Any] = lambda *avals, **params: avals[0].dtype,
+    typed: int = 0,
 ) -> core.Primitive:
     """Defines a primitive with the FFI target jof_NAME and everything but derivatives.
 
@@ -49,12 +65,15 @@ def define(
       reference: `(*operands, **params) -> result` in jnp, a list where there are several results.
       parameters: the number of operands at the end that must be scalars.
       multiple_results: the primitive has the parameter `wanted`, the indices of its results.
-      dtype: `(*avals, **params) -> dtype of the results`.
+      typed: the operand that has the results' dtype, if there is no parameter `new_dtype`.
     """
 
     def abstract_eval(*avals: Any, wanted: Sequence[int] = (0,), **params: Any) -> Any:
         arrays = [aval for aval in avals if aval.ndim] or avals
-        aval = _compat.elementwise_aval(*arrays).update(dtype=dtype(*avals, **params))
+        aval = _compat.elementwise_aval(*arrays).update(
+            dtype=params.get("new_dtype", avals[typed].dtype),
+            weak_type="new_dtype" not in params and avals[typed].weak_type,
+        )
         return [aval for _ in wanted] if multiple_results else aval
 
     def attributes(wanted: Sequence[int] = (0,), **_: Any) -> dict[str, Any]:
@@ -66,7 +85,7 @@ def define(
 
     return _primitive.define(
         f"jof_{name}",
-        function=name.removesuffix("_vjp").removesuffix("_jvp"),
+        function=public_name(name),
         abstract_eval=abstract_eval,
         reference=reference,
         attributes=attributes,
@@ -275,6 +294,12 @@ def _reference_tangent(reference: Function, primals: Sequence[Any], tangents: Se
     return jax.jvp(of_live, [primals[i] for i in live], [tangents[i] for i in live])[1]
 
 
+def _broadcast_like(tangent: Any, result: Any) -> Any:
+    """A tangent of an operand, perhaps a scalar, as one of the result."""
+    tangent = jnp.broadcast_to(tangent, result.shape)
+    return _compat.with_sharding_of(tangent, jax.typeof(result))
+
+
 def linear_sum(name: str, reference: Function, signs: tuple[int, int]) -> core.Primitive:
     """Defines a sum or a difference of two arrays, and returns its primitive."""
     f_p = define(name, reference)
@@ -283,7 +308,7 @@ def linear_sum(name: str, reference: Function, signs: tuple[int, int]) -> core.P
         result = bind(f_p, *primals, implementation=implementation)
         zeros = [isinstance(t, ad.Zero) for t in tangents]
         full = [
-            t if zero else jnp.broadcast_to(t, result.shape)
+            t if zero else _broadcast_like(t, result)
             for t, zero in zip(tangents, zeros, strict=True)
         ]
         if not any(zeros):
@@ -317,7 +342,7 @@ def fused_multiply_add(
             product = _tangents[multiply_p]((x, y), (dx, dy), implementation)
             terms.append(product)
         if not isinstance(dz, ad.Zero):
-            terms.append(jnp.broadcast_to(dz, result.shape))
+            terms.append(_broadcast_like(dz, result))
         if len(terms) == 1:
             return result, terms[0]
         return result, bind(add_p, *terms, implementation=implementation)
@@ -333,10 +358,8 @@ def selection(reference: Function) -> core.Primitive:
         cts = jnp.where(condition, ct, 0), jnp.where(condition, 0, ct)
         return [cts[i] for i in wanted]
 
-    f_p = define("where", reference, dtype=lambda _, x, y: x.dtype)
-    vjp_p = define(
-        "where_vjp", vjp_reference, multiple_results=True, dtype=lambda _, ct, **params: ct.dtype
-    )
+    f_p = define("where", reference, typed=1)
+    vjp_p = define("where_vjp", vjp_reference, multiple_results=True, typed=1)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
         condition, *arrays = primals
@@ -377,7 +400,7 @@ def conversion() -> core.Primitive:
     def reference(x: Any, *, new_dtype: Any) -> Any:
         return jax.lax.convert_element_type(x, new_dtype)
 
-    f_p = define("cast", reference, dtype=lambda _, new_dtype: new_dtype)
+    f_p = define("cast", reference)
 
     def jvp(
         primals: Sequence[Any], tangents: Sequence[Any], *, new_dtype: Any, implementation: Any

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_oneflow_ops import _checks, _elementwise, _native, _reference
+from jax_oneflow_ops import _checks, _compat, _elementwise, _native, _reference
 
 Implementation = Literal["native", "xla"] | None
 _F = TypeVar("_F", bound=Callable[..., jax.Array])
@@ -109,7 +109,7 @@ def _call(
       implementation: as the user gave it.
       parameter: the name of the operand that must be a scalar.
     """
-    name = primitive.name.removeprefix("jof_")
+    name = _elementwise.public_name(primitive.name.removeprefix("jof_"))
     choice = _native.choose_implementation(name, implementation)
     arrays = {k: _checks.as_array(name, k, x, numbers=True) for k, x in operands.items()}
     if parameter is not None and arrays[parameter].ndim:
@@ -118,16 +118,23 @@ def _call(
             "several values map over them with jax.vmap"
         )
     _check_shapes(name, {k: x.shape for k, x in arrays.items() if k != parameter})
-    dtype, *others = {x.dtype for x in arrays.values()}
-    if others or dtype not in _FLOATS:
-        dtype = jax.eval_shape(reference, *arrays.values()).dtype
-    if dtype not in _FLOATS:
+    like = _result_type(reference, *arrays.values())
+    if like.dtype not in _FLOATS:
         if choice == "native":
-            raise _no_kernel(name, "float16, bfloat16, float32 and float64", dtype)
+            raise _no_kernel(name, "float16, bfloat16, float32 and float64", like.dtype)
         return reference(*arrays.values())
-    converted = (_converted(x, dtype) for x in arrays.values())
+    converted = (_compat.converted(x, like) for x in arrays.values())
     result: jax.Array = _elementwise.bind(primitive, *converted, implementation=choice)
     return result
+
+
+def _result_type(reference: Callable[..., jax.Array], *arrays: jax.Array) -> jax.ShapeDtypeStruct:
+    """The dtype of jnp's result and whether it is weakly typed; tracing it is rarely needed."""
+    dtype, *others = {x.dtype for x in arrays}
+    if others or dtype not in _FLOATS or any(jax.typeof(x).weak_type for x in arrays):
+        like: jax.ShapeDtypeStruct = jax.eval_shape(reference, *arrays)
+        return like
+    return jax.ShapeDtypeStruct((), dtype)
 
 
 def _check_shapes(name: str, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -144,10 +151,6 @@ def _no_kernel(name: str, expected: str, dtype: Any) -> TypeError:
         f'{name}: implementation="native" exists for {expected}, got {dtype}; cast the operands or '
         'use implementation="xla"'
     )
-
-
-def _converted(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
 
 
 # ---- activations ----
@@ -454,6 +457,8 @@ def fma(
 ) -> jax.Array:
     """``x * y + z``, rounded once. Replaces ``x * y + z``, which may be rounded twice.
 
+    On CPUs 16-bit values are rounded to float32 first, which may be 1 ulp off.
+
     Args:
       x: array of any shape, or a number.
       y: likewise.
@@ -488,14 +493,14 @@ def where(
     operands = {"condition": condition, "x": x, "y": y}
     arrays = {k: _checks.as_array("where", k, v, numbers=True) for k, v in operands.items()}
     _check_shapes("where", {k: v.shape for k, v in arrays.items()})
-    dtype = jax.eval_shape(_reference.where, *arrays.values()).dtype
-    if not _checks.is_movable(dtype):
+    like = jax.eval_shape(_reference.where, *arrays.values())
+    if not _checks.is_movable(like.dtype):
         if choice == "native":
-            raise _no_kernel("where", "dtypes of 1, 2, 4, 8 or 16 whole bytes", dtype)
+            raise _no_kernel("where", "dtypes of 1, 2, 4, 8 or 16 whole bytes", like.dtype)
         return _reference.where(*arrays.values())
     chosen = arrays["condition"]
     chosen = chosen if chosen.dtype == jnp.bool_ else chosen != 0
-    branches = (_converted(arrays[k], dtype) for k in ("x", "y"))
+    branches = (_compat.converted(arrays[k], like) for k in ("x", "y"))
     result: jax.Array = _elementwise.bind(_where_p, chosen, *branches, implementation=choice)
     return result
 

@@ -1,9 +1,11 @@
-"""One row for each op and variant that the table-driven tests (transformations, lowering) share."""
+"""One row for each op and variant that the table-driven tests share: transformations, lowering,
+sharding. A new op joins them by its row."""
 
+import contextlib
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +14,97 @@ import numpy as np
 import jax_oneflow_ops as jof
 from tests import oracle
 
+Shape = tuple[int, ...]
+Sampler = Callable[[np.random.Generator, Shape], np.ndarray]
+
+
+def integers(rng, shape):
+    """So small that cubes of results and their sums are exact; with zeros and equal pairs."""
+    return rng.integers(-2, 3, size=shape)
+
+
+def nonzero_integers(rng, shape):
+    return rng.choice([-2, -1, 1, 2], size=shape)
+
+
+def normals(rng, shape):
+    return 1.5 * rng.standard_normal(shape)
+
+
+def positive(rng, shape):
+    return rng.uniform(0.5, 2.0, size=shape)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function of one array, and the same function in plain jnp."""
+    """A function of arrays and scalars, and the same function in plain jnp."""
 
     name: str
-    f: Callable[[jax.Array], jax.Array]
-    ref: Callable[[jax.Array], jax.Array]
-    shape: tuple[int, ...]
+    f: Callable[..., jax.Array]  # takes `implementation`, too
+    ref: Callable[..., jax.Array]
+    shapes: tuple[Shape, ...]  # of the operands; () is a scalar
     target: str  # the custom call that f lowers to
-    grad_target: str  # the custom call that its gradient lowers to
-    rtol: float = 0.0  # 0: equal bit for bit, on small integers
+    # The custom calls of the gradient with respect to some operands together. The first entry has
+    # all arrays that f can be differentiated with respect to.
+    grad_targets: Mapping[tuple[int, ...], tuple[str, ...]]
+    jvp_targets: tuple[str, ...]  # the custom calls of the value and the tangent, for all of these
+    # The sets of operands that f is linear in while the others are fixed.
+    linear: tuple[tuple[int, ...], ...] = ()
+    samplers: tuple[Sampler, ...] | None = None  # of the operands; integers where there are none
+    dtype: str = "float32"
+    # 0: equal bit for bit. Otherwise relative to the largest number of a result, because sums of
+    # what is wrong by this much may cancel.
+    rtol: float = 0.0
+    parameters: int = 0  # how many operands at the end are parameters
+    besides: frozenset[str] = frozenset()  # HLO instructions of f besides the custom call
+    grad_besides: frozenset[str] = frozenset()  # likewise of the gradient with respect to `wrt`
+    # Whether it goes through every column of the table; else through those marked as core.
+    every_column: bool = True
+    elementwise: bool = True  # f takes any shapes
 
     def __str__(self) -> str:
         return self.name
 
-    def inputs(self, *leading: int) -> np.ndarray:
-        """Integers in float32, so small that cubes of results and their sums are exact."""
+    @property
+    def shape(self) -> Shape:
+        """The shape of the first array."""
+        return self.shapes[self.arrays[0]]
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """Which operands are no scalars."""
+        return tuple(i for i, shape in enumerate(self.shapes) if shape) or (0,)
+
+    @property
+    def wrt(self) -> tuple[int, ...]:
+        """The arrays that f is differentiated with respect to where its calls are counted."""
+        return next(iter(self.grad_targets))
+
+    @property
+    def every_operand(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shapes)))
+
+    def inputs(self, *leading: int) -> tuple[np.ndarray, ...]:
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
-        return rng.integers(-2, 3, size=(*leading, *self.shape)).astype(np.float32)
+        samplers = self.samplers or (integers,) * len(self.shapes)
+        return tuple(
+            np.asarray(sample(rng, (*leading, *shape)), self.dtype)
+            for sample, shape in zip(samplers, self.shapes, strict=True)
+        )
+
+    def resized(self, shape: Shape) -> "Case":
+        """The same case for arrays of another shape."""
+        assert self.elementwise
+        return dataclasses.replace(self, shapes=tuple(shape if s else () for s in self.shapes))
+
+    def precision(self) -> contextlib.AbstractContextManager:
+        """The setting that the case's dtype needs."""
+        return jax.enable_x64(True) if self.dtype == "float64" else contextlib.nullcontext()
+
+    def all_targets(self) -> set[str]:
+        """The custom calls that any derivative may consist of."""
+        known = {self.target, *self.jvp_targets}.union(*self.grad_targets.values())
+        return known | {f"{target}_{suffix}" for target in known for suffix in ("vjp", "jvp")}
 
 
 def upsample_case(name, shape, method, data_format, *, out, **as_called) -> Case:
@@ -42,17 +115,239 @@ def upsample_case(name, shape, method, data_format, *, out, **as_called) -> Case
     def ref(x):
         return jnp.take(jnp.take(x, rows, axis=axis), cols, axis=axis + 1)
 
-    f = functools.partial(
-        jof.upsample_nearest2d, method=method, data_format=data_format, **as_called
+    return Case(
+        f"upsample_nearest2d-{name}",
+        functools.partial(
+            jof.upsample_nearest2d, method=method, data_format=data_format, **as_called
+        ),
+        ref,
+        (shape,),
+        target="jof_upsample_nearest2d",
+        grad_targets={(0,): ("jof_upsample_nearest2d_backward",)},
+        jvp_targets=("jof_upsample_nearest2d",) * 2,
+        linear=((0,),),
+        elementwise=False,
+        every_column=name == "exact-NHWC",
     )
-    targets = ("jof_upsample_nearest2d", "jof_upsample_nearest2d_backward")
-    return Case(f"upsample_nearest2d-{name}", f, ref, shape, *targets)
 
 
-CASES = (
+UPSAMPLE_CASES = (
     upsample_case("2x-NCHW", (2, 1, 3, 4), "nearest", "NCHW", scale_factor=2, out=(6, 8)),
     upsample_case("2x-NHWC", (2, 2, 3, 2), "nearest", "NHWC", scale_factor=2, out=(4, 6)),
     upsample_case("exact-NHWC", (3, 4, 2), "nearest-exact", "NHWC", size=(5, 7), out=(5, 7)),
     upsample_case("3x2-rank3", (2, 2, 3), "nearest", "NCHW", scale_factor=(3, 2), out=(6, 6)),
     upsample_case("down-rank5", (1, 2, 1, 5, 4), "nearest", "NCHW", size=(2, 3), out=(2, 3)),
 )
+
+ARRAY, SCALAR = (2, 3), ()
+# Double precision, where native and reference formulas agree to a few units of 2e-16: what a wrong
+# rule would change by as little as 1e-12 is seen, kinks are not hit. The exact rest is on integers.
+SMOOTH = {"dtype": "float64", "rtol": 1e-12}
+
+
+def unary(name, f, ref, parameters=(), **options) -> Case:
+    """A function of one array, and scalars that `parameters` samples."""
+    target = f"jof_{name}"
+    if options.get("dtype"):
+        options.setdefault("samplers", (normals, *parameters))
+    return Case(
+        name,
+        f,
+        ref,
+        (ARRAY, *(SCALAR,) * len(parameters)),
+        target,
+        options.pop("grad_targets", {(0,): (f"{target}_vjp",)}),
+        options.pop("jvp_targets", (target, f"{target}_vjp")),
+        parameters=len(parameters),
+        **options,
+    )
+
+
+def binary(name, f, ref, *, linear=(), **options) -> Case:
+    """A function of two arrays with derivative kernels, linear alone in each operand of `linear`:
+    there the function itself is its derivative."""
+    target = f"jof_{name}"
+    vjp, jvp = f"{target}_vjp", f"{target}_jvp"
+    return Case(
+        name,
+        f,
+        ref,
+        (ARRAY, ARRAY),
+        target,
+        {(0, 1): (vjp,)} | {(i,): (target if i in linear else vjp,) for i in range(2)},
+        (target, jvp),
+        linear=tuple((i,) for i in linear),
+        **options,
+    )
+
+
+def with_scalar(case: Case, position: int, **options) -> Case:
+    """The case with a scalar as one of its operands."""
+    shapes = tuple(SCALAR if i == position else s for i, s in enumerate(case.shapes))
+    wrt = tuple(i for i in case.wrt if i != position)
+    grad_targets = {wrt: case.grad_targets[wrt]}
+    grad_targets |= {k: v for k, v in case.grad_targets.items() if position not in k}
+    options = {
+        "name": f"{case.name}-scalar{position}",
+        "jvp_targets": (case.target, *grad_targets[wrt]),
+        "linear": tuple(s for s in case.linear if position not in s),
+        "every_column": False,
+        **options,
+    }
+    if case.samplers is None:
+        options["samplers"] = tuple(integers if s else nonzero_integers for s in shapes)
+    return dataclasses.replace(case, shapes=shapes, grad_targets=grad_targets, **options)
+
+
+def linear_sum(name, f, ref, **options) -> Case:
+    target = f"jof_{name}"
+    nothing = {(0, 1): (), (0,): (), (1,): ()}
+    sets = ((0,), (1,), (0, 1))
+    # A program that returns its argument copies it; the difference negates it.
+    besides = frozenset({"copy"} if name == "add" else {"copy", "fusion", "negate"})
+    return Case(
+        *(name, f, ref, (ARRAY, ARRAY), target, nothing, (target, target)),
+        linear=sets,
+        grad_besides=besides,
+        **options,
+    )
+
+
+def where(condition, x, y, **options):
+    return jof.where(condition > 0, x, y, **options)
+
+
+def where_ref(condition, x, y):
+    return jnp.where(condition > 0, x, y)
+
+
+def gelu_erf(x, **options):
+    return jof.gelu(x, approximate=False, **options)
+
+
+def geglu_erf(x, gate, **options):
+    return jof.geglu(x, gate, approximate=False, **options)
+
+
+CORE = {"every_column": False}
+BINARY_CASES = (
+    linear_sum("add", jof.add, jnp.add, **CORE),
+    linear_sum("subtract", jof.subtract, jnp.subtract, **CORE),
+    binary("multiply", jof.multiply, jnp.multiply, linear=(0, 1)),
+    binary(
+        "divide",
+        jof.divide,
+        jnp.divide,
+        linear=(0,),
+        samplers=(normals, positive),
+        **SMOOTH,
+        **CORE,
+    ),
+    binary("maximum", jof.maximum, jnp.maximum, **CORE),
+    binary("minimum", jof.minimum, jnp.minimum, **CORE),
+    binary(
+        "swiglu",
+        jof.swiglu,
+        lambda x, gate: jax.nn.silu(gate) * x,
+        linear=(0,),
+        samplers=(normals, normals),
+        **SMOOTH,
+    ),
+    binary(
+        "geglu_tanh",
+        jof.geglu,
+        lambda x, gate: jax.nn.gelu(gate) * x,
+        linear=(0,),
+        samplers=(normals, normals),
+        **SMOOTH,
+        **CORE,
+    ),
+    binary(
+        "geglu_erf",
+        geglu_erf,
+        lambda x, gate: jax.nn.gelu(gate, approximate=False) * x,
+        linear=(0,),
+        samplers=(normals, normals),
+        **SMOOTH,
+        **CORE,
+    ),
+)
+BINARY = {case.name: case for case in BINARY_CASES}
+
+FMA = Case(
+    "fma",
+    jof.fma,
+    lambda x, y, z: x * y + z,
+    (ARRAY, ARRAY, ARRAY),
+    "jof_fma",
+    {
+        (0, 1, 2): ("jof_multiply_vjp",),
+        (0, 1): ("jof_multiply_vjp",),
+        (0, 2): ("jof_multiply",),
+        (1,): ("jof_multiply",),
+        (2,): (),
+    },
+    ("jof_fma", "jof_multiply_jvp", "jof_add"),
+    grad_besides=frozenset({"copy"}),  # the cotangent, returned as it came
+)
+WHERE = Case(
+    "where",
+    where,
+    where_ref,
+    (ARRAY, ARRAY, ARRAY),
+    "jof_where",
+    {(1, 2): ("jof_where_vjp",), (1,): ("jof_where_vjp",), (2,): ("jof_where_vjp",)},
+    ("jof_where", "jof_where"),
+    linear=((1,), (2,), (1, 2)),
+    # The comparison that makes the condition of a number.
+    besides=frozenset({"compare", "constant", "broadcast", "fusion"}),
+)
+
+ELEMENTWISE_CASES = (
+    unary("relu", jof.relu, jax.nn.relu, **CORE),
+    unary(
+        "leaky_relu",
+        jof.leaky_relu,
+        jax.nn.leaky_relu,
+        (positive,),
+        samplers=(integers, nonzero_integers),
+    ),
+    unary("elu", jof.elu, jax.nn.elu, (positive,), **SMOOTH, **CORE),
+    unary("sigmoid", jof.sigmoid, jax.nn.sigmoid, **SMOOTH),
+    unary("silu", jof.silu, jax.nn.silu, **SMOOTH, **CORE),
+    unary("tanh", jof.tanh, jnp.tanh, **SMOOTH, **CORE),
+    unary("softplus", jof.softplus, jax.nn.softplus, **SMOOTH, **CORE),
+    unary("hard_swish", jof.hard_swish, jax.nn.hard_swish, **SMOOTH, **CORE),
+    unary("mish", jof.mish, jax.nn.mish, **SMOOTH, **CORE),
+    unary("gelu_tanh", jof.gelu, jax.nn.gelu, **SMOOTH, **CORE),
+    unary("gelu_erf", gelu_erf, lambda x: jax.nn.gelu(x, approximate=False), **SMOOTH, **CORE),
+    unary(
+        "scale",
+        jof.scale,
+        lambda x, alpha: x * alpha,
+        (integers,),
+        grad_targets={(0,): ("jof_scale",)},
+        jvp_targets=("jof_scale", "jof_scale"),
+        linear=((0,),),
+        samplers=(integers, nonzero_integers),
+        every_column=False,
+    ),
+    *BINARY_CASES,
+    with_scalar(BINARY["add"], 0, jvp_targets=("jof_add",), every_column=True),
+    with_scalar(BINARY["subtract"], 1, jvp_targets=("jof_subtract",)),
+    with_scalar(BINARY["multiply"], 0),
+    with_scalar(BINARY["multiply"], 1),
+    with_scalar(BINARY["divide"], 0),
+    with_scalar(BINARY["divide"], 1),
+    with_scalar(BINARY["maximum"], 1),
+    with_scalar(BINARY["minimum"], 0),
+    with_scalar(BINARY["swiglu"], 0),
+    with_scalar(BINARY["geglu_tanh"], 1),
+    FMA,
+    with_scalar(FMA, 2, jvp_targets=("jof_fma", "jof_multiply_jvp")),
+    with_scalar(FMA, 1, jvp_targets=("jof_fma", "jof_multiply", "jof_add")),
+    WHERE,
+    with_scalar(WHERE, 2, jvp_targets=("jof_where",) * 2),
+)
+
+CASES = (*UPSAMPLE_CASES, *ELEMENTWISE_CASES)

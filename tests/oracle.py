@@ -1,5 +1,8 @@
 """What the ops compute, in NumPy, written apart from the package it judges."""
 
+import math
+
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -47,3 +50,114 @@ def upsample_nearest2d_adjoint(dy, size, method="nearest", data_format="NCHW") -
     where[axis], where[axis + 1] = rows[:, None], cols[None, :]
     np.add.at(dx, tuple(where), dy.astype(wide))
     return dx
+
+
+# --- elementwise functions, in double precision ---------------------------------------------------
+#
+# (value, derivative) of finite arguments. No formula cancels where the result is small, so both are
+# relatively accurate in the tails, and absolutely near the derivatives' roots.
+
+
+def _logistic(x):
+    return np.where(x < 0, np.exp(np.minimum(x, 0)), 1) / (1 + np.exp(-np.abs(x)))
+
+
+def _normal_cdf(x):
+    return 0.5 * np.array([math.erfc(v) for v in np.ravel(-x / math.sqrt(2))]).reshape(np.shape(x))
+
+
+def _normal_density(x):
+    return np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _gelu_exponent(x):
+    """2 u of gelu's approximation, 0.5 (1 + tanh u) being logistic(2 u); and its derivative."""
+    c = 2 * math.sqrt(2 / math.pi)
+    return c * (x + 0.044715 * x**3), c * (1 + 3 * 0.044715 * x**2)
+
+
+def _gelu_tanh_derivative(x):
+    z, slope = _gelu_exponent(x)
+    # Where the logistic function is 0 or 1 in double its tail's slope may not be multiplied.
+    return _logistic(z) + x * (_logistic(z) * _logistic(-z)) * slope
+
+
+def _softplus(x):
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+
+def _mish_derivative(x):
+    t = np.tanh(_softplus(x))
+    slope = _logistic(x) / np.cosh(np.minimum(_softplus(x), 50)) ** 2
+    return np.where(x > 50, 1.0, t + x * slope)
+
+
+def _hard_swish_derivative(x):
+    inside = (x > -3) & (x < 3)
+    return np.where(inside, (2 * x + 3) / 6, np.where(x >= 3, 1.0, 0.0))
+
+
+def _elu(x, alpha):
+    return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
+
+
+def _elu_derivative(x, alpha):
+    return np.where(x > 0, 1, alpha * np.exp(np.minimum(x, 0)))
+
+
+ACTIVATIONS = {
+    "relu": (lambda x: np.maximum(x, 0), lambda x: np.where(x > 0, 1.0, 0.0)),
+    "leaky_relu": (lambda x, a: np.where(x < 0, a * x, x), lambda x, a: np.where(x < 0, a, 1.0)),
+    "elu": (_elu, _elu_derivative),
+    "sigmoid": (_logistic, lambda x: _logistic(x) * _logistic(-x)),
+    "silu": (
+        lambda x: x * _logistic(x),
+        lambda x: _logistic(x) + x * (_logistic(x) * _logistic(-x)),
+    ),
+    "tanh": (np.tanh, lambda x: 4 * _logistic(2 * x) * _logistic(-2 * x)),
+    "softplus": (_softplus, _logistic),
+    "hard_swish": (lambda x: x * (np.clip(x + 3, 0, 6) / 6), _hard_swish_derivative),
+    "mish": (lambda x: x * np.tanh(_softplus(x)), _mish_derivative),
+    "gelu_tanh": (lambda x: x * _logistic(_gelu_exponent(x)[0]), _gelu_tanh_derivative),
+    "gelu_erf": (
+        lambda x: x * _normal_cdf(x),
+        lambda x: _normal_cdf(x) + x * _normal_density(x),
+    ),
+}
+
+
+def spacing(value: np.ndarray, dtype) -> np.ndarray:
+    """The distance between neighbours of `dtype` at `value`: a unit in the last place."""
+    info = jnp.finfo(dtype)
+    _, exponent = np.frexp(np.abs(value))
+    return np.ldexp(1.0, np.maximum(exponent - 1, info.minexp) - info.nmant)
+
+
+def rounded(value: np.ndarray, dtype) -> np.ndarray:
+    """Doubles rounded to `dtype` once, to the nearest, ties to even.
+
+    A conversion by NumPy's extension types may pass through float32 and round twice.
+    """
+    value = np.asarray(value, np.float64)
+    finite = np.isfinite(value)
+    unit = spacing(np.where(finite, value, 1), dtype)
+    nearest = np.where(finite, np.rint(value / unit) * unit, value)
+    with np.errstate(over="ignore"):  # beyond the largest number is infinity
+        return np.copysign(nearest, value).astype(dtype)
+
+
+def rounded_sum(x: np.ndarray, y: np.ndarray, dtype) -> np.ndarray:
+    """The exact sum of two doubles, rounded to `dtype` once.
+
+    The sum in double is rounded to odd: to the neighbour whose last bit is set where it is not
+    exact, which no rounding to fewer bits by two or more takes for a tie (Boldo and Melquiond,
+    "When double rounding is odd").
+    """
+    total = x + y
+    with np.errstate(invalid="ignore"):
+        part = total - x
+        lost = (x - (total - part)) + (y - part)  # total + lost is exact
+        lost = np.where(np.isfinite(total), lost, 0)
+    even = total.view(np.int64) % 2 == 0
+    odd = np.where((lost != 0) & even, np.nextafter(total, np.copysign(np.inf, lost)), total)
+    return rounded(odd, dtype)

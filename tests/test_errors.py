@@ -275,3 +275,165 @@ def assert_alive():
     y = raw_call(FORWARD, X, LARGE, **GOOD)
     np.testing.assert_array_equal(y, X.repeat(2, axis=2).repeat(2, axis=3))
     np.testing.assert_array_equal(raw_call(BACKWARD, y, SMALL, **GOOD), 4 * X)
+
+
+# --- the same for elementwise targets -------------------------------------------------------------
+
+VALUE, BOTH = {"wanted": np.int64(1)}, {"wanted": np.int64(3)}
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+A, S = array(2, 3), array()
+HALF, WHOLE, FLAGS = (
+    array(2, 3, dtype="float16"),
+    array(2, 3, dtype="int32"),
+    array(2, 3, dtype=bool),
+)
+COMPLEX, NIBBLES = array(2, 3, dtype="complex64"), array(2, 3, dtype="int4")
+# target -> (operands, results, attributes) of a good call, with every kind of signature
+GOOD_ELEMENTWISE = {
+    "jof_relu": ((A,), (A,), VALUE),
+    "jof_relu_vjp": ((A, A), (A,), VALUE),
+    "jof_elu": ((A, S), (A,), VALUE),
+    "jof_elu_vjp": ((A, A, S), (A,), VALUE),
+    "jof_scale": ((A, S), (A,), VALUE),
+    "jof_add": ((A, A), (A,), VALUE),
+    "jof_multiply": ((S, A), (A,), VALUE),
+    "jof_multiply_vjp": ((A, S, A), (A, A), BOTH),
+    "jof_multiply_jvp": ((A, A, S, A), (A,), VALUE),
+    "jof_fma": ((A, S, A), (A,), VALUE),
+    "jof_where": ((FLAGS, A, S), (A,), VALUE),
+    "jof_where_vjp": ((FLAGS, A), (A, A), BOTH),
+    "jof_cast": ((A,), (HALF,), VALUE),
+}
+ONE = 1.0  # what every operand is filled with
+
+
+def call_elementwise(target, operands, results, attributes):
+    """Calls the target with operands of ones, waits, and returns a list."""
+    # XLA drops a call without results unless it is said to have effects.
+    call = jax.ffi.ffi_call(target, results, has_side_effect=not results)
+    f = jax.jit(lambda *xs: call(*xs, **attributes))
+    xs = [jnp.full(x.shape, ONE, x.dtype) for x in operands]
+    return [np.asarray(y) for y in f(*xs)]
+
+
+@pytest.mark.parametrize("target", GOOD_ELEMENTWISE)
+def test_good_ffi_call(target):
+    """What the bad calls differ from."""
+    operands, results, attributes = GOOD_ELEMENTWISE[target]
+    actual = call_elementwise(target, operands, results, attributes)
+    assert [(y.shape, y.dtype) for y in actual] == [(y.shape, y.dtype) for y in results]
+    expected = {
+        "jof_add": [2],
+        "jof_fma": [2],
+        "jof_multiply_jvp": [2],
+        "jof_where_vjp": [1, 0],
+    }.get(target, [1] * len(results))
+    for y, number in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(y, np.full(y.shape, number, y.dtype))
+
+
+def bad_counts():
+    for target, (operands, results, attributes) in GOOD_ELEMENTWISE.items():
+        for wrong in (operands[:-1], (*operands, operands[-1]), ()):
+            yield f"{len(wrong)}-operands", target, wrong, results, attributes
+        yield "one-result-more", target, operands, (*results, A), attributes
+        yield "one-result-less", target, operands, results[:-1], attributes
+        yield "ten-results", target, operands, (A,) * 10, attributes
+    operands, results, _ = GOOD_ELEMENTWISE["jof_multiply_vjp"]
+    for target in ("jof_multiply_vjp", "jof_where_vjp"):
+        operands, results, _ = GOOD_ELEMENTWISE[target]
+        yield "both-wanted-one-result", target, operands, results[:1], BOTH
+        for bit in (1, 2):
+            one = {"wanted": np.int64(bit)}
+            yield f"wanted-{bit}-two-results", target, operands, results, one
+
+
+def bad_wanted():
+    for target, (operands, results, _) in GOOD_ELEMENTWISE.items():
+        outputs = len(results)
+        for wanted in (0, 1 << outputs, (1 << outputs) + 1, -1, 2**32 + 1, 2**63 - 1, -(2**63)):
+            yield f"wanted-{wanted}", target, operands, results, {"wanted": np.int64(wanted)}
+    operands, results, _ = GOOD_ELEMENTWISE["jof_multiply_vjp"]
+    for name, attributes in (
+        ("no-wanted", {}),
+        ("wanted-of-another-name", {"want": np.int64(3)}),
+        ("wanted-of-32-bits", {"wanted": np.int32(3)}),
+        ("wanted-of-a-float", {"wanted": np.float64(3)}),
+        ("wanted-of-a-bool", {"wanted": np.bool_(True)}),
+        ("wanted-of-a-string", {"wanted": "3"}),
+        ("wanted-of-an-array", {"wanted": np.array([3])}),
+    ):
+        yield name, "jof_multiply_vjp", operands, results, attributes
+        yield name, "jof_where_vjp", *GOOD_ELEMENTWISE["jof_where_vjp"][:2], attributes
+        yield name, "jof_relu", (A,), (A,), attributes
+
+
+def bad_shapes():
+    for target, (operands, results, attributes) in GOOD_ELEMENTWISE.items():
+        for i, x in enumerate(operands):
+            if x.shape:
+                for shape in ((3, 2), (6,), (1, 2, 3), (2, 1), (1,), (2, 4), (0,)):
+                    wrong = (*operands[:i], array(*shape, dtype=x.dtype), *operands[i + 1 :])
+                    yield f"operand-{i}-of-{shape}", target, wrong, results, attributes
+            elif target in ("jof_elu", "jof_elu_vjp", "jof_scale"):
+                for shape in ((1,), (2, 3), (1, 1)):
+                    wrong = (*operands[:i], array(*shape), *operands[i + 1 :])
+                    yield f"parameter-of-{shape}", target, wrong, results, attributes
+        for shape in ((3, 2), (2,), (1, 2, 3), (), (4, 5)):
+            other = tuple(array(*shape, dtype=y.dtype) for y in results)
+            yield f"result-of-{shape}", target, operands, other, attributes
+    for target in ("jof_relu", "jof_scale", "jof_cast"):
+        operands, results, attributes = GOOD_ELEMENTWISE[target]
+        yield "scalar-to-array", target, (S, *operands[1:]), results, attributes
+    for target in ("jof_multiply_vjp", "jof_where_vjp"):
+        operands, _, attributes = GOOD_ELEMENTWISE[target]
+        yield "results-of-two-shapes", target, operands, (A, array(3, 2)), attributes
+
+
+def bad_dtypes():
+    for target, (operands, results, attributes) in GOOD_ELEMENTWISE.items():
+        if target == "jof_cast":
+            continue
+        for i, x in enumerate(operands):
+            if x.dtype == jnp.float32:
+                for dtype in ("float16", "float64", "int32", "bool"):
+                    other = array(*x.shape, dtype=dtype)
+                    wrong = (*operands[:i], other, *operands[i + 1 :])
+                    yield f"operand-{i}-of-{dtype}", target, wrong, results, attributes
+        other = (HALF,) * len(results)
+        yield "results-of-float16", target, operands, other, attributes
+        if "where" not in target:
+            for dtype in ("int32", "bool", "complex64", "float8_e4m3fn", "int4"):
+                xs = tuple(array(*x.shape, dtype=dtype) for x in operands)
+                ys = tuple(array(*y.shape, dtype=dtype) for y in results)
+                yield f"all-of-{dtype}", target, xs, ys, attributes
+    for condition in (A, WHOLE, array(2, 3, dtype="int8"), array(2, 3, dtype="uint8"), NIBBLES):
+        name = f"condition-of-{condition.dtype}"
+        yield name, "jof_where", (condition, A, A), (A,), VALUE
+        yield name, "jof_where_vjp", (condition, A), (A, A), BOTH
+    yield "branches-of-int4", "jof_where", (FLAGS, NIBBLES, NIBBLES), (NIBBLES,), VALUE
+    yield "branches-of-two-dtypes", "jof_where", (FLAGS, A, WHOLE), (A,), VALUE
+    yield "cotangents-of-two-dtypes", "jof_where_vjp", (FLAGS, A), (A, HALF), BOTH
+    yield "cotangents-of-two-dtypes", "jof_multiply_vjp", (A, A, A), (A, HALF), BOTH
+    for x, y in ((COMPLEX, A), (A, COMPLEX), (COMPLEX, COMPLEX), (NIBBLES, A), (A, NIBBLES)):
+        yield f"{x.dtype}-to-{y.dtype}", "jof_cast", (x,), (y,), VALUE
+
+
+@pytest.mark.parametrize("calls", [bad_counts, bad_wanted, bad_shapes, bad_dtypes])
+def test_ffi_call_of_elementwise_targets(calls):
+    """Hundreds of calls that are refused, after which good ones work."""
+    with jax.enable_x64(True):
+        for name, target, *call in calls():
+            with pytest.raises(Exception, match="INVALID_ARGUMENT") as caught:
+                pytest.fail(f"{target}: {name} was accepted: {call_elementwise(target, *call)}")
+            # XLA itself refuses attributes that are not there or of another type.
+            decoded = isinstance(call[-1].get("wanted"), np.int64)
+            said = f" {target}: " if decoded else r"attribute|Attribute|scalar data type"
+            assert re.search(said, str(caught.value)), f"{name}: {caught.value}"
+    for target, call in GOOD_ELEMENTWISE.items():
+        assert len(call_elementwise(target, *call)) == len(call[1])

@@ -1,5 +1,6 @@
 """What the ops lower to: which path ran is read off the compiled program, not believed."""
 
+import functools
 import os
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ import pytest
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
-from tests.cases import CASES
+from tests.cases import CASES, UPSAMPLE_CASES
 
 OPCODE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -41,7 +42,25 @@ def targets(hlo: str) -> list[str]:
 
 
 def squares(f):
-    return lambda x: jnp.sum(f(x) ** 2)
+    return lambda *xs: jnp.sum(f(*xs) ** 2)
+
+
+def pullback(f, case, wrt):
+    """The gradient alone: what f returns is not asked for."""
+
+    def pull(dy, *xs):
+        def of_wrt(*operands):
+            given = dict(zip(wrt, operands, strict=True))
+            return f(*(given.get(i, x) for i, x in enumerate(xs)))
+
+        return jax.vjp(of_wrt, *(xs[i] for i in wrt))[1](dy)
+
+    return pull
+
+
+def result_like(f, *xs) -> np.ndarray:
+    y = jax.eval_shape(f, *xs)
+    return np.ones(y.shape, y.dtype)
 
 
 def test_backend_is_native():
@@ -52,38 +71,99 @@ def test_backend_is_native():
 @native_backend
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_op_is_one_custom_call(case):
-    hlo = compiled(case.f, case.inputs())
+    with case.precision():
+        hlo = compiled(case.f, *case.inputs())
     assert targets(hlo) == [case.target]
-    assert set(opcodes(hlo)) <= {"custom-call", *FREE}, hlo
+    assert set(opcodes(hlo)) <= {"custom-call", *FREE, *case.besides}, hlo
+
+
+def gradients():
+    for case in CASES:
+        for wrt in case.grad_targets:
+            yield pytest.param(case, wrt, id=f"{case}-{''.join(map(str, wrt))}")
+
+
+@native_backend
+@pytest.mark.parametrize(("case", "wrt"), [*gradients()])
+def test_gradient_is_the_expected_custom_calls(case, wrt):
+    """One call for all operands together, none where the gradient is the cotangent."""
+    with case.precision():
+        xs = case.inputs()
+        hlo = compiled(pullback(case.f, case, wrt), result_like(case.f, *xs), *xs)
+    assert targets(hlo) == [*case.grad_targets[wrt]]
+    besides = case.besides | case.grad_besides
+    assert set(opcodes(hlo)) <= {"custom-call", *FREE, *besides}, hlo
+
+
+@native_backend
+@pytest.mark.parametrize("case", [case for case in CASES if case.linear], ids=str)
+def test_transpose_is_the_gradient(case):
+    with case.precision():
+        xs = case.inputs()
+        for wrt in case.linear:
+            others = [i for i in case.every_operand if i not in wrt]
+
+            def of_wrt(*operands, wrt=wrt, others=others):
+                given = dict(zip((*wrt, *others), operands, strict=True))
+                return case.f(*(given[i] for i in case.every_operand))
+
+            def transposed(dy, *fixed, wrt=wrt, of_wrt=of_wrt):
+                linear = jax.linear_transpose(
+                    lambda *operands: of_wrt(*operands, *fixed), *(xs[i] for i in wrt)
+                )
+                return linear(dy)
+
+            hlo = compiled(transposed, result_like(case.f, *xs), *(xs[i] for i in others))
+            assert targets(hlo) == [*case.grad_targets[wrt]]
+            besides = case.besides | case.grad_besides
+            assert set(opcodes(hlo)) <= {"custom-call", *FREE, *besides}, hlo
 
 
 @native_backend
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradient_is_one_custom_call(case):
-    y = jax.eval_shape(case.f, case.inputs())
-    hlo = compiled(jax.linear_transpose(case.f, case.inputs()), y)
-    assert targets(hlo) == [case.grad_target]
-    assert set(opcodes(hlo)) <= {"custom-call", *FREE}, hlo
+def test_value_and_gradient_call_each_once(case):
+    with case.precision():
+        hlo = compiled(jax.value_and_grad(squares(case.f), argnums=case.wrt), *case.inputs())
+    assert sorted(targets(hlo)) == sorted([case.target, *case.grad_targets[case.wrt]])
 
 
 @native_backend
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_value_and_gradient_call_each_direction_once(case):
-    hlo = compiled(jax.value_and_grad(squares(case.f)), case.inputs())
-    assert sorted(targets(hlo)) == sorted([case.target, case.grad_target])
+def test_jvp_is_one_call_for_the_value_and_those_of_the_tangent(case):
+    def jvp(vs, *xs):
+        def of_wrt(*operands):
+            given = dict(zip(case.wrt, operands, strict=True))
+            return case.f(*(given.get(i, x) for i, x in enumerate(xs)))
+
+        return jax.jvp(of_wrt, [xs[i] for i in case.wrt], vs)
+
+    with case.precision():
+        xs = case.inputs()
+        hlo = compiled(jvp, [xs[i] for i in case.wrt], *xs)
+    assert sorted(targets(hlo)) == sorted(case.jvp_targets)
 
 
-@native_backend
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_jvp_calls_the_op_for_value_and_tangent(case):
-    x = case.inputs()
-    hlo = compiled(lambda x, v: jax.jvp(case.f, (x,), (v,)), x, x)
-    assert targets(hlo) == [case.target] * 2
+# --- vmap -----------------------------------------------------------------------------------------
 
 
-def between_height_and_width(case) -> int:
+def between_height_and_width(case) -> int | None:
     """Where a batch axis stands between H and W, once it is there."""
+    if case.elementwise:
+        return None
     return len(case.shape) - (2 if "NHWC" in case.name else 1)
+
+
+def shared_axes(case, axis) -> tuple[int | None, ...]:
+    """The batch axis of all arrays; scalars have none."""
+    return tuple(axis if shape else None for shape in case.shapes)
+
+
+def batched(case, axes) -> tuple[np.ndarray, ...]:
+    """Operands with batch axes where `axes` says."""
+    return tuple(
+        x[0] if axis is None else np.moveaxis(x, 0, axis)
+        for x, axis in zip(case.inputs(3), axes, strict=True)
+    )
 
 
 def batch_axes():
@@ -95,81 +175,136 @@ def batch_axes():
 
 @native_backend
 @pytest.mark.parametrize(("case", "axis"), [*batch_axes()])
-def test_vmap_is_one_custom_call_and_moves_nothing_else(case, axis):
-    x = jax.ShapeDtypeStruct(np.moveaxis(case.inputs(3), 0, axis).shape, jnp.float32)
-    f = jax.vmap(case.f, in_axes=axis, out_axes=axis)
-    y = jax.eval_shape(f, x)
-    for function, operand, target in (
-        (f, x, case.target),
-        (jax.linear_transpose(f, x), y, case.grad_target),
+def test_vmap_is_the_same_custom_calls_and_moves_nothing_else(case, axis):
+    axes = shared_axes(case, axis)
+    with case.precision():
+        xs = batched(case, axes)
+        f = jax.vmap(case.f, in_axes=axes, out_axes=axis)
+        value = compiled(f, *xs)
+        pull = jax.vmap(pullback(case.f, case, case.wrt), in_axes=(axis, *axes), out_axes=axis)
+        gradient = compiled(pull, result_like(f, *xs), *xs)
+    for hlo, expected, besides in (
+        (value, (case.target,), case.besides),
+        (gradient, case.grad_targets[case.wrt], case.besides | case.grad_besides),
     ):
-        hlo = compiled(function, operand)
-        assert targets(hlo) == [target]
-        assert set(opcodes(hlo)) <= {"custom-call", *FREE}, hlo
+        assert targets(hlo) == [*expected]
+        assert set(opcodes(hlo)) <= {"custom-call", *FREE, *besides}, hlo
 
 
 @native_backend
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", UPSAMPLE_CASES, ids=str)
 def test_vmap_between_height_and_width_is_one_custom_call(case):
     axis = between_height_and_width(case)
     f = jax.vmap(case.f, in_axes=axis, out_axes=axis)
-    hlo = compiled(f, np.moveaxis(case.inputs(3), 0, axis))
+    hlo = compiled(f, *batched(case, (axis,)))
     assert targets(hlo) == [case.target]
     assert not {"while", "gather", "dynamic-slice"} & set(opcodes(hlo)), hlo
 
 
+def some_batched():
+    """(case, operands without a batch axis): each alone and all but it; where there are scalars,
+    none, which gives the scalars a batch axis."""
+    for case in CASES:
+        alone = {frozenset({i}) for i in case.every_operand}
+        others = {frozenset(case.every_operand) - one for one in alone}
+        choices = (alone | others if len(case.shapes) > 1 else set()) | {frozenset()}
+        for fixed in sorted(choices, key=sorted):
+            if fixed or not all(case.shapes):
+                name = "".join(map(str, sorted(fixed))) or "none"
+                yield pytest.param(case, fixed, id=f"{case}-fixed-{name}")
+
+
+@native_backend
+@pytest.mark.parametrize(("case", "fixed"), [*some_batched()])
+def test_vmap_of_some_operands_is_no_loop(case, fixed):
+    axes = tuple(None if i in fixed else 0 for i in case.every_operand)
+    parameters = case.every_operand[len(case.shapes) - case.parameters :]
+    # A parameter for each example has no kernel.
+    loss = jax.value_and_grad(squares(case.f), argnums=case.wrt)
+    with case.precision():
+        xs = batched(case, axes)
+        value = compiled(jax.vmap(case.f, in_axes=axes), *xs)
+        both = compiled(jax.vmap(loss, in_axes=axes), *xs)
+    expected = [case.target, *case.grad_targets[case.wrt]]
+    if any(axes[i] is not None for i in parameters):
+        assert targets(value) == targets(both) == []
+    else:
+        assert targets(value) == [case.target]
+        assert sorted(targets(both)) == sorted(expected)
+    for hlo in (value, both):
+        assert not {"while", "gather", "dynamic-slice", "conditional"} & set(opcodes(hlo)), hlo
+
+
 @native_backend
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_vmap_of_grad_calls_each_direction_once(case):
-    hlo = compiled(jax.vmap(jax.vmap(jax.grad(squares(case.f)))), case.inputs(2, 3))
-    assert sorted(targets(hlo)) == sorted([case.target, case.grad_target])
+def test_vmap_of_grad_calls_each_once(case):
+    axes = shared_axes(case, 0)
+    f = jax.grad(squares(case.f), argnums=case.wrt)
+    with case.precision():
+        xs = [
+            x if shape else x[0, 0] for x, shape in zip(case.inputs(2, 3), case.shapes, strict=True)
+        ]
+        hlo = compiled(jax.vmap(jax.vmap(f, in_axes=axes), in_axes=axes), *xs)
+    assert sorted(targets(hlo)) == sorted([case.target, *case.grad_targets[case.wrt]])
     assert "while" not in opcodes(hlo)
 
 
-@native_backend
-def test_native_can_be_asked_for():
-    hlo = compiled(
-        lambda x: jof.upsample_nearest2d(x, 2, implementation="native"), jnp.ones((1, 2, 3))
-    )
-    assert targets(hlo) == ["jof_upsample_nearest2d"]
+# --- the choice of the implementation -------------------------------------------------------------
 
 
-def test_xla_has_no_custom_call():
-    def f(x):
-        return jof.upsample_nearest2d(x, 2, implementation="xla")
-
-    x = jnp.ones((1, 2, 3))
-    assert targets(compiled(f, x)) == []
-    assert targets(compiled(jax.grad(squares(f)), x)) == []
-    assert targets(compiled(jax.vmap(jax.vmap(f)), jnp.ones((2, 2, 1, 2, 3)))) == []
+def with_implementation(case, implementation):
+    return lambda *xs: case.f(*xs, implementation=implementation)
 
 
 @native_backend
-def test_environment_variable_switches(monkeypatch):
-    x = jnp.ones((1, 2, 3))
-
-    def fresh(**kwargs):
-        return lambda x: jof.upsample_nearest2d(x, 2, **kwargs)
-
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "xla")
-    assert targets(compiled(fresh(), x)) == []
-    assert targets(compiled(jax.grad(squares(fresh())), x)) == []
-    np.testing.assert_array_equal(fresh()(x), np.ones((1, 4, 6)))
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "native")
-    assert targets(compiled(fresh(), x)) == ["jof_upsample_nearest2d"]
-    assert targets(compiled(fresh(implementation="xla"), x)) == []
-    for unset in ("", None):
-        if unset is None:
-            monkeypatch.delenv(ENVIRONMENT_VARIABLE)
-        else:
-            monkeypatch.setenv(ENVIRONMENT_VARIABLE, unset)
-        assert targets(compiled(fresh(), x)) == ["jof_upsample_nearest2d"]
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_native_can_be_asked_for(case):
+    f = with_implementation(case, "native")
+    with case.precision():
+        hlo = compiled(jax.value_and_grad(squares(f), argnums=case.wrt), *case.inputs())
+    assert sorted(targets(hlo)) == sorted([case.target, *case.grad_targets[case.wrt]])
 
 
-def test_unknown_value_of_the_environment_variable(monkeypatch):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_xla_has_no_custom_call(case):
+    f = with_implementation(case, "xla")
+    every = functools.partial(jax.value_and_grad, argnums=case.every_operand)
+    with case.precision():
+        assert targets(compiled(every(squares(f)), *case.inputs())) == []
+        assert targets(compiled(jax.vmap(every(squares(f))), *case.inputs(3))) == []
+        hvp = every(lambda *xs: sum(jnp.sum(dx**2) for dx in every(squares(f))(*xs)[1]))
+        assert targets(compiled(hvp, *case.inputs())) == []
+
+
+REPRESENTATIVE = [case for case in CASES if case.every_column]
+
+
+@native_backend
+@pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
+def test_environment_variable_switches(case, monkeypatch):
+    def calls(implementation=None, transform=lambda f: f):
+        # A new function each time: jax remembers what it has traced.
+        hlo = compiled(transform(with_implementation(case, implementation)), *case.inputs())
+        return targets(hlo)
+
+    with case.precision():
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, "xla")
+        assert calls() == []
+        assert calls(transform=lambda f: jax.grad(squares(f), argnums=case.wrt)) == []
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, "native")
+        assert calls() == [case.target]
+        assert calls("xla") == []
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+        assert calls() == [case.target]
+        monkeypatch.delenv(ENVIRONMENT_VARIABLE)
+        assert calls() == [case.target]
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
+def test_unknown_value_of_the_environment_variable(case, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "cudnn")
     with pytest.raises(ValueError, match=ENVIRONMENT_VARIABLE) as caught:
-        jof.upsample_nearest2d(jnp.ones((1, 2, 3)), 2)
+        case.f(*case.inputs())
     for part in ("cudnn", "native", "xla"):
         assert part in str(caught.value)
 
@@ -179,11 +314,11 @@ def test_unknown_value_of_the_environment_variable(monkeypatch):
 
 def exported(f, case, platforms):
     checks = [
-        jax.export.DisabledSafetyCheck.custom_call(target)
-        for target in (case.target, case.grad_target)
+        jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(case.all_targets())
     ]
-    x = jax.ShapeDtypeStruct(case.shape, jnp.float32)
-    return jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=checks)(x)
+    with case.precision():
+        specs = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
+        return jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=checks)(*specs)
 
 
 def exported_targets(f, case, platforms) -> Counter:
@@ -205,43 +340,40 @@ def test_cuda_lowering_names_the_target(case, platforms):
     """On a machine with or without a GPU."""
     count = len(platforms)
     assert exported_targets(case.f, case, platforms) == {case.target: count}
-    grad = jax.grad(squares(case.f))
-    assert exported_targets(grad, case, platforms) == {
-        case.target: count,
-        case.grad_target: count,
-    }
+    grad = jax.grad(squares(case.f), argnums=case.wrt)
+    calls = Counter([case.target, *case.grad_targets[case.wrt]] * count)
+    assert exported_targets(grad, case, platforms) == calls
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_other_platforms_get_the_reference(case, platform):
-    assert exported_targets(jax.grad(squares(case.f)), case, [platform]) == {}
+    grad = jax.grad(squares(case.f), argnums=case.every_operand)
+    assert exported_targets(grad, case, [platform]) == {}
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
-def test_native_where_there_is_none_says_what_is_missing(platform):
-    case = CASES[0]
-
-    def f(x):
-        return jof.upsample_nearest2d(x, 2, implementation="native")
-
-    with pytest.raises(NotImplementedError, match="upsample_nearest2d") as caught:
-        exported(f, case, [platform])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_native_where_there_is_none_says_what_is_missing(case, platform):
+    with pytest.raises(NotImplementedError, match=public_name(case)) as caught:
+        exported(with_implementation(case, "native"), case, [platform])
     for part in ("native", platform, 'implementation="xla"'):
         assert part in str(caught.value)
 
 
-def test_native_without_the_cuda_module_says_how_to_get_it(monkeypatch):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_native_without_the_cuda_module_says_how_to_get_it(case, monkeypatch):
     monkeypatch.setattr(_native, "available", lambda platform: platform != "cuda")
-    case = CASES[0]
-
-    def f(x):
-        return jof.upsample_nearest2d(x, 2, implementation="native")
-
-    with pytest.raises(NotImplementedError, match="upsample_nearest2d") as caught:
-        exported(f, case, ["cuda"])
+    with pytest.raises(NotImplementedError, match=public_name(case)) as caught:
+        exported(with_implementation(case, "native"), case, ["cuda"])
     for part in ("native", "cuda", "JOF_CUDA=ON"):
         assert part in str(caught.value)
+
+
+def public_name(case) -> str:
+    """A pattern for the function's name at the beginning of a message."""
+    name = case.target.removeprefix("jof_")
+    return rf"\b{name if hasattr(jof, name) else name.partition('_')[0]}: "
 
 
 @native_backend

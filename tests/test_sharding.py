@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
 from tests import oracle
+from tests.cases import ELEMENTWISE_CASES, Case
 
 pytestmark = pytest.mark.skipif(
     len(jax.devices()) < 8, reason="needs 8 devices (the CPU has 8 virtual ones)"
@@ -332,3 +333,297 @@ def test_shard_map_over_some_axes():
         x, dy = (jax.device_put(array, sharding) for array in (x, dy))
         np.testing.assert_array_equal(jax.jit(mapped)(x), y)
         np.testing.assert_array_equal(jax.jit(functools.partial(pull, mapped))(x, dy), dx)
+
+
+# --- elementwise functions ------------------------------------------------------------------------
+
+REPRESENTATIVE = [case for case in ELEMENTWISE_CASES if case.every_column]
+SHAPE = (8, 4, 6)
+SPECS = [P("a", None, "b"), P(("a", "b")), P(None, None, "b")]
+
+
+def each_spec():
+    """Every function with one spec, those that stand for others with all."""
+    for case in ELEMENTWISE_CASES:
+        count = 1 if all(case.shapes) or case.parameters else 0  # no scalars twice
+        for spec in SPECS if case.every_column else SPECS[:count]:
+            yield pytest.param(case.resized(SHAPE), spec, id=f"{case}-{spec}")
+
+
+def value_and_pullback(f, wrt):
+    """(cotangent, operands) -> value, gradients with respect to `wrt`."""
+
+    def run(dy, *xs):
+        def of_wrt(*operands):
+            given = dict(zip(wrt, operands, strict=True))
+            return f(*(given.get(i, x) for i, x in enumerate(xs)))
+
+        y, pull = jax.vjp(of_wrt, *(xs[i] for i in wrt))
+        return y, pull(dy)
+
+    return run
+
+
+def specs_of(case: Case, spec: P) -> tuple[P, ...]:
+    """Arrays are divided, scalars are on every device."""
+    return tuple(spec if shape else P() for shape in case.shapes)
+
+
+def put(mesh, specs, xs) -> list[jax.Array]:
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(xs, specs, strict=True)]
+
+
+def cotangent(case: Case) -> np.ndarray:
+    return integers(SHAPE, seed=1).astype(case.dtype)
+
+
+def assert_close(actual, expected, rtol) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        atol = rtol * np.max(np.abs(e))
+        np.testing.assert_allclose(a, e, rtol=0, atol=atol, strict=True)
+
+
+@pytest.mark.parametrize(("case", "spec"), [*each_spec()])
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_elementwise_needs_no_communication(axis_types, case, spec):
+    """All dimensions are divided freely, in the function and in its gradient."""
+    with case.precision():
+        xs, dy = case.inputs(), cotangent(case)
+        run = value_and_pullback(case.f, case.wrt)
+        expected = value_and_pullback(case.ref, case.wrt)(dy, *xs)
+        with mesh_of(axis_types) as mesh:
+            arguments = put(mesh, (spec, *specs_of(case, spec)), (dy, *xs))
+            compiled = jax.jit(run).lower(*arguments).compile()
+            hlo = compiled.as_text()
+            assert not COLLECTIVE.search(hlo)
+            for target in (case.target, *case.grad_targets[case.wrt]):
+                assert f'custom_call_target="{target}"' in hlo
+            assert f"[{','.join(map(str, SHAPE))}]" not in hlo  # one device works on its part
+            actual = compiled(*arguments)
+            assert_close(actual, expected, case.rtol)
+            for array in jax.tree.leaves(actual):
+                assert_sharded(array, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize(
+    "case", [case.resized(SHAPE) for case in ELEMENTWISE_CASES if not all(case.shapes)], ids=str
+)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_gradient_of_a_scalar_is_summed_over_devices(axis_types, case):
+    spec = P("a", None, "b")
+    with case.precision():
+        xs, dy = case.inputs(), cotangent(case)
+        wrt = [i for i, shape in enumerate(case.shapes) if i in case.wrt or not shape]
+        expected = value_and_pullback(case.ref, wrt)(dy, *xs)
+        rtol = max(case.rtol, 1e-15 if case.dtype == "float64" else 0)
+        with mesh_of(axis_types) as mesh:
+            specs = specs_of(case, spec)
+            arguments = put(mesh, (spec, *specs), (dy, *xs))
+            run = value_and_pullback(case.f, wrt)
+            y, dxs = jax.jit(run)(*arguments)
+            assert_close((y, dxs), expected, rtol)
+            assert_sharded(y, NamedSharding(mesh, spec))
+            for i, dx in zip(wrt, dxs, strict=True):
+                assert_sharded(dx, NamedSharding(mesh, specs[i]))
+
+            if axis_types == "explicit":  # the tangent has the type of the result
+                (scalar,) = (i for i, shape in enumerate(case.shapes) if not shape)
+                before, x, *after = arguments[1:][:scalar], *arguments[1:][scalar:]
+                _, tangent = jax.jvp(lambda x: case.f(*before, x, *after), (x,), (x,))
+                assert_sharded(tangent, NamedSharding(mesh, spec))
+
+            mapped = jax.shard_map(case.f, mesh=mesh, in_specs=specs, out_specs=spec)
+            actual = jax.jit(value_and_pullback(mapped, wrt))(*arguments)
+            assert_close(actual, expected, rtol)
+
+
+@pytest.mark.parametrize("case", [case.resized(SHAPE) for case in REPRESENTATIVE], ids=str)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_elementwise_in_shard_map(axis_types, case):
+    spec = P("a", None, "b")
+    with case.precision():
+        xs, dy = case.inputs(), cotangent(case)
+        expected = value_and_pullback(case.ref, case.wrt)(dy, *xs)
+        with mesh_of(axis_types) as mesh:
+            specs = specs_of(case, spec)
+            arguments = put(mesh, (spec, *specs), (dy, *xs))
+            mapped = jax.shard_map(case.f, mesh=mesh, in_specs=specs, out_specs=spec)
+            run = value_and_pullback(mapped, case.wrt)
+            hlo = jax.jit(run).lower(*arguments).compile().as_text()
+            assert not COLLECTIVE.search(hlo)
+            assert f'custom_call_target="{case.target}"' in hlo
+            for transform in (lambda g: g, jax.jit):
+                actual = transform(run)(*arguments)
+                assert_close(actual, expected, case.rtol)
+                for array in jax.tree.leaves(actual):
+                    assert_sharded(array, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize(
+    ("axis_types", "case"),
+    [
+        pytest.param(axis_types, case.resized(SHAPE), id=f"{axis_types}-{case}")
+        for axis_types in AXIS_TYPES
+        for case in REPRESENTATIVE
+        # Like jnp.where, where refuses branches whose types have different shardings.
+        if len(case.arrays) > 1 and (axis_types, case.name) != ("explicit", "where")
+    ],
+)
+def test_operands_that_are_divided_differently(axis_types, case):
+    """The gradient has the sharding of its operand, where that is part of its type."""
+    last = case.arrays[-1]
+    for one, other in ((P("a"), P()), (P(), P("a", "b")), (P("a"), P(None, None, "b"))):
+        with case.precision():
+            xs, dy = case.inputs(), cotangent(case)
+            expected = value_and_pullback(case.ref, case.wrt)(dy, *xs)
+            with mesh_of(axis_types) as mesh:
+                specs = [one if shape else P() for shape in case.shapes]
+                specs[last] = other
+                padded = [(*spec, *(None,) * (len(SHAPE) - len(spec))) for spec in (one, other)]
+                joined = P(*(a or b for a, b in zip(*padded, strict=True)))
+                arguments = put(mesh, (joined, *specs), (dy, *xs))
+                forward = jax.jit(case.f).lower(*arguments[1:]).compile()
+                assert not COLLECTIVE.search(forward.as_text())
+                assert_sharded(forward(*arguments[1:]), NamedSharding(mesh, joined))
+                actual = jax.jit(value_and_pullback(case.f, case.wrt))(*arguments)
+                assert_close(actual, expected, case.rtol)
+                if axis_types == "explicit":
+                    for i, dx in zip(case.wrt, actual[1], strict=True):
+                        assert_sharded(dx, NamedSharding(mesh, specs[i]))
+
+
+@pytest.mark.parametrize("case", [case.resized(SHAPE) for case in REPRESENTATIVE], ids=str)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_elementwise_loss_and_its_derivatives(axis_types, case):
+    def step_of(f):
+        def loss(*xs):
+            y = f(*xs)
+            return jnp.sum(y * y * y)
+
+        grad = jax.value_and_grad(loss, argnums=case.wrt)
+        return lambda xs, vs: (grad(*xs), jax.jvp(lambda *xs: grad(*xs)[1], xs, vs)[1])
+
+    spec = P("a", None, "b")
+    with case.precision():
+        xs = case.inputs()
+        vs = tuple(np.asarray(np.flip(x)) for x in xs)
+        expected = jax.jit(step_of(case.ref))(xs, vs)
+        rtol = max(case.rtol, 1e-11 if case.dtype == "float64" else 0)
+        with mesh_of(axis_types) as mesh:
+            xs, vs = (tuple(put(mesh, specs_of(case, spec), tree)) for tree in (xs, vs))
+            actual = jax.jit(step_of(case.f))(xs, vs)
+            assert_close(actual, expected, rtol)
+            for array in (*actual[0][1], *actual[1]):
+                assert_sharded(array, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("case", [case.resized((4, 6)) for case in REPRESENTATIVE], ids=str)
+@pytest.mark.parametrize("axis", [0, 2])
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_elementwise_vmap_over_a_divided_axis(axis_types, axis, case):
+    spec = P(*(None,) * axis, "a")
+    axes = tuple(axis if shape else None for shape in case.shapes)
+    with case.precision():
+        xs = [
+            np.moveaxis(x, 0, axis) if shape else x[0]
+            for x, shape in zip(case.inputs(8), case.shapes, strict=True)
+        ]
+
+        def f(*xs):
+            return jax.vmap(case.f, in_axes=axes, out_axes=axis)(*xs)
+
+        def ref(*xs):
+            return jax.vmap(case.ref, in_axes=axes, out_axes=axis)(*xs)
+
+        y = np.asarray(ref(*xs))
+        dy = integers(y.shape, seed=1).astype(case.dtype)
+        expected = value_and_pullback(ref, case.wrt)(dy, *xs)
+        with mesh_of(axis_types) as mesh:
+            arguments = put(mesh, (spec, *specs_of(case, spec)), (dy, *xs))
+            compiled = jax.jit(value_and_pullback(f, case.wrt)).lower(*arguments).compile()
+            assert not COLLECTIVE.search(compiled.as_text())
+            actual = compiled(*arguments)
+            assert_close(actual, expected, case.rtol)
+            for array in jax.tree.leaves(actual):
+                assert_sharded(array, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("case", [case.resized(SHAPE) for case in REPRESENTATIVE], ids=str)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_elementwise_outside_jit(axis_types, case):
+    with case.precision(), mesh_of(axis_types) as mesh:
+        spec = P("a", None, "b")
+        xs = case.inputs()
+        y = case.f(*put(mesh, specs_of(case, spec), xs))
+        assert_sharded(y, NamedSharding(mesh, spec))
+    with case.precision():
+        assert_close(y, case.ref(*xs), case.rtol)
+
+
+def test_cast_needs_no_communication():
+    x = integers(SHAPE)
+    for axis_types in AXIS_TYPES:
+        with mesh_of(axis_types) as mesh:
+            sharding = NamedSharding(mesh, P("a", None, "b"))
+
+            def run(x, dy):
+                y, pull = jax.vjp(lambda x: jof.cast(x, jnp.bfloat16), x)
+                return y, pull(dy)[0]
+
+            arguments = [jax.device_put(v, sharding) for v in (x, x.astype(jnp.bfloat16))]
+            compiled = jax.jit(run).lower(*arguments).compile()
+            assert not COLLECTIVE.search(compiled.as_text())
+            assert 'custom_call_target="jof_cast"' in compiled.as_text()
+            for array in compiled(*arguments):
+                assert_sharded(array, sharding)
+                np.testing.assert_array_equal(np.asarray(array, np.float32), x)
+
+
+@pytest.mark.parametrize("case", [case.resized(SHAPE) for case in REPRESENTATIVE], ids=str)
+def test_elementwise_shard_map_over_some_axes(case):
+    """One mesh axis by hand, the other left to the compiler."""
+    with case.precision():
+        xs, dy = case.inputs(), cotangent(case)
+        expected = value_and_pullback(case.ref, case.wrt)(dy, *xs)
+        with mesh_of("auto") as mesh:
+            arguments = put(mesh, (P("a", "b"), *specs_of(case, P("a", "b"))), (dy, *xs))
+            mapped = jax.shard_map(
+                case.f,
+                mesh=mesh,
+                in_specs=specs_of(case, P("a")),
+                out_specs=P("a"),
+                axis_names={"a"},
+            )
+            actual = jax.jit(value_and_pullback(mapped, case.wrt))(*arguments)
+            assert_close(actual, expected, case.rtol)
+
+
+def test_elementwise_constraint_on_the_result_reaches_the_operands():
+    x, y = integers(SHAPE), integers(SHAPE, seed=1)
+    with mesh_of("auto") as mesh:
+        whole = NamedSharding(mesh, P())
+        f = jax.jit(
+            lambda x, y: jof.multiply(x * 2, y),
+            in_shardings=(whole, whole),
+            out_shardings=NamedSharding(mesh, P("a", None, "b")),
+        )
+        hlo = f.lower(x, y).compile().as_text()
+        assert not COLLECTIVE.search(hlo)
+        assert re.search(r'f32\[2,4,3\][^=]*custom-call\(.*"jof_multiply"', hlo), hlo
+        np.testing.assert_array_equal(f(x, y), 2 * x * y)
+
+
+def test_elementwise_dimension_that_devices_do_not_divide():
+    x, y = integers((6, 3)), integers((6, 3), seed=1)
+    with mesh_of("auto") as mesh:
+        sharding = NamedSharding(mesh, P("a"))
+
+        @jax.jit
+        def f(x, y):
+            x = lax.with_sharding_constraint(x, sharding)
+            z, pull = jax.vjp(jof.multiply, x, y)
+            return z, pull(z)
+
+        actual = f(x, y)
+    jax.tree.map(np.testing.assert_array_equal, actual, (x * y, (x * y * y, x * x * y)))

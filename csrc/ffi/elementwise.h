@@ -63,7 +63,11 @@ inline ffi::Error DecodeElementwise(const ElementwiseSignature& op, ffi::Remaini
     return InvalidArgument(op.target, ": wanted must name some of the ", op.outputs,
                            " outputs by a bit each, got ", wanted);
   }
-  if (rets.size() == 0) return InvalidArgument(op.target, ": expected a result");
+  size_t expected = 0;
+  for (int k = 0; k < op.outputs; ++k) expected += wanted >> k & 1;
+  if (rets.size() != expected) {
+    return InvalidArgument(op.target, ": expected ", expected, " results, got ", rets.size());
+  }
   const ffi::AnyBuffer result = FirstResult(rets);
   size_t results = 0;
   for (int k = 0; k < op.outputs; ++k) {
@@ -74,9 +78,6 @@ inline ffi::Error DecodeElementwise(const ElementwiseSignature& op, ffi::Remaini
       return InvalidArgument(op.target, ": results must have one shape and element type");
     }
     call->outputs[k] = (*out)->untyped_data();
-  }
-  if (rets.size() != results) {
-    return InvalidArgument(op.target, ": expected ", results, " results, got ", rets.size());
   }
   for (int k = 0; k < operands; ++k) {
     auto in = args.get<ffi::AnyBuffer>(static_cast<size_t>(k));

@@ -59,17 +59,21 @@ struct Logistic {
   }
 };
 
+// 1 - s for s = 1 / (1 + e). The subtraction would lose digits where s is near 1, and x times what
+// is lost is too much for the derivatives below. Where e is beyond the limit s is 0.
+template <typename C>
+JOF_HOST_DEVICE JOF_INLINE C Rest(C e, C s) {
+  return AtMost(e, static_cast<C>(sizeof(C) == 4 ? 1e38 : 1e307)) * s;
+}
+
 template <typename T>
 struct Silu {
   using C = Compute<T>;
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return x * Sigmoid<T>(x); }
-  // 1 - s would lose digits where s is near 1, and x times what is lost is too much: hence e s,
-  // with e kept finite.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
-    constexpr C kLeast = sizeof(C) == 4 ? -88 : -700;
-    const C e = Exp<T>(-AtLeast(x, kLeast));
+    const C e = Exp<T>(-x);
     const C s = InverseOfOnePlus<T>(e);
-    return ct * (s * MulAdd(x, e * s, C{1}));
+    return ct * (s * MulAdd(x, Rest(e, s), C{1}));
   }
 };
 
@@ -130,8 +134,8 @@ struct Mish {
 };
 
 // 0.5 x (1 + tanh(u)) = x / (1 + e^(-2 u)), which does not cancel where x is negative, with
-// u = sqrt(2 / pi) (x + 0.044715 x^3). Beyond 16 the quotient is 0 or 1, and its derivative 0;
-// stopping there keeps all factors finite.
+// u = sqrt(2 / pi) (x + 0.044715 x^3). Beyond 24 the quotient is 0 or 1, and its derivative 0;
+// stopping there keeps all other factors finite.
 template <typename T>
 struct GeluTanh {
   using C = Compute<T>;
@@ -143,10 +147,8 @@ struct GeluTanh {
     const C b = Bounded(x);
     const C e = Exponential(b);
     const C s = InverseOfOnePlus<T>(e);
-    // 1 - s loses digits where s is near 1, and b times what is lost is too much for f32 and f64.
-    const C rest = kIsNarrow<T> ? 1 - s : e * s;
     const C slope = MulAdd(C(3 * kCubic) * b, b, C(kLinear));
-    return ct * (s * MulAdd(b * rest, slope, C{1}) + (x - x));
+    return ct * (s * MulAdd(b * Rest(e, s), slope, C{1}) + (x - x));
   }
 
  private:
@@ -154,7 +156,7 @@ struct GeluTanh {
   static constexpr double kCubic = kLinear * 0.044715;
   static constexpr double kLog2E = 1.4426950408889634073599246810019;
 
-  JOF_HOST_DEVICE JOF_INLINE static C Bounded(C x) { return AtLeast(AtMost(x, C{16}), C{-16}); }
+  JOF_HOST_DEVICE JOF_INLINE static C Bounded(C x) { return AtLeast(AtMost(x, C{24}), C{-24}); }
 
   // e^(-2 u). The exponent, in units of log2, is y (1 + 0.044715 x^2) with y a multiple
   // of x. An f32 has too few digits for a large one: what each operation loses is kept as well.

@@ -1,0 +1,1184 @@
+"""Elementwise functions: values and derivatives, against double precision and against JAX."""
+
+import functools
+import itertools
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_oneflow_ops as jof
+from tests import oracle
+
+pytestmark = pytest.mark.usefixtures("x64", "quiet_numpy")
+
+NARROW = ("float16", "bfloat16")
+FLOATS = (*NARROW, "float32", "float64")
+# XLA's threads flush subnormal numbers on a CPU, and so does some of a GPU's arithmetic.
+SMALLEST_NORMAL = 2.0**-126
+
+
+@pytest.fixture(scope="module")
+def quiet_numpy():
+    """The warnings of NumPy's own arithmetic, which pytest would take for errors."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def rng_for(*key) -> np.random.Generator:
+    """The same numbers for the same test in every process."""
+    return np.random.default_rng(zlib.crc32(repr(key).encode()))
+
+
+class Unary(NamedTuple):
+    """A function of one array, perhaps with a parameter."""
+
+    name: str
+    f: Callable[..., jax.Array]
+    twin: Callable[..., jax.Array]
+    parameters: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join((self.name, *map(str, self.parameters)))
+
+    def exact(self, order: int, x: np.ndarray, dtype) -> np.ndarray:
+        """The value or the derivative in double precision; parameters are of `dtype`."""
+        parameters = (float(np.asarray(p, jnp.dtype(dtype))) for p in self.parameters)
+        return oracle.ACTIVATIONS[self.name][order](x, *parameters)
+
+    def both(self, x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        """The value and the derivative."""
+        return value_and_derivative(lambda x: self.f(x, *self.parameters), x)
+
+    def floor(self, order: int) -> float:
+        """Results below may be 0."""
+        if self.name == "silu" or (self.name == "mish" and on_cpu()):
+            return 2e-36  # e^x is flushed below 2^-126 or 2^-125, and multiplied by x = -87
+        return 1e-35 if self.name == "gelu_tanh" and order else 1e-36
+
+
+UNARY = (
+    Unary("relu", jof.relu, jax.nn.relu),
+    Unary("leaky_relu", jof.leaky_relu, jax.nn.leaky_relu, (0.01,)),
+    Unary("leaky_relu", jof.leaky_relu, jax.nn.leaky_relu, (-1.5,)),
+    Unary("elu", jof.elu, jax.nn.elu, (1.0,)),
+    Unary("elu", jof.elu, jax.nn.elu, (0.3,)),
+    Unary("sigmoid", jof.sigmoid, jax.nn.sigmoid),
+    Unary("silu", jof.silu, jax.nn.silu),
+    Unary("tanh", jof.tanh, jnp.tanh),
+    Unary("softplus", jof.softplus, jax.nn.softplus),
+    Unary("hard_swish", jof.hard_swish, jax.nn.hard_swish),
+    Unary("mish", jof.mish, jax.nn.mish),
+    Unary("gelu_tanh", jof.gelu, jax.nn.gelu),
+    Unary(
+        "gelu_erf",
+        functools.partial(jof.gelu, approximate=False),
+        functools.partial(jax.nn.gelu, approximate=False),
+    ),
+)
+
+
+def swiglu(x, gate):
+    return jax.nn.silu(gate) * x
+
+
+def geglu_tanh(x, gate):
+    return jax.nn.gelu(gate) * x
+
+
+def geglu_erf(x, gate):
+    return jax.nn.gelu(gate, approximate=False) * x
+
+
+ARITHMETIC = {
+    "add": (jof.add, jnp.add),
+    "subtract": (jof.subtract, jnp.subtract),
+    "multiply": (jof.multiply, jnp.multiply),
+    "divide": (jof.divide, jnp.divide),
+    "maximum": (jof.maximum, jnp.maximum),
+    "minimum": (jof.minimum, jnp.minimum),
+}
+GATED = {
+    "swiglu": (jof.swiglu, swiglu, "silu"),
+    "geglu_tanh": (jof.geglu, geglu_tanh, "gelu_tanh"),
+    "geglu_erf": (functools.partial(jof.geglu, approximate=False), geglu_erf, "gelu_erf"),
+}
+# (f, twin, number of operands) of every function.
+OPS = {
+    **{u.name: (u.f, u.twin, 1) for u in UNARY},
+    "leaky_relu": (jof.leaky_relu, jax.nn.leaky_relu, 2),
+    "elu": (jof.elu, jax.nn.elu, 2),
+    "scale": (jof.scale, jnp.multiply, 2),
+    **{name: (*functions, 2) for name, functions in ARITHMETIC.items()},
+    **{name: (f, twin, 2) for name, (f, twin, _) in GATED.items()},
+    "fma": (jof.fma, lambda x, y, z: jnp.add(jnp.multiply(x, y), z), 3),
+    "where": (jof.where, jnp.where, 3),
+}
+PARAMETRIC = ("leaky_relu", "elu", "scale")  # whose last operand must be a scalar
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_derivative(f, x):
+    y, pull = jax.vjp(f, x)
+    return y, pull(jnp.ones_like(y))[0]
+
+
+def ordinal(x: np.ndarray) -> np.ndarray:
+    """Integers in the order of the values, neighbours being one apart; -0 and 0 are both 0."""
+    bits = x.view(f"int{8 * x.dtype.itemsize}").astype(np.int64)
+    low = -(2 ** (8 * x.dtype.itemsize - 1))
+    return np.where(bits < 0, low - bits, bits)
+
+
+def assert_same(actual, expected, *sources) -> None:
+    """Equal bits, but for a NaN any NaN."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    wide = [a.reshape(-1).astype(np.float64) for a in (actual, expected)]
+    same = wide[0] == wide[1]
+    same &= np.signbit(wide[0]) == np.signbit(wide[1])
+    same |= np.isnan(wide[0]) & np.isnan(wide[1])
+    report(~same, actual, expected, *sources)
+
+
+def report(wrong: np.ndarray, actual, expected, *sources) -> None:
+    """Fails with the first few of what is wrong."""
+    i = np.flatnonzero(wrong)[:5]
+    shown = [np.asarray(a).reshape(-1)[i] for a in (actual, expected, *sources)]
+    assert not i.size, (
+        f"{np.count_nonzero(wrong)} of {wrong.size} wrong: {shown[0]}, want {shown[1]}, "
+        f"from {shown[2:]}"
+    )
+
+
+def assert_accurate(y, exact, floor: float, *sources, ulps: float = 2) -> float:
+    """At most so many units in the last place of y's dtype where neither tiny nor overflowing."""
+    dtype = y.dtype
+    y, exact = np.asarray(y).astype(np.float64), np.asarray(exact)
+    known = np.isfinite(exact) & (np.abs(exact) <= float(jnp.finfo(dtype).max))
+    unit = oracle.spacing(np.where(known, exact, 1), dtype)
+    # In the units of the tiny what is flushed to zero is far away.
+    bound = np.where(np.abs(exact) >= floor, ulps * unit, np.maximum(floor, ulps * unit))
+    error = np.abs(y - exact)
+    report(known & ~(error <= bound), y, exact, *sources)
+    units = np.where(known & (np.abs(exact) >= floor), error / unit, 0)
+    return float(units.max(initial=0))
+
+
+def assert_same_special(y, twin, *sources) -> None:
+    """NaN and infinities, these with their signs, in the same places."""
+    y, twin = (np.asarray(a).astype(np.float64) for a in (y, twin))
+    wrong = (np.isnan(y) != np.isnan(twin)) | (np.isinf(y) != np.isinf(twin))
+    wrong |= np.isinf(y) & (y != twin)
+    report(wrong, y, twin, *sources)
+
+
+# --- activations: accuracy ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("op", UNARY, ids=str)
+def test_all_16_bit_values(op, dtype, record_property):
+    dtype = jnp.dtype(dtype)
+    x = np.arange(2**16, dtype=np.uint16).view(dtype)
+    wide = x.astype(np.float64)
+    finite = np.isfinite(wide)
+    results = op.both(jnp.asarray(x))
+    parameters = tuple(float(np.asarray(p, dtype)) for p in op.parameters)
+    twins = value_and_derivative(lambda x: op.twin(x, *parameters), jnp.asarray(wide))
+    for order, (y, twin) in enumerate(zip(results, twins, strict=True)):
+        assert y.dtype == dtype
+        y = np.asarray(y)
+        exact = op.exact(order, np.where(finite, wide, 1), dtype)
+        # A subnormal argument may count as 0, which matters to functions of two pieces.
+        tiny = (wide != 0) & (np.abs(wide) < SMALLEST_NORMAL)
+        exact = np.where(finite & ~(tiny if order else False), exact, np.nan)
+        ulps = assert_accurate(y, exact, op.floor(order), x)
+        record_property(f"{op} {'fd'[order]} {dtype}", ulps)
+        assert_same_special(y, oracle.rounded(np.asarray(twin), dtype), x)
+        if order == 0:
+            zero = wide == 0
+            assert_same(y[zero], np.asarray(twin)[zero].astype(dtype), x[zero])
+
+
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 20.0, -20.0, 88.7, -88.7, np.inf, -np.inf, np.nan)
+
+
+def many_numbers(dtype) -> np.ndarray:
+    rng = rng_for("many", dtype)
+    x = np.concatenate(
+        [
+            np.linspace(-15, 15, 200_001),
+            3 * rng.standard_normal(100_000),
+            10.0 ** rng.uniform(-30, 30, 20_000),
+            -(10.0 ** rng.uniform(-30, 30, 20_000)),
+            np.array(SPECIAL),
+        ]
+    )
+    return x.astype(dtype)
+
+
+def with_twins(op: Unary, x: np.ndarray):
+    """(order, result, exact result) after the placement of NaN and infinities is checked."""
+    finite = np.isfinite(x)
+    wide = x.astype(np.float64)
+    parameters = tuple(float(np.asarray(p, x.dtype)) for p in op.parameters)
+    twins = value_and_derivative(lambda x: op.twin(x, *parameters), jnp.asarray(wide))
+    for order, (y, twin) in enumerate(zip(op.both(jnp.asarray(x)), twins, strict=True)):
+        assert y.dtype == x.dtype
+        y = np.asarray(y)
+        assert_same_special(y, np.asarray(twin).astype(x.dtype), x)
+        if order == 0:
+            zero = x == 0
+            assert_same(y[zero], np.asarray(twin)[zero].astype(x.dtype), x[zero])
+        yield order, y[finite].astype(np.float64), op.exact(order, wide[finite], x.dtype)
+
+
+@pytest.mark.parametrize("op", UNARY, ids=str)
+def test_float32(op, record_property):
+    x = many_numbers("float32")
+    source = x[np.isfinite(x)].astype(np.float64)
+    for order, y, exact in with_twins(op, x):
+        unit = oracle.spacing(exact, "float32")
+        magnitude, floor = np.abs(exact), op.floor(order)
+        if order == 0:
+            tail = magnitude < np.abs(source) / 1024
+            bound = np.where(tail, 1e-4 * magnitude, 4 * unit)
+        else:
+            # Near a root of the derivative its terms cancel: the error is relative to them.
+            tail = magnitude < 2.0**-3
+            bound = np.maximum(np.maximum(5e-7, 4 * unit), 1e-4 * magnitude)
+        bound = np.where(magnitude < floor, floor, bound)
+        error = np.abs(y - exact)
+        report(~(error <= bound), y, exact, source)
+        counted = magnitude >= floor
+        ulps = (error / unit)[counted & ~tail].max()
+        record_property(f"{op} {'fd'[order]} float32 ulp", float(ulps))
+        relative = (error / np.where(magnitude > 0, magnitude, 1))[counted & tail]
+        record_property(f"{op} {'fd'[order]} float32 tail", float(relative.max(initial=0)))
+
+
+@pytest.mark.parametrize("op", UNARY, ids=str)
+def test_float64(op):
+    x = many_numbers("float64")
+    source = x[np.isfinite(x)]
+    for order, y, exact in with_twins(op, x):
+        magnitude = np.abs(exact)
+        bound = np.maximum(1e-12 * magnitude, 1e-14 if order else 1e-290)
+        report(~(np.abs(y - exact) <= bound), y, exact, source)
+
+
+def largest(op: Unary, dtype) -> None:
+    """Values, and derivatives, which are as they are at a moderate distance from 0."""
+    info = np.finfo(dtype)
+    numbers = [10.0**k for k in np.linspace(4, np.log10(info.max) - 1, 40)]
+    x = np.array([*numbers, info.max / 2, info.max])
+    x = np.concatenate([x, -x]).astype(dtype)
+    wide = x.astype(np.float64)
+    tolerance = {"rtol": 2 * info.eps, "atol": 1e-36}
+    value, derivative = op.both(jnp.asarray(x))
+    exact = op.exact(0, wide, dtype)
+    kept = np.abs(exact) <= info.max  # a slope may be more than 1
+    np.testing.assert_allclose(np.asarray(value)[kept], exact[kept], **tolerance)
+    exact = op.exact(1, np.clip(wide, -1e4, 1e4), dtype)
+    np.testing.assert_allclose(np.asarray(derivative), exact, **tolerance)
+
+
+@pytest.mark.parametrize("op", UNARY, ids=str)
+def test_largest_float32(op):
+    largest(op, "float32")
+
+
+@pytest.mark.parametrize("op", UNARY, ids=str)
+def test_largest_float64(op):
+    largest(op, "float64")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", UNARY, ids=str)
+def test_derivative_is_multiplied_by_the_cotangent(op, dtype):
+    x = jnp.asarray(np.linspace(-4, 4, 77), dtype)
+    ct = jnp.asarray(rng_for(str(op), dtype).standard_normal(77), dtype)
+    y, pull = jax.vjp(lambda x: op.f(x, *op.parameters), x)
+    (dx,) = pull(ct)
+    tangent = jax.jvp(lambda x: op.f(x, *op.parameters), (x,), (ct,))
+    assert_same(tangent[0], y)
+    assert_same(tangent[1], dx)
+    exact = op.exact(1, np.asarray(x, np.float64), dtype) * np.asarray(ct, np.float64)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(dx, np.float64), exact, rtol=16 * eps, atol=16 * eps)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def any_bits(rng, count, dtype) -> np.ndarray:
+    return rng.integers(0, 2**16, size=count, dtype=np.uint16).view(jnp.dtype(dtype))
+
+
+def random_operands(key, count, dtype, operands=2) -> list[np.ndarray]:
+    """All bit patterns; and, in the second half, close to each other, too."""
+    rng = rng_for(key, dtype)
+    arrays = [any_bits(rng, count, dtype) for _ in range(operands)]
+    near = rng.integers(0, 200, size=count // 2, dtype=np.uint16)
+    sign = rng.integers(0, 2, size=count // 2, dtype=np.uint16) << 15
+    first, last = (arrays[i].view(np.uint16) for i in (0, -1))
+    half = slice(count - count // 2, None)
+    last[half] = (first[half] + near) ^ sign
+    return arrays
+
+
+EXACT = {
+    "add": oracle.rounded_sum,
+    "subtract": lambda x, y, dtype: oracle.rounded_sum(x, -y, dtype),
+    "multiply": lambda x, y, dtype: oracle.rounded(x * y, dtype),
+    "divide": lambda x, y, dtype: oracle.rounded(x / y, dtype),
+    # As IEEE 754 has it: NaN if either is, and -0 is less than 0.
+    "maximum": lambda x, y, dtype: np.where(
+        (x == 0) & (y == 0), np.where(np.signbit(x), y, x), np.maximum(x, y)
+    ).astype(dtype),
+    "minimum": lambda x, y, dtype: np.where(
+        (x == 0) & (y == 0), np.where(np.signbit(x), x, y), np.minimum(x, y)
+    ).astype(dtype),
+}
+
+
+def free_of_subnormals(dtype, *arrays) -> np.ndarray:
+    """Where no bfloat16 is subnormal, as float32 it would be too."""
+    keep = np.ones(arrays[0].shape, bool)
+    if dtype == "bfloat16":
+        for a in arrays:
+            keep &= (a == 0) | ~(np.abs(a) < 1.2e-38)
+    return keep
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_16_bit_arithmetic_is_rounded_once(name, dtype):
+    x, y = random_operands(name, 1_000_001, dtype)
+    result = np.asarray(ARITHMETIC[name][0](jnp.asarray(x), jnp.asarray(y)))
+    wide = x.astype(np.float64), y.astype(np.float64)
+    expected = EXACT[name](*wide, jnp.dtype(dtype))
+    keep = free_of_subnormals(dtype, *wide, expected.astype(np.float64))
+    assert keep.mean() > 0.9
+    assert_same(result[keep], expected[keep], x[keep], y[keep])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_16_bit_arithmetic_with_a_scalar(name, dtype):
+    x = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype))
+    f = jax.jit(ARITHMETIC[name][0])
+    for number in (0.0, -0.0, 1.0, -3.0, 0.1, 1e-3, 7e4, np.inf, np.nan):
+        scalar = np.asarray(number, jnp.dtype(dtype))
+        for operands in ((x, scalar), (scalar, x)):
+            wide = np.broadcast_arrays(*(a.astype(np.float64) for a in operands))
+            expected = EXACT[name](*wide, jnp.dtype(dtype))
+            keep = free_of_subnormals(dtype, *wide, expected.astype(np.float64))
+            assert_same(np.asarray(f(*operands))[keep], expected[keep], x[keep])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_16_bit_fma(dtype, record_property):
+    x, y, z = random_operands("fma", 1_000_001, dtype, 3)
+    result = np.asarray(jof.fma(*map(jnp.asarray, (x, y, z))))
+    wide = [a.astype(np.float64) for a in (x, y, z)]
+    product = wide[0] * wide[1]  # exact
+    expected = oracle.rounded_sum(product, wide[2], jnp.dtype(dtype))
+    keep = free_of_subnormals(dtype, *wide, product, expected.astype(np.float64))
+    nan = [np.isnan(a.astype(np.float64)) for a in (result, expected)]
+    report(keep & (nan[0] != nan[1]), result, expected, x, y, z)
+    distance = np.abs(ordinal(result) - ordinal(expected))
+    distance = np.where(keep & ~nan[1], distance, 0)
+    record_property(f"fma {dtype}", int(distance.max()))
+    report(distance > 1, result, expected, x, y, z)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_wide_arithmetic(name, dtype):
+    rng = rng_for(name, dtype)
+    x, y = (np.ldexp(rng.standard_normal(50_001), rng.integers(-40, 40, 50_001)) for _ in "xy")
+    x, y = (np.concatenate([a, b]) for a, b in zip((x, y), pairs_of_special(), strict=True))
+    x, y = x.astype(dtype), y.astype(dtype)
+    expected = {"maximum": EXACT["maximum"], "minimum": EXACT["minimum"]}.get(
+        name, lambda x, y, dtype: getattr(np, name)(x, y)
+    )(x, y, dtype)
+    assert_same(ARITHMETIC[name][0](jnp.asarray(x), jnp.asarray(y)), expected, x, y)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_wide_fma_is_rounded_once(dtype):
+    """x y - (x y rounded) is what a product loses, which vanishes where it is rounded twice."""
+    rng = rng_for("fma", dtype)
+    x, y = (rng.standard_normal(20_001).astype(dtype) for _ in "xy")
+    z = -(x * y)
+    result = np.asarray(jof.fma(*map(jnp.asarray, (x, y, z))), np.float64)
+    if dtype == "float32":
+        expected = x.astype(np.float64) * y.astype(np.float64) + z
+        np.testing.assert_array_equal(result, expected)
+    else:
+        expected = [split_product_residue(*pair) for pair in zip(x, y, strict=True)]
+        np.testing.assert_array_equal(result, np.array(expected))
+
+
+def split_product_residue(x: float, y: float) -> float:
+    """x y - (x y rounded), by Python's exact ratios of integers."""
+    (a, b), (c, d) = (float(v).as_integer_ratio() for v in (x, y))
+    e, f = float(x * y).as_integer_ratio()
+    return (a * c * f - e * b * d) / (b * d * f)
+
+
+def pairs_of_special() -> tuple[np.ndarray, np.ndarray]:
+    numbers = (0.0, -0.0, 1.0, -2.0, 3.5, np.inf, -np.inf, np.nan)
+    x, y = zip(*itertools.product(numbers, repeat=2), strict=True)
+    return np.array(x), np.array(y)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["multiply", "divide", "maximum", "minimum"])
+def test_gradients_of_arithmetic_are_those_of_jax(name, dtype):
+    rng = rng_for(name, dtype, "gradient")
+    x, y = (np.concatenate([3 * rng.standard_normal(1001), a]) for a in pairs_of_special())
+    y[:100] = x[:100]  # ties
+    x, y = (np.tile(a, 4).astype(dtype) for a in (x, y))
+    ct = rng.standard_normal(x.size)
+    if name in ("multiply", "divide"):  # jax multiplies by 0 where a maximum has no gradient
+        for i, number in enumerate((0.0, np.inf, np.nan)):
+            ct[i * (x.size // 4) : (i + 1) * (x.size // 4)] = number
+    ct = ct.astype(dtype)
+    rtol = 8 * float(jnp.finfo(dtype).eps)
+
+    def compared(f):
+        @jax.jit
+        def run(x, y, ct):
+            _, pull = jax.vjp(f, x, y)
+            _, pull_x = jax.vjp(lambda x: f(x, y), x)
+            _, pull_y = jax.vjp(lambda y: f(x, y), y)
+            tangent = jax.jvp(f, (x, y), (ct, ct[::-1]))[1]
+            return *pull(ct), *pull_y(ct), *pull_x(ct), *pull_y(ct[::-1]), tangent
+
+        return [np.asarray(r) for r in run(x, y, ct)]
+
+    f, twin = ARITHMETIC[name]
+    *cotangents, tangent = compared(f)
+    *wanted, _ = compared(twin)
+    for i, (actual, expected) in enumerate(zip(cotangents, wanted, strict=True)):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_allclose(actual, expected, rtol=rtol, err_msg=f"result {i}")
+    first, second = wanted[-2:]  # the terms of the tangent, which may cancel
+    assert_same_special(tangent, first + second, x, y, ct)
+    error, bound = np.abs(tangent - (first + second)), rtol * (np.abs(first) + np.abs(second))
+    report(np.isfinite(first + second) & ~(error <= bound), tangent, first + second, x, y, ct)
+
+
+# --- gated linear units ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", GATED)
+def test_16_bit_gated(name, dtype, record_property):
+    dtype = jnp.dtype(dtype)
+    f, _, activation = GATED[name]
+    rng = rng_for(name, str(dtype))
+    all_values = np.arange(2**16, dtype=np.uint16).view(dtype)
+    gate = np.concatenate([all_values, (3 * rng.standard_normal(100_000)).astype(dtype)])
+    gate = gate[np.isfinite(gate.astype(np.float64))]
+    x, ct = ((2 * rng.standard_normal(gate.size)).astype(dtype) for _ in range(2))
+    y, pull = jax.vjp(f, jnp.asarray(x), jnp.asarray(gate))
+    dx, dgate = pull(jnp.asarray(ct))
+    wide_x, wide_gate, wide_ct = (a.astype(np.float64) for a in (x, gate, ct))
+    value, slope = (g(wide_gate) for g in oracle.ACTIVATIONS[activation])
+    exact = {"f": value * wide_x, "dx": value * wide_ct, "dgate": wide_ct * wide_x * slope}
+    for (key, wanted), result in zip(exact.items(), (y, dx, dgate), strict=True):
+        # A tail below 1e-35 times a number of this size.
+        ulps = assert_accurate(result, wanted, 1e-33, x, gate, ct)
+        record_property(f"{name} {key} {dtype}", ulps)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-6), ("float64", 1e-13)])
+@pytest.mark.parametrize("name", GATED)
+def test_wide_gated(name, dtype, rtol):
+    f, _, activation = GATED[name]
+    rng = rng_for(name, dtype)
+    x, gate, ct = (2 * rng.standard_normal(20_001).astype(dtype) for _ in range(3))
+    y, pull = jax.vjp(f, jnp.asarray(x), jnp.asarray(gate))
+    dx, dgate = pull(jnp.asarray(ct))
+    x, gate, ct = (a.astype(np.float64) for a in (x, gate, ct))
+    value, slope = (g(gate) for g in oracle.ACTIVATIONS[activation])
+    np.testing.assert_allclose(y, value * x, rtol=100 * rtol, atol=rtol)
+    np.testing.assert_allclose(dx, value * ct, rtol=100 * rtol, atol=rtol)
+    np.testing.assert_allclose(dgate, ct * x * slope, rtol=100 * rtol, atol=20 * rtol)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", GATED)
+def test_gated_gradient_is_one_custom_call(name, dtype):
+    f = GATED[name][0]
+    x = jnp.ones((3, 5), dtype)
+
+    def calls(wrt):
+        def gradient(x, gate, ct):
+            operands = [x, gate]
+
+            def of_some(*some):
+                for i, v in zip(wrt, some, strict=True):
+                    operands[i] = v
+                return f(*operands)
+
+            return jax.vjp(of_some, *(operands[i] for i in wrt))[1](ct)
+
+        text = jax.jit(gradient).lower(x, x, x).compile().as_text()
+        total = text.count('custom_call_target="')
+        assert total == text.count('custom_call_target="jof_')
+        return total, text.count(f'custom_call_target="jof_{name}_vjp"')
+
+    assert calls((0, 1)) == (1, 1)
+    assert calls((1,)) == (1, 1)
+    assert calls((0,)) == (1, 0)  # linear: the function itself
+
+
+# --- scalars --------------------------------------------------------------------------------------
+
+FLOAT_DTYPES = tuple(map(jnp.dtype, FLOATS))
+SCALARS = {
+    "float": 1.5,
+    "int": 2,
+    "bool": True,
+    "NumPy float32": np.float32(1.5),
+    "NumPy float64": np.float64(0.3),
+    "NumPy int8": np.int8(3),
+    "NumPy 0-d": np.array(1.5, np.float16),
+    "jax 0-d": np.array(0.25, np.float32),
+}
+
+
+def coarsest(operands) -> float:
+    """What twins may err by, which round every step to the dtypes that operands have."""
+    dtypes = [jnp.dtype(x.dtype) for x in operands if hasattr(x, "dtype")]
+    return 16 * max([float(jnp.finfo(d).eps) for d in dtypes if d in FLOAT_DTYPES], default=1e-7)
+
+
+def assert_close(actual, expected, tolerance=None, message="") -> None:
+    """Of one dtype, and within a tolerance relative to 1 or what is larger."""
+    dtype = jnp.asarray(expected).dtype
+    assert actual.dtype == dtype, message
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        np.testing.assert_array_equal(actual, expected, err_msg=str(message))
+        return
+    if tolerance is None:
+        # Twins in 16-bit types round every step.
+        tolerance = 8 * float(jnp.finfo(dtype).eps)
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    a, b = (np.asarray(v).astype(wide) for v in (actual, expected))
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=str(message))
+
+
+def arrangements(name):
+    """Which operands may be scalars: all choices with at least one."""
+    count = OPS[name][2]
+    choices = [c for c in itertools.product((False, True), repeat=count) if any(c)]
+    return [c for c in choices if c[-1]] if name in PARAMETRIC else choices
+
+
+@pytest.mark.parametrize("kind", SCALARS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_scalars(kind, dtype):
+    number = jnp.asarray(SCALARS[kind]) if kind.startswith("jax") else SCALARS[kind]
+    x = jnp.asarray(np.linspace(-2, 2, 9), dtype)
+
+    def takes(name, choice) -> bool:
+        """Whether jax does, whose sigmoid wants no integers, and whose difference no booleans."""
+        try:
+            jax.eval_shape(lambda: OPS[name][1](*(number if scalar else x for scalar in choice)))
+        except TypeError:
+            return False
+        return True
+
+    cases = {name: [c for c in arrangements(name) if takes(name, c)] for name in OPS}
+
+    def run(which):
+        return [
+            OPS[name][which](*(number if scalar else x for scalar in choice))
+            for name, choices in cases.items()
+            for choice in choices
+        ]
+
+    values = [jax.jit(functools.partial(run, which))() for which in (0, 1)]
+    keys = [(name, choice) for name, choices in cases.items() for choice in choices]
+    for key, actual, expected in zip(keys, *values, strict=True):
+        assert actual.shape == expected.shape, key
+        assert_close(actual, expected, coarsest([x, number]), key)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_eager_and_traced_scalars(name):
+    f, twin, count = OPS[name]
+    x = jnp.asarray(np.linspace(-2, 2, 9), "float32")
+    traced = jax.jit(f)
+    for choice in arrangements(name):
+        for number in (1.5, np.float32(1.5)):
+            operands = [number if scalar else x for scalar in choice]
+            expected = twin(*operands)
+            assert_close(f(*operands), expected)
+            assert_close(traced(*operands), expected)
+    assert count == len(choice)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_vmapped_scalars(name):
+    f, twin, count = OPS[name]
+    rng = rng_for(name, "vmap")
+    x = jnp.asarray(rng.standard_normal((4, 6)), "float32")
+    scalars = jnp.asarray(rng.standard_normal(4), "float32")
+    for choice in arrangements(name):
+        operands = [scalars if scalar else x for scalar in choice]
+        assert_close(jax.vmap(f)(*operands), jax.vmap(twin)(*operands), 1e-5)
+        # The scalars alone, or all but them, are mapped over.
+        if not all(choice):
+            axes = [0 if scalar else None for scalar in choice]
+            assert_close(
+                jax.vmap(f, in_axes=axes)(*operands), jax.vmap(twin, in_axes=axes)(*operands), 1e-5
+            )
+            axes = [None if scalar else 1 for scalar in choice]
+            operands = [scalars[0] if scalar else x for scalar in choice]
+            assert_close(
+                jax.vmap(f, in_axes=axes, out_axes=1)(*operands),
+                jax.vmap(twin, in_axes=axes, out_axes=1)(*operands),
+                1e-5,
+            )
+    assert count == len(choice)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", PARAMETRIC)
+def test_static_and_traced_parameters_give_the_same_bits(name, dtype):
+    f = OPS[name][0]
+    x = jnp.asarray(rng_for(name, dtype).standard_normal(1001), dtype)
+    for alpha in (0.3, -1.7, 0.0):
+
+        def of(x, alpha):
+            y, pull = jax.vjp(lambda x: f(x, alpha), x)
+            return y, *pull(x[::-1])
+
+        static = jax.jit(lambda x, alpha=alpha, of=of: of(x, alpha))(x)
+        for traced in (alpha, np.asarray(alpha, x.dtype), jnp.asarray(alpha, dtype)):
+            for a, b in zip(jax.jit(of)(x, traced), static, strict=True):
+                assert_same(a, b)
+        for a, b in zip(of(x, alpha), static, strict=True):
+            assert_same(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", PARAMETRIC)
+def test_gradient_of_the_parameter(name, dtype):
+    f, twin, _ = OPS[name]
+    x = jnp.asarray(rng_for(name).standard_normal(101), dtype)
+    alpha = jnp.asarray(0.7, dtype)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda x, a: jnp.sum(f(x, a) * x), (0, 1)))(x, alpha)
+
+    for a, b in zip(gradients(f), gradients(twin), strict=True):
+        assert_close(a, b, 4 * float(jnp.finfo(dtype).eps) if dtype == "bfloat16" else 1e-5)
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+KINDS = ("bool", "int8", "int32", *NARROW, "float32", int, float)
+
+
+def operand_of(kind, scalar: bool):
+    if kind is int:
+        return 2
+    if kind is float:
+        return 0.75
+    values = np.array([1, 0, 2, 1]).astype(jnp.dtype(kind))
+    return jnp.asarray(values[0] if scalar else values)
+
+
+def promotions(name):
+    """(kinds, operands, what the twin's result is) for all kinds of operands that it takes."""
+    f, twin, count = OPS[name]
+    for kinds in itertools.product(KINDS, repeat=min(count, 2)):
+        kinds = kinds if count < 3 else (*kinds, kinds[0])
+        scalars = [name in PARAMETRIC and i == count - 1 for i in range(count)]
+        operands = [operand_of(*pair) for pair in zip(kinds, scalars, strict=True)]
+        try:
+            expected = jax.eval_shape(lambda operands=operands: twin(*operands))
+        except TypeError:
+            with pytest.raises(TypeError):
+                jax.eval_shape(lambda operands=operands: f(*operands))
+        else:
+            yield kinds, operands, expected
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize("name", OPS)
+def test_promotion(name, mode):
+    f, twin, count = OPS[name]
+    with jax.enable_x64(mode):
+        accepted = [*promotions(name)]
+        assert len(accepted) > 3
+        for kinds, operands, expected in accepted:
+            actual = jax.eval_shape(lambda operands=operands: f(*operands))
+            assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), kinds
+        if mode:
+            return
+        some = accepted[:: 1 if count == 1 else 5]  # to compile all takes long
+        results = [
+            jax.jit(lambda g=g: [g(*operands) for _, operands, _ in some])() for g in (f, twin)
+        ]
+        for (kinds, operands, _), actual, expected in zip(some, *results, strict=True):
+            assert_close(actual, expected, coarsest(operands), kinds)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_weak_type(name):
+    f = OPS[name][0]
+    with jax.enable_x64(False):
+        wrong = [
+            kinds
+            for kinds, operands, expected in promotions(name)
+            if jax.eval_shape(lambda operands=operands: f(*operands)).weak_type
+            != expected.weak_type
+        ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ["add", "subtract", "multiply", "divide", "scale", "fma", "where"])
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "int32", "uint8", "float8_e5m2"])
+def test_other_dtypes_run_the_reference(name, dtype):
+    f, twin, count = OPS[name]
+    x = jnp.asarray(np.array([1, 2, 3, 1])).astype(dtype)
+    if name == "where":
+        operands = [x > jnp.asarray(1, dtype) if dtype[0] != "c" else x != 1, x, x[::-1]]
+    else:
+        operands = [x, *(x[::-1],) * (count - 1)]
+    if name == "scale":
+        operands[1] = x[1]
+    assert_close(f(*operands), twin(*operands))
+    text = jax.jit(f).lower(*operands).as_text()
+    # where moves anything, and a quotient of integers is a float.
+    native = name == "where" or (name == "divide" and dtype in ("int32", "uint8"))
+    assert ("jof_" in text) == native
+
+
+def test_complex_tanh_runs_the_reference():
+    x = jnp.asarray([0.5 + 1j, -2j], "complex64")
+    assert_close(jof.tanh(x), jnp.tanh(x))
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def shapes_of(name, *, parameter=()):
+    """Shapes that fit: a parameter's is the last one."""
+    count = OPS[name][2]
+    return [*((3,),) * (count - 1), parameter if name in PARAMETRIC else (3,)]
+
+
+def public_name(name):
+    return name.removesuffix("_tanh").removesuffix("_erf")
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name != "where"])
+def test_native_without_a_kernel(name):
+    f = OPS[name][0]
+    operands = [jnp.ones(shape, "int32") for shape in shapes_of(name)]
+    try:
+        produced = OPS[name][1](*operands).dtype
+    except TypeError:  # jax takes no integers
+        with pytest.raises(TypeError):
+            f(*operands, implementation="native")
+        return
+    if jnp.issubdtype(produced, jnp.floating):
+        f(*operands, implementation="native")  # promoted to what has a kernel
+        return
+    with pytest.raises(TypeError, match=rf"\b{public_name(name)}.*float16.*int32"):
+        f(*operands, implementation="native")
+
+
+def test_native_integers_without_a_kernel():
+    with pytest.raises(TypeError, match=r"\badd\b.*float16, bfloat16.*int32"):
+        jof.add(jnp.arange(3, dtype="int32"), 1, implementation="native")
+    with pytest.raises(TypeError, match=r"\brelu\b.*float16, bfloat16.*int32"):
+        jof.relu(jnp.arange(3, dtype="int32"), implementation="native")
+
+
+NO_ARRAYS = ([1.0, 2.0, 3.0], (1.0,) * 3, None, "x", {}, object())
+
+
+@pytest.mark.parametrize("bad", NO_ARRAYS, ids=lambda bad: type(bad).__name__)
+@pytest.mark.parametrize("name", OPS)
+def test_no_arrays(name, bad):
+    f, _, count = OPS[name]
+    for i in range(count):
+        operands = [jnp.ones(shape) for shape in shapes_of(name)]
+        operands[i] = bad
+        with pytest.raises(TypeError, match=rf"\b{public_name(name)}.*{type(bad).__name__}"):
+            f(*operands)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if OPS[name][2] > 1])
+def test_shapes_that_do_not_fit(name):
+    f, _, count = OPS[name]
+    if name in PARAMETRIC:
+        for shape in ((3,), (1,), (0,)):
+            with pytest.raises(ValueError, match=rf"\b{name}\b.*scalar.*\({shape[0]},\)"):
+                f(jnp.ones(3), jnp.ones(shape))
+        return
+    for shape in ((4,), (1,), (0,), (1, 3), (3, 1)):
+        for i in range(count):
+            operands = [jnp.ones(3)] * count
+            operands[i] = jnp.ones(shape)
+            with pytest.raises(ValueError, match=rf"\b{public_name(name)}\w*:.*broadcast"):
+                f(*operands)
+
+
+@pytest.mark.parametrize("implementation", ["cuda", "cpu", True, 1, []])
+@pytest.mark.parametrize("name", OPS)
+def test_unknown_implementation(name, implementation):
+    operands = [jnp.ones(shape) for shape in shapes_of(name)]
+    with pytest.raises(ValueError, match=rf"\b{public_name(name)}.*implementation"):
+        OPS[name][0](*operands, implementation=implementation)
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none", None, 1, 0.0])
+def test_unknown_approximation(approximate):
+    with pytest.raises(TypeError, match=r"\bgelu\b.*approximate"):
+        jof.gelu(jnp.ones(3), approximate)
+    with pytest.raises(TypeError, match=r"\bgeglu\b.*approximate"):
+        jof.geglu(jnp.ones(3), jnp.ones(3), approximate)
+
+
+# --- shapes and buffers ---------------------------------------------------------------------------
+
+# One function of each number of operands and of each way that kernels are made.
+KERNELS = ("relu", "silu", "elu", "add", "divide", "swiglu", "fma", "where")
+
+
+def operands_of(name, shape, dtype, *key) -> list[np.ndarray]:
+    rng = rng_for(name, dtype, *key)
+    count = OPS[name][2]
+    operands = [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for _ in range(count)]
+    if name in PARAMETRIC:
+        operands[-1] = np.asarray(0.75, jnp.dtype(dtype))
+    if name == "where":
+        operands[0] = rng.standard_normal(shape) > 0
+    return operands
+
+
+def gradients_of(name, operands, ct):
+    """The cotangents of all arrays that there are gradients for."""
+    f = OPS[name][0]
+    first = 1 if name == "where" else 0
+    last = -1 if name in PARAMETRIC else len(operands)
+    arrays = operands[first:last]
+    head, tail = operands[:first], operands[last:] if last < 0 else []
+    _, pull = jax.vjp(lambda *arrays: f(*head, *arrays, *tail), *arrays)
+    return pull(ct)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in KERNELS),
+        *itertools.product(("silu", "add"), ("float16", "float32", "float64")),
+    ],
+)
+def test_sizes(name, dtype):
+    """All results are those of one large array."""
+    sizes = [*range(71), *(2**k + d for k in (7, 8, 10, 12, 15) for d in (-1, 0, 1))]
+    whole = operands_of(name, (sizes[-1],), dtype)
+    ct = rng_for(name, "ct").standard_normal(sizes[-1]).astype(jnp.dtype(dtype))
+
+    def part(a, size):
+        return a[:size] if np.ndim(a) else a
+
+    @jax.jit
+    def run(parts, cts):
+        return [
+            (OPS[name][0](*operands), *gradients_of(name, operands, ct))
+            for operands, ct in zip(parts, cts, strict=True)
+        ]
+
+    results = run([[part(a, n) for a in whole] for n in sizes], [part(ct, n) for n in sizes])
+    expected = [np.asarray(r) for r in results[-1]]
+    for size, result in zip(sizes, results, strict=True):
+        for actual, wanted in zip(result, expected, strict=True):
+            assert_near_bits(actual, wanted[:size])
+    twin = OPS[name][1](*map(jnp.asarray, whole))
+    assert_close(expected[0], twin, 8 * float(jnp.finfo(dtype).eps))
+
+
+def assert_near_bits(actual, expected) -> None:
+    """Equal, or next to each other: the ends of arrays may be computed without an FMA."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    eps = float(jnp.finfo(actual.dtype).eps)
+    wide = [a.astype(np.float64) for a in (actual, expected)]
+    np.testing.assert_allclose(*wide, rtol=2 * eps, atol=eps / 64)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (0, 3), (3, 0, 2), (5, 7), (1, 2, 1, 3, 2, 1, 2, 5)]
+)
+def test_shapes(shape):
+    operands = {name: operands_of(name, shape, "float32") for name in KERNELS}
+    ct = np.ones(shape, "float32")
+
+    @jax.jit
+    def run(operands):
+        return {
+            name: (OPS[name][0](*args), OPS[name][1](*args), gradients_of(name, args, ct))
+            for name, args in operands.items()
+        }
+
+    for actual, expected, gradients in run(operands).values():
+        assert actual.shape == shape
+        assert_close(actual, expected, 3e-6)
+        for gradient in gradients:
+            assert gradient.shape == shape
+            assert gradient.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_parts_of_buffers(name, dtype):
+    """The compiler may pass a kernel a pointer to the middle of a buffer."""
+    operands = operands_of(name, (1001,), dtype)
+    f = OPS[name][0]
+    expected = np.asarray(f(*operands))
+
+    ends = ((1, None), (3, 999), (0, 77), (5, 6), (8, -8))
+
+    @jax.jit
+    def run(operands):
+        def part(a, begin, end):
+            return a[begin:end] if np.ndim(a) else a
+
+        one = [f(*(part(a, *e) for a in operands)) for e in ends]
+        mixed = [f(*(part(a, i, 900 + i) for i, a in enumerate(operands)))]
+        return one, mixed, [jnp.concatenate([one[0], one[1]])]
+
+    one, mixed, joined = run(operands)
+    for result, (begin, end) in zip(one, ends, strict=True):
+        assert_near_bits(result, expected[begin:end])
+    shifted = [a[i : 900 + i] if a.ndim else a for i, a in enumerate(operands)]
+    assert_near_bits(mixed[0], f(*shifted))
+    assert_near_bits(joined[0], np.concatenate([expected[1:], expected[3:999]]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["silu", "relu", "add", "multiply", "swiglu", "fma"])
+def test_donated_operands(name, dtype):
+    """A result may take an operand's place."""
+    f, _, count = OPS[name]
+    for donated in range(count):
+        operands = [jnp.asarray(a) for a in operands_of(name, (4099,), dtype)]
+        expected = np.asarray(f(*operands))
+        given_away = operands[donated]
+        result = jax.jit(f, donate_argnums=donated)(*operands)
+        assert_same(result, expected)
+        assert given_away.is_deleted()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_large_arrays(name):
+    """Large enough to be spread over threads, and odd."""
+    operands = operands_of(name, (700_001,), "bfloat16")
+    f, twin, _ = OPS[name]
+    assert_close(jax.jit(f)(*operands), jax.jit(twin)(*operands), 3 * 2.0**-7)
+
+
+def test_one_array_as_all_operands():
+    x = jnp.asarray(np.linspace(-2, 2, 77), "float32")
+    names = [name for name in OPS if name not in PARAMETRIC]
+
+    def run(which):
+        return jax.jit(lambda x: [OPS[n][which](*(x,) * OPS[n][2]) for n in names])(x)
+
+    for name, actual, expected in zip(names, run(0), run(1), strict=True):
+        assert_close(actual, expected, 3e-6, name)
+
+
+# --- derivatives of higher orders -----------------------------------------------------------------
+
+
+def smooth_operands(name) -> list[np.ndarray]:
+    """Away from ties, roots of denominators and the edges of pieces."""
+    rng = rng_for(name, "smooth")
+    count = OPS[name][2]
+    x = [np.linspace(-2.87, 2.71, 13) + 0.05 * i * rng.standard_normal(13) for i in range(count)]
+    if name == "divide":
+        x[1] = 1.5 + 0.1 * np.arange(13)
+    if name in ("maximum", "minimum"):
+        x[1] = -x[0] + 0.3
+    if name in PARAMETRIC:
+        x[-1] = np.asarray(0.7)
+    return [a.astype("float32") for a in x]
+
+
+def derivatives(f, operands, tangents, *, condition=None):
+    """Of the first three orders, by both modes and their mixtures."""
+    if condition is not None:
+        f = functools.partial(f, condition)
+
+    def loss(*args):
+        return jnp.sum(jnp.sin(f(*args)))
+
+    which = tuple(range(len(operands)))
+    gradient = jax.grad(loss, which)
+
+    def product(*args):  # of the gradient and the tangents, by reverse mode
+        return sum(jnp.vdot(g, t) for g, t in zip(gradient(*args), tangents, strict=True))
+
+    def tangent(*args):
+        return jax.jvp(loss, args, tangents)[1]
+
+    second = {
+        "jvp of grad": jax.jvp(gradient, operands, tangents)[1],
+        "grad of jvp": jax.grad(tangent, which)(*operands),
+        "grad of grad": jax.grad(product, which)(*operands),
+        "jvp of jvp": jax.jvp(tangent, operands, tangents)[1],
+    }
+    third = jax.jvp(lambda *args: jax.jvp(gradient, args, tangents)[1], operands, tangents)[1]
+    return {"first": gradient(*operands), **second, "third": third}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_higher_derivatives(name):
+    f, twin, count = OPS[name]
+    operands = tuple(map(jnp.asarray, smooth_operands(name)))
+    condition = None
+    if name == "where":
+        condition, *operands = operands[0] > 0, *operands[1:]
+    operands = tuple(operands)
+    rng = rng_for(name, "tangents")
+    tangents = tuple(jnp.asarray(rng.standard_normal(a.shape), a.dtype) for a in operands)
+    assert count >= len(operands)
+    results, expected = (
+        jax.jit(lambda o, t, g=g: derivatives(g, o, t, condition=condition))(operands, tangents)
+        for g in (f, twin)
+    )
+    for key, wanted in expected.items():
+        for a, b in zip(jax.tree.leaves(results[key]), jax.tree.leaves(wanted), strict=True):
+            scale = np.abs(b).max()
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale + 1e-6, err_msg=key)
+    for key in ("grad of jvp", "grad of grad"):
+        for a, b in zip(results[key], results["jvp of grad"], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max() + 1e-6)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_jacobians_agree(name):
+    f = OPS[name][0]
+    operands = [a[:5] if a.ndim else a for a in smooth_operands(name)]
+    if name == "where":
+        f, operands = functools.partial(f, operands[0] > 0), operands[1:]
+    which = tuple(range(len(operands)))
+    forward, reverse = (
+        jax.jit(jacobian(f, which))(*operands) for jacobian in (jax.jacfwd, jax.jacrev)
+    )
+    for a, b in zip(forward, reverse, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for a in forward:
+        if a.ndim == 2:
+            np.testing.assert_array_equal(a, np.diag(np.diag(a)))
+
+
+# --- random problems ------------------------------------------------------------------------------
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def drawn(rng, shape, dtype, scalar: bool) -> np.ndarray:
+    """Multiples of 1/8, so that sums of products are exact in double."""
+    return np.asarray(rng.integers(-64, 65, () if scalar else shape) / 8).astype(jnp.dtype(dtype))
+
+
+def widest(operands, shape):
+    """Operands in double, of the shape of the result."""
+    whole = np.broadcast_shapes(*(a.shape for a in operands))
+    assert whole in (shape, ())
+    return [np.broadcast_to(a.astype(np.float64), whole) for a in operands]
+
+
+@given(
+    name=st.sampled_from(sorted(ARITHMETIC)),
+    dtype=st.sampled_from(FLOATS),
+    shape=shapes,
+    scalars=st.tuples(st.booleans(), st.booleans()),
+    seed=seeds,
+)
+def test_random_arithmetic(name, dtype, shape, scalars, seed):
+    rng = np.random.default_rng(seed)
+    operands = [drawn(rng, shape, dtype, scalar) for scalar in scalars]
+    with np.errstate(all="ignore"):
+        x, y = widest(operands, shape)
+        expected = getattr(np, name)(x, y)
+        expected = oracle.rounded(expected, jnp.dtype(dtype)) if dtype != "float64" else expected
+    result = ARITHMETIC[name][0](*operands)
+    if name in ("maximum", "minimum"):
+        result, expected = np.asarray(result) + 0, np.asarray(expected) + 0
+    assert_same(result, expected)
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    shape=shapes,
+    scalars=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    seed=seeds,
+)
+def test_random_fma(dtype, shape, scalars, seed):
+    rng = np.random.default_rng(seed)
+    operands = [drawn(rng, shape, dtype, scalar) for scalar in scalars]
+    x, y, z = widest(operands, shape)
+    result = np.asarray(jof.fma(*operands))
+    assert result.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(result, (x * y + z).astype(result.dtype))
+
+
+@given(
+    dtype=st.sampled_from((*FLOATS, "bool", "int8", "int32", "uint64", "complex64", "complex128")),
+    condition=st.sampled_from(("bool", "int8", "float32")),
+    shape=shapes,
+    scalars=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    seed=seeds,
+)
+def test_random_where(dtype, condition, shape, scalars, seed):
+    rng = np.random.default_rng(seed)
+    chosen = np.asarray(rng.integers(0, 2, () if scalars[0] else shape)).astype(condition)
+    operands = [
+        np.asarray(rng.integers(0, 100, () if scalar else shape)).astype(jnp.dtype(dtype))
+        for scalar in scalars[1:]
+    ]
+    result = np.asarray(jof.where(chosen, *operands))
+    expected = np.where(chosen.astype(bool), *operands)
+    assert result.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_where_moves_bits(dtype):
+    dtype = jnp.dtype(dtype)
+    rng = rng_for("where", str(dtype))
+    bits = f"uint{8 * dtype.itemsize}"
+    x, y = (rng.integers(0, 256, 5000 * dtype.itemsize, dtype=np.uint8).view(bits) for _ in "xy")
+    chosen = rng.integers(0, 2, 5000).astype(bool)
+    result = np.asarray(jof.where(chosen, x.view(dtype), y.view(dtype)))
+    np.testing.assert_array_equal(result.view(bits), np.where(chosen, x, y))
