@@ -46,8 +46,9 @@ section "C++ tests"
 together "$tests/upsample" "$tests/elementwise" "$tests/math"
 
 section "test suite"
-XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 "$python" -m pytest -n 8 -q -p no:benchmark \
-  | tee "$out/pytest.txt"
+export XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1
+"$python" -m pytest -n 8 --dist loadgroup -q -p no:benchmark | tee "$out/pytest.txt"
+unset XLA_PYTHON_CLIENT_PREALLOCATE
 
 if [[ -z ${QUICK:-} ]]; then
   section "compute-sanitizer"

@@ -342,7 +342,8 @@ def bad_counts():
         for wrong in (operands[:-1], (*operands, operands[-1]), ()):
             yield f"{len(wrong)}-operands", target, wrong, results, attributes
         yield "one-result-more", target, operands, (*results, A), attributes
-        yield "one-result-less", target, operands, results[:-1], attributes
+        if len(results) > 1:  # on a GPU a call without results fails after the program has gone on
+            yield "one-result-less", target, operands, results[:-1], attributes
         yield "ten-results", target, operands, (A,) * 10, attributes
     operands, results, _ = GOOD_ELEMENTWISE["jof_multiply_vjp"]
     for target in ("jof_multiply_vjp", "jof_where_vjp"):

@@ -354,6 +354,7 @@ def test_gradient_of_long_rows(n_in, n_out, dtype, method):
     assert_same_values(backward(dy, (2, 2, n_in), **size), expected.astype(dtype))
 
 
+@pytest.mark.xdist_group("one process, for its memory")
 @pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="needs 15 GB of device memory: only on a GPU"
 )
