@@ -31,10 +31,6 @@ def quiet_numpy():
         yield
 
 
-def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
-
-
 def rng_for(*key) -> np.random.Generator:
     """The same numbers for the same test in every process."""
     return np.random.default_rng(zlib.crc32(repr(key).encode()))
