@@ -1,5 +1,6 @@
 // What both native modules hand to Python: `targets()`, a dict of FFI target names and capsules,
-// and the version of the FFI headers that the module was built with.
+// and the version of the FFI headers that the module was built with. A module defines
+// JOF_FOR_EACH_OWN_HANDLER, the targets that only it has.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,6 +16,7 @@ inline void BindHandlers(pybind11::module_& m) {
 #define JOF_ADD_TARGET(name) \
   targets[#name] = pybind11::capsule(reinterpret_cast<void*>(name), "xla._CUSTOM_CALL_TARGET");
     JOF_FOR_EACH_HANDLER(JOF_ADD_TARGET)
+    JOF_FOR_EACH_OWN_HANDLER(JOF_ADD_TARGET)
 #define JOF_ADD_ELEMENTWISE_TARGET(target, ...) JOF_ADD_TARGET(jof_##target)
     JOF_ELEMENTWISE_OPS(JOF_ADD_ELEMENTWISE_TARGET)
 #undef JOF_ADD_ELEMENTWISE_TARGET

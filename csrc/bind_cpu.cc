@@ -1,3 +1,4 @@
+#define JOF_FOR_EACH_OWN_HANDLER JOF_FOR_EACH_CPU_HANDLER
 #include "bind.h"
 #include "cpu/kernels.h"
 

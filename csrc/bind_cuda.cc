@@ -1,3 +1,4 @@
+#define JOF_FOR_EACH_OWN_HANDLER JOF_FOR_EACH_CUDA_HANDLER
 #include "bind.h"
 
 PYBIND11_MODULE(_cuda, m) {

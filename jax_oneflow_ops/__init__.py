@@ -30,6 +30,7 @@ from jax_oneflow_ops.elementwise import (
     tanh,
     where,
 )
+from jax_oneflow_ops.scatter import embedding_lookup, scatter_add, segment_sum
 from jax_oneflow_ops.upsample import upsample_nearest2d
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "cast",
     "divide",
     "elu",
+    "embedding_lookup",
     "fma",
     "geglu",
     "gelu",
@@ -50,6 +52,8 @@ __all__ = [
     "multiply",
     "relu",
     "scale",
+    "scatter_add",
+    "segment_sum",
     "sigmoid",
     "silu",
     "softplus",

@@ -9,13 +9,19 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax._src import core as core_internals
-from jax._src import dispatch
+from jax._src import dispatch, literals
 from jax._src.lax import lax as lax_internals
 from jax.extend import core
+from jax.interpreters import mlir
 
 # Runs a primitive outside `jit`: compiles it once for each set of shapes and parameters, honours
 # `jax.disable_jit`. Every primitive of jax's own uses it; there is no public name.
 apply_primitive = dispatch.apply_primitive
+
+
+# NumPy's arrays, and the kind that jax makes of them inside transformations: in release 0.8 that is
+# no subclass.
+NUMPY_TYPES: tuple[type[Any], ...] = (np.ndarray, np.generic, literals.TypedNdArray)
 
 
 # Joins what operands vary over inside a `shard_map`, as jax's own functions of several operands do:
@@ -91,7 +97,40 @@ def without_spatial_sharding(
     aval: jax.core.ShapedArray, shape: tuple[int, ...], gathered: tuple[int, ...]
 ) -> jax.core.ShapedArray:
     """`aval` with another shape, its sharding dropped on the dimensions `gathered`."""
-    sharding = aval.sharding
-    spec = [None if i in gathered else s for i, s in enumerate(sharding.spec)]
-    sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
-    return cast(jax.core.ShapedArray, aval.update(shape=shape, sharding=sharding))
+    spec = [None if i in gathered else s for i, s in enumerate(aval.sharding.spec)]
+    return with_spec(aval, shape, spec)
+
+
+def with_spec(
+    aval: jax.core.ShapedArray, shape: Sequence[int], spec: Sequence[Any]
+) -> jax.core.ShapedArray:
+    """`aval` with another shape and sharding on its mesh."""
+    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*spec))
+    return cast(jax.core.ShapedArray, aval.update(shape=tuple(shape), sharding=sharding))
+
+
+def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
+    """A lowering rule by `(*args, **params) -> result` in jnp, for which arrays are plain.
+
+    Types with a sharding or with the axes of a `shard_map` say what the primitive has dealt with,
+    and forbid what lowering may well do: reshapes, scatters whose sharding would be ambiguous.
+    """
+
+    def plain(avals: Sequence[Any]) -> list[jax.core.ShapedArray]:
+        return [jax.core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+
+    rule = mlir.lower_fun(function, multiple_results)
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        # Inside `jax.set_mesh` even types that are made here would have a sharding.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            avals = {"avals_in": plain(ctx.avals_in), "avals_out": plain(ctx.avals_out)}
+            # The context of the equation would bring its mesh back.
+            return rule(ctx.replace(jaxpr_eqn_ctx=None, **avals), *args, **params)
+
+    return lower
+
+
+# The concrete size of a dimension, or jax's own error that says that it was traced: the same that
+# the function has which is replaced.
+concrete_dimension = core_internals.concrete_dim_or_error

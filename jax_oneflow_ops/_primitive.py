@@ -3,15 +3,17 @@
 An operation is two primitives. The outer one is what users' programs contain: it carries abstract
 evaluation, batching, differentiation, and chooses the implementation when it is lowered. Where
 native kernels run it lowers to a `custom_partitioning` function, which tells the SPMD partitioner
-how the work is divided over devices, around the inner primitive, which lowers to one FFI call on
-the shard of one device.
+how the work is divided over devices, around the inner primitive, which lowers to FFI calls on the
+shard of one device: to one, or to what a function of that shard makes of them.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,7 +22,8 @@ from jax_oneflow_ops import _compat, _native
 
 Params = dict[str, Any]
 # How a call may be divided: the names of each operand's and of each result's dimensions, in the
-# notation of `custom_partitioning`, and the names that every device needs whole.
+# notation of `custom_partitioning`, and the names that every device needs whole. Over names of
+# operands that results lack, the shards' results are summed.
 Division = tuple[Sequence[Sequence[str]], Sequence[Sequence[str]], frozenset[str]]
 
 
@@ -30,21 +33,29 @@ def define(
     function: str,
     abstract_eval: Callable[..., Any],
     reference: Callable[..., Any],
-    attributes: Callable[..., Params],
+    attributes: Callable[..., Params] | None = None,
+    native: Callable[..., Any] | None = None,
     division: Callable[..., Division],
+    summed: Callable[..., Any] | None = None,
     batch: Callable[..., tuple[Any, Any]],
     multiple_results: bool = False,
 ) -> core.Primitive:
     """Defines a primitive.
 
     Args:
-      target: the FFI target's name, which becomes the primitive's.
+      target: the primitive's name, and that of its FFI target if it is one call.
       function: the public function that errors name.
       abstract_eval: `(*avals, **params) -> aval`; must keep shardings (`aval.update`).
       reference: `(*args, **params) -> result` in pure jnp: the "xla" implementation, and what runs
         on platforms without native kernels.
-      attributes: `(**params) -> attributes of the FFI call`, as NumPy scalars and arrays.
+      attributes: of an op that is one FFI call: `(**params) -> attributes of that call`, as NumPy
+        scalars and arrays.
+      native: of any other op, in its place: `(platform, *args, **params) -> result` on one device,
+        a function in jnp and of `jax.ffi.ffi_call`.
       division: `(*avals, **params) -> Division`.
+      summed: `(call, axes, *args) -> result` on one device, where a call of `native` is divided
+        along names that results lack: what all devices of the mesh axes `axes` have, from
+        `call(*args)` on each one's shard. By default the sum of the calls.
       batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule,
         given the primitive that is being defined.
       multiple_results: results, avals and batch dimensions are lists.
@@ -54,12 +65,16 @@ def define(
     """
     inner = core.Primitive(f"{target}_ffi")
     inner.multiple_results = multiple_results
-    inner.def_abstract_eval(abstract_eval)
-    lower_to_ffi = jax.ffi.ffi_lowering(target)
-    mlir.register_lowering(
-        inner,
-        lambda ctx, *args, **params: lower_to_ffi(ctx, *args, **attributes(**params)),
+    inner.def_abstract_eval(
+        lambda *avals, platform, axes, **params: abstract_eval(*avals, **params)
     )
+
+    if attributes is not None:
+        mlir.register_lowering(inner, _lower_to_call(target, attributes))
+    elif native is not None:
+        function_of_shard = functools.partial(_on_one_device, native, summed or _sum)
+        rule = _compat.lower_plain(function_of_shard, multiple_results)
+        mlir.register_lowering(inner, rule)
 
     outer = core.Primitive(target)
     outer.multiple_results = multiple_results
@@ -69,20 +84,19 @@ def define(
     outer.def_impl(functools.partial(_compat.apply_primitive, outer))
     _compat.require_devices_during_lowering(outer)
 
-    def run(platform: str, divide: bool, *args: Any, implementation: Any, **params: Any) -> Any:
-        if implementation == "xla":
-            return reference(*args, **params)
-        if _native.available(platform):
-            call = functools.partial(inner.bind, **params)
-            return (_divided(call, division, params) if divide else call)(*args)
-        if implementation == "native":
-            raise _native.missing(function, platform)
-        return reference(*args, **params)
+    lower_reference = _compat.lower_plain(reference, multiple_results)
 
-    def lower(ctx: Any, *args: Any, platform: str, **params: Any) -> Any:
-        divide = not _compat.is_partially_manual(ctx)
-        function = functools.partial(run, platform, divide)
-        return mlir.lower_fun(function, multiple_results=multiple_results)(ctx, *args, **params)
+    def lower(
+        ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
+    ) -> Any:
+        if implementation == "xla" or not _native.available(platform):
+            if implementation == "native":
+                raise _native.missing(function, platform)
+            return lower_reference(ctx, *args, **params)
+        call: Any = functools.partial(inner.bind, platform=platform, axes=(), **params)
+        if not _compat.is_partially_manual(ctx):
+            call = _divided(call, division, params)
+        return mlir.lower_fun(call, multiple_results=multiple_results)(ctx, *args)
 
     for platform in (None, "cpu", "cuda", "rocm", "tpu"):
         rule = functools.partial(lower, platform=platform or "other")
@@ -112,6 +126,39 @@ def define_linear_pair(
         ad.deflinear2(primitive, rule)
 
 
+def _lower_to_call(target: str, attributes: Callable[..., Params]) -> Callable[..., Any]:
+    """A lowering rule to one FFI call."""
+    lower = jax.ffi.ffi_lowering(target)
+    return lambda ctx, *args, platform, axes, **params: lower(ctx, *args, **attributes(**params))
+
+
+def _on_one_device(
+    native: Callable[..., Any],
+    summed: Callable[..., Any],
+    *args: Any,
+    platform: str,
+    axes: Sequence[str],
+    **params: Any,
+) -> Any:
+    call = functools.partial(native, platform, **params)
+    return summed(call, axes, *args) if axes else call(*args)
+
+
+def _sum(call: Callable[..., Any], axes: Sequence[str], *args: Any) -> Any:
+    return jax.tree.map(functools.partial(sum_over, axes), call(*args))
+
+
+def sum_over(
+    axes: Sequence[str],
+    x: jax.Array,
+    finish: Callable[[jax.Array], jax.Array] = lambda total: total,
+) -> jax.Array:
+    """`finish` of the sum of `x` over mesh axes; narrow floats in f32 and rounded once."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    total = jax.lax.psum(x.astype(jnp.float32) if narrow else x, tuple(axes))
+    return finish(total).astype(x.dtype)
+
+
 def _divided(
     call: Callable[..., Any], division: Callable[..., Division], params: Params
 ) -> Callable[..., Any]:
@@ -125,12 +172,23 @@ def _divided(
         mesh: Mesh, args: Sequence[Any], result: Any
     ) -> tuple[Mesh, Callable[..., Any], Any, tuple[NamedSharding, ...]]:
         operands, results, whole = division(*args, **params)
-        axes: dict[str, Any] = {}
+        kept = frozenset[str]().union(*results)
+        axes: dict[str, tuple[str, ...]] = {}
+        used: set[str] = set()
         for arg, names in zip(args, operands, strict=True):
             spec = (*arg.sharding.spec, *(None,) * len(names))
-            for name, axis in zip(names, spec, strict=False):
-                if name not in whole and axis is not None:
-                    axes.setdefault(name, axis)
+            for name, size, axis in zip(names, arg.shape, spec, strict=False):
+                if name in whole or name in axes or axis is None:
+                    continue
+                these = axis if isinstance(axis, tuple) else (axis,)
+                # An axis divides one dimension only; the first operand that has it decides.
+                if used.intersection(these):
+                    continue
+                # What shards are padded with must not enter a sum.
+                if name in kept or size % math.prod(mesh.shape[a] for a in these) == 0:
+                    axes[name] = these
+                    used.update(these)
+        reduced = [axis for name in axes if name not in kept for axis in axes[name]]
 
         def sharding(names: Sequence[str]) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in names)))
@@ -138,7 +196,7 @@ def _divided(
         shardings = [sharding(names) for names in results]
         return (
             mesh,
-            call,
+            functools.partial(call, axes=tuple(reduced)),
             shardings if isinstance(result, list) else shardings[0],
             tuple(sharding(names) for names in operands),
         )

@@ -1,10 +1,15 @@
 """Every operation in pure jnp: the "xla" implementation, and what platforms without kernels run."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+from jax_oneflow_ops._indexing import Indexing
 
 
 def nearest_source(size_in: int, size_out: int, half_pixel: bool) -> np.ndarray:
@@ -91,3 +96,124 @@ def fma(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
 def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     """A choice."""
     return jnp.where(condition, x, y)
+
+
+def segment_sum(
+    data: jax.Array, ids: jax.Array, *, num_segments: int, indexing: Indexing
+) -> jax.Array:
+    """Sums of rows into zeros."""
+    lead, trailing = data.shape[: indexing.batch], data.shape[indexing.batch :]
+    shape = (*lead, num_segments, *trailing[indexing.index_rank(ids) :])
+    return scatter_add(jnp.zeros(shape, data.dtype), ids, data, indexing=indexing)
+
+
+def scatter_add(
+    operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing
+) -> jax.Array:
+    """Sums of rows into an operand, narrow floats in f32, rounded once."""
+    rows = operand.shape[indexing.batch]
+    rank = indexing.index_rank(ids)
+    dtype = operand.dtype
+    if operand.size == 0 or updates.size == 0:
+        return operand
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        operand, updates = operand.astype(jnp.float32), updates.astype(jnp.float32)
+
+    def add(ids: jax.Array, operand: jax.Array, updates: jax.Array) -> jax.Array:
+        if indexing.deterministic and jnp.issubdtype(dtype, jnp.inexact):
+            return _add_by_sorting(operand, ids, updates, indexing)
+        return lax.scatter_add(
+            operand,
+            indexing.wrapped(ids, rows)[..., None],
+            updates,
+            lax.ScatterDimensionNumbers(tuple(range(rank, updates.ndim)), (0,), (0,)),
+            indices_are_sorted=indexing.indices_are_sorted,
+            unique_indices=indexing.unique_indices,
+            mode=_mode(indexing),
+        )
+
+    return _batched(add, indexing)(ids, operand, updates).astype(dtype)
+
+
+def gather_rows(table: jax.Array, ids: jax.Array, *, fill: str, indexing: Indexing) -> jax.Array:
+    """The rows that ids name; zeros, or what jnp calls invalid, where there is none."""
+    rows = table.shape[indexing.batch]
+    rank = indexing.index_rank(ids)
+    lead, trailing = table.shape[: indexing.batch], table.shape[indexing.batch + 1 :]
+    shape = (*lead, *ids.shape[indexing.index_begin() :], *trailing)
+    if table.size == 0 or ids.size == 0:
+        return jnp.full(shape, fill_value(table.dtype, fill), table.dtype)
+
+    def take(ids: jax.Array, table: jax.Array) -> jax.Array:
+        return lax.gather(
+            table,
+            indexing.wrapped(ids, rows)[..., None],
+            lax.GatherDimensionNumbers(tuple(range(rank, rank + table.ndim - 1)), (0,), (0,)),
+            (1, *table.shape[1:]),
+            indices_are_sorted=indexing.indices_are_sorted,
+            unique_indices=indexing.unique_indices,
+            mode=_mode(indexing),
+            fill_value=0 if fill == "zero" else None,
+        )
+
+    return _batched(take, indexing)(ids, table)
+
+
+def fill_value(dtype: Any, fill: str) -> np.ndarray:
+    """An element where an id is out of range: 0, or as `jnp.take` has it if `fill` is "invalid"."""
+    value: Any = 0
+    if fill == "invalid":
+        if jnp.issubdtype(dtype, jnp.inexact):
+            value = np.nan
+        elif jnp.issubdtype(dtype, jnp.signedinteger):
+            value = jnp.iinfo(dtype).min
+        else:
+            value = True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+    return np.asarray(value, dtype)
+
+
+def _mode(indexing: Indexing) -> lax.GatherScatterMode:
+    modes = lax.GatherScatterMode
+    return modes.CLIP if indexing.clip else modes.FILL_OR_DROP
+
+
+def _batched(function: Callable[..., jax.Array], indexing: Indexing) -> Callable[..., jax.Array]:
+    """`function` of ids and arrays of rows for every problem of the batch."""
+    for _ in range(indexing.batch):
+        function = _mapped(function, None if indexing.shared else 0)
+    return function
+
+
+def _mapped(function: Callable[..., jax.Array], ids_axis: int | None) -> Callable[..., jax.Array]:
+    def mapped(ids: jax.Array, *arrays: jax.Array) -> jax.Array:
+        axes = (ids_axis, *(0,) * len(arrays))
+        result: jax.Array = jax.vmap(function, in_axes=axes)(ids, *arrays)
+        return result
+
+    return mapped
+
+
+def _add_by_sorting(
+    operand: jax.Array, ids: jax.Array, updates: jax.Array, indexing: Indexing
+) -> jax.Array:
+    """Adds up in an order that depends on ids only, which a scatter on GPUs does not promise.
+
+    Updates are sorted by id; a segmented scan sums them; a row's sum is where its ids end.
+    """
+    rows = operand.shape[0]
+    keys, valid = indexing.resolved(ids.reshape(-1), rows)
+    keys = jnp.where(valid, keys, rows)
+    updates = updates.reshape(keys.size, *updates.shape[ids.ndim :])
+    order = jnp.argsort(keys, stable=True)
+    keys, updates = keys[order], updates[order]
+    column = (-1, *(1,) * (updates.ndim - 1))
+    first = jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]]).reshape(column)
+
+    def combine(left: Any, right: Any) -> Any:
+        return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
+
+    _, sums = lax.associative_scan(combine, (first, updates))
+    every_row = jnp.arange(rows, dtype=keys.dtype)
+    end = jnp.searchsorted(keys, every_row, side="right") - 1
+    hit = (end >= 0) & (keys[end] == every_row)
+    return jnp.where(hit.reshape(column), operand + sums[end], operand)

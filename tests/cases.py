@@ -35,6 +35,15 @@ def positive(rng, shape):
     return rng.uniform(0.5, 2.0, size=shape)
 
 
+# How a scatter-add may be done. Platforms and shapes choose: a case's targets are without it.
+WAYS = ("sorted", "private", "atomic")
+
+
+def without_way(target: str) -> str:
+    name, _, way = target.rpartition("_")
+    return name if way in WAYS else target
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A function of arrays and scalars, and the same function in plain jnp."""
@@ -61,6 +70,8 @@ class Case:
     # Whether it goes through every column of the table; else through those marked as core.
     every_column: bool = True
     elementwise: bool = True  # f takes any shapes
+    # Where a batch axis of all arrays needs not be moved; None: anywhere.
+    free_axes: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -104,7 +115,8 @@ class Case:
     def all_targets(self) -> set[str]:
         """The custom calls that any derivative may consist of."""
         known = {self.target, *self.jvp_targets}.union(*self.grad_targets.values())
-        return known | {f"{target}_{suffix}" for target in known for suffix in ("vjp", "jvp")}
+        suffixes = ("vjp", "jvp", *WAYS)
+        return known | {f"{target}_{suffix}" for target in known for suffix in suffixes}
 
 
 def upsample_case(name, shape, method, data_format, *, out, **as_called) -> Case:
@@ -350,4 +362,74 @@ ELEMENTWISE_CASES = (
     with_scalar(WHERE, 2, jvp_targets=("jof_where",) * 2),
 )
 
-CASES = (*UPSAMPLE_CASES, *ELEMENTWISE_CASES)
+SEGMENTS = 5
+
+
+def some_ids(rng, shape):
+    """Repeated, negative and too large ones, as numbers: functions of a case cast them."""
+    return rng.integers(-3, SEGMENTS + 2, size=shape)
+
+
+def as_ids(x):
+    return x.astype(jnp.int32)
+
+
+def rows_of(x):
+    """Ids that name rows whatever the columns of the table do to them: others give NaN."""
+    return as_ids(x) % SEGMENTS - 2
+
+
+# What makes ids of numbers, the operands that are not there, and the copy of one that is needed.
+ID_ARITHMETIC = frozenset(
+    {"add", "and", "broadcast", "compare", "constant", "convert", "copy", "fusion", "multiply"}
+    | {"or", "remainder", "select", "sign", "subtract", "xor"}
+)
+ROWS = (7, 2)  # so narrow and many that CPUs do not sort
+SCATTER_CASES = (
+    Case(
+        "segment_sum",
+        lambda x, ids, **options: jof.segment_sum(x, as_ids(ids), SEGMENTS, **options),
+        lambda x, ids: jax.ops.segment_sum(x, as_ids(ids), SEGMENTS),
+        (ROWS, ROWS[:1]),
+        "jof_scatter_add",
+        {(0,): ("jof_gather_rows",)},
+        ("jof_scatter_add",) * 2,
+        linear=((0,),),
+        samplers=(integers, some_ids),
+        besides=ID_ARITHMETIC,
+        elementwise=False,
+        every_column=False,  # those of scatter_add have it inside
+        free_axes=(0,),
+    ),
+    Case(
+        "scatter_add",
+        lambda x, ids, updates, **options: jof.scatter_add(x, as_ids(ids), updates, **options),
+        lambda x, ids, updates: jnp.asarray(x).at[as_ids(ids)].add(updates, mode="drop"),
+        ((SEGMENTS, 2), ROWS[:1], ROWS),
+        "jof_scatter_add",
+        {(0, 2): ("jof_gather_rows",), (2,): ("jof_gather_rows",), (0,): ()},
+        ("jof_scatter_add",) * 2,
+        linear=((0, 2),),
+        samplers=(integers, some_ids, integers),
+        besides=ID_ARITHMETIC,
+        elementwise=False,
+        free_axes=(0,),
+    ),
+    Case(
+        "embedding_lookup",
+        lambda table, ids, **options: jof.embedding_lookup(table, rows_of(ids), **options),
+        lambda table, ids: jnp.take(table, rows_of(ids), axis=0),
+        ((SEGMENTS, 2), ROWS[:1]),
+        "jof_gather_rows",
+        {(0,): ("jof_scatter_add",)},
+        ("jof_gather_rows",) * 2,
+        linear=((0,),),
+        samplers=(integers, some_ids),
+        besides=ID_ARITHMETIC,
+        elementwise=False,
+        every_column=False,
+        free_axes=(0,),
+    ),
+)
+
+CASES = (*UPSAMPLE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)

@@ -161,3 +161,33 @@ def rounded_sum(x: np.ndarray, y: np.ndarray, dtype) -> np.ndarray:
     even = total.view(np.int64) % 2 == 0
     odd = np.where((lost != 0) & even, np.nextafter(total, np.copysign(np.inf, lost)), total)
     return rounded(odd, dtype)
+
+
+# --- sums and lookups of rows ---------------------------------------------------------------------
+
+
+def named_rows(ids, size: int, wrap: bool, clip: bool) -> np.ndarray:
+    """The row of each id, -1 where there is none, in Python's unbounded integers."""
+    rows = []
+    for i in np.asarray(ids).reshape(-1).tolist():
+        row = i + size if wrap and i < 0 else i
+        row = min(max(row, 0), size - 1) if clip else row
+        rows.append(row if 0 <= row < size else -1)
+    return np.array(rows, np.int64).reshape(np.shape(ids))
+
+
+def scatter_add(operand, rows, updates) -> np.ndarray:
+    """Sums in double precision; of integers, exactly, modulo a power of two."""
+    operand, updates = np.asarray(operand), np.asarray(updates)
+    wide = {"i": np.uint64, "u": np.uint64, "c": np.complex128}.get(operand.dtype.kind, np.float64)
+    total = operand.astype(wide)
+    hit = rows >= 0
+    np.add.at(total, rows[hit], updates.astype(wide)[hit])
+    return total
+
+
+def gather_rows(table, rows, fill) -> np.ndarray:
+    result = np.empty((*rows.shape, *table.shape[1:]), table.dtype)
+    for place in np.ndindex(rows.shape):
+        result[place] = fill if rows[place] < 0 else table[rows[place]]
+    return result

@@ -1,6 +1,7 @@
 """Bad input: a Python error that says what is wrong, never a crash."""
 
 import inspect
+import math
 import re
 
 import jax
@@ -437,4 +438,192 @@ def test_ffi_call_of_elementwise_targets(calls):
             said = f" {target}: " if decoded else r"attribute|Attribute|scalar data type"
             assert re.search(said, str(caught.value)), f"{name}: {caught.value}"
     for target, call in GOOD_ELEMENTWISE.items():
+        assert len(call_elementwise(target, *call)) == len(call[1])
+
+
+# --- the same for scatters and gathers ------------------------------------------------------------
+
+SUMMING = ["jof_scatter_add_sorted", "jof_scatter_add_private"]
+SORTING = ["jof_sort_rows"] if jax.default_backend() == "cpu" else []
+if jax.default_backend() == "gpu":
+    SUMMING.append("jof_scatter_add_atomic")
+RULE = {"wrap": np.bool_(False), "clip": np.bool_(False)}
+DETERMINISTIC = {**RULE, "deterministic": np.bool_(False)}
+FILL = {**RULE, "fill": np.zeros(2, np.int64)}
+SORT = {**RULE, "size": np.int64(4)}
+# B = 1 problem of N = 5 updates to S = 4 rows of D = 3. Operands and results may have any shapes of
+# that many elements.
+ROWS, UPDATES, INDEX = array(1, 4, 3), array(1, 5, 3), array(1, 5, dtype="int32")
+NONE, NO_ORDER = array(0, 0, 0), array(0, dtype="int32")
+SCRATCH = {
+    "jof_scatter_add_sorted": array(1, 2, 2, 3),
+    "jof_scatter_add_private": array(2, 1, 4, 3),
+    "jof_scatter_add_atomic": array(0, 0, 0),
+}
+GOOD_ROWS = {
+    target: ((ROWS, UPDATES, INDEX, NO_ORDER), (ROWS, SCRATCH[target]), DETERMINISTIC)
+    for target in SUMMING
+}
+GOOD_ROWS["jof_gather_rows"] = ((ROWS, INDEX), (UPDATES,), FILL)
+for sorting in SORTING:
+    keys = (array(1, 5, dtype="int32"), array(5, dtype="int32"), array(5, dtype="int32"))
+    GOOD_ROWS[sorting] = ((INDEX,), keys, SORT)
+
+
+def with_other(xs, i, other):
+    return (*xs[:i], other, *xs[i + 1 :])
+
+
+@pytest.mark.parametrize("target", GOOD_ROWS)
+def test_good_ffi_call_of_rows(target):
+    """What the bad calls differ from: all ids are 1, all values too."""
+    operands, results, attributes = GOOD_ROWS[target]
+    first = call_elementwise(target, operands, results, attributes)[0]
+    expected = {"jof_gather_rows": np.ones((1, 5, 3)), "jof_sort_rows": np.ones((1, 5))}
+    summed = np.ones((1, 4, 3))
+    summed[:, 1] += 5
+    np.testing.assert_array_equal(first, expected.get(target, summed))
+
+
+@pytest.mark.parametrize("target", SUMMING)
+def test_ffi_call_without_an_operand_or_updates(target):
+    operands, results, attributes = GOOD_ROWS[target]
+    first, _ = call_elementwise(target, (NONE, *operands[1:]), results, attributes)
+    np.testing.assert_array_equal(first[0, :, 0], [0, 5, 0, 0])
+    nothing = (NONE, array(1, 0, 3), array(1, 0, dtype="int32"), NO_ORDER)
+    first, _ = call_elementwise(target, nothing, results, attributes)
+    np.testing.assert_array_equal(first, np.zeros((1, 4, 3)))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_ffi_call_of_an_order_that_is_out_of_range(dtype):
+    """Sums are wrong; nothing outside of the updates is read."""
+    target = "jof_scatter_add_sorted"
+    results = (ROWS, SCRATCH[target])
+    with jax.enable_x64(True):
+        info = np.iinfo(dtype)
+        ids = jnp.ones((1, 5), dtype)
+        for wrong in (info.max, info.min, -1, 5, 10**6):
+            order = jnp.full(5, wrong, dtype)
+            call = jax.ffi.ffi_call(target, results)
+            xs = (jnp.zeros(ROWS.shape), jnp.ones(UPDATES.shape), ids, order)
+            xs = [x.astype(jnp.float32) if x.dtype == jnp.float64 else x for x in xs]
+            y, _ = jax.jit(lambda *xs, call=call: call(*xs, **DETERMINISTIC))(*xs)
+            assert np.isin(np.asarray(y), np.arange(6)).all()
+
+
+def bad_rows_counts():
+    for target, (operands, results, attributes) in GOOD_ROWS.items():
+        for wrong in (operands[:-1], (*operands, operands[-1]), ()):
+            yield f"{len(wrong)}-operands", target, wrong, results, attributes
+        yield "one-result-more", target, operands, (*results, A), attributes
+        if len(results) > 1:
+            yield "one-result-less", target, operands, results[:-1], attributes
+
+
+def bad_rows_attributes():
+    for target, (operands, results, attributes) in GOOD_ROWS.items():
+        yield "none", target, operands, results, {}
+        for name in attributes:
+            others = {key: value for key, value in attributes.items() if key != name}
+            yield f"no-{name}", target, operands, results, others
+            for value in (np.int32(1), np.float64(1), "1", np.array([1, 2, 3], np.int64)):
+                yield f"{name}-{value!r}", target, operands, results, {**others, name: value}
+    for name, size in (("negative", -1), ("keys-too-large", 2**31 - 1), ("largest", 2**63 - 1)):
+        for target in SORTING:
+            attributes = {**SORT, "size": np.int64(size)}
+            yield f"{name}-size", target, *GOOD_ROWS[target][:2], attributes
+    for flag in ("wrap", "clip"):  # sorted ids are what they are
+        target = "jof_scatter_add_sorted"
+        attributes = {**DETERMINISTIC, flag: np.bool_(True)}
+        yield flag, target, *GOOD_ROWS[target][:2], attributes
+
+
+WRONG_SHAPES = [(), (3,), (5, 3), (1, 5), (1, 4, 4), (2, 4, 3), (1, 7, 3), (1, 0, 3)]
+WRONG_SHAPES += [(0, 0), (0, 4, 3), (1, 4, 0), (3, 1, 2, 3), (1, 0, 2, 3), (0, 1, 4, 3), (2, 5)]
+
+
+def bad_rows_shapes():
+    for target, (operands, results, attributes) in GOOD_ROWS.items():
+        if target == "jof_sort_rows":
+            continue
+        for i, x in enumerate(operands):
+            for shape in WRONG_SHAPES:
+                is_table = target == "jof_gather_rows" and i == 0
+                if shape == x.shape or (is_table and math.prod(shape) % 3 == 0):
+                    continue  # a table of another number of rows
+                wrong = with_other(operands, i, array(*shape, dtype=x.dtype))
+                yield f"operand-{i}-of-{shape}", target, wrong, results, attributes
+        for i, x in enumerate(results):
+            for shape in WRONG_SHAPES:
+                # XLA drops a call whose results are all empty.
+                if (i == 0 and 0 in shape) or (i == 1 and is_scratch(target, shape)):
+                    continue
+                wrong = with_other(results, i, array(*shape, dtype=x.dtype))
+                yield f"result-{i}-of-{shape}", target, operands, wrong, attributes
+    for target in SORTING:
+        operands, results, attributes = GOOD_ROWS[target]
+        for shape in ((5,), (1, 5, 1), (), (1, 6), (2, 5)):
+            wrong = (array(*shape, dtype="int32"),)
+            yield f"ids-of-{shape}", target, wrong, results, attributes
+        for i in range(3):
+            for shape in ((4,), (1, 4), (1, 5, 1), (), (0, 0), (6,)):
+                wrong = with_other(results, i, array(*shape, dtype="int32"))
+                yield f"result-{i}-of-{shape}", target, operands, wrong, attributes
+
+
+def is_scratch(target, shape):
+    """Any number of chunks or parts will do, but none."""
+    chunks = 1 if target == "jof_scatter_add_sorted" else 0
+    good = SCRATCH[target].shape
+    return len(shape) == len(good) == 4 and shape == with_other(good, chunks, shape[chunks] or 1)
+
+
+def bad_rows_dtypes():
+    for target, (operands, results, attributes) in GOOD_ROWS.items():
+        others = ("float16", "float64", "int32", "int64", "uint16", "uint32", "bool", "complex64")
+        for xs, of_results in ((operands, False), (results, True)):
+            for i, x in enumerate(xs):
+                for dtype in others:
+                    if x.dtype == dtype:
+                        continue
+                    if target == "jof_gather_rows" and i == 1 and dtype == "int64":
+                        continue  # ids may be these
+                    if target in SUMMING and not of_results and i == 2 and dtype == "int64":
+                        continue
+                    if target in SUMMING and not of_results and i == 3:
+                        continue  # an empty order
+                    if (target, i, dtype) == ("jof_scatter_add_sorted", 2, "uint16") and (
+                        jax.default_backend() == "gpu"
+                    ):
+                        continue
+                    wrong = with_other(xs, i, array(*x.shape, dtype=dtype))
+                    pair = (operands, wrong) if of_results else (wrong, results)
+                    yield f"{of_results}-{i}-of-{dtype}", target, *pair, attributes
+    for target in SUMMING:
+        operands, results, attributes = GOOD_ROWS[target]
+        for dtype in ("bool", "int8", "uint16", "float8_e4m3fn", "int4"):
+            xs = [array(*x.shape, dtype=dtype) for x in (*operands[:2], *results)]
+            wrong = (xs[0], xs[1], *operands[2:])
+            yield f"sums-of-{dtype}", target, wrong, (xs[2], xs[3]), attributes
+        for dtype in ("float16", "bfloat16"):  # scratch is of float32
+            xs = [array(*x.shape, dtype=dtype) for x in (*operands[:2], *results)]
+            wrong = (xs[0], xs[1], *operands[2:])
+            yield f"scratch-of-{dtype}", target, wrong, (xs[2], xs[3]), attributes
+        order = array(5, dtype="int64")
+        yield "order-of-int64", target, with_other(operands, 3, order), results, attributes
+    nibbles = [array(*x.shape, dtype="int4") for x in (ROWS, UPDATES)]
+    yield "gather-of-int4", "jof_gather_rows", (nibbles[0], INDEX), (nibbles[1],), FILL
+
+
+@pytest.mark.parametrize(
+    "calls", [bad_rows_counts, bad_rows_attributes, bad_rows_shapes, bad_rows_dtypes]
+)
+def test_ffi_call_of_scatters_and_gathers(calls):
+    """Hundreds of calls that are refused, after which good ones work."""
+    with jax.enable_x64(True):
+        for name, target, *call in calls():
+            with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+                pytest.fail(f"{target}: {name} was accepted: {call_elementwise(target, *call)}")
+    for target, call in GOOD_ROWS.items():
         assert len(call_elementwise(target, *call)) == len(call[1])

@@ -12,7 +12,7 @@ import pytest
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
-from tests.cases import CASES, UPSAMPLE_CASES
+from tests.cases import CASES, UPSAMPLE_CASES, without_way
 
 OPCODE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -38,7 +38,7 @@ def opcodes(hlo: str) -> Counter:
 
 def targets(hlo: str) -> list[str]:
     """The custom-call targets of this package, one for each call."""
-    return [target for target in TARGET.findall(hlo) if target.startswith("jof_")]
+    return [without_way(target) for target in TARGET.findall(hlo) if target.startswith("jof_")]
 
 
 def squares(f):
@@ -148,7 +148,7 @@ def test_jvp_is_one_call_for_the_value_and_those_of_the_tangent(case):
 
 def between_height_and_width(case) -> int | None:
     """Where a batch axis stands between H and W, once it is there."""
-    if case.elementwise:
+    if case not in UPSAMPLE_CASES:
         return None
     return len(case.shape) - (2 if "NHWC" in case.name else 1)
 
@@ -169,7 +169,8 @@ def batched(case, axes) -> tuple[np.ndarray, ...]:
 def batch_axes():
     for case in CASES:
         for axis in range(len(case.shape) + 1):
-            if axis != between_height_and_width(case):
+            free = case.free_axes is None or axis in case.free_axes
+            if free and axis != between_height_and_width(case):
                 yield pytest.param(case, axis, id=f"{case}-{axis}")
 
 
@@ -323,7 +324,7 @@ def exported(f, case, platforms):
 
 def exported_targets(f, case, platforms) -> Counter:
     module = exported(f, case, platforms).mlir_module()
-    return Counter(re.findall(r"custom_call @(jof_\w+)", module))
+    return Counter(map(without_way, re.findall(r"custom_call @(jof_\w+)", module)))
 
 
 @pytest.fixture
@@ -372,7 +373,7 @@ def test_native_without_the_cuda_module_says_how_to_get_it(case, monkeypatch):
 
 def public_name(case) -> str:
     """A pattern for the function's name at the beginning of a message."""
-    name = case.target.removeprefix("jof_")
+    name = case.name.partition("-")[0]
     return rf"\b{name if hasattr(jof, name) else name.partition('_')[0]}: "
 
 

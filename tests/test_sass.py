@@ -179,7 +179,7 @@ def test_no_kernel_is_overlooked(kernels):
     targets = [
         target
         for target in _native._loaded["cuda"].targets()
-        if not re.match("jof_(upsample|where|cast)", target)
+        if not re.match("jof_(upsample|where|cast|scatter|gather)", target)
     ]
     assert targets
     for architecture in {kernel.architecture for kernel in kernels}:
@@ -189,6 +189,40 @@ def test_no_kernel_is_overlooked(kernels):
         assert None not in accesses
         assert all(max(stores) == 16 for _, _, stores in accesses)
         assert len(accesses) >= 4 * len(targets)
+
+
+WIDE_KERNELS = {
+    # Patterns of kernels' names, and the accesses that they are made for.
+    r"GatherKernel<16, ": (r"LDG.*\.128", r"STG.*\.128"),
+    r"SumRowsKernel<\S*(Half|BFloat16), 8, ": (r"LDG.*\.128", r"STG.*\.128"),
+    r"SumRowsKernel<float, 4, ": (r"LDG.*\.128", r"STG.*\.128"),
+    r"SumElementsKernel<": (r"LDG.*\.128",),
+    r"SumPartKernel<\S*(Half|BFloat16|float), int, true, ": (r"LDG.*\.128",),
+    r"AddPacksKernel<": (r"LDG.*\.128",),
+}
+# Hopper adds 16 bytes in one instruction.
+HOPPER_KERNELS = {
+    r"AddPacksKernel<\S*Half, \S*Half, 8, ": (r"REDG.*\.F16x8",),
+    r"AddPacksKernel<\S*BFloat16, \S*BFloat16, 8, ": (r"REDG.*\.BF16x8",),
+    r"AddPacksKernel<\S*(float|Half|BFloat16), float, \d, ": (r"REDG.*\.F32x4",),
+}
+
+
+def test_kernels_of_rows_move_packs(kernels):
+    for architecture in {kernel.architecture for kernel in kernels}:
+        wanted = WIDE_KERNELS | (HOPPER_KERNELS if architecture >= "sm_90" else {})
+        for pattern, accesses in wanted.items():
+            found = [
+                kernel
+                for kernel in kernels
+                if kernel.architecture == architecture and re.search(pattern, kernel.name)
+            ]
+            assert found, pattern
+            for kernel in found:
+                for access in accesses:
+                    assert any(re.match(access, opcode) for opcode in kernel.opcodes), (
+                        f"{architecture} {kernel.name} has no {access}"
+                    )
 
 
 # What the checker is told, and what it must find.

@@ -627,3 +627,196 @@ def test_elementwise_dimension_that_devices_do_not_divide():
 
         actual = f(x, y)
     jax.tree.map(np.testing.assert_array_equal, actual, (x * y, (x * y * y, x * x * y)))
+
+
+# --- sums and lookups of rows ---------------------------------------------------------------------
+
+NODES, EDGES, FEATURES = 6, 16, (4, 8)
+
+
+def rows_case(name):
+    """(function, function in jnp, operands, which of them are not ids)"""
+    x, y = integers((EDGES, *FEATURES)), integers((NODES, *FEATURES), seed=1)
+    ids = np.random.default_rng(2).integers(-2, NODES + 2, size=EDGES).astype(np.int32)
+    return {
+        "segment_sum": (
+            lambda x, ids: jof.segment_sum(x, ids, NODES),
+            lambda x, ids: jax.ops.segment_sum(x, ids, NODES),
+            (x, ids),
+            (0,),
+        ),
+        "scatter_add": (
+            jof.scatter_add,
+            lambda operand, ids, updates: jnp.asarray(operand).at[ids].add(updates, mode="drop"),
+            (y, ids, x),
+            (0, 2),
+        ),
+        "embedding_lookup": (
+            jof.embedding_lookup,
+            lambda table, ids: jnp.take(table, ids, axis=0),
+            (y, ids % NODES),
+            (0,),
+        ),
+    }[name]
+
+
+def rows_specs(name, index, rest) -> tuple[tuple[P, ...], P]:
+    """Specs of the operands and of the result."""
+    many, few = P(index, *rest), P(None, *rest)
+    return {
+        "segment_sum": ((many, P(index)), few),
+        "scatter_add": ((few, P(index), many), few),
+        "embedding_lookup": ((few, P(index)), many),
+    }[name]
+
+
+ROWS_CASES = ("segment_sum", "scatter_add", "embedding_lookup")
+# (mesh axis of the ids, those of the other dimensions)
+ROWS_SPECS = [
+    (None, ("a",)),
+    (None, (None, ("a", "b"))),
+    (None, ("b", "a")),
+    ("a", ()),
+    (("a", "b"), ()),
+    ("a", (None, "b")),
+]
+
+
+def count_collectives(hlo: str) -> dict[str, int]:
+    """Collectives by name; one that is split into a start and an end counts once."""
+    found = re.findall(r"= \S+ (all-[a-z]+|collective-[a-z]+|reduce-scatter)(?:-start)?\(", hlo)
+    return {name: found.count(name) for name in set(found)}
+
+
+@pytest.mark.parametrize(("index", "rest"), ROWS_SPECS, ids=str)
+@pytest.mark.parametrize("name", ROWS_CASES)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_rows_are_summed_where_they_are(axis_types, name, index, rest):
+    """Trailing dimensions need no communication; where ids are divided, sums of each device's rows
+    are added up by one all-reduce, in the function or in its gradient."""
+    f, ref, xs, wrt = rows_case(name)
+    dy = integers(np.shape(ref(*xs)), seed=3)
+    expected = value_and_pullback(ref, wrt)(dy, *xs)
+    specs, result = rows_specs(name, index, rest)
+    reduces = {"all-reduce": 1} if index else {}
+    forward_reduces = {} if name == "embedding_lookup" else reduces
+    backward_reduces = reduces if name == "embedding_lookup" else {}
+    with mesh_of(axis_types) as mesh:
+        arguments = put(mesh, specs, xs)
+        dy = jax.device_put(dy, NamedSharding(mesh, result))
+        forward = jax.jit(f).lower(*arguments).compile()
+        assert count_collectives(forward.as_text()) == forward_reduces
+        y = forward(*arguments)
+        np.testing.assert_array_equal(y, expected[0])
+        assert_sharded(y, NamedSharding(mesh, result))
+
+        def gradient(dy, *xs):
+            return value_and_pullback(f, wrt)(dy, *xs)[1]
+
+        backward = jax.jit(gradient).lower(dy, *arguments).compile()
+        assert count_collectives(backward.as_text()) == backward_reduces
+        actual = backward(dy, *arguments)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected[1])
+        for i, dx in zip(wrt, actual, strict=True):
+            assert_sharded(dx, NamedSharding(mesh, specs[i]))
+        # One device works on its part only.
+        for hlo in (forward.as_text(), backward.as_text()):
+            assert f"f32[{EDGES},{FEATURES[0]},{FEATURES[1]}]" not in hlo
+
+
+@pytest.mark.parametrize("name", ROWS_CASES)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_batches_of_rows_need_no_communication(axis_types, name):
+    f, ref, xs, wrt = rows_case(name)
+    xs = [np.stack([x + i if x.dtype != np.int32 else np.roll(x, i) for i in range(8)]) for x in xs]
+    f, ref = jax.vmap(f), jax.vmap(ref)
+    dy = integers(np.shape(ref(*xs)), seed=3)
+    expected = value_and_pullback(ref, wrt)(dy, *xs)
+    with mesh_of(axis_types) as mesh:
+        sharding = NamedSharding(mesh, P(("a", "b")))
+        arguments = [jax.device_put(x, sharding) for x in (dy, *xs)]
+        compiled = jax.jit(value_and_pullback(f, wrt)).lower(*arguments).compile()
+        assert not COLLECTIVE.search(compiled.as_text())
+        actual = compiled(*arguments)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        for array in jax.tree.leaves(actual):
+            assert_sharded(array, sharding)
+
+
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_16_bit_rows_are_summed_over_devices_in_float32(axis_types):
+    """257 and the operand's 1: had bfloat16 the 257, it would be 256, and with 1 still."""
+    ids = np.zeros(257 + 7, np.int32)
+    ids[257:] = 9
+    x = np.ones(ids.shape, jnp.bfloat16)
+    operand = np.array([1, -0.0, 2], jnp.bfloat16)
+    with mesh_of(axis_types) as mesh:
+        arguments = put(mesh, (P(), P(("a", "b")), P(("a", "b"))), (operand, ids, x))
+        y = np.asarray(jax.jit(jof.scatter_add)(*arguments))
+        np.testing.assert_array_equal(y.astype(float), [258, 0, 2])
+        assert np.signbit(y[1])
+
+
+def test_rows_that_devices_do_not_divide():
+    """What shards are padded with must not enter a sum."""
+    x, ids = integers((13, 5)), np.arange(13, dtype=np.int32) % 4
+    expected = jax.ops.segment_sum(x, ids, 4)
+    with mesh_of("auto") as mesh:
+
+        @jax.jit
+        def f(x, ids):
+            x, ids = (
+                lax.with_sharding_constraint(v, NamedSharding(mesh, P("a"))) for v in (x, ids)
+            )
+            total = jof.segment_sum(x, ids, 4)
+            return total, jof.embedding_lookup(total, ids)
+
+        total, looked_up = f(x, ids)
+    np.testing.assert_array_equal(total, expected)
+    np.testing.assert_array_equal(looked_up, np.asarray(expected)[ids])
+
+
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_divided_tables(axis_types):
+    """Rows of tables that are divided over devices are still all there."""
+    f, ref, (table, ids), wrt = rows_case("embedding_lookup")
+    table = np.concatenate([table, table])
+    dy = integers(np.shape(ref(table, ids)), seed=3)
+    expected = value_and_pullback(ref, wrt)(dy, table, ids)
+    with mesh_of(axis_types) as mesh:
+        arguments = put(mesh, (P(), P("a"), P()), (dy, table, ids))
+        actual = jax.jit(value_and_pullback(f, wrt))(*arguments)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        if axis_types == "explicit":
+            assert_sharded(actual[1][0], NamedSharding(mesh, P("a")))
+
+
+@pytest.mark.parametrize("name", ROWS_CASES)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_rows_in_shard_map(axis_types, name):
+    """Data-parallel: tables are on every device, and their gradient is summed over devices."""
+    f, ref, xs, wrt = rows_case(name)
+    spec = P(("a", "b"))
+    specs = {
+        "segment_sum": (spec, spec),
+        "scatter_add": (P(), spec, spec),
+        "embedding_lookup": (P(), spec),
+    }[name]
+    is_lookup = name == "embedding_lookup"
+    in_map = (lambda *xs: f(*xs)) if is_lookup else (lambda *xs: lax.psum(f(*xs), ("a", "b")))
+
+    def loss(f):
+        return jax.value_and_grad(lambda *xs: jnp.sum(f(*xs) ** 2), argnums=wrt)
+
+    def scaled(*xs):  # each device adds its updates to the whole operand
+        return ref(8 * xs[0], *xs[1:]) if name == "scatter_add" else ref(*xs)
+
+    expected = loss(scaled)(*map(jnp.asarray, xs))
+    with mesh_of(axis_types) as mesh:
+        mapped = jax.shard_map(
+            in_map, mesh=mesh, in_specs=specs, out_specs=spec if is_lookup else P()
+        )
+        arguments = put(mesh, specs, xs)
+        for transform in (lambda g: g, jax.jit):
+            actual = transform(loss(mapped))(*arguments)
+            jax.tree.map(np.testing.assert_array_equal, actual, expected)

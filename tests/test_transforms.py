@@ -512,14 +512,17 @@ def test_vmap_over_any_axis(case, axis):
     with case.precision():
         xs = case.inputs(3)
         out_axis = axis if axis < 0 else len(case.shape) - axis
+        axes = tuple(min(axis, len(shape)) for shape in case.shapes)
         dys = np.stack([cotangents(case) + i for i in range(3)])
-        actual = jax.vmap(both(case.f), in_axes=axis, out_axes=(out_axis, axis))(
-            np.moveaxis(dys, 0, axis), *(np.moveaxis(x, 0, axis) for x in xs)
+        actual = jax.vmap(both(case.f), in_axes=(axis, *axes), out_axes=(out_axis, axes))(
+            np.moveaxis(dys, 0, axis),
+            *(np.moveaxis(x, 0, a) for x, a in zip(xs, axes, strict=True)),
         )
         each = [both(case.ref)(dys[i], *(x[i] for x in xs)) for i in range(3)]
         y = jnp.stack([y for y, _ in each], axis=out_axis)
         dxs = tuple(
-            jnp.stack(parts, axis=axis) for parts in zip(*(dxs for _, dxs in each), strict=True)
+            jnp.stack(parts, axis=a)
+            for a, *parts in zip(axes, *(dxs for _, dxs in each), strict=True)
         )
         assert_same(actual, (y, dxs), case.rtol)
 

@@ -6,6 +6,7 @@
 
 #include "cpu/cast.h"
 #include "cpu/elementwise.h"
+#include "cpu/scatter.h"
 #include "cpu/upsample_nearest2d.h"
 
 #define JOF_STRINGIFY_(x) #x
@@ -21,6 +22,12 @@ const CpuKernels JOF_CPU_KERNELS = {
     WhereRange,
     CastRange,
     WhereVjpRange,
+    ScatterZeros,
+    ScatterSorted,
+    ScatterCarries,
+    ScatterPrivate,
+    ScatterCombine,
+    GatherRows,
 };
 
 }  // namespace jof

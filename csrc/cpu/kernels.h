@@ -20,6 +20,27 @@ struct CpuUpsample {
   int64_t col_factor;         // the integer factor of the columns, 0 if it is none
 };
 
+// Scattering rows: ScatterProblem and the arrays of ops/scatter.h and ffi/scatter.h as one plain
+// struct. Where there is an operand, the result holds it.
+struct CpuScatter {
+  int64_t batch, size, rows, inner;
+  bool wrap, clip, shared_ids, has_operand;
+  int index_bytes, order_bytes;
+  const void *updates, *ids, *order;  // order may be null
+  void *result, *scratch;
+  int64_t splits;   // chunks of a sorted scatter, parts of a private one
+  int64_t columns;  // a sorted scatter takes so many columns of a chunk at once
+};
+
+// Gathering rows of row_bytes, which `fill` holds one of.
+struct CpuGather {
+  int64_t batch, size, rows, row_bytes;
+  bool wrap, clip, shared_ids;
+  int index_bytes;
+  const void *table, *ids, *fill;
+  void* result;
+};
+
 struct CpuKernels {
   const char* name;
   // [begin, end) are source rows, counted over all planes. element_bytes is 1, 2, 4, 8 or 16.
@@ -35,6 +56,13 @@ struct CpuKernels {
   // `from` and `to` are RealTypes.
   void (*cast)(int from, int to, const void* in, void* out, int64_t begin, int64_t end);
   void (*where_vjp)(int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end);
+  // What [begin, end) counts is said in scatter.h. `type` is an AddType.
+  void (*scatter_zeros)(const CpuScatter& call, int element_bytes, int64_t begin, int64_t end);
+  void (*scatter_sorted)(const CpuScatter& call, int type, int64_t begin, int64_t end);
+  void (*scatter_carries)(const CpuScatter& call, int type, int64_t begin, int64_t end);
+  void (*scatter_private)(const CpuScatter& call, int type, int64_t begin, int64_t end);
+  void (*scatter_combine)(const CpuScatter& call, int type, int64_t begin, int64_t end);
+  void (*gather_rows)(const CpuGather& call, int64_t begin, int64_t end);
 };
 
 extern const CpuKernels kCpuKernelsBaseline;

@@ -30,7 +30,7 @@ struct Vector {
   typedef A type __attribute__((vector_size(N * sizeof(A))));
 };
 
-// N values of type A, which is float or double. N is a power of two, 1 included.
+// N values of type A: float, double or an unsigned integer. N is a power of two, 1 included.
 template <typename A, int N>
 struct Lanes {
   typename Vector<A, N>::type values;
@@ -140,5 +140,27 @@ JOF_INLINE void Store(const Lanes<float, 16>& in, Half* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bits);
 }
 #endif
+
+// As many values of A as a vector register holds.
+template <typename A>
+constexpr int kFullLanes = kVectorBytes / static_cast<int>(sizeof(A));
+
+// sums[i] += in[i] for i < n. Not inlined: GCC would merge the calls for two rows into one loop
+// over both, and that takes twice as long on an AMD EPYC when dy comes from memory (1.3 ms against
+// 0.6 for 13 MB): its hardware prefetches what is read in order.
+template <typename T, typename A, int kLanes = kFullLanes<A>>
+__attribute__((noinline)) void AddRow(const T* in, int64_t n, A* sums) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Lanes<A, kLanes> sum, value;
+    Load(sums + i, &sum);
+    Load(in + i, &value);
+    sum.values += value.values;
+    Store(sum, sums + i);
+  }
+  if constexpr (kLanes > 1) {
+    if (i < n) AddRow<T, A, kLanes / 2>(in + i, n - i, sums + i);
+  }
+}
 
 JOF_NAMESPACE_END

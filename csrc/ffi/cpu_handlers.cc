@@ -1,11 +1,14 @@
 // The CPU handlers: decode, validate, spread over XLA's thread pool.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "cpu/sort_rows.h"
 #include "ffi/elementwise.h"
 #include "ffi/handlers.h"
+#include "ffi/scatter.h"
 #include "ffi/upsample_nearest2d.h"
 
 namespace jof {
@@ -152,6 +155,190 @@ ffi::Error CastHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
                              });
 }
 
+// What the kernels know of a scatter, after the operand, if there is one, was copied to the result.
+CpuScatter PrepareScatter(ffi::ThreadPool& pool, const ScatterCall& call, int64_t result_bytes) {
+  const ScatterProblem& p = call.problem;
+  if (call.operand != nullptr && call.operand != call.result) {
+    ParallelFor(pool, result_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
+      std::memcpy(static_cast<char*>(call.result) + begin,
+                  static_cast<const char*>(call.operand) + begin, end - begin);
+    });
+  }
+  return {p.batch,       p.size(),         p.rows,       p.inner,
+          p.rule.wrap,   p.rule.clip,      p.shared_ids, call.operand != nullptr,
+          p.index_bytes, call.order_bytes, call.updates, call.ids,
+          call.order,    call.result,      call.scratch, call.splits,
+          p.inner};
+}
+
+// Rows of so few bytes are set to zero whether an id hits them or not.
+constexpr int64_t kNarrowRow = 256;
+
+ffi::Error ScatterAddSorted(ffi::ThreadPool pool, ffi::AnyBuffer operand, ffi::AnyBuffer updates,
+                            ffi::AnyBuffer ids, ffi::AnyBuffer order,
+                            ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> scratch,
+                            bool wrap, bool clip, bool deterministic) {
+  ScatterCall call{};
+  ffi::Error error = DecodeScatter("jof_scatter_add_sorted", ScatterWay::kSorted, operand, updates,
+                                   ids, order, *result, *scratch, wrap, clip, deterministic, &call);
+  if (error.failure()) return error;
+  if (call.problem.index_bytes == 2) {
+    return InvalidArgument("jof_scatter_add_sorted: ids must be int32 or int64");
+  }
+  const ScatterProblem& p = call.problem;
+  const int64_t result_bytes = static_cast<int64_t>(result->size_bytes());
+  if (result_bytes == 0) return error;
+  CpuScatter scatter = PrepareScatter(pool, call, result_bytes);
+  const int type = static_cast<int>(call.type);
+  const int64_t rows = p.batch * p.size(), row_bytes = result_bytes / rows;
+
+  // Few chunks of wide rows are split by columns, too.
+  constexpr int64_t kUnitsPerThread = 4, kColumns = 256;
+  const int64_t chunks = p.batch * call.splits;
+  const int64_t wanted = kUnitsPerThread * std::max<int64_t>(1, pool.num_threads());
+  if (chunks < wanted) {
+    const int64_t columns = p.inner * chunks / wanted / kColumns * kColumns;
+    scatter.columns = std::min(p.inner, std::max(kColumns, columns));
+  }
+  const int64_t units =
+      p.rows == 0 ? 0 : chunks * ((p.inner + scatter.columns - 1) / scatter.columns);
+
+  // Without an operand, rows that no id hits are zeros: units of zero_rows rows after the others,
+  // or all rows beforehand where they are narrow.
+  int64_t zero_rows = 0;
+  if (call.operand == nullptr && row_bytes > kNarrowRow) {
+    zero_rows = std::max(Grain(row_bytes), rows / (8 * wanted));
+  } else if (call.operand == nullptr) {
+    ParallelFor(pool, result_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
+      std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);
+    });
+  }
+  const int64_t zero_units = zero_rows == 0 ? 0 : (rows + zero_rows - 1) / zero_rows;
+  const int64_t bytes = static_cast<int64_t>(updates.size_bytes()) + result_bytes;
+  ParallelFor(pool, units + zero_units, Grain(bytes / std::max<int64_t>(1, units + zero_units)),
+              [&](int64_t begin, int64_t end) {
+                if (begin < units) {
+                  Kernels().scatter_sorted(scatter, type, begin, std::min(end, units));
+                }
+                if (end > units) {
+                  const int64_t first = (std::max(begin, units) - units) * zero_rows;
+                  Kernels().scatter_zeros(scatter, static_cast<int>(row_bytes / p.inner), first,
+                                          std::min(rows, (end - units) * zero_rows));
+                }
+              });
+  if (call.splits > 2) {
+    ParallelFor(pool, chunks, Grain(p.inner * 16), [&](int64_t begin, int64_t end) {
+      Kernels().scatter_carries(scatter, type, begin, end);
+    });
+  }
+  return error;
+}
+
+ffi::Error ScatterAddPrivate(ffi::ThreadPool pool, ffi::AnyBuffer operand, ffi::AnyBuffer updates,
+                             ffi::AnyBuffer ids, ffi::AnyBuffer order,
+                             ffi::Result<ffi::AnyBuffer> result,
+                             ffi::Result<ffi::AnyBuffer> scratch, bool wrap, bool clip,
+                             bool deterministic) {
+  ScatterCall call{};
+  ffi::Error error =
+      DecodeScatter("jof_scatter_add_private", ScatterWay::kPrivate, operand, updates, ids, order,
+                    *result, *scratch, wrap, clip, deterministic, &call);
+  if (error.failure()) return error;
+  const ScatterProblem& p = call.problem;
+  const int64_t result_bytes = static_cast<int64_t>(result->size_bytes());
+  if (result_bytes == 0) return error;
+  const CpuScatter scatter = PrepareScatter(pool, call, result_bytes);
+  const int type = static_cast<int>(call.type);
+  if (p.rows == 0) {
+    if (call.operand == nullptr) std::memset(call.result, 0, static_cast<size_t>(result_bytes));
+    return error;
+  }
+  const int64_t parts = p.batch * call.splits;
+  const int64_t part_bytes = static_cast<int64_t>(updates.size_bytes() + scratch->size_bytes());
+  ParallelFor(pool, parts, Grain(part_bytes / parts), [&](int64_t begin, int64_t end) {
+    Kernels().scatter_private(scatter, type, begin, end);
+  });
+  const int64_t size = p.batch * p.size() * p.inner;
+  const int64_t element_bytes = static_cast<int64_t>(scratch->size_bytes()) / size;
+  ParallelFor(pool, size, Grain(element_bytes), [&](int64_t begin, int64_t end) {
+    Kernels().scatter_combine(scatter, type, begin, end);
+  });
+  return error;
+}
+
+ffi::Error SortRowsHandler(ffi::ThreadPool pool, ffi::AnyBuffer ids,
+                           ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> order,
+                           ffi::Result<ffi::AnyBuffer> counts, int64_t size, bool wrap, bool clip) {
+  SortCall call{};
+  ffi::Error error = DecodeSort(ids, *keys, *order, *counts, size, wrap, clip, &call);
+  if (error.failure() || ids.element_count() == 0) return error;
+  const auto sort = [&](auto index) {
+    using Index = decltype(index);
+    SortRows(pool, call.problem, static_cast<const Index*>(call.ids),
+             static_cast<Index*>(call.counts), static_cast<Index*>(call.keys),
+             static_cast<Index*>(call.order));
+  };
+  call.problem.index_bytes == 4 ? sort(int32_t{}) : sort(int64_t{});
+  return error;
+}
+
+ffi::Error GatherRowsHandler(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::AnyBuffer ids,
+                             ffi::Result<ffi::AnyBuffer> result, bool wrap, bool clip,
+                             ffi::Span<const int64_t> fill) {
+  GatherCall call{};
+  ffi::Error error = DecodeGather(table, ids, *result, wrap, clip, fill, &call);
+  if (error.failure() || result->element_count() == 0) return error;
+  const ScatterProblem& p = call.problem;
+  const int64_t row_bytes = p.inner * call.element_bytes;
+  std::vector<char> fill_row(static_cast<size_t>(row_bytes));
+  for (int64_t i = 0; i < row_bytes; i += call.element_bytes) {
+    std::memcpy(&fill_row[i], call.fill, call.element_bytes);
+  }
+  const CpuGather gather{p.batch,     p.size(),    p.rows,          row_bytes,
+                         p.rule.wrap, p.rule.clip, p.shared_ids,    p.index_bytes,
+                         call.table,  call.ids,    fill_row.data(), call.result};
+  ParallelFor(pool, p.batch * p.rows, Grain(2 * row_bytes),
+              [&](int64_t begin, int64_t end) { Kernels().gather_rows(gather, begin, end); });
+  return error;
+}
+
+auto ScatterBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<bool>("wrap")
+      .Attr<bool>("clip")
+      .Attr<bool>("deterministic");
+}
+
+auto SortBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<int64_t>("size")
+      .Attr<bool>("wrap")
+      .Attr<bool>("clip");
+}
+
+auto GatherBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<bool>("wrap")
+      .Attr<bool>("clip")
+      .Attr<ffi::Span<const int64_t>>("fill");
+}
+
 auto ElementwiseBinding() {
   return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>(
       "wanted");
@@ -177,6 +364,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_upsample_nearest2d_backward, jof::UpsampleBack
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_where, jof::WhereHandler, jof::ElementwiseBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_cast, jof::CastHandler, jof::ElementwiseBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_where_vjp, jof::WhereVjpHandler, jof::ElementwiseBinding());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_scatter_add_sorted, jof::ScatterAddSorted, jof::ScatterBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_scatter_add_private, jof::ScatterAddPrivate,
+                              jof::ScatterBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_sort_rows, jof::SortRowsHandler, jof::SortBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_gather_rows, jof::GatherRowsHandler, jof::GatherBinding());
 
 #define JOF_DEFINE_ELEMENTWISE(target, ...)                                                 \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_##target, jof::Elementwise<jof::ElementwiseOp::target>, \

@@ -4,9 +4,11 @@
 
 #include "cuda/cast.h"
 #include "cuda/elementwise.h"
+#include "cuda/scatter.h"
 #include "cuda/upsample_nearest2d.h"
 #include "ffi/elementwise.h"
 #include "ffi/handlers.h"
+#include "ffi/scatter.h"
 #include "ffi/upsample_nearest2d.h"
 
 namespace jof {
@@ -84,6 +86,105 @@ ffi::Error CastHandler(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   return LaunchStatus(kCast.target, LaunchCast(from, to, call, stream));
 }
 
+// Runs launch(call) for a scatter that is not empty, its result holding the operand.
+template <typename Launcher>
+ffi::Error RunScatter(const char* op, ScatterWay way, cudaStream_t stream, ffi::AnyBuffer operand,
+                      ffi::AnyBuffer updates, ffi::AnyBuffer ids, ffi::AnyBuffer order,
+                      ffi::AnyBuffer result, ffi::AnyBuffer scratch, bool wrap, bool clip,
+                      bool deterministic, const Launcher& launch) {
+  ScatterCall call{};
+  ffi::Error error = DecodeScatter(op, way, operand, updates, ids, order, result, scratch, wrap,
+                                   clip, deterministic, &call);
+  if (error.failure() || result.element_count() == 0) return error;
+  const size_t bytes = result.size_bytes();
+  cudaError_t status = cudaSuccess;
+  if (call.operand != nullptr && call.operand != call.result) {
+    status = cudaMemcpyAsync(call.result, call.operand, bytes, cudaMemcpyDeviceToDevice, stream);
+  } else if (call.operand == nullptr && updates.element_count() == 0) {
+    status = cudaMemsetAsync(call.result, 0, bytes, stream);
+  }
+  if (status != cudaSuccess || updates.element_count() == 0) return LaunchStatus(op, status);
+  return LaunchStatus(op, launch(call));
+}
+
+ffi::Error ScatterAddSorted(cudaStream_t stream, ffi::AnyBuffer operand, ffi::AnyBuffer updates,
+                            ffi::AnyBuffer ids, ffi::AnyBuffer order,
+                            ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> scratch,
+                            bool wrap, bool clip, bool deterministic) {
+  return RunScatter(
+      "jof_scatter_add_sorted", ScatterWay::kSorted, stream, operand, updates, ids, order, *result,
+      *scratch, wrap, clip, deterministic, [=](const ScatterCall& call) {
+        return LaunchScatterSorted(call.problem, call.type, call, call.splits, stream);
+      });
+}
+
+ffi::Error ScatterAddPrivate(cudaStream_t stream, ffi::AnyBuffer operand, ffi::AnyBuffer updates,
+                             ffi::AnyBuffer ids, ffi::AnyBuffer order,
+                             ffi::Result<ffi::AnyBuffer> result,
+                             ffi::Result<ffi::AnyBuffer> scratch, bool wrap, bool clip,
+                             bool deterministic) {
+  constexpr char kOp[] = "jof_scatter_add_private";
+  const auto parts = scratch->dimensions();                                 // (P, B, S, D)
+  const int64_t limit = deterministic ? kPrivateBytes / 2 : kPrivateBytes;  // room for tags
+  if (parts.size() == 4 && parts[0] > 0 &&
+      (parts[1] != 1 || static_cast<int64_t>(scratch->size_bytes()) / parts[0] > limit)) {
+    return InvalidArgument(kOp, ": on a GPU there is no batch, and sums take at most ", limit,
+                           " bytes of shared memory; got parts of shape ", ShapeString(parts));
+  }
+  return RunScatter(kOp, ScatterWay::kPrivate, stream, operand, updates, ids, order, *result,
+                    *scratch, wrap, clip, deterministic, [=](const ScatterCall& call) {
+                      return LaunchScatterPrivate(call.problem, call.type, call, call.splits,
+                                                  call.deterministic, stream);
+                    });
+}
+
+ffi::Error ScatterAddAtomic(cudaStream_t stream, ffi::AnyBuffer operand, ffi::AnyBuffer updates,
+                            ffi::AnyBuffer ids, ffi::AnyBuffer order,
+                            ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> scratch,
+                            bool wrap, bool clip, bool deterministic) {
+  return RunScatter("jof_scatter_add_atomic", ScatterWay::kAtomic, stream, operand, updates, ids,
+                    order, *result, *scratch, wrap, clip, deterministic,
+                    [=](const ScatterCall& call) {
+                      return LaunchScatterAtomic(call.problem, call.type, call, stream);
+                    });
+}
+
+ffi::Error GatherRows(cudaStream_t stream, ffi::AnyBuffer table, ffi::AnyBuffer ids,
+                      ffi::Result<ffi::AnyBuffer> result, bool wrap, bool clip,
+                      ffi::Span<const int64_t> fill) {
+  GatherCall call{};
+  ffi::Error error = DecodeGather(table, ids, *result, wrap, clip, fill, &call);
+  if (error.failure() || result->element_count() == 0) return error;
+  return LaunchStatus("jof_gather_rows",
+                      LaunchGatherRows(call.problem, call.element_bytes, call.table, call.ids,
+                                       call.fill, call.result, stream));
+}
+
+auto ScatterBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<bool>("wrap")
+      .Attr<bool>("clip")
+      .Attr<bool>("deterministic");
+}
+
+auto GatherBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<bool>("wrap")
+      .Attr<bool>("clip")
+      .Attr<ffi::Span<const int64_t>>("fill");
+}
+
 auto ElementwiseBinding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -117,6 +218,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_cast, jof::CastHandler, jof::ElementwiseBindin
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_where_vjp, jof::WhereVjpHandler, jof::ElementwiseBinding(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_scatter_add_sorted, jof::ScatterAddSorted, jof::ScatterBinding(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_scatter_add_private, jof::ScatterAddPrivate,
+                              jof::ScatterBinding(), {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_scatter_add_atomic, jof::ScatterAddAtomic, jof::ScatterBinding(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_gather_rows, jof::GatherRows, jof::GatherBinding(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 #define JOF_DEFINE_ELEMENTWISE(target, ...)                                                 \

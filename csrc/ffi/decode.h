@@ -30,6 +30,15 @@ inline std::string ShapeString(ffi::AnyBuffer::Dimensions dimensions) {
   return out.str();
 }
 
+inline bool SameShape(ffi::AnyBuffer a, ffi::AnyBuffer b) {
+  const auto x = a.dimensions(), y = b.dimensions();
+  if (x.size() != y.size()) return false;
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (x[i] != y[i]) return false;
+  }
+  return true;
+}
+
 // The number of bytes of an element that data-movement operations take; 0 for any other type
 // (sub-byte types, tokens).
 inline int MovableBytes(ffi::DataType type) {

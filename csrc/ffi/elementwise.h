@@ -39,15 +39,6 @@ inline bool AsFloat(ffi::DataType type, FloatType* out) {
   }
 }
 
-inline bool SameShape(ffi::AnyBuffer a, ffi::AnyBuffer b) {
-  const auto x = a.dimensions(), y = b.dimensions();
-  if (x.size() != y.size()) return false;
-  for (size_t i = 0; i < x.size(); ++i) {
-    if (x[i] != y[i]) return false;
-  }
-  return true;
-}
-
 inline ffi::AnyBuffer FirstResult(ffi::RemainingRets rets) { return **rets.get<ffi::AnyBuffer>(0); }
 
 // Fills in *call. Only counts and shapes are checked, and that the results have one type.

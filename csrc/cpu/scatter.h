@@ -1,0 +1,606 @@
+// Scatter-add and gathering rows on a CPU. The bits of a sum do not depend on the number of
+// threads: the caller says how a problem is split, and each part is summed in order.
+//
+// Sorted ids: a chunk of positions sums the runs of equal ids that start in it, up to the end of
+// the next chunk. Only a run that is longer still is put together from scratch, by a second pass.
+// Private copies: a part of the positions is summed into its own copy of all rows; a second pass
+// adds the copies up.
+//
+// Up to kBlockVectors vectors of columns are summed in registers, all of a run's rows at a time.
+// Wider rows are read once, in order, into sums that stay in the first-level cache.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "common/macros.h"
+#include "common/types.h"
+#include "cpu/kernels.h"
+#include "cpu/lanes.h"
+#include "ops/scatter.h"
+
+JOF_NAMESPACE_BEGIN
+
+namespace internal {
+
+constexpr int kBlockVectors = 8;
+// Columns that are summed in cache.
+constexpr int64_t kCachedColumns = 2048;
+// A run of so few rows is summed in registers, whatever its width.
+constexpr int64_t kShortRun = 2;
+// Rows that are not read in order are asked for so many bytes or rows ahead, whichever is less. Of
+// a wide row only the beginning is: the hardware follows from there.
+constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kPrefetchRows = 16;
+
+inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Ids that are resolved at once, so that the compiler vectorises it.
+constexpr int64_t kIdBlock = 256;
+
+// The ids of one problem, as IndexRule has them, without branches. Call is CpuScatter or CpuGather.
+template <typename Index>
+struct RowIds {
+  template <typename Call>
+  RowIds(const Call& call, int64_t b)
+      : ids(static_cast<const Index*>(call.ids) + (call.shared_ids ? 0 : b * call.rows)),
+        size(call.size),
+        wrapped(call.wrap ? call.size : 0),
+        low(call.clip ? 0 : INT64_MIN),
+        high(call.clip ? call.size - 1 : INT64_MAX) {}
+
+  // The id of position p, or -1.
+  JOF_INLINE int64_t operator[](int64_t p) const {
+    int64_t id = ids[p];
+    id += id < 0 ? wrapped : 0;
+    id = id < low ? low : id;
+    id = id > high ? high : id;
+    // All ones if id or size - 1 - id is negative: GCC would make a branch of a comparison.
+    const uint64_t sign = static_cast<uint64_t>(size - 1) - static_cast<uint64_t>(id);
+    return id | static_cast<int64_t>(sign | static_cast<uint64_t>(id)) >> 63;
+  }
+
+  // The same, but an id that is too large becomes `size`: ascending where ids are.
+  JOF_INLINE int64_t Ascending(int64_t p) const {
+    const int64_t id = (*this)[p];
+    return id < 0 && ids[p] >= 0 ? size : id;
+  }
+
+  // The ids of positions p + [0, n). Whether all are in range.
+  JOF_INLINE bool Resolve(int64_t p, int64_t n, int64_t* out) const {
+    int64_t signs = 0;
+    for (int64_t k = 0; k < n; ++k) {
+      out[k] = (*this)[p + k];
+      signs |= out[k];
+    }
+    return signs >= 0;
+  }
+
+  const Index* ids;
+  int64_t size, wrapped, low, high;
+};
+
+// Calls visit(tag of the index type).
+template <typename Visitor>
+JOF_INLINE void DispatchIndex(int index_bytes, const Visitor& visit) {
+  if (index_bytes == 4) {
+    visit(TypeTag<int32_t>());
+  } else {
+    visit(TypeTag<int64_t>());
+  }
+}
+
+// The rows of updates in the order of ids.
+template <typename T>
+struct UpdateRows {
+  JOF_INLINE const T* operator[](int64_t p) const {
+    uint64_t row = static_cast<uint64_t>(p);
+    if (order != nullptr) {
+      row = order_bytes == 4 ? static_cast<const uint32_t*>(order)[p]
+                             : static_cast<const uint64_t*>(order)[p];
+      row = row < static_cast<uint64_t>(count) ? row : 0;
+    }
+    return base + static_cast<int64_t>(row) * inner;
+  }
+
+  // Asks for columns [i, end) of row p.
+  JOF_INLINE void Prefetch(int64_t p, int64_t i, int64_t end) const {
+    const char* at = reinterpret_cast<const char*>((*this)[p] + i);
+    const int64_t bytes = Min((end - i) * static_cast<int64_t>(sizeof(T)), kPrefetchBytes);
+    for (int64_t k = 0; k < bytes; k += 64) __builtin_prefetch(at + k);
+  }
+
+  const T* base;
+  int64_t inner, count;
+  const void* order;
+  int order_bytes;
+};
+
+// Where sums go: to scratch as they are.
+template <typename A>
+struct ToScratch {
+  template <int N>
+  JOF_INLINE void operator()(const Lanes<A, N>& sum, int64_t i) const {
+    Store(sum, out + i);
+  }
+  A* out;
+};
+
+// Or to the result, added to what is there, rounded once.
+template <typename T, typename A = Compute<T>>
+struct ToResult {
+  template <int N>
+  JOF_INLINE void operator()(Lanes<A, N> sum, int64_t i) const {
+    Lanes<A, N> before{};
+    if (has_operand) Load(out + i, &before);
+    sum.values = before.values + sum.values;
+    Store(sum, out + i);
+  }
+  T* out;
+  bool has_operand;
+};
+
+template <typename A, int N>
+JOF_INLINE Lanes<A, N> IdentityLanes() {
+  Lanes<A, N> lanes;
+  lanes.values = SumIdentity<A>() - typename Vector<A, N>::type{};
+  return lanes;
+}
+
+template <typename T>
+JOF_INLINE Compute<T> LoadScalar(T x) {
+  return Accumulator<T>::Load(x);
+}
+
+// Sums rows [p, q) of the columns i + [0, kVectors * kLanes).
+template <typename A, int kLanes, int kVectors, typename Rows, typename Sink>
+JOF_INLINE void SumBlock(const Rows& rows, int64_t p, int64_t q, int64_t i, const Sink& sink) {
+  Lanes<A, kLanes> sums[kVectors], value;
+  for (int v = 0; v < kVectors; ++v) sums[v] = IdentityLanes<A, kLanes>();
+  if constexpr (kLanes == 1) {  // GCC keeps a vector of one value in memory
+    A sum = SumIdentity<A>();
+    for (; p < q; ++p) sum += LoadScalar(rows[p][i]);
+    sums[0].values[0] = sum;
+  }
+  for (; p < q; ++p) {
+    const auto* row = rows[p] + i;
+    for (int v = 0; v < kVectors; ++v) {
+      Load(row + v * kLanes, &value);
+      sums[v].values += value.values;
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) sink(sums[v], i + v * kLanes);
+}
+
+// Sums rows [p, q) of the columns [i, end) in registers, kVectors of kLanes at a time, then half
+// as many.
+template <typename A, int kLanes = kFullLanes<A>, int kVectors = kBlockVectors, typename Rows,
+          typename Sink>
+inline void SumInRegisters(const Rows& rows, int64_t p, int64_t q, int64_t i, int64_t end,
+                           const Sink& sink) {
+  for (; i + kLanes * kVectors <= end; i += kLanes * kVectors) {
+    SumBlock<A, kLanes, kVectors>(rows, p, q, i, sink);
+  }
+  if (i == end) return;
+  if constexpr (kVectors > 1) {
+    SumInRegisters<A, kLanes, kVectors / 2>(rows, p, q, i, end, sink);
+  } else if constexpr (kLanes > 1) {
+    SumInRegisters<A, kLanes / 2, 1>(rows, p, q, i, end, sink);
+  }
+}
+
+template <typename A>
+struct OneRow {
+  JOF_INLINE const A* operator[](int64_t) const { return row; }
+  const A* row;
+};
+
+// Sums rows [p, q) of the columns [i, end).
+template <typename A, typename Rows, typename Sink>
+inline void SumRows(const Rows& rows, int64_t p, int64_t q, int64_t i, int64_t end,
+                    const Sink& sink) {
+  if (q - p <= kShortRun || end - i <= kBlockVectors * kFullLanes<A>) {
+    return SumInRegisters<A>(rows, p, q, i, end, sink);
+  }
+  alignas(64) A sums[kCachedColumns];
+  for (; i < end; i += kCachedColumns) {
+    const int64_t n = Min(end - i, kCachedColumns);
+    for (int64_t k = 0; k < n; ++k) sums[k] = SumIdentity<A>();
+    for (int64_t r = p; r < q; ++r) AddRow(rows[r] + i, n, sums);
+    // The sums of one row are itself: this hands them on.
+    SumInRegisters<A>(OneRow<A>{sums - i}, 0, 1, i, i + n, sink);
+  }
+}
+
+template <int kBytes>
+struct Unsigned;
+template <>
+struct Unsigned<2> {
+  using type = uint16_t;
+};
+template <>
+struct Unsigned<4> {
+  using type = uint32_t;
+};
+template <>
+struct Unsigned<8> {
+  using type = uint64_t;
+};
+
+// N words of as many bytes as T has.
+template <typename T, int N>
+using Words = typename Vector<typename Unsigned<sizeof(T)>::type, N>::type;
+
+// Adds up rows of one value each, in order, where most runs are short: without a branch for the end
+// of a run. A block of positions within one run is summed side by side.
+template <typename T, typename Index>
+class ScalarRuns {
+ public:
+  using A = Compute<T>;
+
+  ScalarRuns(const RowIds<Index>& ids, const UpdateRows<T>& rows, int64_t p)
+      : ids_(ids), rows_(rows), id_(ids[p]) {}
+
+  int64_t id() const { return id_; }
+  A sum() const { return sum_; }
+
+  // Takes positions [p, q). Calls finish(id, sum) for the runs that ended before q.
+  template <typename Finish>
+  JOF_INLINE void Take(int64_t p, int64_t q, const Finish& finish) {
+    for (; p < q; p += kBlock) {
+      const int64_t last = Min(p + kBlock, q);
+      // Ids being sorted, all of a block are the same if the last one is.
+      if (last - p == kBlock && rows_.order == nullptr && ids_[last - 1] == id_) {
+        TakeOneRun(p);
+      } else {
+        TakeBlock(p, last, finish);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kBlock = 64;
+
+  JOF_INLINE void TakeOneRun(int64_t p) {
+    constexpr int kLanes = kFullLanes<A>;
+    Lanes<A, kLanes> sums = IdentityLanes<A, kLanes>(), value;
+    for (int64_t k = 0; k < kBlock; k += kLanes) {
+      Load(rows_.base + p + k, &value);
+      sums.values += value.values;
+    }
+    for (int k = 0; k < kLanes; ++k) sum_ += sums.values[k];
+  }
+
+  template <typename Finish>
+  JOF_INLINE void TakeBlock(int64_t p, int64_t q, const Finish& finish) {
+    int64_t runs[kBlock + 1] = {id_};
+    A sums[kBlock + 1];
+    for (int64_t k = 0; k <= kBlock; ++k) sums[k] = SumIdentity<A>();
+    sums[0] = sum_;
+    // In memory, as a sum that is selected in a register would make each run wait for the last.
+    int64_t count = 0;
+    for (; p < q; ++p) {
+      const int64_t id = ids_[p];
+      count += id != id_;
+      id_ = id;
+      runs[count] = id;
+      sums[count] += LoadScalar(*rows_[p]);
+    }
+    for (int64_t k = 0; k < count; ++k) finish(runs[k], sums[k]);
+    sum_ = sums[count];
+  }
+
+  const RowIds<Index> ids_;
+  const UpdateRows<T> rows_;
+  int64_t id_;
+  A sum_ = SumIdentity<A>();
+};
+
+// The sums of a chunk of sorted ids, its columns [i, end).
+template <typename T, typename Index>
+inline void SortedChunk(const CpuScatter& call, int64_t b, int64_t chunk, int64_t i, int64_t end) {
+  using A = Compute<T>;
+  const int64_t length = CeilDivide(call.rows, call.splits), first = chunk * length;
+  if (first >= call.rows) return;
+  const int64_t last = Min(first + length, call.rows), limit = Min(last + length, call.rows);
+  const RowIds<Index> ids(call, b);
+  const int64_t inner = call.inner;
+  const UpdateRows<T> rows{static_cast<const T*>(call.updates) + b * call.rows * inner, inner,
+                           call.rows, call.order, call.order_bytes};
+  T* result = static_cast<T*>(call.result) + b * call.size * inner;
+  A* carries = static_cast<A*>(call.scratch) + (b * call.splits + chunk) * 2 * inner;
+  const auto sum_to_result = [&](int64_t id, int64_t p, int64_t q) {
+    SumRows<A>(rows, p, q, i, end, ToResult<T>{result + id * inner, call.has_operand});
+  };
+
+  int64_t p = first;
+  if (first > 0 && ids[first - 1] == ids[first]) {
+    const int64_t id = ids[first];
+    while (p < last && ids[p] == id) ++p;
+    const bool is_carry = first - length > 0 && ids[first - length - 1] == id;
+    if (is_carry && id >= 0) SumRows<A>(rows, first, p, i, end, ToScratch<A>{carries});
+  }
+  if (inner == 1) {
+    if (p == last) return;
+    const auto finish = [&](int64_t id, A sum) {
+      if (id < 0) return;
+      const A before = call.has_operand ? LoadScalar(result[id]) : A{0};
+      result[id] = Accumulator<T>::Store(before + sum);
+    };
+    ScalarRuns<T, Index> runs(ids, rows, p);
+    runs.Take(p, last, finish);
+    int64_t q = last;
+    while (q < limit && ids[q] == runs.id()) ++q;
+    runs.Take(last, q, finish);
+    if (q == limit && limit < call.rows && ids[limit] == runs.id()) {
+      carries[1] = runs.sum();
+    } else {
+      finish(runs.id(), runs.sum());
+    }
+    return;
+  }
+  const int64_t row_bytes = (end - i) * static_cast<int64_t>(sizeof(T));
+  const int64_t ahead = Min(kPrefetchRows, 1 + kPrefetchBytes / row_bytes);
+  while (p < last) {
+    const int64_t id = ids[p];
+    int64_t q = p;
+    do {
+      if (call.order != nullptr && q + ahead < call.rows) rows.Prefetch(q + ahead, i, end);
+      ++q;
+    } while (q < limit && ids[q] == id);
+    if (id >= 0) {
+      if (q == limit && limit < call.rows && ids[limit] == id) {
+        SumRows<A>(rows, p, q, i, end, ToScratch<A>{carries + inner});
+      } else {
+        sum_to_result(id, p, q);
+      }
+    }
+    p = q;
+  }
+}
+
+// The result of the run that starts in a chunk and goes on beyond the next, if there is one. The
+// scratch holds its first two chunks in this chunk's second row, and each later one in the first
+// row of its own.
+template <typename T, typename Index>
+inline void SortedCarry(const CpuScatter& call, int64_t b, int64_t chunk) {
+  using A = Compute<T>;
+  const int64_t length = CeilDivide(call.rows, call.splits), first = chunk * length;
+  if (call.rows - first <= 2 * length) return;
+  const RowIds<Index> ids(call, b);
+  const int64_t id = ids[first + length - 1];
+  if (id < 0 || ids[first + 2 * length] != id || (first > 0 && ids[first - 1] == id)) return;
+  int64_t last = chunk + 2;
+  while (last < call.splits && last * length < call.rows && ids[last * length] == id) ++last;
+
+  struct CarryRows {
+    JOF_INLINE const A* operator[](int64_t k) const { return k == first ? own : rows + k * stride; }
+    const A *own, *rows;
+    int64_t first, stride;
+  };
+  const int64_t inner = call.inner;
+  const A* carries = static_cast<const A*>(call.scratch) + b * call.splits * 2 * inner;
+  const CarryRows rows{carries + (2 * chunk + 1) * inner, carries, chunk + 1, 2 * inner};
+  T* result = static_cast<T*>(call.result) + (b * call.size + id) * inner;
+  SumRows<A>(rows, chunk + 1, last, 0, inner, ToResult<T>{result, call.has_operand});
+}
+
+// Adds a row of kWidth values, 0 if that is known at run time only.
+template <int kWidth, typename T, typename A>
+JOF_INLINE void AddNarrowRow(const T* row, int64_t inner, A* sums) {
+  if constexpr (kWidth == 0) {
+    AddRow(row, inner, sums);
+  } else if constexpr ((kWidth & (kWidth - 1)) == 0 && kWidth <= kFullLanes<A>) {
+    Lanes<A, kWidth> sum, value;
+    Load(sums, &sum);
+    Load(row, &value);
+    sum.values += value.values;
+    Store(sum, sums);
+  } else {
+    for (int k = 0; k < kWidth; ++k) sums[k] += Accumulator<T>::Load(row[k]);
+  }
+}
+
+template <int kWidth, typename T, typename Index>
+inline void SumPart(const CpuScatter& call, int64_t part, int64_t b) {
+  using A = Compute<T>;
+  const int64_t length = CeilDivide(call.rows, call.splits);
+  const int64_t first = part * length, last = Min(first + length, call.rows);
+  const RowIds<Index> ids(call, b);
+  const int64_t inner = kWidth == 0 ? call.inner : kWidth, size = call.size * inner;
+  const T* rows = static_cast<const T*>(call.updates) + b * call.rows * inner;
+  A* sums = static_cast<A*>(call.scratch) + (part * call.batch + b) * size;
+  for (int64_t k = 0; k < size; ++k) sums[k] = SumIdentity<A>();
+  int64_t block[kIdBlock];
+  for (int64_t p = first; p < last; p += kIdBlock) {
+    const int64_t n = Min(kIdBlock, last - p);
+    ids.Resolve(p, n, block);
+    for (int64_t k = 0; k < n; ++k) {
+      const int64_t id = block[k];
+      if (id >= 0) AddNarrowRow<kWidth>(rows + (p + k) * inner, inner, sums + id * inner);
+    }
+  }
+}
+
+// out[i] = itself or 0, plus the sum of copies[part * stride + i], for i < n. Where nothing but -0
+// was added, an operand keeps its bits: the processor would make zeros of subnormals and quiet NaNs
+// of others.
+template <typename T, int kLanes = kFullLanes<Compute<T>>>
+inline void AddCopies(const Compute<T>* copies, int64_t parts, int64_t stride, bool has_operand,
+                      int64_t n, T* out) {
+  using A = Compute<T>;
+  const auto nothing = BitCast<Words<A, kLanes>>(IdentityLanes<A, kLanes>());
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Lanes<A, kLanes> sum, value;
+    Load(copies + i, &sum);
+    for (int64_t part = 1; part < parts; ++part) {
+      Load(copies + part * stride + i, &value);
+      sum.values += value.values;
+    }
+    Words<T, kLanes> before{}, after;
+    if (has_operand) memcpy(&before, out + i, sizeof(before));
+    ToResult<T>{out, has_operand}(sum, i);
+    memcpy(&after, out + i, sizeof(after));
+    const auto unchanged = BitCast<Words<A, kLanes>>(sum) == nothing;
+    const auto keep = __builtin_convertvector(unchanged, Words<T, kLanes>);
+    after = (before & keep) | (after & ~keep);
+    memcpy(out + i, &after, sizeof(after));
+  }
+  if constexpr (kLanes > 1) {
+    if (i < n) {
+      AddCopies<T, kLanes / 2>(copies + i, parts, stride, has_operand, n - i, out + i);
+    }
+  }
+}
+
+// Copies kBytes, or a number of bytes that is known at run time only. The latter in vectors: memcpy
+// takes a string instruction for rows of some KB, which is slow where it meets pages for the first
+// time.
+template <int kBytes>
+JOF_INLINE void CopyRow(const char* in, int64_t bytes, char* out) {
+  if constexpr (kBytes != 0) {
+    memcpy(out, in, kBytes);
+  } else {
+    int64_t i = 0;
+    for (; i + kVectorBytes <= bytes; i += kVectorBytes) memcpy(out + i, in + i, kVectorBytes);
+    if (i < bytes) memcpy(out + i, in + i, static_cast<size_t>(bytes - i));
+  }
+}
+
+template <int kBytes, typename Index>
+inline void GatherRows(const CpuGather& call, int64_t begin, int64_t end) {
+  const int64_t bytes = kBytes == 0 ? call.row_bytes : kBytes;
+  char* out = static_cast<char*>(call.result) + begin * bytes;
+  const char* fill = static_cast<const char*>(call.fill);
+  while (begin < end) {
+    const int64_t b = begin / call.rows, first = begin - b * call.rows;
+    const int64_t last = Min(call.rows, first + end - begin);
+    const RowIds<Index> ids(call, b);
+    const char* table = static_cast<const char*>(call.table) + b * call.size * bytes;
+    int64_t block[kIdBlock];
+    for (int64_t p = first; p < last; p += kIdBlock) {
+      const int64_t n = Min(kIdBlock, last - p);
+      const bool in_range = ids.Resolve(p, n, block);
+      for (int64_t k = 0; in_range && k < n; ++k, out += bytes) {
+        CopyRow<kBytes>(table + block[k] * bytes, bytes, out);
+      }
+      for (int64_t k = 0; !in_range && k < n; ++k, out += bytes) {
+        CopyRow<kBytes>(block[k] < 0 ? fill : table + block[k] * bytes, bytes, out);
+      }
+    }
+    begin += last - first;
+  }
+}
+
+// Calls visit(integer constant) with `value` if it is among kValues, else with 0.
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+template <int... kValues, typename Visitor>
+JOF_INLINE void DispatchConstant(int64_t value, const Visitor& visit) {
+  if (!((value == kValues && (visit(Constant<kValues>()), true)) || ...)) visit(Constant<0>());
+}
+
+// Calls visit(element type tag, index type tag).
+template <typename Visitor>
+JOF_INLINE void DispatchScatter(const CpuScatter& call, int type, const Visitor& visit) {
+  DispatchAdd(static_cast<AddType>(type), [&](auto tag) {
+    DispatchIndex(call.index_bytes, [&](auto index) { visit(tag, index); });
+  });
+}
+
+}  // namespace internal
+
+// Sorted ids, no operand: zeros into those rows of [begin, end), counted over all problems, that no
+// id hits.
+inline void ScatterZeros(const CpuScatter& call, int element_bytes, int64_t begin, int64_t end) {
+  const int64_t row_bytes = call.inner * element_bytes;
+  internal::DispatchIndex(call.index_bytes, [&](auto tag) {
+    using Index = typename decltype(tag)::type;
+    while (begin < end) {
+      const int64_t b = begin / call.size, base = b * call.size;
+      const int64_t last = internal::Min(call.size, end - base);
+      const internal::RowIds<Index> ids(call, b);
+      int64_t row = begin - base, p = 0;
+      for (int64_t high = call.rows; p < high;) {
+        const int64_t middle = p + (high - p) / 2;
+        if (ids.Ascending(middle) < row) {
+          p = middle + 1;
+        } else {
+          high = middle;
+        }
+      }
+      while (row < last) {
+        const int64_t id = p < call.rows ? internal::Min(ids.Ascending(p++), last) : last;
+        if (id < row) continue;
+        memset(static_cast<char*>(call.result) + (base + row) * row_bytes, 0,
+               static_cast<size_t>((id - row) * row_bytes));
+        row = id + 1;
+      }
+      begin = base + last;
+    }
+  });
+}
+
+// Blocks of call.columns columns of chunks of all problems, the block counted fastest.
+inline void ScatterSorted(const CpuScatter& call, int type, int64_t begin, int64_t end) {
+  const int64_t blocks = internal::CeilDivide(call.inner, call.columns);
+  internal::DispatchScatter(call, type, [&](auto tag, auto index) {
+    using T = typename decltype(tag)::type;
+    using Index = typename decltype(index)::type;
+    for (int64_t k = begin; k < end; ++k) {
+      const int64_t chunk = k / blocks, i = k % blocks * call.columns;
+      internal::SortedChunk<T, Index>(call, chunk / call.splits, chunk % call.splits, i,
+                                      internal::Min(i + call.columns, call.inner));
+    }
+  });
+}
+
+// Chunks of all problems, after ScatterSorted did all.
+inline void ScatterCarries(const CpuScatter& call, int type, int64_t begin, int64_t end) {
+  internal::DispatchScatter(call, type, [&](auto tag, auto index) {
+    using T = typename decltype(tag)::type;
+    using Index = typename decltype(index)::type;
+    for (int64_t k = begin; k < end; ++k) {
+      internal::SortedCarry<T, Index>(call, k / call.splits, k % call.splits);
+    }
+  });
+}
+
+// Parts of all problems, the problem counted fastest.
+inline void ScatterPrivate(const CpuScatter& call, int type, int64_t begin, int64_t end) {
+  internal::DispatchScatter(call, type, [&](auto tag, auto index) {
+    using T = typename decltype(tag)::type;
+    using Index = typename decltype(index)::type;
+    internal::DispatchConstant<1, 2, 3, 4, 8, 16>(call.inner, [&](auto width) {
+      for (int64_t k = begin; k < end; ++k) {
+        internal::SumPart<decltype(width)::value, T, Index>(call, k / call.batch, k % call.batch);
+      }
+    });
+  });
+}
+
+// Elements of the result, after ScatterPrivate did all parts.
+inline void ScatterCombine(const CpuScatter& call, int type, int64_t begin, int64_t end) {
+  DispatchAdd(static_cast<AddType>(type), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    internal::AddCopies<T>(static_cast<const Compute<T>*>(call.scratch) + begin, call.splits,
+                           call.batch * call.size * call.inner, call.has_operand, end - begin,
+                           static_cast<T*>(call.result) + begin);
+  });
+}
+
+// Rows of the result, counted over all problems.
+inline void GatherRows(const CpuGather& call, int64_t begin, int64_t end) {
+  internal::DispatchIndex(call.index_bytes, [&](auto tag) {
+    using Index = typename decltype(tag)::type;
+    internal::DispatchConstant<1, 2, 4, 8, 12, 16, 32, 64>(call.row_bytes, [&](auto bytes) {
+      internal::GatherRows<decltype(bytes)::value, Index>(call, begin, end);
+    });
+  });
+}
+
+JOF_NAMESPACE_END

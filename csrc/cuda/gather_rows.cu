@@ -1,0 +1,99 @@
+// Gathers rows of a table: a pack of 16 bytes a thread where rows and pointers allow, else smaller
+// words. Bytes: each gathered row read and written once.
+#include <cstring>
+
+#include "common/fast_divide.h"
+#include "cuda/launch.cuh"
+#include "cuda/scatter.h"
+
+JOF_NAMESPACE_BEGIN
+namespace {
+
+// A thread moves kItems words, a block apart, so that the ids and then the rows of all are asked
+// for at once: a word alone waits for its id first, and the memory idles.
+constexpr int kItems = 4;
+
+// Offset is uint32_t or uint64_t: what indices of words of the result fit in.
+template <int kBytes, typename Index, typename Offset>
+__global__ void __launch_bounds__(kBlockSize)
+    GatherKernel(IndexRule rule, Offset items, bool shared_ids, FastDivider<Offset> by_inner,
+                 FastDivider<Offset> by_rows, Word<kBytes> fill,
+                 const Word<kBytes>* __restrict__ table, const Index* __restrict__ ids,
+                 Word<kBytes>* __restrict__ result) {
+  const Offset first = Offset{blockIdx.x} * (kBlockSize * kItems) + threadIdx.x;
+  const Word<kBytes>* source[kItems];
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    const Offset i = min(first + k * kBlockSize, items - 1);
+    Offset d, n;
+    const Offset row = by_inner.DivMod(i, &d);
+    const Offset b = by_rows.DivMod(row, &n);
+    const int64_t id = rule.Resolve(ids[shared_ids ? n : row]);
+    source[k] = id < 0 ? nullptr : table + (b * rule.size + id) * by_inner.divisor() + d;
+  }
+  Word<kBytes> word[kItems];
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    word[k] = fill;
+    if (source[k] != nullptr) word[k] = __ldg(source[k]);
+  }
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    const Offset i = first + k * kBlockSize;
+    if (i < items) __stcs(result + i, word[k]);
+  }
+}
+
+template <int kBytes, typename Index>
+cudaError_t Gather(const ScatterProblem& p, const void* table, const void* ids, const void* fill,
+                   int element_bytes, void* result, cudaStream_t stream) {
+  using Unit = Word<kBytes>;
+  unsigned char bytes[kBytes];
+  for (int i = 0; i < kBytes; ++i) {
+    bytes[i] = static_cast<const unsigned char*>(fill)[i % element_bytes];
+  }
+  Unit filler;
+  std::memcpy(&filler, bytes, kBytes);
+  const int64_t inner = p.inner * element_bytes / kBytes, items = p.batch * p.rows * inner;
+  const auto launch = [&](auto offset) {
+    using Offset = decltype(offset);
+    return LaunchItems(
+        GatherKernel<kBytes, Index, Offset>, (items + kItems - 1) / kItems, stream, p.rule,
+        static_cast<Offset>(items), p.shared_ids, FastDivider<Offset>(static_cast<Offset>(inner)),
+        FastDivider<Offset>(static_cast<Offset>(p.rows)), filler, static_cast<const Unit*>(table),
+        static_cast<const Index*>(ids), static_cast<Unit*>(result));
+  };
+  const bool is_small = items + kBlockSize * kItems < FastDivider<uint32_t>::kLimit;
+  return is_small ? launch(uint32_t{}) : launch(uint64_t{});
+}
+
+}  // namespace
+
+cudaError_t LaunchGatherRows(const ScatterProblem& problem, int element_bytes, const void* table,
+                             const void* ids, const void* fill, void* result, cudaStream_t stream) {
+  int word = kPackBytes;
+  while (problem.inner * element_bytes % word != 0 || !IsAligned(table, word) ||
+         !IsAligned(result, word)) {
+    word /= 2;
+  }
+  const auto launch = [&](auto bytes) {
+    constexpr int kBytes = decltype(bytes)::value;
+    return problem.index_bytes == 4
+               ? Gather<kBytes, int32_t>(problem, table, ids, fill, element_bytes, result, stream)
+               : Gather<kBytes, int64_t>(problem, table, ids, fill, element_bytes, result, stream);
+  };
+  switch (word) {
+    case 1:
+      return launch(std::integral_constant<int, 1>());
+    case 2:
+      return launch(std::integral_constant<int, 2>());
+    case 4:
+      return launch(std::integral_constant<int, 4>());
+    case 8:
+      return launch(std::integral_constant<int, 8>());
+    default:
+      return launch(std::integral_constant<int, 16>());
+  }
+}
+
+JOF_NAMESPACE_END

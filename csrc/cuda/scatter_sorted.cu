@@ -1,0 +1,533 @@
+// Scatter-add of rows whose ids are sorted: runs of equal ids are summed in registers, without
+// atomics, in a fixed order.
+//
+// The positions are cut into chunks of equal length, a block each. A run of equal ids that lies in
+// one chunk is summed and rounded there. One that crosses into other chunks is summed in pieces, by
+// way of the scratch, and the pieces are added up at the end: so the work is even whatever the ids
+// are, and a segment that most rows hit is spread over the whole chip.
+//
+// Bytes: each update, id and order once, each row of the result written once.
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "common/fast_divide.h"
+#include "cuda/launch.cuh"
+#include "cuda/scatter.h"
+
+JOF_NAMESPACE_BEGIN
+namespace {
+
+constexpr int kWarp = 32;
+
+// Index is how ids are stored.
+template <typename T, typename Index>
+struct SortedScatter {
+  using Sum = Compute<T>;
+  using Order = std::conditional_t<sizeof(Index) == 8, int64_t, int32_t>;
+  int64_t rows, inner, size, chunks, chunk_rows;
+  bool has_operand;
+  const T* updates;
+  const Index* ids;
+  const Order* order;  // null: rows are in order
+  int64_t ids_stride;  // from one problem of the batch to the next
+  T* result;
+  Sum* carries;
+
+  // A negative index is a large one here.
+  std::make_unsigned_t<Index> max_id;
+  std::make_unsigned_t<Order> max_row;
+
+  // The row of updates at a position; the last one if `order` is wrong.
+  __device__ int64_t Row(int64_t p) const {
+    return order == nullptr ? p : int64_t(min(static_cast<decltype(max_row)>(order[p]), max_row));
+  }
+
+  // Whether an id is a row of the result.
+  __device__ bool IsTarget(Index id) const { return static_cast<decltype(max_id)>(id) <= max_id; }
+
+  // What a chunk has of a run that goes on from the chunk before (0), and of one that starts in it
+  // and goes on in the next (1).
+  __device__ Sum* Carry(int64_t b, int64_t c, int which) const {
+    return carries + ((b * chunks + c) * 2 + which) * inner;
+  }
+};
+
+// The first position in [begin, end) whose id is not below (kUpper: above) the given one.
+template <bool kUpper, typename Index>
+__device__ int64_t Bound(const Index* ids, int64_t begin, int64_t end, int64_t id) {
+  while (begin < end) {
+    const int64_t middle = begin + (end - begin) / 2;
+    if (kUpper ? ids[middle] <= id : ids[middle] < id) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin;
+}
+
+template <typename T, int N>
+__device__ void Finish(T* row, bool has_operand, const Compute<T> (&sum)[N]) {
+  using A = Accumulator<T>;
+  Pack<T, N> out;
+  if (has_operand) {
+    const Pack<T, N> old = *reinterpret_cast<const Pack<T, N>*>(row);
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.elem[i] = A::Store(A::Load(old.elem[i]) + sum[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.elem[i] = A::Store(A::Zero() + sum[i]);
+  }
+  StorePack<N>(row, out);
+}
+
+// Zeros for the rows of the result that no id hits: a warp looks 32 of them up at once and writes
+// the missing ones together.
+template <typename T, int kPack, typename Index>
+__device__ void FillMissing(const SortedScatter<T, Index>& s, uint64_t first,
+                            FastDivider<uint64_t> by_size, uint64_t targets) {
+  const uint64_t mine = first + threadIdx.x % kWarp;
+  bool is_missing = false;
+  if (mine < targets) {
+    uint64_t target;
+    const int64_t b = by_size.DivMod(mine, &target);
+    const Index* const ids = s.ids + b * s.ids_stride;
+    const int64_t p = Bound<false>(ids, 0, s.rows, target);
+    is_missing = p == s.rows || ids[p] != static_cast<int64_t>(target);
+  }
+  unsigned missing = __ballot_sync(~0u, is_missing);
+  Pack<T, kPack> zeros{};
+  for (; missing != 0; missing &= missing - 1) {
+    T* const row = s.result + (first + __ffs(missing) - 1) * s.inner;
+    for (int64_t i = threadIdx.x % kWarp * kPack; i < s.inner; i += kWarp * kPack) {
+      StorePack<kPack>(row + i, zeros);
+    }
+  }
+}
+
+// Rows of several packs. A block sums a slice of the columns over one chunk. It is made of groups
+// of `lanes` threads, a pack of columns a thread; each group sums as many consecutive rows, kUnroll
+// of which it asks for at once. Runs that cross groups are put together by way of shared memory.
+struct RowBlocks {
+  int lanes, group_rows;
+  FastDivider<uint64_t> by_slices, by_chunks;
+  // The first blocks fill in the rows of the result that nothing hits, if there is no operand.
+  unsigned fill_blocks;
+  FastDivider<uint64_t> by_size;
+  uint64_t targets;
+};
+
+template <typename T, int kPack, typename Index>
+__global__ void __launch_bounds__(kBlockSize, 4)
+    SumRowsKernel(const SortedScatter<T, Index> s, const RowBlocks blocks) {
+  using Sum = Compute<T>;
+  constexpr int kUnroll = 4;
+  if (blockIdx.x < blocks.fill_blocks) {
+    return FillMissing<T, kPack>(s, ItemIndex<uint64_t>() / kWarp * kWarp, blocks.by_size,
+                                 blocks.targets);
+  }
+  __shared__ Sum heads[kPack][kBlockSize];  // what a group has of a run that goes on from the last
+  __shared__ bool head_ends[kBlockSize];    // whether that ends in the group
+  uint64_t slice, chunk;
+  const uint64_t item = blocks.by_slices.DivMod(blockIdx.x - blocks.fill_blocks, &slice);
+  const int64_t b = blocks.by_chunks.DivMod(item, &chunk), c = chunk, first = c * s.chunk_rows;
+  const int lanes = blocks.lanes, group_rows = blocks.group_rows, groups = kBlockSize / lanes;
+  const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  const int64_t column = (int64_t(slice) * lanes + lane) * kPack;
+  const bool is_column = column < s.inner;
+  const Index* const ids = s.ids + b * s.ids_stride + first;
+  const T* const updates = s.updates + b * s.rows * s.inner + column;
+  T* const result = s.result + b * s.size * s.inner + column;
+  // From here on positions count from the start of the chunk.
+  const int items = static_cast<int>(min(s.chunk_rows, s.rows - first));
+  const int begin = min(group * group_rows, items), end = min(begin + group_rows, items);
+  const bool is_begin = first + begin == 0, is_end = first + end == s.rows;
+
+  Sum sum[kPack];
+  const auto clear = [&] {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) sum[i] = SumIdentity<Sum>();
+  };
+  Index current{};
+  bool in_head = false, goes_on = false;  // in the run from the last group; beyond this group
+  const auto finish = [&] {
+    if (s.IsTarget(current)) {
+      Finish<T, kPack>(result + static_cast<int64_t>(current) * s.inner, s.has_operand, sum);
+    }
+  };
+  const auto put_head = [&](bool ends) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) heads[i][threadIdx.x] = sum[i];
+    if (lane == 0) head_ends[group] = ends;
+  };
+  if (is_column && begin < end) {
+    current = ids[begin];
+    in_head = !is_begin && ids[begin - 1] == current;
+    goes_on = !is_end && ids[end] == ids[end - 1];
+    clear();
+    for (int p = begin; p < end; p += kUnroll) {
+      Pack<T, kPack> row[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        row[u] = LoadPack<kPack>(updates + s.Row(first + min(p + u, end - 1)) * s.inner);
+      }
+      const auto add = [&](int u) {
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) sum[i] = sum[i] + Accumulator<T>::Load(row[u].elem[i]);
+      };
+      if (p + kUnroll <= end && ids[p + kUnroll - 1] == current) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) add(u);
+        continue;
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (p + u >= end) break;
+        const Index id = ids[p + u];
+        if (id != current) {
+          if (in_head) {
+            put_head(true);
+            in_head = false;
+          } else {
+            finish();
+          }
+          current = id;
+          clear();
+        }
+        add(u);
+      }
+    }
+    if (in_head) {
+      put_head(!goes_on);
+    } else if (!goes_on) {
+      finish();
+    }
+  }
+  __syncthreads();
+
+  // A run that starts in this group and goes on is put together here, as is the one that goes on
+  // from the chunk before by the first group.
+  if (!is_column || begin == end) return;
+  const auto carry = [&](int which) {
+    Sum* const out = s.Carry(b, c, which) + column;
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) out[i] = sum[i];
+  };
+  // Adds the heads of groups from `next` on to the sum; whether the run ends in this chunk.
+  const auto add_heads = [&](int next) {
+    for (; next < groups && next * group_rows < items; ++next) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) sum[i] = sum[i] + heads[i][next * lanes + lane];
+      if (head_ends[next]) return true;
+    }
+    return false;
+  };
+  if (goes_on && !in_head) {
+    if (add_heads(group + 1)) {
+      finish();
+    } else {
+      carry(1);
+    }
+  }
+  if (group == 0 && !is_begin && ids[-1] == ids[0]) {
+    clear();
+    add_heads(0);
+    carry(0);
+  }
+}
+
+// Finishes the run that starts in a block's chunk and goes on in the next, in a slice of the
+// columns `lanes` packs wide; the parts of the block sum every so many pieces each.
+constexpr int kFinishThreads = 128;
+
+template <typename T, int kPack, typename Index>
+__global__ void __launch_bounds__(kFinishThreads)
+    FinishRunsKernel(const SortedScatter<T, Index> s, int lanes, FastDivider<uint64_t> by_slices,
+                     FastDivider<uint64_t> by_chunks) {
+  using Sum = Compute<T>;
+  __shared__ Sum sums[kPack][kFinishThreads];
+  uint64_t slice, chunk;
+  const int64_t b = by_chunks.DivMod(by_slices.DivMod(blockIdx.x, &slice), &chunk);
+  const int part = threadIdx.x / lanes, parts = kFinishThreads / lanes;
+  const int64_t column = (int64_t(slice) * lanes + threadIdx.x % lanes) * kPack;
+  const bool is_column = column < s.inner;
+  const Index* const ids = s.ids + b * s.ids_stride;
+  const int64_t c = chunk, begin = c * s.chunk_rows, end = begin + s.chunk_rows;
+  if (end >= s.rows) return;
+  const Index id = ids[end];
+  // The chunks after the next that the run reaches: as many as a warp are looked at together.
+  const int64_t look = end + (threadIdx.x % kWarp + 1) * s.chunk_rows;
+  const unsigned reached = __ballot_sync(~0u, look < s.rows && ids[min(look, s.rows - 1)] == id);
+  if (ids[end - 1] != id || (begin > 0 && ids[begin - 1] == id) || !s.IsTarget(id)) return;
+  const int64_t pieces_end = ~reached != 0
+                                 ? c + 1 + __ffs(~reached)
+                                 : (Bound<true>(ids, end, s.rows, id) - 1) / s.chunk_rows + 1;
+
+  Sum sum[kPack];
+  const auto add = [&](const Sum* piece) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) sum[i] = sum[i] + piece[i];
+  };
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) sum[i] = SumIdentity<Sum>();
+  if (is_column) {
+    if (part == 0) add(s.Carry(b, c, 1) + column);
+#pragma unroll 8
+    for (int64_t k = c + 1 + part; k < pieces_end; k += parts) add(s.Carry(b, k, 0) + column);
+  }
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) sums[i][threadIdx.x] = sum[i];
+  __syncthreads();
+  if (part != 0 || !is_column) return;
+  const int used = static_cast<int>(min(int64_t{parts}, pieces_end - c - 1));
+  for (int k = 1; k < used; ++k) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) sum[i] = sum[i] + sums[i][k * lanes + threadIdx.x];
+  }
+  T* const row = s.result + (b * s.size + static_cast<int64_t>(id)) * s.inner + column;
+  Finish<T, kPack>(row, s.has_operand, sum);
+}
+
+// Rows of one element. A block sums a chunk, kItems consecutive positions a thread: runs within a
+// thread by itself, those that cross threads by a segmented scan over the block.
+constexpr int kItems = 16;
+constexpr int64_t kElementChunk = kItems * kBlockSize;
+
+// The sum since the last start of a run, and whether there is one.
+template <typename Sum>
+struct Open {
+  Sum sum;
+  bool has_start;
+
+  // `this` followed by `next`.
+  __device__ Open Then(Open next) const {
+    return {next.has_start ? next.sum : sum + next.sum, has_start || next.has_start};
+  }
+};
+
+template <typename Sum>
+__device__ Open<Sum> ShuffleUp(Open<Sum> x, int by) {
+  return {__shfl_up_sync(~0u, x.sum, by),
+          __shfl_up_sync(~0u, static_cast<int>(x.has_start), by) != 0};
+}
+
+template <typename T, typename Index>
+__global__ void __launch_bounds__(kBlockSize)
+    SumElementsKernel(const SortedScatter<T, Index> s, FastDivider<uint64_t> by_chunks) {
+  using A = Accumulator<T>;
+  using Sum = Compute<T>;
+  constexpr int kWarps = kBlockSize / kWarp;
+  uint64_t chunk;
+  const int64_t b = by_chunks.DivMod(blockIdx.x, &chunk);
+  const int64_t c = chunk, first = c * kElementChunk;
+  const Index* const ids = s.ids + b * s.ids_stride + first;
+  const T* const updates = s.updates + b * s.rows;
+  T* const result = s.result + b * s.size;
+  // From here on positions count from the start of the chunk.
+  const int items = static_cast<int>(min(kElementChunk, s.rows - first));
+  const int p = threadIdx.x * kItems;
+  const bool is_end = first + items == s.rows;
+
+  // Positions beyond the end have nothing to add.
+  Index id[kItems + 2];  // from the one before to the one after
+  Sum sum[kItems];       // of the run up to here, but only what is in this thread
+  constexpr int kIdPack = kPackSize<Index> < kItems ? kPackSize<Index> : kItems;
+  constexpr int kPack = kPackSize<T> < kItems ? kPackSize<T> : kItems;
+  if (s.order == nullptr && p + kItems <= items &&
+      reinterpret_cast<uintptr_t>(ids) % kPackBytes == 0 &&
+      reinterpret_cast<uintptr_t>(updates + first) % (kPack * sizeof(T)) == 0) {
+#pragma unroll
+    for (int i = 0; i < kItems; i += kIdPack) {
+      const auto pack = LoadPack<kIdPack>(ids + p + i);
+#pragma unroll
+      for (int k = 0; k < kIdPack; ++k) id[1 + i + k] = pack.elem[k];
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; i += kPack) {
+      const auto pack = LoadPack<kPack>(updates + first + p + i);
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) sum[i + k] = A::Load(pack.elem[k]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      id[1 + i] = ids[min(p + i, items - 1)];
+      sum[i] = p + i < items ? A::Load(updates[s.Row(first + p + i)]) : SumIdentity<Sum>();
+    }
+  }
+  const bool is_begin = first + p == 0;
+  id[0] = ids[is_begin ? 0 : min(p, items) - 1];
+  id[kItems + 1] = ids[is_end ? min(p + kItems, items - 1) : p + kItems];
+
+  // Bit i: position i goes on with the run of the one before it.
+  unsigned goes_on = 0;
+#pragma unroll
+  for (int i = 0; i <= kItems; ++i) goes_on |= unsigned{id[i] == id[i + 1]} << i;
+  if (is_begin) goes_on &= ~1u;
+#pragma unroll
+  for (int i = 1; i < kItems; ++i) {
+    sum[i] = sum[i] + (goes_on >> i & 1 ? sum[i - 1] : SumIdentity<Sum>());
+  }
+  const unsigned mine = (1u << kItems) - 1;
+  const bool has_start = (goes_on & mine) != mine;
+  // What is open before this thread: a scan over the warp, then over the warps before.
+  __shared__ Open<Sum> warps[kWarps];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  Open<Sum> scan{sum[kItems - 1], has_start};
+#pragma unroll
+  for (int by = 1; by < kWarp; by *= 2) {
+    const Open<Sum> before = ShuffleUp(scan, by);
+    if (lane >= by) scan = before.Then(scan);
+  }
+  if (lane == kWarp - 1) warps[warp] = scan;
+  Open<Sum> before = ShuffleUp(scan, 1);
+  if (lane == 0) before = {SumIdentity<Sum>(), false};
+  __syncthreads();
+  Open<Sum> earlier{SumIdentity<Sum>(), false};
+  for (int w = 0; w < warp; ++w) earlier = earlier.Then(warps[w]);
+  before = earlier.Then(before);
+
+  // Ends runs: the first in this thread may have started before it, or before the chunk. Few
+  // positions are ends, so those are gone through, by way of shared memory, and not all.
+  __shared__ Sum sums[kItems][kBlockSize];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) sums[i][threadIdx.x] = sum[i];
+  const int count = min(max(items - p, 0), kItems);
+  const bool is_last = count > 0 && p + count == items;  // has the chunk's last position
+  unsigned ends = ~(goes_on >> 1) & ((1u << count) - 1);
+  if (is_last && is_end) ends |= 1u << (count - 1);
+  const bool stays_open = is_last && (ends >> (count - 1) & 1) == 0;
+  Sum open = goes_on & 1 ? before.sum : SumIdentity<Sum>();
+  bool is_piece = (goes_on & 1) && !before.has_start;
+  for (; ends != 0; ends &= ends - 1) {
+    const int i = __ffs(ends) - 1;
+    const Index which = ids[p + i];
+    const Sum total[1] = {open + sums[i][threadIdx.x]};
+    if (is_piece) {
+      *s.Carry(b, c, 0) = total[0];
+    } else if (s.IsTarget(which)) {
+      Finish<T, 1>(result + which, s.has_operand, total);
+    }
+    open = SumIdentity<Sum>();
+    is_piece = false;
+  }
+  if (stays_open) *s.Carry(b, c, is_piece ? 0 : 1) = open + sum[kItems - 1];
+}
+
+// The widest power of two up to a warp that is no more than twice the packs.
+inline int LanesFor(int64_t packs) {
+  int lanes = 1;
+  while (lanes < kWarp && lanes < packs) lanes *= 2;
+  return lanes;
+}
+
+template <int kPack, typename T, typename Index>
+cudaError_t FinishRuns(const ScatterProblem& p, const SortedScatter<T, Index>& s,
+                       cudaStream_t stream) {
+  if (s.chunks == 1) return cudaSuccess;
+  const int64_t packs = s.inner / kPack;
+  const int lanes = LanesFor(packs);
+  const int64_t slices = (packs + lanes - 1) / lanes;
+  return LaunchBlocks<kFinishThreads>(FinishRunsKernel<T, kPack, Index>,
+                                      p.batch * s.chunks * slices, 0, stream, s, lanes,
+                                      FastDivider<uint64_t>(static_cast<uint64_t>(slices)),
+                                      FastDivider<uint64_t>(static_cast<uint64_t>(s.chunks)));
+}
+
+template <typename T, typename Index>
+cudaError_t SumElements(const ScatterProblem& p, const SortedScatter<T, Index>& s,
+                        cudaStream_t stream) {
+  cudaError_t status;
+  if (!s.has_operand) {
+    status =
+        cudaMemsetAsync(s.result, 0, static_cast<size_t>(p.batch * s.size) * sizeof(T), stream);
+    if (status != cudaSuccess) return status;
+  }
+  status = LaunchBlocks(SumElementsKernel<T, Index>, p.batch * s.chunks, 0, stream, s,
+                        FastDivider<uint64_t>(static_cast<uint64_t>(s.chunks)));
+  if (status != cudaSuccess) return status;
+  return FinishRuns<1>(p, s, stream);
+}
+
+template <int kPack, typename T, typename Index>
+cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<T, Index>& s,
+                    cudaStream_t stream) {
+  const int64_t packs = s.inner / kPack, targets = p.batch * s.size;
+  RowBlocks blocks{};
+  blocks.lanes = LanesFor(packs);
+  const int64_t slices = (packs + blocks.lanes - 1) / blocks.lanes;
+  const int64_t groups = kBlockSize / blocks.lanes;
+  blocks.group_rows = static_cast<int>((s.chunk_rows + groups - 1) / groups);
+  blocks.by_slices = FastDivider<uint64_t>(static_cast<uint64_t>(slices));
+  blocks.by_chunks = FastDivider<uint64_t>(static_cast<uint64_t>(s.chunks));
+  if (!s.has_operand) {
+    blocks.fill_blocks = static_cast<unsigned>((targets + kBlockSize - 1) / kBlockSize);
+    blocks.by_size = FastDivider<uint64_t>(static_cast<uint64_t>(std::max<int64_t>(s.size, 1)));
+    blocks.targets = static_cast<uint64_t>(targets);
+  }
+  const cudaError_t status =
+      LaunchBlocks(SumRowsKernel<T, kPack, Index>, p.batch * s.chunks * slices + blocks.fill_blocks,
+                   0, stream, s, blocks);
+  if (status != cudaSuccess) return status;
+  return FinishRuns<kPack>(p, s, stream);
+}
+
+template <typename T, typename Index>
+cudaError_t ScatterSorted(const ScatterProblem& p, const ScatterArrays& a, int64_t chunks,
+                          cudaStream_t stream) {
+  SortedScatter<T, Index> s{};
+  s.rows = p.rows;
+  s.inner = p.inner;
+  s.size = p.size();
+  using Order = typename SortedScatter<T, Index>::Order;
+  constexpr int64_t kAllIds = std::numeric_limits<Index>::max();
+  constexpr int64_t kAllRows = std::numeric_limits<Order>::max();
+  s.max_id = static_cast<decltype(s.max_id)>(std::min(p.size() - 1, kAllIds));
+  s.max_row = static_cast<decltype(s.max_row)>(std::min(p.rows - 1, kAllRows));
+  s.has_operand = a.operand != nullptr;
+  s.updates = static_cast<const T*>(a.updates);
+  s.ids = static_cast<const Index*>(a.ids);
+  s.order = static_cast<const Order*>(a.order);
+  s.ids_stride = p.shared_ids ? 0 : p.rows;
+  s.result = static_cast<T*>(a.result);
+  s.carries = static_cast<Compute<T>*>(a.scratch);
+  s.chunks = chunks;
+  s.chunk_rows = (p.rows + chunks - 1) / chunks;
+
+  const auto is_packed = [&](int64_t pack) {
+    const int64_t bytes = pack * static_cast<int64_t>(sizeof(T));
+    return p.inner % pack == 0 && IsAligned(a.updates, bytes) && IsAligned(a.result, bytes);
+  };
+  // The scratch has room for at least these chunks, if not for smaller ones.
+  const int64_t element_chunks = (p.rows + kElementChunk - 1) / kElementChunk;
+  if (p.inner == 1 && element_chunks <= chunks) {
+    s.chunks = element_chunks;
+    s.chunk_rows = kElementChunk;
+    return SumElements(p, s, stream);
+  }
+  if (is_packed(kPackSize<T>)) return SumRows<kPackSize<T>>(p, s, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (is_packed(2)) return SumRows<2>(p, s, stream);
+  }
+  return SumRows<1>(p, s, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchScatterSorted(const ScatterProblem& problem, AddType type,
+                                const ScatterArrays& arrays, int64_t chunks, cudaStream_t stream) {
+  return DispatchAdd(type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    switch (problem.index_bytes) {
+      case 2:
+        return ScatterSorted<T, uint16_t>(problem, arrays, chunks, stream);
+      case 4:
+        return ScatterSorted<T, int32_t>(problem, arrays, chunks, stream);
+      default:
+        return ScatterSorted<T, int64_t>(problem, arrays, chunks, stream);
+    }
+  });
+}
+
+JOF_NAMESPACE_END

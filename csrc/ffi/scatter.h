@@ -1,0 +1,302 @@
+// The FFI signatures of scatter-add and of gathering rows, for both backends.
+//
+// Scatters take operands (operand, updates, ids, order) and give results (result, scratch):
+//   operand as the result, or (0, 0, 0) to start from zeros; updates (B, N, D); ids (B, N), or
+//   (1, N) for all b; order (N,), or (0,) where updates are in the order of ids; result (B, S, D)
+//   or any other shape of as many elements. The operand is meant to be aliased to the result, but
+//   need not be; XLA would copy it to reshape it, even if it is donated, so it keeps its shape.
+// Gathers take (table (B, S, D), ids) and give a result (B, N, D). Sorting rows, for a scatter,
+// takes ids (B, N) and gives (keys (1, B * N), order (B * N,), scratch (B * S + 1,) or (0,)) of
+// their type.
+#pragma once
+
+#include "ffi/decode.h"
+#include "ops/scatter.h"
+
+namespace jof {
+
+// The ways to scatter, which differ in their scratch: sums of the compute type of updates.
+enum class ScatterWay {
+  kSorted,   // (B, C, 2, D): of segments that cross the ends of C chunks of positions
+  kPrivate,  // (P, B, S, D): of P parts of the positions
+  kAtomic,   // (B, S, D), or (0, 0, 0) to add to the result
+};
+
+// A checked scatter. A complex number is two reals here.
+struct ScatterCall : ScatterArrays {
+  ScatterProblem problem;
+  AddType type;
+  int order_bytes;     // 4, or 8 where ids are int64
+  int64_t splits;      // C or P above; 1 if there are no positions
+  bool deterministic;  // the same bits on every run, where the way has a choice
+};
+
+// A checked gather of rows of problem.inner elements.
+struct GatherCall {
+  ScatterProblem problem;
+  int element_bytes;
+  const void* table;
+  const void* ids;
+  const void* fill;  // one element
+  void* result;
+};
+
+// Sets *out to the type that `type` is added as, *reals to how many values of it an element is.
+// False if there is no sum.
+inline bool AsAddType(ffi::DataType type, AddType* out, int* reals) {
+  *reals = type == ffi::DataType::C64 || type == ffi::DataType::C128 ? 2 : 1;
+  switch (type) {
+    case ffi::DataType::F16:
+      *out = AddType::kF16;
+      return true;
+    case ffi::DataType::BF16:
+      *out = AddType::kBF16;
+      return true;
+    case ffi::DataType::F32:
+    case ffi::DataType::C64:
+      *out = AddType::kF32;
+      return true;
+    case ffi::DataType::F64:
+    case ffi::DataType::C128:
+      *out = AddType::kF64;
+      return true;
+    case ffi::DataType::S32:
+    case ffi::DataType::U32:
+      *out = AddType::kI32;
+      return true;
+    case ffi::DataType::S64:
+    case ffi::DataType::U64:
+      *out = AddType::kI64;
+      return true;
+    default:
+      return false;
+  }
+}
+
+// The type that values of `type` are summed in.
+inline ffi::DataType SumType(ffi::DataType type) {
+  const bool narrow = type == ffi::DataType::F16 || type == ffi::DataType::BF16;
+  return narrow ? ffi::DataType::F32 : type;
+}
+
+// The bytes of an index; 0 for a type that is none.
+inline int IndexBytes(ffi::DataType type) {
+  return type == ffi::DataType::S32   ? 4
+         : type == ffi::DataType::S64 ? 8
+         : type == ffi::DataType::U16 ? 2
+                                      : 0;
+}
+
+inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape) {
+  const auto dimensions = buffer.dimensions();
+  if (dimensions.size() != shape.size()) return false;
+  size_t i = 0;
+  for (const int64_t size : shape) {
+    if (dimensions[i++] != size) return false;
+  }
+  return true;
+}
+
+// Fills in *problem from rows (B, N, D), their ids, and the number S of what those name.
+inline ffi::Error DecodeRows(const char* op, ffi::AnyBuffer rows, ffi::AnyBuffer ids, int64_t size,
+                             bool wrap, bool clip, ScatterProblem* problem) {
+  const auto r = rows.dimensions(), i = ids.dimensions();
+  if (i.size() != 2 || (i[0] != 1 && i[0] != r[0]) || i[1] != r[1]) {
+    return InvalidArgument(op, ": ids must have shape (", r[0], ", ", r[1], ") or (1, ", r[1],
+                           "), got ", ShapeString(i));
+  }
+  const int index_bytes = IndexBytes(ids.element_type());
+  if (index_bytes == 0) {
+    return InvalidArgument(op, ": ids must be int32 or int64, or uint16 where they are sorted");
+  }
+  *problem = {r[0], r[1], r[2], {size, wrap, clip}, i[0] == 1, index_bytes};
+  return ffi::Error::Success();
+}
+
+inline ffi::Error DecodeOrder(const char* op, ScatterWay way, ffi::AnyBuffer order,
+                              ScatterCall* call) {
+  call->order = nullptr;
+  call->order_bytes = 4;
+  if (HasShape(order, {0})) return ffi::Error::Success();
+  if (way != ScatterWay::kSorted || call->problem.batch != 1 ||
+      !HasShape(order, {call->problem.rows})) {
+    return InvalidArgument(op, ": order must have shape (0), or (N) = (", call->problem.rows,
+                           ") where ids are sorted and B = 1, got ",
+                           ShapeString(order.dimensions()));
+  }
+  const bool is_long = call->problem.index_bytes == 8;
+  if (order.element_type() != (is_long ? ffi::DataType::S64 : ffi::DataType::S32)) {
+    return InvalidArgument(op, ": order must be int64 where ids are, else int32");
+  }
+  if (is_long) call->order_bytes = 8;
+  call->order = order.untyped_data();
+  return ffi::Error::Success();
+}
+
+// `inner` is D before complex numbers became pairs.
+inline ffi::Error DecodeScratch(const char* op, ScatterWay way, ffi::AnyBuffer scratch,
+                                int64_t inner, ScatterCall* call) {
+  const ScatterProblem& p = call->problem;
+  const auto dimensions = scratch.dimensions();
+  const char* wanted = "";
+  bool valid = false;
+  call->splits = 1;
+  switch (way) {
+    case ScatterWay::kSorted:
+      wanted = "(B, C, 2, D)";
+      if (dimensions.size() == 4) call->splits = dimensions[1];
+      valid = HasShape(scratch, {p.batch, call->splits, 2, inner});
+      break;
+    case ScatterWay::kPrivate:
+      wanted = "(P, B, S, D)";
+      if (dimensions.size() == 4) call->splits = dimensions[0];
+      valid = HasShape(scratch, {call->splits, p.batch, p.size(), inner});
+      break;
+    case ScatterWay::kAtomic:
+      wanted = "(B, S, D) or (0, 0, 0)";
+      valid = HasShape(scratch, {0, 0, 0}) || HasShape(scratch, {p.batch, p.size(), inner});
+      break;
+  }
+  if (p.rows == 0) call->splits = 1;
+  if (!valid || call->splits < 1) {
+    return InvalidArgument(op, ": scratch must have shape ", wanted, ", got ",
+                           ShapeString(dimensions));
+  }
+  call->scratch = scratch.element_count() == 0 ? nullptr : scratch.untyped_data();
+  return ffi::Error::Success();
+}
+
+inline ffi::Error DecodeScatter(const char* op, ScatterWay way, ffi::AnyBuffer operand,
+                                ffi::AnyBuffer updates, ffi::AnyBuffer ids, ffi::AnyBuffer order,
+                                ffi::AnyBuffer result, ffi::AnyBuffer scratch, bool wrap, bool clip,
+                                bool deterministic, ScatterCall* call) {
+  const auto dimensions = updates.dimensions();
+  if (dimensions.size() != 3 || updates.element_type() != result.element_type()) {
+    return InvalidArgument(op, ": updates must have shape (B, N, D) and the result's type, got ",
+                           ShapeString(dimensions));
+  }
+  const int64_t count = static_cast<int64_t>(result.element_count());
+  const int64_t row = dimensions[0] * dimensions[2];
+  if (row == 0 ? count != 0 : count % row != 0) {
+    return InvalidArgument(
+        op, ": the result must have the elements of (B, S, D) with B = ", dimensions[0],
+        " and D = ", dimensions[2], ", got shape ", ShapeString(result.dimensions()));
+  }
+  ffi::Error error =
+      DecodeRows(op, updates, ids, row == 0 ? 0 : count / row, wrap, clip, &call->problem);
+  if (error.failure()) return error;
+  if (way == ScatterWay::kSorted && (wrap || clip)) {
+    // Two runs of ids would mean one row.
+    return InvalidArgument(op, ": sorted ids are neither wrapped nor clipped");
+  }
+  if (way != ScatterWay::kSorted && call->problem.index_bytes == 2) {
+    return InvalidArgument(op, ": ids must be int32 or int64");
+  }
+  call->deterministic = deterministic;
+  int reals = 1;
+  if (!AsAddType(updates.element_type(), &call->type, &reals)) {
+    return InvalidArgument(op,
+                           ": the element type must be f16, bf16, f32, f64, an integer of 32 or 64 "
+                           "bits, complex64 or complex128");
+  }
+  const ScatterProblem& p = call->problem;
+  const int64_t inner = p.inner;
+  const bool has_operand = !HasShape(operand, {0, 0, 0});
+  if (operand.element_type() != updates.element_type() ||
+      (has_operand && !SameShape(operand, result))) {
+    return InvalidArgument(op, ": the operand must have the type and shape of the result, ",
+                           ShapeString(result.dimensions()), ", or be empty, got shape ",
+                           ShapeString(operand.dimensions()));
+  }
+  if (scratch.element_type() != SumType(updates.element_type())) {
+    return InvalidArgument(op, ": scratch must have the type that updates are summed in");
+  }
+  error = DecodeOrder(op, way, order, call);
+  if (error.failure()) return error;
+  error = DecodeScratch(op, way, scratch, inner, call);
+  if (error.failure()) return error;
+  call->problem.inner *= reals;
+  call->operand = has_operand ? operand.untyped_data() : nullptr;
+  call->updates = updates.untyped_data();
+  call->ids = ids.untyped_data();
+  call->result = result.untyped_data();
+  return ffi::Error::Success();
+}
+
+inline ffi::Error DecodeGather(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer result,
+                               bool wrap, bool clip, ffi::Span<const int64_t> fill,
+                               GatherCall* call) {
+  constexpr char kOp[] = "jof_gather_rows";
+  const auto t = table.dimensions(), r = result.dimensions();
+  if (table.element_type() != result.element_type()) {
+    return InvalidArgument(kOp, ": table and result must have one element type");
+  }
+  if (t.size() != 3 || r.size() != 3 || t[0] != r[0] || t[2] != r[2]) {
+    return InvalidArgument(kOp, ": expected arrays of shapes (B, S, D) and (B, N, D), got ",
+                           ShapeString(t), " and ", ShapeString(r));
+  }
+  ffi::Error error = DecodeRows(kOp, result, ids, t[1], wrap, clip, &call->problem);
+  if (error.failure()) return error;
+  if (call->problem.index_bytes == 2) {
+    return InvalidArgument(kOp, ": ids must be int32 or int64");
+  }
+  call->element_bytes = MovableBytes(table.element_type());
+  if (call->element_bytes == 0) {
+    return InvalidArgument(kOp, ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
+  }
+  if (fill.size() != 2) {
+    return InvalidArgument(kOp, ": fill must be 16 bytes as two int64, got ", fill.size());
+  }
+  call->table = table.untyped_data();
+  call->ids = ids.untyped_data();
+  call->fill = fill.begin();
+  call->result = result.untyped_data();
+  return ffi::Error::Success();
+}
+
+// Sorting rows by id: call->order, keys and counts are results. The counts are null if empty.
+struct SortCall {
+  ScatterProblem problem;
+  const void* ids;
+  void *keys, *order, *counts;
+};
+
+inline ffi::Error DecodeSort(ffi::AnyBuffer ids, ffi::AnyBuffer keys, ffi::AnyBuffer order,
+                             ffi::AnyBuffer counts, int64_t size, bool wrap, bool clip,
+                             SortCall* call) {
+  constexpr char kOp[] = "jof_sort_rows";
+  const auto i = ids.dimensions();
+  const int index_bytes = IndexBytes(ids.element_type());
+  if (i.size() != 2 || index_bytes < 4) {
+    return InvalidArgument(kOp, ": ids must be int32 or int64 of shape (B, N), got shape ",
+                           ShapeString(i));
+  }
+  __extension__ using int128 = __int128;
+  const int64_t limit = index_bytes == 4 ? INT32_MAX : INT64_MAX;
+  if (size < 0 || int128{i[0]} * size >= limit || int128{i[0]} * i[1] > limit) {
+    return InvalidArgument(kOp, ": keys do not fit the type of ids, with B = ", i[0],
+                           " and S = ", size);
+  }
+  const int64_t n = i[0] * i[1];
+  if (!HasShape(keys, {1, n}) || !HasShape(order, {n}) ||
+      (!HasShape(counts, {0}) && !HasShape(counts, {i[0] * size + 1}))) {
+    return InvalidArgument(kOp,
+                           ": expected results of shapes (1, B * N), (B * N), and (B * S + 1) "
+                           "or (0), got ",
+                           ShapeString(keys.dimensions()), ", ", ShapeString(order.dimensions()),
+                           " and ", ShapeString(counts.dimensions()));
+  }
+  for (const ffi::AnyBuffer& result : {keys, order, counts}) {
+    if (result.element_type() != ids.element_type()) {
+      return InvalidArgument(kOp, ": results must have the type of ids");
+    }
+  }
+  call->problem = {i[0], i[1], 1, {size, wrap, clip}, false, index_bytes};
+  call->ids = ids.untyped_data();
+  call->keys = keys.untyped_data();
+  call->order = order.untyped_data();
+  call->counts = counts.element_count() == 0 ? nullptr : counts.untyped_data();
+  return ffi::Error::Success();
+}
+
+}  // namespace jof

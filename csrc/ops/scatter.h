@@ -1,0 +1,89 @@
+// What scatter-add, segment sums and row gathers compute, shared by both backends.
+//
+// All are batch independent problems over rows of `inner` elements:
+//   scatter:  result[b, s] = operand[b, s] + the sum of updates[b, n] over all n with id(b, n) == s
+//   gather:   result[b, n] = table[b, id(b, n)]
+// A row whose id is no row of the operand or table is dropped, or filled.
+#pragma once
+
+#include "common/integers.h"
+#include "common/macros.h"
+#include "common/types.h"
+
+JOF_NAMESPACE_BEGIN
+
+// How an index becomes the id of a row, as in jnp: negative ones count from the end (wrap), then
+// all are brought into range (clip).
+struct IndexRule {
+  int64_t size;  // the number of rows
+  bool wrap, clip;
+
+  // The id, or -1 where it is out of range.
+  JOF_HOST_DEVICE JOF_INLINE int64_t Resolve(int64_t index) const {
+    if (wrap && index < 0) index += size;
+    if (clip) index = index < 0 ? 0 : index >= size ? size - 1 : index;
+    return static_cast<uint64_t>(index) < static_cast<uint64_t>(size) ? index : -1;
+  }
+};
+
+struct ScatterProblem {
+  int64_t batch;    // B
+  int64_t rows;     // N: updates, or gathered rows, of each problem
+  int64_t inner;    // D: elements of a row
+  IndexRule rule;   // rule.size is S, the rows of operand, result or table
+  bool shared_ids;  // one set of N ids for all problems
+  int index_bytes;  // ids are int32 or int64; sorted ones on a GPU may be uint16
+
+  JOF_HOST_DEVICE JOF_INLINE int64_t size() const { return rule.size; }
+};
+
+// The arrays of a scatter. Pointers need only element alignment.
+struct ScatterArrays {
+  const void* operand;  // null: start from zeros
+  const void* updates;
+  const void* ids;
+  const void* order;  // null: row p is updates[p]; else updates[order[p]], order being unchecked
+  void* result;
+  void* scratch;  // null if empty
+};
+
+// An index as it is stored.
+JOF_HOST_DEVICE JOF_INLINE int64_t LoadIndex(const void* ids, int index_bytes, int64_t i) {
+  return index_bytes == 4 ? static_cast<const int32_t*>(ids)[i]
+                          : static_cast<const int64_t*>(ids)[i];
+}
+
+// What a sum of type A starts from: x + (-0) is x for every x, -0 included.
+template <typename A>
+JOF_HOST_DEVICE JOF_INLINE A SumIdentity() {
+  return static_cast<A>(-0.0);
+}
+
+#ifndef __CUDACC_RTC__
+
+// The element types that are added up; a complex number is two reals, and the sign of an integer
+// makes no difference. Integers are unsigned here, as those wrap around in C++.
+enum class AddType { kF16, kBF16, kF32, kF64, kI32, kI64 };
+
+template <typename Visitor>
+inline auto DispatchAdd(AddType type, Visitor&& visit) {
+  switch (type) {
+    case AddType::kF16:
+      return visit(TypeTag<Half>());
+    case AddType::kBF16:
+      return visit(TypeTag<BFloat16>());
+    case AddType::kF32:
+      return visit(TypeTag<float>());
+    case AddType::kF64:
+      return visit(TypeTag<double>());
+    case AddType::kI32:
+      return visit(TypeTag<uint32_t>());
+    case AddType::kI64:
+      break;
+  }
+  return visit(TypeTag<uint64_t>());
+}
+
+#endif
+
+JOF_NAMESPACE_END

@@ -1,0 +1,43 @@
+"""How scatters and gathers read their ids."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexing:
+    """A parameter of the primitives; what their operands' dimensions mean.
+
+    Arrays of rows have the shape (*batch, rows, *trailing) or (*batch, *index, *trailing), where
+    ids of the shape (*batch, *index), or (*index) for all of the batch, name rows of the former.
+    """
+
+    batch: int = 0  # the number of leading dimensions that are independent problems
+    shared: bool = True  # ids have none of them
+    wrap: bool = False  # negative ids count from the end
+    clip: bool = False  # ids out of range become the nearest row's; else they name no row
+    # What the caller promises: flattened ids ascend (within each problem); none occurs twice.
+    indices_are_sorted: bool = False
+    unique_indices: bool = False
+    deterministic: bool = False
+
+    def index_begin(self) -> int:
+        """The first dimension of ids that is no batch dimension."""
+        return 0 if self.shared else self.batch
+
+    def index_rank(self, ids: jax.Array) -> int:
+        """The number of index dimensions."""
+        return ids.ndim - self.index_begin()
+
+    def wrapped(self, ids: jax.Array, rows: int) -> jax.Array:
+        """Ids that count from the beginning."""
+        return jnp.where(ids < 0, ids + rows, ids) if self.wrap else ids
+
+    def resolved(self, ids: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+        """The row of each id, and whether there is one."""
+        ids = self.wrapped(ids, rows)
+        if self.clip:
+            ids = jnp.clip(ids, 0, rows - 1)
+        return ids, (ids >= 0) & (ids < rows)

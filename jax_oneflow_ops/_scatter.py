@@ -1,0 +1,581 @@
+"""The primitives of sums and gathers of rows, their rules, and which kernel runs when.
+
+There are three: sums into zeros (segment_sum), sums into an operand (scatter_add) and gathers.
+Sums into zeros and gathers are each other's transposes. All of them have the parameter `indexing`,
+which says what the operands' dimensions mean.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad
+
+from jax_oneflow_ops import _compat, _primitive, _reference
+from jax_oneflow_ops._indexing import Indexing
+
+_SUMMED = frozenset(
+    jnp.dtype(name)
+    for name in (
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    )
+)
+_INT32_MAX = 2**31 - 1
+_AS_STORED = Indexing()  # ids are rows already, or out of range
+
+
+def is_summed(dtype: Any) -> bool:
+    """Whether there are kernels that add up elements of `dtype`."""
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and jnp.dtype(dtype) in _SUMMED
+
+
+def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+    """Binds with operands that vary over the same axes inside a `shard_map`."""
+    return primitive.bind(*_compat.join_varying_axes(*args), **params)
+
+
+# ---- types and shardings ----
+
+
+def _index_spec(ids: Any, indexing: Indexing) -> tuple[Any, ...]:
+    return tuple(ids.sharding.spec)[indexing.index_begin() :]
+
+
+def _typed(
+    like: Any, ids: Any, middle: Sequence[int], middle_spec: Sequence[Any], cut: int, how: Indexing
+) -> Any:
+    """`like` with `middle` in place of `cut` dimensions after the batch.
+
+    Where the mesh's axes are Explicit the batch is divided as in either operand; an axis that
+    would divide two dimensions divides the first.
+    """
+    n = how.batch
+    shape = (*like.shape[:n], *middle, *like.shape[n + cut :])
+    own, of_ids = tuple(like.sharding.spec), tuple(ids.sharding.spec)
+    batch = own[:n]
+    if not how.shared:
+        batch = tuple(a or b for a, b in zip(batch, of_ids[:n], strict=True))
+    used: set[str] = set()
+    spec = []
+    for entry in (*batch, *middle_spec, *own[n + cut :]):
+        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        spec.append(None if used.intersection(names) else entry)
+        used.update(names)
+    return _compat.with_spec(like, shape, spec)
+
+
+def _segment_sum_type(data: Any, ids: Any, *, num_segments: int, indexing: Indexing) -> Any:
+    rank = indexing.index_rank(ids)
+    return _typed(data, ids, (num_segments,), (None,), rank, indexing).update(weak_type=False)
+
+
+def _scatter_add_type(operand: Any, ids: Any, updates: Any, *, indexing: Indexing) -> Any:
+    rows = operand.shape[indexing.batch]
+    return _typed(operand, ids, (rows,), (None,), 1, indexing)
+
+
+def _gather_rows_type(table: Any, ids: Any, *, fill: str, indexing: Indexing) -> Any:
+    index = ids.shape[indexing.index_begin() :]
+    return _typed(table, ids, index, _index_spec(ids, indexing), 1, indexing)
+
+
+def _names(ids: Any, ndim: int, indexing: Indexing) -> tuple[list[str], ...]:
+    """The names of the dimensions of ids, of their index part, of the batch and of the rest."""
+    batch = [f"b{i}" for i in range(indexing.batch)]
+    index = [f"i{i}" for i in range(len(ids.shape) - indexing.index_begin())]
+    trailing = [f"t{i}" for i in range(ndim - indexing.batch)]
+    return batch[: indexing.index_begin()] + index, index, batch, trailing
+
+
+# The rows of an operand and of a result have two names: one would tell the partitioner that it may
+# divide them.
+_ROWS, _RESULT_ROWS = "s", "r"
+_WHOLE = frozenset({_ROWS, _RESULT_ROWS})
+
+
+def _segment_sum_division(data: Any, ids: Any, *, indexing: Indexing, **_: Any) -> Any:
+    rank = len(ids.shape) - indexing.index_begin()
+    of_ids, index, batch, trailing = _names(ids, len(data.shape) - rank, indexing)
+    return [batch + index + trailing, of_ids], [[*batch, _RESULT_ROWS, *trailing]], _WHOLE
+
+
+def _scatter_add_division(operand: Any, ids: Any, _: Any, *, indexing: Indexing) -> Any:
+    of_ids, index, batch, trailing = _names(ids, len(operand.shape) - 1, indexing)
+    operands = [[*batch, _ROWS, *trailing], of_ids, batch + index + trailing]
+    return operands, [[*batch, _RESULT_ROWS, *trailing]], _WHOLE
+
+
+def _gather_rows_division(table: Any, ids: Any, *, indexing: Indexing, **_: Any) -> Any:
+    of_ids, index, batch, trailing = _names(ids, len(table.shape) - 1, indexing)
+    return [[*batch, _ROWS, *trailing], of_ids], [batch + index + trailing], _WHOLE
+
+
+def _scatter_add_summed(
+    call: Callable[..., Any], axes: Sequence[str], operand: Any, ids: Any, updates: Any
+) -> jax.Array:
+    """The operand is added once, and not where the sum is 0: all-reduces do not keep -0."""
+
+    def add(total: jax.Array) -> jax.Array:
+        start = operand.astype(total.dtype)
+        return jnp.where(total == 0, start, start + total)
+
+    return _primitive.sum_over(axes, call(jnp.zeros_like(operand), ids, updates), add)
+
+
+# ---- native kernels, on one device ----
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """What the kernels are given: batch problems over rows of `inner` elements."""
+
+    platform: str
+    batch: int
+    updates: int
+    rows: int
+    inner: int
+    dtype: Any
+    ordered: bool  # the order of summation must be the same on every run
+    shape: tuple[int, ...]  # of the result: (batch, rows, inner), not flattened
+
+    @property
+    def compute_dtype(self) -> Any:
+        narrow = self.dtype in (jnp.float16, jnp.bfloat16)
+        return jnp.dtype(jnp.float32) if narrow else self.dtype
+
+    def row_bytes(self) -> int:
+        return self.inner * int(self.dtype.itemsize)
+
+    def result_bytes(self) -> int:
+        """Of one problem's sums before they are rounded."""
+        return self.rows * self.inner * int(self.compute_dtype.itemsize)
+
+
+# Which kernel runs. Times are of an H200, 16M values or 1M rows of 128; `python -m benchmarks
+# scatter` measures them.
+
+# On CUDA sums are private to a block while they fit its shared memory: 37 us for 1024 sums and
+# 60 us for 10,000, where atomics take 1430 and 360 us. Sums in a fixed order need a copy for each
+# of at least eight warps. Adding up the copies costs as much as that many atomics a sum.
+_PRIVATE_BYTES = 160 * 1024
+_PRIVATE_ORDERED_BYTES = 16 * 1024
+_PRIVATE_HITS = 64
+_PRIVATE_PARTS = 128
+# On CPUs narrow rows are summed into private copies if they hit each row once on average, wide ones
+# if they do so often. There are at least two copies, and more while each is hit often.
+_CPU_PRIVATE_INNER = 8
+_CPU_PRIVATE_HITS = 32
+_CPU_PRIVATE_PARTS = 8
+_CPU_PART_HITS = 16
+_CPU_PART_UPDATES = 4096
+# Sums of sorted elements one by one are faster in private copies, too, where runs are shorter.
+_CPU_RUN = 64
+# Consecutive positions of sorted ids that one worker sums. On CUDA a chunk of single elements is
+# what the kernel takes at once; of rows, 1024 chunks are two for each block that runs at a time.
+_CPU_CHUNK = 1024
+_ELEMENT_CHUNK = 4096
+_ROW_CHUNKS = 1024
+_ROW_CHUNK = 128
+# On CUDA rows are sorted from this width and size on: 125 us in 16 bits where vector atomics take
+# 132 us if no row is hot, and far more if one is. Smaller problems are done before a sort has
+# begun, and so are few rows of more bits, hot or not.
+_SORT_ROW_BYTES = 32
+_SORT_BYTES = 4 * 2**20
+_FEW_UPDATES = 8192
+# 16-bit sums by atomics go through f32 while that is not much larger than what else is moved.
+_SCRATCH_ROWS = 16
+# A comparison sort where a counting sort would have more counters a key than this.
+_COUNTERS_PER_KEY = 4
+
+
+def _is_private(p: _Problem, is_sorted: bool) -> bool:
+    """Whether every worker sums into a copy of its own: few rows, hit often."""
+    if p.platform == "cpu":
+        hits = 1 if p.inner <= _CPU_PRIVATE_INNER else _CPU_PRIVATE_HITS
+        short = p.inner == 1 and p.updates <= _CPU_RUN * p.rows
+        return p.updates >= hits * p.rows and (short or not is_sorted)
+    limit = _PRIVATE_ORDERED_BYTES if p.ordered else _PRIVATE_BYTES
+    few = p.batch == 1 and p.result_bytes() <= limit and p.updates >= _PRIVATE_HITS * p.rows
+    return few and not is_sorted
+
+
+def _parts(p: _Problem) -> int:
+    """The number of private copies."""
+    if p.platform == "cpu":
+        by_hits = max(2, p.updates // (_CPU_PART_HITS * p.rows))
+        return min(_CPU_PRIVATE_PARTS, by_hits, math.ceil(p.updates / _CPU_PART_UPDATES))
+    return _PRIVATE_PARTS
+
+
+def _chunks(p: _Problem) -> int:
+    """The number of chunks of sorted ids."""
+    if p.platform == "cpu":
+        return math.ceil(p.updates / _CPU_CHUNK)
+    if p.inner == 1 and not jnp.issubdtype(p.dtype, jnp.complexfloating):
+        return math.ceil(p.updates / _ELEMENT_CHUNK)
+    return min(_ROW_CHUNKS, math.ceil(p.updates / _ROW_CHUNK))
+
+
+def _is_sorted_first(p: _Problem) -> bool:
+    """Whether ids are sorted so that no two workers write to one row."""
+    if p.platform == "cpu" or p.ordered:
+        return True
+    is_narrow = p.compute_dtype != p.dtype
+    few = p.batch * p.updates <= _FEW_UPDATES
+    big = p.row_bytes() >= _SORT_ROW_BYTES
+    big = big and p.batch * p.updates * p.row_bytes() >= _SORT_BYTES
+    return (big and (is_narrow or not few)) or (is_narrow and not few and not _has_scratch(p))
+
+
+def _has_scratch(p: _Problem) -> bool:
+    """Whether atomics add 16-bit values up in f32, to be rounded once."""
+    return p.compute_dtype != p.dtype and p.rows <= _SCRATCH_ROWS * p.updates
+
+
+def _add_rows(
+    platform: str, operand: Any, ids: Any, updates: Any, rows: int, indexing: Indexing
+) -> Any:
+    """Sums rows of `updates` into `operand`, or into zeros if that is None."""
+    n, rank, dtype = indexing.batch, indexing.index_rank(ids), updates.dtype
+    shape = (*updates.shape[:n], rows, *updates.shape[n + rank :])
+    if math.prod(shape) == 0 or updates.size == 0:
+        return jnp.zeros(shape, dtype) if operand is None else operand
+    if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
+        # Exact modulo any power of two, and the kernels have no atomics of fewer bits.
+        wide = None if operand is None else operand.astype(jnp.int32)
+        updates = updates.astype(jnp.int32)
+        return _add_rows(platform, wide, ids, updates, rows, indexing).astype(dtype)
+    batch, inner = math.prod(shape[:n]), math.prod(shape[n + 1 :])
+    updates = updates.reshape(batch, -1, inner)
+    ids = ids.reshape(1 if indexing.shared else batch, -1)
+    # Integers have the same sum in any order.
+    ordered = indexing.deterministic and bool(jnp.issubdtype(dtype, jnp.inexact))
+    p = _Problem(platform, batch, updates.shape[1], rows, inner, updates.dtype, ordered, shape)
+    call = functools.partial(_call, p, operand, updates)
+    if _is_private(p, indexing.indices_are_sorted):
+        return call(ids, "private", (_parts(p), batch, rows, inner), indexing)
+    if indexing.indices_are_sorted:
+        if indexing.wrap or indexing.clip:
+            # The promise is about ids as they are read; two runs must not mean one row.
+            ids, _ = indexing.resolved(ids, rows)
+        return call(ids, "sorted", (batch, _chunks(p), 2, inner))
+    if _is_sorted_first(p):
+        return _sort_and_sum(p, operand, ids, updates, indexing)
+    scratch = (batch, rows, inner) if _has_scratch(p) else (0, 0, 0)
+    return call(ids, "atomic", scratch, indexing)
+
+
+def _sort_and_sum(p: _Problem, operand: Any, ids: Any, updates: Any, indexing: Indexing) -> Any:
+    """Sorts the ids of all problems together, which makes one problem of them."""
+    count = p.batch * p.updates
+    total = p.batch * p.rows
+    flat = dataclasses.replace(p, batch=1, updates=count, rows=total)
+    updates = updates.reshape(1, count, p.inner)
+    long = max(count, total) >= _INT32_MAX
+    with jax.enable_x64(True) if long else contextlib.nullcontext():
+        ids = jnp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (p.batch, p.updates))
+        order, index = None, jnp.int64 if long else jnp.int32
+        if p.platform == "cpu":
+            keys, order = _sort_on_cpu(ids, p.rows, indexing)
+        else:
+            keys = _sort_keys(ids, p.rows, indexing)
+            # Single elements are sorted themselves, rows by their numbers.
+            is_element = p.inner == 1 and not jnp.issubdtype(p.dtype, jnp.complexfloating)
+            rows = updates.reshape(-1) if is_element else jax.lax.iota(index, count)
+            keys, rows = jax.lax.sort((keys, rows), num_keys=1, is_stable=True)
+            if is_element:
+                updates = rows.reshape(updates.shape)
+            else:
+                order = rows
+            if keys.dtype != jnp.uint16:
+                keys = keys.astype(index)
+        scratch = (1, _chunks(flat), 2, p.inner)
+        return _call(flat, operand, updates, keys.reshape(1, -1), "sorted", scratch, order=order)
+
+
+def _sort_on_cpu(ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:
+    counters = ids.shape[0] * rows + 1
+    counted = counters <= _COUNTERS_PER_KEY * ids.size
+    shapes = ((1, ids.size), (ids.size,), (counters if counted else 0,))
+    call = jax.ffi.ffi_call(
+        "jof_sort_rows", tuple(jax.ShapeDtypeStruct(shape, ids.dtype) for shape in shapes)
+    )
+    keys, order, _ = call(ids, size=np.int64(rows), **_rule(indexing))
+    return keys, order
+
+
+def _sort_keys(ids: Any, rows: int, indexing: Indexing) -> Any:
+    """The number of each id's row among those of all problems, one more than the last for none.
+
+    Keys are as narrow as they can be: a radix sort takes a pass for each byte.
+    """
+    batch, total = ids.shape[0], ids.shape[0] * rows
+    sizes = ((jnp.uint16, 2**16), (jnp.uint32, 2**32), (jnp.uint64, 2**64))
+    key = next(dtype for dtype, limit in sizes if total < limit)
+    ids, valid = indexing.resolved(ids, rows)
+    # In uint32 at least: a device's arithmetic in 16 bits is no faster.
+    wide = jnp.promote_types(key, jnp.uint32)
+    first = jax.lax.iota(wide, batch)[:, None] * np.asarray(rows, wide)
+    keys = jnp.where(valid, ids.astype(wide) + first, np.asarray(total, wide))
+    return keys.astype(key).reshape(-1)
+
+
+def _call(
+    p: _Problem,
+    operand: Any,
+    updates: Any,
+    ids: Any,
+    target: str,
+    scratch: tuple[int, ...],
+    indexing: Indexing = _AS_STORED,
+    *,
+    order: Any = None,
+) -> Any:
+    """One FFI call; its scratch space is a result that nobody reads.
+
+    Operand and result are not reshaped: XLA would copy the operand for it, even if it is donated.
+    """
+    call = jax.ffi.ffi_call(
+        f"jof_scatter_add_{target}",
+        (
+            jax.ShapeDtypeStruct(p.shape, p.dtype),
+            jax.ShapeDtypeStruct(scratch, p.compute_dtype),
+        ),
+        input_output_aliases=None if operand is None else {0: 0},
+    )
+    result, _ = call(
+        jnp.zeros((0, 0, 0), p.dtype) if operand is None else operand,
+        updates,
+        ids,
+        jnp.zeros(0, jnp.int32) if order is None else order,
+        deterministic=np.bool_(p.ordered),
+        **_rule(indexing),
+    )
+    return result
+
+
+def _rule(indexing: Indexing) -> dict[str, Any]:
+    return {"wrap": np.bool_(indexing.wrap), "clip": np.bool_(indexing.clip)}
+
+
+def _segment_sum_native(
+    platform: str, data: Any, ids: Any, *, num_segments: int, indexing: Indexing
+) -> Any:
+    if not is_summed(data.dtype):  # the cotangent of a gather in 8 bits
+        return _reference.segment_sum(data, ids, num_segments=num_segments, indexing=indexing)
+    return _add_rows(platform, None, ids, data, num_segments, indexing)
+
+
+def _scatter_add_native(
+    platform: str, operand: Any, ids: Any, updates: Any, *, indexing: Indexing
+) -> Any:
+    return _add_rows(platform, operand, ids, updates, operand.shape[indexing.batch], indexing)
+
+
+def _gather_rows_native(
+    platform: str, table: Any, ids: Any, *, fill: str, indexing: Indexing
+) -> Any:
+    n, dtype = indexing.batch, table.dtype
+    rows, inner = table.shape[n], math.prod(table.shape[n + 1 :])
+    shape = (*table.shape[:n], *ids.shape[indexing.index_begin() :], *table.shape[n + 1 :])
+    value = _reference.fill_value(dtype, fill)
+    if table.size == 0 or ids.size == 0:
+        return jnp.full(shape, value, dtype)
+    batch = math.prod(shape[:n])
+    ids = ids.reshape(1 if indexing.shared else batch, -1)
+    call = jax.ffi.ffi_call(
+        "jof_gather_rows", jax.ShapeDtypeStruct((batch, ids.shape[1], inner), dtype)
+    )
+    element = np.frombuffer(value.tobytes().ljust(16, b"\0"), np.int64)
+    return call(table.reshape(batch, rows, inner), ids, **_rule(indexing), fill=element).reshape(
+        shape
+    )
+
+
+# ---- batching ----
+
+
+def _place(x: Any, axis: int | None, at: int, size: int) -> Any:
+    """`x` with its batch axis at `at`, broadcast if it has none."""
+    if axis is not None:
+        return jnp.moveaxis(x, axis, at)
+    x = jnp.expand_dims(x, at)
+    return jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :]))
+
+
+def _place_ids(
+    ids: Any, axis: int | None, at: int, batch: Sequence[int], indexing: Indexing
+) -> tuple[Any, Indexing]:
+    """Ids for one more batch dimension, which is `at`; `batch` are all of them, it included."""
+    if axis is None and indexing.shared:
+        return ids, dataclasses.replace(indexing, batch=len(batch))
+    if indexing.shared and axis is not None:
+        ids = jnp.moveaxis(ids, axis, 0)
+        ids = ids.reshape(*(n if i == at else 1 for i, n in enumerate(batch)), *ids.shape[1:])
+        ids = jnp.broadcast_to(ids, (*batch, *ids.shape[len(batch) :]))
+    else:
+        ids = _place(ids, axis, at, batch[at])
+    return ids, dataclasses.replace(indexing, batch=len(batch), shared=False)
+
+
+def _size(args: Sequence[Any], dims: Sequence[int | None]) -> int:
+    return next(int(x.shape[d]) for x, d in zip(args, dims, strict=True) if d is not None)
+
+
+def _segment_sum_batch(
+    primitive: core.Primitive, args: Any, dims: Any, *, indexing: Indexing, **params: Any
+) -> Any:
+    """The batch axis of data is one more dimension, leading or trailing, wherever it stands.
+
+    Only between index dimensions it would be in the way; there it is moved to the front.
+    """
+    (data, ids), (axis, ids_axis) = args, dims
+    n = indexing.batch
+    rank = indexing.index_rank(ids) - (ids_axis is not None)
+    if ids_axis is None and axis >= n + rank:
+        return bind(primitive, data, ids, indexing=indexing, **params), axis - rank + 1
+    at = axis if axis is not None and axis <= n else 0
+    data = _place(data, axis, at, _size(args, dims))
+    ids, indexing = _place_ids(ids, ids_axis, at, data.shape[: n + 1], indexing)
+    return bind(primitive, data, ids, indexing=indexing, **params), at
+
+
+def _scatter_add_batch(
+    primitive: core.Primitive, args: Any, dims: Any, *, indexing: Indexing, **params: Any
+) -> Any:
+    """As for segment_sum, with the operand's axis where that of the updates is."""
+    (operand, ids, updates), (axis, ids_axis, updates_axis) = args, dims
+    n, size = indexing.batch, _size(args, dims)
+    rank = indexing.index_rank(ids) - (ids_axis is not None)
+    # The axis that need not move: that of the updates, as those are larger as a rule.
+    trailing = updates_axis - n - rank if updates_axis is not None else (axis or 0) - n - 1
+    if ids_axis is None and trailing >= 0:
+        operand = _place(operand, axis, n + 1 + trailing, size)
+        updates = _place(updates, updates_axis, n + rank + trailing, size)
+        result = bind(primitive, operand, ids, updates, indexing=indexing, **params)
+        return result, n + 1 + trailing
+    at = next((d for d in (updates_axis, axis) if d is not None and d <= n), 0)
+    operand, updates = _place(operand, axis, at, size), _place(updates, updates_axis, at, size)
+    ids, indexing = _place_ids(ids, ids_axis, at, operand.shape[: n + 1], indexing)
+    return bind(primitive, operand, ids, updates, indexing=indexing, **params), at
+
+
+def _gather_rows_batch(
+    primitive: core.Primitive, args: Any, dims: Any, *, indexing: Indexing, **params: Any
+) -> Any:
+    """Ids of a table without a batch axis have one more index dimension: nothing is repeated."""
+    (table, ids), (axis, ids_axis) = args, dims
+    n = indexing.batch
+    if axis is None:
+        begin = indexing.index_begin()
+        at = max(ids_axis, begin)
+        # Each example keeps the caller's promises, all of them together do not.
+        indexing = dataclasses.replace(indexing, indices_are_sorted=False, unique_indices=False)
+        ids = jnp.moveaxis(ids, ids_axis, at)
+        return bind(primitive, table, ids, indexing=indexing, **params), n + at - begin
+    rank = indexing.index_rank(ids) - (ids_axis is not None)
+    if ids_axis is None and axis > n:
+        return bind(primitive, table, ids, indexing=indexing, **params), axis - 1 + rank
+    at = axis if axis <= n else 0
+    table = _place(table, axis, at, _size(args, dims))
+    ids, indexing = _place_ids(ids, ids_axis, at, table.shape[: n + 1], indexing)
+    return bind(primitive, table, ids, indexing=indexing, **params), at
+
+
+# ---- the primitives and their derivatives ----
+
+segment_sum_p = _primitive.define(
+    "jof_segment_sum",
+    function="segment_sum",
+    abstract_eval=_segment_sum_type,
+    reference=_reference.segment_sum,
+    native=_segment_sum_native,
+    division=_segment_sum_division,
+    batch=_segment_sum_batch,
+)
+scatter_add_p = _primitive.define(
+    "jof_scatter_add",
+    function="scatter_add",
+    abstract_eval=_scatter_add_type,
+    reference=_reference.scatter_add,
+    native=_scatter_add_native,
+    division=_scatter_add_division,
+    summed=_scatter_add_summed,
+    batch=_scatter_add_batch,
+)
+gather_rows_p = _primitive.define(
+    "jof_gather_rows",
+    function="embedding_lookup",
+    abstract_eval=_gather_rows_type,
+    reference=_reference.gather_rows,
+    native=_gather_rows_native,
+    division=_gather_rows_division,
+    batch=_gather_rows_batch,
+)
+
+
+def _segment_sum_transpose(
+    ct: Any, data: Any, ids: Any, *, num_segments: int, **params: Any
+) -> list[Any]:
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(data.aval), None]
+    result = bind(gather_rows_p, ct, ids, fill="zero", **params)
+    return [_compat.with_sharding_of(result, data.aval), None]
+
+
+def _gather_rows_transpose(
+    ct: Any, table: Any, ids: Any, *, fill: str, indexing: Indexing, **params: Any
+) -> list[Any]:
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(table.aval), None]
+    rows = table.aval.shape[indexing.batch]
+    result = bind(segment_sum_p, ct, ids, num_segments=rows, indexing=indexing, **params)
+    return [_compat.with_sharding_of(result, table.aval), None]
+
+
+def _scatter_add_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    _, ids, _ = primals
+    operand, _, updates = tangents
+    result = bind(scatter_add_p, *primals, **params)
+    aval = jax.typeof(result)
+    if isinstance(updates, ad.Zero):
+        if isinstance(operand, ad.Zero):
+            return result, ad.Zero(aval.to_tangent_aval())
+        return result, _compat.with_sharding_of(operand, aval)
+    if isinstance(operand, ad.Zero):
+        rows = aval.shape[params["indexing"].batch]
+        tangent = bind(segment_sum_p, updates, ids, num_segments=rows, **params)
+        return result, _compat.with_sharding_of(tangent, aval)
+    return result, bind(scatter_add_p, operand, ids, updates, **params)
+
+
+def _scatter_add_transpose(
+    ct: Any, operand: Any, ids: Any, updates: Any, **params: Any
+) -> list[Any]:
+    cts: list[Any] = [None, None, None]
+    if ad.is_undefined_primal(operand):
+        zero = isinstance(ct, ad.Zero)
+        cts[0] = ad.Zero(operand.aval) if zero else _compat.with_sharding_of(ct, operand.aval)
+    if ad.is_undefined_primal(updates):
+        cts[2] = _segment_sum_transpose(ct, updates, ids, num_segments=0, **params)[0]
+    return cts
+
+
+def _zero_filled(tangent: Any, _: Any, ids: Any, **params: Any) -> Any:
+    return bind(gather_rows_p, tangent, ids, **{**params, "fill": "zero"})
+
+
+ad.defjvp(segment_sum_p, lambda t, _, ids, **params: bind(segment_sum_p, t, ids, **params), None)
+ad.defjvp(gather_rows_p, _zero_filled, None)
+ad.primitive_jvps[scatter_add_p] = _scatter_add_jvp
+ad.primitive_transposes[segment_sum_p] = _segment_sum_transpose
+ad.primitive_transposes[gather_rows_p] = _gather_rows_transpose
+ad.primitive_transposes[scatter_add_p] = _scatter_add_transpose

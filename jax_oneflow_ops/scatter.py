@@ -1,0 +1,379 @@
+"""Sums of rows that indices name, and the lookup of rows: segment sums, scatter-add, embeddings."""
+
+import math
+import operator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_oneflow_ops import _checks, _compat, _native, _scatter
+from jax_oneflow_ops._indexing import Indexing
+
+Implementation = Literal["native", "xla"] | None
+Mode = Literal["drop", "fill", "clip", "promise_in_bounds"] | jax.lax.GatherScatterMode | None
+
+
+def segment_sum(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    *,
+    deterministic: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Sums the rows of each segment. Replaces `jax.ops.segment_sum`.
+
+    ``result[s]`` is the sum of ``data[n]`` over all ``n`` with ``segment_ids[n] == s``.
+
+    Args:
+      data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, complex, or integers
+        of 8 to 64 bits.
+      segment_ids: array of integers, of any dtype and of shape ``(n,)``. They need not be sorted,
+        and may repeat. In general `data` is broadcast to ``segment_ids.shape + data.shape[1:]``.
+      num_segments: the number of rows of the result. None takes ``max(segment_ids) + 1``, which
+        needs concrete ids: inside `jax.jit` it must be given.
+      indices_are_sorted: a promise that `segment_ids` ascends, which saves sorting it. Where it is
+        broken sums are wrong.
+      unique_indices: a promise that no id occurs twice, for the jnp reference.
+      bucket_size: sums the rows of each `bucket_size` consecutive ids by themselves, then the
+        buckets' sums.
+      mode: what an id that is negative or too large does. ``"drop"``, ``"fill"`` and None: nothing.
+        ``"clip"``: it is brought into range. ``"promise_in_bounds"``: there is none, the same as
+        ``"drop"`` here. Or the equal `jax.lax.GatherScatterMode`.
+      deterministic: the same bits on every run. CPUs always do this, and GPUs for integers,
+        sorted ids and many wide rows; for single floats it takes them up to four times as long.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
+        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
+        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
+        is traced, replaces None.
+
+    Returns:
+      An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
+
+    Raises:
+      TypeError: `data` is not an array or a number of a dtype listed above, `segment_ids` are no
+        integers, or `num_segments` or `bucket_size` is no integer.
+      ValueError: `num_segments` is negative, `bucket_size` is not positive or `segment_ids` not
+        of one dimension with it, the shapes do not fit, or an option has an unknown value.
+      jax.errors.ConcretizationTypeError: `num_segments` must be given, as ids are traced.
+      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+
+    Numerics:
+      Integers are exact modulo 2^k. Floats are summed in their own dtype, 16-bit values in float32
+      and rounded once; the exception are GPUs' sums of at most 8192 updates into sixteen times as
+      many rows, unless sorted or `deterministic`: those are rounded at each addition. Atomic
+      additions of float32 on GPUs flush sums under 2^-126 to 0. The order of summation is not
+      specified.
+
+    Differentiation and sharding:
+      The gradient gathers rows; to any order, in both modes. All dimensions after the first may be
+      sharded freely. Where `n` is sharded evenly devices sum their rows, then their sums: 16-bit
+      values are rounded by each device and once more.
+
+    Source:
+      OneFlow's and PyTorch's ``FastAtomicAdd``, described in "OneFlow FastAtomicAdd" by BBuf.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_oneflow_ops as jof
+      >>> data, ids = jnp.arange(5.0), jnp.array([0, 0, 2, 2, -1])
+      >>> print(jof.segment_sum(data, ids, 4))
+      [1. 0. 5. 0.]
+      >>> print(jax.grad(lambda x: (jof.segment_sum(x, ids, 4) ** 2).sum())(data))
+      [ 2.  2. 10. 10.  0.]
+    """
+    name = "segment_sum"
+    choice = _native.choose_implementation(name, implementation)
+    data = _checks.as_array(name, "data", data, numbers=True)
+    _check_summed(name, "data", data)
+    ids = _checks.as_ids(name, "segment_ids", segment_ids)
+    if num_segments is None:
+        num_segments = np.max(ids) + 1
+    num_segments = _number_of_segments(num_segments)
+    shape = (*ids.shape, *data.shape[1:])
+    data = _broadcast(name, "data", data, shape, "segment_ids.shape + data.shape[1:]")
+    indexing = Indexing(
+        clip=_clips(name, mode),
+        indices_are_sorted=bool(indices_are_sorted),
+        unique_indices=bool(unique_indices),
+        deterministic=bool(deterministic),
+    )
+    if bucket_size is None:
+        return _segment_sum(data, ids, num_segments, indexing, choice)
+    size = _integer(name, "bucket_size", bucket_size)
+    if size <= 0:
+        raise ValueError(f"{name}: bucket_size must be positive, got {bucket_size!r}")
+    if ids.ndim != 1:
+        raise ValueError(
+            f"{name}: segment_ids must have one dimension if bucket_size is given, got shape "
+            f"{ids.shape}"
+        )
+    # The buckets are a batch; zeros fill the last one up.
+    buckets = math.ceil(ids.size / size)
+    missing = buckets * size - ids.size
+    data = jnp.pad(data, [(0, missing), *[(0, 0)] * (data.ndim - 1)])
+    data = data.reshape(buckets, size, *data.shape[1:])
+    ids = jnp.pad(ids, (0, missing), constant_values=num_segments).reshape(buckets, size)
+    sums = jax.vmap(lambda x, i: _segment_sum(x, i, num_segments, indexing, choice))(data, ids)
+    return jnp.sum(sums, axis=0, dtype=data.dtype)
+
+
+def scatter_add(
+    operand: ArrayLike,
+    indices: ArrayLike,
+    updates: ArrayLike,
+    *,
+    mode: Mode = "drop",
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    deterministic: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Adds rows to the rows that indices name. Replaces ``operand.at[indices].add(updates)``.
+
+    Equal indices add up. Inside `jax.jit` the sum is made in the operand's buffer if that is not
+    needed any more, as when it is donated.
+
+    Args:
+      operand: array of shape ``(s, ...)``: float16, bfloat16, float32, float64, complex, or
+        integers of 8 to 64 bits.
+      indices: integers of any dtype and shape, or a number. Negative ones count from the end.
+      updates: array or number that broadcasts to ``indices.shape + operand.shape[1:]``, of a dtype
+        that jnp promotes to the operand's.
+      mode: what an index that is out of range does. ``"drop"``, ``"fill"`` and None: nothing.
+        ``"clip"``: it is brought into range. ``"promise_in_bounds"``: there is none, the same as
+        ``"drop"`` here. Or the equal `jax.lax.GatherScatterMode`.
+      indices_are_sorted: a promise that flattened indices ascend once negative ones are counted
+        from the beginning, which saves sorting them. Where it is broken sums are wrong.
+      unique_indices: a promise that no index occurs twice, for the jnp reference.
+      deterministic: the same bits on every run. CPUs always do this, and GPUs for integers,
+        sorted indices and many wide rows; for single floats it takes them up to four times as long.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
+        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
+        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
+        is traced, replaces None.
+
+    Returns:
+      An array of the operand's shape and dtype. Rows that no index names keep their bits.
+
+    Raises:
+      TypeError: `operand` is not an array of a dtype listed above, `updates` is no array or number
+        or of a dtype that the operand's does not hold, or `indices` are no integers.
+      ValueError: `operand` is a scalar, `updates` does not broadcast, or an option has an unknown
+        value.
+      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+
+    Numerics:
+      Integers are exact modulo 2^k. Floats are summed in their own dtype, 16-bit values in float32
+      and rounded once; the exception are GPUs' sums of at most 8192 updates into sixteen times as
+      many rows, unless sorted or `deterministic`: those are rounded at each addition. Atomic
+      additions of float32 on GPUs flush sums under 2^-126 to 0. The order of summation is not
+      specified.
+
+    Differentiation and sharding:
+      The gradient with respect to the operand is the cotangent, that with respect to the updates
+      gathers its rows; to any order, in both modes. All dimensions after the first may be sharded
+      freely. Where those of `indices` are sharded evenly devices sum their updates, then their
+      sums and the operand: 16-bit values are rounded by each device and once more.
+
+    Source:
+      OneFlow's and PyTorch's ``FastAtomicAdd``, described in "OneFlow FastAtomicAdd" by BBuf.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> x = jnp.zeros((3, 2))
+      >>> print(jof.scatter_add(x, jnp.array([0, -1, 0, 7]), 1.0))
+      [[2. 2.]
+       [0. 0.]
+       [1. 1.]]
+    """
+    name = "scatter_add"
+    choice = _native.choose_implementation(name, implementation)
+    operand = _checks.as_array(name, "operand", operand)
+    _check_summed(name, "operand", operand)
+    if operand.ndim == 0:
+        raise ValueError(f"{name}: operand must have at least 1 dimension, got shape ()")
+    ids = _checks.as_ids(name, "indices", indices)
+    updates = _checks.as_array(name, "updates", updates, numbers=True)
+    if jnp.result_type(operand, updates) != operand.dtype:
+        raise TypeError(
+            f"{name}: updates must have a dtype that {operand.dtype}, the operand's, can hold, got "
+            f"{updates.dtype}; cast updates first"
+        )
+    shape = (*ids.shape, *operand.shape[1:])
+    updates = _broadcast(name, "updates", updates, shape, "indices.shape + operand.shape[1:]")
+    result: jax.Array = _scatter.bind(
+        _scatter.scatter_add_p,
+        operand,
+        ids,
+        updates.astype(operand.dtype),
+        indexing=Indexing(
+            wrap=True,
+            clip=_clips(name, mode),
+            indices_are_sorted=bool(indices_are_sorted),
+            unique_indices=bool(unique_indices),
+            deterministic=bool(deterministic),
+        ),
+        implementation=choice,
+    )
+    return result
+
+
+def embedding_lookup(
+    table: ArrayLike,
+    ids: ArrayLike,
+    *,
+    deterministic: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The rows of a table that ids name. Replaces ``jnp.take(table, ids, axis=0)``.
+
+    Args:
+      table: array of shape ``(s, ...)`` and of any dtype of 1 to 16 bytes.
+      ids: integers of any dtype and shape, or a number. Negative ones count from the end.
+      deterministic: the gradient has the same bits on every run, as in `scatter_add`.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
+        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
+        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
+        is traced, replaces None.
+
+    Returns:
+      An array of shape ``ids.shape + table.shape[1:]`` and of the table's dtype. Where an id is out
+      of range it has NaN, the least signed or the greatest unsigned integer, or True.
+
+    Raises:
+      TypeError: `table` is not an array or has a dtype without a fixed number of bytes (int4, PRNG
+        keys), or `ids` are no integers.
+      ValueError: `table` is a scalar.
+      IndexError: `table` has no rows, and there are ids.
+      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+
+    Numerics:
+      The lookup moves bits. Its gradient is a `segment_sum` of the cotangent's rows, with its
+      numerics: 16-bit values are summed in float32. Ids out of range have no part in it. 8-bit
+      floats are summed by the jnp reference.
+
+    Differentiation and sharding:
+      To any order, in both modes. All dimensions of `ids` and all but the first of `table` may be
+      sharded freely; the first is gathered. Where ids are sharded evenly the gradient is summed on
+      each device, then over devices.
+
+    Source:
+      OneFlow's and PyTorch's ``FastAtomicAdd``, which is what the gradient needs, described in
+      "OneFlow FastAtomicAdd" by BBuf.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_oneflow_ops as jof
+      >>> table = jnp.arange(6.0).reshape(3, 2)
+      >>> print(jof.embedding_lookup(table, jnp.array([2, 0, -1, 3])))
+      [[ 4.  5.]
+       [ 0.  1.]
+       [ 4.  5.]
+       [nan nan]]
+      >>> print(jax.grad(lambda t: jof.embedding_lookup(t, jnp.array([2, 0, -1])).sum())(table))
+      [[1. 1.]
+       [0. 0.]
+       [2. 2.]]
+    """
+    name = "embedding_lookup"
+    choice = _native.choose_implementation(name, implementation)
+    table = _checks.as_array(name, "table", table)
+    if not _checks.is_movable(table.dtype):
+        raise TypeError(
+            f"{name}: table must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {table.dtype}"
+        )
+    if table.ndim == 0:
+        raise ValueError(f"{name}: table must have at least 1 dimension, got shape ()")
+    ids = _checks.as_ids(name, "ids", ids)
+    if table.shape[0] == 0 and ids.size:
+        raise IndexError(
+            f"{name}: table must have rows where there are ids, got shapes {table.shape} and "
+            f"{ids.shape}"
+        )
+    result: jax.Array = _scatter.bind(
+        _scatter.gather_rows_p,
+        table,
+        ids,
+        fill="invalid",
+        indexing=Indexing(wrap=True, deterministic=bool(deterministic)),
+        implementation=choice,
+    )
+    return result
+
+
+def _segment_sum(
+    data: jax.Array, ids: jax.Array, num_segments: int, indexing: Indexing, choice: str | None
+) -> jax.Array:
+    result: jax.Array = _scatter.bind(
+        _scatter.segment_sum_p,
+        data,
+        ids,
+        num_segments=num_segments,
+        indexing=indexing,
+        implementation=choice,
+    )
+    return result
+
+
+def _check_summed(function: str, name: str, x: jax.Array) -> None:
+    if not _scatter.is_summed(x.dtype):
+        raise TypeError(
+            f"{function}: {name} must be float16, bfloat16, float32, float64, complex, or integers "
+            f"of 8 to 64 bits, got {x.dtype}; cast {name} first"
+        )
+
+
+def _broadcast(
+    function: str, name: str, x: jax.Array, shape: tuple[int, ...], expected: str
+) -> jax.Array:
+    if x.shape == shape:
+        return x
+    try:
+        return jnp.broadcast_to(x, shape)
+    except ValueError:
+        raise ValueError(
+            f"{function}: {name} must broadcast to {expected} = {shape}, got shape {x.shape}"
+        ) from None
+
+
+def _integer(function: str, name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{function}: {name} must be a concrete integer, got {value!r} of type "
+            f"{type(value).__name__}"
+        ) from None
+
+
+def _number_of_segments(value: Any) -> int:
+    if isinstance(value, jax.Array):
+        value = _compat.concrete_dimension(value, "segment_sum() `num_segments` argument.")
+    size = _integer("segment_sum", "num_segments", value)
+    if size < 0:
+        raise ValueError(f"segment_sum: num_segments must be non-negative, got {size}")
+    return size
+
+
+def _clips(function: str, mode: Any) -> bool:
+    """Whether ids out of range are clipped; else they are dropped."""
+    modes = jax.lax.GatherScatterMode
+    try:
+        if mode is None or isinstance(mode, str | modes):
+            return modes.from_any(mode) == modes.CLIP
+    except ValueError:
+        pass
+    raise ValueError(
+        f'{function}: mode must be "drop", "fill", "clip", "promise_in_bounds", None or a '
+        f"jax.lax.GatherScatterMode, got {mode!r}"
+    )

@@ -1,0 +1,181 @@
+// sources: csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
+// The CPU kernels of scatters and gathers on pointers at every offset within 16 bytes that their
+// type allows, between guard zones that must stay untouched, with ids and orders that are out of
+// range or that break the promise of being sorted.
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "common/types.h"
+#include "cpu/kernels.h"
+#include "guarded.h"
+#include "ops/scatter.h"
+
+using namespace jof;
+
+enum class Ids { kSorted, kOneRun, kBroken };
+
+struct Shape {
+  int64_t batch, size, rows, inner, splits, columns;
+};
+
+std::vector<int32_t> MakeIds(const Shape& s, Ids kind) {
+  std::vector<int32_t> ids;
+  for (int64_t b = 0; b < s.batch; ++b) {
+    for (int64_t n = 0; n < s.rows; ++n) {
+      // From below the rows to beyond them.
+      const int64_t sorted = n * (s.size + 2) / s.rows - 1;
+      const int64_t one = n < 2 ? 0 : s.size / 2;
+      const int64_t broken = (n * 7919 + b) % (2 * s.size + 3) - s.size;
+      ids.push_back(static_cast<int32_t>(kind == Ids::kSorted   ? sorted
+                                         : kind == Ids::kOneRun ? one
+                                                                : broken));
+    }
+  }
+  return ids;
+}
+
+template <typename T>
+T Make(int64_t value) {
+  return Accumulator<T>::Store(static_cast<Compute<T>>(value));
+}
+
+int64_t Value(int64_t i) { return (i * 7 + i / 13) % 3; }
+
+// Small integers: their sums are exact in every type.
+template <typename T>
+void TestScatter(const Shape& s, AddType type, Ids kind, bool is_private, bool has_operand,
+                 bool ordered) {
+  const auto bytes = static_cast<int64_t>(sizeof(T)), inner = s.inner;
+  std::vector<int32_t> ids = MakeIds(s, kind);
+  std::vector<int32_t> order;
+  for (int64_t n = 0; ordered && n < s.rows; ++n) {
+    order.push_back(kind == Ids::kBroken ? static_cast<int32_t>(n * 1000 - 5000)
+                                         : static_cast<int32_t>(s.rows - 1 - n));
+  }
+  const IndexRule rule{s.size, false, false};
+  for (int64_t offset = 0; offset < 16; offset += bytes) {
+    Guarded updates(s.batch * s.rows * inner * bytes, offset);
+    Guarded result(s.batch * s.size * inner * bytes, 16 - bytes - offset);
+    const int64_t sums = is_private ? s.splits * s.batch * s.size : s.batch * s.splits * 2;
+    Guarded scratch(sums * inner * static_cast<int64_t>(sizeof(Compute<T>)), 0);
+    auto* in = static_cast<T*>(updates.data());
+    auto* out = static_cast<T*>(result.data());
+    std::vector<int64_t> want(static_cast<size_t>(s.batch * s.size * inner));
+    for (int64_t i = 0; i < s.batch * s.rows * inner; ++i) in[i] = Make<T>(Value(i));
+    for (size_t i = 0; i < want.size(); ++i) {
+      want[i] = has_operand ? static_cast<int64_t>(i % 5) : 0;
+      out[i] = Make<T>(want[i]);
+    }
+    for (int64_t n = 0; n < s.batch * s.rows; ++n) {
+      const int64_t id = rule.Resolve(ids[static_cast<size_t>(n)]);
+      const int64_t row = ordered ? order[static_cast<size_t>(n)] : n;
+      for (int64_t d = 0; id >= 0 && d < inner; ++d) {
+        want[static_cast<size_t>((n / s.rows * s.size + id) * inner + d)] += Value(row * inner + d);
+      }
+    }
+
+    const CpuScatter call{s.batch,
+                          s.size,
+                          s.rows,
+                          inner,
+                          false,
+                          false,
+                          false,
+                          has_operand,
+                          4,
+                          4,
+                          in,
+                          ids.data(),
+                          ordered ? order.data() : nullptr,
+                          out,
+                          scratch.data(),
+                          s.splits,
+                          s.columns};
+    const CpuKernels& kernels = BestCpuKernels();
+    const int t = static_cast<int>(type);
+    if (is_private) {
+      const int64_t parts = s.splits * s.batch, size = s.batch * s.size * inner;
+      kernels.scatter_private(call, t, 0, parts / 2);
+      kernels.scatter_private(call, t, parts / 2, parts);
+      kernels.scatter_combine(call, t, 0, size / 3);
+      kernels.scatter_combine(call, t, size / 3, size);
+    } else {
+      const int64_t chunks = s.batch * s.splits, rows = s.batch * s.size;
+      const int64_t units = chunks * ((inner + s.columns - 1) / s.columns);
+      if (!has_operand) {
+        kernels.scatter_zeros(call, static_cast<int>(bytes), 0, rows / 3);
+        kernels.scatter_zeros(call, static_cast<int>(bytes), rows / 3, rows);
+      }
+      kernels.scatter_sorted(call, t, units / 2, units);
+      kernels.scatter_sorted(call, t, 0, units / 2);
+      kernels.scatter_carries(call, t, 0, chunks);
+    }
+    for (size_t i = 0; (is_private || kind != Ids::kBroken) && i < want.size(); ++i) {
+      const T wanted = Make<T>(want[i]);
+      JOF_CHECK(std::memcmp(&out[i], &wanted, sizeof(T)) == 0, "result %ld, want %ld", long(i),
+                long(want[i]));
+    }
+    updates.CheckGuards();
+    result.CheckGuards();
+    scratch.CheckGuards();
+  }
+}
+
+template <typename T>
+void TestScatters(const Shape& s, AddType type) {
+  for (const Ids kind : {Ids::kSorted, Ids::kOneRun, Ids::kBroken}) {
+    for (const bool has_operand : {false, true}) {
+      TestScatter<T>(s, type, kind, true, has_operand, false);
+      TestScatter<T>(s, type, kind, false, has_operand, false);
+      if (s.batch == 1) TestScatter<T>(s, type, kind, false, has_operand, true);
+    }
+  }
+}
+
+void TestGather(int64_t row_bytes, bool wrap, bool clip) {
+  const Shape s{2, 5, 300, 1, 1, 1};
+  const std::vector<int32_t> ids = MakeIds(s, Ids::kBroken);
+  const std::vector<char> fill(static_cast<size_t>(row_bytes), 'f');
+  const IndexRule rule{s.size, wrap, clip};
+  for (int64_t offset = 0; offset < 16; ++offset) {
+    Guarded table(s.batch * s.size * row_bytes, offset);
+    Guarded result(s.batch * s.rows * row_bytes, 15 - offset);
+    auto* in = static_cast<char*>(table.data());
+    auto* out = static_cast<char*>(result.data());
+    for (int64_t i = 0; i < s.batch * s.size * row_bytes; ++i) in[i] = static_cast<char>(i * 37);
+    const CpuGather call{s.batch, s.size, s.rows, row_bytes,  wrap,        clip,
+                         false,   4,      in,     ids.data(), fill.data(), out};
+    BestCpuKernels().gather_rows(call, 0, 100);
+    BestCpuKernels().gather_rows(call, 100, s.batch * s.rows);
+    for (int64_t n = 0; n < s.batch * s.rows; ++n) {
+      const int64_t id = rule.Resolve(ids[static_cast<size_t>(n)]);
+      const char* want = id < 0 ? fill.data() : in + (n / s.rows * s.size + id) * row_bytes;
+      JOF_CHECK(std::memcmp(out + n * row_bytes, want, static_cast<size_t>(row_bytes)) == 0,
+                "row %ld of %ld bytes", long(n), long(row_bytes));
+    }
+    result.CheckGuards();
+  }
+}
+
+int main() {
+  for (const int64_t inner : {1, 2, 3, 8, 21, 150, 2500}) {
+    for (const int64_t splits : {1, 2, 5, 40}) {
+      const int64_t rows = inner > 1000 ? 9 : 150, columns = inner > 100 ? 64 : inner;
+      for (const int64_t batch : {1, 2}) {
+        const Shape shape{batch, 7, rows, inner, splits, columns};
+        TestScatters<float>(shape, AddType::kF32);
+        TestScatters<Half>(shape, AddType::kF16);
+        TestScatters<uint64_t>(shape, AddType::kI64);
+      }
+      TestScatters<BFloat16>({1, 7, rows, inner, splits, columns}, AddType::kBF16);
+      TestScatters<double>({1, 7, rows, inner, splits, columns}, AddType::kF64);
+      TestScatters<uint32_t>({1, 7, rows, inner, splits, columns}, AddType::kI32);
+    }
+  }
+  for (const int64_t bytes : {1, 2, 3, 4, 8, 12, 16, 24, 32, 64, 100, 1000}) {
+    for (const bool wrap : {false, true}) {
+      for (const bool clip : {false, true}) TestGather(bytes, wrap, clip);
+    }
+  }
+}

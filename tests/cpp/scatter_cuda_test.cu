@@ -1,0 +1,357 @@
+// The CUDA kernels of scatters and gathers on pointers at every offset within 16 bytes that their
+// type allows, between guard zones that must stay untouched, with ids and orders that are out of
+// range or that break the promise of being sorted. Needs a GPU; `make gpu-check` runs it. With the
+// argument `brief` a part of it: for compute-sanitizer.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "cuda/fast_atomic_add.cuh"
+#include "cuda/scatter.h"
+
+using namespace jof;
+
+#define CHECK_CUDA(expression)                                                           \
+  do {                                                                                   \
+    const cudaError_t status = (expression);                                             \
+    JOF_CHECK(status == cudaSuccess, "%s: %s", #expression, cudaGetErrorString(status)); \
+  } while (false)
+
+constexpr int64_t kGuardBytes = 64;
+constexpr uint8_t kGuard = 0xa5;
+
+bool g_brief = false;
+int64_t g_launches = 0;
+
+// Device memory, poisoned, whose payload stands at `offset` from 16-byte alignment.
+class DeviceArray {
+ public:
+  DeviceArray(int64_t bytes, int64_t offset)
+      : begin_(kGuardBytes + offset), bytes_(bytes), host_(size_t(bytes + offset) + 128, kGuard) {
+    CHECK_CUDA(cudaMalloc(&data_, host_.size()));
+    CHECK_CUDA(cudaMemcpy(data_, host_.data(), host_.size(), cudaMemcpyHostToDevice));
+  }
+  template <typename T>
+  DeviceArray(const std::vector<T>& values, int64_t offset)
+      : DeviceArray(static_cast<int64_t>(values.size() * sizeof(T)), offset) {
+    if (!values.empty()) {
+      CHECK_CUDA(cudaMemcpy(data(), values.data(), size_t(bytes_), cudaMemcpyHostToDevice));
+    }
+  }
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+  void* data() { return static_cast<uint8_t*>(data_) + begin_; }
+
+  // The payload on the host; checks the guard zones.
+  template <typename T>
+  const T* CopyToHost() {
+    CHECK_CUDA(cudaMemcpy(host_.data(), data_, host_.size(), cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < static_cast<int64_t>(host_.size()); ++i) {
+      const bool inside = i >= begin_ && i < begin_ + bytes_;
+      JOF_CHECK(inside || host_[size_t(i)] == kGuard, "guard overwritten at %ld of %ld bytes",
+                long(i - begin_), long(bytes_));
+    }
+    payload_.resize(size_t(bytes_) + 1);
+    std::memcpy(payload_.data(), host_.data() + begin_, size_t(bytes_));
+    return reinterpret_cast<const T*>(payload_.data());
+  }
+
+ private:
+  int64_t begin_, bytes_;
+  std::vector<uint8_t> host_, payload_;
+  void* data_;
+};
+
+template <typename T>
+T Make(int64_t value) {
+  return Accumulator<T>::Store(static_cast<Compute<T>>(value));
+}
+
+// -0, which nothing may turn into 0 where nothing is added; 7 of integers.
+template <typename T>
+T Untouched() {
+  if constexpr (std::is_integral_v<Compute<T>>) return T{7};
+  return Accumulator<T>::Store(static_cast<Compute<T>>(-0.0));
+}
+
+// Small integers: their sums, whole or in part, are exact in every type.
+int64_t Value(int64_t i) { return (i * 7 + i / 13) % 3 - 1; }
+
+enum class Way { kSorted, kOrdered, kPrivate, kPrivateInOrder, kAtomic, kAtomicScratch };
+enum class Ids { kSpread, kHot, kOneRow, kDropped, kBroken };
+
+struct Shape {
+  int64_t batch, size, rows, inner, splits;
+};
+
+struct Trial {
+  Way way;
+  Ids kind;
+  int index_bytes;
+  bool has_operand, shared_ids, wrap, clip;
+  int64_t in_offset, out_offset;
+};
+
+bool IsSorted(Way way) { return way == Way::kSorted || way == Way::kOrdered; }
+
+// Nothing hits the odd rows.
+std::vector<int64_t> MakeIds(const Shape& s, const Trial& t) {
+  std::vector<int64_t> ids;
+  const int64_t even = (s.size + 1) / 2;
+  for (int64_t b = 0; b < (t.shared_ids ? 1 : s.batch); ++b) {
+    for (int64_t n = 0; n < s.rows; ++n) {
+      const int64_t spread = (n * 7919 + b * 31 + n / 5) % even * 2;
+      int64_t id = spread;
+      if (t.kind == Ids::kHot && n % 8 != 0) id = even / 2 * 2;
+      if (t.kind == Ids::kOneRow) id = (s.size - 1) / 2 * 2;
+      if (t.kind == Ids::kDropped) id = s.size + n % 3;
+      if (t.kind == Ids::kSpread && n % 11 == 0) id = s.size;
+      if (t.wrap && n % 3 == 0) id -= s.size;
+      if (t.clip && n % 7 == 0) id = -3 * s.size;
+      if (t.kind == Ids::kBroken) id = spread - (t.index_bytes == 2 ? 0 : s.size / 2);
+      ids.push_back(id);
+    }
+    if (IsSorted(t.way) && t.kind != Ids::kBroken) std::sort(ids.end() - s.rows, ids.end());
+  }
+  return ids;
+}
+
+std::vector<uint8_t> Stored(const std::vector<int64_t>& values, int bytes) {
+  std::vector<uint8_t> result(values.size() * size_t(bytes));
+  for (size_t i = 0; i < values.size(); ++i) {
+    std::memcpy(&result[i * size_t(bytes)], &values[i], size_t(bytes));  // little endian
+  }
+  return result;
+}
+
+template <typename T>
+void TestScatter(const Shape& s, AddType type, const Trial& t) {
+  const std::vector<int64_t> ids = MakeIds(s, t);
+  const IndexRule rule{s.size, t.wrap, t.clip};
+  std::vector<int64_t> order;
+  for (int64_t n = 0; t.way == Way::kOrdered && n < s.rows; ++n) {
+    order.push_back(t.kind == Ids::kBroken ? n * 1000003 - 5000 : s.rows - 1 - n);
+  }
+  std::vector<T> updates;
+  for (int64_t i = 0; i < s.batch * s.rows * s.inner; ++i) updates.push_back(Make<T>(Value(i)));
+  const int64_t outputs = s.batch * s.size * s.inner;
+  std::vector<int64_t> want(size_t(outputs), 0);
+  std::vector<bool> is_hit(size_t(outputs), false);
+  for (int64_t i = 0; i < s.batch * s.rows && t.kind != Ids::kBroken; ++i) {
+    const int64_t b = i / s.rows, n = i % s.rows;
+    const int64_t id = rule.Resolve(ids[size_t(t.shared_ids ? n : i)]);
+    const int64_t row = t.way == Way::kOrdered ? order[size_t(n)] : i;
+    for (int64_t d = 0; id >= 0 && d < s.inner; ++d) {
+      const auto o = size_t((b * s.size + id) * s.inner + d);
+      want[o] += Value(row * s.inner + d);
+      is_hit[o] = true;
+    }
+  }
+  std::vector<T> operand(size_t(outputs), Untouched<T>());
+  for (size_t o = 0; o < operand.size(); ++o) {
+    if (is_hit[o]) operand[o] = Make<T>(static_cast<int64_t>(o % 3));
+    if (is_hit[o] && t.has_operand) want[o] += static_cast<int64_t>(o % 3);
+  }
+
+  DeviceArray in(updates, t.in_offset);
+  DeviceArray out(outputs * static_cast<int64_t>(sizeof(T)), t.out_offset);
+  if (t.has_operand) {
+    CHECK_CUDA(
+        cudaMemcpy(out.data(), operand.data(), operand.size() * sizeof(T), cudaMemcpyHostToDevice));
+  }
+  // Ids are packs of 16 bytes at some offsets only, too.
+  const int order_bytes = t.index_bytes == 8 ? 8 : 4;
+  DeviceArray index(Stored(ids, t.index_bytes), t.in_offset / t.index_bytes * t.index_bytes);
+  DeviceArray permutation(Stored(order, order_bytes), 0);
+  const int64_t sums = IsSorted(t.way)                ? s.batch * s.splits * 2 * s.inner
+                       : t.way == Way::kAtomicScratch ? outputs
+                       : t.way == Way::kAtomic        ? 0
+                                                      : s.splits * outputs;
+  DeviceArray scratch(sums * static_cast<int64_t>(sizeof(Compute<T>)), 0);
+  const ScatterProblem problem{s.batch, s.rows, s.inner, rule, t.shared_ids, t.index_bytes};
+  const ScatterArrays arrays{t.has_operand ? out.data() : nullptr,
+                             in.data(),
+                             index.data(),
+                             order.empty() ? nullptr : permutation.data(),
+                             out.data(),
+                             sums == 0 ? nullptr : scratch.data()};
+  if (IsSorted(t.way)) {
+    CHECK_CUDA(LaunchScatterSorted(problem, type, arrays, s.splits, nullptr));
+  } else if (t.way == Way::kPrivate || t.way == Way::kPrivateInOrder) {
+    const bool in_order = t.way == Way::kPrivateInOrder;
+    CHECK_CUDA(LaunchScatterPrivate(problem, type, arrays, s.splits, in_order, nullptr));
+  } else {
+    CHECK_CUDA(LaunchScatterAtomic(problem, type, arrays, nullptr));
+  }
+  ++g_launches;
+  const T* const got = out.CopyToHost<T>();
+  in.CopyToHost<T>();
+  index.CopyToHost<uint8_t>();
+  scratch.CopyToHost<uint8_t>();
+  for (size_t o = 0; o < want.size() && t.kind != Ids::kBroken; ++o) {
+    const T exact = is_hit[o] ? Make<T>(want[o]) : t.has_operand ? operand[o] : Make<T>(0);
+    const bool same = std::memcmp(&got[o], &exact, sizeof(T)) == 0;
+    // A sum of 0 may have either sign.
+    const bool equal = Accumulator<T>::Load(got[o]) == Accumulator<T>::Load(exact);
+    JOF_CHECK(same || (is_hit[o] && equal),
+              "way %d, ids %d of %d bytes, type %d, B %ld S %ld N %ld D %ld splits %ld, operand %d "
+              "shared %d wrap %d clip %d, offsets %ld %ld: output %ld is %g, want %g",
+              int(t.way), int(t.kind), t.index_bytes, int(type), long(s.batch), long(s.size),
+              long(s.rows), long(s.inner), long(s.splits), t.has_operand, t.shared_ids, t.wrap,
+              t.clip, long(t.in_offset), long(t.out_offset), long(o),
+              double(Accumulator<T>::Load(got[o])), double(Accumulator<T>::Load(exact)));
+  }
+}
+
+// One trial for each way, kind of ids and pair of offsets; what else there is takes turns.
+template <typename T>
+void TestScatters(AddType type) {
+  const Shape shapes[] = {
+      {1, 7, 150, 1, 1},   {1, 9, 150, 3, 5},    {1, 7, 100, 8, 2},    {1, 5, 60, 21, 40},
+      {2, 7, 150, 1, 3},   {3, 6, 90, 4, 7},     {1, 5, 40, 150, 3},   {1, 3, 9, 2500, 2},
+      {1, 64, 9000, 1, 3}, {1, 300, 17, 2, 1},   {1, 33, 2000, 8, 16}, {1, 1, 77, 1, 4},
+      {1, 33, 700, 16, 7}, {1, 1000, 300, 1, 2}, {1, 5, 9001, 1, 128}, {2, 12, 33, 33, 33},
+  };
+  const auto step = static_cast<int64_t>(sizeof(T));
+  unsigned turn = 0;
+  for (const Shape& s : shapes) {
+    for (const Way way : {Way::kSorted, Way::kOrdered, Way::kPrivate, Way::kPrivateInOrder,
+                          Way::kAtomic, Way::kAtomicScratch}) {
+      if (way == Way::kAtomicScratch && sizeof(T) != 2) continue;
+      if (s.batch > 1 && (way == Way::kOrdered || way == Way::kPrivate)) continue;
+      // Tables of a warp each and their tags must fit.
+      const int64_t table = s.size * s.inner * 9;
+      if (way == Way::kPrivateInOrder && (s.batch > 1 || table > kPrivateBytes)) continue;
+      for (const Ids kind : {Ids::kSpread, Ids::kHot, Ids::kOneRow, Ids::kDropped, Ids::kBroken}) {
+        if (kind == Ids::kBroken && !IsSorted(way)) continue;
+        for (int64_t offset = 0; offset < 16; offset += g_brief ? 16 - step : step) {
+          for (const bool opposite : {false, true}) {
+            ++turn;
+            Trial t{way,
+                    kind,
+                    turn % 2 ? 4 : 8,
+                    turn / 2 % 2 != 0,
+                    turn / 4 % 2 != 0,
+                    false,
+                    false,
+                    offset,
+                    opposite ? 16 - step - offset : offset};
+            if (IsSorted(way)) {
+              if (turn % 3 == 0) t.index_bytes = 2;
+            } else {
+              t.wrap = turn / 8 % 2 != 0;
+              t.clip = turn / 16 % 2 != 0;
+              // What is out of range is a row then.
+              if (t.clip && kind == Ids::kDropped) t.clip = false;
+            }
+            TestScatter<T>(s, type, t);
+            if (g_brief) break;
+          }
+        }
+      }
+    }
+  }
+}
+
+// ---- one element at a time ----
+
+// Every thread adds to one element; of each three the middle one is left alone.
+template <typename T>
+__global__ void AddToElements(T* base, int64_t length, int64_t times) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= length * times || i % length % 3 == 1) return;
+  FastAtomicAdd(base, i % length, length, Accumulator<T>::Store(static_cast<Compute<T>>(2)));
+}
+
+template <typename T>
+void TestFastAtomicAdd() {
+  constexpr int64_t kTimes = 37;
+  for (const int64_t length : {1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 1001}) {
+    for (int64_t offset = 0; offset < 16; offset += static_cast<int64_t>(sizeof(T))) {
+      std::vector<T> values(size_t(length), Untouched<T>());
+      for (size_t i = 0; i < values.size(); ++i) {
+        if (i % 3 != 1) values[i] = Make<T>(static_cast<int64_t>(i % 5));
+      }
+      DeviceArray array(values, offset);
+      const auto blocks = static_cast<unsigned>((length * kTimes + 255) / 256);
+      AddToElements<<<blocks, 256>>>(static_cast<T*>(array.data()), length, kTimes);
+      CHECK_CUDA(cudaGetLastError());
+      ++g_launches;
+      const T* const got = array.CopyToHost<T>();
+      for (size_t i = 0; i < values.size(); ++i) {
+        const T want = i % 3 == 1 ? values[i] : Make<T>(static_cast<int64_t>(i % 5) + 2 * kTimes);
+        JOF_CHECK(std::memcmp(&got[i], &want, sizeof(T)) == 0,
+                  "element %ld of %ld of %ld bytes, offset %ld", long(i), long(length),
+                  long(sizeof(T)), long(offset));
+      }
+    }
+  }
+}
+
+// ---- gathers ----
+
+void TestGather(const Shape& s, int element_bytes, int index_bytes, bool shared, bool wrap,
+                bool clip, int64_t in_offset, int64_t out_offset) {
+  std::vector<int64_t> ids;
+  for (int64_t i = 0; i < (shared ? 1 : s.batch) * s.rows; ++i) {
+    ids.push_back((i * 7919 + i / 3) % (4 * s.size + 3) - 2 * s.size);
+  }
+  const int64_t row_bytes = s.inner * element_bytes;
+  std::vector<uint8_t> table(size_t(s.batch * s.size * row_bytes));
+  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<uint8_t>(i * 37 + i / 251);
+  uint8_t fill[16];
+  for (int i = 0; i < 16; ++i) fill[i] = static_cast<uint8_t>(200 + i);
+  DeviceArray in(table, in_offset), index(Stored(ids, index_bytes), in_offset / 8 * 8);
+  DeviceArray out(s.batch * s.rows * row_bytes, out_offset);
+  const IndexRule rule{s.size, wrap, clip};
+  const ScatterProblem problem{s.batch, s.rows, s.inner, rule, shared, index_bytes};
+  CHECK_CUDA(
+      LaunchGatherRows(problem, element_bytes, in.data(), index.data(), fill, out.data(), nullptr));
+  ++g_launches;
+  const uint8_t* const got = out.CopyToHost<uint8_t>();
+  for (int64_t i = 0; i < s.batch * s.rows * row_bytes; ++i) {
+    const int64_t row = i / row_bytes, byte = i % row_bytes;
+    const int64_t id = rule.Resolve(ids[size_t(shared ? row % s.rows : row)]);
+    const int64_t from = (row / s.rows * s.size + id) * row_bytes + byte;
+    const uint8_t want = id < 0 ? fill[byte % element_bytes] : table[size_t(from)];
+    JOF_CHECK(got[i] == want, "byte %ld of row %ld: %ld elements of %d bytes, offsets %ld %ld",
+              long(byte), long(row), long(s.inner), element_bytes, long(in_offset),
+              long(out_offset));
+  }
+}
+
+void TestGathers() {
+  unsigned turn = 0;
+  for (const Shape& s : {Shape{1, 7, 150, 1, 0}, Shape{2, 5, 33, 3, 0}, Shape{1, 300, 40, 4, 0},
+                         Shape{3, 4, 9, 21, 0}, Shape{1, 9, 30, 128, 0}}) {
+    for (const int bytes : {1, 2, 4, 8, 16}) {
+      for (int64_t offset = 0; offset < 16; offset += g_brief ? 16 : bytes) {
+        for (const int64_t other : {offset, 16 - bytes - offset}) {
+          ++turn;
+          TestGather(s, bytes, turn % 2 ? 4 : 8, turn / 2 % 2 != 0, turn / 4 % 2 != 0,
+                     turn / 8 % 2 != 0, offset, other);
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+void TestType(AddType type) {
+  TestFastAtomicAdd<T>();
+  TestScatters<T>(type);
+}
+
+int main(int argc, char**) {
+  g_brief = argc > 1;
+  TestType<Half>(AddType::kF16);
+  TestType<BFloat16>(AddType::kBF16);
+  TestType<float>(AddType::kF32);
+  TestType<double>(AddType::kF64);
+  TestType<uint32_t>(AddType::kI32);
+  TestType<uint64_t>(AddType::kI64);
+  TestGathers();
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::printf("%ld launches right\n", long(g_launches));
+}

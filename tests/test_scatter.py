@@ -1,0 +1,997 @@
+"""segment_sum, scatter_add and embedding_lookup: values, against NumPy and against JAX."""
+
+import functools
+import inspect
+import itertools
+import re
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jax_oneflow_ops as jof
+from tests import oracle
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+BACKEND = jax.default_backend()
+IMPLEMENTATIONS = (None, "xla")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INDICES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+DTYPES = (*FLOATS, "complex64", "complex128", *INDICES)
+MOVED = (*DTYPES, "bool", "float8_e4m3fn", "float8_e5m2")
+MODES = (None, "drop", "fill", "clip", *jax.lax.GatherScatterMode)
+
+
+def rng_for(*key) -> np.random.Generator:
+    """The same numbers for the same test in every process."""
+    return np.random.default_rng(zlib.crc32(repr(key).encode()))
+
+
+def exact_terms(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    """Values of which every order of summation has the same sum: integers of the whole range, else
+    so small ones that 16 bits hold the sums of sixty, and zeros of both signs."""
+    dtype = jnp.dtype(dtype)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, size=shape, dtype=dtype, endpoint=True)
+    values = rng.choice([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0, 3.0], size=shape)
+    if dtype.kind == "c":
+        parts = np.stack([values, rng.permuted(np.atleast_1d(values)).reshape(shape)], axis=-1)
+        return parts.view(np.complex128)[..., 0].astype(dtype)
+    return values.astype(dtype)
+
+
+def any_bits(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    """Every bit pattern that the dtype has."""
+    dtype = jnp.dtype(dtype)
+    if dtype.kind == "b":
+        return rng.integers(0, 2, size=shape).astype(bool)
+    count = int(np.prod(shape)) * dtype.itemsize
+    return rng.integers(0, 256, size=count, dtype=np.uint8).view(dtype).reshape(shape)
+
+
+def normals(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    values = rng.standard_normal(shape)
+    if np.issubdtype(jnp.dtype(dtype), np.complexfloating):
+        values = values + 1j * rng.standard_normal(shape)
+    return values.astype(dtype)
+
+
+def assert_same_bits(actual, expected) -> None:
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    as_bytes = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (actual, expected)]
+    np.testing.assert_array_equal(*as_bytes)
+
+
+def assert_same_values(actual, expected) -> None:
+    """Equal as numbers (0 equals -0) and in dtype and shape."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    if actual.dtype.kind not in "iu":
+        wide = np.complex128 if actual.dtype.kind == "c" else np.float64
+        with np.errstate(invalid="ignore"):  # bfloat16's NaN
+            actual, expected = actual.astype(wide), expected.astype(wide)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def assert_same_sums(actual, expected, implementation) -> None:
+    """Sums into zeros. Of -0 they are +0, but XLA may take 0 + x for x."""
+    if implementation == "xla":
+        assert_same_values(actual, expected)
+    else:
+        assert_same_bits(actual, expected + np.zeros((), expected.dtype))
+
+
+def fit_32_bits(ids) -> bool:
+    """What does not may name another row for jnp."""
+    return not ids.size or -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31
+
+
+def on_cpu(f, *args):
+    """What jax computes on the CPU: on GPUs some versions of it lose updates."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.tree.map(np.asarray, f(*args))
+
+
+def clips(mode) -> bool:
+    return mode in ("clip", jax.lax.GatherScatterMode.CLIP)
+
+
+def promises(mode) -> bool:
+    return mode == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+
+
+def like_sums(total: np.ndarray, dtype) -> np.ndarray:
+    """Exact sums of the oracle in the dtype of the result."""
+    with np.errstate(over="ignore"):
+        return total.astype(dtype)
+
+
+# --- problems drawn by hypothesis -----------------------------------------------------------------
+
+
+@st.composite
+def index_arrays(draw, size, shape, bounded):
+    """Ids around [0, size) and at the ends of their dtype; `bounded`: within."""
+    dtype = draw(st.sampled_from(INDICES))
+    info = np.iinfo(dtype)
+    low, high = (0, size - 1) if bounded else (-2 * size - 2, 2 * size + 2)
+    low, high = max(low, info.min), min(high, info.max)
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(low, high, size=shape, endpoint=True)
+    ids = np.asarray(ids).astype(dtype)
+    if not bounded and draw(st.booleans()):
+        ends = np.array([info.min, info.max], dtype)
+        ids = np.where(rng.random(shape) < 0.1, rng.choice(ends, shape), ids)
+    return ids
+
+
+SIZES = st.one_of(st.integers(0, 6), st.integers(7, 50))
+# Rows of nothing, of single elements, of at most what is summed privately, of more.
+TRAILING = st.sampled_from([(), (), (1,), (3,), (8,), (2, 2), (9,), (33,), (0,), (2, 0)])
+INDEX_SHAPES = st.one_of(
+    st.integers(0, 60).map(lambda n: (n,)), st.sampled_from([(), (2, 3), (1, 0), (3, 1, 4)])
+)
+
+
+@st.composite
+def problems(draw, modes=MODES, dtypes=DTYPES):
+    """(size, ids, rng, trailing shape, dtype, mode)"""
+    mode = draw(st.sampled_from(modes))
+    size, shape = draw(SIZES), draw(INDEX_SHAPES)
+    bounded = promises(mode)
+    size = max(size, 1) if bounded else size
+    ids = draw(index_arrays(size, shape, bounded))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return size, ids, rng, draw(TRAILING), draw(st.sampled_from(dtypes)), mode
+
+
+OPTIONS = st.fixed_dictionaries(
+    {"deterministic": st.booleans(), "implementation": st.sampled_from(IMPLEMENTATIONS)}
+)
+
+
+@given(problem=problems(), options=OPTIONS)
+def test_segment_sum_equals_numpy_and_jnp(problem, options):
+    size, ids, rng, trailing, dtype, mode = problem
+    ids = ids.reshape(-1)
+    data = exact_terms(rng, (*ids.shape, *trailing), dtype)
+    actual = jof.segment_sum(data, ids, size, mode=mode, **options)
+    if fit_32_bits(ids):
+        expected = on_cpu(lambda: jax.ops.segment_sum(data, ids, size, mode=mode))
+        assert_same_values(actual, expected)
+    rows = oracle.named_rows(ids, size, wrap=False, clip=clips(mode))
+    total = oracle.scatter_add(np.zeros((size, *trailing), dtype), rows, data)
+    assert_same_sums(actual, like_sums(total, dtype), options["implementation"])
+
+
+@given(problem=problems(), options=OPTIONS)
+def test_scatter_add_equals_numpy_and_jnp(problem, options):
+    size, ids, rng, trailing, dtype, mode = problem
+    operand = exact_terms(rng, (size, *trailing), dtype)
+    updates = exact_terms(rng, (*ids.shape, *trailing), dtype)
+    actual = jof.scatter_add(operand, ids, updates, mode=mode, **options)
+    # The reference's segmented scan makes +0 of a sum of -0.
+    scans = options == {"deterministic": True, "implementation": "xla"}
+    assert_same = assert_same_values if scans else assert_same_bits
+    if fit_32_bits(ids) and (size or not ids.size):  # jnp refuses ids where there are no rows
+        expected = on_cpu(lambda: jnp.asarray(operand).at[ids].add(updates, mode=mode))
+        assert_same(actual, expected)
+    rows = oracle.named_rows(ids, size, wrap=True, clip=clips(mode))
+    assert_same(actual, like_sums(oracle.scatter_add(operand, rows, updates), dtype))
+
+
+@given(problem=problems(modes=(None,), dtypes=MOVED), options=OPTIONS)
+def test_embedding_lookup_equals_numpy_and_jnp(problem, options):
+    size, ids, rng, trailing, dtype, _ = problem
+    size = max(size, 1)
+    table = any_bits(rng, (size, *trailing), dtype)
+    actual = jof.embedding_lookup(table, ids, **options)
+    if fit_32_bits(ids):
+        expected = on_cpu(lambda: jnp.take(table, ids, axis=0))
+        assert_same_values(actual, expected)
+    if dtype in DTYPES:
+        kind = jnp.dtype(dtype).kind
+        limit = np.iinfo(dtype) if kind in "iu" else None
+        fill = np.nan if limit is None else limit.min if kind == "i" else limit.max
+        rows = oracle.named_rows(ids, size, wrap=True, clip=False)
+        assert_same_bits(actual, oracle.gather_rows(table, rows, np.asarray(fill, dtype)))
+
+
+@pytest.mark.parametrize("flags", [*itertools.product((False, True), repeat=3)], ids=str)
+@pytest.mark.parametrize(
+    ("count", "bucket_size"), [(0, 3), (1, 1), (10, 3), (10, 10), (10, 40), (10, None)]
+)
+def test_options_change_no_sum(count, bucket_size, flags):
+    is_sorted, is_unique, deterministic = flags
+    rng = rng_for(count)
+    ids = rng.permutation(10)[:count] if is_unique else rng.integers(0, 10, size=count)
+    if is_sorted:
+        ids.sort()
+    data = exact_terms(rng, (count, 3), "float32")
+    options = {"indices_are_sorted": is_sorted, "unique_indices": is_unique}
+    ours = {**options, "deterministic": deterministic}
+    actual = jof.segment_sum(data, ids, 10, bucket_size=bucket_size, **ours)
+    expected = on_cpu(
+        lambda: jax.ops.segment_sum(data, ids, 10, bucket_size=bucket_size, **options)
+    )
+    assert_same_values(actual, expected)
+    operand = exact_terms(rng, (10, 3), "float32")
+    actual = jof.scatter_add(operand, ids, data, **ours)
+    assert_same_bits(actual, on_cpu(lambda: jnp.asarray(operand).at[ids].add(data, **options)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+def test_narrow_ids_of_more_rows_than_they_count(dtype, implementation):
+    """What is negative is so before it is widened, and wraps after."""
+    size = 70_000
+    info = np.iinfo(dtype)
+    ids = np.array([info.min, info.max, 0, 1, info.max - 1], dtype)
+    data = np.arange(1.0, 6)
+    rows = oracle.named_rows(ids, size, wrap=True, clip=False)
+    expected = oracle.scatter_add(np.zeros(size), rows, data)
+    actual = jof.scatter_add(np.zeros(size), ids, data, implementation=implementation)
+    np.testing.assert_array_equal(actual, expected)
+    table = np.arange(float(size))
+    np.testing.assert_array_equal(
+        jof.embedding_lookup(table, ids, implementation=implementation), table[rows]
+    )
+    rows = oracle.named_rows(ids, size, wrap=False, clip=False)
+    expected = oracle.scatter_add(np.zeros(size), rows, data)
+    actual = jof.segment_sum(data, ids, size, implementation=implementation)
+    np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", ["uint32", "uint64", "int64"])
+def test_ids_that_only_64_bits_hold(dtype, x64):
+    """They are too large, whatever becomes of them in fewer bits."""
+    wide = np.array([2**31, 2**32 - 1, 1], dtype)
+    if dtype != "uint32" and x64:
+        wide = np.append(wide, np.array([2**32, 2**32 + 1, 2**63 - 1], dtype))
+    if dtype == "uint64" and x64:
+        wide = np.append(wide, np.array([2**63, 2**64 - 1], dtype))
+    if dtype != "uint32" and not x64:  # jax makes 32 bits of them
+        wide = wide.astype(dtype.replace("64", "32"))
+    data = np.arange(1, 1 + len(wide), dtype=np.float32)
+    with jax.enable_x64(x64):
+        expected = np.zeros(4, np.float32)
+        rows = oracle.named_rows(wide, 4, wrap=False, clip=False)
+        expected = oracle.scatter_add(expected, rows, data).astype(np.float32)
+        assert_same_bits(jof.segment_sum(data, wide, 4), expected)
+        clipped = oracle.named_rows(wide, 4, wrap=False, clip=True)
+        expected = oracle.scatter_add(np.zeros(4), clipped, data).astype(np.float32)
+        assert_same_bits(jof.segment_sum(data, wide, 4, mode="clip"), expected)
+
+
+# --- how it is called -----------------------------------------------------------------------------
+
+
+def test_signatures():
+    def parameters(f):
+        return {
+            p.name: p.default if p.default is not p.empty else p.kind.name
+            for p in inspect.signature(f).parameters.values()
+        }
+
+    both = {"deterministic": False, "implementation": None}
+    positional = "POSITIONAL_OR_KEYWORD"
+    flags = {"indices_are_sorted": False, "unique_indices": False}
+    assert [*parameters(jof.segment_sum).items()] == [
+        *{"data": positional, "segment_ids": positional, "num_segments": None}.items(),
+        *{**flags, "bucket_size": None, "mode": None, **both}.items(),
+    ]
+    arrays = {"operand": positional, "indices": positional, "updates": positional}
+    assert parameters(jof.scatter_add) == {**arrays, "mode": "drop", **flags, **both}
+    assert parameters(jof.embedding_lookup) == {"table": positional, "ids": positional, **both}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_number_of_segments(implementation):
+    data, ids = np.arange(4.0), np.array([0, 5, 5, -1])
+    f = functools.partial(jof.segment_sum, implementation=implementation)
+    for given_ids in (ids, jnp.asarray(ids), ids.astype(np.uint8) % 7):
+        expected = on_cpu(lambda given_ids=given_ids: jax.ops.segment_sum(data, given_ids))
+        assert_same_bits(f(data, given_ids), expected)
+    assert f(data, ids, np.int32(3)).shape == (3,)
+    assert f(data, ids, jnp.int32(3)).shape == (3,)
+    jitted = jax.jit(f, static_argnums=2)
+    assert_same_bits(jitted(data, ids, 6), f(data, ids))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_updates_broadcast(implementation):
+    operand = exact_terms(rng_for(1), (5, 2, 3), "float32")
+    ids = np.array([[0, -1, 7], [2, 2, 0]])
+    for shape in ((), (1,), (3,), (2, 3), (3, 1, 1), (2, 1, 2, 3), (1, 3, 1, 3)):
+        updates = exact_terms(rng_for(shape), shape, "float32")
+        actual = jof.scatter_add(operand, ids, updates, implementation=implementation)
+        expected = on_cpu(
+            lambda updates=updates: jnp.asarray(operand).at[ids].add(updates, mode="drop")
+        )
+        assert_same_bits(actual, expected)
+    # The first dimension of data is that of rows, however many the ids have.
+    for of, shape in ((ids[0], ()), (ids[0], (1, 3)), (ids, (3,)), (ids, (1, 2)), (ids, (3, 2, 2))):
+        data = exact_terms(rng_for(shape), shape, "float32")
+        actual = jof.segment_sum(data, of, 3, implementation=implementation)
+        assert_same_values(actual, on_cpu(jax.ops.segment_sum, data, of, 3))
+
+
+def test_numbers_in_place_of_arrays():
+    x = np.arange(6.0).reshape(3, 2)
+    assert_same_bits(jof.scatter_add(x, -1, 1), jnp.asarray(x).at[-1].add(1, mode="drop"))
+    assert_same_bits(jof.scatter_add(x, np.int8(1), 2.0), jnp.asarray(x).at[1].add(2.0))
+    assert_same_bits(jof.embedding_lookup(x, 2), x[2])
+    assert_same_bits(jof.embedding_lookup(x, jnp.uint8(1)), x[1])
+    ids = np.array([0, 0, 2])
+    assert_same_bits(jof.segment_sum(1.5, ids, 3), on_cpu(jax.ops.segment_sum, 1.5, ids, 3))
+
+
+def weak(value, shape):
+    return jnp.broadcast_to(jnp.asarray(value), shape)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_result_types(implementation):
+    """Of arrays that Python numbers made, too: their dtype is weak."""
+    ids = np.array([0, 1, 1])
+
+    def assert_same_type(actual, expected):
+        actual, expected = jax.typeof(actual), jax.typeof(expected)
+        assert (actual.dtype, actual.weak_type) == (expected.dtype, expected.weak_type)
+
+    arrays = [weak(1, (3,)), weak(1.0, (3,)), jnp.ones(3, "bfloat16"), jnp.ones(3, "int8")]
+    for x in arrays:
+        assert_same_type(
+            jof.segment_sum(x, ids, 2, implementation=implementation),
+            jax.ops.segment_sum(x, ids, 2),
+        )
+        assert_same_type(
+            jof.embedding_lookup(x, ids, implementation=implementation), jnp.take(x, ids, axis=0)
+        )
+        for y in (*arrays, 1, 1.0, jnp.float16(1)):
+            if jnp.result_type(x, y) == x.dtype:
+                assert_same_type(
+                    jof.scatter_add(x, ids, y, implementation=implementation), x.at[ids].add(y)
+                )
+
+
+# --- special values and errors --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 3, 20])
+@pytest.mark.parametrize("dtype", [*FLOATS, "complex64"])
+def test_special_values_stay_in_their_row(dtype, width):
+    specials = [np.inf, -np.inf, np.nan, -0.0]
+    data = np.ones((9, width), dtype)
+    data[:4, 0] = specials
+    data[4:6, -1] = np.inf, -np.inf
+    ids = np.array([1, 2, 3, 4, 5, 5, 0, 0, 99])
+    operand = np.full((8, width), -0.0, dtype)
+    for deterministic in (False, True):
+        actual = np.asarray(jof.scatter_add(operand, ids, data, deterministic=deterministic))
+        with np.errstate(invalid="ignore"):
+            expected = on_cpu(lambda: jnp.asarray(operand).at[ids].add(data))
+        assert_same_values(actual, expected)
+        assert_same_bits(actual[6:], operand[6:])  # nothing hits these: -0 stays
+        sign = np.signbit(actual.real)
+        assert sign[4, 0]  # -0 - 0
+        total = np.asarray(jof.segment_sum(data, ids, 8, deterministic=deterministic))
+        assert_same_values(total, on_cpu(lambda: jax.ops.segment_sum(data, ids, 8)))
+        assert not np.signbit(total.real[[4, 6, 7]]).any()
+
+
+def assert_sums_within_error(actual, operand, rows, updates, additions_round=False) -> None:
+    """n terms added in any order err by at most gamma(n - 1) times the sum of their magnitudes
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), where 16-bit terms are
+    added in float32 and the total is rounded once; or each sum is, if `additions_round`."""
+    actual = np.asarray(actual)
+    dtype = actual.dtype
+    count = 1 + oracle.scatter_add(np.zeros(operand.shape), rows, np.ones(updates.shape))
+    unit = 2.0**-53 if dtype in (np.float64, np.complex128) else 2.0**-24
+    gamma = count * unit / (1 - count * unit) + count * 2.0**-53 / (1 - count * 2.0**-53)
+    for part in (np.real, np.imag) if dtype.kind == "c" else (np.asarray,):
+        terms = [part(x).astype(np.float64) for x in (operand, updates)]
+        exact = oracle.scatter_add(terms[0], rows, terms[1])
+        magnitude = oracle.scatter_add(abs(terms[0]), rows, abs(terms[1]))
+        bound = gamma * magnitude
+        if dtype.itemsize == 2:
+            largest = magnitude + bound if additions_round else abs(exact) + bound
+            bound += oracle.spacing(largest, dtype) / 2 * (count if additions_round else 1)
+        excess = np.max(abs(part(actual).astype(np.float64) - exact) - bound, initial=0)
+        assert excess <= 0, f"a sum errs by {excess} more than its bound"
+
+
+# updates, rows, width: private sums, sorted ones by counting and by comparing, wide rows, few ones
+PROBLEMS = [(9000, 100, 1), (5000, 40, 3), (3000, 50, 17), (500, 5000, 2), (60, 7, 300)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "deterministic"), [(None, False), (None, True), ("xla", False)]
+)
+@pytest.mark.parametrize("dtype", [*FLOATS, "complex64", "complex128"])
+def test_sums_within_error(dtype, implementation, deterministic):
+    options = {"deterministic": deterministic, "implementation": implementation}
+    for count, size, width in PROBLEMS:
+        rng = rng_for(count, size, width)
+        ids = rng.integers(-2, size + 2, size=count)
+        ids[: count // 3] = size // 2
+        updates = normals(rng, (count, width), dtype)
+        operand = normals(rng, (size, width), dtype)
+        # On GPUs few updates are added to 16-bit rows directly.
+        additions_round = BACKEND == "gpu" and not deterministic and count < size
+        rows = oracle.named_rows(ids, size, wrap=True, clip=False)
+        actual = jof.scatter_add(operand, ids, updates, **options)
+        assert_sums_within_error(actual, operand, rows, updates, additions_round)
+        rows = oracle.named_rows(ids, size, wrap=False, clip=False)
+        actual = jof.segment_sum(updates, ids, size, **options)
+        assert_sums_within_error(actual, np.zeros_like(operand), rows, updates, additions_round)
+
+
+@pytest.mark.parametrize("width", [1, 12])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_sums_err_no_more_than_those_of_xla(dtype, width):
+    for count, size in ((6000, 40), (300, 150), (100, 300)):
+        rng = rng_for(count, size)
+        ids = rng.integers(0, size, size=count)
+        updates = rng.uniform(0, 1, size=(count, width)).astype(dtype)
+        exact = oracle.scatter_add(np.zeros((size, width), dtype), ids, updates)
+
+        def error(f, ids=ids, updates=updates, size=size, exact=exact):
+            return np.max(abs(np.asarray(f(updates, ids, size)).astype(np.float64) - exact))
+
+        assert error(jof.segment_sum) <= on_cpu(lambda: error(jax.ops.segment_sum))
+
+
+def test_16_bit_sums_are_rounded_once():
+    """Sums that 16 bits cannot carry: small terms after large ones, and an overflow on the way."""
+    # `edge` is where the neighbours of the dtype begin to be 2 apart.
+    for dtype, big, edge in (("float16", 40000.0, 2048.0), ("bfloat16", 2.0**127, 256.0)):
+        sums = [[edge, *[0.25] * 20], [edge, 1.0, 2.0**-12], [big, big, -big], [edge, 1.0]]
+        if dtype == "bfloat16":
+            sums.pop(2)  # float32 overflows where bfloat16 does
+        data = np.concatenate(sums).astype(dtype)
+        ids = np.repeat(np.arange(len(sums)), [len(terms) for terms in sums])
+        expected = oracle.rounded(np.array([sum(terms) for terms in sums]), dtype)
+        for options in ({}, {"indices_are_sorted": True}, {"deterministic": True}):
+            assert_same_bits(jof.segment_sum(data, ids, len(sums), **options), expected)
+        first = np.array([terms[0] for terms in sums], dtype)
+        rest = np.concatenate([terms[1:] for terms in sums]).astype(dtype)
+        ids = np.repeat(np.arange(len(sums)), [len(terms) - 1 for terms in sums])
+        assert_same_bits(jof.scatter_add(first, ids, rest), expected)
+
+
+# --- strategies -----------------------------------------------------------------------------------
+
+TARGET = re.compile(r'custom_call_target="(jof_\w+)"')
+SORTED, PRIVATE, ATOMIC = (f"jof_scatter_add_{way}" for way in ("sorted", "private", "atomic"))
+IN_ORDER, ALWAYS = {"indices_are_sorted": True}, {"deterministic": True}
+# (platform, dtype, updates, rows, width, options, custom calls, shape of 16-bit atomics' scratch)
+STRATEGIES = [
+    ("cpu", "float32", 9000, 100, 3, {}, [PRIVATE], ""),
+    ("cpu", "float16", 50_000, 4, 1, {}, [PRIVATE], ""),
+    ("cpu", "int8", 5000, 4000, 8, {}, [PRIVATE], ""),
+    ("cpu", "bfloat16", 3000, 500, 17, {}, ["jof_sort_rows", SORTED], ""),
+    ("cpu", "complex64", 3000, 4000, 2, {}, ["jof_sort_rows", SORTED], ""),
+    ("cpu", "float64", 500, 50_000, 1, {}, ["jof_sort_rows", SORTED], ""),
+    ("cpu", "float32", 5000, 300, 3, IN_ORDER, [SORTED], ""),
+    ("cpu", "float16", 3000, 7, 700, IN_ORDER, [SORTED], ""),
+    ("gpu", "float32", 12_800, 100, 2, {}, [PRIVATE], ""),
+    ("gpu", "bfloat16", 100_000, 1000, 1, {}, [PRIVATE], ""),
+    ("gpu", "uint32", 12_800, 100, 2, {}, [PRIVATE], ""),
+    ("gpu", "float32", 12_800, 100, 2, ALWAYS, [PRIVATE], ""),
+    ("gpu", "float16", 100_000, 1000, 1, ALWAYS, [PRIVATE], ""),
+    ("gpu", "float32", 5000, 300, 3, IN_ORDER, [SORTED], ""),
+    ("gpu", "float16", 100_000, 3000, 1, IN_ORDER, [SORTED], ""),
+    ("gpu", "float32", 70_000, 5000, 16, {}, [SORTED], ""),
+    ("gpu", "bfloat16", 40_000, 70_000, 64, {}, [SORTED], ""),
+    ("gpu", "complex64", 70_000, 5000, 8, {}, [SORTED], ""),
+    ("gpu", "float32", 3000, 500, 3, ALWAYS, [SORTED], ""),
+    ("gpu", "float16", 3000, 500, 1, ALWAYS, [SORTED], ""),
+    ("gpu", "complex128", 3000, 70_000, 1, ALWAYS, [SORTED], ""),
+    ("gpu", "float16", 10_000, 200_000, 1, {}, [SORTED], ""),
+    ("gpu", "int32", 3000, 500, 3, {}, [ATOMIC], ""),
+    ("gpu", "float32", 3000, 500, 3, {}, [ATOMIC], ""),
+    ("gpu", "float32", 8000, 500, 256, {}, [ATOMIC], ""),
+    ("gpu", "float16", 30, 500, 3, {}, [ATOMIC], "0,0,0"),
+    ("gpu", "bfloat16", 30, 500, 8, {}, [ATOMIC], "0,0,0"),
+    ("gpu", "float16", 3000, 500, 3, {}, [ATOMIC], "1,500,3"),
+    ("gpu", "bfloat16", 3000, 500, 8, {}, [ATOMIC], "1,500,8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "size", "width", "options", "targets", "scratch"),
+    [
+        pytest.param(*case, id="-".join(map(str, (*case[:4], *case[4]))))
+        for platform, *case in STRATEGIES
+        if platform == BACKEND
+    ],
+)
+def test_strategies(dtype, count, size, width, options, targets, scratch):
+    rng = rng_for(count, size, width)
+    updates = rng.integers(-2, 3, size=(count, width)).astype(dtype)
+    operand = rng.integers(-2, 3, size=(size, width)).astype(dtype)
+    hot = np.where(rng.random(count) < 0.5, size // 2, rng.integers(-size // 50, size, count))
+    for ids in (rng.integers(-3, size + 3, size=count), hot):
+        if "indices_are_sorted" in options:
+            ids = np.sort(ids)
+        rows = oracle.named_rows(ids, size, wrap=False, clip=False)
+        for base in (None, operand):
+
+            def f(updates, ids, base=base):
+                if base is None:
+                    return jof.segment_sum(updates, ids, size, **options)
+                # Ids that do not wrap.
+                return jof.scatter_add(base, jnp.where(ids < 0, size, ids), updates, **options)
+
+            if base is not None and "indices_are_sorted" in options:
+                ids = np.sort(np.where(ids < 0, size, ids))
+                rows = oracle.named_rows(ids, size, wrap=False, clip=False)
+            compiled = jax.jit(f).lower(updates, ids.astype(np.int32)).compile()
+            hlo = compiled.as_text()
+            assert sorted(TARGET.findall(hlo)) == sorted(targets)
+            if scratch:
+                assert f"f32[{scratch}]" in hlo
+            total = oracle.scatter_add(
+                np.zeros_like(operand) if base is None else base, rows, updates
+            )
+            actual = np.asarray(compiled(updates, ids.astype(np.int32)))
+            if dtype in ("float16", "bfloat16"):
+                assert_same_bits(actual + actual.dtype.type(0), oracle.rounded(total, dtype))
+            else:
+                np.testing.assert_array_equal(actual, like_sums(total, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [("float16", 1), ("float32", 3), ("int32", 1), ("bfloat16", 16)]
+)
+def test_runs(dtype, width):
+    """Lengths of runs around those of the chunks that sorted ids are cut into; segments between
+    them that nothing hits, dropped rows at both ends."""
+    lengths = {
+        "of all lengths": [1, 2, 3, 0, 1023, 1024, 1025, 0, 0, 2, 3000, 1, 100],
+        "one": [0, 0, 5000, 0],
+        "the first": [4097],
+        "single ones": [1] * 2500,
+        "two halves": [2048, 2048],
+        "around a hot one": [1, 4094, 1],
+    }
+    for runs in lengths.values():
+        for dropped in (0, 1500):
+            ids = np.repeat(np.arange(-1, len(runs) + 1), [dropped, *runs, dropped])
+            data = rng_for(len(ids)).integers(-1, 2, size=(len(ids), width)).astype(dtype)
+            zeros = np.zeros((len(runs), width), dtype)
+            rows = oracle.named_rows(ids, len(runs), wrap=False, clip=False)
+            expected = like_sums(oracle.scatter_add(zeros, rows, data), dtype)
+            for options in ({}, IN_ORDER, ALWAYS):
+                actual = jof.segment_sum(data, ids, len(runs), **options)
+                np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "implementation"), [({}, None), (IN_ORDER, None), (ALWAYS, None), ({}, "xla")]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+def test_rows_of_nothing(dtype, options, implementation):
+    """No rows, no updates, empty rows, more rows than updates, updates that are all dropped."""
+    options = {**options, "implementation": implementation}
+    for count, size, width in itertools.product((0, 3), (0, 20), (0, 1, 9)):
+        rng = rng_for(count, size, width)
+        data = exact_terms(rng, (count, width), dtype)
+        operand = exact_terms(rng, (size, width), dtype)
+        for ids in (np.full(count, size + 3), np.sort(rng.integers(0, 20, size=count))):
+            rows = oracle.named_rows(ids, size, wrap=True, clip=False)
+            actual = jof.segment_sum(data, ids, size, **options)
+            total = oracle.scatter_add(np.zeros_like(operand), rows, data)
+            assert_same_sums(actual, like_sums(total, dtype), implementation)
+            actual = jof.scatter_add(operand, ids, data, **options)
+            total = oracle.scatter_add(operand, rows, data)
+            assert_same_bits(actual, like_sums(total, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("options", [{}, IN_ORDER, ALWAYS], ids=str)
+def test_the_same_bits_on_every_run(dtype, options):
+    """CPUs always give them."""
+    if BACKEND == "gpu" and not options:
+        pytest.skip("not promised on GPUs")
+    for count, size, width in (*PROBLEMS, (100_000, 100, 1), (20_000, 300, 16)):
+        rng = rng_for(count, size)
+        ids = rng.integers(-1, size + 1, size=count)
+        ids[: count // 2] = 3
+        ids = np.sort(ids) if "indices_are_sorted" in options else ids
+        data, operand = (normals(rng, (n, width), dtype) for n in (count, size))
+        table = jax.ShapeDtypeStruct(operand.shape, dtype)
+
+        @jax.jit
+        def f(operand, ids, data, size=size, table=table):
+            options_of_lookup = {} if "indices_are_sorted" in options else options
+
+            def lookup(table):
+                return jof.embedding_lookup(table, ids % size, **options_of_lookup)
+
+            inside = jnp.where(ids < 0, size, ids)
+            return (
+                jof.segment_sum(data, ids, size, **options),
+                jof.scatter_add(operand, inside, data, **options),
+                *(jax.linear_transpose(lookup, table)(data) if options != IN_ORDER else ()),
+            )
+
+        first = f(operand, ids, data)
+        for _ in range(9):
+            jax.tree.map(assert_same_bits, f(operand, ids, data), first)
+
+
+def test_ids_that_break_the_promise_to_be_sorted():
+    """Sums are wrong, and nothing outside of them is touched; those after them are right."""
+    ids = rng_for(0).integers(-500, 500, size=20_000)
+    data = np.ones((20_000, 3), np.float32)
+    for _ in range(3):
+        broken = jof.segment_sum(data, ids, 400, indices_are_sorted=True)
+        assert broken.shape == (400, 3)
+        rows = oracle.named_rows(ids, 400, wrap=False, clip=False)
+        expected = oracle.scatter_add(np.zeros((400, 3)), rows, data)
+        np.testing.assert_array_equal(jof.segment_sum(data, ids, 400), expected)
+
+
+@pytest.mark.xdist_group("one process, for its memory")
+@pytest.mark.skipif(BACKEND != "gpu", reason="needs 20 GB of device memory: only on a GPU")
+@pytest.mark.parametrize(("width", "size"), [(128, 1000), (1, 500)])
+def test_more_than_two_to_the_31_updates(width, size):
+    count = 2**31 // width + 1001
+
+    @jax.jit
+    def f():
+        n = jax.lax.iota(jnp.int64, count)
+        column = (jnp.arange(width) % 2).astype(jnp.bfloat16)
+        data = (n % 3 - 1).astype(jnp.bfloat16)[:, None] + column
+        data = data.reshape(count) if width == 1 else data
+        return jof.segment_sum(data, (n * 7 % (size + 1)).astype(jnp.int32), size)
+
+    expected = np.zeros((size, 2))
+    period = 3 * (size + 1)  # of pairs of terms and ids
+    n = np.arange(period)
+    for begin, times in ((0, count // period), (count // period * period, 1)):
+        some = n[: period if times > 1 else count - begin]
+        rows = oracle.named_rows((begin + some) * 7 % (size + 1), size, wrap=False, clip=False)
+        terms = ((begin + some) % 3 - 1)[:, None] + np.arange(2)
+        expected += times * oracle.scatter_add(np.zeros((size, 2)), rows, terms)
+    expected = expected[:, np.arange(width) % 2].astype(jnp.bfloat16)
+    assert_same_values(np.asarray(f()).reshape(size, width), expected)
+
+
+@pytest.mark.xdist_group("one process, for its memory")
+@pytest.mark.skipif(BACKEND != "gpu", reason="needs 15 GB of device memory: only on a GPU")
+@pytest.mark.parametrize("width", [128, 1])
+def test_more_than_two_to_the_31_elements_of_an_operand(width):
+    size = 2**31 // width + 77
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def add(operand, ids, updates):
+        return jof.scatter_add(operand, ids, updates)
+
+    ids = np.array([0, size - 1, -1, size // 2, size, -size, -size - 1])
+    operand = jnp.ones((size, width), jnp.bfloat16)
+    table = add(operand, ids, np.ones((7, width), jnp.bfloat16))
+    looked_up = np.asarray(jof.embedding_lookup(table, np.append(ids, [1, size - 2])))
+    expected = np.array([3, 3, 3, 2, np.nan, 3, np.nan, 1, 1])[:, None]
+    np.testing.assert_array_equal(looked_up.astype(float), np.broadcast_to(expected, (9, width)))
+    assert float(jnp.sum(table != 1)) == 3 * width
+
+
+# --- derivatives ----------------------------------------------------------------------------------
+
+IDS = np.array([[3, -1, 0], [7, 3, -9]])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("mode", ["fwd", "rev"])
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_derivatives_to_second_order(dtype, mode, implementation):
+    """With functions that are curved on both sides of the op."""
+    rng = rng_for(dtype)
+    x, y = normals(rng, (5, 2), dtype), normals(rng, (2, 3, 2), dtype)
+    options = {"implementation": implementation}
+
+    def add(x, y):
+        return jnp.sin(jof.scatter_add(x * x, IDS, y * y, mode="clip", **options))
+
+    def total(y):
+        return jnp.sin(jof.segment_sum((y * y).reshape(6, 2), IDS.reshape(-1), 5, **options))
+
+    def lookup(x):
+        return jnp.sin(jof.embedding_lookup(x * x, IDS % 5, **options))
+
+    for f, xs in ((add, (x, y)), (total, (y,)), (lookup, (x,))):
+        check_grads(f, xs, order=2, modes=[mode], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradient_of_dropped_rows_is_zero(implementation):
+    table, dy = np.ones((5, 2)), exact_terms(rng_for(0), (2, 3, 2), "float64")
+
+    def pull(f, x):
+        return jax.vjp(f, x)[1](dy)[0]
+
+    actual = pull(lambda t: jof.embedding_lookup(t, IDS, implementation=implementation), table)
+    assert_same_values(actual, on_cpu(pull, lambda t: jnp.take(t, IDS, axis=0), table))
+    for mode in ("drop", "fill", "clip"):
+
+        def weighted(f, updates):
+            return jnp.sum(f(updates) * np.arange(10.0).reshape(5, 2))
+
+        def ours(updates, mode=mode):
+            return jof.scatter_add(table, IDS, updates, mode=mode, implementation=implementation)
+
+        def theirs(updates, mode=mode):
+            return jnp.asarray(table).at[IDS].add(updates, mode=mode)
+
+        actual = jax.grad(functools.partial(weighted, ours))(dy)
+        assert_same_values(actual, on_cpu(jax.grad(functools.partial(weighted, theirs)), dy))
+
+
+FUNCTIONS = {
+    "segment_sum": (
+        lambda x, ids, _, **options: jof.segment_sum(x, ids[:, 0], 4, **options),
+        lambda x, ids, _: jax.ops.segment_sum(x, ids[:, 0], 4),
+    ),
+    "scatter_add": (
+        lambda x, ids, y, **options: jof.scatter_add(x, ids, y, mode="clip", **options),
+        lambda x, ids, y: jnp.asarray(x).at[ids].add(y, mode="clip"),
+    ),
+    "embedding_lookup": (
+        lambda x, ids, _, **options: jof.embedding_lookup(x, ids % 5, **options),
+        lambda x, ids, _: jnp.take(x, ids % 5, axis=0),
+    ),
+}
+
+
+def operands(name, *leading):
+    rng = rng_for(name)
+    rows = 6 if name == "segment_sum" else 5
+    x = exact_terms(rng, (*leading, rows, 2), "float32")
+    ids = rng.integers(-2, 6, size=(*leading, 6, 3))
+    return x, ids, exact_terms(rng, (*leading, 6, 3, 2), "float32")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_ids_have_float0_tangents(name):
+    x, ids, y = operands(name)
+    zero = np.zeros(ids.shape, jax.dtypes.float0)
+
+    def run(f):
+        primals, tangents = (x, ids, y), (x, zero, y)
+        out, linear = jax.linearize(f, *primals)
+        loss = jax.grad(lambda *xs: jnp.sum(f(*xs) ** 2), argnums=(0, 1, 2), allow_int=True)
+        grads = loss(*primals)
+        assert grads[1].dtype == jax.dtypes.float0
+        closed = jax.jvp(lambda x, y: f(x, ids, y), (x, y), (x, y))
+        both = jax.jvp(f, primals, tangents)
+        return out, linear(*tangents), grads[0], grads[2], closed, both
+
+    ours, theirs = FUNCTIONS[name]
+    jax.tree.map(assert_same_values, run(ours), on_cpu(run, theirs))
+
+
+# --- batching -------------------------------------------------------------------------------------
+
+
+def batch_axes():
+    """Every mix of axes of the operands: none, the first, the second, the last."""
+    for name in FUNCTIONS:
+        last = (None,) if name != "scatter_add" else (None, 0, 2)
+        for axes in itertools.product((None, 0, 1, -1), (None, 0, -1), last):
+            if any(axis is not None for axis in axes):
+                yield pytest.param(name, axes, id=f"{name}-{axes}")
+
+
+@pytest.mark.parametrize(("name", "axes"), [*batch_axes()])
+def test_vmap_over_any_operands(name, axes):
+    ours, theirs = FUNCTIONS[name]
+    xs = [
+        x[0] if axis is None else np.moveaxis(x, 0, axis)
+        for x, axis in zip(operands(name, 2), axes, strict=True)
+    ]
+
+    def run(f):
+        def value_and_grad(*xs):
+            return jax.value_and_grad(lambda *xs: jnp.sum(f(*xs) ** 2), argnums=(0, 2))(*xs)
+
+        return jax.jit(jax.vmap(f, in_axes=axes)), jax.jit(jax.vmap(value_and_grad, in_axes=axes))
+
+    for actual, expected in zip(run(ours), run(theirs), strict=True):
+        compiled = actual.lower(*xs).compile()
+        assert not re.search(r"\bwhile\(|\bsort\(|\bgather\(", compiled.as_text())
+        jax.tree.map(assert_same_values, compiled(*xs), on_cpu(expected, *xs))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_vmap_makes_no_loop(name):
+    xs = operands(name, 2, 3)
+    for implementation in IMPLEMENTATIONS:
+        f = functools.partial(FUNCTIONS[name][0], implementation=implementation)
+        loss = jax.grad(lambda *xs, f=f: jnp.sum(f(*xs) ** 2))
+        for g in (f, loss):
+            jaxpr = str(jax.make_jaxpr(jax.vmap(jax.vmap(g)))(*xs))
+            assert not re.search(r"\b(while|scan)\[", jaxpr)
+        actual = jax.vmap(jax.vmap(f))(*xs)
+        assert_same_values(actual, on_cpu(jax.vmap(jax.vmap(FUNCTIONS[name][1])), *xs))
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("count", "size", "width"), [(9000, 100, 3), (300, 500, 17)])
+def test_donated_operand_is_added_to_in_place(count, size, width, dtype):
+    rng = rng_for(count)
+    operand, updates = (exact_terms(rng, (n, width), dtype) for n in (size, count))
+    ids = rng.integers(0, size, size=count).astype(np.int32)
+    x = jnp.asarray(operand) + 0  # its own buffer
+    compiled = jax.jit(jof.scatter_add, donate_argnums=0).lower(x, ids, updates).compile()
+    hlo = compiled.as_text()
+    assert "input_output_alias={ {}: (0, {}" in hlo
+    assert not re.search(r"= \S+ copy\(", hlo), hlo
+    assert compiled.memory_analysis().alias_size_in_bytes == operand.nbytes
+    where = x.unsafe_buffer_pointer()
+    result = compiled(x, ids, updates)
+    assert x.is_deleted()
+    assert result.unsafe_buffer_pointer() == where
+    expected = oracle.scatter_add(operand, ids, updates)
+    np.testing.assert_allclose(np.asarray(result, float), expected, rtol=1e-3)
+
+    kept = jnp.asarray(operand)
+    jax.jit(jof.scatter_add)(kept, ids, updates)
+    assert_same_bits(kept, operand)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def losses(step, parameters):
+    step = jax.jit(jax.value_and_grad(step))
+    result = []
+    for _ in range(8):
+        loss, grads = step(parameters)
+        parameters = jax.tree.map(lambda p, g: p - 0.1 * g, parameters, grads)
+        result.append(loss)
+    assert result[-1] < 0.95 * result[0]
+    return np.array(result)
+
+
+def test_training_of_a_graph_network():
+    """Two layers of message passing; the mean of what arrives at each node of a class."""
+    rng = rng_for("graph")
+    nodes, edges, width = 50, 300, 8
+    senders, receivers = rng.integers(0, nodes, size=(2, edges))
+    features, targets = normals(rng, (nodes, width), "float64"), normals(rng, (nodes,), "float64")
+    first, second = 0.3 * normals(rng, (2, width, width), "float64")
+    parameters = (first, second, normals(rng, (width,), "float64"))
+
+    def loss(segment_sum, parameters):
+        *layers, readout = parameters
+        h = features
+        degree = 1 + segment_sum(np.ones(edges), receivers, nodes)
+        for w in layers:
+            arrived = segment_sum((h @ w)[senders], receivers, nodes)
+            h = jnp.tanh(h + arrived / degree[:, None])
+        return jnp.mean((h @ readout - targets) ** 2)
+
+    actual = losses(functools.partial(loss, jof.segment_sum), parameters)
+    expected = on_cpu(losses, functools.partial(loss, jax.ops.segment_sum), parameters)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
+
+
+def test_training_of_an_embedding():
+    """A bag of words; some words occur often."""
+    rng = rng_for("embedding")
+    words = (20 * rng.uniform(size=(64, 7)) ** 3).astype(np.int32)
+    labels = rng.integers(0, 2, size=64)
+    parameters = (normals(rng, (20, 6), "float64"), normals(rng, (6,), "float64"))
+
+    def loss(lookup, parameters):
+        table, readout = parameters
+        logits = lookup(table, words).mean(axis=1) @ readout
+        return jnp.mean(jnp.logaddexp(0, logits) - labels * logits)
+
+    def take(table, ids):
+        return jnp.take(table, ids, axis=0)
+
+    actual = losses(functools.partial(loss, jof.embedding_lookup), parameters)
+    expected = on_cpu(losses, functools.partial(loss, take), parameters)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+X, ID, U = np.ones((4, 3), np.float32), np.array([0, 1, 1]), np.ones((3, 3), np.float32)
+sums, adds, looks = jof.segment_sum, jof.scatter_add, jof.embedding_lookup
+KEYS = jax.random.split(jax.random.key(0), 4)
+# (function, arguments, keyword arguments, exception, what the message says besides the function's
+# name: the argument, and what came or what was expected)
+BAD_CALLS = [
+    (sums, (U, ID + 0.5, 3), {}, TypeError, ["segment_ids", "integer", "float64"]),
+    (sums, (U, ID > 0, 3), {}, TypeError, ["segment_ids", "integer", "bool"]),
+    (sums, (U, [0, 1, 1], 3), {}, TypeError, ["segment_ids", "list"]),
+    (sums, (U, None, 3), {}, TypeError, ["segment_ids", "NoneType"]),
+    (sums, (U, 1.0, 3), {}, TypeError, ["segment_ids", "integer"]),
+    (sums, ([1.0], ID, 3), {}, TypeError, ["data", "list"]),
+    (sums, (U > 0, ID, 3), {}, TypeError, ["data", "bool"]),
+    (sums, (U.astype(jnp.float8_e4m3fn), ID, 3), {}, TypeError, ["data", "float8_e4m3fn"]),
+    (sums, (jnp.ones((3, 3), jnp.int4), ID, 3), {}, TypeError, ["data", "int4"]),
+    (sums, (KEYS[:3], ID, 3), {}, TypeError, ["data", "key<fry>"]),
+    (sums, (U[:2], ID, 3), {}, ValueError, ["data", "(3, 3)", "(2, 3)"]),
+    (sums, (X, ID, 3), {}, ValueError, ["data", "(3, 3)", "(4, 3)"]),
+    (sums, (U, ID, -1), {}, ValueError, ["num_segments", "-1"]),
+    (sums, (U, ID, 2.0), {}, TypeError, ["num_segments", "2.0"]),
+    (sums, (U, ID, True), {}, TypeError, ["num_segments", "True"]),
+    (sums, (U, ID, "3"), {}, TypeError, ["num_segments", "'3'"]),
+    (sums, (U, ID - 5), {}, ValueError, ["num_segments", "-3"]),
+    (sums, (U, ID, 3), {"bucket_size": 0}, ValueError, ["bucket_size", "positive", "0"]),
+    (sums, (U, ID, 3), {"bucket_size": -2}, ValueError, ["bucket_size", "-2"]),
+    (sums, (U, ID, 3), {"bucket_size": 1.5}, TypeError, ["bucket_size", "1.5"]),
+    (sums, (U, IDS, 3), {"bucket_size": 2}, ValueError, ["segment_ids", "(2, 3)"]),
+    (sums, (U, ID, 3), {"mode": "wrap"}, ValueError, ["mode", "drop", "'wrap'"]),
+    (sums, (U, ID, 3), {"mode": 1}, ValueError, ["mode", "1"]),
+    (sums, (U, ID, 3), {"implementation": "cuda"}, ValueError, ["implementation", "'cuda'"]),
+    (adds, (X, ID + 0.5, U), {}, TypeError, ["indices", "float64"]),
+    (adds, (X, ID > 0, U), {}, TypeError, ["indices", "bool", "jnp.where"]),
+    (adds, (X, (ID, ID), U), {}, TypeError, ["indices", "tuple"]),
+    (adds, (X, slice(3), U), {}, TypeError, ["indices", "slice"]),
+    (adds, (X[0, 0], ID, U), {}, ValueError, ["operand", "1 dimension", "()"]),
+    (adds, (1.0, ID, U), {}, TypeError, ["operand", "float"]),
+    (adds, (X.tolist(), ID, U), {}, TypeError, ["operand", "list"]),
+    (adds, (X > 0, ID, U), {}, TypeError, ["operand", "bool"]),
+    (adds, (X.astype(jnp.float8_e5m2), ID, U), {}, TypeError, ["operand", "float8_e5m2"]),
+    (adds, (X, ID, U.astype(complex)), {}, TypeError, ["updates", "float32", "complex128"]),
+    (adds, (X.astype(int), ID, U), {}, TypeError, ["updates", "int64", "float32"]),
+    (adds, (X.astype("i1"), ID, U.astype("i4")), {}, TypeError, ["updates", "int8", "int32"]),
+    (adds, (X, ID, U[:2]), {}, ValueError, ["updates", "(3, 3)", "(2, 3)"]),
+    (adds, (X, ID, U[:, :2]), {}, ValueError, ["updates", "(3, 3)", "(3, 2)"]),
+    (adds, (X, ID, U[None, None]), {}, ValueError, ["updates", "(1, 1, 3, 3)"]),
+    (adds, (X, ID, "1"), {}, TypeError, ["updates", "str"]),
+    (adds, (X, ID, U), {"mode": "one"}, ValueError, ["mode", "'one'"]),
+    (adds, (X, ID, U), {"mode": b"drop"}, ValueError, ["mode", "b'drop'"]),
+    (adds, (X, ID, U), {"implementation": 1}, ValueError, ["implementation", "1"]),
+    (looks, (X, ID * 1.0), {}, TypeError, ["ids", "float64"]),
+    (looks, (X, ID > 0), {}, TypeError, ["ids", "bool"]),
+    (looks, (X, [0]), {}, TypeError, ["ids", "list"]),
+    (looks, (X[0, 0], ID), {}, ValueError, ["table", "()"]),
+    (looks, (X.tolist(), ID), {}, TypeError, ["table", "list"]),
+    (looks, (jnp.ones((3, 3), jnp.int4), ID), {}, TypeError, ["table", "int4"]),
+    (looks, (KEYS, ID), {}, TypeError, ["table", "key<fry>"]),
+    (looks, (X.astype("M8[s]"), ID), {}, TypeError, ["table", "datetime64"]),
+    (looks, (X[:0], ID), {}, IndexError, ["table", "rows", "(0, 3)"]),
+    (looks, (X, ID), {"implementation": "gpu"}, ValueError, ["implementation", "'gpu'"]),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs", "exception", "fragments"), BAD_CALLS)
+def test_bad_call(function, args, kwargs, exception, fragments):
+    name = function.__name__
+    with pytest.raises(exception, match=rf"^{name}: ") as caught:
+        function(*args, **kwargs)
+    assert type(caught.value) is exception
+    message = str(caught.value).removeprefix(name)
+    for fragment in fragments:
+        # At the beginning of a word.
+        assert re.search(rf"(?<!\w){re.escape(fragment)}", message), f"{fragment!r}: {message}"
+
+
+def test_number_of_segments_that_is_traced():
+    with pytest.raises(jax.errors.ConcretizationTypeError, match="num_segments"):
+        jax.jit(lambda ids: jof.segment_sum(U, ids))(ID)
+    with pytest.raises(jax.errors.ConcretizationTypeError, match="num_segments"):
+        jax.jit(lambda n: jof.segment_sum(U, ID, n))(3)
