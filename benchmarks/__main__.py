@@ -35,6 +35,11 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     parser.add_argument("--case", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--dtype", help="cases of one dtype, such as float16")
+    parser.add_argument(
+        "--slow-rivals",
+        action="store_true",
+        help="run what takes seconds a call, too: XLA's 16-bit sums of hot segments on a GPU",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument(
         "--build", action="store_true", help="compile the kernels of the suites alone, and stop"
@@ -68,7 +73,7 @@ def _run(argv: list[str]) -> int:
         if options.list:
             print("\n".join(case.name for case in cases))
         elif cases:
-            errors += harness.run(suite, cases, options.out, whole, argv)
+            errors += harness.run(suite, cases, options.out, whole, argv, options.slow_rivals)
     if errors:
         print(f"{errors} row(s) are errors", file=sys.stderr)
     return 1 if errors else 0

@@ -393,10 +393,156 @@ def ladder_cases(platform: str, quick: bool = False) -> list[LadderCase]:
     return cases[:2] if quick else cases
 
 
+# ---- scatter ----
+
+
+def count(n: int) -> str:
+    """Such as ``16M`` and ``64k``, which are powers of two, and ``10000``."""
+    for unit, size in (("M", 1 << 20), ("k", 1 << 10)):
+        if n % size == 0 and n > size >> (unit == "M"):
+            return f"{n // size}{unit}"
+    return str(n)
+
+
+@dataclass(frozen=True)
+class ScatterCase:
+    """``rows`` rows of ``width`` elements that belong to ``segments`` rows, as ``ids`` has it.
+
+    The groups: "segment_sum"; "scatter_add" into an operand, and "scatter_add in place" into one
+    that is donated; "embedding gradient" and "embedding" itself. The ids: "uniform"; "hot", half of
+    them one segment; "sorted"; "skewed", ``segments * u**4`` of a uniform u, somewhat like words.
+    """
+
+    group: str
+    rows: int
+    width: int
+    segments: int
+    ids: str
+    dtype: str
+
+    @property
+    def op(self) -> str:
+        """Such as "16M x 1 to 1024, uniform"."""
+        return f"{count(self.rows)} x {self.width} to {count(self.segments)}, {self.ids}"
+
+    @property
+    def variant(self) -> str:
+        """What the ids are like."""
+        return self.ids
+
+    @property
+    def bytes(self) -> int:
+        """Each input byte read once and each output byte written once.
+
+        Of a table that is looked up, and of one that is added to in place, these are at most as
+        many rows as there are ids.
+        """
+        rows, table = self.rows * self.width, self.segments * self.width
+        hit = min(self.rows, self.segments) * self.width
+        elements = {
+            "segment_sum": rows + table,
+            "scatter_add": rows + 2 * table,
+            "scatter_add in place": rows + 2 * hit,
+            "embedding gradient": rows + table,
+            "embedding": hit + rows,
+        }[self.group]
+        return elements * itemsize(self.dtype) + 4 * self.rows
+
+    @property
+    def name(self) -> str:
+        """Such as ``segment_sum-16Mx1-to-1024-uniform-f16``."""
+        sizes = f"{count(self.rows)}x{self.width}-to-{count(self.segments)}"
+        return f"{self.group.replace(' ', '_')}-{sizes}-{self.ids}-{short(self.dtype)}"
+
+
+_SCATTER = {
+    "gpu": [
+        ("segment_sum", 16 << 20, 1, 1024, "uniform"),
+        ("segment_sum", 16 << 20, 1, 1 << 20, "uniform"),
+        ("segment_sum", 16 << 20, 1, 1 << 20, "sorted"),
+        ("segment_sum", 1 << 20, 128, 10_000, "uniform"),
+        ("segment_sum", 1 << 20, 128, 10_000, "hot"),
+        ("segment_sum", 1 << 20, 128, 10_000, "sorted"),
+        ("scatter_add", 1 << 20, 128, 10_000, "uniform"),
+        ("scatter_add in place", 1 << 20, 128, 10_000, "uniform"),
+        ("scatter_add", 4096, 2048, 128 << 10, "uniform"),
+        ("scatter_add in place", 4096, 2048, 128 << 10, "uniform"),
+        ("embedding gradient", 256 << 10, 2048, 128 << 10, "skewed"),
+        ("embedding gradient", 256 << 10, 2048, 128 << 10, "uniform"),
+        ("embedding", 256 << 10, 2048, 128 << 10, "skewed"),
+        ("embedding", 256 << 10, 2048, 128 << 10, "uniform"),
+    ],
+    "cpu": [
+        ("segment_sum", 1 << 20, 1, 1024, "uniform"),
+        ("segment_sum", 1 << 20, 1, 64 << 10, "uniform"),
+        ("segment_sum", 1 << 20, 1, 64 << 10, "sorted"),
+        ("segment_sum", 64 << 10, 128, 1000, "uniform"),
+        ("segment_sum", 64 << 10, 128, 1000, "hot"),
+        ("segment_sum", 64 << 10, 128, 1000, "sorted"),
+        ("scatter_add", 64 << 10, 128, 1000, "uniform"),
+        ("scatter_add in place", 64 << 10, 128, 1000, "uniform"),
+        ("scatter_add", 1024, 1024, 16 << 10, "uniform"),
+        ("scatter_add in place", 1024, 1024, 16 << 10, "uniform"),
+        ("embedding gradient", 8 << 10, 1024, 16 << 10, "skewed"),
+        ("embedding gradient", 8 << 10, 1024, 16 << 10, "uniform"),
+        ("embedding", 8 << 10, 1024, 16 << 10, "skewed"),
+        ("embedding", 8 << 10, 1024, 16 << 10, "uniform"),
+    ],
+}
+
+
+def scatter_cases(platform: str, quick: bool = False) -> list[ScatterCase]:
+    """The rows of a platform; ``quick`` keeps what is summed over all orders of ids, in f16."""
+    cases = [
+        ScatterCase(*sizes, dtype)
+        for sizes in _SCATTER[platform]
+        for dtype in ("float32", "float16", "bfloat16")
+    ]
+    if quick:
+        cases = [c for c in cases if c.dtype == "float16" and c.group == "segment_sum"]
+    return cases
+
+
+# ---- the atomics of an article ----
+
+
+@dataclass(frozen=True)
+class AtomicCase:
+    """The inner product of two f16 vectors, every product added to one address."""
+
+    elements: int
+    dtype: str = "float16"
+    group: str = "atomics"
+    op: str = "inner product"
+
+    @property
+    def variant(self) -> str:
+        """The number of elements."""
+        return f"{count(self.elements)} elements"
+
+    @property
+    def bytes(self) -> int:
+        """Each input byte read once; the result is nothing."""
+        return 2 * self.elements * itemsize(self.dtype)
+
+    @property
+    def name(self) -> str:
+        """Such as ``atomics-32M-f16``."""
+        return f"atomics-{count(self.elements)}-{short(self.dtype)}"
+
+
+def atomic_cases(platform: str, quick: bool = False) -> list[AtomicCase]:
+    """The article's 32M elements, and so few that none of its forms takes long; on GPUs alone."""
+    sizes = [16 << 10, 256 << 10, 4 << 20, 32 << 20] if platform == "gpu" else []
+    return [AtomicCase(n) for n in (sizes[:1] if quick else sizes)]
+
+
 CASES: dict[str, Callable[[str, bool], list[Any]]] = {
     "upsample": upsample_cases,
     "elementwise": elementwise_cases,
     "cast": cast_cases,
     "gelu_ladder": ladder_cases,
+    "scatter": scatter_cases,
+    "atomic_add": atomic_cases,
 }
 """The table of every suite: ``CASES[suite](platform, quick)``."""

@@ -2,9 +2,8 @@
 
 The article climbs from one f32 element a thread to four pairs of half a thread, each step a kernel.
 ``csrc/gelu_ladder.cu`` makes six of them from this package's template, ``csrc/gelu_cute.cu`` is the
-seventh. Both are compiled by nvcc into libraries under ``build/benchmarks``, where they are not
-there yet; ``python -m benchmarks gelu_ladder --build`` does nothing else, for a machine that lacks
-CuTe's headers (``pip install nvidia-cutlass``) or nvcc.
+seventh, for which CuTe's headers must be there (``pip install nvidia-cutlass``) or its library,
+brought from a machine where ``python -m benchmarks gelu_ladder --build`` has run.
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ from __future__ import annotations
 import csv
 import ctypes
 import functools
-import hashlib
 import importlib.util
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -31,16 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import accuracy, elementwise
+from . import accuracy, elementwise, libraries
 from .cases import LadderCase
 from .harness import Input, Maker, Sets, Work, agreement
 from .timing import Contender, reason
 
 Array = Any
 
-_SOURCES = Path(__file__).with_name("csrc")
-_ROOT = Path(__file__).resolve().parent.parent
-_BUILD = _ROOT / "build" / "benchmarks"
 _ERROR_SAMPLES = 1 << 22
 _COUNTED = 16 << 20  # elements, as the article has them
 _METRICS = {
@@ -144,15 +137,11 @@ def errors(x: np.ndarray, result: np.ndarray) -> dict[str, float]:
 
 
 def library(name: str) -> Path:
-    """The compiled library of ``csrc/NAME.cu`` as it is now, built if it is not there."""
-    sources = [_SOURCES / f"{name}.cu", *sorted(_SOURCES.glob("gelu_*.cuh"))]
-    if name == "gelu_ladder":
-        sources += sorted(p for p in (_ROOT / "csrc").rglob("*.*h") if p.suffix in (".h", ".cuh"))
-    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()[:8]
-    path = _BUILD / f"{name}-{digest}.so"
-    if not path.exists():
-        _compile(_SOURCES / f"{name}.cu", path)
-    return path
+    """The compiled library of ``csrc/NAME.cu``."""
+    headers = sorted(libraries.SOURCES.glob("gelu_*.cuh"))
+    if name == "gelu_cute":
+        return libraries.compiled(name, headers, _cutlass)
+    return libraries.compiled(name, [*headers, *libraries.package_headers()])
 
 
 def build() -> list[Path]:
@@ -160,35 +149,14 @@ def build() -> list[Path]:
     return [library(name) for name in dict.fromkeys(v.library for v in VARIANTS)]
 
 
-def _compile(source: Path, path: Path) -> None:
-    includes = [_ROOT / "csrc"]
-    if source.stem == "gelu_cute":
-        includes.append(_cutlass())
-    if (nvcc := _tool("nvcc")) is None:
-        raise FileNotFoundError("nvcc is not on PATH, and the library was not brought along")
-    architectures = re.findall(r"\d+", os.environ.get("JOF_CUDA_ARCHITECTURES", "80;90"))
-    command = [nvcc, "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC"]
-    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    command += [f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"]
-    command += [f"-I{directory}" for directory in includes]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.so")
-    done = subprocess.run(
-        [*command, str(source), "-o", str(unfinished)], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"nvcc failed on {source.name}: {done.stderr or done.stdout}")
-    unfinished.replace(path)
-
-
-def _cutlass() -> Path:
+def _cutlass() -> list[Path]:
     """CuTe's headers: of CUTLASS_PATH, a copy of the sources, or of the package nvidia-cutlass."""
     places = [Path(os.environ["CUTLASS_PATH"])] if "CUTLASS_PATH" in os.environ else []
     spec = importlib.util.find_spec("cutlass_library")
     places += [Path(p) / "source" for p in (spec and spec.submodule_search_locations) or ()]
     for place in places:
         if (place / "include" / "cute" / "tensor.hpp").exists():
-            return place / "include"
+            return [place / "include"]
     raise FileNotFoundError(
         "CuTe's headers are not there: pip install nvidia-cutlass, or set CUTLASS_PATH"
     )
@@ -201,16 +169,6 @@ def _load(path: Path) -> Any:
     return kernels
 
 
-def _tool(name: str) -> str | None:
-    """A program of the CUDA toolkit: on PATH, beside nvcc, or of its PyPI package."""
-    if found := shutil.which(name):
-        return found
-    nvcc = shutil.which("nvcc")
-    places = [Path(nvcc).resolve().parent] if nvcc else []
-    places += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
-    return next((str(p / name) for p in places if (p / name).exists()), None)
-
-
 # ---- what the compiler made of them, and what the hardware counts ----
 
 
@@ -219,12 +177,7 @@ def _widths(path: Path) -> dict[str, dict[str, Any]]:
     """The widths of each variant's accesses, or why they are not known."""
     variants = [v for v in VARIANTS if path.name.startswith(v.library)]
     try:
-        if (cuobjdump := _tool("cuobjdump")) is None:
-            raise FileNotFoundError("cuobjdump is not on PATH")
-        capability = str(jax.devices()[0].compute_capability).replace(".", "")
-        command = [cuobjdump, "--dump-sass", f"--gpu-architecture=sm_{capability}", str(path)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        widths = access_widths(text)
+        widths = access_widths(libraries.disassembly(path))
     except Exception as error:  # a table without this column is better than none
         return {v.name: {"sass": reason(error)} for v in variants}
     return {
@@ -233,23 +186,23 @@ def _widths(path: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def access_widths(sass: str) -> dict[str, dict[str, int]]:
+def access_widths(functions: dict[str, str]) -> dict[str, dict[str, int]]:
     """The widest global load and store of each function of a disassembly, in bits."""
     widths: dict[str, dict[str, int]] = {}
-    for part in re.split(r"Function\s*:\s*", sass)[1:]:
+    for name, part in functions.items():
         found: dict[str, int] = {}
         for kind, modifiers in re.findall(r"\b(LDG|STG)((?:\.\w+)*)", part):
             key = {"LDG": "load_bits", "STG": "store_bits"}[kind]
             size = re.search(r"\.[US]?(8|16|64|128)\b", modifiers)
             found[key] = max(found.get(key, 0), int(size[1]) if size else 32)
-        widths[part.split(maxsplit=1)[0]] = found
+        widths[name] = found
     return widths
 
 
 @functools.cache
 def _counts(path: Path, variants: int) -> list[dict[str, int]] | str:
     """What ncu counts of each variant's loads, or why it does not."""
-    if (ncu := _tool("ncu")) is None:
+    if (ncu := libraries.tool("ncu")) is None:
         return "ncu is not on PATH"
     program = "import ctypes, sys; n = int(sys.argv[3]); lib = ctypes.CDLL(sys.argv[1]); "
     program += "sys.exit(lib.RunEach(int(sys.argv[2]), ctypes.c_longlong(n)))"

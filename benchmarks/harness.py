@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,16 @@ from . import environment
 from .cases import CASES, Case
 from .ceilings import Ceilings
 from .report import rate_unit
-from .timing import Clock, Contender, Timing, compare, make_clock, reason, rotation_sets
+from .timing import (
+    Clock,
+    Contender,
+    Timing,
+    TooSlow,
+    compare,
+    make_clock,
+    reason,
+    rotation_sets,
+)
 
 Array = Any
 
@@ -33,13 +42,15 @@ Array = Any
 class Input(NamedTuple):
     """An array that a case takes.
 
-    The kinds: "normal" values around 0; "divisor", none of them near 0; "scalar", one 0.75;
-    "condition", half of them true.
+    The kinds: "normal" values around 0; "divisor", none of them near 0; "tenth", about 0.1;
+    "scalar", one 0.75; "condition", half of them true. Indices below ``limit``: "uniform"; "hot",
+    half of them one; "sorted"; "skewed", ``limit * u**4`` of a uniform u.
     """
 
     shape: tuple[int, ...]
     dtype: str
     kind: str = "normal"
+    limit: int = 0
 
 
 Arrays = tuple[Array, ...]
@@ -54,7 +65,8 @@ class Work:
 
     inputs: Sequence[Input]
     ours: Callable[..., Array]
-    target: str  # the custom call that must be in our compiled program for it to count as native
+    # What must be in our compiled program for it to count as native: a custom call, or one of some.
+    target: str | tuple[str, ...]
     jnp: dict[str, Callable[..., Array]]
     torch: Callable[..., Any] | None  # takes the torch module first
     check: Callable[[Arrays, Array], str | None]  # what is wrong with our result
@@ -64,38 +76,60 @@ class Work:
     others: dict[str, Maker] = field(default_factory=dict)
     ceilings: tuple[str, ...] = ("copy", "fill")
     effort: float = 1.0  # the share of the usual samples that is enough
+    variants: dict[str, Callable[..., Array]] = field(default_factory=dict)  # of ours, checked too
+    errors: Callable[[Arrays, Array], dict[str, float]] | None = None  # of anybody's result
+    # The first array is donated: a call takes the result of an earlier one instead.
+    donated: bool = False
+    skip: dict[str, str] = field(default_factory=dict)  # rivals too slow to run, and why
+    # Timed by the wall over whole turns: memsets and memcpys, which no clock here sees, count.
+    wall: bool = False
 
     @property
     def rivals(self) -> list[str]:
         """The names of all that ours is compared with, in the order of the columns."""
-        return [*self.jnp, *self.others, *(["torch"] if self.torch else [])]
+        torch = ["torch"] if self.torch else []
+        return [*self.variants, *self.jnp, *self.others, *torch]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case, its work, and its programs ("ours" and the jnp rivals) in compilation."""
+    """A case, its work, and its programs (ours, its variants, jnp's) in compilation."""
 
     case: Case
     work: Work
     programs: dict[str, Future[Any]]
 
 
-def run(suite: str, cases: Sequence[Case], out: Path | None, whole: bool, argv: list[str]) -> int:
+def run(
+    suite: str,
+    cases: Sequence[Case],
+    out: Path | None,
+    whole: bool,
+    argv: list[str],
+    slow_rivals: bool = False,
+) -> int:
     """Runs the cases of a suite and returns the number of rows that are errors.
 
     Where they are not the ``whole`` suite, the results do not replace those of the repository.
+    Rivals that their case would skip run where ``slow_rivals`` says so.
     """
     module = importlib.import_module(f".{suite}", __package__)
     x64 = jax.config.read("jax_enable_x64")  # some suites have 64-bit cases
     jax.config.update("jax_enable_x64", x64 or getattr(module, "X64", False))
     try:
-        return _run(suite, module, cases, out, whole, argv)
+        return _run(suite, module, cases, out, whole, argv, slow_rivals)
     finally:
         jax.config.update("jax_enable_x64", x64)
 
 
 def _run(
-    suite: str, module: Any, cases: Sequence[Case], out: Path | None, whole: bool, argv: list[str]
+    suite: str,
+    module: Any,
+    cases: Sequence[Case],
+    out: Path | None,
+    whole: bool,
+    argv: list[str],
+    slow_rivals: bool,
 ) -> int:
     begin, platform = time.perf_counter(), jax.default_backend()
     clock, clock_note = make_clock(platform)
@@ -117,7 +151,10 @@ def _run(
     path = (out or Path(root) / environment.slug(about)) / f"{suite}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    prepared = _prepare_all(cases, module.work)
+    works = [module.work(case) for case in cases]
+    if slow_rivals:
+        works = [replace(work, skip={}) for work in works]
+    prepared = _prepare_all(cases, works)
     result["compile_seconds"] = round(time.perf_counter() - begin, 1)
     rivals = dict.fromkeys(name for p in prepared for name in p.work.rivals)
     if torch is None:
@@ -143,19 +180,23 @@ def _run(
     return sum("error" in row for row in result["rows"])
 
 
-def _prepare_all(cases: Sequence[Case], make_work: Callable[[Any], Work]) -> list[Prepared]:
+def _prepare_all(cases: Sequence[Case], works: Sequence[Work]) -> list[Prepared]:
     """Compiles the programs of all cases side by side, before anything is timed."""
 
-    def compiled(function: Callable[..., Array], inputs: Sequence[Input]) -> Any:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-        return jax.jit(function).lower(*shapes).compile()
+    def compiled(function: Callable[..., Array], work: Work) -> Any:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.inputs]
+        donated = (0,) if work.donated else ()
+        return jax.jit(function, donate_argnums=donated).lower(*shapes).compile()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         prepared = []
-        for case in cases:
-            work = make_work(case)
-            functions = {"ours": work.ours, **work.jnp}
-            programs = {k: pool.submit(compiled, f, work.inputs) for k, f in functions.items()}
+        for case, work in zip(cases, works, strict=True):
+            functions = {"ours": work.ours, **work.variants, **work.jnp}
+            programs = {
+                name: pool.submit(compiled, function, work)
+                for name, function in functions.items()
+                if name not in work.skip
+            }
             prepared.append(Prepared(case, work, programs))
         everything = [future for p in prepared for future in p.programs.values()]
         bar = {"total": len(everything), "unit": "program", "leave": False, "disable": None}
@@ -181,13 +222,22 @@ def _row(
     try:
         sets = inputs.sets(work.inputs, rotation_sets(case.bytes))
         ours = item.programs["ours"].result()
-        row["implementation"] = implementation(ours.as_text() or "", work.target, work.alone)
-        result = jax.block_until_ready(ours(*sets[0]))
+        program = ours.as_text() or ""
+        row["implementation"] = implementation(program, work.target, work.alone)
+        row["calls"] = list(dict.fromkeys(_targets(program)))
+        result = _once(ours, work, sets[0])
         if wrong := work.check(sets[0], result):
             raise ArithmeticError(wrong)
+        known = work.errors(sets[0], result) if work.errors else {}
 
-        contenders = [_jax_contender("ours", ours, sets)]
+        contenders = [_jax_contender("ours", ours, work, sets)]
+        for name in work.variants:
+            contender, rivals[name] = _variant(name, item, sets)
+            contenders.append(contender)
         for name in work.jnp:
+            if name in work.skip:
+                rivals[name] = {"skipped": work.skip[name]}
+                continue
             make = partial(_jax_rival, name, item.programs[name], work, sets, result)
             rivals[name] = _prepare(contenders, make)
             if work.exact and not rivals[name].get("agrees", True):
@@ -201,14 +251,17 @@ def _row(
         timings = compare(contenders, clock, work.effort)
     except Exception as error:  # a case that fails is a row that says so, and the exit status
         return {**row, "error": reason(error), "rivals": rivals}
+    if work.wall and clock.name != "wall":
+        row["clock"] = "wall"
+        timings = {k: t if isinstance(t, str) else t.by_wall() for k, t in timings.items()}
 
     rated = {name: _rated(timing, case.bytes) for name, timing in timings.items()}
     return summarise(
         {
             **row,
             "check": "pass",
-            "ours": rated["ours"],
-            "rivals": {name: {**known, **rated.get(name, {})} for name, known in rivals.items()},
+            "ours": {**known, **rated["ours"]},
+            "rivals": {name: {**about, **rated.get(name, {})} for name, about in rivals.items()},
             "jnp": list(work.jnp),
             "ceilings": {name: rated[name] for name in ("copy", "fill") if name in rated},
         }
@@ -252,20 +305,26 @@ def _rated(timing: Timing | str, nbytes: int) -> dict[str, Any]:
     return {"tb_per_s": round(nbytes / timing.us / 1e6, 6), **timing.to_json()}
 
 
-def implementation(program: str, target: str, alone: bool) -> str:
+def _targets(program: str) -> list[str]:
+    return re.findall(r'custom_call_target="([^"]+)"', program)
+
+
+def implementation(program: str, target: str | tuple[str, ...], alone: bool) -> str:
     """Whether a compiled program is our kernel, "native", or jnp's, "xla".
 
     Where it must be our kernel ``alone``, anything beside it is an error.
     """
-    targets = re.findall(r'custom_call_target="([^"]+)"', program)
-    if target not in targets:
+    targets = _targets(program)
+    wanted = (target,) if isinstance(target, str) else target
+    if not set(wanted) & set(targets):
         return "xla"
     # The first word with a parenthesis in each line of the entry computation is its operation.
     entry = program[program.index("ENTRY") :].splitlines()[1:]
     found = [match[1] for line in entry if (match := re.search(r"= .*?([a-z][a-z-]*)\(", line))]
     beside = set(found) - _MOVES_NOTHING
-    if alone and (beside or targets != [target]):
-        raise ArithmeticError(f"{', '.join(sorted(beside) or targets)} in a program of {target}")
+    if alone and (beside or len(targets) > 1):
+        said = ", ".join(sorted(beside) or targets)
+        raise ArithmeticError(f"{said} in a program of {' or '.join(wanted)}")
     return "native"
 
 
@@ -298,16 +357,30 @@ class Inputs:
         return self._arrays[key]
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(seed: np.uint32, shape: tuple[int, ...], dtype: str, kind: str) -> Array:
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _draw(seed: np.uint32, shape: tuple[int, ...], dtype: str, kind: str, limit: int) -> Array:
     if kind == "scalar":
         return jnp.full(shape, 0.75, dtype)
     if kind == "condition":
         return jax.random.bernoulli(jax.random.key(seed), shape=shape)
+    if kind == "tenth":
+        return (0.05 + 0.1 * jax.random.uniform(jax.random.key(seed), shape)).astype(dtype)
+    if limit:
+        return _draw_indices(jax.random.key(seed), shape, kind, limit).astype(dtype)
     values = 3 * jax.random.normal(jax.random.key(seed), shape, jnp.float32)
     if kind == "divisor":
         values += jnp.sign(values)
     return values.astype(dtype)
+
+
+def _draw_indices(key: Array, shape: tuple[int, ...], kind: str, limit: int) -> Array:
+    if kind == "skewed":
+        return jnp.minimum(limit * jax.random.uniform(key, shape) ** 4, limit - 1)
+    indices = jax.random.randint(key, shape, 0, limit)
+    if kind == "hot":
+        chosen = jax.random.bernoulli(jax.random.fold_in(key, 1), shape=shape)
+        return jnp.where(chosen, limit // 3, indices)
+    return jnp.sort(indices) if kind == "sorted" else indices
 
 
 def _make_room(torch: Any) -> None:
@@ -328,22 +401,55 @@ def _prepare(
     """Adds a rival to the contenders; returns what is known of it by now, or why it cannot run."""
     try:
         contender, known = make()
+    except TooSlow as why:
+        return {"skipped": str(why)}
     except Exception as error:  # a rival may fail in ways of its own; the row says so
         return {"error": reason(error)}
     contenders.append(contender)
     return known
 
 
-def _jax_contender(name: str, compiled: Callable[..., Array], sets: Sets) -> Contender:
-    return Contender(name, lambda i: compiled(*sets[i % len(sets)]), jax.block_until_ready)
+def _jax_contender(name: str, compiled: Callable[..., Array], work: Work, sets: Sets) -> Contender:
+    if not work.donated:
+        return Contender(name, lambda i: compiled(*sets[i % len(sets)]), jax.block_until_ready)
+    states = [jnp.copy(arrays[0]) for arrays in sets]  # what a call gives, the next one takes
+
+    def call(i: int) -> None:
+        k = i % len(sets)
+        states[k] = compiled(states[k], *sets[k][1:])
+
+    return Contender(name, call, lambda _: jax.block_until_ready(states))
+
+
+def _once(compiled: Callable[..., Array], work: Work, arrays: Arrays) -> Array:
+    """A result; nothing is donated."""
+    first = jnp.copy(arrays[0]) if work.donated else arrays[0]
+    return jax.block_until_ready(compiled(first, *arrays[1:]))
+
+
+def _variant(name: str, item: Prepared, sets: Sets) -> tuple[Contender, dict[str, Any]]:
+    """Another form of ours, of which as much is asked."""
+    work, compiled = item.work, item.programs[name].result()
+    result = _once(compiled, work, sets[0])
+    if wrong := work.check(sets[0], result):
+        raise ArithmeticError(wrong)
+    known: dict[str, Any] = {"calls": list(dict.fromkeys(_targets(compiled.as_text() or "")))}
+    known |= work.errors(sets[0], result) if work.errors else {}
+    return _jax_contender(name, compiled, work, sets), known
 
 
 def _jax_rival(
     name: str, program: Future[Any], work: Work, sets: Sets, ours: Array
 ) -> tuple[Contender, dict[str, Any]]:
     compiled = program.result()
-    known = agreement(ours, compiled(*sets[0]), work.exact)
-    return _jax_contender(name, compiled, sets), known
+    result = _once(compiled, work, sets[0])
+    return _jax_contender(name, compiled, work, sets), _known(work, sets, ours, result)
+
+
+def _known(work: Work, sets: Sets, ours: Array, theirs: Array) -> dict[str, Any]:
+    """What a rival's result says, beside its time."""
+    errors = work.errors(sets[0], theirs) if work.errors else {}
+    return agreement(ours, theirs, work.exact) | errors
 
 
 def _torch_rival(
@@ -365,7 +471,8 @@ def _torch_rival(
     y = call(0)
     sync(y)
     theirs = [_from_torch(torch, leaf) for leaf in jax.tree.leaves(y)]
-    return Contender("torch", call, sync), agreement(ours, theirs, work.exact)
+    result = jax.tree.unflatten(jax.tree.structure(ours), theirs)
+    return Contender("torch", call, sync), _known(work, sets, ours, result)
 
 
 def _from_torch(torch: Any, y: Any) -> Array:
@@ -421,6 +528,9 @@ def _import_torch(platform: str) -> tuple[Any, str | None]:
         return None, f"torch cannot be imported ({reason(error)}): not compared"
 
 
+_HIDDEN_US = 100.0  # more than launches need: a memset or a memcpy, probably
+
+
 class Table:
     """The plain-text table, one line a row as it is measured."""
 
@@ -460,16 +570,27 @@ class Table:
     def _ratio(rival: dict[str, Any] | None) -> str:
         if rival is None:
             return "-"
+        if "skipped" in rival:
+            return "not run"
         return f"{rival['ratio']:.2f}x" if "ratio" in rival else "failed"
 
     def footnotes(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        """What the columns mean, and every rival that failed or disagrees."""
+        """What the columns mean, and every rival that failed, was spared or disagrees."""
         notes = ["all columns from 'of copy' on: that one's time / ours; best: of the jnp ones"]
         for row in rows:
-            for name, other in {**row["rivals"], **row.get("ceilings", {})}.items():
+            ours = {"ours": row.get("ours", {})}
+            for name, other in {**ours, **row["rivals"], **row.get("ceilings", {})}.items():
                 if "error" in other:
                     notes.append(f"{name} failed on {row['case']}: {other['error']}")
-                elif not other.get("agrees", True):
+                    continue
+                if "skipped" in other:
+                    notes.append(f"{name} on {row['case']} {other['skipped']}")
+                if other.get("wall_us", 0.0) > 2 * other.get("us", 0.0) + _HIDDEN_US:
+                    what = f"kernels take {other['us']:.1f} us, a call {other['wall_us']:.1f} us"
+                    notes.append(f"{name} on {row['case']}: {what}")
+                if "once" in other:
+                    notes.append(f"{name} on {row['case']}: one call of {other['us'] / 1e6:.2f} s")
+                if not other.get("agrees", True):
                     what = f"{other['difference']:.3g} from ours, which passed its check"
                     notes.append(f"{name} on {row['case']} is {what}")
         return notes

@@ -41,6 +41,7 @@ class Figure:
     name: str
     title: str
     panels: list[Panel]
+    logarithmic: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,6 +108,12 @@ def figures(result: Row) -> list[Figure]:
     if suite == "gelu_ladder":
         ladders = [Panel(f"{short(r['dtype'])}, {r['variant']}", _kernels(r, scale)) for r in rows]
         return [Figure("", title, ladders)]
+    if suite == "atomic_add":
+        sizes = [Panel(r["variant"], _kernels(r, scale)) for r in rows]
+        return [Figure("", title, sizes, logarithmic=True)]
+    if suite == "scatter":
+        rows = [{**row, "line": f"{row['group']}  {row['op']}"} for row in rows]
+        return [Figure("", title, panels(rows, "dtype", "line"))]
     if suite == "elementwise":
         largest = [row for row in rows if row["variant"] == rows[0]["variant"]]
         return [
@@ -144,6 +151,8 @@ def _bar_figure(plt: Any, figure: Figure, unit: str, about: Row) -> Any:
         _panel(axes, panel.bars, {name: colours[name] for name in series}, lanes)
         axes.set_title(panel.title, loc="left", fontweight="bold")
         axes.set_xlabel(unit)
+        if figure.logarithmic:
+            axes.set_xscale("log")
         labels = [bar["label"] for bar in panel.bars]
         axes.set_yticks(range(len(labels)), labels if labels != shown else [])
         shown = labels

@@ -63,6 +63,7 @@ def insert(text: str, name: str, content: str) -> str:
 def tables(result: Result) -> str:
     """Markdown: where the numbers come from, and the tables of the suite."""
     sections = {"elementwise": _elementwise, "cast": _cast, "gelu_ladder": _ladder}
+    sections |= {"scatter": _scatter, "atomic_add": _atomics}
     parts = [provenance(result), *sections.get(result["suite"], _any)(result)]
     return "\n\n".join(part for part in parts if part)
 
@@ -144,7 +145,7 @@ def matrix(rows: Sequence[Result], columns: dict[str, Callable[[Result], bool]])
 
 
 _SLOWER = "▼"
-_OWN_TABLES = ("naive", "1 element")  # rivals that the geometric means leave out
+_OWN_TABLES = ("naive", "1 element", "deterministic")  # rivals that the geometric means leave out
 
 
 def _cell(row: Result) -> str:
@@ -323,13 +324,125 @@ def verdicts(rows: Sequence[Result]) -> str:
 
 
 def _failures(rows: Sequence[Result]) -> str:
-    """What could not be measured, and why."""
+    """What could not be measured, or only just, and why."""
     said = [f"- {row['case']}: {row['error']}" for row in rows if "error" in row]
     for row in rows:
         for name, known in row["rivals"].items():
-            why = (known.get(k) for k in ("error", "sass", "ncu"))
+            why = [known.get(k) for k in ("error", "skipped", "sass", "ncu")]
+            why += [f"one call of {known['us'] / 1e6:.2f} s"] if "once" in known else []
             said += [f"- {name} on {row['case']}: {text}" for text in why if text]
     return "\n".join(dict.fromkeys(said))
+
+
+# ---- scatter ----
+
+
+def _scatter(result: Result) -> list[str]:
+    """Means; a row a problem; what determinism costs and what 16 bits lose; the rest folded."""
+    rows = result["rows"]
+    together = [{**row, "group": "all", "variant": ""} for row in rows]
+    return [
+        summary({**result, "rows": together}),
+        op_details(rows),
+        "deterministic: its time over that of the default. Errors: root mean square, over that of "
+        "the sums in float64; a sum that is rounded once to 16 bits has about 2e-4 in f16 and 2e-3 "
+        "in bf16." + _wall(rows),
+        sums(rows),
+        _folded("All cases", details(result)),
+        _failures(rows),
+    ]
+
+
+def _wall(rows: Sequence[Result]) -> str:
+    walled = dict.fromkeys(f"{r['group']} {r['op']}" for r in rows if r.get("clock") == "wall")
+    if not walled:
+        return ""
+    why = "since memsets and copies count there, of which kernel times know nothing"
+    return f" Timed by the wall, {why}: {'; '.join(walled)}."
+
+
+def sums(rows: Sequence[Result]) -> str:
+    """A row a sum; for each dtype what determinism costs, and in 16 bits the errors of all."""
+    rows = [row for row in rows if "rms_error" in row.get("ours", {})]
+    if not rows:
+        return ""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    whose = ["ours", *(name for name in ("jnp", "torch") if name in _rivals(rows))]
+    head = ["", ""]
+    for dtype in dtypes:
+        head.append(f"{short(dtype)} deterministic")
+        head += [f"error, {name}" for name in whose if dtype != "float32"]
+    lines = [head]
+    for op, group in dict.fromkeys((row["op"], row["group"]) for row in rows):
+        line = [op, group]
+        for dtype in dtypes:
+            found = next((r for r in rows if _has(op=op, group=group, dtype=dtype)(r)), None)
+            known = {"ours": found["ours"], **found["rivals"]} if found else {}
+            line.append(_times(_ratios([found] if found else [], "deterministic")))
+            errors = [known.get(name, {}).get("rms_error") for name in whose]
+            line += ["-" if e is None else f"{e:.1e}" for e in errors if dtype != "float32"]
+        lines.append(line)
+    return _markdown(lines)
+
+
+# ---- the atomics of an article ----
+
+# Milliseconds of 32M elements; the article does not name its chip.
+_ARTICLE_ATOMICS_MS = {"half": 422.36, "half2": 137.02, "FastAtomicAdd": 137.01}
+_ARTICLE_ATOMICS = "32M elements"
+
+
+def _atomics(result: Result) -> list[str]:
+    """The forms at each number of elements, the article's claims, and what took too long."""
+    rows = [row for row in result["rows"] if "error" not in row]
+    return [atomics(rows), atomic_verdicts(rows), _failures(result["rows"])]
+
+
+def atomics(rows: Sequence[Result]) -> str:
+    """A row a form, with the article's figures beside ours."""
+    article = ["article: ms", "half over it"]
+    lines = [["form", "us", "GB/s", "relative error", "half over it", *article]]
+    for row in rows:
+        lines.append([f"**{row['variant']}**", *[""] * (len(lines[0]) - 1)])
+        half = row["rivals"].get("half", {}).get("us")
+        theirs = _ARTICLE_ATOMICS_MS if row["variant"] == _ARTICLE_ATOMICS else {}
+        for name, known in {**row["rivals"], "segment_sum of the products": row["ours"]}.items():
+            if "us" not in known:
+                lines.append([name, "not run", *["-"] * (len(lines[0]) - 2)])
+                continue
+            lines.append(
+                [
+                    name,
+                    f"{known['us']:,.1f}",
+                    f"{known['tb_per_s'] * 1e3:.4g}",
+                    f"{known['relative_error']:.1e}",
+                    f"{half / known['us']:,.2f}x" if half else "-",
+                    f"{theirs[name]:.2f}" if name in theirs else "-",
+                    f"{theirs['half'] / theirs[name]:.2f}x" if name in theirs else "-",
+                ]
+            )
+    return _markdown(lines)
+
+
+def atomic_verdicts(rows: Sequence[Result]) -> str:
+    """The article's claims, as each number of elements has them."""
+    lines = []
+    for row in rows:
+        timed = {name: x["us"] for name, x in row["rivals"].items() if "us" in x}
+        for claim, slow, fast in (
+            ("a padded half beats a half", "half", "FastAtomicAdd"),
+            ("a padded half is as fast as a pair", "half2", "FastAtomicAdd"),
+        ):
+            if slow not in timed or fast not in timed:
+                continue
+            here = timed[slow] / timed[fast]
+            article = _ARTICLE_ATOMICS_MS[slow] / _ARTICLE_ATOMICS_MS[fast]
+            holds = here > 1.05 if slow == "half" else here > 0.95
+            lines.append(
+                f"- {claim}, {row['variant']}: **{'holds' if holds else 'does not hold'}**, "
+                f"{here:,.2f}x here, {article:.2f}x in the article"
+            )
+    return "\n".join(lines)
 
 
 def provenance(result: Result) -> str:

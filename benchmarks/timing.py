@@ -18,10 +18,11 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 ROTATION_BYTES = 256 << 20  # over four times the 60 MB of L2 of an H200
+SLOW_US = 3e5  # more than that a call, and one call is enough
 _MAX_SETS = 8
 _KERNEL_NAME_LENGTH = 120
 
@@ -42,6 +43,10 @@ class Contender:
     sync: Callable[[Any], Any]
 
 
+class TooSlow(Exception):
+    """What is not timed, and why."""
+
+
 @dataclass
 class Timing:
     """Times of one contender, in microseconds a call."""
@@ -50,6 +55,7 @@ class Timing:
     samples_us: list[float] = field(default_factory=list)
     wall_us: list[float] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
+    once: bool = False  # the one sample is a call by the wall clock, which was slow
 
     @property
     def us(self) -> float:
@@ -64,6 +70,12 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
         return high - low
 
+    def by_wall(self) -> Timing:
+        """The wall times of its turns instead, where there are any."""
+        if not self.wall_us:
+            return self
+        return replace(self, clock="wall", samples_us=self.wall_us, wall_us=[])
+
     def to_json(self) -> dict[str, Any]:
         """All of it, samples included."""
         out: dict[str, Any] = {"us": round(self.us, 3), "iqr_us": round(self.spread_us, 3)}
@@ -71,6 +83,8 @@ class Timing:
             out["kernels"] = self.kernels
         if self.wall_us:
             out["wall_us"] = round(statistics.median(self.wall_us), 1)
+        if self.once:
+            out["once"] = True
         return {**out, "samples_us": [round(sample, 3) for sample in self.samples_us]}
 
 
@@ -289,22 +303,34 @@ def _no_cupti(why: str) -> str:
 def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) -> Outcome:
     """Times contenders in turns. One that fails gives its error message instead of a timing.
 
-    A contender that has used up the clock's budget sits out the remaining rounds. An ``effort``
-    below 1 takes as much less time.
+    A contender that has used up the clock's budget sits out the remaining rounds. One whose calls
+    take longer than SLOW_US is timed by one of them, on the wall clock: a launch is nothing beside
+    it. An ``effort`` below 1 takes as much less time.
     """
     outcome: Outcome = {c.name: Timing(clock.name) for c in contenders}
     for contender in contenders:  # warm up: load modules, compile, fill allocators
         try:
-            contender.sync([contender.call(i) for i in range(2)])
+            for i in range(2):
+                begin = time.perf_counter()
+                contender.sync([contender.call(i)])
+                us = (time.perf_counter() - begin) * 1e6
+            if us > SLOW_US:
+                outcome[contender.name] = Timing("wall", [us], once=True)
         except Exception as error:  # a rival may fail in ways of its own; the table says so
             outcome[contender.name] = reason(error)
+    contenders = [c for c in contenders if not _is_settled(outcome[c.name])]
     turns: list[Turn] = []
     for r in range(max(1, round(clock.rounds * effort))):
         first = r % max(len(contenders), 1)
         for contender in [*contenders[first:], *contenders[:first]]:
             turns.append(Turn(contender, len(turns) * clock.calls))
-    clock.record(turns, outcome, clock.budget_us * effort)
+    if turns:
+        clock.record(turns, outcome, clock.budget_us * effort)
     return outcome
+
+
+def _is_settled(timing: Timing | str) -> bool:
+    return isinstance(timing, str) or timing.once
 
 
 def reason(error: BaseException) -> str:

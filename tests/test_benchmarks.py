@@ -1,8 +1,12 @@
 """The benchmarks' own machinery: what a number means before it is believed."""
 
+import dataclasses
 import json
 import math
 import re
+import sys
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +16,28 @@ import pytest
 from benchmarks import __main__ as cli
 from benchmarks import (
     accuracy,
+    atomic_add,
     elementwise,
     environment,
     gelu_ladder,
     harness,
+    libraries,
     plot,
     report,
+    scatter,
     timing,
     upsample,
 )
 from benchmarks.cases import (
     CASES,
     ELEMENTWISE,
+    AtomicCase,
     CastCase,
     ElementwiseCase,
     LadderCase,
+    ScatterCase,
     UpsampleCase,
+    count,
     itemsize,
 )
 from benchmarks.ceilings import Ceilings
@@ -39,7 +49,7 @@ TINY = UpsampleCase((1, 2, 8, 8), (16, 16))
 @pytest.mark.parametrize("suite", CASES)
 def test_case_names_are_unique(suite, platform):
     names = [case.name for case in CASES[suite](platform, False)]
-    if (suite, platform) == ("gelu_ladder", "cpu"):
+    if suite in ("gelu_ladder", "atomic_add") and platform == "cpu":
         assert not names
         return
     assert len(set(names)) == len(names)
@@ -97,11 +107,36 @@ def test_cast_and_ladder_bytes():
     assert LadderCase("float16", 16 << 20).variant == "16M elements, 32 MiB"
 
 
+def test_scatter_bytes_are_those_of_the_rows_that_move():
+    assert [count(n) for n in (16 << 20, 64 << 10, 4096, 1024, 10_000)] == [
+        "16M",
+        "64k",
+        "4k",
+        "1024",
+        "10000",
+    ]
+    sizes = (100, 8, 10, "uniform", "bfloat16")
+    moved = {group: ScatterCase(group, *sizes).bytes for group in scatter._FUNCTIONS}
+    ids, rows, table = 400, 1600, 160
+    assert moved == {
+        "segment_sum": ids + rows + table,
+        "scatter_add": ids + rows + 2 * table,
+        "scatter_add in place": ids + rows + 2 * table,
+        "embedding gradient": ids + rows + table,
+        "embedding": ids + table + rows,
+    }
+    few = ScatterCase("scatter_add in place", 3, 8, 10, "uniform", "float32")
+    assert few.bytes == 12 + 3 * 3 * 8 * 4
+    assert few.name == "scatter_add_in_place-3x8-to-10-uniform-f32"
+    assert AtomicCase(32 << 20).bytes == 4 * 32 << 20
+
+
 def test_a_program_counts_as_native_only_if_the_kernel_is_alone_in_it():
     call = '  ROOT %a = f32[8]{0} custom-call(%x), custom_call_target="jof_silu"'
     program = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8]{{0}} parameter(0)\n{call}\n}}"
     assert harness.implementation(program, "jof_silu", True) == "native"
     assert harness.implementation(program, "jof_tanh", True) == "xla"
+    assert harness.implementation(program, ("jof_tanh", "jof_silu"), True) == "native"
     beside = program.replace(call, f"  %b = f32[8]{{0}} fusion(%x), kind=kLoop\n{call}")
     assert harness.implementation(beside, "jof_silu", False) == "native"
     with pytest.raises(ArithmeticError, match="fusion in a program"):
@@ -196,6 +231,25 @@ def test_timing_the_same_function_twice_agrees():
     assert abs(a.us - b.us) <= 3 * max(a.spread_us, b.spread_us) + 0.5 * max(a.us, b.us)
 
 
+def test_wall_times_may_replace_those_of_kernels():
+    both = timing.Timing("cupti", [1.0, 2.0], [5.0, 6.0, 7.0], ["kernel"])
+    assert (both.us, both.by_wall().us) == (1.5, 6.0)
+    assert both.by_wall().to_json()["kernels"] == ["kernel"]
+    assert timing.Timing("wall", [1.0]).by_wall().us == 1.0
+
+
+def test_what_is_slow_is_called_once_more_and_no_more(monkeypatch):
+    calls = []
+    slow = timing.Contender("slow", calls.append, lambda results: None)
+    monkeypatch.setattr(timing, "SLOW_US", -1.0)
+    known = timing.compare([slow], timing.WallClock())["slow"]
+    assert len(calls) == 2
+    assert known.once
+    assert known.to_json()["once"]
+    monkeypatch.undo()
+    assert not timing.compare([slow], timing.WallClock())["slow"].once
+
+
 @pytest.fixture
 def bare(monkeypatch):
     """The harness without CUPTI, CuPy and PyTorch, wherever the test runs."""
@@ -262,6 +316,126 @@ def test_the_jnp_twin_passes_a_loose_check(op, dtype, monkeypatch):
             assert far.mean() < 0.01
 
 
+SCATTER_GROUPS = [
+    ("segment_sum", 2000, 1, 50, "sorted"),
+    ("segment_sum", 2000, 24, 50, "hot"),
+    ("scatter_add", 500, 24, 100, "uniform"),
+    ("scatter_add in place", 50, 24, 100, "uniform"),
+    ("embedding gradient", 500, 24, 100, "skewed"),
+    ("embedding", 500, 24, 100, "uniform"),
+]
+
+
+@pytest.mark.parametrize("sizes", SCATTER_GROUPS)
+def test_scatter_references_are_sums_in_float64(sizes):
+    case = ScatterCase(*sizes, "float16")
+    work = scatter.work(case)
+    (arrays,) = harness.Inputs(7).sets(work.inputs, 1)
+    best = list(work.jnp)[-1]  # in 16 bits this is the sum in f32
+    right = work.jnp[best](*arrays)
+    assert work.check(arrays, right) is None
+    assert "off" in work.check(arrays, right.at[0].add(8))
+    if work.errors:
+        assert "result of float32" in work.check(arrays, right.astype(jnp.float32))
+        assert work.errors(arrays, right)["rms_error"] < 5e-4
+        assert work.errors(arrays, 2 * right)["rms_error"] == pytest.approx(1, rel=0.01)
+
+
+def test_scatter_columns_see_every_place_of_a_pack():
+    for width in (1, 8, 24, 128, 1024, 2048):
+        columns = scatter.Reference(ScatterCase("", 1, width, 1, "", "float16")).columns
+        assert columns[0] == 0
+        assert columns[-1] == width - 1
+        assert len(columns) <= 10
+        assert {c % 8 for c in columns} == set(range(min(width, 8)))
+
+
+def test_indices_are_drawn_as_their_kind_says():
+    kinds = ("uniform", "hot", "sorted", "skewed")
+    inputs = [harness.Input((4000,), "int32", kind, 100) for kind in kinds]
+    (arrays,) = harness.Inputs(3).sets(inputs, 1)
+    uniform, hot, in_order, skewed = map(np.asarray, arrays)
+    assert all(x.min() >= 0 and x.max() < 100 for x in (uniform, hot, in_order, skewed))
+    assert np.bincount(uniform).max() < 100
+    assert 0.45 < np.bincount(hot).max() / 4000 < 0.6
+    assert (np.diff(in_order) >= 0).all()
+    assert 0.25 < (skewed == 0).mean() < 0.4  # u**4 < 0.01
+
+
+def test_scatter_run(bare, tmp_path, capsys):
+    cases = [ScatterCase(*sizes, "bfloat16") for sizes in SCATTER_GROUPS]
+    assert harness.run("scatter", cases, tmp_path, False, []) == 0
+    rows = json.loads((tmp_path / "scatter.json").read_text())["rows"]
+    for row in rows[:-1]:
+        assert row["rivals"].keys() == {"deterministic", "jnp", "jnp f32"}
+        assert row["ours"]["rms_error"] < 4e-3
+        assert row["rivals"]["deterministic"]["ratio"] > 0
+    assert rows[-1]["rivals"].keys() == {"jnp"}
+    assert "failed" not in capsys.readouterr().out
+
+
+def test_rivals_that_are_too_slow_run_only_when_told(bare, tmp_path, capsys, monkeypatch):
+    case = ScatterCase("segment_sum", 200, 8, 20, "hot", "float16")
+    make = scatter.work
+    monkeypatch.setattr(
+        scatter, "work", lambda c: dataclasses.replace(make(c), skip={"jnp": "not run: why"})
+    )
+    for slow_rivals in (False, True):
+        harness.run("scatter", [case], tmp_path, False, [], slow_rivals)
+        ((row,), out) = (
+            json.loads((tmp_path / "scatter.json").read_text())["rows"],
+            capsys.readouterr().out,
+        )
+        assert ("us" in row["rivals"]["jnp"]) == slow_rivals
+        assert ("not run: why" in out) != slow_rivals
+
+
+def test_atomic_run(bare, tmp_path):
+    assert harness.run("atomic_add", [AtomicCase(1 << 14)], tmp_path, False, []) == 0
+    (row,) = json.loads((tmp_path / "atomic_add.json").read_text())["rows"]
+    assert row["ours"]["relative_error"] < 1e-5
+    assert row["rivals"]["jnp.dot"]["relative_error"] < 1e-5
+
+
+def test_a_half_cannot_hold_the_sum_of_the_atomics():
+    (arrays,) = harness.Inputs(5).sets(atomic_add.work(AtomicCase(1 << 18)).inputs, 1)
+    assert atomic_add._check(arrays, np.float16(32)) is not None
+    assert atomic_add._errors(arrays, np.float16(32))["relative_error"] > 0.9
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_atomics_that_take_too_long_are_judged_by_few_elements(slow, monkeypatch):
+    case, launched = AtomicCase(1 << 18), []
+
+    class Kernels:
+        def Launch(self, number, a, b, out, n):
+            launched.append(n)
+            self.seconds = 1e-5 * n if slow else 0.0
+            return 0
+
+        def Synchronize(self):
+            time.sleep(getattr(self, "seconds", 0.0))
+            return 0
+
+    out = types.SimpleNamespace(data=types.SimpleNamespace(ptr=0))
+    cupy = types.SimpleNamespace(
+        empty=lambda *_: out, asnumpy=lambda _: np.array([16, 16], np.float16)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(atomic_add, "_load", Kernels)
+    sets = harness.Inputs(5).sets(atomic_add.work(case).inputs, 2)
+    if slow:
+        with pytest.raises(
+            timing.TooSlow, match=r"not run: 2\.\d s a call or more, judged by 4096"
+        ):
+            atomic_add._contender(0, case, sets, None)
+        return
+    contender, known = atomic_add._contender(1, case, sets, None)
+    assert contender.name == "half2"
+    assert launched[-1] == case.elements
+    assert known["relative_error"] == pytest.approx(1 - 32 / atomic_add._exact(*sets[0]))
+
+
 SASS = """
 	code for sm_90
 		Function : _ZN3jof17ElementwiseKernelILi4EArticleFloat
@@ -284,7 +458,7 @@ NCU = """==PROF== Connected to process 7
 
 
 def test_ladder_reads_widths_and_counts():
-    template, cute = gelu_ladder.access_widths(SASS).values()
+    template, cute = gelu_ladder.access_widths(libraries.functions(SASS)).values()
     assert template == {"load_bits": 128, "store_bits": 64}
     assert cute == {"load_bits": 16, "store_bits": 32}
     assert gelu_ladder.counted(NCU.splitlines()) == [
@@ -313,7 +487,7 @@ def test_ladder_errors_are_in_units_of_the_last_place():
 def test_cute_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.delenv("CUTLASS_PATH", raising=False)
     monkeypatch.setattr(gelu_ladder.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(gelu_ladder, "_BUILD", tmp_path)
+    monkeypatch.setattr(libraries, "BUILD", tmp_path)
     with pytest.raises(FileNotFoundError, match="nvidia-cutlass"):
         gelu_ladder.library("gelu_cute")
 
@@ -432,6 +606,20 @@ def suites(result):
     ladder[1]["rivals"]["cute"]["ncu"] = "no permission"
     casts = [row(CastCase("float32", "int8", 99, "64 MiB"), 2.0, {"astype": 1.0}, ["astype"])]
     rows = {"elementwise": ops, "gelu_ladder": ladder, "cast": casts}
+    sizes = ("segment_sum", 16 << 20, 1, 1024, "hot")
+    rms = [{"rms_error": error} for error in (2e-4, 5e-2)]
+    times = {"deterministic": 6.0, "jnp": 4.0, "torch": 8.0}
+    rows["scatter"] = [row(ScatterCase(*sizes, "float16"), 2.0, times)]
+    rows["scatter"][0]["rivals"]["jnp"] |= rms[1]
+    rows["scatter"][0]["ours"] |= rms[0]
+    rows["scatter"][0]["rivals"]["torch"] |= {"once": True, "us": 2.5e6}
+    forms = {"half": 90.0, "half2": 30.0, "FastAtomicAdd": 20.0, "one a block": 2.0}
+    errors = {name: {"relative_error": 0.9} for name in forms}
+    rows["atomic_add"] = [row(AtomicCase(32 << 20), 4.0, forms, [], **errors)]
+    rows["atomic_add"] += [row(AtomicCase(16 << 10), 4.0, forms, [], **errors)]
+    for found in rows["atomic_add"]:
+        found["ours"]["relative_error"] = 1e-7
+    rows["atomic_add"][1]["rivals"]["half"] = {"skipped": "not run: 9 s"}
     return {suite: {**result, "suite": suite, "rows": rows[suite]} for suite in rows}
 
 
@@ -460,6 +648,19 @@ def test_report_judges_the_ladder(suites):
     assert "cute on ladder-16M-f16: no permission" in text
 
 
+def test_report_of_scatter_and_atomics(suites):
+    text = report.tables(suites["scatter"])
+    assert "| 16M x 1 to 1024, hot | segment_sum | 2.0 | 2.00x | 4.00x | 50% |" in text
+    assert "| 16M x 1 to 1024, hot | segment_sum | 3.00x | 2.0e-04 | 5.0e-02 | - |" in text
+    assert "torch on segment_sum-16Mx1-to-1024-hot-f16: one call of 2.50 s" in text
+    text = report.tables(suites["atomic_add"])
+    assert "| FastAtomicAdd | 20.0 | 50 | 9.0e-01 | 4.50x | 137.01 | 3.08x |" in text
+    assert "| segment_sum of the products | 4.0 | 250 | 1.0e-07 | 22.50x | - | - |" in text
+    assert "a padded half beats a half, 32M elements: **holds**, 4.50x here, 3.08x" in text
+    assert "as fast as a pair, 16k elements: **holds**, 1.50x here, 1.00x in the article" in text
+    assert "half on atomics-16k-f16: not run: 9 s" in text
+
+
 def test_plot_draws_a_figure_a_group(suites, tmp_path):
     pytest.importorskip("matplotlib")
     made = [stem for result in suites.values() for stem in plot.draw(result, tmp_path)]
@@ -469,5 +670,7 @@ def test_plot_draws_a_figure_a_group(suites, tmp_path):
         "elementwise-small",
         "gelu_ladder",
         "cast",
+        "scatter",
+        "atomic_add",
     }
     assert all((tmp_path / f"{stem}.png").stat().st_size > 1000 for stem in made)
