@@ -4,6 +4,7 @@ sanitizers.
 The first line of a test may name what it is compiled with: `// sources: csrc/cpu/foo.cc ...`.
 """
 
+import fcntl
 import os
 import platform
 import shlex
@@ -67,14 +68,37 @@ def test_there_are_cpp_tests():
     assert TESTS
 
 
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory) -> Path:
+    """A folder that all workers of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpp-objects"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def compiled(source: str, flags: list[str], folder: Path) -> str:
+    """The object of a source that several tests have, compiled by the first that needs it."""
+    stem = folder / Path(source).stem
+    with open(f"{stem}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not Path(f"{stem}.o").exists():
+            run([*COMPILER, *FLAGS, *flags, "-c", source, "-o", f"{stem}.part.o"], cwd=ROOT)
+            os.replace(f"{stem}.part.o", f"{stem}.o")
+    return f"{stem}.o"
+
+
 @pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason=f"no C++ compiler {COMPILER[0]!r}")
 @pytest.mark.parametrize(("test", "instruction_set"), [*builds()])
-def test_cpp(test, instruction_set, tmp_path):
+def test_cpp(test, instruction_set, objects, tmp_path):
     flags, needed = INSTRUCTION_SETS[instruction_set]
     # The dispatcher knows one table then, the "baseline", whatever that is compiled for.
     defines = [f"-DJOF_CPU_ISA={instruction_set}", "-DJOF_CPU_KERNELS=kCpuKernelsBaseline"]
     if missing := set(needed) - cpu_flags():
         pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
+    folder = objects / instruction_set
+    folder.mkdir(exist_ok=True)
+    linked = [compiled(source, [*flags, *defines], folder) for source in sources(test)]
     binary = str(tmp_path / test.stem)
-    run([*COMPILER, *FLAGS, *flags, *defines, str(test), *sources(test), "-o", binary], cwd=ROOT)
+    run([*COMPILER, *FLAGS, *flags, *defines, str(test), *linked, "-o", binary], cwd=ROOT)
     run([binary])

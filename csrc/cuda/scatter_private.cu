@@ -8,8 +8,8 @@
 // H200 with 32 tables, 62 with one.
 //
 // For the same bits on every run a warp has a table of its own, and its lanes that meet in a word
-// take turns. To find out which do costs as much as all the rest, so first they find out whether
-// any do: each leaves its mark in the word's tag and looks whether it is still there.
+// take turns. Which do, each sees in a mask beside the word, in which all set their bit: adding
+// bits is an instruction, and cheaper than comparing the targets of the lanes.
 //
 // Bytes: each update and id once.
 #include <algorithm>
@@ -61,24 +61,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int threads = blockDim.x, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   for (int i = threadIdx.x; i < p.outputs * p.tables; i += threads) {
     tables[i] = SumIdentity<Sum>();
+    if (kInOrder) reinterpret_cast<unsigned*>(tables + p.outputs * p.tables)[i] = 0;
   }
   __syncthreads();
 
   Sum* const table = tables + (kInOrder ? warp * p.outputs : threadIdx.x & (p.tables - 1));
-  uint8_t* const tags = shared + p.outputs * p.tables * sizeof(Sum) + warp * p.outputs;
+  unsigned* const masks =
+      reinterpret_cast<unsigned*>(tables + p.outputs * p.tables) + warp * p.outputs;
   // All lanes of a warp call it together; a negative target is none.
   const auto add = [&](const int(&target)[kItems], const Sum(&value)[kItems]) {
     if constexpr (kInOrder) {
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         const int where = target[i];
-        if (where >= 0) tags[where] = static_cast<uint8_t>(lane);
+        if (where >= 0) atomicOr(masks + where, 1u << lane);
         __syncwarp();
-        int turn = where >= 0 ? 0 : -1;
-        if (__any_sync(~0u, where >= 0 && tags[where] != lane)) {
-          const unsigned same = __match_any_sync(~0u, where);
-          if (where >= 0) turn = __popc(same & ((1u << lane) - 1));
-        }
+        const int turn = where >= 0 ? __popc(masks[where] & ((1u << lane) - 1)) : -1;
+        __syncwarp();
+        if (turn == 0) masks[where] = 0;
         for (int k = 0; __any_sync(~0u, turn >= k); ++k) {
           if (turn == k) table[where] = table[where] + value[i];
           __syncwarp();
@@ -207,10 +207,13 @@ cudaError_t ScatterPrivate(const ScatterProblem& p, const ScatterArrays& a, int6
   tables.by_inner = FastDivider<uint64_t>(static_cast<uint64_t>(p.inner));
   tables.tables = kInOrder ? kWarp : kThreads;
   const auto table_bytes = [&] {
-    constexpr int64_t kBytes = sizeof(Sum) + (kInOrder ? 1 : 0);  // with its tag
+    constexpr int64_t kBytes = sizeof(Sum) + (kInOrder ? sizeof(unsigned) : 0);
     return int64_t{tables.outputs} * tables.tables * kBytes;
   };
-  while (tables.tables > 1 && table_bytes() > kPrivateBytes) tables.tables /= 2;
+  while (tables.tables > 1 && table_bytes() > kPrivateBytes) {
+    // Warps may be any number, tables of threads are told apart by bits.
+    tables.tables = kInOrder ? tables.tables - 1 : tables.tables / 2;
+  }
   const int threads = kInOrder ? tables.tables * kWarp : kThreads;
   // Whole rounds of the block, so that packs stay aligned.
   const int64_t round = threads * kItemsOf<T, Index>;
