@@ -1,7 +1,8 @@
 // The CUDA kernels of scatters and gathers on pointers at every offset within 16 bytes that their
 // type allows, between guard zones that must stay untouched, with ids and orders that are out of
 // range or that break the promise of being sorted. Needs a GPU; `make gpu-check` runs it. With the
-// argument `brief` a part of it: for compute-sanitizer.
+// argument `brief` a part of it: for compute-sanitizer. With `brief f16` that of one type:
+// racecheck takes half a minute for it.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -346,6 +347,7 @@ void TestType(AddType type) {
 int main(int argc, char**) {
   g_brief = argc > 1;
   TestType<Half>(AddType::kF16);
+  if (argc > 2) return 0;
   TestType<BFloat16>(AddType::kBF16);
   TestType<float>(AddType::kF32);
   TestType<double>(AddType::kF64);
