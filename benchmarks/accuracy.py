@@ -47,12 +47,27 @@ def worst(result: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> str | Non
     )
 
 
-def value_bound(exact: np.ndarray, x: np.ndarray, dtype: Any) -> np.ndarray:
-    """What is allowed of a value f(x): 2 ulp of 16 bits, 4 of f32 and 1e-4 in f32's tails."""
+def value_bound(
+    exact: np.ndarray, x: np.ndarray, dtype: Any, *, is_product: bool = False
+) -> np.ndarray:
+    """What is allowed of a value f(x): 2 ulp of 16 bits, 4 of f32 and 1e-4 in f32's tails.
+
+    Or of a product with such a value.
+    """
     if jnp.finfo(dtype).bits == 16:
         return 2 * ulp(exact, dtype) + _TINY
     tail = np.abs(exact) < np.abs(x) / 1024
-    return np.asarray(np.where(tail, 1e-4 * np.abs(exact), 4 * ulp(exact, dtype)) + _TINY)
+    allowed = _of_product(exact, dtype) if is_product else 4 * ulp(exact, dtype)
+    return np.asarray(np.where(tail, 1e-4 * np.abs(exact), allowed) + _TINY)
+
+
+def _of_product(exact: np.ndarray, dtype: Any) -> np.ndarray:
+    """It carries over a factor's relative error, of 4 ulp at most, and is rounded itself.
+
+    As ulps of the product those may be up to eight.
+    """
+    carried = 4 * float(jnp.finfo(dtype).eps) * np.abs(exact)
+    return np.asarray(carried + 0.5 * ulp(exact, dtype))
 
 
 class Cotangent(NamedTuple):
@@ -67,11 +82,11 @@ class Cotangent(NamedTuple):
 
 
 def cotangent_bound(cotangent: Cotangent, dtype: Any) -> np.ndarray:
-    """What is allowed of a cotangent, which is computed in f32 at least: as of a value."""
+    """What is allowed of a cotangent, a product that is computed in f32 at least."""
     exact, cancelling, argument = cotangent
     rounding = 8 * np.ldexp(1.0, -24) * np.abs(cancelling)
     if jnp.finfo(dtype).bits == 16:
         return np.asarray(2 * ulp(exact, dtype) + rounding + _TINY)
     tail = np.abs(exact) < np.maximum(np.abs(cancelling), np.abs(argument)) / 1024
-    allowed = np.where(tail, 1e-4 * np.abs(exact), 4 * ulp(exact, dtype))
+    allowed = np.where(tail, 1e-4 * np.abs(exact), _of_product(exact, dtype))
     return np.asarray(allowed + rounding + _TINY)

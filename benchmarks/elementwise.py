@@ -128,7 +128,8 @@ def check_value(op: Op, dtype: str, args: tuple[Array, ...], out: Array) -> str 
     with np.errstate(all="ignore"):
         exact = op.value(*host)
     # A tail is where an activation is small against its argument.
-    bound = accuracy.value_bound(exact, np.prod(host, axis=0) if op.wide else exact, dtype)
+    argument = np.prod(host, axis=0) if op.wide else exact
+    bound = accuracy.value_bound(exact, argument, dtype, is_product=op.wide and len(host) > 1)
     return accuracy.worst(accuracy.sample(out), exact, bound)
 
 

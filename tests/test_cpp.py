@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = sorted((ROOT / "tests" / "cpp").glob("*_test.cc"))
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 FLAGS = [
-    *("-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"),
+    *("-std=c++17", "-O1", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     *("-I", str(ROOT / "csrc"), "-isystem", jax.ffi.include_dir()),
 ]

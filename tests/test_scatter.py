@@ -789,10 +789,10 @@ def test_ids_have_float0_tangents(name):
 
 
 def batch_axes():
-    """Every mix of axes of the operands: none, the first, the second, the last."""
+    """Every mix of axes of the operands: none, the first, the last."""
     for name in FUNCTIONS:
-        last = (None,) if name != "scatter_add" else (None, 0, 2)
-        for axes in itertools.product((None, 0, 1, -1), (None, 0, -1), last):
+        last = (None,) if name != "scatter_add" else (None, 1)
+        for axes in itertools.product((None, 0, -1), (None, 0, -1), last):
             if any(axis is not None for axis in axes):
                 yield pytest.param(name, axes, id=f"{name}-{axes}")
 
