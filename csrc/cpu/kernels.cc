@@ -6,6 +6,7 @@
 
 #include "cpu/cast.h"
 #include "cpu/elementwise.h"
+#include "cpu/permute.h"
 #include "cpu/scatter.h"
 #include "cpu/upsample_nearest2d.h"
 
@@ -28,6 +29,7 @@ const CpuKernels JOF_CPU_KERNELS = {
     ScatterPrivate,
     ScatterCombine,
     GatherRows,
+    PermuteTiles,
 };
 
 }  // namespace jof

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "ops/elementwise_ops.h"
+#include "ops/permute_plan.h"
 
 // No inline namespace here: these types are the same for all instruction sets.
 namespace jof {
@@ -41,6 +42,18 @@ struct CpuGather {
   void* result;
 };
 
+// Permuting elements of any number of bytes, in tiles; see cpu/permute_tiles.h.
+struct CpuPermute {
+  struct Dim {
+    int64_t size, tile, tiles;      // the last tile ends where the dimension does
+    int64_t in_stride, out_stride;  // in bytes
+  };
+  int64_t bytes, element_bytes, tiles;
+  int rank;
+  int row, col;  // the dimensions that are the fastest of the output and of the input
+  Dim dims[kMaxPermuteRank];
+};
+
 struct CpuKernels {
   const char* name;
   // [begin, end) are source rows, counted over all planes. element_bytes is 1, 2, 4, 8 or 16.
@@ -63,6 +76,8 @@ struct CpuKernels {
   void (*scatter_private)(const CpuScatter& call, int type, int64_t begin, int64_t end);
   void (*scatter_combine)(const CpuScatter& call, int type, int64_t begin, int64_t end);
   void (*gather_rows)(const CpuGather& call, int64_t begin, int64_t end);
+  // Tiles [begin, end).
+  void (*permute)(const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end);
 };
 
 extern const CpuKernels kCpuKernelsBaseline;

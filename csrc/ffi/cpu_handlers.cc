@@ -5,9 +5,11 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "cpu/permute_tiles.h"
 #include "cpu/sort_rows.h"
 #include "ffi/elementwise.h"
 #include "ffi/handlers.h"
+#include "ffi/permute.h"
 #include "ffi/scatter.h"
 #include "ffi/upsample_nearest2d.h"
 
@@ -302,6 +304,19 @@ ffi::Error GatherRowsHandler(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::An
   return error;
 }
 
+ffi::Error PermuteHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                          ffi::Span<const int64_t> axes) {
+  PermutePlan plan;
+  ffi::Error error = DecodePermute(x, *y, axes, &plan);
+  if (error.failure() || x.element_count() == 0) return error;
+  const CpuPermute tiles = PermuteTilesOf(plan, std::max<int64_t>(1, pool.num_threads()));
+  const int64_t bytes = 2 * static_cast<int64_t>(x.size_bytes());
+  ParallelFor(pool, tiles.tiles, Grain(bytes / tiles.tiles), [&](int64_t begin, int64_t end) {
+    Kernels().permute(tiles, x.untyped_data(), y->untyped_data(), begin, end);
+  });
+  return error;
+}
+
 auto ScatterBinding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -339,6 +354,14 @@ auto GatherBinding() {
       .Attr<ffi::Span<const int64_t>>("fill");
 }
 
+auto PermuteBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<ffi::Span<const int64_t>>("axes");
+}
+
 auto ElementwiseBinding() {
   return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>(
       "wanted");
@@ -370,6 +393,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_scatter_add_private, jof::ScatterAddPrivate,
                               jof::ScatterBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_sort_rows, jof::SortRowsHandler, jof::SortBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_gather_rows, jof::GatherRowsHandler, jof::GatherBinding());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_permute, jof::PermuteHandler, jof::PermuteBinding());
 
 #define JOF_DEFINE_ELEMENTWISE(target, ...)                                                 \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_##target, jof::Elementwise<jof::ElementwiseOp::target>, \

@@ -4,10 +4,12 @@
 
 #include "cuda/cast.h"
 #include "cuda/elementwise.h"
+#include "cuda/permute.h"
 #include "cuda/scatter.h"
 #include "cuda/upsample_nearest2d.h"
 #include "ffi/elementwise.h"
 #include "ffi/handlers.h"
+#include "ffi/permute.h"
 #include "ffi/scatter.h"
 #include "ffi/upsample_nearest2d.h"
 
@@ -42,6 +44,15 @@ ffi::Error UpsampleBackward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::Result<
   return LaunchStatus(
       "jof_upsample_nearest2d_backward",
       LaunchUpsampleBackward(problem, type, dy.untyped_data(), dx->untyped_data(), stream));
+}
+
+ffi::Error PermuteHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                          ffi::Span<const int64_t> axes) {
+  PermutePlan plan;
+  ffi::Error error = DecodePermute(x, *y, axes, &plan);
+  if (error.failure() || plan.units == 0) return error;
+  return LaunchStatus("jof_permute",
+                      LaunchPermute(plan, x.untyped_data(), y->untyped_data(), stream));
 }
 
 template <ElementwiseOp op>
@@ -202,6 +213,14 @@ auto UpsampleBinding() {
       .Attr<bool>("half_pixel");
 }
 
+auto PermuteBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<ffi::Span<const int64_t>>("axes");
+}
+
 }  // namespace
 }  // namespace jof
 
@@ -210,6 +229,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_upsample_nearest2d, jof::UpsampleForward, jof:
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_upsample_nearest2d_backward, jof::UpsampleBackward,
                               jof::UpsampleBinding(), {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_permute, jof::PermuteHandler, jof::PermuteBinding(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_where, jof::WhereHandler, jof::ElementwiseBinding(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -14,7 +14,8 @@
   X(jof_where_vjp)                   \
   X(jof_scatter_add_sorted)          \
   X(jof_scatter_add_private)         \
-  X(jof_gather_rows)
+  X(jof_gather_rows)                 \
+  X(jof_permute)
 
 // Those of one backend only.
 #define JOF_FOR_EACH_CPU_HANDLER(X) X(jof_sort_rows)

@@ -1,0 +1,535 @@
+// Permuting the axes of an array on a CPU, one tile of cpu/permute_tiles.h at a time.
+//
+// A tile is a stack of matrices whose rows are contiguous in the input and whose columns are in the
+// output. Blocks of a matrix are transposed in registers: a lane of 16 bytes from each of as many
+// rows as one register of a column takes, so that a block writes whole registers. log2 of a lane's
+// units steps of interleaving pairs of registers transpose each lane, by instructions that every
+// x86 has for registers of its width. 2, 3 or 4 channels (NHWC images) are joined and split by
+// other shuffles, so that registers are full on both sides. Elements of other sizes, rows that stay
+// rows among them, are copied.
+//
+// Where the stride is a multiple of a large power of two, rows fall into few sets of the caches and
+// evict each other (4096 x 100 of f64 took 5 times as long):
+//   - in the output: blocks go down a line's width of columns first, which writes as few rows of
+//     the output at a time, from left to right. Otherwise they go along the rows, the order that
+//     the hardware prefetches in.
+//   - in the input: a block first copies a whole line of its rows, which it then reads once, not
+//     lane by lane (100 x 4096 bytes took 3 times as long). 8 rows or fewer fit the sets.
+//
+// Stores go through the caches: streaming stores were up to twice as fast for 16 MB that nobody
+// read afterwards, but not when somebody did.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "common/macros.h"
+#include "cpu/kernels.h"
+#include "cpu/lanes.h"
+
+JOF_NAMESPACE_BEGIN
+
+constexpr int kLaneBytes = 16, kLineBytes = 64;
+// Strides that are multiples of this conflict in a first-level cache of 64 sets: two sets are left.
+constexpr int64_t kConflictBytes = 2048;
+
+template <typename Unit>
+constexpr int kLaneUnits = kLaneBytes / static_cast<int>(sizeof(Unit));
+
+template <typename Unit, int kBytes>
+using Register = typename Vector<Unit, kBytes / static_cast<int>(sizeof(Unit))>::type;
+
+// The rows of the input that a tile has: element (r, c) is at in + r * in_stride + c * its size,
+// and goes to out + c * out_stride + r * its size. Strides are in bytes.
+struct Matrix {
+  const uint8_t* in;
+  uint8_t* out;
+  int64_t in_stride, out_stride, rows, cols;
+};
+
+// A register whose lane i is at in + i * stride.
+template <typename Unit, int kBytes>
+JOF_INLINE Register<Unit, kBytes> LoadLanes(const uint8_t* in, [[maybe_unused]] int64_t stride) {
+#if defined(__AVX2__)
+  const auto lane = [&](int i) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i * stride));
+  };
+#endif
+  Register<Unit, kBytes> lanes;
+#if defined(__AVX512F__)
+  if constexpr (kBytes == 64) {
+    __m512i all = _mm512_castsi128_si512(lane(0));
+    all = _mm512_inserti32x4(all, lane(1), 1);
+    all = _mm512_inserti32x4(all, lane(2), 2);
+    lanes = BitCast<Register<Unit, kBytes>>(_mm512_inserti32x4(all, lane(3), 3));
+    return lanes;
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (kBytes == 32) {
+    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(lane(0)), lane(1), 1);
+    lanes = BitCast<Register<Unit, kBytes>>(all);
+    return lanes;
+  }
+#endif
+  memcpy(&lanes, in, kBytes);
+  return lanes;
+}
+
+// Stores lane i at out + i * stride.
+template <int kBytes, typename V>
+JOF_INLINE void StoreLanes(const V& lanes, uint8_t* out, [[maybe_unused]] int64_t stride) {
+#if defined(__AVX2__)
+  const auto store = [&](int i, __m128i lane) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i * stride), lane);
+  };
+#endif
+  memcpy(out, &lanes, kBytes < kLaneBytes ? kBytes : kLaneBytes);
+#if defined(__AVX512F__)
+  if constexpr (kBytes == 64) {
+    // With a mask of ones, since GCC 12 warns of its own header's unmasked ones (GCC bug 105593).
+    const auto all = BitCast<__m512i>(lanes);
+    store(1, _mm512_maskz_extracti32x4_epi32(0xf, all, 1));
+    store(2, _mm512_maskz_extracti32x4_epi32(0xf, all, 2));
+    store(3, _mm512_maskz_extracti32x4_epi32(0xf, all, 3));
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (kBytes == 32) store(1, _mm256_extracti128_si256(BitCast<__m256i>(lanes), 1));
+#endif
+}
+
+// Unit p of each lane of the result is unit Source::At(p) of two lanes in a row, a's and b's.
+template <typename Source, typename Unit, typename V, size_t... i>
+JOF_INLINE V ShuffleLanes(V a, V b, std::index_sequence<i...>) {
+  constexpr int kLane = kLaneUnits<Unit>, kAll = sizeof...(i);
+  constexpr auto source = [](int p) {
+    const int unit = Source::At(p % kLane);
+    return p / kLane * kLane + (unit < kLane ? unit : unit - kLane + kAll);
+  };
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, source(i)...);
+#else
+  return __builtin_shuffle(a, b, V{static_cast<Unit>(source(i))...});
+#endif
+}
+
+template <typename Source, typename Unit, typename V>
+JOF_INLINE V ShuffleLanes(V a, V b) {
+  return ShuffleLanes<Source, Unit>(a, b, std::make_index_sequence<sizeof(V) / sizeof(Unit)>());
+}
+
+// The units of the lower or of the upper halves of two lanes in turns.
+template <bool kUpper, int kLane>
+struct Interleaved {
+  static constexpr int At(int p) { return (kUpper ? kLane / 2 : 0) + p / 2 + p % 2 * kLane; }
+};
+
+// Transposes the matrix that each lane of as many registers as it has units is.
+template <typename Unit, typename V>
+JOF_INLINE void TransposeLanes(V* rows) {
+  constexpr int kLane = kLaneUnits<Unit>;
+  if constexpr (kLane > 1) {
+#pragma GCC unroll 4
+    for (int step = 1; step < kLane; step *= 2) {
+      V next[kLane];
+#pragma GCC unroll 8
+      for (int i = 0; i < kLane / 2; ++i) {
+        const V a = rows[i], b = rows[i + kLane / 2];
+        next[2 * i] = ShuffleLanes<Interleaved<false, kLane>, Unit>(a, b);
+        next[2 * i + 1] = ShuffleLanes<Interleaved<true, kLane>, Unit>(a, b);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < kLane; ++i) rows[i] = next[i];
+    }
+  }
+}
+
+// A lane of so many rows that they fill kBytes of a row of the output. The block has as many
+// columns as a lane has units, and only `cols` of them if they are not all wanted.
+template <typename Unit, int kBytes, bool kAllColumns = true>
+inline void TransposeBlock(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride,
+                           [[maybe_unused]] int64_t cols = 0) {
+  constexpr int kLane = kLaneUnits<Unit>;
+  if constexpr (kBytes > kVectorBytes) {
+    constexpr int kHalf = kBytes / 2, kHalfRows = kHalf / static_cast<int>(sizeof(Unit));
+    TransposeBlock<Unit, kHalf, kAllColumns>(in, in_stride, out, out_stride, cols);
+    TransposeBlock<Unit, kHalf, kAllColumns>(in + kHalfRows * in_stride, in_stride, out + kHalf,
+                                             out_stride, cols);
+  } else {
+    Register<Unit, kBytes> r[kLane];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLane; ++i) {
+      r[i] = LoadLanes<Unit, kBytes>(in + i * in_stride, kLane * in_stride);
+    }
+    TransposeLanes<Unit>(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLane; ++i) {
+      if (!kAllColumns && i >= cols) return;
+      memcpy(out + i * out_stride, &r[i], kBytes);
+    }
+  }
+}
+
+// Blocks side by side, as wide as a line, by way of a buffer.
+template <typename Unit, int kBytes>
+inline void TransposeLine(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride) {
+  constexpr int kRows = kBytes / sizeof(Unit);
+  alignas(kLineBytes) uint8_t buffer[kRows * kLineBytes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) memcpy(buffer + i * kLineBytes, in + i * in_stride, kLineBytes);
+  for (int64_t c = 0; c < kLineBytes / kLaneBytes; ++c) {
+    TransposeBlock<Unit, kBytes>(buffer + c * kLaneBytes, kLineBytes,
+                                 out + c * kLaneUnits<Unit> * out_stride, out_stride);
+  }
+}
+
+// Columns [begin, end) of a matrix, from `row` on, of at least a lane's rows. Where rows or columns
+// are no multiple of a block's, the last block overlaps the one before.
+template <typename Unit, int kBytes = kLineBytes>
+inline void TransposeColumns(const Matrix& m, bool buffered, int64_t begin, int64_t end,
+                             int64_t row = 0) {
+  constexpr int64_t kUnit = sizeof(Unit), kLane = kLaneUnits<Unit>;
+  constexpr int64_t kRows = kBytes / kUnit, kLine = kLineBytes / kUnit;
+  for (; row < m.rows; row += kRows) {
+    if constexpr (kBytes > kLaneBytes) {
+      if (m.rows < kRows || m.rows - row <= kRows / 2) {
+        return TransposeColumns<Unit, kBytes / 2>(m, buffered, begin, end, row);
+      }
+    }
+    const int64_t r = row + kRows <= m.rows ? row : m.rows - kRows;
+    const uint8_t* in = m.in + r * m.in_stride;
+    uint8_t* out = m.out + r * kUnit;
+    if (m.cols < kLane) {
+      TransposeBlock<Unit, kBytes, false>(in, m.in_stride, out, m.out_stride, m.cols);
+      continue;
+    }
+    int64_t c = begin;
+    if constexpr (kRows > 8) {
+      for (; buffered && c + kLine <= end; c += kLine) {
+        TransposeLine<Unit, kBytes>(in + c * kUnit, m.in_stride, out + c * m.out_stride,
+                                    m.out_stride);
+      }
+    }
+    for (; c < end; c += kLane) {
+      const int64_t first = c + kLane <= m.cols ? c : m.cols - kLane;
+      TransposeBlock<Unit, kBytes>(in + first * kUnit, m.in_stride, out + first * m.out_stride,
+                                   m.out_stride);
+    }
+  }
+}
+
+template <typename Unit>
+inline void TransposeBlocks(const Matrix& m) {
+  const bool buffered = m.in_stride % kConflictBytes == 0;
+  const int64_t step =
+      m.out_stride % kConflictBytes == 0 ? kLineBytes / static_cast<int64_t>(sizeof(Unit)) : m.cols;
+  for (int64_t c = 0; c < m.cols; c += step) {
+    TransposeColumns<Unit>(m, buffered, c, c + step < m.cols ? c + step : m.cols);
+  }
+}
+
+// Copies n bytes, fewer than a lane.
+JOF_INLINE void CopyShort(const uint8_t* in, int64_t n, uint8_t* out) {
+  const auto ends = [&](auto word) {
+    decltype(word) first, last;
+    memcpy(&first, in, sizeof(word));
+    memcpy(&last, in + n - sizeof(word), sizeof(word));
+    memcpy(out, &first, sizeof(word));
+    memcpy(out + n - sizeof(word), &last, sizeof(word));
+  };
+  if (n >= 8) return ends(uint64_t{});
+  if (n >= 4) return ends(uint32_t{});
+  if (n >= 2) return ends(uint16_t{});
+  if (n == 1) *out = *in;
+}
+
+// Copies n bytes; inline, since rows of an array are often shorter than a call takes.
+template <int kBytes = kVectorBytes>
+JOF_INLINE void CopyRow(const uint8_t* in, int64_t n, uint8_t* out) {
+  if (n >= kBytes) {
+    for (int64_t i = 0;; i += kBytes) {
+      if (i + kBytes > n) {
+        if (i == n) return;
+        i = n - kBytes;
+      }
+      Register<uint8_t, kBytes> piece;
+      memcpy(&piece, in + i, kBytes);
+      memcpy(out + i, &piece, kBytes);
+    }
+  } else if constexpr (kBytes > kLaneBytes) {
+    CopyRow<kBytes / 2>(in, n, out);
+  } else {
+    CopyShort(in, n, out);
+  }
+}
+
+// A matrix with fewer rows than a lane has units, or fewer columns. No byte beyond a row is read.
+template <typename Unit>
+inline void TransposeNarrow(const Matrix& m) {
+  constexpr int64_t kUnit = sizeof(Unit), kLane = kLaneUnits<Unit>;
+  // Columns that lie side by side are written as whole lanes, in order: the next one overwrites
+  // what is too much.
+  const bool dense = m.out_stride == m.rows * kUnit;
+  for (int64_t row = 0; row < m.rows; row += kLane) {
+    const int64_t rows = m.rows - row < kLane ? m.rows - row : kLane;
+    const uint8_t* in = m.in + row * m.in_stride;
+    uint8_t* out = m.out + row * kUnit;
+    for (int64_t col = 0; col < m.cols;
+         col += kLane, in += kLane * kUnit, out += kLane * m.out_stride) {
+      const int64_t cols = m.cols - col < kLane ? m.cols - col : kLane;
+      Register<Unit, kLaneBytes> r[kLane] = {};
+      if (dense && (m.cols - col - kLane) * m.out_stride >= kLaneBytes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLane; ++i) {
+          if (i < rows) memcpy(&r[i], in + i * m.in_stride, kLaneBytes);
+        }
+        TransposeLanes<Unit>(r);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLane; ++i) memcpy(out + i * m.out_stride, &r[i], kLaneBytes);
+        continue;
+      }
+      for (int64_t i = 0; i < rows; ++i) {
+        CopyRow<kLaneBytes>(in + i * m.in_stride, cols * kUnit, reinterpret_cast<uint8_t*>(&r[i]));
+      }
+      TransposeLanes<Unit>(r);
+      for (int64_t i = 0; i < cols; ++i) {
+        CopyRow<kLaneBytes>(reinterpret_cast<const uint8_t*>(&r[i]), rows * kUnit,
+                            out + i * m.out_stride);
+      }
+    }
+  }
+}
+
+// Splitting lanes of kCount channels' units in turns into lanes of one channel each, or joining
+// them, in kCount registers: where unit p of register k comes from.
+template <bool kSplit, int kCount, int kLane>
+struct Channels {
+  static constexpr int Place(int k, int p) {
+    return kSplit ? p * kCount + k : (k * kLane + p) % kCount * kLane + (k * kLane + p) / kCount;
+  }
+  static constexpr int Source(int k, int p) { return Place(k, p) / kLane; }
+  static constexpr int Unit(int k, int p) { return Place(k, p) % kLane; }
+};
+
+// Takes from register `from` what register k needs of it. The first step, from = 1, takes what it
+// needs of register 0 as well.
+template <typename Map, int kLane, int k, int from>
+struct ChannelStep {
+  static constexpr int At(int p) {
+    if (Map::Source(k, p) == from) return kLane + Map::Unit(k, p);
+    return from == 1 && Map::Source(k, p) == 0 ? Map::Unit(k, p) : p;
+  }
+};
+
+// Register k after the steps from `from` on.
+template <typename Map, typename Unit, int kCount, int k, int from = 1, typename V>
+JOF_INLINE V GatherChannel(const V* r, V v) {
+  using Step = ChannelStep<Map, kLaneUnits<Unit>, k, from>;
+  v = ShuffleLanes<Step, Unit>(v, r[from]);
+  if constexpr (from + 1 < kCount) {
+    return GatherChannel<Map, Unit, kCount, k, from + 1>(r, v);
+  } else {
+    return v;
+  }
+}
+
+template <bool kSplit, typename Unit, int kCount, typename V, size_t... k>
+JOF_INLINE void ShuffleChannels(const V* r, V* shuffled, std::index_sequence<k...>) {
+  using Map = Channels<kSplit, kCount, kLaneUnits<Unit>>;
+  ((shuffled[k] = GatherChannel<Map, Unit, kCount, static_cast<int>(k)>(r, r[0])), ...);
+}
+
+// n units, a lane's at least, of each of kCount channels, which lie `stride` bytes apart on one
+// side and in turns on the other.
+template <bool kSplit, typename Unit, int kCount, int kBytes = kVectorBytes>
+inline void MoveChannels(const uint8_t* in, uint8_t* out, int64_t stride, int64_t n) {
+  constexpr int64_t kUnit = sizeof(Unit), kStep = kBytes / kUnit;
+  if (n < kStep) {
+    if constexpr (kBytes > kLaneBytes) {
+      MoveChannels<kSplit, Unit, kCount, kBytes / 2>(in, out, stride, n);
+    }
+    return;
+  }
+  for (int64_t begin = 0; begin < n; begin += kStep) {
+    const int64_t i = begin + kStep <= n ? begin : n - kStep;
+    const int64_t joined = i * kCount * kUnit, apart = i * kUnit;
+    Register<Unit, kBytes> r[kCount], shuffled[kCount];
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) {
+      if constexpr (kSplit) {
+        r[k] = LoadLanes<Unit, kBytes>(in + joined + k * kLaneBytes, kCount * kLaneBytes);
+      } else {
+        memcpy(&r[k], in + apart + k * stride, kBytes);
+      }
+    }
+    ShuffleChannels<kSplit, Unit, kCount>(r, shuffled, std::make_index_sequence<kCount>());
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) {
+      if constexpr (kSplit) {
+        memcpy(out + apart + k * stride, &shuffled[k], kBytes);
+      } else {
+        StoreLanes<kBytes>(shuffled[k], out + joined + k * kLaneBytes, kCount * kLaneBytes);
+      }
+    }
+  }
+}
+
+// False if the matrix is none of 2 to 4 columns (or rows, to join) that are contiguous as a whole.
+template <bool kSplit, typename Unit>
+inline bool MoveChannels(const Matrix& m) {
+  constexpr int kLane = kLaneUnits<Unit>;
+  const int64_t channels = kSplit ? m.cols : m.rows, n = kSplit ? m.rows : m.cols;
+  const int64_t dense = kSplit ? m.in_stride : m.out_stride;
+  const int64_t stride = kSplit ? m.out_stride : m.in_stride;
+  if (dense != channels * static_cast<int64_t>(sizeof(Unit)) || n < kLane) return false;
+  switch (channels) {
+    case 2:
+      MoveChannels<kSplit, Unit, 2>(m.in, m.out, stride, n);
+      return true;
+    case 3:
+      MoveChannels<kSplit, Unit, 3>(m.in, m.out, stride, n);
+      return true;
+    case 4:
+      MoveChannels<kSplit, Unit, 4>(m.in, m.out, stride, n);
+      return true;
+  }
+  return false;
+}
+
+// A matrix of few units, one by one.
+template <typename Unit>
+inline void MoveUnits(const Matrix& m) {
+  constexpr int64_t kUnit = sizeof(Unit);
+  for (int64_t c = 0; c < m.cols; ++c) {
+    for (int64_t r = 0; r < m.rows; ++r) {
+      memcpy(m.out + c * m.out_stride + r * kUnit, m.in + r * m.in_stride + c * kUnit, kUnit);
+    }
+  }
+}
+
+// in_end is the end of the array.
+template <typename Unit>
+inline void MoveMatrix(const Matrix& m, const uint8_t* in_end) {
+  constexpr int64_t kUnit = sizeof(Unit), kLane = kLaneUnits<Unit>;
+  if constexpr (kLane > 1) {
+    if (MoveChannels<true, Unit>(m) || MoveChannels<false, Unit>(m)) return;
+    if (m.rows < kLane && m.cols < kLane) return MoveUnits<Unit>(m);
+    if (m.rows < kLane) return TransposeNarrow<Unit>(m);
+    if (m.cols < kLane) {
+      // Lanes reach beyond their row, but must not beyond the array.
+      const int64_t room = in_end - m.in - kLaneBytes;
+      const int64_t rows = room < 0 ? 0 : room / m.in_stride + 1;
+      if (rows < kLane) return TransposeNarrow<Unit>(m);
+      if (rows < m.rows) {
+        TransposeNarrow<Unit>({m.in + rows * m.in_stride, m.out + rows * kUnit, m.in_stride,
+                               m.out_stride, m.rows - rows, m.cols});
+        return TransposeBlocks<Unit>({m.in, m.out, m.in_stride, m.out_stride, rows, m.cols});
+      }
+    }
+  }
+  TransposeBlocks<Unit>(m);
+}
+
+// Elements of any number of bytes.
+JOF_INLINE void MoveElements(const Matrix& m, int64_t bytes) {
+  for (int64_t c = 0; c < m.cols; ++c) {
+    const uint8_t* in = m.in + c * bytes;
+    uint8_t* out = m.out + c * m.out_stride;
+    for (int64_t r = 0; r < m.rows; ++r, in += m.in_stride, out += bytes) CopyRow(in, bytes, out);
+  }
+}
+
+// Calls move(matrix) for the matrices of tiles [begin, end).
+template <typename Move>
+inline void ForEachMatrix(const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end,
+                          const Move& move) {
+  int64_t tile[kMaxPermuteRank];
+  int64_t rest = begin;
+  for (int d = p.rank - 1; d >= 0; --d) {
+    tile[d] = rest % p.dims[d].tiles;
+    rest /= p.dims[d].tiles;
+  }
+  for (int64_t i = begin; i < end; ++i) {
+    const uint8_t* in = static_cast<const uint8_t*>(x);
+    uint8_t* out = static_cast<uint8_t*>(y);
+    int64_t rows = 1, cols = 1;
+    // The other dimensions that the tile has more than one element of.
+    struct Loop {
+      int64_t at, size, in_stride, out_stride;
+    } loops[kMaxPermuteRank];
+    int depth = 0;
+    for (int d = 0; d < p.rank; ++d) {
+      const CpuPermute::Dim& dim = p.dims[d];
+      const int64_t first = tile[d] * dim.tile;
+      const int64_t extent = tile[d] + 1 < dim.tiles ? dim.tile : dim.size - first;
+      in += first * dim.in_stride;
+      out += first * dim.out_stride;
+      if (d == p.row) {
+        rows = extent;
+      } else if (d == p.col) {
+        cols = extent;
+      } else if (extent > 1) {
+        loops[depth++] = {0, extent, dim.in_stride, dim.out_stride};
+      }
+    }
+    for (int d = depth; d >= 0;) {
+      move(Matrix{in, out, p.dims[p.row].in_stride, p.dims[p.col].out_stride, rows, cols});
+      for (d = depth - 1; d >= 0; --d) {
+        in += loops[d].in_stride;
+        out += loops[d].out_stride;
+        if (++loops[d].at < loops[d].size) break;
+        in -= loops[d].size * loops[d].in_stride;
+        out -= loops[d].size * loops[d].out_stride;
+        loops[d].at = 0;
+      }
+    }
+    for (int d = p.rank - 1; d >= 0 && ++tile[d] == p.dims[d].tiles; --d) tile[d] = 0;
+  }
+}
+
+inline void PermuteTiles(const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end) {
+  const uint8_t* in_end = static_cast<const uint8_t*>(x) + p.bytes;
+  const auto each = [&](const auto& move) { ForEachMatrix(p, x, y, begin, end, move); };
+  if (p.row == p.col) {
+    return each([](const Matrix& m) { memcpy(m.out, m.in, static_cast<size_t>(m.rows)); });
+  }
+  // A loop of its own for sizes that are frequent: rows of 32 bytes take 30 % less time.
+  const auto each_of = [&](auto bytes) {
+    each([](const Matrix& m) { MoveElements(m, decltype(bytes)::value); });
+  };
+  switch (p.element_bytes) {
+    case 1:
+      return each([=](const Matrix& m) { MoveMatrix<uint8_t>(m, in_end); });
+    case 2:
+      return each([=](const Matrix& m) { MoveMatrix<uint16_t>(m, in_end); });
+    case 4:
+      return each([=](const Matrix& m) { MoveMatrix<uint32_t>(m, in_end); });
+    case 8:
+      return each([=](const Matrix& m) { MoveMatrix<uint64_t>(m, in_end); });
+    case 3:
+      return each_of(std::integral_constant<int, 3>());
+    case 6:
+      return each_of(std::integral_constant<int, 6>());
+    case 12:
+      return each_of(std::integral_constant<int, 12>());
+    case 16:
+      return each_of(std::integral_constant<int, 16>());
+    case 32:
+      return each_of(std::integral_constant<int, 32>());
+    case 64:
+      return each_of(std::integral_constant<int, 64>());
+    case 128:
+      return each_of(std::integral_constant<int, 128>());
+    default:
+      return each([&](const Matrix& m) { MoveElements(m, p.element_bytes); });
+  }
+}
+
+JOF_NAMESPACE_END

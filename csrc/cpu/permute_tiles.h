@@ -1,0 +1,85 @@
+// How a CPU goes about a permutation: the plan of ops/permute_plan.h in tiles, which are the pieces
+// of work that threads share, and within which lines of the caches are used whole.
+#pragma once
+
+#include <algorithm>
+
+#include "common/macros.h"
+#include "cpu/kernels.h"
+#include "ops/permute_plan.h"
+
+JOF_NAMESPACE_BEGIN
+
+namespace internal {
+
+// A tile is contiguous for two lines on either side at least, and for longer until it has so many
+// bytes that each thread has a few tiles: long runs are what the hardware prefetches. Tiles whose
+// elements are shorter than two lines should fit a cache, where lines wait to be completed.
+constexpr int64_t kShortestRun = 128;
+constexpr int64_t kSmallTile = 32 << 10, kCachedTile = 256 << 10, kLargeTile = 2 << 20;
+constexpr int64_t kTilesPerThread = 4;
+// Elements of more bytes are copied in parts of a small tile's.
+constexpr int64_t kLongElement = 8 << 10;
+
+// Extends the tile along dimensions fastest(0), fastest(1), ... until it is contiguous for
+// run_bytes.
+template <typename Fastest>
+inline void ExtendTile(CpuPermute* p, int64_t run_bytes, const Fastest& fastest) {
+  int64_t bytes = p->element_bytes;
+  for (int k = 0; k < p->rank && bytes < run_bytes; ++k) {
+    CpuPermute::Dim& dim = p->dims[fastest(k)];
+    const int64_t wanted = (run_bytes + bytes - 1) / bytes;
+    const int64_t extent = 2 * dim.size < 3 * wanted ? dim.size : wanted;
+    dim.tile = std::max(dim.tile, extent);
+    if (dim.tile < dim.size) return;
+    bytes *= dim.size;
+  }
+}
+
+}  // namespace internal
+
+// Tiles are counted in the order of the output: writing in order matters more than reading in order
+// (rows of 1 KB: 190 us for 8 MB, 320 in the order of the input).
+inline CpuPermute PermuteTilesOf(const PermutePlan& plan, int64_t threads) {
+  CpuPermute p{};
+  p.bytes = plan.units * plan.unit_bytes;
+  p.element_bytes = plan.unit_bytes;
+  p.rank = plan.rank;
+  // A last dimension that stays is part of the element.
+  if (plan.keeps_last()) p.element_bytes *= plan.dims[--p.rank].size;
+  for (int d = 0; d < p.rank; ++d) {
+    p.dims[d] = {plan.dims[d].size, 1, 1, plan.dims[d].in_stride * plan.unit_bytes,
+                 plan.dims[d].out_stride * plan.unit_bytes};
+  }
+  if (p.rank == 0 || p.element_bytes > internal::kLongElement) {
+    p.row = p.col = p.rank;
+    p.dims[p.rank++] = {p.element_bytes, internal::kSmallTile, 1, 1, 1};
+    p.element_bytes = 1;
+  } else {
+    const int kept = plan.rank - p.rank;
+    const auto fastest_in = [&](int k) { return plan.fastest_in(k + kept); };
+    const auto fastest_out = [&](int k) { return plan.fastest_out(k + kept); };
+    p.row = fastest_out(0);
+    p.col = fastest_in(0);
+    const int64_t largest =
+        p.element_bytes < internal::kShortestRun ? internal::kCachedTile : internal::kLargeTile;
+    const int64_t wanted =
+        std::clamp(p.bytes / (internal::kTilesPerThread * threads), internal::kSmallTile, largest);
+    int64_t tile_bytes = 0;
+    for (int64_t run = internal::kShortestRun; tile_bytes < std::min(wanted, p.bytes); run *= 2) {
+      internal::ExtendTile(&p, run, fastest_in);
+      internal::ExtendTile(&p, run, fastest_out);
+      tile_bytes = p.element_bytes;
+      for (int d = 0; d < p.rank; ++d) tile_bytes *= p.dims[d].tile;
+    }
+  }
+  p.tiles = 1;
+  for (int d = 0; d < p.rank; ++d) {
+    CpuPermute::Dim& dim = p.dims[d];
+    dim.tiles = std::max<int64_t>(1, (dim.size + dim.tile / 2) / dim.tile);
+    p.tiles *= dim.tiles;
+  }
+  return p;
+}
+
+JOF_NAMESPACE_END

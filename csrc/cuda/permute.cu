@@ -1,0 +1,358 @@
+// Permutations without tiles: rows that move whole, and short dimensions that registers hold; see
+// ops/permute_plan.h for when each is chosen.
+//
+// Bytes: x is read once and y written once, so a copy kernel is what there is to reach.
+//   RowsKernel: rows of whole packs; a thread moves one pack.
+//   ShiftedRowsKernel: rows of any length and alignment, 64 bytes or more; a thread still writes
+//     one aligned pack, and shifts it together from two aligned packs of the source.
+//   InterleaveKernel, DeinterleaveKernel: 2, 3 or 4 long rows become the elements of one, or one
+//   row
+//     is taken apart into them (NCHW to NHWC and back). A thread does so with packs in registers;
+//     shared memory makes aligned packs of the output of what a block has.
+#include "cuda/permute.h"
+
+#include <type_traits>
+
+#include "common/fast_divide.h"
+#include "common/types.h"
+#include "cuda/windows.cuh"
+
+JOF_NAMESPACE_BEGIN
+namespace {
+
+// Dimensions that items enumerate, the fastest first, and what a step along each adds to the
+// offsets of input and output.
+template <typename Index>
+struct Walk {
+  int rank = 0;
+  FastDivider<Index> sizes[kMaxPermuteRank];
+  Index in_strides[kMaxPermuteRank], out_strides[kMaxPermuteRank];
+
+  void Add(int64_t size, int64_t in_stride, int64_t out_stride) {
+    sizes[rank] = FastDivider<Index>(static_cast<Index>(size));
+    in_strides[rank] = static_cast<Index>(in_stride);
+    out_strides[rank] = static_cast<Index>(out_stride);
+    ++rank;
+  }
+
+  __device__ __forceinline__ Index In(Index item) const {
+    Index offset = 0;
+    for (int d = 0; d + 1 < rank; ++d) {
+      Index i;
+      item = sizes[d].DivMod(item, &i);
+      offset += i * in_strides[d];
+    }
+    return rank == 0 ? 0 : offset + item * in_strides[rank - 1];
+  }
+
+  __device__ __forceinline__ Index Out(Index item) const {
+    Index offset = 0;
+    for (int d = 0; d + 1 < rank; ++d) {
+      Index i;
+      item = sizes[d].DivMod(item, &i);
+      offset += i * out_strides[d];
+    }
+    return rank == 0 ? 0 : offset + item * out_strides[rank - 1];
+  }
+};
+
+// One item is a pack.
+template <typename Index>
+__global__ void __launch_bounds__(kBlockSize)
+    RowsKernel(const Index packs, const Walk<Index> walk, const uint4* __restrict__ x,
+               uint4* __restrict__ y) {
+  const Index item = ItemIndex<Index>();
+  if (item >= packs) return;
+  y[item] = __ldg(x + walk.In(item));
+}
+
+// One item is an aligned pack of the output, the first of which holds `lead` bytes before it.
+// Offsets are in bytes.
+template <int kBytes, typename Index>
+__global__ void __launch_bounds__(kBlockSize)
+    ShiftedRowsKernel(const Index packs, const Index bytes, const int lead,
+                      const FastDivider<Index> by_row, const Walk<Index> walk,
+                      const char* __restrict__ x, char* __restrict__ y) {
+  const Index item = ItemIndex<Index>();
+  if (item >= packs) return;
+  const Index begin = item == 0 ? 0 : item * kPackBytes - lead;
+  Index end = item * kPackBytes - lead + kPackBytes;
+  end = end < bytes ? end : bytes;
+  Index column;
+  if (end - begin < kPackBytes) {
+    for (Index i = begin; i < end; i += kBytes) {
+      const Index row = by_row.DivMod(i, &column);
+      *reinterpret_cast<Word<kBytes>*>(y + i) =
+          __ldg(reinterpret_cast<const Word<kBytes>*>(x + walk.In(row) + column));
+    }
+    return;
+  }
+  // The end of one row and the beginning of the next, or one row's bytes twice.
+  const Index row = by_row.DivMod(begin, &column);
+  const Index rest = by_row.divisor() - column;
+  const char* source = x + walk.In(row) + column;
+  const char* next = source;
+  Window<kBytes> window, next_window;
+  const bool inside = CanRead(source, source, x, bytes);
+  if (inside) window.Load(source);
+  bool next_inside = inside;
+  if (rest < kPackBytes) {
+    next = x + walk.In(row + 1) - rest;
+    next_inside = CanRead(next, next, x, bytes);
+    if (next_inside) next_window.Load(next);
+  }
+  uint4 pack = inside ? window.Get(source) : LoadElements<kBytes>(source, x, bytes);
+  if (rest < kPackBytes) {
+    pack =
+        JoinBytes(pack, next_inside ? next_window.Get(next) : LoadElements<kBytes>(next, x, bytes),
+                  static_cast<int>(rest));
+  }
+  *reinterpret_cast<uint4*>(y + begin) = pack;
+}
+
+// One item is kCount packs of the output, which hold as many pixels of kCount units as a pack has
+// units. Pixels are counted over all rows of pixels, which may be of any length. Rows of the input
+// are `stride` bytes apart.
+template <int kCount, bool kShift, typename Index, typename Unit>
+__global__ void __launch_bounds__(kBlockSize)
+    InterleaveKernel(const Index pixels, const Index stride, const FastDivider<Index> by_row,
+                     const Walk<Index> walk, const char* __restrict__ x, char* __restrict__ y) {
+  constexpr int kPack = kPackSize<Unit>, kBytes = sizeof(Unit);
+  __shared__ uint4 stage[kBlockSize * kCount];
+  const size_t bytes = size_t{pixels} * kCount * kBytes;
+  const Index first = ItemIndex<Index>() * kPack;
+  Index column;
+  const Index row = by_row.DivMod(first, &column);
+  if (first + kPack <= pixels && (!kShift || column + kPack <= by_row.divisor())) {
+    const char* source = x + walk.In(row) + column * kBytes;
+    Pack<Unit, kPack> from[kCount], to[kCount];
+    if (!kShift || CanRead(source, source + size_t{kCount - 1} * stride, x, bytes)) {
+      Window<kBytes, kShift> windows[kCount];
+      JOF_UNROLL
+      for (int c = 0; c < kCount; ++c) windows[c].Load(source + size_t(c) * stride);
+      JOF_UNROLL
+      for (int c = 0; c < kCount; ++c) {
+        from[c] = AsPack<Unit, kPack>(windows[c].Get(source + size_t(c) * stride));
+      }
+    } else {
+      JOF_UNROLL
+      for (int c = 0; c < kCount; ++c) {
+        from[c] = AsPack<Unit, kPack>(LoadElements<kBytes>(source + size_t(c) * stride, x, bytes));
+      }
+    }
+    JOF_UNROLL
+    for (int k = 0; k < kPack * kCount; ++k) {
+      to[k / kPack].elem[k % kPack] = from[k % kCount].elem[k / kCount];
+    }
+    JOF_UNROLL
+    for (int c = 0; c < kCount; ++c) stage[threadIdx.x * kCount + c] = AsWord(to[c]);
+  } else if (kShift) {  // pixels of two rows, or the last ones
+    Unit* to = reinterpret_cast<Unit*>(stage + threadIdx.x * kCount);
+    for (Index pixel = first; pixel < first + kPack && pixel < pixels; ++pixel) {
+      const Index pixel_row = by_row.DivMod(pixel, &column);
+      const char* source = x + walk.In(pixel_row) + column * kBytes;
+      for (int c = 0; c < kCount; ++c) {
+        *to++ = *reinterpret_cast<const Unit*>(source + size_t(c) * stride);
+      }
+    }
+  }
+  __syncthreads();
+  JOF_UNROLL
+  for (int c = 0; c < kCount; ++c) {
+    const int pack = c * kBlockSize + static_cast<int>(threadIdx.x);
+    const size_t begin = (size_t{blockIdx.x} * kBlockSize * kCount + pack) * kPackBytes;
+    if (begin >= bytes) continue;
+    const size_t left = bytes - begin;
+    StoreBytes<kBytes>(y + begin, stage[pack], 0, left < kPackBytes ? int(left) : kPackBytes);
+  }
+}
+
+// The reverse. One item is kCount packs of the input, which hold as many pixels as a pack has
+// units. Rows of the output are `stride` bytes apart. Where they are not whole packs, a block has
+// them in shared memory and stores what is an aligned pack of the output.
+template <int kCount, bool kShift, typename Index, typename Unit>
+__global__ void __launch_bounds__(kBlockSize, 2)
+    DeinterleaveKernel(const Index pixels, const Index stride, const FastDivider<Index> by_row,
+                       const Walk<Index> walk, const char* __restrict__ x, char* __restrict__ y) {
+  constexpr int kPack = kPackSize<Unit>, kBytes = sizeof(Unit);
+  // A row leaves a pack before it, and one after the last.
+  __shared__ uint4 stage[kShift ? kCount * (kBlockSize + 1) + 1 : 1];
+  const size_t bytes = size_t{pixels} * kCount * kBytes;
+  const size_t begin = (size_t{blockIdx.x} * kBlockSize + threadIdx.x) * kCount * kPackBytes;
+  Pack<Unit, kPack> from[kCount], to[kCount];
+  JOF_UNROLL
+  for (int c = 0; c < kCount; ++c) {
+    const char* source = x + begin + c * kPackBytes;
+    if (begin + (c + 1) * kPackBytes <= bytes) {
+      from[c] = LoadPack<kPack>(reinterpret_cast<const Unit*>(source));
+    } else if (begin + c * kPackBytes < bytes) {
+      from[c] = AsPack<Unit, kPack>(LoadElements<kBytes>(source, x, bytes));
+    }
+  }
+  JOF_UNROLL
+  for (int k = 0; k < kPack * kCount; ++k) {
+    to[k % kCount].elem[k / kCount] = from[k / kPack].elem[k % kPack];
+  }
+  if constexpr (!kShift) {
+    Index column;
+    const Index item = ItemIndex<Index>() * kPack;
+    const Index row = by_row.DivMod(item, &column);
+    if (item >= pixels) return;
+    char* out = y + walk.Out(row) + column * kBytes;
+    JOF_UNROLL
+    for (int c = 0; c < kCount; ++c, out += stride) {
+      StorePack<kPack>(reinterpret_cast<Unit*>(out), to[c]);
+    }
+  } else {
+    JOF_UNROLL
+    for (int c = 0; c < kCount; ++c) {
+      stage[c * (kBlockSize + 1) + 1 + static_cast<int>(threadIdx.x)] = AsWord(to[c]);
+    }
+    __syncthreads();
+    // The block's pixels, in parts of one row each.
+    const Index first = static_cast<Index>(blockIdx.x) * (kBlockSize * kPack);
+    const Index left = pixels - first;
+    const int count = left < kBlockSize * kPack ? static_cast<int>(left) : kBlockSize * kPack;
+    Index column;
+    Index row = by_row.DivMod(first, &column);
+    for (int done = 0; done < count; ++row, column = 0) {
+      const Index row_left = by_row.divisor() - column;
+      const int part = row_left < Index(count - done) ? static_cast<int>(row_left) : count - done;
+      char* out = y + walk.Out(row) + column * kBytes;
+      JOF_UNROLL
+      for (int c = 0; c < kCount; ++c, out += stride) {
+        const int phase = static_cast<int>(Phase(out));
+        for (int at = static_cast<int>(threadIdx.x) * kPackBytes - phase; at < part * kBytes;
+             at += kBlockSize * kPackBytes) {
+          // From 15 bytes before the row on.
+          const int staged = (c * (kBlockSize + 1) + 1) * kPackBytes + done * kBytes + at;
+          const uint4* aligned = stage + staged / kPackBytes;
+          const unsigned shift = staged % kPackBytes;
+          StoreBytes<kBytes>(out + at, ShiftBytes<kBytes>(aligned[0], aligned[1], shift), -at,
+                             part * kBytes - at);
+        }
+      }
+      done += part;
+    }
+  }
+}
+
+template <typename Index>
+cudaError_t LaunchRows(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  Walk<Index> walk;
+  const int last = plan.rank - 1;
+  if (plan.unit_bytes == kPackBytes) {
+    for (int d = last; d >= 0; --d) walk.Add(plan.dims[d].size, plan.dims[d].in_stride, 0);
+    if (plan.rank == 0) walk.Add(1, 1, 0);
+    return LaunchItems(RowsKernel<Index>, plan.units, stream, static_cast<Index>(plan.units), walk,
+                       static_cast<const uint4*>(x), static_cast<uint4*>(y));
+  }
+  for (int d = last - 1; d >= 0; --d) {
+    walk.Add(plan.dims[d].size, plan.dims[d].in_stride * plan.unit_bytes, 0);
+  }
+  const int64_t bytes = plan.units * plan.unit_bytes;
+  const int64_t row = last < 0 ? bytes : plan.dims[last].size * plan.unit_bytes;
+  const int lead = static_cast<int>(reinterpret_cast<uintptr_t>(y) % kPackBytes);
+  const int64_t packs = (lead + bytes + kPackBytes - 1) / kPackBytes;
+  return DispatchWord(plan.unit_bytes, [&](auto tag) {
+    constexpr int kBytes = sizeof(typename decltype(tag)::type);
+    return LaunchItems(ShiftedRowsKernel<kBytes, Index>, packs, stream, static_cast<Index>(packs),
+                       static_cast<Index>(bytes), lead, FastDivider<Index>(static_cast<Index>(row)),
+                       walk, static_cast<const char*>(x), static_cast<char*>(y));
+  });
+}
+
+// Calls visit(integral constant) with 2, 3 or 4.
+template <typename Visitor>
+cudaError_t DispatchCount(int64_t count, Visitor&& visit) {
+  switch (count) {
+    case 2:
+      return visit(std::integral_constant<int, 2>());
+    case 3:
+      return visit(std::integral_constant<int, 3>());
+    default:
+      return visit(std::integral_constant<int, 4>());
+  }
+}
+
+template <typename Index>
+cudaError_t LaunchInterleave(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  const PermuteDim &few = plan.dims[plan.fastest_out()], &many = plan.dims[plan.fastest_out(1)];
+  Walk<Index> walk;
+  for (int k = 2; k < plan.rank; ++k) {
+    const PermuteDim& dim = plan.dims[plan.fastest_out(k)];
+    walk.Add(dim.size, dim.in_stride * plan.unit_bytes, 0);
+  }
+  const int64_t pixels = plan.units / few.size, pack = kPackBytes / plan.unit_bytes;
+  const bool shift = many.size % pack != 0;
+  return DispatchWord(plan.unit_bytes, [&](auto tag) {
+    using Unit = typename decltype(tag)::type;
+    return DispatchCount(few.size, [&](auto count) {
+      const auto kernel = shift ? InterleaveKernel<count(), true, Index, Unit>
+                                : InterleaveKernel<count(), false, Index, Unit>;
+      return LaunchItems(kernel, (pixels + pack - 1) / pack, stream, static_cast<Index>(pixels),
+                         static_cast<Index>(few.in_stride * plan.unit_bytes),
+                         FastDivider<Index>(static_cast<Index>(many.size)), walk,
+                         static_cast<const char*>(x), static_cast<char*>(y));
+    });
+  });
+}
+
+template <typename Index>
+cudaError_t LaunchDeinterleave(const PermutePlan& plan, const void* x, void* y,
+                               cudaStream_t stream) {
+  const PermuteDim &few = plan.dims[plan.fastest_in()], &many = plan.dims[plan.fastest_in(1)];
+  Walk<Index> walk;
+  for (int k = 2; k < plan.rank; ++k) {
+    const PermuteDim& dim = plan.dims[plan.fastest_in(k)];
+    walk.Add(dim.size, 0, dim.out_stride * plan.unit_bytes);
+  }
+  const int64_t pixels = plan.units / few.size, pack = kPackBytes / plan.unit_bytes;
+  const bool shift = many.size % pack != 0;
+  return DispatchWord(plan.unit_bytes, [&](auto tag) {
+    using Unit = typename decltype(tag)::type;
+    return DispatchCount(few.size, [&](auto count) {
+      const auto kernel = shift ? DeinterleaveKernel<count(), true, Index, Unit>
+                                : DeinterleaveKernel<count(), false, Index, Unit>;
+      return LaunchItems(kernel, (pixels + pack - 1) / pack, stream, static_cast<Index>(pixels),
+                         static_cast<Index>(few.out_stride * plan.unit_bytes),
+                         FastDivider<Index>(static_cast<Index>(many.size)), walk,
+                         static_cast<const char*>(x), static_cast<char*>(y));
+    });
+  });
+}
+
+template <typename Index>
+cudaError_t LaunchIndexed(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  switch (plan.strategy) {
+    case PermuteStrategy::kInterleave:
+      return LaunchInterleave<Index>(plan, x, y, stream);
+    case PermuteStrategy::kDeinterleave:
+      return LaunchDeinterleave<Index>(plan, x, y, stream);
+    default:
+      return LaunchRows<Index>(plan, x, y, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchPermute(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  switch (plan.strategy) {
+    case PermuteStrategy::kTile:
+      return LaunchPermuteTile(plan, x, y, stream);
+    case PermuteStrategy::kRuns:
+      return LaunchPermuteRuns(plan, x, y, stream);
+    default:
+      break;
+  }
+  // RowsKernel counts units, the others count bytes.
+  const bool rows =
+      plan.strategy == PermuteStrategy::kCopy || plan.strategy == PermuteStrategy::kRows;
+  const bool narrow = rows && plan.unit_bytes == kPackBytes
+                          ? plan.index_bytes == 4
+                          : plan.units * plan.unit_bytes < (int64_t{1} << 31) - kPackBytes;
+  return narrow ? LaunchIndexed<uint32_t>(plan, x, y, stream)
+                : LaunchIndexed<uint64_t>(plan, x, y, stream);
+}
+
+JOF_NAMESPACE_END

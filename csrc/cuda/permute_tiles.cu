@@ -1,0 +1,656 @@
+// Permutations through tiles in shared memory, where input and output have different fastest
+// dimensions; see ops/permute_plan.h for when each kernel is chosen. After OneFlow's
+// BatchTransposeKernel and its 2-byte variant, which take the last two dimensions only, pad tiles
+// by an element and move at most 4 bytes an access.
+//
+//   TileKernel: a tile over the fastest dimension of the input and that of the output, whatever
+//     dimensions lie between. Each global access is an aligned one of 16 bytes, also where rows
+//     are not whole packs. Elements of 1 and 2 bytes leave shared memory in words of 4 bytes, and
+//     blocks of 4x4 or 2x2 are transposed in registers.
+//   RunsKernel: a tile over any dimensions, for short ones. Rows are loaded as the aligned packs
+//     that they lie in, and a thread gathers the elements of one aligned pack of the output; where
+//     those stand is looked up in tables that the block makes first.
+//
+// Shared memory holds the tile's rows in the order of the input. After every 16 / kBytes rows 16
+// bytes are left out: 8 threads that gather from rows 16 / kBytes apart, for 8 packs that are
+// neighbours in the output, then meet 8 times 4 different banks.
+//
+// On an H200 TileKernel runs at 0.88 to 0.99 of a copy's speed where rows are whole packs, in every
+// size of element. Rows of other lengths cost instructions, which bind then: 0.84 to 0.97 in 2 to 8
+// bytes, 0.65 to 0.77 in 1, less where a dimension just exceeds a part of a tile (65 elements: 0.59
+// to 0.76). RunsKernel, which gathers element by element, comes to 0.3 to 0.9. What did not help:
+// taking tiles in squares or in the order of the input, tiles that leave fewer blocks a
+// multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32), streaming stores.
+#include "common/fast_divide.h"
+#include "common/types.h"
+#include "cuda/permute.h"
+#include "cuda/windows.cuh"
+
+JOF_NAMESPACE_BEGIN
+namespace {
+
+// The dimensions that blocks enumerate, the fastest first, and what a step along each adds to the
+// byte offsets of input and output, and to a tile's place along the fastest dimension of either
+// (RunsKernel: the slowest of either's run).
+struct BlockGrid {
+  int rank = 0;
+  FastDivider<uint32_t> counts[kMaxPermuteRank];
+  int64_t in_steps[kMaxPermuteRank], out_steps[kMaxPermuteRank];
+  int in_places[kMaxPermuteRank], out_places[kMaxPermuteRank];
+
+  // `dim` is passed through in steps of `units` units.
+  void Add(int64_t count, const PermuteDim& dim, int64_t units, int unit_bytes, int in_place,
+           int out_place) {
+    counts[rank] = FastDivider<uint32_t>(static_cast<uint32_t>(count));
+    in_steps[rank] = units * dim.in_stride * unit_bytes;
+    out_steps[rank] = units * dim.out_stride * unit_bytes;
+    in_places[rank] = in_place;
+    out_places[rank] = out_place;
+    ++rank;
+  }
+};
+
+struct BlockOrigin {
+  int64_t in = 0, out = 0;
+  int in_place = 0, out_place = 0;
+};
+
+__device__ __forceinline__ BlockOrigin Origin(const BlockGrid& grid) {
+  BlockOrigin origin;
+  uint32_t block = blockIdx.x;
+#pragma unroll 1
+  for (int d = 0; d < grid.rank; ++d) {
+    uint32_t i;
+    block = grid.counts[d].DivMod(block, &i);
+    origin.in += i * grid.in_steps[d];
+    origin.out += i * grid.out_steps[d];
+    origin.in_place += i * grid.in_places[d];
+    origin.out_place += i * grid.out_places[d];
+  }
+  return origin;
+}
+
+template <int kBytes>
+inline constexpr int kPerPack = kPackBytes / kBytes;
+
+// Where row `row` of a tile begins in shared memory, in bytes.
+template <int kBytes>
+__device__ __forceinline__ int RowOffset(int row, int pitch) {
+  return row * pitch + row / kPerPack<kBytes> * kPackBytes;
+}
+
+// Words of at least 4 bytes: a thread of TileKernel reads one of each of a pack's rows.
+template <int kBytes>
+using Column = Word<(kBytes < 4 ? 4 : kBytes)>;
+
+// Columns of elements of 1 or 2 bytes become packs; wider elements are columns already.
+template <int kBytes, int kColumns>
+__device__ __forceinline__ void TransposeColumns(
+    const Column<kBytes> (&in)[kPerPack<kBytes>],
+    Pack<Column<kBytes>, kPackSize<Column<kBytes>>> (&out)[kColumns]) {
+  if constexpr (kBytes >= 4) {
+    JOF_UNROLL
+    for (int i = 0; i < kPerPack<kBytes>; ++i) out[0].elem[i] = in[i];
+  } else if constexpr (kBytes == 2) {
+    JOF_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      out[0].elem[i] = __byte_perm(in[2 * i], in[2 * i + 1], 0x5410);
+      out[1].elem[i] = __byte_perm(in[2 * i], in[2 * i + 1], 0x7632);
+    }
+  } else {
+    JOF_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t low01 = __byte_perm(in[4 * i], in[4 * i + 1], 0x5140);
+      const uint32_t high01 = __byte_perm(in[4 * i], in[4 * i + 1], 0x7362);
+      const uint32_t low23 = __byte_perm(in[4 * i + 2], in[4 * i + 3], 0x5140);
+      const uint32_t high23 = __byte_perm(in[4 * i + 2], in[4 * i + 3], 0x7362);
+      out[0].elem[i] = __byte_perm(low01, low23, 0x5410);
+      out[1].elem[i] = __byte_perm(low01, low23, 0x7632);
+      out[2].elem[i] = __byte_perm(high01, high23, 0x5410);
+      out[3].elem[i] = __byte_perm(high01, high23, 0x7632);
+    }
+  }
+}
+
+// What the rows of a tile are in the output.
+enum class OutRows {
+  kPacks,   // whole packs
+  kApart,   // anywhere
+  kJoined,  // anywhere, and the tile's rows are one after the other without a gap
+};
+
+// Two blocks that store parts of one sector of memory are slow. Tiles divide rows that are anywhere
+// at sectors.
+inline constexpr int kSectorBytes = 32;
+
+// How many packs of a row of the output neighbouring threads take, before they take the next row's:
+// eight meet no bank of shared memory twice.
+__host__ __device__ constexpr int Neighbours(int packs) {
+  int count = 8;
+  while (packs % count != 0) --count;
+  return count;
+}
+
+struct TileGeometry {
+  BlockGrid grid;
+  int64_t in_bytes, out_bytes;  // lengths of the fastest dimensions
+  int in_extent, out_extent;    // how much of them a tile covers, at most kInBytes and kOutBytes
+  int64_t in_pitch, out_pitch;  // between rows of the tile in the input and in the output
+  size_t bytes;                 // of the array
+};
+
+// A tile has rows of up to kInBytes in the input and of up to kOutBytes in the output.
+//
+// With kShiftIn rows of the input may be anywhere, not on whole packs: a thread then shifts a pack
+// together from the two that it lies in. Where rows of the output may be anywhere, the transposed
+// tile is written to shared memory once more, for packs that are aligned in the output: with
+// OutRows::kJoined element by element to where it stands there; with OutRows::kApart in packs,
+// which are shifted together again. Then a tile also reads up to a sector more of each row than it
+// covers, and stores the sectors that begin in its part.
+template <int kBytes, int kInBytes, int kOutBytes, bool kShiftIn, OutRows kOut>
+__global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPacks ? 8 : 5)
+    TileKernel(const TileGeometry g, const char* __restrict__ x, char* __restrict__ y) {
+  constexpr int kPack = kPerPack<kBytes>;
+  constexpr int kRows = kOutBytes / kBytes;
+  constexpr int kRowPacks = kInBytes / kPackBytes;
+  constexpr int kLoads = kRows * kRowPacks / kBlockSize;
+  constexpr int kColumns = kBytes < 4 ? 4 / kBytes : 1;  // that a thread transposes
+  constexpr int kOutRows = kInBytes / kBytes;
+  constexpr int kOutPacks = kOutBytes / kPackBytes;
+  constexpr int kOutPitch = kOutBytes + kPackBytes;  // of the transposed tile
+  constexpr bool kTwice = kOut != OutRows::kPacks;
+  static_assert(kRows * kRowPacks % kBlockSize == 0, "every thread loads as many packs");
+  constexpr int kTileBytes = kRows * kInBytes + kRows / kPack * kPackBytes;
+  constexpr int kTurnedBytes = kTwice ? kOutRows * kOutPitch + 2 * kPackBytes : 0;
+  __shared__ __align__(16) char tile[kTileBytes < kTurnedBytes ? kTurnedBytes : kTileBytes];
+
+  const BlockOrigin origin = Origin(g.grid);
+  const int64_t in_left = g.in_bytes - int64_t{origin.in_place} * g.in_extent;
+  const int64_t out_left = g.out_bytes - int64_t{origin.out_place} * g.out_extent;
+  const int in_width = in_left < g.in_extent ? static_cast<int>(in_left) : g.in_extent;
+  const int most = kOut == OutRows::kApart ? kOutBytes : g.out_extent;
+  const int out_width = out_left < most ? static_cast<int>(out_left) : most;
+  const char* in = x + origin.in;
+  char* out = y + origin.out;
+
+  {
+    constexpr int kStep = kBlockSize / kRowPacks;  // rows between a thread's packs
+    const int row = static_cast<int>(threadIdx.x / kRowPacks);
+    const int column = static_cast<int>(threadIdx.x % kRowPacks) * kPackBytes;
+    const char* source = in + row * g.in_pitch + column;
+    const int64_t step = kStep * g.in_pitch;
+    char* target = tile + RowOffset<kBytes>(row, kInBytes) + column;
+    // A step in shared memory: kStep is a multiple of the rows of a pack.
+    constexpr int kTargetStep = kStep * kInBytes + kStep / kPack * kPackBytes;
+    static_assert(kStep % kPack == 0, "steps are alike");
+    // Threads may have fewer rows than there are, or none.
+    const int rows = column < in_width ? out_width / kBytes - row : 0;
+    const char* last = in + (out_width / kBytes - 1) * g.in_pitch + in_width;
+    if (!kShiftIn || CanRead(in, last, x, g.bytes)) {
+      Window<kBytes, kShiftIn> loaded[kLoads];
+      JOF_UNROLL
+      for (int n = 0; n < kLoads; ++n) {
+        if (n * kStep < rows) loaded[n].Load(source + n * step);
+      }
+      JOF_UNROLL
+      for (int n = 0; n < kLoads; ++n) {
+        *reinterpret_cast<uint4*>(target + n * kTargetStep) = loaded[n].Get(source + n * step);
+      }
+    } else {
+      for (int n = 0; n < kLoads && n * kStep < rows; ++n) {
+        *reinterpret_cast<uint4*>(target + n * kTargetStep) =
+            LoadElements<kBytes>(source + n * step, x, g.bytes);
+      }
+    }
+  }
+  __syncthreads();
+
+  constexpr int kNeighbours = Neighbours(kOutPacks);
+  constexpr int kGroups = kOutRows / kColumns;  // of rows that a thread transposes
+  constexpr int kItems = kGroups * kOutPacks;
+  constexpr int kTurns = (kItems + kBlockSize - 1) / kBlockSize;
+  constexpr int kParts = kPackSize<Column<kBytes>>;
+  Pack<Column<kBytes>, kParts> packs[kTwice ? kTurns : 1][kColumns];
+  const auto place = [](int n, int* row) {
+    const unsigned item = n * kBlockSize + threadIdx.x, rest = item / kNeighbours;
+    *row = static_cast<int>(rest % kGroups * kColumns);
+    return static_cast<int>(item % kNeighbours + rest / kGroups * kNeighbours);
+  };
+  JOF_UNROLL
+  for (int n = 0; n < kTurns; ++n) {
+    int row;
+    const int pack = place(n, &row);
+    if (pack * kPackBytes >= out_width || row * kBytes >= in_width) continue;
+    const char* source = tile + RowOffset<kBytes>(pack * kPack, kInBytes) + row * kBytes;
+    Column<kBytes> columns[kPack];
+    JOF_UNROLL
+    for (int i = 0; i < kPack; ++i) {
+      columns[i] = *reinterpret_cast<const Column<kBytes>*>(source + i * kInBytes);
+    }
+    TransposeColumns<kBytes>(columns, packs[kTwice ? n : 0]);
+    if constexpr (!kTwice) {
+      char* target = out + row * g.out_pitch + pack * kPackBytes;
+      JOF_UNROLL
+      for (int c = 0; c < kColumns; ++c) {
+        if (kShiftIn && (row + c) * kBytes >= in_width) break;
+        StorePack<kParts>(reinterpret_cast<Column<kBytes>*>(target + c * g.out_pitch), packs[0][c]);
+      }
+    }
+  }
+  // Once more through shared memory: as in the output, from the aligned pack on that holds its
+  // first byte (kJoined), or in rows that leave a pack before them.
+  const int phase = static_cast<int>(Phase(out));
+  if constexpr (kTwice) {
+    __syncthreads();
+    JOF_UNROLL
+    for (int n = 0; n < kTurns; ++n) {
+      int row;
+      const int pack = place(n, &row);
+      if (n * kBlockSize + static_cast<int>(threadIdx.x) >= kItems) break;
+      if (kOut == OutRows::kJoined && pack * kPackBytes >= out_width) continue;
+      JOF_UNROLL
+      for (int c = 0; c < kColumns; ++c) {
+        if constexpr (kOut == OutRows::kApart) {
+          *reinterpret_cast<uint4*>(tile + (row + c) * kOutPitch + (pack + 1) * kPackBytes) =
+              AsWord(packs[n][c]);
+        } else {
+          char* target = tile + phase + (row + c) * out_width + pack * kPackBytes;
+          StoreElements<kBytes>(target, AsWord(packs[n][c]), out_width - pack * kPackBytes);
+        }
+      }
+    }
+    __syncthreads();
+  }
+  if constexpr (kOut == OutRows::kApart) {
+    constexpr int kStep = kBlockSize / kOutPacks;
+    int row = static_cast<int>(threadIdx.x / kOutPacks);
+    const int pack = static_cast<int>(threadIdx.x % kOutPacks);
+    char* target = out + row * g.out_pitch;
+    const int64_t step = kStep * g.out_pitch;
+    const int first = origin.out_place > 0 ? 0 : -kPackBytes + 1;
+    // Sixteen bytes of a row, from 15 before it on.
+    const auto turned = [&](int row, int begin) {
+      const char* source = tile + row * kOutPitch + kPackBytes + begin;
+      const unsigned shift = begin & (kPackBytes - 1);
+      const uint4* aligned = reinterpret_cast<const uint4*>(source - shift);
+      return ShiftBytes<kBytes>(aligned[0], aligned[1], shift);
+    };
+    JOF_UNROLL
+    for (int n = 0; n < kOutRows / kStep; ++n, row += kStep, target += step) {
+      const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(target) % kSectorBytes);
+      const int begin = pack * kPackBytes - phase;
+      const int sector = begin - pack % 2 * kPackBytes;
+      if (row * kBytes >= in_width || begin < first || begin >= out_width) continue;
+      if (sector >= g.out_extent || (sector < 0 && origin.out_place > 0)) continue;
+      StoreBytes<kBytes>(target + begin, turned(row, begin), -begin, out_width - begin);
+    }
+  } else if constexpr (kOut == OutRows::kJoined) {
+    const int total = in_width / kBytes * out_width;
+    for (int at = static_cast<int>(threadIdx.x) * kPackBytes; at < phase + total;
+         at += kBlockSize * kPackBytes) {
+      StoreBytes<kBytes>(out + at - phase, *reinterpret_cast<const uint4*>(tile + at), phase - at,
+                         phase + total - at);
+    }
+  }
+}
+
+// A dimension of a tile as one side enumerates it, with what a step along it adds.
+struct TileDim {
+  FastDivider<uint32_t> extent;
+  int32_t row;      // to the row in shared memory,
+  int32_t column;   // to the byte within the row,
+  int64_t in, out;  // and to the byte offsets of input and output
+};
+
+// At most as many as the bits of a run's length.
+inline constexpr int kMaxTileDims = 16;
+
+struct TileDims {
+  int rank = 0;
+  TileDim dims[kMaxTileDims];
+
+  __device__ __forceinline__ void Locate(uint32_t item, int* row, int* column, int64_t* in,
+                                         int64_t* out) const {
+    *row = *column = 0;
+    *in = *out = 0;
+    for (int d = 0; d < rank; ++d) {
+      uint32_t i = item;
+      if (d + 1 < rank) item = dims[d].extent.DivMod(item, &i);
+      *row += i * dims[d].row;
+      *column += i * dims[d].column;
+      *in += i * dims[d].in;
+      *out += i * dims[d].out;
+    }
+  }
+};
+
+// Lengths of a tile, in elements and rows.
+struct TileLengths {
+  int in_run, in_rows, out_run, out_rows;
+};
+
+struct RunsGeometry {
+  BlockGrid grid;
+  TileDims in_rows;            // rows in the input: the output's run without the input's
+  TileDims out_run, out_rows;  // the output's run; the input's run without it
+  TileLengths whole, ends;     // of most tiles, and of those at the end of the dimension
+  int in_end, out_end;         // those tiles' places
+  FastDivider<uint32_t> row_packs, out_row_count;
+  int pitch;            // between rows in shared memory, in bytes
+  int rows_at, run_at;  // where the tables begin there
+  size_t bytes;         // of the array
+};
+
+struct OutRow {
+  int64_t out;
+  int column;
+};
+
+template <int kBytes>
+__global__ void __launch_bounds__(kBlockSize)
+    RunsKernel(const RunsGeometry g, const char* __restrict__ x, char* __restrict__ y) {
+  constexpr int kPack = kPerPack<kBytes>;
+  using Element = Word<kBytes>;
+  extern __shared__ __align__(16) char tile[];
+  OutRow* rows = reinterpret_cast<OutRow*>(tile + g.rows_at);
+  // The table of a run goes a pack beyond either end: those elements are gathered, not stored.
+  uint16_t* run = reinterpret_cast<uint16_t*>(tile + g.run_at) + kPack;
+
+  const BlockOrigin origin = Origin(g.grid);
+  TileLengths length = g.whole;
+  if (origin.in_place == g.in_end) {
+    length.in_run = g.ends.in_run;
+    length.out_rows = g.ends.out_rows;
+  }
+  if (origin.out_place == g.out_end) {
+    length.out_run = g.ends.out_run;
+    length.in_rows = g.ends.in_rows;
+  }
+  const char* in = x + origin.in;
+  char* out = y + origin.out;
+
+  // The tables.
+  for (int i = threadIdx.x - kPack; i < g.whole.out_run + kPack; i += kBlockSize) {
+    int row = 0, column = 0;
+    int64_t in_offset = 0, unused;
+    if (i >= 0 && i < length.out_run) g.out_run.Locate(i, &row, &column, &in_offset, &unused);
+    const int phase = static_cast<int>(Phase(in + in_offset - column));
+    run[i] = static_cast<uint16_t>(RowOffset<kBytes>(row, g.pitch) + phase + column);
+  }
+  for (int i = threadIdx.x; i < length.out_rows; i += kBlockSize) {
+    int row, column;
+    int64_t in_offset, out_offset;
+    g.out_rows.Locate(i, &row, &column, &in_offset, &out_offset);
+    rows[i] = {out_offset, column};
+  }
+
+  // The tile: packs of each row, with what else is in the first and the last.
+  const int in_bytes = length.in_run * kBytes;
+  const int loads = length.in_rows * g.row_packs.divisor();
+  constexpr int kBatch = 4;
+  for (int first = 0; first < loads; first += kBatch * kBlockSize) {
+    uint4 loaded[kBatch];
+    int offsets[kBatch];
+    JOF_UNROLL
+    for (int n = 0; n < kBatch; ++n) {
+      const int item = first + n * kBlockSize + threadIdx.x;
+      offsets[n] = -1;
+      if (item >= loads) continue;
+      uint32_t pack;
+      const int row = g.row_packs.DivMod(item, &pack);
+      int unused_row, unused_column;
+      int64_t in_offset, unused;
+      g.in_rows.Locate(row, &unused_row, &unused_column, &in_offset, &unused);
+      const char* begin = in + in_offset;
+      const char* source = begin - Phase(begin) + pack * kPackBytes;
+      if (source >= begin + in_bytes) continue;
+      const int offset = RowOffset<kBytes>(row, g.pitch) + pack * kPackBytes;
+      if (source >= x && source + kPackBytes <= x + g.bytes) {
+        loaded[n] = __ldg(reinterpret_cast<const uint4*>(source));
+        offsets[n] = offset;
+      } else {  // an end of the array
+        for (int i = 0; i < kPackBytes; i += kBytes) {
+          if (source + i >= x && source + i < x + g.bytes) {
+            *reinterpret_cast<Element*>(tile + offset + i) =
+                __ldg(reinterpret_cast<const Element*>(source + i));
+          }
+        }
+      }
+    }
+    JOF_UNROLL
+    for (int n = 0; n < kBatch; ++n) {
+      if (offsets[n] >= 0) *reinterpret_cast<uint4*>(tile + offsets[n]) = loaded[n];
+    }
+  }
+  __syncthreads();
+
+  // The output: aligned packs, eight neighbours in a row beside as many of the next rows.
+  constexpr int kNeighbours = 8;
+  const int out_bytes = length.out_run * kBytes;
+  const int groups = (out_bytes + 2 * kPackBytes - 2) / kPackBytes / kNeighbours + 1;
+  const int items = groups * g.out_row_count.divisor() * kNeighbours;
+  for (int item = threadIdx.x; item < items; item += kBlockSize) {
+    uint32_t row;
+    const int group = g.out_row_count.DivMod(item / kNeighbours, &row);
+    if (static_cast<int>(row) >= length.out_rows) continue;
+    const OutRow at = rows[row];
+    char* target = out + at.out;
+    const int begin =
+        (group * kNeighbours + item % kNeighbours) * kPackBytes - static_cast<int>(Phase(target));
+    if (begin >= out_bytes) continue;
+    const uint16_t* sources = run + begin / kBytes;
+    union {
+      Element elements[kPack];
+      uint4 pack;
+    };
+    JOF_UNROLL
+    for (int i = 0; i < kPack; ++i) {
+      elements[i] = *reinterpret_cast<const Element*>(tile + sources[i] + at.column);
+    }
+    StoreBytes<kBytes>(target + begin, pack, -begin, out_bytes - begin);
+  }
+}
+
+template <int kBytes, int kInBytes, int kOutBytes, bool kShiftIn, OutRows kOut>
+cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  const int in_fastest = plan.fastest_in(), out_fastest = plan.fastest_out();
+  const PermuteDim &in = plan.dims[in_fastest], &out = plan.dims[out_fastest];
+  TileGeometry g{};
+  g.in_bytes = in.size * kBytes;
+  g.out_bytes = out.size * kBytes;
+  g.in_pitch = out.in_stride * kBytes;
+  g.out_pitch = in.out_stride * kBytes;
+  g.bytes = static_cast<size_t>(plan.units) * kBytes;
+  // Parts of nearly equal size.
+  const auto extent = [](int64_t bytes, int64_t most, int64_t unit) {
+    const int64_t parts = (bytes + most - 1) / most, units = (bytes + unit - 1) / unit;
+    return static_cast<int>((units + parts - 1) / parts * unit);
+  };
+  g.in_extent = extent(g.in_bytes, kInBytes, kShiftIn ? kBytes : kPackBytes);
+  g.out_extent =
+      kOut == OutRows::kApart
+          ? extent(g.out_bytes, kOutBytes - kSectorBytes, kSectorBytes)
+          : extent(g.out_bytes, kOutBytes, kOut == OutRows::kPacks ? kPackBytes : kBytes);
+  int64_t blocks = 1;
+  for (int d = plan.rank - 1; d >= 0; --d) {
+    const PermuteDim& dim = plan.dims[d];
+    const bool is_in = d == in_fastest, is_out = d == out_fastest;
+    const int64_t covered = is_in ? g.in_extent / kBytes : is_out ? g.out_extent / kBytes : 1;
+    const int64_t count = (dim.size + covered - 1) / covered;
+    if (count == 1) continue;
+    g.grid.Add(count, dim, covered, kBytes, is_in, is_out);
+    blocks *= count;
+  }
+  return LaunchBlocks(TileKernel<kBytes, kInBytes, kOutBytes, kShiftIn, kOut>, blocks, 0, stream, g,
+                      static_cast<const char*>(x), static_cast<char*>(y));
+}
+
+// The bytes that a tile's rows have on either side: the fastest that were measured, where all rows
+// are whole packs, where those of the input are not (kShifted), and by OutRows.
+template <int kBytes>
+struct TileShape;
+template <>
+struct TileShape<1> {
+  static constexpr int kIn = 128, kOut = 128;
+  static constexpr int kShiftedIn = 128, kShiftedOut = 128;
+  static constexpr int kApartIn = 128, kApartOut = 128;
+  static constexpr int kJoinedIn = 128, kJoinedOut = 96;
+};
+template <>
+struct TileShape<2> {
+  static constexpr int kIn = 128, kOut = 128;
+  static constexpr int kShiftedIn = 128, kShiftedOut = 128;
+  static constexpr int kApartIn = 128, kApartOut = 256;
+  static constexpr int kJoinedIn = 128, kJoinedOut = 192;
+};
+template <>
+struct TileShape<4> {
+  static constexpr int kIn = 256, kOut = 256;
+  static constexpr int kShiftedIn = 256, kShiftedOut = 128;
+  static constexpr int kApartIn = 256, kApartOut = 256;
+  static constexpr int kJoinedIn = 128, kJoinedOut = 384;
+};
+template <>
+struct TileShape<8> {
+  static constexpr int kIn = 256, kOut = 256;
+  static constexpr int kShiftedIn = 256, kShiftedOut = 256;
+  static constexpr int kApartIn = 256, kApartOut = 512;
+  static constexpr int kJoinedIn = 256, kJoinedOut = 384;
+};
+template <>
+struct TileShape<16> {
+  static constexpr int kIn = 512, kOut = 512;
+};
+
+template <int kBytes>
+cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  using Shape = TileShape<kBytes>;
+  const PermuteDim &in = plan.dims[plan.fastest_in()], &out = plan.dims[plan.fastest_out()];
+  const int64_t in_row = in.size * kBytes, out_row = out.size * kBytes;
+  if constexpr (kBytes < kPackBytes) {
+    const bool shift_in = !IsAligned(x, kPackBytes) || in_row % kPackBytes != 0;
+    const bool shift_out = !IsAligned(y, kPackBytes) || out_row % kPackBytes != 0;
+    if (shift_out && in.out_stride == out.size && out_row <= Shape::kJoinedOut) {
+      constexpr int kIn = Shape::kJoinedIn, kOut = Shape::kJoinedOut;
+      return shift_in ? LaunchTile<kBytes, kIn, kOut, true, OutRows::kJoined>(plan, x, y, stream)
+                      : LaunchTile<kBytes, kIn, kOut, false, OutRows::kJoined>(plan, x, y, stream);
+    }
+    if (shift_out) {
+      constexpr int kIn = Shape::kApartIn, kOut = Shape::kApartOut;
+      return shift_in ? LaunchTile<kBytes, kIn, kOut, true, OutRows::kApart>(plan, x, y, stream)
+                      : LaunchTile<kBytes, kIn, kOut, false, OutRows::kApart>(plan, x, y, stream);
+    }
+    if (shift_in) {
+      return LaunchTile<kBytes, Shape::kShiftedIn, Shape::kShiftedOut, true, OutRows::kPacks>(
+          plan, x, y, stream);
+    }
+  }
+  return LaunchTile<kBytes, Shape::kIn, Shape::kOut, false, OutRows::kPacks>(plan, x, y, stream);
+}
+
+template <int kBytes>
+cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  RunsGeometry g{};
+  const int in_last = plan.fastest_in(plan.in_run - 1);
+  const int out_last = plan.fastest_out(plan.out_run - 1);
+  bool in_in_run[kMaxPermuteRank] = {}, in_out_run[kMaxPermuteRank] = {};
+  int64_t columns[kMaxPermuteRank] = {}, rows[kMaxPermuteRank] = {};
+  TileLengths& whole = g.whole;
+  whole = {1, 1, 1, 1};
+  for (int k = 0; k < plan.in_run; ++k) {
+    const int d = plan.fastest_in(k);
+    in_in_run[d] = true;
+    columns[d] = whole.in_run;
+    whole.in_run *= static_cast<int>(plan.tile[d]);
+  }
+  for (int k = 0; k < plan.out_run; ++k) {
+    const int d = plan.fastest_out(k);
+    in_out_run[d] = true;
+    whole.out_run *= static_cast<int>(plan.tile[d]);
+    if (in_in_run[d]) continue;
+    rows[d] = whole.in_rows;
+    whole.in_rows *= static_cast<int>(plan.tile[d]);
+  }
+  const auto add = [&](TileDims* dims, int d) {
+    if (dims->rank == kMaxTileDims) return false;
+    const PermuteDim& dim = plan.dims[d];
+    dims->dims[dims->rank++] = {
+        FastDivider<uint32_t>(static_cast<uint32_t>(plan.tile[d])), static_cast<int32_t>(rows[d]),
+        static_cast<int32_t>(columns[d] * kBytes), dim.in_stride * kBytes, dim.out_stride * kBytes};
+    return true;
+  };
+  bool fits = true;
+  for (int k = 0; k < plan.out_run; ++k) {
+    const int d = plan.fastest_out(k);
+    fits &= add(&g.out_run, d);
+    if (!in_in_run[d]) fits &= add(&g.in_rows, d);
+  }
+  for (int k = 0; k < plan.in_run; ++k) {
+    const int d = plan.fastest_in(k);
+    if (in_out_run[d]) continue;
+    fits &= add(&g.out_rows, d);
+    whole.out_rows *= static_cast<int>(plan.tile[d]);
+  }
+  if (!fits) return cudaErrorInvalidValue;
+
+  int64_t blocks = 1;
+  g.in_end = g.out_end = -1;
+  g.ends = whole;
+  for (int d = plan.rank - 1; d >= 0; --d) {
+    const PermuteDim& dim = plan.dims[d];
+    const int64_t covered = plan.tile[d], count = (dim.size + covered - 1) / covered;
+    if (count == 1) continue;
+    g.grid.Add(count, dim, covered, kBytes, d == in_last, d == out_last);
+    blocks *= count;
+    // The last tile of a run's slowest dimension cuts that run, and the other side's rows where
+    // that dimension is one of theirs.
+    const auto cut = [&](int length) {
+      const int64_t left = dim.size - (count - 1) * covered;
+      return static_cast<int>(length / covered * left);
+    };
+    if (d == in_last) {
+      g.in_end = static_cast<int>(count - 1);
+      g.ends.in_run = cut(whole.in_run);
+      if (!in_out_run[d]) g.ends.out_rows = cut(whole.out_rows);
+    }
+    if (d == out_last) {
+      g.out_end = static_cast<int>(count - 1);
+      g.ends.out_run = cut(whole.out_run);
+      if (!in_in_run[d]) g.ends.in_rows = cut(whole.in_rows);
+    }
+  }
+
+  // A row's first pack begins up to 15 bytes before the row.
+  const int row_packs = (whole.in_run * kBytes + 2 * kPackBytes - 2) / kPackBytes;
+  g.row_packs = FastDivider<uint32_t>(static_cast<uint32_t>(row_packs));
+  g.out_row_count = FastDivider<uint32_t>(static_cast<uint32_t>(whole.out_rows));
+  g.pitch = row_packs * kPackBytes;
+  if (kBytes == kPackBytes && row_packs % 2 == 1) g.pitch += kPackBytes;
+  g.bytes = static_cast<size_t>(plan.units) * kBytes;
+  const int tile_bytes = whole.in_rows * g.pitch +
+                         (whole.in_rows + kPerPack<kBytes> - 1) / kPerPack<kBytes> * kPackBytes;
+  g.rows_at = tile_bytes;
+  g.run_at = g.rows_at + whole.out_rows * static_cast<int>(sizeof(OutRow));
+  const int shared = g.run_at + (whole.out_run + 2 * kPerPack<kBytes>)*2;
+  return LaunchBlocks(RunsKernel<kBytes>, blocks, shared, stream, g, static_cast<const char*>(x),
+                      static_cast<char*>(y));
+}
+
+}  // namespace
+
+cudaError_t LaunchPermuteTile(const PermutePlan& plan, const void* x, void* y,
+                              cudaStream_t stream) {
+  return DispatchWord(plan.unit_bytes, [&](auto tag) {
+    return LaunchTile<sizeof(typename decltype(tag)::type)>(plan, x, y, stream);
+  });
+}
+
+cudaError_t LaunchPermuteRuns(const PermutePlan& plan, const void* x, void* y,
+                              cudaStream_t stream) {
+  return DispatchWord(plan.unit_bytes, [&](auto tag) {
+    constexpr int kBytes = sizeof(typename decltype(tag)::type);
+    return LaunchRuns<kBytes>(plan, x, y, stream);
+  });
+}
+
+JOF_NAMESPACE_END

@@ -1,0 +1,181 @@
+// The CUDA kernels of permute on random problems of every strategy, on pointers at every offset
+// within 16 bytes, between guard zones that must stay untouched. Needs a GPU; `make gpu-check` runs
+// it.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "cuda/permute.h"
+
+using namespace jof;
+
+#define CHECK_CUDA(expression)                                                           \
+  do {                                                                                   \
+    const cudaError_t status = (expression);                                             \
+    JOF_CHECK(status == cudaSuccess, "%s: %s", #expression, cudaGetErrorString(status)); \
+  } while (false)
+
+constexpr int64_t kGuardBytes = 64;
+constexpr uint8_t kGuard = 0xa5;
+constexpr int64_t kMostBytes = int64_t{1} << 22;
+constexpr int kMostRank = 8;
+
+struct Problem {
+  std::vector<int64_t> shape, axes;
+  int bytes;                      // of an element
+  int64_t in_offset, out_offset;  // of the pointers from 16-byte alignment
+};
+
+__global__ void Fill(uint8_t* x, int64_t n, uint32_t seed) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  uint32_t hash = (static_cast<uint32_t>(i) + seed) * 2654435761u;
+  hash = (hash ^ hash >> 15) * 2246822519u;
+  x[i] = static_cast<uint8_t>(hash >> 24);
+}
+
+// Axes of the output, with strides of the input.
+struct Reference {
+  int rank;
+  int64_t sizes[kMostRank], strides[kMostRank];
+};
+
+// Counts the bytes of y, guard zones included, that are not what they must be.
+__global__ void Compare(Reference reference, int bytes, const uint8_t* x, const uint8_t* y,
+                        int64_t size, unsigned long long* wrong) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x - kGuardBytes;
+  if (i >= size + kGuardBytes) return;
+  uint8_t want = kGuard;
+  if (i >= 0 && i < size) {
+    int64_t rest = i / bytes, source = 0;
+    for (int d = reference.rank - 1; d >= 0; --d) {
+      source += rest % reference.sizes[d] * reference.strides[d];
+      rest /= reference.sizes[d];
+    }
+    want = x[source * bytes + i % bytes];
+  }
+  if (y[i] != want) atomicAdd(wrong, 1ull);
+}
+
+class Tester {
+ public:
+  Tester() {
+    CHECK_CUDA(cudaMalloc(&x_, kMostBytes + 2 * kGuardBytes + 16));
+    CHECK_CUDA(cudaMalloc(&y_, kMostBytes + 2 * kGuardBytes + 16));
+    CHECK_CUDA(cudaMalloc(&wrong_, sizeof(*wrong_)));
+  }
+  ~Tester() {
+    cudaFree(x_);
+    cudaFree(y_);
+    cudaFree(wrong_);
+  }
+
+  PermuteStrategy Run(const Problem& p) {
+    int64_t size = p.bytes;
+    for (const int64_t n : p.shape) size *= n;
+    JOF_CHECK(size <= kMostBytes, "%ld bytes", long(size));
+    uint8_t* x = x_ + kGuardBytes + p.in_offset;
+    uint8_t* y = y_ + kGuardBytes + p.out_offset;
+    const int64_t offsets = p.in_offset | p.out_offset | 16;
+    const int rank = static_cast<int>(p.shape.size());
+    PermutePlan plan;
+    JOF_CHECK(PlanPermute(p.shape.data(), p.axes.data(), rank, p.bytes, offsets & -offsets, &plan),
+              "rank %d", rank);
+    Reference reference{rank, {}, {}};
+    for (int i = 0; i < rank; ++i) {
+      reference.sizes[i] = p.shape[p.axes[i]];
+      reference.strides[i] = 1;
+      for (int64_t j = p.axes[i] + 1; j < rank; ++j) reference.strides[i] *= p.shape[j];
+    }
+    const auto blocks = [](int64_t n) { return static_cast<unsigned>((n + 255) / 256); };
+    Fill<<<blocks(size), 256>>>(x, size, ++seed_);
+    CHECK_CUDA(cudaMemset(y - kGuardBytes, kGuard, size + 2 * kGuardBytes));
+    CHECK_CUDA(cudaMemset(wrong_, 0, sizeof(*wrong_)));
+    CHECK_CUDA(LaunchPermute(plan, x, y, 0));
+    Compare<<<blocks(size + 2 * kGuardBytes), 256>>>(reference, p.bytes, x, y, size, wrong_);
+    unsigned long long wrong = 0;
+    CHECK_CUDA(cudaMemcpy(&wrong, wrong_, sizeof(wrong), cudaMemcpyDeviceToHost));
+    if (wrong != 0) {
+      std::fprintf(stderr, "shape, axes:");
+      for (const int64_t n : p.shape) std::fprintf(stderr, " %ld", long(n));
+      std::fprintf(stderr, ",");
+      for (const int64_t a : p.axes) std::fprintf(stderr, " %ld", long(a));
+      std::fprintf(stderr, "\n");
+    }
+    JOF_CHECK(wrong == 0, "%llu bytes of %ld are wrong: %d-byte elements, offsets %ld %ld, %d",
+              wrong, long(size), p.bytes, long(p.in_offset), long(p.out_offset),
+              static_cast<int>(plan.strategy));
+    return plan.strategy;
+  }
+
+ private:
+  uint8_t *x_, *y_;
+  unsigned long long* wrong_;
+  uint32_t seed_ = 0;
+};
+
+int main(int argc, char**) {
+  const bool brief = argc > 1;  // under compute-sanitizer
+  Tester tester;
+  std::mt19937 random(1);
+  int64_t launches[6] = {};
+  const auto run = [&](const Problem& p) { ++launches[static_cast<int>(tester.Run(p))]; };
+
+  // Problems of every strategy and kernel, at every pair of equal and of opposite offsets.
+  const std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> known = {
+      {{7, 5, 64}, {1, 0, 2}},
+      {{7, 5, 129}, {1, 0, 2}},
+      {{96, 160}, {1, 0}},
+      {{3, 130, 67}, {0, 2, 1}},
+      {{2, 65, 3, 127}, {2, 0, 3, 1}},
+      {{150, 301}, {1, 0}},
+      {{2, 3, 16, 16}, {0, 2, 3, 1}},
+      {{2, 3, 15, 17}, {0, 2, 3, 1}},
+      {{2, 16, 16, 3}, {0, 3, 1, 2}},
+      {{2, 15, 17, 3}, {0, 3, 1, 2}},
+      {{2, 4, 129}, {0, 2, 1}},
+      {{130, 2}, {1, 0}},
+      {{21, 33, 3}, {1, 0, 2}},
+      {{21, 33, 3}, {2, 1, 0}},
+      {{1, 37, 1}, {2, 1, 0}},
+      {{2, 3, 4, 5, 6}, {4, 3, 2, 1, 0}}};
+  for (const auto& [shape, axes] : known) {
+    for (const int bytes : {1, 2, 4, 8, 16}) {
+      for (int64_t offset = 0; offset < 16; offset += brief ? 16 : bytes) {
+        run({shape, axes, bytes, offset, offset});
+        run({shape, axes, bytes, offset, 16 - bytes - offset});
+      }
+    }
+  }
+
+  // Random ones, with sizes around the edges of packs and tiles.
+  constexpr int64_t kSizes[] = {1,  1,  2,  3,  4,  5,  7,   8,   12,  15,  16,  17,  31, 32,
+                                33, 48, 63, 64, 65, 96, 127, 128, 129, 256, 257, 500, 512};
+  for (int trial = 0; trial < (brief ? 100 : 6000); ++trial) {
+    Problem p;
+    const size_t rank = 1 + random() % kMostRank;
+    p.bytes = 1 << random() % 5;
+    int64_t left = (brief ? kMostBytes / 32 : kMostBytes) / p.bytes;
+    for (size_t i = 0; i < rank; ++i) {
+      int64_t size = kSizes[random() % (sizeof(kSizes) / sizeof(*kSizes))];
+      if (size > left) size = 1;
+      left /= size;
+      p.shape.push_back(size);
+      p.axes.push_back(static_cast<int64_t>(i));
+    }
+    std::shuffle(p.shape.begin(), p.shape.end(), random);
+    std::shuffle(p.axes.begin(), p.axes.end(), random);
+    p.in_offset = random() % 2 == 0 ? 0 : static_cast<int64_t>(random() % 16) / p.bytes * p.bytes;
+    p.out_offset = random() % 2 == 0 ? 0 : static_cast<int64_t>(random() % 16) / p.bytes * p.bytes;
+    run(p);
+  }
+  int64_t total = 0;
+  for (const int64_t n : launches) {
+    JOF_CHECK(n > 0, "a strategy was never run");
+    total += n;
+  }
+  std::printf("%ld launches right\n", long(total));
+}

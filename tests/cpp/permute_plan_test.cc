@@ -1,0 +1,151 @@
+// The planner against its own definitions, by example and over random problems.
+#include <algorithm>
+
+#include "permute_problem.h"
+
+using namespace jof;
+
+constexpr int64_t kPlanSize = 3000;
+
+bool SamePlan(const PermutePlan& a, const PermutePlan& b) {
+  bool same = a.strategy == b.strategy && a.unit_bytes == b.unit_bytes &&
+              a.index_bytes == b.index_bytes && a.units == b.units && a.rank == b.rank &&
+              a.in_run == b.in_run && a.out_run == b.out_run;
+  for (int d = 0; same && d < a.rank; ++d) {
+    same = a.dims[d].size == b.dims[d].size && a.dims[d].in_stride == b.dims[d].in_stride &&
+           a.dims[d].out_stride == b.dims[d].out_stride && a.in_order[d] == b.in_order[d] &&
+           a.tile[d] == b.tile[d];
+  }
+  return same;
+}
+
+// The plan's dimensions as a problem of its own.
+PermuteProblem Merged(const PermutePlan& plan, int64_t alignment) {
+  const auto rank = static_cast<size_t>(plan.rank);
+  PermuteProblem p{std::vector<int64_t>(rank), std::vector<int64_t>(rank), plan.unit_bytes,
+                   std::max<int64_t>(alignment, plan.unit_bytes)};
+  for (size_t k = 0; k < rank; ++k) {
+    const auto d = static_cast<size_t>(plan.in_order[k]);
+    p.shape[k] = plan.dims[d].size;
+    p.axes[d] = static_cast<int64_t>(k);
+  }
+  return p;
+}
+
+// A tile covers whole dimensions of its runs but the slowest of each, and one element of others.
+void CheckTile(const PermutePlan& plan) {
+  bool in_a_run[kMaxPermuteRank] = {};
+  const auto check_run = [&](int run, const auto& fastest) {
+    JOF_CHECK(run >= 1 && run <= plan.rank, "a run of %d dimensions", run);
+    for (int k = 0; k < run; ++k) {
+      const int d = fastest(k);
+      in_a_run[d] = true;
+      JOF_CHECK(k == run - 1 || plan.tile[d] == plan.dims[d].size, "a part of dimension %d", d);
+    }
+  };
+  check_run(plan.in_run, [&](int k) { return plan.fastest_in(k); });
+  check_run(plan.out_run, [&](int k) { return plan.fastest_out(k); });
+  for (int d = 0; d < plan.rank; ++d) {
+    JOF_CHECK(plan.tile[d] >= 1 && plan.tile[d] <= plan.dims[d].size, "tile of %ld of %ld",
+              long(plan.tile[d]), long(plan.dims[d].size));
+    JOF_CHECK(in_a_run[d] || plan.tile[d] == 1, "dimension %d is in no run", d);
+  }
+  const int64_t bytes = plan.tile_units() * plan.unit_bytes;
+  JOF_CHECK(bytes <= internal::kLargestTile, "a tile of %ld bytes", long(bytes));
+}
+
+void CheckPlan(const PermuteProblem& p) {
+  const PermutePlan plan = Plan(p);
+  const int64_t size = Product(p.shape);
+  JOF_CHECK(plan.units * plan.unit_bytes == size * p.element_bytes, "%ld units of %d bytes",
+            long(plan.units), plan.unit_bytes);
+  JOF_CHECK(p.alignment % plan.unit_bytes == 0, "units of %d bytes, alignment %ld", plan.unit_bytes,
+            long(p.alignment));
+  JOF_CHECK((plan.rank <= 1) == (plan.strategy == PermuteStrategy::kCopy), "rank %d", plan.rank);
+  JOF_CHECK((plan.in_run > 0) == (plan.strategy == PermuteStrategy::kRuns), "run %d", plan.in_run);
+  if (plan.strategy == PermuteStrategy::kRuns) CheckTile(plan);
+
+  // Strides, orders, and nothing left to merge.
+  std::vector<bool> seen(static_cast<size_t>(plan.rank));
+  int64_t in_stride = 1, out_stride = 1;
+  for (int k = 0; k < plan.rank; ++k) {
+    const PermuteDim &in = plan.dims[plan.fastest_in(k)], &out = plan.dims[plan.fastest_out(k)];
+    JOF_CHECK(in.size > 1 && in.in_stride == in_stride, "input stride %ld", long(in.in_stride));
+    JOF_CHECK(out.out_stride == out_stride, "output stride %ld", long(out.out_stride));
+    in_stride *= in.size;
+    out_stride *= out.size;
+    JOF_CHECK(!seen[static_cast<size_t>(plan.fastest_in(k))], "dimension %d twice",
+              plan.fastest_in(k));
+    seen[static_cast<size_t>(plan.fastest_in(k))] = true;
+    JOF_CHECK(k == 0 || plan.fastest_in(k) != plan.fastest_in(k - 1) - 1, "unmerged %d", k);
+  }
+
+  // The plan moves every element where it belongs.
+  ForEachElement(p, [&](int64_t i, int64_t o) {
+    int64_t unit = o * p.element_bytes / plan.unit_bytes, from = 0;
+    for (int d = 0; d < plan.rank; ++d) {
+      from += unit / plan.dims[d].out_stride % plan.dims[d].size * plan.dims[d].in_stride;
+    }
+    const int64_t byte = from * plan.unit_bytes + o * p.element_bytes % plan.unit_bytes;
+    JOF_CHECK(byte == i * p.element_bytes, "output %ld is read from byte %ld", long(o), long(byte));
+  });
+
+  JOF_CHECK(SamePlan(plan, Plan(Merged(plan, p.alignment))), "another plan of what was merged");
+}
+
+PermutePlan PlanOf(std::vector<int64_t> shape, std::vector<int64_t> axes, int element_bytes,
+                   int64_t alignment = 16) {
+  return Plan({std::move(shape), std::move(axes), element_bytes, alignment});
+}
+
+void CheckStrategy(const PermutePlan& plan, PermuteStrategy want, int rank, int unit_bytes) {
+  JOF_CHECK(plan.strategy == want && plan.rank == rank && plan.unit_bytes == unit_bytes,
+            "strategy %d, rank %d, units of %d bytes", static_cast<int>(plan.strategy), plan.rank,
+            plan.unit_bytes);
+}
+
+int main() {
+  // Nothing moves: an identity, dimensions of size 1, a scalar, an empty array.
+  CheckStrategy(PlanOf({6, 1, 35}, {1, 0, 2}, 4), PermuteStrategy::kCopy, 1, 8);
+  CheckStrategy(PlanOf({64}, {0}, 1), PermuteStrategy::kCopy, 1, 16);
+  CheckStrategy(PlanOf({1, 1}, {1, 0}, 2), PermuteStrategy::kCopy, 0, 2);
+  CheckStrategy(PlanOf({}, {}, 2), PermuteStrategy::kCopy, 0, 2);
+  JOF_CHECK(PlanOf({3, 0, 5}, {2, 1, 0}, 4).units == 0, "an empty array");
+  // Neighbours merge, also across a dimension of size 1.
+  CheckStrategy(PlanOf({2048, 1, 3, 683}, {2, 3, 1, 0}, 4), PermuteStrategy::kTile, 2, 4);
+  // Whole rows; as wide as their length and the alignment allow.
+  for (const int64_t alignment : {2, 4, 8, 16}) {
+    CheckStrategy(PlanOf({4, 512, 16, 64}, {0, 2, 1, 3}, 2, alignment), PermuteStrategy::kRows, 4,
+                  static_cast<int>(alignment));
+  }
+  CheckStrategy(PlanOf({4, 512, 16, 66}, {0, 2, 1, 3}, 2), PermuteStrategy::kRows, 4, 4);
+  CheckStrategy(PlanOf({4, 512, 16, 65}, {0, 2, 1, 3}, 2), PermuteStrategy::kRows, 4, 2);
+  // A last dimension of one unit is no dimension.
+  CheckStrategy(PlanOf({640, 320, 4}, {1, 0, 2}, 4), PermuteStrategy::kTile, 2, 16);
+  CheckStrategy(PlanOf({640, 320, 4}, {1, 0, 2}, 4, 4), PermuteStrategy::kRuns, 3, 4);
+  // Images.
+  CheckStrategy(PlanOf({8, 224, 224, 3}, {0, 3, 1, 2}, 2), PermuteStrategy::kDeinterleave, 3, 2);
+  CheckStrategy(PlanOf({8, 3, 224, 224}, {0, 2, 3, 1}, 2), PermuteStrategy::kInterleave, 3, 2);
+  CheckStrategy(PlanOf({8, 224, 224, 64}, {0, 3, 1, 2}, 1), PermuteStrategy::kTile, 3, 1);
+  // Short rows on both sides.
+  CheckStrategy(PlanOf({100, 5, 7, 9}, {3, 1, 2, 0}, 1), PermuteStrategy::kRuns, 3, 1);
+  // Units are counted in 64 bits from 2^31 of them on.
+  const int64_t half = int64_t{1} << 15;
+  JOF_CHECK(PlanOf({half - 1, 2 * half}, {1, 0}, 1).index_bytes == 4, "below 2^31");
+  JOF_CHECK(PlanOf({half, 2 * half}, {1, 0}, 1).index_bytes == 8, "2^31");
+  JOF_CHECK(PlanOf({half, half, 16}, {1, 0, 2}, 1).index_bytes == 4, "2^30 wider units");
+  // As many dimensions as there can be, and more.
+  std::vector<int64_t> many(42, 2), axes(42);
+  for (size_t i = 0; i < axes.size(); ++i) axes[i] = static_cast<int64_t>(axes.size() - 1 - i);
+  PermutePlan plan;
+  JOF_CHECK(!PlanPermute(many.data(), axes.data(), 42, 1, 1, &plan), "42 dimensions");
+  many.resize(40);
+  axes.erase(axes.begin(), axes.begin() + 2);
+  JOF_CHECK(PlanPermute(many.data(), axes.data(), 40, 1, 1, &plan) && plan.rank == 40 &&
+                plan.index_bytes == 8,
+            "40 dimensions");
+  CheckTile(plan);
+
+  std::mt19937 random(1);
+  for (int i = 0; i < 3000; ++i) CheckPlan(RandomPermuteProblem(&random, kPlanSize));
+}
