@@ -30,6 +30,7 @@ from jax_oneflow_ops.elementwise import (
     tanh,
     where,
 )
+from jax_oneflow_ops.permute import permute
 from jax_oneflow_ops.scatter import embedding_lookup, scatter_add, segment_sum
 from jax_oneflow_ops.upsample import upsample_nearest2d
 
@@ -50,6 +51,7 @@ __all__ = [
     "minimum",
     "mish",
     "multiply",
+    "permute",
     "relu",
     "scale",
     "scatter_add",

@@ -6,7 +6,7 @@ until a backend starts.
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,6 +95,27 @@ def include_dir() -> str:
       An absolute path.
     """
     return os.path.join(os.path.dirname(os.path.abspath(_loaded["cpu"].__file__)), "include")
+
+
+def permute_plan(
+    shape: Sequence[int], axes: Sequence[int], itemsize: int, alignment: int = 16
+) -> dict[str, Any]:
+    """How a permutation is carried out: what csrc/ops/permute_plan.h decides.
+
+    Args:
+      shape: of the operand.
+      axes: a permutation of ``range(len(shape))``.
+      itemsize: bytes of an element: 1, 2, 4, 8 or 16.
+      alignment: bytes that both arrays are aligned to.
+
+    Returns:
+      A dict: ``strategy``; ``unit_bytes``, the movement size; ``index_bytes``; ``shape``, the
+      merged dimensions in the order of the output; ``axes``, for each of them its place in the
+      order of the input; and, for the strategy "runs", ``tile``, how much of each a tile covers,
+      and ``in_run`` and ``out_run``, along how many of them it is contiguous.
+    """
+    plan: dict[str, Any] = _loaded["cpu"].permute_plan(list(shape), list(axes), itemsize, alignment)
+    return plan
 
 
 def missing(function: str, platform: str) -> NotImplementedError:

@@ -66,7 +66,7 @@ def define(
     inner = core.Primitive(f"{target}_ffi")
     inner.multiple_results = multiple_results
     inner.def_abstract_eval(
-        lambda *avals, platform, axes, **params: abstract_eval(*avals, **params)
+        lambda *avals, platform, mesh_axes, **params: abstract_eval(*avals, **params)
     )
 
     if attributes is not None:
@@ -93,7 +93,7 @@ def define(
             if implementation == "native":
                 raise _native.missing(function, platform)
             return lower_reference(ctx, *args, **params)
-        call: Any = functools.partial(inner.bind, platform=platform, axes=(), **params)
+        call: Any = functools.partial(inner.bind, platform=platform, mesh_axes=(), **params)
         if not _compat.is_partially_manual(ctx):
             call = _divided(call, division, params)
         return mlir.lower_fun(call, multiple_results=multiple_results)(ctx, *args)
@@ -129,7 +129,11 @@ def define_linear_pair(
 def _lower_to_call(target: str, attributes: Callable[..., Params]) -> Callable[..., Any]:
     """A lowering rule to one FFI call."""
     lower = jax.ffi.ffi_lowering(target)
-    return lambda ctx, *args, platform, axes, **params: lower(ctx, *args, **attributes(**params))
+
+    def rule(ctx: Any, *args: Any, platform: str, mesh_axes: Sequence[str], **params: Any) -> Any:
+        return lower(ctx, *args, **attributes(**params))
+
+    return rule
 
 
 def _on_one_device(
@@ -137,11 +141,11 @@ def _on_one_device(
     summed: Callable[..., Any],
     *args: Any,
     platform: str,
-    axes: Sequence[str],
+    mesh_axes: Sequence[str],
     **params: Any,
 ) -> Any:
     call = functools.partial(native, platform, **params)
-    return summed(call, axes, *args) if axes else call(*args)
+    return summed(call, mesh_axes, *args) if mesh_axes else call(*args)
 
 
 def _sum(call: Callable[..., Any], axes: Sequence[str], *args: Any) -> Any:
@@ -196,7 +200,7 @@ def _divided(
         shardings = [sharding(names) for names in results]
         return (
             mesh,
-            functools.partial(call, axes=tuple(reduced)),
+            functools.partial(call, mesh_axes=tuple(reduced)),
             shardings if isinstance(result, list) else shardings[0],
             tuple(sharding(names) for names in operands),
         )

@@ -63,6 +63,11 @@ def _sum_axis(dy: jax.Array, axis: int, size: int, half_pixel: bool) -> jax.Arra
     return jnp.where(inside, gathered, 0).sum(axis + 1)
 
 
+def permute(x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
+    """A transposition, which XLA may fold into what is around it."""
+    return jnp.transpose(x, axes)
+
+
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """Gelu by its approximation with tanh."""
     return jax.nn.gelu(x, approximate=True)

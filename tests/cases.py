@@ -151,6 +151,28 @@ UPSAMPLE_CASES = (
     upsample_case("down-rank5", (1, 2, 1, 5, 4), "nearest", "NCHW", size=(2, 3), out=(2, 3)),
 )
 
+
+def permute_case(name, shape, axes, **options) -> Case:
+    return Case(
+        f"permute-{name}",
+        functools.partial(jof.permute, axes=axes),
+        functools.partial(jnp.transpose, axes=axes),
+        (shape,),
+        target="jof_permute",
+        grad_targets={(0,): ("jof_permute",)},
+        jvp_targets=("jof_permute",) * 2,
+        linear=((0,),),
+        elementwise=False,
+        free_axes=(0,),
+        **options,
+    )
+
+
+PERMUTE_CASES = (
+    permute_case("cycle", (2, 3, 4), (2, 0, -2)),
+    permute_case("reversed", (3, 1, 2, 2), None, every_column=False),
+)
+
 ARRAY, SCALAR = (2, 3), ()
 # Double precision, where native and reference formulas agree to a few units of 2e-16: what a wrong
 # rule would change by as little as 1e-12 is seen, kinks are not hit. The exact rest is on integers.
@@ -432,4 +454,4 @@ SCATTER_CASES = (
     ),
 )
 
-CASES = (*UPSAMPLE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
+CASES = (*UPSAMPLE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)

@@ -22,6 +22,7 @@ from benchmarks import (
     gelu_ladder,
     harness,
     libraries,
+    permute,
     plot,
     report,
     scatter,
@@ -35,6 +36,7 @@ from benchmarks.cases import (
     CastCase,
     ElementwiseCase,
     LadderCase,
+    PermuteCase,
     ScatterCase,
     UpsampleCase,
     count,
@@ -129,6 +131,17 @@ def test_scatter_bytes_are_those_of_the_rows_that_move():
     assert few.bytes == 12 + 3 * 3 * 8 * 4
     assert few.name == "scatter_add_in_place-3x8-to-10-uniform-f32"
     assert AtomicCase(32 << 20).bytes == 4 * 32 << 20
+
+
+def test_permute_cases_reach_every_strategy():
+    case = PermuteCase((2, 3, 5), (2, 0, 1), "other order", "complex64")
+    assert case.bytes == 2 * 30 * 8
+    assert case.name == "table-2x3x5-201-c64"
+    cases = CASES["permute"]("gpu", False)
+    moves = {permute._plan(c)["strategy"] for c in cases}
+    assert moves >= {"rows", "interleave", "deinterleave", "tile", "runs"}
+    article = {c.bytes >> 21 for c in cases if c.group == "article"}
+    assert article == {16, 32, 64, 128}
 
 
 def test_a_program_counts_as_native_only_if_the_kernel_is_alone_in_it():
@@ -362,6 +375,16 @@ def test_indices_are_drawn_as_their_kind_says():
     assert 0.25 < (skewed == 0).mean() < 0.4  # u**4 < 0.01
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "complex64"])
+def test_hashes_are_exact_and_differ(dtype):
+    ((x,),) = harness.Inputs(3).sets([harness.Input((64, 1000), dtype, "hash")], 1)
+    x, wide = np.asarray(x), {"complex64": complex}.get(dtype, float)
+    values = x.astype(wide)
+    assert (values.real % 1 == 0).all()
+    assert (x[:, 1:] != x[:, :-1]).all()
+    assert len(np.unique(x)) == {"float16": 2048, "int8": 256}.get(dtype, 64000)
+
+
 def test_scatter_run(bare, tmp_path, capsys):
     cases = [ScatterCase(*sizes, "bfloat16") for sizes in SCATTER_GROUPS]
     assert harness.run("scatter", cases, tmp_path, False, []) == 0
@@ -388,6 +411,51 @@ def test_rivals_that_are_too_slow_run_only_when_told(bare, tmp_path, capsys, mon
         )
         assert ("us" in row["rivals"]["jnp"]) == slow_rivals
         assert ("not run: why" in out) != slow_rivals
+
+
+PERMUTE_CASES = [
+    PermuteCase((4, 6, 8), (1, 0, 2), "last axis kept", "int8"),
+    PermuteCase((3, 64, 64), (0, 2, 1), "transpose", "float16"),
+    PermuteCase((2, 8, 8, 3), (0, 3, 1, 2), "images", "complex64"),
+]
+
+
+@pytest.mark.parametrize("case", PERMUTE_CASES)
+def test_permute_check_sees_what_is_not_in_its_place(case):
+    work = permute.work(case)
+    ((x,),) = harness.Inputs(7).sets(work.inputs, 1)
+    right = jnp.transpose(x, case.axes)
+    assert work.check((x,), right) is None
+    assert "at index 0 of the first axis" in work.check((x,), right.at[0, 0, 0].add(1))
+    assert "a result of" in work.check((x,), right[None])
+
+
+def test_agreement_is_of_both_parts_of_a_number():
+    ours = jnp.array([1 + 1j, 2], jnp.complex64)
+    assert harness.agreement(ours, ours, exact=True)["agrees"]
+    assert harness.agreement(ours, ours.conj(), exact=True) == {"agrees": False, "difference": 2.0}
+
+
+def test_permute_run(bare, tmp_path):
+    cases = [PERMUTE_CASES[0], dataclasses.replace(PERMUTE_CASES[1], dtype="complex128")]
+    assert harness.run("permute", cases, tmp_path, False, []) == 0
+    rows = json.loads((tmp_path / "permute.json").read_text())["rows"]
+    assert [row["ours"]["strategy"] for row in rows] == [
+        permute._plan(c)["strategy"] for c in cases
+    ]
+    assert all(row["best"] == "jnp" and row["rivals"]["jnp"]["agrees"] for row in rows)
+
+
+def test_explain_prints_the_plans(capsys):
+    assert cli.main(["permute", "--explain", "--dtype", "float16", "--case", "256-021"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["case", "strategy", "unit", "index", "shape", "axes", "tile"]
+    assert len(lines) == 1 + 4
+    name, strategy, *rest = re.split("  +", lines[0])
+    assert (name, strategy) == ("table-1024x256x256-021-f16", "tile")
+    assert rest == ["2 B", "32 bit", "(1024, 256, 256)", "(0, 2, 1)", "-"]
+    with pytest.raises(SystemExit):
+        cli.main(["upsample", "--explain"])
 
 
 def test_atomic_run(bare, tmp_path):
@@ -620,6 +688,20 @@ def suites(result):
     for found in rows["atomic_add"]:
         found["ours"]["relative_error"] = 1e-7
     rows["atomic_add"][1]["rivals"]["half"] = {"skipped": "not run: 9 s"}
+    images = PermuteCase((32, 225, 225, 3), (0, 3, 1, 2), "images", "int8")
+    kept, swapped = (
+        PermuteCase((64, 256, 256), axes, str(axes), "float32", "article")
+        for axes in ((1, 0, 2), (0, 2, 1))
+    )
+    times = {"jnp": 3.0, "naive": 9.0, "naive, 32-bit": 6.0}
+    rows["permute"] = [
+        row(images, 2.0, {"jnp": 1.0, "torch": 4.0}),
+        row(dataclasses.replace(images, dtype="complex64"), 2.0, {"jnp": 3.0, "torch": 4.0}),
+        row(kept, 2.0, {**times, "torch": 2.6}),
+        row(swapped, 2.0, {**times, "torch": 4.0}),
+    ]
+    for found in rows["permute"]:
+        found["ours"] |= {"strategy": "runs", "unit_bytes": 1}
     return {suite: {**result, "suite": suite, "rows": rows[suite]} for suite in rows}
 
 
@@ -661,6 +743,21 @@ def test_report_of_scatter_and_atomics(suites):
     assert "half on atomics-16k-f16: not run: 9 s" in text
 
 
+def test_report_of_permute(suites):
+    text = report.tables(suites["permute"])
+    assert "| all |  | int8 | 1 | **0.50x** | 0.50x | 0.50x | 2.00x | 50% |" in text
+    assert "| images |  | complex64 | 1 | **1.50x** |" in text
+    assert "| (32, 225, 225, 3) by (0, 3, 1, 2) ▼ | 0.50x 50% ▼ | 1.50x 50% |" in text
+    assert "| native: runs, 1 B | 2.0 |" in text
+    row = "| (64, 256, 256) by (1, 0, 2) | f32, 16 MiB | 3.0 us | 9.0 us | 6.0 us | 2.6 us | 2.0 us"
+    assert f"{row} | 1.0 us | 4.50x | 1.30x | 50% |" in text
+    assert "(1, 0, 2) in f32 and f16 is 1.24x to 1.40x as fast" in text
+    assert "A100: **holds**, 1.30x to 1.30x here" in text
+    assert "A100: **does not hold**, 2.00x to 2.00x here" in text
+    assert "up to 6.30x" not in text  # no case of it
+    assert "in most cases: 50% to 50% here" in text
+
+
 def test_plot_draws_a_figure_a_group(suites, tmp_path):
     pytest.importorskip("matplotlib")
     made = [stem for result in suites.values() for stem in plot.draw(result, tmp_path)]
@@ -672,5 +769,8 @@ def test_plot_draws_a_figure_a_group(suites, tmp_path):
         "cast",
         "scatter",
         "atomic_add",
+        "permute",
+        "permute-wide",
+        "permute-article",
     }
     assert all((tmp_path / f"{stem}.png").stat().st_size > 1000 for stem in made)

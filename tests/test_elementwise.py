@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 import jax_oneflow_ops as jof
 from tests import oracle
+from tests.arrays import rng_for
 
 pytestmark = pytest.mark.usefixtures("x64", "quiet_numpy")
 
@@ -29,11 +29,6 @@ def quiet_numpy():
     """The warnings of NumPy's own arithmetic, which pytest would take for errors."""
     with np.errstate(all="ignore"):
         yield
-
-
-def rng_for(*key) -> np.random.Generator:
-    """The same numbers for the same test in every process."""
-    return np.random.default_rng(zlib.crc32(repr(key).encode()))
 
 
 class Unary(NamedTuple):

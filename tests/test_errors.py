@@ -441,6 +441,133 @@ def test_ffi_call_of_elementwise_targets(calls):
         assert len(call_elementwise(target, *call)) == len(call[1])
 
 
+# --- the same for permute -------------------------------------------------------------------------
+
+# (what is wrong, x, axes, keyword arguments, exception, what the message says)
+BAD_PERMUTES = [
+    ("too few", X, (0, 1, 2), {}, ValueError, ["axes", "(0, 1, 2)", "rank 4"]),
+    ("too many", X, (0, 1, 2, 3, 4), {}, ValueError, ["axes", "(0, 1, 2, 3, 4)", "rank 4"]),
+    ("none", X, (), {}, ValueError, ["axes", "()", "rank 4"]),
+    ("some for a scalar", X[0, 0, 0, 0], (0,), {}, ValueError, ["axes", "(0,)", "rank 0"]),
+    ("some for a number", 1.0, (-1,), {}, ValueError, ["axes", "(-1,)", "rank 0"]),
+    ("repeated", X, (0, 1, 1, 3), {}, ValueError, ["axes", "repeat", "(0, 1, 1, 3)", "rank 4"]),
+    (
+        "repeated from the end",
+        X,
+        (0, 1, 3, -1),
+        {},
+        ValueError,
+        ["axes", "(0, 1, 3, -1)", "rank 4"],
+    ),
+    ("too large", X, (0, 1, 2, 4), {}, ValueError, ["axes", "-4 to 3", "(0, 1, 2, 4)", "rank 4"]),
+    ("too small", X, (0, 1, 2, -5), {}, ValueError, ["axes", "-4 to 3", "(0, 1, 2, -5)", "rank 4"]),
+    ("beyond 64 bits", X, (0, 1, 2, 2**64 + 3), {}, ValueError, ["axes", "rank 4"]),
+    ("float", X, (0, 1, 3, 2.0), {}, TypeError, ["axes", "integer", "2.0", "float"]),
+    ("bool", X[0, 0], (True, False), {}, TypeError, ["axes", "integer", "True", "bool"]),
+    ("NumPy bool", X[0, 0], (np.True_, 0), {}, TypeError, ["axes", "integer", "True"]),
+    ("floats", X[0, 0], np.array([1.0, 0.0]), {}, TypeError, ["axes", "integer", "1.0"]),
+    ("None inside", X[0, 0], (1, None), {}, TypeError, ["axes", "integer", "None"]),
+    ("nested", X[0, 0], ((1, 0),), {}, TypeError, ["axes", "integer", "(1, 0)", "tuple"]),
+    ("string", X[0, 0], "10", {}, TypeError, ["axes", "integer", "'1'", "str"]),
+    ("one number", X[0, 0, 0], 0, {}, TypeError, ["axes", "sequence", "0", "int"]),
+    ("array of rank 0", X[0, 0, 0], jnp.array(0), {}, TypeError, ["axes", "sequence"]),
+    ("list of lists", X.tolist(), None, {}, TypeError, ["x", "array", "list"]),
+    ("no array", None, None, {}, TypeError, ["x", "array", "NoneType"]),
+    ("objects", X.astype(object), None, {}, TypeError, ["x", "dtype", "object"]),
+    ("keys", jax.random.split(jax.random.key(0)), None, {}, TypeError, ["x", "key<fry>"]),
+    ("float0", np.zeros((2, 2), jax.dtypes.float0), None, {}, TypeError, ["x", "float0"]),
+    ("unknown", X, None, {"implementation": "cuda"}, ValueError, ["implementation", "'cuda'"]),
+    ("unknown, in place", X, range(4), {"implementation": 1}, ValueError, ["implementation", "1"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("x", "axes", "kwargs", "exception", "fragments"),
+    [pytest.param(*call, id=name.replace(" ", "-")) for name, *call in BAD_PERMUTES],
+)
+def test_bad_permute(x, axes, kwargs, exception, fragments):
+    with pytest.raises(exception, match=r"^permute: ") as caught:
+        jof.permute(x, axes, **kwargs)
+    assert type(caught.value) is exception
+    message = str(caught.value).removeprefix("permute")
+    for fragment in fragments:
+        assert re.search(rf"(?<!\w){re.escape(fragment)}", message), f"{fragment!r}: {message}"
+
+
+def test_traced_axes_of_permute():
+    for axes in ((1, 0), np.array([1, 0])):
+        with pytest.raises(TypeError, match=r"^permute: axes\b.*\bconcrete\b"):
+            jax.jit(jof.permute)(X[0, 0], axes)
+
+
+def test_permute_of_dtypes_of_less_than_a_byte():
+    names = [n for n in dir(jnp) if re.fullmatch(r"u?int[124]|float[46]_\w+", n)]
+    assert "int4" in names
+    for name in names:
+        x = jax.ShapeDtypeStruct((2, 4), jnp.dtype(name))
+        with pytest.raises(TypeError, match=rf"^permute: x\b.*\b{name}\b"):
+            jax.eval_shape(jof.permute, x)
+
+
+PERMUTE = "jof_permute"
+P_IN, P_OUT = array(2, 3, 4), array(4, 2, 3)
+
+
+def with_axes(*axes, dtype=np.int64):
+    return {"axes": np.array(axes, dtype)}
+
+
+P_AXES = with_axes(2, 0, 1)
+
+
+def bad_permutes():
+    yield "no-operand", (), (P_OUT,), P_AXES
+    yield "two-operands", (P_IN, P_IN), (P_OUT,), P_AXES
+    yield "two-results", (P_IN,), (P_OUT, P_OUT), P_AXES
+    for axes in (
+        *((), (2,), (2, 0), (2, 0, 1, 3), (2, 0, 0), (2, 2, 1), (2, 0, -2), (-1, 0, 1), (2, 0, 3)),
+        *((3, 0, 1), (2**32 + 2, 0, 1), (2, 2**63 - 1, 1), (2, 0, -(2**63)), (0, 1, 2), (1, 2, 0)),
+    ):
+        yield f"axes-{axes}", (P_IN,), (P_OUT,), with_axes(*axes)
+    for shape in ((2, 3, 4), (4, 3, 2), (4, 6), (24,), (), (4, 2, 3, 1), (1, 4, 2, 3), (4, 2, 4)):
+        yield f"result-of-{shape}", (P_IN,), (array(*shape),), P_AXES
+    for shape in ((4, 2, 3), (6, 4), (), (2, 3, 4, 1), (2, 3, 0), (1, 3, 4)):
+        yield f"operand-of-{shape}", (array(*shape),), (P_OUT,), P_AXES
+    for x, y in (
+        *(("float32", "float16"), ("float32", "int32"), ("float16", "bfloat16")),
+        *(("uint8", "int8"), ("bool", "int8"), ("int4", "int4"), ("int4", "int8")),
+    ):
+        yield f"{x}-to-{y}", (array(2, 3, 4, dtype=x),), (array(4, 2, 3, dtype=y),), P_AXES
+    for name, attributes in (
+        ("no-axes", {}),
+        ("axes-of-another-name", {"permutation": P_AXES["axes"]}),
+        ("axes-of-32-bits", with_axes(2, 0, 1, dtype=np.int32)),
+        ("axes-of-floats", with_axes(2, 0, 1, dtype=np.float64)),
+        ("one-axis", {"axes": np.int64(2)}),
+        ("axes-of-a-string", {"axes": "201"}),
+    ):
+        yield name, (P_IN,), (P_OUT,), attributes
+
+
+def test_ffi_call_of_permute():
+    """Calls that are refused, after which a good one works."""
+    for name, *call in bad_permutes():
+        with pytest.raises(Exception, match="INVALID_ARGUMENT") as caught:
+            pytest.fail(f"{name} was accepted: {call_elementwise(PERMUTE, *call)}")
+        said = {
+            "axes-(2, 0, 3)": "permutation of 0 to 2, got 3",
+            "result-of-(4, 2, 4)": r"jof_permute: .*\(4, 2, 4\).*\(2, 3, 4\)",
+        }
+        assert re.search(said.get(name, ""), str(caught.value)), f"{name}: {caught.value}"
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    y = raw_call(PERMUTE, x, (4, 2, 3), **P_AXES)
+    np.testing.assert_array_equal(y, x.transpose(2, 0, 1))
+    assert raw_call(PERMUTE, x[:, :0], (4, 2, 0), **P_AXES).shape == (4, 2, 0)
+    # What permutes nothing is not done by Python, but is no error either.
+    np.testing.assert_array_equal(raw_call(PERMUTE, x, (2, 3, 4), **with_axes(0, 1, 2)), x)
+    np.testing.assert_array_equal(raw_call(PERMUTE, x[0, 0, 0], (), **with_axes()), x[0, 0, 0])
+
+
 # --- the same for scatters and gathers ------------------------------------------------------------
 
 SUMMING = ["jof_scatter_add_sorted", "jof_scatter_add_private"]

@@ -202,6 +202,38 @@ def test_vmap_between_height_and_width_is_one_custom_call(case):
     assert not {"while", "gather", "dynamic-slice"} & set(opcodes(hlo)), hlo
 
 
+@native_backend
+def test_permute_of_batches_is_one_custom_call_wherever_the_batch_is():
+    """Two batch axes each, the result's first; gradients likewise."""
+
+    def f(xs):
+        return [jax.vmap(jax.vmap(permute, i), j)(x) for x, (i, j) in zip(xs, axes, strict=True)]
+
+    def pull(dys):
+        return jax.linear_transpose(f, xs)(dys)
+
+    permute = functools.partial(jof.permute, axes=(2, 0, 1))
+    axes = [(i, j) for i in range(4) for j in range(5)]
+    xs = [np.ones((2, 3, 4, 5, 6), np.float32)] * len(axes)
+    for g, operands in ((f, xs), (pull, [np.asarray(y) for y in f(xs)])):
+        hlo = compiled(g, operands)
+        assert targets(hlo) == ["jof_permute"] * len(axes)
+        assert set(opcodes(hlo)) <= {"custom-call", *FREE}, hlo
+
+
+@native_backend
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((1, 6), None), ((3, 1, 5), (1, 0, 2)), ((1, 4, 1, 2), (1, 2, 3, 0)), ((0, 3), None)],
+    ids=str,
+)
+def test_permute_that_moves_nothing_is_no_custom_call(shape, axes):
+    hlo = compiled(lambda x: jof.permute(x, axes), np.ones(shape, np.float32))
+    assert targets(hlo) == []
+    # A program's result has a buffer of its own.
+    assert set(opcodes(hlo)) <= {"copy", "fusion", "constant", *FREE}, hlo
+
+
 def some_batched():
     """(case, operands without a batch axis): each alone and all but it; where there are scalars,
     none, which gives the scalars a batch axis."""

@@ -179,7 +179,7 @@ def test_no_kernel_is_overlooked(kernels):
     targets = [
         target
         for target in _native._loaded["cuda"].targets()
-        if not re.match("jof_(upsample|where|cast|scatter|gather)", target)
+        if not re.match("jof_(upsample|where|cast|scatter|gather|permute)", target)
     ]
     assert targets
     for architecture in {kernel.architecture for kernel in kernels}:
@@ -199,6 +199,7 @@ WIDE_KERNELS = {
     r"SumElementsKernel<": (r"LDG.*\.128",),
     r"SumPartKernel<\S*(Half|BFloat16|float), int, true, ": (r"LDG.*\.128",),
     r"AddPacksKernel<": (r"LDG.*\.128",),
+    r"(Rows|ShiftedRows|Tile|Runs|Interleave|Deinterleave)Kernel<": (r"LDG.*\.128", r"STG.*\.128"),
 }
 # Hopper adds 16 bytes in one instruction.
 HOPPER_KERNELS = {

@@ -4,7 +4,6 @@ import functools
 import inspect
 import itertools
 import re
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +15,16 @@ from jax.test_util import check_grads
 
 import jax_oneflow_ops as jof
 from tests import oracle
+from tests.arrays import INTEGERS, any_bits, assert_same_bits, normals, rng_for
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 BACKEND = jax.default_backend()
 IMPLEMENTATIONS = (None, "xla")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-INDICES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-DTYPES = (*FLOATS, "complex64", "complex128", *INDICES)
+DTYPES = (*FLOATS, "complex64", "complex128", *INTEGERS)
 MOVED = (*DTYPES, "bool", "float8_e4m3fn", "float8_e5m2")
 MODES = (None, "drop", "fill", "clip", *jax.lax.GatherScatterMode)
-
-
-def rng_for(*key) -> np.random.Generator:
-    """The same numbers for the same test in every process."""
-    return np.random.default_rng(zlib.crc32(repr(key).encode()))
 
 
 def exact_terms(rng: np.random.Generator, shape, dtype) -> np.ndarray:
@@ -45,30 +39,6 @@ def exact_terms(rng: np.random.Generator, shape, dtype) -> np.ndarray:
         parts = np.stack([values, rng.permuted(np.atleast_1d(values)).reshape(shape)], axis=-1)
         return parts.view(np.complex128)[..., 0].astype(dtype)
     return values.astype(dtype)
-
-
-def any_bits(rng: np.random.Generator, shape, dtype) -> np.ndarray:
-    """Every bit pattern that the dtype has."""
-    dtype = jnp.dtype(dtype)
-    if dtype.kind == "b":
-        return rng.integers(0, 2, size=shape).astype(bool)
-    count = int(np.prod(shape)) * dtype.itemsize
-    return rng.integers(0, 256, size=count, dtype=np.uint8).view(dtype).reshape(shape)
-
-
-def normals(rng: np.random.Generator, shape, dtype) -> np.ndarray:
-    values = rng.standard_normal(shape)
-    if np.issubdtype(jnp.dtype(dtype), np.complexfloating):
-        values = values + 1j * rng.standard_normal(shape)
-    return values.astype(dtype)
-
-
-def assert_same_bits(actual, expected) -> None:
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    as_bytes = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (actual, expected)]
-    np.testing.assert_array_equal(*as_bytes)
 
 
 def assert_same_values(actual, expected) -> None:
@@ -122,7 +92,7 @@ def like_sums(total: np.ndarray, dtype) -> np.ndarray:
 @st.composite
 def index_arrays(draw, size, shape, bounded):
     """Ids around [0, size) and at the ends of their dtype; `bounded`: within."""
-    dtype = draw(st.sampled_from(INDICES))
+    dtype = draw(st.sampled_from(INTEGERS))
     info = np.iinfo(dtype)
     low, high = (0, size - 1) if bounded else (-2 * size - 2, 2 * size + 2)
     low, high = max(low, info.min), min(high, info.max)

@@ -335,6 +335,109 @@ def test_shard_map_over_some_axes():
         np.testing.assert_array_equal(jax.jit(functools.partial(pull, mapped))(x, dy), dx)
 
 
+# --- permute --------------------------------------------------------------------------------------
+
+# (shape, axes, spec)
+PERMUTES = [
+    ((8, 3, 4), (2, 0, 1), P("a", None, "b")),
+    ((8, 3, 4), (0, 2, 1), P(("a", "b"))),
+    ((3, 4, 2, 8), None, P(None, "b", None, "a")),
+]
+
+
+def permuted_spec(shape, axes, spec: P) -> P:
+    entries = (*spec, *(None,) * (len(shape) - len(spec)))
+    return P(*(entries[axis] for axis in axes or reversed(range(len(shape)))))
+
+
+@pytest.mark.parametrize(("shape", "axes", "spec"), PERMUTES, ids=str)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_permute_needs_no_communication(axis_types, shape, axes, spec):
+    """In jit, by itself and in shard_map; dimensions are divided as they were."""
+    f = functools.partial(jof.permute, axes=axes)
+    x = integers(shape)
+    y = np.transpose(x, axes)
+    result_spec = permuted_spec(shape, axes, spec)
+
+    def loss(f, x):
+        z = f(x)
+        return jnp.sum(z * z), z
+
+    with mesh_of(axis_types) as mesh:
+        operand, result = NamedSharding(mesh, spec), NamedSharding(mesh, result_spec)
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=result_spec)
+        sharded = jax.device_put(x, operand)
+        for g in (f, mapped):
+            forward = jax.jit(g).lower(sharded).compile()
+            assert not COLLECTIVE.search(forward.as_text())
+            assert 'custom_call_target="jof_permute"' in forward.as_text()
+            assert_sharded(forward(sharded), result)
+            np.testing.assert_array_equal(forward(sharded), y)
+            grad = jax.jit(jax.grad(functools.partial(loss, g), has_aux=True))
+            dx, z = grad(sharded)
+            assert_sharded(dx, operand)
+            assert_sharded(z, result)
+            np.testing.assert_array_equal(dx, 2 * x)
+            dy = jax.device_put(y, result)
+            backward = jax.jit(functools.partial(pull, g)).lower(sharded, dy).compile()
+            assert not COLLECTIVE.search(backward.as_text())
+            assert_sharded(backward(sharded, dy), operand)
+            np.testing.assert_array_equal(backward(sharded, dy), x)
+        assert_sharded(f(sharded), result)
+        if axis_types == "explicit":
+            assert jax.typeof(f(sharded)).sharding.spec == result_spec
+
+
+def test_permute_of_a_shard_that_need_not_move():
+    """A device has one row, which as a column is the same."""
+    x = integers((8, 6))
+    for axis_types in AXIS_TYPES:
+        with mesh_of(axis_types) as mesh:
+            sharded = jax.device_put(x, NamedSharding(mesh, P(("a", "b"))))
+            compiled = jax.jit(jof.permute).lower(sharded).compile()
+            assert not COLLECTIVE.search(compiled.as_text())
+            assert "custom-call" not in compiled.as_text()
+            np.testing.assert_array_equal(compiled(sharded), x.T)
+            assert_sharded(compiled(sharded), NamedSharding(mesh, P(None, ("a", "b"))))
+
+
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_vmap_of_permute_over_a_divided_axis(axis_types):
+    x = integers((3, 8, 4))
+    f = jax.vmap(jof.permute, in_axes=1)
+    with mesh_of(axis_types) as mesh:
+        sharded = jax.device_put(x, NamedSharding(mesh, P(None, "a", "b")))
+        both = jax.jit(lambda x: (f(x), pull(f, x, f(x)))).lower(sharded).compile()
+        assert not COLLECTIVE.search(both.as_text())
+        y, dx = both(sharded)
+        np.testing.assert_array_equal(y, x.transpose(1, 2, 0))
+        np.testing.assert_array_equal(dx, x)
+        assert_sharded(y, NamedSharding(mesh, P("a", "b")))
+        assert_sharded(dx, sharded.sharding)
+
+
+def test_permute_with_partly_automatic_axes():
+    """A constraint on the result reaches the operand; dimensions that devices do not divide; one
+    mesh axis by hand, the other left to the compiler."""
+    x, odd = integers((8, 3, 4)), integers((6, 5, 3))
+    f = functools.partial(jof.permute, axes=(2, 0, 1))
+    with mesh_of("auto") as mesh:
+        whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("b", "a"))
+        g = jax.jit(lambda x: f(x * 2), in_shardings=whole, out_shardings=divided)
+        hlo = g.lower(x).compile().as_text()
+        assert not COLLECTIVE.search(hlo)
+        assert re.search(r'f32\[2,2,3\][^=]*custom-call\(.*"jof_permute"', hlo), hlo
+        np.testing.assert_array_equal(g(x), 2 * np.transpose(x, (2, 0, 1)))
+
+        uneven = jax.jit(lambda x: f(lax.with_sharding_constraint(x, NamedSharding(mesh, P("a")))))
+        np.testing.assert_array_equal(uneven(odd), np.transpose(odd, (2, 0, 1)))
+
+        spec = {"in_specs": P("a"), "out_specs": P(None, "a"), "axis_names": {"a"}}
+        mapped = jax.shard_map(f, mesh=mesh, **spec)
+        sharded = jax.device_put(x, NamedSharding(mesh, P("a", None, "b")))
+        np.testing.assert_array_equal(jax.jit(mapped)(sharded), np.transpose(x, (2, 0, 1)))
+
+
 # --- elementwise functions ------------------------------------------------------------------------
 
 REPRESENTATIVE = [case for case in ELEMENTWISE_CASES if case.every_column]

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import math
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +14,15 @@ from jax.test_util import check_grads
 
 import jax_oneflow_ops as jof
 from tests import oracle
+from tests.arrays import DTYPES, FLOAT8, INEXACT, any_bits, assert_same_bits, normals, rng_for
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 METHODS = ("nearest", "nearest-exact")
 LAYOUTS = ("NCHW", "NHWC")
 IMPLEMENTATIONS = (None, "xla")
-INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-FLOAT8 = tuple(name for name in dir(jnp) if name.startswith("float8_"))
-INEXACT = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-DTYPES = ("bool", *INTEGERS, *FLOAT8, *INEXACT)
 # One dtype of each size; the sizes are what the kernels are compiled for.
 DTYPE_OF_SIZE = ("uint8", "float16", "bfloat16", "float32", "float64", "complex128")
-
-
-def rng_for(*key) -> np.random.Generator:
-    """The same numbers for the same test in every process."""
-    return np.random.default_rng(zlib.crc32(repr(key).encode()))
-
-
-def any_bits(rng: np.random.Generator, shape, dtype) -> np.ndarray:
-    """Every bit pattern that the dtype has: NaNs with payloads, infinities, -0, subnormals."""
-    dtype = jnp.dtype(dtype)
-    if dtype.kind == "b":
-        return rng.integers(0, 2, size=shape).astype(bool)
-    count = math.prod(shape) * dtype.itemsize
-    return rng.integers(0, 256, size=count, dtype=np.uint8).view(dtype).reshape(shape)
 
 
 def small_integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:
@@ -48,13 +30,6 @@ def small_integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:
     values = rng.integers(-8, 9, size=shape).astype(np.float64)
     if np.issubdtype(jnp.dtype(dtype), np.complexfloating):
         values = values + 1j * rng.integers(-8, 9, size=shape)
-    return values.astype(dtype)
-
-
-def normals(rng: np.random.Generator, shape, dtype) -> np.ndarray:
-    values = rng.standard_normal(shape)
-    if np.issubdtype(jnp.dtype(dtype), np.complexfloating):
-        values = values + 1j * rng.standard_normal(shape)
     return values.astype(dtype)
 
 
@@ -69,14 +44,6 @@ def backward(dy: np.ndarray, shape, **kwargs) -> np.ndarray:
     f = functools.partial(jof.upsample_nearest2d, **kwargs)
     (dx,) = jax.linear_transpose(f, jax.ShapeDtypeStruct(shape, dy.dtype))(dy)
     return np.asarray(dx)
-
-
-def assert_same_bits(actual, expected) -> None:
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    as_bytes = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (actual, expected)]
-    np.testing.assert_array_equal(*as_bytes)
 
 
 def assert_same_values(actual, expected) -> None:
