@@ -42,6 +42,11 @@ def _run(argv: list[str]) -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="print the plans of the cases of a GPU and of a CPU, and stop: permute has some",
+    )
+    parser.add_argument(
         "--build", action="store_true", help="compile the kernels of the suites alone, and stop"
     )
     parser.add_argument(
@@ -66,6 +71,10 @@ def _run(argv: list[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     from . import harness
 
+    if options.explain and not options.suites:
+        parser.error("name a suite whose plans to explain")
+    if options.explain:
+        return _explain(parser, options)
     whole = not (options.quick or options.case or options.dtype)
     errors = 0
     for suite in options.suites or CASES:
@@ -77,6 +86,18 @@ def _run(argv: list[str]) -> int:
     if errors:
         print(f"{errors} row(s) are errors", file=sys.stderr)
     return 1 if errors else 0
+
+
+def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from . import harness
+
+    for suite in options.suites:
+        module = importlib.import_module(f".{suite}", __package__)
+        if not hasattr(module, "explain"):
+            parser.error(f"suite {suite!r} has no plans to explain")
+        wanted = suite, options.quick, options.case, options.dtype
+        print(module.explain([c for p in ("gpu", "cpu") for c in harness.select(*wanted, p)]))
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ _SHORT = {
     "bfloat16": "bf16",
     "float8_e4m3fn": "e4m3fn",
     "float8_e5m2": "e5m2",
+    "complex64": "c64",
+    "complex128": "c128",
 }
 _ITEMSIZE = {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -537,6 +539,99 @@ def atomic_cases(platform: str, quick: bool = False) -> list[AtomicCase]:
     return [AtomicCase(n) for n in (sizes[:1] if quick else sizes)]
 
 
+# ---- permute ----
+
+
+@dataclass(frozen=True)
+class PermuteCase:
+    """A permutation of an array's axes: of the group "table", or of the "article"'s figures.
+
+    ``variant`` says what moves, such as "transpose"; of the article's, the axes.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    variant: str
+    dtype: str
+    group: str = "table"
+
+    @property
+    def op(self) -> str:
+        """Such as "(1024, 256, 256) by (1, 0, 2)"."""
+        return f"{self.shape} by {self.axes}"
+
+    @property
+    def bytes(self) -> int:
+        """Each input byte read once and each output byte written once."""
+        return 2 * math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def name(self) -> str:
+        """Such as ``table-1024x256x256-102-f32``."""
+        shape, axes = "x".join(map(str, self.shape)), "".join(map(str, self.axes))
+        return f"{self.group}-{shape}-{axes}-{short(self.dtype)}"
+
+
+_KEPT, _TRANSPOSE, _IMAGES, _ORDER = "last axis kept", "transpose", "images", "other order"
+_PERMUTE = {
+    "gpu": [
+        ((1024, 256, 256), (1, 0, 2), _KEPT),
+        ((8, 2048, 16, 128), (0, 2, 1, 3), _KEPT),  # the heads of an attention
+        ((16, 8, 32, 64, 64), (2, 0, 3, 1, 4), _KEPT),
+        ((64, 1000, 513), (1, 0, 2), _KEPT),
+        ((5000, 4400, 3), (1, 0, 2), _KEPT),
+        ((1024, 256, 256), (0, 2, 1), _TRANSPOSE),
+        ((8192, 8192), (1, 0), _TRANSPOSE),
+        ((64, 1000, 513), (0, 2, 1), _TRANSPOSE),
+        ((32, 64, 224, 224), (0, 2, 3, 1), _IMAGES),
+        ((32, 224, 224, 64), (0, 3, 1, 2), _IMAGES),
+        ((32, 3, 224, 224), (0, 2, 3, 1), _IMAGES),
+        ((32, 224, 224, 3), (0, 3, 1, 2), _IMAGES),
+        ((32, 225, 225, 3), (0, 3, 1, 2), _IMAGES),
+        ((64, 64, 64, 256), (3, 2, 1, 0), _ORDER),
+        ((33, 65, 129, 127), (2, 0, 3, 1), _ORDER),
+    ],
+    "cpu": [
+        ((256, 128, 128), (1, 0, 2), _KEPT),
+        ((4, 512, 16, 64), (0, 2, 1, 3), _KEPT),
+        ((8, 4, 16, 32, 32), (2, 0, 3, 1, 4), _KEPT),
+        ((256, 128, 128), (0, 2, 1), _TRANSPOSE),
+        ((2048, 2048), (1, 0), _TRANSPOSE),
+        ((16, 250, 513), (0, 2, 1), _TRANSPOSE),
+        ((4, 64, 112, 112), (0, 2, 3, 1), _IMAGES),
+        ((4, 112, 112, 64), (0, 3, 1, 2), _IMAGES),
+        ((8, 3, 224, 224), (0, 2, 3, 1), _IMAGES),
+        ((8, 224, 224, 3), (0, 3, 1, 2), _IMAGES),
+        ((32, 32, 32, 64), (3, 2, 1, 0), _ORDER),
+        ((17, 33, 65, 63), (2, 0, 3, 1), _ORDER),
+    ],
+}
+
+
+def permute_cases(platform: str, quick: bool = False) -> list[PermuteCase]:
+    """The rows of a platform; ``quick`` keeps one shape and two dtypes.
+
+    On a GPU elements of 8 and 16 bytes join where whole rows move and in transposes, and there are
+    the article's cases: f32 and f16 of 16 to 128 MiB. Its figures do not survive in its text; the
+    shapes are a guess.
+    """
+    gpu = platform == "gpu"
+    narrow, wide = ["float32", "float16", "int8"], ["complex64", "complex128"]
+    cases = [
+        PermuteCase(shape, axes, variant, dtype)
+        for shape, axes, variant in _PERMUTE[platform]
+        for dtype in [*narrow, *(wide if gpu and variant in (_KEPT, _TRANSPOSE) else [])]
+    ]
+    if quick:
+        return [c for c in cases if c.shape == cases[0].shape and c.dtype in narrow[:2]]
+    if gpu:
+        for axes, dtype in itertools.product([(1, 0, 2), (0, 2, 1)], narrow[:2]):
+            for nbytes in (16 << 20, 32 << 20, 64 << 20, 128 << 20):
+                shape = nbytes // itemsize(dtype) >> 16, 256, 256
+                cases.append(PermuteCase(shape, axes, str(axes), dtype, "article"))
+    return cases
+
+
 CASES: dict[str, Callable[[str, bool], list[Any]]] = {
     "upsample": upsample_cases,
     "elementwise": elementwise_cases,
@@ -544,5 +639,6 @@ CASES: dict[str, Callable[[str, bool], list[Any]]] = {
     "gelu_ladder": ladder_cases,
     "scatter": scatter_cases,
     "atomic_add": atomic_cases,
+    "permute": permute_cases,
 }
 """The table of every suite: ``CASES[suite](platform, quick)``."""

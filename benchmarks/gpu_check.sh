@@ -38,12 +38,12 @@ done
 together "${commands[@]}"
 kernels=()
 for source in csrc/cuda/*.cu; do kernels+=("$tests/$(basename "$source" .cu).o"); done
-for test in upsample elementwise scatter math; do
+for test in upsample elementwise scatter permute math; do
   nvcc "$tests/${test}_cuda_test.o" "${kernels[@]}" -o "$tests/$test"
 done
 
 section "C++ tests"
-together "$tests/upsample" "$tests/elementwise" "$tests/scatter" "$tests/math"
+together "$tests/upsample" "$tests/elementwise" "$tests/scatter" "$tests/permute" "$tests/math"
 
 section "test suite"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1
@@ -57,6 +57,8 @@ if [[ -z ${QUICK:-} ]]; then
   together "$sanitize memcheck $tests/elementwise brief" "$sanitize memcheck $tests/upsample brief" \
     "$sanitize racecheck $tests/upsample brief" "$sanitize initcheck $tests/upsample brief" \
     "$sanitize memcheck $tests/scatter brief" "$sanitize racecheck $tests/scatter brief f16" \
+    "$sanitize memcheck $tests/permute brief" "$sanitize racecheck $tests/permute brief" \
+    "$sanitize initcheck $tests/permute brief" \
     2>&1 | tee "$out/sanitizer.txt"
 fi
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import secrets
@@ -43,8 +44,9 @@ class Input(NamedTuple):
     """An array that a case takes.
 
     The kinds: "normal" values around 0; "divisor", none of them near 0; "tenth", about 0.1;
-    "scalar", one 0.75; "condition", half of them true. Indices below ``limit``: "uniform"; "hot",
-    half of them one; "sorted"; "skewed", ``limit * u**4`` of a uniform u.
+    "scalar", one 0.75; "condition", half of them true; "hash", of the element's place. Indices
+    below ``limit``: "uniform"; "hot", half of them one; "sorted"; "skewed", ``limit * u**4`` of a
+    uniform u.
     """
 
     shape: tuple[int, ...]
@@ -83,6 +85,7 @@ class Work:
     skip: dict[str, str] = field(default_factory=dict)  # rivals too slow to run, and why
     # Timed by the wall over whole turns: memsets and memcpys, which no clock here sees, count.
     wall: bool = False
+    about: dict[str, Any] = field(default_factory=dict)  # what else our entry of the row says
 
     @property
     def rivals(self) -> list[str]:
@@ -260,7 +263,7 @@ def _row(
         {
             **row,
             "check": "pass",
-            "ours": {**known, **rated["ours"]},
+            "ours": {**work.about, **known, **rated["ours"]},
             "rivals": {name: {**about, **rated.get(name, {})} for name, about in rivals.items()},
             "jnp": list(work.jnp),
             "ceilings": {name: rated[name] for name in ("copy", "fill") if name in rated},
@@ -365,12 +368,25 @@ def _draw(seed: np.uint32, shape: tuple[int, ...], dtype: str, kind: str, limit:
         return jax.random.bernoulli(jax.random.key(seed), shape=shape)
     if kind == "tenth":
         return (0.05 + 0.1 * jax.random.uniform(jax.random.key(seed), shape)).astype(dtype)
+    if kind == "hash":
+        return _draw_hash(seed, shape, dtype)
     if limit:
         return _draw_indices(jax.random.key(seed), shape, kind, limit).astype(dtype)
     values = 3 * jax.random.normal(jax.random.key(seed), shape, jnp.float32)
     if kind == "divisor":
         values += jnp.sign(values)
     return values.astype(dtype)
+
+
+def _draw_hash(seed: np.uint32, shape: tuple[int, ...], dtype: str) -> Array:
+    """Integers that the dtype holds exactly; they compile faster than what is random."""
+    exact = jnp.issubdtype(dtype, jnp.inexact)
+    width = jnp.finfo(dtype).nmant + 1 if exact else jnp.iinfo(dtype).bits
+    places = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) ^ seed
+    hashes = [places * np.uint32(odd) >> max(0, 32 - width) for odd in (2654435761, 2246822519)]
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.lax.complex(*(x.astype(jnp.finfo(dtype).dtype) for x in hashes))
+    return hashes[0].astype(dtype)
 
 
 def _draw_indices(key: Array, shape: tuple[int, ...], kind: str, limit: int) -> Array:
@@ -511,7 +527,8 @@ def agreement(ours: Array, theirs: Array, exact: bool) -> dict[str, Any]:
 @jax.jit
 def _difference(a: Array, b: Array) -> tuple[Array, Array]:
     """The largest difference between two results, and the largest of the first; NaN shows."""
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    if not jnp.issubdtype(a.dtype, jnp.complexfloating):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.max(jnp.abs(a - b)), jnp.max(jnp.abs(a))
 
 
@@ -596,7 +613,9 @@ class Table:
         return notes
 
 
-def select(suite: str, quick: bool, substring: str, dtype: str | None) -> list[Case]:
-    """The cases of a suite on this machine that the options ask for."""
-    cases = CASES[suite](jax.default_backend(), quick)
+def select(
+    suite: str, quick: bool, substring: str, dtype: str | None, platform: str | None = None
+) -> list[Case]:
+    """The cases of a suite, on this machine unless a platform is named, that the options want."""
+    cases = CASES[suite](platform or jax.default_backend(), quick)
     return [c for c in cases if substring in c.name and dtype in (None, c.dtype)]

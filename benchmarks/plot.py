@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import environment
-from .cases import short
+from .cases import itemsize, short, size
 from .report import rate_unit
 
 Row = dict[str, Any]
@@ -114,6 +114,19 @@ def figures(result: Row) -> list[Figure]:
     if suite == "scatter":
         rows = [{**row, "line": f"{row['group']}  {row['op']}"} for row in rows]
         return [Figure("", title, panels(rows, "dtype", "line"))]
+    if suite == "permute":
+        table = [row for row in rows if row["group"] == "table"]
+        narrow = [row for row in table if itemsize(row["dtype"]) <= 4]
+        article = [
+            {**row, "line": f"{short(row['dtype'])}  {size(row['bytes'] // 2)}"}
+            for row in rows
+            if row["group"] == "article"
+        ]
+        return [
+            Figure("", title, panels(narrow, "dtype", "op")),
+            Figure("wide", title, panels([r for r in table if r not in narrow], "dtype", "op")),
+            Figure("article", title, panels(article, "variant", "line")),
+        ]
     if suite == "elementwise":
         largest = [row for row in rows if row["variant"] == rows[0]["variant"]]
         return [
@@ -193,6 +206,7 @@ def _timed(row: Row) -> dict[str, Row]:
     return timed | {
         "torch": row["rivals"].get("torch", {}),
         "1 element": {k: v for k, v in row["rivals"].get("1 element", {}).items() if k == "us"},
+        _KERNELS: row["rivals"].get("naive", {}) if row["group"] == "article" else {},
         "copy": row["ceilings"].get("copy", {}),
     }
 

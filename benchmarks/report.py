@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import environment
-from .cases import short
+from .cases import short, size
 
 Result = dict[str, Any]
 
@@ -63,7 +63,7 @@ def insert(text: str, name: str, content: str) -> str:
 def tables(result: Result) -> str:
     """Markdown: where the numbers come from, and the tables of the suite."""
     sections = {"elementwise": _elementwise, "cast": _cast, "gelu_ladder": _ladder}
-    sections |= {"scatter": _scatter, "atomic_add": _atomics}
+    sections |= {"scatter": _scatter, "atomic_add": _atomics, "permute": _permute}
     parts = [provenance(result), *sections.get(result["suite"], _any)(result)]
     return "\n\n".join(part for part in parts if part)
 
@@ -442,6 +442,91 @@ def atomic_verdicts(rows: Sequence[Result]) -> str:
                 f"- {claim}, {row['variant']}: **{'holds' if holds else 'does not hold'}**, "
                 f"{here:,.2f}x here, {article:.2f}x in the article"
             )
+    return "\n".join(lines)
+
+
+# ---- permute ----
+
+# PyTorch's time over OneFlow's on an A100, the least and the most that the article gives, by axes.
+_ARTICLE_PERMUTE: list[tuple[str, tuple[str, ...], float | None, float]] = [
+    ("(1, 0, 2)", ("float32", "float16"), 1.24, 1.4),
+    ("(0, 2, 1)", ("float32",), 3.0, 3.2),
+    ("(0, 2, 1)", ("float16",), None, 6.3),
+]
+
+
+def _permute(result: Result) -> list[str]:
+    """Means of what moves; a row a permutation; the article's figures; the rest folded."""
+    rows = result["rows"]
+    table = [{**row, "group": row["variant"], "variant": ""} for row in _of(rows, "table")]
+    together = [{**row, "group": "all"} for row in table]
+    dtypes = dict.fromkeys(row["dtype"] for row in table)
+    return [
+        summary({**result, "rows": [*together, *table]}),
+        f"{_CELL[0].upper()}{_CELL[1:]}:",
+        matrix(table, {short(dtype): _has(dtype=dtype) for dtype in dtypes}),
+        _folded("All cases", details({**result, "rows": [_with_plan(row) for row in table]})),
+        article_permutes(_of(rows, "article")),
+        permute_verdicts(_of(rows, "article")),
+        _failures(rows),
+    ]
+
+
+def _of(rows: Sequence[Result], group: str) -> list[Result]:
+    return [row for row in rows if row["group"] == group]
+
+
+def _with_plan(row: Result) -> Result:
+    """What ran, with the strategy and the bytes that move together."""
+    if "error" in row:
+        return row
+    plan = "{strategy}, {unit_bytes} B".format(**row["ours"])
+    return {**row, "implementation": f"{row['implementation']}: {plan}"}
+
+
+def article_permutes(rows: Sequence[Result]) -> str:
+    """A row a case: microseconds of all, and ours against the others."""
+    rows = [row for row in rows if "error" not in row]
+    if not rows:
+        return ""
+    rivals = _rivals(rows)
+    over = [name for name in ("naive", "torch") if name in rivals]
+    head = ["article", "", *rivals, "ours", "copy", *(f"ours over {name}" for name in over)]
+    lines = [[*head, "of copy"]]
+    for row in rows:
+        timed = [row["rivals"].get(name, {}) for name in rivals]
+        timed += [row["ours"], row["ceilings"].get("copy", {})]
+        lines.append(
+            [
+                row["op"],
+                f"{short(row['dtype'])}, {size(row['bytes'] // 2)}",
+                *(f"{x['us']:.1f} us" if "us" in x else "-" for x in timed),
+                *(_times(_ratios([row], name)) for name in over),
+                _percent([row["of_copy"]] if "of_copy" in row else []),
+            ]
+        )
+    return _markdown(lines)
+
+
+def permute_verdicts(rows: Sequence[Result]) -> str:
+    """The article's gains over PyTorch, as these measurements have them."""
+    lines = []
+    for axes, dtypes, least, most in _ARTICLE_PERMUTE:
+        found = [r for r in rows if r["variant"] == axes and r["dtype"] in dtypes]
+        if not (ratios := _ratios(found, "torch")):
+            continue
+        low, high = min(ratios), max(ratios)
+        holds = low >= least if least else high >= most
+        claim = f"{least:.2f}x to {most:.2f}x" if least else f"up to {most:.2f}x"
+        lines.append(
+            f"- {axes} in {' and '.join(map(short, dtypes))} is {claim} as fast as PyTorch's on an "
+            f"A100: **{'holds' if holds else 'does not hold'}**, {low:.2f}x to {high:.2f}x here"
+        )
+    if shares := [row["of_copy"] for row in rows if "of_copy" in row]:
+        most = max(shares)
+        lines.append(
+            f"- as fast as a copy, or nearly, in most cases: {min(shares):.0%} to {most:.0%} here"
+        )
     return "\n".join(lines)
 
 
