@@ -199,7 +199,10 @@ WIDE_KERNELS = {
     r"SumElementsKernel<": (r"LDG.*\.128",),
     r"SumPartKernel<\S*(Half|BFloat16|float), int, true, ": (r"LDG.*\.128",),
     r"AddPacksKernel<": (r"LDG.*\.128",),
-    r"(Rows|ShiftedRows|Tile|Runs|Interleave|Deinterleave)Kernel<": (r"LDG.*\.128", r"STG.*\.128"),
+    r"\b(Rows|ShiftedRows|Tile|Runs|Interleave|Deinterleave)Kernel<": (
+        r"LDG.*\.128",
+        r"STG.*\.128",
+    ),
 }
 # Hopper adds 16 bytes in one instruction.
 HOPPER_KERNELS = {

@@ -11,8 +11,7 @@
 //   4. A strategy is chosen by which dimensions are the fastest of input and output.
 #pragma once
 
-#include <stdint.h>
-
+#include "common/integers.h"
 #include "common/macros.h"
 
 JOF_NAMESPACE_BEGIN
