@@ -486,34 +486,34 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
 }
 
 // The bytes that a tile's rows have on either side: the fastest that were measured, where all rows
-// are whole packs; where those of the input are not, or tiles are few (kSmall); and by OutRows.
+// are whole packs, where those of the input are not (kShifted), and by OutRows.
 template <int kBytes>
 struct TileShape;
 template <>
 struct TileShape<1> {
   static constexpr int kIn = 128, kOut = 128;
-  static constexpr int kSmallIn = 128, kSmallOut = 128;
+  static constexpr int kShiftedIn = 128, kShiftedOut = 128;
   static constexpr int kApartIn = 128, kApartOut = 128;
   static constexpr int kJoinedIn = 128, kJoinedOut = 96;
 };
 template <>
 struct TileShape<2> {
   static constexpr int kIn = 128, kOut = 128;
-  static constexpr int kSmallIn = 128, kSmallOut = 128;
+  static constexpr int kShiftedIn = 128, kShiftedOut = 128;
   static constexpr int kApartIn = 128, kApartOut = 256;
   static constexpr int kJoinedIn = 128, kJoinedOut = 192;
 };
 template <>
 struct TileShape<4> {
   static constexpr int kIn = 256, kOut = 256;
-  static constexpr int kSmallIn = 256, kSmallOut = 128;
+  static constexpr int kShiftedIn = 256, kShiftedOut = 128;
   static constexpr int kApartIn = 256, kApartOut = 256;
   static constexpr int kJoinedIn = 128, kJoinedOut = 384;
 };
 template <>
 struct TileShape<8> {
   static constexpr int kIn = 256, kOut = 256;
-  static constexpr int kSmallIn = 256, kSmallOut = 256;
+  static constexpr int kShiftedIn = 256, kShiftedOut = 256;
   static constexpr int kApartIn = 256, kApartOut = 512;
   static constexpr int kJoinedIn = 256, kJoinedOut = 384;
 };
@@ -521,11 +521,6 @@ template <>
 struct TileShape<16> {
   static constexpr int kIn = 512, kOut = 512;
 };
-
-// Arrays of fewer bytes have tiles for a few waves of blocks only. Blocks of a wave all read at
-// first and all write then; with smaller tiles there are more waves (16 MiB of f32: 0.94 of a
-// copy's speed, 0.96).
-constexpr int64_t kFewBytes = 128 << 20;
 
 template <int kBytes>
 cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
@@ -545,10 +540,9 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
       return shift_in ? LaunchTile<kBytes, kIn, kOut, true, OutRows::kApart>(plan, x, y, stream)
                       : LaunchTile<kBytes, kIn, kOut, false, OutRows::kApart>(plan, x, y, stream);
     }
-    constexpr int kIn = Shape::kSmallIn, kOut = Shape::kSmallOut;
-    if (shift_in) return LaunchTile<kBytes, kIn, kOut, true, OutRows::kPacks>(plan, x, y, stream);
-    if (plan.units * kBytes < kFewBytes) {
-      return LaunchTile<kBytes, kIn, kOut, false, OutRows::kPacks>(plan, x, y, stream);
+    if (shift_in) {
+      return LaunchTile<kBytes, Shape::kShiftedIn, Shape::kShiftedOut, true, OutRows::kPacks>(
+          plan, x, y, stream);
     }
   }
   return LaunchTile<kBytes, Shape::kIn, Shape::kOut, false, OutRows::kPacks>(plan, x, y, stream);
