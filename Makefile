@@ -2,6 +2,7 @@
 # make test       set up, run the whole test suite
 # make doctest    the examples in the docstrings and the README
 # make lint       ruff, clang-format, mypy
+# make test-sanitize  a fuzzer and part of the suite on a CPU module built with sanitizers
 # make gpu-check  on a machine with a GPU: build, suite, compute-sanitizer, benchmarks
 # make clean      remove everything that was built
 #
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f)
 CLANG_SOURCES := $(shell find csrc tests/cpp benchmarks/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test doctest lint gpu-check clean
+.PHONY: demo test test-sanitize doctest lint gpu-check clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/installed
@@ -25,6 +26,16 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Sanitizers' runtime must be in the process before the module is. Python and JAX leak by design.
+SANITIZED = ASAN_OPTIONS=detect_leaks=0 \
+  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libubsan.so)"
+
+test-sanitize:
+	$(MAKE) VENV=.venv-sanitize JOF_SANITIZE=ON JOF_CUDA=OFF .venv-sanitize/installed
+	$(SANITIZED) .venv-sanitize/bin/python -m tests.fuzz --calls 3000
+	$(SANITIZED) .venv-sanitize/bin/python -m pytest $(PYTEST_ARGS) \
+	  $(addprefix tests/test_,errors.py permute.py upsample.py)
 
 doctest: $(VENV)/installed
 	$(BIN)/python -m pytest -q --doctest-modules jax_oneflow_ops --doctest-glob='README.md' README.md
