@@ -5,10 +5,9 @@
 //   RowsKernel: rows of whole packs; a thread moves one pack.
 //   ShiftedRowsKernel: rows of any length and alignment, 64 bytes or more; a thread still writes
 //     one aligned pack, and shifts it together from two aligned packs of the source.
-//   InterleaveKernel, DeinterleaveKernel: 2, 3 or 4 long rows become the elements of one, or one
-//   row
-//     is taken apart into them (NCHW to NHWC and back). A thread does so with packs in registers;
-//     shared memory makes aligned packs of the output of what a block has.
+//   InterleaveKernel: 2, 3 or 4 long rows become the elements of one (NCHW to NHWC). A thread does
+//     so with packs in registers; shared memory makes aligned packs of what a block has.
+//   DeinterleaveKernel: one row is taken apart into them, likewise.
 #include "cuda/permute.h"
 
 #include <type_traits>
@@ -35,24 +34,18 @@ struct Walk {
     ++rank;
   }
 
-  __device__ __forceinline__ Index In(Index item) const {
-    Index offset = 0;
-    for (int d = 0; d + 1 < rank; ++d) {
-      Index i;
-      item = sizes[d].DivMod(item, &i);
-      offset += i * in_strides[d];
-    }
-    return rank == 0 ? 0 : offset + item * in_strides[rank - 1];
-  }
+  __device__ __forceinline__ Index In(Index item) const { return Offset(item, in_strides); }
+  __device__ __forceinline__ Index Out(Index item) const { return Offset(item, out_strides); }
 
-  __device__ __forceinline__ Index Out(Index item) const {
+ private:
+  __device__ __forceinline__ Index Offset(Index item, const Index* strides) const {
     Index offset = 0;
     for (int d = 0; d + 1 < rank; ++d) {
       Index i;
       item = sizes[d].DivMod(item, &i);
-      offset += i * out_strides[d];
+      offset += i * strides[d];
     }
-    return rank == 0 ? 0 : offset + item * out_strides[rank - 1];
+    return rank == 0 ? 0 : offset + item * strides[rank - 1];
   }
 };
 
