@@ -23,7 +23,7 @@ namespace jof {
 //
 // Each thread begins with a section of the loop of its own, the caller with the first, and helps
 // out in the others' later: from call to call a thread mostly finds in its cache what it has
-// written there (4 MB copied in 60 us, 110 where ranges go to whoever comes).
+// written there (relu of 4 MB in 49 us, 70 where ranges go to whoever comes).
 template <typename ThreadPool, typename Body>
 void ParallelFor(ThreadPool& pool, int64_t n, int64_t grain, const Body& body) {
   if (n <= 0) return;

@@ -15,12 +15,12 @@
 // bytes are left out: 8 threads that gather from rows 16 / kBytes apart, for 8 packs that are
 // neighbours in the output, then meet 8 times 4 different banks.
 //
-// On an H200 TileKernel runs at 0.88 to 0.99 of a copy's speed where rows are whole packs, in every
-// size of element. Rows of other lengths cost instructions, which bind then: 0.84 to 0.97 in 2 to 8
-// bytes, 0.65 to 0.77 in 1, less where a dimension just exceeds a part of a tile (65 elements: 0.59
-// to 0.76). RunsKernel, which gathers element by element, comes to 0.3 to 0.9. What did not help:
+// On an H200 TileKernel runs at 0.86 to 0.99 of a copy's speed where rows are whole packs, in every
+// size of element. Rows of other lengths cost instructions, which bind then: 0.82 to 0.97 in 2 to 8
+// bytes, 0.62 to 0.77 in 1, less where a dimension just exceeds a part of a tile (65 elements: 0.56
+// to 0.76). RunsKernel, which gathers element by element, comes to 0.4 to 0.95. What did not help:
 // taking tiles in squares or in the order of the input, tiles that leave fewer blocks a
-// multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32), streaming stores.
+// multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32).
 #include "common/fast_divide.h"
 #include "common/types.h"
 #include "cuda/permute.h"
@@ -119,8 +119,8 @@ enum class OutRows {
   kJoined,  // anywhere, and the tile's rows are one after the other without a gap
 };
 
-// Two blocks that store parts of one sector of memory are slow. Tiles divide rows that are anywhere
-// at sectors.
+// Tiles divide rows that are anywhere at sectors of memory, so that blocks store whole packs but at
+// the ends of rows.
 inline constexpr int kSectorBytes = 32;
 
 // How many packs of a row of the output neighbouring threads take, before they take the next row's:

@@ -2,15 +2,12 @@
 // lengths move as fast as rows of whole packs.
 #pragma once
 
+#include <type_traits>
+
 #include "common/types.h"
 #include "cuda/launch.cuh"
 
 JOF_NAMESPACE_BEGIN
-
-template <int kValue>
-struct Constant {
-  __device__ constexpr int operator()() const { return kValue; }
-};
 
 __device__ __forceinline__ unsigned Phase(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kPackBytes;
@@ -127,19 +124,20 @@ __device__ __forceinline__ void StoreBytes(char* target, uint4 value, int begin,
   int at = begin > 0 ? begin : 0;
   end = end < kPackBytes ? end : kPackBytes;
   const auto store = [&](auto bytes, bool wanted) {
-    if constexpr (bytes() >= kBytes) {
-      if (!wanted || at + bytes() > end) return;
-      StorePiece<bytes()>(target, value, at);
-      at += bytes();
+    constexpr int kPiece = decltype(bytes)::value;
+    if constexpr (kPiece >= kBytes) {
+      if (!wanted || at + kPiece > end) return;
+      StorePiece<kPiece>(target, value, at);
+      at += kPiece;
     }
   };
-  store(Constant<1>(), at % 2 != 0);
-  store(Constant<2>(), at % 4 != 0);
-  store(Constant<4>(), at % 8 != 0);
-  store(Constant<8>(), at % 8 == 0);
-  store(Constant<4>(), true);
-  store(Constant<2>(), true);
-  store(Constant<1>(), true);
+  store(std::integral_constant<int, 1>(), at % 2 != 0);
+  store(std::integral_constant<int, 2>(), at % 4 != 0);
+  store(std::integral_constant<int, 4>(), at % 8 != 0);
+  store(std::integral_constant<int, 8>(), at % 8 == 0);
+  store(std::integral_constant<int, 4>(), true);
+  store(std::integral_constant<int, 2>(), true);
+  store(std::integral_constant<int, 1>(), true);
 }
 
 // Stores the first `bytes` bytes of a pack, all if there are more, to an address that is aligned to

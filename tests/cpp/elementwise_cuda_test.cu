@@ -12,20 +12,12 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
 #include "cuda/elementwise.cuh"
 #include "cuda/elementwise.h"
+#include "device.h"
 
 using namespace jof;
 
-#define CHECK_CUDA(expression)                                                           \
-  do {                                                                                   \
-    const cudaError_t status = (expression);                                             \
-    JOF_CHECK(status == cudaSuccess, "%s: %s", #expression, cudaGetErrorString(status)); \
-  } while (false)
-
-constexpr uint8_t kGuard = 0xa5;
-constexpr int64_t kGuardBytes = 64;
 constexpr int64_t kPool = (1 << 14) + 64;  // the elements there are of each input
 constexpr int kMaxArrays = 4;
 

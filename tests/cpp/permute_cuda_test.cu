@@ -7,19 +7,11 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
 #include "cuda/permute.h"
+#include "device.h"
 
 using namespace jof;
 
-#define CHECK_CUDA(expression)                                                           \
-  do {                                                                                   \
-    const cudaError_t status = (expression);                                             \
-    JOF_CHECK(status == cudaSuccess, "%s: %s", #expression, cudaGetErrorString(status)); \
-  } while (false)
-
-constexpr int64_t kGuardBytes = 64;
-constexpr uint8_t kGuard = 0xa5;
 constexpr int64_t kMostBytes = int64_t{1} << 22;
 constexpr int kMostRank = 8;
 

@@ -2,62 +2,21 @@
 // guard zones that must stay untouched. Needs a GPU; `make gpu-check` runs it.
 #include <cstring>
 
-#include "check.h"
 #include "cuda/upsample_nearest2d.h"
+#include "device.h"
 #include "upsample_problem.h"
 
 using namespace jof;
-
-#define CHECK_CUDA(expression)                                                           \
-  do {                                                                                   \
-    const cudaError_t status = (expression);                                             \
-    JOF_CHECK(status == cudaSuccess, "%s: %s", #expression, cudaGetErrorString(status)); \
-  } while (false)
-
-constexpr int64_t kGuardBytes = 64;
-constexpr uint8_t kGuard = 0xa5;
-
-// Device memory, poisoned, whose payload stands at `offset` from 16-byte alignment.
-class DeviceArray {
- public:
-  DeviceArray(int64_t bytes, int64_t offset)
-      : begin_(kGuardBytes + offset), total_(bytes + offset + 2 * kGuardBytes) {
-    CHECK_CUDA(cudaMalloc(&data_, static_cast<size_t>(total_)));
-    CHECK_CUDA(cudaMemset(data_, kGuard, static_cast<size_t>(total_)));
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  void* data() { return static_cast<uint8_t*>(data_) + begin_; }
-
-  void CopyFrom(const std::vector<uint8_t>& host) {
-    CHECK_CUDA(cudaMemcpy(data(), host.data(), host.size(), cudaMemcpyHostToDevice));
-  }
-  // The payload; checks the guard zones.
-  std::vector<uint8_t> CopyToHost(int64_t bytes) {
-    std::vector<uint8_t> host(static_cast<size_t>(total_));
-    CHECK_CUDA(cudaMemcpy(host.data(), data_, host.size(), cudaMemcpyDeviceToHost));
-    for (int64_t i = 0; i < total_; ++i) {
-      const bool inside = i >= begin_ && i < begin_ + bytes;
-      JOF_CHECK(inside || host[static_cast<size_t>(i)] == kGuard, "guard overwritten at %ld",
-                long(i - begin_));
-    }
-    return {host.begin() + begin_, host.begin() + begin_ + bytes};
-  }
-
- private:
-  void* data_;
-  int64_t begin_, total_;
-};
 
 void TestForward(const UpsampleProblem& p, int64_t element_bytes, int64_t in_offset,
                  int64_t out_offset) {
   std::vector<uint8_t> x(static_cast<size_t>(InSize(p) * element_bytes));
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint8_t>(i * 37 + i / 251);
-  DeviceArray in(InSize(p) * element_bytes, in_offset), out(OutSize(p) * element_bytes, out_offset);
-  in.CopyFrom(x);
+  DeviceArray in(x, in_offset), out(OutSize(p) * element_bytes, out_offset);
   CHECK_CUDA(LaunchUpsampleForward(p, static_cast<int>(element_bytes), in.data(), out.data(), 0));
-  const std::vector<uint8_t> y = out.CopyToHost(OutSize(p) * element_bytes);
+  const uint8_t* y = out.CopyToHost<uint8_t>();
   ForEachOutput(p, [&](int64_t i, int64_t o) {
-    JOF_CHECK(std::memcmp(x.data() + i * element_bytes, y.data() + o * element_bytes,
+    JOF_CHECK(std::memcmp(x.data() + i * element_bytes, y + o * element_bytes,
                           static_cast<size_t>(element_bytes)) == 0,
               "output %ld of %ld-byte elements, offsets %ld %ld", long(o), long(element_bytes),
               long(in_offset), long(out_offset));
@@ -76,14 +35,13 @@ void TestBackward(const UpsampleProblem& p, Summable type, int64_t in_offset, in
     std::memcpy(dy.data() + static_cast<size_t>(o) * sizeof(T), &element, sizeof(T));
     want[static_cast<size_t>(i)] += v;
   });
-  const int64_t bytes = InSize(p) * static_cast<int64_t>(sizeof(T));
-  DeviceArray in(static_cast<int64_t>(dy.size()), in_offset), out(bytes, out_offset);
-  in.CopyFrom(dy);
+  DeviceArray in(dy, in_offset);
+  DeviceArray out(InSize(p) * static_cast<int64_t>(sizeof(T)), out_offset);
   CHECK_CUDA(LaunchUpsampleBackward(p, type, in.data(), out.data(), 0));
-  const std::vector<uint8_t> dx = out.CopyToHost(bytes);
+  const uint8_t* dx = out.CopyToHost<uint8_t>();
   for (int64_t i = 0; i < InSize(p); ++i) {
     T element;
-    std::memcpy(&element, dx.data() + static_cast<size_t>(i) * sizeof(T), sizeof(T));
+    std::memcpy(&element, dx + static_cast<size_t>(i) * sizeof(T), sizeof(T));
     JOF_CHECK(value(element) == want[static_cast<size_t>(i)], "dx %ld is %g, want %g", long(i),
               value(element), want[static_cast<size_t>(i)]);
   }
