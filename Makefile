@@ -2,15 +2,19 @@
 # make test       set up, run the whole test suite
 # make doctest    the examples in the docstrings and the README
 # make lint       ruff, clang-format, mypy
-# make test-sanitize  a fuzzer and part of the suite on a CPU module built with sanitizers
+# make test-versions  the suite on the oldest jax supported, on 0.10.2, and on the newest one
+# make test-sanitize  a fuzzer, the suite and the C++ tests on a CPU module built with sanitizers
+# make soak       memory after millions of calls and 1,000 compilations
 # make gpu-check  on a machine with a GPU: build, suite, compute-sanitizer, benchmarks
 # make clean      remove everything that was built
 #
-# PYTHON=python3.13 chooses the interpreter, VENV=dir the virtual environment, and the variables of
-# CMakeLists.txt (JOF_CUDA, JOF_CUDA_ARCHITECTURES, JOF_WERROR) the build.
+# PYTHON=python3.13 chooses the interpreter, VENV=dir the virtual environment, JAX=jax==0.9.0 what
+# is installed into a new one, and the variables of CMakeLists.txt (JOF_CUDA, JOF_CUDA_ARCHITECTURES,
+# JOF_WERROR) the build.
 
 PYTHON ?= python3
 VENV ?= .venv
+JAX ?= jax
 CXX ?= c++
 PYTEST_ARGS ?= -n 2
 
@@ -18,7 +22,8 @@ BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f)
 CLANG_SOURCES := $(shell find csrc tests/cpp benchmarks/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-sanitize doctest lint gpu-check clean
+.PHONY: demo test test-versions test-oldest test-0.10.2 test-newest test-sanitize soak doctest lint \
+  gpu-check clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/installed
@@ -27,15 +32,35 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Sanitizers' runtime must be in the process before the module is. Python and JAX leak by design.
-SANITIZED = ASAN_OPTIONS=detect_leaks=0 \
+# The first of these minor versions of Python 3 that runs here, from PATH or of pyenv.
+python = $(shell for minor in $(1); do \
+  for python in python3.$$minor "$$(pyenv root 2>/dev/null)"/versions/3.$$minor.*/bin/python3; do \
+    "$$python" -c 'import venv' 2>/dev/null && echo "$$python" && exit; \
+  done; done; echo python3.$(firstword $(1)))
+
+test-versions: test-oldest test-0.10.2 test-newest
+
+test-oldest:
+	$(MAKE) test PYTHON="$(call python,11)" VENV=.venv-oldest JAX=jax==0.8.0
+
+test-0.10.2:
+	$(MAKE) test PYTHON="$(call python,11)" VENV=.venv-0.10.2 JAX=jax==0.10.2
+
+test-newest:
+	$(MAKE) test PYTHON="$(call python,15 14 13 12)" VENV=.venv-newest
+
+# Sanitizers' runtime must be in the process before the module is. Python and JAX leak by design,
+# and tests ask for more memory than there is.
+SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 JOF_SANITIZE=ON \
   LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libubsan.so)"
 
 test-sanitize:
 	$(MAKE) VENV=.venv-sanitize JOF_SANITIZE=ON JOF_CUDA=OFF .venv-sanitize/installed
 	$(SANITIZED) .venv-sanitize/bin/python -m tests.fuzz --calls 3000
-	$(SANITIZED) .venv-sanitize/bin/python -m pytest $(PYTEST_ARGS) \
-	  $(addprefix tests/test_,errors.py permute.py upsample.py)
+	$(SANITIZED) .venv-sanitize/bin/python -m pytest $(PYTEST_ARGS)
+
+soak: $(VENV)/installed
+	$(BIN)/python -m tests.soak
 
 doctest: $(VENV)/installed
 	$(BIN)/python -m pytest -q --doctest-modules jax_oneflow_ops --doctest-glob='README.md' README.md
@@ -55,8 +80,10 @@ clean:
 # jax for the GPU that is visible, if one is: the driver says which CUDA it can run.
 CUDA_EXTRA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(12\|13\)\..*/,cuda\1/p')
 
+# A build folder of its own: CMake keeps the variables of the last build in it.
 $(VENV)/installed: $(BUILD_INPUTS) | $(VENV)/created
-	$(BIN)/python -m pip install --quiet --editable '.[bench,test$(CUDA_EXTRA)]'
+	$(BIN)/python -m pip install --quiet --config-settings=build-dir=$(VENV)/build \
+	  --editable '.[bench,test$(CUDA_EXTRA)]' '$(JAX)'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -16,8 +16,8 @@ _PACKAGES = ["jax", "jaxlib", "jax_oneflow_ops", "torch", "cupy", "numpy"]
 _ROOT = Path(__file__).resolve().parent.parent
 
 
-def describe(argv: list[str]) -> dict[str, Any]:
-    """Versions, device, processor, commit, date and command line."""
+def describe(argv: list[str], module: str = "benchmarks", devices: int = 1) -> dict[str, Any]:
+    """Versions, devices, processor, commit, date and command line."""
     import jax
 
     import jax_oneflow_ops as jof
@@ -26,15 +26,18 @@ def describe(argv: list[str]) -> dict[str, Any]:
     client_version = getattr(device.client, "platform_version", "")
     return {
         "device": device.device_kind if device.platform != "cpu" else cpu_model(),
+        "devices": devices,
         "platform": device.platform,
-        "driver": _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _run(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
         "cuda": " ".join(re.findall(r"cuda \d+", client_version)) or None,
         "native": jof.implementations(),
         "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
         **_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command_line(argv),
+        "command": command_line(argv, module),
     }
 
 
@@ -52,16 +55,18 @@ def _commit() -> dict[str, Any]:
     }
 
 
-def command_line(argv: list[str]) -> str:
+def command_line(argv: list[str], module: str = "benchmarks") -> str:
     """The command, with absolute paths cut to their last component."""
     words = [re.sub(r"^(--\w+=)?/.*/", r"\1", word) for word in argv]
-    return shlex.join(["python", "-m", "benchmarks", *words])
+    return shlex.join(["python", "-m", module, *words])
 
 
 def slug(environment: dict[str, Any]) -> str:
-    """A directory name for the device: ``nvidia-h200``, ``cpu-amd-epyc``."""
+    """A directory name for the devices: ``nvidia-h200``, ``nvidia-h200-x2``, ``cpu-amd-epyc``."""
     prefix = "cpu-" if environment["platform"] == "cpu" else ""
-    return prefix + re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-")
+    devices = environment.get("devices", 1)
+    suffix = f"-x{devices}" if devices > 1 else ""
+    return prefix + re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-") + suffix
 
 
 def cpu_model() -> str:

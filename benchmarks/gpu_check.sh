@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A whole round on a machine with a GPU, in one call and without a network: build against the
 # installed jaxlib, the C++ tests of the kernels at every pointer offset and of the math functions,
-# the test suite, the C++ tests under compute-sanitizer in part, the benchmarks. Results go to $OUT if
-# it is set, else to build/gpu-check.
+# the test suite, the C++ tests under the four tools of compute-sanitizer, the benchmarks. Results go
+# to $OUT if it is set, else to build/gpu-check.
 # QUICK=1 leaves the sanitizer and most benchmark cases out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -52,14 +52,17 @@ unset XLA_PYTHON_CLIENT_PREALLOCATE
 
 if [[ -z ${QUICK:-} ]]; then
   section "compute-sanitizer"
-  # The elementwise kernels have no shared memory, and the test gives them no uninitialised inputs.
-  sanitize="compute-sanitizer --error-exitcode 1 --tool"
-  together "$sanitize memcheck $tests/elementwise brief" "$sanitize memcheck $tests/upsample brief" \
-    "$sanitize racecheck $tests/upsample brief" "$sanitize initcheck $tests/upsample brief" \
-    "$sanitize memcheck $tests/scatter brief" "$sanitize racecheck $tests/scatter brief f16" \
-    "$sanitize memcheck $tests/permute brief" "$sanitize racecheck $tests/permute brief" \
-    "$sanitize initcheck $tests/permute brief" \
-    2>&1 | tee "$out/sanitizer.txt"
+  # The slowest first; of scatters each type by itself.
+  parts=()
+  for part in f16 bf16 f32 f64 i32 i64 gather; do parts+=("scatter brief $part"); done
+  parts+=("permute brief" "upsample brief" "elementwise brief")
+  for tool in racecheck memcheck initcheck synccheck; do
+    for part in "${parts[@]}"; do
+      echo "compute-sanitizer --error-exitcode 1 --tool $tool $tests/$part"
+    done
+  done | xargs -d '\n' -P "$(nproc)" -I{} bash -c \
+    'out=$({} 2>&1) && status=0 || status=1; printf "%s\n" "$ {}" "$out"; exit $status' \
+    | tee "$out/sanitizer.txt"
 fi
 
 section "benchmarks"

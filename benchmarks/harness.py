@@ -177,7 +177,7 @@ def _run(
         sys.stdout.flush()
         # Written after every row: a run cut short leaves what it measured.
         result["seconds"] = round(time.perf_counter() - begin, 1)
-        path.write_text(_json(result))
+        path.write_text(to_json(result))
     print("\n".join(table.footnotes(result["rows"])))
     print(f"wrote {path.name if path.is_absolute() else path}")
     return sum("error" in row for row in result["rows"])
@@ -295,7 +295,7 @@ def summarise(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _json(result: dict[str, Any]) -> str:
+def to_json(result: dict[str, Any]) -> str:
     """Indented, but a list of samples stays on one line."""
     text = json.dumps(result, indent=1)
     text = re.sub(r"\[[\d.,\s]+\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)

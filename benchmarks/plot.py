@@ -52,7 +52,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     for file in options.files:
-        for stem in draw(json.loads(file.read_text()), options.out):
+        result = json.loads(file.read_text())
+        if "runs" in result:  # of a training example: a table says it all
+            continue
+        for stem in draw(result, options.out):
             print(f"wrote {stem}.png and {stem}.svg")
     return 0
 

@@ -3,6 +3,7 @@
 Each result has a place in the README, between ``<!-- benchmarks:NAME begin -->`` and
 ``<!-- benchmarks:NAME end -->``. NAME is the suite and the device: ``upsample-nvidia-h200``,
 ``upsample-cpu``. ``--check`` writes nothing and fails where the README is not what the results say.
+Results of the training examples have their tables too: ``autoencoder-nvidia-h200-x2``.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def insert(text: str, name: str, content: str) -> str:
 
 def tables(result: Result) -> str:
     """Markdown: where the numbers come from, and the tables of the suite."""
+    if "runs" in result:
+        return training(result)
     sections = {"elementwise": _elementwise, "cast": _cast, "gelu_ladder": _ladder}
     sections |= {"scatter": _scatter, "atomic_add": _atomics, "permute": _permute}
     parts = [provenance(result), *sections.get(result["suite"], _any)(result)]
@@ -530,18 +533,55 @@ def permute_verdicts(rows: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def provenance(result: Result) -> str:
-    """Where the numbers come from and how to read them."""
-    about = result["environment"]
+# ---- training, by the examples ----
+
+
+def training(result: Result) -> str:
+    """A row a division over devices: losses and throughput there and on one device."""
+    one, *runs = result["runs"]
+    unit = f"{result['unit']}/s"
+    head = ["", "devices", "losses on one", "losses", f"{unit} on one", unit, "", "collectives"]
+    lines = [
+        [
+            run["variant"],
+            str(run["devices"]),
+            *(f"{x['losses'][0]:.4f} to {x['losses'][-1]:.4f}" for x in (one, run)),
+            *(f"{x['rate']:,.0f}" for x in (one, run)),
+            f"{run['rate'] / one['rate']:.2f}x",
+            communication(run["collectives"]),
+        ]
+        for run in runs
+    ]
+    settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
+    about = origin(result["environment"], "wall time of a step")
+    return (
+        f"{about} {settings.capitalize()}. Losses of the first and the last step.\n\n"
+        f"{_markdown([head, *lines])}"
+    )
+
+
+def communication(collectives: dict[str, list[int]]) -> str:
+    """How many there are of each kind, and the megabytes that they make together."""
+    texts = (f"{len(s)} {kind}, {sum(s) / 1e6:,.2f} MB" for kind, s in collectives.items())
+    return "; ".join(texts) or "none"
+
+
+def origin(about: dict[str, Any], clock: str) -> str:
+    """The device, the versions, the clock, the date and the commit."""
     versions = about["versions"]
     commit = (about["commit"] or "unknown")[:10] + (" with changes" if about["dirty"] else "")
     facts = [about["device"]]
     facts += [f"driver {about['driver']}" if about["driver"] else f"{about['cpu']['cores']} cores"]
     facts += [f"{name} {versions[name]}" for name in ("jax", "torch") if versions.get(name)]
+    return f"{', '.join(facts)}; {clock}, medians; {about['date'][:10]}, commit {commit}."
+
+
+def provenance(result: Result) -> str:
+    """Where the numbers come from and how to read them."""
     clock = {"cupti": "device time of the kernels (CUPTI)", "wall": "wall time"}[result["clock"]]
     notes = "".join(f" Note: {note}." for note in result["notes"])
     return (
-        f"{', '.join(facts)}; {clock}, medians; {about['date'][:10]}, commit {commit}. "
+        f"{origin(result['environment'], clock)} "
         f"Ratios are the rival's time over ours: above 1, ours is faster. "
         f"The copy is {result['ceiling']}, moving as many bytes.{notes}"
     )

@@ -1,7 +1,22 @@
 #define JOF_FOR_EACH_OWN_HANDLER JOF_FOR_EACH_CUDA_HANDLER
+#include <cuda_runtime_api.h>
+
 #include "bind.h"
+
+namespace {
+
+// The newest CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a
+// driver. Initialises nothing.
+int DriverVersion() {
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
   jof::BindHandlers(m);
   m.attr("architectures") = JOF_CUDA_ARCHITECTURES;
+  m.attr("runtime_version") = CUDART_VERSION;
+  m.def("driver_version", DriverVersion);
 }

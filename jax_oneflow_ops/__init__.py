@@ -5,7 +5,8 @@ Every function has the signature and the semantics of the JAX function it replac
 for their numerics, and :func:`implementations` for what is available where.
 """
 
-from jax_oneflow_ops._native import implementations, include_dir
+from jax_oneflow_ops._native import export_checks, implementations, include_dir
+from jax_oneflow_ops._primitive import GatherWarning
 from jax_oneflow_ops.elementwise import (
     add,
     cast,
@@ -35,11 +36,13 @@ from jax_oneflow_ops.scatter import embedding_lookup, scatter_add, segment_sum
 from jax_oneflow_ops.upsample import upsample_nearest2d
 
 __all__ = [
+    "GatherWarning",
     "add",
     "cast",
     "divide",
     "elu",
     "embedding_lookup",
+    "export_checks",
     "fma",
     "geglu",
     "gelu",

@@ -60,14 +60,17 @@ def require_devices_during_lowering(primitive: core.Primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def is_partially_manual(ctx: Any) -> bool:
-    """Whether a lowering context is inside a `shard_map` over some axes of a mesh only.
+def automatic_axes_beside_manual_ones(ctx: Any) -> tuple[str, ...] | None:
+    """Inside a `shard_map` over some axes of a mesh only: those others that have several devices.
 
-    `custom_partitioning` does not give its callbacks the mesh there.
+    None elsewhere. `custom_partitioning` does not give its callbacks the mesh there.
     """
     axis_context = ctx.module_context.axis_context
     manual: frozenset[str] = getattr(axis_context, "manual_axes", frozenset())
-    return bool(manual) and set(manual) != set(axis_context.mesh.axis_names)
+    if not manual or set(manual) == set(axis_context.mesh.axis_names):
+        return None
+    sizes = axis_context.mesh.shape
+    return tuple(axis for axis in sizes if axis not in manual and sizes[axis] > 1)
 
 
 def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:

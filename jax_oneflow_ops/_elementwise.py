@@ -16,7 +16,7 @@ functions have a parameter, a scalar operand after all others.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def define(
 
     def division(*types: Any, wanted: Sequence[int] = (0,), **_: Any) -> _primitive.Division:
         dims = [[f"d{i}" for i in range(len(t.shape))] for t in types]
-        return dims, [max(dims, key=len)] * len(wanted), frozenset()
+        return _primitive.Division(dims, [max(dims, key=len)] * len(wanted))
 
     return _primitive.define(
         f"jof_{name}",
@@ -187,7 +187,7 @@ def differentiable(
     def tangent(primals: Sequence[Any], tangents: Sequence[Any], implementation: Any) -> Any:
         """The tangent of f where no parameter has one."""
         arrays, rest = primals[:inputs], primals[inputs:]
-        shape = np.broadcast_shapes(*(x.shape for x in arrays))
+        shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
         live = [i for i, t in enumerate(tangents[:inputs]) if not isinstance(t, ad.Zero)]
         full = {i: jnp.broadcast_to(tangents[i], shape) for i in live}
         if len(live) > 1:
@@ -204,20 +204,18 @@ def differentiable(
             return result, _reference_tangent(reference, primals, tangents)
         return result, tangent(primals, tangents, implementation)
 
+    def transpose(ct: Any, *args: Any, implementation: Any) -> list[Any]:
+        (i,) = (i for i, x in enumerate(args) if ad.is_undefined_primal(x))
+        operands = [*args[:i], ct, *args[i + 1 :]]
+        cts: list[Any] = [None] * len(args)
+        cts[i] = bind(f_p, *operands, implementation=implementation)
+        return cts
+
     ad.primitive_jvps[f_p] = jvp
     _tangents[f_p] = tangent
-    if linear:
-
-        def transpose(ct: Any, *args: Any, implementation: Any) -> list[Any]:
-            (i,) = (i for i, x in enumerate(args) if ad.is_undefined_primal(x))
-            operands = [*args[:i], ct, *args[i + 1 :]]
-            cts: list[Any] = [None] * len(args)
-            cts[i] = bind(f_p, *operands, implementation=implementation)
-            return cts
-
-        ad.primitive_transposes[f_p] = transpose
-        if inputs == 1:
-            return f_p
+    _set_transpose(f_p, reference, linear, transpose)
+    if linear and inputs == 1:
+        return f_p
 
     vjp_p = define(f"{name}_vjp", vjp_reference, parameters=parameters, multiple_results=True)
 
@@ -250,6 +248,34 @@ def differentiable(
 
 # The `tangent` of each primitive that `differentiable` has made.
 _tangents: dict[core.Primitive, Function] = {}
+
+
+def _set_transpose(
+    primitive: core.Primitive,
+    reference: Function,
+    arrays: Sequence[int] = (),
+    rule: Function | None = None,
+) -> None:
+    """Sets the transpose: `rule` with respect to `arrays`, else that of the reference.
+
+    Gradients need the rule alone. The rest is for `jax.linear_transpose` with respect to scalars,
+    parameters, and what only some values of the other operands make linear.
+    """
+
+    def transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
+        live = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+        if rule and all(i in arrays and args[i].aval.shape == ct.shape for i in live):
+            return cast(list[Any], rule(ct, *args, **params))
+
+        def of_live(*xs: Any) -> Any:
+            given = dict(zip(live, xs, strict=True))
+            return reference(*(given.get(i, x) for i, x in enumerate(args)))
+
+        pulled = jax.linear_transpose(of_live, *(args[i].aval for i in live))(ct)
+        cts = dict(zip(live, pulled, strict=True))
+        return [cts.get(i) for i in range(len(args))]
+
+    ad.primitive_transposes[primitive] = transpose
 
 
 def _set_rules(
@@ -321,7 +347,7 @@ def linear_sum(name: str, reference: Function, signs: tuple[int, int]) -> core.P
         return [c if ad.is_undefined_primal(x) else None for c, x in zip(signed, args, strict=True)]
 
     ad.primitive_jvps[f_p] = jvp
-    ad.primitive_transposes[f_p] = transpose
+    _set_transpose(f_p, reference, (0, 1), transpose)
     return f_p
 
 
@@ -348,6 +374,7 @@ def fused_multiply_add(
         return result, bind(add_p, *terms, implementation=implementation)
 
     ad.primitive_jvps[f_p] = jvp
+    _set_transpose(f_p, reference)
     return f_p
 
 
@@ -389,7 +416,7 @@ def selection(reference: Function) -> core.Primitive:
         return [None, bind(f_p, condition, *full, implementation=implementation)]
 
     ad.primitive_jvps[f_p] = jvp
-    ad.primitive_transposes[f_p] = transpose
+    _set_transpose(f_p, reference, (1, 2), transpose)
     _set_rules(vjp_p, vjp_reference, range(1, 2), vjp_transpose)
     return f_p
 

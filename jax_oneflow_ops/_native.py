@@ -4,9 +4,12 @@ Importing this module initialises no backend and makes no CUDA call: jax keeps t
 until a backend starts.
 """
 
+import functools
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +50,7 @@ def _load() -> Mapping[str, Any]:
                     "jax_oneflow_ops has no native modules: this is its source, not a build of "
                     "it. Run `pip install .`, or `pip install --editable .`, in its repository."
                 ) from error
-            continue  # built without CUDA; `missing` says so when it is asked for
+            continue  # built without CUDA; `_missing` says so when it is asked for
         check_ffi_api(module.ffi_api_version, _compat.runtime_ffi_api())
         for target, capsule in module.targets().items():
             jax.ffi.register_ffi_target(target, capsule, platform=ffi_platform)
@@ -97,6 +100,34 @@ def include_dir() -> str:
     return os.path.join(os.path.dirname(os.path.abspath(_loaded["cpu"].__file__)), "include")
 
 
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export` must be told to export programs with this package's calls.
+
+    `jax.export` refuses custom calls that it does not know, because a program that is read back
+    elsewhere needs them there. With this package in that process it has them: import it before the
+    program is called.
+
+    A program for several devices can be exported if its calls are inside a `jax.shard_map` over all
+    axes of the mesh. Where XLA divides the work, it asks this process how: jax raises an error.
+
+    Returns:
+      A list for the argument `disabled_checks`: a `jax.export.DisabledSafetyCheck` for each FFI
+      target of the native modules that are here. What is exported for a platform whose module is
+      not here runs the "xla" implementation, and needs none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_oneflow_ops as jof
+      >>> x = jnp.array([-1.0, 2.0])
+      >>> exported = jax.export.export(jax.jit(jof.relu), disabled_checks=jof.export_checks())(x)
+      >>> restored = jax.export.deserialize(exported.serialize())
+      >>> print(restored.call(x))
+      [0. 2.]
+    """
+    targets = set[str]().union(*(module.targets() for module in _loaded.values()))
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
+
+
 def permute_plan(
     shape: Sequence[int], axes: Sequence[int], itemsize: int, alignment: int = 16
 ) -> dict[str, Any]:
@@ -118,18 +149,122 @@ def permute_plan(
     return plan
 
 
-def missing(function: str, platform: str) -> NotImplementedError:
+def is_used(function: str, platform: str, implementation: str | None) -> bool:
+    """Whether a call is lowered to native kernels.
+
+    Raises NotImplementedError where it must be and cannot. Warns, once, where kernels were built
+    but do not run here.
+    """
+    if implementation == "xla":
+        return False
+    problem = _cuda_problem() if platform == "cuda" and available(platform) else None
+    if available(platform) and problem is None:
+        return True
+    if implementation == "native":
+        raise _missing(function, platform, problem)
+    if problem is not None:
+        _warn_of_fallback(problem)
+    return False
+
+
+def _missing(function: str, platform: str, problem: str | None) -> NotImplementedError:
     """The error for `function(..., implementation="native")` on a platform without kernels."""
-    remedy = 'use implementation="xla" or leave it at None'
-    if platform == "cuda":
-        remedy = (
-            "rebuild the package with the CUDA module: `JOF_CUDA=ON pip install .` in its source "
-            "(pip fetches nvcc where there is none)"
-        )
-    return NotImplementedError(
-        f'{function}: implementation="native" was asked for, but there are no native kernels for '
-        f'platform "{platform}" here. Remedy: {remedy}.'
+    if problem is None:
+        remedy = 'use implementation="xla" or leave it at None'
+        if platform == "cuda":
+            remedy = (
+                "rebuild the package with the CUDA module: `JOF_CUDA=ON pip install .` in its "
+                "source (pip fetches nvcc where there is none)"
+            )
+        problem = f'there are no native kernels for platform "{platform}" here. Remedy: {remedy}.'
+    return NotImplementedError(f'{function}: implementation="native" was asked for, but {problem}')
+
+
+@functools.cache
+def _warn_of_fallback(problem: str) -> None:
+    warnings.warn(
+        f"jax_oneflow_ops runs its pure-jnp implementations on this GPU: {problem}",
+        RuntimeWarning,
+        stacklevel=2,
     )
+
+
+@functools.cache
+def _cuda_problem() -> str | None:
+    """Why the CUDA module's kernels do not run on this process's GPUs, with the remedy, if so.
+
+    Looks at the GPUs that jax uses, so not before something is lowered. A process that has none
+    lowers for other machines (`jax.export`), about which nothing is known here.
+    """
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return None
+    module = _loaded["cuda"]
+    capabilities = {_version(device.compute_capability) for device in devices}
+    return cuda_problem(
+        module.architectures, module.runtime_version, module.driver_version(), capabilities
+    )
+
+
+def cuda_problem(
+    architectures: str, runtime: int, driver: int, capabilities: Iterable[tuple[int, int]]
+) -> str | None:
+    """Why kernels do not run, with the remedy, or None where they do.
+
+    Args:
+      architectures: what they are compiled for: CMake's list, with commas.
+      runtime: the CUDA version that they are compiled and linked with, as CUDA counts it (12040).
+      driver: the newest one that the driver supports.
+      capabilities: of the GPUs, as (major, minor).
+    """
+    # Machine code runs under any driver of the same major version, and later ones.
+    if driver // 1000 < runtime // 1000:
+        return (
+            f"the package was built with CUDA {_cuda_version(runtime)}, and the NVIDIA driver "
+            f"supports CUDA {_cuda_version(driver)} at most. Remedy: update the driver, or rebuild "
+            f"the package with nvcc {driver // 1000} on PATH: `JOF_CUDA=ON pip install .` in its "
+            "source."
+        )
+    for capability in sorted(capabilities):
+        if not any(
+            _runs(architecture, capability, newest_ptx=runtime <= driver)
+            for architecture in architectures.split(",")
+        ):
+            major, minor = capability
+            return (
+                f"the package was compiled for the architectures {architectures}, and has no code "
+                f"that a GPU of compute capability {major}.{minor} under a driver for CUDA "
+                f"{_cuda_version(driver)} can run. Remedy: rebuild the package for this GPU: "
+                f"`JOF_CUDA=ON JOF_CUDA_ARCHITECTURES={major}{minor} pip install .` in its source."
+            )
+    return None
+
+
+def _runs(architecture: str, capability: tuple[int, int], newest_ptx: bool) -> bool:
+    """Whether what nvcc makes for one entry of CMake's list runs on a GPU.
+
+    "80" is machine code and PTX, "80-real" the one, "80-virtual" the other.
+    """
+    match = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", architecture)
+    if match is None:
+        return True  # "native", "all" and the like: CMake's words for what does
+    compiled = int(match[1]), int(match[2])
+    if match[3] == "a":  # features of one chip
+        return compiled == capability
+    same_major = compiled[0] == capability[0] and compiled[1] <= capability[1]
+    # The driver compiles PTX, if it is no older than the nvcc that wrote it.
+    from_ptx = compiled <= capability and newest_ptx and match[3] == ""
+    return (same_major and match[4] != "virtual") or (from_ptx and match[4] != "real")
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def choose_implementation(function: str, implementation: str | None) -> str | None:

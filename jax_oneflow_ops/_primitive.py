@@ -7,8 +7,11 @@ how the work is divided over devices, around the inner primitive, which lowers t
 shard of one device: to one, or to what a function of that shard makes of them.
 """
 
+import dataclasses
 import functools
+import hashlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +24,44 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_oneflow_ops import _compat, _native
 
 Params = dict[str, Any]
-# How a call may be divided: the names of each operand's and of each result's dimensions, in the
-# notation of `custom_partitioning`, and the names that every device needs whole. Over names of
-# operands that results lack, the shards' results are summed.
-Division = tuple[Sequence[Sequence[str]], Sequence[Sequence[str]], frozenset[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a call may be divided over devices.
+
+    Dimensions have names, as in the sharding rules of `custom_partitioning`. Over names of operands
+    that results lack, the shards' results are summed.
+    """
+
+    operands: Sequence[Sequence[str]]
+    results: Sequence[Sequence[str]]
+    whole: frozenset[str] = frozenset()  # what every device needs all of
+    # The dimension that ids point into: a shard of it has to know its place.
+    rows: str | None = None
+    # Parameters of the call on one of so many shards of the rows, where they are others.
+    params_of_shard: Callable[[int], Params] = lambda shards: {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The mesh axes that matter to the call on one shard."""
+
+    summed: tuple[str, ...] = ()  # over which results are to be summed
+    rows: tuple[str, ...] = ()  # over which rows are divided
+
+
+class GatherWarning(UserWarning):
+    """An op puts together an operand that is divided over devices.
+
+    It is given once for each function and reason, while a program is compiled. To silence it:
+    ``warnings.filterwarnings("ignore", category=jax_oneflow_ops.GatherWarning)``.
+    """
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, GatherWarning, stacklevel=2)
 
 
 def define(
@@ -36,7 +73,7 @@ def define(
     attributes: Callable[..., Params] | None = None,
     native: Callable[..., Any] | None = None,
     division: Callable[..., Division],
-    summed: Callable[..., Any] | None = None,
+    on_shard: Callable[..., Any] | None = None,
     batch: Callable[..., tuple[Any, Any]],
     multiple_results: bool = False,
 ) -> core.Primitive:
@@ -53,9 +90,9 @@ def define(
       native: of any other op, in its place: `(platform, *args, **params) -> result` on one device,
         a function in jnp and of `jax.ffi.ffi_call`.
       division: `(*avals, **params) -> Division`.
-      summed: `(call, axes, *args) -> result` on one device, where a call of `native` is divided
-        along names that results lack: what all devices of the mesh axes `axes` have, from
-        `call(*args)` on each one's shard. By default the sum of the calls.
+      on_shard: `(call, shard, *args, **params) -> result` on one device, where a call of `native`
+        is divided along rows or along names that results lack; `call(*args, **params)` works on
+        what one device has. By default the sum of the calls.
       batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule,
         given the primitive that is being defined.
       multiple_results: results, avals and batch dimensions are lists.
@@ -66,13 +103,13 @@ def define(
     inner = core.Primitive(f"{target}_ffi")
     inner.multiple_results = multiple_results
     inner.def_abstract_eval(
-        lambda *avals, platform, mesh_axes, **params: abstract_eval(*avals, **params)
+        lambda *avals, platform, shard, **params: abstract_eval(*avals, **params)
     )
 
     if attributes is not None:
         mlir.register_lowering(inner, _lower_to_call(target, attributes))
     elif native is not None:
-        function_of_shard = functools.partial(_on_one_device, native, summed or _sum)
+        function_of_shard = functools.partial(_on_one_device, native, on_shard or _sum)
         rule = _compat.lower_plain(function_of_shard, multiple_results)
         mlir.register_lowering(inner, rule)
 
@@ -89,13 +126,18 @@ def define(
     def lower(
         ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
     ) -> Any:
-        if implementation == "xla" or not _native.available(platform):
-            if implementation == "native":
-                raise _native.missing(function, platform)
+        if not _native.is_used(function, platform, implementation):
             return lower_reference(ctx, *args, **params)
-        call: Any = functools.partial(inner.bind, platform=platform, mesh_axes=(), **params)
-        if not _compat.is_partially_manual(ctx):
-            call = _divided(call, division, params)
+        call: Any = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
+        automatic = _compat.automatic_axes_beside_manual_ones(ctx)
+        if automatic is None:
+            call = _named(target, params, _divided(function, call, division, params))
+        elif automatic:
+            _warn(
+                f"{function}: in a shard_map over some axes of the mesh only, arrays that are "
+                f"divided over its other axes ({', '.join(automatic)}) are gathered. Remedy: name "
+                "all axes that divide them in axis_names."
+            )
         return mlir.lower_fun(call, multiple_results=multiple_results)(ctx, *args)
 
     for platform in (None, "cpu", "cuda", "rocm", "tpu"):
@@ -130,7 +172,7 @@ def _lower_to_call(target: str, attributes: Callable[..., Params]) -> Callable[.
     """A lowering rule to one FFI call."""
     lower = jax.ffi.ffi_lowering(target)
 
-    def rule(ctx: Any, *args: Any, platform: str, mesh_axes: Sequence[str], **params: Any) -> Any:
+    def rule(ctx: Any, *args: Any, platform: str, shard: Shard, **params: Any) -> Any:
         return lower(ctx, *args, **attributes(**params))
 
     return rule
@@ -138,18 +180,20 @@ def _lower_to_call(target: str, attributes: Callable[..., Params]) -> Callable[.
 
 def _on_one_device(
     native: Callable[..., Any],
-    summed: Callable[..., Any],
+    on_shard: Callable[..., Any],
     *args: Any,
     platform: str,
-    mesh_axes: Sequence[str],
+    shard: Shard,
     **params: Any,
 ) -> Any:
-    call = functools.partial(native, platform, **params)
-    return summed(call, mesh_axes, *args) if mesh_axes else call(*args)
+    call = functools.partial(native, platform)
+    if shard == Shard():
+        return call(*args, **params)
+    return on_shard(call, shard, *args, **params)
 
 
-def _sum(call: Callable[..., Any], axes: Sequence[str], *args: Any) -> Any:
-    return jax.tree.map(functools.partial(sum_over, axes), call(*args))
+def _sum(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) -> Any:
+    return jax.tree.map(functools.partial(sum_over, shard.summed), call(*args, **params))
 
 
 def sum_over(
@@ -163,8 +207,43 @@ def sum_over(
     return finish(total).astype(x.dtype)
 
 
+def sum_of_bits_over(axes: Sequence[str], x: jax.Array) -> jax.Array:
+    """The sum where all devices but one have zeros: the bits of that one, -0 and NaNs included.
+
+    In words of 32 bits: all devices can add these, whatever the dtype.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = sum_of_bits_over(axes, jnp.stack([x.real, x.imag]))
+        return jax.lax.complex(parts[0], parts[1])
+    if x.dtype == jnp.bool_:
+        return sum_of_bits_over(axes, x.astype(jnp.uint8)).astype(bool)
+    per_word = max(1, 4 // x.dtype.itemsize)
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % per_word))
+    words = jax.lax.bitcast_convert_type(
+        flat.reshape(-1, per_word) if per_word > 1 else flat, jnp.uint32
+    )
+    bits = jax.lax.bitcast_convert_type(jax.lax.psum(words, tuple(axes)), x.dtype)
+    return bits.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def _named(target: str, params: Params, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` as a function of the program whose name says what it computes.
+
+    What `custom_partitioning` leaves in a program is an address in this process, and the keys of
+    jax's persistent compilation cache are made of the program. In the next process the address may
+    be that of another operation, for which the program in the cache would be taken.
+    """
+
+    def function(*args: Any) -> Any:
+        return call(*args)
+
+    digest = hashlib.sha256(repr(sorted(params.items())).encode()).hexdigest()
+    function.__name__ = f"{target}_{digest[:16]}"
+    return jax.jit(function)
+
+
 def _divided(
-    call: Callable[..., Any], division: Callable[..., Division], params: Params
+    public_name: str, call: Callable[..., Any], division: Callable[..., Division], params: Params
 ) -> Callable[..., Any]:
     """`call` as a function that the SPMD partitioner can divide over devices."""
     # Imported here because it is slow to import and needed only when something is lowered.
@@ -175,40 +254,89 @@ def _divided(
     def partition(
         mesh: Mesh, args: Sequence[Any], result: Any
     ) -> tuple[Mesh, Callable[..., Any], Any, tuple[NamedSharding, ...]]:
-        operands, results, whole = division(*args, **params)
-        kept = frozenset[str]().union(*results)
-        axes: dict[str, tuple[str, ...]] = {}
-        used: set[str] = set()
-        for arg, names in zip(args, operands, strict=True):
-            spec = (*arg.sharding.spec, *(None,) * len(names))
-            for name, size, axis in zip(names, arg.shape, spec, strict=False):
-                if name in whole or name in axes or axis is None:
-                    continue
-                these = axis if isinstance(axis, tuple) else (axis,)
-                # An axis divides one dimension only; the first operand that has it decides.
-                if used.intersection(these):
-                    continue
-                # What shards are padded with must not enter a sum.
-                if name in kept or size % math.prod(mesh.shape[a] for a in these) == 0:
-                    axes[name] = these
-                    used.update(these)
-        reduced = [axis for name in axes if name not in kept for axis in axes[name]]
+        names = division(*args, **params)
+        axes = _divided_names(public_name, mesh, names, args, jax.tree.leaves(result))
+        kept = frozenset[str]().union(*names.results)
+        shard = Shard(
+            summed=tuple(axis for name in axes if name not in kept for axis in axes[name]),
+            rows=axes.get(names.rows, ()) if names.rows else (),
+        )
+        of_shard = names.params_of_shard(_count(mesh, shard.rows)) if shard.rows else {}
 
-        def sharding(names: Sequence[str]) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in names)))
+        def sharding(of: Sequence[str]) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in of)))
 
-        shardings = [sharding(names) for names in results]
         return (
             mesh,
-            functools.partial(call, mesh_axes=tuple(reduced)),
-            shardings if isinstance(result, list) else shardings[0],
-            tuple(sharding(names) for names in operands),
+            functools.partial(call, shard=shard, **of_shard),
+            jax.tree.unflatten(jax.tree.structure(result), map(sharding, names.results)),
+            tuple(map(sharding, names.operands)),
         )
 
     def sharding_rule(mesh: Any, operand_types: Any, result_types: Any) -> str:
-        operands, results, _ = division(*operand_types, **params)
-        sides = (", ".join(" ".join(names) for names in side) for side in (operands, results))
+        names = division(*operand_types, **params)
+        sides = (", ".join(map(" ".join, side)) for side in (names.operands, names.results))
         return " -> ".join(sides)
 
     function.def_partition(partition=partition, sharding_rule=sharding_rule)
     return function
+
+
+def _count(mesh: Mesh, axes: Sequence[str]) -> int:
+    return int(math.prod(mesh.shape[axis] for axis in axes))
+
+
+def _divided_names(
+    function: str, mesh: Mesh, names: Division, args: Sequence[Any], results: Sequence[Any]
+) -> dict[str, tuple[str, ...]]:
+    """The mesh axes that divide each name, of those that divide operands and results now."""
+    kept = frozenset[str]().union(*names.results)
+    axes: dict[str, tuple[str, ...]] = {}
+    gathered = set()
+
+    def dimensions(arrays: Sequence[Any], sides: Sequence[Sequence[str]], is_operand: bool) -> Any:
+        for array, side in zip(arrays, sides, strict=True):
+            spec = (*array.sharding.spec, *(None,) * len(side))
+            yield from zip(side, array.shape, spec, (is_operand,) * len(side), strict=False)
+
+    every = [
+        *dimensions(args, names.operands, True),
+        *dimensions(results, names.results, False),
+    ]
+    # An axis divides one name only; the first that has it decides, and rows come last.
+    for name, size, entry, is_operand in sorted(every, key=lambda one: one[0] == names.rows):
+        if entry is None or name in axes:
+            continue
+        these = entry if isinstance(entry, tuple) else (entry,)
+        # What shards are padded with must not enter a sum, nor count as rows.
+        is_exact = name == names.rows or name not in kept
+        is_free = not {axis for used in axes.values() for axis in used}.intersection(these)
+        if name in names.whole or (is_exact and (size % _count(mesh, these) or not is_free)):
+            gathered |= {name} if is_operand else set()
+        elif is_free:
+            axes[name] = these
+
+    def elements(array: Any, side: Sequence[str]) -> int:
+        """Of one device's shard."""
+        shards = _count(mesh, [axis for name in side for axis in axes.get(name, ())])
+        return int(math.prod(array.shape)) // shards
+
+    rows = names.rows
+    if rows in axes and rows not in kept:
+        # Adding up results moves each twice; gathering the operand moves that once.
+        moved = 2 * elements(results[0], names.results[0])
+        if moved > elements(args[0], names.operands[0]) * _count(mesh, axes[rows]):
+            del axes[rows]
+            gathered.add(rows)
+    for name in gathered.difference(axes):
+        place = next(
+            f"dimension {side.index(name)} of operand {i}"
+            for i, side in enumerate(names.operands)
+            if name in side
+        )
+        _warn(
+            f"{function}: {place} is divided over devices, and the operand is gathered, because "
+            "the operation needs all of that dimension on each device. Remedy: divide another "
+            "dimension; the README has a table of those that need no communication."
+        )
+    return axes

@@ -104,9 +104,9 @@ def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def segment_sum(
-    data: jax.Array, ids: jax.Array, *, num_segments: int, indexing: Indexing
+    data: jax.Array, ids: jax.Array, *, num_segments: int, indexing: Indexing, rows_spec: Any = None
 ) -> jax.Array:
-    """Sums of rows into zeros."""
+    """Sums of rows into zeros; `rows_spec` is part of the result's type alone."""
     lead, trailing = data.shape[: indexing.batch], data.shape[indexing.batch :]
     shape = (*lead, num_segments, *trailing[indexing.index_rank(ids) :])
     return scatter_add(jnp.zeros(shape, data.dtype), ids, data, indexing=indexing)

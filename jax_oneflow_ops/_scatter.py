@@ -45,6 +45,11 @@ def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
 # ---- types and shardings ----
 
 
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a partition spec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
 def _index_spec(ids: Any, indexing: Indexing) -> tuple[Any, ...]:
     return tuple(ids.sharding.spec)[indexing.index_begin() :]
 
@@ -66,20 +71,34 @@ def _typed(
     used: set[str] = set()
     spec = []
     for entry in (*batch, *middle_spec, *own[n + cut :]):
-        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        spec.append(None if used.intersection(names) else entry)
-        used.update(names)
+        spec.append(None if used.intersection(_axes(entry)) else entry)
+        used.update(_axes(entry))
     return _compat.with_spec(like, shape, spec)
 
 
-def _segment_sum_type(data: Any, ids: Any, *, num_segments: int, indexing: Indexing) -> Any:
+def _unless_index_has_it(entry: Any, ids: Any, indexing: Indexing) -> Any:
+    """How rows of a table stay divided where rows that ids name are added up.
+
+    Not over axes that divide ids: there every device has sums for all rows.
+    """
+    used = {axis for of_index in _index_spec(ids, indexing) for axis in _axes(of_index)}
+    return None if used.intersection(_axes(entry)) else entry
+
+
+def _segment_sum_type(
+    data: Any, ids: Any, *, num_segments: int, rows_spec: Any, indexing: Indexing
+) -> Any:
     rank = indexing.index_rank(ids)
-    return _typed(data, ids, (num_segments,), (None,), rank, indexing).update(weak_type=False)
+    # On one device's shard there is no mesh.
+    rows_spec = None if data.sharding.mesh.empty else rows_spec
+    spec = _unless_index_has_it(rows_spec, ids, indexing)
+    return _typed(data, ids, (num_segments,), (spec,), rank, indexing).update(weak_type=False)
 
 
 def _scatter_add_type(operand: Any, ids: Any, updates: Any, *, indexing: Indexing) -> Any:
     rows = operand.shape[indexing.batch]
-    return _typed(operand, ids, (rows,), (None,), 1, indexing)
+    spec = _unless_index_has_it(operand.sharding.spec[indexing.batch], ids, indexing)
+    return _typed(operand, ids, (rows,), (spec,), 1, indexing)
 
 
 def _gather_rows_type(table: Any, ids: Any, *, fill: str, indexing: Indexing) -> Any:
@@ -95,39 +114,111 @@ def _names(ids: Any, ndim: int, indexing: Indexing) -> tuple[list[str], ...]:
     return batch[: indexing.index_begin()] + index, index, batch, trailing
 
 
-# The rows of an operand and of a result have two names: one would tell the partitioner that it may
-# divide them.
-_ROWS, _RESULT_ROWS = "s", "r"
-_WHOLE = frozenset({_ROWS, _RESULT_ROWS})
+_ROWS = "r"
 
 
-def _segment_sum_division(data: Any, ids: Any, *, indexing: Indexing, **_: Any) -> Any:
+def _segment_sum_division(
+    data: Any, ids: Any, *, num_segments: int, indexing: Indexing, **_: Any
+) -> _primitive.Division:
     rank = len(ids.shape) - indexing.index_begin()
     of_ids, index, batch, trailing = _names(ids, len(data.shape) - rank, indexing)
-    return [batch + index + trailing, of_ids], [[*batch, _RESULT_ROWS, *trailing]], _WHOLE
+    return _primitive.Division(
+        [batch + index + trailing, of_ids],
+        [[*batch, _ROWS, *trailing]],
+        rows=_ROWS,
+        params_of_shard=lambda shards: {"num_segments": num_segments // shards},
+    )
 
 
-def _scatter_add_division(operand: Any, ids: Any, _: Any, *, indexing: Indexing) -> Any:
+def _scatter_add_division(
+    operand: Any, ids: Any, _: Any, *, indexing: Indexing
+) -> _primitive.Division:
     of_ids, index, batch, trailing = _names(ids, len(operand.shape) - 1, indexing)
-    operands = [[*batch, _ROWS, *trailing], of_ids, batch + index + trailing]
-    return operands, [[*batch, _RESULT_ROWS, *trailing]], _WHOLE
+    table = [*batch, _ROWS, *trailing]
+    return _primitive.Division([table, of_ids, batch + index + trailing], [table], rows=_ROWS)
 
 
-def _gather_rows_division(table: Any, ids: Any, *, indexing: Indexing, **_: Any) -> Any:
+def _gather_rows_division(
+    table: Any, ids: Any, *, indexing: Indexing, **_: Any
+) -> _primitive.Division:
     of_ids, index, batch, trailing = _names(ids, len(table.shape) - 1, indexing)
-    return [[*batch, _ROWS, *trailing], of_ids], [batch + index + trailing], _WHOLE
+    table = [*batch, _ROWS, *trailing]
+    return _primitive.Division([table, of_ids], [batch + index + trailing], rows=_ROWS)
 
 
-def _scatter_add_summed(
-    call: Callable[..., Any], axes: Sequence[str], operand: Any, ids: Any, updates: Any
+def _in_shard(
+    ids: Any, rows: int, shard: _primitive.Shard, indexing: Indexing
+) -> tuple[Any, Indexing, Any]:
+    """Ids as one device with `rows` of the rows counts them, and the rule for these.
+
+    Ids that ascend still do: those of other devices are out of range on either side. Also returns
+    which ids name a row on any device.
+    """
+    if not shard.rows:
+        return ids, indexing, None
+    total = rows * jax.lax.psum(1, shard.rows)
+    first = (jax.lax.axis_index(shard.rows) * rows).astype(ids.dtype)
+    ids, valid = indexing.resolved(ids, total)
+    ids = jnp.clip(jnp.clip(ids, -1, total) - first, -1, rows)
+    return ids, dataclasses.replace(indexing, wrap=False, clip=False), valid
+
+
+def _segment_sum_on_shard(
+    call: Callable[..., Any],
+    shard: _primitive.Shard,
+    data: Any,
+    ids: Any,
+    *,
+    num_segments: int,
+    indexing: Indexing,
+    **params: Any,
+) -> jax.Array:
+    ids, indexing, _ = _in_shard(ids, num_segments, shard, indexing)
+    sums = call(data, ids, num_segments=num_segments, indexing=indexing, **params)
+    return _primitive.sum_over(shard.summed, sums)
+
+
+def _scatter_add_on_shard(
+    call: Callable[..., Any],
+    shard: _primitive.Shard,
+    operand: Any,
+    ids: Any,
+    updates: Any,
+    *,
+    indexing: Indexing,
 ) -> jax.Array:
     """The operand is added once, and not where the sum is 0: all-reduces do not keep -0."""
+    ids, indexing, _ = _in_shard(ids, operand.shape[indexing.batch], shard, indexing)
+    if not shard.summed:
+        result: jax.Array = call(operand, ids, updates, indexing=indexing)
+        return result
 
     def add(total: jax.Array) -> jax.Array:
         start = operand.astype(total.dtype)
         return jnp.where(total == 0, start, start + total)
 
-    return _primitive.sum_over(axes, call(jnp.zeros_like(operand), ids, updates), add)
+    sums = call(jnp.zeros_like(operand), ids, updates, indexing=indexing)
+    return _primitive.sum_over(shard.summed, sums, add)
+
+
+def _gather_rows_on_shard(
+    call: Callable[..., Any],
+    shard: _primitive.Shard,
+    table: Any,
+    ids: Any,
+    *,
+    fill: str,
+    indexing: Indexing,
+) -> jax.Array:
+    """Each device has zeros for rows of others, and the sum is the bits of the one that has it."""
+    ids, indexing, valid = _in_shard(ids, table.shape[indexing.batch], shard, indexing)
+    found = call(table, ids, fill="zero", indexing=indexing)
+    found = _primitive.sum_of_bits_over(shard.rows, found)
+    if fill == "zero":
+        return found
+    begin = indexing.batch if indexing.shared else 0
+    shape = (1,) * begin + valid.shape + (1,) * (found.ndim - begin - valid.ndim)
+    return jnp.where(valid.reshape(shape), found, _reference.fill_value(table.dtype, fill))
 
 
 # ---- native kernels, on one device ----
@@ -145,6 +236,10 @@ class _Problem:
     dtype: Any
     ordered: bool  # the order of summation must be the same on every run
     shape: tuple[int, ...]  # of the result: (batch, rows, inner), not flattened
+
+    def has_known_sizes(self) -> bool:
+        """Whether no size is a variable of `jax.export`."""
+        return all(isinstance(size, int) for size in (*self.shape, self.updates))
 
     @property
     def compute_dtype(self) -> Any:
@@ -176,6 +271,7 @@ _CPU_PRIVATE_HITS = 32
 _CPU_PRIVATE_PARTS = 8
 _CPU_PART_HITS = 16
 _CPU_PART_UPDATES = 4096
+_CPU_SOME_PARTS = 2  # of arrays whose sizes are not known yet
 # Sums of sorted elements one by one are faster in private copies, too, where runs are shorter.
 _CPU_RUN = 64
 # Consecutive positions of sorted ids that one worker sums. On CUDA a chunk of single elements is
@@ -260,6 +356,14 @@ def _add_rows(
     ordered = indexing.deterministic and bool(jnp.issubdtype(dtype, jnp.inexact))
     p = _Problem(platform, batch, updates.shape[1], rows, inner, updates.dtype, ordered, shape)
     call = functools.partial(_call, p, operand, updates)
+    scratch = (batch, rows, inner) if p.compute_dtype != p.dtype else (0, 0, 0)
+    if not p.has_known_sizes():
+        # What is right at any size.
+        if platform == "cpu":
+            return call(ids, "private", (_CPU_SOME_PARTS, batch, rows, inner), indexing)
+        if ordered:
+            return _sort_and_sum(p, operand, ids, updates, indexing)
+        return call(ids, "atomic", scratch, indexing)
     if _is_private(p, indexing.indices_are_sorted):
         return call(ids, "private", (_parts(p), batch, rows, inner), indexing)
     if indexing.indices_are_sorted:
@@ -269,8 +373,7 @@ def _add_rows(
         return call(ids, "sorted", (batch, _chunks(p), 2, inner))
     if _is_sorted_first(p):
         return _sort_and_sum(p, operand, ids, updates, indexing)
-    scratch = (batch, rows, inner) if _has_scratch(p) else (0, 0, 0)
-    return call(ids, "atomic", scratch, indexing)
+    return call(ids, "atomic", scratch if _has_scratch(p) else (0, 0, 0), indexing)
 
 
 def _sort_and_sum(p: _Problem, operand: Any, ids: Any, updates: Any, indexing: Indexing) -> Any:
@@ -279,7 +382,7 @@ def _sort_and_sum(p: _Problem, operand: Any, ids: Any, updates: Any, indexing: I
     total = p.batch * p.rows
     flat = dataclasses.replace(p, batch=1, updates=count, rows=total)
     updates = updates.reshape(1, count, p.inner)
-    long = max(count, total) >= _INT32_MAX
+    long = not p.has_known_sizes() or max(count, total) >= _INT32_MAX
     with jax.enable_x64(True) if long else contextlib.nullcontext():
         ids = jnp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (p.batch, p.updates))
         order, index = None, jnp.int64 if long else jnp.int32
@@ -319,7 +422,7 @@ def _sort_keys(ids: Any, rows: int, indexing: Indexing) -> Any:
     """
     batch, total = ids.shape[0], ids.shape[0] * rows
     sizes = ((jnp.uint16, 2**16), (jnp.uint32, 2**32), (jnp.uint64, 2**64))
-    key = next(dtype for dtype, limit in sizes if total < limit)
+    key = next((d for d, limit in sizes if isinstance(total, int) and total < limit), jnp.uint64)
     ids, valid = indexing.resolved(ids, rows)
     # In uint32 at least: a device's arithmetic in 16 bits is no faster.
     wide = jnp.promote_types(key, jnp.uint32)
@@ -367,7 +470,7 @@ def _rule(indexing: Indexing) -> dict[str, Any]:
 
 
 def _segment_sum_native(
-    platform: str, data: Any, ids: Any, *, num_segments: int, indexing: Indexing
+    platform: str, data: Any, ids: Any, *, num_segments: int, indexing: Indexing, rows_spec: Any
 ) -> Any:
     if not is_summed(data.dtype):  # the cotangent of a gather in 8 bits
         return _reference.segment_sum(data, ids, num_segments=num_segments, indexing=indexing)
@@ -426,8 +529,8 @@ def _place_ids(
     return ids, dataclasses.replace(indexing, batch=len(batch), shared=False)
 
 
-def _size(args: Sequence[Any], dims: Sequence[int | None]) -> int:
-    return next(int(x.shape[d]) for x, d in zip(args, dims, strict=True) if d is not None)
+def _size(args: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    return next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
 
 
 def _segment_sum_batch(
@@ -499,6 +602,7 @@ segment_sum_p = _primitive.define(
     reference=_reference.segment_sum,
     native=_segment_sum_native,
     division=_segment_sum_division,
+    on_shard=_segment_sum_on_shard,
     batch=_segment_sum_batch,
 )
 scatter_add_p = _primitive.define(
@@ -508,7 +612,7 @@ scatter_add_p = _primitive.define(
     reference=_reference.scatter_add,
     native=_scatter_add_native,
     division=_scatter_add_division,
-    summed=_scatter_add_summed,
+    on_shard=_scatter_add_on_shard,
     batch=_scatter_add_batch,
 )
 gather_rows_p = _primitive.define(
@@ -518,17 +622,32 @@ gather_rows_p = _primitive.define(
     reference=_reference.gather_rows,
     native=_gather_rows_native,
     division=_gather_rows_division,
+    on_shard=_gather_rows_on_shard,
     batch=_gather_rows_batch,
 )
 
 
 def _segment_sum_transpose(
-    ct: Any, data: Any, ids: Any, *, num_segments: int, **params: Any
+    ct: Any, data: Any, ids: Any, *, indexing: Indexing, implementation: str | None, **_: Any
 ) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [ad.Zero(data.aval), None]
+    params = {"indexing": indexing, "implementation": implementation}
     result = bind(gather_rows_p, ct, ids, fill="zero", **params)
     return [_compat.with_sharding_of(result, data.aval), None]
+
+
+def _sum_into_rows_of(table: Any, data: Any, ids: Any, *, indexing: Indexing, **params: Any) -> Any:
+    """The sum of data into zeros of a table's type."""
+    return bind(
+        segment_sum_p,
+        data,
+        ids,
+        num_segments=table.shape[indexing.batch],
+        rows_spec=table.sharding.spec[indexing.batch],
+        indexing=indexing,
+        **params,
+    )
 
 
 def _gather_rows_transpose(
@@ -536,8 +655,7 @@ def _gather_rows_transpose(
 ) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [ad.Zero(table.aval), None]
-    rows = table.aval.shape[indexing.batch]
-    result = bind(segment_sum_p, ct, ids, num_segments=rows, indexing=indexing, **params)
+    result = _sum_into_rows_of(table.aval, ct, ids, indexing=indexing, **params)
     return [_compat.with_sharding_of(result, table.aval), None]
 
 
@@ -551,8 +669,7 @@ def _scatter_add_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
             return result, ad.Zero(aval.to_tangent_aval())
         return result, _compat.with_sharding_of(operand, aval)
     if isinstance(operand, ad.Zero):
-        rows = aval.shape[params["indexing"].batch]
-        tangent = bind(segment_sum_p, updates, ids, num_segments=rows, **params)
+        tangent = _sum_into_rows_of(aval, updates, ids, **params)
         return result, _compat.with_sharding_of(tangent, aval)
     return result, bind(scatter_add_p, operand, ids, updates, **params)
 
@@ -565,7 +682,7 @@ def _scatter_add_transpose(
         zero = isinstance(ct, ad.Zero)
         cts[0] = ad.Zero(operand.aval) if zero else _compat.with_sharding_of(ct, operand.aval)
     if ad.is_undefined_primal(updates):
-        cts[2] = _segment_sum_transpose(ct, updates, ids, num_segments=0, **params)[0]
+        cts[2] = _segment_sum_transpose(ct, updates, ids, **params)[0]
     return cts
 
 

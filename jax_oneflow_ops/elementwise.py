@@ -50,7 +50,9 @@ _COMMON = """\
       {numerics}
 
     Differentiation and sharding:
-      {derivative} To any order, in both modes. All dimensions may be sharded freely.
+      {derivative} To any order, in both modes. All dimensions may be sharded freely. Inside a
+      `jax.shard_map` over some axes of a mesh only, arrays are gathered over the other axes, with
+      a `GatherWarning`.
 
     Source:
       OneFlow's ``elementwise.cuh``, described in "OneFlow CUDA Elementwise" (Zheng, Yao, Guo, Liu).

@@ -57,7 +57,7 @@ def permute(
       To any order, in both modes: the transpose is the inverse permutation. Under `jax.vmap` the
       batch axis is one more axis of the same call, the result's first. Every dimension may be
       sharded freely; the result's sharding is that of `x`, permuted. Inside a `jax.shard_map` over
-      some axes of a mesh only, the other axes are gathered.
+      some axes of a mesh only, arrays are gathered over the other axes, with a `GatherWarning`.
 
     Source:
       OneFlow's ``permute`` kernels, described in "How to Make Permute 6 Times Faster than PyTorch".
@@ -140,7 +140,7 @@ def _move(platform: str, x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
 
 def _division(x: Any, *, axes: tuple[int, ...]) -> _primitive.Division:
     names = [f"d{i}" for i in range(len(x.shape))]
-    return [names], [[names[axis] for axis in axes]], frozenset()
+    return _primitive.Division([names], [[names[axis] for axis in axes]])
 
 
 def _batch(

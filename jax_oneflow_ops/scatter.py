@@ -1,6 +1,5 @@
 """Sums of rows that indices name, and the lookup of rows: segment sums, scatter-add, embeddings."""
 
-import math
 import operator
 from typing import Any, Literal
 
@@ -75,7 +74,8 @@ def segment_sum(
     Differentiation and sharding:
       The gradient gathers rows; to any order, in both modes. All dimensions after the first may be
       sharded freely. Where `n` is sharded evenly devices sum their rows, then their sums: 16-bit
-      values are rounded by each device and once more.
+      values are rounded by each device and once more. Where the result's rows are sharded evenly,
+      over other axes, each device sums into its own.
 
     Source:
       OneFlow's and PyTorch's ``FastAtomicAdd``, described in "OneFlow FastAtomicAdd" by BBuf.
@@ -116,7 +116,7 @@ def segment_sum(
             f"{ids.shape}"
         )
     # The buckets are a batch; zeros fill the last one up.
-    buckets = math.ceil(ids.size / size)
+    buckets = -(-ids.size // size)  # also of symbolic sizes
     missing = buckets * size - ids.size
     data = jnp.pad(data, [(0, missing), *[(0, 0)] * (data.ndim - 1)])
     data = data.reshape(buckets, size, *data.shape[1:])
@@ -181,7 +181,8 @@ def scatter_add(
       The gradient with respect to the operand is the cotangent, that with respect to the updates
       gathers its rows; to any order, in both modes. All dimensions after the first may be sharded
       freely. Where those of `indices` are sharded evenly devices sum their updates, then their
-      sums and the operand: 16-bit values are rounded by each device and once more.
+      sums and the operand: 16-bit values are rounded by each device and once more. Where the
+      operand's rows are sharded evenly, over other axes, each device adds what its own get.
 
     Source:
       OneFlow's and PyTorch's ``FastAtomicAdd``, described in "OneFlow FastAtomicAdd" by BBuf.
@@ -262,8 +263,11 @@ def embedding_lookup(
 
     Differentiation and sharding:
       To any order, in both modes. All dimensions of `ids` and all but the first of `table` may be
-      sharded freely; the first is gathered. Where ids are sharded evenly the gradient is summed on
-      each device, then over devices.
+      sharded freely. Where ids are sharded evenly the gradient is summed on each device, then over
+      devices. Where the table's rows are sharded evenly, over other axes than `ids`, each device
+      looks up its own and the results are added up, bit for bit; its gradient stays sharded. The
+      table is gathered, with a `GatherWarning`, where an axis divides both its rows and `ids`, and
+      where it is smaller than twice the result.
 
     Source:
       OneFlow's and PyTorch's ``FastAtomicAdd``, which is what the gradient needs, described in
@@ -317,6 +321,7 @@ def _segment_sum(
         data,
         ids,
         num_segments=num_segments,
+        rows_spec=None,
         indexing=indexing,
         implementation=choice,
     )

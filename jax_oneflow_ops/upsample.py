@@ -77,8 +77,9 @@ def upsample_nearest2d(
       deterministic. It exists for f16, bf16, f32, f64, complex64 and complex128.
 
     Sharding:
-      All but the two spatial dimensions may be sharded freely; those are gathered. Inside a
-      `jax.shard_map` over some axes of a mesh only, the other axes are gathered.
+      All but the two spatial dimensions may be sharded freely; those are gathered, with a
+      `GatherWarning`. Inside a `jax.shard_map` over some axes of a mesh only, arrays are gathered
+      over the other axes, with that warning.
 
     Source:
       OneFlow's ``upsample_nearest_kernel.cu``, described in "OneFlow UpsampleNearest2D" by BBuf.
@@ -182,7 +183,15 @@ def _output_size(in_hw: tuple[int, int], scale_factor: Any, size: Any) -> tuple[
             raise ValueError(
                 f"{_NAME}: scale_factor must be positive and finite, got {scale_factor!r}"
             )
-        out = math.floor(n * factor)
+        if isinstance(n, int):
+            out = math.floor(n * factor)
+        elif factor.is_integer():
+            out = n * int(factor)
+        else:
+            raise ValueError(
+                f"{_NAME}: scale_factor must be an integer where x has a symbolic height or width, "
+                f"got {scale_factor!r} for {in_hw}; give size instead"
+            )
         if out == 0 and n != 0:
             raise ValueError(
                 f"{_NAME}: scale_factor={scale_factor!r} makes an empty output from height and "
@@ -229,7 +238,7 @@ def _division(x: Any, *, axis: int, **_: Any) -> _primitive.Division:
     free = [f"d{i}" for i in range(len(x.shape))]
     operand = (*free[:axis], "h", "w", *free[axis + 2 :])
     result = (*free[:axis], "p", "q", *free[axis + 2 :])
-    return [operand], [result], frozenset("hwpq")
+    return _primitive.Division([operand], [result], whole=frozenset("hwpq"))
 
 
 def _batch(primitive: core.Primitive, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:

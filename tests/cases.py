@@ -67,14 +67,26 @@ class Case:
     parameters: int = 0  # how many operands at the end are parameters
     besides: frozenset[str] = frozenset()  # HLO instructions of f besides the custom call
     grad_besides: frozenset[str] = frozenset()  # likewise of the gradient with respect to `wrt`
-    # Whether it goes through every column of the table; else through those marked as core.
-    every_column: bool = True
+    # Whether another row is of the same function: it goes through the core columns only.
+    variant: bool = False
     elementwise: bool = True  # f takes any shapes
+    # The operands' dimensions that may be symbolic, as `jax.export.symbolic_shape` reads them.
+    # Those of an elementwise function are all.
+    symbolic: tuple[str, ...] | None = None
     # Where a batch axis of all arrays needs not be moved; None: anywhere.
     free_axes: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def function(self) -> str:
+        """The public function that f calls: what its errors name."""
+        try:
+            self.f(*self.inputs(), implementation="no such")
+        except ValueError as error:
+            return str(error).partition(":")[0]
+        raise AssertionError(f"{self}: f does not pass `implementation` on")
 
     @property
     def shape(self) -> Shape:
@@ -108,6 +120,18 @@ class Case:
         assert self.elementwise
         return dataclasses.replace(self, shapes=tuple(shape if s else () for s in self.shapes))
 
+    @property
+    def symbolic_shapes(self) -> tuple[str, ...]:
+        return self.symbolic or tuple("a, b" if shape else "" for shape in self.shapes)
+
+    def larger(self) -> "Case":
+        """The same case where symbolic dimensions are larger."""
+        shapes = tuple(
+            tuple(n + 3 * d.strip().isalpha() for n, d in zip(shape, dims.split(","), strict=False))
+            for shape, dims in zip(self.shapes, self.symbolic_shapes, strict=True)
+        )
+        return dataclasses.replace(self, shapes=shapes)
+
     def precision(self) -> contextlib.AbstractContextManager:
         """The setting that the case's dtype needs."""
         return jax.enable_x64(True) if self.dtype == "float64" else contextlib.nullcontext()
@@ -121,8 +145,10 @@ class Case:
 
 def upsample_case(name, shape, method, data_format, *, out, **as_called) -> Case:
     axis = oracle.spatial_axis(len(shape), data_format)
-    rows = oracle.source_indices(shape[axis], out[0], method)
-    cols = oracle.source_indices(shape[axis + 1], out[1], method)
+    rows, cols = (
+        oracle.source_indices(shape[axis + i], out[i], method).astype(np.int32) for i in (0, 1)
+    )
+    names = [str(n) if i in (axis, axis + 1) else "abcd"[i] for i, n in enumerate(shape)]
 
     def ref(x):
         return jnp.take(jnp.take(x, rows, axis=axis), cols, axis=axis + 1)
@@ -139,7 +165,8 @@ def upsample_case(name, shape, method, data_format, *, out, **as_called) -> Case
         jvp_targets=("jof_upsample_nearest2d",) * 2,
         linear=((0,),),
         elementwise=False,
-        every_column=name == "exact-NHWC",
+        variant=name != "exact-NHWC",
+        symbolic=(", ".join(names),),
     )
 
 
@@ -164,13 +191,14 @@ def permute_case(name, shape, axes, **options) -> Case:
         linear=((0,),),
         elementwise=False,
         free_axes=(0,),
+        symbolic=(", ".join("abcd"[: len(shape)]),),
         **options,
     )
 
 
 PERMUTE_CASES = (
     permute_case("cycle", (2, 3, 4), (2, 0, -2)),
-    permute_case("reversed", (3, 1, 2, 2), None, every_column=False),
+    permute_case("reversed", (3, 1, 2, 2), None, variant=True),
 )
 
 ARRAY, SCALAR = (2, 3), ()
@@ -225,7 +253,7 @@ def with_scalar(case: Case, position: int, **options) -> Case:
         "name": f"{case.name}-scalar{position}",
         "jvp_targets": (case.target, *grad_targets[wrt]),
         "linear": tuple(s for s in case.linear if position not in s),
-        "every_column": False,
+        "variant": True,
         **options,
     }
     if case.samplers is None:
@@ -263,10 +291,9 @@ def geglu_erf(x, gate, **options):
     return jof.geglu(x, gate, approximate=False, **options)
 
 
-CORE = {"every_column": False}
 BINARY_CASES = (
-    linear_sum("add", jof.add, jnp.add, **CORE),
-    linear_sum("subtract", jof.subtract, jnp.subtract, **CORE),
+    linear_sum("add", jof.add, jnp.add),
+    linear_sum("subtract", jof.subtract, jnp.subtract),
     binary("multiply", jof.multiply, jnp.multiply, linear=(0, 1)),
     binary(
         "divide",
@@ -275,10 +302,9 @@ BINARY_CASES = (
         linear=(0,),
         samplers=(normals, positive),
         **SMOOTH,
-        **CORE,
     ),
-    binary("maximum", jof.maximum, jnp.maximum, **CORE),
-    binary("minimum", jof.minimum, jnp.minimum, **CORE),
+    binary("maximum", jof.maximum, jnp.maximum),
+    binary("minimum", jof.minimum, jnp.minimum),
     binary(
         "swiglu",
         jof.swiglu,
@@ -294,7 +320,6 @@ BINARY_CASES = (
         linear=(0,),
         samplers=(normals, normals),
         **SMOOTH,
-        **CORE,
     ),
     binary(
         "geglu_erf",
@@ -302,8 +327,8 @@ BINARY_CASES = (
         lambda x, gate: jax.nn.gelu(gate, approximate=False) * x,
         linear=(0,),
         samplers=(normals, normals),
+        variant=True,
         **SMOOTH,
-        **CORE,
     ),
 )
 BINARY = {case.name: case for case in BINARY_CASES}
@@ -338,7 +363,7 @@ WHERE = Case(
 )
 
 ELEMENTWISE_CASES = (
-    unary("relu", jof.relu, jax.nn.relu, **CORE),
+    unary("relu", jof.relu, jax.nn.relu),
     unary(
         "leaky_relu",
         jof.leaky_relu,
@@ -346,15 +371,21 @@ ELEMENTWISE_CASES = (
         (positive,),
         samplers=(integers, nonzero_integers),
     ),
-    unary("elu", jof.elu, jax.nn.elu, (positive,), **SMOOTH, **CORE),
+    unary("elu", jof.elu, jax.nn.elu, (positive,), **SMOOTH),
     unary("sigmoid", jof.sigmoid, jax.nn.sigmoid, **SMOOTH),
-    unary("silu", jof.silu, jax.nn.silu, **SMOOTH, **CORE),
-    unary("tanh", jof.tanh, jnp.tanh, **SMOOTH, **CORE),
-    unary("softplus", jof.softplus, jax.nn.softplus, **SMOOTH, **CORE),
-    unary("hard_swish", jof.hard_swish, jax.nn.hard_swish, **SMOOTH, **CORE),
-    unary("mish", jof.mish, jax.nn.mish, **SMOOTH, **CORE),
-    unary("gelu_tanh", jof.gelu, jax.nn.gelu, **SMOOTH, **CORE),
-    unary("gelu_erf", gelu_erf, lambda x: jax.nn.gelu(x, approximate=False), **SMOOTH, **CORE),
+    unary("silu", jof.silu, jax.nn.silu, **SMOOTH),
+    unary("tanh", jof.tanh, jnp.tanh, **SMOOTH),
+    unary("softplus", jof.softplus, jax.nn.softplus, **SMOOTH),
+    unary("hard_swish", jof.hard_swish, jax.nn.hard_swish, **SMOOTH),
+    unary("mish", jof.mish, jax.nn.mish, **SMOOTH),
+    unary("gelu_tanh", jof.gelu, jax.nn.gelu, **SMOOTH),
+    unary(
+        "gelu_erf",
+        gelu_erf,
+        lambda x: jax.nn.gelu(x, approximate=False),
+        variant=True,
+        **SMOOTH,
+    ),
     unary(
         "scale",
         jof.scale,
@@ -364,10 +395,17 @@ ELEMENTWISE_CASES = (
         jvp_targets=("jof_scale", "jof_scale"),
         linear=((0,),),
         samplers=(integers, nonzero_integers),
-        every_column=False,
+    ),
+    unary(
+        "cast",
+        lambda x, **options: jof.cast(x, jnp.float16, **options),
+        lambda x: jnp.asarray(x).astype(jnp.float16),
+        grad_targets={(0,): ("jof_cast",)},
+        jvp_targets=("jof_cast", "jof_cast"),
+        linear=((0,),),
     ),
     *BINARY_CASES,
-    with_scalar(BINARY["add"], 0, jvp_targets=("jof_add",), every_column=True),
+    with_scalar(BINARY["add"], 0, jvp_targets=("jof_add",)),
     with_scalar(BINARY["subtract"], 1, jvp_targets=("jof_subtract",)),
     with_scalar(BINARY["multiply"], 0),
     with_scalar(BINARY["multiply"], 1),
@@ -392,6 +430,11 @@ def some_ids(rng, shape):
     return rng.integers(-3, SEGMENTS + 2, size=shape)
 
 
+def sorted_ids(rng, shape):
+    """None negative, which would count from the end, and too large ones."""
+    return np.sort(rng.integers(0, SEGMENTS + 2, size=shape))
+
+
 def as_ids(x):
     return x.astype(jnp.int32)
 
@@ -407,39 +450,56 @@ ID_ARITHMETIC = frozenset(
     | {"or", "remainder", "select", "sign", "subtract", "xor"}
 )
 ROWS = (7, 2)  # so narrow and many that CPUs do not sort
-SCATTER_CASES = (
-    Case(
-        "segment_sum",
-        lambda x, ids, **options: jof.segment_sum(x, as_ids(ids), SEGMENTS, **options),
-        lambda x, ids: jax.ops.segment_sum(x, as_ids(ids), SEGMENTS),
+ROW_SHAPES = {"elementwise": False, "besides": ID_ARITHMETIC, "free_axes": (0,)}
+
+
+def segment_sum_case(suffix="", ids=some_ids, mode=None, **options) -> Case:
+    def f(x, ids, **implementation):
+        return jof.segment_sum(x, as_ids(ids), SEGMENTS, mode=mode, **options, **implementation)
+
+    return Case(
+        f"segment_sum{suffix}",
+        f,
+        lambda x, ids: jax.ops.segment_sum(x, as_ids(ids), SEGMENTS, mode=mode),
         (ROWS, ROWS[:1]),
         "jof_scatter_add",
         {(0,): ("jof_gather_rows",)},
         ("jof_scatter_add",) * 2,
         linear=((0,),),
-        samplers=(integers, some_ids),
-        besides=ID_ARITHMETIC,
-        elementwise=False,
-        every_column=False,  # those of scatter_add have it inside
-        free_axes=(0,),
-    ),
-    Case(
-        "scatter_add",
-        lambda x, ids, updates, **options: jof.scatter_add(x, as_ids(ids), updates, **options),
-        lambda x, ids, updates: jnp.asarray(x).at[as_ids(ids)].add(updates, mode="drop"),
+        samplers=(integers, ids),
+        variant=bool(suffix),
+        symbolic=("n, d", "n"),
+        **ROW_SHAPES,
+    )
+
+
+def scatter_add_case(suffix="", ids=some_ids, mode="drop", **options) -> Case:
+    def f(x, ids, updates, **implementation):
+        return jof.scatter_add(x, as_ids(ids), updates, mode=mode, **options, **implementation)
+
+    return Case(
+        f"scatter_add{suffix}",
+        f,
+        lambda x, ids, updates: jnp.asarray(x).at[as_ids(ids)].add(updates, mode=mode),
         ((SEGMENTS, 2), ROWS[:1], ROWS),
         "jof_scatter_add",
         {(0, 2): ("jof_gather_rows",), (2,): ("jof_gather_rows",), (0,): ()},
         ("jof_scatter_add",) * 2,
         linear=((0, 2),),
-        samplers=(integers, some_ids, integers),
-        besides=ID_ARITHMETIC,
-        elementwise=False,
-        free_axes=(0,),
-    ),
-    Case(
-        "embedding_lookup",
-        lambda table, ids, **options: jof.embedding_lookup(table, rows_of(ids), **options),
+        samplers=(integers, ids, integers),
+        variant=bool(suffix),
+        symbolic=("s, d", "n", "n, d"),
+        **ROW_SHAPES,
+    )
+
+
+def embedding_case(suffix="", **options) -> Case:
+    def f(table, ids, **implementation):
+        return jof.embedding_lookup(table, rows_of(ids), **options, **implementation)
+
+    return Case(
+        f"embedding_lookup{suffix}",
+        f,
         lambda table, ids: jnp.take(table, rows_of(ids), axis=0),
         ((SEGMENTS, 2), ROWS[:1]),
         "jof_gather_rows",
@@ -447,11 +507,30 @@ SCATTER_CASES = (
         ("jof_gather_rows",) * 2,
         linear=((0,),),
         samplers=(integers, some_ids),
-        besides=ID_ARITHMETIC,
-        elementwise=False,
-        every_column=False,
-        free_axes=(0,),
-    ),
+        variant=bool(suffix),
+        symbolic=("s, d", "n"),
+        **ROW_SHAPES,
+    )
+
+
+SCATTER_CASES = (
+    segment_sum_case(),
+    segment_sum_case("-clip", mode="clip"),
+    segment_sum_case("-sorted", sorted_ids, indices_are_sorted=True),
+    segment_sum_case("-deterministic", deterministic=True),
+    scatter_add_case(),
+    scatter_add_case("-clip", mode="clip"),
+    scatter_add_case("-sorted", sorted_ids, indices_are_sorted=True),
+    scatter_add_case("-deterministic", deterministic=True),
+    embedding_case(),
+    embedding_case("-deterministic", deterministic=True),
 )
 
 CASES = (*UPSAMPLE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
+
+# One row for each kind of machinery, for tests of what all rows of a kind share.
+_REPRESENTATIVE = {
+    *("upsample_nearest2d-exact-NHWC", "permute-cycle", "scatter_add", "add-scalar0", "cast"),
+    *("fma", "leaky_relu", "multiply", "sigmoid", "swiglu", "where"),
+}
+REPRESENTATIVE = tuple(case for case in CASES if case.name in _REPRESENTATIVE)

@@ -3,15 +3,10 @@
 import os
 
 # XLA reads its flags once, when the CPU client starts: this has to come before the import of JAX.
-# Those of the user come last and win. The second line is for the sake of time: XLA compiles
-# thousands of small programs here, and how well is not what is tested.
-os.environ["XLA_FLAGS"] = " ".join(
-    (
-        "--xla_force_host_platform_device_count=8",
-        *("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"),
-        os.environ.get("XLA_FLAGS", ""),
-    )
-).strip()
+# Those of the user come last and win. XLA compiles thousands of small programs here, and how well
+# it does is not what is tested.
+flags = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
+os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
 # pytest-xdist runs several processes; by default each would claim most of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

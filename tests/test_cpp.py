@@ -1,7 +1,8 @@
-"""Compiles and runs the C++ unit tests (cpp/*_test.cc) under the address and undefined-behaviour
-sanitizers.
+"""Compiles and runs the C++ unit tests, cpp/*_test.cc, under sanitizers.
 
-The first line of a test may name what it is compiled with: `// sources: csrc/cpu/foo.cc ...`.
+The first lines of a test may name what it is compiled with: `// sources: csrc/cpu/foo.cc ...`,
+`// sanitizers: address thread`. Kernels are slow to compile under a sanitizer: here those of the
+widest instruction set are, with JOF_SANITIZE=ON (`make test-sanitize`) all of them.
 """
 
 import fcntl
@@ -17,41 +18,38 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = sorted((ROOT / "tests" / "cpp").glob("*_test.cc"))
+KERNELS = "csrc/cpu/kernels.cc"
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 FLAGS = [
-    *("-std=c++17", "-O1", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror"),
+    *("-std=c++17", "-pthread", "-Wall", "-Wextra", "-Werror"),
     *("-I", str(ROOT / "csrc"), "-isystem", jax.ffi.include_dir()),
 ]
-
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-
-
-def sources(test: Path) -> list[str]:
-    first_line = test.read_text().partition("\n")[0]
-    marker = "// sources:"
-    return first_line.removeprefix(marker).split() if first_line.startswith(marker) else []
-
-
+EVERYTHING = os.environ.get("JOF_SANITIZE") == "ON"
+SANITIZERS = {
+    "plain": ["-Og"],
+    "address": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-O1", "-g1", "-fsanitize=thread"],
+}
+if not EVERYTHING:
+    # A quarter of the time; what these see leads to an access that the address sanitizer sees.
+    SANITIZERS["address"].append("-fno-sanitize=null,object-size,pointer-overflow")
 # What CMakeLists.txt compiles the CPU kernels with, and the CPU flags that running them needs.
-# Sanitizers double the time that compiling takes; two of the sets show them all of the source.
 INSTRUCTION_SETS = {
-    "baseline": (SANITIZERS, []),
+    "baseline": ([], []),
     "avx2": (["-mavx2", "-mfma", "-mf16c"], ["avx2", "fma", "f16c"]),
     "avx512": (
-        SANITIZERS
-        + [f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")]
+        [f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")]
         + ["-mfma", "-mf16c", "-mprefer-vector-width=512"],
         [f"avx512{x}" for x in ("f", "bw", "dq", "vl")],
     ),
 }
 
 
-def builds():
-    for test in TESTS:
-        x86 = platform.machine() in ("x86_64", "AMD64")
-        has_kernels = x86 and "csrc/cpu/kernels.cc" in sources(test)
-        for name in INSTRUCTION_SETS if has_kernels else ["baseline"]:
-            yield pytest.param(test, name, id=f"{test.stem}-{name}")
+def named(test: Path, what: str) -> list[str]:
+    """What a test's first lines say of sources or sanitizers."""
+    marker = f"// {what}:"
+    lines = test.read_text().splitlines()[:2]
+    return [word for line in lines if line.startswith(marker) for word in line.split()[2:]]
 
 
 def cpu_flags() -> set[str]:
@@ -60,8 +58,34 @@ def cpu_flags() -> set[str]:
     return {flag for line in lines if line.startswith("flags") for flag in line.split()}
 
 
+def builds():
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    here = [name for name, (_, needed) in INSTRUCTION_SETS.items() if {*needed} <= cpu_flags()]
+    for test in TESTS:
+        has_kernels = KERNELS in named(test, "sources")
+        for instruction_set in INSTRUCTION_SETS if x86 and has_kernels else ["baseline"]:
+            for sanitizer in named(test, "sanitizers") or ["address"]:
+                marks = []
+                if instruction_set not in here:
+                    marks = [pytest.mark.skip(reason=f"this CPU has no {instruction_set}")]
+                elif has_kernels and sanitizer == "thread":
+                    if instruction_set != here[-1]:
+                        continue  # loops over threads are the same for all
+                    marks = [pytest.mark.skipif(not EVERYTHING, reason="see make test-sanitize")]
+                elif has_kernels and instruction_set != here[-1] and not EVERYTHING:
+                    sanitizer = "plain"
+                build = (test, instruction_set, sanitizer)
+                yield pytest.param(*build, id="-".join((test.stem, *build[1:])), marks=marks)
+
+
+# The module under test may need a sanitizer's runtime in the process; compilers do not.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
+
 def run(command: list[str], **kwargs) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, **kwargs
+    )
     output = f"$ {shlex.join(command)}\n{result.stdout}{result.stderr}"
     print(output)
     assert result.returncode == 0, output
@@ -92,16 +116,14 @@ def compiled(source: str, flags: list[str], folder: Path) -> str:
 
 
 @pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason=f"no C++ compiler {COMPILER[0]!r}")
-@pytest.mark.parametrize(("test", "instruction_set"), [*builds()])
-def test_cpp(test, instruction_set, objects, tmp_path):
-    flags, needed = INSTRUCTION_SETS[instruction_set]
+@pytest.mark.parametrize(("test", "instruction_set", "sanitizer"), [*builds()])
+def test_cpp(test, instruction_set, sanitizer, objects, tmp_path):
+    flags = [*INSTRUCTION_SETS[instruction_set][0], *SANITIZERS[sanitizer]]
     # The dispatcher knows one table then, the "baseline", whatever that is compiled for.
-    defines = [f"-DJOF_CPU_ISA={instruction_set}", "-DJOF_CPU_KERNELS=kCpuKernelsBaseline"]
-    if missing := set(needed) - cpu_flags():
-        pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
-    folder = objects / instruction_set
+    flags += [f"-DJOF_CPU_ISA={instruction_set}", "-DJOF_CPU_KERNELS=kCpuKernelsBaseline"]
+    folder = objects / f"{instruction_set}-{sanitizer}"
     folder.mkdir(exist_ok=True)
-    linked = [compiled(source, [*flags, *defines], folder) for source in sources(test)]
+    linked = [compiled(source, flags, folder) for source in named(test, "sources")]
     binary = str(tmp_path / test.stem)
-    run([*COMPILER, *FLAGS, *flags, *defines, str(test), *linked, "-o", binary], cwd=ROOT)
+    run([*COMPILER, *FLAGS, *flags, str(test), *linked, "-o", binary], cwd=ROOT)
     run([binary])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import tables
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "adding-an-op.md"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -90,3 +92,14 @@ def test_links_and_paths_exist(document):
         r"`((?:csrc|tests|benchmarks|docs|examples|jax_oneflow_ops)/[^`\s]*)`", text
     ):
         assert [*ROOT.glob(path.rstrip("/"))], path
+
+
+def test_tables_are_current():
+    """`python -m tests.tables` writes them."""
+    assert tables.README.read_text() == tables.updated(tables.README.read_text())
+
+
+def test_a_table_that_is_not_current_is_noticed():
+    text = re.sub("^.*`relu`.*✓.*\n", "", tables.README.read_text(), flags=re.MULTILINE)
+    assert text != tables.README.read_text()
+    assert tables.updated(text) == tables.updated(tables.README.read_text())

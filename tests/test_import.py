@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.resources
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
+from tests.sanitizers import not_sanitized
 
 IMPORT_LIMIT_MS = 50
 
@@ -71,6 +73,7 @@ print(*new, sep="\\n")
     assert not [name for name in loaded if name.startswith(("libcuda", "libnvidia"))], loaded
 
 
+@not_sanitized("everything is slower")
 def test_import_is_fast():
     """The best of five, as anything else that runs on the machine only adds."""
     code = """
@@ -82,6 +85,12 @@ print(1e3 * (time.perf_counter() - begin))
     milliseconds = min(float(python(code)) for _ in range(5))
     print(f"import jax_oneflow_ops: {milliseconds:.1f} ms beyond import jax")
     assert milliseconds < IMPORT_LIMIT_MS
+
+
+def test_one_module_knows_versions_and_internals_of_jax():
+    pattern = re.compile(r"jax\._src|jax(lib)?\.(__)?version|(import|from) jaxlib|hasattr\(jax")
+    modules = Path(jof.__file__).parent.glob("**/*.py")
+    assert {m.name for m in modules if pattern.search(m.read_text())} == {"_compat.py"}
 
 
 def test_version_is_that_of_the_distribution():

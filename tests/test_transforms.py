@@ -4,7 +4,14 @@ The rows of the table are in cases.py. A column is a function of (case, f): it t
 is the op or its reference in jnp, and returns arrays. To add a column, write the function.
 """
 
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +19,53 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jax_oneflow_ops as jof
 from tests.cases import CASES, Case
 
-COLUMNS = {}
-CORE = set()  # the columns that every case goes through
-OF_SEVERAL_OPERANDS = set()  # the columns that are other columns again where there is one operand
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    name: str
+    transform: Callable[[Case, Callable[..., Any]], Any]
+    group: str  # the column of README's table
+    core: bool  # variants go through it, too
+    # Whether the op's and the reference's transformation are one compiled program, which saves
+    # time. The others are about what happens outside `jax.jit`, or compile by themselves.
+    traced: bool
+    # Why a case has no use for it, if so.
+    reason: Callable[[Case], str | None]
 
 
-def column(transformation):
-    COLUMNS[transformation.__name__] = transformation
-    return transformation
+# The groups of columns.
+JIT = "`jit`"
+SETTINGS = "settings"
+GRAD = "`grad`"
+JVP = "`jvp`"
+TRANSPOSE = "transpose"
+HIGHER = "2nd, 3rd order"
+RULES = "remat, custom rules"
+VMAP = "`vmap`"
+CONTROL = "control flow"
+SYMBOLIC = "symbolic shapes"
+
+COLUMNS: dict[str, Column] = {}
 
 
-def core(transformation):
-    CORE.add(transformation.__name__)
-    return column(transformation)
+def always(case: Case) -> str | None:
+    return None
 
 
-def of_several_operands(transformation):
-    OF_SEVERAL_OPERANDS.add(transformation.__name__)
-    return transformation
+def not_linear(case: Case) -> str | None:
+    return None if linear_sets(case.name) else "not linear in any operand"
+
+
+def column(group, *, core=False, traced=True, reason=always):
+    def decorate(transform):
+        name = transform.__name__
+        COLUMNS[name] = Column(name, transform, group, core, traced, reason)
+        return transform
+
+    return decorate
 
 
 def cube(f):
@@ -50,8 +84,8 @@ def grad(case, f):
     return jax.grad(f, argnums=case.every_operand)
 
 
-def tangents(case: Case) -> tuple[np.ndarray, ...]:
-    return tuple(np.asarray(np.flip(x)) for x in case.inputs())
+def tangents(case: Case) -> tuple[jax.Array, ...]:
+    return tuple(x.reshape(-1)[::-1].reshape(x.shape) for x in case.inputs())
 
 
 def result_of(case: Case) -> jax.ShapeDtypeStruct:
@@ -82,42 +116,50 @@ def assert_same(actual, expected, rtol: float) -> None:
         assert a.shape == e.shape
         wide = np.asarray(e).astype(np.float64)
         assert np.all(np.isfinite(wide))
-        atol = rtol * np.max(np.abs(wide), initial=0)
+        # As many units in the last place of a narrower type.
+        narrow = jnp.issubdtype(e.dtype, jnp.floating) and e.dtype != np.float64
+        scale = float(jnp.finfo(e.dtype).eps / np.finfo(np.float64).eps) if narrow else 1
+        atol = rtol * scale * np.max(np.abs(wide), initial=0)
         np.testing.assert_allclose(a, e, rtol=0, atol=atol, strict=True)
     assert any(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(expected))
+
+
+def assert_same_types(actual, expected) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype, a.weak_type) == (e.shape, e.dtype, e.weak_type)
 
 
 # --- compilation ----------------------------------------------------------------------------------
 
 
-@core
+@column(JIT, core=True, traced=False)
 def eager(case, f):
     return f(*map(jnp.asarray, case.inputs()))
 
 
-@core
+@column(JIT, core=True, traced=False)
 def jit(case, f):
     return jax.jit(f)(*case.inputs())
 
 
-@column
+@column(JIT, traced=False)
+def of_constants(case, f):
+    return jax.jit(lambda: grad(case, cube(f))(*case.inputs()))()
+
+
+@column(JIT)
 def jit_in_jit(case, f):
     return jax.jit(lambda *xs: jax.jit(f)(*plus(xs, 1)) + jax.jit(f)(*xs))(*case.inputs())
 
 
-@column
-def without_jit(case, f):
-    with jax.disable_jit():
-        return grad(case, cube(f))(*case.inputs())
-
-
-@column
+@column(JIT, traced=False)
 def ahead_of_time(case, f):
     specs = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
     return jax.jit(grad(case, cube(f))).lower(*specs).compile()(*case.inputs())
 
 
-@column
+@column(JIT, traced=False)
 def donated(case, f):
     total = jnp.ones_like(cotangents(case))
     result = jax.jit(lambda total, *xs: total + f(*xs), donate_argnums=0)(total, *case.inputs())
@@ -125,12 +167,12 @@ def donated(case, f):
     return result
 
 
-@column
+@column(JIT, traced=False)
 def operands_donated(case, f):
     """The inputs' buffers are reused for results while the op may still read them."""
 
     def step(*xs):
-        y = f(*xs)
+        y = f(*xs).astype(xs[0].dtype)
         return [
             y.reshape(-1)[: x.size].reshape(x.shape) if y.size >= x.size else x + y.sum()
             for x in xs
@@ -142,13 +184,13 @@ def operands_donated(case, f):
     return result
 
 
-@column
+@column(JIT)
 def tree_map(case, f):
     trees = [{"a": x, "b": (x + 1, [x * 2])} for x in case.inputs()]
-    return jax.jit(lambda trees: jax.tree.map(f, *trees))(trees)
+    return jax.tree.map(f, *trees)
 
 
-@column
+@column(JIT, traced=False)
 def threads(case, f):
     compiled = jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))
     results = [None] * 4
@@ -168,37 +210,78 @@ def threads(case, f):
     return results
 
 
+@column(JIT, core=True, traced=False)
+def eval_shape(case, f):
+    """Weak types, too."""
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in case.shapes]
+    batch = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in types]
+    return [
+        jax.eval_shape(f, *types),
+        jax.eval_shape(jax.jit(f), *types),
+        jax.eval_shape(grad(case, cube(f)), *types),
+        jax.eval_shape(jax.jacrev(f, argnums=case.every_operand), *types),
+        jax.eval_shape(jax.vmap(f), *batch),
+    ]
+
+
+# --- debugging and settings -----------------------------------------------------------------------
+
+
+@column(SETTINGS, traced=False)
+def without_jit(case, f):
+    with jax.disable_jit():
+        return grad(case, cube(f))(*case.inputs())
+
+
+@column(SETTINGS, traced=False)
+def debug_nans(case, f):
+    """There are none."""
+    with jax.debug_nans(True):
+        return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*case.inputs())
+
+
+@column(SETTINGS, traced=False)
+def x64(case, f):
+    """64-bit types being enabled changes neither the bits nor the types of 32-bit values."""
+    xs = [x.astype(np.float32) for x in case.inputs()]
+
+    def results(enabled):
+        with jax.enable_x64(enabled):
+            return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*xs)
+
+    assert_same(results(True), results(False), rtol=0)
+    return results(True)
+
+
 # --- differentiation ------------------------------------------------------------------------------
 
 
-@core
+@column(GRAD, core=True, traced=False)
 def gradient(case, f):
     return grad(case, cube(f))(*case.inputs())
 
 
-@column
-@of_several_operands
+@column(GRAD)
 def gradient_of_one_operand(case, f):
     return [jax.grad(cube(f), argnums=i)(*case.inputs()) for i in case.every_operand]
 
 
-@column
+@column(GRAD, traced=False)
 def jit_of_value_and_grad(case, f):
     return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*case.inputs())
 
 
-@column
+@column(GRAD)
 def grad_of_jit(case, f):
     return grad(case, cube(jax.jit(f)))(*case.inputs())
 
 
-@core
+@column(JVP, core=True, traced=False)
 def jvp(case, f):
     return jax.jvp(f, case.inputs(), tangents(case))
 
 
-@column
-@of_several_operands
+@column(JVP)
 def jvp_of_one_operand(case, f):
     results = []
     for i, (x, v) in enumerate(zip(case.inputs(), tangents(case), strict=True)):
@@ -207,102 +290,119 @@ def jvp_of_one_operand(case, f):
     return results
 
 
-@column
+@column(GRAD)
 def vjp(case, f):
     y, pullback = jax.vjp(f, *case.inputs())
     return y, pullback(cotangents(case))
 
 
-@column
+@column(JVP)
 def linearize(case, f):
     y, linear = jax.linearize(f, *case.inputs())
     return y, linear(*tangents(case))
 
 
-def linear_parts(case, f):
-    """f as a function of the operands that it is linear in, and these."""
+def part(case, f, wrt):
+    """f as a function of some operands, and these."""
     xs = case.inputs()
-    for wrt in case.linear:
 
-        def part(*operands, wrt=wrt):
-            given = dict(zip(wrt, operands, strict=True))
-            return f(*(given.get(i, x) for i, x in enumerate(xs)))
+    def of_some(*operands):
+        given = dict(zip(wrt, operands, strict=True))
+        return f(*(given.get(i, x) for i, x in enumerate(xs)))
 
-        yield part, [xs[i] for i in wrt]
+    return of_some, [xs[i] for i in wrt]
 
 
-@column
+def transposed(case, f, wrt):
+    function, operands = part(case, f, wrt)
+    return jax.linear_transpose(function, *operands)
+
+
+@functools.cache
+def linear_sets(name: str) -> list[tuple[int, ...]]:
+    """The sets of operands that jnp's function can be transposed with respect to."""
+    (case,) = (case for case in CASES if case.name == name)
+    sets = []
+    for count in case.every_operand:
+        for wrt in itertools.combinations(case.every_operand, count + 1):
+            with case.precision(), contextlib.suppress(Exception):  # for each reason another one
+                jax.eval_shape(transposed(case, case.ref, wrt), cotangents(case))
+                sets.append(wrt)
+    return sets
+
+
+@column(TRANSPOSE, core=True, reason=not_linear)
 def transpose(case, f):
-    return [
-        jax.linear_transpose(part, *operands)(cotangents(case))
-        for part, operands in linear_parts(case, f)
-    ]
+    return [transposed(case, f, wrt)(cotangents(case)) for wrt in linear_sets(case.name)]
 
 
-@column
+@column(TRANSPOSE, reason=not_linear)
 def transpose_of_transpose(case, f):
     results = []
-    for part, operands in linear_parts(case, f):
-        transposed = jax.linear_transpose(part, *operands)
-        again = jax.linear_transpose(transposed, cotangents(case))
+    for wrt in linear_sets(case.name):
+        _, operands = part(case, f, wrt)
+        again = jax.linear_transpose(transposed(case, f, wrt), cotangents(case))
         results.append(again(tuple(operands)))
     return results
 
 
-@column
+@column(JVP)
 def jacfwd(case, f):
     return jax.jacfwd(f, argnums=case.every_operand)(*case.inputs())
 
 
-@column
+@column(GRAD)
 def jacrev(case, f):
     return jax.jacrev(f, argnums=case.every_operand)(*case.inputs())
 
 
-@core
+@column(HIGHER, core=True)
 def hvp_forward_over_reverse(case, f):
-    return jax.jit(lambda xs, vs: jax.jvp(grad(case, cube(f)), xs, vs))(
-        case.inputs(), tangents(case)
-    )
+    return jax.jvp(grad(case, cube(f)), case.inputs(), tangents(case))
 
 
-@core
+@column(HIGHER, core=True)
 def hvp_reverse_over_forward(case, f):
     def directional(xs, vs):
         return jax.jvp(cube(f), xs, vs)[1]
 
-    return jax.jit(jax.grad(directional))(case.inputs(), tangents(case))
+    return jax.grad(directional)(case.inputs(), tangents(case))
 
 
-@column
+@column(HIGHER)
 def hvp_reverse_over_reverse(case, f):
     vs = tangents(case)
-    return jax.jit(jax.grad(lambda xs: vdot(grad(case, cube(f))(*xs), vs)))(case.inputs())
+    return jax.grad(lambda xs: vdot(grad(case, cube(f))(*xs), vs))(case.inputs())
 
 
-@column
+@column(HIGHER)
 def third_derivative(case, f):
     vs = tangents(case)
 
     def second(xs):
         return vdot(jax.jvp(grad(case, cube(f)), xs, vs)[1], vs)
 
-    return jax.jit(jax.grad(second))(case.inputs())
+    return jax.grad(second)(case.inputs())
 
 
-@column
+@column(HIGHER)
+def hessian(case, f):
+    return jax.hessian(cube(f), argnums=case.every_operand)(*case.inputs())
+
+
+@column(GRAD)
 def gradient_of_the_input_only_where_it_is_used(case, f):
     """One set of operands constant, the other not: symbolic zeros on one side."""
     xs = case.inputs()
     return jax.grad(lambda a, b: jnp.vdot(f(*a), f(*b)), argnums=1)(xs, plus(xs, 1))
 
 
-@core
+@column(RULES, core=True)
 def checkpoint(case, f):
-    return jax.jit(grad(case, jax.checkpoint(cube(f))))(*case.inputs())
+    return grad(case, jax.checkpoint(cube(f)))(*case.inputs())
 
 
-@column
+@column(RULES)
 def custom_vjp(case, f):
     @jax.custom_vjp
     def g(*xs):
@@ -312,40 +412,54 @@ def custom_vjp(case, f):
     return grad(case, cube(g))(*case.inputs())
 
 
+@column(RULES)
+def custom_jvp(case, f):
+    @jax.custom_jvp
+    def g(*xs):
+        return f(*xs)
+
+    @g.defjvp
+    def rule(xs, vs):
+        y, dy = jax.jvp(f, xs, vs)
+        return y, 2 * dy
+
+    return grad(case, cube(g))(*case.inputs())
+
+
 # --- batching -------------------------------------------------------------------------------------
 
 
-@core
+@column(VMAP, core=True)
 def vmap(case, f):
     return jax.vmap(f)(*case.inputs(3))
 
 
-@column
+@column(VMAP)
 def vmap_of_vmap(case, f):
     """With the inner batch axis second, and third in the result; scalars have no other."""
     axes = tuple(min(1, len(shape)) for shape in case.shapes)
-    xs = [np.moveaxis(x, 1, 1 + axis) for x, axis in zip(case.inputs(2, 3), axes, strict=True)]
+    xs = [jnp.moveaxis(x, 1, 1 + axis) for x, axis in zip(case.inputs(2, 3), axes, strict=True)]
     return jax.vmap(jax.vmap(f, in_axes=axes, out_axes=2))(*xs)
 
 
-@core
+@column(VMAP, core=True)
 def vmap_of_grad(case, f):
-    return jax.jit(jax.vmap(grad(case, cube(f))))(*case.inputs(3))
+    return jax.vmap(grad(case, cube(f)))(*case.inputs(3))
 
 
-@column
+@column(VMAP)
 def grad_of_vmap(case, f):
-    xs = [np.moveaxis(x, 0, -1) for x in case.inputs(3)]
-    return jax.jit(grad(case, cube(jax.vmap(f, in_axes=-1, out_axes=1))))(*xs)
+    xs = [jnp.moveaxis(x, 0, -1) for x in case.inputs(3)]
+    return grad(case, cube(jax.vmap(f, in_axes=-1, out_axes=1)))(*xs)
 
 
-@column
+@column(VMAP)
 def vmap_of_jvp(case, f):
     xs = case.inputs(3)
     return jax.vmap(lambda xs, vs: jax.jvp(f, xs, vs))(xs, tuple(x[::-1] for x in xs))
 
 
-@column
+@column(VMAP)
 def vmap_of_hvp(case, f):
     xs = case.inputs(3)
     return jax.vmap(lambda xs, vs: jax.jvp(grad(case, cube(f)), xs, vs)[1])(
@@ -353,38 +467,49 @@ def vmap_of_hvp(case, f):
     )
 
 
-@column
+@column(VMAP)
 def vmap_of_one_of_two_calls(case, f):
     xs = case.inputs(3)
     return jax.vmap(lambda a, b: f(*a) * f(*b), in_axes=(0, None))(xs, tuple(x[0] for x in xs))
 
 
-@core
-@of_several_operands
-def vmap_of_one_operand(case, f):
-    """And of its gradient: the others have no batch axis."""
+@column(VMAP, core=True)
+def vmap_of_some_operands(case, f):
+    """And of the gradient: one has a batch axis, or all but one have."""
+    every = {*case.every_operand}
     results = []
-    for i in case.every_operand:
-        axes = tuple(0 if j == i else None for j in case.every_operand)
-        xs = [x if j == i else x[0] for j, x in enumerate(case.inputs(3))]
+    for batched in {frozenset({i}) for i in every} | {frozenset(every - {i}) for i in every}:
+        if not batched:
+            continue
+        axes = tuple(-1 if i in batched else None for i in case.every_operand)
+        xs = [
+            jnp.moveaxis(x, 0, -1) if i in batched else x[0] for i, x in enumerate(case.inputs(3))
+        ]
         function = jax.value_and_grad(cube(f), argnums=case.every_operand)
         results.append((jax.vmap(f, in_axes=axes)(*xs), jax.vmap(function, in_axes=axes)(*xs)))
     return results
 
 
-@column
-@of_several_operands
-def vmap_of_all_operands_but_one(case, f):
+@column(VMAP)
+def vmap_over_any_axis(case, f):
+    """From either end; between H and W, too."""
+
+    def value_and_gradients(dy, *xs):
+        y, pull = jax.vjp(f, *xs)
+        return y, pull(dy)
+
     results = []
-    for i in case.every_operand:
-        axes = tuple(None if j == i else -1 for j in case.every_operand)
-        xs = [x[0] if j == i else np.moveaxis(x, 0, -1) for j, x in enumerate(case.inputs(3))]
-        function = jax.value_and_grad(cube(f), argnums=case.every_operand)
-        results.append(jax.jit(jax.vmap(function, in_axes=axes))(*xs))
+    xs, dys = case.inputs(3), np.stack([cotangents(case) + i for i in range(3)])
+    ndim = len(case.shape)
+    for axis in (*range(ndim + 1), -1, -2):
+        axes = tuple(min(axis, len(shape)) if shape else 0 for shape in case.shapes)
+        function = jax.vmap(value_and_gradients, in_axes=(axis, *axes), out_axes=(axis, axes))
+        moved = (jnp.moveaxis(x, 0, a) for x, a in zip(xs, axes, strict=True))
+        results.append(function(np.moveaxis(dys, 0, axis), *moved))
     return results
 
 
-@column
+@column(VMAP)
 def map_in_batches(case, f):
     return lax.map(lambda xs: f(*xs), case.inputs(5), batch_size=2)
 
@@ -396,7 +521,7 @@ def zero(case):
     return jnp.zeros((), case.dtype)
 
 
-@core
+@column(CONTROL, core=True)
 def scan(case, f):
     def step(carry, xs):
         y = f(*xs)
@@ -405,50 +530,53 @@ def scan(case, f):
     return lax.scan(step, zero(case), case.inputs(4))
 
 
-@column
+@column(CONTROL)
 def grad_of_scan(case, f):
     def total(xs):
         return lax.scan(lambda carry, x: (carry + cube(f)(*x), None), zero(case), xs)[0]
 
-    return jax.jit(jax.grad(total))(case.inputs(4))
+    return jax.grad(total)(case.inputs(4))
 
 
-@column
+@column(CONTROL)
 def while_loop(case, f):
     def step(state):
         i, xs = state
         return i + 1, tuple(x + f(*xs).sum() % 3 for x in xs)
 
-    return jax.jit(lambda xs: lax.while_loop(lambda state: state[0] < 3, step, (0, xs)))(
-        case.inputs()
-    )
+    return lax.while_loop(lambda state: state[0] < 3, step, (0, case.inputs()))
 
 
-@column
+@column(CONTROL)
 def grad_of_fori_loop(case, f):
     def total(xs):
         return lax.fori_loop(0, 3, lambda i, carry: carry + (i + 1) * cube(f)(*xs), zero(case))
 
-    return jax.jit(jax.value_and_grad(total))(case.inputs())
+    return jax.value_and_grad(total)(case.inputs())
 
 
-@column
+def for_each(values, function):
+    """In a loop, so that the compiler does not know them."""
+    return lax.map(function, np.array(values))
+
+
+@column(CONTROL)
 def cond(case, f):
-    def either(flag, *xs):
-        return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *xs)
+    def either(flag):
+        return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *case.inputs())
 
-    return [jax.jit(either)(flag, *case.inputs()) for flag in (True, False)]
+    return for_each([True, False], either)
 
 
-@column
+@column(CONTROL)
 def grad_of_cond(case, f):
     def either(flag, xs):
         return lax.cond(flag, lambda xs: cube(f)(*xs), lambda xs: -cube(f)(*times(2, xs)), xs)
 
-    return [jax.jit(jax.grad(either, argnums=1))(flag, case.inputs()) for flag in (True, False)]
+    return for_each([True, False], lambda flag: jax.grad(either, argnums=1)(flag, case.inputs()))
 
 
-@column
+@column(CONTROL)
 def vmap_of_cond(case, f):
     def either(flag, *xs):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *xs)
@@ -456,106 +584,237 @@ def vmap_of_cond(case, f):
     return jax.vmap(either)(np.array([True, False, True]), *case.inputs(3))
 
 
-@column
+@column(CONTROL)
 def switch(case, f):
     branches = [f, lambda *xs: -f(*xs), lambda *xs: f(*xs) * f(*xs)]
-    return [
-        jax.jit(lambda i, *xs: lax.switch(i, branches, *xs))(i, *case.inputs()) for i in range(3)
-    ]
+    return for_each(range(3), lambda i: lax.switch(i, branches, *case.inputs()))
+
+
+# --- symbolic shapes ------------------------------------------------------------------------------
+
+
+@column(SYMBOLIC, traced=False)
+def symbolic_shapes(case, f):
+    """Exported once, called with arrays of two sizes."""
+
+    def value_and_gradients(*xs):
+        return f(*xs), grad(case, cube(f))(*xs)
+
+    types = jax.export.symbolic_args_specs(case.inputs(), case.symbolic_shapes)
+    export = jax.export.export(jax.jit(value_and_gradients), disabled_checks=jof.export_checks())
+    call = export(*types).call
+    return jax.jit(lambda *of_sizes: [call(*xs) for xs in of_sizes])(
+        case.inputs(), case.larger().inputs()
+    )
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
-def cells():
+def cells() -> Iterator[tuple[Case, Column, str | None]]:
+    """(row, column, why it is left out) for all that the table has."""
     for case in CASES:
-        for name in COLUMNS:
-            if (
-                (name in CORE or case.every_column)
-                and not ("transpose" in name and not case.linear)
-                and not (name in OF_SEVERAL_OPERANDS and len(case.shapes) == 1)
-            ):
-                yield pytest.param(case, name, id=f"{case}-{name}")
+        for column in COLUMNS.values():
+            if column.core or not case.variant:
+                yield case, column, column.reason(case)
 
 
-@pytest.mark.parametrize(("case", "transformation"), [*cells()])
-def test_transformation(case, transformation):
-    transform = COLUMNS[transformation]
+def parameters():
+    for case, column, reason in cells():
+        marks = [pytest.mark.skip(reason=reason)] if reason else []
+        yield pytest.param(case, column, id=f"{case}-{column.name}", marks=marks)
+
+
+class InProgram(Case):
+    """A case whose inputs are values in the program that is traced, unknown to the compiler."""
+
+    def inputs(self, *leading: int) -> tuple[jax.Array, ...]:
+        return tuple(lax.optimization_barrier(super().inputs(*leading)))
+
+
+@pytest.mark.parametrize(("case", "column"), [*parameters()])
+def test_transformation(case, column):
+    def both(case):
+        return column.transform(case, case.f), column.transform(case, case.ref)
+
     with case.precision():
-        assert_same(transform(case, case.f), transform(case, case.ref), case.rtol)
+        if column is COLUMNS["eval_shape"]:
+            assert_same_types(*both(case))
+        elif column.traced:
+            assert_same(*jax.jit(lambda: both(InProgram(**vars(case))))(), case.rtol)
+        else:
+            assert_same(*both(case), case.rtol)
+
+
+def test_every_op_has_one_row_of_all_columns():
+    functions = [name for name in jof.__all__ if inspect.isfunction(getattr(jof, name))]
+    ops = [
+        name
+        for name in functions
+        if "implementation" in inspect.signature(getattr(jof, name)).parameters
+    ]
+    assert sorted(case.function for case in CASES if not case.variant) == sorted(ops)
+
+
+def test_no_column_is_left_out_by_all_rows_or_for_no_row():
+    for column in COLUMNS.values():
+        reasons = [reason for _, other, reason in cells() if other is column]
+        assert None in reasons
+        assert any(reasons) == (column.reason is not always)
 
 
 # --- what does not fit the table ----------------------------------------------------------------
 
-
-def batch_axes():
-    """(case, axis) for every position of a batch axis, from either end; between H and W too."""
-    for case in CASES:
-        if (case.elementwise and not case.every_column) or not all(case.shapes):
-            continue
-        ndim = len(case.shape)
-        for axis in (*range(ndim + 1), -1, -2):
-            yield pytest.param(case, axis, id=f"{case}-{axis}")
+FULL = [case for case in CASES if not case.variant]
 
 
-@pytest.mark.parametrize(("case", "axis"), [*batch_axes()])
-def test_vmap_over_any_axis(case, axis):
-    """Against a Python loop over the batch."""
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_debug_nans_finds_one(case):
+    xs = [np.full_like(x, np.nan) if i in case.wrt else x for i, x in enumerate(case.inputs())]
+    with case.precision(), jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        jax.jit(case.f)(*xs)
+
+
+def test_debug_nans_finds_one_that_an_op_makes():
+    with jax.debug_nans(True):
+        for f, xs in ((jof.divide, (0.0, 0.0)), (jof.embedding_lookup, (np.ones(3), 7))):
+            with pytest.raises(FloatingPointError, match="nan"):
+                f(*xs)
+
+
+X, IDS = np.arange(12.0, dtype=np.float32).reshape(1, 3, 4), np.array([2, 0, 2], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "operands", "options"),
+    [
+        (jof.cast, (X,), {"dtype": "float16"}),
+        (jof.gelu, (X,), {"approximate": False}),
+        (jof.geglu, (X, X), {"approximate": False}),
+        (jof.permute, (X,), {"axes": (2, 0, 1)}),
+        (jof.upsample_nearest2d, (X,), {"scale_factor": 2, "data_format": "NHWC"}),
+        (jof.upsample_nearest2d, (X,), {"size": (5, 5), "method": "nearest-exact"}),
+        (jof.segment_sum, (X[0], IDS), {"num_segments": 3, "bucket_size": 2, "mode": "clip"}),
+        (jof.scatter_add, (X[0], IDS, X[0]), {"mode": "clip", "deterministic": True}),
+        (jof.embedding_lookup, (X[0], IDS), {"deterministic": True}),
+    ],
+)
+def test_static_arguments(function, operands, options):
+    """Options are hashable, and say the same as static arguments of `jax.jit`."""
+    options = {**options, "implementation": "native"}
+    actual = jax.jit(function, static_argnames=[*options])(*operands, **options)
+    assert_same(actual, function(*operands, **options), 0)
+
+
+# --- derivatives where there are none -------------------------------------------------------------
+
+
+DERIVATIVES = {
+    "grad": lambda f, xs, argnums: jax.grad(f, argnums)(*xs),
+    "grad_of_integers": lambda f, xs, argnums: jax.grad(f, argnums, allow_int=True)(*xs),
+    "jacfwd": lambda f, xs, argnums: jax.jacfwd(f, argnums)(*xs),
+    "jvp": lambda f, xs, argnums: jax.jvp(f, xs, xs),
+    "jvp_of_integers": lambda f, xs, argnums: jax.jvp(f, xs, [*map(tangent_type_ones, xs)]),
+    "vjp": lambda f, xs, argnums: jax.vjp(f, *xs)[1](jnp.float32(1)),
+}
+
+
+def tangent_type_ones(x):
+    floating = np.issubdtype(x.dtype, np.floating)
+    return np.ones_like(x) if floating else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def outcome(function):
+    """The types of what it returns, or the error."""
+    try:
+        return jax.eval_shape(function)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def of_integers():
+    """(case, the operands that are integers): all, and those without derivatives in any case."""
+    for case in FULL:
+        without = {*case.arrays}.difference(*case.grad_targets)
+        for operands in {case.every_operand, (*sorted(without),)} - {()}:
+            yield pytest.param(case, operands, id=f"{case}-{''.join(map(str, operands))}")
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize(("case", "operands"), [*of_integers()])
+def test_derivatives_with_respect_to_integers(case, operands, derivative):
+    """The errors of the jnp function, or derivatives of type float0."""
+    xs = [x.astype(np.int32 if i in operands else x.dtype) for i, x in enumerate(case.inputs())]
+
+    def of(f):
+        def loss(*xs):
+            return jnp.sum(f(*xs), dtype=jnp.float32)
+
+        return outcome(lambda: DERIVATIVES[derivative](loss, xs, case.every_operand))
+
+    assert of(case.f) == of(case.ref)
+
+
+# --- options of symbolic sizes --------------------------------------------------------------------
+
+
+def symbolic_export(f, xs, *dims):
+    types = jax.export.symbolic_args_specs(xs, dims)
+    return jax.export.export(jax.jit(f), disabled_checks=jof.export_checks())(*types)
+
+
+@pytest.mark.parametrize(
+    ("f", "ref", "xs", "dims"),
+    [
+        pytest.param(
+            lambda x: jof.upsample_nearest2d(x, 2),
+            lambda x: x.repeat(2, axis=1).repeat(2, axis=2),
+            (X,),
+            ("a, b, c",),
+            id="upsample-NCHW",
+        ),
+        pytest.param(
+            lambda x: jof.upsample_nearest2d(x, scale_factor=(3, 1), data_format="NHWC"),
+            lambda x: x.repeat(3, axis=0),
+            (X,),
+            ("a, b, c",),
+            id="upsample-NHWC",
+        ),
+        pytest.param(
+            lambda x, ids: jof.segment_sum(x, ids, 4, bucket_size=2),
+            lambda x, ids: jax.ops.segment_sum(x, ids, 4, bucket_size=2),
+            (X[0], IDS),
+            ("a, b", "a"),
+            id="bucket_size",
+        ),
+    ],
+)
+def test_symbolic_shapes(f, ref, xs, dims):
+    """Those of the table, which all functions have, leave spatial dimensions out."""
 
     def both(f):
-        def value_and_gradients(dy, *xs):
-            y, pull = jax.vjp(f, *xs)
-            return y, pull(dy)
+        return lambda *xs: (f(*xs), jax.grad(cube(f))(*xs))
 
-        return value_and_gradients
-
-    with case.precision():
-        xs = case.inputs(3)
-        out_axis = axis if axis < 0 else len(case.shape) - axis
-        axes = tuple(min(axis, len(shape)) for shape in case.shapes)
-        dys = np.stack([cotangents(case) + i for i in range(3)])
-        actual = jax.vmap(both(case.f), in_axes=(axis, *axes), out_axes=(out_axis, axes))(
-            np.moveaxis(dys, 0, axis),
-            *(np.moveaxis(x, 0, a) for x, a in zip(xs, axes, strict=True)),
-        )
-        each = [both(case.ref)(dys[i], *(x[i] for x in xs)) for i in range(3)]
-        y = jnp.stack([y for y, _ in each], axis=out_axis)
-        dxs = tuple(
-            jnp.stack(parts, axis=a)
-            for a, *parts in zip(axes, *(dxs for _, dxs in each), strict=True)
-        )
-        assert_same(actual, (y, dxs), case.rtol)
+    larger = [np.concatenate([x] * 2) for x in xs]
+    call = symbolic_export(both(f), xs, *dims).call
+    actual = jax.jit(lambda *of_sizes: [call(*xs) for xs in of_sizes])(xs, larger)
+    assert_same(actual, [both(ref)(*xs), both(ref)(*larger)], 0)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_eval_shape(case):
-    xs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in case.shapes]
-    for transform in (
-        lambda f: f,
-        jax.jit,
-        lambda f: grad(case, cube(f)),
-        lambda f: jax.jacrev(f, argnums=case.every_operand),
-        jax.vmap,
-    ):
-        leading = (3,) if transform is jax.vmap else ()
-        specs = [jax.ShapeDtypeStruct((*leading, *x.shape), x.dtype) for x in xs]
-        actual = jax.eval_shape(transform(case.f), *specs)
-        expected = jax.eval_shape(transform(case.ref), *specs)
-        assert jax.tree.structure(actual) == jax.tree.structure(expected)
-        for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-            assert (a.shape, a.dtype, a.weak_type) == (e.shape, e.dtype, e.weak_type)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_export_round_trip(case):
-    pytest.importorskip("flatbuffers")
-    checks = [
-        jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(case.all_targets())
-    ]
-    with case.precision():
-        xs, dy = case.inputs(), cotangents(case)
-        exported = jax.export.export(jax.jit(case.f), disabled_checks=checks)(*xs)
-        restored = jax.export.deserialize(exported.serialize(vjp_order=1))
-        assert_same(restored.call(*xs), case.ref(*xs), case.rtol)
-        actual = jax.jit(lambda xs, dy: jax.vjp(restored.call, *xs)[1](dy))(xs, dy)
-        assert_same(actual, jax.vjp(case.ref, *xs)[1](dy), case.rtol)
+@pytest.mark.parametrize(
+    ("f", "dims", "message"),
+    [
+        (lambda x: jof.upsample_nearest2d(x, 1.5), "3, a, b", "upsample_nearest2d: scale_factor"),
+        (lambda x: jof.upsample_nearest2d(x, size=x.shape[1:]), "3, a, b", "upsample_nearest2d: s"),
+        (lambda x: jof.permute(x, (2, 1, x.shape[0])), "a, b, c", "permute: axes"),
+        (lambda x: jof.segment_sum(x, IDS, x.shape[1]), "3, a, b", "segment_sum: num_segments"),
+        (lambda x: jof.segment_sum(x, IDS[:2], 4), "a, b, c", "segment_sum: data"),
+        (lambda x: jof.segment_sum(x, IDS, 4, bucket_size=x.shape[1]), "3, a, b", "segment_sum: b"),
+        (lambda x: jof.scatter_add(x, IDS, x), "a, b, c", "scatter_add: updates"),
+        (lambda x: jof.add(x, x.mT), "a, b, c", "add: operands"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_symbolic_sizes_that_cannot_be(f, dims, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        symbolic_export(f, (np.ones((3, 3, 3), np.float32),), dims)

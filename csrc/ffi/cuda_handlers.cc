@@ -16,8 +16,12 @@
 namespace jof {
 namespace {
 
+// The status is of this module's calls alone: the runtime that it is linked with is its own, and so
+// is that one's last error. Only a kernel of anybody's that left the GPU unusable fails all later
+// calls of the process, and CUDA does not say whose it was.
 ffi::Error LaunchStatus(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // or the next launch would report it again
   return ffi::Error::Internal(std::string(op) + ": CUDA error " + cudaGetErrorName(status) + ": " +
                               cudaGetErrorString(status));
 }

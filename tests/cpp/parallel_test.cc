@@ -1,3 +1,4 @@
+// sanitizers: address thread
 // ParallelFor covers every iteration exactly once, also where the pool's threads never run.
 #include "cpu/parallel.h"
 

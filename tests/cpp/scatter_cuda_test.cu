@@ -1,8 +1,8 @@
 // The CUDA kernels of scatters and gathers on pointers at every offset within 16 bytes that their
 // type allows, between guard zones that must stay untouched, with ids and orders that are out of
 // range or that break the promise of being sorted. Needs a GPU; `make gpu-check` runs it. With the
-// argument `brief` a part of it: for compute-sanitizer. With `brief f16` that of one type:
-// racecheck takes half a minute for it.
+// argument `brief` a part of it: for compute-sanitizer. With `brief f16` that of one type, with
+// `brief gather` that of gathers: racecheck takes half a minute for a type.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -296,16 +296,16 @@ void TestType(AddType type) {
   TestScatters<T>(type);
 }
 
-int main(int argc, char**) {
+int main(int argc, char** argv) {
   g_brief = argc > 1;
-  TestType<Half>(AddType::kF16);
-  if (argc > 2) return 0;
-  TestType<BFloat16>(AddType::kBF16);
-  TestType<float>(AddType::kF32);
-  TestType<double>(AddType::kF64);
-  TestType<uint32_t>(AddType::kI32);
-  TestType<uint64_t>(AddType::kI64);
-  TestGathers();
+  const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
+  if (wanted("f16")) TestType<Half>(AddType::kF16);
+  if (wanted("bf16")) TestType<BFloat16>(AddType::kBF16);
+  if (wanted("f32")) TestType<float>(AddType::kF32);
+  if (wanted("f64")) TestType<double>(AddType::kF64);
+  if (wanted("i32")) TestType<uint32_t>(AddType::kI32);
+  if (wanted("i64")) TestType<uint64_t>(AddType::kI64);
+  if (wanted("gather")) TestGathers();
   CHECK_CUDA(cudaDeviceSynchronize());
   std::printf("%ld launches right\n", long(g_launches));
 }

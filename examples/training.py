@@ -1,0 +1,223 @@
+"""What the training examples share: steps divided over devices, checked against one device.
+
+Nothing here calls a collective. Arrays have shardings, `jax.jit` divides the step, and XLA adds the
+communication, which is read from the compiled step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from benchmarks import environment, harness, report
+
+Tree = Any  # of arrays, or of what stands for arrays
+
+# Plain momentum, not Adam: Adam divides by the gradient's size, and would hide a gradient that is
+# a multiple of the right one, as where a sum over devices is missing.
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained, and on what."""
+
+    init: Callable[[jax.Array], Tree]  # the parameters, from a key
+    loss: Callable[[Tree, Tree], jax.Array]  # of the parameters and a batch
+    batches: Sequence[Tree]  # which take turns
+    rate: float
+    items: int  # in a batch ...
+    unit: str  # ... of these
+    tolerance: float  # of losses on several devices, relative to those on one
+    calls: tuple[str, ...]  # patterns of the custom calls that the step must have
+
+
+@dataclass(frozen=True)
+class Division:
+    """How parameters and batches are divided over a mesh."""
+
+    variant: str
+    mesh: Mesh
+    params: Tree  # of PartitionSpecs
+    batch: PartitionSpec
+    below: float = math.inf  # every collective moves fewer bytes
+
+
+@dataclass(frozen=True)
+class Run:
+    """What some steps of training were."""
+
+    variant: str
+    devices: int
+    losses: list[float]
+    rate: float  # items a second
+    collectives: dict[str, list[int]]  # the bytes of each kind's results
+    calls: list[str]
+
+
+def arguments(doc: str, steps: int, batch: int) -> argparse.ArgumentParser:
+    """The options that all examples have."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("--devices", type=int, help="how many (default: all)")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--batch", type=int, default=batch, help="over all devices")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the JSON goes")
+    return parser
+
+
+def mesh_of(**axes: int) -> Mesh:
+    """A mesh of the first devices, from its axes' sizes."""
+    devices = jax.devices()[: math.prod(axes.values())]
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
+
+
+def train(problem: Problem, division: Division, steps: int) -> Run:
+    """Trains from the start, on the devices of the division's mesh."""
+
+    def place(specs: Tree) -> Tree:
+        return jax.tree.map(lambda spec: NamedSharding(division.mesh, spec), specs)
+
+    def start(key: jax.Array) -> tuple[Tree, Tree]:
+        params = problem.init(key)
+        return params, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+    def step(state: tuple[Tree, Tree], batch: Tree) -> tuple[tuple[Tree, Tree], jax.Array]:
+        params, velocity = state
+        loss, gradient = jax.value_and_grad(problem.loss)(params, batch)
+        velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, gradient)
+        params = jax.tree.map(lambda p, v: (p - problem.rate * v).astype(p.dtype), params, velocity)
+        return (params, velocity), loss
+
+    of_state = place((division.params, division.params))
+    of_batch = place(division.batch)
+    # Random numbers do not depend on their sharding: every device makes its part of the parameters.
+    state = jax.jit(start, out_shardings=of_state)(jax.random.key(0))
+    batches = [jax.device_put(batch, of_batch) for batch in problem.batches]
+    program = (
+        jax.jit(
+            step,
+            in_shardings=(of_state, of_batch),
+            out_shardings=(of_state, place(PartitionSpec())),
+            donate_argnums=0,
+        )
+        .lower(state, batches[0])
+        .compile()
+    )
+
+    losses: list[jax.Array] = []
+    ends = []
+    bar = tqdm(range(steps), desc=division.variant, unit="step", leave=False, disable=None)
+    for i, batch in zip(bar, itertools.cycle(batches), strict=False):
+        state, loss = program(state, batch)
+        losses.append(loss)
+        # The loss of the step before: devices do not wait until the host has read it.
+        bar.set_postfix_str(f"loss {float(losses[max(0, i - 1)]):.4f}", refresh=False)
+        ends.append(time.perf_counter())
+    text = program.as_text() or ""
+    return Run(
+        division.variant,
+        division.mesh.size,
+        [float(loss) for loss in losses],
+        problem.items / statistics.median(b - a for a, b in itertools.pairwise(ends)),
+        collectives(text),
+        sorted(set(re.findall(r'custom_call_target="(jof_\w+)"', text))),
+    )
+
+
+def collectives(program: str) -> dict[str, list[int]]:
+    """The collectives of a compiled program: by their kind, the bytes of their results."""
+    types = dict(re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = (.*?) [\w-]+\(", program, re.MULTILINE))
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    made: dict[str, list[int]] = {}
+    for shapes, kind, start, names in re.findall(rf" = (.*?) ({kinds})(-start)?\((.*?)\)", program):
+        size = _bytes(shapes)
+        operands = sum(_bytes(types.get(name, "")) for name in re.findall(r"[\w.-]+", names))
+        # What starts one may have the type of operands and results together.
+        made.setdefault(kind, []).append(size - operands if start and size > operands else size)
+    return made
+
+
+def _bytes(shapes: str) -> int:
+    """Of the arrays in an HLO type, such as ``(f32[8,4]{1,0}, bf16[])``."""
+    arrays = re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", shapes)
+    return sum(
+        int(bits or 8) // 8 * math.prod(int(n) for n in dimensions.split(",") if n)
+        for bits, dimensions in arrays
+    )
+
+
+def compare(problem: Problem, one: Run, divisions: Sequence[Division], runs: Sequence[Run]) -> int:
+    """Prints how the runs compare with that on one device; the number of things that are wrong."""
+    print(f"{'':13}devices   first loss    last loss {problem.unit + '/s':>14}   collectives")
+    for run in (one, *runs):
+        print(
+            f"{run.variant:13}{run.devices:7}{run.losses[0]:13.5f}{run.losses[-1]:13.5f}"
+            f"{run.rate:15,.0f}   {report.communication(run.collectives)}"
+        )
+    print(f"custom calls: {', '.join(one.calls)}")
+    errors = [f"{run.variant}: {error}" for run in (one, *runs) for error in check(problem, run)]
+    for division, run in zip(divisions, runs, strict=True):
+        apart = np.max(np.abs(np.array(run.losses) / one.losses - 1))
+        print(f"{run.variant}: losses are within {apart:.1e} of those on one device")
+        if not apart <= problem.tolerance:
+            errors.append(f"{run.variant}: losses differ by more than {problem.tolerance:.1e}")
+        if run.devices > 1 and run.collectives.keys() != {"all-reduce"}:
+            errors.append(f"{run.variant}: not all-reduces alone: {[*run.collectives]}")
+        if any(size >= division.below for sizes in run.collectives.values() for size in sizes):
+            errors.append(f"{run.variant}: a collective moves {division.below} bytes or more")
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return len(errors)
+
+
+def check(problem: Problem, run: Run) -> Iterator[str]:
+    """What is wrong with a run by itself."""
+    if not run.losses[-1] < run.losses[0]:
+        yield "the loss did not fall"
+    for pattern in problem.calls:
+        if not any(re.fullmatch(pattern, call) for call in run.calls):
+            yield f"the step has no custom call {pattern}, only {run.calls}"
+
+
+def run_all(
+    name: str,
+    problem: Problem,
+    one: Division,
+    divisions: Sequence[Division],
+    options: argparse.Namespace,
+    argv: Sequence[str],
+) -> int:
+    """Trains on one device and in every division, and compares; returns the exit status."""
+    alone = train(problem, one, options.steps)
+    runs = [train(problem, division, options.steps) for division in divisions]
+    errors = compare(problem, alone, divisions, runs)
+    if options.out:
+        about = environment.describe(list(argv), f"examples.{name}", devices=runs[0].devices)
+        settings = {k: v for k, v in vars(options).items() if k not in ("out", "devices")}
+        result = {
+            "suite": name,
+            "environment": about,
+            "settings": settings,
+            "unit": problem.unit,
+            "tolerance": problem.tolerance,
+            "runs": [asdict(run) for run in (alone, *runs)],
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(harness.to_json(result))
+    return 1 if errors else 0

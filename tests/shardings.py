@@ -1,0 +1,288 @@
+"""How each op may be divided over devices: one table, which test_sharding.py checks and README.md
+shows.
+
+Dimensions have letters, as in einsum, and all ops obey one law. A mesh axis may divide any
+dimension but those that are gathered. A dimension that the result lacks costs one all-reduce. So
+does, in the gradient with respect to an operand, a dimension of the result that this operand lacks.
+Nothing else is sent.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_oneflow_ops as jof
+from tests.cases import ELEMENTWISE_CASES, PERMUTE_CASES, UPSAMPLE_CASES, Case, as_ids, integers
+
+OPS = tuple(
+    name
+    for name in jof.__all__
+    if inspect.isfunction(function := getattr(jof, name))
+    and "implementation" in inspect.signature(function).parameters
+)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def split(equation: str) -> tuple[list[str], str]:
+    """The letters of each operand and of the result."""
+    operands, result = equation.replace(" ", "").split("->")
+    return operands.split(","), result
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    equation: str
+    names: Mapping[str, str]  # what README calls the dimensions
+    wrt: Mapping[int, str]  # and the operands that the op can be differentiated with respect to
+    others: str  # the letter of all dimensions without a name
+    gathered: str = ""  # letters
+
+    def kinds(self, letters: Iterable[str]) -> frozenset[str]:
+        return frozenset(x if x in self.names else self.others for x in letters)
+
+    def columns(self) -> tuple[list[str], ...]:
+        operands, result = split(self.equation)
+        free = [letter for letter in self.names if letter not in self.gathered]
+        return (
+            [self.names[x] for x in free if x in result],
+            [self.names[x] for x in free if x not in result],
+            [
+                f"{self.names[x]}, for {operand}"
+                for i, operand in self.wrt.items()
+                for x in free
+                if x in result and x not in operands[i]
+            ],
+            [self.names[x] for x in self.gathered],
+        )
+
+
+TRAILING = "the dimensions after them"
+RULES = {
+    "elementwise operations": Rule(
+        "x, -> x", {"x": "all dimensions"}, {0: "an array", 1: "a scalar"}, "x"
+    ),
+    "`permute`": Rule("x -> x", {"x": "all dimensions, permuted"}, {0: "`x`"}, "x"),
+    "`upsample_nearest2d`": Rule(
+        "b h w -> b h w",
+        {"b": "all other dimensions", "h": "height", "w": "width"},
+        {0: "`x`"},
+        "b",
+        gathered="hw",
+    ),
+    "`segment_sum`": Rule(
+        "n t, n -> s t",
+        {"n": "rows of `data`", "s": "rows of the result", "t": TRAILING},
+        {0: "`data`"},
+        "t",
+    ),
+    "`scatter_add`": Rule(
+        "s t, n, n t -> s t",
+        {"n": "rows of `updates`", "s": "rows of `operand`", "t": TRAILING},
+        {0: "`operand`", 2: "`updates`"},
+        "t",
+    ),
+    "`embedding_lookup`": Rule(
+        "s t, n -> n t",
+        {"s": "rows of `table`", "n": "`ids`", "t": TRAILING},
+        {0: "`table`"},
+        "t",
+    ),
+}
+
+
+def table() -> str:
+    """The table of README."""
+    titles = ("", "no communication", "one all-reduce", "one in the gradient", "gathered")
+    rows = [titles, ("---",) * len(titles)]
+    rows += [(op, *("; ".join(c) or "-" for c in rule.columns())) for op, rule in RULES.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def rule_of(case: Case) -> Rule:
+    return RULES.get(f"`{case.function}`", RULES["elementwise operations"])
+
+
+# --- ways to divide the ops, which the tests go through -------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A case, the letters of its dimensions, and which mesh axes divide some of these."""
+
+    case: Case
+    equation: str
+    axes: Mapping[str, Any]
+    wrt: tuple[int, ...]
+
+    def __str__(self) -> str:
+        divided = ", ".join(f"{letter}={''.join(axes)}" for letter, axes in self.axes.items())
+        return f"{self.case}({divided})" + "".join(f"-d{i}" for i in self.scalars)
+
+    @property
+    def operands(self) -> list[str]:
+        return split(self.equation)[0]
+
+    @property
+    def result(self) -> str:
+        return split(self.equation)[1]
+
+    @property
+    def scalars(self) -> tuple[int, ...]:
+        """The scalars that are differentiated with respect to."""
+        return tuple(i for i in self.wrt if not self.operands[i])
+
+    def spec(self, letters: str) -> P:
+        return P(*(self.axes.get(letter) for letter in letters))
+
+    def specs(self) -> list[P]:
+        return [self.spec(letters) for letters in self.operands]
+
+    def summed(self) -> tuple[str, ...]:
+        """The mesh axes that the result is summed over."""
+        return tuple(a for x, axes in self.axes.items() if x not in self.result for a in axes)
+
+    def all_reduces(self) -> tuple[int, int]:
+        """How many the law allows: in the function, in its gradients."""
+        kept = [x for x in self.axes if x in self.result]
+        gradients = [any(x not in self.operands[i] for x in kept) for i in self.wrt]
+        return bool(self.summed()), sum(gradients)
+
+    def divided(self, **axes: Any) -> "Layout":
+        return dataclasses.replace(self, axes=axes)
+
+    def shard_size(self, letters: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> int:
+        """The number of elements of a device's part of an array."""
+        axes = [a for letter in letters for a in self.axes.get(letter, ())]
+        return math.prod(shape) // math.prod(mesh.shape[a] for a in axes)
+
+
+def layout(case: Case, equation: str, wrt: tuple[int, ...] | None = None, **axes: Any) -> Layout:
+    return Layout(case, equation, axes, case.wrt if wrt is None else wrt)
+
+
+def sized(case: Case, equation: str, **sizes: int) -> Case:
+    """The case with its dimensions of some letters resized."""
+    shapes = (
+        tuple(sizes.get(x, size) for x, size in zip(letters, shape, strict=True))
+        for letters, shape in zip(split(equation)[0], case.shapes, strict=True)
+    )
+    return dataclasses.replace(case, shapes=tuple(shapes))
+
+
+# Elementwise ops that stand for all in what all have from one place: of one, two and three arrays.
+SEVERAL_WAYS = ("leaky_relu", "swiglu", "fma")
+
+
+def elementwise_layouts() -> Iterator[Layout]:
+    for case in ELEMENTWISE_CASES:
+        letters = ["xyz" if shape else "" for shape in case.shapes]
+        equation = f"{','.join(letters)}->xyz"
+        case = case.resized((8, 4, 6))
+        yield layout(case, equation, x="a", z="b")
+        if case.name in SEVERAL_WAYS:
+            yield layout(case, equation, x=("a", "b"))
+            yield layout(case, equation, z="b")
+        if not all(letters):
+            wrt = tuple(i for i, x in enumerate(letters) if i in case.wrt or not x)
+            yield layout(case, equation, wrt, x=("a", "b"))
+
+
+def upsample_layouts() -> Iterator[Layout]:
+    cases = {case.name.partition("-")[2]: case for case in UPSAMPLE_CASES}
+    for name, equation, *divided in (
+        ("2x-NCHW", "nchw->nchw", {"n": "a", "c": "b"}, {"n": ("b", "a")}, {"c": "a"}),
+        ("2x-NHWC", "nhwc->nhwc", {"n": "a", "c": "b"}, {"c": "a"}),
+        ("exact-NHWC", "hwc->hwc", {"c": ("a", "b")}),
+        ("3x2-rank3", "nhw->nhw", {"n": "b"}),
+        ("down-rank5", "nmchw->nmchw", {"n": "a", "c": "b"}),
+    ):
+        case = sized(cases[name], equation, n=8, c=8)
+        for axes in divided:
+            yield layout(case, equation, **axes)
+
+
+def permute_layouts() -> Iterator[Layout]:
+    cycle, backwards = PERMUTE_CASES
+    cycle, equation = sized(cycle, "ijk->kij", i=8), "ijk->kij"
+    yield layout(cycle, equation, i="a", k="b")
+    yield layout(cycle, equation, i=("a", "b"))
+    yield layout(sized(backwards, "ijkl->lkji", l=8), "ijkl->lkji", k="b", l="a")
+
+
+# So many rows that devices look for ids in their own, rather than gather the table.
+SEGMENTS = 64
+
+
+def ids_around(rng, shape):
+    """Ids of rows, negative ones and some out of range; as numbers, which cases cast."""
+    return rng.integers(-SEGMENTS - 2, SEGMENTS + 3, size=shape)
+
+
+def rows_cases() -> dict[str, Case]:
+    def case(name, f, ref, shapes, target, grad_targets):
+        samplers = tuple(integers if len(shape) > 1 else ids_around for shape in shapes)
+        return Case(
+            *(name, f, ref, shapes, target, grad_targets, (target,) * 2),
+            samplers=samplers,
+            elementwise=False,
+        )
+
+    rows, features = (SEGMENTS, 4, 8), (16, 4, 8)
+    ids = features[:1]
+    cases = (
+        case(
+            "segment_sum",
+            lambda x, ids, **options: jof.segment_sum(x, as_ids(ids), SEGMENTS, **options),
+            lambda x, ids: jax.ops.segment_sum(x, as_ids(ids), SEGMENTS),
+            (features, ids),
+            "jof_scatter_add",
+            {(0,): ("jof_gather_rows",)},
+        ),
+        case(
+            "scatter_add",
+            lambda x, ids, updates, **options: jof.scatter_add(x, as_ids(ids), updates, **options),
+            lambda x, ids, updates: jnp.asarray(x).at[as_ids(ids)].add(updates, mode="drop"),
+            (rows, ids, features),
+            "jof_scatter_add",
+            {(0, 2): ("jof_gather_rows",)},
+        ),
+        case(
+            "embedding_lookup",
+            lambda table, ids, **options: jof.embedding_lookup(table, as_ids(ids), **options),
+            lambda table, ids: jnp.take(table, as_ids(ids), axis=0),
+            (rows, ids),
+            "jof_gather_rows",
+            {(0,): ("jof_scatter_add",)},
+        ),
+    )
+    return {case.name: case for case in cases}
+
+
+def rows_layouts() -> Iterator[Layout]:
+    cases = rows_cases()
+    for name, equation in (
+        ("segment_sum", "ntu,n->stu"),
+        ("scatter_add", "stu,n,ntu->stu"),
+        ("embedding_lookup", "stu,n->ntu"),
+    ):
+        for axes in (
+            {"n": "a", "u": "b"},
+            {"n": ("a", "b")},
+            {"t": "b", "u": "a"},
+            {"s": "a"},
+            {"s": ("b", "a")},
+            {"s": "b", "n": "a"},
+            {"s": "a", "t": "b"},
+        ):
+            yield layout(cases[name], equation, **axes)
+
+
+LAYOUTS = (*elementwise_layouts(), *upsample_layouts(), *permute_layouts(), *rows_layouts())

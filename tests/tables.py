@@ -1,0 +1,90 @@
+"""README's tables of what the tests cover, made of what parametrizes the tests.
+
+`python -m tests.tables [--check] [README.md]` writes them between their markers.
+"""
+
+import argparse
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+from tests import test_export, test_transforms
+from tests.cases import CASES
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def transformations() -> str:
+    """Rows are functions, columns groups of columns of the tests' table."""
+    cells = [(case, c.group, c.name, reason) for case, c, reason in test_transforms.cells()]
+    cells += [(case, group, name, None) for case in CASES for group, name in test_export.COLUMNS]
+    groups: dict[str, dict[str, None]] = {}
+    for _, group, name, _ in cells:
+        groups.setdefault(group, {})[name] = None
+    footnotes: list[str] = []
+
+    def mark(case, group) -> str:
+        reasons = [reason for c, g, _, reason in cells if c is case and g == group]
+        notes = sorted({*reasons} - {None})
+        footnotes.extend(note for note in notes if note not in footnotes)
+        numbers = ", ".join(str(1 + footnotes.index(note)) for note in notes)
+        return ("✓" if None in reasons else "") + (f"<sup>{numbers}</sup>" if notes else "")
+
+    full = sorted((case for case in CASES if not case.variant), key=lambda case: case.function)
+    rows = [[f"`{case.function}`", *(mark(case, group) for group in groups)] for case in full]
+    variants = len(CASES) - len(full)
+    run = sum(reason is None for *_, reason in cells)
+    return "\n".join(
+        [
+            f"| | {' | '.join(groups)} |",
+            f"|---|{':-:|' * len(groups)}",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            *(f"<sup>{i}</sup> {note}.  " for i, note in enumerate(footnotes, 1)),
+            "",
+            f"<details><summary>{run} tests: these, and {variants} variants (scalar operands, "
+            "other formulas and modes)</summary>",
+            "",
+            *(
+                f"- {group}: {', '.join(name.replace('_', ' ') for name in names)}"
+                for group, names in groups.items()
+            ),
+            "",
+            "</details>",
+        ]
+    )
+
+
+def tables() -> dict[str, str]:
+    result = {"transformations": transformations()}
+    if importlib.util.find_spec("tests.shardings"):
+        from tests import shardings
+
+        result["sharding"] = shardings.table()
+    return result
+
+
+def updated(text: str) -> str:
+    """`text` with today's tables between the markers that it has."""
+    for name, table in tables().items():
+        begin, end = f"<!-- tests:{name} begin -->", f"<!-- tests:{name} end -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        text = pattern.sub(lambda _, t=f"{begin}\n{table}\n{end}": t, text)
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail where they are not current")
+    parser.add_argument("document", nargs="?", type=Path, default=README)
+    arguments = parser.parse_args()
+    text = arguments.document.read_text()
+    if arguments.check:
+        return int(updated(text) != text)
+    arguments.document.write_text(updated(text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

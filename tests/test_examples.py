@@ -1,0 +1,110 @@
+"""The examples run and find what they claim; those that train notice what goes wrong."""
+
+import dataclasses
+import importlib
+import json
+import math
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")  # of the extra "bench", which examples need
+pytest.importorskip("tqdm")
+
+from benchmarks import environment, plot, report
+from examples import training, upsample_photo
+
+TINY = {
+    "autoencoder": ["--size=16", "--batch=8", "--steps=6"],
+    "embedding": [*("--vocabulary=600", "--width=16"), *("--batch=16", "--length=8", "--steps=24")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("autoencoder", 2), ("embedding", 2), ("embedding", 4)]
+)
+def test_training_on_several_devices_is_that_on_one(name, devices, tmp_path):
+    if len(jax.devices()) < devices:
+        pytest.skip(f"needs {devices} devices (the CPU has 8 virtual ones)")
+    file = tmp_path / "result.json"
+    main = importlib.import_module(f"examples.{name}").main
+    assert main([*TINY[name], f"--devices={devices}", f"--out={file}"]) == 0
+
+    result = json.loads(file.read_text())
+    one, *runs = result["runs"]
+    assert one["losses"][-1] < 0.99 * one["losses"][0]
+    assert not one["collectives"]
+    for run in runs:
+        assert run["devices"] == devices
+        np.testing.assert_allclose(run["losses"], one["losses"], rtol=2**-7)
+        assert run["collectives"].keys() == {"all-reduce"}
+    table = report.tables(result)
+    assert all(f"| {run['variant']} | {devices} |" in table for run in runs)
+    assert environment.slug(result["environment"]).endswith(f"-x{devices}")
+    assert plot.main([str(file), f"--out={tmp_path}"]) == 0  # which has nothing to draw
+    assert [*tmp_path.iterdir()] == [file]
+
+
+PROBLEM = training.Problem(
+    *(lambda key: key, lambda params, batch: params),
+    batches=[],
+    rate=1.0,
+    items=1,
+    unit="images",
+    tolerance=0.01,
+    calls=("jof_silu(_vjp)?",),
+)
+ONE = training.Run("one device", 1, [2.0, 1.0], 1.0, {}, ["jof_silu"])
+TWO = training.Run("two", 2, [2.0, 1.009], 1.0, {"all-reduce": [4, 99]}, ["jof_silu_vjp"])
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({}, ""),
+        ({"losses": [2.0, 1.011]}, "two: losses differ by more than 1.0e-02"),
+        ({"losses": [2.0, math.nan]}, "two: losses differ by more than 1.0e-02"),
+        ({"losses": [2.0, 2.0]}, "two: the loss did not fall"),
+        ({"collectives": {"all-reduce": [4], "all-gather": [4]}}, "two: not all-reduces alone"),
+        ({"collectives": {}}, "two: not all-reduces alone"),
+        ({"collectives": {"all-reduce": [4, 100]}}, "two: a collective moves 100 bytes or more"),
+        ({"calls": ["jof_silus"]}, "two: the step has no custom call jof_silu(_vjp)?"),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_noticed(change, error, capsys):
+    run = dataclasses.replace(TWO, **change)
+    spec = jax.sharding.PartitionSpec()
+    division = training.Division("two", training.mesh_of(data=1), spec, spec, below=100)
+    errors = training.compare(PROBLEM, ONE, [division], [run])
+    printed = capsys.readouterr().err
+    assert error in printed
+    assert (errors > 0) == bool(error) == bool(printed)
+
+
+def test_collectives_of_a_program():
+    assert training.collectives(
+        """
+  %a = f32[8,4]{1,0} all-reduce(%x), channel_id=1
+  %b = (bf16[2,3]{1,0:T(8)}, /*index=1*/pred[5]{0}, f8e4m3fn[7]{0}) all-reduce-start(%x, %y, %z)
+  %c = bf16[2,3]{1,0} all-reduce-done(%b)
+  %e = u32[6]{0} fusion(%c), kind=kLoop
+  %f = (u32[6]{0}, u32[6]{0}) all-reduce-start(u32[6]{0} %e), channel_id=2
+  %g = (u32[6]{0}, u32[24]{0}) all-gather-start(%e), channel_id=3
+  ROOT %d = s32[] all-gather(%a), metadata={op_name="all-to-all(x)"}
+"""
+    ) == {"all-reduce": [128, 24, 24], "all-gather": [96, 4]}
+
+
+def test_the_photograph_is_found_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(upsample_photo, "STEPS", 24)
+    monkeypatch.setattr(upsample_photo, "medians", lambda programs: dict.fromkeys(programs, 1.0))
+    monkeypatch.setattr(sys, "argv", ["upsample_photo", "--out", str(tmp_path)])
+    upsample_photo.main()
+    printed = capsys.readouterr().out
+    assert "the step ran jof_upsample_nearest2d + jof_upsample_nearest2d_backward" in printed
+    recovered, noisy = (float(x) for x in re.findall(r"([\d.]+) dB", printed)[:2])
+    assert recovered > noisy + 6
+    assert (tmp_path / "upsample_photo.png").stat().st_size > 100_000

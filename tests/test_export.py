@@ -1,0 +1,189 @@
+"""Programs that leave the process: what `jax.export` writes, and what the compilation cache keeps.
+
+Each test goes through all rows of cases.py, and starts few processes.
+"""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_oneflow_ops as jof
+from jax_oneflow_ops import _native
+from tests.cases import CASES
+from tests.test_lowering import lowered_targets
+from tests.test_transforms import assert_same, cotangents, cube, grad
+
+ROOT = Path(__file__).parents[1]
+# The columns of README's table that are tests of this module: (group, name).
+COLUMNS = (
+    ("export, cache", "`jax.export` to another process"),
+    ("export, cache", "compilation cache of another process"),
+)
+
+PLATFORMS = [platform for platform in ("cpu", "cuda") if _native.available(platform)]
+# Value and gradient from what was read back. The package is imported, its functions are not used.
+READ_BACK = """
+import pathlib, pickle, sys
+import jax
+import jax_oneflow_ops
+
+results = {}
+for name, (program, x64, xs, dy) in pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()).items():
+    with jax.enable_x64(x64):
+        restored = jax.export.deserialize(program)
+        f = restored.call
+        results[name] = (
+            jax.device_get(jax.jit(lambda xs, dy: (f(*xs), jax.vjp(f, *xs)[1](dy)))(xs, dy)),
+            restored.mlir_module(),
+            restored.vjp().mlir_module(),
+        )
+pathlib.Path(sys.argv[2]).write_bytes(pickle.dumps(results))
+"""
+# The same programs twice: the second process finds them compiled.
+COMPILE = """
+import pathlib, pickle, sys
+from tests import test_export
+
+results = test_export.compiled_programs()
+pathlib.Path(sys.argv[1]).write_bytes(pickle.dumps(results))
+"""
+
+
+def run(code: str, *arguments: Path, **environment: str) -> None:
+    """Runs Python code in a process of its own."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@contextlib.contextmanager
+def naming(case):
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"in the row {case}")
+        raise
+
+
+def test_export_to_another_process(tmp_path):
+    """For CPUs and, on a machine with or without one, for NVIDIA GPUs."""
+    pytest.importorskip("flatbuffers")
+    programs, results = tmp_path / "programs", tmp_path / "results"
+    written = {}
+    for case in CASES:
+        with case.precision():
+            xs, dy = case.inputs(), cotangents(case)
+            export = jax.export.export(
+                jax.jit(case.f), platforms=PLATFORMS, disabled_checks=jof.export_checks()
+            )
+            program = bytes(export(*xs).serialize(vjp_order=1))
+            written[case.name] = program, case.dtype == "float64", xs, dy
+    programs.write_bytes(pickle.dumps(written))
+    run(READ_BACK, programs, results)
+    read = pickle.loads(results.read_bytes())
+    for case in CASES:
+        actual, value, gradient = read[case.name]
+        _, _, xs, dy = written[case.name]
+        with case.precision(), naming(case):
+            f = case.ref
+            expected = jax.jit(lambda xs, dy, f=f: (f(*xs), jax.vjp(f, *xs)[1](dy)))(xs, dy)
+            assert_same(actual, expected, case.rtol)
+            assert lowered_targets(value) == {case.target: len(PLATFORMS)}
+            calls = lowered_targets(gradient)
+            assert {*calls} <= case.all_targets()
+            if not case.parameters:  # with respect to these jnp differentiates
+                assert bool(calls) == bool(case.grad_targets[case.wrt])
+
+
+def on_two_devices(f, *, manual: bool):
+    """`f`, its operand divided, as XLA or as `jax.shard_map` divides it."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("x")
+    if manual:
+        f = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.jit(f), jax.device_put(
+        np.arange(-3.0, 5.0, dtype=np.float32), NamedSharding(mesh, spec)
+    )
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_export_for_several_devices():
+    pytest.importorskip("flatbuffers")
+
+    def exported(manual):
+        f, x = on_two_devices(jof.relu, manual=manual)
+        export = jax.export.export(f, disabled_checks=jof.export_checks())
+        return jax.export.deserialize(export(x).serialize()).call(x)
+
+    np.testing.assert_array_equal(exported(manual=True), [0, 0, 0, 0, 1, 2, 3, 4])
+    with pytest.raises((NotImplementedError, ValueError), match=r"host_callbacks|custom calls"):
+        exported(manual=False)
+
+
+def value_and_gradients(case, f):
+    return jax.jit(lambda *xs: (f(*xs), grad(case, cube(f))(*xs)))
+
+
+# What differs in these programs, XLA asks the process for.
+DIVIDED = (jof.relu, jof.tanh)
+
+
+def compiled_programs():
+    """The result of each row's program, and what jax counted meanwhile."""
+    events: Counter[str] = Counter()
+    jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+
+    def counted(function, *args):
+        events.clear()
+        return jax.device_get(function(*args)), dict(events)
+
+    results = {}
+    for case in CASES:
+        with case.precision():
+            results[case.name] = counted(value_and_gradients(case, case.f), *case.inputs())
+    for f in DIVIDED:
+        function, x = on_two_devices(lambda x, f=f: f(x), manual=False)
+        results[f"divided {f.__name__}"] = counted(function, x)
+    return results
+
+
+def test_compilation_cache(tmp_path):
+    """A second process compiles nothing, and takes no program for another one."""
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        # Else jax tells programs that XLA divides over devices apart by addresses in memory, which
+        # are others in each process.
+        "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
+    }
+    first, second = tmp_path / "first", tmp_path / "second"
+    for results in (first, second):
+        run(COMPILE, results, **environment)
+    compiled, read = (pickle.loads(path.read_bytes()) for path in (first, second))
+    hits, misses = (f"/jax/compilation_cache/cache_{event}" for event in ("hits", "misses"))
+    assert any(misses in events for _, events in compiled.values())
+    for name, (actual, events) in read.items():
+        assert events.get(hits) == 1, name
+        assert misses not in events, name
+        jax.tree.map(np.testing.assert_array_equal, actual, compiled[name][0])
+    for case in CASES:
+        with case.precision(), naming(case):
+            expected = value_and_gradients(case, case.ref)(*case.inputs())
+            assert_same(read[case.name][0], expected, case.rtol)
+    for f in DIVIDED:
+        actual, _ = read[f"divided {f.__name__}"]
+        np.testing.assert_allclose(actual, f(np.arange(-3.0, 5.0, dtype=np.float32)), rtol=1e-6)

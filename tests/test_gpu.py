@@ -1,0 +1,138 @@
+"""What only a GPU shows: CUDA graphs, its memory, several GPUs in one process."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_oneflow_ops as jof
+from jax_oneflow_ops import _native
+from tests import soak
+from tests.cases import CASES, Case
+from tests.test_transforms import cube
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+
+
+def rolled(case: Case, by: int) -> list[np.ndarray]:
+    """Other inputs of the same kind. Ids stay as they are: some are sorted."""
+    return [np.roll(x, by) if i in case.wrt else x for i, x in enumerate(case.inputs())]
+
+
+def functions(f, case: Case):
+    return {"value": f, "gradient": jax.grad(cube(f), argnums=case.wrt)}
+
+
+def assert_right(results, case: Case, what: str, xs) -> None:
+    """As the reference on the CPU: on GPUs some versions of jax lose updates of a scatter."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = jax.jit(functions(case.ref, case)[what])(*xs)
+    for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        atol = case.rtol * np.max(np.abs(want), initial=0)
+        np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=f"{what} of {case}")
+
+
+def test_the_kernels_were_built_for_this_gpu():
+    (capability,) = {device.compute_capability for device in jax.local_devices(backend="cuda")}
+    assert re.fullmatch(r"\d+\.\d+", capability)
+    assert _native._cuda_problem() is None
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+GRAPHS = (
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUDNN,CUSTOM_CALL",
+    "--xla_gpu_graph_min_graph_size=1",
+)
+
+
+def module_name(case: Case, what: str) -> str:
+    return re.sub(r"\W", "_", f"captured_{what}_of_{case}")
+
+
+def run_every_op_ten_times() -> None:
+    """In the process whose XLA captures whatever it can."""
+    for case in CASES:
+        with case.precision():
+            for what, f in functions(case.f, case).items():
+                f.__name__ = module_name(case, what)
+                compiled = jax.jit(f)
+                for i in range(10):
+                    xs = rolled(case, i)
+                    assert_right(compiled(*xs), case, what, xs)
+
+
+def outermost_thunks(dump: Path, module: str) -> list[str]:
+    """The kinds of what XLA runs one after another, in its own names; a graph is one of them."""
+    sequences = {
+        path.name.rpartition(f"jit_{module}.")[2]: path
+        for path in dump.glob(f"*jit_{module}.*thunk_sequence*.txt")
+    }
+    assert sequences, f"no thunks of {module} among {sorted(p.name for p in dump.iterdir())[:20]}"
+    # Releases of XLA that make graphs of thunks write down what has become of the sequence.
+    path = sequences.get("thunk_sequence_after_thunk_passes.txt") or next(iter(sequences.values()))
+    found = re.findall(r"^(\s*)\d+: *(k\w+)", path.read_text(), re.MULTILINE)
+    assert found, f"no thunks were recognised in:\n{path.read_text()}"
+    return [kind for indentation, kind in found if len(indentation) == len(found[0][0])]
+
+
+def test_every_op_runs_in_a_cuda_graph(tmp_path):
+    flags = (*GRAPHS, f"--xla_dump_to={tmp_path}", "--xla_dump_hlo_module_re=.*captured.*")
+    done = subprocess.run(
+        [sys.executable, "-c", "import tests.test_gpu as t; t.run_every_op_ten_times()"],
+        cwd=Path(__file__).resolve().parent.parent,
+        env={**os.environ, "XLA_FLAGS": " ".join(flags)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    outside = {}
+    for case in CASES:
+        for what in functions(case.f, case):
+            kinds = outermost_thunks(tmp_path, module_name(case, what))
+            if "kCustomCall" in kinds or "kCommandBuffer" not in kinds:
+                outside[f"{what} of {case}"] = kinds
+    assert not outside
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_result_larger_than_the_device(compile):
+    limit = jax.local_devices()[0].memory_stats()["bytes_limit"]
+    x = jnp.ones((1, 1, 1, 1))
+    side = int((2 * limit / x.itemsize) ** 0.5)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        jax.block_until_ready(compile(lambda x: jof.upsample_nearest2d(x, size=(side, side)))(x))
+    np.testing.assert_array_equal(jof.upsample_nearest2d(x, 2), np.ones((1, 1, 2, 2)))
+
+
+def test_device_memory_stays_flat(monkeypatch, capsys):
+    assert "device" in soak.held(driver=False)
+    monkeypatch.setattr(soak, "CASES", CASES[::7])
+    assert soak.main(["--calls", "300", "--compilations", "30"]) == 0, capsys.readouterr().out
+
+
+# --- several GPUs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_each_gpu_in_turn(case):
+    """The process's current device is the first one."""
+    with case.precision():
+        for what, f in functions(case.f, case).items():
+            compiled = jax.jit(f)
+            for device in (*jax.local_devices(), jax.local_devices()[0]):
+                xs = rolled(case, device.id)
+                results = compiled(*jax.device_put(xs, device))
+                assert {d for leaf in jax.tree.leaves(results) for d in leaf.devices()} == {device}
+                assert_right(results, case, what, xs)

@@ -1,0 +1,257 @@
+"""What must not break the process: threads, forks, memory that is not to be had, GPUs and drivers
+that the kernels were not built for."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_oneflow_ops as jof
+from jax_oneflow_ops import _native
+from tests import soak
+from tests.cases import CASES
+from tests.sanitizers import not_sanitized
+from tests.test_transforms import assert_same
+
+ROOT = Path(__file__).resolve().parent.parent
+THREADS = 16
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def test_different_ops_in_sixteen_threads_at_once():
+    """Each begins at another op, two at the same, so that compilations race."""
+    expected = []
+    for case in CASES:
+        with case.precision():
+            xs = case.inputs()
+            gradient = jax.jit(jax.grad(lambda *xs, f=case.ref: jnp.sum(f(*xs)), case.wrt))
+            expected.append((jax.jit(case.ref)(*xs), gradient(*xs)))
+    values = [jax.jit(case.f) for case in CASES]
+    gradients = [jax.jit(soak.gradient(case)) for case in CASES]
+    results: list[list] = [[] for _ in range(THREADS)]
+    start = threading.Barrier(THREADS)
+    jax.clear_caches()
+
+    def work(thread: int) -> None:
+        begin = thread // 2 * 2 * len(CASES) // THREADS
+        start.wait()
+        for k in (*range(begin, len(CASES)), *range(begin)):
+            with CASES[k].precision():  # a thread has its own
+                xs = CASES[k].inputs()
+                got = jax.block_until_ready((CASES[k].f(*xs), values[k](*xs), gradients[k](*xs)))
+            results[thread].append((k, got))
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for done in results:
+        assert len(done) == len(CASES)  # a thread that raised has fewer
+        for k, (eager, jitted, gradient) in done:
+            value, wanted = expected[k]
+            assert_same([eager, jitted, gradient], [value, value, wanted], CASES[k].rtol)
+
+
+# --- forks ----------------------------------------------------------------------------------------
+
+FORKED = """
+import multiprocessing, os, warnings
+# That the process has threads is what Python and jax warn of.
+warnings.simplefilter("ignore")
+import jax, numpy as np, jax_oneflow_ops as jof
+
+def ops(queue=None):
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    y, pull = jax.vjp(lambda x: jof.relu(jof.permute(x, (1, 0))), x)
+    same = np.array_equal(y, x.T) and np.array_equal(pull(y)[0], x)
+    if queue: queue.put(same)
+    return same
+
+child = os.fork()
+if child == 0:
+    os._exit(0 if ops() else 1)
+assert os.waitpid(child, 0)[1] == 0
+
+context = multiprocessing.get_context("fork")
+queue = context.Queue()
+process = context.Process(target=ops, args=(queue,))
+process.start()
+print(queue.get(timeout=60), end=" ")
+process.join()
+
+print(ops(), end=" ")
+child = os.fork()
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(ops())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_fork():
+    """A child of a process that has no backend yet may start one; after that jax forbids it."""
+    assert python(FORKED, JAX_PLATFORMS="cpu") == "True True True\n"
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_result_that_does_not_fit_into_memory(compile):
+    """2^50 bytes: more than the address space of a process has."""
+    x = np.ones((1, 1, 1, 1), np.float32)
+    huge = compile(lambda x: jof.upsample_nearest2d(x, size=(1 << 24, 1 << 24)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: Out of memory"):
+        jax.block_until_ready(huge(x))
+    np.testing.assert_array_equal(jof.upsample_nearest2d(x, 2), np.ones((1, 1, 2, 2)))
+
+
+KEEPS_FREED_MEMORY = not_sanitized("freed memory is kept")
+
+
+@KEEPS_FREED_MEMORY
+def test_memory_stays_flat(monkeypatch, capsys):
+    monkeypatch.setattr(soak, "CASES", CASES[::20])
+    assert soak.main(["--calls", "3000", "--compilations", "60"]) == 0, capsys.readouterr().out
+
+
+@KEEPS_FREED_MEMORY
+def test_a_leak_is_seen(monkeypatch, capsys):
+    case, kept = CASES[0], []
+
+    def leaking(case):
+        return lambda *xs: kept.append(bytearray(4096))
+
+    monkeypatch.setattr(soak, "CASES", (case,))
+    monkeypatch.setattr(soak, "gradient", leaking)
+    monkeypatch.setattr(jax, "jit", lambda f: f)
+    assert soak.main(["--calls", "1500", "--compilations", "0"]) == 1
+    assert f"{case.name}: resident" in capsys.readouterr().out
+
+
+# --- GPUs and drivers that the kernels were not built for -----------------------------------------
+
+HOPPER, AMPERE, ADA, TURING, BLACKWELL = (9, 0), (8, 0), (8, 9), (7, 5), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "runtime", "driver", "capability"),
+    [
+        ("90", 13000, 13000, HOPPER),
+        ("80,90", 13000, 13010, AMPERE),
+        ("80,90", 13000, 13000, ADA),  # machine code of an older GPU of the same family
+        ("80,90", 13000, 13000, BLACKWELL),  # PTX
+        ("80-virtual", 12090, 13000, HOPPER),
+        ("80-real,90-real", 13020, 13000, HOPPER),  # a driver of the same major version
+        ("90a", 12040, 12040, HOPPER),
+        ("100f-real", 13000, 13000, (10, 3)),
+        ("native", 13000, 13000, TURING),  # CMake's word: it is what was there
+    ],
+)
+def test_gpus_that_the_kernels_run_on(architectures, runtime, driver, capability):
+    assert _native.cuda_problem(architectures, runtime, driver, {capability}) is None
+
+
+@pytest.mark.parametrize(
+    ("architectures", "runtime", "driver", "capabilities", "fragments"),
+    [
+        ("90", 13000, 12080, {HOPPER}, ["CUDA 13.0", "CUDA 12.8", "update the driver", "nvcc 12"]),
+        ("80,90", 13000, 13000, {TURING}, ["80,90", "7.5", "JOF_CUDA_ARCHITECTURES=75"]),
+        ("90", 13000, 13000, {AMPERE}, ["8.0", "JOF_CUDA_ARCHITECTURES=80"]),
+        ("89-real", 13000, 13000, {AMPERE}, ["8.0"]),
+        ("90-real", 13000, 13000, {BLACKWELL}, ["10.0", "JOF_CUDA_ARCHITECTURES=100"]),
+        ("90", 13020, 13000, {BLACKWELL}, ["10.0", "13.0"]),  # PTX newer than the driver
+        ("90a", 13000, 13000, {BLACKWELL}, ["10.0"]),  # Hopper's own features
+        ("90", 13000, 13000, {HOPPER, TURING}, ["7.5"]),  # one of two GPUs
+    ],
+)
+def test_gpus_that_the_kernels_do_not_run_on(
+    architectures, runtime, driver, capabilities, fragments
+):
+    problem = _native.cuda_problem(architectures, runtime, driver, capabilities)
+    assert problem is not None
+    for part in (*fragments, "Remedy"):
+        assert part in problem
+
+
+@pytest.mark.skipif("cuda" not in _native._loaded, reason="the _cuda module was not built")
+def test_cuda_module_knows_its_versions():
+    cuda = _native._loaded["cuda"]
+    version = cuda.runtime_version
+    assert version >= 12000
+    assert cuda.driver_version() == 0 or cuda.driver_version() >= 12000  # 0 without a driver
+    for built in re.findall(r"\d+", cuda.architectures):
+        capability = int(built[:-1]), int(built[-1])
+        assert _native.cuda_problem(cuda.architectures, version, version, {capability}) is None
+        assert _native.cuda_problem(cuda.architectures, version, version, {(1, 0)}) is not None
+
+
+@pytest.fixture
+def unfit_gpu(monkeypatch):
+    """A process with a GPU that the CUDA module, real or not, has no code for."""
+    module = types.SimpleNamespace(
+        architectures="90-real", runtime_version=13000, driver_version=lambda: 13000
+    )
+    device = types.SimpleNamespace(compute_capability="7.5")
+    monkeypatch.setitem(_native._loaded, "cuda", module)
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
+    for cached in (_native._cuda_problem, _native._warn_of_fallback):
+        cached.cache_clear()
+    yield
+    for cached in (_native._cuda_problem, _native._warn_of_fallback):
+        cached.cache_clear()
+
+
+def lowered(platform: str, f, *shape: int) -> str:
+    spec = jax.ShapeDtypeStruct(shape, "float32")
+    return jax.jit(f).trace(spec).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.usefixtures("unfit_gpu")
+def test_unfit_gpu_runs_the_reference_and_warns_once():
+    with pytest.warns(RuntimeWarning, match=r"pure-jnp.*7\.5.*Remedy"):
+        assert "jof_" not in lowered("cuda", jof.relu, 3)
+    assert "jof_" not in lowered("cuda", lambda x: jof.permute(x, (1, 0)), 2, 3)
+
+
+@pytest.mark.usefixtures("unfit_gpu")
+def test_unfit_gpu_and_native():
+    with pytest.raises(NotImplementedError, match=r"^relu: .*native.*7\.5.*Remedy"):
+        lowered("cuda", lambda x: jof.relu(x, implementation="native"), 3)
+
+
+@pytest.mark.usefixtures("unfit_gpu")
+def test_unfit_gpu_is_not_asked_about_where_it_is_not_used():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "jof_" not in lowered("cuda", lambda x: jof.relu(x, implementation="xla"), 3)
+        assert "jof_" in lowered("cpu", jof.relu, 3)
+    assert _native._cuda_problem.cache_info().misses == 0
