@@ -1,5 +1,6 @@
 """The only module that knows versions of jax and imports its internals; each use has its reason."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 from jax._src import core as core_internals
 from jax._src import dispatch, literals
+from jax._src.interpreters import mlir as mlir_internals
 from jax._src.lax import lax as lax_internals
 from jax.extend import core
 from jax.interpreters import mlir
@@ -73,6 +75,32 @@ def automatic_axes_beside_manual_ones(ctx: Any) -> tuple[str, ...] | None:
     return tuple(axis for axis in sizes if axis not in manual and sizes[axis] > 1)
 
 
+def with_current_mesh(ctx: Any) -> Any:
+    """A lowering context that knows the mesh of `jax.set_mesh`.
+
+    `jit` does not say it if no argument is on it, and `custom_partitioning` reads shardings by it.
+    """
+    axis_context = ctx.module_context.axis_context
+    mesh = jax.sharding.get_abstract_mesh()
+    if getattr(axis_context, "abstract_mesh", mesh) is not None:
+        return ctx
+    if mesh.empty or mesh.size != axis_context.num_devices:
+        return ctx
+    axis_context = dataclasses.replace(axis_context, abstract_mesh=mesh)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
+
+
+def with_shardings_of_types(ctx: Any, results: Sequence[Any]) -> list[Any]:
+    """Results that are divided as their types say, as those of jax's own functions are.
+
+    `jit` does it for the results of a program, on meshes all of whose axes are Explicit.
+    """
+    return [
+        mlir_internals.lower_with_sharding_in_types(ctx, result, aval)
+        for result, aval in zip(results, ctx.avals_out, strict=True)
+    ]
+
+
 def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     """`x` with the sharding that `aval` has in its type, where the mesh's axes are Explicit.
 
@@ -81,6 +109,19 @@ def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     if aval.sharding.mesh.empty or jax.typeof(x).sharding == aval.sharding:
         return x
     return cast(jax.Array, jax.sharding.reshard(x, aval.sharding))
+
+
+def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
+    """An array of the same shape or a scalar, with the shape and the sharding of `aval`.
+
+    A scalar is broadcast to shards: the transpose of that sums on each device, then over devices.
+    That of a broadcast to one device's array and a reshard would gather the cotangent first.
+    """
+    if x.ndim or not aval.ndim:
+        return with_sharding_of(x, aval)
+    divided = any(entry is not None for entry in aval.sharding.spec)
+    sharding = aval.sharding if divided else None
+    return jax.lax.broadcast_in_dim(x, aval.shape, (), out_sharding=sharding)
 
 
 @functools.cache

@@ -187,9 +187,9 @@ def differentiable(
     def tangent(primals: Sequence[Any], tangents: Sequence[Any], implementation: Any) -> Any:
         """The tangent of f where no parameter has one."""
         arrays, rest = primals[:inputs], primals[inputs:]
-        shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
+        like = _compat.elementwise_aval(*map(jax.typeof, [x for x in arrays if x.ndim] or arrays))
         live = [i for i, t in enumerate(tangents[:inputs]) if not isinstance(t, ad.Zero)]
-        full = {i: jnp.broadcast_to(tangents[i], shape) for i in live}
+        full = {i: _compat.broadcast_like(tangents[i], like) for i in live}
         if len(live) > 1:
             return bind(jvp_p, *arrays, *full.values(), implementation=implementation)
         (i,) = live
@@ -320,21 +320,16 @@ def _reference_tangent(reference: Function, primals: Sequence[Any], tangents: Se
     return jax.jvp(of_live, [primals[i] for i in live], [tangents[i] for i in live])[1]
 
 
-def _broadcast_like(tangent: Any, result: Any) -> Any:
-    """A tangent of an operand, perhaps a scalar, as one of the result."""
-    tangent = jnp.broadcast_to(tangent, result.shape)
-    return _compat.with_sharding_of(tangent, jax.typeof(result))
-
-
 def linear_sum(name: str, reference: Function, signs: tuple[int, int]) -> core.Primitive:
     """Defines a sum or a difference of two arrays, and returns its primitive."""
     f_p = define(name, reference)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
         result = bind(f_p, *primals, implementation=implementation)
+        like = jax.typeof(result)
         zeros = [isinstance(t, ad.Zero) for t in tangents]
         full = [
-            t if zero else _broadcast_like(t, result)
+            t if zero else _compat.broadcast_like(t, like)
             for t, zero in zip(tangents, zeros, strict=True)
         ]
         if not any(zeros):
@@ -368,7 +363,7 @@ def fused_multiply_add(
             product = _tangents[multiply_p]((x, y), (dx, dy), implementation)
             terms.append(product)
         if not isinstance(dz, ad.Zero):
-            terms.append(_broadcast_like(dz, result))
+            terms.append(_compat.broadcast_like(dz, jax.typeof(result)))
         if len(terms) == 1:
             return result, terms[0]
         return result, bind(add_p, *terms, implementation=implementation)
@@ -392,8 +387,9 @@ def selection(reference: Function) -> core.Primitive:
         condition, *arrays = primals
         again = functools.partial(bind, f_p, condition, implementation=implementation)
         result = again(*arrays)
+        like = jax.typeof(result)
         full = [
-            jnp.zeros((), x.dtype) if isinstance(t, ad.Zero) else jnp.broadcast_to(t, result.shape)
+            jnp.zeros((), x.dtype) if isinstance(t, ad.Zero) else _compat.broadcast_like(t, like)
             for x, t in zip(arrays, tangents[1:], strict=True)
         ]
         return result, again(*full)

@@ -7,6 +7,7 @@ how the work is divided over devices, around the inner primitive, which lowers t
 shard of one device: to one, or to what a function of that shard makes of them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -127,7 +128,8 @@ def define(
         ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
     ) -> Any:
         if not _native.is_used(function, platform, implementation):
-            return lower_reference(ctx, *args, **params)
+            return _compat.with_shardings_of_types(ctx, lower_reference(ctx, *args, **params))
+        ctx = _compat.with_current_mesh(ctx)
         call: Any = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
         automatic = _compat.automatic_axes_beside_manual_ones(ctx)
         if automatic is None:
@@ -138,7 +140,8 @@ def define(
                 f"divided over its other axes ({', '.join(automatic)}) are gathered. Remedy: name "
                 "all axes that divide them in axis_names."
             )
-        return mlir.lower_fun(call, multiple_results=multiple_results)(ctx, *args)
+        results = mlir.lower_fun(call, multiple_results=multiple_results)(ctx, *args)
+        return _compat.with_shardings_of_types(ctx, results)
 
     for platform in (None, "cpu", "cuda", "rocm", "tpu"):
         rule = functools.partial(lower, platform=platform or "other")
@@ -187,9 +190,12 @@ def _on_one_device(
     **params: Any,
 ) -> Any:
     call = functools.partial(native, platform)
-    if shard == Shard():
-        return call(*args, **params)
-    return on_shard(call, shard, *args, **params)
+    # Some releases of jax lower this in a thread that the user's `jax.enable_x64` does not reach.
+    wide = any(jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype for x in args)
+    with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        if shard == Shard():
+            return call(*args, **params)
+        return on_shard(call, shard, *args, **params)
 
 
 def _sum(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) -> Any:
@@ -292,7 +298,7 @@ def _divided_names(
     """The mesh axes that divide each name, of those that divide operands and results now."""
     kept = frozenset[str]().union(*names.results)
     axes: dict[str, tuple[str, ...]] = {}
-    gathered = set()
+    gathered: dict[str, str] = {}  # and why
 
     def dimensions(arrays: Sequence[Any], sides: Sequence[Sequence[str]], is_operand: bool) -> Any:
         for array, side in zip(arrays, sides, strict=True):
@@ -308,11 +314,18 @@ def _divided_names(
         if entry is None or name in axes:
             continue
         these = entry if isinstance(entry, tuple) else (entry,)
-        # What shards are padded with must not enter a sum, nor count as rows.
-        is_exact = name == names.rows or name not in kept
         is_free = not {axis for used in axes.values() for axis in used}.intersection(these)
-        if name in names.whole or (is_exact and (size % _count(mesh, these) or not is_free)):
-            gathered |= {name} if is_operand else set()
+        reason = None
+        if name in names.whole:
+            reason = "every device needs all of it"
+        elif name == names.rows or name not in kept:
+            # What shards are padded with must not enter a sum, nor count as rows.
+            if size % _count(mesh, these):
+                reason = f"{_count(mesh, these)} devices do not divide its size {size} evenly"
+            elif not is_free:
+                reason = "an axis of the mesh that divides it divides another dimension, too"
+        if reason:
+            gathered |= {name: reason} if is_operand else {}
         elif is_free:
             axes[name] = these
 
@@ -327,16 +340,17 @@ def _divided_names(
         moved = 2 * elements(results[0], names.results[0])
         if moved > elements(args[0], names.operands[0]) * _count(mesh, axes[rows]):
             del axes[rows]
-            gathered.add(rows)
-    for name in gathered.difference(axes):
+            gathered[rows] = "that moves less than adding up what devices find in their parts"
+    for name, reason in gathered.items():
+        if name in axes:
+            continue
         place = next(
             f"dimension {side.index(name)} of operand {i}"
             for i, side in enumerate(names.operands)
             if name in side
         )
         _warn(
-            f"{function}: {place} is divided over devices, and the operand is gathered, because "
-            "the operation needs all of that dimension on each device. Remedy: divide another "
-            "dimension; the README has a table of those that need no communication."
+            f"{function}: {place} is divided over devices, and is gathered: {reason}. The README's "
+            "table of shardings has those that need no communication."
         )
     return axes
