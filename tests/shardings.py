@@ -149,6 +149,11 @@ class Layout:
         """The mesh axes that the result is summed over."""
         return tuple(a for x, axes in self.axes.items() if x not in self.result for a in axes)
 
+    def on(self, mesh: jax.sharding.Mesh) -> "Layout":
+        """Without what a mesh axis of one device does not divide."""
+        sizes = {x: math.prod(mesh.shape[a] for a in axes) for x, axes in self.axes.items()}
+        return self.divided(**{x: axes for x, axes in self.axes.items() if sizes[x] > 1})
+
     def all_reduces(self) -> tuple[int, int]:
         """How many the law allows: in the function, in its gradients."""
         kept = [x for x in self.axes if x in self.result]
