@@ -47,7 +47,7 @@ together "$tests/upsample" "$tests/elementwise" "$tests/scatter" "$tests/permute
 
 section "test suite"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1
-"$python" -m pytest -n 8 --dist loadgroup -q -p no:benchmark | tee "$out/pytest.txt"
+"$python" -m pytest -n 14 --dist loadgroup -q -p no:benchmark | tee "$out/pytest.txt"
 unset XLA_PYTHON_CLIENT_PREALLOCATE
 
 if [[ -z ${QUICK:-} ]]; then

@@ -450,7 +450,12 @@ ID_ARITHMETIC = frozenset(
     | {"or", "remainder", "select", "sign", "subtract", "xor"}
 )
 ROWS = (7, 2)  # so narrow and many that CPUs do not sort
-ROW_SHAPES = {"elementwise": False, "besides": ID_ARITHMETIC, "free_axes": (0,)}
+
+
+def of_rows(options: Mapping[str, object]) -> dict[str, object]:
+    """What the cases of sums and lookups have in common. GPUs sort for sums in a fixed order."""
+    sorting = {"sort", "iota", "get-tuple-element"} if options.get("deterministic") else set()
+    return {"elementwise": False, "besides": ID_ARITHMETIC | sorting, "free_axes": (0,)}
 
 
 def segment_sum_case(suffix="", ids=some_ids, mode=None, **options) -> Case:
@@ -469,7 +474,7 @@ def segment_sum_case(suffix="", ids=some_ids, mode=None, **options) -> Case:
         samplers=(integers, ids),
         variant=bool(suffix),
         symbolic=("n, d", "n"),
-        **ROW_SHAPES,
+        **of_rows(options),
     )
 
 
@@ -489,7 +494,7 @@ def scatter_add_case(suffix="", ids=some_ids, mode="drop", **options) -> Case:
         samplers=(integers, ids, integers),
         variant=bool(suffix),
         symbolic=("s, d", "n", "n, d"),
-        **ROW_SHAPES,
+        **of_rows(options),
     )
 
 
@@ -509,7 +514,7 @@ def embedding_case(suffix="", **options) -> Case:
         samplers=(integers, some_ids),
         variant=bool(suffix),
         symbolic=("s, d", "n"),
-        **ROW_SHAPES,
+        **of_rows(options),
     )
 
 
