@@ -141,6 +141,7 @@ def comparable(x: np.ndarray, dtype) -> np.ndarray:
 # --- values ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fusion_emitters
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
 def test_matches_astype(source, to):
@@ -155,6 +156,7 @@ def test_reference_implementation_is_astype(source):
         assert_same(cast(x, to, implementation="xla"), jnp.asarray(x).astype(to), x)
 
 
+@pytest.mark.fusion_emitters
 @given(
     source=st.sampled_from(DTYPES),
     to=st.sampled_from(DTYPES),
@@ -267,6 +269,7 @@ def test_shapes(source, to, shape):
     assert_same(cast(x, to), jnp.asarray(x).astype(to))
 
 
+@pytest.mark.fusion_emitters
 @pytest.mark.parametrize(("source", "to"), PAIRS)
 def test_large_array(source, to):
     """Large enough to be spread over threads, and odd."""

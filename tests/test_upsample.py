@@ -608,6 +608,7 @@ def test_numpy_views(view):
     assert_same_bits(jax.jit(lambda x: jof.upsample_nearest2d(x, size=size))(x), expected)
 
 
+@pytest.mark.fusion_emitters
 @pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "float32"])
 def test_slices_of_a_larger_array(dtype):
     """XLA may hand out the middle of another buffer, aligned to an element and no more."""
