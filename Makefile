@@ -63,7 +63,7 @@ soak: $(VENV)/installed
 	$(BIN)/python -m tests.soak
 
 doctest: $(VENV)/installed
-	$(BIN)/python -m pytest -q --doctest-modules jax_oneflow_ops --doctest-glob='README.md' README.md
+	$(BIN)/python -m pytest -q --doctest-modules jax_oneflow_ops --doctest-glob='*.md' README.md docs/kernels.md
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

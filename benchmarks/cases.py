@@ -632,6 +632,82 @@ def permute_cases(platform: str, quick: bool = False) -> list[PermuteCase]:
     return cases
 
 
+# ---- kernels of users ----
+
+WIDTH = 4096
+"""The last axis of the arrays of the kernels suite, and so the length of a row."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """What a kernel of the suite computes, the arrays that it moves, and whether it reads a row."""
+
+    text: str
+    arrays: int
+    row: bool = False
+    group: str = "forward"
+
+
+KERNELS = {
+    "silu": Expression("silu(x)", 2),
+    "multiply": Expression("x * y", 3),
+    "chain": Expression("max(h * sigmoid(h), 0) * 0.5 + tanh(h), h = x * s + b", 2),
+    "bias_gelu": Expression("gelu(x * scale + bias)", 2, row=True),
+    "residual_gelu": Expression("residual + alpha * gelu(x * scale + bias)", 3, row=True),
+    "squared_diff": Expression("(x - y) * (x - y)", 3),
+    "squared_diff_vjp": Expression("gradient of (x - y) * (x - y)", 5, group="derivative"),
+}
+"""The expressions of the kernels suite."""
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A kernel from an expression, on arrays of a size; ``variant`` says that of the first."""
+
+    kernel: str
+    dtype: str
+    elements: int
+    variant: str
+
+    @property
+    def op(self) -> str:
+        """The expression."""
+        return KERNELS[self.kernel].text
+
+    @property
+    def group(self) -> str:
+        """The value, "forward", or the pullback alone, "derivative"."""
+        return KERNELS[self.kernel].group
+
+    @property
+    def bytes(self) -> int:
+        """Each input byte read once and each output byte written once; scalars are nothing."""
+        about = KERNELS[self.kernel]
+        return (about.arrays * self.elements + WIDTH * about.row) * itemsize(self.dtype)
+
+    @property
+    def name(self) -> str:
+        """Such as ``chain-256MiB-bf16``."""
+        return f"{self.kernel}-{_compact(self.variant)}-{short(self.dtype)}"
+
+
+def kernel_cases(platform: str, quick: bool = False) -> list[KernelCase]:
+    """The rows of a platform; ``quick`` keeps two kernels and dtypes.
+
+    Rows of one dtype are neighbours: they share their inputs.
+    """
+    cases = []
+    for dtype in ("float32", "bfloat16", "float16"):
+        elements, variant = (256 << 20) // itemsize(dtype), size(256 << 20)
+        if platform == "cpu":
+            elements, variant = _sizes(platform, dtype)[0]
+        cases += [KernelCase(kernel, dtype, elements, variant) for kernel in KERNELS]
+    if quick:
+        kernels, dtypes = ("silu", "chain"), ("float32", "bfloat16")
+        cases = [c for c in cases if c.kernel in kernels and c.dtype in dtypes]
+    return cases
+
+
 CASES: dict[str, Callable[[str, bool], list[Any]]] = {
     "upsample": upsample_cases,
     "elementwise": elementwise_cases,
@@ -640,5 +716,6 @@ CASES: dict[str, Callable[[str, bool], list[Any]]] = {
     "scatter": scatter_cases,
     "atomic_add": atomic_cases,
     "permute": permute_cases,
+    "kernels": kernel_cases,
 }
 """The table of every suite: ``CASES[suite](platform, quick)``."""

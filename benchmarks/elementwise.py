@@ -59,7 +59,7 @@ def work(case: ElementwiseCase) -> Work:
     inputs = [_input(case, kind) for kind in op.kinds]
     functions = {"jnp": op.jnp}
     if op.wide and case.dtype != "float32":
-        functions["jnp f32"] = _in_float32(op.jnp)
+        functions["jnp f32"] = in_float32(op.jnp)
     others: dict[str, Maker] = {}
     if case.op == "multiply" and not derivative and case.dtype != "bfloat16":
         others["naive"] = partial(_naive, case)
@@ -107,7 +107,7 @@ def _pullback(op: Op, function: Function) -> Function:
     return run
 
 
-def _in_float32(function: Function) -> Function:
+def in_float32(function: Function) -> Function:
     """Widened by hand: XLA then rounds once."""
 
     def run(*args: Array) -> Array:

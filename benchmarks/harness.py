@@ -141,6 +141,7 @@ def _run(
     about = environment.describe(argv)
     seed = secrets.randbits(32)
     notes = [note for note in (clock_note, ceilings.note, torch_note) if note]
+    notes += getattr(module, "notes", list[str])()
     result: dict[str, Any] = {
         "suite": suite,
         "environment": about,

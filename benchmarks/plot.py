@@ -140,6 +140,8 @@ def figures(result: Row) -> list[Figure]:
             )
             for group in dict.fromkeys(row["group"] for row in largest)
         ]
+    if suite == "kernels":
+        return [Figure("", title, panels(rows, "dtype", "op"))]
     if suite == "cast":
         return [Figure("", title, panels(rows, "variant", "op"))]
     return [Figure("", title, panels(rows, "group", "case"))]

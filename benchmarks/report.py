@@ -67,6 +67,7 @@ def tables(result: Result) -> str:
         return training(result)
     sections = {"elementwise": _elementwise, "cast": _cast, "gelu_ladder": _ladder}
     sections |= {"scatter": _scatter, "atomic_add": _atomics, "permute": _permute}
+    sections |= {"kernels": _kernels}
     parts = [provenance(result), *sections.get(result["suite"], _any)(result)]
     return "\n\n".join(part for part in parts if part)
 
@@ -531,6 +532,38 @@ def permute_verdicts(rows: Sequence[Result]) -> str:
             f"- as fast as a copy, or nearly, in most cases: {min(shares):.0%} to {most:.0%} here"
         )
     return "\n".join(lines)
+
+
+# ---- kernels of users ----
+
+
+def _kernels(result: Result) -> list[str]:
+    """Means, and a row an expression and dtype."""
+    together = [{**row, "group": "all", "variant": ""} for row in result["rows"]]
+    return [
+        summary({**result, "rows": together}),
+        expressions(result["rows"]),
+        _failures(result["rows"]),
+    ]
+
+
+def expressions(rows: Sequence[Result]) -> str:
+    """Microseconds, the share of a copy, and the ratio to every rival."""
+    rows = [row for row in rows if "error" not in row]
+    rivals = _rivals(rows)
+    head = ["expression", "of each array", "dtype", "us", "of copy", *rivals]
+    lines = [
+        [
+            f"`{row['op']}`",
+            row["variant"],
+            short(row["dtype"]),
+            f"{row['ours']['us']:.1f}",
+            _percent([row["of_copy"]] if "of_copy" in row else []),
+            *(_times(_ratios([row], rival)) for rival in rivals),
+        ]
+        for row in rows
+    ]
+    return _markdown([head, *lines])
 
 
 # ---- training, by the examples ----

@@ -5,6 +5,8 @@ Every function has the signature and the semantics of the JAX function it replac
 for their numerics, and :func:`implementations` for what is available where.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from jax_oneflow_ops._native import export_checks, implementations, include_dir
 from jax_oneflow_ops._primitive import GatherWarning
 from jax_oneflow_ops.elementwise import (
@@ -35,8 +37,13 @@ from jax_oneflow_ops.permute import permute
 from jax_oneflow_ops.scatter import embedding_lookup, scatter_add, segment_sum
 from jax_oneflow_ops.upsample import upsample_nearest2d
 
+if TYPE_CHECKING:
+    from jax_oneflow_ops.kernel import ElementwiseKernel, KernelCompileError
+
 __all__ = [
+    "ElementwiseKernel",
     "GatherWarning",
+    "KernelCompileError",
     "add",
     "cast",
     "divide",
@@ -70,10 +77,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
-    # Reading a distribution's metadata takes milliseconds, which an import should not.
+def __getattr__(name: str) -> Any:
+    # What takes milliseconds, which an import should not: a distribution's metadata, and what only
+    # kernels of one's own need.
     if name == "__version__":
         from importlib.metadata import version
 
         return version("jax-oneflow-ops")
+    if name in ("ElementwiseKernel", "KernelCompileError"):
+        from jax_oneflow_ops import kernel
+
+        return getattr(kernel, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -87,6 +87,16 @@ def implementations() -> dict[str, str]:
     return described
 
 
+def cpu_instruction_set() -> str:
+    """What the CPU kernels use here: "baseline", "avx2" or "avx512"."""
+    return str(_loaded["cpu"].instruction_set())
+
+
+def cuda_architectures() -> str:
+    """What the CUDA module is compiled for, CMake's list with commas; empty where there is none."""
+    return str(_loaded["cuda"].architectures) if "cuda" in _loaded else ""
+
+
 def include_dir() -> str:
     """The directory of the elementwise template's C++ and CUDA headers.
 

@@ -24,7 +24,7 @@ gc.set_threshold(50_000, 20, 50)
 
 settings.register_profile(
     "quick",
-    max_examples=40,
+    max_examples=30,
     deadline=None,  # the first example of a shape compiles, the next does not
     database=None,
     derandomize="CI" in os.environ,

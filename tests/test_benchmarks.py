@@ -21,6 +21,7 @@ from benchmarks import (
     environment,
     gelu_ladder,
     harness,
+    kernels,
     libraries,
     permute,
     plot,
@@ -32,9 +33,12 @@ from benchmarks import (
 from benchmarks.cases import (
     CASES,
     ELEMENTWISE,
+    KERNELS,
+    WIDTH,
     AtomicCase,
     CastCase,
     ElementwiseCase,
+    KernelCase,
     LadderCase,
     PermuteCase,
     ScatterCase,
@@ -100,6 +104,16 @@ def test_elementwise_bytes_are_those_of_the_arrays(op, group):
     # What is not used is no parameter.
     arrays = re.findall(r"\b(bf16|pred)\[300\]", signature)
     assert case.bytes == 300 * sum({"bf16": 2, "pred": 1}[dtype] for dtype in arrays)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_bytes_are_those_of_the_arrays(kernel):
+    assert kernels.KERNELS.keys() == KERNELS.keys()
+    case = KernelCase(kernel, "float16", 2 * WIDTH, "tiny")
+    work = kernels.work(case)
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.inputs]
+    arrays += jax.tree.leaves(jax.eval_shape(work.jnp["jnp"], *arrays))
+    assert case.bytes == sum(2 * x.size for x in arrays if x.ndim)
 
 
 def test_cast_and_ladder_bytes():
@@ -446,6 +460,30 @@ def test_permute_run(bare, tmp_path):
     assert all(row["best"] == "jnp" and row["rivals"]["jnp"]["agrees"] for row in rows)
 
 
+def test_kernels_run(bare, tmp_path):
+    pick = ("multiply", "residual_gelu", "squared_diff_vjp")
+    cases = [KernelCase(kernel, "bfloat16", 4 * WIDTH, "tiny") for kernel in pick]
+    assert harness.run("kernels", cases, tmp_path, False, []) == 0
+    result = json.loads((tmp_path / "kernels.json").read_text())
+    assert [set(row["rivals"]) for row in result["rows"]] == [
+        {"built-in", "jnp"},
+        {"jnp", "jnp f32"},
+        {"jnp", "jnp f32"},
+    ]
+    assert all(row["implementation"] == "native" for row in result["rows"])
+    assert "first use of the chain in bf16 took" in result["notes"][-1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_checks_pass_jnp_in_float32_and_see_what_is_off(kernel, dtype):
+    work = kernels.work(KernelCase(kernel, dtype, 4 * WIDTH, "tiny"))
+    (arrays,) = harness.Inputs(7).sets(work.inputs, 1)
+    right = list(work.jnp.values())[-1](*arrays)
+    assert work.check(arrays, right) is None
+    assert "result 0" in work.check(arrays, jax.tree.map(lambda y: y * 1.01, right))
+
+
 def test_explain_prints_the_plans(capsys):
     assert cli.main(["permute", "--explain", "--dtype", "float16", "--case", "256-021"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
@@ -702,6 +740,8 @@ def suites(result):
     ]
     for found in rows["permute"]:
         found["ours"] |= {"strategy": "runs", "unit_bytes": 1}
+    expression = KernelCase("silu", "float32", 1 << 20, "256 MiB")
+    rows["kernels"] = [row(expression, 2.0, {"built-in": 2.5, "jnp": 3.0})]
     return {suite: {**result, "suite": suite, "rows": rows[suite]} for suite in rows}
 
 
@@ -758,6 +798,13 @@ def test_report_of_permute(suites):
     assert "in most cases: 50% to 50% here" in text
 
 
+def test_report_of_kernels(suites):
+    text = report.tables(suites["kernels"])
+    assert "| all |  | float32 | 1 | **1.50x** | 1.50x | 1.25x | 1.50x | 50% |" in text
+    assert "| expression | of each array | dtype | us | of copy | built-in | jnp |" in text
+    assert "| `silu(x)` | 256 MiB | f32 | 2.0 | 50% | 1.25x | 1.50x |" in text
+
+
 def test_plot_draws_a_figure_a_group(suites, tmp_path):
     pytest.importorskip("matplotlib")
     made = [stem for result in suites.values() for stem in plot.draw(result, tmp_path)]
@@ -772,5 +819,6 @@ def test_plot_draws_a_figure_a_group(suites, tmp_path):
         "permute",
         "permute-wide",
         "permute-article",
+        "kernels",
     }
     assert all((tmp_path / f"{stem}.png").stat().st_size > 1000 for stem in made)

@@ -125,7 +125,10 @@ def test_an_error_is_reported():
 @pytest.mark.parametrize(
     "header",
     sorted(
-        str(p.relative_to(root)) for root in [Path(jof.include_dir())] for p in root.rglob("*.*h")
+        str(p.relative_to(root))
+        for root in [Path(jof.include_dir())]
+        for p in root.rglob("*.*h")
+        if p.parent.name != "cpu"  # what kernels for CPUs are generated with
     ),
 )
 def test_each_installed_header_compiles(header):

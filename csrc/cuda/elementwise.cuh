@@ -16,6 +16,7 @@
 // and one pack a thread instead of a grid-stride loop (see launch.cuh).
 #pragma once
 
+#include "common/fast_divide.h"
 #include "common/integers.h"
 #include "common/macros.h"
 #include "common/pack.h"
@@ -28,14 +29,34 @@ JOF_NAMESPACE_BEGIN
 // An input: an array, or one element that stands for all.
 template <typename T>
 struct Operand {
+  using Element = T;
+  static constexpr int kStreamedBytes = sizeof(T);  // read for each element
   const T* data;
   bool is_scalar;
 };
 
-// The same where no input of a call is a scalar, which spares the kernel to ask.
+// The same where it is known which, which spares the kernel to ask.
 template <typename T>
 struct ArrayOperand {
+  using Element = T;
+  static constexpr int kStreamedBytes = sizeof(T);
   const T* data;
+};
+template <typename T>
+struct ScalarOperand {
+  using Element = T;
+  static constexpr int kStreamedBytes = 0;
+  const T* data;
+};
+
+// A vector along the last axis: its element i % length stands for element i.
+template <typename T>
+struct RowOperand {
+  using Element = T;
+  static constexpr int kStreamedBytes = 0;
+  const T* data;
+  const FastDivider<uint64_t>* length;
+  bool is_packed;  // a pack of elements that are computed together is a pack of the vector
 };
 
 // The factory of a functor that the host has made.
@@ -66,18 +87,19 @@ JOF_HOST_DEVICE constexpr int WidestBytes() {
 // What a kernel reads and writes decides how it moves it. Measured on an H200, 512 MiB of input.
 template <typename Outs, typename Ins>
 struct Traffic;
-template <typename... Out, template <typename> class Input, typename... In>
-struct Traffic<Tuple<Out*...>, Tuple<Input<In>...>> {
+template <typename... Out, typename... In>
+struct Traffic<Tuple<Out*...>, Tuple<In...>> {
   // Where inputs are wider than the outputs, a thread reads 16 bytes several times and writes 16
   // once, in large blocks: f32 to f16 at 4.29 TB/s, 4.20 with one load a thread and 256 threads.
-  static constexpr bool kNarrows = WidestBytes<In...>() > WidestBytes<Out...>();
+  static constexpr bool kNarrows = ((In::kStreamedBytes > WidestBytes<Out...>()) || ...);
   static constexpr int kThreads = kNarrows ? 1024 : kBlockSize;
   // Left alone, ptxas spills some registers of f64 kernels although there are many left.
-  static constexpr int kMinBlocks = WidestBytes<Out..., In...>() == 8 ? 1024 / kThreads : 0;
+  static constexpr int kMinBlocks =
+      WidestBytes<Out..., typename In::Element...>() == 8 ? 1024 / kThreads : 0;
   // Where no less is written than read, early reads in long runs spare the memory turnarounds: f16
   // to f32 at 4.20 TB/s, 4.13 without; f32 to uint32 4.25 and 4.22. See PrefetchAhead.
   static constexpr bool kPrefetches =
-      !kNarrows && (0 + ... + sizeof(Out)) >= (0 + ... + sizeof(In));
+      !kNarrows && (0 + ... + int{sizeof(Out)}) >= (0 + ... + In::kStreamedBytes);
 };
 
 }  // namespace internal
@@ -86,6 +108,11 @@ struct Traffic<Tuple<Out*...>, Tuple<Input<In>...>> {
 template <typename... Out>
 JOF_HOST_DEVICE constexpr int OutputPackSize() {
   return kPackBytes / internal::WidestBytes<Out...>();
+}
+
+template <typename... Out>
+JOF_HOST_DEVICE constexpr int PackSizeOf(const Tuple<Out*...>*) {
+  return OutputPackSize<Out...>();
 }
 
 // Which elements are packed: `packs` packs that begin after the first `head` elements. The `lone`
@@ -139,6 +166,25 @@ __device__ __forceinline__ Pack<T, N> LoadOperand(const Operand<T>& in, int64_t 
   return pack;
 }
 
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> LoadOperand(const ScalarOperand<T>& in, int64_t) {
+  return LoadOperand<N>(Operand<T>{in.data, true}, 0);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> LoadOperand(const RowOperand<T>& in, int64_t i) {
+  uint64_t column;
+  in.length->DivMod(static_cast<uint64_t>(i), &column);
+  if (in.is_packed) return LoadPack<N>(in.data + column);
+  Pack<T, N> pack;
+  JOF_UNROLL
+  for (int j = 0; j < N; ++j) {
+    pack.elem[j] = LoadPack<1>(in.data + column).elem[0];
+    column = column + 1 == in.length->divisor() ? 0 : column + 1;
+  }
+  return pack;
+}
+
 // One of several outputs may be unwanted; it has a null pointer.
 template <bool kIsOnly, int N, typename T>
 __device__ __forceinline__ void StoreOutput(T* out, int64_t i, const Pack<T, N>& value) {
@@ -155,30 +201,32 @@ __device__ __forceinline__ auto OutputOf(const Tuple<Value...>& result) {
   return Get<k>(result);
 }
 
-template <int N, typename Functor, typename... Out, int... o, template <typename> class Input,
-          typename... In, int... i>
+template <int N, typename Functor, typename... Out, int... o, typename... Input, int... i>
 __device__ __forceinline__ void ApplyPack(const Functor& functor, int64_t offset,
                                           const Tuple<Out*...>& out, Indices<o...>,
-                                          const Tuple<Input<In>...>& in, Indices<i...>) {
-  const Tuple<Pack<In, N>...> x{MakeTuple(LoadOperand<N>(Get<i>(in), offset)...)};
+                                          const Tuple<Input...>& in, Indices<i...>) {
+  const auto x = MakeTuple(LoadOperand<N>(Get<i>(in), offset)...);
   Tuple<Pack<Out, N>...> y;
-  if constexpr (N % 2 == 0 &&
-                HasApply2(0, static_cast<const Functor*>(nullptr),
-                          static_cast<const In*>(nullptr)..., static_cast<Out*>(nullptr)...)) {
+  if constexpr (N % 2 == 0 && HasApply2(0, static_cast<const Functor*>(nullptr),
+                                        static_cast<const typename Input::Element*>(nullptr)...,
+                                        static_cast<Out*>(nullptr)...)) {
     JOF_UNROLL
     for (int j = 0; j < N; j += 2) functor.Apply2(&Get<i>(x).elem[j]..., &Get<o>(y).elem[j]...);
   } else if constexpr (N % 2 == 0) {
     JOF_UNROLL
     for (int j = 0; j < N; j += 2) {
-      const auto first = functor(Element<Functor, In>::Load(Get<i>(x).elem[j])...);
-      const auto second = functor(Element<Functor, In>::Load(Get<i>(x).elem[j + 1])...);
+      const auto first =
+          functor(Element<Functor, typename Input::Element>::Load(Get<i>(x).elem[j])...);
+      const auto second =
+          functor(Element<Functor, typename Input::Element>::Load(Get<i>(x).elem[j + 1])...);
       (Element<Functor, Out>::Store2(OutputOf<o>(first), OutputOf<o>(second), &Get<o>(y).elem[j]),
        ...);
     }
   } else {
     JOF_UNROLL
     for (int j = 0; j < N; ++j) {
-      const auto result = functor(Element<Functor, In>::Load(Get<i>(x).elem[j])...);
+      const auto result =
+          functor(Element<Functor, typename Input::Element>::Load(Get<i>(x).elem[j])...);
       ((Get<o>(y).elem[j] = Element<Functor, Out>::Store(OutputOf<o>(result))), ...);
     }
   }
@@ -186,26 +234,27 @@ __device__ __forceinline__ void ApplyPack(const Functor& functor, int64_t offset
   (StoreOutput<kIsOnly>(Get<o>(out), offset, Get<o>(y)), ...);
 }
 
-template <int N, int kThreads, typename... In, int... i>
-__device__ __forceinline__ void PrefetchInputs(const PackSplit& split,
-                                               const Tuple<ArrayOperand<In>...>& in,
-                                               Indices<i...>) {
-  (PrefetchAhead(Get<i>(in).data + split.head, split.packs * N * sizeof(In),
-                 size_t{kThreads} * N * sizeof(In) * 256),
-   ...);
+// Only what is an array for certain is worth it.
+template <int N, int kThreads, typename T>
+__device__ __forceinline__ void PrefetchInput(const PackSplit& split, const ArrayOperand<T>& in) {
+  PrefetchAhead(in.data + split.head, split.packs * N * sizeof(T),
+                size_t{kThreads} * N * sizeof(T) * 256);
 }
+template <int N, int kThreads, typename In>
+__device__ __forceinline__ void PrefetchInput(const PackSplit&, const In&) {}
+
 template <int N, int kThreads, typename... In, int... i>
-__device__ __forceinline__ void PrefetchInputs(const PackSplit&, const Tuple<Operand<In>...>&,
-                                               Indices<i...>) {}
+__device__ __forceinline__ void PrefetchInputs(const PackSplit& split, const Tuple<In...>& in,
+                                               Indices<i...>) {
+  (PrefetchInput<N, kThreads>(split, Get<i>(in)), ...);
+}
 
 }  // namespace internal
 
 // One thread computes one pack of N elements, or one lone element.
-template <int N, typename Factory, typename Outs, typename Ins>
-__global__ void __launch_bounds__(internal::Traffic<Outs, Ins>::kThreads,
-                                  internal::Traffic<Outs, Ins>::kMinBlocks)
-    ElementwiseKernel(Factory factory, PackSplit split, Outs out, Ins in) {
-  const auto functor = factory();
+template <int N, typename Functor, typename Outs, typename Ins>
+__device__ __forceinline__ void ComputeItem(const Functor& functor, const PackSplit& split,
+                                            const Outs& out, const Ins& in) {
   const MakeIndices<Outs::kSize> o;
   const MakeIndices<Ins::kSize> i;
   using Traffic = internal::Traffic<Outs, Ins>;
@@ -218,6 +267,13 @@ __global__ void __launch_bounds__(internal::Traffic<Outs, Ins>::kThreads,
     const int64_t element = lone < split.head ? lone : lone + split.packs * N;
     internal::ApplyPack<1>(functor, element, out, o, in, i);
   }
+}
+
+template <int N, typename Factory, typename Outs, typename Ins>
+__global__ void __launch_bounds__(internal::Traffic<Outs, Ins>::kThreads,
+                                  internal::Traffic<Outs, Ins>::kMinBlocks)
+    ElementwiseKernel(Factory factory, PackSplit split, Outs out, Ins in) {
+  ComputeItem<N>(factory(), split, out, in);
 }
 
 #ifndef __CUDACC_RTC__

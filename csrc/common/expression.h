@@ -1,0 +1,327 @@
+// The names that a user's expression may use, the same on a CPU and a GPU: functions of C's math.h,
+// and some that neural networks are made of. Each takes any real type.
+//
+// In f32 they are those of common/math.h where it has one, which a CPU computes in vectors, else
+// the compiler's. Values of 16-bit types are f32 in an expression. Where all results are rounded to
+// 16 bits or fewer, which JOF_NARROW_RESULTS says, they are the short forms of the built-in ops: on
+// a GPU a kernel of such data has no time for more (silu of bf16 in 133 us and not 126).
+#pragma once
+
+#ifdef __CUDACC_RTC__
+#define NAN __int_as_float(0x7fffffff)
+#define INFINITY __int_as_float(0x7f800000)
+#else
+#include <math.h>
+#endif
+
+#include "common/arithmetic.h"
+#include "common/float8.h"
+#include "common/integers.h"
+#include "common/macros.h"
+#include "common/math.h"
+#include "common/types.h"
+#include "ops/elementwise.h"
+
+namespace jof_expression {
+
+// What a function of math.h computes in: double where an argument is one, else float, as jax has
+// it. exp(3) and pow(x, 2) mean what anybody would expect of them.
+template <typename... T>
+struct jof_MathOf {
+  using type = float;
+};
+template <typename T, typename... More>
+struct jof_MathOf<T, More...> : jof_MathOf<More...> {};
+template <typename... More>
+struct jof_MathOf<double, More...> {
+  using type = double;
+};
+template <typename... T>
+using jof_Math = typename jof_MathOf<T...>::type;
+
+// The type that results are rounded to, for all that common/math.h asks of it.
+#ifdef JOF_NARROW_RESULTS
+using jof_Rounded = jof::Half;
+#else
+using jof_Rounded = float;
+#endif
+
+#define JOF_UNARY(name, f32, f64)                                  \
+  JOF_HOST_DEVICE JOF_INLINE float name(float x) { return f32; }   \
+  JOF_HOST_DEVICE JOF_INLINE double name(double x) { return f64; } \
+  template <typename T>                                            \
+  JOF_HOST_DEVICE JOF_INLINE float name(T x) {                     \
+    return name(static_cast<float>(x));                            \
+  }
+#define JOF_BINARY(name, f32, f64)                                           \
+  JOF_HOST_DEVICE JOF_INLINE float name(float x, float y) { return f32; }    \
+  JOF_HOST_DEVICE JOF_INLINE double name(double x, double y) { return f64; } \
+  template <typename T, typename U>                                          \
+  JOF_HOST_DEVICE JOF_INLINE jof_Math<T, U> name(T x, U y) {                 \
+    using C = jof_Math<T, U>;                                                \
+    return name(static_cast<C>(x), static_cast<C>(y));                       \
+  }
+
+#ifndef __CUDA_ARCH__
+// What compilers call a scalar function for: logarithms and erf in f32 that a CPU computes in
+// vectors. Subnormal numbers count as zeros, as in XLA's threads. Coefficients are minimax fits of
+// the relative error, each rounded before the next are fitted.
+
+// x = (1 + f) 2^e with 1 + f between the square roots of 1/2 and 2, and
+// log(1 + f) = f - f^2 / 2 + f^3 p(f).
+JOF_INLINE float jof_Log(float x) {
+  constexpr uint32_t kSqrtHalf = 0x3f3504f3u;
+  const uint32_t shifted = jof::FloatToBits(x) - kSqrtHalf;
+  const float e = static_cast<float>(static_cast<int32_t>(shifted) >> 23);
+  const float f = jof::BitsToFloat((shifted & 0x007fffffu) + kSqrtHalf) - 1.0f;
+  const float square = f * f;
+  const float p = jof::Polynomial(f, 0.333333313f, -0.250008196f, 0.20001246f, -0.166234151f,
+                                  0.142014503f, -0.131593958f, 0.127631441f, -0.0763827115f);
+  // log 2 in two parts, the first of so few digits that its product with e is exact.
+  const float low = jof::MulAdd(square * f, p, jof::MulAdd(e, -2.12194440e-4f, -0.5f * square));
+  const float y = jof::MulAdd(e, 0.693359375f, f + low);
+  const float infinity = jof::BitsToFloat(0x7f800000u);
+  const float special = x == x ? (x < 0 ? infinity - infinity : -infinity) : x;
+  return x > 0 ? (x == infinity ? x : y) : special;
+}
+
+// Kahan's: the quotient corrects what 1 + x has lost.
+JOF_INLINE float jof_Log1p(float x) {
+  const float u = 1.0f + x, near = u - 1.0f;
+  const float y = jof_Log(u);
+  return near == 0 || u == near ? (near == 0 ? x : y) : y * (x / near);
+}
+
+// A polynomial, and beyond 0.9 one less twice the normal distribution's tail.
+JOF_INLINE float jof_Erf(float x) {
+  const float t = jof::AtMost(jof::Abs(x), 0.9f), square = t * t;
+  const float inner = x * jof::Polynomial(square, 1.12837911f, -0.376122296f, 0.112791933f,
+                                          -0.0266755652f, 0.00486441422f, -0.000535450934f);
+  const float tail = jof::NormalTail<float>(jof::AtMost(jof::Abs(x), 4.0f) * 1.41421354f);
+  const float outer = jof::OrSign(jof::MulAdd(-2.0f, tail, 1.0f), x);
+  return jof::Abs(x) > 0.9f ? outer : inner;
+}
+#endif
+
+// The functions of math.h by their names for one type each.
+#define JOF_UNARY_OF_C(name) JOF_UNARY(name, ::name##f(x), ::name(x))
+#define JOF_BINARY_OF_C(name) JOF_BINARY(name, ::name##f(x, y), ::name(x, y))
+JOF_UNARY_OF_C(exp2)
+JOF_UNARY_OF_C(sqrt)
+JOF_UNARY_OF_C(cbrt)
+JOF_UNARY_OF_C(sin)
+JOF_UNARY_OF_C(cos)
+JOF_UNARY_OF_C(tan)
+JOF_UNARY_OF_C(asin)
+JOF_UNARY_OF_C(acos)
+JOF_UNARY_OF_C(atan)
+JOF_UNARY_OF_C(sinh)
+JOF_UNARY_OF_C(cosh)
+JOF_UNARY_OF_C(asinh)
+JOF_UNARY_OF_C(acosh)
+JOF_UNARY_OF_C(atanh)
+JOF_UNARY_OF_C(erfc)
+JOF_UNARY_OF_C(floor)
+JOF_UNARY_OF_C(ceil)
+JOF_UNARY_OF_C(trunc)
+JOF_UNARY_OF_C(rint)
+JOF_BINARY_OF_C(pow)
+JOF_BINARY_OF_C(atan2)
+JOF_BINARY_OF_C(fmod)
+JOF_BINARY_OF_C(hypot)
+JOF_BINARY_OF_C(copysign)
+#ifdef __CUDA_ARCH__
+JOF_UNARY_OF_C(log)
+JOF_UNARY_OF_C(log2)
+JOF_UNARY_OF_C(log10)
+JOF_UNARY_OF_C(log1p)
+JOF_UNARY_OF_C(erf)
+#else
+JOF_UNARY(log, jof_Log(x), ::log(x))
+JOF_UNARY(log2, jof_Log(x) * 1.44269504f, ::log2(x))
+JOF_UNARY(log10, jof_Log(x) * 0.434294482f, ::log10(x))
+JOF_UNARY(log1p, jof_Log1p(x), ::log1p(x))
+JOF_UNARY(erf, jof_Erf(x), ::erf(x))
+#endif
+#undef JOF_UNARY_OF_C
+#undef JOF_BINARY_OF_C
+
+// Ours, of which a CPU computes several at a time.
+JOF_UNARY(exp, jof::Exp<jof_Rounded>(x), jof::Exp<double>(x))
+JOF_UNARY(expm1, jof::Expm1<jof_Rounded>(x), jof::Expm1<double>(x))
+JOF_UNARY(tanh, jof::Tanh<jof_Rounded>(x), jof::Tanh<double>(x))
+JOF_UNARY(sigmoid, jof::Sigmoid<jof_Rounded>(x), jof::Sigmoid<double>(x))
+JOF_UNARY(relu, jof::Relu<jof_Rounded>()(x), jof::Relu<double>()(x))
+JOF_UNARY(silu, jof::Silu<jof_Rounded>()(x), jof::Silu<double>()(x))
+JOF_UNARY(softplus, jof::Softplus<jof_Rounded>()(x), jof::Softplus<double>()(x))
+JOF_UNARY(mish, jof::Mish<jof_Rounded>()(x), jof::Mish<double>()(x))
+JOF_UNARY(hard_swish, jof::HardSwish<jof_Rounded>()(x), jof::HardSwish<double>()(x))
+JOF_UNARY(gelu, jof::GeluTanh<jof_Rounded>()(x), jof::GeluTanh<double>()(x))
+JOF_UNARY(gelu_erf, jof::GeluErf<jof_Rounded>()(x), jof::GeluErf<double>()(x))
+#ifdef __CUDA_ARCH__
+JOF_UNARY(rsqrt, ::rsqrtf(x), ::rsqrt(x))
+#else
+JOF_UNARY(rsqrt, 1 / ::sqrtf(x), 1 / ::sqrt(x))
+#endif
+#undef JOF_UNARY
+#undef JOF_BINARY
+
+// One rounding.
+template <typename T, typename U, typename V>
+JOF_HOST_DEVICE JOF_INLINE jof_Math<T, U, V> fma(T x, U y, V z) {
+  using C = jof_Math<T, U, V>;
+  return jof::FusedMulAdd(static_cast<C>(x), static_cast<C>(y), static_cast<C>(z));
+}
+
+// In the type that a sum of the arguments has. NaN wins, as in jax.
+template <typename T, typename U>
+JOF_HOST_DEVICE JOF_INLINE auto max(T x, U y) -> decltype(x + y) {
+  using C = decltype(x + y);
+  const C a = x, b = y;
+  if constexpr (static_cast<C>(0.5f) == 0) {  // an integer
+    return a < b ? b : a;
+  } else {
+    return jof::Maximum(a, b);
+  }
+}
+template <typename T, typename U>
+JOF_HOST_DEVICE JOF_INLINE auto min(T x, U y) -> decltype(x + y) {
+  using C = decltype(x + y);
+  const C a = x, b = y;
+  if constexpr (static_cast<C>(0.5f) == 0) {
+    return b < a ? b : a;
+  } else {
+    return jof::Minimum(a, b);
+  }
+}
+template <typename T, typename U, typename V>
+JOF_HOST_DEVICE JOF_INLINE auto clamp(T x, U low, V high) -> decltype(x + low + high) {
+  return min(max(x, low), high);
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T abs(T x) {
+  return x < 0 ? -x : x;
+}
+JOF_HOST_DEVICE JOF_INLINE float abs(float x) { return jof::Abs(x); }
+JOF_HOST_DEVICE JOF_INLINE double abs(double x) { return jof::Abs(x); }
+
+// Complex numbers: z.re and z.im, or these.
+using jof::Complex;
+using jof::Compute;
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T real(Complex<T> z) {
+  return z.re;
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T imag(Complex<T> z) {
+  return z.im;
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Complex<T> conj(Complex<T> z) {
+  return {z.re, -z.im};
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T abs(Complex<T> z) {
+  return hypot(z.re, z.im);
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Complex<T> operator-(Complex<T> z) {
+  return {-z.re, -z.im};
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Complex<T> operator-(Complex<T> z, Complex<T> w) {
+  return {z.re - w.re, z.im - w.im};
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Complex<T> operator*(Complex<T> z, Complex<T> w) {
+  return {z.re * w.re - z.im * w.im, z.re * w.im + z.im * w.re};
+}
+// By the larger part of w first, so that nothing overflows that the quotient does not.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Complex<T> operator/(Complex<T> z, Complex<T> w) {
+  const bool is_wide = abs(w.re) >= abs(w.im);
+  const T large = is_wide ? w.re : w.im, small = is_wide ? w.im : w.re;
+  const T ratio = small / large, scale = 1 / (large + small * ratio);
+  const T re = is_wide ? z.re + z.im * ratio : z.re * ratio + z.im;
+  const T im = is_wide ? z.im - z.re * ratio : z.im * ratio - z.re;
+  return {re * scale, im * scale};
+}
+
+// With a real number of any type, which takes on the complex number's.
+#define JOF_COMPLEX_WITH_REAL(Real)                                       \
+  template <typename T>                                                   \
+  JOF_HOST_DEVICE JOF_INLINE Complex<T> operator+(Complex<T> z, Real x) { \
+    return {z.re + static_cast<T>(x), z.im};                              \
+  }                                                                       \
+  template <typename T>                                                   \
+  JOF_HOST_DEVICE JOF_INLINE Complex<T> operator+(Real x, Complex<T> z) { \
+    return {static_cast<T>(x) + z.re, z.im};                              \
+  }                                                                       \
+  template <typename T>                                                   \
+  JOF_HOST_DEVICE JOF_INLINE Complex<T> operator-(Complex<T> z, Real x) { \
+    return {z.re - static_cast<T>(x), z.im};                              \
+  }                                                                       \
+  template <typename T>                                                   \
+  JOF_HOST_DEVICE JOF_INLINE Complex<T> operator-(Real x, Complex<T> z) { \
+    return {static_cast<T>(x) - z.re, -z.im};                             \
+  }                                                                       \
+  template <typename T>                                                   \
+  JOF_HOST_DEVICE JOF_INLINE Complex<T> operator*(Complex<T> z, Real x) { \
+    return {z.re * static_cast<T>(x), z.im * static_cast<T>(x)};          \
+  }                                                                       \
+  template <typename T>                                                   \
+  JOF_HOST_DEVICE JOF_INLINE Complex<T> operator*(Real x, Complex<T> z) { \
+    return z * x;                                                         \
+  }                                                                       \
+  template <typename T>                                                   \
+  JOF_HOST_DEVICE JOF_INLINE Complex<T> operator/(Complex<T> z, Real x) { \
+    return {z.re / static_cast<T>(x), z.im / static_cast<T>(x)};          \
+  }                                                                       \
+  template <typename T>                                                   \
+  JOF_HOST_DEVICE JOF_INLINE Complex<T> operator/(Real x, Complex<T> z) { \
+    return Complex<T>{static_cast<T>(x), 0} / z;                          \
+  }
+JOF_COMPLEX_WITH_REAL(int)
+JOF_COMPLEX_WITH_REAL(float)
+JOF_COMPLEX_WITH_REAL(double)
+#undef JOF_COMPLEX_WITH_REAL
+
+// A value in another type; of a complex one in a real type its real part.
+template <typename To>
+struct jof_Convert {
+  template <typename From>
+  JOF_HOST_DEVICE JOF_INLINE static To Of(From x) {
+    return static_cast<To>(x);
+  }
+  template <typename From>
+  JOF_HOST_DEVICE JOF_INLINE static To Of(Complex<From> z) {
+    return static_cast<To>(z.re);
+  }
+};
+template <typename To>
+struct jof_Convert<Complex<To>> {
+  template <typename From>
+  JOF_HOST_DEVICE JOF_INLINE static Complex<To> Of(From x) {
+    return {static_cast<To>(x), 0};
+  }
+  template <typename From>
+  JOF_HOST_DEVICE JOF_INLINE static Complex<To> Of(Complex<From> z) {
+    return {static_cast<To>(z.re), static_cast<To>(z.im)};
+  }
+};
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE bool isnan(T x) {
+  return x != x;
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE bool isinf(T x) {
+  return x == x && x - x != x - x;
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE bool isfinite(T x) {
+  return x - x == x - x;
+}
+
+}  // namespace jof_expression

@@ -1,0 +1,448 @@
+"""The primitive of kernels that users write, and its rules.
+
+One primitive, jof_generated, runs every kernel: its parameter `spec` says which definition, and
+whether the value or a derivative of it. A JVP is one kernel of the inputs and their tangents, and
+its transpose, a VJP, one of the inputs and the cotangents; both have as operands those inputs only
+that the derivatives read. They are linear in the vectors. Their own derivatives with respect to the
+inputs are sums of products with derivatives of the derivatives, where those are kernels too.
+
+Operands are arrays of the results' shape, scalars, and rows: vectors along the last of several
+axes. The shapes say which.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from jax_oneflow_ops import _compat, _compile, _expression, _primitive
+from jax_oneflow_ops._expression import ARRAY, ROW, SCALAR, Definition, Spec
+
+
+class KernelCompileError(RuntimeError):
+    """The compiler refuses what a user has written for an `ElementwiseKernel`.
+
+    The message shows the user's lines with the compiler's messages at them.
+
+    Attributes:
+      kernel: the kernel's name.
+      log: all that the compiler has said.
+      source: the generated source that it was given.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> wrong = jof.ElementwiseKernel("T x", "T y", "y = x * scale", "wrong")
+      >>> try:
+      ...     wrong(jnp.ones(3))
+      ... except jof.KernelCompileError as error:
+      ...     print("y = x * scale" in str(error), "scale" in error.log)
+      True True
+    """
+
+    def __init__(self, message: str, kernel: str, log: str, source: str):
+        super().__init__(message)
+        self.kernel = kernel
+        self.log = log
+        self.source = source
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.args[0], self.kernel, self.log, self.source)
+
+
+def kinds(avals: Sequence[Any]) -> list[int]:
+    """How each operand lies beside the results, whose rank is the largest."""
+    rank = max(len(aval.shape) for aval in avals)
+    small = {0: SCALAR, 1: ROW}
+    return [ARRAY if (n := len(aval.shape)) == rank else small[n] for aval in avals]
+
+
+def _full(args: Sequence[Any]) -> list[Any]:
+    """The operands that have the results' rank."""
+    return [x for x, kind in zip(args, kinds(args), strict=True) if kind == ARRAY]
+
+
+def bind(*args: Any, spec: Spec, implementation: str | None) -> list[Any]:
+    """Binds with operands that vary over the same axes inside a `shard_map`, and of one sharding.
+
+    Rows may have another: the partitioner takes the part of theirs that goes with the arrays'.
+    """
+    if len(args) > 1:
+        args = tuple(_compat.join_varying_axes(*args))
+    arrays = [jax.typeof(x) for x in _full(args)]
+    if len({aval.sharding for aval in arrays}) > 1:
+        joined = _compat.elementwise_aval(*arrays)
+        args = tuple(
+            _compat.with_sharding_of(x, joined) if kind == ARRAY else x
+            for x, kind in zip(args, kinds(args), strict=True)
+        )
+    results: list[Any] = kernel_p.bind(*args, spec=spec, implementation=implementation)
+    return results
+
+
+def _abstract_eval(*avals: Any, spec: Spec) -> list[jax.core.ShapedArray]:
+    aval = _compat.elementwise_aval(*_full(avals))
+    return [aval.update(dtype=jnp.dtype(d), weak_type=False) for d in spec.result_dtypes]
+
+
+def _division(*types: Any, spec: Spec) -> _primitive.Division:
+    rank = max(len(t.shape) for t in types)
+    dims = [f"d{i}" for i in range(rank)]
+    operands = [dims[rank - len(t.shape) :] for t in types]
+    return _primitive.Division(operands, [dims] * len(spec.result_dtypes))
+
+
+# ---- implementations ----
+
+
+def _native(platform: str, *args: Any, spec: Spec) -> list[Any]:
+    """The FFI call, with the code for this machine's devices."""
+    name = spec.definition.name
+    source = _expression.source(spec, kinds(args), platform)
+    try:
+        code = _compile.code(source, platform)
+    except _compile.CompilerMissingError as error:
+        if spec.definition.reference is not None:
+            return _reference(*args, spec=spec)
+        raise NotImplementedError(
+            f"{name}: {error}. Or give the kernel a jnp function to run in its place: "
+            "ElementwiseKernel(..., reference=...)."
+        ) from error
+    except _compile.CompilerError as error:
+        raise _compile_error(spec, error, source) from None
+    shape = np.broadcast_shapes(*(x.shape for x in args))
+    dtypes = spec.result_dtypes
+    every = (*spec.operand_dtypes, *dtypes)
+    call: Any = jax.ffi.ffi_call(
+        "jof_generated", [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for d in dtypes]
+    )
+    return [
+        *call(
+            *args,
+            code=np.frombuffer(code, np.uint8),
+            id=np.int64(_compile.code_id(code)),
+            name=name,
+            kinds=np.asarray(kinds(args), np.int64),
+            element_bytes=np.asarray([jnp.dtype(d).itemsize for d in every], np.int64),
+        )
+    ]
+
+
+def _compile_error(spec: Spec, error: _compile.CompilerError, source: str) -> KernelCompileError:
+    name = spec.definition.name
+    what = {"value": "", "jvp": "'s derivative", "vjp": "'s derivative"}[spec.mode]
+    types = ", ".join(
+        f"{p} is {dtype}" if p.is_variable else str(p)
+        for p, dtype in zip(spec.definition.inputs, spec.dtypes, strict=True)
+    )
+    found = _expression.messages(error.log)
+    shown = _expression.annotated(spec.texts(), found) if found else error.log.strip()
+    message = f"{name}{what} does not compile where {types} ({error.compiler}):\n\n{shown}"
+    narrow = any(dtype.startswith(("float16", "bfloat16", "float8")) for dtype in spec.dtypes)
+    if narrow and any(w in error.log for w in ("jof::Half", "BFloat16", "Float8")):
+        message += (
+            "\n\nA letter is the type of stored elements. Values of 16 bits and less are float in "
+            "an expression: declare yours with auto or Compute<T>."
+        )
+    return KernelCompileError(message, name, error.log, source)
+
+
+def _reference(*args: Any, spec: Spec) -> list[Any]:
+    """What the kernel computes by the user's jnp function and jax's derivatives of it.
+
+    In float32 where kernels compute in it, and rounded once.
+    """
+    definition = spec.definition
+    if definition.reference is None:
+        raise NotImplementedError(
+            f"{definition.name}: an ElementwiseKernel runs on CPUs and NVIDIA GPUs for which "
+            "jax_oneflow_ops was built, and elsewhere, or under "
+            "JAX_ONEFLOW_OPS_IMPLEMENTATION=xla, what its reference computes, but it has none. "
+            "Remedy: ElementwiseKernel(..., reference=a jnp function of the same inputs), or a "
+            "platform with kernels."
+        )
+    shape = jnp.broadcast_shapes(*(x.shape for x in args))
+    given = dict(zip(spec.primals, args, strict=False))
+    # The derivatives do not depend on the inputs that are not here.
+    inputs = [given.get(i, jnp.ones((), d)) for i, d in enumerate(spec.dtypes)]
+    vectors = args[len(spec.primals) :]
+
+    def function(*values: Any) -> list[Any]:
+        result = definition.reference(*map(_widened, values))  # type: ignore[misc]
+        results = [result] if len(definition.outputs) == 1 else result
+        dtypes = _expression.output_dtypes(definition, spec.dtypes)
+        return [
+            _as_dtype(jnp.broadcast_to(results[o], shape), jnp.dtype(dtypes[o])) for o in spec.outs
+        ]
+
+    if spec.mode == "value":
+        return function(*inputs)
+    for i in spec.ins:
+        inputs[i] = jnp.broadcast_to(inputs[i], shape).astype(spec.dtypes[i])
+
+    def of_ins(*values: Any) -> list[Any]:
+        every = dict(zip(spec.ins, values, strict=True))
+        return function(*(every.get(i, x) for i, x in enumerate(inputs)))
+
+    primals = [inputs[i] for i in spec.ins]
+    if spec.mode == "jvp":
+        tangents = [jnp.broadcast_to(t, shape) for t in vectors]
+        return [*jax.jvp(of_ins, primals, tangents)[1]]
+    _, pull = jax.vjp(of_ins, *primals)
+    return [*pull([jnp.broadcast_to(ct, shape) for ct in vectors])]
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def _widened(x: Any) -> Any:
+    return x.astype(jnp.float32) if _is_narrow(x.dtype) else x
+
+
+def _as_dtype(x: Any, dtype: Any) -> Any:
+    """`x` in another dtype; the real part where that is real."""
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x.real
+    return x.astype(dtype)
+
+
+# ---- batching ----
+
+
+def _batch(
+    primitive: Any,
+    args: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    spec: Spec,
+    implementation: str | None,
+) -> tuple[list[Any], list[int]]:
+    """The batch axis becomes one more dimension of every array, where the first array has it.
+
+    Scalars without it stay, and so do rows, for which it must not be the last. Scalars and rows
+    that have it are broadcast.
+    """
+    ranks = [x.ndim - (d is not None) for x, d in zip(args, dims, strict=True)]
+    rank = max(ranks)
+    operands = [*zip(args, dims, ranks, strict=True)]
+    model, axis, _ = max(operands, key=lambda o: (o[2] == rank, o[1] is not None))
+    stays_row = any(d is None and n == 1 for _, d, n in operands)
+    if axis is None:  # scalars or rows alone have it
+        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        axis, shape, has_model = 0, (size, *model.shape), False
+    else:
+        if axis == rank and stays_row:
+            model, axis = jnp.moveaxis(model, axis, 0), 0
+        shape, has_model = model.shape, True
+
+    def batched(x: Any, d: int | None, n: int) -> Any:
+        if d is None and (n == 0 or n == 1):
+            return x  # a scalar; a row of what has one more dimension
+        if d is None:
+            x = jnp.expand_dims(x, axis)
+        elif n < rank:
+            x = jnp.expand_dims(jnp.moveaxis(x, d, 0), [*range(1, 1 + rank - n)])
+            x = jnp.moveaxis(x, 0, axis)
+        elif d != axis:
+            x = jnp.moveaxis(x, d, axis)
+        if x.shape == shape:
+            return x
+        x = jnp.broadcast_to(x, shape)
+        return _compat.with_sharding_of(x, jax.typeof(model)) if has_model else x
+
+    results = bind(*(batched(*o) for o in operands), spec=spec, implementation=implementation)
+    return results, [axis] * len(results)
+
+
+kernel_p = _primitive.define(
+    "jof_generated",
+    function="ElementwiseKernel",
+    abstract_eval=_abstract_eval,
+    reference=_reference,
+    native=_native,
+    division=_division,
+    batch=_batch,
+    multiple_results=True,
+)
+
+
+# ---- derivatives ----
+
+
+def _tangents(
+    definition: Definition,
+    dtypes: Sequence[str],
+    primals: Mapping[int, Any],
+    tangents: Mapping[int, Any],
+    implementation: str | None,
+    shape: Sequence[int] | None,
+) -> dict[int, Any]:
+    """The tangents of a kernel's outputs that are not zero, by one kernel.
+
+    Args:
+      definition: the kernel.
+      dtypes: of all its inputs.
+      primals: those inputs that there are.
+      tangents: of inputs, those that are not zero.
+      implementation: as the primitive has it.
+      shape: that the tangents must have; None: any that broadcasts to the outputs'.
+    """
+    results = _expression.output_dtypes(definition, dtypes)
+    positions = [
+        (o, i)
+        for o, dtype in enumerate(results)
+        for i in tangents
+        if _expression.is_inexact(dtype)
+        and _expression.partial(definition, (o, i), dtypes) is not None
+    ]
+    outs, ins = (sorted({position[side] for position in positions}) for side in (0, 1))
+    if not positions:
+        return {}
+    spec = _expression.derivative_spec(definition, "jvp", dtypes, ins, outs)
+    vectors = [tangents[i] for i in ins]
+    read = [*spec.primals]
+    if shape is not None and all(x.shape != shape for x in (*(primals[i] for i in read), *vectors)):
+        read.append(next(i for i, x in primals.items() if x.shape == shape))
+    spec = dataclasses.replace(spec, primals=tuple(sorted(read)))
+    operands = [*(primals[i] for i in spec.primals), *vectors]
+    return dict(zip(outs, bind(*operands, spec=spec, implementation=implementation), strict=True))
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
+) -> tuple[list[Any], list[Any]]:
+    results = bind(*primals, spec=spec, implementation=implementation)
+    shape = results[0].shape
+    given = dict(zip(spec.primals, primals, strict=False))
+    moving = {i: t for i, t in zip(spec.primals, tangents, strict=False) if not _is_zero(t)}
+    out: list[Any] = [None] * len(results)
+    if spec.mode == "value":
+        found = _tangents(spec.definition, spec.dtypes, given, moving, implementation, shape)
+        out = [found.get(o) for o in spec.outs]
+    else:
+        vectors = primals[len(spec.primals) :]
+        moved = tangents[len(spec.primals) :]
+        if not all(map(_is_zero, moved)):
+            operands = [
+                *primals[: len(spec.primals)],
+                *map(ad.instantiate_zeros, moved),
+            ]
+            out = bind(*operands, spec=spec, implementation=implementation)
+        if moving:
+            more = _second_order(spec, given, moving, vectors, implementation, shape)
+            out = [
+                b if a is None else a if b is None else jnp.add(a, b)
+                for a, b in zip(out, more, strict=True)
+            ]
+    return results, [
+        ad.Zero(jax.typeof(result).to_tangent_aval()) if t is None else _like(t, result)
+        for t, result in zip(out, results, strict=True)
+    ]
+
+
+def _like(tangent: Any, result: Any) -> Any:
+    if tangent.shape != result.shape:
+        tangent = jnp.broadcast_to(tangent, result.shape)
+    return _compat.with_sharding_of(tangent, jax.typeof(result))
+
+
+def _second_order(
+    spec: Spec,
+    primals: Mapping[int, Any],
+    tangents: Mapping[int, Any],
+    vectors: Sequence[Any],
+    implementation: str | None,
+    shape: Sequence[int],
+) -> list[Any]:
+    """The tangents of a derivative kernel where its vectors are constant: sums of products."""
+    by_input = spec.mode == "jvp"
+    place = {k: n for n, k in enumerate(spec.ins if by_input else spec.outs)}
+    sums: dict[int, Any] = {}
+    for (o, i), definition in spec.partials().items():
+        reads = set(_expression.mentioned(definition))
+        moving = {k: t for k, t in tangents.items() if k in reads}
+        if not moving:
+            continue
+        found = _tangents(definition, spec.dtypes, primals, moving, implementation, None)
+        if 0 not in found:
+            continue
+        vector = vectors[place[i if by_input else o]]
+        product = _product(found[0], vector, shape)
+        k = o if by_input else i
+        sums[k] = product if k not in sums else sums[k] + product
+    wanted = spec.outs if by_input else spec.ins
+    return [
+        _as_dtype(sums[k], jnp.dtype(dtype)) if k in sums else None
+        for k, dtype in zip(wanted, spec.result_dtypes, strict=True)
+    ]
+
+
+def _product(a: Any, b: Any, shape: Sequence[int]) -> Any:
+    dtype = _expression.computed_in(a.dtype.name, b.dtype.name)
+    return jnp.multiply(*(jnp.broadcast_to(x.astype(dtype), shape) for x in (a, b)))
+
+
+def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None) -> list[Any]:
+    """A JVP's transpose is the VJP, and the other way round."""
+    count = len(spec.primals)
+    given = dict(zip(spec.primals, args, strict=False))
+    vectors = args[count:]
+    linear = {
+        k: vector.aval
+        for k, vector in zip(spec.ins if spec.mode == "jvp" else spec.outs, vectors, strict=True)
+        if ad.is_undefined_primal(vector)
+    }
+    results = spec.outs if spec.mode == "jvp" else spec.ins
+    live = {k: ct for k, ct in zip(results, cts, strict=True) if not _is_zero(ct)}
+    found: dict[int, Any] = {}
+    side = 1 if spec.mode == "jvp" else 0  # of a position: what is linear
+    pairs = [p for p in spec.partials() if p[side] in linear and p[1 - side] in live]
+    if pairs:
+        outs, ins = (sorted({pair[k] for pair in pairs}) for k in (0, 1))
+        mode: _expression.Mode = "vjp" if spec.mode == "jvp" else "jvp"
+        other = _expression.derivative_spec(spec.definition, mode, spec.dtypes, ins, outs)
+        wanted, sources = (ins, outs) if mode == "vjp" else (outs, ins)
+        operands = [*(given[i] for i in other.primals), *(live[k] for k in sources)]
+        transposed = bind(*operands, spec=other, implementation=implementation)
+        found = dict(zip(wanted, transposed, strict=True))
+    of_vectors: list[Any] = []
+    for k in spec.ins if spec.mode == "jvp" else spec.outs:
+        aval = linear.get(k)
+        of_vectors.append(
+            None if aval is None else _summed_like(found[k], aval) if k in found else ad.Zero(aval)
+        )
+    return [*(None,) * count, *of_vectors]
+
+
+def _summed_like(ct: Any, aval: Any) -> Any:
+    """The cotangent of an operand that was broadcast: the sum, of narrow floats in float32."""
+    if ct.shape != aval.shape:
+        axes = tuple(range(ct.ndim - len(aval.shape)))
+        ct = jnp.sum(_widened(ct), axes).astype(aval.dtype)
+    return _compat.with_sharding_of(ct, aval)
+
+
+ad.primitive_jvps[kernel_p] = _jvp
+ad.primitive_transposes[kernel_p] = _transpose
+
+
+def value(
+    definition: Definition, dtypes: Sequence[str], args: Sequence[Any], implementation: str | None
+) -> list[Any]:
+    """The outputs of a kernel; operands have been checked."""
+    spec = _value_spec(definition, tuple(dtypes))
+    return bind(*args, spec=spec, implementation=implementation)
+
+
+_value_spec: Callable[[Definition, tuple[str, ...]], Spec] = functools.lru_cache(maxsize=256)(
+    _expression.value_spec
+)

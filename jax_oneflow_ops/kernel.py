@@ -1,0 +1,569 @@
+"""Kernels that users write: one expression in C++ becomes an operation of JAX."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_oneflow_ops import _checks, _compat, _expression, _kernel, _native
+from jax_oneflow_ops._expression import Definition, Parameter
+from jax_oneflow_ops._kernel import KernelCompileError
+
+__all__ = ["ElementwiseKernel", "KernelCompileError"]
+
+_NUMBERS = (bool, int, float, complex)
+
+
+class ElementwiseKernel:
+    """An elementwise operation from an expression in C++, compiled when it is first used.
+
+    The form is that of CuPy's ``ElementwiseKernel``. What it makes is an operation of JAX: it works
+    under `jit`, `grad`, `vmap`, sharding and export, and runs as one kernel at the speed of memory
+    on NVIDIA GPUs and CPUs. XLA does not fuse custom calls with what is around them, so a chain of
+    operations is best written as one kernel.
+
+    Args:
+      in_params: the inputs, such as ``"T x, T y, float32 scale"``. A type is a single letter, which
+        stands for the dtype of the arrays that it is called with, the same letter for the same
+        dtype, or the name of a dtype: bool, int8 to int64, uint8 to uint64, float8_e4m3fn,
+        float8_e5m2, float16, bfloat16, float32, float64, complex64, complex128. At most 16.
+      out_params: the outputs, likewise. A letter must be that of an input. At most 16.
+      operation: one or more statements of C++17 that assign to the outputs. Values of 16 bits and
+        less are ``float`` in it, all others are of the parameters' types; a letter is the type of
+        stored elements, and ``Compute<T>`` that of values. Intermediate values are best declared
+        with ``auto``. There are the functions of math.h by their names for double, and ``sigmoid``,
+        ``relu``, ``silu``, ``softplus``, ``mish``, ``hard_swish``, ``gelu`` (by tanh),
+        ``gelu_erf``, ``rsqrt``, ``min``, ``max`` and ``clamp``, which compute in float unless an
+        argument is double. A literal such as ``0.5`` is double in C++: write ``0.5f``. Complex
+        numbers have ``+ - * /``, ``.re``, ``.im``, ``abs`` and ``conj``. Inputs are constants.
+        There is no index, and no other element: what an expression loops over or calls is its own.
+      name: the kernel's name, an identifier of C++, which errors show.
+      preamble: C++ before the kernel: ``#include``, functions, structs. Functions must be marked
+        ``JOF_HOST_DEVICE`` to run on GPUs. It does not see the letters.
+      derivatives: of each output with respect to each input, as expressions of the inputs:
+        ``{"x": "2 * x"}``, with several outputs ``{("z", "x"): ...}``. None is zero. A derivative
+        may be another ``ElementwiseKernel`` of the same inputs and one output, which in turn has
+        derivatives: that is how to differentiate twice. What is missing cannot be differentiated.
+      reference: a jnp function of the same inputs, with a tuple as result where there are several
+        outputs. It runs on other platforms, where there is no compiler, and under
+        ``JAX_ONEFLOW_OPS_IMPLEMENTATION=xla``, with jax's own derivatives; and `check` compares
+        with it. 16-bit inputs arrive as float32.
+
+    Raises:
+      TypeError: an argument is of another type than this.
+      ValueError: a list of parameters does not have this form; names are reserved, or appear twice;
+        an output's type is no input's; brackets do not match; a derivative is of no output with
+        respect to an input. Errors name the kernel and the parameter.
+
+    Numerics:
+      Values of 16 bits and less are computed in float32 and rounded once. ``exp``, ``expm1``,
+      ``tanh``, ``sigmoid`` and the activations are those of the built-in operations: where all
+      results have 16 bits or fewer they are as accurate as these need, a relative error of some
+      2^-15, and so are quotients and roots on GPUs, within 2 ulp of float32. An expression that
+      cancels what they return is better computed in double. On a CPU
+      ``log``, ``log2``, ``log10``, ``log1p`` and ``erf`` are within 2.5 ulp, and take subnormal
+      numbers for zeros. All others are the compiler's, which may contract products and
+      sums to FMAs. A derivative is rounded once, after it is multiplied with the vector. Where
+      there are complex numbers, the derivative is what a tangent is multiplied with, and the real
+      part of the product is taken where the result is real, as jax has it.
+
+    Differentiation:
+      The JVP and the VJP are one kernel each, for all outputs and inputs together, and read only
+      those inputs that the derivatives use. Cotangents of scalars and rows are summed by XLA, in
+      float32 where they are narrower. Second and higher derivatives are sums of products of such
+      kernels, where derivatives are kernels.
+
+    Compilation:
+      The first call for a set of dtypes compiles: on a CPU with the system's C++ compiler
+      (environment variable ``CXX``, else c++, clang++ or g++ on PATH), for GPUs with NVRTC through
+      NVIDIA's cuda-bindings, for the GPUs of this process or, without one, for the architecture
+      that jax_oneflow_ops was built for. Compiled kernels are kept in the user's cache folder
+      (``~/.cache/jax_oneflow_ops``, ``~/Library/Caches/jax_oneflow_ops``), or in that which the
+      environment variable ``JAX_ONEFLOW_OPS_CACHE_DIR`` names. A folder that others may write to is
+      not used. The compiled code is part of the compiled program, and of what `jax.export` exports.
+
+    Sharding:
+      All dimensions may be sharded freely.
+
+    Source:
+      CuPy's ``ElementwiseKernel``; OneFlow's ``elementwise.cuh``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_oneflow_ops as jof
+      >>> squared_diff = jof.ElementwiseKernel(
+      ...     "T x, T y", "T z", "z = (x - y) * (x - y)", name="squared_diff",
+      ...     derivatives={"x": "2 * (x - y)", "y": "-2 * (x - y)"},
+      ... )
+      >>> x = jnp.arange(4.0)
+      >>> print(squared_diff(x, 1))
+      [1. 0. 1. 4.]
+      >>> print(jax.jit(jax.grad(lambda x, y: squared_diff(x, y).sum()))(x, jnp.ones(4)))
+      [-2.  0.  2.  4.]
+    """
+
+    __slots__ = ("__weakref__", "_arguments", "_definition")
+
+    def __init__(
+        self,
+        in_params: str,
+        out_params: str,
+        operation: str,
+        name: str,
+        *,
+        preamble: str = "",
+        derivatives: Mapping[Any, "str | ElementwiseKernel | None"] | None = None,
+        reference: Callable[..., Any] | None = None,
+    ):
+        _expression.check_name("ElementwiseKernel", "name", name)
+        inputs = _expression.parse_parameters(name, "in_params", in_params)
+        outputs = _expression.parse_parameters(name, "out_params", out_params)
+        _expression.check_parameters(name, inputs, outputs)
+        _expression.check_code(name, "operation", operation)
+        _expression.check_code(name, "preamble", preamble, required=False)
+        if reference is not None and not callable(reference):
+            raise TypeError(
+                f"{name}: reference must be a function or None, got {type(reference).__name__}"
+            )
+        given = _derivatives(name, inputs, outputs, derivatives)
+        self._definition = Definition(name, inputs, outputs, operation, preamble, given, reference)
+        keywords = {"preamble": preamble, "derivatives": derivatives, "reference": reference}
+        self._arguments = (in_params, out_params, operation, name), keywords
+
+    # ---- what it is ----
+
+    @property
+    def name(self) -> str:
+        """The name that it was given."""
+        return self._definition.name
+
+    @property
+    def __name__(self) -> str:
+        """What `jax.jit` calls a program of this kernel alone, in profiles too."""
+        return self._definition.name
+
+    def __repr__(self) -> str:
+        d = self._definition
+        sides = (", ".join(map(str, side)) for side in (d.inputs, d.outputs))
+        shown = [*map(repr, (*sides, d.operation)), f"name={d.name!r}"]
+        if d.derivatives:
+            keys = (_key_text(d, position) for position, _ in d.derivatives)
+            shown.append(f"derivatives={{{', '.join(keys)}}}")
+        if d.reference is not None:
+            shown.append(f"reference={getattr(d.reference, '__name__', '...')}")
+        return f"ElementwiseKernel({', '.join(shown)})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether another kernel computes the same by the same source."""
+        return isinstance(other, ElementwiseKernel) and self._definition == other._definition
+
+    def __hash__(self) -> int:
+        return hash(self._definition)
+
+    def __reduce__(self) -> Any:
+        return _restored, self._arguments
+
+    # ---- what it does ----
+
+    def __call__(self, *args: ArrayLike) -> Any:
+        """Computes the outputs.
+
+        Args:
+          *args: the inputs. Arrays of one shape; Python numbers and arrays of rank 0, which may be
+            traced, stand for an array of equal elements; an array of rank 1 whose length is that of
+            the others' last axis is broadcast along it. Numbers take on the dtype of their
+            parameter. Other shapes must be broadcast before, with `jnp.broadcast_to`.
+
+        Returns:
+          An array of the inputs' common shape, a tuple of them where there are several outputs.
+
+        Raises:
+          TypeError: another number of arguments than inputs, no array or number, or a dtype that is
+            not the parameter's or not that of another input with the same letter.
+          ValueError: shapes that do not fit.
+          KernelCompileError: the compiler refuses the operation. Raised when the call is lowered,
+            inside `jax.jit` when the program is compiled.
+          NotImplementedError: there is no compiler or no kernel on this platform, and no
+            ``reference``; or a derivative is asked for that was not given.
+        """
+        definition = self._definition
+        choice = _native.choose_implementation(definition.name, None)
+        arrays, dtypes = _checked(definition, args)
+        results = _kernel.value(definition, dtypes, arrays, choice)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def source(
+        self,
+        dtypes: DTypeLike | Sequence[DTypeLike] | Mapping[str, DTypeLike],
+        *,
+        platform: Literal["cpu", "cuda"] = "cuda",
+        derivative: Literal["jvp", "vjp"] | None = None,
+        kinds: Sequence[Literal["array", "scalar", "row"]] | None = None,
+    ) -> str:
+        """The C++ that is compiled, for reading.
+
+        Args:
+          dtypes: one dtype for all letters, a dict from letters to dtypes, or a dtype for each
+            input.
+          platform: "cuda" or "cpu".
+          derivative: "jvp" or "vjp" for the kernel of a derivative with respect to all inputs that
+            have one.
+          kinds: "array", "scalar" or "row" for each operand; arrays where it is None.
+
+        Returns:
+          The source. It compiles with `include_dir()` on the search path of headers.
+
+        Raises:
+          TypeError: a dtype is none, or none that kernels have.
+          ValueError: a letter has no dtype, or an option has another value than these.
+
+        Example:
+          >>> import jax_oneflow_ops as jof
+          >>> double = jof.ElementwiseKernel("T x", "T y", "y = 2 * x", "twice")
+          >>> print(double.source("float32"))  # doctest: +ELLIPSIS
+          // ElementwiseKernel twice: T x -> T y
+          #include "cuda/generated.cuh"
+          ...
+        """
+        definition = self._definition
+        names = ("array", "scalar", "row")
+        _check_option(definition.name, "platform", platform, ("cpu", "cuda"))
+        _check_option(definition.name, "derivative", derivative, (None, "jvp", "vjp"))
+        inputs = _dtypes_of_source(definition, dtypes)
+        spec = _expression.value_spec(definition, inputs)
+        if derivative is not None:
+            positions = [
+                (o, i)
+                for (o, i), d in definition.derivatives
+                if d is not None
+                and _expression.is_inexact(inputs[i])
+                and _expression.is_inexact(_expression.output_dtypes(definition, inputs)[o])
+            ]
+            if not positions:
+                raise ValueError(f"{definition.name}: derivative: no derivatives were given")
+            outs, ins = (sorted({p[k] for p in positions}) for k in (0, 1))
+            spec = _expression.derivative_spec(definition, derivative, inputs, ins, outs)
+        count = len(spec.operand_dtypes)
+        chosen = ["array"] * count if kinds is None else [*kinds]
+        if len(chosen) != count:
+            raise ValueError(
+                f"{definition.name}: kinds must have {count} entries, one for each operand, got "
+                f"{len(chosen)}"
+            )
+        for kind in chosen:
+            _check_option(definition.name, "kinds", kind, names)
+        return _expression.source(spec, [names.index(kind) for kind in chosen], platform)
+
+    def check(self, *args: ArrayLike, rtol: float | None = None, atol: float | None = None) -> None:
+        """Compares the outputs and all derivatives that were given with those of the reference.
+
+        Derivatives are compared in both modes, with vectors of ones.
+
+        Args:
+          *args: inputs, as the kernel takes them.
+          rtol: the relative tolerance. By default 16 units in the last place of each result's
+            dtype.
+          atol: the absolute tolerance. By default that of a unit of 1.
+
+        Raises:
+          AssertionError: they differ; the message names kernel, output and input, and says where
+            and by how much.
+          ValueError: the kernel has no reference.
+
+        Example:
+          >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+          >>> cube = jof.ElementwiseKernel(
+          ...     "T x", "T y", "y = x * x * x", "cube",
+          ...     derivatives={"x": "3 * x * x"}, reference=lambda x: x**3,
+          ... )
+          >>> cube.check(jnp.linspace(-2, 2, 5))
+        """
+        definition = self._definition
+        if definition.reference is None:
+            raise ValueError(
+                f"{definition.name}: check compares with the reference, and there is none; give "
+                "one when the kernel is made, reference=..."
+            )
+        arrays, dtypes = _checked(definition, args)
+
+        def both(transform: Callable[[Callable[..., Any]], Any]) -> Any:
+            """A result of the kernel and of the reference."""
+            return zip(
+                *(
+                    transform(
+                        lambda *xs, way=way: tuple(_kernel.value(definition, dtypes, xs, way))
+                    )
+                    for way in (None, "xla")
+                ),
+                strict=True,
+            )
+
+        def compare(what: str, actual: jax.Array, expected: jax.Array) -> None:
+            exact = not jnp.issubdtype(actual.dtype, jnp.inexact)
+            unit = 0.0 if exact else 16 * float(jnp.finfo(actual.dtype).eps)
+            wide = np.complex128 if jnp.iscomplexobj(actual) else np.float64
+            try:
+                np.testing.assert_allclose(
+                    np.asarray(actual).astype(wide),
+                    np.asarray(expected).astype(wide),
+                    rtol=unit if rtol is None else rtol,
+                    atol=unit if atol is None else atol,
+                )
+            except AssertionError as error:
+                raise AssertionError(
+                    f"{definition.name}: {what} is not that of the reference:{error}"
+                ) from None
+
+        outputs = [p.name for p in definition.outputs]
+        for name, pair in zip(outputs, both(lambda f: jax.jit(f)(*arrays)), strict=True):
+            compare(name, *pair)
+        results = _expression.output_dtypes(definition, dtypes)
+        for i, parameter in enumerate(definition.inputs):
+            known = [
+                o
+                for (o, of), _ in definition.derivatives
+                if of == i
+                and _expression.is_inexact(dtypes[i])
+                and _expression.is_inexact(results[o])
+            ]
+
+            def of_input(f: Any, i: int = i, known: list[int] = known) -> Any:
+                return lambda x: [f(*arrays[:i], x, *arrays[i + 1 :])[o] for o in known]
+
+            def tangents(f: Any, of_input: Any = of_input, x: Any = arrays[i]) -> Any:
+                return jax.jit(lambda x: jax.jvp(of_input(f), (x,), (jnp.ones_like(x),))[1])(x)
+
+            def cotangent(f: Any, of_input: Any = of_input, x: Any = arrays[i]) -> Any:
+                def pulled(x: Any) -> Any:
+                    y, pull = jax.vjp(of_input(f), x)
+                    return pull([jnp.ones_like(one) for one in y])
+
+                return jax.jit(pulled)(x)
+
+            if known:
+                about = f"with respect to {parameter.name}"
+                for o, pair in zip(known, both(tangents), strict=True):
+                    compare(f"the JVP {about} of {outputs[o]}", *pair)
+                for pair in both(cotangent):
+                    compare(f"the VJP {about}", *pair)
+
+
+def _restored(arguments: tuple[str, str, str, str], keywords: dict[str, Any]) -> ElementwiseKernel:
+    return ElementwiseKernel(*arguments, **keywords)
+
+
+def _key_text(definition: Definition, position: tuple[int, int]) -> str:
+    output, input_ = definition.outputs[position[0]].name, definition.inputs[position[1]].name
+    return repr(input_) if len(definition.outputs) == 1 else repr((output, input_))
+
+
+def _check_option(kernel: str, name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        shown = ", ".join(map(repr, allowed))
+        raise ValueError(f"{kernel}: {name} must be one of {shown}, got {value!r}")
+
+
+# ---- derivatives as they are given ----
+
+
+def _derivatives(
+    kernel: str,
+    inputs: Sequence[Parameter],
+    outputs: Sequence[Parameter],
+    given: Any,
+) -> tuple[tuple[tuple[int, int], str | Definition | None], ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{kernel}: derivatives must be a dict, got {type(given).__name__}")
+    form = '"input"' if len(outputs) == 1 else '("output", "input")'
+    found: dict[tuple[int, int], str | Definition | None] = {}
+    for key, derivative in given.items():
+        pair = (outputs[0].name, key) if isinstance(key, str) and len(outputs) == 1 else key
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise ValueError(f"{kernel}: derivatives must have keys {form}, got {key!r}")
+        places = []
+        for name, side, what in zip(pair, (outputs, inputs), ("output", "input"), strict=True):
+            names = [p.name for p in side]
+            if name not in names:
+                raise ValueError(
+                    f"{kernel}: derivatives: {name!r} is no {what}, got the key {key!r}; the "
+                    f"{what}s are {', '.join(names)}"
+                )
+            places.append(names.index(name))
+        position = places[0], places[1]
+        what = f"the derivative of {pair[0]} with respect to {pair[1]}"
+        if position in found:
+            raise ValueError(f"{kernel}: {what} is given twice")
+        for p in (outputs[position[0]], inputs[position[1]]):
+            if not p.is_variable and not _expression.is_inexact(p.type):
+                raise ValueError(
+                    f"{kernel}: {what}: {p.name} is {p.type}, and has none; leave it out"
+                )
+        if isinstance(derivative, ElementwiseKernel):
+            found[position] = _derivative_kernel(kernel, what, inputs, derivative)
+        elif derivative is None:
+            found[position] = None
+        elif isinstance(derivative, str):
+            _expression.check_code(kernel, what, derivative)
+            if (_expression.without_comments(derivative) or "").strip().endswith(";"):
+                raise ValueError(
+                    f"{kernel}: {what} must be an expression, without a semicolon, got "
+                    f"{derivative!r}"
+                )
+            found[position] = derivative
+        else:
+            raise TypeError(
+                f"{kernel}: {what} must be a string, an ElementwiseKernel or None, got "
+                f"{type(derivative).__name__}"
+            )
+    return tuple(sorted(found.items(), key=lambda item: item[0]))
+
+
+def _derivative_kernel(
+    kernel: str, what: str, inputs: Sequence[Parameter], derivative: ElementwiseKernel
+) -> Definition:
+    definition = derivative._definition
+    letters: dict[str, str] = {}
+    same = len(definition.inputs) == len(inputs) and all(
+        letters.setdefault(own.type, p.type) == p.type if own.is_variable else own.type == p.type
+        for own, p in zip(definition.inputs, inputs, strict=True)
+    )
+    if not same or len(definition.outputs) != 1:
+        expected = ", ".join(map(str, inputs))
+        raise ValueError(
+            f"{kernel}: {what} must be a kernel of the same inputs, {expected}, with one output, "
+            f"got {definition.name}: {definition}"
+        )
+    out = definition.outputs[0]
+    if not out.is_variable and not _expression.is_inexact(out.type):
+        raise ValueError(f"{kernel}: {what}, {definition.name}, must not have the dtype {out.type}")
+    return definition
+
+
+# ---- inputs as they come ----
+
+
+def _checked(definition: Definition, args: Sequence[Any]) -> tuple[list[jax.Array], list[str]]:
+    """The operands, of the parameters' dtypes and of shapes that fit, and these dtypes."""
+    kernel, inputs = definition.name, definition.inputs
+    if len(args) != len(inputs):
+        names = ", ".join(map(str, inputs))
+        raise TypeError(f"{kernel}: takes {len(inputs)} inputs ({names}), got {len(args)}")
+    arrays: list[Any] = []
+    bound: dict[str, tuple[str, str]] = {}  # letters: dtype and the input that it comes from
+    pending: list[int] = []
+    for k, (p, x) in enumerate(zip(inputs, args, strict=True)):
+        if isinstance(x, _NUMBERS) and not isinstance(x, np.generic):
+            arrays.append(x)
+            pending.append(k)
+            continue
+        array = _checks.as_array(kernel, p.name, x, numbers=True)
+        arrays.append(array)
+        if jax.typeof(array).weak_type:
+            pending.append(k)
+            continue
+        dtype = _supported(kernel, p.name, array.dtype)
+        expected, source = (
+            bound.setdefault(p.type, (dtype, p.name))
+            if p.is_variable
+            else (
+                p.type,
+                "",
+            )
+        )
+        if dtype != expected:
+            raise TypeError(_wrong_dtype(kernel, p, dtype, expected, source))
+    for letter in dict.fromkeys(inputs[k].type for k in pending if inputs[k].is_variable):
+        if letter not in bound:
+            numbers = [(arrays[k], inputs[k].name) for k in pending if inputs[k].type == letter]
+            promoted = jnp.result_type(*(x for x, _ in numbers))
+            bound[letter] = _supported(kernel, numbers[0][1], promoted), numbers[0][1]
+    dtypes = [bound[p.type][0] if p.is_variable else p.type for p in inputs]
+    for k in pending:
+        arrays[k] = _number(kernel, inputs[k], arrays[k], dtypes[k])
+    _check_shapes(kernel, inputs, arrays)
+    return arrays, dtypes
+
+
+def _supported(kernel: str, name: str, dtype: Any) -> str:
+    text = str(dtype)
+    if text not in _expression.TYPES:
+        raise TypeError(
+            f"{kernel}: {name} must have one of the dtypes {', '.join(_expression.TYPES)}, got "
+            f"{text}"
+        )
+    return text
+
+
+def _wrong_dtype(kernel: str, p: Parameter, dtype: str, expected: str, source: str) -> str:
+    why = f"{p.type}, which is {expected} in {source}" if p.is_variable else expected
+    hint = f"cast it, or give {p.name} a type of its own" if p.is_variable else "cast it first"
+    if jax.dtypes.canonicalize_dtype(expected) != expected:
+        hint = "enable 64-bit dtypes with jax.config.update('jax_enable_x64', True)"
+    return f"{kernel}: {p.name} must have the dtype {why}, got {dtype}; {hint}"
+
+
+def _number(kernel: str, p: Parameter, x: Any, dtype: str) -> jax.Array:
+    """A Python number or a weakly typed array in the parameter's dtype."""
+    target = jnp.dtype(dtype)
+    if jax.dtypes.canonicalize_dtype(target) != target:
+        raise TypeError(_wrong_dtype(kernel, p, "a number", dtype, p.name))
+    is_python = isinstance(x, _NUMBERS)
+    kind = type(x) if is_python else x.dtype
+    fits = (
+        kind in (bool, jnp.bool_)
+        or jnp.issubdtype(target, jnp.complexfloating)
+        or (jnp.issubdtype(target, jnp.floating) and not jnp.issubdtype(kind, jnp.complexfloating))
+        or (jnp.issubdtype(target, jnp.integer) and jnp.issubdtype(kind, jnp.integer))
+    )
+    if not fits:
+        shown = repr(x) if is_python else f"an array of {x.dtype}"
+        raise TypeError(f"{kernel}: {p.name} must have the dtype {dtype}, got {shown}")
+    if not is_python:
+        return _compat.converted(x, jax.ShapeDtypeStruct((), target))
+    if jnp.issubdtype(target, jnp.integer):
+        info = jnp.iinfo(target)
+        if not info.min <= x <= info.max:
+            raise ValueError(
+                f"{kernel}: {p.name} must be from {info.min} to {info.max}, as {dtype} is, got {x}"
+            )
+    return jnp.asarray(np.asarray(x).astype(target))
+
+
+def _check_shapes(kernel: str, inputs: Sequence[Parameter], arrays: Sequence[jax.Array]) -> None:
+    shape = max((x.shape for x in arrays), key=len)
+    for x in arrays:
+        if x.shape in (shape, ()) or (x.ndim == 1 and len(shape) > 1 and x.shape == shape[-1:]):
+            continue
+        shown = ", ".join(f"{p.name} {y.shape}" for p, y in zip(inputs, arrays, strict=True))
+        raise ValueError(
+            f"{kernel}: inputs must be arrays of one shape, scalars, or vectors as long as the "
+            f"last axis, got {shown}; broadcast others first, with jnp.broadcast_to"
+        )
+
+
+def _dtypes_of_source(definition: Definition, dtypes: Any) -> tuple[str, ...]:
+    kernel, inputs = definition.name, definition.inputs
+    letters = dict.fromkeys(p.type for p in inputs if p.is_variable)
+    if isinstance(dtypes, Mapping):
+        named = dict(dtypes)
+    elif isinstance(dtypes, list | tuple):
+        if len(dtypes) != len(inputs):
+            raise ValueError(
+                f"{kernel}: dtypes must have {len(inputs)} entries, one for each input, got "
+                f"{len(dtypes)}"
+            )
+        named = {p.type: d for p, d in zip(inputs, dtypes, strict=True) if p.is_variable}
+    else:
+        named = dict.fromkeys(letters, dtypes)
+    for letter in letters:
+        if letter not in named:
+            raise ValueError(f"{kernel}: dtypes must have one for {letter}, got {dtypes!r}")
+    return tuple(
+        _supported(kernel, p.name, jnp.dtype(named[p.type])) if p.is_variable else p.type
+        for p in inputs
+    )
