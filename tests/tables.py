@@ -4,12 +4,11 @@
 """
 
 import argparse
-import importlib.util
 import re
 import sys
 from pathlib import Path
 
-from tests import test_export, test_transforms
+from tests import shardings, test_export, test_transforms
 from tests.cases import CASES
 
 README = Path(__file__).parents[1] / "README.md"
@@ -57,12 +56,7 @@ def transformations() -> str:
 
 
 def tables() -> dict[str, str]:
-    result = {"transformations": transformations()}
-    if importlib.util.find_spec("tests.shardings"):
-        from tests import shardings
-
-        result["sharding"] = shardings.table()
-    return result
+    return {"transformations": transformations(), "sharding": shardings.table()}
 
 
 def updated(text: str) -> str:

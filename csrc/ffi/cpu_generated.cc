@@ -104,21 +104,10 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   return ffi::Error::Success();
 }
 
-auto ExecuteBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<ffi::Span<const uint8_t>>("code")
-      .Attr<int64_t>("id")
-      .Attr<std::string_view>("name")
-      .Attr<ffi::Span<const int64_t>>("kinds")
-      .Attr<ffi::Span<const int64_t>>("element_bytes");
-}
-
 }  // namespace
 }  // namespace jof
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_generated_instantiate, jof::Instantiate,
                               jof::InstantiateGeneratedBinding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_generated, jof::Execute, jof::ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_generated, jof::Execute,
+                              jof::ExecuteGeneratedBinding<xla::ffi::ThreadPool>());

@@ -105,22 +105,12 @@ ffi::Error Execute(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
                              dim3(static_cast<unsigned>(loaded->threads)), parameters, 0, stream));
 }
 
-auto ExecuteBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<ffi::Span<const uint8_t>>("code")
-      .Attr<int64_t>("id")
-      .Attr<std::string_view>("name")
-      .Attr<ffi::Span<const int64_t>>("kinds")
-      .Attr<ffi::Span<const int64_t>>("element_bytes");
-}
-
 }  // namespace
 }  // namespace jof
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_generated_instantiate, jof::Instantiate,
                               jof::InstantiateGeneratedBinding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_generated, jof::Execute, jof::ExecuteBinding(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jof_generated, jof::Execute,
+    jof::ExecuteGeneratedBinding<xla::ffi::PlatformStream<cudaStream_t>>(),
+    {xla::ffi::Traits::kCmdBufferCompatible});

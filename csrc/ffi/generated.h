@@ -110,13 +110,26 @@ class LoadedKernels {
   std::map<int64_t, std::unique_ptr<Loaded>> kernels_;
 };
 
+// The attributes of both stages of a call, after what else is bound.
+template <typename Binding>
+auto WithGeneratedAttributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<ffi::Span<const uint8_t>>("code")
+      .template Attr<int64_t>("id")
+      .template Attr<std::string_view>("name")
+      .template Attr<ffi::Span<const int64_t>>("kinds")
+      .template Attr<ffi::Span<const int64_t>>("element_bytes");
+}
+
 inline auto InstantiateGeneratedBinding() {
-  return ffi::Ffi::BindInstantiate()
-      .Attr<ffi::Span<const uint8_t>>("code")
-      .Attr<int64_t>("id")
-      .Attr<std::string_view>("name")
-      .Attr<ffi::Span<const int64_t>>("kinds")
-      .Attr<ffi::Span<const int64_t>>("element_bytes");
+  return WithGeneratedAttributes(ffi::Ffi::BindInstantiate());
+}
+
+// Context is what a platform runs kernels with: its thread pool or stream.
+template <typename Context>
+auto ExecuteGeneratedBinding() {
+  return WithGeneratedAttributes(
+      ffi::Ffi::Bind().template Ctx<Context>().RemainingArgs().RemainingRets());
 }
 
 }  // namespace jof
