@@ -1,13 +1,13 @@
-"""``python -m benchmarks [SUITE...]`` measures; ``report FILE...`` and ``plot FILE...`` show."""
+"""``python -m benchmarks`` measures; ``report``, ``plot`` and ``compare`` show what it found."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from pathlib import Path
 
+from . import comparison, environment
 from .cases import CASES
 
 
@@ -22,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
         from . import plot
 
         return plot.main(argv[1:])
+    if argv[:1] == ["compare"]:
+        return comparison.main(argv[1:])
     return _run(argv)
 
 
@@ -29,12 +31,23 @@ def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure every op beside what it replaces: all suites, or those named.",
-        epilog="Further commands: report FILE... (tables of the README), plot FILE... (charts).",
+        epilog="Further commands, with a --help of their own: compare, report, plot.",
     )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(CASES))
+    parser.add_argument(
+        "--suite", nargs="+", choices=CASES, metavar="SUITE", help=f"some of {', '.join(CASES)}"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     parser.add_argument("--case", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--dtype", help="cases of one dtype, such as float16")
+    parser.add_argument("--device", help="cpu, gpu or such as gpu:1 (default: JAX's)")
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="older results: what is slower or faster now by more than the noise",
+    )
     parser.add_argument(
         "--slow-rivals",
         action="store_true",
@@ -57,32 +70,37 @@ def _run(argv: list[str]) -> int:
         "or build/benchmarks/DEVICE if options leave cases out)",
     )
     options = parser.parse_args(argv)
-    if unknown := [suite for suite in options.suites if suite not in CASES]:
-        parser.error(f"no suite {unknown[0]!r}; there are: {', '.join(CASES)}")
-
-    if options.build:
-        for suite in options.suites or CASES:
-            module = importlib.import_module(f".{suite}", __package__)
-            for path in getattr(module, "build", list[Path])():
-                print(f"built {path.name}")
-        return 0
-
+    suites = options.suite or list(CASES)
+    if options.explain and not options.suite:
+        parser.error("name a suite whose plans to explain")
     # PyTorch and CuPy need room on the same GPU. Read when JAX starts its backend, so set before.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    try:
+        older = [comparison.read(path, suites) for path in options.compare]
+        if options.device:
+            environment.use_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
     from . import harness
 
-    if options.explain and not options.suites:
-        parser.error("name a suite whose plans to explain")
+    if options.build:
+        for path in (p for s in suites for p in getattr(harness.load(s), "build", list[Path])()):
+            print(f"built {path.name}")
+        return 0
     if options.explain:
         return _explain(parser, options)
     whole = not (options.quick or options.case or options.dtype)
     errors = 0
-    for suite in options.suites or CASES:
-        cases = harness.select(suite, options.quick, options.case, options.dtype)
+    selected = {s: harness.select(s, options.quick, options.case, options.dtype) for s in suites}
+    if not any(selected.values()):
+        parser.error("no case has that name and dtype; --list prints those that there are")
+    for suite, cases in selected.items():
         if options.list:
             print("\n".join(case.name for case in cases))
         elif cases:
-            errors += harness.run(suite, cases, options.out, whole, argv, options.slow_rivals)
+            old = [result for result in older if result["suite"] == suite]
+            out, slow = options.out, options.slow_rivals
+            errors += harness.run(suite, cases, out, whole, argv, slow, old)
     if errors:
         print(f"{errors} row(s) are errors", file=sys.stderr)
     return 1 if errors else 0
@@ -91,8 +109,8 @@ def _run(argv: list[str]) -> int:
 def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from . import harness
 
-    for suite in options.suites:
-        module = importlib.import_module(f".{suite}", __package__)
+    for suite in options.suite:
+        module = harness.load(suite)
         if not hasattr(module, "explain"):
             parser.error(f"suite {suite!r} has no plans to explain")
         wanted = suite, options.quick, options.case, options.dtype

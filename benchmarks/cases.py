@@ -35,6 +35,24 @@ def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
+SWEEP = "sweep"
+"""The group of the rows of one op over all sizes, whose ``variant`` is the size of the array."""
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes that is a whole number of KiB, MiB or GiB, such as ``64 MiB``."""
+    for unit, bits in (("GiB", 30), ("MiB", 20)):
+        if nbytes >= 1 << bits:
+            return f"{nbytes >> bits} {unit}"
+    return f"{nbytes >> 10} KiB"
+
+
+def sweep_sizes(platform: str, quick: bool) -> list[int]:
+    """The bytes of the arrays of a sweep: from 1 KiB, which a launch outlasts, to 1 GiB."""
+    largest = 30 if platform == "gpu" else 26
+    return [1 << bits for bits in ((10, 20) if quick else range(10, largest + 1, 2))]
+
+
 class Case(Protocol):
     """What the harness, the table and the report need to know of a case of any op."""
 
@@ -73,8 +91,8 @@ class Case(Protocol):
 class UpsampleCase:
     """One call of ``upsample_nearest2d`` (group "forward") or of its transpose (group "backward").
 
-    ``shape`` is the small image as (N, C, H, W) and ``size`` the large one's (H, W), whatever the
-    layout.
+    Group "sweep" is the call again, over sizes of the large image. ``shape`` is the small image as
+    (N, C, H, W) and ``size`` the large one's (H, W), whatever the layout.
     """
 
     shape: tuple[int, int, int, int]
@@ -94,6 +112,8 @@ class UpsampleCase:
     @property
     def variant(self) -> str:
         """Twofold, which has kernels of its own, other integers, and the rest."""
+        if self.group == SWEEP:
+            return size(math.prod(self.large) * itemsize(self.dtype))
         return "2x" if self.factor == 2 else "other integers" if self.factor else "any size"
 
     @property
@@ -126,7 +146,7 @@ class UpsampleCase:
     def name(self) -> str:
         """Such as ``fwd-16x64x160x160-x2-NCHW-f16``."""
         scale = f"x{self.factor}" if self.factor else f"to{self.size[0]}"
-        way = {"forward": "fwd", "backward": "bwd"}[self.group]
+        way = {"forward": "fwd", "backward": "bwd"}.get(self.group, self.group)
         shape = "x".join(map(str, self.shape))
         return f"{way}-{shape}-{scale}-{self.layout}-{short(self.dtype)}"
 
@@ -171,7 +191,17 @@ def upsample_cases(platform: str, quick: bool = False) -> list[UpsampleCase]:
         ]
     if quick:
         cases = [c for c in cases if c.shape == cases[0].shape and c.dtype in three[:2]]
-    return sorted(cases, key=lambda case: case.group != "forward")
+    cases.sort(key=lambda case: case.group != "forward")
+    return cases + [_upsample_sweep(nbytes) for nbytes in sweep_sizes(platform, quick)]
+
+
+def _upsample_sweep(nbytes: int) -> UpsampleCase:
+    """Twofold to so many bytes of bf16: images of 64 by 64 or less, in batches of 64 channels."""
+    bits = (nbytes // 8).bit_length() - 1  # of the small image's elements
+    h, w = 1 << min(6, bits // 2), 1 << min(6, bits - bits // 2)
+    images = (nbytes // 8) // (h * w)
+    shape = (max(1, images // 64), min(64, images), h, w)
+    return UpsampleCase(shape, (2 * h, 2 * w), dtype="bfloat16", group=SWEEP)
 
 
 # ---- elementwise ----
@@ -223,8 +253,7 @@ ELEMENTWISE = {
 class ElementwiseCase:
     """An op (group "forward") or its pullback alone (group "derivative") on arrays of a size.
 
-    Group "small" is the forward op on arrays so small that launching it is what costs. ``variant``
-    says the size, such as "512 MiB".
+    Group "sweep" is the forward op over sizes. ``variant`` says the size, such as "512 MiB".
     """
 
     op: str
@@ -243,13 +272,8 @@ class ElementwiseCase:
     @property
     def name(self) -> str:
         """Such as ``vjp-silu-512MiB-f16``."""
-        way = {"forward": "fwd", "derivative": "vjp", "small": "small"}[self.group]
+        way = {"forward": "fwd", "derivative": "vjp"}.get(self.group, self.group)
         return f"{way}-{self.op}-{_compact(self.variant)}-{short(self.dtype)}"
-
-
-def size(nbytes: int) -> str:
-    """A number of bytes that is a whole number of KiB or MiB."""
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
 def _compact(variant: str) -> str:
@@ -281,12 +305,11 @@ def elementwise_cases(platform: str, quick: bool = False) -> list[ElementwiseCas
         smallest = cases[-1].variant
         ops, dtypes = ("gelu_tanh", "multiply", "where"), ("float32", "float16")
         cases = [c for c in cases if c.variant == smallest and c.op in ops and c.dtype in dtypes]
-    if platform == "gpu":
-        cases += [
-            ElementwiseCase("silu", dtype, nbytes // itemsize(dtype), size(nbytes), "small")
-            for dtype in ("float32", "float16")
-            for nbytes in (1 << exponent for exponent in ([10] if quick else range(10, 21, 2)))
-        ]
+    cases += [
+        ElementwiseCase("gelu_tanh", dtype, nbytes // itemsize(dtype), size(nbytes), SWEEP)
+        for dtype in ("float32", "bfloat16")
+        for nbytes in sweep_sizes(platform, quick)
+    ]
     return cases
 
 
@@ -316,7 +339,8 @@ class CastCase:
     @property
     def name(self) -> str:
         """Such as ``f32-to-f16-512MiB``."""
-        return f"{self.op.replace(' ', '-')}-{_compact(self.variant)}"
+        name = f"{self.op.replace(' ', '-')}-{_compact(self.variant)}"
+        return f"{SWEEP}-{name}" if self.group == SWEEP else name
 
 
 _CAST_PAIRS = [
@@ -346,7 +370,10 @@ def cast_cases(platform: str, quick: bool = False) -> list[CastCase]:
     if quick:
         last = cases[-1].variant
         cases = [c for c in cases if c.variant == last and {c.dtype, c.new_dtype} == _QUICK_CAST]
-    return cases
+    return cases + [
+        CastCase("float32", "bfloat16", nbytes // 4, size(nbytes), SWEEP)
+        for nbytes in sweep_sizes(platform, quick)
+    ]
 
 
 _QUICK_CAST = {"float32", "float16"}
@@ -411,7 +438,8 @@ class ScatterCase:
     """``rows`` rows of ``width`` elements that belong to ``segments`` rows, as ``ids`` has it.
 
     The groups: "segment_sum"; "scatter_add" into an operand, and "scatter_add in place" into one
-    that is donated; "embedding gradient" and "embedding" itself. The ids: "uniform"; "hot", half of
+    that is donated; "embedding gradient" and "embedding" itself; "sweep", segment_sum over sizes of
+    the rows. The ids: "uniform"; "hot", half of
     them one segment; "sorted"; "skewed", ``segments * u**4`` of a uniform u, somewhat like words.
     """
 
@@ -424,13 +452,22 @@ class ScatterCase:
 
     @property
     def op(self) -> str:
-        """Such as "16M x 1 to 1024, uniform"."""
+        """Such as "16M x 1 to 1024, uniform"; of a sweep the function."""
+        if self.group == SWEEP:
+            return self.function
         return f"{count(self.rows)} x {self.width} to {count(self.segments)}, {self.ids}"
 
     @property
     def variant(self) -> str:
         """What the ids are like."""
+        if self.group == SWEEP:
+            return size(self.rows * self.width * itemsize(self.dtype))
         return self.ids
+
+    @property
+    def function(self) -> str:
+        """What is called, such as "segment_sum"."""
+        return "segment_sum" if self.group == SWEEP else self.group
 
     @property
     def bytes(self) -> int:
@@ -447,7 +484,7 @@ class ScatterCase:
             "scatter_add in place": rows + 2 * hit,
             "embedding gradient": rows + table,
             "embedding": hit + rows,
-        }[self.group]
+        }[self.function]
         return elements * itemsize(self.dtype) + 4 * self.rows
 
     @property
@@ -502,7 +539,12 @@ def scatter_cases(platform: str, quick: bool = False) -> list[ScatterCase]:
     ]
     if quick:
         cases = [c for c in cases if c.dtype == "float16" and c.group == "segment_sum"]
-    return cases
+    return cases + [_scatter_sweep(nbytes // 256) for nbytes in sweep_sizes(platform, quick)]
+
+
+def _scatter_sweep(rows: int) -> ScatterCase:
+    """Rows of 128 in bf16, some 64 a segment: messages of a graph."""
+    return ScatterCase(SWEEP, rows, 128, max(1, rows // 64), "uniform", "bfloat16")
 
 
 # ---- the atomics of an article ----
@@ -546,7 +588,8 @@ def atomic_cases(platform: str, quick: bool = False) -> list[AtomicCase]:
 class PermuteCase:
     """A permutation of an array's axes: of the group "table", or of the "article"'s figures.
 
-    ``variant`` says what moves, such as "transpose"; of the article's, the axes.
+    ``variant`` says what moves, such as "transpose"; of the article's, the axes. Group "sweep" is
+    the transpose of a matrix over its sizes.
     """
 
     shape: tuple[int, ...]
@@ -557,7 +600,9 @@ class PermuteCase:
 
     @property
     def op(self) -> str:
-        """Such as "(1024, 256, 256) by (1, 0, 2)"."""
+        """Such as "(1024, 256, 256) by (1, 0, 2)"; of a sweep "transpose"."""
+        if self.group == SWEEP:
+            return "transpose"
         return f"{self.shape} by {self.axes}"
 
     @property
@@ -623,13 +668,20 @@ def permute_cases(platform: str, quick: bool = False) -> list[PermuteCase]:
         for dtype in [*narrow, *(wide if gpu and variant in (_KEPT, _TRANSPOSE) else [])]
     ]
     if quick:
-        return [c for c in cases if c.shape == cases[0].shape and c.dtype in narrow[:2]]
-    if gpu:
+        cases = [c for c in cases if c.shape == cases[0].shape and c.dtype in narrow[:2]]
+    elif gpu:
         for axes, dtype in itertools.product([(1, 0, 2), (0, 2, 1)], narrow[:2]):
             for nbytes in (16 << 20, 32 << 20, 64 << 20, 128 << 20):
                 shape = nbytes // itemsize(dtype) >> 16, 256, 256
                 cases.append(PermuteCase(shape, axes, str(axes), dtype, "article"))
-    return cases
+    return cases + [_permute_sweep(nbytes) for nbytes in sweep_sizes(platform, quick)]
+
+
+def _permute_sweep(nbytes: int) -> PermuteCase:
+    """A matrix of so many bytes of bf16, square or twice as wide as high."""
+    bits = (nbytes // 2).bit_length() - 1
+    shape = 1 << bits // 2, 1 << bits - bits // 2
+    return PermuteCase(shape, (1, 0), size(nbytes), "bfloat16", SWEEP)
 
 
 # ---- kernels of users ----
@@ -708,6 +760,34 @@ def kernel_cases(platform: str, quick: bool = False) -> list[KernelCase]:
     return cases
 
 
+# ---- whole programs ----
+
+MODELS = ("unet", "vit", "graph", "language")
+"""The programs of the models suite."""
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A training step of a small program; ``variant`` is its size: "full", "small" or "tiny"."""
+
+    op: str
+    variant: str
+    dtype: str = "bfloat16"
+    group: str = "step"
+    bytes: int = 0  # not known: neither rates nor shares of a copy
+
+    @property
+    def name(self) -> str:
+        """Such as ``unet-full-bf16``."""
+        return f"{self.op}-{self.variant}-{short(self.dtype)}"
+
+
+def model_cases(platform: str, quick: bool = False) -> list[ModelCase]:
+    """Every program once: "full" on a GPU, "small" on a CPU, "tiny" if ``quick``."""
+    variant = "tiny" if quick else "full" if platform == "gpu" else "small"
+    return [ModelCase(model, variant) for model in MODELS]
+
+
 CASES: dict[str, Callable[[str, bool], list[Any]]] = {
     "upsample": upsample_cases,
     "elementwise": elementwise_cases,
@@ -717,5 +797,6 @@ CASES: dict[str, Callable[[str, bool], list[Any]]] = {
     "atomic_add": atomic_cases,
     "permute": permute_cases,
     "kernels": kernel_cases,
+    "models": model_cases,
 }
 """The table of every suite: ``CASES[suite](platform, quick)``."""

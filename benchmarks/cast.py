@@ -10,7 +10,7 @@ import numpy as np
 
 import jax_oneflow_ops as jof
 
-from . import accuracy
+from . import accuracy, rivals
 from .cases import CastCase
 from .harness import Input, Work
 
@@ -27,6 +27,7 @@ def work(case: CastCase) -> Work:
         target="jof_cast",
         jnp={"astype": lambda x: x.astype(case.new_dtype)},
         torch=lambda torch, x: x.to(getattr(torch, case.new_dtype)),
+        compile=case.op == "f32 to bf16" and rivals.is_large(case),
         check=_check(case),
         exact=True,
         alone=True,

@@ -17,6 +17,7 @@ from .timing import Contender, reason, rotation_sets
 
 _SOURCE = Path(__file__).with_name("csrc") / "copy.cu"
 _THREADS = 256
+CEILINGS = ("copy", "fill")
 _FALLBACK = "XLA's float32 negation"
 
 
@@ -71,7 +72,7 @@ class Ceilings:
         for i in range(sets):
             fill(i, inputs)
         sync(None)
-        return [Contender("copy", copy, sync), Contender("fill", fill, sync)]
+        return [Contender(n, f, sync) for n, f in zip(CEILINGS, (copy, fill), strict=True)]
 
     @staticmethod
     def _launch(kernel: Any, packs: int, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""The elementwise suite: every op and its pullback beside jnp's and PyTorch's."""
+"""The elementwise suite: every op and its pullback beside jnp's, PyTorch's and other libraries'."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import numpy as np
 
 import jax_oneflow_ops as jof
 
-from . import accuracy
+from . import accuracy, rivals
 from .accuracy import Cotangent
-from .cases import ElementwiseCase
-from .harness import Input, Maker, Sets, Work, agreement
+from .cases import SWEEP, ElementwiseCase
+from .harness import Input, Maker, Sets, Work
+from .rivals import cub
 from .timing import Contender
 
 Array = Any  # of any framework
@@ -49,6 +50,7 @@ class Op:
     linear: bool = False  # the op is its own pullback
     exact: bool = False  # results are rounded once from exact ones: all rivals must agree
     wide: bool = False  # jnp may be better off in f32
+    by_hand: Function | None = None  # jnp's formula that XLA makes the fastest kernel of, in f32
 
 
 def work(case: ElementwiseCase) -> Work:
@@ -60,11 +62,8 @@ def work(case: ElementwiseCase) -> Work:
     functions = {"jnp": op.jnp}
     if op.wide and case.dtype != "float32":
         functions["jnp f32"] = in_float32(op.jnp)
-    others: dict[str, Maker] = {}
-    if case.op == "multiply" and not derivative and case.dtype != "bfloat16":
-        others["naive"] = partial(_naive, case)
-    if case.group == "small":
-        others["1 element"] = partial(_one_element, case)
+    if op.by_hand:
+        functions["jnp by hand"] = in_float32(op.by_hand)
     torch = op.torch_pullback if derivative else op.torch
     if derivative:
         functions = {name: _pullback(op, f) for name, f in functions.items()}
@@ -77,12 +76,13 @@ def work(case: ElementwiseCase) -> Work:
         jnp=functions,
         torch=torch,
         torch_inputs=op.torch_inputs if derivative else None,
+        compile=case.dtype != "float16" and _kernel(case) in _COMPILED and rivals.is_large(case),
         check=partial(_check_pullback if derivative else check_value, op, case.dtype),
         exact=op.exact and not derivative,
         alone=True,
-        others=others if jax.default_backend() == "gpu" else {},
+        others=_others(case),
         ceilings=("copy",),
-        effort=0.4 if case.group != "small" else 1.0,
+        effort=0.4 if case.group != SWEEP else 1.0,
     )
 
 
@@ -147,14 +147,38 @@ def _check_pullback(op: Op, dtype: str, args: tuple[Array, ...], out: Array) -> 
 
 # ---- further contenders ----
 
+_COMPILED = {"gelu_tanh", "gelu_tanh_vjp", "silu", "swiglu", "swiglu_vjp", "mish"}
+"""What torch.compile has a go at: each takes it seconds."""
 
-def _one_element(
-    case: ElementwiseCase, sets: Sets, ours: Array
-) -> tuple[Contender, dict[str, Any]]:
-    """Our own call on one element: what it costs to launch a kernel."""
-    one = jax.block_until_ready(tuple(x.reshape(-1)[:1] for x in sets[0]))
-    compiled = jax.jit(OPS[case.op].ours).lower(*one).compile()
-    return Contender("1 element", lambda i: compiled(*one), jax.block_until_ready), {}
+_TRITON = {"add", "gelu_tanh", "silu", "swiglu", "swiglu_vjp"}
+_CUPY = {"relu", "add", "multiply", "gelu_tanh", "silu"}
+
+
+def _kernel(case: ElementwiseCase) -> str:
+    """The name of what is computed: that of the op, with ``_vjp`` if it is the pullback."""
+    return f"{case.op}_vjp" if case.group == "derivative" else case.op
+
+
+def _others(case: ElementwiseCase) -> dict[str, Maker]:
+    """Of large arrays of forward ops and pullbacks; one element a thread of all products."""
+    kernel, by_cupy = _kernel(case), case.dtype != "bfloat16"  # which CuPy lacks
+    others: dict[str, Maker] = {}
+    if kernel == "multiply" and by_cupy:
+        others["naive"] = partial(_naive, case)
+    if not rivals.is_large(case):
+        return others
+    if kernel in _TRITON:
+        others["triton"] = rivals.maker("triton_kernels", kernel)
+    if kernel in _CUPY and by_cupy:
+        others["cupy"] = rivals.maker("cupy_kernels", kernel)
+    if kernel in cub.OPS:
+        others["cub"] = rivals.maker("cub", kernel)
+    return others
+
+
+def build() -> list[Path]:
+    """Compiles the library."""
+    return [cub.transform_library()]
 
 
 def _naive(case: ElementwiseCase, sets: Sets, ours: Array) -> tuple[Contender, dict[str, Any]]:
@@ -163,22 +187,13 @@ def _naive(case: ElementwiseCase, sets: Sets, ours: Array) -> tuple[Contender, d
 
     module = cupy.RawModule(code=_NAIVE.read_text(), options=("--std=c++17",))
     kernel = module.get_function(f"multiply_{case.dtype}")
-    # Inputs by their addresses; the sets keep them alive.
-    arrays = [[np.uint64(x.unsafe_buffer_pointer()) for x in each] for each in sets]
-    results = [cupy.empty(case.elements, case.dtype) for _ in sets]
     n, blocks = np.uint64(case.elements), -(-case.elements // 256)
 
-    def call(i: int) -> None:
-        x, y = arrays[i % len(sets)]
-        kernel((blocks,), (256,), (x, y, results[i % len(sets)], n))
+    def start(inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        kernel((blocks,), (256,), (*map(np.uint64, [*inputs, *outputs]), n))
 
-    def sync(_: Any) -> None:
-        cupy.cuda.Device().synchronize()
-
-    call(0)
-    sync(None)
-    theirs = jnp.from_dlpack(results[0])
-    return Contender("naive", call, sync), agreement(ours, theirs, exact=True)
+    wait = cupy.cuda.Device().synchronize
+    return rivals.on_views("naive", rivals.address, start, wait, sets, ours, exact=True)
 
 
 # ---- float64 on the host: formulas that do not cancel ----
@@ -264,6 +279,26 @@ def _gated(activation: Function, slope: Function) -> Function:
     return pullback
 
 
+# ---- jnp by hand ----
+
+
+def gelu_by_hand(x: Array) -> Array:
+    """By one exponential, not by tanh."""
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+def _gelu_erf_by_hand(x: Array) -> Array:
+    """By erf, as PyTorch has it; jax.nn's erfc is accurate in the tail, too."""
+    return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
+def _mish_by_hand(x: Array) -> Array:
+    """By one exponential: tanh(log(1 + e)) is e (e + 2) / (e (e + 2) + 2)."""
+    e = jnp.exp(jnp.minimum(x, 20))  # beyond it the quotient is 1
+    n = e * (e + 2)
+    return x * (n / (n + 2))
+
+
 # ---- PyTorch ----
 
 
@@ -344,6 +379,7 @@ OPS: dict[str, Op] = {
         torch=_TORCH_GELU["tanh"],
         torch_pullback=_TORCH_GELU_BACK["tanh"],
         wide=True,
+        by_hand=gelu_by_hand,
     ),
     "gelu_erf": Op(
         partial(jof.gelu, approximate=False),
@@ -353,6 +389,7 @@ OPS: dict[str, Op] = {
         torch=_TORCH_GELU["none"],
         torch_pullback=_TORCH_GELU_BACK["none"],
         wide=True,
+        by_hand=_gelu_erf_by_hand,
     ),
     "sigmoid": Op(
         jof.sigmoid,
@@ -409,6 +446,7 @@ OPS: dict[str, Op] = {
         torch=_functional("mish"),
         torch_pullback=_aten("mish_backward"),
         wide=True,
+        by_hand=_mish_by_hand,
     ),
     "scale": Op(
         lambda x: jof.scale(x, _ALPHA),
@@ -515,6 +553,7 @@ OPS: dict[str, Op] = {
         torch=_gated_torch(_TORCH_GELU["tanh"]),
         torch_pullback=_gated_torch_pullback(_TORCH_GELU["tanh"], _TORCH_GELU_BACK["tanh"]),
         wide=True,
+        by_hand=lambda x, gate: gelu_by_hand(gate) * x,
         **_TWO,
     ),
     "geglu_erf": Op(
@@ -525,6 +564,7 @@ OPS: dict[str, Op] = {
         torch=_gated_torch(_TORCH_GELU["none"]),
         torch_pullback=_gated_torch_pullback(_TORCH_GELU["none"], _TORCH_GELU_BACK["none"]),
         wide=True,
+        by_hand=lambda x, gate: _gelu_erf_by_hand(gate) * x,
         **_TWO,
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
@@ -12,7 +13,17 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ["jax", "jaxlib", "jax_oneflow_ops", "torch", "cupy", "numpy"]
+_PACKAGES = [
+    "jax",
+    "jaxlib",
+    "jax_oneflow_ops",
+    "torch",
+    "triton",
+    "cupy",
+    "numpy",
+    "flax",
+    "optax",
+]
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -28,9 +39,7 @@ def describe(argv: list[str], module: str = "benchmarks", devices: int = 1) -> d
         "device": device.device_kind if device.platform != "cpu" else cpu_model(),
         "devices": devices,
         "platform": device.platform,
-        "driver": _run(
-            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
-        ),
+        "driver": "".join(_query("driver_version") or []) or None,
         "cuda": " ".join(re.findall(r"cuda \d+", client_version)) or None,
         "native": jof.implementations(),
         "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
@@ -39,6 +48,92 @@ def describe(argv: list[str], module: str = "benchmarks", devices: int = 1) -> d
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command_line(argv, module),
     }
+
+
+def use_device(name: str) -> None:
+    """Makes "cpu", "gpu" or such as "gpu:1" what everything runs on; call it before anything does.
+
+    PyTorch, CuPy and nvidia-smi count GPUs from the first visible one, so others are hidden.
+    """
+    import jax
+
+    gpus = _gpus()
+    identifiers = {"cpu": "", **{f"gpu:{i}": uuid for i, (uuid, _) in enumerate(gpus)}}
+    if gpus:
+        identifiers["gpu"] = identifiers["gpu:0"]
+    if name not in identifiers:
+        here = ["cpu", *(f"gpu:{i} ({kind})" for i, (_, kind) in enumerate(gpus))]
+        raise ValueError(f"no device {name!r}; there are: {', '.join(here)}")
+    platform = name.partition(":")[0]
+    if platform == "gpu":
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi has them
+        os.environ["CUDA_VISIBLE_DEVICES"] = identifiers[name]
+    jax.config.update("jax_platforms", {"gpu": "cuda,cpu"}.get(platform, platform))
+    try:
+        found = jax.default_backend()
+    except RuntimeError as error:  # a JAX for CPUs alone
+        raise ValueError(f"JAX cannot use {name!r}: {error}") from error
+    if found != platform:
+        raise ValueError(f"JAX has started on {found!r} already")
+
+
+def _gpus() -> list[tuple[str, str]]:
+    """The identifier and the name of each visible GPU."""
+    text = _run("nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader")
+    known = [line.split(", ") for line in (text or "").splitlines()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = [index for index, *_ in known] if visible is None else visible.split(",")
+    return [
+        (uuid, kind)
+        for want in filter(None, wanted)
+        for i, uuid, kind in known
+        if want == i or uuid.startswith(want)
+    ]
+
+
+_CLOCKS = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "temperature_c": "temperature.gpu",
+}
+_SLOWED = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "heat, by software",
+    0x40: "heat, by hardware",
+    0x80: "power brake",
+}
+
+
+def clocks() -> dict[str, Any] | None:
+    """The clocks of the first visible GPU, its power and temperature, and what slows it."""
+    values = _query(*_CLOCKS.values(), "clocks_event_reasons.active")
+    if values is None:
+        return None
+    *numbers, reasons = values
+    mask = int(reasons, 16) if reasons.startswith("0x") else 0
+    known = {k: _number(text) for k, text in zip(_CLOCKS, numbers, strict=True)}
+    return {**known, "slowed": [text for bit, text in _SLOWED.items() if mask & bit]}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return None
+
+
+def _query(*fields: str) -> list[str] | None:
+    """What nvidia-smi says of the first visible GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    text = _run(
+        "nvidia-smi",
+        f"--id={visible or 0}",
+        f"--query-gpu={','.join(fields)}",
+        "--format=csv,noheader,nounits",
+    )
+    return text.split(", ") if text else None
 
 
 def _commit() -> dict[str, Any]:
@@ -81,11 +176,14 @@ def cpu_model() -> str:
 
 def _version(package: str) -> str | None:
     """The version of the distribution that brings a package (CuPy has many), if one does."""
-    names = importlib.metadata.packages_distributions().get(package, [package])
+    names = _distributions().get(package, [package])
     try:
         return importlib.metadata.version(names[0])
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+_distributions = functools.cache(importlib.metadata.packages_distributions)  # half a second
 
 
 def _run(*command: str) -> str | None:

@@ -3,7 +3,7 @@
 The article climbs from one f32 element a thread to four pairs of half a thread, each step a kernel.
 ``csrc/gelu_ladder.cu`` makes six of them from this package's template, ``csrc/gelu_cute.cu`` is the
 seventh, for which CuTe's headers must be there (``pip install nvidia-cutlass``) or its library,
-brought from a machine where ``python -m benchmarks gelu_ladder --build`` has run.
+brought from a machine where ``python -m benchmarks --suite gelu_ladder --build`` has run.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from . import accuracy, elementwise, libraries
+from . import accuracy, elementwise, libraries, rivals
 from .cases import LadderCase
-from .harness import Input, Maker, Sets, Work, agreement
-from .timing import Contender, reason
+from .harness import Input, Sets, Work
+from .timing import Contender, Missing, reason
 
 Array = Any
 
@@ -74,8 +72,6 @@ VARIANTS = [
 def work(case: LadderCase) -> Work:
     """Everything the harness needs to run a case."""
     op = elementwise.OPS[case.op]
-    variants = [v for v in VARIANTS if v.dtype == case.dtype]
-    others: dict[str, Maker] = {v.name: partial(_contender, v, case) for v in variants}
     return Work(
         inputs=[Input((case.elements,), case.dtype)],
         ours=op.ours,
@@ -85,7 +81,7 @@ def work(case: LadderCase) -> Work:
         check=partial(elementwise.check_value, op, case.dtype),
         exact=False,
         alone=True,
-        others=others if jax.default_backend() == "gpu" else {},
+        others={v.name: partial(_contender, v, case) for v in VARIANTS if v.dtype == case.dtype},
     )
 
 
@@ -93,32 +89,24 @@ def _contender(
     variant: Variant, case: LadderCase, sets: Sets, ours: Array
 ) -> tuple[Contender, dict[str, Any]]:
     """A kernel of the ladder, and what is known of it beside its time."""
-    import cupy
-
     path = library(variant.library)
-    kernels = _load(path)
-    inputs = [x.unsafe_buffer_pointer() for (x,) in sets]  # the sets keep them alive
-    outputs = [cupy.empty(case.elements, case.dtype) for _ in sets]
+    types = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong)
+    kernels = libraries.Library(path, *types)
 
-    def call(i: int) -> None:
-        x, y = inputs[i % len(sets)], outputs[i % len(sets)].data.ptr
-        if status := kernels.Launch(variant.number, x, y, case.elements):
-            raise RuntimeError(f"CUDA error {status}")
+    def start(inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        kernels.launch(variant.number, *inputs, *outputs, case.elements)
 
-    def sync(_: Any) -> None:
-        if status := kernels.Synchronize():
-            raise RuntimeError(f"CUDA error {status}")
+    def errors_of_some(args: tuple[Array, ...], result: Array) -> dict[str, float]:
+        return errors(*(np.asarray(x[:_ERROR_SAMPLES]) for x in (args[0], result)))
 
-    cupy.cuda.Device().synchronize()
-    call(0)
-    sync(None)
-    known = agreement(ours, jnp.from_dlpack(outputs[0]), exact=False)
-    x, y = sets[0][0][:_ERROR_SAMPLES], cupy.asnumpy(outputs[0][:_ERROR_SAMPLES])
-    known |= errors(np.asarray(x), y)
+    wait = kernels.synchronize
+    contender, known = rivals.on_views(
+        variant.name, rivals.address, start, wait, sets, ours, errors=errors_of_some
+    )
     known |= _widths(path).get(variant.name, {})
     if case.elements == _COUNTED:
         known |= _counted(path, sum(v.library == variant.library for v in VARIANTS), variant.number)
-    return Contender(variant.name, call, sync), known
+    return contender, known
 
 
 def errors(x: np.ndarray, result: np.ndarray) -> dict[str, float]:
@@ -157,16 +145,7 @@ def _cutlass() -> list[Path]:
     for place in places:
         if (place / "include" / "cute" / "tensor.hpp").exists():
             return [place / "include"]
-    raise FileNotFoundError(
-        "CuTe's headers are not there: pip install nvidia-cutlass, or set CUTLASS_PATH"
-    )
-
-
-@functools.cache
-def _load(path: Path) -> Any:
-    kernels = ctypes.CDLL(str(path))
-    kernels.Launch.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong]
-    return kernels
+    raise Missing("CuTe's headers are not there: pip install nvidia-cutlass, or set CUTLASS_PATH")
 
 
 # ---- what the compiler made of them, and what the hardware counts ----

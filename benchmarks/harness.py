@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import math
@@ -9,11 +10,12 @@ import os
 import re
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +24,17 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from . import environment
-from .cases import CASES, Case
-from .ceilings import Ceilings
+import jax_oneflow_ops as jof
+
+from . import comparison, environment
+from .cases import CASES, SWEEP, Case
+from .ceilings import CEILINGS, Ceilings
 from .report import rate_unit
 from .timing import (
     Clock,
     Contender,
+    Missing,
+    Outcome,
     Timing,
     TooSlow,
     compare,
@@ -75,7 +81,8 @@ class Work:
     exact: bool  # the rivals' results must be ours, bit for bit
     alone: bool = False  # our program must be that custom call and nothing else
     torch_inputs: Callable[..., Any] | None = None  # what torch takes instead; not timed
-    others: dict[str, Maker] = field(default_factory=dict)
+    compile: bool = False  # torch.compile is a rival, too: seconds before its first call
+    others: dict[str, Maker] = field(default_factory=dict)  # on GPUs alone
     ceilings: tuple[str, ...] = ("copy", "fill")
     effort: float = 1.0  # the share of the usual samples that is enough
     variants: dict[str, Callable[..., Array]] = field(default_factory=dict)  # of ours, checked too
@@ -88,10 +95,43 @@ class Work:
     about: dict[str, Any] = field(default_factory=dict)  # what else our entry of the row says
 
     @property
-    def rivals(self) -> list[str]:
-        """The names of all that ours is compared with, in the order of the columns."""
-        torch = ["torch"] if self.torch else []
-        return [*self.variants, *self.jnp, *self.others, *torch]
+    def torches(self) -> list[str]:
+        """The names of PyTorch's rivals."""
+        return ([TORCH, COMPILED] if self.compile else [TORCH]) if self.torch else []
+
+
+TORCH, COMPILED = "torch", "torch.compile"
+
+
+class Entrants(NamedTuple):
+    """Who takes part in a row, ours first, and what the row says beside their times.
+
+    Of ours and of each rival that is under "ours" and "rivals" in ``about``; "jnp" names the
+    rivals of which the best counts.
+    """
+
+    contenders: list[Contender]
+    about: dict[str, Any]
+    wall: bool = True  # as in Work
+    effort: float = 1.0
+
+
+@dataclass
+class Machine:
+    """What all rows of a suite share."""
+
+    platform: str
+    clock: Clock
+    ceilings: Ceilings
+    torch: Any
+    no_torch: str | None  # why it is not there
+    inputs: Inputs
+    missing: dict[str, str] = field(default_factory=dict)  # rivals, and why they are not there
+
+    def rivals(self, work: Work) -> list[str]:
+        """The names of all that ours is compared with here, in the order of the columns."""
+        others = work.others if self.platform == "gpu" else {}
+        return [*work.variants, *work.jnp, *others, *(work.torches if self.torch else [])]
 
 
 @dataclass(frozen=True)
@@ -110,19 +150,40 @@ def run(
     whole: bool,
     argv: list[str],
     slow_rivals: bool = False,
+    older: Sequence[dict[str, Any]] = (),
 ) -> int:
     """Runs the cases of a suite and returns the number of rows that are errors.
 
     Where they are not the ``whole`` suite, the results do not replace those of the repository.
-    Rivals that their case would skip run where ``slow_rivals`` says so.
+    Rivals that their case would skip run where ``slow_rivals`` says so. ``older`` results are
+    compared with the new ones.
     """
-    module = importlib.import_module(f".{suite}", __package__)
+    if (module := load(suite)) is None:
+        return 0
     x64 = jax.config.read("jax_enable_x64")  # some suites have 64-bit cases
     jax.config.update("jax_enable_x64", x64 or getattr(module, "X64", False))
     try:
-        return _run(suite, module, cases, out, whole, argv, slow_rivals)
+        result = _run(suite, module, cases, out, whole, argv, slow_rivals)
     finally:
         jax.config.update("jax_enable_x64", x64)
+    for old in older:
+        print(comparison.compare(old, result))
+    return sum("error" in row for row in result["rows"])
+
+
+def load(suite: str) -> Any:
+    """The module of a suite; None, and a word about it, where what it needs is not installed."""
+    try:
+        return importlib.import_module(f".{suite}", __package__)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith(str(__package__)):
+            raise
+        print(f"{suite} is left out: {_not_installed(error)}")
+        return None
+
+
+def _not_installed(error: ModuleNotFoundError) -> str:
+    return f"{error.name} is not installed"
 
 
 def _run(
@@ -133,55 +194,118 @@ def _run(
     whole: bool,
     argv: list[str],
     slow_rivals: bool,
-) -> int:
-    begin, platform = time.perf_counter(), jax.default_backend()
+) -> dict[str, Any]:
+    begin, platform, seed = time.perf_counter(), jax.default_backend(), secrets.randbits(32)
     clock, clock_note = make_clock(platform)
-    ceilings = Ceilings(platform)
-    torch, torch_note = _import_torch(platform)
+    machine = Machine(platform, clock, Ceilings(platform), *_import_torch(platform), Inputs(seed))
     about = environment.describe(argv)
-    seed = secrets.randbits(32)
-    notes = [note for note in (clock_note, ceilings.note, torch_note) if note]
+    notes = [note for note in (clock_note, machine.ceilings.note) if note]
     notes += getattr(module, "notes", list[str])()
     result: dict[str, Any] = {
         "suite": suite,
         "environment": about,
         "clock": clock.name,
-        "ceiling": ceilings.kind,
+        "ceiling": machine.ceilings.kind,
         "seed": seed,
         "notes": notes,
+        "missing": machine.missing,
         "rows": [],
     }
     root = "benchmarks/results" if whole else "build/benchmarks"
     path = (out or Path(root) / environment.slug(about)) / f"{suite}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    works = [module.work(case) for case in cases]
-    if slow_rivals:
-        works = [replace(work, skip={}) for work in works]
-    prepared = _prepare_all(cases, works)
+    entries, rivals = _entries(module, cases, machine, slow_rivals)
     result["compile_seconds"] = round(time.perf_counter() - begin, 1)
-    rivals = dict.fromkeys(name for p in prepared for name in p.work.rivals)
-    if torch is None:
-        rivals.pop("torch", None)
-    inputs = Inputs(seed)
-    table = Table([case.name for case in cases], platform, list(rivals))
-    print(f"{suite} on {about['device']}, {clock.name} clock; ceiling: {ceilings.kind}")
+    table = Table([case.name for case in cases], platform, rivals)
+    print(f"{suite} on {about['device']}, {clock.name} clock; ceiling: {result['ceiling']}")
     print("\n".join([*(f"note: {note}" for note in notes), table.header()]), flush=True)
+    if clocks := _clocks_at_work(platform):
+        result["clocks"] = {"before": clocks}
+    middle = sorted(cases, key=lambda case: case.bytes)[len(cases) // 2]
     # No bar where stderr is a file: there the lines of the table show how far it is.
-    bar = tqdm(prepared, file=sys.stderr, unit="case", leave=False, disable=None)
-    for item in bar:
-        bar.set_postfix_str(item.case.name)
-        row = _row(item, inputs, clock, ceilings, torch)
+    bar = tqdm(cases, file=sys.stderr, unit="case", leave=False, disable=None)
+    for case, enter in zip(bar, entries, strict=True):
+        bar.set_postfix_str(case.name)
+        row = _row(case, enter, clock, twice=case is middle)
+        if "self_check" in row:
+            result["self_check"] = row.pop("self_check")
         result["rows"].append(row)
-        _make_room(torch)
+        _make_room(machine.torch)
         tqdm.write(table.line(row), file=sys.stdout)
         sys.stdout.flush()
         # Written after every row: a run cut short leaves what it measured.
         result["seconds"] = round(time.perf_counter() - begin, 1)
         path.write_text(to_json(result))
-    print("\n".join(table.footnotes(result["rows"])))
-    print(f"wrote {path.name if path.is_absolute() else path}")
-    return sum("error" in row for row in result["rows"])
+    if clocks:
+        result["clocks"]["after"] = _clocks_at_work(platform)
+        path.write_text(to_json(result))
+    print("\n".join([*table.footnotes(result["rows"]), *remarks(result)]))
+    print(f"wrote {path.name if path.is_absolute() else path}", flush=True)
+    return result
+
+
+def _entries(
+    module: Any, cases: Sequence[Case], machine: Machine, slow_rivals: bool
+) -> tuple[list[Callable[[], Entrants]], list[str]]:
+    """What makes the entrants of each case, with all programs compiled, and the rivals' names.
+
+    A suite says what its ``work`` is, or makes its ``entrants`` itself.
+    """
+    if hasattr(module, "entrants"):
+        return module.entrants(cases), module.RIVALS
+    works = [module.work(case) for case in cases]
+    if slow_rivals:
+        works = [replace(work, skip={}) for work in works]
+    if machine.platform == "gpu":
+        floor = {"1 element": _one_element}
+        works = [
+            replace(work, others=work.others | floor) if case.group == SWEEP else work
+            for case, work in zip(cases, works, strict=True)
+        ]
+    prepared = _prepare_all(cases, works)
+    rivals = dict.fromkeys(name for work in works for name in machine.rivals(work))
+    return [partial(_entrants, item, machine) for item in prepared], list(rivals)
+
+
+def _clocks_at_work(platform: str) -> dict[str, Any] | None:
+    """A GPU's clocks while it works, which has warmed them."""
+    if platform != "gpu":
+        return None
+    negate, x = jax.jit(jnp.negative), jnp.zeros(16 << 20)
+
+    def work_until(done: Callable[[], bool]) -> None:
+        y = x
+        while not done():
+            for _ in range(16):
+                y = negate(y)
+            jax.block_until_ready(y)
+
+    begin = time.perf_counter()
+    work_until(lambda: time.perf_counter() - begin > _WARM_SECONDS)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(environment.clocks)
+        work_until(reading.done)
+    return reading.result()
+
+
+_WARM_SECONDS = 0.3
+
+
+def remarks(result: dict[str, Any]) -> list[str]:
+    """What to know of a result beside its rows."""
+    lines = [f"missing: {name}: {why}" for name, why in result["missing"].items()]
+    for when, clocks in result.get("clocks", {}).items():
+        if clocks:
+            lines.append(f"clocks {when}: " + ", ".join(f"{k} {v}" for k, v in clocks.items()))
+    if (check := result.get("self_check")) is None:
+        return [*lines, "WARNING: no self-check, its row is an error"]
+    a, b = check["us"]
+    text = f"{a:.2f} and {b:.2f} us, spread {check['spread_us']:.2f} us"
+    text = f"self-check, the same function twice on {check['case']}: {text}"
+    if check["agrees"]:
+        return [*lines, f"{text}: they agree"]
+    return [*lines, f"WARNING: {text}: they DISAGREE; smaller differences mean nothing here"]
 
 
 def _prepare_all(cases: Sequence[Case], works: Sequence[Work]) -> list[Prepared]:
@@ -209,11 +333,8 @@ def _prepare_all(cases: Sequence[Case], works: Sequence[Work]) -> list[Prepared]
     return prepared
 
 
-def _row(
-    item: Prepared, inputs: Inputs, clock: Clock, ceilings: Ceilings, torch: Any
-) -> dict[str, Any]:
-    """One case, checked and timed; whatever fails is in the row."""
-    case, work = item.case, item.work
+def _row(case: Case, enter: Callable[[], Entrants], clock: Clock, *, twice: bool) -> dict[str, Any]:
+    """One case, checked and timed, or what went wrong; ``twice`` times ours as two contenders."""
     row: dict[str, Any] = {
         "case": case.name,
         "op": case.op,
@@ -222,54 +343,96 @@ def _row(
         "dtype": case.dtype,
         "bytes": case.bytes,
     }
-    rivals: dict[str, dict[str, Any]] = {}
     try:
-        sets = inputs.sets(work.inputs, rotation_sets(case.bytes))
-        ours = item.programs["ours"].result()
-        program = ours.as_text() or ""
-        row["implementation"] = implementation(program, work.target, work.alone)
-        row["calls"] = list(dict.fromkeys(_targets(program)))
-        result = _once(ours, work, sets[0])
-        if wrong := work.check(sets[0], result):
-            raise ArithmeticError(wrong)
-        known = work.errors(sets[0], result) if work.errors else {}
-
-        contenders = [_jax_contender("ours", ours, work, sets)]
-        for name in work.variants:
-            contender, rivals[name] = _variant(name, item, sets)
-            contenders.append(contender)
-        for name in work.jnp:
-            if name in work.skip:
-                rivals[name] = {"skipped": work.skip[name]}
-                continue
-            make = partial(_jax_rival, name, item.programs[name], work, sets, result)
-            rivals[name] = _prepare(contenders, make)
-            if work.exact and not rivals[name].get("agrees", True):
-                raise ArithmeticError(f"differs from {name} by {rivals[name]['difference']}")
-        for name, maker in work.others.items():
-            rivals[name] = _prepare(contenders, partial(maker, sets, result))
-        if torch is not None and work.torch is not None:
-            rivals["torch"] = _prepare(contenders, partial(_torch_rival, torch, work, sets, result))
-        contenders += [c for c in ceilings.contenders(case.bytes) if c.name in work.ceilings]
-        del result
-        timings = compare(contenders, clock, work.effort)
+        contenders, about, wall, effort = enter()
+        again = [replace(contenders[0], name="ours again")] if twice else []
+        timings = compare([*contenders, *again], clock, effort)
     except Exception as error:  # a case that fails is a row that says so, and the exit status
-        return {**row, "error": reason(error), "rivals": rivals}
-    if work.wall and clock.name != "wall":
+        return {**row, "error": reason(error), "rivals": {}}
+    if wall and clock.name != "wall":
         row["clock"] = "wall"
         timings = {k: t if isinstance(t, str) else t.by_wall() for k, t in timings.items()}
+    if twice and (known := _self_check(case, timings, clock)):
+        row["self_check"] = known
 
     rated = {name: _rated(timing, case.bytes) for name, timing in timings.items()}
-    return summarise(
-        {
-            **row,
-            "check": "pass",
-            "ours": {**work.about, **known, **rated["ours"]},
-            "rivals": {name: {**about, **rated.get(name, {})} for name, about in rivals.items()},
-            "jnp": list(work.jnp),
-            "ceilings": {name: rated[name] for name in ("copy", "fill") if name in rated},
-        }
-    )
+    ceilings = {name: rated.pop(name) for name in CEILINGS if name in rated}
+    ours = {**about.get("ours", {}), **rated.pop("ours")}
+    rivals = about.get("rivals", {})
+    rivals = {name: {**rivals.get(name, {}), **rated.get(name, {})} for name in {**rivals, **rated}}
+    timed = {"ours": ours, "rivals": rivals, "ceilings": ceilings}
+    return summarise({**row, "check": "pass", **about, **timed})
+
+
+def _self_check(case: Case, timings: Outcome, clock: Clock) -> dict[str, Any] | None:
+    """Whether one function's two times agree within what is printed as their spread."""
+    a, b = timings["ours"], timings.pop("ours again")
+    if isinstance(a, str) or isinstance(b, str):
+        return None
+    spread = max(a.spread_us, b.spread_us, clock.resolution_us)
+    return {
+        "case": case.name,
+        "us": [round(a.us, 3), round(b.us, 3)],
+        "spread_us": round(spread, 3),
+        "agrees": abs(a.us - b.us) <= spread,
+    }
+
+
+def _entrants(item: Prepared, machine: Machine) -> Entrants:
+    """Ours, checked, its rivals, compared with it, and the ceilings."""
+    work, bytes_moved = item.work, item.case.bytes
+    sets = machine.inputs.sets(work.inputs, rotation_sets(bytes_moved))
+    ours = item.programs["ours"].result()
+    program = ours.as_text() or ""
+    about: dict[str, Any] = {
+        "implementation": implementation(program, work.target, work.alone),
+        "calls": list(dict.fromkeys(_targets(program))),
+    }
+    result = _once(ours, work, sets[0])
+    if wrong := work.check(sets[0], result):
+        raise ArithmeticError(wrong)
+    known = work.errors(sets[0], result) if work.errors else {}
+    contenders = [_jax_contender("ours", ours, work, sets)]
+    rivals: dict[str, dict[str, Any]] = {}
+
+    def join(name: str, make: Callable[[], tuple[Contender, dict[str, Any]]]) -> None:
+        """Adds a rival, or says why it cannot run."""
+        try:
+            contender, rivals[name] = make()
+            contenders.append(contender)
+        except Missing as why:
+            machine.missing[name] = str(why)
+        except ModuleNotFoundError as error:
+            machine.missing[name] = _not_installed(error)
+        except TooSlow as why:
+            rivals[name] = {"skipped": str(why)}
+        except Exception as error:  # a rival may fail in ways of its own; the row says so
+            rivals[name] = {"error": reason(error)}
+
+    for name in work.variants:
+        contender, rivals[name] = _variant(name, item, sets)
+        contenders.append(contender)
+    for name in work.jnp:
+        if name in work.skip:
+            rivals[name] = {"skipped": work.skip[name]}
+            continue
+        join(name, partial(_jax_rival, name, item.programs[name], work, sets, result))
+        if work.exact and not rivals[name].get("agrees", True):
+            raise ArithmeticError(f"differs from {name} by {rivals[name]['difference']}")
+    if machine.platform == "gpu":
+        for name, maker in work.others.items():
+            join(name, partial(maker, sets, result))
+    else:
+        machine.missing |= dict.fromkeys(work.others, "needs a GPU")
+    if machine.torch is None:
+        machine.missing |= dict.fromkeys(work.torches, str(machine.no_torch))
+    else:
+        for name in work.torches:
+            join(name, partial(_torch_rival, name, machine.torch, work, sets, result))
+    ceilings = machine.ceilings.contenders(bytes_moved)
+    contenders += [c for c in ceilings if c.name in work.ceilings]
+    about |= {"ours": {**work.about, **known}, "rivals": rivals, "jnp": list(work.jnp)}
+    return Entrants(contenders, about, work.wall, work.effort)
 
 
 def summarise(row: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +469,8 @@ def to_json(result: dict[str, Any]) -> str:
 def _rated(timing: Timing | str, nbytes: int) -> dict[str, Any]:
     if isinstance(timing, str):
         return {"error": timing}
-    return {"tb_per_s": round(nbytes / timing.us / 1e6, 6), **timing.to_json()}
+    rate = {"tb_per_s": round(nbytes / timing.us / 1e6, 6)} if nbytes else {}
+    return {**rate, **timing.to_json()}
 
 
 def _targets(program: str) -> list[str]:
@@ -412,20 +576,6 @@ def _make_room(torch: Any) -> None:
 _ROOM_BYTES = 16 << 30
 
 
-def _prepare(
-    contenders: list[Contender], make: Callable[[], tuple[Contender, dict[str, Any]]]
-) -> dict[str, Any]:
-    """Adds a rival to the contenders; returns what is known of it by now, or why it cannot run."""
-    try:
-        contender, known = make()
-    except TooSlow as why:
-        return {"skipped": str(why)}
-    except Exception as error:  # a rival may fail in ways of its own; the row says so
-        return {"error": reason(error)}
-    contenders.append(contender)
-    return known
-
-
 def _jax_contender(name: str, compiled: Callable[..., Array], work: Work, sets: Sets) -> Contender:
     if not work.donated:
         return Contender(name, lambda i: compiled(*sets[i % len(sets)]), jax.block_until_ready)
@@ -469,18 +619,30 @@ def _known(work: Work, sets: Sets, ours: Array, theirs: Array) -> dict[str, Any]
     return agreement(ours, theirs, work.exact) | errors
 
 
+def _one_element(sets: Sets, ours: Array) -> tuple[Contender, dict[str, Any]]:
+    """A kernel of ours on one element: what it costs to launch one."""
+    one = jnp.ones(1)
+    compiled = jax.jit(jof.relu).lower(one).compile()
+    return Contender("1 element", lambda i: compiled(one), jax.block_until_ready), {}
+
+
 def _torch_rival(
-    torch: Any, work: Work, sets: Sets, ours: Array
+    name: str, torch: Any, work: Work, sets: Sets, ours: Array
 ) -> tuple[Contender, dict[str, Any]]:
     if work.torch is None:
         raise ValueError("nothing to compare with")
-    function, tensors = work.torch, [[_to_torch(torch, x) for x in arrays] for arrays in sets]
+    function = partial(work.torch, torch)
+    if name == COMPILED:
+        # What was compiled for earlier cases counts towards a limit, beyond which nothing is.
+        torch.compiler.reset()
+        function = torch.compile(function, fullgraph=True, dynamic=False)
+    tensors = [[_to_torch(torch, x) for x in arrays] for arrays in sets]
     if work.torch_inputs is not None:
         tensors = [work.torch_inputs(torch, *arrays) for arrays in tensors]
 
     def call(i: int) -> Any:
         with torch.no_grad():
-            return function(torch, *tensors[i % len(tensors)])
+            return function(*tensors[i % len(tensors)])
 
     def sync(_: Any) -> None:
         torch.cuda.synchronize()
@@ -489,7 +651,7 @@ def _torch_rival(
     sync(y)
     theirs = [_from_torch(torch, leaf) for leaf in jax.tree.leaves(y)]
     result = jax.tree.unflatten(jax.tree.structure(ours), theirs)
-    return Contender("torch", call, sync), _known(work, sets, ours, result)
+    return Contender(name, call, sync), _known(work, sets, ours, result)
 
 
 def _from_torch(torch: Any, y: Any) -> Array:
@@ -535,15 +697,28 @@ def _difference(a: Array, b: Array) -> tuple[Array, Array]:
 
 def _import_torch(platform: str) -> tuple[Any, str | None]:
     if platform != "gpu":
-        return None, "torch is compared on CUDA only"
+        return None, "needs a GPU"
+    # What torch.compile and Triton make is compiled in every run, and not kept.
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.setdefault(variable, _scratch())
     try:
         import torch
 
         if not torch.cuda.is_available():
-            return None, f"torch {torch.__version__} sees no CUDA device: not compared"
+            return None, f"torch {torch.__version__} sees no CUDA device"
         return torch, None
+    except ModuleNotFoundError as error:
+        return None, _not_installed(error)
     except Exception as error:  # a broken torch raises more than ImportError
-        return None, f"torch cannot be imported ({reason(error)}): not compared"
+        return None, f"cannot be imported ({reason(error)})"
+
+
+@cache
+def _scratch() -> str:
+    """A folder that is removed when the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 _HIDDEN_US = 100.0  # more than launches need: a memset or a memcpy, probably
@@ -573,7 +748,8 @@ class Table:
         ours = row["ours"]
         share = f"{row['of_copy']:7.0%}" if "of_copy" in row else "      -"
         cells = [start, f"{ours['us']:9.1f} {ours['iqr_us']:7.1f}"]
-        cells += [f"{ours['tb_per_s'] * self._scale:6.2f} {share}"]
+        rate = f"{ours['tb_per_s'] * self._scale:6.2f}" if "tb_per_s" in ours else f"{'-':>6}"
+        cells += [f"{rate} {share}"]
         cells += self._cells(self._ratio(row["rivals"].get(rival)) for rival in self._rivals)
         if "ratio" in row:
             cells.append(f"{row['ratio']:7.2f}x")

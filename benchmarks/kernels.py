@@ -1,4 +1,4 @@
-"""The kernels suite: expressions that users write, beside built-in ops, XLA's fusions and CuPy."""
+"""The kernels suite: expressions that users write, beside built-in ops and other compilers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,12 +19,11 @@ import numpy as np
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _compile
 
-from . import accuracy
+from . import accuracy, rivals
 from .accuracy import Cotangent
 from .cases import WIDTH, KernelCase
-from .elementwise import OPS, in_float32
-from .harness import Input, Maker, Sets, Work, agreement
-from .timing import Contender
+from .elementwise import OPS, gelu_by_hand, in_float32
+from .harness import Input, Maker, Work
 
 Array = Any
 Function = Callable[..., Any]
@@ -32,19 +31,22 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel or its pullback, in jnp, and in float64 on the host.
+    """A kernel or its pullback, in jnp and in PyTorch, and in float64 on the host.
 
     ``exact`` takes the samples, and first how far off the activations of this dtype may be, in
-    those of f32.
+    those of f32. ``others`` are the modules of rivals that have it, by their names.
     """
 
     ours: Function
     jnp: Function
+    torch: Function
     exact: Function
     inputs: tuple[str, ...]  # "array", "row" or "scalar"
     built_in: Function | None = None
     wide: bool = True  # jnp may be better off in f32
-    cupy: tuple[str, str, str, str] | None = None
+    by_hand: Function | None = None  # as in elementwise.Op
+    compile: bool = False  # torch.compile has a go at it, which takes seconds
+    others: dict[str, str] = field(default_factory=dict)
 
 
 def work(case: KernelCase) -> Work:
@@ -53,18 +55,23 @@ def work(case: KernelCase) -> Work:
     functions = {"jnp": kernel.jnp}
     if kernel.wide and case.dtype != "float32":
         functions["jnp f32"] = in_float32(kernel.jnp)
+    if kernel.by_hand:
+        functions["jnp by hand"] = in_float32(kernel.by_hand)
     ours = kernel.ours
     if case.group == "derivative":
         ours, functions = _pullback(ours), {name: _pullback(f) for name, f in functions.items()}
-    others: dict[str, Maker] = {}
-    if kernel.cupy and case.dtype != "bfloat16" and jax.default_backend() == "gpu":
-        others["cupy"] = partial(_cupy, kernel.cupy)
+    others: dict[str, Maker] = {
+        name: rivals.maker(module, case.kernel)
+        for name, module in kernel.others.items()
+        if (name, case.dtype) != ("cupy", "bfloat16")  # which CuPy lacks
+    }
     return Work(
         inputs=_inputs(case),
         ours=ours,
         target="jof_generated",
         jnp=functions,
-        torch=None,
+        torch=kernel.torch,
+        compile=kernel.compile and case.dtype != "float16",
         check=partial(_check, case),
         exact=False,
         alone=True,
@@ -103,31 +110,6 @@ def _check(case: KernelCase, args: tuple[Array, ...], out: Any) -> str | None:
         if wrong := accuracy.worst(accuracy.sample(y), result.exact, bound):
             return f"result {i}: {wrong}"
     return None
-
-
-def _cupy(
-    definition: tuple[str, str, str, str], sets: Sets, ours: Array
-) -> tuple[Contender, dict[str, Any]]:
-    """CuPy's kernel of the same definition, on the same arrays."""
-    import cupy
-
-    def view(x: Array) -> Any:
-        memory = cupy.cuda.UnownedMemory(x.unsafe_buffer_pointer(), x.nbytes, x)
-        return cupy.ndarray(x.shape, x.dtype, cupy.cuda.MemoryPointer(memory, 0))
-
-    kernel = cupy.ElementwiseKernel(*definition)
-    arrays = [[view(x) for x in each] for each in sets]
-    results = [cupy.empty(ours.shape, ours.dtype) for _ in sets]
-
-    def call(i: int) -> None:
-        kernel(*arrays[i % len(sets)], results[i % len(sets)])
-
-    def sync(_: Any) -> None:
-        cupy.cuda.Device().synchronize()
-
-    call(0)
-    sync(None)
-    return Contender("cupy", call, sync), agreement(ours, jnp.from_dlpack(results[0]), exact=False)
 
 
 def notes() -> list[str]:
@@ -172,15 +154,28 @@ _RESIDUAL_GELU = jof.ElementwiseKernel(
     "y = residual + alpha * gelu(x * scale + bias)",
     "residual_gelu",
 )
-_SQUARED_DIFF = ("T x, T y", "T z", "z = (x - y) * (x - y)", "squared_diff")
 _DIFFERENTIABLE = jof.ElementwiseKernel(
-    *_SQUARED_DIFF, derivatives={"x": "2 * (x - y)", "y": "-2 * (x - y)"}
+    "T x, T y",
+    "T z",
+    "z = (x - y) * (x - y)",
+    "squared_diff",
+    derivatives={"x": "2 * (x - y)", "y": "-2 * (x - y)"},
 )
 
 
 def _chain_in_jnp(x: Array, s: Array, b: Array) -> Array:
     h = x * s + b
     return jnp.maximum(h * jax.nn.sigmoid(h), 0) * 0.5 + jnp.tanh(h)
+
+
+def _chain_by_hand(x: Array, s: Array, b: Array) -> Array:
+    h = x * s + b
+    return jnp.maximum(h * jax.nn.sigmoid(h), 0) * 0.5 + (2 * jax.nn.sigmoid(2 * h) - 1)
+
+
+def _chain_in_torch(torch: Any, x: Array, s: Array, b: Array) -> Array:
+    h = x * s + b
+    return torch.relu(h * torch.sigmoid(h)) * 0.5 + torch.tanh(h)
 
 
 def _exact_chain(coarser: int, x: Array, s: Array, b: Array) -> list[Cotangent]:
@@ -207,14 +202,37 @@ def _exact_squared_diff_vjp(coarser: int, x: Array, y: Array, ct: Array) -> list
     return [Cotangent(2 * (x - y) * ct), Cotangent(-2 * (x - y) * ct)]
 
 
-def _squared_diff_in_jnp(x: Array, y: Array) -> Array:
+def _bias_gelu(gelu: Function, x: Array, scale: Array, bias: Array) -> Array:
+    return gelu(x * scale + bias)
+
+
+def _residual_gelu(
+    gelu: Function, x: Array, residual: Array, alpha: Array, scale: Array, bias: Array
+) -> Array:
+    return residual + alpha * gelu(x * scale + bias)
+
+
+def _with_torch_gelu(function: Function) -> Function:
+    def run(torch: Any, *arrays: Array) -> Array:
+        return function(partial(torch.nn.functional.gelu, approximate="tanh"), *arrays)
+
+    return run
+
+
+def _squared_diff(x: Array, y: Array) -> Array:
     return (x - y) * (x - y)
+
+
+def _squared_diff_vjp_in_torch(torch: Any, x: Array, y: Array, ct: Array) -> tuple[Array, Array]:
+    scaled = 2 * (x - y) * ct
+    return scaled, -scaled
 
 
 KERNELS: dict[str, Kernel] = {
     "silu": Kernel(
         _SILU,
         jax.nn.silu,
+        lambda torch, x: torch.nn.functional.silu(x),
         lambda coarser, x: [Cotangent(OPS["silu"].value(x), argument=x)],
         ("array",),
         built_in=jof.silu,
@@ -222,34 +240,52 @@ KERNELS: dict[str, Kernel] = {
     "multiply": Kernel(
         _MULTIPLY,
         jnp.multiply,
+        lambda torch, x, y: x * y,
         lambda coarser, x, y: [Cotangent(x * y)],
         ("array", "array"),
         built_in=jof.multiply,
         wide=False,
     ),
-    "chain": Kernel(_CHAIN, _chain_in_jnp, _exact_chain, ("array", "scalar", "scalar")),
+    "chain": Kernel(
+        _CHAIN,
+        _chain_in_jnp,
+        _chain_in_torch,
+        _exact_chain,
+        ("array", "scalar", "scalar"),
+        by_hand=_chain_by_hand,
+        compile=True,
+        others={"triton": "triton_kernels"},
+    ),
     "bias_gelu": Kernel(
         _BIAS_GELU,
-        lambda x, scale, bias: jax.nn.gelu(x * scale + bias),
+        partial(_bias_gelu, jax.nn.gelu),
+        _with_torch_gelu(_bias_gelu),
         _exact_gelu,
         ("array", "scalar", "row"),
+        by_hand=partial(_bias_gelu, gelu_by_hand),
+        compile=True,
     ),
     "residual_gelu": Kernel(
         _RESIDUAL_GELU,
-        lambda x, residual, alpha, scale, bias: residual + alpha * jax.nn.gelu(x * scale + bias),
+        partial(_residual_gelu, jax.nn.gelu),
+        _with_torch_gelu(_residual_gelu),
         _exact_residual,
         ("array", "array", "scalar", "scalar", "row"),
+        by_hand=partial(_residual_gelu, gelu_by_hand),
+        compile=True,
     ),
     "squared_diff": Kernel(
         _DIFFERENTIABLE,
-        _squared_diff_in_jnp,
+        _squared_diff,
+        lambda torch, x, y: _squared_diff(x, y),
         lambda coarser, x, y: [Cotangent((x - y) ** 2)],
         ("array", "array"),
-        cupy=_SQUARED_DIFF,
+        others={"cupy": "cupy_kernels"},
     ),
     "squared_diff_vjp": Kernel(
         _DIFFERENTIABLE,
-        _squared_diff_in_jnp,
+        _squared_diff,
+        _squared_diff_vjp_in_torch,
         _exact_squared_diff_vjp,
         ("array", "array", "array"),
     ),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -14,8 +15,11 @@ import subprocess
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+
+from .timing import Missing
 
 SOURCES = Path(__file__).with_name("csrc")
 BUILD = Path(__file__).resolve().parent.parent / "build" / "benchmarks"
@@ -41,7 +45,7 @@ def compiled(
 
 def _compile(source: Path, path: Path, includes: Sequence[Path]) -> None:
     if (nvcc := tool("nvcc")) is None:
-        raise FileNotFoundError("nvcc is not on PATH, and the library was not brought along")
+        raise Missing("nvcc is not on PATH, and the library was not brought along")
     architectures = re.findall(r"\d+", os.environ.get("JOF_CUDA_ARCHITECTURES", "80;90"))
     command = [nvcc, "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC"]
     command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
@@ -55,6 +59,30 @@ def _compile(source: Path, path: Path, includes: Sequence[Path]) -> None:
     if done.returncode:
         raise RuntimeError(f"nvcc failed on {source.name}: {done.stderr or done.stdout}")
     unfinished.replace(path)
+
+
+class Library:
+    """A compiled library: its Launch, which takes such types, and its Synchronize.
+
+    Both give a CUDA error code.
+    """
+
+    def __init__(self, path: Path, *types: Any) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.Launch.argtypes = types
+
+    def launch(self, *arguments: Any) -> None:
+        """Starts a kernel on the default stream."""
+        self._check(self._library.Launch(*arguments))
+
+    def synchronize(self) -> None:
+        """Waits for all kernels of the device."""
+        self._check(self._library.Synchronize())
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise RuntimeError(f"CUDA error {status}")
 
 
 def tool(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The permute suite: permutations of axes beside jnp's and PyTorch's, and an article's figures.
+"""The permute suite: permutations of axes beside those of other libraries and of an article.
 
 ``--explain`` prints how each case is carried out, without running anything.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,10 @@ import numpy as np
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
 
-from . import libraries
-from .cases import PermuteCase, itemsize
-from .harness import Input, Maker, Sets, Work, agreement
+from . import libraries, rivals
+from .cases import SWEEP, PermuteCase, itemsize
+from .harness import Input, Maker, Sets, Work
+from .rivals import cutensor
 from .timing import Contender
 
 Array = Any  # of any framework
@@ -38,10 +38,6 @@ def work(case: PermuteCase) -> Work:
     jnp's own program has nothing to fuse with: XLA must give a result of the default layout, so the
     array is moved and not just viewed in another order.
     """
-    naive = case.group == "article" and jax.default_backend() == "gpu"
-    others: dict[str, Maker] = {
-        name: partial(_naive, name, case) for name in (NAIVE if naive else ())
-    }
     plan = _plan(case)
     return Work(
         inputs=[Input(case.shape, case.dtype, "hash")],
@@ -49,11 +45,12 @@ def work(case: PermuteCase) -> Work:
         target="jof_permute",
         jnp={"jnp": lambda x: jnp.transpose(x, case.axes)},
         torch=lambda torch, x: x.permute(case.axes).contiguous(),
+        compile=case.shape == (8192, 8192) and case.dtype == "float16",
         check=partial(_check, case),
         exact=True,
         alone=True,
         about={name: plan[name] for name in ("strategy", "unit_bytes")},
-        others=others,
+        others=_others(case),
         ceilings=("copy",),
         effort=0.5,
     )
@@ -111,41 +108,39 @@ def explain(cases: Sequence[PermuteCase]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
-# ---- what the article starts from ----
+# ---- further contenders ----
+
+
+def _others(case: PermuteCase) -> dict[str, Maker]:
+    """What the article starts from, Triton's transpose of matrices, and cuTENSOR."""
+    others: dict[str, Maker] = {}
+    if case.group == "article":
+        others |= {name: partial(_naive, name, case) for name in NAIVE}
+    if case.group == SWEEP:
+        return others
+    *kept, rows, columns = range(len(case.axes))
+    if case.axes == (*kept, columns, rows) and itemsize(case.dtype) <= 4:
+        others["triton"] = rivals.maker("triton_kernels", "transpose", True)
+    if case.dtype in cutensor.TYPES:
+        others["cutensor"] = rivals.maker("cutensor", case.axes)
+    return others
 
 
 def _naive(
     name: str, case: PermuteCase, sets: Sets, ours: Array
 ) -> tuple[Contender, dict[str, Any]]:
-    import cupy
-
-    kernels = _load()
+    number, pointer = ctypes.c_int, ctypes.c_void_p
+    types = (number, number, pointer, pointer, number, pointer, pointer)
+    library = libraries.Library(*build(), *types)
     rank, size = len(case.shape), itemsize(case.dtype)
     integers = ctypes.c_longlong * rank
     problem = (rank, integers(*case.shape), integers(*case.axes))
-    inputs = [x.unsafe_buffer_pointer() for (x,) in sets]  # the sets keep them alive
-    outputs = [cupy.empty(ours.shape, case.dtype) for _ in sets]
 
-    def call(i: int) -> None:
-        x, y = inputs[i % len(sets)], outputs[i % len(sets)].data.ptr
-        if status := kernels.Launch(NAIVE[name], size, x, y, *problem):
-            raise RuntimeError(f"CUDA error {status}")
+    def start(inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        library.launch(NAIVE[name], size, *inputs, *outputs, *problem)
 
-    def sync(_: Any) -> None:
-        cupy.cuda.Device().synchronize()
-
-    call(0)
-    sync(None)
-    return Contender(name, call, sync), agreement(ours, jnp.from_dlpack(outputs[0]), exact=True)
-
-
-@functools.cache
-def _load() -> Any:
-    (path,) = build()
-    kernels = ctypes.CDLL(str(path))
-    number, pointer = ctypes.c_int, ctypes.c_void_p
-    kernels.Launch.argtypes = [number, number, pointer, pointer, number, pointer, pointer]
-    return kernels
+    wait = library.synchronize
+    return rivals.on_views(name, rivals.address, start, wait, sets, ours, exact=True)
 
 
 def build() -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,9 +14,10 @@ import numpy as np
 
 import jax_oneflow_ops as jof
 
-from . import accuracy
+from . import accuracy, rivals
 from .cases import ScatterCase, itemsize
-from .harness import Input, Work
+from .harness import Input, Maker, Work
+from .rivals import cub
 
 Array = Any  # of any framework
 Function = Callable[..., Array]
@@ -34,10 +36,7 @@ def work(case: ScatterCase) -> Work:
     """Everything the harness needs to run a case."""
     sums = case.group != "embedding"
     narrow = case.dtype != "float32"
-    ours = _FUNCTIONS[case.group]
-    jnp_forms: dict[str, Function] = {"jnp": partial(_JNP[case.group], case)}
-    if sums and narrow:
-        jnp_forms["jnp f32"] = _in_float32(jnp_forms["jnp"], case.dtype)
+    ours = _FUNCTIONS[case.function]
     on_gpu = jax.default_backend() == "gpu"
     slow = on_gpu and narrow and case.ids == "hot"
     reference = Reference(case)
@@ -50,12 +49,13 @@ def work(case: ScatterCase) -> Work:
         ours=partial(ours, case),
         target=SUMS if sums else "jof_gather_rows",
         variants={"deterministic": partial(ours, case, deterministic=True)} if sums else {},
-        jnp=jnp_forms,
-        torch=partial(_TORCH[case.group], case),
+        jnp=_forms(case),
+        torch=partial(_TORCH[case.function], case),
         torch_inputs=(lambda torch, *x: (x[0].clone(), *x[1:])) if in_place else None,
         check=reference.check if sums else _check_rows,
         errors=reference.errors if sums else None,
         exact=not sums,
+        others=_others(case, reference),
         donated=in_place,
         skip={"jnp": _TOO_SLOW} if slow else {},
         ceilings=("copy",),
@@ -75,7 +75,7 @@ def _inputs(case: ScatterCase) -> list[Input]:
         "scatter_add in place": [rows(case.segments), ids, rows(case.rows)],
         "embedding gradient": [rows(case.rows), ids],
         "embedding": [rows(case.segments), ids],
-    }[case.group]
+    }[case.function]
 
 
 # ---- ours ----
@@ -139,6 +139,62 @@ _JNP: dict[str, Function] = {
     "embedding gradient": _jnp_gradient,
     "embedding": lambda case, table, ids: jnp.take(table, ids, axis=0),
 }
+
+
+def _forms(case: ScatterCase) -> dict[str, Function]:
+    """What a user writes, and what one does who knows of the trouble with 16 bits.
+
+    And on GPUs, sweeps apart, with atomics that wait for each other.
+    """
+    forms: dict[str, Function] = {"jnp": partial(_JNP[case.function], case)}
+    if case.function == "embedding":
+        forms["jnp in bounds"] = lambda table, ids: _rows(table, ids)
+    elif case.dtype != "float32":
+        forms["jnp f32"] = _in_float32(forms["jnp"], case.dtype)
+    waits = case.group in ("segment_sum", "embedding gradient") and case.ids != "sorted"
+    if waits and jax.default_backend() == "gpu":
+        if _parts(case) > 1:
+            forms["jnp in parts"] = _in_float32(partial(_in_parts, case), case.dtype)
+        forms["jnp sorted"] = _in_float32(partial(_sorted, case), case.dtype)
+    return forms
+
+
+def _rows(table: Array, ids: Array) -> Array:
+    """Those of ids that are in bounds, which nothing checks."""
+    return table.at[ids].get(mode="promise_in_bounds")
+
+
+def _sorted(case: ScatterCase, data: Array, ids: Array) -> Array:
+    """The rows in the order of their ids: neighbours are added before they meet an atomic."""
+    in_order, places = jax.lax.sort_key_val(ids, jnp.arange(len(ids)))
+    rows = _rows(data, places)
+    return jax.ops.segment_sum(rows, in_order, case.segments, indices_are_sorted=True)
+
+
+def _parts(case: ScatterCase) -> int:
+    """Tables to sum into side by side: some 4 rows a place at least, or one."""
+    parts = min(256, case.rows // (4 * case.segments))
+    return 1 << parts.bit_length() - 1 if parts >= 16 else 1
+
+
+def _in_parts(case: ScatterCase, data: Array, ids: Array) -> Array:
+    """Neighbours into different tables, so that they do not wait for each other, and their sum."""
+    parts = _parts(case)
+    tables = jnp.arange(len(ids), dtype=ids.dtype) % parts
+    sums = jax.ops.segment_sum(data, tables * case.segments + ids, parts * case.segments)
+    return sums.reshape(parts, case.segments, *data.shape[1:]).sum(axis=0)
+
+
+def _others(case: ScatterCase, reference: Reference) -> dict[str, Maker]:
+    """CUB's, of elements in order."""
+    if case.group == "segment_sum" and case.ids == "sorted" and case.width == 1:
+        return {"cub": rivals.maker("cub", "segment_sum", reference.errors)}
+    return {}
+
+
+def build() -> list[Path]:
+    """Compiles the library."""
+    return [cub.segment_sum_library()]
 
 
 def _in_float32(function: Function, dtype: str) -> Function:

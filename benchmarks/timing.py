@@ -47,6 +47,10 @@ class TooSlow(Exception):
     """What is not timed, and why."""
 
 
+class Missing(Exception):
+    """What is not on this machine, and why."""
+
+
 @dataclass
 class Timing:
     """Times of one contender, in microseconds a call."""
@@ -56,6 +60,7 @@ class Timing:
     wall_us: list[float] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
     once: bool = False  # the one sample is a call by the wall clock, which was slow
+    device_us: float | None = None  # the kernels alone, where the samples are by the wall
 
     @property
     def us(self) -> float:
@@ -74,13 +79,15 @@ class Timing:
         """The wall times of its turns instead, where there are any."""
         if not self.wall_us:
             return self
-        return replace(self, clock="wall", samples_us=self.wall_us, wall_us=[])
+        return replace(self, clock="wall", samples_us=self.wall_us, wall_us=[], device_us=self.us)
 
     def to_json(self) -> dict[str, Any]:
         """All of it, samples included."""
         out: dict[str, Any] = {"us": round(self.us, 3), "iqr_us": round(self.spread_us, 3)}
         if self.kernels:
             out["kernels"] = self.kernels
+        if self.device_us is not None:
+            out["device_us"] = round(self.device_us, 3)
         if self.wall_us:
             out["wall_us"] = round(statistics.median(self.wall_us), 1)
         if self.once:
@@ -107,6 +114,7 @@ class Clock(Protocol):
     rounds: int
     calls: int
     budget_us: float
+    resolution_us: float  # times that differ by less are the same
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
         """Takes the turns, one after the other, and adds what it saw to ``outcome``."""
@@ -116,7 +124,7 @@ class Clock(Protocol):
 class WallClock:
     """Host time of each call, result included; results are dropped at once, as a program would."""
 
-    name, rounds, calls, budget_us = "wall", 64, 1, 6e5
+    name, rounds, calls, budget_us, resolution_us = "wall", 64, 1, 6e5, 0.0
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
         """Adds one sample a call."""
@@ -144,7 +152,7 @@ class CuptiClock:
     to 3 us slower than the others.
     """
 
-    name, rounds, calls, budget_us = "cupti", 5, 8, 1e6
+    name, rounds, calls, budget_us, resolution_us = "cupti", 5, 8, 1e6, 0.032
 
     def __init__(self, marker: Callable[[], None] | None = None) -> None:
         # Private, but there is no public door. jax.experimental.mosaic.gpu.profiler goes this way

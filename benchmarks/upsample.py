@@ -26,20 +26,27 @@ def work(case: UpsampleCase) -> Work:
         "resize": lambda x: jax.image.resize(x, case.large, "nearest"),
         **({} if case.factor is None else {"repeat": _repeat(case), "broadcast": _broadcast(case)}),
     }
+    if backward and case.factor is None:
+        forwards["matmul"] = _matmul(case)
     return Work(
         inputs=[Input(case.large if backward else case.small, case.dtype)],
         ours=_direction(case, lambda x: jof.upsample_nearest2d(x, **case.scale)),
         target="jof_upsample_nearest2d" + ("_backward" if backward else ""),
         jnp={name: _direction(case, f) for name, f in forwards.items()},
         torch=lambda torch, x: _torch(case, torch, x),
+        compile=(case.shape, case.size, case.layout, case.dtype) == _COMPILED,
         check=partial(_check_backward if backward else _check_forward, case),
         exact=not backward,
     )
 
 
+# What torch.compile has a go at, both ways: each takes it seconds.
+_COMPILED = (16, 64, 160, 160), (320, 320), "NCHW", "bfloat16"
+
+
 def _direction(case: UpsampleCase, forward: Callable[[Image], Image]) -> Callable[[Image], Image]:
     """``forward`` itself, or its transpose alone (no forward work is in it)."""
-    if case.group == "forward":
+    if case.group != "backward":
         return forward
     transpose = jax.linear_transpose(forward, jax.ShapeDtypeStruct(case.small, case.dtype))
     return lambda cotangent: transpose(cotangent)[0]
@@ -62,11 +69,23 @@ def _broadcast(case: UpsampleCase) -> Callable[[Image], Image]:
     return run
 
 
+def _matmul(case: UpsampleCase) -> Callable[[Image], Image]:
+    """A product with a matrix of ones and zeros an axis; its transpose is one as well."""
+    axes = "nchw,ph,qw->ncpq" if case.layout == "NCHW" else "nhwc,ph,qw->npqc"
+    spread = [np.eye(n)[i] for n, i in zip(case.shape[2:], _source(case), strict=True)]
+
+    def run(x: Image) -> Image:
+        matrices = [jnp.asarray(matrix, x.dtype) for matrix in spread]
+        return jnp.einsum(axes, x, *matrices, precision="highest")
+
+    return run
+
+
 def _torch(case: UpsampleCase, torch: Any, x: Image) -> Image:
     """PyTorch's own call on the same memory; NHWC is its channels_last format."""
     channels_last = case.layout == "NHWC"
     x = x.permute(0, 3, 1, 2) if channels_last else x
-    if case.group == "forward":
+    if case.group != "backward":
         y = torch.nn.functional.interpolate(x, size=case.size, mode=case.method)
     else:
         exact = case.method == "nearest-exact"

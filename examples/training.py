@@ -120,40 +120,63 @@ def train(problem: Problem, division: Division, steps: int) -> Run:
         .compile()
     )
 
+    losses, seconds = descend(program, state, batches, steps, division.variant)
+    text = program.as_text() or ""
+    return Run(
+        division.variant,
+        division.mesh.size,
+        losses,
+        problem.items / seconds,
+        collectives(text),
+        sorted({*custom_calls(text)}),
+    )
+
+
+def descend(
+    program: Callable[[Tree, Tree], tuple[Tree, jax.Array]],
+    state: Tree,
+    batches: Sequence[Tree],
+    steps: int,
+    name: str,
+) -> tuple[list[float], float]:
+    """Takes steps, on batches in turn, under a progress bar; the losses, and a step's seconds."""
     losses: list[jax.Array] = []
     ends = []
-    bar = tqdm(range(steps), desc=division.variant, unit="step", leave=False, disable=None)
+    bar = tqdm(range(steps), desc=name, unit="step", leave=False, disable=None)
     for i, batch in zip(bar, itertools.cycle(batches), strict=False):
         state, loss = program(state, batch)
         losses.append(loss)
         # The loss of the step before: devices do not wait until the host has read it.
         bar.set_postfix_str(f"loss {float(losses[max(0, i - 1)]):.4f}", refresh=False)
         ends.append(time.perf_counter())
-    text = program.as_text() or ""
-    return Run(
-        division.variant,
-        division.mesh.size,
-        [float(loss) for loss in losses],
-        problem.items / statistics.median(b - a for a, b in itertools.pairwise(ends)),
-        collectives(text),
-        sorted(set(re.findall(r'custom_call_target="(jof_\w+)"', text))),
-    )
+    seconds = statistics.median(b - a for a, b in itertools.pairwise(ends))
+    return [float(loss) for loss in losses], seconds
+
+
+def custom_calls(program: str) -> list[str]:
+    """The custom calls of this package in a compiled program, as often as they are there."""
+    return re.findall(r'custom_call_target="(jof_\w+)"', program)
 
 
 def collectives(program: str) -> dict[str, list[int]]:
     """The collectives of a compiled program: by their kind, the bytes of their results."""
-    types = dict(re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = (.*?) [\w-]+\(", program, re.MULTILINE))
+    types = types_of(program)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     made: dict[str, list[int]] = {}
     for shapes, kind, start, names in re.findall(rf" = (.*?) ({kinds})(-start)?\((.*?)\)", program):
-        size = _bytes(shapes)
-        operands = sum(_bytes(types.get(name, "")) for name in re.findall(r"[\w.-]+", names))
+        size = nbytes(shapes)
+        operands = sum(nbytes(types.get(name, "")) for name in re.findall(r"[\w.-]+", names))
         # What starts one may have the type of operands and results together.
         made.setdefault(kind, []).append(size - operands if start and size > operands else size)
     return made
 
 
-def _bytes(shapes: str) -> int:
+def types_of(program: str) -> dict[str, str]:
+    """The HLO type of every instruction of a compiled program."""
+    return dict(re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = (.*?) [\w-]+\(", program, re.MULTILINE))
+
+
+def nbytes(shapes: str) -> int:
     """Of the arrays in an HLO type, such as ``(f32[8,4]{1,0}, bf16[])``."""
     arrays = re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", shapes)
     return sum(

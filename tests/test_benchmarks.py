@@ -1,8 +1,12 @@
 """The benchmarks' own machinery: what a number means before it is believed."""
 
+import contextlib
+import copy
 import dataclasses
+import functools
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -17,6 +21,7 @@ from benchmarks import __main__ as cli
 from benchmarks import (
     accuracy,
     atomic_add,
+    comparison,
     elementwise,
     environment,
     gelu_ladder,
@@ -24,8 +29,6 @@ from benchmarks import (
     kernels,
     libraries,
     permute,
-    plot,
-    report,
     scatter,
     timing,
     upsample,
@@ -34,6 +37,7 @@ from benchmarks.cases import (
     CASES,
     ELEMENTWISE,
     KERNELS,
+    SWEEP,
     WIDTH,
     AtomicCase,
     CastCase,
@@ -47,6 +51,7 @@ from benchmarks.cases import (
     itemsize,
 )
 from benchmarks.ceilings import Ceilings
+from tests import results
 
 TINY = UpsampleCase((1, 2, 8, 8), (16, 16))
 
@@ -60,8 +65,27 @@ def test_case_names_are_unique(suite, platform):
         return
     assert len(set(names)) == len(names)
     quick = [case.name for case in CASES[suite](platform, True)]
+    if suite == "models":
+        assert len(quick) == len(names)
+        assert not set(quick) & set(names)  # all of them, and smaller
+        return
     assert 0 < len(quick) < len(names)
     assert set(quick) <= set(names)
+
+
+@pytest.mark.parametrize("suite", ["cast", "elementwise", "permute", "scatter", "upsample"])
+def test_sweeps_go_from_a_launch_to_the_bandwidth(suite):
+    sizes = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    for platform, largest in (("gpu", 30), ("cpu", 26)):
+        cases = [c for c in CASES[suite](platform, False) if c.group == SWEEP]
+        for line in {(c.op, c.dtype) for c in cases}:
+            sweep = [c for c in cases if (c.op, c.dtype) == line]
+            nbytes = [int(c.variant.split()[0]) * sizes[c.variant.split()[1]] for c in sweep]
+            assert nbytes == [1 << bits for bits in range(10, largest + 1, 2)]
+            # What is moved beside that array: ids, the small image, or as much again.
+            assert all(n <= c.bytes <= 2 * n + 1024 for n, c in zip(nbytes, sweep, strict=True))
+        assert len({(c.op, c.dtype) for c in cases}) == (2 if suite == "elementwise" else 1)
+    assert {c.variant for c in CASES[suite]("gpu", True) if c.group == SWEEP} == {"1 KiB", "1 MiB"}
 
 
 def test_case_bytes_are_both_images_once():
@@ -262,7 +286,29 @@ def test_wall_times_may_replace_those_of_kernels():
     both = timing.Timing("cupti", [1.0, 2.0], [5.0, 6.0, 7.0], ["kernel"])
     assert (both.us, both.by_wall().us) == (1.5, 6.0)
     assert both.by_wall().to_json()["kernels"] == ["kernel"]
+    assert both.by_wall().to_json()["device_us"] == 1.5
     assert timing.Timing("wall", [1.0]).by_wall().us == 1.0
+
+
+def test_contenders_take_turns_and_nobody_always_follows_the_same_one():
+    taken = []
+
+    class Clock(timing.WallClock):
+        rounds = 4
+
+        def record(self, turns, outcome, budget_us):
+            taken.extend((turn.contender.name, turn.start) for turn in turns)
+
+    contenders = [timing.Contender(name, lambda i: i, lambda _: None) for name in "abc"]
+    timing.compare(contenders, Clock())
+    assert "".join(name for name, _ in taken) == "abc" + "bca" + "cab" + "abc"
+    assert [start for _, start in taken] == list(range(12))  # nobody's inputs are the last one's
+
+
+def test_median_and_spread_are_those_of_the_samples():
+    known = timing.Timing("wall", [1.0, 2.0, 3.0, 4.0, 50.0])
+    assert (known.us, known.spread_us) == (3.0, 2.0)
+    assert timing.Timing("wall", [7.0]).spread_us == 0.0
 
 
 def test_what_is_slow_is_called_once_more_and_no_more(monkeypatch):
@@ -279,10 +325,14 @@ def test_what_is_slow_is_called_once_more_and_no_more(monkeypatch):
 
 @pytest.fixture
 def bare(monkeypatch):
-    """The harness without CUPTI, CuPy and PyTorch, wherever the test runs."""
+    """The harness as on a CPU, wherever the test runs, and in a hurry."""
+    machine = harness.Machine
+    monkeypatch.setattr(harness, "Machine", lambda platform, *rest: machine("cpu", *rest))
+    monkeypatch.setattr(timing.WallClock, "budget_us", 3e4)
     monkeypatch.setattr(harness, "make_clock", lambda platform: (timing.WallClock(), None))
     monkeypatch.setattr(harness, "_import_torch", lambda platform: (None, "no torch"))
     monkeypatch.setattr(harness, "Ceilings", lambda platform: Ceilings("cpu"))
+    monkeypatch.setattr(harness, "_clocks_at_work", lambda platform: None)
 
 
 def test_harness_writes_what_it_measured(bare, tmp_path, capsys):
@@ -291,12 +341,264 @@ def test_harness_writes_what_it_measured(bare, tmp_path, capsys):
     assert harness.run("upsample", cases, tmp_path, False, ["--out", str(tmp_path)]) == 0
     text = (tmp_path / "upsample.json").read_text()
     assert str(tmp_path) not in text
-    first, second = json.loads(text)["rows"]
-    assert first["rivals"].keys() == {"resize", "repeat", "broadcast"}
-    assert second["rivals"].keys() == {"resize"}
+    result = json.loads(text)
+    first, second = result["rows"]
+    assert result["missing"]["torch"] == "no torch"
+    check = result["self_check"]
+    assert check["case"] == max(cases, key=lambda case: case.bytes).name
+    assert check["agrees"] == (abs(check["us"][0] - check["us"][1]) <= check["spread_us"])
+    assert first["rivals"].keys() == upsample.work(TINY).jnp.keys()
+    assert second["rivals"].keys() == upsample.work(odd).jnp.keys()
     assert first["implementation"] in ("native", "xla")
     assert first["ratio"] == first["rivals"][first["best"]]["ratio"]
-    assert TINY.name in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert TINY.name in out
+    assert "missing: torch: no torch" in out
+    assert "self-check, the same function twice on" in out
+
+
+@pytest.mark.parametrize("b", [10.25, 10.75])
+def test_self_check_warns_of_times_that_do_not_agree(b):
+    timings = {"ours": timing.Timing("cupti", [9.75, 10.0, 10.25])}
+    timings["ours again"] = timing.Timing("cupti", [b - 0.5, b, b + 0.5])
+    check = harness._self_check(TINY, timings, timing.WallClock())
+    assert check == {
+        "case": TINY.name,
+        "us": [10.0, b],
+        "spread_us": 0.5,
+        "agrees": b == 10.25,
+    }
+    assert timings.keys() == {"ours"}
+    text = "\n".join(harness.remarks({"missing": {}, "self_check": check}))
+    assert ("WARNING" in text) == (b == 10.75)
+    assert "no self-check" in harness.remarks({"missing": {}})[-1]
+
+
+def entered(work, case, platform="gpu", torch=None):
+    """What the harness makes of some work, and which rivals are missing."""
+    machine = harness.Machine(
+        platform, timing.WallClock(), Ceilings("cpu"), torch, "no torch", harness.Inputs(1)
+    )
+    (prepared,) = harness._prepare_all([case], [work])
+    return harness._entrants(prepared, machine), machine.missing
+
+
+def test_rivals_that_are_not_there_are_missing_and_not_errors():
+    def maker(error):
+        def make(sets, ours):
+            if error is None:
+                return timing.Contender("there", lambda i: ours, lambda _: None), {"known": 1}
+            raise error
+
+        return make
+
+    others = {
+        "cutensor": maker(timing.Missing("no wheel")),
+        "triton": maker(ModuleNotFoundError("No module", name="triton")),
+        "broken": maker(RuntimeError("why")),
+        "slow": maker(timing.TooSlow("not run: 9 s")),
+        "there": maker(None),
+    }
+    work = dataclasses.replace(upsample.work(TINY), others=others, compile=True)
+    (contenders, about, *_), missing = entered(work, TINY)
+    assert missing == {
+        "cutensor": "no wheel",
+        "triton": "triton is not installed",
+        "torch": "no torch",
+        "torch.compile": "no torch",
+    }
+    assert about["rivals"]["broken"] == {"error": "RuntimeError: why"}
+    assert about["rivals"]["slow"] == {"skipped": "not run: 9 s"}
+    assert about["rivals"]["there"] == {"known": 1}
+    assert not about["rivals"].keys() & missing.keys()
+    names = [c.name for c in contenders]
+    assert names == ["ours", "resize", "repeat", "broadcast", "there", "copy"]
+    _, missing = entered(work, TINY, "cpu")
+    assert missing.keys() == {*others, "torch", "torch.compile"}
+    assert missing["there"] == "needs a GPU"
+
+
+class Tensor(np.ndarray):
+    def contiguous(self):
+        return self
+
+
+def fake_torch(compiled):
+    """As much of PyTorch as the harness and upsampling use."""
+
+    def interpolate(x, size, mode):
+        return np.repeat(np.repeat(x, 2, axis=2), 2, axis=3)
+
+    def compiler(function, **options):
+        assert options == {"fullgraph": True, "dynamic": False}
+        if compiled is None:
+            raise RuntimeError("a graph break")
+        return lambda *tensors: compiled.append("call") or function(*tensors)
+
+    return types.SimpleNamespace(
+        from_dlpack=lambda x: np.array(x).view(Tensor),
+        no_grad=contextlib.nullcontext,
+        cuda=types.SimpleNamespace(synchronize=lambda: None),
+        nn=types.SimpleNamespace(functional=types.SimpleNamespace(interpolate=interpolate)),
+        compiler=types.SimpleNamespace(reset=lambda: compiled and compiled.append("reset")),
+        compile=compiler,
+    )
+
+
+def test_torch_compile_is_a_rival_where_it_is_asked_for():
+    work, calls = dataclasses.replace(upsample.work(TINY), others={}), ["begin"]
+    (_, about, *_), _ = entered(work, TINY, torch=fake_torch(calls))
+    assert "torch.compile" not in about["rivals"]
+    assert calls == ["begin"]
+    work = dataclasses.replace(work, compile=True)
+    (contenders, about, *_), _ = entered(work, TINY, torch=fake_torch(calls))
+    assert calls == ["begin", "reset", "call"]  # compiled and called before it is timed
+    assert contenders[-2].name == "torch.compile"
+    assert about["rivals"]["torch.compile"] == about["rivals"]["torch"]
+    assert about["rivals"]["torch.compile"]["agrees"]
+    (contenders, about, *_), _ = entered(work, TINY, torch=fake_torch(None))
+    assert about["rivals"]["torch.compile"] == {"error": "RuntimeError: a graph break"}
+    assert contenders[-2].name == "torch"
+
+
+def test_sweeps_have_the_launch_of_one_element_on_gpus_alone():
+    case = next(c for c in CASES["elementwise"]("cpu", True) if c.group == SWEEP)
+    for platform in ("gpu", "cpu"):
+        machine = harness.Machine(
+            platform, timing.WallClock(), Ceilings("cpu"), None, "no torch", harness.Inputs(1)
+        )
+        (enter,), rivals = harness._entries(elementwise, [case], machine, slow_rivals=False)
+        names = [c.name for c in enter().contenders]
+        assert ("1 element" in names) == ("1 element" in rivals) == (platform == "gpu")
+
+
+def test_suites_may_bring_whole_programs(bare, tmp_path, monkeypatch, capsys):
+    def entrants(cases):
+        def enter(case):
+            if case.op == "vit":
+                raise ArithmeticError("losses differ")
+            states = {"ours": [0], "xla": [0]}
+
+            def contender(name, seconds):
+                def call(i):
+                    states[name].append(i)
+                    time.sleep(seconds)
+
+                return timing.Contender(name, call, lambda _: None)
+
+            contenders = [contender("ours", 1e-3), contender("xla", 3e-3)]
+            about = {"implementation": "native", "losses": {"native": [2.0, 1.0]}, "jnp": ["xla"]}
+            return harness.Entrants(contenders, about | {"ours": {"steps": 3}}, effort=0.1)
+
+        return [functools.partial(enter, case) for case in cases]
+
+    suite = types.SimpleNamespace(entrants=entrants, RIVALS=["xla"])
+    monkeypatch.setattr(harness, "load", lambda name: suite)
+    clocks = {"sm_mhz": 1980.0, "slowed": ["power cap"]}
+    monkeypatch.setattr(harness, "_clocks_at_work", lambda platform: clocks)
+    cases = CASES["models"]("cpu", True)[:2]
+    assert harness.run("models", cases, tmp_path, False, []) == 1
+    result = json.loads((tmp_path / "models.json").read_text())
+    good, bad = result["rows"]
+    assert good["best"] == "xla"
+    assert good["ours"]["steps"] == 3
+    assert 1.5 < good["ratio"] == good["rivals"]["xla"]["ratio"] < 4
+    assert good["losses"] == {"native": [2.0, 1.0]}
+    assert "tb_per_s" not in good["ours"]
+    assert "of_copy" not in good
+    assert bad["error"] == "ArithmeticError: losses differ"
+    assert result["clocks"] == {"before": clocks, "after": clocks}
+    out = capsys.readouterr().out
+    assert "ERROR: ArithmeticError" in out
+    assert "clocks after: sm_mhz 1980.0, slowed ['power cap']" in out
+
+
+def test_a_suite_is_left_out_where_what_it_needs_is_not_installed(monkeypatch, tmp_path, capsys):
+    def missing(name):
+        def load(*_):
+            raise ModuleNotFoundError("No module", name=name)
+
+        monkeypatch.setattr(harness.importlib, "import_module", load)
+
+    missing("flax")
+    assert harness.run("models", CASES["models"]("cpu", True), tmp_path, False, []) == 0
+    assert capsys.readouterr().out == "models is left out: flax is not installed\n"
+    missing("benchmarks.models")  # ours
+    with pytest.raises(ModuleNotFoundError):
+        harness.load("models")
+
+
+def test_clocks_are_read_while_the_gpu_works(monkeypatch):
+    said = {
+        "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active": (
+            "1980, 3201, 350.25, [N/A], 0x0000000000000024"
+        )
+    }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7,GPU-8")
+
+    def run(program, which, query, form):
+        assert (program, which, form) == (
+            "nvidia-smi",
+            "--id=GPU-7",
+            "--format=csv,noheader,nounits",
+        )
+        return said[query.removeprefix("--query-gpu=")]
+
+    monkeypatch.setattr(environment, "_run", run)
+    monkeypatch.setattr(harness, "_WARM_SECONDS", 0.0)
+    assert harness._clocks_at_work("gpu") == {
+        "sm_mhz": 1980.0,
+        "memory_mhz": 3201.0,
+        "power_w": 350.25,
+        "temperature_c": None,
+        "slowed": ["power cap", "heat, by software"],
+    }
+    assert harness._clocks_at_work("cpu") is None
+    monkeypatch.setattr(environment, "_run", lambda *_: None)
+    assert harness._clocks_at_work("gpu") is None
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine that has two, where JAX has not started; what is set is recorded."""
+    listed = "0, GPU-a, NVIDIA H200\n1, GPU-b, NVIDIA H200"
+    monkeypatch.setattr(environment, "_run", lambda *_: listed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    settings = {}
+    monkeypatch.setattr(jax.config, "update", settings.__setitem__)
+    backend = lambda: settings["jax_platforms"].replace("cuda,cpu", "gpu")  # noqa: E731
+    monkeypatch.setattr(jax, "default_backend", backend)
+    yield settings
+    monkeypatch.undo()  # of the variables that use_device has set, too
+    for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        os.environ.pop(variable, None)
+
+
+def test_a_device_is_chosen_for_everybody(two_gpus, monkeypatch):
+    environment.use_device("gpu:1")
+    assert two_gpus == {"jax_platforms": "cuda,cpu"}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+    environment.use_device("gpu")  # the first of those that are visible
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match=r"there are: cpu$"):
+        environment.use_device("gpu")
+    environment.use_device("cpu")
+    assert two_gpus == {"jax_platforms": "cpu"}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match="started on 'gpu' already"):
+        environment.use_device("cpu")
+
+
+@pytest.mark.parametrize("name", ["gpu:2", "gpu:x", "cpu:1", "tpu", "gpu:-1"])
+def test_a_device_that_is_not_there_is_an_error_that_lists_those_that_are(two_gpus, name, capsys):
+    with pytest.raises(SystemExit) as status:
+        cli.main(["--device", name, "--list"])
+    assert status.value.code == 2
+    here = "cpu, gpu:0 (NVIDIA H200), gpu:1 (NVIDIA H200)"
+    assert f"no device '{name}'; there are: {here}" in capsys.readouterr().err
+    assert not two_gpus
 
 
 def test_harness_refuses_a_wrong_result(bare, tmp_path, monkeypatch):
@@ -310,11 +612,10 @@ def test_harness_refuses_a_wrong_result(bare, tmp_path, monkeypatch):
 
 
 def test_quick_elementwise_run(bare, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        harness, "select", lambda *_: [c for c in quick if c.op in ("multiply", "where")][:2]
-    )
-    quick = CASES["elementwise"]("cpu", True)
-    assert cli.main(["elementwise", "--quick", "--out", str(tmp_path)]) == 0
+    quick = [c for c in CASES["elementwise"]("cpu", True) if c.op in ("multiply", "where")][:2]
+    quick = [dataclasses.replace(c, elements=4096) for c in quick]
+    monkeypatch.setattr(harness, "select", lambda *_: quick)
+    assert cli.main(["--suite", "elementwise", "--quick", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "elementwise.json").read_text())["rows"]
     assert [row["op"] for row in rows] == ["multiply", "where"]
     assert all(row["best"] == "jnp" and row["check"] == "pass" for row in rows)
@@ -404,10 +705,10 @@ def test_scatter_run(bare, tmp_path, capsys):
     assert harness.run("scatter", cases, tmp_path, False, []) == 0
     rows = json.loads((tmp_path / "scatter.json").read_text())["rows"]
     for row in rows[:-1]:
-        assert row["rivals"].keys() == {"deterministic", "jnp", "jnp f32"}
+        assert row["rivals"].keys() >= {"deterministic", "jnp", "jnp f32"}
         assert row["ours"]["rms_error"] < 4e-3
         assert row["rivals"]["deterministic"]["ratio"] > 0
-    assert rows[-1]["rivals"].keys() == {"jnp"}
+    assert rows[-1]["rivals"].keys() == scatter.work(cases[-1]).jnp.keys()
     assert "failed" not in capsys.readouterr().out
 
 
@@ -465,11 +766,11 @@ def test_kernels_run(bare, tmp_path):
     cases = [KernelCase(kernel, "bfloat16", 4 * WIDTH, "tiny") for kernel in pick]
     assert harness.run("kernels", cases, tmp_path, False, []) == 0
     result = json.loads((tmp_path / "kernels.json").read_text())
+    works = [kernels.work(case) for case in cases]
     assert [set(row["rivals"]) for row in result["rows"]] == [
-        {"built-in", "jnp"},
-        {"jnp", "jnp f32"},
-        {"jnp", "jnp f32"},
+        {*work.variants, *work.jnp} for work in works
     ]
+    assert works[0].variants.keys() == {"built-in"}
     assert all(row["implementation"] == "native" for row in result["rows"])
     assert "first use of the chain in bf16 took" in result["notes"][-1]
 
@@ -485,7 +786,8 @@ def test_kernel_checks_pass_jnp_in_float32_and_see_what_is_off(kernel, dtype):
 
 
 def test_explain_prints_the_plans(capsys):
-    assert cli.main(["permute", "--explain", "--dtype", "float16", "--case", "256-021"]) == 0
+    arguments = ["--suite", "permute", "--explain", "--dtype", "float16", "--case", "256-021"]
+    assert cli.main(arguments) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["case", "strategy", "unit", "index", "shape", "axes", "tile"]
     assert len(lines) == 1 + 4
@@ -493,7 +795,7 @@ def test_explain_prints_the_plans(capsys):
     assert (name, strategy) == ("table-1024x256x256-021-f16", "tile")
     assert rest == ["2 B", "32 bit", "(1024, 256, 256)", "(0, 2, 1)", "-"]
     with pytest.raises(SystemExit):
-        cli.main(["upsample", "--explain"])
+        cli.main(["--suite", "upsample", "--explain"])
 
 
 def test_atomic_run(bare, tmp_path):
@@ -514,14 +816,12 @@ def test_atomics_that_take_too_long_are_judged_by_few_elements(slow, monkeypatch
     case, launched = AtomicCase(1 << 18), []
 
     class Kernels:
-        def Launch(self, number, a, b, out, n):
+        def launch(self, number, a, b, out, n):
             launched.append(n)
             self.seconds = 1e-5 * n if slow else 0.0
-            return 0
 
-        def Synchronize(self):
+        def synchronize(self):
             time.sleep(getattr(self, "seconds", 0.0))
-            return 0
 
     out = types.SimpleNamespace(data=types.SimpleNamespace(ptr=0))
     cupy = types.SimpleNamespace(
@@ -594,31 +894,13 @@ def test_cute_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.delenv("CUTLASS_PATH", raising=False)
     monkeypatch.setattr(gelu_ladder.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(libraries, "BUILD", tmp_path)
-    with pytest.raises(FileNotFoundError, match="nvidia-cutlass"):
+    with pytest.raises(timing.Missing, match="nvidia-cutlass"):
         gelu_ladder.library("gelu_cute")
-
-
-def rated(us):
-    return {"us": us, "iqr_us": 0.1, "tb_per_s": 1 / us, "samples_us": [us]}
 
 
 @pytest.fixture
 def result():
-    """Two rows, of which ours loses one, and one that failed."""
-    row = {"group": "forward", "variant": "2x", "dtype": "float32", "bytes": 1000000}
-    row |= {"implementation": "native", "jnp": ["resize", "repeat"]}
-
-    def measured(name, ours, resize, repeat):
-        rivals = {"resize": rated(resize), "repeat": rated(repeat), "torch": {"error": "no"}}
-        timed = {"ours": rated(ours), "rivals": rivals, "ceilings": {"copy": rated(1.0)}}
-        return harness.summarise({**row, "case": name, **timed})
-
-    about = {"device": "NVIDIA H200", "platform": "gpu", "driver": "580", "commit": "c0ffee"}
-    about |= {"versions": {"jax": "1.2"}, "dirty": False, "date": "2026-01-02T03:04:05"}
-    rows = [measured("fwd-a", 2.0, 8.0, 4.0), measured("fwd-b", 4.0, 2.0, 6.0)]
-    rows.append({**row, "case": "fwd-c", "error": "wrong", "rivals": {}})
-    shell = {"suite": "upsample", "clock": "cupti", "ceiling": "a copy", "notes": []}
-    return {**shell, "environment": about, "rows": rows}
+    return results.upsampling()
 
 
 def test_summary_takes_the_best_jnp_rival(result):
@@ -633,35 +915,75 @@ def test_summary_takes_the_best_jnp_rival(result):
     assert "wrong" in table.line(result["rows"][2])
 
 
-def test_report_fills_the_readme_and_notices_when_it_is_stale(result, tmp_path):
-    file, readme = tmp_path / "upsample.json", tmp_path / "README.md"
-    file.write_text(json.dumps(result))
-    arguments = [str(file), "--readme", str(readme)]
-    readme.write_text("no place for it\n")
-    with pytest.raises(SystemExit, match="markers"):
-        report.main(arguments)
-    name = "benchmarks:upsample-nvidia-h200"
-    readme.write_text(f"before\n<!-- {name} begin -->\nold\n<!-- {name} end -->\nafter\n")
-    with pytest.raises(SystemExit, match="stale"):
-        report.main([*arguments, "--check"])
-    assert report.main(arguments) == 0
-    assert report.main([*arguments, "--check"]) == 0
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    # Geometric means: of 2 and 0.5 over the best rival, of 4 and 0.5 over resize.
-    assert "| **1.00x** | 0.50x | 1.41x |" in text
-    assert "| fwd-c | error: wrong |" in text
+def measured(us, spread=0.1, **more):
+    samples = {"us": us, "iqr_us": spread}
+    return {"ours": samples, "ceilings": {"copy": {"us": 5.0}}, **more}
 
 
-def test_plot_draws(result, tmp_path):
-    pytest.importorskip("matplotlib")
+@pytest.fixture
+def before():
+    """A result of four rows, of which one is an error."""
+    rows = [measured(10.0, case="a"), measured(10.0, case="b"), measured(10.0, 0.5, case="c")]
+    rows.append({"case": "d", "error": "wrong", "rivals": {}})
+    about = {"device": "NVIDIA H200", "driver": "1", "versions": {"jax": "1"}, "commit": "c0ffee"}
+    return {"suite": "cast", "clock": "cupti", "environment": about, "rows": rows}
+
+
+def test_comparison_tells_changes_from_noise(before, tmp_path, capsys):
+    after = copy.deepcopy(before)
+    for row, us in zip(after["rows"], (10.3, 9.7, 10.5), strict=False):
+        row["ours"]["us"] = us
+    after["rows"][3] = measured(1.0, case="e")
+    files = [tmp_path / "old.json", tmp_path / "new.json"]
+    for file, result in zip(files, (before, after), strict=True):
+        file.write_text(json.dumps(result))
+    assert cli.main(["compare", *map(str, files)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["SLOWER", "a", "10.00", "10.30", "us", "1.03x"]
+    assert lines[2].split() == ["faster", "b", "10.00", "9.70", "us", "0.97x"]
+    assert lines[3:] == ["of 3 rows 1 slower, 1 faster", "only before: d", "only now: e"]
+    assert comparison.change(measured(10.0), measured(10.09)) is None
+    assert comparison.change(measured(1.0, 0.0), measured(1.04, 0.0)) is None  # ticks of a clock
+    assert comparison.change(measured(10.0, 0.0), measured(10.11, 0.0)) == pytest.approx(1.011)
+
+
+def test_comparison_warns_of_other_machines(before, tmp_path, capsys):
+    after = copy.deepcopy(before)
+    after["environment"] |= {"driver": "2", "versions": {"jax": "3", "flax": "3"}}
+    for row in after["rows"][:3]:
+        row["ceilings"]["copy"]["us"] = 6.0
+    text = comparison.compare(before, after)
+    assert "WARNING: driver: 1, then 2\nWARNING: version of jax: 1, then 3\n" in text
+    assert "flax" not in text  # which the older one does not know of
+    assert "WARNING: the ceiling's copies took 1.20x as long" in text
+    assert "WARNING: device" not in text
+    assert "an error now: d\nan error before: d" in text
+    assert "WARNING" not in comparison.compare(before, before)
+    after["rows"] = [row | {"case": row["case"] * 2} for row in after["rows"]]
+    assert "WARNING: they have no row in common" in comparison.compare(before, after)
+    file = tmp_path / "old.json"
+    for content, said in (
+        ("{}", "not a result"),
+        ("[", "Expecting"),
+        (json.dumps(before), "suite"),
+    ):
+        file.write_text(content)
+        with pytest.raises(SystemExit):
+            cli.main(["--suite", "upsample", "--compare", str(file), "--list"])
+        assert said in capsys.readouterr().err
+
+
+def test_a_run_is_compared_with_older_ones(bare, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(harness, "select", lambda *_: [TINY])
+    run = ["--suite", "upsample", "--out", str(tmp_path)]
+    assert cli.main(run) == 0
     file = tmp_path / "upsample.json"
-    file.write_text(json.dumps(result))
-    assert plot.main([str(file), "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "upsample-nvidia-h200.png").stat().st_size > 1000
-    assert "<svg" in (tmp_path / "upsample-nvidia-h200.svg").read_text()
+    old = json.loads(file.read_text())
+    old["rows"][0]["ours"] |= {"us": 1e-3, "iqr_us": 0.0}
+    file.write_text(json.dumps(old))
+    capsys.readouterr()
+    assert cli.main([*run, "--compare", str(file)]) == 0  # the file is this run's own, too
+    assert f"SLOWER {TINY.name}" in capsys.readouterr().out
 
 
 def test_environment_names_no_directories():
@@ -670,155 +992,17 @@ def test_environment_names_no_directories():
     assert environment.slug(about) == "cpu-amd-epyc-9654-96-cores"
 
 
+def test_options_that_choose_no_case_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["--case", "of no suite"])
+    assert "no case has that name" in capsys.readouterr().err
+
+
 def test_list_prints_the_cases_that_the_options_choose(capsys):
-    assert cli.main(["upsample", "--list", "--case", "bwd", "--dtype", "float16"]) == 0
+    arguments = ["--suite", "upsample", "cast", "--list", "--case", "f16", "--dtype", "float16"]
+    assert cli.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines
-    assert all(line.startswith("bwd") and line.endswith("-f16") for line in lines)
+    assert {line.split("-")[0] for line in lines} == {"fwd", "bwd", "f16"}
     with pytest.raises(SystemExit):
-        cli.main(["no-such-suite"])
-
-
-@pytest.fixture
-def suites(result):
-    """Small results of the other suites, by name."""
-
-    def row(case, ours, rivals, jnp=("jnp",), **more):
-        row = {"case": case.name, "op": case.op, "group": case.group, "variant": case.variant}
-        row |= {"dtype": case.dtype, "bytes": case.bytes, "implementation": "native"}
-        timed = {name: {**rated(us), **more.get(name, {})} for name, us in rivals.items()}
-        row |= {"ours": rated(ours), "rivals": timed, "jnp": list(jnp)}
-        return harness.summarise({**row, "ceilings": {"copy": rated(1.0)}})
-
-    def case(op, dtype, group="forward", size="512 MiB"):
-        return ElementwiseCase(op, dtype, 1 << 20, size, group)
-
-    ops = [
-        row(case("silu", "float32"), 2.0, {"jnp": 3.0, "torch": 4.0}),
-        row(case("silu", "float32", "derivative"), 2.0, {"jnp": 1.0, "torch": 4.0}),
-        row(case("multiply", "float16"), 2.0, {"jnp": 2.0, "torch": 2.0, "naive": 3.0}),
-        row(case("silu", "float32", size="64 MiB"), 2.0, {"jnp": 6.0, "torch": 4.0}),
-        row(case("silu", "float32", "small", "1 KiB"), 2.0, {"jnp": 2.5, "1 element": 1.5}),
-    ]
-    wide = {"requests": 131072, "sectors": 2097152, "load_bits": 128, "store_bits": 128}
-    counts = {"scalar": {**wide, "requests": 524288}, "vec2": {**wide, "requests": 262144}}
-    errors = {"vec4 half2": {"max_error": 9e-4}, "ours, f32 math": {"max_error": 2e-4}}
-    f32 = {"jnp": 9.0, "scalar": 8.0, "vec2": 8.0, "vec4": 8.0, "ours, f32 math": 7.0}
-    f16 = {"half2": 5.0, "vec4 half2": 4.0, "cute": 4.02, "ours, f32 math": 4.0}
-    ladder = [
-        row(LadderCase("float32", 16 << 20), 7.0, f32, **counts, vec4=wide),
-        row(LadderCase("float16", 16 << 20), 4.0, {"jnp": 6.0, **f16}, **errors),
-    ]
-    ladder[1]["rivals"]["cute"]["ncu"] = "no permission"
-    casts = [row(CastCase("float32", "int8", 99, "64 MiB"), 2.0, {"astype": 1.0}, ["astype"])]
-    rows = {"elementwise": ops, "gelu_ladder": ladder, "cast": casts}
-    sizes = ("segment_sum", 16 << 20, 1, 1024, "hot")
-    rms = [{"rms_error": error} for error in (2e-4, 5e-2)]
-    times = {"deterministic": 6.0, "jnp": 4.0, "torch": 8.0}
-    rows["scatter"] = [row(ScatterCase(*sizes, "float16"), 2.0, times)]
-    rows["scatter"][0]["rivals"]["jnp"] |= rms[1]
-    rows["scatter"][0]["ours"] |= rms[0]
-    rows["scatter"][0]["rivals"]["torch"] |= {"once": True, "us": 2.5e6}
-    forms = {"half": 90.0, "half2": 30.0, "FastAtomicAdd": 20.0, "one a block": 2.0}
-    errors = {name: {"relative_error": 0.9} for name in forms}
-    rows["atomic_add"] = [row(AtomicCase(32 << 20), 4.0, forms, [], **errors)]
-    rows["atomic_add"] += [row(AtomicCase(16 << 10), 4.0, forms, [], **errors)]
-    for found in rows["atomic_add"]:
-        found["ours"]["relative_error"] = 1e-7
-    rows["atomic_add"][1]["rivals"]["half"] = {"skipped": "not run: 9 s"}
-    images = PermuteCase((32, 225, 225, 3), (0, 3, 1, 2), "images", "int8")
-    kept, swapped = (
-        PermuteCase((64, 256, 256), axes, str(axes), "float32", "article")
-        for axes in ((1, 0, 2), (0, 2, 1))
-    )
-    times = {"jnp": 3.0, "naive": 9.0, "naive, 32-bit": 6.0}
-    rows["permute"] = [
-        row(images, 2.0, {"jnp": 1.0, "torch": 4.0}),
-        row(dataclasses.replace(images, dtype="complex64"), 2.0, {"jnp": 3.0, "torch": 4.0}),
-        row(kept, 2.0, {**times, "torch": 2.6}),
-        row(swapped, 2.0, {**times, "torch": 4.0}),
-    ]
-    for found in rows["permute"]:
-        found["ours"] |= {"strategy": "runs", "unit_bytes": 1}
-    expression = KernelCase("silu", "float32", 1 << 20, "256 MiB")
-    rows["kernels"] = [row(expression, 2.0, {"built-in": 2.5, "jnp": 3.0})]
-    return {suite: {**result, "suite": suite, "rows": rows[suite]} for suite in rows}
-
-
-def test_report_compares_ops(suites):
-    text = report.tables(suites["elementwise"])
-    assert "|  | forward f32 | derivative f32 | forward f16 |" in text
-    assert "| silu ▼ | 1.50x 50% | 0.50x 50% ▼ |  |" in text
-    assert "| multiply |  |  | 1.00x 50% |" in text
-    assert "| f16 | 512 MiB | 3.0 us, 0.33 TB/s | 2.0 us, 0.50 TB/s | 1.50x | 1.69x |" in text
-    assert "| 1 KiB | f32 | 2.00 | 1.50 | 2.50 |" in text
-    assert "Every op at 64 MiB" in text
-    summary = text[: text.index("At 512 MiB")]
-    assert "naive" not in summary
-    assert "small" not in summary
-    assert "| f32 to int8 ▼ | 0.50x 50% ▼ |" in report.tables(suites["cast"])
-
-
-def test_report_judges_the_ladder(suites):
-    text = report.tables(suites["gelu_ladder"])
-    assert "| vec4 | 8.00 | 0.12 | 12% | - | - | 128, 128 | 131,072 | 2,097,152 | 249.15 |" in text
-    assert "four f32 a thread beat one: **no difference here**, 1.00x here, 1.03x" in text
-    assert "half2 beats f32: **holds**, 1.60x here" in text
-    assert "CuTe is as fast as four half2 by hand: **holds**" in text
-    assert "halves the requests and leaves the sectors: **holds**" in text
-    assert "off by 0.001: **holds**, 9.0e-04 here; f32 arithmetic, rounded once, 2.0e-04" in text
-    assert "cute on ladder-16M-f16: no permission" in text
-
-
-def test_report_of_scatter_and_atomics(suites):
-    text = report.tables(suites["scatter"])
-    assert "| 16M x 1 to 1024, hot | segment_sum | 2.0 | 2.00x | 4.00x | 50% |" in text
-    assert "| 16M x 1 to 1024, hot | segment_sum | 3.00x | 2.0e-04 | 5.0e-02 | - |" in text
-    assert "torch on segment_sum-16Mx1-to-1024-hot-f16: one call of 2.50 s" in text
-    text = report.tables(suites["atomic_add"])
-    assert "| FastAtomicAdd | 20.0 | 50 | 9.0e-01 | 4.50x | 137.01 | 3.08x |" in text
-    assert "| segment_sum of the products | 4.0 | 250 | 1.0e-07 | 22.50x | - | - |" in text
-    assert "a padded half beats a half, 32M elements: **holds**, 4.50x here, 3.08x" in text
-    assert "as fast as a pair, 16k elements: **holds**, 1.50x here, 1.00x in the article" in text
-    assert "half on atomics-16k-f16: not run: 9 s" in text
-
-
-def test_report_of_permute(suites):
-    text = report.tables(suites["permute"])
-    assert "| all |  | int8 | 1 | **0.50x** | 0.50x | 0.50x | 2.00x | 50% |" in text
-    assert "| images |  | complex64 | 1 | **1.50x** |" in text
-    assert "| (32, 225, 225, 3) by (0, 3, 1, 2) ▼ | 0.50x 50% ▼ | 1.50x 50% |" in text
-    assert "| native: runs, 1 B | 2.0 |" in text
-    row = "| (64, 256, 256) by (1, 0, 2) | f32, 16 MiB | 3.0 us | 9.0 us | 6.0 us | 2.6 us | 2.0 us"
-    assert f"{row} | 1.0 us | 4.50x | 1.30x | 50% |" in text
-    assert "(1, 0, 2) in f32 and f16 is 1.24x to 1.40x as fast" in text
-    assert "A100: **holds**, 1.30x to 1.30x here" in text
-    assert "A100: **does not hold**, 2.00x to 2.00x here" in text
-    assert "up to 6.30x" not in text  # no case of it
-    assert "in most cases: 50% to 50% here" in text
-
-
-def test_report_of_kernels(suites):
-    text = report.tables(suites["kernels"])
-    assert "| all |  | float32 | 1 | **1.50x** | 1.50x | 1.25x | 1.50x | 50% |" in text
-    assert "| expression | of each array | dtype | us | of copy | built-in | jnp |" in text
-    assert "| `silu(x)` | 256 MiB | f32 | 2.0 | 50% | 1.25x | 1.50x |" in text
-
-
-def test_plot_draws_a_figure_a_group(suites, tmp_path):
-    pytest.importorskip("matplotlib")
-    made = [stem for result in suites.values() for stem in plot.draw(result, tmp_path)]
-    assert {stem.removesuffix("-nvidia-h200") for stem in made} == {
-        "elementwise-forward",
-        "elementwise-derivative",
-        "elementwise-small",
-        "gelu_ladder",
-        "cast",
-        "scatter",
-        "atomic_add",
-        "permute",
-        "permute-wide",
-        "permute-article",
-        "kernels",
-    }
-    assert all((tmp_path / f"{stem}.png").stat().st_size > 1000 for stem in made)
+        cli.main(["--suite", "no-such-suite"])

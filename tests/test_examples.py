@@ -8,6 +8,7 @@ import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ pytest.importorskip("matplotlib")  # of the extra "bench", which examples need
 pytest.importorskip("tqdm")
 
 from benchmarks import environment, plot, report
+from benchmarks.cases import MODELS
 from examples import training, upsample_photo
 
 TINY = {
@@ -41,7 +43,7 @@ def test_training_on_several_devices_is_that_on_one(name, devices, tmp_path):
         assert run["devices"] == devices
         np.testing.assert_allclose(run["losses"], one["losses"], rtol=2**-7)
         assert run["collectives"].keys() == {"all-reduce"}
-    table = report.tables(result)
+    table = report.training(result)
     assert all(f"| {run['variant']} | {devices} |" in table for run in runs)
     assert environment.slug(result["environment"]).endswith(f"-x{devices}")
     assert plot.main([str(file), f"--out={tmp_path}"]) == 0  # which has nothing to draw
@@ -82,6 +84,58 @@ def test_what_is_wrong_with_a_run_is_noticed(change, error, capsys):
     printed = capsys.readouterr().err
     assert error in printed
     assert (errors > 0) == bool(error) == bool(printed)
+
+
+def test_the_same_training_by_native_kernels_and_by_xla(tmp_path, capsys):
+    programs = pytest.importorskip("examples.programs")  # flax and optax
+    graph = importlib.import_module("examples.graph")
+    picture = tmp_path / "losses.svg"
+    argv = ["--quick", "--steps=16", f"--plot={picture}"]
+    assert programs.main(graph.problem, graph.__doc__, argv) == 0
+    printed = capsys.readouterr().out
+    assert "custom calls: jof_gather_rows, " in printed
+    assert re.search(r"^  15 +0\.\d+ +0\.\d+$", printed, re.MULTILINE)
+    assert "native, " in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("native", "xla", "error"),
+    [
+        ({}, {}, ""),
+        ({"losses": [2.0, 2.0]}, {"losses": [2.0, 2.0]}, "native: the loss did not fall"),
+        ({"losses": [2.0, 1.1]}, {}, "losses differ by more than 1.0e-02"),
+        ({"losses": [2.0, math.nan]}, {}, "losses differ by more than 1.0e-02"),
+        ({"calls": []}, {}, "native: the step has no custom call jof_silu(_vjp)?"),
+        ({}, {"calls": ["jof_silu"]}, "xla: the step has custom calls ['jof_silu']"),
+    ],
+)
+def test_what_differs_between_native_kernels_and_xla_is_noticed(native, xla, error, capsys):
+    programs = pytest.importorskip("examples.programs")
+    problem = dataclasses.replace(PROBLEM, batches=[0, 1])
+    runs = [
+        dataclasses.replace(ONE, variant="native", **native),
+        dataclasses.replace(ONE, **{"variant": "xla", "calls": [], **xla}),
+    ]
+    errors = programs.compare(problem, *runs)
+    printed = capsys.readouterr().err
+    assert error in printed
+    assert (errors > 0) == bool(error) == bool(printed)
+
+
+@pytest.mark.parametrize("size", ["full", "small"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_larger_sizes(name, size, monkeypatch):
+    programs = pytest.importorskip("examples.programs")
+
+    def zeros(make):
+        batch = jax.eval_shape(make, jax.random.key(0))
+        return [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)]
+
+    monkeypatch.setattr(programs, "batches", zeros)
+    problem = importlib.import_module(f"examples.{name}").problem(size)
+    params = jax.eval_shape(problem.init, jax.random.key(0))
+    loss = jax.eval_shape(problem.loss, params, problem.batches[0])
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
 def test_collectives_of_a_program():

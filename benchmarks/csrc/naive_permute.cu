@@ -72,3 +72,5 @@ extern "C" int Launch(int index_bytes, int element_bytes, const void* x, void* y
       return cudaErrorInvalidValue;
   }
 }
+
+extern "C" int Synchronize() { return cudaDeviceSynchronize(); }

@@ -1,0 +1,84 @@
+"""cuTENSOR's permutation, of the wheel cutensor-cu13, through its C interface."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..harness import Sets
+from ..timing import Contender, Missing, reason
+from . import address, on_views
+
+Array = Any
+
+TYPES = {"float32": 0, "float16": 2, "complex64": 4, "bfloat16": 14}
+"""Of cudaDataType_t those whose scaling factor and arithmetic are of f32."""
+
+_IDENTITY, _DEFAULT_ALGORITHM, _NO_JIT = 1, -1, 0
+_ALIGNMENT = 128  # bytes, at least, of JAX's arrays
+
+
+def contender(sets: Sets, ours: Array, axes: Sequence[int]) -> tuple[Contender, dict[str, Any]]:
+    """The rival "cutensor"."""
+    library, handle = _library()
+    x = sets[0][0]
+    rank, number = len(axes), TYPES[x.dtype.name]
+    operand, result, operation, preference, plan = (ctypes.c_void_p() for _ in range(5))
+    for descriptor, array in ((operand, x), (result, ours)):
+        extents = (ctypes.c_int64 * rank)(*array.shape)
+        strides = (ctypes.c_int64 * rank)(*_strides(array.shape))
+        describe = library.cutensorCreateTensorDescriptor
+        _check(describe(handle, _at(descriptor), rank, extents, strides, number, _ALIGNMENT))
+    modes = [(ctypes.c_int32 * rank)(*names) for names in (range(rank), axes)]
+    arithmetic = ctypes.c_void_p.in_dll(library, "CUTENSOR_COMPUTE_DESC_32F")
+    parts = (operand, modes[0], _IDENTITY, result, modes[1], arithmetic)
+    _check(library.cutensorCreatePermutation(handle, _at(operation), *parts))
+    choice = (_DEFAULT_ALGORITHM, _NO_JIT)
+    _check(library.cutensorCreatePlanPreference(handle, _at(preference), *choice))
+    no_workspace = ctypes.c_uint64(0)
+    _check(library.cutensorCreatePlan(handle, _at(plan), operation, preference, no_workspace))
+    one = (ctypes.c_float * 2)(1.0, 0.0)  # complex for some
+
+    def start(inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        source, destination = ctypes.c_void_p(inputs[0]), ctypes.c_void_p(outputs[0])
+        _check(library.cutensorPermute(handle, plan, one, source, destination, None))
+
+    return on_views("cutensor", address, start, _synchronize, sets, ours, exact=True)
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    spec = importlib.util.find_spec("cutensor")
+    places = [Path(p) / "lib" for p in (spec and spec.submodule_search_locations) or ()]
+    found = next((p for place in places for p in place.glob("libcutensor.so.2")), None)
+    try:
+        library = ctypes.CDLL(str(found or "libcutensor.so.2"))
+    except OSError as error:
+        raise Missing(f"pip install cutensor-cu13 ({reason(error)})") from None
+    handle = ctypes.c_void_p()
+    _check(library.cutensorCreate(_at(handle)))
+    return library, handle
+
+
+_at = ctypes.byref
+
+
+def _synchronize() -> None:
+    """By the driver: cuTENSOR has made the context current."""
+    _check(ctypes.CDLL("libcuda.so.1").cuCtxSynchronize())
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"status {status}")
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Of a dense array, in elements."""
+    return [int(n) for n in np.cumprod([1, *shape[:0:-1]])[::-1]]

@@ -1,0 +1,104 @@
+"""A graph network in bfloat16: messages along edges are summed at nodes by `segment_sum`.
+
+`embedding_lookup` fetches what the ends of an edge know: a lookup whose gradient adds rows up, as
+the sum's gradient looks them up. Some nodes are hubs, with many edges. It learns the mean of what
+is around each node, one and two edges away. Parameters are float32. The same steps run by native
+kernels and by XLA; the program fails where their losses differ.
+
+    python -m examples.graph --quick
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import jax_oneflow_ops as jof
+from examples import programs, training
+
+OPS = ("segment_sum", "embedding_lookup", "silu")
+# Nodes, edges, the width of what is known of a node, layers, the rate of learning.
+SIZES = {
+    "full": (1 << 16, 1 << 20, 128, 2, 0.01),
+    "small": (1 << 13, 1 << 16, 64, 2, 0.02),
+    "tiny": (512, 4096, 32, 1, 0.02),
+}
+FEATURES = 16
+Dense = partial(nn.Dense, dtype=jnp.bfloat16)
+
+
+class Layer(nn.Module):
+    """Nodes learn from their neighbours."""
+
+    @nn.compact
+    def __call__(self, nodes: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+        count, width = nodes.shape
+        # Nodes are fewer than edges: what is linear is done before the lookup.
+        sent = jof.embedding_lookup(Dense(width)(nodes), senders)
+        received = jof.embedding_lookup(Dense(width)(nodes), receivers)
+        message = Dense(width)(jof.silu(sent + received))
+        total = jof.segment_sum(message, receivers, count)
+        degree = jof.segment_sum(jnp.ones_like(receivers), receivers, count)
+        mean = total / jnp.maximum(degree, 1)[:, None].astype(total.dtype)
+        update = jof.silu(Dense(width)(nn.LayerNorm(dtype=nodes.dtype)(nodes + mean)))
+        return nodes + Dense(width)(update)
+
+
+class GraphNetwork(nn.Module):
+    """A number for each node."""
+
+    width: int
+    depth: int
+
+    @nn.compact
+    def __call__(self, nodes: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+        x = Dense(self.width)(nodes)
+        for _ in range(self.depth):
+            x = Layer()(x, senders, receivers)
+        return nn.Dense(1)(x.astype(jnp.float32))[:, 0]
+
+
+def problem(size: str) -> training.Problem:
+    """The model and its data."""
+    nodes, edges, width, depth, rate = SIZES[size]
+    model = GraphNetwork(width, depth)
+
+    def loss(params: training.Tree, batch: tuple[jax.Array, ...]) -> jax.Array:
+        *graph, target = batch
+        return jnp.mean((jnp.asarray(model.apply(params, *graph)) - target) ** 2)
+
+    batches = programs.batches(partial(graph, nodes=nodes, edges=edges))
+    return training.Problem(
+        lambda key: model.init(key, *batches[0][:3]),
+        loss,
+        batches,
+        rate=rate,
+        items=edges,
+        unit="edges",
+        tolerance=programs.TOLERANCE,
+        calls=programs.calls(OPS),
+    )
+
+
+def graph(key: jax.Array, nodes: int, edges: int) -> tuple[jax.Array, ...]:
+    """Features of nodes, the ends of edges in no order, and what is to be learned of nodes."""
+    of_features, of_senders, of_receivers = jax.random.split(key, 3)
+    features = jax.random.normal(of_features, (nodes, FEATURES))
+    senders = jax.random.randint(of_senders, (edges,), 0, nodes)
+    # The square of a uniform number is small often: the first nodes are hubs.
+    receivers = (nodes * jax.random.uniform(of_receivers, (edges,)) ** 2).astype(jnp.int32)
+
+    def around(x: jax.Array) -> jax.Array:
+        total = jnp.zeros(nodes).at[receivers].add(x[senders])
+        return total / jnp.maximum(jnp.zeros(nodes).at[receivers].add(1.0), 1)
+
+    near = jnp.tanh(features[:, 0] + features[:, 1])
+    return features, senders, receivers, 2 * around(near) + around(around(near)) + near
+
+
+if __name__ == "__main__":
+    sys.exit(programs.main(problem, __doc__, sys.argv[1:]))
