@@ -1,6 +1,6 @@
-"""README's tables of what the tests cover, made of what parametrizes the tests.
+"""The documents' tables of what the tests cover, made of what parametrizes the tests.
 
-`python -m tests.tables [--check] [README.md]` writes them between their markers.
+`python -m tests.tables [--check]` writes them between their markers.
 """
 
 import argparse
@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from tests import shardings, test_export, test_transforms
-from tests.cases import CASES
+from tests.cases import CASES, Case
 
-README = Path(__file__).parents[1] / "README.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def transformations() -> str:
@@ -31,7 +31,7 @@ def transformations() -> str:
         return ("✓" if None in reasons else "") + (f"<sup>{numbers}</sup>" if notes else "")
 
     full = sorted((case for case in CASES if not case.variant), key=lambda case: case.function)
-    rows = [[f"`{case.function}`", *(mark(case, group) for group in groups)] for case in full]
+    rows = [[label(case), *(mark(case, group) for group in groups)] for case in full]
     variants = len(CASES) - len(full)
     run = sum(reason is None for *_, reason in cells)
     return "\n".join(
@@ -55,29 +55,38 @@ def transformations() -> str:
     )
 
 
-def tables() -> dict[str, str]:
-    return {"transformations": transformations(), "sharding": shardings.table()}
+def label(case: Case) -> str:
+    return f"`{case.function}`" + (f", {case.kernel}" if case.kernel else "")
 
 
-def updated(text: str) -> str:
-    """`text` with today's tables between the markers that it has."""
-    for name, table in tables().items():
-        begin, end = f"<!-- tests:{name} begin -->", f"<!-- tests:{name} end -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        text = pattern.sub(lambda _, t=f"{begin}\n{table}\n{end}": t, text)
-    return text
+TABLES = {"transformations": transformations, "sharding": shardings.table}
+"""The table of the page of that name."""
+
+
+def page(name: str) -> Path:
+    return DOCS / f"{name}.md"
+
+
+def updated(name: str, text: str) -> str:
+    """The page's `text` with today's table between its markers."""
+    begin, end = f"<!-- tests:{name} begin -->", f"<!-- tests:{name} end -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    assert len(pattern.findall(text)) == 1, f"{page(name)} lacks {begin} ... {end}"
+    return pattern.sub(lambda _: f"{begin}\n{TABLES[name]()}\n{end}", text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail where they are not current")
-    parser.add_argument("document", nargs="?", type=Path, default=README)
-    arguments = parser.parse_args()
-    text = arguments.document.read_text()
-    if arguments.check:
-        return int(updated(text) != text)
-    arguments.document.write_text(updated(text))
-    return 0
+    check = parser.parse_args().check
+    stale = 0
+    for name in TABLES:
+        text = page(name).read_text()
+        if updated(name, text) != text:
+            stale += 1
+            if not check:
+                page(name).write_text(updated(name, text))
+    return int(check and stale > 0)
 
 
 if __name__ == "__main__":
