@@ -1,22 +1,18 @@
-"""What the CUDA module's machine code holds: wide loads and stores, and nothing in local memory.
+"""What the CUDA module's machine code holds: wide loads and stores, nothing in local memory, and no
+more instructions and registers than when ``tests/sass/expected.txt`` was written.
 
 No GPU is needed: the compiled module is disassembled.
 """
 
-import ctypes
-import importlib.util
 import os
 import re
-import shutil
-import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from jax_oneflow_ops import _native
+from tests import sass
+from tests.sass import Kernel, access_bits, demangle, kernels_of, template_arguments
 
 SIZES = {
     **dict.fromkeys(("Bool", "Float8E4M3FN", "Float8E5M2", "bool", "char"), 1),
@@ -26,63 +22,6 @@ SIZES = {
     **dict.fromkeys(("double", "long", "unsigned long", "long long", "unsigned long long"), 8),
     "Word128": 16,
 }
-
-
-class Kernel(NamedTuple):
-    """A kernel of a disassembly: its demangled name and the opcodes of its instructions."""
-
-    architecture: str
-    name: str
-    opcodes: list[str]
-
-
-def demangle(name: str) -> str:
-    """With the C++ runtime that the native modules need anyway."""
-    runtime = ctypes.CDLL("libstdc++.so.6")
-    runtime.__cxa_demangle.restype = ctypes.c_void_p
-    status = ctypes.c_int()
-    address = runtime.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
-    if status.value != 0:
-        return name
-    demangled = ctypes.string_at(address).decode()
-    ctypes.CDLL(None).free(ctypes.c_void_p(address))
-    return demangled
-
-
-def kernels_of(listing: str) -> Iterator[Kernel]:
-    """The kernels in what `cuobjdump -sass` prints."""
-    opcode = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
-    architecture = ""
-    for part in re.split(r"(?=^\s*Function : |^arch = )", listing, flags=re.MULTILINE):
-        header, _, body = part.partition("\n")
-        if found := re.match(r"arch = (\w+)", header):
-            architecture = found[1]
-        elif found := re.match(r"\s*Function : (\S+)", header):
-            yield Kernel(architecture, demangle(found[1]), opcode.findall(body))
-
-
-def template_arguments(text: str) -> list[str]:
-    """The arguments of the first template in `text`: "f<a, b<c, d>>" has a and b<c, d>."""
-    arguments, depth = [""], 0
-    for character in text[text.index("<") :]:
-        depth -= character == ">"
-        if depth == 1 and character == ",":
-            arguments.append("")
-        elif depth > 0:
-            arguments[-1] += character
-        elif character == ">":
-            break
-        depth += character == "<"
-    return [argument.strip() for argument in arguments if argument.strip()]
-
-
-def access_bytes(opcode: str) -> int:
-    """How many bytes of global memory a load or store of one thread moves."""
-    if width := re.search(r"\.(64|128)\b", opcode):
-        return int(width[1]) // 8
-    if width := re.search(r"\.[US](8|16)\b", opcode):
-        return int(width[1]) // 8
-    return 4
 
 
 def pack_accesses(name: str) -> tuple[int, Counter, Counter] | None:
@@ -114,58 +53,40 @@ DROPS_HALVES = re.compile(r"\bCast<(?:(?:un)?signed )?(?:char|short|int), (?:uns
 def faults(kernels: list[Kernel]) -> list[str]:
     found = []
     for kernel in kernels:
-        spills = [opcode for opcode in kernel.opcodes if re.match(r"(LDL|STL)\b", opcode)]
-        problems = [f"{len(spills)} accesses to local memory"] if spills else []
+        spills = sum(n for op, n in kernel.opcodes.items() if re.match(r"(LDL|STL)\b", op))
+        problems = [f"{spills} accesses to local memory"] if spills else []
         accesses = pack_accesses(kernel.name)
         if accesses is not None and accesses[0] > 1:
             for instruction, wanted in zip(("LDG", "STG"), accesses[1:], strict=True):
                 if instruction == "LDG" and DROPS_HALVES.search(kernel.name):
                     continue
-                there = Counter(
-                    access_bytes(opcode)
-                    for opcode in kernel.opcodes
-                    if re.match(rf"{instruction}\b", opcode)
-                )
+                there: Counter = Counter()
+                for opcode, count in kernel.opcodes.items():
+                    if re.match(rf"{instruction}\b", opcode):
+                        there[access_bits(opcode)] += count
                 for width, count in wanted.items():
-                    if there[width] < count:
+                    if there[8 * width] < count:
                         problems.append(
-                            f"{there[width]} of {count} {instruction} of {8 * width} bits"
+                            f"{there[8 * width]} of {count} {instruction} of {8 * width} bits"
                         )
         found += [f"{kernel.architecture} {kernel.name}: {problem}" for problem in problems]
     return found
 
 
-def cuobjdump() -> str:
-    """The toolkit's, or that of the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm."""
-    spec = importlib.util.find_spec("nvidia")
-    wheels = [
-        path
-        for directory in (spec.submodule_search_locations if spec else [])
-        for path in sorted(Path(directory).glob("*/bin/cuobjdump"), reverse=True)
-    ]
-    path = shutil.which("cuobjdump") or (str(wheels[0]) if wheels else None)
-    assert path, "no cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-    return path
-
-
 @pytest.fixture(scope="module")
-def kernels() -> list[Kernel]:
-    """Of the built CUDA module, for every architecture it was compiled for."""
+def module(request, tmp_path_factory) -> sass.Module:
+    """The built CUDA module, for every architecture it was compiled for."""
     if not _native.available("cuda"):
         assert os.environ.get("JOF_REQUIRE_CUDA_MODULE") != "1", "the _cuda module was not built"
         pytest.skip("the _cuda module was not built (set JOF_CUDA=ON to build it)")
-    program = cuobjdump()
-    # cuobjdump looks for nvdisasm on PATH.
-    path = f"{os.path.dirname(program)}{os.pathsep}{os.environ.get('PATH', '')}"
-    result = subprocess.run(
-        [program, "-sass", _native._loaded["cuda"].__file__],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PATH": path},
-    )
-    assert result.returncode == 0, result.stderr
-    return list(kernels_of(result.stdout))
+    cache = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
+    folder = cache.mkdir("sass") if cache else tmp_path_factory.mktemp("sass")
+    return sass.read_module(_native._loaded["cuda"].__file__, folder)
+
+
+@pytest.fixture
+def kernels(module) -> list[Kernel]:
+    return module.kernels
 
 
 def test_the_modules_kernels(kernels):
@@ -227,6 +148,34 @@ def test_kernels_of_rows_move_packs(kernels):
                     assert any(re.match(access, opcode) for opcode in kernel.opcodes), (
                         f"{architecture} {kernel.name} has no {access}"
                     )
+
+
+@pytest.fixture
+def expected(module) -> tuple[str, dict[str, sass.Fields], dict[str, sass.Fields]]:
+    """The compiler and the lines of the file, and those of the module."""
+    actual = sass.expectations(module.kernels)
+    if not actual:
+        asked = "90" in os.environ.get("JOF_CUDA_ARCHITECTURES", "")
+        assert not asked, "the module was to have code for sm_90"
+        pytest.skip("the module has no code for sm_90")
+    return *sass.from_text(sass.EXPECTED.read_text()), actual
+
+
+def fail_on(diff: str) -> None:
+    if diff:
+        pytest.fail(f"`python -m tests.sass --update` accepts:\n{diff}", pytrace=False)
+
+
+def test_accesses_are_the_expected(expected):
+    _, before, after = expected
+    fail_on(sass.difference(before, after, of_compiler=False))
+
+
+def test_registers_and_instructions_are_the_expected(expected, module):
+    compiler, before, after = expected
+    if compiler != module.compiler:
+        pytest.skip(f"the expectations are of nvcc {compiler}, the module of {module.compiler}")
+    fail_on(sass.difference(before, after, of_compiler=True))
 
 
 # What the checker is told, and what it must find.
@@ -301,3 +250,142 @@ def test_a_listing_without_faults():
 def test_planted_faults_are_found(name, change, part):
     found = planted(name, **change)
     assert any(part in fault for fault in found), found
+
+
+# ---- the comparison with the expectations ----
+
+COMPILED = Kernel(
+    "sm_90",
+    demangle(HALF),
+    Counter({"LDG.E.128.CONSTANT": 1, "STG.E.128": 1, "FFMA": 198, "NOP": 9}),
+    registers=32,
+)
+LINE = "Silu<f16> pack 8, scalars regs 32 instr/elem 25 ld.128 1 st.128 1"
+
+
+def lines_of(*kernels: Kernel) -> dict[str, sass.Fields]:
+    """By way of the file."""
+    return sass.from_text(sass.to_text("13.0", sass.expectations(kernels)))[1]
+
+
+def with_opcodes(**counts: int) -> Kernel:
+    """The kernel with other counts; two underscores stand for a dot."""
+    changed = {name.replace("__", "."): count for name, count in counts.items()}
+    return COMPILED._replace(opcodes=Counter({**COMPILED.opcodes, **changed}))
+
+
+def test_a_kernels_line():
+    text = sass.to_text("13.0", sass.expectations([COMPILED]))
+    assert " ".join(text.splitlines()[-1].split()) == LINE
+    assert sass.from_text(text) == ("13.0", lines_of(COMPILED))
+    assert sass.from_text("# with nvcc 13.0, 13.1.\n")[0] == "13.0, 13.1"
+    assert sass.expectations([COMPILED._replace(architecture="sm_80")]) == {}
+    with pytest.raises(AssertionError, match="two kernels are Silu"):
+        lines_of(COMPILED, COMPILED)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (demangle(WIDEN).replace("Operand", "ArrayOperand"), "Silu<f16> pack 4"),
+        (
+            "void jof::common::(anonymous namespace)::TileKernel<8, true, (jof::common::(anonymous "
+            "namespace)::OutRows)1>(jof::common::TileGeometry, char*)",
+            "TileKernel<8, true, OutRows 1>",
+        ),
+        ("void jof::MapKernel<jof::Complex<float>, unsigned long>(int)", "MapKernel<c64, u64>"),
+        ("jof::FillKernel(int, long)", "FillKernel"),
+    ],
+)
+def test_short_names(name, short):
+    assert sass.short_name(name) == short
+
+
+@pytest.mark.parametrize(
+    ("opcode", "bits"),
+    [
+        ("LDG.E.128.CONSTANT", 128),
+        ("LDG.E.U8", 8),
+        ("STG.E", 32),
+        ("REDG.E.ADD.F32.FTZ.RN.STRONG.GPU", 32),
+        ("REDG.E.ADD.BF16x8.RN.STRONG.GPU", 128),
+        ("REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU", 128),
+        ("REDG.E.ADD.F64.RN.STRONG.GPU", 64),
+    ],
+)
+def test_widths_of_accesses(opcode, bits):
+    assert access_bits(opcode) == bits
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        COMPILED,
+        COMPILED._replace(registers=28),
+        with_opcodes(FFMA=207),  # 5 %
+        with_opcodes(FFMA=189),
+        with_opcodes(NOP=100),
+    ],
+)
+def test_small_changes_are_none(kernel):
+    for of_compiler in (False, True):
+        assert sass.difference(lines_of(COMPILED), lines_of(kernel), of_compiler) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "of_compiler", "removed", "added"),
+    [
+        (with_opcodes(LDG__E__128__CONSTANT=0, LDG__E__64=2), False, "ld.128 1", "ld.64 2"),
+        (with_opcodes(LDG__E__128__CONSTANT=0, LD__E__128=1), False, "ld.128", "ld.generic.128 1"),
+        (with_opcodes(STG__E__128=2), False, "st.128 1", "st.128 2"),
+        (with_opcodes(STL=3), False, "ld.128 1", "spills 3"),
+        (COMPILED._replace(stack=16), False, "ld.128 1", "stack 16"),
+        (COMPILED._replace(shared=1024), False, "ld.128 1", "smem 1024"),
+        (COMPILED._replace(registers=27), True, "regs 32", "regs 27"),
+        (COMPILED._replace(registers=33), True, "regs 32", "regs 33"),  # 48 warps, not 64
+        (with_opcodes(FFMA=210), True, "instr/elem 25", "instr/elem 26.5"),
+        (with_opcodes(FFMA=180), True, "instr/elem 25", "instr/elem 22.8"),
+    ],
+)
+def test_changes_are_seen(kernel, of_compiler, removed, added):
+    diff = sass.difference(lines_of(COMPILED), lines_of(kernel), of_compiler)
+    old, new = diff.splitlines()[2:]
+    assert old.startswith("-Silu<f16> pack 8, scalars ")
+    assert removed in old
+    assert new.startswith("+Silu<f16> pack 8, scalars ")
+    assert added in new
+    # Each belongs to one of the two comparisons.
+    assert sass.difference(lines_of(COMPILED), lines_of(kernel), not of_compiler) == ""
+
+
+def test_kernels_new_and_gone_are_seen():
+    one, two = lines_of(COMPILED), lines_of(COMPILED._replace(name=demangle(WIDEN)))
+    diff = sass.difference(one, two, of_compiler=False)
+    assert [line.split("  ")[0] for line in diff.splitlines()[2:]] == [
+        "-Silu<f16> pack 8, scalars",
+        "+Silu<f16> pack 4, scalars",
+    ]
+    assert sass.difference(one, {}, of_compiler=False).count("\n-") == 1
+    assert sass.difference({}, one, of_compiler=False).count("\n+") == 2
+
+
+def test_resources_are_read():
+    usage = """
+arch = sm_90
+
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function _ZN3jof4FillEv:
+  REG:41 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:592 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+    known = {"registers": 41, "stack": 8, "shared": 1024}
+    assert sass.resources_of(usage) == {("sm_90", "_ZN3jof4FillEv"): known}
+    listing = LISTING.format(name="_ZN3jof4FillEv", load="LDG.E", store="STG.E", other="EXIT")
+    (kernel,) = kernels_of(listing, sass.resources_of(usage))
+    assert (kernel.name, kernel.registers, kernel.stack) == ("jof::Fill()", 41, 8)
+
+
+def test_warps_that_registers_are_enough_for():
+    counts = {24: 64, 32: 64, 33: 48, 40: 48, 41: 40, 64: 32, 65: 28, 128: 16, 255: 8}
+    assert {registers: sass.resident_warps(registers) for registers in counts} == counts

@@ -1,0 +1,297 @@
+"""What the CUDA module's machine code holds, without a GPU: the compiled module is disassembled.
+
+``expected.txt`` records what each kernel compiles to for sm_90: a kernel that becomes slower by
+narrower accesses, spills, registers or instructions differs from it. ``python -m tests.sass`` shows
+how, and ``python -m tests.sass --update`` accepts it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+EXPECTED = Path(__file__).parent / "expected.txt"
+ARCHITECTURE = "sm_90"
+
+
+class Kernel(NamedTuple):
+    """A kernel of a module: its demangled name, and how often each opcode is in it."""
+
+    architecture: str
+    name: str
+    opcodes: Counter[str]
+    registers: int = 0
+    stack: int = 0  # bytes of a thread
+    shared: int = 0  # bytes of a block, without those that a launch adds
+
+
+class Module(NamedTuple):
+    """The kernels of every architecture, and the release of the compiler, such as 13.0."""
+
+    compiler: str
+    kernels: list[Kernel]
+
+
+# ---- reading a module ----
+
+
+def read_module(path: str, cache: Path) -> Module:
+    """What is in a compiled module. Disassembly takes ten seconds, so its result stays in a file of
+    ``cache`` until the machine code, or this reader, is another.
+    """
+    with TemporaryDirectory() as directory:
+        run_cuobjdump("-xelf", "all", path, directory=directory)
+        cubins = [file.read_bytes() for file in sorted(Path(directory).iterdir())]
+    key = hashlib.sha256(Path(__file__).read_bytes() + b"".join(cubins)).hexdigest()[:16]
+    file = cache / f"{key}.json"
+    if not file.exists():
+        releases = {
+            found[1].decode()
+            for cubin in cubins
+            if (found := re.search(rb"Cuda compilation tools, release ([\d.]+)", cubin))
+        }
+        listing, usage = (run_cuobjdump(option, path) for option in ("-sass", "-res-usage"))
+        found = [kernel._asdict() for kernel in kernels_of(listing, resources_of(usage))]
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps([", ".join(sorted(releases)), found]))
+        temporary.replace(file)
+    compiler, kernels = json.loads(file.read_text())
+    return Module(compiler, [Kernel(**{**k, "opcodes": Counter(k["opcodes"])}) for k in kernels])
+
+
+def run_cuobjdump(*arguments: str, directory: str | None = None) -> str:
+    """With the toolkit's, or that of the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [
+        path
+        for place in (spec.submodule_search_locations if spec else None) or []
+        for path in sorted(Path(place).glob("*/bin/cuobjdump"), reverse=True)
+    ]
+    program = shutil.which("cuobjdump") or (str(wheels[0]) if wheels else None)
+    assert program, "no cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+    # cuobjdump looks for nvdisasm on PATH.
+    path = f"{os.path.dirname(program)}{os.pathsep}{os.environ.get('PATH', '')}"
+    result = subprocess.run(
+        [program, *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PATH": path},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def demangle(name: str) -> str:
+    """With the C++ runtime that the native modules need anyway."""
+    runtime = ctypes.CDLL("libstdc++.so.6")
+    runtime.__cxa_demangle.restype = ctypes.c_void_p
+    status = ctypes.c_int()
+    address = runtime.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
+    if status.value != 0:
+        return name
+    demangled = ctypes.string_at(address).decode()
+    ctypes.CDLL(None).free(ctypes.c_void_p(address))
+    return demangled
+
+
+Resources = dict[tuple[str, str], dict[str, int]]  # of an architecture and a mangled name
+
+
+def kernels_of(listing: str, resources: Resources | None = None) -> Iterator[Kernel]:
+    """The kernels in what `cuobjdump -sass` prints."""
+    opcode = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+    for architecture, name, body in _functions(listing):
+        known = (resources or {}).get((architecture, name), {})
+        yield Kernel(architecture, demangle(name), Counter(opcode.findall(body)), **known)
+
+
+def resources_of(usage: str) -> Resources:
+    """What `cuobjdump -res-usage` says."""
+    names = {"registers": "REG", "stack": "STACK", "shared": "SHARED"}
+    return {
+        (architecture, name.rstrip(":")): {
+            key: int(re.search(rf"\b{word}:(\d+)", body)[1])  # type: ignore[index]
+            for key, word in names.items()
+        }
+        for architecture, name, body in _functions(usage)
+    }
+
+
+def _functions(text: str) -> Iterator[tuple[str, str, str]]:
+    """Architecture, mangled name and what follows, of each function."""
+    architecture = ""
+    for part in re.split(r"(?=^\s*Function :? ?\S|^arch = )", text, flags=re.MULTILINE):
+        header, _, body = part.partition("\n")
+        if found := re.match(r"arch = (\w+)", header):
+            architecture = found[1]
+        elif found := re.match(r"\s*Function :? ?(\S+)", header):
+            yield architecture, found[1], body
+
+
+def template_arguments(text: str) -> list[str]:
+    """The arguments of the first template in `text`: "f<a, b<c, d>>" has a and b<c, d>."""
+    arguments, depth = [""], 0
+    for character in text[text.index("<") :]:
+        depth -= character == ">"
+        if depth == 1 and character == ",":
+            arguments.append("")
+        elif depth > 0:
+            arguments[-1] += character
+        elif character == ">":
+            break
+        depth += character == "<"
+    return [argument.strip() for argument in arguments if argument.strip()]
+
+
+def access_bits(opcode: str) -> int:
+    """How many bits of memory a load, a store or an atomic of one thread moves."""
+    if width := re.search(r"\.B?F(16|32|64)(?:x(\d))?\b", opcode):
+        return int(width[1]) * int(width[2] or 1)
+    if width := re.search(r"\.[US]?(8|16|64|128)\b", opcode):
+        return int(width[1])
+    return 32
+
+
+# ---- what a kernel compiles to, in a line ----
+
+# A difference smaller than this is none; what is not here must be equal.
+_RELATIVE = {"instr": 0.05, "instr/elem": 0.05}
+_REGISTERS = 4
+OF_COMPILER = {"regs", *_RELATIVE}  # what another release of the compiler is free to change
+
+_ACCESSES = {"LDG": "ld", "LD": "ld.generic", "STG": "st", "ST": "st.generic"}
+_ACCESSES |= {"REDG": "red", "RED": "red.generic", "ATOMG": "atom", "ATOM": "atom.generic"}
+_TYPES = {"BFloat16": "bf16", "Half": "f16", "float": "f32", "double": "f64", "Bool": "bool"}
+_TYPES |= {"Float8E4M3FN": "e4m3fn", "Float8E5M2": "e5m2", "Complex<f32>": "c64"}
+_TYPES |= {"unsigned char": "u8", "unsigned short": "u16", "unsigned int": "u32"}
+_TYPES |= {"unsigned long": "u64", "signed char": "i8", "short": "i16", "int": "i32", "long": "i64"}
+
+Fields = dict[str, float]
+
+
+def expectations(kernels: Iterable[Kernel]) -> dict[str, Fields]:
+    """The short names of the kernels for sm_90, in order, and what they compile to."""
+    lines: dict[str, Fields] = {}
+    for kernel in kernels:
+        if kernel.architecture == ARCHITECTURE:
+            name = short_name(kernel.name)
+            assert name not in lines, f"two kernels are {name}"
+            lines[name] = fields(kernel)
+    return dict(sorted(lines.items()))
+
+
+def short_name(name: str) -> str:
+    """Of a kernel: without namespaces, parameters and what follows from its other arguments."""
+    name = re.sub(r"\(anonymous namespace\)::|\b\w+::|^void ", "", name)
+    name = re.sub(r"\((\w+)\)(\d+)", r"\1 \2", name)  # a value of an enumeration
+    name = name[: name.index("(")] if "(" in name else name
+    for word, short in _TYPES.items():
+        name = re.sub(rf"\b{re.escape(word)}(?!\w)", short, name)
+    name = re.sub(r"\s+>", ">", name)
+    if pack := pack_of(name):
+        _, factory, _, operands = template_arguments(name)
+        scalars = ", scalars" if re.search(r"\bOperand<", operands) else ""  # may be among them
+        name = f"{template_arguments(factory)[0]} pack {pack}{scalars}"
+    return name
+
+
+def pack_of(name: str) -> int | None:
+    """The elements of a thread's pack in ElementwiseKernel; None for other kernels."""
+    found = re.search(r"\bElementwiseKernel<(\d+),", name)
+    return int(found[1]) if found else None
+
+
+def fields(kernel: Kernel) -> Fields:
+    """Registers, instructions, shared and local memory, and the accesses to global memory."""
+    count = sum(n for opcode, n in kernel.opcodes.items() if opcode != "NOP")
+    pack = pack_of(kernel.name)
+    found: Fields = {"regs": kernel.registers}
+    found |= {"instr/elem": round(count / pack, 1)} if pack else {"instr": count}
+    local = sum(n for opcode, n in kernel.opcodes.items() if re.match(r"(LDL|STL)\b", opcode))
+    accesses: Counter[str] = Counter()
+    for opcode, n in kernel.opcodes.items():
+        if kind := _ACCESSES.get(opcode.partition(".")[0]):
+            accesses[f"{kind}.{access_bits(opcode)}"] += n
+    # The widest first.
+    order = sorted(accesses, key=lambda key: (key.rpartition(".")[0], -int(key.rpartition(".")[2])))
+    rest = {"smem": kernel.shared, "stack": kernel.stack, "spills": local}
+    return found | {k: n for k, n in rest.items() if n} | {k: accesses[k] for k in order}
+
+
+def to_text(compiler: str, lines: dict[str, Fields]) -> str:
+    """The file of expectations."""
+    head = f"""\
+# What every kernel of the CUDA module compiles to for {ARCHITECTURE}, with nvcc {compiler}.
+# Written by `python -m tests.sass --update`; tests/test_sass.py compares.
+# regs: registers of a thread. instr: instructions, on all paths; instr/elem: over the elements of a
+# pack. smem: static shared memory, bytes. stack, spills: local memory, bytes and accesses.
+# ld, st, red, atom: accesses to global memory of so many bits.
+"""
+    return head + "\n".join([_line(name, found) for name, found in lines.items()]) + "\n"
+
+
+def _line(name: str, found: Fields) -> str:
+    return f"{name:50}  " + "  ".join(f"{key} {value:g}" for key, value in found.items())
+
+
+def from_text(text: str) -> tuple[str, dict[str, Fields]]:
+    """The release of the compiler and the lines of a file of expectations."""
+    compiler = re.search(r"with nvcc ([\d., ]+)\.$", text, re.MULTILINE)
+    lines: dict[str, Fields] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, *words = re.split(r"\s{2,}", line)
+            lines[name] = {key: float(value) for key, value in map(str.split, words)}
+    return compiler[1] if compiler else "", lines
+
+
+def resident_warps(registers: float) -> int:
+    """How many warps of a multiprocessor its registers are enough for."""
+    return min(64, 4 * (512 // (8 * math.ceil(registers / 8))))
+
+
+def differs(key: str, expected: float, actual: float) -> bool:
+    """Whether a value is off by more than its tolerance."""
+    if key in _RELATIVE:
+        return abs(actual - expected) > _RELATIVE[key] * expected
+    if key == "regs":
+        fewer_warps = resident_warps(actual) < resident_warps(expected)
+        return fewer_warps or abs(actual - expected) > _REGISTERS
+    return actual != expected
+
+
+def difference(expected: dict[str, Fields], actual: dict[str, Fields], of_compiler: bool) -> str:
+    """A unified diff of what differs by more than the tolerance: of what the compiler is free to
+    choose, or of the rest. Kernels that are new or gone are of the rest.
+    """
+
+    def wanted(found: Fields) -> Fields:
+        return {k: v for k, v in found.items() if (k in OF_COMPILER) == of_compiler}
+
+    both = expected.keys() & actual.keys()
+    names = sorted(both if of_compiler else expected.keys() | actual.keys())
+    old, new = [], []
+    for name in names:
+        before, after = (wanted(side.get(name, {})) for side in (expected, actual))
+        same = before.keys() == after.keys()
+        if name in both and same and not any(differs(k, v, after[k]) for k, v in before.items()):
+            continue
+        old += [_line(name, before)] if name in expected else []
+        new += [_line(name, after)] if name in actual else []
+    diff = difflib.unified_diff(old, new, "expected", "compiled", n=0, lineterm="")
+    return "\n".join(line for line in diff if not line.startswith("@@"))
