@@ -112,16 +112,17 @@ def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
 
 
 def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
-    """An array of the same shape or a scalar, with the shape and the sharding of `aval`.
+    """What broadcasts to the shape of `aval`, with its shape and its sharding.
 
-    A scalar is broadcast to shards: the transpose of that sums on each device, then over devices.
-    That of a broadcast to one device's array and a reshard would gather the cotangent first.
+    It is broadcast to shards: the transpose of that sums on each device, then over devices. That of
+    a broadcast to one device's array and a reshard would gather the cotangent first.
     """
-    if x.ndim or not aval.ndim:
+    if x.shape == aval.shape:
         return with_sharding_of(x, aval)
     divided = any(entry is not None for entry in aval.sharding.spec)
+    dims = tuple(range(aval.ndim - x.ndim, aval.ndim))
     sharding = aval.sharding if divided else None
-    return jax.lax.broadcast_in_dim(x, aval.shape, (), out_sharding=sharding)
+    return jax.lax.broadcast_in_dim(x, aval.shape, dims, out_sharding=sharding)
 
 
 @functools.cache

@@ -136,8 +136,9 @@ def _batch(
             x = jnp.moveaxis(x, d, axis)
         if x.shape == shape:
             return x
-        x = jnp.broadcast_to(x, shape)
-        return _compat.with_sharding_of(x, jax.typeof(model)) if model.shape == shape else x
+        if model.shape == shape:
+            return _compat.broadcast_like(x, jax.typeof(model))
+        return jnp.broadcast_to(x, shape)
 
     results = bind(
         primitive, *(batched(*o) for o in operands), implementation=implementation, **params

@@ -438,6 +438,8 @@ _QUALIFIERS = "JOF_HOST_DEVICE JOF_INLINE"
 
 # Of a source all of whose results are rounded to 16 bits or fewer: math may be as short.
 NARROW_RESULTS = "#define JOF_NARROW_RESULTS"
+# Of one without float16: what converts it takes compilers long to read.
+_WITHOUT_HALF = "#define JOF_WITHOUT_HALF"
 
 
 def _is_narrow(dtype: str) -> bool:
@@ -467,6 +469,7 @@ def source(spec: Spec, kinds: Sequence[int], platform: str) -> str:
     lines = [
         f"// {title}ElementwiseKernel {spec.definition.name}: {spec.definition}",
         *([NARROW_RESULTS] if all(map(_is_narrow, results)) else []),
+        *([] if "float16" in (*spec.operand_dtypes, *results) else [_WITHOUT_HALF]),
         f'#include "{_HEADERS[platform]}"',
         '#include "common/expression.h"',
         *includes,
@@ -582,19 +585,20 @@ class _Functions:
 
     def text(self) -> tuple[list[str], list[str]]:
         """The #include lines of all preambles, and the namespaces."""
-        includes: list[str] = []
+        includes: dict[str, list[str]] = {}
         lines: list[str] = []
         for k, ((preamble, label), functions) in enumerate(self._namespaces.items()):
             lines.append(f"namespace jof_n{k} {{")
             if preamble.strip():
-                is_include = re.compile(r"\s*#\s*include\b")
-                own = preamble.split("\n")
-                includes += [line for line in own if is_include.match(line)]
-                rest = ("" if is_include.match(line) else line for line in own)
+                rest = preamble.split("\n")
+                for number, line in enumerate(rest):
+                    if re.match(r"\s*#\s*include\b", line):
+                        includes.setdefault(line, [f'#line {number + 1} "{label}"', line, _OURS])
+                        rest[number] = ""
                 lines += [f'#line 1 "{label}"', *rest, _OURS]
             lines += [line for function in functions for line in function]
             lines.append(f"}}  // namespace jof_n{k}")
-        return [*dict.fromkeys(includes)], lines
+        return [line for three in includes.values() for line in three], lines
 
 
 # ---- what compilers say ----

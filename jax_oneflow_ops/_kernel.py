@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _compile, _expression, _primitive
+from jax_oneflow_ops import _compat, _compile, _expression, _native, _primitive
 from jax_oneflow_ops._expression import ARRAY, ROW, SCALAR, Definition, Spec
 
 
@@ -99,22 +99,27 @@ def _division(*types: Any, spec: Spec) -> _primitive.Division:
 # ---- implementations ----
 
 
-def _native(platform: str, *args: Any, spec: Spec) -> list[Any]:
+def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     """The FFI call, with the code for this machine's devices."""
     name = spec.definition.name
     source = _expression.source(spec, kinds(args), platform)
     try:
         code = _compile.code(source, platform)
     except _compile.CompilerMissingError as error:
-        if spec.definition.reference is not None:
-            return _reference(*args, spec=spec)
-        raise NotImplementedError(
-            f"{name}: {error}. Or give the kernel a jnp function to run in its place: "
-            "ElementwiseKernel(..., reference=...)."
-        ) from error
+        if spec.definition.reference is None:
+            raise NotImplementedError(
+                f"{name}: {error}. Or give the kernel a jnp function to run in its place: "
+                "ElementwiseKernel(..., reference=...)."
+            ) from error
+        if _native.choose_implementation(name, None) == "native":
+            raise NotImplementedError(
+                f'{name}: implementation="native" was asked for, but {error}.'
+            ) from error
+        _native.warn_of_fallback("the references of kernels that it cannot compile", f"{error}.")
+        return _reference(*args, spec=spec)
     except _compile.CompilerError as error:
         raise _compile_error(spec, error, source) from None
-    shape = np.broadcast_shapes(*(x.shape for x in args))
+    shape = _full(args)[0].shape
     dtypes = spec.result_dtypes
     every = (*spec.operand_dtypes, *dtypes)
     call: Any = jax.ffi.ffi_call(
@@ -165,7 +170,7 @@ def _reference(*args: Any, spec: Spec) -> list[Any]:
             "Remedy: ElementwiseKernel(..., reference=a jnp function of the same inputs), or a "
             "platform with kernels."
         )
-    shape = jnp.broadcast_shapes(*(x.shape for x in args))
+    shape = _full(args)[0].shape
     given = dict(zip(spec.primals, args, strict=False))
     # The derivatives do not depend on the inputs that are not here.
     inputs = [given.get(i, jnp.ones((), d)) for i, d in enumerate(spec.dtypes)]
@@ -252,8 +257,9 @@ def _batch(
             x = jnp.moveaxis(x, d, axis)
         if x.shape == shape:
             return x
-        x = jnp.broadcast_to(x, shape)
-        return _compat.with_sharding_of(x, jax.typeof(model)) if has_model else x
+        if has_model:
+            return _compat.broadcast_like(x, jax.typeof(model))
+        return jnp.broadcast_to(x, shape)
 
     results = bind(*(batched(*o) for o in operands), spec=spec, implementation=implementation)
     return results, [axis] * len(results)
@@ -264,7 +270,7 @@ kernel_p = _primitive.define(
     function="ElementwiseKernel",
     abstract_eval=_abstract_eval,
     reference=_reference,
-    native=_native,
+    native=_call,
     division=_division,
     batch=_batch,
     multiple_results=True,
@@ -314,7 +320,7 @@ def _tangents(
 
 
 def _is_zero(x: Any) -> bool:
-    return isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0
+    return isinstance(x, ad.Zero) or jnp.result_type(x) == jax.dtypes.float0
 
 
 def _jvp(
@@ -344,15 +350,11 @@ def _jvp(
                 for a, b in zip(out, more, strict=True)
             ]
     return results, [
-        ad.Zero(jax.typeof(result).to_tangent_aval()) if t is None else _like(t, result)
+        ad.Zero(jax.typeof(result).to_tangent_aval())
+        if t is None
+        else _compat.broadcast_like(t, jax.typeof(result))
         for t, result in zip(out, results, strict=True)
     ]
-
-
-def _like(tangent: Any, result: Any) -> Any:
-    if tangent.shape != result.shape:
-        tangent = jnp.broadcast_to(tangent, result.shape)
-    return _compat.with_sharding_of(tangent, jax.typeof(result))
 
 
 def _second_order(
@@ -392,7 +394,18 @@ def _product(a: Any, b: Any, shape: Sequence[int]) -> Any:
 
 
 def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None) -> list[Any]:
-    """A JVP's transpose is the VJP, and the other way round."""
+    """A JVP's transpose is the VJP, and the other way round.
+
+    A value that is linear in operands is its own JVP with respect to them.
+    """
+    if spec.mode == "value":
+        order = sorted(spec.primals, key=lambda i: ad.is_undefined_primal(args[i]))
+        known = [i for i in order if not ad.is_undefined_primal(args[i])]
+        jvp = dataclasses.replace(
+            spec, mode="jvp", primals=tuple(known), ins=tuple(order[len(known) :])
+        )
+        moved = _transpose(cts, *(args[i] for i in order), spec=jvp, implementation=implementation)
+        return [moved[order.index(i)] for i in spec.primals]
     count = len(spec.primals)
     given = dict(zip(spec.primals, args, strict=False))
     vectors = args[count:]
@@ -402,7 +415,8 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
         if ad.is_undefined_primal(vector)
     }
     results = spec.outs if spec.mode == "jvp" else spec.ins
-    live = {k: ct for k, ct in zip(results, cts, strict=True) if not _is_zero(ct)}
+    # A cotangent of rank 0 may be a Python number.
+    live = {k: jnp.asarray(ct) for k, ct in zip(results, cts, strict=True) if not _is_zero(ct)}
     found: dict[int, Any] = {}
     side = 1 if spec.mode == "jvp" else 0  # of a position: what is linear
     pairs = [p for p in spec.partials() if p[side] in linear and p[1 - side] in live]
@@ -411,6 +425,13 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
         mode: _expression.Mode = "vjp" if spec.mode == "jvp" else "jvp"
         other = _expression.derivative_spec(spec.definition, mode, spec.dtypes, ins, outs)
         wanted, sources = (ins, outs) if mode == "vjp" else (outs, ins)
+        for i in other.primals:
+            if i not in given or ad.is_undefined_primal(given[i]):
+                raise NotImplementedError(
+                    f"{spec.definition.name}: it cannot be transposed with respect to "
+                    f"{spec.definition.inputs[i].name}, in which it is not linear: a derivative "
+                    "reads it."
+                )
         operands = [*(given[i] for i in other.primals), *(live[k] for k in sources)]
         transposed = bind(*operands, spec=other, implementation=implementation)
         found = dict(zip(wanted, transposed, strict=True))

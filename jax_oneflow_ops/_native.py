@@ -70,9 +70,9 @@ def implementations() -> dict[str, str]:
     """What runs on each platform that has native kernels.
 
     Returns:
-      A dict from platform ("cpu", "cuda") to a description of the native module: the instruction
-      set that the CPU kernels use here, the architectures that the CUDA kernels are compiled for.
-      A platform that is missing runs the "xla" implementation.
+      A dict from platform ("cpu", "cuda") to a description of the native module, with the
+      instruction set that the CPU kernels use here, or the architectures that the CUDA kernels are
+      compiled for. A platform that is missing runs the "xla" implementation.
 
     Example:
       >>> import jax_oneflow_ops as jof
@@ -121,7 +121,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     axes of the mesh. Where XLA divides the work, it asks this process how: jax raises an error.
 
     Returns:
-      A list for the argument `disabled_checks`: a `jax.export.DisabledSafetyCheck` for each FFI
+      A list for the argument `disabled_checks`, of a `jax.export.DisabledSafetyCheck` for each FFI
       target of the native modules that are here. What is exported for a platform whose module is
       not here runs the "xla" implementation, and needs none.
 
@@ -173,7 +173,7 @@ def is_used(function: str, platform: str, implementation: str | None) -> bool:
     if implementation == "native":
         raise _missing(function, platform, problem)
     if problem is not None:
-        _warn_of_fallback(problem)
+        warn_of_fallback("its pure-jnp implementations on this GPU", problem)
     return False
 
 
@@ -191,12 +191,9 @@ def _missing(function: str, platform: str, problem: str | None) -> NotImplemente
 
 
 @functools.cache
-def _warn_of_fallback(problem: str) -> None:
-    warnings.warn(
-        f"jax_oneflow_ops runs its pure-jnp implementations on this GPU: {problem}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+def warn_of_fallback(what: str, problem: str) -> None:
+    """Warns, once, that `what` runs and not kernels; `problem` says why, and the remedy."""
+    warnings.warn(f"jax_oneflow_ops runs {what}: {problem}", RuntimeWarning, stacklevel=2)
 
 
 @functools.cache

@@ -350,7 +350,7 @@ def _divided_names(
             if name in side
         )
         _warn(
-            f"{function}: {place} is divided over devices, and is gathered: {reason}. The README's "
-            "table of shardings has those that need no communication."
+            f"{function}: {place} is divided over devices, and is gathered: {reason}. The "
+            "table of docs/sharding.md has those that need no communication."
         )
     return axes

@@ -255,7 +255,7 @@ class _Problem:
 
 
 # Which kernel runs. Times are of an H200, 16M values or 1M rows of 128; `python -m benchmarks
-# scatter` measures them.
+# --suite scatter` measures them.
 
 # On CUDA sums are private to a block while they fit its shared memory: 37 us for 1024 sums and
 # 60 us for 10,000, where atomics take 1430 and 360 us. Sums in a fixed order need a copy for each

@@ -29,48 +29,54 @@ _REAL_DTYPES = _FLOATS | frozenset(
 )
 
 _COMMON = """\
-    Args:
-      {arguments}
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+Args:
+  {arguments}
+  implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
+    for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
+    elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
+    is traced, replaces None.
 
-    Returns:
-      An array of the operands' common shape and of the dtype that jnp promotes them to. Kernels
-      exist for float16, bfloat16, float32 and float64; other dtypes run the jnp reference.
+Returns:
+  {returns};
+  other dtypes run the jnp reference.
 
-    Raises:
-      TypeError: an operand is not an array or a number, or ``implementation="native"`` was asked
-        for a dtype without kernels.
-      ValueError: operands differ in shape and are no scalars, or an option has an unknown value.
-      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+Raises:
+  TypeError: an operand is not an array or a number, or ``implementation="native"`` was asked
+    for a dtype without kernels.
+  ValueError: operands differ in shape and are no scalars, or an option has an unknown value.
+  NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
-    Numerics:
-      {numerics}
+Numerics:
+  {numerics}
 
-    Differentiation and sharding:
-      {derivative} To any order, in both modes. All dimensions may be sharded freely. Inside a
-      `jax.shard_map` over some axes of a mesh only, arrays are gathered over the other axes, with
-      a `GatherWarning`.
+Differentiation and sharding:
+  {derivative}
+  To any order, in both modes. All dimensions may be sharded freely. Inside a `jax.shard_map`
+  over some axes of a mesh only, arrays are gathered over the other axes, with a
+  `GatherWarning`.
 
-    Source:
-      OneFlow's ``elementwise.cuh``, described in "OneFlow CUDA Elementwise" (Zheng, Yao, Guo, Liu).
-
-"""
+Source:
+  OneFlow's ``elementwise.cuh``, described in "OneFlow CUDA Elementwise" (Zheng, Yao, Guo, Liu)."""
+_PROMOTED = """\
+An array of the operands' common shape and of the dtype that jnp promotes them to. Kernels
+  exist for {}"""
 _NUMERICS = {
     "arithmetic": "16-bit values are computed in float32 and rounded once.",
     "activation": (
         "16-bit values are computed in float32 and rounded once: at most 2 ulp from the exact\n"
-        "      result, tails included. float32 is within 4 ulp where ``|f(x)| >= |x| / 1024`` and\n"
-        "      within 1e-4 relative in the tails. Results below 4e-36 may be 0."
+        "  result, tails included. float32 is within 4 ulp where ``|f(x)| >= |x| / 1024`` and\n"
+        "  within 1e-4 relative in the tails. Results below 4e-36 may be 0."
     ),
+    "conversion": "Rounding, saturation and NaN are those of ``astype``.",
     "movement": "Bits are moved.",
 }
 
 
 def _documented(
-    *, numerics: str = "arithmetic", derivative: str = "The gradient is one fused kernel."
+    *,
+    numerics: str = "arithmetic",
+    derivative: str = "The gradient is one fused kernel.",
+    returns: str = _PROMOTED.format("float16, bfloat16, float32 and float64"),
 ) -> Callable[[_F], _F]:
     """Adds to a docstring, before its example, what all functions of this module share.
 
@@ -81,12 +87,11 @@ def _documented(
         text = inspect.cleandoc(function.__doc__ or "")
         head, _, example = text.partition("Example:\n")
         head, _, arguments = head.partition("Args:\n")
-        common = inspect.cleandoc(
-            _COMMON.format(
-                arguments=arguments.strip() or "x: array of any shape, or a number.",
-                numerics=_NUMERICS[numerics],
-                derivative=derivative,
-            )
+        common = _COMMON.format(
+            arguments=arguments.strip() or "x: array of any shape, or a number.",
+            returns=returns,
+            numerics=_NUMERICS[numerics],
+            derivative=derivative,
         )
         function.__doc__ = f"{head.rstrip()}\n\n{common}\n\nExample:\n{example}"
         return function
@@ -474,7 +479,9 @@ def fma(
     return _call(_fma_p, _reference.fma, {"x": x, "y": y, "z": z}, implementation)
 
 
-@_documented(numerics="movement")
+@_documented(
+    numerics="movement", returns=_PROMOTED.format("dtypes of 1, 2, 4, 8 and 16 whole bytes")
+)
 def where(
     condition: ArrayLike, x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None
 ) -> jax.Array:
@@ -507,7 +514,11 @@ def where(
     return result
 
 
-@_documented(derivative="The gradient is the cast of the cotangent to x's dtype.")
+@_documented(
+    numerics="conversion",
+    derivative="The gradient is the cast of the cotangent to x's dtype.",
+    returns="An array of x's shape. Kernels exist for bool, integers and floats of 8 to 64 bits",
+)
 def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = None) -> jax.Array:
     """``x`` converted to ``dtype``. Replaces ``x.astype(dtype)``, to the bit.
 

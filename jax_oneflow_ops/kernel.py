@@ -48,7 +48,7 @@ class ElementwiseKernel:
         may be another ``ElementwiseKernel`` of the same inputs and one output, which in turn has
         derivatives: that is how to differentiate twice. What is missing cannot be differentiated.
       reference: a jnp function of the same inputs, with a tuple as result where there are several
-        outputs. It runs on other platforms, where there is no compiler, and under
+        outputs. It runs on other platforms, where there is no compiler (with a warning), and under
         ``JAX_ONEFLOW_OPS_IMPLEMENTATION=xla``, with jax's own derivatives; and `check` compares
         with it. 16-bit inputs arrive as float32.
 
@@ -75,6 +75,7 @@ class ElementwiseKernel:
       those inputs that the derivatives use. Cotangents of scalars and rows are summed by XLA, in
       float32 where they are narrower. Second and higher derivatives are sums of products of such
       kernels, where derivatives are kernels.
+      `jax.linear_transpose` works with respect to inputs that no derivative for them reads.
 
     Compilation:
       The first call for a set of dtypes compiles: on a CPU with the system's C++ compiler
@@ -225,6 +226,7 @@ class ElementwiseKernel:
           >>> double = jof.ElementwiseKernel("T x", "T y", "y = 2 * x", "twice")
           >>> print(double.source("float32"))  # doctest: +ELLIPSIS
           // ElementwiseKernel twice: T x -> T y
+          ...
           #include "cuda/generated.cuh"
           ...
         """
@@ -260,7 +262,7 @@ class ElementwiseKernel:
     def check(self, *args: ArrayLike, rtol: float | None = None, atol: float | None = None) -> None:
         """Compares the outputs and all derivatives that were given with those of the reference.
 
-        Derivatives are compared in both modes, with vectors of ones.
+        Derivatives are compared in both modes, with vectors of ones for one input or output.
 
         Args:
           *args: inputs, as the kernel takes them.
@@ -288,67 +290,70 @@ class ElementwiseKernel:
                 "one when the kernel is made, reference=..."
             )
         arrays, dtypes = _checked(definition, args)
-
-        def both(transform: Callable[[Callable[..., Any]], Any]) -> Any:
-            """A result of the kernel and of the reference."""
-            return zip(
-                *(
-                    transform(
-                        lambda *xs, way=way: tuple(_kernel.value(definition, dtypes, xs, way))
-                    )
-                    for way in (None, "xla")
-                ),
-                strict=True,
-            )
-
-        def compare(what: str, actual: jax.Array, expected: jax.Array) -> None:
-            exact = not jnp.issubdtype(actual.dtype, jnp.inexact)
-            unit = 0.0 if exact else 16 * float(jnp.finfo(actual.dtype).eps)
-            wide = np.complex128 if jnp.iscomplexobj(actual) else np.float64
-            try:
-                np.testing.assert_allclose(
-                    np.asarray(actual).astype(wide),
-                    np.asarray(expected).astype(wide),
-                    rtol=unit if rtol is None else rtol,
-                    atol=unit if atol is None else atol,
-                )
-            except AssertionError as error:
-                raise AssertionError(
-                    f"{definition.name}: {what} is not that of the reference:{error}"
-                ) from None
-
-        outputs = [p.name for p in definition.outputs]
-        for name, pair in zip(outputs, both(lambda f: jax.jit(f)(*arrays)), strict=True):
-            compare(name, *pair)
+        inputs, outputs = definition.inputs, definition.outputs
         results = _expression.output_dtypes(definition, dtypes)
-        for i, parameter in enumerate(definition.inputs):
-            known = [
-                o
-                for (o, of), _ in definition.derivatives
-                if of == i
-                and _expression.is_inexact(dtypes[i])
-                and _expression.is_inexact(results[o])
-            ]
+        # Inputs with derivatives of the same outputs are compared together: by one kernel.
+        known: dict[int, list[int]] = {}
+        for (o, i), _ in definition.derivatives:
+            if _expression.is_inexact(dtypes[i]) and _expression.is_inexact(results[o]):
+                known.setdefault(i, []).append(o)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, outs in known.items():
+            groups.setdefault(tuple(outs), []).append(i)
 
-            def of_input(f: Any, i: int = i, known: list[int] = known) -> Any:
-                return lambda x: [f(*arrays[:i], x, *arrays[i + 1 :])[o] for o in known]
+        def compared(implementation: str | None) -> dict[str, jax.Array]:
+            """All that is compared, by what errors call it."""
 
-            def tangents(f: Any, of_input: Any = of_input, x: Any = arrays[i]) -> Any:
-                return jax.jit(lambda x: jax.jvp(of_input(f), (x,), (jnp.ones_like(x),))[1])(x)
+            def function(*xs: Any) -> list[Any]:
+                return _kernel.value(definition, dtypes, xs, implementation)
 
-            def cotangent(f: Any, of_input: Any = of_input, x: Any = arrays[i]) -> Any:
-                def pulled(x: Any) -> Any:
-                    y, pull = jax.vjp(of_input(f), x)
-                    return pull([jnp.ones_like(one) for one in y])
+            values = jax.jit(function)(*arrays)
+            found = {p.name: y for p, y in zip(outputs, values, strict=True)}
+            for outs, ins in groups.items():
 
-                return jax.jit(pulled)(x)
+                def of_ins(*xs: Any, outs: Any = outs, ins: Any = ins) -> list[Any]:
+                    given = dict(zip(ins, xs, strict=True))
+                    ys = function(*(given.get(i, x) for i, x in enumerate(arrays)))
+                    return [ys[o] for o in outs]
 
-            if known:
-                about = f"with respect to {parameter.name}"
-                for o, pair in zip(known, both(tangents), strict=True):
-                    compare(f"the JVP {about} of {outputs[o]}", *pair)
-                for pair in both(cotangent):
-                    compare(f"the VJP {about}", *pair)
+                def derivatives(*xs: Any, of_ins: Any = of_ins) -> Any:
+                    _, push = jax.linearize(of_ins, *xs)
+                    ys, pull = jax.vjp(of_ins, *xs)
+                    return [push(*one) for one in _ones(xs)], [pull(one) for one in _ones(ys)]
+
+                jvps, vjps = jax.jit(derivatives)(*(arrays[i] for i in ins))
+                for n, i in enumerate(ins):
+                    for m, o in enumerate(outs):
+                        about = f"with respect to {inputs[i].name} of {outputs[o].name}"
+                        found[f"the JVP {about}"] = jvps[n][m]
+                        found[f"the VJP {about}"] = vjps[m][n]
+            return found
+
+        expected = compared("xla")
+        for what, actual in compared(None).items():
+            _compare(f"{definition.name}: {what}", actual, expected[what], rtol, atol)
+
+
+def _ones(xs: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    """Vectors of ones for one of the arrays, of zeros for the others."""
+    return [[jnp.full_like(x, i == k) for i, x in enumerate(xs)] for k in range(len(xs))]
+
+
+def _compare(
+    what: str, actual: jax.Array, expected: jax.Array, rtol: float | None, atol: float | None
+) -> None:
+    exact = not jnp.issubdtype(actual.dtype, jnp.inexact)
+    unit = 0.0 if exact else 16 * float(jnp.finfo(actual.dtype).eps)
+    wide = np.complex128 if jnp.iscomplexobj(actual) else np.float64
+    try:
+        np.testing.assert_allclose(
+            np.asarray(actual).astype(wide),
+            np.asarray(expected).astype(wide),
+            rtol=unit if rtol is None else rtol,
+            atol=unit if atol is None else atol,
+        )
+    except AssertionError as error:
+        raise AssertionError(f"{what} is not that of the reference:{error}") from None
 
 
 def _restored(arguments: tuple[str, str, str, str], keywords: dict[str, Any]) -> ElementwiseKernel:

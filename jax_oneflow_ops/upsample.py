@@ -69,9 +69,10 @@ def upsample_nearest2d(
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
-      The forward moves bits. The index map is computed in exact integer arithmetic; `jax.image.
-      resize` and torch compute it in float32 and can differ by one pixel where ``i * n_in / n_out``
-      is within float32's rounding of an integer. At integer factors all agree bit for bit.
+      The forward moves bits. The index map is computed in exact integer arithmetic;
+      `jax.image.resize` and torch compute it in float32 and can differ by one pixel where
+      ``i * n_in / n_out`` is within float32's rounding of an integer. At integer factors all agree
+      bit for bit.
       The gradient is the exact adjoint of the index map: each source pixel sums its outputs in
       float32 (f16, bf16, f32) or in the dtype itself, rounded once, in a fixed order: it is
       deterministic. It exists for f16, bf16, f32, f64, complex64 and complex128.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_oneflow_ops as jof
-from tests import oracle
+from tests import kernels, oracle
 
 Shape = tuple[int, ...]
 Sampler = Callable[[np.random.Generator, Shape], np.ndarray]
@@ -49,7 +49,7 @@ class Case:
     """A function of arrays and scalars, and the same function in plain jnp."""
 
     name: str
-    f: Callable[..., jax.Array]  # takes `implementation`, too
+    f: Callable[..., jax.Array]  # takes `implementation`, too, where it is no kernel
     ref: Callable[..., jax.Array]
     shapes: tuple[Shape, ...]  # of the operands; () is a scalar
     target: str  # the custom call that f lowers to
@@ -70,6 +70,8 @@ class Case:
     # Whether another row is of the same function: it goes through the core columns only.
     variant: bool = False
     elementwise: bool = True  # f takes any shapes
+    # Of a kernel as users write them: what docs/transformations.md says of it.
+    kernel: str = ""
     # The operands' dimensions that may be symbolic, as `jax.export.symbolic_shape` reads them.
     # Those of an elementwise function are all.
     symbolic: tuple[str, ...] | None = None
@@ -82,6 +84,8 @@ class Case:
     @property
     def function(self) -> str:
         """The public function that f calls: what its errors name."""
+        if self.kernel:
+            return "ElementwiseKernel"
         try:
             self.f(*self.inputs(), implementation="no such")
         except ValueError as error:
@@ -116,13 +120,15 @@ class Case:
         )
 
     def resized(self, shape: Shape) -> "Case":
-        """The same case for arrays of another shape."""
+        """The same case for arrays of another shape, and rows of its last axis."""
         assert self.elementwise
-        return dataclasses.replace(self, shapes=tuple(shape if s else () for s in self.shapes))
+        of_rank = {0: (), 1: shape[-1:], len(self.shape): shape}
+        return dataclasses.replace(self, shapes=tuple(of_rank[len(s)] for s in self.shapes))
 
     @property
     def symbolic_shapes(self) -> tuple[str, ...]:
-        return self.symbolic or tuple("a, b" if shape else "" for shape in self.shapes)
+        of_rank = ("", "b", "a, b")
+        return self.symbolic or tuple(of_rank[len(shape)] for shape in self.shapes)
 
     def larger(self) -> "Case":
         """The same case where symbolic dimensions are larger."""
@@ -531,7 +537,65 @@ SCATTER_CASES = (
     embedding_case("-deterministic", deterministic=True),
 )
 
-CASES = (*UPSAMPLE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
+
+def kernel_case(name, f, ref, what, **options) -> Case:
+    """Of one kernel, as is each of its derivatives."""
+    shapes = options.pop("shapes")
+    arrays = tuple(i for i, shape in enumerate(shapes) if shape)
+    target = "jof_generated"
+    return Case(
+        *(name, f, ref, shapes, target),
+        {arrays: (target,)} | {(i,): (target,) for i in arrays},
+        (target, target),
+        samplers=(normals,) * len(shapes),
+        kernel=what,
+        **SMOOTH,
+        **options,
+    )
+
+
+def of_both_outputs(rotation):
+    """One array, as the columns take it, to which each output adds in its own way."""
+
+    def f(*xs):
+        u, v = rotation(*xs)
+        return 2 * u - v
+
+    return f
+
+
+KERNEL_CASES = (
+    kernel_case(
+        "softsign",
+        lambda x: kernels.softsign(x),
+        kernels.softsign_ref,
+        "one input",
+        shapes=(ARRAY,),
+    ),
+    kernel_case(
+        "scaled_silu",
+        lambda x, bias, alpha: kernels.scaled_silu(x, bias, alpha),
+        kernels.scaled_silu_ref,
+        "an array, a row and a scalar",
+        shapes=(ARRAY, ARRAY[-1:], SCALAR),
+        # What sums the cotangent of the row.
+        grad_besides=frozenset({"add", "constant", "fusion", "reduce"}),
+        free_axes=(),  # a row of each example is broadcast
+    ),
+    kernel_case(
+        "rotation",
+        of_both_outputs(kernels.rotation),
+        of_both_outputs(kernels.rotation_ref),
+        "three inputs, two outputs",
+        shapes=(ARRAY, ARRAY, ARRAY),
+        # What makes one of the outputs, and their cotangents of one.
+        besides=frozenset({"broadcast", "constant", "fusion", "multiply", "negate", "subtract"}),
+    ),
+)
+
+# The rows that are public functions, and the kernels.
+FUNCTIONS = (*UPSAMPLE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
+CASES = (*FUNCTIONS, *KERNEL_CASES)
 
 # One row for each kind of machinery, for tests of what all rows of a kind share.
 _REPRESENTATIVE = {

@@ -2,17 +2,27 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from importlib.metadata import version
 
 # XLA reads its flags once, when the CPU client starts: this has to come before the import of JAX.
 # Those of the user come last and win. XLA compiles thousands of small programs here, and how well
 # it does is not what is tested: without optimizations and MLIR the suite takes a third less time.
-flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+flags = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",  # programs are small, and all cores are busy
+]
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # newer ones have no other way
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
 # pytest-xdist runs several processes; by default each would claim most of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Where all processes of a run find the kernels that one of them has compiled.
+own_cache = None
+if "JAX_ONEFLOW_OPS_CACHE_DIR" not in os.environ:
+    own_cache = os.environ["JAX_ONEFLOW_OPS_CACHE_DIR"] = tempfile.mkdtemp(prefix="jof-kernels-")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -34,8 +44,17 @@ settings.register_profile("thorough", settings.get_profile("quick"), max_example
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+def pytest_unconfigure():
+    if own_cache:
+        shutil.rmtree(own_cache, ignore_errors=True)
+
+
 def pytest_collection_modifyitems(items):
-    """Leaves to test_xla.py what XLA itself gets wrong with the flags above."""
+    """Leaves to test_xla.py what XLA itself gets wrong with the flags above.
+
+    That is one long test: it comes first, so that no worker waits for it in the end.
+    """
+    items.sort(key=lambda item: item.path.name != "test_xla.py")
     flag, _, value = os.environ["XLA_FLAGS"].rpartition("--xla_cpu_use_fusion_emitters=")
     if flag and value.startswith("false"):
         skip = pytest.mark.skip(reason="XLA is wrong without fusion emitters: see test_xla.py")

@@ -1,5 +1,5 @@
-"""How each op may be divided over devices: one table, which test_sharding.py checks and README.md
-shows.
+"""How each op may be divided over devices: one table, which test_sharding.py checks and
+docs/sharding.md shows.
 
 Dimensions have letters, as in einsum, and all ops obey one law. A mesh axis may divide any
 dimension but those that are gathered. A dimension that the result lacks costs one all-reduce. So
@@ -18,7 +18,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from tests.cases import ELEMENTWISE_CASES, PERMUTE_CASES, UPSAMPLE_CASES, Case, as_ids, integers
+from tests.cases import (
+    ELEMENTWISE_CASES,
+    KERNEL_CASES,
+    PERMUTE_CASES,
+    UPSAMPLE_CASES,
+    Case,
+    as_ids,
+    integers,
+)
 
 OPS = tuple(
     name
@@ -40,7 +48,7 @@ def split(equation: str) -> tuple[list[str], str]:
 @dataclasses.dataclass(frozen=True)
 class Rule:
     equation: str
-    names: Mapping[str, str]  # what README calls the dimensions
+    names: Mapping[str, str]  # what the documents call the dimensions
     wrt: Mapping[int, str]  # and the operands that the op can be differentiated with respect to
     others: str  # the letter of all dimensions without a name
     gathered: str = ""  # letters
@@ -68,6 +76,12 @@ TRAILING = "the dimensions after them"
 RULES = {
     "elementwise operations": Rule(
         "x, -> x", {"x": "all dimensions"}, {0: "an array", 1: "a scalar"}, "x"
+    ),
+    "`ElementwiseKernel`": Rule(
+        "a l, l, -> a l",
+        {"a": "the dimensions but the last", "l": "the last one"},
+        {0: "an array", 1: "a row", 2: "a scalar"},
+        "a",
     ),
     "`permute`": Rule("x -> x", {"x": "all dimensions, permuted"}, {0: "`x`"}, "x"),
     "`upsample_nearest2d`": Rule(
@@ -99,7 +113,7 @@ RULES = {
 
 
 def table() -> str:
-    """The table of README."""
+    """The table of docs/sharding.md."""
     titles = ("", "no communication", "one all-reduce", "one in the gradient", "gathered")
     rows = [titles, ("---",) * len(titles)]
     rows += [(op, *("; ".join(c) or "-" for c in rule.columns())) for op, rule in RULES.items()]
@@ -200,6 +214,19 @@ def elementwise_layouts() -> Iterator[Layout]:
             yield layout(case, equation, wrt, x=("a", "b"))
 
 
+def kernel_layouts() -> Iterator[Layout]:
+    letters = {0: "", 1: "l", 2: "xyl"}
+    for case in KERNEL_CASES:
+        operands = [letters[len(shape)] for shape in case.shapes]
+        equation = f"{','.join(operands)}->xyl"
+        case = case.resized((8, 4, 6))
+        yield layout(case, equation, x="a", l="b")
+        yield layout(case, equation, x=("a", "b"))
+        yield layout(case, equation, l="b")
+        if not all(operands):
+            yield layout(case, equation, case.every_operand, x="a", l="b")
+
+
 def upsample_layouts() -> Iterator[Layout]:
     cases = {case.name.partition("-")[2]: case for case in UPSAMPLE_CASES}
     for name, equation, *divided in (
@@ -290,4 +317,10 @@ def rows_layouts() -> Iterator[Layout]:
             yield layout(cases[name], equation, **axes)
 
 
-LAYOUTS = (*elementwise_layouts(), *upsample_layouts(), *permute_layouts(), *rows_layouts())
+LAYOUTS = (
+    *elementwise_layouts(),
+    *kernel_layouts(),
+    *upsample_layouts(),
+    *permute_layouts(),
+    *rows_layouts(),
+)

@@ -23,7 +23,7 @@ from tests.test_lowering import lowered_targets
 from tests.test_transforms import assert_same, cotangents, cube, grad
 
 ROOT = Path(__file__).parents[1]
-# The columns of README's table that are tests of this module: (group, name).
+# The columns of docs/transformations.md that are tests of this module: (group, name).
 COLUMNS = (
     ("export, cache", "`jax.export` to another process"),
     ("export, cache", "compilation cache of another process"),

@@ -148,7 +148,8 @@ def test_a_leak_is_seen(monkeypatch, capsys):
     case, kept = CASES[0], []
 
     def leaking(case):
-        return lambda *xs: kept.append(bytearray(4096))
+        # More than what earlier tests have freed, and written, so that it is resident.
+        return lambda *xs: kept.append(b"x" * (1 << 18))
 
     monkeypatch.setattr(soak, "CASES", (case,))
     monkeypatch.setattr(soak, "gradient", leaking)
@@ -223,10 +224,10 @@ def unfit_gpu(monkeypatch):
     device = types.SimpleNamespace(compute_capability="7.5")
     monkeypatch.setitem(_native._loaded, "cuda", module)
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
-    for cached in (_native._cuda_problem, _native._warn_of_fallback):
+    for cached in (_native._cuda_problem, _native.warn_of_fallback):
         cached.cache_clear()
     yield
-    for cached in (_native._cuda_problem, _native._warn_of_fallback):
+    for cached in (_native._cuda_problem, _native.warn_of_fallback):
         cached.cache_clear()
 
 

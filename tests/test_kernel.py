@@ -24,23 +24,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _compile, _expression, _native
-from tests import kernels
+from tests import generated_kernels, kernels
 from tests.arrays import assert_same_bits, rng_for
 from tests.kernels import rotation, scaled_silu, softsign
 
 ROOT = Path(__file__).parents[1]
 ON_CPU = jax.default_backend() == "cpu"
 cpu_only = pytest.mark.skipif(not ON_CPU, reason="about the C++ compiler")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """A folder for compiled kernels that the workers of this run share."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(folder))
-        yield folder
 
 
 @pytest.fixture
@@ -138,6 +128,12 @@ def test_sizes(n):
     expected = kernels.scaled_silu_ref(x, bias, np.float32(1.5))
     close(scaled_silu(x, bias, 1.5), expected)
     close(scaled_silu(bias, bias, 1.5), kernels.scaled_silu_ref(bias, bias, np.float32(1.5)))
+
+
+@pytest.mark.usefixtures("wide")
+def test_what_runs_under_compute_sanitizer():
+    generated_kernels.check_product("bfloat16", (0, 1, 2))
+    generated_kernels.check_several()
 
 
 def test_many_threads_and_rows():
@@ -506,76 +502,53 @@ def loss_of(f):
 
 
 @cases
-def test_value_and_gradient(case):
-    kernel, ref, inputs = CASES[case]
-    args = inputs()
-    every = tuple(range(len(args)))
-    close(jax.jit(kernel)(*args), ref(*args))
-    for argnums in itertools.chain.from_iterable(
-        itertools.combinations(every, n) for n in range(1, len(every) + 1)
-    ):
-        ours, theirs = (jax.jit(jax.grad(loss_of(f), argnums)) for f in (kernel, ref))
-        close(ours(*args), theirs(*args), 1e-5, 1e-5)
-
-
-@cases
 def test_both_directions_are_one_kernel_each(case):
+    """With respect to all inputs, and for all outputs."""
     kernel, _, inputs = CASES[case]
     args = inputs()
     assert targets(kernel, *args) == ["jof_generated"]
-
-    def tangents(*args):
-        return jax.jvp(kernel, args, args)[1]
-
-    assert targets(lambda *a: jax.linearize(kernel, *a)[1](*a), *args) == ["jof_generated"]
-    assert len(targets(tangents, *args)) <= 2  # the value may be there, unused
-    every = tuple(range(len(args)))
-
-    def pulled(*a):
-        return jax.vjp(kernel, *a)[1](kernel(*a))
-
-    assert len(targets(pulled, *args)) <= 3
-    assert every
+    y, linear = jax.linearize(kernel, *args)
+    assert targets(linear, *args) == ["jof_generated"]
+    assert targets(jax.linear_transpose(linear, *args), y) == ["jof_generated"]
 
 
 @cases
-def test_jvp_linearize_and_transpose(case):
+def test_the_transpose_of_the_vjp_is_the_jvp(case):
     kernel, ref, inputs = CASES[case]
     args = inputs()
     tangents = tuple(x[..., ::-1] if np.ndim(x) else x for x in args)
-    ours, theirs = (jax.jvp(f, args, tangents) for f in (kernel, ref))
-    close(ours, theirs, 1e-5, 1e-5)
-    y, linear = jax.linearize(kernel, *args)
-    close((y, linear(*tangents)), theirs, 1e-5, 1e-5)
-    transposed = jax.linear_transpose(linear, *args)
-    close(transposed(y), jax.vjp(ref, *args)[1](ref(*args)), 1e-5, 1e-5)
-    # The transpose of the VJP is the JVP.
-    _, pull = jax.vjp(kernel, *args)
+    y, pull = jax.vjp(kernel, *args)
+    close(pull(y), jax.vjp(ref, *args)[1](y), 1e-5, 1e-5)
     (back,) = jax.linear_transpose(pull, y)(tangents)
-    close(back, theirs[1], 1e-5, 1e-5)
+    close(back, jax.jvp(ref, args, tangents)[1], 1e-5, 1e-5)
+
+
+def test_transpose_of_what_is_not_linear():
+    with pytest.raises(NotImplementedError, match=r"softsign: .* with respect to x, in which"):
+        jax.linear_transpose(softsign, 1.0)(1.0)
 
 
 @cases
 def test_vmap(case):
+    """With the batch axis anywhere in each operand, or not there."""
     kernel, ref, inputs = CASES[case]
     args = inputs()
-    rng = rng_for(case)
     axes = [(None, *range(np.ndim(x) + 1)) for x in args]
-    for in_axes in itertools.product(*axes):
-        if all(axis is None for axis in in_axes):
-            continue
-        batched = [
-            x if axis is None else np.stack([x * w for w in rng.uniform(0.5, 2, 3)], axis)
+    choices = [c for c in itertools.product(*axes) if any(axis is not None for axis in c)]
+    batches = [
+        [
+            x if axis is None else np.stack([x * np.float32(w) for w in (0.5, 1, 2)], axis)
             for x, axis in zip(args, in_axes, strict=True)
         ]
-        batched = [np.asarray(x, np.float32) for x in batched]
-        ours, theirs = (jax.vmap(f, in_axes) for f in (kernel, ref))
-        close(ours(*batched), theirs(*batched))
-    ours, theirs = (
-        jax.vmap(jax.vmap(jax.grad(loss_of(f), tuple(range(len(args)))))) for f in (kernel, ref)
-    )
-    many = [np.broadcast_to(x, (2, 3, *np.shape(x))) for x in args]
-    close(ours(*many), theirs(*many), 1e-5, 1e-5)
+        for in_axes in choices
+    ]
+
+    @jax.jit
+    def both(batches):
+        pairs = [*zip(choices, batches, strict=True)]
+        return [[jax.vmap(f, in_axes)(*xs) for in_axes, xs in pairs] for f in (kernel, ref)]
+
+    close(*both(batches))
 
 
 def test_vmap_does_not_loop_or_copy():
@@ -586,83 +559,23 @@ def test_vmap_does_not_loop_or_copy():
     assert "tensor<5xf32>" in text
 
 
-def test_control_flow_remat_and_jacobians():
-    x = normals(4, 3)
-
-    def chain(f, x):
-
-        def step(c, _):
-            return (jax.checkpoint(f)(c), None)
-
-        return jax.lax.scan(step, x, None, length=3)[0].sum()
-
-    close(*(jax.grad(lambda x, f=f: chain(f, x))(x) for f in (softsign, kernels.softsign_ref)))
-    for transform in (jax.jacfwd, jax.jacrev):
-        close(*(transform(f)(x) for f in (softsign, kernels.softsign_ref)))
-    jaxpr = jax.make_jaxpr(softsign)(x)
+def test_jaxprs_name_the_kernel():
+    jaxpr = jax.make_jaxpr(softsign)(np.float32(1))
     assert len(jaxpr.eqns) == 1
     assert "spec=softsign" in str(jaxpr)
 
 
-def test_second_and_third_order():
-    x = normals(6, 5)
-    for transform in (
-        lambda f: jax.jacfwd(jax.jacrev(f)),
-        lambda f: jax.grad(lambda x: jax.grad(lambda x: f(x).sum())(x).sum()),
-        lambda f: jax.hessian(lambda x: (f(x) ** 2).sum()),
-        lambda f: lambda x: jax.jvp(jax.grad(lambda x: (f(x) ** 3).sum()), (x,), (x,))[1],
-        lambda f: jax.vmap(jax.grad(jax.grad(lambda x: f(x) * x))),
-    ):
-        point = x[0] if transform is not None else x
-        close(*(transform(f)(point) for f in (softsign, kernels.softsign_ref)), 1e-4, 1e-5)
-    with pytest.raises(NotImplementedError) as caught:
-        jax.grad(jax.grad(jax.grad(softsign)))(1.0)
-    assert "softsign_dd" in str(caught.value)
-    assert "there is no derivative of y with respect to x" in str(caught.value)
-
-
 def test_second_order_of_an_expression_is_refused():
-    with pytest.raises(
-        NotImplementedError,
-        match=r"(?s)rotation.*of u with respect to angle.*"
-        "ElementwiseKernel",
-    ):
-        jax.grad(jax.grad(lambda a: rotation(1.0, 2.0, a)[0]))(0.5)
-    # Where it does not depend on what moves it is not in the way.
-    second = jax.jvp(jax.grad(lambda x: rotation(x, 2.0, 0.5)[0] ** 2), (1.0,), (1.0,))[1]
-    np.testing.assert_allclose(second, 2 * np.cos(0.5) ** 2, rtol=1e-5)
-
-
-def test_second_order_with_rows_and_scalars():
-    product = jof.ElementwiseKernel(
-        "T x, T b, T s",
-        "T z",
-        "z = x * b * s",
-        "product",
-        derivatives={
-            name: jof.ElementwiseKernel(
-                "T x, T b, T s",
-                "T z",
-                f"z = {a} * {b}",
-                f"product_{name}",
-                derivatives={a: b, b: a, name: None},
-            )
-            for name, a, b in (("x", "b", "s"), ("b", "x", "s"), ("s", "x", "b"))
-        },
-        reference=lambda x, b, s: x * b * s,
+    kernel = jof.ElementwiseKernel(
+        "T x, T y", "T z", "z = sin(x) * y", "wave", derivatives={"x": "cos(x) * y", "y": "sin(x)"}
     )
-    args = normals(6, 5), normals(5, key=1), np.float32(1.5)
-    product.check(*args)
-
-    def f(*a):
-        return (product(*a) ** 2).sum()
-
-    def g(*a):
-        return ((a[0] * a[1] * a[2]) ** 2).sum()
-
-    for i, j in itertools.product(range(3), repeat=2):
-        for transform in (jax.jacfwd, jax.jacrev):
-            close(*(transform(jax.grad(h, i), j)(*args) for h in (f, g)), 1e-4, 1e-4)
+    with pytest.raises(
+        NotImplementedError, match=r"(?s)wave.*of z with respect to x.*ElementwiseKernel"
+    ):
+        jax.grad(jax.grad(kernel))(0.5, 2.0)
+    # Where it does not depend on what moves it is not in the way.
+    second = jax.jvp(jax.grad(lambda y: kernel(0.5, y) ** 2), (1.0,), (1.0,))[1]
+    np.testing.assert_allclose(second, 2 * np.sin(0.5) ** 2, rtol=1e-5)
 
 
 def test_derivatives_that_are_none_or_missing():
@@ -771,49 +684,20 @@ def mesh(request):
     return jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind), devices=jax.devices()[:4])
 
 
-@cases
-@pytest.mark.parametrize("spec", [("a", None), (None, "b"), ("a", "b"), (("a", "b"), None)])
-def test_sharding(case, spec, mesh):
-    kernel, ref, _ = CASES[case]
-    args = [normals(8, 4, key=0), normals(8, 4, key=1), normals(8, 4, key=2)]
-    if case == "scaled_silu":
-        args[1:] = normals(4, key=1), np.float32(1.5)
-    args = args[: len(CASES[case][2]())]
-    specs = [spec if np.ndim(x) == 2 else spec[1:] if np.ndim(x) else () for x in args]
-    put = [
-        jax.device_put(x, NamedSharding(mesh, PartitionSpec(*s)))
-        for x, s in zip(args, specs, strict=True)
-    ]
-    gradient = jax.grad(loss_of(kernel), tuple(range(len(args))))
+def test_sharding_of_two_outputs(mesh):
+    args = [normals(8, 4, key=k) for k in range(3)]
+    sharding = NamedSharding(mesh, PartitionSpec("a", "b"))
+    put = [jax.device_put(x, sharding) for x in args]
     with jax.set_mesh(mesh):
-        program = jax.jit(kernel).lower(*put).compile()
-        assert "all-gather" not in program.as_text()
-        y = jax.tree.leaves(program(*put))[0]
-        assert y.sharding.is_equivalent_to(put[0].sharding, 2)
-        close(program(*put), ref(*args))
-        program = jax.jit(gradient).lower(*put).compile()
-        assert "all-gather" not in program.as_text()
-        close(program(*put), jax.grad(loss_of(ref), tuple(range(len(args))))(*args), 1e-5, 1e-4)
-
-
-def test_shard_map():
-    if len(jax.devices()) < 4:
-        pytest.skip("needs four devices")
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((4,), ("a",), axis_types=auto, devices=jax.devices()[:4])
-    x, bias, alpha = normals(8, 4), normals(4, key=1), np.float32(1.5)
-    specs = PartitionSpec("a"), PartitionSpec(), PartitionSpec()
-
-    def local(*args):
-        return jax.lax.psum(loss_of(scaled_silu)(*args), "a")
-
-    f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-    close(
-        jax.jit(jax.grad(f, (0, 1, 2)))(x, bias, alpha),
-        jax.grad(loss_of(kernels.scaled_silu_ref), (0, 1, 2))(x, bias, alpha),
-        1e-5,
-        1e-5,
-    )
+        for f, ref in (
+            (rotation, kernels.rotation_ref),
+            *[(jax.grad(loss_of(f), (0, 1, 2)) for f in (rotation, kernels.rotation_ref))],
+        ):
+            program = jax.jit(f).lower(*put).compile()
+            assert not re.search("all-(gather|reduce)", program.as_text())
+            results = program(*put)
+            assert all(y.sharding.is_equivalent_to(sharding, 2) for y in results)
+            close(results, ref(*args), 1e-5, 1e-5)
 
 
 # ---- the reference ----
@@ -1197,19 +1081,36 @@ def test_no_compiler(fresh, monkeypatch):
         NotImplementedError, match=r"compilerless: there is no C\+\+ compiler.*CXX.*reference="
     ):
         alone(1.0)
-    other = jof.ElementwiseKernel(
-        "T x",
-        "T y",
-        "y = x + 2.25",
-        "with_reference",
-        reference=lambda x: x + 2.25,
-        derivatives={"x": "1"},
-    )
-    assert other(1.0) == 3.25
-    assert jax.grad(other)(1.0) == 1
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(NotImplementedError, match="CXX names 'no-such-compiler -O2'"):
         jof.ElementwiseKernel("T x", "T y", "y = x + 2.125", "wrong_cxx")(1.0)
+
+
+@cpu_only
+def test_the_reference_runs_without_a_compiler(fresh, monkeypatch):
+    """With one warning for all kernels, and none where it was asked for."""
+
+    def made(n):
+        return jof.ElementwiseKernel(
+            "T x",
+            "T y",
+            f"y = x + {n}",
+            f"plus_{n}",
+            reference=lambda x: x + n,
+            derivatives={"x": "1"},
+        )
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    _native.warn_of_fallback.cache_clear()
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
+    assert made(3)(1.0) == 4
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
+    with pytest.raises(NotImplementedError, match=r"plus_4: .*native.*asked for.*CXX names"):
+        made(4)(1.0)
+    monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION")
+    with pytest.warns(RuntimeWarning, match="the references of kernels.*CXX names 'no-such"):
+        assert made(5)(1.0) == 6
+    assert jax.grad(made(6))(1.0) == 1
 
 
 # ---- errors of compilers ----
@@ -1250,7 +1151,7 @@ def test_a_compile_error_shows_the_users_lines():
     [
         ({"preamble": "\nstruct A { nonsense b; };"}, "preamble of broken:"),
         ({"derivatives": {"x": "2 * nonsense"}}, "derivative of y with respect to x of broken:"),
-        ({"preamble": "#include <nonsense.h>"}, "nonsense.h"),
+        ({"preamble": "\n#include <nonsense.h>"}, "    2 | #include <nonsense.h>"),
     ],
 )
 def test_compile_errors_elsewhere(arguments, label):
@@ -1259,6 +1160,58 @@ def test_compile_errors_elsewhere(arguments, label):
         jax.grad(kernel)(1.0)
     assert label in str(caught.value)
     assert "nonsense" in str(caught.value)
+
+
+# What compilers say of the third line `z = d * scale;`, and of a missing header.
+LOGS = {
+    "GCC": """\
+In file included from /include/cpu/generated.h:9:
+operation of wrong: In static member function 'static float jof_f0::Of(float, float)':
+operation of wrong:3:17: error: 'scale' was not declared in this scope
+preamble of wrong:2:10: fatal error: nonsense.h: No such file or directory
+compilation terminated.
+""",
+    "Clang": """\
+operation of wrong:3:17: error: use of undeclared identifier 'scale'
+    3 |         z = d * scale;
+      |                 ^
+preamble of wrong:2:10: fatal error: 'nonsense.h' file not found
+    2 | #include <nonsense.h>
+      |          ^~~~~~~~~~~~
+2 errors generated.
+""",
+    "NVRTC": """\
+operation of wrong(3): error: identifier "scale" is undefined
+          z = d * scale;
+                  ^
+
+preamble of wrong(2): catastrophic error: cannot open source file "nonsense.h"
+  #include <nonsense.h>
+                       ^
+
+2 errors detected in the compilation of "kernel.cu".
+""",
+    "NVRTC with numbers": """\
+operation of wrong(3): error #20: identifier "scale" is undefined
+preamble of wrong(2): catastrophic error #1696-D: cannot open source file "nonsense.h"
+""",
+}
+
+
+@pytest.mark.parametrize("compiler", LOGS)
+def test_what_compilers_say(compiler):
+    texts = {
+        "operation of wrong": "\n        auto d = x - y;\n        z = d * scale;",
+        "preamble of wrong": "\n#include <nonsense.h>",
+    }
+    lines = _expression.annotated(texts, _expression.messages(LOGS[compiler])).splitlines()
+    at = lines.index("    3 |         z = d * scale;")
+    column = "z" if "NVRTC" in compiler else "scale"
+    assert lines[at + 1].index("^") == lines[at].index(column)
+    assert "scale" in lines[at + 1][lines[at + 1].index("^") :]
+    at = lines.index("    2 | #include <nonsense.h>")
+    assert "nonsense.h" in lines[at + 1]
+    assert sum("^" in line for line in lines) == 2
 
 
 @cpu_only
@@ -1447,17 +1400,20 @@ def nvrtc():
 
 @cases
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_nvrtc(case, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "architecture"), [("bfloat16", "sm_90"), ("float32", "compute_80")]
+)
+def test_nvrtc(case, dtype, architecture, monkeypatch):
+    """Machine code, and PTX that moves packs."""
+    monkeypatch.setattr(_compile, "cuda_architecture", lambda: architecture)
     kernel, _, _ = CASES[case]
     for derivative in (None, "jvp", "vjp"):
-        source = kernel.source(dtype, derivative=derivative)
-        for architecture, start in (("sm_90", b"\x7fELF"), ("compute_80", b"//")):
-            monkeypatch.setattr(_compile, "cuda_architecture", lambda a=architecture: a)
-            code = _compile.code(source, "cuda")
-            assert code.startswith(start) or b".entry jof_generated" in code
-            if architecture == "compute_80" and dtype == "float32":
-                assert re.search(rb"ld\.global(\.nc)?(\.\w+)*\.v4\.", code)
+        code = _compile.code(kernel.source(dtype, derivative=derivative), "cuda")
+        if architecture == "sm_90":
+            assert code.startswith(b"\x7fELF")
+        else:
+            assert b".entry jof_generated" in code
+            assert re.search(rb"ld\.global(\.nc)?(\.\w+)*\.v4\.", code)
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -12,7 +12,7 @@ import pytest
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
-from tests.cases import CASES, REPRESENTATIVE, UPSAMPLE_CASES, without_way
+from tests.cases import CASES, FUNCTIONS, REPRESENTATIVE, UPSAMPLE_CASES, without_way
 
 OPCODE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -309,7 +309,7 @@ def with_implementation(case, implementation):
 
 
 @native_backend
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
 def test_native_can_be_asked_for(case):
     f = with_implementation(case, "native")
     with case.precision():
@@ -317,7 +317,7 @@ def test_native_can_be_asked_for(case):
     assert sorted(targets(hlo)) == sorted([case.target, *case.grad_targets[case.wrt]])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
 def test_xla_has_no_custom_call(case):
     f = with_implementation(case, "xla")
     every = functools.partial(jax.value_and_grad, argnums=case.every_operand)
@@ -398,7 +398,7 @@ def test_other_platforms_get_the_reference(case, platform):
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
 def test_native_where_there_is_none_says_what_is_missing(case, platform):
     with pytest.raises(NotImplementedError, match=rf"\b{case.function}: ") as caught:
         exported(with_implementation(case, "native"), case, [platform])
@@ -406,7 +406,7 @@ def test_native_where_there_is_none_says_what_is_missing(case, platform):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
 def test_native_without_the_cuda_module_says_how_to_get_it(case, monkeypatch):
     monkeypatch.setattr(_native, "available", lambda platform: platform != "cuda")
     with pytest.raises(NotImplementedError, match=rf"\b{case.function}: ") as caught:

@@ -33,8 +33,9 @@ constexpr int kGeneratedBlock = 16 * kVectorBytes / static_cast<int>(sizeof(floa
 template <typename T>
 constexpr bool kIsComputedAsStored = __is_same(T, Compute<T>);
 
-template <typename T>
-JOF_INLINE void Widen(const T* in, int64_t n, Compute<T>* out) {
+// Elements as stored, of type T, to values, or values to elements.
+template <typename T, typename From, typename To>
+JOF_INLINE void Convert(const From* in, int64_t n, To* out) {
   int64_t j = 0;
   if constexpr (sizeof(T) == 2 && !kIsComputedAsStored<T>) {
     constexpr int kLanes = kFullLanes<float>;
@@ -44,21 +45,13 @@ JOF_INLINE void Widen(const T* in, int64_t n, Compute<T>* out) {
       Store(lanes, out + j);
     }
   }
-  for (; j < n; ++j) out[j] = Accumulator<T>::Load(in[j]);
-}
-
-template <typename T>
-JOF_INLINE void Narrow(const Compute<T>* in, int64_t n, T* out) {
-  int64_t j = 0;
-  if constexpr (sizeof(T) == 2 && !kIsComputedAsStored<T>) {
-    constexpr int kLanes = kFullLanes<float>;
-    for (; j + kLanes <= n; j += kLanes) {
-      Lanes<float, kLanes> lanes;
-      Load(in + j, &lanes);
-      Store(lanes, out + j);
+  for (; j < n; ++j) {
+    if constexpr (__is_same(From, T)) {
+      out[j] = Accumulator<T>::Load(in[j]);
+    } else {
+      out[j] = Accumulator<T>::Store(in[j]);
     }
   }
-  for (; j < n; ++j) out[j] = Accumulator<T>::Store(in[j]);
 }
 
 // What the loop over one block reads: x[j] for the j-th element of the block.
@@ -77,7 +70,7 @@ struct BlockInput<ArrayOperand<T>> {
     if constexpr (kIsComputedAsStored<T>) {
       x = array + i;
     } else {
-      Widen(array + i, n, buffer);
+      Convert<T>(array + i, n, buffer);
       x = buffer;
     }
   }
@@ -111,7 +104,7 @@ struct BlockInput<RowOperand<T>> {
     for (int64_t j = 0; j < n;) {
       const int64_t left = static_cast<int64_t>(length - column);
       const int64_t part = left < n - j ? left : n - j;
-      Widen(row + column, part, x + j);
+      Convert<T>(row + column, part, x + j);
       j += part;
       column = 0;
     }
@@ -136,7 +129,7 @@ struct BlockOutput {
     }
   }
   JOF_INLINE void End(int64_t i, int64_t n) {
-    if constexpr (!kIsComputedAsStored<T>) Narrow(buffer, n, array + i);
+    if constexpr (!kIsComputedAsStored<T>) Convert<T>(buffer, n, array + i);
   }
 };
 

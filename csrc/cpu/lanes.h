@@ -8,10 +8,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 #include "common/macros.h"
 #include "common/types.h"
 
@@ -113,7 +109,7 @@ JOF_INLINE void Store(const Lanes<float, N>& in, Half* out) {
 
 // The conversions of binary16 that processors have. These overloads win over the templates.
 
-#if defined(__F16C__)
+#if defined(JOF_F16C)
 JOF_INLINE void Load(const Half* in, Lanes<float, 4>* out) {
   out->values = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(in)));
 }
@@ -129,7 +125,7 @@ JOF_INLINE void Store(const Lanes<float, 8>& in, Half* out) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bits);
 }
 #endif
-#if defined(__AVX512F__)
+#if defined(JOF_F16C) && defined(__AVX512F__)
 // With a mask of ones, since GCC 12 warns of its own header's unmasked ones (GCC bug 105593).
 JOF_INLINE void Load(const Half* in, Lanes<float, 16>* out) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in));
