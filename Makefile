@@ -1,6 +1,8 @@
 # make demo       set up, run the example, print a table, write a picture
 # make test       set up, run the whole test suite
-# make doctest    the examples in the docstrings and the README
+# make doctest    the examples in the docstrings, the README and the pages of docs/
+# make docs       the site, build/docs/index.html; warnings are errors
+# make linkcheck  whether the site's links to other sites lead somewhere
 # make lint       ruff, clang-format, mypy
 # make test-versions  the suite on the oldest jax supported, on 0.10.2, and on the newest one
 # make test-sanitize  a fuzzer, the suite and the C++ tests on a CPU module built with sanitizers
@@ -22,8 +24,8 @@ BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f)
 CLANG_SOURCES := $(shell find csrc tests/cpp benchmarks/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-versions test-oldest test-0.10.2 test-newest test-sanitize soak doctest lint \
-  gpu-check clean
+.PHONY: demo test test-versions test-oldest test-0.10.2 test-newest test-sanitize soak doctest docs \
+  linkcheck lint gpu-check clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/installed
@@ -62,8 +64,15 @@ test-sanitize:
 soak: $(VENV)/installed
 	$(BIN)/python -m tests.soak
 
+# docs/sharding.md divides arrays over eight devices.
 doctest: $(VENV)/installed
-	$(BIN)/python -m pytest -q --doctest-modules jax_oneflow_ops --doctest-glob='*.md' README.md docs/kernels.md
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m pytest -q \
+	  --doctest-modules jax_oneflow_ops --doctest-glob='*.md' README.md $$(find docs -name '*.md')
+
+# Everything is read anew (-E): what Sphinx remembers of an earlier run it does not warn of again.
+docs linkcheck: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -b $(if $(filter docs,$@),html,linkcheck) -E -q -n -W --keep-going \
+	  docs build/$@
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -86,9 +95,10 @@ $(VENV)/installed: $(BUILD_INPUTS) | $(VENV)/created
 	  --editable '.[bench,test$(CUDA_EXTRA)]' '$(JAX)'
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
+# What an extra has beside extras of this package.
+$(VENV)/installed-%: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c \
-	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'][1:])")
+	  "import tomllib; print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$*'] if not r.startswith('jax-oneflow-ops')))")
 	@touch $@
 
 $(VENV)/created:

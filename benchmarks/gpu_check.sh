@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # A whole round on a machine with a GPU, in one call and without a network: build against the
 # installed jaxlib, the C++ tests of the kernels at every pointer offset and of the math functions,
-# the test suite, the C++ tests under the four tools of compute-sanitizer, the benchmarks. Results go
-# to $OUT if it is set, else to build/gpu-check.
-# QUICK=1 leaves the sanitizer and most benchmark cases out.
+# the test suite, compute-sanitizer over a part of the C++ tests and over generated kernels, the
+# quick benchmarks. It takes about seven minutes on an H200. Results go to $OUT if it is set, else
+# to build/gpu-check.
+#
+# Arguments are the benchmarks' own, instead of --quick: all of them take ten minutes by themselves.
+# QUICK=1 leaves compute-sanitizer out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -42,29 +45,48 @@ for test in upsample elementwise scatter permute math; do
   nvcc "$tests/${test}_cuda_test.o" "${kernels[@]}" -o "$tests/$test"
 done
 
+# What fails is named at the end, after all the rest has run.
+failed=()
+
 section "C++ tests"
-together "$tests/upsample" "$tests/elementwise" "$tests/scatter" "$tests/permute" "$tests/math"
+together "$tests/upsample" "$tests/elementwise" "$tests/scatter" "$tests/permute" "$tests/math" \
+  || failed+=("C++ tests")
 
 section "test suite"
-export XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1
-"$python" -m pytest -n 14 --dist loadgroup -q -p no:benchmark | tee "$out/pytest.txt"
-unset XLA_PYTHON_CLIENT_PREALLOCATE
+XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 \
+  "$python" -m pytest -n 14 --dist loadgroup -q -p no:benchmark | tee "$out/pytest.txt" \
+  || failed+=("test suite")
 
 if [[ -z ${QUICK:-} ]]; then
   section "compute-sanitizer"
-  # The slowest first; of scatters each type by itself.
-  parts=()
-  for part in f16 bf16 f32 f64 i32 i64 gather; do parts+=("scatter brief $part"); done
-  parts+=("permute brief" "upsample brief" "elementwise brief")
-  for tool in racecheck memcheck initcheck synccheck; do
-    for part in "${parts[@]}"; do
-      echo "compute-sanitizer --error-exitcode 1 --tool $tool $tests/$part"
-    done
-  done | xargs -d '\n' -P "$(nproc)" -I{} bash -c \
-    'out=$({} 2>&1) && status=0 || status=1; printf "%s\n" "$ {}" "$out"; exit $status' \
-    | tee "$out/sanitizer.txt"
+  # The slowest first; of scatters each type by itself. Integers and f64 share the kernels of f32,
+  # and only kernels with shared memory can race or synchronise.
+  {
+    printf 'racecheck %s\n' "scatter brief "{f16,bf16,f32} "upsample brief" "permute brief"
+    printf 'memcheck %s\n' "elementwise brief" "upsample brief" "permute brief" \
+      "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
+    printf 'initcheck %s\n' "scatter brief "{f16,bf16,f32,gather} "upsample brief" \
+      "elementwise brief" "permute brief"
+    printf 'synccheck %s\n' "scatter brief "{f16,f32} "upsample brief" "permute brief"
+    printf '%s generated\n' memcheck initcheck
+  } | xargs -P "$(nproc)" -I{} bash -c '
+      read -r tool test <<< "{}"
+      case $test in
+        generated) command="--kernel-name kernel_substring=jof_generated '"$python"' \
+          -m tests.generated_kernels" ;;
+        *) command="'"$tests"'/$test" ;;
+      esac
+      out=$(compute-sanitizer --error-exitcode 1 --tool "$tool" $command 2>&1) \
+        && status=0 || status=1
+      printf "%s\n" "$ {} ($SECONDS s)" "$out"; exit $status' \
+    | tee "$out/sanitizer.txt" || failed+=("compute-sanitizer")
 fi
 
 section "benchmarks"
-"$python" -m benchmarks --out "$out" ${QUICK:+--quick}
+"$python" -m benchmarks --out "$out" "${@:---quick}" || failed+=("benchmarks")
+
 section "done"
+if ((${#failed[@]})); then
+  printf 'FAILED: %s\n' "${failed[@]}"
+  exit 1
+fi
