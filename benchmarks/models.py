@@ -66,18 +66,23 @@ class Model:
 
 def entrants(cases: Sequence[ModelCase]) -> list[Callable[[], Entrants]]:
     """Compiles the steps of all programs side by side, before anything is timed."""
+    problems = {case: _module(case).problem(case.variant) for case in cases}
+    # What autotuning finds for the first step of a program is there for the others.
+    names = ("ours", *RIVALS, *map("only {}".format, programs.CALLS))
+    pairs = [(name, case) for name in names for case in cases if name in _names(case)]
+    lowered = []
+    for name, case in pairs:
+        with _tracing(name, _module(case).OPS):
+            lowered.append(programs.lower(problems[case]))
+    # Not before all of that is done: XLA reads the environment, which tracing has changed, and a
+    # process that reads it in one thread while another one writes it may crash.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        models = {}
-        for case in cases:
-            problem = _module(case).problem(case.variant)
-            models[case] = Model(problem, pool.submit(programs.start, problem), {})
-        # What autotuning finds for the first step of a program is there for the others.
-        for name in ("ours", *RIVALS, *map("only {}".format, programs.CALLS)):
-            for case, model in models.items():
-                if name in _names(case):
-                    with _tracing(name, _module(case).OPS):
-                        lowered = programs.lower(model.problem)
-                    model.steps[name] = pool.submit(lowered.compile)
+        models = {
+            case: Model(problem, pool.submit(programs.start, problem), {})
+            for case, problem in problems.items()
+        }
+        for (name, case), program in zip(pairs, lowered, strict=True):
+            models[case].steps[name] = pool.submit(program.compile)
         futures: list[Future[Any]] = [step for m in models.values() for step in m.steps.values()]
         bar = {"total": len(futures), "unit": "program", "leave": False, "disable": None}
         for _ in tqdm(as_completed(futures), file=sys.stderr, desc="compile", **bar):

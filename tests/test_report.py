@@ -191,7 +191,8 @@ def models(us):
     rivals = {"xla": 2.0, "jnp": 3.0, "only silu": 1.6, "torch": 4.0}
     row = results.row(ModelCase("unet", "full"), us, rivals, ["xla", "jnp"])
     row |= {"losses": {"native": [1.0, 0.25], "xla": [1.0, 0.2501]}}
-    counts = {"calls": {"jof_silu": 3}, "library calls": 1, "fusion": 9, "copy": 2, "transpose": 0}
+    counts = {"calls": {"jof_silu": 3}, "library call": 1, "fusion": 9, "copy": 2, "transpose": 0}
+    counts["bytes"] = 5_000_000_000
     row |= {"program": {"ours": counts, "xla": {**counts, "calls": {}}}}
     return {**results.upsampling(), "suite": "models", "rows": [row]}
 
@@ -204,7 +205,7 @@ def test_models():
         in text
     )
     assert "| unet | `silu` | 1.60 | 1.25x | 1.60x |" in text
-    assert "| unet | ours | 3 jof_silu | 1 | 9 | 2 | 0 |\n| unet | xla | - | 1 |" in text
+    assert "| unet | ours | 3 jof_silu | 1 | 9 | 2 | 0 | 5.00 |\n| unet | xla | - | 1 |" in text
     assert "▼" not in text
     assert "| unet ▼ | full |" in tables(models(2.5))
     assert "▼" not in tables(models(2.05))  # within the spread
@@ -295,8 +296,11 @@ def test_every_row_of_a_suite_belongs_to_one_family(suites):
 
 def test_models_have_a_column_a_device():
     text = headline.models([models(1.0), on_cpu(models(4.0))])
-    assert "| a training step of | NVIDIA H200 | AMD EPYC, 2 cores |" in text
-    assert "| unet | 2.00x | 0.50x ▼ |" in text
+    assert (
+        "| a training step of | NVIDIA H200, over jnp as written | NVIDIA H200, over XLA's best | AMD"
+        in text
+    )
+    assert "| [unet](examples/unet.py) | 3.00x | 2.00x | 0.75x | 0.50x ▼ |" in text
     assert headline.models([results.upsampling()]) == ""
 
 

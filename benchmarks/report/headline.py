@@ -267,19 +267,23 @@ def _gains(values: Sequence[float]) -> bool:
 
 
 def models(results: Sequence[Result]) -> str:
-    """A row a model: XLA's best time of a training step over ours, on every device."""
+    """A row a model: the times of a training step in jnp over ours, on every device."""
     found = [r for r in results if r["suite"] == "models" and measured(r["rows"])]
     found.sort(key=_device)
-    cells: dict[str, dict[str, str]] = {}
+    cells: dict[str, dict[str, list[str]]] = {}
     for result in found:
         for row in measured(result["rows"]):
-            text = times(best([row])) + (f" {SLOWER}" if is_slower(row) else "")
-            cells.setdefault(row["op"], {})[chip(result["environment"])] = text
+            over_best = times(best([row])) + (f" {SLOWER}" if is_slower(row) else "")
+            over = [times(ratios([row], "jnp")), over_best]
+            cells.setdefault(row["op"], {})[chip(result["environment"])] = over
     if not cells:
         return ""
     names = [chip(result["environment"]) for result in found]
-    lines = [["a training step of", *names]]
-    lines += [[op, *(values.get(name, "-") for name in names)] for op, values in cells.items()]
+    heads = [f"{name}, over {what}" for name in names for what in ("jnp as written", "XLA's best")]
+    lines = [["a training step of", *heads]]
+    for op, values in cells.items():
+        cell = [text for name in names for text in values.get(name, ["-", "-"])]
+        lines.append([f"[{op}](examples/{op}.py)", *cell])
     return table(lines)
 
 

@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         wanted = documents(root)
-    except LookupError as error:
-        sys.exit(f"README.md: {error.args[0]}")
+    except MissingMarkers as error:
+        sys.exit(f"README.md: {error}")
     stale = [
         path
         for path, text in wanted.items()
@@ -79,12 +79,16 @@ def read(root: Path) -> list[Result]:
     return sorted(results, key=lambda result: bool(result["environment"]["platform"] == "cpu"))
 
 
+class MissingMarkers(Exception):
+    """README has no place for a table."""
+
+
 def insert(text: str, name: str, content: str) -> str:
     """``text`` with ``content`` between the markers of ``name``."""
     begin, end = (f"<!-- benchmarks:{name} {word} -->" for word in ("begin", "end"))
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:
-        raise LookupError(f"expected one pair of the markers {begin} and {end}")
+        raise MissingMarkers(f"expected one pair of the markers {begin} and {end}")
     return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
 
 

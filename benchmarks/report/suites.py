@@ -436,14 +436,16 @@ def _one_op(rows: Sequence[Row]) -> str:
 
 def _programs(rows: Sequence[Row]) -> str:
     """What the compiled steps run."""
+    counts = {"library call": "of libraries", "fusion": "fusions", "copy": "copies"}
+    counts |= {"transpose": "transposes"}
     lines = [
-        ["model", "step", "kernels of ours", "of libraries", "fusions", "copies", "transposes"]
+        ["model", "step", "kernels of ours", *counts.values(), "GB moved by all but libraries"]
     ]
     for row in rows:
         for name, known in row.get("program", {}).items():
-            counts = [str(known.get(k, "-")) for k in ("fusion", "copy", "transpose")]
             calls = ", ".join(f"{count} {call}" for call, count in known["calls"].items())
-            lines.append([row["op"], name, calls or "-", str(known["library calls"]), *counts])
+            moved = f"{known['bytes'] / 1e9:.2f}"
+            lines.append([row["op"], name, calls or "-", *(str(known[k]) for k in counts), moved])
     return folded("What is in the compiled steps", table(lines)) if len(lines) > 1 else ""
 
 
@@ -495,7 +497,8 @@ SUITES = {
         "Training steps of small models, those of `examples`: with native kernels, with `xla`, "
         "which is `JAX_ONEFLOW_OPS_IMPLEMENTATION=xla`, and in `jnp` as one would write it without "
         "this package. XLA does not fuse a custom call with what is around it; this is what is "
-        "left of the gains of single calls. Losses are those of the first and the last step.",
+        "left of the gains of single calls. Times are those of the wall, launches included. Losses "
+        "are those of the first and the last step.",
         _models,
     ),
     "gelu_ladder": Suite(
