@@ -18,7 +18,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JAX ?= jax
 CXX ?= c++
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f)

@@ -486,7 +486,7 @@ def test_suites_may_bring_whole_programs(bare, tmp_path, monkeypatch, capsys):
 
                 return timing.Contender(name, call, lambda _: None)
 
-            contenders = [contender("ours", 1e-3), contender("xla", 3e-3)]
+            contenders = [contender("ours", 1e-3), contender("xla", 2e-2)]
             about = {"implementation": "native", "losses": {"native": [2.0, 1.0]}, "jnp": ["xla"]}
             return harness.Entrants(contenders, about | {"ours": {"steps": 3}}, effort=0.1)
 
@@ -502,7 +502,7 @@ def test_suites_may_bring_whole_programs(bare, tmp_path, monkeypatch, capsys):
     good, bad = result["rows"]
     assert good["best"] == "xla"
     assert good["ours"]["steps"] == 3
-    assert 1.5 < good["ratio"] == good["rivals"]["xla"]["ratio"] < 4
+    assert 1.5 < good["ratio"] == good["rivals"]["xla"]["ratio"]
     assert good["losses"] == {"native": [2.0, 1.0]}
     assert "tb_per_s" not in good["ours"]
     assert "of_copy" not in good
