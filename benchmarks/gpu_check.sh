@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # A whole round on a machine with a GPU, in one call and without a network: build against the
 # installed jaxlib, the C++ tests of the kernels at every pointer offset and of the math functions,
-# the test suite, compute-sanitizer over a part of the C++ tests and over generated kernels, the
-# quick benchmarks. It takes about seven minutes on an H200. Results go to $OUT if it is set, else
-# to build/gpu-check.
+# the test suite, compute-sanitizer over a part of the C++ tests, the quick benchmarks. It takes
+# about seven minutes on an H200. Results go to $OUT if it is set, else to build/gpu-check.
 #
 # Arguments are the benchmarks' own, instead of --quick: all of them take ten minutes by themselves.
 # QUICK=1 leaves compute-sanitizer out.
@@ -41,7 +40,7 @@ done
 together "${commands[@]}"
 kernels=()
 for source in csrc/cuda/*.cu; do kernels+=("$tests/$(basename "$source" .cu).o"); done
-for test in upsample elementwise scatter permute math; do
+for test in upsample elementwise generated scatter permute math; do
   nvcc "$tests/${test}_cuda_test.o" "${kernels[@]}" -o "$tests/$test"
 done
 
@@ -49,8 +48,8 @@ done
 failed=()
 
 section "C++ tests"
-together "$tests/upsample" "$tests/elementwise" "$tests/scatter" "$tests/permute" "$tests/math" \
-  || failed+=("C++ tests")
+together "$tests/upsample" "$tests/elementwise" "$tests/generated" "$tests/scatter" \
+  "$tests/permute" "$tests/math" || failed+=("C++ tests")
 
 section "test suite"
 XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 \
@@ -63,20 +62,14 @@ if [[ -z ${QUICK:-} ]]; then
   # and only kernels with shared memory can race or synchronise.
   {
     printf 'racecheck %s\n' "scatter brief "{f16,bf16,f32} "upsample brief" "permute brief"
-    printf 'memcheck %s\n' "elementwise brief" "upsample brief" "permute brief" \
+    printf 'memcheck %s\n' "elementwise brief" "generated brief" "upsample brief" "permute brief" \
       "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
     printf 'initcheck %s\n' "scatter brief "{f16,bf16,f32,gather} "upsample brief" \
-      "elementwise brief" "permute brief"
+      "elementwise brief" "generated brief" "permute brief"
     printf 'synccheck %s\n' "scatter brief "{f16,f32} "upsample brief" "permute brief"
-    printf '%s generated\n' memcheck initcheck
   } | xargs -P "$(nproc)" -I{} bash -c '
       read -r tool test <<< "{}"
-      case $test in
-        generated) command="--kernel-name kernel_substring=jof_generated '"$python"' \
-          -m tests.generated_kernels" ;;
-        *) command="'"$tests"'/$test" ;;
-      esac
-      out=$(compute-sanitizer --error-exitcode 1 --tool "$tool" $command 2>&1) \
+      out=$(compute-sanitizer --error-exitcode 1 --tool "$tool" '"$tests"'/$test 2>&1) \
         && status=0 || status=1
       printf "%s\n" "$ {} ($SECONDS s)" "$out"; exit $status' \
     | tee "$out/sanitizer.txt" || failed+=("compute-sanitizer")

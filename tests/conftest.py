@@ -19,6 +19,8 @@ if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # newer ones ha
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
 # pytest-xdist runs several processes; by default each would claim most of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Nobody reads the tracebacks of errors that tests expect: a tenth of the time went into them.
+os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 # Where all processes of a run find the kernels that one of them has compiled.
 own_cache = None
 if "JAX_ONEFLOW_OPS_CACHE_DIR" not in os.environ:
