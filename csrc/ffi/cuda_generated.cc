@@ -2,7 +2,7 @@
 // made, so that a call neither synchronises nor allocates and may be captured in a CUDA graph.
 #include <cuda_runtime_api.h>
 
-#include "common/pack.h"
+#include "cuda/generated_split.h"
 #include "ffi/generated.h"
 #include "ffi/handlers.h"
 
@@ -44,46 +44,6 @@ ffi::Error Instantiate(ffi::Span<const uint8_t> code, int64_t id, std::string_vi
   });
 }
 
-// Whether packs of `size` elements that begin after `head` elements may move as words.
-bool IsAlignedAfter(int64_t head, int64_t size, const void* array, int64_t element_bytes) {
-  const int64_t word = std::min<int64_t>(kPackBytes, size * element_bytes);
-  return (reinterpret_cast<uintptr_t>(array) + head * element_bytes) % word == 0;
-}
-
-// Packs of `size` elements where one head aligns all arrays; where none does, no packs at all.
-void SplitIntoPacks(int64_t size, size_t inputs, size_t outputs, ffi::Span<const int64_t> kinds,
-                    ffi::Span<const int64_t> element_bytes, GeneratedCall* call) {
-  const auto is_kind = [&](size_t k, OperandKind kind) {
-    return static_cast<OperandKind>(kinds[k]) == kind;
-  };
-  const auto is_aligned_after = [&](int64_t head) {
-    for (size_t k = 0; k < outputs; ++k) {
-      if (!IsAlignedAfter(head, size, call->outputs[k], element_bytes[inputs + k])) return false;
-    }
-    for (size_t k = 0; k < inputs; ++k) {
-      if (is_kind(k, OperandKind::kArray) &&
-          !IsAlignedAfter(head, size, call->inputs[k], element_bytes[k])) {
-        return false;
-      }
-    }
-    return true;
-  };
-  int64_t head = 0;
-  while (head < size && !is_aligned_after(head)) ++head;
-  const bool has_packs = size > 1 && head < size && head + size <= call->n;
-  call->head = has_packs ? head : call->n;
-  call->packs = has_packs ? (call->n - head) / size : 0;
-  call->lone = call->n - call->packs * size;
-  const bool rows_of_packs =
-      call->head == 0 && call->row_length.divisor() % static_cast<uint64_t>(size) == 0;
-  for (size_t k = 0; k < inputs; ++k) {
-    if (rows_of_packs && is_kind(k, OperandKind::kRow) &&
-        IsAlignedAfter(0, size, call->inputs[k], element_bytes[k])) {
-      call->packed_rows |= uint32_t{1} << k;
-    }
-  }
-}
-
 ffi::Error Execute(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Span<const uint8_t>, int64_t id, std::string_view name,
                    ffi::Span<const int64_t> kinds, ffi::Span<const int64_t> element_bytes) {
@@ -92,10 +52,7 @@ ffi::Error Execute(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   if (error.failure() || call.n == 0) return error;
   const CudaKernel* loaded = Kernels().Find(id);
   if (loaded == nullptr) return ffi::Error::Internal(std::string(name) + ": code is not loaded");
-  // As OutputPackSize has it.
-  const int64_t widest =
-      *std::max_element(element_bytes.begin() + args.size(), element_bytes.end());
-  SplitIntoPacks(kPackBytes / widest, args.size(), rets.size(), kinds, element_bytes, &call);
+  SplitIntoPacks(args.size(), rets.size(), kinds.begin(), element_bytes.begin(), &call);
   const int64_t items = call.packs + call.lone;
   const int64_t blocks = (items + loaded->threads - 1) / loaded->threads;
   void* parameters[] = {&call};

@@ -5,7 +5,7 @@
 //   code           the compiled kernel: a cubin or PTX, a shared library
 //   id             a hash of the code; calls with the same code share what is loaded
 //   name           the user's name of the kernel, for messages
-//   kinds          of each operand: 0 for an array, 1 for a scalar, 2 for a row
+//   kinds          of each operand: an OperandKind
 //   element_bytes  of each operand and result, as the code was compiled for
 #pragma once
 
@@ -22,8 +22,6 @@
 #include "ops/generated.h"
 
 namespace jof {
-
-enum class OperandKind : int64_t { kArray, kScalar, kRow };
 
 // Fills in the inputs, outputs, n and row_length of *call.
 inline ffi::Error DecodeGenerated(std::string_view name, ffi::RemainingArgs args,

@@ -16,6 +16,8 @@ JOF_NAMESPACE_BEGIN
 inline constexpr int kMaxGeneratedInputs = 32;
 inline constexpr int kMaxGeneratedOutputs = 16;
 
+enum class OperandKind : int64_t { kArray, kScalar, kRow };  // a row: a vector along the last axis
+
 struct GeneratedCall {
   const void* inputs[kMaxGeneratedInputs];
   void* outputs[kMaxGeneratedOutputs];

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -14,269 +13,17 @@
 
 #include "cuda/elementwise.cuh"
 #include "cuda/elementwise.h"
-#include "device.h"
+#include "elementwise_subject.h"
 
 using namespace jof;
 
-constexpr int64_t kPool = (1 << 14) + 64;  // the elements there are of each input
-constexpr int kMaxArrays = 4;
-
-bool g_brief = false;
-int64_t g_launches = 0;
-
-class DeviceMemory {
- public:
-  explicit DeviceMemory(int64_t bytes) {
-    CHECK_CUDA(cudaMalloc(&data_, static_cast<size_t>(bytes > 0 ? bytes : 1)));
-  }
-  ~DeviceMemory() { cudaFree(data_); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  uint8_t* data() const { return static_cast<uint8_t*>(data_); }
-
- private:
-  void* data_;
-};
-
-uint64_t Hash(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-template <typename T>
-T FromValue(double value) {
-  return Accumulator<T>::Store(static_cast<Compute<T>>(value));
-}
-
-template <typename T>
-double ToValue(T x) {
-  return static_cast<double>(Accumulator<T>::Load(x));
-}
-
-// ---- a kernel, its inputs and what it should compute ----
-
-// What elements are to be, as bytes, and how far they may be from it: see IsClose.
-struct Wanted {
-  alignas(16) uint8_t bytes[kMaxArrays][16];
-  double slack[kMaxArrays];
-};
-
-struct Case {
-  int64_t n;
-  int64_t in_offsets[kMaxArrays];  // elements after a 64-byte boundary
-  int64_t out_offsets[kMaxArrays];
-  unsigned scalars = 0;   // a bit for each input
-  unsigned unwanted = 0;  // a bit for each output
-};
-
-Case Common(int64_t n, int64_t offset, unsigned scalars = 0, unsigned unwanted = 0) {
-  return {n, {offset, offset, offset, offset}, {offset, offset, offset, offset}, scalars, unwanted};
-}
-
-class Subject {
- public:
-  using Launch = std::function<cudaError_t(const ElementwiseCall&, void* const* outputs)>;
-  // From one element of each input; `packed` says whether it should be part of a pack.
-  using Reference = std::function<void(const void* const* in, bool packed, Wanted* wanted)>;
-  using Compare = std::function<bool(const uint8_t* got, const uint8_t* want, double slack)>;
-
-  std::string name;
-  int pack;  // elements
-  std::vector<int64_t> out_bytes;
-  std::vector<std::vector<uint8_t>> inputs;  // kPool elements each
-  Launch launch;
-  Reference reference;
-  Compare compare;
-
-  // Launches all cases, then checks all outputs. They lie in one allocation, guards between them.
-  void Run(const std::vector<Case>& cases) {
-    if (pools_.empty()) Upload();
-    std::vector<int64_t> starts;  // of each wanted output of each case
-    int64_t total = kGuardBytes;
-    for (const Case& c : cases) {
-      for (size_t k = 0; k < out_bytes.size(); ++k) {
-        starts.push_back(total + c.out_offsets[k] * out_bytes[k]);
-        if (c.unwanted >> k & 1) continue;
-        total = starts.back() + c.n * out_bytes[k] + kGuardBytes;
-        total = (total + 63) / 64 * 64;
-      }
-    }
-    const DeviceMemory arena(total);
-    CHECK_CUDA(cudaMemset(arena.data(), kGuard, static_cast<size_t>(total)));
-    std::vector<std::unique_ptr<DeviceMemory>> exact;
-    size_t slot = 0;
-    for (const Case& c : cases) {
-      ElementwiseCall call{};
-      void* out[kMaxArrays] = {};
-      call.n = c.n;
-      for (size_t k = 0; k < inputs.size(); ++k) {
-        call.is_scalar[k] = c.scalars >> k & 1;
-        call.inputs[k] = InputOf(c, k, &exact);
-      }
-      for (size_t k = 0; k < out_bytes.size(); ++k, ++slot) {
-        if (!(c.unwanted >> k & 1)) out[k] = arena.data() + starts[slot];
-        if (k < kMaxElementwiseOutputs) call.outputs[k] = out[k];
-      }
-      const cudaError_t status = launch(call, out);
-      JOF_CHECK(status == cudaSuccess, "%s of %ld elements: %s", name.c_str(), long(c.n),
-                cudaGetErrorString(status));
-      ++g_launches;
-    }
-    std::vector<uint8_t> host(static_cast<size_t>(total));
-    CHECK_CUDA(cudaMemcpy(host.data(), arena.data(), host.size(), cudaMemcpyDeviceToHost));
-    slot = 0;
-    for (const Case& c : cases) {
-      Check(c, host.data(), &starts[slot]);
-      slot += out_bytes.size();
-    }
-    // Check() has replaced what was to be written by guards.
-    for (int64_t i = 0; i < total; ++i) {
-      JOF_CHECK(host[static_cast<size_t>(i)] == kGuard, "%s wrote outside of its outputs",
-                name.c_str());
-    }
-  }
-
- private:
-  int64_t InBytes(size_t k) const { return static_cast<int64_t>(inputs[k].size()) / kPool; }
-
-  void Upload() {
-    for (const auto& input : inputs) {
-      pools_.push_back(std::make_unique<DeviceMemory>(static_cast<int64_t>(input.size())));
-      CHECK_CUDA(
-          cudaMemcpy(pools_.back()->data(), input.data(), input.size(), cudaMemcpyHostToDevice));
-    }
-  }
-
-  // A scalar is the input's element k + 1 at any offset.
-  int64_t ElementOf(const Case& c, size_t k, int64_t i) const {
-    return c.scalars >> k & 1 ? static_cast<int64_t>(k) + 1 : c.in_offsets[k] + i;
-  }
-
-  const void* InputOf(const Case& c, size_t k, std::vector<std::unique_ptr<DeviceMemory>>* exact) {
-    const int64_t first = ElementOf(c, k, 0) * InBytes(k);
-    const uint8_t* source = pools_[k]->data() + first;
-    if (!g_brief) return source;
-    const int64_t bytes = (c.scalars >> k & 1 ? 1 : c.n) * InBytes(k);
-    exact->push_back(std::make_unique<DeviceMemory>(first + bytes));
-    uint8_t* copy = exact->back()->data() + first;
-    CHECK_CUDA(cudaMemcpy(copy, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice));
-    return copy;
-  }
-
-  // The packs that the template promises: whole ones after the fewest elements that leave every
-  // array aligned to its packs, or to 16 bytes where those are longer.
-  bool IsPacked(const Case& c, int64_t i) const {
-    for (int64_t head = 0; head < pack && head + pack <= c.n && pack > 1; ++head) {
-      bool aligned = true;
-      const auto visit = [&](int64_t bytes, int64_t offset) {
-        if ((offset + head) * bytes % std::min<int64_t>(bytes * pack, 16) != 0) aligned = false;
-      };
-      for (size_t k = 0; k < inputs.size(); ++k) {
-        if (!(c.scalars >> k & 1)) visit(InBytes(k), c.in_offsets[k]);
-      }
-      for (size_t k = 0; k < out_bytes.size(); ++k) {
-        if (!(c.unwanted >> k & 1)) visit(out_bytes[k], c.out_offsets[k]);
-      }
-      if (aligned) return i >= head && i < head + (c.n - head) / pack * pack;
-    }
-    return false;
-  }
-
-  Wanted Compute(const Case& c, int64_t i) const {
-    const void* in[kMaxArrays];
-    for (size_t k = 0; k < inputs.size(); ++k) {
-      in[k] = inputs[k].data() + ElementOf(c, k, i) * InBytes(k);
-    }
-    Wanted wanted{};
-    reference(in, IsPacked(c, i), &wanted);
-    return wanted;
-  }
-
-  void Check(const Case& c, uint8_t* host, const int64_t* starts) const {
-    for (int64_t i = 0; i < c.n; ++i) {
-      const Wanted wanted = Compute(c, i);
-      for (size_t k = 0; k < out_bytes.size(); ++k) {
-        if (c.unwanted >> k & 1) continue;
-        uint8_t* got = host + starts[k] + i * out_bytes[k];
-        const bool same = std::memcmp(got, wanted.bytes[k], static_cast<size_t>(out_bytes[k])) == 0;
-        JOF_CHECK(same || (compare && compare(got, wanted.bytes[k], wanted.slack[k])),
-                  "%s: element %ld of %ld of output %ld, offsets %ld %ld %ld %ld -> %ld %ld, "
-                  "scalars %u: got %s, want %s",
-                  name.c_str(), long(i), long(c.n), long(k), long(c.in_offsets[0]),
-                  long(c.in_offsets[1]), long(c.in_offsets[2]), long(c.in_offsets[3]),
-                  long(c.out_offsets[0]), long(c.out_offsets[1]), c.scalars,
-                  Hex(got, out_bytes[k]).c_str(), Hex(wanted.bytes[k], out_bytes[k]).c_str());
-        std::memset(got, kGuard, static_cast<size_t>(out_bytes[k]));
-      }
-    }
-  }
-
-  static std::string Hex(const uint8_t* bytes, int64_t n) {
-    std::string text;
-    for (int64_t i = n - 1; i >= 0; --i) {
-      char digits[3];
-      std::snprintf(digits, sizeof(digits), "%02x", bytes[i]);
-      text += digits;
-    }
-    return text;
-  }
-
-  std::vector<std::unique_ptr<DeviceMemory>> pools_;
-};
-
-template <typename T, typename Make>
-std::vector<uint8_t> Pool(const Make& make) {
-  std::vector<uint8_t> bytes(static_cast<size_t>(kPool) * sizeof(T));
-  for (int64_t i = 0; i < kPool; ++i) {
-    const T x = make(i);
-    std::memcpy(bytes.data() + static_cast<size_t>(i) * sizeof(T), &x, sizeof(T));
-  }
-  return bytes;
-}
-
-template <typename T>
-T Read(const void* bytes) {
-  T x;
-  std::memcpy(&x, bytes, sizeof(T));
-  return x;
-}
-
-// Lengths around multiples of packs and blocks, with all arrays at the same offset within a pack.
-std::vector<Case> CommonOffsets(int pack) {
-  std::vector<Case> cases;
-  for (int64_t offset = 0; offset < pack; ++offset) {
-    const bool is_first_or_last = offset <= 1 || offset == pack - 1;
-    if (g_brief && !is_first_or_last) continue;
-    for (int64_t n = 0; n <= 67; n += g_brief ? 21 : 1) cases.push_back(Common(n, offset));
-    if (!is_first_or_last) continue;
-    for (int64_t power = g_brief ? 2048 : 128; power <= (g_brief ? 2048 : 1 << 14); power *= 2) {
-      for (int64_t n = power - 1; n <= power + 1; ++n) cases.push_back(Common(n, offset));
-    }
-  }
-  return cases;
-}
-
-// Every array at its own offset within a pack: all combinations, or about `limit` of them.
-std::vector<Case> OwnOffsets(int pack, int inputs, int outputs, int64_t limit) {
-  int64_t combinations = 1;
-  for (int k = 0; k < inputs + outputs; ++k) combinations *= pack;
-  if (g_brief) limit = 8;
-  std::vector<Case> cases;
-  for (int64_t j = 0; j < combinations && j < limit; ++j) {
-    auto digits = combinations <= limit
-                      ? static_cast<uint64_t>(j)
-                      : Hash(static_cast<uint64_t>(j)) % static_cast<uint64_t>(combinations);
-    Case c{};
-    for (int k = 0; k < inputs + outputs; ++k, digits /= static_cast<uint64_t>(pack)) {
-      const auto offset = static_cast<int64_t>(digits % static_cast<uint64_t>(pack));
-      (k < inputs ? c.in_offsets[k] : c.out_offsets[k - inputs]) = offset;
-    }
-    for (const int64_t n : {1, 7, 16, 33, 67, 300}) {
-      c.n = n;
-      cases.push_back(c);
-    }
-  }
-  return cases;
+ElementwiseCall CallOf(const Case& c, const void* const* in, void* const* out) {
+  ElementwiseCall call{};
+  call.n = c.n;
+  std::copy_n(in, kMaxElementwiseInputs, call.inputs);
+  std::copy_n(out, kMaxElementwiseOutputs, call.outputs);
+  for (int k = 0; k < kMaxElementwiseInputs; ++k) call.is_scalar[k] = c.scalars >> k & 1;
+  return call;
 }
 
 // Scalar operands in all positions and outputs that nobody wants.
@@ -407,7 +154,8 @@ Subject MakeOp(ElementwiseOp op, FloatType type) {
   const auto parameter = std::make_shared<DeviceMemory>(int64_t{sizeof(T)});
   const T value = FromValue<T>(kParameter);
   CHECK_CUDA(cudaMemcpy(parameter->data(), &value, sizeof(T), cudaMemcpyHostToDevice));
-  subject.launch = [=](ElementwiseCall call, void* const*) {
+  subject.launch = [=](const Case& c, const void* const* in, void* const* out) {
+    ElementwiseCall call = CallOf(c, in, out);
     if (signature.has_parameter) call.parameter = parameter->data();
     return LaunchElementwise(op, type, call, nullptr);
   };
@@ -480,8 +228,8 @@ void TestWhere(bool vjp) {
     }));
   }
   subject.out_bytes.assign(static_cast<size_t>(outputs), sizeof(T));
-  subject.launch = [=](const ElementwiseCall& call, void* const*) {
-    return (vjp ? LaunchWhereVjp : LaunchWhere)(int(sizeof(T)), call, nullptr);
+  subject.launch = [=](const Case& c, const void* const* in, void* const* out) {
+    return (vjp ? LaunchWhereVjp : LaunchWhere)(int(sizeof(T)), CallOf(c, in, out), nullptr);
   };
   subject.reference = [=](const void* const* in, bool, Wanted* wanted) {
     const bool condition = Read<uint8_t>(in[0]) != 0;
@@ -500,17 +248,10 @@ void TestWhere(bool vjp) {
 
 template <typename Functor, typename... Out, int... o, typename... In, int... i>
 cudaError_t LaunchTyped(TypeTag<Tuple<Out...>>, Indices<o...>, TypeTag<Tuple<In...>>, Indices<i...>,
-                        const ElementwiseCall& call, void* const* out) {
+                        const Case& c, const void* const* in, void* const* out) {
   return LaunchElementwise(
-      SimpleFactory<Functor>(), call.n, MakeTuple(static_cast<Out*>(out[o])...),
-      MakeTuple(Operand<In>{static_cast<const In*>(call.inputs[i]), call.is_scalar[i]}...),
-      nullptr);
-}
-
-// Small integers, which all types have.
-template <typename T>
-T SmallInteger(int k, int64_t i) {
-  return FromValue<T>(static_cast<double>(Hash(uint64_t(i * 4 + k)) % 23));
+      SimpleFactory<Functor>(), c.n, MakeTuple(static_cast<Out*>(out[o])...),
+      MakeTuple(Operand<In>{static_cast<const In*>(in[i]), (c.scalars >> i & 1) != 0}...), nullptr);
 }
 
 // Functor::Want(in, packed, out) computes on the host.
@@ -522,9 +263,9 @@ Subject MakeTyped(const char* name, TypeTag<Tuple<Out...>>, Indices<o...>, TypeT
   subject.pack = OutputPackSize<Out...>();
   subject.out_bytes = {int64_t{sizeof(Out)}...};
   subject.inputs = {Pool<In>([](int64_t j) { return SmallInteger<In>(i, j); })...};
-  subject.launch = [](const ElementwiseCall& call, void* const* out) {
+  subject.launch = [](const Case& c, const void* const* in, void* const* out) {
     return LaunchTyped<Functor>(TypeTag<Tuple<Out...>>(), Indices<o...>(), TypeTag<Tuple<In...>>(),
-                                Indices<i...>(), call, out);
+                                Indices<i...>(), c, in, out);
   };
   subject.reference = [](const void* const* in, bool packed, Wanted* wanted) {
     const double x[] = {ToValue(Read<In>(in[i]))...};
@@ -567,9 +308,9 @@ void TestApply2() {
   subject.pack = 8;
   subject.out_bytes = {2};
   subject.inputs = {Pool<Half>([](int64_t i) { return FromValue<Half>(double(4 * (i % 100))); })};
-  subject.launch = [](const ElementwiseCall& call, void* const* out) {
+  subject.launch = [](const Case& c, const void* const* in, void* const* out) {
     return LaunchTyped<RecordsApply2<Half>>(Types<Half>(), Indices<0>(), Types<Half>(),
-                                            Indices<0>(), call, out);
+                                            Indices<0>(), c, in, out);
   };
   // Packs begin at even positions of the pool, where x is a multiple of 8.
   subject.reference = [](const void* const* in, bool packed, Wanted* wanted) {
