@@ -207,14 +207,14 @@ def in_range(x: np.ndarray, to) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
-def test_matches_numpy(source, to):
-    x = in_range(values_of(source), to)
-    assert x.size > 0
-    via = x.astype(np.float32) if jnp.dtype(to).itemsize < 4 and is_float(to) else x
-    expected = via.astype(jnp.dtype(to))
-    assert_same(cast(x, to), expected, x)
+def test_matches_numpy(source):
+    xs = [in_range(values_of(source), to) for to in DTYPES]
+    assert all(x.size > 0 for x in xs)
+    results = jax.jit(lambda xs: [jof.cast(x, to) for x, to in zip(xs, DTYPES, strict=True)])(xs)
+    for actual, x, to in zip(results, xs, DTYPES, strict=True):
+        via = x.astype(np.float32) if jnp.dtype(to).itemsize < 4 and is_float(to) else x
+        assert_same(actual, via.astype(jnp.dtype(to)), x)
 
 
 @pytest.mark.parametrize("source", FLOATS)
@@ -265,11 +265,13 @@ PAIRS = (
 )
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (2, 3, 5), (513,), (7, 1031)])
 @pytest.mark.parametrize(("source", "to"), PAIRS)
-def test_shapes(source, to, shape):
-    x = np.resize(comparable(values_of(source), to), shape)
-    assert_same(cast(x, to), jnp.asarray(x).astype(to))
+def test_shapes(source, to):
+    shapes = [(), (0,), (1,), (3, 0, 2), (2, 3, 5), (513,), (7, 1031)]
+    xs = [np.resize(comparable(values_of(source), to), shape) for shape in shapes]
+    both = jax.jit(lambda xs: [(jof.cast(x, to), x.astype(to)) for x in xs])(xs)
+    for actual, expected in both:
+        assert_same(actual, expected)
 
 
 @pytest.mark.fusion_emitters
@@ -299,26 +301,37 @@ def test_without_x64_64_bit_dtypes_are_32_bit_ones():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("to", FLOATS)
 @pytest.mark.parametrize("source", FLOATS)
-def test_gradient_is_the_cotangent_cast_back(source, to, implementation):
+def test_gradient_is_the_cotangent_cast_back(source, implementation):
     x = jnp.asarray(np.linspace(-3, 3, 37).astype(jnp.dtype(source)))
-    ct = jnp.asarray(np.linspace(-5, 4, 37).astype(jnp.dtype(to)))
-    y, vjp = jax.vjp(lambda x: jof.cast(x, to, implementation=implementation), x)
-    assert_same(y, x.astype(to))
-    (dx,) = vjp(ct)
-    assert_same(dx, ct.astype(source))
-    (expected,) = jax.vjp(lambda x: x.astype(to), x)[1](ct)
-    assert_same(dx, expected)
+    cts = [jnp.asarray(np.linspace(-5, 4, 37).astype(jnp.dtype(to))) for to in FLOATS]
+
+    def pulled_back(x, ct):
+        y, vjp = jax.vjp(lambda x: jof.cast(x, ct.dtype, implementation=implementation), x)
+        (expected,) = jax.vjp(lambda x: x.astype(ct.dtype), x)[1](ct)
+        return y, x.astype(ct.dtype), *vjp(ct), ct.astype(source), expected
+
+    every = jax.jit(lambda x, cts: [pulled_back(x, ct) for ct in cts])
+    for y, value, dx, back, expected in every(x, cts):
+        assert_same(y, value)
+        assert_same(dx, back)
+        assert_same(dx, expected)
 
 
-@pytest.mark.parametrize("to", FLOATS)
 @pytest.mark.parametrize("source", FLOATS)
-def test_tangent_is_cast(source, to):
+def test_tangent_is_cast(source):
     x = jnp.asarray(np.linspace(-3, 3, 37).astype(jnp.dtype(source)))
-    y, dy = jax.jvp(lambda x: jof.cast(x, to), (x,), (x[::-1],))
-    assert_same(y, x.astype(to))
-    assert_same(dy, x[::-1].astype(to))
+
+    @jax.jit
+    def every(x):
+        return [
+            (*jax.jvp(lambda x, to=to: jof.cast(x, to), (x,), (x[::-1],)), x.astype(to))
+            for to in FLOATS
+        ]
+
+    for y, dy, value in every(x):
+        assert_same(y, value)
+        assert_same(dy, value[::-1])
 
 
 @pytest.mark.parametrize("to", ["int32", "uint8", "bool"])
