@@ -188,7 +188,11 @@ def _device(result: Result) -> tuple[bool, str]:
 def gains(results: Sequence[Result]) -> str:
     """A row a family: geometric means over 32 bits and more, and over 16 bits and fewer."""
     torch = any(ratios(rows, "torch") for _, rows in families(results))
-    heads = ["over that call", "over XLA's best", *(["over PyTorch"] if torch else [])]
+    heads = [
+        "over that call: 32 bits / 16 bits",
+        "over XLA's best",
+        *(["over PyTorch"] if torch else []),
+    ]
     lines = [["call", "instead of", *heads, "of a copy", "gains nothing in"]]
     for family, rows in families(results):
         known: list[Callable[[Sequence[Row]], str]] = [
