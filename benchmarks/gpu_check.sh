@@ -40,16 +40,18 @@ done
 together "${commands[@]}"
 kernels=()
 for source in csrc/cuda/*.cu; do kernels+=("$tests/$(basename "$source" .cu).o"); done
-for test in upsample elementwise generated scatter permute math; do
-  nvcc "$tests/${test}_cuda_test.o" "${kernels[@]}" -o "$tests/$test"
+links=() programs=()
+for source in tests/cpp/*_cuda_test.cu; do
+  programs+=("$tests/$(basename "$source" _cuda_test.cu)")
+  links+=("nvcc ${programs[-1]}_cuda_test.o ${kernels[*]} -o ${programs[-1]}")
 done
+together "${links[@]}"
 
 # What fails is named at the end, after all the rest has run.
 failed=()
 
 section "C++ tests"
-together "$tests/upsample" "$tests/elementwise" "$tests/generated" "$tests/scatter" \
-  "$tests/permute" "$tests/math" || failed+=("C++ tests")
+together "${programs[@]}" || failed+=("C++ tests")
 
 section "test suite"
 XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 \
