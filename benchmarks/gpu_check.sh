@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # A whole round on a machine with a GPU, in one call and without a network: build against the
 # installed jaxlib, the C++ tests of the kernels at every pointer offset and of the math functions,
-# the test suite, compute-sanitizer over a part of the C++ tests, the quick benchmarks. It takes
-# about seven minutes on an H200. Results go to $OUT if it is set, else to build/gpu-check.
+# the test suite, compute-sanitizer over a part of the C++ tests, the quick benchmarks. Results go
+# to $OUT if it is set, else to build/gpu-check.
 #
-# Arguments are the benchmarks' own, instead of --quick: all of them take ten minutes by themselves.
+# Arguments are the benchmarks' own, instead of --quick.
 # QUICK=1 leaves compute-sanitizer out.
 set -euo pipefail
 cd "$(dirname "$0")/.."

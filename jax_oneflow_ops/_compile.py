@@ -24,11 +24,9 @@ from jax_oneflow_ops import _expression, _native
 
 _CACHE_VARIABLE = "JAX_ONEFLOW_OPS_CACHE_DIR"
 
-# Those of CMakeLists.txt, which says what the last four are for. Clang ignores the last two.
-_FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-fno-math-errno", "-fno-trapping-math"),
-    *("-fno-thread-jumps", "-fno-tree-pre"),
-)
+# Those of CMakeLists.txt. Neither of the last two changes a value. Clang refuses flags of GCC's
+# optimiser that it does not know: those are in cpu/lanes.h.
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-fno-math-errno", "-fno-trapping-math")
 _ISA_FLAGS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": (

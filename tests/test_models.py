@@ -16,7 +16,7 @@ pytest.importorskip("optax")
 
 import jax_oneflow_ops as jof
 from benchmarks import models
-from benchmarks.cases import MODELS
+from benchmarks.cases import MODELS, ModelCase
 from examples import programs
 
 
@@ -47,6 +47,18 @@ def test_gradients_are_those_of_xla_and_reach_all_parameters(trained):
         size = np.linalg.norm(b)
         assert size > 0, path
         assert np.linalg.norm(a - b) <= 2**-5 * size, path
+
+
+def test_all_programs_are_traced_before_one_is_compiled(monkeypatch):
+    """Tracing changes the environment, which XLA's threads read while they compile."""
+    order = []
+    lowered = SimpleNamespace(compile=lambda: order.append("compile"))
+    monkeypatch.setattr(programs, "lower", lambda problem: order.append("trace") or lowered)
+    monkeypatch.setattr(programs, "start", lambda problem: order.append("compile"))
+    models.entrants([ModelCase(op, "tiny") for op in MODELS])
+    traced = 2 * len(MODELS)
+    assert order == ["trace"] * traced + ["compile"] * (len(order) - traced)
+    assert len(order) == 2 * traced + len(MODELS)
 
 
 def test_steps_are_compared_and_follow_from_one_another(trained, monkeypatch):

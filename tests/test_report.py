@@ -365,6 +365,20 @@ def test_a_claim_fails_where_the_counts_do_not_halve(suites):
     assert "| 524,288; 262,143; 131,072 | **does not hold** |" in text
 
 
+@pytest.mark.parametrize(
+    ("gains", "as_much", "verdict"),
+    [
+        ([1.2, 3.0], True, report_articles.HOLDS),
+        ([1.01, 3.0], False, report_articles.HOLDS_BY_LESS),
+        ([0.99, 3.0], False, report_articles.FAILS),
+        ([0.99, 1.02], False, report_articles.EQUAL),
+        ([0.9, 1.02], False, report_articles.FAILS),
+    ],
+)
+def test_a_gain_may_be_smaller_than_an_articles(gains, as_much, verdict):
+    assert report_articles._of_gains(gains, as_much) == verdict
+
+
 def test_articles_without_results_have_no_tables():
     text = report_articles.page([])
     assert "|" not in text

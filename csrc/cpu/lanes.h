@@ -11,6 +11,12 @@
 #include "common/macros.h"
 #include "common/types.h"
 
+// GCC 13 and 14 turn selects into branches before they vectorise: gelu took seven times as long,
+// and mish's derivative did not vectorise either. Values do not depend on it.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-thread-jumps", "no-tree-pre")
+#endif
+
 JOF_NAMESPACE_BEGIN
 
 #if defined(__AVX512F__)

@@ -11,6 +11,7 @@
 #include "check.h"
 #include "common/types.h"
 #include "cpu/kernels.h"
+#include "elementwise_values.h"
 #include "ops/elementwise_ops.h"
 
 using namespace jof;
@@ -62,17 +63,6 @@ class Array {
 };
 
 constexpr int64_t kMargin = 16;
-
-uint64_t Hash(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-template <typename T>
-T FromValue(double value) {
-  return Accumulator<T>::Store(static_cast<Compute<T>>(value));
-}
 
 // Element i of input k: mostly ordinary numbers, of all magnitudes some, and special ones. None are
 // so large that products of four overflow, where infinity or NaN is a question of contraction.

@@ -12,6 +12,7 @@
 
 #include "common/types.h"
 #include "device.h"
+#include "elementwise_values.h"
 
 using jof::Accumulator;
 using jof::Compute;
@@ -34,17 +35,6 @@ class DeviceMemory {
  private:
   void* data_;
 };
-
-inline uint64_t Hash(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-template <typename T>
-T FromValue(double value) {
-  return Accumulator<T>::Store(static_cast<Compute<T>>(value));
-}
 
 template <typename T>
 double ToValue(T x) {
