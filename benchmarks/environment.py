@@ -20,6 +20,7 @@ _PACKAGES = [
     "torch",
     "triton",
     "cupy",
+    "cutensor",
     "numpy",
     "flax",
     "optax",

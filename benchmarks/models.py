@@ -65,7 +65,7 @@ class Model:
 
 
 def entrants(cases: Sequence[ModelCase]) -> list[Callable[[], Entrants]]:
-    """Compiles the steps of all programs side by side, before anything is timed."""
+    """Compiles the steps of all programs before anything is timed."""
     problems = {case: _module(case).problem(case.variant) for case in cases}
     # What autotuning finds for the first step of a program is there for the others.
     names = ("ours", *RIVALS, *map("only {}".format, programs.CALLS))
@@ -75,8 +75,9 @@ def entrants(cases: Sequence[ModelCase]) -> list[Callable[[], Entrants]]:
         with _tracing(name, _module(case).OPS):
             lowered.append(programs.lower(problems[case]))
     # Not before all of that is done: XLA reads the environment, which tracing has changed, and a
-    # process that reads it in one thread while another one writes it may crash.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    # process that reads it in one thread while another one writes it may crash. On a GPU one after
+    # another: XLA times kernels while it compiles.
+    with ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else os.cpu_count()) as pool:
         models = {
             case: Model(problem, pool.submit(programs.start, problem), {})
             for case, problem in problems.items()
