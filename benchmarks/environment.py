@@ -138,13 +138,14 @@ def _query(*fields: str) -> list[str] | None:
 
 
 def _commit() -> dict[str, Any]:
-    """The commit, and whether tracked files differ from it.
+    """The commit, and whether tracked files differ from it; results do after each suite.
 
     A copy of the tree without its history is told the commit by JOF_BENCHMARK_COMMIT.
     """
     if commit := os.environ.get("JOF_BENCHMARK_COMMIT"):
         return {"commit": commit, "dirty": None}
-    status = _run("git", "status", "--porcelain", "--untracked-files=no")
+    others = ("--", ".", ":(exclude)benchmarks/results")
+    status = _run("git", "status", "--porcelain", "--untracked-files=no", *others)
     return {
         "commit": _run("git", "rev-parse", "HEAD"),
         "dirty": None if status is None else status != "",

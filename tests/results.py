@@ -4,6 +4,7 @@ import dataclasses
 
 from benchmarks import harness
 from benchmarks.cases import (
+    SWEEP,
     AtomicCase,
     CastCase,
     ElementwiseCase,
@@ -57,7 +58,7 @@ def suites():
         row(case("silu", "float32", "derivative"), 2.0, {"jnp": 1.0, "torch": 4.0}),
         row(case("multiply", "float16"), 2.0, {"jnp": 2.0, "torch": 2.0, "naive": 3.0}),
         row(case("silu", "float32", size="64 MiB"), 2.0, {"jnp": 6.0, "torch": 4.0}),
-        row(case("silu", "float32", "small", "1 KiB"), 2.0, {"jnp": 2.5, "1 element": 1.5}),
+        row(case("silu", "float32", SWEEP, "1 KiB"), 2.0, {"jnp": 2.5, "1 element": 1.5}),
     ]
     wide = {"requests": 131072, "sectors": 2097152, "load_bits": 128, "store_bits": 128}
     counts = {"scalar": {**wide, "requests": 524288}, "vec2": {**wide, "requests": 262144}}

@@ -10,11 +10,11 @@ from statistics import geometric_mean
 from typing import Any
 
 from .. import environment
-from ..cases import itemsize, short, size
+from ..cases import SWEEP, itemsize, short, size
 from ..report import rate_unit
 from ..report.headline import families, widths
 from ..report.provenance import chip
-from ..report.rows import SWEEPS, Result, Row, by, having, is_slower, main_rows, measured
+from ..report.rows import Result, Row, by, having, is_slower, main_rows, measured
 from ..report.suites import SUITES
 
 COPY = "copy"
@@ -156,7 +156,7 @@ def _of_suite(result: Result) -> list[Figure]:
         drawn = [rates("", rows, _group, _case)]
     else:
         drawn = [rates("", rows)]
-    sweeps = by([row for row in measured(result["rows"]) if row["group"] in SWEEPS], _swept)
+    sweeps = by([row for row in measured(result["rows"]) if row["group"] == SWEEP], _swept)
     panels = [_rates(title, members, unit, scale) for title, members in sweeps.items()]
     panels += [_ratios(members) for members in sweeps.values()]
     title = f"{name} over the size of the array"

@@ -168,9 +168,8 @@ def headline(results: Sequence[Result]) -> str:
     """A table a device, GPUs' first; CPUs' are folded away."""
     parts = []
     for (is_cpu, name), found in _devices(results).items():
-        newest = max(found, key=lambda result: str(result["environment"]["date"]))
-        clock = "device time" if newest["clock"] == "cupti" else "wall time"
-        text = f"{origin(newest['environment'], clock)}\n\n{gains(found)}"
+        clock = "device time" if found[0]["clock"] == "cupti" else "wall time"
+        text = f"{origin([r['environment'] for r in found], clock)}\n\n{gains(found)}"
         parts.append(folded(f"The same on a CPU: {name}", text) if is_cpu else text)
     return joined(parts)
 
@@ -235,35 +234,37 @@ def advice(results: Sequence[Result]) -> str:
     if not (devices := _devices(results)):
         return ""
     (_, device), found = next(iter(devices.items()))
-    kinds: dict[str, list[str]] = {kind: [] for kind in _KINDS.values()}
+    kinds: dict[str, list[str]] = {kind: [] for kind in (_ALL, *_ONE.values(), _PLAIN, _LEAVE)}
     for family, rows in families(found):
-        sorted_in = {member: _kind(its) for member, its in by(rows, family.member).items()}
-        for kind in dict.fromkeys(sorted_in.values()):
-            names = [member for member, its in sorted_in.items() if its == kind]
-            whole = len(names) == len(sorted_in)
-            kinds[kind].append(family.name if whole else f"{family.name} ({_list(names)})")
+        members = by(rows, family.member)
+        sorted_in: dict[tuple[str, str], list[str]] = {}
+        for member, its in members.items():
+            for verdict in _kinds(its):
+                sorted_in.setdefault(verdict, []).append(member)
+        for (kind, where), names in sorted_in.items():
+            which = "" if len(names) == len(members) else f" ({_list(names)})"
+            kinds[kind].append(family.name + where + which)
     said = [f"**{kind}**: {'; '.join(names)}." for kind, names in kinds.items() if names]
     return f"On {device}:\n\n{bullets(said)}"
 
 
-_PLAIN = "plain"
-_KINDS = {
-    (True, True): "Swap in all dtypes",
-    (False, True): "Swap in 16 bits and fewer",
-    (True, False): "Swap in 32 bits and more",
-    _PLAIN: "Swap, unless the call is already written in the form that XLA is best at",
-    (False, False): "Leave to XLA",
-}
+_ALL = "Swap in all dtypes"
+_ONE = {_NARROW: "Swap in 16 bits and fewer", _WIDE: "Swap in 32 bits and more"}
+_PLAIN = "Swap, unless the call is already written in the form that XLA is best at"
+_LEAVE = "Leave to XLA"
 
 
-def _kind(rows: Sequence[Row]) -> str:
-    """Of a call: whether it gains in 32 bits and more, in 16 bits and fewer, or over what."""
-    known = {width: members for width, members in widths(rows).items() if best(members)}
-    gain = {width: _gains(best(members)) for width, members in known.items()}
-    if not any(gain.values()) and any(_gains(_plain(members)) for members in known.values()):
-        return _KINDS[_PLAIN]
-    either = any(gain.values())  # stands for a width that was not measured
-    return _KINDS[gain.get(_WIDE, either), gain.get(_NARROW, either)]
+def _kinds(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """What to do about a call, each with the dtypes if it is not all that were measured."""
+    known = {width: its for width, its in widths(rows).items() if best(its)}
+    gain = [width for width, its in known.items() if _gains(best(its))]
+    plain = [width for width, its in known.items() if width not in gain and _gains(_plain(its))]
+    found = []
+    if gain:
+        found.append((_ALL if len(gain) == len(known) else _ONE[gain[0]], ""))
+    if plain:
+        found.append((_PLAIN, "" if len(plain) == len(known) else f" in {plain[0]}"))
+    return found or [(_LEAVE, "")]
 
 
 def _gains(values: Sequence[float]) -> bool:

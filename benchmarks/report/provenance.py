@@ -19,19 +19,27 @@ def chip(about: dict[str, Any]) -> str:
     return f"{devices} {about['device']}" if devices > 1 else str(about["device"])
 
 
-def origin(about: dict[str, Any], clock: str) -> str:
-    """The device, the versions, the clock, the date and the commit."""
-    versions = about["versions"]
-    commit = (about["commit"] or "unknown")[:10] + (" with changes" if about["dirty"] else "")
-    facts = [chip(about), *([f"driver {about['driver']}"] if about["driver"] else [])]
+def origin(abouts: Sequence[dict[str, Any]], clock: str) -> str:
+    """The device, the versions, the clock, the date and the commit; of some runs the newest's.
+
+    Their commits are all named.
+    """
+    ordered = sorted(abouts, key=lambda about: str(about["date"]), reverse=True)
+    newest, versions = ordered[0], ordered[0]["versions"]
+    commits = dict.fromkeys(
+        (about["commit"] or "unknown")[:10] + (" with changes" if about["dirty"] else "")
+        for about in ordered
+    )
+    facts = [chip(newest), *([f"driver {newest['driver']}"] if newest["driver"] else [])]
     facts += [f"{name} {versions[name]}" for name in ("jax", "torch") if versions.get(name)]
-    return f"{', '.join(facts)}; {clock}, medians; {about['date'][:10]}, commit {commit}."
+    when = f"{newest['date'][:10]}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    return f"{', '.join(facts)}; {clock}, medians; {when}."
 
 
 def provenance(result: Result) -> str:
     """Where the numbers come from and how to read them."""
     return (
-        f"{origin(result['environment'], _CLOCKS[result['clock']])} "
+        f"{origin([result['environment']], _CLOCKS[result['clock']])} "
         f"Ratios are the rival's time over ours: above 1, ours is faster. "
         f"The copy is {result['ceiling']}, moving as many bytes."
     )

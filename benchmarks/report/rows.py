@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..cases import SWEEP
+
 Result = dict[str, Any]
 Row = dict[str, Any]
 
-SWEEPS = ("sweep", "small")
-"""Groups of rows that go through sizes, which no mean is taken over."""
-
 
 def main_rows(result: Result) -> list[Row]:
-    """All but those of sweeps."""
-    return [row for row in result["rows"] if row["group"] not in SWEEPS]
+    """All but those of a sweep through sizes, which no mean is taken over."""
+    return [row for row in result["rows"] if row["group"] != SWEEP]
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:

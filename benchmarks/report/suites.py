@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..cases import short
+from ..cases import SWEEP, short
 from .markdown import (
     SLOWER,
     SLOWER_NOTE,
@@ -18,7 +18,6 @@ from .markdown import (
     times,
 )
 from .rows import (
-    SWEEPS,
     Result,
     Row,
     best,
@@ -120,7 +119,7 @@ def slower(rows: Sequence[Row]) -> str:
 
 def sweeps(result: Result) -> str:
     """Through the sizes: microseconds of ours, of the rivals and of a single element."""
-    rows = [row for row in measured(result["rows"]) if row["group"] in SWEEPS]
+    rows = [row for row in measured(result["rows"]) if row["group"] == SWEEP]
     if not rows:
         return ""
     unit, scale = rate_unit(result["environment"]["platform"])

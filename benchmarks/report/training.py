@@ -33,7 +33,7 @@ def training(result: Result) -> str:
         for run in runs
     ]
     settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
-    about = origin(result["environment"], "wall time of a step")
+    about = origin([result["environment"]], "wall time of a step")
     return (
         f"{about} {settings.capitalize()}. Losses of the first and the last step.\n\n"
         f"{table([head, *lines])}"
