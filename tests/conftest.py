@@ -21,6 +21,8 @@ os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).st
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Nobody reads the tracebacks of errors that tests expect: a tenth of the time went into them.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
+# Nor where each operation of a program was written.
+os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "false")
 # Where all processes of a run find the kernels that one of them has compiled.
 own_cache = None
 if "JAX_ONEFLOW_OPS_CACHE_DIR" not in os.environ:

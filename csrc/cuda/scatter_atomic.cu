@@ -41,8 +41,7 @@ __device__ __forceinline__ unsigned SameTarget(int64_t target, bool is_small) {
 // An element a thread and turn, kItems turns.
 //
 // Additions to one address queue up. So a target that kHot members of a warp have in the first turn
-// is summed over the warp and all turns before it is added to: 16M values into 1M sums, half of
-// them into one, take X us instead of Y.
+// is summed over the warp and all turns before it is added to.
 constexpr int kItems = 8, kHot = 4;
 
 template <typename T, typename To, typename Index, bool kIsElement>
