@@ -262,12 +262,14 @@ class _Problem:
 
 # On CUDA sums are private to a block while they fit its shared memory: 37 us for 1024 sums and
 # 60 us for 10,000, where atomics take 1430 and 360 us. Sums in a fixed order need a copy for each
-# of at least eight warps. Adding up the copies costs as much as that many atomics a sum, of wide
-# rows, whose atomics are packs that do not conflict, as many more.
+# of at least eight warps. Adding up the copies costs as much as that many atomics a sum, and
+# atomics of few updates are done by then: 1024 rows of 128 take 4 us, and 8 by copies. Many wide
+# rows are sorted faster: 64k of 128 values in 31 us, where copies take 44.
 _PRIVATE_BYTES = 160 * 1024
 _PRIVATE_ORDERED_BYTES = 16 * 1024
 _PRIVATE_HITS = 64
-_PRIVATE_ROW_HITS = 512
+_PRIVATE_UPDATES = 2048
+_PRIVATE_ROW_ELEMENTS = 2**22
 _PRIVATE_PARTS = 128
 # On CPUs narrow rows are summed into private copies if they hit each row once on average, wide ones
 # if they do so often. There are at least two copies, and more while each is hit often.
@@ -285,16 +287,13 @@ _CPU_CHUNK = 1024
 _ELEMENT_CHUNK = 4096
 _ROW_CHUNKS = 1024
 _ROW_CHUNK = 128
-# On CUDA wide rows are sorted from this size on: 125 us in 16 bits where vector atomics take 132 us
-# if no row is hot, and far more if one is.
+# On CUDA rows are sorted from this width and size on: 125 us in 16 bits where vector atomics take
+# 132 us if no row is hot, and far more if one is: 64k rows take 26 us, or 400 if half of them meet,
+# and 33 to 40 sorted. Smaller problems are done before a sort has begun, and so are few rows of
+# more bits, hot or not.
 _WIDE_ROW_BYTES = 32
 _SORT_BYTES = 4 * 2**20
-# Atomics are done before copies are added up if updates are few, and before a sort has begun if
-# there are not many more, hot or not, and in 16 bits the scratch is small beside them.
 _FEW_UPDATES = 8192
-_UNSORTED_UPDATES = 2**16
-_UNSORTED_ELEMENTS = 2**23
-_UNSORTED_HITS = 4
 # 16-bit sums by atomics go through f32 while that is not much larger than what else is moved.
 _SCRATCH_ROWS = 16
 # A comparison sort where a counting sort would have more counters a key than this.
@@ -307,13 +306,12 @@ def _is_private(p: _Problem, is_sorted: bool) -> bool:
         hits = 1 if p.inner <= _CPU_PRIVATE_INNER else _CPU_PRIVATE_HITS
         short = p.inner == 1 and p.updates <= _CPU_RUN * p.rows
         return p.updates >= hits * p.rows and (short or not is_sorted)
-    limit, hits = _PRIVATE_BYTES, _PRIVATE_ROW_HITS if p.is_wide() else _PRIVATE_HITS
-    if p.ordered:  # the alternative is a sort
-        limit, hits = _PRIVATE_ORDERED_BYTES, _PRIVATE_HITS
-    elif p.updates <= _FEW_UPDATES:
-        return False
-    fits = p.batch == 1 and p.result_bytes() <= limit
-    return fits and p.updates >= hits * p.rows and not is_sorted
+    limit = _PRIVATE_ORDERED_BYTES if p.ordered else _PRIVATE_BYTES
+    few = p.batch == 1 and p.result_bytes() <= limit and p.updates >= _PRIVATE_HITS * p.rows
+    # A fixed order has no atomics.
+    soon = p.updates <= _PRIVATE_UPDATES and not p.ordered
+    many = p.is_wide() and p.updates * p.inner > _PRIVATE_ROW_ELEMENTS
+    return few and not (is_sorted or soon or (many and _is_sorted_first(p)))
 
 
 def _parts(p: _Problem) -> int:
@@ -338,12 +336,8 @@ def _is_sorted_first(p: _Problem) -> bool:
     if p.platform == "cpu" or p.ordered:
         return True
     is_narrow = p.compute_dtype != p.dtype
-    updates = p.batch * p.updates
-    few = updates <= _FEW_UPDATES
-    soon = updates <= _UNSORTED_UPDATES and updates * p.inner <= _UNSORTED_ELEMENTS
-    if soon and (not is_narrow or p.updates >= _UNSORTED_HITS * p.rows):
-        return False
-    big = p.is_wide() and updates * p.row_bytes() >= _SORT_BYTES
+    few = p.batch * p.updates <= _FEW_UPDATES
+    big = p.is_wide() and p.batch * p.updates * p.row_bytes() >= _SORT_BYTES
     return (big and (is_narrow or not few)) or (is_narrow and not few and not _has_scratch(p))
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jax_oneflow_ops as jof
+from jax_oneflow_ops import _native
 from tests import oracle
 from tests.arrays import INTEGERS, any_bits, assert_same_bits, normals, rng_for
 
@@ -461,13 +462,16 @@ STRATEGIES = [
     ("gpu", "bfloat16", 100_000, 1000, 1, {}, [PRIVATE], ""),
     ("gpu", "uint32", 12_800, 100, 2, {}, [PRIVATE], ""),
     ("gpu", "bfloat16", 60_000, 50, 64, {}, [PRIVATE], ""),
+    ("gpu", "bfloat16", 2049, 10, 64, {}, [PRIVATE], ""),
+    ("gpu", "float32", 8000, 30, 600, {}, [PRIVATE], ""),
     ("gpu", "float32", 12_800, 100, 2, ALWAYS, [PRIVATE], ""),
-    ("gpu", "float16", 8000, 10, 1, ALWAYS, [PRIVATE], ""),
+    ("gpu", "float16", 2000, 10, 1, ALWAYS, [PRIVATE], ""),
     ("gpu", "float16", 100_000, 1000, 1, ALWAYS, [PRIVATE], ""),
     ("gpu", "float32", 5000, 300, 3, IN_ORDER, [SORTED], ""),
     ("gpu", "float16", 100_000, 3000, 1, IN_ORDER, [SORTED], ""),
     ("gpu", "float32", 70_000, 5000, 16, {}, [SORTED], ""),
     ("gpu", "bfloat16", 40_000, 70_000, 64, {}, [SORTED], ""),
+    ("gpu", "bfloat16", 70_000, 50, 64, {}, [SORTED], ""),
     ("gpu", "complex64", 70_000, 5000, 8, {}, [SORTED], ""),
     ("gpu", "float32", 3000, 500, 3, ALWAYS, [SORTED], ""),
     ("gpu", "float16", 3000, 500, 1, ALWAYS, [SORTED], ""),
@@ -476,9 +480,8 @@ STRATEGIES = [
     ("gpu", "int32", 3000, 500, 3, {}, [ATOMIC], ""),
     ("gpu", "float32", 3000, 500, 3, {}, [ATOMIC], ""),
     ("gpu", "float32", 8000, 500, 256, {}, [ATOMIC], ""),
-    ("gpu", "float32", 60_000, 5000, 64, {}, [ATOMIC], ""),
-    ("gpu", "float16", 8000, 10, 1, {}, [ATOMIC], "1,10,1"),
-    ("gpu", "bfloat16", 40_000, 500, 64, {}, [ATOMIC], "1,500,64"),
+    ("gpu", "float16", 2048, 10, 1, {}, [ATOMIC], "1,10,1"),
+    ("gpu", "bfloat16", 2048, 10, 64, {}, [ATOMIC], "1,10,64"),
     ("gpu", "float16", 30, 500, 3, {}, [ATOMIC], "0,0,0"),
     ("gpu", "bfloat16", 30, 500, 8, {}, [ATOMIC], "0,0,0"),
     ("gpu", "float16", 3000, 500, 3, {}, [ATOMIC], "1,500,3"),
@@ -486,14 +489,32 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "count", "size", "width", "options", "targets", "scratch"),
-    [
-        pytest.param(*case, id="-".join(map(str, (*case[:4], *case[4]))))
-        for platform, *case in STRATEGIES
-        if platform == BACKEND
-    ],
-)
+def strategies(of):
+    """The rows of a platform."""
+    names = ("dtype", "count", "size", "width", "options", "targets", "scratch")
+    rows = [row for platform, *row in STRATEGIES if platform == of]
+    ids = ["-".join(map(str, (*row[:4], *row[4]))) for row in rows]
+    return pytest.mark.parametrize(names, rows, ids=ids)
+
+
+@pytest.mark.skipif(not _native.available("cuda"), reason="the _cuda module was not built")
+@strategies("gpu")
+def test_strategies_on_a_gpu(dtype, count, size, width, options, targets, scratch):
+    """On a machine with or without one."""
+
+    def f(updates, ids):
+        return jof.segment_sum(updates, ids, size, **options)
+
+    types = jax.ShapeDtypeStruct((count, width), dtype), jax.ShapeDtypeStruct((count,), "int32")
+    checks = jof.export_checks()
+    export = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)(*types)
+    module = export.mlir_module()
+    assert set(re.findall(r"custom_call @(jof_\w+)", module)) == set(targets)
+    if scratch:
+        assert f"tensor<{scratch.replace(',', 'x')}xf32>" in module
+
+
+@strategies(BACKEND)
 def test_strategies(dtype, count, size, width, options, targets, scratch):
     rng = rng_for(count, size, width)
     updates = rng.integers(-2, 3, size=(count, width)).astype(dtype)

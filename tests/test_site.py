@@ -82,9 +82,8 @@ def test_constants_are_those_that_the_drawings_show(source, text):
 def test_rules_are_those_that_the_page_has():
     assert (_scatter._PRIVATE_BYTES, _scatter._PRIVATE_ORDERED_BYTES) == (160 << 10, 16 << 10)
     assert (_scatter._PRIVATE_PARTS, _scatter._PRIVATE_HITS) == (128, 64)
-    assert (_scatter._PRIVATE_ROW_HITS, _scatter._WIDE_ROW_BYTES) == (512, 32)
-    assert (_scatter._SORT_BYTES, _scatter._UNSORTED_HITS) == (4 << 20, 4)
-    assert (_scatter._UNSORTED_UPDATES, _scatter._UNSORTED_ELEMENTS) == (1 << 16, 1 << 23)
+    assert (_scatter._PRIVATE_UPDATES, _scatter._PRIVATE_ROW_ELEMENTS) == (2048, 4 << 20)
+    assert (_scatter._WIDE_ROW_BYTES, _scatter._SORT_BYTES) == (32, 4 << 20)
     assert (_scatter._ELEMENT_CHUNK, _scatter._ROW_CHUNK) == (4096, 128)
     assert (_scatter._FEW_UPDATES, _scatter._SCRATCH_ROWS) == (8192, 16)
 

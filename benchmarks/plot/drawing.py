@@ -13,7 +13,7 @@ from .contents import COPY, LAUNCH, Bars, Curves, Figure
 # Okabe and Ito's colours, which stay apart for colour-blind eyes; marks differ in shape, too.
 _BLUE, _ORANGE, _SKY, _GREEN = "#0072B2", "#E69F00", "#56B4E9", "#009E73"
 _VERMILLION, _PURPLE, _YELLOW = "#D55E00", "#CC79A7", "#F0E442"
-_GREY, _INK, _GRID = "#8C8C8C", "#222222", "#DDDDDD"
+_GREY, _INK, _GRID, _WHITE = "#8C8C8C", "#222222", "#DDDDDD", "#FFFFFF"
 _STYLES = {
     "ours": (_BLUE, "o"),
     "best jnp": (_ORANGE, "D"),
@@ -26,7 +26,7 @@ _STYLES = {
     "cub": (_PURPLE, "*"),
     "cutensor": (_PURPLE, "h"),
     "the article's kernel": (_GREEN, "<"),
-    "deterministic": ("#FFFFFF", "o"),
+    "deterministic": (_WHITE, "o"),
     "built-in": (_GREEN, ">"),
     "one native op": (_GREY, "s"),
 }
@@ -176,7 +176,8 @@ def _bars(axes: Any, panel: Bars) -> None:
         axes.set_xlim(min(known) / 3, max(known) * (20 if losing else 3))
         axes.minorticks_off()
     else:
-        axes.set_xlim(0, (1.07 if losing or panel.worth else 1.0) * axes.get_xlim()[1])
+        room = 1 + 0.07 * bool(losing) + 0.07 * bool(panel.worth)
+        axes.set_xlim(0, room * axes.get_xlim()[1])
 
 
 def _curves(axes: Any, panel: Curves) -> None:
@@ -186,12 +187,12 @@ def _curves(axes: Any, panel: Curves) -> None:
         found = [(x, y) for x, y in zip(panel.x, values, strict=False) if y is not None]
         xs, ys = zip(*found, strict=True)
         style: dict[str, Any] = {
-            "color": colour,
+            "color": _BLUE if colour == _WHITE else colour,
             "ls": bounds.get(name, "-" if name == "ours" else "--"),
         }
         style |= {"lw": 1.8 if name == "ours" else 1.2}
         if panel.ratios:
-            style |= {"marker": mark, "ms": 5, "mec": _INK, "mew": 0.5}
+            style |= {"marker": mark, "mfc": colour, "ms": 5, "mec": _INK, "mew": 0.5}
         axes.plot(xs, ys, label=name, **style)
     if panel.ticks:
         axes.set_xscale("log", base=2)
