@@ -363,7 +363,7 @@ def hvp_forward_over_reverse(case, f):
     return jax.jvp(grad(case, cube(f)), case.inputs(), tangents(case))
 
 
-@column(HIGHER, core=True)
+@column(HIGHER)
 def hvp_reverse_over_forward(case, f):
     def directional(xs, vs):
         return jax.jvp(cube(f), xs, vs)[1]
@@ -399,7 +399,7 @@ def gradient_of_the_input_only_where_it_is_used(case, f):
     return jax.grad(lambda a, b: jnp.vdot(f(*a), f(*b)), argnums=1)(xs, plus(xs, 1))
 
 
-@column(RULES, core=True)
+@column(RULES)
 def checkpoint(case, f):
     return grad(case, jax.checkpoint(cube(f)))(*case.inputs())
 
@@ -523,7 +523,7 @@ def zero(case):
     return jnp.zeros((), case.dtype)
 
 
-@column(CONTROL, core=True)
+@column(CONTROL)
 def scan(case, f):
     def step(carry, xs):
         y = f(*xs)
