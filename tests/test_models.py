@@ -20,9 +20,13 @@ from benchmarks.cases import MODELS, ModelCase
 from examples import programs
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def on_one_worker(model):
+    return pytest.param(model, marks=pytest.mark.xdist_group(model))
+
+
+@pytest.fixture(scope="module", params=[*map(on_one_worker, MODELS)])
 def trained(request):
-    """A tiny program, its state, and the two compiled steps."""
+    """A tiny program, its state, and the two compiled steps, which take seconds to compile."""
     module = importlib.import_module(f"examples.{request.param}")
     problem = module.problem("tiny")
     steps = {}

@@ -189,7 +189,8 @@ def ways():
             by_user = "s" in layout.axes or (layout.case.name == "scatter_add" and layout.summed())
             if by_user if way == "shard_map" else made and way == "explicit":
                 continue
-            yield pytest.param(way, layout, id=f"{way}-{layout}")
+            together = pytest.mark.xdist_group(str(layout))  # for what `known` keeps
+            yield pytest.param(way, layout, id=f"{way}-{layout}", marks=together)
 
 
 @pytest.mark.parametrize(("way", "layout"), [*ways()])
