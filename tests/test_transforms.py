@@ -363,7 +363,7 @@ def hvp_forward_over_reverse(case, f):
     return jax.jvp(grad(case, cube(f)), case.inputs(), tangents(case))
 
 
-@column(HIGHER)
+@column(HIGHER, core=True)
 def hvp_reverse_over_forward(case, f):
     def directional(xs, vs):
         return jax.jvp(cube(f), xs, vs)[1]
@@ -399,7 +399,7 @@ def gradient_of_the_input_only_where_it_is_used(case, f):
     return jax.grad(lambda a, b: jnp.vdot(f(*a), f(*b)), argnums=1)(xs, plus(xs, 1))
 
 
-@column(RULES)
+@column(RULES, core=True)
 def checkpoint(case, f):
     return grad(case, jax.checkpoint(cube(f)))(*case.inputs())
 
@@ -523,7 +523,7 @@ def zero(case):
     return jnp.zeros((), case.dtype)
 
 
-@column(CONTROL)
+@column(CONTROL, core=True)
 def scan(case, f):
     def step(carry, xs):
         y = f(*xs)
@@ -664,6 +664,15 @@ def test_transformation(case, column):
             assert_same(*traced(case.name, column.group)[column.name], case.rtol)
         else:
             assert_same(*both(case, column), case.rtol)
+
+
+@pytest.mark.skipif(pytest.version_tuple >= (9, 2), reason="pyproject.toml has an older pytest")
+@pytest.mark.xdist_group("together")
+def test_workers_know_groups(request):
+    """Else each of them compiles the program of every group."""
+    if not request.config.getoption("loadgroup", False):
+        pytest.skip("tests are not divided by groups")
+    assert request.node.nodeid.endswith("@together")
 
 
 def test_every_op_has_one_row_of_all_columns():
