@@ -61,12 +61,12 @@ XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 \
 if [[ -z ${QUICK:-} ]]; then
   section "compute-sanitizer"
   # The slowest first; of scatters each type by itself. Integers and f64 share the kernels of f32,
-  # bf16 those of f16, and only kernels with shared memory can race or synchronise.
+  # and only kernels with shared memory can race or synchronise.
   {
-    printf 'racecheck %s\n' "scatter brief "{f16,f32} "upsample brief" "permute brief"
+    printf 'racecheck %s\n' "scatter brief "{f16,bf16,f32} "upsample brief" "permute brief"
     printf 'memcheck %s\n' "elementwise brief" "generated brief" "upsample brief" "permute brief" \
-      "scatter brief "{f16,bf16,f32,f64,gather}
-    printf 'initcheck %s\n' "scatter brief "{f16,f32,gather} "upsample brief" \
+      "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
+    printf 'initcheck %s\n' "scatter brief "{f16,bf16,f32,gather} "upsample brief" \
       "elementwise brief" "generated brief" "permute brief"
     printf 'synccheck %s\n' "scatter brief "{f16,f32} "upsample brief" "permute brief"
   } | xargs -P "$(nproc)" -I{} bash -c '

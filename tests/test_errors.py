@@ -358,7 +358,7 @@ def bad_counts():
 def bad_wanted():
     for target, (operands, results, _) in GOOD_ELEMENTWISE.items():
         outputs = len(results)
-        for wanted in (0, 1 << outputs, -1, 2**32 + 1, -(2**63)):
+        for wanted in (0, 1 << outputs, (1 << outputs) + 1, -1, 2**32 + 1, 2**63 - 1, -(2**63)):
             yield f"wanted-{wanted}", target, operands, results, {"wanted": np.int64(wanted)}
     operands, results, _ = GOOD_ELEMENTWISE["jof_multiply_vjp"]
     for name, attributes in (
@@ -379,7 +379,7 @@ def bad_shapes():
     for target, (operands, results, attributes) in GOOD_ELEMENTWISE.items():
         for i, x in enumerate(operands):
             if x.shape:
-                for shape in ((3, 2), (1, 2, 3), (1,), (2, 4), (0,)):
+                for shape in ((3, 2), (6,), (1, 2, 3), (2, 1), (1,), (2, 4), (0,)):
                     wrong = (*operands[:i], array(*shape, dtype=x.dtype), *operands[i + 1 :])
                     yield f"operand-{i}-of-{shape}", target, wrong, results, attributes
             elif target in ("jof_elu", "jof_elu_vjp", "jof_scale"):
@@ -403,14 +403,14 @@ def bad_dtypes():
             continue
         for i, x in enumerate(operands):
             if x.dtype == jnp.float32:
-                for dtype in ("float16", "float64", "bool"):
+                for dtype in ("float16", "float64", "int32", "bool"):
                     other = array(*x.shape, dtype=dtype)
                     wrong = (*operands[:i], other, *operands[i + 1 :])
                     yield f"operand-{i}-of-{dtype}", target, wrong, results, attributes
         other = (HALF,) * len(results)
         yield "results-of-float16", target, operands, other, attributes
         if "where" not in target:
-            for dtype in ("int32", "complex64", "int4"):
+            for dtype in ("int32", "bool", "complex64", "float8_e4m3fn", "int4"):
                 xs = tuple(array(*x.shape, dtype=dtype) for x in operands)
                 ys = tuple(array(*y.shape, dtype=dtype) for y in results)
                 yield f"all-of-{dtype}", target, xs, ys, attributes

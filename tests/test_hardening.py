@@ -139,8 +139,8 @@ KEEPS_FREED_MEMORY = not_sanitized("freed memory is kept")
 
 @KEEPS_FREED_MEMORY
 def test_memory_stays_flat(monkeypatch, capsys):
-    monkeypatch.setattr(soak, "CASES", CASES[::25])
-    assert soak.main(["--calls", "2500", "--compilations", "50"]) == 0, capsys.readouterr().out
+    monkeypatch.setattr(soak, "CASES", CASES[::20])
+    assert soak.main(["--calls", "3000", "--compilations", "60"]) == 0, capsys.readouterr().out
 
 
 @KEEPS_FREED_MEMORY

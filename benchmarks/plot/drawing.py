@@ -143,7 +143,7 @@ def _bars(axes: Any, panel: Bars) -> None:
         if lone or name == "ours":
             axes.barh(places, values, height=0.66, color=colour, label=name)
         else:
-            edge = _BLUE if name == "deterministic" else _INK
+            edge = _BLUE if colour == _WHITE else _INK
             style = {
                 "s": 40 if mark == "*" else 26,
                 "marker": mark,

@@ -71,19 +71,18 @@ int main(int argc, char**) {
       }
     }
     launches += TestBackwardOffsets<float>(
-        p, Summable::kF32, brief ? 16 : 4, [](double v) { return float(v); },
+        p, Summable::kF32, brief ? 8 : 4, [](double v) { return float(v); },
         [](float x) { return double(x); });
     launches += TestBackwardOffsets<uint16_t>(
-        p, Summable::kBF16, brief ? 16 : 2,
+        p, Summable::kBF16, brief ? 10 : 2,
         [](double v) {
           return static_cast<uint16_t>(v == 0 ? 0 : v > 0 ? 0x3f80 : 0xbf80);
         },
         [](uint16_t x) { return double(ToFloat(BFloat16{x})); });
     launches += TestBackwardOffsets<double>(
-        p, Summable::kF64, brief ? 16 : 8, [](double v) { return v; }, [](double x) { return x; });
+        p, Summable::kF64, 8, [](double v) { return v; }, [](double x) { return x; });
     launches += TestBackwardOffsets<Complex<float>>(
-        p, Summable::kC64, brief ? 16 : 8,
-        [](double v) { return Complex<float>{float(v), float(-v)}; },
+        p, Summable::kC64, 8, [](double v) { return Complex<float>{float(v), float(-v)}; },
         [](Complex<float> x) { return x.im == -x.re ? double(x.re) : 1e9; });
   }
   std::printf("%ld launches right\n", long(launches));
