@@ -5,8 +5,10 @@ import importlib.resources
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
 from tests.sanitizers import not_sanitized
 
+ROOT = Path(__file__).parents[1]
 IMPORT_LIMIT_MS = 50
 
 
@@ -105,6 +108,24 @@ def test_one_module_knows_versions_and_internals_of_jax():
 
 def test_version_is_that_of_the_distribution():
     assert jof.__version__ == importlib.metadata.version("jax-oneflow-ops")
+
+
+def test_source_distribution(tmp_path, monkeypatch):
+    """It has the sources, and nothing that a build beside them leaves."""
+    build = pytest.importorskip("scikit_build_core.build")
+    sources = ["csrc", "cmake", "jax_oneflow_ops"]
+    for name in sources:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    packed = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    for name in ("build/x/_cpu.dir/csrc/cpu.o", ".venv/build/csrc/cuda.o", ".venv-1/cmake/x.cmake"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open(tmp_path / "dist" / build.build_sdist("dist")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names == packed | {"PKG-INFO"}
 
 
 def test_types_ship():
