@@ -43,6 +43,42 @@ assert xla_bridge.backends_are_initialized()
     python(code)
 
 
+@pytest.mark.parametrize(
+    ("origin", "parts"),
+    [
+        (None, ["the source without", "no build", "pip install --editable ."]),
+        ("{}", ["the source without", "shadows the build installed in {installed}", "python -P"]),
+        ('{"dir_info":{"editable":true}}', ["{installed} has no compiled module"]),
+    ],
+)
+def test_source_without_compiled_modules(origin, parts, tmp_path):
+    """A copy of the source is imported, and `origin` says how another build is installed."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "jax_oneflow_ops", source / "jax_oneflow_ops", ignore=ignored)
+    if origin is not None:
+        metadata = site / "jax_oneflow_ops-0.1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Name: jax-oneflow-ops\nVersion: 0.1.0\n")
+        (metadata / "direct_url.json").write_text(origin)
+    code = f"""
+import importlib.metadata, sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+sys.path[:0] = [{str(source)!r}, {str(site)!r}]
+def not_found(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+if {origin is None}:  # what this test runs in is installed
+    importlib.metadata.distribution = not_found
+try:
+    import jax_oneflow_ops
+except ImportError as error:
+    print(error)
+"""
+    message = python(code)
+    for part in (*parts, "jax_oneflow_ops", "Remedy", "pip install"):
+        assert part.format(installed=site.resolve() / "jax_oneflow_ops") in message
+
+
 def test_platform_can_be_chosen_after_the_import():
     code = """
 import jax_oneflow_ops as jof, jax
