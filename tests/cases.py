@@ -185,6 +185,34 @@ UPSAMPLE_CASES = (
 )
 
 
+def resize_case(name, shape, out, **options) -> Case:
+    """`out` has the sizes of the dimensions that are resized, and None for the others."""
+    names = ", ".join("abcd"[i] if out[i] is None else str(n) for i, n in enumerate(shape))
+
+    def sizes(x):
+        return tuple(n if o is None else o for n, o in zip(x.shape, out, strict=True))
+
+    return Case(
+        f"resize{name}",
+        lambda x, **implementation: jof.resize(x, sizes(x), "nearest", **implementation),
+        lambda x: jax.image.resize(x, sizes(x), "nearest"),
+        (shape,),
+        target="jof_upsample_nearest2d",
+        grad_targets={(0,): ("jof_upsample_nearest2d_backward",)},
+        jvp_targets=("jof_upsample_nearest2d",) * 2,
+        linear=((0,),),
+        elementwise=False,
+        symbolic=(names,),
+        **options,
+    )
+
+
+RESIZE_CASES = (
+    resize_case("", (2, 3, 4), (None, 5, 8), free_axes=(0, 1, 3)),
+    resize_case("-one", (2, 3, 2), (None, 9, None), free_axes=(0,), variant=True),
+)
+
+
 def permute_case(name, shape, axes, **options) -> Case:
     return Case(
         f"permute-{name}",
@@ -594,7 +622,7 @@ KERNEL_CASES = (
 )
 
 # The rows that are public functions, and the kernels.
-FUNCTIONS = (*UPSAMPLE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
+FUNCTIONS = (*UPSAMPLE_CASES, *RESIZE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
 CASES = (*FUNCTIONS, *KERNEL_CASES)
 
 # One row for each kind of machinery, for tests of what all rows of a kind share.
