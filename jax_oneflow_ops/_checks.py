@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.
     """`x` as a jax array; raises TypeError where it is none, nor a number if `numbers` is set."""
     if isinstance(x, jax.Array):
         return x  # jnp.asarray would drop a tracer's sharding under vmap in jax 0.8
+    if hasattr(x, "__jax_array__") and not isinstance(x, type):
+        return cast(jax.Array, x.__jax_array__())
     if isinstance(x, _compat.NUMPY_TYPES):
         try:
             return jnp.asarray(x)

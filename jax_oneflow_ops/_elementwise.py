@@ -410,7 +410,8 @@ def conversion() -> core.Primitive:
         return result, again(*tangents)
 
     def transpose(ct: Any, x: Any, *, new_dtype: Any, implementation: Any) -> list[Any]:
-        return [bind(f_p, ct, new_dtype=x.aval.dtype, implementation=implementation)]
+        y = bind(f_p, ct, new_dtype=x.aval.dtype, implementation=implementation)
+        return [_compat.converted(y, x.aval)]  # as weakly typed as x
 
     _primitive.define_derivatives(f_p, jvp=jvp, transpose=transpose)
     return f_p

@@ -446,7 +446,7 @@ def _axis(function: str, axis: Any, shape: tuple[int, ...]) -> int:
 
 
 def _take_mode(function: str, mode: Any) -> Any:
-    if mode == "raise":
+    if isinstance(mode, str) and mode == "raise":
         raise NotImplementedError(
             f'{function}: mode="raise" is not supported, as it is not by jnp.take; check ids with '
             "jax.experimental.checkify"
@@ -460,7 +460,9 @@ def _fill(function: str, value: Any, dtype: Any) -> str | bytes:
     """What the primitive takes: the bytes of an element, or which it is by default."""
     if value is None:
         return "invalid"
-    is_number = isinstance(value, int | float | complex | np.number | np.bool)
+    is_number = isinstance(value, int | float | complex | np.bool) or (
+        isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.number)
+    )
     if not is_number or (np.iscomplexobj(value) and not np.issubdtype(dtype, np.complexfloating)):
         raise TypeError(
             f"{function}: fill_value must be a concrete number that {dtype} can hold, got "
