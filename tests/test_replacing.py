@@ -336,6 +336,7 @@ def test_types_and_errors():
 # ---- the examples in the docstrings of JAX ----
 
 MODULES = ("jax._src.nn.functions", "jax._src.ops.scatter")
+ORIGINALS = {(owner, name): getattr(owner, name) for owner, name in REPLACED}
 
 
 def examples():
@@ -343,19 +344,16 @@ def examples():
     finder = doctest.DocTestFinder(recurse=False)
     for module in map(importlib.import_module, MODULES):
         yield from doctest.DocTestFinder().find(module)
-    for (owner, name), (original, _) in ORIGINALS.items():
+    for (owner, name), original in ORIGINALS.items():
         if name in ("add", "maximum", "where", "transpose", "take") and owner is jnp:
             yield from finder.find(original, f"jnp.{name}", globs={})
-
-
-ORIGINALS = {(owner, name): (getattr(owner, name), name) for owner, name in REPLACED}
 
 
 def failures():
     """By name: how many examples there are, and what the failing ones print."""
     found = {}
     for test in examples():
-        for (owner, name), (original, _) in ORIGINALS.items():
+        for (owner, name), original in ORIGINALS.items():
             if test.globs.get(name) is original:
                 test.globs[name] = getattr(owner, name)
         test.globs.update(jax=jax, jnp=jnp, np=np)
