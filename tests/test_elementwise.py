@@ -786,12 +786,7 @@ def test_no_arrays(name, bad):
 @pytest.mark.parametrize("name", [name for name in OPS if OPS[name][2] > 1])
 def test_shapes_that_do_not_fit(name):
     f, _, count = OPS[name]
-    if name in PARAMETRIC:
-        for shape in ((3,), (1,), (0,)):
-            with pytest.raises(ValueError, match=rf"\b{name}\b.*scalar.*\({shape[0]},\)"):
-                f(jnp.ones(3), jnp.ones(shape))
-        return
-    for shape in ((4,), (1,), (0,), (1, 3), (3, 1)):
+    for shape in ((4,), (0,), (3, 2)):
         for i in range(count):
             operands = [jnp.ones(3)] * count
             operands[i] = jnp.ones(shape)
@@ -805,14 +800,6 @@ def test_unknown_implementation(name, implementation):
     operands = [jnp.ones(shape) for shape in shapes_of(name)]
     with pytest.raises(ValueError, match=rf"\b{BY_NAME[name].public_name}.*implementation"):
         OPS[name][0](*operands, implementation=implementation)
-
-
-@pytest.mark.parametrize("approximate", ["tanh", "none", None, 1, 0.0])
-def test_unknown_approximation(approximate):
-    with pytest.raises(TypeError, match=r"\bgelu\b.*approximate"):
-        jof.gelu(jnp.ones(3), approximate)
-    with pytest.raises(TypeError, match=r"\bgeglu\b.*approximate"):
-        jof.geglu(jnp.ones(3), jnp.ones(3), approximate)
 
 
 # --- shapes and buffers ---------------------------------------------------------------------------
