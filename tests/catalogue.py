@@ -30,7 +30,7 @@ Sampler = Callable[[np.random.Generator, Shape], np.ndarray]
 
 REAL = "real"
 POSITIVE = "positive"  # neither 0 nor close to it, such as a divisor
-PARAMETER = "parameter"  # a number that must be a scalar
+PARAMETER = "parameter"  # a number, which kernels take as a scalar only
 CONDITION = "condition"  # booleans
 INDEX = "index"  # 32-bit integers that name rows
 
