@@ -637,6 +637,39 @@ UPSAMPLE_EXACT = upsample(
 )
 
 
+def resized_exactly(image, shape):
+    for axis, (n, m) in enumerate(zip(image.shape, shape, strict=True)):
+        image = np.take(image, oracle.source_indices(n, m, "nearest-exact"), axis)
+    return image
+
+
+def resized_transpose(ct, image, shape):
+    for axis, (n, m) in enumerate(zip(image.shape, shape, strict=True)):
+        source = np.eye(n)[oracle.source_indices(n, m, "nearest-exact")]
+        ct = np.moveaxis(np.tensordot(source, ct, (0, axis)), 0, axis)
+    return (ct,)
+
+
+def resized_by_whole_factors(rng, elements) -> Call:
+    """Two dimensions, by such factors that float32 does not round pixels' places."""
+    factors = [1, *map(int, rng.integers(2, 5, size=2)), 1]
+    shape = random_shape(rng, elements // math.prod(factors), 4)
+    return Call((shape,), {"shape": tuple(n * f for n, f in zip(shape, factors, strict=True))})
+
+
+RESIZE = Op(
+    "resize",
+    jof.resize,
+    functools.partial(jax.image.resize, method="nearest"),
+    resized_exactly,
+    transpose=resized_transpose,
+    family="upsample",
+    linear=((0,),),
+    dtypes=tuple(dtype for dtype in DTYPES if dtype not in FLOAT8),
+    draw=resized_by_whole_factors,
+)
+
+
 def segment_sum(data, segment_ids, num_segments, mode=None):
     rows = oracle.named_rows(segment_ids, num_segments, wrap=False, clip=mode == "clip")
     return oracle.scatter_add(np.zeros((num_segments, *data.shape[1:]), data.dtype), rows, data)
@@ -769,6 +802,7 @@ OPS = (
     UPSAMPLE,
     UPSAMPLE_TO_SIZE,
     UPSAMPLE_EXACT,
+    RESIZE,
     SEGMENT_SUM,
     SCATTER_ADD,
     EMBEDDING_LOOKUP,
@@ -1072,6 +1106,36 @@ UPSAMPLE_CASES = (
 )
 
 
+def resize_case(suffix, shape, out, **fields) -> Case:
+    """`out` has the sizes of the dimensions that are resized, and None for the others."""
+    names = ", ".join("abcd"[i] if out[i] is None else str(n) for i, n in enumerate(shape))
+
+    def to_size(resize):  # the other dimensions may be symbolic
+        return lambda x, **implementation: resize(
+            x,
+            tuple(n if m is None else m for n, m in zip(x.shape, out, strict=True)),
+            **implementation,
+        )
+
+    case = case_of(
+        RESIZE,
+        suffix,
+        (shape,),
+        "jof_upsample_nearest2d",
+        grad_targets={(0,): ("jof_upsample_nearest2d_backward",)},
+        jvp_targets=("jof_upsample_nearest2d",) * 2,
+        symbolic=(names,),
+        **fields,
+    )
+    return dataclasses.replace(case, f=to_size(RESIZE.function), ref=to_size(RESIZE.replaces))
+
+
+RESIZE_CASES = (
+    resize_case("", (2, 3, 4), (None, 5, 8), free_axes=(0, 1, 3)),
+    resize_case("-one", (2, 3, 2), (None, 9, None), free_axes=(0,), variant=True),
+)
+
+
 def permute_case(suffix, shape, axes, **fields) -> Case:
     return case_of(
         PERMUTE,
@@ -1234,7 +1298,7 @@ KERNEL_CASES = (
 )
 
 # The rows that are public functions, and the kernels.
-FUNCTIONS = (*UPSAMPLE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
+FUNCTIONS = (*UPSAMPLE_CASES, *RESIZE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
 CASES = (*FUNCTIONS, *KERNEL_CASES)
 
 # One row for each kind of machinery, for tests of what all rows of a kind share.
