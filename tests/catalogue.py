@@ -1,9 +1,9 @@
 """The catalogue: one row for each op, which tests and benchmarks read.
 
 A row says what an op computes, exactly, which JAX function it replaces, and with what it may be
-called. A new op needs a row and nothing else: transformations, lowering, sharding, export, accuracy
-over all 16-bit inputs, soak and benchmarks go through all rows. `OPS` has the rows. `CASES` has the
-small calls of them that the table-driven tests share.
+called. `OPS` has the rows. `CASES` has small calls of them, for the tests of transformations,
+lowering, sharding, export and memory. A new elementwise op needs a row and nothing else. An op of
+another family needs a case, too, and a rule in shardings.py.
 """
 
 import contextlib
@@ -557,7 +557,8 @@ def resized(x, scale_factor=None, size=None, *, method="nearest", data_format="N
 
 
 def repeated(x, scale_factor, *, data_format="NCHW"):
-    for axis, n in zip(spatial(x, data_format), sizes(x, scale_factor, data_format=data_format)):  # noqa: B905
+    size = sizes(x, scale_factor, data_format=data_format)
+    for axis, n in zip(spatial(x, data_format), size, strict=True):
         x = jnp.repeat(x, n // x.shape[axis], axis)
     return x
 
@@ -594,18 +595,20 @@ def upsample_transpose(
 
 
 def upsample(suffix, draw, best, **options) -> Op:
-    bound = functools.partial if options else (lambda f: f)
+    def bound(function):
+        return functools.partial(function, **options)
+
     return Op(
         f"upsample_nearest2d{suffix}",
-        bound(jof.upsample_nearest2d, **options),
-        bound(nearest, **options),
-        bound(upsample_exact, **options),
-        transpose=bound(upsample_transpose, **options),
+        bound(jof.upsample_nearest2d),
+        bound(nearest),
+        bound(upsample_exact),
+        transpose=bound(upsample_transpose),
         family="upsample",
         linear=((0,),),
         dtypes=DTYPES,
         draw=draw,
-        best={name: bound(f, **options) for name, f in best.items()},
+        best={name: bound(form) for name, form in best.items()},
         variant=bool(suffix),
     )
 
@@ -980,17 +983,11 @@ def elementwise_case(op: Op, **fields) -> Case:
             return ()
         return (target if wrt in op.linear else f"{target}_vjp",)
 
+    tangent = f"{target}_vjp" if len(op.wrt) == 1 else f"{target}_jvp"
     shapes = tuple(SCALAR if domain == PARAMETER else ARRAY for domain in op.domain)
     fields = {
         "grad_targets": {wrt: gradient(*wrt) for wrt in (op.wrt, *((i,) for i in op.wrt))},
-        "jvp_targets": (
-            target,
-            target
-            if op.wrt in op.linear
-            else f"{target}_vjp"
-            if len(op.wrt) == 1
-            else f"{target}_jvp",
-        ),
+        "jvp_targets": (target, target if op.wrt in op.linear else tangent),
         "samplers": integer_samplers(shapes),
         **fields,
     }
@@ -1028,8 +1025,8 @@ def with_scalar(case: Case, position: int, **fields) -> Case:
     return dataclasses.replace(case, shapes=shapes, grad_targets=grad_targets, **fields)
 
 
-# What the rule of `elementwise_case` does not say.
-FIELDS = {
+# What ops lower to where the rule of `elementwise_case` does not say it.
+LOWERED = {
     # A program that returns its argument copies it; the difference negates it.
     "add": {"grad_besides": frozenset({"copy"})},
     "subtract": {"grad_besides": frozenset({"copy", "fusion", "negate"})},
@@ -1050,7 +1047,7 @@ FIELDS = {
         "besides": frozenset({"compare", "constant", "broadcast", "fusion"}),
     },
 }
-OF_ARRAYS = {op.name: elementwise_case(op, **FIELDS.get(op.name, {})) for op in ELEMENTWISE_OPS}
+OF_ARRAYS = {op.name: elementwise_case(op, **LOWERED.get(op.name, {})) for op in ELEMENTWISE_OPS}
 ELEMENTWISE_CASES = (
     *OF_ARRAYS.values(),
     dataclasses.replace(
