@@ -33,14 +33,15 @@ class ElementwiseKernel:
         dtype, or the name of a dtype: bool, int8 to int64, uint8 to uint64, float8_e4m3fn,
         float8_e5m2, float16, bfloat16, float32, float64, complex64, complex128. At most 16.
       out_params: the outputs, likewise. A letter must be that of an input. At most 16.
-      operation: one or more statements of C++17 that assign to the outputs. Values of 16 bits and
+      operation: one or more statements of C++17 that assign to every output. Values of 16 bits and
         less are ``float`` in it, all others are of the parameters' types; a letter is the type of
         stored elements, and ``Compute<T>`` that of values. Intermediate values are best declared
         with ``auto``. There are the functions of math.h by their names for double, and ``sigmoid``,
         ``relu``, ``silu``, ``softplus``, ``mish``, ``hard_swish``, ``gelu`` (by tanh),
         ``gelu_erf``, ``rsqrt``, ``min``, ``max`` and ``clamp``, which compute in float unless an
         argument is double. A literal such as ``0.5`` is double in C++: write ``0.5f``. Complex
-        numbers have ``+ - * /``, ``.re``, ``.im``, ``abs`` and ``conj``. Inputs are constants.
+        numbers have ``+ - * /``, ``.re``, ``.im``, ``abs`` and ``conj``. Integers divide as in
+        `jax.lax.div` and `jax.lax.rem`, by zero too. Inputs are constants.
         There is no index, and no other element: what an expression loops over or calls is its own.
       name: the kernel's name, an identifier of C++, which errors show.
       preamble: C++ before the kernel: ``#include``, functions, structs. Functions must be marked
@@ -50,15 +51,16 @@ class ElementwiseKernel:
         may be another ``ElementwiseKernel`` of the same inputs and one output, which in turn has
         derivatives: that is how to differentiate twice. What is missing cannot be differentiated.
       reference: a jnp function of the same inputs, with a tuple as result where there are several
-        outputs. It runs on other platforms, where there is no compiler (with a warning), and under
-        ``JAX_ONEFLOW_OPS_IMPLEMENTATION=xla``, with jax's own derivatives; and `check` compares
-        with it. 16-bit inputs arrive as float32.
+        outputs. It runs on other platforms, for scalars, where there is no compiler (with a
+        warning), and under ``JAX_ONEFLOW_OPS_IMPLEMENTATION=xla``, with jax's own derivatives; and
+        `check` compares with it. 16-bit inputs arrive as float32.
 
     Raises:
       TypeError: an argument is of another type than this.
       ValueError: a list of parameters does not have this form; names are reserved, or appear twice;
-        an output's type is no input's; brackets do not match; a derivative is of no output with
-        respect to an input. Errors name the kernel and the parameter.
+        an output's type is no input's; an output is never assigned; brackets do not match; a
+        derivative is of no output with respect to an input. Errors name the kernel and the
+        parameter.
 
     Numerics:
       Values of 16 bits and less are computed in float32 and rounded once. ``exp``, ``expm1``,
@@ -74,7 +76,8 @@ class ElementwiseKernel:
 
     Differentiation:
       The JVP and the VJP are one kernel each, for all outputs and inputs together, and read only
-      those inputs that the derivatives use. Cotangents of scalars and rows are summed by XLA, in
+      those inputs that the derivatives use. Where there is a reference, which may run in their
+      place, all inputs are kept for them. Cotangents of scalars and rows are summed by XLA, in
       float32 where they are narrower. Second and higher derivatives are sums of products of such
       kernels, where derivatives are kernels.
       `jax.linear_transpose` works with respect to inputs that no derivative for them reads.
@@ -86,7 +89,9 @@ class ElementwiseKernel:
       that jax_oneflow_ops was built for. Compiled kernels are kept in the user's cache folder
       (``~/.cache/jax_oneflow_ops``, ``~/Library/Caches/jax_oneflow_ops``), or in that which the
       environment variable ``JAX_ONEFLOW_OPS_CACHE_DIR`` names. A folder that others may write to is
-      not used. The compiled code is part of the compiled program, and of what `jax.export` exports.
+      not used. A compiler's entries are its own; where there is none, those of the last one with
+      the same ``CXX`` serve. The compiled code is part of the compiled program, and of what
+      `jax.export` exports.
 
     Sharding:
       All dimensions may be sharded freely.
@@ -270,9 +275,11 @@ class ElementwiseKernel:
         """Compares the outputs and all derivatives that were given with those of the reference.
 
         jax differentiates the reference at these inputs. Derivatives are compared element by
-        element and in both modes, with vectors of ones for one input or output. Where letters stand
-        for floating-point dtypes of 16 bits or fewer, all is compared in float32, too. Derivatives
-        of derivatives are not compared: those are kernels with a `check` of their own.
+        element and in both modes, with vectors of ones for one input or output. One that is None is
+        zero: where that of the reference is not, `jax.lax.stop_gradient` in it says that this is
+        meant. Where letters stand for floating-point dtypes of 16 bits or fewer, all is compared in
+        float32, too. Derivatives of derivatives are not compared: those are kernels with a `check`
+        of their own.
 
         Args:
           *args: inputs, as the kernel takes them.

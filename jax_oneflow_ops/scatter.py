@@ -119,8 +119,8 @@ def segment_sum(
         if out_sharding is None:
             return total(data, ids)
         result = total(data, ids, rows_spec=_rows_spec(out_sharding))
-        result = jax.sharding.reshard(result, out_sharding)  # says where that cannot be
-        return result
+        resharded: jax.Array = jax.sharding.reshard(result, out_sharding)  # or it says why not
+        return resharded
     if out_sharding is not None:
         raise NotImplementedError(
             f"{name}: out_sharding together with bucket_size is not supported, as it is not by "

@@ -936,6 +936,8 @@ def test_check_finds_what_is_wrong():
     # Wrong, but where inputs are 1.
     with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
         made(derivative="2").check(x)
+    with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
+        made(derivative=None).check(x)
     # In 16 bits zero is not near what is small, and three digits are not enough.
     narrow = (x / 64).astype("bfloat16")
     made().check(narrow)
