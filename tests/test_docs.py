@@ -92,7 +92,7 @@ def test_an_op_takes_few_lines_in_few_places():
         "csrc/ops/elementwise_ops.h",
         "jax_oneflow_ops/__init__.py",
         "jax_oneflow_ops/elementwise.py",
-        "tests/cases.py",
+        "tests/catalogue.py",
     ]
 
 
