@@ -1,28 +1,37 @@
-"""How far results are from exact ones: the checks of the elementwise suites, on the host."""
+"""Error bounds of elementwise results against float64, on the host."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SAMPLES = 100_000
+_SAMPLES = 32_768
 _TINY = 1e-36  # results below it may be 0
 
 
-def sample(x: Any) -> np.ndarray:
-    """Some 100,000 elements on the host: an odd stride, so that every place in a pack is seen."""
-    if x.ndim == 0:
-        return np.asarray(x)
-    return np.asarray(_strided(x, step=(x.size // _SAMPLES) | 1))
+def samples(args: Sequence[Any], out: Any) -> tuple[list[Any], list[Any]]:
+    """Returns some elements of arrays of one size, on the device.
+
+    The stride is odd, so that every place in a pack is seen. Scalars are repeated.
+    """
+    results = jax.tree.leaves(out)
+    n = results[0].size
+    step = (n // _SAMPLES) | 1
+
+    def strided(x: Any) -> Any:
+        x = jnp.broadcast_to(x, results[0].shape) if x.size < n else x
+        return x.reshape(-1)[::step]
+
+    return [strided(x) for x in args], [strided(y) for y in results]
 
 
-@partial(jax.jit, static_argnames="step")
-def _strided(x: Any, step: int) -> Any:
-    return x.reshape(-1)[::step]
+def doubles(sampled: Any) -> Any:
+    """Returns samples in float64."""
+    return jax.tree.map(lambda x: np.asarray(x).astype(np.float64), sampled)
 
 
 def ulp(exact: np.ndarray, dtype: Any) -> np.ndarray:
@@ -34,7 +43,7 @@ def ulp(exact: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def worst(result: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> str | None:
-    """What to say of the element that is farthest beyond its bound, if one is."""
+    """Says which element is farthest beyond its bound, if one is."""
     with np.errstate(invalid="ignore"):
         error = np.abs(result.astype(np.float64) - exact)
     wrong = ~(error <= bound)
@@ -90,3 +99,13 @@ def cotangent_bound(cotangent: Cotangent, dtype: Any) -> np.ndarray:
     tail = np.abs(exact) < np.maximum(np.abs(cancelling), np.abs(argument)) / 1024
     allowed = np.where(tail, 1e-4 * np.abs(exact), _of_product(exact, dtype))
     return np.asarray(allowed + rounding + _TINY)
+
+
+def worst_cotangent(
+    out: Sequence[np.ndarray], expected: Sequence[Cotangent], dtype: Any
+) -> str | None:
+    """Says what is wrong with samples of some cotangents, if anything is."""
+    for i, (cotangent, y) in enumerate(zip(expected, out, strict=True)):
+        if wrong := worst(y, cotangent.exact, cotangent_bound(cotangent, dtype)):
+            return f"result {i}: {wrong}"
+    return None

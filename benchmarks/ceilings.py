@@ -25,7 +25,8 @@ class Ceilings:
     """Makes the contenders "copy" and "fill" for a number of bytes moved in all."""
 
     def __init__(self, platform: str) -> None:
-        self.kind, self.note, self._cupy = _FALLBACK, None, None
+        self.kind, self._cupy = _FALLBACK, None
+        self.warning: str | None = None
         self._nbytes, self._made = 0, list[Contender]()
         if platform != "gpu":
             return
@@ -39,7 +40,9 @@ class Ceilings:
                 contender.sync(contender.call(0))
         except Exception as error:  # no CuPy, or one that does not fit this CUDA
             self._cupy, self.kind = None, _FALLBACK
-            self.note = f"CuPy cannot run the copy kernel ({reason(error)}): the ceiling is XLA's"
+            self.warning = (
+                f"CuPy cannot run the copy kernel ({reason(error)}): the ceiling is XLA's"
+            )
 
     def contenders(self, nbytes: int) -> list[Contender]:
         """The copy, and the fill where there is one, at ``nbytes`` read and written in all.

@@ -1,4 +1,4 @@
-"""What a result must say about where it came from. No host names, no directories."""
+"""Where a result comes from, without host names or directories, and the choice of the device."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ _PACKAGES = [
     "flax",
     "optax",
 ]
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[1]
 
 
-def describe(argv: list[str], module: str = "benchmarks", devices: int = 1) -> dict[str, Any]:
-    """Versions, devices, processor, commit, date and command line."""
+def header(argv: list[str], module: str = "benchmarks", devices: int = 1) -> dict[str, Any]:
+    """The header of a result: devices, versions, commit, date and command line."""
     import jax
 
     import jax_oneflow_ops as jof
 
     device = jax.devices()[0]
     client_version = getattr(device.client, "platform_version", "")
-    return {
+    found = {
         "device": device.device_kind if device.platform != "cpu" else cpu_model(),
         "devices": devices,
         "platform": device.platform,
-        "driver": "".join(_query("driver_version") or []) or None,
-        "cuda": " ".join(re.findall(r"cuda \d+", client_version)) or None,
-        "native": jof.implementations(),
-        "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
-        **_commit(),
+        "driver": "".join(_query("driver_version") or []),
+        "cuda": " ".join(re.findall(r"cuda \d+", client_version)),
+        "native": jof.implementations().get("cuda" if device.platform == "gpu" else "cpu"),
+        "host": cpu_model(),
+        "cores": os.cpu_count(),
+        "versions": {p: v for p in _PACKAGES if (v := _version(p))},
+        "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command_line(argv, module),
     }
+    return {name: value for name, value in found.items() if value}
 
 
 def use_device(name: str) -> None:
-    """Makes "cpu", "gpu" or such as "gpu:1" what everything runs on; call it before anything does.
+    """Makes "cpu", "gpu" or such as "gpu:1" the device of everything; call it before anything runs.
 
     PyTorch, CuPy and nvidia-smi count GPUs from the first visible one, so others are hidden.
     """
@@ -108,7 +110,7 @@ _SLOWED = {
 
 
 def clocks() -> dict[str, Any] | None:
-    """The clocks of the first visible GPU, its power and temperature, and what slows it."""
+    """Returns the clocks of the first visible GPU, its power and temperature, and what slows it."""
     values = _query(*_CLOCKS.values(), "clocks_event_reasons.active")
     if values is None:
         return None
@@ -137,19 +139,17 @@ def _query(*fields: str) -> list[str] | None:
     return text.split(", ") if text else None
 
 
-def _commit() -> dict[str, Any]:
-    """The commit, and whether tracked files differ from it; results do after each suite.
+def _commit() -> str | None:
+    """The commit, with a "+" if tracked files other than results differ from it.
 
     A copy of the tree without its history is told the commit by JOF_BENCHMARK_COMMIT.
     """
     if commit := os.environ.get("JOF_BENCHMARK_COMMIT"):
-        return {"commit": commit, "dirty": None}
+        return commit
+    commit = _run("git", "rev-parse", "--short=10", "HEAD")
     others = ("--", ".", ":(exclude)benchmarks/results")
-    status = _run("git", "status", "--porcelain", "--untracked-files=no", *others)
-    return {
-        "commit": _run("git", "rev-parse", "HEAD"),
-        "dirty": None if status is None else status != "",
-    }
+    dirty = _run("git", "status", "--porcelain", "--untracked-files=no", *others)
+    return commit and commit + "+" * bool(dirty)
 
 
 def command_line(argv: list[str], module: str = "benchmarks") -> str:
@@ -158,12 +158,11 @@ def command_line(argv: list[str], module: str = "benchmarks") -> str:
     return shlex.join(["python", "-m", module, *words])
 
 
-def slug(environment: dict[str, Any]) -> str:
+def slug(header: dict[str, Any]) -> str:
     """A directory name for the devices: ``nvidia-h200``, ``nvidia-h200-x2``, ``cpu-amd-epyc``."""
-    prefix = "cpu-" if environment["platform"] == "cpu" else ""
-    devices = environment.get("devices", 1)
-    suffix = f"-x{devices}" if devices > 1 else ""
-    return prefix + re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-") + suffix
+    prefix = "cpu-" if header["platform"] == "cpu" else ""
+    suffix = f"-x{header['devices']}" if header.get("devices", 1) > 1 else ""
+    return prefix + re.sub(r"[^a-z0-9]+", "-", header["device"].lower()).strip("-") + suffix
 
 
 def cpu_model() -> str:

@@ -1,14 +1,13 @@
-"""Clocks, and the one comparison that every number here comes from.
+"""Clocks, and the one comparison that every time comes from.
 
 On a GPU the clock is CUPTI, through the extension that JAX's own ``mosaic.gpu.profiler`` uses. It
-records every kernel of the process, so JAX, PyTorch and CuPy are timed by one instrument and launch
-gaps do not count. It records kernels alone: a memcpy or a memset would be missed, so the wall time
-of every turn is kept beside its kernels. On a CPU the clock is the wall.
+records every kernel of the process, so JAX, PyTorch and CuPy are timed by one instrument, without
+launch gaps. It does not record memcpys and memsets, so the wall time of every turn is kept, too. On
+a CPU the clock is the wall.
 
-Contenders take turns (A B C, B C A, ...): a drift of clocks or neighbours then touches all of them
-alike, and nobody always follows the same one. Every call, whoever's it is, uses the next of several
-input sets: none finds in a cache what another has just read. On the GPU the results of a turn
-are held, so that writes rotate beyond the caches too.
+Contenders take turns (A B C, B C A, ...): a drift of the clocks affects all of them alike. Every
+call uses the next of several input sets, so that no contender finds in a cache what another has
+just read. On a GPU the results of a turn are held, so that writes rotate beyond the caches, too.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 ROTATION_BYTES = 256 << 20  # over four times the 60 MB of L2 of an H200
-SLOW_US = 3e5  # more than that a call, and one call is enough
+SLOW_US = 3e5  # a contender that takes longer than this is called once
 _MAX_SETS = 8
-_KERNEL_NAME_LENGTH = 120
 
 
 def rotation_sets(nbytes: int) -> int:
-    """How many sets of inputs rotate beyond the caches, for calls that move ``nbytes`` each."""
-    if nbytes >= 4 * ROTATION_BYTES:  # nothing of the last call is left in a cache
+    """Returns how many input sets rotate beyond the caches if a call moves ``nbytes``."""
+    if nbytes >= 4 * ROTATION_BYTES:  # one call evicts everything
         return 1
-    return max(2, min(_MAX_SETS, -(-ROTATION_BYTES // nbytes)))
+    return max(2, min(_MAX_SETS, -(-ROTATION_BYTES // max(nbytes, 1))))
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,11 @@ class Contender:
 
 
 class TooSlow(Exception):
-    """What is not timed, and why."""
+    """A rival is not timed because it would take too long."""
 
 
 class Missing(Exception):
-    """What is not on this machine, and why."""
+    """A rival's library is not on this machine."""
 
 
 @dataclass
@@ -58,9 +56,7 @@ class Timing:
     clock: str
     samples_us: list[float] = field(default_factory=list)
     wall_us: list[float] = field(default_factory=list)
-    kernels: list[str] = field(default_factory=list)
-    once: bool = False  # the one sample is a call by the wall clock, which was slow
-    device_us: float | None = None  # the kernels alone, where the samples are by the wall
+    once: bool = False  # the only sample is the wall time of one slow call
 
     @property
     def us(self) -> float:
@@ -68,7 +64,7 @@ class Timing:
         return statistics.median(self.samples_us)
 
     @property
-    def spread_us(self) -> float:
+    def iqr_us(self) -> float:
         """Interquartile range."""
         if len(self.samples_us) < 2:
             return 0.0
@@ -76,23 +72,8 @@ class Timing:
         return high - low
 
     def by_wall(self) -> Timing:
-        """The wall times of its turns instead, where there are any."""
-        if not self.wall_us:
-            return self
-        return replace(self, clock="wall", samples_us=self.wall_us, wall_us=[], device_us=self.us)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it, samples included."""
-        out: dict[str, Any] = {"us": round(self.us, 3), "iqr_us": round(self.spread_us, 3)}
-        if self.kernels:
-            out["kernels"] = self.kernels
-        if self.device_us is not None:
-            out["device_us"] = round(self.device_us, 3)
-        if self.wall_us:
-            out["wall_us"] = round(statistics.median(self.wall_us), 1)
-        if self.once:
-            out["once"] = True
-        return {**out, "samples_us": [round(sample, 3) for sample in self.samples_us]}
+        """Returns the wall times of its turns instead, if there are any."""
+        return replace(self, clock="wall", samples_us=self.wall_us) if self.wall_us else self
 
 
 @dataclass(frozen=True)
@@ -104,7 +85,7 @@ class Turn:
 
 
 Outcome = dict[str, Timing | str]
-"""What is known of each contender by its name; its error message where it has failed."""
+"""The timing of each contender by name, or its error message."""
 
 
 class Clock(Protocol):
@@ -114,15 +95,15 @@ class Clock(Protocol):
     rounds: int
     calls: int
     budget_us: float
-    resolution_us: float  # times that differ by less are the same
+    resolution_us: float  # smaller differences mean nothing
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
-        """Takes the turns, one after the other, and adds what it saw to ``outcome``."""
+        """Takes the turns in order and adds their times to ``outcome``."""
         ...
 
 
 class WallClock:
-    """Host time of each call, result included; results are dropped at once, as a program would."""
+    """Host time of each call, including its result, which is dropped at once."""
 
     name, rounds, calls, budget_us, resolution_us = "wall", 64, 1, 6e5, 0.0
 
@@ -139,31 +120,30 @@ class WallClock:
                     turn.contender.sync(result)
                     timing.samples_us.append((time.perf_counter() - begin) * 1e6)
                     del result
-            except Exception as error:  # a rival may fail in ways of its own; the table says so
+            except Exception as error:  # rivals fail in many ways; the row says how
                 outcome[turn.contender.name] = reason(error)
 
 
 class CuptiClock:
     """Device time of the kernels of each call.
 
-    A session of CUPTI costs far more than the kernels in it, so one session holds all turns, with a
-    kernel known by its name between them. Without such a marker each turn has a session of its own.
-    Each turn starts with a call that does not count: the first kernel after CUPTI has begun is up
-    to 3 us slower than the others.
+    A CUPTI session costs far more than the kernels in it, so one session holds all turns, separated
+    by a marker kernel. Without a marker each turn has its own session. The first call of a turn is
+    not counted: the first kernel of a session is up to 3 us slower.
     """
 
     name, rounds, calls, budget_us, resolution_us = "cupti", 5, 8, 1e6, 0.032
 
     def __init__(self, marker: Callable[[], None] | None = None) -> None:
-        # Private, but there is no public door. jax.experimental.mosaic.gpu.profiler goes this way
-        # too; its own `measure` times JAX functions alone, and needs absl.
+        # Private, but jax.experimental.mosaic.gpu.profiler uses the same extension. Its own
+        # `measure` times JAX functions only, and needs absl.
         self._extension = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
         self._marker = marker
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
         """Adds one sample a call, the sum of its kernels.
 
-        Where the records of a session of all turns are not in their order, no later one is tried.
+        If the records of a shared session are out of order, every later turn has its own session.
         """
         if self._marker is not None:
             if self._session(turns, outcome, {}, budget_us):
@@ -178,16 +158,9 @@ class CuptiClock:
                 self._session([turn], outcome, spent, budget_us)
 
     def _session(
-        self,
-        turns: Sequence[Turn],
-        outcome: Outcome,
-        spent: dict[str, float],
-        budget_us: float,
+        self, turns: Sequence[Turn], outcome: Outcome, spent: dict[str, float], budget_us: float
     ) -> bool:
-        """Takes turns in one session; the kernels between two markers are one turn's.
-
-        Returns False, and adds no samples, where that is not what the records look like.
-        """
+        """Takes turns in one session. Returns False, and adds nothing, if its records are mixed."""
         taken: list[str] = []
         self._extension._cupti_init()
         try:
@@ -205,7 +178,7 @@ class CuptiClock:
                     contender.sync(results)
                     us = (time.perf_counter() - begin) * 1e6
                     del results
-                except Exception as error:  # a rival may fail in ways of its own
+                except Exception as error:  # rivals fail in many ways; the row says how
                     outcome[name] = reason(error)
                     continue
                 spent[name] = spent.get(name, 0.0) + us
@@ -227,20 +200,14 @@ class CuptiClock:
         if self._marker is not None and not (even and len(parts) == len(taken)):
             return False
         for name, part in zip(taken, parts, strict=True):
-            self._add(name, part, outcome)
+            if isinstance(timing := outcome[name], str):
+                continue
+            if not part:
+                outcome[name] = "RuntimeError: CUPTI recorded no kernel"
+                continue
+            samples = per_call([us for _, us in part], self.calls + 1)
+            timing.samples_us += samples[1:] or samples
         return True
-
-    def _add(self, name: str, kernels: Sequence[tuple[str, float]], outcome: Outcome) -> None:
-        timing = outcome[name]
-        if isinstance(timing, str):
-            return
-        if not kernels:
-            outcome[name] = "RuntimeError: CUPTI recorded no kernel"
-            return
-        samples = per_call([us for _, us in kernels], self.calls + 1)
-        timing.samples_us += samples[1:] or samples
-        names = dict.fromkeys(name[:_KERNEL_NAME_LENGTH] for name, _ in kernels)
-        timing.kernels = list(dict.fromkeys([*timing.kernels, *names]))
 
 
 def _takes_part(turn: Turn, outcome: Outcome, spent: dict[str, float], budget_us: float) -> bool:
@@ -252,7 +219,7 @@ MARKER = "benchmark_turn_begins"
 
 
 def split_at_markers(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """The kernels after each marker; those before the first are dropped."""
+    """Returns the kernels after each marker; those before the first one are dropped."""
     parts: list[list[tuple[str, float]]] = []
     for name, us in kernels:
         if name == MARKER:
@@ -263,7 +230,7 @@ def split_at_markers(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[st
 
 
 def make_marker() -> Callable[[], None] | None:
-    """Launches a kernel of a known name, and waits for it; None without CuPy."""
+    """Returns a function that launches a kernel of a known name; None without CuPy."""
     try:
         import cupy
 
@@ -280,7 +247,7 @@ def make_marker() -> Callable[[], None] | None:
 
 
 def per_call(kernel_times: Sequence[float], calls: int) -> list[float]:
-    """Sums kernels call by call; one mean where the calls did not launch equally many."""
+    """Sums the kernels of each call; returns one mean if the calls launched unequal numbers."""
     each, rest = divmod(len(kernel_times), calls)
     if rest or not each:
         return [sum(kernel_times) / calls]
@@ -288,7 +255,7 @@ def per_call(kernel_times: Sequence[float], calls: int) -> list[float]:
 
 
 def make_clock(platform: str) -> tuple[Clock, str | None]:
-    """The best clock of this machine, and the reason if it is not the one it should be."""
+    """Returns the best clock of this machine, and a warning if it is not CUPTI on a GPU."""
     if platform != "gpu":
         return WallClock(), None
     try:
@@ -300,20 +267,20 @@ def make_clock(platform: str) -> tuple[Clock, str | None]:
         probe = Contender("probe", lambda i: negate(x), jax.block_until_ready)
         outcome = compare([probe], clock, effort=0.2)["probe"]
         return (clock, None) if isinstance(outcome, Timing) else (WallClock(), _no_cupti(outcome))
-    except Exception as error:  # whatever is wrong with CUPTI, wall times are better than none
+    except Exception as error:  # wall times are better than none
         return WallClock(), _no_cupti(reason(error))
 
 
 def _no_cupti(why: str) -> str:
-    return f"CUPTI is unavailable ({why}): WALL time, launches included"
+    return f"CUPTI is unavailable ({why}): times are WALL times and include launches"
 
 
 def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) -> Outcome:
-    """Times contenders in turns. One that fails gives its error message instead of a timing.
+    """Times contenders in turns. One that fails gets its error message instead of a timing.
 
     A contender that has used up the clock's budget sits out the remaining rounds. One whose calls
-    take longer than SLOW_US is timed by one of them, on the wall clock: a launch is nothing beside
-    it. An ``effort`` below 1 takes as much less time.
+    take longer than SLOW_US is timed by one call on the wall clock. An ``effort`` below 1 takes
+    proportionally fewer samples.
     """
     outcome: Outcome = {c.name: Timing(clock.name) for c in contenders}
     for contender in contenders:  # warm up: load modules, compile, fill allocators
@@ -324,7 +291,7 @@ def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) 
                 us = (time.perf_counter() - begin) * 1e6
             if us > SLOW_US:
                 outcome[contender.name] = Timing("wall", [us], once=True)
-        except Exception as error:  # a rival may fail in ways of its own; the table says so
+        except Exception as error:  # rivals fail in many ways; the row says how
             outcome[contender.name] = reason(error)
     contenders = [c for c in contenders if not _is_settled(outcome[c.name])]
     turns: list[Turn] = []
@@ -342,6 +309,6 @@ def _is_settled(timing: Timing | str) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong, without the directories of this machine."""
+    """Returns one line that says what went wrong, without directories of this machine."""
     text = re.sub(r"(?:/[^\s/:'\"]+)+/", "", " ".join(str(error).split())) or "no message"
     return f"{type(error).__name__}: {text}"[:200]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .. import libraries
 from ..harness import Sets
 from ..timing import Contender
-from . import Errors, address, on_views
+from . import address, on_views
 
 Array = Any
 Kernel = tuple[Callable[..., None], Callable[[], None]]  # what starts it, and what waits
@@ -25,12 +25,10 @@ TYPES = ("float32", "float16", "bfloat16")
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
-def contender(
-    sets: Sets, ours: Array, kernel: str, errors: Errors | None = None
-) -> tuple[Contender, dict[str, Any]]:
+def contender(sets: Sets, ours: Array, kernel: str) -> tuple[Contender, bool]:
     """The rival "cub"."""
     start, synchronize = KERNELS[kernel](sets, ours)
-    return on_views("cub", address, start, synchronize, sets, ours, errors=errors)
+    return on_views("cub", address, start, synchronize, sets, ours)
 
 
 def transform_library() -> Path:

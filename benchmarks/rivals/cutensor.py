@@ -24,7 +24,7 @@ _IDENTITY, _DEFAULT_ALGORITHM, _NO_JIT = 1, -1, 0
 _ALIGNMENT = 128  # bytes, at least, of JAX's arrays
 
 
-def contender(sets: Sets, ours: Array, axes: Sequence[int]) -> tuple[Contender, dict[str, Any]]:
+def contender(sets: Sets, ours: Array, axes: Sequence[int]) -> tuple[Contender, bool]:
     """The rival "cutensor"."""
     library, handle = _library()
     x = sets[0][0]

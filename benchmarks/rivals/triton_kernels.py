@@ -168,9 +168,7 @@ KERNELS = {
 }
 
 
-def contender(
-    sets: Sets, ours: Any, kernel: str, exact: bool = False
-) -> tuple[Contender, dict[str, Any]]:
+def contender(sets: Sets, ours: Any, kernel: str, exact: bool = False) -> tuple[Contender, bool]:
     """The rival "triton"."""
     start, synchronize = KERNELS[kernel], torch.cuda.synchronize
     return on_views("triton", torch.from_dlpack, start, synchronize, sets, ours, exact=exact)
