@@ -89,15 +89,18 @@ clean:
 # jax for the GPU that is visible, if one is: the driver says which CUDA it can run.
 CUDA_EXTRA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(12\|13\)\..*/,cuda\1/p')
 
-# A build folder of its own: CMake keeps the variables of the last build in it.
+# A build folder of its own: CMake keeps the variables of the last build in it. --verbose shows what
+# is compiled, and compilers' messages, among lines that tell nothing.
 $(VENV)/installed: $(BUILD_INPUTS) | $(VENV)/created
-	$(BIN)/python -m pip install --quiet --config-settings=build-dir=$(VENV)/build \
-	  --editable '.[bench,test$(CUDA_EXTRA)]' '$(JAX)'
-	@touch $@
+	@echo "==> Installing $(JAX) and compiling jax_oneflow_ops into $(VENV), which takes minutes"
+	@rm -f $@; { $(BIN)/python -m pip install --verbose --config-settings=build-dir=$(VENV)/build \
+	  --editable '.[test$(CUDA_EXTRA)]' '$(JAX)' && touch $@; } 2>&1 | grep --line-buffered -v \
+	  -e 'Link requires a different Python' -e 'changing mode of' -e '-- Installing: '; test -e $@
 
 # What an extra has beside extras of this package.
 $(VENV)/installed-%: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c \
+	@echo "==> Installing the extra $* into $(VENV)"
+	@$(BIN)/python -m pip install --quiet $$($(BIN)/python -c \
 	  "import tomllib; print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$*'] if not r.startswith('jax-oneflow-ops')))")
 	@touch $@
 

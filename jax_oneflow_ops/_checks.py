@@ -1,12 +1,18 @@
 """Checks of operands that the public functions share."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_oneflow_ops import _compat
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.Array:
@@ -42,9 +48,34 @@ def is_movable(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
-def as_ids(function: str, name: str, x: Any) -> jax.Array:
-    """`x` as an array of int32 or int64, which the kernels take, that names the same rows."""
-    ids = as_array(function, name, x, numbers=True)
+def in_own_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which gives arrays of 64-bit dtypes their results in these.
+
+    Such arrays may come from where these dtypes are enabled. Where they are not jnp would make
+    arrays of 32 bits beside them.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, jax.Array)]
+        if any(x.dtype in _WIDE for x in arrays) and jax.dtypes.canonicalize_dtype("i8") != "i8":
+            with jax.enable_x64(True):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = False) -> jax.Array:
+    """`x` as an array of int32 or int64, which the kernels take, that names the same of `rows`.
+
+    Ids that this dtype cannot hold become its least or greatest number, which names no row either;
+    jnp would cut them to 32 bits, and so to others. With `modulo` they are taken modulo `rows`.
+    """
+    if isinstance(x, int) and not isinstance(x, bool):  # of any size
+        x = np.asarray(x % rows if modulo else min(max(x, -(2**63)), 2**64 - 1))
+    on_host = isinstance(x, _compat.NUMPY_TYPES)
+    ids: Any = np.asarray(x) if on_host else as_array(function, name, x, numbers=True)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         hint = (
             "select rows by a mask with jnp.where or jnp.nonzero"
@@ -52,11 +83,22 @@ def as_ids(function: str, name: str, x: Any) -> jax.Array:
             else "round and cast it first"
         )
         raise TypeError(f"{function}: {name} must have an integer dtype, got {ids.dtype}; {hint}")
-    if ids.dtype in (jnp.int32, jnp.int64):
-        return ids
-    bits = jnp.iinfo(ids.dtype).bits
+    xp: Any = np if on_host else jnp
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)
     # int32 where 64-bit dtypes are not enabled.
-    wider = jax.dtypes.canonicalize_dtype(jnp.int64) if bits >= 32 else jnp.dtype(jnp.int32)
-    if bits >= 8 * wider.itemsize:  # unsigned: what is too large must stay so, and not be negative
-        ids = jnp.minimum(ids, np.asarray(jnp.iinfo(wider).max, ids.dtype))
-    return ids.astype(wider)
+    dtype = ids.dtype if ids.dtype == jnp.int32 else jax.dtypes.canonicalize_dtype(jnp.int64)
+    info, limits = jnp.iinfo(ids.dtype), jnp.iinfo(dtype)
+    held = ids
+    if ids.dtype != dtype and not modulo:
+        held = xp.clip(ids, max(info.min, limits.min), min(info.max, limits.max))
+    far = modulo or (held is not ids and (not on_host or (held != ids).any()))
+    if far and isinstance(rows, int) and rows > limits.max:
+        # One of the rows has the number that is to name none.
+        raise ValueError(
+            f"{function}: {name} of {ids.dtype} need 64 bits to name one of {rows} rows, which jax "
+            "has under `jax.enable_x64(True)` only; call the function there"
+        )
+    if modulo:
+        held = xp.mod(ids, xp.asarray(rows).astype(ids.dtype))
+    return jnp.asarray(held.astype(dtype))

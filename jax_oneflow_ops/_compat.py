@@ -53,6 +53,14 @@ def converted(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     return cast(jax.Array, lax_internals._convert_element_type(x, like.dtype, like.weak_type))
 
 
+def as_array(x: Any) -> Any:
+    """A Python number as an array of rank 0, of the dtype that jax gives it; others as they are."""
+    if not isinstance(x, bool | int | float | complex) or isinstance(x, np.generic):
+        return x
+    aval = jax.typeof(x)  # literals of a traced program are numbers that know their dtype
+    return lax_internals._convert_element_type(x, aval.dtype, aval.weak_type)
+
+
 def require_devices_during_lowering(primitive: core.Primitive) -> None:
     """Makes jax pass the device assignment when it lowers `primitive`.
 
@@ -109,6 +117,17 @@ def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     if aval.sharding.mesh.empty or jax.typeof(x).sharding == aval.sharding:
         return x
     return cast(jax.Array, jax.sharding.reshard(x, aval.sharding))
+
+
+def with_sharding_over(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
+    """`x` with the sharding of `aval` but for dimensions of size 1, over which it is broadcast."""
+    if aval.sharding.mesh.empty:
+        return x
+    spec = [
+        entry if n == size else None
+        for entry, n, size in zip(aval.sharding.spec, x.shape, aval.shape, strict=True)
+    ]
+    return with_sharding_of(x, with_spec(aval, x.shape, spec))
 
 
 def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:

@@ -10,8 +10,8 @@ f_vjp and f_jvp are each other's transposes, so that a gradient is one kernel ho
 is with respect to; where one array is differentiated f_vjp is its own transpose and serves as both.
 Their derivatives with respect to the arrays come from the reference.
 
-Operands are arrays of one shape or scalars, which stand for an array of equal elements. Some
-functions have a parameter, a scalar operand after all others.
+Operands broadcast: see `_operands`. Some functions have a parameter, a scalar operand after all
+others.
 """
 
 import functools
@@ -24,36 +24,17 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _primitive
+from jax_oneflow_ops import _compat, _operands, _primitive
+from jax_oneflow_ops._operands import bind
 
 Function = Callable[..., Any]
-
-
-def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
-    """Binds with operands that vary over the same axes inside a `shard_map`, and of one sharding.
-
-    The sharding is part of a type where the mesh's axes are Explicit; a cotangent has the type of
-    its operand, and the kernels' cotangents that of the result.
-    """
-    args = tuple(_compat.join_varying_axes(*args))
-    arrays = [jax.typeof(x) for x in args if x.ndim]
-    if len({aval.sharding for aval in arrays}) > 1:
-        joined = _compat.elementwise_aval(*arrays)
-        args = tuple(_compat.with_sharding_of(x, joined) if x.ndim else x for x in args)
-    return primitive.bind(*args, **params)
-
-
-def public_name(name: str) -> str:
-    """The public function that a primitive belongs to, which errors name."""
-    for suffix in ("_vjp", "_jvp", "_tanh", "_erf"):
-        name = name.removesuffix(suffix)
-    return name
 
 
 def define(
     name: str,
     reference: Function,
     *,
+    function: str | None = None,
     parameters: int = 0,
     multiple_results: bool = False,
     typed: int = 0,
@@ -61,38 +42,58 @@ def define(
     """Defines a primitive with the FFI target jof_NAME and everything but derivatives.
 
     Args:
-      name: the function's name.
+      name: the primitive's name.
       reference: `(*operands, **params) -> result` in jnp, a list where there are several results.
+      function: the public function, which errors name, if it has another name.
       parameters: the number of operands at the end that must be scalars.
       multiple_results: the primitive has the parameter `wanted`, the indices of its results.
       typed: the operand that has the results' dtype, if there is no parameter `new_dtype`.
     """
 
     def abstract_eval(*avals: Any, wanted: Sequence[int] = (0,), **params: Any) -> Any:
-        arrays = [aval for aval in avals if aval.ndim] or avals
-        aval = _compat.elementwise_aval(*arrays).update(
+        aval = _operands.result_aval(*avals).update(
             dtype=params.get("new_dtype", avals[typed].dtype),
             weak_type="new_dtype" not in params and avals[typed].weak_type,
         )
         return [aval for _ in wanted] if multiple_results else aval
 
-    def attributes(wanted: Sequence[int] = (0,), **_: Any) -> dict[str, Any]:
-        return {"wanted": np.int64(sum(1 << i for i in wanted))}
+    def native(platform: str, *args: Any, wanted: Sequence[int] = (0,), **params: Any) -> Any:
+        arrays, shape = _operands.native(args)
+        result = jax.ShapeDtypeStruct(shape, params.get("new_dtype", args[typed].dtype))
+        results = [result] * len(wanted) if multiple_results else result
+        bits = np.int64(sum(1 << i for i in wanted))
+        call = jax.ffi.ffi_call(f"jof_{name}", results)
+        return call(*arrays, wanted=bits)
 
     def division(*types: Any, wanted: Sequence[int] = (0,), **_: Any) -> _primitive.Division:
-        dims = [[f"d{i}" for i in range(len(t.shape))] for t in types]
-        return _primitive.Division(dims, [max(dims, key=len)] * len(wanted))
+        return _operands.division(*types, results=len(wanted))
 
     return _primitive.define(
         f"jof_{name}",
-        function=public_name(name),
+        function=function or name,
         abstract_eval=abstract_eval,
         reference=reference,
-        attributes=attributes,
+        native=native,
         division=division,
         batch=functools.partial(_batch, reference, parameters),
         multiple_results=multiple_results,
+        on_scalars=lambda **_: _rounded_once(reference),
     )
+
+
+def _rounded_once(reference: Function) -> Function:
+    """The reference of 16-bit operands in float32, as kernels compute it."""
+
+    def wide(*args: Any, **params: Any) -> Any:
+        narrow = [
+            x.dtype for x in args if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+        ]
+        if not narrow or "new_dtype" in params:
+            return reference(*args, **params)
+        widened = (x.astype(jnp.float32) if x.dtype == narrow[0] else x for x in args)
+        return jax.tree.map(lambda y: y.astype(narrow[0]), reference(*widened, **params))
+
+    return wide
 
 
 def _batch(
@@ -105,44 +106,16 @@ def _batch(
     implementation: str | None,
     **params: Any,
 ) -> tuple[Any, Any]:
-    """The batch axis becomes one more dimension of every array, where the first array has it.
+    """The batch axis becomes one more dimension of every array.
 
-    Arrays without it are broadcast, and so are scalars that have it. A parameter per example has no
-    kernel: that is left to jnp.
+    A parameter per example has no kernel: that is left to jnp.
     """
     count = len(params.get("wanted", (0,)))
     out_dims = (lambda axis: [axis] * count) if primitive.multiple_results else (lambda axis: axis)
     if any(d is not None for d in dims[len(dims) - parameters :]):
         return jax.vmap(functools.partial(reference, **params), in_axes=dims)(*args), out_dims(0)
-    ranks = [x.ndim - (d is not None) for x, d in zip(args, dims, strict=True)]
-    rank = max(ranks)
-    # Whose shape and sharding the others take on: an array that has the batch axis, if one has it.
-    operands = [*zip(args, dims, ranks, strict=True)]
-    model, axis, _ = max(operands, key=lambda o: (o[2] == rank, o[1] is not None))
-    if axis is None:  # scalars alone have it
-        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-        axis, shape = 0, (size, *model.shape)
-    else:
-        shape = model.shape
-
-    def batched(x: Any, d: int | None, own_rank: int) -> Any:
-        if d is None and own_rank == 0:
-            return x
-        if d is None:
-            x = jnp.expand_dims(x, axis)
-        elif own_rank < rank:
-            x = jnp.expand_dims(x, [i for i in range(rank + 1) if i != axis])
-        elif x is not model:
-            x = jnp.moveaxis(x, d, axis)
-        if x.shape == shape:
-            return x
-        if model.shape == shape:
-            return _compat.broadcast_like(x, jax.typeof(model))
-        return jnp.broadcast_to(x, shape)
-
-    results = bind(
-        primitive, *(batched(*o) for o in operands), implementation=implementation, **params
-    )
+    operands, axis = _operands.batch(args, dims)
+    results = bind(primitive, *operands, implementation=implementation, **params)
     return results, out_dims(axis)
 
 
@@ -153,6 +126,7 @@ def differentiable(
     name: str,
     reference: Function,
     *,
+    function: str | None = None,
     inputs: int = 1,
     parameters: int = 0,
     linear: Sequence[int] = (),
@@ -162,6 +136,7 @@ def differentiable(
     Args:
       name: the FFI targets are jof_NAME, jof_NAME_vjp and, where inputs > 1, jof_NAME_jvp.
       reference: `(*arrays, *parameters) -> array` in jnp.
+      function: the public function, if it has another name.
       inputs: the number of arrays.
       parameters: the number of scalar parameters after them.
       linear: the arrays that f is linear in while all others are fixed. With respect to one of them
@@ -183,12 +158,13 @@ def differentiable(
         arrays = tuple(jnp.broadcast_to(x, tangents[0].shape) for x in arrays)
         return jax.jvp(reference, arrays, tuple(tangents))[1]
 
-    f_p = define(name, reference, parameters=parameters)
+    function = function or name
+    f_p = define(name, reference, function=function, parameters=parameters)
 
     def tangent(primals: Sequence[Any], tangents: Sequence[Any], implementation: Any) -> Any:
         """The tangent of f where no parameter has one."""
         arrays, rest = primals[:inputs], primals[inputs:]
-        like = _compat.elementwise_aval(*map(jax.typeof, [x for x in arrays if x.ndim] or arrays))
+        like = _operands.result_aval(*map(jax.typeof, arrays))
         live = [i for i, t in enumerate(tangents[:inputs]) if not isinstance(t, ad.Zero)]
         full = {i: _compat.broadcast_like(tangents[i], like) for i in live}
         if len(live) > 1:
@@ -212,13 +188,18 @@ def differentiable(
         cts[i] = bind(f_p, *operands, implementation=implementation)
         return cts
 
-    ad.primitive_jvps[f_p] = jvp
     _tangents[f_p] = tangent
-    _set_transpose(f_p, reference, linear, transpose)
+    _define_derivatives(f_p, reference, jvp, linear, transpose)
     if linear and inputs == 1:
         return f_p
 
-    vjp_p = define(f"{name}_vjp", vjp_reference, parameters=parameters, multiple_results=True)
+    vjp_p = define(
+        f"{name}_vjp",
+        vjp_reference,
+        function=function,
+        parameters=parameters,
+        multiple_results=True,
+    )
 
     def vjp_transpose(
         cts: Sequence[Any], *args: Any, wanted: Sequence[int], implementation: Any
@@ -234,7 +215,7 @@ def differentiable(
     if inputs == 1:
         return f_p
 
-    jvp_p = define(f"{name}_jvp", jvp_reference)
+    jvp_p = define(f"{name}_jvp", jvp_reference, function=function)
 
     def jvp_transpose(ct: Any, *args: Any, implementation: Any) -> list[Any]:
         arrays, tangents = args[:inputs], args[inputs:]
@@ -251,13 +232,14 @@ def differentiable(
 _tangents: dict[core.Primitive, Function] = {}
 
 
-def _set_transpose(
+def _define_derivatives(
     primitive: core.Primitive,
     reference: Function,
+    jvp: Function,
     arrays: Sequence[int] = (),
     rule: Function | None = None,
 ) -> None:
-    """Sets the transpose: `rule` with respect to `arrays`, else that of the reference.
+    """Sets the JVP, and the transpose: `rule` with respect to `arrays`, else the reference's.
 
     Gradients need the rule alone. The rest is for `jax.linear_transpose` with respect to scalars,
     parameters, and what only some values of the other operands make linear.
@@ -276,7 +258,7 @@ def _set_transpose(
         cts = dict(zip(live, pulled, strict=True))
         return [cts.get(i) for i in range(len(args))]
 
-    ad.primitive_transposes[primitive] = transpose
+    _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
 
 def _set_rules(
@@ -303,8 +285,7 @@ def _set_rules(
             terms.append(_reference_tangent(f, primals, others))
         return result, functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), terms)
 
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
+    _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
 
 def _reference_tangent(reference: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -315,8 +296,7 @@ def _reference_tangent(reference: Function, primals: Sequence[Any], tangents: Se
         operands = list(primals)
         for i, x in zip(live, args, strict=True):
             operands[i] = x
-        wide = [x.astype(jnp.float32) if x.dtype.itemsize == 2 else x for x in operands]
-        return jax.tree.map(lambda y: y.astype(primals[0].dtype), reference(*wide))
+        return _rounded_once(reference)(*operands)
 
     return jax.jvp(of_live, [primals[i] for i in live], [tangents[i] for i in live])[1]
 
@@ -342,8 +322,7 @@ def linear_sum(name: str, reference: Function, signs: tuple[int, int]) -> core.P
         signed = [ct if sign > 0 else jax.lax.neg(ct) for sign in signs]
         return [c if ad.is_undefined_primal(x) else None for c, x in zip(signed, args, strict=True)]
 
-    ad.primitive_jvps[f_p] = jvp
-    _set_transpose(f_p, reference, (0, 1), transpose)
+    _define_derivatives(f_p, reference, jvp, (0, 1), transpose)
     return f_p
 
 
@@ -358,19 +337,15 @@ def fused_multiply_add(
         (x, y, _), (dx, dy, dz) = primals, tangents
         terms = []
         if not (isinstance(dx, ad.Zero) and isinstance(dy, ad.Zero)):
-            x, y = (
-                jnp.broadcast_to(v, result.shape) if x.ndim == y.ndim == 0 else v for v in (x, y)
-            )
             product = _tangents[multiply_p]((x, y), (dx, dy), implementation)
-            terms.append(product)
+            terms.append(_compat.broadcast_like(product, jax.typeof(result)))
         if not isinstance(dz, ad.Zero):
             terms.append(_compat.broadcast_like(dz, jax.typeof(result)))
         if len(terms) == 1:
             return result, terms[0]
         return result, bind(add_p, *terms, implementation=implementation)
 
-    ad.primitive_jvps[f_p] = jvp
-    _set_transpose(f_p, reference)
+    _define_derivatives(f_p, reference, jvp)
     return f_p
 
 
@@ -382,7 +357,7 @@ def selection(reference: Function) -> core.Primitive:
         return [cts[i] for i in wanted]
 
     f_p = define("where", reference, typed=1)
-    vjp_p = define("where_vjp", vjp_reference, multiple_results=True, typed=1)
+    vjp_p = define("where_vjp", vjp_reference, function="where", multiple_results=True, typed=1)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
         condition, *arrays = primals
@@ -412,8 +387,7 @@ def selection(reference: Function) -> core.Primitive:
         ]
         return [None, bind(f_p, condition, *full, implementation=implementation)]
 
-    ad.primitive_jvps[f_p] = jvp
-    _set_transpose(f_p, reference, (1, 2), transpose)
+    _define_derivatives(f_p, reference, jvp, (1, 2), transpose)
     _set_rules(vjp_p, vjp_reference, range(1, 2), vjp_transpose)
     return f_p
 
@@ -438,6 +412,5 @@ def conversion() -> core.Primitive:
     def transpose(ct: Any, x: Any, *, new_dtype: Any, implementation: Any) -> list[Any]:
         return [bind(f_p, ct, new_dtype=x.aval.dtype, implementation=implementation)]
 
-    ad.primitive_jvps[f_p] = jvp
-    ad.primitive_transposes[f_p] = transpose
+    _primitive.define_derivatives(f_p, jvp=jvp, transpose=transpose)
     return f_p

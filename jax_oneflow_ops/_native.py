@@ -8,6 +8,7 @@ import functools
 import importlib
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,37 @@ def check_ffi_api(module_version: tuple[int, int], runtime_version: tuple[int, i
         )
 
 
+def _why_not_built() -> str:
+    """Why there is no CPU module, with the remedy."""
+    import json  # imported lazily: only an import that fails needs them
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    package = os.path.dirname(os.path.realpath(__file__))
+    root = os.path.dirname(package)
+    source = f"jax_oneflow_ops was imported from {package}, the source without compiled modules"
+    try:
+        found = distribution("jax-oneflow-ops")
+    except PackageNotFoundError:
+        return (
+            f"{source}, and no build of it is installed for {sys.executable}. Remedy: run "
+            f"`pip install --editable .` in {root}; or run `pip install .` there, and Python in "
+            "another directory."
+        )
+    installed = os.path.realpath(os.fspath(found.locate_file("jax_oneflow_ops")))
+    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    if installed == package or origin.get("dir_info", {}).get("editable"):
+        return (
+            f"jax_oneflow_ops is installed, but {installed} has no compiled module that "
+            f"{sys.executable} can load. Remedy: install it again, with "
+            "`pip install --force-reinstall --no-deps` and what you installed it from."
+        )
+    return (
+        f"{source}. It shadows the build installed in {installed}, because Python searches the "
+        "current directory or PYTHONPATH first. Remedy: run Python in another directory, or as "
+        f"`python -P`; or, to work in {root}, run `pip install --editable .` there."
+    )
+
+
 def _load() -> Mapping[str, Any]:
     loaded = {}
     for platform, (name, ffi_platform) in _MODULES.items():
@@ -46,10 +78,7 @@ def _load() -> Mapping[str, Any]:
             module = importlib.import_module(f"jax_oneflow_ops.{name}")
         except ModuleNotFoundError as error:
             if platform == "cpu":
-                raise ImportError(
-                    "jax_oneflow_ops has no native modules: this is its source, not a build of "
-                    "it. Run `pip install .`, or `pip install --editable .`, in its repository."
-                ) from error
+                raise ImportError(_why_not_built()) from error
             continue  # built without CUDA; `_missing` says so when it is asked for
         check_ffi_api(module.ffi_api_version, _compat.runtime_ffi_api())
         for target, capsule in module.targets().items():

@@ -77,6 +77,7 @@ def define(
     on_shard: Callable[..., Any] | None = None,
     batch: Callable[..., tuple[Any, Any]],
     multiple_results: bool = False,
+    on_scalars: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> core.Primitive:
     """Defines a primitive.
 
@@ -97,6 +98,8 @@ def define(
       batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule,
         given the primitive that is being defined.
       multiple_results: results, avals and batch dimensions are lists.
+      on_scalars: `(**params) -> function or None`: what calls on scalars run in place of a kernel,
+        if anything; a function like `reference`, which is the default.
 
     Every primitive takes a parameter `implementation` (None, "native" or "xla"), which none of the
     functions above is given except `batch`.
@@ -122,18 +125,27 @@ def define(
     outer.def_impl(functools.partial(_compat.apply_primitive, outer))
     _compat.require_devices_during_lowering(outer)
 
-    lower_reference = _compat.lower_plain(reference, multiple_results)
+    # The same function for the same call: jax knows what it has compiled by the function.
+    @functools.lru_cache(maxsize=1024)
+    def partitioned(platform: str, items: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+        params = dict(items)
+        call = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
+        return _named(target, params, _divided(function, call, division, params))
 
     def lower(
         ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
     ) -> Any:
-        if not _native.is_used(function, platform, implementation):
-            return _compat.with_shardings_of_types(ctx, lower_reference(ctx, *args, **params))
+        in_jnp = None if _native.is_used(function, platform, implementation) else reference
+        if in_jnp is None and _are_scalars(ctx):
+            in_jnp = reference if on_scalars is None else on_scalars(**params)
+        if in_jnp is not None:
+            rule = _compat.lower_plain(in_jnp, multiple_results)
+            return _compat.with_shardings_of_types(ctx, rule(ctx, *args, **params))
         ctx = _compat.with_current_mesh(ctx)
         call: Any = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
         automatic = _compat.automatic_axes_beside_manual_ones(ctx)
         if automatic is None:
-            call = _named(target, params, _divided(function, call, division, params))
+            call = partitioned(platform, tuple(params.items()))
         elif automatic:
             _warn(
                 f"{function}: in a shard_map over some axes of the mesh only, arrays that are "
@@ -146,8 +158,45 @@ def define(
     for platform in (None, "cpu", "cuda", "rocm", "tpu"):
         rule = functools.partial(lower, platform=platform or "other")
         mlir.register_lowering(outer, rule, platform=platform)
-    batching.primitive_batchers[outer] = functools.partial(batch, outer)
+
+    def batched(args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
+        return batch(outer, [*map(_compat.as_array, args)], dims, **params)
+
+    batching.primitive_batchers[outer] = batched
     return outer
+
+
+def _are_scalars(ctx: Any) -> bool:
+    """Whether a call has no array of rank 1 or more.
+
+    Such a call may be the computation of `jax.lax.reduce` or `x.at[i].apply`, in which XLA allows
+    no custom call: on CPUs it ends the process. Elsewhere XLA is the faster one.
+    """
+    return not any(aval.ndim for aval in (*ctx.avals_in, *ctx.avals_out))
+
+
+def define_derivatives(
+    primitive: core.Primitive, *, jvp: Callable[..., Any], transpose: Callable[..., Any]
+) -> None:
+    """Sets the JVP and the transpose of a primitive, which are written for arrays.
+
+    jax passes Python numbers and the literals of a traced program as they are: as primals,
+    tangents, cotangents and residuals.
+    """
+    ad.primitive_jvps[primitive] = _of_arrays(jvp)
+    ad.primitive_transposes[primitive] = _of_arrays(transpose)
+
+
+def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def of_arrays(*args: Any, **params: Any) -> Any:
+        return rule(*map(as_arrays, args), **params)
+
+    def as_arrays(arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return [*map(_compat.as_array, arg)]
+        return _compat.as_array(arg)
+
+    return of_arrays
 
 
 def define_linear_pair(
@@ -168,7 +217,7 @@ def define_linear_pair(
             result = transpose.bind(ct, **transposed_params(x.aval, **params))
             return [_compat.with_sharding_of(result, x.aval)]
 
-        ad.deflinear2(primitive, rule)
+        ad.deflinear2(primitive, _of_arrays(rule))
 
 
 def _lower_to_call(target: str, attributes: Callable[..., Params]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_oneflow_ops._checks import in_own_precision
 from jax_oneflow_ops._indexing import Indexing
 
 
@@ -19,6 +20,7 @@ def nearest_source(size_in: int, size_out: int, half_pixel: bool) -> np.ndarray:
     return (numerator * size_in // denominator).astype(np.int64)
 
 
+@in_own_precision
 def upsample_nearest2d(
     x: jax.Array, *, axis: int, out_hw: tuple[int, int], in_hw: tuple[int, int], half_pixel: bool
 ) -> jax.Array:
@@ -37,6 +39,7 @@ def _upsample_axis(x: jax.Array, axis: int, size: int, half_pixel: bool) -> jax.
     return jnp.take(x, nearest_source(n, size, half_pixel), axis=axis, mode="clip")
 
 
+@in_own_precision
 def upsample_nearest2d_backward(
     dy: jax.Array, *, axis: int, out_hw: tuple[int, int], in_hw: tuple[int, int], half_pixel: bool
 ) -> jax.Array:
@@ -103,6 +106,7 @@ def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(condition, x, y)
 
 
+@in_own_precision
 def segment_sum(
     data: jax.Array, ids: jax.Array, *, num_segments: int, indexing: Indexing, rows_spec: Any = None
 ) -> jax.Array:
@@ -112,6 +116,7 @@ def segment_sum(
     return scatter_add(jnp.zeros(shape, data.dtype), ids, data, indexing=indexing)
 
 
+@in_own_precision
 def scatter_add(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing
 ) -> jax.Array:
@@ -140,8 +145,11 @@ def scatter_add(
     return _batched(add, indexing)(ids, operand, updates).astype(dtype)
 
 
-def gather_rows(table: jax.Array, ids: jax.Array, *, fill: str, indexing: Indexing) -> jax.Array:
-    """The rows that ids name; zeros, or what jnp calls invalid, where there is none."""
+@in_own_precision
+def gather_rows(
+    table: jax.Array, ids: jax.Array, *, fill: str | bytes, indexing: Indexing
+) -> jax.Array:
+    """The rows that ids name, and the fill value where there is none."""
     rows = table.shape[indexing.batch]
     rank = indexing.index_rank(ids)
     lead, trailing = table.shape[: indexing.batch], table.shape[indexing.batch + 1 :]
@@ -158,14 +166,20 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, fill: str, indexing: Indexi
             indices_are_sorted=indexing.indices_are_sorted,
             unique_indices=indexing.unique_indices,
             mode=_mode(indexing),
-            fill_value=0 if fill == "zero" else None,
+            fill_value=None if fill == "invalid" else fill_value(table.dtype, fill)[()],
         )
 
-    return _batched(take, indexing)(ids, table)
+    result: jax.Array = _batched(take, indexing)(ids, table)
+    return result
 
 
-def fill_value(dtype: Any, fill: str) -> np.ndarray:
-    """An element where an id is out of range: 0, or as `jnp.take` has it if `fill` is "invalid"."""
+def fill_value(dtype: Any, fill: str | bytes) -> Any:
+    """An element where an id is out of range: 0, or as `jnp.take` has it if `fill` is "invalid".
+
+    Else `fill` is the element's bytes.
+    """
+    if isinstance(fill, bytes):
+        return np.frombuffer(fill, dtype)[0]
     value: Any = 0
     if fill == "invalid":
         if jnp.issubdtype(dtype, jnp.inexact):

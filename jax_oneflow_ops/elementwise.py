@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_oneflow_ops import _checks, _compat, _elementwise, _native, _reference
+from jax_oneflow_ops import _checks, _compat, _elementwise, _native, _operands, _reference
 
 Implementation = Literal["native", "xla"] | None
 _F = TypeVar("_F", bound=Callable[..., jax.Array])
@@ -38,12 +38,13 @@ Args:
 
 Returns:
   {returns};
-  other dtypes run the jnp reference.
+  other dtypes run the jnp reference. So do calls on scalars, on every platform, and calls with an
+  operand of bool.
 
 Raises:
   TypeError: an operand is not an array or a number, or ``implementation="native"`` was asked
     for a dtype without kernels.
-  ValueError: operands differ in shape and are no scalars, or an option has an unknown value.
+  ValueError: operands' shapes do not broadcast together, or an option has an unknown value.
   NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
 Numerics:
@@ -58,8 +59,8 @@ Differentiation and sharding:
 Source:
   OneFlow's ``elementwise.cuh``, described in "OneFlow CUDA Elementwise" (Zheng, Yao, Guo, Liu)."""
 _PROMOTED = """\
-An array of the operands' common shape and of the dtype that jnp promotes them to. Kernels
-  exist for {}"""
+An array of the shape that the operands broadcast to, and of the dtype that jnp promotes them to.
+  Kernels exist for {}"""
 _NUMERICS = {
     "arithmetic": "16-bit values are computed in float32 and rounded once.",
     "activation": (
@@ -100,6 +101,7 @@ def _documented(
 
 
 def _call(
+    name: str,
     primitive: core.Primitive,
     reference: Callable[..., jax.Array],
     operands: dict[str, Any],
@@ -110,28 +112,34 @@ def _call(
     """Checks and promotes operands as jnp does, and binds the primitive.
 
     Args:
+      name: the public function.
       primitive: f, as `_elementwise` defines it.
       reference: the jnp function of the operands, in their order.
       operands: the arrays by the names that errors use; the parameter comes last.
       implementation: as the user gave it.
-      parameter: the name of the operand that must be a scalar.
+      parameter: the name of the operand that kernels take as a scalar only.
     """
-    name = _elementwise.public_name(primitive.name.removeprefix("jof_"))
     choice = _native.choose_implementation(name, implementation)
     arrays = {k: _checks.as_array(name, k, x, numbers=True) for k, x in operands.items()}
-    if parameter is not None and arrays[parameter].ndim:
-        raise ValueError(
-            f"{name}: {parameter} must be a scalar, got shape {arrays[parameter].shape}; for "
-            "several values map over them with jax.vmap"
-        )
-    _check_shapes(name, {k: x.shape for k, x in arrays.items() if k != parameter})
+    _operands.broadcast_shape(name, {k: x.shape for k, x in arrays.items()})
     like = _result_type(reference, *arrays.values())
     if like.dtype not in _FLOATS:
         if choice == "native":
             raise _no_kernel(name, "float16, bfloat16, float32 and float64", like.dtype)
         return reference(*arrays.values())
-    converted = (_compat.converted(x, like) for x in arrays.values())
-    result: jax.Array = _elementwise.bind(primitive, *converted, implementation=choice)
+    if parameter is not None and arrays[parameter].ndim:
+        if choice == "native":
+            raise ValueError(
+                f'{name}: implementation="native" takes a scalar as {parameter}, got shape '
+                f"{arrays[parameter].shape}; map over several values with jax.vmap"
+            )
+        return reference(*arrays.values())
+    # XLA selects where a factor is bool, so that jnp has 0 for False times infinity or NaN.
+    if choice is None and any(x.dtype == jnp.bool_ for x in arrays.values()):
+        return reference(*arrays.values())
+    converted = [_compat.converted(x, like) for x in arrays.values()]
+    promoted = _operands.promoted(converted)
+    result: jax.Array = _operands.bind(primitive, *promoted, implementation=choice)
     return result
 
 
@@ -142,15 +150,6 @@ def _result_type(reference: Callable[..., jax.Array], *arrays: jax.Array) -> jax
         like: jax.ShapeDtypeStruct = jax.eval_shape(reference, *arrays)
         return like
     return jax.ShapeDtypeStruct((), dtype)
-
-
-def _check_shapes(name: str, shapes: dict[str, tuple[int, ...]]) -> None:
-    if len({shape for shape in shapes.values() if shape}) > 1:
-        shown = ", ".join(f"{k} {shape}" for k, shape in shapes.items())
-        raise ValueError(
-            f"{name}: operands must have one shape or be scalars, got {shown}; broadcast them "
-            "first, for example with jnp.broadcast_arrays"
-        )
 
 
 def _no_kernel(name: str, expected: str, dtype: Any) -> TypeError:
@@ -172,7 +171,7 @@ _softplus_p = _elementwise.differentiable("softplus", jax.nn.softplus)
 _hard_swish_p = _elementwise.differentiable("hard_swish", jax.nn.hard_swish)
 _mish_p = _elementwise.differentiable("mish", jax.nn.mish)
 _gelu_p = {
-    approximate: _elementwise.differentiable(target, reference)
+    approximate: _elementwise.differentiable(target, reference, function="gelu")
     for approximate, target, reference in (
         (True, "gelu_tanh", _reference.gelu_tanh),
         (False, "gelu_erf", _reference.gelu_erf),
@@ -191,7 +190,7 @@ def relu(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
       >>> print(jof.relu(jnp.array([-1.0, 0.0, 2.0])))
       [0. 0. 2.]
     """
-    return _call(_relu_p, jax.nn.relu, {"x": x}, implementation)
+    return _call("relu", _relu_p, jax.nn.relu, {"x": x}, implementation)
 
 
 @_documented()
@@ -202,7 +201,7 @@ def leaky_relu(
 
     Args:
       x: array of any shape, or a number.
-      negative_slope: a scalar, which may be traced.
+      negative_slope: a scalar, which may be traced. An array runs the jnp reference.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -211,7 +210,12 @@ def leaky_relu(
     """
     operands = {"x": x, "negative_slope": negative_slope}
     return _call(
-        _leaky_relu_p, jax.nn.leaky_relu, operands, implementation, parameter="negative_slope"
+        "leaky_relu",
+        _leaky_relu_p,
+        jax.nn.leaky_relu,
+        operands,
+        implementation,
+        parameter="negative_slope",
     )
 
 
@@ -223,14 +227,16 @@ def elu(
 
     Args:
       x: array of any shape, or a number.
-      alpha: a scalar, which may be traced.
+      alpha: a scalar, which may be traced. An array runs the jnp reference.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.elu(jnp.array([-jnp.inf, 0.0, 2.0]), alpha=3.0))
       [-3.  0.  2.]
     """
-    return _call(_elu_p, jax.nn.elu, {"x": x, "alpha": alpha}, implementation, parameter="alpha")
+    return _call(
+        "elu", _elu_p, jax.nn.elu, {"x": x, "alpha": alpha}, implementation, parameter="alpha"
+    )
 
 
 @_documented(numerics="activation")
@@ -242,7 +248,7 @@ def sigmoid(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array
       >>> print(jof.sigmoid(jnp.array([-jnp.inf, 0.0, jnp.inf])))
       [0.  0.5 1. ]
     """
-    return _call(_sigmoid_p, jax.nn.sigmoid, {"x": x}, implementation)
+    return _call("sigmoid", _sigmoid_p, jax.nn.sigmoid, {"x": x}, implementation)
 
 
 @_documented(numerics="activation")
@@ -254,7 +260,7 @@ def silu(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
       >>> print(f"{jof.silu(jnp.array(1.0)):.3f}")
       0.731
     """
-    return _call(_silu_p, jax.nn.silu, {"x": x}, implementation)
+    return _call("silu", _silu_p, jax.nn.silu, {"x": x}, implementation)
 
 
 @_documented(numerics="activation")
@@ -266,7 +272,7 @@ def tanh(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
       >>> print(f"{jof.tanh(jnp.array(1.0)):.3f}")
       0.762
     """
-    return _call(_tanh_p, jnp.tanh, {"x": x}, implementation)
+    return _call("tanh", _tanh_p, jnp.tanh, {"x": x}, implementation)
 
 
 @_documented(numerics="activation")
@@ -278,7 +284,7 @@ def softplus(x: ArrayLike, *, implementation: Implementation = None) -> jax.Arra
       >>> print(f"{jof.softplus(jnp.array(1.0)):.3f}")
       1.313
     """
-    return _call(_softplus_p, jax.nn.softplus, {"x": x}, implementation)
+    return _call("softplus", _softplus_p, jax.nn.softplus, {"x": x}, implementation)
 
 
 @_documented(numerics="activation")
@@ -290,7 +296,7 @@ def hard_swish(x: ArrayLike, *, implementation: Implementation = None) -> jax.Ar
       >>> print(jof.hard_swish(jnp.array([-3.0, 0.0, 3.0, 6.0])))
       [-0.  0.  3.  6.]
     """
-    return _call(_hard_swish_p, jax.nn.hard_swish, {"x": x}, implementation)
+    return _call("hard_swish", _hard_swish_p, jax.nn.hard_swish, {"x": x}, implementation)
 
 
 @_documented(numerics="activation")
@@ -302,7 +308,7 @@ def mish(x: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
       >>> print(f"{jof.mish(jnp.array(1.0)):.3f}")
       0.865
     """
-    return _call(_mish_p, jax.nn.mish, {"x": x}, implementation)
+    return _call("mish", _mish_p, jax.nn.mish, {"x": x}, implementation)
 
 
 @_documented(numerics="activation")
@@ -321,10 +327,9 @@ def gelu(
       >>> print(f"{jof.gelu(jnp.array(1.0)):.3f}")
       0.841
     """
-    if not isinstance(approximate, bool | np.bool_):
-        raise TypeError(f"gelu: approximate must be True or False, got {approximate!r}")
+    approximate = bool(approximate)
     reference = _reference.gelu_tanh if approximate else _reference.gelu_erf
-    return _call(_gelu_p[bool(approximate)], reference, {"x": x}, implementation)
+    return _call("gelu", _gelu_p[approximate], reference, {"x": x}, implementation)
 
 
 # ---- arithmetic ----
@@ -347,7 +352,8 @@ def scale(x: ArrayLike, alpha: ArrayLike, *, implementation: Implementation = No
 
     Args:
       x: array of any shape, or a number.
-      alpha: a scalar. It may be traced: the kernel reads it from device memory.
+      alpha: a scalar. It may be traced: the kernel reads it from device memory. An array makes the
+        call `multiply`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -355,7 +361,9 @@ def scale(x: ArrayLike, alpha: ArrayLike, *, implementation: Implementation = No
       [0.5 1. ]
     """
     operands = {"x": x, "alpha": alpha}
-    return _call(_scale_p, jnp.multiply, operands, implementation, parameter="alpha")
+    if getattr(alpha, "ndim", 0):
+        return _call("scale", _multiply_p, jnp.multiply, operands, implementation)
+    return _call("scale", _scale_p, jnp.multiply, operands, implementation, parameter="alpha")
 
 
 @_documented(derivative="The gradient moves no data.")
@@ -364,14 +372,14 @@ def add(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) ->
 
     Args:
       x: array of any shape, or a number.
-      y: likewise.
+      y: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.add(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])))
       [4. 6.]
     """
-    return _call(_add_p, jnp.add, {"x": x, "y": y}, implementation)
+    return _call("add", _add_p, jnp.add, {"x": x, "y": y}, implementation)
 
 
 @_documented(derivative="The gradient is a negation at most.")
@@ -380,14 +388,14 @@ def subtract(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = Non
 
     Args:
       x: array of any shape, or a number.
-      y: likewise.
+      y: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.subtract(jnp.array([1.0, 2.0]), 1.0))
       [0. 1.]
     """
-    return _call(_subtract_p, jnp.subtract, {"x": x, "y": y}, implementation)
+    return _call("subtract", _subtract_p, jnp.subtract, {"x": x, "y": y}, implementation)
 
 
 @_documented()
@@ -396,14 +404,14 @@ def multiply(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = Non
 
     Args:
       x: array of any shape, or a number.
-      y: likewise.
+      y: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.multiply(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])))
       [3. 8.]
     """
-    return _call(_multiply_p, jnp.multiply, {"x": x, "y": y}, implementation)
+    return _call("multiply", _multiply_p, jnp.multiply, {"x": x, "y": y}, implementation)
 
 
 @_documented()
@@ -412,14 +420,14 @@ def divide(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None)
 
     Args:
       x: array of any shape, or a number.
-      y: likewise.
+      y: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.divide(jnp.array([1.0, 2.0]), jnp.array([2.0, 0.0])))
       [0.5 inf]
     """
-    return _call(_divide_p, jnp.divide, {"x": x, "y": y}, implementation)
+    return _call("divide", _divide_p, jnp.divide, {"x": x, "y": y}, implementation)
 
 
 @_documented()
@@ -430,14 +438,14 @@ def maximum(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None
 
     Args:
       x: array of any shape, or a number.
-      y: likewise.
+      y: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.maximum(jnp.array([1.0, 4.0]), jnp.array([3.0, 2.0])))
       [3. 4.]
     """
-    return _call(_maximum_p, jnp.maximum, {"x": x, "y": y}, implementation)
+    return _call("maximum", _maximum_p, jnp.maximum, {"x": x, "y": y}, implementation)
 
 
 @_documented()
@@ -448,14 +456,14 @@ def minimum(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None
 
     Args:
       x: array of any shape, or a number.
-      y: likewise.
+      y: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.minimum(jnp.array([1.0, 4.0]), jnp.array([3.0, 2.0])))
       [1. 2.]
     """
-    return _call(_minimum_p, jnp.minimum, {"x": x, "y": y}, implementation)
+    return _call("minimum", _minimum_p, jnp.minimum, {"x": x, "y": y}, implementation)
 
 
 @_documented(derivative="The gradient with respect to x and y is one fused kernel.")
@@ -468,30 +476,40 @@ def fma(
 
     Args:
       x: array of any shape, or a number.
-      y: likewise.
-      z: likewise.
+      y: array that broadcasts with ``x``, or a number.
+      z: array that broadcasts with ``x`` and ``y``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.fma(jnp.array([1.0, 2.0]), 3.0, jnp.array([0.5, 0.5])))
       [3.5 6.5]
     """
-    return _call(_fma_p, _reference.fma, {"x": x, "y": y, "z": z}, implementation)
+    return _call("fma", _fma_p, _reference.fma, {"x": x, "y": y, "z": z}, implementation)
 
 
 @_documented(
     numerics="movement", returns=_PROMOTED.format("dtypes of 1, 2, 4, 8 and 16 whole bytes")
 )
 def where(
-    condition: ArrayLike, x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None
-) -> jax.Array:
-    """``x`` where ``condition`` holds, else ``y``. Replaces `jnp.where` of three arguments.
+    condition: ArrayLike,
+    x: ArrayLike | None = None,
+    y: ArrayLike | None = None,
+    *,
+    size: int | None = None,
+    fill_value: Any = None,
+    implementation: Implementation = None,
+) -> Any:
+    """``x`` where ``condition`` holds, else ``y``. Replaces `jnp.where`.
+
+    Without ``x`` and ``y`` it is `jnp.where` itself: a tuple of the indices at which ``condition``
+    is not zero.
 
     Args:
-      condition: boolean array of any shape, or a number; what is not boolean holds where it is not
-        zero.
-      x: array of the same shape, of any dtype of 1 to 16 bytes, or a number.
-      y: likewise.
+      condition: boolean array of any shape, or a number. A number that is not zero holds.
+      x: array of any dtype of 1 to 16 bytes, or a number.
+      y: array of any dtype of 1 to 16 bytes, or a number.
+      size: for the form with one argument, as in `jnp.where`.
+      fill_value: for the form with one argument, as in `jnp.where`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -499,9 +517,14 @@ def where(
       [1. 0.]
     """
     choice = _native.choose_implementation("where", implementation)
+    if x is None or y is None or size is not None or fill_value is not None:
+        if choice == "native":
+            raise ValueError('where: implementation="native" needs x and y')
+        every: Any = jnp.where
+        return every(condition, x, y, size=size, fill_value=fill_value)
     operands = {"condition": condition, "x": x, "y": y}
     arrays = {k: _checks.as_array("where", k, v, numbers=True) for k, v in operands.items()}
-    _check_shapes("where", {k: v.shape for k, v in arrays.items()})
+    _operands.broadcast_shape("where", {k: v.shape for k, v in arrays.items()})
     like = jax.eval_shape(_reference.where, *arrays.values())
     if not _checks.is_movable(like.dtype):
         if choice == "native":
@@ -510,7 +533,8 @@ def where(
     chosen = arrays["condition"]
     chosen = chosen if chosen.dtype == jnp.bool_ else chosen != 0
     branches = (_compat.converted(arrays[k], like) for k in ("x", "y"))
-    result: jax.Array = _elementwise.bind(_where_p, chosen, *branches, implementation=choice)
+    promoted = _operands.promoted([chosen, *branches])
+    result: jax.Array = _operands.bind(_where_p, *promoted, implementation=choice)
     return result
 
 
@@ -542,7 +566,7 @@ def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = Non
         return x.astype(dtype)
     if x.dtype == new_dtype:
         return x.astype(dtype)  # moves nothing
-    result: jax.Array = _elementwise.bind(_cast_p, x, new_dtype=new_dtype, implementation=choice)
+    result: jax.Array = _operands.bind(_cast_p, x, new_dtype=new_dtype, implementation=choice)
     return result
 
 
@@ -550,7 +574,9 @@ def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = Non
 
 _swiglu_p = _elementwise.differentiable("swiglu", _reference.swiglu, inputs=2, linear=(0,))
 _geglu_p = {
-    approximate: _elementwise.differentiable(target, reference, inputs=2, linear=(0,))
+    approximate: _elementwise.differentiable(
+        target, reference, function="geglu", inputs=2, linear=(0,)
+    )
     for approximate, target, reference in (
         (True, "geglu_tanh", _reference.geglu_tanh),
         (False, "geglu_erf", _reference.geglu_erf),
@@ -564,14 +590,14 @@ def swiglu(x: ArrayLike, gate: ArrayLike, *, implementation: Implementation = No
 
     Args:
       x: array of any shape, or a number.
-      gate: likewise.
+      gate: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.swiglu(jnp.array([2.0, 2.0]), jnp.array([0.0, 100.0])))
       [  0. 200.]
     """
-    return _call(_swiglu_p, _reference.swiglu, {"x": x, "gate": gate}, implementation)
+    return _call("swiglu", _swiglu_p, _reference.swiglu, {"x": x, "gate": gate}, implementation)
 
 
 @_documented(numerics="activation", derivative="The gradient is one kernel with two results.")
@@ -586,7 +612,7 @@ def geglu(
 
     Args:
       x: array of any shape, or a number.
-      gate: likewise.
+      gate: array that broadcasts with ``x``, or a number.
       approximate: as for `gelu`.
 
     Example:
@@ -594,7 +620,6 @@ def geglu(
       >>> print(jof.geglu(jnp.array([2.0, 2.0]), jnp.array([0.0, 100.0])))
       [  0. 200.]
     """
-    if not isinstance(approximate, bool | np.bool_):
-        raise TypeError(f"geglu: approximate must be True or False, got {approximate!r}")
+    approximate = bool(approximate)
     reference = _reference.geglu_tanh if approximate else _reference.geglu_erf
-    return _call(_geglu_p[bool(approximate)], reference, {"x": x, "gate": gate}, implementation)
+    return _call("geglu", _geglu_p[approximate], reference, {"x": x, "gate": gate}, implementation)

@@ -15,6 +15,7 @@ Implementation = Literal["native", "xla"] | None
 Mode = Literal["drop", "fill", "clip", "promise_in_bounds"] | jax.lax.GatherScatterMode | None
 
 
+@_checks.in_own_precision
 def segment_sum(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -94,11 +95,11 @@ def segment_sum(
     data = _checks.as_array(name, "data", data, numbers=True)
     _check_summed(name, "data", data)
     ids = _checks.as_ids(name, "segment_ids", segment_ids)
-    if num_segments is None:
-        num_segments = np.max(ids) + 1
-    num_segments = _number_of_segments(num_segments)
+    num_segments = _number_of_segments(num_segments, segment_ids)
+    ids = _checks.as_ids(name, "segment_ids", segment_ids, num_segments)
     shape = (*ids.shape, *data.shape[1:])
     data = _broadcast(name, "data", data, shape, "segment_ids.shape + data.shape[1:]")
+    data = data.astype(data.dtype)  # a strong type, whose gradient is as weak as data
     indexing = Indexing(
         clip=_clips(name, mode),
         indices_are_sorted=bool(indices_are_sorted),
@@ -118,13 +119,16 @@ def segment_sum(
     # The buckets are a batch; zeros fill the last one up.
     buckets = -(-ids.size // size)  # also of symbolic sizes
     missing = buckets * size - ids.size
-    data = jnp.pad(data, [(0, missing), *[(0, 0)] * (data.ndim - 1)])
+    # Padding has no gradient in 64 bits where those are not enabled.
+    zeros = jnp.zeros((missing, *data.shape[1:]), data.dtype)
+    data = jnp.concatenate([data, zeros])
     data = data.reshape(buckets, size, *data.shape[1:])
     ids = jnp.pad(ids, (0, missing), constant_values=num_segments).reshape(buckets, size)
     sums = jax.vmap(lambda x, i: _segment_sum(x, i, num_segments, indexing, choice))(data, ids)
     return jnp.sum(sums, axis=0, dtype=data.dtype)
 
 
+@_checks.in_own_precision
 def scatter_add(
     operand: ArrayLike,
     indices: ArrayLike,
@@ -201,7 +205,7 @@ def scatter_add(
     _check_summed(name, "operand", operand)
     if operand.ndim == 0:
         raise ValueError(f"{name}: operand must have at least 1 dimension, got shape ()")
-    ids = _checks.as_ids(name, "indices", indices)
+    ids = _checks.as_ids(name, "indices", indices, operand.shape[0])
     updates = _checks.as_array(name, "updates", updates, numbers=True)
     if jnp.result_type(operand, updates) != operand.dtype:
         raise TypeError(
@@ -227,18 +231,36 @@ def scatter_add(
     return result
 
 
+@_checks.in_own_precision
 def embedding_lookup(
     table: ArrayLike,
     ids: ArrayLike,
+    axis: int | None = 0,
     *,
+    mode: Literal["fill", "clip", "wrap"] | None = None,
+    fill_value: complex | np.number[Any] | np.bool | None = None,
+    unique_indices: bool = False,
+    indices_are_sorted: bool = False,
     deterministic: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array:
     """The rows of a table that ids name. Replaces ``jnp.take(table, ids, axis=0)``.
 
+    `axis` is 0 by default; that of `jax.numpy.take` is None.
+
     Args:
       table: array of shape ``(s, ...)`` and of any dtype of 1 to 16 bytes.
-      ids: integers of any dtype and shape, or a number. Negative ones count from the end.
+      ids: integers of any dtype and shape, or a number.
+      axis: the axis of the table whose entries ids name; negative ones count from the end. None:
+        the only one of the flattened table.
+      mode: how ids are read, as in `jax.numpy.take`. ``"fill"`` and None: negative ids count from
+        the end, and where an id is out of range the result is filled. ``"clip"``: ids are brought
+        into range; negative ones become 0. ``"wrap"``: ids are taken modulo the number of rows.
+      fill_value: a number that fills, converted to the table's dtype. None: NaN, the least signed
+        or the greatest unsigned integer, or True.
+      unique_indices: a promise that no id occurs twice, for the gradient of the jnp reference.
+      indices_are_sorted: a promise that flattened ids ascend once they count from the beginning,
+        which saves the gradient sorting them. Where it is broken gradients are wrong.
       deterministic: the gradient has the same bits on every run, as in `scatter_add`.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
         for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
@@ -246,15 +268,16 @@ def embedding_lookup(
         is traced, replaces None.
 
     Returns:
-      An array of shape ``ids.shape + table.shape[1:]`` and of the table's dtype. Where an id is out
-      of range it has NaN, the least signed or the greatest unsigned integer, or True.
+      An array of shape ``table.shape[:axis] + ids.shape + table.shape[axis + 1:]`` and of the
+      table's dtype.
 
     Raises:
       TypeError: `table` is not an array or has a dtype without a fixed number of bytes (int4, PRNG
-        keys), or `ids` are no integers.
-      ValueError: `table` is a scalar.
+        keys), `ids` are no integers, `axis` is no integer, or `fill_value` is no concrete number.
+      ValueError: `table` has no such axis, or an option has an unknown value.
       IndexError: `table` has no rows, and there are ids.
-      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+      NotImplementedError: ``mode="raise"``, or ``implementation="native"`` on a platform without
+        native kernels.
 
     Numerics:
       The lookup moves bits. Its gradient is a `segment_sum` of the cotangent's rows, with its
@@ -294,10 +317,12 @@ def embedding_lookup(
         raise TypeError(
             f"{name}: table must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {table.dtype}"
         )
-    if table.ndim == 0:
-        raise ValueError(f"{name}: table must have at least 1 dimension, got shape ()")
-    ids = _checks.as_ids(name, "ids", ids)
-    if table.shape[0] == 0 and ids.size:
+    if axis is None:
+        table, axis = table.reshape(-1), 0
+    axis = _axis(name, axis, table.shape)
+    rows = table.shape[axis]
+    ids = _checks.as_ids(name, "ids", ids, rows or 1, modulo=_take_mode(name, mode) == "wrap")
+    if rows == 0 and ids.size:
         raise IndexError(
             f"{name}: table must have rows where there are ids, got shapes {table.shape} and "
             f"{ids.shape}"
@@ -306,8 +331,15 @@ def embedding_lookup(
         _scatter.gather_rows_p,
         table,
         ids,
-        fill="invalid",
-        indexing=Indexing(wrap=True, deterministic=bool(deterministic)),
+        fill=_fill(name, fill_value, table.dtype),
+        indexing=Indexing(
+            batch=axis,
+            wrap=mode in (None, "fill"),
+            clip=mode == "clip",
+            indices_are_sorted=bool(indices_are_sorted),
+            unique_indices=bool(unique_indices),
+            deterministic=bool(deterministic),
+        ),
         implementation=choice,
     )
     return result
@@ -361,13 +393,49 @@ def _integer(function: str, name: str, value: Any) -> int:
         ) from None
 
 
-def _number_of_segments(value: Any) -> int:
+def _number_of_segments(given: Any, ids: Any) -> int:
+    value = np.max(ids) if given is None else given
     if isinstance(value, jax.Array):
         value = _compat.concrete_dimension(value, "segment_sum() `num_segments` argument.")
-    size = _integer("segment_sum", "num_segments", value)
+    size = _integer("segment_sum", "num_segments", value) + (given is None)
     if size < 0:
         raise ValueError(f"segment_sum: num_segments must be non-negative, got {size}")
     return size
+
+
+def _axis(function: str, axis: Any, shape: tuple[int, ...]) -> int:
+    """`axis` counted from the beginning."""
+    index = _integer(function, "axis", axis)
+    if not -len(shape) <= index < len(shape):
+        raise ValueError(
+            f"{function}: axis must be one of table's {len(shape)} dimensions, got axis={index} "
+            f"and a table of shape {shape}"
+        )
+    return index % len(shape)
+
+
+def _take_mode(function: str, mode: Any) -> Any:
+    if mode == "raise":
+        raise NotImplementedError(
+            f'{function}: mode="raise" is not supported, as it is not by jnp.take; check ids with '
+            "jax.experimental.checkify"
+        )
+    if mode is not None and not (isinstance(mode, str) and mode in ("fill", "clip", "wrap")):
+        raise ValueError(f'{function}: mode must be "fill", "clip", "wrap" or None, got {mode!r}')
+    return mode
+
+
+def _fill(function: str, value: Any, dtype: Any) -> str | bytes:
+    """What the primitive takes: the bytes of an element, or which it is by default."""
+    if value is None:
+        return "invalid"
+    if not isinstance(value, int | float | complex | np.number | np.bool):
+        raise TypeError(
+            f"{function}: fill_value must be a concrete number, got {value!r} of type "
+            f"{type(value).__name__}"
+        )
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.lax.full((), value, dtype)).tobytes()
 
 
 def _clips(function: str, mode: Any) -> bool:

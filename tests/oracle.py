@@ -1,6 +1,5 @@
-"""What the ops compute, in NumPy, written apart from the package it judges."""
-
-import math
+"""Formulas in NumPy that several tests share, written apart from the package: which pixel is read,
+which row an index names, how a number is rounded. Those of single ops are in catalogue.py."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,78 +51,7 @@ def upsample_nearest2d_adjoint(dy, size, method="nearest", data_format="NCHW") -
     return dx
 
 
-# --- elementwise functions, in double precision ---------------------------------------------------
-#
-# (value, derivative) of finite arguments. No formula cancels where the result is small, so both are
-# relatively accurate in the tails, and absolutely near the derivatives' roots.
-
-
-def _logistic(x):
-    return np.where(x < 0, np.exp(np.minimum(x, 0)), 1) / (1 + np.exp(-np.abs(x)))
-
-
-def _normal_cdf(x):
-    return 0.5 * np.array([math.erfc(v) for v in np.ravel(-x / math.sqrt(2))]).reshape(np.shape(x))
-
-
-def _normal_density(x):
-    return np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-
-
-def _gelu_exponent(x):
-    """2 u of gelu's approximation, 0.5 (1 + tanh u) being logistic(2 u); and its derivative."""
-    c = 2 * math.sqrt(2 / math.pi)
-    return c * (x + 0.044715 * x**3), c * (1 + 3 * 0.044715 * x**2)
-
-
-def _gelu_tanh_derivative(x):
-    z, slope = _gelu_exponent(x)
-    # Where the logistic function is 0 or 1 in double its tail's slope may not be multiplied.
-    return _logistic(z) + x * (_logistic(z) * _logistic(-z)) * slope
-
-
-def _softplus(x):
-    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
-
-
-def _mish_derivative(x):
-    t = np.tanh(_softplus(x))
-    slope = _logistic(x) / np.cosh(np.minimum(_softplus(x), 50)) ** 2
-    return np.where(x > 50, 1.0, t + x * slope)
-
-
-def _hard_swish_derivative(x):
-    inside = (x > -3) & (x < 3)
-    return np.where(inside, (2 * x + 3) / 6, np.where(x >= 3, 1.0, 0.0))
-
-
-def _elu(x, alpha):
-    return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
-
-
-def _elu_derivative(x, alpha):
-    return np.where(x > 0, 1, alpha * np.exp(np.minimum(x, 0)))
-
-
-ACTIVATIONS = {
-    "relu": (lambda x: np.maximum(x, 0), lambda x: np.where(x > 0, 1.0, 0.0)),
-    "leaky_relu": (lambda x, a: np.where(x < 0, a * x, x), lambda x, a: np.where(x < 0, a, 1.0)),
-    "elu": (_elu, _elu_derivative),
-    "sigmoid": (_logistic, lambda x: _logistic(x) * _logistic(-x)),
-    "silu": (
-        lambda x: x * _logistic(x),
-        lambda x: _logistic(x) + x * (_logistic(x) * _logistic(-x)),
-    ),
-    "tanh": (np.tanh, lambda x: 4 * _logistic(2 * x) * _logistic(-2 * x)),
-    "softplus": (_softplus, _logistic),
-    "hard_swish": (lambda x: x * (np.clip(x + 3, 0, 6) / 6), _hard_swish_derivative),
-    "mish": (lambda x: x * np.tanh(_softplus(x)), _mish_derivative),
-    "gelu_tanh": (lambda x: x * _logistic(_gelu_exponent(x)[0]), _gelu_tanh_derivative),
-    "gelu_erf": (
-        lambda x: x * _normal_cdf(x),
-        lambda x: _normal_cdf(x) + x * _normal_density(x),
-    ),
-}
+# --- rounding -------------------------------------------------------------------------------------
 
 
 def spacing(value: np.ndarray, dtype) -> np.ndarray:

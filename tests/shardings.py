@@ -14,17 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from tests.cases import (
+from tests.catalogue import (
     ELEMENTWISE_CASES,
+    EMBEDDING_LOOKUP,
     KERNEL_CASES,
     PERMUTE_CASES,
+    SCATTER_ADD,
+    SEGMENT_SUM,
     UPSAMPLE_CASES,
     Case,
-    as_ids,
+    case_of,
     integers,
 )
 
@@ -259,41 +261,26 @@ def ids_around(rng, shape):
 
 
 def rows_cases() -> dict[str, Case]:
-    def case(name, f, ref, shapes, target, grad_targets):
+    def case(op, shapes, target, grad_target, **options):
         samplers = tuple(integers if len(shape) > 1 else ids_around for shape in shapes)
-        return Case(
-            *(name, f, ref, shapes, target, grad_targets, (target,) * 2),
+        return case_of(
+            op,
+            "",
+            shapes,
+            target,
+            options=options,
+            grad_targets={op.wrt: (grad_target,)},
+            jvp_targets=(target,) * 2,
             samplers=samplers,
-            elementwise=False,
         )
 
     rows, features = (SEGMENTS, 4, 8), (16, 4, 8)
     ids = features[:1]
+    add, gather = "jof_scatter_add", "jof_gather_rows"
     cases = (
-        case(
-            "segment_sum",
-            lambda x, ids, **options: jof.segment_sum(x, as_ids(ids), SEGMENTS, **options),
-            lambda x, ids: jax.ops.segment_sum(x, as_ids(ids), SEGMENTS),
-            (features, ids),
-            "jof_scatter_add",
-            {(0,): ("jof_gather_rows",)},
-        ),
-        case(
-            "scatter_add",
-            lambda x, ids, updates, **options: jof.scatter_add(x, as_ids(ids), updates, **options),
-            lambda x, ids, updates: jnp.asarray(x).at[as_ids(ids)].add(updates, mode="drop"),
-            (rows, ids, features),
-            "jof_scatter_add",
-            {(0, 2): ("jof_gather_rows",)},
-        ),
-        case(
-            "embedding_lookup",
-            lambda table, ids, **options: jof.embedding_lookup(table, as_ids(ids), **options),
-            lambda table, ids: jnp.take(table, as_ids(ids), axis=0),
-            (rows, ids),
-            "jof_gather_rows",
-            {(0,): ("jof_scatter_add",)},
-        ),
+        case(SEGMENT_SUM, (features, ids), add, gather, num_segments=SEGMENTS),
+        case(SCATTER_ADD, (rows, ids, features), add, gather),
+        case(EMBEDDING_LOOKUP, (rows, ids), gather, add),
     )
     return {case.name: case for case in cases}
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from tests.cases import CASES, Case
+from tests.catalogue import CASES, Case
 
 IN_FLIGHT = 10  # calls; of many more, the results would be what is measured
 COMPILED = 50  # programs, after which jax's caches are cleared

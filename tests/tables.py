@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests import shardings, test_export, test_transforms
-from tests.cases import CASES, Case
+from tests.catalogue import CASES, Case
 
 DOCS = Path(__file__).parents[1] / "docs"
 

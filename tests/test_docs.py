@@ -1,10 +1,15 @@
 """The diff in docs/adding-an-op.md applies to these sources; what the documents name exists."""
 
+import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -69,7 +74,7 @@ def test_an_op_takes_few_lines_in_few_places():
         "csrc/ops/elementwise_ops.h",
         "jax_oneflow_ops/__init__.py",
         "jax_oneflow_ops/elementwise.py",
-        "tests/cases.py",
+        "tests/catalogue.py",
     ]
 
 
@@ -131,6 +136,63 @@ def test_links_that_lead_nowhere_are_noticed(tmp_path):
     bad = ["none.md", "#two", "page.md#two", "../README.md", "http://a.b", "images/none.svg"]
     page.write_text("## One\n" + "\n".join(f"![it]({link})" for link in bad))
     assert broken(page, tmp_path) == bad
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def unknown(document: Path) -> list[str]:
+    """What the commands of a document name that this project does not have."""
+    blocks = re.findall(r"^```\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+    code = re.sub(r"\s+#.*", "", "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", prose(document))]))
+    targets = re.search(r"^\.PHONY:((?:\\\n|.)*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    found = []
+    for arguments in re.findall(r"^make( .*)$", code, re.MULTILINE):
+        words = [word for word in shlex.split(arguments) if "=" not in word]
+        found += [word for word in words if word not in targets[1].split()]
+    for extras in re.findall(r"pip install .*\[([\w,]+)\]", code):
+        found += [e for e in extras.split(",") if e not in PROJECT["optional-dependencies"]]
+    found += [m for m in re.findall(r"python -m ([\w.]+)", code) if not find_spec(m)]
+    found += [f for f in re.findall(r"python ([\w/]+\.py)", code) if not (ROOT / f).exists()]
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_name_what_exists(document):
+    assert not unknown(document)
+
+
+def test_commands_that_name_nothing_are_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "make a wish, `make docs`\n```\nmake demo VENV=a b  # it\npip install '.[test,c]'\n```\n"
+        "`.venv/bin/python -m benchmarks.d`, `python -m benchmarks`, `python docs/e.py`"
+    )
+    assert unknown(page) == ["b", "c", "benchmarks.d", "docs/e.py"]
+
+
+def requirements(extra: str) -> set[str]:
+    """The distributions that the package needs with an extra."""
+    names = set()
+    for requirement in PROJECT["dependencies"] + PROJECT["optional-dependencies"][extra]:
+        name, extras = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()
+        names |= {name}.union(*map(requirements, extras.split(",") if extras else []))
+    return names
+
+
+def test_the_extra_for_tests_has_what_they_import():
+    """So that `pip install --editable '.[test]'` is enough for pytest."""
+    imported = set()
+    folders = ("tests", "benchmarks", "examples")
+    for file in (file for folder in folders for file in (ROOT / folder).glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.partition(".")[0])
+    imported -= {*sys.stdlib_module_names, *folders, "jax_oneflow_ops"}
+    assert "tqdm" in imported
+    assert imported <= requirements("test") | {"ml_dtypes"}  # which comes with jax
 
 
 def test_the_readme_is_short():

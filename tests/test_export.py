@@ -1,6 +1,6 @@
 """Programs that leave the process: what `jax.export` writes, and what the compilation cache keeps.
 
-Each test goes through all rows of cases.py, and starts few processes.
+Each test goes through all rows of catalogue.py, and starts few processes.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
-from tests.cases import CASES
+from tests.catalogue import CASES
 from tests.test_lowering import lowered_targets
 from tests.test_transforms import assert_same, cotangents, cube, grad
 

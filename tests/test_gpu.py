@@ -14,7 +14,7 @@ import pytest
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
 from tests import soak
-from tests.cases import CASES, Case
+from tests.catalogue import CASES, Case
 from tests.test_transforms import cube
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

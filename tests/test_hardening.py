@@ -18,7 +18,7 @@ import pytest
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
 from tests import soak
-from tests.cases import CASES
+from tests.catalogue import CASES
 from tests.sanitizers import not_sanitized
 from tests.test_transforms import assert_same
 

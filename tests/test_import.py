@@ -5,8 +5,10 @@ import importlib.resources
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
 from tests.sanitizers import not_sanitized
 
+ROOT = Path(__file__).parents[1]
 IMPORT_LIMIT_MS = 50
 
 
@@ -38,6 +41,42 @@ jax.devices()
 assert xla_bridge.backends_are_initialized()
 """
     python(code)
+
+
+@pytest.mark.parametrize(
+    ("origin", "parts"),
+    [
+        (None, ["the source without", "no build", "pip install --editable ."]),
+        ("{}", ["the source without", "shadows the build installed in {installed}", "python -P"]),
+        ('{"dir_info":{"editable":true}}', ["{installed} has no compiled module"]),
+    ],
+)
+def test_source_without_compiled_modules(origin, parts, tmp_path):
+    """A copy of the source is imported, and `origin` says how another build is installed."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "jax_oneflow_ops", source / "jax_oneflow_ops", ignore=ignored)
+    if origin is not None:
+        metadata = site / "jax_oneflow_ops-0.1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Name: jax-oneflow-ops\nVersion: 0.1.0\n")
+        (metadata / "direct_url.json").write_text(origin)
+    code = f"""
+import importlib.metadata, sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+sys.path[:0] = [{str(source)!r}, {str(site)!r}]
+def not_found(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+if {origin is None}:  # what this test runs in is installed
+    importlib.metadata.distribution = not_found
+try:
+    import jax_oneflow_ops
+except ImportError as error:
+    print(error)
+"""
+    message = python(code)
+    for part in (*parts, "jax_oneflow_ops", "Remedy", "pip install"):
+        assert part.format(installed=site.resolve() / "jax_oneflow_ops") in message
 
 
 def test_platform_can_be_chosen_after_the_import():
@@ -105,6 +144,24 @@ def test_one_module_knows_versions_and_internals_of_jax():
 
 def test_version_is_that_of_the_distribution():
     assert jof.__version__ == importlib.metadata.version("jax-oneflow-ops")
+
+
+def test_source_distribution(tmp_path, monkeypatch):
+    """It has the sources, and nothing that a build beside them leaves."""
+    build = pytest.importorskip("scikit_build_core.build")
+    sources = ["csrc", "cmake", "jax_oneflow_ops"]
+    for name in sources:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    packed = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    for name in ("build/x/_cpu.dir/csrc/cpu.o", ".venv/build/csrc/cuda.o", ".venv-1/cmake/x.cmake"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open(tmp_path / "dist" / build.build_sdist("dist")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names == packed | {"PKG-INFO"}
 
 
 def test_types_ship():

@@ -12,7 +12,7 @@ import pytest
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
-from tests.cases import CASES, FUNCTIONS, REPRESENTATIVE, UPSAMPLE_CASES, without_way
+from tests.catalogue import CASES, FUNCTIONS, REPRESENTATIVE, UPSAMPLE_CASES, without_way
 
 OPCODE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
 TARGET = re.compile(r'custom_call_target="([^"]+)"')

@@ -229,12 +229,10 @@ def test_narrow_ids_of_more_rows_than_they_count(dtype, implementation):
 def test_ids_that_only_64_bits_hold(dtype, x64):
     """They are too large, whatever becomes of them in fewer bits."""
     wide = np.array([2**31, 2**32 - 1, 1], dtype)
-    if dtype != "uint32" and x64:
+    if dtype != "uint32":
         wide = np.append(wide, np.array([2**32, 2**32 + 1, 2**63 - 1], dtype))
-    if dtype == "uint64" and x64:
+    if dtype == "uint64":
         wide = np.append(wide, np.array([2**63, 2**64 - 1], dtype))
-    if dtype != "uint32" and not x64:  # jax makes 32 bits of them
-        wide = wide.astype(dtype.replace("64", "32"))
     data = np.arange(1, 1 + len(wide), dtype=np.float32)
     with jax.enable_x64(x64):
         expected = np.zeros(4, np.float32)
@@ -265,7 +263,10 @@ def test_signatures():
     ]
     arrays = {"operand": positional, "indices": positional, "updates": positional}
     assert parameters(jof.scatter_add) == {**arrays, "mode": "drop", **flags, **both}
-    assert parameters(jof.embedding_lookup) == {"table": positional, "ids": positional, **both}
+    assert [*parameters(jof.embedding_lookup).items()] == [
+        *{"table": positional, "ids": positional, "axis": 0, "mode": None}.items(),
+        *{"fill_value": None, "unique_indices": False, "indices_are_sorted": False, **both}.items(),
+    ]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -991,3 +992,108 @@ def test_number_of_segments_that_is_traced():
         jax.jit(lambda ids: jof.segment_sum(U, ids))(ID)
     with pytest.raises(jax.errors.ConcretizationTypeError, match="num_segments"):
         jax.jit(lambda n: jof.segment_sum(U, ID, n))(3)
+
+
+# --- ids and arrays of more bits than jax has where they are used ---------------------------------
+
+# What 32 bits cannot hold names a row again if it is cut to them.
+FAR = (2**31, 2**32, 2**32 + 1, 2**63 - 1, -(2**31) - 1, -(2**32), -(2**63))
+FAR_UNSIGNED = (2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1)
+
+
+def far_ids():
+    yield np.array([*FAR, 1], np.int64)
+    yield np.array([*FAR_UNSIGNED, 1], np.uint64)
+    yield np.array([2**31, 2**32 - 1, 1], np.uint32)
+    yield from (np.int64(FAR[1]), np.uint64(FAR_UNSIGNED[3]), np.uint32(2**32 - 1))
+    yield from (*FAR, *FAR_UNSIGNED, 2**64, 2**80, -(2**63) - 1)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("mode", [None, "clip"])
+def test_ids_of_the_host_are_not_cut(mode, x64):
+    """NumPy's and Python's integers are exact; outside of x64 jnp takes them modulo 2^32."""
+    size, width = 5, 2
+    with jax.enable_x64(x64):
+        for ids in far_ids():
+            data = np.arange(1, 1 + np.size(ids) * width, dtype=np.float32)
+            data = data.reshape(*np.shape(ids), width)
+            rows = oracle.named_rows(np.array(ids, object), size, wrap=True, clip=mode == "clip")
+            expected = oracle.scatter_add(np.ones((size, width)), rows, data).astype(np.float32)
+            operand = np.ones((size, width), np.float32)
+            assert_same_bits(jof.scatter_add(operand, ids, data, mode=mode), expected)
+            table = np.arange(10, dtype=np.float32).reshape(size, width)
+            unwrapped = oracle.named_rows(np.array(ids, object), size, wrap=False, clip=True)
+            looked_up = rows if mode is None else unwrapped  # jnp.take clips negative ids to 0
+            expected = oracle.gather_rows(table, looked_up, np.nan)
+            assert_same_bits(jof.embedding_lookup(table, ids, mode=mode), expected)
+            modulo = np.array(ids, object) % size
+            expected = oracle.gather_rows(table, np.asarray(modulo, np.int64), np.nan)
+            assert_same_bits(jof.embedding_lookup(table, ids, mode="wrap"), expected)
+            rows = oracle.named_rows(np.array(ids, object), size, wrap=False, clip=mode == "clip")
+            data = data[..., 0]
+            expected = oracle.scatter_add(np.zeros(size), rows, data).astype(np.float32)
+            assert_same_bits(jof.segment_sum(data, ids, size, mode=mode), expected)
+
+
+def test_number_of_segments_counts_exactly():
+    for ids in (np.array([3, 255], np.uint8), jnp.array([3, 255], jnp.uint8)):
+        assert jof.segment_sum(np.ones(2), ids).shape == (256,)
+    with jax.enable_x64(False):
+        for ids in (np.array([1, 2**32]), np.array([1, 2**40], np.uint64), 2**31):
+            with pytest.raises(ValueError, match=r"^segment_sum: segment_ids\b.*\benable_x64\b"):
+                jof.segment_sum(np.ones(np.shape(ids), np.float32), ids)
+
+
+def test_rows_that_only_64_bits_count():
+    """Where ids cannot say which of them is meant."""
+    table = jax.ShapeDtypeStruct((2**31 + 8,), "int8")
+    for ids in (2**31, np.array([2**31 + 7]), jnp.array([1], jnp.uint32)):
+        lookup = functools.partial(jof.embedding_lookup, ids=ids)
+        with (
+            jax.enable_x64(False),
+            pytest.raises(ValueError, match=r"^embedding_lookup: ids\b.*\benable_x64\b"),
+        ):
+            jax.eval_shape(lookup, table)
+        assert jax.eval_shape(lookup, table).shape == np.shape(ids)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+def test_64_bit_arrays_outside_of_x64(dtype, implementation):
+    """They keep their bits, as do their gradients."""
+    scale = 2**45 if dtype == "int64" else 2.0**-40
+    table = (jnp.arange(12).reshape(4, 3) * scale + 1).astype(dtype)
+    updates = jnp.full((5, 3), scale + 1).astype(dtype)
+    ids = jnp.array([0, 2, -1, 7, 2**32])
+    ct = updates[:4] if dtype == "float64" else None
+    options = {"implementation": implementation}
+
+    def results():
+        fs = {
+            "scatter_add": (lambda x, y: jof.scatter_add(x, ids, y, **options), (table, updates)),
+            "number": (lambda x: jof.scatter_add(x, ids, 1, **options), (table,)),
+            "ordered": (
+                lambda x, y: jof.scatter_add(x, ids, y, deterministic=True, **options),
+                (table, updates),
+            ),
+            "segment_sum": (lambda y: jof.segment_sum(y, ids, 4, **options), (updates,)),
+            "buckets": (
+                lambda y: jof.segment_sum(y, ids, 4, bucket_size=2, **options),
+                (updates,),
+            ),
+            "lookup": (lambda x: jof.embedding_lookup(x, ids, **options), (table,)),
+        }
+        for name, (f, arrays) in fs.items():
+            value, vjp = jax.vjp(f, *arrays) if ct is not None else (f(*arrays), None)
+            assert value.dtype == dtype, name
+            yield value, jax.jit(f)(*arrays)
+            if ct is not None:
+                yield vjp(updates if name == "lookup" else ct)
+                yield jax.jvp(f, arrays, arrays)
+
+    expected = [*map(np.asarray, jax.tree.leaves([*results()]))]
+    with jax.enable_x64(False):
+        actual = jax.tree.leaves([*results()])
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_values(a, e)

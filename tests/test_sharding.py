@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _primitive
 from tests.arrays import any_bits
-from tests.cases import without_way
+from tests.catalogue import without_way
 from tests.shardings import LAYOUTS, OPS, RULES, Layout, rule_of, sized, split
 
 # The CPU has eight virtual devices. On two, which are GPUs, what asks the mesh for its shape runs.

@@ -1,7 +1,7 @@
 """Every JAX transformation of every op, against the same transformation of plain jnp.
 
-The rows of the table are in cases.py. A column is a function of (case, f): it transforms f, which
-is the op or its reference in jnp, and returns arrays. To add a column, write the function.
+The rows of the table are in catalogue.py. A column is a function of (case, f): it transforms f,
+which is the op or its reference in jnp, and returns arrays. To add a column, write the function.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import pytest
 from jax import lax
 
 import jax_oneflow_ops as jof
-from tests.cases import CASES, FUNCTIONS, Case
+from tests.catalogue import CASES, FUNCTIONS, Case
 
 
 @dataclasses.dataclass(frozen=True)

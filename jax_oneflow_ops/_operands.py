@@ -1,0 +1,93 @@
+"""Operands of elementwise calls, which broadcast as those of jnp do.
+
+An operand of a primitive is a scalar, of rank 0, or has the result's rank, with size 1 in the
+dimensions that it is broadcast over. Results have the shape that the operands broadcast to.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jax_oneflow_ops import _compat, _primitive
+
+
+def broadcast_shape(function: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that arrays broadcast to, named as errors call them."""
+    try:
+        return tuple(jnp.broadcast_shapes(*shapes.values()))
+    except ValueError:
+        shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"{function}: operands must have shapes that broadcast together, got {shown}"
+        ) from None
+
+
+def promoted(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Arrays of any ranks as operands: of rank 0, or of the largest rank."""
+    rank = max(x.ndim for x in arrays)
+    return [jnp.expand_dims(x, range(rank - x.ndim)) if 0 < x.ndim < rank else x for x in arrays]
+
+
+def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+    """Binds with operands that vary over the same axes inside a `shard_map`, and of one sharding.
+
+    The sharding is part of a type where the mesh's axes are Explicit. A cotangent has the type of
+    its operand, and the kernels' cotangents that of the result.
+    """
+    args = tuple(_compat.join_varying_axes(*map(_compat.as_array, args)))
+    arrays = [jax.typeof(x) for x in args if x.ndim]
+    if len({aval.sharding for aval in arrays}) > 1:
+        joined = _compat.elementwise_aval(*arrays)
+        args = tuple(_compat.with_sharding_over(x, joined) if x.ndim else x for x in args)
+    return primitive.bind(*args, **params)
+
+
+def result_aval(*avals: Any) -> Any:
+    """The type of a result, but for its dtype."""
+    return _compat.elementwise_aval(*([aval for aval in avals if aval.ndim] or avals))
+
+
+def division(*types: Any, results: int = 1) -> _primitive.Division:
+    """All dimensions are independent. Where an operand is broadcast it has a name of its own."""
+    rank = max(len(t.shape) for t in types)
+    sizes = jnp.broadcast_shapes(*(tuple(t.shape) for t in types))
+    dims = [f"d{i}" for i in range(rank)]
+    operands = [
+        [
+            name if n == size else f"one{k}_{name}"
+            for name, n, size in zip(dims, t.shape, sizes, strict=False)
+        ]
+        for k, t in enumerate(types)
+    ]
+    return _primitive.Division(operands, [dims] * results)
+
+
+def batch(args: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], int]:
+    """Operands with a batch axis among the other dimensions, and which one it is.
+
+    It stays where the largest array has it. Arrays without it are broadcast over it.
+    """
+    ranks = [x.ndim - (d is not None) for x, d in zip(args, dims, strict=True)]
+    rank = max(ranks)
+    operands = [*zip(args, dims, ranks, strict=True)]
+    axis = next((d for _, d, own in operands if own == rank and d is not None), 0)
+
+    def batched(x: Any, d: int | None, own: int) -> Any:
+        if own == 0 and (d is None or rank == 0):
+            return x
+        if d is None:
+            return jnp.expand_dims(x, axis)
+        if own == 0:
+            return jnp.expand_dims(x, [i for i in range(rank + 1) if i != axis])
+        return x if d == axis else jnp.moveaxis(x, d, axis)
+
+    return [batched(*operand) for operand in operands], axis
+
+
+def native(args: Sequence[jax.Array]) -> tuple[list[jax.Array], tuple[int, ...]]:
+    """Operands as the kernels take them, and the results' shape."""
+    shape = jnp.broadcast_shapes(*(x.shape for x in args))
+    return [x if x.ndim == 0 else jnp.broadcast_to(x, shape) for x in args], shape

@@ -1,0 +1,1245 @@
+"""The catalogue: one row for each op, which tests and benchmarks read.
+
+A row says what an op computes, exactly, which JAX function it replaces, and with what it may be
+called. A new op needs a row and nothing else: transformations, lowering, sharding, export, accuracy
+over all 16-bit inputs, soak and benchmarks go through all rows. `OPS` has the rows. `CASES` has the
+small calls of them that the table-driven tests share.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_oneflow_ops as jof
+from tests import kernels, oracle
+from tests.arrays import DTYPES, FLOAT8, INTEGERS
+
+Shape = tuple[int, ...]
+Function = Callable[..., Any]
+Sampler = Callable[[np.random.Generator, Shape], np.ndarray]
+
+# --- what operands are ----------------------------------------------------------------------------
+
+REAL = "real"
+POSITIVE = "positive"  # neither 0 nor close to it, such as a divisor
+PARAMETER = "parameter"  # a number that must be a scalar
+CONDITION = "condition"  # booleans
+INDEX = "index"  # 32-bit integers that name rows
+
+
+def normals(rng, shape):
+    return 1.5 * rng.standard_normal(shape)
+
+
+def positive(rng, shape):
+    return rng.uniform(0.5, 2.0, size=shape)
+
+
+def integers(rng, shape):
+    """So small that cubes of results and their sums are exact; with zeros and equal pairs."""
+    return rng.integers(-2, 3, size=shape)
+
+
+def nonzero_integers(rng, shape):
+    return rng.choice([-2, -1, 1, 2], size=shape)
+
+
+SAMPLERS: Mapping[str, Sampler] = {REAL: normals, POSITIVE: positive, PARAMETER: positive}
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+REALS = ("bool", *INTEGERS, "float8_e4m3fn", "float8_e5m2", *FLOATS)
+SUMMED = (*INTEGERS, *FLOATS, "complex64", "complex128")
+
+
+# --- the rows -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What an op may be called with."""
+
+    shapes: tuple[Shape, ...]  # of the operands
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rows: int = 0  # how many rows indices may name
+
+
+def random_shape(rng: np.random.Generator, elements: int, rank: int) -> Shape:
+    """A shape of about so many elements."""
+    logs = rng.dirichlet(np.ones(rank)) * math.log(max(elements, 1))
+    return tuple(max(1, round(math.exp(x))) for x in logs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A public function, the JAX function that it replaces, and what both compute.
+
+    All functions take the same operands and the same options. Exact ones take and return float64
+    arrays and are written without jax.
+    """
+
+    name: str  # unique; of an elementwise op also the name of its native kernel, without "jof_"
+    function: Function  # takes `implementation`, too
+    replaces: Function
+    exact: Function
+    # The exact partial derivatives of an elementwise op with respect to the operands `wrt`.
+    derivatives: tuple[Function, ...] = ()
+    # The exact cotangents of the operands `wrt`, of any other op: takes a cotangent, then operands.
+    transpose: Function | None = None
+    family: str = "elementwise"
+    domain: tuple[str, ...] = (REAL,)  # of each operand
+    wrt: tuple[int, ...] = (0,)  # the operands that it can be differentiated with respect to
+    # The sets of operands in which it is linear while the others are fixed.
+    linear: tuple[tuple[int, ...], ...] = ()
+    # The operands whose cotangent is the result's own or its negative: no kernel computes it.
+    same: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = FLOATS  # that have native kernels
+    ulps: int = 0  # how far results of 16 bits may be from the exact ones; 0: rounded once
+    # Below these magnitudes the value and the derivatives may be 0.
+    floor: tuple[float, float] = (1e-36, 1e-36)
+    on_integers: bool = True  # whether results of small integers are exact
+    settings: tuple[tuple[float, ...], ...] = ((),)  # values of the parameters that are tested
+    # Other forms in JAX, by name, that are known to be fast. Their results may differ by rounding.
+    best: Mapping[str, Function] = dataclasses.field(default_factory=dict)
+    variant: bool = False  # whether another row is of the same function
+    draw: Callable[[np.random.Generator, int], Call] | None = None
+    moved: Callable[..., int] | None = None  # bytes of a call, where not all operands are read
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def public_name(self) -> str:
+        """The name of the public function, which its errors name."""
+        return getattr(self.function, "func", self.function).__name__
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """The operands that may be arrays."""
+        return tuple(i for i, domain in enumerate(self.domain) if domain != PARAMETER)
+
+    def call(self, rng: np.random.Generator, elements: int) -> Call:
+        """Random shapes and options of a call on some `elements` elements."""
+        if self.draw:
+            return self.draw(rng, elements)
+        shape = random_shape(rng, elements, rng.integers(1, 5))
+        return Call(tuple(() if d == PARAMETER else shape for d in self.domain))
+
+    def inputs(self, rng: np.random.Generator, call: Call, dtype) -> tuple[np.ndarray, ...]:
+        """Random operands of a call."""
+
+        def sample(domain: str, shape: Shape) -> np.ndarray:
+            if domain == CONDITION:
+                return rng.integers(0, 2, size=shape).astype(bool)
+            if domain == INDEX:
+                return rng.integers(0, call.rows, size=shape).astype(np.int32)
+            numbers = SAMPLERS[domain](rng, shape)
+            return np.asarray(numbers if jnp.issubdtype(dtype, jnp.inexact) else 20 * numbers)
+
+        return tuple(
+            x if x.dtype.kind in "bi" else x.astype(dtype)
+            for x in map(sample, self.domain, call.shapes)
+        )
+
+    def pullback(self, cotangent, *operands, **options) -> tuple[np.ndarray, ...]:
+        """The exact cotangents of the operands `wrt`."""
+        if self.transpose:
+            return self.transpose(cotangent, *operands, **options)
+        return tuple(cotangent * d(*operands, **options) for d in self.derivatives)
+
+    def bytes(self, *operands, **options) -> int:
+        """What a call moves: each byte of the operands read once, of the result written once."""
+        if self.moved:
+            return self.moved(*operands, **options)
+        return sum(map(nbytes, (*operands, self.result(*operands, **options))))
+
+    def gradient_bytes(self, *operands, **options) -> int:
+        """What the gradient alone moves: the cotangent, the operands that matter, the result."""
+        computed = [i for i in self.wrt if i not in self.same]
+        if not computed:
+            return 0
+        read = {*range(len(operands))}.difference(
+            self.wrt if self.wrt in self.linear else self.same
+        )
+        moved = (*(operands[i] for i in (*read, *computed)), self.result(*operands, **options))
+        return sum(map(nbytes, moved))
+
+    def result(self, *operands, **options) -> jax.ShapeDtypeStruct:
+        return jax.eval_shape(functools.partial(self.replaces, **options), *operands)
+
+
+def nbytes(x) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+# --- exact formulas -------------------------------------------------------------------------------
+#
+# Of finite arguments in float64. None cancels where its result is small: values and derivatives
+# are relatively accurate in the tails, and absolutely near the derivatives' roots.
+
+
+def logistic(x):
+    return np.where(x < 0, np.exp(np.minimum(x, 0)), 1) / (1 + np.exp(-np.abs(x)))
+
+
+def logistic_derivative(x):
+    return logistic(x) * logistic(-x)
+
+
+def silu(x):
+    return x * logistic(x)
+
+
+def silu_derivative(x):
+    return logistic(x) + x * logistic_derivative(x)
+
+
+def normal_cdf(x):
+    return 0.5 * np.array([math.erfc(v) for v in np.ravel(-x / math.sqrt(2))]).reshape(np.shape(x))
+
+
+def gelu_erf(x):
+    return x * normal_cdf(x)
+
+
+def gelu_erf_derivative(x):
+    return normal_cdf(x) + x * np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def gelu_exponent(x):
+    """2 u of gelu's approximation, 0.5 (1 + tanh u) being logistic(2 u)."""
+    return 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+
+
+def gelu_tanh(x):
+    return x * logistic(gelu_exponent(x))
+
+
+def gelu_tanh_derivative(x):
+    z, slope = gelu_exponent(x), 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    # Where the logistic function is 0 or 1 in double its tail's slope may not be multiplied.
+    return logistic(z) + x * logistic_derivative(z) * slope
+
+
+def softplus(x):
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+
+def mish_derivative(x):
+    slope = logistic(x) / np.cosh(np.minimum(softplus(x), 50)) ** 2
+    return np.where(x > 50, 1.0, np.tanh(softplus(x)) + x * slope)
+
+
+def hard_swish_derivative(x):
+    inside = (x > -3) & (x < 3)
+    return np.where(inside, (2 * x + 3) / 6, np.where(x >= 3, 1.0, 0.0))
+
+
+def larger(x, y):
+    """As IEEE 754 has it: NaN if either is, and -0 is less than 0."""
+    return np.where((x == 0) & (y == 0), np.where(np.signbit(x), y, x), np.maximum(x, y))
+
+
+def share(wins, ties):
+    """The derivative of what chooses: each of two equal numbers gets a half."""
+    return np.where(ties, 0.5, np.where(wins, 1.0, 0.0))
+
+
+# --- forms in JAX ---------------------------------------------------------------------------------
+
+
+def in_float32(function: Function) -> Function:
+    """16-bit operands widened by hand: XLA then rounds once."""
+
+    def run(*operands, **options):
+        floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in operands]
+        narrow = next(x.dtype for x, f in zip(operands, floating, strict=True) if f)
+        if narrow.itemsize > 2:
+            return function(*operands, **options)
+        wide = (x.astype(jnp.float32) if f else x for x, f in zip(operands, floating, strict=True))
+        return function(*wide, **options).astype(narrow)
+
+    return run
+
+
+def gelu_by_hand(x):
+    """By one exponential, not by tanh."""
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+def gelu_erf_by_hand(x):
+    """By erf, as PyTorch has it; jax.nn's erfc is accurate in the tail, too."""
+    return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
+def mish_by_hand(x):
+    """By one exponential: tanh(log(1 + e)) is e (e + 2) / (e (e + 2) + 2)."""
+    e = jnp.exp(jnp.minimum(x, 20))  # beyond it the quotient is 1
+    n = e * (e + 2)
+    return x * (n / (n + 2))
+
+
+# --- elementwise ops ------------------------------------------------------------------------------
+
+
+def unary(name, function, replaces, exact, derivative, **options) -> Op:
+    """A function of one array, and of parameters if `settings` has some."""
+    parameters = len(options.get("settings", ((),))[0])
+    domain = (REAL, *(PARAMETER,) * parameters)
+    return Op(name, function, replaces, exact, (derivative,), domain=domain, **options)
+
+
+def binary(name, function, replaces, exact, derivatives, **options) -> Op:
+    """A function of two arrays."""
+    options = {"domain": (REAL, REAL), "wrt": (0, 1), **options}
+    return Op(name, function, replaces, exact, derivatives, **options)
+
+
+def activation(name, function, replaces, exact, derivative, *, by_hand=None, **options) -> Op:
+    """A function of one array that rounds while it computes."""
+    forms = {"in float32": in_float32(replaces)}
+    if by_hand:
+        forms["by hand"] = in_float32(by_hand)
+    options = {"ulps": 2, "on_integers": False, "best": forms, **options}
+    return unary(name, function, replaces, exact, derivative, **options)
+
+
+def gated(name, function, activation: Op, **options) -> Op:
+    """x activation(gate)."""
+    exact, slope = activation.exact, activation.derivatives[0]
+
+    def form(f):
+        return lambda x, gate: f(gate) * x
+
+    return binary(
+        name,
+        function,
+        form(activation.replaces),
+        lambda x, gate: x * exact(gate),
+        (lambda x, gate: exact(gate), lambda x, gate: x * slope(gate)),
+        linear=((0,),),
+        ulps=2,
+        floor=(1e-33, 1e-33),  # an activation's tail, times a number
+        on_integers=False,
+        best={name: in_float32(form(f)) for name, f in activation.best.items()},
+        **options,
+    )
+
+
+def one(*operands):
+    return np.ones_like(operands[0])
+
+
+SILU = activation("silu", jof.silu, jax.nn.silu, silu, silu_derivative, floor=(2e-36, 2e-36))
+GELU_TANH = activation(
+    "gelu_tanh",
+    jof.gelu,
+    jax.nn.gelu,
+    gelu_tanh,
+    gelu_tanh_derivative,
+    floor=(1e-36, 1e-35),
+    by_hand=gelu_by_hand,
+)
+GELU_ERF = activation(
+    "gelu_erf",
+    functools.partial(jof.gelu, approximate=False),
+    functools.partial(jax.nn.gelu, approximate=False),
+    gelu_erf,
+    gelu_erf_derivative,
+    by_hand=gelu_erf_by_hand,
+    variant=True,
+)
+
+ELEMENTWISE_OPS = (
+    unary(
+        "relu",
+        jof.relu,
+        jax.nn.relu,
+        lambda x: np.maximum(x, 0),
+        lambda x: np.where(x > 0, 1.0, 0.0),
+    ),
+    unary(
+        "leaky_relu",
+        jof.leaky_relu,
+        jax.nn.leaky_relu,
+        lambda x, slope: np.where(x < 0, slope * x, x),
+        lambda x, slope: np.where(x < 0, slope, 1.0),
+        settings=((0.01,), (-1.5,)),
+    ),
+    activation(
+        "elu",
+        jof.elu,
+        jax.nn.elu,
+        lambda x, alpha: np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0))),
+        lambda x, alpha: np.where(x > 0, 1, alpha * np.exp(np.minimum(x, 0))),
+        settings=((1.0,), (0.3,)),
+    ),
+    activation("sigmoid", jof.sigmoid, jax.nn.sigmoid, logistic, logistic_derivative),
+    SILU,
+    activation("tanh", jof.tanh, jnp.tanh, np.tanh, lambda x: 4 * logistic_derivative(2 * x)),
+    activation("softplus", jof.softplus, jax.nn.softplus, softplus, logistic),
+    activation(
+        "hard_swish",
+        jof.hard_swish,
+        jax.nn.hard_swish,
+        lambda x: x * (np.clip(x + 3, 0, 6) / 6),
+        hard_swish_derivative,
+    ),
+    activation(
+        "mish",
+        jof.mish,
+        jax.nn.mish,
+        lambda x: x * np.tanh(softplus(x)),
+        mish_derivative,
+        floor=(2e-36, 2e-36),  # e^x is flushed below 2^-126 or 2^-125, and multiplied by x = -87
+        by_hand=mish_by_hand,
+    ),
+    GELU_TANH,
+    GELU_ERF,
+    unary(
+        "scale",
+        jof.scale,
+        jnp.multiply,
+        lambda x, alpha: x * alpha,
+        lambda x, alpha: alpha * one(x),
+        linear=((0,),),
+        settings=((0.75,), (-3.1,)),
+    ),
+    binary("add", jof.add, jnp.add, np.add, (one, one), linear=((0,), (1,), (0, 1)), same=(0, 1)),
+    binary(
+        "subtract",
+        jof.subtract,
+        jnp.subtract,
+        np.subtract,
+        (one, lambda x, y: -one(y)),
+        linear=((0,), (1,), (0, 1)),
+        same=(0, 1),
+    ),
+    binary(
+        "multiply",
+        jof.multiply,
+        jnp.multiply,
+        np.multiply,
+        (lambda x, y: y, lambda x, y: x),
+        linear=((0,), (1,)),
+    ),
+    binary(
+        "divide",
+        jof.divide,
+        jnp.divide,
+        np.divide,
+        (lambda x, y: 1 / y, lambda x, y: -x / y**2),
+        domain=(REAL, POSITIVE),
+        linear=((0,),),
+        on_integers=False,
+    ),
+    binary(
+        "maximum",
+        jof.maximum,
+        jnp.maximum,
+        larger,
+        (lambda x, y: share(x > y, x == y), lambda x, y: share(y > x, x == y)),
+    ),
+    binary(
+        "minimum",
+        jof.minimum,
+        jnp.minimum,
+        lambda x, y: -larger(-x, -y),
+        (lambda x, y: share(x < y, x == y), lambda x, y: share(y < x, x == y)),
+    ),
+    gated("swiglu", jof.swiglu, SILU),
+    gated("geglu_tanh", jof.geglu, GELU_TANH),
+    gated("geglu_erf", functools.partial(jof.geglu, approximate=False), GELU_ERF, variant=True),
+    Op(
+        "fma",
+        jof.fma,
+        lambda x, y, z: jnp.add(jnp.multiply(x, y), z),
+        lambda x, y, z: x * y + z,
+        (lambda x, y, z: y, lambda x, y, z: x, one),
+        domain=(REAL, REAL, REAL),
+        wrt=(0, 1, 2),
+        same=(2,),
+        ulps=1,
+    ),
+    Op(
+        "where",
+        jof.where,
+        jnp.where,
+        np.where,
+        (lambda c, x, y: c * 1.0, lambda c, x, y: ~c * 1.0),
+        domain=(CONDITION, REAL, REAL),
+        wrt=(1, 2),
+        linear=((1,), (2,), (1, 2)),
+        dtypes=DTYPES,
+    ),
+)
+
+
+# --- ops that move data, convert and sum ----------------------------------------------------------
+
+
+def permuted(rng, elements) -> Call:
+    """Any order of the axes but the one that they have."""
+    rank = int(rng.integers(2, 6))
+    shape = tuple(1 + n for n in random_shape(rng, elements, rank))
+    axes = rng.permutation(rank)
+    while (np.diff(axes) > 0).all():
+        axes = rng.permutation(rank)
+    return Call((shape,), {"axes": tuple(map(int, axes))})
+
+
+PERMUTE = Op(
+    "permute",
+    jof.permute,
+    jnp.transpose,
+    np.transpose,
+    transpose=lambda ct, x, axes=None: (
+        np.transpose(ct, None if axes is None else np.argsort(np.asarray(axes) % np.ndim(x))),
+    ),
+    family="permute",
+    linear=((0,),),
+    dtypes=DTYPES,
+    draw=permuted,
+)
+
+CAST = Op(
+    "cast",
+    jof.cast,
+    lambda x, dtype: jnp.asarray(x).astype(dtype),
+    lambda x, dtype: x.astype(dtype).astype(np.float64),
+    transpose=lambda ct, x, dtype: (ct,),
+    family="cast",
+    linear=((0,),),
+    dtypes=REALS,
+    draw=lambda rng, elements: Call(
+        (random_shape(rng, elements, rng.integers(1, 5)),), {"dtype": str(rng.choice(FLOATS))}
+    ),
+)
+
+
+def spatial(x, data_format="NCHW") -> tuple[int, int]:
+    axis = oracle.spatial_axis(x.ndim, data_format)
+    return axis, axis + 1
+
+
+def sizes(x, scale_factor=None, size=None, *, data_format="NCHW", **_) -> tuple[int, int]:
+    """The height and the width of the result."""
+    factors = scale_factor if isinstance(scale_factor, tuple) else (scale_factor,) * 2
+    if size is not None:
+        return size if isinstance(size, tuple) else (size, size)
+    height, width = (
+        math.floor(x.shape[axis] * f)
+        for axis, f in zip(spatial(x, data_format), factors, strict=True)
+    )
+    return height, width
+
+
+def nearest(x, scale_factor=None, size=None, *, method="nearest", data_format="NCHW"):
+    """By indices, whatever the size and the method."""
+    size = sizes(x, scale_factor, size, data_format=data_format)
+    for axis, n in zip(spatial(x, data_format), size, strict=True):
+        x = jnp.take(x, oracle.source_indices(x.shape[axis], n, method).astype(np.int32), axis)
+    return x
+
+
+def resized(x, scale_factor=None, size=None, *, method="nearest", data_format="NCHW"):
+    """jax.image has the pixels of "nearest-exact", which are those of "nearest" where the result's
+    size is a multiple."""
+    del method
+    size = sizes(x, scale_factor, size, data_format=data_format)
+    return jax.image.resize(x, oracle.resized(x.shape, size, data_format), "nearest")
+
+
+def repeated(x, scale_factor, *, data_format="NCHW"):
+    for axis, n in zip(spatial(x, data_format), sizes(x, scale_factor, data_format=data_format)):  # noqa: B905
+        x = jnp.repeat(x, n // x.shape[axis], axis)
+    return x
+
+
+def broadcast(x, scale_factor, *, data_format="NCHW"):
+    h, w = spatial(x, data_format)
+    size = sizes(x, scale_factor, data_format=data_format)
+    shape = oracle.resized(x.shape, size, data_format)
+    factors = {h + 1: size[0] // x.shape[h], w + 2: size[1] // x.shape[w]}
+    x = jnp.expand_dims(x, (*factors,))
+    return jnp.broadcast_to(x, [factors.get(i, n) for i, n in enumerate(x.shape)]).reshape(shape)
+
+
+def by_products(x, scale_factor=None, size=None, *, method="nearest", data_format="NCHW"):
+    """A product with a matrix of ones and zeros for each axis; so is its transpose."""
+    size = sizes(x, scale_factor, size, data_format=data_format)
+    for axis, n in zip(spatial(x, data_format), size, strict=True):
+        m = x.shape[axis]
+        matrix = jnp.asarray(np.eye(m)[oracle.source_indices(m, n, method)], x.dtype)
+        x = jnp.moveaxis(jnp.tensordot(matrix, x, (1, axis), precision="highest"), 0, axis)
+    return x
+
+
+def upsample_exact(x, scale_factor=None, size=None, *, method="nearest", data_format="NCHW"):
+    size = sizes(x, scale_factor, size, data_format=data_format)
+    return oracle.upsample_nearest2d(x, size, method, data_format)
+
+
+def upsample_transpose(
+    ct, x, scale_factor=None, size=None, *, method="nearest", data_format="NCHW"
+):
+    size = tuple(x.shape[axis] for axis in spatial(x, data_format))
+    return (oracle.upsample_nearest2d_adjoint(ct, size, method, data_format),)
+
+
+def upsample(suffix, draw, best, **options) -> Op:
+    bound = functools.partial if options else (lambda f: f)
+    return Op(
+        f"upsample_nearest2d{suffix}",
+        bound(jof.upsample_nearest2d, **options),
+        bound(nearest, **options),
+        bound(upsample_exact, **options),
+        transpose=bound(upsample_transpose, **options),
+        family="upsample",
+        linear=((0,),),
+        dtypes=DTYPES,
+        draw=draw,
+        best={name: bound(f, **options) for name, f in best.items()},
+        variant=bool(suffix),
+    )
+
+
+def images(rng, elements) -> tuple[Shape, str]:
+    data_format = str(rng.choice(["NCHW", "NHWC"]))
+    return random_shape(rng, elements, 4), data_format
+
+
+def whole_factors(rng, elements) -> Call:
+    factors = tuple(map(int, rng.integers(1, 5, size=2)))
+    shape, data_format = images(rng, elements // math.prod(factors))
+    return Call((shape,), {"scale_factor": factors, "data_format": data_format})
+
+
+def any_sizes(rng, elements) -> Call:
+    shape, data_format = images(rng, elements // 2)
+    axis = oracle.spatial_axis(4, data_format)
+    size = tuple(max(1, round(n * rng.uniform(0.5, 3))) for n in shape[axis : axis + 2])
+    return Call((shape,), {"size": size, "data_format": data_format})
+
+
+UPSAMPLE = upsample(
+    "", whole_factors, {"resize": resized, "repeat": repeated, "broadcast": broadcast}
+)
+UPSAMPLE_TO_SIZE = upsample("-size", any_sizes, {"products": by_products}, method="nearest")
+UPSAMPLE_EXACT = upsample(
+    "-exact", any_sizes, {"resize": resized, "products": by_products}, method="nearest-exact"
+)
+
+
+def segment_sum(data, segment_ids, num_segments, mode=None):
+    rows = oracle.named_rows(segment_ids, num_segments, wrap=False, clip=mode == "clip")
+    return oracle.scatter_add(np.zeros((num_segments, *data.shape[1:]), data.dtype), rows, data)
+
+
+def segment_sum_transpose(ct, data, segment_ids, num_segments, mode=None):
+    rows = oracle.named_rows(segment_ids, num_segments, wrap=False, clip=mode == "clip")
+    return (oracle.gather_rows(ct, rows, 0),)
+
+
+def scatter_add(operand, indices, updates, mode="drop"):
+    rows = oracle.named_rows(indices, len(operand), wrap=True, clip=mode == "clip")
+    return oracle.scatter_add(operand, rows, updates)
+
+
+def scatter_add_transpose(ct, operand, indices, updates, mode="drop"):
+    rows = oracle.named_rows(indices, len(operand), wrap=True, clip=mode == "clip")
+    return ct, oracle.gather_rows(ct, rows, 0)
+
+
+def lookup(table, ids):
+    rows = oracle.named_rows(ids, len(table), wrap=True, clip=False)
+    return oracle.gather_rows(table, rows, np.nan)
+
+
+def lookup_transpose(ct, table, ids):
+    rows = oracle.named_rows(ids, len(table), wrap=True, clip=False)
+    return (oracle.scatter_add(np.zeros_like(table), rows, ct),)
+
+
+def sum_sorted(data, segment_ids, num_segments):
+    """Rows in the order of their ids: neighbours are added before they meet an atomic."""
+    in_order, places = jax.lax.sort_key_val(segment_ids, jnp.arange(len(segment_ids)))
+    rows = data.at[places].get(mode="promise_in_bounds")
+    return jax.ops.segment_sum(rows, in_order, num_segments, indices_are_sorted=True)
+
+
+def sum_in_parts(data, segment_ids, num_segments):
+    """Neighbours into different tables, so that their atomics do not wait for each other."""
+    parts = 1 << max(0, min(8, (len(segment_ids) // (4 * num_segments)).bit_length() - 1))
+    tables = jnp.arange(len(segment_ids), dtype=segment_ids.dtype) % parts
+    ids = tables * num_segments + segment_ids
+    sums = jax.ops.segment_sum(data, ids, parts * num_segments)
+    return sums.reshape(parts, num_segments, *data.shape[1:]).sum(axis=0)
+
+
+def table_and_rows(rng, elements) -> tuple[int, int, int]:
+    """(segments, rows, elements of a row)."""
+    width = int(rng.choice([1, 1 << rng.integers(0, 12), rng.integers(1, 1000)]))
+    rows = max(1, elements // width)
+    return max(1, round(rows ** rng.uniform(0.2, 1))), rows, width
+
+
+def summed_rows(rng, elements) -> Call:
+    segments, rows, width = table_and_rows(rng, elements)
+    return Call(((rows, width), (rows,)), {"num_segments": segments}, rows=segments)
+
+
+def added_rows(rng, elements) -> Call:
+    segments, rows, width = table_and_rows(rng, elements)
+    return Call(((segments, width), (rows,), (rows, width)), rows=segments)
+
+
+def looked_up_rows(rng, elements) -> Call:
+    segments, rows, width = table_and_rows(rng, elements)
+    return Call(((segments, width), (rows,)), rows=segments)
+
+
+def lookup_bytes(table, ids) -> int:
+    """No more of the table than there are ids is read."""
+    result = math.prod(ids.shape) * nbytes(table) // max(1, len(table))
+    return nbytes(ids) + result + min(nbytes(table), result)
+
+
+SEGMENT_SUM = Op(
+    "segment_sum",
+    jof.segment_sum,
+    jax.ops.segment_sum,
+    segment_sum,
+    transpose=segment_sum_transpose,
+    family="scatter",
+    domain=(REAL, INDEX),
+    linear=((0,),),
+    dtypes=SUMMED,
+    best={
+        "in float32": in_float32(jax.ops.segment_sum),
+        "sorted": in_float32(sum_sorted),
+        "in parts": in_float32(sum_in_parts),
+    },
+    draw=summed_rows,
+)
+SCATTER_ADD = Op(
+    "scatter_add",
+    jof.scatter_add,
+    lambda operand, indices, updates, mode="drop": (
+        jnp.asarray(operand).at[indices].add(updates, mode=mode)
+    ),
+    scatter_add,
+    transpose=scatter_add_transpose,
+    family="scatter",
+    domain=(REAL, INDEX, REAL),
+    wrt=(0, 2),
+    linear=((0, 2),),
+    same=(0,),
+    dtypes=SUMMED,
+    best={
+        "in float32": in_float32(lambda x, ids, updates: x.at[ids].add(updates, mode="drop")),
+    },
+    draw=added_rows,
+)
+EMBEDDING_LOOKUP = Op(
+    "embedding_lookup",
+    jof.embedding_lookup,
+    lambda table, ids: jnp.take(table, ids, axis=0),
+    lookup,
+    transpose=lookup_transpose,
+    family="scatter",
+    domain=(REAL, INDEX),
+    linear=((0,),),
+    dtypes=(*SUMMED, "bool", *FLOAT8),
+    best={"in bounds": lambda table, ids: table.at[ids].get(mode="promise_in_bounds")},
+    draw=looked_up_rows,
+    moved=lookup_bytes,
+)
+
+OPS = (
+    *ELEMENTWISE_OPS,
+    CAST,
+    PERMUTE,
+    UPSAMPLE,
+    UPSAMPLE_TO_SIZE,
+    UPSAMPLE_EXACT,
+    SEGMENT_SUM,
+    SCATTER_ADD,
+    EMBEDDING_LOOKUP,
+)
+BY_NAME = {op.name: op for op in OPS}
+
+
+# --- calls of the ops, which the table-driven tests share -----------------------------------------
+
+
+# How a scatter-add may be done. Platforms and shapes choose: a case's targets are without it.
+WAYS = ("sorted", "private", "atomic")
+
+
+def without_way(target: str) -> str:
+    name, _, way = target.rpartition("_")
+    return name if way in WAYS else target
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A small call of an op: its function of numbers of one dtype, and the JAX function of them."""
+
+    name: str
+    op: Op | None  # None: a kernel as users write them
+    f: Callable[..., jax.Array]  # takes `implementation`, too, where it is no kernel
+    ref: Callable[..., jax.Array]
+    shapes: tuple[Shape, ...]  # of the operands; () is a scalar
+    target: str  # the custom call that f lowers to
+    # The custom calls of the gradient with respect to some operands together. The first entry has
+    # all arrays that f can be differentiated with respect to.
+    grad_targets: Mapping[tuple[int, ...], tuple[str, ...]]
+    jvp_targets: tuple[str, ...]  # the custom calls of the value and the tangent, for all of these
+    # The sets of operands that f is linear in while the others are fixed.
+    linear: tuple[tuple[int, ...], ...] = ()
+    samplers: tuple[Sampler, ...] | None = None  # of the operands; integers where there are none
+    dtype: str = "float32"
+    # 0: equal bit for bit. Otherwise relative to the largest number of a result, because sums of
+    # what is wrong by this much may cancel.
+    rtol: float = 0.0
+    parameters: int = 0  # how many operands at the end are parameters
+    besides: frozenset[str] = frozenset()  # HLO instructions of f besides the custom call
+    grad_besides: frozenset[str] = frozenset()  # likewise of the gradient with respect to `wrt`
+    # Whether another row is of the same function: it goes through the core columns only.
+    variant: bool = False
+    elementwise: bool = True  # f takes any shapes
+    # Of a kernel as users write them: what docs/transformations.md says of it.
+    kernel: str = ""
+    # The operands' dimensions that may be symbolic, as `jax.export.symbolic_shape` reads them.
+    # Those of an elementwise function are all.
+    symbolic: tuple[str, ...] | None = None
+    # Where a batch axis of all arrays needs not be moved; None: anywhere.
+    free_axes: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def function(self) -> str:
+        """The public function that f calls: what its errors name."""
+        return self.op.public_name if self.op else "ElementwiseKernel"
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the first array."""
+        return self.shapes[self.arrays[0]]
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """Which operands are no scalars."""
+        return tuple(i for i, shape in enumerate(self.shapes) if shape) or (0,)
+
+    @property
+    def wrt(self) -> tuple[int, ...]:
+        """The arrays that f is differentiated with respect to where its calls are counted."""
+        return next(iter(self.grad_targets))
+
+    @property
+    def every_operand(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shapes)))
+
+    def inputs(self, *leading: int) -> tuple[np.ndarray, ...]:
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        samplers = self.samplers or (integers,) * len(self.shapes)
+        return tuple(
+            np.asarray(sample(rng, (*leading, *shape)), self.dtype)
+            for sample, shape in zip(samplers, self.shapes, strict=True)
+        )
+
+    def resized(self, shape: Shape) -> "Case":
+        """The same case for arrays of another shape, and rows of its last axis."""
+        assert self.elementwise
+        of_rank = {0: (), 1: shape[-1:], len(self.shape): shape}
+        return dataclasses.replace(self, shapes=tuple(of_rank[len(s)] for s in self.shapes))
+
+    @property
+    def symbolic_shapes(self) -> tuple[str, ...]:
+        of_rank = ("", "b", "a, b")
+        return self.symbolic or tuple(of_rank[len(shape)] for shape in self.shapes)
+
+    def larger(self) -> "Case":
+        """The same case where symbolic dimensions are larger."""
+        shapes = tuple(
+            tuple(n + 3 * d.strip().isalpha() for n, d in zip(shape, dims.split(","), strict=False))
+            for shape, dims in zip(self.shapes, self.symbolic_shapes, strict=True)
+        )
+        return dataclasses.replace(self, shapes=shapes)
+
+    def precision(self) -> contextlib.AbstractContextManager:
+        """The setting that the case's dtype needs."""
+        return jax.enable_x64(True) if self.dtype == "float64" else contextlib.nullcontext()
+
+    def all_targets(self) -> set[str]:
+        """The custom calls that any derivative may consist of."""
+        known = {self.target, *self.jvp_targets}.union(*self.grad_targets.values())
+        suffixes = ("vjp", "jvp", *WAYS)
+        return known | {f"{target}_{suffix}" for target in known for suffix in suffixes}
+
+
+ARRAY, SCALAR = (2, 3), ()
+# Double precision, where native and reference formulas agree to a few units of 2e-16: what a wrong
+# rule would change by as little as 1e-12 is seen, kinks are not hit. The exact rest is on integers.
+SMOOTH = {"dtype": "float64", "rtol": 1e-12}
+
+
+def as_ids(x):
+    return x.astype(jnp.int32)
+
+
+def of_numbers(op: Op, function: Function, ids=as_ids, **options) -> Function:
+    """The function with some options, whose conditions and indices are given as numbers."""
+    convert = {CONDITION: lambda x: x > 0, INDEX: ids}
+    if not options and not convert.keys() & {*op.domain}:
+        return function
+
+    def run(*xs, **implementation):
+        operands = (
+            convert[domain](x) if domain in convert else x
+            for domain, x in zip(op.domain, xs, strict=True)
+        )
+        return function(*operands, **options, **implementation)
+
+    return run
+
+
+def case_of(op: Op, suffix, shapes, target, *, ours=None, ids=as_ids, options=None, **fields):
+    """A case of an op that is not elementwise: `ours` are options that JAX's function lacks."""
+    options, ours = options or {}, ours or {}
+    return Case(
+        f"{op.public_name}{suffix}",
+        op,
+        of_numbers(op, op.function, ids, **options, **ours),
+        of_numbers(op, op.replaces, ids, **options),
+        shapes,
+        target,
+        linear=op.linear,
+        elementwise=False,
+        **fields,
+    )
+
+
+def integer_samplers(shapes) -> tuple[Sampler, ...]:
+    return tuple(integers if shape else nonzero_integers for shape in shapes)
+
+
+def elementwise_case(op: Op, **fields) -> Case:
+    """An elementwise op of arrays and parameters.
+
+    The gradient is one kernel, which is the op's own where the op is linear.
+    """
+    target = f"jof_{op.name}"
+
+    def gradient(*wrt: int) -> tuple[str, ...]:
+        if {*wrt} <= {*op.same}:
+            return ()
+        return (target if wrt in op.linear else f"{target}_vjp",)
+
+    shapes = tuple(SCALAR if domain == PARAMETER else ARRAY for domain in op.domain)
+    fields = {
+        "grad_targets": {wrt: gradient(*wrt) for wrt in (op.wrt, *((i,) for i in op.wrt))},
+        "jvp_targets": (
+            target,
+            target
+            if op.wrt in op.linear
+            else f"{target}_vjp"
+            if len(op.wrt) == 1
+            else f"{target}_jvp",
+        ),
+        "samplers": integer_samplers(shapes),
+        **fields,
+    }
+    if not op.on_integers:
+        fields |= {**SMOOTH, "samplers": tuple(SAMPLERS[domain] for domain in op.domain)}
+    return Case(
+        op.name,
+        op,
+        of_numbers(op, op.function),
+        of_numbers(op, op.replaces),
+        shapes,
+        target,
+        linear=op.linear,
+        parameters=len(op.domain) - len(op.arrays),
+        variant=op.variant,
+        **fields,
+    )
+
+
+def with_scalar(case: Case, position: int, **fields) -> Case:
+    """The case with a scalar as one of its operands."""
+    shapes = tuple(SCALAR if i == position else s for i, s in enumerate(case.shapes))
+    wrt = tuple(i for i in case.wrt if i != position)
+    grad_targets = {wrt: case.grad_targets[wrt]}
+    grad_targets |= {k: v for k, v in case.grad_targets.items() if position not in k}
+    fields = {
+        "name": f"{case.name}-scalar{position}",
+        "jvp_targets": (case.target, *grad_targets[wrt]),
+        "linear": tuple(s for s in case.linear if position not in s),
+        "variant": True,
+        **fields,
+    }
+    if case.op.on_integers:
+        fields["samplers"] = integer_samplers(shapes)
+    return dataclasses.replace(case, shapes=shapes, grad_targets=grad_targets, **fields)
+
+
+# What the rule of `elementwise_case` does not say.
+FIELDS = {
+    # A program that returns its argument copies it; the difference negates it.
+    "add": {"grad_besides": frozenset({"copy"})},
+    "subtract": {"grad_besides": frozenset({"copy", "fusion", "negate"})},
+    "fma": {
+        "grad_targets": {
+            (0, 1, 2): ("jof_multiply_vjp",),
+            (0, 1): ("jof_multiply_vjp",),
+            (0, 2): ("jof_multiply",),
+            (1,): ("jof_multiply",),
+            (2,): (),
+        },
+        "jvp_targets": ("jof_fma", "jof_multiply_jvp", "jof_add"),
+        "grad_besides": frozenset({"copy"}),  # the cotangent, returned as it came
+    },
+    "where": {
+        "grad_targets": {wrt: ("jof_where_vjp",) for wrt in ((1, 2), (1,), (2,))},
+        # The comparison that makes the condition of a number.
+        "besides": frozenset({"compare", "constant", "broadcast", "fusion"}),
+    },
+}
+OF_ARRAYS = {op.name: elementwise_case(op, **FIELDS.get(op.name, {})) for op in ELEMENTWISE_OPS}
+ELEMENTWISE_CASES = (
+    *OF_ARRAYS.values(),
+    dataclasses.replace(
+        case_of(
+            CAST,
+            "",
+            (ARRAY,),
+            "jof_cast",
+            options={"dtype": jnp.float16},
+            grad_targets={(0,): ("jof_cast",)},
+            jvp_targets=("jof_cast",) * 2,
+        ),
+        elementwise=True,
+    ),
+    with_scalar(OF_ARRAYS["add"], 0, jvp_targets=("jof_add",)),
+    with_scalar(OF_ARRAYS["subtract"], 1, jvp_targets=("jof_subtract",)),
+    with_scalar(OF_ARRAYS["multiply"], 0),
+    with_scalar(OF_ARRAYS["multiply"], 1),
+    with_scalar(OF_ARRAYS["divide"], 0),
+    with_scalar(OF_ARRAYS["divide"], 1),
+    with_scalar(OF_ARRAYS["maximum"], 1),
+    with_scalar(OF_ARRAYS["minimum"], 0),
+    with_scalar(OF_ARRAYS["swiglu"], 0),
+    with_scalar(OF_ARRAYS["geglu_tanh"], 1),
+    with_scalar(OF_ARRAYS["fma"], 2, jvp_targets=("jof_fma", "jof_multiply_jvp")),
+    with_scalar(OF_ARRAYS["fma"], 1, jvp_targets=("jof_fma", "jof_multiply", "jof_add")),
+    with_scalar(OF_ARRAYS["where"], 2, jvp_targets=("jof_where",) * 2),
+)
+
+
+def upsample_case(op, suffix, shape, **options) -> Case:
+    axis = oracle.spatial_axis(len(shape), options.get("data_format", "NCHW"))
+    names = [str(n) if i in (axis, axis + 1) else "abcd"[i] for i, n in enumerate(shape)]
+    return case_of(
+        op,
+        suffix,
+        (shape,),
+        "jof_upsample_nearest2d",
+        options=options,
+        grad_targets={(0,): ("jof_upsample_nearest2d_backward",)},
+        jvp_targets=("jof_upsample_nearest2d",) * 2,
+        variant=op is not UPSAMPLE_EXACT,
+        symbolic=(", ".join(names),),
+    )
+
+
+UPSAMPLE_CASES = (
+    upsample_case(UPSAMPLE, "-2x-NCHW", (2, 1, 3, 4), scale_factor=2, data_format="NCHW"),
+    upsample_case(UPSAMPLE, "-2x-NHWC", (2, 2, 3, 2), scale_factor=2, data_format="NHWC"),
+    upsample_case(UPSAMPLE_EXACT, "-exact-NHWC", (3, 4, 2), size=(5, 7), data_format="NHWC"),
+    upsample_case(UPSAMPLE, "-3x2-rank3", (2, 2, 3), scale_factor=(3, 2)),
+    upsample_case(UPSAMPLE_TO_SIZE, "-down-rank5", (1, 2, 1, 5, 4), size=(2, 3)),
+)
+
+
+def permute_case(suffix, shape, axes, **fields) -> Case:
+    return case_of(
+        PERMUTE,
+        suffix,
+        (shape,),
+        "jof_permute",
+        options={"axes": axes},
+        grad_targets={(0,): ("jof_permute",)},
+        jvp_targets=("jof_permute",) * 2,
+        free_axes=(0,),
+        symbolic=(", ".join("abcd"[: len(shape)]),),
+        **fields,
+    )
+
+
+PERMUTE_CASES = (
+    permute_case("-cycle", (2, 3, 4), (2, 0, -2)),
+    permute_case("-reversed", (3, 1, 2, 2), None, variant=True),
+)
+
+SEGMENTS = 5
+
+
+def some_ids(rng, shape):
+    """Repeated, negative and too large ones, as numbers: functions of a case cast them."""
+    return rng.integers(-3, SEGMENTS + 2, size=shape)
+
+
+def sorted_ids(rng, shape):
+    """None negative, which would count from the end, and too large ones."""
+    return np.sort(rng.integers(0, SEGMENTS + 2, size=shape))
+
+
+def rows_of(x):
+    """Ids that name rows whatever the columns of the table do to them: others give NaN."""
+    return as_ids(x) % SEGMENTS - 2
+
+
+# What makes ids of numbers, the operands that are not there, and the copy of one that is needed.
+ID_ARITHMETIC = frozenset(
+    {"add", "and", "broadcast", "compare", "constant", "convert", "copy", "fusion", "multiply"}
+    | {"or", "remainder", "select", "sign", "subtract", "xor"}
+)
+ROWS = (7, 2)  # so narrow and many that CPUs do not sort
+TABLE = (SEGMENTS, 2)
+# Of an op: its operands' shapes and symbolic dimensions, the custom calls of the value and of the
+# gradients, and how ids are made of numbers.
+SUMS_AND_LOOKUPS = {
+    "segment_sum": (
+        (ROWS, ROWS[:1]),
+        ("n, d", "n"),
+        "jof_scatter_add",
+        {(0,): ("jof_gather_rows",)},
+    ),
+    "scatter_add": (
+        (TABLE, ROWS[:1], ROWS),
+        ("s, d", "n", "n, d"),
+        "jof_scatter_add",
+        {(0, 2): ("jof_gather_rows",), (2,): ("jof_gather_rows",), (0,): ()},
+    ),
+    "embedding_lookup": (
+        (TABLE, ROWS[:1]),
+        ("s, d", "n"),
+        "jof_gather_rows",
+        {(0,): ("jof_scatter_add",)},
+    ),
+}
+
+
+def scatter_case(op: Op, suffix="", drawn=some_ids, mode=None, **ours) -> Case:
+    shapes, symbolic, target, grad_targets = SUMS_AND_LOOKUPS[op.name]
+    options = {"num_segments": SEGMENTS} if op is SEGMENT_SUM else {}
+    # GPUs sort for sums in a fixed order.
+    sorting = {"sort", "iota", "get-tuple-element"} if "deterministic" in ours else set()
+    return case_of(
+        op,
+        suffix,
+        shapes,
+        target,
+        options=options | ({"mode": mode} if mode else {}),
+        ours=ours,
+        ids=rows_of if op is EMBEDDING_LOOKUP else as_ids,
+        grad_targets=grad_targets,
+        jvp_targets=(target,) * 2,
+        samplers=tuple(drawn if domain == INDEX else integers for domain in op.domain),
+        besides=ID_ARITHMETIC | sorting,
+        variant=bool(suffix),
+        symbolic=symbolic,
+        free_axes=(0,),
+    )
+
+
+SCATTER_CASES = (
+    scatter_case(SEGMENT_SUM),
+    scatter_case(SEGMENT_SUM, "-clip", mode="clip"),
+    scatter_case(SEGMENT_SUM, "-sorted", sorted_ids, indices_are_sorted=True),
+    scatter_case(SEGMENT_SUM, "-deterministic", deterministic=True),
+    scatter_case(SCATTER_ADD),
+    scatter_case(SCATTER_ADD, "-clip", mode="clip"),
+    scatter_case(SCATTER_ADD, "-sorted", sorted_ids, indices_are_sorted=True),
+    scatter_case(SCATTER_ADD, "-deterministic", deterministic=True),
+    scatter_case(EMBEDDING_LOOKUP),
+    scatter_case(EMBEDDING_LOOKUP, "-deterministic", deterministic=True),
+)
+
+
+def kernel_case(name, f, ref, what, **options) -> Case:
+    """Of one kernel, as is each of its derivatives."""
+    shapes = options.pop("shapes")
+    arrays = tuple(i for i, shape in enumerate(shapes) if shape)
+    target = "jof_generated"
+    return Case(
+        *(name, None, f, ref, shapes, target),
+        {arrays: (target,)} | {(i,): (target,) for i in arrays},
+        (target, target),
+        samplers=(normals,) * len(shapes),
+        kernel=what,
+        **SMOOTH,
+        **options,
+    )
+
+
+def of_both_outputs(rotation):
+    """One array, as the columns take it, to which each output adds in its own way."""
+
+    def f(*xs):
+        u, v = rotation(*xs)
+        return 2 * u - v
+
+    return f
+
+
+KERNEL_CASES = (
+    kernel_case(
+        "softsign",
+        lambda x: kernels.softsign(x),
+        kernels.softsign_ref,
+        "one input",
+        shapes=(ARRAY,),
+    ),
+    kernel_case(
+        "scaled_silu",
+        lambda x, bias, alpha: kernels.scaled_silu(x, bias, alpha),
+        kernels.scaled_silu_ref,
+        "an array, a row and a scalar",
+        shapes=(ARRAY, ARRAY[-1:], SCALAR),
+        # What sums the cotangent of the row.
+        grad_besides=frozenset({"add", "constant", "fusion", "reduce"}),
+        free_axes=(),  # a row of each example is broadcast
+    ),
+    kernel_case(
+        "rotation",
+        of_both_outputs(kernels.rotation),
+        of_both_outputs(kernels.rotation_ref),
+        "three inputs, two outputs",
+        shapes=(ARRAY, ARRAY, ARRAY),
+        # What makes one of the outputs, and their cotangents of one.
+        besides=frozenset({"broadcast", "constant", "fusion", "multiply", "negate", "subtract"}),
+    ),
+)
+
+# The rows that are public functions, and the kernels.
+FUNCTIONS = (*UPSAMPLE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
+CASES = (*FUNCTIONS, *KERNEL_CASES)
+
+# One row for each kind of machinery, for tests of what all rows of a kind share.
+_REPRESENTATIVE = {
+    *("upsample_nearest2d-exact-NHWC", "permute-cycle", "scatter_add", "add-scalar0", "cast"),
+    *("fma", "leaky_relu", "multiply", "sigmoid", "swiglu", "where"),
+}
+REPRESENTATIVE = tuple(case for case in CASES if case.name in _REPRESENTATIVE)

@@ -1,0 +1,147 @@
+"""The catalogue itself: every op has a row, and what rows say of themselves is so."""
+
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_oneflow_ops as jof
+from tests.arrays import DTYPES, rng_for
+from tests.catalogue import CASES, CONDITION, FUNCTIONS, INDEX, OPS, Call, Op
+
+NOT_OPS = {
+    "ElementwiseKernel",
+    "GatherWarning",
+    "KernelCompileError",
+    "export_checks",
+    "implementations",
+    "include_dir",
+}
+TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]+)(\d+)>")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_64_bits():
+    with jax.enable_x64(True):
+        yield
+
+
+def test_every_public_op_has_one_row():
+    """Its variants have others."""
+    rows = [op.public_name for op in OPS if not op.variant]
+    assert sorted(rows) == sorted({*jof.__all__} - NOT_OPS)
+    for name in jof.__all__:
+        public = getattr(jof, name)
+        chooses = (
+            inspect.isfunction(public) and "implementation" in inspect.signature(public).parameters
+        )
+        assert chooses == (name not in NOT_OPS), name
+
+
+def test_every_row_goes_through_the_tables():
+    assert len({op.name for op in OPS}) == len(OPS)
+    assert {case.op.name for case in FUNCTIONS} == {op.name for op in OPS}
+    assert all(case in CASES for case in FUNCTIONS)
+
+
+def arguments(op: Op, call: Call, dtype) -> tuple[list, list]:
+    """Random operands, and the same in double precision."""
+    xs = op.inputs(rng_for(op.name, dtype), call, dtype)
+    return list(map(jnp.asarray, xs)), [x if x.dtype.kind in "bi" else np.float64(x) for x in xs]
+
+
+def gradient(op: Op, call: Call):
+    """(cotangent, operands) -> the cotangents of the operands `wrt`, alone."""
+
+    def run(ct, *xs):
+        def of_wrt(*operands):
+            given = dict(zip(op.wrt, operands, strict=True))
+            operands = (given.get(i, x) for i, x in enumerate(xs))
+            return op.function(*operands, **call.options)
+
+        return jax.vjp(of_wrt, *(xs[i] for i in op.wrt))[1](ct)
+
+    return run
+
+
+def assert_close(actual, exact, rtol) -> None:
+    """Relative to the largest: sums and terms may cancel."""
+    assert actual.shape == np.shape(exact)
+    atol = rtol * np.max(np.abs(exact), initial=0)
+    np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_row_on_a_random_call(op, seed):
+    """The public function, JAX's, the fast forms, the formula: all compute the same, and so do the
+    gradient and its formula."""
+    call = op.call(rng_for(op.name, seed), 2000)
+    xs, wide = arguments(op, call, "float32")
+    exact = op.exact(*wide, **call.options)
+    ct = rng_for("ct").standard_normal(exact.shape).astype(op.result(*xs, **call.options).dtype)
+    functions = {"function": op.function, "replaces": op.replaces, **op.best}
+
+    @jax.jit
+    def run(ct, *xs):
+        results = {name: f(*xs, **call.options) for name, f in functions.items()}
+        return results, gradient(op, call)(ct, *xs)
+
+    results, cotangents = run(ct, *xs)
+    rtol = max(1e-5, 2 * float(jnp.finfo(ct.dtype).eps))
+    for y in results.values():
+        assert y.dtype == ct.dtype
+        assert_close(y, exact, rtol)
+    expected = op.pullback(ct.astype(np.float64), *wide, **call.options)
+    for dx, wanted in zip(cotangents, expected, strict=True):
+        assert_close(dx, wanted, rtol)
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_dtypes_are_those_with_native_kernels(op):
+    call = op.call(rng_for(op.name), 6)
+    native = set()
+    for dtype in DTYPES:
+        to = "bool" if dtype != "bool" else "int8"  # a cast to the dtype itself is nothing
+        options = {"dtype": to} if "dtype" in call.options else call.options
+        shapes = zip(op.domain, call.shapes, strict=True)
+        fixed = {CONDITION: "bool", INDEX: "int32"}
+        xs = [jax.ShapeDtypeStruct(shape, fixed.get(d, dtype)) for d, shape in shapes]
+        try:
+            result = op.result(*xs, **options)
+            jaxpr = jax.make_jaxpr(functools.partial(op.function, **options))(*xs)
+        except (TypeError, ValueError, DeprecationWarning):  # of casts of complex numbers
+            continue
+        promoted = result.dtype != dtype and "dtype" not in options
+        if "jof_" in str(jaxpr) and not promoted:
+            native.add(dtype)
+    assert native == {*op.dtypes}
+
+
+def moved_by_custom_calls(f, *xs) -> int:
+    """The bytes of all their operands and results."""
+    calls = re.findall(r"custom_call @jof_.* : (\(.*\) -> .*)", jax.jit(f).lower(*xs).as_text())
+    tensors = (tensor for call in calls for tensor in TENSOR.findall(call))
+    return sum(
+        int(np.prod([int(n) for n in dims.split("x")[:-1]])) * max(1, int(bits) // 8)
+        for dims, _, bits in tensors
+    )
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.family != "scatter"], ids=str)
+def test_bytes_are_those_of_the_custom_calls(op):
+    """Sums have scratch space and a pass over ids, too, and lookups do not read all of a table."""
+    call = op.call(rng_for(op.name), 200)
+    xs, _ = arguments(op, call, "float32")
+
+    def value(*xs):
+        return op.function(*xs, **call.options)
+
+    ct = jnp.ones_like(value(*xs))
+    assert op.bytes(*xs, **call.options) == moved_by_custom_calls(value, *xs)
+    moved = moved_by_custom_calls(gradient(op, call), ct, *xs)
+    assert op.gradient_bytes(*xs, **call.options) == moved
