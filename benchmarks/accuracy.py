@@ -1,7 +1,5 @@
 """Error bounds of elementwise results against float64, on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+Sampled = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]  # of arguments and of results
 _SAMPLES = 32_768
 _TINY = 1e-36  # results below it may be 0
 
@@ -30,8 +29,12 @@ def samples(args: Sequence[Any], out: Any) -> tuple[list[Any], list[Any]]:
 
 
 def doubles(sampled: Any) -> Any:
-    """Returns samples in float64."""
-    return jax.tree.map(lambda x: np.asarray(x).astype(np.float64), sampled)
+    """Returns samples in float64, and conditions as they are."""
+
+    def widened(x: Any) -> Any:
+        return np.asarray(x, bool if x.dtype == bool else np.float64)
+
+    return jax.tree.map(widened, sampled)
 
 
 def ulp(exact: np.ndarray, dtype: Any) -> np.ndarray:

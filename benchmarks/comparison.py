@@ -3,13 +3,11 @@
 ``python -m benchmarks --compare OLD...`` does the same with a run as soon as it is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from .results import Result, Row, read
 
@@ -87,13 +85,14 @@ def differences(old: Result, new: Result) -> list[str]:
 
 def _drift(old: Result, new: Result) -> float | None:
     """Returns the new times of plain copies over the old ones: the machine's own change."""
-    before, after = ({r["case"]: r.get("copy") for r in result.rows} for result in (old, new))
-    known = [us / before[case] for case, us in after.items() if _number(us, before.get(case))]
+    before, after = ({row["case"]: row.get("copy") for row in result.rows} for result in (old, new))
+    pairs = ((before.get(case), us) for case, us in after.items())
+    known = [us / was for was, us in pairs if _is_time(us) and _is_time(was)]
     return statistics.median(known) if known else None
 
 
-def _number(*values: Any) -> bool:
-    return all(isinstance(value, float | int) and value for value in values)
+def _is_time(us: Any) -> TypeGuard[float]:
+    return isinstance(us, float | int) and us > 0
 
 
 def _origin(result: Result) -> str:

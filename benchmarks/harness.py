@@ -1,7 +1,5 @@
 """Compiles the programs of cases, checks every result, and times all contenders in turns."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -17,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-import jax_oneflow_ops as jof
-
 from .ceilings import Ceilings
 from .inputs import Input, draw
 from .results import Row
@@ -27,7 +23,6 @@ from .timing import (
     Contender,
     Missing,
     Outcome,
-    TooSlow,
     compare,
     make_clock,
     reason,
@@ -78,7 +73,6 @@ class Work:
     torch_inputs: Function | None = None  # what torch takes instead, made before it is timed
     compile: bool = False  # torch.compile is a rival, too: its first call takes seconds
     others: dict[str, Maker] = field(default_factory=dict)  # rivals on GPUs
-    ceilings: Sequence[str] = ("copy",)
     effort: float = 0.5  # the share of the usual number of samples
     donated: bool = False  # the first array is donated: a call takes an earlier result instead
     skip: dict[str, str] = field(default_factory=dict)  # forms that take seconds a call, and why
@@ -92,8 +86,7 @@ class Entrants:
     contenders: list[Contender]
     about: Row
     forms: list[str]
-    disagree: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str]
     wall: bool = False
     effort: float = 1.0
 
@@ -103,14 +96,10 @@ class Options:
     """What is measured beside the first of ``implementations`` ("native", "default", "xla")."""
 
     implementations: Sequence[str] = ("native",)
-    libraries: bool = True  # other libraries and ceilings are rivals, too
+    libraries: bool = True  # other libraries, variants and the copy are rivals, too
     check_only: bool = False
     slow: bool = False  # run what cases skip
     effort: float = 1.0
-
-
-TORCH, COMPILED = "torch", "torch.compile"
-_CHUNK = 64  # cases whose programs are in memory together
 
 
 @dataclass
@@ -120,7 +109,7 @@ class Machine:
     platform: str
     clock: Clock
     ceilings: Ceilings
-    torch: Any
+    torch: Any  # rivals.torch_rival, or None
     seed: int
     missing: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -133,17 +122,24 @@ def make_machine(seed: int, options: Options) -> Machine:
     ceilings = Ceilings(platform if options.libraries else "cpu")
     machine = Machine(platform, clock, ceilings, None, seed)
     machine.warnings = [text for text in (warning, ceilings.warning) if text]
-    if options.libraries:
-        machine.torch, why = _import_torch(platform)
-        machine.missing |= {} if why is None else {TORCH: why}
+    if options.libraries and platform == "gpu":
+        try:
+            from .rivals import torch_rival
+
+            machine.torch = torch_rival
+        except Exception as error:  # a broken torch raises more than ImportError
+            machine.missing["torch"] = reason(error)
     return machine
 
 
 @dataclass(frozen=True)
 class _Prepared:
     case: Case
-    work: Any
+    work: Any  # or the error that making it raised
     programs: dict[str, Future[Any]]
+
+
+_CHUNK = 64  # cases whose programs are in memory together
 
 
 def measure(cases: Sequence[Case], machine: Machine, options: Options) -> Iterator[Row]:
@@ -152,20 +148,15 @@ def measure(cases: Sequence[Case], machine: Machine, options: Options) -> Iterat
     # On a terminal only: in a file the table's lines show the progress.
     bar = tqdm(total=len(cases), file=sys.stderr, unit="case", leave=False, disable=None)
     with bar:
-        for chunk in _chunks(cases):
-            bar.set_postfix_str("compiling")
-            for item in _prepare(chunk, options):
+        for i in range(0, len(cases), _CHUNK):
+            for item in _prepare(cases[i : i + _CHUNK], options):
                 bar.set_postfix_str(item.case.name[-40:])
                 with _precision(item.case):
                     yield _row(item, machine, options, twice=item.case is middle)
                 item.programs.clear()
-                _make_room(machine.torch)
+                if machine.torch is not None:
+                    machine.torch.make_room()
                 bar.update()
-
-
-def _chunks(cases: Sequence[Case]) -> Iterator[Sequence[Case]]:
-    for i in range(0, len(cases), _CHUNK):
-        yield cases[i : i + _CHUNK]
 
 
 def _precision(case: Case) -> contextlib.AbstractContextManager[Any]:
@@ -174,64 +165,66 @@ def _precision(case: Case) -> contextlib.AbstractContextManager[Any]:
 
 # ---- compilation ----
 
+_INPUTS, _SAMPLE, _DIFFERENCE = "(inputs)", "(sample)", "(difference)"
+
 
 def _prepare(cases: Sequence[Case], options: Options) -> list[_Prepared]:
     """Compiles the programs of all cases in parallel."""
-    prepared = []
+    prepared: list[_Prepared] = []
+    futures: list[Future[Any]] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for case in cases:
-            programs = dict[str, Future[Any]]()
-            try:
-                work = case.work()
-            except Exception as error:  # the row says so
-                work = error
-            if isinstance(work, Work):
-                for name, function in _functions(work, options).items():
-                    donated = work.donated and name in ("ours", *work.variants, *work.forms)
-                    call = partial(_compile, case, work, function, name, donated)
-                    programs[name] = pool.submit(call)
-            prepared.append(_Prepared(case, work, programs))
-        futures = [future for item in prepared for future in item.programs.values()]
+            item = _Prepared(case, _attempt(case.work), {})
+            if isinstance(item.work, Work):
+                for name, function in _functions(item.work, options).items():
+                    item.programs[name] = pool.submit(_compile, case, item.work, name, function)
+            prepared.append(item)
+            futures += item.programs.values()
         bar = {"total": len(futures), "unit": "program", "leave": False, "disable": None}
         for _ in tqdm(as_completed(futures), file=sys.stderr, desc="compile", **bar):
             pass
     return prepared
 
 
-_INPUTS, _SAMPLE, _DIFFERENCE = "(inputs)", "(sample)", "(difference)"
+def _attempt(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # the row says so
+        return error
 
 
 def _functions(work: Work, options: Options) -> dict[str, Function]:
     """The programs of a case, by the names of contenders or of steps of the check."""
-    first, *rest = options.implementations
-    ours = {"ours": _choose(work.ours, first)} | {name: _choose(work.ours, name) for name in rest}
-    wanted = {name for name in work.forms if options.slow or name not in work.skip}
-    forms = {name: function for name, function in work.forms.items() if name in wanted}
+    names = ["ours", *options.implementations[1:]]
+    chosen = (None if name == "default" else name for name in options.implementations)
+    ours = {n: partial(work.ours, implementation=i) for n, i in zip(names, chosen, strict=True)}
+    forms = {n: f for n, f in work.forms.items() if options.slow or n not in work.skip}
     variants = work.variants if options.libraries else {}
-    steps = {_INPUTS: lambda *_: None, _SAMPLE: work.sample, _DIFFERENCE: difference}
+    steps = {_INPUTS: draw, _SAMPLE: work.sample, _DIFFERENCE: difference}
     return {**ours, **variants, **forms, **steps}
 
 
-def _choose(function: Function, implementation: str) -> Function:
-    return partial(function, implementation=None if implementation == "default" else implementation)
-
-
-def _compile(case: Case, work: Work, function: Function, name: str, donated: bool) -> Any:
+def _compile(case: Case, work: Work, name: str, function: Function) -> Any:
+    arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.inputs)
     with _precision(case):
         if name == _INPUTS:
             seed = jax.ShapeDtypeStruct((), jnp.uint32)
             return jax.jit(partial(draw, inputs=work.inputs)).lower(seed).compile()
-        arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.inputs)
         if name in (_SAMPLE, _DIFFERENCE):
             result = jax.eval_shape(next(iter(work.forms.values())), *arrays)
             first = arrays if name == _SAMPLE else result
             return jax.jit(function).lower(first, result).compile()
-        return jax.jit(function, donate_argnums=(0,) if donated else ()).lower(*arrays).compile()
+        donated = (0,) if work.donated else ()
+        return jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
 
 
 def custom_calls(program: str) -> list[str]:
     """Returns the targets of a compiled program's custom calls."""
     return re.findall(r'custom_call_target="([^"]+)"', program)
+
+
+_MOVES_NOTHING = {"parameter", "constant", "custom-call", "call", "bitcast"}
+_MOVES_NOTHING |= {"tuple", "get-tuple-element"}
 
 
 def is_native(program: str, alone: bool) -> bool:
@@ -252,17 +245,13 @@ def is_native(program: str, alone: bool) -> bool:
     return True
 
 
-_MOVES_NOTHING = {"parameter", "constant", "custom-call", "call", "bitcast"}
-_MOVES_NOTHING |= {"tuple", "get-tuple-element"}
-
-
 # ---- a row ----
 
 
 def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) -> Row:
     """Checks and times one case. ``twice`` times ours as two contenders, the self-check."""
     case = item.case
-    row = {"suite": case.suite, "case": case.name, "op": case.op, "group": case.group}
+    row: Row = {"suite": case.suite, "case": case.name, "op": case.op, "group": case.group}
     row |= {"dtype": case.dtype, "shape": case.shape, "bytes": case.bytes}
     row |= {"plan": case.plan} if case.plan else {}
     try:
@@ -273,8 +262,7 @@ def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) ->
         row |= entrants.about
         if options.check_only:
             return row
-        ours = entrants.contenders[0]
-        again = [replace(ours, name="ours again")] if twice and options.libraries else []
+        again = [replace(entrants.contenders[0], name="again")] if twice else []
         effort = entrants.effort * options.effort
         timings = compare([*entrants.contenders, *again], machine.clock, effort)
         return _timed(row, entrants, timings, machine)
@@ -282,72 +270,61 @@ def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) ->
         return {**row, "error": reason(error)}
 
 
+_HIDDEN_US = 100.0  # more than launches take: probably a memset or a memcpy
+
+
 def _timed(row: Row, entrants: Entrants, timings: Outcome, machine: Machine) -> Row:
     """Adds the times."""
     if entrants.wall and machine.clock.name != "wall":
         row["clock"] = "wall"
         timings = {k: t if isinstance(t, str) else t.by_wall() for k, t in timings.items()}
-    ours = timings.pop("ours")
+    medians: dict[str, Any] = {**entrants.failed}
+    for name, t in timings.items():
+        medians[name] = t if isinstance(t, str) else round(t.us, 3)
+        wall = min(t.wall_us) if not isinstance(t, str) and t.clock == "cupti" else 0.0
+        if wall and wall > 2 * medians[name] + _HIDDEN_US:
+            text = f"kernels take {medians[name]:.1f} us, a call {wall:.1f} us"
+            machine.warnings.append(f"{name} on {row['case']}: {text}")
+    ours, us = timings["ours"], medians.pop("ours")
     if isinstance(ours, str):
         return {**row, "error": ours}
-    row |= {"us": round(ours.us, 3), "iqr": round(ours.iqr_us, 3)}
-    if (again := timings.pop("ours again", None)) and not isinstance(again, str):
-        spread = max(ours.iqr_us, again.iqr_us, machine.clock.resolution_us)
-        row["again"] = round(again.us, 3)
-        if abs(ours.us - again.us) > spread:
-            warning = f"{row['case']} timed twice: {ours.us:.2f} and {again.us:.2f} us"
-            machine.warnings.append(f"{warning}, more than the spread of {spread:.2f} us apart")
-    medians: dict[str, Any] = {
-        name: t if isinstance(t, str) else round(t.us, 3) for name, t in timings.items()
-    }
-    for name, t in timings.items():
-        if not isinstance(t, str) and t.wall_us and t.clock == "cupti":
-            wall = min(t.wall_us)
-            if wall > 2 * t.us + _HIDDEN_US:
-                text = f"{name} on {row['case']}: kernels take {t.us:.1f} us, a call {wall:.1f} us"
-                machine.warnings.append(text)
-    row |= {name: medians.pop(name) for name in ("copy", "fill") if name in medians}
-    medians = {**entrants.failed, **medians}
+    row |= {"us": us, "iqr": round(ours.iqr_us, 3)}
+    row |= {name: medians.pop(name) for name in ("again", "copy") if name in medians}
+    spread = max(ours.iqr_us, machine.clock.resolution_us)
+    if abs(row.get("again", us) - us) > 2 * spread:
+        text = f"timed twice, {us:.2f} and {row['again']:.2f} us, spread {spread:.2f} us"
+        machine.warnings.append(f"{row['case']}: {text}")
     row["xla"] = {name: medians.pop(name) for name in entrants.forms if name in medians}
-    row["others"] = medians
-    if entrants.disagree:
-        row["disagree"] = entrants.disagree
-    return row
-
-
-_HIDDEN_US = 100.0  # more than launches take: probably a memset or a memcpy
+    return {**row, "others": medians}
 
 
 def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     """Checks ours, compares the rivals' results with it, and makes the contenders."""
-    work, case = item.work, item.case
-    count = 1 if options.check_only else rotation_sets(case.bytes)
-    make = item.programs[_INPUTS].result()
-    seeds = range(machine.seed, machine.seed + count)
-    sets: Sets = [make(np.uint32(seed % (1 << 32))) for seed in seeds]
-    apart = item.programs[_DIFFERENCE].result()
+    work, programs = item.work, item.programs
+    count = 1 if options.check_only else rotation_sets(item.case.bytes)
+    draws = programs[_INPUTS].result()
+    sets: Sets = [draws(np.uint32(machine.seed + i)) for i in range(count)]
     contenders: list[Contender] = []
+    about: Row = {}
     disagree: list[str] = []
     failed: dict[str, str] = {}
-    about: Row = {}
 
-    ours = None
-    names = ["ours", *options.implementations[1:], *(work.variants if options.libraries else [])]
-    for name in names:
-        compiled = item.programs[name].result()
-        result = _once(compiled, work, sets[0])
-        sampled = item.programs[_SAMPLE].result()(sets[0], result)
+    def run(name: str) -> Array:
+        """Returns a result, and makes a contender of the program."""
+        compiled = programs[name].result()
+        contenders.append(_jax_contender(name, compiled, work, sets))
+        first = jnp.copy(sets[0][0]) if work.donated else sets[0][0]
+        return jax.block_until_ready(compiled(first, *sets[0][1:]))
+
+    def verified(name: str) -> Array:
+        result = run(name)
+        sampled = programs[_SAMPLE].result()(sets[0], result)
         if wrong := work.verify(jax.tree.map(np.asarray, sampled)):
             raise ArithmeticError(wrong if name == "ours" else f"{name}: {wrong}")
-        contenders.append(_jax_contender(name, compiled, work, sets))
-        if name == "ours":
-            ours = result
-            native = options.implementations[0] == "native"
-            if not is_native(compiled.as_text() or "", work.alone and native):
-                about["ran"] = "xla"
+        return result
 
     def agrees(theirs: Array) -> bool:
-        return agreement(apart(ours, theirs), work.exact, ours)
+        return agreement(programs[_DIFFERENCE].result()(ours, theirs), work.exact, ours)
 
     def join(name: str, make: Callable[[], tuple[Contender, bool]]) -> None:
         try:
@@ -358,47 +335,36 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
             machine.missing[name] = str(why)
         except ModuleNotFoundError as error:
             machine.missing[name] = f"{error.name} is not installed"
-        except TooSlow as why:
-            failed[name] = f"not run: {why}"
         except Exception as error:  # rivals fail in many ways; the row says how
             failed[name] = reason(error)
 
-    def form(name: str) -> tuple[Contender, bool]:
-        compiled = item.programs[name].result()
-        right = agrees(_once(compiled, work, sets[0]))
-        return _jax_contender(name, compiled, work, sets), right
-
+    ours = verified("ours")
+    native = options.implementations[0] == "native"
+    if not is_native(programs["ours"].result().as_text() or "", work.alone and native):
+        about["ran"] = "xla"
+    for name in [*options.implementations[1:], *(work.variants if options.libraries else [])]:
+        verified(name)
     for name in work.forms:
-        if name in item.programs:
-            join(name, partial(form, name))
-        else:
+        if name not in programs:
             failed[name] = f"not run: {work.skip[name]}"
-    ran = [name for name in work.forms if name not in failed]
-    if ran and {*ran} <= {*disagree}:
-        raise ArithmeticError(f"the result differs from that of {', '.join(ran)}")
+            continue
+        try:
+            disagree += [] if agrees(run(name)) else [name]
+        except Exception as error:
+            failed[name] = reason(error)
+    ran = {*work.forms} - {*failed}
+    if ran and ran <= {*disagree}:
+        raise ArithmeticError(f"the result differs from that of {', '.join(sorted(ran))}")
     if options.libraries and not options.check_only:
         if machine.platform == "gpu":
             for name, maker in work.others.items():
                 join(name, partial(maker, sets, ours))
-        for name in [TORCH, COMPILED][: (work.torch is not None) * (1 + work.compile)]:
-            if machine.torch is not None:
-                join(name, partial(_torch_rival, name, machine.torch, work, sets, ours, agrees))
-        ceilings = machine.ceilings.contenders(case.bytes)
-        contenders += [c for c in ceilings if c.name in work.ceilings]
-    forms = list(work.forms)
-    return Entrants(contenders, about, forms, disagree, failed, work.wall, work.effort)
-
-
-def _make_room(torch: Any) -> None:
-    """Frees the caches of PyTorch and CuPy if little of the GPU's memory is left."""
-    if torch is None or torch.cuda.mem_get_info()[0] >= _ROOM_BYTES:
-        return
-    torch.cuda.empty_cache()
-    if cupy := sys.modules.get("cupy"):
-        cupy.get_default_memory_pool().free_all_blocks()
-
-
-_ROOM_BYTES = 16 << 30
+        if machine.torch is not None and work.torch is not None:
+            for name in machine.torch.NAMES[: 1 + work.compile]:
+                join(name, partial(machine.torch.contender, name, work, sets, ours, agrees))
+        contenders.append(machine.ceilings.copy(item.case.bytes))
+    about |= {"disagree": disagree} if disagree else {}
+    return Entrants(contenders, about, list(work.forms), failed, work.wall, work.effort)
 
 
 def _jax_contender(name: str, compiled: Function, work: Work, sets: Sets) -> Contender:
@@ -411,19 +377,6 @@ def _jax_contender(name: str, compiled: Function, work: Work, sets: Sets) -> Con
         states[k] = compiled(states[k], *sets[k][1:])
 
     return Contender(name, call, lambda _: jax.block_until_ready(states))
-
-
-def _once(compiled: Function, work: Work, arrays: Arrays) -> Array:
-    """Returns a result; the inputs survive."""
-    first = jnp.copy(arrays[0]) if work.donated else arrays[0]
-    return jax.block_until_ready(compiled(first, *arrays[1:]))
-
-
-def one_element(sets: Sets, ours: Array) -> tuple[Contender, bool]:
-    """Our kernel on one element, which costs as much as a launch."""
-    one = jnp.ones(1)
-    compiled = jax.jit(jof.relu).lower(one).compile()
-    return Contender("1 element", lambda i: compiled(one), jax.block_until_ready), True
 
 
 # ---- agreement of all elements of two results ----
@@ -454,71 +407,3 @@ def agreement(differences: Sequence[tuple[Array, Array]], exact: bool, ours: Arr
         if not float(apart) <= bound:  # NaN disagrees
             return False
     return True
-
-
-def difference_of(ours: Array, theirs: Array, exact: bool) -> bool:
-    """Returns whether two results agree; compiles for their shapes."""
-    return agreement(jax.jit(difference)(ours, theirs), exact, ours)
-
-
-# ---- PyTorch ----
-
-
-def _import_torch(platform: str) -> tuple[Any, str | None]:
-    if platform != "gpu":
-        return None, "needs a GPU"
-    try:
-        import torch
-
-        if not torch.cuda.is_available():
-            return None, f"torch {torch.__version__} sees no CUDA device"
-        return torch, None
-    except ModuleNotFoundError as error:
-        return None, f"{error.name} is not installed"
-    except Exception as error:  # a broken torch raises more than ImportError
-        return None, f"cannot be imported ({reason(error)})"
-
-
-def _torch_rival(
-    name: str, torch: Any, work: Work, sets: Sets, ours: Array, agrees: Callable[[Array], bool]
-) -> tuple[Contender, bool]:
-    assert work.torch is not None
-    function = partial(work.torch, torch)
-    if name == COMPILED:
-        torch.compiler.reset()  # compilations of earlier cases count towards a limit
-        function = torch.compile(function, fullgraph=True, dynamic=False)
-    tensors = [[_to_torch(torch, x) for x in arrays] for arrays in sets]
-    if work.torch_inputs is not None:
-        tensors = [work.torch_inputs(torch, *arrays) for arrays in tensors]
-
-    def call(i: int) -> Any:
-        with torch.no_grad():
-            return function(*tensors[i % len(tensors)])
-
-    def sync(_: Any) -> None:
-        torch.cuda.synchronize()
-
-    y = call(0)
-    sync(y)
-    theirs = [_from_torch(leaf) for leaf in jax.tree.leaves(y)]
-    result = jax.tree.unflatten(jax.tree.structure(ours), theirs)
-    return Contender(name, call, sync), agrees(result)
-
-
-def _from_torch(y: Any) -> Array:
-    y = y.contiguous()
-    try:
-        return jnp.from_dlpack(y)
-    except Exception:  # a dtype that the two do not exchange
-        torch = sys.modules["torch"]
-        bits = jnp.from_dlpack(y.view(getattr(torch, f"int{8 * y.itemsize}")))
-        return jax.lax.bitcast_convert_type(bits, jnp.dtype(str(y.dtype).removeprefix("torch.")))
-
-
-def _to_torch(torch: Any, x: Array) -> Any:
-    """Returns a view of the same memory; a copy through the host if DLPack lacks the dtype."""
-    try:
-        return torch.from_dlpack(x)
-    except Exception:
-        bits = np.asarray(x).view(f"int{8 * x.dtype.itemsize}")
-        return torch.from_numpy(bits).cuda().view(getattr(torch, x.dtype.name))

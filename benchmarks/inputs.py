@@ -1,7 +1,5 @@
 """Random inputs, drawn on the device by a hash, which compiles faster than JAX's generators."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -80,11 +78,13 @@ def _integers(bits: Array, seed: Array, x: Input) -> Array:
 
 
 def _indices(uniform: Array, bits: Array, x: Input) -> Array:
-    values = {
-        "skewed": lambda: x.limit * uniform**4,
-        "zipf": lambda: jnp.exp(uniform * math.log(x.limit + 1)) - 1,
-        "one": lambda: jnp.full_like(uniform, x.limit // 3),
-    }.get(x.kind, lambda: x.limit * uniform)()
+    values = x.limit * uniform
+    if x.kind == "skewed":
+        values = x.limit * uniform**4
+    elif x.kind == "zipf":
+        values = jnp.exp(uniform * math.log(x.limit + 1)) - 1
+    elif x.kind == "one":
+        values = jnp.full_like(uniform, x.limit // 3)
     indices = jnp.minimum(values.astype(x.dtype), x.limit - 1)
     if x.kind == "hot":
         indices = jnp.where(bits >> 31 == 1, x.limit // 3, indices).astype(x.dtype)

@@ -1,16 +1,11 @@
 """What a run prints: a line for each case as it is measured, and notes at the end."""
 
-from __future__ import annotations
-
 import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from . import environment, results
+from . import results
 from .results import Row
 from .tables import microseconds, percent, ratio
 
@@ -72,32 +67,5 @@ def notes(header: Row, rows: Sequence[Row]) -> list[str]:
             lines.append(f"{name} on {row['case']} differs from ours, which passed its check")
         if "again" in row:
             lines.append(f"timed twice: {row['case']}: {row['us']:.2f} and {row['again']:.2f} us")
-    lines += [f"{when}: {header[when]}" for when in ("clocks", "clocks_after") if header.get(when)]
+    lines += [f"clocks: {header['clocks']}"] if header.get("clocks") else []
     return lines + [f"WARNING: {warning}" for warning in header.get("warnings", [])]
-
-
-def clocks_at_work(platform: str) -> dict[str, Any] | None:
-    """Returns a GPU's clocks while it works."""
-    if platform != "gpu":
-        return None
-    import jax
-    import jax.numpy as jnp
-
-    negate, x = jax.jit(jnp.negative), jnp.zeros(16 << 20)
-
-    def work_until(done: Callable[[], bool]) -> None:
-        y = x
-        while not done():
-            for _ in range(16):
-                y = negate(y)
-            jax.block_until_ready(y)
-
-    begin = time.perf_counter()
-    work_until(lambda: time.perf_counter() - begin > WARM_SECONDS)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(environment.clocks)
-        work_until(reading.done)
-    return reading.result()
-
-
-WARM_SECONDS = 0.3

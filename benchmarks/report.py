@@ -5,8 +5,6 @@ A marker names a table, a device and perhaps more, such as
 People write everything else on a page.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -16,7 +14,8 @@ from pathlib import Path
 from . import results, survey
 from .harness import SWEEP
 from .results import Result, Row, by, mean, measured
-from .suites import SUITES, itemsize, short
+from .suites import SUITES
+from .suites.common import itemsize, short
 from .tables import markdown, microseconds, percent, ratio
 
 
@@ -220,33 +219,6 @@ def models(found: Sequence[Result]) -> str:
     return markdown(["a training step of", "native, us", "jnp as written", "XLA's best"], lines)
 
 
-def single(found: Sequence[Result]) -> str:
-    """A line a model and op: the step with that op alone as a native kernel."""
-    lines = [
-        [row["op"], f"`{name[5:]}`", microseconds(us), ratio(row["xla"]["xla"] / us)]
-        for row in listed(found, "models")
-        for name, us in results.numbers(row["others"]).items()
-    ]
-    return markdown(["step", "the native op", "us", "XLA over it"], lines)
-
-
-def training(found: Sequence[Result]) -> str:
-    """A line a sharding of a training example."""
-    lines = []
-    for r in found:
-        one, *runs = r.rows
-        for run in runs:
-            sent = (
-                f"{len(sizes)} {kind}, {sum(sizes) / 1e6:,.2f} MB"
-                for kind, sizes in run["collectives"].items()
-            )
-            rate = f"{run['rate']:,.0f} {run['unit']}/s"
-            more = ratio(run["rate"] / one["rate"])
-            name = f"{run['suite']}, {run['case']}"
-            lines.append([name, str(run["devices"]), rate, more, "; ".join(sent) or "none"])
-    return markdown(["", "devices", "throughput", "over one device", "sent"], lines)
-
-
 def surveyed(found: Sequence[Result], by_what: str = "family") -> str:
     """A line a family (or size, or strategy of permute) of all surveys, their rows together."""
     rows = [row for r in found if "suite" not in r.header for row in measured(r.rows)]
@@ -265,8 +237,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "sizes": sizes,
     "slower": slower,
     "models": models,
-    "single": single,
-    "training": training,
     "survey": surveyed,
 }
 """The tables by the names that markers have; each takes the results of a device first."""

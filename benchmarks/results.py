@@ -7,8 +7,6 @@ other libraries and of variants of ours. A rival that failed has its error messa
 that failed has ``error``.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterable, Sequence

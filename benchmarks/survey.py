@@ -4,8 +4,6 @@ The listed cases are those that kernels are tuned on. This draws others: from on
 same, from another seed others. Every result is checked, as those of listed cases are.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -14,8 +12,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from . import environment, results, tables
-from .__main__ import add_common_options, run
+from . import results, tables
+from .__main__ import parse, run
 from .harness import Case, Options
 from .results import Row
 from .suites import FAMILIES, load
@@ -35,25 +33,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--check-only", action="store_true", help="check values on small arrays, without timing"
     )
-    add_common_options(parser)
-    options = parser.parse_args(argv)
-    try:
-        if options.device:
-            environment.use_device(options.device)
-    except ValueError as error:
-        parser.error(str(error))
+    options = parse(parser, argv)
     counts = {f: options.count or _COUNTS.get(f, _COUNT) for f in options.family}
     cases = draw(options.seed, counts, _largest(options.check_only))
     whole = options.family is FAMILIES and not (options.count or options.check_only)
-    root = results.RESULTS if whole else results.ROOT / "build" / "benchmarks"
     measuring = Options(
         tuple(options.implementation),
         libraries=False,
         check_only=options.check_only,
         effort=0.6 if jax.default_backend() == "gpu" else 0.2,
     )
-    about = {"seed": options.seed}
-    rows = run(cases, measuring, about, ["survey", *argv], options.out, root)
+    rows = run(cases, measuring, {"seed": options.seed}, ["survey", *argv], options.out, whole)
     for implementation in options.implementation if not options.check_only else ():
         print("\n" + text(rows, implementation, options.implementation[0]))
     errors = sum("error" in row for row in rows)

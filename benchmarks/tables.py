@@ -1,7 +1,5 @@
 """Tables, in plain text and in Markdown, and how numbers are written in them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 Line = Sequence[str]

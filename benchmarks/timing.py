@@ -10,15 +10,16 @@ call uses the next of several input sets, so that no contender finds in a cache 
 just read. On a GPU the results of a turn are held, so that writes rotate beyond the caches, too.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 ROTATION_BYTES = 256 << 20  # over four times the 60 MB of L2 of an H200
 SLOW_US = 3e5  # a contender that takes longer than this is called once
@@ -41,10 +42,6 @@ class Contender:
     sync: Callable[[Any], Any]
 
 
-class TooSlow(Exception):
-    """A rival is not timed because it would take too long."""
-
-
 class Missing(Exception):
     """A rival's library is not on this machine."""
 
@@ -56,7 +53,6 @@ class Timing:
     clock: str
     samples_us: list[float] = field(default_factory=list)
     wall_us: list[float] = field(default_factory=list)
-    once: bool = False  # the only sample is the wall time of one slow call
 
     @property
     def us(self) -> float:
@@ -71,7 +67,7 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
         return high - low
 
-    def by_wall(self) -> Timing:
+    def by_wall(self) -> "Timing":
         """Returns the wall times of its turns instead, if there are any."""
         return replace(self, clock="wall", samples_us=self.wall_us) if self.wall_us else self
 
@@ -88,23 +84,11 @@ Outcome = dict[str, Timing | str]
 """The timing of each contender by name, or its error message."""
 
 
-class Clock(Protocol):
-    """Times ``calls`` calls a turn, for ``rounds`` turns or until ``budget_us`` is spent."""
-
-    name: str
-    rounds: int
-    calls: int
-    budget_us: float
-    resolution_us: float  # smaller differences mean nothing
-
-    def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
-        """Takes the turns in order and adds their times to ``outcome``."""
-        ...
-
-
 class WallClock:
     """Host time of each call, including its result, which is dropped at once."""
 
+    # A turn is `calls` calls. A contender takes `rounds` turns, or until `budget_us` is spent.
+    # Times that differ by less than `resolution_us` are the same.
     name, rounds, calls, budget_us, resolution_us = "wall", 64, 1, 6e5, 0.0
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
@@ -145,45 +129,30 @@ class CuptiClock:
 
         If the records of a shared session are out of order, every later turn has its own session.
         """
+        spent: dict[str, float] = {}
         if self._marker is not None:
-            if self._session(turns, outcome, {}, budget_us):
+            if self._session(turns, outcome, spent, budget_us):
                 return
             self._marker = None
+            spent.clear()
             for timing in outcome.values():
                 if isinstance(timing, Timing):
                     timing.wall_us.clear()
-        spent: dict[str, float] = {}
         for turn in turns:
-            if _takes_part(turn, outcome, spent, budget_us):
-                self._session([turn], outcome, spent, budget_us)
+            self._session([turn], outcome, spent, budget_us)
 
     def _session(
         self, turns: Sequence[Turn], outcome: Outcome, spent: dict[str, float], budget_us: float
     ) -> bool:
-        """Takes turns in one session. Returns False, and adds nothing, if its records are mixed."""
+        """Takes turns in one session. Returns False, and adds no samples, if records are mixed."""
         taken: list[str] = []
         self._extension._cupti_init()
         try:
             for turn in turns:
-                contender, start = turn.contender, turn.start
-                if not _takes_part(turn, outcome, spent, budget_us):
-                    continue
-                name = contender.name
-                if self._marker is not None:
-                    self._marker()
-                taken.append(name)
-                try:
-                    begin = time.perf_counter()
-                    results = [contender.call(i) for i in range(start - 1, start + self.calls)]
-                    contender.sync(results)
-                    us = (time.perf_counter() - begin) * 1e6
-                    del results
-                except Exception as error:  # rivals fail in many ways; the row says how
-                    outcome[name] = reason(error)
-                    continue
-                spent[name] = spent.get(name, 0.0) + us
-                if isinstance(timing := outcome[name], Timing):
-                    timing.wall_us.append(us / (self.calls + 1))
+                name = turn.contender.name
+                if isinstance(outcome[name], Timing) and spent.get(name, 0.0) <= budget_us:
+                    taken.append(name)
+                    spent[name] = spent.get(name, 0.0) + self._take(turn, outcome)
         finally:
             try:
                 kernels = self._extension._cupti_get_timings(True)
@@ -191,28 +160,36 @@ class CuptiClock:
                 kernels = self._extension._cupti_get_timings()
         records = [(str(name), float(ms) * 1e3) for name, ms in kernels]
         parts = [records] * len(taken) if self._marker is None else split_at_markers(records)
-        sizes: dict[str, set[int]] = {}
-        for name, part in zip(taken, parts, strict=False):
-            if isinstance(outcome[name], Timing):
-                sizes.setdefault(name, set()).add(len(part))
-        # Every turn of a contender has as many kernels, and the first contender, ours, has some.
-        even = all(len(found) == 1 for found in sizes.values()) and {0} not in [*sizes.values()][:1]
-        if self._marker is not None and not (even and len(parts) == len(taken)):
-            return False
-        for name, part in zip(taken, parts, strict=True):
-            if isinstance(timing := outcome[name], str):
-                continue
-            if not part:
-                outcome[name] = "RuntimeError: CUPTI recorded no kernel"
-                continue
-            samples = per_call([us for _, us in part], self.calls + 1)
-            timing.samples_us += samples[1:] or samples
+        pairs = [*zip(taken, parts, strict=False)]
+        if self._marker is not None:
+            # Every turn of a contender has as many kernels. The first contender, ours, has some.
+            counts = {(n, len(part)) for n, part in pairs if isinstance(outcome[n], Timing)}
+            uneven = len(counts) > len({name for name, _ in counts}) or (taken[0], 0) in counts
+            if uneven or len(parts) != len(taken):
+                return False
+        for name, part in pairs:
+            if isinstance(timing := outcome[name], Timing):
+                if part:
+                    samples = per_call([us for _, us in part], self.calls + 1)
+                    timing.samples_us += samples[1:] or samples
+                else:
+                    outcome[name] = "RuntimeError: CUPTI recorded no kernel"
         return True
 
-
-def _takes_part(turn: Turn, outcome: Outcome, spent: dict[str, float], budget_us: float) -> bool:
-    name = turn.contender.name
-    return isinstance(outcome[name], Timing) and spent.get(name, 0.0) <= budget_us
+    def _take(self, turn: Turn, outcome: Outcome) -> float:
+        """Takes a turn and returns its wall time."""
+        contender, calls = turn.contender, range(turn.start - 1, turn.start + self.calls)
+        if self._marker is not None:
+            self._marker()
+        begin = time.perf_counter()
+        try:
+            contender.sync([contender.call(i) for i in calls])  # which holds the results
+        except Exception as error:  # rivals fail in many ways; the row says how
+            outcome[contender.name] = reason(error)
+        us = (time.perf_counter() - begin) * 1e6
+        if isinstance(timing := outcome[contender.name], Timing):
+            timing.wall_us.append(us / len(calls))
+        return us
 
 
 MARKER = "benchmark_turn_begins"
@@ -254,25 +231,23 @@ def per_call(kernel_times: Sequence[float], calls: int) -> list[float]:
     return [sum(kernel_times[i : i + each]) for i in range(0, len(kernel_times), each)]
 
 
+Clock = WallClock | CuptiClock
+
+
 def make_clock(platform: str) -> tuple[Clock, str | None]:
     """Returns the best clock of this machine, and a warning if it is not CUPTI on a GPU."""
     if platform != "gpu":
         return WallClock(), None
     try:
-        import jax
-        import jax.numpy as jnp
-
         clock = CuptiClock(make_marker())
         negate, x = jax.jit(jnp.negative), jnp.ones(1 << 20)
         probe = Contender("probe", lambda i: negate(x), jax.block_until_ready)
-        outcome = compare([probe], clock, effort=0.2)["probe"]
-        return (clock, None) if isinstance(outcome, Timing) else (WallClock(), _no_cupti(outcome))
+        if isinstance(outcome := compare([probe], clock, effort=0.2)["probe"], str):
+            raise RuntimeError(outcome)
+        return clock, None
     except Exception as error:  # wall times are better than none
-        return WallClock(), _no_cupti(reason(error))
-
-
-def _no_cupti(why: str) -> str:
-    return f"CUPTI is unavailable ({why}): times are WALL times and include launches"
+        why = f"CUPTI is unavailable ({reason(error)})"
+        return WallClock(), f"{why}: times are WALL times and include launches"
 
 
 def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) -> Outcome:
@@ -290,10 +265,12 @@ def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) 
                 contender.sync([contender.call(i)])
                 us = (time.perf_counter() - begin) * 1e6
             if us > SLOW_US:
-                outcome[contender.name] = Timing("wall", [us], once=True)
+                outcome[contender.name] = Timing("wall", [us])
         except Exception as error:  # rivals fail in many ways; the row says how
             outcome[contender.name] = reason(error)
-    contenders = [c for c in contenders if not _is_settled(outcome[c.name])]
+    contenders = [
+        c for c in contenders if isinstance(t := outcome[c.name], Timing) and not t.samples_us
+    ]
     turns: list[Turn] = []
     for r in range(max(1, round(clock.rounds * effort))):
         first = r % max(len(contenders), 1)
@@ -302,10 +279,6 @@ def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) 
     if turns:
         clock.record(turns, outcome, clock.budget_us * effort)
     return outcome
-
-
-def _is_settled(timing: Timing | str) -> bool:
-    return isinstance(timing, str) or timing.once
 
 
 def reason(error: BaseException) -> str:

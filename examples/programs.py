@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jax_oneflow_ops as jof
 from examples import training
 from examples.training import Problem, Run, Tree
 
@@ -59,6 +60,44 @@ def calls(ops: Sequence[str]) -> tuple[str, ...]:
 def implementation(choice: str) -> Iterator[None]:
     """Functions that are traced inside run "native" kernels or "xla"."""
     with mock.patch.dict(os.environ, JAX_ONEFLOW_OPS_IMPLEMENTATION=choice):
+        yield
+
+
+def _resize(x: jax.Array, factor: int, *, data_format: str) -> jax.Array:
+    height = data_format.index("H")
+    shape = [n * factor if height <= i < height + 2 else n for i, n in enumerate(x.shape)]
+    resized: jax.Array = jax.image.resize(x, shape, "nearest")
+    return resized
+
+
+JNP: dict[str, Callable[..., jax.Array]] = {
+    "embedding_lookup": lambda table, ids: jnp.take(table, ids, axis=0),
+    "permute": jnp.transpose,
+    "segment_sum": jax.ops.segment_sum,
+    "silu": jax.nn.silu,
+    "swiglu": lambda x, gate: jax.nn.silu(gate) * x,
+    "upsample_nearest2d": _resize,
+}
+"""What each op replaces."""
+
+
+@contextlib.contextmanager
+def tracing(name: str, ops: Sequence[str]) -> Iterator[None]:
+    """Chooses what functions that are traced inside run.
+
+    The choices: "ours", native kernels; "xla"; "only OP", XLA but for that op; "jnp", what users
+    write without this package.
+    """
+    changed: dict[str, Callable[..., jax.Array]] = {}
+    if name == "jnp":
+        changed = {op: JNP[op] for op in ops}
+    elif name.startswith("only "):
+        op = name.removeprefix("only ")
+        changed = {op: partial(getattr(jof, op), implementation="native")}
+    with (
+        implementation("native" if name == "ours" else "xla"),
+        mock.patch.dict(vars(jof), changed),
+    ):
         yield
 
 

@@ -4,8 +4,6 @@ Each module imports its library, and its ``contender(sets, ours, ...)`` makes a 
 modules through ``maker``, so that nothing is imported before the rival runs.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..harness import Maker, Sets, difference_of
+from ..harness import Maker, Sets, agreement, difference
 from ..timing import Contender
 
 Array = Any
@@ -65,7 +63,8 @@ def on_views(
 
     call(0)
     sync(None)
-    return Contender(name, call, sync), difference_of(ours, results[0], exact)
+    right = agreement(jax.jit(difference)(ours, results[0]), exact, ours)
+    return Contender(name, call, sync), right
 
 
 def _new(like: Array) -> Array:

@@ -1,7 +1,5 @@
 """CuPy's own operations, and kernels from expressions as its users write them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """cuTENSOR's permutation, of the wheel cutensor-cu13, through its C interface."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

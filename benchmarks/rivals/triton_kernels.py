@@ -1,11 +1,8 @@
 """Kernels in Triton, each in the form in which it is known.
 
-Elementwise ones as in Triton's tutorial on vector addition, SwiGLU as in Liger-Kernel, a program a
-row, and a transpose by tiles. All compute in f32. Sizes of blocks are those that suit most, of
-which Triton's autotuner takes the fastest.
+Elementwise ones as in Triton's tutorial on vector addition, and a transpose by tiles. All compute
+in f32. Triton's autotuner takes the fastest of some sizes of blocks.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
@@ -78,31 +75,6 @@ def _chain(x, scale, bias, out, n, BLOCK: tl.constexpr):
     tl.store(out + offsets, _chain_of(h), mask=inside)
 
 
-@triton.jit
-def _swiglu(x, gate, out, width, BLOCK: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * width
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    gates = tl.load(gate + first + columns, mask=inside, other=0).to(tl.float32)
-    values = tl.load(x + first + columns, mask=inside, other=0).to(tl.float32)
-    tl.store(out + first + columns, _silu(gates) * values, mask=inside)
-
-
-@triton.jit
-def _swiglu_backward(x, gate, ct, x_ct, gate_ct, width, BLOCK: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * width
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    gates = tl.load(gate + first + columns, mask=inside, other=0).to(tl.float32)
-    values = tl.load(x + first + columns, mask=inside, other=0).to(tl.float32)
-    cts = tl.load(ct + first + columns, mask=inside, other=0).to(tl.float32)
-    sigmoid = tl.sigmoid(gates)
-    silu = gates * sigmoid
-    tl.store(x_ct + first + columns, cts * silu, mask=inside)
-    slope = silu * (1 - sigmoid) + sigmoid
-    tl.store(gate_ct + first + columns, cts * slope * values, mask=inside)
-
-
 @_tuned(
     ["rows", "columns"],
     ({"ROWS": 32, "COLUMNS": 32}, 4),
@@ -124,23 +96,11 @@ def _transpose(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 
 # ---- how each is launched ----
 
-_WIDTH = 4096  # of a row, where arrays have none
-
 
 def _over_elements(kernel: Any, *arguments: Any) -> Any:
     def start(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         n = outputs[0].numel()
         kernel[lambda sizes: (triton.cdiv(n, sizes["BLOCK"]),)](*inputs, *outputs, n, *arguments)
-
-    return start
-
-
-def _over_rows(kernel: Any) -> Any:
-    """A program a row, all of it in a block; as many warps as Liger-Kernel has for this width."""
-
-    def start(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        rows = outputs[0].numel() // _WIDTH
-        kernel[(rows,)](*inputs, *outputs, _WIDTH, BLOCK=_WIDTH, num_warps=8)
 
     return start
 
@@ -162,8 +122,6 @@ KERNELS = {
     "gelu_tanh": _over_elements(_unary, _gelu_tanh),
     "silu": _over_elements(_unary, _silu),
     "chain": _over_elements(_chain),
-    "swiglu": _over_rows(_swiglu),
-    "swiglu_vjp": _over_rows(_swiglu_backward),
     "transpose": _transpose_last,
 }
 

@@ -1,32 +1,17 @@
 """Casts, beside ``astype`` and ``Tensor.to``."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-import jax_oneflow_ops as jof
+from tests import catalogue
 
 from .. import accuracy, rivals
-from ..harness import SWEEP, Case, Work, one_element
+from ..harness import SWEEP, Case, Work
 from ..inputs import Input
-from . import (
-    array_sizes,
-    compact,
-    elements,
-    is_wide,
-    itemsize,
-    random_size,
-    short,
-    size,
-    sweep_sizes,
-)
-
-Array = Any
+from ..tables import size
+from . import common
 
 _PAIRS = [
     ("float32", "float16"),
@@ -49,58 +34,50 @@ def case(
     dtype: str, new: str, n: int, shape: str, group: str = "cast", kind: str = "normal"
 ) -> Case:
     """A conversion of n elements."""
-    op = f"{short(dtype)} to {short(new)}"
-    name = f"{op.replace(' ', '-')}-{compact(shape)}"
+    op = f"{common.short(dtype)} to {common.short(new)}"
+    name = f"{op.replace(' ', '-')}-{common.compact(shape)}"
     name = f"{SWEEP}-{name}" if group == SWEEP else name
-    nbytes = n * (itemsize(dtype) + itemsize(new))
-    work = partial(_work, dtype, new, n, shape, group, kind)
-    return Case("cast", name, op, group, shape, dtype, nbytes, work, is_wide(dtype, new))
+    nbytes = n * (common.itemsize(dtype) + common.itemsize(new))
+    work, x64 = partial(_work, dtype, new, n, shape, kind), common.is_wide(dtype, new)
+    return Case("cast", name, op, group, shape, dtype, nbytes, work, x64)
 
 
-def cases(platform: str, quick: bool = False) -> list[Case]:
-    """Both directions of every pair; ``quick`` keeps one pair and the smaller arrays."""
-    pairs = _PAIRS[:1] if quick else _PAIRS
+def cases(platform: str) -> list[Case]:
+    """Both directions of every pair."""
+    pairs = sorted(pair for a, b in _PAIRS for pair in ((a, b), (b, a)))
     return [
-        *(
-            case(a, b, elements(nbytes, a), shape)
-            for nbytes, shape in array_sizes(platform)[-1 if quick else 0 :]
-            for a, b in sorted(pair for a, b in pairs for pair in ((a, b), (b, a)))
-        ),
-        *(
-            case("float32", "bfloat16", nbytes // 4, size(nbytes), SWEEP)
-            for nbytes in sweep_sizes(platform, quick)
-        ),
+        case(a, b, common.elements(nbytes, a), shape)
+        for nbytes, shape in common.array_sizes(platform)
+        for a, b in pairs
+    ] + [
+        case("float32", "bfloat16", nbytes // 4, size(nbytes), SWEEP)
+        for nbytes in common.sweep_sizes(platform)
     ]
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: any two of the dtypes, any number of elements, values that overflow."""
     dtype, new = (_DTYPES[i] for i in rng.choice(len(_DTYPES), 2, replace=False))
-    n = max(1, random_size(rng, largest) // (itemsize(dtype) + itemsize(new)))
-    n = n & ~63 if rng.random() < 0.25 and n > 64 else n
+    n = common.random_elements(rng, largest, common.itemsize(dtype) + common.itemsize(new))
     return case(dtype, new, n, str(n), kind="wide")
 
 
-def _work(dtype: str, new: str, n: int, shape: str, group: str, kind: str) -> Work:
-    def ours(x: Array, implementation: str | None) -> Array:
-        return jof.cast(x, new, implementation=implementation)
-
+def _work(dtype: str, new: str, n: int, shape: str, kind: str) -> Work:
     return Work(
         [Input((n,), dtype, kind)],
-        ours,
-        {"astype": lambda x: x.astype(new)},
+        partial(catalogue.CAST.function, dtype=new),
+        {"astype": partial(catalogue.CAST.replaces, dtype=new)},
         sample=accuracy.samples,
         verify=partial(_verify, new),
         exact=True,
         alone=True,
         torch=lambda torch, x: x.to(getattr(torch, new)),
         compile=(dtype, new) == ("float32", "bfloat16") and rivals.is_large(shape),
-        others={"1 element": one_element} if group == SWEEP else {},
         effort=0.4,
     )
 
 
-def _verify(new: str, sampled: tuple[Sequence[np.ndarray], Sequence[np.ndarray]]) -> str | None:
+def _verify(new: str, sampled: accuracy.Sampled) -> str | None:
     """Rounded from float64, to the bit; integers are truncated and saturate, and NaN becomes 0."""
     (x,), (out,) = accuracy.doubles(sampled)
     dtype = jnp.dtype(new)

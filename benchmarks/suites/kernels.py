@@ -1,102 +1,128 @@
 """Kernels that users write as an expression, beside built-in ops and other compilers."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jax_oneflow_ops as jof
-from tests import oracle
+from tests import catalogue
 
 from .. import accuracy, rivals
 from ..accuracy import Cotangent
 from ..harness import Case, Function, Work
 from ..inputs import Input
-from . import array_sizes, compact, elements, in_float32, itemsize, short, size
-from .elementwise import gelu_by_hand
+from . import common
 
 Array = Any
 
 WIDTH = 4096
 """The last axis of the arrays, and so the length of a row."""
 
+_BY_HAND = SimpleNamespace(
+    gelu=catalogue.gelu_by_hand,
+    relu=jax.nn.relu,
+    sigmoid=jax.nn.sigmoid,
+    tanh=lambda x: 2 * jax.nn.sigmoid(2 * x) - 1,
+)
+_EXACT = SimpleNamespace(
+    silu=catalogue.silu,
+    gelu=catalogue.gelu_tanh,
+    relu=lambda x: np.maximum(x, 0),
+    sigmoid=catalogue.logistic,
+    tanh=np.tanh,
+)
+
+
+def _functions_of(torch: Any) -> SimpleNamespace:
+    found = SimpleNamespace(**{name: getattr(torch.nn.functional, name) for name in vars(_EXACT)})
+    found.gelu = partial(found.gelu, approximate="tanh")
+    return found
+
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel or its pullback, in jnp and in PyTorch, and in float64 on the host.
+    """A kernel from a body in C++, and its formula over the functions of a library.
 
-    ``exact`` takes the samples after ``coarser``, the error of an activation in this dtype relative
-    to that in f32. ``others`` are the rivals that have it, by the names of their modules.
+    ``cancelling`` and ``argument`` are those of accuracy.Cotangent; the former takes the error of
+    activations, relative to that in float32, first.
     """
 
     text: str
-    ours: Function
-    jnp: Function
-    torch: Function
-    exact: Function
-    inputs: tuple[str, ...]  # "array", "row" or "scalar"
-    results: int = 1
-    gradient: bool = False
+    operands: str  # such as "T x, T s"
+    body: str
+    formula: Callable[..., Any]  # of the functions, then the operands
+    inputs: str  # a letter an operand: an array, a row or a scalar; of a pullback the cotangent
+    cancelling: Callable[..., Any] = lambda coarser, *operands: 0.0
+    argument: Callable[..., Any] = lambda *operands: 0.0
+    pullback: bool = False
     built_in: Function | None = None
-    wide: bool = True  # jnp may be faster in f32
-    by_hand: Function | None = None
-    compile: bool = False
-    others: dict[str, str] = field(default_factory=dict)
+
+    def ours(self, name: str) -> Function:
+        """Makes the kernel."""
+        slopes = {"x": "2 * (x - y)", "y": "-2 * (x - y)"} if "- y" in self.body else None
+        return jof.ElementwiseKernel(self.operands, "T z", self.body, name, derivatives=slopes)
 
 
 def case(name: str, dtype: str, n: int, shape: str) -> Case:
     """A kernel on arrays of n elements."""
     kernel = KERNELS[name]
-    arrays = kernel.inputs.count("array") + kernel.results
-    nbytes = (arrays * n + WIDTH * kernel.inputs.count("row")) * itemsize(dtype)
-    group = "derivative" if kernel.gradient else "forward"
+    arrays = kernel.inputs.count("a") + (2 if kernel.pullback else 1)
+    elements = arrays * n + WIDTH * kernel.inputs.count("r")
+    group = "derivative" if kernel.pullback else "forward"
+    full = f"{name}-{common.compact(shape)}-{common.short(dtype)}"
+    nbytes = elements * common.itemsize(dtype)
     work = partial(_work, kernel, name, dtype, n)
-    full = f"{name}-{compact(shape)}-{short(dtype)}"
     return Case("kernels", full, kernel.text, group, shape, dtype, nbytes, work)
 
 
-def cases(platform: str, quick: bool = False) -> list[Case]:
-    """``quick`` keeps two kernels and dtypes."""
-    nbytes, shape = (256 << 20, size(256 << 20)) if platform == "gpu" else array_sizes("cpu")[0]
-    names = ("silu", "chain") if quick else KERNELS
-    dtypes = ("float32", "bfloat16") if quick else ("float32", "bfloat16", "float16")
-    return [case(name, d, elements(nbytes, d), shape) for d in dtypes for name in names]
+def cases(platform: str) -> list[Case]:
+    """Every kernel in three dtypes."""
+    nbytes, shape = (256 << 20, "256 MiB") if platform == "gpu" else common.array_sizes("cpu")[0]
+    dtypes = ("float32", "bfloat16", "float16")
+    return [case(name, d, common.elements(nbytes, d), shape) for d in dtypes for name in KERNELS]
 
 
 def _work(kernel: Kernel, name: str, dtype: str, n: int) -> Work:
-    forms = {"jnp": kernel.jnp}
-    if kernel.wide and dtype != "float32":
-        forms["jnp f32"] = in_float32(kernel.jnp, dtype)
-    if kernel.by_hand:
-        forms["jnp by hand"] = in_float32(kernel.by_hand, dtype)
-    ours = kernel.ours
-    if kernel.gradient:
+    ours, by_hand = kernel.ours(f"{name}_kernel"), name in _FUSED
+    forms: dict[str, Function] = {"jnp": partial(kernel.formula, jax.nn)}
+    if name != "multiply" and dtype != "float32":
+        forms["jnp f32"] = catalogue.in_float32(forms["jnp"])
+    if by_hand:
+        forms["jnp by hand"] = catalogue.in_float32(partial(kernel.formula, _BY_HAND))
+    if kernel.pullback:
         ours, forms = _pullback(ours), {form: _pullback(f) for form, f in forms.items()}
-    shapes = {"array": (n // WIDTH, WIDTH), "row": (WIDTH,), "scalar": ()}
-    values = {"scalar": "scalar"}
+    inputs = {
+        "a": Input((n // WIDTH, WIDTH), dtype),
+        "r": Input((WIDTH,), dtype),
+        "s": Input((), dtype, "scalar"),
+    }
+    has = {"triton": name == "chain", "cupy": name == "squared_diff" and dtype != "bfloat16"}
     return Work(
-        [Input(shapes[kind], dtype, values.get(kind, "normal")) for kind in kernel.inputs],
+        [inputs[kind] for kind in kernel.inputs],
         lambda *args, implementation: ours(*args),
         forms,
         sample=accuracy.samples,
         verify=partial(_verify, kernel, dtype),
         alone=True,
         variants={"built-in": kernel.built_in} if kernel.built_in else {},
-        torch=kernel.torch,
-        compile=kernel.compile and dtype != "float16",
-        others={
-            rival: rivals.maker(module, name)
-            for rival, module in kernel.others.items()
-            if (rival, dtype) != ("cupy", "bfloat16")  # which CuPy lacks
-        },
+        torch=partial(_torch, kernel),
+        compile=by_hand and dtype != "float16",
+        others={rival: rivals.maker(f"{rival}_kernels", name) for rival in has if has[rival]},
         effort=1.0,
     )
+
+
+def _torch(kernel: Kernel, torch: Any, *args: Array) -> Any:
+    if not kernel.pullback:
+        return kernel.formula(_functions_of(torch), *args)
+    x, y, ct = args
+    scaled = 2 * (x - y) * ct
+    return scaled, -scaled
 
 
 def _pullback(function: Function) -> Function:
@@ -104,176 +130,85 @@ def _pullback(function: Function) -> Function:
     return lambda *args: jax.vjp(function, *args[:-1])[1](args[-1])
 
 
-def _verify(
-    kernel: Kernel, dtype: str, sampled: tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-) -> str | None:
+def _verify(kernel: Kernel, dtype: str, sampled: accuracy.Sampled) -> str | None:
     args, out = accuracy.doubles(sampled)
-    # In 16 bits activations have a relative error of 2^-15.
-    coarser = 1 if dtype == "float32" else 64
-    with np.errstate(all="ignore"):
-        expected = kernel.exact(coarser, *args)
+    if kernel.pullback:
+        x, y, ct = args
+        expected = [Cotangent(2 * (x - y) * ct), Cotangent(-2 * (x - y) * ct)]
+    else:
+        # In 16 bits an activation has a relative error of 2^-15, 64 times that in f32.
+        cancelling = kernel.cancelling(1 if dtype == "float32" else 64, *args)
+        expected = [Cotangent(kernel.formula(_EXACT, *args), cancelling, kernel.argument(*args))]
     return accuracy.worst_cotangent(out, expected, dtype)
 
 
 # ---- the kernels ----
 
-_SILU = jof.ElementwiseKernel("T x", "T y", "y = silu(x)", "silu_expression")
-_MULTIPLY = jof.ElementwiseKernel("T x, T y", "T z", "z = x * y", "multiply_expression")
-_CHAIN = jof.ElementwiseKernel(
-    "T x, T s, T b",
-    "T z",
-    "auto h = x * s + b; z = max(h * sigmoid(h), 0) * 0.5f + tanh(h)",
-    "chain",
-)
-_BIAS_GELU = jof.ElementwiseKernel(
-    "T x, T scale, T bias", "T y", "y = gelu(x * scale + bias)", "bias_gelu"
-)
-_RESIDUAL_GELU = jof.ElementwiseKernel(
-    "T x, T residual, T alpha, T scale, T bias",
-    "T y",
-    "y = residual + alpha * gelu(x * scale + bias)",
-    "residual_gelu",
-)
-_DIFFERENTIABLE = jof.ElementwiseKernel(
-    "T x, T y",
-    "T z",
-    "z = (x - y) * (x - y)",
-    "squared_diff",
-    derivatives={"x": "2 * (x - y)", "y": "-2 * (x - y)"},
-)
 
-_silu, _gelu = oracle.ACTIVATIONS["silu"][0], oracle.ACTIVATIONS["gelu_tanh"][0]
-
-
-def _chain_in_jnp(x: Array, s: Array, b: Array) -> Array:
+def _chain(f: Any, x: Array, s: Array, b: Array) -> Array:
     h = x * s + b
-    return jnp.maximum(h * jax.nn.sigmoid(h), 0) * 0.5 + jnp.tanh(h)
+    return f.relu(h * f.sigmoid(h)) * 0.5 + f.tanh(h)
 
 
-def _chain_by_hand(x: Array, s: Array, b: Array) -> Array:
-    h = x * s + b
-    return jnp.maximum(h * jax.nn.sigmoid(h), 0) * 0.5 + (2 * jax.nn.sigmoid(2 * h) - 1)
+def _of_sum(coarser: int, x: Array, s: Array, b: Array) -> Array:
+    return np.abs(x * s) + np.abs(b)
 
 
-def _chain_in_torch(torch: Any, x: Array, s: Array, b: Array) -> Array:
-    h = x * s + b
-    return torch.relu(h * torch.sigmoid(h)) * 0.5 + torch.tanh(h)
+def _of_residual(coarser: int, x: Array, r: Array, alpha: Array, s: Array, b: Array) -> Array:
+    term = np.abs(alpha * catalogue.gelu_tanh(x * s + b))
+    return _of_sum(coarser, x, s, b) + np.abs(r) + coarser * term
 
 
-def _exact_chain(coarser: int, x: Array, s: Array, b: Array) -> list[Cotangent]:
-    h = x * s + b
-    value = np.maximum(_silu(h), 0) * 0.5 + np.tanh(h)
-    return [Cotangent(value, cancelling=np.abs(x * s) + np.abs(b))]
-
-
-def _exact_gelu(coarser: int, x: Array, scale: Array, bias: Array) -> list[Cotangent]:
-    h = x * scale + bias
-    return [Cotangent(_gelu(h), np.abs(x * scale) + np.abs(bias), argument=h)]
-
-
-def _exact_residual(
-    coarser: int, x: Array, residual: Array, alpha: Array, scale: Array, bias: Array
-) -> list[Cotangent]:
-    (y,) = _exact_gelu(coarser, x, scale, bias)
-    term = alpha * y.exact
-    return [Cotangent(residual + term, y.cancelling + np.abs(residual) + coarser * np.abs(term))]
-
-
-def _bias_gelu(gelu: Function, x: Array, scale: Array, bias: Array) -> Array:
-    return gelu(x * scale + bias)
-
-
-def _residual_gelu(
-    gelu: Function, x: Array, residual: Array, alpha: Array, scale: Array, bias: Array
-) -> Array:
-    return residual + alpha * gelu(x * scale + bias)
-
-
-def _with_torch_gelu(function: Function) -> Function:
-    def run(torch: Any, *arrays: Array) -> Array:
-        return function(partial(torch.nn.functional.gelu, approximate="tanh"), *arrays)
-
-    return run
-
-
-def _squared_diff(x: Array, y: Array) -> Array:
-    return (x - y) * (x - y)
-
-
-def _squared_diff_vjp_in_torch(torch: Any, x: Array, y: Array, ct: Array) -> tuple[Array, Array]:
-    scaled = 2 * (x - y) * ct
-    return scaled, -scaled
-
-
-KERNELS: dict[str, Kernel] = {
+_FUSED = ("chain", "bias_gelu", "residual_gelu")
+_SQUARE = "(x - y) * (x - y)"
+KERNELS = {
     "silu": Kernel(
         "silu(x)",
-        _SILU,
-        jax.nn.silu,
-        lambda torch, x: torch.nn.functional.silu(x),
-        lambda coarser, x: [Cotangent(_silu(x), argument=x)],
-        ("array",),
+        "T x",
+        "z = silu(x)",
+        lambda f, x: f.silu(x),
+        "a",
+        argument=lambda x: x,
         built_in=jof.silu,
     ),
     "multiply": Kernel(
-        "x * y",
-        _MULTIPLY,
-        jnp.multiply,
-        lambda torch, x, y: x * y,
-        lambda coarser, x, y: [Cotangent(x * y)],
-        ("array", "array"),
-        built_in=jof.multiply,
-        wide=False,
+        "x * y", "T x, T y", "z = x * y", lambda f, x, y: x * y, "aa", built_in=jof.multiply
     ),
     "chain": Kernel(
         "max(h * sigmoid(h), 0) * 0.5 + tanh(h), h = x * s + b",
-        _CHAIN,
-        _chain_in_jnp,
-        _chain_in_torch,
-        _exact_chain,
-        ("array", "scalar", "scalar"),
-        by_hand=_chain_by_hand,
-        compile=True,
-        others={"triton": "triton_kernels"},
+        "T x, T s, T b",
+        "auto h = x * s + b; z = max(h * sigmoid(h), 0) * 0.5f + tanh(h)",
+        _chain,
+        "ass",
+        cancelling=_of_sum,
     ),
     "bias_gelu": Kernel(
         "gelu(x * scale + bias)",
-        _BIAS_GELU,
-        partial(_bias_gelu, jax.nn.gelu),
-        _with_torch_gelu(_bias_gelu),
-        _exact_gelu,
-        ("array", "scalar", "row"),
-        by_hand=partial(_bias_gelu, gelu_by_hand),
-        compile=True,
+        "T x, T scale, T bias",
+        "z = gelu(x * scale + bias)",
+        lambda f, x, scale, bias: f.gelu(x * scale + bias),
+        "asr",
+        cancelling=_of_sum,
+        argument=lambda x, s, b: x * s + b,
     ),
     "residual_gelu": Kernel(
         "residual + alpha * gelu(x * scale + bias)",
-        _RESIDUAL_GELU,
-        partial(_residual_gelu, jax.nn.gelu),
-        _with_torch_gelu(_residual_gelu),
-        _exact_residual,
-        ("array", "array", "scalar", "scalar", "row"),
-        by_hand=partial(_residual_gelu, gelu_by_hand),
-        compile=True,
+        "T x, T residual, T alpha, T scale, T bias",
+        "z = residual + alpha * gelu(x * scale + bias)",
+        lambda f, x, residual, alpha, s, b: residual + alpha * f.gelu(x * s + b),
+        "aassr",
+        cancelling=_of_residual,
     ),
     "squared_diff": Kernel(
-        "(x - y) * (x - y)",
-        _DIFFERENTIABLE,
-        _squared_diff,
-        lambda torch, x, y: _squared_diff(x, y),
-        lambda coarser, x, y: [Cotangent((x - y) ** 2)],
-        ("array", "array"),
-        others={"cupy": "cupy_kernels"},
+        _SQUARE, "T x, T y", f"z = {_SQUARE}", lambda f, x, y: (x - y) * (x - y), "aa"
     ),
     "squared_diff_vjp": Kernel(
-        "gradient of (x - y) * (x - y)",
-        _DIFFERENTIABLE,
-        _squared_diff,
-        _squared_diff_vjp_in_torch,
-        lambda coarser, x, y, ct: [Cotangent(2 * (x - y) * ct), Cotangent(-2 * (x - y) * ct)],
-        ("array", "array", "array"),
-        results=2,
-        gradient=True,
+        f"gradient of {_SQUARE}",
+        "T x, T y",
+        f"z = {_SQUARE}",
+        lambda f, x, y: (x - y) * (x - y),
+        "aaa",
+        pullback=True,
     ),
 }
-"""The kernels by the names that cases have."""
+"""By the names that cases have."""

@@ -6,48 +6,23 @@ op. XLA fuses nothing with a custom call, so an op that is fast by itself can ma
 the last kind says which one does.
 """
 
-from __future__ import annotations
-
-import contextlib
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
-import jax_oneflow_ops as jof
 from examples import programs, training
 
 from ..harness import Case, Entrants, custom_calls
 from ..timing import Contender, reason
-from . import short
-
-Array = jax.Array
+from .common import short
 
 MODELS = ("unet", "vit", "graph", "language")
 FORMS = ["jnp", "xla"]
-
-
-def _resize(x: Array, factor: int, *, data_format: str) -> Array:
-    height = data_format.index("H")
-    shape = [n * factor if height <= i < height + 2 else n for i, n in enumerate(x.shape)]
-    resized: Array = jax.image.resize(x, shape, "nearest")
-    return resized
-
-
-JNP: dict[str, Callable[..., Array]] = {
-    "embedding_lookup": lambda table, ids: jnp.take(table, ids, axis=0),
-    "permute": jnp.transpose,
-    "segment_sum": jax.ops.segment_sum,
-    "silu": jax.nn.silu,
-    "swiglu": lambda x, gate: jax.nn.silu(gate) * x,
-    "upsample_nearest2d": _resize,
-}
-"""What each op replaces."""
 
 
 def case(model: str, size: str) -> Case:
@@ -58,9 +33,9 @@ def case(model: str, size: str) -> Case:
     )
 
 
-def cases(platform: str, quick: bool = False) -> list[Case]:
-    """Every program once: "full" on a GPU, "small" on a CPU, "tiny" if ``quick``."""
-    size = "tiny" if quick else "full" if platform == "gpu" else "small"
+def cases(platform: str) -> list[Case]:
+    """Every program once: "full" on a GPU, "small" on a CPU, "tiny" in a hurry."""
+    size = {"gpu": "full", "cpu": "small"}.get(platform, "tiny")
     return [case(model, size) for model in MODELS]
 
 
@@ -78,7 +53,7 @@ def enter(model: str, size: str) -> Entrants:
     steps, failed = {}, {}
     for name in names:
         try:
-            with tracing(name, module.OPS):
+            with programs.tracing(name, module.OPS):
                 lowered = programs.lower(problem)
             steps[name] = lowered.compile()
         except Exception as error:  # rivals fail in many ways; the row says how
@@ -86,22 +61,6 @@ def enter(model: str, size: str) -> Entrants:
                 raise
             failed[name] = reason(error)
     return compare(problem, state, steps, failed)
-
-
-@contextlib.contextmanager
-def tracing(name: str, ops: Sequence[str]) -> Iterator[None]:
-    """Programs that are traced inside are a contender's."""
-    changed: dict[str, Callable[..., Array]] = {}
-    if name == "jnp":
-        changed = {op: JNP[op] for op in ops}
-    elif name.startswith("only "):
-        op = name.removeprefix("only ")
-        changed = {op: partial(getattr(jof, op), implementation="native")}
-    with (
-        programs.implementation("native" if name == "ours" else "xla"),
-        mock.patch.dict(vars(jof), changed),
-    ):
-        yield
 
 
 def compare(
@@ -127,7 +86,7 @@ def compare(
     ends = {name: [round(values[i], 5) for i in (0, -1)] for name, values in losses.items()}
     contenders = [_contender(name, step, problem, state) for name, step in steps.items()]
     about = {"losses": ends, "apart": float(f"{apart:.2g}")}
-    return Entrants(contenders, about, FORMS, failed=failed, wall=True)
+    return Entrants(contenders, about, FORMS, failed, wall=True)
 
 
 def _wrong_calls(name: str, problem: training.Problem, calls: Sequence[str]) -> str | None:

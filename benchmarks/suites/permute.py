@@ -1,30 +1,21 @@
 """Permutations of axes, beside ``jnp.transpose``, Triton and cuTENSOR."""
 
-from __future__ import annotations
-
+import itertools
 import math
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
+from tests import catalogue
 
 from .. import rivals
-from ..harness import SWEEP, Case, Work, one_element
+from ..harness import SWEEP, Case, Work
 from ..inputs import Input
 from ..rivals import cutensor
-from . import (
-    is_wide,
-    itemsize,
-    pick,
-    random_dimension,
-    random_size,
-    short,
-    sweep_sizes,
-)
+from ..tables import size
+from . import common
 
 Array = Any
 
@@ -75,34 +66,31 @@ def case(
 ) -> Case:
     """A permutation; ``group`` says what moves."""
     sizes, order = "x".join(map(str, shape)), "".join(map(str, axes))
-    name = f"{prefix}-{sizes}-{order}-{short(dtype)}"
-    nbytes = 2 * math.prod(shape) * itemsize(dtype)
-    plan = _native.permute_plan(shape, axes, itemsize(dtype))
+    name = f"{prefix}-{sizes}-{order}-{common.short(dtype)}"
+    nbytes = 2 * math.prod(shape) * common.itemsize(dtype)
+    plan = _native.permute_plan(shape, axes, common.itemsize(dtype))
     text = f"{plan['strategy']}, {plan['unit_bytes']} B"
     work = partial(_work, shape, axes, dtype, group)
     shown = shown or f"{shape} by {axes}".replace(" ", "").replace("by", " by ")
-    return Case("permute", name, "permute", group, shown, dtype, nbytes, work, is_wide(dtype), text)
+    return Case(
+        "permute", name, "permute", group, shown, dtype, nbytes, work, common.is_wide(dtype), text
+    )
 
 
-def cases(platform: str, quick: bool = False) -> list[Case]:
-    """``quick`` keeps one shape and two dtypes.
-
-    On a GPU there are elements of 8 and 16 bytes, too, and small and large arrays of two orders.
-    """
+def cases(platform: str) -> list[Case]:
+    """On a GPU with elements of 8 and 16 bytes, too, and two orders in more sizes."""
     gpu = platform == "gpu"
     listed = [
         case(shape, axes, dtype, group)
-        for shape, axes, group in _LISTED[platform][: 1 if quick else None]
+        for shape, axes, group in _LISTED[platform]
         for dtype in [*_NARROW, *(_WIDE if gpu and group in (_KEPT, _TRANSPOSE) else [])]
-        if not quick or dtype in _NARROW[:2]
     ]
-    if gpu and not quick:
-        for axes in ((1, 0, 2), (0, 2, 1)):
-            for dtype in _NARROW[:2]:
-                for nbytes in (16 << 20, 32 << 20, 64 << 20, 128 << 20):
-                    shape = (nbytes // itemsize(dtype) >> 16, 256, 256)
-                    listed.append(case(shape, axes, dtype, "other sizes", "article"))
-    return listed + [_sweep(nbytes) for nbytes in sweep_sizes(platform, quick)]
+    if gpu:
+        for axes, dtype in itertools.product([(1, 0, 2), (0, 2, 1)], _NARROW[:2]):
+            for mib in (16, 32, 64, 128):
+                shape = ((mib << 4) // common.itemsize(dtype), 256, 256)
+                listed.append(case(shape, axes, dtype, "other sizes", "article"))
+    return listed + [_sweep(nbytes) for nbytes in common.sweep_sizes(platform)]
 
 
 def _sweep(nbytes: int) -> Case:
@@ -114,13 +102,13 @@ def _sweep(nbytes: int) -> Case:
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: 2 to 6 axes, elements of 1 to 16 bytes, often a small last dimension."""
-    dtype = pick(rng, ("int8", "float16", "bfloat16", "float32", "complex64", "complex128"))
+    dtype = common.pick(rng, ("int8", "float16", "bfloat16", "float32", "complex64", "complex128"))
     rank = int(rng.integers(2, 7))
-    left = math.log2(max(4, random_size(rng, largest) / (2 * itemsize(dtype))))
+    left = math.log2(max(4, common.random_size(rng, largest) / (2 * common.itemsize(dtype))))
     parts = rng.dirichlet(np.full(rank, 2.0)) * left
     if rng.random() < 0.3:
         parts[-1] = rng.uniform(0, 3)
-    shape = tuple(random_dimension(rng, 2**part) for part in parts)
+    shape = tuple(common.random_dimension(rng, 2**part) for part in parts)
     axes = tuple(range(rank))
     while axes == tuple(range(rank)):
         axes = tuple(int(i) for i in rng.permutation(rank))
@@ -131,8 +119,8 @@ def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str, group: str)
     """XLA must return the default layout, so jnp's program moves the array, too."""
     return Work(
         [Input(shape, dtype, "hash")],
-        lambda x, implementation: jof.permute(x, axes, implementation=implementation),
-        {"jnp": lambda x: jnp.transpose(x, axes)},
+        partial(catalogue.PERMUTE.function, axes=axes),
+        {"jnp": partial(catalogue.PERMUTE.replaces, axes=axes)},
         sample=partial(_sample, shape, axes),
         verify=_verify,
         exact=True,
@@ -145,10 +133,10 @@ def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str, group: str)
 
 def _others(axes: tuple[int, ...], dtype: str, group: str) -> dict[str, Any]:
     if group == SWEEP:
-        return {"1 element": one_element}
+        return {}
     others = {}
     *kept, rows, columns = range(len(axes))
-    if axes == (*kept, columns, rows) and itemsize(dtype) <= 4:
+    if axes == (*kept, columns, rows) and common.itemsize(dtype) <= 4:
         others["triton"] = rivals.maker("triton_kernels", "transpose", True)
     if dtype in cutensor.TYPES:
         others["cutensor"] = rivals.maker("cutensor", axes)

@@ -1,23 +1,22 @@
 """Sums and lookups of rows: ``segment_sum``, ``scatter_add``, ``embedding_lookup``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_oneflow_ops as jof
+from tests import catalogue
 
 from .. import accuracy, rivals
-from ..harness import SWEEP, Case, Function, Work, one_element
+from ..harness import SWEEP, Case, Function, Maker, Work
 from ..inputs import Input
-from . import FLOATS, count, in_float32, itemsize, pick, random_size, short, size, sweep_sizes
+from ..tables import size
+from . import common
 
 Array = Any
 
@@ -25,8 +24,7 @@ _LARGE_TABLE = 64 << 20  # clearing or copying a table of this many bytes costs 
 _TOO_SLOW = "seconds a call (--slow-rivals runs it)"
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """``rows`` rows of ``width`` elements that belong to ``segments`` rows, as ``ids`` has it.
 
     Groups: "segment_sum"; "scatter_add" into an operand, and "scatter_add in place" into one that
@@ -47,121 +45,93 @@ class Problem:
         return "segment_sum" if self.group == SWEEP else self.group
 
     @property
-    def sums(self) -> bool:
-        """Whether it adds, or else looks rows up."""
-        return self.function != "embedding"
-
-    @property
-    def operand(self) -> bool:
-        """Whether it adds to an operand."""
-        return self.function.startswith("scatter_add")
-
-    @property
     def bytes(self) -> int:
         """A table that is looked up or updated in place counts with the rows that are used."""
-        rows, table = self.rows * self.width, self.segments * self.width
-        hit = min(self.rows, self.segments) * self.width
-        elements = {
-            "segment_sum": rows + table,
-            "scatter_add": rows + 2 * table,
-            "scatter_add in place": rows + 2 * hit,
-            "embedding gradient": rows + table,
-            "embedding": hit + rows,
-        }[self.function]
-        return elements * itemsize(self.dtype) + 4 * self.rows
+        hit = min(self.rows, self.segments)
+        also = {"scatter_add": 2 * self.segments, "scatter_add in place": 2 * hit, "embedding": hit}
+        rows = self.rows + also.get(self.function, self.segments)
+        return rows * self.width * common.itemsize(self.dtype) + 4 * self.rows
 
 
 def case(p: Problem, shape: str = "") -> Case:
     """A sum or a lookup."""
-    sizes = f"{count(p.rows)}x{p.width}-to-{count(p.segments)}"
-    name = f"{p.group.replace(' ', '_')}-{sizes}-{p.ids}-{short(p.dtype)}"
-    shown = shape or f"{count(p.rows)}x{p.width} to {count(p.segments)}, {p.ids}"
+    rows, segments = common.count(p.rows), common.count(p.segments)
+    start = f"{p.group.replace(' ', '_')}-{rows}x{p.width}-to-{segments}-{p.ids}"
+    name = f"{start}-{common.short(p.dtype)}"
+    shown = shape or f"{rows}x{p.width} to {segments}, {p.ids}"
     work = partial(_work, p)
     return Case("scatter", name, p.function, p.group, shown, p.dtype, p.bytes, work)
 
 
-_LISTED = {
-    "gpu": [
-        ("segment_sum", 16 << 20, 1, 1024, "uniform"),
-        ("segment_sum", 16 << 20, 1, 1 << 20, "uniform"),
-        ("segment_sum", 16 << 20, 1, 1 << 20, "sorted"),
-        ("segment_sum", 1 << 20, 128, 10_000, "uniform"),
-        ("segment_sum", 1 << 20, 128, 10_000, "hot"),
-        ("segment_sum", 1 << 20, 128, 10_000, "sorted"),
-        ("scatter_add", 1 << 20, 128, 10_000, "uniform"),
-        ("scatter_add in place", 1 << 20, 128, 10_000, "uniform"),
-        ("scatter_add", 4096, 2048, 128 << 10, "uniform"),
-        ("scatter_add in place", 4096, 2048, 128 << 10, "uniform"),
-        ("embedding gradient", 256 << 10, 2048, 128 << 10, "skewed"),
-        ("embedding gradient", 256 << 10, 2048, 128 << 10, "uniform"),
-        ("embedding", 256 << 10, 2048, 128 << 10, "skewed"),
-        ("embedding", 256 << 10, 2048, 128 << 10, "uniform"),
-    ],
-    "cpu": [
-        ("segment_sum", 1 << 20, 1, 1024, "uniform"),
-        ("segment_sum", 1 << 20, 1, 64 << 10, "uniform"),
-        ("segment_sum", 1 << 20, 1, 64 << 10, "sorted"),
-        ("segment_sum", 64 << 10, 128, 1000, "uniform"),
-        ("segment_sum", 64 << 10, 128, 1000, "hot"),
-        ("segment_sum", 64 << 10, 128, 1000, "sorted"),
-        ("scatter_add", 64 << 10, 128, 1000, "uniform"),
-        ("scatter_add in place", 64 << 10, 128, 1000, "uniform"),
-        ("scatter_add", 1024, 1024, 16 << 10, "uniform"),
-        ("scatter_add in place", 1024, 1024, 16 << 10, "uniform"),
-        ("embedding gradient", 8 << 10, 1024, 16 << 10, "skewed"),
-        ("embedding gradient", 8 << 10, 1024, 16 << 10, "uniform"),
-        ("embedding", 8 << 10, 1024, 16 << 10, "skewed"),
-        ("embedding", 8 << 10, 1024, 16 << 10, "uniform"),
-    ],
-}
+# What is called and with which ids, then (rows, width, segments) on a GPU and on a CPU.
+_LISTED = [
+    ("segment_sum", "uniform", (16 << 20, 1, 1024), (1 << 20, 1, 1024)),
+    ("segment_sum", "uniform", (16 << 20, 1, 1 << 20), (1 << 20, 1, 64 << 10)),
+    ("segment_sum", "sorted", (16 << 20, 1, 1 << 20), (1 << 20, 1, 64 << 10)),
+    ("segment_sum", "uniform", (1 << 20, 128, 10_000), (64 << 10, 128, 1000)),
+    ("segment_sum", "hot", (1 << 20, 128, 10_000), (64 << 10, 128, 1000)),
+    ("segment_sum", "sorted", (1 << 20, 128, 10_000), (64 << 10, 128, 1000)),
+    ("scatter_add", "uniform", (1 << 20, 128, 10_000), (64 << 10, 128, 1000)),
+    ("scatter_add in place", "uniform", (1 << 20, 128, 10_000), (64 << 10, 128, 1000)),
+    ("scatter_add", "uniform", (4096, 2048, 128 << 10), (1024, 1024, 16 << 10)),
+    ("scatter_add in place", "uniform", (4096, 2048, 128 << 10), (1024, 1024, 16 << 10)),
+    ("embedding gradient", "skewed", (256 << 10, 2048, 128 << 10), (8 << 10, 1024, 16 << 10)),
+    ("embedding gradient", "uniform", (256 << 10, 2048, 128 << 10), (8 << 10, 1024, 16 << 10)),
+    ("embedding", "skewed", (256 << 10, 2048, 128 << 10), (8 << 10, 1024, 16 << 10)),
+    ("embedding", "uniform", (256 << 10, 2048, 128 << 10), (8 << 10, 1024, 16 << 10)),
+]
 
 
-def cases(platform: str, quick: bool = False) -> list[Case]:
-    """``quick`` keeps segment_sum in f16."""
-    listed = [
-        Problem(*sizes, dtype)
-        for sizes in _LISTED[platform]
-        for dtype in FLOATS
-        if not quick or (dtype == "float16" and sizes[0] == "segment_sum")
+def cases(platform: str) -> list[Case]:
+    """The listed ones, and a sweep of rows of 128 in bf16, some 64 a segment, as in graphs."""
+    return [
+        *(
+            case(Problem(group, *(gpu if platform == "gpu" else cpu), ids, dtype))
+            for group, ids, gpu, cpu in _LISTED
+            for dtype in common.FLOATS
+        ),
+        *(
+            case(Problem(SWEEP, n // 256, 128, max(1, n >> 14), "uniform", "bfloat16"), size(n))
+            for n in common.sweep_sizes(platform)
+        ),
     ]
-    # The sweep: rows of 128 in bf16, some 64 a segment, such as messages of a graph.
-    return [*map(case, listed)] + [
-        case(Problem(SWEEP, n // 256, 128, max(1, n >> 14), "uniform", "bfloat16"), size(n))
-        for n in sweep_sizes(platform, quick)
-    ]
+
+
+_WIDTHS = (1, 1, 2, 3, 4, 8, 16, 17, 32, 64, 100, 128, 256, 512, 768, 1000, 2048)
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: any function, width, number of segments and distribution of ids."""
-    group, dtype = pick(rng, [*_JNP]), pick(rng, FLOATS)
-    widths = (1, 1, 2, 3, 4, 8, 16, 17, 32, 64, 100, 128, 256, 512, 768, 1000, 2048)
-    width = pick(rng, widths)
-    most = max(1, min(largest, 256 << 20) // (3 * (width * itemsize(dtype) + 4)))
-    rows = min(most, max(1, random_size(rng, largest) // (width * itemsize(dtype) + 4)))
-    segments = max(1, min(most, int(rows * math.exp(rng.uniform(math.log(max(1e-4, 2 / rows)), math.log(4))))))
-    ids = pick(rng, ("uniform", "zipf", "hot", "one", "sorted"))
+    group, dtype = common.pick(rng, [*_JNP]), common.pick(rng, common.FLOATS)
+    width = common.pick(rng, _WIDTHS)
+    row = width * common.itemsize(dtype) + 4
+    most = max(1, min(largest, 256 << 20) // (3 * row))
+    rows = min(most, max(1, common.random_size(rng, largest) // row))
+    share = math.exp(rng.uniform(math.log(max(1e-4, 2 / rows)), math.log(4)))
+    segments = max(1, min(most, int(rows * share)))
+    ids = common.pick(rng, ("uniform", "zipf", "hot", "one", "sorted"))
     return case(Problem(group, rows, width, segments, ids, dtype))
 
 
 def _work(p: Problem) -> Work:
-    on_gpu = jax.default_backend() == "gpu"
-    narrow = p.dtype != "float32"
-    slow = on_gpu and narrow and p.sums and p.ids in ("hot", "one") and p.rows > 1 << 16
+    on_gpu, sums = jax.default_backend() == "gpu", p.group != "embedding"
+    many = p.ids in ("hot", "one") and p.rows > 1 << 16
+    slow = on_gpu and p.dtype != "float32" and sums and many
     in_place = p.group == "scatter_add in place"
     clears = p.group in ("scatter_add", "embedding gradient")
-    wall = on_gpu and clears and p.segments * p.width * itemsize(p.dtype) >= _LARGE_TABLE
-    ours = partial(_FUNCTIONS[p.function], p)
-    others = {"1 element": one_element} if p.group == SWEEP else {}
-    if p.group == "segment_sum" and p.ids == "sorted" and p.width == 1:
-        others["cub"] = rivals.maker("cub", "segment_sum")
+    table = p.segments * p.width * common.itemsize(p.dtype)
+    wall = on_gpu and clears and table >= _LARGE_TABLE
+    ours = partial(_OURS[p.function], p)
+    by_cub = p.group == "segment_sum" and p.ids == "sorted" and p.width == 1
+    others: dict[str, Maker] = {"cub": rivals.maker("cub")} if by_cub else {}
     return Work(
         _inputs(p),
         ours,
         _forms(p),
-        sample=partial(_sample, p) if p.sums else _sample_rows,
-        verify=partial(_verify, p) if p.sums else _verify_rows,
-        exact=not p.sums,
-        variants={"deterministic": partial(ours, deterministic=True)} if p.sums else {},
+        sample=partial(_sample, p) if sums else _sample_rows,
+        verify=partial(_verify, p) if sums else _verify_rows,
+        exact=not sums,
+        variants={"deterministic": partial(ours, deterministic=True)} if sums else {},
         torch=partial(_TORCH[p.function], p),
         torch_inputs=(lambda torch, *x: (x[0].clone(), *x[1:])) if in_place else None,
         others=others,
@@ -173,21 +143,28 @@ def _work(p: Problem) -> Work:
 
 
 def _inputs(p: Problem) -> list[Input]:
-    def rows(n: int) -> Input:
-        return Input((n, p.width) if p.width > 1 else (n,), p.dtype)
-
+    rows, table = (
+        Input((n, p.width) if p.width > 1 else (n,), p.dtype) for n in (p.rows, p.segments)
+    )
     ids = Input((p.rows,), "int32", p.ids, p.segments)
-    if p.operand:
-        return [rows(p.segments), ids, rows(p.rows)]
-    return [rows(p.rows if p.sums else p.segments), ids]
+    if p.function.startswith("scatter_add"):
+        return [table, ids, rows]
+    return [table if p.function == "embedding" else rows, ids]
 
 
-# ---- ours ----
+# ---- ours, jnp's and PyTorch's ----
 
 
-def _segment_sum(p: Problem, data: Array, ids: Array, **options: Any) -> Array:
+def _pullback(function: Function, p: Problem, cotangent: Array) -> Array:
+    """Alone: it does not depend on the table's values."""
+    shape = (p.segments, *cotangent.shape[1:])
+    (gradient,) = jax.vjp(function, jnp.zeros(shape, cotangent.dtype))[1](cotangent)
+    return gradient
+
+
+def _segment_sum(function: Function, p: Problem, data: Array, ids: Array, **options: Any) -> Array:
     in_order = p.ids == "sorted"
-    return jof.segment_sum(data, ids, p.segments, indices_are_sorted=in_order, **options)
+    return function(data, ids, p.segments, indices_are_sorted=in_order, **options)
 
 
 def _scatter_add(p: Problem, operand: Array, ids: Array, updates: Array, **options: Any) -> Array:
@@ -198,96 +175,24 @@ def _gradient(p: Problem, cotangent: Array, ids: Array, **options: Any) -> Array
     return _pullback(lambda t: jof.embedding_lookup(t, ids, **options), p, cotangent)
 
 
-_FUNCTIONS: dict[str, Function] = {
-    "segment_sum": _segment_sum,
+_OURS: dict[str, Function] = {
+    "segment_sum": partial(_segment_sum, jof.segment_sum),
     "scatter_add": _scatter_add,
     "scatter_add in place": _scatter_add,
     "embedding gradient": _gradient,
     "embedding": lambda p, table, ids, **options: jof.embedding_lookup(table, ids, **options),
 }
-
-
-def _pullback(function: Function, p: Problem, cotangent: Array) -> Array:
-    """Alone: it does not depend on the table's values."""
-    shape = (p.segments, p.width) if p.width > 1 else (p.segments,)
-    (gradient,) = jax.vjp(function, jnp.zeros(shape, cotangent.dtype))[1](cotangent)
-    return gradient
-
-
-# ---- the forms in jnp ----
-
-
-def _jnp_segment_sum(p: Problem, data: Array, ids: Array) -> Array:
-    in_order = p.ids == "sorted"
-    return jax.ops.segment_sum(data, ids, p.segments, indices_are_sorted=in_order)
-
-
-def _jnp_scatter_add(p: Problem, operand: Array, ids: Array, updates: Array) -> Array:
-    return operand.at[ids].add(updates, mode="drop")
-
-
-def _jnp_gradient(p: Problem, cotangent: Array, ids: Array) -> Array:
-    return _pullback(lambda table: jnp.take(table, ids, axis=0), p, cotangent)
-
-
 _JNP: dict[str, Function] = {
-    "segment_sum": _jnp_segment_sum,
-    "scatter_add": _jnp_scatter_add,
-    "scatter_add in place": _jnp_scatter_add,
-    "embedding gradient": _jnp_gradient,
+    "segment_sum": partial(_segment_sum, jax.ops.segment_sum),
+    "scatter_add": lambda p, *operands: catalogue.SCATTER_ADD.replaces(*operands),
+    "scatter_add in place": lambda p, *operands: catalogue.SCATTER_ADD.replaces(*operands),
+    "embedding gradient": lambda p, ct, ids: _pullback(lambda t: jnp.take(t, ids, axis=0), p, ct),
     "embedding": lambda p, table, ids: jnp.take(table, ids, axis=0),
 }
-
-
-def _forms(p: Problem) -> dict[str, Function]:
-    """What users write; widened to f32 by hand; on GPUs, with fewer conflicts of atomics."""
-    forms: dict[str, Function] = {"jnp": partial(_JNP[p.function], p)}
-    if not p.sums:
-        forms["jnp in bounds"] = _rows
-    elif p.dtype != "float32":
-        forms["jnp f32"] = in_float32(forms["jnp"], p.dtype)
-    waits = p.group in ("segment_sum", "embedding gradient") and p.ids != "sorted"
-    if waits and jax.default_backend() == "gpu":
-        if _parts(p) > 1:
-            forms["jnp in parts"] = in_float32(partial(in_parts, p), p.dtype)
-        forms["jnp sorted"] = in_float32(partial(in_order, p), p.dtype)
-    return forms
-
-
-def _rows(table: Array, ids: Array) -> Array:
-    """Without a check that ids are in bounds."""
-    return table.at[ids].get(mode="promise_in_bounds")
-
-
-def in_order(p: Problem, data: Array, ids: Array) -> Array:
-    """Sorted by their ids: neighbours are added before they meet an atomic."""
-    ordered, places = jax.lax.sort_key_val(ids, jnp.arange(len(ids)))
-    return jax.ops.segment_sum(_rows(data, places), ordered, p.segments, indices_are_sorted=True)
-
-
-def _parts(p: Problem) -> int:
-    """Tables to sum into side by side, or one."""
-    parts = min(256, p.rows // (4 * p.segments))
-    return 1 << parts.bit_length() - 1 if parts >= 16 else 1
-
-
-def in_parts(p: Problem, data: Array, ids: Array) -> Array:
-    """Neighbours go into different tables, so that they do not wait for each other."""
-    parts = _parts(p)
-    tables = jnp.arange(len(ids), dtype=ids.dtype) % parts
-    sums = jax.ops.segment_sum(data, tables * p.segments + ids, parts * p.segments)
-    return sums.reshape(parts, p.segments, *data.shape[1:]).sum(axis=0)
-
-
-# ---- PyTorch ----
-
-
-def _torch_segment_sum(p: Problem, torch: Any, data: Array, ids: Array) -> Array:
-    return data.new_zeros((p.segments, *data.shape[1:])).index_add_(0, ids, data)
-
-
 _TORCH: dict[str, Function] = {
-    "segment_sum": _torch_segment_sum,
+    "segment_sum": lambda p, torch, data, ids: data.new_zeros(
+        (p.segments, *data.shape[1:])
+    ).index_add_(0, ids, data),
     "scatter_add": lambda p, torch, operand, ids, x: operand.index_add(0, ids, x),
     "scatter_add in place": lambda p, torch, operand, ids, x: operand.index_add_(0, ids, x),
     "embedding gradient": lambda p, torch, ct, ids: torch.ops.aten.embedding_dense_backward(
@@ -295,6 +200,22 @@ _TORCH: dict[str, Function] = {
     ),
     "embedding": lambda p, torch, table, ids: torch.nn.functional.embedding(ids, table),
 }
+
+
+def _forms(p: Problem) -> dict[str, Function]:
+    """What users write; widened to f32 by hand; on GPUs, with fewer conflicts of atomics."""
+    forms: dict[str, Function] = {"jnp": partial(_JNP[p.function], p)}
+    if p.group == "embedding":
+        return forms | {"jnp in bounds": catalogue.EMBEDDING_LOOKUP.best["in bounds"]}
+    if p.dtype != "float32":
+        forms["jnp f32"] = catalogue.in_float32(forms["jnp"])
+    waits = p.group in ("segment_sum", "embedding gradient") and p.ids != "sorted"
+    if waits and jax.default_backend() == "gpu":
+        fast = common.forms_of(catalogue.SEGMENT_SUM, p.dtype)
+        parted = p.rows >= 64 * p.segments  # 16 tables or more
+        for name in ["jnp in parts"] * parted + ["jnp sorted"]:
+            forms[name] = partial(fast[name], num_segments=p.segments)
+    return forms
 
 
 # ---- checks ----
@@ -306,11 +227,9 @@ def columns(width: int) -> np.ndarray:
 
 
 def _sample(p: Problem, args: Sequence[Array], out: Array) -> tuple[Array, list[Array]]:
-    """The ids, and some columns of the result and of the other arrays."""
-    seen = columns(p.width)
-    ids = args[1]
-    arrays = [out, args[2], args[0]] if p.operand else [out, args[0]]
-    return ids, [x.reshape(x.shape[0], -1)[:, seen] for x in arrays]
+    """The ids, and some columns of the result, the updates and the operand."""
+    arrays = [out, *reversed([x for x in args if jnp.issubdtype(x.dtype, jnp.floating)])]
+    return args[1], [x.reshape(x.shape[0], -1)[:, columns(p.width)] for x in arrays]
 
 
 def _verify(p: Problem, sampled: tuple[np.ndarray, list[np.ndarray]]) -> str | None:
@@ -323,16 +242,17 @@ def _verify(p: Problem, sampled: tuple[np.ndarray, list[np.ndarray]]) -> str | N
     if arrays[0].dtype != p.dtype:
         return f"a result of {arrays[0].dtype}"
     found, updates, *operand = (x.astype(np.float64) for x in arrays)
-    exact, magnitude = (
-        np.stack([np.bincount(ids, column, p.segments) for column in values.T], axis=1)
-        for values in (updates, np.abs(updates))
-    )
+
+    def summed(values: np.ndarray) -> Any:
+        return np.stack([np.bincount(ids, column, p.segments) for column in values.T], axis=1)
+
+    exact, magnitude = summed(updates), summed(np.abs(updates))
     for x in operand:
         exact, magnitude = exact + x, magnitude + np.abs(x)
     bound = 0.501 * accuracy.ulp(exact, p.dtype) + 16 * 2.0**-24 * magnitude
     if rounds_each_addition(p):
         further = np.maximum(np.bincount(ids, minlength=p.segments) - 1, 0)[:, None]
-        bound += 0.5 * float(jnp.finfo(p.dtype).eps) * further * magnitude
+        bound = bound + 0.5 * float(jnp.finfo(p.dtype).eps) * further * magnitude
     return accuracy.worst(found.ravel(), exact.ravel(), bound.ravel())
 
 
