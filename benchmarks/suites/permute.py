@@ -104,11 +104,14 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: 2 to 6 axes, elements of 1 to 16 bytes, often a small last dimension."""
     dtype = common.pick(rng, ("int8", "float16", "bfloat16", "float32", "complex64", "complex128"))
     rank = int(rng.integers(2, 7))
-    left = math.log2(max(4, common.random_size(rng, largest) / (2 * common.itemsize(dtype))))
-    parts = rng.dirichlet(np.full(rank, 2.0)) * left
+    most = 2 * largest // common.itemsize(dtype)
+    n = max(4.0, common.random_size(rng, largest) / (2 * common.itemsize(dtype)))
+    parts = rng.dirichlet(np.full(rank, 2.0)) * math.log2(n)
     if rng.random() < 0.3:
         parts[-1] = rng.uniform(0, 3)
-    shape = tuple(common.random_dimension(rng, 2**part) for part in parts)
+    shape = (most,)
+    while 4 * math.prod(shape) > most:
+        shape = tuple(common.random_dimension(rng, 2**part) for part in parts)
     axes = tuple(range(rank))
     while axes == tuple(range(rank)):
         axes = tuple(int(i) for i in rng.permutation(rank))
