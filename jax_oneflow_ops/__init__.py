@@ -35,7 +35,7 @@ from jax_oneflow_ops.elementwise import (
 )
 from jax_oneflow_ops.permute import permute
 from jax_oneflow_ops.scatter import embedding_lookup, scatter_add, segment_sum
-from jax_oneflow_ops.upsample import upsample_nearest2d
+from jax_oneflow_ops.upsample import resize, upsample_nearest2d
 
 if TYPE_CHECKING:
     from jax_oneflow_ops.kernel import ElementwiseKernel, KernelCompileError
@@ -63,6 +63,7 @@ __all__ = [
     "multiply",
     "permute",
     "relu",
+    "resize",
     "scale",
     "scatter_add",
     "segment_sum",

@@ -36,11 +36,14 @@ _ISA_FLAGS = {
 }
 # The library travels in the call: without symbols and the pages that keep code and data apart it is
 # half as large.
-_LINKER_FLAGS = {"linux": ("-s", "-Wl,-z,noseparate-code", "-Wl,--build-id=none")}
+_LINKER_FLAGS = {
+    # -z defs: what no library has is an error here, and not where the library is loaded.
+    "linux": ("-s", "-Wl,-z,noseparate-code", "-Wl,--build-id=none", "-Wl,-z,defs"),
+}
 
 
 class CompilerMissingError(Exception):
-    """There is no compiler here; the message is the remedy."""
+    """There is no compiler here, or it cannot run; the message is the remedy."""
 
 
 class CompilerError(Exception):
@@ -57,11 +60,11 @@ def code(source: str, platform: str) -> bytes:
 
     Raises:
       CompilerError: the source is wrong.
-      CompilerMissingError: there is no compiler, and no cache has the code.
+      CompilerMissingError: there is no compiler, and the cache has no code of any.
     """
     compiler: _CppCompiler | _Nvrtc
     compiler = _CppCompiler() if platform == "cpu" else _Nvrtc(cuda_architecture())
-    key = _key(source, *compiler.identity)
+    key = _key(source, *compiler.target, *compiler.identity)
     with _locks_lock:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
@@ -69,9 +72,18 @@ def code(source: str, platform: str) -> bytes:
             folder = cache_folder()
             found = None if folder is None else _read(folder, key)
             if found is None:
-                found = compiler.compile(source)
-                if folder is not None:
-                    _write(folder, key, found)
+                # A second entry names no compiler: one that is gone cannot be asked for.
+                of_any = f"{_key(source, *compiler.target)}.any"
+                try:
+                    found = compiler.compile(source)
+                except CompilerMissingError:
+                    found = None if folder is None else _read(folder, of_any)
+                    if found is None:
+                        raise
+                else:
+                    if folder is not None:
+                        _write(folder, key, found)
+                        _write(folder, of_any, found)
             _compiled[key] = found
         return _compiled[key]
 
@@ -94,25 +106,34 @@ class _CppCompiler:
     """The system's C++ compiler."""
 
     def __init__(self) -> None:
-        self._command, problem = _cpp_command(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
-        self._problem = problem
+        self._chosen = os.environ.get("CXX", "")
+        self._command, self._problem = _cpp_command(self._chosen, os.environ.get("PATH", ""))
         isa = _native.cpu_instruction_set()
         self._flags = (*_FLAGS, *_ISA_FLAGS.get(isa, ()), *_LINKER_FLAGS.get(sys.platform, ()))
 
     @property
+    def target(self) -> tuple[str, ...]:
+        """What code depends on beside the source, but for the compiler that makes it."""
+        return ("cpu", machine.machine(), sys.platform, self._chosen, *self._flags)
+
+    @property
     def identity(self) -> tuple[str, ...]:
         # Asking for its version would take longer than all else. Replacing it changes the file.
-        return (
-            "cpu",
-            machine.machine(),
-            sys.platform,
-            *map(_file_identity, self._command),
-            *self._flags,
-        )
+        return (*map(_file_identity, self._command),)
 
     def compile(self, source: str) -> bytes:
         if self._problem is not None:
             raise CompilerMissingError(self._problem)
+        try:
+            return self._run(source)
+        except OSError as error:
+            raise CompilerMissingError(
+                f"the C++ compiler {shlex.join(self._command)} cannot run ({error}): it needs a "
+                "folder for temporary files, that of the environment variable TMPDIR or /tmp, and "
+                "to be a program for this machine"
+            ) from error
+
+    def _run(self, source: str) -> bytes:
         with tempfile.TemporaryDirectory(prefix="jof-") as folder:
             library = Path(folder, "kernel.so")
             include = ("-DJOF_CPU_ISA=generated", f"-I{_native.include_dir()}")
@@ -120,7 +141,7 @@ class _CppCompiler:
                 [*self._command, *self._flags, *include, "-x", "c++", "-", "-o", str(library)],
                 input=source,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
                 errors="replace",
                 cwd=folder,
                 env={**os.environ, "LC_ALL": "C"},
@@ -134,7 +155,10 @@ class _CppCompiler:
 @functools.lru_cache(maxsize=8)
 def _cpp_command(cxx: str, path: str) -> tuple[tuple[str, ...], str | None]:
     """The compiler's command, of absolute paths, or why there is none."""
-    candidates = [shlex.split(cxx)] if cxx.strip() else [["c++"], ["clang++"], ["g++"]]
+    try:
+        candidates = [shlex.split(cxx)] if cxx.strip() else [["c++"], ["clang++"], ["g++"]]
+    except ValueError as error:
+        return (), f"the environment variable CXX is no command ({error}): {cxx!r}"
     for program, *options in candidates:
         if (found := shutil.which(program, path=path)) is not None:
             # `ccache g++` names two programs.
@@ -165,8 +189,12 @@ class _Nvrtc:
         self._architecture = architecture
 
     @property
+    def target(self) -> tuple[str, ...]:
+        return ("cuda", self._architecture)
+
+    @property
     def identity(self) -> tuple[str, ...]:
-        return ("cuda", self._architecture, *_versions("nvidia-cuda-nvrtc", "cuda-bindings"))
+        return _versions("nvidia-cuda-nvrtc", "cuda-bindings")
 
     def compile(self, source: str) -> bytes:
         try:
@@ -297,7 +325,9 @@ def _read(folder: Path, key: str) -> bytes | None:
     with contextlib.suppress(OSError):
         if not _is_private(os.stat(folder)):
             return None
-        file = os.open(folder / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A pipe would be waited for.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(folder / key, flags)
         with open(file, "rb") as entry:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or not _is_private(status):

@@ -4,9 +4,10 @@ Everything here is text: nothing compiles, and no jax backend starts.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import Any, Literal, NamedTuple, Union
 
 Mode = Literal["value", "jvp", "vjp"]
 Position = tuple[int, int]  # of a derivative: of which output, with respect to which input
@@ -207,37 +208,209 @@ def check_code(kernel: str, what: str, text: Any, *, required: bool = True) -> N
         raise TypeError(f"{kernel}: {what} must be a string of C++, got {type(text).__name__}")
     if "\0" in text:
         raise ValueError(f"{kernel}: {what} must be text, got a NUL character in it")
-    code = without_comments(text)
-    if code is None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{kernel}: {what} must be text that UTF-8 has, got {text[error.start]!r} in it"
+        ) from None
+    code = tokens(text)
+    if any(token.kind == "open" for token in code):
         raise ValueError(f"{kernel}: {what} has a comment or a string that does not end: {text!r}")
-    if required and not code.strip("; \t\r\n"):
+    if required and all(token.text == ";" for token in code):
         raise ValueError(f"{kernel}: {what} must not be empty, got {text!r}")
-    closing = {")": "(", "]": "[", "}": "{"}
-    opened: list[tuple[str, int]] = []
-    for number, line in enumerate(code.split("\n"), 1):
-        for character in line:
-            if character in "([{":
-                opened.append((character, number))
-            elif character in closing and (not opened or opened.pop()[0] != closing[character]):
-                raise ValueError(
-                    f"{kernel}: {what}, line {number}: {character!r} closes nothing: {text!r}"
-                )
+    opened: list[Token] = []
+    for token in code:
+        if token.text in _CLOSING.values():
+            opened.append(token)
+        elif token.text in _CLOSING and (not opened or opened.pop().text != _CLOSING[token.text]):
+            raise ValueError(
+                f"{kernel}: {what}, line {token.line}: {token.text!r} closes nothing: {text!r}"
+            )
     if opened:
-        bracket, number = opened[-1]
+        bracket, number = opened[-1].text, opened[-1].line
         raise ValueError(f"{kernel}: {what}, line {number}: {bracket!r} is never closed: {text!r}")
 
 
-_COMMENT_OR_STRING = (
-    r"""//[^\n]*|(?s:/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+')|(?P<open>/\*|["'])"""
+_CLOSING = {")": "(", "]": "[", "}": "{"}
+
+# What compilers read as one, and what cannot be that: a comment or a string that does not end.
+_TOKEN = re.compile(
+    r"""(?xs)
+    (?P<blank> \s+ | //[^\n]* | /\*.*?\*/ )
+    | (?P<string>
+        (?:u8|[uUL])? R"(?P<mark>[^()\\\s]{0,16})\( .*? \)(?P=mark)"
+        | (?:u8|[uUL])? (?: "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])+' ) )
+    | (?P<open> /\* | ["'] )
+    | (?P<number> \.?\d (?: [eEpP][+-] | '\w | [\w.] )* )
+    | (?P<word> [^\W\d]\w* )
+    | (?P<operator>
+        %:%: | \#\# | %: | <% | %> | <: | :> | <<= | >>= | << | >> | && | \|\| | \+\+ | -- | ->
+        | :: | [-+*/%&|^=!<>]= | . )
+    """
 )
 
 
-def without_comments(text: str) -> str | None:
-    """C++ with blanks for comments and strings, lines kept; None where one does not end."""
-    text = re.sub(r"(?<=[0-9A-Fa-f])'(?=[0-9A-Fa-f])", "", text)  # digits: 1'000
-    if any(match["open"] for match in re.finditer(_COMMENT_OR_STRING, text)):
-        return None
-    return re.sub(_COMMENT_OR_STRING, lambda m: " " + "\n" * m[0].count("\n"), text)
+class Token(NamedTuple):
+    """Of a source in C++."""
+
+    kind: str
+    text: str
+    line: int
+
+
+def tokens(text: str, *, blanks: bool = False) -> list[Token]:
+    """Of C++, without blanks and comments, which `blanks` leaves in."""
+    found, line = [], 1
+    for match in _TOKEN.finditer(_joined(text)):
+        if blanks or match.lastgroup != "blank":
+            found.append(Token(match.lastgroup or "", match[0], line))
+        line += match[0].count("\n")
+    return found
+
+
+def _joined(text: str) -> str:
+    """With lines that end in a backslash joined to the next, as compilers do before all else.
+
+    Blank lines keep the numbers of those that follow.
+    """
+
+    def line(match: re.Match[str]) -> str:
+        return re.sub(_SPLICE, "", match[0]) + "\n" * match[0].count("\n")
+
+    return re.sub(rf"(?:[^\n]*{_SPLICE})+[^\n]*", line, text)
+
+
+_SPLICE = r"\\[ \t\r]*\n"
+
+
+def _has_directive(text: str, *names: str) -> bool:
+    """Whether a preprocessor's directive of these names, or any, is in the code."""
+    return any(
+        token.text in ("#", "%:") and (not names or after.text in names)
+        for token, after in itertools.pairwise([*tokens(text), _END])
+    )
+
+
+_END = Token("", "", 0)
+
+_ASSIGNMENTS = {"=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=", "++", "--"}
+# Words that an expression may follow. After any other word a name is declared.
+_BEFORE_EXPRESSIONS = {
+    "else",
+    "do",
+    "return",
+    "and",
+    "or",
+    "not",
+    "compl",
+    "bitand",
+    "bitor",
+    "xor",
+}
+
+
+def unassigned(operation: str, preamble: str, outputs: Sequence[Parameter]) -> list[str]:
+    """The outputs that an operation cannot have assigned to.
+
+    Any form that may assign counts: to a member or an element, through a pointer or a reference, in
+    a call of a function of the user's.
+    """
+    own = tokens(preamble)
+    macros = "define", "include"
+    if any(_has_directive(text, *macros) for text in (operation, preamble)) or any(
+        token.text == "operator" for token in own
+    ):
+        return []
+    code = tokens(operation)
+    called = {token.text for token in own}
+    called |= {
+        token.text
+        for token, after in itertools.pairwise([*code, _END])
+        if token.kind == "word" and after.text != "("
+    }
+    close: dict[int, int] = {}  # of brackets
+    inside: list[tuple[int, ...]] = []  # of each token: the brackets that it is in
+    opened: list[int] = []
+    for k, token in enumerate(code):
+        if token.text in _CLOSING:
+            close[opened.pop()] = k
+        inside.append(tuple(opened))
+        if token.text in _CLOSING.values():
+            opened.append(k)
+
+    def at(k: int) -> Token:
+        return code[k] if 0 <= k < len(code) else _END
+
+    def is_passed(bracket: int) -> bool:
+        """Whether what is in a bracket may be assigned to, there or by what it is passed to."""
+        before = at(bracket - 1)
+        if at(bracket).text == "[":
+            return False
+        if at(close[bracket] + 1).text in _ASSIGNMENTS:
+            return True
+        if before.text in _CPP_WORDS:
+            return False
+        if before.kind == "word":
+            return before.text in called or at(bracket - 2).text in ("::", "&", "&&", ".", "->")
+        if at(bracket).text == "{":
+            return before.text == ">"
+        return before.kind == "string" or before.text in (">", "]", ")")
+
+    def may_assign(k: int) -> bool:
+        before = at(k - 1)
+        if before.text in (".", "->", "::"):
+            return False  # another's member
+        if before.kind == "word" and before.text not in _BEFORE_EXPRESSIONS:
+            return False  # a variable of the same name
+        if before.text in ("++", "--"):
+            return True
+        if before.text == "&" and not (
+            at(k - 2).text == "]"
+            or at(k - 2).kind == "number"
+            or (at(k - 2).kind == "word" and at(k - 2).text not in _BEFORE_EXPRESSIONS)
+        ):
+            return True  # its address, and no conjunction
+        if before.text == "=" and at(k - 3).text in ("&", "&&"):
+            return True  # a reference
+        end = k + 1
+        while at(end).text in (".", "->", "["):
+            end = close[end] + 1 if at(end).text == "[" else end + 2
+        return at(end).text in _ASSIGNMENTS or any(map(is_passed, inside[k]))
+
+    return [
+        p.name
+        for p in outputs
+        if not any(token.text == p.name and may_assign(k) for k, token in enumerate(code))
+    ]
+
+
+def _with_safe_division(text: str) -> str:
+    """C++ whose quotients of integers are jax's: see jof_by in common/expression.h.
+
+    `a / b` becomes `a /jof_by()/ b`, and `a /= b` becomes `a /=jof_by()<<= b`: no precedence
+    changes, and floating point divides as before.
+    """
+    written: list[str] = []
+    before = _END
+    directive = ""  # on whose line this is
+    for token in tokens(text, blanks=True):
+        shown = token.text
+        if token.kind == "blank" and "\n" in token.text and not token.text.startswith("/*"):
+            directive = ""
+        elif token.text in ("#", "%:"):
+            directive = "#"
+        elif directive == "#" and token.kind == "word":
+            directive = token.text
+        if before.text != "operator" and directive in ("", "define"):
+            if token.text in ("/", "%"):
+                shown = f"{token.text}jof_by(){token.text}"
+            elif token.text in ("/=", "%="):
+                shown = f"{token.text}jof_by()<<="
+        if token.kind != "blank":
+            before = token
+        written.append(shown)
+    return "".join(written)
 
 
 # ---- types, once they are bound ----
@@ -271,11 +444,20 @@ def computed_in(*dtypes: str) -> str:
 
 def mentioned(definition: Definition) -> tuple[int, ...]:
     """The inputs that the operation may read: any whose name is in it."""
-    code = without_comments(definition.operation)
-    if code is None or "#" in definition.preamble:  # a macro may name any
-        return tuple(range(len(definition.inputs)))
-    words = set(re.findall(_NAME, code))
+    if _has_directive(definition.operation) or _has_directive(definition.preamble):
+        return tuple(range(len(definition.inputs)))  # a macro may name any
+    words = {token.text for token in tokens(definition.operation)}
     return tuple(i for i, p in enumerate(definition.inputs) if p.name in words)
+
+
+def may_use_a_reference(definition: Definition) -> bool:
+    """Whether derivatives of it, of any order, may be computed by a reference.
+
+    That needs all inputs: what the reference reads is not known.
+    """
+    return definition.reference is not None or any(
+        isinstance(d, Definition) and may_use_a_reference(d) for _, d in definition.derivatives
+    )
 
 
 def partial(definition: Definition, position: Position, dtypes: Sequence[str]) -> Definition | None:
@@ -442,16 +624,21 @@ NARROW_RESULTS = "#define JOF_NARROW_RESULTS"
 _WITHOUT_HALF = "#define JOF_WITHOUT_HALF"
 
 
-def _is_narrow(dtype: str) -> bool:
+def is_narrow(dtype: str) -> bool:
+    """Whether it is a floating-point dtype of 16 bits or fewer, computed in float32."""
     return dtype.startswith(("float16", "bfloat16", "float8"))
 
 
-def source(spec: Spec, kinds: Sequence[int], platform: str) -> str:
-    """The C++ or CUDA source of a kernel whose operands are of such kinds."""
-    functions = _Functions(spec.dtypes)
+def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bool = True) -> str:
+    """The C++ or CUDA source of a kernel whose operands are of such kinds.
+
+    Without safe division it is word for word what the user has written: compilers' messages are
+    best about that.
+    """
+    functions = _Functions(spec.dtypes, _with_safe_division if safe_division else str)
     names = _operand_names(spec)
     if spec.mode == "value":
-        body = [f"return {functions.call(spec.definition, spec)};"]
+        body = [f"return {functions.call(spec.definition)};"]
     else:
         body = _derivative(spec, functions)
     signature = ", ".join(
@@ -468,7 +655,7 @@ def source(spec: Spec, kinds: Sequence[int], platform: str) -> str:
     includes, namespaces = functions.text()
     lines = [
         f"// {title}ElementwiseKernel {spec.definition.name}: {spec.definition}",
-        *([NARROW_RESULTS] if all(map(_is_narrow, results)) else []),
+        *([NARROW_RESULTS] if all(map(is_narrow, results)) else []),
         *([] if "float16" in (*spec.operand_dtypes, *results) else [_WITHOUT_HALF]),
         f'#include "{_HEADERS[platform]}"',
         '#include "common/expression.h"',
@@ -517,7 +704,7 @@ def _derivative(spec: Spec, functions: "_Functions") -> list[str]:
         factor = computed_in(dtype, spec.dtypes[i], outputs[o])
         lines.append(
             f"const auto jof_d{o}_{i} = jof_Convert<{TYPES[factor]}>::Of("
-            f"{functions.call(definition, spec)});"
+            f"{functions.call(definition)});"
         )
     results = spec.outs if spec.mode == "jvp" else spec.ins
     for k, dtype in zip(results, spec.result_dtypes, strict=True):
@@ -539,29 +726,27 @@ def _derivative(spec: Spec, functions: "_Functions") -> list[str]:
 class _Functions:
     """What the user has written, as functions in namespaces: one for each preamble."""
 
-    def __init__(self, dtypes: Sequence[str]):
+    def __init__(self, dtypes: Sequence[str], rewritten: Callable[[str], str]):
         self._dtypes = dtypes
+        self._rewritten = rewritten
         self._namespaces: dict[tuple[str, str], list[list[str]]] = {}
 
-    def call(self, definition: Definition, spec: Spec) -> str:
+    def call(self, definition: Definition) -> str:
         """An expression that calls a definition's operation on the kernel's operands."""
         key = definition.preamble, definition.preamble_label
         space = [*self._namespaces, key].index(key)
         functions = self._namespaces.setdefault(key, [])
         name = f"jof_f{len(functions)}"
         functions.append(self._function(definition, name))
-        args = (
-            f"jof_x{i}" if i in spec.primals else f"{_computed(dtype)}{{}}"
-            for i, dtype in enumerate(self._dtypes)
-        )
+        args = (f"jof_x{i}" for i in mentioned(definition))
         return f"jof_n{space}::{name}::Of({', '.join(args)})"
 
     def _function(self, definition: Definition, name: str) -> list[str]:
         bound = bind_variables(definition.inputs, self._dtypes)
         results = output_dtypes(definition, self._dtypes)
         inputs = ", ".join(
-            f"const {_computed(dtype)} {p.name}"
-            for p, dtype in zip(definition.inputs, self._dtypes, strict=True)
+            f"const {_computed(self._dtypes[i])} {definition.inputs[i].name}"
+            for i in mentioned(definition)
         )
         outputs = [p.name for p in definition.outputs]
         returned = outputs[0] if len(outputs) == 1 else f"jof::MakeTuple({', '.join(outputs)})"
@@ -569,11 +754,14 @@ class _Functions:
             f"    {_computed(dtype)} {output}{{}};"
             for output, dtype in zip(outputs, results, strict=True)
         )
-        user = [f'#line 1 "{definition.label}"', definition.operation, _OURS]
+        # What begins and ends it is the user's to compilers, so that they speak of the user's lines
+        # where it does not fit. The blank line is for a backslash at the end.
+        here = f'#line 1 "{definition.label}"'
+        user = [here, self._rewritten(definition.operation), ""]
         if definition.origin is not None:
-            body = [f"    return jof_Convert<{_computed(results[0])}>::Of(", *user, "    );"]
+            body = [here, f"return jof_Convert<{_computed(results[0])}>::Of(", *user, ");", _OURS]
         else:
-            body = [*declared, *user, "    ;", f"    return {returned};"]
+            body = [*declared, *user, ";", _OURS, f"    return {returned};"]
         return [
             f"struct {name} {{",
             *(f"  using {letter} = {TYPES[dtype]};" for letter, dtype in bound.items()),
@@ -590,7 +778,7 @@ class _Functions:
         for k, ((preamble, label), functions) in enumerate(self._namespaces.items()):
             lines.append(f"namespace jof_n{k} {{")
             if preamble.strip():
-                rest = preamble.split("\n")
+                rest = self._rewritten(preamble).split("\n")
                 for number, line in enumerate(rest):
                     if re.match(r"\s*#\s*include\b", line):
                         includes.setdefault(line, [f'#line {number + 1} "{label}"', line, _OURS])
@@ -614,33 +802,75 @@ class Message:
     text: str
 
 
-_ERROR = r"""(?x)^
-    (?P<label>(?:operation|preamble|derivative\ of\ \w+\ with\ respect\ to\ \w+)\ of\ \w+)
-    (?: :(?P<line>\d+)(?::(?P<column>\d+))? | \((?P<cuda_line>\d+)\) )
-    :\ (?:fatal\ |catastrophic\ )?error(?:\ \#[\w-]+)?:?\ (?P<text>.*)$"""
+_LABEL = r"(?P<label>(?:operation|preamble|derivative of \w+ with respect to \w+) of \w+)"
+_PLACE = rf"{_LABEL}(?::(?P<line>\d+)(?::(?P<column>\d+))?|\((?P<cuda_line>\d+)\)): *"
+_ERROR = r"(?:fatal |catastrophic )?error(?: #[\w-]+)?:? (?P<text>.*)"
+# The user's line that an error in a header comes from. GCC names it before the error.
+_CAUSE = r"required from here|note: in instantiation"
+_CAUSE_IN_NVRTC = rf"\s+detected during .* at line (\d+) of {_LABEL}.*"
+# Of the linkers of GCC, Clang, macOS and NVRTC.
+_UNDEFINED = (
+    r"undefined (?:reference to|symbol:?) [`']?([\w:]+)"
+    r"|^\s*\"_?([\w:]+)[^\"]*\", referenced from"
+    r"|Unresolved extern function '(\w+)'"
+)
 
 
-def messages(log: str) -> list[Message]:
-    """The errors of a compiler's log that are at lines of the user's."""
-    found = []
+def messages(log: str, texts: Mapping[str, str]) -> list[Message]:
+    """The errors of a compiler's log that are about lines of the user's `texts`."""
+    found: list[Message] = []
+    cause: re.Match[str] | None = None
+    in_header: str | None = None
+
+    def add(place: re.Match[str], text: str) -> None:
+        number = int(place["line"] or place["cuda_line"])
+        column = int(place["column"]) if place["column"] else None
+        found.append(Message(place["label"], number, column, text))
+
     for line in log.splitlines():
-        if match := re.match(_ERROR, line):
-            number = int(match["line"] or match["cuda_line"])
-            column = int(match["column"]) if match["column"] else None
-            found.append(Message(match["label"], number, column, match["text"]))
+        line = re.sub(_CAUSE_IN_NVRTC, r"\2(\1): note: in instantiation", line)
+        place = re.match(_PLACE, line)
+        rest = line[place.end() :] if place else line
+        error = re.match(_ERROR, rest) if place else re.match(rf".*?: {_ERROR}", rest)
+        if place and error:
+            add(place, error["text"])
+        elif place and re.match(_CAUSE, rest):
+            cause = place
+        elif error:
+            in_header = error["text"]
+        if cause and in_header is not None:
+            add(cause, in_header)
+            cause = in_header = None
+    for names in dict.fromkeys(re.findall(_UNDEFINED, log, re.MULTILINE)):
+        symbol = "".join(names).split("::")[-1]
+        for label, text in texts.items():
+            for number, line in enumerate(text.split("\n"), 1):
+                for word in re.finditer(_NAME, line):
+                    if _is_named(word[0], symbol):
+                        problem = f"{word[0]} is declared, but defined nowhere"
+                        found.append(Message(label, number, word.start() + 1, problem))
     return found
+
+
+def _is_named(name: str, symbol: str) -> bool:
+    """Whether a linker's symbol is a function of this name, mangled or not."""
+    of_name = f"{len(name)}{name}"
+    mangled = symbol.startswith("_Z") and (f"{of_name}E" in symbol or f"_Z{of_name}" in symbol)
+    return symbol == name or mangled
 
 
 def annotated(texts: Mapping[str, str], found: Sequence[Message]) -> str:
     """The user's lines with the compiler's messages under them."""
     shown: list[str] = []
     for label in dict.fromkeys(message.label for message in found):
-        lines = texts.get(label, "").split("\n")
+        lines = texts.get(label, "").rstrip().split("\n")
         shown.append(f"{label}:")
         for number, line in enumerate(lines, 1):
             shown.append(f"{number:5} | {line}")
             for message in found:
                 if (message.label, min(message.line, len(lines))) == (label, number):
                     column = message.column or len(line) - len(line.lstrip()) + 1
+                    if message.line > number or column > len(line):  # at what follows the code
+                        column = len(line) + 1
                     shown.append(f"      | {' ' * (column - 1)}^ {message.text}")
     return "\n".join(shown)

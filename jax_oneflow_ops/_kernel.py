@@ -2,14 +2,19 @@
 
 One primitive, jof_generated, runs every kernel: its parameter `spec` says which definition, and
 whether the value or a derivative of it. A JVP is one kernel of the inputs and their tangents, and
-its transpose, a VJP, one of the inputs and the cotangents; both have as operands those inputs only
-that the derivatives read. They are linear in the vectors. Their own derivatives with respect to the
+its transpose, a VJP, one of the inputs and the cotangents; both read those inputs only that the
+derivatives name. They are linear in the vectors. Their own derivatives with respect to the
 inputs are sums of products with derivatives of the derivatives, where those are kernels too.
+
+Where the kernel has a reference, its derivatives have all inputs as operands: which implementation
+runs is not known before they are lowered, and jax's derivative of the reference needs them. A
+native call leaves out those that it does not read.
 
 Operands are arrays of the results' shape, scalars, and rows: vectors along the last of several
 axes. The shapes say which.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -101,6 +106,8 @@ def _division(*types: Any, spec: Spec) -> _primitive.Division:
 
 def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     """The FFI call, with the code for this machine's devices."""
+    full, every = spec, args
+    spec, args = _without_unread(full, every)
     name = spec.definition.name
     source = _expression.source(spec, kinds(args), platform)
     try:
@@ -116,12 +123,11 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
                 f'{name}: implementation="native" was asked for, but {error}.'
             ) from error
         _native.warn_of_fallback("the references of kernels that it cannot compile", f"{error}.")
-        return _reference(*args, spec=spec)
+        return reference(*every, spec=full)
     except _compile.CompilerError as error:
-        raise _compile_error(spec, error, source) from None
+        raise _compile_error(spec, error, kinds(args), platform) from None
     shape = _full(args)[0].shape
     dtypes = spec.result_dtypes
-    every = (*spec.operand_dtypes, *dtypes)
     call: Any = jax.ffi.ffi_call(
         "jof_generated", [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for d in dtypes]
     )
@@ -132,19 +138,44 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
             id=np.int64(_compile.code_id(code)),
             name=name,
             kinds=np.asarray(kinds(args), np.int64),
-            element_bytes=np.asarray([jnp.dtype(d).itemsize for d in every], np.int64),
+            element_bytes=np.asarray(
+                [jnp.dtype(d).itemsize for d in (*spec.operand_dtypes, *dtypes)], np.int64
+            ),
         )
     ]
 
 
-def _compile_error(spec: Spec, error: _compile.CompilerError, source: str) -> KernelCompileError:
+def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any, ...]]:
+    """A derivative without the inputs that are there for the reference, if the shape allows it."""
+    if spec.mode == "value":
+        return spec, args
+    read = _expression.derivative_spec(
+        spec.definition, spec.mode, spec.dtypes, spec.ins, spec.outs
+    ).primals
+    count = len(spec.primals)
+    kept = *(x for i, x in zip(spec.primals, args, strict=False) if i in read), *args[count:]
+    if jnp.broadcast_shapes(*(x.shape for x in kept)) != _full(args)[0].shape:
+        return spec, args
+    return dataclasses.replace(spec, primals=read), kept
+
+
+def _compile_error(
+    spec: Spec, error: _compile.CompilerError, kinds: Sequence[int], platform: str
+) -> KernelCompileError:
+    """What a compiler says of the user's own words."""
+    source = _expression.source(spec, kinds, platform, safe_division=False)
+    with contextlib.suppress(_compile.CompilerMissingError):
+        try:
+            _compile.code(source, platform)
+        except _compile.CompilerError as plain:
+            error = plain
     name = spec.definition.name
     what = {"value": "", "jvp": "'s derivative", "vjp": "'s derivative"}[spec.mode]
     types = ", ".join(
         f"{p} is {dtype}" if p.is_variable else str(p)
         for p, dtype in zip(spec.definition.inputs, spec.dtypes, strict=True)
     )
-    found = _expression.messages(error.log)
+    found = _expression.messages(error.log, spec.texts())
     shown = _expression.annotated(spec.texts(), found) if found else error.log.strip()
     message = f"{name}{what} does not compile where {types} ({error.compiler}):\n\n{shown}"
     narrow = any(dtype.startswith(("float16", "bfloat16", "float8")) for dtype in spec.dtypes)
@@ -156,7 +187,7 @@ def _compile_error(spec: Spec, error: _compile.CompilerError, source: str) -> Ke
     return KernelCompileError(message, name, error.log, source)
 
 
-def _reference(*args: Any, spec: Spec) -> list[Any]:
+def reference(*args: Any, spec: Spec) -> list[Any]:
     """What the kernel computes by the user's jnp function and jax's derivatives of it.
 
     In float32 where kernels compute in it, and rounded once.
@@ -172,7 +203,7 @@ def _reference(*args: Any, spec: Spec) -> list[Any]:
         )
     shape = _full(args)[0].shape
     given = dict(zip(spec.primals, args, strict=False))
-    # The derivatives do not depend on the inputs that are not here.
+    # An input is missing only where a transpose is linear in it: its value does not matter.
     inputs = [given.get(i, jnp.ones((), d)) for i, d in enumerate(spec.dtypes)]
     vectors = args[len(spec.primals) :]
 
@@ -269,11 +300,12 @@ kernel_p = _primitive.define(
     "jof_generated",
     function="ElementwiseKernel",
     abstract_eval=_abstract_eval,
-    reference=_reference,
+    reference=reference,
     native=_call,
     division=_division,
     batch=_batch,
     multiple_results=True,
+    on_scalars=lambda spec: None if spec.definition.reference is None else reference,
 )
 
 
@@ -312,7 +344,11 @@ def _tangents(
     spec = _expression.derivative_spec(definition, "jvp", dtypes, ins, outs)
     vectors = [tangents[i] for i in ins]
     read = [*spec.primals]
-    if shape is not None and all(x.shape != shape for x in (*(primals[i] for i in read), *vectors)):
+    if _expression.may_use_a_reference(definition):
+        read = [*primals]
+    elif shape is not None and all(
+        x.shape != shape for x in (*(primals[i] for i in read), *vectors)
+    ):
         read.append(next(i for i, x in primals.items() if x.shape == shape))
     spec = dataclasses.replace(spec, primals=tuple(sorted(read)))
     operands = [*(primals[i] for i in spec.primals), *vectors]
@@ -407,7 +443,9 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
         moved = _transpose(cts, *(args[i] for i in order), spec=jvp, implementation=implementation)
         return [moved[order.index(i)] for i in spec.primals]
     count = len(spec.primals)
-    given = dict(zip(spec.primals, args, strict=False))
+    given = {
+        i: x for i, x in zip(spec.primals, args, strict=False) if not ad.is_undefined_primal(x)
+    }
     vectors = args[count:]
     linear = {
         k: vector.aval
@@ -415,23 +453,25 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
         if ad.is_undefined_primal(vector)
     }
     results = spec.outs if spec.mode == "jvp" else spec.ins
-    # A cotangent of rank 0 may be a Python number.
-    live = {k: jnp.asarray(ct) for k, ct in zip(results, cts, strict=True) if not _is_zero(ct)}
+    live = {k: ct for k, ct in zip(results, cts, strict=True) if not _is_zero(ct)}
     found: dict[int, Any] = {}
     side = 1 if spec.mode == "jvp" else 0  # of a position: what is linear
-    pairs = [p for p in spec.partials() if p[side] in linear and p[1 - side] in live]
+    partials = {p: d for p, d in spec.partials().items() if p[1 - side] in live}
+    for definition in partials.values():
+        for i in _expression.mentioned(definition):
+            if i not in given:
+                raise NotImplementedError(
+                    f"{spec.definition.name}: it cannot be transposed with respect to "
+                    f"{spec.definition.inputs[i].name}, which a derivative reads."
+                )
+    pairs = [position for position in partials if position[side] in linear]
     if pairs:
         outs, ins = (sorted({pair[k] for pair in pairs}) for k in (0, 1))
         mode: _expression.Mode = "vjp" if spec.mode == "jvp" else "jvp"
         other = _expression.derivative_spec(spec.definition, mode, spec.dtypes, ins, outs)
         wanted, sources = (ins, outs) if mode == "vjp" else (outs, ins)
-        for i in other.primals:
-            if i not in given or ad.is_undefined_primal(given[i]):
-                raise NotImplementedError(
-                    f"{spec.definition.name}: it cannot be transposed with respect to "
-                    f"{spec.definition.inputs[i].name}, in which it is not linear: a derivative "
-                    "reads it."
-                )
+        if _expression.may_use_a_reference(spec.definition):
+            other = dataclasses.replace(other, primals=tuple(given))
         operands = [*(given[i] for i in other.primals), *(live[k] for k in sources)]
         transposed = bind(*operands, spec=other, implementation=implementation)
         found = dict(zip(wanted, transposed, strict=True))
@@ -452,8 +492,7 @@ def _summed_like(ct: Any, aval: Any) -> Any:
     return _compat.with_sharding_of(ct, aval)
 
 
-ad.primitive_jvps[kernel_p] = _jvp
-ad.primitive_transposes[kernel_p] = _transpose
+_primitive.define_derivatives(kernel_p, jvp=_jvp, transpose=_transpose)
 
 
 def value(

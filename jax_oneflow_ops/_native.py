@@ -56,7 +56,7 @@ def _why_not_built() -> str:
             f"`pip install --editable .` in {root}; or run `pip install .` there, and Python in "
             "another directory."
         )
-    installed = os.path.realpath(os.fspath(found.locate_file("jax_oneflow_ops")))
+    installed = os.path.realpath(str(found.locate_file("jax_oneflow_ops")))
     origin = json.loads(found.read_text("direct_url.json") or "{}")
     if installed == package or origin.get("dir_info", {}).get("editable"):
         return (

@@ -101,7 +101,7 @@ def _scatter_add_type(operand: Any, ids: Any, updates: Any, *, indexing: Indexin
     return _typed(operand, ids, (rows,), (spec,), 1, indexing)
 
 
-def _gather_rows_type(table: Any, ids: Any, *, fill: str, indexing: Indexing) -> Any:
+def _gather_rows_type(table: Any, ids: Any, *, fill: str | bytes, indexing: Indexing) -> Any:
     index = ids.shape[indexing.index_begin() :]
     return _typed(table, ids, index, _index_spec(ids, indexing), 1, indexing)
 
@@ -207,7 +207,7 @@ def _gather_rows_on_shard(
     table: Any,
     ids: Any,
     *,
-    fill: str,
+    fill: str | bytes,
     indexing: Indexing,
 ) -> jax.Array:
     """Each device has zeros for rows of others, and the sum is the bits of the one that has it."""
@@ -494,7 +494,7 @@ def _scatter_add_native(
 
 
 def _gather_rows_native(
-    platform: str, table: Any, ids: Any, *, fill: str, indexing: Indexing
+    platform: str, table: Any, ids: Any, *, fill: str | bytes, indexing: Indexing
 ) -> Any:
     n, dtype = indexing.batch, table.dtype
     rows, inner = table.shape[n], math.prod(table.shape[n + 1 :])
@@ -661,7 +661,7 @@ def _sum_into_rows_of(table: Any, data: Any, ids: Any, *, indexing: Indexing, **
 
 
 def _gather_rows_transpose(
-    ct: Any, table: Any, ids: Any, *, fill: str, indexing: Indexing, **params: Any
+    ct: Any, table: Any, ids: Any, *, fill: str | bytes, indexing: Indexing, **params: Any
 ) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [ad.Zero(table.aval), None]
@@ -696,13 +696,30 @@ def _scatter_add_transpose(
     return cts
 
 
-def _zero_filled(tangent: Any, _: Any, ids: Any, **params: Any) -> Any:
-    return bind(gather_rows_p, tangent, ids, **{**params, "fill": "zero"})
+def _jvp_of_rows(
+    primitive: core.Primitive,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    of_tangent: dict[str, Any],
+    **params: Any,
+) -> Any:
+    """Of a primitive that is linear in rows, which itself maps their tangents."""
+    result = bind(primitive, *primals, **params)
+    rows, ids = tangents[0], primals[1]
+    if isinstance(rows, ad.Zero):
+        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+    return result, bind(primitive, rows, ids, **params | of_tangent)
 
 
-ad.defjvp(segment_sum_p, lambda t, _, ids, **params: bind(segment_sum_p, t, ids, **params), None)
-ad.defjvp(gather_rows_p, _zero_filled, None)
-ad.primitive_jvps[scatter_add_p] = _scatter_add_jvp
-ad.primitive_transposes[segment_sum_p] = _segment_sum_transpose
-ad.primitive_transposes[gather_rows_p] = _gather_rows_transpose
-ad.primitive_transposes[scatter_add_p] = _scatter_add_transpose
+_primitive.define_derivatives(
+    segment_sum_p,
+    jvp=functools.partial(_jvp_of_rows, segment_sum_p, of_tangent={}),
+    transpose=_segment_sum_transpose,
+)
+_primitive.define_derivatives(
+    gather_rows_p,
+    jvp=functools.partial(_jvp_of_rows, gather_rows_p, of_tangent={"fill": "zero"}),
+    transpose=_gather_rows_transpose,
+)
+_primitive.define_derivatives(scatter_add_p, jvp=_scatter_add_jvp, transpose=_scatter_add_transpose)

@@ -1,5 +1,7 @@
 """Kernels that users write: one expression in C++ becomes an operation of JAX."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_oneflow_ops import _checks, _compat, _expression, _kernel, _native
-from jax_oneflow_ops._expression import Definition, Parameter
+from jax_oneflow_ops._expression import Definition, Parameter, Spec
 from jax_oneflow_ops._kernel import KernelCompileError
 
 __all__ = ["ElementwiseKernel", "KernelCompileError"]
@@ -31,14 +33,15 @@ class ElementwiseKernel:
         dtype, or the name of a dtype: bool, int8 to int64, uint8 to uint64, float8_e4m3fn,
         float8_e5m2, float16, bfloat16, float32, float64, complex64, complex128. At most 16.
       out_params: the outputs, likewise. A letter must be that of an input. At most 16.
-      operation: one or more statements of C++17 that assign to the outputs. Values of 16 bits and
+      operation: one or more statements of C++17 that assign to every output. Values of 16 bits and
         less are ``float`` in it, all others are of the parameters' types; a letter is the type of
         stored elements, and ``Compute<T>`` that of values. Intermediate values are best declared
         with ``auto``. There are the functions of math.h by their names for double, and ``sigmoid``,
         ``relu``, ``silu``, ``softplus``, ``mish``, ``hard_swish``, ``gelu`` (by tanh),
         ``gelu_erf``, ``rsqrt``, ``min``, ``max`` and ``clamp``, which compute in float unless an
         argument is double. A literal such as ``0.5`` is double in C++: write ``0.5f``. Complex
-        numbers have ``+ - * /``, ``.re``, ``.im``, ``abs`` and ``conj``. Inputs are constants.
+        numbers have ``+ - * /``, ``.re``, ``.im``, ``abs`` and ``conj``. Integers divide as in
+        `jax.lax.div` and `jax.lax.rem`, by zero too. Inputs are constants.
         There is no index, and no other element: what an expression loops over or calls is its own.
       name: the kernel's name, an identifier of C++, which errors show.
       preamble: C++ before the kernel: ``#include``, functions, structs. Functions must be marked
@@ -48,15 +51,16 @@ class ElementwiseKernel:
         may be another ``ElementwiseKernel`` of the same inputs and one output, which in turn has
         derivatives: that is how to differentiate twice. What is missing cannot be differentiated.
       reference: a jnp function of the same inputs, with a tuple as result where there are several
-        outputs. It runs on other platforms, where there is no compiler (with a warning), and under
-        ``JAX_ONEFLOW_OPS_IMPLEMENTATION=xla``, with jax's own derivatives; and `check` compares
-        with it. 16-bit inputs arrive as float32.
+        outputs. It runs on other platforms, for scalars, where there is no compiler (with a
+        warning), and under ``JAX_ONEFLOW_OPS_IMPLEMENTATION=xla``, with jax's own derivatives; and
+        `check` compares with it. 16-bit inputs arrive as float32.
 
     Raises:
       TypeError: an argument is of another type than this.
       ValueError: a list of parameters does not have this form; names are reserved, or appear twice;
-        an output's type is no input's; brackets do not match; a derivative is of no output with
-        respect to an input. Errors name the kernel and the parameter.
+        an output's type is no input's; an output is never assigned; brackets do not match; a
+        derivative is of no output with respect to an input. Errors name the kernel and the
+        parameter.
 
     Numerics:
       Values of 16 bits and less are computed in float32 and rounded once. ``exp``, ``expm1``,
@@ -72,7 +76,8 @@ class ElementwiseKernel:
 
     Differentiation:
       The JVP and the VJP are one kernel each, for all outputs and inputs together, and read only
-      those inputs that the derivatives use. Cotangents of scalars and rows are summed by XLA, in
+      those inputs that the derivatives use. Where there is a reference, which may run in their
+      place, all inputs are kept for them. Cotangents of scalars and rows are summed by XLA, in
       float32 where they are narrower. Second and higher derivatives are sums of products of such
       kernels, where derivatives are kernels.
       `jax.linear_transpose` works with respect to inputs that no derivative for them reads.
@@ -84,7 +89,9 @@ class ElementwiseKernel:
       that jax_oneflow_ops was built for. Compiled kernels are kept in the user's cache folder
       (``~/.cache/jax_oneflow_ops``, ``~/Library/Caches/jax_oneflow_ops``), or in that which the
       environment variable ``JAX_ONEFLOW_OPS_CACHE_DIR`` names. A folder that others may write to is
-      not used. The compiled code is part of the compiled program, and of what `jax.export` exports.
+      not used. A compiler's entries are its own; where there is none, those of the last one with
+      the same ``CXX`` serve. The compiled code is part of the compiled program, and of what
+      `jax.export` exports.
 
     Sharding:
       All dimensions may be sharded freely.
@@ -130,6 +137,11 @@ class ElementwiseKernel:
                 f"{name}: reference must be a function or None, got {type(reference).__name__}"
             )
         given = _derivatives(name, inputs, outputs, derivatives)
+        for output in _expression.unassigned(operation, preamble, outputs):
+            raise ValueError(
+                f"{name}: operation must assign to every output, and does not to {output!r}: write "
+                f'"{output} = ...", got {operation!r}'
+            )
         self._definition = Definition(name, inputs, outputs, operation, preamble, given, reference)
         keywords = {"preamble": preamble, "derivatives": derivatives, "reference": reference}
         self._arguments = (in_params, out_params, operation, name), keywords
@@ -262,17 +274,25 @@ class ElementwiseKernel:
     def check(self, *args: ArrayLike, rtol: float | None = None, atol: float | None = None) -> None:
         """Compares the outputs and all derivatives that were given with those of the reference.
 
-        Derivatives are compared in both modes, with vectors of ones for one input or output.
+        jax differentiates the reference at these inputs. Derivatives are compared element by
+        element and in both modes, with vectors of ones for one input or output. One that is None is
+        zero: where that of the reference is not, `jax.lax.stop_gradient` in it says that this is
+        meant. Where letters stand for floating-point dtypes of 16 bits or fewer, all is compared in
+        float32, too. Derivatives of derivatives are not compared: those are kernels with a `check`
+        of their own.
 
         Args:
           *args: inputs, as the kernel takes them.
-          rtol: the relative tolerance. By default 16 units in the last place of each result's
-            dtype.
-          atol: the absolute tolerance. By default that of a unit of 1.
+          rtol: the relative tolerance. By default 16 units in the last place of the result's dtype;
+            in 16 bits and fewer 16 units of 2^-15, which functions are accurate to, and 2 units in
+            the last place of the dtype.
+          atol: the absolute tolerance. By default 16 such units of 1.
 
         Raises:
           AssertionError: they differ; the message names kernel, output and input, and says where
             and by how much.
+          NotImplementedError: the kernel does not run here: there is no compiler, or no kernel for
+            this platform.
           ValueError: the kernel has no reference.
 
         Example:
@@ -290,48 +310,58 @@ class ElementwiseKernel:
                 "one when the kernel is made, reference=..."
             )
         arrays, dtypes = _checked(definition, args)
-        inputs, outputs = definition.inputs, definition.outputs
-        results = _expression.output_dtypes(definition, dtypes)
-        # Inputs with derivatives of the same outputs are compared together: by one kernel.
-        known: dict[int, list[int]] = {}
-        for (o, i), _ in definition.derivatives:
-            if _expression.is_inexact(dtypes[i]) and _expression.is_inexact(results[o]):
-                known.setdefault(i, []).append(o)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i, outs in known.items():
-            groups.setdefault(tuple(outs), []).append(i)
+        wide = [
+            "float32" if p.is_variable and _expression.is_narrow(dtype) else dtype
+            for p, dtype in zip(definition.inputs, dtypes, strict=True)
+        ]
+        for where, chosen in {"": dtypes, " in float32": wide}.items():
+            if where and wide == dtypes:
+                break
+            xs = [x.astype(dtype) for x, dtype in zip(arrays, chosen, strict=True)]
+            # Without its reference nothing but the kernel can run.
+            spec = _expression.value_spec(dataclasses.replace(definition, reference=None), chosen)
+            native = functools.partial(_kernel.bind, spec=spec, implementation="native")
+            spec = _expression.value_spec(definition, chosen)
+            expected = _results(spec, functools.partial(_kernel.reference, spec=spec), xs)
+            for what, actual in _results(spec, native, xs).items():
+                _compare(f"{definition.name}: {what}{where}", actual, expected[what], rtol, atol)
 
-        def compared(implementation: str | None) -> dict[str, jax.Array]:
-            """All that is compared, by what errors call it."""
 
-            def function(*xs: Any) -> list[Any]:
-                return _kernel.value(definition, dtypes, xs, implementation)
+def _results(
+    spec: Spec, function: Callable[..., list[jax.Array]], arrays: Sequence[jax.Array]
+) -> dict[str, jax.Array]:
+    """What `check` compares, by what errors call it: a function's results and derivatives."""
+    inputs, outputs = spec.definition.inputs, spec.definition.outputs
+    values = jax.jit(function)(*arrays)
+    found = {p.name: y for p, y in zip(outputs, values, strict=True)}
+    # Inputs with derivatives of the same outputs are compared together: by one kernel.
+    known: dict[int, list[int]] = {}
+    for (o, i), _ in spec.definition.derivatives:
+        if _expression.is_inexact(spec.dtypes[i]) and _expression.is_inexact(spec.result_dtypes[o]):
+            known.setdefault(i, []).append(o)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, outs in known.items():
+        groups.setdefault(tuple(outs), []).append(i)
+    full = jnp.broadcast_arrays(*arrays)  # a sum over what is broadcast would hide much
+    for of, ins in groups.items():
 
-            values = jax.jit(function)(*arrays)
-            found = {p.name: y for p, y in zip(outputs, values, strict=True)}
-            for outs, ins in groups.items():
+        def of_ins(*xs: Any, outs: Any = of, ins: Any = ins) -> list[Any]:
+            given = dict(zip(ins, xs, strict=True))
+            ys = function(*(given.get(i, x) for i, x in enumerate(full)))
+            return [ys[o] for o in outs]
 
-                def of_ins(*xs: Any, outs: Any = outs, ins: Any = ins) -> list[Any]:
-                    given = dict(zip(ins, xs, strict=True))
-                    ys = function(*(given.get(i, x) for i, x in enumerate(arrays)))
-                    return [ys[o] for o in outs]
+        def derivatives(*xs: Any, of_ins: Any = of_ins) -> Any:
+            _, push = jax.linearize(of_ins, *xs)
+            ys, pull = jax.vjp(of_ins, *xs)
+            return [push(*one) for one in _ones(xs)], [pull(one) for one in _ones(ys)]
 
-                def derivatives(*xs: Any, of_ins: Any = of_ins) -> Any:
-                    _, push = jax.linearize(of_ins, *xs)
-                    ys, pull = jax.vjp(of_ins, *xs)
-                    return [push(*one) for one in _ones(xs)], [pull(one) for one in _ones(ys)]
-
-                jvps, vjps = jax.jit(derivatives)(*(arrays[i] for i in ins))
-                for n, i in enumerate(ins):
-                    for m, o in enumerate(outs):
-                        about = f"with respect to {inputs[i].name} of {outputs[o].name}"
-                        found[f"the JVP {about}"] = jvps[n][m]
-                        found[f"the VJP {about}"] = vjps[m][n]
-            return found
-
-        expected = compared("xla")
-        for what, actual in compared(None).items():
-            _compare(f"{definition.name}: {what}", actual, expected[what], rtol, atol)
+        jvps, vjps = jax.jit(derivatives)(*(full[i] for i in ins))
+        for n, i in enumerate(ins):
+            for m, o in enumerate(of):
+                about = f"with respect to {inputs[i].name} of {outputs[o].name}"
+                found[f"the JVP {about}"] = jvps[n][m]
+                found[f"the VJP {about}"] = vjps[m][n]
+    return found
 
 
 def _ones(xs: Sequence[jax.Array]) -> list[list[jax.Array]]:
@@ -342,15 +372,19 @@ def _ones(xs: Sequence[jax.Array]) -> list[list[jax.Array]]:
 def _compare(
     what: str, actual: jax.Array, expected: jax.Array, rtol: float | None, atol: float | None
 ) -> None:
-    exact = not jnp.issubdtype(actual.dtype, jnp.inexact)
-    unit = 0.0 if exact else 16 * float(jnp.finfo(actual.dtype).eps)
+    unit = rounding = smallest = 0.0
+    if jnp.issubdtype(actual.dtype, jnp.inexact):
+        info = jnp.finfo(actual.dtype)
+        unit = float(info.eps)
+        if info.bits < 32:
+            unit, rounding, smallest = 2.0**-15, 2 * unit, float(info.smallest_subnormal)
     wide = np.complex128 if jnp.iscomplexobj(actual) else np.float64
     try:
         np.testing.assert_allclose(
             np.asarray(actual).astype(wide),
             np.asarray(expected).astype(wide),
-            rtol=unit if rtol is None else rtol,
-            atol=unit if atol is None else atol,
+            rtol=16 * unit + rounding if rtol is None else rtol,
+            atol=16 * unit + smallest if atol is None else atol,
         )
     except AssertionError as error:
         raise AssertionError(f"{what} is not that of the reference:{error}") from None
@@ -414,7 +448,7 @@ def _derivatives(
             found[position] = None
         elif isinstance(derivative, str):
             _expression.check_code(kernel, what, derivative)
-            if (_expression.without_comments(derivative) or "").strip().endswith(";"):
+            if _expression.tokens(derivative)[-1].text == ";":
                 raise ValueError(
                     f"{kernel}: {what} must be an expression, without a semicolon, got "
                     f"{derivative!r}"

@@ -15,14 +15,14 @@ _NAME = "permute"
 
 
 def permute(
-    x: ArrayLike,
+    a: ArrayLike,
     axes: Sequence[int] | None = None,
     *,
     implementation: Literal["native", "xla"] | None = None,
 ) -> jax.Array:
     """Permutes the axes of an array. Replaces `jax.numpy.transpose`.
 
-    ``result.shape[i] == x.shape[axes[i]]``.
+    ``result.shape[i] == a.shape[axes[i]]``.
 
     The result is a new array in memory: this is for data that has to move, such as images between
     NHWC and NCHW, or attention heads before a kernel that wants them in order. Inside a larger
@@ -32,8 +32,8 @@ def permute(
     function where the profile shows a transpose kernel, and measure.
 
     Args:
-      x: array of any rank and any dtype of 1 to 16 bytes, or a number.
-      axes: a permutation of ``range(x.ndim)``; negative axes count from the end. None reverses the
+      a: array of any rank and any dtype of 1 to 16 bytes, or a number.
+      axes: a permutation of ``range(a.ndim)``; negative axes count from the end. None reverses the
         order of the axes.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for `jnp.transpose`, None
         for native kernels where there are any (on CPUs and NVIDIA GPUs) and `jnp.transpose`
@@ -41,13 +41,13 @@ def permute(
         is traced, replaces None.
 
     Returns:
-      An array of `x`'s dtype. Where every axis stays in its place it is `x` itself; where only axes
+      An array of `a`'s dtype. Where every axis stays in its place it is `a` itself; where only axes
       of size 1 move nothing is copied either.
 
     Raises:
-      TypeError: `x` is not an array or has a dtype without a fixed number of bytes (int4, PRNG
+      TypeError: `a` is not an array or has a dtype without a fixed number of bytes (int4, PRNG
         keys), or `axes` is not made of concrete integers.
-      ValueError: `axes` is not a permutation of `x`'s axes, or an option has an unknown value.
+      ValueError: `axes` is not a permutation of `a`'s axes, or an option has an unknown value.
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
@@ -56,7 +56,7 @@ def permute(
     Differentiation and sharding:
       To any order, in both modes: the transpose is the inverse permutation. Under `jax.vmap` the
       batch axis is one more axis of the same call, the result's first. Every dimension may be
-      sharded freely; the result's sharding is that of `x`, permuted. Inside a `jax.shard_map` over
+      sharded freely; the result's sharding is that of `a`, permuted. Inside a `jax.shard_map` over
       some axes of a mesh only, arrays are gathered over the other axes, with a `GatherWarning`.
 
     Source:
@@ -75,10 +75,10 @@ def permute(
       >>> jof.permute(images, (0, 1, 2, -1)) is images
       True
     """
-    x = _checks.as_array(_NAME, "x", x, numbers=True)
+    x = _checks.as_array(_NAME, "a", a, numbers=True)
     if not _checks.is_movable(x.dtype):
         raise TypeError(
-            f"{_NAME}: x must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {x.dtype}"
+            f"{_NAME}: a must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {x.dtype}"
         )
     permutation = _permutation(x.ndim, axes)
     choice = _native.choose_implementation(_NAME, implementation)
@@ -110,9 +110,9 @@ def _permutation(ndim: int, axes: Any) -> tuple[int, ...]:
                 f"{_NAME}: axes must be made of concrete integers, got {axis!r} of type "
                 f"{type(axis).__name__}"
             ) from None
-    got = f"got axes={tuple(permutation)} for x of rank {ndim}"
+    got = f"got axes={tuple(permutation)} for a of rank {ndim}"
     if len(permutation) != ndim:
-        raise ValueError(f"{_NAME}: axes must name each axis of x once, {got}")
+        raise ValueError(f"{_NAME}: axes must name each axis of a once, {got}")
     for axis in permutation:
         if not -ndim <= axis < ndim:
             raise ValueError(f"{_NAME}: axes must be from {-ndim} to {ndim - 1}, {got}")

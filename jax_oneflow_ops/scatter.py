@@ -1,5 +1,6 @@
 """Sums of rows that indices name, and the lookup of rows: segment sums, scatter-add, embeddings."""
 
+import functools
 import operator
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ def segment_sum(
     unique_indices: bool = False,
     bucket_size: int | None = None,
     mode: Mode = None,
+    out_sharding: jax.NamedSharding | jax.P | None = None,
     *,
     deterministic: bool = False,
     implementation: Implementation = None,
@@ -47,6 +49,8 @@ def segment_sum(
       mode: what an id that is negative or too large does. ``"drop"``, ``"fill"`` and None: nothing.
         ``"clip"``: it is brought into range. ``"promise_in_bounds"``: there is none, the same as
         ``"drop"`` here. Or the equal `jax.lax.GatherScatterMode`.
+      out_sharding: the sharding of the result over Explicit axes of the mesh of `jax.set_mesh`, as
+        in `jax.ops.segment_sum` of newer releases of jax. Not together with `bucket_size`.
       deterministic: the same bits on every run. CPUs always do this, and GPUs for integers,
         sorted ids and many wide rows; for single floats it takes them up to four times as long.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
@@ -61,9 +65,11 @@ def segment_sum(
       TypeError: `data` is not an array or a number of a dtype listed above, `segment_ids` are no
         integers, or `num_segments` or `bucket_size` is no integer.
       ValueError: `num_segments` is negative, `bucket_size` is not positive or `segment_ids` not
-        of one dimension with it, the shapes do not fit, or an option has an unknown value.
+        of one dimension with it, the shapes do not fit, an option has an unknown value, or
+        `out_sharding` has an axis that is not Explicit.
       jax.errors.ConcretizationTypeError: `num_segments` must be given, as ids are traced.
-      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+      NotImplementedError: both `out_sharding` and `bucket_size` are given, or
+        ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
       Integers are exact modulo 2^k. Floats are summed in their own dtype, 16-bit values in float32
@@ -106,8 +112,20 @@ def segment_sum(
         unique_indices=bool(unique_indices),
         deterministic=bool(deterministic),
     )
+    total = functools.partial(
+        _segment_sum, num_segments=num_segments, indexing=indexing, choice=choice
+    )
     if bucket_size is None:
-        return _segment_sum(data, ids, num_segments, indexing, choice)
+        if out_sharding is None:
+            return total(data, ids)
+        result = total(data, ids, rows_spec=_rows_spec(out_sharding))
+        resharded: jax.Array = jax.sharding.reshard(result, out_sharding)  # or it says why not
+        return resharded
+    if out_sharding is not None:
+        raise NotImplementedError(
+            f"{name}: out_sharding together with bucket_size is not supported, as it is not by "
+            "jax.ops.segment_sum; shard the result with jax.sharding.reshard"
+        )
     size = _integer(name, "bucket_size", bucket_size)
     if size <= 0:
         raise ValueError(f"{name}: bucket_size must be positive, got {bucket_size!r}")
@@ -124,7 +142,7 @@ def segment_sum(
     data = jnp.concatenate([data, zeros])
     data = data.reshape(buckets, size, *data.shape[1:])
     ids = jnp.pad(ids, (0, missing), constant_values=num_segments).reshape(buckets, size)
-    sums = jax.vmap(lambda x, i: _segment_sum(x, i, num_segments, indexing, choice))(data, ids)
+    sums = jax.vmap(total)(data, ids)
     return jnp.sum(sums, axis=0, dtype=data.dtype)
 
 
@@ -345,15 +363,28 @@ def embedding_lookup(
     return result
 
 
+def _rows_spec(sharding: Any) -> Any:
+    """How rows of a result are sharded: over Explicit axes, which alone are part of a type."""
+    entry = (*getattr(sharding, "spec", sharding), None)[0]
+    axes = entry if isinstance(entry, tuple) else (entry,)
+    return entry if {*axes} <= {*jax.sharding.get_abstract_mesh().explicit_axes} else None
+
+
 def _segment_sum(
-    data: jax.Array, ids: jax.Array, num_segments: int, indexing: Indexing, choice: str | None
+    data: jax.Array,
+    ids: jax.Array,
+    *,
+    num_segments: int,
+    indexing: Indexing,
+    choice: str | None,
+    rows_spec: Any = None,
 ) -> jax.Array:
     result: jax.Array = _scatter.bind(
         _scatter.segment_sum_p,
         data,
         ids,
         num_segments=num_segments,
-        rows_spec=None,
+        rows_spec=rows_spec,
         indexing=indexing,
         implementation=choice,
     )

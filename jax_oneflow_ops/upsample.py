@@ -4,6 +4,7 @@ import functools
 import math
 import numbers
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,6 +17,10 @@ from jax_oneflow_ops import _checks, _compat, _native, _primitive, _reference
 
 _NAME = "upsample_nearest2d"
 _HALF_PIXEL = {"nearest": False, "nearest-exact": True}
+# The dtypes that the gradient's kernel sums.
+_SUMMED = frozenset(
+    map(jnp.dtype, ("float16", "bfloat16", "float32", "float64", "complex64", "complex128"))
+)
 # The position of the first spatial axis, from the end.
 _SPATIAL_AXIS = {"NCHW": -2, "NHWC": -3}
 
@@ -31,8 +36,14 @@ def upsample_nearest2d(
 ) -> jax.Array:
     """Resizes images by repeating the nearest pixel.
 
-    Replaces ``jax.image.resize(x, shape, "nearest")``, ``torch.nn.functional.interpolate`` with
-    modes ``nearest`` and ``nearest-exact``, and OneFlow's ``UpsampleNearest2D``.
+    Images are channels-first: ``data_format="NCHW"`` is the default, and channels-last images need
+    ``data_format="NHWC"``. Output pixel ``i`` shows input pixel ``floor(i * n_in / n_out)``. Both
+    are PyTorch's conventions. `jax.image.resize` takes a whole shape and shows
+    ``floor((i + 0.5) * n_in / n_out)``, another pixel off integer factors: :func:`resize` replaces
+    it to the letter.
+
+    Replaces ``torch.nn.functional.interpolate`` with modes ``nearest`` and ``nearest-exact``, and
+    OneFlow's ``UpsampleNearest2D``.
 
     Exactly one of `scale_factor` and `size` must be given. Sizes smaller than the input are fine:
     pixels are dropped then.
@@ -70,9 +81,9 @@ def upsample_nearest2d(
 
     Numerics:
       The forward moves bits. The index map is computed in exact integer arithmetic;
-      `jax.image.resize` and torch compute it in float32 and can differ by one pixel where
-      ``i * n_in / n_out`` is within float32's rounding of an integer. At integer factors all agree
-      bit for bit.
+      `jax.image.resize` and torch compute it in float32 and can differ by one pixel where the
+      quotient is within float32's rounding of an integer. When upsampling by integer factors all
+      agree bit for bit.
       The gradient is the exact adjoint of the index map: each source pixel sums its outputs in
       float32 (f16, bf16, f32) or in the dtype itself, rounded once, in a fixed order: it is
       deterministic. It exists for f16, bf16, f32, f64, complex64 and complex128.
@@ -123,6 +134,164 @@ def upsample_nearest2d(
         implementation=_native.choose_implementation(_NAME, implementation),
     )
     return result
+
+
+def resize(
+    image: ArrayLike,
+    shape: Sequence[int],
+    method: str | jax.image.ResizeMethod = "nearest",
+    antialias: bool = True,
+    precision: Any = jax.lax.Precision.HIGHEST,
+    *,
+    implementation: Literal["native", "xla"] | None = None,
+) -> jax.Array:
+    """Resizes an image to a shape. Replaces `jax.image.resize`.
+
+    The result has the same values, bit for bit. Where `method` is not ``"nearest"``
+    `jax.image.resize` is called.
+
+    Args:
+      image: array of any rank and dtype.
+      shape: the shape of the result, with as many dimensions as `image`. Any of them may be
+        resized.
+      method: ``"nearest"`` or ``jax.image.ResizeMethod.NEAREST``, or any other method that
+        `jax.image.resize` has.
+      antialias: passed to `jax.image.resize`; ``"nearest"`` ignores it.
+      precision: likewise.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
+        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
+        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
+        is traced, replaces None.
+
+    Returns:
+      An array of the given shape. ``"nearest"`` keeps the dtype of `image`.
+
+    Raises:
+      ValueError: `implementation` has an unknown value.
+      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+      What `jax.image.resize` raises, for all that it refuses.
+
+    Numerics:
+      Output pixel ``i`` of ``n_out`` shows input pixel ``floor((i + 0.5) * n_in / n_out)`` of
+      ``n_in``. Kernels compute this exactly. `jax.image.resize` computes it in float32, and XLA
+      may multiply by ``1 / n_out`` for the division: where the quotient is an integer, or so close
+      to one that rounding decides, the pixel may be the one before (all pixels, from 82 to 41 on a
+      CPU). So kernels run where no rounding can change the result, and `jax.image.resize` itself
+      resizes the other dimensions. Kernels run for the factors 2, 3, 4, ... up to a size of a
+      million, and 1/3, 1/5, 1/7, ...; for 1/2, 1/4, 1/6, ... where ``n_out`` is a power of two;
+      for other factors where no quotient is an integer and
+      ``n_in * n_out < 2**20 * gcd(n_in, n_out)``.
+      The kernels' gradient is the exact adjoint, deterministic, each pixel summed in float32 (f16,
+      bf16, f32) or in the dtype itself and rounded once, as that of `upsample_nearest2d`.
+      float8, int4 and PRNG keys are resized by `jax.image.resize`, and so are sizes that are
+      symbolic.
+
+    Differentiation and sharding:
+      To any order, in both modes. A call moves one or two neighbouring dimensions; those that are
+      resized are gathered if they are sharded, with a `GatherWarning`, and all others may be
+      sharded freely.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> image = jnp.arange(4.0).reshape(1, 2, 2, 1)
+      >>> print(jof.resize(image, (1, 4, 4, 1), "nearest")[0, :, :, 0])
+      [[0. 0. 1. 1.]
+       [0. 0. 1. 1.]
+       [2. 2. 3. 3.]
+       [2. 2. 3. 3.]]
+      >>> jof.resize(image, (1, 3, 5, 1), "bilinear").shape
+      (1, 3, 5, 1)
+    """
+    choice = _native.choose_implementation("resize", implementation)
+
+    def by_jax(image: Any, shape: Any) -> jax.Array:
+        result: jax.Array = jax.image.resize(image, shape, method, antialias, precision)
+        return result
+
+    is_nearest = method is jax.image.ResizeMethod.NEAREST or (
+        isinstance(method, str) and method == "nearest"
+    )
+    if not is_nearest or not isinstance(image, (jax.Array, *_compat.NUMPY_TYPES)):
+        return by_jax(image, shape)
+    x = _checks.as_array("resize", "image", image)
+    if not _has_kernels(x.dtype):
+        return by_jax(x, shape)
+    try:
+        sizes = [n if n is m else operator.index(n) for n, m in zip(shape, x.shape, strict=True)]
+    except (TypeError, ValueError):
+        return by_jax(x, shape)  # symbolic sizes, or an error
+    resized = [i for i, n in enumerate(x.shape) if n is not sizes[i] and n != sizes[i]]
+    if not all(isinstance(x.shape[i], int) and min(x.shape[i], sizes[i]) > 0 for i in resized):
+        return by_jax(x, shape)
+    steps = _resize_steps(x.shape, sizes, resized)
+    for axes in sorted(steps, key=lambda axes: math.prod(sizes[a] / x.shape[a] for a in axes)):
+        target = [sizes[i] if i in axes else n for i, n in enumerate(x.shape)]
+        if _is_exact(x.shape[axes[0]], sizes[axes[0]]):
+            x = _resize_by_kernel(x, axes, target, choice)
+        else:
+            x = by_jax(x, target)
+    return x
+
+
+def _resize_by_kernel(
+    x: jax.Array, axes: Sequence[int], shape: Sequence[int], choice: str | None
+) -> jax.Array:
+    """Of one dimension, or of two that are neighbours."""
+    axis = axes[0]
+    if len(axes) == 1:
+        x = jnp.expand_dims(x, axis)
+        shape = (*shape[:axis], 1, *shape[axis:])
+    result: jax.Array = resize_p.bind(
+        x,
+        axis=axis,
+        in_hw=tuple(x.shape[axis : axis + 2]),
+        out_hw=tuple(shape[axis : axis + 2]),
+        half_pixel=True,
+        implementation=choice,
+    )
+    return jnp.squeeze(result, axis) if len(axes) == 1 else result
+
+
+def _resize_steps(
+    old: Sequence[int], new: Sequence[int], resized: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The dimensions that are resized together: neighbours, by a kernel, or one alone."""
+    steps: list[tuple[int, ...]] = []
+    for axis in resized:
+        before = steps[-1] if steps else ()
+        if before == (axis - 1,) and all(_is_exact(old[a], new[a]) for a in (axis - 1, axis)):
+            steps[-1] = (axis - 1, axis)
+        else:
+            steps.append((axis,))
+    return steps
+
+
+# What float32 may make of a quotient: up to eight of its roundings, where XLA's code has four.
+_ROUNDINGS = 2**21
+_LARGEST = 2**20
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_exact(n_in: int, n_out: int) -> bool:
+    """Whether float32 must find the same pixels as exact arithmetic, however XLA rounds.
+
+    The quotients are ``(2i + 1) n_in / (2 n_out)``. None may be as close to an integer as they are
+    rounded, unless nothing is: where `n_out` is a power of two and the products fit float32.
+    """
+    if max(n_in, n_out) > _LARGEST:
+        return False
+    numerator = (2 * np.arange(n_out, dtype=np.int64) + 1) * n_in
+    if n_out & (n_out - 1) == 0 and numerator[-1] < 2**24:
+        return True
+    remainder = numerator % (2 * n_out)
+    distance = np.minimum(remainder, 2 * n_out - remainder)
+    return bool((distance * _ROUNDINGS > numerator).all())
+
+
+def _has_kernels(dtype: Any) -> bool:
+    """Whether there is a forward kernel, and one of the gradient where jax has a gradient."""
+    differentiable = jnp.issubdtype(dtype, jnp.inexact)
+    return _checks.is_movable(dtype) and (not differentiable or dtype in _SUMMED)
 
 
 def _option(name: str, value: Any, known: dict[str, Any]) -> Any:
@@ -202,7 +371,7 @@ def _output_size(in_hw: tuple[int, int], scale_factor: Any, size: Any) -> tuple[
     return out_hw[0], out_hw[1]
 
 
-# The primitives. Both carry the same parameters: the first spatial axis, the sizes on the source
+# The primitives. All carry the same parameters: the first spatial axis, the sizes on the source
 # side (in_hw) and on the output side (out_hw), and the method.
 
 
@@ -216,14 +385,7 @@ def _forward_abstract_eval(x: Any, *, axis: int, out_hw: tuple[int, int], **_: A
 
 
 def _backward_abstract_eval(dy: Any, *, axis: int, in_hw: tuple[int, int], **_: Any) -> Any:
-    if dy.dtype not in (
-        jnp.float16,
-        jnp.bfloat16,
-        jnp.float32,
-        jnp.float64,
-        jnp.complex64,
-        jnp.complex128,
-    ):
+    if dy.dtype not in _SUMMED:
         raise TypeError(
             f"{_NAME}: the gradient exists for float16, bfloat16, float32, float64, complex64 and "
             f"complex128, got {dy.dtype}; cast x first"
@@ -253,20 +415,35 @@ def _batch(primitive: core.Primitive, args: Any, dims: Any, *, axis: int, **para
     return primitive.bind(x, axis=axis + (batch <= axis), **params), batch
 
 
-_define = functools.partial(
-    _primitive.define, function=_NAME, attributes=_attributes, division=_division, batch=_batch
-)
+def _call(
+    target: str, abstract_eval: Callable[..., Any], _: str, x: jax.Array, **params: Any
+) -> jax.Array:
+    """On one device."""
+    result = abstract_eval(jax.typeof(x), **params)
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(result.shape, result.dtype))
+    y: jax.Array = call(x, **_attributes(**params))
+    return y
 
-upsample_nearest2d_p = _define(
-    "jof_upsample_nearest2d",
-    abstract_eval=_forward_abstract_eval,
-    reference=_reference.upsample_nearest2d,
-)
-upsample_nearest2d_backward_p = _define(
-    "jof_upsample_nearest2d_backward",
-    abstract_eval=_backward_abstract_eval,
-    reference=_reference.upsample_nearest2d_backward,
-)
-_primitive.define_linear_pair(
-    upsample_nearest2d_p, upsample_nearest2d_backward_p, lambda aval, **params: params
-)
+
+def _define_pair(name: str, function: str) -> core.Primitive:
+    """The primitives of a public function, which errors and warnings name; its forward one."""
+
+    def define(suffix: str, reference: Callable[..., Any], abstract_eval: Any) -> core.Primitive:
+        return _primitive.define(
+            name + suffix,
+            function=function,
+            abstract_eval=abstract_eval,
+            reference=reference,
+            native=functools.partial(_call, f"jof_{_NAME}{suffix}", abstract_eval),
+            division=_division,
+            batch=_batch,
+        )
+
+    forward = define("", _reference.upsample_nearest2d, _forward_abstract_eval)
+    backward = define("_backward", _reference.upsample_nearest2d_backward, _backward_abstract_eval)
+    _primitive.define_linear_pair(forward, backward, lambda aval, **params: params)
+    return forward
+
+
+upsample_nearest2d_p = _define_pair("jof_upsample_nearest2d", _NAME)
+resize_p = _define_pair("jof_resize", "resize")

@@ -1,9 +1,9 @@
 """The catalogue: one row for each op, which tests and benchmarks read.
 
 A row says what an op computes, exactly, which JAX function it replaces, and with what it may be
-called. A new op needs a row and nothing else: transformations, lowering, sharding, export, accuracy
-over all 16-bit inputs, soak and benchmarks go through all rows. `OPS` has the rows. `CASES` has the
-small calls of them that the table-driven tests share.
+called. `OPS` has the rows. `CASES` has small calls of them, for the tests of transformations,
+lowering, sharding, export and memory. A new elementwise op needs a row and nothing else. An op of
+another family needs a case, too, and a rule in shardings.py.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ Sampler = Callable[[np.random.Generator, Shape], np.ndarray]
 
 REAL = "real"
 POSITIVE = "positive"  # neither 0 nor close to it, such as a divisor
-PARAMETER = "parameter"  # a number that must be a scalar
+PARAMETER = "parameter"  # a number, which kernels take as a scalar only
 CONDITION = "condition"  # booleans
 INDEX = "index"  # 32-bit integers that name rows
 
@@ -557,7 +557,8 @@ def resized(x, scale_factor=None, size=None, *, method="nearest", data_format="N
 
 
 def repeated(x, scale_factor, *, data_format="NCHW"):
-    for axis, n in zip(spatial(x, data_format), sizes(x, scale_factor, data_format=data_format)):  # noqa: B905
+    size = sizes(x, scale_factor, data_format=data_format)
+    for axis, n in zip(spatial(x, data_format), size, strict=True):
         x = jnp.repeat(x, n // x.shape[axis], axis)
     return x
 
@@ -594,18 +595,20 @@ def upsample_transpose(
 
 
 def upsample(suffix, draw, best, **options) -> Op:
-    bound = functools.partial if options else (lambda f: f)
+    def bound(function):
+        return functools.partial(function, **options)
+
     return Op(
         f"upsample_nearest2d{suffix}",
-        bound(jof.upsample_nearest2d, **options),
-        bound(nearest, **options),
-        bound(upsample_exact, **options),
-        transpose=bound(upsample_transpose, **options),
+        bound(jof.upsample_nearest2d),
+        bound(nearest),
+        bound(upsample_exact),
+        transpose=bound(upsample_transpose),
         family="upsample",
         linear=((0,),),
         dtypes=DTYPES,
         draw=draw,
-        best={name: bound(f, **options) for name, f in best.items()},
+        best={name: bound(form) for name, form in best.items()},
         variant=bool(suffix),
     )
 
@@ -634,6 +637,39 @@ UPSAMPLE = upsample(
 UPSAMPLE_TO_SIZE = upsample("-size", any_sizes, {"products": by_products}, method="nearest")
 UPSAMPLE_EXACT = upsample(
     "-exact", any_sizes, {"resize": resized, "products": by_products}, method="nearest-exact"
+)
+
+
+def resized_exactly(image, shape):
+    for axis, (n, m) in enumerate(zip(image.shape, shape, strict=True)):
+        image = np.take(image, oracle.source_indices(n, m, "nearest-exact"), axis)
+    return image
+
+
+def resized_transpose(ct, image, shape):
+    for axis, (n, m) in enumerate(zip(image.shape, shape, strict=True)):
+        source = np.eye(n)[oracle.source_indices(n, m, "nearest-exact")]
+        ct = np.moveaxis(np.tensordot(source, ct, (0, axis)), 0, axis)
+    return (ct,)
+
+
+def resized_by_whole_factors(rng, elements) -> Call:
+    """Two dimensions, by such factors that float32 does not round pixels' places."""
+    factors = [1, *map(int, rng.integers(2, 5, size=2)), 1]
+    shape = random_shape(rng, elements // math.prod(factors), 4)
+    return Call((shape,), {"shape": tuple(n * f for n, f in zip(shape, factors, strict=True))})
+
+
+RESIZE = Op(
+    "resize",
+    jof.resize,
+    functools.partial(jax.image.resize, method="nearest"),
+    resized_exactly,
+    transpose=resized_transpose,
+    family="upsample",
+    linear=((0,),),
+    dtypes=tuple(dtype for dtype in DTYPES if dtype not in FLOAT8),
+    draw=resized_by_whole_factors,
 )
 
 
@@ -769,6 +805,7 @@ OPS = (
     UPSAMPLE,
     UPSAMPLE_TO_SIZE,
     UPSAMPLE_EXACT,
+    RESIZE,
     SEGMENT_SUM,
     SCATTER_ADD,
     EMBEDDING_LOOKUP,
@@ -946,17 +983,11 @@ def elementwise_case(op: Op, **fields) -> Case:
             return ()
         return (target if wrt in op.linear else f"{target}_vjp",)
 
+    tangent = f"{target}_vjp" if len(op.wrt) == 1 else f"{target}_jvp"
     shapes = tuple(SCALAR if domain == PARAMETER else ARRAY for domain in op.domain)
     fields = {
         "grad_targets": {wrt: gradient(*wrt) for wrt in (op.wrt, *((i,) for i in op.wrt))},
-        "jvp_targets": (
-            target,
-            target
-            if op.wrt in op.linear
-            else f"{target}_vjp"
-            if len(op.wrt) == 1
-            else f"{target}_jvp",
-        ),
+        "jvp_targets": (target, target if op.wrt in op.linear else tangent),
         "samplers": integer_samplers(shapes),
         **fields,
     }
@@ -994,8 +1025,8 @@ def with_scalar(case: Case, position: int, **fields) -> Case:
     return dataclasses.replace(case, shapes=shapes, grad_targets=grad_targets, **fields)
 
 
-# What the rule of `elementwise_case` does not say.
-FIELDS = {
+# What ops lower to where the rule of `elementwise_case` does not say it.
+LOWERED = {
     # A program that returns its argument copies it; the difference negates it.
     "add": {"grad_besides": frozenset({"copy"})},
     "subtract": {"grad_besides": frozenset({"copy", "fusion", "negate"})},
@@ -1016,7 +1047,7 @@ FIELDS = {
         "besides": frozenset({"compare", "constant", "broadcast", "fusion"}),
     },
 }
-OF_ARRAYS = {op.name: elementwise_case(op, **FIELDS.get(op.name, {})) for op in ELEMENTWISE_OPS}
+OF_ARRAYS = {op.name: elementwise_case(op, **LOWERED.get(op.name, {})) for op in ELEMENTWISE_OPS}
 ELEMENTWISE_CASES = (
     *OF_ARRAYS.values(),
     dataclasses.replace(
@@ -1069,6 +1100,36 @@ UPSAMPLE_CASES = (
     upsample_case(UPSAMPLE_EXACT, "-exact-NHWC", (3, 4, 2), size=(5, 7), data_format="NHWC"),
     upsample_case(UPSAMPLE, "-3x2-rank3", (2, 2, 3), scale_factor=(3, 2)),
     upsample_case(UPSAMPLE_TO_SIZE, "-down-rank5", (1, 2, 1, 5, 4), size=(2, 3)),
+)
+
+
+def resize_case(suffix, shape, out, **fields) -> Case:
+    """`out` has the sizes of the dimensions that are resized, and None for the others."""
+    names = ", ".join("abcd"[i] if out[i] is None else str(n) for i, n in enumerate(shape))
+
+    def to_size(resize):  # the other dimensions may be symbolic
+        return lambda x, **implementation: resize(
+            x,
+            tuple(n if m is None else m for n, m in zip(x.shape, out, strict=True)),
+            **implementation,
+        )
+
+    case = case_of(
+        RESIZE,
+        suffix,
+        (shape,),
+        "jof_upsample_nearest2d",
+        grad_targets={(0,): ("jof_upsample_nearest2d_backward",)},
+        jvp_targets=("jof_upsample_nearest2d",) * 2,
+        symbolic=(names,),
+        **fields,
+    )
+    return dataclasses.replace(case, f=to_size(RESIZE.function), ref=to_size(RESIZE.replaces))
+
+
+RESIZE_CASES = (
+    resize_case("", (2, 3, 4), (None, 5, 8), free_axes=(0, 1, 3)),
+    resize_case("-one", (2, 3, 2), (None, 9, None), free_axes=(0,), variant=True),
 )
 
 
@@ -1234,7 +1295,7 @@ KERNEL_CASES = (
 )
 
 # The rows that are public functions, and the kernels.
-FUNCTIONS = (*UPSAMPLE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
+FUNCTIONS = (*UPSAMPLE_CASES, *RESIZE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES, *SCATTER_CASES)
 CASES = (*FUNCTIONS, *KERNEL_CASES)
 
 # One row for each kind of machinery, for tests of what all rows of a kind share.

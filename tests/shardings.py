@@ -8,7 +8,6 @@ Nothing else is sent.
 """
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-import jax_oneflow_ops as jof
 from tests.catalogue import (
     ELEMENTWISE_CASES,
     EMBEDDING_LOOKUP,
     KERNEL_CASES,
     PERMUTE_CASES,
+    RESIZE_CASES,
     SCATTER_ADD,
     SEGMENT_SUM,
     UPSAMPLE_CASES,
@@ -29,14 +28,6 @@ from tests.catalogue import (
     case_of,
     integers,
 )
-
-OPS = tuple(
-    name
-    for name in jof.__all__
-    if inspect.isfunction(function := getattr(jof, name))
-    and "implementation" in inspect.signature(function).parameters
-)
-
 
 # --- the table ------------------------------------------------------------------------------------
 
@@ -92,6 +83,13 @@ RULES = {
         {0: "`x`"},
         "b",
         gathered="hw",
+    ),
+    "`resize`": Rule(
+        "b r -> b r",
+        {"b": "all other dimensions", "r": "those that are resized"},
+        {0: "`image`"},
+        "b",
+        gathered="r",
     ),
     "`segment_sum`": Rule(
         "n t, n -> s t",
@@ -243,6 +241,13 @@ def upsample_layouts() -> Iterator[Layout]:
             yield layout(case, equation, **axes)
 
 
+def resize_layouts() -> Iterator[Layout]:
+    _, one = RESIZE_CASES
+    case, equation = sized(one, "nrm->nrm", n=8, m=8), "nrm->nrm"
+    yield layout(case, equation, n="a", m="b")
+    yield layout(case, equation, n=("b", "a"))
+
+
 def permute_layouts() -> Iterator[Layout]:
     cycle, backwards = PERMUTE_CASES
     cycle, equation = sized(cycle, "ijk->kij", i=8), "ijk->kij"
@@ -308,6 +313,7 @@ LAYOUTS = (
     *elementwise_layouts(),
     *kernel_layouts(),
     *upsample_layouts(),
+    *resize_layouts(),
     *permute_layouts(),
     *rows_layouts(),
 )

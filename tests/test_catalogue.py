@@ -48,6 +48,13 @@ def test_every_row_goes_through_the_tables():
     assert all(case in CASES for case in FUNCTIONS)
 
 
+@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
+def test_options_are_passed_on(case):
+    """And errors name the public function."""
+    with pytest.raises(ValueError, match=f"^{case.function}: implementation"):
+        case.f(*case.inputs(), implementation="no such")
+
+
 def arguments(op: Op, call: Call, dtype) -> tuple[list, list]:
     """Random operands, and the same in double precision."""
     xs = op.inputs(rng_for(op.name, dtype), call, dtype)

@@ -7,13 +7,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import jax_oneflow_ops as jof
 from tests import tables
 
 ROOT = Path(__file__).parents[1]
@@ -30,37 +30,55 @@ def files_of(diff: str) -> list[str]:
     return re.findall(r"^--- a/(\S+)$", diff, re.MULTILINE)
 
 
-def checker() -> list[str]:
-    """A command that reads a diff and fails where it does not apply to the current directory."""
+def apply(diff: str, directory: Path) -> subprocess.CompletedProcess:
+    """Applies it to copies: in a repository of another root git would pass over the files and
+    succeed.
+    """
     if shutil.which("git"):
-        return ["git", "apply", "--check", "-"]
-    if shutil.which("patch"):
-        return ["patch", "--dry-run", "--force", "--fuzz=0", "-p1"]
-    pytest.skip("neither git nor patch is here")
+        command = ["git", "apply", "-"]
+    elif shutil.which("patch"):
+        command = ["patch", "--force", "--fuzz=0", "-p1"]
+    else:
+        pytest.skip("neither git nor patch is here")
+    for name in files_of(diff):
+        copy = directory / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, copy)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    environment["GIT_CEILING_DIRECTORIES"] = str(directory.parent)
+    return subprocess.run(
+        command, input=diff, cwd=directory, env=environment, capture_output=True, text=True
+    )
 
 
-def check(diff: str) -> subprocess.CompletedProcess:
-    """Checks copies: in a repository of another root git would pass over the files and succeed."""
-    with tempfile.TemporaryDirectory() as directory:
-        for name in files_of(diff):
-            copy = Path(directory, name)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, copy)
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-        environment["GIT_CEILING_DIRECTORIES"] = str(Path(directory).parent)
-        return subprocess.run(
-            checker(), input=diff, cwd=directory, env=environment, capture_output=True, text=True
-        )
-
-
-def test_the_diff_applies():
-    result = check(the_diff())
+def test_the_diff_applies(tmp_path):
+    result = apply(the_diff(), tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_a_diff_that_does_not_apply_is_noticed():
+def test_a_diff_that_does_not_apply_is_noticed(tmp_path):
     diff = re.sub(r"^ (.*softplus.*)$", r" \1 changed", the_diff(), flags=re.MULTILINE)
-    assert check(diff).returncode != 0
+    assert apply(diff, tmp_path).returncode != 0
+
+
+def test_the_function_of_the_diff_runs(tmp_path):
+    """In jnp, for which its kernels need not be compiled."""
+    package = tmp_path / "jax_oneflow_ops"
+    shutil.copytree(ROOT / "jax_oneflow_ops", package, ignore=shutil.ignore_patterns("__pycache__"))
+    assert apply(the_diff(), tmp_path).returncode == 0
+    for module in Path(jof.include_dir()).parent.glob("_c*.so"):
+        (package / module.name).symlink_to(module)
+    code = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+import jax
+import jax_oneflow_ops as jof
+f = lambda x: jof.soft_sign(x, implementation="xla").sum()
+print(*jax.jit(jax.value_and_grad(f))(jax.numpy.array([3.0])))
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "0.75 [0.0625]\n", result.stderr
 
 
 def test_an_op_takes_few_lines_in_few_places():

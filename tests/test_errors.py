@@ -471,11 +471,11 @@ BAD_PERMUTES = [
     ("string", X[0, 0], "10", {}, TypeError, ["axes", "integer", "'1'", "str"]),
     ("one number", X[0, 0, 0], 0, {}, TypeError, ["axes", "sequence", "0", "int"]),
     ("array of rank 0", X[0, 0, 0], jnp.array(0), {}, TypeError, ["axes", "sequence"]),
-    ("list of lists", X.tolist(), None, {}, TypeError, ["x", "array", "list"]),
-    ("no array", None, None, {}, TypeError, ["x", "array", "NoneType"]),
-    ("objects", X.astype(object), None, {}, TypeError, ["x", "dtype", "object"]),
-    ("keys", jax.random.split(jax.random.key(0)), None, {}, TypeError, ["x", "key<fry>"]),
-    ("float0", np.zeros((2, 2), jax.dtypes.float0), None, {}, TypeError, ["x", "float0"]),
+    ("list of lists", X.tolist(), None, {}, TypeError, ["a must", "array", "list"]),
+    ("no array", None, None, {}, TypeError, ["a must", "array", "NoneType"]),
+    ("objects", X.astype(object), None, {}, TypeError, ["a must", "dtype", "object"]),
+    ("keys", jax.random.split(jax.random.key(0)), None, {}, TypeError, ["a must", "key<fry>"]),
+    ("float0", np.zeros((2, 2), jax.dtypes.float0), None, {}, TypeError, ["a must", "float0"]),
     ("unknown", X, None, {"implementation": "cuda"}, ValueError, ["implementation", "'cuda'"]),
     ("unknown, in place", X, range(4), {"implementation": 1}, ValueError, ["implementation", "1"]),
 ]
@@ -505,7 +505,7 @@ def test_permute_of_dtypes_of_less_than_a_byte():
     assert "int4" in names
     for name in names:
         x = jax.ShapeDtypeStruct((2, 4), jnp.dtype(name))
-        with pytest.raises(TypeError, match=rf"^permute: x\b.*\b{name}\b"):
+        with pytest.raises(TypeError, match=rf"^permute: a\b.*\b{name}\b"):
             jax.eval_shape(jof.permute, x)
 
 

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -274,6 +275,75 @@ def test_functions_of_several_and_of_integers():
     close(g, (np.arctan2(x, n) + np.hypot(x, 1) + np.copysign(1, x) + np.fmod(x, 2)).astype("f4"))
 
 
+# What jax.lax.div and jax.lax.rem make of them, in all the ways that C++ has to write it.
+DIVISIONS = """
+#define REMAINDER(a, b) ((a) % (b))
+template <typename C>
+JOF_HOST_DEVICE JOF_INLINE C quotient(C a, C b) {
+  static_assert(16 / 2 % 5 == 3, "");
+  struct Whole {
+    C value;
+    JOF_HOST_DEVICE JOF_INLINE Whole operator/(Whole other) const {
+      return {static_cast<C>(value / other.value)};
+    }
+  };
+  return (Whole{a} / Whole{b}).value;
+}
+"""
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
+def test_integers_divide_as_in_jax(dtype):
+    """By zero, too, and what does not fit wraps around; elsewhere C++ ends the process."""
+    kernel = jof.ElementwiseKernel(
+        "T x, T y",
+        "T a, T b, T c, T d, T e, T f",
+        """a = x / y;  // not x / 0
+           b = x % y; c = x; c /= y, c /= 1; auto n = x; d = n %= y;
+           e = quotient(x, y); f = REMAINDER(x, y) /* % 0 */;""",
+        "divide",
+        preamble=DIVISIONS,
+    )
+    info = np.iinfo(dtype)
+    few = [0, 1, 2, 3, 7, info.max, info.min, info.max - 1, -1 if info.min else 5]
+    x, y = (a.ravel() for a in np.meshgrid(*(np.array(few, dtype),) * 2))
+    a, b, c, d, e, f = kernel(x, y)
+    for quotient in (a, c, e):
+        np.testing.assert_array_equal(quotient, jax.lax.div(x, y))
+    for remainder in (b, d, f):
+        np.testing.assert_array_equal(remainder, jax.lax.rem(x, y))
+
+
+def test_division_binds_as_in_cpp_and_integers_do_all_else():
+    kernel = jof.ElementwiseKernel(
+        "T x, int32 n, int32 m, uint8 u, complex64 z",
+        "T a, T b, int32 c, int32 d, T e, int32 f, complex64 w",
+        """a = 12 / x / 2 * 3 - x / -2; a /= x > 0 ? 2 : 4;
+           b = 1 / 2.0f * n / 4 + 7 / 2;
+           const int table[8 / 2] = {1, 2, 3, 4};
+           c = table[n & 3] + (n << 2) + (n >> 1) + (n ^ m | 1) + min(n, m) + max(n, 3) % 3 + ~u;
+           d = 0; for (int k = n; k > 0; k /= 10) d += k % 10;
+           e = static_cast<float>(n) / m * (n < m) + static_cast<T>(n / 2.0f);
+           switch (n % 4) { case 6 / 3: f = n ? n : 7; break; default: f = u / 2; }
+           w = z / 2 / z;""",
+        "ordinary",
+    )
+    x = np.array([1.5, -2.0, 4.0], np.float32)
+    n, m = np.array([118, 27, 3], np.int32), np.array([5, 40, 8], np.int32)
+    u, z = np.array([9, 255, 0], np.uint8), np.array([1 + 1j, 2 - 3j, -1j], np.complex64)
+    a, b, c, d, e, f, w = kernel(x, n, m, u, z)
+    close(a, (12 / x / 2 * 3 + x / 2) / np.where(x > 0, 2, 4).astype(np.float32))
+    close(b, (n / 8 + 3).astype(np.float32))
+    table = np.array([1, 2, 3, 4])[n & 3]
+    whole = table + (n << 2) + (n >> 1) + (n ^ m | 1) + np.minimum(n, m) + np.maximum(n, 3) % 3
+    assert c.tolist() == (whole + ~u.astype(np.int32)).tolist()
+    assert d.tolist() == [10, 9, 3]
+    close(e, (n / m * (n < m) + n / 2).astype(np.float32))
+    assert f.tolist() == [118, 127, 0]
+    close(w, np.full(3, 0.5, np.complex64))
+
+
 # The formula of GeluTanh in csrc/ops/elementwise.h, written out: x / (1 + e^(-2 u)).
 GELU_PREAMBLE = """
     using namespace jof;
@@ -517,8 +587,21 @@ def test_the_transpose_of_the_vjp_is_the_jvp(case):
 
 
 def test_transpose_of_what_is_not_linear():
-    with pytest.raises(NotImplementedError, match=r"softsign: .* with respect to x, in which"):
+    with pytest.raises(NotImplementedError, match=r"softsign: .* with respect to x, which a"):
         jax.linear_transpose(softsign, 1.0)(1.0)
+    # Linear in what the derivative reads: an error, and not zeros.
+    square = jof.ElementwiseKernel(
+        "T x", "T y", "y = x * x", "square", derivatives={"x": "2 * x"}, reference=lambda x: x * x
+    )
+    with pytest.raises(NotImplementedError, match=r"square: .* with respect to x, which a"):
+        jax.linear_transpose(lambda x: jax.jvp(square, (x,), (3.0,))[1], 1.0)(1.0)
+    # In what no derivative reads: one input for another.
+    twice = jof.ElementwiseKernel(
+        "T x", "T y", "y = 2 * x", "twice", derivatives={"x": "2"}, reference=lambda x: 2 * x
+    )
+    x = normals(3)
+    for f in (twice, lambda x: jax.jvp(twice, (x,), (x,))[1]):
+        close(jax.linear_transpose(f, x)(x)[0], 2 * x)
 
 
 @cases
@@ -569,6 +652,44 @@ def test_second_order_of_an_expression_is_refused():
     # Where it does not depend on what moves it is not in the way.
     second = jax.jvp(jax.grad(lambda y: kernel(0.5, y) ** 2), (1.0,), (1.0,))[1]
     np.testing.assert_allclose(second, 2 * np.sin(0.5) ** 2, rtol=1e-5)
+
+
+def test_python_numbers_in_derivatives():
+    """Which jax passes to rules as they are: primals, tangents, cotangents, residuals."""
+    x = normals(3)
+
+    def product(x, y):
+        return product_kernel(x, y)
+
+    def by_hand(x, y):
+        return x * y
+
+    def found(f):
+        return [
+            jax.grad(f)(1.0, 2.0),
+            jax.jvp(f, (1.0, 2.0), (1.0, 3.0)),
+            jax.jvp(lambda y: f(x, y), (2.0,), (1.0,)),
+            jax.vjp(f, 1.0, 2.0)[1](1.0),
+            jax.linearize(f, 1.0, 2.0)[1](1.0, 0.5),
+            jax.linear_transpose(lambda x: f(x, 2.0), 1.0)(1.0),
+            jax.grad(jax.jit(lambda x: f(x, 2.0)))(1.0),
+            jax.grad(jax.jit(lambda y: f(x, y).sum()))(2.0),
+            jax.vmap(lambda v: jax.jvp(f, (v, 2.0), (1.0, v)))(x),
+            jax.vmap(lambda v: jax.vjp(f, 3.0, v)[1](1.0))(x),
+            jax.vmap(jax.grad(lambda v: f(v, 2.0)))(x),
+        ]
+
+    for reference in (None, by_hand):
+        product_kernel = jof.ElementwiseKernel(
+            "T x, T y",
+            "T z",
+            "z = x * y",
+            "product",
+            derivatives={"x": "y", "y": "x"},
+            reference=reference,
+        )
+        for a, e in zip(*(jax.tree.leaves(found(f)) for f in (product, by_hand)), strict=True):
+            close(a, e)
 
 
 def test_derivatives_that_are_none_or_missing():
@@ -720,6 +841,66 @@ def test_reference_in_its_place(case, monkeypatch):
         close(*(jax.hessian(lambda x, f=f: (f(x) ** 2).sum())(point) for f in (kernel, ref)), 1e-4)
 
 
+@pytest.mark.parametrize("where", ["asked for", "no compiler", "scalars"])
+def test_references_are_differentiated_at_the_real_inputs(where, fresh, monkeypatch):
+    """Whatever the kernel's own derivatives name."""
+
+    def made(derivative):
+        return jof.ElementwiseKernel(
+            "T x, T y",
+            "T z",
+            "z = x * x",
+            "unlike",
+            derivatives={"x": derivative},
+            reference=lambda x, y: x * x * x * y,
+        )
+
+    x, y = normals(4), normals(4, key=1)
+    if where == "asked for":
+        monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
+    elif where == "no compiler":
+        if not ON_CPU:
+            pytest.skip("about the C++ compiler")
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        monkeypatch.setattr(_native, "warn_of_fallback", lambda *_: None)
+    else:
+        x, y = x[0], y[0]
+    t, ct = x + 1, x - 1
+    first = made("2")
+    close(jax.jvp(lambda x: first(x, y), (x,), (t,))[1], 3 * x * x * y * t)
+    close(jax.vjp(lambda x: first(x, y), x)[1](ct)[0], 3 * x * x * y * ct)
+    d = jof.ElementwiseKernel("T x, T y", "T d", "d = 2 * x", "unlike_d", derivatives={"x": "2"})
+    second = made(d)
+    moved = jax.jvp(lambda x: jax.vjp(lambda x: second(x, y), x)[1](ct)[0], (x,), (t,))[1]
+    close(moved, 6 * x * y * ct * t, 1e-5)
+
+
+def test_a_native_call_reads_what_derivatives_name():
+    """The others are there for the reference."""
+    kernel = jof.ElementwiseKernel(
+        "T x, T y",
+        "T z",
+        "z = exp(x) + y",
+        "sum_of",
+        derivatives={"x": "exp(x)", "y": "1"},
+        reference=lambda x, y: jnp.exp(x) + y,
+    )
+    x, y = normals(6, 5), normals(6, 5, key=1)
+
+    def both(x, y):
+        z, pull = jax.vjp(kernel, x, y)
+        return z, pull(z)
+
+    text = jax.jit(both).lower(x, y).as_text()
+    calls = re.findall(r"custom_call @jof_generated\((.*?)\)", text)
+    assert sorted(call.count("%") for call in calls) == [2, 2]  # x and y; x and the cotangent
+    # For jax the VJP has all three: where it is lowered the reference may run.
+    vjp = jax.make_jaxpr(both)(x, y).eqns[-1]
+    assert (vjp.primitive.name, len(vjp.invars)) == ("jof_generated", 3)
+    # The array is the only operand that says the shape.
+    close(jax.jvp(lambda s: kernel(x, s), (2.0,), (3.0,))[1], np.full((6, 5), 3, np.float32))
+
+
 def test_no_reference(monkeypatch):
     kernel = jof.ElementwiseKernel("T x", "T y", "y = x + 1", "alone")
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
@@ -752,6 +933,18 @@ def test_check_finds_what_is_wrong():
     with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
         made(derivative="3 * x").check(x)
     made(derivative="2.001 * x").check(x, rtol=1e-2)
+    # Wrong, but where inputs are 1.
+    with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
+        made(derivative="2").check(x)
+    with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
+        made(derivative=None).check(x)
+    # In 16 bits zero is not near what is small, and three digits are not enough.
+    narrow = (x / 64).astype("bfloat16")
+    made().check(narrow)
+    with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
+        made(derivative="0").check(narrow)
+    with pytest.raises(AssertionError, match="x of y in float32 is not that of the reference"):
+        made(derivative="2.001 * x").check(narrow)
     with pytest.raises(ValueError, match="checked: check compares with the reference"):
         made(reference=None).check(x)
 
@@ -916,7 +1109,11 @@ def test_export_to_a_process_without_compiler(tmp_path):
 
 
 def entries(folder):
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    """Those of a compiler. Beside each is one that names none."""
+    every = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    of_compilers = sorted(path for path in every if path.suffix != ".any")
+    assert len(every) == 2 * len(of_compilers)
+    return of_compilers
 
 
 @cpu_only
@@ -943,7 +1140,7 @@ def test_cold_and_warm(fresh, monkeypatch):
 
 @cpu_only
 @pytest.mark.parametrize(
-    "damage", ["truncated", "changed", "empty", "foreign", "folder", "writable", "link"]
+    "damage", ["truncated", "changed", "empty", "foreign", "folder", "writable", "link", "pipe"]
 )
 def test_damaged_entries_are_rebuilt(damage, fresh, monkeypatch, tmp_path):
     code = compiled(softsign)
@@ -964,6 +1161,9 @@ def test_damaged_entries_are_rebuilt(damage, fresh, monkeypatch, tmp_path):
     elif damage == "link":
         entry.rename(tmp_path / "elsewhere")
         entry.symlink_to(tmp_path / "elsewhere")
+    elif damage == "pipe":
+        entry.unlink()
+        os.mkfifo(entry)
     else:
         entry.unlink()
         entry.mkdir()
@@ -977,7 +1177,8 @@ def test_damaged_entries_are_rebuilt(damage, fresh, monkeypatch, tmp_path):
         assert entry.read_bytes()[-len(again) :] == again
         assert not entry.is_symlink()
     assert len(code) == len(again)
-    assert [p.name for p in fresh.iterdir()] == [entry.name]  # no temporary file is left
+    assert {p.suffix for p in fresh.iterdir()} == {"", ".any"}  # no temporary file is left
+    assert entries(fresh) == [entry]
 
 
 @cpu_only
@@ -1043,7 +1244,7 @@ def test_two_processes_race(fresh):
         codes.append(process.stdout.read())
         process.stdout.close()
         assert process.wait() == 0
-    (entry,) = fresh.iterdir()
+    (entry,) = entries(fresh)
     stored = entry.read_bytes()
     assert all(len(code) > 1000 for code in codes)
     assert any(stored.endswith(code) for code in codes)
@@ -1077,6 +1278,48 @@ def test_no_compiler(fresh, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(NotImplementedError, match="CXX names 'no-such-compiler -O2'"):
         jof.ElementwiseKernel("T x", "T y", "y = x + 2.125", "wrong_cxx")(1.0)
+    monkeypatch.setenv("CXX", "g++ -DQUOTE='")
+    with pytest.raises(NotImplementedError, match=r"open_quote: .*CXX is no command.*QUOTE"):
+        jof.ElementwiseKernel("T x", "T y", "y = x + 2.25", "open_quote")(1.0)
+
+
+@cpu_only
+@pytest.mark.parametrize("problem", ["no folder", "no program"])
+def test_a_compiler_that_cannot_run(problem, fresh, monkeypatch, tmp_path):
+    if problem == "no folder":
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    else:
+        compiler = tmp_path / "c++"
+        compiler.write_bytes(b"\x7fELF for another machine")
+        compiler.chmod(0o700)
+        monkeypatch.setenv("CXX", str(compiler))
+    kernel = jof.ElementwiseKernel("T x", "T y", "y = x + 3.5", "unable")
+    with pytest.raises(NotImplementedError, match=r"(?s)unable: .* cannot run \(.*TMPDIR"):
+        kernel(1.0)
+    referred = jof.ElementwiseKernel(
+        "T x", "T y", "y = x + 3.5", "unable", reference=lambda x: x + 3.5
+    )
+    _native.warn_of_fallback.cache_clear()
+    with pytest.warns(RuntimeWarning, match="cannot run"):
+        assert referred(np.ones(2, np.float32)).tolist() == [4.5, 4.5]
+    with pytest.raises(NotImplementedError, match=r"unable: .* cannot run"):
+        referred.check(np.ones(2, np.float32))
+
+
+@cpu_only
+def test_a_warm_cache_needs_no_compiler(fresh, monkeypatch):
+    """Where CXX names the same, or is not set, and the compiler is gone."""
+    code = compiled(softsign)
+    monkeypatch.setattr(_compile, "_compiled", {})
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert compiled(softsign) == code
+    with pytest.raises(_compile.CompilerMissingError):
+        compiled(softsign, "float64")
+    # Another choice may have other options: what the default compiler has made is not that.
+    monkeypatch.setattr(_compile, "_compiled", {})
+    monkeypatch.setenv("CXX", "no-such-compiler -ffast-math")
+    with pytest.raises(_compile.CompilerMissingError):
+        compiled(softsign)
 
 
 @cpu_only
@@ -1095,15 +1338,16 @@ def test_the_reference_runs_without_a_compiler(fresh, monkeypatch):
 
     monkeypatch.setenv("CXX", "no-such-compiler")
     _native.warn_of_fallback.cache_clear()
+    x = np.ones(2, np.float32)
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
-    assert made(3)(1.0) == 4
+    assert made(3)(x).tolist() == [4, 4]
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
     with pytest.raises(NotImplementedError, match=r"plus_4: .*native.*asked for.*CXX names"):
-        made(4)(1.0)
+        made(4)(x)
     monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION")
     with pytest.warns(RuntimeWarning, match="the references of kernels.*CXX names 'no-such"):
-        assert made(5)(1.0) == 6
-    assert jax.grad(made(6))(1.0) == 1
+        assert made(5)(x).tolist() == [6, 6]
+    assert jax.grad(lambda x: made(6)(x).sum())(x).tolist() == [1, 1]
 
 
 # ---- errors of compilers ----
@@ -1155,6 +1399,37 @@ def test_compile_errors_elsewhere(arguments, label):
     assert "nonsense" in str(caught.value)
 
 
+@cpu_only
+@pytest.mark.parametrize(
+    ("operation", "derivative", "shown"),
+    [
+        ("y = x +", "1", "    1 | y = x +\n      |        ^ expected"),
+        ("\n  y = x *\n", "1", "    2 |   y = x *\n      |          ^ expected"),
+        ("y = x", "0, 2 * x", "    1 | 0, 2 * x\n      |         ^ no matching function"),
+        ("y = x", "2 *", "    1 | 2 *\n      |    ^ expected"),
+        ("y = __expf(x)", "1", "    1 | y = __expf(x)\n      |     ^ __expf is declared, but"),
+        ("y = 2 * own(x)", "1", "    1 | y = 2 * own(x)\n      |         ^ own is declared, but"),
+        ('y = 2 * silu("x")', "1", '    1 | y = 2 * silu("x")\n      |             ^ invalid'),
+        ("y = x / 2 % x", "1", "    1 | y = x / 2 % x\n      |           ^ invalid operands"),
+    ],
+)
+def test_compile_errors_at_the_end_in_headers_and_of_linkers(operation, derivative, shown):
+    if "clang" in subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("has GCC's words")
+    kernel = jof.ElementwiseKernel(
+        "T x",
+        "T y",
+        operation,
+        "broken",
+        preamble="float own(float);",
+        derivatives={"x": derivative},
+    )
+    with pytest.raises(jof.KernelCompileError) as caught:
+        jax.grad(lambda x: kernel(x) ** 2)(1.0)
+    assert shown in str(caught.value)
+    assert "include/" not in str(caught.value)
+
+
 # What compilers say of the third line `z = d * scale;`, and of a missing header.
 LOGS = {
     "GCC": """\
@@ -1184,6 +1459,24 @@ preamble of wrong(2): catastrophic error: cannot open source file "nonsense.h"
 
 2 errors detected in the compilation of "kernel.cu".
 """,
+    "Clang, in a header": """\
+include/common/expression.h:54:17: error: 'scale' cannot be this
+   54 |     return name(static_cast<float>(x));
+      |                 ^
+operation of wrong:3:17: note: in instantiation of function template specialization 'sigmoid'
+preamble of wrong:2:10: fatal error: 'nonsense.h' file not found
+""",
+    "Clang's linker": """\
+ld.lld: error: undefined symbol: jof_expression::jof_n0::scale(float)
+>>> referenced by <stdin>
+preamble of wrong:2:10: fatal error: 'nonsense.h' file not found
+""",
+    "macOS": """\
+Undefined symbols for architecture arm64:
+  "_scale", referenced from:
+      _jof_generated in kernel-1.o
+preamble of wrong:2:10: fatal error: 'nonsense.h' file not found
+""",
     "NVRTC with numbers": """\
 operation of wrong(3): error #20: identifier "scale" is undefined
 preamble of wrong(2): catastrophic error #1696-D: cannot open source file "nonsense.h"
@@ -1197,7 +1490,8 @@ def test_what_compilers_say(compiler):
         "operation of wrong": "\n        auto d = x - y;\n        z = d * scale;",
         "preamble of wrong": "\n#include <nonsense.h>",
     }
-    lines = _expression.annotated(texts, _expression.messages(LOGS[compiler])).splitlines()
+    found = _expression.messages(LOGS[compiler], texts)
+    lines = _expression.annotated(texts, found).splitlines()
     at = lines.index("    3 |         z = d * scale;")
     column = "z" if "NVRTC" in compiler else "scale"
     assert lines[at + 1].index("^") == lines[at].index(column)
@@ -1266,6 +1560,10 @@ def make(in_params="T x", out_params="T y", operation="y = x", name="bad", **opt
         ({"operation": "y = x;\n}"}, ValueError, "line 2: '}' closes nothing"),
         ({"operation": "y = x; /* "}, ValueError, "does not end"),
         ({"operation": "y = \0"}, ValueError, "NUL"),
+        ({"operation": "y = x; // \ud800"}, ValueError, r"bad: operation .*UTF-8.*'\\ud800'"),
+        ({"preamble": "// \udfff"}, ValueError, "bad: preamble .*UTF-8"),
+        ({"derivatives": {"x": "1 /* \ud800 */"}}, ValueError, "the derivative of y .*UTF-8"),
+        ({"operation": 'y = R"(x)'}, ValueError, "does not end"),
         ({"preamble": "struct {"}, ValueError, "bad: preamble, line 1"),
         ({"name": "two words"}, ValueError, "name must be letters"),
         ({"name": "for"}, ValueError, "is a word of C"),
@@ -1291,6 +1589,103 @@ def make(in_params="T x", out_params="T y", operation="y = x", name="bad", **opt
 def test_bad_definitions(arguments, kind, message):
     with pytest.raises(kind, match=message):
         make(**arguments)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "x * 2",
+        "y == 2 * x",
+        "x += y",
+        "y",
+        "if (x > 0) { x * y; }",
+        "auto f = [&](float v) { return v + y; }; f(x)",
+        "max(x, y)",
+        "x & y",
+        "{ auto y = x; }",
+        "/* y = x */ x",
+        "x; // \\\ny = x",
+        "auto s = 'y'; s = x",
+        "Complex<float> v{}; v.y = x",
+        "x[y] = 2",
+        "for (float v = x; v < y; v += 1) v *= 2",
+    ],
+)
+def test_an_output_that_is_never_assigned_is_refused(operation):
+    with pytest.raises(ValueError, match=r"bad: operation must assign to every .* to 'y': write"):
+        make(operation=operation)
+
+
+@pytest.mark.parametrize(
+    ("operation", "preamble"),
+    [
+        ("y += x", ""),
+        ("if (x > 1e9f) x; else y = x", ""),
+        ("x > 0 ? y = x : y = -1", ""),
+        ("(y) = x", ""),
+        ("float v; (x > 0 ? y : v) = x", ""),
+        ("float v; (x > 0 ? v : y) = x; y = x", ""),
+        ("*&y = x", ""),
+        ("float* p = &y; *p = x", ""),
+        ("auto& r = y; r = x", ""),
+        ("auto&& r{y}; r = x", ""),
+        ("set(x, &y)", "void set(float x, float* y) { *y = x; }"),
+        ("set(x, y)", "void set(float x, float& y) { y = x; }"),
+        ("at(y) = x", "float& at(float& y) { return y; }"),
+        ("auto set = [](float& r, float v) { r = v; }; set(y, x)", ""),
+        ("[&] { y = x; }()", ""),
+        ("Holder<float>{y}.r = x", "template <typename T> struct Holder { T& r; };"),
+        ("y ^ x", "struct V { float v; }; void operator^(V, V) {}"),
+        ("OUT(x)", "#define OUT(v) y = v"),
+        ("#define OUT y\nOUT = x", ""),
+        ("%:define OUT y\nOUT = x", ""),
+        ("\\\n y\\\n = x", ""),
+        ("++y; y--", ""),
+        ("while (y < x) y = y + 1", ""),
+        ("L: y = x", ""),
+        ('asm("" : "=f"(y) : "f"(x))', ""),
+    ],
+)
+def test_whatever_may_assign_is_not_refused(operation, preamble):
+    make(operation=operation, preamble=preamble)
+
+
+def test_members_of_outputs_may_be_assigned():
+    make(out_params="complex64 y", operation="y.re = x; y.im = 0")
+    make(out_params="T y, T z", operation="y = z = x")
+    with pytest.raises(ValueError, match="does not to 'z'"):
+        make(out_params="T y, T z", operation="y = x, z")
+
+
+@pytest.mark.parametrize(
+    ("derivative", "preamble"),
+    [
+        ("FACTOR", "%:define FACTOR alpha"),
+        ("JOIN(al, pha)", "#define JOIN(a, b) a##b"),
+        ("al\\\npha", ""),
+        ("al\\ \npha * 1 // \\", ""),
+    ],
+)
+def test_inputs_by_other_names_are_read(derivative, preamble):
+    """And are not zeros."""
+    kernel = jof.ElementwiseKernel(
+        "T x, T alpha",
+        "T y",
+        "y = x * alpha",
+        "named",
+        preamble=preamble,
+        derivatives={"x": derivative},
+    )
+    assert jax.jvp(lambda x: kernel(x, 2.0), (3.0,), (1.0,)) == (6.0, 2.0)
+
+
+def test_inputs_by_other_names_in_operations():
+    joined = "#define JOIN(a, b) a %:%: b\ny = JOIN(al, pha)"
+    d = jof.ElementwiseKernel("T x, T alpha", "T y", joined, "joined")
+    kernel = jof.ElementwiseKernel(
+        "T x, T alpha", "T y", "y = x * alpha", "named", derivatives={"x": d}
+    )
+    assert jax.jvp(lambda x: kernel(x, 2.0), (3.0,), (1.0,)) == (6.0, 2.0)
 
 
 X = np.ones((2, 3), np.float32)
@@ -1334,7 +1729,10 @@ def test_bad_calls(call, kind, message):
 
 
 def test_digits_with_separators_and_strings_are_no_brackets():
-    make(operation="y = x * 1'000 + sizeof(\"(\") + '{' // (")
+    make(operation="y = x * 1'000 + sizeof(\"(\") + '{' + u8'[' // (")
+    make(operation='y = x * sizeof(R"(")") * sizeof(u8R"a()" /* )b")a")')
+    make(operation="y = x * sizeof('\\\\') + 0x1.8p+3f")
+    make(operation="// ( \\\n (\ny = x")
 
 
 def test_the_handler_checks_again():
@@ -1415,9 +1813,29 @@ def test_nvrtc_reports_errors_at_the_users_lines():
     source = kernel.source("float32")
     with pytest.raises(_compile.CompilerError) as caught:
         _compile.code(source, "cuda")
-    (message,) = _expression.messages(caught.value.log)
+    (message,) = _expression.messages(caught.value.log, {})
     assert (message.label, message.line) == ("operation of wrong", 2)
     assert "scale" in message.text
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(
+    ("operation", "line", "said"),
+    [
+        ("y = x;\ny += own(x)", 2, "own is declared, but defined nowhere"),
+        ('y = 1;\ny *= sigmoid("x")', 2, "invalid type conversion"),
+        ("y = x +", 3, "expected an expression"),
+    ],
+)
+def test_nvrtc_names_the_users_lines_for_other_errors(operation, line, said, monkeypatch):
+    monkeypatch.setattr(_compile, "cuda_architecture", lambda: "sm_90")
+    own = "__device__ float own(float);"
+    kernel = jof.ElementwiseKernel("T x", "T y", operation, "wrong", preamble=own)
+    with pytest.raises(_compile.CompilerError) as caught:
+        _compile.code(kernel.source("float32"), "cuda")
+    texts = {"operation of wrong": operation}
+    (message,) = _expression.messages(caught.value.log, texts)
+    assert (message.line, message.text) == (line, said)
 
 
 @pytest.mark.usefixtures("nvrtc")

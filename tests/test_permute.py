@@ -270,12 +270,13 @@ def test_cotangents_move_bit_for_bit():
 
 def test_signature():
     ours, theirs = (
-        [(p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+        [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
         for f in (jof.permute, jnp.transpose)
     )
-    assert [*inspect.signature(jof.permute).parameters] == ["x", "axes", "implementation"]
     assert ours[:2] == theirs
-    assert ours[2] == (inspect.Parameter.KEYWORD_ONLY, None)
+    assert ours[2:] == [("implementation", inspect.Parameter.KEYWORD_ONLY, None)]
+    x = np.arange(6).reshape(2, 3)
+    assert_same_bits(jof.permute(a=x, axes=(1, 0)), jnp.transpose(a=x, axes=(1, 0)))
 
 
 def test_ways_to_say_the_axes():
@@ -410,3 +411,26 @@ def test_tiles_are_contiguous_on_both_sides(problem, itemsize, alignment):
 def test_plans_of_known_problems(shape, axes, itemsize, expected):
     plan = plan_of(shape, axes, itemsize)
     assert plan | expected == plan
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_numbers_and_wide_arrays(implementation):
+    """Python numbers as what a derivative is of and given; 64 bits where those are not enabled."""
+    f = functools.partial(jof.permute, implementation=implementation)
+    for transform in (
+        lambda f: jax.grad(jax.jit(f))(1.0),
+        lambda f: jax.vjp(f, 1.0)[1](1.0),
+        lambda f: jax.jvp(f, (1.0,), (1.0,)),
+        lambda f: jax.vmap(jax.jit(f))(np.arange(3.0)),
+    ):
+        for a, e in zip(*(jax.tree.leaves(transform(g)) for g in (f, jnp.transpose)), strict=True):
+            assert_same_bits(a, e)
+            assert jax.typeof(a).weak_type == jax.typeof(e).weak_type
+    with jax.enable_x64(True):
+        x = jnp.arange(6.0).reshape(2, 3) + 2.0**-40
+        expected = [np.asarray(x.T), np.asarray(x)]
+    with jax.enable_x64(False):
+        y, vjp = jax.vjp(f, x)
+        assert_same_bits(y, expected[0])
+        assert_same_bits(vjp(y)[0], expected[1])
+        assert_same_bits(jax.jit(f)(x), expected[0])

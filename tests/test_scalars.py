@@ -8,28 +8,27 @@ import numpy as np
 import pytest
 
 import jax_oneflow_ops as jof
+from tests.catalogue import CONDITION, ELEMENTWISE_OPS, PARAMETER, POSITIVE, REAL, of_numbers
 
-# By name: the function of jof, the same in jnp, and numbers at which both are smooth.
-FUNCTIONS = {
-    "relu": (jof.relu, jax.nn.relu, (1.5,)),
-    "leaky_relu": (jof.leaky_relu, jax.nn.leaky_relu, (-1.5, 0.25)),
-    "elu": (jof.elu, jax.nn.elu, (-1.5, 0.25)),
-    "gelu": (jof.gelu, jax.nn.gelu, (0.75,)),
-    "cast": (
-        lambda x: jof.cast(x, jnp.float16),
-        lambda x: jnp.asarray(x).astype(jnp.float16),
-        (0.75,),
-    ),
-    "scale": (jof.scale, jnp.multiply, (1.5, -2.0)),
-    "add": (jof.add, jnp.add, (1.5, -2.0)),
-    "subtract": (jof.subtract, jnp.subtract, (1.5, -2.0)),
-    "multiply": (jof.multiply, jnp.multiply, (1.5, -2.0)),
-    "divide": (jof.divide, jnp.divide, (1.5, -2.0)),
-    "maximum": (jof.maximum, jnp.maximum, (1.5, -2.0)),
-    "fma": (jof.fma, lambda x, y, z: x * y + z, (1.5, -2.0, 0.5)),
-    "where": (lambda x, y: jof.where(True, x, y), lambda x, y: jnp.where(True, x, y), (1.5, -2.0)),
-    "swiglu": (jof.swiglu, lambda x, gate: jax.nn.silu(gate) * x, (1.5, -2.0)),
-}
+# Numbers at which all ops are smooth.
+NUMBERS = {REAL: (1.5, -2.0, 0.5), POSITIVE: (2.0,) * 3, PARAMETER: (0.25,) * 3}
+NUMBERS[CONDITION] = NUMBERS[REAL]
+
+
+def row(op):
+    """The function of jof, the same in jnp, and numbers."""
+    numbers = [NUMBERS[domain][i] for i, domain in enumerate(op.domain)]
+    if PARAMETER in op.domain:
+        numbers[0] *= -1  # for positive ones some do not depend on the parameter
+    return of_numbers(op, op.function), of_numbers(op, op.replaces), tuple(numbers)
+
+
+FUNCTIONS = {op.name: row(op) for op in ELEMENTWISE_OPS if not op.variant}
+FUNCTIONS["cast"] = (
+    lambda x: jof.cast(x, jnp.float16),
+    lambda x: jnp.asarray(x).astype(jnp.float16),
+    (0.75,),
+)
 ROWS = pytest.mark.parametrize("name", FUNCTIONS)
 
 

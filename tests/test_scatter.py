@@ -259,7 +259,7 @@ def test_signatures():
     flags = {"indices_are_sorted": False, "unique_indices": False}
     assert [*parameters(jof.segment_sum).items()] == [
         *{"data": positional, "segment_ids": positional, "num_segments": None}.items(),
-        *{**flags, "bucket_size": None, "mode": None, **both}.items(),
+        *{**flags, "bucket_size": None, "mode": None, "out_sharding": None, **both}.items(),
     ]
     arrays = {"operand": positional, "indices": positional, "updates": positional}
     assert parameters(jof.scatter_add) == {**arrays, "mode": "drop", **flags, **both}
@@ -1097,3 +1097,189 @@ def test_64_bit_arrays_outside_of_x64(dtype, implementation):
         actual = jax.tree.leaves([*results()])
     for a, e in zip(actual, expected, strict=True):
         assert_same_values(a, e)
+
+
+# --- Python numbers and literals of a traced program ----------------------------------------------
+
+X3, IDS3 = np.arange(3.0, dtype=np.float32), np.array([0, 2, 2])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda add, total, take: jax.vjp(lambda x: take(x, 1), X3)[1](1.0),
+        lambda add, total, take: jax.linear_transpose(lambda x: take(x, 1), X3)(1.0),
+        lambda add, total, take: jax.grad(jax.jit(lambda x: take(x, 1)))(X3),
+        lambda add, total, take: jax.vmap(jax.jit(lambda u: add(X3, 1, u)))(X3),
+        lambda add, total, take: jax.vmap(jax.jit(lambda i: add(X3, i, 1.0)))(IDS3),
+        lambda add, total, take: jax.vmap(jax.jit(lambda u: total(u, 1, 3)))(X3),
+        lambda add, total, take: jax.grad(jax.jit(lambda u: add(X3, 1, u).sum()))(1.0),
+        lambda add, total, take: jax.jvp(jax.jit(lambda u: add(X3, 1, u)), (1.0,), (1.0,)),
+        lambda add, total, take: jax.grad(jax.jit(lambda u: total(u, IDS3, 3).sum()))(1.0),
+        lambda add, total, take: jax.jvp(lambda u: total(u, 1, 3), (1.0,), (1.0,)),
+        lambda add, total, take: jax.linear_transpose(lambda u: total(u, 1, 3), 1.0)(X3),
+    ],
+)
+def test_numbers_among_primals_tangents_and_cotangents(call):
+    """The values of jnp, and as weakly typed."""
+
+    def add(x, ids, updates):
+        return jnp.asarray(x).at[ids].add(updates, mode="drop")
+
+    with jax.enable_x64(False):
+        actual = call(jof.scatter_add, jof.segment_sum, jof.embedding_lookup)
+        expected = call(add, jax.ops.segment_sum, functools.partial(jnp.take, axis=0))
+        for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+            assert_same_bits(a, e)
+            assert jax.typeof(a).weak_type == jax.typeof(e).weak_type
+
+
+# --- the options of jnp.take ----------------------------------------------------------------------
+
+
+@st.composite
+def lookups(draw):
+    """(table's shape, ids, axis, mode, fill value, dtype, seed)"""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    axis = draw(st.one_of(st.none(), st.integers(-len(shape), len(shape) - 1)))
+    dtype = draw(st.sampled_from(MOVED))
+    fills = [None, 0, -1, 2.75, True, np.float32(3), np.int8(-7)]
+    fills += [np.nan, -np.inf] if jnp.issubdtype(dtype, jnp.inexact) else [300, 2**33]
+    ids = draw(index_arrays(np.prod(shape, dtype=int), draw(INDEX_SHAPES), False))
+    mode, fill = draw(st.sampled_from([None, "fill", "clip", "wrap"])), draw(st.sampled_from(fills))
+    return shape, ids, axis, mode, fill, dtype, draw(st.integers(0, 2**32 - 1))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value|overflow encountered")
+@given(lookup=lookups(), implementation=st.sampled_from(IMPLEMENTATIONS))
+def test_options_are_those_of_take(lookup, implementation):
+    shape, ids, axis, mode, fill, dtype, seed = lookup
+    table = any_bits(np.random.default_rng(seed), shape, dtype)
+    options = {"axis": axis, "mode": mode, "fill_value": fill}
+    f = functools.partial(jof.embedding_lookup, **options, implementation=implementation)
+    actual = f(table, ids)
+    if fit_32_bits(ids):
+        # jnp counts in the ids' dtype, and so may take it where rows are fewer.
+        wide = ids.astype(np.int64)
+        assert_same_values(actual, on_cpu(functools.partial(jnp.take, **options), table, wide))
+    assert_same_bits(jax.jit(f)(table, jnp.asarray(ids)), actual)
+
+
+@pytest.mark.parametrize("axis", [1, -1, None])
+@pytest.mark.parametrize("mode", [None, "clip", "wrap"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_derivatives_along_any_axis(mode, axis, implementation):
+    table = normals(rng_for(1), (2, 5, 3), "float64")
+    ids = np.array([[0, 2, -1], [7, 2, -9]])
+    tangent = normals(rng_for(2), table.shape, "float64")
+
+    def results(take, **options):
+        f = functools.partial(take, axis=axis, mode=mode, **options)
+        yield from jax.jvp(lambda t: jnp.nan_to_num(f(t, ids)), (table,), (tangent,))
+        yield jax.grad(lambda t: (jnp.nan_to_num(f(t, ids)) ** 3).sum())(table)
+        yield jax.vmap(f, in_axes=(None, 0))(table, ids)
+        for i in range(3):
+            yield jax.vmap(lambda t: f(t, ids), in_axes=i, out_axes=1)(np.stack([table] * 2, i))
+
+    expected = on_cpu(lambda: [*results(jnp.take)])
+    for a, e in zip(
+        results(jof.embedding_lookup, implementation=implementation), expected, strict=True
+    ):
+        np.testing.assert_allclose(a, e, rtol=1e-14, atol=0)
+
+
+def test_promises_of_a_lookup():
+    """The gradient of sorted ids, once they count from the beginning."""
+    table, ids = normals(rng_for(3), (3, 6), "float64"), np.array([0, 1, -3, 4, -1])
+    for axis, mode in ((1, None), (-1, "wrap")):
+        for promises in ({}, {"indices_are_sorted": True, "unique_indices": True}):
+            f = functools.partial(jof.embedding_lookup, ids=ids, axis=axis, mode=mode, **promises)
+            (ct,) = jax.grad(lambda t, f=f: f(t).sum())(table)[None]
+            np.testing.assert_array_equal(ct, [[1, 1, 0, 1, 1, 1]] * 3)
+
+
+@pytest.mark.parametrize("native", ["cpu", "cuda"])
+def test_lookup_along_an_axis_is_one_call(native):
+    f = functools.partial(jof.embedding_lookup, ids=np.array([1, 0]), axis=1, fill_value=7)
+    exported = jax.export.export(
+        jax.jit(f), platforms=[native], disabled_checks=jof.export_checks()
+    )(jax.ShapeDtypeStruct((4, 5, 3), "float32"))
+    assert exported.mlir_module().count("custom_call @jof_gather_rows") == 1
+    assert "transpose" not in exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    ("options", "exception"),
+    [
+        ({"axis": 2}, ValueError),
+        ({"axis": -3}, ValueError),
+        ({"axis": 1.0}, TypeError),
+        ({"mode": "raise"}, NotImplementedError),
+        ({"mode": "drop"}, ValueError),
+        ({"mode": jax.lax.GatherScatterMode.CLIP}, ValueError),
+        ({"fill_value": "0"}, TypeError),
+        ({"fill_value": np.ones(1)}, Exception),
+    ],
+    ids=str,
+)
+def test_options_that_take_refuses(options, exception):
+    """Errors are of jnp's types, and name the option."""
+    (name,) = options
+    with pytest.raises(exception, match=rf"^embedding_lookup: {name}\b"):
+        jof.embedding_lookup(np.ones((2, 3)), 0, **options)
+    with pytest.raises(exception):
+        jnp.take(np.ones((2, 3)), 0, **{"axis": 0, **options})
+
+
+def test_empty_axes_of_a_lookup():
+    with pytest.raises(IndexError, match=r"^embedding_lookup: table\b"):
+        jof.embedding_lookup(np.ones((2, 0)), 0, axis=1)
+    for mode in (None, "clip", "wrap"):
+        none = np.zeros((2, 0), int)
+        assert jof.embedding_lookup(np.ones((3, 0)), none, axis=1, mode=mode).shape == (3, 2, 0)
+        assert jof.embedding_lookup(np.ones((0, 2)), 1, axis=1, mode=mode).shape == (0,)
+        assert jof.embedding_lookup(np.ones((2, 3)), none, axis=None, mode=mode).shape == (2, 0)
+
+
+# --- the sharding of sums over segments -----------------------------------------------------------
+
+MESH_SIZE = (2, 2)
+needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+
+
+@needs_devices
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")  # of a small table
+@pytest.mark.parametrize(
+    "spec", [jax.P("a"), jax.P(None, "b"), jax.P(("a", "b")), jax.P()], ids=str
+)
+def test_out_sharding(spec):
+    mesh = jax.make_mesh(MESH_SIZE, ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    data, ids = exact_terms(rng_for(4), (8, 4), "float32"), np.arange(8) % 3
+    expected = oracle.scatter_add(np.zeros((4, 4), np.float32), ids, data)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(data, jax.NamedSharding(mesh, jax.P("a", "b")))
+        for out_sharding in (spec, jax.NamedSharding(mesh, spec)):
+            f = jax.jit(
+                functools.partial(jof.segment_sum, num_segments=4, out_sharding=out_sharding)
+            )
+            total, vjp = jax.vjp(lambda x, f=f: f(x, ids), x)
+            assert_same_values(total, expected.astype(np.float32))
+            assert jax.typeof(total).sharding.spec == jax.P(*spec, *(None,) * (2 - len(spec)))
+            (gradient,) = vjp(total)
+            np.testing.assert_array_equal(gradient, expected[ids])
+            assert jax.typeof(gradient).sharding == jax.typeof(x).sharding
+
+
+@needs_devices
+def test_out_sharding_that_cannot_be():
+    """No axis is left out in silence."""
+    data, ids = np.ones(8, np.float32), np.arange(8) % 3
+    with pytest.raises(ValueError, match="mesh"):
+        jof.segment_sum(data, ids, 4, out_sharding=jax.P("a"))
+    auto = jax.make_mesh(MESH_SIZE, ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(auto):
+        for wrong in (jax.P("a"), "a"):
+            with pytest.raises((TypeError, ValueError)):
+                jof.segment_sum(data, ids, 4, out_sharding=wrong)
+        with pytest.raises(NotImplementedError, match=r"^segment_sum: out_sharding\b"):
+            jof.segment_sum(data, ids, 4, bucket_size=2, out_sharding=jax.P())

@@ -637,6 +637,21 @@ def test_64_bit_input_follows_the_x64_setting():
                 assert_same_bits(y, expected)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_64_bit_arrays_outside_of_x64(implementation):
+    """They keep their bits, as do their gradients."""
+    x = jnp.arange(20.0).reshape(1, 4, 5) + 2.0**-40
+    value, cotangent = np.asarray(x), np.full((1, 8, 7), 1 + 2.0**-40)
+    dy = jnp.asarray(cotangent)
+    f = functools.partial(jof.upsample_nearest2d, size=(8, 7), implementation=implementation)
+    with jax.enable_x64(False):
+        y, vjp = jax.vjp(f, x)
+        (dx,) = vjp(dy)
+        assert jax.jit(f)(x).dtype == np.float64
+    assert_same_bits(y, oracle.upsample_nearest2d(value, (8, 7)))
+    assert_sums_within_error(dx, cotangent, (4, 5))
+
+
 def test_result_stays_on_the_device_of_the_input():
     device = jax.devices()[-1]
     x = jax.device_put(np.ones((1, 4, 5), np.float32), device)

@@ -287,6 +287,88 @@ JOF_COMPLEX_WITH_REAL(float)
 JOF_COMPLEX_WITH_REAL(double)
 #undef JOF_COMPLEX_WITH_REAL
 
+// Quotients and remainders of integers are jax's: x / 0 has all bits set, x % 0 is x, and what does
+// not fit wraps around. In C++ they are undefined, and end the process on some CPUs. The generated
+// source has `a /jof_by()/ b` for a user's `a / b`, and `a /=jof_by()<<= b` for `a /= b`, which
+// bind as the originals do; all other types divide as ever.
+struct jof_by {};
+
+template <typename T>
+constexpr bool jof_kIsInteger = false;
+#define JOF_IS_INTEGER(T) \
+  template <>             \
+  constexpr bool jof_kIsInteger<T> = true;
+JOF_IS_INTEGER(bool)
+JOF_IS_INTEGER(char)
+JOF_IS_INTEGER(signed char)
+JOF_IS_INTEGER(unsigned char)
+JOF_IS_INTEGER(short)
+JOF_IS_INTEGER(unsigned short)
+JOF_IS_INTEGER(int)
+JOF_IS_INTEGER(unsigned)
+JOF_IS_INTEGER(long)
+JOF_IS_INTEGER(unsigned long)
+JOF_IS_INTEGER(long long)
+JOF_IS_INTEGER(unsigned long long)
+#undef JOF_IS_INTEGER
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE constexpr T jof_Quotient(T a, T b) {
+  constexpr T kOnes = static_cast<T>(-1);
+  const bool is_negation = !(kOnes > 0) && b == kOnes;
+  const T quotient = a / (b == 0 || is_negation ? T{1} : b);
+  const T negated = static_cast<T>(0 - static_cast<uint64_t>(a));
+  return b == 0 ? kOnes : is_negation ? negated : quotient;
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE constexpr T jof_Remainder(T a, T b) {
+  constexpr T kOnes = static_cast<T>(-1);
+  const bool is_negation = !(kOnes > 0) && b == kOnes;
+  const T remainder = a % (b == 0 || is_negation ? T{1} : b);
+  return b == 0 ? a : remainder;
+}
+
+template <typename T>
+struct jof_Dividend {
+  T value;
+};
+template <typename T>
+struct jof_Divisor {
+  T value;
+};
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE constexpr jof_Divisor<T> operator<<=(jof_by, T b) {
+  return {b};
+}
+
+#define JOF_SAFE_DIVISION(op, Function)                                             \
+  template <typename T>                                                             \
+  JOF_HOST_DEVICE JOF_INLINE constexpr jof_Dividend<T> operator op(T a, jof_by) {   \
+    return {a};                                                                     \
+  }                                                                                 \
+  template <typename T, typename U>                                                 \
+  JOF_HOST_DEVICE JOF_INLINE constexpr auto operator op(jof_Dividend<T> a, U b)     \
+      ->decltype(a.value op b) {                                                    \
+    using C = decltype(a.value op b);                                               \
+    if constexpr (jof_kIsInteger<C>) {                                              \
+      return Function<C>(static_cast<C>(a.value), static_cast<C>(b));               \
+    } else {                                                                        \
+      return a.value op b;                                                          \
+    }                                                                               \
+  }                                                                                 \
+  template <typename T, typename U>                                                 \
+  JOF_HOST_DEVICE JOF_INLINE constexpr T& operator op##=(T & a, jof_Divisor<U> b) { \
+    if constexpr (jof_kIsInteger<T>) {                                              \
+      a = static_cast<T>(jof_Dividend<T>{a} op b.value);                            \
+    } else {                                                                        \
+      a op## = b.value;                                                             \
+    }                                                                               \
+    return a;                                                                       \
+  }
+JOF_SAFE_DIVISION(/, jof_Quotient)
+JOF_SAFE_DIVISION(%, jof_Remainder)
+#undef JOF_SAFE_DIVISION
+
 // A value in another type; of a complex one in a real type its real part.
 template <typename To>
 struct jof_Convert {

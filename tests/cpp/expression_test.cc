@@ -216,7 +216,62 @@ void TestComplex(double bound) {
   near(e::jof_Convert<C>::Of(jof::Complex<double>{1, 2}), 1, 2);
 }
 
+// As the generated source writes a / b, a % b, a /= b and a %= b.
+template <typename T>
+void TestDivision() {
+  using e::jof_by, e::operator/, e::operator%, e::operator/=, e::operator%=, e::operator<<=;
+  using Limits = std::numeric_limits<T>;
+  constexpr T kOnes = static_cast<T>(-1);
+  const auto check = [](T a, T b, T quotient, T remainder) {
+    T x = a, y = a;
+    x /= jof_by() <<= b;
+    y %= jof_by() <<= b;
+    const auto shown = [](T value) { return static_cast<double>(value); };
+    JOF_CHECK(static_cast<T>(a / jof_by() / b) == quotient && x == quotient, "%g / %g = %g, %g",
+              shown(a), shown(b), shown(static_cast<T>(a / jof_by() / b)), shown(x));
+    JOF_CHECK(static_cast<T>(a % jof_by() % b) == remainder && y == remainder, "%g %% %g = %g, %g",
+              shown(a), shown(b), shown(static_cast<T>(a % jof_by() % b)), shown(y));
+  };
+  for (const T a : {T{0}, T{1}, T{7}, kOnes, Limits::max(), Limits::min()}) check(a, 0, kOnes, a);
+  if (kOnes < T{1}) {
+    check(Limits::min(), kOnes, Limits::min(), 0);
+    check(Limits::max(), kOnes, static_cast<T>(-Limits::max()), 0);
+    check(static_cast<T>(-7), 2, static_cast<T>(-3), kOnes);
+  } else {
+    check(kOnes, kOnes, 1, 0);
+    check(static_cast<T>(kOnes - 1), kOnes, 0, static_cast<T>(kOnes - 1));
+  }
+  check(100, 7, 14, 2);
+  static_assert(100 / jof_by() / T{7} % jof_by() % T{5} == T{4});
+  static_assert(__is_same(decltype(T{1} / jof_by() / T{1}), decltype(T{1} / T{1})));
+  static_assert(__is_same(decltype(T{1} / jof_by() / 1.0f), decltype(T{1} / 1.0f)));
+}
+
+// All other types divide as ever, and everything binds as without.
+void TestDivisionOfOthers() {
+  using e::jof_by, e::operator/, e::operator/=, e::operator<<=;
+  EXPECT(1.0f / jof_by() / 0.0f, kInf);
+  EXPECT(6 / jof_by() / 4.0f, 1.5f);
+  EXPECT(12.0 / jof_by() / 2 / jof_by() / 3 * 2 - 4 / jof_by() / -2, 6.0);
+  EXPECT((jof::Complex<double>{3, -4} / jof_by() / 2).im, -2.0);
+  float x = 9;
+  x /= jof_by() <<= x > 0 ? 2 : 3;
+  EXPECT(x, 4.5f);
+  int n = 7;
+  n /= jof_by() <<= 0.5f;
+  EXPECT(n, 14);
+}
+
 int main() {
+  TestDivision<int8_t>();
+  TestDivision<uint8_t>();
+  TestDivision<int16_t>();
+  TestDivision<uint16_t>();
+  TestDivision<int32_t>();
+  TestDivision<uint32_t>();
+  TestDivision<int64_t>();
+  TestDivision<uint64_t>();
+  TestDivisionOfOthers();
   TestMath();
   TestActivations();
   TestOfSeveral();
