@@ -209,7 +209,7 @@ def models(found: Sequence[Result]) -> str:
     """A line a training step."""
     lines = [
         [
-            f"[{row['op']}](examples/{row['op']}.py)",
+            f"`{row['op']}`",
             microseconds(row["us"]),
             ratio(results.rival(row, "jnp")),
             ratio(results.rival(row, "xla")),
