@@ -12,10 +12,14 @@ from typing import Any
 # PyTorch and CuPy need room on the same GPU. JAX reads this when it starts its backend.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
-from . import environment, harness, progress, results
+from tqdm import tqdm
+
+from . import environment, harness, results, tables
+from .harness import Case, Options
 from .results import Row
 from .suites import SUITES, load
 
+PARTS = results.ROOT / "build" / "benchmarks"  # of results that leave cases out
 _COMMANDS = {"survey": "survey", "compare": "comparison", "report": "report"}
 
 
@@ -36,37 +40,33 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the smallest case of each kind")
     parser.add_argument("--case", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--dtype", help="cases of one dtype, such as float16")
-    parser.add_argument(
-        "--slow-rivals",
-        action="store_true",
-        help="also run forms that take seconds a call, such as XLA's 16-bit sums of hot segments",
-    )
     parser.add_argument("--list", action="store_true", help="print the cases and their plans")
     options = parse(parser, argv)
     selected = {suite: _cases(suite, options) for suite in options.suite or SUITES}
     if not any(selected.values()):
         parser.error("no case has that name and dtype; --list prints the cases")
-    whole = not (options.quick or options.case or options.dtype)
-    measuring = harness.Options(tuple(options.implementation), slow=options.slow_rivals)
+    if options.quick or options.case or options.dtype:
+        options.out = options.out or PARTS
+    measuring = Options(tuple(options.implementation))
     errors = 0
     for suite, cases in selected.items():
         if options.list:
             print("\n".join(f"{c.name:50} {c.plan}".rstrip() for c in cases))
         elif cases:
             about = {"suite": suite, "seed": secrets.randbits(31)}
-            rows = run(cases, measuring, about, argv, options.out, whole)
+            rows = run(cases, measuring, about, argv, options.out)
             errors += sum("error" in row for row in rows)
     if errors:
         print(f"{errors} row(s) are errors", file=sys.stderr)
     return 1 if errors else 0
 
 
-def _cases(suite: str, options: argparse.Namespace) -> list[harness.Case]:
+def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
     import jax
 
     try:
         platform = "quick" if options.quick and suite == "models" else jax.default_backend()
-        cases: list[harness.Case] = load(suite).cases(platform)
+        cases: list[Case] = load(suite).cases(platform)
     except ModuleNotFoundError as error:  # such as flax, which only models need
         print(f"{suite} is left out: {error.name} is not installed")
         return []
@@ -74,7 +74,7 @@ def _cases(suite: str, options: argparse.Namespace) -> list[harness.Case]:
     cases = [case for case in cases if options.case in case.name and case.dtype in dtypes]
     if not options.quick:
         return cases
-    smallest: dict[tuple[str, ...], harness.Case] = {}
+    smallest: dict[tuple[str, ...], Case] = {}
     for case in sorted(cases, key=lambda case: case.bytes):
         smallest.setdefault((case.name if suite == "models" else case.group, case.dtype), case)
     return list(smallest.values())
@@ -95,7 +95,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         type=Path,
         metavar="DIR",
         help="where the result goes (default: benchmarks/results/DEVICE, "
-        "or build/benchmarks/DEVICE if options leave cases out)",
+        "or build/benchmarks if options leave cases out)",
     )
     options = parser.parse_args(argv)
     try:
@@ -107,38 +107,28 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def run(
-    cases: Sequence[harness.Case],
-    options: harness.Options,
-    about: Row,
-    argv: list[str],
-    out: Path | None,
-    whole: bool,
+    cases: Sequence[Case], options: Options, about: Row, argv: list[str], out: Path | None
 ) -> list[Row]:
-    """Measures cases, prints a line for each, and writes the result after every row.
+    """Measures cases, prints a line for each, and writes the result to a directory after every row.
 
-    ``about`` is the beginning of the header. A result of not the ``whole`` list is not committed.
+    ``about`` is the beginning of the header. Without a directory it is the one of the repository's
+    results.
     """
     machine = harness.make_machine(about["seed"], options)
     header: dict[str, Any] = {**about, **environment.header(argv)}
     header |= {"clock": machine.clock.name, "ceiling": machine.ceilings.kind}
     header |= {"missing": machine.missing, "warnings": machine.warnings}
-    root = results.RESULTS if whole else results.ROOT / "build" / "benchmarks"
     name = about.get("suite") or f"survey-{about['seed']}"
-    path = (out or root / environment.slug(header)) / f"{name}.jsonl"
-    table = progress.Table(max(len(case.name) for case in cases))
+    path = (out or results.RESULTS / environment.slug(header)) / f"{name}.jsonl"
     print(f"{name} on {header['device']}, {header['clock']} clock; copy: {header['ceiling']}")
-    print(table.header())
+    print(tables.aligned(tables.PROGRESS))
     rows: list[Row] = []
     for row in harness.measure(cases, machine, options):
         rows.append(row)
         results.write(path, header, rows)
-        table.print(row)
-    if machine.platform == "gpu":
-        header["clocks"] = environment.clocks()
-        results.write(path, header, rows)
-    print("\n".join(progress.notes(header, rows)))
-    here = path.is_relative_to(results.ROOT)
-    print(f"wrote {path.relative_to(results.ROOT) if here else path.name}")
+        tqdm.write(tables.progress(row))
+    print("\n".join(tables.notes(header, rows)))
+    print(f"wrote {path.name}")
     return rows
 
 

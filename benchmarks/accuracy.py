@@ -59,56 +59,38 @@ def worst(result: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> str | Non
     )
 
 
-def value_bound(
-    exact: np.ndarray, x: np.ndarray, dtype: Any, *, is_product: bool = False
-) -> np.ndarray:
-    """What is allowed of a value f(x): 2 ulp of 16 bits, 4 of f32 and 1e-4 in f32's tails.
+class Exact(NamedTuple):
+    """An exact result, the size of the terms that may cancel in it, and an activation's argument.
 
-    Or of a product with such a value.
-    """
-    if jnp.finfo(dtype).bits == 16:
-        return 2 * ulp(exact, dtype) + _TINY
-    tail = np.abs(exact) < np.abs(x) / 1024
-    allowed = _of_product(exact, dtype) if is_product else 4 * ulp(exact, dtype)
-    return np.asarray(np.where(tail, 1e-4 * np.abs(exact), allowed) + _TINY)
-
-
-def _of_product(exact: np.ndarray, dtype: Any) -> np.ndarray:
-    """It carries over a factor's relative error, of 4 ulp at most, and is rounded itself.
-
-    As ulps of the product those may be up to eight.
-    """
-    carried = 4 * float(jnp.finfo(dtype).eps) * np.abs(exact)
-    return np.asarray(carried + 0.5 * ulp(exact, dtype))
-
-
-class Cotangent(NamedTuple):
-    """An exact cotangent, the size of the terms that may cancel in it, and its factors' argument.
-
-    Its tail is where it is small against those.
+    A tail is where the result is small against those. A ``product`` has an activation as a factor.
     """
 
-    exact: np.ndarray
+    value: np.ndarray
     cancelling: np.ndarray | float = 0.0
     argument: np.ndarray | float = 0.0
+    product: bool = True
 
 
-def cotangent_bound(cotangent: Cotangent, dtype: Any) -> np.ndarray:
-    """What is allowed of a cotangent, a product that is computed in f32 at least."""
-    exact, cancelling, argument = cotangent
-    rounding = 8 * np.ldexp(1.0, -24) * np.abs(cancelling)
+def bound(exact: Exact, dtype: Any) -> np.ndarray:
+    """What is allowed: 2 ulp of 16 bits, 4 of f32 and a relative 1e-4 in f32's tails.
+
+    A product carries over a factor's relative error, of 4 ulp at most, and is rounded itself: as
+    ulps of the product those may be up to eight.
+    """
+    value, cancelling, argument, product = exact
+    rounding = 8 * np.ldexp(1.0, -24) * np.abs(cancelling) + _TINY
+    unit = ulp(value, dtype)
     if jnp.finfo(dtype).bits == 16:
-        return np.asarray(2 * ulp(exact, dtype) + rounding + _TINY)
-    tail = np.abs(exact) < np.maximum(np.abs(cancelling), np.abs(argument)) / 1024
-    allowed = np.where(tail, 1e-4 * np.abs(exact), _of_product(exact, dtype))
-    return np.asarray(allowed + rounding + _TINY)
+        return np.asarray(2 * unit + rounding)
+    carried = 4 * float(jnp.finfo(dtype).eps) * np.abs(value) + 0.5 * unit
+    tail = np.abs(value) < np.maximum(np.abs(cancelling), np.abs(argument)) / 1024
+    allowed = np.where(tail, 1e-4 * np.abs(value), carried if product else 4 * unit)
+    return np.asarray(allowed + rounding)
 
 
-def worst_cotangent(
-    out: Sequence[np.ndarray], expected: Sequence[Cotangent], dtype: Any
-) -> str | None:
-    """Says what is wrong with samples of some cotangents, if anything is."""
-    for i, (cotangent, y) in enumerate(zip(expected, out, strict=True)):
-        if wrong := worst(y, cotangent.exact, cotangent_bound(cotangent, dtype)):
-            return f"result {i}: {wrong}"
+def wrong(out: Sequence[np.ndarray], expected: Sequence[Exact], dtype: Any) -> str | None:
+    """Says what is wrong with samples of some results, if anything is."""
+    for i, (exact, y) in enumerate(zip(expected, out, strict=True)):
+        if text := worst(y, exact.value, bound(exact, dtype)):
+            return f"result {i}: {text}"
     return None

@@ -36,7 +36,7 @@ def header(argv: list[str], module: str = "benchmarks", devices: int = 1) -> dic
         "versions": {p: importlib.metadata.version(owners[p][0]) for p in _PACKAGES if p in owners},
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command_line(argv, module),
+        "command": shlex.join(["python", "-m", module, *(Path(word).name for word in argv)]),
     }
     return {name: value for name, value in found.items() if value}
 
@@ -51,11 +51,11 @@ def use_device(name: str) -> None:
         raise ValueError(f"no device {name!r}; name cpu, gpu, or such as gpu:1")
     if index:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        identifiers = visible.split(",") if visible else [str(i) for i in range(64)]
+        identifiers = visible.split(",") if visible else [*map(str, range(64))]
         if int(index) >= len(identifiers):
             raise ValueError(f"no device {name!r}: CUDA_VISIBLE_DEVICES is {visible}")
-        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts
-        os.environ["CUDA_VISIBLE_DEVICES"] = identifiers[int(index)]
+        os.environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi counts
+        os.environ |= {"CUDA_VISIBLE_DEVICES": identifiers[int(index)]}
     jax.config.update("jax_platforms", {"gpu": "cuda,cpu"}.get(kind, kind))
     try:
         found = jax.default_backend()
@@ -65,16 +65,9 @@ def use_device(name: str) -> None:
         raise ValueError(f"JAX has started on {found!r} already")
 
 
-def clocks() -> str | None:
-    """Returns the GPU's clocks, power, temperature, and the mask of reasons that slow it."""
-    fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-    return _nvidia_smi(*fields, "clocks_event_reasons.active")
-
-
-def _nvidia_smi(*fields: str) -> str | None:
+def _nvidia_smi(field: str) -> str | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    query = f"--query-gpu={','.join(fields)}"
-    return _run("nvidia-smi", f"--id={visible}", query, "--format=csv,noheader")
+    return _run("nvidia-smi", f"--id={visible}", f"--query-gpu={field}", "--format=csv,noheader")
 
 
 def _commit() -> str | None:
@@ -88,12 +81,6 @@ def _commit() -> str | None:
     others = ("--", ".", ":(exclude)benchmarks/results")
     dirty = _run("git", "status", "--porcelain", "--untracked-files=no", *others)
     return commit and commit + "+" * bool(dirty)
-
-
-def command_line(argv: list[str], module: str = "benchmarks") -> str:
-    """Returns the command, with absolute paths cut to their last component."""
-    words = [re.sub(r"^(--\w+=)?/.*/", r"\1", word) for word in argv]
-    return shlex.join(["python", "-m", module, *words])
 
 
 def slug(header: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from .timing import (
     Contender,
     Missing,
     Outcome,
+    Timing,
     compare,
     make_clock,
     reason,
@@ -75,7 +76,6 @@ class Work:
     others: dict[str, Maker] = field(default_factory=dict)  # rivals on GPUs
     effort: float = 0.5  # the share of the usual number of samples
     donated: bool = False  # the first array is donated: a call takes an earlier result instead
-    skip: dict[str, str] = field(default_factory=dict)  # forms that take seconds a call, and why
     wall: bool = False  # timed by the wall: memsets and memcpys matter, which CUPTI does not record
 
 
@@ -98,7 +98,6 @@ class Options:
     implementations: Sequence[str] = ("native",)
     libraries: bool = True  # other libraries, variants and the copy are rivals, too
     check_only: bool = False
-    slow: bool = False  # run what cases skip
     effort: float = 1.0
 
 
@@ -163,34 +162,28 @@ def _precision(case: Case) -> contextlib.AbstractContextManager[Any]:
     return jax.enable_x64(True) if case.x64 else contextlib.nullcontext()
 
 
-# ---- compilation ----
-
 _INPUTS, _SAMPLE, _DIFFERENCE = "(inputs)", "(sample)", "(difference)"
 
 
 def _prepare(cases: Sequence[Case], options: Options) -> list[_Prepared]:
     """Compiles the programs of all cases in parallel."""
     prepared: list[_Prepared] = []
-    futures: list[Future[Any]] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for case in cases:
-            item = _Prepared(case, _attempt(case.work), {})
-            if isinstance(item.work, Work):
-                for name, function in _functions(item.work, options).items():
-                    item.programs[name] = pool.submit(_compile, case, item.work, name, function)
-            prepared.append(item)
-            futures += item.programs.values()
+            programs = dict[str, Future[Any]]()
+            try:
+                work = case.work()
+            except Exception as error:  # the row says so
+                work = error
+            if isinstance(work, Work):
+                for name, function in _functions(work, options).items():
+                    programs[name] = pool.submit(_compile, case, work, name, function)
+            prepared.append(_Prepared(case, work, programs))
+        futures = [future for item in prepared for future in item.programs.values()]
         bar = {"total": len(futures), "unit": "program", "leave": False, "disable": None}
         for _ in tqdm(as_completed(futures), file=sys.stderr, desc="compile", **bar):
             pass
     return prepared
-
-
-def _attempt(make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except Exception as error:  # the row says so
-        return error
 
 
 def _functions(work: Work, options: Options) -> dict[str, Function]:
@@ -198,10 +191,9 @@ def _functions(work: Work, options: Options) -> dict[str, Function]:
     names = ["ours", *options.implementations[1:]]
     chosen = (None if name == "default" else name for name in options.implementations)
     ours = {n: partial(work.ours, implementation=i) for n, i in zip(names, chosen, strict=True)}
-    forms = {n: f for n, f in work.forms.items() if options.slow or n not in work.skip}
     variants = work.variants if options.libraries else {}
     steps = {_INPUTS: draw, _SAMPLE: work.sample, _DIFFERENCE: difference}
-    return {**ours, **variants, **forms, **steps}
+    return {**ours, **variants, **work.forms, **steps}
 
 
 def _compile(case: Case, work: Work, name: str, function: Function) -> Any:
@@ -218,34 +210,22 @@ def _compile(case: Case, work: Work, name: str, function: Function) -> Any:
         return jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
 
 
-def custom_calls(program: str) -> list[str]:
-    """Returns the targets of a compiled program's custom calls."""
-    return re.findall(r'custom_call_target="([^"]+)"', program)
-
-
 _MOVES_NOTHING = {"parameter", "constant", "custom-call", "call", "bitcast"}
 _MOVES_NOTHING |= {"tuple", "get-tuple-element"}
 
 
 def is_native(program: str, alone: bool) -> bool:
-    """Returns whether a compiled program runs our kernels.
-
-    Raises:
-      ArithmeticError: something else is in a program that must be one of our kernels ``alone``.
-    """
-    calls = custom_calls(program)
+    """Returns whether a compiled program runs our kernels; ``alone``, anything else is an error."""
+    calls = re.findall(r'custom_call_target="([^"]+)"', program)
     if not any(call.startswith("jof_") for call in calls):
         return False
     # The first word with a parenthesis in each line of the entry computation is its operation.
     entry = program[program.index("ENTRY") :].splitlines()[1:]
-    found = [match[1] for line in entry if (match := re.search(r"= .*?([a-z][a-z-]*)\(", line))]
-    beside = set(found) - _MOVES_NOTHING
-    if alone and (beside or len(calls) > 1):
-        raise ArithmeticError(f"{', '.join(sorted(beside) or calls)} beside our kernel")
+    found = {match[1] for line in entry if (match := re.search(r"= .*?([a-z][a-z-]*)\(", line))}
+    if alone and (found - _MOVES_NOTHING or len(calls) > 1):
+        beside = sorted(found - _MOVES_NOTHING) or calls
+        raise ArithmeticError(f"{', '.join(beside)} beside our kernel")
     return True
-
-
-# ---- a row ----
 
 
 def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) -> Row:
@@ -277,7 +257,9 @@ def _timed(row: Row, entrants: Entrants, timings: Outcome, machine: Machine) -> 
     """Adds the times."""
     if entrants.wall and machine.clock.name != "wall":
         row["clock"] = "wall"
-        timings = {k: t if isinstance(t, str) else t.by_wall() for k, t in timings.items()}
+        for t in timings.values():
+            if isinstance(t, Timing) and t.wall_us:
+                t.clock, t.samples_us = "wall", t.wall_us
     medians: dict[str, Any] = {**entrants.failed}
     for name, t in timings.items():
         medians[name] = t if isinstance(t, str) else round(t.us, 3)
@@ -290,8 +272,10 @@ def _timed(row: Row, entrants: Entrants, timings: Outcome, machine: Machine) -> 
         return {**row, "error": ours}
     row |= {"us": us, "iqr": round(ours.iqr_us, 3)}
     row |= {name: medians.pop(name) for name in ("again", "copy") if name in medians}
-    spread = max(ours.iqr_us, machine.clock.resolution_us)
-    if abs(row.get("again", us) - us) > 2 * spread:
+    second = timings.get("again")
+    again = second.iqr_us if isinstance(second, Timing) else 0.0
+    spread = max(ours.iqr_us, again, machine.clock.resolution_us)
+    if abs(row.get("again", us) - us) > spread:
         text = f"timed twice, {us:.2f} and {row['again']:.2f} us, spread {spread:.2f} us"
         machine.warnings.append(f"{row['case']}: {text}")
     row["xla"] = {name: medians.pop(name) for name in entrants.forms if name in medians}
@@ -345,9 +329,6 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     for name in [*options.implementations[1:], *(work.variants if options.libraries else [])]:
         verified(name)
     for name in work.forms:
-        if name not in programs:
-            failed[name] = f"not run: {work.skip[name]}"
-            continue
         try:
             disagree += [] if agrees(run(name)) else [name]
         except Exception as error:
@@ -377,9 +358,6 @@ def _jax_contender(name: str, compiled: Function, work: Work, sets: Sets) -> Con
         states[k] = compiled(states[k], *sets[k][1:])
 
     return Contender(name, call, lambda _: jax.block_until_ready(states))
-
-
-# ---- agreement of all elements of two results ----
 
 
 def difference(ours: Array, theirs: Array) -> list[tuple[Array, Array]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import results, survey
 from .harness import SWEEP
-from .results import Result, Row, by, mean, measured
+from .results import Result, Row, by, mean
 from .suites import SUITES
 from .suites.common import itemsize, short
 from .tables import markdown, microseconds, percent, ratio
@@ -47,11 +47,7 @@ _MARKER = re.compile(r"<!-- benchmarks:(\S+) ([^>]*?) ?(begin|end) -->")
 
 
 def filled(text: str, root: Path) -> str:
-    """Returns a page with today's tables between its markers.
-
-    Raises:
-      ValueError: a marker is alone, or names no table or no result.
-    """
+    """Returns a page with today's tables between its markers; raises ValueError if one is wrong."""
     parts, place, opened = [], 0, None
     for marker in _MARKER.finditer(text):
         name, arguments, kind = marker.groups()
@@ -82,7 +78,7 @@ def table(name: str, arguments: Sequence[str], root: Path) -> str:
 
 def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
     """Returns the measured rows of listed cases: those of no survey and no sweep."""
-    rows = [row for r in found if r.header.get("suite") in SUITES for row in measured(r.rows)]
+    rows = [row for r in found if r.header.get("suite") in SUITES for row in r.rows if "us" in row]
     return [r for r in rows if r["group"] != SWEEP and suite in (None, r["suite"])]
 
 
@@ -103,22 +99,21 @@ def origin(found: Sequence[Result]) -> str:
     return ", ".join([*facts, newest["date"][:10], f"commit {' and '.join(commits)}"])
 
 
-_FAMILIES: dict[str, Callable[[Row], bool]] = {
-    "`gelu`, `swiglu`, `add`, ... (elementwise)": lambda row: row["suite"] == "elementwise",
-    "`cast`": lambda row: row["suite"] == "cast",
-    "`upsample_nearest2d`": lambda row: row["suite"] == "upsample",
-    "`permute`": lambda row: row["suite"] == "permute",
-    "`segment_sum`, `scatter_add`, `embedding_lookup`": lambda row: row["suite"] == "scatter",
-    "`ElementwiseKernel`": lambda row: row["suite"] == "kernels",
+_FAMILIES = {
+    "elementwise": "`gelu`, `swiglu`, `add`, ... (elementwise)",
+    "cast": "`cast`",
+    "upsample": "`upsample_nearest2d`",
+    "permute": "`permute`",
+    "scatter": "`segment_sum`, `scatter_add`, `embedding_lookup`",
+    "kernels": "`ElementwiseKernel`",
 }
 
 
 def headline(found: Sequence[Result]) -> str:
     """A line a family: means over all listed cases, gradients included."""
     lines = []
-    for family, belongs in _FAMILIES.items():
-        rows = [row for row in listed(found) if belongs(row)]
-        if rows:
+    for name, family in _FAMILIES.items():
+        if rows := listed(found, name):
             narrow = mean(results.as_written(row) for row in rows if _is_narrow(row))
             wide = mean(results.as_written(row) for row in rows if not _is_narrow(row))
             lines.append([family, ratio(narrow), ratio(wide), *_best(rows)])
@@ -138,24 +133,6 @@ def _best(rows: Sequence[Row]) -> list[str]:
     return [ratio(mean(ratios)), ratio(min(ratios, default=None))]
 
 
-def suite(found: Sequence[Result], name: str, group: str = "") -> str:
-    """A line an op (permute: what moves), a column a dtype: XLA's best over ours."""
-    rows = [row for row in listed(found, name) if group in ("", row["group"])]
-    label, column = _LAYOUT.get(name, ("op", "dtype"))
-    columns = [key for (key,) in by(rows, column)]
-    torch = any(results.rival(row, "torch") for row in rows)
-    lines = []
-    for keys, its in by(rows, *label.split()).items():
-        cells = [ratio(mean(_ratios(its, column, key))) for key in columns]
-        shares = [row["copy"] / row["us"] for row in its if "copy" in row]
-        more = [ratio(mean(results.rival(row, "torch") for row in its))] if torch else []
-        worst = _best(its)[1]
-        lines.append([_code(name, keys), *cells, worst, *more, percent(mean(shares))])
-    shown = [short(str(key)) for key in columns]
-    head = ["", *shown, "worst", *(["PyTorch"] if torch else []), "of copy"]
-    return markdown(head, lines)
-
-
 _LAYOUT = {
     "cast": ("op", "shape"),
     "upsample": ("group op", "dtype"),
@@ -165,40 +142,45 @@ _LAYOUT = {
 """What lines and columns are, if not ops and dtypes."""
 
 
-def _code(name: str, keys: Sequence[str]) -> str:
-    text = " ".join(keys)
-    return f"`{text}`" if name in ("elementwise", "kernels") else text
-
-
-def _ratios(rows: Sequence[Row], column: str, key: str) -> list[float]:
-    return [best[1] for row in rows if row[column] == key and (best := results.best(row))]
+def suite(found: Sequence[Result], name: str, group: str = "") -> str:
+    """A line an op (permute: what moves), a column a dtype: XLA's best over ours."""
+    rows = [row for row in listed(found, name) if group in ("", row["group"])]
+    label, column = _LAYOUT.get(name, ("op", "dtype"))
+    columns = [str(key) for (key,) in by(rows, column)]
+    torch = [""] if any(results.rival(row, "torch") for row in rows) else []
+    lines = []
+    for keys, its in by(rows, *label.split()).items():
+        cells = [_best([row for row in its if row[column] == key])[0] for key in columns]
+        torch_cells = [ratio(mean(results.rival(row, "torch") for row in its)) for _ in torch]
+        shares = mean(row["copy"] / row["us"] for row in its if "copy" in row)
+        code = "`" if name in ("elementwise", "kernels") else ""
+        line = [f"{code}{' '.join(keys)}{code}", *cells, _best(its)[1]]
+        lines.append([*line, *torch_cells, percent(shares)])
+    head = ["", *map(short, columns), "worst", *("PyTorch" for _ in torch), "of copy"]
+    return markdown(head, lines)
 
 
 def sizes(found: Sequence[Result]) -> str:
     """A line a size, a column an op: microseconds, and XLA's best over ours."""
-    rows = [row for r in found for row in measured(r.rows) if row["group"] == SWEEP]
-    ops = by(rows, "suite", "op", "dtype")
-    head = ["", *(f"{_SWEPT.get(op, op)} {short(d)}".split(" f32 f")[0] for _, op, d in ops)]
+    rows = [row for r in found for row in r.rows if "us" in row and row["group"] == SWEEP]
+    swept = {"2x": "upsample 2x", "permute": "transpose"}
+    ops = by(rows, "op", "dtype")
     lines = []
     for (shape,), its in by(rows, "shape").items():
-        cells = {(r["suite"], r["op"], r["dtype"]): r for r in its}
-        lines.append([shape, *(_cell(cells.get(key)) for key in ops)])
-    return markdown(head, lines)
-
-
-_SWEPT = {"2x": "upsample 2x", "permute": "transpose"}
-
-
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    best = results.best(row)
-    return f"{microseconds(row['us'])} ({ratio(best and best[1])})"
+        known = by(its, "op", "dtype")
+        cells = (known.get(key) for key in ops)
+        lines.append(
+            [shape, *(f"{microseconds(c[0]['us'])} ({_best(c)[0]})" if c else "-" for c in cells)]
+        )
+    names = (
+        swept.get(op, op) if " to " in op else f"{swept.get(op, op)} {short(d)}" for op, d in ops
+    )
+    return markdown(["", *names], lines)
 
 
 def slower(found: Sequence[Result]) -> str:
     """A line a case that XLA's best form wins by more than the spread of the samples."""
-    rows = [row for r in found if r.header.get("suite") in SUITES for row in measured(r.rows)]
+    rows = [row for r in found if r.header.get("suite") in SUITES for row in r.rows if "us" in row]
     lost = [(results.best(row) or ("", 1.0), row) for row in rows if results.is_slower(row)]
     lost.sort(key=lambda pair: pair[0][1])
     lines = [[row["suite"], row["case"], form, ratio(value)] for (form, value), row in lost]
@@ -221,12 +203,8 @@ def models(found: Sequence[Result]) -> str:
 
 def surveyed(found: Sequence[Result], by_what: str = "family") -> str:
     """A line a family (or size, or strategy of permute) of all surveys, their rows together."""
-    rows = [row for r in found if "suite" not in r.header for row in measured(r.rows)]
-    lines = {
-        "family": survey.by_family,
-        "size": survey.by_size,
-        "strategy": survey.by_strategy,
-    }[by_what](rows)
+    rows = [row for r in found if "suite" not in r.header for row in r.rows if "us" in row]
+    lines = survey.summaries([row for row in rows if results.best(row)], by_what)
     return markdown(["", *survey.HEAD], lines) if lines else "Not measured yet."
 
 

@@ -34,11 +34,7 @@ def write(path: Path, header: dict[str, Any], rows: Iterable[Row]) -> None:
 
 
 def read(path: Path) -> Result:
-    """Reads a result.
-
-    Raises:
-      ValueError: the file is not a result.
-    """
+    """Reads a result; raises ValueError if the file is none."""
     try:
         header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
@@ -53,11 +49,6 @@ def numbers(medians: dict[str, Any]) -> dict[str, float]:
     return {name: us for name, us in medians.items() if not isinstance(us, str)}
 
 
-def measured(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows that have a time."""
-    return [row for row in rows if "us" in row]
-
-
 def best(row: Row) -> tuple[str, float] | None:
     """Returns XLA's best form, and its time over ours: above 1, ours is faster."""
     ran = numbers(row.get("xla", {}))
@@ -69,8 +60,7 @@ def best(row: Row) -> tuple[str, float] | None:
 
 def as_written(row: Row) -> float | None:
     """Returns the time over ours of the call as users write it, the first form."""
-    first = next(iter(row.get("xla", {}).values()), None)
-    return None if first is None or isinstance(first, str) else float(first / row["us"])
+    return rival(row, {"cast": "astype", "upsample": "resize"}.get(row["suite"], "jnp"))
 
 
 def rival(row: Row, name: str) -> float | None:

@@ -7,13 +7,13 @@ same, from another seed others. Every result is checked, as those of listed case
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from . import results, tables
-from .__main__ import parse, run
+from .__main__ import PARTS, parse, run
 from .harness import Case, Options
 from .results import Row
 from .suites import FAMILIES, load
@@ -36,14 +36,15 @@ def main(argv: Sequence[str]) -> int:
     options = parse(parser, argv)
     counts = {f: options.count or _COUNTS.get(f, _COUNT) for f in options.family}
     cases = draw(options.seed, counts, _largest(options.check_only))
-    whole = options.family is FAMILIES and not (options.count or options.check_only)
+    if options.count or options.check_only or options.family is not FAMILIES:
+        options.out = options.out or PARTS
     measuring = Options(
         tuple(options.implementation),
         libraries=False,
         check_only=options.check_only,
         effort=0.6 if jax.default_backend() == "gpu" else 0.2,
     )
-    rows = run(cases, measuring, {"seed": options.seed}, ["survey", *argv], options.out, whole)
+    rows = run(cases, measuring, {"seed": options.seed}, ["survey", *argv], options.out)
     for implementation in options.implementation if not options.check_only else ():
         print("\n" + text(rows, implementation, options.implementation[0]))
     errors = sum("error" in row for row in rows)
@@ -73,91 +74,63 @@ def _largest(check_only: bool) -> int:
     return int(min(1 << 30, stats.get("bytes_limit", 16 << 30) // 32))
 
 
-# ---- tables ----
-
-
-def measured(rows: Sequence[Row], implementation: str, first: str) -> list[Row]:
-    """Returns the rows as one of the implementations that were measured together has them."""
-    timed = results.measured(rows)
-    if implementation == first:
-        return timed
-    known = ((row, results.numbers(row["others"]).get(implementation)) for row in timed)
-    return [{**row, "us": us} for row, us in known if us is not None]
-
-
-def text(rows: Sequence[Row], implementation: str, first: str) -> str:
-    """Returns the tables of one implementation: by family, by size, by strategy, the slowest."""
-    rows = measured(rows, implementation, first)
-    head = [implementation, *HEAD]
-    parts = [tables.text(head, by_family(rows)), tables.text(head, by_size(rows))]
-    if strategies := by_strategy(rows):
-        parts.append(tables.text(["permute, by strategy", *HEAD], strategies))
-    slowest = sorted(rows, key=_ratio)[:10]
-    lines = [
-        [
-            row["case"][-60:],
-            tables.microseconds(row["us"]),
-            tables.microseconds(row["iqr"]),
-            tables.ratio(_ratio(row)),
-        ]
-        for row in slowest
-    ]
-    parts.append(tables.text(["slowest", "us", "spread", "XLA's best"], lines))
-    return "\n\n".join(parts)
-
-
 HEAD = ["cases", "mean", "worst", "under 0.95x", "by more than noise", "worst case"]
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """One line: cases, geometric mean, worst, the share under 0.95x, and the worst case's shape."""
-    rows = [row for row in rows if results.best(row)]
-    if not rows:
-        return ["0", *["-"] * 5]
-    worst = min(rows, key=_ratio)
-    slow = sum(_ratio(row) < SLOW for row in rows)
-    beyond = sum(results.is_slower(row, SLOW) for row in rows)
-    return [
-        str(len(rows)),
-        tables.ratio(results.mean(map(_ratio, rows))),
-        tables.ratio(_ratio(worst)),
-        tables.percent(slow / len(rows)),
-        tables.percent(beyond / len(rows)),
-        f"{worst['dtype']} {worst['shape']}"[:40],
-    ]
+def text(rows: Sequence[Row], implementation: str, first: str) -> str:
+    """Returns the tables of one of the implementations that were measured together."""
+    rows = [row for row in rows if "us" in row and results.best(row)]
+    if implementation != first:
+        known = ((row, results.numbers(row["others"]).get(implementation)) for row in rows)
+        rows = [{**row, "us": us} for row, us in known if us is not None]
+    made = ((what, summaries(rows, what)) for what in LABELS)
+    parts = [tables.text([f"{implementation}, by {w}", *HEAD], lines) for w, lines in made if lines]
+    slowest = []
+    for row in sorted(rows, key=_ratio)[:10]:
+        us = map(tables.microseconds, (row["us"], row["iqr"]))
+        slowest.append([row["case"][-60:], *us, tables.ratio(_ratio(row))])
+    return "\n\n".join([*parts, tables.text(["slowest", "us", "spread", "XLA's best"], slowest)])
+
+
+def _family(row: Row) -> str:
+    suite, group = row["suite"], row["group"]
+    return (
+        group if suite == "scatter" else suite if group in ("random", suite) else f"{suite} {group}"
+    )
+
+
+def _size(row: Row) -> str:
+    return f"{row['suite']}, {_BANDS[_band(row)[1]][1]}"
+
+
+LABELS: dict[str, Callable[[Row], str]] = {
+    "family": _family,
+    "size": _size,
+    "strategy": lambda row: row.get("plan", "").partition(",")[0],
+}
+"""What rows are summarised by."""
+
+
+def summaries(rows: Sequence[Row], by_what: str) -> list[list[str]]:
+    """A line a label: cases, geometric mean, worst, shares under 0.95x, the worst case's shape."""
+    labelled = sorted(({**row, "label": LABELS[by_what](row)} for row in rows), key=_band)
+    lines = []
+    for (label,), found in results.by(labelled, "label").items():
+        worst = min(found, key=_ratio)
+        slow = sum(_ratio(row) < SLOW for row in found)
+        beyond = sum(results.is_slower(row, SLOW) for row in found)
+        shares = [tables.percent(n / len(found)) for n in (slow, beyond)]
+        ratios = [tables.ratio(results.mean(map(_ratio, found))), tables.ratio(_ratio(worst))]
+        shape = f"{worst['dtype']} {worst['shape']}"[:40]
+        lines += [[label, str(len(found)), *ratios, *shares, shape]] if label else []
+    return lines
+
+
+def _band(row: Row) -> tuple[int, int]:
+    size = [row["bytes"] <= most for most, _ in _BANDS].index(True)
+    return FAMILIES.index(row["suite"]), size
 
 
 def _ratio(row: Row) -> float:
     """XLA's best form's time over ours."""
-    found = results.best(row)
-    return found[1] if found else math.inf
-
-
-def by_family(rows: Sequence[Row]) -> list[list[str]]:
-    """A line a family and direction."""
-    groups = results.by(rows, "suite", "group")
-    return [[_label(suite, group), *summary(found)] for (suite, group), found in groups.items()]
-
-
-def _label(suite: str, group: str) -> str:
-    if suite == "scatter":
-        return group
-    return suite if group in ("random", suite) else f"{suite} {group}"
-
-
-def by_size(rows: Sequence[Row]) -> list[list[str]]:
-    """A line a family and band of bytes read and written."""
-    lines = []
-    for (suite,), found in results.by(rows, "suite").items():
-        above = -1
-        for most, name in _BANDS:
-            band = [row for row in found if above < row["bytes"] <= most]
-            lines += [[f"{suite}, {name}", *summary(band)]] if band else []
-            above = most
-    return lines
-
-
-def by_strategy(rows: Sequence[Row]) -> list[list[str]]:
-    """A line a strategy of permutations."""
-    planned = [{**row, "plan": row["plan"].partition(",")[0]} for row in rows if row.get("plan")]
-    return [[plan, *summary(found)] for (plan,), found in results.by(planned, "plan").items()]
+    return (results.best(row) or ("", math.inf))[1]

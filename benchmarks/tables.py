@@ -1,6 +1,9 @@
-"""Tables, in plain text and in Markdown, and how numbers are written in them."""
+"""Tables, in plain text and in Markdown, what a run prints, and how numbers are written."""
 
 from collections.abc import Sequence
+
+from . import results
+from .results import Row
 
 Line = Sequence[str]
 
@@ -8,16 +11,12 @@ Line = Sequence[str]
 def text(head: Line, lines: Sequence[Line]) -> str:
     """Returns an aligned table: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    padded = (
-        "  ".join(
-            [
-                f"{line[0]:{widths[0]}}",
-                *(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True)),
-            ]
-        ).rstrip()
-        for line in (head, *lines)
-    )
-    return "\n".join(padded)
+
+    def aligned(line: Line) -> str:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        return "  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip()
+
+    return "\n".join(map(aligned, (head, *lines)))
 
 
 def markdown(head: Line, lines: Sequence[Line]) -> str:
@@ -51,3 +50,47 @@ def size(nbytes: int) -> str:
         if nbytes >= 1 << bits:
             return f"{nbytes / (1 << bits):.3g} {unit}"
     return f"{nbytes} B"
+
+
+PROGRESS = ("case", "us", "spread", "copy", "jnp", "best", "other")
+_WIDTHS = (50, 9, 7, 5, 7, 7, 7)  # with what follows at most 100 columns
+
+
+def progress(row: Row) -> str:
+    """Returns one row; ratios are the rival's time over ours."""
+    if "us" not in row:
+        return f"{row['case']} {'ERROR: ' + row['error'] if 'error' in row else 'is right'}"
+    best = results.best(row)
+    others = [us / row["us"] for us in results.numbers(row["others"]).values()]
+    cells = [
+        row["case"],
+        microseconds(row["us"]),
+        microseconds(row["iqr"]),
+        percent(row["copy"] / row["us"] if "copy" in row and row["bytes"] else None),
+        ratio(results.as_written(row)),
+        ratio(best and best[1]),
+        ratio(min(others, default=None)),
+    ]
+    return aligned(cells) + (" <" if results.is_slower(row) else "")
+
+
+def aligned(cells: Sequence[str]) -> str:
+    """Returns the cells in columns."""
+    name, *numbers = (c[-w:].rjust(w) for c, w in zip(cells, _WIDTHS, strict=True))
+    return " ".join([name.lstrip().ljust(_WIDTHS[0]), *numbers])
+
+
+def notes(header: Row, rows: Sequence[Row]) -> list[str]:
+    """What the columns mean, which rivals are missing, failed or disagree, and warnings."""
+    lines = [
+        "copy: share of a plain copy's bandwidth. Then times over ours: jnp as users write it,",
+        "XLA's best form, the fastest other library or variant. <: XLA's best is faster.",
+    ]
+    lines += [f"missing: {name}: {why}" for name, why in header.get("missing", {}).items()]
+    for row in rows:
+        rivals = {**row.get("xla", {}), **row.get("others", {})}
+        said = [f"{name}: {us}" for name, us in rivals.items() if isinstance(us, str)]
+        said += [f"{name} differs from ours, which is right" for name in row.get("disagree", [])]
+        said += [f"timed twice: {row['us']} and {row['again']} us"] if "again" in row else []
+        lines += [f"{row['case']}: {text}" for text in said]
+    return lines + [f"WARNING: {warning}" for warning in header.get("warnings", [])]

@@ -15,7 +15,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -67,21 +67,9 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
         return high - low
 
-    def by_wall(self) -> "Timing":
-        """Returns the wall times of its turns instead, if there are any."""
-        return replace(self, clock="wall", samples_us=self.wall_us) if self.wall_us else self
 
-
-@dataclass(frozen=True)
-class Turn:
-    """Calls ``start``, ``start + 1``, ... of one contender."""
-
-    contender: Contender
-    start: int
-
-
-Outcome = dict[str, Timing | str]
-"""The timing of each contender by name, or its error message."""
+Turn = tuple[Contender, int]  # calls i, i + 1, ... of one contender
+Outcome = dict[str, Timing | str]  # of each contender by name: its timing, or its error message
 
 
 class WallClock:
@@ -93,27 +81,24 @@ class WallClock:
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
         """Adds one sample a call."""
-        for turn in turns:
-            timing = outcome[turn.contender.name]
+        for contender, i in turns:
+            timing = outcome[contender.name]
             if isinstance(timing, str) or sum(timing.samples_us) > budget_us:
                 continue
             try:
-                for i in range(turn.start, turn.start + self.calls):
-                    begin = time.perf_counter()
-                    result = turn.contender.call(i)
-                    turn.contender.sync(result)
-                    timing.samples_us.append((time.perf_counter() - begin) * 1e6)
-                    del result
+                begin = time.perf_counter()
+                contender.sync(contender.call(i))
+                timing.samples_us.append((time.perf_counter() - begin) * 1e6)
             except Exception as error:  # rivals fail in many ways; the row says how
-                outcome[turn.contender.name] = reason(error)
+                outcome[contender.name] = reason(error)
 
 
 class CuptiClock:
     """Device time of the kernels of each call.
 
-    A CUPTI session costs far more than the kernels in it, so one session holds all turns, separated
-    by a marker kernel. Without a marker each turn has its own session. The first call of a turn is
-    not counted: the first kernel of a session is up to 3 us slower.
+    A session costs far more than the kernels in it, so one session holds all turns, separated by a
+    marker kernel. Without a marker each turn has its own session. The first call of a turn is not
+    counted: the first kernel of a session is up to 3 us slower.
     """
 
     name, rounds, calls, budget_us, resolution_us = "cupti", 5, 8, 1e6, 0.032
@@ -149,7 +134,7 @@ class CuptiClock:
         self._extension._cupti_init()
         try:
             for turn in turns:
-                name = turn.contender.name
+                name = turn[0].name
                 if isinstance(outcome[name], Timing) and spent.get(name, 0.0) <= budget_us:
                     taken.append(name)
                     spent[name] = spent.get(name, 0.0) + self._take(turn, outcome)
@@ -178,7 +163,7 @@ class CuptiClock:
 
     def _take(self, turn: Turn, outcome: Outcome) -> float:
         """Takes a turn and returns its wall time."""
-        contender, calls = turn.contender, range(turn.start - 1, turn.start + self.calls)
+        contender, calls = turn[0], range(turn[1] - 1, turn[1] + self.calls)
         if self._marker is not None:
             self._marker()
         begin = time.perf_counter()
@@ -275,7 +260,7 @@ def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) 
     for r in range(max(1, round(clock.rounds * effort))):
         first = r % max(len(contenders), 1)
         for contender in [*contenders[first:], *contenders[:first]]:
-            turns.append(Turn(contender, len(turns) * clock.calls))
+            turns.append((contender, len(turns) * clock.calls))
     if turns:
         clock.record(turns, outcome, clock.budget_us * effort)
     return outcome

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -199,6 +200,41 @@ def difference(problem: Problem, native: Sequence[float], xla: Sequence[float]) 
     starts = range(0, len(apart), len(problem.batches))
     means = [apart[i : i + len(problem.batches)].mean() for i in starts]
     return float(np.max(np.abs(means))) / xla[0]
+
+
+def check_steps(problem: Problem, state: State, steps: dict[str, Any]) -> dict[str, Any]:
+    """Checks that compiled steps have the right custom calls, and that losses agree.
+
+    Args:
+      problem: what is trained.
+      state: the state before the first step, which stays.
+      steps: by the choices of `tracing`; "ours" and "xla" are compared.
+
+    Returns:
+      The first and the last losses of both, and how far apart they are.
+
+    Raises:
+      ArithmeticError: a step has other custom calls, or losses differ.
+    """
+    for name, step in steps.items():
+        found = {*training.custom_calls(step.as_text() or "")}
+        single = CALLS.get(name.removeprefix("only "), ())
+        wanted = problem.calls if name == "ours" else single
+        for pattern in wanted:
+            if not any(re.fullmatch(pattern, call) for call in found):
+                raise ArithmeticError(f"{name} has no custom call {pattern}")
+        if found and not wanted:
+            raise ArithmeticError(f"{name} has custom calls {sorted(found)}")
+    losses = {}
+    for name in ("ours", "xla"):
+        own = jax.tree.map(jnp.copy, state)
+        step = steps[name]
+        losses[name], _ = training.descend(step, own, problem.batches, STEPS, f"{name} losses")
+    apart = difference(problem, losses["ours"], losses["xla"])
+    if not apart <= problem.tolerance:
+        raise ArithmeticError(f"losses differ by {apart:.1e}, more than {problem.tolerance:.1e}")
+    ends = {name: [round(values[i], 5) for i in (0, -1)] for name, values in losses.items()}
+    return {"losses": ends, "apart": float(f"{apart:.2g}")}
 
 
 def plot(runs: Sequence[Run], file: Path) -> None:

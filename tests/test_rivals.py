@@ -46,7 +46,7 @@ def test_suites_ask_for_the_kernels_that_there_are(monkeypatch):
     for suite in ("elementwise", "cast", "upsample", "permute", "scatter", "kernels"):
         for case in load(suite).cases("gpu"):
             compiled += case.work().compile
-    assert 15 <= compiled <= 25  # each costs seconds
+    assert 8 <= compiled <= 25  # each costs seconds
     assert asked.keys() == {"triton_kernels", "cupy_kernels", "cub", "cutensor"}
     for name in ("triton_kernels", "cupy_kernels"):
         assert {kernel for kernel, _ in asked[name]} == imported(name, monkeypatch).KERNELS.keys()
@@ -74,11 +74,6 @@ def test_libraries_without_their_compiler_or_wheel_are_missing(monkeypatch, tmp_
     monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=OSError("no such file")))
     with pytest.raises(Missing, match=r"pip install cutensor-cu13 \(OSError: no such file\)"):
         rivals.maker("cutensor", (1, 0))([(x,)], x.T)
-
-
-def test_strides_are_those_of_a_dense_array():
-    assert cutensor._strides((2, 3, 5)) == [15, 5, 1]
-    assert cutensor._strides((7,)) == [1]
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for CPUs")
@@ -142,10 +137,9 @@ def test_cub_compiles(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-LARGE = "512 MiB"
 WITH_RIVALS = [
     *(
-        elementwise.case(op, d, 8192, LARGE)
+        elementwise.case(op, d, 8192, "512 MiB")
         for op in ("relu", "add", "gelu_tanh")
         for d in ("float32", "bfloat16")
     ),

@@ -11,10 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..harness import Maker, Sets, agreement, difference
+from ..harness import Array, Maker, Sets, agreement, difference
 from ..timing import Contender
-
-Array = Any
 
 
 def is_large(shape: str) -> bool:
@@ -47,7 +45,7 @@ def on_views(
 
     Each set of inputs has its own outputs, new arrays like ``ours``, which are written in place.
     """
-    results = jax.block_until_ready([jax.tree.map(_new, ours) for _ in sets])
+    results = jax.block_until_ready([jax.tree.map(jnp.zeros_like, ours) for _ in sets])
     # The arrays stay beside their views: an address keeps nothing alive.
     buffers = [
         (arrays, result, *([view(x) for x in jax.tree.leaves(part)] for part in (arrays, result)))
@@ -65,10 +63,6 @@ def on_views(
     sync(None)
     right = agreement(jax.jit(difference)(ours, results[0]), exact, ours)
     return Contender(name, call, sync), right
-
-
-def _new(like: Array) -> Array:
-    return jnp.zeros(like.shape, like.dtype)
 
 
 def address(x: Array) -> int:

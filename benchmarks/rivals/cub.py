@@ -9,17 +9,15 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from ..harness import Sets
+from ..harness import Array, Sets
 from ..timing import Contender, Missing
 from . import address, on_views
-
-Array = Any
 
 TYPES = ("float32", "float16", "bfloat16")
 """In the order of their numbers in the library."""
@@ -36,7 +34,7 @@ def contender(sets: Sets, ours: Array) -> tuple[Contender, bool]:
     number, segments, rows = TYPES.index(ours.dtype.name), len(ours), len(sets[0][1])
     size = ctypes.c_size_t()
     needed = ctypes.addressof(size)
-    _check(library.Launch)(number, None, needed, *(None,) * 6, rows, segments)
+    _check(library.Launch(number, None, needed, *(None,) * 6, rows, segments))
     workspace = [
         jnp.zeros(size.value, "uint8"),
         *(jnp.zeros(segments, dtype) for dtype in ("int32", "float32")),
@@ -46,18 +44,14 @@ def contender(sets: Sets, ours: Array) -> tuple[Contender, bool]:
 
     def start(inputs: Sequence[int], outputs: Sequence[int], keep: Any = (size, workspace)) -> None:
         pointers = (temporary, needed, *inputs, keys, sums, runs, *outputs)
-        _check(library.Launch)(number, *pointers, rows, segments)
+        _check(library.Launch(number, *pointers, rows, segments))
 
-    synchronize = _check(library.Synchronize)
-    return on_views("cub", address, start, synchronize, sets, ours)
+    return on_views("cub", address, start, lambda: _check(library.Synchronize()), sets, ours)
 
 
-def _check(function: Callable[..., int]) -> Callable[..., None]:
-    def call(*arguments: Any) -> None:
-        if status := function(*arguments):
-            raise RuntimeError(f"CUDA error {status}")
-
-    return call
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"CUDA error {status}")
 
 
 def compiled(name: str) -> Path:

@@ -1,8 +1,4 @@
-"""Kernels in Triton, each in the form in which it is known.
-
-Elementwise ones as in Triton's tutorial on vector addition, and a transpose by tiles. All compute
-in f32. Triton's autotuner takes the fastest of some sizes of blocks.
-"""
+"""A gelu and a transpose in Triton; its autotuner takes the fastest of some sizes of blocks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,52 +23,15 @@ def _tuned(key: list[str], *configurations: tuple[dict[str, int], int]) -> Any:
     )
 
 
-_tuned_blocks = _tuned(["n"], ({"BLOCK": 1024}, 4), ({"BLOCK": 2048}, 8), ({"BLOCK": 4096}, 8))
-
-
+@_tuned(["n"], ({"BLOCK": 1024}, 4), ({"BLOCK": 2048}, 8), ({"BLOCK": 4096}, 8))
 @triton.jit
-def _gelu_tanh(x):
+def _gelu(x, out, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    v = tl.load(x + offsets, mask=inside).to(tl.float32)
     # x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3): one exponential.
-    return x * tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
-
-
-@triton.jit
-def _silu(x):
-    return x * tl.sigmoid(x)
-
-
-@triton.jit
-def _chain_of(h):
-    tanh = 2 * tl.sigmoid(2 * h) - 1
-    return tl.maximum(h * tl.sigmoid(h), 0) * 0.5 + tanh
-
-
-@_tuned_blocks
-@triton.jit
-def _unary(x, out, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    value = tl.load(x + offsets, mask=inside).to(tl.float32)
-    tl.store(out + offsets, FUNCTION(value), mask=inside)
-
-
-@_tuned_blocks
-@triton.jit
-def _add(x, y, out, n, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    total = tl.load(x + offsets, mask=inside) + tl.load(y + offsets, mask=inside)
-    tl.store(out + offsets, total, mask=inside)
-
-
-@_tuned_blocks
-@triton.jit
-def _chain(x, scale, bias, out, n, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    value = tl.load(x + offsets, mask=inside).to(tl.float32)
-    h = value * tl.load(scale).to(tl.float32) + tl.load(bias).to(tl.float32)
-    tl.store(out + offsets, _chain_of(h), mask=inside)
+    y = v * tl.sigmoid(1.5957691216057308 * v * (1 + 0.044715 * v * v))
+    tl.store(out + offsets, y, mask=inside)
 
 
 @_tuned(
@@ -94,15 +53,9 @@ def _transpose(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
     tl.store(there, tl.trans(tile), mask=tl.trans(inside))
 
 
-# ---- how each is launched ----
-
-
-def _over_elements(kernel: Any, *arguments: Any) -> Any:
-    def start(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        n = outputs[0].numel()
-        kernel[lambda sizes: (triton.cdiv(n, sizes["BLOCK"]),)](*inputs, *outputs, n, *arguments)
-
-    return start
+def _launch_gelu(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    n = outputs[0].numel()
+    _gelu[lambda sizes: (triton.cdiv(n, sizes["BLOCK"]),)](*inputs, *outputs, n)
 
 
 def _transpose_last(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -117,13 +70,7 @@ def _transpose_last(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     _transpose[grid](x, out, rows, columns)
 
 
-KERNELS = {
-    "add": _over_elements(_add),
-    "gelu_tanh": _over_elements(_unary, _gelu_tanh),
-    "silu": _over_elements(_unary, _silu),
-    "chain": _over_elements(_chain),
-    "transpose": _transpose_last,
-}
+KERNELS = {"gelu_tanh": _launch_gelu, "transpose": _transpose_last}
 
 
 def contender(sets: Sets, ours: Any, kernel: str, exact: bool = False) -> tuple[Contender, bool]:

@@ -69,9 +69,6 @@ def forms_of(op: Any, dtype: str) -> dict[str, Callable[..., Any]]:
     return {"jnp": op.replaces, **kept}
 
 
-# ---- random cases ----
-
-
 def random_size(rng: np.random.Generator, largest: int) -> int:
     """Draws a number of bytes from 4 KiB, log-uniformly."""
     return int(math.exp(rng.uniform(math.log(4 << 10), math.log(largest))))

@@ -1,7 +1,7 @@
 """Elementwise functions and their gradients: all rows of the catalogue."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,13 +9,11 @@ import numpy as np
 from tests import catalogue
 
 from .. import accuracy, rivals
-from ..accuracy import Cotangent
-from ..harness import SWEEP, Case, Function, Maker, Work
+from ..accuracy import Exact
+from ..harness import SWEEP, Array, Case, Function, Maker, Work
 from ..inputs import Input
 from ..tables import size
 from . import common
-
-Array = Any
 
 OPS: dict[str, Any] = {op.name: op for op in catalogue.ELEMENTWISE_OPS}
 TRACED = {"scale_traced": "scale"}
@@ -104,7 +102,6 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         ours = partial(_our_pullback, op, ours)
     kernel = f"{name}_vjp" if gradient else name
     large = rivals.is_large(shape)
-    torch = TORCH.get(name, _NO_TORCH)
     return Work(
         inputs,
         ours,
@@ -113,8 +110,7 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         verify=partial(_verify_pullback if gradient else _verify, op, dtype, numbers),
         exact=name in _EXACT and not gradient,
         alone=True,
-        torch=torch.pullback if gradient else torch.value,
-        torch_inputs=torch.inputs if gradient else None,
+        torch=None if gradient else TORCH.get(name),
         compile=dtype != "float16" and kernel in _COMPILED and large,
         others=_others(kernel, dtype) if large else {},
         effort=1.0 if group == SWEEP else 0.4,
@@ -144,128 +140,77 @@ def _pullback(op: Any, function: Function) -> Function:
 # ---- checks, by the catalogue's formulas ----
 
 
-def _verify(
-    op: Any, dtype: str, numbers: tuple[float, ...], sampled: accuracy.Sampled
-) -> str | None:
-    args, (out,) = accuracy.doubles(sampled)
+_HAS_A_ROOT = {"gelu_tanh", "gelu_erf", "silu", "hard_swish", "mish"}  # the slope has
+
+
+def _verify(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sampled) -> str | None:
+    args, out = accuracy.doubles(sampled)
     with np.errstate(all="ignore"):
         exact = op.exact(*args, *numbers)
     # A tail is where an activation is small against its argument.
-    argument = np.prod(np.stack(args), axis=0) if op.best else exact
-    bound = accuracy.value_bound(exact, argument, dtype, is_product=bool(op.best) and len(args) > 1)
-    return accuracy.worst(out, exact, bound)
-
-
-_HAS_A_ROOT = {"gelu_tanh", "gelu_erf", "silu", "hard_swish", "mish"}  # the slope has
+    argument = np.prod(np.stack(args), axis=0) if op.best else 0.0
+    known = Exact(exact, argument=argument, product=bool(op.best) and len(args) > 1)
+    return accuracy.wrong(out, [known], dtype)
 
 
 def _verify_pullback(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sampled) -> str | None:
     (*args, ct), out = accuracy.doubles(sampled)
     with np.errstate(all="ignore"):
         exact = [ct * slope(*args, *numbers) for slope in op.derivatives]
-    expected = [Cotangent(exact[k]) for k, i in enumerate(op.wrt) if i not in op.same]
+    expected = [Exact(exact[k]) for k, i in enumerate(op.wrt) if i not in op.same]
     if op.name in _HAS_A_ROOT:
         expected = [expected[0]._replace(cancelling=ct)]
     elif op.best and len(args) == 2:  # x activation(gate)
         x, gate = args
         expected[0] = expected[0]._replace(argument=ct * gate)
         expected[1] = expected[1]._replace(cancelling=ct * x)
-    return accuracy.worst_cotangent(out, expected, dtype)
+    return accuracy.wrong(out, expected, dtype)
 
 
 # ---- other libraries ----
 
-_COMPILED = {"gelu_tanh", "gelu_tanh_vjp", "silu", "swiglu", "swiglu_vjp", "mish"}
-_TRITON = {"add", "gelu_tanh", "silu"}
-_CUPY = {"relu", "add", "multiply", "gelu_tanh", "silu"}
+_COMPILED = {"gelu_tanh", "silu", "swiglu", "mish"}
 
 
 def _others(kernel: str, dtype: str) -> dict[str, Maker]:
     # CuPy lacks bfloat16.
-    found = {"triton": kernel in _TRITON, "cupy": kernel in _CUPY and dtype != "bfloat16"}
-    return {name: rivals.maker(f"{name}_kernels", kernel) for name in found if found[name]}
+    has = {"triton": kernel == "gelu_tanh", "cupy": dtype != "bfloat16"}
+    has["cupy"] &= kernel in ("multiply", "gelu_tanh")
+    return {name: rivals.maker(f"{name}_kernels", kernel) for name in has if has[name]}
 
 
-class Torch(NamedTuple):
-    """A function in PyTorch, and its pullback, of arrays and a cotangent."""
-
-    value: Function | None
-    pullback: Function | None = None
-    inputs: Function | None = None  # of the pullback, if PyTorch saves something else
+def _functional(name: str, **options: Any) -> Function:
+    return lambda torch, x: getattr(torch.nn.functional, name)(x, **options)
 
 
-def _functional(name: str, *backward: Any, of: str = "", **options: Any) -> Torch:
-    """Of torch.nn.functional; ``backward`` are the arguments of its aten pullback."""
-
-    def pullback(torch: Any, x: Array, ct: Array) -> Array:
-        function = getattr(torch.ops.aten, of or f"{name}_backward")
-        return function(ct, x, *backward, **({} if backward else options))
-
-    return Torch(lambda torch, x: getattr(torch.nn.functional, name)(x, **options), pullback)
+def _gated(activation: Function) -> Function:
+    return lambda torch, x, gate: activation(torch, gate) * x
 
 
-def _saves_result(name: str) -> Torch:
-    return Torch(
-        lambda torch, x: getattr(torch, name)(x),
-        lambda torch, y, ct: getattr(torch.ops.aten, f"{name}_backward")(ct, y),
-        lambda torch, x, ct: (getattr(torch, name)(x), ct),
-    )
-
-
-def _gated(activation: Torch) -> Torch:
-    def pullback(torch: Any, x: Array, gate: Array, ct: Array) -> Any:
-        assert activation.value
-        assert activation.pullback
-        return ct * activation.value(torch, gate), activation.pullback(torch, gate, ct * x)
-
-    def value(torch: Any, x: Array, gate: Array) -> Array:
-        assert activation.value
-        return activation.value(torch, gate) * x
-
-    return Torch(value, pullback)
-
-
-def _where_pullback(torch: Any, condition: Array, x: Array, y: Array, ct: Array) -> Any:
-    zero = torch.zeros((), dtype=ct.dtype, device=ct.device)
-    return torch.where(condition, ct, zero), torch.where(condition, zero, ct)
-
-
-_NO_TORCH = Torch(None)
-_SILU = _functional("silu")
 _GELU_TANH = _functional("gelu", approximate="tanh")
 _GELU_ERF = _functional("gelu", approximate="none")
-TORCH: dict[str, Torch] = {
-    "relu": _functional("relu", 0, of="threshold_backward"),
-    "leaky_relu": _functional("leaky_relu", 0.01, False, negative_slope=0.01),
-    "elu": Torch(
-        lambda torch, x: torch.nn.functional.elu(x),
-        lambda torch, x, ct: torch.ops.aten.elu_backward(ct, 1, 1, 1, False, x),
-    ),
-    "sigmoid": _saves_result("sigmoid"),
-    "tanh": _saves_result("tanh"),
+_SILU = _functional("silu")
+TORCH: dict[str, Function] = {
+    **{name: _functional(name) for name in ("relu", "elu", "softplus", "mish")},
+    "leaky_relu": _functional("leaky_relu", negative_slope=0.01),
+    "sigmoid": lambda torch, x: torch.sigmoid(x),
+    "tanh": lambda torch, x: torch.tanh(x),
     "silu": _SILU,
-    "softplus": _functional("softplus", 1, 20),
     "hard_swish": _functional("hardswish"),
-    "mish": _functional("mish"),
     "gelu_tanh": _GELU_TANH,
     "gelu_erf": _GELU_ERF,
-    "scale": Torch(lambda torch, x: x * 0.75, lambda torch, x, ct: ct * 0.75),
-    "scale_traced": Torch(lambda torch, x, alpha: x * alpha),
-    "add": Torch(lambda torch, x, y: x + y),
-    "subtract": Torch(lambda torch, x, y: x - y),
-    "multiply": Torch(lambda torch, x, y: x * y, lambda torch, x, y, ct: (ct * y, ct * x)),
-    "divide": Torch(
-        lambda torch, x, y: x / y, lambda torch, x, y, ct: (ct / y, -ct * ((x / y) / y))
-    ),
-    "maximum": Torch(lambda torch, x, y: torch.maximum(x, y)),
-    "minimum": Torch(lambda torch, x, y: torch.minimum(x, y)),
-    "fma": Torch(
-        lambda torch, x, y, z: torch.addcmul(z, x, y),
-        lambda torch, x, y, z, ct: (ct * y, ct * x),
-    ),
-    "where": Torch(lambda torch, c, x, y: torch.where(c, x, y), _where_pullback),
+    "scale": lambda torch, x: x * 0.75,
+    "scale_traced": lambda torch, x, alpha: x * alpha,
+    "add": lambda torch, x, y: x + y,
+    "subtract": lambda torch, x, y: x - y,
+    "multiply": lambda torch, x, y: x * y,
+    "divide": lambda torch, x, y: x / y,
+    "maximum": lambda torch, x, y: torch.maximum(x, y),
+    "minimum": lambda torch, x, y: torch.minimum(x, y),
+    "fma": lambda torch, x, y, z: torch.addcmul(z, x, y),
+    "where": lambda torch, condition, x, y: torch.where(condition, x, y),
     "swiglu": _gated(_SILU),
     "geglu_tanh": _gated(_GELU_TANH),
     "geglu_erf": _gated(_GELU_ERF),
 }
-"""By the names of cases."""
+"""By the names of cases. PyTorch's gradients need more than the pullback, so they are no rivals."""

@@ -1,14 +1,11 @@
 """Training steps of whole programs, those of `examples`.
 
-Ours has native kernels for all ops of the program. Its rivals: "xla", the same program with every
-op's jnp form; "jnp", as users write it without this package; and "only OP", XLA but for one native
-op. XLA fuses nothing with a custom call, so an op that is fast by itself can make a program slower:
-the last kind says which one does.
+The choices are those of `examples.programs.tracing`. XLA fuses nothing with a custom call, so an op
+that is fast by itself can make a program slower: "only OP" says which one does.
 """
 
 import importlib
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,20 +14,16 @@ import jax.numpy as jnp
 
 from examples import programs, training
 
-from ..harness import Case, Entrants, custom_calls
+from ..harness import Case, Entrants
 from ..timing import Contender, reason
-from .common import short
 
 MODELS = ("unet", "vit", "graph", "language")
-FORMS = ["jnp", "xla"]
 
 
 def case(model: str, size: str) -> Case:
     """A training step; ``size`` is "full", "small" or "tiny"."""
-    name = f"{model}-{size}-{short('bfloat16')}"
-    return Case(
-        "models", name, model, "step", size, "bfloat16", 0, lambda: partial(enter, model, size)
-    )
+    name, work = f"{model}-{size}-bf16", partial(enter, model, size)
+    return Case("models", name, model, "step", size, "bfloat16", 0, lambda: work)
 
 
 def cases(platform: str) -> list[Case]:
@@ -60,43 +53,9 @@ def enter(model: str, size: str) -> Entrants:
             if name in ("ours", "xla"):
                 raise
             failed[name] = reason(error)
-    return compare(problem, state, steps, failed)
-
-
-def compare(
-    problem: training.Problem,
-    state: programs.State,
-    steps: dict[str, Any],
-    failed: dict[str, str],
-) -> Entrants:
-    """Checks that programs have the right custom calls and that losses agree."""
-    for name, step in steps.items():
-        calls = [c for c in custom_calls(step.as_text() or "") if c.startswith("jof_")]
-        if wrong := _wrong_calls(name, problem, calls):
-            raise ArithmeticError(f"{name} has {wrong}")
-    losses = {}
-    for name in ("ours", "xla"):
-        start = jax.tree.map(jnp.copy, state)
-        losses[name], _ = training.descend(
-            steps[name], start, problem.batches, programs.STEPS, f"{name} losses"
-        )
-    apart = programs.difference(problem, losses["ours"], losses["xla"])
-    if not apart <= problem.tolerance:
-        raise ArithmeticError(f"losses differ by {apart:.1e}, more than {problem.tolerance:.1e}")
-    ends = {name: [round(values[i], 5) for i in (0, -1)] for name, values in losses.items()}
+    about = programs.check_steps(problem, state, steps)
     contenders = [_contender(name, step, problem, state) for name, step in steps.items()]
-    about = {"losses": ends, "apart": float(f"{apart:.2g}")}
-    return Entrants(contenders, about, FORMS, failed, wall=True)
-
-
-def _wrong_calls(name: str, problem: training.Problem, calls: Sequence[str]) -> str | None:
-    """Says what is wrong with the custom calls of a contender's program, if anything is."""
-    single = programs.CALLS.get(name.removeprefix("only "), ())
-    wanted = problem.calls if name == "ours" else single
-    for pattern in wanted:
-        if not any(re.fullmatch(pattern, call) for call in calls):
-            return f"no custom call {pattern}"
-    return f"custom calls {sorted({*calls})}" if calls and not wanted else None
+    return Entrants(contenders, about, ["jnp", "xla"], failed, wall=True)
 
 
 def _contender(

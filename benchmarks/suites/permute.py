@@ -11,13 +11,11 @@ from jax_oneflow_ops import _native
 from tests import catalogue
 
 from .. import rivals
-from ..harness import SWEEP, Case, Work
+from ..harness import SWEEP, Array, Case, Work
 from ..inputs import Input
 from ..rivals import cutensor
 from ..tables import size
 from . import common
-
-Array = Any
 
 _KEPT, _TRANSPOSE, _IMAGES, _ORDER = "last axis kept", "transpose", "images", "other order"
 _LISTED = {
@@ -109,7 +107,7 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
     parts = rng.dirichlet(np.full(rank, 2.0)) * math.log2(n)
     if rng.random() < 0.3:
         parts[-1] = rng.uniform(0, 3)
-    shape = (most,)
+    shape: tuple[int, ...] = (most,)
     while 4 * math.prod(shape) > most:
         shape = tuple(common.random_dimension(rng, 2**part) for part in parts)
     axes = tuple(range(rank))

@@ -13,15 +13,12 @@ import jax_oneflow_ops as jof
 from tests import catalogue
 
 from .. import accuracy, rivals
-from ..harness import SWEEP, Case, Function, Maker, Work
+from ..harness import SWEEP, Array, Case, Function, Maker, Work
 from ..inputs import Input
 from ..tables import size
 from . import common
 
-Array = Any
-
 _LARGE_TABLE = 64 << 20  # clearing or copying a table of this many bytes costs more than launches
-_TOO_SLOW = "seconds a call (--slow-rivals runs it)"
 
 
 class Problem(NamedTuple):
@@ -41,15 +38,20 @@ class Problem(NamedTuple):
 
     @property
     def function(self) -> str:
-        """The group of the function that a sweep calls."""
-        return "segment_sum" if self.group == SWEEP else self.group
+        """What is called."""
+        return "segment_sum" if self.group == SWEEP else self.group.removesuffix(" in place")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the operand is donated."""
+        return self.group.endswith(" in place")
 
     @property
     def bytes(self) -> int:
         """A table that is looked up or updated in place counts with the rows that are used."""
         hit = min(self.rows, self.segments)
         also = {"scatter_add": 2 * self.segments, "scatter_add in place": 2 * hit, "embedding": hit}
-        rows = self.rows + also.get(self.function, self.segments)
+        rows = self.rows + also.get(self.group, self.segments)
         return rows * self.width * common.itemsize(self.dtype) + 4 * self.rows
 
 
@@ -60,7 +62,8 @@ def case(p: Problem, shape: str = "") -> Case:
     name = f"{start}-{common.short(p.dtype)}"
     shown = shape or f"{rows}x{p.width} to {segments}, {p.ids}"
     work = partial(_work, p)
-    return Case("scatter", name, p.function, p.group, shown, p.dtype, p.bytes, work)
+    op = p.function if p.group == SWEEP else p.group
+    return Case("scatter", name, op, p.group, shown, p.dtype, p.bytes, work)
 
 
 # What is called and with which ids, then (rows, width, segments) on a GPU and on a CPU.
@@ -102,7 +105,10 @@ _WIDTHS = (1, 1, 2, 3, 4, 8, 16, 17, 32, 64, 100, 128, 256, 512, 768, 1000, 2048
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: any function, width, number of segments and distribution of ids."""
-    group, dtype = common.pick(rng, [*_JNP]), common.pick(rng, common.FLOATS)
+    group, dtype = (
+        common.pick(rng, [*_JNP, "scatter_add in place"]),
+        common.pick(rng, common.FLOATS),
+    )
     width = common.pick(rng, _WIDTHS)
     row = width * common.itemsize(dtype) + 4
     most = max(1, min(largest, 256 << 20) // (3 * row))
@@ -115,9 +121,6 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
 
 def _work(p: Problem) -> Work:
     on_gpu, sums = jax.default_backend() == "gpu", p.group != "embedding"
-    many = p.ids in ("hot", "one") and p.rows > 1 << 16
-    slow = on_gpu and p.dtype != "float32" and sums and many
-    in_place = p.group == "scatter_add in place"
     clears = p.group in ("scatter_add", "embedding gradient")
     table = p.segments * p.width * common.itemsize(p.dtype)
     wall = on_gpu and clears and table >= _LARGE_TABLE
@@ -133,10 +136,9 @@ def _work(p: Problem) -> Work:
         exact=not sums,
         variants={"deterministic": partial(ours, deterministic=True)} if sums else {},
         torch=partial(_TORCH[p.function], p),
-        torch_inputs=(lambda torch, *x: (x[0].clone(), *x[1:])) if in_place else None,
+        torch_inputs=(lambda torch, *x: (x[0].clone(), *x[1:])) if p.in_place else None,
         others=others,
-        donated=in_place,
-        skip={"jnp": _TOO_SLOW} if slow else {},
+        donated=p.in_place,
         effort=1.0 if wall else 0.5,
         wall=wall,
     )
@@ -147,7 +149,7 @@ def _inputs(p: Problem) -> list[Input]:
         Input((n, p.width) if p.width > 1 else (n,), p.dtype) for n in (p.rows, p.segments)
     )
     ids = Input((p.rows,), "int32", p.ids, p.segments)
-    if p.function.startswith("scatter_add"):
+    if p.function == "scatter_add":
         return [table, ids, rows]
     return [table if p.function == "embedding" else rows, ids]
 
@@ -178,14 +180,12 @@ def _gradient(p: Problem, cotangent: Array, ids: Array, **options: Any) -> Array
 _OURS: dict[str, Function] = {
     "segment_sum": partial(_segment_sum, jof.segment_sum),
     "scatter_add": _scatter_add,
-    "scatter_add in place": _scatter_add,
     "embedding gradient": _gradient,
     "embedding": lambda p, table, ids, **options: jof.embedding_lookup(table, ids, **options),
 }
 _JNP: dict[str, Function] = {
     "segment_sum": partial(_segment_sum, jax.ops.segment_sum),
     "scatter_add": lambda p, *operands: catalogue.SCATTER_ADD.replaces(*operands),
-    "scatter_add in place": lambda p, *operands: catalogue.SCATTER_ADD.replaces(*operands),
     "embedding gradient": lambda p, ct, ids: _pullback(lambda t: jnp.take(t, ids, axis=0), p, ct),
     "embedding": lambda p, table, ids: jnp.take(table, ids, axis=0),
 }
@@ -193,8 +193,9 @@ _TORCH: dict[str, Function] = {
     "segment_sum": lambda p, torch, data, ids: data.new_zeros(
         (p.segments, *data.shape[1:])
     ).index_add_(0, ids, data),
-    "scatter_add": lambda p, torch, operand, ids, x: operand.index_add(0, ids, x),
-    "scatter_add in place": lambda p, torch, operand, ids, x: operand.index_add_(0, ids, x),
+    "scatter_add": lambda p, torch, operand, ids, x: (
+        operand.index_add_(0, ids, x) if p.in_place else operand.index_add(0, ids, x)
+    ),
     "embedding gradient": lambda p, torch, ct, ids: torch.ops.aten.embedding_dense_backward(
         ct, ids, p.segments, -1, False
     ),
@@ -207,10 +208,12 @@ def _forms(p: Problem) -> dict[str, Function]:
     forms: dict[str, Function] = {"jnp": partial(_JNP[p.function], p)}
     if p.group == "embedding":
         return forms | {"jnp in bounds": catalogue.EMBEDDING_LOOKUP.best["in bounds"]}
+    on_gpu = jax.default_backend() == "gpu"
     if p.dtype != "float32":
         forms["jnp f32"] = catalogue.in_float32(forms["jnp"])
-    waits = p.group in ("segment_sum", "embedding gradient") and p.ids != "sorted"
-    if waits and jax.default_backend() == "gpu":
+        if on_gpu and p.ids in ("hot", "one") and p.rows > 1 << 16:
+            forms.pop("jnp")  # 16-bit atomics of one row queue: seconds a call
+    if on_gpu and p.group in ("segment_sum", "embedding gradient") and p.ids != "sorted":
         fast = common.forms_of(catalogue.SEGMENT_SUM, p.dtype)
         parted = p.rows >= 64 * p.segments  # 16 tables or more
         for name in ["jnp in parts"] * parted + ["jnp sorted"]:

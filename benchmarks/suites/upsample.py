@@ -12,12 +12,10 @@ import numpy as np
 
 from tests import catalogue
 
-from ..harness import SWEEP, Case, Function, Work
+from ..harness import SWEEP, Array, Case, Function, Work
 from ..inputs import Input
 from ..tables import size
 from . import common
-
-Image = Any
 
 
 class Problem(NamedTuple):
@@ -134,7 +132,7 @@ def _work(p: Problem) -> Work:
     forms = {"resize": p.op.best["resize"], "take": p.op.replaces}
     forms |= {name.replace("products", "matmul"): p.op.best[name] for name in names}
 
-    def ours(x: Image, implementation: str | None) -> Image:
+    def ours(x: Array, implementation: str | None) -> Array:
         return _direction(p, partial(p.op.function, implementation=implementation))(x)
 
     return Work(
@@ -160,7 +158,7 @@ def _direction(p: Problem, function: Function) -> Function:
     return lambda cotangent: transpose(cotangent)[0]
 
 
-def _torch(p: Problem, torch: Any, x: Image) -> Image:
+def _torch(p: Problem, torch: Any, x: Array) -> Array:
     """PyTorch's own call on the same memory; NHWC is its channels_last format."""
     last = p.layout == "NHWC"
     x = x.permute(0, 3, 1, 2) if last else x
@@ -173,7 +171,7 @@ def _torch(p: Problem, torch: Any, x: Image) -> Image:
     return y.permute(0, 2, 3, 1) if last else y
 
 
-def _sample(p: Problem, args: tuple[Image, ...], out: Image) -> list[Image]:
+def _sample(p: Problem, args: tuple[Array, ...], out: Array) -> list[Array]:
     """The first and the last channel of the first and the last image; forms are compared on all."""
     n, c = (np.unique([0, size - 1]) for size in p.shape[:2])
     axis = 1 if p.layout == "NCHW" else 3
