@@ -149,7 +149,9 @@ class CuptiClock:
         if self._marker is not None:
             # Every turn of a contender has as many kernels. The first contender, ours, has some.
             counts = {(n, len(part)) for n, part in pairs if isinstance(outcome[n], Timing)}
-            uneven = len(counts) > len({name for name, _ in counts}) or (taken[0], 0) in counts
+            uneven = (
+                len(counts) > len({name for name, _ in counts}) or ("".join(taken[:1]), 0) in counts
+            )
             if uneven or len(parts) != len(taken):
                 return False
         for name, part in pairs:
