@@ -4,6 +4,7 @@ Everything here is text: nothing compiles, and no jax backend starts.
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -259,14 +260,15 @@ class Token(NamedTuple):
     line: int
 
 
-def tokens(text: str, *, blanks: bool = False) -> list[Token]:
+@functools.lru_cache(maxsize=256)
+def tokens(text: str, *, blanks: bool = False) -> tuple[Token, ...]:
     """Of C++, without blanks and comments, which `blanks` leaves in."""
     found, line = [], 1
     for match in _TOKEN.finditer(_joined(text)):
         if blanks or match.lastgroup != "blank":
             found.append(Token(match.lastgroup or "", match[0], line))
         line += match[0].count("\n")
-    return found
+    return tuple(found)
 
 
 def _joined(text: str) -> str:
@@ -278,7 +280,7 @@ def _joined(text: str) -> str:
     def line(match: re.Match[str]) -> str:
         return re.sub(_SPLICE, "", match[0]) + "\n" * match[0].count("\n")
 
-    return re.sub(rf"(?:[^\n]*{_SPLICE})+[^\n]*", line, text)
+    return re.sub(rf"(?m)^(?:[^\n]*{_SPLICE})+[^\n]*", line, text)
 
 
 _SPLICE = r"\\[ \t\r]*\n"
@@ -294,20 +296,13 @@ def _has_directive(text: str, *names: str) -> bool:
 
 _END = Token("", "", 0)
 
-_ASSIGNMENTS = {"=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=", "++", "--"}
+_ASSIGNMENTS = frozenset(
+    re.findall(r"\S+", "= += -= *= /= %= &= |= ^= <<= >>= ++ -- and_eq or_eq xor_eq")
+)
 # Words that an expression may follow. After any other word a name is declared.
-_BEFORE_EXPRESSIONS = {
-    "else",
-    "do",
-    "return",
-    "and",
-    "or",
-    "not",
-    "compl",
-    "bitand",
-    "bitor",
-    "xor",
-}
+_BEFORE_EXPRESSIONS = frozenset(
+    re.findall(r"\w+", "else do return and or not compl bitand bitor xor")
+)
 
 
 def unassigned(operation: str, preamble: str, outputs: Sequence[Parameter]) -> list[str]:
@@ -363,7 +358,7 @@ def unassigned(operation: str, preamble: str, outputs: Sequence[Parameter]) -> l
             return False  # another's member
         if before.kind == "word" and before.text not in _BEFORE_EXPRESSIONS:
             return False  # a variable of the same name
-        if before.text in ("++", "--"):
+        if before.text in ("++", "--", "bitand"):
             return True
         if before.text == "&" and not (
             at(k - 2).text == "]"
@@ -398,7 +393,7 @@ def _with_safe_division(text: str) -> str:
         shown = token.text
         if token.kind == "blank" and "\n" in token.text and not token.text.startswith("/*"):
             directive = ""
-        elif token.text in ("#", "%:"):
+        elif token.text in ("#", "%:") and not directive:
             directive = "#"
         elif directive == "#" and token.kind == "word":
             directive = token.text
@@ -780,7 +775,7 @@ class _Functions:
             if preamble.strip():
                 rest = self._rewritten(preamble).split("\n")
                 for number, line in enumerate(rest):
-                    if re.match(r"\s*#\s*include\b", line):
+                    if re.match(r"\s*(#|%:)\s*include\b", line):
                         includes.setdefault(line, [f'#line {number + 1} "{label}"', line, _OURS])
                         rest[number] = ""
                 lines += [f'#line 1 "{label}"', *rest, _OURS]

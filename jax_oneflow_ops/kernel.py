@@ -227,7 +227,8 @@ class ElementwiseKernel:
           kinds: "array", "scalar" or "row" for each operand; arrays where it is None.
 
         Returns:
-          The source. It compiles with `include_dir()` on the search path of headers.
+          The source. It compiles with `include_dir()` on the search path of headers. A division
+          ``a / b`` is ``a /jof_by()/ b`` in it, which is safe for integers.
 
         Raises:
           TypeError: a dtype is none, or none that kernels have.

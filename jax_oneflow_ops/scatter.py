@@ -460,13 +460,14 @@ def _fill(function: str, value: Any, dtype: Any) -> str | bytes:
     """What the primitive takes: the bytes of an element, or which it is by default."""
     if value is None:
         return "invalid"
-    if not isinstance(value, int | float | complex | np.number | np.bool):
+    is_number = isinstance(value, int | float | complex | np.number | np.bool)
+    if not is_number or (np.iscomplexobj(value) and not np.issubdtype(dtype, np.complexfloating)):
         raise TypeError(
-            f"{function}: fill_value must be a concrete number, got {value!r} of type "
-            f"{type(value).__name__}"
+            f"{function}: fill_value must be a concrete number that {dtype} can hold, got "
+            f"{value!r} of type {type(value).__name__}"
         )
-    with jax.ensure_compile_time_eval():
-        return np.asarray(jax.lax.full((), value, dtype)).tobytes()
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(value).astype(dtype).tobytes()  # NumPy's conversion, as in jax.lax.full
 
 
 def _clips(function: str, mode: Any) -> bool:

@@ -1641,6 +1641,8 @@ def test_an_output_that_is_never_assigned_is_refused(operation):
         ("%:define OUT y\nOUT = x", ""),
         ("\\\n y\\\n = x", ""),
         ("++y; y--", ""),
+        ("y or_eq x", ""),
+        ("set(x, bitand y)", ""),
         ("while (y < x) y = y + 1", ""),
         ("L: y = x", ""),
         ('asm("" : "=f"(y) : "f"(x))', ""),
