@@ -1,121 +1,135 @@
-"""``python -m benchmarks`` measures; ``report``, ``plot`` and ``compare`` show what it found."""
-
-from __future__ import annotations
+"""``python -m benchmarks`` measures; further commands: ``survey``, ``compare``, ``report``."""
 
 import argparse
+import importlib
 import os
+import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from . import comparison, environment
-from .cases import CASES
+# PyTorch and CuPy need room on the same GPU. JAX reads this when it starts its backend.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+
+from tqdm import tqdm
+
+from . import environment, harness, results, tables
+from .harness import Case, Options
+from .results import Row
+from .suites import SUITES, load
+
+PARTS = results.ROOT / "build" / "benchmarks"  # of results that leave cases out
+_COMMANDS = {"survey": "survey", "compare": "comparison", "report": "report"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns the exit status: not 0 where a row is an error."""
+    """Runs a command and returns the exit status: not 0 if a row is an error."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["report"]:
-        from . import report
-
-        return report.main(argv[1:])
-    if argv[:1] == ["plot"]:
-        from . import plot
-
-        return plot.main(argv[1:])
-    if argv[:1] == ["compare"]:
-        return comparison.main(argv[1:])
-    return _run(argv)
-
-
-def _run(argv: list[str]) -> int:
+    if argv and argv[0] in _COMMANDS:
+        command = importlib.import_module(f".{_COMMANDS[argv[0]]}", __package__)
+        return int(command.main(argv[1:]))
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure every op beside what it replaces: all suites, or those named.",
-        epilog="Further commands, with a --help of their own: compare, report, plot.",
+        description="Measure the listed cases beside what they replace: all suites or some.",
+        epilog="Further commands, each with --help: survey, compare, report.",
     )
     parser.add_argument(
-        "--suite", nargs="+", choices=CASES, metavar="SUITE", help=f"some of {', '.join(CASES)}"
+        "--suite", nargs="+", choices=SUITES, metavar="SUITE", help=f"some of {', '.join(SUITES)}"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--quick", action="store_true", help="the smallest case of each kind")
     parser.add_argument("--case", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--dtype", help="cases of one dtype, such as float16")
-    parser.add_argument("--device", help="cpu, gpu or such as gpu:1 (default: JAX's)")
-    parser.add_argument(
-        "--compare",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="older results: what is slower or faster now by more than the noise",
-    )
-    parser.add_argument(
-        "--slow-rivals",
-        action="store_true",
-        help="run what takes seconds a call, too: XLA's 16-bit sums of hot segments on a GPU",
-    )
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="print the plans of the cases of a GPU and of a CPU, and stop: permute has some",
-    )
-    parser.add_argument(
-        "--build", action="store_true", help="compile the kernels of the suites alone, and stop"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where the JSON goes (default: benchmarks/results/DEVICE, "
-        "or build/benchmarks/DEVICE if options leave cases out)",
-    )
-    options = parser.parse_args(argv)
-    suites = options.suite or list(CASES)
-    if options.explain and not options.suite:
-        parser.error("name a suite whose plans to explain")
-    # PyTorch and CuPy need room on the same GPU. Read when JAX starts its backend, so set before.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    try:
-        older = [comparison.read(path, suites) for path in options.compare]
-        if options.device:
-            environment.use_device(options.device)
-    except ValueError as error:
-        parser.error(str(error))
-    from . import harness
-
-    if options.build:
-        for path in (p for s in suites for p in getattr(harness.load(s), "build", list[Path])()):
-            print(f"built {path.name}")
-        return 0
-    if options.explain:
-        return _explain(parser, options)
-    whole = not (options.quick or options.case or options.dtype)
-    errors = 0
-    selected = {s: harness.select(s, options.quick, options.case, options.dtype) for s in suites}
+    parser.add_argument("--list", action="store_true", help="print the cases and their plans")
+    options = parse(parser, argv)
+    selected = {suite: _cases(suite, options) for suite in options.suite or SUITES}
     if not any(selected.values()):
-        parser.error("no case has that name and dtype; --list prints those that there are")
+        parser.error("no case has that name and dtype; --list prints the cases")
+    if options.quick or options.case or options.dtype:
+        options.out = options.out or PARTS
+    measuring = Options(tuple(options.implementation))
+    errors = 0
     for suite, cases in selected.items():
         if options.list:
-            print("\n".join(case.name for case in cases))
+            print("\n".join(f"{c.name:50} {c.plan}".rstrip() for c in cases))
         elif cases:
-            old = [result for result in older if result["suite"] == suite]
-            out, slow = options.out, options.slow_rivals
-            errors += harness.run(suite, cases, out, whole, argv, slow, old)
+            about = {"suite": suite, "seed": secrets.randbits(31)}
+            rows = run(cases, measuring, about, argv, options.out)
+            errors += sum("error" in row for row in rows)
     if errors:
         print(f"{errors} row(s) are errors", file=sys.stderr)
     return 1 if errors else 0
 
 
-def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from . import harness
+def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
+    import jax
 
-    for suite in options.suite:
-        module = harness.load(suite)
-        if not hasattr(module, "explain"):
-            parser.error(f"suite {suite!r} has no plans to explain")
-        wanted = suite, options.quick, options.case, options.dtype
-        print(module.explain([c for p in ("gpu", "cpu") for c in harness.select(*wanted, p)]))
-    return 0
+    try:
+        platform = "quick" if options.quick and suite == "models" else jax.default_backend()
+        cases: list[Case] = load(suite).cases(platform)
+    except ModuleNotFoundError as error:  # such as flax, which only models need
+        print(f"{suite} is left out: {error.name} is not installed")
+        return []
+    dtypes = {options.dtype or case.dtype for case in cases}
+    cases = [case for case in cases if options.case in case.name and case.dtype in dtypes]
+    if not options.quick:
+        return cases
+    smallest: dict[tuple[str, ...], Case] = {}
+    for case in sorted(cases, key=lambda case: case.bytes):
+        smallest.setdefault((case.name if suite == "models" else case.group, case.dtype), case)
+    return list(smallest.values())
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Adds the options of all commands that measure, parses, and chooses the device."""
+    parser.add_argument("--device", help="cpu, gpu or such as gpu:1 (default: JAX's)")
+    parser.add_argument(
+        "--implementation",
+        nargs="+",
+        choices=("native", "default", "xla"),
+        default=["native"],
+        help="what is measured as ours, first, and beside it (default: native)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where the result goes (default: benchmarks/results/DEVICE, "
+        "or build/benchmarks if options leave cases out)",
+    )
+    options = parser.parse_args(argv)
+    try:
+        if options.device:
+            environment.use_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def run(
+    cases: Sequence[Case], options: Options, about: Row, argv: list[str], out: Path | None
+) -> list[Row]:
+    """Measures cases, prints a line for each, and writes the result to a directory after every row.
+
+    ``about`` is the beginning of the header. Without a directory it is the one of the repository's
+    results.
+    """
+    machine = harness.make_machine(about["seed"], options)
+    header: dict[str, Any] = {**about, **environment.header(argv)}
+    header |= {"clock": machine.clock.name, "ceiling": machine.ceilings.kind}
+    header |= {"missing": machine.missing, "warnings": machine.warnings}
+    name = about.get("suite") or f"survey-{about['seed']}"
+    path = (out or results.RESULTS / environment.slug(header)) / f"{name}.jsonl"
+    print(f"{name} on {header['device']}, {header['clock']} clock; copy: {header['ceiling']}")
+    print(tables.aligned(tables.PROGRESS))
+    rows: list[Row] = []
+    for row in harness.measure(cases, machine, options):
+        rows.append(row)
+        results.write(path, header, rows)
+        tqdm.write(tables.progress(row))
+    print("\n".join(tables.notes(header, rows)))
+    print(f"wrote {path.name}")
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,28 +1,40 @@
-"""How far results are from exact ones: the checks of the elementwise suites, on the host."""
+"""Error bounds of elementwise results against float64, on the host."""
 
-from __future__ import annotations
-
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SAMPLES = 100_000
+Sampled = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]  # of arguments and of results
+_SAMPLES = 32_768
 _TINY = 1e-36  # results below it may be 0
 
 
-def sample(x: Any) -> np.ndarray:
-    """Some 100,000 elements on the host: an odd stride, so that every place in a pack is seen."""
-    if x.ndim == 0:
-        return np.asarray(x)
-    return np.asarray(_strided(x, step=(x.size // _SAMPLES) | 1))
+def samples(args: Sequence[Any], out: Any) -> tuple[list[Any], list[Any]]:
+    """Returns some elements of arrays of one size, on the device.
+
+    The stride is odd, so that every place in a pack is seen. Scalars are repeated.
+    """
+    results = jax.tree.leaves(out)
+    n = results[0].size
+    step = (n // _SAMPLES) | 1
+
+    def strided(x: Any) -> Any:
+        x = jnp.broadcast_to(x, results[0].shape) if x.size < n else x
+        return x.reshape(-1)[::step]
+
+    return [strided(x) for x in args], [strided(y) for y in results]
 
 
-@partial(jax.jit, static_argnames="step")
-def _strided(x: Any, step: int) -> Any:
-    return x.reshape(-1)[::step]
+def doubles(sampled: Any) -> Any:
+    """Returns samples in float64, and conditions as they are."""
+
+    def widened(x: Any) -> Any:
+        return np.asarray(x, bool if x.dtype == bool else np.float64)
+
+    return jax.tree.map(widened, sampled)
 
 
 def ulp(exact: np.ndarray, dtype: Any) -> np.ndarray:
@@ -34,7 +46,7 @@ def ulp(exact: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def worst(result: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> str | None:
-    """What to say of the element that is farthest beyond its bound, if one is."""
+    """Says which element is farthest beyond its bound, if one is."""
     with np.errstate(invalid="ignore"):
         error = np.abs(result.astype(np.float64) - exact)
     wrong = ~(error <= bound)
@@ -47,46 +59,38 @@ def worst(result: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> str | Non
     )
 
 
-def value_bound(
-    exact: np.ndarray, x: np.ndarray, dtype: Any, *, is_product: bool = False
-) -> np.ndarray:
-    """What is allowed of a value f(x): 2 ulp of 16 bits, 4 of f32 and 1e-4 in f32's tails.
+class Exact(NamedTuple):
+    """An exact result, the size of the terms that may cancel in it, and an activation's argument.
 
-    Or of a product with such a value.
-    """
-    if jnp.finfo(dtype).bits == 16:
-        return 2 * ulp(exact, dtype) + _TINY
-    tail = np.abs(exact) < np.abs(x) / 1024
-    allowed = _of_product(exact, dtype) if is_product else 4 * ulp(exact, dtype)
-    return np.asarray(np.where(tail, 1e-4 * np.abs(exact), allowed) + _TINY)
-
-
-def _of_product(exact: np.ndarray, dtype: Any) -> np.ndarray:
-    """It carries over a factor's relative error, of 4 ulp at most, and is rounded itself.
-
-    As ulps of the product those may be up to eight.
-    """
-    carried = 4 * float(jnp.finfo(dtype).eps) * np.abs(exact)
-    return np.asarray(carried + 0.5 * ulp(exact, dtype))
-
-
-class Cotangent(NamedTuple):
-    """An exact cotangent, the size of the terms that may cancel in it, and its factors' argument.
-
-    Its tail is where it is small against those.
+    A tail is where the result is small against those. A ``product`` has an activation as a factor.
     """
 
-    exact: np.ndarray
+    value: np.ndarray
     cancelling: np.ndarray | float = 0.0
     argument: np.ndarray | float = 0.0
+    product: bool = True
 
 
-def cotangent_bound(cotangent: Cotangent, dtype: Any) -> np.ndarray:
-    """What is allowed of a cotangent, a product that is computed in f32 at least."""
-    exact, cancelling, argument = cotangent
-    rounding = 8 * np.ldexp(1.0, -24) * np.abs(cancelling)
+def bound(exact: Exact, dtype: Any) -> np.ndarray:
+    """What is allowed: 2 ulp of 16 bits, 4 of f32 and a relative 1e-4 in f32's tails.
+
+    A product carries over a factor's relative error, of 4 ulp at most, and is rounded itself: as
+    ulps of the product those may be up to eight.
+    """
+    value, cancelling, argument, product = exact
+    rounding = 8 * np.ldexp(1.0, -24) * np.abs(cancelling) + _TINY
+    unit = ulp(value, dtype)
     if jnp.finfo(dtype).bits == 16:
-        return np.asarray(2 * ulp(exact, dtype) + rounding + _TINY)
-    tail = np.abs(exact) < np.maximum(np.abs(cancelling), np.abs(argument)) / 1024
-    allowed = np.where(tail, 1e-4 * np.abs(exact), _of_product(exact, dtype))
-    return np.asarray(allowed + rounding + _TINY)
+        return np.asarray(2 * unit + rounding)
+    carried = 4 * float(jnp.finfo(dtype).eps) * np.abs(value) + 0.5 * unit
+    tail = np.abs(value) < np.maximum(np.abs(cancelling), np.abs(argument)) / 1024
+    allowed = np.where(tail, 1e-4 * np.abs(value), carried if product else 4 * unit)
+    return np.asarray(allowed + rounding)
+
+
+def wrong(out: Sequence[np.ndarray], expected: Sequence[Exact], dtype: Any) -> str | None:
+    """Says what is wrong with samples of some results, if anything is."""
+    for i, (exact, y) in enumerate(zip(expected, out, strict=True)):
+        if text := worst(y, exact.value, bound(exact, dtype)):
+            return f"result {i}: {text}"
+    return None

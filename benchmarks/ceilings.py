@@ -1,10 +1,8 @@
-"""What a copy and a fill of as many bytes cost: the most that any memory-bound op can reach.
+"""What a copy of as many bytes costs: the most that any memory-bound op can reach.
 
-On a GPU these are the plain kernels of ``csrc/copy.cu``, compiled by CuPy; without CuPy, and on a
-CPU, the copy is XLA's negation of a float32 array, and says so.
+On a GPU it is the plain kernel of ``csrc/copy.cu``, compiled by CuPy. Without CuPy, and on a CPU,
+it is XLA's negation of a float32 array.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
@@ -16,72 +14,51 @@ import numpy as np
 from .timing import Contender, reason, rotation_sets
 
 _SOURCE = Path(__file__).with_name("csrc") / "copy.cu"
-_THREADS = 256
-CEILINGS = ("copy", "fill")
-_FALLBACK = "XLA's float32 negation"
 
 
 class Ceilings:
-    """Makes the contenders "copy" and "fill" for a number of bytes moved in all."""
+    """Makes the contender "copy"; ``kind`` says what it is, ``warning`` why it is not CUDA's."""
 
     def __init__(self, platform: str) -> None:
-        self.kind, self.note, self._cupy = _FALLBACK, None, None
-        self._nbytes, self._made = 0, list[Contender]()
+        self.kind, self._cupy = "XLA's float32 negation", None
+        self.warning: str | None = None
+        self._made: tuple[int, Contender] | None = None
         if platform != "gpu":
             return
         try:
             import cupy
 
             module = cupy.RawModule(code=_SOURCE.read_text(), options=("--std=c++17",))
-            self._copy, self._fill = (module.get_function(n) for n in ("copy_packs", "fill_packs"))
-            self._cupy, self.kind = cupy, "our own copy kernel, 16-byte packs"
-            for contender in self._kernels(1 << 20):
-                contender.sync(contender.call(0))
+            self._kernel, self._cupy = module.get_function("copy_packs"), cupy
+            probe = self._packs(1 << 20)
+            probe.sync(probe.call(0))
+            self.kind = "our own copy kernel, 16-byte packs"
         except Exception as error:  # no CuPy, or one that does not fit this CUDA
-            self._cupy, self.kind = None, _FALLBACK
-            self.note = f"CuPy cannot run the copy kernel ({reason(error)}): the ceiling is XLA's"
+            self._cupy = None
+            self.warning = f"CuPy cannot run the copy kernel ({reason(error)}); XLA copies"
 
-    def contenders(self, nbytes: int) -> list[Contender]:
-        """The copy, and the fill where there is one, at ``nbytes`` read and written in all.
+    def copy(self, nbytes: int) -> Contender:
+        """Returns the copy that reads and writes ``nbytes`` in all; it keeps its buffers."""
+        if self._made is None or self._made[0] != nbytes:
+            self._made = None  # free its buffers before new ones are allocated
+            self._made = nbytes, (self._packs if self._cupy else _negation)(nbytes)
+        return self._made[1]
 
-        They keep their buffers until they are made for another number of bytes.
-        """
-        if nbytes != self._nbytes:
-            self._made = []  # before new buffers are allocated
-            self._made = [_negate(nbytes)] if self._cupy is None else self._kernels(nbytes)
-            self._nbytes = nbytes
-        return self._made
-
-    def _kernels(self, nbytes: int) -> list[Contender]:
+    def _packs(self, nbytes: int) -> Contender:
         cupy: Any = self._cupy
-        sets = rotation_sets(nbytes)
-        half = nbytes // 32  # packs; a copy reads half of the bytes and writes the other half
-        inputs = [cupy.empty((half, 4), dtype="uint32") for _ in range(sets)]
-        outputs = [cupy.empty((2 * half, 4), dtype="uint32") for _ in range(sets)]
+        sets, packs = rotation_sets(nbytes), max(1, nbytes // 32)
+        inputs = [cupy.arange(4 * packs, dtype="uint32").reshape(-1, 4) + i for i in range(sets)]
+        outputs = [cupy.empty_like(x) for x in inputs]
 
-        def copy(i: int) -> None:
-            self._launch(self._copy, half, inputs[i % sets], outputs[i % sets], np.uint64(half))
+        def call(i: int) -> None:
+            arguments = inputs[i % sets], outputs[i % sets], np.uint64(packs)
+            self._kernel((-(-packs // 256),), (256,), arguments)
 
-        def fill(i: int, arrays: list[Any] = outputs) -> None:
-            array = arrays[i % sets]
-            self._launch(self._fill, len(array), array, np.uint64(len(array)), np.uint32(i + 1))
-
-        def sync(_: Any) -> None:
-            cupy.cuda.Device().synchronize()
-
-        for i in range(sets):
-            fill(i, inputs)
-        sync(None)
-        return [Contender(n, f, sync) for n, f in zip(CEILINGS, (copy, fill), strict=True)]
-
-    @staticmethod
-    def _launch(kernel: Any, packs: int, *arguments: Any) -> None:
-        kernel((-(-packs // _THREADS),), (_THREADS,), arguments)
+        return Contender("copy", call, lambda _: cupy.cuda.Device().synchronize())
 
 
-def _negate(nbytes: int) -> Contender:
-    sets = rotation_sets(nbytes)
-    keys = jax.random.split(jax.random.key(0), sets)
-    inputs = [jax.random.normal(key, (nbytes // 8,), jnp.float32) for key in keys]
+def _negation(nbytes: int) -> Contender:
+    sets, n = rotation_sets(nbytes), max(1, nbytes // 8)
+    inputs = [jnp.arange(n, dtype=jnp.float32) + i for i in range(sets)]
     negate = jax.jit(jnp.negative)
     return Contender("copy", lambda i: negate(inputs[i % sets]), jax.block_until_ready)

@@ -1,37 +1,36 @@
-"""Clocks, and the one comparison that every number here comes from.
+"""Clocks, and the one comparison that every time comes from.
 
 On a GPU the clock is CUPTI, through the extension that JAX's own ``mosaic.gpu.profiler`` uses. It
-records every kernel of the process, so JAX, PyTorch and CuPy are timed by one instrument and launch
-gaps do not count. It records kernels alone: a memcpy or a memset would be missed, so the wall time
-of every turn is kept beside its kernels. On a CPU the clock is the wall.
+records every kernel of the process, so JAX, PyTorch and CuPy are timed by one instrument, without
+launch gaps. It does not record memcpys and memsets, so the wall time of every turn is kept, too. On
+a CPU the clock is the wall.
 
-Contenders take turns (A B C, B C A, ...): a drift of clocks or neighbours then touches all of them
-alike, and nobody always follows the same one. Every call, whoever's it is, uses the next of several
-input sets: none finds in a cache what another has just read. On the GPU the results of a turn
-are held, so that writes rotate beyond the caches too.
+Contenders take turns (A B C, B C A, ...): a drift of the clocks affects all of them alike. Every
+call uses the next of several input sets, so that no contender finds in a cache what another has
+just read. On a GPU the results of a turn are held, so that writes rotate beyond the caches, too.
 """
-
-from __future__ import annotations
 
 import importlib
 import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 ROTATION_BYTES = 256 << 20  # over four times the 60 MB of L2 of an H200
-SLOW_US = 3e5  # more than that a call, and one call is enough
+SLOW_US = 3e5  # a contender that takes longer than this is called once
 _MAX_SETS = 8
-_KERNEL_NAME_LENGTH = 120
 
 
 def rotation_sets(nbytes: int) -> int:
-    """How many sets of inputs rotate beyond the caches, for calls that move ``nbytes`` each."""
-    if nbytes >= 4 * ROTATION_BYTES:  # nothing of the last call is left in a cache
+    """Returns how many input sets rotate beyond the caches if a call moves ``nbytes``."""
+    if nbytes >= 4 * ROTATION_BYTES:  # one call evicts everything
         return 1
-    return max(2, min(_MAX_SETS, -(-ROTATION_BYTES // nbytes)))
+    return max(2, min(_MAX_SETS, -(-ROTATION_BYTES // max(nbytes, 1))))
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,8 @@ class Contender:
     sync: Callable[[Any], Any]
 
 
-class TooSlow(Exception):
-    """What is not timed, and why."""
-
-
 class Missing(Exception):
-    """What is not on this machine, and why."""
+    """A rival's library is not on this machine."""
 
 
 @dataclass
@@ -58,9 +53,6 @@ class Timing:
     clock: str
     samples_us: list[float] = field(default_factory=list)
     wall_us: list[float] = field(default_factory=list)
-    kernels: list[str] = field(default_factory=list)
-    once: bool = False  # the one sample is a call by the wall clock, which was slow
-    device_us: float | None = None  # the kernels alone, where the samples are by the wall
 
     @property
     def us(self) -> float:
@@ -68,149 +60,84 @@ class Timing:
         return statistics.median(self.samples_us)
 
     @property
-    def spread_us(self) -> float:
+    def iqr_us(self) -> float:
         """Interquartile range."""
         if len(self.samples_us) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
         return high - low
 
-    def by_wall(self) -> Timing:
-        """The wall times of its turns instead, where there are any."""
-        if not self.wall_us:
-            return self
-        return replace(self, clock="wall", samples_us=self.wall_us, wall_us=[], device_us=self.us)
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it, samples included."""
-        out: dict[str, Any] = {"us": round(self.us, 3), "iqr_us": round(self.spread_us, 3)}
-        if self.kernels:
-            out["kernels"] = self.kernels
-        if self.device_us is not None:
-            out["device_us"] = round(self.device_us, 3)
-        if self.wall_us:
-            out["wall_us"] = round(statistics.median(self.wall_us), 1)
-        if self.once:
-            out["once"] = True
-        return {**out, "samples_us": [round(sample, 3) for sample in self.samples_us]}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Calls ``start``, ``start + 1``, ... of one contender."""
-
-    contender: Contender
-    start: int
-
-
-Outcome = dict[str, Timing | str]
-"""What is known of each contender by its name; its error message where it has failed."""
-
-
-class Clock(Protocol):
-    """Times ``calls`` calls a turn, for ``rounds`` turns or until ``budget_us`` is spent."""
-
-    name: str
-    rounds: int
-    calls: int
-    budget_us: float
-    resolution_us: float  # times that differ by less are the same
-
-    def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
-        """Takes the turns, one after the other, and adds what it saw to ``outcome``."""
-        ...
+Turn = tuple[Contender, int]  # calls i, i + 1, ... of one contender
+Outcome = dict[str, Timing | str]  # of each contender by name: its timing, or its error message
 
 
 class WallClock:
-    """Host time of each call, result included; results are dropped at once, as a program would."""
+    """Host time of each call, including its result, which is dropped at once."""
 
+    # A turn is `calls` calls. A contender takes `rounds` turns, or until `budget_us` is spent.
+    # Times that differ by less than `resolution_us` are the same.
     name, rounds, calls, budget_us, resolution_us = "wall", 64, 1, 6e5, 0.0
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
         """Adds one sample a call."""
-        for turn in turns:
-            timing = outcome[turn.contender.name]
+        for contender, i in turns:
+            timing = outcome[contender.name]
             if isinstance(timing, str) or sum(timing.samples_us) > budget_us:
                 continue
             try:
-                for i in range(turn.start, turn.start + self.calls):
-                    begin = time.perf_counter()
-                    result = turn.contender.call(i)
-                    turn.contender.sync(result)
-                    timing.samples_us.append((time.perf_counter() - begin) * 1e6)
-                    del result
-            except Exception as error:  # a rival may fail in ways of its own; the table says so
-                outcome[turn.contender.name] = reason(error)
+                begin = time.perf_counter()
+                contender.sync(contender.call(i))
+                timing.samples_us.append((time.perf_counter() - begin) * 1e6)
+            except Exception as error:  # rivals fail in many ways; the row says how
+                outcome[contender.name] = reason(error)
 
 
 class CuptiClock:
     """Device time of the kernels of each call.
 
-    A session of CUPTI costs far more than the kernels in it, so one session holds all turns, with a
-    kernel known by its name between them. Without such a marker each turn has a session of its own.
-    Each turn starts with a call that does not count: the first kernel after CUPTI has begun is up
-    to 3 us slower than the others.
+    A session costs far more than the kernels in it, so one session holds all turns, separated by a
+    marker kernel. Without a marker each turn has its own session. The first call of a turn is not
+    counted: the first kernel of a session is up to 3 us slower.
     """
 
     name, rounds, calls, budget_us, resolution_us = "cupti", 5, 8, 1e6, 0.032
 
     def __init__(self, marker: Callable[[], None] | None = None) -> None:
-        # Private, but there is no public door. jax.experimental.mosaic.gpu.profiler goes this way
-        # too; its own `measure` times JAX functions alone, and needs absl.
+        # Private, but jax.experimental.mosaic.gpu.profiler uses the same extension. Its own
+        # `measure` times JAX functions only, and needs absl.
         self._extension = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
         self._marker = marker
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
         """Adds one sample a call, the sum of its kernels.
 
-        Where the records of a session of all turns are not in their order, no later one is tried.
+        If the records of a shared session are out of order, every later turn has its own session.
         """
+        spent: dict[str, float] = {}
         if self._marker is not None:
-            if self._session(turns, outcome, {}, budget_us):
+            if self._session(turns, outcome, spent, budget_us):
                 return
             self._marker = None
+            spent.clear()
             for timing in outcome.values():
                 if isinstance(timing, Timing):
                     timing.wall_us.clear()
-        spent: dict[str, float] = {}
         for turn in turns:
-            if _takes_part(turn, outcome, spent, budget_us):
-                self._session([turn], outcome, spent, budget_us)
+            self._session([turn], outcome, spent, budget_us)
 
     def _session(
-        self,
-        turns: Sequence[Turn],
-        outcome: Outcome,
-        spent: dict[str, float],
-        budget_us: float,
+        self, turns: Sequence[Turn], outcome: Outcome, spent: dict[str, float], budget_us: float
     ) -> bool:
-        """Takes turns in one session; the kernels between two markers are one turn's.
-
-        Returns False, and adds no samples, where that is not what the records look like.
-        """
+        """Takes turns in one session. Returns False, and adds no samples, if records are mixed."""
         taken: list[str] = []
         self._extension._cupti_init()
         try:
             for turn in turns:
-                contender, start = turn.contender, turn.start
-                if not _takes_part(turn, outcome, spent, budget_us):
-                    continue
-                name = contender.name
-                if self._marker is not None:
-                    self._marker()
-                taken.append(name)
-                try:
-                    begin = time.perf_counter()
-                    results = [contender.call(i) for i in range(start - 1, start + self.calls)]
-                    contender.sync(results)
-                    us = (time.perf_counter() - begin) * 1e6
-                    del results
-                except Exception as error:  # a rival may fail in ways of its own
-                    outcome[name] = reason(error)
-                    continue
-                spent[name] = spent.get(name, 0.0) + us
-                if isinstance(timing := outcome[name], Timing):
-                    timing.wall_us.append(us / (self.calls + 1))
+                name = turn[0].name
+                if isinstance(outcome[name], Timing) and spent.get(name, 0.0) <= budget_us:
+                    taken.append(name)
+                    spent[name] = spent.get(name, 0.0) + self._take(turn, outcome)
         finally:
             try:
                 kernels = self._extension._cupti_get_timings(True)
@@ -218,41 +145,43 @@ class CuptiClock:
                 kernels = self._extension._cupti_get_timings()
         records = [(str(name), float(ms) * 1e3) for name, ms in kernels]
         parts = [records] * len(taken) if self._marker is None else split_at_markers(records)
-        sizes: dict[str, set[int]] = {}
-        for name, part in zip(taken, parts, strict=False):
-            if isinstance(outcome[name], Timing):
-                sizes.setdefault(name, set()).add(len(part))
-        # Every turn of a contender has as many kernels, and the first contender, ours, has some.
-        even = all(len(found) == 1 for found in sizes.values()) and {0} not in [*sizes.values()][:1]
-        if self._marker is not None and not (even and len(parts) == len(taken)):
-            return False
-        for name, part in zip(taken, parts, strict=True):
-            self._add(name, part, outcome)
+        pairs = [*zip(taken, parts, strict=False)]
+        if self._marker is not None:
+            # Every turn of a contender has as many kernels. The first contender, ours, has some.
+            counts = {(n, len(part)) for n, part in pairs if isinstance(outcome[n], Timing)}
+            uneven = len(counts) > len({name for name, _ in counts})
+            if uneven or any(not part for _, part in pairs[:1]) or len(parts) != len(taken):
+                return False
+        for name, part in pairs:
+            if isinstance(timing := outcome[name], Timing):
+                if part:
+                    samples = per_call([us for _, us in part], self.calls + 1)
+                    timing.samples_us += samples[1:] or samples
+                else:
+                    outcome[name] = "RuntimeError: CUPTI recorded no kernel"
         return True
 
-    def _add(self, name: str, kernels: Sequence[tuple[str, float]], outcome: Outcome) -> None:
-        timing = outcome[name]
-        if isinstance(timing, str):
-            return
-        if not kernels:
-            outcome[name] = "RuntimeError: CUPTI recorded no kernel"
-            return
-        samples = per_call([us for _, us in kernels], self.calls + 1)
-        timing.samples_us += samples[1:] or samples
-        names = dict.fromkeys(name[:_KERNEL_NAME_LENGTH] for name, _ in kernels)
-        timing.kernels = list(dict.fromkeys([*timing.kernels, *names]))
-
-
-def _takes_part(turn: Turn, outcome: Outcome, spent: dict[str, float], budget_us: float) -> bool:
-    name = turn.contender.name
-    return isinstance(outcome[name], Timing) and spent.get(name, 0.0) <= budget_us
+    def _take(self, turn: Turn, outcome: Outcome) -> float:
+        """Takes a turn and returns its wall time."""
+        contender, calls = turn[0], range(turn[1] - 1, turn[1] + self.calls)
+        if self._marker is not None:
+            self._marker()
+        begin = time.perf_counter()
+        try:
+            contender.sync([contender.call(i) for i in calls])  # which holds the results
+        except Exception as error:  # rivals fail in many ways; the row says how
+            outcome[contender.name] = reason(error)
+        us = (time.perf_counter() - begin) * 1e6
+        if isinstance(timing := outcome[contender.name], Timing):
+            timing.wall_us.append(us / len(calls))
+        return us
 
 
 MARKER = "benchmark_turn_begins"
 
 
 def split_at_markers(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """The kernels after each marker; those before the first are dropped."""
+    """Returns the kernels after each marker; those before the first one are dropped."""
     parts: list[list[tuple[str, float]]] = []
     for name, us in kernels:
         if name == MARKER:
@@ -263,7 +192,7 @@ def split_at_markers(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[st
 
 
 def make_marker() -> Callable[[], None] | None:
-    """Launches a kernel of a known name, and waits for it; None without CuPy."""
+    """Returns a function that launches a kernel of a known name; None without CuPy."""
     try:
         import cupy
 
@@ -280,40 +209,38 @@ def make_marker() -> Callable[[], None] | None:
 
 
 def per_call(kernel_times: Sequence[float], calls: int) -> list[float]:
-    """Sums kernels call by call; one mean where the calls did not launch equally many."""
+    """Sums the kernels of each call; returns one mean if the calls launched unequal numbers."""
     each, rest = divmod(len(kernel_times), calls)
     if rest or not each:
         return [sum(kernel_times) / calls]
     return [sum(kernel_times[i : i + each]) for i in range(0, len(kernel_times), each)]
 
 
+Clock = WallClock | CuptiClock
+
+
 def make_clock(platform: str) -> tuple[Clock, str | None]:
-    """The best clock of this machine, and the reason if it is not the one it should be."""
+    """Returns the best clock of this machine, and a warning if it is not CUPTI on a GPU."""
     if platform != "gpu":
         return WallClock(), None
     try:
-        import jax
-        import jax.numpy as jnp
-
         clock = CuptiClock(make_marker())
         negate, x = jax.jit(jnp.negative), jnp.ones(1 << 20)
         probe = Contender("probe", lambda i: negate(x), jax.block_until_ready)
-        outcome = compare([probe], clock, effort=0.2)["probe"]
-        return (clock, None) if isinstance(outcome, Timing) else (WallClock(), _no_cupti(outcome))
-    except Exception as error:  # whatever is wrong with CUPTI, wall times are better than none
-        return WallClock(), _no_cupti(reason(error))
-
-
-def _no_cupti(why: str) -> str:
-    return f"CUPTI is unavailable ({why}): WALL time, launches included"
+        if isinstance(outcome := compare([probe], clock, effort=0.2)["probe"], str):
+            raise RuntimeError(outcome)
+        return clock, None
+    except Exception as error:  # wall times are better than none
+        why = f"CUPTI is unavailable ({reason(error)})"
+        return WallClock(), f"{why}: times are WALL times and include launches"
 
 
 def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) -> Outcome:
-    """Times contenders in turns. One that fails gives its error message instead of a timing.
+    """Times contenders in turns. One that fails gets its error message instead of a timing.
 
     A contender that has used up the clock's budget sits out the remaining rounds. One whose calls
-    take longer than SLOW_US is timed by one of them, on the wall clock: a launch is nothing beside
-    it. An ``effort`` below 1 takes as much less time.
+    take longer than SLOW_US is timed by one call on the wall clock. An ``effort`` below 1 takes
+    proportionally fewer samples.
     """
     outcome: Outcome = {c.name: Timing(clock.name) for c in contenders}
     for contender in contenders:  # warm up: load modules, compile, fill allocators
@@ -323,25 +250,23 @@ def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) 
                 contender.sync([contender.call(i)])
                 us = (time.perf_counter() - begin) * 1e6
             if us > SLOW_US:
-                outcome[contender.name] = Timing("wall", [us], once=True)
-        except Exception as error:  # a rival may fail in ways of its own; the table says so
+                outcome[contender.name] = Timing("wall", [us])
+        except Exception as error:  # rivals fail in many ways; the row says how
             outcome[contender.name] = reason(error)
-    contenders = [c for c in contenders if not _is_settled(outcome[c.name])]
+    contenders = [
+        c for c in contenders if isinstance(t := outcome[c.name], Timing) and not t.samples_us
+    ]
     turns: list[Turn] = []
     for r in range(max(1, round(clock.rounds * effort))):
         first = r % max(len(contenders), 1)
         for contender in [*contenders[first:], *contenders[:first]]:
-            turns.append(Turn(contender, len(turns) * clock.calls))
+            turns.append((contender, len(turns) * clock.calls))
     if turns:
         clock.record(turns, outcome, clock.budget_us * effort)
     return outcome
 
 
-def _is_settled(timing: Timing | str) -> bool:
-    return isinstance(timing, str) or timing.once
-
-
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong, without the directories of this machine."""
+    """Returns one line that says what went wrong, without directories of this machine."""
     text = re.sub(r"(?:/[^\s/:'\"]+)+/", "", " ".join(str(error).split())) or "no message"
     return f"{type(error).__name__}: {text}"[:200]

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jax_oneflow_ops as jof
 from examples import training
 from examples.training import Problem, Run, Tree
 
@@ -59,6 +61,44 @@ def calls(ops: Sequence[str]) -> tuple[str, ...]:
 def implementation(choice: str) -> Iterator[None]:
     """Functions that are traced inside run "native" kernels or "xla"."""
     with mock.patch.dict(os.environ, JAX_ONEFLOW_OPS_IMPLEMENTATION=choice):
+        yield
+
+
+def _resize(x: jax.Array, factor: int, *, data_format: str) -> jax.Array:
+    height = data_format.index("H")
+    shape = [n * factor if height <= i < height + 2 else n for i, n in enumerate(x.shape)]
+    resized: jax.Array = jax.image.resize(x, shape, "nearest")
+    return resized
+
+
+JNP: dict[str, Callable[..., jax.Array]] = {
+    "embedding_lookup": lambda table, ids: jnp.take(table, ids, axis=0),
+    "permute": jnp.transpose,
+    "segment_sum": jax.ops.segment_sum,
+    "silu": jax.nn.silu,
+    "swiglu": lambda x, gate: jax.nn.silu(gate) * x,
+    "upsample_nearest2d": _resize,
+}
+"""What each op replaces."""
+
+
+@contextlib.contextmanager
+def tracing(name: str, ops: Sequence[str]) -> Iterator[None]:
+    """Chooses what functions that are traced inside run.
+
+    The choices: "ours", native kernels; "xla"; "only OP", XLA but for that op; "jnp", what users
+    write without this package.
+    """
+    changed: dict[str, Callable[..., jax.Array]] = {}
+    if name == "jnp":
+        changed = {op: JNP[op] for op in ops}
+    elif name.startswith("only "):
+        op = name.removeprefix("only ")
+        changed = {op: partial(getattr(jof, op), implementation="native")}
+    with (
+        implementation("native" if name == "ours" else "xla"),
+        mock.patch.dict(vars(jof), changed),
+    ):
         yield
 
 
@@ -160,6 +200,41 @@ def difference(problem: Problem, native: Sequence[float], xla: Sequence[float]) 
     starts = range(0, len(apart), len(problem.batches))
     means = [apart[i : i + len(problem.batches)].mean() for i in starts]
     return float(np.max(np.abs(means))) / xla[0]
+
+
+def check_steps(problem: Problem, state: State, steps: dict[str, Any]) -> dict[str, Any]:
+    """Checks that compiled steps have the right custom calls, and that losses agree.
+
+    Args:
+      problem: what is trained.
+      state: the state before the first step, which stays.
+      steps: by the choices of `tracing`; "ours" and "xla" are compared.
+
+    Returns:
+      The first and the last losses of both, and how far apart they are.
+
+    Raises:
+      ArithmeticError: a step has other custom calls, or losses differ.
+    """
+    for name, step in steps.items():
+        found = {*training.custom_calls(step.as_text() or "")}
+        single = CALLS.get(name.removeprefix("only "), ())
+        wanted = problem.calls if name == "ours" else single
+        for pattern in wanted:
+            if not any(re.fullmatch(pattern, call) for call in found):
+                raise ArithmeticError(f"{name} has no custom call {pattern}")
+        if found and not wanted:
+            raise ArithmeticError(f"{name} has custom calls {sorted(found)}")
+    losses = {}
+    for name in ("ours", "xla"):
+        own = jax.tree.map(jnp.copy, state)
+        step = steps[name]
+        losses[name], _ = training.descend(step, own, problem.batches, STEPS, f"{name} losses")
+    apart = difference(problem, losses["ours"], losses["xla"])
+    if not apart <= problem.tolerance:
+        raise ArithmeticError(f"losses differ by {apart:.1e}, more than {problem.tolerance:.1e}")
+    ends = {name: [round(values[i], 5) for i in (0, -1)] for name, values in losses.items()}
+    return {"losses": ends, "apart": float(f"{apart:.2g}")}
 
 
 def plot(runs: Sequence[Run], file: Path) -> None:

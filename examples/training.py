@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from benchmarks import environment, harness, report
+from benchmarks import environment, results
 
 Tree = Any  # of arrays, or of what stands for arrays
 
@@ -153,6 +153,12 @@ def descend(
     return [float(loss) for loss in losses], seconds
 
 
+def communication(collectives: dict[str, list[int]]) -> str:
+    """How many there are of each kind, and the megabytes that they move together."""
+    texts = (f"{len(s)} {kind}, {sum(s) / 1e6:,.2f} MB" for kind, s in collectives.items())
+    return "; ".join(texts) or "none"
+
+
 def custom_calls(program: str) -> list[str]:
     """The custom calls of this package in a compiled program, as often as they are there."""
     return re.findall(r'custom_call_target="(jof_\w+)"', program)
@@ -191,7 +197,7 @@ def compare(problem: Problem, one: Run, divisions: Sequence[Division], runs: Seq
     for run in (one, *runs):
         print(
             f"{run.variant:13}{run.devices:7}{run.losses[0]:13.5f}{run.losses[-1]:13.5f}"
-            f"{run.rate:15,.0f}   {report.communication(run.collectives)}"
+            f"{run.rate:15,.0f}   {communication(run.collectives)}"
         )
     print(f"custom calls: {', '.join(one.calls)}")
     errors = [f"{run.variant}: {error}" for run in (one, *runs) for error in check(problem, run)]
@@ -231,16 +237,19 @@ def run_all(
     runs = [train(problem, division, options.steps) for division in divisions]
     errors = compare(problem, alone, divisions, runs)
     if options.out:
-        about = environment.describe(list(argv), f"examples.{name}", devices=runs[0].devices)
+        about = environment.header(list(argv), f"examples.{name}", devices=runs[0].devices)
         settings = {k: v for k, v in vars(options).items() if k not in ("out", "devices")}
-        result = {
-            "suite": name,
-            "environment": about,
-            "settings": settings,
-            "unit": problem.unit,
-            "tolerance": problem.tolerance,
-            "runs": [asdict(run) for run in (alone, *runs)],
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(harness.to_json(result))
+        rows = [
+            {
+                "suite": name,
+                "case": run.variant,
+                "devices": run.devices,
+                "losses": [round(run.losses[i], 5) for i in (0, -1)],
+                "rate": run.rate,
+                "unit": problem.unit,
+                "collectives": run.collectives,
+            }
+            for run in (alone, *runs)
+        ]
+        results.write(options.out, {"suite": name, **about, "settings": settings}, rows)
     return 1 if errors else 0

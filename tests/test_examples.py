@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import json
 import math
 import re
 import sys
@@ -15,8 +14,8 @@ import pytest
 pytest.importorskip("matplotlib")  # of the extra "bench", which examples need
 pytest.importorskip("tqdm")
 
-from benchmarks import environment, plot, report
-from benchmarks.cases import MODELS
+from benchmarks import environment, results
+from benchmarks.suites.models import MODELS
 from examples import training, upsample_photo
 
 TINY = {
@@ -35,19 +34,14 @@ def test_training_on_several_devices_is_that_on_one(name, devices, tmp_path):
     main = importlib.import_module(f"examples.{name}").main
     assert main([*TINY[name], f"--devices={devices}", f"--out={file}"]) == 0
 
-    result = json.loads(file.read_text())
-    one, *runs = result["runs"]
+    header, (one, *runs) = results.read(file)
     assert one["losses"][-1] < 0.99 * one["losses"][0]
     assert not one["collectives"]
     for run in runs:
         assert run["devices"] == devices
         np.testing.assert_allclose(run["losses"], one["losses"], rtol=2**-7)
         assert run["collectives"].keys() == {"all-reduce"}
-    table = report.training(result)
-    assert all(f"| {run['variant']} | {devices} |" in table for run in runs)
-    assert environment.slug(result["environment"]).endswith(f"-x{devices}")
-    assert plot.main([str(file), f"--out={tmp_path}"]) == 0  # which has nothing to draw
-    assert [*tmp_path.iterdir()] == [file]
+    assert environment.slug(header).endswith(f"-x{devices}")
 
 
 PROBLEM = training.Problem(

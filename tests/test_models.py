@@ -1,8 +1,7 @@
-"""Whole programs: native kernels and XLA train them alike, and suite "models" sees what ran."""
+"""Whole programs: native kernels and XLA train them alike, and what their steps ran is checked."""
 
 import importlib
 import re
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import jax
@@ -15,9 +14,9 @@ pytest.importorskip("flax")
 pytest.importorskip("optax")
 
 import jax_oneflow_ops as jof
-from benchmarks import models
-from benchmarks.cases import MODELS, ModelCase
 from examples import programs
+
+MODELS = ("unet", "vit", "graph", "language")
 
 
 def on_one_worker(model):
@@ -53,40 +52,13 @@ def test_gradients_are_those_of_xla_and_reach_all_parameters(trained):
         assert np.linalg.norm(a - b) <= 2**-5 * size, path
 
 
-def test_all_programs_are_traced_before_one_is_compiled(monkeypatch):
-    """Tracing changes the environment, which XLA's threads read while they compile."""
-    order = []
-    lowered = SimpleNamespace(compile=lambda: order.append("compile"))
-    monkeypatch.setattr(programs, "lower", lambda problem: order.append("trace") or lowered)
-    monkeypatch.setattr(programs, "start", lambda problem: order.append("compile"))
-    models.entrants([ModelCase(op, "tiny") for op in MODELS])
-    traced = 2 * len(MODELS)
-    assert order == ["trace"] * traced + ["compile"] * (len(order) - traced)
-    assert len(order) == 2 * traced + len(MODELS)
-
-
 def test_steps_are_compared_and_follow_from_one_another(trained, monkeypatch):
     monkeypatch.setattr(programs, "STEPS", 24)
     steps = {"ours": trained.steps["native"], "xla": trained.steps["xla"]}
-    contenders, about, *_ = models._enter(model_of(trained, steps))
-    assert [contender.name for contender in contenders] == ["ours", "xla"]
+    about = programs.check_steps(trained.problem, trained.state, steps)
     assert about["apart"] <= programs.TOLERANCE
-    for losses in about["losses"].values():
-        assert np.mean(losses[-8:]) < 0.95 * np.mean(losses[:8])
-    for contender in contenders:  # the state is donated: each call needs that of the one before
-        contender.sync([contender.call(i) for i in range(3)])
-
-
-def model_of(trained, steps):
-    """What the suite makes of the steps; of an exception, one that does not compile."""
-
-    def future(value):
-        done = Future()
-        (done.set_exception if isinstance(value, Exception) else done.set_result)(value)
-        return done
-
-    futures = {name: future(step) for name, step in steps.items()}
-    return models.Model(trained.problem, future(trained.state), futures)
+    for first, last in about["losses"].values():
+        assert last < first
 
 
 class Step:
@@ -112,13 +84,6 @@ SOME = SimpleNamespace(
 )
 
 
-def test_a_rival_that_does_not_compile_is_in_the_row():
-    steps = {"ours": OURS, "xla": Step(), "jnp": MemoryError("much")}
-    contenders, about, *_ = models._enter(model_of(SOME, steps))
-    assert [contender.name for contender in contenders] == ["ours", "xla"]
-    assert about["rivals"] == {"jnp": {"error": "MemoryError: much"}}
-
-
 @pytest.mark.parametrize(
     ("steps", "error"),
     [
@@ -132,7 +97,7 @@ def test_a_rival_that_does_not_compile_is_in_the_row():
 )
 def test_a_row_is_an_error(steps, error):
     with pytest.raises(ArithmeticError, match=error):
-        models._enter(model_of(SOME, steps))
+        programs.check_steps(SOME.problem, SOME.state, steps)
 
 
 def test_noise_goes_out_of_the_difference_of_losses():
@@ -149,7 +114,7 @@ def test_contenders_are_traced_with_their_ops():
     problem = module.problem("tiny")
 
     def calls(name):
-        with models._tracing(name, module.OPS):
+        with programs.tracing(name, module.OPS):
             return {*re.findall(r"custom_call @(jof_\w+)", programs.lower(problem).as_text())}
 
     silu = {"jof_silu", "jof_silu_vjp"}
@@ -162,38 +127,5 @@ def test_contenders_are_traced_with_their_ops():
 def test_plain_jnp_doubles_as_the_op_does(data_format):
     x = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)
     ours = jof.upsample_nearest2d(x, 2, data_format=data_format)
-    rival = models.JNP["upsample_nearest2d"](x, 2, data_format=data_format)
+    rival = programs.JNP["upsample_nearest2d"](x, 2, data_format=data_format)
     np.testing.assert_array_equal(ours, rival)
-
-
-def test_content_of_a_program():
-    text = """HloModule jit_step
-
-%fused_computation (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %copy.1 = f32[8]{0} copy(%p)
-}
-
-%body (q: (f32[8], s32[])) -> (f32[8], s32[]) {
-  %q = (f32[8]{0}, s32[]) parameter(0)
-  %calls = (bf16[2]{0:T(8)}, /*index=1*/u8[5]{0}) custom-call(%q), custom_call_target="jof_silu"
-  ROOT %copy.2 = f32[8]{0} copy(%q)
-}
-
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused_computation, metadata={op_name="copy(x)"}
-  %z = f32[8]{0} custom-call(%y), custom_call_target="__cublas$gemm"
-  ROOT %w = f32[8]{0} transpose(%z), dimensions={0}
-}
-"""
-    assert models.content(text) == {
-        "calls": {"jof_silu": 1},
-        "fusion": 1,
-        "copy": 1,
-        "transpose": 1,
-        "library call": 1,
-        # Results and operands: two bf16 and five u8, and a tuple, which the call reads whole;
-        # the copy's f32 and the tuple; twice two arrays of f32.
-        "bytes": (4 + 5 + 36) + (32 + 36) + 2 * (32 + 32),
-    }

@@ -1,4 +1,4 @@
-// What the memory of this chip gives: the plainest kernels that reach it.
+// The bandwidth of the memory: the plainest kernel that reaches it.
 //
 // One thread moves one 16-byte pack; 256 threads a block, no grid-stride loop. On an H200 that
 // copied at 4.23 TB/s, two packs a thread at 4.10, four at 4.02, cudaMemcpy at 2.76 (512 MiB, read
@@ -8,13 +8,4 @@ extern "C" __global__ void __launch_bounds__(256)
     copy_packs(const uint4* __restrict__ in, uint4* __restrict__ out, unsigned long long packs) {
   const unsigned long long i = blockIdx.x * 256ULL + threadIdx.x;
   if (i < packs) out[i] = in[i];
-}
-
-// Writes only. The values differ from pack to pack: neither this nor a copy of it should be timed
-// on constant data.
-extern "C" __global__ void __launch_bounds__(256)
-    fill_packs(uint4* __restrict__ out, unsigned long long packs, unsigned int seed) {
-  const unsigned long long i = blockIdx.x * 256ULL + threadIdx.x;
-  const unsigned int value = (static_cast<unsigned int>(i) ^ seed) * 2654435761U;
-  if (i < packs) out[i] = make_uint4(value, ~value, value + seed, value ^ 0x55555555U);
 }

@@ -1,10 +1,8 @@
 """Other libraries' kernels, on the memory of the same JAX arrays.
 
-A module each, which imports its library and whose ``contender(sets, ours, ...)`` makes a rival. A
-suite names one by ``maker``, so that a library which is missing is one only to the harness.
+Each module imports its library, and its ``contender(sets, ours, ...)`` makes a rival. Suites name
+modules through ``maker``, so that nothing is imported before the rival runs.
 """
-
-from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -13,25 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..cases import Case
-from ..harness import Arrays, Maker, Sets, agreement
+from ..harness import Array, Maker, Sets, agreement, difference
 from ..timing import Contender
 
-Array = Any
-Errors = Callable[[Arrays, Array], dict[str, float]]  # as in Work
 
-
-def is_large(case: Case) -> bool:
-    """Whether it is of the larger arrays of the elementwise and cast suites: one size is enough."""
-    return case.variant in ("512 MiB", "4M elements")
+def is_large(shape: str) -> bool:
+    """Returns whether a case of the elementwise and cast suites has the larger arrays."""
+    return shape in ("512 MiB", "4M elements")
 
 
 def maker(module: str, *arguments: Any) -> Maker:
-    """The rival of the ``module`` here that its ``contender`` makes of further ``arguments``."""
+    """Returns a function that imports a ``module`` here and calls its ``contender``."""
 
-    def make(sets: Sets, ours: Array) -> tuple[Contender, dict[str, Any]]:
+    def make(sets: Sets, ours: Array) -> tuple[Contender, bool]:
         imported = importlib.import_module(f".{module}", __name__)
-        made: tuple[Contender, dict[str, Any]] = imported.contender(sets, ours, *arguments)
+        made: tuple[Contender, bool] = imported.contender(sets, ours, *arguments)
         return made
 
     return make
@@ -46,13 +40,12 @@ def on_views(
     ours: Array,
     *,
     exact: bool = False,
-    errors: Errors | None = None,
-) -> tuple[Contender, dict[str, Any]]:
-    """What ``start(inputs, outputs)`` does, given views of JAX arrays, and what its result says.
+) -> tuple[Contender, bool]:
+    """Returns a contender that calls ``start(inputs, outputs)`` on views of JAX arrays.
 
-    Each set of inputs has its own outputs, new arrays like ``ours``, which are written to in place.
+    Each set of inputs has its own outputs, new arrays like ``ours``, which are written in place.
     """
-    results = jax.block_until_ready([jax.tree.map(_new, ours) for _ in sets])
+    results = jax.block_until_ready([jax.tree.map(jnp.zeros_like, ours) for _ in sets])
     # The arrays stay beside their views: an address keeps nothing alive.
     buffers = [
         (arrays, result, *([view(x) for x in jax.tree.leaves(part)] for part in (arrays, result)))
@@ -68,12 +61,8 @@ def on_views(
 
     call(0)
     sync(None)
-    known = errors(sets[0], results[0]) if errors else {}
-    return Contender(name, call, sync), agreement(ours, results[0], exact) | known
-
-
-def _new(like: Array) -> Array:
-    return jnp.zeros(like.shape, like.dtype)
+    right = agreement(jax.jit(difference)(ours, results[0]), exact, ours)
+    return Contender(name, call, sync), right
 
 
 def address(x: Array) -> int:

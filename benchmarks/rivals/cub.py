@@ -1,66 +1,40 @@
-"""CUB, of the CUDA toolkit: DeviceTransform, and ReduceByKey as a sum of sorted segments."""
+"""CUB, of the CUDA toolkit: ReduceByKey as a sum of sorted segments.
 
-from __future__ import annotations
+nvcc compiles it into ``build/benchmarks``, which may be copied to a machine without nvcc.
+"""
 
 import ctypes
-from collections.abc import Callable, Sequence
-from functools import partial
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from .. import libraries
-from ..harness import Sets
-from ..timing import Contender
-from . import Errors, address, on_views
+from ..harness import Array, Sets
+from ..timing import Contender, Missing
+from . import address, on_views
 
-Array = Any
-Kernel = tuple[Callable[..., None], Callable[[], None]]  # what starts it, and what waits
-
-OPS = ("gelu_tanh", "add")
 TYPES = ("float32", "float16", "bfloat16")
-"""In the order of their numbers in the libraries."""
+"""In the order of their numbers in the library."""
 
+SOURCES = Path(__file__).parents[1] / "csrc"
+BUILD = Path(__file__).resolve().parents[2] / "build" / "benchmarks"
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
-def contender(
-    sets: Sets, ours: Array, kernel: str, errors: Errors | None = None
-) -> tuple[Contender, dict[str, Any]]:
+def contender(sets: Sets, ours: Array) -> tuple[Contender, bool]:
     """The rival "cub"."""
-    start, synchronize = KERNELS[kernel](sets, ours)
-    return on_views("cub", address, start, synchronize, sets, ours, errors=errors)
-
-
-def transform_library() -> Path:
-    """The library of the elementwise suite."""
-    return libraries.compiled("cub_transform", [])
-
-
-def segment_sum_library() -> Path:
-    """The library of the scatter suite."""
-    return libraries.compiled("cub_segment_sum", [])
-
-
-def _transform(op: str, sets: Sets, ours: Array) -> Kernel:
-    types = (_INT, _INT, _POINTER, _POINTER, _POINTER, _INT)
-    library = libraries.Library(transform_library(), *types)
-    numbers = OPS.index(op), TYPES.index(ours.dtype.name)
-
-    def start(inputs: Sequence[int], outputs: Sequence[int]) -> None:
-        library.launch(*numbers, inputs[0], inputs[-1], outputs[0], ours.size)
-
-    return start, library.synchronize
-
-
-def _segment_sum(sets: Sets, ours: Array) -> Kernel:
-    library = libraries.Library(segment_sum_library(), _INT, *(_POINTER,) * 8, _INT, _INT)
-    number, segments = TYPES.index(ours.dtype.name), len(ours)
+    library = ctypes.CDLL(str(compiled("cub_segment_sum")))
+    library.Launch.argtypes = (_INT, *(_POINTER,) * 8, _INT, _INT)
+    number, segments, rows = TYPES.index(ours.dtype.name), len(ours), len(sets[0][1])
     size = ctypes.c_size_t()
     needed = ctypes.addressof(size)
-    rows = len(sets[0][1])
-    library.launch(number, None, needed, *(None,) * 6, rows, segments)
+    _check(library.Launch(number, None, needed, *(None,) * 6, rows, segments))
     workspace = [
         jnp.zeros(size.value, "uint8"),
         *(jnp.zeros(segments, dtype) for dtype in ("int32", "float32")),
@@ -70,9 +44,32 @@ def _segment_sum(sets: Sets, ours: Array) -> Kernel:
 
     def start(inputs: Sequence[int], outputs: Sequence[int], keep: Any = (size, workspace)) -> None:
         pointers = (temporary, needed, *inputs, keys, sums, runs, *outputs)
-        library.launch(number, *pointers, rows, segments)
+        _check(library.Launch(number, *pointers, rows, segments))
 
-    return start, library.synchronize
+    return on_views("cub", address, start, lambda: _check(library.Synchronize()), sets, ours)
 
 
-KERNELS = {op: partial(_transform, op) for op in OPS} | {"segment_sum": _segment_sum}
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"CUDA error {status}")
+
+
+def compiled(name: str) -> Path:
+    """Returns the library, named by a hash of its source."""
+    source = SOURCES / f"{name}.cu"
+    path = BUILD / f"{name}-{hashlib.sha256(source.read_bytes()).hexdigest()[:8]}.so"
+    if path.exists():
+        return path
+    if (nvcc := shutil.which("nvcc")) is None:
+        raise Missing("nvcc is not on PATH, and the library was not brought along")
+    architectures = re.findall(r"\d+", os.environ.get("JOF_CUDA_ARCHITECTURES", "80;90"))
+    command = [nvcc, "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC"]
+    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    command += [f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.so")
+    command += [str(source), "-o", str(unfinished)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvcc failed on {source.name}: {done.stderr or done.stdout}")
+    return unfinished.replace(path)

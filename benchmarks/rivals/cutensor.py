@@ -1,21 +1,16 @@
 """cuTENSOR's permutation, of the wheel cutensor-cu13, through its C interface."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ..harness import Sets
+from ..harness import Array, Sets
 from ..timing import Contender, Missing, reason
 from . import address, on_views
-
-Array = Any
 
 TYPES = {"float32": 0, "float16": 2, "complex64": 4, "bfloat16": 14}
 """Of cudaDataType_t those whose scaling factor and arithmetic are of f32."""
@@ -24,7 +19,7 @@ _IDENTITY, _DEFAULT_ALGORITHM, _NO_JIT = 1, -1, 0
 _ALIGNMENT = 128  # bytes, at least, of JAX's arrays
 
 
-def contender(sets: Sets, ours: Array, axes: Sequence[int]) -> tuple[Contender, dict[str, Any]]:
+def contender(sets: Sets, ours: Array, axes: Sequence[int]) -> tuple[Contender, bool]:
     """The rival "cutensor"."""
     library, handle = _library()
     x = sets[0][0]
@@ -32,7 +27,8 @@ def contender(sets: Sets, ours: Array, axes: Sequence[int]) -> tuple[Contender, 
     operand, result, operation, preference, plan = (ctypes.c_void_p() for _ in range(5))
     for descriptor, array in ((operand, x), (result, ours)):
         extents = (ctypes.c_int64 * rank)(*array.shape)
-        strides = (ctypes.c_int64 * rank)(*_strides(array.shape))
+        dense = np.empty(array.shape, np.int8).strides  # of elements of one byte: in elements
+        strides = (ctypes.c_int64 * rank)(*dense)
         describe = library.cutensorCreateTensorDescriptor
         _check(describe(handle, _at(descriptor), rank, extents, strides, number, _ALIGNMENT))
     modes = [(ctypes.c_int32 * rank)(*names) for names in (range(rank), axes)]
@@ -70,15 +66,9 @@ _at = ctypes.byref
 
 
 def _synchronize() -> None:
-    """By the driver: cuTENSOR has made the context current."""
-    _check(ctypes.CDLL("libcuda.so.1").cuCtxSynchronize())
+    _check(ctypes.CDLL("libcuda.so.1").cuCtxSynchronize())  # cuTENSOR has made it current
 
 
 def _check(status: int) -> None:
     if status:
         raise RuntimeError(f"status {status}")
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    """Of a dense array, in elements."""
-    return [int(n) for n in np.cumprod([1, *shape[:0:-1]])[::-1]]

@@ -1,11 +1,4 @@
-"""Kernels in Triton, each in the form in which it is known.
-
-Elementwise ones as in Triton's tutorial on vector addition, SwiGLU as in Liger-Kernel, a program a
-row, and a transpose by tiles. All compute in f32. Sizes of blocks are those that suit most, of
-which Triton's autotuner takes the fastest.
-"""
-
-from __future__ import annotations
+"""A gelu and a transpose in Triton; its autotuner takes the fastest of some sizes of blocks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -30,77 +23,15 @@ def _tuned(key: list[str], *configurations: tuple[dict[str, int], int]) -> Any:
     )
 
 
-_tuned_blocks = _tuned(["n"], ({"BLOCK": 1024}, 4), ({"BLOCK": 2048}, 8), ({"BLOCK": 4096}, 8))
-
-
+@_tuned(["n"], ({"BLOCK": 1024}, 4), ({"BLOCK": 2048}, 8), ({"BLOCK": 4096}, 8))
 @triton.jit
-def _gelu_tanh(x):
+def _gelu(x, out, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    v = tl.load(x + offsets, mask=inside).to(tl.float32)
     # x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3): one exponential.
-    return x * tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
-
-
-@triton.jit
-def _silu(x):
-    return x * tl.sigmoid(x)
-
-
-@triton.jit
-def _chain_of(h):
-    tanh = 2 * tl.sigmoid(2 * h) - 1
-    return tl.maximum(h * tl.sigmoid(h), 0) * 0.5 + tanh
-
-
-@_tuned_blocks
-@triton.jit
-def _unary(x, out, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    value = tl.load(x + offsets, mask=inside).to(tl.float32)
-    tl.store(out + offsets, FUNCTION(value), mask=inside)
-
-
-@_tuned_blocks
-@triton.jit
-def _add(x, y, out, n, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    total = tl.load(x + offsets, mask=inside) + tl.load(y + offsets, mask=inside)
-    tl.store(out + offsets, total, mask=inside)
-
-
-@_tuned_blocks
-@triton.jit
-def _chain(x, scale, bias, out, n, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n
-    value = tl.load(x + offsets, mask=inside).to(tl.float32)
-    h = value * tl.load(scale).to(tl.float32) + tl.load(bias).to(tl.float32)
-    tl.store(out + offsets, _chain_of(h), mask=inside)
-
-
-@triton.jit
-def _swiglu(x, gate, out, width, BLOCK: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * width
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    gates = tl.load(gate + first + columns, mask=inside, other=0).to(tl.float32)
-    values = tl.load(x + first + columns, mask=inside, other=0).to(tl.float32)
-    tl.store(out + first + columns, _silu(gates) * values, mask=inside)
-
-
-@triton.jit
-def _swiglu_backward(x, gate, ct, x_ct, gate_ct, width, BLOCK: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * width
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    gates = tl.load(gate + first + columns, mask=inside, other=0).to(tl.float32)
-    values = tl.load(x + first + columns, mask=inside, other=0).to(tl.float32)
-    cts = tl.load(ct + first + columns, mask=inside, other=0).to(tl.float32)
-    sigmoid = tl.sigmoid(gates)
-    silu = gates * sigmoid
-    tl.store(x_ct + first + columns, cts * silu, mask=inside)
-    slope = silu * (1 - sigmoid) + sigmoid
-    tl.store(gate_ct + first + columns, cts * slope * values, mask=inside)
+    y = v * tl.sigmoid(1.5957691216057308 * v * (1 + 0.044715 * v * v))
+    tl.store(out + offsets, y, mask=inside)
 
 
 @_tuned(
@@ -122,27 +53,9 @@ def _transpose(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
     tl.store(there, tl.trans(tile), mask=tl.trans(inside))
 
 
-# ---- how each is launched ----
-
-_WIDTH = 4096  # of a row, where arrays have none
-
-
-def _over_elements(kernel: Any, *arguments: Any) -> Any:
-    def start(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        n = outputs[0].numel()
-        kernel[lambda sizes: (triton.cdiv(n, sizes["BLOCK"]),)](*inputs, *outputs, n, *arguments)
-
-    return start
-
-
-def _over_rows(kernel: Any) -> Any:
-    """A program a row, all of it in a block; as many warps as Liger-Kernel has for this width."""
-
-    def start(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        rows = outputs[0].numel() // _WIDTH
-        kernel[(rows,)](*inputs, *outputs, _WIDTH, BLOCK=_WIDTH, num_warps=8)
-
-    return start
+def _launch_gelu(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    n = outputs[0].numel()
+    _gelu[lambda sizes: (triton.cdiv(n, sizes["BLOCK"]),)](*inputs, *outputs, n)
 
 
 def _transpose_last(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -157,20 +70,10 @@ def _transpose_last(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     _transpose[grid](x, out, rows, columns)
 
 
-KERNELS = {
-    "add": _over_elements(_add),
-    "gelu_tanh": _over_elements(_unary, _gelu_tanh),
-    "silu": _over_elements(_unary, _silu),
-    "chain": _over_elements(_chain),
-    "swiglu": _over_rows(_swiglu),
-    "swiglu_vjp": _over_rows(_swiglu_backward),
-    "transpose": _transpose_last,
-}
+KERNELS = {"gelu_tanh": _launch_gelu, "transpose": _transpose_last}
 
 
-def contender(
-    sets: Sets, ours: Any, kernel: str, exact: bool = False
-) -> tuple[Contender, dict[str, Any]]:
+def contender(sets: Sets, ours: Any, kernel: str, exact: bool = False) -> tuple[Contender, bool]:
     """The rival "triton"."""
     start, synchronize = KERNELS[kernel], torch.cuda.synchronize
     return on_views("triton", torch.from_dlpack, start, synchronize, sets, ours, exact=exact)

@@ -1,0 +1,220 @@
+"""``python -m benchmarks report``: writes tables between the markers of README.md and docs/.
+
+A marker names a table, a device and perhaps more, such as
+``<!-- benchmarks:suite nvidia-h200 cast begin -->``, and the same with ``end`` after the table.
+People write everything else on a page.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import results, survey
+from .harness import SWEEP
+from .results import Result, Row, by, mean
+from .suites import SUITES
+from .suites.common import itemsize, short
+from .tables import markdown, microseconds, percent, ratio
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the tables, or checks that they are what the results say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if any is stale")
+    parser.add_argument("--root", type=Path, default=results.ROOT, help="of the repository")
+    options = parser.parse_args(argv)
+    root: Path = options.root
+    stale = []
+    for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        text = page.read_text()
+        try:
+            wanted = filled(text, root / "benchmarks" / "results")
+        except ValueError as error:
+            sys.exit(f"{page.relative_to(root)}: {error}")
+        if wanted != text:
+            stale.append(str(page.relative_to(root)))
+            if not options.check:
+                page.write_text(wanted)
+                print(f"wrote {stale[-1]}")
+    if options.check and stale:
+        sys.exit(f"stale: {', '.join(stale)}; run python -m benchmarks report")
+    return 0
+
+
+_MARKER = re.compile(r"<!-- benchmarks:(\S+) ([^>]*?) ?(begin|end) -->")
+
+
+def filled(text: str, root: Path) -> str:
+    """Returns a page with today's tables between its markers; raises ValueError if one is wrong."""
+    parts, place, opened = [], 0, None
+    for marker in _MARKER.finditer(text):
+        name, arguments, kind = marker.groups()
+        if (kind == "begin") != (opened is None) or opened not in (None, (name, arguments)):
+            raise ValueError(f"the marker {marker[0]} is alone")
+        if kind == "begin":
+            opened = name, arguments
+            parts.append(text[place : marker.end()] + "\n\n")
+        else:
+            opened = None
+            parts.append(table(name, arguments.split(), root) + "\n\n" + marker[0])
+        place = marker.end()
+    if opened:
+        raise ValueError(f"the marker benchmarks:{' '.join(opened)} has no end")
+    return "".join(parts) + text[place:]
+
+
+def table(name: str, arguments: Sequence[str], root: Path) -> str:
+    """Returns the table that a marker names."""
+    if name not in TABLES or not arguments:
+        raise ValueError(f"no table {name!r}; there are: DEVICE after {', '.join(TABLES)}")
+    device, *rest = arguments
+    found = [results.read(path) for path in sorted((root / device).glob("*.jsonl"))]
+    if not found:
+        raise ValueError(f"no results of {device!r}")
+    return TABLES[name](found, *rest)
+
+
+def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
+    """Returns the measured rows of listed cases: those of no survey and no sweep."""
+    rows = [row for r in found if r.header.get("suite") in SUITES for row in r.rows if "us" in row]
+    return [r for r in rows if r["group"] != SWEEP and suite in (None, r["suite"])]
+
+
+# ---- the tables ----
+
+
+def origin(found: Sequence[Result]) -> str:
+    """Device, versions, clock, date and commits."""
+    headers = sorted((r.header for r in found), key=lambda h: str(h["date"]), reverse=True)
+    newest, versions = headers[0], headers[0]["versions"]
+    cores = f", {newest['cores']} cores" if newest["platform"] == "cpu" else ""
+    number = f"{newest['devices']} " if newest["devices"] > 1 else ""
+    facts = [f"{number}{newest['device']}{cores}"]
+    facts += [f"driver {newest['driver']}"] if "driver" in newest else []
+    facts += [f"{name} {versions[name]}" for name in ("jax", "torch") if name in versions]
+    facts.append("device time" if newest.get("clock") == "cupti" else "wall time")
+    commits = dict.fromkeys(h["commit"] for h in headers if "commit" in h)
+    return ", ".join([*facts, newest["date"][:10], f"commit {' and '.join(commits)}"])
+
+
+_FAMILIES = {
+    "elementwise": "`gelu`, `swiglu`, `add`, ... (elementwise)",
+    "cast": "`cast`",
+    "upsample": "`upsample_nearest2d`",
+    "permute": "`permute`",
+    "scatter": "`segment_sum`, `scatter_add`, `embedding_lookup`",
+    "kernels": "`ElementwiseKernel`",
+}
+
+
+def headline(found: Sequence[Result]) -> str:
+    """A line a family: means over all listed cases, gradients included."""
+    lines = []
+    for name, family in _FAMILIES.items():
+        if rows := listed(found, name):
+            narrow = mean(results.as_written(row) for row in rows if _is_narrow(row))
+            wide = mean(results.as_written(row) for row in rows if not _is_narrow(row))
+            lines.append([family, ratio(narrow), ratio(wide), *_best(rows)])
+    head = ["", "16 bits, over jnp as written", "32 bits", "over XLA's best", "worst case"]
+    return markdown(head, lines)
+
+
+def _is_narrow(row: Row) -> bool:
+    """Returns whether no dtype has more than 16 bits."""
+    dtypes = row["op"].split(" to ") if row["suite"] == "cast" else []
+    return itemsize(row["dtype"]) <= 2 and not {"f32", "f64", "int32"} & {*dtypes}
+
+
+def _best(rows: Sequence[Row]) -> list[str]:
+    """The mean and the least of XLA's best over ours."""
+    ratios = [found[1] for row in rows if (found := results.best(row))]
+    return [ratio(mean(ratios)), ratio(min(ratios, default=None))]
+
+
+_LAYOUT = {
+    "cast": ("op", "shape"),
+    "upsample": ("group op", "dtype"),
+    "permute": ("group", "dtype"),
+    "scatter": ("op shape", "dtype"),
+}
+"""What lines and columns are, if not ops and dtypes."""
+
+
+def suite(found: Sequence[Result], name: str, group: str = "") -> str:
+    """A line an op (permute: what moves), a column a dtype: XLA's best over ours."""
+    rows = [row for row in listed(found, name) if group in ("", row["group"])]
+    label, column = _LAYOUT.get(name, ("op", "dtype"))
+    columns = [str(key) for (key,) in by(rows, column)]
+    torch = [""] if any(results.rival(row, "torch") for row in rows) else []
+    lines = []
+    for keys, its in by(rows, *label.split()).items():
+        cells = [_best([row for row in its if row[column] == key])[0] for key in columns]
+        torch_cells = [ratio(mean(results.rival(row, "torch") for row in its)) for _ in torch]
+        shares = mean(row["copy"] / row["us"] for row in its if "copy" in row)
+        code = "`" if name in ("elementwise", "kernels") else ""
+        line = [f"{code}{' '.join(keys)}{code}", *cells, _best(its)[1]]
+        lines.append([*line, *torch_cells, percent(shares)])
+    head = ["", *map(short, columns), "worst", *("PyTorch" for _ in torch), "of copy"]
+    return markdown(head, lines)
+
+
+def sizes(found: Sequence[Result]) -> str:
+    """A line a size, a column an op: microseconds, and XLA's best over ours."""
+    rows = [row for r in found for row in r.rows if "us" in row and row["group"] == SWEEP]
+    swept = {"2x": "upsample 2x", "permute": "transpose"}
+    ops = by(rows, "op", "dtype")
+    lines = []
+    for (shape,), its in by(rows, "shape").items():
+        known = by(its, "op", "dtype")
+        cells = (known.get(key) for key in ops)
+        lines.append(
+            [shape, *(f"{microseconds(c[0]['us'])} ({_best(c)[0]})" if c else "-" for c in cells)]
+        )
+    names = (
+        swept.get(op, op) if " to " in op else f"{swept.get(op, op)} {short(d)}" for op, d in ops
+    )
+    return markdown(["", *names], lines)
+
+
+def slower(found: Sequence[Result]) -> str:
+    """A line a case that XLA's best form wins by more than the spread of the samples."""
+    rows = [row for r in found if r.header.get("suite") in SUITES for row in r.rows if "us" in row]
+    lost = [(results.best(row) or ("", 1.0), row) for row in rows if results.is_slower(row)]
+    lost.sort(key=lambda pair: pair[0][1])
+    lines = [[row["suite"], row["case"], form, ratio(value)] for (form, value), row in lost]
+    return markdown(["suite", "case", "XLA's best form", "its time over ours"], lines)
+
+
+def models(found: Sequence[Result]) -> str:
+    """A line a training step."""
+    lines = [
+        [
+            f"`{row['op']}`",
+            microseconds(row["us"]),
+            ratio(results.rival(row, "jnp")),
+            ratio(results.rival(row, "xla")),
+        ]
+        for row in listed(found, "models")
+    ]
+    return markdown(["a training step of", "native, us", "jnp as written", "XLA's best"], lines)
+
+
+def surveyed(found: Sequence[Result], by_what: str = "family") -> str:
+    """A line a family (or size, or strategy of permute) of all surveys, their rows together."""
+    rows = [row for r in found if "suite" not in r.header for row in r.rows if "us" in row]
+    lines = survey.summaries([row for row in rows if results.best(row)], by_what)
+    return markdown(["", *survey.HEAD], lines) if lines else "Not measured yet."
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "origin": origin,
+    "headline": headline,
+    "suite": suite,
+    "sizes": sizes,
+    "slower": slower,
+    "models": models,
+    "survey": surveyed,
+}
+"""The tables by the names that markers have; each takes the results of a device first."""

@@ -1,0 +1,89 @@
+"""Results: JSON lines, a header with what they come from and then one line a case.
+
+A line has the suite, the case, its op, group, dtype, shape and bytes; ``us`` and ``iqr``, the
+median and the interquartile range of ours in microseconds; ``copy``, the time of a plain copy of as
+many bytes; ``xla``, the medians of the jnp forms, as users write it first; ``others``, those of
+other libraries and of variants of ours. A rival that failed has its error message instead. A case
+that failed has ``error``.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+class Result(NamedTuple):
+    """A header and the rows that were measured together."""
+
+    header: dict[str, Any]
+    rows: list[Row]
+
+
+def write(path: Path, header: dict[str, Any], rows: Iterable[Row]) -> None:
+    """Writes a result."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(x, separators=(",", ":"), ensure_ascii=False) for x in (header, *rows)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def read(path: Path) -> Result:
+    """Reads a result; raises ValueError if the file is none."""
+    try:
+        header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(header, dict) or not {"device", "date"} <= header.keys():
+        raise ValueError(f"{path} is not a result of `python -m benchmarks`")
+    return Result(header, rows)
+
+
+def numbers(medians: dict[str, Any]) -> dict[str, float]:
+    """Returns the medians of the rivals that ran."""
+    return {name: us for name, us in medians.items() if not isinstance(us, str)}
+
+
+def best(row: Row) -> tuple[str, float] | None:
+    """Returns XLA's best form, and its time over ours: above 1, ours is faster."""
+    ran = numbers(row.get("xla", {}))
+    if not ran:
+        return None
+    name = min(ran, key=lambda form: ran[form])
+    return name, ran[name] / row["us"]
+
+
+def as_written(row: Row) -> float | None:
+    """Returns the time over ours of the call as users write it, the first form."""
+    return rival(row, {"cast": "astype", "upsample": "resize"}.get(row["suite"], "jnp"))
+
+
+def rival(row: Row, name: str) -> float | None:
+    """Returns the time over ours of a form or of another library."""
+    us = numbers({**row.get("xla", {}), **row.get("others", {})}).get(name)
+    return None if us is None else us / row["us"]
+
+
+def is_slower(row: Row, below: float = 1.0) -> bool:
+    """Returns whether XLA's best is faster than ours by more than the spread of the samples."""
+    found = best(row)
+    return found is not None and found[1] < below and (1 - found[1]) * row["us"] > row["iqr"]
+
+
+def mean(ratios: Iterable[float | None]) -> float | None:
+    """Returns the geometric mean of the ratios that are known."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    return statistics.geometric_mean(known) if known else None
+
+
+def by(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Groups rows by some of their fields, in order of appearance."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return groups

@@ -1,0 +1,92 @@
+"""Names and sizes of listed cases, and how random ones are drawn."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = ("float32", "float16", "bfloat16")
+_SHORT = {"float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
+_LETTERS = {"float": "f", "complex": "c"}
+
+
+def short(dtype: str) -> str:
+    """Such as ``bf16`` and ``f32``."""
+    name = dtype.rstrip("0123456789")
+    return _SHORT.get(dtype) or _LETTERS.get(name, name) + dtype[len(name) :]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return int(jnp.dtype(dtype).itemsize)
+
+
+def is_wide(*dtypes: str) -> bool:
+    """Returns whether arrays of a dtype need JAX's 64-bit mode."""
+    return any(dtype in ("float64", "int64", "uint64", "complex128") for dtype in dtypes)
+
+
+def sweep_sizes(platform: str) -> list[int]:
+    """The bytes of the arrays of a sweep: from 1 KiB, where a launch dominates, to 1 GiB."""
+    return [1 << bits for bits in range(10, 31 if platform == "gpu" else 27, 2)]
+
+
+def array_sizes(platform: str) -> list[tuple[int | None, str]]:
+    """Bytes of the first array of listed cases, or None for 4M elements, and their names."""
+    return (
+        [(None, "4M elements")] if platform == "cpu" else [(n << 20, f"{n} MiB") for n in (512, 64)]
+    )
+
+
+def elements(nbytes: int | None, dtype: str) -> int:
+    """How many elements an array of a listed size has."""
+    return 4 << 20 if nbytes is None else nbytes // itemsize(dtype)
+
+
+def compact(shape: str) -> str:
+    """Such as "512MiB", or "4M" of "4M elements"."""
+    return shape.removesuffix(" elements").replace(" ", "")
+
+
+def count(n: int) -> str:
+    """Such as ``16M`` and ``64k``, which are powers of two, and ``10000``."""
+    for unit, amount in (("M", 1 << 20), ("k", 1 << 10)):
+        if n % amount == 0 and n > amount >> (unit == "M"):
+            return f"{n // amount}{unit}"
+    return str(n)
+
+
+_FORMS = {"in float32": "jnp f32", "by hand": "jnp by hand", "sorted": "jnp sorted"}
+_FORMS |= {"in parts": "jnp in parts", "in bounds": "jnp in bounds"}
+
+
+def forms_of(op: Any, dtype: str) -> dict[str, Callable[..., Any]]:
+    """Returns the forms in jnp of a row of the catalogue, as users write it first."""
+    fast = {_FORMS.get(name, name): form for name, form in op.best.items()}
+    kept = {name: f for name, f in fast.items() if dtype != "float32" or name != "jnp f32"}
+    return {"jnp": op.replaces, **kept}
+
+
+def random_size(rng: np.random.Generator, largest: int) -> int:
+    """Draws a number of bytes from 4 KiB, log-uniformly."""
+    return int(math.exp(rng.uniform(math.log(4 << 10), math.log(largest))))
+
+
+def random_elements(rng: np.random.Generator, largest: int, each: int) -> int:
+    """Draws a number of elements of ``each`` bytes: a quarter of them multiples of 64."""
+    n = max(1, random_size(rng, largest) // each)
+    return n & ~63 if rng.random() < 0.25 and n > 64 else n
+
+
+def random_dimension(rng: np.random.Generator, about: float) -> int:
+    """Draws a dimension near ``about``: half of them are powers of two, some others are odd."""
+    if rng.random() < 0.5:
+        return 1 << max(0, round(math.log2(max(1.0, about))))
+    return max(1, int(about) | int(rng.random() < 0.5))
+
+
+def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
+    """Draws one of the choices; NumPy would turn them into an array."""
+    return choices[int(rng.integers(len(choices)))]

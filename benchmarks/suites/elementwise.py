@@ -1,0 +1,216 @@
+"""Elementwise functions and their gradients: all rows of the catalogue."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests import catalogue
+
+from .. import accuracy, rivals
+from ..accuracy import Exact
+from ..harness import SWEEP, Array, Case, Function, Maker, Work
+from ..inputs import Input
+from ..tables import size
+from . import common
+
+OPS: dict[str, Any] = {op.name: op for op in catalogue.ELEMENTWISE_OPS}
+TRACED = {"scale_traced": "scale"}
+"""Cases of ops whose parameters are arrays instead of numbers."""
+
+_EXACT = {"relu", "multiply", "maximum", "minimum", "where"}  # forms are equal bit for bit
+_KINDS = {catalogue.POSITIVE: "divisor", catalogue.CONDITION: "condition"}
+
+
+def has_gradient(name: str) -> bool:
+    """Returns whether the pullback has its own kernel."""
+    return name in OPS and bool({*OPS[name].wrt} - {*OPS[name].same})
+
+
+def case(name: str, dtype: str, n: int, shape: str, group: str = "forward") -> Case:
+    """An op (group "forward" or "sweep") or its pullback alone (group "derivative")."""
+    op = OPS[TRACED.get(name, name)]
+    prefix = {"forward": "fwd", "derivative": "vjp"}.get(group, group)
+    operands = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _inputs(op, n, dtype, parameters=True)
+    ]
+    moved = op.gradient_bytes if group == "derivative" else op.bytes
+    scalars = (len(operands) - len(op.arrays)) * common.itemsize(dtype)
+    return Case(
+        "elementwise",
+        f"{prefix}-{name}-{common.compact(shape)}-{common.short(dtype)}",
+        name,
+        group,
+        shape,
+        dtype,
+        moved(*operands) - scalars,
+        partial(_work, name, dtype, n, group, shape),
+        common.is_wide(dtype),
+    )
+
+
+def cases(platform: str) -> list[Case]:
+    """Every op on large arrays, and gelu over all sizes."""
+    return [
+        case(op, dtype, common.elements(nbytes, dtype), shape, group)
+        for nbytes, shape in common.array_sizes(platform)
+        for dtype in common.FLOATS
+        for group in ("forward", "derivative")
+        for op in (*OPS, *TRACED)
+        if group == "forward" or has_gradient(op)
+    ] + [
+        case("gelu_tanh", dtype, nbytes // common.itemsize(dtype), size(nbytes), SWEEP)
+        for dtype in ("float32", "bfloat16")
+        for nbytes in common.sweep_sizes(platform)
+    ]
+
+
+def draw(rng: np.random.Generator, largest: int) -> Case:
+    """A case at random: any op, forward or gradient, any number of elements."""
+    name, dtype = common.pick(rng, [*OPS]), common.pick(rng, common.FLOATS)
+    gradient = has_gradient(name) and rng.random() < 0.4
+    n = common.random_elements(rng, largest, 4 * common.itemsize(dtype))
+    return case(name, dtype, n, str(n), "derivative" if gradient else "forward")
+
+
+def _inputs(op: Any, n: int, dtype: str, parameters: bool) -> list[Input]:
+    def input_of(domain: str) -> Input:
+        if domain == catalogue.PARAMETER:
+            return Input((), dtype, "scalar")
+        kept = "bool" if domain == catalogue.CONDITION else dtype
+        return Input((n,), kept, _KINDS.get(domain, "normal"))
+
+    return [input_of(d) for d in op.domain if parameters or d != catalogue.PARAMETER]
+
+
+def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
+    op, traced = OPS[TRACED.get(name, name)], name in TRACED
+    gradient = group == "derivative"
+    inputs = _inputs(op, n, dtype, parameters=traced)
+    # Numbers, which are compiled in, come after the arrays.
+    numbers = () if traced else op.settings[0]
+
+    def of_arrays(function: Function) -> Function:
+        return lambda *arrays, **options: function(*arrays, *numbers, **options)
+
+    ours = of_arrays(op.function)
+    forms = {form: of_arrays(f) for form, f in common.forms_of(op, dtype).items()}
+    if gradient:
+        inputs.append(Input((n,), dtype))
+        forms = {form: _pullback(op, function) for form, function in forms.items()}
+        ours = partial(_our_pullback, op, ours)
+    kernel = f"{name}_vjp" if gradient else name
+    large = rivals.is_large(shape)
+    return Work(
+        inputs,
+        ours,
+        forms,
+        sample=accuracy.samples,
+        verify=partial(_verify_pullback if gradient else _verify, op, dtype, numbers),
+        exact=name in _EXACT and not gradient,
+        alone=True,
+        torch=None if gradient else TORCH.get(name),
+        compile=dtype != "float16" and kernel in _COMPILED and large,
+        others=_others(kernel, dtype) if large else {},
+        effort=1.0 if group == SWEEP else 0.4,
+    )
+
+
+def _our_pullback(op: Any, function: Function, *args: Array, implementation: str | None) -> Array:
+    return _pullback(op, partial(function, implementation=implementation))(*args)
+
+
+def _pullback(op: Any, function: Function) -> Function:
+    """The pullback alone: the value is not used, and XLA drops it."""
+    wrt = [i for i in op.wrt if i not in op.same]
+
+    def run(*args: Array) -> Array:
+        arrays, ct = args[:-1], args[-1]
+
+        def of_differentiated(*live: Array) -> Array:
+            known = dict(zip(wrt, live, strict=True))
+            return function(*(known.get(i, x) for i, x in enumerate(arrays)))
+
+        return jax.vjp(of_differentiated, *(arrays[i] for i in wrt))[1](ct)
+
+    return run
+
+
+# ---- checks, by the catalogue's formulas ----
+
+
+_HAS_A_ROOT = {"gelu_tanh", "gelu_erf", "silu", "hard_swish", "mish"}  # the slope has
+
+
+def _verify(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sampled) -> str | None:
+    args, out = accuracy.doubles(sampled)
+    with np.errstate(all="ignore"):
+        exact = op.exact(*args, *numbers)
+    # A tail is where an activation is small against its argument.
+    argument = np.prod(np.stack(args), axis=0) if op.best else 0.0
+    known = Exact(exact, argument=argument, product=bool(op.best) and len(args) > 1)
+    return accuracy.wrong(out, [known], dtype)
+
+
+def _verify_pullback(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sampled) -> str | None:
+    (*args, ct), out = accuracy.doubles(sampled)
+    with np.errstate(all="ignore"):
+        exact = [ct * slope(*args, *numbers) for slope in op.derivatives]
+    expected = [Exact(exact[k]) for k, i in enumerate(op.wrt) if i not in op.same]
+    if op.name in _HAS_A_ROOT:
+        expected = [expected[0]._replace(cancelling=ct)]
+    elif op.best and len(args) == 2:  # x activation(gate)
+        x, gate = args
+        expected[0] = expected[0]._replace(argument=ct * gate)
+        expected[1] = expected[1]._replace(cancelling=ct * x)
+    return accuracy.wrong(out, expected, dtype)
+
+
+# ---- other libraries ----
+
+_COMPILED = {"gelu_tanh", "silu", "swiglu", "mish"}
+
+
+def _others(kernel: str, dtype: str) -> dict[str, Maker]:
+    # CuPy lacks bfloat16.
+    has = {"triton": kernel == "gelu_tanh", "cupy": dtype != "bfloat16"}
+    has["cupy"] &= kernel in ("multiply", "gelu_tanh")
+    return {name: rivals.maker(f"{name}_kernels", kernel) for name in has if has[name]}
+
+
+def _functional(name: str, **options: Any) -> Function:
+    return lambda torch, x: getattr(torch.nn.functional, name)(x, **options)
+
+
+def _gated(activation: Function) -> Function:
+    return lambda torch, x, gate: activation(torch, gate) * x
+
+
+_GELU_TANH = _functional("gelu", approximate="tanh")
+_GELU_ERF = _functional("gelu", approximate="none")
+_SILU = _functional("silu")
+TORCH: dict[str, Function] = {
+    **{name: _functional(name) for name in ("relu", "elu", "softplus", "mish")},
+    "leaky_relu": _functional("leaky_relu", negative_slope=0.01),
+    "sigmoid": lambda torch, x: torch.sigmoid(x),
+    "tanh": lambda torch, x: torch.tanh(x),
+    "silu": _SILU,
+    "hard_swish": _functional("hardswish"),
+    "gelu_tanh": _GELU_TANH,
+    "gelu_erf": _GELU_ERF,
+    "scale": lambda torch, x: x * 0.75,
+    "scale_traced": lambda torch, x, alpha: x * alpha,
+    "add": lambda torch, x, y: x + y,
+    "subtract": lambda torch, x, y: x - y,
+    "multiply": lambda torch, x, y: x * y,
+    "divide": lambda torch, x, y: x / y,
+    "maximum": lambda torch, x, y: torch.maximum(x, y),
+    "minimum": lambda torch, x, y: torch.minimum(x, y),
+    "fma": lambda torch, x, y, z: torch.addcmul(z, x, y),
+    "where": lambda torch, condition, x, y: torch.where(condition, x, y),
+    "swiglu": _gated(_SILU),
+    "geglu_tanh": _gated(_GELU_TANH),
+    "geglu_erf": _gated(_GELU_ERF),
+}
+"""By the names of cases. PyTorch's gradients need more than the pullback, so they are no rivals."""

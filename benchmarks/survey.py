@@ -1,0 +1,136 @@
+"""``python -m benchmarks survey --seed N``: random shapes and dtypes, native against XLA's best.
+
+The listed cases are those that kernels are tuned on. This draws others: from one seed always the
+same, from another seed others. Every result is checked, as those of listed cases are.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from . import results, tables
+from .__main__ import PARTS, parse, run
+from .harness import Case, Options
+from .results import Row
+from .suites import FAMILIES, load
+
+SLOW = 0.95
+_COUNTS = {"permute": 150}
+_COUNT = 60
+_BANDS = ((1 << 20, "under 1 MB"), (16 << 20, "1 to 16 MB"), (1 << 62, "over 16 MB"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints the tables, and returns 1 if a result is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks survey", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True, help="which cases are drawn")
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--count", type=int, help="cases a family (default: 60; permute: 150)")
+    parser.add_argument(
+        "--check-only", action="store_true", help="check values on small arrays, without timing"
+    )
+    options = parse(parser, argv)
+    counts = {f: options.count or _COUNTS.get(f, _COUNT) for f in options.family}
+    cases = draw(options.seed, counts, _largest(options.check_only))
+    if options.count or options.check_only or options.family is not FAMILIES:
+        options.out = options.out or PARTS
+    measuring = Options(
+        tuple(options.implementation),
+        libraries=False,
+        check_only=options.check_only,
+        effort=0.6 if jax.default_backend() == "gpu" else 0.2,
+    )
+    rows = run(cases, measuring, {"seed": options.seed}, ["survey", *argv], options.out)
+    for implementation in options.implementation if not options.check_only else ():
+        print("\n" + text(rows, implementation, options.implementation[0]))
+    errors = sum("error" in row for row in rows)
+    print(f"{len(rows) - errors} of {len(rows)} results are right", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def draw(seed: int, counts: dict[str, int], largest: int) -> list[Case]:
+    """Draws cases; those of a family do not depend on which others are drawn."""
+    cases: dict[str, Case] = {}
+    for family, count in counts.items():
+        rng = np.random.default_rng([seed, FAMILIES.index(family)])
+        wanted = len(cases) + count
+        while len(cases) < wanted:
+            case = load(family).draw(rng, largest)
+            cases[f"{family} {case.name}"] = case
+    return list(cases.values())
+
+
+def _largest(check_only: bool) -> int:
+    """The most bytes that a case reads and writes."""
+    if check_only:
+        return 1 << 20
+    if jax.default_backend() != "gpu":
+        return 64 << 20
+    stats = jax.devices()[0].memory_stats() or {}
+    return int(min(1 << 30, stats.get("bytes_limit", 16 << 30) // 32))
+
+
+HEAD = ["cases", "mean", "worst", "under 0.95x", "by more than noise", "worst case"]
+
+
+def text(rows: Sequence[Row], implementation: str, first: str) -> str:
+    """Returns the tables of one of the implementations that were measured together."""
+    rows = [row for row in rows if "us" in row and results.best(row)]
+    if implementation != first:
+        known = ((row, results.numbers(row["others"]).get(implementation)) for row in rows)
+        rows = [{**row, "us": us} for row, us in known if us is not None]
+    made = ((what, summaries(rows, what)) for what in LABELS)
+    parts = [tables.text([f"{implementation}, by {w}", *HEAD], lines) for w, lines in made if lines]
+    slowest = []
+    for row in sorted(rows, key=_ratio)[:10]:
+        us = map(tables.microseconds, (row["us"], row["iqr"]))
+        slowest.append([row["case"][-60:], *us, tables.ratio(_ratio(row))])
+    return "\n\n".join([*parts, tables.text(["slowest", "us", "spread", "XLA's best"], slowest)])
+
+
+def _family(row: Row) -> str:
+    suite, group = row["suite"], row["group"]
+    return (
+        group if suite == "scatter" else suite if group in ("random", suite) else f"{suite} {group}"
+    )
+
+
+def _size(row: Row) -> str:
+    return f"{row['suite']}, {_BANDS[_band(row)[1]][1]}"
+
+
+LABELS: dict[str, Callable[[Row], str]] = {
+    "family": _family,
+    "size": _size,
+    "strategy": lambda row: row.get("plan", "").partition(",")[0],
+}
+"""What rows are summarised by."""
+
+
+def summaries(rows: Sequence[Row], by_what: str) -> list[list[str]]:
+    """A line a label: cases, geometric mean, worst, shares under 0.95x, the worst case's shape."""
+    labelled = sorted(({**row, "label": LABELS[by_what](row)} for row in rows), key=_band)
+    lines = []
+    for (label,), found in results.by(labelled, "label").items():
+        worst = min(found, key=_ratio)
+        slow = sum(_ratio(row) < SLOW for row in found)
+        beyond = sum(results.is_slower(row, SLOW) for row in found)
+        shares = [tables.percent(n / len(found)) for n in (slow, beyond)]
+        ratios = [tables.ratio(results.mean(map(_ratio, found))), tables.ratio(_ratio(worst))]
+        shape = f"{worst['dtype']} {worst['shape']}"[:40]
+        lines += [[label, str(len(found)), *ratios, *shares, shape]] if label else []
+    return lines
+
+
+def _band(row: Row) -> tuple[int, int]:
+    size = [row["bytes"] <= most for most, _ in _BANDS].index(True)
+    return FAMILIES.index(row["suite"]), size
+
+
+def _ratio(row: Row) -> float:
+    """XLA's best form's time over ours."""
+    return (results.best(row) or ("", math.inf))[1]
