@@ -64,10 +64,10 @@ if [[ -z ${QUICK:-} ]]; then
   # and only kernels with shared memory can race or synchronise.
   {
     printf 'racecheck %s\n' "scatter brief "{f16,bf16,f32} "upsample brief" "permute brief"
-    printf 'memcheck %s\n' "elementwise brief" "generated brief" "upsample brief" "permute brief" \
+    printf 'memcheck %s\n' "elementwise brief" "compiled brief" "upsample brief" "permute brief" \
       "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
     printf 'initcheck %s\n' "scatter brief "{f16,bf16,f32,gather} "upsample brief" \
-      "elementwise brief" "generated brief" "permute brief"
+      "elementwise brief" "compiled brief" "permute brief"
     printf 'synccheck %s\n' "scatter brief "{f16,f32} "upsample brief" "permute brief"
   } | xargs -P "$(nproc)" -I{} bash -c '
       read -r tool test <<< "{}"

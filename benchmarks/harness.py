@@ -68,6 +68,7 @@ class Work:
     sample: Callable[[Arrays, Array], Any]  # on the device: what the check looks at ...
     verify: Callable[[Any], str | None]  # ... and, on the host in float64, what is wrong with it
     exact: bool = False  # results of all forms are equal bit for bit
+    terms: int = 1  # at most so many are summed
     alone: bool = False  # our program is one custom call and nothing else
     variants: dict[str, Function] = field(default_factory=dict)  # of ours, checked too
     torch: Function | None = None  # takes the torch module first
@@ -308,7 +309,7 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
         return result
 
     def agrees(theirs: Array) -> bool:
-        return agreement(programs[_DIFFERENCE].result()(ours, theirs), work.exact, ours)
+        return agreement(programs[_DIFFERENCE].result()(ours, theirs), work.exact, ours, work.terms)
 
     def join(name: str, make: Callable[[], tuple[Contender, bool]]) -> None:
         try:
@@ -375,13 +376,16 @@ def difference(ours: Array, theirs: Array) -> list[tuple[Array, Array]]:
     return [*map(of_pair, jax.tree.leaves(ours), jax.tree.leaves(theirs))]
 
 
-def agreement(differences: Sequence[tuple[Array, Array]], exact: bool, ours: Array) -> bool:
+def agreement(
+    differences: Sequence[tuple[Array, Array]], exact: bool, ours: Array, terms: int = 1
+) -> bool:
     """Returns whether two results are equal, or within some ulp of the largest value.
 
-    Rivals may sum in the arrays' dtype.
+    Rivals may sum in the arrays' dtype: the error grows with the root of the number of terms.
     """
     for (apart, largest), a in zip(differences, jax.tree.leaves(ours), strict=True):
-        bound = 0.0 if exact else 16 * float(jnp.finfo(a.dtype).eps) * float(largest)
+        ulps = 0 if exact else max(16.0, 4 * terms**0.5)
+        bound = ulps * float(jnp.finfo(a.dtype).eps) * float(largest)
         if not float(apart) <= bound:  # NaN disagrees
             return False
     return True

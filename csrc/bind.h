@@ -23,9 +23,9 @@ inline void BindHandlers(pybind11::module_& m) {
 #define JOF_ADD_ELEMENTWISE_TARGET(target, ...) JOF_ADD_TARGET(jof_##target)
     JOF_ELEMENTWISE_OPS(JOF_ADD_ELEMENTWISE_TARGET)
     pybind11::dict stages;
-    stages["instantiate"] = capsule(jof_generated_instantiate);
-    stages["execute"] = capsule(jof_generated);
-    targets["jof_generated"] = stages;
+    stages["instantiate"] = capsule(jof_compiled_instantiate);
+    stages["execute"] = capsule(jof_compiled);
+    targets["jof_compiled"] = stages;
 #undef JOF_ADD_ELEMENTWISE_TARGET
 #undef JOF_ADD_TARGET
     return targets;

@@ -1,7 +1,7 @@
-"""An autoencoder of images in bfloat16, its batches divided over all devices.
+"""An autoencoder of images in bfloat16, its batches sharded over all devices.
 
 Strided convolutions make an image smaller, `upsample_nearest2d` and convolutions make it large
-again. Parameters are float32, everything between is bfloat16. Batches are divided and parameters
+again. Parameters are float32, everything between is bfloat16. Batches are sharded and parameters
 are on every device, so that the sums of gradients should be all that devices tell each other.
 
 The same steps run on one device. The program fails where the losses differ, where there is another

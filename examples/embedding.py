@@ -1,10 +1,10 @@
-"""Bags of words are classified; the table of the words' rows is divided over devices.
+"""Bags of words are classified; the table of the words' rows is sharded over devices.
 
-The mean of a bag's rows, a dense layer, softmax: as fastText does. The table is divided by rows, by
-columns, and not at all. Batches are divided over the devices that the table is not divided over.
+The mean of a bag's rows, a dense layer, softmax: as fastText does. The table is sharded by rows, by
+columns, and not at all. Batches are sharded over the devices that the table is not sharded over.
 
 The same steps run on one device. The program fails where the losses differ, where there is another
-collective than all-reduce, where a divided table or its gradient is sent as a whole, or where the
+collective than all-reduce, where a sharded table or its gradient is sent as a whole, or where the
 step lacks one of this package's custom calls.
 
     python -m examples.embedding
@@ -58,18 +58,18 @@ def main(argv: Sequence[str]) -> int:
     )
     count = options.devices or len(jax.devices())
     over = 2 if count % 2 == 0 else count  # devices that share a table
-    divided = training.mesh_of(data=count // over, table=over)
+    sharded = training.mesh_of(data=count // over, table=over)
     # Divided batches have a sum over devices, in float32, of gradients of a part of the table.
     itemsize = jnp.dtype(options.dtype).itemsize if over == count else 4
     whole = options.vocabulary * options.width * itemsize
 
-    # The dense layer is divided as what it multiplies: then its product is the sum of the parts.
+    # The dense layer is sharded as what it multiplies: then its product is the sum of the parts.
     specs = {
         "rows": {"table": P("table"), "dense": P()},
         "columns": {"table": P(None, "table"), "dense": P("table")},
     }
     divisions = [
-        *(training.Division(name, divided, spec, P("data"), whole) for name, spec in specs.items()),
+        *(training.Division(name, sharded, spec, P("data"), whole) for name, spec in specs.items()),
         training.Division("replicated", training.mesh_of(data=count), P(), P("data")),
     ]
     one = training.Division("one device", training.mesh_of(data=1), P(), P("data"))

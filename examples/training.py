@@ -1,4 +1,4 @@
-"""What the training examples share: steps divided over devices, checked against one device.
+"""What the training examples share: steps sharded over devices, checked against one device.
 
 Nothing here calls a collective. Arrays have shardings, `jax.jit` divides the step, and XLA adds the
 communication, which is read from the compiled step.
@@ -49,7 +49,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Division:
-    """How parameters and batches are divided over a mesh."""
+    """How parameters and batches are sharded over a mesh."""
 
     variant: str
     mesh: Mesh

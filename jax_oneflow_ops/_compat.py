@@ -99,7 +99,7 @@ def with_current_mesh(ctx: Any) -> Any:
 
 
 def with_shardings_of_types(ctx: Any, results: Sequence[Any]) -> list[Any]:
-    """Results that are divided as their types say, as those of jax's own functions are.
+    """Results that are sharded as their types say, as those of jax's own functions are.
 
     `jit` does it for the results of a program, on meshes all of whose axes are Explicit.
     """
@@ -138,9 +138,9 @@ def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     """
     if x.shape == aval.shape:
         return with_sharding_of(x, aval)
-    divided = any(entry is not None for entry in aval.sharding.spec)
+    is_sharded = any(entry is not None for entry in aval.sharding.spec)
     dims = tuple(range(aval.ndim - x.ndim, aval.ndim))
-    sharding = aval.sharding if divided else None
+    sharding = aval.sharding if is_sharded else None
     return jax.lax.broadcast_in_dim(x, aval.shape, dims, out_sharding=sharding)
 
 

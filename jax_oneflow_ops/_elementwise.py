@@ -58,15 +58,17 @@ def define(
         return [aval for _ in wanted] if multiple_results else aval
 
     def native(platform: str, *args: Any, wanted: Sequence[int] = (0,), **params: Any) -> Any:
-        arrays, shape = _operands.native(args)
+        arrays, _, shape = _operands.native(args)
         result = jax.ShapeDtypeStruct(shape, params.get("new_dtype", args[typed].dtype))
         results = [result] * len(wanted) if multiple_results else result
         bits = np.int64(sum(1 << i for i in wanted))
         call = jax.ffi.ffi_call(f"jof_{name}", results)
         return call(*arrays, wanted=bits)
 
-    def division(*types: Any, wanted: Sequence[int] = (0,), **_: Any) -> _primitive.Division:
-        return _operands.division(*types, results=len(wanted))
+    def sharding_rule(
+        *types: Any, wanted: Sequence[int] = (0,), **_: Any
+    ) -> _primitive.ShardingRule:
+        return _operands.sharding_rule(*types, results=len(wanted))
 
     return _primitive.define(
         f"jof_{name}",
@@ -74,7 +76,7 @@ def define(
         abstract_eval=abstract_eval,
         reference=reference,
         native=native,
-        division=division,
+        sharding_rule=sharding_rule,
         batch=functools.partial(_batch, reference, parameters),
         multiple_results=multiple_results,
         on_scalars=lambda **_: _rounded_once(reference),

@@ -10,15 +10,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Union
 
+from jax_oneflow_ops import _operands
+
 Mode = Literal["value", "jvp", "vjp"]
 Position = tuple[int, int]  # of a derivative: of which output, with respect to which input
 
-# Of csrc/ops/generated.h. A derivative kernel has the inputs and a tangent or cotangent for each.
+# Of csrc/ops/elementwise_call.h. A derivative kernel has the inputs, and a tangent or cotangent for
+# each.
 MAX_INPUTS = 16
 MAX_OUTPUTS = 16
-
-# How an operand is laid out beside the results: as they are, as one element, along the last axis.
-ARRAY, SCALAR, ROW = range(3)
 
 # The dtypes that parameters may have, and the C++ types of their elements.
 TYPES = {
@@ -607,8 +607,7 @@ def derivative_spec(
     return dataclasses.replace(spec, primals=tuple(sorted(read)))
 
 
-_HEADERS = {"cpu": "cpu/generated.h", "cuda": "cuda/generated.cuh"}
-_OPERANDS = ("ArrayOperand", "ScalarOperand", "RowOperand")
+_HEADERS = {"cpu": "cpu/compiled.h", "cuda": "cuda/compiled.cuh"}
 _OURS = '#line 1 "jax_oneflow_ops"'
 _QUALIFIERS = "JOF_HOST_DEVICE JOF_INLINE"
 
@@ -642,7 +641,7 @@ def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bo
     )
     results = spec.result_dtypes
     inputs = ", ".join(
-        f"jof::{_OPERANDS[kind]}<{TYPES[dtype]}>"
+        _operand_type(kind, TYPES[dtype])
         for kind, dtype in zip(kinds, spec.operand_dtypes, strict=True)
     )
     outputs = ", ".join(f"{TYPES[dtype]}*" for dtype in results)
@@ -665,9 +664,16 @@ def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bo
         "}  // namespace jof_expression",
         f"using jof_outputs = jof::Tuple<{outputs}>;",
         f"using jof_inputs = jof::Tuple<{inputs}>;",
-        "JOF_GENERATED_KERNEL(jof_expression::jof_functor, jof_outputs, jof_inputs)",
+        "JOF_COMPILED_KERNEL(jof_expression::jof_functor, jof_outputs, jof_inputs)",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _operand_type(kind: int, element: str) -> str:
+    """`kind` is one of `_operands`."""
+    if kind >= _operands.BROADCAST:
+        return f"jof::BroadcastOperand<{element}, {kind - _operands.BROADCAST}>"
+    return f"jof::{('ArrayOperand', 'ScalarOperand')[kind]}<{element}>"
 
 
 def _operand_names(spec: Spec) -> list[str]:

@@ -1,6 +1,6 @@
 """The primitive of kernels that users write, and its rules.
 
-One primitive, jof_generated, runs every kernel: its parameter `spec` says which definition, and
+One primitive, jof_compiled, runs every kernel: its parameter `spec` says which definition, and
 whether the value or a derivative of it. A JVP is one kernel of the inputs and their tangents, and
 its transpose, a VJP, one of the inputs and the cotangents; both read those inputs only that the
 derivatives name. They are linear in the vectors. Their own derivatives with respect to the
@@ -10,8 +10,7 @@ Where the kernel has a reference, its derivatives have all inputs as operands: w
 runs is not known before they are lowered, and jax's derivative of the reference needs them. A
 native call leaves out those that it does not read.
 
-Operands are arrays of the results' shape, scalars, and rows: vectors along the last of several
-axes. The shapes say which.
+Operands broadcast: see `_operands`.
 """
 
 import contextlib
@@ -25,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _compile, _expression, _native, _primitive
-from jax_oneflow_ops._expression import ARRAY, ROW, SCALAR, Definition, Spec
+from jax_oneflow_ops import _compat, _compile, _expression, _native, _operands, _primitive
+from jax_oneflow_ops._expression import Definition, Spec
 
 
 class KernelCompileError(RuntimeError):
@@ -59,46 +58,23 @@ class KernelCompileError(RuntimeError):
         return type(self), (self.args[0], self.kernel, self.log, self.source)
 
 
-def kinds(avals: Sequence[Any]) -> list[int]:
-    """How each operand lies beside the results, whose rank is the largest."""
-    rank = max(len(aval.shape) for aval in avals)
-    small = {0: SCALAR, 1: ROW}
-    return [ARRAY if (n := len(aval.shape)) == rank else small[n] for aval in avals]
-
-
-def _full(args: Sequence[Any]) -> list[Any]:
-    """The operands that have the results' rank."""
-    return [x for x, kind in zip(args, kinds(args), strict=True) if kind == ARRAY]
-
-
 def bind(*args: Any, spec: Spec, implementation: str | None) -> list[Any]:
-    """Binds with operands that vary over the same axes inside a `shard_map`, and of one sharding.
-
-    Rows may have another: the partitioner takes the part of theirs that goes with the arrays'.
-    """
-    if len(args) > 1:
-        args = tuple(_compat.join_varying_axes(*args))
-    arrays = [jax.typeof(x) for x in _full(args)]
-    if len({aval.sharding for aval in arrays}) > 1:
-        joined = _compat.elementwise_aval(*arrays)
-        args = tuple(
-            _compat.with_sharding_of(x, joined) if kind == ARRAY else x
-            for x, kind in zip(args, kinds(args), strict=True)
-        )
-    results: list[Any] = kernel_p.bind(*args, spec=spec, implementation=implementation)
+    """Binds the primitive; see `_operands.bind`."""
+    results: list[Any] = _operands.bind(kernel_p, *args, spec=spec, implementation=implementation)
     return results
 
 
 def _abstract_eval(*avals: Any, spec: Spec) -> list[jax.core.ShapedArray]:
-    aval = _compat.elementwise_aval(*_full(avals))
+    aval = _operands.result_aval(*avals)
     return [aval.update(dtype=jnp.dtype(d), weak_type=False) for d in spec.result_dtypes]
 
 
-def _division(*types: Any, spec: Spec) -> _primitive.Division:
-    rank = max(len(t.shape) for t in types)
-    dims = [f"d{i}" for i in range(rank)]
-    operands = [dims[rank - len(t.shape) :] for t in types]
-    return _primitive.Division(operands, [dims] * len(spec.result_dtypes))
+def _sharding_rule(*types: Any, spec: Spec) -> _primitive.ShardingRule:
+    return _operands.sharding_rule(*types, results=len(spec.result_dtypes))
+
+
+def _shape_of(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(jnp.broadcast_shapes(*(x.shape for x in args)))
 
 
 # ---- implementations ----
@@ -109,7 +85,8 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     full, every = spec, args
     spec, args = _without_unread(full, every)
     name = spec.definition.name
-    source = _expression.source(spec, kinds(args), platform)
+    operands, kinds, shape = _operands.native(args)
+    source = _expression.source(spec, kinds, platform)
     try:
         code = _compile.code(source, platform)
     except _compile.CompilerMissingError as error:
@@ -125,19 +102,18 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
         _native.warn_of_fallback("the references of kernels that it cannot compile", f"{error}.")
         return reference(*every, spec=full)
     except _compile.CompilerError as error:
-        raise _compile_error(spec, error, kinds(args), platform) from None
-    shape = _full(args)[0].shape
+        raise _compile_error(spec, error, kinds, platform) from None
     dtypes = spec.result_dtypes
     call: Any = jax.ffi.ffi_call(
-        "jof_generated", [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for d in dtypes]
+        "jof_compiled", [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for d in dtypes]
     )
     return [
         *call(
-            *args,
+            *operands,
             code=np.frombuffer(code, np.uint8),
             id=np.int64(_compile.code_id(code)),
             name=name,
-            kinds=np.asarray(kinds(args), np.int64),
+            kinds=np.asarray(kinds, np.int64),
             element_bytes=np.asarray(
                 [jnp.dtype(d).itemsize for d in (*spec.operand_dtypes, *dtypes)], np.int64
             ),
@@ -154,7 +130,7 @@ def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any,
     ).primals
     count = len(spec.primals)
     kept = *(x for i, x in zip(spec.primals, args, strict=False) if i in read), *args[count:]
-    if jnp.broadcast_shapes(*(x.shape for x in kept)) != _full(args)[0].shape:
+    if _shape_of(kept) != _shape_of(args):
         return spec, args
     return dataclasses.replace(spec, primals=read), kept
 
@@ -201,7 +177,7 @@ def reference(*args: Any, spec: Spec) -> list[Any]:
             "Remedy: ElementwiseKernel(..., reference=a jnp function of the same inputs), or a "
             "platform with kernels."
         )
-    shape = _full(args)[0].shape
+    shape = _shape_of(args)
     given = dict(zip(spec.primals, args, strict=False))
     # An input is missing only where a transpose is linear in it: its value does not matter.
     inputs = [given.get(i, jnp.ones((), d)) for i, d in enumerate(spec.dtypes)]
@@ -258,51 +234,18 @@ def _batch(
     spec: Spec,
     implementation: str | None,
 ) -> tuple[list[Any], list[int]]:
-    """The batch axis becomes one more dimension of every array, where the first array has it.
-
-    Scalars without it stay, and so do rows, for which it must not be the last. Scalars and rows
-    that have it are broadcast.
-    """
-    ranks = [x.ndim - (d is not None) for x, d in zip(args, dims, strict=True)]
-    rank = max(ranks)
-    operands = [*zip(args, dims, ranks, strict=True)]
-    model, axis, _ = max(operands, key=lambda o: (o[2] == rank, o[1] is not None))
-    stays_row = any(d is None and n == 1 for _, d, n in operands)
-    if axis is None:  # scalars or rows alone have it
-        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-        axis, shape, has_model = 0, (size, *model.shape), False
-    else:
-        if axis == rank and stays_row:
-            model, axis = jnp.moveaxis(model, axis, 0), 0
-        shape, has_model = model.shape, True
-
-    def batched(x: Any, d: int | None, n: int) -> Any:
-        if d is None and (n == 0 or n == 1):
-            return x  # a scalar; a row of what has one more dimension
-        if d is None:
-            x = jnp.expand_dims(x, axis)
-        elif n < rank:
-            x = jnp.expand_dims(jnp.moveaxis(x, d, 0), [*range(1, 1 + rank - n)])
-            x = jnp.moveaxis(x, 0, axis)
-        elif d != axis:
-            x = jnp.moveaxis(x, d, axis)
-        if x.shape == shape:
-            return x
-        if has_model:
-            return _compat.broadcast_like(x, jax.typeof(model))
-        return jnp.broadcast_to(x, shape)
-
-    results = bind(*(batched(*o) for o in operands), spec=spec, implementation=implementation)
+    operands, axis = _operands.batch(args, dims)
+    results = bind(*operands, spec=spec, implementation=implementation)
     return results, [axis] * len(results)
 
 
 kernel_p = _primitive.define(
-    "jof_generated",
+    "jof_compiled",
     function="ElementwiseKernel",
     abstract_eval=_abstract_eval,
     reference=reference,
     native=_call,
-    division=_division,
+    sharding_rule=_sharding_rule,
     batch=_batch,
     multiple_results=True,
     on_scalars=lambda spec: None if spec.definition.reference is None else reference,
@@ -346,10 +289,12 @@ def _tangents(
     read = [*spec.primals]
     if _expression.may_use_a_reference(definition):
         read = [*primals]
-    elif shape is not None and all(
-        x.shape != shape for x in (*(primals[i] for i in read), *vectors)
-    ):
-        read.append(next(i for i, x in primals.items() if x.shape == shape))
+    elif shape is not None:
+        # The results have the shape that operands broadcast to.
+        for i in sorted(primals, key=lambda i: primals[i].size, reverse=True):
+            if _shape_of([*(primals[k] for k in read), *vectors]) == shape:
+                break
+            read = [*{*read, i}]
     spec = dataclasses.replace(spec, primals=tuple(sorted(read)))
     operands = [*(primals[i] for i in spec.primals), *vectors]
     return dict(zip(outs, bind(*operands, spec=spec, implementation=implementation), strict=True))
@@ -487,8 +432,11 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
 def _summed_like(ct: Any, aval: Any) -> Any:
     """The cotangent of an operand that was broadcast: the sum, of narrow floats in float32."""
     if ct.shape != aval.shape:
-        axes = tuple(range(ct.ndim - len(aval.shape)))
-        ct = jnp.sum(_widened(ct), axes).astype(aval.dtype)
+        axes = tuple(
+            d for d, size in enumerate(ct.shape) if not aval.shape or size != aval.shape[d]
+        )
+        total = jnp.sum(_widened(ct), axes, keepdims=bool(aval.shape))
+        ct = total.astype(aval.dtype)
     return _compat.with_sharding_of(ct, aval)
 
 

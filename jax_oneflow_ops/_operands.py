@@ -4,6 +4,7 @@ An operand of a primitive is a scalar, of rank 0, or has the result's rank, with
 dimensions that it is broadcast over. Results have the shape that the operands broadcast to.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def result_aval(*avals: Any) -> Any:
     return _compat.elementwise_aval(*([aval for aval in avals if aval.ndim] or avals))
 
 
-def division(*types: Any, results: int = 1) -> _primitive.Division:
+def sharding_rule(*types: Any, results: int = 1) -> _primitive.ShardingRule:
     """All dimensions are independent. Where an operand is broadcast it has a name of its own."""
     rank = max(len(t.shape) for t in types)
     sizes = jnp.broadcast_shapes(*(tuple(t.shape) for t in types))
@@ -62,7 +63,7 @@ def division(*types: Any, results: int = 1) -> _primitive.Division:
         ]
         for k, t in enumerate(types)
     ]
-    return _primitive.Division(operands, [dims] * results)
+    return _primitive.ShardingRule(operands, [dims] * results)
 
 
 def batch(args: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], int]:
@@ -87,7 +88,45 @@ def batch(args: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], i
     return [batched(*operand) for operand in operands], axis
 
 
-def native(args: Sequence[jax.Array]) -> tuple[list[jax.Array], tuple[int, ...]]:
-    """Operands as the kernels take them, and the results' shape."""
+# How the kernels take an operand: csrc/ops/elementwise_call.h.
+ARRAY, SCALAR, BROADCAST = range(3)
+MAX_BROADCASTS = 8
+
+_Run = tuple[Any, Any]
+
+
+def _run(shape: Sequence[Any], result: Sequence[Any]) -> _Run | int | None:
+    """The elements after and in the only run of dimensions that an operand varies over.
+
+    ARRAY where it varies over all, SCALAR where over none, None where there are several runs.
+    """
+    if not shape:
+        return SCALAR
+    varies = [n == size for n, size in zip(shape, result, strict=True) if size != 1]
+    sizes = [size for size in result if size != 1]
+    if all(varies):
+        return ARRAY
+    if not any(varies):
+        return SCALAR
+    first = varies.index(True)
+    last = len(varies) - varies[::-1].index(True)
+    if not all(varies[first:last]):
+        return None
+    return math.prod(sizes[last:]), math.prod(sizes[first:last])
+
+
+def native(args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[int], tuple[int, ...]]:
+    """Operands as the kernels take them, how these lie beside the results, the results' shape.
+
+    Kernels broadcast over all dimensions but neighbours; other operands are broadcast before.
+    """
     shape = jnp.broadcast_shapes(*(x.shape for x in args))
-    return [x if x.ndim == 0 else jnp.broadcast_to(x, shape) for x in args], shape
+    arrays, kinds = [], []
+    runs: dict[_Run, int] = {}
+    for x in args:
+        run = _run(x.shape, shape)
+        if run is None or (isinstance(run, tuple) and len({*runs, run}) > MAX_BROADCASTS):
+            x, run = jnp.broadcast_to(x, shape), ARRAY
+        arrays.append(x)
+        kinds.append(run if isinstance(run, int) else BROADCAST + runs.setdefault(run, len(runs)))
+    return arrays, kinds, shape

@@ -3,7 +3,7 @@
 An operation is two primitives. The outer one is what users' programs contain: it carries abstract
 evaluation, batching, differentiation, and chooses the implementation when it is lowered. Where
 native kernels run it lowers to a `custom_partitioning` function, which tells the SPMD partitioner
-how the work is divided over devices, around the inner primitive, which lowers to FFI calls on the
+how the call is sharded over devices, around the inner primitive, which lowers to FFI calls on the
 shard of one device: to one, or to what a function of that shard makes of them.
 """
 
@@ -28,8 +28,8 @@ Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
-    """How a call may be divided over devices.
+class ShardingRule:
+    """How a call may be sharded over devices.
 
     Dimensions have names, as in the sharding rules of `custom_partitioning`. Over names of operands
     that results lack, the shards' results are summed.
@@ -37,7 +37,7 @@ class Division:
 
     operands: Sequence[Sequence[str]]
     results: Sequence[Sequence[str]]
-    whole: frozenset[str] = frozenset()  # what every device needs all of
+    replicated: frozenset[str] = frozenset()  # what every device needs all of
     # The dimension that ids point into: a shard of it has to know its place.
     rows: str | None = None
     # Parameters of the call on one of so many shards of the rows, where they are others.
@@ -49,11 +49,11 @@ class Shard:
     """The mesh axes that matter to the call on one shard."""
 
     summed: tuple[str, ...] = ()  # over which results are to be summed
-    rows: tuple[str, ...] = ()  # over which rows are divided
+    rows: tuple[str, ...] = ()  # over which rows are sharded
 
 
 class GatherWarning(UserWarning):
-    """An op puts together an operand that is divided over devices.
+    """An op all-gathers an operand that is sharded over devices.
 
     It is given once for each function and reason, while a program is compiled. To silence it:
     ``warnings.filterwarnings("ignore", category=jax_oneflow_ops.GatherWarning)``.
@@ -73,7 +73,7 @@ def define(
     reference: Callable[..., Any],
     attributes: Callable[..., Params] | None = None,
     native: Callable[..., Any] | None = None,
-    division: Callable[..., Division],
+    sharding_rule: Callable[..., ShardingRule],
     on_shard: Callable[..., Any] | None = None,
     batch: Callable[..., tuple[Any, Any]],
     multiple_results: bool = False,
@@ -91,9 +91,9 @@ def define(
         scalars and arrays.
       native: of any other op, in its place: `(platform, *args, **params) -> result` on one device,
         a function in jnp and of `jax.ffi.ffi_call`.
-      division: `(*avals, **params) -> Division`.
+      sharding_rule: `(*avals, **params) -> ShardingRule`.
       on_shard: `(call, shard, *args, **params) -> result` on one device, where a call of `native`
-        is divided along rows or along names that results lack; `call(*args, **params)` works on
+        is sharded along rows or along names that results lack; `call(*args, **params)` works on
         what one device has. By default the sum of the calls.
       batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule,
         given the primitive that is being defined.
@@ -130,7 +130,7 @@ def define(
     def partitioned(platform: str, items: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
         params = dict(items)
         call = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
-        return _named(target, params, _divided(function, call, division, params))
+        return _named(target, params, _partitioned(function, call, sharding_rule, params))
 
     def lower(
         ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
@@ -149,8 +149,8 @@ def define(
         elif automatic:
             _warn(
                 f"{function}: in a shard_map over some axes of the mesh only, arrays that are "
-                f"divided over its other axes ({', '.join(automatic)}) are gathered. Remedy: name "
-                "all axes that divide them in axis_names."
+                f"sharded over its other axes ({', '.join(automatic)}) are all-gathered. Remedy: "
+                "name all axes that shard them in axis_names."
             )
         results = mlir.lower_fun(call, multiple_results=multiple_results)(ctx, *args)
         return _compat.with_shardings_of_types(ctx, results)
@@ -167,12 +167,12 @@ def define(
 
 
 def _are_scalars(ctx: Any) -> bool:
-    """Whether a call has no array of rank 1 or more.
+    """Whether no array of a call has more than one element.
 
     Such a call may be the computation of `jax.lax.reduce` or `x.at[i].apply`, in which XLA allows
     no custom call: on CPUs it ends the process. Elsewhere XLA is the faster one.
     """
-    return not any(aval.ndim for aval in (*ctx.avals_in, *ctx.avals_out))
+    return all(n == 1 for aval in (*ctx.avals_in, *ctx.avals_out) for n in aval.shape)
 
 
 def define_derivatives(
@@ -297,10 +297,13 @@ def _named(target: str, params: Params, call: Callable[..., Any]) -> Callable[..
     return jax.jit(function)
 
 
-def _divided(
-    public_name: str, call: Callable[..., Any], division: Callable[..., Division], params: Params
+def _partitioned(
+    public_name: str,
+    call: Callable[..., Any],
+    rule: Callable[..., ShardingRule],
+    params: Params,
 ) -> Callable[..., Any]:
-    """`call` as a function that the SPMD partitioner can divide over devices."""
+    """`call` as a function that the SPMD partitioner can shard over devices."""
     # Imported here because it is slow to import and needed only when something is lowered.
     from jax.experimental.custom_partitioning import custom_partitioning
 
@@ -309,8 +312,8 @@ def _divided(
     def partition(
         mesh: Mesh, args: Sequence[Any], result: Any
     ) -> tuple[Mesh, Callable[..., Any], Any, tuple[NamedSharding, ...]]:
-        names = division(*args, **params)
-        axes = _divided_names(public_name, mesh, names, args, jax.tree.leaves(result))
+        names = rule(*args, **params)
+        axes = _mesh_axes(public_name, mesh, names, args, jax.tree.leaves(result))
         kept = frozenset[str]().union(*names.results)
         shard = Shard(
             summed=tuple(axis for name in axes if name not in kept for axis in axes[name]),
@@ -329,7 +332,7 @@ def _divided(
         )
 
     def sharding_rule(mesh: Any, operand_types: Any, result_types: Any) -> str:
-        names = division(*operand_types, **params)
+        names = rule(*operand_types, **params)
         sides = (", ".join(map(" ".join, side)) for side in (names.operands, names.results))
         return " -> ".join(sides)
 
@@ -341,10 +344,10 @@ def _count(mesh: Mesh, axes: Sequence[str]) -> int:
     return int(math.prod(mesh.shape[axis] for axis in axes))
 
 
-def _divided_names(
-    function: str, mesh: Mesh, names: Division, args: Sequence[Any], results: Sequence[Any]
+def _mesh_axes(
+    function: str, mesh: Mesh, names: ShardingRule, args: Sequence[Any], results: Sequence[Any]
 ) -> dict[str, tuple[str, ...]]:
-    """The mesh axes that divide each name, of those that divide operands and results now."""
+    """The mesh axes that shard each name, of those that shard operands and results now."""
     kept = frozenset[str]().union(*names.results)
     axes: dict[str, tuple[str, ...]] = {}
     gathered: dict[str, str] = {}  # and why
@@ -358,21 +361,21 @@ def _divided_names(
         *dimensions(args, names.operands, True),
         *dimensions(results, names.results, False),
     ]
-    # An axis divides one name only; the first that has it decides, and rows come last.
+    # An axis shards one name only; the first that has it decides, and rows come last.
     for name, size, entry, is_operand in sorted(every, key=lambda one: one[0] == names.rows):
         if entry is None or name in axes:
             continue
         these = entry if isinstance(entry, tuple) else (entry,)
         is_free = not {axis for used in axes.values() for axis in used}.intersection(these)
         reason = None
-        if name in names.whole:
+        if name in names.replicated:
             reason = "every device needs all of it"
         elif name == names.rows or name not in kept:
             # What shards are padded with must not enter a sum, nor count as rows.
             if size % _count(mesh, these):
                 reason = f"{_count(mesh, these)} devices do not divide its size {size} evenly"
             elif not is_free:
-                reason = "an axis of the mesh that divides it divides another dimension, too"
+                reason = "the mesh axis that shards it shards another dimension, too"
         if reason:
             gathered |= {name: reason} if is_operand else {}
         elif is_free:
@@ -389,7 +392,7 @@ def _divided_names(
         moved = 2 * elements(results[0], names.results[0])
         if moved > elements(args[0], names.operands[0]) * _count(mesh, axes[rows]):
             del axes[rows]
-            gathered[rows] = "that moves less than adding up what devices find in their parts"
+            gathered[rows] = "that moves less data than all-reducing partial results"
     for name, reason in gathered.items():
         if name in axes:
             continue
@@ -399,7 +402,7 @@ def _divided_names(
             if name in side
         )
         _warn(
-            f"{function}: {place} is divided over devices, and is gathered: {reason}. The "
-            "table of docs/sharding.md has those that need no communication."
+            f"{function}: {place} is sharded and will be all-gathered: {reason}. docs/sharding.md "
+            "lists the dimensions that need no communication."
         )
     return axes

@@ -59,8 +59,8 @@ def _typed(
 ) -> Any:
     """`like` with `middle` in place of `cut` dimensions after the batch.
 
-    Where the mesh's axes are Explicit the batch is divided as in either operand; an axis that
-    would divide two dimensions divides the first.
+    Where the mesh's axes are Explicit the batch is sharded as in either operand; an axis that
+    would shard two dimensions shards the first.
     """
     n = how.batch
     shape = (*like.shape[:n], *middle, *like.shape[n + cut :])
@@ -77,9 +77,9 @@ def _typed(
 
 
 def _unless_index_has_it(entry: Any, ids: Any, indexing: Indexing) -> Any:
-    """How rows of a table stay divided where rows that ids name are added up.
+    """How rows of a table stay sharded where rows that ids name are added up.
 
-    Not over axes that divide ids: there every device has sums for all rows.
+    Not over axes that shard ids: there every device has sums for all rows.
     """
     used = {axis for of_index in _index_spec(ids, indexing) for axis in _axes(of_index)}
     return None if used.intersection(_axes(entry)) else entry
@@ -117,12 +117,12 @@ def _names(ids: Any, ndim: int, indexing: Indexing) -> tuple[list[str], ...]:
 _ROWS = "r"
 
 
-def _segment_sum_division(
+def _segment_sum_sharding_rule(
     data: Any, ids: Any, *, num_segments: int, indexing: Indexing, **_: Any
-) -> _primitive.Division:
+) -> _primitive.ShardingRule:
     rank = len(ids.shape) - indexing.index_begin()
     of_ids, index, batch, trailing = _names(ids, len(data.shape) - rank, indexing)
-    return _primitive.Division(
+    return _primitive.ShardingRule(
         [batch + index + trailing, of_ids],
         [[*batch, _ROWS, *trailing]],
         rows=_ROWS,
@@ -130,20 +130,20 @@ def _segment_sum_division(
     )
 
 
-def _scatter_add_division(
+def _scatter_add_sharding_rule(
     operand: Any, ids: Any, _: Any, *, indexing: Indexing
-) -> _primitive.Division:
+) -> _primitive.ShardingRule:
     of_ids, index, batch, trailing = _names(ids, len(operand.shape) - 1, indexing)
     table = [*batch, _ROWS, *trailing]
-    return _primitive.Division([table, of_ids, batch + index + trailing], [table], rows=_ROWS)
+    return _primitive.ShardingRule([table, of_ids, batch + index + trailing], [table], rows=_ROWS)
 
 
-def _gather_rows_division(
+def _gather_rows_sharding_rule(
     table: Any, ids: Any, *, indexing: Indexing, **_: Any
-) -> _primitive.Division:
+) -> _primitive.ShardingRule:
     of_ids, index, batch, trailing = _names(ids, len(table.shape) - 1, indexing)
     table = [*batch, _ROWS, *trailing]
-    return _primitive.Division([table, of_ids], [batch + index + trailing], rows=_ROWS)
+    return _primitive.ShardingRule([table, of_ids], [batch + index + trailing], rows=_ROWS)
 
 
 def _in_shard(
@@ -611,7 +611,7 @@ segment_sum_p = _primitive.define(
     abstract_eval=_segment_sum_type,
     reference=_reference.segment_sum,
     native=_segment_sum_native,
-    division=_segment_sum_division,
+    sharding_rule=_segment_sum_sharding_rule,
     on_shard=_segment_sum_on_shard,
     batch=_segment_sum_batch,
 )
@@ -621,7 +621,7 @@ scatter_add_p = _primitive.define(
     abstract_eval=_scatter_add_type,
     reference=_reference.scatter_add,
     native=_scatter_add_native,
-    division=_scatter_add_division,
+    sharding_rule=_scatter_add_sharding_rule,
     on_shard=_scatter_add_on_shard,
     batch=_scatter_add_batch,
 )
@@ -631,7 +631,7 @@ gather_rows_p = _primitive.define(
     abstract_eval=_gather_rows_type,
     reference=_reference.gather_rows,
     native=_gather_rows_native,
-    division=_gather_rows_division,
+    sharding_rule=_gather_rows_sharding_rule,
     on_shard=_gather_rows_on_shard,
     batch=_gather_rows_batch,
 )

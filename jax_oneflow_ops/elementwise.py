@@ -38,8 +38,8 @@ Args:
 
 Returns:
   {returns};
-  other dtypes run the jnp reference. So do calls on scalars, on every platform, and calls with an
-  operand of bool.
+  other dtypes run the jnp reference. So do calls on one element, on every platform, and calls with
+  an operand of bool.
 
 Raises:
   TypeError: an operand is not an array or a number, or ``implementation="native"`` was asked

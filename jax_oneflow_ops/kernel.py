@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_oneflow_ops import _checks, _compat, _expression, _kernel, _native
+from jax_oneflow_ops import _checks, _compat, _expression, _kernel, _native, _operands
 from jax_oneflow_ops._expression import Definition, Parameter, Spec
 from jax_oneflow_ops._kernel import KernelCompileError
 
@@ -77,7 +77,7 @@ class ElementwiseKernel:
     Differentiation:
       The JVP and the VJP are one kernel each, for all outputs and inputs together, and read only
       those inputs that the derivatives use. Where there is a reference, which may run in their
-      place, all inputs are kept for them. Cotangents of scalars and rows are summed by XLA, in
+      place, all inputs are kept for them. Cotangents of broadcast inputs are summed by XLA, in
       float32 where they are narrower. Second and higher derivatives are sums of products of such
       kernels, where derivatives are kernels.
       `jax.linear_transpose` works with respect to inputs that no derivative for them reads.
@@ -185,13 +185,13 @@ class ElementwiseKernel:
         """Computes the outputs.
 
         Args:
-          *args: the inputs. Arrays of one shape; Python numbers and arrays of rank 0, which may be
-            traced, stand for an array of equal elements; an array of rank 1 whose length is that of
-            the others' last axis is broadcast along it. Numbers take on the dtype of their
-            parameter. Other shapes must be broadcast before, with `jnp.broadcast_to`.
+          *args: the inputs: arrays whose shapes broadcast together, and Python numbers, which take
+            on the dtype of their parameter. The kernel reads what is broadcast where it is, but
+            for arrays that vary over dimensions with others between them, which XLA broadcasts
+            before.
 
         Returns:
-          An array of the inputs' common shape, a tuple of them where there are several outputs.
+          An array of the shape that the inputs broadcast to; with several outputs a tuple of them.
 
         Raises:
           TypeError: another number of arguments than inputs, no array or number, or a dtype that is
@@ -214,7 +214,7 @@ class ElementwiseKernel:
         *,
         platform: Literal["cpu", "cuda"] = "cuda",
         derivative: Literal["jvp", "vjp"] | None = None,
-        kinds: Sequence[Literal["array", "scalar", "row"]] | None = None,
+        kinds: Sequence[Literal["array", "scalar", "broadcast"]] | None = None,
     ) -> str:
         """The C++ that is compiled, for reading.
 
@@ -224,7 +224,7 @@ class ElementwiseKernel:
           platform: "cuda" or "cpu".
           derivative: "jvp" or "vjp" for the kernel of a derivative with respect to all inputs that
             have one.
-          kinds: "array", "scalar" or "row" for each operand; arrays where it is None.
+          kinds: "array", "scalar" or "broadcast" for each operand; arrays where it is None.
 
         Returns:
           The source. It compiles with `include_dir()` on the search path of headers. A division
@@ -240,11 +240,11 @@ class ElementwiseKernel:
           >>> print(double.source("float32"))  # doctest: +ELLIPSIS
           // ElementwiseKernel twice: T x -> T y
           ...
-          #include "cuda/generated.cuh"
+          #include "cuda/compiled.cuh"
           ...
         """
         definition = self._definition
-        names = ("array", "scalar", "row")
+        names = ("array", "scalar", "broadcast")
         _check_option(definition.name, "platform", platform, ("cpu", "cuda"))
         _check_option(definition.name, "derivative", derivative, (None, "jvp", "vjp"))
         inputs = _dtypes_of_source(definition, dtypes)
@@ -525,8 +525,9 @@ def _checked(definition: Definition, args: Sequence[Any]) -> tuple[list[jax.Arra
     dtypes = [bound[p.type][0] if p.is_variable else p.type for p in inputs]
     for k in pending:
         arrays[k] = _number(kernel, inputs[k], arrays[k], dtypes[k])
-    _check_shapes(kernel, inputs, arrays)
-    return arrays, dtypes
+    shapes = {p.name: x.shape for p, x in zip(inputs, arrays, strict=True)}
+    _operands.broadcast_shape(kernel, shapes)
+    return _operands.promoted(arrays), dtypes
 
 
 def _supported(kernel: str, name: str, dtype: Any) -> str:
@@ -572,18 +573,6 @@ def _number(kernel: str, p: Parameter, x: Any, dtype: str) -> jax.Array:
                 f"{kernel}: {p.name} must be from {info.min} to {info.max}, as {dtype} is, got {x}"
             )
     return jnp.asarray(np.asarray(x).astype(target))
-
-
-def _check_shapes(kernel: str, inputs: Sequence[Parameter], arrays: Sequence[jax.Array]) -> None:
-    shape = max((x.shape for x in arrays), key=len)
-    for x in arrays:
-        if x.shape in (shape, ()) or (x.ndim == 1 and len(shape) > 1 and x.shape == shape[-1:]):
-            continue
-        shown = ", ".join(f"{p.name} {y.shape}" for p, y in zip(inputs, arrays, strict=True))
-        raise ValueError(
-            f"{kernel}: inputs must be arrays of one shape, scalars, or vectors as long as the "
-            f"last axis, got {shown}; broadcast others first, with jnp.broadcast_to"
-        )
 
 
 def _dtypes_of_source(definition: Definition, dtypes: Any) -> tuple[str, ...]:

@@ -138,9 +138,9 @@ def _move(platform: str, x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
     return result
 
 
-def _division(x: Any, *, axes: tuple[int, ...]) -> _primitive.Division:
+def _sharding_rule(x: Any, *, axes: tuple[int, ...]) -> _primitive.ShardingRule:
     names = [f"d{i}" for i in range(len(x.shape))]
-    return _primitive.Division([names], [[names[axis] for axis in axes]])
+    return _primitive.ShardingRule([names], [[names[axis] for axis in axes]])
 
 
 def _batch(
@@ -161,7 +161,7 @@ permute_p = _primitive.define(
     abstract_eval=_abstract_eval,
     reference=_reference.permute,
     native=_move,
-    division=_division,
+    sharding_rule=_sharding_rule,
     batch=_batch,
 )
 _primitive.define_linear_pair(permute_p, permute_p, _inverse)

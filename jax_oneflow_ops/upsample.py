@@ -169,7 +169,7 @@ def resize(
     Raises:
       ValueError: `implementation` has an unknown value.
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
-      What `jax.image.resize` raises, for all that it refuses.
+      Exception: what `jax.image.resize` raises.
 
     Numerics:
       Output pixel ``i`` of ``n_out`` shows input pixel ``floor((i + 0.5) * n_in / n_out)`` of
@@ -397,11 +397,11 @@ def _attributes(*, axis: int, half_pixel: bool, **_: Any) -> dict[str, Any]:
     return {"axis": np.int64(axis), "half_pixel": np.bool_(half_pixel)}
 
 
-def _division(x: Any, *, axis: int, **_: Any) -> _primitive.Division:
+def _sharding_rule(x: Any, *, axis: int, **_: Any) -> _primitive.ShardingRule:
     free = [f"d{i}" for i in range(len(x.shape))]
     operand = (*free[:axis], "h", "w", *free[axis + 2 :])
     result = (*free[:axis], "p", "q", *free[axis + 2 :])
-    return _primitive.Division([operand], [result], whole=frozenset("hwpq"))
+    return _primitive.ShardingRule([operand], [result], replicated=frozenset("hwpq"))
 
 
 def _batch(primitive: core.Primitive, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
@@ -435,7 +435,7 @@ def _define_pair(name: str, function: str) -> core.Primitive:
             abstract_eval=abstract_eval,
             reference=reference,
             native=functools.partial(_call, f"jof_{_NAME}{suffix}", abstract_eval),
-            division=_division,
+            sharding_rule=_sharding_rule,
             batch=_batch,
         )
 

@@ -1243,7 +1243,7 @@ def kernel_case(name, f, ref, what, **options) -> Case:
     """Of one kernel, as is each of its derivatives."""
     shapes = options.pop("shapes")
     arrays = tuple(i for i, shape in enumerate(shapes) if shape)
-    target = "jof_generated"
+    target = "jof_compiled"
     return Case(
         *(name, None, f, ref, shapes, target),
         {arrays: (target,)} | {(i,): (target,) for i in arrays},

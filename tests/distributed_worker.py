@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_oneflow_ops as jof
 
 ROWS, NODES = 64, 8
-# How arrays are divided over the mesh axes `model`, which are the processes, and `data`.
+# How arrays are sharded over the mesh axes `model`, which are the processes, and `data`.
 SPECS = (
     {"table": P("model"), "weight": P(), "bias": P(), "slope": P()},
     {"images": P(("model", "data")), "ids": P("data"), "nodes": P("data")},
@@ -62,7 +62,7 @@ def main(coordinator: str, processes: int, number: int, results: str) -> None:
     mesh = jax.make_mesh((processes, 4), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
     assert [d.process_index for d in mesh.devices[:, 0]] == [*range(processes)]
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
-    divided = jax.tree.map(
+    sharded = jax.tree.map(
         lambda x, s: jax.make_array_from_callback(
             np.shape(x), s, lambda index: np.asarray(x)[index]
         ),
@@ -70,11 +70,11 @@ def main(coordinator: str, processes: int, number: int, results: str) -> None:
         shardings,
     )
     whole = NamedSharding(mesh, P())
-    compiled = jax.jit(step, out_shardings=(whole, shardings[0])).lower(*divided).compile()
+    compiled = jax.jit(step, out_shardings=(whole, shardings[0])).lower(*sharded).compile()
     program = compiled.as_text()
     assert all(target in program for target in ("jof_gather_rows", "jof_scatter_add"))
     assert "all-gather" not in program
-    value, gradients = jax.jit(lambda x: x, out_shardings=whole)(compiled(*divided))
+    value, gradients = jax.jit(lambda x: x, out_shardings=whole)(compiled(*sharded))
     np.savez(results, value=value, **gradients)
     jax.distributed.shutdown()
 

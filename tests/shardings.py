@@ -1,7 +1,7 @@
-"""How each op may be divided over devices: one table, which test_sharding.py checks and
+"""How each op may be sharded over devices: one table, which test_sharding.py checks and
 docs/sharding.md shows.
 
-Dimensions have letters, as in einsum, and all ops obey one law. A mesh axis may divide any
+Dimensions have letters, as in einsum, and all ops obey one law. A mesh axis may shard any
 dimension but those that are gathered. A dimension that the result lacks costs one all-reduce. So
 does, in the gradient with respect to an operand, a dimension of the result that this operand lacks.
 Nothing else is sent.
@@ -124,12 +124,12 @@ def rule_of(case: Case) -> Rule:
     return RULES.get(f"`{case.function}`", RULES["elementwise operations"])
 
 
-# --- ways to divide the ops, which the tests go through -------------------------------------------
+# --- ways to shard the ops, which the tests go through -------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A case, the letters of its dimensions, and which mesh axes divide some of these."""
+    """A case, the letters of its dimensions, and which mesh axes shard some of these."""
 
     case: Case
     equation: str
@@ -137,8 +137,8 @@ class Layout:
     wrt: tuple[int, ...]
 
     def __str__(self) -> str:
-        divided = ", ".join(f"{letter}={''.join(axes)}" for letter, axes in self.axes.items())
-        return f"{self.case}({divided})" + "".join(f"-d{i}" for i in self.scalars)
+        sharded = ", ".join(f"{letter}={''.join(axes)}" for letter, axes in self.axes.items())
+        return f"{self.case}({sharded})" + "".join(f"-d{i}" for i in self.scalars)
 
     @property
     def operands(self) -> list[str]:
@@ -164,9 +164,9 @@ class Layout:
         return tuple(a for x, axes in self.axes.items() if x not in self.result for a in axes)
 
     def on(self, mesh: jax.sharding.Mesh) -> "Layout":
-        """Without what a mesh axis of one device does not divide."""
+        """Without what a mesh axis of one device does not shard."""
         sizes = {x: math.prod(mesh.shape[a] for a in axes) for x, axes in self.axes.items()}
-        return self.divided(**{x: axes for x, axes in self.axes.items() if sizes[x] > 1})
+        return self.sharded(**{x: axes for x, axes in self.axes.items() if sizes[x] > 1})
 
     def all_reduces(self) -> tuple[int, int]:
         """How many the law allows: in the function, in its gradients."""
@@ -174,7 +174,7 @@ class Layout:
         gradients = [any(x not in self.operands[i] for x in kept) for i in self.wrt]
         return bool(self.summed()), sum(gradients)
 
-    def divided(self, **axes: Any) -> "Layout":
+    def sharded(self, **axes: Any) -> "Layout":
         return dataclasses.replace(self, axes=axes)
 
     def shard_size(self, letters: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> int:
@@ -229,7 +229,7 @@ def kernel_layouts() -> Iterator[Layout]:
 
 def upsample_layouts() -> Iterator[Layout]:
     cases = {case.name.partition("-")[2]: case for case in UPSAMPLE_CASES}
-    for name, equation, *divided in (
+    for name, equation, *sharded in (
         ("2x-NCHW", "nchw->nchw", {"n": "a", "c": "b"}, {"n": ("b", "a")}, {"c": "a"}),
         ("2x-NHWC", "nhwc->nhwc", {"n": "a", "c": "b"}, {"c": "a"}),
         ("exact-NHWC", "hwc->hwc", {"c": ("a", "b")}),
@@ -237,7 +237,7 @@ def upsample_layouts() -> Iterator[Layout]:
         ("down-rank5", "nmchw->nmchw", {"n": "a", "c": "b"}),
     ):
         case = sized(cases[name], equation, n=8, c=8)
-        for axes in divided:
+        for axes in sharded:
             yield layout(case, equation, **axes)
 
 

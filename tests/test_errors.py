@@ -379,7 +379,7 @@ def bad_shapes():
     for target, (operands, results, attributes) in GOOD_ELEMENTWISE.items():
         for i, x in enumerate(operands):
             if x.shape:
-                for shape in ((3, 2), (6,), (1, 2, 3), (2, 1), (1,), (2, 4), (0,)):
+                for shape in ((3, 2), (6,), (1, 2, 3), (3, 1), (1,), (2, 4), (0,)):
                     wrong = (*operands[:i], array(*shape, dtype=x.dtype), *operands[i + 1 :])
                     yield f"operand-{i}-of-{shape}", target, wrong, results, attributes
             elif target in ("jof_elu", "jof_elu_vjp", "jof_scale"):

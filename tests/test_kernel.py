@@ -569,10 +569,10 @@ def test_both_directions_are_one_kernel_each(case):
     """With respect to all inputs, and for all outputs."""
     kernel, _, inputs = CASES[case]
     args = inputs()
-    assert targets(kernel, *args) == ["jof_generated"]
+    assert targets(kernel, *args) == ["jof_compiled"]
     y, linear = jax.linearize(kernel, *args)
-    assert targets(linear, *args) == ["jof_generated"]
-    assert targets(jax.linear_transpose(linear, *args), y) == ["jof_generated"]
+    assert targets(linear, *args) == ["jof_compiled"]
+    assert targets(jax.linear_transpose(linear, *args), y) == ["jof_compiled"]
 
 
 @cases
@@ -627,12 +627,35 @@ def test_vmap(case):
     close(*both(batches))
 
 
+@pytest.mark.parametrize(
+    "shapes", [((3, 1), (4,)), ((1, 4), (3, 1)), ((2, 3, 1), (2, 1, 4)), ((3, 4), (2, 1, 1))]
+)
+def test_broadcasting(shapes):
+    """Columns, channels, and what the kernel cannot read in place, in values and derivatives."""
+    definition = dict(derivatives={"x": "y * y + 0 * z", "y": "2 * x * y + 0 * z", "z": "1"})
+    kernel = jof.ElementwiseKernel(
+        "T x, T y, T z", "T r", "r = x * y * y + z", "broadcast", **definition
+    )
+    xs = (normals(*shapes[0]), normals(*shapes[1]), normals(3, 4))
+
+    def reference(x, y, z):
+        return x * y * y + z
+
+    def everything(f):
+        value, pull = jax.vjp(f, *xs)
+        return value, pull(value), jax.jvp(f, xs, xs)
+
+    actual, expected = (jax.jit(everything, static_argnums=0)(f) for f in (kernel, reference))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
+    )
+
+
 def test_vmap_does_not_loop_or_copy():
     x, bias = normals(4, 6, 5), normals(5)
     text = jax.jit(jax.vmap(scaled_silu, (0, None, None))).lower(x, bias, 1.0).as_text()
-    assert text.count("custom_call @jof_generated") == 1
-    assert "broadcast" not in text
-    assert "tensor<5xf32>" in text
+    assert text.count("custom_call @jof_compiled") == 1
+    assert not re.search(r"broadcast_in_dim.*-> tensor<4x6x5xf32>", text)  # only to 1x1x5
 
 
 def test_jaxprs_name_the_kernel():
@@ -736,7 +759,7 @@ def test_only_what_derivatives_read_is_kept():
     )
     x, y = normals(6, 5), normals(6, 5, key=1)
     jaxpr = jax.make_jaxpr(lambda x, y: jax.vjp(kernel, x, y)[1](x))(x, y)
-    assert [len(e.invars) for e in jaxpr.eqns if e.primitive.name == "jof_generated"] == [2, 2]
+    assert [len(e.invars) for e in jaxpr.eqns if e.primitive.name == "jof_compiled"] == [2, 2]
     close(jax.grad(lambda b: kernel(x, b).sum())(y[0]), np.full(5, 6, np.float32))
     close(jax.jvp(lambda b: kernel(x, b), (y[0],), (y[0],))[1], np.broadcast_to(y[0], (6, 5)))
 
@@ -892,11 +915,11 @@ def test_a_native_call_reads_what_derivatives_name():
         return z, pull(z)
 
     text = jax.jit(both).lower(x, y).as_text()
-    calls = re.findall(r"custom_call @jof_generated\((.*?)\)", text)
+    calls = re.findall(r"custom_call @jof_compiled\((.*?)\)", text)
     assert sorted(call.count("%") for call in calls) == [2, 2]  # x and y; x and the cotangent
     # For jax the VJP has all three: where it is lowered the reference may run.
     vjp = jax.make_jaxpr(both)(x, y).eqns[-1]
-    assert (vjp.primitive.name, len(vjp.invars)) == ("jof_generated", 3)
+    assert (vjp.primitive.name, len(vjp.invars)) == ("jof_compiled", 3)
     # The array is the only operand that says the shape.
     close(jax.jvp(lambda s: kernel(x, s), (2.0,), (3.0,))[1], np.full((6, 5), 3, np.float32))
 
@@ -910,7 +933,7 @@ def test_no_reference(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"alone.*CPUs and NVIDIA GPUs.*reference="):
         jax.export.export(jax.jit(kernel), platforms=["tpu"])(1.0)
     exported = jax.export.export(jax.jit(lambda x: softsign(x)), platforms=["tpu"])(1.0)
-    assert "@jof_generated" not in exported.mlir_module()
+    assert "@jof_compiled" not in exported.mlir_module()
 
 
 @cases
@@ -987,16 +1010,16 @@ def test_repr_hash_equality_and_copies():
 
 
 def test_source():
-    text = scaled_silu.source("bfloat16", platform="cpu", kinds=["array", "row", "scalar"])
+    text = scaled_silu.source("bfloat16", platform="cpu", kinds=["array", "broadcast", "scalar"])
     for part in (
         "alpha * silu(x + bias)",
-        "cpu/generated.h",
-        "jof::RowOperand<jof::BFloat16>",
+        "cpu/compiled.h",
+        "jof::BroadcastOperand<jof::BFloat16, 0>",
         '#line 1 "operation of scaled_silu"',
         "silu_derivative",
     ):
         assert part in text
-    assert "cuda/generated.cuh" in softsign.source({"T": jnp.float16})
+    assert "cuda/compiled.cuh" in softsign.source({"T": jnp.float16})
     assert "JVP" in rotation.source(["float32"] * 3, derivative="jvp")
     for call, message in (
         (lambda: softsign.source({}), "softsign: dtypes must have one for T"),
@@ -1076,7 +1099,7 @@ def test_export_to_a_process_without_compiler(tmp_path):
     args = CASES["rotation"][2]()
     export = jax.export.export(jax.jit(rotation), disabled_checks=jof.export_checks())
     exported = export(*args)
-    assert "@jof_generated" in exported.mlir_module()
+    assert "@jof_compiled" in exported.mlir_module()
     program = exported.serialize(vjp_order=1)
     (tmp_path / "in").write_bytes(pickle.dumps((program, args)))
     environment = {
@@ -1433,7 +1456,7 @@ def test_compile_errors_at_the_end_in_headers_and_of_linkers(operation, derivati
 # What compilers say of the third line `z = d * scale;`, and of a missing header.
 LOGS = {
     "GCC": """\
-In file included from /include/cpu/generated.h:9:
+In file included from /include/cpu/compiled.h:9:
 operation of wrong: In static member function 'static float jof_f0::Of(float, float)':
 operation of wrong:3:17: error: 'scale' was not declared in this scope
 preamble of wrong:2:10: fatal error: nonsense.h: No such file or directory
@@ -1474,7 +1497,7 @@ preamble of wrong:2:10: fatal error: 'nonsense.h' file not found
     "macOS": """\
 Undefined symbols for architecture arm64:
   "_scale", referenced from:
-      _jof_generated in kernel-1.o
+      _jof_compiled in kernel-1.o
 preamble of wrong:2:10: fatal error: 'nonsense.h' file not found
 """,
     "NVRTC with numbers": """\
@@ -1718,11 +1741,11 @@ X = np.ones((2, 3), np.float32)
         (
             lambda: scaled_silu(X, X.T, 1),
             ValueError,
-            r"scaled_silu: inputs must be arrays of one shape.*x \(2, 3\), bias \(3, 2\)",
+            r"scaled_silu: operands must have shapes that broadcast.*x \(2, 3\), bias \(3, 2\)",
         ),
         (lambda: scaled_silu(X, X[:, 0], 1), ValueError, r"bias \(2,\)"),
-        (lambda: scaled_silu(X, X[:1], 1), ValueError, "broadcast others first"),
-        (lambda: scaled_silu(X[0], X[0, :1], 1), ValueError, "broadcast others first"),
+        (lambda: scaled_silu(X, X[:, :2], 1), ValueError, "broadcast together"),
+        (lambda: scaled_silu(X[0], X[0, :2], 1), ValueError, "broadcast together"),
     ],
 )
 def test_bad_calls(call, kind, message):
@@ -1752,18 +1775,18 @@ def test_the_handler_checks_again():
     x = jnp.ones((2, 3))
     # Code for a processor that is newer than all there are.
     source = softsign.source("float32", platform="cpu")
-    define = "#undef JOF_GENERATED_ISA\n#define JOF_GENERATED_ISA 9\n"
+    define = "#undef JOF_COMPILED_ISA\n#define JOF_COMPILED_ISA 9\n"
     newer = _compile.code(source.replace("namespace", define + "namespace", 1), "cpu")
 
     def call(x=x, **changed):
-        f = jax.ffi.ffi_call("jof_generated", jax.ShapeDtypeStruct((2, 3), np.float32))
+        f = jax.ffi.ffi_call("jof_compiled", jax.ShapeDtypeStruct((2, 3), np.float32))
         return f(x, **{**good, **changed})
 
     close(call(), kernels.softsign_ref(x))
     for changed, message in (
         ({"kinds": np.zeros(2, np.int64)}, "kinds must have 1"),
-        ({"kinds": np.full(1, 3, np.int64)}, "of kind 3"),
-        ({"kinds": np.full(1, 2, np.int64)}, "of kind 2"),
+        ({"kinds": np.full(1, 10, np.int64)}, "operand 0 does not have the kind 10"),
+        ({"kinds": np.full(1, 1, np.int64)}, "operand 0 does not have the kind 1 "),
         ({"element_bytes": np.array([8, 4])}, "operand 0"),
         ({"element_bytes": np.array([4, 8])}, "result 0"),
         ({"x": jnp.ones((3, 2))}, "operand 0"),
@@ -1805,7 +1828,7 @@ def test_nvrtc(case, dtype, architecture, monkeypatch):
         if architecture == "sm_90":
             assert code.startswith(b"\x7fELF")
         else:
-            assert b".entry jof_generated" in code
+            assert b".entry jof_compiled" in code
             assert re.search(rb"ld\.global(\.nc)?(\.\w+)*\.v4\.", code)
 
 
@@ -1850,7 +1873,7 @@ def test_cuda_lowering(architecture, begin, monkeypatch):
     f = jax.jit(jax.value_and_grad(loss_of(scaled_silu), (0, 1, 2)))
     export = jax.export.export(f, platforms=["cuda"], disabled_checks=jof.export_checks())
     text = export(*args).mlir_module()
-    pattern = r'custom_call @jof_generated\(.*?code = dense<"0x([0-9A-F]+)">.*? id = (-?\d+) : i64'
+    pattern = r'custom_call @jof_compiled\(.*?code = dense<"0x([0-9A-F]+)">.*? id = (-?\d+) : i64'
     calls = re.findall(pattern, text)
     assert len(calls) == 2  # the value and the VJP
     for code, number in calls:

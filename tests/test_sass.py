@@ -264,7 +264,7 @@ COMPILED = Kernel(
     Counter({"LDG.E.128.CONSTANT": 1, "STG.E.128": 1, "FFMA": 198, "NOP": 9}),
     registers=32,
 )
-LINE = "Silu<f16> pack 8, scalars regs 32 instr/elem 25 ld.128 1 st.128 1"
+LINE = "Silu<f16> pack 8, broadcast regs 32 instr/elem 25 ld.128 1 st.128 1"
 
 
 def lines_of(*kernels: Kernel) -> dict[str, sass.Fields]:
@@ -354,9 +354,9 @@ def test_small_changes_are_none(kernel):
 def test_changes_are_seen(kernel, of_compiler, removed, added):
     diff = sass.difference(lines_of(COMPILED), lines_of(kernel), of_compiler)
     old, new = diff.splitlines()[2:]
-    assert old.startswith("-Silu<f16> pack 8, scalars ")
+    assert old.startswith("-Silu<f16> pack 8, broadcast ")
     assert removed in old
-    assert new.startswith("+Silu<f16> pack 8, scalars ")
+    assert new.startswith("+Silu<f16> pack 8, broadcast ")
     assert added in new
     # Each belongs to one of the two comparisons.
     assert sass.difference(lines_of(COMPILED), lines_of(kernel), not of_compiler) == ""
@@ -366,8 +366,8 @@ def test_kernels_new_and_gone_are_seen():
     one, two = lines_of(COMPILED), lines_of(COMPILED._replace(name=demangle(WIDEN)))
     diff = sass.difference(one, two, of_compiler=False)
     assert [line.split("  ")[0] for line in diff.splitlines()[2:]] == [
-        "-Silu<f16> pack 8, scalars",
-        "+Silu<f16> pack 4, scalars",
+        "-Silu<f16> pack 8, broadcast",
+        "+Silu<f16> pack 4, broadcast",
     ]
     assert sass.difference(one, {}, of_compiler=False).count("\n-") == 1
     assert sass.difference({}, one, of_compiler=False).count("\n+") == 2

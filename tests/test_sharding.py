@@ -1,4 +1,4 @@
-"""Arrays divided over devices: values and gradients of one device, and no communication but what
+"""Arrays sharded over devices: values and gradients of one device, and no communication but what
 the table of tests/shardings.py allows; with automatic and explicit axes and in shard_map."""
 
 import contextlib
@@ -148,15 +148,15 @@ def test_every_op_is_in_the_table():
 
 @pytest.mark.parametrize("op", RULES)
 def test_the_table_says_what_is_tested(op):
-    """Layouts have the rule's dimensions, and divide all that it says may be divided."""
+    """Layouts have the rule's dimensions, and shard all that it says may be sharded."""
     rule = RULES[op]
     operands, result = split(rule.equation)
     layouts = [layout for layout in LAYOUTS if rule_of(layout.case) is rule]
     for layout in layouts:
         assert set(map(rule.kinds, layout.operands)) <= set(map(frozenset, operands))
         assert rule.kinds(layout.result) == frozenset(result)
-    divided = frozenset().union(*(rule.kinds(layout.axes) for layout in layouts))
-    assert divided == set(rule.names) - set(rule.gathered)
+    sharded = frozenset().union(*(rule.kinds(layout.axes) for layout in layouts))
+    assert sharded == set(rule.names) - set(rule.gathered)
 
 
 @functools.cache
@@ -186,7 +186,7 @@ def ways():
     for layout in LAYOUTS:
         made = set(layout.axes).difference(*layout.operands)
         for way in ("auto", "explicit", "shard_map"):
-            # In a shard_map it is the user who divides rows, or adds an operand once. Types know
+            # In a shard_map it is the user who shards rows, or adds an operand once. Types know
             # nothing of rows that no operand has.
             by_user = "s" in layout.axes or (layout.case.name == "scatter_add" and layout.summed())
             if by_user if way == "shard_map" else made and way == "explicit":
@@ -205,7 +205,7 @@ def test_layout(way, layout):
             specs = layout.specs()
             results = (layout.spec(layout.result), tuple(specs[i] for i in wrt))
             shardings = jax.tree.map(functools.partial(NamedSharding, mesh), results)
-            # Operands do not say how sums for rows are to be divided: whatever uses them does.
+            # Operands do not say how sums for rows are to be sharded: whatever uses them does.
             said = way == "auto" and "s" in layout.axes
             run = value_and_pullback(mapped(layout, mesh) if way == "shard_map" else case.f, wrt)
             jitted = jax.jit(run, out_shardings=shardings if said else None)
@@ -308,11 +308,11 @@ def test_loss_and_its_derivatives(axis_types, layout):
         expected = jax.jit(step_of(case.ref))(xs, vs)
         with mesh_of(axis_types) as mesh:
             specs = layout.specs()
-            divided = [tuple(put(mesh, specs, tree)) for tree in (xs, vs)]
-            actual = jax.jit(step_of(case.f))(*divided)
+            sharded = [tuple(put(mesh, specs, tree)) for tree in (xs, vs)]
+            actual = jax.jit(step_of(case.f))(*sharded)
             assert_close(actual, expected, max(case.rtol, 1e-11) if case.rtol else 0)
             if axis_types == "auto" and layout is LOOKUP_IN_DIVIDED_ROWS:
-                return  # nobody says how the gradient is to be divided
+                return  # nobody says how the gradient is to be sharded
             for i, *dxs in zip(wrt, actual[0][1], actual[1], strict=True):
                 for dx in dxs:
                     assert_sharded(dx, NamedSharding(mesh, specs[i]))
@@ -321,10 +321,10 @@ def test_loss_and_its_derivatives(axis_types, layout):
 @pytest.mark.parametrize("layout", [*EACH_KIND, GRADIENT_OF_A_SCALAR], ids=str)
 @pytest.mark.parametrize("axis", [0, -1])
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
-def test_vmap_over_a_divided_axis(axis_types, axis, layout):
+def test_vmap_over_a_sharded_axis(axis_types, axis, layout):
     """Over `a`; `b` divides what it does without vmap."""
     case, wrt = layout.case, layout.wrt
-    layout = layout.divided(**{x: axes for x, axes in layout.axes.items() if axes == "b"})
+    layout = layout.sharded(**{x: axes for x, axes in layout.axes.items() if axes == "b"})
 
     def batched(f):
         return jax.vmap(f, in_axes=axis, out_axes=axis)
@@ -407,7 +407,7 @@ def test_explicit_axis_beside_an_automatic_one(layout):
 
 @pytest.mark.parametrize("layout", [a for a in EACH_KIND if not a.summed()], ids=str)
 def test_constraint_on_the_result_reaches_the_operands(layout):
-    """With the result divided and the operands not said, nothing needs to be sent either."""
+    """With the result sharded and the operands not said, nothing needs to be sent either."""
     case = layout.case
     with case.precision(), mesh_of("auto") as mesh:
         xs, _, (expected, _) = known(str(layout))
@@ -464,7 +464,7 @@ def test_explicit_dimensions_that_devices_do_not_divide():
     ],
     ids=str,
 )
-def test_operands_that_are_divided_differently(axis_types, layout):
+def test_operands_that_are_sharded_differently(axis_types, layout):
     """The gradient has the sharding of its operand, where that is part of its type."""
     case, wrt = layout.case, layout.wrt
     with case.precision():
@@ -524,9 +524,9 @@ def test_operand_that_every_device_has(layout, same):
 
 @pytest.mark.parametrize("layout", EACH_KIND, ids=str)
 def test_shard_map_over_some_axes(layout):
-    """One mesh axis by hand; what the other divides is gathered, and jof says so."""
+    """One mesh axis by hand; what the other shards is gathered, and jof says so."""
     case, wrt = layout.case, layout.wrt
-    by_hand = layout.divided(**{x: axes for x, axes in layout.axes.items() if axes == "a"})
+    by_hand = layout.sharded(**{x: axes for x, axes in layout.axes.items() if axes == "a"})
     with case.precision():
         xs, dy, expected = known(str(layout))
         with mesh_of("auto") as mesh:
@@ -567,7 +567,7 @@ def test_gradient_inside_shard_map(axis_types):
         assert_close(jax.jit(grad)(parameters, ids), expected)
 
 
-# --- upsample_nearest2d: images that are divided --------------------------------------------------
+# --- upsample_nearest2d: images that are sharded --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -580,8 +580,8 @@ def test_gradient_inside_shard_map(axis_types):
     ids=str,
 )
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
-def test_divided_images_are_gathered(axis_types, equation, axes):
-    """The other dimensions stay divided."""
+def test_sharded_images_are_gathered(axis_types, equation, axes):
+    """The other dimensions stay sharded."""
     f = functools.partial(jof.upsample_nearest2d, scale_factor=2, data_format=equation.upper())
     x = integers([{"w": 8}.get(letter, 4) for letter in equation])
     h, w = equation.index("h"), equation.index("w")
@@ -646,7 +646,7 @@ def test_16_bit_rows_are_summed_over_devices_in_float32(axis_types):
     "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"]
 )
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
-def test_lookup_in_a_divided_table_moves_bits(axis_types, dtype):
+def test_lookup_in_a_sharded_table_moves_bits(axis_types, dtype):
     """NaNs with payloads and -0 included; ids at the borders of shards, out of range, repeated."""
     table = any_bits(np.random.default_rng(0), (ROWS, 3, 2), dtype)
     expected = np.asarray(jnp.take(table, BORDERS, axis=0))
@@ -659,7 +659,7 @@ def test_lookup_in_a_divided_table_moves_bits(axis_types, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
-def test_ids_of_any_dtype_in_divided_rows(dtype):
+def test_ids_of_any_dtype_in_sharded_rows(dtype):
     """Rows beyond what the ids' dtype holds; ids beyond int32, which jnp may take for others."""
     rows, info = 1024, np.iinfo(dtype)
     near = [k * 256 + d for k in range(-5, 5) for d in (-1, 0, 1)]
@@ -686,7 +686,7 @@ def test_ids_of_any_dtype_in_divided_rows(dtype):
 
 @pytest.mark.parametrize("options", [{"mode": "clip"}, {"indices_are_sorted": True}], ids=str)
 @pytest.mark.parametrize("name", ["segment_sum", "scatter_add"])
-def test_sums_into_divided_rows(name, options):
+def test_sums_into_sharded_rows(name, options):
     """Each id is in the rows of one device, or in none; none is counted twice."""
     ids = np.sort(BORDERS[BORDERS >= 0]) if "indices_are_sorted" in options else BORDERS
     x, operand = integers((len(ids), 3)), integers((ROWS, 3), seed=1)
@@ -707,8 +707,8 @@ def test_sums_into_divided_rows(name, options):
 
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0), (2, 1), (-1, None)], ids=str)
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
-def test_batches_of_divided_tables(axis_types, axes):
-    """One mesh axis divides the batch, the other the rows of each table."""
+def test_batches_of_sharded_tables(axis_types, axes):
+    """One mesh axis shards the batch, the other the rows of each table."""
     tables, ids = integers((4, ROWS, 3)), np.stack([BORDERS[k::4][:5] for k in range(4)])
     xs = [
         x[0] if axis is None else np.moveaxis(x, 0, axis)
@@ -740,7 +740,7 @@ def test_batches_of_divided_tables(axis_types, axes):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
-def test_training_step_with_a_divided_table(axis_types, dtype):
+def test_training_step_with_a_sharded_table(axis_types, dtype):
     """Rows over one axis and examples over the other: two all-reduces, and nothing is as large as
     the table. That stays where it is without a word about it."""
     table, ids = integers((ROWS, 4), dtype=dtype), np.resize(BORDERS % ROWS, 32)
@@ -763,7 +763,7 @@ def test_training_step_with_a_divided_table(axis_types, dtype):
         assert_close(new, expected)
 
 
-# Tables that cannot be looked up in parts, by: their rows, the number of ids, what divides ids.
+# Tables that cannot be looked up in parts, by: their rows, the number of ids, what shards ids.
 GATHERED = {
     "more is looked up than there is": (8, 64, None),
     "the ids have the axis": (ROWS, 16, "a"),

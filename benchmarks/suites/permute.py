@@ -107,13 +107,12 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
     parts = rng.dirichlet(np.full(rank, 2.0)) * math.log2(n)
     if rng.random() < 0.3:
         parts[-1] = rng.uniform(0, 3)
-    shape: tuple[int, ...] = (most,)
-    while 4 * math.prod(shape) > most:
+    while True:
         shape = tuple(common.random_dimension(rng, 2**part) for part in parts)
-    axes = tuple(range(rank))
-    while axes == tuple(range(rank)):
         axes = tuple(int(i) for i in rng.permutation(rank))
-    return case(shape, axes, dtype, "random", "random")
+        moving = [axis for axis in axes if shape[axis] > 1]
+        if 4 * math.prod(shape) <= most and moving != sorted(moving):  # else nothing moves
+            return case(shape, axes, dtype, "random", "random")
 
 
 def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str, group: str) -> Work:

@@ -134,6 +134,7 @@ def _work(p: Problem) -> Work:
         sample=partial(_sample, p) if sums else _sample_rows,
         verify=partial(_verify, p) if sums else _verify_rows,
         exact=not sums,
+        terms=p.rows,
         variants={"deterministic": partial(ours, deterministic=True)} if sums else {},
         torch=partial(_TORCH[p.function], p),
         torch_inputs=(lambda torch, *x: (x[0].clone(), *x[1:])) if p.in_place else None,

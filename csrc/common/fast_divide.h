@@ -10,7 +10,9 @@
 #include "common/integers.h"
 #include "common/macros.h"
 
-JOF_NAMESPACE_BEGIN
+// All of it is inlined always, so that it needs no namespace for each instruction set: see
+// common/macros.h.
+namespace jof {
 
 JOF_HOST_DEVICE JOF_INLINE uint32_t MulHigh(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
@@ -38,9 +40,9 @@ class FastDivider {
   static constexpr Index kLimit = Index{1} << (kBits - 1);
 
 #ifndef __CUDACC_RTC__
-  FastDivider() : FastDivider(1) {}
+  JOF_INLINE FastDivider() : FastDivider(1) {}
 
-  explicit FastDivider(Index divisor) : divisor_(divisor), shift_(0) {
+  JOF_INLINE explicit FastDivider(Index divisor) : divisor_(divisor), shift_(0) {
     while ((Index{1} << shift_) < divisor) ++shift_;
     __extension__ using uint128 = unsigned __int128;
     const uint128 word = uint128{1} << kBits;
@@ -68,4 +70,4 @@ class FastDivider {
   int shift_;
 };
 
-JOF_NAMESPACE_END
+}  // namespace jof

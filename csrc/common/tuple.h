@@ -43,6 +43,16 @@ JOF_HOST_DEVICE JOF_INLINE constexpr Tuple<Head, Tail...> MakeTuple(Head head, T
   return {head, MakeTuple(tail...)};
 }
 
+// The k-th result of a function that returns one value, or a Tuple of several.
+template <int k, typename Value>
+JOF_HOST_DEVICE JOF_INLINE constexpr Value ResultOf(const Value& result) {
+  return result;
+}
+template <int k, typename... Value>
+JOF_HOST_DEVICE JOF_INLINE constexpr auto ResultOf(const Tuple<Value...>& results) {
+  return Get<k>(results);
+}
+
 // 0, 1, ..., N - 1 as a parameter pack: Indices<...> deduced from MakeIndices<N>.
 template <int... I>
 struct Indices {};

@@ -1,220 +1,268 @@
-// Elementwise ops on a CPU: the functors of ops/elementwise.h in loops that the compiler
-// vectorises.
+// The elementwise template on a CPU: a functor in loops that the compiler vectorises, a block of
+// elements at a time.
+//
+// A block is 16 vector registers of f32. What is not computed as it is stored, 16-bit floats, is
+// widened before the loop over a block and narrowed after it, each by a loop of its own: the
+// compiler does not vectorise one that does all three. Blocks of 4 and 32 registers were slower,
+// f16 relu by 5 and 45 %, bf16 silu by 25 and 0 %. Where nothing is to be converted or spread a
+// range of elements is one block.
 #pragma once
 
 #include "common/tuple.h"
 #include "common/types.h"
 #include "cpu/lanes.h"
-#include "ops/elementwise_ops.h"
+#include "ops/elementwise_call.h"
 
 JOF_NAMESPACE_BEGIN
 
-namespace internal {
-
-// Elements that a scalar operand is spread over: with four operands of f64, half of a 32 KB cache.
-constexpr int64_t kChunk = 512;
-
-// Computes n elements of each output. The parameter is one element, or null.
+// The inputs: of a kind that the call says; and, where a kernel is compiled for them, arrays, one
+// element that stands for all, and broadcast operands.
 template <typename T>
-using ElementwiseLoop = void (*)(const T* const* in, T* const* out, const T* parameter, int64_t n);
-
-template <typename Functor, typename T>
-JOF_INLINE Functor MakeFunctor(const T* parameter) {
-  if constexpr (__is_empty(Functor)) {
-    return Functor();
-  } else {
-    return Functor{Accumulator<T>::Load(*parameter)};
-  }
-}
-
-template <int k, typename C>
-JOF_INLINE C OutputOf(C result) {
-  return result;
-}
-template <int k, typename... C>
-JOF_INLINE auto OutputOf(const Tuple<C...>& result) {
-  return Get<k>(result);
-}
-
-template <typename Functor, typename T, int... i, int... o>
-JOF_INLINE void Loop(const T* const* in, T* const* out, const T* parameter, int64_t n,
-                     Indices<i...>, Indices<o...>) {
-  const Functor functor = MakeFunctor<Functor>(parameter);
-  const T* x[] = {in[i]...};
-  T* y[] = {out[o]...};
-#pragma GCC ivdep
-  for (int64_t k = 0; k < n; ++k) {
-    const auto result = functor(x[i][k]...);
-    ((y[o][k] = OutputOf<o>(result)), ...);
-  }
-}
-
-template <int kLanes, int kBlock, typename T>
-JOF_INLINE void WidenBlock(const T* in, float* out) {
-  for (int j = 0; j < kBlock; j += kLanes) {
-    Lanes<float, kLanes> lanes;
-    Load(in + j, &lanes);
-    Store(lanes, out + j);
-  }
-}
-
-template <int kLanes, int kBlock, typename T>
-JOF_INLINE void NarrowBlock(const float* in, T* out) {
-  for (int j = 0; j < kBlock; j += kLanes) {
-    Lanes<float, kLanes> lanes;
-    Load(in + j, &lanes);
-    Store(lanes, out + j);
-  }
-}
-
-// The loop for 16-bit types: a block of 16 vector registers of f32 at a time, widened, computed and
-// narrowed by loops of their own. Blocks of 4 and 32 registers were slower, f16 relu by 5 and 45 %,
-// bf16 silu by 25 and 0 %; the compiler does not vectorise one loop that does all three.
-template <typename Functor, typename T, int... i, int... o>
-JOF_INLINE void NarrowLoop(const T* const* in, T* const* out, const T* parameter, int64_t n,
-                           Indices<i...>, Indices<o...>) {
-  constexpr int kLanes = kVectorBytes / sizeof(float), kBlock = 16 * kLanes;
-  const Functor functor = MakeFunctor<Functor>(parameter);
-  const T* x[] = {in[i]...};
-  T* y[] = {out[o]...};
-  int64_t k = 0;
-  for (; k + kBlock <= n; k += kBlock) {
-    float a[sizeof...(i)][kBlock], b[sizeof...(o)][kBlock];
-    (WidenBlock<kLanes, kBlock>(x[i] + k, a[i]), ...);
-    for (int j = 0; j < kBlock; ++j) {
-      const auto result = functor(a[i][j]...);
-      ((b[o][j] = OutputOf<o>(result)), ...);
-    }
-    (NarrowBlock<kLanes, kBlock>(b[o], y[o] + k), ...);
-  }
-  for (; k < n; ++k) {
-    const auto result = functor(ToFloat(x[i][k])...);
-    (FromFloat(OutputOf<o>(result), &y[o][k]), ...);
-  }
-}
-
-template <typename Functor, typename T, int kInputs, int kOutputs>
-void Loop(const T* const* in, T* const* out, const T* parameter, int64_t n) {
-  const MakeIndices<kInputs> i;
-  const MakeIndices<kOutputs> o;
-  if constexpr (sizeof(T) == 2) {
-    NarrowLoop<Functor>(in, out, parameter, n, i, o);
-  } else {
-    Loop<Functor>(in, out, parameter, n, i, o);
-  }
-}
-
-// One for each ElementwiseOp. Functors are those of the type that is computed in.
-template <typename Stored, typename T = Compute<Stored>>
-constexpr ElementwiseLoop<Stored> kLoops[] = {
-#define JOF_LOOP(target, inputs, outputs, functor) Loop<functor, Stored, inputs, outputs>,
-    JOF_ELEMENTWISE_OPS(JOF_LOOP)
-#undef JOF_LOOP
+struct Operand {
+  using Element = T;
+};
+template <typename T>
+struct ArrayOperand {
+  using Element = T;
+};
+template <typename T>
+struct ScalarOperand {
+  using Element = T;
+};
+template <typename T, int kIndex>
+struct BroadcastOperand {
+  using Element = T;
 };
 
-template <typename T>
-void ElementwiseRange(ElementwiseOp op, const ElementwiseCall& call, int64_t begin, int64_t end) {
-  const ElementwiseLoop<T> loop = kLoops<T>[static_cast<int>(op)];
-  const ElementwiseSignature signature = kElementwiseSignatures<float>[static_cast<int>(op)];
-  const T* in[kMaxElementwiseInputs];
-  T* out[kMaxElementwiseOutputs];
-  T spread[kMaxElementwiseInputs][kChunk];
-  T unwanted[kMaxElementwiseOutputs][kChunk];
-  bool whole = true;
-  for (int k = 0; k < signature.inputs; ++k) {
-    in[k] = static_cast<const T*>(call.inputs[k]) + (call.is_scalar[k] ? 0 : begin);
-    if (!call.is_scalar[k]) continue;
-    whole = false;
-    for (int64_t j = 0; j < kChunk; ++j) spread[k][j] = *in[k];
-    in[k] = spread[k];
+namespace internal {
+
+constexpr int kElementwiseBlock = 16 * kVectorBytes / static_cast<int>(sizeof(float));
+
+// Elements as stored, of type T, to values, or values to elements.
+template <typename T, typename From, typename To>
+JOF_INLINE void Convert(const From* in, int64_t n, To* out) {
+  int64_t j = 0;
+  if constexpr (sizeof(T) == 2 && !__is_same(From, To)) {
+    constexpr int kLanes = kFullLanes<float>;
+    for (; j + kLanes <= n; j += kLanes) {
+      Lanes<float, kLanes> lanes;
+      Load(in + j, &lanes);
+      Store(lanes, out + j);
+    }
   }
-  for (int k = 0; k < signature.outputs; ++k) {
-    out[k] = call.outputs[k] ? static_cast<T*>(call.outputs[k]) + begin : unwanted[k];
-    whole = whole && call.outputs[k];
-  }
-  const T* parameter = static_cast<const T*>(call.parameter);
-  if (whole) return loop(in, out, parameter, end - begin);
-  for (int64_t i = begin; i < end; i += kChunk) {
-    loop(in, out, parameter, end - i < kChunk ? end - i : kChunk);
-    for (int k = 0; k < signature.inputs; ++k) in[k] += call.is_scalar[k] ? 0 : kChunk;
-    for (int k = 0; k < signature.outputs; ++k) out[k] += call.outputs[k] ? kChunk : 0;
+  for (; j < n; ++j) {
+    if constexpr (__is_same(From, To)) {
+      out[j] = in[j];
+    } else if constexpr (__is_same(From, T)) {
+      out[j] = Accumulator<T>::Load(in[j]);
+    } else {
+      out[j] = Accumulator<T>::Store(in[j]);
+    }
   }
 }
 
-// Calls loop(inputs, outputs, n) for chunks of a call whose arrays move as they are; scalars become
-// chunks of equal elements. Input 0 is of type uint8_t, all others are T.
-template <typename T, typename ChunkLoop>
-JOF_INLINE void ConditionalRange(const ElementwiseCall& call, int inputs, int64_t begin,
-                                 int64_t end, const ChunkLoop& loop) {
-  constexpr int64_t kElements = 256;
-  uint8_t condition_buffer[kElements];
-  T buffer[kMaxElementwiseInputs][kElements];
-  T unwanted[kMaxElementwiseOutputs][kElements];
-  const auto* conditions = static_cast<const uint8_t*>(call.inputs[0]);
-  for (int64_t j = 0; call.is_scalar[0] && j < kElements; ++j) condition_buffer[j] = *conditions;
-  for (int k = 1; k < inputs; ++k) {
-    const T* value = static_cast<const T*>(call.inputs[k]);
-    for (int64_t j = 0; call.is_scalar[k] && j < kElements; ++j) buffer[k][j] = *value;
+// The n values of a broadcast operand from result element i on.
+template <typename T, typename Value>
+__attribute__((noinline)) void Spread(const T* data, const BroadcastIndex& index, int64_t i,
+                                      int64_t n, Value* out) {
+  const int64_t inner = static_cast<int64_t>(index.inner.divisor());
+  const int64_t count = static_cast<int64_t>(index.count.divisor());
+  uint64_t within, column;
+  index.count.DivMod(index.inner.DivMod(static_cast<uint64_t>(i), &within), &column);
+  int64_t from = static_cast<int64_t>(column);
+  if (inner == 1) {
+    for (int64_t j = 0; j < n; from = 0) {
+      const int64_t part = count - from < n - j ? count - from : n - j;
+      Convert<T>(data + from, part, out + j);
+      j += part;
+    }
+    return;
   }
-  for (int64_t i = begin; i < end; i += kElements) {
-    const T* in[kMaxElementwiseInputs];
-    T* out[kMaxElementwiseOutputs];
-    for (int k = 1; k < inputs; ++k) {
-      in[k] = call.is_scalar[k] ? buffer[k] : static_cast<const T*>(call.inputs[k]) + i;
-    }
-    for (int k = 0; k < kMaxElementwiseOutputs; ++k) {
-      out[k] = call.outputs[k] ? static_cast<T*>(call.outputs[k]) + i : unwanted[k];
-    }
-    loop(call.is_scalar[0] ? condition_buffer : conditions + i, in, out,
-         end - i < kElements ? end - i : kElements);
+  int64_t left = inner - static_cast<int64_t>(within);
+  for (int64_t j = 0; j < n; left = inner) {
+    Value value;
+    Convert<T>(data + from, 1, &value);
+    const int64_t end = left < n - j ? j + left : n;
+    for (; j < end; ++j) out[j] = value;
+    from = from + 1 == count ? 0 : from + 1;
   }
 }
 
-template <typename T>
-void WhereRange(const ElementwiseCall& call, int64_t begin, int64_t end) {
-  ConditionalRange<T>(call, 3, begin, end, [](const uint8_t* c, auto in, auto out, int64_t n) {
-    const T *x = in[1], *y = in[2];
-    T* result = out[0];
+// What the loop over one block reads: x[j] for the j-th element of the block.
+template <typename Operand, typename Value>
+struct BlockInput;
+
+template <typename T, typename Value>
+struct BlockInput<ArrayOperand<T>, Value> {
+  static constexpr bool kIsBuffered = !__is_same(T, Value);
+  const T* array;
+  const Value* x = nullptr;
+  Value buffer[kIsBuffered ? kElementwiseBlock : 1];
+
+  BlockInput(const ElementwiseCall& call, int k) : array(static_cast<const T*>(call.inputs[k])) {}
+  JOF_INLINE bool IsBuffered() const { return kIsBuffered; }
+  JOF_INLINE void Begin(int64_t i, int64_t n) {
+    if constexpr (kIsBuffered) {
+      Convert<T>(array + i, n, buffer);
+    } else {
+      x = array + i;
+    }
+  }
+  JOF_INLINE Value operator[](int64_t j) const {
+    if constexpr (kIsBuffered) {
+      return buffer[j];
+    } else {
+      return x[j];
+    }
+  }
+};
+
+template <typename T, typename Value>
+struct BlockInput<ScalarOperand<T>, Value> {
+  Value value;
+
+  BlockInput(const ElementwiseCall& call, int k) {
+    Convert<T>(static_cast<const T*>(call.inputs[k]), 1, &value);
+  }
+  JOF_INLINE bool IsBuffered() const { return false; }
+  JOF_INLINE void Begin(int64_t, int64_t) {}
+  JOF_INLINE Value operator[](int64_t) const { return value; }
+};
+
+template <typename T, int kIndex, typename Value>
+struct BlockInput<BroadcastOperand<T, kIndex>, Value> {
+  const T* data;
+  const BroadcastIndex* index;
+  Value x[kElementwiseBlock];
+
+  BlockInput(const ElementwiseCall& call, int k)
+      : data(static_cast<const T*>(call.inputs[k])), index(&call.broadcasts[kIndex]) {}
+  JOF_INLINE bool IsBuffered() const { return true; }
+  JOF_INLINE void Begin(int64_t i, int64_t n) { Spread(data, *index, i, n, x); }
+  JOF_INLINE Value operator[](int64_t j) const { return x[j]; }
+};
+
+template <typename T, typename Value>
+struct BlockInput<Operand<T>, Value> {
+  static constexpr bool kIsConverted = !__is_same(T, Value);
+  const T* data;
+  int64_t kind;
+  const BroadcastIndex* index;
+  const Value* x = nullptr;
+  Value buffer[kElementwiseBlock];
+
+  BlockInput(const ElementwiseCall& call, int k)
+      : data(static_cast<const T*>(call.inputs[k])),
+        kind(call.kinds[k]),
+        index(kind >= kBroadcast ? &call.broadcasts[kind - kBroadcast] : nullptr) {
+    if (kind != kScalar) return;
+    Convert<T>(data, 1, buffer);
+    for (int j = 1; j < kElementwiseBlock; ++j) buffer[j] = buffer[0];
+  }
+  JOF_INLINE bool IsBuffered() const { return kIsConverted || kind != kArray; }
+  JOF_INLINE void Begin(int64_t i, int64_t n) {
+    if (__builtin_expect(kind == kArray, 1)) {
+      if constexpr (kIsConverted) {
+        Convert<T>(data + i, n, buffer);
+      } else {
+        x = data + i;
+      }
+      return;
+    }
+    x = buffer;
+    if (kind >= kBroadcast) Spread(data, *index, i, n, buffer);
+  }
+  JOF_INLINE Value operator[](int64_t j) const {
+    if constexpr (kIsConverted) {
+      return buffer[j];
+    } else {
+      return x[j];
+    }
+  }
+};
+
+// What it writes: At(j), which End takes to the array. Nobody may want it.
+template <typename T, typename Value>
+struct BlockOutput {
+  static constexpr bool kIsConverted = !__is_same(T, Value);
+  T* array;
+  Value* y = nullptr;
+  Value buffer[kElementwiseBlock];
+
+  BlockOutput(const ElementwiseCall& call, int k) : array(static_cast<T*>(call.outputs[k])) {}
+  JOF_INLINE bool IsBuffered() const { return kIsConverted || array == nullptr; }
+  JOF_INLINE void Begin(int64_t i) {
+    if constexpr (!kIsConverted) y = array == nullptr ? buffer : array + i;
+  }
+  JOF_INLINE Value& At(int64_t j) {
+    if constexpr (kIsConverted) {
+      return buffer[j];
+    } else {
+      return y[j];
+    }
+  }
+  JOF_INLINE void End(int64_t i, int64_t n) {
+    if constexpr (kIsConverted) {
+      if (array != nullptr) Convert<T>(buffer, n, array + i);
+    }
+  }
+};
+
+// What a functor gets and gives for an element of type T.
+template <typename Functor, typename T, bool kOnStorage = __is_base_of(OnStorage, Functor)>
+struct ValueOf {
+  using type = Compute<T>;
+};
+template <typename Functor, typename T>
+struct ValueOf<Functor, T, true> {
+  using type = T;
+};
+template <typename Functor, typename T>
+using FunctorValue = typename ValueOf<Functor, T>::type;
+
+template <typename Functor, typename Outputs, typename Inputs>
+struct ElementwiseLoop;
+
+template <typename Functor, typename... Out, typename... In>
+struct ElementwiseLoop<Functor, Tuple<Out*...>, Tuple<In...>> {
+  using Inputs = Tuple<BlockInput<In, FunctorValue<Functor, typename In::Element>>...>;
+  using Outputs = Tuple<BlockOutput<Out, FunctorValue<Functor, Out>>...>;
+
+  // Computes elements [begin, end) of a call.
+  static void Run(const Functor& functor, const ElementwiseCall& call, int64_t begin, int64_t end) {
+    Run(functor, call, begin, end, MakeIndices<sizeof...(In)>(), MakeIndices<sizeof...(Out)>());
+  }
+
+ private:
+  template <int... i, int... o>
+  JOF_INLINE static void Run(const Functor& functor, const ElementwiseCall& call, int64_t begin,
+                             int64_t end, Indices<i...> inputs, Indices<o...> outputs) {
+    Inputs in{MakeTuple(BlockInput<In, FunctorValue<Functor, typename In::Element>>(call, i)...)};
+    Outputs out{MakeTuple(BlockOutput<Out, FunctorValue<Functor, Out>>(call, o)...)};
+    if (!((Get<i>(in).IsBuffered() || ...) || (Get<o>(out).IsBuffered() || ...))) {
+      return Block(functor, begin, end - begin, in, inputs, out, outputs);
+    }
+    int64_t k = begin;
+    for (; k + kElementwiseBlock <= end; k += kElementwiseBlock) {
+      Block(functor, k, kElementwiseBlock, in, inputs, out, outputs);
+    }
+    if (k < end) Block(functor, k, end - k, in, inputs, out, outputs);
+  }
+
+  template <int... i, int... o>
+  JOF_INLINE static void Block(const Functor& functor, int64_t begin, int64_t n, Inputs& in,
+                               Indices<i...>, Outputs& out, Indices<o...>) {
+    (Get<i>(in).Begin(begin, n), ...);
+    (Get<o>(out).Begin(begin), ...);
+    const Functor local = functor;  // results might overwrite a functor that is referred to
 #pragma GCC ivdep
-    for (int64_t k = 0; k < n; ++k) result[k] = Where<T>()(c[k], x[k], y[k]);
-  });
-}
-
-template <typename T>
-void WhereVjpRange(const ElementwiseCall& call, int64_t begin, int64_t end) {
-  ConditionalRange<T>(call, 2, begin, end, [](const uint8_t* c, auto in, auto out, int64_t n) {
-    const T* ct = in[1];
-    T *x = out[0], *y = out[1];
-#pragma GCC ivdep
-    for (int64_t k = 0; k < n; ++k) {
-      const auto cts = WhereVjp<T>()(c[k], ct[k]);
-      x[k] = Get<0>(cts);
-      y[k] = Get<1>(cts);
+    for (int64_t j = 0; j < n; ++j) {
+      const auto result = local(Get<i>(in)[j]...);
+      ((Get<o>(out).At(j) = ResultOf<o>(result)), ...);
     }
-  });
-}
+    (Get<o>(out).End(begin, n), ...);
+  }
+};
 
 }  // namespace internal
-
-// Elements [begin, end) of a call. `type` is a FloatType.
-inline void ElementwiseRange(ElementwiseOp op, int type, const ElementwiseCall& call, int64_t begin,
-                             int64_t end) {
-  DispatchFloat(static_cast<FloatType>(type), [&](auto tag) {
-    internal::ElementwiseRange<typename decltype(tag)::type>(op, call, begin, end);
-  });
-}
-
-inline void WhereRange(int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end) {
-  DispatchWord(element_bytes, [&](auto tag) {
-    internal::WhereRange<typename decltype(tag)::type>(call, begin, end);
-  });
-}
-
-inline void WhereVjpRange(int element_bytes, const ElementwiseCall& call, int64_t begin,
-                          int64_t end) {
-  DispatchWord(element_bytes, [&](auto tag) {
-    internal::WhereVjpRange<typename decltype(tag)::type>(call, begin, end);
-  });
-}
-
 JOF_NAMESPACE_END

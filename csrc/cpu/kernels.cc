@@ -5,7 +5,7 @@
 #include "cpu/kernels.h"
 
 #include "cpu/cast.h"
-#include "cpu/elementwise.h"
+#include "cpu/elementwise_ops.h"
 #include "cpu/permute.h"
 #include "cpu/scatter.h"
 #include "cpu/upsample_nearest2d.h"

@@ -15,9 +15,8 @@ using Always = T;
 template <typename Functor, typename T, int... i, int... o>
 cudaError_t LaunchFunctor(const ElementwiseCall& call, Indices<i...>, Indices<o...>,
                           cudaStream_t stream) {
-  const Tuple<Always<T*, o>...> out = MakeTuple(static_cast<T*>(call.outputs[o])...);
-  const Tuple<Always<Operand<T>, i>...> in =
-      MakeTuple(Operand<T>{static_cast<const T*>(call.inputs[i]), call.is_scalar[i]}...);
+  const Tuple<Always<T*, o>...> out = MakeTuple(OutputOf<T>(call, o)...);
+  const Tuple<Always<Operand<T>, i>...> in = MakeTuple(InputOf<T>(call, i)...);
   if constexpr (__is_empty(Functor)) {
     return LaunchElementwise(SimpleFactory<Functor>(), call.n, out, in, stream);
   } else {

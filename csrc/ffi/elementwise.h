@@ -1,9 +1,12 @@
-// The FFI signature of the elementwise ops, for both backends.
+// The FFI signature of the elementwise ops, built-in and compiled at run time, for both backends.
 //
-// Operands and results are arrays of one shape; operands may also be scalars (rank 0), which stand
-// for an array of equal elements. After the inputs comes the parameter, a scalar, where the op has
-// one. The attribute `wanted` says which outputs are results of the call, bit k for output k.
+// Results are arrays of one shape. Operands are arrays of that shape; scalars, of rank 0; or arrays
+// of that rank with size 1 in the dimensions that they are broadcast over, the others side by side.
+// After the inputs comes the parameter, a scalar, where the op has one. The attribute `wanted` says
+// which outputs of a built-in op are results of the call, bit k for output k.
 #pragma once
+
+#include <string_view>
 
 #include "ffi/decode.h"
 #include "ops/cast.h"
@@ -41,61 +44,147 @@ inline bool AsFloat(ffi::DataType type, FloatType* out) {
 
 inline ffi::AnyBuffer FirstResult(ffi::RemainingRets rets) { return **rets.get<ffi::AnyBuffer>(0); }
 
-// Fills in *call. Only counts and shapes are checked, and that the results have one type.
-inline ffi::Error DecodeElementwise(const ElementwiseSignature& op, ffi::RemainingArgs args,
-                                    ffi::RemainingRets rets, int64_t wanted,
+// An operand beside the results: element i of these reads its element (i / inner) % count.
+struct OperandLayout {
+  OperandKind kind;
+  int64_t inner, count;
+};
+
+// False where the operand's elements are not `inner` and `count` for any.
+inline bool LayoutOf(ffi::AnyBuffer::Dimensions shape, ffi::AnyBuffer::Dimensions result,
+                     OperandLayout* layout) {
+  *layout = {kScalar, 1, 1};
+  if (shape.size() == 0) return true;
+  if (shape.size() != result.size()) return false;
+  // There may be one run of dimensions that vary. Those of size 1 in both do not interrupt it.
+  bool is_broadcast = false, has_run = false, has_ended = false;
+  for (size_t d = result.size(); d-- > 0;) {
+    if (shape[d] != 1 && shape[d] != result[d]) return false;
+    if (result[d] == 1) continue;
+    if (shape[d] == 1) {
+      is_broadcast = true;
+      has_ended = has_run;
+      if (!has_run) layout->inner *= result[d];
+    } else {
+      if (has_ended) return false;
+      has_run = true;
+      layout->count *= shape[d];
+    }
+  }
+  layout->kind = !is_broadcast ? kArray : has_run ? kBroadcast : kScalar;
+  if (!has_run) layout->inner = 1;
+  return true;
+}
+
+// Sets broadcasts[index] unless it is set to something else.
+inline bool SetBroadcast(const OperandLayout& layout, int index, ElementwiseCall* call) {
+  const auto inner = static_cast<uint64_t>(layout.inner),
+             count = static_cast<uint64_t>(layout.count);
+  BroadcastIndex& known = call->broadcasts[index];
+  if (known.count.divisor() == 1) {  // a broadcast operand has more elements
+    known = {FastDivider<uint64_t>(inner), FastDivider<uint64_t>(count)};
+  }
+  return known.inner.divisor() == inner && known.count.divisor() == count;
+}
+
+// Sets the kind of operand k. `compiled_for` is the kind that a kernel is compiled for, or -1: that
+// of its layout. An array is also broadcast, over nothing; a scalar over everything.
+inline bool DecodeOperand(ffi::AnyBuffer::Dimensions shape, ffi::AnyBuffer::Dimensions result,
+                          int64_t compiled_for, size_t k, ElementwiseCall* call) {
+  OperandLayout layout;
+  if (!LayoutOf(shape, result, &layout)) return false;
+  if (call->n == 0) layout = {kScalar, 1, 1};  // nothing is read
+  const bool is_scalar = layout.count == 1;
+  if (compiled_for == kArray || compiled_for == kScalar) {
+    call->kinds[k] = static_cast<uint8_t>(compiled_for);
+    return call->n == 0 || (compiled_for == kArray ? layout.kind == kArray : is_scalar);
+  }
+  if (compiled_for >= 0) {
+    call->kinds[k] = static_cast<uint8_t>(compiled_for);
+    return compiled_for < kBroadcast + kMaxBroadcasts &&
+           SetBroadcast(layout, static_cast<int>(compiled_for - kBroadcast), call);
+  }
+  call->kinds[k] = static_cast<uint8_t>(layout.kind);
+  if (layout.kind != kBroadcast) return true;
+  for (int index = 0; index < kMaxBroadcasts; ++index, ++call->kinds[k]) {
+    if (SetBroadcast(layout, index, call)) return true;
+  }
+  return false;
+}
+
+// Fills in *call but for `access` and `split`. Only counts and shapes are checked. Of the outputs,
+// the results are those that `wanted` has a bit for. `compiled_for` has the kinds of the operands
+// of a kernel that is compiled at run time.
+inline ffi::Error DecodeElementwise(std::string_view name, size_t inputs, bool has_parameter,
+                                    size_t outputs, int64_t wanted, const int64_t* compiled_for,
+                                    ffi::RemainingArgs args, ffi::RemainingRets rets,
                                     ElementwiseCall* call) {
   *call = ElementwiseCall{};
-  const int operands = op.inputs + (op.has_parameter ? 1 : 0);
-  if (static_cast<int>(args.size()) != operands) {
-    return InvalidArgument(op.target, ": expected ", operands, " operands, got ", args.size());
+  const size_t operands = inputs + (has_parameter ? 1 : 0);
+  if (args.size() != operands) {
+    return InvalidArgument(name, ": expected ", operands, " operands, got ", args.size());
   }
-  if (wanted <= 0 || wanted >= int64_t{1} << op.outputs) {
-    return InvalidArgument(op.target, ": wanted must name some of the ", op.outputs,
+  if (wanted <= 0 || wanted >= int64_t{1} << outputs) {
+    return InvalidArgument(name, ": wanted must name some of the ", outputs,
                            " outputs by a bit each, got ", wanted);
   }
   size_t expected = 0;
-  for (int k = 0; k < op.outputs; ++k) expected += wanted >> k & 1;
+  for (size_t k = 0; k < outputs; ++k) expected += wanted >> k & 1;
   if (rets.size() != expected) {
-    return InvalidArgument(op.target, ": expected ", expected, " results, got ", rets.size());
+    return InvalidArgument(name, ": expected ", expected, " results, got ", rets.size());
   }
   const ffi::AnyBuffer result = FirstResult(rets);
+  call->n = static_cast<int64_t>(result.element_count());
   size_t results = 0;
-  for (int k = 0; k < op.outputs; ++k) {
+  for (size_t k = 0; k < outputs; ++k) {
     if ((wanted >> k & 1) == 0) continue;
     auto out = rets.get<ffi::AnyBuffer>(results++);
     if (out.has_error()) return out.error();
-    if (!SameShape(**out, result) || (*out)->element_type() != result.element_type()) {
-      return InvalidArgument(op.target, ": results must have one shape and element type");
-    }
+    if (!SameShape(**out, result)) return InvalidArgument(name, ": results must have one shape");
     call->outputs[k] = (*out)->untyped_data();
   }
-  for (int k = 0; k < operands; ++k) {
-    auto in = args.get<ffi::AnyBuffer>(static_cast<size_t>(k));
+  for (size_t k = 0; k < operands; ++k) {
+    auto in = args.get<ffi::AnyBuffer>(k);
     if (in.has_error()) return in.error();
-    const bool is_scalar = in->dimensions().size() == 0;
-    if (k == op.inputs) {
-      if (!is_scalar) {
-        return InvalidArgument(op.target, ": the parameter must be a scalar, got shape ",
+    if (k == inputs) {
+      if (in->dimensions().size() != 0) {
+        return InvalidArgument(name, ": the parameter must be a scalar, got shape ",
                                ShapeString(in->dimensions()));
       }
       call->parameter = in->untyped_data();
       continue;
     }
-    if (!is_scalar && !SameShape(*in, result)) {
-      return InvalidArgument(op.target, ": operand ", k, " must be a scalar or have shape ",
-                             ShapeString(result.dimensions()), ", got ",
+    const int64_t kind = compiled_for == nullptr ? -1 : compiled_for[k];
+    if (!DecodeOperand(in->dimensions(), result.dimensions(), kind, k, call)) {
+      return InvalidArgument(name, ": operand ", k, compiled_for ? " does not have the kind " : "",
+                             compiled_for ? std::to_string(kind) : "",
+                             compiled_for ? " that the kernel is compiled for: it" : "",
+                             " must be a scalar, have shape ", ShapeString(result.dimensions()),
+                             ", or be broadcast to it over all dimensions but neighbours, got ",
                              ShapeString(in->dimensions()));
     }
     call->inputs[k] = in->untyped_data();
-    call->is_scalar[k] = is_scalar;
-  }
-  call->n = static_cast<int64_t>(result.element_count());
-  if (op.inputs == 1 && call->is_scalar[0] && result.dimensions().size() != 0) {
-    return InvalidArgument(op.target, ": the operand must have the shape of the result, ",
-                           ShapeString(result.dimensions()), ", got a scalar");
   }
   return ffi::Error::Success();
+}
+
+// A built-in op, all of whose results have one type.
+inline ffi::Error DecodeBuiltIn(const ElementwiseSignature& op, ffi::RemainingArgs args,
+                                ffi::RemainingRets rets, int64_t wanted, ElementwiseCall* call) {
+  ffi::Error error =
+      DecodeElementwise(op.target, static_cast<size_t>(op.inputs), op.has_parameter,
+                        static_cast<size_t>(op.outputs), wanted, nullptr, args, rets, call);
+  if (error.failure()) return error;
+  if (op.inputs == 1 && call->kinds[0] != kArray && call->n > 1) {
+    return InvalidArgument(op.target, ": the operand must have the shape of the result, ",
+                           ShapeString(FirstResult(rets).dimensions()));
+  }
+  for (size_t k = 1; k < rets.size(); ++k) {
+    if ((*rets.get<ffi::AnyBuffer>(k))->element_type() != FirstResult(rets).element_type()) {
+      return InvalidArgument(op.target, ": results must have one element type");
+    }
+  }
+  return error;
 }
 
 // The arithmetic ops: all operands and results have one floating-point type.
@@ -103,7 +192,7 @@ inline ffi::Error DecodeArithmetic(ElementwiseOp op, ffi::RemainingArgs args,
                                    ffi::RemainingRets rets, int64_t wanted, ElementwiseCall* call,
                                    FloatType* type) {
   const ElementwiseSignature& signature = SignatureOf(op);
-  ffi::Error error = DecodeElementwise(signature, args, rets, wanted, call);
+  ffi::Error error = DecodeBuiltIn(signature, args, rets, wanted, call);
   if (error.failure()) return error;
   const ffi::AnyBuffer result = FirstResult(rets);
   if (!AsFloat(result.element_type(), type)) {
@@ -123,7 +212,7 @@ inline ffi::Error DecodeArithmetic(ElementwiseOp op, ffi::RemainingArgs args,
 inline ffi::Error DecodeWhere(const ElementwiseSignature& signature, ffi::RemainingArgs args,
                               ffi::RemainingRets rets, int64_t wanted, ElementwiseCall* call,
                               int* element_bytes) {
-  ffi::Error error = DecodeElementwise(signature, args, rets, wanted, call);
+  ffi::Error error = DecodeBuiltIn(signature, args, rets, wanted, call);
   if (error.failure()) return error;
   const ffi::AnyBuffer result = FirstResult(rets);
   *element_bytes = MovableBytes(result.element_type());
@@ -173,7 +262,7 @@ inline bool AsReal(ffi::DataType type, RealType* out) {
 // cast(x): both types are real.
 inline ffi::Error DecodeCast(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t wanted,
                              ElementwiseCall* call, RealType* from, RealType* to) {
-  ffi::Error error = DecodeElementwise(kCast, args, rets, wanted, call);
+  ffi::Error error = DecodeBuiltIn(kCast, args, rets, wanted, call);
   if (error.failure()) return error;
   if (!AsReal(args.get<ffi::AnyBuffer>(0)->element_type(), from) ||
       !AsReal(FirstResult(rets).element_type(), to)) {

@@ -243,7 +243,7 @@ struct Divide {
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x, C y) const { return x / y; }
   JOF_HOST_DEVICE JOF_INLINE Tuple<C, C> Vjp(C x, C y, C ct) const {
     const C dx = ct / y;
-    return MakeTuple(dx, -dx * (x / y));
+    return MakeTuple(dx, -(dx * x) / y);  // x / y may overflow where this does not
   }
 };
 

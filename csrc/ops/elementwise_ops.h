@@ -13,6 +13,7 @@
 
 #include "common/macros.h"
 #include "ops/elementwise.h"
+#include "ops/elementwise_call.h"
 
 #define JOF_ELEMENTWISE_OPS(X)          \
   JOF_UNARY(X, relu, Relu)              \
@@ -52,23 +53,11 @@ namespace jof {
 enum class ElementwiseOp { JOF_ELEMENTWISE_OPS(JOF_ENUMERATOR) };
 #undef JOF_ENUMERATOR
 
-inline constexpr int kMaxElementwiseInputs = 4;
-inline constexpr int kMaxElementwiseOutputs = 2;
-
 struct ElementwiseSignature {
   const char* target;
   int inputs;
   int outputs;
   bool has_parameter;
-};
-
-// One call: n elements of every array.
-struct ElementwiseCall {
-  int64_t n;
-  const void* inputs[kMaxElementwiseInputs];
-  bool is_scalar[kMaxElementwiseInputs];  // one element that stands for n
-  const void* parameter;                  // one element, the functor's member, or null
-  void* outputs[kMaxElementwiseOutputs];  // null where nobody wants it
 };
 
 }  // namespace jof

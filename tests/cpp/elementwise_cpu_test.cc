@@ -16,6 +16,7 @@
 
 using namespace jof;
 
+constexpr int kMaxArrays = 4;     // of a built-in op
 constexpr int64_t kOffsets = 17;  // 0 to 16 elements
 constexpr int64_t kLongest = 5100;
 constexpr uint8_t kGuard = 0xa5;
@@ -182,7 +183,7 @@ class OpTest {
 
  private:
   struct Want {
-    T values[kMaxElementwiseOutputs];
+    T values[kMaxArrays];
     double slack;  // how far a result may be from it beside kUlps
   };
 
@@ -194,7 +195,7 @@ class OpTest {
       terms = std::fabs(double(in[signature_.inputs - 1])) * (1 + std::fabs(double(in[0])));
     } else if (std::strstr(signature_.target, "_jvp") != nullptr) {
       for (const int k : {2, 3}) {
-        Compute<T> only[] = {in[0], in[1], 0, 0}, term[kMaxElementwiseOutputs];
+        Compute<T> only[] = {in[0], in[1], 0, 0}, term[kMaxArrays];
         only[k] = in[k];
         kReferences<Compute<T>>[op_](only, parameter, term);
         terms += std::fabs(double(term[0]));
@@ -208,7 +209,7 @@ class OpTest {
     std::vector<Want> want;
     const Compute<T> parameter = Accumulator<T>::Load(parameter_);
     for (int64_t i = 0; i < kLongest; ++i) {
-      Compute<T> in[kMaxElementwiseInputs], out[kMaxElementwiseOutputs]{};
+      Compute<T> in[kMaxArrays], out[kMaxArrays]{};
       for (int k = 0; k < signature_.inputs; ++k) {
         in[k] = Accumulator<T>::Load(inputs_[k][static_cast<size_t>(scalars >> k & 1 ? k : i)]);
       }
@@ -231,7 +232,7 @@ class OpTest {
                     static_cast<size_t>(n) * sizeof(T));
       }
       call.inputs[k] = in.back().data();
-      call.is_scalar[k] = scalar;
+      call.kinds[k] = scalar ? kScalar : kArray;
     }
     for (int k = 0; k < signature_.outputs; ++k) {
       out.emplace_back((3 * c.offset + 5 * k) % kOffsets, c.n, kMargin);
@@ -267,7 +268,7 @@ class OpTest {
   const int op_;
   const FloatType type_;
   const ElementwiseSignature signature_;
-  std::vector<T> inputs_[kMaxElementwiseInputs];
+  std::vector<T> inputs_[kMaxArrays];
   std::vector<Want> want_;
   T parameter_;
 };
@@ -306,14 +307,14 @@ void TestWhere(bool vjp, const Case& c) {
     conditions.data()[i] = static_cast<uint8_t>(condition(i));
   }
   call.inputs[0] = conditions.data();
-  call.is_scalar[0] = c.scalars & 1;
+  call.kinds[0] = c.scalars & 1 ? kScalar : kArray;
   std::vector<Array<T>> in, out;
   for (int k = 1; k < inputs; ++k) {
     const bool scalar = c.scalars >> k & 1;
     in.emplace_back(offset(k), scalar ? 1 : c.n, 0);
     for (int64_t i = 0; i < (scalar ? 1 : c.n); ++i) in.back().data()[i] = Bits<T>(k, i);
     call.inputs[k] = in.back().data();
-    call.is_scalar[k] = scalar;
+    call.kinds[k] = scalar ? kScalar : kArray;
   }
   for (int k = 0; k < outputs; ++k) {
     out.emplace_back(offset(k + 3), c.n, kMargin);
@@ -357,7 +358,56 @@ void TestWhere() {
   }
 }
 
+// ---- broadcast operands ----
+
+// x * y of small integers where either is broadcast, both by different indices, or one is a scalar.
+template <typename T>
+void TestBroadcasts(FloatType type) {
+  const struct {
+    uint64_t inner, count;
+  } indices[] = {{1, 1},   {1, 48}, {1, 5},   {1, 4800}, {48, 100},
+                 {5, 960}, {16, 6}, {600, 8}, {1200, 2}};
+  constexpr int64_t n = 4800;
+  const auto value = [](int k, uint64_t i) { return FromValue<T>(double((i * 7 + k) % 23) - 11); };
+  for (const auto& first : indices) {
+    for (const auto& second : indices) {
+      const uint64_t inner[] = {first.inner, second.inner}, count[] = {first.count, second.count};
+      for (const int64_t begin : {0, 1, 255, 1201}) {
+        ElementwiseCall call{};
+        call.n = n;
+        std::vector<Array<T>> in;
+        for (int k = 0; k < 2; ++k) {
+          in.emplace_back(3 + 4 * k, static_cast<int64_t>(count[k]), 0);
+          for (uint64_t i = 0; i < count[k]; ++i) in.back().data()[i] = value(k, i);
+          call.inputs[k] = in.back().data();
+          call.kinds[k] = static_cast<uint8_t>(count[k] == 1 ? kScalar : kBroadcast + k);
+          call.broadcasts[k] = {FastDivider<uint64_t>(inner[k]), FastDivider<uint64_t>(count[k])};
+        }
+        Array<T> out(2, n, kMargin);
+        call.outputs[0] = out.data();
+        const int64_t end = n - begin % 7;
+        BestCpuKernels().elementwise(ElementwiseOp::multiply, static_cast<int>(type), call, begin,
+                                     end);
+        out.CheckUntouched(begin, end);
+        for (int64_t i = begin; i < end; ++i) {
+          const auto at = [&](int k) {
+            const T x = value(k, static_cast<uint64_t>(i) / inner[k] % count[k]);
+            return Accumulator<T>::Load(x);
+          };
+          JOF_CHECK(Accumulator<T>::Load(out.data()[i]) == at(0) * at(1),
+                    "element %ld where inner is %ld and %ld, count %ld and %ld", long(i),
+                    long(inner[0]), long(inner[1]), long(count[0]), long(count[1]));
+        }
+      }
+    }
+  }
+}
+
 int main() {
+  TestBroadcasts<Half>(FloatType::kF16);
+  TestBroadcasts<BFloat16>(FloatType::kBF16);
+  TestBroadcasts<float>(FloatType::kF32);
+  TestBroadcasts<double>(FloatType::kF64);
   TestOps<Half>(FloatType::kF16);
   TestOps<BFloat16>(FloatType::kBF16);
   TestOps<float>(FloatType::kF32);

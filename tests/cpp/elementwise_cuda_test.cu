@@ -20,9 +20,13 @@ using namespace jof;
 ElementwiseCall CallOf(const Case& c, const void* const* in, void* const* out) {
   ElementwiseCall call{};
   call.n = c.n;
-  std::copy_n(in, kMaxElementwiseInputs, call.inputs);
-  std::copy_n(out, kMaxElementwiseOutputs, call.outputs);
-  for (int k = 0; k < kMaxElementwiseInputs; ++k) call.is_scalar[k] = c.scalars >> k & 1;
+  std::copy_n(in, kMaxArrays, call.inputs);
+  std::copy_n(out, kMaxArrays, call.outputs);
+  call.broadcasts[0] = {FastDivider<uint64_t>(static_cast<uint64_t>(c.inner)),
+                        FastDivider<uint64_t>(static_cast<uint64_t>(c.count))};
+  for (int k = 0; k < kMaxArrays; ++k) {
+    call.kinds[k] = c.scalars >> k & 1 ? kScalar : c.broadcasts >> k & 1 ? kBroadcast : kArray;
+  }
   return call;
 }
 
@@ -41,6 +45,26 @@ std::vector<Case> ScalarsAndUnwanted(int pack, int inputs, int outputs) {
           if (g_brief && (n != 100 || offset != 0)) continue;
           cases.push_back(Common(n, offset, scalars, unwanted));
         }
+      }
+    }
+  }
+  return cases;
+}
+
+// Broadcast operands in all positions: rows, columns, channels, with packs and without.
+std::vector<Case> Broadcasts(int pack, int inputs) {
+  std::vector<Case> cases;
+  if (inputs == 1) return cases;
+  constexpr int64_t kIndices[][2] = {{1, 48}, {1, 15}, {48, 20}, {5, 192}, {16, 6}, {1, 960}};
+  for (unsigned broadcasts = 1; broadcasts < 1u << inputs; ++broadcasts) {
+    for (const auto& [inner, count] : kIndices) {
+      for (const int64_t offset : {0, pack - 1}) {
+        if (g_brief && (offset != 0 || broadcasts % 2 == 0)) continue;
+        Case c = Common(960, offset);
+        c.broadcasts = broadcasts;
+        c.inner = inner;
+        c.count = count;
+        cases.push_back(c);
       }
     }
   }
@@ -242,6 +266,7 @@ void TestWhere(bool vjp) {
   subject.Run(CommonOffsets(subject.pack));
   subject.Run(OwnOffsets(subject.pack, inputs, outputs, 512));
   subject.Run(ScalarsAndUnwanted(subject.pack, inputs, outputs));
+  subject.Run(Broadcasts(subject.pack, inputs));
 }
 
 // ---- functors of this test in the template ----
@@ -249,9 +274,8 @@ void TestWhere(bool vjp) {
 template <typename Functor, typename... Out, int... o, typename... In, int... i>
 cudaError_t LaunchTyped(TypeTag<Tuple<Out...>>, Indices<o...>, TypeTag<Tuple<In...>>, Indices<i...>,
                         const Case& c, const void* const* in, void* const* out) {
-  return LaunchElementwise(
-      SimpleFactory<Functor>(), c.n, MakeTuple(static_cast<Out*>(out[o])...),
-      MakeTuple(Operand<In>{static_cast<const In*>(in[i]), (c.scalars >> i & 1) != 0}...), nullptr);
+  return LaunchElementwise(SimpleFactory<Functor>(), c.n, MakeTuple(static_cast<Out*>(out[o])...),
+                           MakeTuple(InputOf<In>(CallOf(c, in, out), i)...), nullptr);
 }
 
 // Functor::Want(in, packed, out) computes on the host.
@@ -426,9 +450,9 @@ void TestManyElements() {
   for (const auto& offset : offsets) {
     CHECK_CUDA(cudaMemset(out.data(), kGuard, static_cast<size_t>(total)));
     fill(x, offset[0], 2, 255);
-    CHECK_CUDA(
-        LaunchElementwise(SimpleFactory<Flip>(), n, MakeTuple(out.data() + kGuardBytes + offset[1]),
-                          MakeTuple(Operand<uint8_t>{x.data() + offset[0], false}), nullptr));
+    CHECK_CUDA(LaunchElementwise(
+        SimpleFactory<Flip>(), n, MakeTuple(out.data() + kGuardBytes + offset[1]),
+        MakeTuple(Operand<uint8_t>{x.data() + offset[0], kArray, {}, {}}), nullptr));
     expect(offset[1], Check::kFlip, "Flip");
   }
   CHECK_CUDA(cudaMemset(out.data(), kGuard, static_cast<size_t>(total)));

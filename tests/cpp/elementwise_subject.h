@@ -1,6 +1,6 @@
 // What the tests of elementwise CUDA kernels share: launches with arrays at chosen offsets, scalars
-// and rows, compared with a reference on the host. Everything around the elements that a call is to
-// write must stay untouched.
+// and broadcast operands, compared with a reference on the host. Everything around the elements
+// that a call is to write must stay untouched.
 #pragma once
 
 #include <algorithm>
@@ -53,10 +53,10 @@ struct Case {
   int64_t n;
   int64_t in_offsets[kMaxArrays];  // elements after a 64-byte boundary
   int64_t out_offsets[kMaxArrays];
-  unsigned scalars = 0;   // a bit for each input
-  unsigned unwanted = 0;  // a bit for each output
-  unsigned rows = 0;      // a bit for each input: a vector along the last axis,
-  int64_t row_length = 1;
+  unsigned scalars = 0;     // a bit for each input
+  unsigned unwanted = 0;    // a bit for each output
+  unsigned broadcasts = 0;  // a bit for each input: element i reads (i / inner) % count
+  int64_t inner = 1, count = 1;
 };
 
 inline Case Common(int64_t n, int64_t offset, unsigned scalars = 0, unsigned unwanted = 0) {
@@ -136,14 +136,14 @@ class Subject {
   // A scalar is the input's element k + 1 at any offset.
   int64_t ElementOf(const Case& c, size_t k, int64_t i) const {
     if (c.scalars >> k & 1) return static_cast<int64_t>(k) + 1;
-    return c.in_offsets[k] + (c.rows >> k & 1 ? i % c.row_length : i);
+    return c.in_offsets[k] + (c.broadcasts >> k & 1 ? i / c.inner % c.count : i);
   }
 
   const void* InputOf(const Case& c, size_t k, std::vector<std::unique_ptr<DeviceMemory>>* exact) {
     const int64_t first = ElementOf(c, k, 0) * InBytes(k);
     const uint8_t* source = pools_[k]->data() + first;
     if (!g_brief) return source;
-    const int64_t elements = c.scalars >> k & 1 ? 1 : c.rows >> k & 1 ? c.row_length : c.n;
+    const int64_t elements = c.scalars >> k & 1 ? 1 : c.broadcasts >> k & 1 ? c.count : c.n;
     const int64_t bytes = elements * InBytes(k);
     exact->push_back(std::make_unique<DeviceMemory>(first + bytes));
     uint8_t* copy = exact->back()->data() + first;
@@ -160,7 +160,7 @@ class Subject {
         if ((offset + head) * bytes % std::min<int64_t>(bytes * pack, 16) != 0) aligned = false;
       };
       for (size_t k = 0; k < inputs.size(); ++k) {
-        if (!((c.scalars | c.rows) >> k & 1)) visit(InBytes(k), c.in_offsets[k]);
+        if (!((c.scalars | c.broadcasts) >> k & 1)) visit(InBytes(k), c.in_offsets[k]);
       }
       for (size_t k = 0; k < out_bytes.size(); ++k) {
         if (!(c.unwanted >> k & 1)) visit(out_bytes[k], c.out_offsets[k]);
@@ -189,11 +189,11 @@ class Subject {
         const bool same = std::memcmp(got, wanted.bytes[k], static_cast<size_t>(out_bytes[k])) == 0;
         JOF_CHECK(same || (compare && compare(got, wanted.bytes[k], wanted.slack[k])),
                   "%s: element %ld of %ld of output %ld, offsets %ld %ld %ld %ld -> %ld %ld, "
-                  "scalars %u, rows %u of %ld: got %s, want %s",
+                  "scalars %u, broadcasts %u by %ld, %ld: got %s, want %s",
                   name.c_str(), long(i), long(c.n), long(k), long(c.in_offsets[0]),
                   long(c.in_offsets[1]), long(c.in_offsets[2]), long(c.in_offsets[3]),
-                  long(c.out_offsets[0]), long(c.out_offsets[1]), c.scalars, c.rows,
-                  long(c.row_length), Hex(got, out_bytes[k]).c_str(),
+                  long(c.out_offsets[0]), long(c.out_offsets[1]), c.scalars, c.broadcasts,
+                  long(c.inner), long(c.count), Hex(got, out_bytes[k]).c_str(),
                   Hex(wanted.bytes[k], out_bytes[k]).c_str());
         std::memset(got, kGuard, static_cast<size_t>(out_bytes[k]));
       }

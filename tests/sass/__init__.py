@@ -205,8 +205,8 @@ def short_name(name: str) -> str:
     name = re.sub(r"\s+>", ">", name)
     if pack := pack_of(name):
         _, factory, _, operands = template_arguments(name)
-        scalars = ", scalars" if re.search(r"\bOperand<", operands) else ""  # may be among them
-        name = f"{template_arguments(factory)[0]} pack {pack}{scalars}"
+        suffix = ", broadcast" if re.search(r"\bOperand<", operands) else ""  # may be among them
+        name = f"{template_arguments(factory)[0]} pack {pack}{suffix}"
     return name
 
 

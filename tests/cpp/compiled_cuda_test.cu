@@ -1,92 +1,91 @@
-// Kernels as they are generated at run time, launched as their FFI handler launches them, against
-// their functors evaluated on the host: arrays, rows and scalars of elements of several sizes,
-// arrays at every offset within a pack, lengths around packs and blocks, rows that end with packs
-// and within them. Needs a GPU; `make gpu-check` runs it. With the argument `brief` a part of it,
-// every array ending where its memory does: for compute-sanitizer.
-#include "cuda/generated.cuh"
-#include "cuda/generated_split.h"
+// Kernels as they are compiled at run time, launched as their FFI handler launches them, against
+// their functors evaluated on the host: arrays, scalars and broadcast operands of elements of
+// several sizes, arrays at every offset within a pack, lengths around packs and blocks, rows and
+// columns that end with packs and within them. Needs a GPU; `make gpu-check` runs it. With the
+// argument `brief` a part of it, every array ending where its memory does: for compute-sanitizer.
+#include "cuda/compiled.cuh"
 #include "elementwise_subject.h"
 
 using namespace jof;
 
-// ---- the kernels, which JOF_GENERATED_KERNEL calls jof_generated ----
+// ---- the kernels, which JOF_COMPILED_KERNEL calls jof_compiled ----
 
 struct Fma {
   using Outputs = Tuple<float*>;
-  using Inputs = Tuple<ArrayOperand<float>, RowOperand<float>, ScalarOperand<float>>;
+  using Inputs = Tuple<ArrayOperand<float>, BroadcastOperand<float, 0>, ScalarOperand<float>>;
   JOF_HOST_DEVICE float operator()(float x, float y, float z) const { return x * y + z; }
 };
-#define jof_generated FmaKernel
-JOF_GENERATED_KERNEL(Fma, Fma::Outputs, Fma::Inputs)
-#undef jof_generated
+#define jof_compiled FmaKernel
+JOF_COMPILED_KERNEL(Fma, Fma::Outputs, Fma::Inputs)
+#undef jof_compiled
 
 struct Mixed {
   using Outputs = Tuple<Half*>;
-  using Inputs =
-      Tuple<ArrayOperand<Half>, RowOperand<float>, ScalarOperand<int8_t>, ArrayOperand<BFloat16>>;
+  using Inputs = Tuple<ArrayOperand<Half>, BroadcastOperand<float, 0>, ScalarOperand<int8_t>,
+                       ArrayOperand<BFloat16>>;
   JOF_HOST_DEVICE float operator()(float a, float b, int8_t c, float d) const {
     return a * b + c - d;
   }
 };
-#define jof_generated MixedKernel
-JOF_GENERATED_KERNEL(Mixed, Mixed::Outputs, Mixed::Inputs)
-#undef jof_generated
+#define jof_compiled MixedKernel
+JOF_COMPILED_KERNEL(Mixed, Mixed::Outputs, Mixed::Inputs)
+#undef jof_compiled
 
 struct TwoOutputs {
   using Outputs = Tuple<Half*, float*>;
-  using Inputs =
-      Tuple<ScalarOperand<BFloat16>, ArrayOperand<int8_t>, RowOperand<Half>, ArrayOperand<float>>;
+  using Inputs = Tuple<ScalarOperand<BFloat16>, ArrayOperand<int8_t>, BroadcastOperand<Half, 0>,
+                       ArrayOperand<float>>;
   JOF_HOST_DEVICE Tuple<float, float> operator()(float a, int8_t b, float c, float d) const {
     return MakeTuple(a + b * c, c - d);
   }
 };
-#define jof_generated TwoOutputsKernel
-JOF_GENERATED_KERNEL(TwoOutputs, TwoOutputs::Outputs, TwoOutputs::Inputs)
-#undef jof_generated
+#define jof_compiled TwoOutputsKernel
+JOF_COMPILED_KERNEL(TwoOutputs, TwoOutputs::Outputs, TwoOutputs::Inputs)
+#undef jof_compiled
 
 // Packs of inputs are of eight words; blocks are large.
 struct Narrow {
   using Outputs = Tuple<uint8_t*>;
-  using Inputs =
-      Tuple<ArrayOperand<double>, RowOperand<uint8_t>, RowOperand<double>, ScalarOperand<float>>;
+  using Inputs = Tuple<ArrayOperand<double>, BroadcastOperand<uint8_t, 0>,
+                       BroadcastOperand<double, 0>, ScalarOperand<float>>;
   JOF_HOST_DEVICE uint8_t operator()(double a, uint8_t b, double c, float d) const {
     return static_cast<uint8_t>(static_cast<int>(a + 2 * c + d) + b);
   }
 };
-#define jof_generated NarrowKernel
-JOF_GENERATED_KERNEL(Narrow, Narrow::Outputs, Narrow::Inputs)
-#undef jof_generated
+#define jof_compiled NarrowKernel
+JOF_COMPILED_KERNEL(Narrow, Narrow::Outputs, Narrow::Inputs)
+#undef jof_compiled
 
 struct Doubles {
   using Outputs = Tuple<double*, int32_t*>;
-  using Inputs =
-      Tuple<RowOperand<int32_t>, ArrayOperand<double>, ArrayOperand<uint8_t>, RowOperand<Half>>;
+  using Inputs = Tuple<BroadcastOperand<int32_t, 0>, ArrayOperand<double>, ArrayOperand<uint8_t>,
+                       BroadcastOperand<Half, 0>>;
   JOF_HOST_DEVICE Tuple<double, int32_t> operator()(int32_t a, double b, uint8_t c, float d) const {
     return MakeTuple(a * b + d, a - c);
   }
 };
-#define jof_generated DoublesKernel
-JOF_GENERATED_KERNEL(Doubles, Doubles::Outputs, Doubles::Inputs)
-#undef jof_generated
+#define jof_compiled DoublesKernel
+JOF_COMPILED_KERNEL(Doubles, Doubles::Outputs, Doubles::Inputs)
+#undef jof_compiled
 
 // One element fills a pack.
 struct Wide {
   using Outputs = Tuple<Complex<double>*, uint8_t*>;
-  using Inputs =
-      Tuple<ArrayOperand<uint8_t>, RowOperand<Complex<double>>, ScalarOperand<Complex<double>>>;
+  using Inputs = Tuple<ArrayOperand<uint8_t>, BroadcastOperand<Complex<double>, 0>,
+                       ScalarOperand<Complex<double>>>;
   JOF_HOST_DEVICE Tuple<Complex<double>, uint8_t> operator()(uint8_t a, Complex<double> b,
                                                              Complex<double> c) const {
     return MakeTuple(b + c, static_cast<uint8_t>(a + static_cast<int>(b.re)));
   }
 };
-#define jof_generated WideKernel
-JOF_GENERATED_KERNEL(Wide, Wide::Outputs, Wide::Inputs)
-#undef jof_generated
+#define jof_compiled WideKernel
+JOF_COMPILED_KERNEL(Wide, Wide::Outputs, Wide::Inputs)
+#undef jof_compiled
 
 // Tells packs, which it computes in pairs, from lone elements.
 struct Pairs {
   using Outputs = Tuple<uint16_t*>;
-  using Inputs = Tuple<ArrayOperand<uint16_t>, RowOperand<uint32_t>>;
+  using Inputs = Tuple<ArrayOperand<uint16_t>, BroadcastOperand<uint32_t, 0>>;
   JOF_HOST_DEVICE uint16_t operator()(uint16_t x, uint32_t y) const {
     return static_cast<uint16_t>(x + 32 * y);
   }
@@ -94,9 +93,9 @@ struct Pairs {
     for (int j = 0; j < 2; ++j) out[j] = static_cast<uint16_t>((*this)(x[j], y[j]) + 1000);
   }
 };
-#define jof_generated PairsKernel
-JOF_GENERATED_KERNEL(Pairs, Pairs::Outputs, Pairs::Inputs)
-#undef jof_generated
+#define jof_compiled PairsKernel
+JOF_COMPILED_KERNEL(Pairs, Pairs::Outputs, Pairs::Inputs)
+#undef jof_compiled
 
 // ---- their launches and references ----
 
@@ -111,8 +110,8 @@ OperandKind KindOf(const ScalarOperand<T>*) {
   return OperandKind::kScalar;
 }
 template <typename T>
-OperandKind KindOf(const RowOperand<T>*) {
-  return OperandKind::kRow;
+OperandKind KindOf(const BroadcastOperand<T, 0>*) {
+  return OperandKind::kBroadcast;
 }
 
 template <typename T>
@@ -141,31 +140,42 @@ Tuple<Value...> AsTuple(const Tuple<Value...>& results) {
   return results;
 }
 
-// Each case with rows of every length here that divides it, and with one row.
-std::vector<Case> WithRows(const std::vector<Case>& cases, unsigned scalars, unsigned rows) {
+// Each case with rows and columns of every length here that divides it, and with one row.
+std::vector<Case> WithBroadcasts(const std::vector<Case>& cases, unsigned scalars,
+                                 unsigned broadcasts) {
   std::vector<Case> result;
   for (Case c : cases) {
     c.scalars = scalars;
-    c.rows = rows;
+    c.broadcasts = broadcasts;
     for (const int64_t length : {1, 3, 4, 5, 8, 16, 24, 48, 64, 1024}) {
-      c.row_length = length;
-      if (length < c.n && c.n % length == 0) result.push_back(c);
+      if (length >= c.n || c.n % length != 0) continue;
+      c.inner = 1;
+      c.count = length;
+      result.push_back(c);
+      if (length == 1) continue;
+      c.inner = length;  // a column
+      c.count = c.n / length;
+      result.push_back(c);
+      if (c.count % 3 != 0) continue;
+      c.count /= 3;  // a channel of three images
+      result.push_back(c);
     }
-    c.row_length = std::max<int64_t>(c.n, 1);
+    c.inner = 1;
+    c.count = std::max<int64_t>(c.n, 1);
     result.push_back(c);
   }
   return result;
 }
 
-// Rows at every offset within a pack, arrays at none.
-std::vector<Case> RowOffsets(int pack, unsigned rows) {
+// Broadcast operands at every offset within a pack, arrays at none.
+std::vector<Case> BroadcastOffsets(int pack, unsigned broadcasts) {
   std::vector<Case> cases;
   for (int64_t offset = 0; offset < pack; ++offset) {
     for (const int64_t n : {48, 96, 960}) {
       if (g_brief && n != 96) continue;
       Case c = Common(n, 0);
       for (int k = 0; k < kMaxArrays; ++k) {
-        if (rows >> k & 1) c.in_offsets[k] = offset;
+        if (broadcasts >> k & 1) c.in_offsets[k] = offset;
       }
       cases.push_back(c);
     }
@@ -173,20 +183,23 @@ std::vector<Case> RowOffsets(int pack, unsigned rows) {
   return cases;
 }
 
-std::vector<Case> Large(unsigned scalars, unsigned rows) {
+std::vector<Case> Large(unsigned scalars, unsigned broadcasts) {
   std::vector<Case> cases;
   for (const int64_t offset : {0, 1}) {
     for (const int64_t length : {64, 1001}) {
-      cases.push_back(Common(kLargest / length * length, offset, scalars));
-      cases.back().rows = rows;
-      cases.back().row_length = length;
+      for (const bool is_column : {false, true}) {
+        cases.push_back(Common(kLargest / length * length, offset, scalars));
+        cases.back().broadcasts = broadcasts;
+        cases.back().inner = is_column ? length : 1;
+        cases.back().count = is_column ? kLargest / length : length;
+      }
     }
   }
   return cases;
 }
 
 template <typename Functor, typename... Out, int... o, typename... In, int... i>
-void TestKernel(const char* name, void (*kernel)(GeneratedCall), const Tuple<Out*...>*,
+void TestKernel(const char* name, void (*kernel)(ElementwiseCall), const Tuple<Out*...>*,
                 Indices<o...>, const Tuple<In...>*, Indices<i...>) {
   constexpr size_t kInputs = sizeof...(In), kOutputs = sizeof...(Out);
   const std::vector<int64_t> kinds = {
@@ -206,13 +219,15 @@ void TestKernel(const char* name, void (*kernel)(GeneratedCall), const Tuple<Out
       [](int64_t j) { return ElementAt(TypeTag<typename In::Element>(), i, j); }, subject.pool)...};
   subject.launch = [=](const Case& c, const void* const* in, void* const* out) {
     if (c.n == 0) return cudaSuccess;
-    GeneratedCall call{};
+    ElementwiseCall call{};
     call.n = c.n;
-    call.row_length = FastDivider<uint64_t>(static_cast<uint64_t>(c.row_length));
+    call.broadcasts[0] = {FastDivider<uint64_t>(static_cast<uint64_t>(c.inner)),
+                          FastDivider<uint64_t>(static_cast<uint64_t>(c.count))};
+    std::copy(kinds.begin(), kinds.end(), call.kinds);
     std::copy_n(in, kInputs, call.inputs);
     std::copy_n(out, kOutputs, call.outputs);
-    SplitIntoPacks(kInputs, kOutputs, kinds.data(), element_bytes.data(), &call);
-    const int64_t items = call.packs + call.lone;
+    SplitIntoPacks(kInputs, kOutputs, element_bytes.data(), &call);
+    const int64_t items = call.split.packs + call.split.singles;
     kernel<<<static_cast<unsigned>((items + threads - 1) / threads), threads>>>(call);
     return cudaGetLastError();
   };
@@ -224,19 +239,20 @@ void TestKernel(const char* name, void (*kernel)(GeneratedCall), const Tuple<Out
     (std::memcpy(wanted->bytes[o], &Get<o>(stored), sizeof(Out)), ...);
   };
 
-  unsigned scalars = 0, rows = 0;
+  unsigned scalars = 0, broadcasts = 0;
   for (size_t k = 0; k < kInputs; ++k) {
     if (kinds[k] == static_cast<int64_t>(OperandKind::kScalar)) scalars |= 1u << k;
-    if (kinds[k] == static_cast<int64_t>(OperandKind::kRow)) rows |= 1u << k;
+    if (kinds[k] == static_cast<int64_t>(OperandKind::kBroadcast)) broadcasts |= 1u << k;
   }
-  subject.Run(WithRows(CommonOffsets(subject.pack), scalars, rows));
-  subject.Run(WithRows(OwnOffsets(subject.pack, kInputs, kOutputs, 512), scalars, rows));
-  subject.Run(WithRows(RowOffsets(subject.pack, rows), scalars, rows));
-  if (!g_brief) subject.Run(Large(scalars, rows));
+  subject.Run(WithBroadcasts(CommonOffsets(subject.pack), scalars, broadcasts));
+  subject.Run(
+      WithBroadcasts(OwnOffsets(subject.pack, kInputs, kOutputs, 512), scalars, broadcasts));
+  subject.Run(WithBroadcasts(BroadcastOffsets(subject.pack, broadcasts), scalars, broadcasts));
+  if (!g_brief) subject.Run(Large(scalars, broadcasts));
 }
 
 template <typename Functor>
-void Test(const char* name, void (*kernel)(GeneratedCall), int pack) {
+void Test(const char* name, void (*kernel)(ElementwiseCall), int pack) {
   using Outputs = typename Functor::Outputs;
   using Inputs = typename Functor::Inputs;
   JOF_CHECK(PackSizeOf(static_cast<Outputs*>(nullptr)) == pack, "%s has other packs", name);

@@ -1,9 +1,9 @@
-// Loads and launches kernels that are generated at run time. Loading happens when a program is
+// Loads and launches kernels that are compiled at run time. Loading happens when a program is
 // made, so that a call neither synchronises nor allocates and may be captured in a CUDA graph.
 #include <cuda_runtime_api.h>
 
-#include "cuda/generated_split.h"
-#include "ffi/generated.h"
+#include "cuda/pack_split.h"
+#include "ffi/compiled.h"
 #include "ffi/handlers.h"
 
 namespace jof {
@@ -33,7 +33,7 @@ ffi::Error Instantiate(ffi::Span<const uint8_t> code, int64_t id, std::string_vi
     cudaError_t status =
         cudaLibraryLoadData(&library, code.begin(), nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (status == cudaSuccess) {
-      status = cudaLibraryGetKernel(&loaded->kernel, library, "jof_generated");
+      status = cudaLibraryGetKernel(&loaded->kernel, library, "jof_compiled");
     }
     cudaFuncAttributes attributes{};
     if (status == cudaSuccess) {
@@ -47,13 +47,13 @@ ffi::Error Instantiate(ffi::Span<const uint8_t> code, int64_t id, std::string_vi
 ffi::Error Execute(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Span<const uint8_t>, int64_t id, std::string_view name,
                    ffi::Span<const int64_t> kinds, ffi::Span<const int64_t> element_bytes) {
-  GeneratedCall call;
-  ffi::Error error = DecodeGenerated(name, args, rets, kinds, element_bytes, &call);
+  ElementwiseCall call;
+  ffi::Error error = DecodeCompiled(name, args, rets, kinds, element_bytes, &call);
   if (error.failure() || call.n == 0) return error;
   const CudaKernel* loaded = Kernels().Find(id);
   if (loaded == nullptr) return ffi::Error::Internal(std::string(name) + ": code is not loaded");
-  SplitIntoPacks(args.size(), rets.size(), kinds.begin(), element_bytes.begin(), &call);
-  const int64_t items = call.packs + call.lone;
+  SplitIntoPacks(args.size(), rets.size(), element_bytes.begin(), &call);
+  const int64_t items = call.split.packs + call.split.singles;
   const int64_t blocks = (items + loaded->threads - 1) / loaded->threads;
   void* parameters[] = {&call};
   return Status(
@@ -65,9 +65,8 @@ ffi::Error Execute(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
 }  // namespace
 }  // namespace jof
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_generated_instantiate, jof::Instantiate,
-                              jof::InstantiateGeneratedBinding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jof_generated, jof::Execute,
-    jof::ExecuteGeneratedBinding<xla::ffi::PlatformStream<cudaStream_t>>(),
-    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_compiled_instantiate, jof::Instantiate,
+                              jof::InstantiateCompiledBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_compiled, jof::Execute,
+                              jof::ExecuteCompiledBinding<xla::ffi::PlatformStream<cudaStream_t>>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

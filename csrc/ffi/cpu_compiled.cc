@@ -1,4 +1,4 @@
-// Loads and runs kernels that are generated at run time, over XLA's thread pool.
+// Loads and runs kernels that are compiled at run time, over XLA's thread pool.
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -11,16 +11,16 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
-#include "ffi/generated.h"
+#include "ffi/compiled.h"
 #include "ffi/handlers.h"
 
 namespace jof {
 namespace {
 
-using GeneratedLoop = void (*)(const GeneratedCall* call, int64_t begin, int64_t end);
+using CompiledLoop = void (*)(const ElementwiseCall* call, int64_t begin, int64_t end);
 
-LoadedKernels<GeneratedLoop>& Kernels() {
-  static auto* kernels = new LoadedKernels<GeneratedLoop>;
+LoadedKernels<CompiledLoop>& Kernels() {
+  static auto* kernels = new LoadedKernels<CompiledLoop>;
   return *kernels;
 }
 
@@ -28,7 +28,7 @@ LoadedKernels<GeneratedLoop>& Kernels() {
 // may forbid execution. `number` is another for each file of this process.
 int PrivateFile([[maybe_unused]] uint64_t number, std::string* path) {
 #ifdef __linux__
-  const int file = memfd_create("jof_generated", MFD_CLOEXEC);
+  const int file = memfd_create("jof_compiled", MFD_CLOEXEC);
   // dlopen takes a path that it has seen for the library it has loaded from there, and descriptors
   // are used again. Hence the number is written into the path, in binary, with "/" and "/./".
   *path = "/proc/self/fd";
@@ -36,13 +36,13 @@ int PrivateFile([[maybe_unused]] uint64_t number, std::string* path) {
   *path += "/" + std::to_string(file);
 #else
   const char* folder = getenv("TMPDIR");
-  *path = std::string(folder ? folder : "/tmp") + "/jof_generated_XXXXXX";
+  *path = std::string(folder ? folder : "/tmp") + "/jof_compiled_XXXXXX";
   const int file = mkstemp(path->data());
 #endif
   return file;
 }
 
-// As cpu/generated.h counts them.
+// As cpu/compiled.h counts them.
 int InstructionSet() {
   const std::string_view name = BestCpuKernels().name;
   return name == "avx512" ? 2 : name == "avx2" ? 1 : 0;
@@ -59,7 +59,7 @@ bool WriteAll(int file, ffi::Span<const uint8_t> code) {
 
 ffi::Error Instantiate(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
                        ffi::Span<const int64_t>, ffi::Span<const int64_t>) {
-  return Kernels().LoadOnce(id, [&](GeneratedLoop* loop) {
+  return Kernels().LoadOnce(id, [&](CompiledLoop* loop) {
     static std::atomic<uint64_t> files{0};
     std::string path;
     const int file = PrivateFile(++files, &path);
@@ -70,7 +70,7 @@ ffi::Error Instantiate(ffi::Span<const uint8_t> code, int64_t id, std::string_vi
     unlink(path.c_str());
 #endif
     if (library != nullptr) {
-      const auto* isa = static_cast<const int*>(dlsym(library, "jof_generated_isa"));
+      const auto* isa = static_cast<const int*>(dlsym(library, "jof_compiled_isa"));
       if (isa != nullptr && *isa > InstructionSet()) {
         return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                           std::string(name) +
@@ -78,7 +78,7 @@ ffi::Error Instantiate(ffi::Span<const uint8_t> code, int64_t id, std::string_vi
                               "instructions that this one lacks. Remedy: export it on a processor "
                               "like this one.");
       }
-      *loop = reinterpret_cast<GeneratedLoop>(dlsym(library, "jof_generated"));
+      *loop = reinterpret_cast<CompiledLoop>(dlsym(library, "jof_compiled"));
     }
     if (library == nullptr || *loop == nullptr) {
       const char* reason = dlerror();
@@ -92,10 +92,10 @@ ffi::Error Instantiate(ffi::Span<const uint8_t> code, int64_t id, std::string_vi
 ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Span<const uint8_t>, int64_t id, std::string_view name,
                    ffi::Span<const int64_t> kinds, ffi::Span<const int64_t> element_bytes) {
-  GeneratedCall call;
-  ffi::Error error = DecodeGenerated(name, args, rets, kinds, element_bytes, &call);
+  ElementwiseCall call;
+  ffi::Error error = DecodeCompiled(name, args, rets, kinds, element_bytes, &call);
   if (error.failure()) return error;
-  const GeneratedLoop* loop = Kernels().Find(id);
+  const CompiledLoop* loop = Kernels().Find(id);
   if (loop == nullptr) return ffi::Error::Internal(std::string(name) + ": code is not loaded");
   // Work below this many elements a range is not worth another thread.
   constexpr int64_t kGrain = 16 * 1024;
@@ -107,7 +107,7 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
 }  // namespace
 }  // namespace jof
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_generated_instantiate, jof::Instantiate,
-                              jof::InstantiateGeneratedBinding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_generated, jof::Execute,
-                              jof::ExecuteGeneratedBinding<xla::ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_compiled_instantiate, jof::Instantiate,
+                              jof::InstantiateCompiledBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jof_compiled, jof::Execute,
+                              jof::ExecuteCompiledBinding<xla::ffi::ThreadPool>());

@@ -1,0 +1,107 @@
+// The FFI signature of kernels that are compiled at run time, for both backends.
+//
+// One target, jof_compiled, runs whatever code the call carries. Operands and results are those of
+// ffi/elementwise.h. Attributes:
+//   code           the compiled kernel: a cubin or PTX, a shared library
+//   id             a hash of the code; calls with the same code share what is loaded
+//   name           the user's name of the kernel, for messages
+//   kinds          of each operand, as the code was compiled for: see ElementwiseCall
+//   element_bytes  of each operand and result, as the code was compiled for
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string_view>
+
+#include "ffi/elementwise.h"
+
+namespace jof {
+
+inline ffi::Error DecodeCompiled(std::string_view name, ffi::RemainingArgs args,
+                                 ffi::RemainingRets rets, ffi::Span<const int64_t> kinds,
+                                 ffi::Span<const int64_t> element_bytes, ElementwiseCall* call) {
+  const size_t inputs = args.size(), outputs = rets.size();
+  if (inputs > kMaxElementwiseInputs || outputs == 0 || outputs > kMaxElementwiseOutputs) {
+    return InvalidArgument(name, ": expected at most ", kMaxElementwiseInputs,
+                           " operands and from 1 to ", kMaxElementwiseOutputs, " results, got ",
+                           inputs, " and ", outputs);
+  }
+  if (kinds.size() != inputs || element_bytes.size() != inputs + outputs) {
+    return InvalidArgument(name, ": kinds must have ", inputs, " and element_bytes ",
+                           inputs + outputs, " entries, got ", kinds.size(), " and ",
+                           element_bytes.size());
+  }
+  const int64_t all = (int64_t{1} << outputs) - 1;
+  ffi::Error error =
+      DecodeElementwise(name, inputs, false, outputs, all, kinds.begin(), args, rets, call);
+  if (error.failure()) return error;
+  for (size_t k = 0; k < inputs; ++k) {
+    if (MovableBytes(args.get<ffi::AnyBuffer>(k)->element_type()) != element_bytes[k]) {
+      return InvalidArgument(name, ": operand ", k, " must have elements of ", element_bytes[k],
+                             " bytes");
+    }
+  }
+  for (size_t k = 0; k < outputs; ++k) {
+    if (MovableBytes((*rets.get<ffi::AnyBuffer>(k))->element_type()) != element_bytes[inputs + k]) {
+      return InvalidArgument(name, ": result ", k, " must have elements of ",
+                             element_bytes[inputs + k], " bytes");
+    }
+  }
+  return error;
+}
+
+// What has been loaded in this process, by id. It is never unloaded: a program may run again that
+// was compiled long ago, and a process has few kernels.
+template <typename Loaded>
+class LoadedKernels {
+ public:
+  // Null where there is none.
+  const Loaded* Find(int64_t id) const {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    const auto found = kernels_.find(id);
+    return found == kernels_.end() ? nullptr : found->second.get();
+  }
+
+  // Calls load(Loaded*), which returns an error, unless that was done.
+  template <typename Load>
+  ffi::Error LoadOnce(int64_t id, const Load& load) {
+    std::unique_lock<std::shared_mutex> lock(mutex_);
+    if (kernels_.count(id) != 0) return ffi::Error::Success();
+    auto loaded = std::make_unique<Loaded>();
+    ffi::Error error = load(loaded.get());
+    if (!error.failure()) kernels_.emplace(id, std::move(loaded));
+    return error;
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::map<int64_t, std::unique_ptr<Loaded>> kernels_;
+};
+
+// The attributes of both stages of a call, after what else is bound.
+template <typename Binding>
+auto WithCompiledAttributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<ffi::Span<const uint8_t>>("code")
+      .template Attr<int64_t>("id")
+      .template Attr<std::string_view>("name")
+      .template Attr<ffi::Span<const int64_t>>("kinds")
+      .template Attr<ffi::Span<const int64_t>>("element_bytes");
+}
+
+inline auto InstantiateCompiledBinding() {
+  return WithCompiledAttributes(ffi::Ffi::BindInstantiate());
+}
+
+// Context is what a platform runs kernels with: its thread pool or stream.
+template <typename Context>
+auto ExecuteCompiledBinding() {
+  return WithCompiledAttributes(
+      ffi::Ffi::Bind().template Ctx<Context>().RemainingArgs().RemainingRets());
+}
+
+}  // namespace jof

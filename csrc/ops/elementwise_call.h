@@ -1,0 +1,52 @@
+// One call of an elementwise kernel, as the FFI handlers decode it: for both backends, for the
+// built-in ops and for kernels that are compiled at run time.
+#pragma once
+
+#include "common/fast_divide.h"
+#include "common/integers.h"
+#include "common/macros.h"
+
+// No inline namespace: these types are the same for all instruction sets (see common/macros.h).
+namespace jof {
+
+// A derivative kernel has the inputs of its function and a tangent for each.
+inline constexpr int kMaxElementwiseInputs = 32;
+inline constexpr int kMaxElementwiseOutputs = 16;
+
+// Where the elements of a broadcast operand are: result element i reads (i / inner) % count. A row
+// of D elements has inner 1 and count D, a column beside rows of D inner D, the bias of a channel
+// of images in NCHW inner H * W and count C.
+struct BroadcastIndex {
+  FastDivider<uint64_t> inner, count;
+};
+inline constexpr int kMaxBroadcasts = 8;  // different ones in a call
+
+// How an operand lies beside the results: as they do; one element for all; or broadcast, by the
+// call's BroadcastIndex `kind - kBroadcast`.
+enum OperandKind : int64_t { kArray, kScalar, kBroadcast };
+
+// How a GPU thread reads the elements of a pack. The last three are of broadcast operands: a pack
+// of theirs, one element for all of the pack, one by one.
+enum class Access : uint8_t { kPack, kScalar, kBroadcastPack, kBroadcastSplat, kBroadcastElements };
+
+// Which elements of a call are packed on a GPU: `packs` packs that begin after the first `head`
+// elements. The `singles`, at both ends, are computed one by one.
+struct PackSplit {
+  int64_t head;
+  int64_t packs;
+  int64_t singles;
+};
+
+struct ElementwiseCall {
+  const void* inputs[kMaxElementwiseInputs];
+  void* outputs[kMaxElementwiseOutputs];  // null where nobody wants it
+  const void* parameter;                  // one element, the functor's member, or null
+  int64_t n;                              // elements of each output
+  BroadcastIndex broadcasts[kMaxBroadcasts];
+  uint8_t kinds[kMaxElementwiseInputs];
+  // Of kernels that are compiled at run time, for GPUs.
+  Access access[kMaxElementwiseInputs];
+  PackSplit split;
+};
+
+}  // namespace jof
