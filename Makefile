@@ -21,7 +21,8 @@ CXX ?= c++
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 BIN := $(VENV)/bin
-BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc cmake -type f)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt jax_oneflow_ops/instruction_sets.json \
+  $(shell find csrc cmake -type f)
 CLANG_SOURCES := $(shell find csrc tests/cpp benchmarks/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-versions test-oldest test-0.10.2 test-newest test-sanitize soak doctest docs \

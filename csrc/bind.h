@@ -1,33 +1,31 @@
 // What both native modules hand to Python: `targets()`, a dict of FFI target names and capsules (or
-// dicts of these for the stages of a call),
-// and the version of the FFI headers that the module was built with. A module defines
-// JOF_FOR_EACH_OWN_HANDLER, the targets that only it has.
+// dicts of these for the stages of a call), and the version of the FFI headers that the module was
+// built with.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
-#include "ffi/handlers.h"
+#include "ffi/target.h"
 
 namespace jof {
 
-inline void BindHandlers(pybind11::module_& m) {
+inline void BindTargets(pybind11::module_& m) {
   m.attr("ffi_api_version") = pybind11::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("targets", [] {
-    const auto capsule = [](XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+    const auto capsule = [](Handler* handler) {
       return pybind11::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
     };
     pybind11::dict targets;
-#define JOF_ADD_TARGET(name) targets[#name] = capsule(name);
-    JOF_FOR_EACH_HANDLER(JOF_ADD_TARGET)
-    JOF_FOR_EACH_OWN_HANDLER(JOF_ADD_TARGET)
-#define JOF_ADD_ELEMENTWISE_TARGET(target, ...) JOF_ADD_TARGET(jof_##target)
-    JOF_ELEMENTWISE_OPS(JOF_ADD_ELEMENTWISE_TARGET)
-    pybind11::dict stages;
-    stages["instantiate"] = capsule(jof_compiled_instantiate);
-    stages["execute"] = capsule(jof_compiled);
-    targets["jof_compiled"] = stages;
-#undef JOF_ADD_ELEMENTWISE_TARGET
-#undef JOF_ADD_TARGET
+    for (const Target& target : Targets()) {
+      if (target.instantiate == nullptr) {
+        targets[target.name] = capsule(target.execute);
+        continue;
+      }
+      pybind11::dict stages;
+      stages["instantiate"] = capsule(target.instantiate);
+      stages["execute"] = capsule(target.execute);
+      targets[target.name] = stages;
+    }
     return targets;
   });
 }

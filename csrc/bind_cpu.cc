@@ -1,4 +1,3 @@
-#define JOF_FOR_EACH_OWN_HANDLER JOF_FOR_EACH_CPU_HANDLER
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -66,7 +65,7 @@ pybind11::dict DescribePermute(const std::vector<int64_t>& shape, const std::vec
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
-  jof::BindHandlers(m);
+  jof::BindTargets(m);
   m.def("instruction_set", [] { return jof::BestCpuKernels().name; });
   m.def("permute_plan", DescribePermute, pybind11::arg("shape"), pybind11::arg("axes"),
         pybind11::arg("itemsize"), pybind11::arg("alignment") = 16);

@@ -1,4 +1,3 @@
-#define JOF_FOR_EACH_OWN_HANDLER JOF_FOR_EACH_CUDA_HANDLER
 #include <cuda_runtime_api.h>
 
 #include "bind.h"
@@ -15,7 +14,7 @@ int DriverVersion() {
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
-  jof::BindHandlers(m);
+  jof::BindTargets(m);
   m.attr("architectures") = JOF_CUDA_ARCHITECTURES;
   m.attr("runtime_version") = CUDART_VERSION;
   m.def("driver_version", DriverVersion);

@@ -6,6 +6,7 @@ What comes out is bytes that a call carries: a cubin or PTX, a shared library.
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import platform as machine
 import re
@@ -24,16 +25,15 @@ from jax_oneflow_ops import _expression, _native
 
 _CACHE_VARIABLE = "JAX_ONEFLOW_OPS_CACHE_DIR"
 
-# Those of CMakeLists.txt. Neither of the last two changes a value. Clang refuses flags of GCC's
-# optimiser that it does not know: those are in cpu/lanes.h.
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-fno-math-errno", "-fno-trapping-math")
+# CMakeLists.txt reads the same file. Clang refuses flags of GCC's optimiser that it does not know:
+# those are in cpu/lanes.h.
 _ISA_FLAGS = {
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": (
-        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
-        "-mprefer-vector-width=512",
-    ),
+    isa: tuple(flags.split())
+    for isa, flags in json.loads(
+        Path(__file__).with_name("instruction_sets.json").read_text()
+    ).items()
 }
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", *_ISA_FLAGS["all"])
 # The library travels in the call: without symbols and the pages that keep code and data apart it is
 # half as large.
 _LINKER_FLAGS = {
@@ -109,7 +109,7 @@ class _CppCompiler:
         self._chosen = os.environ.get("CXX", "")
         self._command, self._problem = _cpp_command(self._chosen, os.environ.get("PATH", ""))
         isa = _native.cpu_instruction_set()
-        self._flags = (*_FLAGS, *_ISA_FLAGS.get(isa, ()), *_LINKER_FLAGS.get(sys.platform, ()))
+        self._flags = (*_FLAGS, *_ISA_FLAGS[isa], *_LINKER_FLAGS.get(sys.platform, ()))
 
     @property
     def target(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ JOF_SANITIZE=ON (`make test-sanitize`) only.
 """
 
 import fcntl
+import json
 import os
 import platform
 import shlex
@@ -30,15 +31,13 @@ SANITIZERS = {
     "address": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-O1", "-g1", "-fsanitize=thread"],
 }
-# What CMakeLists.txt compiles the CPU kernels with, and the CPU flags that running them needs.
-INSTRUCTION_SETS = {
-    "baseline": ([], []),
-    "avx2": (["-mavx2", "-mfma", "-mf16c"], ["avx2", "fma", "f16c"]),
-    "avx512": (
-        [f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")]
-        + ["-mfma", "-mf16c", "-mprefer-vector-width=512"],
-        [f"avx512{x}" for x in ("f", "bw", "dq", "vl")],
-    ),
+# What CMakeLists.txt compiles the CPU kernels with.
+INSTRUCTION_SETS: dict[str, list[str]] = {
+    isa: flags.split()
+    for isa, flags in json.loads(
+        (ROOT / "jax_oneflow_ops" / "instruction_sets.json").read_text()
+    ).items()
+    if isa != "all"
 }
 
 
@@ -57,7 +56,11 @@ def cpu_flags() -> set[str]:
 
 def builds():
     x86 = platform.machine() in ("x86_64", "AMD64")
-    here = [name for name, (_, needed) in INSTRUCTION_SETS.items() if {*needed} <= cpu_flags()]
+    here = [
+        name
+        for name, flags in INSTRUCTION_SETS.items()
+        if {flag.removeprefix("-m") for flag in flags if "=" not in flag} <= cpu_flags()
+    ]
     for test in TESTS:
         has_kernels = KERNELS in named(test, "sources")
         for instruction_set in INSTRUCTION_SETS if x86 and has_kernels else ["baseline"]:
@@ -115,12 +118,12 @@ def compiled(source: str, flags: list[str], folder: Path) -> str:
 @pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason=f"no C++ compiler {COMPILER[0]!r}")
 @pytest.mark.parametrize(("test", "instruction_set", "sanitizer"), [*builds()])
 def test_cpp(test, instruction_set, sanitizer, objects, tmp_path):
-    flags = [*INSTRUCTION_SETS[instruction_set][0], *SANITIZERS[sanitizer]]
+    flags = [*INSTRUCTION_SETS[instruction_set], *SANITIZERS[sanitizer]]
     # The dispatcher knows one table then, the "baseline", whatever that is compiled for.
     flags += [f"-DJOF_CPU_ISA={instruction_set}", "-DJOF_CPU_KERNELS=kCpuKernelsBaseline"]
     folder = objects / f"{instruction_set}-{sanitizer}"
     folder.mkdir(exist_ok=True)
     linked = [compiled(source, flags, folder) for source in named(test, "sources")]
     binary = str(tmp_path / test.stem)
-    run([*COMPILER, *FLAGS, *flags, str(test), *linked, "-o", binary], cwd=ROOT)
+    run([*COMPILER, *FLAGS, *flags, str(test), *linked, "-ldl", "-o", binary], cwd=ROOT)
     run([binary])

@@ -25,6 +25,10 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+// Storage of a bool, 0 or 1.
+struct Bool {
+  uint8_t value;
+};
 
 template <typename T>
 struct alignas(2 * sizeof(T)) Complex {
@@ -57,6 +61,59 @@ JOF_HOST_DEVICE JOF_INLINE uint32_t FloatToBits(float value) {
 #endif
 }
 
+// The same bits as another type.
+template <typename To, typename From>
+JOF_HOST_DEVICE JOF_INLINE To BitCast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// The bits of 16-bit floats to those of f32 and back. Bits is uint32_t and Float is float, or both
+// are vectors of these. All are branch-free, so that compilers vectorise loops over scalars, too.
+
+// Shifting exponent and mantissa into place and adding 112 moves the exponent's bias from 15 to
+// 127. A subnormal m 2^-24 is (1 + m 2^-10) 2^-14 minus 2^-14, which is right also where the
+// processor takes subnormals of f32 for zeros, as XLA's threads do.
+template <typename Float, typename Bits>
+JOF_HOST_DEVICE JOF_INLINE Bits WidenHalf(Bits bits) {
+  const Bits magnitude = bits & 0x7fffu, shifted = magnitude << 13;
+  const Float sum = BitCast<Float>(shifted + FloatToBits(0x1p-14f));
+  const Bits subnormal = BitCast<Bits>(sum - 0x1p-14f);
+  const Bits finite = magnitude < 0x0400u ? subnormal : shifted + (112u << 23);
+  const Bits infinity = shifted | 0x7f800000u;
+  const Bits special = magnitude > 0x7c00u ? infinity | 0x00400000u : infinity;
+  const Bits wide = magnitude >= 0x7c00u ? special : finite;
+  return ((bits & 0x8000u) << 16) | wide;
+}
+
+// Subnormal results: adding 0.5 leaves the value, rounded to a multiple of 2^-24, in the low bits
+// of the sum. Normal results: rebias the exponent and round the 13 bits that fall off.
+template <typename Float, typename Bits>
+JOF_HOST_DEVICE JOF_INLINE Bits NarrowToHalf(Bits bits) {
+  const Bits magnitude = bits & 0x7fffffffu;
+  const Bits subnormal = BitCast<Bits>(BitCast<Float>(magnitude) + 0.5f) - FloatToBits(0.5f);
+  const Bits normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const Bits finite = magnitude < 0x38800000u ? subnormal : normal;
+  const Bits infinity = Bits{} + 0x7c00u, nan = Bits{} + 0x7e00u;
+  const Bits overflow = magnitude > 0x7f800000u ? nan : infinity;
+  return ((bits >> 16) & 0x8000u) | (magnitude >= 0x47800000u ? overflow : finite);
+}
+
+// `nan` is what a NaN becomes.
+template <typename Bits>
+JOF_HOST_DEVICE JOF_INLINE Bits NarrowToBFloat16(Bits bits, Bits nan) {
+  const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+}
+
+// A NaN keeps what fits of it, and becomes quiet.
+template <typename Bits>
+JOF_HOST_DEVICE JOF_INLINE Bits NarrowToBFloat16(Bits bits) {
+  return NarrowToBFloat16<Bits>(bits, (bits >> 16) | 0x40u);
+}
+
 JOF_HOST_DEVICE JOF_INLINE float ToFloat(BFloat16 x) {
   return BitsToFloat(static_cast<uint32_t>(x.bits) << 16);
 }
@@ -69,18 +126,7 @@ JOF_HOST_DEVICE JOF_INLINE float ToFloat(Half x) {
 #elif defined(JOF_F16C)
   return _cvtsh_ss(x.bits);
 #else
-  // Branch-free, so that the compiler vectorises it. Shifting exponent and mantissa into place and
-  // adding 112 moves the exponent's bias from 15 to 127. A subnormal m 2^-24 is (1 + m 2^-10) 2^-14
-  // minus 2^-14, which is right also where the processor takes subnormals of f32 for zeros, as
-  // XLA's threads do.
-  const uint32_t magnitude = x.bits & 0x7fffu, shifted = magnitude << 13;
-  const uint32_t smallest = FloatToBits(0x1p-14f);
-  const uint32_t subnormal = FloatToBits(BitsToFloat(shifted + smallest) - 0x1p-14f);
-  const uint32_t finite = magnitude < 0x0400u ? subnormal : shifted + (112u << 23);
-  const uint32_t infinity = shifted | 0x7f800000u;
-  const uint32_t special = magnitude > 0x7c00u ? infinity | 0x00400000u : infinity;
-  const uint32_t wide = magnitude >= 0x7c00u ? special : finite;
-  return BitsToFloat((static_cast<uint32_t>(x.bits & 0x8000u) << 16) | wide);
+  return BitsToFloat(WidenHalf<float>(uint32_t{x.bits}));
 #endif
 }
 
@@ -89,10 +135,7 @@ JOF_HOST_DEVICE JOF_INLINE void FromFloat(float x, BFloat16* out) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
 #else
-  const uint32_t bits = FloatToBits(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
-  out->bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
+  out->bits = static_cast<uint16_t>(NarrowToBFloat16(FloatToBits(x)));
 #endif
 }
 
@@ -102,16 +145,7 @@ JOF_HOST_DEVICE JOF_INLINE void FromFloat(float x, Half* out) {
 #elif defined(JOF_F16C)
   out->bits = static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
 #else
-  const uint32_t bits = FloatToBits(x);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  // Subnormal results: adding 0.5 leaves the value, rounded to a multiple of 2^-24, in the low bits
-  // of the sum. Normal results: rebias the exponent and round the 13 bits that fall off.
-  const uint32_t subnormal = FloatToBits(BitsToFloat(magnitude) + 0.5f) - FloatToBits(0.5f);
-  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  const uint32_t overflow = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
-  out->bits = static_cast<uint16_t>(sign | (magnitude >= 0x47800000u ? overflow : finite));
+  out->bits = static_cast<uint16_t>(NarrowToHalf<float>(FloatToBits(x)));
 #endif
 }
 
@@ -184,72 +218,5 @@ struct OnStorage {};
 struct alignas(16) Word128 {
   uint64_t low, high;
 };
-
-#ifndef __CUDACC_RTC__
-
-// The element types that have a sum, as run-time values, and the way from one to its C++ type:
-// DispatchSummable(type, [&](auto tag) { using T = typename decltype(tag)::type; ... }).
-enum class Summable { kF16, kBF16, kF32, kF64, kC64, kC128 };
-
-template <typename T>
-struct TypeTag {
-  using type = T;
-};
-
-template <typename Visitor>
-inline auto DispatchSummable(Summable type, Visitor&& visit) {
-  switch (type) {
-    case Summable::kF16:
-      return visit(TypeTag<Half>());
-    case Summable::kBF16:
-      return visit(TypeTag<BFloat16>());
-    case Summable::kF32:
-      return visit(TypeTag<float>());
-    case Summable::kF64:
-      return visit(TypeTag<double>());
-    case Summable::kC64:
-      return visit(TypeTag<Complex<float>>());
-    case Summable::kC128:
-      break;
-  }
-  return visit(TypeTag<Complex<double>>());
-}
-
-// The same for the real floating-point types.
-enum class FloatType { kF16, kBF16, kF32, kF64 };
-
-template <typename Visitor>
-inline auto DispatchFloat(FloatType type, Visitor&& visit) {
-  switch (type) {
-    case FloatType::kF16:
-      return visit(TypeTag<Half>());
-    case FloatType::kBF16:
-      return visit(TypeTag<BFloat16>());
-    case FloatType::kF32:
-      return visit(TypeTag<float>());
-    case FloatType::kF64:
-      break;
-  }
-  return visit(TypeTag<double>());
-}
-
-// The same for unsigned integers to move elements of any type as, from a number of bytes.
-template <typename Visitor>
-inline auto DispatchWord(int bytes, Visitor&& visit) {
-  switch (bytes) {
-    case 1:
-      return visit(TypeTag<uint8_t>());
-    case 2:
-      return visit(TypeTag<uint16_t>());
-    case 4:
-      return visit(TypeTag<uint32_t>());
-    case 8:
-      return visit(TypeTag<uint64_t>());
-    default:
-      return visit(TypeTag<Word128>());
-  }
-}
-
-#endif
 
 JOF_NAMESPACE_END

@@ -8,8 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "common/float8.h"
-#include "common/types.h"
+#include "common/dtype.h"
 #include "cpu/lanes.h"
 #include "ops/cast.h"
 
@@ -59,15 +58,8 @@ void CopyElements(const void* in, void* out, int64_t n) {
 template <typename T>
 constexpr bool kIsIntegral = kRealKind<T> == RealKind::kBool || kRealKind<T> == RealKind::kInteger;
 
-inline int SizeOf(RealType type) {
-  return DispatchReal(type, [](auto tag) {
-    using T = typename decltype(tag)::type;
-    return static_cast<int>(sizeof(T));
-  });
-}
-
-inline RealKind KindOf(RealType type) {
-  return DispatchReal(type, [](auto tag) {
+inline RealKind KindOf(DType type) {
+  return Dispatch<Reals>(type, [](auto tag) {
     using T = typename decltype(tag)::type;
     return kRealKind<T>;
   });
@@ -75,8 +67,8 @@ inline RealKind KindOf(RealType type) {
 
 // From any type to f32, or from one that is not narrow to f64. Null if it is To itself.
 template <typename To>
-CastLoop LoopTo(RealType from) {
-  return DispatchReal(from, [](auto tag) -> CastLoop {
+CastLoop LoopTo(DType from) {
+  return Dispatch<Reals>(from, [](auto tag) -> CastLoop {
     using From = typename decltype(tag)::type;
     if constexpr (kRealKind<From> == RealKind::kBool) {
       return CastElements<To, uint8_t>;
@@ -91,8 +83,8 @@ CastLoop LoopTo(RealType from) {
 
 // From f32 to any type, or from f64 to any but f16 and bf16. Null if it is From itself.
 template <typename From>
-CastLoop LoopFrom(RealType to) {
-  return DispatchReal(to, [](auto tag) -> CastLoop {
+CastLoop LoopFrom(DType to) {
+  return Dispatch<Reals>(to, [](auto tag) -> CastLoop {
     using To = typename decltype(tag)::type;
     if constexpr (kIsSame<To, From> || (kRealKind<To> == RealKind::kNarrow && sizeof(To) == 2 &&
                                         kIsSame<From, double>)) {
@@ -105,8 +97,8 @@ CastLoop LoopFrom(RealType to) {
 
 // To an integer of as many bytes as To has; the bits do not depend on its sign.
 template <typename To>
-CastLoop LoopBetweenIntegers(RealType from) {
-  return DispatchReal(from, [](auto tag) -> CastLoop {
+CastLoop LoopBetweenIntegers(DType from) {
+  return Dispatch<Reals>(from, [](auto tag) -> CastLoop {
     using From = typename decltype(tag)::type;
     if constexpr (!kIsIntegral<From>) {
       return nullptr;
@@ -120,8 +112,8 @@ CastLoop LoopBetweenIntegers(RealType from) {
   });
 }
 
-inline CastLoop LoopToBool(RealType from) {
-  return DispatchReal(from, [](auto tag) -> CastLoop {
+inline CastLoop LoopToBool(DType from) {
+  return Dispatch<Reals>(from, [](auto tag) -> CastLoop {
     using From = typename decltype(tag)::type;
     if constexpr (kRealKind<From> == RealKind::kBool) {
       return CopyElements<sizeof(From)>;
@@ -136,11 +128,11 @@ struct CastLoops {
   CastLoop first, second;
 };
 
-inline CastLoops LoopsOf(RealType from, RealType to) {
+inline CastLoops LoopsOf(DType from, DType to) {
   const RealKind from_kind = KindOf(from), to_kind = KindOf(to);
   const bool from_float = from_kind == RealKind::kNarrow || from_kind == RealKind::kFloat;
   const bool to_float = to_kind == RealKind::kNarrow || to_kind == RealKind::kFloat;
-  if (to == RealType::kBool) return {LoopToBool(from), nullptr};
+  if (to == DType::kPRED) return {LoopToBool(from), nullptr};
   if (from == to || (!from_float && !to_float)) {
     switch (SizeOf(to)) {
       case 1:
@@ -153,16 +145,15 @@ inline CastLoops LoopsOf(RealType from, RealType to) {
         return {from_float ? CopyElements<8> : LoopBetweenIntegers<uint64_t>(from), nullptr};
     }
   }
-  if (to == RealType::kF64 && from_kind != RealKind::kNarrow)
-    return {LoopTo<double>(from), nullptr};
-  if (from == RealType::kF64) {
+  if (to == DType::kF64 && from_kind != RealKind::kNarrow) return {LoopTo<double>(from), nullptr};
+  if (from == DType::kF64) {
     if (CastLoop direct = LoopFrom<double>(to)) return {direct, nullptr};
-    if (to == RealType::kF16) {
+    if (to == DType::kF16) {
       return {CastElements<float, double, FromDoubleToHalf>, LoopFrom<float>(to)};
     }
   }
   const CastLoop first = LoopTo<float>(from);
-  const CastLoop second = from_kind == RealKind::kNarrow && to == RealType::kF8E5M2
+  const CastLoop second = from_kind == RealKind::kNarrow && to == DType::kF8E5M2
                               ? CastElements<Float8E5M2, float, FromWidenedToE5M2>
                               : LoopFrom<float>(to);
   return first == nullptr ? CastLoops{second, nullptr} : CastLoops{first, second};
@@ -170,12 +161,11 @@ inline CastLoops LoopsOf(RealType from, RealType to) {
 
 }  // namespace internal
 
-// Converts the elements [begin, end) of an array of one RealType to another. The arrays do not
+// Converts the elements [begin, end) of an array of one of the Reals to another. The arrays do not
 // overlap.
-inline void CastRange(int from, int to, const void* in, void* out, int64_t begin, int64_t end) {
-  const RealType from_type = static_cast<RealType>(from), to_type = static_cast<RealType>(to);
-  const int64_t in_bytes = internal::SizeOf(from_type), out_bytes = internal::SizeOf(to_type);
-  const internal::CastLoops loops = internal::LoopsOf(from_type, to_type);
+inline void CastRange(DType from, DType to, const void* in, void* out, int64_t begin, int64_t end) {
+  const int64_t in_bytes = SizeOf(from), out_bytes = SizeOf(to);
+  const internal::CastLoops loops = internal::LoopsOf(from, to);
   const char* source = static_cast<const char*>(in) + begin * in_bytes;
   char* target = static_cast<char*>(out) + begin * out_bytes;
   if (loops.second == nullptr) return loops.first(source, target, end - begin);

@@ -15,21 +15,10 @@
 
 namespace jof {
 
-const CpuKernels JOF_CPU_KERNELS = {
-    JOF_STRINGIFY(JOF_CPU_ISA),
-    UpsampleForwardRows,
-    UpsampleBackwardRows,
-    ElementwiseRange,
-    WhereRange,
-    CastRange,
-    WhereVjpRange,
-    ScatterZeros,
-    ScatterSorted,
-    ScatterCarries,
-    ScatterPrivate,
-    ScatterCombine,
-    GatherRows,
-    PermuteTiles,
+const CpuKernels JOF_CPU_KERNELS = {JOF_STRINGIFY(JOF_CPU_ISA),
+#define JOF_ENTRY(function, parameters) function,
+                                    JOF_FOR_EACH_CPU_KERNEL(JOF_ENTRY)
+#undef JOF_ENTRY
 };
 
 }  // namespace jof

@@ -1,10 +1,12 @@
 // The CPU kernels as a table of function pointers, one table for each instruction set that
-// kernels.cc is compiled for. A kernel works on a range of rows on the calling thread; the FFI
-// handlers spread ranges over XLA's thread pool.
+// kernels.cc is compiled for. A kernel works on a range of rows on the calling thread; the
+// launchers,
+// *_launch.h, spread ranges over XLA's thread pool.
 #pragma once
 
 #include <stdint.h>
 
+#include "common/dtype.h"
 #include "ops/elementwise_ops.h"
 #include "ops/permute_plan.h"
 
@@ -21,7 +23,7 @@ struct CpuUpsample {
   int64_t col_factor;         // the integer factor of the columns, 0 if it is none
 };
 
-// Scattering rows: ScatterProblem and the arrays of ops/scatter.h and ffi/scatter.h as one plain
+// Scattering rows: ScatterProblem and the arrays of ops/scatter.h as one plain
 // struct. Where there is an operand, the result holds it.
 struct CpuScatter {
   int64_t batch, size, rows, inner;
@@ -42,7 +44,7 @@ struct CpuGather {
   void* result;
 };
 
-// Permuting elements of any number of bytes, in tiles; see cpu/permute_tiles.h.
+// Permuting elements of any number of bytes, in tiles; see cpu/permute_launch.h.
 struct CpuPermute {
   struct Dim {
     int64_t size, tile, tiles;      // the last tile ends where the dimension does
@@ -54,30 +56,30 @@ struct CpuPermute {
   Dim dims[kMaxPermuteRank];
 };
 
+// X(function, parameters): what it computes of [begin, end) is said where it is defined.
+#define JOF_FOR_EACH_CPU_KERNEL(X)                                                                 \
+  X(UpsampleForwardRows,                                                                           \
+    (const CpuUpsample& p, int element_bytes, const void* x, void* y, int64_t begin, int64_t end)) \
+  X(UpsampleBackwardRows,                                                                          \
+    (const CpuUpsample& p, DType type, const void* dy, void* dx, int64_t begin, int64_t end))      \
+  X(ElementwiseRange,                                                                              \
+    (ElementwiseOp op, DType type, const ElementwiseCall& call, int64_t begin, int64_t end))       \
+  X(WhereRange, (int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end))      \
+  X(WhereVjpRange, (int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end))   \
+  X(CastRange, (DType from, DType to, const void* in, void* out, int64_t begin, int64_t end))      \
+  X(ScatterZeros, (const CpuScatter& call, int element_bytes, int64_t begin, int64_t end))         \
+  X(ScatterSorted, (const CpuScatter& call, DType type, int64_t begin, int64_t end))               \
+  X(ScatterCarries, (const CpuScatter& call, DType type, int64_t begin, int64_t end))              \
+  X(ScatterPrivate, (const CpuScatter& call, DType type, int64_t begin, int64_t end))              \
+  X(ScatterCombine, (const CpuScatter& call, DType type, int64_t begin, int64_t end))              \
+  X(GatherRows, (const CpuGather& call, int64_t begin, int64_t end))                               \
+  X(PermuteTiles, (const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end))
+
 struct CpuKernels {
-  const char* name;
-  // [begin, end) are source rows, counted over all planes. element_bytes is 1, 2, 4, 8 or 16.
-  void (*upsample_forward)(const CpuUpsample& p, int element_bytes, const void* x, void* y,
-                           int64_t begin, int64_t end);
-  // type is a Summable.
-  void (*upsample_backward)(const CpuUpsample& p, int type, const void* dy, void* dx, int64_t begin,
-                            int64_t end);
-  // Elements [begin, end). `type` is a FloatType.
-  void (*elementwise)(ElementwiseOp op, int type, const ElementwiseCall& call, int64_t begin,
-                      int64_t end);
-  void (*where)(int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end);
-  // `from` and `to` are RealTypes.
-  void (*cast)(int from, int to, const void* in, void* out, int64_t begin, int64_t end);
-  void (*where_vjp)(int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end);
-  // What [begin, end) counts is said in scatter.h. `type` is an AddType.
-  void (*scatter_zeros)(const CpuScatter& call, int element_bytes, int64_t begin, int64_t end);
-  void (*scatter_sorted)(const CpuScatter& call, int type, int64_t begin, int64_t end);
-  void (*scatter_carries)(const CpuScatter& call, int type, int64_t begin, int64_t end);
-  void (*scatter_private)(const CpuScatter& call, int type, int64_t begin, int64_t end);
-  void (*scatter_combine)(const CpuScatter& call, int type, int64_t begin, int64_t end);
-  void (*gather_rows)(const CpuGather& call, int64_t begin, int64_t end);
-  // Tiles [begin, end).
-  void (*permute)(const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end);
+  const char* name;  // of the instruction set
+#define JOF_MEMBER(function, parameters) void(*function) parameters;
+  JOF_FOR_EACH_CPU_KERNEL(JOF_MEMBER)
+#undef JOF_MEMBER
 };
 
 extern const CpuKernels kCpuKernelsBaseline;

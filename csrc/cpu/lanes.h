@@ -38,15 +38,6 @@ struct Lanes {
   typename Vector<A, N>::type values;
 };
 
-// The same bits as another type.
-template <typename To, typename From>
-JOF_INLINE To BitCast(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
 template <typename A, int N>
 JOF_INLINE void Load(const A* in, Lanes<A, N>* out) {
   memcpy(&out->values, in, sizeof(out->values));
@@ -79,38 +70,19 @@ JOF_INLINE void Load(const BFloat16* in, Lanes<float, N>* out) {
 
 template <int N>
 JOF_INLINE void Store(const Lanes<float, N>& in, BFloat16* out) {
-  const auto bits = BitCast<typename Vector<uint32_t, N>::type>(in);
-  const auto rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const auto quiet_nan = (bits >> 16) | 0x40u;
-  StoreBits<N>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded, out);
+  StoreBits<N>(NarrowToBFloat16(BitCast<typename Vector<uint32_t, N>::type>(in)), out);
 }
 
 template <int N>
 JOF_INLINE void Load(const Half* in, Lanes<float, N>* out) {
   using Float = typename Vector<float, N>::type;
-  using Bits = typename Vector<uint32_t, N>::type;
-  const Bits bits = LoadBits<N>(in), magnitude = bits & 0x7fffu, shifted = magnitude << 13;
-  const Float sum = BitCast<Float>(shifted + FloatToBits(0x1p-14f));
-  const Bits subnormal = BitCast<Bits>(sum - 0x1p-14f);
-  const Bits finite = magnitude < 0x0400u ? subnormal : shifted + (112u << 23);
-  const Bits infinity = shifted | 0x7f800000u;
-  const Bits special = magnitude > 0x7c00u ? infinity | 0x00400000u : infinity;
-  const Bits wide = magnitude >= 0x7c00u ? special : finite;
-  out->values = BitCast<Float>(((bits & 0x8000u) << 16) | wide);
+  out->values = BitCast<Float>(WidenHalf<Float>(LoadBits<N>(in)));
 }
 
 template <int N>
 JOF_INLINE void Store(const Lanes<float, N>& in, Half* out) {
   using Float = typename Vector<float, N>::type;
-  using Bits = typename Vector<uint32_t, N>::type;
-  const Bits bits = BitCast<Bits>(in.values), magnitude = bits & 0x7fffffffu;
-  const Bits subnormal = BitCast<Bits>(BitCast<Float>(magnitude) + 0.5f) - FloatToBits(0.5f);
-  const Bits normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  const Bits finite = magnitude < 0x38800000u ? subnormal : normal;
-  const Bits infinity = Bits{} + 0x7c00u, nan = Bits{} + 0x7e00u;
-  const Bits overflow = magnitude > 0x7f800000u ? nan : infinity;
-  const Bits sign = (bits >> 16) & 0x8000u;
-  StoreBits<N>(sign | (magnitude >= 0x47800000u ? overflow : finite), out);
+  StoreBits<N>(NarrowToHalf<Float>(BitCast<typename Vector<uint32_t, N>::type>(in)), out);
 }
 
 // The conversions of binary16 that processors have. These overloads win over the templates.

@@ -1,4 +1,4 @@
-// Permuting the axes of an array on a CPU, one tile of cpu/permute_tiles.h at a time.
+// Permuting the axes of an array on a CPU, one tile of cpu/permute_launch.h at a time.
 //
 // A tile is a stack of matrices whose rows are contiguous in the input and whose columns are in the
 // output. Blocks of a matrix are transposed in registers: a lane of 16 bytes from each of as many
@@ -494,6 +494,7 @@ inline void ForEachMatrix(const CpuPermute& p, const void* x, void* y, int64_t b
   }
 }
 
+// Tiles [begin, end).
 inline void PermuteTiles(const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end) {
   const uint8_t* in_end = static_cast<const uint8_t*>(x) + p.bytes;
   const auto each = [&](const auto& move) { ForEachMatrix(p, x, y, begin, end, move); };

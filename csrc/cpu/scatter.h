@@ -516,8 +516,8 @@ JOF_INLINE void DispatchConstant(int64_t value, const Visitor& visit) {
 
 // Calls visit(element type tag, index type tag).
 template <typename Visitor>
-JOF_INLINE void DispatchScatter(const CpuScatter& call, int type, const Visitor& visit) {
-  DispatchAdd(static_cast<AddType>(type), [&](auto tag) {
+JOF_INLINE void DispatchScatter(const CpuScatter& call, DType type, const Visitor& visit) {
+  Dispatch<Addends>(type, [&](auto tag) {
     DispatchIndex(call.index_bytes, [&](auto index) { visit(tag, index); });
   });
 }
@@ -556,7 +556,7 @@ inline void ScatterZeros(const CpuScatter& call, int element_bytes, int64_t begi
 }
 
 // Blocks of call.columns columns of chunks of all problems, the block counted fastest.
-inline void ScatterSorted(const CpuScatter& call, int type, int64_t begin, int64_t end) {
+inline void ScatterSorted(const CpuScatter& call, DType type, int64_t begin, int64_t end) {
   const int64_t blocks = internal::CeilDivide(call.inner, call.columns);
   internal::DispatchScatter(call, type, [&](auto tag, auto index) {
     using T = typename decltype(tag)::type;
@@ -570,7 +570,7 @@ inline void ScatterSorted(const CpuScatter& call, int type, int64_t begin, int64
 }
 
 // Chunks of all problems, after ScatterSorted did all.
-inline void ScatterCarries(const CpuScatter& call, int type, int64_t begin, int64_t end) {
+inline void ScatterCarries(const CpuScatter& call, DType type, int64_t begin, int64_t end) {
   internal::DispatchScatter(call, type, [&](auto tag, auto index) {
     using T = typename decltype(tag)::type;
     using Index = typename decltype(index)::type;
@@ -581,7 +581,7 @@ inline void ScatterCarries(const CpuScatter& call, int type, int64_t begin, int6
 }
 
 // Parts of all problems, the problem counted fastest.
-inline void ScatterPrivate(const CpuScatter& call, int type, int64_t begin, int64_t end) {
+inline void ScatterPrivate(const CpuScatter& call, DType type, int64_t begin, int64_t end) {
   internal::DispatchScatter(call, type, [&](auto tag, auto index) {
     using T = typename decltype(tag)::type;
     using Index = typename decltype(index)::type;
@@ -594,8 +594,8 @@ inline void ScatterPrivate(const CpuScatter& call, int type, int64_t begin, int6
 }
 
 // Elements of the result, after ScatterPrivate did all parts.
-inline void ScatterCombine(const CpuScatter& call, int type, int64_t begin, int64_t end) {
-  DispatchAdd(static_cast<AddType>(type), [&](auto tag) {
+inline void ScatterCombine(const CpuScatter& call, DType type, int64_t begin, int64_t end) {
+  Dispatch<Addends>(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     internal::AddCopies<T>(static_cast<const Compute<T>*>(call.scratch) + begin, call.splits,
                            call.batch * call.size * call.inner, call.has_operand, end - begin,

@@ -15,8 +15,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "common/dtype.h"
 #include "common/macros.h"
-#include "common/types.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
 
@@ -57,6 +57,7 @@ inline void ExpandRowOfBytes(const CpuUpsample& p, int64_t pixel, const uint8_t*
   }
 }
 
+// Source rows [begin, end), counted over all planes. Elements have 1, 2, 4, 8 or 16 bytes.
 inline void UpsampleForwardRows(const CpuUpsample& p, int element_bytes, const void* x, void* y,
                                 int64_t begin, int64_t end) {
   const int64_t pixel = p.inner * element_bytes;
@@ -216,9 +217,10 @@ struct Parts<Complex<T>> {
   static constexpr int kCount = 2;
 };
 
-inline void UpsampleBackwardRows(const CpuUpsample& p, int type, const void* dy, void* dx,
+// The same rows. `type` is one of FloatsAndComplex.
+inline void UpsampleBackwardRows(const CpuUpsample& p, DType type, const void* dy, void* dx,
                                  int64_t begin, int64_t end) {
-  DispatchSummable(static_cast<Summable>(type), [&](auto tag) {
+  Dispatch<FloatsAndComplex>(type, [&](auto tag) {
     using Part = Parts<typename decltype(tag)::type>;
     using T = typename Part::type;
     CpuUpsample parts = p;

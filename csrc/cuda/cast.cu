@@ -2,13 +2,13 @@
 #include "cuda/cast.h"
 
 #include "cuda/elementwise.cuh"
+#include "ops/cast.h"
 
 namespace jof {
 
-cudaError_t LaunchCast(RealType from, RealType to, const ElementwiseCall& call,
-                       cudaStream_t stream) {
-  return DispatchReal(from, [&](auto from_tag) {
-    return DispatchReal(to, [&](auto to_tag) {
+cudaError_t LaunchCast(DType from, DType to, const ElementwiseCall& call, cudaStream_t stream) {
+  return Dispatch<Reals>(from, [&](auto from_tag) {
+    return Dispatch<Reals>(to, [&](auto to_tag) {
       using From = typename decltype(from_tag)::type;
       using To = typename decltype(to_tag)::type;
       return LaunchElementwise(SimpleFactory<Cast<To, From>>(), call.n,

@@ -3,12 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include "ops/cast.h"
+#include "common/dtype.h"
 #include "ops/elementwise_ops.h"
 
 namespace jof {
 
-cudaError_t LaunchCast(RealType from, RealType to, const ElementwiseCall& call,
-                       cudaStream_t stream);
+cudaError_t LaunchCast(DType from, DType to, const ElementwiseCall& call, cudaStream_t stream);
 
 }  // namespace jof

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "common/dtype.h"
 #include "ops/elementwise_ops.h"
 
 namespace jof {
@@ -13,9 +14,9 @@ using ElementwiseLauncher = cudaError_t (*)(const ElementwiseCall& call, cudaStr
 template <typename T>
 const ElementwiseLauncher* ElementwiseLaunchers();
 
-inline cudaError_t LaunchElementwise(ElementwiseOp op, FloatType type, const ElementwiseCall& call,
+inline cudaError_t LaunchElementwise(ElementwiseOp op, DType type, const ElementwiseCall& call,
                                      cudaStream_t stream) {
-  return DispatchFloat(type, [&](auto tag) {
+  return Dispatch<Floats>(type, [&](auto tag) {
     return ElementwiseLaunchers<typename decltype(tag)::type>()[static_cast<int>(op)](call, stream);
   });
 }

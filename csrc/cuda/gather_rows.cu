@@ -45,23 +45,24 @@ __global__ void __launch_bounds__(kBlockSize)
 }
 
 template <int kBytes, typename Index>
-cudaError_t Gather(const ScatterProblem& p, const void* table, const void* ids, const void* fill,
-                   int element_bytes, void* result, cudaStream_t stream) {
+cudaError_t Gather(const GatherCall& call, cudaStream_t stream) {
   using Unit = Word<kBytes>;
+  const ScatterProblem& p = call.problem;
   unsigned char bytes[kBytes];
   for (int i = 0; i < kBytes; ++i) {
-    bytes[i] = static_cast<const unsigned char*>(fill)[i % element_bytes];
+    bytes[i] = static_cast<const unsigned char*>(call.fill)[i % call.element_bytes];
   }
   Unit filler;
   std::memcpy(&filler, bytes, kBytes);
-  const int64_t inner = p.inner * element_bytes / kBytes, items = p.batch * p.rows * inner;
+  const int64_t inner = p.inner * call.element_bytes / kBytes, items = p.batch * p.rows * inner;
   const auto launch = [&](auto offset) {
     using Offset = decltype(offset);
-    return LaunchItems(
-        GatherKernel<kBytes, Index, Offset>, (items + kItems - 1) / kItems, stream, p.rule,
-        static_cast<Offset>(items), p.shared_ids, FastDivider<Offset>(static_cast<Offset>(inner)),
-        FastDivider<Offset>(static_cast<Offset>(p.rows)), filler, static_cast<const Unit*>(table),
-        static_cast<const Index*>(ids), static_cast<Unit*>(result));
+    return LaunchItems(GatherKernel<kBytes, Index, Offset>, (items + kItems - 1) / kItems, stream,
+                       p.rule, static_cast<Offset>(items), p.shared_ids,
+                       FastDivider<Offset>(static_cast<Offset>(inner)),
+                       FastDivider<Offset>(static_cast<Offset>(p.rows)), filler,
+                       static_cast<const Unit*>(call.table), static_cast<const Index*>(call.ids),
+                       static_cast<Unit*>(call.result));
   };
   const bool is_small = items + kBlockSize * kItems < FastDivider<uint32_t>::kLimit;
   return is_small ? launch(uint32_t{}) : launch(uint64_t{});
@@ -69,18 +70,16 @@ cudaError_t Gather(const ScatterProblem& p, const void* table, const void* ids, 
 
 }  // namespace
 
-cudaError_t LaunchGatherRows(const ScatterProblem& problem, int element_bytes, const void* table,
-                             const void* ids, const void* fill, void* result, cudaStream_t stream) {
+cudaError_t LaunchGatherRows(const GatherCall& call, cudaStream_t stream) {
   int word = kPackBytes;
-  while (problem.inner * element_bytes % word != 0 || !IsAligned(table, word) ||
-         !IsAligned(result, word)) {
+  while (call.problem.inner * call.element_bytes % word != 0 || !IsAligned(call.table, word) ||
+         !IsAligned(call.result, word)) {
     word /= 2;
   }
   const auto launch = [&](auto bytes) {
     constexpr int kBytes = decltype(bytes)::value;
-    return problem.index_bytes == 4
-               ? Gather<kBytes, int32_t>(problem, table, ids, fill, element_bytes, result, stream)
-               : Gather<kBytes, int64_t>(problem, table, ids, fill, element_bytes, result, stream);
+    return call.problem.index_bytes == 4 ? Gather<kBytes, int32_t>(call, stream)
+                                         : Gather<kBytes, int64_t>(call, stream);
   };
   switch (word) {
     case 1:

@@ -12,6 +12,7 @@
 
 #include <type_traits>
 
+#include "common/dtype.h"
 #include "common/fast_divide.h"
 #include "common/types.h"
 #include "cuda/windows.cuh"

@@ -7,27 +7,43 @@
 
 JOF_NAMESPACE_BEGIN
 
-// If there is an operand, the result holds a copy of it already.
-
-// Sorted ids, no atomics: sums of runs of equal ids. `chunks` is the scratch's second dimension.
-cudaError_t LaunchScatterSorted(const ScatterProblem& problem, AddType type,
-                                const ScatterArrays& arrays, int64_t chunks, cudaStream_t stream);
-
 // What the sums of LaunchScatterPrivate may take, once.
 inline constexpr int64_t kPrivateBytes = 160 * 1024;
 
-// Few outputs, and no batch: private sums in shared memory. `parts` is the scratch's first
-// dimension.
-cudaError_t LaunchScatterPrivate(const ScatterProblem& problem, AddType type,
-                                 const ScatterArrays& arrays, int64_t parts, bool deterministic,
-                                 cudaStream_t stream);
+inline constexpr ScatterLimits kCudaScatterLimits{true, kPrivateBytes};
 
+// There are positions, and if there is an operand, the result holds a copy of it already.
+
+// Sorted ids, no atomics: sums of runs of equal ids.
+cudaError_t LaunchScatterSorted(const ScatterCall& call, cudaStream_t stream);
+// Few outputs, and no batch: private sums in shared memory.
+cudaError_t LaunchScatterPrivate(const ScatterCall& call, cudaStream_t stream);
 // Atomic additions to global memory, to the scratch if there is one.
-cudaError_t LaunchScatterAtomic(const ScatterProblem& problem, AddType type,
-                                const ScatterArrays& arrays, cudaStream_t stream);
+cudaError_t LaunchScatterAtomic(const ScatterCall& call, cudaStream_t stream);
 
-// `fill` points to one element.
-cudaError_t LaunchGatherRows(const ScatterProblem& problem, int element_bytes, const void* table,
-                             const void* ids, const void* fill, void* result, cudaStream_t stream);
+// Any scatter whose result is not empty.
+inline cudaError_t LaunchScatter(ScatterStrategy strategy, const ScatterCall& call,
+                                 cudaStream_t stream) {
+  const ScatterProblem& p = call.problem;
+  const size_t bytes = static_cast<size_t>(p.batch * p.size() * p.inner * SizeOf(call.type));
+  cudaError_t status = cudaSuccess;
+  if (call.operand != nullptr && call.operand != call.result) {
+    status = cudaMemcpyAsync(call.result, call.operand, bytes, cudaMemcpyDeviceToDevice, stream);
+  } else if (call.operand == nullptr && p.rows == 0) {
+    status = cudaMemsetAsync(call.result, 0, bytes, stream);
+  }
+  if (status != cudaSuccess || p.rows == 0) return status;
+  switch (strategy) {
+    case ScatterStrategy::kSorted:
+      return LaunchScatterSorted(call, stream);
+    case ScatterStrategy::kPrivate:
+      return LaunchScatterPrivate(call, stream);
+    case ScatterStrategy::kAtomic:
+      break;
+  }
+  return LaunchScatterAtomic(call, stream);
+}
+
+cudaError_t LaunchGatherRows(const GatherCall& call, cudaStream_t stream);
 
 JOF_NAMESPACE_END

@@ -173,12 +173,11 @@ cudaError_t ScatterAtomic(const ScatterProblem& p, const ScatterArrays& a, cudaS
 
 }  // namespace
 
-cudaError_t LaunchScatterAtomic(const ScatterProblem& problem, AddType type,
-                                const ScatterArrays& arrays, cudaStream_t stream) {
-  return DispatchAdd(type, [&](auto tag) {
+cudaError_t LaunchScatterAtomic(const ScatterCall& call, cudaStream_t stream) {
+  return Dispatch<Addends>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return problem.index_bytes == 4 ? ScatterAtomic<T, int32_t>(problem, arrays, stream)
-                                    : ScatterAtomic<T, int64_t>(problem, arrays, stream);
+    return call.problem.index_bytes == 4 ? ScatterAtomic<T, int32_t>(call.problem, call, stream)
+                                         : ScatterAtomic<T, int64_t>(call.problem, call, stream);
   });
 }
 

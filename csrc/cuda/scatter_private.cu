@@ -236,17 +236,16 @@ cudaError_t ScatterPrivate(const ScatterProblem& p, const ScatterArrays& a, int6
 
 }  // namespace
 
-cudaError_t LaunchScatterPrivate(const ScatterProblem& problem, AddType type,
-                                 const ScatterArrays& arrays, int64_t parts, bool deterministic,
-                                 cudaStream_t stream) {
-  return DispatchAdd(type, [&](auto tag) {
+cudaError_t LaunchScatterPrivate(const ScatterCall& call, cudaStream_t stream) {
+  return Dispatch<Addends>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch = [&](auto index) {
       using Index = decltype(index);
-      return deterministic ? ScatterPrivate<true, T, Index>(problem, arrays, parts, stream)
-                           : ScatterPrivate<false, T, Index>(problem, arrays, parts, stream);
+      return call.deterministic
+                 ? ScatterPrivate<true, T, Index>(call.problem, call, call.splits, stream)
+                 : ScatterPrivate<false, T, Index>(call.problem, call, call.splits, stream);
     };
-    return problem.index_bytes == 4 ? launch(int32_t{}) : launch(int64_t{});
+    return call.problem.index_bytes == 4 ? launch(int32_t{}) : launch(int64_t{});
   });
 }
 

@@ -515,17 +515,16 @@ cudaError_t ScatterSorted(const ScatterProblem& p, const ScatterArrays& a, int64
 
 }  // namespace
 
-cudaError_t LaunchScatterSorted(const ScatterProblem& problem, AddType type,
-                                const ScatterArrays& arrays, int64_t chunks, cudaStream_t stream) {
-  return DispatchAdd(type, [&](auto tag) {
+cudaError_t LaunchScatterSorted(const ScatterCall& call, cudaStream_t stream) {
+  return Dispatch<Addends>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    switch (problem.index_bytes) {
+    switch (call.problem.index_bytes) {
       case 2:
-        return ScatterSorted<T, uint16_t>(problem, arrays, chunks, stream);
+        return ScatterSorted<T, uint16_t>(call.problem, call, call.splits, stream);
       case 4:
-        return ScatterSorted<T, int32_t>(problem, arrays, chunks, stream);
+        return ScatterSorted<T, int32_t>(call.problem, call, call.splits, stream);
       default:
-        return ScatterSorted<T, int64_t>(problem, arrays, chunks, stream);
+        return ScatterSorted<T, int64_t>(call.problem, call, call.splits, stream);
     }
   });
 }

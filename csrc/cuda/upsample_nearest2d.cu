@@ -575,9 +575,9 @@ cudaError_t LaunchUpsampleForward(const UpsampleProblem& problem, int element_by
   }
 }
 
-cudaError_t LaunchUpsampleBackward(const UpsampleProblem& problem, Summable type, const void* dy,
+cudaError_t LaunchUpsampleBackward(const UpsampleProblem& problem, DType type, const void* dy,
                                    void* dx, cudaStream_t stream) {
-  return DispatchSummable(type, [&](auto tag) {
+  return Dispatch<FloatsAndComplex>(type, [&](auto tag) {
     return Backward<typename decltype(tag)::type>(problem, dy, dx, stream);
   });
 }

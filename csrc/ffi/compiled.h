@@ -10,7 +10,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -93,15 +92,42 @@ auto WithCompiledAttributes(Binding binding) {
       .template Attr<ffi::Span<const int64_t>>("element_bytes");
 }
 
-inline auto InstantiateCompiledBinding() {
+inline auto CompiledInstantiateBinding() {
   return WithCompiledAttributes(ffi::Ffi::BindInstantiate());
 }
 
-// Context is what a platform runs kernels with: its thread pool or stream.
-template <typename Context>
-auto ExecuteCompiledBinding() {
+template <typename Backend>
+auto CompiledBinding() {
   return WithCompiledAttributes(
-      ffi::Ffi::Bind().template Ctx<Context>().RemainingArgs().RemainingRets());
+      ffi::Ffi::Bind().Ctx<typename Backend::Context>().RemainingArgs().RemainingRets());
+}
+
+template <typename Backend>
+LoadedKernels<typename Backend::CompiledKernel>& Loaded() {
+  static auto* kernels = new LoadedKernels<typename Backend::CompiledKernel>;
+  return *kernels;
+}
+
+template <typename Backend>
+ffi::Error InstantiateCompiled(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
+                               ffi::Span<const int64_t>, ffi::Span<const int64_t>) {
+  return Loaded<Backend>().LoadOnce(id, [&](typename Backend::CompiledKernel* kernel) {
+    return Backend::Status(name, LoadCompiled(code.begin(), code.size(), kernel));
+  });
+}
+
+template <typename Backend>
+ffi::Error ExecuteCompiled(typename Backend::Stream stream, ffi::RemainingArgs args,
+                           ffi::RemainingRets rets, ffi::Span<const uint8_t>, int64_t id,
+                           std::string_view name, ffi::Span<const int64_t> kinds,
+                           ffi::Span<const int64_t> element_bytes) {
+  ElementwiseCall call;
+  ffi::Error error = DecodeCompiled(name, args, rets, kinds, element_bytes, &call);
+  if (error.failure() || call.n == 0) return error;
+  const auto* kernel = Loaded<Backend>().Find(id);
+  if (kernel == nullptr) return ffi::Error::Internal(std::string(name) + ": code is not loaded");
+  return Backend::Status(
+      name, LaunchCompiled(*kernel, args.size(), rets.size(), element_bytes.begin(), call, stream));
 }
 
 }  // namespace jof

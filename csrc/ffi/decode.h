@@ -7,12 +7,11 @@
 #include <sstream>
 #include <string>
 
-#include "common/types.h"
+#include "common/dtype.h"
+#include "ffi/target.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jof {
-
-namespace ffi = xla::ffi;
 
 // InvalidArgument with a message made of the parts: InvalidArgument("upsample: got ", 3).
 template <typename... Parts>
@@ -39,67 +38,27 @@ inline bool SameShape(ffi::AnyBuffer a, ffi::AnyBuffer b) {
   return true;
 }
 
-// The number of bytes of an element that data-movement operations take; 0 for any other type
-// (sub-byte types, tokens).
-inline int MovableBytes(ffi::DataType type) {
+inline DType DTypeOf(ffi::DataType type) {
   switch (type) {
-    case ffi::DataType::PRED:
-    case ffi::DataType::S8:
-    case ffi::DataType::U8:
-    case ffi::DataType::F8E5M2:
+#define JOF_DTYPE(name, T)  \
+  case ffi::DataType::name: \
+    return DType::k##name;
+    JOF_DTYPES(JOF_DTYPE)
+#undef JOF_DTYPE
     case ffi::DataType::F8E4M3:
-    case ffi::DataType::F8E4M3FN:
     case ffi::DataType::F8E4M3B11FNUZ:
     case ffi::DataType::F8E5M2FNUZ:
     case ffi::DataType::F8E4M3FNUZ:
     case ffi::DataType::F8E3M4:
     case ffi::DataType::F8E8M0FNU:
-      return 1;
-    case ffi::DataType::S16:
-    case ffi::DataType::U16:
-    case ffi::DataType::F16:
-    case ffi::DataType::BF16:
-      return 2;
-    case ffi::DataType::S32:
-    case ffi::DataType::U32:
-    case ffi::DataType::F32:
-      return 4;
-    case ffi::DataType::S64:
-    case ffi::DataType::U64:
-    case ffi::DataType::F64:
-    case ffi::DataType::C64:
-      return 8;
-    case ffi::DataType::C128:
-      return 16;
+      return DType::kByte;
     default:
-      return 0;
+      return DType::kNone;
   }
 }
 
-// Sets *out to the summable type that `type` is. False if it is none.
-inline bool AsSummable(ffi::DataType type, Summable* out) {
-  switch (type) {
-    case ffi::DataType::F16:
-      *out = Summable::kF16;
-      return true;
-    case ffi::DataType::BF16:
-      *out = Summable::kBF16;
-      return true;
-    case ffi::DataType::F32:
-      *out = Summable::kF32;
-      return true;
-    case ffi::DataType::F64:
-      *out = Summable::kF64;
-      return true;
-    case ffi::DataType::C64:
-      *out = Summable::kC64;
-      return true;
-    case ffi::DataType::C128:
-      *out = Summable::kC128;
-      return true;
-    default:
-      return false;
-  }
-}
+// The bytes of an element that data-movement operations take; 0 for any other type (sub-byte types,
+// tokens).
+inline int MovableBytes(ffi::DataType type) { return SizeOf(DTypeOf(type)); }
 
 }  // namespace jof

@@ -9,7 +9,6 @@
 #include <string_view>
 
 #include "ffi/decode.h"
-#include "ops/cast.h"
 #include "ops/elementwise_ops.h"
 
 namespace jof {
@@ -21,25 +20,6 @@ inline constexpr ElementwiseSignature kCast{"jof_cast", 1, 1, false};
 
 inline const ElementwiseSignature& SignatureOf(ElementwiseOp op) {
   return kElementwiseSignatures<float>[static_cast<int>(op)];
-}
-
-inline bool AsFloat(ffi::DataType type, FloatType* out) {
-  switch (type) {
-    case ffi::DataType::F16:
-      *out = FloatType::kF16;
-      return true;
-    case ffi::DataType::BF16:
-      *out = FloatType::kBF16;
-      return true;
-    case ffi::DataType::F32:
-      *out = FloatType::kF32;
-      return true;
-    case ffi::DataType::F64:
-      *out = FloatType::kF64;
-      return true;
-    default:
-      return false;
-  }
 }
 
 inline ffi::AnyBuffer FirstResult(ffi::RemainingRets rets) { return **rets.get<ffi::AnyBuffer>(0); }
@@ -190,12 +170,13 @@ inline ffi::Error DecodeBuiltIn(const ElementwiseSignature& op, ffi::RemainingAr
 // The arithmetic ops: all operands and results have one floating-point type.
 inline ffi::Error DecodeArithmetic(ElementwiseOp op, ffi::RemainingArgs args,
                                    ffi::RemainingRets rets, int64_t wanted, ElementwiseCall* call,
-                                   FloatType* type) {
+                                   DType* type) {
   const ElementwiseSignature& signature = SignatureOf(op);
   ffi::Error error = DecodeBuiltIn(signature, args, rets, wanted, call);
   if (error.failure()) return error;
   const ffi::AnyBuffer result = FirstResult(rets);
-  if (!AsFloat(result.element_type(), type)) {
+  *type = DTypeOf(result.element_type());
+  if (!Contains<Floats>(*type)) {
     return InvalidArgument(signature.target, ": the element type must be f16, bf16, f32 or f64");
   }
   for (size_t k = 0; k < args.size(); ++k) {
@@ -232,45 +213,68 @@ inline ffi::Error DecodeWhere(const ElementwiseSignature& signature, ffi::Remain
   return ffi::Error::Success();
 }
 
-inline bool AsReal(ffi::DataType type, RealType* out) {
-  switch (type) {
-#define JOF_REAL(ffi_type, real_type) \
-  case ffi::DataType::ffi_type:       \
-    *out = RealType::real_type;       \
-    return true;
-    JOF_REAL(PRED, kBool)
-    JOF_REAL(S8, kI8)
-    JOF_REAL(S16, kI16)
-    JOF_REAL(S32, kI32)
-    JOF_REAL(S64, kI64)
-    JOF_REAL(U8, kU8)
-    JOF_REAL(U16, kU16)
-    JOF_REAL(U32, kU32)
-    JOF_REAL(U64, kU64)
-    JOF_REAL(F8E4M3FN, kF8E4M3FN)
-    JOF_REAL(F8E5M2, kF8E5M2)
-    JOF_REAL(F16, kF16)
-    JOF_REAL(BF16, kBF16)
-    JOF_REAL(F32, kF32)
-    JOF_REAL(F64, kF64)
-#undef JOF_REAL
-    default:
-      return false;
-  }
-}
-
 // cast(x): both types are real.
 inline ffi::Error DecodeCast(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t wanted,
-                             ElementwiseCall* call, RealType* from, RealType* to) {
+                             ElementwiseCall* call, DType* from, DType* to) {
   ffi::Error error = DecodeBuiltIn(kCast, args, rets, wanted, call);
   if (error.failure()) return error;
-  if (!AsReal(args.get<ffi::AnyBuffer>(0)->element_type(), from) ||
-      !AsReal(FirstResult(rets).element_type(), to)) {
+  *from = DTypeOf(args.get<ffi::AnyBuffer>(0)->element_type());
+  *to = DTypeOf(FirstResult(rets).element_type());
+  if (!Contains<Reals>(*from) || !Contains<Reals>(*to)) {
     return InvalidArgument(kCast.target,
                            ": element types must be bool, integers of 8 to 64 bits, f8e4m3fn, "
                            "f8e5m2, f16, bf16, f32 or f64");
   }
   return ffi::Error::Success();
+}
+
+template <typename Backend, ElementwiseOp op>
+ffi::Error Elementwise(typename Backend::Stream stream, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets, int64_t wanted) {
+  ElementwiseCall call;
+  DType type{};
+  ffi::Error error = DecodeArithmetic(op, args, rets, wanted, &call, &type);
+  if (error.failure()) return error;
+  return Backend::Status(SignatureOf(op).target, LaunchElementwise(op, type, call, stream));
+}
+
+template <typename Backend>
+ffi::Error WhereHandler(typename Backend::Stream stream, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets, int64_t wanted) {
+  ElementwiseCall call;
+  int element_bytes = 0;
+  ffi::Error error = DecodeWhere(kWhere, args, rets, wanted, &call, &element_bytes);
+  if (error.failure()) return error;
+  return Backend::Status(kWhere.target, LaunchWhere(element_bytes, call, stream));
+}
+
+template <typename Backend>
+ffi::Error WhereVjpHandler(typename Backend::Stream stream, ffi::RemainingArgs args,
+                           ffi::RemainingRets rets, int64_t wanted) {
+  ElementwiseCall call;
+  int element_bytes = 0;
+  ffi::Error error = DecodeWhere(kWhereVjp, args, rets, wanted, &call, &element_bytes);
+  if (error.failure()) return error;
+  return Backend::Status(kWhereVjp.target, LaunchWhereVjp(element_bytes, call, stream));
+}
+
+template <typename Backend>
+ffi::Error CastHandler(typename Backend::Stream stream, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets, int64_t wanted) {
+  ElementwiseCall call;
+  DType from{}, to{};
+  ffi::Error error = DecodeCast(args, rets, wanted, &call, &from, &to);
+  if (error.failure()) return error;
+  return Backend::Status(kCast.target, LaunchCast(from, to, call, stream));
+}
+
+template <typename Backend>
+auto ElementwiseBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<int64_t>("wanted");
 }
 
 }  // namespace jof

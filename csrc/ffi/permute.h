@@ -9,6 +9,8 @@
 
 namespace jof {
 
+inline constexpr char kPermute[] = "jof_permute";
+
 // The largest power of two, at most 16, that both pointers are multiples of.
 inline int64_t CommonAlignment(const void* a, const void* b) {
   const uintptr_t bits = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | 16;
@@ -17,39 +19,59 @@ inline int64_t CommonAlignment(const void* a, const void* b) {
 
 inline ffi::Error DecodePermute(ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::Span<const int64_t> axes,
                                 PermutePlan* plan) {
-  constexpr char kOp[] = "jof_permute";
   const auto in = x.dimensions(), out = y.dimensions();
   const int64_t rank = static_cast<int64_t>(in.size());
   const int element_bytes = MovableBytes(x.element_type());
   if (element_bytes == 0) {
-    return InvalidArgument(kOp, ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
+    return InvalidArgument(kPermute, ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
   }
   if (x.element_type() != y.element_type()) {
-    return InvalidArgument(kOp, ": operand and result must have the same element type");
+    return InvalidArgument(kPermute, ": operand and result must have the same element type");
   }
   if (static_cast<int64_t>(out.size()) != rank || static_cast<int64_t>(axes.size()) != rank) {
-    return InvalidArgument(kOp, ": expected as many axes and dimensions of the result as the ",
+    return InvalidArgument(kPermute, ": expected as many axes and dimensions of the result as the ",
                            "operand has dimensions, ", rank, ", got ", axes.size(), " and ",
                            out.size());
   }
   std::vector<bool> seen(static_cast<size_t>(rank));
   for (int64_t i = 0; i < rank; ++i) {
     if (axes[i] < 0 || axes[i] >= rank || seen[static_cast<size_t>(axes[i])]) {
-      return InvalidArgument(kOp, ": axes must be a permutation of 0 to ", rank - 1, ", got ",
+      return InvalidArgument(kPermute, ": axes must be a permutation of 0 to ", rank - 1, ", got ",
                              axes[i], " as axis ", i);
     }
     seen[static_cast<size_t>(axes[i])] = true;
     if (out[i] != in[axes[i]]) {
-      return InvalidArgument(kOp, ": dimension ", i, " of the result must be dimension ", axes[i],
-                             " of the operand, got ", ShapeString(out), " for ", ShapeString(in));
+      return InvalidArgument(kPermute, ": dimension ", i, " of the result must be dimension ",
+                             axes[i], " of the operand, got ", ShapeString(out), " for ",
+                             ShapeString(in));
     }
   }
   const int64_t alignment = CommonAlignment(x.untyped_data(), y.untyped_data());
   if (!PlanPermute(in.begin(), axes.begin(), rank, element_bytes,
                    alignment < element_bytes ? element_bytes : alignment, plan)) {
-    return InvalidArgument(kOp, ": more than ", kMaxPermuteRank, " dimensions that move apart");
+    return InvalidArgument(kPermute, ": more than ", kMaxPermuteRank,
+                           " dimensions that move apart");
   }
   return ffi::Error::Success();
+}
+
+template <typename Backend>
+ffi::Error Permute(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                   ffi::Span<const int64_t> axes) {
+  PermutePlan plan;
+  ffi::Error error = DecodePermute(x, *y, axes, &plan);
+  if (error.failure() || plan.units == 0) return error;
+  return Backend::Status(kPermute,
+                         LaunchPermute(plan, x.untyped_data(), y->untyped_data(), stream));
+}
+
+template <typename Backend>
+auto PermuteBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Attr<ffi::Span<const int64_t>>("axes");
 }
 
 }  // namespace jof

@@ -15,61 +15,29 @@
 
 namespace jof {
 
-// The ways to scatter, which differ in their scratch: sums of the compute type of updates.
-enum class ScatterWay {
-  kSorted,   // (B, C, 2, D): of segments that cross the ends of C chunks of positions
-  kPrivate,  // (P, B, S, D): of P parts of the positions
-  kAtomic,   // (B, S, D), or (0, 0, 0) to add to the result
-};
+inline constexpr char kGatherRows[] = "jof_gather_rows", kSortRows[] = "jof_sort_rows";
 
-// A checked scatter. A complex number is two reals here.
-struct ScatterCall : ScatterArrays {
-  ScatterProblem problem;
-  AddType type;
-  int order_bytes;     // 4, or 8 where ids are int64
-  int64_t splits;      // C or P above; 1 if there are no positions
-  bool deterministic;  // the same bits on every run, where the way has a choice
-};
+inline const char* NameOf(ScatterStrategy strategy) {
+  return strategy == ScatterStrategy::kSorted    ? "jof_scatter_add_sorted"
+         : strategy == ScatterStrategy::kPrivate ? "jof_scatter_add_private"
+                                                 : "jof_scatter_add_atomic";
+}
 
-// A checked gather of rows of problem.inner elements.
-struct GatherCall {
-  ScatterProblem problem;
-  int element_bytes;
-  const void* table;
-  const void* ids;
-  const void* fill;  // one element
-  void* result;
-};
-
-// Sets *out to the type that `type` is added as, *reals to how many values of it an element is.
-// False if there is no sum.
-inline bool AsAddType(ffi::DataType type, AddType* out, int* reals) {
-  *reals = type == ffi::DataType::C64 || type == ffi::DataType::C128 ? 2 : 1;
+// What values of `type` are added as: `reals` values of a type that is one of Addends if there is a
+// sum.
+inline DType AddendOf(DType type, int* reals) {
+  *reals = type == DType::kC64 || type == DType::kC128 ? 2 : 1;
   switch (type) {
-    case ffi::DataType::F16:
-      *out = AddType::kF16;
-      return true;
-    case ffi::DataType::BF16:
-      *out = AddType::kBF16;
-      return true;
-    case ffi::DataType::F32:
-    case ffi::DataType::C64:
-      *out = AddType::kF32;
-      return true;
-    case ffi::DataType::F64:
-    case ffi::DataType::C128:
-      *out = AddType::kF64;
-      return true;
-    case ffi::DataType::S32:
-    case ffi::DataType::U32:
-      *out = AddType::kI32;
-      return true;
-    case ffi::DataType::S64:
-    case ffi::DataType::U64:
-      *out = AddType::kI64;
-      return true;
+    case DType::kC64:
+      return DType::kF32;
+    case DType::kC128:
+      return DType::kF64;
+    case DType::kS32:
+      return DType::kU32;
+    case DType::kS64:
+      return DType::kU64;
     default:
-      return false;
+      return type;
   }
 }
 
@@ -113,12 +81,12 @@ inline ffi::Error DecodeRows(const char* op, ffi::AnyBuffer rows, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
-inline ffi::Error DecodeOrder(const char* op, ScatterWay way, ffi::AnyBuffer order,
+inline ffi::Error DecodeOrder(const char* op, ScatterStrategy strategy, ffi::AnyBuffer order,
                               ScatterCall* call) {
   call->order = nullptr;
   call->order_bytes = 4;
   if (HasShape(order, {0})) return ffi::Error::Success();
-  if (way != ScatterWay::kSorted || call->problem.batch != 1 ||
+  if (strategy != ScatterStrategy::kSorted || call->problem.batch != 1 ||
       !HasShape(order, {call->problem.rows})) {
     return InvalidArgument(op, ": order must have shape (0), or (N) = (", call->problem.rows,
                            ") where ids are sorted and B = 1, got ",
@@ -134,39 +102,50 @@ inline ffi::Error DecodeOrder(const char* op, ScatterWay way, ffi::AnyBuffer ord
 }
 
 // `inner` is D before complex numbers became pairs.
-inline ffi::Error DecodeScratch(const char* op, ScatterWay way, ffi::AnyBuffer scratch,
-                                int64_t inner, ScatterCall* call) {
+inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
+                                const ScatterLimits& limits, ffi::AnyBuffer scratch, int64_t inner,
+                                ScatterCall* call) {
   const ScatterProblem& p = call->problem;
   const auto dimensions = scratch.dimensions();
   const char* wanted = "";
   bool valid = false;
   call->splits = 1;
-  switch (way) {
-    case ScatterWay::kSorted:
+  switch (strategy) {
+    case ScatterStrategy::kSorted:
       wanted = "(B, C, 2, D)";
       if (dimensions.size() == 4) call->splits = dimensions[1];
       valid = HasShape(scratch, {p.batch, call->splits, 2, inner});
       break;
-    case ScatterWay::kPrivate:
+    case ScatterStrategy::kPrivate:
       wanted = "(P, B, S, D)";
       if (dimensions.size() == 4) call->splits = dimensions[0];
       valid = HasShape(scratch, {call->splits, p.batch, p.size(), inner});
       break;
-    case ScatterWay::kAtomic:
+    case ScatterStrategy::kAtomic:
       wanted = "(B, S, D) or (0, 0, 0)";
       valid = HasShape(scratch, {0, 0, 0}) || HasShape(scratch, {p.batch, p.size(), inner});
       break;
   }
+  const int64_t parts = call->splits;
   if (p.rows == 0) call->splits = 1;
   if (!valid || call->splits < 1) {
     return InvalidArgument(op, ": scratch must have shape ", wanted, ", got ",
                            ShapeString(dimensions));
   }
+  if (strategy == ScatterStrategy::kPrivate && limits.private_bytes != 0 && parts > 0) {
+    const int64_t room = limits.private_bytes / (call->deterministic ? 2 : 1);  // for tags, too
+    if (p.batch != 1 || static_cast<int64_t>(scratch.size_bytes()) / parts > room) {
+      return InvalidArgument(op, ": on a GPU there is no batch, and sums take at most ", room,
+                             " bytes of shared memory; got parts of shape ",
+                             ShapeString(dimensions));
+    }
+  }
   call->scratch = scratch.element_count() == 0 ? nullptr : scratch.untyped_data();
   return ffi::Error::Success();
 }
 
-inline ffi::Error DecodeScatter(const char* op, ScatterWay way, ffi::AnyBuffer operand,
+inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
+                                const ScatterLimits& limits, ffi::AnyBuffer operand,
                                 ffi::AnyBuffer updates, ffi::AnyBuffer ids, ffi::AnyBuffer order,
                                 ffi::AnyBuffer result, ffi::AnyBuffer scratch, bool wrap, bool clip,
                                 bool deterministic, ScatterCall* call) {
@@ -185,16 +164,18 @@ inline ffi::Error DecodeScatter(const char* op, ScatterWay way, ffi::AnyBuffer o
   ffi::Error error =
       DecodeRows(op, updates, ids, row == 0 ? 0 : count / row, wrap, clip, &call->problem);
   if (error.failure()) return error;
-  if (way == ScatterWay::kSorted && (wrap || clip)) {
+  if (strategy == ScatterStrategy::kSorted && (wrap || clip)) {
     // Two runs of ids would mean one row.
     return InvalidArgument(op, ": sorted ids are neither wrapped nor clipped");
   }
-  if (way != ScatterWay::kSorted && call->problem.index_bytes == 2) {
+  if (call->problem.index_bytes == 2 &&
+      (strategy != ScatterStrategy::kSorted || !limits.has_short_ids)) {
     return InvalidArgument(op, ": ids must be int32 or int64");
   }
   call->deterministic = deterministic;
   int reals = 1;
-  if (!AsAddType(updates.element_type(), &call->type, &reals)) {
+  call->type = AddendOf(DTypeOf(updates.element_type()), &reals);
+  if (!Contains<Addends>(call->type)) {
     return InvalidArgument(op,
                            ": the element type must be f16, bf16, f32, f64, an integer of 32 or 64 "
                            "bits, complex64 or complex128");
@@ -211,9 +192,9 @@ inline ffi::Error DecodeScatter(const char* op, ScatterWay way, ffi::AnyBuffer o
   if (scratch.element_type() != SumType(updates.element_type())) {
     return InvalidArgument(op, ": scratch must have the type that updates are summed in");
   }
-  error = DecodeOrder(op, way, order, call);
+  error = DecodeOrder(op, strategy, order, call);
   if (error.failure()) return error;
-  error = DecodeScratch(op, way, scratch, inner, call);
+  error = DecodeScratch(op, strategy, limits, scratch, inner, call);
   if (error.failure()) return error;
   call->problem.inner *= reals;
   call->operand = has_operand ? operand.untyped_data() : nullptr;
@@ -226,26 +207,25 @@ inline ffi::Error DecodeScatter(const char* op, ScatterWay way, ffi::AnyBuffer o
 inline ffi::Error DecodeGather(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer result,
                                bool wrap, bool clip, ffi::Span<const int64_t> fill,
                                GatherCall* call) {
-  constexpr char kOp[] = "jof_gather_rows";
   const auto t = table.dimensions(), r = result.dimensions();
   if (table.element_type() != result.element_type()) {
-    return InvalidArgument(kOp, ": table and result must have one element type");
+    return InvalidArgument(kGatherRows, ": table and result must have one element type");
   }
   if (t.size() != 3 || r.size() != 3 || t[0] != r[0] || t[2] != r[2]) {
-    return InvalidArgument(kOp, ": expected arrays of shapes (B, S, D) and (B, N, D), got ",
+    return InvalidArgument(kGatherRows, ": expected arrays of shapes (B, S, D) and (B, N, D), got ",
                            ShapeString(t), " and ", ShapeString(r));
   }
-  ffi::Error error = DecodeRows(kOp, result, ids, t[1], wrap, clip, &call->problem);
+  ffi::Error error = DecodeRows(kGatherRows, result, ids, t[1], wrap, clip, &call->problem);
   if (error.failure()) return error;
   if (call->problem.index_bytes == 2) {
-    return InvalidArgument(kOp, ": ids must be int32 or int64");
+    return InvalidArgument(kGatherRows, ": ids must be int32 or int64");
   }
   call->element_bytes = MovableBytes(table.element_type());
   if (call->element_bytes == 0) {
-    return InvalidArgument(kOp, ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
+    return InvalidArgument(kGatherRows, ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
   }
   if (fill.size() != 2) {
-    return InvalidArgument(kOp, ": fill must be 16 bytes as two int64, got ", fill.size());
+    return InvalidArgument(kGatherRows, ": fill must be 16 bytes as two int64, got ", fill.size());
   }
   call->table = table.untyped_data();
   call->ids = ids.untyped_data();
@@ -254,33 +234,25 @@ inline ffi::Error DecodeGather(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::An
   return ffi::Error::Success();
 }
 
-// Sorting rows by id: call->order, keys and counts are results. The counts are null if empty.
-struct SortCall {
-  ScatterProblem problem;
-  const void* ids;
-  void *keys, *order, *counts;
-};
-
 inline ffi::Error DecodeSort(ffi::AnyBuffer ids, ffi::AnyBuffer keys, ffi::AnyBuffer order,
                              ffi::AnyBuffer counts, int64_t size, bool wrap, bool clip,
                              SortCall* call) {
-  constexpr char kOp[] = "jof_sort_rows";
   const auto i = ids.dimensions();
   const int index_bytes = IndexBytes(ids.element_type());
   if (i.size() != 2 || index_bytes < 4) {
-    return InvalidArgument(kOp, ": ids must be int32 or int64 of shape (B, N), got shape ",
+    return InvalidArgument(kSortRows, ": ids must be int32 or int64 of shape (B, N), got shape ",
                            ShapeString(i));
   }
   __extension__ using int128 = __int128;
   const int64_t limit = index_bytes == 4 ? INT32_MAX : INT64_MAX;
   if (size < 0 || int128{i[0]} * size >= limit || int128{i[0]} * i[1] > limit) {
-    return InvalidArgument(kOp, ": keys do not fit the type of ids, with B = ", i[0],
+    return InvalidArgument(kSortRows, ": keys do not fit the type of ids, with B = ", i[0],
                            " and S = ", size);
   }
   const int64_t n = i[0] * i[1];
   if (!HasShape(keys, {1, n}) || !HasShape(order, {n}) ||
       (!HasShape(counts, {0}) && !HasShape(counts, {i[0] * size + 1}))) {
-    return InvalidArgument(kOp,
+    return InvalidArgument(kSortRows,
                            ": expected results of shapes (1, B * N), (B * N), and (B * S + 1) "
                            "or (0), got ",
                            ShapeString(keys.dimensions()), ", ", ShapeString(order.dimensions()),
@@ -288,7 +260,7 @@ inline ffi::Error DecodeSort(ffi::AnyBuffer ids, ffi::AnyBuffer keys, ffi::AnyBu
   }
   for (const ffi::AnyBuffer& result : {keys, order, counts}) {
     if (result.element_type() != ids.element_type()) {
-      return InvalidArgument(kOp, ": results must have the type of ids");
+      return InvalidArgument(kSortRows, ": results must have the type of ids");
     }
   }
   call->problem = {i[0], i[1], 1, {size, wrap, clip}, false, index_bytes};
@@ -297,6 +269,85 @@ inline ffi::Error DecodeSort(ffi::AnyBuffer ids, ffi::AnyBuffer keys, ffi::AnyBu
   call->order = order.untyped_data();
   call->counts = counts.element_count() == 0 ? nullptr : counts.untyped_data();
   return ffi::Error::Success();
+}
+
+template <typename Backend, ScatterStrategy strategy>
+ffi::Error ScatterAdd(typename Backend::Stream stream, ffi::AnyBuffer operand,
+                      ffi::AnyBuffer updates, ffi::AnyBuffer ids, ffi::AnyBuffer order,
+                      ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> scratch,
+                      bool wrap, bool clip, bool deterministic) {
+  const char* op = NameOf(strategy);
+  ScatterCall call{};
+  ffi::Error error = DecodeScatter(op, strategy, Backend::kScatterLimits, operand, updates, ids,
+                                   order, *result, *scratch, wrap, clip, deterministic, &call);
+  if (error.failure() || result->element_count() == 0) return error;
+  return Backend::Status(op, LaunchScatter(strategy, call, stream));
+}
+
+template <typename Backend>
+ffi::Error GatherRows(typename Backend::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids,
+                      ffi::Result<ffi::AnyBuffer> result, bool wrap, bool clip,
+                      ffi::Span<const int64_t> fill) {
+  GatherCall call{};
+  ffi::Error error = DecodeGather(table, ids, *result, wrap, clip, fill, &call);
+  if (error.failure() || result->element_count() == 0) return error;
+  return Backend::Status(kGatherRows, LaunchGatherRows(call, stream));
+}
+
+template <typename Backend>
+ffi::Error SortRowsHandler(typename Backend::Stream stream, ffi::AnyBuffer ids,
+                           ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> order,
+                           ffi::Result<ffi::AnyBuffer> counts, int64_t size, bool wrap, bool clip) {
+  SortCall call{};
+  ffi::Error error = DecodeSort(ids, *keys, *order, *counts, size, wrap, clip, &call);
+  if (error.failure() || ids.element_count() == 0) return error;
+  return Backend::Status(kSortRows, LaunchSortRows(call, stream));
+}
+
+template <typename Backend>
+auto ScatterBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Attr<bool>("wrap")
+      .template Attr<bool>("clip")
+      .template Attr<bool>("deterministic");
+}
+
+template <typename Backend, ScatterStrategy strategy>
+Target ScatterTarget() {
+  return {NameOf(strategy),
+          Handle<Backend, ScatterBinding<Backend>, ScatterAdd<Backend, strategy>>};
+}
+
+template <typename Backend>
+auto GatherBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Attr<bool>("wrap")
+      .template Attr<bool>("clip")
+      .template Attr<ffi::Span<const int64_t>>("fill");
+}
+
+template <typename Backend>
+auto SortBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Attr<int64_t>("size")
+      .template Attr<bool>("wrap")
+      .template Attr<bool>("clip");
 }
 
 }  // namespace jof

@@ -9,6 +9,9 @@
 
 namespace jof {
 
+inline constexpr char kUpsampleForward[] = "jof_upsample_nearest2d";
+inline constexpr char kUpsampleBackward[] = "jof_upsample_nearest2d_backward";
+
 template <typename Buffer>
 inline bool SameOuterAndInner(Buffer small, Buffer large, int64_t axis) {
   for (int64_t i = 0; i < static_cast<int64_t>(small.size()); ++i) {
@@ -56,27 +59,48 @@ inline ffi::Error DecodeUpsample(const char* op, ffi::AnyBuffer in, ffi::AnyBuff
   return ffi::Error::Success();
 }
 
-inline ffi::Error DecodeUpsampleForward(ffi::AnyBuffer x, ffi::AnyBuffer y, int64_t axis,
-                                        bool half_pixel, UpsampleProblem* problem,
-                                        int* element_bytes) {
-  constexpr char kOp[] = "jof_upsample_nearest2d";
-  *element_bytes = MovableBytes(x.element_type());
-  if (*element_bytes == 0) {
-    return InvalidArgument(kOp, ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
+inline bool IsEmpty(const UpsampleProblem& p) { return p.outer * p.inner * p.in_h * p.in_w == 0; }
+
+template <typename Backend>
+ffi::Error UpsampleForward(typename Backend::Stream stream, ffi::AnyBuffer x,
+                           ffi::Result<ffi::AnyBuffer> y, int64_t axis, bool half_pixel) {
+  const int element_bytes = MovableBytes(x.element_type());
+  if (element_bytes == 0) {
+    return InvalidArgument(kUpsampleForward,
+                           ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
   }
-  return DecodeUpsample(kOp, x, y, axis, half_pixel, problem);
+  UpsampleProblem problem{};
+  ffi::Error error = DecodeUpsample(kUpsampleForward, x, *y, axis, half_pixel, &problem);
+  if (error.failure() || IsEmpty(problem)) return error;
+  return Backend::Status(
+      kUpsampleForward,
+      LaunchUpsampleForward(problem, element_bytes, x.untyped_data(), y->untyped_data(), stream));
 }
 
-inline ffi::Error DecodeUpsampleBackward(ffi::AnyBuffer dy, ffi::AnyBuffer dx, int64_t axis,
-                                         bool half_pixel, UpsampleProblem* problem,
-                                         Summable* type) {
-  constexpr char kOp[] = "jof_upsample_nearest2d_backward";
-  if (!AsSummable(dy.element_type(), type)) {
-    return InvalidArgument(kOp,
+template <typename Backend>
+ffi::Error UpsampleBackward(typename Backend::Stream stream, ffi::AnyBuffer dy,
+                            ffi::Result<ffi::AnyBuffer> dx, int64_t axis, bool half_pixel) {
+  const DType type = DTypeOf(dy.element_type());
+  if (!Contains<FloatsAndComplex>(type)) {
+    return InvalidArgument(kUpsampleBackward,
                            ": the element type must be f16, bf16, f32, f64, complex64 or "
                            "complex128");
   }
-  return DecodeUpsample(kOp, dx, dy, axis, half_pixel, problem);
+  UpsampleProblem problem{};
+  ffi::Error error = DecodeUpsample(kUpsampleBackward, *dx, dy, axis, half_pixel, &problem);
+  if (error.failure() || IsEmpty(problem)) return error;
+  return Backend::Status(kUpsampleBackward, LaunchUpsampleBackward(problem, type, dy.untyped_data(),
+                                                                   dx->untyped_data(), stream));
+}
+
+template <typename Backend>
+auto UpsampleBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Attr<int64_t>("axis")
+      .template Attr<bool>("half_pixel");
 }
 
 }  // namespace jof

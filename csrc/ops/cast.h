@@ -22,69 +22,6 @@
 
 JOF_NAMESPACE_BEGIN
 
-// Storage of a bool, 0 or 1.
-struct Bool {
-  uint8_t value;
-};
-
-enum class RealType {
-  kBool,
-  kI8,
-  kI16,
-  kI32,
-  kI64,
-  kU8,
-  kU16,
-  kU32,
-  kU64,
-  kF8E4M3FN,
-  kF8E5M2,
-  kF16,
-  kBF16,
-  kF32,
-  kF64,
-};
-constexpr int kRealTypes = 15;
-
-#ifndef __CUDACC_RTC__
-template <typename Visitor>
-inline auto DispatchReal(RealType type, Visitor&& visit) {
-  switch (type) {
-    case RealType::kBool:
-      return visit(TypeTag<Bool>());
-    case RealType::kI8:
-      return visit(TypeTag<int8_t>());
-    case RealType::kI16:
-      return visit(TypeTag<int16_t>());
-    case RealType::kI32:
-      return visit(TypeTag<int32_t>());
-    case RealType::kI64:
-      return visit(TypeTag<int64_t>());
-    case RealType::kU8:
-      return visit(TypeTag<uint8_t>());
-    case RealType::kU16:
-      return visit(TypeTag<uint16_t>());
-    case RealType::kU32:
-      return visit(TypeTag<uint32_t>());
-    case RealType::kU64:
-      return visit(TypeTag<uint64_t>());
-    case RealType::kF8E4M3FN:
-      return visit(TypeTag<Float8E4M3FN>());
-    case RealType::kF8E5M2:
-      return visit(TypeTag<Float8E5M2>());
-    case RealType::kF16:
-      return visit(TypeTag<Half>());
-    case RealType::kBF16:
-      return visit(TypeTag<BFloat16>());
-    case RealType::kF32:
-      return visit(TypeTag<float>());
-    case RealType::kF64:
-      break;
-  }
-  return visit(TypeTag<double>());
-}
-#endif
-
 namespace internal {
 
 enum class RealKind { kBool, kInteger, kNarrow, kFloat };
@@ -172,10 +109,8 @@ JOF_HOST_DEVICE JOF_INLINE void Narrow(float x, BFloat16* out) {
 #ifdef __CUDA_ARCH__
   FromFloat(x, out);
 #else
-  const uint32_t bits = FloatToBits(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t nan = (bits >> 16 & 0x8000u) | 0x7fc0u;
-  out->bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+  const uint32_t bits = FloatToBits(x), nan = (bits >> 16 & 0x8000u) | 0x7fc0u;
+  out->bits = static_cast<uint16_t>(NarrowToBFloat16(bits, nan));
 #endif
 }
 

@@ -6,6 +6,7 @@
 // A row whose id is no row of the operand or table is dropped, or filled.
 #pragma once
 
+#include "common/dtype.h"
 #include "common/integers.h"
 #include "common/macros.h"
 #include "common/types.h"
@@ -47,6 +48,45 @@ struct ScatterArrays {
   void* scratch;  // null if empty
 };
 
+// The strategies of a scatter, which differ in their scratch: sums in the compute type of updates.
+enum class ScatterStrategy {
+  kSorted,   // (B, C, 2, D): of segments that cross the ends of C chunks of positions
+  kPrivate,  // (P, B, S, D): of P parts of the positions
+  kAtomic,   // (B, S, D), or (0, 0, 0) to add to the result
+};
+
+// What a backend takes of them.
+struct ScatterLimits {
+  bool has_short_ids;     // sorted ids may be uint16
+  int64_t private_bytes;  // of a part's sums, if there is a limit: there is no batch then
+};
+
+// A complex number is two reals here.
+struct ScatterCall : ScatterArrays {
+  ScatterProblem problem;
+  DType type;          // one of Addends
+  int order_bytes;     // 4, or 8 where ids are int64
+  int64_t splits;      // C or P above; 1 if there are no positions
+  bool deterministic;  // the same bits on every run, where the strategy has a choice
+};
+
+// Gathering rows of problem.inner elements.
+struct GatherCall {
+  ScatterProblem problem;
+  int element_bytes;
+  const void* table;
+  const void* ids;
+  const void* fill;  // one element
+  void* result;
+};
+
+// Sorting rows by id: keys, order and counts are results. The counts are null if empty.
+struct SortCall {
+  ScatterProblem problem;
+  const void* ids;
+  void *keys, *order, *counts;
+};
+
 // An index as it is stored.
 JOF_HOST_DEVICE JOF_INLINE int64_t LoadIndex(const void* ids, int index_bytes, int64_t i) {
   return index_bytes == 4 ? static_cast<const int32_t*>(ids)[i]
@@ -58,32 +98,5 @@ template <typename A>
 JOF_HOST_DEVICE JOF_INLINE A SumIdentity() {
   return static_cast<A>(-0.0);
 }
-
-#ifndef __CUDACC_RTC__
-
-// The element types that are added up; a complex number is two reals, and the sign of an integer
-// makes no difference. Integers are unsigned here, as those wrap around in C++.
-enum class AddType { kF16, kBF16, kF32, kF64, kI32, kI64 };
-
-template <typename Visitor>
-inline auto DispatchAdd(AddType type, Visitor&& visit) {
-  switch (type) {
-    case AddType::kF16:
-      return visit(TypeTag<Half>());
-    case AddType::kBF16:
-      return visit(TypeTag<BFloat16>());
-    case AddType::kF32:
-      return visit(TypeTag<float>());
-    case AddType::kF64:
-      return visit(TypeTag<double>());
-    case AddType::kI32:
-      return visit(TypeTag<uint32_t>());
-    case AddType::kI64:
-      break;
-  }
-  return visit(TypeTag<uint64_t>());
-}
-
-#endif
 
 JOF_NAMESPACE_END

@@ -67,7 +67,7 @@ std::vector<T> Inputs() {
 using Bytes = std::vector<unsigned char>;
 
 // `in` and `want` hold `size` elements.
-void TestLoops(int from, int to, int64_t size, const void* in, const Bytes& want) {
+void TestLoops(jof::DType from, jof::DType to, int64_t size, const void* in, const Bytes& want) {
   const size_t out_bytes = want.size() / size;
   const int64_t ranges[][2] = {{0, size}, {1, size - 2}, {7, 8}, {3, 3}, {5, 518}, {64, 600}};
   for (const bool flushing : {false, true}) {
@@ -79,8 +79,9 @@ void TestLoops(int from, int to, int64_t size, const void* in, const Bytes& want
       jof::CastRange(from, to, in, out.data(), begin, end);
       SetFlushing(false);
       const auto difference = std::mismatch(out.begin(), out.end(), expected.begin());
-      JOF_CHECK(out == expected, "type %d to %d, flushing %d, [%lld, %lld), element %lld", from, to,
-                flushing, static_cast<long long>(begin), static_cast<long long>(end),
+      JOF_CHECK(out == expected, "type %d to %d, flushing %d, [%lld, %lld), element %lld",
+                static_cast<int>(from), static_cast<int>(to), flushing,
+                static_cast<long long>(begin), static_cast<long long>(end),
                 static_cast<long long>((difference.first - out.begin()) / out_bytes));
     }
   }
@@ -96,20 +97,21 @@ Bytes CastOneByOne(const std::vector<From>& in) {
   return out;
 }
 
+template <typename Visitor, typename... T>
+void ForEachType(jof::TypeList<T...>, const Visitor& visit) {
+  (visit(jof::TypeTag<T>()), ...);
+}
+
 void TestPairs() {
-  for (int from = 0; from < jof::kRealTypes; ++from) {
-    jof::DispatchReal(static_cast<jof::RealType>(from), [from](auto from_tag) {
-      using From = typename decltype(from_tag)::type;
-      const std::vector<From> in = Inputs<From>();
-      for (int to = 0; to < jof::kRealTypes; ++to) {
-        const Bytes want = jof::DispatchReal(static_cast<jof::RealType>(to), [&](auto to_tag) {
-          using To = typename decltype(to_tag)::type;
-          return CastOneByOne<To>(in);
-        });
-        TestLoops(from, to, static_cast<int64_t>(in.size()), in.data(), want);
-      }
+  ForEachType(jof::Reals(), [](auto from_tag) {
+    using From = typename decltype(from_tag)::type;
+    const std::vector<From> in = Inputs<From>();
+    ForEachType(jof::Reals(), [&](auto to_tag) {
+      using To = typename decltype(to_tag)::type;
+      TestLoops(jof::kDTypeOf<From>, jof::kDTypeOf<To>, static_cast<int64_t>(in.size()), in.data(),
+                CastOneByOne<To>(in));
     });
-  }
+  });
 }
 
 // The magnitude of a finite value.

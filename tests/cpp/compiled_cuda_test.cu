@@ -3,6 +3,7 @@
 // several sizes, arrays at every offset within a pack, lengths around packs and blocks, rows and
 // columns that end with packs and within them. Needs a GPU; `make gpu-check` runs it. With the
 // argument `brief` a part of it, every array ending where its memory does: for compute-sanitizer.
+#include "common/dtype.h"
 #include "cuda/compiled.cuh"
 #include "elementwise_subject.h"
 

@@ -147,8 +147,7 @@ struct Case {
 template <typename T>
 class OpTest {
  public:
-  OpTest(int op, FloatType type)
-      : op_(op), type_(type), signature_(kElementwiseSignatures<float>[op]) {
+  OpTest(int op, DType type) : op_(op), type_(type), signature_(kElementwiseSignatures<float>[op]) {
     for (int k = 0; k < signature_.inputs; ++k) {
       for (int64_t i = 0; i < kLongest; ++i) inputs_[k].push_back(Input<T>(k, i));
     }
@@ -239,8 +238,7 @@ class OpTest {
       call.outputs[k] = c.unwanted >> k & 1 ? nullptr : out.back().data();
     }
     if (signature_.has_parameter) call.parameter = &parameter_;
-    BestCpuKernels().elementwise(static_cast<ElementwiseOp>(op_), static_cast<int>(type_), call,
-                                 c.begin, c.end);
+    BestCpuKernels().ElementwiseRange(static_cast<ElementwiseOp>(op_), type_, call, c.begin, c.end);
     for (int k = 0; k < signature_.outputs; ++k) {
       Array<T>& array = out[static_cast<size_t>(k)];
       if (c.unwanted >> k & 1) {
@@ -266,7 +264,7 @@ class OpTest {
 
  private:
   const int op_;
-  const FloatType type_;
+  const DType type_;
   const ElementwiseSignature signature_;
   std::vector<T> inputs_[kMaxArrays];
   std::vector<Want> want_;
@@ -274,7 +272,7 @@ class OpTest {
 };
 
 template <typename T>
-void TestOps(FloatType type) {
+void TestOps(DType type) {
 #define JOF_COUNT(...) +1
   constexpr int kOps = JOF_ELEMENTWISE_OPS(JOF_COUNT);
 #undef JOF_COUNT
@@ -321,7 +319,8 @@ void TestWhere(bool vjp, const Case& c) {
     call.outputs[k] = c.unwanted >> k & 1 ? nullptr : out.back().data();
   }
   const auto& kernels = BestCpuKernels();
-  (vjp ? kernels.where_vjp : kernels.where)(static_cast<int>(sizeof(T)), call, c.begin, c.end);
+  (vjp ? kernels.WhereVjpRange : kernels.WhereRange)(static_cast<int>(sizeof(T)), call, c.begin,
+                                                     c.end);
   for (int k = 0; k < outputs; ++k) {
     Array<T>& array = out[static_cast<size_t>(k)];
     const bool unwanted = c.unwanted >> k & 1;
@@ -362,7 +361,7 @@ void TestWhere() {
 
 // x * y of small integers where either is broadcast, both by different indices, or one is a scalar.
 template <typename T>
-void TestBroadcasts(FloatType type) {
+void TestBroadcasts(DType type) {
   const struct {
     uint64_t inner, count;
   } indices[] = {{1, 1},   {1, 48}, {1, 5},   {1, 4800}, {48, 100},
@@ -386,8 +385,7 @@ void TestBroadcasts(FloatType type) {
         Array<T> out(2, n, kMargin);
         call.outputs[0] = out.data();
         const int64_t end = n - begin % 7;
-        BestCpuKernels().elementwise(ElementwiseOp::multiply, static_cast<int>(type), call, begin,
-                                     end);
+        BestCpuKernels().ElementwiseRange(ElementwiseOp::multiply, type, call, begin, end);
         out.CheckUntouched(begin, end);
         for (int64_t i = begin; i < end; ++i) {
           const auto at = [&](int k) {
@@ -404,14 +402,14 @@ void TestBroadcasts(FloatType type) {
 }
 
 int main() {
-  TestBroadcasts<Half>(FloatType::kF16);
-  TestBroadcasts<BFloat16>(FloatType::kBF16);
-  TestBroadcasts<float>(FloatType::kF32);
-  TestBroadcasts<double>(FloatType::kF64);
-  TestOps<Half>(FloatType::kF16);
-  TestOps<BFloat16>(FloatType::kBF16);
-  TestOps<float>(FloatType::kF32);
-  TestOps<double>(FloatType::kF64);
+  TestBroadcasts<Half>(DType::kF16);
+  TestBroadcasts<BFloat16>(DType::kBF16);
+  TestBroadcasts<float>(DType::kF32);
+  TestBroadcasts<double>(DType::kF64);
+  TestOps<Half>(DType::kF16);
+  TestOps<BFloat16>(DType::kBF16);
+  TestOps<float>(DType::kF32);
+  TestOps<double>(DType::kF64);
   TestWhere<uint8_t>();
   TestWhere<uint16_t>();
   TestWhere<uint32_t>();

@@ -128,7 +128,7 @@ constexpr void (*kReferences[])(const double* in, double parameter, double* out)
 constexpr double kParameter = 0.75;
 
 // Ops of one rounding, or none, which the host computes to the bit in Compute<T>.
-bool IsExact(ElementwiseOp op, FloatType type) {
+bool IsExact(ElementwiseOp op, DType type) {
   switch (op) {
     case ElementwiseOp::relu:
     case ElementwiseOp::relu_vjp:
@@ -146,7 +146,7 @@ bool IsExact(ElementwiseOp op, FloatType type) {
       return true;
     case ElementwiseOp::fma:
       // Two neighbours in 16 bits are rounded once, the host rounds twice.
-      return type == FloatType::kF32 || type == FloatType::kF64;
+      return type == DType::kF32 || type == DType::kF64;
     default:
       return false;
   }
@@ -165,7 +165,7 @@ T OpInput(int k, int64_t i, bool exact) {
 }
 
 template <typename T>
-Subject MakeOp(ElementwiseOp op, FloatType type) {
+Subject MakeOp(ElementwiseOp op, DType type) {
   const ElementwiseSignature signature = kElementwiseSignatures<float>[static_cast<int>(op)];
   const bool exact = IsExact(op, type);
   Subject subject;
@@ -215,7 +215,7 @@ Subject MakeOp(ElementwiseOp op, FloatType type) {
 }
 
 template <typename T>
-void TestOps(FloatType type) {
+void TestOps(DType type) {
 #define JOF_COUNT(...) +1
   constexpr int kOps = JOF_ELEMENTWISE_OPS(JOF_COUNT);
 #undef JOF_COUNT
@@ -470,10 +470,10 @@ void TestManyElements() {
 
 int main(int argc, char**) {
   g_brief = argc > 1;
-  TestOps<Half>(FloatType::kF16);
-  TestOps<BFloat16>(FloatType::kBF16);
-  TestOps<float>(FloatType::kF32);
-  TestOps<double>(FloatType::kF64);
+  TestOps<Half>(DType::kF16);
+  TestOps<BFloat16>(DType::kBF16);
+  TestOps<float>(DType::kF32);
+  TestOps<double>(DType::kF64);
   for (const bool vjp : {false, true}) {
     TestWhere<uint8_t>(vjp);
     TestWhere<uint16_t>(vjp);

@@ -1,9 +1,8 @@
-// sources: csrc/ffi/cpu_handlers.cc csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
+// sources: csrc/ffi/cpu.cc csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
 // sanitizers: thread
 // The CPU handlers, called as XLA calls them, on a pool of four threads: results must be those of
 // one thread, bit for bit.
-#include "ffi/handlers.h"
-
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "check.h"
+#include "ffi/target.h"
 
 // What XLA's execution context is to a handler.
 class Pool {
@@ -109,7 +109,7 @@ Array Ids(std::vector<int64_t> shape, bool sorted) {
 
 using Attributes = std::map<std::string, std::vector<int64_t>>;  // numbers; "name[]" is an array
 
-void Call(XLA_FFI_Handler* handler, Pool& pool, const std::vector<Array>& operands,
+void Call(jof::Handler* handler, Pool& pool, const std::vector<Array>& operands,
           std::vector<Array>& results, const Attributes& attributes) {
   std::vector<XLA_FFI_Buffer> buffers;
   for (const auto* arrays : {&operands, static_cast<const std::vector<Array>*>(&results)}) {
@@ -167,38 +167,42 @@ void Call(XLA_FFI_Handler* handler, Pool& pool, const std::vector<Array>& operan
 }
 
 // The first `compared` results; what follows is scratch.
-void Test(const char* name, XLA_FFI_Handler* handler, const std::vector<Array>& operands,
+void Test(const std::string& name, const std::vector<Array>& operands,
           const std::vector<Array>& results, const Attributes& attributes, size_t compared = 1) {
+  static const std::vector<jof::Target> targets = jof::Targets();
+  const auto target = std::find_if(targets.begin(), targets.end(),
+                                   [&](const jof::Target& t) { return t.name == name; });
+  JOF_CHECK(target != targets.end(), "no target %s", name.c_str());
   std::vector<Array> expected = results;
   Pool one(1), four(4);
-  Call(handler, one, operands, expected, attributes);
+  Call(target->execute, one, operands, expected, attributes);
   for (int repetition = 0; repetition < 5; ++repetition) {
     std::vector<Array> found = results;
-    Call(handler, four, operands, found, attributes);
+    Call(target->execute, four, operands, found, attributes);
     for (size_t i = 0; i < compared; ++i) {
-      JOF_CHECK(found[i].bytes == expected[i].bytes, "%s: result %ld differs", name, long(i));
+      JOF_CHECK(found[i].bytes == expected[i].bytes, "%s: result %ld differs", name.c_str(),
+                long(i));
     }
   }
 }
-#define TEST(handler, ...) Test(#handler, handler, __VA_ARGS__)
 
 int main() {
   // Large enough for several ranges each.
   const Attributes upsample{{"axis", {1}}, {"half_pixel?", {0}}};
-  TEST(jof_upsample_nearest2d, {Floats({8, 60, 50, 4})}, {Floats({8, 120, 100, 4})}, upsample);
-  TEST(jof_upsample_nearest2d_backward, {Floats({8, 120, 100, 4})}, {Floats({8, 60, 50, 4})},
+  Test("jof_upsample_nearest2d", {Floats({8, 60, 50, 4})}, {Floats({8, 120, 100, 4})}, upsample);
+  Test("jof_upsample_nearest2d_backward", {Floats({8, 120, 100, 4})}, {Floats({8, 60, 50, 4})},
        upsample);
-  TEST(jof_permute, {Floats({60, 70, 80})}, {Floats({80, 60, 70})}, {{"axes[]", {2, 0, 1}}});
+  Test("jof_permute", {Floats({60, 70, 80})}, {Floats({80, 60, 70})}, {{"axes[]", {2, 0, 1}}});
   const Array flat = Floats({300000});
-  TEST(jof_tanh, {flat}, {flat}, {{"wanted", {1}}});
-  TEST(jof_multiply, {flat, Floats({})}, {flat}, {{"wanted", {1}}});
-  TEST(jof_multiply_vjp, {flat, flat, flat}, {flat, flat}, {{"wanted", {3}}}, 2);
+  Test("jof_tanh", {flat}, {flat}, {{"wanted", {1}}});
+  Test("jof_multiply", {flat, Floats({})}, {flat}, {{"wanted", {1}}});
+  Test("jof_multiply_vjp", {flat, flat, flat}, {flat, flat}, {{"wanted", {3}}}, 2);
   const Array mask =
       MakeArray<bool>(XLA_FFI_DataType_PRED, {300000}, [](int64_t i) { return i % 3 == 0; });
-  TEST(jof_where, {mask, flat, flat}, {flat}, {{"wanted", {1}}});
-  TEST(jof_where_vjp, {mask, flat}, {flat, flat}, {{"wanted", {3}}}, 2);
+  Test("jof_where", {mask, flat, flat}, {flat}, {{"wanted", {1}}});
+  Test("jof_where_vjp", {mask, flat}, {flat, flat}, {{"wanted", {3}}}, 2);
   const Array wide = MakeArray<double>(XLA_FFI_DataType_F64, {300000}, [](int64_t) { return 0.; });
-  TEST(jof_cast, {flat}, {wide}, {{"wanted", {1}}});
+  Test("jof_cast", {flat}, {wide}, {{"wanted", {1}}});
 
   const Attributes rule{{"clip?", {0}}, {"wrap?", {0}}};
   Attributes scatter = rule;
@@ -210,17 +214,17 @@ int main() {
                                          [](int64_t i) { return static_cast<int32_t>(63999 - i); });
   for (const Array& operand : {none, rows}) {
     for (const Array& by : {no_order, order}) {
-      TEST(jof_scatter_add_sorted, {operand, updates, Ids({1, 64000}, true), by},
+      Test("jof_scatter_add_sorted", {operand, updates, Ids({1, 64000}, true), by},
            {rows, Floats({1, 16, 2, 8})}, scatter);
     }
-    TEST(jof_scatter_add_private, {operand, updates, Ids({1, 64000}, false), no_order},
+    Test("jof_scatter_add_private", {operand, updates, Ids({1, 64000}, false), no_order},
          {rows, Floats({4, 1, 1000, 8})}, scatter);
   }
   Attributes fill = rule;
   fill["fill[]"] = {0, 0};
-  TEST(jof_gather_rows, {rows, Ids({1, 64000}, false)}, {updates}, fill);
+  Test("jof_gather_rows", {rows, Ids({1, 64000}, false)}, {updates}, fill);
   Attributes sort = rule;
   sort["size"] = {1000};
-  TEST(jof_sort_rows, {Ids({1, 64000}, false)}, {Ids({1, 64000}, true), order, Ids({1001}, true)},
+  Test("jof_sort_rows", {Ids({1, 64000}, false)}, {Ids({1, 64000}, true), order, Ids({1001}, true)},
        sort, 2);
 }

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "cpu/kernels.h"
-#include "cpu/permute_tiles.h"
+#include "cpu/permute_launch.h"
 #include "guarded.h"
 #include "permute_problem.h"
 
@@ -32,9 +32,9 @@ void TestPermute(const PermuteProblem& p, std::mt19937* random) {
   const int64_t together = std::min<int64_t>(tiles.tiles, 3);
   for (const int64_t tile : order) {
     if (tile < tiles.tiles - together) {
-      BestCpuKernels().permute(tiles, in, y.data(), tile, tile + 1);
+      BestCpuKernels().PermuteTiles(tiles, in, y.data(), tile, tile + 1);
     } else if (tile == tiles.tiles - 1) {
-      BestCpuKernels().permute(tiles, in, y.data(), tiles.tiles - together, tiles.tiles);
+      BestCpuKernels().PermuteTiles(tiles, in, y.data(), tiles.tiles - together, tiles.tiles);
     }
   }
   const auto element = static_cast<size_t>(p.element_bytes);

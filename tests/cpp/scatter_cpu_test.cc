@@ -44,7 +44,7 @@ int64_t Value(int64_t i) { return (i * 7 + i / 13) % 3; }
 
 // Small integers: their sums are exact in every type.
 template <typename T>
-void TestScatter(const Shape& s, AddType type, Ids kind, bool is_private, bool has_operand,
+void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has_operand,
                  bool ordered) {
   const auto bytes = static_cast<int64_t>(sizeof(T)), inner = s.inner;
   std::vector<int32_t> ids = MakeIds(s, kind);
@@ -93,23 +93,22 @@ void TestScatter(const Shape& s, AddType type, Ids kind, bool is_private, bool h
                           s.splits,
                           s.columns};
     const CpuKernels& kernels = BestCpuKernels();
-    const int t = static_cast<int>(type);
     if (is_private) {
       const int64_t parts = s.splits * s.batch, size = s.batch * s.size * inner;
-      kernels.scatter_private(call, t, 0, parts / 2);
-      kernels.scatter_private(call, t, parts / 2, parts);
-      kernels.scatter_combine(call, t, 0, size / 3);
-      kernels.scatter_combine(call, t, size / 3, size);
+      kernels.ScatterPrivate(call, type, 0, parts / 2);
+      kernels.ScatterPrivate(call, type, parts / 2, parts);
+      kernels.ScatterCombine(call, type, 0, size / 3);
+      kernels.ScatterCombine(call, type, size / 3, size);
     } else {
       const int64_t chunks = s.batch * s.splits, rows = s.batch * s.size;
       const int64_t units = chunks * ((inner + s.columns - 1) / s.columns);
       if (!has_operand) {
-        kernels.scatter_zeros(call, static_cast<int>(bytes), 0, rows / 3);
-        kernels.scatter_zeros(call, static_cast<int>(bytes), rows / 3, rows);
+        kernels.ScatterZeros(call, static_cast<int>(bytes), 0, rows / 3);
+        kernels.ScatterZeros(call, static_cast<int>(bytes), rows / 3, rows);
       }
-      kernels.scatter_sorted(call, t, units / 2, units);
-      kernels.scatter_sorted(call, t, 0, units / 2);
-      kernels.scatter_carries(call, t, 0, chunks);
+      kernels.ScatterSorted(call, type, units / 2, units);
+      kernels.ScatterSorted(call, type, 0, units / 2);
+      kernels.ScatterCarries(call, type, 0, chunks);
     }
     for (size_t i = 0; (is_private || kind != Ids::kBroken) && i < want.size(); ++i) {
       const T wanted = Make<T>(want[i]);
@@ -123,7 +122,7 @@ void TestScatter(const Shape& s, AddType type, Ids kind, bool is_private, bool h
 }
 
 template <typename T>
-void TestScatters(const Shape& s, AddType type) {
+void TestScatters(const Shape& s, DType type) {
   for (const Ids kind : {Ids::kSorted, Ids::kOneRun, Ids::kBroken}) {
     for (const bool has_operand : {false, true}) {
       TestScatter<T>(s, type, kind, true, has_operand, false);
@@ -146,8 +145,8 @@ void TestGather(int64_t row_bytes, bool wrap, bool clip) {
     for (int64_t i = 0; i < s.batch * s.size * row_bytes; ++i) in[i] = static_cast<char>(i * 37);
     const CpuGather call{s.batch, s.size, s.rows, row_bytes,  wrap,        clip,
                          false,   4,      in,     ids.data(), fill.data(), out};
-    BestCpuKernels().gather_rows(call, 0, 100);
-    BestCpuKernels().gather_rows(call, 100, s.batch * s.rows);
+    BestCpuKernels().GatherRows(call, 0, 100);
+    BestCpuKernels().GatherRows(call, 100, s.batch * s.rows);
     for (int64_t n = 0; n < s.batch * s.rows; ++n) {
       const int64_t id = rule.Resolve(ids[static_cast<size_t>(n)]);
       const char* want = id < 0 ? fill.data() : in + (n / s.rows * s.size + id) * row_bytes;
@@ -164,13 +163,13 @@ int main() {
       const int64_t rows = inner > 1000 ? 9 : 150, columns = inner > 100 ? 64 : inner;
       for (const int64_t batch : {1, 2}) {
         const Shape shape{batch, 7, rows, inner, splits, columns};
-        TestScatters<float>(shape, AddType::kF32);
-        TestScatters<Half>(shape, AddType::kF16);
-        TestScatters<uint64_t>(shape, AddType::kI64);
+        TestScatters<float>(shape, DType::kF32);
+        TestScatters<Half>(shape, DType::kF16);
+        TestScatters<uint64_t>(shape, DType::kU64);
       }
-      TestScatters<BFloat16>({1, 7, rows, inner, splits, columns}, AddType::kBF16);
-      TestScatters<double>({1, 7, rows, inner, splits, columns}, AddType::kF64);
-      TestScatters<uint32_t>({1, 7, rows, inner, splits, columns}, AddType::kI32);
+      TestScatters<BFloat16>({1, 7, rows, inner, splits, columns}, DType::kBF16);
+      TestScatters<double>({1, 7, rows, inner, splits, columns}, DType::kF64);
+      TestScatters<uint32_t>({1, 7, rows, inner, splits, columns}, DType::kU32);
     }
   }
   for (const int64_t bytes : {1, 2, 3, 4, 8, 12, 16, 24, 32, 64, 100, 1000}) {

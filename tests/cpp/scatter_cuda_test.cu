@@ -79,7 +79,7 @@ std::vector<uint8_t> Stored(const std::vector<int64_t>& values, int bytes) {
 }
 
 template <typename T>
-void TestScatter(const Shape& s, AddType type, const Trial& t) {
+void TestScatter(const Shape& s, DType type, const Trial& t) {
   const std::vector<int64_t> ids = MakeIds(s, t);
   const IndexRule rule{s.size, t.wrap, t.clip};
   std::vector<int64_t> order;
@@ -123,19 +123,20 @@ void TestScatter(const Shape& s, AddType type, const Trial& t) {
                                                       : s.splits * outputs;
   DeviceArray scratch(sums * static_cast<int64_t>(sizeof(Compute<T>)), 0);
   const ScatterProblem problem{s.batch, s.rows, s.inner, rule, t.shared_ids, t.index_bytes};
-  const ScatterArrays arrays{t.has_operand ? out.data() : nullptr,
-                             in.data(),
-                             index.data(),
-                             order.empty() ? nullptr : permutation.data(),
-                             out.data(),
-                             sums == 0 ? nullptr : scratch.data()};
+  const ScatterCall call{{t.has_operand ? out.data() : nullptr, in.data(), index.data(),
+                          order.empty() ? nullptr : permutation.data(), out.data(),
+                          sums == 0 ? nullptr : scratch.data()},
+                         problem,
+                         type,
+                         order_bytes,
+                         s.splits,
+                         t.way == Way::kPrivateInOrder};
   if (IsSorted(t.way)) {
-    CHECK_CUDA(LaunchScatterSorted(problem, type, arrays, s.splits, nullptr));
+    CHECK_CUDA(LaunchScatterSorted(call, nullptr));
   } else if (t.way == Way::kPrivate || t.way == Way::kPrivateInOrder) {
-    const bool in_order = t.way == Way::kPrivateInOrder;
-    CHECK_CUDA(LaunchScatterPrivate(problem, type, arrays, s.splits, in_order, nullptr));
+    CHECK_CUDA(LaunchScatterPrivate(call, nullptr));
   } else {
-    CHECK_CUDA(LaunchScatterAtomic(problem, type, arrays, nullptr));
+    CHECK_CUDA(LaunchScatterAtomic(call, nullptr));
   }
   ++g_launches;
   const T* const got = out.CopyToHost<T>();
@@ -159,7 +160,7 @@ void TestScatter(const Shape& s, AddType type, const Trial& t) {
 
 // One trial for each way, kind of ids and pair of offsets; what else there is takes turns.
 template <typename T>
-void TestScatters(AddType type) {
+void TestScatters(DType type) {
   const Shape shapes[] = {
       {1, 7, 150, 1, 1},   {1, 9, 150, 3, 5},    {1, 7, 100, 8, 2},    {1, 5, 60, 21, 40},
       {2, 7, 150, 1, 3},   {3, 6, 90, 4, 7},     {1, 5, 40, 150, 3},   {1, 3, 9, 2500, 2},
@@ -259,8 +260,8 @@ void TestGather(const Shape& s, int element_bytes, int index_bytes, bool shared,
   DeviceArray out(s.batch * s.rows * row_bytes, out_offset);
   const IndexRule rule{s.size, wrap, clip};
   const ScatterProblem problem{s.batch, s.rows, s.inner, rule, shared, index_bytes};
-  CHECK_CUDA(
-      LaunchGatherRows(problem, element_bytes, in.data(), index.data(), fill, out.data(), nullptr));
+  const GatherCall call{problem, element_bytes, in.data(), index.data(), fill, out.data()};
+  CHECK_CUDA(LaunchGatherRows(call, nullptr));
   ++g_launches;
   const uint8_t* const got = out.CopyToHost<uint8_t>();
   for (int64_t i = 0; i < s.batch * s.rows * row_bytes; ++i) {
@@ -291,7 +292,7 @@ void TestGathers() {
 }
 
 template <typename T>
-void TestType(AddType type) {
+void TestType(DType type) {
   TestFastAtomicAdd<T>();
   TestScatters<T>(type);
 }
@@ -299,12 +300,12 @@ void TestType(AddType type) {
 int main(int argc, char** argv) {
   g_brief = argc > 1;
   const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
-  if (wanted("f16")) TestType<Half>(AddType::kF16);
-  if (wanted("bf16")) TestType<BFloat16>(AddType::kBF16);
-  if (wanted("f32")) TestType<float>(AddType::kF32);
-  if (wanted("f64")) TestType<double>(AddType::kF64);
-  if (wanted("i32")) TestType<uint32_t>(AddType::kI32);
-  if (wanted("i64")) TestType<uint64_t>(AddType::kI64);
+  if (wanted("f16")) TestType<Half>(DType::kF16);
+  if (wanted("bf16")) TestType<BFloat16>(DType::kBF16);
+  if (wanted("f32")) TestType<float>(DType::kF32);
+  if (wanted("f64")) TestType<double>(DType::kF64);
+  if (wanted("i32")) TestType<uint32_t>(DType::kU32);
+  if (wanted("i64")) TestType<uint64_t>(DType::kU64);
   if (wanted("gather")) TestGathers();
   CHECK_CUDA(cudaDeviceSynchronize());
   std::printf("%ld launches right\n", long(g_launches));

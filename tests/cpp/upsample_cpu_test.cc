@@ -48,10 +48,10 @@ void TestForward(const UpsampleProblem& p, int64_t element_bytes) {
       in[i] = static_cast<uint8_t>(i * 37 + i / 251);
     }
     const int64_t rows = p.outer * p.in_h;
-    BestCpuKernels().upsample_forward(tables.problem, static_cast<int>(element_bytes), in, out, 0,
-                                      rows / 2);
-    BestCpuKernels().upsample_forward(tables.problem, static_cast<int>(element_bytes), in, out,
-                                      rows / 2, rows);
+    BestCpuKernels().UpsampleForwardRows(tables.problem, static_cast<int>(element_bytes), in, out,
+                                         0, rows / 2);
+    BestCpuKernels().UpsampleForwardRows(tables.problem, static_cast<int>(element_bytes), in, out,
+                                         rows / 2, rows);
     ForEachOutput(p, [&](int64_t i, int64_t o) {
       JOF_CHECK(std::memcmp(in + i * element_bytes, out + o * element_bytes,
                             static_cast<size_t>(element_bytes)) == 0,
@@ -62,7 +62,7 @@ void TestForward(const UpsampleProblem& p, int64_t element_bytes) {
 }
 
 template <typename T>
-void TestBackward(const UpsampleProblem& p, Summable type, T (*make)(int64_t),
+void TestBackward(const UpsampleProblem& p, DType type, T (*make)(int64_t),
                   bool (*equal)(T, double)) {
   const Tables tables(p);
   for (int64_t offset = 0; offset < 16; offset += static_cast<int64_t>(sizeof(T))) {
@@ -77,8 +77,7 @@ void TestBackward(const UpsampleProblem& p, Summable type, T (*make)(int64_t),
       in[o] = make((o * 7 + o / 13) % 3 - 1);
       want[static_cast<size_t>(i)] += static_cast<double>((o * 7 + o / 13) % 3 - 1);
     });
-    BestCpuKernels().upsample_backward(tables.problem, static_cast<int>(type), in, out, 0,
-                                       p.outer * p.in_h);
+    BestCpuKernels().UpsampleBackwardRows(tables.problem, type, in, out, 0, p.outer * p.in_h);
     for (int64_t i = 0; i < InSize(p); ++i) {
       JOF_CHECK(equal(out[i], want[static_cast<size_t>(i)]), "dx %ld, want %g", long(i),
                 want[static_cast<size_t>(i)]);
@@ -90,7 +89,7 @@ void TestBackward(const UpsampleProblem& p, Summable type, T (*make)(int64_t),
 // Sums of two over all bit patterns of a 16-bit type, infinities, NaN and subnormals included: each
 // is rounded as common/types.h does it. `inner` chooses the kernel.
 template <typename T>
-void TestRounding(Summable type, int64_t inner) {
+void TestRounding(DType type, int64_t inner) {
   const int64_t size = 65536;
   const Tables tables({1, 1, size / inner, 2, size / inner, inner, false});
   std::vector<T> dy(2 * size), dx(size);
@@ -100,8 +99,7 @@ void TestRounding(Summable type, int64_t inner) {
     const int64_t other = i % 16 == 0 ? i & 0x8000 : i ^ ((i * 40503 >> 4) & 0x8fff);
     dy[static_cast<size_t>(size + i)].bits = static_cast<uint16_t>(other);
   }
-  BestCpuKernels().upsample_backward(tables.problem, static_cast<int>(type), dy.data(), dx.data(),
-                                     0, 1);
+  BestCpuKernels().UpsampleBackwardRows(tables.problem, type, dy.data(), dx.data(), 0, 1);
   for (int64_t i = 0; i < size; ++i) {
     const T a = dy[static_cast<size_t>(i)], b = dy[static_cast<size_t>(size + i)];
     T want;
@@ -114,16 +112,16 @@ void TestRounding(Summable type, int64_t inner) {
 
 int main() {
   for (const int64_t inner : {1, 4, 64}) {
-    TestRounding<Half>(Summable::kF16, inner);
-    TestRounding<BFloat16>(Summable::kBF16, inner);
+    TestRounding<Half>(DType::kF16, inner);
+    TestRounding<BFloat16>(DType::kBF16, inner);
   }
   for (const UpsampleProblem& p : UpsampleProblems()) {
     for (const int64_t bytes : {1, 2, 4, 8, 16}) TestForward(p, bytes);
     TestBackward<float>(
-        p, Summable::kF32, [](int64_t v) { return static_cast<float>(v); },
+        p, DType::kF32, [](int64_t v) { return static_cast<float>(v); },
         [](float x, double want) { return x == static_cast<float>(want); });
     TestBackward<Half>(
-        p, Summable::kF16,
+        p, DType::kF16,
         [](int64_t v) {
           Half x;
           FromFloat(static_cast<float>(v), &x);
@@ -131,10 +129,10 @@ int main() {
         },
         [](Half x, double want) { return ToFloat(x) == static_cast<float>(want); });
     TestBackward<double>(
-        p, Summable::kF64, [](int64_t v) { return static_cast<double>(v); },
+        p, DType::kF64, [](int64_t v) { return static_cast<double>(v); },
         [](double x, double want) { return x == want; });
     TestBackward<Complex<float>>(
-        p, Summable::kC64,
+        p, DType::kC64,
         [](int64_t v) { return Complex<float>{static_cast<float>(v), static_cast<float>(2 * v)}; },
         [](Complex<float> x, double want) {
           return x.re == static_cast<float>(want) && x.im == static_cast<float>(2 * want);

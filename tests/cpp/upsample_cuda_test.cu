@@ -24,7 +24,7 @@ void TestForward(const UpsampleProblem& p, int64_t element_bytes, int64_t in_off
 }
 
 template <typename T>
-void TestBackward(const UpsampleProblem& p, Summable type, int64_t in_offset, int64_t out_offset,
+void TestBackward(const UpsampleProblem& p, DType type, int64_t in_offset, int64_t out_offset,
                   T (*make)(double), double (*value)(T)) {
   // Small integers: their sums are exact in every type.
   std::vector<uint8_t> dy(static_cast<size_t>(OutSize(p)) * sizeof(T));
@@ -50,8 +50,8 @@ void TestBackward(const UpsampleProblem& p, Summable type, int64_t in_offset, in
 // Runs TestBackward with both pointers at every offset, `step` bytes apart: once at the same one
 // (so that 0 and 0 reach the kernels for aligned arrays), once at opposite ones.
 template <typename T>
-int64_t TestBackwardOffsets(const UpsampleProblem& p, Summable type, int64_t step,
-                            T (*make)(double), double (*value)(T)) {
+int64_t TestBackwardOffsets(const UpsampleProblem& p, DType type, int64_t step, T (*make)(double),
+                            double (*value)(T)) {
   int64_t launches = 0;
   for (int64_t offset = 0; offset < 16; offset += step, launches += 2) {
     TestBackward<T>(p, type, offset, offset, make, value);
@@ -71,18 +71,18 @@ int main(int argc, char**) {
       }
     }
     launches += TestBackwardOffsets<float>(
-        p, Summable::kF32, brief ? 8 : 4, [](double v) { return float(v); },
+        p, DType::kF32, brief ? 8 : 4, [](double v) { return float(v); },
         [](float x) { return double(x); });
     launches += TestBackwardOffsets<uint16_t>(
-        p, Summable::kBF16, brief ? 10 : 2,
+        p, DType::kBF16, brief ? 10 : 2,
         [](double v) {
           return static_cast<uint16_t>(v == 0 ? 0 : v > 0 ? 0x3f80 : 0xbf80);
         },
         [](uint16_t x) { return double(ToFloat(BFloat16{x})); });
     launches += TestBackwardOffsets<double>(
-        p, Summable::kF64, 8, [](double v) { return v; }, [](double x) { return x; });
+        p, DType::kF64, 8, [](double v) { return v; }, [](double x) { return x; });
     launches += TestBackwardOffsets<Complex<float>>(
-        p, Summable::kC64, 8, [](double v) { return Complex<float>{float(v), float(-v)}; },
+        p, DType::kC64, 8, [](double v) { return Complex<float>{float(v), float(-v)}; },
         [](Complex<float> x) { return x.im == -x.re ? double(x.re) : 1e9; });
   }
   std::printf("%ld launches right\n", long(launches));

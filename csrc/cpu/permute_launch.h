@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "common/macros.h"
-#include "cpu/kernels.h"
+#include "cpu/launch.h"
 #include "ops/permute_plan.h"
 
 JOF_NAMESPACE_BEGIN
@@ -80,6 +80,15 @@ inline CpuPermute PermuteTilesOf(const PermutePlan& plan, int64_t threads) {
     p.tiles *= dim.tiles;
   }
   return p;
+}
+
+// Carries out a plan of at least one unit.
+template <typename ThreadPool>
+CpuStatus LaunchPermute(const PermutePlan& plan, const void* x, void* y, ThreadPool& pool) {
+  const CpuPermute tiles = PermuteTilesOf(plan, Threads(pool));
+  ParallelFor(pool, tiles.tiles, Grain(2 * tiles.bytes / tiles.tiles),
+              [&](int64_t begin, int64_t end) { Kernels().PermuteTiles(tiles, x, y, begin, end); });
+  return {};
 }
 
 JOF_NAMESPACE_END

@@ -1,0 +1,100 @@
+// Loads kernels that are compiled at run time, as shared libraries, and runs them over threads.
+#pragma once
+
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <atomic>
+#include <string>
+#include <string_view>
+
+#include "cpu/launch.h"
+
+namespace jof {
+
+struct CpuCompiledKernel {
+  void (*loop)(const ElementwiseCall* call, int64_t begin, int64_t end);
+};
+
+namespace internal {
+
+// A file that nobody else sees, in memory where there is such a thing: folders for temporary files
+// may forbid execution. `number` is another for each file of this process.
+inline int PrivateFile([[maybe_unused]] uint64_t number, std::string* path) {
+#ifdef __linux__
+  const int file = memfd_create("jof_compiled", MFD_CLOEXEC);
+  // dlopen takes a path that it has seen for the library it has loaded from there, and descriptors
+  // are used again. Hence the number is written into the path, in binary, with "/" and "/./".
+  *path = "/proc/self/fd";
+  for (; number != 0; number >>= 1) *path += number & 1 ? "/." : "/";
+  *path += "/" + std::to_string(file);
+#else
+  const char* folder = getenv("TMPDIR");
+  *path = std::string(folder ? folder : "/tmp") + "/jof_compiled_XXXXXX";
+  const int file = mkstemp(path->data());
+#endif
+  return file;
+}
+
+// As cpu/compiled.h counts them.
+inline int InstructionSet() {
+  const std::string_view name = Kernels().name;
+  return name == "avx512" ? 2 : name == "avx2" ? 1 : 0;
+}
+
+inline bool WriteAll(int file, const uint8_t* code, size_t bytes) {
+  while (bytes > 0) {
+    const ssize_t written = write(file, code, bytes);
+    if (written <= 0) return false;
+    code += written;
+    bytes -= static_cast<size_t>(written);
+  }
+  return true;
+}
+
+}  // namespace internal
+
+inline CpuStatus LoadCompiled(const uint8_t* code, size_t bytes, CpuCompiledKernel* kernel) {
+  static std::atomic<uint64_t> files{0};
+  std::string path;
+  const int file = internal::PrivateFile(++files, &path);
+  void* library = nullptr;
+  if (file >= 0 && internal::WriteAll(file, code, bytes)) {
+    library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  }
+  if (file >= 0) close(file);
+#ifndef __linux__
+  unlink(path.c_str());
+#endif
+  if (library != nullptr) {
+    const auto* isa = static_cast<const int*>(dlsym(library, "jof_compiled_isa"));
+    if (isa != nullptr && *isa > internal::InstructionSet()) {
+      return {CpuStatus::kWrongProcessor,
+              "the program was compiled on a machine whose processor has vector instructions that "
+              "this one lacks. Remedy: export it on a processor like this one."};
+    }
+    kernel->loop = reinterpret_cast<decltype(kernel->loop)>(dlsym(library, "jof_compiled"));
+  }
+  if (library == nullptr || kernel->loop == nullptr) {
+    const char* reason = dlerror();
+    return {CpuStatus::kFailed, std::string("the compiled kernel cannot be loaded: ") +
+                                    (reason ? reason : "it could not be written")};
+  }
+  return {};
+}
+
+template <typename ThreadPool>
+CpuStatus LaunchCompiled(const CpuCompiledKernel& kernel, size_t, size_t, const int64_t*,
+                         const ElementwiseCall& call, ThreadPool& pool) {
+  // Work below this many elements a range is not worth another thread.
+  constexpr int64_t kGrain = 16 * 1024;
+  ParallelFor(pool, call.n, kGrain,
+              [&](int64_t begin, int64_t end) { kernel.loop(&call, begin, end); });
+  return {};
+}
+
+}  // namespace jof

@@ -1,0 +1,151 @@
+// Launchers of the CPU kernels that scatter and gather rows: how they are split over threads.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "cpu/launch.h"
+#include "cpu/sort_rows.h"
+#include "ops/scatter.h"
+
+namespace jof {
+
+inline constexpr ScatterLimits kCpuScatterLimits{false, 0};
+
+namespace internal {
+
+// Rows of so few bytes are set to zero whether an id hits them or not.
+inline constexpr int64_t kNarrowRow = 256;
+// Units of work of a sorted scatter for each thread, and the columns of one, at least.
+inline constexpr int64_t kUnitsPerThread = 4, kColumns = 256;
+
+inline int64_t Elements(const ScatterProblem& p, int64_t rows) { return p.batch * rows * p.inner; }
+
+// The bytes of a value that updates are summed in.
+inline int64_t SumBytes(DType type) { return std::max(4, SizeOf(type)); }
+
+// What the kernels know of a scatter.
+inline CpuScatter MakeCpuScatter(const ScatterCall& call) {
+  const ScatterProblem& p = call.problem;
+  return {p.batch,       p.size(),         p.rows,       p.inner,
+          p.rule.wrap,   p.rule.clip,      p.shared_ids, call.operand != nullptr,
+          p.index_bytes, call.order_bytes, call.updates, call.ids,
+          call.order,    call.result,      call.scratch, call.splits,
+          p.inner};
+}
+
+template <typename ThreadPool>
+void ScatterAddSorted(const ScatterCall& call, int64_t result_bytes, ThreadPool& pool) {
+  CpuScatter scatter = MakeCpuScatter(call);
+  const ScatterProblem& p = call.problem;
+  const int64_t rows = p.batch * p.size(), row_bytes = result_bytes / rows;
+
+  // Few chunks of wide rows are split by columns, too.
+  const int64_t chunks = p.batch * call.splits;
+  const int64_t wanted = kUnitsPerThread * Threads(pool);
+  if (chunks < wanted) {
+    const int64_t columns = p.inner * chunks / wanted / kColumns * kColumns;
+    scatter.columns = std::min(p.inner, std::max(kColumns, columns));
+  }
+  const int64_t units =
+      p.rows == 0 ? 0 : chunks * ((p.inner + scatter.columns - 1) / scatter.columns);
+
+  // Without an operand, rows that no id hits are zeros: units of zero_rows rows after the others,
+  // or all rows beforehand where they are narrow.
+  int64_t zero_rows = 0;
+  if (call.operand == nullptr && row_bytes > kNarrowRow) {
+    zero_rows = std::max(Grain(row_bytes), rows / (8 * wanted));
+  } else if (call.operand == nullptr) {
+    ParallelFor(pool, result_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
+      std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);
+    });
+  }
+  const int64_t zero_units = zero_rows == 0 ? 0 : (rows + zero_rows - 1) / zero_rows;
+  const int64_t bytes = Elements(p, p.rows) * SizeOf(call.type) + result_bytes;
+  ParallelFor(pool, units + zero_units, Grain(bytes / std::max<int64_t>(1, units + zero_units)),
+              [&](int64_t begin, int64_t end) {
+                if (begin < units) {
+                  Kernels().ScatterSorted(scatter, call.type, begin, std::min(end, units));
+                }
+                if (end > units) {
+                  const int64_t first = (std::max(begin, units) - units) * zero_rows;
+                  Kernels().ScatterZeros(scatter, SizeOf(call.type), first,
+                                         std::min(rows, (end - units) * zero_rows));
+                }
+              });
+  if (call.splits > 2) {
+    ParallelFor(pool, chunks, Grain(p.inner * 16), [&](int64_t begin, int64_t end) {
+      Kernels().ScatterCarries(scatter, call.type, begin, end);
+    });
+  }
+}
+
+template <typename ThreadPool>
+void ScatterAddPrivate(const ScatterCall& call, int64_t result_bytes, ThreadPool& pool) {
+  const CpuScatter scatter = MakeCpuScatter(call);
+  const ScatterProblem& p = call.problem;
+  if (p.rows == 0) {
+    if (call.operand == nullptr) std::memset(call.result, 0, static_cast<size_t>(result_bytes));
+    return;
+  }
+  const int64_t size = Elements(p, p.size()), copies_bytes = call.splits * SumBytes(call.type);
+  const int64_t parts = p.batch * call.splits;
+  const int64_t part_bytes = Elements(p, p.rows) * SizeOf(call.type) + size * copies_bytes;
+  ParallelFor(pool, parts, Grain(part_bytes / parts), [&](int64_t begin, int64_t end) {
+    Kernels().ScatterPrivate(scatter, call.type, begin, end);
+  });
+  ParallelFor(pool, size, Grain(copies_bytes), [&](int64_t begin, int64_t end) {
+    Kernels().ScatterCombine(scatter, call.type, begin, end);
+  });
+}
+
+}  // namespace internal
+
+// The result is not empty.
+template <typename ThreadPool>
+CpuStatus LaunchScatter(ScatterStrategy strategy, const ScatterCall& call, ThreadPool& pool) {
+  const ScatterProblem& p = call.problem;
+  const int64_t result_bytes = internal::Elements(p, p.size()) * SizeOf(call.type);
+  if (call.operand != nullptr && call.operand != call.result) {
+    ParallelFor(pool, result_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
+      std::memcpy(static_cast<char*>(call.result) + begin,
+                  static_cast<const char*>(call.operand) + begin, end - begin);
+    });
+  }
+  if (strategy == ScatterStrategy::kSorted) {
+    internal::ScatterAddSorted(call, result_bytes, pool);
+  } else {
+    internal::ScatterAddPrivate(call, result_bytes, pool);
+  }
+  return {};
+}
+
+template <typename ThreadPool>
+CpuStatus LaunchGatherRows(const GatherCall& call, ThreadPool& pool) {
+  const ScatterProblem& p = call.problem;
+  const int64_t row_bytes = p.inner * call.element_bytes;
+  std::vector<char> fill_row(static_cast<size_t>(row_bytes));
+  for (int64_t i = 0; i < row_bytes; i += call.element_bytes) {
+    std::memcpy(&fill_row[i], call.fill, call.element_bytes);
+  }
+  const CpuGather gather{p.batch,     p.size(),    p.rows,          row_bytes,
+                         p.rule.wrap, p.rule.clip, p.shared_ids,    p.index_bytes,
+                         call.table,  call.ids,    fill_row.data(), call.result};
+  ParallelFor(pool, p.batch * p.rows, Grain(2 * row_bytes),
+              [&](int64_t begin, int64_t end) { Kernels().GatherRows(gather, begin, end); });
+  return {};
+}
+
+template <typename ThreadPool>
+CpuStatus LaunchSortRows(const SortCall& call, ThreadPool& pool) {
+  const auto sort = [&](auto index) {
+    using Index = decltype(index);
+    SortRows(pool, call.problem, static_cast<const Index*>(call.ids),
+             static_cast<Index*>(call.counts), static_cast<Index*>(call.keys),
+             static_cast<Index*>(call.order));
+  };
+  call.problem.index_bytes == 4 ? sort(int32_t{}) : sort(int64_t{});
+  return {};
+}
+
+}  // namespace jof

@@ -1,0 +1,45 @@
+// Loads and launches kernels that are compiled at run time, for host code. Loading happens when a
+// program is made, so that a call neither synchronises nor allocates and may be captured in a CUDA
+// graph.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/pack_split.h"
+
+JOF_NAMESPACE_BEGIN
+
+struct CudaCompiledKernel {
+  cudaKernel_t kernel;
+  int threads;  // of a block
+};
+
+// Kernels of a library belong to no device: they are loaded where they are launched.
+inline cudaError_t LoadCompiled(const uint8_t* code, size_t, CudaCompiledKernel* kernel) {
+  cudaLibrary_t library = nullptr;
+  cudaError_t status =
+      cudaLibraryLoadData(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0);
+  if (status == cudaSuccess)
+    status = cudaLibraryGetKernel(&kernel->kernel, library, "jof_compiled");
+  cudaFuncAttributes attributes{};
+  if (status == cudaSuccess) {
+    status = cudaFuncGetAttributes(&attributes, static_cast<const void*>(kernel->kernel));
+  }
+  kernel->threads = attributes.maxThreadsPerBlock;
+  return status;
+}
+
+// `element_bytes` are of the inputs and then the outputs.
+inline cudaError_t LaunchCompiled(const CudaCompiledKernel& kernel, size_t inputs, size_t outputs,
+                                  const int64_t* element_bytes, ElementwiseCall call,
+                                  cudaStream_t stream) {
+  SplitIntoPacks(inputs, outputs, element_bytes, &call);
+  const int64_t items = call.split.packs + call.split.singles;
+  const int64_t blocks = (items + kernel.threads - 1) / kernel.threads;
+  void* parameters[] = {&call};
+  return cudaLaunchKernel(static_cast<const void*>(kernel.kernel),
+                          dim3(static_cast<unsigned>(blocks)),
+                          dim3(static_cast<unsigned>(kernel.threads)), parameters, 0, stream);
+}
+
+JOF_NAMESPACE_END

@@ -1,0 +1,13 @@
+#include "ffi/cpu.h"
+
+#include "ffi/targets.h"
+
+namespace jof {
+
+std::vector<Target> Targets() {
+  std::vector<Target> targets = SharedTargets<Cpu>();
+  targets.push_back({kSortRows, Handle<Cpu, SortBinding<Cpu>, SortRowsHandler<Cpu>>});
+  return targets;
+}
+
+}  // namespace jof

@@ -1,0 +1,29 @@
+// The CPU backend of the handlers: see ffi/target.h.
+#pragma once
+
+#include "cpu/compiled_launch.h"
+#include "cpu/elementwise_launch.h"
+#include "cpu/permute_launch.h"
+#include "cpu/scatter_launch.h"
+#include "cpu/upsample_nearest2d_launch.h"
+#include "ffi/decode.h"
+
+namespace jof {
+
+struct Cpu {
+  using Context = ffi::ThreadPool;
+  using Stream = ffi::ThreadPool;
+  using CompiledKernel = CpuCompiledKernel;
+  static constexpr ScatterLimits kScatterLimits = kCpuScatterLimits;
+  static constexpr std::initializer_list<ffi::Traits> kTraits = {};
+
+  static ffi::Error Status(std::string_view op, const CpuStatus& status) {
+    if (status.code == CpuStatus::kOk) return ffi::Error::Success();
+    return ffi::Error(status.code == CpuStatus::kWrongProcessor
+                          ? ffi::ErrorCode::kFailedPrecondition
+                          : ffi::ErrorCode::kInternal,
+                      std::string(op) + ": " + status.message);
+  }
+};
+
+}  // namespace jof

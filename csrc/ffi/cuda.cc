@@ -1,0 +1,13 @@
+#include "ffi/cuda.h"
+
+#include "ffi/targets.h"
+
+namespace jof {
+
+std::vector<Target> Targets() {
+  std::vector<Target> targets = SharedTargets<Cuda>();
+  targets.push_back(ScatterTarget<Cuda, ScatterStrategy::kAtomic>());
+  return targets;
+}
+
+}  // namespace jof

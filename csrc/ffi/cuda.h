@@ -1,0 +1,35 @@
+// The CUDA backend of the handlers: see ffi/target.h. None synchronises or allocates, so all of
+// them may be captured in a CUDA graph.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/cast.h"
+#include "cuda/compiled.h"
+#include "cuda/elementwise.h"
+#include "cuda/permute.h"
+#include "cuda/scatter.h"
+#include "cuda/upsample_nearest2d.h"
+#include "ffi/decode.h"
+
+namespace jof {
+
+struct Cuda {
+  using Context = ffi::PlatformStream<cudaStream_t>;
+  using Stream = cudaStream_t;
+  using CompiledKernel = CudaCompiledKernel;
+  static constexpr ScatterLimits kScatterLimits = kCudaScatterLimits;
+  static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
+
+  // The status is of this module's calls alone: the runtime that it is linked with is its own, and
+  // so is that one's last error. Only a kernel of anybody's that left the GPU unusable fails all
+  // later calls of the process, and CUDA does not say whose it was.
+  static ffi::Error Status(std::string_view op, cudaError_t status) {
+    if (status == cudaSuccess) return ffi::Error::Success();
+    cudaGetLastError();  // or the next launch would report it again
+    return ffi::Error::Internal(std::string(op) + ": CUDA error " + cudaGetErrorName(status) +
+                                ": " + cudaGetErrorString(status));
+  }
+};
+
+}  // namespace jof

@@ -1,0 +1,33 @@
+// The targets that both backends have. Their launchers must be included before.
+#pragma once
+
+#include "ffi/compiled.h"
+#include "ffi/elementwise.h"
+#include "ffi/permute.h"
+#include "ffi/scatter.h"
+#include "ffi/target.h"
+#include "ffi/upsample_nearest2d.h"
+
+namespace jof {
+
+template <typename B>
+std::vector<Target> SharedTargets() {
+  return {{kWhere.target, Handle<B, ElementwiseBinding<B>, WhereHandler<B>>},
+          {kWhereVjp.target, Handle<B, ElementwiseBinding<B>, WhereVjpHandler<B>>},
+          {kCast.target, Handle<B, ElementwiseBinding<B>, CastHandler<B>>},
+          {"jof_compiled", Handle<B, CompiledBinding<B>, ExecuteCompiled<B>>,
+           Handle<B, CompiledInstantiateBinding, InstantiateCompiled<B>>},
+          {kPermute, Handle<B, PermuteBinding<B>, Permute<B>>},
+          {kUpsampleForward, Handle<B, UpsampleBinding<B>, UpsampleForward<B>>},
+          {kUpsampleBackward, Handle<B, UpsampleBinding<B>, UpsampleBackward<B>>},
+          ScatterTarget<B, ScatterStrategy::kSorted>(),
+          ScatterTarget<B, ScatterStrategy::kPrivate>(),
+          {kGatherRows, Handle<B, GatherBinding<B>, GatherRows<B>>},
+#define JOF_ELEMENTWISE_TARGET(target, ...) \
+  {"jof_" #target, Handle<B, ElementwiseBinding<B>, Elementwise<B, ElementwiseOp::target>>},
+          JOF_ELEMENTWISE_OPS(JOF_ELEMENTWISE_TARGET)
+#undef JOF_ELEMENTWISE_TARGET
+  };
+}
+
+}  // namespace jof
