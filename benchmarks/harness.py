@@ -379,10 +379,7 @@ def difference(ours: Array, theirs: Array) -> list[tuple[Array, Array]]:
 def agreement(
     differences: Sequence[tuple[Array, Array]], exact: bool, ours: Array, terms: int = 1
 ) -> bool:
-    """Returns whether two results are equal, or within some ulp of the largest value.
-
-    Rivals may sum in the arrays' dtype: the error grows with the root of the number of terms.
-    """
+    """Returns whether two results are equal, or apart by what sums of so many terms may lose."""
     for (apart, largest), a in zip(differences, jax.tree.leaves(ours), strict=True):
         ulps = 0 if exact else max(16.0, 4 * terms**0.5)
         bound = ulps * float(jnp.finfo(a.dtype).eps) * float(largest)

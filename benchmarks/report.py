@@ -87,7 +87,8 @@ def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
 
 def origin(found: Sequence[Result]) -> str:
     """Device, versions, clock, date and commits."""
-    headers = sorted((r.header for r in found), key=lambda h: str(h["date"]), reverse=True)
+    listed = [r.header for r in found if "survey" not in str(r.header["command"])]
+    headers = sorted(listed, key=lambda h: str(h["date"]), reverse=True)
     newest, versions = headers[0], headers[0]["versions"]
     cores = f", {newest['cores']} cores" if newest["platform"] == "cpu" else ""
     number = f"{newest['devices']} " if newest["devices"] > 1 else ""
@@ -96,7 +97,7 @@ def origin(found: Sequence[Result]) -> str:
     facts += [f"{name} {versions[name]}" for name in ("jax", "torch") if name in versions]
     facts.append("device time" if newest.get("clock") == "cupti" else "wall time")
     commits = dict.fromkeys(h["commit"] for h in headers if "commit" in h)
-    return ", ".join([*facts, newest["date"][:10], f"commit {' and '.join(commits)}"])
+    return ", ".join([*facts, newest["date"][:10], f"commit {', '.join(commits)}"])
 
 
 _FAMILIES = {

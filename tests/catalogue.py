@@ -255,10 +255,10 @@ def share(wins, ties):
 
 
 def in_float32(function: Function) -> Function:
-    """16-bit operands widened by hand: XLA then rounds once."""
+    """16-bit arrays widened by hand: XLA then rounds once. Python numbers may be among them."""
 
     def run(*operands, **options):
-        floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in operands]
+        floating = [jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating) for x in operands]
         narrow = next(x.dtype for x, f in zip(operands, floating, strict=True) if f)
         if narrow.itemsize > 2:
             return function(*operands, **options)
