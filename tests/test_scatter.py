@@ -176,7 +176,10 @@ def test_embedding_lookup_equals_numpy_and_jnp(problem, options):
         limit = np.iinfo(dtype) if kind in "iu" else None
         fill = np.nan if limit is None else limit.min if kind == "i" else limit.max
         rows = oracle.named_rows(ids, size, wrap=True, clip=False)
-        assert_same_bits(actual, oracle.gather_rows(table, rows, np.asarray(fill, dtype)))
+        # XLA on CPUs quiets signalling NaNs of 16 bits.
+        is_xla = options.get("implementation") == "xla"
+        assert_same = assert_same_values if is_xla else assert_same_bits
+        assert_same(actual, oracle.gather_rows(table, rows, np.asarray(fill, dtype)))
 
 
 @pytest.mark.parametrize("flags", [*itertools.product((False, True), repeat=3)], ids=str)
