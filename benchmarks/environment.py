@@ -22,14 +22,13 @@ def header(argv: list[str], module: str = "benchmarks", devices: int = 1) -> dic
     """Returns the header of a result: devices, versions, commit, date and command line."""
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
-    client_version = getattr(device.client, "platform_version", "")
     owners = importlib.metadata.packages_distributions()  # CuPy has many names
     found = {
         "device": device.device_kind if on_gpu else cpu_model(),
         "devices": devices,
         "platform": device.platform,
         "driver": _nvidia_smi("driver_version") if on_gpu else None,
-        "cuda": " ".join(re.findall(r"cuda \d+", client_version)),
+        "cuda": " ".join(re.findall(r"cuda \d+", device.client.platform_version)),
         "native": jof.implementations().get("cuda" if on_gpu else "cpu"),
         "host": cpu_model(),
         "cores": os.cpu_count(),
@@ -54,8 +53,8 @@ def use_device(name: str) -> None:
         identifiers = visible.split(",") if visible else [*map(str, range(64))]
         if int(index) >= len(identifiers):
             raise ValueError(f"no device {name!r}: CUDA_VISIBLE_DEVICES is {visible}")
-        os.environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi counts
-        os.environ |= {"CUDA_VISIBLE_DEVICES": identifiers[int(index)]}
+        chosen = {"CUDA_VISIBLE_DEVICES": identifiers[int(index)]}
+        os.environ |= chosen | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi counts
     jax.config.update("jax_platforms", {"gpu": "cuda,cpu"}.get(kind, kind))
     try:
         found = jax.default_backend()

@@ -87,8 +87,8 @@ def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
 
 def origin(found: Sequence[Result]) -> str:
     """Device, versions, clock, date and commits."""
-    listed = [r.header for r in found if "survey" not in str(r.header["command"])]
-    headers = sorted(listed, key=lambda h: str(h["date"]), reverse=True)
+    headers = [r.header for r in found if "survey" not in str(r.header["command"])]
+    headers.sort(key=lambda h: str(h["date"]), reverse=True)
     newest, versions = headers[0], headers[0]["versions"]
     cores = f", {newest['cores']} cores" if newest["platform"] == "cpu" else ""
     number = f"{newest['devices']} " if newest["devices"] > 1 else ""

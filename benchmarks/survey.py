@@ -20,7 +20,6 @@ from .suites import FAMILIES, load
 
 SLOW = 0.95
 _COUNTS = {"permute": 150}
-_COUNT = 60
 _BANDS = ((1 << 20, "under 1 MB"), (16 << 20, "1 to 16 MB"), (1 << 62, "over 16 MB"))
 
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         "--check-only", action="store_true", help="check values on small arrays, without timing"
     )
     options = parse(parser, argv)
-    counts = {f: options.count or _COUNTS.get(f, _COUNT) for f in options.family}
+    counts = {f: options.count or _COUNTS.get(f, 60) for f in options.family}
     cases = draw(options.seed, counts, _largest(options.check_only))
     if options.count or options.check_only or options.family is not FAMILIES:
         options.out = options.out or PARTS
