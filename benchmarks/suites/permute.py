@@ -101,13 +101,13 @@ def _sweep(nbytes: int) -> Case:
 def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: 2 to 6 axes, elements of 1 to 16 bytes, often a small last dimension."""
     dtype = common.pick(rng, ("int8", "float16", "bfloat16", "float32", "complex64", "complex128"))
-    rank = int(rng.integers(2, 7))
     most = 2 * largest // common.itemsize(dtype)
     n = max(4.0, common.random_size(rng, largest) / (2 * common.itemsize(dtype)))
-    parts = rng.dirichlet(np.full(rank, 2.0)) * math.log2(n)
-    if rng.random() < 0.3:
-        parts[-1] = rng.uniform(0, 3)
     while True:
+        rank = int(rng.integers(2, 7))
+        parts = rng.dirichlet(np.full(rank, 2.0)) * math.log2(n)
+        if rng.random() < 0.3:
+            parts[-1] = rng.uniform(0, 3)
         shape = tuple(common.random_dimension(rng, 2**part) for part in parts)
         axes = tuple(int(i) for i in rng.permutation(rank))
         moving = [axis for axis in axes if shape[axis] > 1]
