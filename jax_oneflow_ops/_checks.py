@@ -103,4 +103,6 @@ def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = Fa
         )
     if modulo:
         held = xp.mod(ids, xp.asarray(rows).astype(ids.dtype))
-    return jnp.asarray(held.astype(dtype))
+    if held.dtype != dtype:
+        held = held.astype(dtype)
+    return jnp.asarray(held) if on_host else cast(jax.Array, held)  # see as_array
