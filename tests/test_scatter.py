@@ -1232,6 +1232,8 @@ def test_options_that_take_refuses(options, exception):
     (name,) = options
     with pytest.raises(exception, match=rf"^embedding_lookup: {name}\b"):
         jof.embedding_lookup(np.ones((2, 3)), 0, **options)
+    if options == {"fill_value": 1j}:  # of which jax 0.8 drops the imaginary part, with a warning
+        return
     with pytest.raises(exception):
         jnp.take(np.ones((2, 3)), 0, **{"axis": 0, **options})
 
