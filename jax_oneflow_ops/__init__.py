@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_oneflow_ops._native import export_checks, implementations, include_dir
 from jax_oneflow_ops._primitive import GatherWarning
+from jax_oneflow_ops.accelerate import accelerate
 from jax_oneflow_ops.elementwise import (
     add,
     cast,
@@ -44,6 +45,7 @@ __all__ = [
     "ElementwiseKernel",
     "GatherWarning",
     "KernelCompileError",
+    "accelerate",
     "add",
     "cast",
     "divide",

@@ -121,11 +121,14 @@ def scatter_add(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing
 ) -> jax.Array:
     """Sums of rows into an operand, narrow floats in f32, rounded once."""
-    rows = operand.shape[indexing.batch]
+    rows = indexing.rows(operand.shape)
     rank = indexing.index_rank(ids)
-    dtype = operand.dtype
+    shape, dtype = operand.shape, operand.dtype
+    operand = operand.reshape(
+        *shape[: indexing.batch], rows, *shape[indexing.batch + indexing.row_rank :]
+    )
     if operand.size == 0 or updates.size == 0:
-        return operand
+        return operand.reshape(shape)
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
         operand, updates = operand.astype(jnp.float32), updates.astype(jnp.float32)
 
@@ -142,7 +145,7 @@ def scatter_add(
             mode=_mode(indexing),
         )
 
-    return _batched(add, indexing)(ids, operand, updates).astype(dtype)
+    return _batched(add, indexing)(ids, operand, updates).astype(dtype).reshape(shape)
 
 
 @in_own_precision

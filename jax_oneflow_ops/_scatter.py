@@ -96,9 +96,10 @@ def _segment_sum_type(
 
 
 def _scatter_add_type(operand: Any, ids: Any, updates: Any, *, indexing: Indexing) -> Any:
-    rows = operand.shape[indexing.batch]
-    spec = _unless_index_has_it(operand.sharding.spec[indexing.batch], ids, indexing)
-    return _typed(operand, ids, (rows,), (spec,), 1, indexing)
+    rank = indexing.row_rank
+    rows = slice(indexing.batch, indexing.batch + rank)
+    spec = [_unless_index_has_it(s, ids, indexing) for s in operand.sharding.spec[rows]]
+    return _typed(operand, ids, operand.shape[rows], spec, rank, indexing)
 
 
 def _gather_rows_type(table: Any, ids: Any, *, fill: str | bytes, indexing: Indexing) -> Any:
@@ -133,9 +134,12 @@ def _segment_sum_sharding_rule(
 def _scatter_add_sharding_rule(
     operand: Any, ids: Any, _: Any, *, indexing: Indexing
 ) -> _primitive.ShardingRule:
-    of_ids, index, batch, trailing = _names(ids, len(operand.shape) - 1, indexing)
-    table = [*batch, _ROWS, *trailing]
-    return _primitive.ShardingRule([table, of_ids, batch + index + trailing], [table], rows=_ROWS)
+    rank = indexing.row_rank
+    of_ids, index, batch, trailing = _names(ids, len(operand.shape) - rank, indexing)
+    inner = [f"r{i}" for i in range(1, rank)]
+    table = [*batch, _ROWS, *inner, *trailing]
+    operands = [table, of_ids, batch + index + trailing]
+    return _primitive.ShardingRule(operands, [table], frozenset(inner), rows=_ROWS)
 
 
 def _gather_rows_sharding_rule(
@@ -188,7 +192,7 @@ def _scatter_add_on_shard(
     indexing: Indexing,
 ) -> jax.Array:
     """The operand is added once, and not where the sum is 0: all-reduces do not keep -0."""
-    ids, indexing, _ = _in_shard(ids, operand.shape[indexing.batch], shard, indexing)
+    ids, indexing, _ = _in_shard(ids, indexing.rows(operand.shape), shard, indexing)
     if not shard.summed:
         result: jax.Array = call(operand, ids, updates, indexing=indexing)
         return result
@@ -235,7 +239,7 @@ class _Problem:
     inner: int
     dtype: Any
     ordered: bool  # the order of summation must be the same on every run
-    shape: tuple[int, ...]  # of the result: (batch, rows, inner), not flattened
+    shape: tuple[int, ...]  # of the result: (batch, rows, inner), none of them flattened
 
     def has_known_sizes(self) -> bool:
         """Whether no size is a variable of `jax.export`."""
@@ -351,7 +355,8 @@ def _add_rows(
 ) -> Any:
     """Sums rows of `updates` into `operand`, or into zeros if that is None."""
     n, rank, dtype = indexing.batch, indexing.index_rank(ids), updates.dtype
-    shape = (*updates.shape[:n], rows, *updates.shape[n + rank :])
+    trailing = updates.shape[n + rank :]
+    shape = (*updates.shape[:n], rows, *trailing) if operand is None else operand.shape
     if math.prod(shape) == 0 or updates.size == 0:
         return jnp.zeros(shape, dtype) if operand is None else operand
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
@@ -359,7 +364,7 @@ def _add_rows(
         wide = None if operand is None else operand.astype(jnp.int32)
         updates = updates.astype(jnp.int32)
         return _add_rows(platform, wide, ids, updates, rows, indexing).astype(dtype)
-    batch, inner = math.prod(shape[:n]), math.prod(shape[n + 1 :])
+    batch, inner = math.prod(shape[:n]), math.prod(trailing)
     updates = updates.reshape(batch, -1, inner)
     ids = ids.reshape(1 if indexing.shared else batch, -1)
     # Integers have the same sum in any order.
@@ -490,7 +495,7 @@ def _segment_sum_native(
 def _scatter_add_native(
     platform: str, operand: Any, ids: Any, updates: Any, *, indexing: Indexing
 ) -> Any:
-    return _add_rows(platform, operand, ids, updates, operand.shape[indexing.batch], indexing)
+    return _add_rows(platform, operand, ids, updates, indexing.rows(operand.shape), indexing)
 
 
 def _gather_rows_native(

@@ -17,6 +17,7 @@ NOT_OPS = {
     "ElementwiseKernel",
     "GatherWarning",
     "KernelCompileError",
+    "accelerate",
     "export_checks",
     "implementations",
     "include_dir",
