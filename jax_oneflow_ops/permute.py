@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _native, _primitive, _reference
+from jax_oneflow_ops import _checks, _native, _policy, _primitive, _reference
 
 _NAME = "permute"
 
@@ -155,6 +155,12 @@ def _inverse(x: Any, *, axes: tuple[int, ...], **params: Any) -> dict[str, Any]:
     return {"axes": tuple(map(axes.index, range(len(axes)))), **params}
 
 
+def _call(x: Any, *, axes: tuple[int, ...]) -> _policy.Call:
+    plan = _native.permute_plan(x.shape, axes, x.dtype.itemsize)
+    unit = f"{plan['unit_bytes']}-byte"
+    return _policy.Call((_NAME, plan["strategy"], unit), 2 * _policy.nbytes(x))
+
+
 permute_p = _primitive.define(
     "jof_permute",
     function=_NAME,
@@ -163,5 +169,6 @@ permute_p = _primitive.define(
     native=_move,
     sharding_rule=_sharding_rule,
     batch=_batch,
+    call=_call,
 )
 _primitive.define_linear_pair(permute_p, permute_p, _inverse)
