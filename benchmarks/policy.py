@@ -40,32 +40,30 @@ def main(argv: Sequence[str]) -> int:
 
 def made(root: Path) -> str:
     """The file's text, a line a cell."""
-    devices = []
-    for folder in sorted(root.iterdir()):
-        found = [results.read(path) for path in sorted(folder.glob("*.jsonl"))]
-        found = [r for r in found if r.header.get("suite", FAMILIES[0]) in FAMILIES]
-        if found and found[0].header.get("devices", 1) == 1:
-            devices.append(_device(found))
-    return "{\n" + ",\n".join(devices) + "\n}\n"
+    found = defaultdict(list)
+    for path in sorted(root.glob("*/*.jsonl")):
+        result = results.read(path)
+        header = result.header
+        if header.get("suite", FAMILIES[0]) in FAMILIES and header.get("devices", 1) == 1:
+            found["cpu" if header["platform"] == "cpu" else header["device"]].append(result)
+    return "{\n" + ",\n".join(_device(*item) for item in sorted(found.items())) + "\n}\n"
 
 
-def _device(found: Sequence[Result]) -> str:
-    header = found[0].header
-    platform = "cuda" if header["platform"] == "gpu" else header["platform"]
+def _device(name: str, found: Sequence[Result]) -> str:
+    newest = max((r.header for r in found), key=lambda header: str(header["date"]))
     about = {
-        "platform": platform,
-        "measured": max(r.header["date"] for r in found)[:10],
-        "jax": header["versions"]["jax"],
+        "platform": {"gpu": "cuda"}.get(newest["platform"], newest["platform"]),
+        "measured": newest["date"][:10],
+        "jax": newest["versions"]["jax"],
         "seeds": sorted(r.header["seed"] for r in found if "suite" not in r.header),
     }
-    name = "cpu" if platform == "cpu" else header["device"]
     samples: dict[str, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for result in found:
-        for call, native, xla in _samples(result):
+        for call, native, xla, noise in _samples(result):
             band = next(most for most in _policy.BANDS if call.bytes <= most)
             for depth in range(1, len(call.kind) + 1):
                 mib = call.bytes / 2**20
-                row = (xla / native, native / mib, xla / mib)
+                row = (xla / native, noise / native, native / mib, xla / mib)
                 samples["/".join(call.kind[:depth])][band].append(row)
     cells = []
     for kind, bands in sorted(samples.items()):
@@ -77,21 +75,22 @@ def _device(found: Sequence[Result]) -> str:
 
 
 def _line(most: int, rows: list[Any]) -> list[Any]:
-    gains = sorted(gain for gain, _, _ in rows)
-    low = gains[len(gains) // 10]
-    times = (statistics.median(column) for column in list(zip(*rows, strict=True))[1:])
-    ratios = (round(x, 3) for x in (statistics.geometric_mean(gains), low))
+    gains, noise, *columns = zip(*rows, strict=True)
+    # What the spread of the samples explains is no loss.
+    losses = sorted(max(g, min(1.0, g + n)) for g, n in zip(gains, noise, strict=True))
+    ratios = (round(x, 3) for x in (statistics.geometric_mean(gains), losses[len(losses) // 10]))
+    times = map(statistics.median, columns)
     return [most, len(rows), *ratios, *(float(f"{us:.3g}") for us in times)]
 
 
-def _samples(result: Result) -> Iterator[tuple[_policy.Call, float, float]]:
-    """The call of each case, and the times of native kernels and of XLA's best form."""
+def _samples(result: Result) -> Iterator[tuple[_policy.Call, float, float, float]]:
+    """The call of each case, the times of native kernels and of XLA's best form, the spread."""
     cases = {case.name: case for case in _cases(result)}
     for row in result.rows:
         best = results.best(row) if "us" in row and row.get("ran") != "xla" else None
         case = cases.get(row["case"])
         if best and case and (call := call_of(case)):
-            yield call, row["us"], row["us"] * best[1]
+            yield call, row["us"], row["us"] * best[1], row["iqr"]
 
 
 def _cases(result: Result) -> list[Case]:
