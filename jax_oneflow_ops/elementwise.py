@@ -31,10 +31,9 @@ _REAL_DTYPES = _FLOATS | frozenset(
 _COMMON = """\
 Args:
   {arguments}
-  implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-    for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-    elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-    is traced, replaces None.
+  implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+    takes the one that was measured to be faster for such a call (see `policy`). The environment
+    variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
 Returns:
   {returns};

@@ -35,10 +35,9 @@ def permute(
       a: array of any rank and any dtype of 1 to 16 bytes, or a number.
       axes: a permutation of ``range(a.ndim)``; negative axes count from the end. None reverses the
         order of the axes.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for `jnp.transpose`, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and `jnp.transpose`
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for `jnp.transpose`. None
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of `a`'s dtype. Where every axis stays in its place it is `a` itself; where only axes

@@ -63,10 +63,9 @@ def upsample_nearest2d(
 
         At integer factors the two agree.
       data_format: ``"NCHW"`` or ``"NHWC"``.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of `x`'s dtype and shape, but for the two spatial dimensions.
@@ -158,10 +157,9 @@ def resize(
         `jax.image.resize` has.
       antialias: passed to `jax.image.resize`; ``"nearest"`` ignores it.
       precision: likewise.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of the given shape. ``"nearest"`` keeps the dtype of `image`.
