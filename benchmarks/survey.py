@@ -19,7 +19,10 @@ from .results import Row
 from .suites import FAMILIES, load
 
 SLOW = 0.95
-_COUNTS = {"permute": 150}
+LARGEST = {"gpu": 1 << 30, "cpu": 64 << 20}
+"""The most bytes that a case reads and writes."""
+CHECKED = 1 << 20
+"""Likewise where values are checked only."""
 _BANDS = ((1 << 20, "under 1 MB"), (16 << 20, "1 to 16 MB"), (1 << 62, "over 16 MB"))
 
 
@@ -33,8 +36,9 @@ def main(argv: Sequence[str]) -> int:
         "--check-only", action="store_true", help="check values on small arrays, without timing"
     )
     options = parse(parser, argv)
-    counts = {f: options.count or _COUNTS.get(f, 60) for f in options.family}
-    cases = draw(options.seed, counts, _largest(options.check_only))
+    counts = {f: options.count or count(f) for f in options.family}
+    largest = CHECKED if options.check_only else LARGEST[jax.default_backend()]
+    cases = draw(options.seed, counts, largest)
     if options.count or options.check_only or options.family is not FAMILIES:
         options.out = options.out or PARTS
     measuring = Options(
@@ -63,14 +67,9 @@ def draw(seed: int, counts: dict[str, int], largest: int) -> list[Case]:
     return list(cases.values())
 
 
-def _largest(check_only: bool) -> int:
-    """The most bytes that a case reads and writes."""
-    if check_only:
-        return 1 << 20
-    if jax.default_backend() != "gpu":
-        return 64 << 20
-    stats = jax.devices()[0].memory_stats() or {}
-    return int(min(1 << 30, stats.get("bytes_limit", 16 << 30) // 32))
+def count(family: str) -> int:
+    """How many cases of a family are drawn by default."""
+    return 150 if family == "permute" else 60
 
 
 HEAD = ["cases", "mean", "worst", "under 0.95x", "by more than noise", "worst case"]

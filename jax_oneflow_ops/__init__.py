@@ -8,6 +8,7 @@ for their numerics, and :func:`implementations` for what is available where.
 from typing import TYPE_CHECKING, Any
 
 from jax_oneflow_ops._native import export_checks, implementations, include_dir
+from jax_oneflow_ops._policy import policy
 from jax_oneflow_ops._primitive import GatherWarning
 from jax_oneflow_ops.accelerate import accelerate
 from jax_oneflow_ops.elementwise import (
@@ -64,6 +65,7 @@ __all__ = [
     "mish",
     "multiply",
     "permute",
+    "policy",
     "relu",
     "resize",
     "scale",

@@ -85,6 +85,19 @@ def automatic_axes_beside_manual_ones(ctx: Any) -> tuple[str, ...] | None:
     return tuple(axis for axis in sizes if axis not in manual and sizes[axis] > 1)
 
 
+def knows_shapes_of_shards(ctx: Any) -> bool:
+    """Whether shapes are those of one device's arrays where something is lowered.
+
+    They are in programs for one device and in a `shard_map` over all axes of the mesh.
+    """
+    axis_context = ctx.module_context.axis_context
+    manual: frozenset[str] = getattr(axis_context, "manual_axes", frozenset())
+    if manual:
+        return set(manual) == set(axis_context.mesh.axis_names)
+    mesh = getattr(axis_context, "mesh", None)
+    return int(mesh.size if mesh is not None else axis_context.num_devices or 1) == 1
+
+
 def with_current_mesh(ctx: Any) -> Any:
     """A lowering context that knows the mesh of `jax.set_mesh`.
 

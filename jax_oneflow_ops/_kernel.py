@@ -248,7 +248,7 @@ kernel_p = _primitive.define(
     sharding_rule=_sharding_rule,
     batch=_batch,
     multiple_results=True,
-    on_scalars=lambda spec: None if spec.definition.reference is None else reference,
+    in_jnp=lambda spec: None if spec.definition.reference is None else reference,
 )
 
 

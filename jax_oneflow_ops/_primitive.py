@@ -22,7 +22,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_oneflow_ops import _compat, _native
+from jax_oneflow_ops import _compat, _native, _policy
 
 Params = dict[str, Any]
 
@@ -77,7 +77,8 @@ def define(
     on_shard: Callable[..., Any] | None = None,
     batch: Callable[..., tuple[Any, Any]],
     multiple_results: bool = False,
-    on_scalars: Callable[..., Callable[..., Any] | None] | None = None,
+    in_jnp: Callable[..., Callable[..., Any] | None] | None = None,
+    call: Callable[..., _policy.Call | str] | None = None,
 ) -> core.Primitive:
     """Defines a primitive.
 
@@ -98,8 +99,11 @@ def define(
       batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule,
         given the primitive that is being defined.
       multiple_results: results, avals and batch dimensions are lists.
-      on_scalars: `(**params) -> function or None`: what calls on scalars run in place of a kernel,
-        if anything; a function like `reference`, which is the default.
+      in_jnp: `(**params) -> function or None`: what runs in place of a kernel on scalars and where
+        `_policy` chooses XLA, if anything: the fastest form in jnp that is as accurate as the
+        kernel. A function like `reference`, which is the default.
+      call: `(*avals, **params) -> Call`: what the choice of `_policy` depends on, or the reason why
+        kernels run in any case. By default they do.
 
     Every primitive takes a parameter `implementation` (None, "native" or "xla"), which none of the
     functions above is given except `batch`.
@@ -135,11 +139,17 @@ def define(
     def lower(
         ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
     ) -> Any:
-        in_jnp = None if _native.is_used(function, platform, implementation) else reference
-        if in_jnp is None and _are_scalars(ctx):
-            in_jnp = reference if on_scalars is None else on_scalars(**params)
-        if in_jnp is not None:
-            rule = _compat.lower_plain(in_jnp, multiple_results)
+        form = None
+        if not _native.is_used(function, platform, implementation):
+            form = reference
+        elif _are_scalars(ctx) or (
+            implementation is None
+            and _compat.knows_shapes_of_shards(ctx)
+            and _policy.prefers_xla(outer, ctx.avals_in, params, platform)
+        ):
+            form = reference if in_jnp is None else in_jnp(**params)
+        if form is not None:
+            rule = _compat.lower_plain(form, multiple_results)
             return _compat.with_shardings_of_types(ctx, rule(ctx, *args, **params))
         ctx = _compat.with_current_mesh(ctx)
         call: Any = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
@@ -163,6 +173,8 @@ def define(
         return batch(outer, [*map(_compat.as_array, args)], dims, **params)
 
     batching.primitive_batchers[outer] = batched
+    if call is not None:
+        _policy.calls_of[outer] = call
     return outer
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _primitive, _reference
+from jax_oneflow_ops import _compat, _policy, _primitive, _reference
 from jax_oneflow_ops._indexing import Indexing
 
 _SUMMED = frozenset(
@@ -608,6 +608,38 @@ def _gather_rows_batch(
     return bind(primitive, table, ids, indexing=indexing, **params), at
 
 
+# ---- what the choice between kernels and XLA depends on ----
+
+
+def _sum_call(updates: Any, ids: Any, rows: int, indexing: Indexing) -> _policy.Call | str:
+    """Not on whether ids meet: a row may always be hot."""
+    if indexing.deterministic:
+        return "sums in a fixed order"
+    inner = math.prod(updates.shape[indexing.batch + indexing.index_rank(ids) :])
+    order = "sorted ids" if indexing.indices_are_sorted else "any ids"
+    result = math.prod(updates.shape[: indexing.batch]) * rows * inner * updates.dtype.itemsize
+    moved = _policy.nbytes(updates, ids) + result
+    return _policy.Call(("sum", _policy.bits(updates.dtype), _width(inner, updates), order), moved)
+
+
+def _width(inner: int, rows: Any) -> str:
+    return (
+        "elements"
+        if inner == 1
+        else "narrow rows"
+        if inner * rows.dtype.itemsize <= _WIDE_ROW_BYTES
+        else "rows"
+    )
+
+
+def _gather_call(table: Any, ids: Any, *, indexing: Indexing, **_: Any) -> _policy.Call:
+    inner = math.prod(table.shape[indexing.batch + 1 :])
+    copies = math.prod(table.shape[: indexing.batch]) if indexing.shared else 1
+    row = inner * table.dtype.itemsize
+    moved = _policy.nbytes(ids) + 2 * copies * math.prod(ids.shape) * row
+    return _policy.Call(("gather", _policy.bits(table.dtype), _width(inner, table)), moved)
+
+
 # ---- the primitives and their derivatives ----
 
 segment_sum_p = _primitive.define(
@@ -619,6 +651,9 @@ segment_sum_p = _primitive.define(
     sharding_rule=_segment_sum_sharding_rule,
     on_shard=_segment_sum_on_shard,
     batch=_segment_sum_batch,
+    call=lambda data, ids, *, num_segments, indexing, **_: _sum_call(
+        data, ids, num_segments, indexing
+    ),
 )
 scatter_add_p = _primitive.define(
     "jof_scatter_add",
@@ -629,6 +664,9 @@ scatter_add_p = _primitive.define(
     sharding_rule=_scatter_add_sharding_rule,
     on_shard=_scatter_add_on_shard,
     batch=_scatter_add_batch,
+    call=lambda operand, ids, updates, *, indexing: _sum_call(
+        updates, ids, operand.shape[indexing.batch], indexing
+    ),
 )
 gather_rows_p = _primitive.define(
     "jof_gather_rows",
@@ -639,6 +677,7 @@ gather_rows_p = _primitive.define(
     sharding_rule=_gather_rows_sharding_rule,
     on_shard=_gather_rows_on_shard,
     batch=_gather_rows_batch,
+    call=_gather_call,
 )
 
 

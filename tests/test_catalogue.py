@@ -21,6 +21,7 @@ NOT_OPS = {
     "export_checks",
     "implementations",
     "include_dir",
+    "policy",
 }
 TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]+)(\d+)>")
 
