@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jax_oneflow_ops._native import export_checks, implementations, include_dir
 from jax_oneflow_ops._policy import policy
 from jax_oneflow_ops._primitive import GatherWarning
-from jax_oneflow_ops.accelerate import accelerate
+from jax_oneflow_ops.accelerate import accelerate, explain
 from jax_oneflow_ops.elementwise import (
     add,
     cast,
@@ -52,6 +52,7 @@ __all__ = [
     "divide",
     "elu",
     "embedding_lookup",
+    "explain",
     "export_checks",
     "fma",
     "geglu",

@@ -12,11 +12,12 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax._src import core as core_internals
-from jax._src import dispatch, literals
+from jax._src import dispatch, literals, source_info_util
 from jax._src.interpreters import mlir as mlir_internals
 from jax._src.lax import lax as lax_internals
 from jax.extend import core
 from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 # Runs a primitive outside `jit`: compiles it once for each set of shapes and parameters, honours
 # `jax.disable_jit`. Every primitive of jax's own uses it; there is no public name.
@@ -228,15 +229,16 @@ _replaced: set[tuple[core.Primitive, str]] = set()
 Lowering = Callable[..., Any]
 
 
-def in_scope(value: str) -> contextlib.AbstractContextManager[Any]:
+def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextManager[Any]:
     """A context in which equations are traced with `value`, which `scope_of` finds.
 
-    jax keeps metadata through every transformation, and traces functions anew where it differs.
+    jax keeps metadata through every transformation, and traces functions anew where it differs: a
+    `note` is for nothing else.
     """
     from jax.experimental import xla_metadata  # imported lazily: older releases lack it
 
     manager: contextlib.AbstractContextManager[Any] = xla_metadata.set_xla_metadata(
-        **{_SCOPE: value}
+        **{_SCOPE: value}, **({} if note is None else {f"{_SCOPE}_note": note})
     )
     return manager
 
@@ -293,3 +295,29 @@ def fill_of(value: Any) -> str | None:
             return None
         value = op.operands[0]
     return None
+
+
+def tag(result: Any, name: str, value: str) -> None:
+    """Gives the operation that made a lowering's result an attribute, which programs keep."""
+    op, key = result.owner.operation, "mhlo.frontend_attributes"
+    named: dict[str, Any] = {name: ir.StringAttr.get(value)}
+    if key in op.attributes:
+        attributes: Any = op.attributes[key]
+        named |= {a.name: a.attr for a in attributes}
+    op.attributes[key] = ir.DictAttr.get(named)
+
+
+def user_line(traceback: Any) -> str:
+    """The file and line of an equation in the user's own program, else in a library."""
+    own = str(Path(__file__).parent)
+    frames = [f for f in source_info_util.user_frames(traceback) if not f.file_name.startswith(own)]
+    installed = ("site-packages", "dist-packages")
+    at = [f for f in frames if not any(part in Path(f.file_name).parts for part in installed)]
+    frame = next(iter(at or frames), None)
+    return "" if frame is None else f"{_short(frame.file_name)}:{frame.start_line}"
+
+
+def _short(file_name: str) -> str:
+    here = Path.cwd()
+    path = Path(file_name)
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -137,11 +137,12 @@ def calls(jaxpr: Any) -> Iterator[tuple[Any, Call | str]]:
             avals = [variable.aval for variable in equation.invars]
             yield implementation, describe(equation.primitive, avals, **params)
         else:
-            for inner in jax.tree.leaves(params, is_leaf=_is_jaxpr):
-                yield from calls(inner) if _is_jaxpr(inner) else ()
+            for inner in jax.tree.leaves(params, is_leaf=is_jaxpr):
+                yield from calls(inner) if is_jaxpr(inner) else ()
 
 
-def _is_jaxpr(x: Any) -> bool:
+def is_jaxpr(x: Any) -> bool:
+    """Whether a parameter of an equation is a program."""
     return hasattr(getattr(x, "jaxpr", x), "eqns")
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ class Rows:
     """
 
     shape: tuple[int, ...]  # of the operand
+    updates_shape: tuple[int, ...]
     begin: int
     end: int
     # Of each of these dimensions of the operand: the columns of the indices, the dimensions of the
@@ -51,43 +52,59 @@ class Rows:
         """Whether the indices are ids already."""
         return self.end == self.begin + 1 and not self.expanded
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The dimensions of the updates that ids have one by one."""
+        return (*self.batch_of_ids, *self.index, *self.expanded)
+
+    @property
+    def indexing(self) -> Indexing:
+        """How to read the ids."""
+        return Indexing(
+            batch=len(self.batch),
+            shared=not self.batch_of_ids,
+            clip=self.clip and self.is_plain,  # `ids` has done it elsewhere
+            indices_are_sorted=self.indices_are_sorted and self.is_plain,
+            row_rank=self.end - self.begin,
+        )
+
+    def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """Of dimensions of the updates."""
+        return tuple(self.updates_shape[dim] for dim in dims)
+
+    def operands(self, operand: Any) -> tuple[Any, Any]:
+        """The types of the updates and ids as the kernels are given them."""
+        batch = self.batch if self.batch_of_ids else ()
+        order = (*self.index, *self.expanded)
+        return (
+            jax.ShapeDtypeStruct(self.sizes((*self.batch, *order, *self.trailing)), operand.dtype),
+            jax.ShapeDtypeStruct(self.sizes((*batch, *order)), jnp.dtype("int32")),
+        )
+
     def updates(self, x: jax.Array) -> jax.Array:
         """The updates in the shape (*batch, *index, *trailing)."""
         return x.transpose(*self.batch, *self.index, *self.expanded, *self.trailing)
 
-    def ids(self, indices: jax.Array, updates_shape: Sequence[int]) -> tuple[jax.Array, Indexing]:
-        """Ids of rows, of the shape (*batch, *index) or (*index), and how to read them."""
-        kept = (*self.batch_of_ids, *self.index)
-        order = [self.scatter_dims.index(dim) for dim in kept]
-        where = {dim: i for i, dim in enumerate((*kept, *self.expanded))}
-        shape = tuple(updates_shape[dim] for dim in where)
+    def ids(self, indices: jax.Array) -> jax.Array:
+        """Ids of rows, of the shape (*batch, *index) or, if shared, (*index)."""
+        order = [self.scatter_dims.index(dim) for dim in (*self.batch_of_ids, *self.index)]
 
         def column(c: int) -> jax.Array:
             ids = _checks.as_ids("accelerate", "indices", indices[..., c]).transpose(order)
             return ids.reshape(*ids.shape, *(1,) * len(self.expanded))
 
-        if self.is_plain:
-            (c,) = self.columns
-            assert c is not None
-            ids, clip = column(c), self.clip
-        else:
-            ids, clip = self._linear(column, where, shape), False
-        batch = tuple(updates_shape[dim] for dim in self.batch)
-        if self.batch_of_ids:
-            has = [dim in self.batch_of_ids for dim in self.batch]
-            spread = (n if own else 1 for n, own in zip(batch, has, strict=True))
-            ids = ids.reshape(*spread, *ids.shape[len(self.batch_of_ids) :])
-            ids = jnp.broadcast_to(ids, (*batch, *ids.shape[len(batch) :]))
-        return ids, Indexing(
-            batch=len(batch),
-            shared=not self.batch_of_ids,
-            clip=clip,
-            indices_are_sorted=self.indices_are_sorted and self.is_plain,
-            row_rank=self.end - self.begin,
-        )
+        ids = column(self.columns[0] or 0) if self.is_plain else self._linear(column)
+        if not self.batch_of_ids:
+            return ids
+        inner = ids.shape[len(self.batch_of_ids) :]
+        batch = self.sizes(self.batch)
+        own = (dim in self.batch_of_ids for dim in self.batch)
+        ids = ids.reshape(*(n if has else 1 for n, has in zip(batch, own, strict=True)), *inner)
+        return jnp.broadcast_to(ids, (*batch, *inner))
 
-    def _linear(self, column: Any, where: dict[int, int], shape: tuple[int, ...]) -> jax.Array:
+    def _linear(self, column: Callable[[int], jax.Array]) -> jax.Array:
         """The number of the row that each element is for; one more than the last for none."""
+        shape = self.sizes(self.kept)
         dtype = jnp.dtype("int32" if self.count <= _INT32_MAX else "int64")
         total, valid = jnp.zeros(shape, dtype), jnp.ones((), bool)
         sizes = self.shape[self.begin : self.end]
@@ -104,7 +121,7 @@ class Rows:
                     valid = valid & (start >= 0) & (start <= last)
                 at = start.astype(dtype)
             if step is not None:
-                at = at + jax.lax.broadcasted_iota(dtype, shape, where[step])
+                at = at + jax.lax.broadcasted_iota(dtype, shape, self.kept.index(step))
             total = total * size + at
         return jnp.where(valid, total, jnp.asarray(self.count, dtype))
 
@@ -147,6 +164,7 @@ def find(
     batch_of_ids = tuple(batching[dim] for dim in range(begin) if dim in batching)
     return Rows(
         shape,
+        tuple(updates.shape),
         begin,
         end,
         columns=tuple(columns.get(dim) for dim in rows),

@@ -16,9 +16,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _compat
+from jax_oneflow_ops import _compat, _policy
+from jax_oneflow_ops._report import Row
 from tests.arrays import INEXACT, INTEGERS, rng_for
-from tests.test_lowering import lowered_targets, native_backend, targets
+from tests.test_lowering import compiled, lowered_targets, native_backend, targets
 
 module = sys.modules["jax_oneflow_ops.accelerate"]
 pytestmark = native_backend
@@ -583,3 +584,100 @@ def test_a_jax_that_differs_is_warned_of_once(monkeypatch):
     module._problem.cache_clear()
     np.testing.assert_array_equal(y, adds(TABLE, IDS))
     assert sums(jof.accelerate(adds), TABLE, IDS) == 1
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def inner(x, ids):
+    return jax.ops.segment_sum(jnp.sin(x), ids, 20) + jax.ops.segment_max(x, ids, 20).sum()
+
+
+def mixed(table, ids, image):
+    x = table[ids]
+    for _ in range(2):
+        x = jax.jit(inner)(x, ids)
+    with jof.accelerate(False):
+        x = x.at[ids].add(1.0)
+    x = x.at[3].add(1.0)
+    return jnp.sum(x**2) + jnp.sum(jax.image.resize(image, (1, 8, 8, 2), "nearest") ** 2)
+
+
+MIXED = jax.value_and_grad(mixed, argnums=(0, 2)), (TABLE, IDS, np.ones((1, 4, 4, 2), np.float32))
+
+
+def test_explain_counts_what_the_compiled_program_has():
+    step, args = MIXED
+    for _ in range(2):  # nothing is remembered
+        report = jof.explain(step, *args)
+        swapped = sum(row.count for row in report.rows if row.swapped)
+        assert swapped == len(summing_calls(compiled(jof.accelerate(step), *args))) == 7
+        assert not summing_calls(compiled(step, *args))
+
+
+def test_explain_names_lines_and_reasons():
+    step, args = MIXED
+    report = jof.explain(step, *args)
+    first = mixed.__code__.co_firstlineno
+    here = f"tests/test_accelerate.py:{first + 1}"
+    (lookup,) = [row for row in report.rows if row.line.endswith(here)]
+    assert lookup == Row(
+        lookup.line, "scatter-add", ((11, 3), (20, 1), (20, 3)), "float32", True, lookup.reason, 452
+    )
+    by_operation = {}
+    for row in report.rows:
+        assert row.line.rpartition(":")[0].endswith("test_accelerate.py")
+        assert bool(row.reason)
+        by_operation.setdefault(row.operation, []).append(row)
+    assert [r.reason for r in by_operation["scatter-add"] if not r.swapped] == [
+        "one window, which XLA updates in place"
+    ]
+    (most,), (resized,) = by_operation["scatter-max"], by_operation["jax.image.resize"]
+    assert not most.swapped
+    assert most.count == 2
+    assert resized.reason.startswith("jof.resize")
+    assert resized.shapes == ((1, 8, 8, 2), (1, 4, 4, 2))
+
+
+def test_explain_for_a_device_that_is_not_here(monkeypatch):
+    cells = {"sum/32-bit": [[2**50, 9, 2.0, 1.5, 100.0, 200.0]]}
+    cells["sum/16-bit"] = [[2**50, 9, 0.5, 0.4, 100.0, 50.0]]
+    table = {"NVIDIA X": {"platform": "cuda", "cells": cells}}
+    monkeypatch.setattr(_policy, "tables", lambda: table)
+    if "cuda" not in jof.implementations():
+        pytest.skip("built without the module for CUDA")
+    report = jof.explain(adds, TABLE, IDS, platform="NVIDIA X")
+    (row,) = report.rows
+    assert row.swapped
+    assert "2.00x" in row.reason
+    assert row.native_us * 2 == row.xla_us
+    assert "1 swapped on NVIDIA X, 0 not" in str(report)
+    (row,) = jof.explain(adds, TABLE.astype(jnp.bfloat16), IDS, platform="cuda").rows
+    assert not row.swapped
+    assert row.reason.startswith("summed in float32 by XLA: 0.50x")
+    with pytest.raises(ValueError, match=r"explain: platform must be one of .*, got 'tpu'"):
+        jof.explain(adds, TABLE, IDS, platform="tpu")
+
+
+def test_explain_of_functions_of_jit_keeps_their_options():
+    @functools.partial(jax.jit, static_argnames="size", donate_argnums=0)
+    def f(table, ids, *, size):
+        return table.at[ids].add(1.0), table[:size]
+
+    for g in (f, jof.accelerate(f)):
+        assert [row.swapped for row in jof.explain(g, TABLE, IDS, size=3).rows] == [True]
+    assert not jof.explain(jnp.sin, TABLE).rows
+
+
+def test_a_report_fits_a_terminal(monkeypatch):
+    step, args = MIXED
+    report = jof.explain(step, *args)
+    for columns in (80, 120, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = str(report).splitlines()
+        assert len(lines) == len(report.rows) + 2
+        assert max(map(len, lines)) <= columns
+    html = report._repr_html_()
+    assert html.count("<tr>") == len(report.rows) + 1
+    assert "2 x scatter-max" in html
+    assert html.count("<") == html.count(">")

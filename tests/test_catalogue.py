@@ -18,6 +18,7 @@ NOT_OPS = {
     "GatherWarning",
     "KernelCompileError",
     "accelerate",
+    "explain",
     "export_checks",
     "implementations",
     "include_dir",
