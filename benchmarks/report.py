@@ -202,10 +202,12 @@ def models(found: Sequence[Result]) -> str:
     return markdown(["a training step of", "native, us", "jnp as written", "XLA's best"], lines)
 
 
-def surveyed(found: Sequence[Result], by_what: str = "family") -> str:
+def surveyed(
+    found: Sequence[Result], by_what: str = "family", implementation: str = "native"
+) -> str:
     """A line a family (or size, or strategy of permute) of all surveys, their rows together."""
-    rows = [row for r in found if "suite" not in r.header for row in r.rows if "us" in row]
-    lines = survey.summaries([row for row in rows if results.best(row)], by_what)
+    rows = [row for r in found if "suite" not in r.header for row in r.rows]
+    lines = survey.summaries(survey.timed(rows, implementation), by_what)
     return markdown(["", *survey.HEAD], lines) if lines else "Not measured yet."
 
 

@@ -77,10 +77,7 @@ HEAD = ["cases", "mean", "worst", "under 0.95x", "by more than noise", "worst ca
 
 def text(rows: Sequence[Row], implementation: str, first: str) -> str:
     """Returns the tables of one of the implementations that were measured together."""
-    rows = [row for row in rows if "us" in row and results.best(row)]
-    if implementation != first:
-        known = ((row, results.numbers(row["others"]).get(implementation)) for row in rows)
-        rows = [{**row, "us": us} for row, us in known if us is not None]
+    rows = timed(rows, implementation, first)
     made = ((what, summaries(rows, what)) for what in LABELS)
     parts = [tables.text([f"{implementation}, by {w}", *HEAD], lines) for w, lines in made if lines]
     slowest = []
@@ -88,6 +85,15 @@ def text(rows: Sequence[Row], implementation: str, first: str) -> str:
         us = map(tables.microseconds, (row["us"], row["iqr"]))
         slowest.append([row["case"][-60:], *us, tables.ratio(_ratio(row))])
     return "\n\n".join([*parts, tables.text(["slowest", "us", "spread", "XLA's best"], slowest)])
+
+
+def timed(rows: Sequence[Row], implementation: str, first: str = "native") -> list[Row]:
+    """The rows that were measured, with the time of an implementation as ours."""
+    rows = [row for row in rows if "us" in row and results.best(row)]
+    if implementation == first:
+        return rows
+    known = ((row, results.numbers(row["others"]).get(implementation)) for row in rows)
+    return [{**row, "us": us} for row, us in known if us is not None]
 
 
 def _family(row: Row) -> str:

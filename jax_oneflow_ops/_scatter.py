@@ -1,4 +1,4 @@
-"""The primitives of sums and gathers of rows, their rules, and which kernel runs when.
+"""The primitives of sums and gathers of rows, and their rules.
 
 There are three: sums into zeros (segment_sum), sums into an operand (scatter_add) and gathers.
 Sums into zeros and gathers are each other's transposes. All of them have the parameter `indexing`,
@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _policy, _primitive, _reference
+from jax_oneflow_ops import _compat, _policy, _primitive, _reference, _scatter_policy
 from jax_oneflow_ops._indexing import Indexing
 
 _SUMMED = frozenset(
@@ -228,128 +228,6 @@ def _gather_rows_on_shard(
 # ---- native kernels, on one device ----
 
 
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    """What the kernels are given: batch problems over rows of `inner` elements."""
-
-    platform: str
-    batch: int
-    updates: int
-    rows: int
-    inner: int
-    dtype: Any
-    ordered: bool  # the order of summation must be the same on every run
-    shape: tuple[int, ...]  # of the result: (batch, rows, inner), none of them flattened
-
-    def has_known_sizes(self) -> bool:
-        """Whether no size is a variable of `jax.export`."""
-        return all(isinstance(size, int) for size in (*self.shape, self.updates))
-
-    @property
-    def compute_dtype(self) -> Any:
-        narrow = self.dtype in (jnp.float16, jnp.bfloat16)
-        return jnp.dtype(jnp.float32) if narrow else self.dtype
-
-    def row_bytes(self) -> int:
-        return self.inner * int(self.dtype.itemsize)
-
-    def is_wide(self) -> bool:
-        return self.row_bytes() >= _WIDE_ROW_BYTES
-
-    def result_bytes(self) -> int:
-        """Of one problem's sums before they are rounded."""
-        return self.rows * self.inner * int(self.compute_dtype.itemsize)
-
-
-# Which kernel runs. Times are of an H200, 16M values or 1M rows of 128; `python -m benchmarks
-# --suite scatter` measures them.
-
-# On CUDA sums are private to a block while they fit its shared memory: 37 us for 1024 sums and
-# 60 us for 10,000, where atomics take 1430 and 360 us. Sums in a fixed order need a copy for each
-# of at least eight warps. Adding up the copies costs as much as that many atomics a sum, and
-# atomics of few updates are done by then: 1024 rows of 128 take 4 us, and 8 by copies. Many wide
-# rows are sorted faster: 64k of 128 values in 31 us, where copies take 44.
-_PRIVATE_BYTES = 160 * 1024
-_PRIVATE_ORDERED_BYTES = 16 * 1024
-_PRIVATE_HITS = 64
-_PRIVATE_UPDATES = 2048
-_PRIVATE_ROW_ELEMENTS = 2**22
-_PRIVATE_PARTS = 128
-# On CPUs narrow rows are summed into private copies if they hit each row once on average, wide ones
-# if they do so often. There are at least two copies, and more while each is hit often.
-_CPU_PRIVATE_INNER = 8
-_CPU_PRIVATE_HITS = 32
-_CPU_PRIVATE_PARTS = 8
-_CPU_PART_HITS = 16
-_CPU_PART_UPDATES = 4096
-_CPU_SOME_PARTS = 2  # of arrays whose sizes are not known yet
-# Sums of sorted elements one by one are faster in private copies, too, where runs are shorter.
-_CPU_RUN = 64
-# Consecutive positions of sorted ids that one worker sums. On CUDA a chunk of single elements is
-# what the kernel takes at once; of rows, 1024 chunks are two for each block that runs at a time.
-_CPU_CHUNK = 1024
-_ELEMENT_CHUNK = 4096
-_ROW_CHUNKS = 1024
-_ROW_CHUNK = 128
-# On CUDA rows are sorted from this width and size on: 125 us in 16 bits where vector atomics take
-# 132 us if no row is hot, and far more if one is: 64k rows take 26 us, or 400 if half of them meet,
-# and 33 to 40 sorted. Smaller problems are done before a sort has begun, and so are few rows of
-# more bits, hot or not.
-_WIDE_ROW_BYTES = 32
-_SORT_BYTES = 4 * 2**20
-_FEW_UPDATES = 8192
-# 16-bit sums by atomics go through f32 while that is not much larger than what else is moved.
-_SCRATCH_ROWS = 16
-# A comparison sort where a counting sort would have more counters a key than this.
-_COUNTERS_PER_KEY = 4
-
-
-def _is_private(p: _Problem, is_sorted: bool) -> bool:
-    """Whether every worker sums into a copy of its own: few rows, hit often."""
-    if p.platform == "cpu":
-        hits = 1 if p.inner <= _CPU_PRIVATE_INNER else _CPU_PRIVATE_HITS
-        short = p.inner == 1 and p.updates <= _CPU_RUN * p.rows
-        return p.updates >= hits * p.rows and (short or not is_sorted)
-    limit = _PRIVATE_ORDERED_BYTES if p.ordered else _PRIVATE_BYTES
-    few = p.batch == 1 and p.result_bytes() <= limit and p.updates >= _PRIVATE_HITS * p.rows
-    # A fixed order has no atomics.
-    soon = p.updates <= _PRIVATE_UPDATES and not p.ordered
-    many = p.is_wide() and p.updates * p.inner > _PRIVATE_ROW_ELEMENTS
-    return few and not (is_sorted or soon or (many and _is_sorted_first(p)))
-
-
-def _parts(p: _Problem) -> int:
-    """The number of private copies."""
-    if p.platform == "cpu":
-        by_hits = max(2, p.updates // (_CPU_PART_HITS * p.rows))
-        return min(_CPU_PRIVATE_PARTS, by_hits, math.ceil(p.updates / _CPU_PART_UPDATES))
-    return _PRIVATE_PARTS
-
-
-def _chunks(p: _Problem) -> int:
-    """The number of chunks of sorted ids."""
-    if p.platform == "cpu":
-        return math.ceil(p.updates / _CPU_CHUNK)
-    if p.inner == 1 and not jnp.issubdtype(p.dtype, jnp.complexfloating):
-        return math.ceil(p.updates / _ELEMENT_CHUNK)
-    return min(_ROW_CHUNKS, math.ceil(p.updates / _ROW_CHUNK))
-
-
-def _is_sorted_first(p: _Problem) -> bool:
-    """Whether ids are sorted so that no two workers write to one row."""
-    if p.platform == "cpu" or p.ordered:
-        return True
-    is_narrow = p.compute_dtype != p.dtype
-    few = p.batch * p.updates <= _FEW_UPDATES
-    big = p.is_wide() and p.batch * p.updates * p.row_bytes() >= _SORT_BYTES
-    return (big and (is_narrow or not few)) or (is_narrow and not few and not _has_scratch(p))
-
-
-def _has_scratch(p: _Problem) -> bool:
-    """Whether atomics add 16-bit values up in f32, to be rounded once."""
-    return p.compute_dtype != p.dtype and p.rows <= _SCRATCH_ROWS * p.updates
-
-
 def _add_rows(
     platform: str, operand: Any, ids: Any, updates: Any, rows: int, indexing: Indexing
 ) -> Any:
@@ -369,35 +247,34 @@ def _add_rows(
     ids = ids.reshape(1 if indexing.shared else batch, -1)
     # Integers have the same sum in any order.
     ordered = indexing.deterministic and bool(jnp.issubdtype(dtype, jnp.inexact))
-    p = _Problem(platform, batch, updates.shape[1], rows, inner, updates.dtype, ordered, shape)
-    call = functools.partial(_call, p, operand, updates)
-    scratch = (batch, rows, inner) if p.compute_dtype != p.dtype else (0, 0, 0)
-    if not p.has_known_sizes():
-        # What is right at any size.
-        if platform == "cpu":
-            return call(ids, "private", (_CPU_SOME_PARTS, batch, rows, inner), indexing)
-        if ordered:
-            return _sort_and_sum(p, operand, ids, updates, indexing)
-        return call(ids, "atomic", scratch, indexing)
-    if _is_private(p, indexing.indices_are_sorted):
-        return call(ids, "private", (_parts(p), batch, rows, inner), indexing)
-    if indexing.indices_are_sorted:
+    p = _scatter_policy.Problem(
+        *(platform, batch, updates.shape[1], rows, inner, dtype),
+        ordered=ordered,
+        is_sorted=indexing.indices_are_sorted,
+    )
+    plan = _scatter_policy.plan(p)
+    call = functools.partial(_call, p, plan, shape, operand)
+    if plan.sort:
+        return _sort_and_sum(call, p, ids, updates, indexing)
+    if plan.strategy == "sorted":
         if indexing.wrap or indexing.clip:
             # The promise is about ids as they are read; two runs must not mean one row.
             ids, _ = indexing.resolved(ids, rows)
-        return call(ids, "sorted", (batch, _chunks(p), 2, inner))
-    if _is_sorted_first(p):
-        return _sort_and_sum(p, operand, ids, updates, indexing)
-    return call(ids, "atomic", scratch if _has_scratch(p) else (0, 0, 0), indexing)
+        indexing = _AS_STORED
+    return call(updates, ids, indexing)
 
 
-def _sort_and_sum(p: _Problem, operand: Any, ids: Any, updates: Any, indexing: Indexing) -> Any:
+def _sort_and_sum(
+    call: Callable[..., Any],
+    p: _scatter_policy.Problem,
+    ids: Any,
+    updates: Any,
+    indexing: Indexing,
+) -> Any:
     """Sorts the ids of all problems together, which makes one problem of them."""
-    count = p.batch * p.updates
-    total = p.batch * p.rows
-    flat = dataclasses.replace(p, batch=1, updates=count, rows=total)
-    updates = updates.reshape(1, count, p.inner)
-    long = not p.has_known_sizes() or max(count, total) >= _INT32_MAX
+    flat = p.flat()
+    updates = updates.reshape(1, flat.updates, p.inner)
+    long = not p.has_known_sizes() or max(flat.updates, flat.rows) >= _INT32_MAX
     with jax.enable_x64(True) if long else contextlib.nullcontext():
         ids = jnp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (p.batch, p.updates))
         order, index = None, jnp.int64 if long else jnp.int32
@@ -406,22 +283,20 @@ def _sort_and_sum(p: _Problem, operand: Any, ids: Any, updates: Any, indexing: I
         else:
             keys = _sort_keys(ids, p.rows, indexing)
             # Single elements are sorted themselves, rows by their numbers.
-            is_element = p.inner == 1 and not jnp.issubdtype(p.dtype, jnp.complexfloating)
-            rows = updates.reshape(-1) if is_element else jax.lax.iota(index, count)
+            rows = updates.reshape(-1) if p.is_element() else jax.lax.iota(index, flat.updates)
             keys, rows = jax.lax.sort((keys, rows), num_keys=1, is_stable=True)
-            if is_element:
+            if p.is_element():
                 updates = rows.reshape(updates.shape)
             else:
                 order = rows
             if keys.dtype != jnp.uint16:
                 keys = keys.astype(index)
-        scratch = (1, _chunks(flat), 2, p.inner)
-        return _call(flat, operand, updates, keys.reshape(1, -1), "sorted", scratch, order=order)
+        return call(updates, keys.reshape(1, -1), order=order)
 
 
 def _sort_on_cpu(ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:
     counters = ids.shape[0] * rows + 1
-    counted = counters <= _COUNTERS_PER_KEY * ids.size
+    counted = counters <= _scatter_policy.CPU_COUNTERS_PER_KEY * ids.size
     shapes = ((1, ids.size), (ids.size,), (counters if counted else 0,))
     call = jax.ffi.ffi_call(
         "jof_sort_rows", tuple(jax.ShapeDtypeStruct(shape, ids.dtype) for shape in shapes)
@@ -447,12 +322,12 @@ def _sort_keys(ids: Any, rows: int, indexing: Indexing) -> Any:
 
 
 def _call(
-    p: _Problem,
+    p: _scatter_policy.Problem,
+    plan: _scatter_policy.Plan,
+    shape: Sequence[int],
     operand: Any,
     updates: Any,
     ids: Any,
-    target: str,
-    scratch: tuple[int, ...],
     indexing: Indexing = _AS_STORED,
     *,
     order: Any = None,
@@ -462,10 +337,10 @@ def _call(
     Operand and result are not reshaped: XLA would copy the operand for it, even if it is donated.
     """
     call = jax.ffi.ffi_call(
-        f"jof_scatter_add_{target}",
+        f"jof_scatter_add_{plan.strategy}",
         (
-            jax.ShapeDtypeStruct(p.shape, p.dtype),
-            jax.ShapeDtypeStruct(scratch, p.compute_dtype),
+            jax.ShapeDtypeStruct(shape, p.dtype),
+            jax.ShapeDtypeStruct(plan.scratch, p.compute_dtype),
         ),
         input_output_aliases=None if operand is None else {0: 0},
     )
@@ -623,13 +498,8 @@ def _sum_call(updates: Any, ids: Any, rows: int, indexing: Indexing) -> _policy.
 
 
 def _width(inner: int, rows: Any) -> str:
-    return (
-        "elements"
-        if inner == 1
-        else "narrow rows"
-        if inner * rows.dtype.itemsize <= _WIDE_ROW_BYTES
-        else "rows"
-    )
+    is_wide = inner * rows.dtype.itemsize >= _scatter_policy.WIDE_ROW_BYTES
+    return "elements" if inner == 1 else "wide rows" if is_wide else "narrow rows"
 
 
 def _gather_call(table: Any, ids: Any, *, indexing: Indexing, **_: Any) -> _policy.Call:
@@ -665,7 +535,7 @@ scatter_add_p = _primitive.define(
     on_shard=_scatter_add_on_shard,
     batch=_scatter_add_batch,
     call=lambda operand, ids, updates, *, indexing: _sum_call(
-        updates, ids, operand.shape[indexing.batch], indexing
+        updates, ids, indexing.rows(operand.shape), indexing
     ),
 )
 gather_rows_p = _primitive.define(

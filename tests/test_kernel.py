@@ -604,10 +604,9 @@ def test_transpose_of_what_is_not_linear():
         close(jax.linear_transpose(f, x)(x)[0], 2 * x)
 
 
-@cases
-def test_vmap(case):
+def test_vmap():
     """With the batch axis anywhere in each operand, or not there."""
-    kernel, ref, inputs = CASES[case]
+    kernel, ref, inputs = CASES["scaled_silu"]
     args = inputs()
     axes = [(None, *range(np.ndim(x) + 1)) for x in args]
     choices = [c for c in itertools.product(*axes) if any(axis is not None for axis in c)]
