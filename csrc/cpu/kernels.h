@@ -64,8 +64,8 @@ struct CpuPermute {
     (const CpuUpsample& p, DType type, const void* dy, void* dx, int64_t begin, int64_t end))      \
   X(ElementwiseRange,                                                                              \
     (ElementwiseOp op, DType type, const ElementwiseCall& call, int64_t begin, int64_t end))       \
-  X(WhereRange, (int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end))      \
-  X(WhereVjpRange, (int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end))   \
+  X(WhereRange,                                                                                    \
+    (bool vjp, int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end))        \
   X(CastRange, (DType from, DType to, const void* in, void* out, int64_t begin, int64_t end))      \
   X(ScatterZeros, (const CpuScatter& call, int element_bytes, int64_t begin, int64_t end))         \
   X(ScatterSorted, (const CpuScatter& call, DType type, int64_t begin, int64_t end))               \
