@@ -71,8 +71,7 @@ def define(
     function: str,
     abstract_eval: Callable[..., Any],
     reference: Callable[..., Any],
-    attributes: Callable[..., Params] | None = None,
-    native: Callable[..., Any] | None = None,
+    native: Callable[..., Any],
     sharding_rule: Callable[..., ShardingRule],
     on_shard: Callable[..., Any] | None = None,
     batch: Callable[..., tuple[Any, Any]],
@@ -88,10 +87,8 @@ def define(
       abstract_eval: `(*avals, **params) -> aval`; must keep shardings (`aval.update`).
       reference: `(*args, **params) -> result` in pure jnp: the "xla" implementation, and what runs
         on platforms without native kernels.
-      attributes: of an op that is one FFI call: `(**params) -> attributes of that call`, as NumPy
-        scalars and arrays.
-      native: of any other op, in its place: `(platform, *args, **params) -> result` on one device,
-        a function in jnp and of `jax.ffi.ffi_call`.
+      native: `(platform, *args, **params) -> result` on one device, a function in jnp and of
+        `jax.ffi.ffi_call`.
       sharding_rule: `(*avals, **params) -> ShardingRule`.
       on_shard: `(call, shard, *args, **params) -> result` on one device, where a call of `native`
         is sharded along rows or along names that results lack; `call(*args, **params)` works on
@@ -114,12 +111,8 @@ def define(
         lambda *avals, platform, shard, **params: abstract_eval(*avals, **params)
     )
 
-    if attributes is not None:
-        mlir.register_lowering(inner, _lower_to_call(target, attributes))
-    elif native is not None:
-        function_of_shard = functools.partial(_on_one_device, native, on_shard or _sum)
-        rule = _compat.lower_plain(function_of_shard, multiple_results)
-        mlir.register_lowering(inner, rule)
+    function_of_shard = functools.partial(_on_one_device, native, on_shard or _sum)
+    mlir.register_lowering(inner, _compat.lower_plain(function_of_shard, multiple_results))
 
     outer = core.Primitive(target)
     outer.multiple_results = multiple_results
@@ -230,16 +223,6 @@ def define_linear_pair(
             return [_compat.with_sharding_of(result, x.aval)]
 
         ad.deflinear2(primitive, _of_arrays(rule))
-
-
-def _lower_to_call(target: str, attributes: Callable[..., Params]) -> Callable[..., Any]:
-    """A lowering rule to one FFI call."""
-    lower = jax.ffi.ffi_lowering(target)
-
-    def rule(ctx: Any, *args: Any, platform: str, shard: Shard, **params: Any) -> Any:
-        return lower(ctx, *args, **attributes(**params))
-
-    return rule
 
 
 def _on_one_device(

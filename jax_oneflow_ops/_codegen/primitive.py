@@ -1,0 +1,444 @@
+"""The primitive of kernels that users write, and its rules.
+
+One primitive, jof_compiled, runs every kernel: its parameter `spec` says which definition, and
+whether the value or a derivative of it. A JVP is one kernel of the inputs and their tangents, and
+its transpose, a VJP, one of the inputs and the cotangents; both read those inputs only that the
+derivatives name. They are linear in the vectors. Their own derivatives with respect to the
+inputs are sums of products with derivatives of the derivatives, where those are kernels too.
+
+Where the kernel has a reference, its derivatives have all inputs as operands: which implementation
+runs is not known before they are lowered, and jax's derivative of the reference needs them. A
+native call leaves out those that it does not read.
+
+Operands broadcast: see `_operands`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from jax_oneflow_ops import _compat, _native, _operands, _primitive
+from jax_oneflow_ops._codegen import cache, compilers
+from jax_oneflow_ops._codegen.definition import Definition, may_use_a_reference, partial
+from jax_oneflow_ops._codegen.messages import annotated, messages
+from jax_oneflow_ops._codegen.signature import computed_in, is_inexact, is_narrow
+from jax_oneflow_ops._codegen.source import Mode, Spec, derivative_spec, source
+
+
+class KernelCompileError(RuntimeError):
+    """The compiler refuses what a user has written for an `ElementwiseKernel`.
+
+    The message shows the user's lines with the compiler's messages at them.
+
+    Attributes:
+      kernel: the kernel's name.
+      log: all that the compiler has said.
+      source: the generated source that it was given.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> wrong = jof.ElementwiseKernel("T x", "T y", "y = x * scale", "wrong")
+      >>> try:
+      ...     wrong(jnp.ones(3))
+      ... except jof.KernelCompileError as error:
+      ...     print("y = x * scale" in str(error), "scale" in error.log)
+      True True
+    """
+
+    def __init__(self, message: str, kernel: str, log: str, source: str):
+        super().__init__(message)
+        self.kernel = kernel
+        self.log = log
+        self.source = source
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.args[0], self.kernel, self.log, self.source)
+
+
+def bind(*args: Any, spec: Spec, implementation: str | None) -> list[Any]:
+    """Binds the primitive; see `_operands.bind`."""
+    results: list[Any] = _operands.bind(kernel_p, *args, spec=spec, implementation=implementation)
+    return results
+
+
+def _abstract_eval(*avals: Any, spec: Spec) -> list[jax.core.ShapedArray]:
+    aval = _operands.result_aval(*avals)
+    return [aval.update(dtype=jnp.dtype(d), weak_type=False) for d in spec.result_dtypes]
+
+
+def _sharding_rule(*types: Any, spec: Spec) -> _primitive.ShardingRule:
+    return _operands.sharding_rule(*types, results=len(spec.result_dtypes))
+
+
+def _shape_of(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(jnp.broadcast_shapes(*(x.shape for x in args)))
+
+
+# ---- implementations ----
+
+
+def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
+    """The FFI call, with the code for this machine's devices."""
+    full, every = spec, args
+    spec, args = _without_unread(full, every)
+    name = spec.definition.name
+    operands, kinds, shape = _operands.native(args)
+    try:
+        text = source(spec, kinds, platform)
+        code = cache.code(text, platform, is_narrow=spec.is_narrow)
+    except compilers.CompilerMissingError as error:
+        if spec.definition.reference is None:
+            raise NotImplementedError(
+                f"{name}: {error}. Or give the kernel a jnp function to run in its place: "
+                "ElementwiseKernel(..., reference=...)."
+            ) from error
+        if _native.choose_implementation(name, None) == "native":
+            raise NotImplementedError(
+                f'{name}: implementation="native" was asked for, but {error}.'
+            ) from error
+        _native.warn_of_fallback("the references of kernels that it cannot compile", f"{error}.")
+        return reference(*every, spec=full)
+    except compilers.CompilerError as error:
+        raise _compile_error(spec, error, kinds, platform) from None
+    dtypes = spec.result_dtypes
+    call: Any = jax.ffi.ffi_call(
+        "jof_compiled", [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for d in dtypes]
+    )
+    return [
+        *call(
+            *operands,
+            code=np.frombuffer(code, np.uint8),
+            id=np.int64(cache.code_id(code)),
+            name=name,
+            kinds=np.asarray(kinds, np.int64),
+            element_bytes=np.asarray(
+                [jnp.dtype(d).itemsize for d in (*spec.operand_dtypes, *dtypes)], np.int64
+            ),
+        )
+    ]
+
+
+def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any, ...]]:
+    """A derivative without the inputs that are there for the reference, if the shape allows it."""
+    if spec.mode == "value":
+        return spec, args
+    read = derivative_spec(spec.definition, spec.mode, spec.dtypes, spec.ins, spec.outs).primals
+    count = len(spec.primals)
+    kept = *(x for i, x in zip(spec.primals, args, strict=False) if i in read), *args[count:]
+    if _shape_of(kept) != _shape_of(args):
+        return spec, args
+    return dataclasses.replace(spec, primals=read), kept
+
+
+def _compile_error(
+    spec: Spec, error: compilers.CompilerError, kinds: Sequence[int], platform: str
+) -> KernelCompileError:
+    """What a compiler says of the user's own words."""
+    text = source(spec, kinds, platform, safe_division=False)
+    with contextlib.suppress(compilers.CompilerMissingError):
+        try:
+            cache.code(text, platform, is_narrow=spec.is_narrow)
+        except compilers.CompilerError as plain:
+            error = plain
+    name = spec.definition.name
+    what = {"value": "", "jvp": "'s derivative", "vjp": "'s derivative"}[spec.mode]
+    types = ", ".join(
+        f"{p} is {dtype}" if p.is_variable else str(p)
+        for p, dtype in zip(spec.definition.inputs, spec.dtypes, strict=True)
+    )
+    found = messages(error.log, spec.texts())
+    shown = annotated(spec.texts(), found) if found else error.log.strip()
+    message = f"{name}{what} does not compile where {types} ({error.compiler}):\n\n{shown}"
+    if any(map(is_narrow, spec.dtypes)) and any(
+        w in error.log for w in ("jof::Half", "BFloat16", "Float8")
+    ):
+        message += (
+            "\n\nA letter is the type of stored elements. Values of 16 bits and less are float in "
+            "an expression: declare yours with auto or Compute<T>."
+        )
+    return KernelCompileError(message, name, error.log, text)
+
+
+def reference(*args: Any, spec: Spec) -> list[Any]:
+    """What the kernel computes by the user's jnp function and jax's derivatives of it.
+
+    In float32 where kernels compute in it, and rounded once.
+    """
+    definition = spec.definition
+    if definition.reference is None:
+        raise NotImplementedError(
+            f"{definition.name}: an ElementwiseKernel runs on CPUs and NVIDIA GPUs for which "
+            "jax_oneflow_ops was built, and elsewhere, or under "
+            "JAX_ONEFLOW_OPS_IMPLEMENTATION=xla, what its reference computes, but it has none. "
+            "Remedy: ElementwiseKernel(..., reference=a jnp function of the same inputs), or a "
+            "platform with kernels."
+        )
+    shape = _shape_of(args)
+    given = dict(zip(spec.primals, args, strict=False))
+    # An input is missing only where a transpose is linear in it: its value does not matter.
+    inputs = [given.get(i, jnp.ones((), d)) for i, d in enumerate(spec.dtypes)]
+    vectors = args[len(spec.primals) :]
+
+    def function(*values: Any) -> list[Any]:
+        result = definition.reference(*map(_widened, values))  # type: ignore[misc]
+        results = [result] if len(definition.outputs) == 1 else result
+        dtypes = definition.output_dtypes(spec.dtypes)
+        return [
+            _as_dtype(jnp.broadcast_to(results[o], shape), jnp.dtype(dtypes[o])) for o in spec.outs
+        ]
+
+    if spec.mode == "value":
+        return function(*inputs)
+    for i in spec.ins:
+        inputs[i] = jnp.broadcast_to(inputs[i], shape).astype(spec.dtypes[i])
+
+    def of_ins(*values: Any) -> list[Any]:
+        every = dict(zip(spec.ins, values, strict=True))
+        return function(*(every.get(i, x) for i, x in enumerate(inputs)))
+
+    primals = [inputs[i] for i in spec.ins]
+    if spec.mode == "jvp":
+        tangents = [jnp.broadcast_to(t, shape) for t in vectors]
+        return [*jax.jvp(of_ins, primals, tangents)[1]]
+    _, pull = jax.vjp(of_ins, *primals)
+    return [*pull([jnp.broadcast_to(ct, shape) for ct in vectors])]
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def _widened(x: Any) -> Any:
+    return x.astype(jnp.float32) if _is_narrow(x.dtype) else x
+
+
+def _as_dtype(x: Any, dtype: Any) -> Any:
+    """`x` in another dtype; the real part where that is real."""
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x.real
+    return x.astype(dtype)
+
+
+# ---- batching ----
+
+
+def _batch(
+    primitive: Any,
+    args: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    spec: Spec,
+    implementation: str | None,
+) -> tuple[list[Any], list[int]]:
+    operands, axis = _operands.batch(args, dims)
+    results = bind(*operands, spec=spec, implementation=implementation)
+    return results, [axis] * len(results)
+
+
+kernel_p = _primitive.define(
+    "jof_compiled",
+    function="ElementwiseKernel",
+    abstract_eval=_abstract_eval,
+    reference=reference,
+    native=_call,
+    sharding_rule=_sharding_rule,
+    batch=_batch,
+    multiple_results=True,
+    in_jnp=lambda spec: None if spec.definition.reference is None else reference,
+)
+
+
+# ---- derivatives ----
+
+
+def _tangents(
+    definition: Definition,
+    dtypes: Sequence[str],
+    primals: Mapping[int, Any],
+    tangents: Mapping[int, Any],
+    implementation: str | None,
+    shape: Sequence[int] | None,
+) -> dict[int, Any]:
+    """The tangents of a kernel's outputs that are not zero, by one kernel.
+
+    Args:
+      definition: the kernel.
+      dtypes: of all its inputs.
+      primals: those inputs that there are.
+      tangents: of inputs, those that are not zero.
+      implementation: as the primitive has it.
+      shape: that the tangents must have; None: any that broadcasts to the outputs'.
+    """
+    results = definition.output_dtypes(dtypes)
+    positions = [
+        (o, i)
+        for o, dtype in enumerate(results)
+        for i in tangents
+        if is_inexact(dtype) and partial(definition, (o, i), dtypes) is not None
+    ]
+    outs, ins = (sorted({position[side] for position in positions}) for side in (0, 1))
+    if not positions:
+        return {}
+    spec = derivative_spec(definition, "jvp", dtypes, ins, outs)
+    vectors = [tangents[i] for i in ins]
+    read = [*spec.primals]
+    if may_use_a_reference(definition):
+        read = [*primals]
+    elif shape is not None:
+        # The results have the shape that operands broadcast to.
+        for i in sorted(primals, key=lambda i: primals[i].size, reverse=True):
+            if _shape_of([*(primals[k] for k in read), *vectors]) == shape:
+                break
+            read = [*{*read, i}]
+    spec = dataclasses.replace(spec, primals=tuple(sorted(read)))
+    operands = [*(primals[i] for i in spec.primals), *vectors]
+    return dict(zip(outs, bind(*operands, spec=spec, implementation=implementation), strict=True))
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, ad.Zero) or jnp.result_type(x) == jax.dtypes.float0
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
+) -> tuple[list[Any], list[Any]]:
+    results = bind(*primals, spec=spec, implementation=implementation)
+    shape = results[0].shape
+    given = dict(zip(spec.primals, primals, strict=False))
+    moving = {i: t for i, t in zip(spec.primals, tangents, strict=False) if not _is_zero(t)}
+    out: list[Any] = [None] * len(results)
+    if spec.mode == "value":
+        found = _tangents(spec.definition, spec.dtypes, given, moving, implementation, shape)
+        out = [found.get(o) for o in spec.outs]
+    else:
+        vectors = primals[len(spec.primals) :]
+        moved = tangents[len(spec.primals) :]
+        if not all(map(_is_zero, moved)):
+            operands = [
+                *primals[: len(spec.primals)],
+                *map(ad.instantiate_zeros, moved),
+            ]
+            out = bind(*operands, spec=spec, implementation=implementation)
+        if moving:
+            more = _second_order(spec, given, moving, vectors, implementation, shape)
+            out = [
+                b if a is None else a if b is None else jnp.add(a, b)
+                for a, b in zip(out, more, strict=True)
+            ]
+    return results, [
+        ad.Zero(jax.typeof(result).to_tangent_aval())
+        if t is None
+        else _compat.broadcast_like(t, jax.typeof(result))
+        for t, result in zip(out, results, strict=True)
+    ]
+
+
+def _second_order(
+    spec: Spec,
+    primals: Mapping[int, Any],
+    tangents: Mapping[int, Any],
+    vectors: Sequence[Any],
+    implementation: str | None,
+    shape: Sequence[int],
+) -> list[Any]:
+    """The tangents of a derivative kernel where its vectors are constant: sums of products."""
+    by_input = spec.mode == "jvp"
+    place = {k: n for n, k in enumerate(spec.ins if by_input else spec.outs)}
+    sums: dict[int, Any] = {}
+    for (o, i), definition in spec.partials().items():
+        reads = set(definition.reads)
+        moving = {k: t for k, t in tangents.items() if k in reads}
+        if not moving:
+            continue
+        found = _tangents(definition, spec.dtypes, primals, moving, implementation, None)
+        if 0 not in found:
+            continue
+        vector = vectors[place[i if by_input else o]]
+        product = _product(found[0], vector, shape)
+        k = o if by_input else i
+        sums[k] = product if k not in sums else sums[k] + product
+    wanted = spec.outs if by_input else spec.ins
+    return [
+        _as_dtype(sums[k], jnp.dtype(dtype)) if k in sums else None
+        for k, dtype in zip(wanted, spec.result_dtypes, strict=True)
+    ]
+
+
+def _product(a: Any, b: Any, shape: Sequence[int]) -> Any:
+    dtype = computed_in(a.dtype.name, b.dtype.name)
+    return jnp.multiply(*(jnp.broadcast_to(x.astype(dtype), shape) for x in (a, b)))
+
+
+def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None) -> list[Any]:
+    """A JVP's transpose is the VJP, and the other way round.
+
+    A value that is linear in operands is its own JVP with respect to them.
+    """
+    if spec.mode == "value":
+        order = sorted(spec.primals, key=lambda i: ad.is_undefined_primal(args[i]))
+        known = [i for i in order if not ad.is_undefined_primal(args[i])]
+        jvp = dataclasses.replace(
+            spec, mode="jvp", primals=tuple(known), ins=tuple(order[len(known) :])
+        )
+        moved = _transpose(cts, *(args[i] for i in order), spec=jvp, implementation=implementation)
+        return [moved[order.index(i)] for i in spec.primals]
+    count = len(spec.primals)
+    given = {
+        i: x for i, x in zip(spec.primals, args, strict=False) if not ad.is_undefined_primal(x)
+    }
+    vectors = args[count:]
+    linear = {
+        k: vector.aval
+        for k, vector in zip(spec.ins if spec.mode == "jvp" else spec.outs, vectors, strict=True)
+        if ad.is_undefined_primal(vector)
+    }
+    results = spec.outs if spec.mode == "jvp" else spec.ins
+    live = {k: ct for k, ct in zip(results, cts, strict=True) if not _is_zero(ct)}
+    found: dict[int, Any] = {}
+    side = 1 if spec.mode == "jvp" else 0  # of a position: what is linear
+    partials = {p: d for p, d in spec.partials().items() if p[1 - side] in live}
+    for definition in partials.values():
+        for i in definition.reads:
+            if i not in given:
+                raise NotImplementedError(
+                    f"{spec.definition.name}: it cannot be transposed with respect to "
+                    f"{spec.definition.inputs[i].name}, which a derivative reads."
+                )
+    pairs = [position for position in partials if position[side] in linear]
+    if pairs:
+        outs, ins = (sorted({pair[k] for pair in pairs}) for k in (0, 1))
+        mode: Mode = "vjp" if spec.mode == "jvp" else "jvp"
+        other = derivative_spec(spec.definition, mode, spec.dtypes, ins, outs)
+        wanted, sources = (ins, outs) if mode == "vjp" else (outs, ins)
+        if may_use_a_reference(spec.definition):
+            other = dataclasses.replace(other, primals=tuple(given))
+        operands = [*(given[i] for i in other.primals), *(live[k] for k in sources)]
+        transposed = bind(*operands, spec=other, implementation=implementation)
+        found = dict(zip(wanted, transposed, strict=True))
+    of_vectors: list[Any] = []
+    for k in spec.ins if spec.mode == "jvp" else spec.outs:
+        aval = linear.get(k)
+        of_vectors.append(
+            None if aval is None else _summed_like(found[k], aval) if k in found else ad.Zero(aval)
+        )
+    return [*(None,) * count, *of_vectors]
+
+
+def _summed_like(ct: Any, aval: Any) -> Any:
+    """The cotangent of an operand that was broadcast: the sum, of narrow floats in float32."""
+    if ct.shape != aval.shape:
+        axes = tuple(
+            d for d, size in enumerate(ct.shape) if not aval.shape or size != aval.shape[d]
+        )
+        total = jnp.sum(_widened(ct), axes, keepdims=bool(aval.shape))
+        ct = total.astype(aval.dtype)
+    return _compat.with_sharding_of(ct, aval)
+
+
+_primitive.define_derivatives(kernel_p, jvp=_jvp, transpose=_transpose)
