@@ -230,12 +230,17 @@ def is_native(program: str, alone: bool) -> bool:
     return True
 
 
+def about(case: Case) -> Row:
+    """The beginning of a case's row."""
+    row: Row = {"suite": case.suite, "case": case.name, "op": case.op, "group": case.group}
+    row |= {"dtype": case.dtype, "shape": case.shape, "bytes": case.bytes}
+    return row | ({"plan": case.plan} if case.plan else {})
+
+
 def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) -> Row:
     """Checks and times one case. ``twice`` times ours as two contenders, the self-check."""
     case = item.case
-    row: Row = {"suite": case.suite, "case": case.name, "op": case.op, "group": case.group}
-    row |= {"dtype": case.dtype, "shape": case.shape, "bytes": case.bytes}
-    row |= {"plan": case.plan} if case.plan else {}
+    row = about(case)
     try:
         if isinstance(item.work, Exception):
             raise item.work

@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from jax_oneflow_ops import _policy
 from . import results, survey
 from .harness import Case, Work, precision
 from .results import Result
-from .suites import FAMILIES, load
+from .suites import FAMILIES
 
 PATH = Path(_policy.__file__).parent / "policy.json"
 
@@ -43,7 +43,7 @@ def made(root: Path) -> str:
     """The file's text, a line a cell."""
     found = defaultdict(list)
     for path in sorted(root.glob("*/*.jsonl")):
-        result = results.read(path)
+        result = survey.read(path)
         header = result.header
         if header.get("suite", FAMILIES[0]) in FAMILIES and header.get("devices", 1) == 1:
             found["cpu" if header["platform"] == "cpu" else header["device"]].append(result)
@@ -86,31 +86,15 @@ def _line(most: int, rows: list[Any]) -> list[Any]:
 
 def _samples(result: Result) -> Iterator[tuple[_policy.Call, float, float, float]]:
     """The call of each case, the times of native kernels and of XLA, the spread."""
-    cases = {case.name: case for case in _cases(result)}
+    cases = survey.cases(result)
     for row in result.rows:
-        us = _xla(row) if "us" in row and row.get("ran") != "xla" else None
-        case = cases.get(row["case"])
-        if us and case and (call := call_of(case)):
+        xla = results.form(row) if "us" in row and row.get("ran") != "xla" else None
+        case = cases.get(f"{row['suite']} {row['case']}")
+        if xla and case and (call := call_of(case)):
             # The choice cannot know the ids. It assumes that rows may be hot, where XLA may take a
             # hundred times as long: what it gains where they are not is no loss.
             spread = math.inf if row["shape"].endswith("uniform") else row["iqr"]
-            yield call, row["us"], us, spread
-
-
-def _xla(row: results.Row) -> float | None:
-    """The time of XLA's best form; of sums that of the one form that the default may run."""
-    forms = results.numbers(row["xla"])
-    if row["suite"] == "scatter":
-        return forms.get("jnp f32", forms.get("jnp"))
-    return min(forms.values(), default=None)
-
-
-def _cases(result: Result) -> list[Case]:
-    if "suite" in result.header:
-        return list(load(result.header["suite"]).cases(result.header["platform"]))
-    drawn = Counter(row["suite"] for row in result.rows)
-    counts = {family: max(drawn[family], survey.count(family)) for family in FAMILIES}
-    return survey.draw(result.header["seed"], counts, survey.LARGEST[result.header["platform"]])
+            yield call, row["us"], xla, spread
 
 
 def call_of(case: Case) -> _policy.Call | None:

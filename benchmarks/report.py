@@ -70,7 +70,7 @@ def table(name: str, arguments: Sequence[str], root: Path) -> str:
     if name not in TABLES or not arguments:
         raise ValueError(f"no table {name!r}; there are: DEVICE after {', '.join(TABLES)}")
     device, *rest = arguments
-    found = [results.read(path) for path in sorted((root / device).glob("*.jsonl"))]
+    found = [survey.read(path) for path in sorted((root / device).glob("*.jsonl"))]
     if not found:
         raise ValueError(f"no results of {device!r}")
     return TABLES[name](found, *rest)

@@ -7,14 +7,16 @@ same, from another seed others. Every result is checked, as those of listed case
 import argparse
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from . import results, tables
 from .__main__ import PARTS, parse, run
-from .harness import Case, Options
+from .harness import Case, Options, about
 from .results import Row
 from .suites import FAMILIES, load
 
@@ -70,6 +72,37 @@ def draw(seed: int, counts: dict[str, int], largest: int) -> list[Case]:
 def count(family: str) -> int:
     """How many cases of a family are drawn by default."""
     return 150 if family == "permute" else 60
+
+
+def read(path: Path) -> results.Result:
+    """Reads a result. The rows of a survey get what drawing their cases again tells."""
+    result = results.read(path)
+    if "suite" in result.header:
+        return result
+    lines = [dict(zip(results.COLUMNS, x, strict=True)) for x in result.rows if isinstance(x, list)]
+    rows = [row for row in result.rows if isinstance(row, dict)]
+    drawn = cases(result)
+    for line in lines:
+        if line["case"] not in drawn:
+            raise ValueError(f"{path}: the seed does not draw {line['case']} any more")
+        row = about(drawn[line["case"]]) | {"us": line["us"], "iqr": line["iqr"]}
+        row["xla"] = {k: line[k] for k in ("xla", "form") if line[k] is not None}
+        row["others"] = {k: line[k] for k in ("default",) if line[k] is not None}
+        rows.append(row)
+    return results.Result(result.header, rows)
+
+
+def cases(result: results.Result) -> dict[str, Case]:
+    """The cases of a result by suite and name."""
+    header = result.header
+    if "suite" in header:
+        found = load(header["suite"]).cases(header["platform"])
+    else:
+        names = [row["suite"] if isinstance(row, dict) else row[0] for row in result.rows]
+        drawn = Counter(name.partition(" ")[0] for name in names)
+        counts = {family: max(n, count(family)) for family, n in drawn.items()}
+        found = draw(header["seed"], counts, LARGEST[header["platform"]])
+    return {f"{case.suite} {case.name}": case for case in found}
 
 
 HEAD = ["cases", "mean", "worst", "under 0.95x", "by more than noise", "worst case"]
