@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         tuple(options.implementation),
         libraries=False,
         check_only=options.check_only,
-        effort=0.6 if jax.default_backend() == "gpu" else 0.2,
+        effort=0.3 if jax.default_backend() == "gpu" else 0.2,
     )
     rows = run(cases, measuring, {"seed": options.seed}, ["survey", *argv], options.out)
     for implementation in options.implementation if not options.check_only else ():
