@@ -240,10 +240,10 @@ class _Scope(contextlib.ContextDecorator):
 
 
 @overload
-def accelerate(fun: F, *, deterministic: bool = False) -> F: ...
+def accelerate(fun: F, *, tune: bool = False, deterministic: bool = False) -> F: ...
 @overload
 def accelerate(fun: bool = True, *, deterministic: bool = False) -> _Scope: ...
-def accelerate(fun: Any = True, *, deterministic: bool = False) -> Any:
+def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = False) -> Any:
     """Runs a program with this package's kernels, without a change to the program.
 
     Inside, JAX's own scatter-adds run as native kernels: those of `jax.ops.segment_sum`,
@@ -267,6 +267,11 @@ def accelerate(fun: Any = True, *, deterministic: bool = False) -> Any:
     Args:
       fun: a function to run accelerated; or whether what is inside a ``with`` statement is. The
         innermost choice counts, and gradients follow the functions that they are of.
+      tune: times the program with kernels and without them, when it is first called with arguments
+        of such shapes, on copies of these. It runs as it is unless kernels gain more than 2 %. The
+        times are remembered in the folder of compiled kernels
+        (:class:`ElementwiseKernel` says where), and logged by the logger "jax_oneflow_ops". For
+        functions that are called with arrays, so outside of `jax.jit`; others are compiled whole.
       deterministic: the same bits on every run, at some cost: see :func:`segment_sum`.
 
     Returns:
@@ -274,7 +279,8 @@ def accelerate(fun: Any = True, *, deterministic: bool = False) -> Any:
       a function: a context manager, which is a decorator, too.
 
     Raises:
-      TypeError: `fun` is neither a function nor a bool.
+      TypeError: `fun` is neither a function nor a bool, or `tune` is set without a function; or a
+        tuned function is called inside a transformation.
 
     Numerics:
       Those of :func:`segment_sum` and :func:`scatter_add`: results may differ from XLA's in the
@@ -298,17 +304,20 @@ def accelerate(fun: Any = True, *, deterministic: bool = False) -> Any:
       >>> print(count(jnp.array([0, 2, 2, 3, 2])))
       [1 0 3 1]
     """
-    if fun is False:
-        return _Scope(_compat.OFF)
-    scope = _Scope(_DETERMINISTIC if deterministic else _ON)
-    if fun is True:
-        return scope
-    if not callable(fun):
+    if not callable(fun) and (tune or not isinstance(fun, bool)):
+        expected = "a function" if tune else "a function, True or False"
         raise TypeError(
-            f"accelerate: fun must be a function, True or False, got {fun!r} of type "
-            f"{type(fun).__name__}"
+            f"accelerate: fun must be {expected}, got {fun!r} of type {type(fun).__name__}"
         )
-    return scope(fun)
+    value = _compat.OFF if fun is False else _DETERMINISTIC if deterministic else _ON
+    scope = _Scope(value)
+    if isinstance(fun, bool):
+        return scope
+    if not tune:
+        return scope(fun)
+    from jax_oneflow_ops import _tune  # imported lazily: few programs need it
+
+    return _tune.tuned(fun, scope(fun if hasattr(fun, "trace") else jax.jit(fun)))
 
 
 _HELP = {

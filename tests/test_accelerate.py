@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import threading
+import unittest.mock
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _compat, _policy
+from jax_oneflow_ops import _compat, _policy, _tune
 from jax_oneflow_ops._report import Row
 from tests.arrays import INEXACT, INTEGERS, rng_for
 from tests.test_lowering import compiled, lowered_targets, native_backend, targets
@@ -341,10 +343,12 @@ def test_every_way_to_write_it():
     assert sums(Model(), TABLE, IDS) == 1
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "step"])
-def test_what_is_no_function_is_an_error(wrong):
-    with pytest.raises(TypeError, match=f"accelerate: fun must be .* got {wrong!r}"):
-        jof.accelerate(wrong)
+@pytest.mark.parametrize(
+    ("wrong", "options"), [(None, {}), (3, {}), ("step", {}), (True, {"tune": True})]
+)
+def test_what_is_no_function_is_an_error(wrong, options):
+    with pytest.raises(TypeError, match=f"accelerate: fun must be a function.* got {wrong!r}"):
+        jof.accelerate(wrong, **options)
 
 
 def test_another_thread_is_outside():
@@ -681,3 +685,84 @@ def test_a_report_fits_a_terminal(monkeypatch):
     assert html.count("<tr>") == len(report.rows) + 1
     assert "2 x scatter-max" in html
     assert html.count("<") == html.count(">")
+
+
+# --- tune -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Replaces the clock by times that are set, and lists the functions that were timed."""
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
+    clock = SimpleNamespace(times=[1.0, 1.0], calls=[])
+
+    def times(functions, args, kwargs):
+        clock.calls.append(functions)
+        return clock.times
+
+    monkeypatch.setattr(_tune, "_times", times)
+    return clock
+
+
+def is_swapped(fun, *args) -> bool:
+    """Whether a function that has chosen runs kernels."""
+    jax.clear_caches()
+    with unittest.mock.patch.object(_compat, "lower_plain", side_effect=_compat.lower_plain) as f:
+        fun(*args)
+    return f.called
+
+
+@pytest.mark.parametrize(("plain", "ours"), [(1.03, 1.0), (1.01, 1.0), (1.0, 2.0)])
+def test_the_faster_way_runs_and_is_remembered(measured, caplog, plain, ours):
+    measured.times = [plain, ours]
+    expected = adds(TABLE, IDS)
+    with caplog.at_level("INFO", "jax_oneflow_ops"):
+        for _ in range(2):  # the second one as another process would
+            tuned = jof.accelerate(jax.jit(adds), tune=True)
+            np.testing.assert_array_equal(tuned(TABLE, IDS), expected)
+            np.testing.assert_array_equal(tuned(TABLE, IDS), expected)
+            assert is_swapped(tuned, TABLE, IDS) == (plain > 1.02)
+    assert len(measured.calls) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    runs = "with kernels" if plain > 1.02 else "as it is"
+    assert [f"adds runs {runs}: " in line for line in lines] == [True, True]
+    assert [line.rpartition(", ")[2] for line in lines] == ["measured now", "as measured before"]
+
+
+def test_other_shapes_and_other_programs_are_measured_anew(measured):
+    tuned = jof.accelerate(adds, tune=True)
+    for ids in (IDS, IDS[:7], IDS):
+        tuned(TABLE, ids)
+    assert len(measured.calls) == 2
+
+    def adds_twice(table, ids):
+        return adds(adds(table, ids), ids)
+
+    adds_twice.__name__ = "adds"
+    jof.accelerate(adds_twice, tune=True)(TABLE, IDS)
+    assert len(measured.calls) == 3
+
+
+def test_what_is_on_disk_is_no_matter_of_trust(measured, tmp_path):
+    jof.accelerate(adds, tune=True)(TABLE, IDS)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(b"{}")
+    jof.accelerate(adds, tune=True)(TABLE, IDS)
+    assert len(measured.calls) == 2
+
+
+def test_tuning_runs_on_copies(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
+    step = jax.jit(lambda state, ids: {"x": adds(state["x"], ids)}, donate_argnums=0)
+    state = {"x": jnp.asarray(TABLE)}
+    result = jof.accelerate(step, tune=True)(state, IDS)
+    np.testing.assert_array_equal(result["x"], adds(TABLE, IDS))
+    assert state["x"].is_deleted()  # by the call itself
+
+
+def test_a_tuned_function_is_not_for_transformations(measured):
+    with pytest.raises(TypeError, match=r"Remedy: jof\.accelerate\(jax\.jit\(fun\), tune=True\)"):
+        jax.jit(jof.accelerate(adds, tune=True))(TABLE, IDS)
+    monkey = unittest.mock.patch.object(jax, "process_count", return_value=2)
+    with monkey, pytest.raises(NotImplementedError, match="tune=True works in one process"):
+        jof.accelerate(adds, tune=True)(TABLE, IDS)

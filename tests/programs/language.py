@@ -45,9 +45,7 @@ class GPT(nnx.Module):
         return self.tokens.attend(self.norm(x))
 
 
-def gpt(
-    vocabulary=67, batch=2, length=12, width=16, heads=2, layers=2, dtype=jnp.float32
-):
+def gpt(vocabulary=67, batch=2, length=12, width=16, heads=2, layers=2, dtype=jnp.float32):
     model = GPT(vocabulary, length, width, heads, layers, dtype, nnx.Rngs(0))
     definition, params = nnx.split(model)
     tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, vocabulary)
