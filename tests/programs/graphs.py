@@ -78,7 +78,7 @@ class MeshGraphNet(nn.Module):
 
 def _program(model, nodes, edges, width, dtype):
     graph = random_graph(nodes, edges, width, dtype)
-    params = model.init(jax.random.key(1), graph)
+    params = jax.jit(model.init)(jax.random.key(1), graph)
 
     def loss(params, graph):
         return jnp.mean((model.apply(params, graph) - jnp.tanh(graph[0][:, 0])) ** 2)
@@ -86,9 +86,9 @@ def _program(model, nodes, edges, width, dtype):
     return step_of(loss, params, graph)
 
 
-def attention(nodes=48, edges=160, width=16, layers=2, heads=4, dtype=jnp.float32):
+def attention(nodes=48, edges=160, width=16, layers=1, heads=4, dtype=jnp.float32):
     return _program(GraphAttention(layers, heads, dtype), nodes, edges, width, dtype)
 
 
-def mesh_graph_net(nodes=48, edges=160, width=16, blocks=2, dtype=jnp.float32):
+def mesh_graph_net(nodes=48, edges=160, width=16, blocks=1, dtype=jnp.float32):
     return _program(MeshGraphNet(blocks, width, dtype), nodes, edges, width, dtype)

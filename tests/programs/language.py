@@ -19,7 +19,7 @@ class Block(nnx.Module):
         self.heads = heads
 
     def __call__(self, x):
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         qkv = self.qkv(self.first(x)).reshape(batch, length, 3, self.heads, -1)
         on_gpu = jax.default_backend() == "gpu" and x.dtype == jnp.bfloat16
         attended = jax.nn.dot_product_attention(
@@ -45,8 +45,9 @@ class GPT(nnx.Module):
         return self.tokens.attend(self.norm(x))
 
 
-def gpt(vocabulary=67, batch=2, length=12, width=16, heads=2, layers=2, dtype=jnp.float32):
-    model = GPT(vocabulary, length, width, heads, layers, dtype, nnx.Rngs(0))
+def gpt(vocabulary=67, batch=2, length=12, width=16, heads=2, layers=1, dtype=jnp.float32):
+    sizes = (vocabulary, length, width, heads, layers)
+    model = nnx.jit(lambda: GPT(*sizes, dtype, nnx.Rngs(0)))()
     definition, params = nnx.split(model)
     tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, vocabulary)
 

@@ -12,4 +12,4 @@ def step_of(loss, params, batch, rate=1e-3):
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    return step, (params, optimizer.init(params), batch)
+    return step, (params, jax.jit(optimizer.init)(params), batch)

@@ -40,10 +40,10 @@ class UNet(nn.Module):
         return nn.Conv(3, (1, 1), dtype=self.dtype)(x)
 
 
-def unet(batch=2, size=8, channels=(4, 8), dtype=jnp.float32):
+def unet(batch=2, size=4, channels=(4,), dtype=jnp.float32):
     model = UNet(channels, dtype)
     images = jax.random.normal(jax.random.key(0), (batch, size, size, 3), dtype)
-    params = model.init(jax.random.key(1), images)
+    params = jax.jit(model.init)(jax.random.key(1), images)
 
     def loss(params, images):
         return jnp.mean((model.apply(params, images) - jnp.tanh(images)) ** 2)
@@ -72,10 +72,10 @@ class ViT(nn.Module):
         return dense(10)(norm()(x).mean(1))
 
 
-def vit(batch=2, size=8, patch=4, width=16, heads=2, layers=2, dtype=jnp.float32):
+def vit(batch=2, size=8, patch=4, width=16, heads=2, layers=1, dtype=jnp.float32):
     model = ViT(patch, width, heads, layers, dtype)
     images = jax.random.normal(jax.random.key(0), (batch, size, size, 3), dtype)
-    params = model.init(jax.random.key(1), images)
+    params = jax.jit(model.init)(jax.random.key(1), images)
     labels = jnp.arange(batch) % 10
 
     def loss(params, batch):
