@@ -72,15 +72,27 @@ def of_all_dimensions(read, index, x):
     )
 
 
-def numpy_added(x, index, u, mode):
-    """The same by numpy.add.at, with a row that takes what is dropped."""
+def as_numpy_reads(index, x, mode):
+    """An index of an array that has one more row in each dimension, for what is dropped."""
 
     def read(i, n):
-        i = np.where(i < 0, i + n, i)
+        i = np.where(i < 0, i.astype(int) + n, i)
         return np.clip(i, 0, n - 1) if mode == "clip" else np.where((i < 0) | (i >= n), n, i)
 
+    return of_all_dimensions(read, index, x)
+
+
+def numpy_added(x, index, u, mode):
+    """The same by numpy.add.at."""
     padded = np.pad(x, [(0, 1)] * x.ndim)
-    np.add.at(padded, of_all_dimensions(lambda i, n: read(i.astype(int), n), index, x), u)
+    np.add.at(padded, as_numpy_reads(index, x, mode), u)
+    return padded[tuple(map(slice, x.shape))]
+
+
+def numpy_set(x, index, u, mode):
+    """The same by numpy, whose last update of an element counts."""
+    padded = np.pad(x, [(0, 1)] * x.ndim)
+    padded[as_numpy_reads(index, x, mode)] = u
     return padded[tuple(map(slice, x.shape))]
 
 
@@ -492,6 +504,32 @@ def test_deterministic():
     assert calls(jof.accelerate(adds)) == ["false"]
     assert calls(jof.accelerate(adds, deterministic=True)) == ["true"]
     assert calls(jof.accelerate(deterministic=True)(adds)) == ["true"]
+
+
+@pytest.fixture
+def ordered_on_cpus():
+    """On GPUs alone it is of use."""
+    _compat.replace_lowerings([lax.scatter_p], ["cpu"], module._in_order)
+    yield
+    _compat._replaced.discard((lax.scatter_p, "cpu"))
+    del _compat.mlir_internals._platform_specific_lowerings["cpu"][lax.scatter_p]
+
+
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+def test_deterministic_programs_keep_the_last_update_of_a_row(mode, ordered_on_cpus):
+    x = integers(11, 8, 6)
+    us = {}
+    for name, index in FORMS.items():
+        us[name] = integers(*x[of_all_dimensions(np.mod, index, x)].shape)
+
+    def put(x, us):
+        return {name: x.at[FORMS[name]].set(us[name], mode=mode) for name in FORMS}
+
+    ordered = jax.jit(jof.accelerate(put, deterministic=True))
+    for name, y in ordered(x, us).items():
+        np.testing.assert_array_equal(y, numpy_set(x, FORMS[name], us[name], mode), name)
+    assert "maximum" in ordered.lower(x, us).as_text()
+    assert "maximum" not in jax.jit(jof.accelerate(put)).lower(x, us).as_text()
 
 
 # --- devices --------------------------------------------------------------------------------------
