@@ -618,7 +618,7 @@ def test_a_jax_that_differs_is_warned_of_once(monkeypatch):
     f = jax.jit(jof.accelerate(adds))
     warning = "runs programs as they are: jax .* xla_metadata"
     with monkeypatch.context() as patch:
-        patch.setattr(_compat.core_internals, "JaxprEqnContext", Context)
+        patch.setattr(_compat, "core_internals", SimpleNamespace(JaxprEqnContext=Context))
         module._problem.cache_clear()
         with pytest.warns(RuntimeWarning, match=warning):
             y = f(TABLE, IDS)
