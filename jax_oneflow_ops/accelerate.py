@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_oneflow_ops import _compat, _native, _policy, _reference, _rows, _scatter
+from jax_oneflow_ops import _compat, _native, _policy, _reference, _scatter, _scatter_rows
 from jax_oneflow_ops._checks import in_own_precision
 from jax_oneflow_ops._report import Report, Row
 
@@ -77,7 +77,7 @@ class _Choice:
     """What becomes of a scatter."""
 
     reason: str
-    rows: _rows.Rows | None = None  # if it is swapped
+    rows: _scatter_rows.Rows | None = None  # if it is swapped
     implementation: str = "xla"  # of the functions of this package that take its place
     decision: _policy.Decision | None = None
 
@@ -125,7 +125,7 @@ def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         is_plain = params["update_jaxpr"] is None and not params["unique_indices"]
         if _compat.scope_of(ctx) == _DETERMINISTIC and is_plain:
             rows = _find(ctx.avals_in, params)
-            if isinstance(rows, _rows.Rows):
+            if isinstance(rows, _scatter_rows.Rows):
                 function = functools.partial(_set, rows=rows)
                 return _lower(function, ctx, operand, indices, updates)
         return rule(ctx, operand, indices, updates, **params)
@@ -134,17 +134,17 @@ def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
 
 
 def _set(
-    operand: jax.Array, indices: jax.Array, updates: jax.Array, *, rows: _rows.Rows
+    operand: jax.Array, indices: jax.Array, updates: jax.Array, *, rows: _scatter_rows.Rows
 ) -> jax.Array:
-    with _rows.precision(rows):
+    with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
         result: jax.Array = _reference.scatter_set(operand, ids, data, indexing=rows.indexing)
     return result
 
 
-def _find(avals: Any, params: Any) -> _rows.Rows | str:
+def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
     operand, indices, updates = avals
-    return _rows.find(
+    return _scatter_rows.find(
         operand,
         indices,
         updates,
@@ -209,13 +209,13 @@ def _reduce(
     indices: jax.Array,
     updates: jax.Array,
     *,
-    rows: _rows.Rows,
+    rows: _scatter_rows.Rows,
     reduction: _Reduction,
     is_fresh: bool,
     deterministic: bool,
     implementation: str,
 ) -> jax.Array:
-    with _rows.precision(rows):
+    with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
         indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
         if is_fresh:  # sums into zeros have one dimension of rows; a result is reshaped for nothing
