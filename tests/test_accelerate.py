@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import threading
+import unittest.mock
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _compat, _policy
+from jax_oneflow_ops import _compat, _policy, _tune
 from jax_oneflow_ops._report import Row
 from tests.arrays import INEXACT, INTEGERS, rng_for
 from tests.test_lowering import compiled, lowered_targets, native_backend, targets
@@ -70,15 +72,27 @@ def of_all_dimensions(read, index, x):
     )
 
 
-def numpy_added(x, index, u, mode):
-    """The same by numpy.add.at, with a row that takes what is dropped."""
+def as_numpy_reads(index, x, mode):
+    """An index of an array that has one more row in each dimension, for what is dropped."""
 
     def read(i, n):
-        i = np.where(i < 0, i + n, i)
+        i = np.where(i < 0, i.astype(int) + n, i)
         return np.clip(i, 0, n - 1) if mode == "clip" else np.where((i < 0) | (i >= n), n, i)
 
+    return of_all_dimensions(read, index, x)
+
+
+def numpy_added(x, index, u, mode):
+    """The same by numpy.add.at."""
     padded = np.pad(x, [(0, 1)] * x.ndim)
-    np.add.at(padded, of_all_dimensions(lambda i, n: read(i.astype(int), n), index, x), u)
+    np.add.at(padded, as_numpy_reads(index, x, mode), u)
+    return padded[tuple(map(slice, x.shape))]
+
+
+def numpy_set(x, index, u, mode):
+    """The same by numpy, whose last update of an element counts."""
+    padded = np.pad(x, [(0, 1)] * x.ndim)
+    padded[as_numpy_reads(index, x, mode)] = u
     return padded[tuple(map(slice, x.shape))]
 
 
@@ -341,10 +355,12 @@ def test_every_way_to_write_it():
     assert sums(Model(), TABLE, IDS) == 1
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "step"])
-def test_what_is_no_function_is_an_error(wrong):
-    with pytest.raises(TypeError, match=f"accelerate: fun must be .* got {wrong!r}"):
-        jof.accelerate(wrong)
+@pytest.mark.parametrize(
+    ("wrong", "options"), [(None, {}), (3, {}), ("step", {}), (True, {"tune": True})]
+)
+def test_what_is_no_function_is_an_error(wrong, options):
+    with pytest.raises(TypeError, match=f"accelerate: fun must be a function.* got {wrong!r}"):
+        jof.accelerate(wrong, **options)
 
 
 def test_another_thread_is_outside():
@@ -490,6 +506,32 @@ def test_deterministic():
     assert calls(jof.accelerate(deterministic=True)(adds)) == ["true"]
 
 
+@pytest.fixture
+def ordered_on_cpus():
+    """On GPUs alone it is of use."""
+    _compat.replace_lowerings([lax.scatter_p], ["cpu"], module._in_order)
+    yield
+    _compat._replaced.discard((lax.scatter_p, "cpu"))
+    del _compat.mlir_internals._platform_specific_lowerings["cpu"][lax.scatter_p]
+
+
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+def test_deterministic_programs_keep_the_last_update_of_a_row(mode, ordered_on_cpus):
+    x = integers(11, 8, 6)
+    us = {}
+    for name, index in FORMS.items():
+        us[name] = integers(*x[of_all_dimensions(np.mod, index, x)].shape)
+
+    def put(x, us):
+        return {name: x.at[FORMS[name]].set(us[name], mode=mode) for name in FORMS}
+
+    ordered = jax.jit(jof.accelerate(put, deterministic=True))
+    for name, y in ordered(x, us).items():
+        np.testing.assert_array_equal(y, numpy_set(x, FORMS[name], us[name], mode), name)
+    assert "maximum" in ordered.lower(x, us).as_text()
+    assert "maximum" not in jax.jit(jof.accelerate(put)).lower(x, us).as_text()
+
+
 # --- devices --------------------------------------------------------------------------------------
 
 
@@ -576,7 +618,7 @@ def test_a_jax_that_differs_is_warned_of_once(monkeypatch):
     f = jax.jit(jof.accelerate(adds))
     warning = "runs programs as they are: jax .* xla_metadata"
     with monkeypatch.context() as patch:
-        patch.setattr(_compat.core_internals, "JaxprEqnContext", Context)
+        patch.setattr(_compat, "core_internals", SimpleNamespace(JaxprEqnContext=Context))
         module._problem.cache_clear()
         with pytest.warns(RuntimeWarning, match=warning):
             y = f(TABLE, IDS)
@@ -681,3 +723,84 @@ def test_a_report_fits_a_terminal(monkeypatch):
     assert html.count("<tr>") == len(report.rows) + 1
     assert "2 x scatter-max" in html
     assert html.count("<") == html.count(">")
+
+
+# --- tune -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Replaces the clock by times that are set, and lists the functions that were timed."""
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
+    clock = SimpleNamespace(times=[1.0, 1.0], calls=[])
+
+    def times(functions, args, kwargs):
+        clock.calls.append(functions)
+        return clock.times
+
+    monkeypatch.setattr(_tune, "_times", times)
+    return clock
+
+
+def is_swapped(fun, *args) -> bool:
+    """Whether a function that has chosen runs kernels."""
+    jax.clear_caches()
+    with unittest.mock.patch.object(_compat, "lower_plain", side_effect=_compat.lower_plain) as f:
+        fun(*args)
+    return f.called
+
+
+@pytest.mark.parametrize(("plain", "ours"), [(1.03, 1.0), (1.01, 1.0), (1.0, 2.0)])
+def test_the_faster_way_runs_and_is_remembered(measured, caplog, plain, ours):
+    measured.times = [plain, ours]
+    expected = adds(TABLE, IDS)
+    with caplog.at_level("INFO", "jax_oneflow_ops"):
+        for _ in range(2):  # the second one as another process would
+            tuned = jof.accelerate(jax.jit(adds), tune=True)
+            np.testing.assert_array_equal(tuned(TABLE, IDS), expected)
+            np.testing.assert_array_equal(tuned(TABLE, IDS), expected)
+            assert is_swapped(tuned, TABLE, IDS) == (plain > 1.02)
+    assert len(measured.calls) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    runs = "with kernels" if plain > 1.02 else "as it is"
+    assert [f"adds runs {runs}: " in line for line in lines] == [True, True]
+    assert [line.rpartition(", ")[2] for line in lines] == ["measured now", "as measured before"]
+
+
+def test_other_shapes_and_other_programs_are_measured_anew(measured):
+    tuned = jof.accelerate(adds, tune=True)
+    for ids in (IDS, IDS[:7], IDS):
+        tuned(TABLE, ids)
+    assert len(measured.calls) == 2
+
+    def adds_twice(table, ids):
+        return adds(adds(table, ids), ids)
+
+    adds_twice.__name__ = "adds"
+    jof.accelerate(adds_twice, tune=True)(TABLE, IDS)
+    assert len(measured.calls) == 3
+
+
+def test_what_is_on_disk_is_no_matter_of_trust(measured, tmp_path):
+    jof.accelerate(adds, tune=True)(TABLE, IDS)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(b"{}")
+    jof.accelerate(adds, tune=True)(TABLE, IDS)
+    assert len(measured.calls) == 2
+
+
+def test_tuning_runs_on_copies(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
+    step = jax.jit(lambda state, ids: {"x": adds(state["x"], ids)}, donate_argnums=0)
+    state = {"x": jnp.asarray(TABLE)}
+    result = jof.accelerate(step, tune=True)(state, IDS)
+    np.testing.assert_array_equal(result["x"], adds(TABLE, IDS))
+    assert state["x"].is_deleted()  # by the call itself
+
+
+def test_a_tuned_function_is_not_for_transformations(measured):
+    with pytest.raises(TypeError, match=r"Remedy: jof\.accelerate\(jax\.jit\(fun\), tune=True\)"):
+        jax.jit(jof.accelerate(adds, tune=True))(TABLE, IDS)
+    monkey = unittest.mock.patch.object(jax, "process_count", return_value=2)
+    with monkey, pytest.raises(NotImplementedError, match="tune=True works in one process"):
+        jof.accelerate(adds, tune=True)(TABLE, IDS)
