@@ -60,34 +60,38 @@ class Plan:
     sort: bool = False
 
 
-# On CUDA sums are private to a block while they fit its shared memory and rows are hit often: 16M
-# values into 1024 sums take 40 us on an H200, into 10,000 57 us, where atomics take 1430 and 400.
-# Sums in a fixed order need a copy for each of at least eight warps. A block takes 8192 elements at
-# once, and more blocks than the GPU has gain nothing. One block alone needs no second kernel, which
-# is worth more than atomics of so few 16-bit values.
+# On CUDA sums of single values are private to a block while they fit its shared memory and are hit
+# often: 16M values into 1024 sums take 40 us on an H200, into 10,000 57 us, where atomics take 270
+# and 190. So are narrow rows with room for eight copies a block. Fewer updates are done before the
+# blocks have added up their sums. Wider rows are faster by atomics: 50k of 128 bf16 into 29 take
+# 16 us, and 38 so. Sums in a fixed order need a copy for each of at least eight warps. A block
+# takes 8192 elements at once, and more blocks than the GPU has gain nothing.
 PRIVATE_BYTES = 160 * 1024
+PRIVATE_ROW_BYTES = 20 * 1024
 PRIVATE_ORDERED_BYTES = 16 * 1024
+PRIVATE_INNER = 4
 PRIVATE_HITS = 64
-PRIVATE_UPDATES = 2048
-PRIVATE_ROW_ELEMENTS = 2**22
+PRIVATE_ELEMENTS = 2**18
 PRIVATE_PARTS = 128
 PRIVATE_PART_ELEMENTS = 8192
-PRIVATE_ALONE_ELEMENTS = 16384
 # Else CUDA adds by atomics or sorts, whichever is expected to be sooner on an H200. Atomics take
-# 15 ps for each sector of 32 bytes where ids are uniform; a row may be hot, so half as much again
-# is expected. A sort by id takes 30 us and 20 ps a row, to sum what is sorted 27 ps a row: 1M rows
-# of 128 bf16 take 131 us sorted and 208 by atomics, 1M rows of 32 91 and 62, or 98 and 340 where
-# ids have a Zipf distribution. Both move bytes at 3.6 TB/s beside that.
+# 15 ps for each sector of 32 bytes where ids are uniform. A row may be hot, so they are expected to
+# take 1.6 times as long, and 2.5 times where rows are no power of two and warps cannot combine
+# them. A sort by id takes 30 us and 20 ps a row, to sum what is sorted 27 ps a row: 1M rows of 128
+# bf16 take 131 us sorted and 208 by atomics, 1M rows of 32 91 and 62, or 98 and 340 where ids have
+# a Zipf distribution. Both move bytes at 3.6 TB/s beside that.
 SECTOR_BYTES = 32
-ATOMIC_US = 1.5 * 15e-6
+ATOMIC_US = 15e-6
+HOT, HOT_ODD = 1.6, 2.5
 SORT_US = 30
 SORTED_ROW_US = 47e-6
 BYTES_PER_US = 3.6e6
 # Atomics add to so many copies of the sums: they are written before and read after, so all of them
 # have at most an eighth of the updates' bytes. With 16 copies 4.5M rows of 8 bf16 take 150 us where
-# ids have a Zipf distribution, with one 885; with 64, 117.
-ATOMIC_COPIES = 16
+# ids have a Zipf distribution, with one 885; with 64, 117. Few updates are done sooner than copies.
+ATOMIC_COPIES = 32
 ATOMIC_UPDATE_BYTES = 8
+ATOMIC_COPY_ELEMENTS = 2**15
 # 16-bit sums by atomics go through f32 while that is not much larger than what else is moved. If it
 # is, so few updates are rounded at each addition, and more are sorted.
 SCRATCH_ROWS = 16
@@ -121,22 +125,22 @@ def plan(p: Problem) -> Plan:
         return _sorted(p)
     if not p.has_known_sizes():  # what is right at any size
         return _sorted(p) if p.ordered else Plan("atomic", (1, *sums) if _in_scratch(p) else _NONE)
-    elements = p.updates * p.inner
     sort = p.ordered or _sorted_us(p) < _atomic_us(p)
-    if p.batch == 1 and not p.is_sorted and _sum_bytes(p) <= PRIVATE_BYTES:
-        often = p.updates >= PRIVATE_HITS * p.rows
-        if p.ordered:
-            is_private = often and _sum_bytes(p) <= PRIVATE_ORDERED_BYTES
-        else:
-            alone = p.is_rounded() and max(elements, p.rows * p.inner) <= PRIVATE_ALONE_ELEMENTS
-            is_private = alone or (often and p.updates > PRIVATE_UPDATES)
-        if is_private and not (sort and elements > PRIVATE_ROW_ELEMENTS and not p.is_element()):
-            return Plan("private", (min(PRIVATE_PARTS, -(-elements // _part(p))), *sums))
+    if p.batch == 1 and not p.is_sorted and p.updates >= PRIVATE_HITS * p.rows:
+        elements = p.updates * p.inner
+        limit = PRIVATE_BYTES if p.is_element() else PRIVATE_ROW_BYTES
+        few = p.inner <= PRIVATE_INNER and elements >= PRIVATE_ELEMENTS
+        if _sum_bytes(p) <= PRIVATE_ORDERED_BYTES if p.ordered else few and _sum_bytes(p) <= limit:
+            parts = min(PRIVATE_PARTS, -(-elements // PRIVATE_PART_ELEMENTS))
+            return Plan("private", (parts, *sums))
     if sort or p.is_sorted:
         return _sorted(p)
     if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:
         return Plan("atomic", _NONE) if p.batch * p.updates <= FEW_UPDATES else _sorted(p)
-    room = _update_bytes(p) // (ATOMIC_UPDATE_BYTES * _sum_bytes(p))
+    room = min(
+        _update_bytes(p) // (ATOMIC_UPDATE_BYTES * _sum_bytes(p)),
+        p.batch * p.updates * p.inner // ATOMIC_COPY_ELEMENTS,
+    )
     copies = 1 << max(1, min(ATOMIC_COPIES, room)).bit_length() - 1
     return Plan("atomic", (copies, *sums) if copies > 1 or _in_scratch(p) else _NONE)
 
@@ -147,11 +151,6 @@ _NONE = (0, 0, 0)
 def _in_scratch(p: Problem) -> bool:
     """Whether even one copy of what atomics make is not the result."""
     return p.is_rounded() or p.reducer != "add"
-
-
-def _part(p: Problem) -> int:
-    alone = not p.ordered and p.updates * p.inner <= PRIVATE_ALONE_ELEMENTS
-    return PRIVATE_ALONE_ELEMENTS if alone else PRIVATE_PART_ELEMENTS
 
 
 def _sum_bytes(p: Problem) -> int:
@@ -165,6 +164,7 @@ def _update_bytes(p: Problem) -> int:
 def _atomic_us(p: Problem) -> float:
     row = p.inner * int(p.compute_dtype.itemsize)
     sectors = row / SECTOR_BYTES if row % SECTOR_BYTES == 0 else 1 + (row - 4) / SECTOR_BYTES
+    sectors *= HOT if p.inner & (p.inner - 1) == 0 else HOT_ODD
     passes = 2 * _sum_bytes(p) if _in_scratch(p) else 0
     return ATOMIC_US * p.batch * p.updates * sectors + passes / BYTES_PER_US
 

@@ -5,20 +5,18 @@
 // - Lanes side by side add 16 bytes side by side: 2.5M rows of 16 f16 take 76 us, and 112 where
 // each
 //   lane has 32 bytes to add in two instructions.
-// - A thread goes through its column of many rows and keeps the sum for one of them: the one that
-// it
-//   saw in most of them, if there is one (Boyer and Moore's majority vote). What lanes have kept
-//   for the same row is combined over the warp.
+// - A thread takes several packs, and combines those that go to the same place. Then a row that
+//   several members of a warp have in their first turn is combined over the warp and all turns:
+//   4.5M rows of 8 bf16, half of which meet, take 153 us instead of 1300.
 // - There are several copies of the sums, if the scratch has room: blocks take turns, and the
 // copies
-//   are combined at the end. With 16 copies 4.5M rows of 8 bf16 take 88 us, and 150 where their ids
-//   have a Zipf distribution; with one 95 and 885.
+//   are combined at the end. With 16 copies the same rows take 88 us, 150 where their ids have a
+//   Zipf distribution, and 68 where half of them meet; with one 95, 885 and 153. A majority vote a
+//   thread over more rows, in place of the warp's, took 102, 157 and 123.
 //
 // 16-bit sums go through f32 in the scratch, if there is one, and are rounded once at the end; else
 // they are rounded at every addition, as XLA's are.
 #pragma once
-
-#include <algorithm>
 
 #include "common/fast_divide.h"
 #include "cuda/launch.cuh"
@@ -30,49 +28,59 @@ namespace {
 namespace atomic {
 
 constexpr int kWarp = 32;
-// Rows that a thread asks for at once, and the most that it goes through.
-constexpr int kUnroll = 4, kMaxRows = 32;
-// Blocks that keep all of a GPU busy: several times as many as it has room for.
-constexpr int64_t kManyBlocks = 4096;
 
-// A block takes `groups` * `thread_rows` rows and `lanes` packs of them.
-template <typename R, typename Index>
+// The problem in units of packs. Offset is uint32_t or uint64_t: what indices of packs, of updates
+// and of one copy of the sums, fit in.
+template <typename R, typename Index, typename Offset>
 struct AtomicScatter {
+  static constexpr Offset kNone = ~Offset{0};
+
   R reduction;
   IndexRule rule;
-  int64_t rows, packs;  // of all problems; of a row
+  Offset items, inner;  // packs of updates, packs of a row
   int64_t outputs;      // elements of a copy
-  int lanes, groups, thread_rows;
   unsigned copies;
+  int lanes;  // what of a warp takes a row, if that is a power of two; else 1
+  int hot;    // so many members of a warp with the same target are worth combining
   bool shared_ids;
-  FastDivider<uint64_t> by_slices, by_rows;
+  FastDivider<Offset> by_inner, by_rows;
   const Index* ids;
 
-  // The row of all problems' results that a row of updates goes to, or -1.
-  __device__ int64_t Target(int64_t row) const {
-    uint64_t n;
-    const auto b = static_cast<int64_t>(by_rows.DivMod(static_cast<uint64_t>(row), &n));
-    const int64_t id = rule.Resolve(ids[shared_ids ? static_cast<int64_t>(n) : row]);
-    return id < 0 ? -1 : b * rule.size + id;
+  // The pack that item i is added to, or none.
+  __device__ Offset Target(Offset i) const {
+    Offset d, n;
+    const Offset row = by_inner.DivMod(i, &d);
+    const Offset b = by_rows.DivMod(row, &n);
+    const int64_t id = rule.Resolve(ids[shared_ids ? n : row]);
+    return id < 0 ? kNone
+                  : (b * static_cast<Offset>(rule.size) + static_cast<Offset>(id)) * inner + d;
   }
 };
 
-template <typename To, int kPack, typename R, typename Index>
+template <typename To, int kPack, int kItems, typename R, typename Index, typename Offset>
 __global__ void __launch_bounds__(kBlockSize)
-    CombineKernel(const AtomicScatter<R, Index> s, const typename R::Element* __restrict__ updates,
-                  To* __restrict__ sums) {
-  using T = typename R::Element;
+    CombineKernel(const AtomicScatter<R, Index, Offset> s,
+                  const typename R::Element* __restrict__ updates, To* __restrict__ sums) {
   using Sum = typename R::Value;
-  uint64_t slice;
-  const auto tile = static_cast<int64_t>(s.by_slices.DivMod(blockIdx.x, &slice));
-  const int group = static_cast<int>(threadIdx.x) / s.lanes;
-  const int lane = static_cast<int>(threadIdx.x) % s.lanes;
-  const int64_t column = static_cast<int64_t>(slice) * s.lanes + lane;
-  const int64_t begin = tile * s.groups * s.thread_rows + group;
-  const int64_t end = group < s.groups && column < s.packs ? s.rows : 0;
+  constexpr Offset kNone = AtomicScatter<R, Index, Offset>::kNone;
+  const Offset first = Offset{blockIdx.x} * (kBlockSize * kItems) + threadIdx.x;
+  Offset target[kItems];
+  Sum value[kItems][kPack];
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    const Offset i = min(first + k * kBlockSize, s.items - 1);
+    target[k] = first + k * kBlockSize < s.items ? s.Target(i) : kNone;
+    const auto pack = LoadPack<kPack>(updates + static_cast<int64_t>(i) * kPack);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) value[k][j] = s.reduction.Load(pack.elem[j]);
+  }
+  const auto combine = [&](Sum(&into)[kPack], const Sum(&from)[kPack]) {
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) into[j] = s.reduction.Combine(into[j], from[j]);
+  };
   To* const own = sums + blockIdx.x % s.copies * s.outputs;
-  const auto add = [&](int64_t row, const Sum(&sum)[kPack]) {
-    const int64_t where = (row * s.packs + column) * kPack;
+  const auto add = [&](Offset to, const Sum(&sum)[kPack]) {
+    const int64_t where = static_cast<int64_t>(to) * kPack;
     if constexpr (kPack == 1) {
       s.reduction.AtomicCombine(own, where, s.outputs, sum[0]);
     } else {
@@ -83,73 +91,55 @@ __global__ void __launch_bounds__(kBlockSize)
     }
   };
 
-  int64_t kept = -1;  // the row that `sum` is for
-  int votes = 0;
-  Sum sum[kPack] = {};
-  for (int t = 0; t < s.thread_rows; t += kUnroll) {
-    int64_t target[kUnroll];
-    Pack<T, kPack> pack[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t row = begin + int64_t{t + u} * s.groups;
-      target[u] = row < end ? s.Target(row) : -1;
-      if (row < end) pack[u] = LoadPack<kPack>(updates + (row * s.packs + column) * kPack);
-    }
+  for (int i = 0; i < kItems; ++i) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (target[u] < 0) continue;
-      Sum value[kPack];
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) value[j] = s.reduction.Load(pack[u].elem[j]);
-      if (target[u] == kept) {
-        ++votes;
-#pragma unroll
-        for (int j = 0; j < kPack; ++j) sum[j] = s.reduction.Combine(sum[j], value[j]);
-      } else if (votes > 0) {
-        --votes;
-        add(target[u], value);
-      } else {
-        if (kept >= 0) add(kept, sum);
-        kept = target[u];
-        votes = 1;
-#pragma unroll
-        for (int j = 0; j < kPack; ++j) sum[j] = value[j];
-      }
+    for (int k = i + 1; k < kItems; ++k) {
+      if (target[k] == kNone || target[k] != target[i]) continue;
+      combine(value[i], value[k]);
+      target[k] = kNone;
     }
   }
-
-  if (s.lanes < kWarp) {
-    // The members of the warp that have kept the same row and column.
-    const unsigned same = __match_any_sync(~0u, kept < 0 ? -1 : kept * s.lanes + lane);
-    const int first = __ffs(same) - 1, self = static_cast<int>(threadIdx.x) % kWarp;
-    const bool is_leader = kept >= 0 && first == self && __popc(same) > 1;
-    for (unsigned leaders = __ballot_sync(~0u, is_leader); leaders != 0; leaders &= leaders - 1) {
-      const int leader = __ffs(leaders) - 1;
-      const bool is_member = first == leader && kept >= 0;
+  // The leader of a row's first column stands for all of the row.
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, column = lane & (s.lanes - 1);
+  const unsigned same = __match_any_sync(~0u, target[0]);
+  const bool is_leader = target[0] != kNone && __popc(same) >= s.hot && __ffs(same) - 1 == lane;
+  unsigned leaders = __ballot_sync(~0u, is_leader && column == 0);
+  for (; leaders != 0; leaders &= leaders - 1) {
+    const Offset where =
+        __shfl_sync(~0u, target[0], __ffs(leaders) - 1) + static_cast<Offset>(column);
+    Sum sum[kPack];
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) sum[j] = s.reduction.Identity();
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (target[k] != where) continue;
+      combine(sum, value[k]);
+      target[k] = kNone;
+    }
+    for (int by = kWarp / 2; by >= s.lanes; by /= 2) {
 #pragma unroll
       for (int j = 0; j < kPack; ++j) {
-        Sum total = is_member ? sum[j] : s.reduction.Identity();
-#pragma unroll
-        for (int by = kWarp / 2; by > 0; by /= 2) {
-          total = s.reduction.Combine(total, __shfl_xor_sync(~0u, total, by));
-        }
-        if (self == leader) sum[j] = total;
+        sum[j] = s.reduction.Combine(sum[j], __shfl_down_sync(~0u, sum[j], by));
       }
-      if (is_member && self != leader) kept = -1;
     }
+    if (lane < s.lanes) add(where, sum);
   }
-  if (kept >= 0) add(kept, sum);
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    if (target[k] != kNone) add(target[k], value[k]);
+  }
 }
 
 // Not zeros: an operand of -0 that nothing is added to stays -0.
-constexpr int kItems = 4;
+constexpr int kClearItems = 4;
 
 template <typename R>
 __global__ void __launch_bounds__(kBlockSize)
     ClearKernel(R reduction, int64_t count, typename R::Value* sums) {
-  const int64_t first = int64_t{blockIdx.x} * (kBlockSize * kItems) + threadIdx.x;
+  const int64_t first = int64_t{blockIdx.x} * (kBlockSize * kClearItems) + threadIdx.x;
 #pragma unroll
-  for (int k = 0; k < kItems; ++k) {
+  for (int k = 0; k < kClearItems; ++k) {
     if (first + k * kBlockSize < count) sums[first + k * kBlockSize] = reduction.Identity();
   }
 }
@@ -170,27 +160,32 @@ __global__ void __launch_bounds__(kBlockSize)
 
 template <int kPack, typename Index, typename R, typename To>
 cudaError_t CombineAll(R reduction, const ScatterCall& call, To* sums, cudaStream_t stream) {
+  constexpr int kItems = kPack == 1 ? 8 : 4;
   const ScatterProblem& p = call.problem;
-  AtomicScatter<R, Index> s{};
-  s.reduction = reduction;
-  s.rule = p.rule;
-  s.rows = p.batch * p.rows;
-  s.packs = p.inner / kPack;
-  s.outputs = p.batch * p.size() * p.inner;
-  s.copies = static_cast<unsigned>(call.splits);
-  s.shared_ids = p.shared_ids;
-  const int64_t slices = (s.packs + kBlockSize - 1) / kBlockSize;
-  s.lanes = static_cast<int>((s.packs + slices - 1) / slices);
-  s.groups = kBlockSize / s.lanes;
-  const int64_t rounds = (s.rows + s.groups - 1) / s.groups * slices;
-  s.thread_rows =
-      static_cast<int>(std::clamp<int64_t>(rounds / kManyBlocks, 1, kMaxRows / kUnroll)) * kUnroll;
-  s.by_slices = FastDivider<uint64_t>(static_cast<uint64_t>(slices));
-  s.by_rows = FastDivider<uint64_t>(static_cast<uint64_t>(p.rows));
-  s.ids = static_cast<const Index*>(call.ids);
-  const int64_t tile = int64_t{s.groups} * s.thread_rows;
-  return LaunchBlocks(CombineKernel<To, kPack, R, Index>, (s.rows + tile - 1) / tile * slices, 0,
-                      stream, s, static_cast<const typename R::Element*>(call.updates), sums);
+  const int64_t inner = p.inner / kPack, items = p.batch * p.rows * inner;
+  const int64_t outputs = p.batch * p.size() * inner;
+  const auto launch = [&](auto offset) {
+    using Offset = decltype(offset);
+    AtomicScatter<R, Index, Offset> s{};
+    s.reduction = reduction;
+    s.rule = p.rule;
+    s.items = static_cast<Offset>(items);
+    s.inner = static_cast<Offset>(inner);
+    s.outputs = outputs * kPack;
+    s.copies = static_cast<unsigned>(call.splits);
+    s.lanes = inner <= kWarp && (inner & (inner - 1)) == 0 ? static_cast<int>(inner) : 1;
+    s.hot = inner <= 4 ? 4 : 2;
+    s.shared_ids = p.shared_ids;
+    s.by_inner = FastDivider<Offset>(static_cast<Offset>(inner));
+    s.by_rows = FastDivider<Offset>(static_cast<Offset>(p.rows));
+    s.ids = static_cast<const Index*>(call.ids);
+    return LaunchItems(CombineKernel<To, kPack, kItems, R, Index, Offset>,
+                       (items + kItems - 1) / kItems, stream, s,
+                       static_cast<const typename R::Element*>(call.updates), sums);
+  };
+  const int64_t limit = FastDivider<uint32_t>::kLimit;
+  const bool is_small = items + kBlockSize * kItems < limit && outputs < limit && p.size() < limit;
+  return is_small ? launch(uint32_t{}) : launch(uint64_t{});
 }
 
 template <typename Index, typename R, typename To>
@@ -220,8 +215,8 @@ cudaError_t ScatterAtomic(R reduction, const ScatterCall& call, cudaStream_t str
   if (call.scratch != nullptr) {
     Sum* const sums = static_cast<Sum*>(call.scratch);
     const int64_t count = call.splits * outputs;
-    cudaError_t status =
-        LaunchItems(ClearKernel<R>, (count + kItems - 1) / kItems, stream, reduction, count, sums);
+    cudaError_t status = LaunchItems(ClearKernel<R>, (count + kClearItems - 1) / kClearItems,
+                                     stream, reduction, count, sums);
     if (status != cudaSuccess) return status;
     status = Combine<Index>(reduction, call, sums, stream);
     if (status != cudaSuccess) return status;

@@ -11,7 +11,7 @@ cudaError_t LaunchScatterExtremum(ScatterStrategy strategy, const ScatterCall& c
     using R = Extremum<typename decltype(tag)::type>;
     using Value = typename R::Value;
     const R extremum{static_cast<Value>((call.reducer == Reducer::kMin ? ~Value{0} : 0) ^
-                                        (call.is_signed ? R::kSign : 0))};
+                                        (call.is_signed && !R::kIsFloat ? R::kSign : 0))};
     switch (strategy) {
       case ScatterStrategy::kSorted:
         return ScatterSorted(extremum, call, stream);

@@ -144,7 +144,7 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
                          problem,
                          type,
                          t.reducer,
-                         t.is_signed,
+                         t.is_signed && std::is_integral_v<Compute<T>>,
                          order_bytes,
                          t.way == Way::kAtomic ? 1 : s.splits,
                          t.way == Way::kPrivateInOrder};
