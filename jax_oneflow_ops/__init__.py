@@ -36,7 +36,19 @@ from jax_oneflow_ops.elementwise import (
     where,
 )
 from jax_oneflow_ops.permute import permute
-from jax_oneflow_ops.scatter import embedding_lookup, scatter_add, segment_sum
+from jax_oneflow_ops.scatter import (
+    embedding_lookup,
+    scatter_add,
+    scatter_max,
+    scatter_min,
+    scatter_mul,
+    segment_max,
+    segment_mean,
+    segment_min,
+    segment_prod,
+    segment_softmax,
+    segment_sum,
+)
 from jax_oneflow_ops.upsample import resize, upsample_nearest2d
 
 if TYPE_CHECKING:
@@ -71,6 +83,14 @@ __all__ = [
     "resize",
     "scale",
     "scatter_add",
+    "scatter_max",
+    "scatter_min",
+    "scatter_mul",
+    "segment_max",
+    "segment_mean",
+    "segment_min",
+    "segment_prod",
+    "segment_softmax",
     "segment_sum",
     "sigmoid",
     "silu",

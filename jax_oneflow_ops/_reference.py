@@ -164,6 +164,25 @@ def scatter_add(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing
 ) -> jax.Array:
     """Sums of rows into an operand, narrow floats in f32, rounded once."""
+    return _scatter(lax.scatter_add, operand, ids, updates, indexing)
+
+
+@in_own_precision
+def scatter_reduce(
+    operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing, reducer: str
+) -> jax.Array:
+    """Maxima, minima or products, these narrow floats' in f32, rounded once."""
+    functions = {"max": lax.scatter_max, "min": lax.scatter_min, "multiply": lax.scatter_mul}
+    return _scatter(functions[reducer], operand, ids, updates, indexing)
+
+
+def _scatter(
+    function: Callable[..., jax.Array],
+    operand: jax.Array,
+    ids: jax.Array,
+    updates: jax.Array,
+    indexing: Indexing,
+) -> jax.Array:
     rows = indexing.rows(operand.shape)
     rank = indexing.index_rank(ids)
     shape, dtype = operand.shape, operand.dtype
@@ -174,11 +193,12 @@ def scatter_add(
         return operand.reshape(shape)
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
         operand, updates = operand.astype(jnp.float32), updates.astype(jnp.float32)
+    is_sum = function is lax.scatter_add
 
-    def add(ids: jax.Array, operand: jax.Array, updates: jax.Array) -> jax.Array:
-        if indexing.deterministic and jnp.issubdtype(dtype, jnp.inexact):
+    def scatter(ids: jax.Array, operand: jax.Array, updates: jax.Array) -> jax.Array:
+        if is_sum and indexing.deterministic and jnp.issubdtype(dtype, jnp.inexact):
             return _add_by_sorting(operand, ids, updates, indexing)
-        return lax.scatter_add(
+        return function(
             operand,
             indexing.wrapped(ids, rows)[..., None],
             updates,
@@ -188,7 +208,7 @@ def scatter_add(
             mode=_mode(indexing),
         )
 
-    return _batched(add, indexing)(ids, operand, updates).astype(dtype).reshape(shape)
+    return _batched(scatter, indexing)(ids, operand, updates).astype(dtype).reshape(shape)
 
 
 @in_own_precision

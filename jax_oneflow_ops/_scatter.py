@@ -1,8 +1,9 @@
 """The primitives of sums and gathers of rows, and their rules.
 
-There are three: sums into zeros (segment_sum), sums into an operand (scatter_add) and gathers.
-Sums into zeros and gathers are each other's transposes. All of them have the parameter `indexing`,
-which says what the operands' dimensions mean.
+There are four: sums into zeros (segment_sum), sums into an operand (scatter_add), maxima, minima
+or products with an operand (scatter_reduce), and gathers. Sums into zeros and gathers are each
+other's transposes. All of them have the parameter `indexing`, which says what the operands'
+dimensions mean.
 """
 
 import contextlib
@@ -28,13 +29,15 @@ _SUMMED = frozenset(
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     )
 )
+_REDUCED = frozenset(dtype for dtype in _SUMMED if dtype.kind != "c")
 _INT32_MAX = 2**31 - 1
 _AS_STORED = Indexing()  # ids are rows already, or out of range
 
 
-def is_summed(dtype: Any) -> bool:
-    """Whether there are kernels that add up elements of `dtype`."""
-    return not jnp.issubdtype(dtype, jax.dtypes.extended) and jnp.dtype(dtype) in _SUMMED
+def is_summed(dtype: Any, reducer: str = "add") -> bool:
+    """Whether there are kernels that reduce elements of `dtype`."""
+    reduced = _SUMMED if reducer == "add" else _REDUCED
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and jnp.dtype(dtype) in reduced
 
 
 def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
@@ -95,7 +98,9 @@ def _segment_sum_type(
     return _typed(data, ids, (num_segments,), (spec,), rank, indexing).update(weak_type=False)
 
 
-def _scatter_add_type(operand: Any, ids: Any, updates: Any, *, indexing: Indexing) -> Any:
+def _scatter_add_type(
+    operand: Any, ids: Any, updates: Any, *, indexing: Indexing, reducer: str = "add"
+) -> Any:
     rank = indexing.row_rank
     rows = slice(indexing.batch, indexing.batch + rank)
     spec = [_unless_index_has_it(s, ids, indexing) for s in operand.sharding.spec[rows]]
@@ -132,7 +137,7 @@ def _segment_sum_sharding_rule(
 
 
 def _scatter_add_sharding_rule(
-    operand: Any, ids: Any, _: Any, *, indexing: Indexing
+    operand: Any, ids: Any, _: Any, *, indexing: Indexing, reducer: str = "add"
 ) -> _primitive.ShardingRule:
     rank = indexing.row_rank
     of_ids, index, batch, trailing = _names(ids, len(operand.shape) - rank, indexing)
@@ -205,6 +210,42 @@ def _scatter_add_on_shard(
     return _primitive.sum_over(shard.summed, sums, add)
 
 
+def _scatter_reduce_on_shard(
+    call: Callable[..., Any],
+    shard: _primitive.Shard,
+    operand: Any,
+    ids: Any,
+    updates: Any,
+    *,
+    indexing: Indexing,
+    reducer: str,
+) -> jax.Array:
+    """Each device reduces its updates, and the results are reduced; a product of ones."""
+    ids, indexing, _ = _in_shard(ids, indexing.rows(operand.shape), shard, indexing)
+    is_product = bool(shard.summed) and reducer == "multiply"
+    start = jnp.ones_like(operand) if is_product else operand
+    result: jax.Array = call(start, ids, updates, indexing=indexing, reducer=reducer)
+    if is_product:
+        all_gather: Callable[..., Any] = jax.lax.all_gather
+        products = all_gather(result, shard.summed)
+        products = products.astype(_wide(result.dtype))
+        product: jax.Array = operand * jnp.prod(products, 0, dtype=products.dtype)
+        return product.astype(result.dtype)
+    if shard.summed:
+        reduce: Callable[..., Any] = jax.lax.pmax if reducer == "max" else jax.lax.pmin
+        # All-reduces need not keep NaNs.
+        is_nan = jax.lax.psum((result != result).astype(jnp.int32), shard.summed) > 0
+        nan = jnp.full_like(result, jnp.nan) if result.dtype.kind not in "iu" else result
+        result = jnp.where(is_nan, nan, reduce(result, shard.summed))
+    return result
+
+
+def _wide(dtype: Any) -> Any:
+    """What values of a dtype are computed in."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
 def _gather_rows_on_shard(
     call: Callable[..., Any],
     shard: _primitive.Shard,
@@ -229,9 +270,15 @@ def _gather_rows_on_shard(
 
 
 def _add_rows(
-    platform: str, operand: Any, ids: Any, updates: Any, rows: int, indexing: Indexing
+    platform: str,
+    operand: Any,
+    ids: Any,
+    updates: Any,
+    rows: int,
+    indexing: Indexing,
+    reducer: str = "add",
 ) -> Any:
-    """Sums rows of `updates` into `operand`, or into zeros if that is None."""
+    """Reduces rows of `updates` into `operand`, or sums them into zeros if that is None."""
     n, rank, dtype = indexing.batch, indexing.index_rank(ids), updates.dtype
     trailing = updates.shape[n + rank :]
     shape = (*updates.shape[:n], rows, *trailing) if operand is None else operand.shape
@@ -241,14 +288,15 @@ def _add_rows(
         # Exact modulo any power of two, and the kernels have no atomics of fewer bits.
         wide = None if operand is None else operand.astype(jnp.int32)
         updates = updates.astype(jnp.int32)
-        return _add_rows(platform, wide, ids, updates, rows, indexing).astype(dtype)
+        return _add_rows(platform, wide, ids, updates, rows, indexing, reducer).astype(dtype)
     batch, inner = math.prod(shape[:n]), math.prod(trailing)
     updates = updates.reshape(batch, -1, inner)
     ids = ids.reshape(1 if indexing.shared else batch, -1)
     # Integers have the same sum in any order.
     ordered = indexing.deterministic and bool(jnp.issubdtype(dtype, jnp.inexact))
+    ordered = ordered and reducer not in ("max", "min")
     p = _scatter_policy.Problem(
-        *(platform, batch, updates.shape[1], rows, inner, dtype),
+        *(platform, batch, updates.shape[1], rows, inner, dtype, reducer),
         ordered=ordered,
         is_sorted=indexing.indices_are_sorted,
     )
@@ -337,7 +385,7 @@ def _call(
     Operand and result are not reshaped: XLA would copy the operand for it, even if it is donated.
     """
     call = jax.ffi.ffi_call(
-        f"jof_scatter_add_{plan.strategy}",
+        f"jof_scatter_{p.reducer}_{plan.strategy}",
         (
             jax.ShapeDtypeStruct(shape, p.dtype),
             jax.ShapeDtypeStruct(plan.scratch, p.compute_dtype),
@@ -371,6 +419,15 @@ def _scatter_add_native(
     platform: str, operand: Any, ids: Any, updates: Any, *, indexing: Indexing
 ) -> Any:
     return _add_rows(platform, operand, ids, updates, indexing.rows(operand.shape), indexing)
+
+
+def _scatter_reduce_native(
+    platform: str, operand: Any, ids: Any, updates: Any, *, indexing: Indexing, reducer: str
+) -> Any:
+    if not is_summed(operand.dtype, reducer):
+        return _reference.scatter_reduce(operand, ids, updates, indexing=indexing, reducer=reducer)
+    rows = indexing.rows(operand.shape)
+    return _add_rows(platform, operand, ids, updates, rows, indexing, reducer)
 
 
 def _gather_rows_native(
@@ -498,8 +555,8 @@ def _sum_call(updates: Any, ids: Any, rows: int, indexing: Indexing) -> _policy.
 
 
 def _width(inner: int, rows: Any) -> str:
-    is_wide = inner * rows.dtype.itemsize >= _scatter_policy.WIDE_ROW_BYTES
-    return "elements" if inner == 1 else "wide rows" if is_wide else "narrow rows"
+    is_narrow = inner * rows.dtype.itemsize <= 32  # a sector
+    return "elements" if inner == 1 else "narrow rows" if is_narrow else "wide rows"
 
 
 def _gather_call(table: Any, ids: Any, *, indexing: Indexing, **_: Any) -> _policy.Call:
@@ -537,6 +594,16 @@ scatter_add_p = _primitive.define(
     call=lambda operand, ids, updates, *, indexing: _sum_call(
         updates, ids, indexing.rows(operand.shape), indexing
     ),
+)
+scatter_reduce_p = _primitive.define(
+    "jof_scatter_reduce",
+    function="scatter_reduce",
+    abstract_eval=_scatter_add_type,
+    reference=_reference.scatter_reduce,
+    native=_scatter_reduce_native,
+    sharding_rule=_scatter_add_sharding_rule,
+    on_shard=_scatter_reduce_on_shard,
+    batch=_scatter_add_batch,
 )
 gather_rows_p = _primitive.define(
     "jof_gather_rows",
@@ -610,6 +677,60 @@ def _scatter_add_transpose(
     return cts
 
 
+def _scatter_reduce_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    reducer: str,
+    indexing: Indexing,
+    implementation: str | None,
+) -> Any:
+    """As of `jax.lax.scatter_max`: values that are equal to the result share its tangent."""
+    operand, ids, updates = primals
+    of_operand, _, of_updates = tangents
+    params: dict[str, Any] = {"indexing": indexing, "implementation": implementation}
+    reduce = functools.partial(bind, scatter_reduce_p, reducer=reducer, **params)
+    result = reduce(operand, ids, updates)
+    no_tangent = ad.Zero(jax.typeof(result).to_tangent_aval())
+    if isinstance(of_operand, ad.Zero) and isinstance(of_updates, ad.Zero):
+        return result, no_tangent
+
+    def add(rows: Any) -> Any:
+        return _sum_into_rows_of(jax.typeof(result), rows, ids, **params)
+
+    terms: list[Any] = []
+    if reducer == "multiply":
+        if not isinstance(of_operand, ad.Zero):
+            terms.append(reduce(of_operand, ids, updates))
+        if not isinstance(of_updates, ad.Zero):
+            if not indexing.unique_indices:
+                raise NotImplementedError(
+                    "scatter_mul: the derivative with respect to updates needs unique_indices=True,"
+                    " as that of jax.lax.scatter_mul does"
+                )
+            terms.append(operand * add(of_updates))
+        return result, sum(terms[1:], start=terms[0])
+    is_hit = updates == bind(gather_rows_p, result, ids, fill="zero", **params)
+    is_kept = operand == result
+    hits = add(is_hit.astype(updates.dtype)) + is_kept.astype(result.dtype)
+    if not isinstance(of_operand, ad.Zero):
+        terms.append(jnp.where(is_kept, of_operand, jnp.zeros_like(of_operand)))
+    if not isinstance(of_updates, ad.Zero):
+        terms.append(add(jnp.where(is_hit, of_updates, jnp.zeros_like(of_updates))))
+    # Nothing equals NaN.
+    return result, sum(terms[1:], start=terms[0]) / jnp.maximum(hits, 1)
+
+
+def _scatter_reduce_transpose(
+    ct: Any, operand: Any, ids: Any, updates: Any, **params: Any
+) -> list[Any]:
+    """Of a product, which is linear in the operand."""
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(operand.aval), None, None]
+    result = bind(scatter_reduce_p, ct, ids, updates, **params)
+    return [_compat.with_sharding_of(result, operand.aval), None, None]
+
+
 def _jvp_of_rows(
     primitive: core.Primitive,
     primals: Sequence[Any],
@@ -637,3 +758,17 @@ _primitive.define_derivatives(
     transpose=_gather_rows_transpose,
 )
 _primitive.define_derivatives(scatter_add_p, jvp=_scatter_add_jvp, transpose=_scatter_add_transpose)
+_primitive.define_derivatives(
+    scatter_reduce_p, jvp=_scatter_reduce_jvp, transpose=_scatter_reduce_transpose
+)
+
+
+def rows_like(
+    data: Any, ids: Any, value: Any, *, num_segments: int, rows_spec: Any, indexing: Indexing
+) -> jax.Array:
+    """Rows of one value, of the type that the sums of data's segments have."""
+    args = _compat.join_varying_axes(data, ids)
+    aval = _segment_sum_type(
+        *map(jax.typeof, args), num_segments=num_segments, rows_spec=rows_spec, indexing=indexing
+    )
+    return _compat.with_sharding_of(jnp.full(aval.shape, value, aval.dtype), aval)

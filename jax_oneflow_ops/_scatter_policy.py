@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """`batch` independent problems: `updates` rows of `inner` elements summed into `rows` rows.
+    """`batch` independent problems: `updates` rows of `inner` elements combined into `rows` rows.
 
     Sizes may be variables of `jax.export`.
     """
@@ -23,6 +23,7 @@ class Problem:
     rows: int
     inner: int
     dtype: Any
+    reducer: str = "add"  # or "max", "min", "multiply"
     ordered: bool = False  # the order of summation must be the same on every run
     is_sorted: bool = False  # ids are, by the caller's promise
 
@@ -59,20 +60,42 @@ class Plan:
     sort: bool = False
 
 
-# Times are of an H200, 16M values or 1M rows of 128; `python -m benchmarks --suite scatter`
-# measures them.
-
-# On CUDA sums are private to a block while they fit its shared memory: 37 us for 1024 sums and
-# 60 us for 10,000, where atomics take 1430 and 360 us. Sums in a fixed order need a copy for each
-# of at least eight warps. Adding up the copies costs as much as that many atomics a sum, and
-# atomics of few updates are done by then: 1024 rows of 128 take 4 us, and 8 by copies. Many wide
-# rows are sorted faster: 64k of 128 values in 31 us, where copies take 44.
+# On CUDA sums of single values are private to a block while they fit its shared memory and are hit
+# often: 16M values into 1024 sums take 40 us on an H200, into 10,000 57 us, where atomics take 270
+# and 190. So are narrow rows with room for eight copies a block. Fewer updates are done before the
+# blocks have added up their sums. Wider rows are faster by atomics: 50k of 128 bf16 into 29 take
+# 16 us, and 38 so. Sums in a fixed order need a copy for each of at least eight warps. A block
+# takes 8192 elements at once, and more blocks than the GPU has gain nothing.
 PRIVATE_BYTES = 160 * 1024
+PRIVATE_ROW_BYTES = 20 * 1024
 PRIVATE_ORDERED_BYTES = 16 * 1024
+PRIVATE_INNER = 4
 PRIVATE_HITS = 64
-PRIVATE_UPDATES = 2048
-PRIVATE_ROW_ELEMENTS = 2**22
+PRIVATE_ELEMENTS = 2**18
 PRIVATE_PARTS = 128
+PRIVATE_PART_ELEMENTS = 8192
+# Else CUDA adds by atomics or sorts, whichever is expected to be sooner on an H200. Atomics take
+# 15 ps for each sector of 32 bytes where ids are uniform. A row may be hot, so they are expected to
+# take 1.6 times as long, and 2.5 times where rows are no power of two and warps cannot combine
+# them. A sort by id takes 30 us and 20 ps a row, to sum what is sorted 27 ps a row: 1M rows of 128
+# bf16 take 131 us sorted and 208 by atomics, 1M rows of 32 91 and 62, or 98 and 340 where ids have
+# a Zipf distribution. Both move bytes at 3.6 TB/s beside that.
+SECTOR_BYTES = 32
+ATOMIC_US = 15e-6
+HOT, HOT_ODD = 1.6, 2.5
+SORT_US = 30
+SORTED_ROW_US = 47e-6
+BYTES_PER_US = 3.6e6
+# Atomics add to so many copies of the sums: they are written before and read after, so all of them
+# have at most an eighth of the updates' bytes. With 16 copies 4.5M rows of 8 bf16 take 150 us where
+# ids have a Zipf distribution, with one 885; with 64, 117. Few updates are done sooner than copies.
+ATOMIC_COPIES = 32
+ATOMIC_UPDATE_BYTES = 8
+ATOMIC_COPY_ELEMENTS = 2**15
+# 16-bit sums by atomics go through f32 while that is not much larger than what else is moved. If it
+# is, so few updates are rounded at each addition, and more are sorted.
+SCRATCH_ROWS = 16
+FEW_UPDATES = 8192
 # On CPUs narrow rows are summed into private copies if they hit each row once on average, wide ones
 # if they do so often. There are at least two copies, and more while each is hit often.
 CPU_PRIVATE_INNER = 8
@@ -89,15 +112,6 @@ CPU_CHUNK = 1024
 ELEMENT_CHUNK = 4096
 ROW_CHUNKS = 1024
 ROW_CHUNK = 128
-# On CUDA rows are sorted from this width and size on: 125 us in 16 bits where vector atomics take
-# 132 us if no row is hot, and far more if one is: 64k rows take 26 us, or 400 if half of them meet,
-# and 33 to 40 sorted. Smaller problems are done before a sort has begun, and so are few rows of
-# more bits, hot or not.
-WIDE_ROW_BYTES = 32
-SORT_BYTES = 4 * 2**20
-FEW_UPDATES = 8192
-# 16-bit sums by atomics go through f32 while that is not much larger than what else is moved.
-SCRATCH_ROWS = 16
 # Counters that a counting sort may have for each key; a comparison sort is faster beyond.
 CPU_COUNTERS_PER_KEY = 4
 
@@ -105,49 +119,72 @@ CPU_COUNTERS_PER_KEY = 4
 def plan(p: Problem) -> Plan:
     """The strategy for a problem that is not empty."""
     sums = (p.batch, p.rows, p.inner)
-    if not p.has_known_sizes():  # what is right at any size
-        if p.platform == "cpu":
-            return Plan("private", (CPU_SOME_PARTS, *sums))
-        return (
-            _sorted_first(p) if p.ordered else Plan("atomic", sums if p.is_rounded() else (0,) * 3)
-        )
     if p.platform == "cpu":
-        return _plan_on_cpu(p)
-    row_bytes = p.inner * int(p.dtype.itemsize)
-    few = p.batch * p.updates <= FEW_UPDATES
-    has_scratch = p.is_rounded() and p.rows <= SCRATCH_ROWS * p.updates
-    is_wide = row_bytes >= WIDE_ROW_BYTES
-    is_big = is_wide and p.batch * p.updates * row_bytes >= SORT_BYTES
-    sort = (
-        p.ordered
-        or (is_big and (p.is_rounded() or not few))
-        or (p.is_rounded() and not few and not has_scratch)
+        return _plan_on_cpu(p) if p.has_known_sizes() else Plan("private", (CPU_SOME_PARTS, *sums))
+    if p.reducer == "multiply":  # for which there are no atomics
+        return _sorted(p)
+    if not p.has_known_sizes():  # what is right at any size
+        return _sorted(p) if p.ordered else Plan("atomic", (1, *sums) if _in_scratch(p) else _NONE)
+    sort = p.ordered or _sorted_us(p) < _atomic_us(p)
+    if p.batch == 1 and not p.is_sorted and p.updates >= PRIVATE_HITS * p.rows:
+        elements = p.updates * p.inner
+        limit = PRIVATE_BYTES if p.is_element() else PRIVATE_ROW_BYTES
+        few = p.inner <= PRIVATE_INNER and elements >= PRIVATE_ELEMENTS
+        if _sum_bytes(p) <= PRIVATE_ORDERED_BYTES if p.ordered else few and _sum_bytes(p) <= limit:
+            parts = min(PRIVATE_PARTS, -(-elements // PRIVATE_PART_ELEMENTS))
+            return Plan("private", (parts, *sums))
+    if sort or p.is_sorted:
+        return _sorted(p)
+    if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:
+        return Plan("atomic", _NONE) if p.batch * p.updates <= FEW_UPDATES else _sorted(p)
+    room = min(
+        _update_bytes(p) // (ATOMIC_UPDATE_BYTES * _sum_bytes(p)),
+        p.batch * p.updates * p.inner // ATOMIC_COPY_ELEMENTS,
     )
-    limit = PRIVATE_ORDERED_BYTES if p.ordered else PRIVATE_BYTES
-    fits = p.batch == 1 and p.rows * p.inner * int(p.compute_dtype.itemsize) <= limit
-    soon = p.updates <= PRIVATE_UPDATES and not p.ordered  # a fixed order has no atomics
-    many = sort and is_wide and p.updates * p.inner > PRIVATE_ROW_ELEMENTS
-    if fits and p.updates >= PRIVATE_HITS * p.rows and not (p.is_sorted or soon or many):
-        return Plan("private", (PRIVATE_PARTS, *sums))
-    if p.is_sorted:
-        return Plan("sorted", _chunks(p))
-    if sort:
-        return _sorted_first(p)
-    return Plan("atomic", sums if has_scratch else (0, 0, 0))
+    copies = 1 << max(1, min(ATOMIC_COPIES, room)).bit_length() - 1
+    return Plan("atomic", (copies, *sums) if copies > 1 or _in_scratch(p) else _NONE)
+
+
+_NONE = (0, 0, 0)
+
+
+def _in_scratch(p: Problem) -> bool:
+    """Whether even one copy of what atomics make is not the result."""
+    return p.is_rounded() or p.reducer != "add"
+
+
+def _sum_bytes(p: Problem) -> int:
+    return p.batch * p.rows * p.inner * int(p.compute_dtype.itemsize)
+
+
+def _update_bytes(p: Problem) -> int:
+    return p.batch * p.updates * p.inner * int(p.dtype.itemsize)
+
+
+def _atomic_us(p: Problem) -> float:
+    row = p.inner * int(p.compute_dtype.itemsize)
+    sectors = row / SECTOR_BYTES if row % SECTOR_BYTES == 0 else 1 + (row - 4) / SECTOR_BYTES
+    sectors *= HOT if p.inner & (p.inner - 1) == 0 else HOT_ODD
+    passes = 2 * _sum_bytes(p) if _in_scratch(p) else 0
+    return ATOMIC_US * p.batch * p.updates * sectors + passes / BYTES_PER_US
+
+
+def _sorted_us(p: Problem) -> float:
+    return SORT_US + SORTED_ROW_US * p.batch * p.updates + _update_bytes(p) / BYTES_PER_US
 
 
 def _plan_on_cpu(p: Problem) -> Plan:
     hits = 1 if p.inner <= CPU_PRIVATE_INNER else CPU_PRIVATE_HITS
     short = p.inner == 1 and p.updates <= CPU_RUN * p.rows
-    if p.updates >= hits * p.rows and (short or not p.is_sorted):
+    if p.reducer != "multiply" and p.updates >= hits * p.rows and (short or not p.is_sorted):
         by_hits = max(2, p.updates // (CPU_PART_HITS * p.rows))
         parts = min(CPU_PRIVATE_PARTS, by_hits, -(-p.updates // CPU_PART_UPDATES))
         return Plan("private", (parts, p.batch, p.rows, p.inner))
-    return Plan("sorted", _chunks(p)) if p.is_sorted else _sorted_first(p)
+    return _sorted(p)
 
 
-def _sorted_first(p: Problem) -> Plan:
-    return Plan("sorted", _chunks(p.flat()), sort=True)
+def _sorted(p: Problem) -> Plan:
+    return Plan("sorted", _chunks(p if p.is_sorted else p.flat()), sort=not p.is_sorted)
 
 
 def _chunks(p: Problem) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Sums of rows that indices name, and the lookup of rows: segment sums, scatter-add, embeddings."""
+"""Rows that indices name: their sums, maxima, minima and products, and their lookup."""
 
 import functools
 import operator
@@ -95,54 +95,355 @@ def segment_sum(
       >>> print(jax.grad(lambda x: (jof.segment_sum(x, ids, 4) ** 2).sum())(data))
       [ 2.  2. 10. 10.  0.]
     """
-    name = "segment_sum"
-    choice = _native.choose_implementation(name, implementation)
-    data = _checks.as_array(name, "data", data, numbers=True)
-    _check_summed(name, "data", data)
-    ids = _checks.as_ids(name, "segment_ids", segment_ids)
-    num_segments = _number_of_segments(num_segments, segment_ids)
-    ids = _checks.as_ids(name, "segment_ids", segment_ids, num_segments)
-    shape = (*ids.shape, *data.shape[1:])
-    data = _broadcast(name, "data", data, shape, "segment_ids.shape + data.shape[1:]")
-    data = data.astype(data.dtype)  # a strong type, whose gradient is as weak as data
-    indexing = Indexing(
-        clip=_clips(name, mode),
+    return _segments(
+        *("segment_sum", "add", data, segment_ids, num_segments, bucket_size, mode, out_sharding),
+        implementation=implementation,
         indices_are_sorted=bool(indices_are_sorted),
         unique_indices=bool(unique_indices),
         deterministic=bool(deterministic),
     )
-    total = functools.partial(
-        _segment_sum, num_segments=num_segments, indexing=indexing, choice=choice
+
+
+@_checks.in_own_precision
+def segment_max(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.NamedSharding | jax.P | None = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The maximum of each segment. Replaces `jax.ops.segment_max`.
+
+    Segments without rows have -inf, or the least integer.
+
+    Args:
+      data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, or integers of 8 to 64
+        bits.
+      segment_ids: integers of any dtype, of shape ``(n,)``, in any order. In general `data` is
+        broadcast to ``segment_ids.shape + data.shape[1:]``.
+      num_segments: the number of rows of the result; None: ``max(segment_ids) + 1``, which needs
+        concrete ids. Inside `jax.jit` it must be given.
+      indices_are_sorted: a promise that `segment_ids` ascends. Where it is broken the
+        result is wrong.
+      unique_indices: a promise that no id occurs twice.
+      bucket_size: reduces the rows of each `bucket_size` consecutive ids by themselves, then the
+        buckets' results.
+      mode: what ids that are out of range do, as in `segment_sum`.
+      out_sharding: the sharding of the result over Explicit axes, as in `segment_sum`.
+      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
+
+    Returns:
+      An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `segment_sum`.
+
+    Numerics:
+      Exact. A NaN makes the segment's result NaN. Of zeros either sign may be the result.
+
+    Differentiation and sharding:
+      Equal values share the cotangent of their segment's result equally, as in JAX; to any order.
+      Shards as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> data, ids = jnp.array([3.0, 1.0, 2.0, 5.0]), jnp.array([0, 0, 2, 2])
+      >>> print(jof.segment_max(data, ids, 3))
+      [  3. -inf   5.]
+    """
+    return _segments(
+        *("segment_max", "max", data, segment_ids, num_segments, bucket_size, mode, out_sharding),
+        implementation=implementation,
+        indices_are_sorted=bool(indices_are_sorted),
+        unique_indices=bool(unique_indices),
     )
-    if bucket_size is None:
-        if out_sharding is None:
-            return total(data, ids)
-        result = total(data, ids, rows_spec=_rows_spec(out_sharding))
-        resharded: jax.Array = jax.sharding.reshard(result, out_sharding)  # or it says why not
-        return resharded
-    if out_sharding is not None:
-        raise NotImplementedError(
-            f"{name}: out_sharding together with bucket_size is not supported, as it is not by "
-            "jax.ops.segment_sum; shard the result with jax.sharding.reshard"
+
+
+@_checks.in_own_precision
+def segment_min(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.NamedSharding | jax.P | None = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The minimum of each segment. Replaces `jax.ops.segment_min`.
+
+    Segments without rows have inf, or the greatest integer.
+
+    Args:
+      data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, or integers of 8 to 64
+        bits.
+      segment_ids: integers of any dtype, of shape ``(n,)``, in any order. In general `data` is
+        broadcast to ``segment_ids.shape + data.shape[1:]``.
+      num_segments: the number of rows of the result; None: ``max(segment_ids) + 1``, which needs
+        concrete ids. Inside `jax.jit` it must be given.
+      indices_are_sorted: a promise that `segment_ids` ascends. Where it is broken the
+        result is wrong.
+      unique_indices: a promise that no id occurs twice.
+      bucket_size: reduces the rows of each `bucket_size` consecutive ids by themselves, then the
+        buckets' results.
+      mode: what ids that are out of range do, as in `segment_sum`.
+      out_sharding: the sharding of the result over Explicit axes, as in `segment_sum`.
+      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
+
+    Returns:
+      An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `segment_sum`.
+
+    Numerics:
+      Exact. A NaN makes the segment's result NaN. Of zeros either sign may be the result.
+
+    Differentiation and sharding:
+      Equal values share the cotangent of their segment's result equally, as in JAX; to any order.
+      Shards as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> data, ids = jnp.array([3.0, 1.0, 2.0, 5.0]), jnp.array([0, 0, 2, 2])
+      >>> print(jof.segment_min(data, ids, 3))
+      [ 1. inf  2.]
+    """
+    return _segments(
+        *("segment_min", "min", data, segment_ids, num_segments, bucket_size, mode, out_sharding),
+        implementation=implementation,
+        indices_are_sorted=bool(indices_are_sorted),
+        unique_indices=bool(unique_indices),
+    )
+
+
+@_checks.in_own_precision
+def segment_prod(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: jax.NamedSharding | jax.P | None = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The product of each segment. Replaces `jax.ops.segment_prod`.
+
+    Segments without rows have 1. Rows are sorted by id first, unless they are already.
+
+    Args:
+      data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, or integers of 8 to 64
+        bits.
+      segment_ids: integers of any dtype, of shape ``(n,)``, in any order. In general `data` is
+        broadcast to ``segment_ids.shape + data.shape[1:]``.
+      num_segments: the number of rows of the result; None: ``max(segment_ids) + 1``, which needs
+        concrete ids. Inside `jax.jit` it must be given.
+      indices_are_sorted: a promise that `segment_ids` ascends. Where it is broken the
+        result is wrong.
+      unique_indices: a promise that no id occurs twice, which the derivative needs.
+      bucket_size: reduces the rows of each `bucket_size` consecutive ids by themselves, then the
+        buckets' results.
+      mode: what ids that are out of range do, as in `segment_sum`.
+      out_sharding: the sharding of the result over Explicit axes, as in `segment_sum`.
+      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
+
+    Returns:
+      An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `segment_sum`.
+
+    Numerics:
+      Integers are exact modulo 2^k. Floats are multiplied in their own dtype, 16-bit values in
+      float32 and rounded once.
+
+    Differentiation and sharding:
+      With respect to `data`, where `unique_indices` is given, as in JAX; to any order. Shards as
+      `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> data, ids = jnp.array([3.0, 1.0, 2.0, 5.0]), jnp.array([0, 0, 2, 2])
+      >>> print(jof.segment_prod(data, ids, 3))
+      [ 3.  1. 10.]
+    """
+    return _segments(
+        *(
+            "segment_prod",
+            "multiply",
+            data,
+            segment_ids,
+            num_segments,
+            bucket_size,
+            mode,
+            out_sharding,
+        ),
+        implementation=implementation,
+        indices_are_sorted=bool(indices_are_sorted),
+        unique_indices=bool(unique_indices),
+    )
+
+
+@_checks.in_own_precision
+def segment_mean(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    *,
+    deterministic: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The mean of each segment: `segment_sum` over the number of rows. Replaces jraph's.
+
+    Segments without rows have 0.
+
+    Args:
+      data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64 or complex.
+      segment_ids: integers, as in `segment_sum`.
+      num_segments: the number of segments, as in `segment_sum`.
+      indices_are_sorted: a promise that `segment_ids` ascends, as in `segment_sum`.
+      unique_indices: a promise that no id occurs twice.
+      deterministic: the same bits on every run, as in `segment_sum`.
+      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
+
+    Returns:
+      An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
+
+    Raises:
+      TypeError: `data` has another dtype. Else as `segment_sum`.
+
+    Numerics:
+      Those of `segment_sum`; a second rounding is the division's. The sum of float16 values may
+      overflow where their mean would not.
+
+    Differentiation and sharding:
+      As of `segment_sum`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> data, ids = jnp.array([3.0, 1.0, 2.0, 5.0]), jnp.array([0, 0, 2, 2])
+      >>> print(jof.segment_mean(data, ids, 3))
+      [2.  0.  3.5]
+    """
+    name = "segment_mean"
+    data = _checks.as_array(name, "data", data, numbers=True)
+    if not jnp.issubdtype(data.dtype, jnp.inexact):
+        raise TypeError(
+            f"{name}: data must be floating or complex, got {data.dtype}; cast it first"
         )
-    size = _integer(name, "bucket_size", bucket_size)
-    if size <= 0:
-        raise ValueError(f"{name}: bucket_size must be positive, got {bucket_size!r}")
-    if ids.ndim != 1:
-        raise ValueError(
-            f"{name}: segment_ids must have one dimension if bucket_size is given, got shape "
-            f"{ids.shape}"
+    ids = _checks.as_ids(name, "segment_ids", segment_ids)
+    size = _number_of_segments(name, num_segments, segment_ids)
+    flags: dict[str, Any] = {
+        "implementation": implementation,
+        "indices_are_sorted": bool(indices_are_sorted),
+        "unique_indices": bool(unique_indices),
+    }
+    ordered = bool(deterministic)
+    total = _segments(
+        name, "add", data, ids, size, None, None, None, deterministic=ordered, **flags
+    )
+    ones = jnp.ones(ids.shape, jnp.int32)
+    count = _segments(name, "add", ones, ids, size, None, None, None, **flags)
+    wide = jnp.promote_types(data.dtype, jnp.float32)
+    divisor = jnp.maximum(count, 1).reshape(-1, *(1,) * (total.ndim - 1)).astype(wide)
+    mean: jax.Array = (total.astype(wide) / divisor).astype(data.dtype)
+    return mean
+
+
+@_checks.in_own_precision
+def segment_softmax(
+    logits: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    *,
+    deterministic: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The softmax over the rows of each segment. Replaces jraph's.
+
+    Args:
+      logits: array of shape ``(n, ...)``: float16, bfloat16, float32 or float64.
+      segment_ids: integers, as in `segment_sum`.
+      num_segments: the number of segments, as in `segment_sum`.
+      indices_are_sorted: a promise that `segment_ids` ascends, as in `segment_sum`.
+      unique_indices: a promise that no id occurs twice.
+      deterministic: the same bits on every run, as in `segment_sum`.
+      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
+
+    Returns:
+      An array of logits' shape and dtype; 0 where an id names no segment.
+
+    Raises:
+      TypeError: `logits` has another dtype. Else as `segment_sum`.
+
+    Numerics:
+      Each segment's maximum is subtracted first. 16-bit values are computed in float32; the terms
+      of the segments' sums are rounded to 16 bits before they are summed.
+
+    Differentiation and sharding:
+      To any order. The maximum has no part in it. Sharding: as of `segment_sum`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.segment_softmax(jnp.zeros(3), jnp.array([0, 0, 1]), 2))
+      [0.5 0.5 1. ]
+    """
+    name = "segment_softmax"
+    logits = _checks.as_array(name, "logits", logits)
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"{name}: logits must be floating, got {logits.dtype}; cast them first")
+    ids = _checks.as_ids(name, "segment_ids", segment_ids)
+    size = _number_of_segments(name, num_segments, segment_ids)
+    ids = _checks.as_ids(name, "segment_ids", segment_ids, size)
+    flags: dict[str, Any] = {
+        "indices_are_sorted": bool(indices_are_sorted),
+        "unique_indices": bool(unique_indices),
+        "deterministic": bool(deterministic),
+    }
+    reduce: Any = functools.partial(
+        _segments,
+        name,
+        segment_ids=ids,
+        num_segments=size,
+        bucket_size=None,
+        mode=None,
+        out_sharding=None,
+        implementation=implementation,
+        **flags,
+    )
+
+    def of_segment(values: Any, missing: float) -> Any:
+        result: Any = _scatter.bind(
+            _scatter.gather_rows_p,
+            values,
+            ids,
+            fill=np.asarray(missing, values.dtype).tobytes(),
+            indexing=Indexing(**flags),
+            implementation=_native.choose_implementation(name, implementation),
         )
-    # The buckets are a batch; zeros fill the last one up.
-    buckets = -(-ids.size // size)  # also of symbolic sizes
-    missing = buckets * size - ids.size
-    # Padding has no gradient in 64 bits where those are not enabled.
-    zeros = jnp.zeros((missing, *data.shape[1:]), data.dtype)
-    data = jnp.concatenate([data, zeros])
-    data = data.reshape(buckets, size, *data.shape[1:])
-    ids = jnp.pad(ids, (0, missing), constant_values=num_segments).reshape(buckets, size)
-    sums = jax.vmap(total)(data, ids)
-    return jnp.sum(sums, axis=0, dtype=data.dtype)
+        return result.astype(wide)
+
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    most = reduce("max", jax.lax.stop_gradient(logits))
+    # What names no segment is exp(-inf).
+    terms = jnp.exp(logits.astype(wide) - of_segment(most, np.inf))
+    totals = reduce("add", terms.astype(logits.dtype))
+    result: jax.Array = (terms / of_segment(totals, 1)).astype(logits.dtype)
+    return result
 
 
 @_checks.in_own_precision
@@ -215,36 +516,162 @@ def scatter_add(
        [0. 0.]
        [1. 1.]]
     """
-    name = "scatter_add"
-    choice = _native.choose_implementation(name, implementation)
-    operand = _checks.as_array(name, "operand", operand)
-    _check_summed(name, "operand", operand)
-    if operand.ndim == 0:
-        raise ValueError(f"{name}: operand must have at least 1 dimension, got shape ()")
-    ids = _checks.as_ids(name, "indices", indices, operand.shape[0])
-    updates = _checks.as_array(name, "updates", updates, numbers=True)
-    if jnp.result_type(operand, updates) != operand.dtype:
-        raise TypeError(
-            f"{name}: updates must have a dtype that {operand.dtype}, the operand's, can hold, got "
-            f"{updates.dtype}; cast updates first"
-        )
-    shape = (*ids.shape, *operand.shape[1:])
-    updates = _broadcast(name, "updates", updates, shape, "indices.shape + operand.shape[1:]")
-    result: jax.Array = _scatter.bind(
-        _scatter.scatter_add_p,
-        operand,
-        ids,
-        updates.astype(operand.dtype),
-        indexing=Indexing(
-            wrap=True,
-            clip=_clips(name, mode),
-            indices_are_sorted=bool(indices_are_sorted),
-            unique_indices=bool(unique_indices),
-            deterministic=bool(deterministic),
-        ),
-        implementation=choice,
+    return _scatter_rows(
+        *("scatter_add", "add", operand, indices, updates, mode),
+        implementation=implementation,
+        indices_are_sorted=bool(indices_are_sorted),
+        unique_indices=bool(unique_indices),
+        deterministic=bool(deterministic),
     )
-    return result
+
+
+@_checks.in_own_precision
+def scatter_max(
+    operand: ArrayLike,
+    indices: ArrayLike,
+    updates: ArrayLike,
+    *,
+    mode: Mode = "drop",
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The maximum of a row and the updates that name it. Replaces ``operand.at[indices].max``.
+
+    Args:
+      operand: array of shape ``(s, ...)``: float16, bfloat16, float32, float64, or integers of 8 to
+        64 bits.
+      indices: integers that name rows, as in `scatter_add`.
+      updates: what is combined with these rows, as in `scatter_add`.
+      mode: what an index that is out of range does, as in `scatter_add`.
+      indices_are_sorted: a promise that flattened indices ascend, as in `scatter_add`.
+      unique_indices: a promise that no index occurs twice.
+      implementation: ``"native"``, ``"xla"`` or None, as in `scatter_add`.
+
+    Returns:
+      An array of the operand's shape and dtype. Rows that no index names keep their bits.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `scatter_add`.
+
+    Numerics:
+      Exact. A NaN makes the result NaN. Of zeros either sign may be the result.
+
+    Differentiation and sharding:
+      The operand and the updates that are equal to the result share its cotangent equally, as in
+      JAX; to any order. Shards as `scatter_add` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.scatter_max(jnp.zeros(3), jnp.array([0, 0, -1]), jnp.array([1.0, 2.0, -1.0])))
+      [2. 0. 0.]
+    """
+    return _scatter_rows(
+        *("scatter_max", "max", operand, indices, updates, mode),
+        implementation=implementation,
+        indices_are_sorted=bool(indices_are_sorted),
+        unique_indices=bool(unique_indices),
+    )
+
+
+@_checks.in_own_precision
+def scatter_min(
+    operand: ArrayLike,
+    indices: ArrayLike,
+    updates: ArrayLike,
+    *,
+    mode: Mode = "drop",
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The minimum of a row and the updates that name it. Replaces ``operand.at[indices].min``.
+
+    Args:
+      operand: array of shape ``(s, ...)``: float16, bfloat16, float32, float64, or integers of 8 to
+        64 bits.
+      indices: integers that name rows, as in `scatter_add`.
+      updates: what is combined with these rows, as in `scatter_add`.
+      mode: what an index that is out of range does, as in `scatter_add`.
+      indices_are_sorted: a promise that flattened indices ascend, as in `scatter_add`.
+      unique_indices: a promise that no index occurs twice.
+      implementation: ``"native"``, ``"xla"`` or None, as in `scatter_add`.
+
+    Returns:
+      An array of the operand's shape and dtype. Rows that no index names keep their bits.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `scatter_add`.
+
+    Numerics:
+      Exact. A NaN makes the result NaN. Of zeros either sign may be the result.
+
+    Differentiation and sharding:
+      The operand and the updates that are equal to the result share its cotangent equally, as in
+      JAX; to any order. Shards as `scatter_add` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.scatter_min(jnp.zeros(3), jnp.array([0, 0, -1]), jnp.array([1.0, -2.0, -1.0])))
+      [-2.  0. -1.]
+    """
+    return _scatter_rows(
+        *("scatter_min", "min", operand, indices, updates, mode),
+        implementation=implementation,
+        indices_are_sorted=bool(indices_are_sorted),
+        unique_indices=bool(unique_indices),
+    )
+
+
+@_checks.in_own_precision
+def scatter_mul(
+    operand: ArrayLike,
+    indices: ArrayLike,
+    updates: ArrayLike,
+    *,
+    mode: Mode = "drop",
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The product of a row and the updates that name it. Replaces ``operand.at[indices].multiply``.
+
+    Args:
+      operand: array of shape ``(s, ...)``: float16, bfloat16, float32, float64, or integers of 8 to
+        64 bits.
+      indices: integers that name rows, as in `scatter_add`.
+      updates: what is combined with these rows, as in `scatter_add`.
+      mode: what an index that is out of range does, as in `scatter_add`.
+      indices_are_sorted: a promise that flattened indices ascend, as in `scatter_add`.
+      unique_indices: a promise that no index occurs twice, which the derivative with respect to
+        updates needs.
+      implementation: ``"native"``, ``"xla"`` or None, as in `scatter_add`.
+
+    Returns:
+      An array of the operand's shape and dtype. Rows that no index names keep their bits.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `scatter_add`.
+
+    Numerics:
+      Integers are exact modulo 2^k. Floats are multiplied in their own dtype, 16-bit values in
+      float32 and rounded once.
+
+    Differentiation and sharding:
+      With respect to the operand, and to updates where `unique_indices` is given, as in JAX; to any
+      order. Shards as `scatter_add` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.scatter_mul(jnp.ones(3), jnp.array([0, 0, -1]), jnp.array([2.0, 3.0, 4.0])))
+      [6. 1. 4.]
+    """
+    return _scatter_rows(
+        *("scatter_mul", "multiply", operand, indices, updates, mode),
+        implementation=implementation,
+        indices_are_sorted=bool(indices_are_sorted),
+        unique_indices=bool(unique_indices),
+    )
 
 
 @_checks.in_own_precision
@@ -367,32 +794,134 @@ def _rows_spec(sharding: Any) -> Any:
     return entry if {*axes} <= {*jax.sharding.get_abstract_mesh().explicit_axes} else None
 
 
-def _segment_sum(
-    data: jax.Array,
-    ids: jax.Array,
+def _segments(
+    name: str,
+    reducer: str,
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None,
+    bucket_size: int | None,
+    mode: Mode,
+    out_sharding: Any,
     *,
-    num_segments: int,
-    indexing: Indexing,
-    choice: str | None,
-    rows_spec: Any = None,
+    implementation: Implementation,
+    **flags: bool,
 ) -> jax.Array:
-    result: jax.Array = _scatter.bind(
-        _scatter.segment_sum_p,
-        data,
-        ids,
-        num_segments=num_segments,
-        rows_spec=rows_spec,
-        indexing=indexing,
-        implementation=choice,
+    """Reduces the rows of each segment, or of each in each bucket and then over the buckets."""
+    choice = _native.choose_implementation(name, implementation)
+    data = _checks.as_array(name, "data", data, numbers=True)
+    _check_reduced(name, "data", data, reducer)
+    ids = _checks.as_ids(name, "segment_ids", segment_ids)
+    num_segments = _number_of_segments(name, num_segments, segment_ids)
+    ids = _checks.as_ids(name, "segment_ids", segment_ids, num_segments)
+    shape = (*ids.shape, *data.shape[1:])
+    data = _broadcast(name, "data", data, shape, "segment_ids.shape + data.shape[1:]")
+    data = data.astype(data.dtype)  # a strong type, whose gradient is as weak as data
+    indexing = Indexing(clip=_clips(name, mode), **flags)
+
+    def reduce(data: Any, ids: Any, rows_spec: Any = None) -> Any:
+        params: dict[str, Any] = {"indexing": indexing, "num_segments": num_segments}
+        params["rows_spec"] = rows_spec
+        if reducer == "add":
+            primitive = _scatter.segment_sum_p
+            return _scatter.bind(primitive, data, ids, **params, implementation=choice)
+        start = _scatter.rows_like(data, ids, _identity(reducer, data.dtype), **params)
+        return _reduce(reducer, start, ids, data, indexing, choice)
+
+    result: jax.Array
+    if bucket_size is None:
+        if out_sharding is None:
+            result = reduce(data, ids)
+            return result
+        result = reduce(data, ids, _rows_spec(out_sharding))
+        result = jax.sharding.reshard(result, out_sharding)  # or it says why not
+        return result
+    if out_sharding is not None:
+        raise NotImplementedError(
+            f"{name}: out_sharding together with bucket_size is not supported, as it is not by "
+            f"jax.ops.{name}; shard the result with jax.sharding.reshard"
+        )
+    size = _integer(name, "bucket_size", bucket_size)
+    if size <= 0:
+        raise ValueError(f"{name}: bucket_size must be positive, got {bucket_size!r}")
+    if ids.ndim != 1:
+        raise ValueError(
+            f"{name}: segment_ids must have one dimension if bucket_size is given, got shape "
+            f"{ids.shape}"
+        )
+    # The buckets are a batch; rows of no segment fill the last one up.
+    buckets = -(-ids.size // size)  # also of symbolic sizes
+    missing = buckets * size - ids.size
+    # Padding has no gradient in 64 bits where those are not enabled.
+    zeros = jnp.zeros((missing, *data.shape[1:]), data.dtype)
+    data = jnp.concatenate([data, zeros])
+    data = data.reshape(buckets, size, *data.shape[1:])
+    ids = jnp.pad(ids, (0, missing), constant_values=num_segments).reshape(buckets, size)
+    over_buckets: Any = {"add": jnp.sum, "max": jnp.max, "min": jnp.min, "multiply": jnp.prod}
+    result = over_buckets[reducer](jax.vmap(reduce)(data, ids), axis=0)
+    return result.astype(data.dtype)
+
+
+def _reduce(
+    reducer: str, operand: Any, ids: Any, updates: Any, indexing: Indexing, choice: str | None
+) -> Any:
+    params = {"indexing": indexing, "implementation": choice}
+    if reducer == "add":
+        return _scatter.bind(_scatter.scatter_add_p, operand, ids, updates, **params)
+    primitive = _scatter.scatter_reduce_p
+    return _scatter.bind(primitive, operand, ids, updates, reducer=reducer, **params)
+
+
+def _identity(reducer: str, dtype: Any) -> Any:
+    """What a reduction of nothing is."""
+    if reducer == "multiply":
+        return 1
+    is_max = reducer == "max"
+    if dtype == jnp.bool_:
+        return not is_max
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min if is_max else jnp.iinfo(dtype).max
+    return -jnp.inf if is_max else jnp.inf
+
+
+def _scatter_rows(
+    name: str,
+    reducer: str,
+    operand: ArrayLike,
+    indices: ArrayLike,
+    updates: ArrayLike,
+    mode: Mode,
+    *,
+    implementation: Implementation,
+    **flags: bool,
+) -> jax.Array:
+    choice = _native.choose_implementation(name, implementation)
+    operand = _checks.as_array(name, "operand", operand)
+    _check_reduced(name, "operand", operand, reducer)
+    if operand.ndim == 0:
+        raise ValueError(f"{name}: operand must have at least 1 dimension, got shape ()")
+    ids = _checks.as_ids(name, "indices", indices, operand.shape[0])
+    updates = _checks.as_array(name, "updates", updates, numbers=True)
+    if jnp.result_type(operand, updates) != operand.dtype:
+        raise TypeError(
+            f"{name}: updates must have a dtype that {operand.dtype}, the operand's, can hold, got "
+            f"{updates.dtype}; cast updates first"
+        )
+    shape = (*ids.shape, *operand.shape[1:])
+    updates = _broadcast(name, "updates", updates, shape, "indices.shape + operand.shape[1:]")
+    indexing = Indexing(wrap=True, clip=_clips(name, mode), **flags)
+    result: jax.Array = _reduce(
+        reducer, operand, ids, updates.astype(operand.dtype), indexing, choice
     )
     return result
 
 
-def _check_summed(function: str, name: str, x: jax.Array) -> None:
-    if not _scatter.is_summed(x.dtype):
+def _check_reduced(function: str, name: str, x: jax.Array, reducer: str) -> None:
+    if not _scatter.is_summed(x.dtype, reducer):
         raise TypeError(
-            f"{function}: {name} must be float16, bfloat16, float32, float64, complex, or integers "
-            f"of 8 to 64 bits, got {x.dtype}; cast {name} first"
+            f"{function}: {name} must be float16, bfloat16, float32, float64, "
+            f"{'complex, ' if reducer == 'add' else ''}or integers of 8 to 64 bits, got {x.dtype}; "
+            f"cast {name} first"
         )
 
 
@@ -421,13 +950,13 @@ def _integer(function: str, name: str, value: Any) -> int:
         ) from None
 
 
-def _number_of_segments(given: Any, ids: Any) -> int:
+def _number_of_segments(function: str, given: Any, ids: Any) -> int:
     value = np.max(ids) if given is None else given
     if isinstance(value, jax.Array):
-        value = _compat.concrete_dimension(value, "segment_sum() `num_segments` argument.")
-    size = _integer("segment_sum", "num_segments", value) + (given is None)
+        value = _compat.concrete_dimension(value, f"{function}() `num_segments` argument.")
+    size = _integer(function, "num_segments", value) + (given is None)
     if size < 0:
-        raise ValueError(f"segment_sum: num_segments must be non-negative, got {size}")
+        raise ValueError(f"{function}: num_segments must be non-negative, got {size}")
     return size
 
 

@@ -693,6 +693,104 @@ def scatter_add_transpose(ct, operand, indices, updates, mode="drop"):
     return ct, oracle.gather_rows(ct, rows, 0)
 
 
+class Extremum:
+    """The exact maxima or minima of segments and of rows, and their cotangents."""
+
+    def __init__(self, ufunc, start):
+        self.ufunc, self.start = ufunc, start
+
+    def _of_segments(self, data, segment_ids, num_segments, mode):
+        rows = oracle.named_rows(segment_ids, num_segments, wrap=False, clip=mode == "clip")
+        return self.ufunc, np.full((num_segments, *data.shape[1:]), self.start), rows, data
+
+    def _of_rows(self, operand, indices, updates, mode):
+        rows = oracle.named_rows(indices, len(operand), wrap=True, clip=mode == "clip")
+        return self.ufunc, operand, rows, updates
+
+    def segments(self, data, segment_ids, num_segments, mode=None):
+        return oracle.scatter_reduce(*self._of_segments(data, segment_ids, num_segments, mode))
+
+    def segments_transpose(self, ct, *args, mode=None, **options):
+        ufunc, *others = self._of_segments(*args, mode=mode, **options)
+        return oracle.scatter_extremum_transpose(ufunc, ct, *others)[1:]
+
+    def rows(self, operand, indices, updates, mode="drop"):
+        return oracle.scatter_reduce(*self._of_rows(operand, indices, updates, mode))
+
+    def rows_transpose(self, ct, operand, indices, updates, mode="drop"):
+        ufunc, *others = self._of_rows(operand, indices, updates, mode)
+        return oracle.scatter_extremum_transpose(ufunc, ct, *others)
+
+
+def segment_prod(data, segment_ids, num_segments, mode=None):
+    rows = oracle.named_rows(segment_ids, num_segments, wrap=False, clip=mode == "clip")
+    ones = np.ones((num_segments, *data.shape[1:]))
+    return oracle.scatter_reduce(np.multiply, ones, rows, data)
+
+
+def segment_prod_transpose(ct, data, segment_ids, num_segments, mode=None):
+    """Of ids that occur once each."""
+    return segment_sum_transpose(ct, data, segment_ids, num_segments, mode)
+
+
+def scatter_mul(operand, indices, updates, mode="drop"):
+    rows = oracle.named_rows(indices, len(operand), wrap=True, clip=mode == "clip")
+    return oracle.scatter_reduce(np.multiply, operand, rows, updates)
+
+
+def scatter_mul_transpose(ct, operand, indices, updates, mode="drop"):
+    return (scatter_mul(ct, indices, updates, mode),)
+
+
+def counts(segment_ids, num_segments):
+    rows = oracle.named_rows(segment_ids, num_segments, wrap=False, clip=False)
+    return rows, np.maximum(1, np.bincount(rows[rows >= 0], minlength=num_segments))
+
+
+def divided(rows, divisors):
+    return rows / divisors.reshape(-1, *(1,) * (rows.ndim - 1))
+
+
+def segment_mean(data, segment_ids, num_segments):
+    _, count = counts(segment_ids, num_segments)
+    return divided(segment_sum(data, segment_ids, num_segments), count)
+
+
+def segment_mean_transpose(ct, data, segment_ids, num_segments):
+    rows, count = counts(segment_ids, num_segments)
+    return (oracle.gather_rows(divided(ct, count), rows, 0),)
+
+
+def segment_mean_in_jax(data, segment_ids, num_segments):
+    def total(rows):
+        return jax.ops.segment_sum(rows, segment_ids, num_segments)
+
+    count = total(jnp.ones(segment_ids.shape)).reshape(-1, *(1,) * (data.ndim - 1))
+    return total(data) / jnp.maximum(count, 1).astype(data.dtype)
+
+
+def segment_softmax(logits, segment_ids, num_segments):
+    rows, _ = counts(segment_ids, num_segments)
+    terms = np.exp(logits)
+    totals = segment_sum(terms, segment_ids, num_segments)
+    return terms / oracle.gather_rows(totals, rows, np.inf)
+
+
+def segment_softmax_transpose(ct, logits, segment_ids, num_segments):
+    y = segment_softmax(logits, segment_ids, num_segments)
+    rows, _ = counts(segment_ids, num_segments)
+    totals = segment_sum(y * ct, segment_ids, num_segments)
+    return (y * (ct - oracle.gather_rows(totals, rows, 0)),)
+
+
+def segment_softmax_in_jax(logits, segment_ids, num_segments):
+    most = jax.ops.segment_max(logits, segment_ids, num_segments)
+    terms = jnp.exp(logits - jax.lax.stop_gradient(most).at[segment_ids].get(mode="drop"))
+    terms = jnp.where(jnp.isfinite(terms), terms, 0)
+    totals = jax.ops.segment_sum(terms, segment_ids, num_segments)
+    return terms / totals.at[segment_ids].get(mode="fill", fill_value=1)
+
+
 def lookup(table, ids):
     rows = oracle.named_rows(ids, len(table), wrap=True, clip=False)
     return oracle.gather_rows(table, rows, np.nan)
@@ -798,6 +896,99 @@ EMBEDDING_LOOKUP = Op(
     moved=lookup_bytes,
 )
 
+REDUCED = tuple(dtype for dtype in SUMMED if "complex" not in dtype)
+
+
+def extremum_ops(name: str, ufunc, start: float) -> tuple[Op, Op]:
+    exact = Extremum(ufunc, start)
+    segments = Op(
+        f"segment_{name}",
+        getattr(jof, f"segment_{name}"),
+        getattr(jax.ops, f"segment_{name}"),
+        exact.segments,
+        transpose=exact.segments_transpose,
+        family="scatter",
+        domain=(REAL, INDEX),
+        dtypes=REDUCED,
+        draw=summed_rows,
+    )
+    rows = Op(
+        f"scatter_{name}",
+        getattr(jof, f"scatter_{name}"),
+        lambda operand, indices, updates, mode="drop": getattr(
+            jnp.asarray(operand).at[indices], name
+        )(updates, mode=mode),
+        exact.rows,
+        transpose=exact.rows_transpose,
+        family="scatter",
+        domain=(REAL, INDEX, REAL),
+        wrt=(0, 2),
+        dtypes=REDUCED,
+        draw=added_rows,
+    )
+    return segments, rows
+
+
+SEGMENT_MAX, SCATTER_MAX = extremum_ops("max", np.maximum, -np.inf)
+SEGMENT_MIN, SCATTER_MIN = extremum_ops("min", np.minimum, np.inf)
+
+
+def one_row_each(rng, elements) -> Call:
+    """One row, so that no id occurs twice, as the derivative of a product needs."""
+    segments, _, width = table_and_rows(rng, elements)
+    return Call(((1, width), (1,)), {"num_segments": segments}, rows=segments)
+
+
+SEGMENT_PROD = Op(
+    "segment_prod",
+    functools.partial(jof.segment_prod, unique_indices=True),
+    functools.partial(jax.ops.segment_prod, unique_indices=True),
+    segment_prod,
+    transpose=segment_prod_transpose,
+    family="scatter",
+    domain=(REAL, INDEX),
+    dtypes=REDUCED,
+    draw=one_row_each,
+)
+SCATTER_MUL = Op(
+    "scatter_mul",
+    jof.scatter_mul,
+    lambda operand, indices, updates, mode="drop": (
+        jnp.asarray(operand).at[indices].multiply(updates, mode=mode)
+    ),
+    scatter_mul,
+    transpose=scatter_mul_transpose,
+    family="scatter",
+    domain=(REAL, INDEX, REAL),
+    linear=((0,),),
+    dtypes=REDUCED,
+    draw=added_rows,
+)
+INEXACT = (*FLOATS, "complex64", "complex128")
+SEGMENT_MEAN = Op(
+    "segment_mean",
+    jof.segment_mean,
+    segment_mean_in_jax,
+    segment_mean,
+    transpose=segment_mean_transpose,
+    family="scatter",
+    domain=(REAL, INDEX),
+    linear=((0,),),
+    dtypes=INEXACT,
+    draw=summed_rows,
+)
+SEGMENT_SOFTMAX = Op(
+    "segment_softmax",
+    jof.segment_softmax,
+    segment_softmax_in_jax,
+    segment_softmax,
+    transpose=segment_softmax_transpose,
+    family="scatter",
+    domain=(REAL, INDEX),
+    dtypes=FLOATS,
+    draw=summed_rows,
+)
+
 OPS = (
     *ELEMENTWISE_OPS,
     CAST,
@@ -809,6 +1000,14 @@ OPS = (
     SEGMENT_SUM,
     SCATTER_ADD,
     EMBEDDING_LOOKUP,
+    SEGMENT_MAX,
+    SEGMENT_MIN,
+    SEGMENT_PROD,
+    SEGMENT_MEAN,
+    SEGMENT_SOFTMAX,
+    SCATTER_MAX,
+    SCATTER_MIN,
+    SCATTER_MUL,
 )
 BY_NAME = {op.name: op for op in OPS}
 
@@ -1171,6 +1370,12 @@ def rows_of(x):
     return as_ids(x) % SEGMENTS - 2
 
 
+def ids_of_all(x):
+    """Ids that name all rows: an extremum of none is infinite."""
+    places = jnp.arange(len(x), dtype=jnp.int32)
+    return jnp.where(places < SEGMENTS, places, as_ids(x))
+
+
 # What makes ids of numbers, the operands that are not there, and the copy of one that is needed.
 ID_ARITHMETIC = frozenset(
     {"add", "and", "broadcast", "compare", "constant", "convert", "copy", "fusion", "multiply"}
@@ -1199,12 +1404,56 @@ SUMS_AND_LOOKUPS = {
         "jof_gather_rows",
         {(0,): ("jof_scatter_add",)},
     ),
+    "segment_mean": (
+        (ROWS, ROWS[:1]),
+        ("n, d", "n"),
+        "jof_scatter_add",
+        {(0,): ("jof_scatter_add", "jof_gather_rows")},
+    ),
+    "segment_prod": (
+        (ROWS, ROWS[:1]),
+        ("n, d", "n"),
+        "jof_scatter_multiply",
+        {(0,): ("jof_gather_rows",)},
+    ),
+    "segment_softmax": (
+        (ROWS, ROWS[:1]),
+        ("n, d", "n"),
+        "jof_scatter_max",
+        {
+            (0,): ("jof_scatter_max", "jof_gather_rows", "jof_scatter_add", "jof_gather_rows")
+            + ("jof_scatter_add", "jof_gather_rows"),
+        },
+    ),
+    "scatter_mul": (
+        (TABLE, ROWS[:1], ROWS),
+        ("s, d", "n", "n, d"),
+        "jof_scatter_multiply",
+        {(0,): ("jof_scatter_multiply",)},
+    ),
 }
+for _name in ("max", "min"):
+    # The cotangent is divided among the values that are equal to the result.
+    _grad = (f"jof_scatter_{_name}", "jof_gather_rows", "jof_scatter_add")
+    _both, _operand = (*_grad, "jof_gather_rows"), _grad
+    SUMS_AND_LOOKUPS |= {
+        f"segment_{_name}": ((ROWS, ROWS[:1]), ("n, d", "n"), _grad[0], {(0,): _both}),
+        f"scatter_{_name}": (
+            (TABLE, ROWS[:1], ROWS),
+            ("s, d", "n", "n, d"),
+            _grad[0],
+            {(0, 2): _both, (2,): _both, (0,): _operand},
+        ),
+    }
 
 
-def scatter_case(op: Op, suffix="", drawn=some_ids, mode=None, **ours) -> Case:
+MAKES_IDS = {"embedding_lookup": rows_of, "segment_max": ids_of_all, "segment_min": ids_of_all}
+
+
+def scatter_case(op: Op, suffix="", drawn=some_ids, mode=None, fields=None, **ours) -> Case:
+    fields = dict(fields or {})
     shapes, symbolic, target, grad_targets = SUMS_AND_LOOKUPS[op.name]
-    options = {"num_segments": SEGMENTS} if op is SEGMENT_SUM else {}
+    options = {"num_segments": SEGMENTS} if op.name.startswith("segment_") else {}
     # GPUs sort for sums in a fixed order.
     sorting = {"sort", "iota", "get-tuple-element"} if "deterministic" in ours else set()
     return case_of(
@@ -1214,15 +1463,28 @@ def scatter_case(op: Op, suffix="", drawn=some_ids, mode=None, **ours) -> Case:
         target,
         options=options | ({"mode": mode} if mode else {}),
         ours=ours,
-        ids=rows_of if op is EMBEDDING_LOOKUP else as_ids,
+        ids=MAKES_IDS.get(op.name, as_ids),
         grad_targets=grad_targets,
-        jvp_targets=(target,) * 2,
+        jvp_targets=fields.pop("jvp_targets", (target,) * 2),
         samplers=tuple(drawn if domain == INDEX else integers for domain in op.domain),
-        besides=ID_ARITHMETIC | sorting,
+        besides=ID_ARITHMETIC | sorting | fields.pop("besides", frozenset()),
         variant=bool(suffix),
         symbolic=symbolic,
         free_axes=(0,),
+        **fields,
     )
+
+
+def extremum_case(op: Op, suffix="", drawn=some_ids, **ours) -> Case:
+    target = SUMS_AND_LOOKUPS[op.name][2]
+    sharing = ID_ARITHMETIC | {"divide", "iota", "maximum"}
+    fields = {
+        "jvp_targets": (target, "jof_gather_rows", "jof_scatter_add", "jof_scatter_add"),
+        "rtol": 1e-6,
+        "besides": sharing,
+        "grad_besides": sharing,
+    }
+    return scatter_case(op, suffix, drawn, fields=fields, **ours)
 
 
 SCATTER_CASES = (
@@ -1236,6 +1498,35 @@ SCATTER_CASES = (
     scatter_case(SCATTER_ADD, "-deterministic", deterministic=True),
     scatter_case(EMBEDDING_LOOKUP),
     scatter_case(EMBEDDING_LOOKUP, "-deterministic", deterministic=True),
+    extremum_case(SEGMENT_MAX),
+    extremum_case(SEGMENT_MAX, "-clip", mode="clip"),
+    extremum_case(SEGMENT_MIN),
+    extremum_case(SCATTER_MAX),
+    extremum_case(SCATTER_MAX, "-sorted", sorted_ids, indices_are_sorted=True),
+    extremum_case(SCATTER_MIN),
+    extremum_case(SCATTER_MIN, "-clip", mode="clip"),
+    scatter_case(SCATTER_MUL),
+    scatter_case(
+        SEGMENT_MEAN,
+        fields={
+            "jvp_targets": ("jof_scatter_add",) * 3,
+            "rtol": 1e-6,
+            "besides": ID_ARITHMETIC | {"divide", "maximum", "iota"},
+            "grad_besides": ID_ARITHMETIC | {"divide", "maximum", "iota"},
+        },
+    ),
+    scatter_case(
+        SEGMENT_SOFTMAX,
+        fields={
+            "jvp_targets": ("jof_scatter_max", "jof_gather_rows", "jof_scatter_add")
+            + ("jof_gather_rows", "jof_scatter_add", "jof_gather_rows"),
+            **SMOOTH,
+            "rtol": 1e-9,
+            "besides": ID_ARITHMETIC | {"divide", "exponential", "negate"},
+            "grad_besides": ID_ARITHMETIC | {"divide", "exponential", "negate"},
+        },
+    ),
+    scatter_case(SEGMENT_PROD),
 )
 
 

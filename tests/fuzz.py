@@ -68,13 +68,14 @@ def good_permute(rng: random.Random, target: str) -> Call:
 
 def good_scatter(rng: random.Random, target: str) -> Call:
     batch, rows, inner, size = (rng.choice(SIZES) for _ in range(4))
-    dtype = rng.choice(("float16", "bfloat16", "float32", "int32", "int64", "complex64"))
-    ids = rng.choice(("int32", "int64"))
+    adds = "_add_" in target
+    dtypes = ("float16", "bfloat16", "float32", "int32", "int64", *["complex64"] * adds)
+    dtype, ids = rng.choice(dtypes), rng.choice(("int32", "int64"))
     if target.endswith("sorted") and rng.random() < 0.3:
         ids, size = "uint16", rng.choice(SIZES)
     batch = rng.choice((1, batch))
     result = ((batch, size, inner), dtype)
-    operand = result if rng.random() < 0.5 else ((0, 0, 0), dtype)
+    operand = result if not adds or rng.random() < 0.5 else ((0, 0, 0), dtype)
     order_type = "int64" if ids == "int64" else "int32"
     ordered = target.endswith("sorted") and batch == 1 and rng.random() < 0.5
     order = ((rows if ordered else 0,), order_type)
@@ -82,7 +83,7 @@ def good_scatter(rng: random.Random, target: str) -> Call:
     scratch = {
         "sorted": (batch, parts, 2, inner),
         "private": (parts, batch, size, inner),
-        "atomic": (batch, size, inner),
+        "atomic": (parts, batch, size, inner),
     }[target.rpartition("_")[2]]
     wide = "float32" if dtype in ("float16", "bfloat16") else dtype
     names = ("wrap", "clip", "deterministic")

@@ -114,6 +114,24 @@ def scatter_add(operand, rows, updates) -> np.ndarray:
     return total
 
 
+def scatter_reduce(ufunc, operand, rows, updates) -> np.ndarray:
+    """Maxima, minima or products in double precision."""
+    result = np.asarray(operand).astype(np.float64)
+    hit = rows >= 0
+    ufunc.at(result, rows[hit], np.asarray(updates, np.float64)[hit])
+    return result
+
+
+def scatter_extremum_transpose(ufunc, ct, operand, rows, updates) -> tuple[np.ndarray, np.ndarray]:
+    """The cotangents of the operand and of the updates: those equal to the result share its."""
+    result = scatter_reduce(ufunc, operand, rows, updates)
+    shares = [np.asarray(operand == result, np.float64), np.zeros(np.shape(updates))]
+    for place in np.argwhere(rows >= 0):
+        shares[1][tuple(place)] = updates[tuple(place)] == result[rows[tuple(place)]]
+    share = ct / np.maximum(scatter_add(shares[0], rows, shares[1]), 1)
+    return shares[0] * share, shares[1] * gather_rows(share, rows, 0)
+
+
 def gather_rows(table, rows, fill) -> np.ndarray:
     result = np.empty((*rows.shape, *table.shape[1:]), table.dtype)
     for place in np.ndindex(rows.shape):

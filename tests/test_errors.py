@@ -571,9 +571,12 @@ def test_ffi_call_of_permute():
 # --- the same for scatters and gathers ------------------------------------------------------------
 
 SUMMING = ["jof_scatter_add_sorted", "jof_scatter_add_private"]
+REDUCING = ["jof_scatter_multiply_sorted"]
+REDUCING += [f"jof_scatter_{of}_{way}" for of in ("max", "min") for way in ("sorted", "private")]
 SORTING = ["jof_sort_rows"] if jax.default_backend() == "cpu" else []
 if jax.default_backend() == "gpu":
     SUMMING.append("jof_scatter_add_atomic")
+    REDUCING += ["jof_scatter_max_atomic", "jof_scatter_min_atomic"]
 RULE = {"wrap": np.bool_(False), "clip": np.bool_(False)}
 DETERMINISTIC = {**RULE, "deterministic": np.bool_(False)}
 FILL = {**RULE, "fill": np.zeros(2, np.int64)}
@@ -583,13 +586,12 @@ SORT = {**RULE, "size": np.int64(4)}
 ROWS, UPDATES, INDEX = array(1, 4, 3), array(1, 5, 3), array(1, 5, dtype="int32")
 NONE, NO_ORDER = array(0, 0, 0), array(0, dtype="int32")
 SCRATCH = {
-    "jof_scatter_add_sorted": array(1, 2, 2, 3),
-    "jof_scatter_add_private": array(2, 1, 4, 3),
-    "jof_scatter_add_atomic": array(0, 0, 0),
-}
+    target: array(1, 2, 2, 3) if target.endswith("sorted") else array(2, 1, 4, 3)
+    for target in (*SUMMING, *REDUCING)
+} | {"jof_scatter_add_atomic": NONE}
 GOOD_ROWS = {
     target: ((ROWS, UPDATES, INDEX, NO_ORDER), (ROWS, SCRATCH[target]), DETERMINISTIC)
-    for target in SUMMING
+    for target in (*SUMMING, *REDUCING)
 }
 GOOD_ROWS["jof_gather_rows"] = ((ROWS, INDEX), (UPDATES,), FILL)
 for sorting in SORTING:
@@ -608,7 +610,7 @@ def test_good_ffi_call_of_rows(target):
     first = call_elementwise(target, operands, results, attributes)[0]
     expected = {"jof_gather_rows": np.ones((1, 5, 3)), "jof_sort_rows": np.ones((1, 5))}
     summed = np.ones((1, 4, 3))
-    summed[:, 1] += 5
+    summed[:, 1] += 5 * (target in SUMMING)
     np.testing.assert_array_equal(first, expected.get(target, summed))
 
 
@@ -639,6 +641,18 @@ def test_ffi_call_of_an_order_that_is_out_of_range(dtype):
             assert np.isin(np.asarray(y), np.arange(6)).all()
 
 
+@pytest.mark.parametrize("target", REDUCING)
+def test_ffi_call_of_what_only_sums_can_do(target):
+    operands, results, attributes = GOOD_ROWS[target]
+    pairs = [array(*x.shape, dtype="complex64") for x in (*operands[:2], *results)]
+    for name, *wrong in (
+        ("operand must have", (NONE, *operands[1:]), results),
+        ("the element type must be", (*pairs[:2], *operands[2:]), pairs[2:]),
+    ):
+        with pytest.raises(Exception, match=f"INVALID_ARGUMENT: {target}: .*{name}"):
+            call_elementwise(target, *wrong, attributes)
+
+
 def bad_rows_counts():
     for target, (operands, results, attributes) in GOOD_ROWS.items():
         for wrong in (operands[:-1], (*operands, operands[-1]), ()):
@@ -660,6 +674,10 @@ def bad_rows_attributes():
         for target in SORTING:
             attributes = {**SORT, "size": np.int64(size)}
             yield f"{name}-size", target, *GOOD_ROWS[target][:2], attributes
+    if jax.default_backend() == "gpu":  # two chunks of 4096 single elements
+        many = array(1, 8193, 1), array(1, 8193, dtype="int32")
+        wrong = (array(1, 4, 1), *many, NO_ORDER), (array(1, 4, 1), array(1, 2, 2, 1))
+        yield "too-long-chunks", "jof_scatter_add_sorted", *wrong, DETERMINISTIC
     for flag in ("wrap", "clip"):  # sorted ids are what they are
         target = "jof_scatter_add_sorted"
         attributes = {**DETERMINISTIC, flag: np.bool_(True)}
@@ -701,7 +719,7 @@ def bad_rows_shapes():
 
 def is_scratch(target, shape):
     """Any number of chunks or parts will do, but none."""
-    chunks = 1 if target == "jof_scatter_add_sorted" else 0
+    chunks = 1 if target.endswith("sorted") else 0
     good = SCRATCH[target].shape
     return len(shape) == len(good) == 4 and shape == with_other(good, chunks, shape[chunks] or 1)
 
@@ -716,18 +734,18 @@ def bad_rows_dtypes():
                         continue
                     if target == "jof_gather_rows" and i == 1 and dtype == "int64":
                         continue  # ids may be these
-                    if target in SUMMING and not of_results and i == 2 and dtype == "int64":
+                    scatters = target in SCRATCH and not of_results
+                    if scatters and i == 2 and dtype == "int64":
                         continue
-                    if target in SUMMING and not of_results and i == 3:
+                    if scatters and i == 3:
                         continue  # an empty order
-                    if (target, i, dtype) == ("jof_scatter_add_sorted", 2, "uint16") and (
-                        jax.default_backend() == "gpu"
-                    ):
+                    is_sorted = scatters and target.endswith("sorted")
+                    if is_sorted and i == 2 and dtype == "uint16" and SORTING == []:
                         continue
                     wrong = with_other(xs, i, array(*x.shape, dtype=dtype))
                     pair = (operands, wrong) if of_results else (wrong, results)
                     yield f"{of_results}-{i}-of-{dtype}", target, *pair, attributes
-    for target in SUMMING:
+    for target in SCRATCH.keys() & GOOD_ROWS:
         operands, results, attributes = GOOD_ROWS[target]
         for dtype in ("bool", "int8", "uint16", "float8_e4m3fn", "int4"):
             xs = [array(*x.shape, dtype=dtype) for x in (*operands[:2], *results)]

@@ -9,6 +9,7 @@
 #include "common/dtype.h"
 #include "ops/elementwise_ops.h"
 #include "ops/permute_plan.h"
+#include "ops/scatter.h"
 
 // No inline namespace here: these types are the same for all instruction sets.
 namespace jof {
@@ -21,27 +22,6 @@ struct CpuUpsample {
   const int64_t* col_begin;   // in_w + 1 entries
   const int64_t* col_source;  // out_w entries, the column that each output column reads
   int64_t col_factor;         // the integer factor of the columns, 0 if it is none
-};
-
-// Scattering rows: ScatterProblem and the arrays of ops/scatter.h as one plain
-// struct. Where there is an operand, the result holds it.
-struct CpuScatter {
-  int64_t batch, size, rows, inner;
-  bool wrap, clip, shared_ids, has_operand;
-  int index_bytes, order_bytes;
-  const void *updates, *ids, *order;  // order may be null
-  void *result, *scratch;
-  int64_t splits;   // chunks of a sorted scatter, parts of a private one
-  int64_t columns;  // a sorted scatter takes so many columns of a chunk at once
-};
-
-// Gathering rows of row_bytes, which `fill` holds one of.
-struct CpuGather {
-  int64_t batch, size, rows, row_bytes;
-  bool wrap, clip, shared_ids;
-  int index_bytes;
-  const void *table, *ids, *fill;
-  void* result;
 };
 
 // Permuting elements of any number of bytes, in tiles; see cpu/permute_launch.h.
@@ -67,12 +47,12 @@ struct CpuPermute {
   X(WhereRange,                                                                                    \
     (bool vjp, int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end))        \
   X(CastRange, (DType from, DType to, const void* in, void* out, int64_t begin, int64_t end))      \
-  X(ScatterZeros, (const CpuScatter& call, int element_bytes, int64_t begin, int64_t end))         \
-  X(ScatterSorted, (const CpuScatter& call, DType type, int64_t begin, int64_t end))               \
-  X(ScatterCarries, (const CpuScatter& call, DType type, int64_t begin, int64_t end))              \
-  X(ScatterPrivate, (const CpuScatter& call, DType type, int64_t begin, int64_t end))              \
-  X(ScatterCombine, (const CpuScatter& call, DType type, int64_t begin, int64_t end))              \
-  X(GatherRows, (const CpuGather& call, int64_t begin, int64_t end))                               \
+  X(ScatterZeros, (const ScatterCall& call, int64_t begin, int64_t end))                           \
+  X(ScatterSorted, (const ScatterCall& call, int64_t columns, int64_t begin, int64_t end))         \
+  X(ScatterCarries, (const ScatterCall& call, int64_t begin, int64_t end))                         \
+  X(ScatterPrivate, (const ScatterCall& call, int64_t begin, int64_t end))                         \
+  X(ScatterCombine, (const ScatterCall& call, int64_t begin, int64_t end))                         \
+  X(GatherRows, (const GatherCall& call, const void* fill_row, int64_t begin, int64_t end))        \
   X(PermuteTiles, (const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end))
 
 struct CpuKernels {

@@ -1,5 +1,6 @@
-// Scatter-add and gathering rows on a CPU. The bits of a sum do not depend on the number of
-// threads: the caller says how a problem is split, and each part is summed in order.
+// Scatters and gathering rows on a CPU. "Sum" stands for what any reducer makes of rows. Its bits
+// do not depend on the number of threads: the caller says how a problem is split, and each part is
+// summed in order.
 //
 // Sorted ids: a chunk of positions sums the runs of equal ids that start in it, up to the end of
 // the next chunk. Only a run that is longer still is put together from scratch, by a second pass.
@@ -10,6 +11,7 @@
 // Wider rows are read once, in order, into sums that stay in the first-level cache.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -39,16 +41,15 @@ inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Ids that are resolved at once, so that the compiler vectorises it.
 constexpr int64_t kIdBlock = 256;
 
-// The ids of one problem, as IndexRule has them, without branches. Call is CpuScatter or CpuGather.
+// The ids of one problem, as IndexRule has them, without branches.
 template <typename Index>
 struct RowIds {
-  template <typename Call>
-  RowIds(const Call& call, int64_t b)
-      : ids(static_cast<const Index*>(call.ids) + (call.shared_ids ? 0 : b * call.rows)),
-        size(call.size),
-        wrapped(call.wrap ? call.size : 0),
-        low(call.clip ? 0 : INT64_MIN),
-        high(call.clip ? call.size - 1 : INT64_MAX) {}
+  RowIds(const ScatterProblem& p, const void* ids, int64_t b)
+      : ids(static_cast<const Index*>(ids) + (p.shared_ids ? 0 : b * p.rows)),
+        size(p.size()),
+        wrapped(p.rule.wrap ? p.size() : 0),
+        low(p.rule.clip ? 0 : INT64_MIN),
+        high(p.rule.clip ? p.size() - 1 : INT64_MAX) {}
 
   // The id of position p, or -1.
   JOF_INLINE int64_t operator[](int64_t p) const {
@@ -117,6 +118,32 @@ struct UpdateRows {
   int order_bytes;
 };
 
+// How values, or vectors of them, are combined. A NaN makes a maximum or minimum NaN.
+template <Reducer r>
+struct Reduction {
+  template <typename A>
+  JOF_INLINE static A Identity() {
+    constexpr bool kIsMax = r == Reducer::kMax, kIsSigned = static_cast<A>(-1) < A{0};
+    if constexpr (r == Reducer::kAdd) {
+      return SumIdentity<A>();
+    } else if constexpr (r == Reducer::kMultiply) {
+      return A{1};
+    } else if constexpr (static_cast<A>(0.5) != A{0}) {
+      return static_cast<A>(kIsMax ? -INFINITY : INFINITY);
+    } else {
+      constexpr uint64_t kLeast = kIsSigned ? uint64_t{1} << (8 * sizeof(A) - 1) : 0;
+      return static_cast<A>(kIsMax ? kLeast : ~kLeast);
+    }
+  }
+  template <typename V>
+  JOF_INLINE static V Combine(V a, V b) {
+    if constexpr (r == Reducer::kAdd) return a + b;
+    if constexpr (r == Reducer::kMultiply) return a * b;
+    if constexpr (r == Reducer::kMax) return ((a > b) | (a != a)) ? a : b;
+    return ((a < b) | (a != a)) ? a : b;
+  }
+};
+
 // Where sums go: to scratch as they are.
 template <typename A>
 struct ToScratch {
@@ -127,24 +154,24 @@ struct ToScratch {
   A* out;
 };
 
-// Or to the result, added to what is there, rounded once.
-template <typename T, typename A = Compute<T>>
+// Or to the result, combined with what is there, rounded once. Only a sum may start from zeros.
+template <Reducer r, typename T, typename A = Compute<T>>
 struct ToResult {
   template <int N>
   JOF_INLINE void operator()(Lanes<A, N> sum, int64_t i) const {
     Lanes<A, N> before{};
     if (has_operand) Load(out + i, &before);
-    sum.values = before.values + sum.values;
+    sum.values = Reduction<r>::Combine(before.values, sum.values);
     Store(sum, out + i);
   }
   T* out;
   bool has_operand;
 };
 
-template <typename A, int N>
+template <Reducer r, typename A, int N>
 JOF_INLINE Lanes<A, N> IdentityLanes() {
   Lanes<A, N> lanes;
-  lanes.values = SumIdentity<A>() - typename Vector<A, N>::type{};
+  lanes.values = Reduction<r>::template Identity<A>() - typename Vector<A, N>::type{};
   return lanes;
 }
 
@@ -153,21 +180,36 @@ JOF_INLINE Compute<T> LoadScalar(T x) {
   return Accumulator<T>::Load(x);
 }
 
+// sums[i] is combined with in[i], for i < n.
+template <Reducer r, typename T, typename A, int kLanes = kFullLanes<A>>
+JOF_INLINE void CombineRow(const T* in, int64_t n, A* sums) {
+  if constexpr (r == Reducer::kAdd) return AddRow(in, n, sums);
+  Lanes<A, kLanes> sum, value;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Load(sums + i, &sum);
+    Load(in + i, &value);
+    sum.values = Reduction<r>::Combine(sum.values, value.values);
+    Store(sum, sums + i);
+  }
+  if constexpr (kLanes > 1) CombineRow<r, T, A, 1>(in + i, n - i, sums + i);
+}
+
 // Sums rows [p, q) of the columns i + [0, kVectors * kLanes).
-template <typename A, int kLanes, int kVectors, typename Rows, typename Sink>
+template <Reducer r, typename A, int kLanes, int kVectors, typename Rows, typename Sink>
 JOF_INLINE void SumBlock(const Rows& rows, int64_t p, int64_t q, int64_t i, const Sink& sink) {
   Lanes<A, kLanes> sums[kVectors], value;
-  for (int v = 0; v < kVectors; ++v) sums[v] = IdentityLanes<A, kLanes>();
+  for (int v = 0; v < kVectors; ++v) sums[v] = IdentityLanes<r, A, kLanes>();
   if constexpr (kLanes == 1) {  // GCC keeps a vector of one value in memory
-    A sum = SumIdentity<A>();
-    for (; p < q; ++p) sum += LoadScalar(rows[p][i]);
+    A sum = Reduction<r>::template Identity<A>();
+    for (; p < q; ++p) sum = Reduction<r>::Combine(sum, LoadScalar(rows[p][i]));
     sums[0].values[0] = sum;
   }
   for (; p < q; ++p) {
     const auto* row = rows[p] + i;
     for (int v = 0; v < kVectors; ++v) {
       Load(row + v * kLanes, &value);
-      sums[v].values += value.values;
+      sums[v].values = Reduction<r>::Combine(sums[v].values, value.values);
     }
   }
   for (int v = 0; v < kVectors; ++v) sink(sums[v], i + v * kLanes);
@@ -175,18 +217,18 @@ JOF_INLINE void SumBlock(const Rows& rows, int64_t p, int64_t q, int64_t i, cons
 
 // Sums rows [p, q) of the columns [i, end) in registers, kVectors of kLanes at a time, then half
 // as many.
-template <typename A, int kLanes = kFullLanes<A>, int kVectors = kBlockVectors, typename Rows,
-          typename Sink>
+template <Reducer r, typename A, int kLanes = kFullLanes<A>, int kVectors = kBlockVectors,
+          typename Rows, typename Sink>
 inline void SumInRegisters(const Rows& rows, int64_t p, int64_t q, int64_t i, int64_t end,
                            const Sink& sink) {
   for (; i + kLanes * kVectors <= end; i += kLanes * kVectors) {
-    SumBlock<A, kLanes, kVectors>(rows, p, q, i, sink);
+    SumBlock<r, A, kLanes, kVectors>(rows, p, q, i, sink);
   }
   if (i == end) return;
   if constexpr (kVectors > 1) {
-    SumInRegisters<A, kLanes, kVectors / 2>(rows, p, q, i, end, sink);
+    SumInRegisters<r, A, kLanes, kVectors / 2>(rows, p, q, i, end, sink);
   } else if constexpr (kLanes > 1) {
-    SumInRegisters<A, kLanes / 2, 1>(rows, p, q, i, end, sink);
+    SumInRegisters<r, A, kLanes / 2, 1>(rows, p, q, i, end, sink);
   }
 }
 
@@ -196,20 +238,22 @@ struct OneRow {
   const A* row;
 };
 
-// Sums rows [p, q) of the columns [i, end).
-template <typename A, typename Rows, typename Sink>
+// Sums rows [p, q) of the columns [i, end). What is no sum is compiled for one vector at a time.
+template <Reducer r, typename A, typename Rows, typename Sink>
 inline void SumRows(const Rows& rows, int64_t p, int64_t q, int64_t i, int64_t end,
                     const Sink& sink) {
-  if (q - p <= kShortRun || end - i <= kBlockVectors * kFullLanes<A>) {
-    return SumInRegisters<A>(rows, p, q, i, end, sink);
+  if constexpr (r != Reducer::kAdd) {
+    return SumInRegisters<r, A, kFullLanes<A>, 1>(rows, p, q, i, end, sink);
+  } else if (q - p <= kShortRun || end - i <= kBlockVectors * kFullLanes<A>) {
+    return SumInRegisters<r, A>(rows, p, q, i, end, sink);
   }
   alignas(64) A sums[kCachedColumns];
   for (; i < end; i += kCachedColumns) {
     const int64_t n = Min(end - i, kCachedColumns);
     for (int64_t k = 0; k < n; ++k) sums[k] = SumIdentity<A>();
-    for (int64_t r = p; r < q; ++r) AddRow(rows[r] + i, n, sums);
+    for (int64_t row = p; row < q; ++row) AddRow(rows[row] + i, n, sums);
     // The sums of one row are itself: this hands them on.
-    SumInRegisters<A>(OneRow<A>{sums - i}, 0, 1, i, i + n, sink);
+    SumInRegisters<r, A>(OneRow<A>{sums - i}, 0, 1, i, i + n, sink);
   }
 }
 
@@ -234,7 +278,7 @@ using Words = typename Vector<typename Unsigned<sizeof(T)>::type, N>::type;
 
 // Adds up rows of one value each, in order, where most runs are short: without a branch for the end
 // of a run. A block of positions within one run is summed side by side.
-template <typename T, typename Index>
+template <Reducer r, typename T, typename Index>
 class ScalarRuns {
  public:
   using A = Compute<T>;
@@ -264,19 +308,21 @@ class ScalarRuns {
 
   JOF_INLINE void TakeOneRun(int64_t p) {
     constexpr int kLanes = kFullLanes<A>;
-    Lanes<A, kLanes> sums = IdentityLanes<A, kLanes>(), value;
+    Lanes<A, kLanes> sums = IdentityLanes<r, A, kLanes>(), value;
     for (int64_t k = 0; k < kBlock; k += kLanes) {
       Load(rows_.base + p + k, &value);
-      sums.values += value.values;
+      sums.values = Reduction<r>::Combine(sums.values, value.values);
     }
-    for (int k = 0; k < kLanes; ++k) sum_ += sums.values[k];
+    for (int k = 0; k < kLanes; ++k) {
+      sum_ = Reduction<r>::Combine(sum_, static_cast<A>(sums.values[k]));
+    }
   }
 
   template <typename Finish>
   JOF_INLINE void TakeBlock(int64_t p, int64_t q, const Finish& finish) {
     int64_t runs[kBlock + 1] = {id_};
     A sums[kBlock + 1];
-    for (int64_t k = 0; k <= kBlock; ++k) sums[k] = SumIdentity<A>();
+    for (int64_t k = 0; k <= kBlock; ++k) sums[k] = Reduction<r>::template Identity<A>();
     sums[0] = sum_;
     // In memory, as a sum that is selected in a register would make each run wait for the last.
     int64_t count = 0;
@@ -285,7 +331,7 @@ class ScalarRuns {
       count += id != id_;
       id_ = id;
       runs[count] = id;
-      sums[count] += LoadScalar(*rows_[p]);
+      sums[count] = Reduction<r>::Combine(sums[count], LoadScalar(*rows_[p]));
     }
     for (int64_t k = 0; k < count; ++k) finish(runs[k], sums[k]);
     sum_ = sums[count];
@@ -294,24 +340,25 @@ class ScalarRuns {
   const RowIds<Index> ids_;
   const UpdateRows<T> rows_;
   int64_t id_;
-  A sum_ = SumIdentity<A>();
+  A sum_ = Reduction<r>::template Identity<A>();
 };
 
 // The sums of a chunk of sorted ids, its columns [i, end).
-template <typename T, typename Index>
-inline void SortedChunk(const CpuScatter& call, int64_t b, int64_t chunk, int64_t i, int64_t end) {
+template <Reducer r, typename T, typename Index>
+inline void SortedChunk(const ScatterCall& call, int64_t b, int64_t chunk, int64_t i, int64_t end) {
   using A = Compute<T>;
-  const int64_t length = CeilDivide(call.rows, call.splits), first = chunk * length;
-  if (first >= call.rows) return;
-  const int64_t last = Min(first + length, call.rows), limit = Min(last + length, call.rows);
-  const RowIds<Index> ids(call, b);
-  const int64_t inner = call.inner;
-  const UpdateRows<T> rows{static_cast<const T*>(call.updates) + b * call.rows * inner, inner,
-                           call.rows, call.order, call.order_bytes};
-  T* result = static_cast<T*>(call.result) + b * call.size * inner;
+  const int64_t length = CeilDivide(call.problem.rows, call.splits), first = chunk * length;
+  if (first >= call.problem.rows) return;
+  const int64_t last = Min(first + length, call.problem.rows),
+                limit = Min(last + length, call.problem.rows);
+  const RowIds<Index> ids(call.problem, call.ids, b);
+  const int64_t inner = call.problem.inner;
+  const UpdateRows<T> rows{static_cast<const T*>(call.updates) + b * call.problem.rows * inner,
+                           inner, call.problem.rows, call.order, call.order_bytes};
+  T* result = static_cast<T*>(call.result) + b * call.problem.size() * inner;
   A* carries = static_cast<A*>(call.scratch) + (b * call.splits + chunk) * 2 * inner;
   const auto sum_to_result = [&](int64_t id, int64_t p, int64_t q) {
-    SumRows<A>(rows, p, q, i, end, ToResult<T>{result + id * inner, call.has_operand});
+    SumRows<r, A>(rows, p, q, i, end, ToResult<r, T>{result + id * inner, call.has_operand()});
   };
 
   int64_t p = first;
@@ -319,21 +366,21 @@ inline void SortedChunk(const CpuScatter& call, int64_t b, int64_t chunk, int64_
     const int64_t id = ids[first];
     while (p < last && ids[p] == id) ++p;
     const bool is_carry = first - length > 0 && ids[first - length - 1] == id;
-    if (is_carry && id >= 0) SumRows<A>(rows, first, p, i, end, ToScratch<A>{carries});
+    if (is_carry && id >= 0) SumRows<r, A>(rows, first, p, i, end, ToScratch<A>{carries});
   }
   if (inner == 1) {
     if (p == last) return;
     const auto finish = [&](int64_t id, A sum) {
       if (id < 0) return;
-      const A before = call.has_operand ? LoadScalar(result[id]) : A{0};
-      result[id] = Accumulator<T>::Store(before + sum);
+      const A before = call.has_operand() ? LoadScalar(result[id]) : A{0};
+      result[id] = Accumulator<T>::Store(Reduction<r>::Combine(before, sum));
     };
-    ScalarRuns<T, Index> runs(ids, rows, p);
+    ScalarRuns<r, T, Index> runs(ids, rows, p);
     runs.Take(p, last, finish);
     int64_t q = last;
     while (q < limit && ids[q] == runs.id()) ++q;
     runs.Take(last, q, finish);
-    if (q == limit && limit < call.rows && ids[limit] == runs.id()) {
+    if (q == limit && limit < call.problem.rows && ids[limit] == runs.id()) {
       carries[1] = runs.sum();
     } else {
       finish(runs.id(), runs.sum());
@@ -346,12 +393,12 @@ inline void SortedChunk(const CpuScatter& call, int64_t b, int64_t chunk, int64_
     const int64_t id = ids[p];
     int64_t q = p;
     do {
-      if (call.order != nullptr && q + ahead < call.rows) rows.Prefetch(q + ahead, i, end);
+      if (call.order != nullptr && q + ahead < call.problem.rows) rows.Prefetch(q + ahead, i, end);
       ++q;
     } while (q < limit && ids[q] == id);
     if (id >= 0) {
-      if (q == limit && limit < call.rows && ids[limit] == id) {
-        SumRows<A>(rows, p, q, i, end, ToScratch<A>{carries + inner});
+      if (q == limit && limit < call.problem.rows && ids[limit] == id) {
+        SumRows<r, A>(rows, p, q, i, end, ToScratch<A>{carries + inner});
       } else {
         sum_to_result(id, p, q);
       }
@@ -363,55 +410,57 @@ inline void SortedChunk(const CpuScatter& call, int64_t b, int64_t chunk, int64_
 // The result of the run that starts in a chunk and goes on beyond the next, if there is one. The
 // scratch holds its first two chunks in this chunk's second row, and each later one in the first
 // row of its own.
-template <typename T, typename Index>
-inline void SortedCarry(const CpuScatter& call, int64_t b, int64_t chunk) {
+template <Reducer r, typename T, typename Index>
+inline void SortedCarry(const ScatterCall& call, int64_t b, int64_t chunk) {
   using A = Compute<T>;
-  const int64_t length = CeilDivide(call.rows, call.splits), first = chunk * length;
-  if (call.rows - first <= 2 * length) return;
-  const RowIds<Index> ids(call, b);
+  const int64_t length = CeilDivide(call.problem.rows, call.splits), first = chunk * length;
+  if (call.problem.rows - first <= 2 * length) return;
+  const RowIds<Index> ids(call.problem, call.ids, b);
   const int64_t id = ids[first + length - 1];
   if (id < 0 || ids[first + 2 * length] != id || (first > 0 && ids[first - 1] == id)) return;
   int64_t last = chunk + 2;
-  while (last < call.splits && last * length < call.rows && ids[last * length] == id) ++last;
+  while (last < call.splits && last * length < call.problem.rows && ids[last * length] == id)
+    ++last;
 
   struct CarryRows {
     JOF_INLINE const A* operator[](int64_t k) const { return k == first ? own : rows + k * stride; }
     const A *own, *rows;
     int64_t first, stride;
   };
-  const int64_t inner = call.inner;
+  const int64_t inner = call.problem.inner;
   const A* carries = static_cast<const A*>(call.scratch) + b * call.splits * 2 * inner;
   const CarryRows rows{carries + (2 * chunk + 1) * inner, carries, chunk + 1, 2 * inner};
-  T* result = static_cast<T*>(call.result) + (b * call.size + id) * inner;
-  SumRows<A>(rows, chunk + 1, last, 0, inner, ToResult<T>{result, call.has_operand});
+  T* result = static_cast<T*>(call.result) + (b * call.problem.size() + id) * inner;
+  SumRows<r, A>(rows, chunk + 1, last, 0, inner, ToResult<r, T>{result, call.has_operand()});
 }
 
 // Adds a row of kWidth values, 0 if that is known at run time only.
-template <int kWidth, typename T, typename A>
+template <Reducer r, int kWidth, typename T, typename A>
 JOF_INLINE void AddNarrowRow(const T* row, int64_t inner, A* sums) {
   if constexpr (kWidth == 0) {
-    AddRow(row, inner, sums);
+    CombineRow<r>(row, inner, sums);
   } else if constexpr ((kWidth & (kWidth - 1)) == 0 && kWidth <= kFullLanes<A>) {
     Lanes<A, kWidth> sum, value;
     Load(sums, &sum);
     Load(row, &value);
-    sum.values += value.values;
+    sum.values = Reduction<r>::Combine(sum.values, value.values);
     Store(sum, sums);
   } else {
-    for (int k = 0; k < kWidth; ++k) sums[k] += Accumulator<T>::Load(row[k]);
+    for (int k = 0; k < kWidth; ++k) sums[k] = Reduction<r>::Combine(sums[k], LoadScalar(row[k]));
   }
 }
 
-template <int kWidth, typename T, typename Index>
-inline void SumPart(const CpuScatter& call, int64_t part, int64_t b) {
+template <Reducer r, int kWidth, typename T, typename Index>
+inline void SumPart(const ScatterCall& call, int64_t part, int64_t b) {
   using A = Compute<T>;
-  const int64_t length = CeilDivide(call.rows, call.splits);
-  const int64_t first = part * length, last = Min(first + length, call.rows);
-  const RowIds<Index> ids(call, b);
-  const int64_t inner = kWidth == 0 ? call.inner : kWidth, size = call.size * inner;
-  const T* rows = static_cast<const T*>(call.updates) + b * call.rows * inner;
-  A* sums = static_cast<A*>(call.scratch) + (part * call.batch + b) * size;
-  for (int64_t k = 0; k < size; ++k) sums[k] = SumIdentity<A>();
+  const int64_t length = CeilDivide(call.problem.rows, call.splits);
+  const int64_t first = part * length, last = Min(first + length, call.problem.rows);
+  const RowIds<Index> ids(call.problem, call.ids, b);
+  const int64_t inner = kWidth == 0 ? call.problem.inner : kWidth,
+                size = call.problem.size() * inner;
+  const T* rows = static_cast<const T*>(call.updates) + b * call.problem.rows * inner;
+  A* sums = static_cast<A*>(call.scratch) + (part * call.problem.batch + b) * size;
+  for (int64_t k = 0; k < size; ++k) sums[k] = Reduction<r>::template Identity<A>();
   int64_t block[kIdBlock];
   for (int64_t p = first; p < last; p += kIdBlock) {
     const int64_t n = Min(kIdBlock, last - p);
@@ -419,16 +468,18 @@ inline void SumPart(const CpuScatter& call, int64_t part, int64_t b) {
     if constexpr (kWidth == 1 && sizeof(T) == 2) {
       // Widened together: one by one f16 takes twice as long.
       A values[kIdBlock];
-      for (int64_t k = 0; k < n; ++k) values[k] = SumIdentity<A>();
-      AddRow(rows + p, n, values);
+      for (int64_t k = 0; k < n; ++k) values[k] = Reduction<r>::template Identity<A>();
+      CombineRow<r>(rows + p, n, values);
       for (int64_t k = 0; k < n; ++k) {
-        if (block[k] >= 0) sums[block[k]] += values[k];
+        if (block[k] >= 0) {
+          sums[block[k]] = Reduction<r>::Combine(sums[block[k]], values[k]);
+        }
       }
       continue;
     }
     for (int64_t k = 0; k < n; ++k) {
       const int64_t id = block[k];
-      if (id >= 0) AddNarrowRow<kWidth>(rows + (p + k) * inner, inner, sums + id * inner);
+      if (id >= 0) AddNarrowRow<r, kWidth>(rows + (p + k) * inner, inner, sums + id * inner);
     }
   }
 }
@@ -436,22 +487,22 @@ inline void SumPart(const CpuScatter& call, int64_t part, int64_t b) {
 // out[i] = itself or 0, plus the sum of copies[part * stride + i], for i < n. Where nothing but -0
 // was added, an operand keeps its bits: the processor would make zeros of subnormals and quiet NaNs
 // of others.
-template <typename T, int kLanes = kFullLanes<Compute<T>>>
+template <Reducer r, typename T, int kLanes = kFullLanes<Compute<T>>>
 inline void AddCopies(const Compute<T>* copies, int64_t parts, int64_t stride, bool has_operand,
                       int64_t n, T* out) {
   using A = Compute<T>;
-  const auto nothing = BitCast<Words<A, kLanes>>(IdentityLanes<A, kLanes>());
+  const auto nothing = BitCast<Words<A, kLanes>>(IdentityLanes<r, A, kLanes>());
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     Lanes<A, kLanes> sum, value;
     Load(copies + i, &sum);
     for (int64_t part = 1; part < parts; ++part) {
       Load(copies + part * stride + i, &value);
-      sum.values += value.values;
+      sum.values = Reduction<r>::Combine(sum.values, value.values);
     }
     Words<T, kLanes> before{}, after;
     if (has_operand) memcpy(&before, out + i, sizeof(before));
-    ToResult<T>{out, has_operand}(sum, i);
+    ToResult<r, T>{out, has_operand}(sum, i);
     memcpy(&after, out + i, sizeof(after));
     const auto unchanged = BitCast<Words<A, kLanes>>(sum) == nothing;
     const auto keep = __builtin_convertvector(unchanged, Words<T, kLanes>);
@@ -460,7 +511,7 @@ inline void AddCopies(const Compute<T>* copies, int64_t parts, int64_t stride, b
   }
   if constexpr (kLanes > 1) {
     if (i < n) {
-      AddCopies<T, kLanes / 2>(copies + i, parts, stride, has_operand, n - i, out + i);
+      AddCopies<r, T, kLanes / 2>(copies + i, parts, stride, has_operand, n - i, out + i);
     }
   }
 }
@@ -480,15 +531,15 @@ JOF_INLINE void CopyRow(const char* in, int64_t bytes, char* out) {
 }
 
 template <int kBytes, typename Index>
-inline void GatherRows(const CpuGather& call, int64_t begin, int64_t end) {
-  const int64_t bytes = kBytes == 0 ? call.row_bytes : kBytes;
+inline void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int64_t end) {
+  const int64_t bytes = kBytes == 0 ? call.problem.inner * call.element_bytes : kBytes;
   char* out = static_cast<char*>(call.result) + begin * bytes;
-  const char* fill = static_cast<const char*>(call.fill);
+  const char* fill = static_cast<const char*>(fill_row);
   while (begin < end) {
-    const int64_t b = begin / call.rows, first = begin - b * call.rows;
-    const int64_t last = Min(call.rows, first + end - begin);
-    const RowIds<Index> ids(call, b);
-    const char* table = static_cast<const char*>(call.table) + b * call.size * bytes;
+    const int64_t b = begin / call.problem.rows, first = begin - b * call.problem.rows;
+    const int64_t last = Min(call.problem.rows, first + end - begin);
+    const RowIds<Index> ids(call.problem, call.ids, b);
+    const char* table = static_cast<const char*>(call.table) + b * call.problem.size() * bytes;
     int64_t block[kIdBlock];
     for (int64_t p = first; p < last; p += kIdBlock) {
       const int64_t n = Min(kIdBlock, last - p);
@@ -514,11 +565,36 @@ JOF_INLINE void DispatchConstant(int64_t value, const Visitor& visit) {
   if (!((value == kValues && (visit(Constant<kValues>()), true)) || ...)) visit(Constant<0>());
 }
 
-// Calls visit(element type tag, index type tag).
+// Calls visit(reducer constant, element type tag).
+template <Reducer r>
+struct ReducerConstant {
+  static constexpr Reducer value = r;
+};
 template <typename Visitor>
-JOF_INLINE void DispatchScatter(const CpuScatter& call, DType type, const Visitor& visit) {
-  Dispatch<Addends>(type, [&](auto tag) {
-    DispatchIndex(call.index_bytes, [&](auto index) { visit(tag, index); });
+JOF_INLINE void DispatchReducer(const ScatterCall& call, const Visitor& visit) {
+  using Ordered = TypeList<Half, BFloat16, float, double, int32_t, int64_t, uint32_t, uint64_t>;
+  const DType type = !call.is_signed            ? call.type
+                     : call.type == DType::kU32 ? DType::kS32
+                     : call.type == DType::kU64 ? DType::kS64
+                                                : call.type;
+  const auto visitor = [&](auto r) { return [&visit, r](auto tag) { visit(r, tag); }; };
+  switch (call.reducer) {
+    case Reducer::kAdd:
+      return Dispatch<Addends>(call.type, visitor(ReducerConstant<Reducer::kAdd>()));
+    case Reducer::kMultiply:
+      return Dispatch<Addends>(call.type, visitor(ReducerConstant<Reducer::kMultiply>()));
+    case Reducer::kMax:
+      return Dispatch<Ordered>(type, visitor(ReducerConstant<Reducer::kMax>()));
+    case Reducer::kMin:
+      return Dispatch<Ordered>(type, visitor(ReducerConstant<Reducer::kMin>()));
+  }
+}
+
+// Calls visit(reducer constant, element type tag, index type tag).
+template <typename Visitor>
+JOF_INLINE void DispatchScatter(const ScatterCall& call, const Visitor& visit) {
+  DispatchReducer(call, [&](auto r, auto tag) {
+    DispatchIndex(call.problem.index_bytes, [&](auto index) { visit(r, tag, index); });
   });
 }
 
@@ -526,16 +602,16 @@ JOF_INLINE void DispatchScatter(const CpuScatter& call, DType type, const Visito
 
 // Sorted ids, no operand: zeros into those rows of [begin, end), counted over all problems, that no
 // id hits.
-inline void ScatterZeros(const CpuScatter& call, int element_bytes, int64_t begin, int64_t end) {
-  const int64_t row_bytes = call.inner * element_bytes;
-  internal::DispatchIndex(call.index_bytes, [&](auto tag) {
+inline void ScatterZeros(const ScatterCall& call, int64_t begin, int64_t end) {
+  const int64_t row_bytes = call.problem.inner * SizeOf(call.type);
+  internal::DispatchIndex(call.problem.index_bytes, [&](auto tag) {
     using Index = typename decltype(tag)::type;
     while (begin < end) {
-      const int64_t b = begin / call.size, base = b * call.size;
-      const int64_t last = internal::Min(call.size, end - base);
-      const internal::RowIds<Index> ids(call, b);
+      const int64_t b = begin / call.problem.size(), base = b * call.problem.size();
+      const int64_t last = internal::Min(call.problem.size(), end - base);
+      const internal::RowIds<Index> ids(call.problem, call.ids, b);
       int64_t row = begin - base, p = 0;
-      for (int64_t high = call.rows; p < high;) {
+      for (int64_t high = call.problem.rows; p < high;) {
         const int64_t middle = p + (high - p) / 2;
         if (ids.Ascending(middle) < row) {
           p = middle + 1;
@@ -544,7 +620,7 @@ inline void ScatterZeros(const CpuScatter& call, int element_bytes, int64_t begi
         }
       }
       while (row < last) {
-        const int64_t id = p < call.rows ? internal::Min(ids.Ascending(p++), last) : last;
+        const int64_t id = p < call.problem.rows ? internal::Min(ids.Ascending(p++), last) : last;
         if (id < row) continue;
         memset(static_cast<char*>(call.result) + (base + row) * row_bytes, 0,
                static_cast<size_t>((id - row) * row_bytes));
@@ -555,60 +631,70 @@ inline void ScatterZeros(const CpuScatter& call, int element_bytes, int64_t begi
   });
 }
 
-// Blocks of call.columns columns of chunks of all problems, the block counted fastest.
-inline void ScatterSorted(const CpuScatter& call, DType type, int64_t begin, int64_t end) {
-  const int64_t blocks = internal::CeilDivide(call.inner, call.columns);
-  internal::DispatchScatter(call, type, [&](auto tag, auto index) {
+// Blocks of `columns` columns of chunks of all problems, the block counted fastest.
+inline void ScatterSorted(const ScatterCall& call, int64_t columns, int64_t begin, int64_t end) {
+  const int64_t blocks = internal::CeilDivide(call.problem.inner, columns);
+  internal::DispatchScatter(call, [&](auto r, auto tag, auto index) {
     using T = typename decltype(tag)::type;
     using Index = typename decltype(index)::type;
     for (int64_t k = begin; k < end; ++k) {
-      const int64_t chunk = k / blocks, i = k % blocks * call.columns;
-      internal::SortedChunk<T, Index>(call, chunk / call.splits, chunk % call.splits, i,
-                                      internal::Min(i + call.columns, call.inner));
+      const int64_t chunk = k / blocks, i = k % blocks * columns;
+      internal::SortedChunk<r.value, T, Index>(call, chunk / call.splits, chunk % call.splits, i,
+                                               internal::Min(i + columns, call.problem.inner));
     }
   });
 }
 
 // Chunks of all problems, after ScatterSorted did all.
-inline void ScatterCarries(const CpuScatter& call, DType type, int64_t begin, int64_t end) {
-  internal::DispatchScatter(call, type, [&](auto tag, auto index) {
+inline void ScatterCarries(const ScatterCall& call, int64_t begin, int64_t end) {
+  internal::DispatchScatter(call, [&](auto r, auto tag, auto index) {
     using T = typename decltype(tag)::type;
     using Index = typename decltype(index)::type;
     for (int64_t k = begin; k < end; ++k) {
-      internal::SortedCarry<T, Index>(call, k / call.splits, k % call.splits);
+      internal::SortedCarry<r.value, T, Index>(call, k / call.splits, k % call.splits);
     }
   });
 }
 
-// Parts of all problems, the problem counted fastest.
-inline void ScatterPrivate(const CpuScatter& call, DType type, int64_t begin, int64_t end) {
-  internal::DispatchScatter(call, type, [&](auto tag, auto index) {
+// Parts of all problems, the problem counted fastest. Products are sorted always.
+inline void ScatterPrivate(const ScatterCall& call, int64_t begin, int64_t end) {
+  internal::DispatchScatter(call, [&](auto r, auto tag, auto index) {
     using T = typename decltype(tag)::type;
     using Index = typename decltype(index)::type;
-    internal::DispatchConstant<1, 2, 3, 4, 8, 16>(call.inner, [&](auto width) {
+    const auto sum = [&](auto width) {
       for (int64_t k = begin; k < end; ++k) {
-        internal::SumPart<decltype(width)::value, T, Index>(call, k / call.batch, k % call.batch);
+        internal::SumPart<r.value, decltype(width)::value, T, Index>(call, k / call.problem.batch,
+                                                                     k % call.problem.batch);
       }
-    });
+    };
+    if constexpr (r.value == Reducer::kAdd) {
+      internal::DispatchConstant<1, 2, 3, 4, 8, 16>(call.problem.inner, sum);
+    } else if constexpr (r.value != Reducer::kMultiply) {
+      internal::DispatchConstant<1>(call.problem.inner, sum);
+    }
   });
 }
 
 // Elements of the result, after ScatterPrivate did all parts.
-inline void ScatterCombine(const CpuScatter& call, DType type, int64_t begin, int64_t end) {
-  Dispatch<Addends>(type, [&](auto tag) {
+inline void ScatterCombine(const ScatterCall& call, int64_t begin, int64_t end) {
+  internal::DispatchReducer(call, [&](auto r, auto tag) {
     using T = typename decltype(tag)::type;
-    internal::AddCopies<T>(static_cast<const Compute<T>*>(call.scratch) + begin, call.splits,
-                           call.batch * call.size * call.inner, call.has_operand, end - begin,
-                           static_cast<T*>(call.result) + begin);
+    if constexpr (r.value != Reducer::kMultiply) {
+      internal::AddCopies<r.value, T>(
+          static_cast<const Compute<T>*>(call.scratch) + begin, call.splits,
+          call.problem.batch * call.problem.size() * call.problem.inner, call.has_operand(),
+          end - begin, static_cast<T*>(call.result) + begin);
+    }
   });
 }
 
-// Rows of the result, counted over all problems.
-inline void GatherRows(const CpuGather& call, int64_t begin, int64_t end) {
-  internal::DispatchIndex(call.index_bytes, [&](auto tag) {
+// Rows of the result, counted over all problems. The fill is a row here.
+inline void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int64_t end) {
+  internal::DispatchIndex(call.problem.index_bytes, [&](auto tag) {
     using Index = typename decltype(tag)::type;
-    internal::DispatchConstant<1, 2, 4, 8, 12, 16, 32, 64>(call.row_bytes, [&](auto bytes) {
-      internal::GatherRows<decltype(bytes)::value, Index>(call, begin, end);
+    const int64_t row_bytes = call.problem.inner * call.element_bytes;
+    internal::DispatchConstant<1, 2, 4, 8, 12, 16, 32, 64>(row_bytes, [&](auto bytes) {
+      internal::GatherRows<decltype(bytes)::value, Index>(call, fill_row, begin, end);
     });
   });
 }

@@ -10,7 +10,7 @@
 
 namespace jof {
 
-inline constexpr ScatterLimits kCpuScatterLimits{false, 0};
+inline constexpr ScatterLimits kCpuScatterLimits{false, 0, 0};
 
 namespace internal {
 
@@ -24,38 +24,27 @@ inline int64_t Elements(const ScatterProblem& p, int64_t rows) { return p.batch 
 // The bytes of a value that updates are summed in.
 inline int64_t SumBytes(DType type) { return std::max(4, SizeOf(type)); }
 
-// What the kernels know of a scatter.
-inline CpuScatter MakeCpuScatter(const ScatterCall& call) {
-  const ScatterProblem& p = call.problem;
-  return {p.batch,       p.size(),         p.rows,       p.inner,
-          p.rule.wrap,   p.rule.clip,      p.shared_ids, call.operand != nullptr,
-          p.index_bytes, call.order_bytes, call.updates, call.ids,
-          call.order,    call.result,      call.scratch, call.splits,
-          p.inner};
-}
-
 template <typename ThreadPool>
 void ScatterAddSorted(const ScatterCall& call, int64_t result_bytes, ThreadPool& pool) {
-  CpuScatter scatter = MakeCpuScatter(call);
   const ScatterProblem& p = call.problem;
   const int64_t rows = p.batch * p.size(), row_bytes = result_bytes / rows;
 
   // Few chunks of wide rows are split by columns, too.
   const int64_t chunks = p.batch * call.splits;
   const int64_t wanted = kUnitsPerThread * Threads(pool);
+  int64_t columns = p.inner;
   if (chunks < wanted) {
-    const int64_t columns = p.inner * chunks / wanted / kColumns * kColumns;
-    scatter.columns = std::min(p.inner, std::max(kColumns, columns));
+    columns =
+        std::min(p.inner, std::max(kColumns, p.inner * chunks / wanted / kColumns * kColumns));
   }
-  const int64_t units =
-      p.rows == 0 ? 0 : chunks * ((p.inner + scatter.columns - 1) / scatter.columns);
+  const int64_t units = p.rows == 0 ? 0 : chunks * ((p.inner + columns - 1) / columns);
 
   // Without an operand, rows that no id hits are zeros: units of zero_rows rows after the others,
   // or all rows beforehand where they are narrow.
   int64_t zero_rows = 0;
-  if (call.operand == nullptr && row_bytes > kNarrowRow) {
+  if (!call.has_operand() && row_bytes > kNarrowRow) {
     zero_rows = std::max(Grain(row_bytes), rows / (8 * wanted));
-  } else if (call.operand == nullptr) {
+  } else if (!call.has_operand()) {
     ParallelFor(pool, result_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
       std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);
     });
@@ -65,38 +54,33 @@ void ScatterAddSorted(const ScatterCall& call, int64_t result_bytes, ThreadPool&
   ParallelFor(pool, units + zero_units, Grain(bytes / std::max<int64_t>(1, units + zero_units)),
               [&](int64_t begin, int64_t end) {
                 if (begin < units) {
-                  Kernels().ScatterSorted(scatter, call.type, begin, std::min(end, units));
+                  Kernels().ScatterSorted(call, columns, begin, std::min(end, units));
                 }
                 if (end > units) {
                   const int64_t first = (std::max(begin, units) - units) * zero_rows;
-                  Kernels().ScatterZeros(scatter, SizeOf(call.type), first,
-                                         std::min(rows, (end - units) * zero_rows));
+                  Kernels().ScatterZeros(call, first, std::min(rows, (end - units) * zero_rows));
                 }
               });
   if (call.splits > 2) {
-    ParallelFor(pool, chunks, Grain(p.inner * 16), [&](int64_t begin, int64_t end) {
-      Kernels().ScatterCarries(scatter, call.type, begin, end);
-    });
+    ParallelFor(pool, chunks, Grain(p.inner * 16),
+                [&](int64_t begin, int64_t end) { Kernels().ScatterCarries(call, begin, end); });
   }
 }
 
 template <typename ThreadPool>
 void ScatterAddPrivate(const ScatterCall& call, int64_t result_bytes, ThreadPool& pool) {
-  const CpuScatter scatter = MakeCpuScatter(call);
   const ScatterProblem& p = call.problem;
   if (p.rows == 0) {
-    if (call.operand == nullptr) std::memset(call.result, 0, static_cast<size_t>(result_bytes));
+    if (!call.has_operand()) std::memset(call.result, 0, static_cast<size_t>(result_bytes));
     return;
   }
   const int64_t size = Elements(p, p.size()), copies_bytes = call.splits * SumBytes(call.type);
   const int64_t parts = p.batch * call.splits;
   const int64_t part_bytes = Elements(p, p.rows) * SizeOf(call.type) + size * copies_bytes;
-  ParallelFor(pool, parts, Grain(part_bytes / parts), [&](int64_t begin, int64_t end) {
-    Kernels().ScatterPrivate(scatter, call.type, begin, end);
-  });
-  ParallelFor(pool, size, Grain(copies_bytes), [&](int64_t begin, int64_t end) {
-    Kernels().ScatterCombine(scatter, call.type, begin, end);
-  });
+  ParallelFor(pool, parts, Grain(part_bytes / parts),
+              [&](int64_t begin, int64_t end) { Kernels().ScatterPrivate(call, begin, end); });
+  ParallelFor(pool, size, Grain(copies_bytes),
+              [&](int64_t begin, int64_t end) { Kernels().ScatterCombine(call, begin, end); });
 }
 
 }  // namespace internal
@@ -128,11 +112,9 @@ CpuStatus LaunchGatherRows(const GatherCall& call, ThreadPool& pool) {
   for (int64_t i = 0; i < row_bytes; i += call.element_bytes) {
     std::memcpy(&fill_row[i], call.fill, call.element_bytes);
   }
-  const CpuGather gather{p.batch,     p.size(),    p.rows,          row_bytes,
-                         p.rule.wrap, p.rule.clip, p.shared_ids,    p.index_bytes,
-                         call.table,  call.ids,    fill_row.data(), call.result};
-  ParallelFor(pool, p.batch * p.rows, Grain(2 * row_bytes),
-              [&](int64_t begin, int64_t end) { Kernels().GatherRows(gather, begin, end); });
+  ParallelFor(pool, p.batch * p.rows, Grain(2 * row_bytes), [&](int64_t begin, int64_t end) {
+    Kernels().GatherRows(call, fill_row.data(), begin, end);
+  });
   return {};
 }
 

@@ -10,16 +10,17 @@ JOF_NAMESPACE_BEGIN
 // What the sums of LaunchScatterPrivate may take, once.
 inline constexpr int64_t kPrivateBytes = 160 * 1024;
 
-inline constexpr ScatterLimits kCudaScatterLimits{true, kPrivateBytes};
+// Consecutive elements that a block of LaunchScatterSorted takes at once.
+inline constexpr int64_t kElementChunk = 4096;
+
+inline constexpr ScatterLimits kCudaScatterLimits{true, kPrivateBytes, kElementChunk};
 
 // There are positions, and if there is an operand, the result holds a copy of it already.
-
-// Sorted ids, no atomics: sums of runs of equal ids.
-cudaError_t LaunchScatterSorted(const ScatterCall& call, cudaStream_t stream);
-// Few outputs, and no batch: private sums in shared memory.
-cudaError_t LaunchScatterPrivate(const ScatterCall& call, cudaStream_t stream);
-// Atomic additions to global memory, to the scratch if there is one.
-cudaError_t LaunchScatterAtomic(const ScatterCall& call, cudaStream_t stream);
+cudaError_t LaunchScatterAdd(ScatterStrategy strategy, const ScatterCall& call,
+                             cudaStream_t stream);
+cudaError_t LaunchScatterExtremum(ScatterStrategy strategy, const ScatterCall& call,
+                                  cudaStream_t stream);
+cudaError_t LaunchScatterMultiply(const ScatterCall& call, cudaStream_t stream);
 
 // Any scatter whose result is not empty.
 inline cudaError_t LaunchScatter(ScatterStrategy strategy, const ScatterCall& call,
@@ -33,15 +34,14 @@ inline cudaError_t LaunchScatter(ScatterStrategy strategy, const ScatterCall& ca
     status = cudaMemsetAsync(call.result, 0, bytes, stream);
   }
   if (status != cudaSuccess || p.rows == 0) return status;
-  switch (strategy) {
-    case ScatterStrategy::kSorted:
-      return LaunchScatterSorted(call, stream);
-    case ScatterStrategy::kPrivate:
-      return LaunchScatterPrivate(call, stream);
-    case ScatterStrategy::kAtomic:
-      break;
+  switch (call.reducer) {
+    case Reducer::kAdd:
+      return LaunchScatterAdd(strategy, call, stream);
+    case Reducer::kMultiply:
+      return LaunchScatterMultiply(call, stream);
+    default:
+      return LaunchScatterExtremum(strategy, call, stream);
   }
-  return LaunchScatterAtomic(call, stream);
 }
 
 cudaError_t LaunchGatherRows(const GatherCall& call, cudaStream_t stream);

@@ -1,10 +1,10 @@
-// The FFI signatures of scatter-add and of gathering rows, for both backends.
+// The FFI signatures of scatters and of gathering rows, for both backends.
 //
 // Scatters take operands (operand, updates, ids, order) and give results (result, scratch):
-//   operand as the result, or (0, 0, 0) to start from zeros; updates (B, N, D); ids (B, N), or
-//   (1, N) for all b; order (N,), or (0,) where updates are in the order of ids; result (B, S, D)
-//   or any other shape of as many elements. The operand is meant to be aliased to the result, but
-//   need not be; XLA would copy it to reshape it, even if it is donated, so it keeps its shape.
+//   operand as the result, or of a sum (0, 0, 0) to start from zeros; updates (B, N, D); ids (B,
+//   N), or (1, N) for all b; order (N,), or (0,) where updates are in the order of ids; result (B,
+//   S, D) or any other shape of as many elements. The operand is meant to be aliased to the result,
+//   but need not be; XLA would copy it to reshape it, even if it is donated, so it keeps its shape.
 // Gathers take (table (B, S, D), ids) and give a result (B, N, D). Sorting rows, for a scatter,
 // takes ids (B, N) and gives (keys (1, B * N), order (B * N,), scratch (B * S + 1,) or (0,)) of
 // their type.
@@ -17,10 +17,14 @@ namespace jof {
 
 inline constexpr char kGatherRows[] = "jof_gather_rows", kSortRows[] = "jof_sort_rows";
 
-inline const char* NameOf(ScatterStrategy strategy) {
-  return strategy == ScatterStrategy::kSorted    ? "jof_scatter_add_sorted"
-         : strategy == ScatterStrategy::kPrivate ? "jof_scatter_add_private"
-                                                 : "jof_scatter_add_atomic";
+inline const char* NameOf(Reducer reducer, ScatterStrategy strategy) {
+  static constexpr const char* kNames[][3] = {
+      {"jof_scatter_add_sorted", "jof_scatter_add_private", "jof_scatter_add_atomic"},
+      {"jof_scatter_max_sorted", "jof_scatter_max_private", "jof_scatter_max_atomic"},
+      {"jof_scatter_min_sorted", "jof_scatter_min_private", "jof_scatter_min_atomic"},
+      {"jof_scatter_multiply_sorted", nullptr, nullptr},
+  };
+  return kNames[static_cast<int>(reducer)][static_cast<int>(strategy)];
 }
 
 // What values of `type` are added as: `reals` values of a type that is one of Addends if there is a
@@ -122,8 +126,10 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
       valid = HasShape(scratch, {call->splits, p.batch, p.size(), inner});
       break;
     case ScatterStrategy::kAtomic:
-      wanted = "(B, S, D) or (0, 0, 0)";
-      valid = HasShape(scratch, {0, 0, 0}) || HasShape(scratch, {p.batch, p.size(), inner});
+      wanted = call->reducer == Reducer::kAdd ? "(P, B, S, D) or (0, 0, 0)" : "(P, B, S, D)";
+      if (dimensions.size() == 4) call->splits = dimensions[0];
+      valid = (HasShape(scratch, {0, 0, 0}) && call->reducer == Reducer::kAdd) ||
+              HasShape(scratch, {call->splits, p.batch, p.size(), inner});
       break;
   }
   const int64_t parts = call->splits;
@@ -144,6 +150,7 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
   return ffi::Error::Success();
 }
 
+// The call's reducer is set.
 inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
                                 const ScatterLimits& limits, ffi::AnyBuffer operand,
                                 ffi::AnyBuffer updates, ffi::AnyBuffer ids, ffi::AnyBuffer order,
@@ -174,19 +181,24 @@ inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
   }
   call->deterministic = deterministic;
   int reals = 1;
-  call->type = AddendOf(DTypeOf(updates.element_type()), &reals);
-  if (!Contains<Addends>(call->type)) {
+  const DType type = DTypeOf(updates.element_type());
+  call->type = AddendOf(type, &reals);
+  call->is_signed = type == DType::kS32 || type == DType::kS64;
+  if (!Contains<Addends>(call->type) || (reals == 2 && call->reducer != Reducer::kAdd)) {
     return InvalidArgument(op,
                            ": the element type must be f16, bf16, f32, f64, an integer of 32 or 64 "
-                           "bits, complex64 or complex128");
+                           "bits",
+                           call->reducer == Reducer::kAdd ? ", complex64 or complex128" : "");
   }
   const ScatterProblem& p = call->problem;
   const int64_t inner = p.inner;
   const bool has_operand = !HasShape(operand, {0, 0, 0});
   if (operand.element_type() != updates.element_type() ||
-      (has_operand && !SameShape(operand, result))) {
+      (has_operand ? !SameShape(operand, result)
+                   : call->reducer != Reducer::kAdd && result.element_count() != 0)) {
     return InvalidArgument(op, ": the operand must have the type and shape of the result, ",
-                           ShapeString(result.dimensions()), ", or be empty, got shape ",
+                           ShapeString(result.dimensions()),
+                           call->reducer == Reducer::kAdd ? ", or be empty" : "", ", got shape ",
                            ShapeString(operand.dimensions()));
   }
   if (scratch.element_type() != SumType(updates.element_type())) {
@@ -197,6 +209,12 @@ inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
   error = DecodeScratch(op, strategy, limits, scratch, inner, call);
   if (error.failure()) return error;
   call->problem.inner *= reals;
+  if (strategy == ScatterStrategy::kSorted && limits.element_chunk != 0 && p.inner == 1 &&
+      call->splits * limits.element_chunk < p.rows) {
+    return InvalidArgument(op, ": on a GPU a chunk of single elements has at most ",
+                           limits.element_chunk, " of them; got scratch of shape ",
+                           ShapeString(scratch.dimensions()), " for ", p.rows);
+  }
   call->operand = has_operand ? operand.untyped_data() : nullptr;
   call->updates = updates.untyped_data();
   call->ids = ids.untyped_data();
@@ -271,13 +289,13 @@ inline ffi::Error DecodeSort(ffi::AnyBuffer ids, ffi::AnyBuffer keys, ffi::AnyBu
   return ffi::Error::Success();
 }
 
-template <typename Backend, ScatterStrategy strategy>
-ffi::Error ScatterAdd(typename Backend::Stream stream, ffi::AnyBuffer operand,
-                      ffi::AnyBuffer updates, ffi::AnyBuffer ids, ffi::AnyBuffer order,
-                      ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> scratch,
-                      bool wrap, bool clip, bool deterministic) {
-  const char* op = NameOf(strategy);
+template <typename Backend, Reducer reducer, ScatterStrategy strategy>
+ffi::Error Scatter(typename Backend::Stream stream, ffi::AnyBuffer operand, ffi::AnyBuffer updates,
+                   ffi::AnyBuffer ids, ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> result,
+                   ffi::Result<ffi::AnyBuffer> scratch, bool wrap, bool clip, bool deterministic) {
+  const char* op = NameOf(reducer, strategy);
   ScatterCall call{};
+  call.reducer = reducer;
   ffi::Error error = DecodeScatter(op, strategy, Backend::kScatterLimits, operand, updates, ids,
                                    order, *result, *scratch, wrap, clip, deterministic, &call);
   if (error.failure() || result->element_count() == 0) return error;
@@ -319,10 +337,10 @@ auto ScatterBinding() {
       .template Attr<bool>("deterministic");
 }
 
-template <typename Backend, ScatterStrategy strategy>
+template <typename Backend, Reducer reducer, ScatterStrategy strategy>
 Target ScatterTarget() {
-  return {NameOf(strategy),
-          Handle<Backend, ScatterBinding<Backend>, ScatterAdd<Backend, strategy>>};
+  return {NameOf(reducer, strategy),
+          Handle<Backend, ScatterBinding<Backend>, Scatter<Backend, reducer, strategy>>};
 }
 
 template <typename Backend>

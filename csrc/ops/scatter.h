@@ -11,7 +11,8 @@
 #include "common/macros.h"
 #include "common/types.h"
 
-JOF_NAMESPACE_BEGIN
+// No inline namespace: these types are the same for all instruction sets (see common/macros.h).
+namespace jof {
 
 // How an index becomes the id of a row, as in jnp: negative ones count from the end (wrap), then
 // all are brought into range (clip).
@@ -48,26 +49,34 @@ struct ScatterArrays {
   void* scratch;  // null if empty
 };
 
+// What a scatter makes of an element and of all updates that name it.
+enum class Reducer { kAdd, kMax, kMin, kMultiply };
+
 // The strategies of a scatter, which differ in their scratch: sums in the compute type of updates.
 enum class ScatterStrategy {
   kSorted,   // (B, C, 2, D): of segments that cross the ends of C chunks of positions
   kPrivate,  // (P, B, S, D): of P parts of the positions
-  kAtomic,   // (B, S, D), or (0, 0, 0) to add to the result
+  kAtomic,   // (P, B, S, D): P copies; or (0, 0, 0) to add to the result
 };
 
 // What a backend takes of them.
 struct ScatterLimits {
   bool has_short_ids;     // sorted ids may be uint16
   int64_t private_bytes;  // of a part's sums, if there is a limit: there is no batch then
+  int64_t element_chunk;  // the longest chunk of sorted single elements, if there is a limit
 };
 
 // A complex number is two reals here.
 struct ScatterCall : ScatterArrays {
   ScatterProblem problem;
   DType type;          // one of Addends
+  Reducer reducer;     // only sums may start without an operand
+  bool is_signed;      // of integers
   int order_bytes;     // 4, or 8 where ids are int64
   int64_t splits;      // C or P above; 1 if there are no positions
   bool deterministic;  // the same bits on every run, where the strategy has a choice
+
+  JOF_HOST_DEVICE JOF_INLINE bool has_operand() const { return operand != nullptr; }
 };
 
 // Gathering rows of problem.inner elements.
@@ -87,16 +96,10 @@ struct SortCall {
   void *keys, *order, *counts;
 };
 
-// An index as it is stored.
-JOF_HOST_DEVICE JOF_INLINE int64_t LoadIndex(const void* ids, int index_bytes, int64_t i) {
-  return index_bytes == 4 ? static_cast<const int32_t*>(ids)[i]
-                          : static_cast<const int64_t*>(ids)[i];
-}
-
 // What a sum of type A starts from: x + (-0) is x for every x, -0 included.
 template <typename A>
 JOF_HOST_DEVICE JOF_INLINE A SumIdentity() {
   return static_cast<A>(-0.0);
 }
 
-JOF_NAMESPACE_END
+}  // namespace jof

@@ -2,6 +2,7 @@
 // The CPU kernels of scatters and gathers on pointers at every offset within 16 bytes that their
 // type allows, between guard zones that must stay untouched, with ids and orders that are out of
 // range or that break the promise of being sorted.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -40,12 +41,20 @@ T Make(int64_t value) {
   return Accumulator<T>::Store(static_cast<Compute<T>>(value));
 }
 
-int64_t Value(int64_t i) { return (i * 7 + i / 13) % 3; }
+// From 0 on where `is_natural`, else from -1 on.
+int64_t Value(int64_t i, bool is_natural) { return (i * 7 + i / 13) % 3 - !is_natural; }
+
+int64_t Combined(Reducer reducer, int64_t a, int64_t b) {
+  return reducer == Reducer::kAdd        ? a + b
+         : reducer == Reducer::kMultiply ? a * b
+         : reducer == Reducer::kMax      ? std::max(a, b)
+                                         : std::min(a, b);
+}
 
 // Small integers: their sums are exact in every type.
 template <typename T>
 void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has_operand,
-                 bool ordered) {
+                 bool ordered, Reducer reducer = Reducer::kAdd, bool is_signed = false) {
   const auto bytes = static_cast<int64_t>(sizeof(T)), inner = s.inner;
   std::vector<int32_t> ids = MakeIds(s, kind);
   std::vector<int32_t> order;
@@ -62,7 +71,7 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
     auto* in = static_cast<T*>(updates.data());
     auto* out = static_cast<T*>(result.data());
     std::vector<int64_t> want(static_cast<size_t>(s.batch * s.size * inner));
-    for (int64_t i = 0; i < s.batch * s.rows * inner; ++i) in[i] = Make<T>(Value(i));
+    for (int64_t i = 0; i < s.batch * s.rows * inner; ++i) in[i] = Make<T>(Value(i, !is_signed));
     for (size_t i = 0; i < want.size(); ++i) {
       want[i] = has_operand ? static_cast<int64_t>(i % 5) : 0;
       out[i] = Make<T>(want[i]);
@@ -71,44 +80,37 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
       const int64_t id = rule.Resolve(ids[static_cast<size_t>(n)]);
       const int64_t row = ordered ? order[static_cast<size_t>(n)] : n;
       for (int64_t d = 0; id >= 0 && d < inner; ++d) {
-        want[static_cast<size_t>((n / s.rows * s.size + id) * inner + d)] += Value(row * inner + d);
+        int64_t& sum = want[static_cast<size_t>((n / s.rows * s.size + id) * inner + d)];
+        sum = Combined(reducer, sum, Value(row * inner + d, !is_signed));
       }
     }
 
-    const CpuScatter call{s.batch,
-                          s.size,
-                          s.rows,
-                          inner,
-                          false,
-                          false,
-                          false,
-                          has_operand,
-                          4,
-                          4,
-                          in,
-                          ids.data(),
-                          ordered ? order.data() : nullptr,
-                          out,
-                          scratch.data(),
-                          s.splits,
-                          s.columns};
+    const ScatterCall call{{has_operand ? out : nullptr, in, ids.data(),
+                            ordered ? order.data() : nullptr, out, scratch.data()},
+                           {s.batch, s.rows, inner, rule, false, 4},
+                           type,
+                           reducer,
+                           is_signed,
+                           4,
+                           s.splits,
+                           false};
     const CpuKernels& kernels = BestCpuKernels();
     if (is_private) {
       const int64_t parts = s.splits * s.batch, size = s.batch * s.size * inner;
-      kernels.ScatterPrivate(call, type, 0, parts / 2);
-      kernels.ScatterPrivate(call, type, parts / 2, parts);
-      kernels.ScatterCombine(call, type, 0, size / 3);
-      kernels.ScatterCombine(call, type, size / 3, size);
+      kernels.ScatterPrivate(call, 0, parts / 2);
+      kernels.ScatterPrivate(call, parts / 2, parts);
+      kernels.ScatterCombine(call, 0, size / 3);
+      kernels.ScatterCombine(call, size / 3, size);
     } else {
       const int64_t chunks = s.batch * s.splits, rows = s.batch * s.size;
       const int64_t units = chunks * ((inner + s.columns - 1) / s.columns);
       if (!has_operand) {
-        kernels.ScatterZeros(call, static_cast<int>(bytes), 0, rows / 3);
-        kernels.ScatterZeros(call, static_cast<int>(bytes), rows / 3, rows);
+        kernels.ScatterZeros(call, 0, rows / 3);
+        kernels.ScatterZeros(call, rows / 3, rows);
       }
-      kernels.ScatterSorted(call, type, units / 2, units);
-      kernels.ScatterSorted(call, type, 0, units / 2);
-      kernels.ScatterCarries(call, type, 0, chunks);
+      kernels.ScatterSorted(call, s.columns, units / 2, units);
+      kernels.ScatterSorted(call, s.columns, 0, units / 2);
+      kernels.ScatterCarries(call, 0, chunks);
     }
     for (size_t i = 0; (is_private || kind != Ids::kBroken) && i < want.size(); ++i) {
       const T wanted = Make<T>(want[i]);
@@ -129,6 +131,13 @@ void TestScatters(const Shape& s, DType type) {
       TestScatter<T>(s, type, kind, false, has_operand, false);
       if (s.batch == 1) TestScatter<T>(s, type, kind, false, has_operand, true);
     }
+    // Of floats and of signed integers with numbers below 0, of unsigned ones without.
+    const bool has_sign = s.splits % 2 != 0 || sizeof(Compute<T>) != sizeof(T);
+    for (const Reducer reducer : {Reducer::kMax, Reducer::kMin}) {
+      TestScatter<T>(s, type, kind, true, true, false, reducer, has_sign);
+      TestScatter<T>(s, type, kind, false, true, s.batch == 1, reducer, has_sign);
+    }
+    TestScatter<T>(s, type, kind, false, true, false, Reducer::kMultiply);
   }
 }
 
@@ -143,10 +152,10 @@ void TestGather(int64_t row_bytes, bool wrap, bool clip) {
     auto* in = static_cast<char*>(table.data());
     auto* out = static_cast<char*>(result.data());
     for (int64_t i = 0; i < s.batch * s.size * row_bytes; ++i) in[i] = static_cast<char>(i * 37);
-    const CpuGather call{s.batch, s.size, s.rows, row_bytes,  wrap,        clip,
-                         false,   4,      in,     ids.data(), fill.data(), out};
-    BestCpuKernels().GatherRows(call, 0, 100);
-    BestCpuKernels().GatherRows(call, 100, s.batch * s.rows);
+    const GatherCall call{
+        {s.batch, s.rows, row_bytes, {s.size, wrap, clip}, false, 4}, 1, in, ids.data(), "f", out};
+    BestCpuKernels().GatherRows(call, fill.data(), 0, 100);
+    BestCpuKernels().GatherRows(call, fill.data(), 100, s.batch * s.rows);
     for (int64_t n = 0; n < s.batch * s.rows; ++n) {
       const int64_t id = rule.Resolve(ids[static_cast<size_t>(n)]);
       const char* want = id < 0 ? fill.data() : in + (n / s.rows * s.size + id) * row_bytes;

@@ -32,6 +32,7 @@ T Untouched() {
 int64_t Value(int64_t i) { return (i * 7 + i / 13) % 3 - 1; }
 
 enum class Way { kSorted, kOrdered, kPrivate, kPrivateInOrder, kAtomic, kAtomicScratch };
+constexpr Reducer kReducers[] = {Reducer::kAdd, Reducer::kMax, Reducer::kMin, Reducer::kMultiply};
 enum class Ids { kSpread, kHot, kOneRow, kDropped, kBroken };
 
 struct Shape {
@@ -44,7 +45,22 @@ struct Trial {
   int index_bytes;
   bool has_operand, shared_ids, wrap, clip;
   int64_t in_offset, out_offset;
+  Reducer reducer;
+  bool is_signed;
 };
+
+// Of integers that all types hold; as unsigned ones negative ones are the greatest.
+int64_t Combined(const Trial& t, int64_t a, int64_t b) {
+  const bool is_less = t.is_signed ? a < b : static_cast<uint64_t>(a) < static_cast<uint64_t>(b);
+  switch (t.reducer) {
+    case Reducer::kAdd:
+      return a + b;
+    case Reducer::kMultiply:
+      return a * b;
+    default:
+      return is_less == (t.reducer == Reducer::kMax) ? b : a;
+  }
+}
 
 bool IsSorted(Way way) { return way == Way::kSorted || way == Way::kOrdered; }
 
@@ -90,6 +106,7 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
   for (int64_t i = 0; i < s.batch * s.rows * s.inner; ++i) updates.push_back(Make<T>(Value(i)));
   const int64_t outputs = s.batch * s.size * s.inner;
   std::vector<int64_t> want(size_t(outputs), 0);
+  for (size_t o = 0; t.has_operand && o < want.size(); ++o) want[o] = static_cast<int64_t>(o % 3);
   std::vector<bool> is_hit(size_t(outputs), false);
   for (int64_t i = 0; i < s.batch * s.rows && t.kind != Ids::kBroken; ++i) {
     const int64_t b = i / s.rows, n = i % s.rows;
@@ -97,14 +114,13 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
     const int64_t row = t.way == Way::kOrdered ? order[size_t(n)] : i;
     for (int64_t d = 0; id >= 0 && d < s.inner; ++d) {
       const auto o = size_t((b * s.size + id) * s.inner + d);
-      want[o] += Value(row * s.inner + d);
+      want[o] = Combined(t, want[o], Value(row * s.inner + d));
       is_hit[o] = true;
     }
   }
   std::vector<T> operand(size_t(outputs), Untouched<T>());
   for (size_t o = 0; o < operand.size(); ++o) {
     if (is_hit[o]) operand[o] = Make<T>(static_cast<int64_t>(o % 3));
-    if (is_hit[o] && t.has_operand) want[o] += static_cast<int64_t>(o % 3);
   }
 
   DeviceArray in(updates, t.in_offset);
@@ -117,10 +133,9 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
   const int order_bytes = t.index_bytes == 8 ? 8 : 4;
   DeviceArray index(Stored(ids, t.index_bytes), t.in_offset / t.index_bytes * t.index_bytes);
   DeviceArray permutation(Stored(order, order_bytes), 0);
-  const int64_t sums = IsSorted(t.way)                ? s.batch * s.splits * 2 * s.inner
-                       : t.way == Way::kAtomicScratch ? outputs
-                       : t.way == Way::kAtomic        ? 0
-                                                      : s.splits * outputs;
+  const int64_t sums = IsSorted(t.way)         ? s.batch * s.splits * 2 * s.inner
+                       : t.way == Way::kAtomic ? 0
+                                               : s.splits * outputs;
   DeviceArray scratch(sums * static_cast<int64_t>(sizeof(Compute<T>)), 0);
   const ScatterProblem problem{s.batch, s.rows, s.inner, rule, t.shared_ids, t.index_bytes};
   const ScatterCall call{{t.has_operand ? out.data() : nullptr, in.data(), index.data(),
@@ -128,16 +143,16 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
                           sums == 0 ? nullptr : scratch.data()},
                          problem,
                          type,
+                         t.reducer,
+                         t.is_signed && std::is_integral_v<Compute<T>>,
                          order_bytes,
-                         s.splits,
+                         t.way == Way::kAtomic ? 1 : s.splits,
                          t.way == Way::kPrivateInOrder};
-  if (IsSorted(t.way)) {
-    CHECK_CUDA(LaunchScatterSorted(call, nullptr));
-  } else if (t.way == Way::kPrivate || t.way == Way::kPrivateInOrder) {
-    CHECK_CUDA(LaunchScatterPrivate(call, nullptr));
-  } else {
-    CHECK_CUDA(LaunchScatterAtomic(call, nullptr));
-  }
+  const bool is_private = t.way == Way::kPrivate || t.way == Way::kPrivateInOrder;
+  CHECK_CUDA(LaunchScatter(IsSorted(t.way) ? ScatterStrategy::kSorted
+                           : is_private    ? ScatterStrategy::kPrivate
+                                           : ScatterStrategy::kAtomic,
+                           call, nullptr));
   ++g_launches;
   const T* const got = out.CopyToHost<T>();
   in.CopyToHost<T>();
@@ -149,11 +164,12 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
     // A sum of 0 may have either sign.
     const bool equal = Accumulator<T>::Load(got[o]) == Accumulator<T>::Load(exact);
     JOF_CHECK(same || (is_hit[o] && equal),
-              "way %d, ids %d of %d bytes, type %d, B %ld S %ld N %ld D %ld splits %ld, operand %d "
+              "reducer %d, way %d, ids %d of %d bytes, type %d, B %ld S %ld N %ld D %ld splits "
+              "%ld, operand %d "
               "shared %d wrap %d clip %d, offsets %ld %ld: output %ld is %g, want %g",
-              int(t.way), int(t.kind), t.index_bytes, int(type), long(s.batch), long(s.size),
-              long(s.rows), long(s.inner), long(s.splits), t.has_operand, t.shared_ids, t.wrap,
-              t.clip, long(t.in_offset), long(t.out_offset), long(o),
+              int(t.reducer), int(t.way), int(t.kind), t.index_bytes, int(type), long(s.batch),
+              long(s.size), long(s.rows), long(s.inner), long(s.splits), t.has_operand,
+              t.shared_ids, t.wrap, t.clip, long(t.in_offset), long(t.out_offset), long(o),
               double(Accumulator<T>::Load(got[o])), double(Accumulator<T>::Load(exact)));
   }
 }
@@ -172,7 +188,6 @@ void TestScatters(DType type) {
   for (const Shape& s : shapes) {
     for (const Way way : {Way::kSorted, Way::kOrdered, Way::kPrivate, Way::kPrivateInOrder,
                           Way::kAtomic, Way::kAtomicScratch}) {
-      if (way == Way::kAtomicScratch && sizeof(T) != 2) continue;
       if (s.batch > 1 && (way == Way::kOrdered || way == Way::kPrivate)) continue;
       // Tables of a warp each and their tags must fit.
       const int64_t table = s.size * s.inner * 9;
@@ -190,7 +205,12 @@ void TestScatters(DType type) {
                     false,
                     false,
                     offset,
-                    opposite ? 16 - step - offset : offset};
+                    opposite ? 16 - step - offset : offset,
+                    kReducers[turn % 5 % 4],
+                    !std::is_integral_v<Compute<T>> || turn % 7 < 4};
+            if (t.reducer == Reducer::kMultiply && !IsSorted(way)) t.reducer = Reducer::kMin;
+            if (way == Way::kAtomic) t.reducer = Reducer::kAdd;
+            t.has_operand |= t.reducer != Reducer::kAdd;
             if (IsSorted(way)) {
               if (turn % 3 == 0) t.index_bytes = 2;
             } else {

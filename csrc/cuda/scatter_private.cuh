@@ -1,4 +1,4 @@
-// Scatter-add into few outputs: every block sums its part of the updates into tables of its own in
+// Scatter into few outputs: every block sums its part of the updates into tables of its own in
 // shared memory, and all tables are added up at the end.
 //
 // Additions of floats in shared memory are loops of compare-and-swap, which repeat where threads
@@ -12,29 +12,20 @@
 // bits is an instruction, and cheaper than comparing the targets of the lanes.
 //
 // Bytes: each update and id once.
+#pragma once
+
 #include <algorithm>
 
 #include "common/fast_divide.h"
 #include "cuda/launch.cuh"
+#include "cuda/reduction.cuh"
 #include "cuda/scatter.h"
 
 JOF_NAMESPACE_BEGIN
 namespace {
+namespace private_sums {
 
 constexpr int kThreads = 1024, kWarp = 32;
-__device__ __forceinline__ void AddShared(float* address, float value) {
-  atomicAdd(address, value);
-}
-__device__ __forceinline__ void AddShared(double* address, double value) {
-  atomicAdd(address, value);
-}
-__device__ __forceinline__ void AddShared(uint32_t* address, uint32_t value) {
-  atomicAdd(address, value);
-}
-__device__ __forceinline__ void AddShared(uint64_t* address, uint64_t value) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(value));
-}
-
 // How many elements a thread takes at once: of 8 bytes no more than fit in its registers.
 template <typename T, typename Index>
 constexpr int kItemsOf = sizeof(T) == 8 || sizeof(Index) == 8 ? 4 : 8;
@@ -49,18 +40,20 @@ struct PrivateTables {
 
 // Sums the elements of all rows of one part. kIsElement: rows have one element. kInOrder: tables
 // are warps', one after the other; else threads', side by side, a power of two.
-template <typename T, typename Index, bool kIsElement, bool kInOrder>
+template <typename R, typename Index, bool kIsElement, bool kInOrder>
 __global__ void __launch_bounds__(kThreads, 1)
-    SumPartKernel(IndexRule rule, const PrivateTables p, const T* __restrict__ updates,
-                  const Index* __restrict__ ids, Compute<T>* __restrict__ parts) {
-  using A = Accumulator<T>;
-  using Sum = Compute<T>;
+    SumPartKernel(R reduction, IndexRule rule, const PrivateTables p,
+                  const typename R::Element* __restrict__ updates, const Index* __restrict__ ids,
+                  typename R::Value* __restrict__ parts, bool has_operand,
+                  typename R::Element* __restrict__ result) {
+  using T = typename R::Element;
+  using Sum = typename R::Value;
   constexpr int kItems = kItemsOf<T, Index>;
   extern __shared__ __align__(16) unsigned char shared[];
   Sum* const tables = reinterpret_cast<Sum*>(shared);
   const int threads = blockDim.x, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   for (int i = threadIdx.x; i < p.outputs * p.tables; i += threads) {
-    tables[i] = SumIdentity<Sum>();
+    tables[i] = reduction.Identity();
     if (kInOrder) reinterpret_cast<unsigned*>(tables + p.outputs * p.tables)[i] = 0;
   }
   __syncthreads();
@@ -80,14 +73,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncwarp();
         if (turn == 0) masks[where] = 0;
         for (int k = 0; __any_sync(~0u, turn >= k); ++k) {
-          if (turn == k) table[where] = table[where] + value[i];
+          if (turn == k) table[where] = reduction.Combine(table[where], value[i]);
           __syncwarp();
         }
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        if (target[i] >= 0) AddShared(table + target[i] * p.tables, value[i]);
+        if (target[i] >= 0) reduction.AtomicCombine(table, target[i] * p.tables, 0, value[i]);
       }
     }
   };
@@ -128,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         target[i] = static_cast<int>(rule.Resolve(id[i / kIdPack].elem[i % kIdPack]));
-        sum[i] = A::Load(value[i / kPack].elem[i % kPack]);
+        sum[i] = reduction.Load(value[i / kPack].elem[i % kPack]);
       }
       add(target, sum);
     }
@@ -141,65 +134,75 @@ __global__ void __launch_bounds__(kThreads, 1)
       int64_t id = -1;
       if (i < end) id = rule.Resolve(ids[kIsElement ? i : p.by_inner.DivMod(i, &d)]);
       target[k] = id < 0 ? -1 : static_cast<int>(id) * p.inner + static_cast<int>(d);
-      sum[k] = i < end ? A::Load(updates[i]) : SumIdentity<Sum>();
+      sum[k] = i < end ? reduction.Load(updates[i]) : reduction.Identity();
     }
     add(target, sum);
   }
   __syncthreads();
 
-  Sum* const out = parts + static_cast<int64_t>(blockIdx.x) * p.outputs;
+  const auto put = [&](int t, Sum total) {
+    if (gridDim.x > 1) {
+      parts[static_cast<int64_t>(blockIdx.x) * p.outputs + t] = total;
+    } else {
+      result[t] = reduction.Finish(has_operand, has_operand ? result[t] : T{}, total);
+    }
+  };
   if (!kInOrder && p.tables > kWarp) {
     // Few sums of many tables: a warp each. Of fewer tables threads are faster.
     for (int t = warp; t < p.outputs; t += threads / kWarp) {
-      Sum total = SumIdentity<Sum>();
-      for (int k = lane; k < p.tables; k += kWarp) total = total + tables[t * p.tables + k];
-      for (int by = kWarp / 2; by > 0; by /= 2) {
-        total = total + __shfl_down_sync(~0u, total, by);
+      Sum total = reduction.Identity();
+      for (int k = lane; k < p.tables; k += kWarp) {
+        total = reduction.Combine(total, tables[t * p.tables + k]);
       }
-      if (lane == 0) out[t] = total;
+      for (int by = kWarp / 2; by > 0; by /= 2) {
+        total = reduction.Combine(total, __shfl_down_sync(~0u, total, by));
+      }
+      if (lane == 0) put(t, total);
     }
     return;
   }
   const int table_stride = kInOrder ? p.outputs : 1, target_stride = kInOrder ? 1 : p.tables;
   for (int t = threadIdx.x; t < p.outputs; t += threads) {
     // Each thread starts at another table, so that a warp reads from all banks.
-    Sum total = SumIdentity<Sum>();
+    Sum total = reduction.Identity();
     for (int k = 0; k < p.tables; ++k) {
       const int which = kInOrder ? k : (k + t) & (p.tables - 1);
-      total = total + tables[t * target_stride + which * table_stride];
+      total = reduction.Combine(total, tables[t * target_stride + which * table_stride]);
     }
-    out[t] = total;
+    put(t, total);
   }
 }
 
 // result = (operand or 0) + the sum over parts, 32 outputs a block.
 constexpr int kSumOutputs = 32;
 
-template <typename T>
+template <typename R, typename T = typename R::Element, typename Sum = typename R::Value>
 __global__ void __launch_bounds__(kThreads)
-    SumPartsKernel(int parts, int outputs, bool has_operand, const Compute<T>* __restrict__ sums,
-                   T* __restrict__ result) {
-  using A = Accumulator<T>;
-  using Sum = Compute<T>;
+    SumPartsKernel(R reduction, int parts, int outputs, bool has_operand,
+                   const Sum* __restrict__ sums, T* __restrict__ result) {
   constexpr int kGroups = kThreads / kSumOutputs;
   __shared__ Sum shared[kGroups][kSumOutputs];
   const int lane = threadIdx.x % kSumOutputs, group = threadIdx.x / kSumOutputs;
   const int t = blockIdx.x * kSumOutputs + lane;
-  Sum sum = SumIdentity<Sum>();
+  Sum sum = reduction.Identity();
   if (t < outputs) {
-    for (int p = group; p < parts; p += kGroups) sum = sum + sums[int64_t{p} * outputs + t];
+    for (int p = group; p < parts; p += kGroups) {
+      sum = reduction.Combine(sum, sums[int64_t{p} * outputs + t]);
+    }
   }
   shared[group][lane] = sum;
   __syncthreads();
   if (group != 0 || t >= outputs) return;
-  for (int g = 1; g < kGroups; ++g) sum = sum + shared[g][lane];
-  result[t] = A::Store((has_operand ? A::Load(result[t]) : A::Zero()) + sum);
+  for (int g = 1; g < kGroups; ++g) sum = reduction.Combine(sum, shared[g][lane]);
+  result[t] = reduction.Finish(has_operand, has_operand ? result[t] : T{}, sum);
 }
 
-template <bool kInOrder, typename T, typename Index>
-cudaError_t ScatterPrivate(const ScatterProblem& p, const ScatterArrays& a, int64_t parts,
-                           cudaStream_t stream) {
-  using Sum = Compute<T>;
+template <bool kInOrder, typename Index, typename R>
+cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t stream) {
+  using T = typename R::Element;
+  using Sum = typename R::Value;
+  const ScatterProblem& p = a.problem;
+  const int64_t parts = a.splits;
   PrivateTables tables{};
   tables.outputs = static_cast<int>(p.size() * p.inner);
   tables.elements = p.rows * p.inner;
@@ -219,34 +222,38 @@ cudaError_t ScatterPrivate(const ScatterProblem& p, const ScatterArrays& a, int6
   const int64_t round = threads * kItemsOf<T, Index>;
   const int64_t rounds = (tables.elements + round - 1) / round;
   tables.part_elements = (rounds + parts - 1) / parts * round;
-  const auto kernel = p.inner == 1 ? SumPartKernel<T, Index, true, kInOrder>
-                                   : SumPartKernel<T, Index, false, kInOrder>;
+  const auto kernel = p.inner == 1 ? SumPartKernel<R, Index, true, kInOrder>
+                                   : SumPartKernel<R, Index, false, kInOrder>;
   const cudaError_t status = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kPrivateBytes));
   if (status != cudaSuccess) return status;
   kernel<<<static_cast<unsigned>(parts), static_cast<unsigned>(threads),
            static_cast<size_t>(table_bytes()), stream>>>(
-      p.rule, tables, static_cast<const T*>(a.updates), static_cast<const Index*>(a.ids),
-      static_cast<Sum*>(a.scratch));
-  return LaunchBlocks<kThreads>(SumPartsKernel<T>, (tables.outputs + kSumOutputs - 1) / kSumOutputs,
-                                0, stream, static_cast<int>(parts), tables.outputs,
+      reduction, p.rule, tables, static_cast<const T*>(a.updates), static_cast<const Index*>(a.ids),
+      static_cast<Sum*>(a.scratch), a.has_operand(), static_cast<T*>(a.result));
+  if (parts == 1) return cudaGetLastError();
+  return LaunchBlocks<kThreads>(SumPartsKernel<R>, (tables.outputs + kSumOutputs - 1) / kSumOutputs,
+                                0, stream, reduction, static_cast<int>(parts), tables.outputs,
                                 a.operand != nullptr, static_cast<const Sum*>(a.scratch),
                                 static_cast<T*>(a.result));
 }
 
-}  // namespace
+}  // namespace private_sums
 
-cudaError_t LaunchScatterPrivate(const ScatterCall& call, cudaStream_t stream) {
-  return Dispatch<Addends>(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto launch = [&](auto index) {
-      using Index = decltype(index);
-      return call.deterministic
-                 ? ScatterPrivate<true, T, Index>(call.problem, call, call.splits, stream)
-                 : ScatterPrivate<false, T, Index>(call.problem, call, call.splits, stream);
-    };
-    return call.problem.index_bytes == 4 ? launch(int32_t{}) : launch(int64_t{});
-  });
+template <typename R>
+cudaError_t ScatterPrivate(R reduction, const ScatterCall& call, cudaStream_t stream) {
+  const auto launch = [&](auto index) {
+    using Index = decltype(index);
+    // Only sums depend on the order.
+    if constexpr (std::is_same_v<R, Addition<typename R::Element>>) {
+      if (call.deterministic) {
+        return private_sums::ScatterPrivate<true, Index>(reduction, call, stream);
+      }
+    }
+    return private_sums::ScatterPrivate<false, Index>(reduction, call, stream);
+  };
+  return call.problem.index_bytes == 4 ? launch(int32_t{}) : launch(int64_t{});
 }
 
+}  // namespace
 JOF_NAMESPACE_END

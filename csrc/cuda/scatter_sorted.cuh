@@ -1,5 +1,5 @@
-// Scatter-add of rows whose ids are sorted: runs of equal ids are summed in registers, without
-// atomics, in a fixed order.
+// Scatter of rows whose ids are sorted: runs of equal ids are combined in registers, without
+// atomics, in a fixed order. "Sum" stands for what any Reduction makes of rows.
 //
 // The positions are cut into chunks of equal length, a block each. A run of equal ids that lies in
 // one chunk is summed and rounded there. One that crosses into other chunks is summed in pieces, by
@@ -7,23 +7,29 @@
 // are, and a segment that most rows hit is spread over the whole chip.
 //
 // Bytes: each update, id and order once, each row of the result written once.
+#pragma once
+
 #include <algorithm>
 #include <limits>
 #include <type_traits>
 
 #include "common/fast_divide.h"
 #include "cuda/launch.cuh"
+#include "cuda/reduction.cuh"
 #include "cuda/scatter.h"
 
 JOF_NAMESPACE_BEGIN
 namespace {
+namespace sorted {
 
 constexpr int kWarp = 32;
 
 // Index is how ids are stored.
-template <typename T, typename Index>
+template <typename R, typename Index>
 struct SortedScatter {
-  using Sum = Compute<T>;
+  using T = typename R::Element;
+  using Sum = typename R::Value;
+  R reduction;
   using Order = std::conditional_t<sizeof(Index) == 8, int64_t, int32_t>;
   int64_t rows, inner, size, chunks, chunk_rows;
   bool has_operand;
@@ -67,25 +73,21 @@ __device__ int64_t Bound(const Index* ids, int64_t begin, int64_t end, int64_t i
   return begin;
 }
 
-template <typename T, int N>
-__device__ void Finish(T* row, bool has_operand, const Compute<T> (&sum)[N]) {
-  using A = Accumulator<T>;
-  Pack<T, N> out;
-  if (has_operand) {
-    const Pack<T, N> old = *reinterpret_cast<const Pack<T, N>*>(row);
+template <typename R, int N, typename T = typename R::Element>
+__device__ void Finish(R reduction, T* row, bool has_operand, const typename R::Value (&sum)[N]) {
+  Pack<T, N> out{};
+  if (has_operand) out = *reinterpret_cast<const Pack<T, N>*>(row);
 #pragma unroll
-    for (int i = 0; i < N; ++i) out.elem[i] = A::Store(A::Load(old.elem[i]) + sum[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) out.elem[i] = A::Store(A::Zero() + sum[i]);
+  for (int i = 0; i < N; ++i) {
+    out.elem[i] = reduction.Finish(has_operand, out.elem[i], sum[i]);
   }
   StorePack<N>(row, out);
 }
 
-// Zeros for the rows of the result that no id hits: a warp looks 32 of them up at once and writes
-// the missing ones together.
-template <typename T, int kPack, typename Index>
-__device__ void FillMissing(const SortedScatter<T, Index>& s, uint64_t first,
+// Zeros for the rows of the result that no id hits, where there is no operand: a warp looks 32 of
+// them up at once and writes the missing ones together.
+template <typename R, int kPack, typename Index>
+__device__ void FillMissing(const SortedScatter<R, Index>& s, uint64_t first,
                             FastDivider<uint64_t> by_size, uint64_t targets) {
   const uint64_t mine = first + threadIdx.x % kWarp;
   bool is_missing = false;
@@ -97,9 +99,9 @@ __device__ void FillMissing(const SortedScatter<T, Index>& s, uint64_t first,
     is_missing = p == s.rows || ids[p] != static_cast<int64_t>(target);
   }
   unsigned missing = __ballot_sync(~0u, is_missing);
-  Pack<T, kPack> zeros{};
+  const Pack<typename R::Element, kPack> zeros{};
   for (; missing != 0; missing &= missing - 1) {
-    T* const row = s.result + (first + __ffs(missing) - 1) * s.inner;
+    auto* const row = s.result + (first + __ffs(missing) - 1) * s.inner;
     for (int64_t i = threadIdx.x % kWarp * kPack; i < s.inner; i += kWarp * kPack) {
       StorePack<kPack>(row + i, zeros);
     }
@@ -118,13 +120,14 @@ struct RowBlocks {
   uint64_t targets;
 };
 
-template <typename T, int kPack, typename Index>
+template <typename R, int kPack, typename Index>
 __global__ void __launch_bounds__(kBlockSize, 4)
-    SumRowsKernel(const SortedScatter<T, Index> s, const RowBlocks blocks) {
-  using Sum = Compute<T>;
+    SumRowsKernel(const SortedScatter<R, Index> s, const RowBlocks blocks) {
+  using T = typename R::Element;
+  using Sum = typename R::Value;
   constexpr int kUnroll = 4;
   if (blockIdx.x < blocks.fill_blocks) {
-    return FillMissing<T, kPack>(s, ItemIndex<uint64_t>() / kWarp * kWarp, blocks.by_size,
+    return FillMissing<R, kPack>(s, ItemIndex<uint64_t>() / kWarp * kWarp, blocks.by_size,
                                  blocks.targets);
   }
   __shared__ Sum heads[kPack][kBlockSize];  // what a group has of a run that goes on from the last
@@ -147,13 +150,14 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   Sum sum[kPack];
   const auto clear = [&] {
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) sum[i] = SumIdentity<Sum>();
+    for (int i = 0; i < kPack; ++i) sum[i] = s.reduction.Identity();
   };
   Index current{};
   bool in_head = false, goes_on = false;  // in the run from the last group; beyond this group
   const auto finish = [&] {
     if (s.IsTarget(current)) {
-      Finish<T, kPack>(result + static_cast<int64_t>(current) * s.inner, s.has_operand, sum);
+      Finish<R, kPack>(s.reduction, result + static_cast<int64_t>(current) * s.inner, s.has_operand,
+                       sum);
     }
   };
   const auto put_head = [&](bool ends) {
@@ -174,7 +178,8 @@ __global__ void __launch_bounds__(kBlockSize, 4)
       }
       const auto add = [&](int u) {
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) sum[i] = sum[i] + Accumulator<T>::Load(row[u].elem[i]);
+        for (int i = 0; i < kPack; ++i)
+          sum[i] = s.reduction.Combine(sum[i], s.reduction.Load(row[u].elem[i]));
       };
       if (p + kUnroll <= end && ids[p + kUnroll - 1] == current) {
 #pragma unroll
@@ -218,7 +223,8 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   const auto add_heads = [&](int next) {
     for (; next < groups && next * group_rows < items; ++next) {
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) sum[i] = sum[i] + heads[i][next * lanes + lane];
+      for (int i = 0; i < kPack; ++i)
+        sum[i] = s.reduction.Combine(sum[i], heads[i][next * lanes + lane]);
       if (head_ends[next]) return true;
     }
     return false;
@@ -241,11 +247,12 @@ __global__ void __launch_bounds__(kBlockSize, 4)
 // columns `lanes` packs wide; the parts of the block sum every so many pieces each.
 constexpr int kFinishThreads = 128;
 
-template <typename T, int kPack, typename Index>
+template <typename R, int kPack, typename Index>
 __global__ void __launch_bounds__(kFinishThreads)
-    FinishRunsKernel(const SortedScatter<T, Index> s, int lanes, FastDivider<uint64_t> by_slices,
+    FinishRunsKernel(const SortedScatter<R, Index> s, int lanes, FastDivider<uint64_t> by_slices,
                      FastDivider<uint64_t> by_chunks) {
-  using Sum = Compute<T>;
+  using T = typename R::Element;
+  using Sum = typename R::Value;
   __shared__ Sum sums[kPack][kFinishThreads];
   uint64_t slice, chunk;
   const int64_t b = by_chunks.DivMod(by_slices.DivMod(blockIdx.x, &slice), &chunk);
@@ -267,10 +274,10 @@ __global__ void __launch_bounds__(kFinishThreads)
   Sum sum[kPack];
   const auto add = [&](const Sum* piece) {
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) sum[i] = sum[i] + piece[i];
+    for (int i = 0; i < kPack; ++i) sum[i] = s.reduction.Combine(sum[i], piece[i]);
   };
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) sum[i] = SumIdentity<Sum>();
+  for (int i = 0; i < kPack; ++i) sum[i] = s.reduction.Identity();
   if (is_column) {
     if (part == 0) add(s.Carry(b, c, 1) + column);
 #pragma unroll 8
@@ -283,16 +290,17 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int used = static_cast<int>(min(int64_t{parts}, pieces_end - c - 1));
   for (int k = 1; k < used; ++k) {
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) sum[i] = sum[i] + sums[i][k * lanes + threadIdx.x];
+    for (int i = 0; i < kPack; ++i)
+      sum[i] = s.reduction.Combine(sum[i], sums[i][k * lanes + threadIdx.x]);
   }
   T* const row = s.result + (b * s.size + static_cast<int64_t>(id)) * s.inner + column;
-  Finish<T, kPack>(row, s.has_operand, sum);
+  Finish<R, kPack>(s.reduction, row, s.has_operand, sum);
 }
 
 // Rows of one element. A block sums a chunk, kItems consecutive positions a thread: runs within a
 // thread by itself, those that cross threads by a segmented scan over the block.
 constexpr int kItems = 16;
-constexpr int64_t kElementChunk = kItems * kBlockSize;
+static_assert(kElementChunk == kItems * kBlockSize);
 
 // The sum since the last start of a run, and whether there is one.
 template <typename Sum>
@@ -301,8 +309,10 @@ struct Open {
   bool has_start;
 
   // `this` followed by `next`.
-  __device__ Open Then(Open next) const {
-    return {next.has_start ? next.sum : sum + next.sum, has_start || next.has_start};
+  template <typename R>
+  __device__ Open Then(R reduction, Open next) const {
+    return {next.has_start ? next.sum : reduction.Combine(sum, next.sum),
+            has_start || next.has_start};
   }
 };
 
@@ -312,11 +322,11 @@ __device__ Open<Sum> ShuffleUp(Open<Sum> x, int by) {
           __shfl_up_sync(~0u, static_cast<int>(x.has_start), by) != 0};
 }
 
-template <typename T, typename Index>
+template <typename R, typename Index>
 __global__ void __launch_bounds__(kBlockSize)
-    SumElementsKernel(const SortedScatter<T, Index> s, FastDivider<uint64_t> by_chunks) {
-  using A = Accumulator<T>;
-  using Sum = Compute<T>;
+    SumElementsKernel(const SortedScatter<R, Index> s, FastDivider<uint64_t> by_chunks) {
+  using T = typename R::Element;
+  using Sum = typename R::Value;
   constexpr int kWarps = kBlockSize / kWarp;
   uint64_t chunk;
   const int64_t b = by_chunks.DivMod(blockIdx.x, &chunk);
@@ -347,13 +357,14 @@ __global__ void __launch_bounds__(kBlockSize)
     for (int i = 0; i < kItems; i += kPack) {
       const auto pack = LoadPack<kPack>(updates + first + p + i);
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) sum[i + k] = A::Load(pack.elem[k]);
+      for (int k = 0; k < kPack; ++k) sum[i + k] = s.reduction.Load(pack.elem[k]);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       id[1 + i] = ids[min(p + i, items - 1)];
-      sum[i] = p + i < items ? A::Load(updates[s.Row(first + p + i)]) : SumIdentity<Sum>();
+      sum[i] =
+          p + i < items ? s.reduction.Load(updates[s.Row(first + p + i)]) : s.reduction.Identity();
     }
   }
   const bool is_begin = first + p == 0;
@@ -367,7 +378,7 @@ __global__ void __launch_bounds__(kBlockSize)
   if (is_begin) goes_on &= ~1u;
 #pragma unroll
   for (int i = 1; i < kItems; ++i) {
-    sum[i] = sum[i] + (goes_on >> i & 1 ? sum[i - 1] : SumIdentity<Sum>());
+    sum[i] = s.reduction.Combine(sum[i], goes_on >> i & 1 ? sum[i - 1] : s.reduction.Identity());
   }
   const unsigned mine = (1u << kItems) - 1;
   const bool has_start = (goes_on & mine) != mine;
@@ -378,15 +389,15 @@ __global__ void __launch_bounds__(kBlockSize)
 #pragma unroll
   for (int by = 1; by < kWarp; by *= 2) {
     const Open<Sum> before = ShuffleUp(scan, by);
-    if (lane >= by) scan = before.Then(scan);
+    if (lane >= by) scan = before.Then(s.reduction, scan);
   }
   if (lane == kWarp - 1) warps[warp] = scan;
   Open<Sum> before = ShuffleUp(scan, 1);
-  if (lane == 0) before = {SumIdentity<Sum>(), false};
+  if (lane == 0) before = {s.reduction.Identity(), false};
   __syncthreads();
-  Open<Sum> earlier{SumIdentity<Sum>(), false};
-  for (int w = 0; w < warp; ++w) earlier = earlier.Then(warps[w]);
-  before = earlier.Then(before);
+  Open<Sum> earlier{s.reduction.Identity(), false};
+  for (int w = 0; w < warp; ++w) earlier = earlier.Then(s.reduction, warps[w]);
+  before = earlier.Then(s.reduction, before);
 
   // Ends runs: the first in this thread may have started before it, or before the chunk. Few
   // positions are ends, so those are gone through, by way of shared memory, and not all.
@@ -398,21 +409,21 @@ __global__ void __launch_bounds__(kBlockSize)
   unsigned ends = ~(goes_on >> 1) & ((1u << count) - 1);
   if (is_last && is_end) ends |= 1u << (count - 1);
   const bool stays_open = is_last && (ends >> (count - 1) & 1) == 0;
-  Sum open = goes_on & 1 ? before.sum : SumIdentity<Sum>();
+  Sum open = goes_on & 1 ? before.sum : s.reduction.Identity();
   bool is_piece = (goes_on & 1) && !before.has_start;
   for (; ends != 0; ends &= ends - 1) {
     const int i = __ffs(ends) - 1;
     const Index which = ids[p + i];
-    const Sum total[1] = {open + sums[i][threadIdx.x]};
+    const Sum total[1] = {s.reduction.Combine(open, sums[i][threadIdx.x])};
     if (is_piece) {
       *s.Carry(b, c, 0) = total[0];
     } else if (s.IsTarget(which)) {
-      Finish<T, 1>(result + which, s.has_operand, total);
+      Finish<R, 1>(s.reduction, result + which, s.has_operand, total);
     }
-    open = SumIdentity<Sum>();
+    open = s.reduction.Identity();
     is_piece = false;
   }
-  if (stays_open) *s.Carry(b, c, is_piece ? 0 : 1) = open + sum[kItems - 1];
+  if (stays_open) *s.Carry(b, c, is_piece ? 0 : 1) = s.reduction.Combine(open, sum[kItems - 1]);
 }
 
 // The widest power of two up to a warp that is no more than twice the packs.
@@ -422,36 +433,36 @@ inline int LanesFor(int64_t packs) {
   return lanes;
 }
 
-template <int kPack, typename T, typename Index>
-cudaError_t FinishRuns(const ScatterProblem& p, const SortedScatter<T, Index>& s,
+template <int kPack, typename R, typename Index>
+cudaError_t FinishRuns(const ScatterProblem& p, const SortedScatter<R, Index>& s,
                        cudaStream_t stream) {
   if (s.chunks == 1) return cudaSuccess;
   const int64_t packs = s.inner / kPack;
   const int lanes = LanesFor(packs);
   const int64_t slices = (packs + lanes - 1) / lanes;
-  return LaunchBlocks<kFinishThreads>(FinishRunsKernel<T, kPack, Index>,
+  return LaunchBlocks<kFinishThreads>(FinishRunsKernel<R, kPack, Index>,
                                       p.batch * s.chunks * slices, 0, stream, s, lanes,
                                       FastDivider<uint64_t>(static_cast<uint64_t>(slices)),
                                       FastDivider<uint64_t>(static_cast<uint64_t>(s.chunks)));
 }
 
-template <typename T, typename Index>
-cudaError_t SumElements(const ScatterProblem& p, const SortedScatter<T, Index>& s,
+template <typename R, typename Index>
+cudaError_t SumElements(const ScatterProblem& p, const SortedScatter<R, Index>& s,
                         cudaStream_t stream) {
   cudaError_t status;
   if (!s.has_operand) {
-    status =
-        cudaMemsetAsync(s.result, 0, static_cast<size_t>(p.batch * s.size) * sizeof(T), stream);
+    status = cudaMemsetAsync(s.result, 0, static_cast<size_t>(p.batch * s.size) * sizeof(*s.result),
+                             stream);
     if (status != cudaSuccess) return status;
   }
-  status = LaunchBlocks(SumElementsKernel<T, Index>, p.batch * s.chunks, 0, stream, s,
+  status = LaunchBlocks(SumElementsKernel<R, Index>, p.batch * s.chunks, 0, stream, s,
                         FastDivider<uint64_t>(static_cast<uint64_t>(s.chunks)));
   if (status != cudaSuccess) return status;
   return FinishRuns<1>(p, s, stream);
 }
 
-template <int kPack, typename T, typename Index>
-cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<T, Index>& s,
+template <int kPack, typename R, typename Index>
+cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<R, Index>& s,
                     cudaStream_t stream) {
   const int64_t packs = s.inner / kPack, targets = p.batch * s.size;
   RowBlocks blocks{};
@@ -467,20 +478,22 @@ cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<T, Index>& s,
     blocks.targets = static_cast<uint64_t>(targets);
   }
   const cudaError_t status =
-      LaunchBlocks(SumRowsKernel<T, kPack, Index>, p.batch * s.chunks * slices + blocks.fill_blocks,
+      LaunchBlocks(SumRowsKernel<R, kPack, Index>, p.batch * s.chunks * slices + blocks.fill_blocks,
                    0, stream, s, blocks);
   if (status != cudaSuccess) return status;
   return FinishRuns<kPack>(p, s, stream);
 }
 
-template <typename T, typename Index>
-cudaError_t ScatterSorted(const ScatterProblem& p, const ScatterArrays& a, int64_t chunks,
-                          cudaStream_t stream) {
-  SortedScatter<T, Index> s{};
+template <typename R, typename Index>
+cudaError_t ScatterSorted(R reduction, const ScatterCall& a, cudaStream_t stream) {
+  const ScatterProblem& p = a.problem;
+  using T = typename R::Element;
+  SortedScatter<R, Index> s{};
+  s.reduction = reduction;
   s.rows = p.rows;
   s.inner = p.inner;
   s.size = p.size();
-  using Order = typename SortedScatter<T, Index>::Order;
+  using Order = typename SortedScatter<R, Index>::Order;
   constexpr int64_t kAllIds = std::numeric_limits<Index>::max();
   constexpr int64_t kAllRows = std::numeric_limits<Order>::max();
   s.max_id = static_cast<decltype(s.max_id)>(std::min(p.size() - 1, kAllIds));
@@ -491,18 +504,16 @@ cudaError_t ScatterSorted(const ScatterProblem& p, const ScatterArrays& a, int64
   s.order = static_cast<const Order*>(a.order);
   s.ids_stride = p.shared_ids ? 0 : p.rows;
   s.result = static_cast<T*>(a.result);
-  s.carries = static_cast<Compute<T>*>(a.scratch);
-  s.chunks = chunks;
-  s.chunk_rows = (p.rows + chunks - 1) / chunks;
+  s.carries = static_cast<typename R::Value*>(a.scratch);
+  s.chunks = a.splits;
+  s.chunk_rows = (p.rows + s.chunks - 1) / s.chunks;
 
   const auto is_packed = [&](int64_t pack) {
     const int64_t bytes = pack * static_cast<int64_t>(sizeof(T));
     return p.inner % pack == 0 && IsAligned(a.updates, bytes) && IsAligned(a.result, bytes);
   };
-  // The scratch has room for at least these chunks, if not for smaller ones.
-  const int64_t element_chunks = (p.rows + kElementChunk - 1) / kElementChunk;
-  if (p.inner == 1 && element_chunks <= chunks) {
-    s.chunks = element_chunks;
+  if (p.inner == 1) {
+    s.chunks = (p.rows + kElementChunk - 1) / kElementChunk;
     s.chunk_rows = kElementChunk;
     return SumElements(p, s, stream);
   }
@@ -513,20 +524,19 @@ cudaError_t ScatterSorted(const ScatterProblem& p, const ScatterArrays& a, int64
   return SumRows<1>(p, s, stream);
 }
 
-}  // namespace
+}  // namespace sorted
 
-cudaError_t LaunchScatterSorted(const ScatterCall& call, cudaStream_t stream) {
-  return Dispatch<Addends>(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    switch (call.problem.index_bytes) {
-      case 2:
-        return ScatterSorted<T, uint16_t>(call.problem, call, call.splits, stream);
-      case 4:
-        return ScatterSorted<T, int32_t>(call.problem, call, call.splits, stream);
-      default:
-        return ScatterSorted<T, int64_t>(call.problem, call, call.splits, stream);
-    }
-  });
+template <typename R>
+cudaError_t ScatterSorted(R reduction, const ScatterCall& call, cudaStream_t stream) {
+  switch (call.problem.index_bytes) {
+    case 2:
+      return sorted::ScatterSorted<R, uint16_t>(reduction, call, stream);
+    case 4:
+      return sorted::ScatterSorted<R, int32_t>(reduction, call, stream);
+    default:
+      return sorted::ScatterSorted<R, int64_t>(reduction, call, stream);
+  }
 }
 
+}  // namespace
 JOF_NAMESPACE_END

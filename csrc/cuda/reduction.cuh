@@ -1,0 +1,81 @@
+// How the updates that meet in an element are combined, as parameters of the kernels:
+//   Element, Value            the type of elements, and what they are combined as
+//   Identity()                combining it with x gives x
+//   Load(x), Combine(a, b)
+//   Finish(has_operand, old, v)  v combined with the old element, which only a sum may lack
+//   AtomicCombine             in global or shared memory
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/fast_atomic_add.cuh"
+#include "ops/scatter.h"
+
+JOF_NAMESPACE_BEGIN
+
+template <typename T>
+struct Addition {
+  using Element = T;
+  using Value = Compute<T>;
+  __device__ __forceinline__ Value Identity() const { return SumIdentity<Value>(); }
+  __device__ __forceinline__ Value Load(T x) const { return Accumulator<T>::Load(x); }
+  __device__ __forceinline__ Value Combine(Value a, Value b) const { return a + b; }
+  __device__ __forceinline__ T Finish(bool has_operand, T old, Value v) const {
+    return Accumulator<T>::Store((has_operand ? Load(old) : Accumulator<T>::Zero()) + v);
+  }
+  template <typename To>
+  __device__ __forceinline__ void AtomicCombine(To* base, int64_t offset, int64_t length,
+                                                Value v) const {
+    FastAtomicAdd(base, offset, length, Accumulator<To>::Store(v));
+  }
+};
+
+template <typename T>
+struct Multiplication {
+  using Element = T;
+  using Value = Compute<T>;
+  __device__ __forceinline__ Value Identity() const { return Value(1); }
+  __device__ __forceinline__ Value Load(T x) const { return Accumulator<T>::Load(x); }
+  __device__ __forceinline__ Value Combine(Value a, Value b) const { return a * b; }
+  __device__ __forceinline__ T Finish(bool /*has_operand*/, T old, Value v) const {
+    return Accumulator<T>::Store(Load(old) * v);
+  }
+};
+
+// The maximum or minimum, of unsigned integers that are ordered as the elements are: so one atomic
+// instruction does for all types. 0 is below all elements, except of integers, of which it is the
+// first; NaN is above all.
+template <typename T>
+struct Extremum {
+  using Element = T;
+  using Value = std::conditional_t<sizeof(Compute<T>) == 8, uint64_t, uint32_t>;
+  static constexpr bool kIsFloat = !std::is_integral_v<Compute<T>>;
+  static constexpr Value kSign = Value{1} << (8 * sizeof(Value) - 1);
+
+  Value flip;  // all bits for a minimum; and of signed integers the sign
+
+  __device__ __forceinline__ Value Identity() const { return 0; }
+  __device__ __forceinline__ Value Load(T x) const {
+    const auto wide = Accumulator<T>::Load(x);
+    Value bits = BitCast<Value>(wide);
+    if constexpr (kIsFloat) {
+      if (wide != wide) return ~Value{0};
+      bits ^= bits & kSign ? ~Value{0} : kSign;
+    }
+    return bits ^ flip;
+  }
+  __device__ __forceinline__ Value Combine(Value a, Value b) const { return max(a, b); }
+  __device__ __forceinline__ T Finish(bool /*has_operand*/, T old, Value v) const {
+    if (v <= Load(old)) return old;
+    Value bits = v ^ flip;
+    if constexpr (kIsFloat) bits = ~v == 0 ? v : bits ^ (bits & kSign ? kSign : ~Value{0});
+    return Accumulator<T>::Store(BitCast<Compute<T>>(bits));
+  }
+  __device__ __forceinline__ void AtomicCombine(Value* base, int64_t offset, int64_t /*length*/,
+                                                Value v) const {
+    using Word = std::conditional_t<sizeof(Value) == 8, unsigned long long, unsigned>;
+    atomicMax(reinterpret_cast<Word*>(base + offset), static_cast<Word>(v));
+  }
+};
+
+JOF_NAMESPACE_END

@@ -1,0 +1,12 @@
+// All scatters that multiply: sorted ones.
+#include "cuda/scatter_sorted.cuh"
+
+JOF_NAMESPACE_BEGIN
+
+cudaError_t LaunchScatterMultiply(const ScatterCall& call, cudaStream_t stream) {
+  return Dispatch<Addends>(call.type, [&](auto tag) {
+    return ScatterSorted(Multiplication<typename decltype(tag)::type>(), call, stream);
+  });
+}
+
+JOF_NAMESPACE_END
