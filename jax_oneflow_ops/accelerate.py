@@ -30,33 +30,36 @@ _TAG = "jof_row"  # of operations in a program that is explained
 class _Reduction:
     """How this package computes what one of JAX's scatters does."""
 
-    into: Callable[..., jax.Array]  # (operand, ids, updates, **params of primitives) -> result
-    fresh: Callable[..., jax.Array]  # (updates, ids, number of rows, **params) -> result
-    fills: frozenset[str]  # operands for which `fresh` gives the same, as MLIR writes them
+    reducer: str = "add"
+    negative: bool = False  # of the updates
+    # Operands that need not be passed, as MLIR writes them: into zeros there is a function.
+    fills: frozenset[str] = frozenset()
 
-
-def _add(operand: jax.Array, ids: jax.Array, updates: jax.Array, **how: Any) -> jax.Array:
-    result: jax.Array = _scatter.bind(_scatter.scatter_add_p, operand, ids, updates, **how)
-    return result
-
-
-def _sum(updates: jax.Array, ids: jax.Array, rows: int, **how: Any) -> jax.Array:
-    result: jax.Array = _scatter.bind(
-        _scatter.segment_sum_p, updates, ids, num_segments=rows, rows_spec=None, **how
-    )
-    return result
+    def __call__(
+        self, operand: jax.Array | None, ids: jax.Array, updates: jax.Array, rows: int, how: Any
+    ) -> jax.Array:
+        """The reduction of `updates` into the rows of `operand`, or into as many zeros."""
+        updates = -updates if self.negative else updates
+        args: tuple[Any, ...] = (operand, ids, updates)
+        primitive, more = _scatter.scatter_add_p, dict[str, Any]()
+        if operand is None:
+            primitive, args = _scatter.segment_sum_p, (updates, ids)
+            more = {"num_segments": rows, "rows_spec": None}
+        elif self.reducer != "add":
+            primitive, more = _scatter.scatter_reduce_p, {"reducer": self.reducer}
+        result: jax.Array = _scatter.bind(primitive, *args, **how, **more)
+        return result
 
 
 _ZEROS = frozenset({"0", "0.000000e+00", "(0.000000e+00,0.000000e+00)"})
-# What is swapped. Other reductions are other lines.
 _REDUCTIONS: dict[Any, _Reduction] = {
-    lax.scatter_add_p: _Reduction(_add, _sum, _ZEROS),
-    lax.scatter_sub_p: _Reduction(
-        lambda operand, ids, updates, **how: _add(operand, ids, -updates, **how),
-        lambda updates, ids, rows, **how: _sum(-updates, ids, rows, **how),
-        _ZEROS,
-    ),
+    lax.scatter_add_p: _Reduction(fills=_ZEROS),
+    lax.scatter_sub_p: _Reduction(negative=True, fills=_ZEROS),
+    lax.scatter_max_p: _Reduction("max"),
+    lax.scatter_min_p: _Reduction("min"),
+    lax.scatter_mul_p: _Reduction("multiply"),
 }
+"""What is swapped. Another reduction is another line."""
 
 
 @dataclasses.dataclass
@@ -91,7 +94,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         if scope not in (_ON, _DETERMINISTIC):
             return rule(ctx, operand, indices, updates, **params)
         explanation = _explanation.get()
-        choice = _choose(platform, ctx, params, scope == _DETERMINISTIC, explanation)
+        choice = _choose(reduction, platform, ctx, params, scope == _DETERMINISTIC, explanation)
         if choice.rows is None:
             results = rule(ctx, operand, indices, updates, **params)
         else:
@@ -155,10 +158,15 @@ def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
 
 
 def _choose(
-    platform: str, ctx: Any, params: Any, deterministic: bool, explanation: _Explanation | None
+    reduction: _Reduction,
+    platform: str,
+    ctx: Any,
+    params: Any,
+    deterministic: bool,
+    explanation: _Explanation | None,
 ) -> _Choice:
     operand = ctx.avals_in[0]
-    if not _scatter.is_summed(operand.dtype):
+    if not _scatter.is_summed(operand.dtype, reduction.reducer):
         return _Choice(f"there is no kernel for {operand.dtype}")
     implementation = _native.choose_implementation("accelerate", None)
     if not _native.is_used("accelerate", platform, implementation):
@@ -173,7 +181,9 @@ def _choose(
         return _Choice("sharded: the partitioner decides what a device has", rows, "native")
     indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
     how = {"num_segments": rows.count, "indexing": indexing}
-    call = _policy.describe(_scatter.segment_sum_p, rows.operands(operand), **how)
+    call: Any = "sums alone were measured"
+    if reduction.reducer == "add":
+        call = _policy.describe(_scatter.segment_sum_p, rows.operands(operand), **how)
     kind = explanation.device_kind if explanation else _policy.device_kind(platform)
     decision = _policy.choose(call, platform, kind)
     if decision.implementation == "native":
@@ -221,9 +231,8 @@ def _reduce(
         if is_fresh:  # sums into zeros have one dimension of rows; a result is reshaped for nothing
             indexing = dataclasses.replace(indexing, row_rank=1)
         how = {"indexing": indexing, "implementation": implementation}
-        if is_fresh:
-            return reduction.fresh(data, ids, rows.count, **how).reshape(operand.shape)
-        return reduction.into(operand, ids, data, **how)
+        result = reduction(None if is_fresh else operand, ids, data, rows.count, how)
+        return result.reshape(operand.shape)
 
 
 # ---- what users call ----
@@ -357,9 +366,6 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
 
 
 _HELP = {
-    "scatter-max": "not swapped: there is no kernel",
-    "scatter-min": "not swapped: there is no kernel",
-    "scatter-mul": "not swapped: there is no kernel",
     "jax.image.resize": "jof.resize, of the same signature, repeats pixels faster than gathers do",
 }
 """Operations that XLA runs slowly and that are not swapped, with what helps."""
