@@ -98,7 +98,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         if choice.rows is None:
             results = rule(ctx, operand, indices, updates, **params)
         else:
-            function = functools.partial(
+            function = _same(
                 _reduce,
                 rows=choice.rows,
                 reduction=reduction,
@@ -116,6 +116,12 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
     return lower
 
 
+@functools.lru_cache(maxsize=1024)
+def _same(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """The same function for equal scatters: jax traces it once, and lowers it once a program."""
+    return jax.jit(functools.partial(function, **how))
+
+
 def _lower(function: Callable[..., Any], ctx: Any, *args: Any) -> Any:
     results = _compat.lower_plain(function, False)(_compat.with_current_mesh(ctx), *args)
     return _compat.with_shardings_of_types(ctx, results)
@@ -129,7 +135,7 @@ def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         if _compat.scope_of(ctx) == _DETERMINISTIC and is_plain:
             rows = _find(ctx.avals_in, params)
             if isinstance(rows, _scatter_rows.Rows):
-                function = functools.partial(_set, rows=rows)
+                function = _same(_set, rows=rows)
                 return _lower(function, ctx, operand, indices, updates)
         return rule(ctx, operand, indices, updates, **params)
 
@@ -172,6 +178,10 @@ def _choose(
     if not _native.is_used("accelerate", platform, implementation):
         asked = "JAX_ONEFLOW_OPS_IMPLEMENTATION is xla"
         return _Choice(asked if implementation else f"there are no kernels for {platform}")
+    if _compat.is_computed_elsewhere(ctx):
+        return _Choice("jax.experimental.compute_on says where it runs")
+    if _compat.automatic_axes_beside_manual_ones(ctx):
+        return _Choice("in a shard_map over some axes of the mesh only, kernels would all-gather")
     rows = _find(ctx.avals_in, params)
     if isinstance(rows, str):
         return _Choice(rows)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -438,6 +439,28 @@ def test_one_scope_serves_many_threads():
 )
 def test_left_to_xla(f):
     assert sums(jof.accelerate(f), TABLE, IDS) == 0
+
+
+def test_left_to_xla_where_kernels_would_move_data_or_cannot_run():
+    with compute_on("device_host"):
+        rows = jof.explain(adds, TABLE, IDS).rows
+    assert [row.reason for row in rows] == ["jax.experimental.compute_on says where it runs"]
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices (the CPU has 8 virtual ones)")
+    two = jax.make_mesh(
+        (2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    specs = {"in_specs": (P(), P("x")), "out_specs": P("x")}
+    f = jax.shard_map(adds, mesh=two, axis_names={"x"}, **specs)
+    (row,) = jof.explain(f, TABLE, IDS).rows
+    assert not row.swapped
+    assert "shard_map" in row.reason
+
+
+def test_without_jit():
+    with jof.accelerate():
+        x = jnp.asarray(TABLE).at[IDS].add(1.0)
+    np.testing.assert_array_equal(x, adds(TABLE, IDS))
 
 
 def test_functions_of_this_package_are_as_outside():
