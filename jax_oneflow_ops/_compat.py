@@ -293,7 +293,11 @@ def fill_of(value: Any) -> str | None:
         op = value.owner.operation
         name = op.name.partition(".")[2]
         if name == "constant":
-            text = op.get_asm(large_elements_limit=4, use_local_scope=True)
+            if "complex" in str(value.type):  # of which Python has no attribute
+                text = op.get_asm(large_elements_limit=4, use_local_scope=True)
+            else:
+                attribute = op.attributes["value"]
+                text = str(attribute) if getattr(attribute, "is_splat", False) else ""
             found = re.search(r"dense<([^>\[\"]+)> : ", text)
             return None if found is None else found[1]
         if name not in moved:
