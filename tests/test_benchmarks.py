@@ -428,7 +428,9 @@ def test_steps_of_programs_are_compared_and_follow_from_one_another(monkeypatch)
     monkeypatch.setattr(programs, "start", lambda p: jnp.zeros(()))
     monkeypatch.setattr(programs, "check_steps", lambda *arguments: {"apart": 0.0})
     module = types.SimpleNamespace(problem=lambda size: problem, OPS=["silu"])
-    monkeypatch.setattr(models.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(
+        models, "importlib", types.SimpleNamespace(import_module=lambda name: module)
+    )
     found = models.case("graph", "small").work()()
     assert [c.name for c in found.contenders] == ["ours", "xla", "only silu"]
     assert found.failed == {"jnp": "MemoryError: much"}

@@ -29,8 +29,10 @@ adamw makes large steps of small gradients."""
 def cases(platform: str) -> list[Case]:
     """Every program and call once: "full" on a GPU, "small" on a CPU, "tiny" in a hurry."""
     size = {"gpu": "full", "cpu": "small"}.get(platform, "tiny")
-    steps = [step(name, size) for name in (programs.LARGE if size == "full" else programs.NAMES)]
-    return [*steps, *(call(name, dtype, size) for name, dtype in _LISTED)]
+    return [
+        *(step(name, size) for name in programs.LARGE),
+        *(call(name, dtype, size) for name, dtype in _LISTED),
+    ]
 
 
 # ---- training steps and the like ----

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-SIZES = ("tiny", "small", "full")  # of tests, of benchmarks on CPUs and on GPUs
+# Of the sizes "tiny", of tests; "small", of benchmarks on CPUs; and "full", on GPUs.
 LARGE = ("graph_attention", "mesh_graph_net", "gpt2", "unet", "pic", "histogram", "vit")
 PLAIN = ("pic", "histogram")  # in 32 bits
-NAMES = (*LARGE, "nnx_gpt2", "equinox_mesh_graph_net")
+NAMES = (*LARGE, "nnx_gpt2", "equinox_mesh_graph_net")  # the last two are "tiny" or "small"
 
 
 class Program(NamedTuple):
