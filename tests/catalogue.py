@@ -1421,8 +1421,11 @@ SUMS_AND_LOOKUPS = {
         ("n, d", "n"),
         "jof_scatter_max",
         {
-            (0,): ("jof_scatter_max", "jof_gather_rows", "jof_scatter_add", "jof_gather_rows")
-            + ("jof_scatter_add", "jof_gather_rows"),
+            (0,): (
+                "jof_scatter_max",
+                *("jof_gather_rows", "jof_scatter_add") * 2,
+                "jof_gather_rows",
+            ),
         },
     ),
     "scatter_mul": (
@@ -1518,8 +1521,11 @@ SCATTER_CASES = (
     scatter_case(
         SEGMENT_SOFTMAX,
         fields={
-            "jvp_targets": ("jof_scatter_max", "jof_gather_rows", "jof_scatter_add")
-            + ("jof_gather_rows", "jof_scatter_add", "jof_gather_rows"),
+            "jvp_targets": (
+                "jof_scatter_max",
+                *("jof_gather_rows", "jof_scatter_add") * 2,
+                "jof_gather_rows",
+            ),
             **SMOOTH,
             "rtol": 1e-9,
             "besides": ID_ARITHMETIC | {"divide", "exponential", "negate"},

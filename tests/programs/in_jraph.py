@@ -1,9 +1,15 @@
-"""Networks of other libraries, as these have them: jraph's graph networks, a model of equinox."""
+"""Networks of jraph, as it has them."""
 
 import jax
 import jax.numpy as jnp
 
-from tests.programs.training import step_of
+
+def step_of(loss, params, graph):
+    def step(params, graph):
+        value, gradient = jax.value_and_grad(loss)(params, graph)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+
+    return step, (params, graph)
 
 
 def _graph(nodes, edges, width, dtype):
@@ -63,28 +69,3 @@ def graph_attention(nodes=20, edges=60, width=8, dtype=jnp.float32):
         return jraph.GAT(lambda x: x @ params[0], logit)
 
     return _jraph_program(network_of, nodes, edges, width, dtype)
-
-
-def words(vocabulary=31, batch=4, length=9, width=8, dtype=jnp.float32):
-    import equinox as eqx
-
-    class Classifier(eqx.Module):
-        embedding: eqx.nn.Embedding
-        mlp: eqx.nn.MLP
-
-        def __call__(self, words):
-            return self.mlp(jax.vmap(self.embedding)(words).mean(0))
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    model = Classifier(
-        eqx.nn.Embedding(vocabulary, width, dtype=dtype, key=keys[0]),
-        eqx.nn.MLP(width, 3, width, 1, dtype=dtype, key=keys[1]),
-    )
-    params, static = eqx.partition(model, eqx.is_array)
-    batch_of_words = jax.random.randint(keys[2], (batch, length), 0, vocabulary)
-
-    def loss(params, words):
-        logits = jax.vmap(eqx.combine(params, static))(words)
-        return -jax.nn.log_softmax(logits)[:, 0].mean()
-
-    return step_of(loss, params, batch_of_words)
