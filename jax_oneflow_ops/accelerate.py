@@ -22,7 +22,6 @@ from jax_oneflow_ops import (
     _policy,
     _reference,
     _scatter,
-    _scatter_policy,
     _scatter_rows,
 )
 from jax_oneflow_ops._checks import in_own_precision
