@@ -16,14 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_oneflow_ops import (
-    _compat,
-    _native,
-    _policy,
-    _reference,
-    _scatter,
-    _scatter_rows,
-)
+from jax_oneflow_ops import _compat, _native, _policy, _reference, _scatter, _scatter_rows
 from jax_oneflow_ops._checks import in_own_precision
 from jax_oneflow_ops._report import Report, Row
 
