@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` measures; further commands: ``survey``, ``compare``, ``report``."""
+"""``python -m benchmarks`` measures; other commands: ``survey compare report policy``."""
 
 import argparse
 import importlib
@@ -20,7 +20,7 @@ from .results import Row
 from .suites import SUITES, load
 
 PARTS = results.ROOT / "build" / "benchmarks"  # of results that leave cases out
-_COMMANDS = {"survey": "survey", "compare": "comparison", "report": "report"}
+_COMMANDS = {"compare": "comparison"} | {name: name for name in ("survey", "report", "policy")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure the listed cases beside what they replace: all suites or some.",
-        epilog="Further commands, each with --help: survey, compare, report.",
+        epilog="Further commands, each with --help: survey, compare, report, policy.",
     )
     parser.add_argument(
         "--suite", nargs="+", choices=SUITES, metavar="SUITE", help=f"some of {', '.join(SUITES)}"

@@ -151,7 +151,7 @@ def measure(cases: Sequence[Case], machine: Machine, options: Options) -> Iterat
         for i in range(0, len(cases), _CHUNK):
             for item in _prepare(cases[i : i + _CHUNK], options):
                 bar.set_postfix_str(item.case.name[-40:])
-                with _precision(item.case):
+                with precision(item.case):
                     yield _row(item, machine, options, twice=item.case is middle)
                 item.programs.clear()
                 if machine.torch is not None:
@@ -159,7 +159,8 @@ def measure(cases: Sequence[Case], machine: Machine, options: Options) -> Iterat
                 bar.update()
 
 
-def _precision(case: Case) -> contextlib.AbstractContextManager[Any]:
+def precision(case: Case) -> contextlib.AbstractContextManager[Any]:
+    """The mode that a case's dtypes need."""
     return jax.enable_x64(True) if case.x64 else contextlib.nullcontext()
 
 
@@ -199,7 +200,7 @@ def _functions(work: Work, options: Options) -> dict[str, Function]:
 
 def _compile(case: Case, work: Work, name: str, function: Function) -> Any:
     arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.inputs)
-    with _precision(case):
+    with precision(case):
         if name == _INPUTS:
             seed = jax.ShapeDtypeStruct((), jnp.uint32)
             return jax.jit(partial(draw, inputs=work.inputs)).lower(seed).compile()
@@ -229,12 +230,17 @@ def is_native(program: str, alone: bool) -> bool:
     return True
 
 
+def about(case: Case) -> Row:
+    """The beginning of a case's row."""
+    row: Row = {"suite": case.suite, "case": case.name, "op": case.op, "group": case.group}
+    row |= {"dtype": case.dtype, "shape": case.shape, "bytes": case.bytes}
+    return row | ({"plan": case.plan} if case.plan else {})
+
+
 def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) -> Row:
     """Checks and times one case. ``twice`` times ours as two contenders, the self-check."""
     case = item.case
-    row: Row = {"suite": case.suite, "case": case.name, "op": case.op, "group": case.group}
-    row |= {"dtype": case.dtype, "shape": case.shape, "bytes": case.bytes}
-    row |= {"plan": case.plan} if case.plan else {}
+    row = about(case)
     try:
         if isinstance(item.work, Exception):
             raise item.work

@@ -15,7 +15,7 @@ from . import results, survey
 from .harness import SWEEP
 from .results import Result, Row, by, mean
 from .suites import SUITES
-from .suites.common import itemsize, short
+from .suites.common import short
 from .tables import markdown, microseconds, percent, ratio
 
 
@@ -70,7 +70,7 @@ def table(name: str, arguments: Sequence[str], root: Path) -> str:
     if name not in TABLES or not arguments:
         raise ValueError(f"no table {name!r}; there are: DEVICE after {', '.join(TABLES)}")
     device, *rest = arguments
-    found = [results.read(path) for path in sorted((root / device).glob("*.jsonl"))]
+    found = [survey.read(path) for path in sorted((root / device).glob("*.jsonl"))]
     if not found:
         raise ValueError(f"no results of {device!r}")
     return TABLES[name](found, *rest)
@@ -87,7 +87,8 @@ def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
 
 def origin(found: Sequence[Result]) -> str:
     """Device, versions, clock, date and commits."""
-    headers = [r.header for r in found if "survey" not in str(r.header["command"])]
+    headers = [r.header for r in found]
+    headers = [header for header in headers if "suite" in header] or headers
     headers.sort(key=lambda h: str(h["date"]), reverse=True)
     newest, versions = headers[0], headers[0]["versions"]
     cores = f", {newest['cores']} cores" if newest["platform"] == "cpu" else ""
@@ -111,21 +112,17 @@ _FAMILIES = {
 
 
 def headline(found: Sequence[Result]) -> str:
-    """A line a family: means over all listed cases, gradients included."""
+    """A line a family: means over listed cases, then the default on random shapes."""
+    surveys = [row for r in found if "suite" not in r.header for row in r.rows]
+    drawn = survey.timed(surveys, "default")
     lines = []
     for name, family in _FAMILIES.items():
         if rows := listed(found, name):
-            narrow = mean(results.as_written(row) for row in rows if _is_narrow(row))
-            wide = mean(results.as_written(row) for row in rows if not _is_narrow(row))
-            lines.append([family, ratio(narrow), ratio(wide), *_best(rows)])
-    head = ["", "16 bits, over jnp as written", "32 bits", "over XLA's best", "worst case"]
+            random = [row for row in drawn if row["suite"] == name]
+            written = ratio(mean(map(results.as_written, rows)))
+            lines.append([family, written, _best(rows)[0], *_best(random)])
+    head = ["", "listed, over jnp as written", "over XLA's best", "random shapes", "worst of them"]
     return markdown(head, lines)
-
-
-def _is_narrow(row: Row) -> bool:
-    """Returns whether no dtype has more than 16 bits."""
-    dtypes = row["op"].split(" to ") if row["suite"] == "cast" else []
-    return itemsize(row["dtype"]) <= 2 and not {"f32", "f64", "int32"} & {*dtypes}
 
 
 def _best(rows: Sequence[Row]) -> list[str]:
@@ -202,10 +199,12 @@ def models(found: Sequence[Result]) -> str:
     return markdown(["a training step of", "native, us", "jnp as written", "XLA's best"], lines)
 
 
-def surveyed(found: Sequence[Result], by_what: str = "family") -> str:
+def surveyed(
+    found: Sequence[Result], by_what: str = "family", implementation: str = "native"
+) -> str:
     """A line a family (or size, or strategy of permute) of all surveys, their rows together."""
-    rows = [row for r in found if "suite" not in r.header for row in r.rows if "us" in row]
-    lines = survey.summaries([row for row in rows if results.best(row)], by_what)
+    rows = [row for r in found if "suite" not in r.header for row in r.rows]
+    lines = survey.summaries(survey.timed(rows, implementation), by_what)
     return markdown(["", *survey.HEAD], lines) if lines else "Not measured yet."
 
 

@@ -4,7 +4,7 @@ A line has the suite, the case, its op, group, dtype, shape and bytes; ``us`` an
 median and the interquartile range of ours in microseconds; ``copy``, the time of a plain copy of as
 many bytes; ``xla``, the medians of the jnp forms, as users write it first; ``others``, those of
 other libraries and of variants of ours. A rival that failed has its error message instead. A case
-that failed has ``error``.
+that failed has ``error``. Lines of surveys are arrays of `COLUMNS`; `survey.read` adds the rest.
 """
 
 import json
@@ -29,8 +29,9 @@ class Result(NamedTuple):
 def write(path: Path, header: dict[str, Any], rows: Iterable[Row]) -> None:
     """Writes a result."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(x, separators=(",", ":"), ensure_ascii=False) for x in (header, *rows)]
-    path.write_text("\n".join(lines) + "\n")
+    lines = [header, *(rows if "suite" in header else packed(rows))]
+    texts = [json.dumps(x, separators=(",", ":"), ensure_ascii=False) for x in lines]
+    path.write_text("\n".join(texts) + "\n")
 
 
 def read(path: Path) -> Result:
@@ -67,6 +68,33 @@ def rival(row: Row, name: str) -> float | None:
     """Returns the time over ours of a form or of another library."""
     us = numbers({**row.get("xla", {}), **row.get("others", {})}).get(name)
     return None if us is None else us / row["us"]
+
+
+COLUMNS = ["case", "us", "iqr", "xla", "default", "form"]
+"""Of a survey's lines: the time of native kernels and its spread, those of XLA's best form and of
+the default, and that of the form in jnp that the default may run."""
+
+
+def packed(rows: Iterable[Row]) -> list[Any]:
+    """Lines that have no more than drawing the cases again does not tell; errors as they are."""
+    lines: list[Any] = []
+    for row in rows:
+        if "us" not in row:
+            lines.append(row)
+            continue
+        xla = min(numbers(row["xla"]).values(), default=None)
+        default = numbers(row["others"]).get("default")
+        name = f"{row['suite']} {row['case']}"
+        lines.append([name, row["us"], row["iqr"], xla, default, form(row)])
+    return lines
+
+
+def form(row: Row) -> float | None:
+    """The time of the form that the default may run: of sums jnp in float32, else the fastest."""
+    forms = numbers(row["xla"])
+    if row["suite"] == "scatter":
+        return forms.get("form") or forms.get("jnp f32", forms.get("jnp"))
+    return min(forms.values(), default=None)
 
 
 def is_slower(row: Row, below: float = 1.0) -> bool:

@@ -7,19 +7,24 @@ same, from another seed others. Every result is checked, as those of listed case
 import argparse
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from . import results, tables
 from .__main__ import PARTS, parse, run
-from .harness import Case, Options
+from .harness import Case, Options, about
 from .results import Row
 from .suites import FAMILIES, load
 
 SLOW = 0.95
-_COUNTS = {"permute": 150}
+LARGEST = {"gpu": 1 << 30, "cpu": 64 << 20}
+"""The most bytes that a case reads and writes."""
+CHECKED = 1 << 20
+"""Likewise where values are checked only."""
 _BANDS = ((1 << 20, "under 1 MB"), (16 << 20, "1 to 16 MB"), (1 << 62, "over 16 MB"))
 
 
@@ -33,15 +38,16 @@ def main(argv: Sequence[str]) -> int:
         "--check-only", action="store_true", help="check values on small arrays, without timing"
     )
     options = parse(parser, argv)
-    counts = {f: options.count or _COUNTS.get(f, 60) for f in options.family}
-    cases = draw(options.seed, counts, _largest(options.check_only))
+    counts = {f: options.count or count(f) for f in options.family}
+    largest = CHECKED if options.check_only else LARGEST[jax.default_backend()]
+    cases = draw(options.seed, counts, largest)
     if options.count or options.check_only or options.family is not FAMILIES:
         options.out = options.out or PARTS
     measuring = Options(
         tuple(options.implementation),
         libraries=False,
         check_only=options.check_only,
-        effort=0.6 if jax.default_backend() == "gpu" else 0.2,
+        effort=0.3 if jax.default_backend() == "gpu" else 0.2,
     )
     rows = run(cases, measuring, {"seed": options.seed}, ["survey", *argv], options.out)
     for implementation in options.implementation if not options.check_only else ():
@@ -63,14 +69,40 @@ def draw(seed: int, counts: dict[str, int], largest: int) -> list[Case]:
     return list(cases.values())
 
 
-def _largest(check_only: bool) -> int:
-    """The most bytes that a case reads and writes."""
-    if check_only:
-        return 1 << 20
-    if jax.default_backend() != "gpu":
-        return 64 << 20
-    stats = jax.devices()[0].memory_stats() or {}
-    return int(min(1 << 30, stats.get("bytes_limit", 16 << 30) // 32))
+def count(family: str) -> int:
+    """How many cases of a family are drawn by default."""
+    return 150 if family == "permute" else 60
+
+
+def read(path: Path) -> results.Result:
+    """Reads a result. The rows of a survey get what drawing their cases again tells."""
+    result = results.read(path)
+    if "suite" in result.header:
+        return result
+    lines = [dict(zip(results.COLUMNS, x, strict=True)) for x in result.rows if isinstance(x, list)]
+    rows = [row for row in result.rows if isinstance(row, dict)]
+    drawn = cases(result)
+    for line in lines:
+        if line["case"] not in drawn:
+            raise ValueError(f"{path}: the seed does not draw {line['case']} any more")
+        row = about(drawn[line["case"]]) | {"us": line["us"], "iqr": line["iqr"]}
+        row["xla"] = {k: line[k] for k in ("xla", "form") if line[k] is not None}
+        row["others"] = {k: line[k] for k in ("default",) if line[k] is not None}
+        rows.append(row)
+    return results.Result(result.header, rows)
+
+
+def cases(result: results.Result) -> dict[str, Case]:
+    """The cases of a result by suite and name."""
+    header = result.header
+    if "suite" in header:
+        found = load(header["suite"]).cases(header["platform"])
+    else:
+        names = [row["suite"] if isinstance(row, dict) else row[0] for row in result.rows]
+        drawn = Counter(name.partition(" ")[0] for name in names)
+        counts = {family: max(n, count(family)) for family, n in drawn.items()}
+        found = draw(header["seed"], counts, LARGEST[header["platform"]])
+    return {f"{case.suite} {case.name}": case for case in found}
 
 
 HEAD = ["cases", "mean", "worst", "under 0.95x", "by more than noise", "worst case"]
@@ -78,10 +110,7 @@ HEAD = ["cases", "mean", "worst", "under 0.95x", "by more than noise", "worst ca
 
 def text(rows: Sequence[Row], implementation: str, first: str) -> str:
     """Returns the tables of one of the implementations that were measured together."""
-    rows = [row for row in rows if "us" in row and results.best(row)]
-    if implementation != first:
-        known = ((row, results.numbers(row["others"]).get(implementation)) for row in rows)
-        rows = [{**row, "us": us} for row, us in known if us is not None]
+    rows = timed(rows, implementation, first)
     made = ((what, summaries(rows, what)) for what in LABELS)
     parts = [tables.text([f"{implementation}, by {w}", *HEAD], lines) for w, lines in made if lines]
     slowest = []
@@ -89,6 +118,15 @@ def text(rows: Sequence[Row], implementation: str, first: str) -> str:
         us = map(tables.microseconds, (row["us"], row["iqr"]))
         slowest.append([row["case"][-60:], *us, tables.ratio(_ratio(row))])
     return "\n\n".join([*parts, tables.text(["slowest", "us", "spread", "XLA's best"], slowest)])
+
+
+def timed(rows: Sequence[Row], implementation: str, first: str = "native") -> list[Row]:
+    """The rows that were measured, with the time of an implementation as ours."""
+    rows = [row for row in rows if "us" in row and results.best(row)]
+    if implementation == first:
+        return rows
+    known = ((row, results.numbers(row["others"]).get(implementation)) for row in rows)
+    return [{**row, "us": us} for row, us in known if us is not None]
 
 
 def _family(row: Row) -> str:

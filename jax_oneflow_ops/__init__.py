@@ -8,7 +8,9 @@ for their numerics, and :func:`implementations` for what is available where.
 from typing import TYPE_CHECKING, Any
 
 from jax_oneflow_ops._native import export_checks, implementations, include_dir
+from jax_oneflow_ops._policy import policy
 from jax_oneflow_ops._primitive import GatherWarning
+from jax_oneflow_ops.accelerate import accelerate, explain
 from jax_oneflow_ops.elementwise import (
     add,
     cast,
@@ -56,11 +58,13 @@ __all__ = [
     "ElementwiseKernel",
     "GatherWarning",
     "KernelCompileError",
+    "accelerate",
     "add",
     "cast",
     "divide",
     "elu",
     "embedding_lookup",
+    "explain",
     "export_checks",
     "fma",
     "geglu",
@@ -74,6 +78,7 @@ __all__ = [
     "mish",
     "multiply",
     "permute",
+    "policy",
     "relu",
     "resize",
     "scale",

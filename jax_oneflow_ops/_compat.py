@@ -1,8 +1,10 @@
 """The only module that knows versions of jax and imports its internals; each use has its reason."""
 
+import contextlib
 import dataclasses
 import functools
 import re
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,11 +12,12 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax._src import core as core_internals
-from jax._src import dispatch, literals
+from jax._src import dispatch, literals, source_info_util
 from jax._src.interpreters import mlir as mlir_internals
 from jax._src.lax import lax as lax_internals
 from jax.extend import core
 from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 # Runs a primitive outside `jit`: compiles it once for each set of shapes and parameters, honours
 # `jax.disable_jit`. Every primitive of jax's own uses it; there is no public name.
@@ -81,6 +84,19 @@ def automatic_axes_beside_manual_ones(ctx: Any) -> tuple[str, ...] | None:
         return None
     sizes = axis_context.mesh.shape
     return tuple(axis for axis in sizes if axis not in manual and sizes[axis] > 1)
+
+
+def knows_shapes_of_shards(ctx: Any) -> bool:
+    """Whether shapes are those of one device's arrays where something is lowered.
+
+    They are in programs for one device and in a `shard_map` over all axes of the mesh.
+    """
+    axis_context = ctx.module_context.axis_context
+    manual: frozenset[str] = getattr(axis_context, "manual_axes", frozenset())
+    if manual:
+        return set(manual) == set(axis_context.mesh.axis_names)
+    mesh = getattr(axis_context, "mesh", None)
+    return int(mesh.size if mesh is not None else axis_context.num_devices or 1) == 1
 
 
 def with_current_mesh(ctx: Any) -> Any:
@@ -186,8 +202,10 @@ def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
     rule = mlir.lower_fun(function, multiple_results)
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        # What an op of this package is made of is not swapped again.
+        scope = contextlib.nullcontext() if scope_of(ctx) is None else in_scope(OFF)
         # Inside `jax.set_mesh` even types that are made here would have a sharding.
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with scope, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             avals = {"avals_in": plain(ctx.avals_in), "avals_out": plain(ctx.avals_out)}
             # The context of the equation would bring its mesh back.
             return rule(ctx.replace(jaxpr_eqn_ctx=None, **avals), *args, **params)
@@ -198,3 +216,108 @@ def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
 # The concrete size of a dimension, or jax's own error that says that it was traced: the same that
 # the function has which is replaced.
 concrete_dimension = core_internals.concrete_dim_or_error
+
+
+# ---- swapping the lowering of jax's own primitives, for accelerate: all of it is checked once ----
+
+RELEASE = jax.__version__
+OFF = "off"
+_SCOPE = "jof_accelerate"  # the key in the metadata of equations, where users may have others
+_replacing = threading.Lock()
+_replaced: set[tuple[core.Primitive, str]] = set()
+
+Lowering = Callable[..., Any]
+
+
+def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which equations are traced with `value`, which `scope_of` finds.
+
+    jax keeps metadata through every transformation, and traces functions anew where it differs: a
+    `note` is for nothing else.
+    """
+    from jax.experimental import xla_metadata  # imported lazily: older releases lack it
+
+    manager: contextlib.AbstractContextManager[Any] = xla_metadata.set_xla_metadata(
+        **{_SCOPE: value}, **({} if note is None else {f"{_SCOPE}_note": note})
+    )
+    return manager
+
+
+def scope_of(ctx: Any) -> str | None:
+    """What `in_scope` was given where the equation that is being lowered was traced."""
+    metadata = getattr(ctx.jaxpr_eqn_ctx, "xla_metadata", None) or {}
+    return cast(str | None, metadata.get(_SCOPE))
+
+
+def replace_lowerings(
+    primitives: Sequence[core.Primitive],
+    platforms: Sequence[str],
+    replacement: Callable[[core.Primitive, str, Lowering], Lowering],
+) -> None:
+    """Registers `replacement(primitive, platform, the rule so far)`, once for each.
+
+    Raises AttributeError, ImportError or TypeError where jax's internals differ from those known.
+    """
+    in_scope(OFF)
+    fields = {field.name for field in dataclasses.fields(mlir_internals.LoweringRuleContext)}
+    if missing := {"jaxpr_eqn_ctx", "traceback", "avals_in", "avals_out"} - fields:
+        raise AttributeError(f"LoweringRuleContext has no {', '.join(sorted(missing))}")
+    if "xla_metadata" not in core_internals.JaxprEqnContext.__slots__:
+        raise AttributeError("JaxprEqnContext has no xla_metadata")
+    with _replacing:
+        for primitive in primitives:
+            for platform in platforms:
+                if (primitive, platform) in _replaced:
+                    continue
+                special = mlir_internals._platform_specific_lowerings[platform]
+                entry = special.get(primitive) or mlir_internals._lowerings[primitive]
+                rule = replacement(primitive, platform, entry.rule)
+                # A lowering that jax caches is given no operands, of which some are zeros.
+                mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+                require_devices_during_lowering(primitive)
+                _replaced.add((primitive, platform))
+
+
+def fill_of(value: Any) -> str | None:
+    """The number that all elements of an operand of a lowering rule are, as MLIR writes it.
+
+    None where the program does not say so beside the operand.
+    """
+    moved = ("broadcast_in_dim", "reshape", "transpose", "sharding_constraint")
+    while hasattr(value.owner, "operation"):  # the owner of a function's argument is a block
+        op = value.owner.operation
+        name = op.name.partition(".")[2]
+        if name == "constant":
+            text = op.get_asm(large_elements_limit=4, use_local_scope=True)
+            found = re.search(r"dense<([^>\[\"]+)> : ", text)
+            return None if found is None else found[1]
+        if name not in moved:
+            return None
+        value = op.operands[0]
+    return None
+
+
+def tag(result: Any, name: str, value: str) -> None:
+    """Gives the operation that made a lowering's result an attribute, which programs keep."""
+    op, key = result.owner.operation, "mhlo.frontend_attributes"
+    named: dict[str, Any] = {name: ir.StringAttr.get(value)}
+    if key in op.attributes:
+        attributes: Any = op.attributes[key]
+        named |= {a.name: a.attr for a in attributes}
+    op.attributes[key] = ir.DictAttr.get(named)
+
+
+def user_line(traceback: Any) -> str:
+    """The file and line of an equation in the user's own program, else in a library."""
+    own = str(Path(__file__).parent)
+    frames = [f for f in source_info_util.user_frames(traceback) if not f.file_name.startswith(own)]
+    installed = ("site-packages", "dist-packages")
+    at = [f for f in frames if not any(part in Path(f.file_name).parts for part in installed)]
+    frame = next(iter(at or frames), None)
+    return "" if frame is None else f"{_short(frame.file_name)}:{frame.start_line}"
+
+
+def _short(file_name: str) -> str:
+    here = Path.cwd()
+    path = Path(file_name)
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

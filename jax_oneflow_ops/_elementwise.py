@@ -15,6 +15,7 @@ others.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _operands, _primitive
+from jax_oneflow_ops import _compat, _operands, _policy, _primitive
 from jax_oneflow_ops._operands import bind
 
 Function = Callable[..., Any]
@@ -38,6 +39,7 @@ def define(
     parameters: int = 0,
     multiple_results: bool = False,
     typed: int = 0,
+    accurate: Function | None = None,
 ) -> core.Primitive:
     """Defines a primitive with the FFI target jof_NAME and everything but derivatives.
 
@@ -48,6 +50,7 @@ def define(
       parameters: the number of operands at the end that must be scalars.
       multiple_results: the primitive has the parameter `wanted`, the indices of its results.
       typed: the operand that has the results' dtype, if there is no parameter `new_dtype`.
+      accurate: a form of the reference that is as accurate as the kernel, where that is not.
     """
 
     def abstract_eval(*avals: Any, wanted: Sequence[int] = (0,), **params: Any) -> Any:
@@ -79,8 +82,27 @@ def define(
         sharding_rule=sharding_rule,
         batch=functools.partial(_batch, reference, parameters),
         multiple_results=multiple_results,
-        on_scalars=lambda **_: _rounded_once(reference),
+        in_jnp=lambda **_: _rounded_once(accurate or reference),
+        call=functools.partial(_call, name),
     )
+
+
+def _call(name: str, *avals: Any, wanted: Sequence[int] = (0,), **params: Any) -> _policy.Call:
+    """XLA's code depends on whether elements can be loaded in fours."""
+    result = _operands.result_aval(*avals)
+    size = math.prod(result.shape)
+    arrays = [x for x in avals if x.ndim]
+    dtype = avals[-1].dtype
+    family, width = "elementwise", _policy.bits(dtype)
+    if "new_dtype" in params:
+        dtype = jnp.dtype(params["new_dtype"])
+        family, width = name, f"{width} to {_policy.bits(dtype)}"
+        name = f"{avals[0].dtype} to {dtype}"
+    if any(math.prod(x.shape) != size for x in arrays):
+        family += " with broadcast"
+    moved = _policy.nbytes(*avals) + len(wanted) * size * dtype.itemsize
+    loads = "in fours" if size % 4 == 0 else "one by one"
+    return _policy.Call((family, f"{len(arrays)} operands", width, loads, name), moved)
 
 
 def _rounded_once(reference: Function) -> Function:
@@ -132,6 +154,7 @@ def differentiable(
     inputs: int = 1,
     parameters: int = 0,
     linear: Sequence[int] = (),
+    accurate: Function | None = None,
 ) -> core.Primitive:
     """Defines a function, its derivative kernels and rules, and returns its primitive f.
 
@@ -144,24 +167,26 @@ def differentiable(
       linear: the arrays that f is linear in while all others are fixed. With respect to one of them
         f itself is the derivative, which reads an array less. A function of one array that is
         linear in it has no derivative kernels.
+      accurate: as for `define`.
     """
 
-    def of_arrays(parameters: Sequence[Any]) -> Function:
-        return lambda *arrays: reference(*arrays, *parameters)
-
-    def vjp_reference(*args: Any, wanted: Sequence[int]) -> list[Any]:
+    def vjp_of(f: Function, *args: Any, wanted: Sequence[int]) -> list[Any]:
         arrays, (ct, *rest) = args[:inputs], args[inputs:]
-        _, pull = jax.vjp(of_arrays(rest), *(jnp.broadcast_to(x, ct.shape) for x in arrays))
-        cts = pull(ct)
+        full = [jnp.broadcast_to(x, ct.shape) for x in arrays]
+        cts = jax.vjp(lambda *arrays: f(*arrays, *rest), *full)[1](ct)
         return [cts[i] for i in wanted]
 
-    def jvp_reference(*args: Any) -> Any:
+    def jvp_of(f: Function, *args: Any) -> Any:
         arrays, tangents = args[:inputs], args[inputs:]
         arrays = tuple(jnp.broadcast_to(x, tangents[0].shape) for x in arrays)
-        return jax.jvp(reference, arrays, tuple(tangents))[1]
+        return jax.jvp(f, arrays, tuple(tangents))[1]
+
+    def forms(derivative: Function) -> dict[str, Any]:
+        own = accurate and functools.partial(derivative, accurate)
+        return {"reference": functools.partial(derivative, reference), "accurate": own}
 
     function = function or name
-    f_p = define(name, reference, function=function, parameters=parameters)
+    f_p = define(name, reference, function=function, parameters=parameters, accurate=accurate)
 
     def tangent(primals: Sequence[Any], tangents: Sequence[Any], implementation: Any) -> Any:
         """The tangent of f where no parameter has one."""
@@ -197,7 +222,7 @@ def differentiable(
 
     vjp_p = define(
         f"{name}_vjp",
-        vjp_reference,
+        **forms(vjp_of),
         function=function,
         parameters=parameters,
         multiple_results=True,
@@ -213,11 +238,11 @@ def differentiable(
         ct = tangent((*arrays, *rest), tangents, implementation)
         return [*(None,) * inputs, ct, *(None,) * parameters]
 
-    _set_rules(vjp_p, vjp_reference, range(inputs, inputs + 1), vjp_transpose)
+    _set_rules(vjp_p, forms(vjp_of)["reference"], range(inputs, inputs + 1), vjp_transpose)
     if inputs == 1:
         return f_p
 
-    jvp_p = define(f"{name}_jvp", jvp_reference, function=function)
+    jvp_p = define(f"{name}_jvp", **forms(jvp_of), function=function)
 
     def jvp_transpose(ct: Any, *args: Any, implementation: Any) -> list[Any]:
         arrays, tangents = args[:inputs], args[inputs:]
@@ -226,7 +251,7 @@ def differentiable(
         cts = dict(zip(wanted, results, strict=True))
         return [*(None,) * inputs, *(cts.get(i) for i in range(inputs))]
 
-    _set_rules(jvp_p, jvp_reference, range(inputs, 2 * inputs), jvp_transpose)
+    _set_rules(jvp_p, forms(jvp_of)["reference"], range(inputs, 2 * inputs), jvp_transpose)
     return f_p
 
 

@@ -1,6 +1,8 @@
 """How scatters and gathers read their ids."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,13 @@ class Indexing:
     indices_are_sorted: bool = False
     unique_indices: bool = False
     deterministic: bool = False
+    # The number of dimensions of an operand whose elements are the rows. Reshaping it to have one
+    # would copy it, even if it is donated.
+    row_rank: int = 1
+
+    def rows(self, operand_shape: Sequence[int]) -> int:
+        """The number of rows of one problem."""
+        return math.prod(operand_shape[self.batch : self.batch + self.row_rank])
 
     def index_begin(self) -> int:
         """The first dimension of ids that is no batch dimension."""

@@ -22,7 +22,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_oneflow_ops import _compat, _native
+from jax_oneflow_ops import _compat, _native, _policy
 
 Params = dict[str, Any]
 
@@ -71,13 +71,13 @@ def define(
     function: str,
     abstract_eval: Callable[..., Any],
     reference: Callable[..., Any],
-    attributes: Callable[..., Params] | None = None,
-    native: Callable[..., Any] | None = None,
+    native: Callable[..., Any],
     sharding_rule: Callable[..., ShardingRule],
     on_shard: Callable[..., Any] | None = None,
     batch: Callable[..., tuple[Any, Any]],
     multiple_results: bool = False,
-    on_scalars: Callable[..., Callable[..., Any] | None] | None = None,
+    in_jnp: Callable[..., Callable[..., Any] | None] | None = None,
+    call: Callable[..., _policy.Call | str] | None = None,
 ) -> core.Primitive:
     """Defines a primitive.
 
@@ -87,10 +87,8 @@ def define(
       abstract_eval: `(*avals, **params) -> aval`; must keep shardings (`aval.update`).
       reference: `(*args, **params) -> result` in pure jnp: the "xla" implementation, and what runs
         on platforms without native kernels.
-      attributes: of an op that is one FFI call: `(**params) -> attributes of that call`, as NumPy
-        scalars and arrays.
-      native: of any other op, in its place: `(platform, *args, **params) -> result` on one device,
-        a function in jnp and of `jax.ffi.ffi_call`.
+      native: `(platform, *args, **params) -> result` on one device, a function in jnp and of
+        `jax.ffi.ffi_call`.
       sharding_rule: `(*avals, **params) -> ShardingRule`.
       on_shard: `(call, shard, *args, **params) -> result` on one device, where a call of `native`
         is sharded along rows or along names that results lack; `call(*args, **params)` works on
@@ -98,8 +96,11 @@ def define(
       batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule,
         given the primitive that is being defined.
       multiple_results: results, avals and batch dimensions are lists.
-      on_scalars: `(**params) -> function or None`: what calls on scalars run in place of a kernel,
-        if anything; a function like `reference`, which is the default.
+      in_jnp: `(**params) -> function or None`: what runs in place of a kernel on scalars and where
+        `_policy` chooses XLA, if anything: the fastest form in jnp that is as accurate as the
+        kernel. A function like `reference`, which is the default.
+      call: `(*avals, **params) -> Call`: what the choice of `_policy` depends on, or the reason why
+        kernels run in any case. By default they do.
 
     Every primitive takes a parameter `implementation` (None, "native" or "xla"), which none of the
     functions above is given except `batch`.
@@ -110,12 +111,8 @@ def define(
         lambda *avals, platform, shard, **params: abstract_eval(*avals, **params)
     )
 
-    if attributes is not None:
-        mlir.register_lowering(inner, _lower_to_call(target, attributes))
-    elif native is not None:
-        function_of_shard = functools.partial(_on_one_device, native, on_shard or _sum)
-        rule = _compat.lower_plain(function_of_shard, multiple_results)
-        mlir.register_lowering(inner, rule)
+    function_of_shard = functools.partial(_on_one_device, native, on_shard or _sum)
+    mlir.register_lowering(inner, _compat.lower_plain(function_of_shard, multiple_results))
 
     outer = core.Primitive(target)
     outer.multiple_results = multiple_results
@@ -135,11 +132,17 @@ def define(
     def lower(
         ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
     ) -> Any:
-        in_jnp = None if _native.is_used(function, platform, implementation) else reference
-        if in_jnp is None and _are_scalars(ctx):
-            in_jnp = reference if on_scalars is None else on_scalars(**params)
-        if in_jnp is not None:
-            rule = _compat.lower_plain(in_jnp, multiple_results)
+        form = None
+        if not _native.is_used(function, platform, implementation):
+            form = reference
+        elif _are_scalars(ctx) or (
+            implementation is None
+            and _compat.knows_shapes_of_shards(ctx)
+            and _policy.prefers_xla(outer, ctx.avals_in, params, platform)
+        ):
+            form = reference if in_jnp is None else in_jnp(**params)
+        if form is not None:
+            rule = _compat.lower_plain(form, multiple_results)
             return _compat.with_shardings_of_types(ctx, rule(ctx, *args, **params))
         ctx = _compat.with_current_mesh(ctx)
         call: Any = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
@@ -163,6 +166,8 @@ def define(
         return batch(outer, [*map(_compat.as_array, args)], dims, **params)
 
     batching.primitive_batchers[outer] = batched
+    if call is not None:
+        _policy.calls_of[outer] = call
     return outer
 
 
@@ -218,16 +223,6 @@ def define_linear_pair(
             return [_compat.with_sharding_of(result, x.aval)]
 
         ad.deflinear2(primitive, _of_arrays(rule))
-
-
-def _lower_to_call(target: str, attributes: Callable[..., Params]) -> Callable[..., Any]:
-    """A lowering rule to one FFI call."""
-    lower = jax.ffi.ffi_lowering(target)
-
-    def rule(ctx: Any, *args: Any, platform: str, shard: Shard, **params: Any) -> Any:
-        return lower(ctx, *args, **attributes(**params))
-
-    return rule
 
 
 def _on_one_device(

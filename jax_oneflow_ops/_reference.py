@@ -106,6 +106,49 @@ def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(condition, x, y)
 
 
+# ---- forms that are as accurate as kernels where jax's own are not ----
+
+
+def _with_slope(
+    value: Callable[..., jax.Array], slope: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """A function of an array and numbers whose derivative jax would compute by cancellation."""
+    function = jax.custom_jvp(value)
+    function.defjvp(lambda xs, dxs: (value(*xs), slope(*xs) * dxs[0]))
+    return function
+
+
+def _sech_squared_of_half(x: jax.Array) -> jax.Array:
+    e = jnp.exp(-jnp.abs(x))
+    return 4 * e / ((1 + e) * (1 + e))
+
+
+sigmoid_accurate = _with_slope(jax.nn.sigmoid, lambda x: _sech_squared_of_half(x) / 4)
+tanh_accurate = _with_slope(jnp.tanh, lambda x: _sech_squared_of_half(2 * x))
+
+
+def _elu(x: jax.Array, alpha: jax.Array) -> jax.Array:
+    """XLA's expm1 loses the sign of -0."""
+    below = jnp.where(x == 0, x, jnp.expm1(jnp.minimum(x, 0)))
+    return jnp.where(x > 0, x, alpha * below)
+
+
+elu_accurate = _with_slope(
+    _elu, lambda x, alpha: jnp.where(x > 0, 1, alpha * jnp.exp(jnp.minimum(x, 0)))
+)
+
+
+def gelu_accurate(x: jax.Array) -> jax.Array:
+    """The same as `gelu_tanh`: 1 + tanh(u) is 2 sigmoid(2u). Beyond 20 the sigmoid is 0 or 1."""
+    u = jnp.clip(x, -20, 20)
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))
+
+
+def geglu_accurate(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Gated by `gelu_accurate`."""
+    return gelu_accurate(gate) * x
+
+
 @in_own_precision
 def segment_sum(
     data: jax.Array, ids: jax.Array, *, num_segments: int, indexing: Indexing, rows_spec: Any = None
@@ -140,11 +183,14 @@ def _scatter(
     updates: jax.Array,
     indexing: Indexing,
 ) -> jax.Array:
-    rows = operand.shape[indexing.batch]
+    rows = indexing.rows(operand.shape)
     rank = indexing.index_rank(ids)
-    dtype = operand.dtype
+    shape, dtype = operand.shape, operand.dtype
+    operand = operand.reshape(
+        *shape[: indexing.batch], rows, *shape[indexing.batch + indexing.row_rank :]
+    )
     if operand.size == 0 or updates.size == 0:
-        return operand
+        return operand.reshape(shape)
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
         operand, updates = operand.astype(jnp.float32), updates.astype(jnp.float32)
     is_sum = function is lax.scatter_add
@@ -162,7 +208,7 @@ def _scatter(
             mode=_mode(indexing),
         )
 
-    return _batched(scatter, indexing)(ids, operand, updates).astype(dtype)
+    return _batched(scatter, indexing)(ids, operand, updates).astype(dtype).reshape(shape)
 
 
 @in_own_precision

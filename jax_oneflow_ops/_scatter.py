@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _primitive, _reference, _scatter_policy
+from jax_oneflow_ops import _compat, _policy, _primitive, _reference, _scatter_policy
 from jax_oneflow_ops._indexing import Indexing
 
 _SUMMED = frozenset(
@@ -101,9 +101,10 @@ def _segment_sum_type(
 def _scatter_add_type(
     operand: Any, ids: Any, updates: Any, *, indexing: Indexing, reducer: str = "add"
 ) -> Any:
-    rows = operand.shape[indexing.batch]
-    spec = _unless_index_has_it(operand.sharding.spec[indexing.batch], ids, indexing)
-    return _typed(operand, ids, (rows,), (spec,), 1, indexing)
+    rank = indexing.row_rank
+    rows = slice(indexing.batch, indexing.batch + rank)
+    spec = [_unless_index_has_it(s, ids, indexing) for s in operand.sharding.spec[rows]]
+    return _typed(operand, ids, operand.shape[rows], spec, rank, indexing)
 
 
 def _gather_rows_type(table: Any, ids: Any, *, fill: str | bytes, indexing: Indexing) -> Any:
@@ -138,9 +139,12 @@ def _segment_sum_sharding_rule(
 def _scatter_add_sharding_rule(
     operand: Any, ids: Any, _: Any, *, indexing: Indexing, reducer: str = "add"
 ) -> _primitive.ShardingRule:
-    of_ids, index, batch, trailing = _names(ids, len(operand.shape) - 1, indexing)
-    table = [*batch, _ROWS, *trailing]
-    return _primitive.ShardingRule([table, of_ids, batch + index + trailing], [table], rows=_ROWS)
+    rank = indexing.row_rank
+    of_ids, index, batch, trailing = _names(ids, len(operand.shape) - rank, indexing)
+    inner = [f"r{i}" for i in range(1, rank)]
+    table = [*batch, _ROWS, *inner, *trailing]
+    operands = [table, of_ids, batch + index + trailing]
+    return _primitive.ShardingRule(operands, [table], frozenset(inner), rows=_ROWS)
 
 
 def _gather_rows_sharding_rule(
@@ -193,7 +197,7 @@ def _scatter_add_on_shard(
     indexing: Indexing,
 ) -> jax.Array:
     """The operand is added once, and not where the sum is 0: all-reduces do not keep -0."""
-    ids, indexing, _ = _in_shard(ids, operand.shape[indexing.batch], shard, indexing)
+    ids, indexing, _ = _in_shard(ids, indexing.rows(operand.shape), shard, indexing)
     if not shard.summed:
         result: jax.Array = call(operand, ids, updates, indexing=indexing)
         return result
@@ -217,7 +221,7 @@ def _scatter_reduce_on_shard(
     reducer: str,
 ) -> jax.Array:
     """Each device reduces its updates, and the results are reduced; a product of ones."""
-    ids, indexing, _ = _in_shard(ids, operand.shape[indexing.batch], shard, indexing)
+    ids, indexing, _ = _in_shard(ids, indexing.rows(operand.shape), shard, indexing)
     is_product = bool(shard.summed) and reducer == "multiply"
     start = jnp.ones_like(operand) if is_product else operand
     result: jax.Array = call(start, ids, updates, indexing=indexing, reducer=reducer)
@@ -276,7 +280,8 @@ def _add_rows(
 ) -> Any:
     """Reduces rows of `updates` into `operand`, or sums them into zeros if that is None."""
     n, rank, dtype = indexing.batch, indexing.index_rank(ids), updates.dtype
-    shape = (*updates.shape[:n], rows, *updates.shape[n + rank :])
+    trailing = updates.shape[n + rank :]
+    shape = (*updates.shape[:n], rows, *trailing) if operand is None else operand.shape
     if math.prod(shape) == 0 or updates.size == 0:
         return jnp.zeros(shape, dtype) if operand is None else operand
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
@@ -284,7 +289,7 @@ def _add_rows(
         wide = None if operand is None else operand.astype(jnp.int32)
         updates = updates.astype(jnp.int32)
         return _add_rows(platform, wide, ids, updates, rows, indexing, reducer).astype(dtype)
-    batch, inner = math.prod(shape[:n]), math.prod(shape[n + 1 :])
+    batch, inner = math.prod(shape[:n]), math.prod(trailing)
     updates = updates.reshape(batch, -1, inner)
     ids = ids.reshape(1 if indexing.shared else batch, -1)
     # Integers have the same sum in any order.
@@ -413,7 +418,7 @@ def _segment_sum_native(
 def _scatter_add_native(
     platform: str, operand: Any, ids: Any, updates: Any, *, indexing: Indexing
 ) -> Any:
-    return _add_rows(platform, operand, ids, updates, operand.shape[indexing.batch], indexing)
+    return _add_rows(platform, operand, ids, updates, indexing.rows(operand.shape), indexing)
 
 
 def _scatter_reduce_native(
@@ -421,7 +426,7 @@ def _scatter_reduce_native(
 ) -> Any:
     if not is_summed(operand.dtype, reducer):
         return _reference.scatter_reduce(operand, ids, updates, indexing=indexing, reducer=reducer)
-    rows = operand.shape[indexing.batch]
+    rows = indexing.rows(operand.shape)
     return _add_rows(platform, operand, ids, updates, rows, indexing, reducer)
 
 
@@ -535,6 +540,33 @@ def _gather_rows_batch(
     return bind(primitive, table, ids, indexing=indexing, **params), at
 
 
+# ---- what the choice between kernels and XLA depends on ----
+
+
+def _sum_call(updates: Any, ids: Any, rows: int, indexing: Indexing) -> _policy.Call | str:
+    """Not on whether ids meet: a row may always be hot."""
+    if indexing.deterministic:
+        return "sums in a fixed order"
+    inner = math.prod(updates.shape[indexing.batch + indexing.index_rank(ids) :])
+    order = "sorted ids" if indexing.indices_are_sorted else "any ids"
+    result = math.prod(updates.shape[: indexing.batch]) * rows * inner * updates.dtype.itemsize
+    moved = _policy.nbytes(updates, ids) + result
+    return _policy.Call(("sum", _policy.bits(updates.dtype), _width(inner, updates), order), moved)
+
+
+def _width(inner: int, rows: Any) -> str:
+    is_wide = inner * rows.dtype.itemsize >= _scatter_policy.SECTOR_BYTES
+    return "elements" if inner == 1 else "wide rows" if is_wide else "narrow rows"
+
+
+def _gather_call(table: Any, ids: Any, *, indexing: Indexing, **_: Any) -> _policy.Call:
+    inner = math.prod(table.shape[indexing.batch + 1 :])
+    copies = math.prod(table.shape[: indexing.batch]) if indexing.shared else 1
+    row = inner * table.dtype.itemsize
+    moved = _policy.nbytes(ids) + 2 * copies * math.prod(ids.shape) * row
+    return _policy.Call(("gather", _policy.bits(table.dtype), _width(inner, table)), moved)
+
+
 # ---- the primitives and their derivatives ----
 
 segment_sum_p = _primitive.define(
@@ -546,6 +578,9 @@ segment_sum_p = _primitive.define(
     sharding_rule=_segment_sum_sharding_rule,
     on_shard=_segment_sum_on_shard,
     batch=_segment_sum_batch,
+    call=lambda data, ids, *, num_segments, indexing, **_: _sum_call(
+        data, ids, num_segments, indexing
+    ),
 )
 scatter_add_p = _primitive.define(
     "jof_scatter_add",
@@ -556,6 +591,9 @@ scatter_add_p = _primitive.define(
     sharding_rule=_scatter_add_sharding_rule,
     on_shard=_scatter_add_on_shard,
     batch=_scatter_add_batch,
+    call=lambda operand, ids, updates, *, indexing: _sum_call(
+        updates, ids, indexing.rows(operand.shape), indexing
+    ),
 )
 scatter_reduce_p = _primitive.define(
     "jof_scatter_reduce",
@@ -576,6 +614,7 @@ gather_rows_p = _primitive.define(
     sharding_rule=_gather_rows_sharding_rule,
     on_shard=_gather_rows_on_shard,
     batch=_gather_rows_batch,
+    call=_gather_call,
 )
 
 

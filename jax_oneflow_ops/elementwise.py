@@ -31,10 +31,9 @@ _REAL_DTYPES = _FLOATS | frozenset(
 _COMMON = """\
 Args:
   {arguments}
-  implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-    for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-    elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-    is traced, replaces None.
+  implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+    takes the one that was measured to be faster for such a call (see `policy`). The environment
+    variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
 Returns:
   {returns};
@@ -163,18 +162,22 @@ def _no_kernel(name: str, expected: str, dtype: Any) -> TypeError:
 
 _relu_p = _elementwise.differentiable("relu", jax.nn.relu)
 _leaky_relu_p = _elementwise.differentiable("leaky_relu", jax.nn.leaky_relu, parameters=1)
-_elu_p = _elementwise.differentiable("elu", jax.nn.elu, parameters=1)
-_sigmoid_p = _elementwise.differentiable("sigmoid", jax.nn.sigmoid)
+_elu_p = _elementwise.differentiable(
+    "elu", jax.nn.elu, parameters=1, accurate=_reference.elu_accurate
+)
+_sigmoid_p = _elementwise.differentiable(
+    "sigmoid", jax.nn.sigmoid, accurate=_reference.sigmoid_accurate
+)
 _silu_p = _elementwise.differentiable("silu", jax.nn.silu)
-_tanh_p = _elementwise.differentiable("tanh", jnp.tanh)
+_tanh_p = _elementwise.differentiable("tanh", jnp.tanh, accurate=_reference.tanh_accurate)
 _softplus_p = _elementwise.differentiable("softplus", jax.nn.softplus)
 _hard_swish_p = _elementwise.differentiable("hard_swish", jax.nn.hard_swish)
 _mish_p = _elementwise.differentiable("mish", jax.nn.mish)
 _gelu_p = {
-    approximate: _elementwise.differentiable(target, reference, function="gelu")
-    for approximate, target, reference in (
-        (True, "gelu_tanh", _reference.gelu_tanh),
-        (False, "gelu_erf", _reference.gelu_erf),
+    approximate: _elementwise.differentiable(target, reference, function="gelu", accurate=accurate)
+    for approximate, target, reference, accurate in (
+        (True, "gelu_tanh", _reference.gelu_tanh, _reference.gelu_accurate),
+        (False, "gelu_erf", _reference.gelu_erf, None),
     )
 }
 
@@ -575,11 +578,11 @@ def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = Non
 _swiglu_p = _elementwise.differentiable("swiglu", _reference.swiglu, inputs=2, linear=(0,))
 _geglu_p = {
     approximate: _elementwise.differentiable(
-        target, reference, function="geglu", inputs=2, linear=(0,)
+        target, reference, function="geglu", inputs=2, linear=(0,), accurate=accurate
     )
-    for approximate, target, reference in (
-        (True, "geglu_tanh", _reference.geglu_tanh),
-        (False, "geglu_erf", _reference.geglu_erf),
+    for approximate, target, reference, accurate in (
+        (True, "geglu_tanh", _reference.geglu_tanh, _reference.geglu_accurate),
+        (False, "geglu_erf", _reference.geglu_erf, None),
     )
 }
 

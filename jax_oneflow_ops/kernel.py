@@ -10,9 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_oneflow_ops import _checks, _compat, _expression, _kernel, _native, _operands
-from jax_oneflow_ops._expression import Definition, Parameter, Spec
-from jax_oneflow_ops._kernel import KernelCompileError
+from jax_oneflow_ops import _checks, _compat, _native, _operands
+from jax_oneflow_ops._codegen import primitive, source
+from jax_oneflow_ops._codegen.definition import Definition
+from jax_oneflow_ops._codegen.primitive import KernelCompileError
+from jax_oneflow_ops._codegen.signature import (
+    TYPES,
+    Parameter,
+    check_name,
+    check_parameters,
+    is_inexact,
+    is_narrow,
+    parse_parameters,
+)
+from jax_oneflow_ops._codegen.source import Spec
+from jax_oneflow_ops._codegen.text import Text, check_code, tokens, unassigned
 
 __all__ = ["ElementwiseKernel", "KernelCompileError"]
 
@@ -126,23 +138,24 @@ class ElementwiseKernel:
         derivatives: Mapping[Any, "str | ElementwiseKernel | None"] | None = None,
         reference: Callable[..., Any] | None = None,
     ):
-        _expression.check_name("ElementwiseKernel", "name", name)
-        inputs = _expression.parse_parameters(name, "in_params", in_params)
-        outputs = _expression.parse_parameters(name, "out_params", out_params)
-        _expression.check_parameters(name, inputs, outputs)
-        _expression.check_code(name, "operation", operation)
-        _expression.check_code(name, "preamble", preamble, required=False)
+        check_name("ElementwiseKernel", "name", name)
+        inputs = parse_parameters(name, "in_params", in_params)
+        outputs = parse_parameters(name, "out_params", out_params)
+        check_parameters(name, inputs, outputs)
+        check_code(name, "operation", operation)
+        check_code(name, "preamble", preamble, required=False)
         if reference is not None and not callable(reference):
             raise TypeError(
                 f"{name}: reference must be a function or None, got {type(reference).__name__}"
             )
         given = _derivatives(name, inputs, outputs, derivatives)
-        for output in _expression.unassigned(operation, preamble, outputs):
+        for output in unassigned(operation, preamble, outputs):
             raise ValueError(
                 f"{name}: operation must assign to every output, and does not to {output!r}: write "
                 f'"{output} = ...", got {operation!r}'
             )
-        self._definition = Definition(name, inputs, outputs, operation, preamble, given, reference)
+        body = Text(operation, preamble, name, f"operation of {name}")
+        self._definition = Definition(name, inputs, outputs, body, given, reference)
         keywords = {"preamble": preamble, "derivatives": derivatives, "reference": reference}
         self._arguments = (in_params, out_params, operation, name), keywords
 
@@ -161,7 +174,7 @@ class ElementwiseKernel:
     def __repr__(self) -> str:
         d = self._definition
         sides = (", ".join(map(str, side)) for side in (d.inputs, d.outputs))
-        shown = [*map(repr, (*sides, d.operation)), f"name={d.name!r}"]
+        shown = [*map(repr, (*sides, d.body.code)), f"name={d.name!r}"]
         if d.derivatives:
             keys = (_key_text(d, position) for position, _ in d.derivatives)
             shown.append(f"derivatives={{{', '.join(keys)}}}")
@@ -205,7 +218,8 @@ class ElementwiseKernel:
         definition = self._definition
         choice = _native.choose_implementation(definition.name, None)
         arrays, dtypes = _checked(definition, args)
-        results = _kernel.value(definition, dtypes, arrays, choice)
+        spec = source.value_spec(definition, dtypes)
+        results = primitive.bind(*arrays, spec=spec, implementation=choice)
         return results[0] if len(results) == 1 else tuple(results)
 
     def source(
@@ -248,19 +262,19 @@ class ElementwiseKernel:
         _check_option(definition.name, "platform", platform, ("cpu", "cuda"))
         _check_option(definition.name, "derivative", derivative, (None, "jvp", "vjp"))
         inputs = _dtypes_of_source(definition, dtypes)
-        spec = _expression.value_spec(definition, inputs)
+        spec = source.value_spec(definition, inputs)
         if derivative is not None:
             positions = [
                 (o, i)
                 for (o, i), d in definition.derivatives
                 if d is not None
-                and _expression.is_inexact(inputs[i])
-                and _expression.is_inexact(_expression.output_dtypes(definition, inputs)[o])
+                and is_inexact(inputs[i])
+                and is_inexact(definition.output_dtypes(inputs)[o])
             ]
             if not positions:
                 raise ValueError(f"{definition.name}: derivative: no derivatives were given")
             outs, ins = (sorted({p[k] for p in positions}) for k in (0, 1))
-            spec = _expression.derivative_spec(definition, derivative, inputs, ins, outs)
+            spec = source.derivative_spec(definition, derivative, inputs, ins, outs)
         count = len(spec.operand_dtypes)
         chosen = ["array"] * count if kinds is None else [*kinds]
         if len(chosen) != count:
@@ -270,7 +284,7 @@ class ElementwiseKernel:
             )
         for kind in chosen:
             _check_option(definition.name, "kinds", kind, names)
-        return _expression.source(spec, [names.index(kind) for kind in chosen], platform)
+        return source.source(spec, [names.index(kind) for kind in chosen], platform)
 
     def check(self, *args: ArrayLike, rtol: float | None = None, atol: float | None = None) -> None:
         """Compares the outputs and all derivatives that were given with those of the reference.
@@ -311,19 +325,19 @@ class ElementwiseKernel:
                 "one when the kernel is made, reference=..."
             )
         arrays, dtypes = _checked(definition, args)
-        wide = [
-            "float32" if p.is_variable and _expression.is_narrow(dtype) else dtype
+        wide = tuple(
+            "float32" if p.is_variable and is_narrow(dtype) else dtype
             for p, dtype in zip(definition.inputs, dtypes, strict=True)
-        ]
+        )
         for where, chosen in {"": dtypes, " in float32": wide}.items():
             if where and wide == dtypes:
                 break
             xs = [x.astype(dtype) for x, dtype in zip(arrays, chosen, strict=True)]
             # Without its reference nothing but the kernel can run.
-            spec = _expression.value_spec(dataclasses.replace(definition, reference=None), chosen)
-            native = functools.partial(_kernel.bind, spec=spec, implementation="native")
-            spec = _expression.value_spec(definition, chosen)
-            expected = _results(spec, functools.partial(_kernel.reference, spec=spec), xs)
+            spec = source.value_spec(dataclasses.replace(definition, reference=None), chosen)
+            native = functools.partial(primitive.bind, spec=spec, implementation="native")
+            spec = source.value_spec(definition, chosen)
+            expected = _results(spec, functools.partial(primitive.reference, spec=spec), xs)
             for what, actual in _results(spec, native, xs).items():
                 _compare(f"{definition.name}: {what}{where}", actual, expected[what], rtol, atol)
 
@@ -338,7 +352,7 @@ def _results(
     # Inputs with derivatives of the same outputs are compared together: by one kernel.
     known: dict[int, list[int]] = {}
     for (o, i), _ in spec.definition.derivatives:
-        if _expression.is_inexact(spec.dtypes[i]) and _expression.is_inexact(spec.result_dtypes[o]):
+        if is_inexact(spec.dtypes[i]) and is_inexact(spec.result_dtypes[o]):
             known.setdefault(i, []).append(o)
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, outs in known.items():
@@ -439,7 +453,7 @@ def _derivatives(
         if position in found:
             raise ValueError(f"{kernel}: {what} is given twice")
         for p in (outputs[position[0]], inputs[position[1]]):
-            if not p.is_variable and not _expression.is_inexact(p.type):
+            if not p.is_variable and not is_inexact(p.type):
                 raise ValueError(
                     f"{kernel}: {what}: {p.name} is {p.type}, and has none; leave it out"
                 )
@@ -448,8 +462,8 @@ def _derivatives(
         elif derivative is None:
             found[position] = None
         elif isinstance(derivative, str):
-            _expression.check_code(kernel, what, derivative)
-            if _expression.tokens(derivative)[-1].text == ";":
+            check_code(kernel, what, derivative)
+            if tokens(derivative)[-1].text == ";":
                 raise ValueError(
                     f"{kernel}: {what} must be an expression, without a semicolon, got "
                     f"{derivative!r}"
@@ -479,7 +493,7 @@ def _derivative_kernel(
             f"got {definition.name}: {definition}"
         )
     out = definition.outputs[0]
-    if not out.is_variable and not _expression.is_inexact(out.type):
+    if not out.is_variable and not is_inexact(out.type):
         raise ValueError(f"{kernel}: {what}, {definition.name}, must not have the dtype {out.type}")
     return definition
 
@@ -487,7 +501,9 @@ def _derivative_kernel(
 # ---- inputs as they come ----
 
 
-def _checked(definition: Definition, args: Sequence[Any]) -> tuple[list[jax.Array], list[str]]:
+def _checked(
+    definition: Definition, args: Sequence[Any]
+) -> tuple[list[jax.Array], tuple[str, ...]]:
     """The operands, of the parameters' dtypes and of shapes that fit, and these dtypes."""
     kernel, inputs = definition.name, definition.inputs
     if len(args) != len(inputs):
@@ -507,22 +523,16 @@ def _checked(definition: Definition, args: Sequence[Any]) -> tuple[list[jax.Arra
             pending.append(k)
             continue
         dtype = _supported(kernel, p.name, array.dtype)
-        expected, source = (
-            bound.setdefault(p.type, (dtype, p.name))
-            if p.is_variable
-            else (
-                p.type,
-                "",
-            )
-        )
+        own = (dtype, p.name)
+        expected, first = bound.setdefault(p.type, own) if p.is_variable else (p.type, "")
         if dtype != expected:
-            raise TypeError(_wrong_dtype(kernel, p, dtype, expected, source))
+            raise TypeError(_wrong_dtype(kernel, p, dtype, expected, first))
     for letter in dict.fromkeys(inputs[k].type for k in pending if inputs[k].is_variable):
         if letter not in bound:
             numbers = [(arrays[k], inputs[k].name) for k in pending if inputs[k].type == letter]
             promoted = jnp.result_type(*(x for x, _ in numbers))
             bound[letter] = _supported(kernel, numbers[0][1], promoted), numbers[0][1]
-    dtypes = [bound[p.type][0] if p.is_variable else p.type for p in inputs]
+    dtypes = tuple(bound[p.type][0] if p.is_variable else p.type for p in inputs)
     for k in pending:
         arrays[k] = _number(kernel, inputs[k], arrays[k], dtypes[k])
     shapes = {p.name: x.shape for p, x in zip(inputs, arrays, strict=True)}
@@ -532,10 +542,9 @@ def _checked(definition: Definition, args: Sequence[Any]) -> tuple[list[jax.Arra
 
 def _supported(kernel: str, name: str, dtype: Any) -> str:
     text = str(dtype)
-    if text not in _expression.TYPES:
+    if text not in TYPES:
         raise TypeError(
-            f"{kernel}: {name} must have one of the dtypes {', '.join(_expression.TYPES)}, got "
-            f"{text}"
+            f"{kernel}: {name} must have one of the dtypes {', '.join(TYPES)}, got {text}"
         )
     return text
 

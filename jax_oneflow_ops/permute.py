@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _native, _primitive, _reference
+from jax_oneflow_ops import _checks, _native, _policy, _primitive, _reference
 
 _NAME = "permute"
 
@@ -35,10 +35,9 @@ def permute(
       a: array of any rank and any dtype of 1 to 16 bytes, or a number.
       axes: a permutation of ``range(a.ndim)``; negative axes count from the end. None reverses the
         order of the axes.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for `jnp.transpose`, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and `jnp.transpose`
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for `jnp.transpose`. None
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of `a`'s dtype. Where every axis stays in its place it is `a` itself; where only axes
@@ -155,6 +154,12 @@ def _inverse(x: Any, *, axes: tuple[int, ...], **params: Any) -> dict[str, Any]:
     return {"axes": tuple(map(axes.index, range(len(axes)))), **params}
 
 
+def _call(x: Any, *, axes: tuple[int, ...]) -> _policy.Call:
+    plan = _native.permute_plan(x.shape, axes, x.dtype.itemsize)
+    unit = f"{plan['unit_bytes']}-byte"
+    return _policy.Call((_NAME, plan["strategy"], unit), 2 * _policy.nbytes(x))
+
+
 permute_p = _primitive.define(
     "jof_permute",
     function=_NAME,
@@ -163,5 +168,6 @@ permute_p = _primitive.define(
     native=_move,
     sharding_rule=_sharding_rule,
     batch=_batch,
+    call=_call,
 )
 _primitive.define_linear_pair(permute_p, permute_p, _inverse)

@@ -53,10 +53,9 @@ def segment_sum(
         in `jax.ops.segment_sum` of newer releases of jax. Not together with `bucket_size`.
       deterministic: the same bits on every run. CPUs always do this, and GPUs for integers,
         sorted ids and many wide rows; for single floats it takes them up to four times as long.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
@@ -478,10 +477,9 @@ def scatter_add(
       unique_indices: a promise that no index occurs twice, for the jnp reference.
       deterministic: the same bits on every run. CPUs always do this, and GPUs for integers,
         sorted indices and many wide rows; for single floats it takes them up to four times as long.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of the operand's shape and dtype. Rows that no index names keep their bits.
@@ -707,10 +705,9 @@ def embedding_lookup(
       indices_are_sorted: a promise that flattened ids ascend once they count from the beginning,
         which saves the gradient sorting them. Where it is broken gradients are wrong.
       deterministic: the gradient has the same bits on every run, as in `scatter_add`.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of shape ``table.shape[:axis] + ids.shape + table.shape[axis + 1:]`` and of the

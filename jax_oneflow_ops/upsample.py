@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _compat, _native, _primitive, _reference
+from jax_oneflow_ops import _checks, _compat, _native, _policy, _primitive, _reference
 
 _NAME = "upsample_nearest2d"
 _HALF_PIXEL = {"nearest": False, "nearest-exact": True}
@@ -63,10 +63,9 @@ def upsample_nearest2d(
 
         At integer factors the two agree.
       data_format: ``"NCHW"`` or ``"NHWC"``.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of `x`'s dtype and shape, but for the two spatial dimensions.
@@ -158,10 +157,9 @@ def resize(
         `jax.image.resize` has.
       antialias: passed to `jax.image.resize`; ``"nearest"`` ignores it.
       precision: likewise.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference, None
-        for native kernels where there are any (on CPUs and NVIDIA GPUs) and the reference
-        elsewhere. The environment variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function
-        is traced, replaces None.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of the given shape. ``"nearest"`` keeps the dtype of `image`.
@@ -415,6 +413,24 @@ def _batch(primitive: core.Primitive, args: Any, dims: Any, *, axis: int, **para
     return primitive.bind(x, axis=axis + (batch <= axis), **params), batch
 
 
+def _policy_call(
+    direction: str,
+    x: Any,
+    *,
+    axis: int,
+    in_hw: tuple[int, int],
+    out_hw: tuple[int, int],
+    **_: Any,
+) -> _policy.Call:
+    (h, w), (p, q) = in_hw, out_hw
+    even = h and w and p % h == 0 and q % w == 0
+    scale = "any size" if not even else "2x" if (p, q) == (2 * h, 2 * w) else "integers"
+    layout = "planes" if axis + 2 == x.ndim else "channels"
+    pixels = x.shape[axis] * x.shape[axis + 1]
+    moved = _policy.nbytes(x) * (h * w + p * q) // max(1, pixels)
+    return _policy.Call((_NAME, direction, scale, _policy.bits(x.dtype), layout), moved)
+
+
 def _call(
     target: str, abstract_eval: Callable[..., Any], _: str, x: jax.Array, **params: Any
 ) -> jax.Array:
@@ -437,6 +453,7 @@ def _define_pair(name: str, function: str) -> core.Primitive:
             native=functools.partial(_call, f"jof_{_NAME}{suffix}", abstract_eval),
             sharding_rule=_sharding_rule,
             batch=_batch,
+            call=functools.partial(_policy_call, "backward" if suffix else "forward"),
         )
 
     forward = define("", _reference.upsample_nearest2d, _forward_abstract_eval)

@@ -17,9 +17,12 @@ NOT_OPS = {
     "ElementwiseKernel",
     "GatherWarning",
     "KernelCompileError",
+    "accelerate",
+    "explain",
     "export_checks",
     "implementations",
     "include_dir",
+    "policy",
 }
 TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]+)(\d+)>")
 

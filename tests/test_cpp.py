@@ -1,8 +1,8 @@
 """Compiles and runs the C++ unit tests, cpp/*_test.cc, under sanitizers.
 
 The first lines of a test may name what it is compiled with: `// sources: csrc/cpu/foo.cc ...`,
-`// sanitizers: address thread`. Kernels are slow to compile under a sanitizer, and are so with
-JOF_SANITIZE=ON (`make test-sanitize`) only.
+`// sanitizers: address thread`. Kernels are slow to compile: the objects of the build are tested
+where there are some, which have sanitizers with JOF_SANITIZE=ON (`make test-sanitize`) only.
 """
 
 import fcntl
@@ -12,6 +12,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -32,11 +33,10 @@ SANITIZERS = {
     "thread": ["-O1", "-g1", "-fsanitize=thread"],
 }
 # What CMakeLists.txt compiles the CPU kernels with.
+INSTRUCTION_SETS_FILE = ROOT / "jax_oneflow_ops" / "instruction_sets.json"
 INSTRUCTION_SETS: dict[str, list[str]] = {
     isa: flags.split()
-    for isa, flags in json.loads(
-        (ROOT / "jax_oneflow_ops" / "instruction_sets.json").read_text()
-    ).items()
+    for isa, flags in json.loads(INSTRUCTION_SETS_FILE.read_text()).items()
     if isa != "all"
 }
 
@@ -104,6 +104,17 @@ def objects(tmp_path_factory) -> Path:
     return folder
 
 
+def built_kernels(instruction_set: str) -> str | None:
+    """What `make` has compiled into the module that is installed, if nothing has changed since."""
+    build = Path(sys.prefix, "build", "CMakeFiles", f"jof_cpu_{instruction_set}.dir")
+    built = build / f"{KERNELS}.o"
+    sources = [
+        path for part in ("common", "ops", "cpu") for path in (ROOT / "csrc" / part).iterdir()
+    ]
+    newest = max(path.stat().st_mtime for path in (*sources, INSTRUCTION_SETS_FILE))
+    return str(built) if built.exists() and built.stat().st_mtime > newest else None
+
+
 def compiled(source: str, flags: list[str], folder: Path) -> str:
     """The object of a source that several tests have, compiled by the first that needs it."""
     stem = folder / Path(source).stem
@@ -119,11 +130,17 @@ def compiled(source: str, flags: list[str], folder: Path) -> str:
 @pytest.mark.parametrize(("test", "instruction_set", "sanitizer"), [*builds()])
 def test_cpp(test, instruction_set, sanitizer, objects, tmp_path):
     flags = [*INSTRUCTION_SETS[instruction_set], *SANITIZERS[sanitizer]]
-    # The dispatcher knows one table then, the "baseline", whatever that is compiled for.
-    flags += [f"-DJOF_CPU_ISA={instruction_set}", "-DJOF_CPU_KERNELS=kCpuKernelsBaseline"]
+    # The dispatcher knows one table then: what it takes for the baseline's.
+    table = f"kCpuKernels{instruction_set.capitalize()}"
+    flags += [f"-DJOF_CPU_ISA={instruction_set}", f"-DJOF_CPU_KERNELS={table}"]
+    flags += [f"-DkCpuKernelsBaseline={table}"]
     folder = objects / f"{instruction_set}-{sanitizer}"
     folder.mkdir(exist_ok=True)
-    linked = [compiled(source, flags, folder) for source in named(test, "sources")]
+    built = built_kernels(instruction_set) if sanitizer != "thread" else None
+    linked = [
+        built if built and source == KERNELS else compiled(source, flags, folder)
+        for source in named(test, "sources")
+    ]
     binary = str(tmp_path / test.stem)
     run([*COMPILER, *FLAGS, *flags, str(test), *linked, "-ldl", "-o", binary], cwd=ROOT)
     run([binary])

@@ -66,6 +66,9 @@ OF_ONE_ARRAY = tuple(
 OPS = {op.name: (op.function, op.replaces, len(op.domain)) for op in ELEMENTWISE_OPS}
 # Those whose last operand must be a scalar.
 PARAMETRIC = [op.name for op in ELEMENTWISE_OPS if PARAMETER in op.domain]
+# One function of each number of operands and of each way that kernels are made: for what depends
+# on nothing else.
+KERNELS = ("relu", "silu", "elu", "add", "divide", "swiglu", "fma", "where")
 OF_TWO_ARRAYS = [op for op in ELEMENTWISE_OPS if len(op.arrays) == 2]
 ARITHMETIC = {op.name: op for op in OF_TWO_ARRAYS if not op.ulps}  # rounded once
 INEXACT = {op.name: op for op in OF_TWO_ARRAYS if op.ulps}
@@ -134,7 +137,13 @@ def assert_same_special(y, twin, *sources) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("op", OF_ONE_ARRAY, ids=str)
 def test_all_16_bit_values(op, dtype, record_property):
-    dtype = jnp.dtype(dtype)
+    for order, ulps in enumerate(assert_all_16_bit_values(op, dtype)):
+        record_property(f"{op} {'fd'[order]} {dtype}", ulps)
+
+
+def assert_all_16_bit_values(op: OfOneArray, dtype) -> list[float]:
+    """Checks the value and the derivative, and returns their largest errors."""
+    dtype, errors = jnp.dtype(dtype), []
     x = np.arange(2**16, dtype=np.uint16).view(dtype)
     wide = x.astype(np.float64)
     finite = np.isfinite(wide)
@@ -146,12 +155,13 @@ def test_all_16_bit_values(op, dtype, record_property):
         # A subnormal argument may count as 0, which matters to functions of two pieces.
         tiny = (wide != 0) & (np.abs(wide) < SMALLEST_NORMAL)
         exact = np.where(finite & (~tiny if order else True), exact, np.nan)
-        ulps = assert_accurate(y, exact, op.row.floor[order], x, ulps=op.row.ulps or 0.5)
-        record_property(f"{op} {'fd'[order]} {dtype}", ulps)
+        bound = op.row.ulps or 0.5
+        errors.append(assert_accurate(y, exact, op.row.floor[order], x, ulps=bound))
         assert_same_special(y, oracle.rounded(np.asarray(twin), dtype), x)
         if order == 0:
             zero = wide == 0
             assert_same(y[zero], np.asarray(twin)[zero].astype(dtype), x[zero])
+    return errors
 
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 20.0, -20.0, 88.7, -88.7, np.inf, -np.inf, np.nan)
@@ -577,7 +587,7 @@ def test_scalars(kind, dtype):
         assert_close(actual, expected, coarsest([x, number]), key)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_eager_and_traced_scalars(name):
     f, twin, count = OPS[name]
     x = jnp.asarray(np.linspace(-2, 2, 9), "float32")
@@ -591,7 +601,7 @@ def test_eager_and_traced_scalars(name):
     assert count == len(choice)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_vmapped_scalars(name):
     f, twin, count = OPS[name]
     rng = rng_for(name, "vmap")
@@ -621,15 +631,16 @@ def test_vmapped_scalars(name):
 def test_static_and_traced_parameters_give_the_same_bits(name, dtype):
     f = OPS[name][0]
     x = jnp.asarray(rng_for(name, dtype).standard_normal(1001), dtype)
+
+    def of(x, alpha):
+        y, pull = jax.vjp(lambda x: f(x, alpha), x)
+        return y, *pull(x[::-1])
+
+    jitted = jax.jit(of)
     for alpha in (0.3, -1.7, 0.0):
-
-        def of(x, alpha):
-            y, pull = jax.vjp(lambda x: f(x, alpha), x)
-            return y, *pull(x[::-1])
-
-        static = jax.jit(lambda x, alpha=alpha, of=of: of(x, alpha))(x)
+        static = jax.jit(lambda x, alpha=alpha: of(x, alpha))(x)
         for traced in (alpha, np.asarray(alpha, x.dtype), jnp.asarray(alpha, dtype)):
-            for a, b in zip(jax.jit(of)(x, traced), static, strict=True):
+            for a, b in zip(jitted(x, traced), static, strict=True):
                 assert_same(a, b)
         for a, b in zip(of(x, alpha), static, strict=True):
             assert_same(a, b)
@@ -689,6 +700,7 @@ def test_promotion(name, mode):
         for kinds, operands, expected in accepted:
             actual = jax.eval_shape(lambda operands=operands: f(*operands))
             assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), kinds
+            assert mode or actual.weak_type == expected.weak_type, kinds
         if mode:
             return
         some = accepted[:: 1 if count == 1 else 5]  # to compile all takes long
@@ -697,19 +709,6 @@ def test_promotion(name, mode):
         ]
         for (kinds, operands, _), actual, expected in zip(some, *results, strict=True):
             assert_close(actual, expected, coarsest(operands), kinds)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_weak_type(name):
-    f = OPS[name][0]
-    with jax.enable_x64(False):
-        wrong = [
-            kinds
-            for kinds, operands, expected in promotions(name)
-            if jax.eval_shape(lambda operands=operands: f(*operands)).weak_type
-            != expected.weak_type
-        ]
-    assert not wrong
 
 
 @pytest.mark.parametrize("name", ["add", "subtract", "multiply", "divide", "scale", "fma", "where"])
@@ -805,9 +804,6 @@ def test_unknown_implementation(name, implementation):
 
 # --- shapes and buffers ---------------------------------------------------------------------------
 
-# One function of each number of operands and of each way that kernels are made.
-KERNELS = ("relu", "silu", "elu", "add", "divide", "swiglu", "fma", "where")
-
 
 def operands_of(name, shape, dtype, *key) -> list[np.ndarray]:
     rng = rng_for(name, dtype, *key)
@@ -839,8 +835,8 @@ def gradients_of(name, operands, ct):
     ],
 )
 def test_sizes(name, dtype):
-    """All results are those of one large array."""
-    sizes = [*range(71), *(2**k + d for k in (7, 8, 10, 12, 15) for d in (-1, 0, 1))]
+    """All results are those of one large array. The C++ tests of the kernels have more sizes."""
+    sizes = [*range(18), *(2**k + d for k in (5, 6, 7, 10, 12, 15) for d in (-1, 0, 1))]
     whole = operands_of(name, (sizes[-1],), dtype)
     ct = rng_for(name, "ct").standard_normal(sizes[-1]).astype(jnp.dtype(dtype))
 
@@ -953,92 +949,6 @@ def test_one_array_as_all_operands():
 
     for name, actual, expected in zip(names, run(0), run(1), strict=True):
         assert_close(actual, expected, 3e-6, name)
-
-
-# --- derivatives of higher orders -----------------------------------------------------------------
-
-
-def smooth_operands(name) -> list[np.ndarray]:
-    """Away from ties, roots of denominators and the edges of pieces."""
-    rng = rng_for(name, "smooth")
-    count = OPS[name][2]
-    x = [np.linspace(-2.87, 2.71, 13) + 0.05 * i * rng.standard_normal(13) for i in range(count)]
-    if count == 2:
-        x[1] = -x[0] + 0.3
-    for i, domain in enumerate(BY_NAME[name].domain):
-        if domain == POSITIVE:
-            x[i] = 1.5 + 0.1 * np.arange(13)
-    if name in PARAMETRIC:
-        x[-1] = np.asarray(0.7)
-    return [a.astype("float32") for a in x]
-
-
-def derivatives(f, operands, tangents, *, condition=None):
-    """Of the first three orders, by both modes and their mixtures."""
-    if condition is not None:
-        f = functools.partial(f, condition)
-
-    def loss(*args):
-        return jnp.sum(jnp.sin(f(*args)))
-
-    which = tuple(range(len(operands)))
-    gradient = jax.grad(loss, which)
-
-    def product(*args):  # of the gradient and the tangents, by reverse mode
-        return sum(jnp.vdot(g, t) for g, t in zip(gradient(*args), tangents, strict=True))
-
-    def tangent(*args):
-        return jax.jvp(loss, args, tangents)[1]
-
-    second = {
-        "jvp of grad": jax.jvp(gradient, operands, tangents)[1],
-        "grad of jvp": jax.grad(tangent, which)(*operands),
-        "grad of grad": jax.grad(product, which)(*operands),
-        "jvp of jvp": jax.jvp(tangent, operands, tangents)[1],
-    }
-    third = jax.jvp(lambda *args: jax.jvp(gradient, args, tangents)[1], operands, tangents)[1]
-    return {"first": gradient(*operands), **second, "third": third}
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_higher_derivatives(name):
-    f, twin, count = OPS[name]
-    operands = tuple(map(jnp.asarray, smooth_operands(name)))
-    condition = None
-    if name == "where":
-        condition, *operands = operands[0] > 0, *operands[1:]
-    operands = tuple(operands)
-    rng = rng_for(name, "tangents")
-    tangents = tuple(jnp.asarray(rng.standard_normal(a.shape), a.dtype) for a in operands)
-    assert count >= len(operands)
-    results, expected = (
-        jax.jit(lambda o, t, g=g: derivatives(g, o, t, condition=condition))(operands, tangents)
-        for g in (f, twin)
-    )
-    for key, wanted in expected.items():
-        for a, b in zip(jax.tree.leaves(results[key]), jax.tree.leaves(wanted), strict=True):
-            scale = np.abs(b).max()
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale + 1e-6, err_msg=key)
-    for key in ("grad of jvp", "grad of grad"):
-        for a, b in zip(results[key], results["jvp of grad"], strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max() + 1e-6)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_jacobians_agree(name):
-    f = OPS[name][0]
-    operands = [a[:5] if a.ndim else a for a in smooth_operands(name)]
-    if name == "where":
-        f, operands = functools.partial(f, operands[0] > 0), operands[1:]
-    which = tuple(range(len(operands)))
-    forward, reverse = (
-        jax.jit(jacobian(f, which))(*operands) for jacobian in (jax.jacfwd, jax.jacrev)
-    )
-    for a, b in zip(forward, reverse, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    for a in forward:
-        if a.ndim == 2:
-            np.testing.assert_array_equal(a, np.diag(np.diag(a)))
 
 
 # --- random problems ------------------------------------------------------------------------------

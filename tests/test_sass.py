@@ -23,6 +23,9 @@ SIZES = {
     "Word128": 16,
 }
 
+# One worker reads the module.
+pytestmark = pytest.mark.xdist_group("sass")
+
 ARCHITECTURES = _native.cuda_architectures().split(",")  # what the module was asked to be built for
 
 
@@ -57,8 +60,9 @@ def faults(kernels: list[Kernel]) -> list[str]:
     for kernel in kernels:
         spills = sum(n for op, n in kernel.opcodes.items() if re.match(r"(LDL|STL)\b", op))
         problems = [f"{spills} accesses to local memory"] if spills else []
+        problems += [f"{kernel.stack} bytes of local memory"] if kernel.stack else []
         accesses = pack_accesses(kernel.name)
-        if accesses is not None and accesses[0] > 1:
+        if kernel.opcodes and accesses is not None and accesses[0] > 1:
             for instruction, wanted in zip(("LDG", "STG"), accesses[1:], strict=True):
                 if instruction == "LDG" and DROPS_HALVES.search(kernel.name):
                     continue
@@ -138,7 +142,7 @@ HOPPER_KERNELS = {
 
 
 def test_kernels_of_rows_move_packs(kernels):
-    for architecture in {kernel.architecture for kernel in kernels}:
+    for architecture in {kernel.architecture for kernel in kernels if kernel.opcodes}:
         hopper = int(re.search(r"\d+", architecture)[0]) >= 90
         wanted = WIDE_KERNELS | (HOPPER_KERNELS if hopper else {})
         for pattern, accesses in wanted.items():
@@ -254,6 +258,12 @@ def test_a_listing_without_faults():
 def test_planted_faults_are_found(name, change, part):
     found = planted(name, **change)
     assert any(part in fault for fault in found), found
+
+
+def test_local_memory_of_what_is_not_disassembled():
+    kernel = Kernel("sm_80", demangle(HALF), Counter(), registers=32)
+    assert faults([kernel]) == []
+    assert "8 bytes of local memory" in faults([kernel._replace(stack=8)])[0]
 
 
 # ---- the comparison with the expectations ----

@@ -319,8 +319,7 @@ def test_loss_and_its_derivatives(axis_types, layout):
 
 
 @pytest.mark.parametrize("layout", [*EACH_KIND, GRADIENT_OF_A_SCALAR], ids=str)
-@pytest.mark.parametrize("axis", [0, -1])
-@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+@pytest.mark.parametrize(("axis_types", "axis"), [("auto", -1), ("explicit", 0)])
 def test_vmap_over_a_sharded_axis(axis_types, axis, layout):
     """Over `a`; `b` divides what it does without vmap."""
     case, wrt = layout.case, layout.wrt

@@ -19,7 +19,7 @@ import pytest
 from jax import lax
 
 import jax_oneflow_ops as jof
-from tests.catalogue import CASES, FUNCTIONS, OPS, Case
+from tests.catalogue import CASES, ELEMENTWISE_CASES, FUNCTIONS, OPS, REPRESENTATIVE, Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,9 @@ class Column:
     transform: Callable[[Case, Callable[..., Any]], Any]
     group: str  # the column of docs/transformations.md
     core: bool  # variants go through it, too
+    # Whether it is about jax's machinery and not about derivatives or batches, so that one of the
+    # elementwise ops of each kind is enough.
+    machinery: bool
     # Whether the op's and the reference's transformation are in one compiled program, with those of
     # the group's other columns, which saves time. The others are about what happens outside
     # `jax.jit`, or compile by themselves.
@@ -59,10 +62,10 @@ def not_linear(case: Case) -> str | None:
     return None if linear_sets(case.name) else "not linear in any operand"
 
 
-def column(group, *, core=False, traced=True, reason=always):
+def column(group, *, core=False, machinery=False, traced=True, reason=always):
     def decorate(transform):
         name = transform.__name__
-        COLUMNS[name] = Column(name, transform, group, core, traced, reason)
+        COLUMNS[name] = Column(name, transform, group, core, machinery, traced, reason)
         return transform
 
     return decorate
@@ -143,7 +146,7 @@ def jit(case, f):
     return jax.jit(f)(*case.inputs())
 
 
-@column(JIT, traced=False)
+@column(JIT, machinery=True, traced=False)
 def of_constants(case, f):
     return jax.jit(lambda: grad(case, cube(f))(*case.inputs()))()
 
@@ -153,13 +156,13 @@ def jit_in_jit(case, f):
     return jax.jit(lambda *xs: jax.jit(f)(*plus(xs, 1)) + jax.jit(f)(*xs))(*case.inputs())
 
 
-@column(JIT, traced=False)
+@column(JIT, machinery=True, traced=False)
 def ahead_of_time(case, f):
     specs = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
     return jax.jit(grad(case, cube(f))).lower(*specs).compile()(*case.inputs())
 
 
-@column(JIT, traced=False)
+@column(JIT, machinery=True, traced=False)
 def donated(case, f):
     total = jnp.ones_like(cotangents(case))
     result = jax.jit(lambda total, *xs: total + f(*xs), donate_argnums=0)(total, *case.inputs())
@@ -167,7 +170,7 @@ def donated(case, f):
     return result
 
 
-@column(JIT, traced=False)
+@column(JIT, machinery=True, traced=False)
 def operands_donated(case, f):
     """The inputs' buffers are reused for results while the op may still read them."""
 
@@ -190,7 +193,7 @@ def tree_map(case, f):
     return jax.tree.map(f, *trees)
 
 
-@column(JIT, traced=False)
+@column(JIT, machinery=True, traced=False)
 def threads(case, f):
     compiled = jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))
     results = [None] * 4
@@ -227,7 +230,7 @@ def eval_shape(case, f):
 # --- debugging and settings -----------------------------------------------------------------------
 
 
-@column(SETTINGS, traced=False)
+@column(SETTINGS, machinery=True, traced=False)
 def without_jit(case, f):
     with jax.disable_jit():
         return grad(case, cube(f))(*case.inputs())
@@ -615,8 +618,9 @@ def symbolic_shapes(case, f):
 def cells() -> Iterator[tuple[Case, Column]]:
     """(row, column) for all that the table has, or gives a reason to leave out."""
     for case in CASES:
+        shared = case in ELEMENTWISE_CASES and case not in REPRESENTATIVE
         for column in COLUMNS.values():
-            if column.core or not case.variant:
+            if column.core or not (case.variant or (shared and column.machinery)):
                 yield case, column
 
 

@@ -9,13 +9,7 @@
 
 JOF_NAMESPACE_BEGIN
 
-JOF_HOST_DEVICE JOF_INLINE double Abs(double x) {
-#ifdef __CUDA_ARCH__
-  return ::fabs(x);
-#else
-  return __builtin_fabs(x);
-#endif
-}
+JOF_HOST_DEVICE JOF_INLINE double Abs(double x) { return JOF_LIBRARY(fabs)(x); }
 
 JOF_HOST_DEVICE JOF_INLINE double MulAdd(double a, double b, double c) { return a * b + c; }
 
@@ -41,29 +35,25 @@ JOF_HOST_DEVICE JOF_INLINE double FusedMulAdd(double a, double b, double c) {
 // The larger and the smaller of two values; NaN if either is; +0 is larger than -0.
 
 template <typename C>
-JOF_HOST_DEVICE JOF_INLINE C Maximum(C x, C y) {
+JOF_HOST_DEVICE JOF_INLINE C NanMax(C x, C y) {
   const C unequal = x > y ? x : x < y ? y : x + y;  // a sum with NaN is NaN
   return x == y ? (x == 0 ? x + y : x) : unequal;
 }
 
 template <typename C>
-JOF_HOST_DEVICE JOF_INLINE C Minimum(C x, C y) {
-  return -Maximum(-x, -y);
+JOF_HOST_DEVICE JOF_INLINE C NanMin(C x, C y) {
+  return -NanMax(-x, -y);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <>
-JOF_INLINE __device__ float Maximum(float x, float y) {
-  float z;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
+JOF_INLINE __device__ float NanMax(float x, float y) {
+  return AtLeast(x, y);
 }
 
 template <>
-JOF_INLINE __device__ float Minimum(float x, float y) {
-  float z;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
+JOF_INLINE __device__ float NanMin(float x, float y) {
+  return AtMost(x, y);
 }
 #endif
 

@@ -149,8 +149,8 @@ JOF_UNARY(erf, jof_Erf(x), ::erf(x))
 // Ours, of which a CPU computes several at a time.
 JOF_UNARY(exp, jof::Exp<jof_Rounded>(x), jof::Exp<double>(x))
 JOF_UNARY(expm1, jof::Expm1<jof_Rounded>(x), jof::Expm1<double>(x))
-JOF_UNARY(tanh, jof::Tanh<jof_Rounded>(x), jof::Tanh<double>(x))
-JOF_UNARY(sigmoid, jof::Sigmoid<jof_Rounded>(x), jof::Sigmoid<double>(x))
+JOF_UNARY(tanh, jof::Tanh<jof_Rounded>()(x), jof::Tanh<double>()(x))
+JOF_UNARY(sigmoid, jof::Sigmoid<jof_Rounded>()(x), jof::Sigmoid<double>()(x))
 JOF_UNARY(relu, jof::Relu<jof_Rounded>()(x), jof::Relu<double>()(x))
 JOF_UNARY(silu, jof::Silu<jof_Rounded>()(x), jof::Silu<double>()(x))
 JOF_UNARY(softplus, jof::Softplus<jof_Rounded>()(x), jof::Softplus<double>()(x))
@@ -181,7 +181,7 @@ JOF_HOST_DEVICE JOF_INLINE auto max(T x, U y) -> decltype(x + y) {
   if constexpr (static_cast<C>(0.5f) == 0) {  // an integer
     return a < b ? b : a;
   } else {
-    return jof::Maximum(a, b);
+    return jof::NanMax(a, b);
   }
 }
 template <typename T, typename U>
@@ -191,7 +191,7 @@ JOF_HOST_DEVICE JOF_INLINE auto min(T x, U y) -> decltype(x + y) {
   if constexpr (static_cast<C>(0.5f) == 0) {
     return b < a ? b : a;
   } else {
-    return jof::Minimum(a, b);
+    return jof::NanMin(a, b);
   }
 }
 template <typename T, typename U, typename V>
@@ -293,24 +293,11 @@ JOF_COMPLEX_WITH_REAL(double)
 // bind as the originals do; all other types divide as ever.
 struct jof_by {};
 
-template <typename T>
+// Only integers, and enumerations, have both of these operators with one.
+template <typename T, typename = void>
 constexpr bool jof_kIsInteger = false;
-#define JOF_IS_INTEGER(T) \
-  template <>             \
-  constexpr bool jof_kIsInteger<T> = true;
-JOF_IS_INTEGER(bool)
-JOF_IS_INTEGER(char)
-JOF_IS_INTEGER(signed char)
-JOF_IS_INTEGER(unsigned char)
-JOF_IS_INTEGER(short)
-JOF_IS_INTEGER(unsigned short)
-JOF_IS_INTEGER(int)
-JOF_IS_INTEGER(unsigned)
-JOF_IS_INTEGER(long)
-JOF_IS_INTEGER(unsigned long)
-JOF_IS_INTEGER(long long)
-JOF_IS_INTEGER(unsigned long long)
-#undef JOF_IS_INTEGER
+template <typename T>
+constexpr bool jof_kIsInteger<T, decltype(void(T() % 1), void(T() << 1))> = !__is_enum(T);
 
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE constexpr T jof_Quotient(T a, T b) {

@@ -1,5 +1,4 @@
-// The elementary functions of element-wise kernels: Exp, Reciprocal, Sigmoid, Tanh, Expm1, Log1p
-// and NormalTail.
+// The elementary functions of element-wise kernels: Exp, Reciprocal, Expm1, Log1p and NormalTail.
 //
 // Each is a template on the type T that its result is finally rounded to, and computes in
 // Compute<T>. f32 is accurate to a few units in its last place. 16-bit types only need a relative
@@ -32,6 +31,13 @@ template <typename T>
 constexpr bool kIsNarrow = sizeof(T) <= 2;
 template <typename T>
 constexpr bool kIsDouble = sizeof(T) == 8;
+
+// A function of the C library, for double.
+#ifdef __CUDA_ARCH__
+#define JOF_LIBRARY(name) ::name
+#else
+#define JOF_LIBRARY(name) __builtin_##name
+#endif
 
 #ifdef __CUDACC__
 // The hardware's approximations, all flushing subnormal operands and results to zero except tanh.
@@ -159,11 +165,7 @@ JOF_HOST_DEVICE JOF_INLINE float HalfExpm1Cpu(float x) {
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Exp(Compute<T> x) {
   if constexpr (kIsDouble<T>) {
-#ifdef __CUDA_ARCH__
-    return ::exp(x);
-#else
-    return __builtin_exp(x);
-#endif
+    return JOF_LIBRARY(exp)(x);
   } else {
 #ifdef __CUDA_ARCH__
     // The product is wrong by up to 2^-18 for large x, and so is the result, relatively.
@@ -179,11 +181,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Exp(Compute<T> x) {
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Exp2(Compute<T> x, Compute<T> low) {
   if constexpr (kIsDouble<T>) {
-#ifdef __CUDA_ARCH__
-    return ::exp2(x + low);
-#else
-    return __builtin_exp2(x + low);
-#endif
+    return JOF_LIBRARY(exp2)(x + low);
   } else {
 #ifdef __CUDA_ARCH__
     if constexpr (kIsNarrow<T>) return Exp2Approx(x);
@@ -241,45 +239,6 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> InverseOfOnePlus(Compute<T> e) {
   return 1 / (1 + e);
 }
 
-// 1 / (1 + e^-x). Results below 2^-125 may be 0.
-// f32 error: CPU 2.49 ulp; GPU 2.48 ulp. 16-bit, GPU: relative
-// 2^-17.9.
-template <typename T>
-JOF_HOST_DEVICE JOF_INLINE Compute<T> Sigmoid(Compute<T> x) {
-  return InverseOfOnePlus<T>(Exp<T>(-x));
-}
-
-// The hyperbolic tangent. Never beyond [-1, 1].
-// f32 error: CPU 2.50 ulp; GPU 1.77 ulp. 16-bit, GPU: relative 2^-16.4.
-template <typename T>
-JOF_HOST_DEVICE JOF_INLINE Compute<T> Tanh(Compute<T> x) {
-  if constexpr (kIsDouble<T>) {
-#ifdef __CUDA_ARCH__
-    return ::tanh(x);
-#else
-    return __builtin_tanh(x);
-#endif
-  } else {
-#ifdef __CUDA_ARCH__
-    if constexpr (kIsNarrow<T>) return TanhApprox(x);
-    // 1 - 2 / (1 + e^2|x|) cancels near 0; an odd polynomial (degree 11, relative error 2^-27.1 up
-    // to 0.65) does not.
-    const float magnitude = Abs(x);
-    const float far =
-        MulAdd(ReciprocalApprox(Exp2Approx(magnitude * (2 * kLog2E)) + 1.0f), -2.0f, 1.0f);
-    const float square = x * x;
-    const float p =
-        Polynomial(square, -0.3333326f, 0.13330829f, -0.05368791f, 0.020469056f, -0.005514776f);
-    const float near = MulAdd(square * p, magnitude, magnitude);
-    return OrSign(magnitude < 0.65f ? near : far, x);
-#else
-    // e^(-2|x|) - 1 has all the bits of x near 0, and the quotient at most doubles its error.
-    const float half = HalfExpm1Cpu(-2.0f * Abs(x));
-    return OrSign(Abs(half) / (1.0f + half), x);
-#endif
-  }
-}
-
 // e^x - 1, relatively accurate near 0. Meant for x <= 0: on a GPU the error grows with x above 0.7,
 // like that of e^x without the correction in Exp.
 // f32 error for x <= 0: CPU 1.00 ulp, 1.04 without FMA (above: 1.54, 1.67); GPU 2.06 ulp. 16-bit,
@@ -287,11 +246,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Tanh(Compute<T> x) {
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Expm1(Compute<T> x) {
   if constexpr (kIsDouble<T>) {
-#ifdef __CUDA_ARCH__
-    return ::expm1(x);
-#else
-    return __builtin_expm1(x);
-#endif
+    return JOF_LIBRARY(expm1)(x);
   } else {
 #ifdef __CUDA_ARCH__
     if constexpr (kIsNarrow<T>) {
@@ -318,11 +273,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Expm1(Compute<T> x) {
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Log1p(Compute<T> e) {
   if constexpr (kIsDouble<T>) {
-#ifdef __CUDA_ARCH__
-    return ::log1p(e);
-#else
-    return __builtin_log1p(e);
-#endif
+    return JOF_LIBRARY(log1p)(e);
   } else {
 #ifdef __CUDA_ARCH__
     if constexpr (kIsNarrow<T>) {
@@ -368,11 +319,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> NormalTail(Compute<T> t, Compute<T>* densi
     constexpr double kSqrtHalf = 0.70710678118654752440;
     constexpr double kInvSqrt2PiDouble = 0.39894228040143267794;
     *density = Exp<T>(-0.5 * t * t) * kInvSqrt2PiDouble;
-#ifdef __CUDA_ARCH__
-    return 0.5 * ::erfc(t * kSqrtHalf);
-#else
-    return 0.5 * __builtin_erfc(t * kSqrtHalf);
-#endif
+    return 0.5 * JOF_LIBRARY(erfc)(t * kSqrtHalf);
   } else {
 #ifdef __CUDA_ARCH__
     if constexpr (kIsNarrow<T>) {

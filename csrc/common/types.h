@@ -41,26 +41,6 @@ JOF_HOST_DEVICE JOF_INLINE Complex<T> operator+(Complex<T> a, Complex<T> b) {
   return {a.re + b.re, a.im + b.im};
 }
 
-JOF_HOST_DEVICE JOF_INLINE float BitsToFloat(uint32_t bits) {
-#ifdef __CUDA_ARCH__
-  return __uint_as_float(bits);
-#else
-  float value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
-#endif
-}
-
-JOF_HOST_DEVICE JOF_INLINE uint32_t FloatToBits(float value) {
-#ifdef __CUDA_ARCH__
-  return __float_as_uint(value);
-#else
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
-  return bits;
-#endif
-}
-
 // The same bits as another type.
 template <typename To, typename From>
 JOF_HOST_DEVICE JOF_INLINE To BitCast(const From& from) {
@@ -69,6 +49,11 @@ JOF_HOST_DEVICE JOF_INLINE To BitCast(const From& from) {
   memcpy(&to, &from, sizeof(to));
   return to;
 }
+
+JOF_HOST_DEVICE JOF_INLINE float BitsToFloat(uint32_t bits) { return BitCast<float>(bits); }
+JOF_HOST_DEVICE JOF_INLINE double BitsToFloat(uint64_t bits) { return BitCast<double>(bits); }
+JOF_HOST_DEVICE JOF_INLINE uint32_t FloatToBits(float x) { return BitCast<uint32_t>(x); }
+JOF_HOST_DEVICE JOF_INLINE uint64_t FloatToBits(double x) { return BitCast<uint64_t>(x); }
 
 // The bits of 16-bit floats to those of f32 and back. Bits is uint32_t and Float is float, or both
 // are vectors of these. All are branch-free, so that compilers vectorise loops over scalars, too.

@@ -92,29 +92,36 @@ __attribute__((noinline)) void Spread(const T* data, const BroadcastIndex& index
 template <typename Operand, typename Value>
 struct BlockInput;
 
-template <typename T, typename Value>
-struct BlockInput<ArrayOperand<T>, Value> {
-  static constexpr bool kIsBuffered = !__is_same(T, Value);
-  const T* array;
+// An array, read in place or converted into a buffer of so many values.
+template <typename T, typename Value, int kValues>
+struct ArrayInput {
+  static constexpr bool kIsConverted = !__is_same(T, Value);
+  const T* data;
   const Value* x = nullptr;
-  Value buffer[kIsBuffered ? kElementwiseBlock : 1];
+  Value buffer[kValues];
 
-  BlockInput(const ElementwiseCall& call, int k) : array(static_cast<const T*>(call.inputs[k])) {}
-  JOF_INLINE bool IsBuffered() const { return kIsBuffered; }
+  ArrayInput(const ElementwiseCall& call, int k) : data(static_cast<const T*>(call.inputs[k])) {}
+  JOF_INLINE bool IsBuffered() const { return kIsConverted; }
   JOF_INLINE void Begin(int64_t i, int64_t n) {
-    if constexpr (kIsBuffered) {
-      Convert<T>(array + i, n, buffer);
+    if constexpr (kIsConverted) {
+      Convert<T>(data + i, n, buffer);
     } else {
-      x = array + i;
+      x = data + i;
     }
   }
   JOF_INLINE Value operator[](int64_t j) const {
-    if constexpr (kIsBuffered) {
+    if constexpr (kIsConverted) {
       return buffer[j];
     } else {
       return x[j];
     }
   }
+};
+
+template <typename T, typename Value>
+struct BlockInput<ArrayOperand<T>, Value>
+    : ArrayInput<T, Value, __is_same(T, Value) ? 1 : kElementwiseBlock> {
+  using ArrayInput<T, Value, __is_same(T, Value) ? 1 : kElementwiseBlock>::ArrayInput;
 };
 
 template <typename T, typename Value>
@@ -143,41 +150,25 @@ struct BlockInput<BroadcastOperand<T, kIndex>, Value> {
 };
 
 template <typename T, typename Value>
-struct BlockInput<Operand<T>, Value> {
-  static constexpr bool kIsConverted = !__is_same(T, Value);
-  const T* data;
+struct BlockInput<Operand<T>, Value> : ArrayInput<T, Value, kElementwiseBlock> {
+  using Array = ArrayInput<T, Value, kElementwiseBlock>;
+  using Array::buffer;
   int64_t kind;
   const BroadcastIndex* index;
-  const Value* x = nullptr;
-  Value buffer[kElementwiseBlock];
 
   BlockInput(const ElementwiseCall& call, int k)
-      : data(static_cast<const T*>(call.inputs[k])),
+      : Array(call, k),
         kind(call.kinds[k]),
         index(kind >= kBroadcast ? &call.broadcasts[kind - kBroadcast] : nullptr) {
     if (kind != kScalar) return;
-    Convert<T>(data, 1, buffer);
+    Convert<T>(this->data, 1, buffer);
     for (int j = 1; j < kElementwiseBlock; ++j) buffer[j] = buffer[0];
   }
-  JOF_INLINE bool IsBuffered() const { return kIsConverted || kind != kArray; }
+  JOF_INLINE bool IsBuffered() const { return Array::kIsConverted || kind != kArray; }
   JOF_INLINE void Begin(int64_t i, int64_t n) {
-    if (__builtin_expect(kind == kArray, 1)) {
-      if constexpr (kIsConverted) {
-        Convert<T>(data + i, n, buffer);
-      } else {
-        x = data + i;
-      }
-      return;
-    }
-    x = buffer;
-    if (kind >= kBroadcast) Spread(data, *index, i, n, buffer);
-  }
-  JOF_INLINE Value operator[](int64_t j) const {
-    if constexpr (kIsConverted) {
-      return buffer[j];
-    } else {
-      return x[j];
-    }
+    if (__builtin_expect(kind == kArray, 1)) return Array::Begin(i, n);
+    this->x = buffer;
+    if (kind >= kBroadcast) Spread(this->data, *index, i, n, buffer);
   }
 };
 

@@ -17,17 +17,9 @@ CpuStatus LaunchElementwise(ElementwiseOp op, DType type, const ElementwiseCall&
 }
 
 template <typename ThreadPool>
-CpuStatus LaunchWhere(int element_bytes, const ElementwiseCall& call, ThreadPool& pool) {
+CpuStatus LaunchWhere(bool vjp, int element_bytes, const ElementwiseCall& call, ThreadPool& pool) {
   ParallelFor(pool, call.n, Grain(4 * element_bytes), [&](int64_t begin, int64_t end) {
-    Kernels().WhereRange(element_bytes, call, begin, end);
-  });
-  return {};
-}
-
-template <typename ThreadPool>
-CpuStatus LaunchWhereVjp(int element_bytes, const ElementwiseCall& call, ThreadPool& pool) {
-  ParallelFor(pool, call.n, Grain(4 * element_bytes), [&](int64_t begin, int64_t end) {
-    Kernels().WhereVjpRange(element_bytes, call, begin, end);
+    Kernels().WhereRange(vjp, element_bytes, call, begin, end);
   });
   return {};
 }

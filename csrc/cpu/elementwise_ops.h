@@ -64,20 +64,20 @@ inline void ElementwiseRange(ElementwiseOp op, DType type, const ElementwiseCall
   });
 }
 
-inline void WhereRange(int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end) {
+// where, or its cotangents.
+inline void WhereRange(bool vjp, int element_bytes, const ElementwiseCall& call, int64_t begin,
+                       int64_t end) {
   DispatchWord(element_bytes, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using Inputs = Tuple<Operand<uint8_t>, Operand<T>, Operand<T>>;
-    internal::ElementwiseLoop<Where<T>, Tuple<T*>, Inputs>::Run({}, call, begin, end);
-  });
-}
-
-inline void WhereVjpRange(int element_bytes, const ElementwiseCall& call, int64_t begin,
-                          int64_t end) {
-  DispatchWord(element_bytes, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using Inputs = Tuple<Operand<uint8_t>, Operand<T>>;
-    internal::ElementwiseLoop<WhereVjp<T>, Tuple<T*, T*>, Inputs>::Run({}, call, begin, end);
+    using Condition = Operand<uint8_t>;
+    using X = Operand<T>;
+    if (vjp) {
+      internal::ElementwiseLoop<WhereVjp<T>, Tuple<T*, T*>, Tuple<Condition, X>>::Run({}, call,
+                                                                                      begin, end);
+    } else {
+      internal::ElementwiseLoop<Where<T>, Tuple<T*>, Tuple<Condition, X, X>>::Run({}, call, begin,
+                                                                                  end);
+    }
   });
 }
 

@@ -44,8 +44,8 @@ struct CpuPermute {
     (const CpuUpsample& p, DType type, const void* dy, void* dx, int64_t begin, int64_t end))      \
   X(ElementwiseRange,                                                                              \
     (ElementwiseOp op, DType type, const ElementwiseCall& call, int64_t begin, int64_t end))       \
-  X(WhereRange, (int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end))      \
-  X(WhereVjpRange, (int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end))   \
+  X(WhereRange,                                                                                    \
+    (bool vjp, int element_bytes, const ElementwiseCall& call, int64_t begin, int64_t end))        \
   X(CastRange, (DType from, DType to, const void* in, void* out, int64_t begin, int64_t end))      \
   X(ScatterZeros, (const ScatterCall& call, int64_t begin, int64_t end))                           \
   X(ScatterSorted, (const ScatterCall& call, int64_t columns, int64_t begin, int64_t end))         \

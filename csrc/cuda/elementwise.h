@@ -22,8 +22,8 @@ inline cudaError_t LaunchElementwise(ElementwiseOp op, DType type, const Element
 }
 
 // result = condition ? x : y on elements of 1, 2, 4, 8 or 16 bytes; inputs are condition, x, y.
-cudaError_t LaunchWhere(int element_bytes, const ElementwiseCall& call, cudaStream_t stream);
-// Its cotangents; inputs are condition, ct.
-cudaError_t LaunchWhereVjp(int element_bytes, const ElementwiseCall& call, cudaStream_t stream);
+// Or its cotangents; inputs are condition, ct.
+cudaError_t LaunchWhere(bool vjp, int element_bytes, const ElementwiseCall& call,
+                        cudaStream_t stream);
 
 }  // namespace jof

@@ -18,10 +18,6 @@ inline constexpr ElementwiseSignature kWhere{"jof_where", 3, 1, false};
 inline constexpr ElementwiseSignature kWhereVjp{"jof_where_vjp", 2, 2, false};
 inline constexpr ElementwiseSignature kCast{"jof_cast", 1, 1, false};
 
-inline const ElementwiseSignature& SignatureOf(ElementwiseOp op) {
-  return kElementwiseSignatures<float>[static_cast<int>(op)];
-}
-
 inline ffi::AnyBuffer FirstResult(ffi::RemainingRets rets) { return **rets.get<ffi::AnyBuffer>(0); }
 
 // An operand beside the results: element i of these reads its element (i / inner) % count.
@@ -67,22 +63,20 @@ inline bool SetBroadcast(const OperandLayout& layout, int index, ElementwiseCall
   return known.inner.divisor() == inner && known.count.divisor() == count;
 }
 
-// Sets the kind of operand k. `compiled_for` is the kind that a kernel is compiled for, or -1: that
-// of its layout. An array is also broadcast, over nothing; a scalar over everything.
+// Sets the kind of operand k: that which a kernel is compiled for, where `compiled_for` is not
+// null, else that of its layout. An array is also broadcast, over nothing; a scalar over
+// everything.
 inline bool DecodeOperand(ffi::AnyBuffer::Dimensions shape, ffi::AnyBuffer::Dimensions result,
-                          int64_t compiled_for, size_t k, ElementwiseCall* call) {
+                          const int64_t* compiled_for, size_t k, ElementwiseCall* call) {
   OperandLayout layout;
   if (!LayoutOf(shape, result, &layout)) return false;
   if (call->n == 0) layout = {kScalar, 1, 1};  // nothing is read
-  const bool is_scalar = layout.count == 1;
-  if (compiled_for == kArray || compiled_for == kScalar) {
-    call->kinds[k] = static_cast<uint8_t>(compiled_for);
-    return call->n == 0 || (compiled_for == kArray ? layout.kind == kArray : is_scalar);
-  }
-  if (compiled_for >= 0) {
-    call->kinds[k] = static_cast<uint8_t>(compiled_for);
-    return compiled_for < kBroadcast + kMaxBroadcasts &&
-           SetBroadcast(layout, static_cast<int>(compiled_for - kBroadcast), call);
+  if (compiled_for != nullptr) {
+    const int64_t kind = compiled_for[k];
+    if (kind < 0 || kind >= kBroadcast + kMaxBroadcasts) return false;
+    call->kinds[k] = static_cast<uint8_t>(kind);
+    if (kind >= kBroadcast) return SetBroadcast(layout, static_cast<int>(kind - kBroadcast), call);
+    return call->n == 0 || (kind == kArray ? layout.kind == kArray : layout.count == 1);
   }
   call->kinds[k] = static_cast<uint8_t>(layout.kind);
   if (layout.kind != kBroadcast) return true;
@@ -134,12 +128,13 @@ inline ffi::Error DecodeElementwise(std::string_view name, size_t inputs, bool h
       call->parameter = in->untyped_data();
       continue;
     }
-    const int64_t kind = compiled_for == nullptr ? -1 : compiled_for[k];
-    if (!DecodeOperand(in->dimensions(), result.dimensions(), kind, k, call)) {
-      return InvalidArgument(name, ": operand ", k, compiled_for ? " does not have the kind " : "",
-                             compiled_for ? std::to_string(kind) : "",
-                             compiled_for ? " that the kernel is compiled for: it" : "",
-                             " must be a scalar, have shape ", ShapeString(result.dimensions()),
+    if (!DecodeOperand(in->dimensions(), result.dimensions(), compiled_for, k, call)) {
+      const std::string kind = compiled_for == nullptr
+                                   ? ""
+                                   : " does not have the kind " + std::to_string(compiled_for[k]) +
+                                         " that the kernel is compiled for: it";
+      return InvalidArgument(name, ": operand ", k, kind, " must be a scalar, have shape ",
+                             ShapeString(result.dimensions()),
                              ", or be broadcast to it over all dimensions but neighbours, got ",
                              ShapeString(in->dimensions()));
     }
@@ -148,9 +143,10 @@ inline ffi::Error DecodeElementwise(std::string_view name, size_t inputs, bool h
   return ffi::Error::Success();
 }
 
-// A built-in op, all of whose results have one type.
+// A built-in op, all of whose results have one type, as have the operands from `first` on.
 inline ffi::Error DecodeBuiltIn(const ElementwiseSignature& op, ffi::RemainingArgs args,
-                                ffi::RemainingRets rets, int64_t wanted, ElementwiseCall* call) {
+                                ffi::RemainingRets rets, int64_t wanted, size_t first,
+                                ElementwiseCall* call) {
   ffi::Error error =
       DecodeElementwise(op.target, static_cast<size_t>(op.inputs), op.has_parameter,
                         static_cast<size_t>(op.outputs), wanted, nullptr, args, rets, call);
@@ -164,107 +160,64 @@ inline ffi::Error DecodeBuiltIn(const ElementwiseSignature& op, ffi::RemainingAr
       return InvalidArgument(op.target, ": results must have one element type");
     }
   }
+  for (size_t k = first; k < args.size(); ++k) {
+    if (args.get<ffi::AnyBuffer>(k)->element_type() != FirstResult(rets).element_type()) {
+      return InvalidArgument(op.target, ": operand ", k,
+                             " must have the element type of the result");
+    }
+  }
   return error;
 }
 
 // The arithmetic ops: all operands and results have one floating-point type.
-inline ffi::Error DecodeArithmetic(ElementwiseOp op, ffi::RemainingArgs args,
-                                   ffi::RemainingRets rets, int64_t wanted, ElementwiseCall* call,
-                                   DType* type) {
-  const ElementwiseSignature& signature = SignatureOf(op);
-  ffi::Error error = DecodeBuiltIn(signature, args, rets, wanted, call);
+template <typename Backend, ElementwiseOp op>
+ffi::Error Elementwise(typename Backend::Stream stream, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets, int64_t wanted) {
+  const ElementwiseSignature& signature = kElementwiseSignatures<float>[static_cast<int>(op)];
+  ElementwiseCall call;
+  ffi::Error error = DecodeBuiltIn(signature, args, rets, wanted, 0, &call);
   if (error.failure()) return error;
-  const ffi::AnyBuffer result = FirstResult(rets);
-  *type = DTypeOf(result.element_type());
-  if (!Contains<Floats>(*type)) {
+  const DType type = DTypeOf(FirstResult(rets).element_type());
+  if (!Contains<Floats>(type)) {
     return InvalidArgument(signature.target, ": the element type must be f16, bf16, f32 or f64");
   }
-  for (size_t k = 0; k < args.size(); ++k) {
-    if (args.get<ffi::AnyBuffer>(k)->element_type() != result.element_type()) {
-      return InvalidArgument(signature.target, ": operand ", k,
-                             " must have the element type of the result");
-    }
-  }
-  return ffi::Error::Success();
+  return Backend::Status(signature.target, LaunchElementwise(op, type, call, stream));
 }
 
 // where(condition, x, y) and its cotangents (condition, ct): the condition is boolean, all others
-// have one type of *element_bytes bytes.
-inline ffi::Error DecodeWhere(const ElementwiseSignature& signature, ffi::RemainingArgs args,
-                              ffi::RemainingRets rets, int64_t wanted, ElementwiseCall* call,
-                              int* element_bytes) {
-  ffi::Error error = DecodeBuiltIn(signature, args, rets, wanted, call);
+// have one type of any size.
+template <typename Backend, bool vjp>
+ffi::Error WhereHandler(typename Backend::Stream stream, ffi::RemainingArgs args,
+                        ffi::RemainingRets rets, int64_t wanted) {
+  constexpr const ElementwiseSignature& signature = vjp ? kWhereVjp : kWhere;
+  ElementwiseCall call;
+  ffi::Error error = DecodeBuiltIn(signature, args, rets, wanted, 1, &call);
   if (error.failure()) return error;
-  const ffi::AnyBuffer result = FirstResult(rets);
-  *element_bytes = MovableBytes(result.element_type());
-  if (*element_bytes == 0) {
+  const int element_bytes = MovableBytes(FirstResult(rets).element_type());
+  if (element_bytes == 0) {
     return InvalidArgument(signature.target,
                            ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
   }
   if (args.get<ffi::AnyBuffer>(0)->element_type() != ffi::DataType::PRED) {
     return InvalidArgument(signature.target, ": operand 0 must be boolean");
   }
-  for (size_t k = 1; k < args.size(); ++k) {
-    if (args.get<ffi::AnyBuffer>(k)->element_type() != result.element_type()) {
-      return InvalidArgument(signature.target, ": operand ", k,
-                             " must have the element type of the result");
-    }
-  }
-  return ffi::Error::Success();
+  return Backend::Status(signature.target, LaunchWhere(vjp, element_bytes, call, stream));
 }
 
 // cast(x): both types are real.
-inline ffi::Error DecodeCast(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t wanted,
-                             ElementwiseCall* call, DType* from, DType* to) {
-  ffi::Error error = DecodeBuiltIn(kCast, args, rets, wanted, call);
-  if (error.failure()) return error;
-  *from = DTypeOf(args.get<ffi::AnyBuffer>(0)->element_type());
-  *to = DTypeOf(FirstResult(rets).element_type());
-  if (!Contains<Reals>(*from) || !Contains<Reals>(*to)) {
-    return InvalidArgument(kCast.target,
-                           ": element types must be bool, integers of 8 to 64 bits, f8e4m3fn, "
-                           "f8e5m2, f16, bf16, f32 or f64");
-  }
-  return ffi::Error::Success();
-}
-
-template <typename Backend, ElementwiseOp op>
-ffi::Error Elementwise(typename Backend::Stream stream, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets, int64_t wanted) {
-  ElementwiseCall call;
-  DType type{};
-  ffi::Error error = DecodeArithmetic(op, args, rets, wanted, &call, &type);
-  if (error.failure()) return error;
-  return Backend::Status(SignatureOf(op).target, LaunchElementwise(op, type, call, stream));
-}
-
-template <typename Backend>
-ffi::Error WhereHandler(typename Backend::Stream stream, ffi::RemainingArgs args,
-                        ffi::RemainingRets rets, int64_t wanted) {
-  ElementwiseCall call;
-  int element_bytes = 0;
-  ffi::Error error = DecodeWhere(kWhere, args, rets, wanted, &call, &element_bytes);
-  if (error.failure()) return error;
-  return Backend::Status(kWhere.target, LaunchWhere(element_bytes, call, stream));
-}
-
-template <typename Backend>
-ffi::Error WhereVjpHandler(typename Backend::Stream stream, ffi::RemainingArgs args,
-                           ffi::RemainingRets rets, int64_t wanted) {
-  ElementwiseCall call;
-  int element_bytes = 0;
-  ffi::Error error = DecodeWhere(kWhereVjp, args, rets, wanted, &call, &element_bytes);
-  if (error.failure()) return error;
-  return Backend::Status(kWhereVjp.target, LaunchWhereVjp(element_bytes, call, stream));
-}
-
 template <typename Backend>
 ffi::Error CastHandler(typename Backend::Stream stream, ffi::RemainingArgs args,
                        ffi::RemainingRets rets, int64_t wanted) {
   ElementwiseCall call;
-  DType from{}, to{};
-  ffi::Error error = DecodeCast(args, rets, wanted, &call, &from, &to);
+  ffi::Error error = DecodeBuiltIn(kCast, args, rets, wanted, 1, &call);
   if (error.failure()) return error;
+  const DType from = DTypeOf(args.get<ffi::AnyBuffer>(0)->element_type());
+  const DType to = DTypeOf(FirstResult(rets).element_type());
+  if (!Contains<Reals>(from) || !Contains<Reals>(to)) {
+    return InvalidArgument(kCast.target,
+                           ": element types must be bool, integers of 8 to 64 bits, f8e4m3fn, "
+                           "f8e5m2, f16, bf16, f32 or f64");
+  }
   return Backend::Status(kCast.target, LaunchCast(from, to, call, stream));
 }
 

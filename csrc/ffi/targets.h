@@ -12,8 +12,8 @@ namespace jof {
 
 template <typename B>
 std::vector<Target> SharedTargets() {
-  return {{kWhere.target, Handle<B, ElementwiseBinding<B>, WhereHandler<B>>},
-          {kWhereVjp.target, Handle<B, ElementwiseBinding<B>, WhereVjpHandler<B>>},
+  return {{kWhere.target, Handle<B, ElementwiseBinding<B>, WhereHandler<B, false>>},
+          {kWhereVjp.target, Handle<B, ElementwiseBinding<B>, WhereHandler<B, true>>},
           {kCast.target, Handle<B, ElementwiseBinding<B>, CastHandler<B>>},
           {"jof_compiled", Handle<B, CompiledBinding<B>, ExecuteCompiled<B>>,
            Handle<B, CompiledInstantiateBinding, InstantiateCompiled<B>>},

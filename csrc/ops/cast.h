@@ -73,9 +73,9 @@ JOF_HOST_DEVICE JOF_INLINE float NarrowDouble(double x) {
   return static_cast<float>(x);
 #else
   // The limit is the smallest value that 24 bits of mantissa would round to 2^-126.
-  const uint64_t bits = DoubleToBits(x), sign = bits & (1ull << 63);
-  const bool flush = (bits ^ sign) < DoubleToBits(0x1.ffffffp-127);
-  return static_cast<float>(BitsToDouble(flush ? sign : bits));
+  const uint64_t bits = FloatToBits(x), sign = bits & (1ull << 63);
+  const bool flush = (bits ^ sign) < FloatToBits(0x1.ffffffp-127);
+  return static_cast<float>(BitsToFloat(flush ? sign : bits));
 #endif
 }
 
@@ -90,7 +90,7 @@ JOF_HOST_DEVICE JOF_INLINE bool IsNonzero(double x) {
 #ifdef __CUDA_ARCH__
   return x != 0.0;
 #else
-  return (DoubleToBits(x) & (2047ull << 52)) != 0;
+  return (FloatToBits(x) & (2047ull << 52)) != 0;
 #endif
 }
 JOF_HOST_DEVICE JOF_INLINE bool IsNonzero(Float8E4M3FN x) { return (x.bits & 0x7fu) != 0; }
@@ -114,8 +114,8 @@ JOF_HOST_DEVICE JOF_INLINE void Narrow(float x, BFloat16* out) {
 #endif
 }
 
-JOF_HOST_DEVICE JOF_INLINE void Narrow(double x, Float8E4M3FN* out) { FromDouble(x, out); }
-JOF_HOST_DEVICE JOF_INLINE void Narrow(double x, Float8E5M2* out) { FromDouble(x, out); }
+JOF_HOST_DEVICE JOF_INLINE void Narrow(double x, Float8E4M3FN* out) { NarrowToFloat8(x, out); }
+JOF_HOST_DEVICE JOF_INLINE void Narrow(double x, Float8E5M2* out) { NarrowToFloat8(x, out); }
 
 JOF_HOST_DEVICE JOF_INLINE void Narrow(double x, BFloat16* out) {
 #ifdef __CUDA_ARCH__

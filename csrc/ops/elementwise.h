@@ -4,7 +4,7 @@
 // Compute<T>, f32 for 16-bit types. operator() is the value; Vjp takes the inputs and a cotangent
 // and returns the cotangent times the partial derivative with respect to each input (one value, or
 // a Tuple). A parameter, such as ELU's alpha, is the functor's member. Apply2, which some inherit,
-// computes two neighbours of a 16-bit type in one instruction (see common/packed.h).
+// computes two neighbours of a 16-bit type in one instruction (see common/half2.h).
 //
 // Semantics are those of the jax functions of the same names, NaN, infinities and signed zeros
 // included; formulas are chosen not to cancel, so that tails are relatively accurate.
@@ -13,9 +13,9 @@
 #pragma once
 
 #include "common/arithmetic.h"
+#include "common/half2.h"
 #include "common/macros.h"
 #include "common/math.h"
-#include "common/packed.h"
 #include "common/tuple.h"
 #include "common/types.h"
 
@@ -48,13 +48,15 @@ struct Elu {
   }
 };
 
+// 1 / (1 + e^-x). Results below 2^-125 may be 0.
+// f32 error: CPU 2.49 ulp; GPU 2.48 ulp. 16-bit, GPU: relative 2^-17.9.
 template <typename T>
-struct Logistic {
+struct Sigmoid {
   using C = Compute<T>;
-  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return Sigmoid<T>(x); }
+  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return InverseOfOnePlus<T>(Exp<T>(-x)); }
   // s (1 - s) is even in x; on the negative side neither factor cancels.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
-    const C s = Sigmoid<T>(-Abs(x));
+    const C s = Sigmoid()(-Abs(x));
     return ct * (s * (1 - s));
   }
 };
@@ -69,7 +71,7 @@ JOF_HOST_DEVICE JOF_INLINE C Rest(C e, C s) {
 template <typename T>
 struct Silu {
   using C = Compute<T>;
-  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return x * Sigmoid<T>(x); }
+  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return x * Sigmoid<T>()(x); }
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
     const C e = Exp<T>(-x);
     const C s = InverseOfOnePlus<T>(e);
@@ -77,13 +79,37 @@ struct Silu {
   }
 };
 
+// The hyperbolic tangent. Never beyond [-1, 1].
+// f32 error: CPU 2.50 ulp; GPU 1.77 ulp. 16-bit, GPU: relative 2^-16.4.
 template <typename T>
-struct HyperbolicTangent {
+struct Tanh {
   using C = Compute<T>;
-  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const { return Tanh<T>(x); }
+  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
+    if constexpr (kIsDouble<T>) {
+      return JOF_LIBRARY(tanh)(x);
+    } else {
+#ifdef __CUDA_ARCH__
+      if constexpr (kIsNarrow<T>) return TanhApprox(x);
+      // 1 - 2 / (1 + e^2|x|) cancels near 0; an odd polynomial (degree 11, relative error 2^-27.1
+      // up to 0.65) does not.
+      const float magnitude = Abs(x);
+      const float far =
+          MulAdd(ReciprocalApprox(Exp2Approx(magnitude * (2 * kLog2E)) + 1.0f), -2.0f, 1.0f);
+      const float square = x * x;
+      const float p =
+          Polynomial(square, -0.3333326f, 0.13330829f, -0.05368791f, 0.020469056f, -0.005514776f);
+      const float near = MulAdd(square * p, magnitude, magnitude);
+      return OrSign(magnitude < 0.65f ? near : far, x);
+#else
+      // e^(-2|x|) - 1 has all the bits of x near 0, and the quotient at most doubles its error.
+      const float half = HalfExpm1Cpu(-2.0f * Abs(x));
+      return OrSign(Abs(half) / (1.0f + half), x);
+#endif
+    }
+  }
   // 1 - tanh(x)^2 = 4 s (1 - s) with s = sigmoid(-2 |x|), which does not cancel.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
-    const C s = Sigmoid<T>(-2 * Abs(x));
+    const C s = Sigmoid<T>()(-2 * Abs(x));
     return ct * (4 * s * (1 - s));
   }
 };
@@ -94,7 +120,7 @@ struct Softplus {
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
     return AtLeast(x, C{0}) + Log1p<T>(Exp<T>(-Abs(x)));
   }
-  JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const { return ct * Sigmoid<T>(x); }
+  JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const { return ct * Sigmoid<T>()(x); }
 };
 
 // x relu6(x + 3) / 6
@@ -250,9 +276,9 @@ struct Divide {
 // Where x and y are equal each gets half of the cotangent, as in jax; where one is NaN, neither
 // any.
 template <typename T>
-struct Larger : PackedMaximum<T> {
+struct Maximum : PackedMaximum<T> {
   using C = Compute<T>;
-  JOF_HOST_DEVICE JOF_INLINE C operator()(C x, C y) const { return Maximum(x, y); }
+  JOF_HOST_DEVICE JOF_INLINE C operator()(C x, C y) const { return NanMax(x, y); }
   JOF_HOST_DEVICE JOF_INLINE Tuple<C, C> Vjp(C x, C y, C ct) const {
     const C half = x == y ? ct / 2 : C{0};
     return MakeTuple(x > y ? ct : half, x < y ? ct : half);
@@ -260,11 +286,11 @@ struct Larger : PackedMaximum<T> {
 };
 
 template <typename T>
-struct Smaller : PackedMinimum<T> {
+struct Minimum : PackedMinimum<T> {
   using C = Compute<T>;
-  JOF_HOST_DEVICE JOF_INLINE C operator()(C x, C y) const { return Minimum(x, y); }
+  JOF_HOST_DEVICE JOF_INLINE C operator()(C x, C y) const { return NanMin(x, y); }
   JOF_HOST_DEVICE JOF_INLINE Tuple<C, C> Vjp(C x, C y, C ct) const {
-    return Larger<T>().Vjp(y, x, ct);
+    return Maximum<T>().Vjp(y, x, ct);
   }
 };
 

@@ -15,28 +15,28 @@
 #include "ops/elementwise.h"
 #include "ops/elementwise_call.h"
 
-#define JOF_ELEMENTWISE_OPS(X)          \
-  JOF_UNARY(X, relu, Relu)              \
-  JOF_UNARY(X, leaky_relu, LeakyRelu)   \
-  JOF_UNARY(X, elu, Elu)                \
-  JOF_UNARY(X, sigmoid, Logistic)       \
-  JOF_UNARY(X, silu, Silu)              \
-  JOF_UNARY(X, tanh, HyperbolicTangent) \
-  JOF_UNARY(X, softplus, Softplus)      \
-  JOF_UNARY(X, hard_swish, HardSwish)   \
-  JOF_UNARY(X, mish, Mish)              \
-  JOF_UNARY(X, gelu_tanh, GeluTanh)     \
-  JOF_UNARY(X, gelu_erf, GeluErf)       \
-  JOF_BINARY(X, multiply, Multiply)     \
-  JOF_BINARY(X, divide, Divide)         \
-  JOF_BINARY(X, maximum, Larger)        \
-  JOF_BINARY(X, minimum, Smaller)       \
-  JOF_BINARY(X, swiglu, Swiglu)         \
-  JOF_BINARY(X, geglu_tanh, GegluTanh)  \
-  JOF_BINARY(X, geglu_erf, GegluErf)    \
-  JOF_LINEAR(X, add, 2, Add)            \
-  JOF_LINEAR(X, subtract, 2, Subtract)  \
-  JOF_LINEAR(X, scale, 1, Scale)        \
+#define JOF_ELEMENTWISE_OPS(X)         \
+  JOF_UNARY(X, relu, Relu)             \
+  JOF_UNARY(X, leaky_relu, LeakyRelu)  \
+  JOF_UNARY(X, elu, Elu)               \
+  JOF_UNARY(X, sigmoid, Sigmoid)       \
+  JOF_UNARY(X, silu, Silu)             \
+  JOF_UNARY(X, tanh, Tanh)             \
+  JOF_UNARY(X, softplus, Softplus)     \
+  JOF_UNARY(X, hard_swish, HardSwish)  \
+  JOF_UNARY(X, mish, Mish)             \
+  JOF_UNARY(X, gelu_tanh, GeluTanh)    \
+  JOF_UNARY(X, gelu_erf, GeluErf)      \
+  JOF_BINARY(X, multiply, Multiply)    \
+  JOF_BINARY(X, divide, Divide)        \
+  JOF_BINARY(X, maximum, Maximum)      \
+  JOF_BINARY(X, minimum, Minimum)      \
+  JOF_BINARY(X, swiglu, Swiglu)        \
+  JOF_BINARY(X, geglu_tanh, GegluTanh) \
+  JOF_BINARY(X, geglu_erf, GegluErf)   \
+  JOF_LINEAR(X, add, 2, Add)           \
+  JOF_LINEAR(X, subtract, 2, Subtract) \
+  JOF_LINEAR(X, scale, 1, Scale)       \
   JOF_LINEAR(X, fma, 3, Fma)
 
 // X(target, inputs, outputs, functor for element type T)

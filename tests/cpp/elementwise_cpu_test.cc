@@ -318,9 +318,7 @@ void TestWhere(bool vjp, const Case& c) {
     out.emplace_back(offset(k + 3), c.n, kMargin);
     call.outputs[k] = c.unwanted >> k & 1 ? nullptr : out.back().data();
   }
-  const auto& kernels = BestCpuKernels();
-  (vjp ? kernels.WhereVjpRange : kernels.WhereRange)(static_cast<int>(sizeof(T)), call, c.begin,
-                                                     c.end);
+  BestCpuKernels().WhereRange(vjp, static_cast<int>(sizeof(T)), call, c.begin, c.end);
   for (int k = 0; k < outputs; ++k) {
     Array<T>& array = out[static_cast<size_t>(k)];
     const bool unwanted = c.unwanted >> k & 1;

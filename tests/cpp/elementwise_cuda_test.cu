@@ -253,7 +253,7 @@ void TestWhere(bool vjp) {
   }
   subject.out_bytes.assign(static_cast<size_t>(outputs), sizeof(T));
   subject.launch = [=](const Case& c, const void* const* in, void* const* out) {
-    return (vjp ? LaunchWhereVjp : LaunchWhere)(int(sizeof(T)), CallOf(c, in, out), nullptr);
+    return LaunchWhere(vjp, int(sizeof(T)), CallOf(c, in, out), nullptr);
   };
   subject.reference = [=](const void* const* in, bool, Wanted* wanted) {
     const bool condition = Read<uint8_t>(in[0]) != 0;
@@ -464,7 +464,7 @@ void TestManyElements() {
   const DeviceMemory* inputs[] = {&c, &x, &y};
   for (int k = 0; k < 3; ++k) call.inputs[k] = inputs[k]->data() + 5;
   call.outputs[0] = out.data() + kGuardBytes + 5;
-  CHECK_CUDA(LaunchWhere(1, call, nullptr));
+  CHECK_CUDA(LaunchWhere(false, 1, call, nullptr));
   expect(5, Check::kWhere, "where");
 }
 

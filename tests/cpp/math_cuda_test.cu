@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "check.h"
-#include "common/math.h"
+#include "ops/elementwise.h"
 
 #define CUDA_CHECK(call)                                                         \
   do {                                                                           \
@@ -34,8 +34,8 @@ __device__ float Density(float t) {
 
 FUNCTION(Exp, jof::Exp<T>(x), exp(x))
 FUNCTION(Reciprocal, jof::Reciprocal<T>(x), 1 / x)
-FUNCTION(Sigmoid, jof::Sigmoid<T>(x), 1 / (1 + exp(-x)))
-FUNCTION(Tanh, jof::Tanh<T>(x), tanh(x))
+FUNCTION(Sigmoid, jof::Sigmoid<T>()(x), 1 / (1 + exp(-x)))
+FUNCTION(Tanh, jof::Tanh<T>()(x), tanh(x))
 FUNCTION(Expm1, jof::Expm1<T>(x), expm1(x))
 FUNCTION(Log1p, jof::Log1p<T>(x), log1p(x))
 FUNCTION(Tail, jof::NormalTail<T>(x), 0.5 * erfc(x * 0.70710678118654752440))

@@ -49,8 +49,9 @@ class Module(NamedTuple):
 
 
 def read_module(path: str, cache: Path) -> Module:
-    """What is in a compiled module. Disassembly takes ten seconds, so its result stays in a file of
-    ``cache`` until the machine code, or this reader, is another.
+    """What is in a compiled module. Disassembly takes ten seconds, so only the code for sm_90 is
+    disassembled, or all where there is none, and the result stays in a file of ``cache`` until the
+    machine code, or this reader, is another. Other kernels have no opcodes.
     """
     with TemporaryDirectory() as directory:
         run_cuobjdump("-xelf", "all", path, directory=directory)
@@ -63,8 +64,17 @@ def read_module(path: str, cache: Path) -> Module:
             for cubin in cubins
             if (found := re.search(rb"Cuda compilation tools, release ([\d.]+)", cubin))
         }
-        listing, usage = (run_cuobjdump(option, path) for option in ("-sass", "-res-usage"))
-        found = [kernel._asdict() for kernel in kernels_of(listing, resources_of(usage))]
+        resources = resources_of(run_cuobjdump("-res-usage", path))
+        some = any(architecture == ARCHITECTURE for architecture, _ in resources)
+        listing = run_cuobjdump("-sass", *(("-arch", ARCHITECTURE) if some else ()), path)
+        kernels = [*kernels_of(listing, resources)]
+        disassembled = {kernel.architecture for kernel in kernels}
+        kernels += [
+            Kernel(architecture, demangle(name), Counter(), **known)
+            for (architecture, name), known in resources.items()
+            if architecture not in disassembled
+        ]
+        found = [kernel._asdict() for kernel in kernels]
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps([", ".join(sorted(releases)), found]))
         temporary.replace(file)

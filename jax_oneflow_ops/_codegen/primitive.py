@@ -15,8 +15,7 @@ Operands broadcast: see `_operands`.
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _compile, _expression, _native, _operands, _primitive
-from jax_oneflow_ops._expression import Definition, Spec
+from jax_oneflow_ops import _compat, _native, _operands, _primitive
+from jax_oneflow_ops._codegen import cache, compilers
+from jax_oneflow_ops._codegen.definition import Definition, may_use_a_reference, partial
+from jax_oneflow_ops._codegen.messages import annotated, messages
+from jax_oneflow_ops._codegen.signature import computed_in, is_inexact, is_narrow
+from jax_oneflow_ops._codegen.source import Mode, Spec, derivative_spec, source
 
 
 class KernelCompileError(RuntimeError):
@@ -86,10 +89,10 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     spec, args = _without_unread(full, every)
     name = spec.definition.name
     operands, kinds, shape = _operands.native(args)
-    source = _expression.source(spec, kinds, platform)
     try:
-        code = _compile.code(source, platform)
-    except _compile.CompilerMissingError as error:
+        text = source(spec, kinds, platform)
+        code = cache.code(text, platform, is_narrow=spec.is_narrow)
+    except compilers.CompilerMissingError as error:
         if spec.definition.reference is None:
             raise NotImplementedError(
                 f"{name}: {error}. Or give the kernel a jnp function to run in its place: "
@@ -101,7 +104,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
             ) from error
         _native.warn_of_fallback("the references of kernels that it cannot compile", f"{error}.")
         return reference(*every, spec=full)
-    except _compile.CompilerError as error:
+    except compilers.CompilerError as error:
         raise _compile_error(spec, error, kinds, platform) from None
     dtypes = spec.result_dtypes
     call: Any = jax.ffi.ffi_call(
@@ -111,7 +114,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
         *call(
             *operands,
             code=np.frombuffer(code, np.uint8),
-            id=np.int64(_compile.code_id(code)),
+            id=np.int64(cache.code_id(code)),
             name=name,
             kinds=np.asarray(kinds, np.int64),
             element_bytes=np.asarray(
@@ -125,9 +128,7 @@ def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any,
     """A derivative without the inputs that are there for the reference, if the shape allows it."""
     if spec.mode == "value":
         return spec, args
-    read = _expression.derivative_spec(
-        spec.definition, spec.mode, spec.dtypes, spec.ins, spec.outs
-    ).primals
+    read = derivative_spec(spec.definition, spec.mode, spec.dtypes, spec.ins, spec.outs).primals
     count = len(spec.primals)
     kept = *(x for i, x in zip(spec.primals, args, strict=False) if i in read), *args[count:]
     if _shape_of(kept) != _shape_of(args):
@@ -136,14 +137,14 @@ def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any,
 
 
 def _compile_error(
-    spec: Spec, error: _compile.CompilerError, kinds: Sequence[int], platform: str
+    spec: Spec, error: compilers.CompilerError, kinds: Sequence[int], platform: str
 ) -> KernelCompileError:
     """What a compiler says of the user's own words."""
-    source = _expression.source(spec, kinds, platform, safe_division=False)
-    with contextlib.suppress(_compile.CompilerMissingError):
+    text = source(spec, kinds, platform, safe_division=False)
+    with contextlib.suppress(compilers.CompilerMissingError):
         try:
-            _compile.code(source, platform)
-        except _compile.CompilerError as plain:
+            cache.code(text, platform, is_narrow=spec.is_narrow)
+        except compilers.CompilerError as plain:
             error = plain
     name = spec.definition.name
     what = {"value": "", "jvp": "'s derivative", "vjp": "'s derivative"}[spec.mode]
@@ -151,16 +152,17 @@ def _compile_error(
         f"{p} is {dtype}" if p.is_variable else str(p)
         for p, dtype in zip(spec.definition.inputs, spec.dtypes, strict=True)
     )
-    found = _expression.messages(error.log, spec.texts())
-    shown = _expression.annotated(spec.texts(), found) if found else error.log.strip()
+    found = messages(error.log, spec.texts())
+    shown = annotated(spec.texts(), found) if found else error.log.strip()
     message = f"{name}{what} does not compile where {types} ({error.compiler}):\n\n{shown}"
-    narrow = any(dtype.startswith(("float16", "bfloat16", "float8")) for dtype in spec.dtypes)
-    if narrow and any(w in error.log for w in ("jof::Half", "BFloat16", "Float8")):
+    if any(map(is_narrow, spec.dtypes)) and any(
+        w in error.log for w in ("jof::Half", "BFloat16", "Float8")
+    ):
         message += (
             "\n\nA letter is the type of stored elements. Values of 16 bits and less are float in "
             "an expression: declare yours with auto or Compute<T>."
         )
-    return KernelCompileError(message, name, error.log, source)
+    return KernelCompileError(message, name, error.log, text)
 
 
 def reference(*args: Any, spec: Spec) -> list[Any]:
@@ -186,7 +188,7 @@ def reference(*args: Any, spec: Spec) -> list[Any]:
     def function(*values: Any) -> list[Any]:
         result = definition.reference(*map(_widened, values))  # type: ignore[misc]
         results = [result] if len(definition.outputs) == 1 else result
-        dtypes = _expression.output_dtypes(definition, spec.dtypes)
+        dtypes = definition.output_dtypes(spec.dtypes)
         return [
             _as_dtype(jnp.broadcast_to(results[o], shape), jnp.dtype(dtypes[o])) for o in spec.outs
         ]
@@ -248,7 +250,7 @@ kernel_p = _primitive.define(
     sharding_rule=_sharding_rule,
     batch=_batch,
     multiple_results=True,
-    on_scalars=lambda spec: None if spec.definition.reference is None else reference,
+    in_jnp=lambda spec: None if spec.definition.reference is None else reference,
 )
 
 
@@ -273,21 +275,20 @@ def _tangents(
       implementation: as the primitive has it.
       shape: that the tangents must have; None: any that broadcasts to the outputs'.
     """
-    results = _expression.output_dtypes(definition, dtypes)
+    results = definition.output_dtypes(dtypes)
     positions = [
         (o, i)
         for o, dtype in enumerate(results)
         for i in tangents
-        if _expression.is_inexact(dtype)
-        and _expression.partial(definition, (o, i), dtypes) is not None
+        if is_inexact(dtype) and partial(definition, (o, i), dtypes) is not None
     ]
     outs, ins = (sorted({position[side] for position in positions}) for side in (0, 1))
     if not positions:
         return {}
-    spec = _expression.derivative_spec(definition, "jvp", dtypes, ins, outs)
+    spec = derivative_spec(definition, "jvp", dtypes, ins, outs)
     vectors = [tangents[i] for i in ins]
     read = [*spec.primals]
-    if _expression.may_use_a_reference(definition):
+    if may_use_a_reference(definition):
         read = [*primals]
     elif shape is not None:
         # The results have the shape that operands broadcast to.
@@ -351,7 +352,7 @@ def _second_order(
     place = {k: n for n, k in enumerate(spec.ins if by_input else spec.outs)}
     sums: dict[int, Any] = {}
     for (o, i), definition in spec.partials().items():
-        reads = set(_expression.mentioned(definition))
+        reads = set(definition.reads)
         moving = {k: t for k, t in tangents.items() if k in reads}
         if not moving:
             continue
@@ -370,7 +371,7 @@ def _second_order(
 
 
 def _product(a: Any, b: Any, shape: Sequence[int]) -> Any:
-    dtype = _expression.computed_in(a.dtype.name, b.dtype.name)
+    dtype = computed_in(a.dtype.name, b.dtype.name)
     return jnp.multiply(*(jnp.broadcast_to(x.astype(dtype), shape) for x in (a, b)))
 
 
@@ -403,7 +404,7 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
     side = 1 if spec.mode == "jvp" else 0  # of a position: what is linear
     partials = {p: d for p, d in spec.partials().items() if p[1 - side] in live}
     for definition in partials.values():
-        for i in _expression.mentioned(definition):
+        for i in definition.reads:
             if i not in given:
                 raise NotImplementedError(
                     f"{spec.definition.name}: it cannot be transposed with respect to "
@@ -412,10 +413,10 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
     pairs = [position for position in partials if position[side] in linear]
     if pairs:
         outs, ins = (sorted({pair[k] for pair in pairs}) for k in (0, 1))
-        mode: _expression.Mode = "vjp" if spec.mode == "jvp" else "jvp"
-        other = _expression.derivative_spec(spec.definition, mode, spec.dtypes, ins, outs)
+        mode: Mode = "vjp" if spec.mode == "jvp" else "jvp"
+        other = derivative_spec(spec.definition, mode, spec.dtypes, ins, outs)
         wanted, sources = (ins, outs) if mode == "vjp" else (outs, ins)
-        if _expression.may_use_a_reference(spec.definition):
+        if may_use_a_reference(spec.definition):
             other = dataclasses.replace(other, primals=tuple(given))
         operands = [*(given[i] for i in other.primals), *(live[k] for k in sources)]
         transposed = bind(*operands, spec=other, implementation=implementation)
@@ -441,16 +442,3 @@ def _summed_like(ct: Any, aval: Any) -> Any:
 
 
 _primitive.define_derivatives(kernel_p, jvp=_jvp, transpose=_transpose)
-
-
-def value(
-    definition: Definition, dtypes: Sequence[str], args: Sequence[Any], implementation: str | None
-) -> list[Any]:
-    """The outputs of a kernel; operands have been checked."""
-    spec = _value_spec(definition, tuple(dtypes))
-    return bind(*args, spec=spec, implementation=implementation)
-
-
-_value_spec: Callable[[Definition, tuple[str, ...]], Spec] = functools.lru_cache(maxsize=256)(
-    _expression.value_spec
-)

@@ -1,36 +1,31 @@
-"""Compiles generated sources: NVRTC for GPUs, the system's C++ compiler for CPUs, and a cache.
+"""Compilers of generated sources: NVRTC for GPUs, the system's C++ compiler for CPUs.
 
 What comes out is bytes that a call carries: a cubin or PTX, a shared library.
 """
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import platform as machine
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import jax
 
-from jax_oneflow_ops import _expression, _native
-
-_CACHE_VARIABLE = "JAX_ONEFLOW_OPS_CACHE_DIR"
+from jax_oneflow_ops import _native
 
 # CMakeLists.txt reads the same file. Clang refuses flags of GCC's optimiser that it does not know:
 # those are in cpu/lanes.h.
 _ISA_FLAGS = {
     isa: tuple(flags.split())
     for isa, flags in json.loads(
-        Path(__file__).with_name("instruction_sets.json").read_text()
+        Path(__file__).parents[1].joinpath("instruction_sets.json").read_text()
     ).items()
 }
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", *_ISA_FLAGS["all"])
@@ -55,54 +50,7 @@ class CompilerError(Exception):
         self.log = log
 
 
-def code(source: str, platform: str) -> bytes:
-    """Compiled code of a source for a platform, "cpu" or "cuda", as its devices here need it.
-
-    Raises:
-      CompilerError: the source is wrong.
-      CompilerMissingError: there is no compiler, and the cache has no code of any.
-    """
-    compiler: _CppCompiler | _Nvrtc
-    compiler = _CppCompiler() if platform == "cpu" else _Nvrtc(cuda_architecture())
-    key = _key(source, *compiler.target, *compiler.identity)
-    with _locks_lock:
-        lock = _locks.setdefault(key, threading.Lock())
-    with lock:
-        if key not in _compiled:
-            folder = cache_folder()
-            found = None if folder is None else _read(folder, key)
-            if found is None:
-                # A second entry names no compiler: one that is gone cannot be asked for.
-                of_any = f"{_key(source, *compiler.target)}.any"
-                try:
-                    found = compiler.compile(source)
-                except CompilerMissingError:
-                    found = None if folder is None else _read(folder, of_any)
-                    if found is None:
-                        raise
-                else:
-                    if folder is not None:
-                        _write(folder, key, found)
-                        _write(folder, of_any, found)
-            _compiled[key] = found
-        return _compiled[key]
-
-
-# What this process has compiled or read.
-_compiled: dict[str, bytes] = {}
-_locks: dict[str, threading.Lock] = {}
-_locks_lock = threading.Lock()
-
-
-def code_id(code: bytes) -> int:
-    """The hash that the FFI handlers know code by."""
-    return int.from_bytes(hashlib.sha256(code).digest()[:8], "little", signed=True)
-
-
-# ---- compilers ----
-
-
-class _CppCompiler:
+class CppCompiler:
     """The system's C++ compiler."""
 
     def __init__(self) -> None:
@@ -182,15 +130,17 @@ def _file_identity(name: str) -> str:
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
-class _Nvrtc:
+class Nvrtc:
     """NVIDIA's run-time compiler."""
 
-    def __init__(self, architecture: str):
+    def __init__(self, architecture: str, is_narrow: bool):
         self._architecture = architecture
+        # Of narrow results: within 2 ulp of float32.
+        self._flags = ("--prec-div=false", "--prec-sqrt=false") if is_narrow else ()
 
     @property
     def target(self) -> tuple[str, ...]:
-        return ("cuda", self._architecture)
+        return ("cuda", self._architecture, *self._flags)
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -221,9 +171,8 @@ class _Nvrtc:
                 "--std=c++17",
                 "--disable-warnings",
                 f"--include-path={_native.include_dir()}",
+                *self._flags,
             ]
-            if _expression.NARROW_RESULTS in source:  # within 2 ulp of float32
-                options += ["--prec-div=false", "--prec-sqrt=false"]
             encoded = [option.encode() for option in options]
             (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
             if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -273,84 +222,3 @@ def cuda_architecture() -> str:
     lowest = min(versions)
     same_major = len({major for major, _ in versions}) == 1
     return f"{'sm' if same_major else 'compute'}_{lowest[0]}{lowest[1]}"
-
-
-# ---- the cache on disk ----
-
-# An entry is this, the SHA-256 of the code, and the code.
-_MAGIC = b"jax_oneflow_ops kernel 1\n"
-
-
-def cache_folder() -> Path | None:
-    """Where compiled kernels are kept: $JAX_ONEFLOW_OPS_CACHE_DIR, or the platform's place.
-
-    None where the user has no home.
-    """
-    try:
-        if chosen := os.environ.get(_CACHE_VARIABLE):
-            return Path(chosen).expanduser().absolute()
-        if sys.platform == "darwin":
-            return Path.home() / "Library" / "Caches" / "jax_oneflow_ops"
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "jax_oneflow_ops"
-    except RuntimeError:
-        return None
-
-
-def _key(*parts: str) -> str:
-    every = (_MAGIC.decode(), _headers_hash(), *parts)
-    return hashlib.sha256("\0".join(every).encode()).hexdigest()
-
-
-@functools.cache
-def _headers_hash() -> str:
-    """Of the package's version and of every header that a source may include."""
-    from importlib.metadata import version
-
-    digest = hashlib.sha256(version("jax-oneflow-ops").encode())
-    root = Path(_native.include_dir())
-    for path in sorted(root.rglob("*.*h")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _is_private(status: os.stat_result) -> bool:
-    """Whether nobody but this user, or root, can have written what is loaded as code."""
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _read(folder: Path, key: str) -> bytes | None:
-    """An entry; None where there is none that is whole and this user's."""
-    with contextlib.suppress(OSError):
-        if not _is_private(os.stat(folder)):
-            return None
-        # A pipe would be waited for.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(folder / key, flags)
-        with open(file, "rb") as entry:
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode) or not _is_private(status):
-                return None
-            content = entry.read()
-        head, code = content[: len(_MAGIC) + 32], content[len(_MAGIC) + 32 :]
-        if code and head == _MAGIC + hashlib.sha256(code).digest():
-            return code
-    return None
-
-
-def _write(folder: Path, key: str, code: bytes) -> None:
-    """Puts an entry in place as a whole, or, where that is not possible, does nothing."""
-    temporary = None
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_private(os.stat(folder)):
-            return
-        file, temporary = tempfile.mkstemp(dir=folder, prefix=".")
-        with open(file, "wb") as entry:
-            entry.write(_MAGIC + hashlib.sha256(code).digest() + code)
-        os.replace(temporary, folder / key)
-    except OSError:  # read-only, or full
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)

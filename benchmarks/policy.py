@@ -1,0 +1,109 @@
+"""``python -m benchmarks policy``: writes `jax_oneflow_ops/policy.json` from the results.
+
+Listed cases and those of surveys count alike. A case belongs to the cell of the one call that its
+program makes.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_oneflow_ops import _policy
+
+from . import results, survey
+from .harness import Case, Work, precision
+from .results import Result
+from .suites import FAMILIES
+
+PATH = Path(_policy.__file__).parent / "policy.json"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the file, or checks that it is what the results say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks policy", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if it is stale")
+    check = parser.parse_args(argv).check
+    text = made(results.ROOT / "benchmarks" / "results")
+    if check and text != PATH.read_text():
+        sys.exit(f"{PATH.name} is stale; run python -m benchmarks policy")
+    if not check:
+        PATH.write_text(text)
+    return 0
+
+
+def made(root: Path) -> str:
+    """The file's text, a line a cell."""
+    found = defaultdict(list)
+    for path in sorted(root.glob("*/*.jsonl")):
+        result = survey.read(path)
+        header = result.header
+        if header.get("suite", FAMILIES[0]) in FAMILIES and header.get("devices", 1) == 1:
+            found["cpu" if header["platform"] == "cpu" else header["device"]].append(result)
+    return "{\n" + ",\n".join(_device(*item) for item in sorted(found.items())) + "\n}\n"
+
+
+def _device(name: str, found: Sequence[Result]) -> str:
+    newest = max((r.header for r in found), key=lambda header: str(header["date"]))
+    about = {
+        "platform": {"gpu": "cuda"}.get(newest["platform"], newest["platform"]),
+        "measured": newest["date"][:10],
+        "jax": newest["versions"]["jax"],
+        "seeds": sorted(r.header["seed"] for r in found if "suite" not in r.header),
+    }
+    samples: dict[str, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for result in found:
+        for call, native, xla, noise in _samples(result):
+            band = next(most for most in _policy.BANDS if call.bytes <= most)
+            for depth in range(1, len(call.kind) + 1):
+                mib = call.bytes / 2**20
+                row = (xla / native, noise / native, native / mib, xla / mib)
+                samples["/".join(call.kind[:depth])][band].append(row)
+    cells = []
+    for kind, bands in sorted(samples.items()):
+        lines = [_line(most, rows) for most, rows in sorted(bands.items())]
+        if lines := [line for line in lines if line[1] >= _policy.CASES]:
+            cells.append(f"{json.dumps(kind)}: {json.dumps(lines)}")
+    head = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in about.items())
+    return f'{json.dumps(name)}: {{\n{head},\n"cells": {{\n' + ",\n".join(cells) + "\n}}"
+
+
+def _line(most: int, rows: list[Any]) -> list[Any]:
+    gains, noise, *columns = zip(*rows, strict=True)
+    # What the spread of the samples explains is no loss.
+    losses = sorted(max(g, min(1.0, g + n)) for g, n in zip(gains, noise, strict=True))
+    ratios = (round(x, 3) for x in (statistics.geometric_mean(gains), losses[len(losses) // 10]))
+    times = map(statistics.median, columns)
+    return [most, len(rows), *ratios, *(float(f"{us:.3g}") for us in times)]
+
+
+def _samples(result: Result) -> Iterator[tuple[_policy.Call, float, float, float]]:
+    """The call of each case, the times of native kernels and of XLA, the spread."""
+    cases = survey.cases(result)
+    for row in result.rows:
+        xla = results.form(row) if "us" in row and row.get("ran") != "xla" else None
+        case = cases.get(f"{row['suite']} {row['case']}")
+        if xla and case and (call := call_of(case)):
+            # The choice cannot know the ids. It assumes that rows may be hot, where XLA may take a
+            # hundred times as long: what it gains where they are not is no loss.
+            spread = math.inf if row["shape"].endswith("uniform") else row["iqr"]
+            yield call, row["us"], xla, spread
+
+
+def call_of(case: Case) -> _policy.Call | None:
+    """What the policy is asked about a case; of a pullback the last call is the one that runs."""
+    with precision(case):
+        work = case.work()
+        if not isinstance(work, Work):
+            return None
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.inputs]
+        jaxpr = jax.make_jaxpr(lambda *args: work.ours(*args, implementation=None))(*arrays)
+        calls = [call for _, call in _policy.calls(jaxpr) if isinstance(call, _policy.Call)]
+    return calls[-1] if calls else None

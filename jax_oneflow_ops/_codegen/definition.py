@@ -1,0 +1,129 @@
+"""A kernel as it was written: its signature, its body, and the derivatives that were given for it.
+
+The body is text. Any other kind of body, such as a traced jaxpr, has the members of `Text`. Who
+supplies derivatives is apart from it: `partial` makes a kernel of each, whatever its body is.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Union
+
+from jax_oneflow_ops._codegen.signature import Parameter, bind_variables, computed_in
+from jax_oneflow_ops._codegen.text import Text
+
+Position = tuple[int, int]  # of a derivative: of which output, with respect to which input
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """What is computed from which inputs, and how it is differentiated."""
+
+    name: str
+    inputs: tuple[Parameter, ...]
+    outputs: tuple[Parameter, ...]
+    body: Text
+    derivatives: tuple[tuple[Position, Union[str, "Definition", None]], ...] = ()
+    # Not in what is written: programs are named by that, the same ones in every process.
+    reference: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The inputs that the body may read."""
+        return self.body.reads(self.inputs)
+
+    def output_dtypes(self, dtypes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the outputs where `dtypes` are the inputs'."""
+        bound = bind_variables(self.inputs, dtypes)
+        return tuple(bound.get(p.type, p.type) for p in self.outputs)
+
+    def __str__(self) -> str:
+        sides = (", ".join(map(str, side)) for side in (self.inputs, self.outputs))
+        return " -> ".join(sides)
+
+
+def may_use_a_reference(definition: Definition) -> bool:
+    """Whether derivatives of it, of any order, may be computed by a reference.
+
+    That needs all inputs: what the reference reads is not known.
+    """
+    return definition.reference is not None or any(
+        isinstance(d, Definition) and may_use_a_reference(d) for _, d in definition.derivatives
+    )
+
+
+def partial(definition: Definition, position: Position, dtypes: Sequence[str]) -> Definition | None:
+    """The derivative of an output with respect to an input, as a kernel; None where it is zero.
+
+    Raises NotImplementedError where the user has given none.
+    """
+    o, i = position
+    output, input_ = definition.outputs[o].name, definition.inputs[i].name
+    derivative: str | Definition | None
+    try:
+        derivative = dict(definition.derivatives)[position]
+    except KeyError:
+        raise NotImplementedError(_no_derivative(definition, output, input_)) from None
+    if derivative is None:
+        return None
+    reference = definition.reference and PartialReference(
+        definition.reference, len(definition.outputs), position
+    )
+    if isinstance(derivative, Definition):
+        if derivative.reference is not None:
+            return derivative
+        return dataclasses.replace(derivative, reference=reference)
+    own, of = dtypes[i], definition.output_dtypes(dtypes)[o]
+    return Definition(
+        name=f"{definition.name}_d{output}_d{input_}",
+        inputs=definition.inputs,
+        outputs=(Parameter(own if own == of else computed_in(own, of), "jof_derivative"),),
+        body=Text(
+            derivative,
+            definition.body.preamble,
+            definition.body.kernel,
+            f"derivative of {output} with respect to {input_} of {definition.name}",
+            is_expression=True,
+        ),
+        reference=reference,
+    )
+
+
+def _no_derivative(definition: Definition, output: str, input_: str) -> str:
+    if definition.body.is_expression:
+        return (
+            f"{definition.body.kernel}: the {definition.body.label} is an expression, which cannot "
+            f"be differentiated again, with respect to {input_}. Remedy: give that derivative as "
+            "an ElementwiseKernel that has derivatives of its own."
+        )
+    key = f'"{input_}"' if len(definition.outputs) == 1 else f'("{output}", "{input_}")'
+    return (
+        f"{definition.name}: there is no derivative of {output} with respect to {input_}. Remedy: "
+        f"give one when the kernel is made, derivatives={{{key}: ...}}, None for zero; or stop the "
+        f"gradient of {input_} with jax.lax.stop_gradient."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialReference:
+    """The derivative of one output of a reference with respect to one input, as a reference."""
+
+    reference: Callable[..., Any]
+    outputs: int
+    position: Position
+
+    def __call__(self, *args: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        o, i = self.position
+        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
+        full = [jnp.broadcast_to(x, shape) for x in args]
+
+        def of_input(x: Any) -> Any:
+            result = self.reference(*full[:i], x, *full[i + 1 :])
+            return jnp.broadcast_to(result if self.outputs == 1 else result[o], shape)
+
+        if jnp.iscomplexobj(full[i]):
+            value, pull = jax.vjp(of_input, full[i])
+            return pull(jnp.ones_like(value))[0]
+        return jax.jvp(of_input, (full[i],), (jnp.ones_like(full[i]),))[1]

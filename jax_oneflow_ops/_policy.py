@@ -1,0 +1,214 @@
+"""Which implementation runs where the caller leaves it open, and the measurements that say so.
+
+`policy.json` holds, for each device measured, cells such as "permute/tile/2-byte": the family of
+calls, then what distinguishes them. A cell has a line for each range of sizes:
+
+    [most bytes, cases, gain, low, native, xla]
+
+`gain` is the geometric mean of XLA's time over that of the kernels, `low` its tenth percentile,
+`native` and `xla` their median times in microseconds per MiB. ``python -m benchmarks policy`` makes
+the file from the results of the benchmarks and of surveys of random shapes.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from typing import Any
+
+import jax
+from jax.extend import core
+
+BANDS = (1 << 16, 1 << 20, 1 << 24, 1 << 50)
+"""The most bytes of each range of sizes."""
+CASES, GAIN, LOW = 4, 1.03, 0.97
+"""Native kernels run where at least so many cases gain so much, and hardly any loses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a choice depends on."""
+
+    kind: tuple[str, ...]  # from the family to what distinguishes calls: a cell's name
+    bytes: int  # each array read or written once
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The implementation of one call on one kind of device.
+
+    Attributes:
+      call: the family, what distinguishes the call within it, and the bytes that it moves.
+      implementation: ``"native"`` or ``"xla"``.
+      reason: the measurement, or what decides instead of one.
+      native_us: the time expected of the kernels in microseconds, None if nothing like the call was
+        measured.
+      xla_us: likewise of XLA.
+    """
+
+    call: Call
+    implementation: str
+    reason: str
+    native_us: float | None = None
+    xla_us: float | None = None
+
+    def __str__(self) -> str:
+        size = [f"{self.call.bytes / 2**20:.3g} MiB"] if self.call.bytes else []
+        what = ", ".join([*self.call.kind, *size]) or "call"
+        return f"{what}: {self.implementation} ({self.reason})"
+
+
+def nbytes(*avals: Any) -> int:
+    """The bytes of arrays."""
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+
+
+def bits(dtype: Any) -> str:
+    """Such as "16-bit"."""
+    return f"{8 * dtype.itemsize}-bit"
+
+
+@functools.cache
+def tables() -> dict[str, Any]:
+    """The contents of `policy.json`, by the kind of device."""
+    text = resources.files("jax_oneflow_ops").joinpath("policy.json").read_text()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _table(platform: str, device_kind: str | None) -> tuple[str, Any]:
+    """The measurements of a kind of device, else those of the first one of its platform."""
+    known = {name: table for name, table in tables().items() if table["platform"] == platform}
+    name = device_kind if device_kind in known else next(iter(known), "")
+    return name, known.get(name)
+
+
+def choose(call: Call | str, platform: str, device_kind: str | None = None) -> Decision:
+    """Chooses between native kernels, which there are, and XLA."""
+    if isinstance(call, str):
+        return Decision(Call((), 0), "native", call)
+    device, table = _table(platform, device_kind)
+    if table is None:
+        return Decision(call, "native", f"no device of the platform {platform} was measured")
+    for depth in range(len(call.kind), 0, -1):
+        for most, cases, gain, low, native, xla in table["cells"].get(
+            "/".join(call.kind[:depth]), ()
+        ):
+            if call.bytes > most or cases < CASES:
+                continue
+            wins = gain >= GAIN and low >= LOW
+            reason = f"{gain:.2f}x XLA in {cases} cases on {device}, the slowest tenth {low:.2f}x"
+            times = (us * call.bytes / 2**20 for us in (native, xla))
+            return Decision(call, "native" if wins else "xla", reason, *times)
+    return Decision(call, "native", f"no such call was measured on {device}")
+
+
+# ---- the calls of a program ----
+
+calls_of: dict[core.Primitive, Callable[..., Call | str]] = {}
+"""By primitive: `(*avals, **params) -> Call`, or the reason why kernels run in any case."""
+
+
+def describe(primitive: core.Primitive, avals: Sequence[Any], **params: Any) -> Call | str:
+    """What the choice for a call depends on, or the reason why kernels run."""
+    if not all(isinstance(size, int) for aval in avals for size in aval.shape):
+        return "sizes are not known yet"
+    return calls_of[primitive](*avals, **params)
+
+
+def prefers_xla(
+    primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], platform: str
+) -> bool:
+    """Whether a call on this process's devices is one that XLA runs as fast."""
+    if primitive not in calls_of:
+        return False
+    call = describe(primitive, avals, **params)
+    return choose(call, platform, device_kind(platform)).implementation == "xla"
+
+
+def calls(jaxpr: Any) -> Iterator[tuple[Any, Call | str]]:
+    """The calls of this package's functions in a traced program, and what they depend on."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        params = dict(equation.params)
+        if equation.primitive in calls_of:
+            implementation = params.pop("implementation")
+            avals = [variable.aval for variable in equation.invars]
+            yield implementation, describe(equation.primitive, avals, **params)
+        else:
+            for inner in jax.tree.leaves(params, is_leaf=is_jaxpr):
+                yield from calls(inner) if is_jaxpr(inner) else ()
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Whether a parameter of an equation is a program."""
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+
+def policy(
+    fun: Callable[..., Any], *args: Any, device: jax.Device | str | None = None, **kwargs: Any
+) -> list[Decision]:
+    """Shows which implementation runs for each call of this package's functions in a program.
+
+    Where `implementation` is None native kernels run if they were measured to be faster than XLA by
+    more than noise for such calls on such a device, and XLA otherwise. `fun` is traced, not run.
+    Calls on at most one element, and calls in programs over several devices, are no matter of
+    measurements: XLA runs the former, native kernels the latter.
+
+    Args:
+      fun: a function of arrays that calls functions of this package, or one of them.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`.
+      device: a device, or the name of its kind such as ``"NVIDIA H200"``, which need not be at
+        hand. By default JAX's default device. A kind that was not measured counts as the nearest of
+        its platform.
+      **kwargs: keyword arguments of `fun`.
+
+    Returns:
+      A `Decision` for each call, in the order of the program: its `implementation`, `reason`, the
+      expected times `native_us` and `xla_us`, and the `call`.
+
+    Raises:
+      ValueError: `device` is a name that belongs to no measured device.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
+      >>> [decision] = jof.policy(jof.gelu, x, device="NVIDIA H200")
+      >>> decision.implementation
+      'native'
+    """
+    if isinstance(device, str):
+        if device not in tables():
+            known = ", ".join(map(repr, tables()))
+            raise ValueError(
+                f"policy: device must be a jax.Device or one of {known}, got {device!r}"
+            )
+        platform, kind = tables()[device]["platform"], device
+    else:
+        platform, kind = _place(device)
+    jaxpr = jax.make_jaxpr(functools.partial(fun, **kwargs))(*args)
+    decisions = []
+    for implementation, call in calls(jaxpr):
+        decision = choose(call, platform, kind)
+        if implementation is not None:
+            decision = dataclasses.replace(
+                decision, implementation=implementation, reason="asked for"
+            )
+        decisions.append(decision)
+    return decisions
+
+
+def _place(device: jax.Device | None) -> tuple[str, str]:
+    """The platform of a device as lowering names it, and its kind."""
+    device = device or jax.devices()[0]
+    return ("cuda" if device.platform == "gpu" else device.platform), device.device_kind
+
+
+@functools.cache
+def device_kind(platform: str) -> str | None:
+    """The kind of this process's devices of a platform; None if there is none."""
+    try:
+        return str(jax.local_devices(backend=platform)[0].device_kind)
+    except RuntimeError:
+        return None

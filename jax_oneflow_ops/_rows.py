@@ -1,0 +1,187 @@
+"""Brings any scatter of JAX's to the form that the kernels take: rows that ids name."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_oneflow_ops import _checks
+from jax_oneflow_ops._indexing import Indexing
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A scatter as rows of its operand, of the shape (*batch, rows, *trailing).
+
+    Dimensions `begin` to `end` of the operand become one, the rows. Nothing of the operand moves.
+    What stands before them is the batch, what comes after is a row. Where a scatter writes windows
+    that are not whole rows, an id is made for each of their elements.
+    """
+
+    shape: tuple[int, ...]  # of the operand
+    updates_shape: tuple[int, ...]
+    begin: int
+    end: int
+    # Of each of these dimensions of the operand: the columns of the indices, the dimensions of the
+    # updates that step through it, and the windows' size.
+    columns: tuple[int | None, ...]
+    steps: tuple[int | None, ...]
+    windows: tuple[int, ...]
+    batch: tuple[int, ...]  # the dimension of the updates that has each of the batch
+    batch_of_ids: tuple[int, ...]  # which of these dimensions the indices have
+    index: tuple[int, ...]  # the other dimensions of the updates that the indices have
+    expanded: tuple[int, ...]  # and those of windows, which get ids of their own
+    trailing: tuple[int, ...]
+    scatter_dims: tuple[int, ...]  # all dimensions of the updates that the indices have
+    clip: bool
+    indices_are_sorted: bool
+
+    @property
+    def count(self) -> Any:
+        """The number of rows of one problem."""
+        return math.prod(self.shape[self.begin : self.end])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the indices are ids already."""
+        return self.end == self.begin + 1 and not self.expanded
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The dimensions of the updates that ids have one by one."""
+        return (*self.batch_of_ids, *self.index, *self.expanded)
+
+    @property
+    def indexing(self) -> Indexing:
+        """How to read the ids."""
+        return Indexing(
+            batch=len(self.batch),
+            shared=not self.batch_of_ids,
+            clip=self.clip and self.is_plain,  # `ids` has done it elsewhere
+            indices_are_sorted=self.indices_are_sorted and self.is_plain,
+            row_rank=self.end - self.begin,
+        )
+
+    def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """Of dimensions of the updates."""
+        return tuple(self.updates_shape[dim] for dim in dims)
+
+    def operands(self, operand: Any) -> tuple[Any, Any]:
+        """The types of the updates and ids as the kernels are given them."""
+        batch = self.batch if self.batch_of_ids else ()
+        order = (*self.index, *self.expanded)
+        return (
+            jax.ShapeDtypeStruct(self.sizes((*self.batch, *order, *self.trailing)), operand.dtype),
+            jax.ShapeDtypeStruct(self.sizes((*batch, *order)), jnp.dtype("int32")),
+        )
+
+    def updates(self, x: jax.Array) -> jax.Array:
+        """The updates in the shape (*batch, *index, *trailing)."""
+        return x.transpose(*self.batch, *self.index, *self.expanded, *self.trailing)
+
+    def ids(self, indices: jax.Array) -> jax.Array:
+        """Ids of rows, of the shape (*batch, *index) or, if shared, (*index)."""
+        order = [self.scatter_dims.index(dim) for dim in (*self.batch_of_ids, *self.index)]
+
+        def column(c: int) -> jax.Array:
+            ids = _checks.as_ids("accelerate", "indices", indices[..., c]).transpose(order)
+            return ids.reshape(*ids.shape, *(1,) * len(self.expanded))
+
+        ids = column(self.columns[0] or 0) if self.is_plain else self._linear(column)
+        if not self.batch_of_ids:
+            return ids
+        inner = ids.shape[len(self.batch_of_ids) :]
+        batch = self.sizes(self.batch)
+        own = (dim in self.batch_of_ids for dim in self.batch)
+        ids = ids.reshape(*(n if has else 1 for n, has in zip(batch, own, strict=True)), *inner)
+        return jnp.broadcast_to(ids, (*batch, *inner))
+
+    def _linear(self, column: Callable[[int], jax.Array]) -> jax.Array:
+        """The number of the row that each element is for; one more than the last for none."""
+        shape = self.sizes(self.kept)
+        dtype = jnp.dtype("int32" if self.count <= _INT32_MAX else "int64")
+        total, valid = jnp.zeros(shape, dtype), jnp.ones((), bool)
+        sizes = self.shape[self.begin : self.end]
+        for size, c, step, window in zip(
+            sizes, self.columns, self.steps, self.windows, strict=True
+        ):
+            at = jnp.zeros((), dtype)
+            if c is not None:
+                start = column(c)
+                last = size - window
+                if self.clip:
+                    start = jnp.clip(start, 0, last)
+                else:
+                    valid = valid & (start >= 0) & (start <= last)
+                at = start.astype(dtype)
+            if step is not None:
+                at = at + jax.lax.broadcasted_iota(dtype, shape, self.kept.index(step))
+            total = total * size + at
+        return jnp.where(valid, total, jnp.asarray(self.count, dtype))
+
+
+def find(
+    operand: Any, indices: Any, updates: Any, numbers: Any, *, clip: bool, indices_are_sorted: bool
+) -> Rows | str:
+    """The rows of a scatter between arrays of these types, or why there are none."""
+    shape = tuple(operand.shape)
+    sizes = (*shape, *updates.shape, *indices.shape)
+    known = all(isinstance(size, int) for size in sizes)
+    if known and 0 in sizes:
+        return "nothing is added"
+    columns = {dim: c for c, dim in enumerate(numbers.scatter_dims_to_operand_dims)}
+    at_windows = numbers.update_window_dims
+    scatter_dims = tuple(i for i in range(len(updates.shape)) if i not in at_windows)
+    if not columns or (known and math.prod(updates.shape[i] for i in scatter_dims) == 1):
+        return "one window, which XLA updates in place"
+    batching = {
+        dim: scatter_dims[i]
+        for dim, i in zip(
+            numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+        )
+    }
+    no_window = {*numbers.inserted_window_dims, *batching}
+    windowed = [dim for dim in range(len(shape)) if dim not in no_window]
+    window_of = dict(zip(windowed, at_windows, strict=True))
+    window = {dim: updates.shape[i] for dim, i in window_of.items()}
+
+    # Rows are all dimensions between those that the indices or parts of windows point into.
+    partial = {dim for dim in window if window[dim] != shape[dim]}
+    pointed = {*columns, *partial}
+    begin = min(pointed)
+    end = max({*pointed, *(dim for dim in batching if dim > begin)}) + 1
+    rows = range(begin, end)
+    if not known and len(rows) > 1:
+        return "sizes are variables of jax.export"
+    step = {**window_of, **{dim: i for dim, i in batching.items() if dim >= begin}}
+    batch = tuple({**window_of, **batching}[dim] for dim in range(begin))
+    batch_of_ids = tuple(batching[dim] for dim in range(begin) if dim in batching)
+    return Rows(
+        shape,
+        tuple(updates.shape),
+        begin,
+        end,
+        columns=tuple(columns.get(dim) for dim in rows),
+        steps=tuple(step.get(dim) for dim in rows),
+        windows=tuple(window.get(dim, 1) for dim in rows),
+        batch=batch,
+        batch_of_ids=batch_of_ids,
+        index=tuple(i for i in scatter_dims if i not in batch_of_ids),
+        expanded=tuple(window_of[dim] for dim in rows if dim in window_of),
+        trailing=tuple(window_of[dim] for dim in range(end, len(shape))),
+        scatter_dims=scatter_dims,
+        clip=clip,
+        indices_are_sorted=indices_are_sorted,
+    )
+
+
+def precision(rows: Rows) -> contextlib.AbstractContextManager[Any]:
+    """A context in which ids can name all rows."""
+    wide = not rows.is_plain and rows.count > _INT32_MAX
+    return jax.enable_x64(True) if wide else contextlib.nullcontext()

@@ -1,0 +1,444 @@
+"""Programs that stay as they are: JAX's own slow operations are swapped where they are lowered."""
+
+import collections
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import itertools
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_oneflow_ops import _compat, _native, _policy, _rows, _scatter
+from jax_oneflow_ops._checks import in_own_precision
+from jax_oneflow_ops._report import Report, Row
+
+F = TypeVar("F", bound=Callable[..., Any])
+_PLATFORMS = ("cpu", "cuda")
+_ON, _DETERMINISTIC = "on", "deterministic"
+_TAG = "jof_row"  # of operations in a program that is explained
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    """How this package computes what one of JAX's scatters does."""
+
+    into: Callable[..., jax.Array]  # (operand, ids, updates, **params of primitives) -> result
+    fresh: Callable[..., jax.Array]  # (updates, ids, number of rows, **params) -> result
+    fills: frozenset[str]  # operands for which `fresh` gives the same, as MLIR writes them
+
+
+def _add(operand: jax.Array, ids: jax.Array, updates: jax.Array, **how: Any) -> jax.Array:
+    result: jax.Array = _scatter.bind(_scatter.scatter_add_p, operand, ids, updates, **how)
+    return result
+
+
+def _sum(updates: jax.Array, ids: jax.Array, rows: int, **how: Any) -> jax.Array:
+    result: jax.Array = _scatter.bind(
+        _scatter.segment_sum_p, updates, ids, num_segments=rows, rows_spec=None, **how
+    )
+    return result
+
+
+_ZEROS = frozenset({"0", "0.000000e+00", "(0.000000e+00,0.000000e+00)"})
+# What is swapped. Other reductions are other lines.
+_REDUCTIONS: dict[Any, _Reduction] = {
+    lax.scatter_add_p: _Reduction(_add, _sum, _ZEROS),
+    lax.scatter_sub_p: _Reduction(
+        lambda operand, ids, updates, **how: _add(operand, ids, -updates, **how),
+        lambda updates, ids, rows, **how: _sum(-updates, ids, rows, **how),
+        _ZEROS,
+    ),
+}
+
+
+@dataclasses.dataclass
+class _Explanation:
+    """What `explain` collects while a program is lowered."""
+
+    device_kind: str | None
+    rows: list[tuple[Row, Any]]  # with what finds it in the traced program
+
+
+_explanation: contextvars.ContextVar[_Explanation | None] = contextvars.ContextVar(
+    "explanation", default=None
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """What becomes of a scatter."""
+
+    reason: str
+    rows: _rows.Rows | None = None  # if it is swapped
+    implementation: str = "xla"  # of the functions of this package that take its place
+    decision: _policy.Decision | None = None
+
+
+def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The lowering rule of `primitive`, which was `rule` so far."""
+    reduction = _REDUCTIONS[primitive]
+
+    def lower(ctx: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
+        scope = _compat.scope_of(ctx)
+        if scope not in (_ON, _DETERMINISTIC):
+            return rule(ctx, operand, indices, updates, **params)
+        explanation = _explanation.get()
+        choice = _choose(platform, ctx, params, scope == _DETERMINISTIC, explanation)
+        if choice.rows is None:
+            results = rule(ctx, operand, indices, updates, **params)
+        else:
+            function = functools.partial(
+                _reduce,
+                rows=choice.rows,
+                reduction=reduction,
+                is_fresh=_compat.fill_of(operand) in reduction.fills,
+                deterministic=scope == _DETERMINISTIC,
+                implementation=choice.implementation,
+            )
+            lowered = _compat.lower_plain(function, False)
+            results = lowered(_compat.with_current_mesh(ctx), operand, indices, updates)
+            results = _compat.with_shardings_of_types(ctx, results)
+        if explanation is not None:
+            _compat.tag(results[0], _TAG, str(len(explanation.rows)))
+            key = _key(primitive, ctx.avals_in)
+            explanation.rows.append((_row(primitive.name, ctx, choice), key))
+        return results
+
+    return lower
+
+
+def _choose(
+    platform: str, ctx: Any, params: Any, deterministic: bool, explanation: _Explanation | None
+) -> _Choice:
+    operand, indices, updates = ctx.avals_in
+    if not _scatter.is_summed(operand.dtype):
+        return _Choice(f"there is no kernel for {operand.dtype}")
+    implementation = _native.choose_implementation("accelerate", None)
+    if not _native.is_used("accelerate", platform, implementation):
+        asked = "JAX_ONEFLOW_OPS_IMPLEMENTATION is xla"
+        return _Choice(asked if implementation else f"there are no kernels for {platform}")
+    rows = _rows.find(
+        operand,
+        indices,
+        updates,
+        params["dimension_numbers"],
+        clip=params["mode"] == lax.GatherScatterMode.CLIP,
+        indices_are_sorted=params["indices_are_sorted"],
+    )
+    if isinstance(rows, str):
+        return _Choice(rows)
+    if implementation == "native":
+        return _Choice("asked for", rows, "native")
+    if not _compat.knows_shapes_of_shards(ctx):
+        return _Choice("sharded: the partitioner decides what a device has", rows, "native")
+    indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
+    how = {"num_segments": rows.count, "indexing": indexing}
+    call = _policy.describe(_scatter.segment_sum_p, rows.operands(operand), **how)
+    kind = explanation.device_kind if explanation else _policy.device_kind(platform)
+    decision = _policy.choose(call, platform, kind)
+    if decision.implementation == "native":
+        return _Choice(decision.reason, rows, "native", decision)
+    if operand.dtype in (jnp.float16, jnp.bfloat16):
+        # XLA was measured as it is when sums are widened by hand, which is never much slower.
+        return _Choice(f"summed in float32 by XLA: {decision.reason}", rows, "xla", decision)
+    return _Choice(decision.reason, None, "xla", decision)
+
+
+def _row(operation: str, ctx: Any, choice: _Choice) -> Row:
+    decision = choice.decision
+    return Row(
+        line=_compat.user_line(ctx.traceback),
+        operation=operation,
+        shapes=tuple(tuple(aval.shape) for aval in ctx.avals_in),
+        dtype=ctx.avals_in[0].dtype.name,
+        swapped=choice.implementation == "native",
+        reason=choice.reason,
+        bytes=_policy.nbytes(*ctx.avals_in) if _is_known(ctx.avals_in) else 0,
+        native_us=decision.native_us if decision else None,
+        xla_us=decision.xla_us if decision else None,
+    )
+
+
+def _is_known(avals: Any) -> bool:
+    return all(isinstance(size, int) for aval in avals for size in aval.shape)
+
+
+@in_own_precision
+def _reduce(
+    operand: jax.Array,
+    indices: jax.Array,
+    updates: jax.Array,
+    *,
+    rows: _rows.Rows,
+    reduction: _Reduction,
+    is_fresh: bool,
+    deterministic: bool,
+    implementation: str,
+) -> jax.Array:
+    with _rows.precision(rows):
+        ids, data = rows.ids(indices), rows.updates(updates)
+        indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
+        if is_fresh:  # sums into zeros have one dimension of rows; a result is reshaped for nothing
+            indexing = dataclasses.replace(indexing, row_rank=1)
+        how = {"indexing": indexing, "implementation": implementation}
+        if is_fresh:
+            return reduction.fresh(data, ids, rows.count, **how).reshape(operand.shape)
+        return reduction.into(operand, ids, data, **how)
+
+
+# ---- what users call ----
+
+
+@functools.cache
+def _problem() -> str | None:
+    """Why nothing can be swapped with the jax that is installed, if so."""
+    try:
+        _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"jax_oneflow_ops.accelerate runs programs as they are: jax {_compat.RELEASE} differs "
+            f"from the releases that it knows ({problem}). Remedy: update jax_oneflow_ops.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return problem
+    return None
+
+
+class _Scope(contextlib.ContextDecorator):
+    """A context manager and a decorator, for any number of uses and threads at a time."""
+
+    def __init__(self, value: str, note: str | None = None) -> None:
+        self._value, self._note = value, note
+        self._local = threading.local()
+
+    def __enter__(self) -> None:
+        stack = contextlib.ExitStack()
+        if _problem() is None:
+            stack.enter_context(_compat.in_scope(self._value, self._note))
+        self._local.stacks = [*getattr(self._local, "stacks", []), stack]
+
+    def __exit__(self, *exception: Any) -> None:
+        self._local.stacks.pop().close()
+
+    def __call__(self, function: F) -> F:
+        wrapped = super().__call__(function)
+        # What jax.jit gives functions.
+        for name in ("lower", "trace", "eval_shape"):
+            if callable(method := getattr(function, name, None)):
+                setattr(wrapped, name, super().__call__(method))
+        return wrapped
+
+
+@overload
+def accelerate(fun: F, *, deterministic: bool = False) -> F: ...
+@overload
+def accelerate(fun: bool = True, *, deterministic: bool = False) -> _Scope: ...
+def accelerate(fun: Any = True, *, deterministic: bool = False) -> Any:
+    """Runs a program with this package's kernels, without a change to the program.
+
+    Inside, JAX's own scatter-adds run as native kernels: those of `jax.ops.segment_sum`,
+    ``x.at[...].add``, `jnp.bincount` and `jnp.histogram`, and those that differentiation makes of
+    lookups, as in embeddings, `jnp.take_along_axis` and `jax.image.resize`. Outside nothing
+    changes. :func:`explain` says what is swapped in a program, and what is not, and why.
+
+    Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
+
+        step = jax.jit(jof.accelerate(step))
+
+        @jof.accelerate
+        def step(state, batch): ...
+
+        with jof.accelerate():
+            state = step(state, batch)
+
+        with jof.accelerate(False):  # not this call
+            total = jax.ops.segment_sum(data, ids, 10)
+
+    Args:
+      fun: a function to run accelerated; or whether what is inside a ``with`` statement is. The
+        innermost choice counts, and gradients follow the functions that they are of.
+      deterministic: the same bits on every run, at some cost: see :func:`segment_sum`.
+
+    Returns:
+      A function like `fun`, with the methods of a function made by `jax.jit` if it is one. Without
+      a function: a context manager, which is a decorator, too.
+
+    Raises:
+      TypeError: `fun` is neither a function nor a bool.
+
+    Numerics:
+      Those of :func:`segment_sum` and :func:`scatter_add`: results may differ from XLA's in the
+      last bits, as the order of summation does. Sums of 16-bit values are more exact: they are made
+      in float32 and rounded once. An ``indices_are_sorted=True`` that is not true gives wrong sums,
+      where XLA may ignore it.
+
+    Notes:
+      The lowering rules of JAX's primitives are replaced when this is first used, by ones that
+      leave operations outside to the rules before. Where a release of jax does not allow that,
+      programs run as they are, after one warning. Programs that are exported need
+      :func:`export_checks`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_oneflow_ops as jof
+      >>> @jax.jit
+      ... @jof.accelerate
+      ... def count(x):
+      ...     return jnp.bincount(x, length=4)
+      >>> print(count(jnp.array([0, 2, 2, 3, 2])))
+      [1 0 3 1]
+    """
+    if fun is False:
+        return _Scope(_compat.OFF)
+    scope = _Scope(_DETERMINISTIC if deterministic else _ON)
+    if fun is True:
+        return scope
+    if not callable(fun):
+        raise TypeError(
+            f"accelerate: fun must be a function, True or False, got {fun!r} of type "
+            f"{type(fun).__name__}"
+        )
+    return scope(fun)
+
+
+_HELP = {
+    "scatter-max": "not swapped: there is no kernel",
+    "scatter-min": "not swapped: there is no kernel",
+    "scatter-mul": "not swapped: there is no kernel",
+    "jax.image.resize": "jof.resize, of the same signature, repeats pixels faster than gathers do",
+}
+"""Operations that XLA runs slowly and that are not swapped, with what helps."""
+
+_explained = itertools.count()
+
+
+def explain(
+    fun: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any
+) -> Report:
+    """Shows what `accelerate` swaps in a program, what it does not, and why.
+
+    The program is traced and lowered, not compiled and not run.
+
+    Args:
+      fun: a function of arrays, or what `jax.jit` or :func:`accelerate` made of one.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`.
+      platform: what to lower for: ``"cpu"``, ``"cuda"``, or a kind of device that was measured,
+        such as ``"NVIDIA H200"``. It need not be at hand. By default JAX's default device.
+      **kwargs: keyword arguments of `fun`.
+
+    Returns:
+      A report. Printed, it is a table; its `rows` are a list of dataclasses, of each operation the
+      line in your program, its shapes and dtype, whether it is swapped and why, how many bytes it
+      moves, and the times expected if such calls were measured. It names slow operations that are
+      not swapped, too, and the function that helps.
+
+    Raises:
+      ValueError: `platform` is unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> def count(x):
+      ...     return jnp.bincount(x, length=1024)
+      >>> x = jax.ShapeDtypeStruct((2**24,), jnp.int32)
+      >>> [row] = jof.explain(count, x, platform="NVIDIA H200").rows
+      >>> row.operation, row.swapped, row.shapes
+      ('scatter-add', True, ((1024,), (16777216, 1), (16777216,)))
+    """
+    lowered_for, device_kind = _place(platform)
+    explanation = _Explanation(device_kind, [])
+    token = _explanation.set(explanation)
+    try:
+        with _Scope(_ON, str(next(_explained))):  # traced and lowered anew each time
+            jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
+            traced = jitted.trace(*args, **kwargs)
+            text = traced.lower(lowering_platforms=(lowered_for,)).as_text()
+    finally:
+        _explanation.reset(token)
+    # What is in a function of jit may not know where the program calls it.
+    lines = {_key(eqn.primitive, eqn.invars): line for eqn, line in _equations(traced.jaxpr)}
+    counts = _tags(text)
+    rows = [
+        dataclasses.replace(row, count=counts[i], line=row.line or lines.get(key, ""))
+        for i, (row, key) in enumerate(explanation.rows)
+        if counts[i]
+    ]
+    return Report(platform or lowered_for, [*rows, *_slow(traced.jaxpr)])
+
+
+def _key(primitive: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells operations of a program from one another, if nothing else does."""
+    return primitive.name, *(tuple(getattr(x, "aval", x).shape) for x in operands)
+
+
+def _place(platform: str | None) -> tuple[str, str | None]:
+    """What jax calls a platform, and the kind of its device."""
+    if platform is None:
+        device = jax.devices()[0]
+        return ("cuda" if device.platform == "gpu" else device.platform), device.device_kind
+    if platform in _policy.tables():
+        return _policy.tables()[platform]["platform"], platform
+    if platform not in _PLATFORMS:
+        known = ", ".join(map(repr, (*_PLATFORMS, *_policy.tables())))
+        raise ValueError(f"explain: platform must be one of {known}, got {platform!r}")
+    return platform, _policy.device_kind(platform)
+
+
+def _tags(module: str) -> collections.Counter[int]:
+    """How often a program comes to each tag: what a function has counts whenever it is called."""
+    pieces = re.split(r"func\.func (?:public|private) @", module)[1:]
+    bodies = {re.split(r"[(\s]", piece, maxsplit=1)[0].strip('"'): piece for piece in pieces}
+
+    @functools.cache
+    def count(function: str) -> collections.Counter[int]:
+        body = bodies[function]
+        total = collections.Counter(map(int, re.findall(rf'{_TAG} = "(\d+)"', body)))
+        for called in re.findall(r'\bcall @"?([^"(\s]+)', body):
+            if called in bodies:
+                total.update(count(called))
+        return total
+
+    return count("main")
+
+
+def _slow(jaxpr: Any) -> list[Row]:
+    """The operations of a traced program that `_HELP` names."""
+    found: dict[Row, int] = {}
+    for equation, line in _equations(jaxpr):
+        name = equation.primitive.name
+        if equation.params.get("name") == "_resize":
+            inner = {e.primitive.name for e, _ in _equations(equation.params["jaxpr"])}
+            name = "jax.image.resize" if "gather" in inner else name
+        if name in _HELP:
+            avals = [v.aval for v in equation.invars]
+            shapes = avals if len(avals) == 3 else [equation.outvars[0].aval, avals[0]]
+            row = Row(
+                line=line,
+                operation=name,
+                shapes=tuple(tuple(aval.shape) for aval in shapes),
+                dtype=avals[0].dtype.name,
+                swapped=False,
+                reason=_HELP[name],
+                bytes=_policy.nbytes(*shapes) if _is_known(shapes) else 0,
+            )
+            found[row] = found.get(row, 0) + 1
+    return [dataclasses.replace(row, count=count) for row, count in found.items()]
+
+
+def _equations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
+    """Those of a traced program and of all programs inside, with the user's lines."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        line = _compat.user_line(equation.source_info.traceback) or outer
+        yield equation, line
+        for inner in jax.tree.leaves(equation.params, is_leaf=_policy.is_jaxpr):
+            if _policy.is_jaxpr(inner):
+                yield from _equations(inner, line)

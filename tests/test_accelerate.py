@@ -1,0 +1,683 @@
+"""Programs that stay as they are: what accelerate swaps in them, where, and that results agree."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_oneflow_ops as jof
+from jax_oneflow_ops import _compat, _policy
+from jax_oneflow_ops._report import Row
+from tests.arrays import INEXACT, INTEGERS, rng_for
+from tests.test_lowering import compiled, lowered_targets, native_backend, targets
+
+module = sys.modules["jax_oneflow_ops.accelerate"]
+pytestmark = native_backend
+
+
+def sums(f, *args, platform=None, **jit) -> int:
+    """The number of calls in a program that add up rows."""
+    platforms = None if platform is None else (platform,)
+    traced = jax.jit(f, **jit).trace(*args)
+    found = lowered_targets(traced.lower(lowering_platforms=platforms).as_text())
+    return sum(n for name, n in found.items() if "scatter_add" in name)
+
+
+def integers(*shape, low=-40, high=40, dtype=np.int32) -> np.ndarray:
+    return rng_for(shape, low, high).integers(low, high, shape).astype(dtype)
+
+
+# --- every form of .at[...].add, against NumPy ----------------------------------------------------
+
+FIRST, SECOND = integers(40, low=-12, high=16), integers(40, low=-9, high=10)
+SQUARE = integers(6, 5, low=-7, high=7)
+ALL = slice(None)
+FORMS = {
+    "leading": (FIRST,),
+    "of any rank": (SQUARE,),
+    "middle": (ALL, SECOND),
+    "last": (ALL, ALL, SECOND % 5),
+    "two": (FIRST, SECOND),
+    "two last": (ALL, SECOND, FIRST),
+    "three": (FIRST, SECOND, SECOND),
+    "apart": (FIRST, ALL, SECOND),
+    "broadcast": (FIRST[:, None], SECOND[None, :7]),
+    "unsigned": (FIRST.astype(np.uint8),),
+    "narrow": (ALL, SECOND.astype(np.int8)),
+    "part of a window": (slice(2, 5), SECOND),
+    "part of a row": (FIRST, slice(1, 4)),
+    "in a row and a window": (ALL, SECOND, slice(3, 5)),
+    "one and several": (3, SECOND),
+}
+
+
+def of_all_dimensions(read, index, x):
+    """The index with `read(ids, size)` in place of ids."""
+    index = (*index, *(ALL,) * (x.ndim - len(index)))
+    return tuple(
+        slice(*i.indices(n)) if isinstance(i, slice) else read(np.asarray(i), n)
+        for i, n in zip(index, x.shape, strict=True)
+    )
+
+
+def numpy_added(x, index, u, mode):
+    """The same by numpy.add.at, with a row that takes what is dropped."""
+
+    def read(i, n):
+        i = np.where(i < 0, i + n, i)
+        return np.clip(i, 0, n - 1) if mode == "clip" else np.where((i < 0) | (i >= n), n, i)
+
+    padded = np.pad(x, [(0, 1)] * x.ndim)
+    np.add.at(padded, of_all_dimensions(lambda i, n: read(i.astype(int), n), index, x), u)
+    return padded[tuple(map(slice, x.shape))]
+
+
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+def test_every_form_is_one_call_and_adds_what_numpy_adds(mode):
+    x = integers(11, 8, 6)
+    us = {}
+    for name, index in FORMS.items():
+        us[name] = integers(*x[of_all_dimensions(np.mod, index, x)].shape)
+
+    @jax.jit
+    @jof.accelerate
+    def added(x, us):
+        return {name: x.at[FORMS[name]].add(us[name], mode=mode) for name in FORMS}
+
+    assert sums(added, x, us) == len(FORMS)
+    for name, y in added(x, us).items():
+        np.testing.assert_array_equal(y, numpy_added(x, FORMS[name], us[name], mode), name)
+
+
+def test_every_dtype():
+    ids = integers(30, low=-5, high=9)
+    x = {dtype: integers(7, 3, low=0, high=9).astype(dtype) for dtype in (*INTEGERS, *INEXACT)}
+    u = {dtype: integers(30, 3, low=0, high=4).astype(dtype) for dtype in x}
+
+    @jof.accelerate
+    def added(x, u):
+        return {d: (x[d].at[ids].add(u[d]), x[d].at[ids].subtract(2 * u[d])) for d in x}
+
+    with jax.enable_x64(True):
+        assert sums(added, x, u) == 2 * len(x)
+        results = jax.jit(added)(x, u)
+    for dtype, (more, less) in results.items():
+        for y, factor in ((more, 1), (less, -2)):
+            start, updates = (a[dtype].real.astype(np.float64) for a in (x, u))
+            expected = numpy_added(start, (ids,), factor * updates, "drop")
+            if dtype in INTEGERS:
+                expected = expected.astype(np.int64)
+            np.testing.assert_array_equal(y, expected.astype(dtype), dtype)
+
+
+# --- scatters of any dimension numbers, against XLA -----------------------------------------------
+
+
+def any_scatter(seed):
+    """Operand, indices, updates, dimension numbers and mode."""
+    rng = rng_for("scatter", seed)
+    shape = [int(n) for n in rng.integers(1, 6, rng.integers(1, 6))]
+    kinds = rng.choice(["batching", "scattered", "inserted", "window"], len(shape))
+    kinds[rng.integers(len(shape))] = "inserted"
+    of = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in ("batching", "inserted")}
+    columns = rng.permutation([i for i, k in enumerate(kinds) if k in ("scattered", "inserted")])
+    # The dimensions of the indices, those of the batch among them anywhere.
+    sizes = [int(n) for n in rng.integers(2, 5, rng.integers(1, 3))]
+    places = rng.permutation(len(sizes) + len(of["batching"]))[: len(of["batching"])]
+    batch = {int(place): shape[dim] for place, dim in zip(places, of["batching"], strict=True)}
+    rest = iter(sizes)
+    index = [batch[i] if i in batch else next(rest) for i in range(len(sizes) + len(batch))]
+    windows = [
+        int(rng.integers(1, n + 1)) if rng.random() < 0.5 else n
+        for n, kind in zip(shape, kinds, strict=True)
+        if kind in ("scattered", "window")
+    ]
+    rank = len(index) + len(windows)
+    at = sorted(int(i) for i in rng.permutation(rank)[: len(windows)])
+    of_index, of_window = iter(index), iter(windows)
+    updates = [next(of_window if i in at else of_index) for i in range(rank)]
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(at),
+        inserted_window_dims=tuple(of["inserted"]),
+        scatter_dims_to_operand_dims=tuple(map(int, columns)),
+        operand_batching_dims=tuple(of["batching"]),
+        scatter_indices_batching_dims=tuple(map(int, places)),
+    )
+    ids = rng.integers(-2, 7, (*index, len(columns))).astype(rng.choice(["int8", "int32"]))
+    modes = lax.GatherScatterMode
+    mode = modes.CLIP if seed % 2 else modes.FILL_OR_DROP
+    return integers(*shape), ids, integers(*updates), numbers, mode
+
+
+def test_any_scatter_is_that_of_xla():
+    cases = [any_scatter(seed) for seed in range(60)]
+
+    def added(arrays):
+        return [
+            lax.scatter_add(*args, numbers, mode=mode)
+            for args, (*_, numbers, mode) in zip(arrays, cases, strict=True)
+        ]
+
+    arrays = [case[:3] for case in cases]
+    alone = sum(case[1][..., 0].size == 1 for case in cases)
+    assert sums(jof.accelerate(added), arrays) == len(cases) - alone
+    ours, xla = (jax.jit(f)(arrays) for f in (jof.accelerate(added), added))
+    for case, a, b in zip(cases, ours, xla, strict=True):
+        np.testing.assert_array_equal(a, b, repr(case[3:]))
+
+
+# --- where the scope reaches ----------------------------------------------------------------------
+
+TABLE, IDS = np.linspace(-1, 1, 33, dtype=np.float32).reshape(11, 3), FIRST[:20] % 11
+PARTS = IDS.reshape(4, 5)
+
+
+def adds(table, ids):
+    return jnp.asarray(table).at[ids].add(1.0)
+
+
+def lookup(table, ids):
+    return jnp.sum(jnp.sin(table[ids]))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def with_jvp(table, ids):
+    return lookup(table, ids)
+
+
+@with_jvp.defjvp
+def _with_jvp(ids, tables, tangents):
+    return jax.jvp(lambda table: lookup(table, ids), tables, tangents)
+
+
+@jax.custom_vjp
+def with_vjp(table, ids):
+    return lookup(table, ids)
+
+
+def _with_vjp(table, ids):
+    return jax.vjp(lambda table: lookup(table, ids), table)
+
+
+with_vjp.defvjp(_with_vjp, lambda pull, ct: (*pull(ct), None))
+
+
+def scanned(table, ids):
+    return lax.scan(lambda c, i: (c.at[i].add(1.0), None), table, PARTS)[0]
+
+
+def looked_up_in_a_scan(table, ids):
+    total, _ = lax.scan(lambda c, i: (c + jnp.sin(table[i]).sum(0), None), table[0], PARTS)
+    return jnp.sum(jnp.sin(total))
+
+
+def looped(table, ids):
+    def body(carry):
+        return carry[0].at[ids].add(1.0), carry[1] + 1
+
+    return lax.while_loop(lambda carry: carry[1] < 3, body, (table, 0))[0]
+
+
+def branched(table, ids):
+    branches = [lambda x, step=step: x.at[ids].add(step) for step in (1.0, 2.0)]
+    return lax.cond(ids[0] > 4, *branches, table)
+
+
+def hessian_vector_product(table, ids):
+    return jax.jvp(lambda table: jax.grad(lookup)(table, ids), (table,), (table,))[1]
+
+
+def mapped(table, ids):
+    return jnp.sum(jax.vmap(lookup, (None, 0))(table, PARTS))
+
+
+def taken_along_an_axis(table, ids):
+    return jnp.sum(jnp.sin(jnp.take_along_axis(table, PARTS[:, :3], 0)))
+
+
+def resized(table, ids):
+    return jnp.sum(jnp.sin(jax.image.resize(table, (22, 6), "nearest")))
+
+
+# Functions of (table, ids), with the sums that each has.
+PROGRAMS = {
+    "grad": (jax.grad(lookup), 1),
+    "grad of jit": (jax.grad(jax.jit(lookup)), 1),
+    "hessian-vector product": (hessian_vector_product, 1),
+    "grad of grad": (jax.grad(lambda x, i: jnp.sum(jax.grad(lookup)(x, i) ** 2)), 2),
+    "jvp": (lambda x, i: jax.jvp(lambda x: x.at[i].add(x[i]), (x,), (2 * x,)), 2),
+    "vmap": (lambda x, i: jax.vmap(adds)(jnp.stack([x] * 4), PARTS), 1),
+    "vmap of grad": (lambda x, i: jax.vmap(jax.grad(lookup), (None, 0))(x, PARTS), 1),
+    "grad of vmap": (jax.grad(mapped), 1),
+    "scan": (scanned, 1),
+    "grad of scan": (jax.grad(looked_up_in_a_scan), 1),
+    "while": (looped, 1),
+    "cond": (branched, 2),
+    "checkpoint": (jax.grad(jax.checkpoint(lookup)), 1),
+    "custom_jvp": (jax.grad(with_jvp), 1),
+    "custom_vjp": (jax.grad(with_vjp), 1),
+    "segment_sum": (lambda x, i: jax.ops.segment_sum(x, i[:11], 5), 1),
+    "bincount": (lambda x, i: jnp.bincount(i, length=11), 1),
+    "histogram": (lambda x, i: jnp.histogram(x, bins=4)[0], 1),
+    "take_along_axis": (jax.grad(taken_along_an_axis), 1),
+    "resize": (jax.grad(resized), 2),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_sums_are_swapped_wherever_they_come_from(name, platform):
+    f, count = PROGRAMS[name]
+    if platform not in jof.implementations():
+        pytest.skip(f"built without the module for {platform}")
+    assert sums(jof.accelerate(f), TABLE, IDS, platform=platform) == count
+    assert sums(f, TABLE, IDS, platform=platform) == 0
+
+
+def test_programs_compute_the_same():
+    def results(table, ids):
+        return {name: f(table, ids) for name, (f, _) in PROGRAMS.items()}
+
+    actual = jax.jit(jof.accelerate(results))(TABLE, IDS)
+    with jax.enable_x64(True):
+        expected = jax.jit(results)(TABLE.astype(np.float64), IDS)
+    paths = jax.tree.leaves_with_path(actual)
+    for (path, a), e in zip(paths, jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2**-19, atol=2**-19, err_msg=str(path))
+
+
+def test_the_innermost_choice_counts():
+    def nested(table, ids):
+        with jof.accelerate(False):
+            table = adds(table, ids)
+            with jof.accelerate():
+                table = adds(table, ids)
+        return adds(table, ids)
+
+    assert sums(nested, TABLE, IDS) == 1
+    assert sums(jof.accelerate(nested), TABLE, IDS) == 2
+    assert sums(jof.accelerate(jof.accelerate(adds)), TABLE, IDS) == 1
+    assert sums(jof.accelerate(False)(jof.accelerate(adds)), TABLE, IDS) == 1
+    assert sums(jof.accelerate(jof.accelerate(False)(adds)), TABLE, IDS) == 0
+
+
+def test_gradients_follow_the_functions_that_they_are_of():
+    assert sums(jax.grad(jof.accelerate(lookup)), TABLE, IDS) == 1
+    assert sums(jof.accelerate(jax.grad(jof.accelerate(False)(lookup))), TABLE, IDS) == 0
+
+
+def test_every_way_to_write_it():
+    f = jax.jit(adds)
+    before = f(TABLE, IDS)  # compiled before
+    scope = jof.accelerate()
+    with scope, scope:
+        assert targets(f.lower(TABLE, IDS).compile().as_text())
+        np.testing.assert_array_equal(f(TABLE, IDS), before)
+    for accelerated in (jof.accelerate(f), jof.accelerate()(f), scope(f), jof.accelerate(fun=f)):
+        assert targets(accelerated.lower(TABLE, IDS).compile().as_text())
+        assert lowered_targets(accelerated.trace(TABLE, IDS).lower().as_text())
+        assert accelerated.eval_shape(TABLE, IDS).shape == TABLE.shape
+        assert accelerated.__name__ == "adds"
+    assert not targets(f.lower(TABLE, IDS).compile().as_text())
+    with pytest.raises(ZeroDivisionError), jof.accelerate():
+        raise ZeroDivisionError
+    assert sums(adds, TABLE, IDS) == 0
+
+    class Model:
+        @jof.accelerate
+        def __call__(self, table, ids):
+            return adds(table, ids)
+
+    assert sums(Model(), TABLE, IDS) == 1
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "step"])
+def test_what_is_no_function_is_an_error(wrong):
+    with pytest.raises(TypeError, match=f"accelerate: fun must be .* got {wrong!r}"):
+        jof.accelerate(wrong)
+
+
+def test_another_thread_is_outside():
+    found = []
+    with jof.accelerate():
+        thread = threading.Thread(target=lambda: found.append(sums(adds, TABLE, IDS)))
+        thread.start()
+        thread.join()
+        assert sums(adds, TABLE, IDS) == 1
+    assert found == [0]
+
+
+def test_one_scope_serves_many_threads():
+    scope, found, barrier = jof.accelerate(), [], threading.Barrier(4)
+
+    def run():
+        with scope:
+            barrier.wait()
+            found.append(sums(adds, TABLE, IDS))
+            barrier.wait()
+        found.append(sums(adds, TABLE, IDS))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1] * 4 + [0] * 4
+
+
+# --- what is left as it is ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, i: x.at[3].add(1.0),
+        lambda x, i: x.at[i[0], 1:].add(1.0),
+        lambda x, i: x.at[i[:0]].add(1.0),
+        lambda x, i: x.astype(jnp.float8_e4m3fn).at[i].add(1),
+        lambda x, i: x.at[i].set(1.0),
+        lambda x, i: x.at[i].apply(jnp.sin),
+        lambda x, i: jof.segment_sum(x, i[:11], 5, implementation="xla"),
+        lambda x, i: jax.grad(lambda x: jof.embedding_lookup(x, i, implementation="xla").sum())(x),
+    ],
+    ids=["one row", "one window", "nothing", "8 bits", "set", "apply", "xla", "grad of xla"],
+)
+def test_left_to_xla(f):
+    assert sums(jof.accelerate(f), TABLE, IDS) == 0
+
+
+def test_functions_of_this_package_are_as_outside():
+    f = lambda x, i: jof.scatter_add(x, i, jof.embedding_lookup(x, i))  # noqa: E731
+    inside, outside = (jax.jit(g).lower(TABLE, IDS).as_text() for g in (jof.accelerate(f), f))
+    assert lowered_targets(inside) == lowered_targets(outside)
+
+
+def test_the_environment_variable_switches_it_off(monkeypatch):
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
+    assert sums(jof.accelerate(adds), TABLE, IDS) == 0
+
+
+OUTSIDE = """
+import jax, jax.numpy as jnp, numpy as np
+import jax_oneflow_ops as jof
+
+@jax.jit
+def f(x, i):
+    return x.at[i].add(1.0), jax.ops.segment_max(x, i, 3), jax.grad(lambda x: x[:, i].sum())(x)
+
+args = np.ones((4, 4), np.complex64).real, np.arange(4)
+before = f.lower(*args)
+with jof.accelerate():
+    assert f.lower(*args).as_text() != before.as_text()
+    inside = f(*args)
+jax.clear_caches()
+assert f.lower(*args).as_text() == before.as_text()
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+jax.clear_caches()
+with jof.accelerate():
+    again = f(*args)
+for a, b in zip(inside, again):
+    np.testing.assert_array_equal(a, b)
+print("/jax/compilation_cache/cache_hits" in hits)
+"""
+
+
+def test_outside_nothing_changes_and_the_persistent_cache_knows_the_inside(tmp_path):
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, "-c", OUTSIDE]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "True\n", result.stderr
+
+
+# --- operands -------------------------------------------------------------------------------------
+
+
+def operands_of_sums(text: str) -> list[str]:
+    """The type of the operand of each call that adds up rows."""
+    return re.findall(r"custom_call @jof_scatter_add_\w+\(.* : \(tensor<([^>]*)>", text)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int8", "uint32"])
+def test_sums_into_zeros_are_given_no_operand(dtype):
+    fresh = [lambda x: jnp.zeros((9, 4), dtype), lambda x: jnp.zeros(36, dtype).reshape(9, 4)]
+    others = [lambda x: x, lambda x: jnp.ones((9, 4), dtype)]
+    for start, expected in [*((f, "0x0x0x") for f in fresh), *((f, "9x4x") for f in others)]:
+        f = jof.accelerate(lambda i, x, start=start: start(x).at[i].add(1))
+        text = jax.jit(f).lower(IDS, jnp.zeros((9, 4), dtype)).as_text()
+        assert [o.startswith(expected) for o in operands_of_sums(text)] == [True]
+
+
+def test_negative_zeros_are_no_zeros():
+    f = jax.jit(jof.accelerate(lambda i: jnp.full((3,), -0.0).at[i].add(-0.0)))
+    assert np.signbit(f(np.array([0, 0]))).all()
+
+
+@pytest.mark.parametrize("name", ["leading", "two", "middle", "apart"])
+def test_a_donated_operand_is_not_copied(name):
+    x, u = np.zeros((16, 10, 10), np.float32), np.ones((), np.float32)
+    f = jax.jit(jof.accelerate(lambda x, u: x.at[FORMS[name]].add(u)), donate_argnums=0)
+    hlo = f.lower(x, u).compile().as_text()
+    assert targets(hlo)
+    assert not re.findall(r"f32\[(?:16,10,10|160,10|1600)\]\S* copy\(", hlo)
+
+
+def test_deterministic():
+    if "cuda" not in jof.implementations():
+        pytest.skip("built without the module for CUDA")
+
+    def calls(f):
+        lowered = jax.jit(f).trace(TABLE, IDS).lower(lowering_platforms=("cuda",))
+        return re.findall(r"deterministic = (\w+)", lowered.as_text())
+
+    assert calls(jof.accelerate(adds)) == ["false"]
+    assert calls(jof.accelerate(adds, deterministic=True)) == ["true"]
+    assert calls(jof.accelerate(deterministic=True)(adds)) == ["true"]
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def mesh(kind):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices (the CPU has 8 virtual ones)")
+    types = (getattr(AxisType, kind),)
+    return jax.make_mesh((2,), ("x",), axis_types=types, devices=jax.devices()[:2])
+
+
+def summing_calls(hlo: str) -> list[str]:
+    return [target for target in targets(hlo) if "scatter_add" in target]
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_over_devices(kind):
+    table, data = (np.float32(integers(*shape)) for shape in ((8, 6, 4), (8, 30, 4)))
+    ids = integers(30, low=-9, high=9)
+
+    def loss(table):
+        return jnp.sum(jnp.sin(jnp.take(table, ids, axis=1, mode="clip")))
+
+    def f(table, data):
+        return jax.grad(loss)(table), table.at[:, ids].add(data), table.at[:, 0].add(1.0)
+
+    expected = jax.jit(f)(table, data)
+    with jax.set_mesh(mesh(kind)):
+        args = jax.device_put((table, data), P("x"))
+        step = jax.jit(jof.accelerate(f)).lower(*args).compile()
+        for y, e in zip(step(*args), expected, strict=True):
+            np.testing.assert_allclose(y, e, rtol=1e-6, atol=1e-6)
+            assert y.sharding.spec[0] == "x"
+    assert len(summing_calls(step.as_text())) == 2
+    assert "all-gather" not in step.as_text()
+
+
+def test_in_shard_map():
+    def loss(table, ids):
+        return lax.psum(lookup(table, ids), "x")
+
+    specs = {"in_specs": (P(), P("x")), "out_specs": (P(), P())}
+    f = jax.shard_map(jax.value_and_grad(loss), mesh=mesh("Auto"), **specs)
+    step = jax.jit(jof.accelerate(f)).lower(TABLE, IDS).compile()
+    assert len(summing_calls(step.as_text())) == 1
+    expected = jax.jit(jax.value_and_grad(lookup))(TABLE, IDS)
+    for y, e in zip(step(TABLE, IDS), expected, strict=True):
+        np.testing.assert_allclose(y, e, rtol=1e-6, atol=1e-6)
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def test_export():
+    f = jax.jit(jof.accelerate(jax.grad(lookup)))
+    rows, count = jax.export.symbolic_shape("rows, count")
+    of_any_size = (
+        jax.ShapeDtypeStruct((rows, 3), jnp.float32),
+        jax.ShapeDtypeStruct((count,), np.int32),
+    )
+    expected = jax.jit(jax.grad(lookup))(TABLE, IDS)
+    for args in ((TABLE, IDS), of_any_size):
+        exported = jax.export.export(f, disabled_checks=jof.export_checks())(*args)
+        assert "jof_scatter_add" in exported.mlir_module()
+        restored = jax.export.deserialize(exported.serialize())
+        np.testing.assert_allclose(restored.call(TABLE, IDS), expected, rtol=1e-6)
+
+
+def test_sizes_that_are_not_known_are_left_to_xla_where_rows_are_not_plain():
+    rows, count = jax.export.symbolic_shape("rows, count")
+    args = jax.ShapeDtypeStruct((rows, 3, 2), jnp.float32), jax.ShapeDtypeStruct((count,), np.int32)
+    f = jax.jit(jof.accelerate(lambda x, i: x.at[i, i].add(1.0)))
+    exported = jax.export.export(f)(*args)
+    x, ids = np.zeros((4, 3, 2), np.float32), np.arange(3, dtype=np.int32)
+    np.testing.assert_array_equal(exported.call(x, ids), x + np.eye(4, 3)[..., None])
+
+
+# --- a jax that differs ---------------------------------------------------------------------------
+
+
+def test_a_jax_that_differs_is_warned_of_once(monkeypatch):
+    class Context:
+        __slots__ = ()
+
+    f = jax.jit(jof.accelerate(adds))
+    warning = "runs programs as they are: jax .* xla_metadata"
+    with monkeypatch.context() as patch:
+        patch.setattr(_compat.core_internals, "JaxprEqnContext", Context)
+        module._problem.cache_clear()
+        with pytest.warns(RuntimeWarning, match=warning):
+            y = f(TABLE, IDS)
+        assert sums(jof.accelerate(adds), TABLE, IDS) == 0  # a second warning would be an error
+    module._problem.cache_clear()
+    np.testing.assert_array_equal(y, adds(TABLE, IDS))
+    assert sums(jof.accelerate(adds), TABLE, IDS) == 1
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def inner(x, ids):
+    return jax.ops.segment_sum(jnp.sin(x), ids, 20) + jax.ops.segment_max(x, ids, 20).sum()
+
+
+def mixed(table, ids, image):
+    x = table[ids]
+    for _ in range(2):
+        x = jax.jit(inner)(x, ids)
+    with jof.accelerate(False):
+        x = x.at[ids].add(1.0)
+    x = x.at[3].add(1.0)
+    return jnp.sum(x**2) + jnp.sum(jax.image.resize(image, (1, 8, 8, 2), "nearest") ** 2)
+
+
+MIXED = jax.value_and_grad(mixed, argnums=(0, 2)), (TABLE, IDS, np.ones((1, 4, 4, 2), np.float32))
+
+
+def test_explain_counts_what_the_compiled_program_has():
+    step, args = MIXED
+    for _ in range(2):  # nothing is remembered
+        report = jof.explain(step, *args)
+        swapped = sum(row.count for row in report.rows if row.swapped)
+        assert swapped == len(summing_calls(compiled(jof.accelerate(step), *args))) == 7
+        assert not summing_calls(compiled(step, *args))
+
+
+def test_explain_names_lines_and_reasons():
+    step, args = MIXED
+    report = jof.explain(step, *args)
+    first = mixed.__code__.co_firstlineno
+    here = f"tests/test_accelerate.py:{first + 1}"
+    (lookup,) = [row for row in report.rows if row.line.endswith(here)]
+    assert lookup == Row(
+        lookup.line, "scatter-add", ((11, 3), (20, 1), (20, 3)), "float32", True, lookup.reason, 452
+    )
+    by_operation = {}
+    for row in report.rows:
+        assert row.line.rpartition(":")[0].endswith("test_accelerate.py")
+        assert bool(row.reason)
+        by_operation.setdefault(row.operation, []).append(row)
+    assert [r.reason for r in by_operation["scatter-add"] if not r.swapped] == [
+        "one window, which XLA updates in place"
+    ]
+    (most,), (resized,) = by_operation["scatter-max"], by_operation["jax.image.resize"]
+    assert not most.swapped
+    assert most.count == 2
+    assert resized.reason.startswith("jof.resize")
+    assert resized.shapes == ((1, 8, 8, 2), (1, 4, 4, 2))
+
+
+def test_explain_for_a_device_that_is_not_here(monkeypatch):
+    cells = {"sum/32-bit": [[2**50, 9, 2.0, 1.5, 100.0, 200.0]]}
+    cells["sum/16-bit"] = [[2**50, 9, 0.5, 0.4, 100.0, 50.0]]
+    table = {"NVIDIA X": {"platform": "cuda", "cells": cells}}
+    monkeypatch.setattr(_policy, "tables", lambda: table)
+    if "cuda" not in jof.implementations():
+        pytest.skip("built without the module for CUDA")
+    report = jof.explain(adds, TABLE, IDS, platform="NVIDIA X")
+    (row,) = report.rows
+    assert row.swapped
+    assert "2.00x" in row.reason
+    assert row.native_us * 2 == row.xla_us
+    assert "1 swapped on NVIDIA X, 0 not" in str(report)
+    (row,) = jof.explain(adds, TABLE.astype(jnp.bfloat16), IDS, platform="cuda").rows
+    assert not row.swapped
+    assert row.reason.startswith("summed in float32 by XLA: 0.50x")
+    with pytest.raises(ValueError, match=r"explain: platform must be one of .*, got 'tpu'"):
+        jof.explain(adds, TABLE, IDS, platform="tpu")
+
+
+def test_explain_of_functions_of_jit_keeps_their_options():
+    @functools.partial(jax.jit, static_argnames="size", donate_argnums=0)
+    def f(table, ids, *, size):
+        return table.at[ids].add(1.0), table[:size]
+
+    for g in (f, jof.accelerate(f)):
+        assert [row.swapped for row in jof.explain(g, TABLE, IDS, size=3).rows] == [True]
+    assert not jof.explain(jnp.sin, TABLE).rows
+
+
+def test_a_report_fits_a_terminal(monkeypatch):
+    step, args = MIXED
+    report = jof.explain(step, *args)
+    for columns in (80, 120, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = str(report).splitlines()
+        assert len(lines) == len(report.rows) + 2
+        assert max(map(len, lines)) <= columns
+    html = report._repr_html_()
+    assert html.count("<tr>") == len(report.rows) + 1
+    assert "2 x scatter-max" in html
+    assert html.count("<") == html.count(">")

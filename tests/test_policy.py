@@ -1,0 +1,237 @@
+"""The choice between native kernels and XLA where the caller leaves it open."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_oneflow_ops as jof
+from jax_oneflow_ops import _policy
+from tests.catalogue import CASES, FUNCTIONS
+from tests.test_elementwise import (  # noqa: F401
+    NARROW,
+    OF_ONE_ARRAY,
+    assert_all_16_bit_values,
+    quiet_numpy,
+)
+from tests.test_lowering import BACKEND, ENVIRONMENT_VARIABLE, compiled, native_backend, targets
+
+REAL = json.loads((Path(_policy.__file__).parent / "policy.json").read_text())
+KIND = jax.devices()[0].device_kind
+
+
+def table(platform=BACKEND, **cells):
+    return {"platform": platform, "cells": {k.replace("__", "/"): v for k, v in cells.items()}}
+
+
+def measured(gain, family) -> dict:
+    """Every call of a family gains so much on the devices here."""
+    return {KIND: table(**{family: [[1 << 50, 9, gain, gain, 1.0, gain]]})}
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """Sets the measurements."""
+
+    def use(found):
+        monkeypatch.setattr(_policy, "tables", lambda: found)
+
+    return use
+
+
+def call(*kind, size=1 << 20) -> _policy.Call:
+    return _policy.Call(kind, size)
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gain", "low", "expected"),
+    [(2.0, 1.0, "native"), (1.03, 0.97, "native"), (1.02, 1.0, "xla"), (2.0, 0.9, "xla")],
+)
+def test_kernels_run_where_they_gain_and_hardly_lose(tables, gain, low, expected):
+    tables({"a": table("cpu", permute=[[1 << 50, 9, gain, low, 2.0, 4.0]])})
+    decision = _policy.choose(call("permute"), "cpu", "a")
+    assert decision.implementation == expected
+    assert (decision.native_us, decision.xla_us) == (2.0, 4.0)
+    assert f"{gain:.2f}x" in decision.reason
+    assert " a" in decision.reason
+
+
+def test_the_finest_cell_with_enough_cases_counts(tables):
+    slow, fast = [9, 0.5, 0.5, 1, 1], [9, 2.0, 2.0, 1, 1]
+    few = [_policy.CASES - 1, 0.5, 0.5, 1, 1]
+    tables(
+        {
+            "a": table(
+                "cpu",
+                permute=[[1 << 16, *slow], [1 << 50, *fast]],
+                permute__tile=[[1 << 20, *slow]],
+                permute__tile__narrow=[[1 << 20, *few]],
+            )
+        }
+    )
+
+    def chosen(*kind, size):
+        return _policy.choose(call(*kind, size=size), "cpu", "a").implementation
+
+    assert chosen("permute", size=1 << 16) == "xla"
+    assert chosen("permute", size=(1 << 16) + 1) == "native"
+    assert chosen("permute", "tile", size=1 << 20) == "xla"
+    assert chosen("permute", "tile", size=(1 << 20) + 1) == "native"
+    assert chosen("permute", "tile", "narrow", size=1 << 20) == "xla"
+    assert chosen("permute", "rows", size=1 << 20) == "native"
+    assert chosen("permute", "rows", size=1 << 10) == "xla"
+
+
+def test_devices_and_calls_that_were_not_measured(tables):
+    cells = {"permute": [[1 << 50, 9, 0.5, 0.5, 1, 1]]}
+    tables({"a": table("cpu", **cells), "b": table("cuda", **cells)})
+    assert "not measured" not in _policy.choose(call("permute"), "cuda", "no such").reason
+    unknown = _policy.choose(call("cast"), "cpu", "a")
+    assert unknown.implementation == "native"
+    assert "no such call was measured on a" in unknown.reason
+    assert _policy.choose(call("permute"), "rocm").implementation == "native"
+
+
+def test_the_measurements_are_whole():
+    """Every device has its date and release; cells are sorted by size and have enough cases."""
+    assert {found["platform"] for found in REAL.values()} >= {"cpu", "cuda"}
+    assert "cpu" in REAL
+    for found in REAL.values():
+        assert {"platform", "measured", "jax", "seeds", "cells"} == found.keys()
+        for kind, lines in found["cells"].items():
+            sizes = [line[0] for line in lines]
+            assert sizes == sorted({*sizes}), kind
+            assert {*sizes} <= {*_policy.BANDS}
+            for _, cases, gain, low, native, xla in lines:
+                assert cases >= _policy.CASES
+                assert min(gain, low, native, xla) > 0
+
+
+@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
+def test_what_calls_depend_on(case):
+    """Every function says it, and counts the bytes that the catalogue counts."""
+    xs = case.inputs()
+    decisions = jof.policy(case.f, *xs)
+    for decision in decisions:
+        assert decision.call.bytes > 0 or decision.reason == "sums in a fixed order"
+        assert decision.implementation in ("native", "xla")
+        assert str(decision.implementation) in str(decision)
+    assert decisions or case.op.family not in ("permute", "upsample", "scatter")
+
+
+# --- lowering -------------------------------------------------------------------------------------
+
+
+def permuted(x, **options):
+    return jof.permute(x, (1, 0), **options)
+
+
+def kernels(f, *args) -> list[str]:
+    return targets(compiled(f, *args))
+
+
+@native_backend
+def test_the_choice_is_what_is_compiled(tables, monkeypatch):
+    x = jnp.ones((64, 96))
+    for gain, expected in ((2.0, ["jof_permute"]), (0.5, [])):
+        tables(measured(gain, "permute"))
+        assert kernels(lambda x: permuted(x), x) == expected
+        assert kernels(jax.vmap(lambda x: permuted(x)), x[None]) == expected
+        assert kernels(jax.vjp(lambda x: permuted(x), x)[1], x.T) == expected
+        assert kernels(lambda x: permuted(x, implementation="native"), x) == ["jof_permute"]
+        assert kernels(lambda x: permuted(x, implementation="xla"), x) == []
+        for value, forced in (("native", ["jof_permute"]), ("xla", [])):
+            with monkeypatch.context() as environment:
+                environment.setenv(ENVIRONMENT_VARIABLE, value)
+                assert kernels(lambda x: permuted(x), x) == forced
+
+
+@native_backend
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_over_several_devices_kernels_run(tables):
+    """The shapes of shards are not known yet; inside of a shard_map they are."""
+    tables(measured(0.5, "permute"))
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.ones((64, 96)), NamedSharding(mesh, PartitionSpec("a")))
+    assert kernels(lambda x: permuted(x), x) == ["jof_permute"]
+    specs = {"in_specs": PartitionSpec("a"), "out_specs": PartitionSpec(None, "a")}
+    mapped = jax.shard_map(lambda x: permuted(x), mesh=mesh, **specs)
+    assert kernels(mapped, x) == []
+
+
+def test_sizes_that_are_not_known_yet(tables):
+    tables(measured(0.5, "permute"))
+    (rows,) = jax.export.symbolic_shape("n")
+    exported = jax.export.export(
+        jax.jit(lambda x: permuted(x)), disabled_checks=jof.export_checks()
+    )(jax.ShapeDtypeStruct((rows, 96), "float32"))
+    assert ("jof_permute" in exported.mlir_module()) == (jof.implementations() != ("xla",))
+    (decision,) = jof.policy(lambda x: permuted(x), jax.ShapeDtypeStruct((rows, 96), "float32"))
+    assert (decision.implementation, decision.reason) == ("native", "sizes are not known yet")
+
+
+@native_backend
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_either_choice_gives_the_same(case, tables):
+    if case.op is None or "deterministic" in case.name:
+        pytest.skip("kernels run in any case")
+    results = {}
+    xs = case.inputs()
+    for gain in (2.0, 0.5):
+        found = {name: [[1 << 50, 9, gain, gain, 1, 1]] for name in FAMILIES}
+        tables({KIND: table(**found)})
+        f = jax.jit(lambda *xs: case.f(*xs))
+        assert bool(kernels(f, *xs)) == (gain > 1)
+        results[gain] = jax.tree.map(np.asarray, f(*xs))
+    for a, b in zip(*map(jax.tree.leaves, results.values()), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        wide = np.complex128 if np.iscomplexobj(a) else np.float64
+        unit = float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.inexact) else 0
+        np.testing.assert_allclose(a.astype(wide), b.astype(wide), rtol=16 * unit, atol=16 * unit)
+
+
+FAMILIES = sorted({kind.split("/")[0] for found in REAL.values() for kind in found["cells"]})
+
+
+@native_backend
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("op", OF_ONE_ARRAY, ids=str)
+@pytest.mark.usefixtures("quiet_numpy")
+def test_the_form_in_jnp_is_as_accurate_as_the_kernel(op, dtype, tables):
+    tables(measured(0.5, "elementwise"))
+    with jax.enable_x64(True):
+        assert_all_16_bit_values(op, dtype)
+
+
+# --- the function ---------------------------------------------------------------------------------
+
+
+def test_policy_of_a_program(tables):
+    tables({"a": table("cuda", permute=[[1 << 50, 9, 2.0, 2.0, 1, 2]])})
+    x = jax.ShapeDtypeStruct((1024, 1024), "float32")
+
+    @jax.jit
+    def program(x, scale):
+        y = jax.lax.scan(lambda carry, _: (permuted(carry), None), x, length=3)[0]
+        return permuted(y, implementation="xla") * scale
+
+    inner, outer = jof.policy(program, x, scale=2.0, device="a")
+    assert (inner.implementation, inner.native_us, inner.xla_us) == ("native", 8.0, 16.0)
+    assert inner.call.kind[0] == "permute"
+    assert (outer.implementation, outer.reason) == ("xla", "asked for")
+    assert "8 MiB: native (2.00x XLA in 9 cases on a" in str(inner)
+    assert jof.policy(functools.partial(permuted), np.ones((2, 3)), device=jax.devices()[0])
+
+
+def test_policy_of_an_unknown_device(tables):
+    tables({"a": table("cuda")})
+    with pytest.raises(ValueError, match=r"^policy: device must be .* one of 'a', got 'b'"):
+        jof.policy(permuted, np.ones((2, 3)), device="b")
