@@ -20,6 +20,7 @@ from .results import Row
 from .suites import SUITES, load
 
 PARTS = results.ROOT / "build" / "benchmarks"  # of results that leave cases out
+_PROGRAMS = ("models", "programs")  # suites of whole programs
 _COMMANDS = {"compare": "comparison"} | {name: name for name in ("survey", "report", "policy")}
 
 
@@ -65,7 +66,7 @@ def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
     import jax
 
     try:
-        platform = "quick" if options.quick and suite == "models" else jax.default_backend()
+        platform = "quick" if options.quick and suite in _PROGRAMS else jax.default_backend()
         cases: list[Case] = load(suite).cases(platform)
     except ModuleNotFoundError as error:  # such as flax, which only models need
         print(f"{suite} is left out: {error.name} is not installed")
@@ -76,7 +77,7 @@ def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
         return cases
     smallest: dict[tuple[str, ...], Case] = {}
     for case in sorted(cases, key=lambda case: case.bytes):
-        smallest.setdefault((case.name if suite == "models" else case.group, case.dtype), case)
+        smallest.setdefault((case.name if case.group == "step" else case.group, case.dtype), case)
     return list(smallest.values())
 
 

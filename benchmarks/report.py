@@ -199,6 +199,18 @@ def models(found: Sequence[Result]) -> str:
     return markdown(["a training step of", "native, us", "jnp as written", "XLA's best"], lines)
 
 
+def programs(found: Sequence[Result], group: str = "step") -> str:
+    """A line a program, or a single call: as written, and accelerated."""
+    rows = [row for row in listed(found, "programs") if row["group"] == group]
+    lines = []
+    for row in rows:
+        of_dtype = f", {short(row['dtype'])}" if group == "call" else ""
+        written = results.numbers(row["xla"]).get("jnp")
+        times = [*map(microseconds, (written, row["us"])), ratio(results.rival(row, "jnp"))]
+        lines.append([f"{row['op'].replace('_', ' ')}{of_dtype}", *times])
+    return markdown(["", "jnp as written, us", "accelerated, us", "gain"], lines)
+
+
 def surveyed(
     found: Sequence[Result], by_what: str = "family", implementation: str = "native"
 ) -> str:
@@ -215,6 +227,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "sizes": sizes,
     "slower": slower,
     "models": models,
+    "programs": programs,
     "survey": surveyed,
 }
 """The tables by the names that markers have; each takes the results of a device first."""

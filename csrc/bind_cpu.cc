@@ -15,6 +15,8 @@ const char* StrategyName(jof::PermuteStrategy strategy) {
   switch (strategy) {
     case jof::PermuteStrategy::kCopy:
       return "copy";
+    case jof::PermuteStrategy::kGather:
+      return "gather";
     case jof::PermuteStrategy::kRows:
       return "rows";
     case jof::PermuteStrategy::kInterleave:

@@ -249,6 +249,11 @@ def scope_of(ctx: Any) -> str | None:
     return cast(str | None, metadata.get(_SCOPE))
 
 
+def is_computed_elsewhere(ctx: Any) -> bool:
+    """Whether an equation is inside `compute_on`: the host runs it, say, in a program for GPUs."""
+    return getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) is not None
+
+
 def replace_lowerings(
     primitives: Sequence[core.Primitive],
     platforms: Sequence[str],

@@ -212,6 +212,26 @@ def _scatter(
 
 
 @in_own_precision
+def scatter_set(
+    operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing
+) -> jax.Array:
+    """Rows of an operand replaced, each by the last that names it; GPUs write in any order."""
+    rows, shape = indexing.rows(operand.shape), operand.shape
+    trailing = shape[indexing.batch + indexing.row_rank :]
+
+    def put(ids: jax.Array, operand: jax.Array, updates: jax.Array) -> jax.Array:
+        ids, valid = indexing.resolved(ids, rows)
+        ids = jnp.where(valid, ids, rows)
+        place = jnp.arange(ids.size).reshape(ids.shape)
+        last = jnp.full(rows, -1).at[ids].max(place, mode="drop")
+        is_last = last.at[ids].get(mode="fill", fill_value=-1) == place
+        return operand.at[jnp.where(is_last, ids, rows)].set(updates, mode="drop")
+
+    operand = operand.reshape(*shape[: indexing.batch], rows, *trailing)
+    return _batched(put, indexing)(ids, operand, updates).reshape(shape)
+
+
+@in_own_precision
 def gather_rows(
     table: jax.Array, ids: jax.Array, *, fill: str | bytes, indexing: Indexing
 ) -> jax.Array:

@@ -555,8 +555,8 @@ def _sum_call(updates: Any, ids: Any, rows: int, indexing: Indexing) -> _policy.
 
 
 def _width(inner: int, rows: Any) -> str:
-    is_wide = inner * rows.dtype.itemsize >= _scatter_policy.SECTOR_BYTES
-    return "elements" if inner == 1 else "wide rows" if is_wide else "narrow rows"
+    is_narrow = inner * rows.dtype.itemsize <= 32  # a sector
+    return "elements" if inner == 1 else "narrow rows" if is_narrow else "wide rows"
 
 
 def _gather_call(table: Any, ids: Any, *, indexing: Indexing, **_: Any) -> _policy.Call:

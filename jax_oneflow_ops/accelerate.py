@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_oneflow_ops import _compat, _native, _policy, _rows, _scatter
+from jax_oneflow_ops import _compat, _native, _policy, _reference, _scatter, _scatter_rows
 from jax_oneflow_ops._checks import in_own_precision
 from jax_oneflow_ops._report import Report, Row
 
@@ -30,33 +30,36 @@ _TAG = "jof_row"  # of operations in a program that is explained
 class _Reduction:
     """How this package computes what one of JAX's scatters does."""
 
-    into: Callable[..., jax.Array]  # (operand, ids, updates, **params of primitives) -> result
-    fresh: Callable[..., jax.Array]  # (updates, ids, number of rows, **params) -> result
-    fills: frozenset[str]  # operands for which `fresh` gives the same, as MLIR writes them
+    reducer: str = "add"
+    negative: bool = False  # of the updates
+    # Operands that need not be passed, as MLIR writes them: into zeros there is a function.
+    fills: frozenset[str] = frozenset()
 
-
-def _add(operand: jax.Array, ids: jax.Array, updates: jax.Array, **how: Any) -> jax.Array:
-    result: jax.Array = _scatter.bind(_scatter.scatter_add_p, operand, ids, updates, **how)
-    return result
-
-
-def _sum(updates: jax.Array, ids: jax.Array, rows: int, **how: Any) -> jax.Array:
-    result: jax.Array = _scatter.bind(
-        _scatter.segment_sum_p, updates, ids, num_segments=rows, rows_spec=None, **how
-    )
-    return result
+    def __call__(
+        self, operand: jax.Array | None, ids: jax.Array, updates: jax.Array, rows: int, how: Any
+    ) -> jax.Array:
+        """The reduction of `updates` into the rows of `operand`, or into as many zeros."""
+        updates = -updates if self.negative else updates
+        args: tuple[Any, ...] = (operand, ids, updates)
+        primitive, more = _scatter.scatter_add_p, dict[str, Any]()
+        if operand is None:
+            primitive, args = _scatter.segment_sum_p, (updates, ids)
+            more = {"num_segments": rows, "rows_spec": None}
+        elif self.reducer != "add":
+            primitive, more = _scatter.scatter_reduce_p, {"reducer": self.reducer}
+        result: jax.Array = _scatter.bind(primitive, *args, **how, **more)
+        return result
 
 
 _ZEROS = frozenset({"0", "0.000000e+00", "(0.000000e+00,0.000000e+00)"})
-# What is swapped. Other reductions are other lines.
 _REDUCTIONS: dict[Any, _Reduction] = {
-    lax.scatter_add_p: _Reduction(_add, _sum, _ZEROS),
-    lax.scatter_sub_p: _Reduction(
-        lambda operand, ids, updates, **how: _add(operand, ids, -updates, **how),
-        lambda updates, ids, rows, **how: _sum(-updates, ids, rows, **how),
-        _ZEROS,
-    ),
+    lax.scatter_add_p: _Reduction(fills=_ZEROS),
+    lax.scatter_sub_p: _Reduction(negative=True, fills=_ZEROS),
+    lax.scatter_max_p: _Reduction("max"),
+    lax.scatter_min_p: _Reduction("min"),
+    lax.scatter_mul_p: _Reduction("multiply"),
 }
+"""What is swapped. Another reduction is another line."""
 
 
 @dataclasses.dataclass
@@ -77,7 +80,7 @@ class _Choice:
     """What becomes of a scatter."""
 
     reason: str
-    rows: _rows.Rows | None = None  # if it is swapped
+    rows: _scatter_rows.Rows | None = None  # if it is swapped
     implementation: str = "xla"  # of the functions of this package that take its place
     decision: _policy.Decision | None = None
 
@@ -91,11 +94,11 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         if scope not in (_ON, _DETERMINISTIC):
             return rule(ctx, operand, indices, updates, **params)
         explanation = _explanation.get()
-        choice = _choose(platform, ctx, params, scope == _DETERMINISTIC, explanation)
+        choice = _choose(reduction, platform, ctx, params, scope == _DETERMINISTIC, explanation)
         if choice.rows is None:
             results = rule(ctx, operand, indices, updates, **params)
         else:
-            function = functools.partial(
+            function = _same(
                 _reduce,
                 rows=choice.rows,
                 reduction=reduction,
@@ -103,9 +106,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
                 deterministic=scope == _DETERMINISTIC,
                 implementation=choice.implementation,
             )
-            lowered = _compat.lower_plain(function, False)
-            results = lowered(_compat.with_current_mesh(ctx), operand, indices, updates)
-            results = _compat.with_shardings_of_types(ctx, results)
+            results = _lower(function, ctx, operand, indices, updates)
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
             key = _key(primitive, ctx.avals_in)
@@ -115,17 +116,44 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
     return lower
 
 
-def _choose(
-    platform: str, ctx: Any, params: Any, deterministic: bool, explanation: _Explanation | None
-) -> _Choice:
-    operand, indices, updates = ctx.avals_in
-    if not _scatter.is_summed(operand.dtype):
-        return _Choice(f"there is no kernel for {operand.dtype}")
-    implementation = _native.choose_implementation("accelerate", None)
-    if not _native.is_used("accelerate", platform, implementation):
-        asked = "JAX_ONEFLOW_OPS_IMPLEMENTATION is xla"
-        return _Choice(asked if implementation else f"there are no kernels for {platform}")
-    rows = _rows.find(
+@functools.lru_cache(maxsize=1024)
+def _same(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """The same function for equal scatters: jax traces it once, and lowers it once a program."""
+    return jax.jit(functools.partial(function, **how))
+
+
+def _lower(function: Callable[..., Any], ctx: Any, *args: Any) -> Any:
+    results = _compat.lower_plain(function, False)(_compat.with_current_mesh(ctx), *args)
+    return _compat.with_shardings_of_types(ctx, results)
+
+
+def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of scatters that set rows: GPUs may write updates of one row in any order."""
+
+    def lower(ctx: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
+        is_plain = params["update_jaxpr"] is None and not params["unique_indices"]
+        if _compat.scope_of(ctx) == _DETERMINISTIC and is_plain:
+            rows = _find(ctx.avals_in, params)
+            if isinstance(rows, _scatter_rows.Rows):
+                function = _same(_set, rows=rows)
+                return _lower(function, ctx, operand, indices, updates)
+        return rule(ctx, operand, indices, updates, **params)
+
+    return lower
+
+
+def _set(
+    operand: jax.Array, indices: jax.Array, updates: jax.Array, *, rows: _scatter_rows.Rows
+) -> jax.Array:
+    with _scatter_rows.precision(rows):
+        ids, data = rows.ids(indices), rows.updates(updates)
+        result: jax.Array = _reference.scatter_set(operand, ids, data, indexing=rows.indexing)
+    return result
+
+
+def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
+    operand, indices, updates = avals
+    return _scatter_rows.find(
         operand,
         indices,
         updates,
@@ -133,6 +161,28 @@ def _choose(
         clip=params["mode"] == lax.GatherScatterMode.CLIP,
         indices_are_sorted=params["indices_are_sorted"],
     )
+
+
+def _choose(
+    reduction: _Reduction,
+    platform: str,
+    ctx: Any,
+    params: Any,
+    deterministic: bool,
+    explanation: _Explanation | None,
+) -> _Choice:
+    operand = ctx.avals_in[0]
+    if not _scatter.is_summed(operand.dtype, reduction.reducer):
+        return _Choice(f"there is no kernel for {operand.dtype}")
+    implementation = _native.choose_implementation("accelerate", None)
+    if not _native.is_used("accelerate", platform, implementation):
+        asked = "JAX_ONEFLOW_OPS_IMPLEMENTATION is xla"
+        return _Choice(asked if implementation else f"there are no kernels for {platform}")
+    if _compat.is_computed_elsewhere(ctx):
+        return _Choice("jax.experimental.compute_on says where it runs")
+    if _compat.automatic_axes_beside_manual_ones(ctx):
+        return _Choice("in a shard_map over some axes of the mesh only, kernels would all-gather")
+    rows = _find(ctx.avals_in, params)
     if isinstance(rows, str):
         return _Choice(rows)
     if implementation == "native":
@@ -141,7 +191,9 @@ def _choose(
         return _Choice("sharded: the partitioner decides what a device has", rows, "native")
     indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
     how = {"num_segments": rows.count, "indexing": indexing}
-    call = _policy.describe(_scatter.segment_sum_p, rows.operands(operand), **how)
+    call: Any = "sums alone were measured"
+    if reduction.reducer == "add":
+        call = _policy.describe(_scatter.segment_sum_p, rows.operands(operand), **how)
     kind = explanation.device_kind if explanation else _policy.device_kind(platform)
     decision = _policy.choose(call, platform, kind)
     if decision.implementation == "native":
@@ -177,31 +229,32 @@ def _reduce(
     indices: jax.Array,
     updates: jax.Array,
     *,
-    rows: _rows.Rows,
+    rows: _scatter_rows.Rows,
     reduction: _Reduction,
     is_fresh: bool,
     deterministic: bool,
     implementation: str,
 ) -> jax.Array:
-    with _rows.precision(rows):
+    with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
         indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
         if is_fresh:  # sums into zeros have one dimension of rows; a result is reshaped for nothing
             indexing = dataclasses.replace(indexing, row_rank=1)
         how = {"indexing": indexing, "implementation": implementation}
-        if is_fresh:
-            return reduction.fresh(data, ids, rows.count, **how).reshape(operand.shape)
-        return reduction.into(operand, ids, data, **how)
+        result = reduction(None if is_fresh else operand, ids, data, rows.count, how)
+        return result.reshape(operand.shape)
 
 
 # ---- what users call ----
 
 
 @functools.cache
-def _problem() -> str | None:
-    """Why nothing can be swapped with the jax that is installed, if so."""
+def _problem(value: str) -> str | None:
+    """Why the jax that is installed does not allow a scope of `value`, if so."""
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
+        if value == _DETERMINISTIC:
+            _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
         warnings.warn(
@@ -223,7 +276,7 @@ class _Scope(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         stack = contextlib.ExitStack()
-        if _problem() is None:
+        if _problem(self._value) is None:
             stack.enter_context(_compat.in_scope(self._value, self._note))
         self._local.stacks = [*getattr(self._local, "stacks", []), stack]
 
@@ -240,10 +293,10 @@ class _Scope(contextlib.ContextDecorator):
 
 
 @overload
-def accelerate(fun: F, *, deterministic: bool = False) -> F: ...
+def accelerate(fun: F, *, tune: bool = False, deterministic: bool = False) -> F: ...
 @overload
 def accelerate(fun: bool = True, *, deterministic: bool = False) -> _Scope: ...
-def accelerate(fun: Any = True, *, deterministic: bool = False) -> Any:
+def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = False) -> Any:
     """Runs a program with this package's kernels, without a change to the program.
 
     Inside, JAX's own scatter-adds run as native kernels: those of `jax.ops.segment_sum`,
@@ -267,14 +320,22 @@ def accelerate(fun: Any = True, *, deterministic: bool = False) -> Any:
     Args:
       fun: a function to run accelerated; or whether what is inside a ``with`` statement is. The
         innermost choice counts, and gradients follow the functions that they are of.
-      deterministic: the same bits on every run, at some cost: see :func:`segment_sum`.
+      tune: times the program with kernels and without them, when it is first called with arguments
+        of such shapes, on copies of these. It runs as it is unless kernels gain more than 2 %. The
+        times are remembered in the folder of compiled kernels
+        (:class:`ElementwiseKernel` says where), and logged by the logger "jax_oneflow_ops". For
+        functions that are called with arrays, so outside of `jax.jit`; others are compiled whole.
+      deterministic: the same bits on every run, at some cost. It is for every sum that is swapped
+        (see :func:`segment_sum`), and for ``x.at[ids].set(u)`` on GPUs, where the last update of a
+        row counts, as on CPUs.
 
     Returns:
       A function like `fun`, with the methods of a function made by `jax.jit` if it is one. Without
       a function: a context manager, which is a decorator, too.
 
     Raises:
-      TypeError: `fun` is neither a function nor a bool.
+      TypeError: `fun` is neither a function nor a bool, or `tune` is set without a function; or a
+        tuned function is called inside a transformation.
 
     Numerics:
       Those of :func:`segment_sum` and :func:`scatter_add`: results may differ from XLA's in the
@@ -298,23 +359,23 @@ def accelerate(fun: Any = True, *, deterministic: bool = False) -> Any:
       >>> print(count(jnp.array([0, 2, 2, 3, 2])))
       [1 0 3 1]
     """
-    if fun is False:
-        return _Scope(_compat.OFF)
-    scope = _Scope(_DETERMINISTIC if deterministic else _ON)
-    if fun is True:
-        return scope
-    if not callable(fun):
+    if not callable(fun) and (tune or not isinstance(fun, bool)):
+        expected = "a function" if tune else "a function, True or False"
         raise TypeError(
-            f"accelerate: fun must be a function, True or False, got {fun!r} of type "
-            f"{type(fun).__name__}"
+            f"accelerate: fun must be {expected}, got {fun!r} of type {type(fun).__name__}"
         )
-    return scope(fun)
+    value = _compat.OFF if fun is False else _DETERMINISTIC if deterministic else _ON
+    scope = _Scope(value)
+    if isinstance(fun, bool):
+        return scope
+    if not tune:
+        return scope(fun)
+    from jax_oneflow_ops import _tune  # imported lazily: few programs need it
+
+    return _tune.tuned(fun, scope(fun if hasattr(fun, "trace") else jax.jit(fun)))
 
 
 _HELP = {
-    "scatter-max": "not swapped: there is no kernel",
-    "scatter-min": "not swapped: there is no kernel",
-    "scatter-mul": "not swapped: there is no kernel",
     "jax.image.resize": "jof.resize, of the same signature, repeats pixels faster than gathers do",
 }
 """Operations that XLA runs slowly and that are not swapped, with what helps."""

@@ -1435,14 +1435,7 @@ SUMS_AND_LOOKUPS = {
         ("n, d", "n"),
         "jof_scatter_max",
         {
-            (0,): (
-                "jof_scatter_max",
-                "jof_gather_rows",
-                "jof_scatter_add",
-                "jof_gather_rows",
-                "jof_scatter_add",
-                "jof_gather_rows",
-            ),
+            (0,): SOFTMAX_TARGETS,
         },
     ),
     "scatter_mul": (

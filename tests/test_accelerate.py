@@ -6,17 +6,20 @@ import re
 import subprocess
 import sys
 import threading
+import unittest.mock
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _compat, _policy
+from jax_oneflow_ops import _compat, _policy, _tune
 from jax_oneflow_ops._report import Row
 from tests.arrays import INEXACT, INTEGERS, rng_for
 from tests.test_lowering import compiled, lowered_targets, native_backend, targets
@@ -30,7 +33,7 @@ def sums(f, *args, platform=None, **jit) -> int:
     platforms = None if platform is None else (platform,)
     traced = jax.jit(f, **jit).trace(*args)
     found = lowered_targets(traced.lower(lowering_platforms=platforms).as_text())
-    return sum(n for name, n in found.items() if "scatter_add" in name)
+    return sum(n for name, n in found.items() if name.startswith("jof_scatter_"))
 
 
 def integers(*shape, low=-40, high=40, dtype=np.int32) -> np.ndarray:
@@ -70,20 +73,36 @@ def of_all_dimensions(read, index, x):
     )
 
 
-def numpy_added(x, index, u, mode):
-    """The same by numpy.add.at, with a row that takes what is dropped."""
+def as_numpy_reads(index, x, mode):
+    """An index of an array that has one more row in each dimension, for what is dropped."""
 
     def read(i, n):
-        i = np.where(i < 0, i + n, i)
+        i = np.where(i < 0, i.astype(int) + n, i)
         return np.clip(i, 0, n - 1) if mode == "clip" else np.where((i < 0) | (i >= n), n, i)
 
+    return of_all_dimensions(read, index, x)
+
+
+def numpy_added(x, index, u, mode, reducer="add"):
+    """The same by numpy.add.at, and by others."""
     padded = np.pad(x, [(0, 1)] * x.ndim)
-    np.add.at(padded, of_all_dimensions(lambda i, n: read(i.astype(int), n), index, x), u)
+    ufunc = {"add": np.add, "max": np.maximum, "min": np.minimum, "multiply": np.multiply}[reducer]
+    ufunc.at(padded, as_numpy_reads(index, x, mode), u)
     return padded[tuple(map(slice, x.shape))]
 
 
-@pytest.mark.parametrize("mode", ["drop", "clip"])
-def test_every_form_is_one_call_and_adds_what_numpy_adds(mode):
+def numpy_set(x, index, u, mode):
+    """The same by numpy, whose last update of an element counts."""
+    padded = np.pad(x, [(0, 1)] * x.ndim)
+    padded[as_numpy_reads(index, x, mode)] = u
+    return padded[tuple(map(slice, x.shape))]
+
+
+@pytest.mark.parametrize(
+    ("mode", "reducer"),
+    [("drop", "add"), ("clip", "add"), ("drop", "max"), ("clip", "min"), ("drop", "multiply")],
+)
+def test_every_form_is_one_call_and_does_what_numpy_does(mode, reducer):
     x = integers(11, 8, 6)
     us = {}
     for name, index in FORMS.items():
@@ -91,12 +110,36 @@ def test_every_form_is_one_call_and_adds_what_numpy_adds(mode):
 
     @jax.jit
     @jof.accelerate
-    def added(x, us):
-        return {name: x.at[FORMS[name]].add(us[name], mode=mode) for name in FORMS}
+    def reduced(x, us):
+        return {n: getattr(x.at[FORMS[n]], reducer)(us[n], mode=mode) for n in FORMS}
 
-    assert sums(added, x, us) == len(FORMS)
-    for name, y in added(x, us).items():
-        np.testing.assert_array_equal(y, numpy_added(x, FORMS[name], us[name], mode), name)
+    assert sums(reduced, x, us) == len(FORMS)
+    for name, y in reduced(x, us).items():
+        expected = numpy_added(x, FORMS[name], us[name], mode, reducer)
+        np.testing.assert_array_equal(y, expected, name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int8"])
+def test_extremes_are_those_of_xla(dtype):
+    """NaNs, infinities, segments of nothing, and gradients where several are the greatest."""
+    with jax.enable_x64(True):
+        values = integers(40, 3, low=-3, high=4).astype(dtype)
+        if dtype != "int8":
+            values[7, 0], values[8, 1], values[9, 2] = np.nan, np.inf, -np.inf
+
+        def f(x):
+            most = jax.ops.segment_max(x, FIRST % 9, 11)
+            return most, jax.ops.segment_min(x, FIRST % 9, 11)
+
+        def both(x):
+            if dtype == "int8":
+                return f(x)
+            return f(x), jax.jvp(f, (x,), (jnp.sin(x),))[1]
+
+        assert sums(jof.accelerate(f), values) == 2
+        ours, xla = (jax.jit(g)(values) for g in (jof.accelerate(both), both))
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(xla), strict=True):
+            np.testing.assert_allclose(*(np.float64(c) for c in (a, b)), rtol=2**-7)
 
 
 def test_every_dtype():
@@ -341,10 +384,12 @@ def test_every_way_to_write_it():
     assert sums(Model(), TABLE, IDS) == 1
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "step"])
-def test_what_is_no_function_is_an_error(wrong):
-    with pytest.raises(TypeError, match=f"accelerate: fun must be .* got {wrong!r}"):
-        jof.accelerate(wrong)
+@pytest.mark.parametrize(
+    ("wrong", "options"), [(None, {}), (3, {}), ("step", {}), (True, {"tune": True})]
+)
+def test_what_is_no_function_is_an_error(wrong, options):
+    with pytest.raises(TypeError, match=f"accelerate: fun must be a function.* got {wrong!r}"):
+        jof.accelerate(wrong, **options)
 
 
 def test_another_thread_is_outside():
@@ -394,6 +439,28 @@ def test_one_scope_serves_many_threads():
 )
 def test_left_to_xla(f):
     assert sums(jof.accelerate(f), TABLE, IDS) == 0
+
+
+def test_left_to_xla_where_kernels_would_move_data_or_cannot_run():
+    with compute_on("device_host"):
+        rows = jof.explain(adds, TABLE, IDS).rows
+    assert [row.reason for row in rows] == ["jax.experimental.compute_on says where it runs"]
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices (the CPU has 8 virtual ones)")
+    two = jax.make_mesh(
+        (2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    specs = {"in_specs": (P(), P("x")), "out_specs": P("x")}
+    f = jax.shard_map(adds, mesh=two, axis_names={"x"}, **specs)
+    (row,) = jof.explain(f, TABLE, IDS).rows
+    assert not row.swapped
+    assert "shard_map" in row.reason
+
+
+def test_without_jit():
+    with jof.accelerate():
+        x = jnp.asarray(TABLE).at[IDS].add(1.0)
+    np.testing.assert_array_equal(x, adds(TABLE, IDS))
 
 
 def test_functions_of_this_package_are_as_outside():
@@ -490,6 +557,32 @@ def test_deterministic():
     assert calls(jof.accelerate(deterministic=True)(adds)) == ["true"]
 
 
+@pytest.fixture
+def ordered_on_cpus():
+    """On GPUs alone it is of use."""
+    _compat.replace_lowerings([lax.scatter_p], ["cpu"], module._in_order)
+    yield
+    _compat._replaced.discard((lax.scatter_p, "cpu"))
+    del _compat.mlir_internals._platform_specific_lowerings["cpu"][lax.scatter_p]
+
+
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+def test_deterministic_programs_keep_the_last_update_of_a_row(mode, ordered_on_cpus):
+    x = integers(11, 8, 6)
+    us = {}
+    for name, index in FORMS.items():
+        us[name] = integers(*x[of_all_dimensions(np.mod, index, x)].shape)
+
+    def put(x, us):
+        return {name: x.at[FORMS[name]].set(us[name], mode=mode) for name in FORMS}
+
+    ordered = jax.jit(jof.accelerate(put, deterministic=True))
+    for name, y in ordered(x, us).items():
+        np.testing.assert_array_equal(y, numpy_set(x, FORMS[name], us[name], mode), name)
+    assert "maximum" in ordered.lower(x, us).as_text()
+    assert "maximum" not in jax.jit(jof.accelerate(put)).lower(x, us).as_text()
+
+
 # --- devices --------------------------------------------------------------------------------------
 
 
@@ -501,7 +594,7 @@ def mesh(kind):
 
 
 def summing_calls(hlo: str) -> list[str]:
-    return [target for target in targets(hlo) if "scatter_add" in target]
+    return [target for target in targets(hlo) if target.startswith("jof_scatter_")]
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -576,7 +669,7 @@ def test_a_jax_that_differs_is_warned_of_once(monkeypatch):
     f = jax.jit(jof.accelerate(adds))
     warning = "runs programs as they are: jax .* xla_metadata"
     with monkeypatch.context() as patch:
-        patch.setattr(_compat.core_internals, "JaxprEqnContext", Context)
+        patch.setattr(_compat, "core_internals", SimpleNamespace(JaxprEqnContext=Context))
         module._problem.cache_clear()
         with pytest.warns(RuntimeWarning, match=warning):
             y = f(TABLE, IDS)
@@ -611,7 +704,7 @@ def test_explain_counts_what_the_compiled_program_has():
     for _ in range(2):  # nothing is remembered
         report = jof.explain(step, *args)
         swapped = sum(row.count for row in report.rows if row.swapped)
-        assert swapped == len(summing_calls(compiled(jof.accelerate(step), *args))) == 7
+        assert swapped == len(summing_calls(compiled(jof.accelerate(step), *args))) == 9
         assert not summing_calls(compiled(step, *args))
 
 
@@ -633,7 +726,7 @@ def test_explain_names_lines_and_reasons():
         "one window, which XLA updates in place"
     ]
     (most,), (resized,) = by_operation["scatter-max"], by_operation["jax.image.resize"]
-    assert not most.swapped
+    assert most.swapped
     assert most.count == 2
     assert resized.reason.startswith("jof.resize")
     assert resized.shapes == ((1, 8, 8, 2), (1, 4, 4, 2))
@@ -681,3 +774,84 @@ def test_a_report_fits_a_terminal(monkeypatch):
     assert html.count("<tr>") == len(report.rows) + 1
     assert "2 x scatter-max" in html
     assert html.count("<") == html.count(">")
+
+
+# --- tune -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Replaces the clock by times that are set, and lists the functions that were timed."""
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
+    clock = SimpleNamespace(times=[1.0, 1.0], calls=[])
+
+    def times(functions, args, kwargs):
+        clock.calls.append(functions)
+        return clock.times
+
+    monkeypatch.setattr(_tune, "_times", times)
+    return clock
+
+
+def is_swapped(fun, *args) -> bool:
+    """Whether a function that has chosen runs kernels."""
+    jax.clear_caches()
+    with unittest.mock.patch.object(_compat, "lower_plain", side_effect=_compat.lower_plain) as f:
+        fun(*args)
+    return f.called
+
+
+@pytest.mark.parametrize(("plain", "ours"), [(1.03, 1.0), (1.01, 1.0), (1.0, 2.0)])
+def test_the_faster_way_runs_and_is_remembered(measured, caplog, plain, ours):
+    measured.times = [plain, ours]
+    expected = adds(TABLE, IDS)
+    with caplog.at_level("INFO", "jax_oneflow_ops"):
+        for _ in range(2):  # the second one as another process would
+            tuned = jof.accelerate(jax.jit(adds), tune=True)
+            np.testing.assert_array_equal(tuned(TABLE, IDS), expected)
+            np.testing.assert_array_equal(tuned(TABLE, IDS), expected)
+            assert is_swapped(tuned, TABLE, IDS) == (plain > 1.02)
+    assert len(measured.calls) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    runs = "with kernels" if plain > 1.02 else "as it is"
+    assert [f"adds runs {runs}: " in line for line in lines] == [True, True]
+    assert [line.rpartition(", ")[2] for line in lines] == ["measured now", "as measured before"]
+
+
+def test_other_shapes_and_other_programs_are_measured_anew(measured):
+    tuned = jof.accelerate(adds, tune=True)
+    for ids in (IDS, IDS[:7], IDS):
+        tuned(TABLE, ids)
+    assert len(measured.calls) == 2
+
+    def adds_twice(table, ids):
+        return adds(adds(table, ids), ids)
+
+    adds_twice.__name__ = "adds"
+    jof.accelerate(adds_twice, tune=True)(TABLE, IDS)
+    assert len(measured.calls) == 3
+
+
+def test_what_is_on_disk_is_no_matter_of_trust(measured, tmp_path):
+    jof.accelerate(adds, tune=True)(TABLE, IDS)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(b"{}")
+    jof.accelerate(adds, tune=True)(TABLE, IDS)
+    assert len(measured.calls) == 2
+
+
+def test_tuning_runs_on_copies(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
+    step = jax.jit(lambda state, ids: {"x": adds(state["x"], ids)}, donate_argnums=0)
+    state = {"x": jnp.asarray(TABLE)}
+    result = jof.accelerate(step, tune=True)(state, IDS)
+    np.testing.assert_array_equal(result["x"], adds(TABLE, IDS))
+    assert state["x"].is_deleted()  # by the call itself
+
+
+def test_a_tuned_function_is_not_for_transformations(measured):
+    with pytest.raises(TypeError, match=r"Remedy: jof\.accelerate\(jax\.jit\(fun\), tune=True\)"):
+        jax.jit(jof.accelerate(adds, tune=True))(TABLE, IDS)
+    monkey = unittest.mock.patch.object(jax, "process_count", return_value=2)
+    with monkey, pytest.raises(NotImplementedError, match="tune=True works in one process"):
+        jof.accelerate(adds, tune=True)(TABLE, IDS)

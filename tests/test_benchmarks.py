@@ -27,10 +27,20 @@ from benchmarks import (
     timing,
 )
 from benchmarks.inputs import Input
-from benchmarks.suites import FAMILIES, cast, elementwise, kernels, load, permute, scatter, upsample
+from benchmarks.suites import (
+    FAMILIES,
+    cast,
+    elementwise,
+    kernels,
+    load,
+    permute,
+    programs,
+    scatter,
+    upsample,
+)
 from benchmarks.suites.scatter import Problem
 
-SUITES = (*FAMILIES, "kernels")
+SUITES = (*FAMILIES, "kernels", "programs")
 TINY = {
     "elementwise": [
         elementwise.case(op, dtype, 900, "900", group)
@@ -58,6 +68,21 @@ TINY = {
         kernels.case(name, "bfloat16", 4 * kernels.WIDTH, "tiny")
         for name in ("residual_gelu", "squared_diff_vjp", "chain")
     ],
+    "programs": [
+        programs.call(name, dtype, "tiny")
+        for name, dtype in (
+            ("bincount uniform", "int32"),
+            ("histogram", "float32"),
+            ("add to columns", "bfloat16"),
+            ("add to pairs", "float32"),
+            ("vmapped gather gradient", "float32"),
+            ("take_along_axis gradient", "bfloat16"),
+            ("resize gradient", "bfloat16"),
+            ("segment_max of rows", "bfloat16"),
+            ("segment_max gradient", "bfloat16"),
+            ("segment softmax", "bfloat16"),
+        )
+    ],
 }
 CASES = [case for suite in TINY.values() for case in suite]
 
@@ -73,7 +98,7 @@ def test_cases_have_names_of_their_own_and_sweeps_all_sizes(suite, platform):
         assert [case["shape"] for case in line] == [tables.size(n) for n in sizes]
         # Beside that array: ids, the small image, or as much again.
         assert all(n <= c["bytes"] <= 2 * n + 1024 for n, c in zip(sizes, line, strict=True))
-    assert bool(sweep) == (suite != "kernels")
+    assert bool(sweep) == (suite in FAMILIES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -403,12 +428,30 @@ def test_steps_of_programs_are_compared_and_follow_from_one_another(monkeypatch)
     monkeypatch.setattr(programs, "start", lambda p: jnp.zeros(()))
     monkeypatch.setattr(programs, "check_steps", lambda *arguments: {"apart": 0.0})
     module = types.SimpleNamespace(problem=lambda size: problem, OPS=["silu"])
-    monkeypatch.setattr(models.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(
+        models, "importlib", types.SimpleNamespace(import_module=lambda name: module)
+    )
     found = models.case("graph", "small").work()()
     assert [c.name for c in found.contenders] == ["ours", "xla", "only silu"]
     assert found.failed == {"jnp": "MemoryError: much"}
     for contender in found.contenders:
         contender.sync([contender.call(i) for i in range(3)])
+
+
+def test_losses_of_unchanged_programs_are_compared(monkeypatch):
+    found = programs.step("histogram", "tiny").work()()
+    assert [c.name for c in found.contenders] == ["ours", "jnp"]
+    assert found.about["apart"] == 0
+    assert len(found.about["losses"]["jnp"]) == 2
+    for contender in found.contenders:
+        contender.sync([contender.call(i) for i in range(3)])
+
+    def wrong(step):
+        return lambda *args: (step(*args)[0], 1.01 * step(*args)[1])
+
+    monkeypatch.setattr(programs.jof, "accelerate", wrong)
+    with pytest.raises(ArithmeticError, match="losses differ by 1"):
+        programs.enter("histogram", "tiny")
 
 
 def row(case="a", us=2.0, forms=(4.0, 3.0), group="forward", **more):

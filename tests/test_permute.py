@@ -82,34 +82,34 @@ EDGES = [
 
 
 @pytest.mark.parametrize("itemsize", DTYPE_OF_SIZE)
-def test_edges_of_every_strategy(itemsize):
+def test_edges(itemsize):
     dtype = DTYPE_OF_SIZE[itemsize]
     rng = rng_for("edges", dtype)
     assert_permuted([(any_bits(rng, shape, dtype), axes) for shape, axes in EDGES])
-    strategies = {_native.permute_plan(*edge, itemsize)["strategy"] for edge in EDGES}
-    assert {"rows", "interleave", "deinterleave", "tile", "runs"} <= strategies
 
 
-def test_large_arrays():
+LARGE = [
+    ((1024, 2048), (1, 0), "uint8"),
+    ((1023, 1025), (1, 0), "bfloat16"),
+    ((1024, 768), (1, 0), "float32"),
+    ((4, 500, 513), (0, 2, 1), "float64"),
+    ((64, 128, 16, 16), (2, 0, 1, 3), "uint8"),
+    ((8, 256, 12, 64), (0, 2, 1, 3), "bfloat16"),
+    ((4, 256, 256, 3), (0, 3, 1, 2), "uint8"),
+    ((4, 3, 256, 256), (0, 2, 3, 1), "float32"),
+    ((33, 65, 29, 27), (2, 0, 3, 1), "bfloat16"),
+    ((300, 7, 301), (2, 1, 0), "complex128"),
+]
+
+
+def test_large_arrays_of_every_strategy():
     """Enough work that it is spread over threads, or over more than one wave of blocks."""
     rng = rng_for("large")
-    assert_permuted(
-        [
-            (any_bits(rng, shape, dtype), axes)
-            for shape, axes, dtype in (
-                ((1024, 2048), (1, 0), "uint8"),
-                ((1023, 1025), (1, 0), "bfloat16"),
-                ((1024, 768), (1, 0), "float32"),
-                ((4, 500, 513), (0, 2, 1), "float64"),
-                ((64, 128, 16, 16), (2, 0, 1, 3), "uint8"),
-                ((8, 256, 12, 64), (0, 2, 1, 3), "bfloat16"),
-                ((4, 256, 256, 3), (0, 3, 1, 2), "uint8"),
-                ((4, 3, 256, 256), (0, 2, 3, 1), "float32"),
-                ((33, 65, 29, 27), (2, 0, 3, 1), "bfloat16"),
-                ((300, 7, 301), (2, 1, 0), "complex128"),
-            )
-        ]
-    )
+    assert_permuted([(any_bits(rng, shape, dtype), axes) for shape, axes, dtype in LARGE])
+    strategies = {
+        plan_of(shape, axes, jnp.dtype(dtype).itemsize)["strategy"] for shape, axes, dtype in LARGE
+    }
+    assert strategies == {"gather", "rows", "interleave", "deinterleave", "tile", "runs"}
 
 
 def test_every_dtype_moves_bit_for_bit():
@@ -165,6 +165,7 @@ def test_permute_matches_numpy_and_its_inverse_undoes_it(problem, dtype, seed):
 @pytest.mark.parametrize(
     ("strategy", "shape", "axes"),
     [
+        ("gather", (16, 140_000_000), (1, 0)),
         ("rows", (5636, 3, 127_127), (1, 0, 2)),
         ("interleave", (3, 720_000_000), (1, 0)),
         ("deinterleave", (720_000_000, 3), (1, 0)),
@@ -376,7 +377,9 @@ def test_plan_does_not_depend_on_how_the_problem_is_put(problem, itemsize, align
 
 @problems_to_plan
 def test_tiles_are_contiguous_on_both_sides(problem, itemsize, alignment):
-    plan = plan_of(*problem, itemsize, alignment)
+    shape, axes = problem
+    larger = [17 * n for n in shape]  # since small arrays are gathered
+    plan = plan_of(larger, axes, itemsize, alignment)
     if plan["strategy"] != "runs":
         return
     shape, axes, tile = plan["shape"], plan["axes"], plan["tile"]
@@ -399,7 +402,9 @@ def test_tiles_are_contiguous_on_both_sides(problem, itemsize, alignment):
         ((8, 2048, 16, 128), (0, 2, 1, 3), 2, {"strategy": "rows", "unit_bytes": 16}),
         ((32, 224, 224, 3), (0, 3, 1, 2), 1, {"strategy": "deinterleave", "axes": [0, 2, 1]}),
         ((32, 3, 224, 224), (0, 2, 3, 1), 1, {"strategy": "interleave", "axes": [0, 2, 1]}),
-        ((9, 5, 129, 127), (2, 0, 3, 1), 2, {"strategy": "runs", "unit_bytes": 2}),
+        ((4, 3, 32768, 30), (1, 0, 3, 2), 4, {"strategy": "runs", "unit_bytes": 4}),
+        ((9, 5, 129, 127), (2, 0, 3, 1), 2, {"strategy": "gather", "unit_bytes": 2}),
+        ((39, 64), (1, 0), 4, {"strategy": "gather", "unit_bytes": 4}),
         # Rows of eight elements of two bytes are elements of sixteen.
         ((512, 256, 8), (1, 0, 2), 2, {"unit_bytes": 16, "shape": [256, 512], "axes": [1, 0]}),
         ((2**16, 2**15 - 1), (1, 0), 1, {"index_bytes": 4}),

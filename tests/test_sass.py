@@ -103,7 +103,7 @@ def test_the_modules_kernels(kernels):
 
 def test_no_kernel_is_overlooked(kernels):
     """There is one for each FFI target of ops/elementwise_ops.h and each type, in packs of 16 bytes
-    of the widest output; and there are the others.
+    of the widest output, or of 32 bytes of a cast's input; and there are the others.
     """
     targets = [
         target
@@ -116,7 +116,7 @@ def test_no_kernel_is_overlooked(kernels):
         assert any("ElementwiseKernel" not in name for name in names)
         accesses = [pack_accesses(name) for name in names if "ElementwiseKernel" in name]
         assert None not in accesses
-        assert all(max(stores) == 16 for _, _, stores in accesses)
+        assert all(max(stores) == 16 or loads[16] == 2 for _, loads, stores in accesses)
         assert len(accesses) >= 4 * len(targets)
 
 

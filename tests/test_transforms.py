@@ -35,6 +35,8 @@ class Column:
     # the group's other columns, which saves time. The others are about what happens outside
     # `jax.jit`, or compile by themselves.
     traced: bool
+    # The column whose results these must be too, which one program computes of the reference.
+    expects: str | None
     # Why a case has no use for it, if so.
     reason: Callable[[Case], str | None]
 
@@ -62,10 +64,10 @@ def not_linear(case: Case) -> str | None:
     return None if linear_sets(case.name) else "not linear in any operand"
 
 
-def column(group, *, core=False, machinery=False, traced=True, reason=always):
+def column(group, *, core=False, machinery=False, traced=True, expects=None, reason=always):
     def decorate(transform):
         name = transform.__name__
-        COLUMNS[name] = Column(name, transform, group, core, machinery, traced, reason)
+        COLUMNS[name] = Column(name, transform, group, core, machinery, traced, expects, reason)
         return transform
 
     return decorate
@@ -136,17 +138,17 @@ def assert_same_types(actual, expected) -> None:
 # --- compilation ----------------------------------------------------------------------------------
 
 
-@column(JIT, core=True, traced=False)
+@column(JIT, core=True, traced=False, expects="eager")
 def eager(case, f):
     return f(*map(jnp.asarray, case.inputs()))
 
 
-@column(JIT, core=True, traced=False)
+@column(JIT, core=True, traced=False, expects="eager")
 def jit(case, f):
     return jax.jit(f)(*case.inputs())
 
 
-@column(JIT, machinery=True, traced=False)
+@column(JIT, machinery=True, traced=False, expects="gradient")
 def of_constants(case, f):
     return jax.jit(lambda: grad(case, cube(f))(*case.inputs()))()
 
@@ -156,7 +158,7 @@ def jit_in_jit(case, f):
     return jax.jit(lambda *xs: jax.jit(f)(*plus(xs, 1)) + jax.jit(f)(*xs))(*case.inputs())
 
 
-@column(JIT, machinery=True, traced=False)
+@column(JIT, machinery=True, traced=False, expects="gradient")
 def ahead_of_time(case, f):
     specs = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
     return jax.jit(grad(case, cube(f))).lower(*specs).compile()(*case.inputs())
@@ -230,13 +232,13 @@ def eval_shape(case, f):
 # --- debugging and settings -----------------------------------------------------------------------
 
 
-@column(SETTINGS, machinery=True, traced=False)
+@column(SETTINGS, machinery=True, traced=False, expects="gradient")
 def without_jit(case, f):
     with jax.disable_jit():
         return grad(case, cube(f))(*case.inputs())
 
 
-@column(SETTINGS, traced=False)
+@column(SETTINGS, traced=False, expects="jit_of_value_and_grad")
 def debug_nans(case, f):
     """There are none."""
     with jax.debug_nans(True):
@@ -260,7 +262,7 @@ def x64(case, f):
 # --- differentiation ------------------------------------------------------------------------------
 
 
-@column(GRAD, core=True, traced=False)
+@column(GRAD, core=True, traced=False, expects="gradient")
 def gradient(case, f):
     return grad(case, cube(f))(*case.inputs())
 
@@ -270,7 +272,7 @@ def gradient_of_one_operand(case, f):
     return [jax.grad(cube(f), argnums=i)(*case.inputs()) for i in case.every_operand]
 
 
-@column(GRAD, traced=False)
+@column(GRAD, traced=False, expects="jit_of_value_and_grad")
 def jit_of_value_and_grad(case, f):
     return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*case.inputs())
 
@@ -280,7 +282,7 @@ def grad_of_jit(case, f):
     return grad(case, cube(jax.jit(f)))(*case.inputs())
 
 
-@column(JVP, core=True, traced=False)
+@column(JVP, core=True, traced=False, expects="jvp")
 def jvp(case, f):
     return jax.jvp(f, case.inputs(), tangents(case))
 
@@ -627,8 +629,11 @@ def cells() -> Iterator[tuple[Case, Column]]:
 def parameters():
     for case, column in cells():
         marks = []
-        if column.traced:  # workers that take tests one by one take these together
-            marks.append(pytest.mark.xdist_group(f"{case}, {column.group}"))
+        if (
+            column.traced or column.expects
+        ):  # workers that take tests one by one take these together
+            program = column.group if column.traced else "expected"
+            marks.append(pytest.mark.xdist_group(f"{case}, {program}"))
         yield pytest.param(case, column, id=f"{case}-{column.name}", marks=marks)
 
 
@@ -656,6 +661,13 @@ def traced(name: str, group: str) -> dict[str, Any]:
     )()
 
 
+@functools.lru_cache(maxsize=8)
+def expected(name: str, column: str) -> Any:
+    """A row's results of a column by its reference, compiled as a whole."""
+    (case,) = (case for case in CASES if case.name == name)
+    return jax.jit(lambda: COLUMNS[column].transform(case, case.ref))()
+
+
 @pytest.mark.parametrize(("case", "column"), [*parameters()])
 def test_transformation(case, column):
     if why := column.reason(case):
@@ -665,6 +677,9 @@ def test_transformation(case, column):
             assert_same_types(*both(case, column))
         elif column.traced:
             assert_same(*traced(case.name, column.group)[column.name], case.rtol)
+        elif column.expects:
+            actual = column.transform(case, case.f)
+            assert_same(actual, expected(case.name, column.expects), case.rtol)
         else:
             assert_same(*both(case, column), case.rtol)
 

@@ -7,7 +7,7 @@ A module has ``cases(platform)``, the listed ones, and, if it is a family of the
 import importlib
 from types import ModuleType
 
-SUITES = ("elementwise", "cast", "upsample", "permute", "scatter", "kernels", "models")
+SUITES = ("elementwise", "cast", "upsample", "permute", "scatter", "kernels", "models", "programs")
 FAMILIES = SUITES[:5]
 """The suites that the survey draws from."""
 

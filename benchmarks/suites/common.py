@@ -4,8 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ..timing import Contender
 
 FLOATS = ("float32", "float16", "bfloat16")
 _SHORT = {"float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "bfloat16": "bf16"}
@@ -90,3 +93,13 @@ def random_dimension(rng: np.random.Generator, about: float) -> int:
 def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
     """Draws one of the choices; NumPy would turn them into an array."""
     return choices[int(rng.integers(len(choices)))]
+
+
+def contender(name: str, step: Callable[..., Any], batches: Sequence[Any], state: Any) -> Contender:
+    """Steps from a copy of a state, on batches in turn; each takes an earlier step's state."""
+    own = [jax.tree.map(jnp.copy, state)]
+
+    def call(i: int) -> None:
+        own[0], _ = step(own[0], batches[i % len(batches)])
+
+    return Contender(name, call, lambda _: jax.block_until_ready(own))

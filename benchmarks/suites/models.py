@@ -5,17 +5,13 @@ that is fast by itself can make a program slower: "only OP" says which one does.
 """
 
 import importlib
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from examples import programs, training
+from examples import programs
 
 from ..harness import Case, Entrants
-from ..timing import Contender, reason
+from ..timing import reason
+from . import common
 
 MODELS = ("unet", "vit", "graph", "language")
 
@@ -54,16 +50,7 @@ def enter(model: str, size: str) -> Entrants:
                 raise
             failed[name] = reason(error)
     about = programs.check_steps(problem, state, steps)
-    contenders = [_contender(name, step, problem, state) for name, step in steps.items()]
+    contenders = [
+        common.contender(name, step, problem.batches, state) for name, step in steps.items()
+    ]
     return Entrants(contenders, about, ["jnp", "xla"], failed, wall=True)
-
-
-def _contender(
-    name: str, step: Callable[..., Any], problem: training.Problem, state: programs.State
-) -> Contender:
-    own = [jax.tree.map(jnp.copy, state)]  # each step takes an earlier step's state
-
-    def call(i: int) -> None:
-        own[0], _ = step(own[0], problem.batches[i % len(problem.batches)])
-
-    return Contender(name, call, lambda _: jax.block_until_ready(own))

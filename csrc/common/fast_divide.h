@@ -64,6 +64,14 @@ class FastDivider {
     return quotient;
   }
 
+  // The same in 32 bits, for dividends and a divisor below 2^31.
+  JOF_HOST_DEVICE JOF_INLINE uint32_t NarrowDivMod(uint32_t n, uint32_t* remainder) const {
+    const uint32_t multiplier = static_cast<uint32_t>((multiplier_ - 1) >> (kBits - 32)) + 1;
+    const uint32_t quotient = (MulHigh(n, multiplier) + n) >> shift_;
+    *remainder = n - quotient * static_cast<uint32_t>(divisor_);
+    return quotient;
+  }
+
  private:
   Index divisor_;
   Index multiplier_;

@@ -47,8 +47,7 @@ JOF_NAMESPACE_END
 
 #define JOF_COMPILED_KERNEL(Functor, Outputs, Inputs)                                              \
   extern "C" __global__ void __launch_bounds__(                                                    \
-      jof::internal::LaunchPolicy<Outputs, Inputs>::kThreads,                                      \
-      jof::internal::LaunchPolicy<Outputs, Inputs>::kMinBlocks)                                    \
+      jof::kBlockSize, jof::internal::LaunchPolicy<Outputs, Inputs>::kMinBlocks)                   \
       jof_compiled(const __grid_constant__ jof::ElementwiseCall call) {                            \
     jof::internal::RunCompiled<Functor, Outputs, Inputs>(call, jof::MakeIndices<Outputs::kSize>(), \
                                                          jof::MakeIndices<Inputs::kSize>());       \

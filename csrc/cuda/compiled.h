@@ -34,7 +34,7 @@ inline cudaError_t LaunchCompiled(const CudaCompiledKernel& kernel, size_t input
                                   const int64_t* element_bytes, ElementwiseCall call,
                                   cudaStream_t stream) {
   SplitIntoPacks(inputs, outputs, element_bytes, &call);
-  const int64_t items = call.split.packs + call.split.singles;
+  const int64_t items = ItemsOf(call.split);
   const int64_t blocks = (items + kernel.threads - 1) / kernel.threads;
   void* parameters[] = {&call};
   return cudaLaunchKernel(static_cast<const void*>(kernel.kernel),

@@ -2,7 +2,9 @@
 // ops/permute_plan.h for when each is chosen.
 //
 // Bytes: x is read once and y written once, so a copy kernel is what there is to reach.
-//   RowsKernel: rows of whole packs; a thread moves one pack.
+//   GatherKernel: a thread makes one pack of the output (or a part of one, so that a small array
+//     has enough threads) from wherever its units are. Rows of whole packs are units of 16 bytes.
+//     Elsewhere first-level caches must hold what neighbours read, a sector of 32 bytes each time.
 //   ShiftedRowsKernel: rows of any length and alignment, 64 bytes or more; a thread still writes
 //     one aligned pack, and shifts it together from two aligned packs of the source.
 //   InterleaveKernel: 2, 3 or 4 long rows become the elements of one (NCHW to NHWC). A thread does
@@ -13,51 +15,36 @@
 #include <type_traits>
 
 #include "common/dtype.h"
-#include "common/fast_divide.h"
 #include "common/types.h"
-#include "cuda/windows.cuh"
+#include "cuda/shifted_loads.cuh"
+#include "cuda/walk.cuh"
 
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// Dimensions that items enumerate, the fastest first, and what a step along each adds to the
-// offsets of input and output.
-template <typename Index>
-struct Walk {
-  int rank = 0;
-  FastDivider<Index> sizes[kMaxPermuteRank];
-  Index in_strides[kMaxPermuteRank], out_strides[kMaxPermuteRank];
-
-  void Add(int64_t size, int64_t in_stride, int64_t out_stride) {
-    sizes[rank] = FastDivider<Index>(static_cast<Index>(size));
-    in_strides[rank] = static_cast<Index>(in_stride);
-    out_strides[rank] = static_cast<Index>(out_stride);
-    ++rank;
-  }
-
-  __device__ __forceinline__ Index In(Index item) const { return Offset(item, in_strides); }
-  __device__ __forceinline__ Index Out(Index item) const { return Offset(item, out_strides); }
-
- private:
-  __device__ __forceinline__ Index Offset(Index item, const Index* strides) const {
-    Index offset = 0;
-    for (int d = 0; d + 1 < rank; ++d) {
-      Index i;
-      item = sizes[d].DivMod(item, &i);
-      offset += i * strides[d];
-    }
-    return rank == 0 ? 0 : offset + item * strides[rank - 1];
-  }
-};
-
-// One item is a pack.
-template <typename Index>
+// One item is kUnits units of the output, wherever they come from.
+template <int kUnits, int kMost, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize)
-    RowsKernel(const Index packs, const Walk<Index> walk, const uint4* __restrict__ x,
-               uint4* __restrict__ y) {
-  const Index item = ItemIndex<Index>();
-  if (item >= packs) return;
-  y[item] = __ldg(x + walk.In(item));
+    GatherKernel(const Index units, const Walk<Index, kMost> walk, const Unit* __restrict__ x,
+                 Unit* __restrict__ y) {
+  const Index first = ItemIndex<Index>() * kUnits;
+  if (first >= units) return;
+  if constexpr (kUnits == 1) {
+    y[first] = __ldg(x + walk.At(first));
+  } else {
+    Index places[kUnits];
+    Cursor<Index, kMost> cursor(walk, first);
+    JOF_UNROLL
+    for (int i = 0; i < kUnits; ++i, cursor.Next()) places[i] = cursor.place();
+    if (first + kUnits > units) {
+      for (int i = 0; i < kUnits && first + i < units; ++i) y[first + i] = x[walk.At(first + i)];
+      return;
+    }
+    Pack<Unit, kUnits> pack;
+    JOF_UNROLL
+    for (int i = 0; i < kUnits; ++i) pack.elem[i] = __ldg(x + places[i]);
+    StorePack<kUnits>(y + first, pack);
+  }
 }
 
 // One item is an aligned pack of the output, the first of which holds `lead` bytes before it.
@@ -65,7 +52,7 @@ __global__ void __launch_bounds__(kBlockSize)
 template <int kBytes, typename Index>
 __global__ void __launch_bounds__(kBlockSize)
     ShiftedRowsKernel(const Index packs, const Index bytes, const int lead,
-                      const FastDivider<Index> by_row, const Walk<Index> walk,
+                      const FastDivider<Index> by_row, const Walk<Index, kMaxPermuteRank> walk,
                       const char* __restrict__ x, char* __restrict__ y) {
   const Index item = ItemIndex<Index>();
   if (item >= packs) return;
@@ -77,21 +64,21 @@ __global__ void __launch_bounds__(kBlockSize)
     for (Index i = begin; i < end; i += kBytes) {
       const Index row = by_row.DivMod(i, &column);
       *reinterpret_cast<Word<kBytes>*>(y + i) =
-          __ldg(reinterpret_cast<const Word<kBytes>*>(x + walk.In(row) + column));
+          __ldg(reinterpret_cast<const Word<kBytes>*>(x + walk.At(row) + column));
     }
     return;
   }
   // The end of one row and the beginning of the next, or one row's bytes twice.
   const Index row = by_row.DivMod(begin, &column);
   const Index rest = by_row.divisor() - column;
-  const char* source = x + walk.In(row) + column;
+  const char* source = x + walk.At(row) + column;
   const char* next = source;
   Window<kBytes> window, next_window;
   const bool inside = CanRead(source, source, x, bytes);
   if (inside) window.Load(source);
   bool next_inside = inside;
   if (rest < kPackBytes) {
-    next = x + walk.In(row + 1) - rest;
+    next = x + walk.At(row + 1) - rest;
     next_inside = CanRead(next, next, x, bytes);
     if (next_inside) next_window.Load(next);
   }
@@ -110,7 +97,8 @@ __global__ void __launch_bounds__(kBlockSize)
 template <int kCount, bool kShift, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize)
     InterleaveKernel(const Index pixels, const Index stride, const FastDivider<Index> by_row,
-                     const Walk<Index> walk, const char* __restrict__ x, char* __restrict__ y) {
+                     const Walk<Index, kMaxPermuteRank> walk, const char* __restrict__ x,
+                     char* __restrict__ y) {
   constexpr int kPack = kPackSize<Unit>, kBytes = sizeof(Unit);
   __shared__ uint4 stage[kBlockSize * kCount];
   const size_t bytes = size_t{pixels} * kCount * kBytes;
@@ -118,7 +106,7 @@ __global__ void __launch_bounds__(kBlockSize)
   Index column;
   const Index row = by_row.DivMod(first, &column);
   if (first + kPack <= pixels && (!kShift || column + kPack <= by_row.divisor())) {
-    const char* source = x + walk.In(row) + column * kBytes;
+    const char* source = x + walk.At(row) + column * kBytes;
     Pack<Unit, kPack> from[kCount], to[kCount];
     if (!kShift || CanRead(source, source + size_t{kCount - 1} * stride, x, bytes)) {
       Window<kBytes, kShift> windows[kCount];
@@ -144,7 +132,7 @@ __global__ void __launch_bounds__(kBlockSize)
     Unit* to = reinterpret_cast<Unit*>(stage + threadIdx.x * kCount);
     for (Index pixel = first; pixel < first + kPack && pixel < pixels; ++pixel) {
       const Index pixel_row = by_row.DivMod(pixel, &column);
-      const char* source = x + walk.In(pixel_row) + column * kBytes;
+      const char* source = x + walk.At(pixel_row) + column * kBytes;
       for (int c = 0; c < kCount; ++c) {
         *to++ = *reinterpret_cast<const Unit*>(source + size_t(c) * stride);
       }
@@ -167,7 +155,8 @@ __global__ void __launch_bounds__(kBlockSize)
 template <int kCount, bool kShift, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize, 2)
     DeinterleaveKernel(const Index pixels, const Index stride, const FastDivider<Index> by_row,
-                       const Walk<Index> walk, const char* __restrict__ x, char* __restrict__ y) {
+                       const Walk<Index, kMaxPermuteRank> walk, const char* __restrict__ x,
+                       char* __restrict__ y) {
   constexpr int kPack = kPackSize<Unit>, kBytes = sizeof(Unit);
   // A row leaves a pack before it, and one after the last.
   __shared__ uint4 stage[kShift ? kCount * (kBlockSize + 1) + 1 : 1];
@@ -192,7 +181,7 @@ __global__ void __launch_bounds__(kBlockSize, 2)
     const Index item = ItemIndex<Index>() * kPack;
     const Index row = by_row.DivMod(item, &column);
     if (item >= pixels) return;
-    char* out = y + walk.Out(row) + column * kBytes;
+    char* out = y + walk.At(row) + column * kBytes;
     JOF_UNROLL
     for (int c = 0; c < kCount; ++c, out += stride) {
       StorePack<kPack>(reinterpret_cast<Unit*>(out), to[c]);
@@ -212,7 +201,7 @@ __global__ void __launch_bounds__(kBlockSize, 2)
     for (int done = 0; done < count; ++row, column = 0) {
       const Index row_left = by_row.divisor() - column;
       const int part = row_left < Index(count - done) ? static_cast<int>(row_left) : count - done;
-      char* out = y + walk.Out(row) + column * kBytes;
+      char* out = y + walk.At(row) + column * kBytes;
       JOF_UNROLL
       for (int c = 0; c < kCount; ++c, out += stride) {
         const int phase = static_cast<int>(Phase(out));
@@ -231,21 +220,56 @@ __global__ void __launch_bounds__(kBlockSize, 2)
   }
 }
 
+template <typename Unit, int kUnits, int kMost, typename Index>
+cudaError_t LaunchGather(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  Walk<Index, kMost> walk;
+  for (int k = 0; k < plan.rank; ++k) {
+    const PermuteDim& dim = plan.dims[plan.fastest_out(k)];
+    walk.Add(dim.size, static_cast<Index>(dim.in_stride));
+  }
+  return LaunchItems(GatherKernel<kUnits, kMost, Index, Unit>, (plan.units + kUnits - 1) / kUnits,
+                     stream, static_cast<Index>(plan.units), walk, static_cast<const Unit*>(x),
+                     static_cast<Unit*>(y));
+}
+
+template <typename Unit, int kUnits>
+cudaError_t LaunchGather(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  if (plan.index_bytes == 8) {
+    return LaunchGather<Unit, kUnits, kMaxPermuteRank, uint64_t>(plan, x, y, stream);
+  }
+  if (plan.rank <= 3) return LaunchGather<Unit, kUnits, 3, uint32_t>(plan, x, y, stream);
+  if (plan.rank <= kUnrolledWalk) {
+    return LaunchGather<Unit, kUnits, kUnrolledWalk, uint32_t>(plan, x, y, stream);
+  }
+  return LaunchGather<Unit, kUnits, kMaxPermuteRank, uint32_t>(plan, x, y, stream);
+}
+
+cudaError_t LaunchGather(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  return DispatchWord(plan.unit_bytes, [&](auto tag) {
+    using Unit = Word<sizeof(typename decltype(tag)::type)>;
+    constexpr int kMost = kPackSize<Unit>;
+    if constexpr (kMost > 1) {
+      if (plan.gathered >= kMost) return LaunchGather<Unit, kMost>(plan, x, y, stream);
+    }
+    if constexpr (kMost > 2) {
+      if (plan.gathered >= kMost / 2) return LaunchGather<Unit, kMost / 2>(plan, x, y, stream);
+    }
+    if constexpr (kMost > 4) {
+      if (plan.gathered >= kMost / 4) return LaunchGather<Unit, kMost / 4>(plan, x, y, stream);
+    }
+    return LaunchGather<Unit, 1>(plan, x, y, stream);
+  });
+}
+
 template <typename Index>
 cudaError_t LaunchRows(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
-  Walk<Index> walk;
-  const int last = plan.rank - 1;
-  if (plan.unit_bytes == kPackBytes) {
-    for (int d = last; d >= 0; --d) walk.Add(plan.dims[d].size, plan.dims[d].in_stride, 0);
-    if (plan.rank == 0) walk.Add(1, 1, 0);
-    return LaunchItems(RowsKernel<Index>, plan.units, stream, static_cast<Index>(plan.units), walk,
-                       static_cast<const uint4*>(x), static_cast<uint4*>(y));
-  }
-  for (int d = last - 1; d >= 0; --d) {
-    walk.Add(plan.dims[d].size, plan.dims[d].in_stride * plan.unit_bytes, 0);
+  Walk<Index, kMaxPermuteRank> walk;
+  for (int k = 1; k < plan.rank; ++k) {
+    const PermuteDim& dim = plan.dims[plan.fastest_out(k)];
+    walk.Add(dim.size, static_cast<Index>(dim.in_stride * plan.unit_bytes));
   }
   const int64_t bytes = plan.units * plan.unit_bytes;
-  const int64_t row = last < 0 ? bytes : plan.dims[last].size * plan.unit_bytes;
+  const int64_t row = plan.rank == 0 ? bytes : plan.dims[plan.rank - 1].size * plan.unit_bytes;
   const int lead = static_cast<int>(reinterpret_cast<uintptr_t>(y) % kPackBytes);
   const int64_t packs = (lead + bytes + kPackBytes - 1) / kPackBytes;
   return DispatchWord(plan.unit_bytes, [&](auto tag) {
@@ -272,10 +296,10 @@ cudaError_t DispatchCount(int64_t count, Visitor&& visit) {
 template <typename Index>
 cudaError_t LaunchInterleave(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
   const PermuteDim &few = plan.dims[plan.fastest_out()], &many = plan.dims[plan.fastest_out(1)];
-  Walk<Index> walk;
+  Walk<Index, kMaxPermuteRank> walk;
   for (int k = 2; k < plan.rank; ++k) {
     const PermuteDim& dim = plan.dims[plan.fastest_out(k)];
-    walk.Add(dim.size, dim.in_stride * plan.unit_bytes, 0);
+    walk.Add(dim.size, static_cast<Index>(dim.in_stride * plan.unit_bytes));
   }
   const int64_t pixels = plan.units / few.size, pack = kPackBytes / plan.unit_bytes;
   const bool shift = many.size % pack != 0;
@@ -296,10 +320,10 @@ template <typename Index>
 cudaError_t LaunchDeinterleave(const PermutePlan& plan, const void* x, void* y,
                                cudaStream_t stream) {
   const PermuteDim &few = plan.dims[plan.fastest_in()], &many = plan.dims[plan.fastest_in(1)];
-  Walk<Index> walk;
+  Walk<Index, kMaxPermuteRank> walk;
   for (int k = 2; k < plan.rank; ++k) {
     const PermuteDim& dim = plan.dims[plan.fastest_in(k)];
-    walk.Add(dim.size, 0, dim.out_stride * plan.unit_bytes);
+    walk.Add(dim.size, static_cast<Index>(dim.out_stride * plan.unit_bytes));
   }
   const int64_t pixels = plan.units / few.size, pack = kPackBytes / plan.unit_bytes;
   const bool shift = many.size % pack != 0;
@@ -332,6 +356,8 @@ cudaError_t LaunchIndexed(const PermutePlan& plan, const void* x, void* y, cudaS
 
 cudaError_t LaunchPermute(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
   switch (plan.strategy) {
+    case PermuteStrategy::kGather:
+      return LaunchGather(plan, x, y, stream);
     case PermuteStrategy::kTile:
       return LaunchPermuteTile(plan, x, y, stream);
     case PermuteStrategy::kRuns:
@@ -339,14 +365,14 @@ cudaError_t LaunchPermute(const PermutePlan& plan, const void* x, void* y, cudaS
     default:
       break;
   }
-  // RowsKernel counts units, the others count bytes.
-  const bool rows =
-      plan.strategy == PermuteStrategy::kCopy || plan.strategy == PermuteStrategy::kRows;
-  const bool narrow = rows && plan.unit_bytes == kPackBytes
-                          ? plan.index_bytes == 4
-                          : plan.units * plan.unit_bytes < (int64_t{1} << 31) - kPackBytes;
-  return narrow ? LaunchIndexed<uint32_t>(plan, x, y, stream)
-                : LaunchIndexed<uint64_t>(plan, x, y, stream);
+  if (plan.unit_bytes == kPackBytes &&
+      (plan.strategy == PermuteStrategy::kRows || plan.strategy == PermuteStrategy::kCopy)) {
+    return LaunchGather(plan, x, y, stream);
+  }
+  // The others count bytes.
+  return plan.units * plan.unit_bytes < (int64_t{1} << 31) - kPackBytes
+             ? LaunchIndexed<uint32_t>(plan, x, y, stream)
+             : LaunchIndexed<uint64_t>(plan, x, y, stream);
 }
 
 JOF_NAMESPACE_END

@@ -22,54 +22,30 @@
 // taking tiles in squares or in the order of the input, tiles that leave fewer blocks a
 // multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32).
 #include "common/dtype.h"
-#include "common/fast_divide.h"
 #include "common/types.h"
 #include "cuda/permute.h"
-#include "cuda/windows.cuh"
+#include "cuda/shifted_loads.cuh"
+#include "cuda/walk.cuh"
 
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// The dimensions that blocks enumerate, the fastest first, and what a step along each adds to the
-// byte offsets of input and output, and to a tile's place along the fastest dimension of either
-// (RunsKernel: the slowest of either's run).
-struct BlockGrid {
-  int rank = 0;
-  FastDivider<uint32_t> counts[kMaxPermuteRank];
-  int64_t in_steps[kMaxPermuteRank], out_steps[kMaxPermuteRank];
-  int in_places[kMaxPermuteRank], out_places[kMaxPermuteRank];
-
-  // `dim` is passed through in steps of `units` units.
-  void Add(int64_t count, const PermuteDim& dim, int64_t units, int unit_bytes, int in_place,
-           int out_place) {
-    counts[rank] = FastDivider<uint32_t>(static_cast<uint32_t>(count));
-    in_steps[rank] = units * dim.in_stride * unit_bytes;
-    out_steps[rank] = units * dim.out_stride * unit_bytes;
-    in_places[rank] = in_place;
-    out_places[rank] = out_place;
-    ++rank;
-  }
-};
-
-struct BlockOrigin {
+// Where a tile begins: the byte offsets of input and output, and the tile's place along the fastest
+// dimension of either (RunsKernel: the slowest of either's run).
+struct TilePlace {
   int64_t in = 0, out = 0;
   int in_place = 0, out_place = 0;
+
+  __device__ __forceinline__ void Add(uint32_t i, const TilePlace& step) {
+    in += i * step.in;
+    out += i * step.out;
+    in_place += static_cast<int>(i) * step.in_place;
+    out_place += static_cast<int>(i) * step.out_place;
+  }
 };
 
-__device__ __forceinline__ BlockOrigin Origin(const BlockGrid& grid) {
-  BlockOrigin origin;
-  uint32_t block = blockIdx.x;
-#pragma unroll 1
-  for (int d = 0; d < grid.rank; ++d) {
-    uint32_t i;
-    block = grid.counts[d].DivMod(block, &i);
-    origin.in += i * grid.in_steps[d];
-    origin.out += i * grid.out_steps[d];
-    origin.in_place += i * grid.in_places[d];
-    origin.out_place += i * grid.out_places[d];
-  }
-  return origin;
-}
+template <int kMost>
+using TileGrid = Walk<uint32_t, kMost, TilePlace>;
 
 template <int kBytes>
 inline constexpr int kPerPack = kPackBytes / kBytes;
@@ -133,7 +109,7 @@ __host__ __device__ constexpr int Neighbours(int packs) {
 }
 
 struct TileGeometry {
-  BlockGrid grid;
+  TileGrid<kMostTiled> grid;
   int64_t in_bytes, out_bytes;  // lengths of the fastest dimensions
   int in_extent, out_extent;    // how much of them a tile covers, at most kInBytes and kOutBytes
   int64_t in_pitch, out_pitch;  // between rows of the tile in the input and in the output
@@ -165,7 +141,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
   constexpr int kTurnedBytes = kTwice ? kOutRows * kOutPitch + 2 * kPackBytes : 0;
   __shared__ __align__(16) char tile[kTileBytes < kTurnedBytes ? kTurnedBytes : kTileBytes];
 
-  const BlockOrigin origin = Origin(g.grid);
+  const TilePlace origin = g.grid.At(blockIdx.x);
   const int64_t in_left = g.in_bytes - int64_t{origin.in_place} * g.in_extent;
   const int64_t out_left = g.out_bytes - int64_t{origin.out_place} * g.out_extent;
   const int in_width = in_left < g.in_extent ? static_cast<int>(in_left) : g.in_extent;
@@ -295,124 +271,89 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
   }
 }
 
-// A dimension of a tile as one side enumerates it, with what a step along it adds.
-struct TileDim {
-  FastDivider<uint32_t> extent;
-  int32_t row;      // to the row in shared memory,
-  int32_t column;   // to the byte within the row,
-  int64_t in, out;  // and to the byte offsets of input and output
-};
+// A place in shared memory and one in the input or in the output, in bytes.
+template <typename Offset>
+struct RowPlace {
+  uint32_t shared = 0;
+  Offset global = 0;
 
-// At most as many as the bits of a run's length.
-inline constexpr int kMaxTileDims = 16;
-
-struct TileDims {
-  int rank = 0;
-  TileDim dims[kMaxTileDims];
-
-  __device__ __forceinline__ void Locate(uint32_t item, int* row, int* column, int64_t* in,
-                                         int64_t* out) const {
-    *row = *column = 0;
-    *in = *out = 0;
-    for (int d = 0; d < rank; ++d) {
-      uint32_t i = item;
-      if (d + 1 < rank) item = dims[d].extent.DivMod(item, &i);
-      *row += i * dims[d].row;
-      *column += i * dims[d].column;
-      *in += i * dims[d].in;
-      *out += i * dims[d].out;
-    }
+  __device__ __forceinline__ void Add(uint32_t i, const RowPlace& step) {
+    shared += i * step.shared;
+    global += i * step.global;
   }
 };
 
-// Lengths of a tile, in elements and rows.
+// Lengths of a tile.
 struct TileLengths {
-  int in_run, in_rows, out_run, out_rows;
+  int in_bytes, in_rows, out_units, out_rows;
 };
 
+// A dimension of a tile has at least two elements, and a tile at most 48 KB.
+inline constexpr int kMaxTileRank = 16;
+
+// A tile whose run of the output has kRun dimensions at most.
+template <int kRun>
 struct RunsGeometry {
-  BlockGrid grid;
-  TileDims in_rows;            // rows in the input: the output's run without the input's
-  TileDims out_run, out_rows;  // the output's run; the input's run without it
-  TileLengths whole, ends;     // of most tiles, and of those at the end of the dimension
-  int in_end, out_end;         // those tiles' places
+  static constexpr bool kFew = kRun < kMaxTileRank;  // dimensions, and offsets below 4 GB
+  using Rows = Walk<uint32_t, kFew ? 3 : kMaxTileRank,
+                    RowPlace<std::conditional_t<kFew, uint32_t, uint64_t>>>;
+  TileGrid<kFew ? 5 : kMaxPermuteRank> grid;
+  Rows in_rows;              // rows of the input: the output's run without the input's
+  Rows out_rows;             // rows of the output: the input's run without the output's
+  Walk<uint32_t, kRun> run;  // the output's run, to bytes of shared memory
+  TileLengths whole, ends;   // of most tiles, and of those at the end of the dimension
+  int in_end, out_end;       // those tiles' places
   FastDivider<uint32_t> row_packs, out_row_count;
-  int pitch;            // between rows in shared memory, in bytes
-  int rows_at, run_at;  // where the tables begin there
-  size_t bytes;         // of the array
+  uint32_t last;  // element of the tile in shared memory, if the first is at 0
+  size_t bytes;   // of the array
 };
 
-struct OutRow {
-  int64_t out;
-  int column;
-};
-
-template <int kBytes>
+template <int kBytes, int kRun>
 __global__ void __launch_bounds__(kBlockSize)
-    RunsKernel(const RunsGeometry g, const char* __restrict__ x, char* __restrict__ y) {
+    RunsKernel(const RunsGeometry<kRun> g, const char* __restrict__ x, char* __restrict__ y) {
   constexpr int kPack = kPerPack<kBytes>;
   using Element = Word<kBytes>;
   extern __shared__ __align__(16) char tile[];
-  OutRow* rows = reinterpret_cast<OutRow*>(tile + g.rows_at);
-  // The table of a run goes a pack beyond either end: those elements are gathered, not stored.
-  uint16_t* run = reinterpret_cast<uint16_t*>(tile + g.run_at) + kPack;
 
-  const BlockOrigin origin = Origin(g.grid);
+  const TilePlace origin = g.grid.At(blockIdx.x);
   TileLengths length = g.whole;
   if (origin.in_place == g.in_end) {
-    length.in_run = g.ends.in_run;
+    length.in_bytes = g.ends.in_bytes;
     length.out_rows = g.ends.out_rows;
   }
   if (origin.out_place == g.out_end) {
-    length.out_run = g.ends.out_run;
+    length.out_units = g.ends.out_units;
     length.in_rows = g.ends.in_rows;
   }
   const char* in = x + origin.in;
   char* out = y + origin.out;
-
-  // The tables.
-  for (int i = threadIdx.x - kPack; i < g.whole.out_run + kPack; i += kBlockSize) {
-    int row = 0, column = 0;
-    int64_t in_offset = 0, unused;
-    if (i >= 0 && i < length.out_run) g.out_run.Locate(i, &row, &column, &in_offset, &unused);
-    const int phase = static_cast<int>(Phase(in + in_offset - column));
-    run[i] = static_cast<uint16_t>(RowOffset<kBytes>(row, g.pitch) + phase + column);
-  }
-  for (int i = threadIdx.x; i < length.out_rows; i += kBlockSize) {
-    int row, column;
-    int64_t in_offset, out_offset;
-    g.out_rows.Locate(i, &row, &column, &in_offset, &out_offset);
-    rows[i] = {out_offset, column};
-  }
+  const unsigned phase = Phase(in);
 
   // The tile: packs of each row, with what else is in the first and the last.
-  const int in_bytes = length.in_run * kBytes;
-  const int loads = length.in_rows * g.row_packs.divisor();
+  const int loads = length.in_rows * static_cast<int>(g.row_packs.divisor());
   constexpr int kBatch = 4;
-  for (int first = 0; first < loads; first += kBatch * kBlockSize) {
+  for (int first = static_cast<int>(threadIdx.x); first < loads; first += kBatch * kBlockSize) {
     uint4 loaded[kBatch];
-    int offsets[kBatch];
+    int places[kBatch];
     JOF_UNROLL
     for (int n = 0; n < kBatch; ++n) {
-      const int item = first + n * kBlockSize + threadIdx.x;
-      offsets[n] = -1;
+      const int item = first + n * kBlockSize;
+      places[n] = -1;
       if (item >= loads) continue;
       uint32_t pack;
-      const int row = g.row_packs.DivMod(item, &pack);
-      int unused_row, unused_column;
-      int64_t in_offset, unused;
-      g.in_rows.Locate(row, &unused_row, &unused_column, &in_offset, &unused);
-      const char* begin = in + in_offset;
+      const auto row = g.in_rows.At(g.row_packs.DivMod(item, &pack));
+      const char* begin = in + row.global;
       const char* source = begin - Phase(begin) + pack * kPackBytes;
-      if (source >= begin + in_bytes) continue;
-      const int offset = RowOffset<kBytes>(row, g.pitch) + pack * kPackBytes;
+      if (source >= begin + length.in_bytes) continue;
+      const int place = static_cast<int>((row.shared + phase) / kPackBytes + pack) * kPackBytes;
       if (source >= x && source + kPackBytes <= x + g.bytes) {
         loaded[n] = __ldg(reinterpret_cast<const uint4*>(source));
-        offsets[n] = offset;
+        places[n] = place;
       } else {  // an end of the array
+#pragma unroll 1
         for (int i = 0; i < kPackBytes; i += kBytes) {
           if (source + i >= x && source + i < x + g.bytes) {
-            *reinterpret_cast<Element*>(tile + offset + i) =
+            *reinterpret_cast<Element*>(tile + place + i) =
                 __ldg(reinterpret_cast<const Element*>(source + i));
           }
         }
@@ -420,33 +361,38 @@ __global__ void __launch_bounds__(kBlockSize)
     }
     JOF_UNROLL
     for (int n = 0; n < kBatch; ++n) {
-      if (offsets[n] >= 0) *reinterpret_cast<uint4*>(tile + offsets[n]) = loaded[n];
+      if (places[n] >= 0) *reinterpret_cast<uint4*>(tile + places[n]) = loaded[n];
     }
   }
   __syncthreads();
 
-  // The output: aligned packs, eight neighbours in a row beside as many of the next rows.
-  constexpr int kNeighbours = 8;
-  const int out_bytes = length.out_run * kBytes;
-  const int groups = (out_bytes + 2 * kPackBytes - 2) / kPackBytes / kNeighbours + 1;
-  const int items = groups * g.out_row_count.divisor() * kNeighbours;
-  for (int item = threadIdx.x; item < items; item += kBlockSize) {
+  // The output: aligned packs. Two neighbours fill a sector of memory; the next threads take the
+  // next rows, which are neighbours in shared memory where columns are.
+  constexpr int kNeighbours = kSectorBytes / kPackBytes;
+  const int out_bytes = length.out_units * kBytes;
+  const int sectors = (out_bytes + 2 * kSectorBytes - 2) / kSectorBytes;
+  const int items = sectors * static_cast<int>(g.out_row_count.divisor()) * kNeighbours;
+  for (int item = static_cast<int>(threadIdx.x); item < items; item += kBlockSize) {
     uint32_t row;
-    const int group = g.out_row_count.DivMod(item / kNeighbours, &row);
+    const int sector = static_cast<int>(g.out_row_count.DivMod(item / kNeighbours, &row));
     if (static_cast<int>(row) >= length.out_rows) continue;
-    const OutRow at = rows[row];
-    char* target = out + at.out;
-    const int begin =
-        (group * kNeighbours + item % kNeighbours) * kPackBytes - static_cast<int>(Phase(target));
-    if (begin >= out_bytes) continue;
-    const uint16_t* sources = run + begin / kBytes;
+    const auto at = g.out_rows.At(row);
+    char* target = out + at.global;
+    const int begin = (sector * kNeighbours + item % kNeighbours) * kPackBytes -
+                      static_cast<int>(reinterpret_cast<uintptr_t>(target) % kSectorBytes);
+    if (begin <= -kPackBytes || begin >= out_bytes) continue;
+    // Elements before the run and after it are read, too, but not stored.
+    const char* source = tile + phase + at.shared;
+    const uint32_t last = g.last - at.shared;
+    const int unit = begin / kBytes;
+    Cursor<uint32_t, kRun> cursor(g.run, unit < 0 ? 0 : unit, unit < 0 ? -unit : 0);
     union {
       Element elements[kPack];
       uint4 pack;
     };
     JOF_UNROLL
-    for (int i = 0; i < kPack; ++i) {
-      elements[i] = *reinterpret_cast<const Element*>(tile + sources[i] + at.column);
+    for (int i = 0; i < kPack; ++i, cursor.Next()) {
+      elements[i] = *reinterpret_cast<const Element*>(source + min(cursor.place(), last));
     }
     StoreBytes<kBytes>(target + begin, pack, -begin, out_bytes - begin);
   }
@@ -479,7 +425,8 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
     const int64_t covered = is_in ? g.in_extent / kBytes : is_out ? g.out_extent / kBytes : 1;
     const int64_t count = (dim.size + covered - 1) / covered;
     if (count == 1) continue;
-    g.grid.Add(count, dim, covered, kBytes, is_in, is_out);
+    g.grid.Add(count, {covered * dim.in_stride * kBytes, covered * dim.out_stride * kBytes, is_in,
+                       is_out});
     blocks *= count;
   }
   return LaunchBlocks(TileKernel<kBytes, kInBytes, kOutBytes, kShiftIn, kOut>, blocks, 0, stream, g,
@@ -549,92 +496,90 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
   return LaunchTile<kBytes, Shape::kIn, Shape::kOut, false, OutRows::kPacks>(plan, x, y, stream);
 }
 
-template <int kBytes>
+template <int kBytes, int kRun>
 cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
-  RunsGeometry g{};
+  RunsGeometry<kRun> g;
+  g.bytes = static_cast<size_t>(plan.units) * kBytes;
+  bool fits = !g.kFew || g.bytes < (size_t{1} << 32);
   const int in_last = plan.fastest_in(plan.in_run - 1);
   const int out_last = plan.fastest_out(plan.out_run - 1);
   bool in_in_run[kMaxPermuteRank] = {}, in_out_run[kMaxPermuteRank] = {};
-  int64_t columns[kMaxPermuteRank] = {}, rows[kMaxPermuteRank] = {};
-  TileLengths& whole = g.whole;
-  whole = {1, 1, 1, 1};
+  int64_t shared[kMaxPermuteRank];  // bytes of a step along a dimension of the tile
+  int64_t in_bytes = kBytes;
   for (int k = 0; k < plan.in_run; ++k) {
     const int d = plan.fastest_in(k);
     in_in_run[d] = true;
-    columns[d] = whole.in_run;
-    whole.in_run *= static_cast<int>(plan.tile[d]);
+    shared[d] = in_bytes;
+    in_bytes *= plan.tile[d];
   }
-  for (int k = 0; k < plan.out_run; ++k) {
-    const int d = plan.fastest_out(k);
-    in_out_run[d] = true;
-    whole.out_run *= static_cast<int>(plan.tile[d]);
-    if (in_in_run[d]) continue;
-    rows[d] = whole.in_rows;
-    whole.in_rows *= static_cast<int>(plan.tile[d]);
-  }
-  const auto add = [&](TileDims* dims, int d) {
-    if (dims->rank == kMaxTileDims) return false;
+  for (int k = 0; k < plan.out_run; ++k) in_out_run[plan.fastest_out(k)] = true;
+  // Whether all rows of the input begin and end at packs.
+  bool packs = IsAligned(x, kPackBytes) && in_bytes % kPackBytes == 0;
+  int64_t blocks = 1;
+  for (int d = plan.rank - 1; d >= 0; --d) {
     const PermuteDim& dim = plan.dims[d];
-    dims->dims[dims->rank++] = {
-        FastDivider<uint32_t>(static_cast<uint32_t>(plan.tile[d])), static_cast<int32_t>(rows[d]),
-        static_cast<int32_t>(columns[d] * kBytes), dim.in_stride * kBytes, dim.out_stride * kBytes};
-    return true;
-  };
-  bool fits = true;
+    const int64_t covered = plan.tile[d], count = (dim.size + covered - 1) / covered;
+    const int64_t step = covered * dim.in_stride * kBytes;
+    packs &= (count == 1 || step % kPackBytes == 0) &&
+             (in_in_run[d] || covered == 1 || dim.in_stride * kBytes % kPackBytes == 0);
+    if (count == 1) continue;
+    fits &=
+        g.grid.Add(count, {step, covered * dim.out_stride * kBytes, d == in_last, d == out_last});
+    blocks *= count;
+  }
+
+  // A row that begins anywhere lies in up to two packs more than it fills. Rows keep their places
+  // within packs in shared memory, and so do packs theirs between rows.
+  int64_t pitch = in_bytes + (packs ? 0 : 2 * kPackBytes - 2);
+  g.row_packs = FastDivider<uint32_t>(static_cast<uint32_t>(pitch / kPackBytes));
+  g.last = static_cast<uint32_t>(in_bytes - kBytes);
+  int64_t in_rows = 1, out_units = 1, out_rows = 1;
   for (int k = 0; k < plan.out_run; ++k) {
     const int d = plan.fastest_out(k);
-    fits &= add(&g.out_run, d);
-    if (!in_in_run[d]) fits &= add(&g.in_rows, d);
+    const int64_t extent = plan.tile[d], stride = plan.dims[d].in_stride * kBytes;
+    out_units *= extent;
+    if (!in_in_run[d]) {
+      pitch += ((stride - pitch) % kPackBytes + kPackBytes) % kPackBytes;
+      // The two neighbours read different banks.
+      if (in_rows == 1 && pitch % (2 * kPackBytes) == 0) pitch += kPackBytes;
+      shared[d] = pitch;
+      in_rows *= extent;
+      g.last += static_cast<uint32_t>(pitch * (extent - 1));
+      fits &= g.in_rows.Add(extent, {static_cast<uint32_t>(pitch),
+                                     static_cast<decltype(g.in_rows.At(0).global)>(stride)});
+      pitch *= extent;
+    }
+    fits &= g.run.Add(extent, static_cast<uint32_t>(shared[d]));
   }
   for (int k = 0; k < plan.in_run; ++k) {
     const int d = plan.fastest_in(k);
     if (in_out_run[d]) continue;
-    fits &= add(&g.out_rows, d);
-    whole.out_rows *= static_cast<int>(plan.tile[d]);
+    out_rows *= plan.tile[d];
+    const int64_t stride = plan.dims[d].out_stride * kBytes;
+    fits &= g.out_rows.Add(plan.tile[d], {static_cast<uint32_t>(shared[d]),
+                                          static_cast<decltype(g.in_rows.At(0).global)>(stride)});
+  }
+  if constexpr (g.kFew) {
+    if (!fits) return LaunchRuns<kBytes, kMaxTileRank>(plan, x, y, stream);
   }
   if (!fits) return cudaErrorInvalidValue;
 
-  int64_t blocks = 1;
-  g.in_end = g.out_end = -1;
-  g.ends = whole;
-  for (int d = plan.rank - 1; d >= 0; --d) {
-    const PermuteDim& dim = plan.dims[d];
-    const int64_t covered = plan.tile[d], count = (dim.size + covered - 1) / covered;
-    if (count == 1) continue;
-    g.grid.Add(count, dim, covered, kBytes, d == in_last, d == out_last);
-    blocks *= count;
-    // The last tile of a run's slowest dimension cuts that run, and the other side's rows where
-    // that dimension is one of theirs.
-    const auto cut = [&](int length) {
-      const int64_t left = dim.size - (count - 1) * covered;
-      return static_cast<int>(length / covered * left);
-    };
-    if (d == in_last) {
-      g.in_end = static_cast<int>(count - 1);
-      g.ends.in_run = cut(whole.in_run);
-      if (!in_out_run[d]) g.ends.out_rows = cut(whole.out_rows);
-    }
-    if (d == out_last) {
-      g.out_end = static_cast<int>(count - 1);
-      g.ends.out_run = cut(whole.out_run);
-      if (!in_in_run[d]) g.ends.in_rows = cut(whole.in_rows);
-    }
-  }
-
-  // A row's first pack begins up to 15 bytes before the row.
-  const int row_packs = (whole.in_run * kBytes + 2 * kPackBytes - 2) / kPackBytes;
-  g.row_packs = FastDivider<uint32_t>(static_cast<uint32_t>(row_packs));
-  g.out_row_count = FastDivider<uint32_t>(static_cast<uint32_t>(whole.out_rows));
-  g.pitch = row_packs * kPackBytes;
-  if (kBytes == kPackBytes && row_packs % 2 == 1) g.pitch += kPackBytes;
-  g.bytes = static_cast<size_t>(plan.units) * kBytes;
-  const int tile_bytes = whole.in_rows * g.pitch +
-                         (whole.in_rows + kPerPack<kBytes> - 1) / kPerPack<kBytes> * kPackBytes;
-  g.rows_at = tile_bytes;
-  g.run_at = g.rows_at + whole.out_rows * static_cast<int>(sizeof(OutRow));
-  const int shared = g.run_at + (whole.out_run + 2 * kPerPack<kBytes>)*2;
-  return LaunchBlocks(RunsKernel<kBytes>, blocks, shared, stream, g, static_cast<const char*>(x),
-                      static_cast<char*>(y));
+  // The last tile of a run's slowest dimension cuts that run, and the other side's rows where that
+  // dimension is one of theirs.
+  g.whole = g.ends = {static_cast<int>(in_bytes), static_cast<int>(in_rows),
+                      static_cast<int>(out_units), static_cast<int>(out_rows)};
+  const auto cut = [&](int d, int* place, int* run, bool of_rows, int* rows) {
+    const int64_t extent = plan.tile[d], size = plan.dims[d].size, parts = (size - 1) / extent;
+    *place = parts == 0 ? -1 : static_cast<int>(parts);
+    *run = static_cast<int>(*run / extent * (size - parts * extent));
+    if (of_rows) *rows = static_cast<int>(*rows / extent * (size - parts * extent));
+  };
+  cut(in_last, &g.in_end, &g.ends.in_bytes, !in_out_run[in_last], &g.ends.out_rows);
+  cut(out_last, &g.out_end, &g.ends.out_units, !in_in_run[out_last], &g.ends.in_rows);
+  g.out_row_count = FastDivider<uint32_t>(static_cast<uint32_t>(out_rows));
+  // A pack more at the end, for the first row's place within its first pack.
+  return LaunchBlocks(RunsKernel<kBytes, kRun>, blocks, g.last + 3 * kPackBytes, stream, g,
+                      static_cast<const char*>(x), static_cast<char*>(y));
 }
 
 }  // namespace
@@ -650,7 +595,9 @@ cudaError_t LaunchPermuteRuns(const PermutePlan& plan, const void* x, void* y,
                               cudaStream_t stream) {
   return DispatchWord(plan.unit_bytes, [&](auto tag) {
     constexpr int kBytes = sizeof(typename decltype(tag)::type);
-    return LaunchRuns<kBytes>(plan, x, y, stream);
+    if (plan.out_run == 1) return LaunchRuns<kBytes, 1>(plan, x, y, stream);
+    if (plan.out_run == 2) return LaunchRuns<kBytes, 2>(plan, x, y, stream);
+    return LaunchRuns<kBytes, 3>(plan, x, y, stream);
   });
 }
 

@@ -39,20 +39,20 @@ def code(source: str, platform: str, *, is_narrow: bool = False) -> bytes:
     with lock:
         if key not in _compiled:
             folder = cache_folder()
-            found = None if folder is None else _read(folder, key)
+            found = None if folder is None else read(folder, key)
             if found is None:
                 # A second entry names no compiler: one that is gone cannot be asked for.
                 of_any = f"{_key(source, *compiler.target)}.any"
                 try:
                     found = compiler.compile(source)
                 except CompilerMissingError:
-                    found = None if folder is None else _read(folder, of_any)
+                    found = None if folder is None else read(folder, of_any)
                     if found is None:
                         raise
                 else:
                     if folder is not None:
-                        _write(folder, key, found)
-                        _write(folder, of_any, found)
+                        write(folder, key, found)
+                        write(folder, of_any, found)
             _compiled[key] = found
         return _compiled[key]
 
@@ -113,7 +113,7 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _read(folder: Path, key: str) -> bytes | None:
+def read(folder: Path, key: str) -> bytes | None:
     """An entry; None where there is none that is whole and this user's."""
     with contextlib.suppress(OSError):
         if not _is_private(os.stat(folder)):
@@ -132,7 +132,7 @@ def _read(folder: Path, key: str) -> bytes | None:
     return None
 
 
-def _write(folder: Path, key: str, code: bytes) -> None:
+def write(folder: Path, key: str, code: bytes) -> None:
     """Puts an entry in place as a whole, or, where that is not possible, does nothing."""
     temporary = None
     try:

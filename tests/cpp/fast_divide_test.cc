@@ -32,6 +32,11 @@ void TestDivider() {
       JOF_CHECK(quotient == n / divisor && remainder == n % divisor,
                 "%" PRIu64 " / %" PRIu64 " gave %" PRIu64, uint64_t{n}, uint64_t{divisor},
                 uint64_t{quotient});
+      if ((uint64_t{n} | uint64_t{divisor}) >> 31 != 0) return;
+      uint32_t narrow_remainder = 0;
+      const uint32_t narrow = divider.NarrowDivMod(static_cast<uint32_t>(n), &narrow_remainder);
+      JOF_CHECK(narrow == quotient && narrow_remainder == remainder,
+                "%" PRIu64 " / %" PRIu64 " in 32 bits", uint64_t{n}, uint64_t{divisor});
     };
     for (const Index n : edges) check(n);
     // Around multiples of the divisor, where a multiplier that is off by one would show.

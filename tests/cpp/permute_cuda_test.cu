@@ -1,6 +1,6 @@
-// The CUDA kernels of permute on random problems of every strategy, on pointers at every offset
-// within 16 bytes, between guard zones that must stay untouched. Needs a GPU; `make gpu-check` runs
-// it.
+// The CUDA kernels of permute on random problems, by every strategy that can carry them out, on
+// pointers at every offset within 16 bytes, between guard zones that must stay untouched. Needs a
+// GPU; `make gpu-check` runs it.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -13,7 +13,8 @@
 using namespace jof;
 
 constexpr int64_t kMostBytes = int64_t{1} << 22;
-constexpr int kMostRank = 8;
+constexpr int kMostRank = 12;
+constexpr int kStrategies = 7;
 
 struct Problem {
   std::vector<int64_t> shape, axes;
@@ -65,7 +66,8 @@ class Tester {
     cudaFree(wrong_);
   }
 
-  PermuteStrategy Run(const Problem& p) {
+  // Adds to the number of launches of each strategy.
+  void Run(const Problem& p, int64_t (&launches)[kStrategies]) {
     int64_t size = p.bytes;
     for (const int64_t n : p.shape) size *= n;
     JOF_CHECK(size <= kMostBytes, "%ld bytes", long(size));
@@ -73,8 +75,9 @@ class Tester {
     uint8_t* y = y_ + kGuardBytes + p.out_offset;
     const int64_t offsets = p.in_offset | p.out_offset | 16;
     const int rank = static_cast<int>(p.shape.size());
+    const int64_t alignment = offsets & -offsets;
     PermutePlan plan;
-    JOF_CHECK(PlanPermute(p.shape.data(), p.axes.data(), rank, p.bytes, offsets & -offsets, &plan),
+    JOF_CHECK(PlanPermute(p.shape.data(), p.axes.data(), rank, p.bytes, alignment, &plan),
               "rank %d", rank);
     Reference reference{rank, {}, {}};
     for (int i = 0; i < rank; ++i) {
@@ -84,23 +87,31 @@ class Tester {
     }
     const auto blocks = [](int64_t n) { return static_cast<unsigned>((n + 255) / 256); };
     Fill<<<blocks(size), 256>>>(x, size, ++seed_);
-    CHECK_CUDA(cudaMemset(y - kGuardBytes, kGuard, size + 2 * kGuardBytes));
-    CHECK_CUDA(cudaMemset(wrong_, 0, sizeof(*wrong_)));
-    CHECK_CUDA(LaunchPermute(plan, x, y, 0));
-    Compare<<<blocks(size + 2 * kGuardBytes), 256>>>(reference, p.bytes, x, y, size, wrong_);
-    unsigned long long wrong = 0;
-    CHECK_CUDA(cudaMemcpy(&wrong, wrong_, sizeof(wrong), cudaMemcpyDeviceToHost));
-    if (wrong != 0) {
-      std::fprintf(stderr, "shape, axes:");
-      for (const int64_t n : p.shape) std::fprintf(stderr, " %ld", long(n));
-      std::fprintf(stderr, ",");
-      for (const int64_t a : p.axes) std::fprintf(stderr, " %ld", long(a));
-      std::fprintf(stderr, "\n");
+    for (int i = 0; i < kStrategies; ++i) {
+      const auto strategy = static_cast<PermuteStrategy>(i);
+      if (!internal::Applies(strategy, plan, alignment)) {
+        JOF_CHECK(plan.strategy != strategy, "%d does not apply", i);
+        continue;
+      }
+      PermutePlan other = plan;
+      internal::SetStrategy(&other, strategy, alignment);
+      CHECK_CUDA(cudaMemset(y - kGuardBytes, kGuard, size + 2 * kGuardBytes));
+      CHECK_CUDA(cudaMemset(wrong_, 0, sizeof(*wrong_)));
+      CHECK_CUDA(LaunchPermute(other, x, y, 0));
+      Compare<<<blocks(size + 2 * kGuardBytes), 256>>>(reference, p.bytes, x, y, size, wrong_);
+      unsigned long long wrong = 0;
+      CHECK_CUDA(cudaMemcpy(&wrong, wrong_, sizeof(wrong), cudaMemcpyDeviceToHost));
+      if (wrong != 0) {
+        std::fprintf(stderr, "shape, axes:");
+        for (const int64_t n : p.shape) std::fprintf(stderr, " %ld", long(n));
+        std::fprintf(stderr, ",");
+        for (const int64_t a : p.axes) std::fprintf(stderr, " %ld", long(a));
+        std::fprintf(stderr, "\n");
+      }
+      JOF_CHECK(wrong == 0, "%llu bytes of %ld are wrong: %d-byte elements, offsets %ld %ld, %d",
+                wrong, long(size), p.bytes, long(p.in_offset), long(p.out_offset), i);
+      ++launches[i];
     }
-    JOF_CHECK(wrong == 0, "%llu bytes of %ld are wrong: %d-byte elements, offsets %ld %ld, %d",
-              wrong, long(size), p.bytes, long(p.in_offset), long(p.out_offset),
-              static_cast<int>(plan.strategy));
-    return plan.strategy;
   }
 
  private:
@@ -113,10 +124,10 @@ int main(int argc, char**) {
   const bool brief = argc > 1;  // under compute-sanitizer
   Tester tester;
   std::mt19937 random(1);
-  int64_t launches[6] = {};
-  const auto run = [&](const Problem& p) { ++launches[static_cast<int>(tester.Run(p))]; };
+  int64_t launches[kStrategies] = {};
+  const auto run = [&](const Problem& p) { tester.Run(p, launches); };
 
-  // Problems of every strategy and kernel, at every pair of equal and of opposite offsets.
+  // Problems of every kernel, at every pair of equal and of opposite offsets.
   const std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> known = {
       {{7, 5, 64}, {1, 0, 2}},
       {{7, 5, 129}, {1, 0, 2}},
@@ -133,7 +144,8 @@ int main(int argc, char**) {
       {{21, 33, 3}, {1, 0, 2}},
       {{21, 33, 3}, {2, 1, 0}},
       {{1, 37, 1}, {2, 1, 0}},
-      {{2, 3, 4, 5, 6}, {4, 3, 2, 1, 0}}};
+      {{2, 3, 4, 5, 6}, {4, 3, 2, 1, 0}},
+      {{2, 3, 2, 2, 3, 2, 2, 5, 2, 2}, {9, 0, 8, 1, 7, 2, 6, 3, 5, 4}}};
   for (const auto& [shape, axes] : known) {
     for (const int bytes : {1, 2, 4, 8, 16}) {
       for (int64_t offset = 0; offset < 16; offset += brief ? 16 : bytes) {

@@ -50,8 +50,11 @@ void CheckTile(const PermutePlan& plan) {
               long(plan.tile[d]), long(plan.dims[d].size));
     JOF_CHECK(in_a_run[d] || plan.tile[d] == 1, "dimension %d is in no run", d);
   }
-  const int64_t bytes = plan.tile_units() * plan.unit_bytes;
-  JOF_CHECK(bytes <= internal::kLargestTile, "a tile of %ld bytes", long(bytes));
+  // A block's shared memory holds it with up to 61 bytes after each row.
+  int64_t row = plan.unit_bytes;
+  for (int k = 0; k < plan.in_run; ++k) row *= plan.tile[plan.fastest_in(k)];
+  const int64_t bytes = plan.tile_units() * plan.unit_bytes / row * (row + 61);
+  JOF_CHECK(bytes + 48 <= 48 << 10, "a tile of %ld bytes", long(bytes));
 }
 
 void CheckPlan(const PermuteProblem& p) {
@@ -63,7 +66,10 @@ void CheckPlan(const PermuteProblem& p) {
             long(p.alignment));
   JOF_CHECK((plan.rank <= 1) == (plan.strategy == PermuteStrategy::kCopy), "rank %d", plan.rank);
   JOF_CHECK((plan.in_run > 0) == (plan.strategy == PermuteStrategy::kRuns), "run %d", plan.in_run);
-  if (plan.strategy == PermuteStrategy::kRuns) CheckTile(plan);
+  JOF_CHECK((plan.gathered > 0) == (plan.strategy == PermuteStrategy::kGather), "%d units",
+            plan.gathered);
+  JOF_CHECK(p.alignment % std::max(1, plan.gathered * plan.unit_bytes) == 0, "%d units",
+            plan.gathered);
 
   // Strides, orders, and nothing left to merge.
   std::vector<bool> seen(static_cast<size_t>(plan.rank));
@@ -111,24 +117,33 @@ int main() {
   CheckStrategy(PlanOf({1, 1}, {1, 0}, 2), PermuteStrategy::kCopy, 0, 2);
   CheckStrategy(PlanOf({}, {}, 2), PermuteStrategy::kCopy, 0, 2);
   JOF_CHECK(PlanOf({3, 0, 5}, {2, 1, 0}, 4).units == 0, "an empty array");
+  // Small arrays.
+  CheckStrategy(PlanOf({39, 64}, {1, 0}, 4), PermuteStrategy::kGather, 2, 4);
+  CheckStrategy(PlanOf({4, 128, 16, 64}, {0, 2, 1, 3}, 2), PermuteStrategy::kGather, 4, 16);
   // Neighbours merge, also across a dimension of size 1.
   CheckStrategy(PlanOf({2048, 1, 3, 683}, {2, 3, 1, 0}, 4), PermuteStrategy::kTile, 2, 4);
   // Whole rows; as wide as their length and the alignment allow.
   for (const int64_t alignment : {2, 4, 8, 16}) {
-    CheckStrategy(PlanOf({4, 512, 16, 64}, {0, 2, 1, 3}, 2, alignment), PermuteStrategy::kRows, 4,
+    const bool gathered = alignment == 4 || alignment == 8;
+    CheckStrategy(PlanOf({4, 2048, 16, 64}, {0, 2, 1, 3}, 2, alignment),
+                  gathered ? PermuteStrategy::kGather : PermuteStrategy::kRows, 4,
                   static_cast<int>(alignment));
   }
-  CheckStrategy(PlanOf({4, 512, 16, 66}, {0, 2, 1, 3}, 2), PermuteStrategy::kRows, 4, 4);
+  CheckStrategy(PlanOf({4, 512, 16, 66}, {0, 2, 1, 3}, 2), PermuteStrategy::kGather, 4, 4);
   CheckStrategy(PlanOf({4, 512, 16, 65}, {0, 2, 1, 3}, 2), PermuteStrategy::kRows, 4, 2);
   // A last dimension of one unit is no dimension.
-  CheckStrategy(PlanOf({640, 320, 4}, {1, 0, 2}, 4), PermuteStrategy::kTile, 2, 16);
-  CheckStrategy(PlanOf({640, 320, 4}, {1, 0, 2}, 4, 4), PermuteStrategy::kRuns, 3, 4);
+  CheckStrategy(PlanOf({640, 640, 4}, {1, 0, 2}, 4), PermuteStrategy::kTile, 2, 16);
+  CheckStrategy(PlanOf({640, 640, 4}, {1, 0, 2}, 4, 4), PermuteStrategy::kRuns, 3, 4);
   // Images.
   CheckStrategy(PlanOf({8, 224, 224, 3}, {0, 3, 1, 2}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({8, 3, 224, 224}, {0, 2, 3, 1}, 2), PermuteStrategy::kInterleave, 3, 2);
   CheckStrategy(PlanOf({8, 224, 224, 64}, {0, 3, 1, 2}, 1), PermuteStrategy::kTile, 3, 1);
   // Short rows on both sides.
-  CheckStrategy(PlanOf({100, 5, 7, 9}, {3, 1, 2, 0}, 1), PermuteStrategy::kRuns, 3, 1);
+  CheckStrategy(PlanOf({1000, 50, 7, 9}, {3, 1, 2, 0}, 1), PermuteStrategy::kRuns, 3, 1);
+  // Tiles that would be half empty.
+  CheckStrategy(PlanOf({4, 3, 32768, 30}, {1, 0, 3, 2}, 4), PermuteStrategy::kRuns, 4, 4);
+  // A warp takes all of a short dimension, and enough of the one that is the input's fastest.
+  CheckStrategy(PlanOf({6, 1 << 20}, {1, 0}, 2), PermuteStrategy::kGather, 2, 2);
   // Units are counted in 64 bits from 2^31 of them on.
   const int64_t half = int64_t{1} << 15;
   JOF_CHECK(PlanOf({half - 1, 2 * half}, {1, 0}, 1).index_bytes == 4, "below 2^31");
@@ -148,4 +163,13 @@ int main() {
 
   std::mt19937 random(1);
   for (int i = 0; i < 3000; ++i) CheckPlan(RandomPermuteProblem(&random, kPlanSize));
+  for (int64_t size = kPlanSize; size < int64_t{1} << 40; size *= 4) {
+    for (int i = 0; i < 300; ++i) {
+      const PermuteProblem p = RandomPermuteProblem(&random, size);
+      PermutePlan runs = Plan(p);
+      if (runs.rank <= 1) continue;
+      internal::SetStrategy(&runs, PermuteStrategy::kRuns, p.alignment);
+      CheckTile(runs);
+    }
+  }
 }

@@ -8,24 +8,28 @@
 
 using namespace jof;
 
+// 0 reaches the kernels for many elements.
+constexpr int64_t kFew[] = {0, kFewItems};
+
 void TestForward(const UpsampleProblem& p, int64_t element_bytes, int64_t in_offset,
-                 int64_t out_offset) {
+                 int64_t out_offset, int64_t few) {
   std::vector<uint8_t> x(static_cast<size_t>(InSize(p) * element_bytes));
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint8_t>(i * 37 + i / 251);
   DeviceArray in(x, in_offset), out(OutSize(p) * element_bytes, out_offset);
-  CHECK_CUDA(LaunchUpsampleForward(p, static_cast<int>(element_bytes), in.data(), out.data(), 0));
+  CHECK_CUDA(
+      LaunchUpsampleForward(p, static_cast<int>(element_bytes), in.data(), out.data(), 0, few));
   const uint8_t* y = out.CopyToHost<uint8_t>();
   ForEachOutput(p, [&](int64_t i, int64_t o) {
     JOF_CHECK(std::memcmp(x.data() + i * element_bytes, y + o * element_bytes,
                           static_cast<size_t>(element_bytes)) == 0,
-              "output %ld of %ld-byte elements, offsets %ld %ld", long(o), long(element_bytes),
-              long(in_offset), long(out_offset));
+              "output %ld of %ld-byte elements, offsets %ld %ld, few %ld", long(o),
+              long(element_bytes), long(in_offset), long(out_offset), long(few));
   });
 }
 
 template <typename T>
 void TestBackward(const UpsampleProblem& p, DType type, int64_t in_offset, int64_t out_offset,
-                  T (*make)(double), double (*value)(T)) {
+                  T (*make)(double), double (*value)(T), int64_t few) {
   // Small integers: their sums are exact in every type.
   std::vector<uint8_t> dy(static_cast<size_t>(OutSize(p)) * sizeof(T));
   std::vector<double> want(static_cast<size_t>(InSize(p)));
@@ -37,7 +41,7 @@ void TestBackward(const UpsampleProblem& p, DType type, int64_t in_offset, int64
   });
   DeviceArray in(dy, in_offset);
   DeviceArray out(InSize(p) * static_cast<int64_t>(sizeof(T)), out_offset);
-  CHECK_CUDA(LaunchUpsampleBackward(p, type, in.data(), out.data(), 0));
+  CHECK_CUDA(LaunchUpsampleBackward(p, type, in.data(), out.data(), 0, few));
   const uint8_t* dx = out.CopyToHost<uint8_t>();
   for (int64_t i = 0; i < InSize(p); ++i) {
     T element;
@@ -53,9 +57,13 @@ template <typename T>
 int64_t TestBackwardOffsets(const UpsampleProblem& p, DType type, int64_t step, T (*make)(double),
                             double (*value)(T)) {
   int64_t launches = 0;
-  for (int64_t offset = 0; offset < 16; offset += step, launches += 2) {
-    TestBackward<T>(p, type, offset, offset, make, value);
-    TestBackward<T>(p, type, offset, 16 - static_cast<int64_t>(sizeof(T)) - offset, make, value);
+  for (int64_t offset = 0; offset < 16; offset += step) {
+    for (const int64_t few : kFew) {
+      const int64_t opposite = 16 - static_cast<int64_t>(sizeof(T)) - offset;
+      TestBackward<T>(p, type, offset, offset, make, value, few);
+      TestBackward<T>(p, type, offset, opposite, make, value, few);
+      launches += 2;
+    }
   }
   return launches;
 }
@@ -66,8 +74,10 @@ int main(int argc, char**) {
   for (const UpsampleProblem& p : UpsampleProblems()) {
     for (const int64_t bytes : {1, 2, 4, 8, 16}) {
       for (int64_t offset = 0; offset < 16; offset += brief ? 16 : bytes) {
-        TestForward(p, bytes, offset, (offset * 3) % 16 / bytes * bytes);
-        ++launches;
+        for (const int64_t few : kFew) {
+          TestForward(p, bytes, offset, (offset * 3) % 16 / bytes * bytes, few);
+          ++launches;
+        }
       }
     }
     launches += TestBackwardOffsets<float>(

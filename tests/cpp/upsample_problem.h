@@ -36,7 +36,8 @@ inline std::vector<jof::UpsampleProblem> UpsampleProblems() {
   std::vector<jof::UpsampleProblem> problems;
   const int64_t sizes[][4] = {{2, 8, 4, 16},  {3, 16, 6, 32}, {2, 5, 4, 10},    {2, 8, 8, 32},
                               {3, 4, 12, 16}, {5, 7, 15, 21}, {10, 12, 14, 17}, {9, 11, 4, 5},
-                              {4, 16, 4, 16}, {3, 3, 7, 160}, {1, 1, 5, 6},     {6, 8, 3, 16}};
+                              {4, 16, 4, 16}, {3, 3, 7, 160}, {1, 1, 5, 6},     {6, 8, 3, 16},
+                              {2, 3, 10, 15}, {3, 5, 6, 10}};
   for (const auto& s : sizes) {
     for (const int64_t inner : {1, 2, 3, 4, 8, 16, 24, 40}) {
       for (const bool half_pixel : {false, true}) {

@@ -1,0 +1,118 @@
+"""Whether a program runs faster with kernels or without, found by running it both ways."""
+
+import functools
+import hashlib
+import json
+import logging
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_oneflow_ops._codegen import cache
+
+_GAIN = 1.02  # less is noise, and the program as it is needs nothing of this package
+_ROUNDS, _BUDGET_S = 16, 2.0  # of either way; three rounds in any case
+_log = logging.getLogger("jax_oneflow_ops")
+
+
+def tuned(fun: Callable[..., Any], accelerated: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs the faster one of two, which it times when arguments are new to it."""
+    plain: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
+    chosen: dict[str, Callable[..., Any]] = {}
+    lock = threading.Lock()
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise TypeError(
+                "accelerate: tune=True times the function on arrays, and it was called inside "
+                "jax.jit or another transformation. Remedy: jof.accelerate(jax.jit(fun), tune=True)"
+            )
+        kinds = f"{tree} {[*map(_kind, leaves)]}"
+        with lock:
+            if kinds not in chosen:
+                faster = _is_faster(plain, accelerated, kinds, args, kwargs)
+                chosen[kinds] = accelerated if faster else plain
+        return chosen[kinds](*args, **kwargs)
+
+    return run
+
+
+def _kind(leaf: Any) -> str:
+    """What a compiled program depends on."""
+    if isinstance(leaf, jax.Array):
+        return f"{jax.typeof(leaf)} {leaf.sharding}"
+    return f"{leaf.dtype}{leaf.shape}" if hasattr(leaf, "dtype") else repr(leaf)
+
+
+def _is_faster(plain: Any, accelerated: Any, kinds: str, args: Any, kwargs: Any) -> bool:
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            "accelerate: tune=True works in one process: others might choose otherwise. Remedy: "
+            "tune in one process, and pass tune=False where there are many"
+        )
+    # A program's text has addresses where it has functions.
+    text = re.sub(r"0x[0-9a-f]+", "", str(plain.trace(*args, **kwargs).jaxpr))
+    device = jax.devices()[0].device_kind
+    parts = (text, kinds, device, str(jax.device_count()), *_versions())
+    key = "tuned-" + hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    folder = cache.cache_folder()
+    found = None if folder is None else cache.read(folder, key)
+    known = None if found is None else json.loads(found)
+    source = "as measured before"
+    if known is None:
+        source = "measured now"
+        times = _times([plain, accelerated], args, kwargs)
+        known = {"plain_ms": times[0] * 1e3, "accelerated_ms": times[1] * 1e3}
+        if folder is not None:
+            cache.write(folder, key, json.dumps(known).encode())
+    faster = known["plain_ms"] >= _GAIN * known["accelerated_ms"]
+    _log.info(
+        "accelerate: %s runs %s: %.4g ms with kernels, %.4g ms without, %s",
+        getattr(plain, "__name__", "the function"),
+        "with kernels" if faster else "as it is",
+        known["accelerated_ms"],
+        known["plain_ms"],
+        source,
+    )
+    return bool(faster)
+
+
+def _times(functions: list[Any], args: Any, kwargs: Any) -> list[float]:
+    """The median time of each in seconds. Arguments are copies: functions may donate them."""
+
+    def copied(leaf: Any) -> Any:
+        return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+    def run(function: Any) -> float:
+        copies = jax.tree.map(copied, (args, kwargs))
+        jax.block_until_ready(copies)
+        begin = time.perf_counter()
+        jax.block_until_ready(function(*copies[0], **copies[1]))
+        return time.perf_counter() - begin
+
+    for function in functions:
+        run(function)  # compiles
+    samples: list[list[float]] = [[] for _ in functions]
+    end = time.perf_counter() + _BUDGET_S * len(functions)
+    for i in range(_ROUNDS):
+        if i >= 3 and time.perf_counter() > end:
+            break
+        order = range(len(functions))
+        for j in order if i % 2 == 0 else reversed(order):
+            samples[j].append(run(functions[j]))
+    return [statistics.median(times) for times in samples]
+
+
+def _versions() -> list[str]:
+    """Of all that a measurement depends on."""
+    from importlib.metadata import version
+
+    return [version(name) for name in ("jax", "jaxlib", "jax-oneflow-ops")]

@@ -1,0 +1,36 @@
+"""Programs as people write them, without a call of this package: what `accelerate` is for.
+
+Each is made from a size and the dtype that it computes in, and is traced without memory for it.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+# Of the sizes "tiny", of tests; "small", of benchmarks on CPUs; and "full", on GPUs.
+LARGE = ("graph_attention", "mesh_graph_net", "gpt2", "unet", "pic", "histogram", "vit")
+PLAIN = ("pic", "histogram")  # in 32 bits
+NAMES = (*LARGE, "nnx_gpt2", "equinox_mesh_graph_net")  # the last two are "tiny" or "small"
+
+
+class Program(NamedTuple):
+    """A step, and functions of a key that make what it takes."""
+
+    step: Callable[[Any, Any], tuple[Any, jax.Array]]  # (state, batch) -> (state, loss)
+    state: Callable[[jax.Array], Any]
+    batch: Callable[[jax.Array], Any]
+
+
+def make(name: str, size: str, dtype: str = "bfloat16") -> Program:
+    """The program of a name; raises ModuleNotFoundError if its library is not installed."""
+    library, _, model = name.partition("_")
+    if library in ("nnx", "equinox"):
+        module = importlib.import_module(f"{__name__}.in_{library}")
+    elif name in PLAIN:
+        module, model = importlib.import_module(f"{__name__}.plain"), name
+    else:
+        module, model = importlib.import_module(f"{__name__}.in_linen"), name
+    program: Program = getattr(module, model)(size, dtype)
+    return program

@@ -1,0 +1,63 @@
+"""What the models share: random data, losses, and steps of adamw."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tests.programs import Program
+
+
+class State(NamedTuple):
+    params: Any
+    optimizer: Any
+
+
+def trained(
+    init: Callable[[jax.Array], Any],
+    loss: Callable[[Any, Any], jax.Array],
+    batch: Callable[[jax.Array], Any],
+) -> Program:
+    """Steps that lower a loss of parameters and a batch."""
+    optimizer = optax.adamw(1e-3)
+
+    def start(key):
+        params = init(key)
+        return State(params, optimizer.init(params))
+
+    def step(state, batch):
+        value, gradient = jax.value_and_grad(loss)(state.params, batch)
+        updates, moments = optimizer.update(gradient, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, updates), moments), value
+
+    return Program(step, start, batch)
+
+
+def cross_entropy(logits, labels):
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def squared_error(found, wanted):
+    return jnp.mean((found.astype(jnp.promote_types(found.dtype, jnp.float32)) - wanted) ** 2)
+
+
+def text(key, batch, length, vocabulary):
+    """Tokens (batch, length + 1), by Zipf's law."""
+    rank = vocabulary ** jax.random.uniform(key, (batch, length + 1))
+    return rank.astype(jnp.int32) - 1
+
+
+def graph(key, nodes, edges, width):
+    """Features of nodes and of edges, the ends of edges in no order, a number for each node."""
+    keys = jax.random.split(key, 5)
+    senders, receivers = jax.random.randint(keys[0], (2, edges), 0, nodes)
+    return (
+        jax.random.normal(keys[1], (nodes, width)),
+        jax.random.normal(keys[2], (edges, 4)),
+        senders,
+        receivers,
+        jax.random.normal(keys[3], (nodes,)),
+    )

@@ -1,0 +1,144 @@
+"""Programs without a call of this package: accelerated they compute the same, by native kernels."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("optax")  # of the extra "bench"
+
+import jax_oneflow_ops as jof
+from tests import programs
+from tests.programs import in_jraph, museum
+from tests.test_lowering import native_backend, targets
+
+pytestmark = native_backend
+
+# The sums of rows in a step of one layer. One is the gradient of each lookup, and of each place
+# where a segment's sum or largest value goes back to its rows.
+SUMS = {
+    # Two lookups of scores and one of values; the sum of weights, of messages; back to the rows:
+    # the largest, the sum; and how many rows share the largest.
+    "graph_attention": 3 + 2 + 2 + 1,
+    "mesh_graph_net": 2 + 1,
+    "gpt2": 3,  # words, places and labels
+    "unet": 2,  # of height and width
+    "pic": 4,  # corners
+    "histogram": 1,
+    "vit": 1,  # labels
+    "nnx_gpt2": 3,
+    "equinox_mesh_graph_net": 2 + 1,
+}
+STEPS = 3
+# Relative, of losses and of each parameter's gradient, in the norm. In float32 the programs are up
+# to 2^-19.6 off those in float64, accelerated or not; a sum that misses a row is 2^-7 off or more.
+TOLERANCE = 2**-18
+
+
+def made(name, dtype):
+    try:
+        return programs.make(name, "tiny", dtype)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed")
+
+
+def arrays_of(program):
+    """A state and a batch for each step."""
+    key = jax.random.key(0, impl="rbg")  # which compiles faster than the usual kind
+    batch = jax.jit(program.batch)
+    batches = [batch(k) for k in jax.random.split(key, STEPS)]
+    return jax.tree.map(np.asarray, (jax.jit(program.state)(key), batches))
+
+
+def run(step, state, batches):
+    """All losses, and what the first step makes of the state, by path."""
+    losses, first = [], None
+    for batch in batches:
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+        first = state if first is None else first
+    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(first)}
+    # After a step adamw's first moment, "mu", is a tenth of the gradient.
+    moments = {path: x for path, x in leaves.items() if re.search(r"\bmu\b", path)}
+    return losses, {path: np.asarray(x) for path, x in (moments or leaves).items()}
+
+
+def in_float64(tree):
+    return jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, tree)
+
+
+@pytest.mark.parametrize("name", programs.NAMES)
+def test_a_program_computes_the_same_by_native_sums(name):
+    program = made(name, "float32")
+    state, batches = arrays_of(program)
+    with jax.default_matmul_precision("highest"):
+        step = jax.jit(jof.accelerate(program.step)).lower(state, batches[0]).compile()
+        report = jof.explain(program.step, state, batches[0])
+    losses, gradients = run(step, state, batches)
+    with jax.enable_x64(True):
+        args = in_float64((state, batches))
+        expected, exact = run(jax.jit(made(name, "float64").step), *args)
+
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+    assert gradients.keys() == exact.keys()
+    largest = max(map(np.linalg.norm, exact.values()))  # some gradients are 0, but for rounding
+    for path, e in exact.items():
+        bound = TOLERANCE * np.linalg.norm(e) + 2**-24 * largest
+        assert np.linalg.norm(gradients[path] - e) <= bound, path
+
+    found = collections.Counter(t for t in targets(step.as_text()) if "scatter" in t)
+    assert sum(n for target, n in found.items() if "scatter_add" in target) == SUMS[name]
+    swapped = collections.Counter()
+    for row in report.rows:
+        swapped[row.operation] += row.count * row.swapped
+    assert swapped["scatter-add"] == SUMS[name]
+    assert swapped.total() == found.total()
+
+
+def sums_of(compiled) -> int:
+    return sum("scatter_add" in target for target in targets(compiled.as_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("graph_network", 4), ("graph_convolution", 4), ("graph_attention", 7)]
+)
+def test_networks_of_jraph(name, count):
+    """In float64, in which whatever is not the same sum of the same numbers shows."""
+    pytest.importorskip("jraph")
+    with jax.enable_x64(True):
+        step, args = getattr(in_jraph, name)(dtype=jnp.float64)
+        compiled = jax.jit(jof.accelerate(step)).lower(*args).compile()
+        assert sums_of(compiled) == count
+        for a, b in zip(
+            *map(jax.tree.leaves, (compiled(*args), jax.jit(step)(*args))), strict=True
+        ):
+            assert np.linalg.norm(a - b) <= 2**-40 * np.linalg.norm(b)
+
+
+def widened(x):
+    return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def test_the_museum():
+    """Integers are the same bits, floats as near to float64 as XLA's."""
+    pieces = {f.__name__: (f, museum.arguments(f.__name__)) for f in museum.PIECES}
+
+    def visit(arguments):
+        return {name: f(*arguments[name]) for name, (f, _) in pieces.items()}
+
+    arguments = {name: args for name, (_, args) in pieces.items()}
+    step = jax.jit(jof.accelerate(visit)).lower(arguments).compile()
+    assert sums_of(step) == len(pieces) + 1  # pictures have two sums
+    ours, xla = step(arguments), jax.jit(visit)(arguments)
+    with jax.enable_x64(True):
+        exact = jax.jit(visit)(jax.tree.map(widened, arguments))
+    for name, y in ours.items():
+        if jnp.issubdtype(y.dtype, jnp.integer):
+            np.testing.assert_array_equal(y, xla[name], name)
+        else:
+            of_xla, of_exact = np.asarray(xla[name]), np.asarray(exact[name])
+            error, limit = (np.linalg.norm(z - of_exact) for z in (np.asarray(y), of_xla))
+            assert error <= 2 * limit + 2**-22 * np.linalg.norm(of_exact), name
