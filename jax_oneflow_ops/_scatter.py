@@ -326,7 +326,7 @@ def _sort_and_sum(
     with jax.enable_x64(True) if long else contextlib.nullcontext():
         ids = jnp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (p.batch, p.updates))
         order, index = None, jnp.int64 if long else jnp.int32
-        if p.platform == "cpu":
+        if p.platform == "cpu" and p.has_known_sizes():
             keys, order = _sort_on_cpu(ids, p.rows, indexing)
         else:
             keys = _sort_keys(ids, p.rows, indexing)
@@ -337,7 +337,7 @@ def _sort_and_sum(
                 updates = rows.reshape(updates.shape)
             else:
                 order = rows
-            if keys.dtype != jnp.uint16:
+            if keys.dtype != jnp.uint16 or p.platform == "cpu":
                 keys = keys.astype(index)
         return call(updates, keys.reshape(1, -1), order=order)
 
@@ -364,8 +364,8 @@ def _sort_keys(ids: Any, rows: int, indexing: Indexing) -> Any:
     ids, valid = indexing.resolved(ids, rows)
     # In uint32 at least: a device's arithmetic in 16 bits is no faster.
     wide = jnp.promote_types(key, jnp.uint32)
-    first = jax.lax.iota(wide, batch)[:, None] * np.asarray(rows, wide)
-    keys = jnp.where(valid, ids.astype(wide) + first, np.asarray(total, wide))
+    first = jax.lax.iota(wide, batch)[:, None] * jnp.asarray(rows, wide)
+    keys = jnp.where(valid, ids.astype(wide) + first, jnp.asarray(total, wide))
     return keys.astype(key).reshape(-1)
 
 
@@ -677,6 +677,12 @@ def _scatter_add_transpose(
     return cts
 
 
+_UNIQUE = (
+    "scatter_mul: the derivative with respect to updates needs unique_indices=True, as that of "
+    "jax.lax.scatter_mul does"
+)
+
+
 def _scatter_reduce_jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
@@ -704,10 +710,7 @@ def _scatter_reduce_jvp(
             terms.append(reduce(of_operand, ids, updates))
         if not isinstance(of_updates, ad.Zero):
             if not indexing.unique_indices:
-                raise NotImplementedError(
-                    "scatter_mul: the derivative with respect to updates needs unique_indices=True,"
-                    " as that of jax.lax.scatter_mul does"
-                )
+                raise NotImplementedError(_UNIQUE)
             terms.append(operand * add(of_updates))
         return result, sum(terms[1:], start=terms[0])
     is_hit = updates == bind(gather_rows_p, result, ids, fill="zero", **params)
@@ -722,13 +725,18 @@ def _scatter_reduce_jvp(
 
 
 def _scatter_reduce_transpose(
-    ct: Any, operand: Any, ids: Any, updates: Any, **params: Any
+    ct: Any, operand: Any, ids: Any, updates: Any, *, reducer: str, **params: Any
 ) -> list[Any]:
-    """Of a product, which is linear in the operand."""
-    if isinstance(ct, ad.Zero):
-        return [ad.Zero(operand.aval), None, None]
-    result = bind(scatter_reduce_p, ct, ids, updates, **params)
-    return [_compat.with_sharding_of(result, operand.aval), None, None]
+    """Of a product, which is linear in the operand, and in updates that do not meet."""
+    if ad.is_undefined_primal(operand):
+        if isinstance(ct, ad.Zero):
+            return [ad.Zero(operand.aval), None, None]
+        result = bind(scatter_reduce_p, ct, ids, updates, reducer=reducer, **params)
+        return [_compat.with_sharding_of(result, operand.aval), None, None]
+    if not params["indexing"].unique_indices:
+        raise NotImplementedError(_UNIQUE)
+    ct = ct if isinstance(ct, ad.Zero) else ct * operand
+    return [None, None, _segment_sum_transpose(ct, updates, ids, **params)[0]]
 
 
 def _jvp_of_rows(

@@ -119,10 +119,10 @@ CPU_COUNTERS_PER_KEY = 4
 def plan(p: Problem) -> Plan:
     """The strategy for a problem that is not empty."""
     sums = (p.batch, p.rows, p.inner)
+    if p.reducer == "multiply":  # for which there are no other kernels
+        return _sorted(p)
     if p.platform == "cpu":
         return _plan_on_cpu(p) if p.has_known_sizes() else Plan("private", (CPU_SOME_PARTS, *sums))
-    if p.reducer == "multiply":  # for which there are no atomics
-        return _sorted(p)
     if not p.has_known_sizes():  # what is right at any size
         return _sorted(p) if p.ordered else Plan("atomic", (1, *sums) if _in_scratch(p) else _NONE)
     sort = p.ordered or _sorted_us(p) < _atomic_us(p)
@@ -176,7 +176,7 @@ def _sorted_us(p: Problem) -> float:
 def _plan_on_cpu(p: Problem) -> Plan:
     hits = 1 if p.inner <= CPU_PRIVATE_INNER else CPU_PRIVATE_HITS
     short = p.inner == 1 and p.updates <= CPU_RUN * p.rows
-    if p.reducer != "multiply" and p.updates >= hits * p.rows and (short or not p.is_sorted):
+    if p.updates >= hits * p.rows and (short or not p.is_sorted):
         by_hits = max(2, p.updates // (CPU_PART_HITS * p.rows))
         parts = min(CPU_PRIVATE_PARTS, by_hits, -(-p.updates // CPU_PART_UPDATES))
         return Plan("private", (parts, p.batch, p.rows, p.inner))

@@ -310,7 +310,8 @@ def segment_mean(
     Segments without rows have 0.
 
     Args:
-      data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64 or complex.
+      data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64 or complex; integers
+        are converted as jnp promotes them with float32.
       segment_ids: integers, as in `segment_sum`.
       num_segments: the number of segments, as in `segment_sum`.
       indices_are_sorted: a promise that `segment_ids` ascends, as in `segment_sum`.
@@ -322,7 +323,7 @@ def segment_mean(
       An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
 
     Raises:
-      TypeError: `data` has another dtype. Else as `segment_sum`.
+      TypeError, ValueError, NotImplementedError: as `segment_sum`.
 
     Numerics:
       Those of `segment_sum`; a second rounding is the division's. The sum of float16 values may
@@ -339,10 +340,8 @@ def segment_mean(
     """
     name = "segment_mean"
     data = _checks.as_array(name, "data", data, numbers=True)
-    if not jnp.issubdtype(data.dtype, jnp.inexact):
-        raise TypeError(
-            f"{name}: data must be floating or complex, got {data.dtype}; cast it first"
-        )
+    if jnp.issubdtype(data.dtype, jnp.integer):
+        data = data.astype(jnp.promote_types(data.dtype, jnp.float32))
     ids = _checks.as_ids(name, "segment_ids", segment_ids)
     size = _number_of_segments(name, num_segments, segment_ids)
     flags: dict[str, Any] = {
@@ -376,7 +375,8 @@ def segment_softmax(
     """The softmax over the rows of each segment. Replaces jraph's.
 
     Args:
-      logits: array of shape ``(n, ...)``: float16, bfloat16, float32 or float64.
+      logits: array of shape ``(n, ...)``: float16, bfloat16, float32 or float64; integers are
+        converted as jnp promotes them with float32.
       segment_ids: integers, as in `segment_sum`.
       num_segments: the number of segments, as in `segment_sum`.
       indices_are_sorted: a promise that `segment_ids` ascends, as in `segment_sum`.
@@ -388,7 +388,7 @@ def segment_softmax(
       An array of logits' shape and dtype; 0 where an id names no segment.
 
     Raises:
-      TypeError: `logits` has another dtype. Else as `segment_sum`.
+      TypeError, ValueError, NotImplementedError: as `segment_max`.
 
     Numerics:
       Each segment's maximum is subtracted first. 16-bit values are computed in float32; the terms
@@ -404,8 +404,8 @@ def segment_softmax(
     """
     name = "segment_softmax"
     logits = _checks.as_array(name, "logits", logits)
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"{name}: logits must be floating, got {logits.dtype}; cast them first")
+    if jnp.issubdtype(logits.dtype, jnp.integer):
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     ids = _checks.as_ids(name, "segment_ids", segment_ids)
     size = _number_of_segments(name, num_segments, segment_ids)
     ids = _checks.as_ids(name, "segment_ids", segment_ids, size)

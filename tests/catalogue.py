@@ -953,8 +953,8 @@ SEGMENT_PROD = Op(
 SCATTER_MUL = Op(
     "scatter_mul",
     jof.scatter_mul,
-    lambda operand, indices, updates, mode="drop": (
-        jnp.asarray(operand).at[indices].multiply(updates, mode=mode)
+    lambda operand, indices, updates, mode="drop", unique_indices=False: (
+        jnp.asarray(operand).at[indices].multiply(updates, mode=mode, unique_indices=unique_indices)
     ),
     scatter_mul,
     transpose=scatter_mul_transpose,
@@ -1372,8 +1372,17 @@ def rows_of(x):
 
 def ids_of_all(x):
     """Ids that name all rows: an extremum of none is infinite."""
-    places = jnp.arange(len(x), dtype=jnp.int32)
+    places = jnp.arange(x.shape[0], dtype=jnp.int32)
     return jnp.where(places < SEGMENTS, places, as_ids(x))
+
+
+def unique_ids(x):
+    """Each row once, as the derivative of a product needs, and some too large ones."""
+    return jnp.arange(x.shape[0], dtype=jnp.int32)
+
+
+def ids_in_range(x):
+    return as_ids(x) % SEGMENTS
 
 
 # What makes ids of numbers, the operands that are not there, and the copy of one that is needed.
@@ -1385,6 +1394,11 @@ ROWS = (7, 2)  # so narrow and many that CPUs do not sort
 TABLE = (SEGMENTS, 2)
 # Of an op: its operands' shapes and symbolic dimensions, the custom calls of the value and of the
 # gradients, and how ids are made of numbers.
+SOFTMAX_TARGETS = (
+    "jof_scatter_max",
+    *("jof_gather_rows", "jof_scatter_add") * 2,
+    "jof_gather_rows",
+)
 SUMS_AND_LOOKUPS = {
     "segment_sum": (
         (ROWS, ROWS[:1]),
@@ -1421,18 +1435,18 @@ SUMS_AND_LOOKUPS = {
         ("n, d", "n"),
         "jof_scatter_max",
         {
-            (0,): (
-                "jof_scatter_max",
-                *("jof_gather_rows", "jof_scatter_add") * 2,
-                "jof_gather_rows",
-            ),
+            (0,): SOFTMAX_TARGETS,
         },
     ),
     "scatter_mul": (
         (TABLE, ROWS[:1], ROWS),
         ("s, d", "n", "n, d"),
         "jof_scatter_multiply",
-        {(0,): ("jof_scatter_multiply",)},
+        {
+            (0, 2): ("jof_scatter_multiply", "jof_gather_rows"),
+            (0,): ("jof_scatter_multiply",),
+            (2,): ("jof_gather_rows",),
+        },
     ),
 }
 for _name in ("max", "min"):
@@ -1450,10 +1464,19 @@ for _name in ("max", "min"):
     }
 
 
-MAKES_IDS = {"embedding_lookup": rows_of, "segment_max": ids_of_all, "segment_min": ids_of_all}
+MAKES_IDS = {
+    "embedding_lookup": rows_of,
+    "segment_max": ids_of_all,
+    "segment_min": ids_of_all,
+    "segment_softmax": ids_in_range,
+    "segment_prod": unique_ids,
+    "scatter_mul": unique_ids,
+}
 
 
-def scatter_case(op: Op, suffix="", drawn=some_ids, mode=None, fields=None, **ours) -> Case:
+def scatter_case(
+    op: Op, suffix="", drawn=some_ids, mode=None, fields=None, shared=None, **ours
+) -> Case:
     fields = dict(fields or {})
     shapes, symbolic, target, grad_targets = SUMS_AND_LOOKUPS[op.name]
     options = {"num_segments": SEGMENTS} if op.name.startswith("segment_") else {}
@@ -1464,7 +1487,7 @@ def scatter_case(op: Op, suffix="", drawn=some_ids, mode=None, fields=None, **ou
         suffix,
         shapes,
         target,
-        options=options | ({"mode": mode} if mode else {}),
+        options=options | ({"mode": mode} if mode else {}) | (shared or {}),
         ours=ours,
         ids=MAKES_IDS.get(op.name, as_ids),
         grad_targets=grad_targets,
@@ -1502,13 +1525,12 @@ SCATTER_CASES = (
     scatter_case(EMBEDDING_LOOKUP),
     scatter_case(EMBEDDING_LOOKUP, "-deterministic", deterministic=True),
     extremum_case(SEGMENT_MAX),
-    extremum_case(SEGMENT_MAX, "-clip", mode="clip"),
     extremum_case(SEGMENT_MIN),
     extremum_case(SCATTER_MAX),
     extremum_case(SCATTER_MAX, "-sorted", sorted_ids, indices_are_sorted=True),
     extremum_case(SCATTER_MIN),
     extremum_case(SCATTER_MIN, "-clip", mode="clip"),
-    scatter_case(SCATTER_MUL),
+    scatter_case(SCATTER_MUL, shared={"unique_indices": True}),
     scatter_case(
         SEGMENT_MEAN,
         fields={
@@ -1521,11 +1543,7 @@ SCATTER_CASES = (
     scatter_case(
         SEGMENT_SOFTMAX,
         fields={
-            "jvp_targets": (
-                "jof_scatter_max",
-                *("jof_gather_rows", "jof_scatter_add") * 2,
-                "jof_gather_rows",
-            ),
+            "jvp_targets": SOFTMAX_TARGETS,
             **SMOOTH,
             "rtol": 1e-9,
             "besides": ID_ARITHMETIC | {"divide", "exponential", "negate"},
