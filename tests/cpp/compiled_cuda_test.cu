@@ -228,7 +228,7 @@ void TestKernel(const char* name, void (*kernel)(ElementwiseCall), const Tuple<O
     std::copy_n(in, kInputs, call.inputs);
     std::copy_n(out, kOutputs, call.outputs);
     SplitIntoPacks(kInputs, kOutputs, element_bytes.data(), &call);
-    const int64_t items = call.split.packs + call.split.singles;
+    const int64_t items = jof::ItemsOf(call.split);
     kernel<<<static_cast<unsigned>((items + threads - 1) / threads), threads>>>(call);
     return cudaGetLastError();
   };
