@@ -26,7 +26,7 @@
 // On an H200 TileKernel runs at 0.86 to 0.99 of a copy's speed where rows are whole packs, in every
 // size of element. Rows of other lengths cost instructions, which bind then: 0.82 to 0.97 in 2 to 8
 // bytes, 0.62 to 0.77 in 1, less where a dimension just exceeds a part of a tile (65 elements: 0.56
-// to 0.76). RunsKernel comes to 0.7 to 0.97 in 2 to 16 bytes, to 0.4 to 0.8 in 1. What did not
+// to 0.76). RunsKernel comes to 0.6 to 0.97 in 2 to 16 bytes, to 0.4 to 0.8 in 1. What did not
 // help: taking tiles in squares or in the order of the input, tiles that leave fewer blocks a
 // multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32), tables of places in shared
 // memory, which took longer to make than tiles to move (0.25 for 6 x 8388608 of bf16).

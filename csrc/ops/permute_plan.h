@@ -8,7 +8,8 @@
 //      length and the pointers' alignment allow. A last dimension of one unit is then no dimension
 //      at all: what remains is a permutation of wider elements.
 //   3. Offsets are 32-bit integers where the units can be counted with them.
-//   4. A strategy is chosen by which dimensions are the fastest of input and output.
+//   4. A strategy is chosen by which dimensions are the fastest of input and output, and by the
+//      size of the array. CPUs have their own.
 #pragma once
 
 #include "common/integers.h"
@@ -46,7 +47,7 @@ struct PermutePlan {
   int rank = 0;                      // merged dimensions,
   PermuteDim dims[kMaxPermuteRank];  // in the order of the output, the slowest first
   int in_order[kMaxPermuteRank];     // positions in dims in the order of the input, likewise
-  int gathered = 0;                  // kGather: how many units of the output are moved together
+  int gathered = 0;                  // kCopy, kGather: units that a thread moves together
   // kRuns: how much of each dimension a tile covers. A tile is contiguous in the input along its
   // in_run fastest dimensions there, and in the output along its out_run fastest ones. All of
   // these but the slowest of each run are covered whole; a tile covers one element of the others.
@@ -187,8 +188,8 @@ inline double Filled(int64_t row, int unit_bytes) {
 //
 // Small arrays stay in the second-level cache, which hands out sectors: gathering is the fastest up
 // to 160 KB for each byte of a unit (512 KB of f32: 1.3 us, by tiles 1.9), but for 1 and 2 bytes in
-// rows of whole packs (256 KB of bf16: 1.9 us, by tiles 1.3). It is beyond where the
-// first-level cache holds sectors until all of them is used: 0.85 to 0.95 of a copy's speed where a
+// rows of whole packs (256 KB of bf16: 1.9 us, by tiles 1.3). In larger arrays it is where the
+// first-level cache keeps sectors until they are used up: 0.85 to 0.95 of a copy's speed where a
 // warp's part of the input is contiguous for 64 bytes or a block's for 192, half at a quarter of
 // that.
 //
