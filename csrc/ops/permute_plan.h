@@ -127,11 +127,12 @@ inline void ChooseTile(PermutePlan* plan, int64_t wanted) {
 }
 
 inline void ChooseTile(PermutePlan* plan) {
-  int64_t wanted = kSmallestTile;
-  // From 2 MB and from 8 MB on.
-  while (wanted < kLargestTile && plan->units * plan->unit_bytes >= wanted * wanted / 8)
-    wanted *= 2;
-  ChooseTile(plan, wanted);
+  // Arrays of 2 MB and of 8 MB, which is 32 MB for single bytes, have enough of the larger ones.
+  const int64_t bytes = plan->units * plan->unit_bytes;
+  const int64_t enough = plan->unit_bytes == 1 ? 32 << 20 : 8 << 20;
+  ChooseTile(plan, bytes < 2 << 20  ? kSmallestTile
+                   : bytes < enough ? 2 * kSmallestTile
+                                    : kLargestTile);
 }
 
 // For how many bytes the input is contiguous in what so many units of the output, which follow each
@@ -187,11 +188,11 @@ inline double Filled(int64_t row, int unit_bytes) {
 // Measured on an H200, over 300 permutations by each strategy that applies.
 //
 // Small arrays stay in the second-level cache, which hands out sectors: gathering is the fastest up
-// to 160 KB for each byte of a unit (512 KB of f32: 1.3 us, by tiles 1.9), but for 1 and 2 bytes in
-// rows of whole packs (256 KB of bf16: 1.9 us, by tiles 1.3). In larger arrays it is where the
-// first-level cache keeps sectors until they are used up: 0.85 to 0.95 of a copy's speed where a
-// warp's part of the input is contiguous for 64 bytes or a block's for 192, half at a quarter of
-// that.
+// to 160 KB for each byte of a unit, 280 KB in 8 and 16 bytes (512 KB of f32: 1.3 us, by
+// tiles 1.9), but for 1 and 2 bytes in rows of whole packs (256 KB of bf16: 1.9 us, by tiles 1.3).
+// In larger arrays it is where the first-level cache keeps sectors until they are used up: 0.85 to
+// 0.95 of a copy's speed where a warp's part of the input is contiguous for 64 bytes or a block's
+// for 192, half at a quarter of that.
 //
 // kRuns takes 2 % more time than kTile with full tiles, half of it where those would be half empty;
 // but for single bytes, which kTile transposes in registers, 1.4 times the time.
@@ -206,10 +207,10 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
                     Filled(in_row, plan.unit_bytes) * Filled(out_row, plan.unit_bytes) >
                         (plan.unit_bytes == 1 ? 0.25 : 0.5);
   const bool whole = packs && in_row % kPermutePack == 0 && out_row % kPermutePack == 0;
-  if (tile && whole && plan.unit_bytes <= 2 && bytes * plan.unit_bytes >= 128 << 10) {
-    return PermuteStrategy::kTile;
-  }
-  if (bytes <= (160 << 10) * plan.unit_bytes) return PermuteStrategy::kGather;
+  const int64_t enough = plan.unit_bytes <= 2 ? (128 << 10) / plan.unit_bytes : 1 << 20;
+  if (tile && whole && bytes >= enough) return PermuteStrategy::kTile;
+  const int64_t few = plan.unit_bytes <= 4 ? 160 << 10 : 280 << 10;
+  if (bytes <= few * plan.unit_bytes) return PermuteStrategy::kGather;
   if (applies(PermuteStrategy::kRows)) return PermuteStrategy::kRows;
   if (plan.keeps_last() && out_row >= kShortestRow) return PermuteStrategy::kGather;
   if (applies(PermuteStrategy::kInterleave)) return PermuteStrategy::kInterleave;
