@@ -5,8 +5,10 @@
 //   GatherKernel: a thread makes one pack of the output (or a part of one, so that a small array
 //     has enough threads) from wherever its units are. Rows of whole packs are units of 16 bytes.
 //     Elsewhere first-level caches must hold what neighbours read, a sector of 32 bytes each time.
-//   ShiftedRowsKernel: rows of any length and alignment, 64 bytes or more; a thread still writes
-//     one aligned pack, and shifts it together from two aligned packs of the source.
+//   ShiftedRowsKernel: rows of any length and alignment, 64 bytes or more, which are not whole
+//   words
+//     of 4 bytes; a thread still writes one aligned pack, and shifts it together from two aligned
+//     packs of the source.
 //   InterleaveKernel: 2, 3 or 4 long rows become the elements of one (NCHW to NHWC). A thread does
 //     so with packs in registers; shared memory makes aligned packs of what a block has.
 //   DeinterleaveKernel: one row is taken apart into them, likewise.
@@ -49,10 +51,10 @@ __global__ void __launch_bounds__(kBlockSize)
 
 // One item is an aligned pack of the output, the first of which holds `lead` bytes before it.
 // Offsets are in bytes.
-template <int kBytes, typename Index>
+template <int kBytes, int kMost, typename Index>
 __global__ void __launch_bounds__(kBlockSize)
     ShiftedRowsKernel(const Index packs, const Index bytes, const int lead,
-                      const FastDivider<Index> by_row, const Walk<Index, kMaxPermuteRank> walk,
+                      const FastDivider<Index> by_row, const Walk<Index, kMost> walk,
                       const char* __restrict__ x, char* __restrict__ y) {
   const Index item = ItemIndex<Index>();
   if (item >= packs) return;
@@ -261,23 +263,25 @@ cudaError_t LaunchGather(const PermutePlan& plan, const void* x, void* y, cudaSt
   });
 }
 
-template <typename Index>
+// Dimensions of rows that are constants of an unrolled loop.
+constexpr int kFewRows = 3;
+
+template <int kMost, typename Index>
 cudaError_t LaunchRows(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
-  Walk<Index, kMaxPermuteRank> walk;
+  Walk<Index, kMost> walk;
   for (int k = 1; k < plan.rank; ++k) {
     const PermuteDim& dim = plan.dims[plan.fastest_out(k)];
     walk.Add(dim.size, static_cast<Index>(dim.in_stride * plan.unit_bytes));
   }
   const int64_t bytes = plan.units * plan.unit_bytes;
-  const int64_t row = plan.rank == 0 ? bytes : plan.dims[plan.rank - 1].size * plan.unit_bytes;
+  const FastDivider<Index> by_row(
+      static_cast<Index>(plan.dims[plan.rank - 1].size * plan.unit_bytes));
   const int lead = static_cast<int>(reinterpret_cast<uintptr_t>(y) % kPackBytes);
   const int64_t packs = (lead + bytes + kPackBytes - 1) / kPackBytes;
-  return DispatchWord(plan.unit_bytes, [&](auto tag) {
-    constexpr int kBytes = sizeof(typename decltype(tag)::type);
-    return LaunchItems(ShiftedRowsKernel<kBytes, Index>, packs, stream, static_cast<Index>(packs),
-                       static_cast<Index>(bytes), lead, FastDivider<Index>(static_cast<Index>(row)),
-                       walk, static_cast<const char*>(x), static_cast<char*>(y));
-  });
+  const auto kernel = plan.unit_bytes == 1 ? ShiftedRowsKernel<1, kMost, Index>
+                                           : ShiftedRowsKernel<2, kMost, Index>;
+  return LaunchItems(kernel, packs, stream, static_cast<Index>(packs), static_cast<Index>(bytes),
+                     lead, by_row, walk, static_cast<const char*>(x), static_cast<char*>(y));
 }
 
 // Calls visit(integral constant) with 2, 3 or 4.
@@ -348,7 +352,8 @@ cudaError_t LaunchIndexed(const PermutePlan& plan, const void* x, void* y, cudaS
     case PermuteStrategy::kDeinterleave:
       return LaunchDeinterleave<Index>(plan, x, y, stream);
     default:
-      return LaunchRows<Index>(plan, x, y, stream);
+      if (plan.rank <= kFewRows + 1) return LaunchRows<kFewRows, Index>(plan, x, y, stream);
+      return LaunchRows<kMaxPermuteRank, Index>(plan, x, y, stream);
   }
 }
 
@@ -356,6 +361,7 @@ cudaError_t LaunchIndexed(const PermutePlan& plan, const void* x, void* y, cudaS
 
 cudaError_t LaunchPermute(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
   switch (plan.strategy) {
+    case PermuteStrategy::kCopy:
     case PermuteStrategy::kGather:
       return LaunchGather(plan, x, y, stream);
     case PermuteStrategy::kTile:

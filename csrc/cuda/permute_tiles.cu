@@ -8,19 +8,28 @@
 //     are not whole packs. Elements of 1 and 2 bytes leave shared memory in words of 4 bytes, and
 //     blocks of 4x4 or 2x2 are transposed in registers.
 //   RunsKernel: a tile over any dimensions, for short ones. Rows are loaded as the aligned packs
-//     that they lie in, and a thread gathers the elements of one aligned pack of the output; where
-//     those stand is looked up in tables that the block makes first.
+//     that they lie in, and a thread gathers the elements of one aligned pack of the output. Each
+//     dimension of the tile is one stride in shared memory, also where rows begin anywhere: the
+//     pitch of rows is congruent to their stride in the input, modulo 16, so that packs of the
+//     input are packs there, too. So places are sums, and no table is made or looked up.
 //
-// Shared memory holds the tile's rows in the order of the input. After every 16 / kBytes rows 16
+// TileKernel keeps rows in shared memory in the order of the input. After every 16 / kBytes rows 16
 // bytes are left out: 8 threads that gather from rows 16 / kBytes apart, for 8 packs that are
-// neighbours in the output, then meet 8 times 4 different banks.
+// neighbours in the output, then meet 8 times 4 different banks. Pairs of RunsKernel's threads,
+// which store a sector together, meet a bank twice in 1 and 2 bytes at worst; 4 or 8 neighbours
+// were slower.
+//
+// Rows of n bytes that begin anywhere lie in n / 32 + 31 / 32 sectors on average. A thread of
+// RunsKernel takes 50 instructions to load a pack and 60 to store one, and 3 an element (7 where
+// the output's run has two dimensions of the tile), with one load from shared memory each.
 //
 // On an H200 TileKernel runs at 0.86 to 0.99 of a copy's speed where rows are whole packs, in every
 // size of element. Rows of other lengths cost instructions, which bind then: 0.82 to 0.97 in 2 to 8
 // bytes, 0.62 to 0.77 in 1, less where a dimension just exceeds a part of a tile (65 elements: 0.56
-// to 0.76). RunsKernel, which gathers element by element, comes to 0.4 to 0.95. What did not help:
-// taking tiles in squares or in the order of the input, tiles that leave fewer blocks a
-// multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32).
+// to 0.76). RunsKernel comes to 0.6 to 0.97 in 2 to 16 bytes, to 0.4 to 0.8 in 1. What did not
+// help: taking tiles in squares or in the order of the input, tiles that leave fewer blocks a
+// multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32), tables of places in shared
+// memory, which took longer to make than tiles to move (0.25 for 6 x 8388608 of bf16).
 #include "common/dtype.h"
 #include "common/types.h"
 #include "cuda/permute.h"
@@ -295,8 +304,8 @@ inline constexpr int kMaxTileRank = 16;
 template <int kRun>
 struct RunsGeometry {
   static constexpr bool kFew = kRun < kMaxTileRank;  // dimensions, and offsets below 4 GB
-  using Rows = Walk<uint32_t, kFew ? 3 : kMaxTileRank,
-                    RowPlace<std::conditional_t<kFew, uint32_t, uint64_t>>>;
+  using Offset = std::conditional_t<kFew, uint32_t, uint64_t>;
+  using Rows = Walk<uint32_t, kFew ? 3 : kMaxTileRank, RowPlace<Offset>>;
   TileGrid<kFew ? 5 : kMaxPermuteRank> grid;
   Rows in_rows;              // rows of the input: the output's run without the input's
   Rows out_rows;             // rows of the output: the input's run without the output's
@@ -498,6 +507,7 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
 
 template <int kBytes, int kRun>
 cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  using Offset = typename RunsGeometry<kRun>::Offset;
   RunsGeometry<kRun> g;
   g.bytes = static_cast<size_t>(plan.units) * kBytes;
   bool fits = !g.kFew || g.bytes < (size_t{1} << 32);
@@ -545,8 +555,7 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStre
       shared[d] = pitch;
       in_rows *= extent;
       g.last += static_cast<uint32_t>(pitch * (extent - 1));
-      fits &= g.in_rows.Add(extent, {static_cast<uint32_t>(pitch),
-                                     static_cast<decltype(g.in_rows.At(0).global)>(stride)});
+      fits &= g.in_rows.Add(extent, {static_cast<uint32_t>(pitch), static_cast<Offset>(stride)});
       pitch *= extent;
     }
     fits &= g.run.Add(extent, static_cast<uint32_t>(shared[d]));
@@ -556,8 +565,8 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStre
     if (in_out_run[d]) continue;
     out_rows *= plan.tile[d];
     const int64_t stride = plan.dims[d].out_stride * kBytes;
-    fits &= g.out_rows.Add(plan.tile[d], {static_cast<uint32_t>(shared[d]),
-                                          static_cast<decltype(g.in_rows.At(0).global)>(stride)});
+    fits &= g.out_rows.Add(plan.tile[d],
+                           {static_cast<uint32_t>(shared[d]), static_cast<Offset>(stride)});
   }
   if constexpr (g.kFew) {
     if (!fits) return LaunchRuns<kBytes, kMaxTileRank>(plan, x, y, stream);

@@ -8,7 +8,8 @@
 //      length and the pointers' alignment allow. A last dimension of one unit is then no dimension
 //      at all: what remains is a permutation of wider elements.
 //   3. Offsets are 32-bit integers where the units can be counted with them.
-//   4. A strategy is chosen by which dimensions are the fastest of input and output.
+//   4. A strategy is chosen by which dimensions are the fastest of input and output, and by the
+//      size of the array. CPUs have their own.
 #pragma once
 
 #include "common/integers.h"
@@ -24,9 +25,9 @@ inline constexpr int kMaxPermuteRank = 40;
 inline constexpr int kMostTiled = 4;
 
 enum class PermuteStrategy {
-  kCopy,          // nothing moves
-  kGather,        // units one by one, without a tile
-  kRows,          // the last dimension stays and is long: whole rows move
+  kCopy,          // nothing moves: units one by one,
+  kGather,        // or wherever they are, without a tile
+  kRows,          // the last dimension stays and is long, but not one of whole words: rows move
   kInterleave,    // a short dimension (2, 3 or 4) becomes the output's fastest,
   kDeinterleave,  // or was the input's; registers hold all of it, packs of 16 bytes on both sides
   kTile,          // tiles over the fastest dimensions of input and output
@@ -46,7 +47,7 @@ struct PermutePlan {
   int rank = 0;                      // merged dimensions,
   PermuteDim dims[kMaxPermuteRank];  // in the order of the output, the slowest first
   int in_order[kMaxPermuteRank];     // positions in dims in the order of the input, likewise
-  int gathered = 0;                  // kGather: how many units of the output are moved together
+  int gathered = 0;                  // kCopy, kGather: units that a thread moves together
   // kRuns: how much of each dimension a tile covers. A tile is contiguous in the input along its
   // in_run fastest dimensions there, and in the output along its out_run fastest ones. All of
   // these but the slowest of each run are covered whole; a tile covers one element of the others.
@@ -126,11 +127,12 @@ inline void ChooseTile(PermutePlan* plan, int64_t wanted) {
 }
 
 inline void ChooseTile(PermutePlan* plan) {
-  int64_t wanted = kSmallestTile;
-  // From 2 MB and from 8 MB on.
-  while (wanted < kLargestTile && plan->units * plan->unit_bytes >= wanted * wanted / 8)
-    wanted *= 2;
-  ChooseTile(plan, wanted);
+  // Arrays of 2 MB and of 8 MB, which is 32 MB for single bytes, have enough of the larger ones.
+  const int64_t bytes = plan->units * plan->unit_bytes;
+  const int64_t enough = plan->unit_bytes == 1 ? 32 << 20 : 8 << 20;
+  ChooseTile(plan, bytes < 2 << 20  ? kSmallestTile
+                   : bytes < enough ? 2 * kSmallestTile
+                                    : kLargestTile);
 }
 
 // For how many bytes the input is contiguous in what so many units of the output, which follow each
@@ -162,7 +164,7 @@ inline bool Applies(PermuteStrategy strategy, const PermutePlan& plan, int64_t a
     case PermuteStrategy::kCopy:
       return false;
     case PermuteStrategy::kRows:
-      return plan.keeps_last() && long_out;
+      return plan.unit_bytes <= 2 && plan.keeps_last() && long_out;
     // The short dimension is next to the long one on one side, so that side is one row of pixels.
     case PermuteStrategy::kInterleave:
       return alignment % kPermutePack == 0 && !plan.keeps_last() && out.size <= 4 &&
@@ -183,27 +185,34 @@ inline double Filled(int64_t row, int unit_bytes) {
   return static_cast<double>(row) / static_cast<double>((row + side - 1) / side * side);
 }
 
-// Measured on an H200, over 300 permutations and each strategy that applies:
-//   - Small arrays stay in a second-level cache, which hands out sectors: a gather is the fastest
-//   up
-//     to 160 KB for each byte of a unit (512 KB of f32: 1.3 us, 1.9 by tiles).
-//   - A larger one is gathered as fast where sectors are used whole while a first-level cache has
-//     them: at 0.85 to 0.95 of a copy's speed where a warp's part of the input is contiguous for 64
-//     bytes, or a block's for 192; at less than half of it for a quarter of that.
-//   - kRuns takes 2 % more time than a full tile of kTile does, half where that is half empty.
-//   Single
-//     bytes it moves 1.4 times slower.
+// Measured on an H200, over 300 permutations by each strategy that applies.
+//
+// Small arrays stay in the second-level cache, which hands out sectors: gathering is the fastest up
+// to 160 KB for each byte of a unit, 280 KB in 8 and 16 bytes (512 KB of f32: 1.3 us, by
+// tiles 1.9), but for 1 and 2 bytes in rows of whole packs (256 KB of bf16: 1.9 us, by tiles 1.3).
+// In larger arrays it is where the first-level cache keeps sectors until they are used up: 0.85 to
+// 0.95 of a copy's speed where a warp's part of the input is contiguous for 64 bytes or a block's
+// for 192, half at a quarter of that.
+//
+// kRuns takes 2 % more time than kTile with full tiles, half of it where those would be half empty;
+// but for single bytes, which kTile transposes in registers, 1.4 times the time.
 inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment) {
   const auto applies = [&](PermuteStrategy s) { return Applies(s, plan, alignment); };
   if (plan.rank <= 1) return PermuteStrategy::kCopy;
+  const bool packs = alignment % kPermutePack == 0;
   const int64_t bytes = plan.units * plan.unit_bytes;
   const int64_t in_row = plan.dims[plan.fastest_in()].size * plan.unit_bytes;
   const int64_t out_row = plan.dims[plan.fastest_out()].size * plan.unit_bytes;
-  if (bytes <= (160 << 10) * plan.unit_bytes) return PermuteStrategy::kGather;
-  if (applies(PermuteStrategy::kRows)) {
-    return plan.unit_bytes < 4 || plan.unit_bytes == kPermutePack ? PermuteStrategy::kRows
-                                                                  : PermuteStrategy::kGather;
-  }
+  const bool tile = applies(PermuteStrategy::kTile) &&
+                    Filled(in_row, plan.unit_bytes) * Filled(out_row, plan.unit_bytes) >
+                        (plan.unit_bytes == 1 ? 0.25 : 0.5);
+  const bool whole = packs && in_row % kPermutePack == 0 && out_row % kPermutePack == 0;
+  const int64_t enough = plan.unit_bytes <= 2 ? (128 << 10) / plan.unit_bytes : 1 << 20;
+  if (tile && whole && bytes >= enough) return PermuteStrategy::kTile;
+  const int64_t few = plan.unit_bytes <= 4 ? 160 << 10 : 280 << 10;
+  if (bytes <= few * plan.unit_bytes) return PermuteStrategy::kGather;
+  if (applies(PermuteStrategy::kRows)) return PermuteStrategy::kRows;
+  if (plan.keeps_last() && out_row >= kShortestRow) return PermuteStrategy::kGather;
   if (applies(PermuteStrategy::kInterleave)) return PermuteStrategy::kInterleave;
   // A block goes through its rows one by one.
   if (applies(PermuteStrategy::kDeinterleave) && out_row >= 2048) {
@@ -213,11 +222,7 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   if (GatheredRun(plan, warp_units) >= 64 || GatheredRun(plan, 8 * warp_units) >= 192) {
     return PermuteStrategy::kGather;
   }
-  if (applies(PermuteStrategy::kTile) && bytes >= 1 << 20 &&
-      Filled(in_row, plan.unit_bytes) * Filled(out_row, plan.unit_bytes) >
-          (plan.unit_bytes == 1 ? 0.25 : 0.5)) {
-    return PermuteStrategy::kTile;
-  }
+  if (tile && (whole || bytes >= 1 << 20)) return PermuteStrategy::kTile;
   return PermuteStrategy::kRuns;
 }
 
@@ -235,7 +240,7 @@ inline int ChooseGathered(const PermutePlan& plan, int64_t alignment) {
 inline void SetStrategy(PermutePlan* plan, PermuteStrategy strategy, int64_t alignment) {
   plan->strategy = strategy;
   if (strategy == PermuteStrategy::kRuns) ChooseTile(plan);
-  if (strategy == PermuteStrategy::kGather) plan->gathered = ChooseGathered(*plan, alignment);
+  if (strategy <= PermuteStrategy::kGather) plan->gathered = ChooseGathered(*plan, alignment);
 }
 
 }  // namespace internal
