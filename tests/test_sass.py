@@ -123,11 +123,13 @@ def test_no_kernel_is_overlooked(kernels):
 WIDE_KERNELS = {
     # Patterns of kernels' names, and the accesses that they are made for.
     r"GatherKernel<16, ": (r"LDG.*\.128", r"STG.*\.128"),
-    r"SumRowsKernel<\S*(Half|BFloat16), 8, ": (r"LDG.*\.128", r"STG.*\.128"),
-    r"SumRowsKernel<float, 4, ": (r"LDG.*\.128", r"STG.*\.128"),
+    r"SumRowsKernel<\S*(Half|BFloat16)>, 8, ": (r"LDG.*\.128", r"STG.*\.128"),
+    r"SumRowsKernel<\S*<float>, 4, ": (r"LDG.*\.128", r"STG.*\.128"),
     r"SumElementsKernel<": (r"LDG.*\.128",),
-    r"SumPartKernel<\S*(Half|BFloat16|float), int, true, ": (r"LDG.*\.128",),
-    r"AddPacksKernel<": (r"LDG.*\.128",),
+    r"SumPartKernel<\S*(Half|BFloat16|float)>, int, true, ": (r"LDG.*\.128",),
+    r"CombineKernel<\S*(Half|BFloat16), 8, ": (r"LDG.*\.128",),
+    r"CombineKernel<float, 4, \d, \S*<float>": (r"LDG.*\.128",),
+    r"CombineKernel<float, 4, \d, \S*(Half|BFloat16)>": (r"LDG.*\.64",),
     r"\b(Rows|ShiftedRows|Tile|Runs|Interleave|Deinterleave)Kernel<": (
         r"LDG.*\.128",
         r"STG.*\.128",
@@ -135,9 +137,9 @@ WIDE_KERNELS = {
 }
 # Hopper adds 16 bytes in one instruction.
 HOPPER_KERNELS = {
-    r"AddPacksKernel<\S*Half, \S*Half, 8, ": (r"REDG.*\.F16x8",),
-    r"AddPacksKernel<\S*BFloat16, \S*BFloat16, 8, ": (r"REDG.*\.BF16x8",),
-    r"AddPacksKernel<\S*(float|Half|BFloat16), float, \d, ": (r"REDG.*\.F32x4",),
+    r"CombineKernel<\S*Half, 8, ": (r"REDG.*\.F16x8",),
+    r"CombineKernel<\S*BFloat16, 8, ": (r"REDG.*\.BF16x8",),
+    r"CombineKernel<float, 4, ": (r"REDG.*\.F32x4",),
 }
 
 
