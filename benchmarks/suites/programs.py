@@ -82,36 +82,15 @@ def _losses(function: Function, state: Any, batches: Sequence[Any]) -> list[floa
 
 
 class Call(NamedTuple):
-    """A call that XLA runs slowly, and what it must give."""
+    """A call that XLA runs slowly."""
 
     function: Function
     inputs: list[Input]
-    verify: Function  # (inputs, result), in NumPy -> what is wrong
-    exact: bool = False
-    parts: bool = False  # `verify` sees a sixteenth, along the first dimension of large arrays
+    ulps: float = 0.501  # off the same in float32, beside 2^-18 of the largest element
 
 
-_LISTED = [
-    ("bincount uniform", "int32"),
-    ("bincount one", "int32"),
-    ("histogram", "float32"),
-    *(
-        (name, dtype)
-        for name in (
-            "add to columns",
-            "add to pairs",
-            "vmapped gather gradient",
-            "take_along_axis gradient",
-            "resize gradient",
-            "segment_max of rows",
-            "segment_max of elements",
-            "segment_max sorted",
-            "segment_max gradient",
-            "segment softmax",
-        )
-        for dtype in ("bfloat16", "float32")
-    ),
-]
+_DTYPES = ("bfloat16", "float32")
+_LISTED = [("bincount uniform", "int32"), ("bincount one", "int32"), ("histogram", "float32")]
 
 
 def call(name: str, dtype: str, size: str) -> Case:
@@ -122,148 +101,100 @@ def call(name: str, dtype: str, size: str) -> Case:
     nbytes = sum(x.size * x.dtype.itemsize for x in (*arrays, *results))
     shape = ", ".join("x".join(map(common.count, x.shape)) for x in (*arrays, results[0]))
     full = f"{name.replace(' ', '_')}-{size}-{common.short(dtype)}"
-    work = partial(_work, made, nbytes)
-    return Case("programs", full, name, "call", shape, dtype, nbytes, work)
+    return Case("programs", full, name, "call", shape, dtype, nbytes, partial(_work, made))
 
 
-def _work(made: Call, nbytes: int) -> Work:
+def _work(made: Call) -> Work:
     def ours(*arrays: Array, implementation: str | None = None) -> Array:
         with jof.accelerate(implementation != "xla"):
             return made.function(*arrays)
 
-    return Work(
-        made.inputs,
-        ours,
-        {"jnp": made.function},
-        sample=_part if made.parts else lambda arrays, out: (arrays, out),
-        verify=lambda sampled: made.verify(*sampled),
-        exact=made.exact,
-        terms=max(x.shape[0] for x in made.inputs),
-    )
+    def sample(arrays: Sequence[Array], out: Array) -> tuple[Array, Array]:
+        wide = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays)
+        return out, made.function(*wide)
 
+    def verify(sampled: tuple[Any, Any]) -> str | None:
+        for found, exact in zip(*map(jax.tree.leaves, sampled), strict=True):
+            wide = exact.ravel().astype(np.float64)
+            bound = np.zeros(wide.shape)
+            if found.dtype.kind != "i":
+                bound = made.ulps * accuracy.ulp(wide, found.dtype) + 2.0**-18 * np.abs(wide).max()
+            if wrong := accuracy.worst(found.ravel().astype(np.float64), wide, bound):
+                return wrong
+        return None
 
-def _part(arrays: Sequence[Array], out: Array) -> tuple[list[Array], Array]:
-    """A sixteenth of the arrays that have as many rows as the result."""
-    some = -(-len(out) // 16)
-    return [x[:some] if len(x) == len(out) else x for x in arrays], out[:some]
+    terms = max(x.shape[0] for x in made.inputs)
+    return Work(made.inputs, ours, {"jnp": made.function}, sample, verify, terms=terms)
 
 
 def _calls(dtype: str, n: int) -> dict[str, Call]:
     """All calls, about `n` rows or 16 `n` elements each."""
     side, columns, segments = min(512, n >> 3), min(4096, n), min(10_000, n >> 4)
-    batch, pixels = max(1, n >> 12), min(128, n >> 5)
-    rows, ends = Input((n, 128), dtype), Input((n,), "int32", "uniform", segments)
-    many = Input((16 * n,), dtype)
-    x = jnp.zeros
+    batch, pixels, squares = max(1, n >> 12), min(128, n >> 5), max(1, n >> 14)
+
+    def x(*shape: int) -> Input:
+        return Input(shape, dtype)
+
+    def ids(most: int, *shape: int, kind: str = "uniform") -> Input:
+        return Input(shape, "int32", kind, most)
+
+    def largest(x: Array, ids: Array, count: int = segments, **options: Any) -> Array:
+        return jax.ops.segment_max(x, ids, count, **options)
+
+    def counts(x: Array) -> Array:
+        return jnp.bincount(x, length=1024)
+
     return {
-        **{
-            f"bincount {kind}": Call(
-                lambda x: jnp.bincount(x, length=1024),
-                [Input((16 * n,), "int32", kind, 1024)],
-                partial(_sums, lambda ids: (0, ids, np.ones(ids.size))),
-                exact=True,
-            )
-            for kind in ("uniform", "one")
-        },
-        "histogram": Call(
-            lambda x: jnp.histogram(x, 256), [Input((16 * n,), "float32")], _histogram
-        ),
+        "bincount uniform": Call(counts, [ids(1024, 16 * n)]),
+        "bincount one": Call(counts, [ids(1024, 16 * n, kind="one")]),
+        "histogram": Call(lambda x: jnp.histogram(x, 256), [Input((16 * n,), "float32")]),
         "add to columns": Call(
             lambda table, ids, x: table.at[:, ids].add(x),
-            [
-                Input((64, columns), dtype),
-                Input((n,), "int32", "uniform", columns),
-                Input((64, n), dtype),
-            ],
-            partial(
-                _sums,
-                lambda table, ids, x: (table, np.arange(len(x))[:, None] * columns + ids, x),
-            ),
-            parts=True,
+            [x(64, columns), ids(columns, n), x(64, n)],
         ),
         "add to pairs": Call(
             lambda table, i, j, x: table.at[i, j].add(x),
-            [
-                Input((side, side, 8), dtype),
-                *[Input((n,), "int32", "uniform", side)] * 2,
-                Input((n, 8), dtype),
-            ],
-            partial(
-                _sums,
-                lambda table, i, j, x: (table, (i * side + j)[:, None] * 8 + np.arange(8), x),
-            ),
+            [x(side, side, 8), ids(side, n), ids(side, n), x(n, 8)],
         ),
         "vmapped gather gradient": Call(
-            lambda ids, ct: _pullback(jax.vmap(lambda x, i: x[i]), x(ct.shape, dtype), ids, ct),
-            [
-                Input((batch, 4096), "int32", "uniform", 4096),
-                Input((batch, 4096, 16), dtype),
-            ],
-            partial(
-                _sums,
-                lambda ids, ct: (
-                    0,
-                    (np.arange(len(ids))[:, None, None] * 4096 + ids[..., None]) * 16
-                    + np.arange(16),
-                    ct,
-                ),
-            ),
-            parts=True,
+            lambda ids, ct: _pullback(jax.vmap(lambda x, i: x[i]), jnp.zeros_like(ct), ids, ct),
+            [ids(4096, batch, 4096), x(batch, 4096, 16)],
         ),
         "take_along_axis gradient": Call(
             lambda ids, ct: _pullback(
-                lambda x, i: jnp.take_along_axis(x, i, 1), x(ct.shape, dtype), ids, ct
+                lambda x, i: jnp.take_along_axis(x, i, 1), jnp.zeros_like(ct), ids, ct
             ),
-            [
-                Input((max(1, n >> 14), side, side), "int32", "uniform", side),
-                Input((max(1, n >> 14), side, side), dtype),
-            ],
-            partial(
-                _sums,
-                lambda ids, ct: (
-                    0,
-                    (np.arange(len(ids))[:, None, None] * side + ids) * side + np.arange(side),
-                    ct,
-                ),
-            ),
-            parts=True,
+            [ids(side, squares, side, side), x(squares, side, side)],
         ),
         "resize gradient": Call(
             lambda ct: _pullback(
-                lambda x: jax.image.resize(x, ct.shape, "nearest"),
-                x((len(ct), pixels, pixels, 64), dtype),
-                ct,
+                lambda x: jax.image.resize(x, ct.shape, "nearest"), ct[:, ::2, ::2], ct
             ),
-            [Input((max(1, n >> 17), 2 * pixels, 2 * pixels, 64), dtype)],
-            _resized,
-            parts=True,
+            [x(max(1, n >> 17), 2 * pixels, 2 * pixels, 64)],
+            ulps=3,  # columns are added to rows that are rounded
         ),
-        "segment_max of rows": Call(
-            lambda x, ids: jax.ops.segment_max(x, ids, segments), [rows, ends], _largest, exact=True
-        ),
+        "segment_max of rows": Call(largest, [x(n, 128), ids(segments, n)]),
         "segment_max of elements": Call(
-            lambda x, ids: jax.ops.segment_max(x, ids, 1024),
-            [many, Input((16 * n,), "int32", "uniform", 1024)],
-            _largest,
-            exact=True,
+            partial(largest, count=1024), [x(16 * n), ids(1024, 16 * n)]
         ),
         "segment_max sorted": Call(
-            lambda x, ids: jax.ops.segment_max(x, ids, 1024, indices_are_sorted=True),
-            [many, Input((16 * n,), "int32", "sorted", 1024)],
-            _largest,
-            exact=True,
+            partial(largest, count=1024, indices_are_sorted=True),
+            [x(16 * n), ids(1024, 16 * n, kind="sorted")],
         ),
         "segment_max gradient": Call(
-            lambda x, ids, ct: _pullback(lambda x: jax.ops.segment_max(x, ids, segments), x, ct),
-            [rows, ends, Input((segments, 128), dtype)],
-            _gradient_of_largest,
+            lambda x, ids, ct: _pullback(largest, x, ids, ct),
+            [x(n, 128), ids(segments, n), x(segments, 128)],
+            ulps=3,  # a division and a product
         ),
         "segment softmax": Call(
             _segment_softmax,
-            [Input((n, 8), dtype), Input((n,), "int32", "sorted", n >> 4)],
-            _softmax,
+            [x(n, 8), ids(max(1, n >> 4), n, kind="sorted")],
+            ulps=16,  # 16-bit differences and sums
         ),
     }
+
+
+_LISTED += [(name, d) for name in [*_calls("float32", 1 << 8)][3:] for d in _DTYPES]
 
 
 def _pullback(function: Function, x: Array, *rest: Array) -> Array:
@@ -277,98 +208,3 @@ def _segment_softmax(x: Array, ids: Array) -> Array:
     count = max(1, len(x) >> 4)
     e = jnp.exp(x - jax.ops.segment_max(x, ids, count, indices_are_sorted=True)[ids])
     return e / jax.ops.segment_sum(e, ids, count, indices_are_sorted=True)[ids]
-
-
-# ---- checks, in float64 ----
-
-
-def _sums(addends: Function, arrays: Sequence[np.ndarray], out: np.ndarray) -> str | None:
-    """One rounding, after a sum in float32; `addends` gives what they are added to, and where.
-
-    16 roundings of the magnitudes' sum are more than any order of summation needs.
-    """
-    start, places, values = addends(*arrays)
-    start, values = (np.asarray(a, np.float64) for a in (start, values))
-    places = places.ravel()
-    exact, magnitude = (
-        np.bincount(places, f(values).ravel(), out.size) + f(start).ravel()
-        for f in (np.array, np.abs)
-    )
-    bound = 16 * 2.0**-24 * magnitude
-    bound = 0 * bound if out.dtype.kind == "i" else bound + 0.501 * accuracy.ulp(exact, out.dtype)
-    return accuracy.worst(out.ravel(), exact, bound)
-
-
-def _resized(arrays: Sequence[np.ndarray], out: np.ndarray) -> str | None:
-    """Rows are added first and rounded, then columns."""
-    (ct,) = (a.astype(np.float64) for a in arrays)
-    pairs = [ct[:, i::2, j::2] for i in range(2) for j in range(2)]
-    exact, magnitude = np.sum(pairs, axis=0), np.sum(np.abs(pairs), axis=0)
-    bound = 0.501 * accuracy.ulp(exact, out.dtype) + accuracy.ulp(magnitude, out.dtype)
-    return accuracy.worst(out.ravel(), exact.ravel(), bound.ravel())
-
-
-def _histogram(arrays: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> str | None:
-    counts, edges = out
-    wide = np.linspace(float(arrays[0].min()), float(arrays[0].max()), len(edges))
-    bound = np.full(len(edges), 4 * accuracy.ulp(np.abs(wide).max(keepdims=True), edges.dtype))
-    if wrong := accuracy.worst(edges, wide, bound):
-        return wrong
-    expected = np.histogram(arrays[0], edges)[0].astype(np.float64)
-    return accuracy.worst(counts, expected, np.zeros(len(counts)))
-
-
-def _by_segment(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """An order of rows in which segments follow each other, where they start, and which."""
-    order = np.argsort(ids.astype(np.uint16), kind="stable")  # the fastest; no id is larger
-    segments, starts = np.unique(ids[order], return_index=True)
-    return order, starts, segments
-
-
-def _maxima(x: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
-    order, starts, segments = _by_segment(ids)
-    found = np.full((count, *x.shape[1:]), -np.inf)
-    found[segments] = np.maximum.reduceat(x[order], starts, axis=0)
-    return found
-
-
-def _some_columns(*arrays: np.ndarray) -> list[np.ndarray]:
-    """In float64: every place in a pack is seen."""
-    return [a[..., ::9].astype(np.float64) if a.ndim > 1 else a.astype(np.float64) for a in arrays]
-
-
-def _largest(arrays: Sequence[np.ndarray], out: np.ndarray) -> str | None:
-    x, found = _some_columns(arrays[0], out)
-    wrong = int((_maxima(x, arrays[1], len(out)) != found).sum())
-    return f"{wrong} of {found.size} maxima are off" if wrong else None
-
-
-def _gradient_of_largest(arrays: Sequence[np.ndarray], out: np.ndarray) -> str | None:
-    """Equal shares for all rows that are the largest: a division and a product are rounded."""
-    x, ct, found = _some_columns(arrays[0], arrays[2], out)
-    ids = arrays[1]
-    largest = x == _maxima(x, ids, len(ct))[ids]
-    order, starts, segments = _by_segment(ids)
-    ties = np.ones_like(ct)
-    ties[segments] = np.add.reduceat(largest[order].astype(float), starts, axis=0)
-    exact = largest * (ct / ties)[ids]
-    bound = 2 * accuracy.ulp(exact, out.dtype)
-    return accuracy.worst(found.ravel(), exact.ravel(), bound.ravel())
-
-
-def _softmax(arrays: Sequence[np.ndarray], out: np.ndarray) -> str | None:
-    """Roundings of the difference count with its size, for the row and for those in its sum."""
-    x, found = (a.astype(np.float64) for a in (arrays[0], out))
-    ids, eps = arrays[1], float(jnp.finfo(out.dtype).eps)
-    below = x - _maxima(x, ids, int(ids.max()) + 1)[ids]
-    e, (order, starts, segments) = np.exp(below), _by_segment(ids)
-
-    def total(values: np.ndarray) -> np.ndarray:
-        sums = np.zeros((int(ids.max()) + 1, x.shape[1]))
-        sums[segments] = np.add.reduceat(values[order], starts, axis=0)
-        return np.asarray(sums[ids])
-
-    exact = e / total(e)
-    relative = np.abs(below) + total(e * np.abs(below)) / total(e) + 4
-    bound = exact * np.expm1(eps * relative) + 1e-36
-    return accuracy.worst(found.ravel(), exact.ravel(), bound.ravel())

@@ -2,17 +2,15 @@
 //
 // On an H200 they take 15 ps for each sector of 32 bytes if they are spread, but 2.5 ns if all go
 // to one sector. So what counts is how many meet in a row that is hot:
-// - Lanes side by side add 16 bytes side by side: 2.5M rows of 16 f16 take 76 us, and 112 where
-// each
-//   lane has 32 bytes to add in two instructions.
+// - Neighbouring lanes add neighbouring packs of 16 bytes: 2.5M rows of 16 f16 take 76 us, and 112
+//   where each lane adds 32 bytes in two instructions.
 // - A thread takes several packs, and combines those that go to the same place. Then a row that
 //   several members of a warp have in their first turn is combined over the warp and all turns:
 //   4.5M rows of 8 bf16, half of which meet, take 153 us instead of 1300.
 // - There are several copies of the sums, if the scratch has room: blocks take turns, and the
-// copies
-//   are combined at the end. With 16 copies the same rows take 88 us, 150 where their ids have a
-//   Zipf distribution, and 68 where half of them meet; with one 95, 885 and 153. A majority vote a
-//   thread over more rows, in place of the warp's, took 102, 157 and 123.
+//   copies are combined at the end. With 16 copies the same rows take 88 us, 150 where their ids
+//   have a Zipf distribution, and 68 where half of them meet; with one 95, 885 and 153. A majority
+//   vote a thread over more rows, in place of the warp's, took 102, 157 and 123.
 //
 // 16-bit sums go through f32 in the scratch, if there is one, and are rounded once at the end; else
 // they are rounded at every addition, as XLA's are.
