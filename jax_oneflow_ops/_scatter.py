@@ -543,7 +543,9 @@ def _gather_rows_batch(
 # ---- what the choice between kernels and XLA depends on ----
 
 
-def _sum_call(updates: Any, ids: Any, rows: int, indexing: Indexing) -> _policy.Call | str:
+def _sum_call(
+    updates: Any, ids: Any, rows: int, indexing: Indexing, reducer: str = "sum"
+) -> _policy.Call | str:
     """Not on whether ids meet: a row may always be hot."""
     if indexing.deterministic:
         return "sums in a fixed order"
@@ -551,7 +553,8 @@ def _sum_call(updates: Any, ids: Any, rows: int, indexing: Indexing) -> _policy.
     order = "sorted ids" if indexing.indices_are_sorted else "any ids"
     result = math.prod(updates.shape[: indexing.batch]) * rows * inner * updates.dtype.itemsize
     moved = _policy.nbytes(updates, ids) + result
-    return _policy.Call(("sum", _policy.bits(updates.dtype), _width(inner, updates), order), moved)
+    kind = (reducer, _policy.bits(updates.dtype), _width(inner, updates), order)
+    return _policy.Call(kind, moved)
 
 
 def _width(inner: int, rows: Any) -> str:
@@ -604,6 +607,9 @@ scatter_reduce_p = _primitive.define(
     sharding_rule=_scatter_add_sharding_rule,
     on_shard=_scatter_reduce_on_shard,
     batch=_scatter_add_batch,
+    call=lambda operand, ids, updates, *, indexing, reducer: _sum_call(
+        updates, ids, indexing.rows(operand.shape), indexing, reducer
+    ),
 )
 gather_rows_p = _primitive.define(
     "jof_gather_rows",
