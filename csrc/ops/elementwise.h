@@ -166,12 +166,13 @@ template <typename T>
 struct GeluTanh {
   using C = Compute<T>;
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
-    return x * InverseOfOnePlus<T>(Exponential(x));
+    // Without a bound 16-bit types lose nothing: infinite exponents are right.
+    return x * InverseOfOnePlus<T>(Exponential(kIsNarrow<T> ? x : Bounded(x)));
   }
   // NaN at infinities, as the product rule has it.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
     const C b = Bounded(x);
-    const C e = Exponential(x);
+    const C e = Exponential(b);
     const C s = InverseOfOnePlus<T>(e);
     const C slope = MulAdd(C(3 * kCubic) * b, b, C(kLinear));
     return ct * (s * MulAdd(b * Rest(e, s), slope, C{1}) + (x - x));
@@ -186,9 +187,7 @@ struct GeluTanh {
 
   // e^(-2 u). The exponent, in units of log2, is y (1 + 0.044715 x^2) with y a multiple
   // of x. An f32 has too few digits for a large one: what each operation loses is kept as well.
-  // 16-bit types take infinite ones as they come.
-  JOF_HOST_DEVICE JOF_INLINE static C Exponential(C unbounded) {
-    const C x = kIsNarrow<T> ? unbounded : Bounded(unbounded);
+  JOF_HOST_DEVICE JOF_INLINE static C Exponential(C x) {
     constexpr C linear = static_cast<C>(-kLinear * kLog2E);
     constexpr C cubic = static_cast<C>(-kCubic * kLog2E);
     if constexpr (kIsNarrow<T> || kIsDouble<T>) {
