@@ -3,9 +3,8 @@
 // Each is a template on the type T that its result is finally rounded to, and computes in
 // Compute<T>. f32 is accurate to a few units in its last place. 16-bit types only need a relative
 // error well below 2^-12, so on a GPU, where element-wise kernels of 16-bit data are otherwise
-// bound by instruction issue, they get shorter sequences; so do exponentials and normal tails on a
-// CPU, where gelu of f16 takes 0.7 of the time. Others share those of f32. f64 goes to the C
-// library.
+// bound by instruction issue, they get shorter sequences; on a CPU the conversions dominate, and
+// they share the f32 ones. f64 goes to the C library.
 //
 // Most have two bodies. A GPU approximates 2^x, 1/x and tanh in hardware, one quarter-rate
 // instruction each. A CPU body is free of branches, table
@@ -136,13 +135,8 @@ JOF_HOST_DEVICE JOF_INLINE float ReduceExp(float x, float* half_scale) {
   return MulAdd(n, -1.42860677e-6f, MulAdd(n, -0.693145752f, x));
 }
 
-// 2 e^r for r in [-ln 2 / 2, ln 2 / 2]: degree 6, relative error 2^-28.2; for 16 bits degree 4,
-// relative error 2^-18.4.
-template <typename T>
+// 2 e^r for r in [-ln 2 / 2, ln 2 / 2]: degree 6, relative error 2^-28.2.
 JOF_HOST_DEVICE JOF_INLINE float TwiceExpPolynomial(float r) {
-  if constexpr (kIsNarrow<T>) {
-    return Polynomial(r, 2.0f, 1.9999336f, 1.0000601f, 0.33575034f, 0.0830295f);
-  }
   return Polynomial(r, 2.0f, 2.0f, 2 * 0.49999994f, 2 * 0.16666521f, 2 * 0.041668266f,
                     2 * 0.008368677f, 2 * 0.0013820733f);
 }
@@ -150,11 +144,10 @@ JOF_HOST_DEVICE JOF_INLINE float TwiceExpPolynomial(float r) {
 // e^(x + correction) for a tiny correction, 0 for x < -87. On a GPU too: its approximation of 2^x
 // is wrong by up to 2 ulp, too much for what is made of it, and 7 instructions less are not felt in
 // f32.
-template <typename T>
 JOF_HOST_DEVICE JOF_INLINE float ExpByPolynomial(float x, float correction) {
   float half_scale;
   const float r = ReduceExp(AtLeast(AtMost(x, 89.0f), -87.3f), &half_scale) + correction;
-  return TwiceExpPolynomial<T>(r) * half_scale;
+  return TwiceExpPolynomial(r) * half_scale;
 }
 
 // (e^x - 1) / 2 on the CPU, relatively accurate near 0.
@@ -168,7 +161,7 @@ JOF_HOST_DEVICE JOF_INLINE float HalfExpm1Cpu(float x) {
 }
 
 // e^x. Results below 2^-125 may be 0.
-// f32 error: 0.90 ulp, 1.17 without FMA. 16-bit: relative 2^-17.9.
+// f32 error: 0.90 ulp, 1.17 without FMA. 16-bit, GPU: relative 2^-17.9.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Exp(Compute<T> x) {
   if constexpr (kIsDouble<T>) {
@@ -178,7 +171,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Exp(Compute<T> x) {
     // The product is wrong by up to 2^-18 for large x, and so is the result, relatively.
     if constexpr (kIsNarrow<T>) return Exp2Approx(x * kLog2E);
 #endif
-    return ExpByPolynomial<T>(x, 0.0f);
+    return ExpByPolynomial(x, 0.0f);
   }
 }
 
@@ -202,7 +195,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Exp2(Compute<T> x, Compute<T> low) {
     const float shifted = clamped + kShift;
     const float half_scale = BitsToFloat(FloatToBits(shifted) << 23);
     const float r = ((clamped - (shifted - kShift)) + low) * kLn2;
-    return TwiceExpPolynomial<T>(r) * half_scale;
+    return TwiceExpPolynomial(r) * half_scale;
 #endif
   }
 }
@@ -318,7 +311,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Gaussian(Compute<T> t) {
 // relatively accurate where it is at least 1e-36. Stores the density e^(-t^2 / 2) / sqrt(2 pi), to
 // whose exponential it costs one multiplication.
 // f32 error: CPU 2.87 ulp where the tail is at least 1/1024, 3.48 without FMA, relative 3e-6
-// elsewhere, density 2.3 ulp; GPU 3.7 ulp, relative 3e-6 elsewhere. 16-bit: relative 2^-12.5
+// elsewhere, density 2.3 ulp; GPU 3.7 ulp, relative 3e-6 elsewhere. 16-bit, GPU: relative 2^-12.5
 // up to t = 6, 2^-10.5 beyond.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> NormalTail(Compute<T> t, Compute<T>* density) {
@@ -328,17 +321,17 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> NormalTail(Compute<T> t, Compute<T>* densi
     *density = Exp<T>(-0.5 * t * t) * kInvSqrt2PiDouble;
     return 0.5 * JOF_LIBRARY(erfc)(t * kSqrtHalf);
   } else {
+#ifdef __CUDA_ARCH__
     if constexpr (kIsNarrow<T>) {
       // A polynomial of degree 4 in 1 / (1 + c t), relative error 2^-12.5 up to t = 6 and 2^-9.5
       // beyond, where only bf16 has numbers for it. Unlike what f32 uses, it needs no limit on t
       // to be 0 at infinity.
-      const float u = Reciprocal<T>(MulAdd(t, 0.49f, 1.0f));
+      const float u = ReciprocalApprox(MulAdd(t, 0.49f, 1.0f));
       const float p = Polynomial(u, 0.19757477f, 0.16972313f, 0.25729854f, -0.12467917f);
       const float y = Gaussian<T>(t);
       *density = y * kInvSqrt2Pi;
       return (y * u) * p;
     }
-#ifdef __CUDA_ARCH__
     // e^(-20^2 / 2) is 0.
     const float clamped = AtMost(t, 20.0f);
     const float square = clamped * clamped;
@@ -360,7 +353,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> NormalTail(Compute<T> t, Compute<T>* densi
     const float clamped = AtMost(t, 13.2f);
     const float square = clamped * clamped;
     const float residue = ProductResidue(clamped, clamped, square);
-    const float exponential = ExpByPolynomial<T>(-0.5f * square, -0.5f * residue);
+    const float exponential = ExpByPolynomial(-0.5f * square, -0.5f * residue);
     *density = exponential * kInvSqrt2Pi;
     return exponential / InverseMillsRatio(clamped);
 #endif

@@ -166,8 +166,7 @@ template <typename T>
 struct GeluTanh {
   using C = Compute<T>;
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
-    // Without a bound 16-bit types lose nothing: infinite exponents are right.
-    return x * InverseOfOnePlus<T>(Exponential(kIsNarrow<T> ? x : Bounded(x)));
+    return x * InverseOfOnePlus<T>(Exponential(Bounded(x)));
   }
   // NaN at infinities, as the product rule has it.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
