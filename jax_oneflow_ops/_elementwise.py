@@ -31,7 +31,7 @@ from jax_oneflow_ops._operands import bind
 Function = Callable[..., Any]
 
 
-def define(
+def _define(
     name: str,
     reference: Function,
     *,
@@ -40,6 +40,7 @@ def define(
     multiple_results: bool = False,
     typed: int = 0,
     accurate: Function | None = None,
+    approximate_in_xla: bool = False,
 ) -> core.Primitive:
     """Defines a primitive with the FFI target jof_NAME and everything but derivatives.
 
@@ -51,6 +52,7 @@ def define(
       multiple_results: the primitive has the parameter `wanted`, the indices of its results.
       typed: the operand that has the results' dtype, if there is no parameter `new_dtype`.
       accurate: a form of the reference that is as accurate as the kernel, where that is not.
+      approximate_in_xla: XLA's form in 32 bits is less accurate than the kernel, which always runs.
     """
 
     def abstract_eval(*avals: Any, wanted: Sequence[int] = (0,), **params: Any) -> Any:
@@ -83,12 +85,16 @@ def define(
         batch=functools.partial(_batch, reference, parameters),
         multiple_results=multiple_results,
         in_jnp=lambda **_: _rounded_once(accurate or reference),
-        call=functools.partial(_call, name),
+        call=functools.partial(_call, name, approximate_in_xla),
     )
 
 
-def _call(name: str, *avals: Any, wanted: Sequence[int] = (0,), **params: Any) -> _policy.Call:
+def _call(
+    name: str, approximate_in_xla: bool, *avals: Any, wanted: Sequence[int] = (0,), **params: Any
+) -> _policy.Call | str:
     """XLA's code depends on whether elements can be loaded in fours."""
+    if approximate_in_xla and avals[0].dtype.itemsize >= 4:
+        return "XLA is less accurate in this dtype"
     result = _operands.result_aval(*avals)
     size = math.prod(result.shape)
     arrays = [x for x in avals if x.ndim]
@@ -155,6 +161,7 @@ def differentiable(
     parameters: int = 0,
     linear: Sequence[int] = (),
     accurate: Function | None = None,
+    approximate_in_xla: bool = False,
 ) -> core.Primitive:
     """Defines a function, its derivative kernels and rules, and returns its primitive f.
 
@@ -167,8 +174,10 @@ def differentiable(
       linear: the arrays that f is linear in while all others are fixed. With respect to one of them
         f itself is the derivative, which reads an array less. A function of one array that is
         linear in it has no derivative kernels.
-      accurate: as for `define`.
+      accurate: as for `_define`.
+      approximate_in_xla: likewise.
     """
+    define = functools.partial(_define, approximate_in_xla=approximate_in_xla)
 
     def vjp_of(f: Function, *args: Any, wanted: Sequence[int]) -> list[Any]:
         arrays, (ct, *rest) = args[:inputs], args[inputs:]
@@ -330,7 +339,7 @@ def _reference_tangent(reference: Function, primals: Sequence[Any], tangents: Se
 
 def linear_sum(name: str, reference: Function, signs: tuple[int, int]) -> core.Primitive:
     """Defines a sum or a difference of two arrays, and returns its primitive."""
-    f_p = define(name, reference)
+    f_p = _define(name, reference)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
         result = bind(f_p, *primals, implementation=implementation)
@@ -357,7 +366,7 @@ def fused_multiply_add(
     reference: Function, multiply_p: core.Primitive, add_p: core.Primitive
 ) -> core.Primitive:
     """Defines x y + z, whose derivatives are those of a product and of a sum."""
-    f_p = define("fma", reference)
+    f_p = _define("fma", reference)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
         result = bind(f_p, *primals, implementation=implementation)
@@ -383,8 +392,8 @@ def selection(reference: Function) -> core.Primitive:
         cts = jnp.where(condition, ct, 0), jnp.where(condition, 0, ct)
         return [cts[i] for i in wanted]
 
-    f_p = define("where", reference, typed=1)
-    vjp_p = define("where_vjp", vjp_reference, function="where", multiple_results=True, typed=1)
+    f_p = _define("where", reference, typed=1)
+    vjp_p = _define("where_vjp", vjp_reference, function="where", multiple_results=True, typed=1)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
         condition, *arrays = primals
@@ -425,7 +434,7 @@ def conversion() -> core.Primitive:
     def reference(x: Any, *, new_dtype: Any) -> Any:
         return jax.lax.convert_element_type(x, new_dtype)
 
-    f_p = define("cast", reference)
+    f_p = _define("cast", reference)
 
     def jvp(
         primals: Sequence[Any], tangents: Sequence[Any], *, new_dtype: Any, implementation: Any

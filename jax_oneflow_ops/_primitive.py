@@ -68,7 +68,7 @@ def _warn(message: str) -> None:
 def define(
     target: str,
     *,
-    function: str,
+    function: str | Callable[..., str],
     abstract_eval: Callable[..., Any],
     reference: Callable[..., Any],
     native: Callable[..., Any],
@@ -83,7 +83,7 @@ def define(
 
     Args:
       target: the primitive's name, and that of its FFI target if it is one call.
-      function: the public function that errors name.
+      function: the public function that errors name, or `(**params) -> its name`.
       abstract_eval: `(*avals, **params) -> aval`; must keep shardings (`aval.update`).
       reference: `(*args, **params) -> result` in pure jnp: the "xla" implementation, and what runs
         on platforms without native kernels.
@@ -122,18 +122,21 @@ def define(
     outer.def_impl(functools.partial(_compat.apply_primitive, outer))
     _compat.require_devices_during_lowering(outer)
 
+    def name(params: Params) -> str:
+        return function if isinstance(function, str) else function(**params)
+
     # The same function for the same call: jax knows what it has compiled by the function.
     @functools.lru_cache(maxsize=1024)
     def partitioned(platform: str, items: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
         params = dict(items)
         call = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
-        return _named(target, params, _partitioned(function, call, sharding_rule, params))
+        return _named(target, params, _partitioned(name(params), call, sharding_rule, params))
 
     def lower(
         ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
     ) -> Any:
         form = None
-        if not _native.is_used(function, platform, implementation):
+        if not _native.is_used(name(params), platform, implementation):
             form = reference
         elif _are_scalars(ctx) or (
             implementation is None
@@ -151,7 +154,7 @@ def define(
             call = partitioned(platform, tuple(params.items()))
         elif automatic:
             _warn(
-                f"{function}: in a shard_map over some axes of the mesh only, arrays that are "
+                f"{name(params)}: in a shard_map over some axes of the mesh only, arrays that are "
                 f"sharded over its other axes ({', '.join(automatic)}) are all-gathered. Remedy: "
                 "name all axes that shard them in axis_names."
             )

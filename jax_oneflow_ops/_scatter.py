@@ -600,7 +600,7 @@ scatter_add_p = _primitive.define(
 )
 scatter_reduce_p = _primitive.define(
     "jof_scatter_reduce",
-    function="scatter_reduce",
+    function=lambda *, reducer, **_: f"scatter_{reducer.replace('multiply', 'mul')}",
     abstract_eval=_scatter_add_type,
     reference=_reference.scatter_reduce,
     native=_scatter_reduce_native,

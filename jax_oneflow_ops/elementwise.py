@@ -170,11 +170,13 @@ _sigmoid_p = _elementwise.differentiable(
 )
 _silu_p = _elementwise.differentiable("silu", jax.nn.silu)
 _tanh_p = _elementwise.differentiable("tanh", jnp.tanh, accurate=_reference.tanh_accurate)
-_softplus_p = _elementwise.differentiable("softplus", jax.nn.softplus)
+_softplus_p = _elementwise.differentiable("softplus", jax.nn.softplus, approximate_in_xla=True)
 _hard_swish_p = _elementwise.differentiable("hard_swish", jax.nn.hard_swish)
-_mish_p = _elementwise.differentiable("mish", jax.nn.mish)
+_mish_p = _elementwise.differentiable("mish", jax.nn.mish, approximate_in_xla=True)
 _gelu_p = {
-    approximate: _elementwise.differentiable(target, reference, function="gelu", accurate=accurate)
+    approximate: _elementwise.differentiable(
+        target, reference, function="gelu", accurate=accurate, approximate_in_xla=True
+    )
     for approximate, target, reference, accurate in (
         (True, "gelu_tanh", _reference.gelu_tanh, _reference.gelu_accurate),
         (False, "gelu_erf", _reference.gelu_erf, None),
@@ -578,7 +580,12 @@ def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = Non
 _swiglu_p = _elementwise.differentiable("swiglu", _reference.swiglu, inputs=2, linear=(0,))
 _geglu_p = {
     approximate: _elementwise.differentiable(
-        target, reference, function="geglu", inputs=2, linear=(0,), accurate=accurate
+        *(target, reference),
+        function="geglu",
+        inputs=2,
+        linear=(0,),
+        accurate=accurate,
+        approximate_in_xla=True,
     )
     for approximate, target, reference, accurate in (
         (True, "geglu_tanh", _reference.geglu_tanh, _reference.geglu_accurate),

@@ -1050,6 +1050,8 @@ class Case:
     grad_besides: frozenset[str] = frozenset()  # likewise of the gradient with respect to `wrt`
     # Whether another row is of the same function: it goes through the core columns only.
     variant: bool = False
+    composed: bool = False  # f is more than one custom call
+    shared: bool = False  # the gradient needs the value, which XLA computes once for both
     elementwise: bool = True  # f takes any shapes
     # Of a kernel as users write them: what docs/transformations.md says of it.
     kernel: str = ""
@@ -1116,6 +1118,10 @@ class Case:
     def precision(self) -> contextlib.AbstractContextManager:
         """The setting that the case's dtype needs."""
         return jax.enable_x64(True) if self.dtype == "float64" else contextlib.nullcontext()
+
+    def both_targets(self) -> list[str]:
+        """The custom calls of a program with the value and the gradient."""
+        return [self.target] * (not self.shared) + [*self.grad_targets[self.wrt]]
 
     def all_targets(self) -> set[str]:
         """The custom calls that any derivative may consist of."""
@@ -1507,6 +1513,7 @@ def extremum_case(op: Op, suffix="", drawn=some_ids, **ours) -> Case:
     fields = {
         "jvp_targets": (target, "jof_gather_rows", "jof_scatter_add", "jof_scatter_add"),
         "rtol": 1e-6,
+        "shared": True,
         "besides": sharing,
         "grad_besides": sharing,
     }
@@ -1530,11 +1537,12 @@ SCATTER_CASES = (
     extremum_case(SCATTER_MAX, "-sorted", sorted_ids, indices_are_sorted=True),
     extremum_case(SCATTER_MIN),
     extremum_case(SCATTER_MIN, "-clip", mode="clip"),
-    scatter_case(SCATTER_MUL, shared={"unique_indices": True}),
+    scatter_case(SCATTER_MUL, fields={"composed": True}, shared={"unique_indices": True}),
     scatter_case(
         SEGMENT_MEAN,
         fields={
             "jvp_targets": ("jof_scatter_add",) * 3,
+            "composed": True,
             "rtol": 1e-6,
             "besides": ID_ARITHMETIC | {"divide", "maximum", "iota"},
             "grad_besides": ID_ARITHMETIC | {"divide", "maximum", "iota"},
@@ -1544,13 +1552,14 @@ SCATTER_CASES = (
         SEGMENT_SOFTMAX,
         fields={
             "jvp_targets": SOFTMAX_TARGETS,
+            "composed": True,
             **SMOOTH,
             "rtol": 1e-9,
             "besides": ID_ARITHMETIC | {"divide", "exponential", "negate"},
             "grad_besides": ID_ARITHMETIC | {"divide", "exponential", "negate"},
         },
     ),
-    scatter_case(SEGMENT_PROD),
+    scatter_case(SEGMENT_PROD, fields={"composed": True}),
 )
 
 

@@ -100,8 +100,10 @@ def test_export_to_another_process(tmp_path):
             f = case.ref
             expected = jax.jit(lambda xs, dy, f=f: (f(*xs), jax.vjp(f, *xs)[1](dy)))(xs, dy)
             assert_same(actual, expected, case.rtol)
-            assert lowered_targets(value) == {case.target: len(PLATFORMS)}
             calls = lowered_targets(gradient)
+            if case.composed:
+                continue
+            assert lowered_targets(value) == {case.target: len(PLATFORMS)}
             assert {*calls} <= case.all_targets()
             if not case.parameters:  # with respect to these jnp differentiates
                 assert bool(calls) == bool(case.grad_targets[case.wrt])

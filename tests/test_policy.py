@@ -115,13 +115,17 @@ def test_the_measurements_are_whole():
                 assert min(gain, low, native, xla) > 0
 
 
+# Why kernels run whatever was measured.
+IN_ANY_CASE = {"sums in a fixed order", "XLA is less accurate in this dtype"}
+
+
 @pytest.mark.parametrize("case", FUNCTIONS, ids=str)
 def test_what_calls_depend_on(case):
     """Every function says it, and counts the bytes that the catalogue counts."""
     xs = case.inputs()
     decisions = jof.policy(case.f, *xs)
     for decision in decisions:
-        assert decision.call.bytes > 0 or decision.reason == "sums in a fixed order"
+        assert decision.call.bytes > 0 or decision.reason in IN_ANY_CASE
         assert decision.implementation in ("native", "xla")
         assert str(decision.implementation) in str(decision)
     assert decisions or case.op.family not in ("permute", "upsample", "scatter")
@@ -181,10 +185,10 @@ def test_sizes_that_are_not_known_yet(tables):
 @native_backend
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_either_choice_gives_the_same(case, tables):
-    if case.op is None or "deterministic" in case.name:
+    xs = case.inputs()
+    if case.op is None or {d.reason for d in jof.policy(case.f, *xs)} & IN_ANY_CASE:
         pytest.skip("kernels run in any case")
     results = {}
-    xs = case.inputs()
     for gain in (2.0, 0.5):
         found = {name: [[1 << 50, 9, gain, gain, 1, 1]] for name in (*FAMILIES, *REDUCERS)}
         tables({KIND: table(**found)})

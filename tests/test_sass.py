@@ -55,12 +55,18 @@ def pack_accesses(name: str) -> tuple[int, Counter, Counter] | None:
 DROPS_HALVES = re.compile(r"\bCast<(?:(?:un)?signed )?(?:char|short|int), (?:unsigned )?long>")
 
 
+# For sm_80 ptxas puts two or four registers of some tiles and atomics there; kernels are tuned for
+# sm_90, where there are none.
+AMPERE_STACK = 16
+
+
 def faults(kernels: list[Kernel]) -> list[str]:
     found = []
     for kernel in kernels:
         spills = sum(n for op, n in kernel.opcodes.items() if re.match(r"(LDL|STL)\b", op))
         problems = [f"{spills} accesses to local memory"] if spills else []
-        problems += [f"{kernel.stack} bytes of local memory"] if kernel.stack else []
+        allowed = AMPERE_STACK if kernel.architecture == "sm_80" else 0
+        problems += [f"{kernel.stack} bytes of local memory"] if kernel.stack > allowed else []
         accesses = pack_accesses(kernel.name)
         if kernel.opcodes and accesses is not None and accesses[0] > 1:
             for instruction, wanted in zip(("LDG", "STG"), accesses[1:], strict=True):
@@ -122,7 +128,7 @@ def test_no_kernel_is_overlooked(kernels):
 
 WIDE_KERNELS = {
     # Patterns of kernels' names, and the accesses that they are made for.
-    r"GatherKernel<16, ": (r"LDG.*\.128", r"STG.*\.128"),
+    r"GatherKernel<16, (int|long), ": (r"LDG.*\.128", r"STG.*\.128"),
     r"SumRowsKernel<\S*(Half|BFloat16)>, 8, ": (r"LDG.*\.128", r"STG.*\.128"),
     r"SumRowsKernel<\S*<float>, 4, ": (r"LDG.*\.128", r"STG.*\.128"),
     r"SumElementsKernel<": (r"LDG.*\.128",),
