@@ -194,9 +194,6 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
     }
 
 
-_LISTED += [(name, d) for name in [*_calls("float32", 1 << 8)][3:] for d in _DTYPES]
-
-
 def _pullback(function: Function, x: Array, *rest: Array) -> Array:
     """The gradient of `function(x, ...)`; the cotangent comes last."""
     *others, cotangent = rest
@@ -208,3 +205,6 @@ def _segment_softmax(x: Array, ids: Array) -> Array:
     count = max(1, len(x) >> 4)
     e = jnp.exp(x - jax.ops.segment_max(x, ids, count, indices_are_sorted=True)[ids])
     return e / jax.ops.segment_sum(e, ids, count, indices_are_sorted=True)[ids]
+
+
+_LISTED += [(name, d) for name in [*_calls("float32", 1 << 8)][3:] for d in _DTYPES]
