@@ -2,6 +2,7 @@
 
 import collections
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,11 @@ TOLERANCE = 2**-18
 
 def made(name, dtype):
     try:
-        return programs.make(name, "tiny", dtype)
+        with warnings.catch_warnings():  # of flax, about jax 0.8
+            warnings.filterwarnings(
+                "ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning
+            )
+            return programs.make(name, "tiny", dtype)
     except ModuleNotFoundError as error:
         pytest.skip(f"{error.name} is not installed")
 

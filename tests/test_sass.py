@@ -271,7 +271,7 @@ def test_planted_faults_are_found(name, change, part):
 def test_local_memory_of_what_is_not_disassembled():
     kernel = Kernel("sm_80", demangle(HALF), Counter(), registers=32)
     assert faults([kernel]) == []
-    assert "8 bytes of local memory" in faults([kernel._replace(stack=8)])[0]
+    assert "24 bytes of local memory" in faults([kernel._replace(stack=24)])[0]
 
 
 # ---- the comparison with the expectations ----
