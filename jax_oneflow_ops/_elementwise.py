@@ -40,7 +40,7 @@ def _define(
     multiple_results: bool = False,
     typed: int = 0,
     accurate: Function | None = None,
-    approximate_in_xla: bool = False,
+    approximate_in_xla: int = 0,
 ) -> core.Primitive:
     """Defines a primitive with the FFI target jof_NAME and everything but derivatives.
 
@@ -52,7 +52,8 @@ def _define(
       multiple_results: the primitive has the parameter `wanted`, the indices of its results.
       typed: the operand that has the results' dtype, if there is no parameter `new_dtype`.
       accurate: a form of the reference that is as accurate as the kernel, where that is not.
-      approximate_in_xla: XLA's form in 32 bits is less accurate than the kernel, which always runs.
+      approximate_in_xla: the bytes of an element from which on XLA's form is less accurate than the
+        kernel, which always runs then; 0 if it is as accurate.
     """
 
     def abstract_eval(*avals: Any, wanted: Sequence[int] = (0,), **params: Any) -> Any:
@@ -90,10 +91,10 @@ def _define(
 
 
 def _call(
-    name: str, approximate_in_xla: bool, *avals: Any, wanted: Sequence[int] = (0,), **params: Any
+    name: str, approximate_in_xla: int, *avals: Any, wanted: Sequence[int] = (0,), **params: Any
 ) -> _policy.Call | str:
     """XLA's code depends on whether elements can be loaded in fours."""
-    if approximate_in_xla and avals[0].dtype.itemsize >= 4:
+    if 0 < approximate_in_xla <= avals[0].dtype.itemsize:
         return "XLA is less accurate in this dtype"
     result = _operands.result_aval(*avals)
     size = math.prod(result.shape)
@@ -161,7 +162,7 @@ def differentiable(
     parameters: int = 0,
     linear: Sequence[int] = (),
     accurate: Function | None = None,
-    approximate_in_xla: bool = False,
+    approximate_in_xla: int = 0,
 ) -> core.Primitive:
     """Defines a function, its derivative kernels and rules, and returns its primitive f.
 

@@ -170,16 +170,16 @@ _sigmoid_p = _elementwise.differentiable(
 )
 _silu_p = _elementwise.differentiable("silu", jax.nn.silu)
 _tanh_p = _elementwise.differentiable("tanh", jnp.tanh, accurate=_reference.tanh_accurate)
-_softplus_p = _elementwise.differentiable("softplus", jax.nn.softplus, approximate_in_xla=True)
+_softplus_p = _elementwise.differentiable("softplus", jax.nn.softplus, approximate_in_xla=4)
 _hard_swish_p = _elementwise.differentiable("hard_swish", jax.nn.hard_swish)
-_mish_p = _elementwise.differentiable("mish", jax.nn.mish, approximate_in_xla=True)
+_mish_p = _elementwise.differentiable("mish", jax.nn.mish, approximate_in_xla=4)
 _gelu_p = {
     approximate: _elementwise.differentiable(
-        target, reference, function="gelu", accurate=accurate, approximate_in_xla=True
+        target, reference, function="gelu", accurate=accurate, approximate_in_xla=size
     )
-    for approximate, target, reference, accurate in (
-        (True, "gelu_tanh", _reference.gelu_tanh, _reference.gelu_accurate),
-        (False, "gelu_erf", _reference.gelu_erf, None),
+    for approximate, target, reference, accurate, size in (
+        (True, "gelu_tanh", _reference.gelu_tanh, _reference.gelu_accurate, 4),
+        (False, "gelu_erf", _reference.gelu_erf, None, 2),
     )
 }
 
@@ -585,11 +585,11 @@ _geglu_p = {
         inputs=2,
         linear=(0,),
         accurate=accurate,
-        approximate_in_xla=True,
+        approximate_in_xla=size,
     )
-    for approximate, target, reference, accurate in (
-        (True, "geglu_tanh", _reference.geglu_tanh, _reference.geglu_accurate),
-        (False, "geglu_erf", _reference.geglu_erf, None),
+    for approximate, target, reference, accurate, size in (
+        (True, "geglu_tanh", _reference.geglu_tanh, _reference.geglu_accurate, 4),
+        (False, "geglu_erf", _reference.geglu_erf, None, 2),
     )
 }
 

@@ -1536,7 +1536,6 @@ SCATTER_CASES = (
     extremum_case(SCATTER_MAX),
     extremum_case(SCATTER_MAX, "-sorted", sorted_ids, indices_are_sorted=True),
     extremum_case(SCATTER_MIN),
-    extremum_case(SCATTER_MIN, "-clip", mode="clip"),
     scatter_case(SCATTER_MUL, fields={"composed": True}, shared={"unique_indices": True}),
     scatter_case(
         SEGMENT_MEAN,

@@ -212,6 +212,11 @@ FAMILIES = sorted({kind.split("/")[0] for found in REAL.values() for kind in fou
 @pytest.mark.usefixtures("quiet_numpy")
 def test_the_form_in_jnp_is_as_accurate_as_the_kernel(op, dtype, tables):
     tables(measured(0.5, "elementwise"))
+    if (
+        jof.policy(lambda x: op.row.function(x, *op.parameters), jnp.ones(2, dtype))[0].reason
+        in IN_ANY_CASE
+    ):
+        pytest.skip("kernels run in any case")
     with jax.enable_x64(True):
         assert_all_16_bit_values(op, dtype)
 
