@@ -92,11 +92,13 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
     device, table = _table(platform, device_kind)
     if table is None:
         return Decision(call, "native", f"no device of the platform {platform} was measured")
+    size = next(most for most in BANDS if call.bytes <= most)
     for depth in range(len(call.kind), 0, -1):
         for most, cases, gain, low, native, xla in table["cells"].get(
             "/".join(call.kind[:depth]), ()
         ):
-            if call.bytes > most or cases < CASES:
+            # A line says nothing about smaller arrays: a coarser cell that has them does.
+            if most != size or cases < CASES:
                 continue
             wins = gain >= GAIN and low >= LOW
             reason = f"{gain:.2f}x XLA in {cases} cases on {device}, the slowest tenth {low:.2f}x"
@@ -160,8 +162,8 @@ def policy(
       fun: a function of arrays that calls functions of this package, or one of them.
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`.
       device: a device, or the name of its kind such as ``"NVIDIA H200"``, which need not be at
-        hand. By default JAX's default device. A kind that was not measured counts as the nearest of
-        its platform.
+        hand. By default JAX's default device. A kind that was not measured counts as the first of
+        its platform that was.
       **kwargs: keyword arguments of `fun`.
 
     Returns:

@@ -736,8 +736,8 @@ def test_explain_names_lines_and_reasons():
 
 
 def test_explain_for_a_device_that_is_not_here(monkeypatch):
-    cells = {"sum/32-bit": [[2**50, 9, 2.0, 1.5, 100.0, 200.0]]}
-    cells["sum/16-bit"] = [[2**50, 9, 0.5, 0.4, 100.0, 50.0]]
+    cells = {"sum/32-bit": [[_policy.BANDS[0], 9, 2.0, 1.5, 100.0, 200.0]]}
+    cells["sum/16-bit"] = [[_policy.BANDS[0], 9, 0.5, 0.4, 100.0, 50.0]]
     table = {"NVIDIA X": {"platform": "cuda", "cells": cells}}
     monkeypatch.setattr(_policy, "tables", lambda: table)
     if "cuda" not in jof.implementations():

@@ -29,9 +29,15 @@ def table(platform=BACKEND, **cells):
     return {"platform": platform, "cells": {k.replace("__", "/"): v for k, v in cells.items()}}
 
 
+def every_size(gain, low=None, native=1, xla=1) -> list:
+    """Lines for calls of every size, which gain so much."""
+    low = gain if low is None else low
+    return [[most, 9, gain, low, native, xla] for most in _policy.BANDS]
+
+
 def measured(gain, family) -> dict:
     """Every call of a family gains so much on the devices here."""
-    return {KIND: table(**{family: [[1 << 50, 9, gain, gain, 1.0, gain]]})}
+    return {KIND: table(**{family: every_size(gain)})}
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def call(*kind, size=1 << 20) -> _policy.Call:
     [(2.0, 1.0, "native"), (1.03, 0.97, "native"), (1.02, 1.0, "xla"), (2.0, 0.9, "xla")],
 )
 def test_kernels_run_where_they_gain_and_hardly_lose(tables, gain, low, expected):
-    tables({"a": table("cpu", permute=[[1 << 50, 9, gain, low, 2.0, 4.0]])})
+    tables({"a": table("cpu", permute=every_size(gain, low, 2.0, 4.0))})
     decision = _policy.choose(call("permute"), "cpu", "a")
     assert decision.implementation == expected
     assert (decision.native_us, decision.xla_us) == (2.0, 4.0)
@@ -71,9 +77,10 @@ def test_the_finest_cell_with_enough_cases_counts(tables):
         {
             "a": table(
                 "cpu",
-                permute=[[1 << 16, *slow], [1 << 50, *fast]],
+                permute=[[1 << 16, *slow], [1 << 20, *fast], [1 << 24, *fast]],
                 permute__tile=[[1 << 20, *slow]],
                 permute__tile__narrow=[[1 << 20, *few]],
+                permute__rows=[[1 << 50, *fast]],  # says nothing about smaller arrays
             )
         }
     )
@@ -91,7 +98,7 @@ def test_the_finest_cell_with_enough_cases_counts(tables):
 
 
 def test_devices_and_calls_that_were_not_measured(tables):
-    cells = {"permute": [[1 << 50, 9, 0.5, 0.5, 1, 1]]}
+    cells = {"permute": every_size(0.5)}
     tables({"a": table("cpu", **cells), "b": table("cuda", **cells)})
     assert "not measured" not in _policy.choose(call("permute"), "cuda", "no such").reason
     unknown = _policy.choose(call("cast"), "cpu", "a")
@@ -190,7 +197,7 @@ def test_either_choice_gives_the_same(case, tables):
         pytest.skip("kernels run in any case")
     results = {}
     for gain in (2.0, 0.5):
-        found = {name: [[1 << 50, 9, gain, gain, 1, 1]] for name in (*FAMILIES, *REDUCERS)}
+        found = dict.fromkeys((*FAMILIES, *REDUCERS), every_size(gain))
         tables({KIND: table(**found)})
         f = jax.jit(lambda *xs: case.f(*xs))
         assert bool(kernels(f, *xs)) == (gain > 1)
@@ -225,7 +232,7 @@ def test_the_form_in_jnp_is_as_accurate_as_the_kernel(op, dtype, tables):
 
 
 def test_policy_of_a_program(tables):
-    tables({"a": table("cuda", permute=[[1 << 50, 9, 2.0, 2.0, 1, 2]])})
+    tables({"a": table("cuda", permute=every_size(2.0, native=1, xla=2))})
     x = jax.ShapeDtypeStruct((1024, 1024), "float32")
 
     @jax.jit
