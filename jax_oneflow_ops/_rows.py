@@ -158,11 +158,6 @@ def _in_jnp(reference: Function) -> Function:
     return lambda platform, *args, **params: reference(*args, **params)
 
 
-def _three(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
-    """(outer, n, inner)."""
-    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-
-
 def _function_of_softmax(*, log: bool, **_: Any) -> str:
     return "log_softmax" if log else "softmax"
 
@@ -179,9 +174,8 @@ def _define_softmax() -> core.Primitive:
             x = args[0]
             if x.size == 0:
                 return x
-            shape = _three(x.shape, axis)
-            call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, x.dtype))
-            return call(*(a.reshape(shape) for a in args), **params).reshape(x.shape)
+            call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))
+            return call(*args, axis=np.int64(axis), **params)
 
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)
@@ -256,36 +250,27 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     def native(platform: str, x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
         if x.size == 0:
             return _reference.logsumexp(x, *labels, axis=axis)
-        outer, n, inner = _three(x.shape, axis)
         rows = (*x.shape[:axis], *x.shape[axis + 1 :])
-        dtype = _reference.row_dtype(x.dtype)
-        types = [jax.ShapeDtypeStruct((outer, inner), x.dtype)]
-        types.append(jax.ShapeDtypeStruct((outer, inner, 2), dtype))
-        flat = (label.reshape(outer, inner) for label in labels)
-        y, stats = jax.ffi.ffi_call(f"jof_{name}", types)(x.reshape(outer, n, inner), *flat)
-        return [y.reshape(rows), stats.reshape(*rows, 2)]
+        stats = jax.ShapeDtypeStruct((*rows, 2), _reference.row_dtype(x.dtype))
+        call = jax.ffi.ffi_call(f"jof_{name}", [jax.ShapeDtypeStruct(rows, x.dtype), stats])
+        results: list[jax.Array] = call(x, *labels, axis=np.int64(axis))
+        return results
 
     def native_vjp(platform: str, x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
         """The logits are dead after it in a training step: their buffer is the result's."""
         if x.size == 0:
             return x
-        outer, n, inner = shape = _three(x.shape, axis)
-        *labels, stats, ct = operands
         call = jax.ffi.ffi_call(
-            f"jof_{name}_vjp", jax.ShapeDtypeStruct(shape, x.dtype), input_output_aliases={0: 0}
+            f"jof_{name}_vjp", jax.ShapeDtypeStruct(x.shape, x.dtype), input_output_aliases={0: 0}
         )
-        of_rows = (*(label.reshape(outer, inner) for label in labels),)
-        of_rows = (*of_rows, stats.reshape(outer, inner, 2), ct.reshape(outer, inner))
-        result: jax.Array = call(x.reshape(shape), *of_rows)
-        return result.reshape(x.shape)
+        result: jax.Array = call(x, *operands, axis=np.int64(axis))
+        return result
 
     def value_types(x: Any, *_: Any, axis: int) -> Any:
         stats = _without(x, axis, 2).update(dtype=_reference.row_dtype(x.dtype))
         return [_without(x, axis), stats]
 
-    f_p = define(
-        f"jof_{name}", (given, [ROW, STATS]), _reference.logsumexp, native, value_types
-    )
+    f_p = define(f"jof_{name}", (given, [ROW, STATS]), _reference.logsumexp, native, value_types)
     vjp_p = define(
         f"jof_{name}_vjp",
         ([*given, STATS, ROW], [ARRAY]),
@@ -327,9 +312,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
 
 
 logsumexp_p = _define_logsumexp("logsumexp", "logsumexp", 0)
-cross_entropy_p = _define_logsumexp(
-    "cross_entropy", "softmax_cross_entropy_with_integer_labels", 1
-)
+cross_entropy_p = _define_logsumexp("cross_entropy", "softmax_cross_entropy_with_integer_labels", 1)
 
 
 # ---- norms, of rows along the last axis ----
@@ -511,7 +494,10 @@ def _define_norm() -> core.Primitive:
         "norm_vjp", _reference.norm_vjp, _norm_vjp_native, _norm_vjp_types, _norm_vjp_kinds
     )
     jvp_p = define(
-        "norm_jvp", _reference.norm_jvp, _in_jnp(_reference.norm_jvp), _norm_jvp_types,
+        "norm_jvp",
+        _reference.norm_jvp,
+        _in_jnp(_reference.norm_jvp),
+        _norm_jvp_types,
         _norm_jvp_kinds,
     )
 

@@ -229,8 +229,9 @@ def softmax_cross_entropy_with_integer_labels(
     choice = _native.choose_implementation(name, implementation)
     x = _checks.as_array(name, "logits", logits)
     if x.dtype not in _FLOATS:
-        raise TypeError(f"{name}: logits must be float16, bfloat16, float32 or float64, got "
-                        f"{x.dtype}")
+        raise TypeError(
+            f"{name}: logits must be float16, bfloat16, float32 or float64, got {x.dtype}"
+        )
     axes = _axes(name, axis, x.ndim, sort=False)
     if axis is None or not axes:
         raise ValueError(f"{name}: axis must name an axis of logits, got {axis!r}")
@@ -376,9 +377,7 @@ def layer_norm(
       [[-0.99999946  0.99999946]
        [ 0.          0.        ]]
     """
-    return _norm(
-        "layer_norm", x, scale, bias, axis, epsilon, residual, implementation, center=True
-    )
+    return _norm("layer_norm", x, scale, bias, axis, epsilon, residual, implementation, center=True)
 
 
 def rms_norm(
@@ -419,9 +418,7 @@ def rms_norm(
       >>> print(jof.rms_norm(jnp.array([3.0, -3.0, 3.0, 3.0])))
       [ 0.99999994 -0.99999994  0.99999994  0.99999994]
     """
-    return _norm(
-        "rms_norm", x, scale, None, axis, epsilon, residual, implementation, center=False
-    )
+    return _norm("rms_norm", x, scale, None, axis, epsilon, residual, implementation, center=False)
 
 
 @_checks.in_own_precision
@@ -440,9 +437,7 @@ def _norm(
     choice = _native.choose_implementation(name, implementation)
     x = _checks.as_array(name, "x", x)
     if x.dtype not in _FLOATS:
-        raise TypeError(
-            f"{name}: x must be float16, bfloat16, float32 or float64, got {x.dtype}"
-        )
+        raise TypeError(f"{name}: x must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
         raise TypeError(
             f"{name}: epsilon must be a number, which is part of the program, got {epsilon!r}"
@@ -471,7 +466,11 @@ def _norm(
 
     def from_rows(a: jax.Array) -> jax.Array:
         a = a.reshape(tuple(x.shape[i] for i in order)) if len(axes) > 1 else a
-        return a if order == (*range(a.ndim),) else jnp.transpose(a, [*map(order.index, range(a.ndim))])
+        return (
+            a
+            if order == (*range(a.ndim),)
+            else jnp.transpose(a, [*map(order.index, range(a.ndim))])
+        )
 
     operands = [None if residual is None else to_rows(residual), *vectors]
     y, *rest = _rows.bind(

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.test_util import check_grads
 
 import jax_oneflow_ops as jof
 from tests import oracle
@@ -43,6 +45,7 @@ def cross_entropy(x, labels):
 
 def normalized(x, center, epsilon=1e-6):
     """And 1 / the standard deviation."""
+    x = np.longdouble(x)  # float64's own rows are compared with it
     centred = x - np.mean(x, -1, keepdims=True) if center else x
     rstd = 1 / np.sqrt(np.mean(centred**2, -1, keepdims=True) + epsilon)
     return centred * rstd, rstd
@@ -56,13 +59,14 @@ def norm_vjp(x, scale, dy, center):
     return dx, np.sum(dy * xhat, 0), np.sum(dy, 0)
 
 
-def assert_close(actual, exact, dtype, ulps, floor=0.0):
-    """Within so many units in the last place; `floor` is relative to the largest of a row."""
+def assert_close(actual, exact, dtype, ulps, floor=0.0, least=0.0):
+    """Within so many units in the last place; `floor` is relative to the largest of a row, which
+    counts as `least` if it is less."""
     assert actual.dtype == dtype
     assert actual.shape == np.shape(exact)
-    wide = np.asarray(actual).astype(np.float64)
+    wide, exact = np.asarray(actual).astype(np.float64), np.float64(exact)
     unit = oracle.spacing(exact, dtype)
-    largest = np.max(np.abs(exact), -1, keepdims=True, initial=0) if np.ndim(exact) else 0
+    largest = np.max(np.abs(exact), -1, keepdims=True, initial=least)
     slack = ulps * unit + floor * largest + 1e-37
     assert np.all(np.abs(wide - exact) <= slack), np.max(np.abs(wide - exact) / slack)
 
@@ -113,8 +117,7 @@ def test_softmax_on_hard_rows(kind, dtype):
         # What is left of log(sum) - (x - max) where these cancel.
         slack = 4 * eps(jnp.promote_types(dtype, jnp.float32)) * (1 + np.log(n))
         assert np.all(
-            np.abs(np.float64(loss) - exact)
-            <= ulps(dtype) * oracle.spacing(exact, dtype) + slack
+            np.abs(np.float64(loss) - exact) <= ulps(dtype) * oracle.spacing(exact, dtype) + slack
         )
 
 
@@ -132,7 +135,7 @@ def test_gradients_of_softmax_on_hard_rows(kind, dtype):
         _, pull = jax.vjp(jof.softmax, x)
         expected = p * (dy - np.sum(p * dy, -1, keepdims=True))
         scale = np.max(np.abs(p * dy), -1, keepdims=True) + 1e-3 / n
-        assert np.all(np.abs(np.float64(pull(ct)[0]) - expected) <= (floor + n * 0) * scale + 1e-30)
+        assert np.all(np.abs(np.float64(pull(ct)[0]) - expected) <= floor * scale + 1e-30)
         labels = rng.integers(0, n, size=3)
 
         def loss(x, labels=labels):
@@ -140,7 +143,7 @@ def test_gradients_of_softmax_on_hard_rows(kind, dtype):
 
         onehot = np.arange(n) == labels[:, None]
         small = 8 * eps(jnp.promote_types(dtype, jnp.float32))
-        assert_close(jax.grad(loss)(x), p - onehot, dtype, 2 * ulps(dtype), small)
+        assert_close(jax.grad(loss)(x), p - onehot, dtype, 2 * ulps(dtype), small, 1.0)
         sums = jax.grad(lambda x: jof.logsumexp(x, -1).sum())(x)
         assert_close(sums, p, dtype, 2 * ulps(dtype), small)
 
@@ -245,7 +248,8 @@ def test_special_labels_are_those_of_jax(labels):
     x, labels = jnp.asarray(SPECIAL), jnp.full(len(SPECIAL), labels, jnp.int32)
     loss = functools.partial(jof.softmax_cross_entropy_with_integer_labels, labels=labels)
     expected = functools.partial(cross_entropy_in_jax, labels=labels)
-    np.testing.assert_allclose(loss(x), expected(x), rtol=1e-6)
+    # What JAX rounds to 0 beside 3e38.
+    np.testing.assert_allclose(loss(x), expected(x), rtol=1e-6, atol=1.5)
     ct = jnp.arange(1.0, len(SPECIAL) + 1, dtype=jnp.float32)
     (dx,), (wanted,) = jax.vjp(loss, x)[1](ct), jax.vjp(expected, x)[1](ct)
     np.testing.assert_allclose(dx, wanted, rtol=1e-5, atol=1e-6)
@@ -404,10 +408,10 @@ def test_second_order_in_both_modes(name):
     def modes(f):
         loss = hard_to_linearise(f, *xs)
         grad = jax.grad(loss, every)
-        yield jax.jvp(grad, xs, vs)[1]
+        yield jax.jvp(grad, tuple(xs), tuple(vs))[1]
         yield jax.grad(lambda *xs: jax.jvp(loss, xs, tuple(vs))[1], every)(*xs)
         yield jax.grad(lambda *xs: sum(map(jnp.vdot, grad(*xs), vs)), every)(*xs)
-        yield jax.jvp(lambda *xs: jax.jvp(loss, xs, vs)[1], xs, vs)[1]
+        yield jax.jvp(lambda *xs: jax.jvp(loss, xs, tuple(vs))[1], tuple(xs), tuple(vs))[1]
         yield jax.hessian(loss)(*xs)
 
     for actual, expected in zip(modes(f), modes(reference_of(f)), strict=True):
@@ -421,7 +425,7 @@ def test_the_reference_has_the_derivatives_of_its_value(name):
     rng = rng_for(name)
     xs = [rng.standard_normal((3, 5)), *rng.standard_normal((2, 5))][:operands]
     loss = hard_to_linearise(f, *xs)
-    jax.test_util.check_grads(loss, xs, order=2, modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)
+    check_grads(loss, tuple(xs), order=2, modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_of_each_example_with_respect_to_scale():
@@ -446,9 +450,7 @@ def test_gradient_of_cross_entropy_overwrites_dead_logits():
 
     @functools.partial(jax.jit, donate_argnums=0)
     def gradient(x):
-        return jax.grad(
-            lambda x: jof.softmax_cross_entropy_with_integer_labels(x, labels).sum()
-        )(x)
+        return jax.grad(lambda x: jof.softmax_cross_entropy_with_integer_labels(x, labels).sum())(x)
 
     x = jnp.zeros((64, 512), jnp.float32)
     memory = gradient.lower(x).compile().memory_analysis()
@@ -514,28 +516,34 @@ def sds(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def ints(*shape):
+    return sds(*shape, dtype=jnp.int32)
+
+
 @pytest.mark.parametrize(
     ("target", "operands", "results", "attributes", "message"),
     [
-        ("softmax", [sds(2, 3)], sds(2, 3), {"log": False}, r"x must have shape \(outer, n"),
-        ("softmax", [sds(2, 3, 1)], sds(2, 1, 3), {"log": False}, "the result must have shape"),
-        ("softmax", [sds(2, 3, 1, dtype=int)], sds(2, 3, 1, dtype=int), {"log": False}, "f16"),
-        ("softmax_vjp", [sds(2, 3, 1), sds(2, 3, 2)], sds(2, 3, 1), {"log": True}, "dy must"),
-        ("logsumexp", [sds(2, 0, 1)], [sds(2, 1), sds(2, 1, 2)], {}, "rows must have elements"),
-        ("logsumexp", [sds(2, 3, 1)], [sds(2, 1), sds(2, 1)], {}, "stats must have shape"),
+        ("softmax", [sds(2, 3)], sds(2, 3), {"axis": 2, "log": False}, "axis must be from 0 to 1"),
+        ("softmax", [sds()], sds(), {"axis": 0, "log": False}, "axis must be from 0 to -1"),
+        ("softmax", [sds(2, 3)], sds(3, 2), {"axis": 0, "log": False}, "the result must have"),
+        ("softmax", [ints(2, 3)], ints(2, 3), {"axis": 0, "log": False}, "element type"),
+        ("softmax_vjp", [sds(2, 3), sds(2, 2)], sds(2, 3), {"axis": 0, "log": True}, "dy must"),
+        ("logsumexp", [sds(2, 0)], [sds(2), sds(2, 2)], {"axis": 1}, "rows must have elements"),
+        ("logsumexp", [sds(2, 3)], [sds(2), sds(2)], {"axis": 1}, "stats must have 2"),
+        ("logsumexp", [sds(2, 3)], [sds(2), sds(3, 2)], {"axis": 1}, "stats must have 2"),
         (
             "cross_entropy",
-            [sds(2, 3, 1), sds(2, 1, dtype=jnp.uint32)],
-            [sds(2, 1), sds(2, 1, 2)],
-            {},
-            "labels must have shape",
+            [sds(2, 3), sds(2, dtype=jnp.uint32)],
+            [sds(2), sds(2, 2)],
+            {"axis": 1},
+            "labels must have 1",
         ),
         (
             "cross_entropy_vjp",
-            [sds(2, 3, 1), sds(2, 1, dtype=jnp.int32), sds(2, 1, 2), sds(2, 1)],
-            sds(2, 3, 2),
-            {},
-            "the result must have shape",
+            [sds(2, 3), ints(2), sds(2, 2), sds(2)],
+            sds(2, 2),
+            {"axis": 1},
+            "the result must have",
         ),
         (
             "norm",
@@ -556,5 +564,6 @@ def sds(*shape, dtype=jnp.float32):
 def test_handlers_check_what_they_are_given(target, operands, results, attributes, message):
     call = jax.ffi.ffi_call(f"jof_{target}", results)
     xs = [jnp.zeros(x.shape, x.dtype) for x in operands]
+    attributes = {k: np.int64(v) if k == "axis" else v for k, v in attributes.items()}
     with pytest.raises(Exception, match=f"jof_{target}: .*{message}"):
         jax.block_until_ready(jax.jit(lambda *xs: call(*xs, **attributes))(*xs))
