@@ -386,7 +386,7 @@ def logsumexp(x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
 
 @in_own_precision
 def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
-    """The cotangent of x, given labels, if any, statistics (not read) and the result's cotangent."""
+    """The cotangent of x, given labels, if any, statistics (not read) and that of the result."""
     *labels, _, ct = operands
     pull = jax.vjp(functools.partial(_first_logsumexp, labels, axis), _wide(x))[1]
     return pull(_wide(ct))[0].astype(x.dtype)

@@ -5,8 +5,8 @@ have no derivative: they are functions of the operands. f_vjp takes the residual
 operands, results and statistics, and the results' cotangents; it is one native kernel. f_jvp takes
 the residuals and the operands' tangents, is computed in jnp, and is the transpose of f_vjp.
 
-Operands are arrays, which have an axis of rows; what has one value a row, or several in a last axis;
-and row vectors.
+Operands are arrays, which have an axis of rows; what has one value a row, or several in a last
+axis; and row vectors.
 """
 
 import functools
@@ -415,7 +415,8 @@ def _norm_vjp_native(
         return [x, *[jnp.zeros((n,), dtype)] * sum(wanted)]
     scale, dy, of_sum = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
-    parts = min(rows, _PARTS[platform])
+    most = _PARTS[platform]
+    parts = min(rows, most) if isinstance(rows, int) else most
     results = [jax.ShapeDtypeStruct((rows, n), x.dtype)]
     results += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
     results.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))
@@ -448,7 +449,7 @@ def _norm_batch(
     implementation: str | None,
     **params: Any,
 ) -> tuple[Any, Any]:
-    """Row vectors that there is one of for each example are left to jnp, and sums that there are."""
+    """What there is one row vector of for each example, operand or result, is left to jnp."""
     sides = kinds(**{k: v for k, v in params.items() if k in ("given", "wanted", "passed")})
     if any(d is not None and k == VECTOR for d, k in zip(dims, sides[0], strict=True)):
         results = jax.vmap(functools.partial(reference, **params), in_axes=dims)(*args)

@@ -21,6 +21,7 @@ from tests.catalogue import (
     KERNEL_CASES,
     PERMUTE_CASES,
     RESIZE_CASES,
+    ROWS_CASES,
     SCATTER_ADD,
     SEGMENT_SUM,
     UPSAMPLE_CASES,
@@ -66,6 +67,7 @@ class Rule:
 
 
 TRAILING = "the dimensions after them"
+OTHERS = {"b": "all other dimensions", "n": "`axis`"}
 RULES = {
     "elementwise operations": Rule(
         "x, -> x", {"x": "all dimensions"}, {0: "an array", 1: "a scalar"}, "x"
@@ -109,6 +111,16 @@ RULES = {
         {0: "`table`"},
         "t",
     ),
+    "`softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
+    "`log_softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
+    "`logsumexp`": Rule("b n -> b", OTHERS, {0: "`a`"}, "b", gathered="n"),
+    "`softmax_cross_entropy_with_integer_labels`": Rule(
+        "b n, b -> b", OTHERS, {0: "`logits`"}, "b", gathered="n"
+    ),
+    "`layer_norm`": Rule(
+        "b n, n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`", 2: "`bias`"}, "b", gathered="n"
+    ),
+    "`rms_norm`": Rule("b n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`"}, "b", gathered="n"),
 }
 
 
@@ -309,6 +321,24 @@ def rows_layouts() -> Iterator[Layout]:
             yield layout(cases[name], equation, **axes)
 
 
+def reduced_rows_layouts() -> Iterator[Layout]:
+    equations = {
+        "softmax": "bcn->bcn",
+        "log_softmax": "bcn->bcn",
+        "logsumexp": "bcn->bc",
+        "softmax_cross_entropy_with_integer_labels": "bcn,bc->bc",
+        "layer_norm-operands": "bcn,n,n->bcn",
+        "rms_norm-operands": "bcn,n->bcn",
+    }
+    for case in ROWS_CASES:
+        if equation := equations.get(case.name):
+            sizes = {"b": 8, "c": 4, "n": 3}
+            shapes = (tuple(sizes[x] for x in side) for side in split(equation)[0])
+            case = dataclasses.replace(case, shapes=tuple(shapes))
+            yield layout(case, equation, b="a", c="b")
+            yield layout(case, equation, b=("a", "b"))
+
+
 LAYOUTS = (
     *elementwise_layouts(),
     *kernel_layouts(),
@@ -316,4 +346,5 @@ LAYOUTS = (
     *resize_layouts(),
     *permute_layouts(),
     *rows_layouts(),
+    *reduced_rows_layouts(),
 )
