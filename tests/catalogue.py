@@ -1781,7 +1781,8 @@ def norm_cases(op: Op, vectors: int) -> tuple[Case, Case]:
 ROWS_CASES = (
     rows_case(SOFTMAX, "jof_softmax", ["jof_softmax_vjp"]),
     rows_case(LOG_SOFTMAX, "jof_softmax"),
-    rows_case(LOGSUMEXP, "jof_logsumexp", free_axes=(0, 1)),
+    # The gradient overwrites a copy of the operand, where that is an argument of the program.
+    rows_case(LOGSUMEXP, "jof_logsumexp", free_axes=(0, 1), grad_besides=frozenset({"copy"})),
     rows_case(
         CROSS_ENTROPY,
         "jof_cross_entropy",

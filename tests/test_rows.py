@@ -533,3 +533,46 @@ def test_handlers_check_what_they_are_given(target, operands, results, attribute
     attributes = {k: np.int64(v) if k == "axis" else v for k, v in attributes.items()}
     with pytest.raises(Exception, match=f"jof_{target}: .*{message}"):
         jax.block_until_ready(jax.jit(lambda *xs: call(*xs, **attributes))(*xs))
+
+
+# --- flax's modules -------------------------------------------------------------------------------
+
+MODULES = [
+    ({}, {}),
+    ({"dtype": jnp.bfloat16}, {}),
+    ({"use_scale": False, "epsilon": 1e-3}, {}),
+    ({"reduction_axes": (1, -1), "feature_axes": (1, -1)}, {}),
+    ({"param_dtype": jnp.bfloat16}, {}),
+    ({"feature_axes": (1, 2)}, {}),  # flax's own
+    ({}, {"mask": np.arange(5) < 3}),  # likewise
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("arguments", "call"), MODULES)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_modules_are_those_of_flax(name, arguments, call, dtype):
+    nn = pytest.importorskip("flax.linen")
+    from jax_oneflow_ops import linen
+
+    x = rng_for(name).standard_normal((3, 4, 5)).astype(dtype)
+    theirs, ours = (getattr(module, name)(**arguments) for module in (nn, linen))
+    assert isinstance(ours, getattr(nn, name))
+    variables = theirs.init(jax.random.key(0), x)
+    mine = ours.init(jax.random.key(0), x)
+    assert jax.tree.structure(mine) == jax.tree.structure(variables)
+    variables = jax.tree.map(lambda v: v + jnp.arange(v.size, dtype=v.dtype).reshape(v.shape), mine)
+
+    def loss(module, variables, x):
+        return jnp.sum(jnp.float32(module.apply(variables, x, **call)) ** 3)
+
+    results = [
+        (m.apply(variables, x, **call), jax.grad(loss, (1, 2))(m, variables, x))
+        for m in (ours, theirs)
+    ]
+    for a, e in zip(*map(jax.tree.leaves, results), strict=True):
+        assert a.dtype == e.dtype
+        largest = np.max(np.abs(np.float64(e)), initial=0)
+        coarse = jnp.promote_types(a.dtype, "bfloat16") == "bfloat16" or dtype == "bfloat16"
+        tolerance = 0.05 if coarse else 1e-4
+        np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)
