@@ -571,7 +571,19 @@ def _define_norm() -> core.Primitive:
     def first(operands: int, *, given: Sequence[bool], **_: Any) -> int:
         return 2 + given[0]
 
-    _primitive.define_derivatives(norm_p, jvp=jvp, transpose=_not_linear)
+    def transpose(cts: Any, *args: Any, implementation: Any, **params: Any) -> Any:
+        """With respect to scale and bias, for `jax.linear_transpose` alone."""
+        live = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+
+        def of_live(*xs: Any) -> Any:
+            given = dict(zip(live, xs, strict=True))
+            return _reference.norm(*(given.get(i, x) for i, x in enumerate(args)), **params)[0]
+
+        pulled = jax.linear_transpose(of_live, *(args[i].aval for i in live))(_instantiated(cts[0]))
+        of_operands = dict(zip(live, pulled, strict=True))
+        return [of_operands.get(i) for i in range(len(args))]
+
+    _primitive.define_derivatives(norm_p, jvp=jvp, transpose=transpose)
     _linear(vjp_p, _reference.norm_vjp, first, statistics, vjp_transpose)
     _linear(jvp_p, _reference.norm_jvp, first, statistics, jvp_transpose)
     return norm_p

@@ -1778,19 +1778,37 @@ def norm_cases(op: Op, vectors: int) -> tuple[Case, Case]:
     )
 
 
+def of_same_rank(case: Case) -> Case:
+    """With the axis that is summed over, as tests of batches want it."""
+
+    def expanded(f):
+        return lambda *xs, **options: jnp.expand_dims(f(*xs, **options), -1)
+
+    return dataclasses.replace(case, f=expanded(case.f), ref=expanded(case.ref))
+
+
+def labels_of(x):
+    return as_ids(x) % 3
+
+
 ROWS_CASES = (
     rows_case(SOFTMAX, "jof_softmax", ["jof_softmax_vjp"]),
     rows_case(LOG_SOFTMAX, "jof_softmax"),
     # The gradient overwrites a copy of the operand, where that is an argument of the program.
-    rows_case(LOGSUMEXP, "jof_logsumexp", free_axes=(0, 1), grad_besides=frozenset({"copy"})),
-    rows_case(
-        CROSS_ENTROPY,
-        "jof_cross_entropy",
-        shapes=(ARRAY, ARRAY[:1]),
-        samplers=(normals, classes_of),
-        symbolic=("a, 3", "a"),
-        besides=ID_ARITHMETIC,
-        free_axes=(0, 1),
+    of_same_rank(
+        rows_case(LOGSUMEXP, "jof_logsumexp", free_axes=(0, 1), grad_besides=frozenset({"copy"}))
+    ),
+    of_same_rank(
+        rows_case(
+            CROSS_ENTROPY,
+            "jof_cross_entropy",
+            shapes=(ARRAY, ARRAY[:1]),
+            samplers=(normals, classes_of),
+            ids=labels_of,
+            symbolic=("a, 3", "a"),
+            besides=ID_ARITHMETIC,
+            free_axes=(0, 1),
+        )
     ),
     *norm_cases(LAYER_NORM, 2),
     *norm_cases(RMS_NORM, 1),

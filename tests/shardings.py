@@ -28,6 +28,7 @@ from tests.catalogue import (
     Case,
     case_of,
     integers,
+    of_numbers,
 )
 
 # --- the table ------------------------------------------------------------------------------------
@@ -184,6 +185,8 @@ class Layout:
         """How many the law allows: in the function, in its gradients."""
         kept = [x for x in self.axes if x in self.result]
         gradients = [any(x not in self.operands[i] for x in kept) for i in self.wrt]
+        if self.case.op and self.case.op.family == "rows":
+            gradients = [any(gradients)]  # those of scale and bias are one
         return bool(self.summed()), sum(gradients)
 
     def sharded(self, **axes: Any) -> "Layout":
@@ -334,7 +337,8 @@ def reduced_rows_layouts() -> Iterator[Layout]:
         if equation := equations.get(case.name):
             sizes = {"b": 8, "c": 4, "n": 3}
             shapes = (tuple(sizes[x] for x in side) for side in split(equation)[0])
-            case = dataclasses.replace(case, shapes=tuple(shapes))
+            functions = [of_numbers(case.op, f) for f in (case.op.function, case.op.replaces)]
+            case = dataclasses.replace(case, shapes=tuple(shapes), f=functions[0], ref=functions[1])
             yield layout(case, equation, b="a", c="b")
             yield layout(case, equation, b=("a", "b"))
 

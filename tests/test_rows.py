@@ -277,6 +277,15 @@ def test_any_shape_and_axes(shape, data, dtype):
     compare(jof.logsumexp(x, axes, where=where), jax.nn.logsumexp(wide, axes, where=where))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "bool"])
+def test_integers_are_converted(dtype):
+    x = np.arange(6).reshape(2, 3).astype(dtype)
+    for f in (jof.softmax, jof.log_softmax, functools.partial(jof.logsumexp, axis=-1)):
+        expected = jnp.exp(x).dtype
+        assert f(x).dtype == expected
+        np.testing.assert_array_equal(f(x), f(x.astype(expected)))
+
+
 @pytest.mark.parametrize("axis", [-1, 1, 0, (1, 2), (2, 0), (0, 1, 2)])
 @pytest.mark.parametrize("masked", ["no", "rows", "elements"])
 def test_cross_entropy_along_axes_is_that_of_optax(axis, masked):
