@@ -117,6 +117,30 @@ JOF_HOST_DEVICE JOF_INLINE bool IsFinite(C x) {
   return Abs(x) < Infinity<C>();
 }
 
+// e^(x - centre). In f32 with what the difference loses when it is rounded: of e^-50 that would be
+// 16 ulp. Error: 2 ulp.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpDifference(Compute<T> x, Compute<T> centre) {
+  using C = Compute<T>;
+  const C difference = x - centre;
+  if constexpr (kIsNarrow<T> || kIsDouble<T>) {
+    return Exp<T>(difference);
+  } else {
+    const C moved = difference + centre;
+    const C lost = (x - moved) - ((difference - moved) + centre);
+#ifdef __CUDA_ARCH__
+    const float log2 = difference * kLog2E;
+    // What log2 lacks; that of an infinity would be NaN.
+    const float low = MulAdd(lost, kLog2E, MulAdd(difference, 1.92596303e-8f,
+                                                  MulAdd(difference, kLog2E, -log2)));
+    const float y = Exp2Approx(log2);
+    return MulAdd(y, (Abs(difference) < 126.0f ? low : 0.0f) * kLn2, y);
+#else
+    return ExpByPolynomial(difference, Abs(difference) < 126.0f ? lost : 0.0f);
+#endif
+  }
+}
+
 // Two sums over a row, or over a part of one.
 template <typename C>
 struct Sums {
@@ -141,12 +165,17 @@ struct ExpSum {
   };
 
   JOF_HOST_DEVICE JOF_INLINE static C NoPeak() { return -Infinity<C>(); }
-  JOF_HOST_DEVICE JOF_INLINE static C Peak(C a, C b) { return b > a ? b : a; }
+  JOF_HOST_DEVICE JOF_INLINE static C Peak(C a, C b) {
+#ifdef __CUDA_ARCH__
+    if constexpr (!kIsDouble<T>) return fmaxf(a, b);
+#endif
+    return b > a ? b : a;
+  }
   // What is subtracted from x: exp(inf - inf) would be NaN.
   JOF_HOST_DEVICE JOF_INLINE static C Centre(C peak, C /*count*/) {
     return IsFinite(peak) ? peak : C(0);
   }
-  JOF_HOST_DEVICE JOF_INLINE static C Term(C x, C centre) { return Exp<T>(x - centre); }
+  JOF_HOST_DEVICE JOF_INLINE static C Term(C x, C centre) { return ExpDifference<T>(x, centre); }
 
   JOF_HOST_DEVICE JOF_INLINE static State Nothing() { return {NoPeak(), C(0)}; }
   // Of elements with this peak; `sum` is that of their terms.
@@ -221,7 +250,9 @@ struct ExpStats {
   JOF_HOST_DEVICE JOF_INLINE static ExpStats Of(typename ExpSum<T>::State s) {
     return {ExpSum<T>::Centre(s.peak, C(1)), 1 / s.sum};
   }
-  JOF_HOST_DEVICE JOF_INLINE C Share(C x) const { return Exp<T>(x - centre) * factor; }
+  JOF_HOST_DEVICE JOF_INLINE C Share(C x) const {
+    return ExpDifference<T>(x, centre) * factor;
+  }
   // The gradient of log(sum(exp(x))), less 1 for the element that the label names.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, bool is_label, C ct) const {
     return ct * (Share(x) - (is_label ? C(1) : C(0)));
@@ -255,7 +286,7 @@ struct Softmax {
     return {s.peak, IsFinite(s.peak) ? scale : s.peak - s.peak};
   }
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
-    return kLog ? (x - centre) - factor : Exp<T>(x - centre) * factor;
+    return kLog ? (x - centre) - factor : ExpDifference<T>(x, centre) * factor;
   }
 };
 

@@ -1,0 +1,589 @@
+// The rows template: write a row program, get a kernel at the speed of memory.
+//
+// A program reduces a row up to twice (a peak or a sum, then sums that depend on it) and then maps
+// its elements. A team of threads works on a row: a few lanes of a warp, a warp, a block, or a
+// cluster of blocks. Each array is read once and written once: a row is kept in shared memory from
+// the first pass over it to the last.
+//
+//   ring    Every thread copies the packs that it works on into slots of shared memory that nobody
+//           else touches (cp.async), a few rows ahead. So there is no barrier but in reductions,
+//           and bytes in flight cost no registers. The last pass over a row fills each slot again
+//           as soon as it has read it.
+//   packs   16 bytes at multiples of 16 bytes, whatever the row: rows of odd length begin and end
+//           within packs, the elements around them are read and ignored. Arrays that are misaligned
+//           otherwise than the first output are read or written by elements.
+//   wide    A row too wide for the shared memory of a cluster is read again in every pass.
+//
+// Free of the CUDA runtime, so that NVRTC can compile it around other programs.
+#pragma once
+
+#include "common/pack.h"
+#include "common/types.h"
+#include "cuda/launch.cuh"
+
+JOF_NAMESPACE_BEGIN
+
+// What a launch looks like, chosen by PlanRows.
+struct RowsPlan {
+  int64_t rows, n;
+  int lanes;    // threads of a block that work on one row: a power of two
+  int packs;    // packs of a row that a thread holds at a time
+  int chunks;   // how often it holds that many; a row in one chunk is kept
+  int stages;   // chunks in flight for each thread
+  int cluster;  // blocks that work on one row
+};
+
+// A vector over the columns, of T or of f32; none where data is null.
+struct RowVector {
+  const void* data;
+  bool is_f32;
+};
+
+// A program, by example:
+//
+//   struct Program {
+//     using Element = T;
+//     static constexpr int kInputs, kOutputs;       // arrays of T
+//     static constexpr int kVectors, kColumnSums;   // row vectors read, sums over rows made
+//     static constexpr int kReductions;
+//     static constexpr int kValues;                 // that a reduction has at most
+//     struct Row;                                   // what is known of a row
+//     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
+//     Row Begin(int64_t row) const;                 // reads what is given for each row
+//     template <int r> C Identity() const;
+//     template <int r> C Combine(C a, C b) const;   // of each value
+//     template <int r> void Accumulate(const Row&, const C (&x)[kInputs], const C* v, C* values);
+//     template <int r> C Neutral(const Row&, int input);  // what Accumulate makes nothing of
+//     template <int r> void Finish(const C* values, C n, Row*) const;
+//     void Map(const Row&, int64_t column, const C (&x)[kInputs], const C* v, C* out, C* sums);
+//     void End(int64_t row, const Row&) const;      // writes what is wanted of each row
+//   };
+
+namespace internal {
+
+inline constexpr int kWarpSize = 32;
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- asynchronous copies to shared memory ----
+
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)),
+               "l"(global)
+               : "memory");
+}
+
+__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all copies but those of the last `pending` commits.
+__device__ __forceinline__ void WaitForCopies(int pending) {
+  switch (pending) {
+    case 0:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      break;
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      break;
+    case 2:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
+}
+
+inline constexpr int kMaxStages = 4;
+
+// ---- clusters ----
+
+__device__ __forceinline__ unsigned ClusterRank() {
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ __forceinline__ void SyncCluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// Stores to the same shared variable of another block of the cluster.
+template <typename C>
+__device__ __forceinline__ void StoreToBlock(C* shared, unsigned rank, C value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(SharedAddress(shared)), "r"(rank));
+  if constexpr (sizeof(C) == 8) {
+    asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+  } else {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+  }
+#endif
+}
+
+// ---- the team that works on a row ----
+
+inline constexpr int kMostCluster = 16;
+
+// What the warps of a block and the blocks of a cluster exchange. In two copies, one for each other
+// reduction: so one barrier does, as who is late still reads the other copy.
+template <typename C, int kValues>
+struct Exchange {
+  C warps[2][kWarpSize][kValues];
+  C blocks[2][kMostCluster][kValues];
+};
+
+template <typename Program, int r, typename C, int kValues>
+__device__ __forceinline__ void ReduceTeam(const Program& program, const RowsPlan& plan,
+                                           Exchange<C, kValues>* exchange, bool* parity,
+                                           C (&values)[kValues]) {
+  const auto reduce_lanes = [&](int lanes) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) {
+        values[i] = program.template Combine<r>(values[i],
+                                                __shfl_xor_sync(0xffffffffu, values[i], offset));
+      }
+    }
+  };
+  reduce_lanes(plan.lanes < kWarpSize ? plan.lanes : kWarpSize);
+  if (plan.lanes <= kWarpSize && plan.cluster == 1) return;
+  const int warps = plan.lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  auto& of_warps = exchange->warps[*parity];
+  if (lane == 0) {
+    JOF_UNROLL
+    for (int i = 0; i < kValues; ++i) of_warps[warp][i] = values[i];
+  }
+  __syncthreads();
+  JOF_UNROLL
+  for (int i = 0; i < kValues; ++i) values[i] = of_warps[lane & (warps - 1)][i];
+  reduce_lanes(warps);
+  if (plan.cluster > 1) {
+    auto& of_blocks = exchange->blocks[*parity];
+    if (threadIdx.x < plan.cluster) {
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) {
+        StoreToBlock(&of_blocks[ClusterRank()][i], threadIdx.x, values[i]);
+      }
+    }
+    SyncCluster();
+    JOF_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      values[i] = of_blocks[0][i];
+      for (int b = 1; b < plan.cluster; ++b) {
+        values[i] = program.template Combine<r>(values[i], of_blocks[b][i]);
+      }
+    }
+  }
+  *parity = !*parity;
+}
+
+// ---- packs ----
+
+// Where the packs of a row are: pack p has the elements [p * V - shift, (p + 1) * V - shift) of it.
+struct RowPlace {
+  int64_t begin;  // element of the arrays that the row begins with
+  int shift;
+};
+
+// A pack within a row: elements [low, high) of it belong to the row.
+template <int V>
+struct PackPlace {
+  int64_t first;  // column of element 0, negative where the row begins within the pack
+  int low, high;
+
+  __device__ __forceinline__ PackPlace(int64_t begin, int64_t n)
+      : first(begin),
+        low(first < 0 ? -static_cast<int>(first) : 0),
+        high(n - first < V ? static_cast<int>(n - first) : V) {}
+  __device__ __forceinline__ bool IsEmpty() const { return high <= 0; }
+  __device__ __forceinline__ bool IsWhole() const { return low == 0 && high == V; }
+  __device__ __forceinline__ bool Has(int j) const { return j >= low && j < high; }
+};
+
+template <typename T>
+__device__ __forceinline__ int ElementPhase(const void* pointer) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) / sizeof(T) % kPackSize<T>);
+}
+
+template <typename S, typename C, int V>
+__device__ __forceinline__ void LoadVectorOf(const S* data, const PackPlace<V>& pack, C missing,
+                                             C (&v)[V]) {
+  const S* source = data + pack.first;
+  if (pack.IsWhole() && reinterpret_cast<uintptr_t>(source) % kPackBytes == 0) {
+    const Pack<S, V> whole = LoadPack<V>(source);
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) v[j] = static_cast<C>(Accumulator<S>::Load(whole.elem[j]));
+  } else {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      v[j] = missing;
+      if (pack.Has(j)) v[j] = static_cast<C>(Accumulator<S>::Load(source[j]));
+    }
+  }
+}
+
+// The columns of a pack of a row vector; `missing` where there is none.
+template <typename T, int V>
+__device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPlace<V>& pack,
+                                           Compute<T> missing, Compute<T> (&v)[V]) {
+  if (vector.data == nullptr) {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) v[j] = missing;
+  } else if (vector.is_f32) {
+    LoadVectorOf(static_cast<const float*>(vector.data), pack, missing, v);
+  } else {
+    LoadVectorOf(static_cast<const T*>(vector.data), pack, missing, v);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ Pack<T, kPackSize<T>> PackFromShared(const uint4* slot) {
+  union {
+    uint4 word;
+    Pack<T, kPackSize<T>> pack;
+  };
+  word = *slot;
+  return pack;
+}
+
+}  // namespace internal
+
+// One kernel for all teams. kHeld is 0, or, where sums over rows are made, the most packs of a row
+// that a thread has: their sums are in registers, and each thread has the same columns of all of
+// its rows, as the number of teams is a multiple of the elements in a pack.
+template <typename Program, int kHeld>
+class RowsKernelBody {
+ public:
+  using T = typename Program::Element;
+  using C = Compute<T>;
+  static constexpr int V = kPackSize<T>;
+  static constexpr int kInputs = Program::kInputs, kOutputs = Program::kOutputs;
+  static constexpr int kVectors = Program::kVectors, kValues = Program::kValues;
+  static constexpr int kColumnSums = kHeld > 0 ? Program::kColumnSums : 0;
+  static constexpr int kLastPass = Program::kReductions - (kOutputs == 0 ? 1 : 0);
+  // Sums of a thread that depend on nothing of each other.
+  static constexpr int kWays = V < 4 ? V : 4;
+  using Shared = internal::Exchange<C, kValues>;
+
+  __device__ __forceinline__ RowsKernelBody(const Program& program, const RowsPlan& plan,
+                                            uint4* slots, Shared* shared)
+      : program_(program), plan_(plan), slots_(slots + threadIdx.x), shared_(shared) {
+    const int teams_here = blockDim.x / plan.lanes;
+    lane_ = threadIdx.x & (plan.lanes - 1);
+    if (plan.cluster == 1) {
+      team_ = int64_t{blockIdx.x} * teams_here + threadIdx.x / plan.lanes;
+      teams_ = int64_t{gridDim.x} * teams_here;
+    } else {
+      lane_ += static_cast<int>(internal::ClusterRank()) * plan.lanes;
+      team_ = blockIdx.x / plan.cluster;
+      teams_ = gridDim.x / plan.cluster;
+    }
+    pack_step_ = int64_t{V} * plan.lanes * plan.cluster;
+    const void* leader = kOutputs > 0 ? static_cast<const void*>(program.out[0])
+                                      : static_cast<const void*>(program.in[0]);
+    phase_ = internal::ElementPhase<T>(leader);
+    JOF_UNROLL
+    for (int a = 0; a < kInputs; ++a) {
+      in_phase_ |= (internal::ElementPhase<T>(program.in[a]) == phase_) << a;
+    }
+    JOF_UNROLL
+    for (int o = 0; o < kOutputs; ++o) {
+      in_phase_ |= (internal::ElementPhase<T>(program.out[o]) == phase_) << (kInputs + o);
+    }
+  }
+
+  __device__ __forceinline__ void Run() {
+    ahead_.row = team_;
+    for (int s = 0; s < plan_.stages; ++s) {
+      const internal::RowPlace place = PlaceOf(ahead_.row);
+      int64_t first = FirstColumn(place, ahead_.chunk);
+      for (int k = 0; k < plan_.packs; ++k, first += pack_step_) {
+        Fetch(place, ahead_.row, first, Slot(s, k));
+      }
+      internal::CommitCopies();
+      Advance();
+    }
+    // All lanes of a warp take part in its shuffles: until the first team has no row any more.
+    const int team_in_warp = plan_.lanes < internal::kWarpSize
+                                 ? static_cast<int>(threadIdx.x % internal::kWarpSize) / plan_.lanes
+                                 : 0;
+    Row next = BeginRow(team_);
+    for (int64_t row = team_; row - team_in_warp < plan_.rows; row += teams_) {
+      Row facts = next;
+      next = BeginRow(row + teams_);
+      ReduceAll<0>(row, &facts);
+      if constexpr (kOutputs > 0) MapRow(row, facts);
+      if (row < plan_.rows && lane_ == 0) program_.End(row, facts);
+    }
+    if constexpr (kColumnSums > 0) StoreColumnSums();
+    if (plan_.cluster > 1) internal::SyncCluster();  // another block may still write to this one
+  }
+
+ private:
+  using Row = typename Program::Row;
+  using PackPlace = internal::PackPlace<V>;
+
+  // What is copied next.
+  struct Cursor {
+    int64_t row = 0;
+    int pass = 0, chunk = 0;
+  };
+
+  __device__ __forceinline__ bool IsKept() const { return plan_.chunks == 1; }
+
+  __device__ __forceinline__ void Advance() {
+    if (++ahead_.chunk < plan_.chunks) return;
+    ahead_.chunk = 0;
+    if (!IsKept() && ++ahead_.pass <= kLastPass) return;
+    ahead_.pass = 0;
+    ahead_.row += teams_;
+  }
+
+  __device__ __forceinline__ internal::RowPlace PlaceOf(int64_t row) const {
+    const int64_t begin = row * plan_.n;
+    return {begin, static_cast<int>((phase_ + begin) & (V - 1))};
+  }
+
+  // Of this thread's first pack in a chunk.
+  __device__ __forceinline__ int64_t FirstColumn(const internal::RowPlace& place, int chunk) const {
+    return int64_t{chunk} * plan_.packs * pack_step_ + lane_ * V - place.shift;
+  }
+
+  __device__ __forceinline__ uint4* Slot(int stage, int k) const {
+    return slots_ + (stage * kInputs * plan_.packs + k) * static_cast<int>(blockDim.x);
+  }
+  // From the slot of one array to that of the next.
+  __device__ __forceinline__ int ArrayStep() const {
+    return plan_.packs * static_cast<int>(blockDim.x);
+  }
+
+  __device__ __forceinline__ Row BeginRow(int64_t row) const {
+    return row < plan_.rows ? program_.Begin(row) : Row{};
+  }
+
+  // Starts to copy what there is of a pack and of its neighbours in the arrays.
+  __device__ __forceinline__ void Fetch(const internal::RowPlace& place, int64_t row, int64_t first,
+                                        uint4* slot) const {
+    if (row >= plan_.rows || first >= plan_.n) return;
+    const int64_t total = plan_.rows * plan_.n, at = place.begin + first;
+    JOF_UNROLL
+    for (int a = 0; a < kInputs; ++a, slot += ArrayStep()) {
+      const T* source = program_.in[a] + at;
+      if ((in_phase_ >> a & 1) && at >= 0 && at + V <= total) {
+        internal::CopyAsync(slot, source);
+      } else {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          if (at + j >= 0 && at + j < total) reinterpret_cast<T*>(slot)[j] = source[j];
+        }
+      }
+    }
+  }
+
+  // Calls visit(pack, x, k) for this thread's packs of a row in one pass, and fetches others into
+  // their slots where no pass needs them any more.
+  template <int kPass, typename Visit>
+  __device__ __forceinline__ void VisitPacks(int64_t row, const Visit& visit) {
+    const internal::RowPlace place = PlaceOf(row);
+    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+      if (kPass == 0 || !IsKept()) internal::WaitForCopies(plan_.stages - 1);
+      const bool releases = kPass == kLastPass || !IsKept();
+      const internal::RowPlace place_ahead = PlaceOf(ahead_.row);
+      int64_t first = FirstColumn(place, chunk), first_ahead = FirstColumn(place_ahead, ahead_.chunk);
+      uint4* slot = Slot(stage_, 0);
+      const auto step = [&](int k) {
+        const PackPlace pack(first, plan_.n);
+        if (row < plan_.rows && !pack.IsEmpty()) {
+          C x[V][kInputs];
+          JOF_UNROLL
+          for (int a = 0; a < kInputs; ++a) {
+            const auto stored = internal::PackFromShared<T>(slot + a * ArrayStep());
+            JOF_UNROLL
+            for (int j = 0; j < V; ++j) x[j][a] = Accumulator<T>::Load(stored.elem[j]);
+          }
+          visit(pack, place, x, k);
+        }
+        if (releases) Fetch(place_ahead, ahead_.row, first_ahead, slot);
+        first += pack_step_;
+        first_ahead += pack_step_;
+        slot += blockDim.x;
+      };
+      if constexpr (kHeld > 0) {
+        JOF_UNROLL
+        for (int k = 0; k < kHeld; ++k) {
+          if (k < plan_.packs) step(k);
+        }
+      } else {
+#pragma unroll 1
+        for (int k = 0; k < plan_.packs; ++k) step(k);
+      }
+      if (releases) {
+        internal::CommitCopies();
+        Advance();
+        if (++stage_ == plan_.stages) stage_ = 0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void LoadVectors(const PackPlace& pack,
+                                              C (&v)[V][kVectors + 1]) const {
+    if constexpr (kVectors > 0) {
+      JOF_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        C columns[V];
+        internal::LoadVector<T>(program_.vectors[i], pack, program_.Missing(i), columns);
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) v[j][i] = columns[j];
+      }
+    }
+  }
+
+  template <int r>
+  __device__ __forceinline__ void ReduceAll(int64_t row, Row* facts) {
+    if constexpr (r < Program::kReductions) {
+      C values[kWays][kValues];
+      JOF_UNROLL
+      for (int w = 0; w < kWays; ++w) {
+        JOF_UNROLL
+        for (int i = 0; i < kValues; ++i) values[w][i] = program_.template Identity<r>();
+      }
+      VisitPacks<r>(row, [&](const PackPlace& pack, const internal::RowPlace&,
+                             C (&x)[V][kInputs], int /*k*/) {
+        if (!pack.IsWhole()) {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            JOF_UNROLL
+            for (int a = 0; a < kInputs; ++a) {
+              if (!pack.Has(j)) x[j][a] = program_.template Neutral<r>(*facts, a);
+            }
+          }
+        }
+        C v[V][kVectors + 1];
+        LoadVectors(pack, v);
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          program_.template Accumulate<r>(*facts, x[j], v[j], values[j % kWays]);
+        }
+      });
+      JOF_UNROLL
+      for (int w = kWays / 2; w > 0; w /= 2) {
+        JOF_UNROLL
+        for (int u = 0; u < w; ++u) {
+          JOF_UNROLL
+          for (int i = 0; i < kValues; ++i) {
+            values[u][i] = program_.template Combine<r>(values[u][i], values[u + w][i]);
+          }
+        }
+      }
+      internal::ReduceTeam<Program, r>(program_, plan_, shared_, &parity_, values[0]);
+      program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
+      ReduceAll<r + 1>(row, facts);
+    }
+  }
+
+  __device__ __forceinline__ void MapRow(int64_t row, const Row& facts) {
+    VisitPacks<Program::kReductions>(row, [&](const PackPlace& pack, const internal::RowPlace& place,
+                                              C (&x)[V][kInputs], int k) {
+      C v[V][kVectors + 1], y[V][kOutputs];
+      LoadVectors(pack, v);
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        C sums[kColumnSums + 1];
+        program_.Map(facts, pack.first + j, x[j], v[j], y[j], sums);
+        JOF_UNROLL
+        for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[s];
+      }
+      JOF_UNROLL
+      for (int o = 0; o < kOutputs; ++o) {
+        Pack<T, V> out;
+        if constexpr (V % 2 == 0) {
+          JOF_UNROLL
+          for (int j = 0; j < V; j += 2) Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
+        }
+        T* target = program_.out[o] + (place.begin + pack.first);
+        if (pack.IsWhole() && (in_phase_ >> (kInputs + o) & 1)) {
+          StorePack(target, out);
+        } else {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            if (pack.Has(j)) target[j] = out.elem[j];
+          }
+        }
+      }
+    });
+  }
+
+  // The sums of this block or cluster: teams one after the other, so that the order is fixed.
+  __device__ __forceinline__ void StoreColumnSums() {
+    const int teams_here = blockDim.x / plan_.lanes;
+    const int64_t part = plan_.cluster == 1 ? int64_t{blockIdx.x} : team_;
+    C* target = program_.partial_sums + part * kColumnSums * plan_.n;
+    const int64_t first = FirstColumn(PlaceOf(team_), 0);
+    const auto for_each = [&](const auto& visit) {
+      JOF_UNROLL
+      for (int k = 0; k < kHeld; ++k) {
+        const PackPlace pack(first + k * pack_step_, plan_.n);
+        JOF_UNROLL
+        for (int s = 0; s < kColumnSums; ++s) {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            if (k < plan_.packs && pack.Has(j)) {
+              visit(s * plan_.n + pack.first + j, column_sums_[k][s][j]);
+            }
+          }
+        }
+      }
+    };
+    if (teams_here == 1) {
+      for_each([&](int64_t at, C sum) { target[at] = sum; });
+      return;
+    }
+    C* sums = reinterpret_cast<C*>(slots_ - threadIdx.x);
+    const int team_here = threadIdx.x / plan_.lanes;
+    for (int t = 0; t < teams_here; ++t) {
+      __syncthreads();
+      if (t != team_here) continue;
+      for_each([&](int64_t at, C sum) { sums[at] = t == 0 ? sum : sums[at] + sum; });
+    }
+    __syncthreads();
+    for (int64_t at = threadIdx.x; at < kColumnSums * plan_.n; at += blockDim.x) {
+      target[at] = sums[at];
+    }
+  }
+
+  const Program& program_;
+  const RowsPlan& plan_;
+  uint4* slots_;  // of this thread
+  Shared* shared_;
+  int lane_;  // of the team
+  int64_t team_, teams_;
+  int64_t pack_step_;  // elements from a pack of this thread to its next one
+  int phase_;          // of the array that packs follow
+  unsigned in_phase_ = 0;  // a bit for each input, then for each output
+  int stage_ = 0;
+  bool parity_ = false;
+  Cursor ahead_;
+  C column_sums_[kHeld > 0 ? kHeld : 1][kColumnSums + 1][V] = {};
+};
+
+// Registers are left for so many threads of a multiprocessor.
+template <typename T, int kHeld>
+inline constexpr int kRowsThreads = kHeld == 0 && sizeof(T) < 8 ? 1024 : 512;
+
+template <typename Program, int kHeld>
+__global__ void __launch_bounds__(kRowsThreads<typename Program::Element, kHeld>, 1)
+    RowsKernel(const __grid_constant__ Program program, const __grid_constant__ RowsPlan plan) {
+  extern __shared__ uint4 slots[];
+  using Body = RowsKernelBody<Program, kHeld>;
+  __shared__ typename Body::Shared shared;
+  Body(program, plan, slots, &shared).Run();
+}
+
+JOF_NAMESPACE_END
