@@ -186,25 +186,18 @@ __device__ __forceinline__ void ReduceTeam(const Program& program, const RowsPla
 
 // ---- packs ----
 
-// Where the packs of a row are: pack p has the elements [p * V - shift, (p + 1) * V - shift) of it.
-struct RowPlace {
-  int64_t begin;  // element of the arrays that the row begins with
-  int shift;
-};
-
 // A pack within a row: elements [low, high) of it belong to the row.
 template <int V>
 struct PackPlace {
-  int64_t first;  // column of element 0, negative where the row begins within the pack
-  int low, high;
+  int first;  // column of element 0, negative where the row begins within the pack
+  int n;
 
-  __device__ __forceinline__ PackPlace(int64_t begin, int64_t n)
-      : first(begin),
-        low(first < 0 ? -static_cast<int>(first) : 0),
-        high(n - first < V ? static_cast<int>(n - first) : V) {}
-  __device__ __forceinline__ bool IsEmpty() const { return high <= 0; }
-  __device__ __forceinline__ bool IsWhole() const { return low == 0 && high == V; }
-  __device__ __forceinline__ bool Has(int j) const { return j >= low && j < high; }
+  __device__ __forceinline__ bool IsWhole() const {
+    return static_cast<unsigned>(first) < static_cast<unsigned>(n < V ? 0 : n - V + 1);
+  }
+  __device__ __forceinline__ bool Has(int j) const {
+    return static_cast<unsigned>(first + j) < static_cast<unsigned>(n);
+  }
 };
 
 template <typename T>
@@ -285,7 +278,7 @@ class RowsKernelBody {
       team_ = blockIdx.x / plan.cluster;
       teams_ = gridDim.x / plan.cluster;
     }
-    pack_step_ = int64_t{V} * plan.lanes * plan.cluster;
+    pack_step_ = V * plan.lanes * plan.cluster;
     const void* leader = kOutputs > 0 ? static_cast<const void*>(program.out[0])
                                       : static_cast<const void*>(program.in[0]);
     phase_ = internal::ElementPhase<T>(leader);
@@ -301,12 +294,9 @@ class RowsKernelBody {
 
   __device__ __forceinline__ void Run() {
     ahead_.row = team_;
+    PlaceAhead();
     for (int s = 0; s < plan_.stages; ++s) {
-      const internal::RowPlace place = PlaceOf(ahead_.row);
-      int64_t first = FirstColumn(place, ahead_.chunk);
-      for (int k = 0; k < plan_.packs; ++k, first += pack_step_) {
-        Fetch(place, ahead_.row, first, Slot(s, k));
-      }
+      for (int k = 0; k < plan_.packs; ++k) Fetch(Slot(s, k), k * pack_step_);
       internal::CommitCopies();
       Advance();
     }
@@ -330,31 +320,44 @@ class RowsKernelBody {
   using Row = typename Program::Row;
   using PackPlace = internal::PackPlace<V>;
 
-  // What is copied next.
+  // What is copied next: packs of a row that begin at columns `first`, one step after the other.
   struct Cursor {
     int64_t row = 0;
     int pass = 0, chunk = 0;
+    int64_t begin;   // of the row, in the arrays
+    int first, end;  // no pack begins at `end` or after
+    int low, high;   // a pack that begins at [low, high) is inside of the arrays
   };
 
   __device__ __forceinline__ bool IsKept() const { return plan_.chunks == 1; }
 
   __device__ __forceinline__ void Advance() {
-    if (++ahead_.chunk < plan_.chunks) return;
-    ahead_.chunk = 0;
-    if (!IsKept() && ++ahead_.pass <= kLastPass) return;
-    ahead_.pass = 0;
-    ahead_.row += teams_;
+    if (++ahead_.chunk == plan_.chunks) {
+      ahead_.chunk = 0;
+      if (IsKept() || ++ahead_.pass > kLastPass) {
+        ahead_.pass = 0;
+        ahead_.row += teams_;
+      }
+    }
+    PlaceAhead();
   }
 
-  __device__ __forceinline__ internal::RowPlace PlaceOf(int64_t row) const {
-    const int64_t begin = row * plan_.n;
-    return {begin, static_cast<int>((phase_ + begin) & (V - 1))};
+  __device__ __forceinline__ void PlaceAhead() {
+    const int64_t left = (plan_.rows - ahead_.row) * plan_.n;  // elements from here on
+    ahead_.begin = ahead_.row * plan_.n;
+    ahead_.first = FirstColumn(ahead_.begin, ahead_.chunk);
+    ahead_.end = left > 0 ? Columns() : -V;
+    ahead_.low = ahead_.begin >= V ? -V : -static_cast<int>(ahead_.begin);
+    ahead_.high = left >= plan_.n + V ? Columns() : Columns() - V + 1;
   }
 
-  // Of this thread's first pack in a chunk.
-  __device__ __forceinline__ int64_t FirstColumn(const internal::RowPlace& place, int chunk) const {
-    return int64_t{chunk} * plan_.packs * pack_step_ + lane_ * V - place.shift;
+  // Packs begin at multiples of 16 bytes of the array that they follow.
+  __device__ __forceinline__ int FirstColumn(int64_t begin, int chunk) const {
+    const int shift = static_cast<int>((phase_ + begin) & (V - 1));
+    return chunk * plan_.packs * pack_step_ + lane_ * V - shift;
   }
+
+  __device__ __forceinline__ int Columns() const { return static_cast<int>(plan_.n); }
 
   __device__ __forceinline__ uint4* Slot(int stage, int k) const {
     return slots_ + (stage * kInputs * plan_.packs + k) * static_cast<int>(blockDim.x);
@@ -369,38 +372,40 @@ class RowsKernelBody {
   }
 
   // Starts to copy what there is of a pack and of its neighbours in the arrays.
-  __device__ __forceinline__ void Fetch(const internal::RowPlace& place, int64_t row, int64_t first,
-                                        uint4* slot) const {
-    if (row >= plan_.rows || first >= plan_.n) return;
-    const int64_t total = plan_.rows * plan_.n, at = place.begin + first;
+  __device__ __forceinline__ void Fetch(uint4* slot, int offset) const {
+    const int first = ahead_.first + offset;
+    if (first >= ahead_.end) return;
+    const int64_t at = ahead_.begin + first;
     JOF_UNROLL
     for (int a = 0; a < kInputs; ++a, slot += ArrayStep()) {
       const T* source = program_.in[a] + at;
-      if ((in_phase_ >> a & 1) && at >= 0 && at + V <= total) {
+      if ((in_phase_ >> a & 1) && first >= ahead_.low && first < ahead_.high) {
         internal::CopyAsync(slot, source);
       } else {
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
-          if (at + j >= 0 && at + j < total) reinterpret_cast<T*>(slot)[j] = source[j];
+          if (static_cast<unsigned>(first + j) < static_cast<unsigned>(ahead_.end)) {
+            reinterpret_cast<T*>(slot)[j] = source[j];
+          }
         }
       }
     }
   }
 
-  // Calls visit(pack, x, k) for this thread's packs of a row in one pass, and fetches others into
-  // their slots where no pass needs them any more.
+  // Calls visit(pack, begin, x, k) for this thread's packs of a row in one pass, and fetches others
+  // into their slots where no pass needs them any more.
   template <int kPass, typename Visit>
   __device__ __forceinline__ void VisitPacks(int64_t row, const Visit& visit) {
-    const internal::RowPlace place = PlaceOf(row);
+    const int64_t begin = row * plan_.n;
+    const int end = row < plan_.rows ? Columns() : -V;
     for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
       if (kPass == 0 || !IsKept()) internal::WaitForCopies(plan_.stages - 1);
       const bool releases = kPass == kLastPass || !IsKept();
-      const internal::RowPlace place_ahead = PlaceOf(ahead_.row);
-      int64_t first = FirstColumn(place, chunk), first_ahead = FirstColumn(place_ahead, ahead_.chunk);
+      const int first = FirstColumn(begin, chunk);
       uint4* slot = Slot(stage_, 0);
-      const auto step = [&](int k) {
-        const PackPlace pack(first, plan_.n);
-        if (row < plan_.rows && !pack.IsEmpty()) {
+      const auto step = [&](int k, int offset) {
+        const PackPlace pack{first + offset, Columns()};
+        if (pack.first < end) {
           C x[V][kInputs];
           JOF_UNROLL
           for (int a = 0; a < kInputs; ++a) {
@@ -408,21 +413,20 @@ class RowsKernelBody {
             JOF_UNROLL
             for (int j = 0; j < V; ++j) x[j][a] = Accumulator<T>::Load(stored.elem[j]);
           }
-          visit(pack, place, x, k);
+          visit(pack, begin, x, k);
         }
-        if (releases) Fetch(place_ahead, ahead_.row, first_ahead, slot);
-        first += pack_step_;
-        first_ahead += pack_step_;
+        if (releases) Fetch(slot, offset);
         slot += blockDim.x;
       };
       if constexpr (kHeld > 0) {
         JOF_UNROLL
         for (int k = 0; k < kHeld; ++k) {
-          if (k < plan_.packs) step(k);
+          if (k < plan_.packs) step(k, k * pack_step_);
         }
       } else {
+        const int last = plan_.packs * pack_step_;
 #pragma unroll 1
-        for (int k = 0; k < plan_.packs; ++k) step(k);
+        for (int offset = 0; offset < last; offset += pack_step_) step(0, offset);
       }
       if (releases) {
         internal::CommitCopies();
@@ -454,8 +458,8 @@ class RowsKernelBody {
         JOF_UNROLL
         for (int i = 0; i < kValues; ++i) values[w][i] = program_.template Identity<r>();
       }
-      VisitPacks<r>(row, [&](const PackPlace& pack, const internal::RowPlace&,
-                             C (&x)[V][kInputs], int /*k*/) {
+      VisitPacks<r>(row, [&](const PackPlace& pack, int64_t /*begin*/, C (&x)[V][kInputs],
+                             int /*k*/) {
         if (!pack.IsWhole()) {
           JOF_UNROLL
           for (int j = 0; j < V; ++j) {
@@ -489,7 +493,7 @@ class RowsKernelBody {
   }
 
   __device__ __forceinline__ void MapRow(int64_t row, const Row& facts) {
-    VisitPacks<Program::kReductions>(row, [&](const PackPlace& pack, const internal::RowPlace& place,
+    VisitPacks<Program::kReductions>(row, [&](const PackPlace& pack, int64_t begin,
                                               C (&x)[V][kInputs], int k) {
       C v[V][kVectors + 1], y[V][kOutputs];
       LoadVectors(pack, v);
@@ -507,7 +511,7 @@ class RowsKernelBody {
           JOF_UNROLL
           for (int j = 0; j < V; j += 2) Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
         }
-        T* target = program_.out[o] + (place.begin + pack.first);
+        T* target = program_.out[o] + (begin + pack.first);
         if (pack.IsWhole() && (in_phase_ >> (kInputs + o) & 1)) {
           StorePack(target, out);
         } else {
@@ -525,11 +529,11 @@ class RowsKernelBody {
     const int teams_here = blockDim.x / plan_.lanes;
     const int64_t part = plan_.cluster == 1 ? int64_t{blockIdx.x} : team_;
     C* target = program_.partial_sums + part * kColumnSums * plan_.n;
-    const int64_t first = FirstColumn(PlaceOf(team_), 0);
+    const int first = FirstColumn(team_ * plan_.n, 0);
     const auto for_each = [&](const auto& visit) {
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
-        const PackPlace pack(first + k * pack_step_, plan_.n);
+        const PackPlace pack{first + k * pack_step_, Columns()};
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) {
           JOF_UNROLL
@@ -564,7 +568,7 @@ class RowsKernelBody {
   Shared* shared_;
   int lane_;  // of the team
   int64_t team_, teams_;
-  int64_t pack_step_;  // elements from a pack of this thread to its next one
+  int pack_step_;  // columns from a pack of this thread to its next one
   int phase_;          // of the array that packs follow
   unsigned in_phase_ = 0;  // a bit for each input, then for each output
   int stage_ = 0;
