@@ -2,17 +2,16 @@
 //
 // A program reduces a row up to twice (a peak or a sum, then sums that depend on it) and then maps
 // its elements. A team of threads works on a row: a few lanes of a warp, a warp, a block, or a
-// cluster of blocks. Each array is read once and written once: a row is kept in shared memory from
-// the first pass over it to the last.
+// cluster of blocks, such that each thread holds its elements in registers. So each array is read
+// once and written once. A row that is too wide for a cluster goes by chunks and is read again in
+// every pass, as is any row of more than 32,768 elements on GPUs without clusters.
 //
-//   ring    Every thread copies the packs that it works on into slots of shared memory that nobody
-//           else touches (cp.async), a few rows ahead. So there is no barrier but in reductions,
-//           and bytes in flight cost no registers. The last pass over a row fills each slot again
-//           as soon as it has read it.
+//   queue   Every thread copies the packs that it is to work on, a few rows ahead, into slots of
+//           shared memory that nobody else touches (cp.async). So bytes in flight cost no registers
+//           and there are no barriers but in reductions of blocks.
 //   packs   16 bytes at multiples of 16 bytes, whatever the row: rows of odd length begin and end
 //           within packs, the elements around them are read and ignored. Arrays that are misaligned
 //           otherwise than the first output are read or written by elements.
-//   wide    A row too wide for the shared memory of a cluster is read again in every pass.
 //
 // Free of the CUDA runtime, so that NVRTC can compile it around other programs.
 #pragma once
@@ -28,7 +27,7 @@ struct RowsPlan {
   int64_t rows, n;
   int lanes;    // threads of a block that work on one row: a power of two
   int packs;    // packs of a row that a thread holds at a time
-  int chunks;   // how often it holds that many; a row in one chunk is kept
+  int chunks;   // how often it holds that many
   int stages;   // chunks in flight for each thread
   int cluster;  // blocks that work on one row
 };
@@ -39,25 +38,30 @@ struct RowVector {
   bool is_f32;
 };
 
-// A program, by example:
+// A program, by example; C is Compute<T>:
 //
 //   struct Program {
 //     using Element = T;
-//     static constexpr int kInputs, kOutputs;       // arrays of T
-//     static constexpr int kVectors, kColumnSums;   // row vectors read, sums over rows made
+//     static constexpr int kInputs, kOutputs;      // arrays of T
+//     static constexpr int kVectors, kColumnSums;  // row vectors read, sums over rows made
 //     static constexpr int kReductions;
-//     static constexpr int kValues;                 // that a reduction has at most
-//     struct Row;                                   // what is known of a row
+//     static constexpr int kValues;                // that a reduction has at most
+//     struct Row;                                  // what is known of a row
 //     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
-//     Row Begin(int64_t row) const;                 // reads what is given for each row
+//     Row Begin(int64_t row) const;                // reads what is given for each row
 //     template <int r> C Identity() const;
-//     template <int r> C Combine(C a, C b) const;   // of each value
-//     template <int r> void Accumulate(const Row&, const C (&x)[kInputs], const C* v, C* values);
-//     template <int r> C Neutral(const Row&, int input);  // what Accumulate makes nothing of
+//     template <int r> C Combine(C a, C b) const;  // of each value
+//     template <int r> C Neutral(const Row&, int input) const;  // what adds nothing to the values
+//     // May replace x by what the map makes use of. Then Replace does the same alone.
+//     template <int r> void Accumulate(const Row&, C (&x)[kInputs], const C* vectors, C* values);
+//     void Replace(const Row&, C (&x)[kInputs]) const;
 //     template <int r> void Finish(const C* values, C n, Row*) const;
-//     void Map(const Row&, int64_t column, const C (&x)[kInputs], const C* v, C* out, C* sums);
-//     void End(int64_t row, const Row&) const;      // writes what is wanted of each row
+//     void Map(const Row&, int column, const C (&x)[kInputs], const C* v, C* out, C* sums) const;
+//     void End(int64_t row, const Row&) const;     // writes what is wanted of each row
 //   };
+//
+// A program without outputs reads each row once, however wide: CombineParts(a, b) combines all
+// values of two parts of a row, each of which had reductions of its own (Part(row, values)).
 
 namespace internal {
 
@@ -138,21 +142,23 @@ struct Exchange {
   C blocks[2][kMostCluster][kValues];
 };
 
-template <typename Program, int r, typename C, int kValues>
-__device__ __forceinline__ void ReduceTeam(const Program& program, const RowsPlan& plan,
-                                           Exchange<C, kValues>* exchange, bool* parity,
-                                           C (&values)[kValues]) {
+// Combines the values of all threads of the team, with the same result in each.
+template <typename C, int kValues, typename Combine>
+__device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kValues>* exchange,
+                                           bool* parity, C (&values)[kValues],
+                                           const Combine& combine) {
   const auto reduce_lanes = [&](int lanes) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) {
+      C other[kValues];
       JOF_UNROLL
       for (int i = 0; i < kValues; ++i) {
-        values[i] = program.template Combine<r>(values[i],
-                                                __shfl_xor_sync(0xffffffffu, values[i], offset));
+        other[i] = __shfl_xor_sync(0xffffffffu, values[i], offset);
       }
+      combine(values, other);
     }
   };
   reduce_lanes(plan.lanes < kWarpSize ? plan.lanes : kWarpSize);
-  if (plan.lanes <= kWarpSize && plan.cluster == 1) return;
+  if (plan.lanes <= kWarpSize) return;
   const int warps = plan.lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   auto& of_warps = exchange->warps[*parity];
@@ -174,12 +180,8 @@ __device__ __forceinline__ void ReduceTeam(const Program& program, const RowsPla
     }
     SyncCluster();
     JOF_UNROLL
-    for (int i = 0; i < kValues; ++i) {
-      values[i] = of_blocks[0][i];
-      for (int b = 1; b < plan.cluster; ++b) {
-        values[i] = program.template Combine<r>(values[i], of_blocks[b][i]);
-      }
-    }
+    for (int i = 0; i < kValues; ++i) values[i] = of_blocks[0][i];
+    for (int b = 1; b < plan.cluster; ++b) combine(values, of_blocks[b]);
   }
   *parity = !*parity;
 }
@@ -248,9 +250,14 @@ __device__ __forceinline__ Pack<T, kPackSize<T>> PackFromShared(const uint4* slo
 
 }  // namespace internal
 
-// One kernel for all teams. kHeld is 0, or, where sums over rows are made, the most packs of a row
-// that a thread has: their sums are in registers, and each thread has the same columns of all of
-// its rows, as the number of teams is a multiple of the elements in a pack.
+// How many packs a thread holds at most: those whose elements take 32 registers.
+template <typename Program>
+inline constexpr int kHeldPacks = 128 / (kPackBytes * Program::kInputs) *
+                                  static_cast<int>(sizeof(typename Program::Element)) /
+                                  static_cast<int>(sizeof(Compute<typename Program::Element>));
+
+// A kernel for all teams. A thread has the same columns of all of its rows, if the number of teams
+// is a multiple of the elements in a pack: so sums over rows are in registers.
 template <typename Program, int kHeld>
 class RowsKernelBody {
  public:
@@ -259,8 +266,7 @@ class RowsKernelBody {
   static constexpr int V = kPackSize<T>;
   static constexpr int kInputs = Program::kInputs, kOutputs = Program::kOutputs;
   static constexpr int kVectors = Program::kVectors, kValues = Program::kValues;
-  static constexpr int kColumnSums = kHeld > 0 ? Program::kColumnSums : 0;
-  static constexpr int kLastPass = Program::kReductions - (kOutputs == 0 ? 1 : 0);
+  static constexpr int kColumnSums = Program::kColumnSums, kReductions = Program::kReductions;
   // Sums of a thread that depend on nothing of each other.
   static constexpr int kWays = V < 4 ? V : 4;
   using Shared = internal::Exchange<C, kValues>;
@@ -308,8 +314,13 @@ class RowsKernelBody {
     for (int64_t row = team_; row - team_in_warp < plan_.rows; row += teams_) {
       Row facts = next;
       next = BeginRow(row + teams_);
-      ReduceAll<0>(row, &facts);
-      if constexpr (kOutputs > 0) MapRow(row, facts);
+      place_ = {row * plan_.n, row < plan_.rows ? Columns() : 0, 0};
+      if constexpr (kOutputs == 0) {
+        ReduceParts(&facts);
+      } else {
+        Reduce<0>(&facts);
+        MapRow(facts);
+      }
       if (row < plan_.rows && lane_ == 0) program_.End(row, facts);
     }
     if constexpr (kColumnSums > 0) StoreColumnSums();
@@ -329,12 +340,20 @@ class RowsKernelBody {
     int low, high;   // a pack that begins at [low, high) is inside of the arrays
   };
 
-  __device__ __forceinline__ bool IsKept() const { return plan_.chunks == 1; }
+  // What is in registers: of a row that begins at `begin`, the packs that begin at columns `first`,
+  // one step after the other.
+  struct Held {
+    int64_t begin;
+    int columns;  // that the row has; 0 where there is no row
+    int first;
+  };
+
+  __device__ __forceinline__ bool IsWhole() const { return plan_.chunks == 1; }
 
   __device__ __forceinline__ void Advance() {
     if (++ahead_.chunk == plan_.chunks) {
       ahead_.chunk = 0;
-      if (IsKept() || ++ahead_.pass > kLastPass) {
+      if (kOutputs == 0 || IsWhole() || ++ahead_.pass > kReductions) {
         ahead_.pass = 0;
         ahead_.row += teams_;
       }
@@ -392,48 +411,35 @@ class RowsKernelBody {
     }
   }
 
-  // Calls visit(pack, begin, x, k) for this thread's packs of a row in one pass, and fetches others
-  // into their slots where no pass needs them any more.
-  template <int kPass, typename Visit>
-  __device__ __forceinline__ void VisitPacks(int64_t row, const Visit& visit) {
-    const int64_t begin = row * plan_.n;
-    const int end = row < plan_.rows ? Columns() : -V;
-    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
-      if (kPass == 0 || !IsKept()) internal::WaitForCopies(plan_.stages - 1);
-      const bool releases = kPass == kLastPass || !IsKept();
-      const int first = FirstColumn(begin, chunk);
-      uint4* slot = Slot(stage_, 0);
-      const auto step = [&](int k, int offset) {
-        const PackPlace pack{first + offset, Columns()};
-        if (pack.first < end) {
-          C x[V][kInputs];
-          JOF_UNROLL
-          for (int a = 0; a < kInputs; ++a) {
-            const auto stored = internal::PackFromShared<T>(slot + a * ArrayStep());
-            JOF_UNROLL
-            for (int j = 0; j < V; ++j) x[j][a] = Accumulator<T>::Load(stored.elem[j]);
-          }
-          visit(pack, begin, x, k);
-        }
-        if (releases) Fetch(slot, offset);
-        slot += blockDim.x;
-      };
-      if constexpr (kHeld > 0) {
-        JOF_UNROLL
-        for (int k = 0; k < kHeld; ++k) {
-          if (k < plan_.packs) step(k, k * pack_step_);
-        }
-      } else {
-        const int last = plan_.packs * pack_step_;
-#pragma unroll 1
-        for (int offset = 0; offset < last; offset += pack_step_) step(0, offset);
-      }
-      if (releases) {
-        internal::CommitCopies();
-        Advance();
-        if (++stage_ == plan_.stages) stage_ = 0;
-      }
+  // Calls visit(k) for each pack that this thread holds.
+  template <typename Visit>
+  __device__ __forceinline__ void ForEachPack(const Visit& visit) const {
+    JOF_UNROLL
+    for (int k = 0; k < kHeld; ++k) {
+      if (k < plan_.packs) visit(k);
     }
+  }
+
+  __device__ __forceinline__ PackPlace PackAt(int k) const {
+    return {place_.first + k * pack_step_, place_.columns};
+  }
+
+  // Loads a chunk of the row, and has another one fetched into its slots.
+  __device__ __forceinline__ void Load(int chunk) {
+    internal::WaitForCopies(plan_.stages - 1);
+    place_.first = FirstColumn(place_.begin, chunk);
+    ForEachPack([&](int k) {
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) {
+        const auto stored = internal::PackFromShared<T>(Slot(stage_, k) + a * ArrayStep());
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) x_[k][j][a] = Accumulator<T>::Load(stored.elem[j]);
+      }
+    });
+    ForEachPack([&](int k) { Fetch(Slot(stage_, k), k * pack_step_); });
+    internal::CommitCopies();
+    Advance();
+    if (++stage_ == plan_.stages) stage_ = 0;
   }
 
   __device__ __forceinline__ void LoadVectors(const PackPlace& pack,
@@ -449,79 +455,146 @@ class RowsKernelBody {
     }
   }
 
+  // Adds what this thread holds.
   template <int r>
-  __device__ __forceinline__ void ReduceAll(int64_t row, Row* facts) {
-    if constexpr (r < Program::kReductions) {
-      C values[kWays][kValues];
-      JOF_UNROLL
-      for (int w = 0; w < kWays; ++w) {
-        JOF_UNROLL
-        for (int i = 0; i < kValues; ++i) values[w][i] = program_.template Identity<r>();
-      }
-      VisitPacks<r>(row, [&](const PackPlace& pack, int64_t /*begin*/, C (&x)[V][kInputs],
-                             int /*k*/) {
-        if (!pack.IsWhole()) {
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) {
-            JOF_UNROLL
-            for (int a = 0; a < kInputs; ++a) {
-              if (!pack.Has(j)) x[j][a] = program_.template Neutral<r>(*facts, a);
-            }
-          }
-        }
-        C v[V][kVectors + 1];
-        LoadVectors(pack, v);
+  __device__ __forceinline__ void Accumulate(const Row& facts, C (&values)[kWays][kValues]) {
+    ForEachPack([&](int k) {
+      const PackPlace pack = PackAt(k);
+      if (!pack.IsWhole()) {
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
-          program_.template Accumulate<r>(*facts, x[j], v[j], values[j % kWays]);
-        }
-      });
-      JOF_UNROLL
-      for (int w = kWays / 2; w > 0; w /= 2) {
-        JOF_UNROLL
-        for (int u = 0; u < w; ++u) {
           JOF_UNROLL
-          for (int i = 0; i < kValues; ++i) {
-            values[u][i] = program_.template Combine<r>(values[u][i], values[u + w][i]);
+          for (int a = 0; a < kInputs; ++a) {
+            if (!pack.Has(j)) x_[k][j][a] = program_.template Neutral<r>(facts, a);
           }
         }
       }
-      internal::ReduceTeam<Program, r>(program_, plan_, shared_, &parity_, values[0]);
-      program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
-      ReduceAll<r + 1>(row, facts);
-    }
-  }
-
-  __device__ __forceinline__ void MapRow(int64_t row, const Row& facts) {
-    VisitPacks<Program::kReductions>(row, [&](const PackPlace& pack, int64_t begin,
-                                              C (&x)[V][kInputs], int k) {
-      C v[V][kVectors + 1], y[V][kOutputs];
+      C v[V][kVectors + 1];
       LoadVectors(pack, v);
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
-        C sums[kColumnSums + 1];
-        program_.Map(facts, pack.first + j, x[j], v[j], y[j], sums);
-        JOF_UNROLL
-        for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[s];
-      }
-      JOF_UNROLL
-      for (int o = 0; o < kOutputs; ++o) {
-        Pack<T, V> out;
-        if constexpr (V % 2 == 0) {
-          JOF_UNROLL
-          for (int j = 0; j < V; j += 2) Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
-        }
-        T* target = program_.out[o] + (begin + pack.first);
-        if (pack.IsWhole() && (in_phase_ >> (kInputs + o) & 1)) {
-          StorePack(target, out);
-        } else {
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) {
-            if (pack.Has(j)) target[j] = out.elem[j];
-          }
-        }
+        program_.template Accumulate<r>(facts, x_[k][j], v[j], values[j % kWays]);
       }
     });
+  }
+
+  template <int r>
+  __device__ __forceinline__ void Clear(C (&values)[kWays][kValues]) const {
+    JOF_UNROLL
+    for (int w = 0; w < kWays; ++w) {
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) values[w][i] = program_.template Identity<r>();
+    }
+  }
+
+  template <int r>
+  struct CombineEach {
+    const Program& program;
+    __device__ __forceinline__ void operator()(C (&a)[kValues], const C (&b)[kValues]) const {
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) a[i] = program.template Combine<r>(a[i], b[i]);
+    }
+  };
+
+  template <int r>
+  __device__ __forceinline__ void CombineWays(C (&values)[kWays][kValues]) const {
+    JOF_UNROLL
+    for (int w = kWays / 2; w > 0; w /= 2) {
+      JOF_UNROLL
+      for (int u = 0; u < w; ++u) CombineEach<r>{program_}(values[u], values[u + w]);
+    }
+  }
+
+  template <int r>
+  __device__ __forceinline__ void Reduce(Row* facts) {
+    if constexpr (r < kReductions) {
+      C values[kWays][kValues];
+      Clear<r>(values);
+      for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+        if (r == 0 || !IsWhole()) Load(chunk);
+        Accumulate<r>(*facts, values);
+      }
+      CombineWays<r>(values);
+      internal::ReduceTeam(plan_, shared_, &parity_, values[0], CombineEach<r>{program_});
+      program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
+      Reduce<r + 1>(facts);
+    }
+  }
+
+  // Reduces what this thread holds as if it were a row.
+  template <int r>
+  __device__ __forceinline__ void ReducePart(Row* facts) {
+    if constexpr (r < kReductions) {
+      C values[kWays][kValues];
+      Clear<r>(values);
+      Accumulate<r>(*facts, values);
+      CombineWays<r>(values);
+      program_.template Finish<r>(values[0], C(1), facts);
+      ReducePart<r + 1>(facts);
+    }
+  }
+
+  __device__ __forceinline__ void ReduceParts(Row* facts) {
+    C values[kValues];
+    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+      Load(chunk);
+      Row part = *facts;
+      ReducePart<0>(&part);
+      C other[kValues];
+      program_.GetPart(part, other);
+      if (chunk == 0) {
+        JOF_UNROLL
+        for (int i = 0; i < kValues; ++i) values[i] = other[i];
+      } else {
+        program_.CombineParts(values, other);
+      }
+    }
+    internal::ReduceTeam(
+        plan_, shared_, &parity_, values,
+        [&](C (&a)[kValues], const C (&b)[kValues]) { program_.CombineParts(a, b); });
+    program_.SetPart(values, facts);
+  }
+
+  __device__ __forceinline__ void MapRow(const Row& facts) {
+    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+      if (kReductions == 0 || !IsWhole()) {
+        Load(chunk);
+        ForEachPack([&](int k) {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) program_.Replace(facts, x_[k][j]);
+        });
+      }
+      ForEachPack([&](int k) { MapPack(facts, k); });
+    }
+  }
+
+  __device__ __forceinline__ void MapPack(const Row& facts, int k) {
+    const PackPlace pack = PackAt(k);
+    if (pack.first >= pack.n) return;
+    C v[V][kVectors + 1], y[V][kOutputs];
+    LoadVectors(pack, v);
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      C sums[kColumnSums + 1];
+      program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums);
+      JOF_UNROLL
+      for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[s];
+    }
+    JOF_UNROLL
+    for (int o = 0; o < kOutputs; ++o) {
+      Pack<T, V> out;
+      JOF_UNROLL
+      for (int j = 0; j < V; j += 2) Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
+      T* target = program_.out[o] + (place_.begin + pack.first);
+      if (pack.IsWhole() && (in_phase_ >> (kInputs + o) & 1)) {
+        StorePack(target, out);
+      } else {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          if (pack.Has(j)) target[j] = out.elem[j];
+        }
+      }
+    }
   }
 
   // The sums of this block or cluster: teams one after the other, so that the order is fixed.
@@ -574,15 +647,16 @@ class RowsKernelBody {
   int stage_ = 0;
   bool parity_ = false;
   Cursor ahead_;
-  C column_sums_[kHeld > 0 ? kHeld : 1][kColumnSums + 1][V] = {};
+  Held place_;
+  C x_[kHeld][V][kInputs];
+  C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
 
-// Registers are left for so many threads of a multiprocessor.
-template <typename T, int kHeld>
-inline constexpr int kRowsThreads = kHeld == 0 && sizeof(T) < 8 ? 1024 : 512;
+// The most threads in a block, which have 128 registers each.
+inline constexpr int kRowsThreads = 512;
 
 template <typename Program, int kHeld>
-__global__ void __launch_bounds__(kRowsThreads<typename Program::Element, kHeld>, 1)
+__global__ void __launch_bounds__(kRowsThreads)
     RowsKernel(const __grid_constant__ Program program, const __grid_constant__ RowsPlan plan) {
   extern __shared__ uint4 slots[];
   using Body = RowsKernelBody<Program, kHeld>;

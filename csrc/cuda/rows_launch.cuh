@@ -21,11 +21,11 @@ struct RowsLaunch {
   int64_t shared_bytes;  // of a block
 };
 
-// How a kernel uses what it reads.
+// What of a program decides.
 struct RowsTraits {
   int inputs, element_bytes;
-  int held;     // kHeld
-  int threads;  // the most in a block
+  int held;            // packs that a thread can hold
+  bool may_be_chunks;  // a row read by chunks is read once all the same
 };
 
 inline cudaError_t GetRowsDevice(RowsDevice* device) {
@@ -51,64 +51,48 @@ inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, i
                            int64_t n, bool has_edges) {
   const int64_t pack = kPackBytes / traits.element_bytes;
   // Packs that a row touches.
-  const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : (n + pack - 1) / pack;
-  const int64_t most_shared = device.shared_bytes - 4096;
-  const int most_threads = traits.threads;
-  const int most_packs = traits.held > 0 ? traits.held : 8;
+  const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
   RowsLaunch launch{{rows, n, 1, 1, 1, 1, 1}, 256, 0};
   RowsPlan& plan = launch.plan;
-  const auto per_lane = [&](int64_t lanes) { return (packs + lanes - 1) / lanes; };
-  while (plan.lanes < 32 && per_lane(plan.lanes) > most_packs) plan.lanes *= 2;
-  if (per_lane(plan.lanes) > most_packs) {
-    plan.lanes = 64;
-    while (plan.lanes < most_threads && per_lane(plan.lanes) > most_packs) plan.lanes *= 2;
-  }
-  launch.threads = plan.lanes > 32 ? plan.lanes : traits.held > 0 ? 256 : 128;
-  if (rows_tuning.lanes > 0) plan.lanes = rows_tuning.lanes;
-  if (rows_tuning.threads > 0) launch.threads = rows_tuning.threads;
-  if (plan.lanes > 32) launch.threads = plan.lanes;
-  const auto bytes = [&](int64_t count) {
-    return count * launch.threads * kPackBytes * traits.inputs;
+  const auto per_lane = [&] {
+    const int64_t lanes = int64_t{plan.lanes} * plan.cluster;
+    return (packs + lanes - 1) / lanes;
   };
-  if (device.has_clusters && launch.threads == plan.lanes) {
-    while (plan.cluster < 8 && (bytes(per_lane(plan.lanes * plan.cluster)) > most_shared ||
-                                (traits.held > 0 && per_lane(plan.lanes * plan.cluster) > traits.held))) {
-      plan.cluster *= 2;
-    }
-    if (rows_tuning.cluster > 0) plan.cluster = rows_tuning.cluster;
+  const int most_lanes = traits.may_be_chunks ? 256 : kRowsThreads;
+  while (plan.lanes < most_lanes && per_lane() > traits.held) plan.lanes *= 2;
+  if (rows_tuning.lanes > 0) plan.lanes = rows_tuning.lanes;
+  while (device.has_clusters && !traits.may_be_chunks && plan.cluster < 8 &&
+         per_lane() > traits.held) {
+    plan.cluster *= 2;
   }
-  const int64_t here = per_lane(int64_t{plan.lanes} * plan.cluster);
-  plan.packs = static_cast<int>(std::min<int64_t>(here, most_shared / bytes(1)));
-  if (plan.packs < here) plan.packs = std::min(plan.packs, 4);
-  plan.chunks = static_cast<int>((here + plan.packs - 1) / plan.packs);
-  // Bytes of a block in flight.
-  const int64_t share = most_shared * launch.threads / 1024;
-  plan.stages = static_cast<int>(
-      std::clamp<int64_t>(share / bytes(plan.packs), 1, internal::kMaxStages));
+  if (rows_tuning.cluster > 0) plan.cluster = rows_tuning.cluster;
+  launch.threads = plan.lanes > 32 ? plan.lanes : 256;
+  if (rows_tuning.threads > 0) launch.threads = std::max(plan.lanes, rows_tuning.threads);
+  plan.chunks = static_cast<int>((per_lane() + traits.held - 1) / traits.held);
+  plan.packs = static_cast<int>((per_lane() + plan.chunks - 1) / plan.chunks);
+  const int64_t bytes = int64_t{plan.packs} * launch.threads * kPackBytes * traits.inputs;
+  const int64_t share = (device.shared_bytes - 8192) * launch.threads / 1024;
+  plan.stages = static_cast<int>(std::clamp<int64_t>(share / bytes, 1, internal::kMaxStages));
   if (rows_tuning.stages > 0) plan.stages = rows_tuning.stages;
-  launch.shared_bytes = bytes(plan.packs) * plan.stages;
+  launch.shared_bytes = bytes * plan.stages;
   return launch;
 }
 
-template <typename T>
-bool IsWhole(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0;
-}
-
 // parts: the most blocks or clusters, or 0 for any number. Sets *used_parts.
-template <int kHeld, typename Program>
-cudaError_t LaunchRows(const Program& program, int64_t rows, int64_t n, int64_t parts,
-                       int64_t* used_parts, cudaStream_t stream) {
+template <typename Program>
+cudaError_t LaunchRows(const Program& program, const RowsProblem& problem, cudaStream_t stream,
+                       int64_t parts = 0, int64_t* used_parts = nullptr) {
   using T = typename Program::Element;
-  constexpr int kPack = kPackSize<T>;
+  constexpr int kPack = kPackSize<T>, kHeld = kHeldPacks<Program>;
+  const int64_t rows = problem.rows(), n = problem.n;
   RowsDevice device{};
   cudaError_t status = GetRowsDevice(&device);
   if (status != cudaSuccess) return status;
   const void* leader = Program::kOutputs > 0 ? static_cast<const void*>(program.out[0])
                                              : static_cast<const void*>(program.in[0]);
-  const bool has_edges = n % kPack != 0 || reinterpret_cast<uintptr_t>(leader) % kPackBytes != 0;
+  const bool has_edges = n % kPack != 0 || !IsAligned(leader, kPackBytes);
   const RowsTraits traits{Program::kInputs, static_cast<int>(sizeof(T)), kHeld,
-                          kRowsThreads<T, kHeld>};
+                          Program::kOutputs == 0 || Program::kReductions == 0};
   const RowsLaunch launch = PlanRows(traits, device, rows, n, has_edges);
   const RowsPlan& plan = launch.plan;
   const auto kernel = RowsKernel<Program, kHeld>;

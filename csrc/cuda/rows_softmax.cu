@@ -6,12 +6,21 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// The two reductions that the sum of exponentials takes.
+// What programs of which little is asked need not say.
 template <typename T>
-struct ExpSumReductions {
+struct ProgramDefaults {
   using Element = T;
   using C = Compute<T>;
-  static constexpr int kInputs = 1, kVectors = 0, kColumnSums = 0, kReductions = 2, kValues = 1;
+  static constexpr int kVectors = 0, kColumnSums = 0, kValues = 1;
+  template <typename Row>
+  __device__ __forceinline__ void End(int64_t, const Row&) const {}
+};
+
+// The two reductions of a sum of exponentials.
+template <typename T, bool kReplaces>
+struct ExpSumReductions : ProgramDefaults<T> {
+  using C = Compute<T>;
+  static constexpr int kInputs = 1, kReductions = 2;
 
   template <int r>
   __device__ __forceinline__ C Identity() const {
@@ -22,28 +31,34 @@ struct ExpSumReductions {
     return r == 0 ? ExpSum<T>::Peak(a, b) : a + b;
   }
   template <int r, typename Row>
-  __device__ __forceinline__ void Accumulate(const Row& row, const C (&x)[1], const C*,
-                                             C (&values)[1]) const {
-    values[0] = Combine<r>(values[0], r == 0 ? x[0] : ExpSum<T>::Term(x[0], row.centre));
-  }
-  template <int r, typename Row>
   __device__ __forceinline__ C Neutral(const Row&, int) const {
     return -Infinity<C>();
   }
-  template <int r, typename Row>
-  __device__ __forceinline__ void Finish(const C (&values)[1], C, Row* row) const {
+  template <int r, typename Row, int kValues>
+  __device__ __forceinline__ void Accumulate(const Row& row, C (&x)[1], const C*,
+                                             C (&values)[kValues]) const {
+    const C term = r == 0 ? x[0] : ExpSum<T>::Term(x[0], row.centre);
+    values[0] = Combine<r>(values[0], term);
+    if (r == 1 && kReplaces) x[0] = term;
+  }
+  template <typename Row>
+  __device__ __forceinline__ void Replace(const Row& row, C (&x)[1]) const {
+    if (kReplaces) x[0] = ExpSum<T>::Term(x[0], row.centre);
+  }
+  template <int r, typename Row, int kValues>
+  __device__ __forceinline__ void Finish(const C (&values)[kValues], C, Row* row) const {
     if constexpr (r == 0) {
       row->state.peak = values[0];
       row->centre = ExpSum<T>::Centre(values[0], C(1));
     } else {
-      row->state.sum = values[0];
+      row->state = ExpSum<T>::Of(row->state.peak, values[0], C(1));
       row->Made();
     }
   }
 };
 
 template <typename T, bool kLog>
-struct SoftmaxForward : ExpSumReductions<T> {
+struct SoftmaxForward : ExpSumReductions<T, !kLog> {
   using C = Compute<T>;
   static constexpr int kOutputs = 1;
   struct Row {
@@ -56,19 +71,20 @@ struct SoftmaxForward : ExpSumReductions<T> {
   T* out[1];
 
   __device__ __forceinline__ Row Begin(int64_t) const { return {}; }
-  __device__ __forceinline__ void Map(const Row& row, int64_t, const C (&x)[1], const C*, C (&y)[1],
+  __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[1], const C*, C (&y)[1],
                                       C*) const {
-    y[0] = row.map(x[0]);
+    if constexpr (kLog) {
+      y[0] = row.map(x[0]);
+    } else {
+      y[0] = row.map.OfTerm(x[0]);
+    }
   }
-  __device__ __forceinline__ void End(int64_t, const Row&) const {}
 };
 
 template <typename T, bool kLog>
-struct SoftmaxBackward {
-  using Element = T;
+struct SoftmaxBackward : ProgramDefaults<T> {
   using C = Compute<T>;
-  static constexpr int kInputs = 2, kOutputs = 1, kVectors = 0, kColumnSums = 0, kReductions = 1;
-  static constexpr int kValues = 1;
+  static constexpr int kInputs = 2, kOutputs = 1, kReductions = 1;
   struct Row {
     C sum;
   };
@@ -85,23 +101,23 @@ struct SoftmaxBackward {
     return a + b;
   }
   template <int r>
-  __device__ __forceinline__ void Accumulate(const Row&, const C (&x)[2], const C*,
-                                             C (&values)[1]) const {
-    values[0] += SoftmaxVjp<T, kLog>::Term(x[0], x[1]);
-  }
-  template <int r>
   __device__ __forceinline__ C Neutral(const Row&, int) const {
     return C(0);
   }
   template <int r>
+  __device__ __forceinline__ void Accumulate(const Row&, C (&x)[2], const C*,
+                                             C (&values)[1]) const {
+    values[0] += SoftmaxVjp<T, kLog>::Term(x[0], x[1]);
+  }
+  __device__ __forceinline__ void Replace(const Row&, C (&)[2]) const {}
+  template <int r>
   __device__ __forceinline__ void Finish(const C (&values)[1], C, Row* row) const {
     row->sum = values[0];
   }
-  __device__ __forceinline__ void Map(const Row& row, int64_t, const C (&x)[2], const C*, C (&y)[1],
+  __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[2], const C*, C (&y)[1],
                                       C*) const {
     y[0] = SoftmaxVjp<T, kLog>::Map(x[0], x[1], row.sum);
   }
-  __device__ __forceinline__ void End(int64_t, const Row&) const {}
 };
 
 // Element `index` of row `row`.
@@ -111,12 +127,13 @@ __device__ __forceinline__ int64_t ElementOf(const RowsProblem& p, int64_t row, 
 }
 
 template <typename T>
-struct LogSumExpForward : ExpSumReductions<T> {
+struct LogSumExpForward : ExpSumReductions<T, false> {
   using C = Compute<T>;
-  static constexpr int kOutputs = 0;
+  using State = typename ExpSum<T>::State;
+  static constexpr int kOutputs = 0, kValues = 2;
   struct Row {
     C x_label;
-    typename ExpSum<T>::State state;
+    State state;
     C centre;
     __device__ __forceinline__ void Made() {}
   };
@@ -136,6 +153,18 @@ struct LogSumExpForward : ExpSumReductions<T> {
     }
     return facts;
   }
+  __device__ __forceinline__ void GetPart(const Row& row, C (&values)[2]) const {
+    values[0] = row.state.peak;
+    values[1] = row.state.sum;
+  }
+  __device__ __forceinline__ void SetPart(const C (&values)[2], Row* row) const {
+    row->state = {values[0], values[1]};
+  }
+  __device__ __forceinline__ void CombineParts(C (&a)[2], const C (&b)[2]) const {
+    const State state = ExpSum<T>::Combine({a[0], a[1]}, {b[0], b[1]});
+    a[0] = state.peak;
+    a[1] = state.sum;
+  }
   __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
     stats[row] = ExpStats<T>::Of(facts.state);
     y[row] = Accumulator<T>::Store(
@@ -144,14 +173,12 @@ struct LogSumExpForward : ExpSumReductions<T> {
 };
 
 template <typename T>
-struct LogSumExpBackward {
-  using Element = T;
+struct LogSumExpBackward : ProgramDefaults<T> {
   using C = Compute<T>;
-  static constexpr int kInputs = 1, kOutputs = 1, kVectors = 0, kColumnSums = 0, kReductions = 0;
-  static constexpr int kValues = 1;
+  static constexpr int kInputs = 1, kOutputs = 1, kReductions = 0;
   struct Row {
     ExpStats<T> stats;
-    int64_t label;
+    int label;
     C ct;
   };
   int64_t n;
@@ -162,14 +189,14 @@ struct LogSumExpBackward {
   const T* ct;
 
   __device__ __forceinline__ Row Begin(int64_t row) const {
-    return {stats[row], labels == nullptr ? -1 : LabelIndex(labels[row], n),
+    return {stats[row], labels == nullptr ? -1 : static_cast<int>(LabelIndex(labels[row], n)),
             Accumulator<T>::Load(ct[row])};
   }
-  __device__ __forceinline__ void Map(const Row& row, int64_t column, const C (&x)[1], const C*,
+  __device__ __forceinline__ void Replace(const Row&, C (&)[1]) const {}
+  __device__ __forceinline__ void Map(const Row& row, int column, const C (&x)[1], const C*,
                                       C (&y)[1], C*) const {
     y[0] = row.stats.Vjp(x[0], column == row.label, row.ct);
   }
-  __device__ __forceinline__ void End(int64_t, const Row&) const {}
 };
 
 }  // namespace
@@ -180,7 +207,7 @@ cudaError_t LaunchSoftmax(const SoftmaxCall& call, cudaStream_t stream) {
     const auto launch = [&](auto program) {
       program.in[0] = static_cast<const T*>(call.x);
       program.out[0] = static_cast<T*>(call.y);
-      return LaunchRows<0>(program, call.problem.rows(), call.problem.n, 0, nullptr, stream);
+      return LaunchRows(program, call.problem, stream);
     };
     return call.log ? launch(SoftmaxForward<T, true>()) : launch(SoftmaxForward<T, false>());
   });
@@ -193,7 +220,7 @@ cudaError_t LaunchSoftmaxVjp(const SoftmaxVjpCall& call, cudaStream_t stream) {
       program.in[0] = static_cast<const T*>(call.y);
       program.in[1] = static_cast<const T*>(call.dy);
       program.out[0] = static_cast<T*>(call.dx);
-      return LaunchRows<0>(program, call.problem.rows(), call.problem.n, 0, nullptr, stream);
+      return LaunchRows(program, call.problem, stream);
     };
     return call.log ? launch(SoftmaxBackward<T, true>()) : launch(SoftmaxBackward<T, false>());
   });
@@ -208,7 +235,7 @@ cudaError_t LaunchLogSumExp(const LogSumExpCall& call, cudaStream_t stream) {
     program.labels = call.labels;
     program.y = static_cast<T*>(call.y);
     program.stats = static_cast<ExpStats<T>*>(call.stats);
-    return LaunchRows<0>(program, call.problem.rows(), call.problem.n, 0, nullptr, stream);
+    return LaunchRows(program, call.problem, stream);
   });
 }
 
@@ -222,7 +249,7 @@ cudaError_t LaunchLogSumExpVjp(const LogSumExpVjpCall& call, cudaStream_t stream
     program.labels = call.labels;
     program.stats = static_cast<const ExpStats<T>*>(call.stats);
     program.ct = static_cast<const T*>(call.ct);
-    return LaunchRows<0>(program, call.problem.rows(), call.problem.n, 0, nullptr, stream);
+    return LaunchRows(program, call.problem, stream);
   });
 }
 

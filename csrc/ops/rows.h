@@ -117,28 +117,51 @@ JOF_HOST_DEVICE JOF_INLINE bool IsFinite(C x) {
   return Abs(x) < Infinity<C>();
 }
 
-// e^(x - centre). In f32 with what the difference loses when it is rounded: of e^-50 that would be
-// 16 ulp. Error: 2 ulp.
+// What x is multiplied by on the way to 2^x: log2(e), or, where products would overflow and e^x is
+// 0 for all but the centre itself, something small.
+JOF_HOST_DEVICE JOF_INLINE float ExpSlope(float centre) {
+  return Abs(centre) < 0x1p126f ? kLog2E : 0x1p-100f;
+}
+
+// e^(x - centre) * ExpSkew(centre). f32: with what the difference loses when it is rounded, which
+// for e^-50 is 16 ulp; error 2 ulp. 16-bit, GPU: one instruction and 2^x, as x times log2(e), less
+// what that is of the centre; rounding the latter skews all elements by the same factor.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpDifference(Compute<T> x, Compute<T> centre) {
   using C = Compute<T>;
-  const C difference = x - centre;
-  if constexpr (kIsNarrow<T> || kIsDouble<T>) {
-    return Exp<T>(difference);
+  if constexpr (kIsDouble<T>) {
+    return Exp<T>(x - centre);
+  } else if constexpr (kIsNarrow<T>) {
+#ifdef __CUDA_ARCH__
+    const float slope = ExpSlope(centre);
+    return Exp2Approx(MulAdd(x, slope, -(centre * slope)));
+#endif
+    return Exp<T>(x - centre);
   } else {
-    const C moved = difference + centre;
+    const C difference = x - centre, moved = difference + centre;
     const C lost = (x - moved) - ((difference - moved) + centre);
 #ifdef __CUDA_ARCH__
     const float log2 = difference * kLog2E;
-    // What log2 lacks; that of an infinity would be NaN.
     const float low = MulAdd(lost, kLog2E, MulAdd(difference, 1.92596303e-8f,
                                                   MulAdd(difference, kLog2E, -log2)));
     const float y = Exp2Approx(log2);
-    return MulAdd(y, (Abs(difference) < 126.0f ? low : 0.0f) * kLn2, y);
+    // Of infinities there is no low part.
+    return Abs(difference) < 126.0f ? MulAdd(y, low * kLn2, y) : y;
 #else
     return ExpByPolynomial(difference, Abs(difference) < 126.0f ? lost : 0.0f);
 #endif
   }
+}
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpSkew([[maybe_unused]] Compute<T> centre) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kIsNarrow<T>) {
+    const float slope = ExpSlope(centre);
+    return Exp2Approx(MulAdd(centre, slope, -(centre * slope)));
+  }
+#endif
+  return 1;
 }
 
 // Two sums over a row, or over a part of one.
@@ -179,7 +202,9 @@ struct ExpSum {
 
   JOF_HOST_DEVICE JOF_INLINE static State Nothing() { return {NoPeak(), C(0)}; }
   // Of elements with this peak; `sum` is that of their terms.
-  JOF_HOST_DEVICE JOF_INLINE static State Of(C peak, C sum, C /*count*/) { return {peak, sum}; }
+  JOF_HOST_DEVICE JOF_INLINE static State Of(C peak, C sum, C /*count*/) {
+    return {peak, sum / ExpSkew<T>(Centre(peak, C(1)))};
+  }
   JOF_HOST_DEVICE JOF_INLINE static State Combine(State a, State b) {
     const C peak = Peak(a.peak, b.peak);
     return {peak, a.sum * Factor(a.peak, peak) + b.sum * Factor(b.peak, peak)};
@@ -241,14 +266,15 @@ struct Moments {
 
 // ---- what is kept of a row, and what is made of its elements ----
 
-// exp(x) / sum(exp(x)) is exp(x - centre) * factor.
+// exp(x) / sum(exp(x)) is ExpDifference(x, centre) * factor.
 template <typename T>
 struct ExpStats {
   using C = Compute<T>;
   C centre, factor;
 
   JOF_HOST_DEVICE JOF_INLINE static ExpStats Of(typename ExpSum<T>::State s) {
-    return {ExpSum<T>::Centre(s.peak, C(1)), 1 / s.sum};
+    const C centre = ExpSum<T>::Centre(s.peak, C(1));
+    return {centre, 1 / (s.sum * ExpSkew<T>(centre))};
   }
   JOF_HOST_DEVICE JOF_INLINE C Share(C x) const {
     return ExpDifference<T>(x, centre) * factor;
@@ -282,12 +308,13 @@ struct Softmax {
   C centre, factor;  // log: what is subtracted as well
 
   JOF_HOST_DEVICE JOF_INLINE static Softmax Of(typename ExpSum<T>::State s) {
-    const C scale = kLog ? Log(s.sum) : 1 / s.sum;
+    const C scale = kLog ? Log(s.sum) : ExpStats<T>::Of(s).factor;
     return {s.peak, IsFinite(s.peak) ? scale : s.peak - s.peak};
   }
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
-    return kLog ? (x - centre) - factor : ExpDifference<T>(x, centre) * factor;
+    return kLog ? (x - centre) - factor : OfTerm(ExpSum<T>::Term(x, centre));
   }
+  JOF_HOST_DEVICE JOF_INLINE C OfTerm(C term) const { return term * factor; }
 };
 
 // From the result: sum the terms over a row, then map with the sum.

@@ -140,7 +140,7 @@ void TestSoftmax(const RowsProblem& p, bool log, int64_t in_offset, int64_t out_
                           : log                                      ? d - std::log(e.sum)
                                                                      : std::exp(d) / e.sum;
       CheckNear<T>(log ? "log_softmax" : "softmax", Value(y[at(j)]), want,
-                   log && std::isfinite(d) ? std::abs(d) + std::log(e.sum) : 0, p, int64_t(at(j)));
+                   log && std::isfinite(d) ? 1 + std::abs(d) + std::log(e.sum) : 0, p, int64_t(at(j)));
     }
   });
 }
@@ -212,11 +212,11 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
     const double centre = std::isfinite(e.max) ? e.max : 0;
     const int64_t label_index = has_labels ? LabelIndex(labels[size_t(row)], p.n) : -1;
     const double log_sum = std::log(e.sum);
-    double want = log_sum + centre, scale = 0;
+    double want = log_sum + centre, scale = std::isfinite(want) ? 1 : 0;
     if (has_labels) {
       const double x_label = label_index < 0 ? kNaN : Value(x[at(label_index)]);
       want = log_sum - (x_label - centre);
-      if (std::isfinite(want)) scale = std::abs(log_sum) + std::abs(x_label - centre);
+      if (std::isfinite(want)) scale = 1 + std::abs(log_sum) + std::abs(x_label - centre);
     }
     CheckNear<T>("logsumexp", Value(y[row]), want, scale, p, row);
     const double c = Value(ct[size_t(row)]);
