@@ -36,6 +36,14 @@ from jax_oneflow_ops.elementwise import (
     where,
 )
 from jax_oneflow_ops.permute import permute
+from jax_oneflow_ops.rows import (
+    layer_norm,
+    log_softmax,
+    logsumexp,
+    rms_norm,
+    softmax,
+    softmax_cross_entropy_with_integer_labels,
+)
 from jax_oneflow_ops.scatter import (
     embedding_lookup,
     scatter_add,
@@ -72,7 +80,10 @@ __all__ = [
     "hard_swish",
     "implementations",
     "include_dir",
+    "layer_norm",
     "leaky_relu",
+    "log_softmax",
+    "logsumexp",
     "maximum",
     "minimum",
     "mish",
@@ -81,6 +92,7 @@ __all__ = [
     "policy",
     "relu",
     "resize",
+    "rms_norm",
     "scale",
     "scatter_add",
     "scatter_max",
@@ -94,6 +106,8 @@ __all__ = [
     "segment_sum",
     "sigmoid",
     "silu",
+    "softmax",
+    "softmax_cross_entropy_with_integer_labels",
     "softplus",
     "subtract",
     "swiglu",

@@ -9,6 +9,7 @@
 #include "common/dtype.h"
 #include "ops/elementwise_ops.h"
 #include "ops/permute_plan.h"
+#include "ops/rows.h"
 #include "ops/scatter.h"
 
 // No inline namespace here: these types are the same for all instruction sets.
@@ -53,7 +54,15 @@ struct CpuPermute {
   X(ScatterPrivate, (const ScatterCall& call, int64_t begin, int64_t end))                         \
   X(ScatterCombine, (const ScatterCall& call, int64_t begin, int64_t end))                         \
   X(GatherRows, (const GatherCall& call, const void* fill_row, int64_t begin, int64_t end))        \
-  X(PermuteTiles, (const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end))
+  X(PermuteTiles, (const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end))       \
+  X(SoftmaxRows, (const SoftmaxCall& call, int64_t begin, int64_t end))                            \
+  X(SoftmaxVjpRows, (const SoftmaxVjpCall& call, int64_t begin, int64_t end))                      \
+  X(LogSumExpRows, (const LogSumExpCall& call, int64_t begin, int64_t end))                        \
+  X(LogSumExpVjpRows, (const LogSumExpVjpCall& call, int64_t begin, int64_t end))                  \
+  X(NormRows, (const NormCall& call, int64_t begin, int64_t end))                                  \
+  X(NormVjpRows, (const NormVjpCall& call, int64_t begin, int64_t end))                            \
+  X(NormVjpParts, (const NormVjpCall& call, int64_t begin, int64_t end))                           \
+  X(NormVjpSums, (const NormVjpCall& call, int64_t begin, int64_t end))
 
 struct CpuKernels {
   const char* name;  // of the instruction set

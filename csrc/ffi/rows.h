@@ -2,12 +2,13 @@
 // what it is computed in. The launchers, of one call and a stream, are LaunchSoftmax,
 // LaunchSoftmaxVjp, LaunchLogSumExp, LaunchLogSumExpVjp, LaunchNorm and LaunchNormVjp.
 //
-// (outer, n, inner), rows along the middle:
+// Rows along dimension `axis`, an attribute; the shape without it is that of what has one value a
+// row. Arrays keep their shapes: XLA would copy what is aliased to reshape it.
 //   jof_softmax(x) -> y                                   attribute log: log_softmax
 //   jof_softmax_vjp(y, dy) -> dx                          likewise
-//   jof_logsumexp(x) -> y (outer, inner), stats (outer, inner, 2) of C
-//   jof_logsumexp_vjp(x, stats, ct (outer, inner)) -> dx
-//   jof_cross_entropy(x, labels (outer, inner) int32) -> as jof_logsumexp
+//   jof_logsumexp(x) -> y (rows), stats (rows, 2) of C
+//   jof_logsumexp_vjp(x, stats, ct (rows)) -> dx
+//   jof_cross_entropy(x, labels (rows) int32) -> as jof_logsumexp
 //   jof_cross_entropy_vjp(x, labels, stats, ct) -> dx
 // dx of the last two is meant to be aliased to x, but need not be.
 //
@@ -31,21 +32,47 @@ inline constexpr char kCrossEntropy[] = "jof_cross_entropy";
 inline constexpr char kCrossEntropyVjp[] = "jof_cross_entropy_vjp";
 inline constexpr char kNorm[] = "jof_norm", kNormVjp[] = "jof_norm_vjp";
 
-// Sets *problem and *type from an array of `rank` dimensions: (outer, n, inner) or (rows, n).
-inline ffi::Error DecodeRowsOf(const char* op, const char* name, ffi::AnyBuffer x, size_t rank,
-                               RowsProblem* problem, DType* type) {
+// Sets *problem and *type from an array whose rows are along `axis`.
+inline ffi::Error DecodeRowsOf(const char* op, ffi::AnyBuffer x, int64_t axis, RowsProblem* problem,
+                               DType* type) {
   const auto dims = x.dimensions();
+  const int64_t rank = static_cast<int64_t>(dims.size());
   *type = DTypeOf(x.element_type());
   if (!Contains<Floats>(*type)) {
-    return InvalidArgument(op, ": ", name, " must be f16, bf16, f32 or f64");
+    return InvalidArgument(op, ": the element type must be f16, bf16, f32 or f64");
   }
-  if (dims.size() != rank) {
-    return InvalidArgument(op, ": ", name, " must have shape ",
-                           rank == 3 ? "(outer, n, inner)" : "(rows, n)", ", got ",
-                           ShapeString(dims));
+  if (axis < 0 || axis >= rank) {
+    return InvalidArgument(op, ": axis must be from 0 to ", rank - 1, " for shape ",
+                           ShapeString(dims), ", got ", axis);
   }
-  *problem = {dims[0], dims[1], rank == 3 ? dims[2] : 1};
+  *problem = {1, dims[static_cast<size_t>(axis)], 1};
+  for (int64_t i = 0; i < rank; ++i) {
+    if (i != axis) (i < axis ? problem->outer : problem->inner) *= dims[static_cast<size_t>(i)];
+  }
   return ffi::Error::Success();
+}
+
+inline ffi::Error RequireLike(const char* op, const char* name, ffi::AnyBuffer array,
+                              ffi::AnyBuffer x) {
+  if (array.element_type() == x.element_type() && SameShape(array, x)) {
+    return ffi::Error::Success();
+  }
+  return InvalidArgument(op, ": ", name, " must have the type and shape of the operand, ",
+                         ShapeString(x.dimensions()), ", got shape ",
+                         ShapeString(array.dimensions()));
+}
+
+// One value a row of x, or `last` values, of a type.
+inline ffi::Error RequireOfRows(const char* op, const char* name, ffi::AnyBuffer array,
+                                ffi::AnyBuffer x, int64_t axis, ffi::DataType type, size_t last) {
+  const auto dims = x.dimensions(), got = array.dimensions();
+  const size_t rows = dims.size() - 1, skipped = static_cast<size_t>(axis);
+  bool fits = array.element_type() == type && got.size() == rows + (last > 1 ? 1 : 0) &&
+              (last == 1 || got[rows] == static_cast<int64_t>(last));
+  for (size_t i = 0; fits && i < rows; ++i) fits = got[i] == dims[i < skipped ? i : i + 1];
+  if (fits) return ffi::Error::Success();
+  return InvalidArgument(op, ": ", name, " must have ", last, " of its type for each row of ",
+                         ShapeString(dims), " along ", axis, ", got shape ", ShapeString(got));
 }
 
 inline ffi::DataType ComputeType(ffi::DataType type) {
@@ -89,17 +116,16 @@ auto ArraysBinding() {
 // Of softmax: an operand, and its cotangent for the derivative.
 template <typename Backend, int kOperands>
 auto SoftmaxBinding() {
-  return ArraysBinding<Backend, kOperands, 1>().template Attr<bool>("log");
+  return ArraysBinding<Backend, kOperands, 1>().template Attr<int64_t>("axis").template Attr<bool>(
+      "log");
 }
 
 template <typename Backend>
 ffi::Error SoftmaxHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                          ffi::Result<ffi::AnyBuffer> y, bool log) {
+                          ffi::Result<ffi::AnyBuffer> y, int64_t axis, bool log) {
   SoftmaxCall call{};
-  ffi::Error error = DecodeRowsOf(kSoftmax, "x", x, 3, &call.problem, &call.type);
-  if (error.failure()) return error;
-  const RowsProblem& p = call.problem;
-  error = RequireArray(kSoftmax, "the result", *y, x.element_type(), {p.outer, p.n, p.inner});
+  ffi::Error error = FirstError({DecodeRowsOf(kSoftmax, x, axis, &call.problem, &call.type),
+                                 RequireLike(kSoftmax, "the result", *y, x)});
   if (error.failure() || x.element_count() == 0) return error;
   call.log = log;
   call.x = x.untyped_data();
@@ -109,14 +135,11 @@ ffi::Error SoftmaxHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
 
 template <typename Backend>
 ffi::Error SoftmaxVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer y, ffi::AnyBuffer dy,
-                             ffi::Result<ffi::AnyBuffer> dx, bool log) {
+                             ffi::Result<ffi::AnyBuffer> dx, int64_t axis, bool log) {
   SoftmaxVjpCall call{};
-  ffi::Error error = DecodeRowsOf(kSoftmaxVjp, "y", y, 3, &call.problem, &call.type);
-  if (error.failure()) return error;
-  const RowsProblem& p = call.problem;
-  const auto type = y.element_type();
-  error = FirstError({RequireArray(kSoftmaxVjp, "dy", dy, type, {p.outer, p.n, p.inner}),
-                      RequireArray(kSoftmaxVjp, "the result", *dx, type, {p.outer, p.n, p.inner})});
+  ffi::Error error = FirstError({DecodeRowsOf(kSoftmaxVjp, y, axis, &call.problem, &call.type),
+                                 RequireLike(kSoftmaxVjp, "dy", dy, y),
+                                 RequireLike(kSoftmaxVjp, "the result", *dx, y)});
   if (error.failure() || y.element_count() == 0) return error;
   call.log = log;
   call.y = y.untyped_data();
@@ -125,30 +148,37 @@ ffi::Error SoftmaxVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer y, 
   return Backend::Status(kSoftmaxVjp, LaunchSoftmaxVjp(call, stream));
 }
 
-// y, labels and stats of jof_logsumexp and jof_cross_entropy; labels are null where there are none.
+template <typename Backend, int kOperands, int kResults>
+auto LogSumExpBinding() {
+  return ArraysBinding<Backend, kOperands, kResults>().template Attr<int64_t>("axis");
+}
+
+// `y` and `stats` of jof_logsumexp and jof_cross_entropy, whose operand or result y is named so;
+// labels are null where there are none.
 template <typename Call>
-inline ffi::Error DecodeLogSumExp(const char* op, ffi::AnyBuffer x, const ffi::AnyBuffer* labels,
-                                  const char* name, ffi::AnyBuffer y, ffi::AnyBuffer stats,
-                                  Call* call) {
-  ffi::Error error = DecodeRowsOf(op, "x", x, 3, &call->problem, &call->type);
+inline ffi::Error DecodeLogSumExp(const char* op, ffi::AnyBuffer x, int64_t axis,
+                                  const ffi::AnyBuffer* labels, const char* name, ffi::AnyBuffer y,
+                                  ffi::AnyBuffer stats, Call* call) {
+  ffi::Error error = DecodeRowsOf(op, x, axis, &call->problem, &call->type);
   if (error.failure()) return error;
-  const RowsProblem& p = call->problem;
-  error = FirstError(
-      {RequireArray(op, name, y, x.element_type(), {p.outer, p.inner}),
-       RequireArray(op, "stats", stats, ComputeType(x.element_type()), {p.outer, p.inner, 2}),
-       p.n == 0 && p.rows() != 0 ? InvalidArgument(op, ": rows must have elements")
-                                 : ffi::Error::Success()});
+  const auto type = x.element_type();
+  error = FirstError({RequireOfRows(op, name, y, x, axis, type, 1),
+                      RequireOfRows(op, "stats", stats, x, axis, ComputeType(type), 2),
+                      call->problem.n == 0 && call->problem.rows() != 0
+                          ? InvalidArgument(op, ": rows must have elements")
+                          : ffi::Error::Success()});
   call->x = x.untyped_data();
   if (error.failure() || labels == nullptr) return error;
   call->labels = static_cast<const int32_t*>(labels->untyped_data());
-  return RequireArray(op, "labels", *labels, ffi::DataType::S32, {p.outer, p.inner});
+  return RequireOfRows(op, "labels", *labels, x, axis, ffi::DataType::S32, 1);
 }
 
 template <typename Backend>
 ffi::Error RunLogSumExp(const char* op, typename Backend::Stream& stream, ffi::AnyBuffer x,
-                        const ffi::AnyBuffer* labels, ffi::AnyBuffer y, ffi::AnyBuffer stats) {
+                        const ffi::AnyBuffer* labels, ffi::AnyBuffer y, ffi::AnyBuffer stats,
+                        int64_t axis) {
   LogSumExpCall call{};
-  ffi::Error error = DecodeLogSumExp(op, x, labels, "the result", y, stats, &call);
+  ffi::Error error = DecodeLogSumExp(op, x, axis, labels, "the result", y, stats, &call);
   if (error.failure() || call.problem.rows() == 0) return error;
   call.y = y.untyped_data();
   call.stats = stats.untyped_data();
@@ -158,13 +188,12 @@ ffi::Error RunLogSumExp(const char* op, typename Backend::Stream& stream, ffi::A
 template <typename Backend>
 ffi::Error RunLogSumExpVjp(const char* op, typename Backend::Stream& stream, ffi::AnyBuffer x,
                            const ffi::AnyBuffer* labels, ffi::AnyBuffer stats, ffi::AnyBuffer ct,
-                           ffi::AnyBuffer dx) {
+                           ffi::AnyBuffer dx, int64_t axis) {
   LogSumExpVjpCall call{};
-  ffi::Error error = DecodeLogSumExp(op, x, labels, "ct", ct, stats, &call);
+  ffi::Error error = DecodeLogSumExp(op, x, axis, labels, "ct", ct, stats, &call);
   if (error.failure()) return error;
-  const RowsProblem& p = call.problem;
-  error = RequireArray(op, "the result", dx, x.element_type(), {p.outer, p.n, p.inner});
-  if (error.failure() || p.rows() == 0) return error;
+  error = RequireLike(op, "the result", dx, x);
+  if (error.failure() || call.problem.rows() == 0) return error;
   call.stats = stats.untyped_data();
   call.ct = ct.untyped_data();
   call.dx = dx.untyped_data();
@@ -173,29 +202,40 @@ ffi::Error RunLogSumExpVjp(const char* op, typename Backend::Stream& stream, ffi
 
 template <typename Backend>
 ffi::Error LogSumExpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                            ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> stats) {
-  return RunLogSumExp<Backend>(kLogSumExp, stream, x, nullptr, *y, *stats);
+                            ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> stats,
+                            int64_t axis) {
+  return RunLogSumExp<Backend>(kLogSumExp, stream, x, nullptr, *y, *stats, axis);
 }
 
 template <typename Backend>
 ffi::Error LogSumExpVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
                                ffi::AnyBuffer stats, ffi::AnyBuffer ct,
-                               ffi::Result<ffi::AnyBuffer> dx) {
-  return RunLogSumExpVjp<Backend>(kLogSumExpVjp, stream, x, nullptr, stats, ct, *dx);
+                               ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
+  return RunLogSumExpVjp<Backend>(kLogSumExpVjp, stream, x, nullptr, stats, ct, *dx, axis);
 }
 
 template <typename Backend>
 ffi::Error CrossEntropyHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
                                ffi::AnyBuffer labels, ffi::Result<ffi::AnyBuffer> y,
-                               ffi::Result<ffi::AnyBuffer> stats) {
-  return RunLogSumExp<Backend>(kCrossEntropy, stream, x, &labels, *y, *stats);
+                               ffi::Result<ffi::AnyBuffer> stats, int64_t axis) {
+  return RunLogSumExp<Backend>(kCrossEntropy, stream, x, &labels, *y, *stats, axis);
 }
 
 template <typename Backend>
 ffi::Error CrossEntropyVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
                                   ffi::AnyBuffer labels, ffi::AnyBuffer stats, ffi::AnyBuffer ct,
-                                  ffi::Result<ffi::AnyBuffer> dx) {
-  return RunLogSumExpVjp<Backend>(kCrossEntropyVjp, stream, x, &labels, stats, ct, *dx);
+                                  ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
+  return RunLogSumExpVjp<Backend>(kCrossEntropyVjp, stream, x, &labels, stats, ct, *dx, axis);
+}
+
+// ---- norms ----
+
+// Sets *problem and *type from an array (rows, n).
+inline ffi::Error DecodeNorm(const char* op, ffi::AnyBuffer x, RowsProblem* problem, DType* type) {
+  if (x.dimensions().size() != 2) {
+    return InvalidArgument(op, ": x must have shape (rows, n), got ", ShapeString(x.dimensions()));
+  }
+  return DecodeRowsOf(op, x, 1, problem, type);
 }
 
 inline bool IsAbsent(ffi::AnyBuffer array) {
@@ -223,7 +263,7 @@ ffi::Error NormHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::A
                        ffi::Result<ffi::AnyBuffer> sum, ffi::Result<ffi::AnyBuffer> stats,
                        bool center, double epsilon) {
   NormCall call{};
-  ffi::Error error = DecodeRowsOf(kNorm, "x", x, 2, &call.problem, &call.type);
+  ffi::Error error = DecodeNorm(kNorm, x, &call.problem, &call.type);
   if (error.failure()) return error;
   const int64_t rows = call.problem.outer, n = call.problem.n;
   const auto type = x.element_type();
@@ -262,7 +302,7 @@ ffi::Error NormVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi
                           ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> scratch,
                           bool center) {
   NormVjpCall call{};
-  ffi::Error error = DecodeRowsOf(kNormVjp, "x", x, 2, &call.problem, &call.type);
+  ffi::Error error = DecodeNorm(kNormVjp, x, &call.problem, &call.type);
   if (error.failure()) return error;
   const int64_t rows = call.problem.outer, n = call.problem.n;
   const auto type = x.element_type(), compute_type = ComputeType(type);

@@ -4,6 +4,7 @@
 #include "ffi/compiled.h"
 #include "ffi/elementwise.h"
 #include "ffi/permute.h"
+#include "ffi/rows.h"
 #include "ffi/scatter.h"
 #include "ffi/target.h"
 #include "ffi/upsample_nearest2d.h"
@@ -28,6 +29,14 @@ std::vector<Target> SharedTargets() {
           ScatterTarget<B, Reducer::kMax, ScatterStrategy::kPrivate>(),
           ScatterTarget<B, Reducer::kMin, ScatterStrategy::kPrivate>(),
           {kGatherRows, Handle<B, GatherBinding<B>, GatherRows<B>>},
+          {kSoftmax, Handle<B, SoftmaxBinding<B, 1>, SoftmaxHandler<B>>},
+          {kSoftmaxVjp, Handle<B, SoftmaxBinding<B, 2>, SoftmaxVjpHandler<B>>},
+          {kLogSumExp, Handle<B, LogSumExpBinding<B, 1, 2>, LogSumExpHandler<B>>},
+          {kLogSumExpVjp, Handle<B, LogSumExpBinding<B, 3, 1>, LogSumExpVjpHandler<B>>},
+          {kCrossEntropy, Handle<B, LogSumExpBinding<B, 2, 2>, CrossEntropyHandler<B>>},
+          {kCrossEntropyVjp, Handle<B, LogSumExpBinding<B, 4, 1>, CrossEntropyVjpHandler<B>>},
+          {kNorm, Handle<B, NormBinding<B>, NormHandler<B>>},
+          {kNormVjp, Handle<B, NormVjpBinding<B>, NormVjpHandler<B>>},
 #define JOF_ELEMENTWISE_TARGET(target, ...) \
   {"jof_" #target, Handle<B, ElementwiseBinding<B>, Elementwise<B, ElementwiseOp::target>>},
           JOF_ELEMENTWISE_OPS(JOF_ELEMENTWISE_TARGET)
