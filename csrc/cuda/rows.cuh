@@ -25,11 +25,12 @@ JOF_NAMESPACE_BEGIN
 // What a launch looks like, chosen by PlanRows.
 struct RowsPlan {
   int64_t rows, n;
-  int lanes;    // threads of a block that work on one row: a power of two
-  int packs;    // packs of a row that a thread holds at a time
-  int chunks;   // how often it holds that many
-  int stages;   // chunks in flight for each thread
-  int cluster;  // blocks that work on one row
+  int64_t teams;  // each has every teams-th row
+  int lanes;      // threads of a block that work on one row: a power of two
+  int packs;      // packs of a row that a thread holds at a time
+  int chunks;     // how often it holds that many
+  int stages;     // chunks in flight for each thread
+  int cluster;    // blocks that work on one row
 };
 
 // A vector over the columns, of T or of f32; none where data is null.
@@ -45,10 +46,14 @@ struct RowVector {
 //     static constexpr int kInputs, kOutputs;      // arrays of T
 //     static constexpr int kVectors, kColumnSums;  // row vectors read, sums over rows made
 //     static constexpr int kReductions;
-//     static constexpr int kValues;                // that a reduction has at most
+//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);        // how many values reduction r has,
+//     static constexpr int kValues;                // and the most
 //     struct Row;                                  // what is known of a row
 //     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
+//     static constexpr int kElements;              // of each input that a thread holds at most
+//     static constexpr int kThreads;               // the most in a block: 2^16 registers are theirs
 //     Row Begin(int64_t row) const;                // reads what is given for each row
+//     void Prepare(C (&x)[kInputs]) const;         // what is made of an element's inputs alone
 //     template <int r> C Identity() const;
 //     template <int r> C Combine(C a, C b) const;  // of each value
 //     template <int r> C Neutral(const Row&, int input) const;  // what adds nothing to the values
@@ -62,6 +67,22 @@ struct RowVector {
 //
 // A program without outputs reads each row once, however wide: CombineParts(a, b) combines all
 // values of two parts of a row, each of which had reductions of its own (Part(row, values)).
+
+// What programs of which little is asked inherit. Their elements take 32 registers.
+template <typename T, int kArrays>
+struct RowsProgram {
+  using Element = T;
+  static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
+  static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
+  static constexpr int kThreads = 512;  // the most in a block
+  JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
+
+  __device__ __forceinline__ void Prepare(Compute<T> (&)[kInputs]) const {}
+  template <typename Row>
+  __device__ __forceinline__ void Replace(const Row&, Compute<T> (&)[kInputs]) const {}
+  template <typename Row>
+  __device__ __forceinline__ void End(int64_t, const Row&) const {}
+};
 
 namespace internal {
 
@@ -116,16 +137,54 @@ __device__ __forceinline__ void SyncCluster() {
 #endif
 }
 
-// Stores to the same shared variable of another block of the cluster.
-template <typename C>
-__device__ __forceinline__ void StoreToBlock(C* shared, unsigned rank, C value) {
+// A barrier of shared memory that completes when so many bytes have been stored by StoreAsync. Unlike
+// a barrier of the cluster it does not wait for what the threads have asked of global memory.
+__device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
-  uint32_t address;
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void ExpectBytes(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   SharedAddress(barrier)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void WaitForBytes(uint64_t* barrier, bool phase) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(SharedAddress(barrier)),
+      "r"(static_cast<unsigned>(phase))
+      : "memory");
+#endif
+}
+
+// Stores to the same shared variable of another block of the cluster, and counts at its barrier.
+template <typename C>
+__device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigned rank, C value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address, counter;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(SharedAddress(shared)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(counter)
+      : "r"(SharedAddress(barrier)), "r"(rank));
   if constexpr (sizeof(C) == 8) {
-    asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
+                     address),
+                 "l"(FloatToBits(value)), "r"(counter)
+                 : "memory");
   } else {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                     address),
+                 "r"(FloatToBits(value)), "r"(counter)
+                 : "memory");
   }
 #endif
 }
@@ -140,12 +199,13 @@ template <typename C, int kValues>
 struct Exchange {
   C warps[2][kWarpSize][kValues];
   C blocks[2][kMostCluster][kValues];
+  uint64_t barriers[2];
 };
 
 // Combines the values of all threads of the team, with the same result in each.
-template <typename C, int kValues, typename Combine>
-__device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kValues>* exchange,
-                                           bool* parity, C (&values)[kValues],
+template <typename C, int kMost, int kValues, typename Combine>
+__device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMost>* exchange,
+                                           unsigned* turn, C (&values)[kValues],
                                            const Combine& combine) {
   const auto reduce_lanes = [&](int lanes) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) {
@@ -160,8 +220,8 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kVa
   reduce_lanes(plan.lanes < kWarpSize ? plan.lanes : kWarpSize);
   if (plan.lanes <= kWarpSize) return;
   const int warps = plan.lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  auto& of_warps = exchange->warps[*parity];
+  const int lane = threadIdx.x % kWarpSize, copy = *turn & 1;
+  auto& of_warps = exchange->warps[copy];
   if (lane == 0) {
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) of_warps[warp][i] = values[i];
@@ -171,19 +231,28 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kVa
   for (int i = 0; i < kValues; ++i) values[i] = of_warps[lane & (warps - 1)][i];
   reduce_lanes(warps);
   if (plan.cluster > 1) {
-    auto& of_blocks = exchange->blocks[*parity];
+    auto& of_blocks = exchange->blocks[copy];
+    uint64_t* barrier = &exchange->barriers[copy];
+    if (threadIdx.x == 0) {
+      ExpectBytes(barrier, plan.cluster * kValues * static_cast<int>(sizeof(C)));
+    }
     if (threadIdx.x < plan.cluster) {
       JOF_UNROLL
       for (int i = 0; i < kValues; ++i) {
-        StoreToBlock(&of_blocks[ClusterRank()][i], threadIdx.x, values[i]);
+        StoreAsync(&of_blocks[ClusterRank()][i], barrier, threadIdx.x, values[i]);
       }
     }
-    SyncCluster();
+    WaitForBytes(barrier, *turn >> 1 & 1);
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) values[i] = of_blocks[0][i];
-    for (int b = 1; b < plan.cluster; ++b) combine(values, of_blocks[b]);
+    for (int b = 1; b < plan.cluster; ++b) {
+      C other[kValues];
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) other[i] = of_blocks[b][i];
+      combine(values, other);
+    }
   }
-  *parity = !*parity;
+  ++*turn;
 }
 
 // ---- packs ----
@@ -250,14 +319,12 @@ __device__ __forceinline__ Pack<T, kPackSize<T>> PackFromShared(const uint4* slo
 
 }  // namespace internal
 
-// How many packs a thread holds at most: those whose elements take 32 registers.
+// How many packs of each input a thread holds at most.
 template <typename Program>
-inline constexpr int kHeldPacks = 128 / (kPackBytes * Program::kInputs) *
-                                  static_cast<int>(sizeof(typename Program::Element)) /
-                                  static_cast<int>(sizeof(Compute<typename Program::Element>));
+inline constexpr int kHeldPacks = Program::kElements / kPackSize<typename Program::Element>;
 
-// A kernel for all teams. A thread has the same columns of all of its rows, if the number of teams
-// is a multiple of the elements in a pack: so sums over rows are in registers.
+// A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each thread
+// has the same columns of all of its rows, and row vectors and sums over rows are in registers.
 template <typename Program, int kHeld>
 class RowsKernelBody {
  public:
@@ -278,105 +345,86 @@ class RowsKernelBody {
     lane_ = threadIdx.x & (plan.lanes - 1);
     if (plan.cluster == 1) {
       team_ = int64_t{blockIdx.x} * teams_here + threadIdx.x / plan.lanes;
-      teams_ = int64_t{gridDim.x} * teams_here;
     } else {
       lane_ += static_cast<int>(internal::ClusterRank()) * plan.lanes;
       team_ = blockIdx.x / plan.cluster;
-      teams_ = gridDim.x / plan.cluster;
     }
     pack_step_ = V * plan.lanes * plan.cluster;
-    const void* leader = kOutputs > 0 ? static_cast<const void*>(program.out[0])
-                                      : static_cast<const void*>(program.in[0]);
-    phase_ = internal::ElementPhase<T>(leader);
-    JOF_UNROLL
-    for (int a = 0; a < kInputs; ++a) {
-      in_phase_ |= (internal::ElementPhase<T>(program.in[a]) == phase_) << a;
-    }
-    JOF_UNROLL
-    for (int o = 0; o < kOutputs; ++o) {
-      in_phase_ |= (internal::ElementPhase<T>(program.out[o]) == phase_) << (kInputs + o);
-    }
+    SetFirst(FirstColumn(team_ * plan.n, 0));
   }
 
   __device__ __forceinline__ void Run() {
-    ahead_.row = team_;
-    PlaceAhead();
-    for (int s = 0; s < plan_.stages; ++s) {
-      for (int k = 0; k < plan_.packs; ++k) Fetch(Slot(s, k), k * pack_step_);
-      internal::CommitCopies();
-      Advance();
+    if (plan_.cluster > 1) {
+      if (threadIdx.x < 2) internal::InitBarrier(&shared_->barriers[threadIdx.x]);
+      internal::SyncCluster();
     }
+    ahead_.begin = team_ * plan_.n;
+    for (int s = 0; s < plan_.stages; ++s) Fetch(s);
+    if (IsWhole()) LoadVectors();
     // All lanes of a warp take part in its shuffles: until the first team has no row any more.
     const int team_in_warp = plan_.lanes < internal::kWarpSize
                                  ? static_cast<int>(threadIdx.x % internal::kWarpSize) / plan_.lanes
                                  : 0;
     Row next = BeginRow(team_);
-    for (int64_t row = team_; row - team_in_warp < plan_.rows; row += teams_) {
+    begin_ = team_ * plan_.n;
+    for (int64_t row = team_; row - team_in_warp < plan_.rows; row += plan_.teams) {
       Row facts = next;
-      next = BeginRow(row + teams_);
-      place_ = {row * plan_.n, row < plan_.rows ? Columns() : 0, 0};
+      next = BeginRow(row + plan_.teams);
       if constexpr (kOutputs == 0) {
         ReduceParts(&facts);
       } else {
         Reduce<0>(&facts);
-        MapRow(facts);
+        MapRow(facts, row < plan_.rows);
       }
       if (row < plan_.rows && lane_ == 0) program_.End(row, facts);
+      begin_ += plan_.teams * plan_.n;
     }
     if constexpr (kColumnSums > 0) StoreColumnSums();
-    if (plan_.cluster > 1) internal::SyncCluster();  // another block may still write to this one
+    if (plan_.cluster > 1) internal::SyncCluster();  // another block may still store to this one
   }
 
  private:
   using Row = typename Program::Row;
   using PackPlace = internal::PackPlace<V>;
 
-  // What is copied next: packs of a row that begin at columns `first`, one step after the other.
+  // What is copied next: a chunk of the row that begins at `begin` in the arrays.
   struct Cursor {
-    int64_t row = 0;
-    int pass = 0, chunk = 0;
-    int64_t begin;   // of the row, in the arrays
-    int first, end;  // no pack begins at `end` or after
-    int low, high;   // a pack that begins at [low, high) is inside of the arrays
-  };
-
-  // What is in registers: of a row that begins at `begin`, the packs that begin at columns `first`,
-  // one step after the other.
-  struct Held {
     int64_t begin;
-    int columns;  // that the row has; 0 where there is no row
-    int first;
+    int pass = 0, chunk = 0;
   };
 
-  __device__ __forceinline__ bool IsWhole() const { return plan_.chunks == 1; }
+  __device__ __forceinline__ bool IsWhole() const {
+    return kColumnSums > 0 || plan_.chunks == 1;
+  }
+  __device__ __forceinline__ int Columns() const { return static_cast<int>(plan_.n); }
 
-  __device__ __forceinline__ void Advance() {
-    if (++ahead_.chunk == plan_.chunks) {
-      ahead_.chunk = 0;
-      if (kOutputs == 0 || IsWhole() || ++ahead_.pass > kReductions) {
-        ahead_.pass = 0;
-        ahead_.row += teams_;
-      }
-    }
-    PlaceAhead();
+  // The array that packs follow.
+  __device__ __forceinline__ int Phase() const {
+    if constexpr (kOutputs > 0) return internal::ElementPhase<T>(program_.out[0]);
+    return internal::ElementPhase<T>(program_.in[0]);
+  }
+  template <typename Array, int kArrays>
+  __device__ __forceinline__ bool InPhase(Array* const (&arrays)[kArrays]) const {
+    bool all = true;
+    JOF_UNROLL
+    for (int a = 0; a < kArrays; ++a) all &= internal::ElementPhase<T>(arrays[a]) == Phase();
+    return all;
   }
 
-  __device__ __forceinline__ void PlaceAhead() {
-    const int64_t left = (plan_.rows - ahead_.row) * plan_.n;  // elements from here on
-    ahead_.begin = ahead_.row * plan_.n;
-    ahead_.first = FirstColumn(ahead_.begin, ahead_.chunk);
-    ahead_.end = left > 0 ? Columns() : -V;
-    ahead_.low = ahead_.begin >= V ? -V : -static_cast<int>(ahead_.begin);
-    ahead_.high = left >= plan_.n + V ? Columns() : Columns() - V + 1;
-  }
-
-  // Packs begin at multiples of 16 bytes of the array that they follow.
+  // Of this thread's first pack: packs begin at multiples of 16 bytes of the array that they follow.
   __device__ __forceinline__ int FirstColumn(int64_t begin, int chunk) const {
-    const int shift = static_cast<int>((phase_ + begin) & (V - 1));
+    const int shift = (Phase() + static_cast<int>(begin)) & (V - 1);
     return chunk * plan_.packs * pack_step_ + lane_ * V - shift;
   }
 
-  __device__ __forceinline__ int Columns() const { return static_cast<int>(plan_.n); }
+  __device__ __forceinline__ void SetFirst(int first) {
+    first_ = first;
+    has_edges_ = first < 0 || first + (plan_.packs - 1) * pack_step_ > Columns() - V;
+  }
+
+  __device__ __forceinline__ PackPlace PackAt(int k) const {
+    return {first_ + k * pack_step_, Columns()};
+  }
 
   __device__ __forceinline__ uint4* Slot(int stage, int k) const {
     return slots_ + (stage * kInputs * plan_.packs + k) * static_cast<int>(blockDim.x);
@@ -390,27 +438,6 @@ class RowsKernelBody {
     return row < plan_.rows ? program_.Begin(row) : Row{};
   }
 
-  // Starts to copy what there is of a pack and of its neighbours in the arrays.
-  __device__ __forceinline__ void Fetch(uint4* slot, int offset) const {
-    const int first = ahead_.first + offset;
-    if (first >= ahead_.end) return;
-    const int64_t at = ahead_.begin + first;
-    JOF_UNROLL
-    for (int a = 0; a < kInputs; ++a, slot += ArrayStep()) {
-      const T* source = program_.in[a] + at;
-      if ((in_phase_ >> a & 1) && first >= ahead_.low && first < ahead_.high) {
-        internal::CopyAsync(slot, source);
-      } else {
-        JOF_UNROLL
-        for (int j = 0; j < V; ++j) {
-          if (static_cast<unsigned>(first + j) < static_cast<unsigned>(ahead_.end)) {
-            reinterpret_cast<T*>(slot)[j] = source[j];
-          }
-        }
-      }
-    }
-  }
-
   // Calls visit(k) for each pack that this thread holds.
   template <typename Visit>
   __device__ __forceinline__ void ForEachPack(const Visit& visit) const {
@@ -420,47 +447,105 @@ class RowsKernelBody {
     }
   }
 
-  __device__ __forceinline__ PackPlace PackAt(int k) const {
-    return {place_.first + k * pack_step_, place_.columns};
+  // Starts to copy the next chunk: its packs and, at its edges, what else is in them.
+  __device__ __forceinline__ void Fetch(int stage) {
+    const int64_t total = plan_.rows * plan_.n;
+    if (ahead_.begin < total) {
+      const int first = IsWhole() ? first_ : FirstColumn(ahead_.begin, ahead_.chunk);
+      uint4* slot = Slot(stage, 0);
+      const int64_t at = ahead_.begin + first;
+      if (InPhase(program_.in) && ahead_.begin >= V && ahead_.begin + plan_.n + V <= total) {
+        const T* source[kInputs];
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) source[a] = program_.in[a] + at;
+        ForEachPack([&](int k) {
+          JOF_UNROLL
+          for (int a = 0; a < kInputs; ++a) {
+            if (first + k * pack_step_ < Columns()) {
+              internal::CopyAsync(slot + a * ArrayStep(), source[a]);
+            }
+            source[a] += pack_step_;
+          }
+          slot += blockDim.x;
+        });
+      } else {
+        FetchChecked(slot, first);
+      }
+    }
+    internal::CommitCopies();
+    if (++ahead_.chunk < plan_.chunks) return;
+    ahead_.chunk = 0;
+    if (kOutputs > 0 && !IsWhole() && ++ahead_.pass <= kReductions) return;
+    ahead_.pass = 0;
+    ahead_.begin += plan_.teams * plan_.n;
+  }
+
+  // The same where packs may be outside of the arrays, or are not aligned.
+  __device__ __forceinline__ void FetchChecked(uint4* slot, int first) const {
+    const int64_t total = plan_.rows * plan_.n;
+#pragma unroll 1
+    for (int k = 0; k < plan_.packs; ++k, slot += blockDim.x, first += pack_step_) {
+      if (first >= Columns()) return;
+      const int64_t at = ahead_.begin + first;
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) {
+        const T* source = program_.in[a] + at;
+        uint4* target = slot + a * ArrayStep();
+        if (internal::ElementPhase<T>(source) == 0 && at >= 0 && at + V <= total) {
+          internal::CopyAsync(target, source);
+        } else {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            if (static_cast<unsigned>(first + j) < static_cast<unsigned>(Columns())) {
+              reinterpret_cast<T*>(target)[j] = source[j];
+            }
+          }
+        }
+      }
+    }
   }
 
   // Loads a chunk of the row, and has another one fetched into its slots.
   __device__ __forceinline__ void Load(int chunk) {
     internal::WaitForCopies(plan_.stages - 1);
-    place_.first = FirstColumn(place_.begin, chunk);
+    if (!IsWhole()) SetFirst(FirstColumn(begin_, chunk));
+    const uint4* slot = Slot(stage_, 0);
     ForEachPack([&](int k) {
       JOF_UNROLL
       for (int a = 0; a < kInputs; ++a) {
-        const auto stored = internal::PackFromShared<T>(Slot(stage_, k) + a * ArrayStep());
+        const auto stored = internal::PackFromShared<T>(slot + a * ArrayStep());
         JOF_UNROLL
         for (int j = 0; j < V; ++j) x_[k][j][a] = Accumulator<T>::Load(stored.elem[j]);
       }
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) program_.Prepare(x_[k][j]);
+      slot += blockDim.x;
     });
-    ForEachPack([&](int k) { Fetch(Slot(stage_, k), k * pack_step_); });
-    internal::CommitCopies();
-    Advance();
+    Fetch(stage_);
     if (++stage_ == plan_.stages) stage_ = 0;
+    if (!IsWhole()) LoadVectors();
   }
 
-  __device__ __forceinline__ void LoadVectors(const PackPlace& pack,
-                                              C (&v)[V][kVectors + 1]) const {
+  __device__ __forceinline__ void LoadVectors() {
     if constexpr (kVectors > 0) {
-      JOF_UNROLL
-      for (int i = 0; i < kVectors; ++i) {
-        C columns[V];
-        internal::LoadVector<T>(program_.vectors[i], pack, program_.Missing(i), columns);
+      ForEachPack([&](int k) {
         JOF_UNROLL
-        for (int j = 0; j < V; ++j) v[j][i] = columns[j];
-      }
+        for (int i = 0; i < kVectors; ++i) {
+          C columns[V];
+          internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) vectors_[k][j][i] = columns[j];
+        }
+      });
     }
   }
 
   // Adds what this thread holds.
-  template <int r>
-  __device__ __forceinline__ void Accumulate(const Row& facts, C (&values)[kWays][kValues]) {
-    ForEachPack([&](int k) {
-      const PackPlace pack = PackAt(k);
-      if (!pack.IsWhole()) {
+  template <int r, int kCount>
+  __device__ __forceinline__ void Accumulate(const Row& facts, C (&values)[kWays][kCount]) {
+    if (has_edges_) {
+      ForEachPack([&](int k) {
+        const PackPlace pack = PackAt(k);
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
           JOF_UNROLL
@@ -468,36 +553,37 @@ class RowsKernelBody {
             if (!pack.Has(j)) x_[k][j][a] = program_.template Neutral<r>(facts, a);
           }
         }
-      }
-      C v[V][kVectors + 1];
-      LoadVectors(pack, v);
+      });
+    }
+    ForEachPack([&](int k) {
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
-        program_.template Accumulate<r>(facts, x_[k][j], v[j], values[j % kWays]);
+        program_.template Accumulate<r>(facts, x_[k][j], vectors_[k][j], values[j % kWays]);
       }
     });
   }
 
-  template <int r>
-  __device__ __forceinline__ void Clear(C (&values)[kWays][kValues]) const {
+  template <int r, int kCount>
+  __device__ __forceinline__ void Clear(C (&values)[kWays][kCount]) const {
     JOF_UNROLL
     for (int w = 0; w < kWays; ++w) {
       JOF_UNROLL
-      for (int i = 0; i < kValues; ++i) values[w][i] = program_.template Identity<r>();
+      for (int i = 0; i < kCount; ++i) values[w][i] = program_.template Identity<r>();
     }
   }
 
   template <int r>
   struct CombineEach {
     const Program& program;
-    __device__ __forceinline__ void operator()(C (&a)[kValues], const C (&b)[kValues]) const {
+    template <int kCount>
+    __device__ __forceinline__ void operator()(C (&a)[kCount], const C (&b)[kCount]) const {
       JOF_UNROLL
-      for (int i = 0; i < kValues; ++i) a[i] = program.template Combine<r>(a[i], b[i]);
+      for (int i = 0; i < kCount; ++i) a[i] = program.template Combine<r>(a[i], b[i]);
     }
   };
 
-  template <int r>
-  __device__ __forceinline__ void CombineWays(C (&values)[kWays][kValues]) const {
+  template <int r, int kCount>
+  __device__ __forceinline__ void CombineWays(C (&values)[kWays][kCount]) const {
     JOF_UNROLL
     for (int w = kWays / 2; w > 0; w /= 2) {
       JOF_UNROLL
@@ -508,14 +594,14 @@ class RowsKernelBody {
   template <int r>
   __device__ __forceinline__ void Reduce(Row* facts) {
     if constexpr (r < kReductions) {
-      C values[kWays][kValues];
+      C values[kWays][Program::ValuesOf(r)];
       Clear<r>(values);
       for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
         if (r == 0 || !IsWhole()) Load(chunk);
         Accumulate<r>(*facts, values);
       }
       CombineWays<r>(values);
-      internal::ReduceTeam(plan_, shared_, &parity_, values[0], CombineEach<r>{program_});
+      internal::ReduceTeam(plan_, shared_, &turn_, values[0], CombineEach<r>{program_});
       program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
       Reduce<r + 1>(facts);
     }
@@ -525,7 +611,7 @@ class RowsKernelBody {
   template <int r>
   __device__ __forceinline__ void ReducePart(Row* facts) {
     if constexpr (r < kReductions) {
-      C values[kWays][kValues];
+      C values[kWays][Program::ValuesOf(r)];
       Clear<r>(values);
       Accumulate<r>(*facts, values);
       CombineWays<r>(values);
@@ -550,12 +636,12 @@ class RowsKernelBody {
       }
     }
     internal::ReduceTeam(
-        plan_, shared_, &parity_, values,
+        plan_, shared_, &turn_, values,
         [&](C (&a)[kValues], const C (&b)[kValues]) { program_.CombineParts(a, b); });
     program_.SetPart(values, facts);
   }
 
-  __device__ __forceinline__ void MapRow(const Row& facts) {
+  __device__ __forceinline__ void MapRow(const Row& facts, bool has_row) {
     for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
       if (kReductions == 0 || !IsWhole()) {
         Load(chunk);
@@ -564,19 +650,27 @@ class RowsKernelBody {
           for (int j = 0; j < V; ++j) program_.Replace(facts, x_[k][j]);
         });
       }
-      ForEachPack([&](int k) { MapPack(facts, k); });
+      if (!has_row) continue;
+      T* target[kOutputs];
+      JOF_UNROLL
+      for (int o = 0; o < kOutputs; ++o) target[o] = program_.out[o] + (begin_ + first_);
+      const bool is_simple = InPhase(program_.out) && !has_edges_;
+      ForEachPack([&](int k) {
+        MapPack(facts, k, is_simple, target);
+        JOF_UNROLL
+        for (int o = 0; o < kOutputs; ++o) target[o] += pack_step_;
+      });
     }
   }
 
-  __device__ __forceinline__ void MapPack(const Row& facts, int k) {
+  __device__ __forceinline__ void MapPack(const Row& facts, int k, bool is_simple,
+                                          T* const (&target)[kOutputs]) {
     const PackPlace pack = PackAt(k);
-    if (pack.first >= pack.n) return;
-    C v[V][kVectors + 1], y[V][kOutputs];
-    LoadVectors(pack, v);
+    C y[V][kOutputs];
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
       C sums[kColumnSums + 1];
-      program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums);
+      program_.Map(facts, pack.first + j, x_[k][j], vectors_[k][j], y[j], sums);
       JOF_UNROLL
       for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[s];
     }
@@ -585,13 +679,12 @@ class RowsKernelBody {
       Pack<T, V> out;
       JOF_UNROLL
       for (int j = 0; j < V; j += 2) Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
-      T* target = program_.out[o] + (place_.begin + pack.first);
-      if (pack.IsWhole() && (in_phase_ >> (kInputs + o) & 1)) {
-        StorePack(target, out);
+      if (is_simple || (pack.IsWhole() && internal::ElementPhase<T>(target[o]) == 0)) {
+        StorePack(target[o], out);
       } else {
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
-          if (pack.Has(j)) target[j] = out.elem[j];
+          if (pack.Has(j)) target[o][j] = out.elem[j];
         }
       }
     }
@@ -601,22 +694,21 @@ class RowsKernelBody {
   __device__ __forceinline__ void StoreColumnSums() {
     const int teams_here = blockDim.x / plan_.lanes;
     const int64_t part = plan_.cluster == 1 ? int64_t{blockIdx.x} : team_;
-    C* target = program_.partial_sums + part * kColumnSums * plan_.n;
-    const int first = FirstColumn(team_ * plan_.n, 0);
+    C* target = program_.partial_sums + part * program_.wanted_sums * plan_.n;
     const auto for_each = [&](const auto& visit) {
-      JOF_UNROLL
-      for (int k = 0; k < kHeld; ++k) {
-        const PackPlace pack{first + k * pack_step_, Columns()};
+      ForEachPack([&](int k) {
+        const PackPlace pack = PackAt(k);
+        int64_t row = 0;
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) {
+          if (!program_.WantsSum(s)) continue;
           JOF_UNROLL
           for (int j = 0; j < V; ++j) {
-            if (k < plan_.packs && pack.Has(j)) {
-              visit(s * plan_.n + pack.first + j, column_sums_[k][s][j]);
-            }
+            if (pack.Has(j)) visit(row + pack.first + j, column_sums_[k][s][j]);
           }
+          row += plan_.n;
         }
-      }
+      });
     };
     if (teams_here == 1) {
       for_each([&](int64_t at, C sum) { target[at] = sum; });
@@ -630,7 +722,7 @@ class RowsKernelBody {
       for_each([&](int64_t at, C sum) { sums[at] = t == 0 ? sum : sums[at] + sum; });
     }
     __syncthreads();
-    for (int64_t at = threadIdx.x; at < kColumnSums * plan_.n; at += blockDim.x) {
+    for (int64_t at = threadIdx.x; at < program_.wanted_sums * plan_.n; at += blockDim.x) {
       target[at] = sums[at];
     }
   }
@@ -640,23 +732,24 @@ class RowsKernelBody {
   uint4* slots_;  // of this thread
   Shared* shared_;
   int lane_;  // of the team
-  int64_t team_, teams_;
+  int64_t team_;
   int pack_step_;  // columns from a pack of this thread to its next one
-  int phase_;          // of the array that packs follow
-  unsigned in_phase_ = 0;  // a bit for each input, then for each output
   int stage_ = 0;
-  bool parity_ = false;
+  unsigned turn_ = 0;
   Cursor ahead_;
-  Held place_;
+
+  // What is in registers: of the row that begins at begin_, the packs that begin at columns first_,
+  // one step after the other; has_edges_ where not all of their elements are of the row.
+  int64_t begin_;
+  int first_;
+  bool has_edges_;
   C x_[kHeld][V][kInputs];
+  C vectors_[kHeld][V][kVectors + 1];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
 
-// The most threads in a block, which have 128 registers each.
-inline constexpr int kRowsThreads = 512;
-
 template <typename Program, int kHeld>
-__global__ void __launch_bounds__(kRowsThreads)
+__global__ void __launch_bounds__(Program::kThreads, 1)
     RowsKernel(const __grid_constant__ Program program, const __grid_constant__ RowsPlan plan) {
   extern __shared__ uint4 slots[];
   using Body = RowsKernelBody<Program, kHeld>;

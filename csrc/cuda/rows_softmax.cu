@@ -6,21 +6,11 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// What programs of which little is asked need not say.
-template <typename T>
-struct ProgramDefaults {
-  using Element = T;
-  using C = Compute<T>;
-  static constexpr int kVectors = 0, kColumnSums = 0, kValues = 1;
-  template <typename Row>
-  __device__ __forceinline__ void End(int64_t, const Row&) const {}
-};
-
 // The two reductions of a sum of exponentials.
 template <typename T, bool kReplaces>
-struct ExpSumReductions : ProgramDefaults<T> {
+struct ExpSumReductions : RowsProgram<T, 1> {
   using C = Compute<T>;
-  static constexpr int kInputs = 1, kReductions = 2;
+  static constexpr int kReductions = 2;
 
   template <int r>
   __device__ __forceinline__ C Identity() const {
@@ -34,9 +24,9 @@ struct ExpSumReductions : ProgramDefaults<T> {
   __device__ __forceinline__ C Neutral(const Row&, int) const {
     return -Infinity<C>();
   }
-  template <int r, typename Row, int kValues>
+  template <int r, typename Row>
   __device__ __forceinline__ void Accumulate(const Row& row, C (&x)[1], const C*,
-                                             C (&values)[kValues]) const {
+                                             C (&values)[1]) const {
     const C term = r == 0 ? x[0] : ExpSum<T>::Term(x[0], row.centre);
     values[0] = Combine<r>(values[0], term);
     if (r == 1 && kReplaces) x[0] = term;
@@ -45,8 +35,8 @@ struct ExpSumReductions : ProgramDefaults<T> {
   __device__ __forceinline__ void Replace(const Row& row, C (&x)[1]) const {
     if (kReplaces) x[0] = ExpSum<T>::Term(x[0], row.centre);
   }
-  template <int r, typename Row, int kValues>
-  __device__ __forceinline__ void Finish(const C (&values)[kValues], C, Row* row) const {
+  template <int r, typename Row>
+  __device__ __forceinline__ void Finish(const C (&values)[1], C, Row* row) const {
     if constexpr (r == 0) {
       row->state.peak = values[0];
       row->centre = ExpSum<T>::Centre(values[0], C(1));
@@ -82,9 +72,9 @@ struct SoftmaxForward : ExpSumReductions<T, !kLog> {
 };
 
 template <typename T, bool kLog>
-struct SoftmaxBackward : ProgramDefaults<T> {
+struct SoftmaxBackward : RowsProgram<T, 2> {
   using C = Compute<T>;
-  static constexpr int kInputs = 2, kOutputs = 1, kReductions = 1;
+  static constexpr int kOutputs = 1, kReductions = 1;
   struct Row {
     C sum;
   };
@@ -109,7 +99,6 @@ struct SoftmaxBackward : ProgramDefaults<T> {
                                              C (&values)[1]) const {
     values[0] += SoftmaxVjp<T, kLog>::Term(x[0], x[1]);
   }
-  __device__ __forceinline__ void Replace(const Row&, C (&)[2]) const {}
   template <int r>
   __device__ __forceinline__ void Finish(const C (&values)[1], C, Row* row) const {
     row->sum = values[0];
@@ -173,9 +162,9 @@ struct LogSumExpForward : ExpSumReductions<T, false> {
 };
 
 template <typename T>
-struct LogSumExpBackward : ProgramDefaults<T> {
+struct LogSumExpBackward : RowsProgram<T, 1> {
   using C = Compute<T>;
-  static constexpr int kInputs = 1, kOutputs = 1, kReductions = 0;
+  static constexpr int kOutputs = 1, kReductions = 0;
   struct Row {
     ExpStats<T> stats;
     int label;
@@ -192,7 +181,6 @@ struct LogSumExpBackward : ProgramDefaults<T> {
     return {stats[row], labels == nullptr ? -1 : static_cast<int>(LabelIndex(labels[row], n)),
             Accumulator<T>::Load(ct[row])};
   }
-  __device__ __forceinline__ void Replace(const Row&, C (&)[1]) const {}
   __device__ __forceinline__ void Map(const Row& row, int column, const C (&x)[1], const C*,
                                       C (&y)[1], C*) const {
     y[0] = row.stats.Vjp(x[0], column == row.label, row.ct);

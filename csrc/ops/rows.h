@@ -18,7 +18,7 @@ namespace jof {
 struct RowsProblem {
   int64_t outer, n, inner;
 
-  int64_t rows() const { return outer * inner; }
+  JOF_HOST_DEVICE int64_t rows() const { return outer * inner; }
 };
 
 // Pointers need only element alignment. Statistics are of Compute<T>, one after the other for each
@@ -95,7 +95,7 @@ struct NormVjpCall {
   void* scratch;  // (parts, vectors, n) of Compute<T>, vectors: dscale, dbias, those that there are
   int64_t parts;  // at least 1
 
-  int vectors() const { return (dscale != nullptr) + (dbias != nullptr); }
+  JOF_HOST_DEVICE int vectors() const { return (dscale != nullptr) + (dbias != nullptr); }
 };
 
 }  // namespace jof

@@ -56,7 +56,8 @@ double& Worst() {
 template <typename T>
 void CheckNear(const char* what, double got, double want, double scale, const RowsProblem& p,
                int64_t i) {
-  const bool same = std::isnan(want) ? std::isnan(got) : got == want;
+  // An overflow is an infinity.
+  const bool same = std::isnan(want) ? std::isnan(got) : got == Value(Nearest<T>(want));
   if (same) return;
   const double ulps = sizeof(T) == 2 ? 1 : sizeof(T) == 4 ? 4 : 8;
   const double error = std::abs(got - want) - 8 * kEpsilon<T> * scale;
@@ -228,6 +229,122 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   });
 }
 
+// Scale and bias are of S, which is T or float.
+template <typename T, typename S>
+void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vectors,
+              int64_t in_offset, int64_t out_offset) {
+  using C = Compute<T>;
+  constexpr double kNormEpsilon = 1e-5;
+  const auto rows = static_cast<size_t>(p.rows()), n = static_cast<size_t>(p.n);
+  const auto x = MakeRows<T>(p, unsigned(p.n) + 1, true);
+  const auto residual = MakeRows<T>(p, unsigned(p.n) + 2, true);
+  const auto dy = MakeRows<T>({1, p.rows() * p.n, 1}, 0, true);
+  const auto dsum = MakeRows<T>({1, p.rows() * p.n, 1}, 9, true);
+  const auto scale = MakeRows<S>({1, p.n, 1}, 0, true), bias = MakeRows<S>({1, p.n, 1}, 9, true);
+  const auto bytes = static_cast<int64_t>(x.size() * sizeof(T));
+  DeviceArray in(x, in_offset), added(residual, in_offset), scales(scale, sizeof(S));
+  DeviceArray biases(bias, 0), out(bytes, out_offset), sum(bytes, out_offset);
+  DeviceArray stats(int64_t(rows * 3 * sizeof(C)), sizeof(C));
+  NormCall call{p, kDTypeOf<T>, kDTypeOf<S>, kDTypeOf<S>, center, kNormEpsilon, in.data(), nullptr,
+                nullptr, nullptr, out.data(), nullptr, stats.data()};
+  if (has_vectors) call.scale = scales.data();
+  if (has_vectors && center) call.bias = biases.data();
+  if (has_residual) {
+    call.residual = added.data();
+    call.sum = sum.data();
+  }
+  CHECK_CUDA(LaunchNorm(call, nullptr));
+  const T* y = out.CopyToHost<T>();
+  const T* sums = sum.CopyToHost<T>();
+  std::vector<T> normed = x;
+  if (has_residual) {
+    for (size_t i = 0; i < x.size(); ++i) {
+      normed[i] = Nearest<T>(Value(x[i]) + Value(residual[i]));
+      JOF_CHECK(Value(sums[i]) == Value(normed[i]), "sum %ld", long(i));
+    }
+  }
+  const int64_t parts = std::min<int64_t>(p.rows(), p.n % 2 == 0 ? 264 : 24);
+  const int vectors = has_vectors ? (center ? 2 : 1) : 0;
+  DeviceArray cotangent(dy, out_offset), more(dsum, in_offset), gradient(bytes, out_offset);
+  DeviceArray dscale(int64_t(n * sizeof(C)), 0), dbias(int64_t(n * sizeof(C)), sizeof(C));
+  DeviceArray scratch(parts * vectors * p.n * int64_t(sizeof(C)), sizeof(C));
+  NormVjpCall vjp{p, kDTypeOf<T>, kDTypeOf<S>, center, has_residual ? sum.data() : in.data(),
+                  stats.data(), cotangent.data(), has_residual ? more.data() : nullptr, call.scale,
+                  gradient.data(), vectors > 0 ? dscale.data() : nullptr,
+                  vectors > 1 ? dbias.data() : nullptr, scratch.data(), parts};
+  CHECK_CUDA(LaunchNormVjp(vjp, nullptr));
+  const T* dx = gradient.CopyToHost<T>();
+  scratch.CopyToHost<C>();
+  std::vector<double> of_scale(n), of_bias(n), scale_terms(n), bias_terms(n);
+  for (size_t r = 0; r < rows; ++r) {
+    const size_t at = r * n;
+    double mean = 0, square = 0, largest = 0;
+    for (size_t j = 0; j < n; ++j) mean += center ? Value(normed[at + j]) / double(n) : 0;
+    for (size_t j = 0; j < n; ++j) {
+      const double d = Value(normed[at + j]) - mean;
+      square += d * d / double(n);
+      largest = std::max(largest, std::abs(Value(normed[at + j])));
+    }
+    const double rstd = 1 / std::sqrt(square + kNormEpsilon);
+    // What the mean of 16-bit elements may be off by, and what that of f32 is where all are equal.
+    const double slack = center ? largest * rstd * (sizeof(T) == 2 ? 1 : 1e-7) : 0;
+    double first = 0, second = 0, first_terms = 0, second_terms = 0;
+    for (size_t j = 0; j < n; ++j) {
+      const double normal = (Value(normed[at + j]) - mean) * rstd;
+      const double s = has_vectors ? Value(scale[j]) : 1;
+      const double b = call.bias != nullptr ? Value(bias[j]) : 0;
+      CheckNear<T>("norm", Value(y[at + j]), normal * s + b,
+                   (std::abs(normal) + slack) * std::abs(s) + std::abs(b), p, int64_t(at + j));
+      const double d = Value(dy[at + j]), g = d * s;
+      first += g / double(n);
+      second += g * normal / double(n);
+      first_terms += std::abs(g) / double(n);
+      second_terms += std::abs(g) * (std::abs(normal) + slack) / double(n);
+      of_scale[j] += d * normal;
+      of_bias[j] += d;
+      scale_terms[j] += std::abs(d) * (std::abs(normal) + slack);
+      bias_terms[j] += std::abs(d);
+    }
+    for (size_t j = 0; j < n; ++j) {
+      const double normal = (Value(normed[at + j]) - mean) * rstd;
+      const double g = Value(dy[at + j]) * (has_vectors ? Value(scale[j]) : 1);
+      const double more_of_it = has_residual ? Value(dsum[at + j]) : 0;
+      const double want = (g - (center ? first : 0) - normal * second) * rstd + more_of_it;
+      const double terms = (std::abs(g) + first_terms + (std::abs(normal) + slack) * second_terms) *
+                               rstd + std::abs(more_of_it);
+      CheckNear<T>("norm vjp", Value(dx[at + j]), want, terms, p, int64_t(at + j));
+    }
+  }
+  const C* got_scale = dscale.CopyToHost<C>();
+  const C* got_bias = dbias.CopyToHost<C>();
+  for (size_t j = 0; j < n; ++j) {
+    if (vectors > 0) {
+      CheckNear<C>("dscale", got_scale[j], of_scale[j], 4 * scale_terms[j], p, int64_t(j));
+    }
+    if (vectors > 1) {
+      CheckNear<C>("dbias", got_bias[j], of_bias[j], 4 * bias_terms[j], p, int64_t(j));
+    }
+  }
+}
+
+template <typename T>
+int64_t TestNorms(const RowsProblem& p, int64_t step) {
+  using S = std::conditional_t<sizeof(T) == 8, double, float>;
+  int64_t launches = 0;
+  const auto size = static_cast<int64_t>(sizeof(T));
+  for (int64_t offset = 0; offset < 16; offset += std::max(size, step)) {
+    const int64_t other = (offset * 3 + size) % 16 / size * size;
+    for (const bool center : {false, true}) {
+      TestNorm<T, T>(p, center, false, true, offset, offset);
+      TestNorm<T, S>(p, center, true, true, offset, offset);
+      TestNorm<T, S>(p, center, false, false, offset, other);
+      TestNorm<T, T>(p, center, true, true, other, offset);
+      launches += 12;
+    }
+  }
+  return launches;
+}
+
 template <typename T>
 int64_t TestType(const RowsProblem& p, int64_t step) {
   int64_t launches = 0;
@@ -263,11 +380,14 @@ int main(int argc, char**) {
     const int64_t step = brief ? 16 : p.n > 600 ? 6 : 1;
     launches += TestType<Half>(p, step) + TestType<BFloat16>(p, step);
     launches += TestType<float>(p, step) + TestType<double>(p, step);
+    launches += TestNorms<Half>(p, step) + TestNorms<BFloat16>(p, step);
+    launches += TestNorms<float>(p, step) + TestNorms<double>(p, step);
   }
   if (!brief) {
     for (const int64_t n : {128256, 300001, 2000003}) {
       const RowsProblem p{n > 1000000 ? 2 : kKinds, n, 1};
       launches += TestType<BFloat16>(p, 16) + TestType<float>(p, 16);
+      if (n < 1000000) launches += TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
     }
   }
   std::printf("%ld launches right; at most %.2f ulp of f16, %.2f of bf16, %.2f of f32, %.2f of f64\n",
