@@ -169,7 +169,9 @@ def _define_softmax() -> core.Primitive:
     def kinds(operands: int) -> Kinds:
         return [ARRAY] * operands, [ARRAY]
 
-    def define(target: str, operands: int, reference: Function, has_kernel: bool = True) -> Any:
+    def define(
+        target: str, operands: int, reference: Function, has_kernel: bool = True
+    ) -> core.Primitive:
         def native(platform: str, *args: jax.Array, axis: int, **params: Any) -> Any:
             x = args[0]
             if x.size == 0:
@@ -230,7 +232,9 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     """Operands are x and `labels` labels a row, at most one."""
     given = [ARRAY, *[ROW] * labels]
 
-    def define(target: str, kinds: Kinds, reference: Function, native: Function, types: Any) -> Any:
+    def define(
+        target: str, kinds: Kinds, reference: Function, native: Function, types: Function
+    ) -> core.Primitive:
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, out = _batched(args, dims, kinds, axis)
             many = primitive.multiple_results
@@ -253,8 +257,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         rows = (*x.shape[:axis], *x.shape[axis + 1 :])
         stats = jax.ShapeDtypeStruct((*rows, 2), _reference.row_dtype(x.dtype))
         call = jax.ffi.ffi_call(f"jof_{name}", [jax.ShapeDtypeStruct(rows, x.dtype), stats])
-        results: list[jax.Array] = call(x, *labels, axis=np.int64(axis))
-        return results
+        return [*call(x, *labels, axis=np.int64(axis))]
 
     def native_vjp(platform: str, x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
         """The logits are dead after it in a training step: their buffer is the result's."""
@@ -385,8 +388,8 @@ def _norm_native(
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
     y = jax.ShapeDtypeStruct(rows, x.dtype)
     total = y if given[0] else jax.ShapeDtypeStruct((0, 0), x.dtype)
-    stats = jax.ShapeDtypeStruct((rows[0], 3), _reference.row_dtype(x.dtype))
-    results = jax.ffi.ffi_call("jof_norm", [y, total, stats])(
+    kept = jax.ShapeDtypeStruct((rows[0], 3), _reference.row_dtype(x.dtype))
+    results = jax.ffi.ffi_call("jof_norm", [y, total, kept])(
         x.reshape(rows),
         no_rows if residual is None else residual.reshape(rows),
         no_vector if scale is None else scale,
@@ -472,7 +475,9 @@ def _norm_batch(
 
 
 def _define_norm() -> core.Primitive:
-    def define(name: str, reference: Function, native: Function, types: Any, kinds: Any) -> Any:
+    def define(
+        name: str, reference: Function, native: Function, types: Function, kinds: Any
+    ) -> core.Primitive:
         def sharding_rule(x: Any, *_: Any, **params: Any) -> _primitive.ShardingRule:
             of_kinds = ("given", "wanted", "passed")
             sides = kinds(**{k: params[k] for k in of_kinds if k in params})

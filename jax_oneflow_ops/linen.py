@@ -55,7 +55,8 @@ class LayerNorm(nn.LayerNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises the last axis, or `reduction_axes`."""
         if _is_flax_own(self, x, mask):
-            return super().__call__(x, mask=mask)
+            own: jax.Array = super().__call__(x, mask=mask)
+            return own
         return _normalize(self, x, with_bias=True)
 
 
@@ -66,5 +67,6 @@ class RMSNorm(nn.RMSNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises the last axis, or `reduction_axes`."""
         if _is_flax_own(self, x, mask):
-            return super().__call__(x, mask=mask)
+            own: jax.Array = super().__call__(x, mask=mask)
+            return own
         return _normalize(self, x, with_bias=False)

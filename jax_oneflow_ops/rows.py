@@ -254,10 +254,11 @@ def softmax_cross_entropy_with_integer_labels(
         )[0]
         return loss
     masked = jnp.where(mask, x, -jnp.inf)
-    total = logsumexp(masked, tuple(axes), implementation=choice)
+    total = logsumexp(masked, tuple(axes), implementation=implementation)
     of_label = jnp.take_along_axis(rows, jnp.expand_dims(ids, place), place).squeeze(place)
     some = jnp.broadcast_to(mask, x.shape).any(axes)
-    return jnp.where(some, total - of_label, 0)
+    masked_loss: jax.Array = jnp.where(some, total - of_label, 0)
+    return masked_loss
 
 
 # ---- arguments ----
@@ -499,5 +500,5 @@ def _row_vector(
         raise ValueError(
             f"{name}: {argument} must have the shape of x along axis, {sizes}, got {v.shape}"
         )
-    v = v if v.dtype == dtype else v.astype(jnp.float32)
-    return v.reshape(-1)
+    vector: jax.Array = v if v.dtype == dtype else v.astype(jnp.float32)
+    return vector.reshape(-1)

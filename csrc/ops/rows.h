@@ -18,7 +18,7 @@ namespace jof {
 struct RowsProblem {
   int64_t outer, n, inner;
 
-  int64_t rows() const { return outer * inner; }
+  JOF_HOST_DEVICE int64_t rows() const { return outer * inner; }
 };
 
 // Pointers need only element alignment. Statistics are of Compute<T>, one after the other for each
@@ -95,7 +95,7 @@ struct NormVjpCall {
   void* scratch;  // (parts, vectors, n) of Compute<T>, vectors: dscale, dbias, those that there are
   int64_t parts;  // at least 1
 
-  int vectors() const { return (dscale != nullptr) + (dbias != nullptr); }
+  JOF_HOST_DEVICE int vectors() const { return (dscale != nullptr) + (dbias != nullptr); }
 };
 
 }  // namespace jof
@@ -115,6 +115,53 @@ JOF_HOST_DEVICE JOF_INLINE C Infinity() {
 template <typename C>
 JOF_HOST_DEVICE JOF_INLINE bool IsFinite(C x) {
   return Abs(x) < Infinity<C>();
+}
+
+// What x is multiplied by on the way to 2^x: log2(e), or, where products would overflow and e^x is
+// 0 for all but the centre itself, something small.
+JOF_HOST_DEVICE JOF_INLINE float ExpSlope(float centre) {
+  return Abs(centre) < 0x1p126f ? kLog2E : 0x1p-100f;
+}
+
+// e^(x - centre) * ExpSkew(centre). f32: with what the difference loses when it is rounded, which
+// for e^-50 is 16 ulp; error 2 ulp. 16-bit, GPU: one instruction and 2^x, as x times log2(e), less
+// what that is of the centre; rounding the latter skews all elements by the same factor.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpDifference(Compute<T> x, Compute<T> centre) {
+  using C = Compute<T>;
+  if constexpr (kIsDouble<T>) {
+    return Exp<T>(x - centre);
+  } else if constexpr (kIsNarrow<T>) {
+#ifdef __CUDA_ARCH__
+    const float slope = ExpSlope(centre);
+    return Exp2Approx(MulAdd(x, slope, -(centre * slope)));
+#endif
+    return Exp<T>(x - centre);
+  } else {
+    const C difference = x - centre, moved = difference + centre;
+    const C lost = (x - moved) - ((difference - moved) + centre);
+#ifdef __CUDA_ARCH__
+    const float log2 = difference * kLog2E;
+    const float low = MulAdd(lost, kLog2E, MulAdd(difference, 1.92596303e-8f,
+                                                  MulAdd(difference, kLog2E, -log2)));
+    const float y = Exp2Approx(log2);
+    // Of infinities there is no low part.
+    return Abs(difference) < 126.0f ? MulAdd(y, low * kLn2, y) : y;
+#else
+    return ExpByPolynomial(difference, Abs(difference) < 126.0f ? lost : 0.0f);
+#endif
+  }
+}
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpSkew([[maybe_unused]] Compute<T> centre) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kIsNarrow<T>) {
+    const float slope = ExpSlope(centre);
+    return Exp2Approx(MulAdd(centre, slope, -(centre * slope)));
+  }
+#endif
+  return 1;
 }
 
 // Two sums over a row, or over a part of one.
@@ -141,16 +188,23 @@ struct ExpSum {
   };
 
   JOF_HOST_DEVICE JOF_INLINE static C NoPeak() { return -Infinity<C>(); }
-  JOF_HOST_DEVICE JOF_INLINE static C Peak(C a, C b) { return b > a ? b : a; }
+  JOF_HOST_DEVICE JOF_INLINE static C Peak(C a, C b) {
+#ifdef __CUDA_ARCH__
+    if constexpr (!kIsDouble<T>) return fmaxf(a, b);
+#endif
+    return b > a ? b : a;
+  }
   // What is subtracted from x: exp(inf - inf) would be NaN.
   JOF_HOST_DEVICE JOF_INLINE static C Centre(C peak, C /*count*/) {
     return IsFinite(peak) ? peak : C(0);
   }
-  JOF_HOST_DEVICE JOF_INLINE static C Term(C x, C centre) { return Exp<T>(x - centre); }
+  JOF_HOST_DEVICE JOF_INLINE static C Term(C x, C centre) { return ExpDifference<T>(x, centre); }
 
   JOF_HOST_DEVICE JOF_INLINE static State Nothing() { return {NoPeak(), C(0)}; }
   // Of elements with this peak; `sum` is that of their terms.
-  JOF_HOST_DEVICE JOF_INLINE static State Of(C peak, C sum, C /*count*/) { return {peak, sum}; }
+  JOF_HOST_DEVICE JOF_INLINE static State Of(C peak, C sum, C /*count*/) {
+    return {peak, sum / ExpSkew<T>(Centre(peak, C(1)))};
+  }
   JOF_HOST_DEVICE JOF_INLINE static State Combine(State a, State b) {
     const C peak = Peak(a.peak, b.peak);
     return {peak, a.sum * Factor(a.peak, peak) + b.sum * Factor(b.peak, peak)};
@@ -212,16 +266,19 @@ struct Moments {
 
 // ---- what is kept of a row, and what is made of its elements ----
 
-// exp(x) / sum(exp(x)) is exp(x - centre) * factor.
+// exp(x) / sum(exp(x)) is ExpDifference(x, centre) * factor.
 template <typename T>
 struct ExpStats {
   using C = Compute<T>;
   C centre, factor;
 
   JOF_HOST_DEVICE JOF_INLINE static ExpStats Of(typename ExpSum<T>::State s) {
-    return {ExpSum<T>::Centre(s.peak, C(1)), 1 / s.sum};
+    const C centre = ExpSum<T>::Centre(s.peak, C(1));
+    return {centre, 1 / (s.sum * ExpSkew<T>(centre))};
   }
-  JOF_HOST_DEVICE JOF_INLINE C Share(C x) const { return Exp<T>(x - centre) * factor; }
+  JOF_HOST_DEVICE JOF_INLINE C Share(C x) const {
+    return ExpDifference<T>(x, centre) * factor;
+  }
   // The gradient of log(sum(exp(x))), less 1 for the element that the label names.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, bool is_label, C ct) const {
     return ct * (Share(x) - (is_label ? C(1) : C(0)));
@@ -251,12 +308,13 @@ struct Softmax {
   C centre, factor;  // log: what is subtracted as well
 
   JOF_HOST_DEVICE JOF_INLINE static Softmax Of(typename ExpSum<T>::State s) {
-    const C scale = kLog ? Log(s.sum) : 1 / s.sum;
+    const C scale = kLog ? Log(s.sum) : ExpStats<T>::Of(s).factor;
     return {s.peak, IsFinite(s.peak) ? scale : s.peak - s.peak};
   }
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
-    return kLog ? (x - centre) - factor : Exp<T>(x - centre) * factor;
+    return kLog ? (x - centre) - factor : OfTerm(ExpSum<T>::Term(x, centre));
   }
+  JOF_HOST_DEVICE JOF_INLINE C OfTerm(C term) const { return term * factor; }
 };
 
 // From the result: sum the terms over a row, then map with the sum.

@@ -1,0 +1,169 @@
+// Which team works on a row, and the launch of it; see rows.cuh.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+#ifdef ROWS_TUNING
+#include <string>
+#endif
+
+#include "cuda/rows.cuh"
+#include "ops/rows.h"
+
+JOF_NAMESPACE_BEGIN
+
+// What of the device decides.
+struct RowsDevice {
+  int multiprocessors, shared_bytes;  // shared memory that a block may have
+  bool has_clusters;
+};
+
+struct RowsLaunch {
+  RowsPlan plan;
+  int threads;
+  int64_t shared_bytes;  // of a block
+};
+
+// What of a program decides.
+struct RowsTraits {
+  int inputs, element_bytes;
+  int held;            // packs that a thread can hold
+  int threads;         // the most in a block
+  bool may_be_chunks;  // a row read by chunks is read once all the same
+};
+
+inline cudaError_t GetRowsDevice(RowsDevice* device) {
+  int id = 0, major = 0;
+  cudaError_t status = cudaGetDevice(&id);
+  const auto get = [&](int* value, cudaDeviceAttr attribute) {
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(value, attribute, id);
+  };
+  get(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
+  get(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  get(&major, cudaDevAttrComputeCapabilityMajor);
+  device->has_clusters = major >= 9;
+  return status;
+}
+
+#ifdef ROWS_TUNING
+// Overrides for experiments.
+struct RowsTuning {
+  int lanes = 0, threads = 0, stages = 0, cluster = 0;
+  bool sweep = false;
+};
+inline RowsTuning rows_tuning;
+inline std::string rows_last;
+#endif
+
+inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, int64_t rows,
+                           int64_t n, bool has_edges) {
+  const int64_t pack = kPackBytes / traits.element_bytes;
+  // Packs that a row touches.
+  const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
+  RowsLaunch launch{{rows, n, 0, 1, 1, 1, 1, 1}, 256, 0};
+  RowsPlan& plan = launch.plan;
+  const auto per_lane = [&] {
+    const int64_t lanes = int64_t{plan.lanes} * plan.cluster;
+    return (packs + lanes - 1) / lanes;
+  };
+  const int most_lanes = traits.may_be_chunks ? 256 : traits.threads;
+  while (plan.lanes < most_lanes && per_lane() > traits.held) plan.lanes *= 2;
+#ifdef ROWS_TUNING
+  for (int i = 0; i < rows_tuning.lanes && plan.lanes < most_lanes; ++i) plan.lanes *= 2;
+  if (rows_tuning.cluster > 1) {
+    while (plan.lanes > 64 && plan.lanes > most_lanes / rows_tuning.cluster) plan.lanes /= 2;
+  }
+#endif
+  while (device.has_clusters && !traits.may_be_chunks && plan.cluster < 8 &&
+         per_lane() > traits.held) {
+    plan.cluster *= 2;
+  }
+  launch.threads = plan.lanes > 32 ? plan.lanes : 128;
+#ifdef ROWS_TUNING
+  if (rows_tuning.threads > 0) launch.threads = std::max(plan.lanes, rows_tuning.threads);
+#endif
+  plan.chunks = static_cast<int>((per_lane() + traits.held - 1) / traits.held);
+  plan.packs = static_cast<int>((per_lane() + plan.chunks - 1) / plan.chunks);
+  const int64_t bytes = int64_t{plan.packs} * launch.threads * kPackBytes * traits.inputs;
+  const int64_t share = (device.shared_bytes - 8192) * launch.threads / 1024;
+  plan.stages = static_cast<int>(std::clamp<int64_t>(share / bytes, 1, internal::kMaxStages));
+#ifdef ROWS_TUNING
+  if (rows_tuning.stages > 0) plan.stages = rows_tuning.stages;
+#endif
+  launch.shared_bytes = bytes * plan.stages;
+  return launch;
+}
+
+// How a program is launched.
+struct RowsGrid {
+  RowsPlan plan;
+  int threads, shared_bytes;
+  int64_t units;  // blocks, or clusters of them
+};
+
+template <typename Program>
+cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGrid* grid) {
+  using T = typename Program::Element;
+  constexpr int kPack = kPackSize<T>, kHeld = kHeldPacks<Program>;
+  const int64_t rows = problem.rows(), n = problem.n;
+  RowsDevice device{};
+  cudaError_t status = GetRowsDevice(&device);
+  if (status != cudaSuccess) return status;
+  const void* leader = Program::kOutputs > 0 ? static_cast<const void*>(program.out[0])
+                                             : static_cast<const void*>(program.in[0]);
+  const bool has_edges = n % kPack != 0 || !IsAligned(leader, kPackBytes);
+  const RowsTraits traits{Program::kInputs, static_cast<int>(sizeof(T)), kHeld, Program::kThreads,
+                          Program::kOutputs == 0 || Program::kReductions == 0};
+  const RowsLaunch launch = PlanRows(traits, device, rows, n, has_edges);
+  *grid = {launch.plan, launch.threads, static_cast<int>(launch.shared_bytes), 0};
+  const auto kernel = RowsKernel<Program, kHeld>;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                grid->shared_bytes);
+  int blocks_each = 0;
+  if (status == cudaSuccess) {
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &blocks_each, kernel, grid->threads, static_cast<size_t>(grid->shared_bytes));
+  }
+  if (status != cudaSuccess) return status;
+  const int teams_here = grid->threads / grid->plan.lanes;
+  const int64_t needed = (rows + teams_here - 1) / teams_here;
+  const int64_t most = int64_t{std::max(blocks_each, 1)} * device.multiprocessors /
+                       grid->plan.cluster;
+  // Of all rows of a thread packs are to begin at the same columns.
+  const int64_t multiple = has_edges ? std::max(kPack / teams_here, 1) : 1;
+  grid->units = std::min(needed, std::max(most - most % multiple, multiple));
+  grid->plan.teams = grid->units * teams_here;
+#ifdef ROWS_TUNING
+  rows_last = "l" + std::to_string(grid->plan.lanes) + " t" + std::to_string(grid->threads) + " p" +
+              std::to_string(grid->plan.packs) + " c" + std::to_string(grid->plan.chunks) + " s" +
+              std::to_string(grid->plan.stages) + " k" + std::to_string(grid->plan.cluster) + " b" +
+              std::to_string(blocks_each);
+#endif
+  return cudaSuccess;
+}
+
+template <typename Program>
+cudaError_t LaunchGrid(const Program& program, const RowsGrid& grid, cudaStream_t stream) {
+  const RowsPlan& plan = grid.plan;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid.units * plan.cluster));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(plan.cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, RowsKernel<Program, kHeldPacks<Program>>, program, plan);
+}
+
+template <typename Program>
+cudaError_t LaunchRows(const Program& program, const RowsProblem& problem, cudaStream_t stream) {
+  RowsGrid grid{};
+  const cudaError_t status = PlanGrid(program, problem, &grid);
+  return status == cudaSuccess ? LaunchGrid(program, grid, stream) : status;
+}
+
+JOF_NAMESPACE_END
