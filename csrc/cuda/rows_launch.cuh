@@ -8,6 +8,7 @@
 #endif
 
 #include "cuda/rows.cuh"
+#include "cuda/rows_strided.cuh"
 #include "ops/rows.h"
 
 JOF_NAMESPACE_BEGIN
@@ -159,11 +160,57 @@ cudaError_t LaunchGrid(const Program& program, const RowsGrid& grid, cudaStream_
   return cudaLaunchKernelEx(&config, RowsKernel<Program, kHeldPacks<Program>>, program, plan);
 }
 
+// Rows of neighbouring elements.
 template <typename Program>
-cudaError_t LaunchRows(const Program& program, const RowsProblem& problem, cudaStream_t stream) {
+cudaError_t LaunchFlatRows(const Program& program, const RowsProblem& problem,
+                           cudaStream_t stream) {
   RowsGrid grid{};
   const cudaError_t status = PlanGrid(program, problem, &grid);
   return status == cudaSuccess ? LaunchGrid(program, grid, stream) : status;
+}
+
+// Others.
+template <typename Program>
+cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem,
+                              cudaStream_t stream) {
+  using T = typename Program::Element;
+  constexpr int kPack = kPackSize<T>;
+  const auto is_aligned = [](const auto* array) { return IsAligned(array, kPackBytes); };
+  bool is_packed = problem.inner % kPack == 0;
+  for (int a = 0; a < Program::kInputs; ++a) is_packed &= is_aligned(program.in[a]);
+  for (int o = 0; o < Program::kOutputs; ++o) is_packed &= is_aligned(program.out[o]);
+  const auto launch = [&](auto pack) {
+    constexpr int kRows = decltype(pack)::value;
+    constexpr int kHeld = StridedRowsBody<Program, kRows>::kHeld;
+    const int64_t packs = (problem.inner + kRows - 1) / kRows;
+    StridedRowsPlan plan{problem.n, problem.inner, 1, 1, false};
+    // Sectors of 32 bytes at least, lines if a row still fits into the registers of a block.
+    constexpr int kLine = 128 / static_cast<int>(sizeof(T)) / kRows;
+    const auto elements = [&] { return int64_t{kStridedThreads} / plan.columns * kHeld; };
+    while (plan.columns < kLine && plan.columns < packs &&
+           (plan.columns < kLine / 4 || elements() / 2 >= problem.n)) {
+      plan.columns *= 2;
+    }
+    plan.is_held = elements() >= problem.n;
+    plan.tiles = (packs + plan.columns - 1) / plan.columns;
+    int threads = kStridedThreads;
+    while (threads > 128 && threads / 2 >= plan.columns &&
+           threads / 2 / plan.columns * kHeld >= problem.n) {
+      threads /= 2;
+    }
+    StridedRowsKernel<Program, kRows>
+        <<<static_cast<unsigned>(problem.outer * plan.tiles), threads, 0, stream>>>(program, plan);
+    return cudaGetLastError();
+  };
+  return is_packed ? launch(std::integral_constant<int, kPack>())
+                   : launch(std::integral_constant<int, 1>());
+}
+
+template <typename Program>
+cudaError_t LaunchRows(const Program& program, const RowsProblem& problem, cudaStream_t stream) {
+  const bool is_flat = problem.inner == 1 && problem.n < int64_t{1} << 30;
+  return is_flat ? LaunchFlatRows(program, problem, stream)
+                 : LaunchStridedRows(program, problem, stream);
 }
 
 JOF_NAMESPACE_END

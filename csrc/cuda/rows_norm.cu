@@ -233,7 +233,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     }
   }
   const cudaError_t status =
-      LaunchRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, stream);
+      LaunchFlatRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, stream);
   if (status != cudaSuccess || call.vectors() == 0) return status;
   const dim3 blocks(static_cast<unsigned>((call.problem.n + kBlockSize - 1) / kBlockSize),
                     static_cast<unsigned>(call.parts));
@@ -259,7 +259,7 @@ cudaError_t LaunchNorm(const NormCall& call, cudaStream_t stream) {
       program.vectors[1] = VectorOf(call.bias, call.bias_type);
       program.stats = static_cast<NormStats<T, kCenter>*>(call.stats);
       program.epsilon = static_cast<Compute<T>>(call.epsilon);
-      return LaunchRows(program, call.problem, stream);
+      return LaunchFlatRows(program, call.problem, stream);
     };
     const auto with_center = [&](auto center) {
       return call.residual != nullptr ? launch(center, std::true_type())

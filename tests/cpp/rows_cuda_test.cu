@@ -376,6 +376,13 @@ int main(int argc, char**) {
   for (const int64_t n : {1000, 1024, 2047, 4096, 5000, 10007}) problems.push_back({19, n, 1});
   problems.push_back({3000, 48, 1});
   problems.push_back({10, 50257, 1});
+  // Rows of elements that are not next to each other.
+  const std::vector<RowsProblem> strided = {{3, 5, 7},    {2, 33, 64},   {1, 1000, 24}, {40, 12, 2},
+                                            {2, 300, 40}, {1, 3000, 16}, {5, 1, 9},     {1, 64, 515}};
+  for (const RowsProblem& p : strided) {
+    launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 6);
+    launches += TestType<float>(p, 4) + TestType<double>(p, 8);
+  }
   for (const RowsProblem& p : problems) {
     const int64_t step = brief ? 16 : p.n > 600 ? 6 : 1;
     launches += TestType<Half>(p, step) + TestType<BFloat16>(p, step);
