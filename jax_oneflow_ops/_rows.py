@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _primitive, _reference
+from jax_oneflow_ops import _compat, _policy, _primitive, _reference
 
 ARRAY, ROW, STATS, VECTOR = "array", "row", "stats", "vector"
 Kinds = tuple[list[str], list[str]]
@@ -149,6 +149,18 @@ def _linear(
     _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
 
+def _call(name: str, passes: int, x: Any, axis: int) -> _policy.Call:
+    """A call that reads or writes so many arrays like `x`."""
+    length = next(f"rows up to {most}" for most in _LENGTHS if x.shape[axis] <= most)
+    order = "contiguous" if math.prod(x.shape[axis + 1 :]) == 1 else "strided"
+    kind = ("rows", f"{order}, {length}", _policy.bits(x.dtype), name)
+    return _policy.Call(kind, passes * _policy.nbytes(x))
+
+
+_LENGTHS = (256, 2048, 16384, 1 << 50)
+"""The longest rows of each range of lengths, as `_policy.BANDS` has sizes."""
+
+
 def _not_linear(*args: Any, **params: Any) -> Any:
     raise NotImplementedError("functions of rows are not linear in their operands")
 
@@ -179,6 +191,10 @@ def _define_softmax() -> core.Primitive:
             call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))
             return call(*args, axis=np.int64(axis), **params)
 
+        def call(x: Any, *_: Any, axis: int, log: bool) -> _policy.Call:
+            name = target.removeprefix("jof_")
+            return _call(f"log_{name}" if log else name, 1 + operands, x, axis)
+
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)
             return bind(primitive, *xs, axis=axis, **params), out
@@ -191,6 +207,7 @@ def _define_softmax() -> core.Primitive:
             native=native if has_kernel else _in_jnp(reference),
             sharding_rule=lambda x, *_, axis, **__: _rule(kinds(operands), len(x.shape), axis),
             batch=batch,
+            call=call if has_kernel else None,
         )
 
     softmax_p = define("jof_softmax", 1, _reference.softmax)
@@ -233,8 +250,16 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     given = [ARRAY, *[ROW] * labels]
 
     def define(
-        target: str, kinds: Kinds, reference: Function, native: Function, types: Function
+        target: str,
+        kinds: Kinds,
+        reference: Function,
+        native: Function,
+        types: Function,
+        passes: int = 0,
     ) -> core.Primitive:
+        def call(x: Any, *_: Any, axis: int) -> _policy.Call:
+            return _call(target.removeprefix("jof_"), passes, x, axis)
+
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, out = _batched(args, dims, kinds, axis)
             many = primitive.multiple_results
@@ -249,6 +274,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
             sharding_rule=lambda x, *_, axis: _rule(kinds, len(x.shape), axis),
             batch=batch,
             multiple_results=len(kinds[1]) > 1,
+            call=None if passes == 0 else call,
         )
 
     def native(platform: str, x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
@@ -273,13 +299,21 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         stats = _without(x, axis, 2).update(dtype=_reference.row_dtype(x.dtype))
         return [_without(x, axis), stats]
 
-    f_p = define(f"jof_{name}", (given, [ROW, STATS]), _reference.logsumexp, native, value_types)
+    f_p = define(
+        f"jof_{name}",
+        (given, [ROW, STATS]),
+        _reference.logsumexp,
+        native,
+        value_types,
+        passes=1,
+    )
     vjp_p = define(
         f"jof_{name}_vjp",
         ([*given, STATS, ROW], [ARRAY]),
         _reference.logsumexp_vjp,
         native_vjp,
         lambda x, *_, axis: _with_rows_whole(x, axis),
+        passes=2,
     )
     jvp_p = define(
         f"jof_{name}_jvp",
@@ -474,6 +508,13 @@ def _norm_batch(
     return [dx, *_some(sums, wanted)], [at, *[0] * sum(wanted)]
 
 
+def _norm_call(name: str, x: Any, *_: Any, center: bool, given: Any, **__: Any) -> _policy.Call:
+    """Residuals, and the cotangents of their sums, are arrays of their own."""
+    passes = 2 + 2 * given[0] if name == "norm" else 3 + given[2]
+    function = f"{_function_of_norm(center=center)}{name.removeprefix('norm')}"
+    return _call(function, passes, x, x.ndim - 1)
+
+
 def _define_norm() -> core.Primitive:
     def define(
         name: str, reference: Function, native: Function, types: Function, kinds: Any
@@ -493,6 +534,7 @@ def _define_norm() -> core.Primitive:
             on_shard=_norm_vjp_on_shard if name == "norm_vjp" else None,
             batch=functools.partial(_norm_batch, reference, kinds),
             multiple_results=True,
+            call=None if name == "norm_jvp" else functools.partial(_norm_call, name),
         )
 
     norm_p = define("norm", _reference.norm, _norm_native, _norm_types, _norm_kinds)
