@@ -386,10 +386,11 @@ def logsumexp(x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
 
 @in_own_precision
 def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
-    """The cotangent of x, given labels, if any, statistics (not read) and the result's cotangent."""
+    """The cotangent of x, given labels, if any, statistics (not read) and that of the result."""
     *labels, _, ct = operands
     pull = jax.vjp(functools.partial(_first_logsumexp, labels, axis), _wide(x))[1]
-    return pull(_wide(ct))[0].astype(x.dtype)
+    dx: jax.Array = pull(_wide(ct))[0].astype(x.dtype)
+    return dx
 
 
 @in_own_precision
@@ -397,7 +398,8 @@ def logsumexp_jvp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
     """The tangent of the result, given labels, if any, statistics (not read) and that of x."""
     *labels, _, tangent = operands
     f = functools.partial(_first_logsumexp, labels, axis)
-    return jax.jvp(f, [_wide(x)], [_wide(tangent)])[1].astype(x.dtype)
+    result: jax.Array = jax.jvp(f, [_wide(x)], [_wide(tangent)])[1].astype(x.dtype)
+    return result
 
 
 def _first_logsumexp(labels: Sequence[jax.Array], axis: int, x: jax.Array) -> jax.Array:

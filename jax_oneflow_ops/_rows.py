@@ -5,8 +5,8 @@ have no derivative: they are functions of the operands. f_vjp takes the residual
 operands, results and statistics, and the results' cotangents; it is one native kernel. f_jvp takes
 the residuals and the operands' tangents, is computed in jnp, and is the transpose of f_vjp.
 
-Operands are arrays, which have an axis of rows; what has one value a row, or several in a last axis;
-and row vectors.
+Operands are arrays, which have an axis of rows; what has one value a row, or several in a last
+axis; and row vectors.
 """
 
 import functools
@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _primitive, _reference
+from jax_oneflow_ops import _compat, _policy, _primitive, _reference
 
 ARRAY, ROW, STATS, VECTOR = "array", "row", "stats", "vector"
 Kinds = tuple[list[str], list[str]]
@@ -149,6 +149,18 @@ def _linear(
     _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
 
+def _call(name: str, passes: int, x: Any, axis: int) -> _policy.Call:
+    """A call that reads or writes so many arrays like `x`."""
+    length = next(f"rows up to {most}" for most in _LENGTHS if x.shape[axis] <= most)
+    order = "contiguous" if math.prod(x.shape[axis + 1 :]) == 1 else "strided"
+    kind = ("rows", f"{order}, {length}", _policy.bits(x.dtype), name)
+    return _policy.Call(kind, passes * _policy.nbytes(x))
+
+
+_LENGTHS = (256, 2048, 16384, 1 << 50)
+"""The longest rows of each range of lengths, as `_policy.BANDS` has sizes."""
+
+
 def _not_linear(*args: Any, **params: Any) -> Any:
     raise NotImplementedError("functions of rows are not linear in their operands")
 
@@ -169,13 +181,19 @@ def _define_softmax() -> core.Primitive:
     def kinds(operands: int) -> Kinds:
         return [ARRAY] * operands, [ARRAY]
 
-    def define(target: str, operands: int, reference: Function, has_kernel: bool = True) -> Any:
+    def define(
+        target: str, operands: int, reference: Function, has_kernel: bool = True
+    ) -> core.Primitive:
         def native(platform: str, *args: jax.Array, axis: int, **params: Any) -> Any:
             x = args[0]
             if x.size == 0:
                 return x
             call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))
             return call(*args, axis=np.int64(axis), **params)
+
+        def call(x: Any, *_: Any, axis: int, log: bool) -> _policy.Call:
+            name = target.removeprefix("jof_")
+            return _call(f"log_{name}" if log else name, 1 + operands, x, axis)
 
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)
@@ -189,6 +207,7 @@ def _define_softmax() -> core.Primitive:
             native=native if has_kernel else _in_jnp(reference),
             sharding_rule=lambda x, *_, axis, **__: _rule(kinds(operands), len(x.shape), axis),
             batch=batch,
+            call=call if has_kernel else None,
         )
 
     softmax_p = define("jof_softmax", 1, _reference.softmax)
@@ -230,7 +249,17 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     """Operands are x and `labels` labels a row, at most one."""
     given = [ARRAY, *[ROW] * labels]
 
-    def define(target: str, kinds: Kinds, reference: Function, native: Function, types: Any) -> Any:
+    def define(
+        target: str,
+        kinds: Kinds,
+        reference: Function,
+        native: Function,
+        types: Function,
+        passes: int = 0,
+    ) -> core.Primitive:
+        def call(x: Any, *_: Any, axis: int) -> _policy.Call:
+            return _call(target.removeprefix("jof_"), passes, x, axis)
+
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, out = _batched(args, dims, kinds, axis)
             many = primitive.multiple_results
@@ -245,6 +274,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
             sharding_rule=lambda x, *_, axis: _rule(kinds, len(x.shape), axis),
             batch=batch,
             multiple_results=len(kinds[1]) > 1,
+            call=None if passes == 0 else call,
         )
 
     def native(platform: str, x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
@@ -253,8 +283,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         rows = (*x.shape[:axis], *x.shape[axis + 1 :])
         stats = jax.ShapeDtypeStruct((*rows, 2), _reference.row_dtype(x.dtype))
         call = jax.ffi.ffi_call(f"jof_{name}", [jax.ShapeDtypeStruct(rows, x.dtype), stats])
-        results: list[jax.Array] = call(x, *labels, axis=np.int64(axis))
-        return results
+        return [*call(x, *labels, axis=np.int64(axis))]
 
     def native_vjp(platform: str, x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
         """The logits are dead after it in a training step: their buffer is the result's."""
@@ -270,13 +299,21 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         stats = _without(x, axis, 2).update(dtype=_reference.row_dtype(x.dtype))
         return [_without(x, axis), stats]
 
-    f_p = define(f"jof_{name}", (given, [ROW, STATS]), _reference.logsumexp, native, value_types)
+    f_p = define(
+        f"jof_{name}",
+        (given, [ROW, STATS]),
+        _reference.logsumexp,
+        native,
+        value_types,
+        passes=1,
+    )
     vjp_p = define(
         f"jof_{name}_vjp",
         ([*given, STATS, ROW], [ARRAY]),
         _reference.logsumexp_vjp,
         native_vjp,
         lambda x, *_, axis: _with_rows_whole(x, axis),
+        passes=2,
     )
     jvp_p = define(
         f"jof_{name}_jvp",
@@ -385,8 +422,8 @@ def _norm_native(
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
     y = jax.ShapeDtypeStruct(rows, x.dtype)
     total = y if given[0] else jax.ShapeDtypeStruct((0, 0), x.dtype)
-    stats = jax.ShapeDtypeStruct((rows[0], 3), _reference.row_dtype(x.dtype))
-    results = jax.ffi.ffi_call("jof_norm", [y, total, stats])(
+    kept = jax.ShapeDtypeStruct((rows[0], 3), _reference.row_dtype(x.dtype))
+    results = jax.ffi.ffi_call("jof_norm", [y, total, kept])(
         x.reshape(rows),
         no_rows if residual is None else residual.reshape(rows),
         no_vector if scale is None else scale,
@@ -415,7 +452,8 @@ def _norm_vjp_native(
         return [x, *[jnp.zeros((n,), dtype)] * sum(wanted)]
     scale, dy, of_sum = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
-    parts = min(rows, _PARTS[platform])
+    most = _PARTS[platform]
+    parts = min(rows, most) if isinstance(rows, int) else most
     results = [jax.ShapeDtypeStruct((rows, n), x.dtype)]
     results += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
     results.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))
@@ -448,7 +486,7 @@ def _norm_batch(
     implementation: str | None,
     **params: Any,
 ) -> tuple[Any, Any]:
-    """Row vectors that there is one of for each example are left to jnp, and sums that there are."""
+    """What there is one row vector of for each example, operand or result, is left to jnp."""
     sides = kinds(**{k: v for k, v in params.items() if k in ("given", "wanted", "passed")})
     if any(d is not None and k == VECTOR for d, k in zip(dims, sides[0], strict=True)):
         results = jax.vmap(functools.partial(reference, **params), in_axes=dims)(*args)
@@ -470,8 +508,17 @@ def _norm_batch(
     return [dx, *_some(sums, wanted)], [at, *[0] * sum(wanted)]
 
 
+def _norm_call(name: str, x: Any, *_: Any, center: bool, given: Any, **__: Any) -> _policy.Call:
+    """Residuals, and the cotangents of their sums, are arrays of their own."""
+    passes = 2 + 2 * given[0] if name == "norm" else 3 + given[2]
+    function = f"{_function_of_norm(center=center)}{name.removeprefix('norm')}"
+    return _call(function, passes, x, x.ndim - 1)
+
+
 def _define_norm() -> core.Primitive:
-    def define(name: str, reference: Function, native: Function, types: Any, kinds: Any) -> Any:
+    def define(
+        name: str, reference: Function, native: Function, types: Function, kinds: Any
+    ) -> core.Primitive:
         def sharding_rule(x: Any, *_: Any, **params: Any) -> _primitive.ShardingRule:
             of_kinds = ("given", "wanted", "passed")
             sides = kinds(**{k: params[k] for k in of_kinds if k in params})
@@ -487,6 +534,7 @@ def _define_norm() -> core.Primitive:
             on_shard=_norm_vjp_on_shard if name == "norm_vjp" else None,
             batch=functools.partial(_norm_batch, reference, kinds),
             multiple_results=True,
+            call=None if name == "norm_jvp" else functools.partial(_norm_call, name),
         )
 
     norm_p = define("norm", _reference.norm, _norm_native, _norm_types, _norm_kinds)
@@ -570,7 +618,19 @@ def _define_norm() -> core.Primitive:
     def first(operands: int, *, given: Sequence[bool], **_: Any) -> int:
         return 2 + given[0]
 
-    _primitive.define_derivatives(norm_p, jvp=jvp, transpose=_not_linear)
+    def transpose(cts: Any, *args: Any, implementation: Any, **params: Any) -> Any:
+        """With respect to scale and bias, for `jax.linear_transpose` alone."""
+        live = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+
+        def of_live(*xs: Any) -> Any:
+            given = dict(zip(live, xs, strict=True))
+            return _reference.norm(*(given.get(i, x) for i, x in enumerate(args)), **params)[0]
+
+        pulled = jax.linear_transpose(of_live, *(args[i].aval for i in live))(_instantiated(cts[0]))
+        of_operands = dict(zip(live, pulled, strict=True))
+        return [of_operands.get(i) for i in range(len(args))]
+
+    _primitive.define_derivatives(norm_p, jvp=jvp, transpose=transpose)
     _linear(vjp_p, _reference.norm_vjp, first, statistics, vjp_transpose)
     _linear(jvp_p, _reference.norm_jvp, first, statistics, jvp_transpose)
     return norm_p

@@ -31,7 +31,7 @@ def softmax(
     """``exp(x) / sum(exp(x))`` along an axis. Replaces `jax.nn.softmax`.
 
     Args:
-      x: array of any shape; integers are converted as jnp promotes them with float32.
+      x: array of any shape; integers are converted as `jnp.exp` converts them.
       axis: the axis of the sum, or several, or None for all. Axes that are not neighbours cost a
         transposition.
       where: booleans that broadcast to x: which elements there are. The result is 0 where there is
@@ -79,7 +79,7 @@ def log_softmax(
     """``x - log(sum(exp(x)))`` along an axis. Replaces `jax.nn.log_softmax`.
 
     Args:
-      x: array of any shape; integers are converted as jnp promotes them with float32.
+      x: array of any shape; integers are converted as `jnp.exp` converts them.
       axis: the axis of the sum, or several, or None for all, as in `softmax`.
       where: booleans that broadcast to x: which elements there are. The result is -inf where there
         is none.
@@ -135,7 +135,7 @@ def logsumexp(
     """``log(sum(exp(a)))``. Replaces `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
 
     Args:
-      a: array of any shape; integers are converted as jnp promotes them with float32. With complex
+      a: array of any shape; integers are converted as `jnp.exp` converts them. With complex
         numbers, `b` or `return_sign` JAX's function is called.
       axis: the axis of the sum, or several, as in `softmax`; None for all.
       b: factors of the exponentials.
@@ -254,10 +254,11 @@ def softmax_cross_entropy_with_integer_labels(
         )[0]
         return loss
     masked = jnp.where(mask, x, -jnp.inf)
-    total = logsumexp(masked, tuple(axes), implementation=choice)
+    total = logsumexp(masked, tuple(axes), implementation=implementation)
     of_label = jnp.take_along_axis(rows, jnp.expand_dims(ids, place), place).squeeze(place)
     some = jnp.broadcast_to(mask, x.shape).any(axes)
-    return jnp.where(some, total - of_label, 0)
+    masked_loss: jax.Array = jnp.where(some, total - of_label, 0)
+    return masked_loss
 
 
 # ---- arguments ----
@@ -266,7 +267,7 @@ def softmax_cross_entropy_with_integer_labels(
 def _floating(name: str, argument: str, x: Any) -> jax.Array:
     x = _checks.as_array(name, argument, x, numbers=True)
     if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_:
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
     if x.dtype not in _FLOATS:
         raise TypeError(
             f"{name}: {argument} must be float16, bfloat16, float32, float64 or integers, got "
@@ -499,5 +500,5 @@ def _row_vector(
         raise ValueError(
             f"{name}: {argument} must have the shape of x along axis, {sizes}, got {v.shape}"
         )
-    v = v if v.dtype == dtype else v.astype(jnp.float32)
-    return v.reshape(-1)
+    vector: jax.Array = v if v.dtype == dtype else v.astype(jnp.float32)
+    return vector.reshape(-1)

@@ -21,12 +21,14 @@ from tests.catalogue import (
     KERNEL_CASES,
     PERMUTE_CASES,
     RESIZE_CASES,
+    ROWS_CASES,
     SCATTER_ADD,
     SEGMENT_SUM,
     UPSAMPLE_CASES,
     Case,
     case_of,
     integers,
+    of_numbers,
 )
 
 # --- the table ------------------------------------------------------------------------------------
@@ -66,6 +68,7 @@ class Rule:
 
 
 TRAILING = "the dimensions after them"
+OTHERS = {"b": "all other dimensions", "n": "`axis`"}
 RULES = {
     "elementwise operations": Rule(
         "x, -> x", {"x": "all dimensions"}, {0: "an array", 1: "a scalar"}, "x"
@@ -109,6 +112,16 @@ RULES = {
         {0: "`table`"},
         "t",
     ),
+    "`softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
+    "`log_softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
+    "`logsumexp`": Rule("b n -> b", OTHERS, {0: "`a`"}, "b", gathered="n"),
+    "`softmax_cross_entropy_with_integer_labels`": Rule(
+        "b n, b -> b", OTHERS, {0: "`logits`"}, "b", gathered="n"
+    ),
+    "`layer_norm`": Rule(
+        "b n, n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`", 2: "`bias`"}, "b", gathered="n"
+    ),
+    "`rms_norm`": Rule("b n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`"}, "b", gathered="n"),
 }
 
 
@@ -172,6 +185,8 @@ class Layout:
         """How many the law allows: in the function, in its gradients."""
         kept = [x for x in self.axes if x in self.result]
         gradients = [any(x not in self.operands[i] for x in kept) for i in self.wrt]
+        if self.case.op and self.case.op.family == "rows":
+            gradients = [any(gradients)]  # those of scale and bias are one
         return bool(self.summed()), sum(gradients)
 
     def sharded(self, **axes: Any) -> "Layout":
@@ -309,6 +324,25 @@ def rows_layouts() -> Iterator[Layout]:
             yield layout(cases[name], equation, **axes)
 
 
+def reduced_rows_layouts() -> Iterator[Layout]:
+    equations = {
+        "softmax": "bcn->bcn",
+        "log_softmax": "bcn->bcn",
+        "logsumexp": "bcn->bc",
+        "softmax_cross_entropy_with_integer_labels": "bcn,bc->bc",
+        "layer_norm-operands": "bcn,n,n->bcn",
+        "rms_norm-operands": "bcn,n->bcn",
+    }
+    for case in ROWS_CASES:
+        if equation := equations.get(case.name):
+            sizes = {"b": 8, "c": 4, "n": 3}
+            shapes = (tuple(sizes[x] for x in side) for side in split(equation)[0])
+            functions = [of_numbers(case.op, f) for f in (case.op.function, case.op.replaces)]
+            case = dataclasses.replace(case, shapes=tuple(shapes), f=functions[0], ref=functions[1])
+            yield layout(case, equation, b="a", c="b")
+            yield layout(case, equation, b=("a", "b"))
+
+
 LAYOUTS = (
     *elementwise_layouts(),
     *kernel_layouts(),
@@ -316,4 +350,5 @@ LAYOUTS = (
     *resize_layouts(),
     *permute_layouts(),
     *rows_layouts(),
+    *reduced_rows_layouts(),
 )

@@ -21,44 +21,6 @@ pytestmark = pytest.mark.usefixtures("x64")
 LENGTHS = (1, 2, 7, 33, 100, 333, 1000, 2048, 2049, 5000)
 
 
-# --- the oracle: float64 and sums that are exact to its last digits -------------------------------
-
-
-def logsumexp(x, axis):
-    peak = np.max(x, axis, keepdims=True)
-    return (peak + np.log(np.sum(np.exp(x - peak), axis, keepdims=True))).squeeze(axis)
-
-
-def softmax(x, axis):
-    e = np.exp(x - np.max(x, axis, keepdims=True))
-    return e / np.sum(e, axis, keepdims=True)
-
-
-def log_softmax(x, axis):
-    shifted = x - np.max(x, axis, keepdims=True)
-    return shifted - np.log(np.sum(np.exp(shifted), axis, keepdims=True))
-
-
-def cross_entropy(x, labels):
-    return -np.take_along_axis(log_softmax(x, -1), labels[..., None], -1)[..., 0]
-
-
-def normalized(x, center, epsilon=1e-6):
-    """And 1 / the standard deviation."""
-    x = np.longdouble(x)  # float64's own rows are compared with it
-    centred = x - np.mean(x, -1, keepdims=True) if center else x
-    rstd = 1 / np.sqrt(np.mean(centred**2, -1, keepdims=True) + epsilon)
-    return centred * rstd, rstd
-
-
-def norm_vjp(x, scale, dy, center):
-    xhat, rstd = normalized(x, center)
-    g = dy * scale
-    dx = g - xhat * np.mean(g * xhat, -1, keepdims=True)
-    dx = (dx - np.mean(g, -1, keepdims=True) if center else dx) * rstd
-    return dx, np.sum(dy * xhat, 0), np.sum(dy, 0)
-
-
 def assert_close(actual, exact, dtype, ulps, floor=0.0, least=0.0):
     """Within so many units in the last place; `floor` is relative to the largest of a row, which
     counts as `least` if it is less."""
@@ -108,12 +70,12 @@ def test_softmax_on_hard_rows(kind, dtype):
         wide = x.astype(np.float64)
         # Far from the largest the exponent has the rounding of a difference.
         floor = 4 * eps(jnp.promote_types(dtype, jnp.float32))
-        assert_close(jof.softmax(x), softmax(wide, -1), dtype, ulps(dtype), floor)
-        assert_close(jof.log_softmax(x), log_softmax(wide, -1), dtype, ulps(dtype), floor)
-        assert_close(jof.logsumexp(x, -1), logsumexp(wide, -1), dtype, ulps(dtype), floor)
+        assert_close(jof.softmax(x), oracle.softmax(wide), dtype, ulps(dtype), floor)
+        assert_close(jof.log_softmax(x), oracle.log_softmax(wide), dtype, ulps(dtype), floor)
+        assert_close(jof.logsumexp(x, -1), oracle.logsumexp(wide), dtype, ulps(dtype), floor)
         labels = rng.integers(0, n, size=3)
         loss = jof.softmax_cross_entropy_with_integer_labels(x, labels)
-        exact = cross_entropy(wide, labels)
+        exact = oracle.cross_entropy(wide, labels)
         # What is left of log(sum) - (x - max) where these cancel.
         slack = 4 * eps(jnp.promote_types(dtype, jnp.float32)) * (1 + np.log(n))
         assert np.all(
@@ -129,7 +91,7 @@ def test_gradients_of_softmax_on_hard_rows(kind, dtype):
         x = rows_of(kind, rng, (3, n)).astype(dtype)
         ct = rng.standard_normal(x.shape).astype(dtype)
         wide, dy = x.astype(np.float64), ct.astype(np.float64)
-        p = softmax(wide, -1)
+        p = oracle.softmax(wide)
         # y is read as it was rounded, and terms cancel.
         floor = 8 * eps(dtype) + 4 * eps(dtype) * np.log2(n + 1)
         _, pull = jax.vjp(jof.softmax, x)
@@ -156,8 +118,10 @@ def test_norms_on_hard_rows(kind, dtype, center):
     for n in LENGTHS:
         rng = rng_for(kind, dtype, n)
         x = rows_of(kind, rng, (5, n)).astype(dtype)
-        xhat, _ = normalized(x.astype(np.float64), center)
+        xhat, rstd = oracle.normalized(x.astype(np.float64), center)
         small = 2 * eps(jnp.promote_types(dtype, jnp.float32))
+        if jnp.dtype(dtype).itemsize == 2:  # the mean is rounded to float32
+            small *= 1 + float(np.max(np.abs(np.float64(x)) * rstd))
         assert_close(norm(x), xhat, dtype, ulps(dtype), small)
         scale = rng.uniform(0.5, 2, size=n).astype(np.float32)
         exact = xhat * scale
@@ -183,9 +147,11 @@ def test_gradients_of_norms_on_hard_rows(kind, dtype, center):
         _, pull = jax.vjp(jof.layer_norm if center else jof.rms_norm, *operands)
         cts = pull(dy)
         wide = [a.astype(np.float64) for a in (x, scale, dy)]
-        expected = norm_vjp(*wide, center)
-        xhat, rstd = normalized(wide[0], center)
+        expected = oracle.norm_vjp(*wide, center)
+        xhat, rstd = oracle.normalized(wide[0], center)
         small = 64 * eps(jnp.promote_types(dtype, jnp.float32))
+        if jnp.dtype(dtype).itemsize == 2:
+            small *= 1 + float(np.max(np.abs(wide[0])))
         slack = ulps(dtype) * oracle.spacing(expected[0], dtype) + small * 8 * rstd
         assert cts[0].dtype == dtype
         assert np.all(np.abs(np.float64(cts[0]) - expected[0]) <= slack)
@@ -311,6 +277,15 @@ def test_any_shape_and_axes(shape, data, dtype):
     compare(jof.logsumexp(x, axes, where=where), jax.nn.logsumexp(wide, axes, where=where))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "bool"])
+def test_integers_are_converted(dtype):
+    x = np.arange(6).reshape(2, 3).astype(dtype)
+    for f in (jof.softmax, jof.log_softmax, functools.partial(jof.logsumexp, axis=-1)):
+        expected = jnp.exp(x).dtype
+        assert f(x).dtype == expected
+        np.testing.assert_array_equal(f(x), f(x.astype(expected)))
+
+
 @pytest.mark.parametrize("axis", [-1, 1, 0, (1, 2), (2, 0), (0, 1, 2)])
 @pytest.mark.parametrize("masked", ["no", "rows", "elements"])
 def test_cross_entropy_along_axes_is_that_of_optax(axis, masked):
@@ -344,7 +319,7 @@ def test_norms_along_axes(axis):
     last = range(3 - len(axes), 3)
     rows = np.moveaxis(x, axes, last)
     flat = rows.reshape(*rows.shape[: 3 - len(axes)], -1)
-    expected = normalized(flat, True)[0].reshape(rows.shape) * scale + bias
+    expected = oracle.normalized(flat, True)[0].reshape(rows.shape) * scale + bias
     np.testing.assert_allclose(y, np.moveaxis(expected, last, axes), rtol=1e-12, atol=1e-12)
 
 
@@ -567,3 +542,46 @@ def test_handlers_check_what_they_are_given(target, operands, results, attribute
     attributes = {k: np.int64(v) if k == "axis" else v for k, v in attributes.items()}
     with pytest.raises(Exception, match=f"jof_{target}: .*{message}"):
         jax.block_until_ready(jax.jit(lambda *xs: call(*xs, **attributes))(*xs))
+
+
+# --- flax's modules -------------------------------------------------------------------------------
+
+MODULES = [
+    ({}, {}),
+    ({"dtype": jnp.bfloat16}, {}),
+    ({"use_scale": False, "epsilon": 1e-3}, {}),
+    ({"reduction_axes": (1, -1), "feature_axes": (1, -1)}, {}),
+    ({"param_dtype": jnp.bfloat16}, {}),
+    ({"feature_axes": (1, 2)}, {}),  # flax's own
+    ({}, {"mask": np.arange(5) < 3}),  # likewise
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("arguments", "call"), MODULES)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_modules_are_those_of_flax(name, arguments, call, dtype):
+    nn = pytest.importorskip("flax.linen")
+    from jax_oneflow_ops import linen
+
+    x = rng_for(name).standard_normal((3, 4, 5)).astype(dtype)
+    theirs, ours = (getattr(module, name)(**arguments) for module in (nn, linen))
+    assert isinstance(ours, getattr(nn, name))
+    variables = theirs.init(jax.random.key(0), x)
+    mine = ours.init(jax.random.key(0), x)
+    assert jax.tree.structure(mine) == jax.tree.structure(variables)
+    variables = jax.tree.map(lambda v: v + jnp.arange(v.size, dtype=v.dtype).reshape(v.shape), mine)
+
+    def loss(module, variables, x):
+        return jnp.sum(jnp.float32(module.apply(variables, x, **call)) ** 3)
+
+    results = [
+        (m.apply(variables, x, **call), jax.grad(loss, (1, 2))(m, variables, x))
+        for m in (ours, theirs)
+    ]
+    for a, e in zip(*map(jax.tree.leaves, results), strict=True):
+        assert a.dtype == e.dtype
+        largest = np.max(np.abs(np.float64(e)), initial=0)
+        coarse = jnp.promote_types(a.dtype, "bfloat16") == "bfloat16" or dtype == "bfloat16"
+        tolerance = 0.05 if coarse else 1e-4
+        np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)

@@ -520,6 +520,24 @@ def test_strategies_on_a_gpu(dtype, count, size, width, options, targets, scratc
         assert f"tensor<{scratch.replace(',', 'x')}xf32>" in module
 
 
+@pytest.mark.skipif(not _native.available("cuda"), reason="the _cuda module was not built")
+@pytest.mark.parametrize(
+    ("batch", "count", "parts"), [(64, 300_000, 2), (3, 300_000, 37), (200, 5000, 0)]
+)
+def test_problems_of_a_batch_have_private_sums_each(batch, count, parts):
+    """Where each has work for a block; 0 parts: it has not."""
+
+    def f(updates, ids):
+        return jax.vmap(lambda x: jof.segment_sum(x, ids, 70))(updates)
+
+    types = jax.ShapeDtypeStruct((batch, count), "float32"), jax.ShapeDtypeStruct((count,), "int32")
+    checks = jof.export_checks()
+    export = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)(*types)
+    module = export.mlir_module()
+    assert re.findall(r"custom_call @(jof_\w+)", module) == [PRIVATE if parts else ATOMIC]
+    assert (f"tensor<{parts}x{batch}x70x1xf32>" in module) == bool(parts)
+
+
 @strategies(BACKEND)
 def test_strategies(dtype, count, size, width, options, targets, scratch):
     rng = rng_for(count, size, width)

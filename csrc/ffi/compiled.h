@@ -92,8 +92,10 @@ auto WithCompiledAttributes(Binding binding) {
       .template Attr<ffi::Span<const int64_t>>("element_bytes");
 }
 
+// Some releases of XLA pass the operands at this stage too, and headers before 0.3 refuse what a
+// handler does not bind.
 inline auto CompiledInstantiateBinding() {
-  return WithCompiledAttributes(ffi::Ffi::BindInstantiate());
+  return WithCompiledAttributes(ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets());
 }
 
 template <typename Backend>
@@ -109,7 +111,8 @@ LoadedKernels<typename Backend::CompiledKernel>& Loaded() {
 }
 
 template <typename Backend>
-ffi::Error InstantiateCompiled(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
+ffi::Error InstantiateCompiled(ffi::RemainingArgs, ffi::RemainingRets,
+                               ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
                                ffi::Span<const int64_t>, ffi::Span<const int64_t>) {
   return Loaded<Backend>().LoadOnce(id, [&](typename Backend::CompiledKernel* kernel) {
     return Backend::Status(name, LoadCompiled(code.begin(), code.size(), kernel));
