@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _primitive, _reference
+from jax_oneflow_ops import _compat, _policy, _primitive, _reference
 
 ARRAY, ROW, STATS, VECTOR = "array", "row", "stats", "vector"
 Kinds = tuple[list[str], list[str]]
@@ -52,13 +52,18 @@ def _with_rows_whole(aval: Any, axis: int) -> Any:
 # ---- what all of them share ----
 
 
-def _rule(kinds: Kinds, rank: int, axis: int) -> _primitive.ShardingRule:
-    """All dimensions are independent but the rows' own, of which every device needs all."""
+def _rule(kinds: Kinds, rank: int, axis: int, *, in_parts: bool = False) -> _primitive.ShardingRule:
+    """All dimensions are independent but the rows' own.
+
+    Of that every device needs all, unless rows may be computed in parts.
+    """
     dims = [f"d{i}" for i in range(rank)]
     dims[axis] = "n"
     rows = [d for d in dims if d != "n"]
     names = {ARRAY: dims, ROW: rows, STATS: [*rows, "k"], VECTOR: ["n"]}
     operands, results = ([names[kind] for kind in side] for side in kinds)
+    if in_parts:
+        return _primitive.ShardingRule(operands, results, frozenset("k"), rows="n")
     return _primitive.ShardingRule(operands, results, frozenset("nk"))
 
 
@@ -149,6 +154,18 @@ def _linear(
     _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
 
+def _call(name: str, passes: int, x: Any, axis: int) -> _policy.Call:
+    """A call that reads or writes so many arrays like `x`."""
+    length = next(f"rows up to {most}" for most in _LENGTHS if x.shape[axis] <= most)
+    order = "contiguous" if math.prod(x.shape[axis + 1 :]) == 1 else "strided"
+    kind = ("rows", f"{order}, {length}", _policy.bits(x.dtype), name)
+    return _policy.Call(kind, passes * _policy.nbytes(x))
+
+
+_LENGTHS = (256, 2048, 16384, 1 << 50)
+"""The longest rows of each range of lengths, as `_policy.BANDS` has sizes."""
+
+
 def _not_linear(*args: Any, **params: Any) -> Any:
     raise NotImplementedError("functions of rows are not linear in their operands")
 
@@ -179,6 +196,10 @@ def _define_softmax() -> core.Primitive:
             call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))
             return call(*args, axis=np.int64(axis), **params)
 
+        def call(x: Any, *_: Any, axis: int, log: bool) -> _policy.Call:
+            name = target.removeprefix("jof_")
+            return _call(f"log_{name}" if log else name, 1 + operands, x, axis)
+
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)
             return bind(primitive, *xs, axis=axis, **params), out
@@ -191,6 +212,7 @@ def _define_softmax() -> core.Primitive:
             native=native if has_kernel else _in_jnp(reference),
             sharding_rule=lambda x, *_, axis, **__: _rule(kinds(operands), len(x.shape), axis),
             batch=batch,
+            call=call if has_kernel else None,
         )
 
     softmax_p = define("jof_softmax", 1, _reference.softmax)
@@ -226,6 +248,57 @@ softmax_p = _define_softmax()
 
 
 # ---- logsumexp, and cross entropy: what it is of the element that a label names ----
+#
+# Rows that are sharded over devices are computed in parts: statistics are combined by two
+# all-reduces, and no logits are sent.
+
+
+def _labels_on_shard(
+    labels: Sequence[jax.Array], n: int, shard: _primitive.Shard
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Labels that name elements of a shard, `n` where they name none; and whether they name any."""
+    count = jax.lax.psum(1, shard.rows)
+    counted = [jnp.where(label < 0, label + n * count, label) for label in labels]
+    local = [label - n * jax.lax.axis_index(shard.rows) for label in counted]
+    names_any = [(label >= 0) & (label < n * count) for label in counted]
+    return [jnp.where((i >= 0) & (i < n), i, n).astype(jnp.int32) for i in local], names_any
+
+
+def _logsumexp_on_shard(
+    call: Function, shard: _primitive.Shard, x: jax.Array, *labels: jax.Array, axis: int
+) -> list[jax.Array]:
+    if not shard.rows:
+        results: list[jax.Array] = call(x, *labels, axis=axis)
+        return results
+    n = x.shape[axis]
+    local, names_any = _labels_on_shard(labels, n, shard)
+    _, stats = call(x, *local, axis=axis)
+    centre, total = stats[..., 0], 1 / stats[..., 1]
+    # Where the maximum of a part is infinite its centre is 0.
+    peak = jnp.where(total == 0, -jnp.inf, jnp.where(total == jnp.inf, jnp.inf, centre))
+    top = jax.lax.pmax(peak, shard.rows)
+    base = jnp.where(jnp.isfinite(top), top, 0)
+    total = jnp.where(jnp.isinf(peak), total, total * jnp.exp(centre - base))
+    of_label = [jnp.expand_dims(jnp.minimum(i, n - 1), axis) for i in local]
+    values = [
+        jnp.where(i < n, jnp.take_along_axis(x, at, axis).squeeze(axis).astype(total.dtype), 0)
+        for i, at in zip(local, of_label, strict=True)
+    ]
+    total, *values = jax.lax.psum([total, *values], shard.rows)
+    result = jnp.log(total) + (0 if values else base)
+    for value, is_one in zip(values, names_any, strict=True):
+        result -= jnp.where(is_one, value, jnp.nan) - base
+    return [result.astype(x.dtype), jnp.stack([base, 1 / total], -1)]
+
+
+def _logsumexp_vjp_on_shard(
+    call: Function, shard: _primitive.Shard, x: jax.Array, *operands: jax.Array, axis: int
+) -> jax.Array:
+    *labels, stats, ct = operands
+    if shard.rows:
+        labels, _ = _labels_on_shard(labels, x.shape[axis], shard)
+    result: jax.Array = call(x, *labels, stats, ct, axis=axis)
+    return result
 
 
 def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
@@ -233,8 +306,17 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     given = [ARRAY, *[ROW] * labels]
 
     def define(
-        target: str, kinds: Kinds, reference: Function, native: Function, types: Function
+        target: str,
+        kinds: Kinds,
+        reference: Function,
+        native: Function,
+        types: Function,
+        passes: int = 0,
+        on_shard: Function | None = None,
     ) -> core.Primitive:
+        def call(x: Any, *_: Any, axis: int) -> _policy.Call:
+            return _call(target.removeprefix("jof_"), passes, x, axis)
+
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, out = _batched(args, dims, kinds, axis)
             many = primitive.multiple_results
@@ -246,9 +328,13 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
             abstract_eval=types,
             reference=reference,
             native=native,
-            sharding_rule=lambda x, *_, axis: _rule(kinds, len(x.shape), axis),
+            sharding_rule=lambda x, *_, axis: _rule(
+                kinds, len(x.shape), axis, in_parts=on_shard is not None
+            ),
+            on_shard=on_shard,
             batch=batch,
             multiple_results=len(kinds[1]) > 1,
+            call=None if passes == 0 else call,
         )
 
     def native(platform: str, x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
@@ -273,13 +359,23 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         stats = _without(x, axis, 2).update(dtype=_reference.row_dtype(x.dtype))
         return [_without(x, axis), stats]
 
-    f_p = define(f"jof_{name}", (given, [ROW, STATS]), _reference.logsumexp, native, value_types)
+    f_p = define(
+        f"jof_{name}",
+        (given, [ROW, STATS]),
+        _reference.logsumexp,
+        native,
+        value_types,
+        passes=1,
+        on_shard=_logsumexp_on_shard,
+    )
     vjp_p = define(
         f"jof_{name}_vjp",
         ([*given, STATS, ROW], [ARRAY]),
         _reference.logsumexp_vjp,
         native_vjp,
-        lambda x, *_, axis: _with_rows_whole(x, axis),
+        lambda x, *_, axis: x,
+        passes=2,
+        on_shard=_logsumexp_vjp_on_shard,
     )
     jvp_p = define(
         f"jof_{name}_jvp",
@@ -474,6 +570,13 @@ def _norm_batch(
     return [dx, *_some(sums, wanted)], [at, *[0] * sum(wanted)]
 
 
+def _norm_call(name: str, x: Any, *_: Any, center: bool, given: Any, **__: Any) -> _policy.Call:
+    """Residuals, and the cotangents of their sums, are arrays of their own."""
+    passes = 2 + 2 * given[0] if name == "norm" else 3 + given[2]
+    function = f"{_function_of_norm(center=center)}{name.removeprefix('norm')}"
+    return _call(function, passes, x, x.ndim - 1)
+
+
 def _define_norm() -> core.Primitive:
     def define(
         name: str, reference: Function, native: Function, types: Function, kinds: Any
@@ -493,6 +596,7 @@ def _define_norm() -> core.Primitive:
             on_shard=_norm_vjp_on_shard if name == "norm_vjp" else None,
             batch=functools.partial(_norm_batch, reference, kinds),
             multiple_results=True,
+            call=None if name == "norm_jvp" else functools.partial(_norm_call, name),
         )
 
     norm_p = define("norm", _reference.norm, _norm_native, _norm_types, _norm_kinds)

@@ -155,7 +155,9 @@ def logsumexp(
       rounded once. -inf where there are no elements, as JAX's.
 
     Differentiation and sharding:
-      As of `softmax`; the gradient is one kernel, which reads `a` and two numbers a row.
+      To any order, in both modes; the gradient is one kernel, which reads `a` and two numbers a row.
+      All dimensions may be sharded freely. Two all-reduces, of one number a row, combine rows that
+      are sharded; forward-mode derivatives gather those.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -216,8 +218,9 @@ def softmax_cross_entropy_with_integer_labels(
       the end; labels out of range give NaN and no gradient of their own, as in optax.
 
     Differentiation and sharding:
-      To any order, in both modes; the gradient is one kernel. All dimensions may be sharded freely
-      but `axis`, which is gathered, with a `GatherWarning`.
+      To any order, in both modes; the gradient is one kernel. All dimensions may be sharded freely,
+      the classes too: two all-reduces of a few numbers a row, and no logits are sent, nor anything
+      for the gradient. Forward-mode derivatives gather sharded classes.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof

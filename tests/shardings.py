@@ -69,6 +69,7 @@ class Rule:
 
 TRAILING = "the dimensions after them"
 OTHERS = {"b": "all other dimensions", "n": "`axis`"}
+IN_PARTS = {**OTHERS, "n": "`axis` (a second one for maxima)"}
 RULES = {
     "elementwise operations": Rule(
         "x, -> x", {"x": "all dimensions"}, {0: "an array", 1: "a scalar"}, "x"
@@ -114,9 +115,9 @@ RULES = {
     ),
     "`softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
     "`log_softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
-    "`logsumexp`": Rule("b n -> b", OTHERS, {0: "`a`"}, "b", gathered="n"),
+    "`logsumexp`": Rule("b n -> b", IN_PARTS, {0: "`a`"}, "b"),
     "`softmax_cross_entropy_with_integer_labels`": Rule(
-        "b n, b -> b", OTHERS, {0: "`logits`"}, "b", gathered="n"
+        "b n, b -> b", IN_PARTS, {0: "`logits`"}, "b"
     ),
     "`layer_norm`": Rule(
         "b n, n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`", 2: "`bias`"}, "b", gathered="n"
@@ -186,7 +187,8 @@ class Layout:
         kept = [x for x in self.axes if x in self.result]
         gradients = [any(x not in self.operands[i] for x in kept) for i in self.wrt]
         if self.case.op and self.case.op.family == "rows":
-            gradients = [any(gradients)]  # those of scale and bias are one
+            # Those of scale and bias are one, maxima and sums are two.
+            return 2 * bool(self.summed()), any(gradients)
         return bool(self.summed()), sum(gradients)
 
     def sharded(self, **axes: Any) -> "Layout":
@@ -335,12 +337,15 @@ def reduced_rows_layouts() -> Iterator[Layout]:
     }
     for case in ROWS_CASES:
         if equation := equations.get(case.name):
-            sizes = {"b": 8, "c": 4, "n": 3}
+            sizes = {"b": 8, "c": 4, "n": 64 if equation.endswith("->bc") else 3}
             shapes = (tuple(sizes[x] for x in side) for side in split(equation)[0])
             functions = [of_numbers(case.op, f) for f in (case.op.function, case.op.replaces)]
             case = dataclasses.replace(case, shapes=tuple(shapes), f=functions[0], ref=functions[1])
             yield layout(case, equation, b="a", c="b")
             yield layout(case, equation, b=("a", "b"))
+            if equation.endswith("->bc"):
+                yield layout(case, equation, n=("a", "b"))
+                yield layout(case, equation, b="b", n="a")
 
 
 LAYOUTS = (

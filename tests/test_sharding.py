@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _primitive
 from tests.arrays import any_bits
-from tests.catalogue import OPS, without_way
+from tests.catalogue import CROSS_ENTROPY, LOGSUMEXP, OPS, without_way
 from tests.shardings import LAYOUTS, RULES, Layout, rule_of, sized, split
 
 # The CPU has eight virtual devices. On two, which are GPUs, what asks the mesh for its shape runs.
@@ -190,9 +190,13 @@ def ways():
     for layout in LAYOUTS:
         made = set(layout.axes).difference(*layout.operands)
         for way in ("auto", "explicit", "shard_map"):
-            # In a shard_map it is the user who shards rows, or adds an operand once. Types know
-            # nothing of rows that no operand has.
-            by_user = "s" in layout.axes or (layout.case.name == "scatter_add" and layout.summed())
+            # In a shard_map it is the user who shards rows, adds an operand once, and adds up
+            # exponentials. Types know nothing of rows that no operand has.
+            whole = layout.case.name == "scatter_add" or layout.case.op in (
+                LOGSUMEXP,
+                CROSS_ENTROPY,
+            )
+            by_user = "s" in layout.axes or (whole and layout.summed())
             if by_user if way == "shard_map" else made and way == "explicit":
                 continue
             together = pytest.mark.xdist_group(str(layout))  # for what `known` keeps

@@ -48,6 +48,7 @@ struct RowVector {
 //     static constexpr int kReductions;
 //     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);        // how many values reduction r has,
 //     static constexpr int kValues;                // and the most
+//     static constexpr bool UsesVectors(int r);    // whether reduction r does
 //     struct Row;                                  // what is known of a row
 //     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
 //     static constexpr int kElements;              // of each input that a thread holds at most
@@ -76,6 +77,7 @@ struct RowsProgram {
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
   static constexpr int kThreads = 512;  // the most in a block
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
+  JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
 
   __device__ __forceinline__ void Prepare(Compute<T> (&)[kInputs]) const {}
   template <typename Row>
@@ -94,10 +96,14 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
 
 // ---- asynchronous copies to shared memory ----
 
-__device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)),
-               "l"(global)
-               : "memory");
+// Predicated by hand: nvcc would branch.
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool wanted = true) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(SharedAddress(shared)),
+      "l"(global), "r"(static_cast<unsigned>(wanted))
+      : "memory");
 }
 
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -207,17 +213,18 @@ template <typename C, int kMost, int kValues, typename Combine>
 __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMost>* exchange,
                                            unsigned* turn, C (&values)[kValues],
                                            const Combine& combine) {
-  const auto reduce_lanes = [&](int lanes) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2) {
-      C other[kValues];
-      JOF_UNROLL
-      for (int i = 0; i < kValues; ++i) {
-        other[i] = __shfl_xor_sync(0xffffffffu, values[i], offset);
-      }
-      combine(values, other);
-    }
+  const auto reduce = [&](int offset) {
+    C other[kValues];
+    JOF_UNROLL
+    for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(0xffffffffu, values[i], offset);
+    combine(values, other);
   };
-  reduce_lanes(plan.lanes < kWarpSize ? plan.lanes : kWarpSize);
+  if (plan.lanes >= kWarpSize) {
+    JOF_UNROLL
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) reduce(offset);
+  } else {
+    for (int offset = plan.lanes / 2; offset > 0; offset /= 2) reduce(offset);
+  }
   if (plan.lanes <= kWarpSize) return;
   const int warps = plan.lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize, copy = *turn & 1;
@@ -229,7 +236,7 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
   __syncthreads();
   JOF_UNROLL
   for (int i = 0; i < kValues; ++i) values[i] = of_warps[lane & (warps - 1)][i];
-  reduce_lanes(warps);
+  for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
   if (plan.cluster > 1) {
     auto& of_blocks = exchange->blocks[copy];
     uint64_t* barrier = &exchange->barriers[copy];
@@ -324,7 +331,7 @@ template <typename Program>
 inline constexpr int kHeldPacks = Program::kElements / kPackSize<typename Program::Element>;
 
 // A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each thread
-// has the same columns of all of its rows, and row vectors and sums over rows are in registers.
+// has the same columns of all of its rows, which row vectors and sums over rows make use of.
 template <typename Program, int kHeld>
 class RowsKernelBody {
  public:
@@ -419,7 +426,12 @@ class RowsKernelBody {
 
   __device__ __forceinline__ void SetFirst(int first) {
     first_ = first;
-    has_edges_ = first < 0 || first + (plan_.packs - 1) * pack_step_ > Columns() - V;
+    packs_ = 0;
+    JOF_UNROLL
+    for (int k = 0; k < kHeld; ++k) {
+      packs_ += k < plan_.packs && first + k * pack_step_ < Columns();
+    }
+    has_edges_ = first < 0 || first + (packs_ - 1) * pack_step_ > Columns() - V;
   }
 
   __device__ __forceinline__ PackPlace PackAt(int k) const {
@@ -443,7 +455,7 @@ class RowsKernelBody {
   __device__ __forceinline__ void ForEachPack(const Visit& visit) const {
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
-      if (k < plan_.packs) visit(k);
+      if (k < packs_) visit(k);
     }
   }
 
@@ -458,25 +470,27 @@ class RowsKernelBody {
         const T* source[kInputs];
         JOF_UNROLL
         for (int a = 0; a < kInputs; ++a) source[a] = program_.in[a] + at;
-        ForEachPack([&](int k) {
+        JOF_UNROLL
+        for (int k = 0; k < kHeld; ++k) {
+          const bool wanted = k < plan_.packs && first + k * pack_step_ < Columns();
           JOF_UNROLL
           for (int a = 0; a < kInputs; ++a) {
-            if (first + k * pack_step_ < Columns()) {
-              internal::CopyAsync(slot + a * ArrayStep(), source[a]);
-            }
+            internal::CopyAsync(slot + a * ArrayStep(), source[a], wanted);
             source[a] += pack_step_;
           }
           slot += blockDim.x;
-        });
+        }
       } else {
         FetchChecked(slot, first);
       }
     }
     internal::CommitCopies();
-    if (++ahead_.chunk < plan_.chunks) return;
-    ahead_.chunk = 0;
-    if (kOutputs > 0 && !IsWhole() && ++ahead_.pass <= kReductions) return;
-    ahead_.pass = 0;
+    if (!IsWhole()) {
+      if (++ahead_.chunk < plan_.chunks) return;
+      ahead_.chunk = 0;
+      if (kOutputs > 0 && ++ahead_.pass <= kReductions) return;
+      ahead_.pass = 0;
+    }
     ahead_.begin += plan_.teams * plan_.n;
   }
 
@@ -526,17 +540,50 @@ class RowsKernelBody {
     if (!IsWhole()) LoadVectors();
   }
 
+  // Row vectors are kept in slots of shared memory, too, aligned to the packs.
+  static constexpr int kVectorSlots = V * static_cast<int>(sizeof(C)) / kPackBytes;
+
+  __device__ __forceinline__ uint4* VectorSlot(int k, int vector) const {
+    const int behind = plan_.stages * kInputs * plan_.packs;
+    return slots_ +
+           (behind + (k * kVectors + vector) * kVectorSlots) * static_cast<int>(blockDim.x);
+  }
+
   __device__ __forceinline__ void LoadVectors() {
     if constexpr (kVectors > 0) {
       ForEachPack([&](int k) {
         JOF_UNROLL
         for (int i = 0; i < kVectors; ++i) {
-          C columns[V];
-          internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
+          if (program_.vectors[i].data == nullptr) continue;
+          union {
+            C columns[V];
+            uint4 words[kVectorSlots];
+          };
+          internal::LoadVector<T>(program_.vectors[i], PackAt(k), C(0), columns);
           JOF_UNROLL
-          for (int j = 0; j < V; ++j) vectors_[k][j][i] = columns[j];
+          for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
         }
       });
+    }
+  }
+
+  __device__ __forceinline__ void GetVectors(int k, C (&v)[V][kVectors + 1]) const {
+    if constexpr (kVectors > 0) {
+      JOF_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        union {
+          C columns[V];
+          uint4 words[kVectorSlots];
+        };
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) columns[j] = program_.Missing(i);
+        if (program_.vectors[i].data != nullptr) {
+          JOF_UNROLL
+          for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * blockDim.x];
+        }
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) v[j][i] = columns[j];
+      }
     }
   }
 
@@ -556,9 +603,11 @@ class RowsKernelBody {
       });
     }
     ForEachPack([&](int k) {
+      C v[V][kVectors + 1];
+      if (Program::UsesVectors(r)) GetVectors(k, v);
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
-        program_.template Accumulate<r>(facts, x_[k][j], vectors_[k][j], values[j % kWays]);
+        program_.template Accumulate<r>(facts, x_[k][j], v[j], values[j % kWays]);
       }
     });
   }
@@ -666,11 +715,12 @@ class RowsKernelBody {
   __device__ __forceinline__ void MapPack(const Row& facts, int k, bool is_simple,
                                           T* const (&target)[kOutputs]) {
     const PackPlace pack = PackAt(k);
-    C y[V][kOutputs];
+    C y[V][kOutputs], v[V][kVectors + 1];
+    GetVectors(k, v);
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
       C sums[kColumnSums + 1];
-      program_.Map(facts, pack.first + j, x_[k][j], vectors_[k][j], y[j], sums);
+      program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums);
       JOF_UNROLL
       for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[s];
     }
@@ -741,10 +791,9 @@ class RowsKernelBody {
   // What is in registers: of the row that begins at begin_, the packs that begin at columns first_,
   // one step after the other; has_edges_ where not all of their elements are of the row.
   int64_t begin_;
-  int first_;
+  int first_, packs_;
   bool has_edges_;
   C x_[kHeld][V][kInputs];
-  C vectors_[kHeld][V][kVectors + 1];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
 

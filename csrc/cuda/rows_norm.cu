@@ -10,16 +10,12 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// A thread's elements of an array take 16 registers, vectors up to 32, and sums over rows as many.
-template <typename T>
-inline constexpr int kNormElements = 64 / static_cast<int>(sizeof(Compute<T>));
-
 template <typename T, bool kCenter, bool kResidual>
 struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
   using C = Compute<T>;
   using M = Moments<T, kCenter>;
   static constexpr int kInputs = kResidual ? 2 : 1, kOutputs = kInputs;
-  static constexpr int kElements = kNormElements<T>, kVectors = 2;
+  static constexpr int kElements = 128 / static_cast<int>(sizeof(C)), kVectors = 2;
   static constexpr int kReductions = kCenter ? 2 : 1, kValues = 2;
   JOF_HOST_DEVICE static constexpr bool IsPeak(int r) { return r + 1 < kReductions; }
   JOF_HOST_DEVICE static constexpr int ValuesOf(int r) { return IsPeak(r) ? 1 : 2; }
@@ -84,11 +80,13 @@ template <typename T, bool kCenter, bool kDsum, int kSums>
 struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   using C = Compute<T>;
   using Vjp = NormVjp<T, kCenter>;
-  static constexpr int kInputs = kDsum ? 3 : 2, kOutputs = 1, kElements = kNormElements<T>;
+  static constexpr int kInputs = kDsum ? 3 : 2, kOutputs = 1;
+  // Of each array: with as many registers for sums.
+  static constexpr int kElements = 64 / static_cast<int>(sizeof(C));
   static constexpr int kVectors = 1, kColumnSums = kSums, kReductions = 1, kValues = 2;
-  // With sums over rows threads need up to 170 registers.
   static constexpr int kThreads = kSums == 0 ? 512 : 256;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 2; }
+  JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return true; }
   struct Row {
     NormStats<T, kCenter> stats;
     Sums<C> mean;
@@ -129,7 +127,7 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   }
   template <int r>
   __device__ __forceinline__ void Finish(const C (&values)[2], C n, Row* row) const {
-    row->mean = {values[0] / n, values[1] / n};
+    row->mean = {Quotient<T>(values[0], n), Quotient<T>(values[1], n)};
   }
   __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[kInputs], const C* v,
                                       C (&y)[1], C* sums) const {
@@ -225,7 +223,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   if (call.vectors() > 0 && (kCenter || call.dbias == nullptr)) {
     const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
     RowsGrid grid{};
-    cudaError_t status = PlanGrid(program, call.problem, &grid);
+    cudaError_t status = PlanGrid(program, call.problem, &grid, call.parts);
     if (status != cudaSuccess) return status;
     if (grid.plan.chunks == 1 && grid.units <= call.parts) {
       status = LaunchGrid(program, grid, stream);
@@ -233,7 +231,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     }
   }
   const cudaError_t status =
-      LaunchRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, stream);
+      LaunchFlatRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, stream);
   if (status != cudaSuccess || call.vectors() == 0) return status;
   const dim3 blocks(static_cast<unsigned>((call.problem.n + kBlockSize - 1) / kBlockSize),
                     static_cast<unsigned>(call.parts));
@@ -259,7 +257,7 @@ cudaError_t LaunchNorm(const NormCall& call, cudaStream_t stream) {
       program.vectors[1] = VectorOf(call.bias, call.bias_type);
       program.stats = static_cast<NormStats<T, kCenter>*>(call.stats);
       program.epsilon = static_cast<Compute<T>>(call.epsilon);
-      return LaunchRows(program, call.problem, stream);
+      return LaunchFlatRows(program, call.problem, stream);
     };
     const auto with_center = [&](auto center) {
       return call.residual != nullptr ? launch(center, std::true_type())

@@ -61,7 +61,7 @@ struct SoftmaxForward : ExpSumReductions<T, !kLog> {
   T* out[1];
 
   __device__ __forceinline__ Row Begin(int64_t) const { return {}; }
-  __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[1], const C*, C (&y)[1],
+  __device__ __forceinline__ void Map(const Row& row, int64_t, const C (&x)[1], const C*, C (&y)[1],
                                       C*) const {
     if constexpr (kLog) {
       y[0] = row.map(x[0]);
@@ -103,7 +103,7 @@ struct SoftmaxBackward : RowsProgram<T, 2> {
   __device__ __forceinline__ void Finish(const C (&values)[1], C, Row* row) const {
     row->sum = values[0];
   }
-  __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[2], const C*, C (&y)[1],
+  __device__ __forceinline__ void Map(const Row& row, int64_t, const C (&x)[2], const C*, C (&y)[1],
                                       C*) const {
     y[0] = SoftmaxVjp<T, kLog>::Map(x[0], x[1], row.sum);
   }
@@ -181,7 +181,8 @@ struct LogSumExpBackward : RowsProgram<T, 1> {
     return {stats[row], labels == nullptr ? -1 : static_cast<int>(LabelIndex(labels[row], n)),
             Accumulator<T>::Load(ct[row])};
   }
-  __device__ __forceinline__ void Map(const Row& row, int column, const C (&x)[1], const C*,
+  template <typename Column>
+  __device__ __forceinline__ void Map(const Row& row, Column column, const C (&x)[1], const C*,
                                       C (&y)[1], C*) const {
     y[0] = row.stats.Vjp(x[0], column == row.label, row.ct);
   }
