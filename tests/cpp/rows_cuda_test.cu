@@ -373,7 +373,7 @@ int main(int argc, char**) {
   for (const int64_t n : {1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 100, 127, 128, 130, 256, 333, 512}) {
     problems.push_back({37, n, 1});
   }
-  for (const int64_t n : {1000, 1024, 2047, 4096, 5000, 10007}) problems.push_back({19, n, 1});
+  for (const int64_t n : {520, 768, 1000, 1024, 2000, 2047, 4096, 5000, 10007}) problems.push_back({19, n, 1});
   problems.push_back({3000, 48, 1});
   problems.push_back({10, 50257, 1});
   // Rows of elements that are not next to each other.
