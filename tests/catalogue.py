@@ -1627,3 +1627,6 @@ _REPRESENTATIVE = {
     *("fma", "leaky_relu", "multiply", "sigmoid", "swiglu", "where"),
 }
 REPRESENTATIVE = tuple(case for case in CASES if case.name in _REPRESENTATIVE)
+# All rows but those of elementwise ops that share their machinery with a representative one: for
+# tests of batching, platforms and control flow, which know nothing of the formula.
+EACH_KIND = tuple(c for c in CASES if c in REPRESENTATIVE or c not in ELEMENTWISE_CASES)

@@ -14,6 +14,9 @@ from tests.catalogue import CASES, Case
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+SHARED = "tested on elementwise functions of each kind, whose rules this one shares"
+
+
 def transformations() -> str:
     """Rows are functions, columns groups of columns of the tests' table."""
     cells = [(case, c.group, c.name, c.reason(case)) for case, c in test_transforms.cells()]
@@ -25,10 +28,12 @@ def transformations() -> str:
 
     def mark(case, group) -> str:
         reasons = [reason for c, g, _, reason in cells if c is case and g == group]
-        notes = sorted({*reasons} - {None})
+        notes = sorted({*reasons} - {None}) if reasons else [SHARED]
         footnotes.extend(note for note in notes if note not in footnotes)
         numbers = ", ".join(str(1 + footnotes.index(note)) for note in notes)
-        return ("✓" if None in reasons else "") + (f"<sup>{numbers}</sup>" if notes else "")
+        return ("✓" if None in reasons or not reasons else "") + (
+            f"<sup>{numbers}</sup>" if notes else ""
+        )
 
     full = sorted((case for case in CASES if not case.variant), key=lambda case: case.function)
     rows = [[label(case), *(mark(case, group) for group in groups)] for case in full]

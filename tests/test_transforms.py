@@ -19,7 +19,7 @@ import pytest
 from jax import lax
 
 import jax_oneflow_ops as jof
-from tests.catalogue import CASES, ELEMENTWISE_CASES, FUNCTIONS, OPS, REPRESENTATIVE, Case
+from tests.catalogue import CASES, EACH_KIND, FUNCTIONS, OPS, REPRESENTATIVE, Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,8 @@ class Column:
     transform: Callable[[Case, Callable[..., Any]], Any]
     group: str  # the column of docs/transformations.md
     core: bool  # variants go through it, too
-    # Whether it is about jax's machinery and not about derivatives or batches, so that one of the
-    # elementwise ops of each kind is enough.
-    machinery: bool
+    # The cases it is for: all, or for what knows nothing of an op's formula those of each kind.
+    among: tuple[Case, ...]
     # Whether the op's and the reference's transformation are in one compiled program, with those of
     # the group's other columns, which saves time. The others are about what happens outside
     # `jax.jit`, or compile by themselves.
@@ -64,10 +63,10 @@ def not_linear(case: Case) -> str | None:
     return None if linear_sets(case.name) else "not linear in any operand"
 
 
-def column(group, *, core=False, machinery=False, traced=True, expects=None, reason=always):
+def column(group, *, core=False, among=CASES, traced=True, expects=None, reason=always):
     def decorate(transform):
         name = transform.__name__
-        COLUMNS[name] = Column(name, transform, group, core, machinery, traced, expects, reason)
+        COLUMNS[name] = Column(name, transform, group, core, among, traced, expects, reason)
         return transform
 
     return decorate
@@ -148,23 +147,23 @@ def jit(case, f):
     return jax.jit(f)(*case.inputs())
 
 
-@column(JIT, machinery=True, traced=False, expects="gradient")
+@column(JIT, among=REPRESENTATIVE, traced=False, expects="gradient")
 def of_constants(case, f):
     return jax.jit(lambda: grad(case, cube(f))(*case.inputs()))()
 
 
-@column(JIT)
+@column(JIT, among=EACH_KIND)
 def jit_in_jit(case, f):
     return jax.jit(lambda *xs: jax.jit(f)(*plus(xs, 1)) + jax.jit(f)(*xs))(*case.inputs())
 
 
-@column(JIT, machinery=True, traced=False, expects="gradient")
+@column(JIT, among=REPRESENTATIVE, traced=False, expects="gradient")
 def ahead_of_time(case, f):
     specs = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
     return jax.jit(grad(case, cube(f))).lower(*specs).compile()(*case.inputs())
 
 
-@column(JIT, machinery=True, traced=False)
+@column(JIT, among=EACH_KIND, traced=False)
 def donated(case, f):
     total = jnp.ones_like(cotangents(case))
     result = jax.jit(lambda total, *xs: total + f(*xs), donate_argnums=0)(total, *case.inputs())
@@ -172,7 +171,7 @@ def donated(case, f):
     return result
 
 
-@column(JIT, machinery=True, traced=False)
+@column(JIT, among=EACH_KIND, traced=False)
 def operands_donated(case, f):
     """The inputs' buffers are reused for results while the op may still read them."""
 
@@ -189,13 +188,13 @@ def operands_donated(case, f):
     return result
 
 
-@column(JIT)
+@column(JIT, among=EACH_KIND)
 def tree_map(case, f):
     trees = [{"a": x, "b": (x + 1, [x * 2])} for x in case.inputs()]
     return jax.tree.map(f, *trees)
 
 
-@column(JIT, machinery=True, traced=False)
+@column(JIT, among=REPRESENTATIVE, traced=False)
 def threads(case, f):
     compiled = jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))
     results = [None] * 4
@@ -232,20 +231,20 @@ def eval_shape(case, f):
 # --- debugging and settings -----------------------------------------------------------------------
 
 
-@column(SETTINGS, machinery=True, traced=False, expects="gradient")
+@column(SETTINGS, among=REPRESENTATIVE, traced=False, expects="gradient")
 def without_jit(case, f):
     with jax.disable_jit():
         return grad(case, cube(f))(*case.inputs())
 
 
-@column(SETTINGS, traced=False, expects="jit_of_value_and_grad")
+@column(SETTINGS, among=REPRESENTATIVE, traced=False, expects="jit_of_value_and_grad")
 def debug_nans(case, f):
     """There are none."""
     with jax.debug_nans(True):
         return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*case.inputs())
 
 
-@column(SETTINGS, traced=False)
+@column(SETTINGS, among=EACH_KIND, traced=False)
 def x64(case, f):
     """64-bit types being enabled changes neither the bits nor the types of 32-bit values."""
     xs = [x.astype(np.float32) for x in case.inputs()]
@@ -403,12 +402,12 @@ def gradient_of_the_input_only_where_it_is_used(case, f):
     return jax.grad(lambda a, b: jnp.vdot(f(*a), f(*b)), argnums=1)(xs, plus(xs, 1))
 
 
-@column(RULES, core=True)
+@column(RULES, among=EACH_KIND, core=True)
 def checkpoint(case, f):
     return grad(case, jax.checkpoint(cube(f)))(*case.inputs())
 
 
-@column(RULES)
+@column(RULES, among=EACH_KIND)
 def custom_vjp(case, f):
     @jax.custom_vjp
     def g(*xs):
@@ -418,7 +417,7 @@ def custom_vjp(case, f):
     return grad(case, cube(g))(*case.inputs())
 
 
-@column(RULES)
+@column(RULES, among=EACH_KIND)
 def custom_jvp(case, f):
     @jax.custom_jvp
     def g(*xs):
@@ -527,7 +526,7 @@ def zero(case):
     return jnp.zeros((), case.dtype)
 
 
-@column(CONTROL, core=True)
+@column(CONTROL, among=EACH_KIND, core=True)
 def scan(case, f):
     def step(carry, xs):
         y = f(*xs)
@@ -536,7 +535,7 @@ def scan(case, f):
     return lax.scan(step, zero(case), case.inputs(4))
 
 
-@column(CONTROL)
+@column(CONTROL, among=EACH_KIND)
 def grad_of_scan(case, f):
     def total(xs):
         return lax.scan(lambda carry, x: (carry + cube(f)(*x), None), zero(case), xs)[0]
@@ -544,7 +543,7 @@ def grad_of_scan(case, f):
     return jax.grad(total)(case.inputs(4))
 
 
-@column(CONTROL)
+@column(CONTROL, among=EACH_KIND)
 def while_loop(case, f):
     def step(state):
         i, xs = state
@@ -553,7 +552,7 @@ def while_loop(case, f):
     return lax.while_loop(lambda state: state[0] < 3, step, (0, case.inputs()))
 
 
-@column(CONTROL)
+@column(CONTROL, among=EACH_KIND)
 def grad_of_fori_loop(case, f):
     def total(xs):
         return lax.fori_loop(0, 3, lambda i, carry: carry + (i + 1) * cube(f)(*xs), zero(case))
@@ -566,7 +565,7 @@ def for_each(values, function):
     return lax.map(function, np.array(values))
 
 
-@column(CONTROL)
+@column(CONTROL, among=EACH_KIND)
 def cond(case, f):
     def either(flag):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *case.inputs())
@@ -574,7 +573,7 @@ def cond(case, f):
     return for_each([True, False], either)
 
 
-@column(CONTROL)
+@column(CONTROL, among=EACH_KIND)
 def grad_of_cond(case, f):
     def either(flag, xs):
         return lax.cond(flag, lambda xs: cube(f)(*xs), lambda xs: -cube(f)(*times(2, xs)), xs)
@@ -582,7 +581,7 @@ def grad_of_cond(case, f):
     return for_each([True, False], lambda flag: jax.grad(either, argnums=1)(flag, case.inputs()))
 
 
-@column(CONTROL)
+@column(CONTROL, among=EACH_KIND)
 def vmap_of_cond(case, f):
     def either(flag, *xs):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *xs)
@@ -590,7 +589,7 @@ def vmap_of_cond(case, f):
     return jax.vmap(either)(np.array([True, False, True]), *case.inputs(3))
 
 
-@column(CONTROL)
+@column(CONTROL, among=EACH_KIND)
 def switch(case, f):
     branches = [f, lambda *xs: -f(*xs), lambda *xs: f(*xs) * f(*xs)]
     return for_each(range(3), lambda i: lax.switch(i, branches, *case.inputs()))
@@ -599,7 +598,7 @@ def switch(case, f):
 # --- symbolic shapes ------------------------------------------------------------------------------
 
 
-@column(SYMBOLIC, traced=False)
+@column(SYMBOLIC, among=EACH_KIND, traced=False)
 def symbolic_shapes(case, f):
     """Exported once, called with arrays of two sizes."""
 
@@ -620,9 +619,8 @@ def symbolic_shapes(case, f):
 def cells() -> Iterator[tuple[Case, Column]]:
     """(row, column) for all that the table has, or gives a reason to leave out."""
     for case in CASES:
-        shared = case in ELEMENTWISE_CASES and case not in REPRESENTATIVE
         for column in COLUMNS.values():
-            if column.core or not (case.variant or (shared and column.machinery)):
+            if case in column.among and (column.core or not case.variant):
                 yield case, column
 
 
