@@ -5,6 +5,7 @@ import importlib
 import math
 import os
 import types
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -125,21 +126,21 @@ def test_sums_are_checked_in_every_place_of_a_pack():
 
 def drawn(case):
     work = case.work()
-    arrays = inputs.draw(np.uint32(7), work.inputs)
-    return work, arrays, work.ours(*arrays, implementation="native")
+    arrays = jax.jit(partial(inputs.draw, inputs=work.inputs))(np.uint32(7))
+    return work, arrays, jax.jit(partial(work.ours, implementation="native"))(*arrays)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_checks_pass_ours_and_see_what_is_off(case):
     with harness.precision(case):
         work, arrays, right = drawn(case)
-        verify = lambda out: work.verify(jax.tree.map(np.asarray, work.sample(arrays, out)))  # noqa: E731
         wrong = jax.tree.map(lambda y: jnp.roll(y, 1), right)
-        assert verify(right) is None
-        assert verify(wrong) is not None
-        differences = harness.difference(right, wrong)
-        assert not harness.agreement(differences, work.exact, right)
-        assert harness.agreement(harness.difference(right, right), True, right)
+        sample, difference = jax.jit(work.sample), jax.jit(harness.difference)
+        for out, is_right in ((right, True), (wrong, False)):
+            sampled = jax.tree.map(np.asarray, sample(arrays, out))
+            assert (work.verify(sampled) is None) == is_right
+        assert not harness.agreement(difference(right, wrong), work.exact, right)
+        assert harness.agreement(difference(right, right), True, right)
 
 
 def test_all_forms_of_sums_agree(monkeypatch):
