@@ -404,7 +404,7 @@ def segment_softmax(
             values,
             ids,
             fill=np.asarray(missing, values.dtype).tobytes(),
-            indexing=Indexing(**flags),
+            indexing=Indexing(**flags, function=name),
             implementation=_native.choose_implementation(name, implementation),
         )
         return result.astype(wide)
@@ -442,6 +442,7 @@ def scatter_add(
       indices: integers of any dtype and shape, or a number. Negative ones count from the end.
       updates: array or number that broadcasts to ``indices.shape + operand.shape[1:]``, of a dtype
         that jnp promotes to the operand's.
+      mode: what an index that is out of range does: the choices are those of `segment_sum`.
       indices_are_sorted: a promise that flattened indices ascend once negative ones are counted
         from the beginning, which saves sorting them. Where it is broken sums are wrong.
       unique_indices: a promise that no index occurs twice, for the jnp reference.
@@ -707,6 +708,7 @@ def embedding_lookup(
             indices_are_sorted=bool(indices_are_sorted),
             unique_indices=bool(unique_indices),
             deterministic=bool(deterministic),
+            function=name,
         ),
         implementation=choice,
     )
@@ -743,7 +745,7 @@ def _segments(
     shape = (*ids.shape, *data.shape[1:])
     data = _broadcast(name, "data", data, shape, "segment_ids.shape + data.shape[1:]")
     data = data.astype(data.dtype)  # a strong type, whose gradient is as weak as data
-    indexing = Indexing(clip=_clips(name, mode), **flags)
+    indexing = Indexing(clip=_clips(name, mode), function=name, **flags)
 
     def reduce(data: Any, ids: Any, rows_spec: Any = None) -> Any:
         params: dict[str, Any] = {"indexing": indexing, "num_segments": num_segments}
@@ -835,7 +837,7 @@ def _scatter_rows(
         )
     shape = (*ids.shape, *operand.shape[1:])
     updates = _broadcast(name, "updates", updates, shape, "indices.shape + operand.shape[1:]")
-    indexing = Indexing(wrap=True, clip=_clips(name, mode), **flags)
+    indexing = Indexing(wrap=True, clip=_clips(name, mode), function=name, **flags)
     result: jax.Array = _reduce(
         reducer, operand, ids, updates.astype(operand.dtype), indexing, choice
     )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests import shardings, test_export, test_transforms
-from tests.catalogue import CASES, Case
+from tests.catalogue import CASES, EACH_KIND, Case
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -20,7 +20,7 @@ SHARED = "tested on elementwise functions of each kind, whose rules this one sha
 def transformations() -> str:
     """Rows are functions, columns groups of columns of the tests' table."""
     cells = [(case, c.group, c.name, c.reason(case)) for case, c in test_transforms.cells()]
-    cells += [(case, group, name, None) for case in CASES for group, name in test_export.COLUMNS]
+    cells += [(case, *column, None) for case in EACH_KIND for column in test_export.COLUMNS]
     groups: dict[str, dict[str, None]] = {}
     for _, group, name, _ in cells:
         groups.setdefault(group, {})[name] = None

@@ -379,15 +379,17 @@ def cuda_module():
         pytest.skip("the _cuda module was not built (set JOF_CUDA=ON to build it)")
 
 
-def cases_and_platforms(one, several):
+def cases_and_platforms(cases, one, several):
     """(case, platforms): one choice of platforms where another case of the kind has all."""
-    for case in CASES:
-        for platforms in (one, *several) if case in EACH_KIND else (one,):
+    for case in cases:
+        for platforms in (one, *several) if case in catalogue.EACH_KIND else (one,):
             yield pytest.param(case, platforms, id=f"{case}-{'+'.join(platforms)}")
 
 
 @pytest.mark.usefixtures("cuda_module")
-@pytest.mark.parametrize(("case", "platforms"), [*cases_and_platforms(["cpu", "cuda"], [["cuda"]])])
+@pytest.mark.parametrize(
+    ("case", "platforms"), [*cases_and_platforms(CASES, ["cpu", "cuda"], [["cuda"]])]
+)
 def test_cuda_lowering_names_the_target(case, platforms):
     """On a machine with or without a GPU: the value, and the gradient, which the squares need."""
     grad = jax.grad(squares(case.f), argnums=case.wrt)
@@ -401,26 +403,23 @@ def test_other_platforms_get_the_reference(case):
     assert exported_targets(grad, case, ["tpu", "rocm"]) == {}
 
 
-def primitive_of(case) -> str:
-    """What errors in lowering name: segment_max is a scatter_max there."""
-    return case.function.replace("segment", "scatter") if case.shared else case.function
-
-
 @pytest.mark.parametrize(
     ("case", "platforms"),
-    [p for p in cases_and_platforms(["tpu"], [["rocm"]]) if p.values[0] in FUNCTIONS],
+    [*cases_and_platforms(catalogue.FUNCTIONS, ["tpu"], [["rocm"]])],
 )
 def test_native_where_there_is_none_says_what_is_missing(case, platforms):
-    with pytest.raises(NotImplementedError, match=rf"\b{primitive_of(case)}: ") as caught:
+    with pytest.raises(NotImplementedError, match=rf"\b{case.function}: ") as caught:
         exported(with_implementation(case, "native"), case, platforms)
     for part in ("native", *platforms, 'implementation="xla"'):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("case", [case for case in EACH_KIND if case in FUNCTIONS], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in catalogue.FUNCTIONS if c in catalogue.EACH_KIND], ids=str
+)
 def test_native_without_the_cuda_module_says_how_to_get_it(case, monkeypatch):
     monkeypatch.setattr(_native, "available", lambda platform: platform != "cuda")
-    with pytest.raises(NotImplementedError, match=rf"\b{primitive_of(case)}: ") as caught:
+    with pytest.raises(NotImplementedError, match=rf"\b{case.function}: ") as caught:
         exported(with_implementation(case, "native"), case, ["cuda"])
     for part in ("native", "cuda", "JOF_CUDA=ON"):
         assert part in str(caught.value)
