@@ -1024,7 +1024,7 @@ def without_way(target: str) -> str:
     return name if way in WAYS else target
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # each is one; to compare all fields takes long
 class Case:
     """A small call of an op: its function of numbers of one dtype, and the JAX function of them."""
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -616,9 +616,9 @@ def symbolic_shapes(case, f):
 # --- the table ------------------------------------------------------------------------------------
 
 
-def cells() -> Iterator[tuple[Case, Column]]:
+def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
     """(row, column) for all that the table has, or gives a reason to leave out."""
-    for case in CASES:
+    for case in cases:
         for column in COLUMNS.values():
             if case in column.among and (column.core or not case.variant):
                 yield case, column
@@ -651,8 +651,8 @@ def traced(name: str, group: str) -> dict[str, Any]:
     """A row's results of a group's columns that are traced, by one program: it saves much time."""
     columns = [
         (case, column)
-        for case, column in cells()
-        if (case.name, column.group) == (name, group) and column.traced and not column.reason(case)
+        for case, column in cells(case for case in CASES if case.name == name)
+        if column.group == group and column.traced and not column.reason(case)
     ]
     return jax.jit(
         lambda: {column.name: both(InProgram(**vars(case)), column) for case, column in columns}
