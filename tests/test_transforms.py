@@ -439,7 +439,7 @@ def vmap(case, f):
     return jax.vmap(f)(*case.inputs(3))
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def vmap_of_vmap(case, f):
     """With the inner batch axis second, and third in the result; scalars have no other."""
     axes = tuple(min(1, len(shape)) for shape in case.shapes)
@@ -452,13 +452,13 @@ def vmap_of_grad(case, f):
     return jax.vmap(grad(case, cube(f)))(*case.inputs(3))
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def grad_of_vmap(case, f):
     xs = [jnp.moveaxis(x, 0, -1) for x in case.inputs(3)]
     return grad(case, cube(jax.vmap(f, in_axes=-1, out_axes=1)))(*xs)
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def vmap_of_jvp(case, f):
     xs = case.inputs(3)
     return jax.vmap(lambda xs, vs: jax.jvp(f, xs, vs))(xs, tuple(x[::-1] for x in xs))
@@ -472,13 +472,13 @@ def vmap_of_hvp(case, f):
     )
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def vmap_of_one_of_two_calls(case, f):
     xs = case.inputs(3)
     return jax.vmap(lambda a, b: f(*a) * f(*b), in_axes=(0, None))(xs, tuple(x[0] for x in xs))
 
 
-@column(VMAP, core=True)
+@column(VMAP, among=EACH_KIND, core=True)
 def vmap_of_some_operands(case, f):
     """And of the gradient: one has a batch axis, or all but one have."""
     every = {*case.every_operand}
@@ -495,7 +495,7 @@ def vmap_of_some_operands(case, f):
     return results
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def vmap_over_any_axis(case, f):
     """From either end; between H and W, too."""
 
@@ -514,7 +514,7 @@ def vmap_over_any_axis(case, f):
     return results
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def map_in_batches(case, f):
     return lax.map(lambda xs: f(*xs), case.inputs(5), batch_size=2)
 
