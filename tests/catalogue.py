@@ -1635,6 +1635,7 @@ CASES = (*FUNCTIONS, *KERNEL_CASES)
 # One row for each kind of machinery, for tests of what all rows of a kind share.
 _REPRESENTATIVE = {
     *("upsample_nearest2d-exact-NHWC", "permute-cycle", "scatter_add", "add-scalar0", "cast"),
+    *("embedding_lookup", "segment_max"),
     *("fma", "leaky_relu", "multiply", "sigmoid", "swiglu", "where"),
 }
 REPRESENTATIVE = tuple(case for case in CASES if case.name in _REPRESENTATIVE)

@@ -14,7 +14,7 @@ from tests.catalogue import CASES, EACH_KIND, Case
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-SHARED = "tested on elementwise functions of each kind, whose rules this one shares"
+SHARED = "tested on another function whose rules this one shares"
 
 
 def transformations() -> str:

@@ -28,7 +28,8 @@ class Column:
     transform: Callable[[Case, Callable[..., Any]], Any]
     group: str  # the column of docs/transformations.md
     core: bool  # variants go through it, too
-    # The cases it is for: all, or for what knows nothing of an op's formula those of each kind.
+    # The cases it is for: all; for what knows nothing of an op's formula those of each kind; for
+    # what is jax's own machinery one of each primitive.
     among: tuple[Case, ...]
     # Whether the op's and the reference's transformation are in one compiled program, with those of
     # the group's other columns, which saves time. The others are about what happens outside
@@ -39,6 +40,9 @@ class Column:
     # Why a case has no use for it, if so.
     reason: Callable[[Case], str | None]
 
+
+# One for each primitive, and for each way that elementwise ones are made.
+PRIMITIVES = (*REPRESENTATIVE, *(case for case in CASES if case.name == "scaled_silu"))
 
 # The groups of columns.
 JIT = "`jit`"
@@ -402,12 +406,12 @@ def gradient_of_the_input_only_where_it_is_used(case, f):
     return jax.grad(lambda a, b: jnp.vdot(f(*a), f(*b)), argnums=1)(xs, plus(xs, 1))
 
 
-@column(RULES, among=EACH_KIND, core=True)
+@column(RULES, among=PRIMITIVES, core=True)
 def checkpoint(case, f):
     return grad(case, jax.checkpoint(cube(f)))(*case.inputs())
 
 
-@column(RULES, among=EACH_KIND)
+@column(RULES, among=PRIMITIVES)
 def custom_vjp(case, f):
     @jax.custom_vjp
     def g(*xs):
@@ -417,7 +421,7 @@ def custom_vjp(case, f):
     return grad(case, cube(g))(*case.inputs())
 
 
-@column(RULES, among=EACH_KIND)
+@column(RULES, among=PRIMITIVES)
 def custom_jvp(case, f):
     @jax.custom_jvp
     def g(*xs):
@@ -526,7 +530,7 @@ def zero(case):
     return jnp.zeros((), case.dtype)
 
 
-@column(CONTROL, among=EACH_KIND, core=True)
+@column(CONTROL, among=PRIMITIVES, core=True)
 def scan(case, f):
     def step(carry, xs):
         y = f(*xs)
@@ -535,7 +539,7 @@ def scan(case, f):
     return lax.scan(step, zero(case), case.inputs(4))
 
 
-@column(CONTROL, among=EACH_KIND)
+@column(CONTROL, among=PRIMITIVES)
 def grad_of_scan(case, f):
     def total(xs):
         return lax.scan(lambda carry, x: (carry + cube(f)(*x), None), zero(case), xs)[0]
@@ -543,7 +547,7 @@ def grad_of_scan(case, f):
     return jax.grad(total)(case.inputs(4))
 
 
-@column(CONTROL, among=EACH_KIND)
+@column(CONTROL, among=PRIMITIVES)
 def while_loop(case, f):
     def step(state):
         i, xs = state
@@ -552,7 +556,7 @@ def while_loop(case, f):
     return lax.while_loop(lambda state: state[0] < 3, step, (0, case.inputs()))
 
 
-@column(CONTROL, among=EACH_KIND)
+@column(CONTROL, among=PRIMITIVES)
 def grad_of_fori_loop(case, f):
     def total(xs):
         return lax.fori_loop(0, 3, lambda i, carry: carry + (i + 1) * cube(f)(*xs), zero(case))
@@ -565,7 +569,7 @@ def for_each(values, function):
     return lax.map(function, np.array(values))
 
 
-@column(CONTROL, among=EACH_KIND)
+@column(CONTROL, among=PRIMITIVES)
 def cond(case, f):
     def either(flag):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *case.inputs())
@@ -573,7 +577,7 @@ def cond(case, f):
     return for_each([True, False], either)
 
 
-@column(CONTROL, among=EACH_KIND)
+@column(CONTROL, among=PRIMITIVES)
 def grad_of_cond(case, f):
     def either(flag, xs):
         return lax.cond(flag, lambda xs: cube(f)(*xs), lambda xs: -cube(f)(*times(2, xs)), xs)
@@ -581,7 +585,7 @@ def grad_of_cond(case, f):
     return for_each([True, False], lambda flag: jax.grad(either, argnums=1)(flag, case.inputs()))
 
 
-@column(CONTROL, among=EACH_KIND)
+@column(CONTROL, among=PRIMITIVES)
 def vmap_of_cond(case, f):
     def either(flag, *xs):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *xs)
@@ -589,7 +593,7 @@ def vmap_of_cond(case, f):
     return jax.vmap(either)(np.array([True, False, True]), *case.inputs(3))
 
 
-@column(CONTROL, among=EACH_KIND)
+@column(CONTROL, among=PRIMITIVES)
 def switch(case, f):
     branches = [f, lambda *xs: -f(*xs), lambda *xs: f(*xs) * f(*xs)]
     return for_each(range(3), lambda i: lax.switch(i, branches, *case.inputs()))
