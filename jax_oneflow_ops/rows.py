@@ -155,9 +155,9 @@ def logsumexp(
       rounded once. -inf where there are no elements, as JAX's.
 
     Differentiation and sharding:
-      To any order, in both modes; the gradient is one kernel, which reads `a` and two numbers a row.
-      All dimensions may be sharded freely. Two all-reduces, of one number a row, combine rows that
-      are sharded; forward-mode derivatives gather those.
+      To any order, in both modes; the gradient is one kernel, which reads `a` and two numbers a
+      row. All dimensions may be sharded freely. Two all-reduces, of one number a row, combine rows
+      that are sharded; forward-mode derivatives gather those.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -267,8 +267,8 @@ def softmax_cross_entropy_with_integer_labels(
 # ---- arguments ----
 
 
-def _floating(name: str, argument: str, x: Any) -> jax.Array:
-    x = _checks.as_array(name, argument, x, numbers=True)
+def _floating(name: str, argument: str, operand: Any) -> jax.Array:
+    x = _checks.as_array(name, argument, operand, numbers=True)
     if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_:
         x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
     if x.dtype not in _FLOATS:
