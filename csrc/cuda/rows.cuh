@@ -16,6 +16,7 @@
 // Free of the CUDA runtime, so that NVRTC can compile it around other programs.
 #pragma once
 
+#include "common/dtype.h"
 #include "common/pack.h"
 #include "common/types.h"
 #include "cuda/launch.cuh"
@@ -25,6 +26,7 @@ JOF_NAMESPACE_BEGIN
 // What a launch looks like, chosen by PlanRows.
 struct RowsPlan {
   int64_t rows, n;
+  int64_t total;  // elements of an array
   int64_t teams;  // each has every teams-th row
   int lanes;      // threads of a block that work on one row: a power of two
   int packs;      // packs of a row that a thread holds at a time
@@ -52,7 +54,8 @@ struct RowVector {
 //     struct Row;                                  // what is known of a row
 //     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
 //     static constexpr int kElements;              // of each input that a thread holds at most
-//     static constexpr int kThreads;               // the most in a block: 2^16 registers are theirs
+//     static constexpr int kThreads, kBlocks;      // the most in a block, and blocks of so many that
+//                                                  // a multiprocessor has registers for
 //     Row Begin(int64_t row) const;                // reads what is given for each row
 //     void Prepare(C (&x)[kInputs]) const;         // what is made of an element's inputs alone
 //     template <int r> C Identity() const;
@@ -75,7 +78,7 @@ struct RowsProgram {
   using Element = T;
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
-  static constexpr int kThreads = 512;  // the most in a block
+  static constexpr int kThreads = 512, kBlocks = 1;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
 
@@ -314,14 +317,23 @@ __device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPl
   }
 }
 
-template <typename T>
-__device__ __forceinline__ Pack<T, kPackSize<T>> PackFromShared(const uint4* slot) {
+// The elements of a pack in shared memory, widened.
+template <typename T, int V>
+__device__ __forceinline__ void LoadShared(const uint4* slot, Compute<T> (&x)[V]) {
   union {
-    uint4 word;
-    Pack<T, kPackSize<T>> pack;
+    uint4 whole;
+    uint32_t words[4];
+    Pack<T, V> pack;
   };
-  word = *slot;
-  return pack;
+  whole = *slot;
+  JOF_UNROLL
+  for (int j = 0; j < V; ++j) {
+    if constexpr (kDTypeOf<T> == DType::kBF16) {  // nvcc would shift twice
+      x[j] = BitsToFloat(j % 2 == 0 ? words[j / 2] << 16 : words[j / 2] & 0xffff0000u);
+    } else {
+      x[j] = Accumulator<T>::Load(pack.elem[j]);
+    }
+  }
 }
 
 }  // namespace internal
@@ -461,7 +473,7 @@ class RowsKernelBody {
 
   // Starts to copy the next chunk: its packs and, at its edges, what else is in them.
   __device__ __forceinline__ void Fetch(int stage) {
-    const int64_t total = plan_.rows * plan_.n;
+    const int64_t total = plan_.total;
     if (ahead_.begin < total) {
       const int first = IsWhole() ? first_ : FirstColumn(ahead_.begin, ahead_.chunk);
       uint4* slot = Slot(stage, 0);
@@ -496,7 +508,7 @@ class RowsKernelBody {
 
   // The same where packs may be outside of the arrays, or are not aligned.
   __device__ __forceinline__ void FetchChecked(uint4* slot, int first) const {
-    const int64_t total = plan_.rows * plan_.n;
+    const int64_t total = plan_.total;
 #pragma unroll 1
     for (int k = 0; k < plan_.packs; ++k, slot += blockDim.x, first += pack_step_) {
       if (first >= Columns()) return;
@@ -527,9 +539,10 @@ class RowsKernelBody {
     ForEachPack([&](int k) {
       JOF_UNROLL
       for (int a = 0; a < kInputs; ++a) {
-        const auto stored = internal::PackFromShared<T>(slot + a * ArrayStep());
+        C x[V];
+        internal::LoadShared<T>(slot + a * ArrayStep(), x);
         JOF_UNROLL
-        for (int j = 0; j < V; ++j) x_[k][j][a] = Accumulator<T>::Load(stored.elem[j]);
+        for (int j = 0; j < V; ++j) x_[k][j][a] = x[j];
       }
       JOF_UNROLL
       for (int j = 0; j < V; ++j) program_.Prepare(x_[k][j]);
@@ -551,19 +564,18 @@ class RowsKernelBody {
 
   __device__ __forceinline__ void LoadVectors() {
     if constexpr (kVectors > 0) {
-      ForEachPack([&](int k) {
+#pragma unroll 1
+      for (int item = 0; item < packs_ * kVectors; ++item) {
+        const int k = item / kVectors, i = item % kVectors;
+        if (program_.vectors[i].data == nullptr) continue;
+        union {
+          C columns[V];
+          uint4 words[kVectorSlots];
+        };
+        internal::LoadVector<T>(program_.vectors[i], PackAt(k), C(0), columns);
         JOF_UNROLL
-        for (int i = 0; i < kVectors; ++i) {
-          if (program_.vectors[i].data == nullptr) continue;
-          union {
-            C columns[V];
-            uint4 words[kVectorSlots];
-          };
-          internal::LoadVector<T>(program_.vectors[i], PackAt(k), C(0), columns);
-          JOF_UNROLL
-          for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
-        }
-      });
+        for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
+      }
     }
   }
 
@@ -593,6 +605,7 @@ class RowsKernelBody {
     if (has_edges_) {
       ForEachPack([&](int k) {
         const PackPlace pack = PackAt(k);
+        if (pack.IsWhole()) return;
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
           JOF_UNROLL
@@ -798,7 +811,7 @@ class RowsKernelBody {
 };
 
 template <typename Program, int kHeld>
-__global__ void __launch_bounds__(Program::kThreads, 1)
+__global__ void __launch_bounds__(Program::kThreads, Program::kBlocks)
     RowsKernel(const __grid_constant__ Program program, const __grid_constant__ RowsPlan plan) {
   extern __shared__ uint4 slots[];
   using Body = RowsKernelBody<Program, kHeld>;

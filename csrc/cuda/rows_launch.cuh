@@ -31,6 +31,7 @@ struct RowsTraits {
   int held;            // packs that a thread can hold
   int threads;         // the most in a block
   bool may_be_chunks;  // a row read by chunks is read once all the same
+  bool has_reductions;
   bool has_sums;       // over rows
   int vector_bytes;    // of row vectors, for each element
 };
@@ -63,23 +64,29 @@ inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, i
   const int64_t pack = kPackBytes / traits.element_bytes;
   // Packs that a row touches.
   const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
-  RowsLaunch launch{{rows, n, 0, 1, 1, 1, 1, 1}, 256, 0};
+  RowsLaunch launch{{rows, n, rows * n, 0, 1, 1, 1, 1, 1}, 256, 0};
   RowsPlan& plan = launch.plan;
   const auto per_lane = [&] {
     const int64_t lanes = int64_t{plan.lanes} * plan.cluster;
     return (packs + lanes - 1) / lanes;
   };
-  const int most_lanes = traits.may_be_chunks ? 64 : traits.threads;
-  while (plan.lanes < most_lanes && per_lane() > traits.held) plan.lanes *= 2;
+  // About 48 KB in flight on each multiprocessor are best: 64 bytes a thread. Wide rows take more.
+  const int64_t preferred = std::max(4 / traits.inputs, 1);
+  const int most_lanes = traits.may_be_chunks && traits.has_reductions ? 64 : 256;
+  while (plan.lanes < most_lanes && per_lane() > preferred) plan.lanes *= 2;
 #ifdef ROWS_TUNING
   for (int i = 0; i < rows_tuning.lanes && plan.lanes < most_lanes; ++i) plan.lanes *= 2;
-  if (rows_tuning.cluster > 1) {
-    while (plan.lanes > 64 && plan.lanes > most_lanes / rows_tuning.cluster) plan.lanes /= 2;
-  }
+  for (int i = 0; i > rows_tuning.lanes && plan.lanes > 1; --i) plan.lanes /= 2;
 #endif
-  while (device.has_clusters && !traits.may_be_chunks && plan.cluster < 8 &&
-         per_lane() > traits.held) {
+  // Blocks of 256 threads in more clusters are better than of 512: bf16 4096 x 32000 at 73 % of
+  // copy speed instead of 60 %.
+  while (!traits.may_be_chunks && device.has_clusters && plan.cluster < 8 &&
+         plan.lanes == most_lanes && per_lane() > traits.held) {
     plan.cluster *= 2;
+  }
+  while (!traits.may_be_chunks && !device.has_clusters && plan.lanes < traits.threads &&
+         per_lane() > traits.held) {
+    plan.lanes *= 2;
   }
   launch.threads = std::max(plan.lanes, traits.has_sums ? 256 : 128);
 #ifdef ROWS_TUNING
@@ -135,6 +142,7 @@ cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGri
   const bool has_edges = n % kPack != 0 || !IsAligned(leader, kPackBytes);
   const RowsTraits traits{Program::kInputs, static_cast<int>(sizeof(T)), kHeld, Program::kThreads,
                           Program::kOutputs == 0 || Program::kReductions == 0,
+                          Program::kReductions > 0,
                           Program::kColumnSums > 0,
                           Program::kVectors * static_cast<int>(sizeof(Compute<T>))};
   const RowsLaunch launch = PlanRows(traits, device, rows, n, has_edges);

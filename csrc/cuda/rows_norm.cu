@@ -85,6 +85,7 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   static constexpr int kElements = 64 / static_cast<int>(sizeof(C));
   static constexpr int kVectors = 1, kColumnSums = kSums, kReductions = 1, kValues = 2;
   static constexpr int kThreads = kSums == 0 ? 512 : 256;
+  static constexpr int kBlocks = kSums == 0 || kDsum ? 1 : 2;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 2; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return true; }
   struct Row {

@@ -59,7 +59,7 @@ void CheckNear(const char* what, double got, double want, double scale, const Ro
   // An overflow is an infinity.
   const bool same = std::isnan(want) ? std::isnan(got) : got == Value(Nearest<T>(want));
   if (same) return;
-  const double ulps = sizeof(T) == 2 ? 1 : sizeof(T) == 4 ? 4 : 8;
+  const double ulps = sizeof(T) == 2 ? 1 : sizeof(T) == 4 ? 4 : 32;
   const double error = std::abs(got - want) - 8 * kEpsilon<T> * scale;
   const bool near = error <= ulps * Ulp<T>(want) ||
                     (sizeof(T) == 4 && std::abs(got - want) < 1e-36);  // flushed to zero
