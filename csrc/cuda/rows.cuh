@@ -384,7 +384,7 @@ class RowsKernelBody {
     if (IsWhole()) LoadVectors();
     // All lanes of a warp take part in its shuffles, and all warps of a block in its barriers: until
     // the first team of them has no row any more.
-    const int together = plan_.lanes < internal::kWarpSize ? internal::kWarpSize : blockDim.x;
+    const int together = plan_.lanes > internal::kWarpSize ? blockDim.x : internal::kWarpSize;
     const int teams_before =
         plan_.cluster > 1 ? 0 : static_cast<int>(threadIdx.x % together) / plan_.lanes;
     Row next = BeginRow(team_);
