@@ -33,6 +33,7 @@ struct RowsPlan {
   int chunks;     // how often it holds that many
   int stages;     // chunks in flight for each thread
   int cluster;    // blocks that work on one row
+  int vector_slots;  // where the packs of row vectors are in shared memory
 };
 
 // A vector over the columns, of T or of f32; none where data is null.
@@ -560,9 +561,8 @@ class RowsKernelBody {
   static constexpr int kVectorSlots = V * static_cast<int>(sizeof(C)) / kPackBytes;
 
   __device__ __forceinline__ uint4* VectorSlot(int k, int vector) const {
-    const int behind = plan_.stages * kInputs * plan_.packs;
-    return slots_ +
-           (behind + (k * kVectors + vector) * kVectorSlots) * static_cast<int>(blockDim.x);
+    return slots_ + plan_.vector_slots +
+           (k * kVectors + vector) * kVectorSlots * static_cast<int>(blockDim.x);
   }
 
   __device__ __forceinline__ void LoadVectors() {
@@ -570,12 +570,11 @@ class RowsKernelBody {
 #pragma unroll 1
       for (int item = 0; item < packs_ * kVectors; ++item) {
         const int k = item / kVectors, i = item % kVectors;
-        if (program_.vectors[i].data == nullptr) continue;
         union {
           C columns[V];
           uint4 words[kVectorSlots];
         };
-        internal::LoadVector<T>(program_.vectors[i], PackAt(k), C(0), columns);
+        internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
         JOF_UNROLL
         for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
       }
@@ -591,11 +590,7 @@ class RowsKernelBody {
           uint4 words[kVectorSlots];
         };
         JOF_UNROLL
-        for (int j = 0; j < V; ++j) columns[j] = program_.Missing(i);
-        if (program_.vectors[i].data != nullptr) {
-          JOF_UNROLL
-          for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * blockDim.x];
-        }
+        for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * blockDim.x];
         JOF_UNROLL
         for (int j = 0; j < V; ++j) v[j][i] = columns[j];
       }

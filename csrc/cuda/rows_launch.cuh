@@ -64,7 +64,7 @@ inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, i
   const int64_t pack = kPackBytes / traits.element_bytes;
   // Packs that a row touches.
   const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
-  RowsLaunch launch{{rows, n, rows * n, 0, 1, 1, 1, 1, 1}, 256, 0};
+  RowsLaunch launch{{rows, n, rows * n, 0, 1, 1, 1, 1, 1, 0}, 256, 0};
   RowsPlan& plan = launch.plan;
   const auto per_lane = [&] {
     const int64_t lanes = int64_t{plan.lanes} * plan.cluster;
@@ -102,6 +102,7 @@ inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, i
 #ifdef ROWS_TUNING
   if (rows_tuning.stages > 0) plan.stages = rows_tuning.stages;
 #endif
+  plan.vector_slots = static_cast<int>(bytes * plan.stages / kPackBytes);
   launch.shared_bytes = bytes * plan.stages + vectors;
   return launch;
 }
