@@ -52,13 +52,18 @@ def _with_rows_whole(aval: Any, axis: int) -> Any:
 # ---- what all of them share ----
 
 
-def _rule(kinds: Kinds, rank: int, axis: int) -> _primitive.ShardingRule:
-    """All dimensions are independent but the rows' own, of which every device needs all."""
+def _rule(kinds: Kinds, rank: int, axis: int, *, in_parts: bool = False) -> _primitive.ShardingRule:
+    """All dimensions are independent but the rows' own.
+
+    Of that every device needs all, unless rows may be computed in parts.
+    """
     dims = [f"d{i}" for i in range(rank)]
     dims[axis] = "n"
     rows = [d for d in dims if d != "n"]
     names = {ARRAY: dims, ROW: rows, STATS: [*rows, "k"], VECTOR: ["n"]}
     operands, results = ([names[kind] for kind in side] for side in kinds)
+    if in_parts:
+        return _primitive.ShardingRule(operands, results, frozenset("k"), rows="n")
     return _primitive.ShardingRule(operands, results, frozenset("nk"))
 
 
@@ -243,6 +248,57 @@ softmax_p = _define_softmax()
 
 
 # ---- logsumexp, and cross entropy: what it is of the element that a label names ----
+#
+# Rows that are sharded over devices are computed in parts: statistics are combined by two
+# all-reduces, and no logits are sent.
+
+
+def _labels_on_shard(
+    labels: Sequence[jax.Array], n: int, shard: _primitive.Shard
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Labels that name elements of a shard, `n` where they name none; and whether they name any."""
+    count = jax.lax.psum(1, shard.rows)
+    counted = [jnp.where(label < 0, label + n * count, label) for label in labels]
+    local = [label - n * jax.lax.axis_index(shard.rows) for label in counted]
+    names_any = [(label >= 0) & (label < n * count) for label in counted]
+    return [jnp.where((i >= 0) & (i < n), i, n).astype(jnp.int32) for i in local], names_any
+
+
+def _logsumexp_on_shard(
+    call: Function, shard: _primitive.Shard, x: jax.Array, *labels: jax.Array, axis: int
+) -> list[jax.Array]:
+    if not shard.rows:
+        results: list[jax.Array] = call(x, *labels, axis=axis)
+        return results
+    n = x.shape[axis]
+    local, names_any = _labels_on_shard(labels, n, shard)
+    _, stats = call(x, *local, axis=axis)
+    centre, total = stats[..., 0], 1 / stats[..., 1]
+    # Where the maximum of a part is infinite its centre is 0.
+    peak = jnp.where(total == 0, -jnp.inf, jnp.where(total == jnp.inf, jnp.inf, centre))
+    top = jax.lax.pmax(peak, shard.rows)
+    base = jnp.where(jnp.isfinite(top), top, 0)
+    total = jnp.where(jnp.isinf(peak), total, total * jnp.exp(centre - base))
+    of_label = [jnp.expand_dims(jnp.minimum(i, n - 1), axis) for i in local]
+    values = [
+        jnp.where(i < n, jnp.take_along_axis(x, at, axis).squeeze(axis).astype(total.dtype), 0)
+        for i, at in zip(local, of_label, strict=True)
+    ]
+    total, *values = jax.lax.psum([total, *values], shard.rows)
+    result = jnp.log(total) + (0 if values else base)
+    for value, is_one in zip(values, names_any, strict=True):
+        result -= jnp.where(is_one, value, jnp.nan) - base
+    return [result.astype(x.dtype), jnp.stack([base, 1 / total], -1)]
+
+
+def _logsumexp_vjp_on_shard(
+    call: Function, shard: _primitive.Shard, x: jax.Array, *operands: jax.Array, axis: int
+) -> jax.Array:
+    *labels, stats, ct = operands
+    if shard.rows:
+        labels, _ = _labels_on_shard(labels, x.shape[axis], shard)
+    result: jax.Array = call(x, *labels, stats, ct, axis=axis)
+    return result
 
 
 def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
@@ -256,6 +312,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         native: Function,
         types: Function,
         passes: int = 0,
+        on_shard: Function | None = None,
     ) -> core.Primitive:
         def call(x: Any, *_: Any, axis: int) -> _policy.Call:
             return _call(target.removeprefix("jof_"), passes, x, axis)
@@ -271,7 +328,10 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
             abstract_eval=types,
             reference=reference,
             native=native,
-            sharding_rule=lambda x, *_, axis: _rule(kinds, len(x.shape), axis),
+            sharding_rule=lambda x, *_, axis: _rule(
+                kinds, len(x.shape), axis, in_parts=on_shard is not None
+            ),
+            on_shard=on_shard,
             batch=batch,
             multiple_results=len(kinds[1]) > 1,
             call=None if passes == 0 else call,
@@ -306,14 +366,16 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         native,
         value_types,
         passes=1,
+        on_shard=_logsumexp_on_shard,
     )
     vjp_p = define(
         f"jof_{name}_vjp",
         ([*given, STATS, ROW], [ARRAY]),
         _reference.logsumexp_vjp,
         native_vjp,
-        lambda x, *_, axis: _with_rows_whole(x, axis),
+        lambda x, *_, axis: x,
         passes=2,
+        on_shard=_logsumexp_vjp_on_shard,
     )
     jvp_p = define(
         f"jof_{name}_jvp",

@@ -242,6 +242,32 @@ def test_special_values_of_norms(center):
     assert np.isnan(y[[1, 3]]).any(-1).all()
 
 
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("label", [0, 3, -1, 4, -(2**31)])
+def test_special_values_in_sharded_rows(label):
+    """One element a device: parts of which the maximum is infinite, or nothing is left."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "n")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "n"))
+    rows = np.concatenate([SPECIAL, [[-5000, -INF, -5001, -INF], [-INF, 5000, INF, 0]]])
+    x = jnp.asarray(rows, jnp.float32)
+    labels = jnp.full(len(x), label, jnp.int32)
+    ct = jnp.arange(1.0, len(x) + 1, dtype=jnp.float32)
+    for f in (
+        functools.partial(jof.logsumexp, axis=-1),
+        functools.partial(jof.softmax_cross_entropy_with_integer_labels, labels=labels),
+    ):
+
+        def both(x, f=f):
+            y, pull = jax.vjp(f, x)
+            return y, pull(ct)[0]
+
+        y, dx = jax.jit(both)(jax.device_put(x, sharding))
+        expected, wanted = both(x)
+        np.testing.assert_allclose(y, expected, rtol=1e-6)
+        np.testing.assert_allclose(dx, wanted, rtol=1e-5, atol=1e-6)
+        assert dx.sharding.is_equivalent_to(sharding, 2)
+
+
 # --- shapes and arguments -------------------------------------------------------------------------
 
 

@@ -239,7 +239,9 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
   }
   __syncthreads();
   JOF_UNROLL
-  for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
+  for (int i = 0; i < kValues; ++i) {
+    values[i] = of_warps[(warp & ~(warps - 1)) + (lane & (warps - 1))][i];  // of this team
+  }
   for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
   if (plan.cluster > 1) {
     auto& of_blocks = exchange->blocks[copy];
@@ -381,11 +383,14 @@ class RowsKernelBody {
     ahead_.begin = team_ * plan_.n;
     for (int s = 0; s < plan_.stages; ++s) Fetch(s);
     if (IsWhole()) LoadVectors();
-    // All threads of a block take part in its reductions: until its first team has no row any more.
-    const int team_here = threadIdx.x / plan_.lanes;
+    // All lanes of a warp take part in its shuffles, and all warps of a block in its barriers: until
+    // the first team of them has no row any more.
+    const int together = plan_.lanes > internal::kWarpSize ? blockDim.x : internal::kWarpSize;
+    const int teams_before =
+        plan_.cluster > 1 ? 0 : static_cast<int>(threadIdx.x % together) / plan_.lanes;
     Row next = BeginRow(team_);
     begin_ = team_ * plan_.n;
-    for (int64_t row = team_; row - (plan_.cluster == 1 ? team_here : 0) < plan_.rows; row += plan_.teams) {
+    for (int64_t row = team_; row - teams_before < plan_.rows; row += plan_.teams) {
       Row facts = next;
       next = BeginRow(row + plan_.teams);
       if constexpr (kOutputs == 0) {
