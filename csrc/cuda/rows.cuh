@@ -26,13 +26,13 @@ JOF_NAMESPACE_BEGIN
 // What a launch looks like, chosen by PlanRows.
 struct RowsPlan {
   int64_t rows, n;
-  int64_t total;  // elements of an array
-  int64_t teams;  // each has every teams-th row
-  int lanes;      // threads of a block that work on one row: a power of two
-  int packs;      // packs of a row that a thread holds at a time
-  int chunks;     // how often it holds that many
-  int stages;     // chunks in flight for each thread
-  int cluster;    // blocks that work on one row
+  int64_t total;     // elements of an array
+  int64_t teams;     // each has every teams-th row
+  int lanes;         // threads of a block that work on one row: a power of two
+  int packs;         // packs of a row that a thread holds at a time
+  int chunks;        // how often it holds that many
+  int stages;        // chunks in flight for each thread
+  int cluster;       // blocks that work on one row
   int vector_slots;  // where the packs of row vectors are in shared memory
 };
 
@@ -49,13 +49,13 @@ struct RowVector {
 //     static constexpr int kInputs, kOutputs;      // arrays of T
 //     static constexpr int kVectors, kColumnSums;  // row vectors read, sums over rows made
 //     static constexpr int kReductions;
-//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);        // how many values reduction r has,
-//     static constexpr int kValues;                // and the most
-//     static constexpr bool UsesVectors(int r);    // whether reduction r does
-//     struct Row;                                  // what is known of a row
+//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);        // how many values reduction r
+//     has, static constexpr int kValues;                // and the most static constexpr bool
+//     UsesVectors(int r);    // whether reduction r does struct Row; // what is known of a row
 //     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
 //     static constexpr int kElements;              // of each input that a thread holds at most
-//     static constexpr int kThreads, kBlocks;      // the most in a block, and blocks of so many that
+//     static constexpr int kThreads, kBlocks;      // the most in a block, and blocks of so many
+//     that
 //                                                  // a multiprocessor has registers for
 //     Row Begin(int64_t row) const;                // reads what is given for each row
 //     void Prepare(C (&x)[kInputs]) const;         // what is made of an element's inputs alone
@@ -110,7 +110,9 @@ __device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool
       : "memory");
 }
 
-__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits for all copies but those of the last `pending` commits.
 __device__ __forceinline__ void WaitForCopies(int pending) {
@@ -147,8 +149,9 @@ __device__ __forceinline__ void SyncCluster() {
 #endif
 }
 
-// A barrier of shared memory that completes when so many bytes have been stored by StoreAsync. Unlike
-// a barrier of the cluster it does not wait for what the threads have asked of global memory.
+// A barrier of shared memory that completes when so many bytes have been stored by StoreAsync.
+// Unlike a barrier of the cluster it does not wait for what the threads have asked of global
+// memory.
 __device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
@@ -158,10 +161,10 @@ __device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
 
 __device__ __forceinline__ void ExpectBytes(uint64_t* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   SharedAddress(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
 #endif
 }
 
@@ -181,20 +184,22 @@ template <typename C>
 __device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigned rank, C value) {
 #if __CUDA_ARCH__ >= 900
   uint32_t address, counter;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(SharedAddress(shared)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(SharedAddress(shared)), "r"(rank));
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(counter)
       : "r"(SharedAddress(barrier)), "r"(rank));
   if constexpr (sizeof(C) == 8) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
-                     address),
-                 "l"(FloatToBits(value)), "r"(counter)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
+        "l"(FloatToBits(value)), "r"(counter)
+        : "memory");
   } else {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                     address),
-                 "r"(FloatToBits(value)), "r"(counter)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+        "r"(FloatToBits(value)), "r"(counter)
+        : "memory");
   }
 #endif
 }
@@ -239,9 +244,7 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
   }
   __syncthreads();
   JOF_UNROLL
-  for (int i = 0; i < kValues; ++i) {
-    values[i] = of_warps[(warp & ~(warps - 1)) + (lane & (warps - 1))][i];  // of this team
-  }
+  for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
   for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
   if (plan.cluster > 1) {
     auto& of_blocks = exchange->blocks[copy];
@@ -345,8 +348,8 @@ __device__ __forceinline__ void LoadShared(const uint4* slot, Compute<T> (&x)[V]
 template <typename Program>
 inline constexpr int kHeldPacks = Program::kElements / kPackSize<typename Program::Element>;
 
-// A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each thread
-// has the same columns of all of its rows, which row vectors and sums over rows make use of.
+// A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each
+// thread has the same columns of all of its rows, which row vectors and sums over rows make use of.
 template <typename Program, int kHeld>
 class RowsKernelBody {
  public:
@@ -383,14 +386,11 @@ class RowsKernelBody {
     ahead_.begin = team_ * plan_.n;
     for (int s = 0; s < plan_.stages; ++s) Fetch(s);
     if (IsWhole()) LoadVectors();
-    // All lanes of a warp take part in its shuffles, and all warps of a block in its barriers: until
-    // the first team of them has no row any more.
-    const int together = plan_.lanes > internal::kWarpSize ? blockDim.x : internal::kWarpSize;
-    const int teams_before =
-        plan_.cluster > 1 ? 0 : static_cast<int>(threadIdx.x % together) / plan_.lanes;
+    // All threads of a block take part in its barriers: until its first team has no row any more.
+    const int team_here = threadIdx.x / plan_.lanes;
     Row next = BeginRow(team_);
     begin_ = team_ * plan_.n;
-    for (int64_t row = team_; row - teams_before < plan_.rows; row += plan_.teams) {
+    for (int64_t row = team_; row - team_here < plan_.rows; row += plan_.teams) {
       Row facts = next;
       next = BeginRow(row + plan_.teams);
       if constexpr (kOutputs == 0) {
@@ -416,9 +416,7 @@ class RowsKernelBody {
     int pass = 0, chunk = 0;
   };
 
-  __device__ __forceinline__ bool IsWhole() const {
-    return kColumnSums > 0 || plan_.chunks == 1;
-  }
+  __device__ __forceinline__ bool IsWhole() const { return kColumnSums > 0 || plan_.chunks == 1; }
   __device__ __forceinline__ int Columns() const { return static_cast<int>(plan_.n); }
 
   // The array that packs follow.
@@ -434,7 +432,8 @@ class RowsKernelBody {
     return all;
   }
 
-  // Of this thread's first pack: packs begin at multiples of 16 bytes of the array that they follow.
+  // Of this thread's first pack: packs begin at multiples of 16 bytes of the array that they
+  // follow.
   __device__ __forceinline__ int FirstColumn(int64_t begin, int chunk) const {
     const int shift = (Phase() + static_cast<int>(begin)) & (V - 1);
     return chunk * plan_.packs * pack_step_ + lane_ * V - shift;
@@ -695,9 +694,9 @@ class RowsKernelBody {
         program_.CombineParts(values, other);
       }
     }
-    internal::ReduceTeam(
-        plan_, shared_, &turn_, values,
-        [&](C (&a)[kValues], const C (&b)[kValues]) { program_.CombineParts(a, b); });
+    internal::ReduceTeam(plan_, shared_, &turn_, values, [&](C(&a)[kValues], const C(&b)[kValues]) {
+      program_.CombineParts(a, b);
+    });
     program_.SetPart(values, facts);
   }
 
@@ -775,9 +774,27 @@ class RowsKernelBody {
       for_each([&](int64_t at, C sum) { target[at] = sum; });
       return;
     }
+    // Teams of a warp at once, if they have the same columns.
+    int step = 1;
+    if (plan_.lanes < internal::kWarpSize && Phase() == 0 && Columns() % V == 0) {
+      step = internal::kWarpSize / plan_.lanes;
+      JOF_UNROLL
+      for (int k = 0; k < kHeld; ++k) {
+        JOF_UNROLL
+        for (int s = 0; s < kColumnSums; ++s) {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            C& sum = column_sums_[k][s][j];
+            for (int offset = plan_.lanes; offset < internal::kWarpSize; offset *= 2) {
+              sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+            }
+          }
+        }
+      }
+    }
     C* sums = reinterpret_cast<C*>(slots_ - threadIdx.x);
     const int team_here = threadIdx.x / plan_.lanes;
-    for (int t = 0; t < teams_here; ++t) {
+    for (int t = 0; t < teams_here; t += step) {
       __syncthreads();
       if (t != team_here) continue;
       for_each([&](int64_t at, C sum) { sums[at] = t == 0 ? sum : sums[at] + sum; });
