@@ -1012,10 +1012,13 @@ def cross_entropy_transpose(ct, logits, labels):
 
 
 def norm_in_jax(center):
+    """As flax computes it."""
+
     def norm(x, scale, bias=None):
-        centred = x - x.mean(-1, keepdims=True) if center else x
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centred = wide - wide.mean(-1, keepdims=True) if center else wide
         y = centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * scale
-        return y if bias is None else y + bias
+        return (y if bias is None else y + bias).astype(x.dtype)
 
     return norm
 

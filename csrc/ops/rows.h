@@ -245,7 +245,7 @@ struct Moments {
   JOF_HOST_DEVICE JOF_INLINE static C NoPeak() { return C(0); }
   JOF_HOST_DEVICE JOF_INLINE static C Peak(C a, C b) { return a + b; }
   JOF_HOST_DEVICE JOF_INLINE static C Centre(C peak, C count) {
-    return kCenter ? Quotient<T>(peak, count) : C(0);
+    return kCenter ? Quotient<C>(peak, count) : C(0);  // numbers may be far from 0
   }
   // first: of the rest, second: of the squares.
   JOF_HOST_DEVICE JOF_INLINE static Sums<C> Term(C x, C centre) {
