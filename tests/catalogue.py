@@ -1810,7 +1810,7 @@ ROWS_CASES = (
     rows_case(LOG_SOFTMAX, "jof_softmax"),
     # The gradient overwrites a copy of the operand, where that is an argument of the program.
     of_same_rank(
-        rows_case(LOGSUMEXP, "jof_logsumexp", free_axes=(0, 1), grad_besides=frozenset({"copy"}))
+        rows_case(LOGSUMEXP, "jof_logsumexp", free_axes=(0,), besides=frozenset({"copy", "fusion"}))
     ),
     of_same_rank(
         rows_case(
@@ -1821,7 +1821,7 @@ ROWS_CASES = (
             ids=labels_of,
             symbolic=("a, 3", "a"),
             besides=ID_ARITHMETIC,
-            free_axes=(0, 1),
+            free_axes=(0,),
         )
     ),
     *norm_cases(LAYER_NORM, 2),
