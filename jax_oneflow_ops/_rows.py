@@ -154,11 +154,12 @@ def _linear(
     _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
 
-def _call(name: str, passes: int, x: Any, axis: int) -> _policy.Call:
-    """A call that reads or writes so many arrays like `x`."""
+def _call(group: str, name: str, passes: int, x: Any, axis: int) -> _policy.Call:
+    """A call that reads or writes so many arrays like `x`; what is alike is of one group."""
+    group += " gradient" if name.endswith("_vjp") else ""
     length = next(f"rows up to {most}" for most in _LENGTHS if x.shape[axis] <= most)
     order = "contiguous" if math.prod(x.shape[axis + 1 :]) == 1 else "strided"
-    kind = ("rows", f"{order}, {length}", _policy.bits(x.dtype), name)
+    kind = ("rows", group, _policy.bits(x.dtype), f"{order}, {length}", name)
     return _policy.Call(kind, passes * _policy.nbytes(x))
 
 
@@ -198,7 +199,7 @@ def _define_softmax() -> core.Primitive:
 
         def call(x: Any, *_: Any, axis: int, log: bool) -> _policy.Call:
             name = target.removeprefix("jof_")
-            return _call(f"log_{name}" if log else name, 1 + operands, x, axis)
+            return _call("softmax", f"log_{name}" if log else name, 1 + operands, x, axis)
 
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)
@@ -315,7 +316,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         on_shard: Function | None = None,
     ) -> core.Primitive:
         def call(x: Any, *_: Any, axis: int) -> _policy.Call:
-            return _call(target.removeprefix("jof_"), passes, x, axis)
+            return _call("logsumexp", target.removeprefix("jof_"), passes, x, axis)
 
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, out = _batched(args, dims, kinds, axis)
@@ -574,7 +575,7 @@ def _norm_call(name: str, x: Any, *_: Any, center: bool, given: Any, **__: Any) 
     """Residuals, and the cotangents of their sums, are arrays of their own."""
     passes = 2 + 2 * given[0] if name == "norm" else 3 + given[2]
     function = f"{_function_of_norm(center=center)}{name.removeprefix('norm')}"
-    return _call(function, passes, x, x.ndim - 1)
+    return _call("norm", function, passes, x, x.ndim - 1)
 
 
 def _define_norm() -> core.Primitive:

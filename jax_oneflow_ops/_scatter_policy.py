@@ -65,8 +65,8 @@ class Plan:
 # and 190. So are narrow rows with room for eight copies a block. Fewer updates are done before the
 # blocks have added up their sums. Wider rows are faster by atomics: 50k of 128 bf16 into 29 take
 # 16 us, and 38 so. Sums in a fixed order need a copy for each of at least eight warps. A block
-# takes 8192 elements at once, and more blocks than the GPU has gain nothing. Problems of a batch that
-# have as many are summed side by side.
+# takes 8192 elements at once, and more blocks than the GPU has gain nothing. Problems of a batch
+# that have as many are summed side by side.
 PRIVATE_BYTES = 160 * 1024
 PRIVATE_ROW_BYTES = 20 * 1024
 PRIVATE_ORDERED_BYTES = 16 * 1024

@@ -365,7 +365,8 @@ def test_residual_is_the_norm_of_the_sum(center, dtype):
 
     (y, total), pull = jax.vjp(fused, x, r, scale)
     expected, pull_apart = jax.vjp(apart, x, r, scale)
-    np.testing.assert_array_equal(np.asarray(y), np.asarray(expected[0]))
+    # On GPUs a row may be added up in another order.
+    assert_close(y, np.float64(expected[0]), dtype, 2, 4 * eps(dtype))
     np.testing.assert_array_equal(np.asarray(total), np.asarray(expected[1]))
     for a, e in zip(pull((dy, ds)), pull_apart((dy, ds)), strict=True):
         np.testing.assert_allclose(

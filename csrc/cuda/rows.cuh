@@ -16,6 +16,7 @@
 // Free of the CUDA runtime, so that NVRTC can compile it around other programs.
 #pragma once
 
+#include "common/dtype.h"
 #include "common/pack.h"
 #include "common/types.h"
 #include "cuda/launch.cuh"
@@ -25,12 +26,14 @@ JOF_NAMESPACE_BEGIN
 // What a launch looks like, chosen by PlanRows.
 struct RowsPlan {
   int64_t rows, n;
-  int64_t teams;  // each has every teams-th row
-  int lanes;      // threads of a block that work on one row: a power of two
-  int packs;      // packs of a row that a thread holds at a time
-  int chunks;     // how often it holds that many
-  int stages;     // chunks in flight for each thread
-  int cluster;    // blocks that work on one row
+  int64_t total;     // elements of an array
+  int64_t teams;     // each has every teams-th row
+  int lanes;         // threads of a block that work on one row: a power of two
+  int packs;         // packs of a row that a thread holds at a time
+  int chunks;        // how often it holds that many
+  int stages;        // chunks in flight for each thread
+  int cluster;       // blocks that work on one row
+  int vector_slots;  // where the packs of row vectors are in shared memory
 };
 
 // A vector over the columns, of T or of f32; none where data is null.
@@ -46,13 +49,14 @@ struct RowVector {
 //     static constexpr int kInputs, kOutputs;      // arrays of T
 //     static constexpr int kVectors, kColumnSums;  // row vectors read, sums over rows made
 //     static constexpr int kReductions;
-//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);        // how many values reduction r has,
-//     static constexpr int kValues;                // and the most
-//     static constexpr bool UsesVectors(int r);    // whether reduction r does
-//     struct Row;                                  // what is known of a row
+//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);        // how many values reduction r
+//     has, static constexpr int kValues;                // and the most static constexpr bool
+//     UsesVectors(int r);    // whether reduction r does struct Row; // what is known of a row
 //     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
 //     static constexpr int kElements;              // of each input that a thread holds at most
-//     static constexpr int kThreads;               // the most in a block: 2^16 registers are theirs
+//     static constexpr int kThreads, kBlocks;      // the most in a block, and blocks of so many
+//     that
+//                                                  // a multiprocessor has registers for
 //     Row Begin(int64_t row) const;                // reads what is given for each row
 //     void Prepare(C (&x)[kInputs]) const;         // what is made of an element's inputs alone
 //     template <int r> C Identity() const;
@@ -75,7 +79,7 @@ struct RowsProgram {
   using Element = T;
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
-  static constexpr int kThreads = 512;  // the most in a block
+  static constexpr int kThreads = 512, kBlocks = 1;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
 
@@ -106,7 +110,9 @@ __device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool
       : "memory");
 }
 
-__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits for all copies but those of the last `pending` commits.
 __device__ __forceinline__ void WaitForCopies(int pending) {
@@ -143,8 +149,9 @@ __device__ __forceinline__ void SyncCluster() {
 #endif
 }
 
-// A barrier of shared memory that completes when so many bytes have been stored by StoreAsync. Unlike
-// a barrier of the cluster it does not wait for what the threads have asked of global memory.
+// A barrier of shared memory that completes when so many bytes have been stored by StoreAsync.
+// Unlike a barrier of the cluster it does not wait for what the threads have asked of global
+// memory.
 __device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
@@ -154,10 +161,10 @@ __device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
 
 __device__ __forceinline__ void ExpectBytes(uint64_t* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   SharedAddress(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
 #endif
 }
 
@@ -177,20 +184,22 @@ template <typename C>
 __device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigned rank, C value) {
 #if __CUDA_ARCH__ >= 900
   uint32_t address, counter;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(SharedAddress(shared)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(SharedAddress(shared)), "r"(rank));
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(counter)
       : "r"(SharedAddress(barrier)), "r"(rank));
   if constexpr (sizeof(C) == 8) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
-                     address),
-                 "l"(FloatToBits(value)), "r"(counter)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
+        "l"(FloatToBits(value)), "r"(counter)
+        : "memory");
   } else {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                     address),
-                 "r"(FloatToBits(value)), "r"(counter)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+        "r"(FloatToBits(value)), "r"(counter)
+        : "memory");
   }
 #endif
 }
@@ -235,7 +244,7 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
   }
   __syncthreads();
   JOF_UNROLL
-  for (int i = 0; i < kValues; ++i) values[i] = of_warps[lane & (warps - 1)][i];
+  for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
   for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
   if (plan.cluster > 1) {
     auto& of_blocks = exchange->blocks[copy];
@@ -314,14 +323,23 @@ __device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPl
   }
 }
 
-template <typename T>
-__device__ __forceinline__ Pack<T, kPackSize<T>> PackFromShared(const uint4* slot) {
+// The elements of a pack in shared memory, widened.
+template <typename T, int V>
+__device__ __forceinline__ void LoadShared(const uint4* slot, Compute<T> (&x)[V]) {
   union {
-    uint4 word;
-    Pack<T, kPackSize<T>> pack;
+    uint4 whole;
+    uint32_t words[4];
+    Pack<T, V> pack;
   };
-  word = *slot;
-  return pack;
+  whole = *slot;
+  JOF_UNROLL
+  for (int j = 0; j < V; ++j) {
+    if constexpr (kDTypeOf<T> == DType::kBF16) {  // nvcc would shift twice
+      x[j] = BitsToFloat(j % 2 == 0 ? words[j / 2] << 16 : words[j / 2] & 0xffff0000u);
+    } else {
+      x[j] = Accumulator<T>::Load(pack.elem[j]);
+    }
+  }
 }
 
 }  // namespace internal
@@ -330,8 +348,8 @@ __device__ __forceinline__ Pack<T, kPackSize<T>> PackFromShared(const uint4* slo
 template <typename Program>
 inline constexpr int kHeldPacks = Program::kElements / kPackSize<typename Program::Element>;
 
-// A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each thread
-// has the same columns of all of its rows, which row vectors and sums over rows make use of.
+// A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each
+// thread has the same columns of all of its rows, which row vectors and sums over rows make use of.
 template <typename Program, int kHeld>
 class RowsKernelBody {
  public:
@@ -368,13 +386,11 @@ class RowsKernelBody {
     ahead_.begin = team_ * plan_.n;
     for (int s = 0; s < plan_.stages; ++s) Fetch(s);
     if (IsWhole()) LoadVectors();
-    // All lanes of a warp take part in its shuffles: until the first team has no row any more.
-    const int team_in_warp = plan_.lanes < internal::kWarpSize
-                                 ? static_cast<int>(threadIdx.x % internal::kWarpSize) / plan_.lanes
-                                 : 0;
+    // All threads of a block take part in its barriers: until its first team has no row any more.
+    const int team_here = threadIdx.x / plan_.lanes;
     Row next = BeginRow(team_);
     begin_ = team_ * plan_.n;
-    for (int64_t row = team_; row - team_in_warp < plan_.rows; row += plan_.teams) {
+    for (int64_t row = team_; row - team_here < plan_.rows; row += plan_.teams) {
       Row facts = next;
       next = BeginRow(row + plan_.teams);
       if constexpr (kOutputs == 0) {
@@ -400,9 +416,7 @@ class RowsKernelBody {
     int pass = 0, chunk = 0;
   };
 
-  __device__ __forceinline__ bool IsWhole() const {
-    return kColumnSums > 0 || plan_.chunks == 1;
-  }
+  __device__ __forceinline__ bool IsWhole() const { return kColumnSums > 0 || plan_.chunks == 1; }
   __device__ __forceinline__ int Columns() const { return static_cast<int>(plan_.n); }
 
   // The array that packs follow.
@@ -418,7 +432,8 @@ class RowsKernelBody {
     return all;
   }
 
-  // Of this thread's first pack: packs begin at multiples of 16 bytes of the array that they follow.
+  // Of this thread's first pack: packs begin at multiples of 16 bytes of the array that they
+  // follow.
   __device__ __forceinline__ int FirstColumn(int64_t begin, int chunk) const {
     const int shift = (Phase() + static_cast<int>(begin)) & (V - 1);
     return chunk * plan_.packs * pack_step_ + lane_ * V - shift;
@@ -461,7 +476,7 @@ class RowsKernelBody {
 
   // Starts to copy the next chunk: its packs and, at its edges, what else is in them.
   __device__ __forceinline__ void Fetch(int stage) {
-    const int64_t total = plan_.rows * plan_.n;
+    const int64_t total = plan_.total;
     if (ahead_.begin < total) {
       const int first = IsWhole() ? first_ : FirstColumn(ahead_.begin, ahead_.chunk);
       uint4* slot = Slot(stage, 0);
@@ -496,7 +511,7 @@ class RowsKernelBody {
 
   // The same where packs may be outside of the arrays, or are not aligned.
   __device__ __forceinline__ void FetchChecked(uint4* slot, int first) const {
-    const int64_t total = plan_.rows * plan_.n;
+    const int64_t total = plan_.total;
 #pragma unroll 1
     for (int k = 0; k < plan_.packs; ++k, slot += blockDim.x, first += pack_step_) {
       if (first >= Columns()) return;
@@ -527,9 +542,10 @@ class RowsKernelBody {
     ForEachPack([&](int k) {
       JOF_UNROLL
       for (int a = 0; a < kInputs; ++a) {
-        const auto stored = internal::PackFromShared<T>(slot + a * ArrayStep());
+        C x[V];
+        internal::LoadShared<T>(slot + a * ArrayStep(), x);
         JOF_UNROLL
-        for (int j = 0; j < V; ++j) x_[k][j][a] = Accumulator<T>::Load(stored.elem[j]);
+        for (int j = 0; j < V; ++j) x_[k][j][a] = x[j];
       }
       JOF_UNROLL
       for (int j = 0; j < V; ++j) program_.Prepare(x_[k][j]);
@@ -544,26 +560,23 @@ class RowsKernelBody {
   static constexpr int kVectorSlots = V * static_cast<int>(sizeof(C)) / kPackBytes;
 
   __device__ __forceinline__ uint4* VectorSlot(int k, int vector) const {
-    const int behind = plan_.stages * kInputs * plan_.packs;
-    return slots_ +
-           (behind + (k * kVectors + vector) * kVectorSlots) * static_cast<int>(blockDim.x);
+    return slots_ + plan_.vector_slots +
+           (k * kVectors + vector) * kVectorSlots * static_cast<int>(blockDim.x);
   }
 
   __device__ __forceinline__ void LoadVectors() {
     if constexpr (kVectors > 0) {
-      ForEachPack([&](int k) {
+#pragma unroll 1
+      for (int item = 0; item < packs_ * kVectors; ++item) {
+        const int k = item / kVectors, i = item % kVectors;
+        union {
+          C columns[V];
+          uint4 words[kVectorSlots];
+        };
+        internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
         JOF_UNROLL
-        for (int i = 0; i < kVectors; ++i) {
-          if (program_.vectors[i].data == nullptr) continue;
-          union {
-            C columns[V];
-            uint4 words[kVectorSlots];
-          };
-          internal::LoadVector<T>(program_.vectors[i], PackAt(k), C(0), columns);
-          JOF_UNROLL
-          for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
-        }
-      });
+        for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
+      }
     }
   }
 
@@ -576,11 +589,7 @@ class RowsKernelBody {
           uint4 words[kVectorSlots];
         };
         JOF_UNROLL
-        for (int j = 0; j < V; ++j) columns[j] = program_.Missing(i);
-        if (program_.vectors[i].data != nullptr) {
-          JOF_UNROLL
-          for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * blockDim.x];
-        }
+        for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * blockDim.x];
         JOF_UNROLL
         for (int j = 0; j < V; ++j) v[j][i] = columns[j];
       }
@@ -593,6 +602,7 @@ class RowsKernelBody {
     if (has_edges_) {
       ForEachPack([&](int k) {
         const PackPlace pack = PackAt(k);
+        if (pack.IsWhole()) return;
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
           JOF_UNROLL
@@ -684,9 +694,9 @@ class RowsKernelBody {
         program_.CombineParts(values, other);
       }
     }
-    internal::ReduceTeam(
-        plan_, shared_, &turn_, values,
-        [&](C (&a)[kValues], const C (&b)[kValues]) { program_.CombineParts(a, b); });
+    internal::ReduceTeam(plan_, shared_, &turn_, values, [&](C(&a)[kValues], const C(&b)[kValues]) {
+      program_.CombineParts(a, b);
+    });
     program_.SetPart(values, facts);
   }
 
@@ -764,9 +774,27 @@ class RowsKernelBody {
       for_each([&](int64_t at, C sum) { target[at] = sum; });
       return;
     }
+    // Teams of a warp at once, if they have the same columns.
+    int step = 1;
+    if (plan_.lanes < internal::kWarpSize && Phase() == 0 && Columns() % V == 0) {
+      step = internal::kWarpSize / plan_.lanes;
+      JOF_UNROLL
+      for (int k = 0; k < kHeld; ++k) {
+        JOF_UNROLL
+        for (int s = 0; s < kColumnSums; ++s) {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            C& sum = column_sums_[k][s][j];
+            for (int offset = plan_.lanes; offset < internal::kWarpSize; offset *= 2) {
+              sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+            }
+          }
+        }
+      }
+    }
     C* sums = reinterpret_cast<C*>(slots_ - threadIdx.x);
     const int team_here = threadIdx.x / plan_.lanes;
-    for (int t = 0; t < teams_here; ++t) {
+    for (int t = 0; t < teams_here; t += step) {
       __syncthreads();
       if (t != team_here) continue;
       for_each([&](int64_t at, C sum) { sums[at] = t == 0 ? sum : sums[at] + sum; });
@@ -798,7 +826,7 @@ class RowsKernelBody {
 };
 
 template <typename Program, int kHeld>
-__global__ void __launch_bounds__(Program::kThreads, 1)
+__global__ void __launch_bounds__(Program::kThreads, Program::kBlocks)
     RowsKernel(const __grid_constant__ Program program, const __grid_constant__ RowsPlan plan) {
   extern __shared__ uint4 slots[];
   using Body = RowsKernelBody<Program, kHeld>;

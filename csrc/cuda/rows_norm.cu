@@ -62,7 +62,8 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
     if constexpr (IsPeak(r)) {
       row->centre = M::Centre(values[0], n);
     } else {
-      row->stats = NormStats<T, kCenter>::Of(M::Of(row->centre, {values[0], values[1]}, n), epsilon);
+      row->stats =
+          NormStats<T, kCenter>::Of(M::Of(row->centre, {values[0], values[1]}, n), epsilon);
     }
   }
   __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[kInputs], const C* v,
@@ -85,6 +86,7 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   static constexpr int kElements = 64 / static_cast<int>(sizeof(C));
   static constexpr int kVectors = 1, kColumnSums = kSums, kReductions = 1, kValues = 2;
   static constexpr int kThreads = kSums == 0 ? 512 : 256;
+  static constexpr int kBlocks = kSums == 0 || kDsum ? 1 : 2;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 2; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return true; }
   struct Row {
@@ -169,15 +171,16 @@ inline constexpr int kPartRows = 8;  // of threads in a block that add parts
 // Adds the parts: a warp has 32 columns, the warps of a block have every eighth part.
 template <typename C>
 __global__ void __launch_bounds__(32 * kPartRows)
-    AddPartsKernel(const C* __restrict__ parts, int64_t count, int64_t columns, int64_t n,
-                   C* first, C* second) {
+    AddPartsKernel(const C* __restrict__ parts, int64_t count, int64_t columns, int64_t n, C* first,
+                   C* second) {
   __shared__ C sums[kPartRows][32];
   const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   C sum = 0;
   if (column < columns) {
 #pragma unroll 8
-    for (int64_t part = warp; part < count; part += kPartRows) sum += parts[part * columns + column];
+    for (int64_t part = warp; part < count; part += kPartRows)
+      sum += parts[part * columns + column];
   }
   sums[warp][threadIdx.x % 32] = sum;
   __syncthreads();
@@ -186,9 +189,7 @@ __global__ void __launch_bounds__(32 * kPartRows)
   (column < n ? first : second)[column < n ? column : column - n] = sum;
 }
 
-RowVector VectorOf(const void* data, DType type) {
-  return {data, type == DType::kF32};
-}
+RowVector VectorOf(const void* data, DType type) { return {data, type == DType::kF32}; }
 
 template <typename C>
 cudaError_t AddParts(const NormVjpCall& call, int64_t count, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// Softmax, its logarithm, sums of exponentials and cross entropy, and their gradients; see rows.cuh.
-// Bytes: each array of elements read once and written once.
+// Softmax, its logarithm, sums of exponentials and cross entropy, and their gradients; see
+// rows.cuh. Bytes: each array of elements read once and written once.
 #include "cuda/rows.h"
 #include "cuda/rows_launch.cuh"
 
@@ -156,8 +156,8 @@ struct LogSumExpForward : ExpSumReductions<T, false> {
   }
   __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
     stats[row] = ExpStats<T>::Of(facts.state);
-    y[row] = Accumulator<T>::Store(
-        LogSumExpResult<T>(facts.state, labels != nullptr, facts.x_label));
+    y[row] =
+        Accumulator<T>::Store(LogSumExpResult<T>(facts.state, labels != nullptr, facts.x_label));
   }
 };
 

@@ -174,12 +174,12 @@ class StridedRowsBody {
 
   const Program& program_;
   const StridedRowsPlan& plan_;
-  C* shared_;           // one for each thread
-  int along_, step_;    // the first element of a row in this thread, and how far it is to the next
-  int64_t inner_;       // of the first row
+  C* shared_;         // one for each thread
+  int along_, step_;  // the first element of a row in this thread, and how far it is to the next
+  int64_t inner_;     // of the first row
   bool has_rows_;
   int64_t first_row_;
-  int64_t begin_;       // of the first row, in the arrays
+  int64_t begin_;  // of the first row, in the arrays
   C x_[kHeld][kPack][kInputs];
   C no_vectors_[1];
 };

@@ -154,8 +154,8 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpDifference(Compute<T> x, Compute<T> cen
     const C lost = (x - moved) - ((difference - moved) + centre);
 #ifdef __CUDA_ARCH__
     const float log2 = difference * kLog2E;
-    const float low = MulAdd(lost, kLog2E, MulAdd(difference, 1.92596303e-8f,
-                                                  MulAdd(difference, kLog2E, -log2)));
+    const float low =
+        MulAdd(lost, kLog2E, MulAdd(difference, 1.92596303e-8f, MulAdd(difference, kLog2E, -log2)));
     const float y = Exp2Approx(log2);
     // Of infinities there is no low part.
     return Abs(difference) < 126.0f ? MulAdd(y, low * kLn2, y) : y;
@@ -245,7 +245,7 @@ struct Moments {
   JOF_HOST_DEVICE JOF_INLINE static C NoPeak() { return C(0); }
   JOF_HOST_DEVICE JOF_INLINE static C Peak(C a, C b) { return a + b; }
   JOF_HOST_DEVICE JOF_INLINE static C Centre(C peak, C count) {
-    return kCenter ? Quotient<T>(peak, count) : C(0);
+    return kCenter ? Quotient<C>(peak, count) : C(0);  // numbers may be far from 0
   }
   // first: of the rest, second: of the squares.
   JOF_HOST_DEVICE JOF_INLINE static Sums<C> Term(C x, C centre) {
@@ -288,9 +288,7 @@ struct ExpStats {
     const C centre = ExpSum<T>::Centre(s.peak, C(1));
     return {centre, 1 / (s.sum * ExpSkew<T>(centre))};
   }
-  JOF_HOST_DEVICE JOF_INLINE C Share(C x) const {
-    return ExpDifference<T>(x, centre) * factor;
-  }
+  JOF_HOST_DEVICE JOF_INLINE C Share(C x) const { return ExpDifference<T>(x, centre) * factor; }
   // The gradient of log(sum(exp(x))), less 1 for the element that the label names.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, bool is_label, C ct) const {
     return ct * (Share(x) - (is_label ? C(1) : C(0)));

@@ -29,9 +29,14 @@ T Nearest(double x) {
 }
 
 template <typename T>
-constexpr int kMantissa = sizeof(T) == 8 ? 53 : sizeof(T) == 4 ? 24 : kDTypeOf<T> == DType::kF16 ? 11 : 8;
+constexpr int kMantissa = sizeof(T) == 8               ? 53
+                          : sizeof(T) == 4             ? 24
+                          : kDTypeOf<T> == DType::kF16 ? 11
+                                                       : 8;
 template <typename T>
-constexpr int kLeastExponent = sizeof(T) == 8 ? -1021 : kDTypeOf<T> == DType::kF16 ? -13 : -125;
+constexpr int kLeastExponent = sizeof(T) == 8               ? -1021
+                               : kDTypeOf<T> == DType::kF16 ? -13
+                                                            : -125;
 
 // A unit in the last place of x as a T.
 template <typename T>
@@ -59,12 +64,14 @@ void CheckNear(const char* what, double got, double want, double scale, const Ro
   // An overflow is an infinity.
   const bool same = std::isnan(want) ? std::isnan(got) : got == Value(Nearest<T>(want));
   if (same) return;
-  const double ulps = sizeof(T) == 2 ? 1 : sizeof(T) == 4 ? 4 : 8;
-  const double error = std::abs(got - want) - 8 * kEpsilon<T> * scale;
+  const double ulps = sizeof(T) == 2 ? 1 : sizeof(T) == 4 ? 4 : 32;
+  // In f64 the sums here are no better.
+  const double terms = sizeof(T) == 8 ? std::sqrt(static_cast<double>(p.n)) : 1;
+  const double error = std::abs(got - want) - 8 * terms * kEpsilon<T> * scale;
   const bool near = error <= ulps * Ulp<T>(want) ||
                     (sizeof(T) == 4 && std::abs(got - want) < 1e-36);  // flushed to zero
-  JOF_CHECK(near, "%s %ld of (%ld, %ld, %ld) of type %d is %.9g, want %.9g: %.2f ulp", what, long(i),
-            long(p.outer), long(p.n), long(p.inner), int(kDTypeOf<T>), got, want,
+  JOF_CHECK(near, "%s %ld of (%ld, %ld, %ld) of type %d is %.9g, want %.9g: %.2f ulp", what,
+            long(i), long(p.outer), long(p.n), long(p.inner), int(kDTypeOf<T>), got, want,
             std::abs(got - want) / Ulp<T>(want));
   if (std::abs(want) > 1e-36) Worst<T>() = std::max(Worst<T>(), error / Ulp<T>(want));
 }
@@ -141,7 +148,8 @@ void TestSoftmax(const RowsProblem& p, bool log, int64_t in_offset, int64_t out_
                           : log                                      ? d - std::log(e.sum)
                                                                      : std::exp(d) / e.sum;
       CheckNear<T>(log ? "log_softmax" : "softmax", Value(y[at(j)]), want,
-                   log && std::isfinite(d) ? 1 + std::abs(d) + std::log(e.sum) : 0, p, int64_t(at(j)));
+                   log && std::isfinite(d) ? 1 + std::abs(d) + std::log(e.sum) : 0, p,
+                   int64_t(at(j)));
     }
   });
 }
@@ -195,11 +203,10 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   DeviceArray out(int64_t(rows * sizeof(T)), sizeof(T)), stats(int64_t(rows * 2 * sizeof(C)), 0);
   DeviceArray gradient(int64_t(x.size() * sizeof(T)), out_offset);
   const auto* label_data = static_cast<const int32_t*>(has_labels ? label.data() : nullptr);
-  CHECK_CUDA(LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, out.data(), stats.data()},
-                             nullptr));
-  CHECK_CUDA(LaunchLogSumExpVjp({p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(),
-                                 gradient.data()},
-                                nullptr));
+  CHECK_CUDA(
+      LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, out.data(), stats.data()}, nullptr));
+  CHECK_CUDA(LaunchLogSumExpVjp(
+      {p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(), gradient.data()}, nullptr));
   // In place.
   CHECK_CUDA(LaunchLogSumExpVjp(
       {p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(), in.data()}, nullptr));
@@ -245,8 +252,8 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
   DeviceArray in(x, in_offset), added(residual, in_offset), scales(scale, sizeof(S));
   DeviceArray biases(bias, 0), out(bytes, out_offset), sum(bytes, out_offset);
   DeviceArray stats(int64_t(rows * 3 * sizeof(C)), sizeof(C));
-  NormCall call{p, kDTypeOf<T>, kDTypeOf<S>, kDTypeOf<S>, center, kNormEpsilon, in.data(), nullptr,
-                nullptr, nullptr, out.data(), nullptr, stats.data()};
+  NormCall call{p,       kDTypeOf<T>, kDTypeOf<S>, kDTypeOf<S>, center,  kNormEpsilon, in.data(),
+                nullptr, nullptr,     nullptr,     out.data(),  nullptr, stats.data()};
   if (has_vectors) call.scale = scales.data();
   if (has_vectors && center) call.bias = biases.data();
   if (has_residual) {
@@ -268,10 +275,20 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
   DeviceArray cotangent(dy, out_offset), more(dsum, in_offset), gradient(bytes, out_offset);
   DeviceArray dscale(int64_t(n * sizeof(C)), 0), dbias(int64_t(n * sizeof(C)), sizeof(C));
   DeviceArray scratch(parts * vectors * p.n * int64_t(sizeof(C)), sizeof(C));
-  NormVjpCall vjp{p, kDTypeOf<T>, kDTypeOf<S>, center, has_residual ? sum.data() : in.data(),
-                  stats.data(), cotangent.data(), has_residual ? more.data() : nullptr, call.scale,
-                  gradient.data(), vectors > 0 ? dscale.data() : nullptr,
-                  vectors > 1 ? dbias.data() : nullptr, scratch.data(), parts};
+  NormVjpCall vjp{p,
+                  kDTypeOf<T>,
+                  kDTypeOf<S>,
+                  center,
+                  has_residual ? sum.data() : in.data(),
+                  stats.data(),
+                  cotangent.data(),
+                  has_residual ? more.data() : nullptr,
+                  call.scale,
+                  gradient.data(),
+                  vectors > 0 ? dscale.data() : nullptr,
+                  vectors > 1 ? dbias.data() : nullptr,
+                  scratch.data(),
+                  parts};
   CHECK_CUDA(LaunchNormVjp(vjp, nullptr));
   const T* dx = gradient.CopyToHost<T>();
   scratch.CopyToHost<C>();
@@ -310,8 +327,9 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
       const double g = Value(dy[at + j]) * (has_vectors ? Value(scale[j]) : 1);
       const double more_of_it = has_residual ? Value(dsum[at + j]) : 0;
       const double want = (g - (center ? first : 0) - normal * second) * rstd + more_of_it;
-      const double terms = (std::abs(g) + first_terms + (std::abs(normal) + slack) * second_terms) *
-                               rstd + std::abs(more_of_it);
+      const double terms =
+          (std::abs(g) + first_terms + (std::abs(normal) + slack) * second_terms) * rstd +
+          std::abs(more_of_it);
       CheckNear<T>("norm vjp", Value(dx[at + j]), want, terms, p, int64_t(at + j));
     }
   }
@@ -370,15 +388,19 @@ int main(int argc, char**) {
   const bool brief = argc > 1;  // under compute-sanitizer
   int64_t launches = 0;
   std::vector<RowsProblem> problems;
-  for (const int64_t n : {1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 100, 127, 128, 130, 256, 333, 512}) {
+  for (const int64_t n :
+       {1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 100, 127, 128, 130, 256, 333, 512}) {
     problems.push_back({37, n, 1});
   }
-  for (const int64_t n : {1000, 1024, 2047, 4096, 5000, 10007}) problems.push_back({19, n, 1});
+  for (const int64_t n : {520, 768, 1000, 1024, 2000, 2047, 4096, 5000, 10007})
+    problems.push_back({19, n, 1});
   problems.push_back({3000, 48, 1});
+  problems.push_back({5000, 128, 1});
   problems.push_back({10, 50257, 1});
   // Rows of elements that are not next to each other.
-  const std::vector<RowsProblem> strided = {{3, 5, 7},    {2, 33, 64},   {1, 1000, 24}, {40, 12, 2},
-                                            {2, 300, 40}, {1, 3000, 16}, {5, 1, 9},     {1, 64, 515}};
+  const std::vector<RowsProblem> strided = {{3, 5, 7},   {2, 33, 64},  {1, 1000, 24},
+                                            {40, 12, 2}, {2, 300, 40}, {1, 3000, 16},
+                                            {5, 1, 9},   {1, 64, 515}};
   for (const RowsProblem& p : strided) {
     launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 6);
     launches += TestType<float>(p, 4) + TestType<double>(p, 8);
@@ -397,6 +419,7 @@ int main(int argc, char**) {
       if (n < 1000000) launches += TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
     }
   }
-  std::printf("%ld launches right; at most %.2f ulp of f16, %.2f of bf16, %.2f of f32, %.2f of f64\n",
-              long(launches), worst_ulps[0], worst_ulps[1], worst_ulps[2], worst_ulps[3]);
+  std::printf(
+      "%ld launches right; at most %.2f ulp of f16, %.2f of bf16, %.2f of f32, %.2f of f64\n",
+      long(launches), worst_ulps[0], worst_ulps[1], worst_ulps[2], worst_ulps[3]);
 }
