@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jax_oneflow_ops import _checks, _compat, _native, _operands
-from jax_oneflow_ops._codegen import derive, primitive, scalars
+from jax_oneflow_ops._codegen import derive, parts, primitive, scalars
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, is_narrow
 from jax_oneflow_ops._codegen.source import Spec
@@ -83,7 +83,12 @@ def _run(
         except Exception:  # noqa: BLE001: a function of 16-bit arrays only, whatever it raises
             exact = {}
     jaxpr, consts = _compat.jaxpr_and_consts(closed)
-    results = _one_kernel(name, jaxpr, consts, exact, leaves, implementation)
+    one_kernel = functools.partial(_one_kernel, name, exact=exact, implementation=implementation)
+    if not partial:
+        results = one_kernel(jaxpr, consts, leaves)
+    else:
+        closed = parts.flattened(jaxpr, consts, leaves)
+        results = parts.run(name, *_compat.jaxpr_and_consts(closed), leaves, one_kernel)
     return jax.tree.unflatten(structure, results)
 
 
@@ -91,8 +96,9 @@ def _one_kernel(
     name: str,
     jaxpr: Any,
     consts: Sequence[Any],
-    exact: dict[int, Any],
     args: Sequence[Any],
+    *,
+    exact: dict[int, Any],
     implementation: str | None,
 ) -> list[Any]:
     """The results of a jaxpr, of which those that are computed must be one kernel's."""
@@ -105,7 +111,7 @@ def _one_kernel(
     constant = []
     if len({var.aval.shape for var in computed}) > 1:
         for var in computed:
-            plan = scalars.plan(name, jaxpr, consts, [_whole(jaxpr, var)], exact)
+            plan = scalars.plan(name, jaxpr, consts, [scalars.whole(jaxpr, var)], exact)
             if not plan.leaves:  # it depends on no array, and need not be part of the kernel
                 constant.append(var)
                 given[var] = _kernel(name, plan, [var.aval], args, implementation)[0]
@@ -119,7 +125,7 @@ def _one_kernel(
             "partial=True)."
         )
     if computed:
-        demands = [_whole(jaxpr, var) for var in computed]
+        demands = [scalars.whole(jaxpr, var) for var in computed]
         plan = scalars.plan(name, jaxpr, consts, demands, exact)
         outs = _kernel(name, plan, [var.aval for var in computed], args, implementation)
         given.update(zip(computed, outs, strict=True))
@@ -127,12 +133,6 @@ def _one_kernel(
         jnp.asarray(v.val, v.aval.dtype) if isinstance(v, core.Literal) else given[v]
         for v in jaxpr.outvars
     ]
-
-
-def _whole(jaxpr: Any, var: Any) -> tuple[int, scalars.Alignment]:
-    """All of a result, for a plan."""
-    alignment = tuple(d if n != 1 else None for d, n in enumerate(var.aval.shape))
-    return jaxpr.outvars.index(var), alignment
 
 
 def _kernel(

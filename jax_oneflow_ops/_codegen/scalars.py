@@ -127,6 +127,27 @@ def plan(
     return Plan(tuple(found), tuple(dtypes), function)
 
 
+def is_elementwise(name: str, eqn: Any) -> bool:
+    """Whether an equation can be part of a kernel."""
+    outs = [(k, _identity(var.aval.shape)) for k, var in enumerate(eqn.outvars)]
+    try:
+        for var in eqn.outvars:
+            _check_dtype(name, var.aval.dtype)
+        _step(name, eqn, outs, {})
+    except FusionError:
+        return False
+    return True
+
+
+def _identity(shape: Sequence[Any]) -> Alignment:
+    return tuple(d if n != 1 else None for d, n in enumerate(shape))
+
+
+def whole(jaxpr: Any, var: Any) -> tuple[int, Alignment]:
+    """All of a result, as `plan` takes it."""
+    return jaxpr.outvars.index(var), _identity(var.aval.shape)
+
+
 @dataclasses.dataclass
 class _Step:
     """An equation on scalars."""
