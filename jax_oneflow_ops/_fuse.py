@@ -51,7 +51,9 @@ class Fused(Generic[P, R]):
         return result
 
 
-def _traced(fun: Callable[..., Any], tree: Any, leaves: Sequence[Any]) -> tuple[Any, Any]:
+def _traced(
+    fun: Callable[..., Any], tree: Any, leaves: Sequence[Any], partial: bool
+) -> tuple[Any, Any]:
     """The jaxpr of a function of flat arguments, and the structure of its result."""
     structure = None
 
@@ -61,7 +63,10 @@ def _traced(fun: Callable[..., Any], tree: Any, leaves: Sequence[Any]) -> tuple[
         results, structure = jax.tree.flatten(fun(*args, **kwargs))
         return results
 
-    return jax.make_jaxpr(flat)(*leaves), structure
+    closed = jax.make_jaxpr(flat)(*leaves)
+    if partial:
+        closed = parts.flattened(*_compat.jaxpr_and_consts(closed), leaves)
+    return closed, structure
 
 
 def _run(
@@ -74,21 +79,20 @@ def _run(
 ) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [_checks.as_array(name, "an argument", x, numbers=True) for x in leaves]
-    closed, structure = _traced(fun, tree, leaves)
+    closed, structure = _traced(fun, tree, leaves, partial)
     exact: dict[int, Any] = {}
     if any(is_narrow(str(x.dtype)) for x in leaves):
         wide = [x.astype(jnp.float32) if is_narrow(str(x.dtype)) else x for x in leaves]
         try:
-            exact = scalars.exact_literals(closed, _traced(fun, tree, wide)[0])
-        except Exception:  # noqa: BLE001: a function of 16-bit arrays only, whatever it raises
+            exact = scalars.exact_literals(closed, _traced(fun, tree, wide, partial)[0])
+        except Exception:  # a function of 16-bit arrays only may raise anything
             exact = {}
     jaxpr, consts = _compat.jaxpr_and_consts(closed)
     one_kernel = functools.partial(_one_kernel, name, exact=exact, implementation=implementation)
-    if not partial:
-        results = one_kernel(jaxpr, consts, leaves)
+    if partial:
+        results = parts.run(name, jaxpr, consts, leaves, one_kernel)
     else:
-        closed = parts.flattened(jaxpr, consts, leaves)
-        results = parts.run(name, *_compat.jaxpr_and_consts(closed), leaves, one_kernel)
+        results = one_kernel(jaxpr, consts, leaves)
     return jax.tree.unflatten(structure, results)
 
 

@@ -704,3 +704,53 @@ def test_bad_input():
         jof.fuse(lambda x, y: x + y)(x, normals(3))
     with pytest.raises(TypeError):
         jof.fuse(lambda x: x)("text")
+
+
+# ---- parts of programs ----
+
+
+def rms_norm(x, scale):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def two_layers(x, w, v, b):
+    h = jax.nn.gelu(x @ w + b)
+    h = h * jax.nn.sigmoid(h)
+    h = h / (1 + jnp.square(h).sum(-1, keepdims=True))
+    return jnp.tanh(h @ v) * 2 + x, h.sum(), jnp.sin(b) * 2
+
+
+def softmax_of_a_chain(x):
+    return jax.nn.softmax(x * 2 + 1) * jnp.sin(x)
+
+
+def sorted_and_scanned(x):
+    y = jnp.sort(jnp.tanh(x) * 2, -1)
+    y = jax.lax.fori_loop(0, 3, lambda _, y: y * 0.5 + 1, y)
+    return jax.nn.relu(jnp.concatenate([y, x]) - 0.5) * 2
+
+
+@pytest.mark.parametrize(
+    ("f", "shapes", "kernels"),
+    [
+        (rms_norm, [(6, 16), (16,)], 1),
+        (two_layers, [(6, 16), (16, 16), (16, 16), (16,)], 3),
+        (softmax_of_a_chain, [(6, 16)], 1),
+        (sorted_and_scanned, [(6, 16)], 2),
+        (lambda x: x.sum() + 1, [(6, 16)], 0),
+        (lambda x: jax.nn.silu(x) * x, [(6, 16)], 1),
+    ],
+)
+def test_parts(f, shapes, kernels):
+    args = [normals(*shape, key=k) / len(shapes) for k, shape in enumerate(shapes)]
+    fused = jof.fuse(f, partial=True)
+    assert len(targets(lambda *xs: fused(*xs), *args)) == kernels
+
+    def grads(h):
+        def loss(*xs):
+            return sum(jnp.sin(y).sum() for y in jax.tree.leaves(h(*xs)))
+
+        return jax.jit(jax.grad(loss, range(len(args))))(*args)
+
+    for program in (lambda h: h(*args), grads):
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, 1e-5), program(fused), program(f))

@@ -1,9 +1,9 @@
 """What of a program is elementwise, for ``fuse(..., partial=True)``: its kernels and the rest.
 
-A value's level is the number of operations that are not elementwise on the way to it. What is
-elementwise at one level has no such operation in between: its values of one shape are one kernel.
-Operations into which XLA fuses what they read, such as reductions, are given it unfused: kernels
-would write for them what need not be in memory.
+A value's level is the number of operations that are not elementwise on the way to it. Values of one
+level and shape are one kernel, which computes all that is elementwise before them again, as far as
+the results of other operations and of other kernels. Operations into which XLA fuses what they
+read, such as reductions, read no results of kernels: what they read need not be in memory.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def divide(name: str, jaxpr: Any) -> Parts:
     wanted.update(dict.fromkeys(x for x in jaxpr.outvars if not isinstance(x, core.Literal)))
 
     def operations(var: Any) -> int:
-        """How many are computed for a value at its level, up to as many as matter."""
+        """How many a kernel computes for a value, up to as many as matter."""
         pending, seen = [var], set()
         while pending and len(seen) < _LEAST:
             eqn = made_by.get(pending.pop())
@@ -92,9 +92,7 @@ def divide(name: str, jaxpr: Any) -> Parts:
                 seen.add(id(eqn))
                 if _compat.called_jaxpr(eqn):
                     return _LEAST
-            for x in eqn.invars:
-                if not isinstance(x, core.Literal) and level[x] == level[var]:
-                    pending.append(x)
+            pending += [x for x in eqn.invars if not isinstance(x, core.Literal)]
         return len(seen)
 
     fused = {
@@ -120,6 +118,7 @@ def run(
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else env[atom]
 
+    before: list[Any] = []  # what is elementwise, of all levels so far
     for level in range(max(parts.level.values(), default=0) + 1):
         here = [k for k, e in enumerate(jaxpr.eqns) if parts.level[e.outvars[0]] == level]
         for k in here:
@@ -130,8 +129,9 @@ def run(
             if parts.level[var] == level:
                 groups.setdefault(var.aval.shape, []).append(var)
         eqns = [jaxpr.eqns[k] for k in here if parts.elementwise[k]]
+        before += eqns
         for outvars in groups.values():
-            inner = _closed(eqns, outvars)
+            inner = _closed(before, outvars, {v for v in parts.fused if parts.level[v] < level})
             results = kernel(inner, (), [*map(read, inner.invars)])
             env.update(zip(outvars, results, strict=True))
         for eqn in eqns:
@@ -143,12 +143,12 @@ def run(
     ]
 
 
-def _closed(eqns: Sequence[Any], outvars: Sequence[Any]) -> SimpleNamespace:
+def _closed(eqns: Sequence[Any], outvars: Sequence[Any], known: set[Any]) -> SimpleNamespace:
     """The equations that some values need, as a jaxpr of what these read."""
     needed = dict.fromkeys(outvars)
     kept = []
     for eqn in reversed(eqns):
-        if any(var in needed for var in eqn.outvars):
+        if any(var in needed and var not in known for var in eqn.outvars):
             kept.append(eqn)
             for var in eqn.outvars:
                 needed.pop(var, None)

@@ -109,7 +109,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
                 f'{name}: implementation="native" was asked for, but {error}.'
             ) from error
         _native.warn_of_fallback(
-            "jnp functions in place of the kernels that it cannot compile", f"{error}."
+            "the references of kernels and the functions that it cannot compile", f"{error}."
         )
         return reference(*every, spec=full)
     except compilers.CompilerError as error:
