@@ -320,8 +320,11 @@ def tag(result: Any, name: str, value: str) -> None:
 
 # Functions inside a jaxpr: the parameter that has each as a jaxpr. Names differ between releases.
 _CALLS = frozenset(
-    """jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr""".split()
+    re.findall(
+        r"\w+",
+        """jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call
+        custom_vjp_call_jaxpr""",
+    )
 )
 
 

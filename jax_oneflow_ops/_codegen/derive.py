@@ -96,7 +96,7 @@ def transpose(definition: Definition, linear: tuple[int, ...], live: tuple[int, 
         return jax.linear_transpose(of_linear, *avals)([*args[count:]])
 
     return define(
-        f"{definition.name}_vjp",
+        f"{definition.name.removesuffix('_jvp')}_vjp",
         cotangents,
         [*inputs, *(outputs[o] for o in live)],
         [inputs[i] for i in linear],

@@ -153,9 +153,7 @@ def _closed(eqns: Sequence[Any], outvars: Sequence[Any], known: set[Any]) -> Sim
             for var in eqn.outvars:
                 needed.pop(var, None)
             needed.update(dict.fromkeys(x for x in eqn.invars if not isinstance(x, core.Literal)))
-    return SimpleNamespace(
-        invars=[*needed], constvars=[], eqns=kept[::-1], outvars=[*outvars]
-    )
+    return SimpleNamespace(invars=[*needed], constvars=[], eqns=kept[::-1], outvars=[*outvars])
 
 
 def _needed(parts: Parts) -> set[Any]:

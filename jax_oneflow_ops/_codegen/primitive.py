@@ -32,7 +32,6 @@ from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, computed_in, is_inex
 from jax_oneflow_ops._codegen.source import Mode, Spec, derivative_spec, source, value_spec
 from jax_oneflow_ops._codegen.traced import Traced
 
-
 MAX_OPERANDS = 32
 """Of one call: csrc/ops/elementwise_call.h."""
 
@@ -130,6 +129,20 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
             ),
         )
     ]
+
+
+def native_form(spec: Spec, args: Sequence[Any]) -> tuple[Spec, list[int]]:
+    """The kernel that is compiled for operands of such shapes, and how these lie."""
+    found: list[Any] = []
+
+    def call(*xs: Any) -> list[Any]:
+        narrowed, kept = _without_unread(spec, xs)
+        operands, kinds, _ = _operands.native(kept)
+        found.extend((narrowed, kinds))
+        return operands
+
+    jax.eval_shape(call, *args)
+    return found[0], found[1]
 
 
 def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any, ...]]:

@@ -9,6 +9,7 @@ become functions of scalars when they are differentiated.
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -104,7 +105,9 @@ def plan(
                 constants[id(atom)] = atom
             want(atom, alignment)
         steps.append(step)
-    leaves = [(atom, a) for atom, alignments in wanted.items() for a in alignments]
+    places = {var: k for k, var in enumerate(jaxpr.invars)}
+    atoms = sorted(wanted, key=lambda atom: places.get(atom, len(places)))
+    leaves = [(atom, a) for atom in atoms for a in wanted[atom]]
 
     def function(*args: Any) -> list[Any]:
         env: dict[Any, Any] = dict(zip(leaves, args, strict=True))
@@ -329,8 +332,8 @@ def _custom(
             if other is atom and own == alignment:
                 return x
         raise FusionError(
-            f"{name}: the derivative of {_label(eqn, line)} reads an array in another way than its value "
-            "does. Remedy: call it outside of the fused function.",
+            f"{name}: the derivative of {_label(eqn, line)} reads an array in another way than its "
+            "value does. Remedy: call it outside of the fused function.",
             eqn.primitive.name,
             line,
         )
@@ -430,7 +433,7 @@ _REASONS = (
         "kernels have no loops and branches",
         "use jnp.where in place of a branch, and write out short loops in Python",
     ),
-    (r"random|threefry|rng", "kernels draw no random numbers", "draw them before, and pass them in"),
+    (r"random|threefry|rng", "kernels draw no random numbers", "draw them before the call"),
     (
         r"^iota$",
         "an element does not know its place",
@@ -446,8 +449,6 @@ _REASONS = (
 
 def reason_of(primitive: str) -> tuple[str, str]:
     """Why a primitive cannot be fused, and what to do."""
-    import re
-
     for pattern, reason, remedy in _REASONS:
         if re.search(pattern, primitive):
             return reason, remedy
@@ -505,9 +506,8 @@ def _collect(narrow: Any, wide: Any, found: dict[int, Any]) -> bool:
         calls = _compat.called_jaxpr(a), _compat.called_jaxpr(b)
         if (calls[0] is None) != (calls[1] is None):
             return False
-        if calls[0] is not None and calls[1] is not None:
-            if not _collect(calls[0][0], calls[1][0], found):
-                return False
+        if calls[0] and calls[1] and not _collect(calls[0][0], calls[1][0], found):
+            return False
     return True
 
 

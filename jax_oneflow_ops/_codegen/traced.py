@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -179,10 +180,7 @@ class Program:
         for eqn in jaxpr.eqns:
             values = [read(atom) for atom in eqn.invars]
             called = _compat.called_jaxpr(eqn)
-            if called is not None:
-                results = self._run(*called, values)
-            else:
-                results = self._emit(eqn, values)
+            results = self._run(*called, values) if called else self._emit(eqn, values)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -325,8 +323,11 @@ def _literal(x: np.ndarray[Any, Any], dtype: str) -> str:
 
 # What does nothing to a value.
 IDENTITIES = frozenset(
-    """copy copy_p pvary pcast sharding_constraint reshard mesh_cast optimization_barrier name
-    stop_gradient broadcast_in_dim reshape squeeze expand_dims layout_constraint""".split()
+    re.findall(
+        r"\w+",
+        """copy copy_p pvary pcast sharding_constraint reshard mesh_cast optimization_barrier name
+        stop_gradient broadcast_in_dim reshape squeeze expand_dims layout_constraint""",
+    )
 )
 
 _Emitter = Callable[[Program, dict[str, Any], list[int], str], int]
@@ -388,10 +389,11 @@ def is_supported(name: str, dtype: str) -> bool:
     return kind_of(dtype) in KINDS.get(name, (kind_of(dtype),))
 
 
-for _name in (
-    "exp2 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh erf sqrt rsqrt cbrt "
-    "floor ceil"
-).split():
+for _name in re.findall(
+    r"\w+",
+    """exp2 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh erf sqrt rsqrt cbrt
+    floor ceil""",
+):
     _by_kind(_name, floats=f"{_name}({{0}})")
 _by_kind("exp", "exp({0})", complexes="jof_Exp({0})")
 _by_kind("log", "log({0})", complexes="jof_Log({0})")
@@ -452,7 +454,7 @@ _EMITTERS["add_any"] = _add
 
 
 def _exp_of_twice(program: Program, tanh: int, dtype: str) -> tuple[int, int]:
-    """e = exp(-2 u) and 1 / (1 + e), where tanh(u) is given."""
+    """E = exp(-2 u) and 1 / (1 + e), where tanh(u) is given."""
     e = program.add("exp", dtype, program.values[tanh].args, "exp(-2 * {0})")
     return e, program.add("logistic", dtype, [e], "jof_Logistic({0})")
 
@@ -481,11 +483,11 @@ def _sub(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
             _, s = _exp_of_twice(program, y, dtype)
             rest = _one_minus_logistic(program, s, dtype)
             return program.add("mul", dtype, [rest], "2 * {0}")
-        if value.kind == "mul" and len({*value.args}) == 1 and len(value.args) == 2:
-            if program.is_kind(value.args[0], "tanh"):  # 1 - tanh(u)^2
-                _, s = _exp_of_twice(program, value.args[0], dtype)
-                rest = _one_minus_logistic(program, s, dtype)
-                return program.add("mul", dtype, [s, rest], "4 * ({0} * {1})")
+        is_square = value.kind == "mul" and value.args[:1] * 2 == value.args
+        if is_square and program.is_kind(value.args[0], "tanh"):
+            _, s = _exp_of_twice(program, value.args[0], dtype)
+            rest = _one_minus_logistic(program, s, dtype)
+            return program.add("mul", dtype, [s, rest], "4 * ({0} * {1})")
     return _plain["sub"](program, params, args, dtype)
 
 
