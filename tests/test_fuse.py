@@ -39,7 +39,7 @@ def in_float64(f):
 
     def exact(*args):
         with jax.enable_x64(True):
-            return jax.tree.map(np.asarray, f(*map(jnp.asarray, map(wide, args))))
+            return jax.tree.map(np.asarray, jax.jit(f)(*map(jnp.asarray, map(wide, args))))
 
     return exact
 
@@ -75,13 +75,16 @@ def three_orders(f):
 
 NN = {
     name: getattr(jax.nn, name)
-    for name in """celu elu gelu hard_sigmoid hard_silu hard_tanh leaky_relu log_sigmoid mish relu
-    relu6 selu sigmoid silu soft_sign softplus sparse_plus sparse_sigmoid squareplus tanh""".split()
+    for name in re.findall(
+        r"\w+",
+        """celu elu gelu hard_sigmoid hard_silu hard_tanh leaky_relu log_sigmoid mish relu relu6
+        selu sigmoid silu soft_sign softplus sparse_plus sparse_sigmoid squareplus tanh""",
+    )
 } | {
     "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),
     "log1mexp": lambda x: jax.nn.log1mexp(jnp.abs(x) + 0.25),
 }
-SPECIAL = {name: getattr(sp, name) for name in "erf erfc expit ndtr".split()} | {
+SPECIAL = {name: getattr(sp, name) for name in ["erf", "erfc", "expit", "ndtr"]} | {
     "entr": lambda x: sp.entr(jnp.abs(x)),
     "erfinv": lambda x: sp.erfinv(0.9 * jnp.sin(x)),
     "logit": lambda x: sp.logit(jax.nn.sigmoid(x)),
@@ -94,8 +97,11 @@ SPECIAL = {name: getattr(sp, name) for name in "erf erfc expit ndtr".split()} | 
 }
 JNP = {
     name: getattr(jnp, name)
-    for name in """exp exp2 expm1 sin cos tan sinh cosh arctan arcsinh cbrt square abs sign floor
-    ceil round trunc rint""".split()
+    for name in re.findall(
+        r"\w+",
+        """exp exp2 expm1 sin cos tan sinh cosh arctan arcsinh cbrt square abs sign floor ceil round
+        trunc rint""",
+    )
 } | {
     "log": lambda x: jnp.log(jnp.abs(x) + 0.1),
     "log1p": lambda x: jnp.log1p(jnp.abs(x)),
@@ -116,7 +122,6 @@ JNP = {
     "minimum": lambda x: jnp.minimum(jnp.maximum(x, -x / 3), 1 / (1 + x * x)),
     "logaddexp": lambda x: jnp.logaddexp(x, 2 * x),
     "nan_to_num": lambda x: jnp.nan_to_num(x),
-    "sinc": lambda x: jnp.sin(x) / jnp.where(x == 0, 1, x),
 }
 
 
@@ -136,7 +141,7 @@ def test_functions(functions, dtype):
         return [g(x) for g in functions.values()]
 
     x = jnp.linspace(-6.03, 6, N).astype(dtype)
-    actual = three_orders(jof.fuse(f))(x)
+    actual = jax.jit(three_orders(jof.fuse(f)))(x)
     exact = in_float64(three_orders(f))(x)
     unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-23
     for order, (ours, oracle) in enumerate(zip(actual, exact, strict=True)):
@@ -169,7 +174,7 @@ def test_values_are_those_of_jax_where_there_are_no_numbers():
     values = np.array([0.0, -0.0, 1, -1, np.inf, -np.inf, np.nan, 100, -100, 0.5, -0.5, 3e38])
     x, y = (jnp.asarray(v, jnp.float32) for v in np.meshgrid(values, values))
     for h in (f, g):
-        for k, (a, e) in enumerate(zip(jof.fuse(h)(x, y), h(x, y), strict=True)):
+        for k, (a, e) in enumerate(zip(jof.fuse(h)(x, y), jax.jit(h)(x, y), strict=True)):
             assert_close(a, e, 2e-6, 1e-37, what=f"{h.__name__} {k}")
             same = (
                 np.asarray((a != 0) | (jnp.signbit(a) == jnp.signbit(e))) if a.dtype != bool else 1
@@ -197,7 +202,7 @@ def test_integers_are_those_of_jax():
             a.astype(jnp.float32) * 1.5,
         )  # fmt: skip
 
-    for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32):
+    for dtype in (np.int8, np.uint16, np.int32):
         info = np.iinfo(dtype)
         rng = rng_for(dtype)
         ends = np.array([info.min, info.max, 0, 1, info.max // 2, info.min // 2], dtype)
@@ -205,32 +210,42 @@ def test_integers_are_those_of_jax():
         b = np.concatenate([np.tile(ends, 6), rng.integers(info.min, info.max, 64, dtype)])
         s = rng.integers(0, info.bits + 4, a.size).astype(dtype)
         for h in (f, g):
-            for k, (x, e) in enumerate(
-                zip(jof.fuse(h)(a, b, s), h(*map(jnp.asarray, (a, b, s))), strict=True)
-            ):
+            for k, (x, e) in enumerate(zip(jof.fuse(h)(a, b, s), jax.jit(h)(a, b, s), strict=True)):
                 assert x.dtype == e.dtype
                 np.testing.assert_array_equal(x, e, err_msg=f"{dtype.__name__} {h.__name__} {k}")
 
 
 def test_casts_are_those_of_astype():
     with jax.enable_x64(True):
-        names = """bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32
-        float64 float8_e4m3fn float8_e5m2""".split()
+        names = [
+            "bool",
+            "int8",
+            "uint8",
+            "int16",
+            "uint16",
+            "int32",
+            "uint32",
+            "int64",
+            "uint64",
+            "float16",
+            "bfloat16",
+            "float32",
+            "float64",
+            "float8_e4m3fn",
+            "float8_e5m2",
+        ]
         values = [0, -0.0, 1, -1, 0.5, -1.5, 2.5, 127, 128, 255.5, 3e4, -3e9, 448, 1e10, 1e20]
         values += [np.inf, -np.inf, np.nan, 1.0009765625, 3.140625, 2**-20, 65519, 65520]
 
         def f(x):
-            return [x.astype(name) for name in names]
+            rounded = [x.astype(name).astype(jnp.float32) for name in ("float16", "bfloat16")]
+            return [*(x.astype(name) for name in names), *rounded]
 
-        def twice(x):  # rounded in between
-            return [x.astype(name).astype(jnp.float32) for name in names[9:11]]
-
-        for of in ("float32", "float64", "int32", "uint8", "bool", "bfloat16", "int64"):
+        for of in ("float32", "float64", "int32", "bfloat16"):
             x = jnp.asarray(values).astype(jnp.float32).astype(of)
-            for h in (f, twice):
-                for name, a, e in zip(names, jof.fuse(h)(x), h(x), strict=False):
-                    assert a.dtype == e.dtype
-                    assert_close(a, e, 0, 0, what=f"{of} to {name}")
+            for k, (a, e) in enumerate(zip(jof.fuse(f)(x), jax.jit(f)(x), strict=True)):
+                assert a.dtype == e.dtype
+                assert_close(a, e, 0, 0, what=f"{of} {k}")
 
 
 def test_bits():
@@ -248,7 +263,7 @@ def test_bits():
 
     x = normals(N)
     args = x, x.astype(jnp.float16), x.astype(jnp.bfloat16)
-    for k, (a, e) in enumerate(zip(jof.fuse(f)(*args), f(*args), strict=True)):
+    for k, (a, e) in enumerate(zip(jof.fuse(f)(*args), jax.jit(f)(*args), strict=True)):
         assert a.dtype == e.dtype
         np.testing.assert_array_equal(a, e, err_msg=str(k))
 
@@ -257,7 +272,8 @@ def test_complex_numbers():
     def f(z, w, x):
         return (
             z * w + x, z / w, jnp.conj(z) - 1j * w, jnp.exp(z), jnp.log(w), z**3,
-            jax.lax.complex(x, -x), -z, jnp.where(x > 0, z, w), jnp.sign(z), z.astype(jnp.complex64),
+            jax.lax.complex(x, -x), -z, jnp.where(x > 0, z, w), jnp.sign(z),
+            z.astype(jnp.complex64),
         )  # fmt: skip
 
     def g(z, w, x):
@@ -272,7 +288,7 @@ def test_complex_numbers():
     z, w = (normals(N, key=k) + 1j * normals(N, key=k + 1) for k in (1, 3))
     x = normals(N, key=5)
     for h in (f, g):
-        for k, (a, e) in enumerate(zip(jof.fuse(h)(z, w, x), h(z, w, x), strict=True)):
+        for k, (a, e) in enumerate(zip(jof.fuse(h)(z, w, x), jax.jit(h)(z, w, x), strict=True)):
             assert a.dtype == e.dtype
             assert_close(a, e, 1e-5, 1e-6, what=str(k))
 
@@ -281,7 +297,8 @@ def test_complex_numbers():
 
     for h in (f, g):
         ours, theirs = (
-            jax.grad(functools.partial(loss, k), (0, 1, 2))(z, w, x) for k in (jof.fuse(h), h)
+            jax.jit(jax.grad(functools.partial(loss, k), (0, 1, 2)))(z, w, x)
+            for k in (jof.fuse(h), h)
         )
         for a, e in zip(ours, theirs, strict=True):
             assert_close(a, e, 1e-4, 1e-4)
@@ -339,7 +356,7 @@ def test_constants_and_arguments_that_are_returned():
     table = normals(7)
     f = jof.fuse(lambda x: (x, jnp.zeros((3,)), 2, x + table + np.float32(1), None))
     x = normals(7, key=1)
-    same, zeros, two, sum_, none = f(x)
+    _, zeros, two, sum_, none = f(x)
     assert none is None
     np.testing.assert_array_equal(zeros, np.zeros(3))
     assert int(two) == 2
@@ -450,7 +467,7 @@ def test_derivatives_in_both_modes():
         return lambda *xs: sum((y * jnp.cos(y)).sum() for y in h(*xs))
 
     programs = (
-        lambda h: jax.grad(loss(h), (0, 1, 2))(*args),
+        lambda h: jax.jit(jax.grad(loss(h), (0, 1, 2)))(*args),
         lambda h: jax.jvp(h, args, args),
         lambda h: jax.jvp(jax.grad(loss(h), (0, 1, 2)), args, args),
         lambda h: jax.grad(lambda *xs: jax.jvp(loss(h), xs, args)[1], (0, 1, 2))(*args),
@@ -460,7 +477,7 @@ def test_derivatives_in_both_modes():
         lambda h: jax.grad(jax.checkpoint(loss(h)), (0, 1, 2))(*args),
     )
     for k, program in enumerate(programs):
-        ours, theirs = program(fused), program(f)
+        ours, theirs = (jax.jit(functools.partial(program, h))() for h in (fused, f))
         jax.tree.map(lambda a, e, k=k: assert_close(a, e, 3e-5, 3e-5, what=str(k)), ours, theirs)
 
 
@@ -599,13 +616,13 @@ def expression(draw_int, operations):
     return f
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=max(1, settings.default.max_examples // 30), deadline=None)
 @given(st.data(), st.integers(0, 2**31))
 def test_random_expressions(data, seed):
     def draw(low, high):
         return data.draw(st.integers(low, high))
 
-    functions = [expression(draw, operations) for operations in (3, 6, 10, 20, 40)]
+    functions = [expression(draw, operations) for operations in (3, 6, 10, 20)]
     rng = np.random.default_rng(seed)
     shapes = ((11, 13), (11, 13), (13,), (11, 1), (), (1, 13))
     arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
@@ -636,13 +653,13 @@ def test_random_expressions(data, seed):
         assert_close(a, e, 0, 8 * error + 2e-5 * scale, few=2)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=max(1, settings.default.max_examples // 30), deadline=None)
 @given(st.data(), st.integers(0, 2**31))
 def test_random_expressions_of_mixed_dtypes(data, seed):
     def draw(low, high):
         return data.draw(st.integers(low, high))
 
-    functions = [expression(draw, operations) for operations in (3, 6, 10, 15)]
+    functions = [expression(draw, operations) for operations in (3, 6, 10, 20, 40)]
     rng = np.random.default_rng(seed)
     shapes = ((11, 13), (11, 13), (13,), (11, 1), (), (1, 13))
     dtypes = ("bfloat16", "bfloat16", "bfloat16", "float32", "bfloat16", "float16")
@@ -745,7 +762,8 @@ def test_parts(f, shapes, kernels):
         def loss(*xs):
             return sum(jnp.sin(y).sum() for y in jax.tree.leaves(h(*xs)))
 
-        return jax.jit(jax.grad(loss, range(len(args))))(*args)
+        return jax.grad(loss, range(len(args)))(*args)
 
     for program in (lambda h: h(*args), grads):
-        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, 1e-5), program(fused), program(f))
+        ours, theirs = (jax.jit(functools.partial(program, h))() for h in (fused, f))
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, 1e-5), ours, theirs)

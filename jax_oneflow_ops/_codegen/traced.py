@@ -131,6 +131,7 @@ class Program:
         self.kernel = kernel
         self.values: list[Value] = []
         self._known: dict[Value, int] = {}
+        self._numbers: dict[int, float] = {}  # literals
         flat, consts = _compat.jaxpr_and_consts(jaxpr)
         inputs = [
             self.add("input", str(var.aval.dtype), (), str(i)) for i, var in enumerate(flat.invars)
@@ -150,7 +151,10 @@ class Program:
 
     def literal(self, x: Any, dtype: str) -> int:
         """A number."""
-        return self.add("literal", dtype, (), _literal(np.asarray(x), dtype))
+        found = self.add("literal", dtype, (), _literal(np.asarray(x), dtype))
+        if _is_float(dtype):
+            self._numbers[found] = float(np.asarray(x).astype(computed(dtype)))
+        return found
 
     def is_kind(self, k: int, *kinds: str) -> bool:
         """Whether a value is the last of `kinds`, of the one before it, and so on."""
@@ -165,6 +169,36 @@ class Program:
         """Whether a value is the number 1."""
         value = self.values[k]
         return value.kind == "literal" and value.text == _literal(np.asarray(1), value.dtype)
+
+    def factored(self, k: int) -> tuple[float, int | None]:
+        """A value as a power of two, or a negative one, and what it multiplies, if anything.
+
+        Only near 1, so that nothing overflows by it.
+        """
+        if _is_power_of_two(self._numbers.get(k)):
+            return self._numbers[k], None
+        value = self.values[k]
+        if value.kind == "mul" and _is_power_of_two(self._numbers.get(value.args[0])):
+            return self._numbers[value.args[0]], value.args[1]
+        if value.kind == "neg":
+            return -1.0, value.args[0]
+        return 1.0, k
+
+    def scaled(self, factor: float, k: int) -> int:
+        """A float times a power of two, or a negative one: exactly."""
+        dtype = self.values[k].dtype
+        own, rest = self.factored(k)
+        factor *= own
+        if rest is None:
+            return self.literal(factor, dtype)
+        value = self.values[rest]
+        if value.kind == "mul" and value.args[0] in self._numbers:
+            factor, rest = factor * self._numbers[value.args[0]], value.args[1]
+        if factor == 1:
+            return rest
+        if factor == -1:
+            return self.add("neg", dtype, [rest], "-{0}")
+        return self.add("mul", dtype, [self.literal(factor, dtype), rest], "{0} * {1}")
 
     def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[int]) -> list[int]:
         env: dict[Any, int] = {}
@@ -334,6 +368,10 @@ _Emitter = Callable[[Program, dict[str, Any], list[int], str], int]
 _EMITTERS: dict[str, _Emitter] = {}
 
 
+def _is_power_of_two(x: float | None) -> bool:
+    return x is not None and abs(math.frexp(x)[0]) == 0.5 and 2.0**-8 <= abs(x) <= 2.0**8
+
+
 def _is_float(dtype: str) -> bool:
     return "float" in dtype
 
@@ -446,22 +484,43 @@ def _add(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
                 other = product.args[1 - product.args.index(x)]
                 if program.is_kind(other, "tanh"):
                     factor = _one_plus_tanh(program, other, dtype)
-                    return program.add("mul", dtype, [x, factor], "{0} * {1}")
+                    return _mul(program, {}, [x, factor], dtype)
     return _plain["add"](program, params, args, dtype)
 
 
 _EMITTERS["add_any"] = _add
 
 
+@_emitter("mul")
+def _mul(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
+    """Powers of two, by which products are exact, are gathered to one factor."""
+    if not _is_float(dtype):
+        return _plain["mul"](program, params, args, dtype)
+    (a, x), (b, y) = map(program.factored, args)
+    if x is None or y is None:
+        rest = y if x is None else x
+        return program.literal(a * b, dtype) if rest is None else program.scaled(a * b, rest)
+    first, second = sorted((x, y), key=lambda k: program.values[k].kind != "literal")
+    return program.scaled(a * b, program.add("mul", dtype, [first, second], "{0} * {1}"))
+
+
+@_emitter("neg")
+def _neg(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
+    if _is_float(dtype):
+        return program.scaled(-1, args[0])
+    return _plain["neg"](program, params, args, dtype)
+
+
 def _exp_of_twice(program: Program, tanh: int, dtype: str) -> tuple[int, int]:
     """E = exp(-2 u) and 1 / (1 + e), where tanh(u) is given."""
-    e = program.add("exp", dtype, program.values[tanh].args, "exp(-2 * {0})")
+    twice = program.scaled(-2, program.values[tanh].args[0])
+    e = program.add("exp", dtype, [twice], "exp({0})")
     return e, program.add("logistic", dtype, [e], "jof_Logistic({0})")
 
 
 def _one_plus_tanh(program: Program, tanh: int, dtype: str) -> int:
     _, s = _exp_of_twice(program, tanh, dtype)
-    return program.add("mul", dtype, [s], "2 * {0}")
+    return program.scaled(2, s)
 
 
 def _one_minus_logistic(program: Program, s: int, dtype: str) -> int:
@@ -482,18 +541,24 @@ def _sub(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
         if value.kind == "tanh":
             _, s = _exp_of_twice(program, y, dtype)
             rest = _one_minus_logistic(program, s, dtype)
-            return program.add("mul", dtype, [rest], "2 * {0}")
+            return program.scaled(2, rest)
         is_square = value.kind == "mul" and value.args[:1] * 2 == value.args
         if is_square and program.is_kind(value.args[0], "tanh"):
             _, s = _exp_of_twice(program, value.args[0], dtype)
             rest = _one_minus_logistic(program, s, dtype)
-            return program.add("mul", dtype, [s, rest], "4 * ({0} * {1})")
+            return program.scaled(4, _mul(program, {}, [s, rest], dtype))
     return _plain["sub"](program, params, args, dtype)
+
+
+@_emitter("one_minus_square")
+def _one_minus_square(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
+    square = _power(program, args[0], 2, dtype)
+    return _EMITTERS["sub"](program, {}, [program.literal(1, dtype), square], dtype)
 
 
 @_emitter("logistic")
 def _logistic(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
-    e = program.add("exp", dtype, args, "exp(-{0})")
+    e = program.add("exp", dtype, [_EMITTERS["neg"](program, {}, args, dtype)], "exp({0})")
     return program.add("logistic", dtype, [e], "jof_Logistic({0})")
 
 
