@@ -85,14 +85,16 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       >>> import jax_oneflow_ops as jof
       >>> @jof.fuse
       ... def gated(x, bias, rate):
-      ...     return jax.nn.gelu(x + bias) * rate
-      >>> x, bias = jnp.arange(6.0).reshape(2, 3), jnp.zeros(3)
+      ...     return jax.nn.relu(x + bias) * rate
+      >>> x, bias = jnp.arange(6.0).reshape(2, 3), jnp.ones(3)
       >>> print(gated(x, bias, 0.5))
-      [[0.         0.42059598 0.9772988 ]
-       [1.4981813  1.9999645  2.5       ]]
+      [[0.5 1.  1.5]
+       [2.  2.5 3. ]]
+      >>> print(jax.grad(lambda bias: gated(x, bias, 0.5).sum())(bias))
+      [1. 1. 1.]
       >>> print(gated.explain(x, bias, 0.5))
       gated: 1 kernel; reads 40 B, writes 24 B
-        gated: 12 operations; reads f32[2,3] f32[1,3] f32[], writes f32[2,3]
+        gated: 3 operations; reads f32[2,3] f32[1,3] f32[], writes f32[2,3]
     """
     return Fused(fun, partial)
 

@@ -115,7 +115,8 @@ def _traced_partial(
     body = derive.partial_of_reference(reference, name, dtypes, result.type)
     if body.program.is_zero:
         return None
-    return Definition(name, definition.inputs, (result,), body, reference=reference)
+    inputs = tuple(Parameter(p.type, f"x{i}") for i, p in enumerate(definition.inputs))
+    return Definition(name, inputs, (result,), body, reference=reference)
 
 
 def _no_derivative(definition: Definition, output: str, input_: str) -> str:

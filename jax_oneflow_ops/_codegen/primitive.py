@@ -150,7 +150,7 @@ def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any,
 
     Where the results would not have their shape without them they stay.
     """
-    if isinstance(spec.definition.body, Traced):
+    if _is_traced(spec):
         read = spec.definition.reads
     elif spec.mode == "value":
         return spec, args
