@@ -333,6 +333,11 @@ def jaxpr_and_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
+def is_literal(atom: Any) -> bool:
+    """Whether an operand of an equation is a number, and no variable."""
+    return isinstance(atom, core.Literal)
+
+
 def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     """What an equation calls, as `jaxpr_and_consts`; None where it is no call."""
     if eqn.primitive.name not in _CALLS:

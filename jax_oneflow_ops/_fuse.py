@@ -10,7 +10,6 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from jax_oneflow_ops import _checks, _compat, _native, _report
 from jax_oneflow_ops._codegen import derive, parts, primitive, scalars, traced
@@ -272,12 +271,12 @@ def _is_dtype(x: Any) -> bool:
 
 
 def _divided(jaxpr: Any) -> tuple[list[Any], list[str]]:
-    needed = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    needed = {v for v in jaxpr.outvars if not _compat.is_literal(v)}
     kernels, rest = [], []
     for eqn in reversed(jaxpr.eqns):
         if needed.isdisjoint(eqn.outvars):
             continue
-        needed.update(x for x in eqn.invars if not isinstance(x, core.Literal))
+        needed.update(x for x in eqn.invars if not _compat.is_literal(x))
         name = eqn.primitive.name
         if name == "jof_compiled":
             kernels.append(eqn)
@@ -352,7 +351,7 @@ def _one_kernel(
     given = dict(zip(jaxpr.invars, args, strict=True))
     computed = [
         var
-        for var in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, core.Literal))
+        for var in dict.fromkeys(v for v in jaxpr.outvars if not _compat.is_literal(v))
         if var not in given
     ]
     constant = []
@@ -377,7 +376,7 @@ def _one_kernel(
         outs = _kernel(name, plan, [var.aval for var in computed], args, implementation)
         given.update(zip(computed, outs, strict=True))
     return [
-        jnp.asarray(v.val, v.aval.dtype) if isinstance(v, core.Literal) else given[v]
+        jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else given[v]
         for v in jaxpr.outvars
     ]
 
@@ -401,8 +400,11 @@ def _kernel(
     definition = derive.define(name, plan.function, plan.dtypes, dtypes, Definition)
     operands = {}
     for k, (source, alignment) in enumerate(plan.leaves):
-        array = source.array if isinstance(source, scalars.Constant) else args[source]
-        operands[k] = _aligned(jnp.asarray(array), alignment, avals[0].ndim)
+        if isinstance(source, scalars.Constant):
+            array = jnp.asarray(source.array, source.dtype)
+        else:
+            array = args[source]
+        operands[k] = _aligned(array, alignment, avals[0].ndim)
     results = primitive.bind_traced(definition, operands, how)
     return [_compat.broadcast_like(y, aval) for y, aval in zip(results, avals, strict=True)]
 

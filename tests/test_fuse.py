@@ -361,6 +361,8 @@ def test_constants_and_arguments_that_are_returned():
     np.testing.assert_array_equal(zeros, np.zeros(3))
     assert int(two) == 2
     assert_close(sum_, x + table + 1, 1e-6, 1e-6)
+    in_numpy = np.arange(7.0)  # float64
+    assert_close(jof.fuse(lambda x: x * in_numpy)(x), x * in_numpy, 1e-6, 0)
     assert not targets(jof.fuse(lambda x: (x, 1.0)), x)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import scalars, traced
@@ -38,7 +37,7 @@ def flattened(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
+            return atom.val if _compat.is_literal(atom) else env[atom]
 
         for eqn in jaxpr.eqns:
             values = [*map(read, eqn.invars)]
@@ -69,7 +68,7 @@ def divide(name: str, jaxpr: Any) -> Parts:
     made_by: dict[Any, Any] = {}
     for k, eqn in enumerate(jaxpr.eqns):
         elementwise[k] = scalars.is_elementwise(name, eqn)
-        inputs = [level[x] for x in eqn.invars if not isinstance(x, core.Literal)]
+        inputs = [level[x] for x in eqn.invars if not _compat.is_literal(x)]
         own = max(inputs, default=0) + (not elementwise[k])
         for var in eqn.outvars:
             level[var] = own
@@ -78,12 +77,12 @@ def divide(name: str, jaxpr: Any) -> Parts:
     wanted: dict[Any, None] = {}
     for k, eqn in enumerate(jaxpr.eqns):
         if not elementwise[k] and not _READS_IN_PLACE.match(eqn.primitive.name):
-            wanted.update(dict.fromkeys(x for x in eqn.invars if not isinstance(x, core.Literal)))
-    wanted.update(dict.fromkeys(x for x in jaxpr.outvars if not isinstance(x, core.Literal)))
+            wanted.update(dict.fromkeys(x for x in eqn.invars if not _compat.is_literal(x)))
+    wanted.update(dict.fromkeys(x for x in jaxpr.outvars if not _compat.is_literal(x)))
 
     def operations(var: Any) -> int:
         """How many a kernel computes for a value, up to as many as matter."""
-        pending, seen = [var], set()
+        pending, seen = [var], set[int]()
         while pending and len(seen) < _LEAST:
             eqn = made_by.get(pending.pop())
             if eqn is None or id(eqn) in seen:
@@ -92,7 +91,7 @@ def divide(name: str, jaxpr: Any) -> Parts:
                 seen.add(id(eqn))
                 if _compat.called_jaxpr(eqn):
                     return _LEAST
-            pending += [x for x in eqn.invars if not isinstance(x, core.Literal)]
+            pending += [x for x in eqn.invars if not _compat.is_literal(x)]
         return len(seen)
 
     fused = {
@@ -116,7 +115,7 @@ def run(
     needed = _needed(parts)
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
+        return atom.val if _compat.is_literal(atom) else env[atom]
 
     before: list[Any] = []  # what is elementwise, of all levels so far
     for level in range(max(parts.level.values(), default=0) + 1):
@@ -138,8 +137,7 @@ def run(
             if any(var in needed and var not in env for var in eqn.outvars):
                 _evaluate(eqn, env, read)
     return [
-        jnp.asarray(v.val, v.aval.dtype) if isinstance(v, core.Literal) else env[v]
-        for v in jaxpr.outvars
+        jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars
     ]
 
 
@@ -152,18 +150,18 @@ def _closed(eqns: Sequence[Any], outvars: Sequence[Any], known: set[Any]) -> Sim
             kept.append(eqn)
             for var in eqn.outvars:
                 needed.pop(var, None)
-            needed.update(dict.fromkeys(x for x in eqn.invars if not isinstance(x, core.Literal)))
+            needed.update(dict.fromkeys(x for x in eqn.invars if not _compat.is_literal(x)))
     return SimpleNamespace(invars=[*needed], constvars=[], eqns=kept[::-1], outvars=[*outvars])
 
 
 def _needed(parts: Parts) -> set[Any]:
     """The values that XLA computes."""
-    needed = {v for v in parts.jaxpr.outvars if not isinstance(v, core.Literal)}
+    needed = {v for v in parts.jaxpr.outvars if not _compat.is_literal(v)}
     for k, eqn in reversed([*enumerate(parts.jaxpr.eqns)]):
         if not parts.elementwise[k] or any(
             var in needed and var not in parts.fused for var in eqn.outvars
         ):
-            needed.update(x for x in eqn.invars if not isinstance(x, core.Literal))
+            needed.update(x for x in eqn.invars if not _compat.is_literal(x))
     return needed
 
 

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 
 from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import traced
@@ -30,8 +29,9 @@ Alignment = tuple[int | None, ...]
 class Constant:
     """An array that a function closes over."""
 
-    def __init__(self, array: Any):
+    def __init__(self, array: Any, dtype: Any):
         self.array = array
+        self.dtype = dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +82,11 @@ def plan(
         elif _is_number(const):
             known[var] = const
         else:
-            sources[var] = Constant(const)
+            sources[var] = Constant(const, var.aval.dtype)
     wanted: dict[Any, dict[Alignment, None]] = {}
-    constants: dict[int, Constant] = {}  # of calls
 
     def want(atom: Any, alignment: Alignment) -> None:
-        if not isinstance(atom, core.Literal) and atom not in known:
+        if not _compat.is_literal(atom) and atom not in known:
             if not isinstance(atom, Constant):
                 _check_dtype(name, atom.aval.dtype)
             wanted.setdefault(atom, {})[alignment] = None
@@ -101,8 +100,6 @@ def plan(
             continue
         step = _step(name, eqn, outs, exact, line)
         for atom, alignment in step.needs:
-            if isinstance(atom, Constant):
-                constants[id(atom)] = atom
             want(atom, alignment)
         steps.append(step)
     places = {var: k for k, var in enumerate(jaxpr.invars)}
@@ -113,7 +110,7 @@ def plan(
         env: dict[Any, Any] = dict(zip(leaves, args, strict=True))
 
         def read(atom: Any, alignment: Alignment) -> Any:
-            if isinstance(atom, core.Literal):
+            if _compat.is_literal(atom):
                 found = exact.get(id(atom))
                 return _number(atom.val if found is None else found, atom.aval.dtype)
             if atom in known:
@@ -126,7 +123,7 @@ def plan(
         return [read(jaxpr.outvars[k], alignment) for k, alignment in demands]
 
     found = [(a if isinstance(a, Constant) else sources[a], alignment) for a, alignment in leaves]
-    dtypes = [str(a.array.dtype if isinstance(a, Constant) else a.aval.dtype) for a, _ in leaves]
+    dtypes = [str(a.dtype if isinstance(a, Constant) else a.aval.dtype) for a, _ in leaves]
     return Plan(tuple(found), tuple(dtypes), function)
 
 
@@ -296,7 +293,7 @@ def _custom(
     # What the rule may use and the value does not.
     shapes = {eqn.outvars[k].aval.shape: alignment for k, alignment in outs}
     for atom in eqn.invars:
-        if not isinstance(atom, core.Literal):
+        if not _compat.is_literal(atom):
             alignment = shapes.get(atom.aval.shape, None if atom.aval.ndim else ())
             if alignment is not None and all(atom is not other for other, _ in needs):
                 needs.append((atom, alignment))
@@ -306,13 +303,13 @@ def _custom(
         return inner.function(*xs[:used])
 
     moving = [k for k, (atom, _) in enumerate(needs) if _is_inexact(atom)]
-    variables = [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
+    variables = [atom for atom in eqn.invars if not _compat.is_literal(atom)]
     places = [k for k, atom in enumerate(variables) if _is_inexact(atom)]
 
     def bound(xs: Sequence[Any]) -> Sequence[Any]:
         every = iter(xs)
         results: Sequence[Any] = _compat.bind_equation(
-            eqn, [a.val if isinstance(a, core.Literal) else next(every) for a in eqn.invars]
+            eqn, [a.val if _compat.is_literal(a) else next(every) for a in eqn.invars]
         )
         return results
 
@@ -411,7 +408,7 @@ def _custom(
 
 
 def _is_inexact(atom: Any) -> bool:
-    dtype = atom.array.dtype if isinstance(atom, Constant) else atom.aval.dtype
+    dtype = atom.dtype if isinstance(atom, Constant) else atom.aval.dtype
     return is_inexact(str(dtype))
 
 
@@ -496,7 +493,7 @@ def _collect(narrow: Any, wide: Any, found: dict[int, Any]) -> bool:
         if len(a.invars) != len(b.invars):
             return False
         for x, y in zip(a.invars, b.invars, strict=True):
-            if isinstance(x, core.Literal) and isinstance(y, core.Literal):
+            if _compat.is_literal(x) and _compat.is_literal(y):
                 dtype = x.aval.dtype
                 value = np.asarray(y.val)
                 if is_narrow(str(dtype)) and value.dtype == np.float32:

@@ -71,6 +71,11 @@ class Traced:
         return Program(self.jaxpr, self.kernel)
 
     @property
+    def code(self) -> str:
+        """All that it computes, the same in every process."""
+        return self.program.text
+
+    @property
     def texts(self) -> dict[str, str]:
         """What the user has written in C++."""
         return {}
@@ -86,7 +91,7 @@ class Traced:
         return self.program.lines(dict(zip(self.reads(()), names, strict=True)), types)
 
     def __repr__(self) -> str:
-        return f"Traced({self.program.text!r})"
+        return f"Traced({self.code!r})"
 
     def __call__(self, *args: jax.Array) -> list[jax.Array]:
         """The results for arrays that broadcast together, of `computed` dtypes, by XLA."""
@@ -204,7 +209,7 @@ class Program:
         env: dict[Any, int] = {}
 
         def read(atom: Any) -> int:
-            if isinstance(atom, core.Literal):
+            if _compat.is_literal(atom):
                 return self.literal(atom.val, str(atom.aval.dtype))
             return env[atom]
 
