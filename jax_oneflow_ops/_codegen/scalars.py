@@ -194,7 +194,9 @@ def _step(
     if called is not None:
         inner = plan(name, *called, outs, exact, line)
         return _Step(_of_operands(eqn, inner), gives, lambda xs: inner.function(*xs))
-    if primitive in _MOVES:
+    # Releases before 0.9 index an array of one row by a slice of all of it.
+    is_whole = primitive == "slice" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    if primitive in _MOVES or is_whole:
         moves = [_moved(name, eqn, k, alignment, line) for k, alignment in outs]
         return _Step(moves, gives, lambda xs: xs)
     if not traced.is_elementwise(primitive) and primitive != "stop_gradient":

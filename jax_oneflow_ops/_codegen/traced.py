@@ -434,8 +434,8 @@ def is_supported(name: str, dtype: str) -> bool:
 
 for _name in re.findall(
     r"\w+",
-    """exp2 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh erf sqrt rsqrt cbrt
-    floor ceil""",
+    """exp2 log2 log10 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh erf sqrt
+    rsqrt cbrt floor ceil""",
 ):
     _by_kind(_name, floats=f"{_name}({{0}})")
 _by_kind("exp", "exp({0})", complexes="jof_Exp({0})")
