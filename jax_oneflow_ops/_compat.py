@@ -347,13 +347,18 @@ def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 
 def bind_equation(eqn: Any, args: Sequence[Any]) -> Any:
-    """The results of an equation for other operands, as a list; rules of its function stay."""
-    found = eqn.primitive.get_bind_params(eqn.params)
-    if isinstance(found, tuple):  # before release 0.9
-        functions, params = found
-        results = eqn.primitive.bind(*functions, *args, **params)
-    else:
-        results = eqn.primitive.bind(*args, **found)
+    """The results of an equation for other operands, as a list.
+
+    Rules of its function, the user's line and the context stay, as in `jax.core.eval_jaxpr`.
+    """
+    source = source_info_util.user_context(eqn.source_info.traceback)
+    with source, eqn.ctx.manager:
+        found = eqn.primitive.get_bind_params(eqn.params)
+        if isinstance(found, tuple):  # before release 0.10
+            functions, params = found
+            results = eqn.primitive.bind(*functions, *args, **params)
+        else:
+            results = eqn.primitive.bind(*args, **found)
     return results if eqn.primitive.multiple_results else [results]
 
 

@@ -171,6 +171,7 @@ class Fused(Generic[P, R]):
 
         run.__name__ = run.__qualname__ = name
         # jax.jit knows what it has traced, and calls it without Python.
+        self._run = run
         self._jitted = jax.jit(run, static_argnums=0, inline=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -248,7 +249,7 @@ class Fused(Generic[P, R]):
 
         def call(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            return jax.tree.leaves(self(*args, **kwargs))
+            return jax.tree.leaves(self._run(None, args, kwargs))  # which knows the user's lines
 
         def program(*leaves: Any) -> Any:
             def of_moving(*xs: Any) -> Any:

@@ -1,6 +1,7 @@
 """`fuse`: Python functions as one kernel."""
 
 import functools
+import pickle
 import re
 
 import jax
@@ -708,6 +709,48 @@ def test_bad_input():
         jof.fuse(lambda x, y: x + y)(x, normals(3))
     with pytest.raises(TypeError):
         jof.fuse(lambda x: x)("text")
+
+
+# ---- reports ----
+
+
+def test_source_and_explain():
+    @jof.fuse
+    def gated(x, bias, rate):
+        """A gate."""
+        return jax.nn.relu(x + bias) * rate
+
+    assert gated.__doc__ == "A gate."
+    x, bias = normals(2, 3), normals(3)
+    report = gated.explain(x, bias, 0.5)
+    assert str(report) == (
+        "gated: 1 kernel; reads 40 B, writes 24 B\n"
+        "  gated: 3 operations; reads f32[2,3] f32[1,3] f32[], writes f32[2,3]"
+    )
+    assert [k.name for k in gated.explain(x, bias, 0.5, derivative="jvp").kernels] == ["gated_jvp"]
+    (kernel,) = gated.explain("bfloat16").kernels
+    assert kernel.bytes_read == 3 * kernel.bytes_written == 3 * 2048
+    spec = jax.ShapeDtypeStruct((4, 5), jnp.float16)
+    text = gated.source(spec, spec, spec)
+    assert '#include "cuda/compiled.cuh"' in text
+    assert "jof::Half" in text
+    text = gated.source(x, bias, 0.5, platform="cpu", derivative="vjp")
+    assert '#include "cpu/compiled.h"' in text
+    assert "gated_vjp" in text
+    assert "ScalarOperand<float>" in text
+    norm = jof.fuse(rms_norm, partial=True).explain(x, bias)
+    assert len(norm.kernels) == 1
+    assert any("reduce_sum (tests/test_fuse.py" in operation for operation in norm.rest)
+    with pytest.raises(ValueError, match='platform must be "cpu" or "cuda", got \'tpu\''):
+        gated.source("float32", platform="tpu")
+    with pytest.raises(ValueError, match='derivative must be None, "jvp" or "vjp", got 2'):
+        gated.explain("float32", derivative=2)
+
+
+def test_errors_can_be_pickled():
+    error = jof.FusionError("f: sort", "sort", "here.py:3")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.primitive, again.line) == ("f: sort", "sort", "here.py:3")
 
 
 # ---- parts of programs ----
