@@ -362,6 +362,11 @@ def bind_equation(eqn: Any, args: Sequence[Any]) -> Any:
     return results if eqn.primitive.multiple_results else [results]
 
 
+def context_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """The mesh, and what else there was, where an equation was traced."""
+    return cast(contextlib.AbstractContextManager[Any], eqn.ctx.manager)
+
+
 def line_of(eqn: Any) -> str:
     """The user's line that an equation comes from; empty where jax does not say."""
     try:

@@ -55,8 +55,9 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       Results have the dtypes that `fun` gives them. Values of 16 bits and fewer are float32 inside
       of the kernel: they are rounded when they are stored, and where `fun` casts to such a dtype,
       while jnp rounds after every operation. Numbers such as ``0.7978845608`` keep the precision in
-      which they are written, too. Where all results have 16 bits or fewer, functions have a
-      relative error of up to 2^-15 on GPUs, and quotients and roots are within 2 ulp of float32;
+      which they are written, too. Where all results have 16 bits or fewer, functions on GPUs are as
+      short as these need, with relative errors of 2^-15 to 2^-12, and quotients and roots are
+      within 2 ulp of float32;
       else they are as accurate as those of `ElementwiseKernel`. ``1 - sigmoid(x)``,
       ``1 - tanh(x)``, ``1 + tanh(x)`` and ``1 - erf(x)`` are computed without cancellation. Results
       below 1e-37 may be zeros. NaN, infinities and signed zeros are those of jax, integers

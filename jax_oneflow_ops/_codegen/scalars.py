@@ -49,11 +49,14 @@ class Plan:
 def trace(function: Callable[..., Any], dtypes: Sequence[str]) -> Any:
     """The jaxpr of a function of scalars, whose dtypes are `computed` of these."""
     wide = any(dtype in ("int64", "uint64", "float64", "complex128") for dtype in dtypes)
-    # Inside `jax.set_mesh` even types that are made here would have a sharding.
-    mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-    with mesh, jax.enable_x64(True) if wide else contextlib.nullcontext():
+    with _without_mesh(), jax.enable_x64(True) if wide else contextlib.nullcontext():
         args = [jax.ShapeDtypeStruct((), computed(dtype)) for dtype in dtypes]
         return jax.make_jaxpr(function)(*args)
+
+
+def _without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Inside `jax.set_mesh` and `jax.shard_map` even types that are made here would know of it."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def plan(
@@ -310,17 +313,18 @@ def _custom(
 
     def bound(xs: Sequence[Any]) -> Sequence[Any]:
         every = iter(xs)
-        results: Sequence[Any] = _compat.bind_equation(
-            eqn, [a.val if _compat.is_literal(a) else next(every) for a in eqn.invars]
-        )
+        args = [a.val if _compat.is_literal(a) else next(every) for a in eqn.invars]
+        results: Sequence[Any] = _compat.bind_equation(eqn, args)
         return results
 
     def of_rule(
         rule: Callable[..., Any], vectors: Sequence[Any], demands: Any, where: Callable[[Any], Any]
     ) -> list[Any]:
         """What a rule on arrays gives for scalars: `where` finds them by leaf."""
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
-        closed = jax.make_jaxpr(rule)(avals, vectors)
+        avals = [v.aval for v in variables]
+        # Rules know the types of what they were traced for, shardings included.
+        with _compat.context_of(eqn):
+            closed = jax.make_jaxpr(rule)(avals, vectors)
         found = plan(name, *_compat.jaxpr_and_consts(closed), demands, {}, line)
         return found.function(*map(where, found.leaves))
 
@@ -355,10 +359,7 @@ def _custom(
                 own = places[source - len(variables)], alignment
                 return operand(own, ts)
 
-            tangents = [
-                jax.ShapeDtypeStruct(variables[k].aval.shape, variables[k].aval.dtype)
-                for k in places
-            ]
+            tangents = [variables[k].aval for k in places]
             return custom(*xs), of_rule(rule, tangents, outs, where)
 
         custom.defjvp(jvp)
@@ -389,10 +390,7 @@ def _custom(
                     raise _refused(name, eqn, line, "with such a derivative ")
                 return cts[k]
 
-            vectors = [
-                jax.ShapeDtypeStruct(eqn.outvars[k].aval.shape, eqn.outvars[k].aval.dtype)
-                for k, _ in outs
-            ]
+            vectors = [eqn.outvars[k].aval for k, _ in outs]
             demands = [
                 (
                     places.index(next(i for i, v in enumerate(variables) if v is needs[k][0])),
