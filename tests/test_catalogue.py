@@ -15,11 +15,13 @@ from tests.catalogue import CASES, CONDITION, FUNCTIONS, INDEX, OPS, Call, Op
 
 NOT_OPS = {
     "ElementwiseKernel",
+    "FusionError",
     "GatherWarning",
     "KernelCompileError",
     "accelerate",
     "explain",
     "export_checks",
+    "fuse",
     "implementations",
     "include_dir",
     "policy",
