@@ -5,6 +5,7 @@
 #include "cpu/elementwise_launch.h"
 #include "cpu/permute_launch.h"
 #include "cpu/scatter_launch.h"
+#include "cpu/segments_launch.h"
 #include "cpu/upsample_nearest2d_launch.h"
 #include "ffi/decode.h"
 

@@ -9,6 +9,7 @@
 #include "cuda/elementwise.h"
 #include "cuda/permute.h"
 #include "cuda/scatter.h"
+#include "cuda/segments.h"
 #include "cuda/upsample_nearest2d.h"
 #include "ffi/decode.h"
 
