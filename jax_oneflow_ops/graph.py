@@ -33,9 +33,7 @@ jax.tree_util.register_dataclass(SegmentPlan, data_fields=["order"], meta_fields
 
 
 @_checks.in_own_precision
-def segment_plan(
-    ids: ArrayLike, num_segments: int, *, implementation: Implementation = None
-) -> SegmentPlan:
+def segment_plan(ids: ArrayLike, num_segments: int) -> SegmentPlan:
     """Sorts edges by the segment that each belongs to, once for all layers of a graph network.
 
     Without a plan each program sorts the ids that it needs sorted, once.
@@ -43,8 +41,6 @@ def segment_plan(
     Args:
       ids: integers of shape ``(edges,)``: the receivers of edges, or their senders.
       num_segments: the number of segments: of nodes.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference,
-        None for kernels where there are any.
 
     Returns:
       A `SegmentPlan` for these ids. Ids out of range are allowed, as where the plan is used.
@@ -63,12 +59,12 @@ def segment_plan(
       [1 3 0 2]
     """
     name = "segment_plan"
-    choice = _native.choose_implementation(name, implementation)
     size = _checks.as_size(name, "num_segments", num_segments)
     ids = _edge_ids(name, "ids", ids, size)
     limits = jnp.iinfo(jnp.int32)
     ids = jnp.clip(ids, limits.min, limits.max).astype(jnp.int32)
-    return SegmentPlan(_graph.bind(_graph.order_p, ids, rows=size, implementation=choice), size)
+    choice = _native.choose_implementation(name, None)
+    return SegmentPlan(_graph.order_of(ids, size, _graph.no_order(), choice), size)
 
 
 @_checks.in_own_precision
@@ -272,8 +268,6 @@ def attention_sum(
     wide = _graph.compute_dtype(values.dtype)
     logits = logits.astype(jnp.promote_types(logits.dtype, wide))
     count = _number_of_segments(name, num_segments, plan)
-    if plan is None:
-        plan = segment_plan(receivers, count, implementation=implementation)
     weights = planned_softmax(
         *(name, "logits", logits, "receivers", receivers, count, plan),
         implementation=implementation,
@@ -293,19 +287,20 @@ def planned_softmax(
     ids_name: str,
     ids: ArrayLike,
     num_segments: int | None,
-    plan: SegmentPlan,
+    plan: SegmentPlan | None,
     *,
     implementation: Implementation,
 ) -> jax.Array:
-    """`segment_softmax` with a plan; arguments have the names of the function that is called."""
+    """`segment_softmax` by a plan; arguments have the names of the function that is called."""
     choice = _native.choose_implementation(function, implementation)
     logits = _as_floats(function, name, logits)
     size = _number_of_segments(function, num_segments, plan)
     ids = _edge_ids(function, ids_name, ids, size)
     order = _order(function, "plan", plan, ids, size)
     _check_edges(function, name, logits, ids)
+    ids = _in_range(ids, size)
     result: jax.Array = _graph.bind(
-        *(_graph.softmax_p, _in_range(ids, size), order),
+        *(_graph.softmax_p, ids, _graph.order_of(ids, size, order, choice)),
         logits.reshape(ids.size, math.prod(logits.shape[1:])),
         num_segments=size,
         implementation=choice,
