@@ -1,8 +1,8 @@
 """The primitives of graph layers, and their rules.
 
-A graph is four arrays of int32: `senders` and `receivers`, -1 where an edge has none, and the
-numbers of edges in two orders, in which edges of equal receivers and of equal senders are
-neighbours. An order that is not known is an empty array.
+A graph is six arrays of int32: `senders` and `receivers`, -1 where an edge has none; an order of
+the edges in which those of equal receivers are neighbours, and these receivers; and an order in
+which those of equal senders are, and these. An order that is not known is two empty arrays.
 
 `message_sum` adds up weighted rows of the senders at the receivers, `edge_dot` multiplies rows at
 both ends. Each is linear in either of its arrays, and its derivatives are again these two. So are
@@ -23,9 +23,8 @@ from jax_oneflow_ops._indexing import Indexing
 
 FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 MOST = 2**31 - 2  # edges, and rows of a table: their numbers are int32
-# Positions of an order that a block of a GPU or a thread of a CPU takes at once. More chunks than
-# the chip has room for many times over gain nothing, they only take scratch space.
-CHUNK, NARROW_CHUNK, NARROW, CHUNKS = 512, 1024, 64, 4096
+# Positions of an order that a block of a GPU or a thread of a CPU takes at once.
+CHUNK, NARROW_CHUNK, NARROW = 512, 1024, 64
 CPU_CHUNK, CPU_CHUNKS = 1024, 256
 
 
@@ -39,35 +38,59 @@ def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
     return primitive.bind(*_compat.join_varying_axes(*args), **params)
 
 
-def no_order() -> jax.Array:
+Order = tuple[Any, Any]  # the numbers of edges, and their ids; empty if it is not known
+
+
+def no_order() -> Order:
     """An order that is not known."""
-    return jnp.zeros(0, jnp.int32)
+    return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
 
 
-def order_of(ids: Any, rows: int, order: Any, implementation: str | None) -> Any:
-    """The order of a plan, or a new one where it is not known."""
-    if order.shape == ids.shape:
-        return order
+def sort(ids: Any, rows: int, implementation: str | None) -> Any:
+    """The numbers of edges in the order of their ids, and ``2 * row``, plus 1 if out of range.
+
+    Ids out of range come last among those that jnp reads as the same row. So ids of a row are
+    neighbours whether it has all of these, as for senders, or those in range, as for receivers.
+    """
     return bind(order_p, ids, rows=rows, implementation=implementation)
+
+
+def in_range(keys: Any) -> Any:
+    """The rows of sorted ids, -1 for those out of range."""
+    return jnp.where(keys & 1 == 0, keys >> 1, -1)
 
 
 def message_sum(
     graph: Sequence[Any], table: Any, weights: Any, *, num_segments: int, implementation: str | None
 ) -> Any:
     """Binds the primitive, which needs the order of the receivers."""
-    senders, receivers, order, sender_order = graph
-    order = order_of(receivers, num_segments, order, implementation)
+    senders, receivers, *orders = graph
+    if orders[0].shape != receivers.shape:
+        order, keys = sort(receivers, num_segments, implementation)
+        orders[:2] = order, in_range(keys)
     return bind(
-        *(message_sum_p, senders, receivers, order, sender_order, table, weights),
+        *(message_sum_p, senders, receivers, *orders, table, weights),
         num_segments=num_segments,
         implementation=implementation,
     )
 
 
+def softmax(
+    ids: Any, order: Order, x: Any, *, num_segments: int, implementation: str | None
+) -> Any:
+    """Binds the primitive, which needs the order."""
+    if order[0].shape != ids.shape:
+        numbers, keys = sort(ids, num_segments, implementation)
+        order = numbers, in_range(keys)
+    return bind(
+        *(softmax_p, ids, *order, x), num_segments=num_segments, implementation=implementation
+    )
+
+
 def _transposed(graph: Sequence[Any]) -> tuple[Any, ...]:
     """The graph of all edges the other way round."""
-    senders, receivers, order, sender_order = graph
-    return receivers, senders, sender_order, order
+    senders, receivers, order, keys, sender_order, sender_keys = graph
+    return receivers, senders, sender_order, sender_keys, order, keys
 
 
 # ---- types and shardings ----
@@ -78,8 +101,8 @@ def _joined(*entries: Any) -> Any:
     return next((entry for entry in entries if entry is not None), None)
 
 
-def _order_type(ids: Any, *, rows: int) -> Any:
-    return ids.update(dtype=jnp.dtype(jnp.int32), weak_type=False)
+def _order_type(ids: Any, *, rows: int) -> list[Any]:
+    return [ids.update(dtype=jnp.dtype(jnp.int32), weak_type=False)] * 2
 
 
 def _message_sum_type(*args: Any, num_segments: int) -> Any:
@@ -90,15 +113,15 @@ def _message_sum_type(*args: Any, num_segments: int) -> Any:
     return _compat.with_spec(table, shape, spec).update(weak_type=False)
 
 
-def _edge_dot_type(
-    senders: Any, receivers: Any, order: Any, sender_order: Any, a: Any, b: Any, *, dtype: Any
-) -> Any:
+def _edge_dot_type(senders: Any, *args: Any, dtype: Any) -> Any:
+    *_, a, b = args
     spec = (None, _joined(a.sharding.spec[1], b.sharding.spec[1]))
     result = _compat.with_spec(a, (senders.shape[0], a.shape[1]), spec)
     return result.update(dtype=dtype, weak_type=False)
 
 
-def _softmax_type(ids: Any, order: Any, x: Any, *others: Any, num_segments: int) -> Any:
+def _softmax_type(*args: Any, num_segments: int) -> Any:
+    x = args[3]
     return _compat.with_spec(x, x.shape, (None, x.sharding.spec[1])).update(weak_type=False)
 
 
@@ -129,9 +152,8 @@ def _sums(rows: Any, ids: Any, size: int) -> Any:
     return zeros.at[jnp.where(ids < 0, size, ids)].add(rows, mode="drop")
 
 
-def _message_sum_reference(
-    senders: Any, receivers: Any, _: Any, __: Any, table: Any, weights: Any, *, num_segments: int
-) -> jax.Array:
+def _message_sum_reference(*args: Any, num_segments: int) -> jax.Array:
+    senders, receivers, *_, table, weights = args
     rows = _rows(table, senders)
     if weights.shape[0] == rows.shape[0]:
         weighted = rows * weights.astype(rows.dtype)[..., None]
@@ -139,14 +161,14 @@ def _message_sum_reference(
     return _sums(rows, receivers, num_segments).astype(table.dtype)
 
 
-def _edge_dot_reference(
-    senders: Any, receivers: Any, _: Any, __: Any, a: Any, b: Any, *, dtype: Any
-) -> jax.Array:
+def _edge_dot_reference(*args: Any, dtype: Any) -> jax.Array:
+    senders, receivers, *_, a, b = args
     dots = jnp.sum(_rows(a, receivers) * _rows(b, senders), axis=-1)
     return jnp.where(((senders < 0) | (receivers < 0))[:, None], 0, dots).astype(dtype)
 
 
-def _softmax_reference(ids: Any, _: Any, x: Any, *, num_segments: int) -> jax.Array:
+def _softmax_reference(*args: Any, num_segments: int) -> jax.Array:
+    ids, *_, x = args
     wide = x.astype(compute_dtype(x.dtype))
     to = jnp.where(ids < 0, num_segments, ids)
     most = jnp.full((num_segments, x.shape[1]), -jnp.inf, wide.dtype).at[to].max(wide, mode="drop")
@@ -155,7 +177,8 @@ def _softmax_reference(ids: Any, _: Any, x: Any, *, num_segments: int) -> jax.Ar
     return jnp.where((ids < 0)[:, None], 0, y).astype(x.dtype)
 
 
-def _softmax_vjp_reference(ids: Any, _: Any, y: Any, t: Any, *, num_segments: int) -> jax.Array:
+def _softmax_vjp_reference(*args: Any, num_segments: int) -> jax.Array:
+    ids, *_, y, t = args
     wide = compute_dtype(y.dtype)
     value, tangent = y.astype(wide), t.astype(wide)
     result = value * (tangent - _rows(_sums(value * tangent, ids, num_segments), ids))
@@ -166,51 +189,43 @@ def _softmax_vjp_reference(ids: Any, _: Any, y: Any, t: Any, *, num_segments: in
 
 
 def _chunks(platform: str, edges: int, columns: int) -> int:
+    """Sizes may be variables of `jax.export`."""
     if platform == "cpu":
-        return max(1, min(CPU_CHUNKS, -(-edges // CPU_CHUNK)))
-    length = NARROW_CHUNK if columns < NARROW else CHUNK
-    return max(1, min(CHUNKS, -(-edges // length)))
+        return min(CPU_CHUNKS, edges // CPU_CHUNK + 1) if isinstance(edges, int) else CPU_CHUNKS
+    is_narrow = isinstance(columns, int) and columns < NARROW
+    return edges // (NARROW_CHUNK if is_narrow else CHUNK) + 1
 
 
-def _planned(order: Any, *ids: Any) -> list[Any]:
-    """Ids in an order."""
-    return [x if order.shape != x.shape else x.at[order].get(mode="clip") for x in ids]
-
-
-def _message_sum_native(
-    platform: str,
-    *args: Any,
-    num_segments: int,
-) -> jax.Array:
-    senders, receivers, order, _, table, weights = args
+def _message_sum_native(platform: str, *args: Any, num_segments: int) -> jax.Array:
+    senders, _, order, keys, _, _, table, weights = args
     heads, width = table.shape[1:]
     shape, wide = (num_segments, heads, width), compute_dtype(table.dtype)
     if senders.size == 0 or 0 in shape:
         return jnp.zeros(shape, table.dtype)
     columns = heads * width
     scratch = (_chunks(platform, senders.size, columns), 2, columns)
-    sources, keys = _planned(order, senders, receivers)
     call = jax.ffi.ffi_call(
         "jof_message_sum",
         (jax.ShapeDtypeStruct(shape, table.dtype), jax.ShapeDtypeStruct(scratch, wide)),
     )
-    result: jax.Array = call(table, weights, sources, keys, order)[0]
+    result: jax.Array = call(table, weights, senders, keys, order)[0]
     return result
 
 
 def _edge_dot_native(platform: str, *args: Any, dtype: Any) -> jax.Array:
-    senders, receivers, order, _, a, b = args
+    senders, receivers, order, keys, _, _, a, b = args
     shape = (senders.size, a.shape[1])
     if 0 in (*shape, *a.shape, *b.shape):
         return jnp.zeros(shape, dtype)
-    b_ids, a_ids = _planned(order, senders, receivers)
+    if order.shape != senders.shape:
+        keys = receivers
     call = jax.ffi.ffi_call("jof_edge_dot", jax.ShapeDtypeStruct(shape, dtype))
-    result: jax.Array = call(a, b, a_ids, b_ids, order)
+    result: jax.Array = call(a, b, keys, senders, order)
     return result
 
 
 def _softmax_native(
-    platform: str, ids: Any, order: Any, *arrays: Any, num_segments: int
+    platform: str, ids: Any, order: Any, keys: Any, *arrays: Any, num_segments: int
 ) -> jax.Array:
     """The softmax of one array, its derivative of two."""
     edges, heads = arrays[0].shape
@@ -229,46 +244,46 @@ def _softmax_native(
             *(jax.ShapeDtypeStruct(shape, wide) for shape in shapes),
         ),
     )
-    result: jax.Array = call(*arrays, ids, *_planned(order, ids), order)[0]
+    result: jax.Array = call(*arrays, ids, keys, order)[0]
     return result
 
 
 def _keys(ids: Any, rows: int) -> Any:
-    """What ids are sorted by: less than ``2 * rows``.
-
-    Ids out of range come last among those that jnp reads as the same row. So ids of a row are
-    neighbours whether it has all of these, as for senders, or those in range, as for receivers.
-    """
     is_row = (ids >= 0) & (ids < rows)
     row = jnp.clip(jnp.where(ids < 0, ids + rows, ids), 0, max(rows - 1, 0))
     return 2 * row + jnp.where(is_row, 0, 1)
 
 
-def _order_reference(ids: Any, *, rows: int) -> jax.Array:
-    return _sorted_order(_keys(ids, rows).astype(jnp.uint32), 2 * rows)
+def _order_reference(ids: Any, *, rows: int) -> list[jax.Array]:
+    return _sorted(_keys(ids, rows), 2 * rows)
 
 
-def _sorted_order(keys: Any, limit: int) -> jax.Array:
-    """The places of the keys of the last dimension in ascending order."""
+def _sorted(keys: Any, limit: int) -> list[jax.Array]:
+    """The places of the keys of the last dimension in ascending order, and the keys."""
     places = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
     # A radix sort takes a pass for each byte.
-    keys = keys.astype(jnp.uint16 if limit <= 2**16 else jnp.uint32)
-    return jax.lax.sort((keys, places), num_keys=1, is_stable=True)[1]
+    is_short = isinstance(limit, int) and limit <= 2**16
+    keys = keys.astype(jnp.uint16 if is_short else jnp.uint32)
+    keys, places = jax.lax.sort((keys, places), num_keys=1, is_stable=True)
+    return [places, keys.astype(jnp.int32)]
 
 
-def _order_native(platform: str, ids: Any, *, rows: int) -> jax.Array:
+def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
     """Sorts all problems as one, in which each has its own keys."""
     problems, length = math.prod(ids.shape[:-1]), ids.shape[-1]
     limit = 2 * rows * problems
-    if ids.size == 0 or limit > MOST:
+    if not isinstance(limit * length, int) or ids.size == 0 or limit > MOST:
         return _order_reference(ids, rows=rows)
     problem = jnp.arange(problems, dtype=jnp.int32)[:, None]
     keys = (_keys(ids, rows).reshape(problems, length) + 2 * rows * problem).reshape(-1)
     if platform == "cpu":
-        _, order = _scatter.sort_on_cpu(keys[None], limit, Indexing())
+        keys, order = _scatter.sort_on_cpu(keys[None], limit, Indexing())
     else:
-        order = _sorted_order(keys, limit)
-    return (order.reshape(problems, length) - length * problem).reshape(ids.shape)
+        order, keys = _sorted(keys, limit)
+    of_problem = ((order, length), (keys, 2 * rows))
+    return [
+        (x.reshape(problems, length) - size * problem).reshape(ids.shape) for x, size in of_problem
+    ]
 
 
 # ---- batching: problems become one, of the edges and rows of all ----
@@ -304,17 +319,21 @@ class _Problems:
         first = rows * jnp.arange(self.size, dtype=jnp.int32)[:, None]
         return jnp.where(ids < 0, -1, ids + first).reshape(-1)
 
-    def order(self, k: int, edges: int) -> Any:
-        if self.args[k].shape[-1] != edges:
+    def order(self, k: int, edges: int, rows: int) -> Order:
+        """That of arguments k and k + 1, of all problems' rows, of which there are `rows` each.
+
+        It is not known where problems share the rows: edges of a row are no neighbours then.
+        """
+        if self.args[k].shape[-1] != edges or not rows:
             return no_order()
-        return self.ids(k, edges)
+        return self.ids(k, edges), self.ids(k + 1, rows)
 
     def result(self, x: Any) -> tuple[Any, int]:
         return x.reshape(self.size, x.shape[0] // self.size, *x.shape[1:]), 0
 
 
-def _order_batch(primitive: core.Primitive, args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    return primitive.bind(jnp.moveaxis(args[0], dims[0], 0), **params), 0
+def _order_batch(primitive: core.Primitive, args: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+    return primitive.bind(jnp.moveaxis(args[0], dims[0], 0), **params), (0, 0)
 
 
 def _message_sum_batch(
@@ -322,18 +341,17 @@ def _message_sum_batch(
 ) -> tuple[Any, int]:
     p = _Problems(args, dims)
     edges = p.args[0].shape[-1]
-    rows = p.args[4].shape[1] if p.has_own[4] else 0
+    rows = p.args[6].shape[1] if p.has_own[6] else 0
     graph = (
         p.ids(0, rows),
         p.ids(1, num_segments),
-        p.order(2, edges),
-        # Edges of one sender are no neighbours where problems share the table.
-        p.order(3, edges) if rows else no_order(),
+        *p.order(2, edges, num_segments),
+        *p.order(4, edges, rows),
     )
-    has_weights = p.args[5].shape[-2] == edges
-    weights = p.flat(5) if has_weights else p.args[5].reshape(0, p.args[5].shape[-1])
+    has_weights = p.args[7].shape[-2] == edges
+    weights = p.flat(7) if has_weights else p.args[7].reshape(0, p.args[7].shape[-1])
     result = bind(
-        *(primitive, *graph, p.table(4), weights), num_segments=p.size * num_segments, **params
+        *(primitive, *graph, p.table(6), weights), num_segments=p.size * num_segments, **params
     )
     return p.result(result)
 
@@ -343,23 +361,24 @@ def _edge_dot_batch(
 ) -> tuple[Any, int]:
     p = _Problems(args, dims)
     edges = p.args[0].shape[-1]
-    a_rows, b_rows = (p.args[k].shape[1] if p.has_own[k] else 0 for k in (4, 5))
+    a_rows, b_rows = (p.args[k].shape[1] if p.has_own[k] else 0 for k in (6, 7))
     graph = (
         p.ids(0, b_rows),
         p.ids(1, a_rows),
-        p.order(2, edges) if a_rows else no_order(),
-        p.order(3, edges) if b_rows else no_order(),
+        *p.order(2, edges, a_rows),
+        *p.order(4, edges, b_rows),
     )
-    return p.result(bind(primitive, *graph, p.table(4), p.table(5), **params))
+    return p.result(bind(primitive, *graph, p.table(6), p.table(7), **params))
 
 
 def _softmax_batch(
     primitive: core.Primitive, args: Any, dims: Any, *, num_segments: int, **params: Any
 ) -> tuple[Any, int]:
     p = _Problems(args, dims)
-    arrays = map(p.flat, range(2, len(args)))
+    arrays = map(p.flat, range(3, len(args)))
+    order = p.order(1, p.args[0].shape[-1], num_segments)
     result = bind(
-        *(primitive, p.ids(0, num_segments), p.order(1, p.args[0].shape[-1]), *arrays),
+        *(primitive, p.ids(0, num_segments), *order, *arrays),
         num_segments=p.size * num_segments,
         **params,
     )
@@ -376,10 +395,11 @@ order_p = _primitive.define(
     native=_order_native,
     sharding_rule=lambda ids, **_: _primitive.ShardingRule(
         [[f"i{k}" for k in range(len(ids.shape))]],
-        [[f"i{k}" for k in range(len(ids.shape))]],
+        [[f"i{k}" for k in range(len(ids.shape))]] * 2,
         frozenset({f"i{len(ids.shape) - 1}"}),
     ),
     batch=_order_batch,
+    multiple_results=True,
 )
 message_sum_p = _primitive.define(
     "jof_message_sum",
@@ -446,30 +466,30 @@ def _message_sum_transpose(
     ct: Any, *args: Any, num_segments: int, implementation: str | None
 ) -> list[Any]:
     *graph, table, weights = args
-    cts: list[Any] = [None] * 6
+    cts: list[Any] = [None] * 8
     if ad.is_undefined_primal(table):
         aval = table.aval
         if isinstance(ct, ad.Zero):
-            cts[4] = ad.Zero(aval)
+            cts[6] = ad.Zero(aval)
         else:
             rows = {"num_segments": aval.shape[0], "implementation": implementation}
             result = message_sum(_transposed(graph), ct, weights, **rows)
-            cts[4] = _compat.with_sharding_of(result, aval)
+            cts[6] = _compat.with_sharding_of(result, aval)
     if ad.is_undefined_primal(weights):
         aval = weights.aval
         if isinstance(ct, ad.Zero):
-            cts[5] = ad.Zero(aval)
+            cts[7] = ad.Zero(aval)
         else:
             params = {"dtype": aval.dtype, "implementation": implementation}
             result = bind(edge_dot_p, *graph, ct, table, **params)
-            cts[5] = _compat.with_sharding_of(result, aval)
+            cts[7] = _compat.with_sharding_of(result, aval)
     return cts
 
 
 def _edge_dot_transpose(ct: Any, *args: Any, dtype: Any, implementation: str | None) -> list[Any]:
     *graph, a, b = args
-    cts: list[Any] = [None] * 6
-    for k, undefined, other, edges in ((4, a, b, graph), (5, b, a, _transposed(graph))):
+    cts: list[Any] = [None] * 8
+    for k, undefined, other, edges in ((6, a, b, graph), (7, b, a, _transposed(graph))):
         if not ad.is_undefined_primal(undefined):
             continue
         aval = undefined.aval
@@ -490,11 +510,11 @@ _primitive.define_derivatives(
 
 
 def _softmax_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    ids, order, _ = primals
+    *graph, _ = primals
     y = bind(softmax_p, *primals, **params)
-    if isinstance(tangents[2], ad.Zero):
+    if isinstance(tangents[3], ad.Zero):
         return y, _total([], y)
-    return y, bind(softmax_vjp_p, ids, order, y, tangents[2], **params)
+    return y, bind(softmax_vjp_p, *graph, y, tangents[3], **params)
 
 
 def _softmax_vjp_jvp(
@@ -508,16 +528,16 @@ def _softmax_vjp_jvp(
 
     These are sums and products of edges, each of which has a row of its own.
     """
-    ids, order, y, t = primals
-    of_y, of_t = tangents[2:]
+    ids, order, keys, y, t = primals
+    of_y, of_t = tangents[3:]
     params: dict[str, Any] = {"num_segments": num_segments, "implementation": implementation}
     result = bind(softmax_vjp_p, *primals, **params)
     terms = []
     if not isinstance(of_t, ad.Zero):
-        terms.append(bind(softmax_vjp_p, ids, order, y, of_t, **params))
+        terms.append(bind(softmax_vjp_p, ids, order, keys, y, of_t, **params))
     if not isinstance(of_y, ad.Zero):
         edges = jnp.arange(ids.shape[0], dtype=jnp.int32)
-        graph = (edges, ids, order, edges)
+        graph = (edges, ids, order, keys, edges, edges)
 
         def times_sum(x: Any, of: Any) -> Any:
             total = message_sum(graph, t[..., None], of, **params)
@@ -528,14 +548,13 @@ def _softmax_vjp_jvp(
     return result, _total(terms, result)
 
 
-def _softmax_vjp_transpose(
-    ct: Any, ids: Any, order: Any, y: Any, t: Any, **params: Any
-) -> list[Any]:
+def _softmax_vjp_transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
     """With respect to the tangent: the derivative of a softmax is symmetric."""
+    *graph, y, t = args
     if isinstance(ct, ad.Zero):
-        return [None, None, None, ad.Zero(t.aval)]
-    result = bind(softmax_vjp_p, ids, order, y, ct, **params)
-    return [None, None, None, _compat.with_sharding_of(result, t.aval)]
+        return [None] * 4 + [ad.Zero(t.aval)]
+    result = bind(softmax_vjp_p, *graph, y, ct, **params)
+    return [None] * 4 + [_compat.with_sharding_of(result, t.aval)]
 
 
 ad.primitive_jvps[softmax_p] = _softmax_jvp

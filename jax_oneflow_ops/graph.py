@@ -22,14 +22,18 @@ class SegmentPlan:
 
     Attributes:
       order: the edges' numbers in that order, int32 of shape ``(edges,)``.
+      keys: twice the segment of each in that order, plus 1 where its id is out of range.
       num_segments: the number of segments.
     """
 
     order: jax.Array
+    keys: jax.Array
     num_segments: int
 
 
-jax.tree_util.register_dataclass(SegmentPlan, data_fields=["order"], meta_fields=["num_segments"])
+jax.tree_util.register_dataclass(
+    SegmentPlan, data_fields=["order", "keys"], meta_fields=["num_segments"]
+)
 
 
 @_checks.in_own_precision
@@ -64,7 +68,7 @@ def segment_plan(ids: ArrayLike, num_segments: int) -> SegmentPlan:
     limits = jnp.iinfo(jnp.int32)
     ids = jnp.clip(ids, limits.min, limits.max).astype(jnp.int32)
     choice = _native.choose_implementation(name, None)
-    return SegmentPlan(_graph.order_of(ids, size, _graph.no_order(), choice), size)
+    return SegmentPlan(*_graph.sort(ids, size, choice), size)
 
 
 @_checks.in_own_precision
@@ -296,11 +300,11 @@ def planned_softmax(
     logits = _as_floats(function, name, logits)
     size = _number_of_segments(function, num_segments, plan)
     ids = _edge_ids(function, ids_name, ids, size)
-    order = _order(function, "plan", plan, ids, size)
+    order = _order(function, "plan", plan, ids, size, drops=True)
     _check_edges(function, name, logits, ids)
-    ids = _in_range(ids, size)
-    result: jax.Array = _graph.bind(
-        *(_graph.softmax_p, ids, _graph.order_of(ids, size, order, choice)),
+    result: jax.Array = _graph.softmax(
+        _in_range(ids, size),
+        order,
         logits.reshape(ids.size, math.prod(logits.shape[1:])),
         num_segments=size,
         implementation=choice,
@@ -338,24 +342,23 @@ def _message_sum(
         )
     if rows == 0 and senders.size:
         raise ValueError(f"{function}: {names[0]} must have rows where there are edges")
-    order = _order(function, "plan", plan, receivers, size)
-    sender_order = _order(function, "sender_plan", sender_plan, senders, rows)
-    heads = 1
+    order = _order(function, "plan", plan, receivers, size, drops=True)
+    sender_order = _order(function, "sender_plan", sender_plan, senders, rows, drops=False)
+    depth = 0
     if weights is None:
         weights = jnp.zeros((0, 1), table.dtype)
     else:
         weights = _as_floats(function, names[1], weights)
         _check_edges(function, names[1], weights, senders)
         depth = _shared_dims(function, names, weights.shape, table.shape)
-        heads = math.prod(row[:depth])
         if dtype is None:
             dtype = jnp.result_type(table, weights)
             table, weights = table.astype(dtype), weights.astype(dtype)
-        weights = weights.reshape(senders.size, heads)
+        weights = weights.reshape(senders.size, math.prod(row[:depth]))
     nearest = jnp.clip(jnp.where(senders < 0, senders + rows, senders), 0, max(rows - 1, 0))
-    graph = (nearest.astype(jnp.int32), _in_range(receivers, size), order, sender_order)
+    graph = (nearest.astype(jnp.int32), _in_range(receivers, size), *order, *sender_order)
     result: jax.Array = _graph.message_sum(
-        *(graph, table.reshape(rows, heads, math.prod(row) // max(heads, 1)), weights),
+        *(graph, table.reshape(rows, math.prod(row[:depth]), math.prod(row[depth:])), weights),
         num_segments=size,
         implementation=choice,
     )
@@ -390,7 +393,7 @@ def _edge_ids(function: str, name: str, ids: Any, rows: int) -> jax.Array:
     ids = _checks.as_ids(function, name, ids, rows)
     if ids.ndim != 1:
         raise ValueError(f"{function}: {name} must have 1 dimension, got shape {ids.shape}")
-    if max(ids.size, rows) > _graph.MOST:
+    if any(isinstance(n, int) and n > _graph.MOST for n in (ids.size, rows)):
         raise ValueError(
             f"{function}: at most {_graph.MOST} edges and rows are supported, got {ids.size} and "
             f"{rows}"
@@ -418,7 +421,10 @@ def _number_of_segments(function: str, given: Any, plan: SegmentPlan | None) -> 
     return _checks.as_size(function, "num_segments", given)
 
 
-def _order(function: str, name: str, plan: SegmentPlan | None, ids: Any, rows: int) -> jax.Array:
+def _order(
+    function: str, name: str, plan: SegmentPlan | None, ids: Any, rows: int, *, drops: bool
+) -> _graph.Order:
+    """The order of a plan, in which ids out of range are dropped or mean the nearest row."""
     if plan is None:
         return _graph.no_order()
     if not isinstance(plan, SegmentPlan):
@@ -428,4 +434,4 @@ def _order(function: str, name: str, plan: SegmentPlan | None, ids: Any, rows: i
             f"{function}: {name} must be of {ids.size} edges and {rows} segments, got one of "
             f"{math.prod(plan.order.shape)} and {plan.num_segments}"
         )
-    return plan.order
+    return plan.order, _graph.in_range(plan.keys) if drops else plan.keys >> 1

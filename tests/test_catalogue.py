@@ -17,12 +17,14 @@ NOT_OPS = {
     "ElementwiseKernel",
     "GatherWarning",
     "KernelCompileError",
+    "SegmentPlan",
     "accelerate",
     "explain",
     "export_checks",
     "implementations",
     "include_dir",
     "policy",
+    "segment_plan",
 }
 TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]+)(\d+)>")
 

@@ -280,7 +280,8 @@ def test_vmap_over_features(axes):
         lambda w, t: jof.attention_sum(w, t, *graph, num_segments=segments, **options)
     )
     wanted = value_and_gradient(lambda w, t: attention_in_jnp(w, t, *graph, segments))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), found(*xs), wanted(*xs))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
+    jax.tree.map(close, found(*xs), wanted(*xs))
     assert "while" not in found.lower(*xs).as_text()
 
 

@@ -108,15 +108,16 @@ struct MessageSum {
     return static_cast<const T*>(call.table) + source * values;
   }
   void Add(int64_t p, A* state) const {
-    if (p + kRowsAhead < call.edges.count && IsRow(call.sources[p + kRowsAhead], call.rows)) {
-      const char* at = reinterpret_cast<const char*>(Row(call.sources[p + kRowsAhead]));
+    if (p + kRowsAhead < call.edges.count) {
+      const int32_t ahead = call.sources[call.edges.Edge(p + kRowsAhead)];
+      const char* at = reinterpret_cast<const char*>(Row(IsRow(ahead, call.rows) ? ahead : 0));
       __builtin_prefetch(at);
       __builtin_prefetch(at + 64);
     }
-    const int32_t source = call.sources[p];
+    const int64_t e = call.edges.Edge(p);
+    const int32_t source = call.sources[e];
     if (!IsRow(source, call.rows)) return;
     if (call.weights == nullptr) return AddRow(Row(source), values, state);
-    const int64_t e = call.edges.Edge(p);
     if (call.wide_weights) {
       AddWeighted(Row(source), static_cast<const A*>(call.weights) + e * call.heads, state);
     } else {
@@ -248,12 +249,14 @@ inline void DotRange(const EdgeDotCall& call, int64_t begin, int64_t end) {
   const T *a = static_cast<const T*>(call.a), *b = static_cast<const T*>(call.b);
   R* result = static_cast<R*>(call.result);
   for (int64_t p = begin; p < end; ++p) {
-    const int32_t a_id = call.edges.keys[p], b_id = call.b_ids[p];
-    R* out = result + call.edges.Edge(p) * call.heads;
-    const bool is_valid = IsRow(a_id, call.a_rows) && IsRow(b_id, call.b_rows);
-    if (p + kRowsAhead < end && IsRow(call.b_ids[p + kRowsAhead], call.b_rows)) {
-      __builtin_prefetch(b + call.b_ids[p + kRowsAhead] * columns);
+    if (p + kRowsAhead < end) {
+      const int32_t ahead = call.b_ids[call.edges.Edge(p + kRowsAhead)];
+      __builtin_prefetch(b + (IsRow(ahead, call.b_rows) ? ahead : 0) * columns);
     }
+    const int64_t e = call.edges.Edge(p);
+    const int32_t a_id = call.edges.keys[p], b_id = call.b_ids[e];
+    R* out = result + e * call.heads;
+    const bool is_valid = IsRow(a_id, call.a_rows) && IsRow(b_id, call.b_rows);
     for (int64_t h = 0; h < call.heads; ++h) {
       A dot{0};
       if (is_valid) {

@@ -1,10 +1,11 @@
 // Reduces what a program makes of each edge over the segments of a plan (see ops/segments.h).
 //
-// A block takes a chunk of positions and a slice of the columns. It is made of groups of `lanes`
-// threads, a pack of columns a thread; each group takes as many consecutive positions, kUnroll of
-// whose rows it asks for at once, with the ids of the next ones on their way. Values stay in
-// registers until a segment ends. Segments that cross groups are put together by way of shared
-// memory, those that cross chunks by way of the scratch and a second kernel. Nothing is atomic.
+// A block takes a chunk of positions and a slice of the columns. All of its threads fetch the ids
+// of the chunk first, so that a read that waits for another is waited for once. Then it is made of
+// groups of `lanes` threads, a pack of columns a thread; each group takes as many consecutive
+// positions, kUnroll of whose rows it asks for at once. Values stay in registers until a segment
+// ends. Segments that cross groups are put together by way of shared memory, those that cross
+// chunks by way of the scratch and a second kernel. Nothing is atomic.
 //
 // Bytes: what the program reads of each edge, 12 for its ids, each row of the result once.
 #pragma once
@@ -31,9 +32,9 @@ inline int LanesFor(int64_t packs, int limit = kWarp) {
 //   Identity(), Combine(a, b)
 //   Finish(segment, column, v)   rounds and writes the values of a pack of columns
 // and has beside it
-//   kUnroll, kBlocks            rows asked for at once, blocks an SM: what fits in registers
-//   Ids, FetchIds(edges, p)      of a position
-//   Item<N>, Fetch<N>(ids, column)
+//   kUnroll, kBlocks                     rows asked for at once, blocks an SM: what registers allow
+//   Source(edge)                         an id
+//   Item<N>, Fetch<N>(edge, source, column)
 //   Add(item, v)
 struct Layout {
   int64_t segments, columns, chunk_length;
@@ -52,18 +53,33 @@ __global__ void __launch_bounds__(kBlockSize, Program::kBlocks)
                  typename Program::Value* const carries) {
   using Value = typename Program::Value;
   constexpr int kUnroll = Program::kUnroll;
+  __shared__ int32_t all_keys[kCudaEdgeChunk + 2];  // and those before and after the chunk
+  __shared__ uint32_t edge_at[kCudaEdgeChunk];
+  __shared__ int32_t source_at[kCudaEdgeChunk];
   __shared__ Value heads[kPack][kBlockSize];  // what a group has of a segment from the last one
   __shared__ bool head_ends[kBlockSize];      // whether that ends in the group
   uint64_t slice;
   const int64_t c = layout.by_slices.DivMod(blockIdx.x, &slice), first = c * layout.chunk_length;
   if (first >= edges.count) return;
+  const int items = static_cast<int>(min(layout.chunk_length, edges.count - first));
+#pragma unroll 4
+  for (int i = threadIdx.x; i < items; i += kBlockSize) {
+    const int64_t e = edges.Edge(first + i);
+    edge_at[i] = static_cast<uint32_t>(e);
+    source_at[i] = program.Source(e);
+    all_keys[i + 1] = edges.keys[first + i];
+  }
+  if (threadIdx.x == 0) {
+    constexpr int32_t kNoKey = INT32_MIN;
+    all_keys[0] = first == 0 ? kNoKey : edges.keys[first - 1];
+    all_keys[items + 1] = first + items == edges.count ? kNoKey : edges.keys[first + items];
+  }
+  __syncthreads();
+  const int32_t* const keys = all_keys + 1;
   const int lanes = layout.lanes, groups = kBlockSize / lanes;
   const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const int64_t column = (int64_t(slice) * lanes + lane) * kPack;
   const bool is_column = column < layout.columns;
-  // Positions count from the start of the chunk.
-  const int32_t* const keys = edges.keys + first;
-  const int items = static_cast<int>(min(layout.chunk_length, edges.count - first));
   const int begin = min(group * layout.group_length, items);
   const int end = min(begin + layout.group_length, items);
 
@@ -84,22 +100,16 @@ __global__ void __launch_bounds__(kBlockSize, Program::kBlocks)
   };
   if (is_column && begin < end) {
     current = keys[begin];
-    in_head = first + begin != 0 && keys[begin - 1] == current;
-    goes_on = first + end != edges.count && keys[end] == keys[end - 1];
+    in_head = keys[begin - 1] == current;
+    goes_on = keys[end] == keys[end - 1];
     clear();
-    typename Program::Ids ids[kUnroll];
-    const auto fetch_ids = [&](int p) {
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        ids[u] = program.FetchIds(edges, first + min(p + u, end - 1));
-      }
-    };
-    fetch_ids(begin);
     for (int p = begin; p < end; p += kUnroll) {
       typename Program::template Item<kPack> item[kUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) item[u] = program.template Fetch<kPack>(ids[u], column);
-      fetch_ids(p + kUnroll);
+      for (int u = 0; u < kUnroll; ++u) {
+        const int at = min(p + u, end - 1);
+        item[u] = program.template Fetch<kPack>(edge_at[at], source_at[at], column);
+      }
       if (p + kUnroll <= end && keys[p + kUnroll - 1] == current) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) program.Add(item[u], value);
@@ -156,7 +166,7 @@ __global__ void __launch_bounds__(kBlockSize, Program::kBlocks)
       carry(1);
     }
   }
-  if (group == 0 && first != 0 && keys[-1] == keys[0]) {
+  if (group == 0 && keys[-1] == keys[0]) {
     clear();
     add_heads(0);
     carry(0);

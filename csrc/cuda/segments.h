@@ -7,6 +7,9 @@
 
 JOF_NAMESPACE_BEGIN
 
+// Positions that a block takes at most: the ids of a chunk are in its shared memory.
+inline constexpr int64_t kCudaEdgeChunk = 1024;
+
 cudaError_t LaunchMessageSum(const MessageSumCall& call, cudaStream_t stream);
 cudaError_t LaunchEdgeDot(const EdgeDotCall& call, cudaStream_t stream);
 cudaError_t LaunchSegmentSoftmax(const SegmentSoftmaxCall& call, cudaStream_t stream);

@@ -1,5 +1,7 @@
 // What is computed of each edge: dot products of the rows at its ends, and the softmax of its
 // segment.
+#include <algorithm>
+
 #include "common/math.h"
 #include "cuda/segments.cuh"
 
@@ -33,54 +35,70 @@ struct Dots {
   }
 };
 
-// Groups of `lanes` threads take kItems pairs of an edge and a head each, as many groups apart. The
-// rows of `a` are those of neighbouring positions, so most are found in the first-level cache.
+// A block takes a position a thread, whose ids it fetches first. Then groups of `lanes` threads
+// take kItems pairs of an edge and a head each at once. The rows of `a` are those of neighbouring
+// positions, so most are found in the first-level cache.
 constexpr int kItems = 4;
 
 template <typename T, int kPack>
-__global__ void __launch_bounds__(kBlockSize)
-    DotKernel(const Dots<T> d, int lanes, int packs, uint64_t items,
-              FastDivider<uint64_t> by_heads) {
+__global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
+    DotKernel(const Dots<T> d, int lanes, int packs, FastDivider<uint32_t> by_heads) {
   using C = Compute<T>;
-  const int lane = threadIdx.x % lanes, groups = kBlockSize / lanes;
-  const uint64_t first = uint64_t{blockIdx.x} * (groups * kItems) + threadIdx.x / lanes;
-  const T *a[kItems], *b[kItems];
-  int64_t out[kItems];
-  C dot[kItems];
-  bool is_valid[kItems];
-#pragma unroll
-  for (int k = 0; k < kItems; ++k) {
-    uint64_t h;
-    const int64_t p = by_heads.DivMod(min(first + k * groups, items - 1), &h);
-    const int32_t a_id = d.edges.keys[p], b_id = d.b_ids[p];
-    is_valid[k] = IsRow(a_id, d.a_rows) && IsRow(b_id, d.b_rows);
-    a[k] = d.a + (is_valid[k] ? (a_id * d.heads + int64_t(h)) * d.width : 0);
-    b[k] = d.b + (is_valid[k] ? (b_id * d.heads + int64_t(h)) * d.width : 0);
-    out[k] = d.edges.Edge(p) * d.heads + int64_t(h);
-    dot[k] = C{0};
+  __shared__ int32_t a_ids[kBlockSize], b_ids[kBlockSize];  // -1 for both if either is no row
+  __shared__ uint32_t edge_at[kBlockSize];
+  const int64_t first = int64_t{blockIdx.x} * kBlockSize, p = first + threadIdx.x;
+  if (p < d.edges.count) {
+    const int64_t e = d.edges.Edge(p);
+    const int32_t a_id = d.edges.keys[p], b_id = d.b_ids[e];
+    const bool is_valid = IsRow(a_id, d.a_rows) && IsRow(b_id, d.b_rows);
+    a_ids[threadIdx.x] = is_valid ? a_id : -1;
+    b_ids[threadIdx.x] = b_id;
+    edge_at[threadIdx.x] = static_cast<uint32_t>(e);
   }
-  for (int i = lane; i < packs; i += lanes) {
-    Pack<T, kPack> x[kItems], y[kItems];
+  __syncthreads();
+  const uint32_t positions = static_cast<uint32_t>(min(int64_t{kBlockSize}, d.edges.count - first));
+  const uint32_t items = positions * by_heads.divisor();
+  const uint32_t lane = threadIdx.x % lanes, group = threadIdx.x / lanes,
+                 groups = kBlockSize / lanes;
+  for (uint32_t base = 0; base < items; base += groups * kItems) {
+    const T *a[kItems], *b[kItems];
+    C dot[kItems];
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      if (!is_valid[k]) continue;
-      x[k] = LoadPack<kPack>(a[k] + i * kPack);
-      y[k] = LoadPack<kPack>(b[k] + i * kPack);
+      uint32_t h;
+      const uint32_t at = by_heads.DivMod(min(base + k * groups + group, items - 1), &h);
+      const bool is_valid = a_ids[at] >= 0;
+      a[k] = is_valid ? d.a + (a_ids[at] * d.heads + h) * d.width : nullptr;
+      b[k] = is_valid ? d.b + (b_ids[at] * d.heads + h) * d.width : nullptr;
+      dot[k] = C{0};
     }
+    for (int i = lane; i < packs; i += lanes) {
+      Pack<T, kPack> x[kItems], y[kItems];
 #pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      if (!is_valid[k]) continue;
+      for (int k = 0; k < kItems; ++k) {
+        if (a[k] == nullptr) continue;
+        x[k] = LoadPack<kPack>(a[k] + i * kPack);
+        y[k] = LoadPack<kPack>(b[k] + i * kPack);
+      }
 #pragma unroll
-      for (int j = 0; j < kPack; ++j) {
-        dot[k] += Accumulator<T>::Load(x[k].elem[j]) * Accumulator<T>::Load(y[k].elem[j]);
+      for (int k = 0; k < kItems; ++k) {
+        if (a[k] == nullptr) continue;
+#pragma unroll
+        for (int j = 0; j < kPack; ++j) {
+          dot[k] += Accumulator<T>::Load(x[k].elem[j]) * Accumulator<T>::Load(y[k].elem[j]);
+        }
       }
     }
-  }
 #pragma unroll
-  for (int k = 0; k < kItems; ++k) {
-    for (int by = lanes / 2; by > 0; by /= 2) dot[k] += __shfl_xor_sync(~0u, dot[k], by);
-    const C value[1] = {dot[k]};
-    if (lane == 0 && first + k * groups < items) d.Store(out[k], value);
+    for (int k = 0; k < kItems; ++k) {
+      for (int by = lanes / 2; by > 0; by /= 2) dot[k] += __shfl_xor_sync(~0u, dot[k], by);
+      const uint32_t item = base + k * groups + group;
+      if (lane != 0 || item >= items) continue;
+      uint32_t h;
+      const int64_t e = edge_at[by_heads.DivMod(item, &h)];
+      const C value[1] = {dot[k]};
+      d.Store(e * d.heads + h, value);
+    }
   }
 }
 
@@ -92,7 +110,8 @@ __global__ void __launch_bounds__(kBlockSize)
   if (item >= items) return;
   uint64_t i;
   const int64_t p = by_packs.DivMod(item, &i), column = int64_t(i) * kPack;
-  const int32_t a_id = d.edges.keys[p], b_id = d.b_ids[p];
+  const int64_t e = d.edges.Edge(p);
+  const int32_t a_id = d.edges.keys[p], b_id = d.b_ids[e];
   Compute<T> value[kPack] = {};
   if (IsRow(a_id, d.a_rows) && IsRow(b_id, d.b_rows)) {
     const auto x = LoadPack<kPack>(d.a + a_id * d.heads + column);
@@ -102,7 +121,7 @@ __global__ void __launch_bounds__(kBlockSize)
       value[j] = Accumulator<T>::Load(x.elem[j]) * Accumulator<T>::Load(y.elem[j]);
     }
   }
-  d.Store(d.edges.Edge(p) * d.heads + column, value);
+  d.Store(e * d.heads + column, value);
 }
 
 template <typename T>
@@ -132,15 +151,26 @@ cudaError_t Dot(const EdgeDotCall& call, cudaStream_t stream) {
                          FastDivider<uint64_t>(static_cast<uint64_t>(packs)));
     }
     constexpr int kMostLanes = 8;  // more take longer to add up than they save
-    const int lanes = LanesFor(packs, kMostLanes), groups = kBlockSize / lanes;
-    const int64_t items = call.edges.count * call.heads;
-    return LaunchBlocks(DotKernel<T, kPack>, (items + groups * kItems - 1) / (groups * kItems), 0,
-                        stream, d, lanes, static_cast<int>(packs), static_cast<uint64_t>(items),
-                        FastDivider<uint64_t>(static_cast<uint64_t>(call.heads)));
+    return LaunchItems(DotKernel<T, kPack>, call.edges.count, stream, d,
+                       LanesFor(packs, kMostLanes), static_cast<int>(packs),
+                       FastDivider<uint32_t>(static_cast<uint32_t>(call.heads)));
   });
 }
 
 // ---- softmax ----
+
+// Of up to 32 bytes, in one access or two.
+template <int N, typename C>
+__device__ void StoreWide(C* out, const Pack<C, N>& value) {
+  constexpr int kPart = N < kPackSize<C> ? N : kPackSize<C>;
+#pragma unroll
+  for (int i = 0; i < N; i += kPart) {
+    Pack<C, kPart> part;
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) part.elem[j] = value.elem[i + j];
+    StorePack<kPart>(out + i, part);
+  }
+}
 
 // The maximum of a segment and its sum of exponentials, relative to that maximum.
 template <typename T>
@@ -162,12 +192,15 @@ struct MaxAndSum {
   }
   template <int N>
   __device__ void Finish(int64_t segment, int64_t column, const Value (&value)[N]) const {
-    Compute<T>* const out = stats + segment * 2 * columns + column;
+    Pack<Compute<T>, N> max, sum;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      out[i] = value[i].max;
-      out[columns + i] = value[i].sum;
+      max.elem[i] = value[i].max;
+      sum.elem[i] = value[i].sum;
     }
+    Compute<T>* const out = stats + segment * 2 * columns + column;
+    StoreWide(out, max);
+    StoreWide(out + columns, sum);
   }
 };
 
@@ -182,8 +215,10 @@ struct SumOfProducts {
   __device__ Value Combine(Value a, Value b) const { return a + b; }
   template <int N>
   __device__ void Finish(int64_t segment, int64_t column, const Value (&value)[N]) const {
+    Pack<Compute<T>, N> sum;
 #pragma unroll
-    for (int i = 0; i < N; ++i) stats[segment * columns + column + i] = value[i];
+    for (int i = 0; i < N; ++i) sum.elem[i] = value[i];
+    StoreWide(stats + segment * columns + column, sum);
   }
 };
 
@@ -192,19 +227,16 @@ struct SoftmaxStats : std::conditional_t<kIsVjp, SumOfProducts<T>, MaxAndSum<T>>
   using Result = std::conditional_t<kIsVjp, SumOfProducts<T>, MaxAndSum<T>>;
   using Value = typename Result::Value;
   static constexpr int kUnroll = 2;
-  static constexpr int kBlocks = sizeof(T) == 8 ? 3 : 4;
+  static constexpr int kBlocks = sizeof(T) == 8 ? 2 : 4;
   const T *x, *tangent;
 
-  using Ids = uint32_t;
-  __device__ Ids FetchIds(const PlannedEdges& edges, int64_t p) const {
-    return static_cast<uint32_t>(edges.Edge(p));
-  }
+  __device__ int32_t Source(int64_t /*edge*/) const { return 0; }
   template <int N>
   struct Item {
     Pack<T, N> x[1 + kIsVjp];
   };
   template <int N>
-  __device__ Item<N> Fetch(Ids edge, int64_t column) const {
+  __device__ Item<N> Fetch(uint32_t edge, int32_t /*source*/, int64_t column) const {
     const int64_t at = int64_t{edge} * this->columns + column;
     Item<N> item;
     item.x[0] = LoadPack<N>(x + at);
@@ -248,18 +280,21 @@ __global__ void __launch_bounds__(kBlockSize)
   if (IsRow(id, segments)) {
     const auto in = LoadPack<kPack>(x + at);
     const C* const of_segment = stats + id * (kIsVjp ? 1 : 2) * columns + column;
-    Pack<T, kPack> t;
-    if constexpr (kIsVjp) t = LoadPack<kPack>(tangent + at);
+    const auto stat = LoadPack<kPack>(of_segment);
+    if constexpr (kIsVjp) {
+      const auto t = LoadPack<kPack>(tangent + at);
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
-      const C value = Accumulator<T>::Load(in.elem[j]);
-      C y;
-      if constexpr (kIsVjp) {
-        y = value * (Accumulator<T>::Load(t.elem[j]) - of_segment[j]);
-      } else {
-        y = Exp<T>(value - of_segment[j]) / of_segment[columns + j];
+      for (int j = 0; j < kPack; ++j) {
+        const C from = Accumulator<T>::Load(t.elem[j]) - stat.elem[j];
+        out.elem[j] = Accumulator<T>::Store(Accumulator<T>::Load(in.elem[j]) * from);
       }
-      out.elem[j] = Accumulator<T>::Store(y);
+    } else {
+      const auto sum = LoadPack<kPack>(of_segment + columns);
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        const C term = Exp<T>(Accumulator<T>::Load(in.elem[j]) - stat.elem[j]);
+        out.elem[j] = Accumulator<T>::Store(term / sum.elem[j]);
+      }
     }
   }
   StorePack<kPack>(result + at, out);
@@ -274,8 +309,9 @@ cudaError_t Softmax(const SegmentSoftmaxCall& call, cudaStream_t stream) {
   program.tangent = static_cast<const T*>(call.tangent);
   T* const out = static_cast<T*>(call.result);
   const auto fits = [&](int pack) {
+    const int64_t wide = std::min<int64_t>(pack * sizeof(Compute<T>), kPackBytes);
     return call.heads % pack == 0 && IsPacked(program.x, pack) && IsPacked(program.tangent, pack) &&
-           IsPacked(out, pack);
+           IsPacked(out, pack) && IsAligned(call.stats, wide);
   };
   return WithPack<T>(fits, [&](auto pack) {
     constexpr int kPack = decltype(pack)::value;

@@ -1,8 +1,7 @@
 // Message sums: weighted rows of a table, added up at the receivers of edges.
 //
-// Rows are read at random: what runs at the speed of memory is not the arithmetic but the number of
-// rows that are on their way at once. Four rows a group and 64 groups an SM keep 64 KB in flight,
-// for rows of 256 bytes.
+// Rows are read at random: how many are on their way at once decides how fast that is. Four rows a
+// group and 64 groups an SM keep 64 KB in flight, for rows of 256 bytes.
 #include "cuda/segments.cuh"
 
 JOF_NAMESPACE_BEGIN
@@ -40,13 +39,7 @@ struct MessageSum : SumOfRows<T> {
   FastDivider<uint64_t> by_width;
   bool wide_weights;
 
-  struct Ids {
-    int32_t source;
-    uint32_t edge;
-  };
-  __device__ Ids FetchIds(const PlannedEdges& edges, int64_t p) const {
-    return {sources[p], kWeights == Weights::kNone ? 0 : static_cast<uint32_t>(edges.Edge(p))};
-  }
+  __device__ int32_t Source(int64_t edge) const { return sources[edge]; }
 
   template <int N>
   struct Item {
@@ -56,16 +49,16 @@ struct MessageSum : SumOfRows<T> {
     bool is_valid;
   };
   template <int N>
-  __device__ Item<N> Fetch(Ids ids, int64_t column) const {
+  __device__ Item<N> Fetch(uint32_t edge, int32_t source, int64_t column) const {
     Item<N> item{};
-    item.is_valid = IsRow(ids.source, rows);
+    item.is_valid = IsRow(source, rows);
     if (!item.is_valid) return item;
-    item.row = LoadPack<N>(table + ids.source * this->columns + column);
+    item.row = LoadPack<N>(table + source * this->columns + column);
     if constexpr (kWeights == Weights::kOfColumn) {
       const T* const own = static_cast<const T*>(weights);
-      item.weight = LoadPack<N>(own + int64_t{ids.edge} * this->columns + column);
+      item.weight = LoadPack<N>(own + int64_t{edge} * this->columns + column);
     } else if constexpr (kWeights == Weights::kOfHead) {
-      const int64_t at = int64_t{ids.edge} * heads + int64_t(by_width.Divide(column));
+      const int64_t at = int64_t{edge} * heads + int64_t(by_width.Divide(column));
       item.weight = wide_weights ? __ldg(static_cast<const Value*>(weights) + at)
                                  : Accumulator<T>::Load(static_cast<const T*>(weights)[at]);
     }

@@ -3,11 +3,11 @@
 // All ids are int32 and of shape (E,). `order` may be (0,): the edge at position p is p then.
 //   message sum    (table (N, H, D), weights (E, H) or (0, H), sources, keys, order)
 //                  -> (result (S, H, D), scratch (C, 2, H * D))
-//   edge dot       (a (A, H, D), b (B, H, D), a_ids, b_ids, order) -> result (E, H)
+//   edge dot       (a (A, H, D), b (B, H, D), keys, b_ids, order) -> result (E, H)
 //   softmax        (x (E, H), ids, keys, order) -> (y (E, H), stats (S, 2, H), scratch (C, 2, 2 *
 //   H)) softmax vjp    (y (E, H), t (E, H), ids, keys, order)
 //                  -> (result (E, H), stats (S, 1, H), scratch (C, 2, H))
-// Keys and sources are by position, the ids of a softmax by edge. Weights and the result of an edge
+// Keys are by position, sources, b_ids and ids by edge. Weights and the result of an edge
 // dot have the tables' type or the one that this is computed in, which stats and scratch have.
 #pragma once
 
@@ -60,19 +60,22 @@ inline ffi::Error DecodeEdges(const char* op, ffi::AnyBuffer keys, ffi::AnyBuffe
   return error;
 }
 
-inline ffi::Error DecodeChunks(const char* op, ffi::AnyBuffer scratch, ffi::DataType type,
-                               int64_t columns, PlannedEdges* edges) {
+// `limit` is the longest chunk, 0 if there is no limit.
+inline ffi::Error DecodeChunks(const char* op, int64_t limit, ffi::AnyBuffer scratch,
+                               ffi::DataType type, int64_t columns, PlannedEdges* edges) {
   const auto shape = scratch.dimensions();
   if (shape.size() == 3 && shape[0] > 0 && HasShape(scratch, {shape[0], 2, columns}) &&
       scratch.element_type() == SumType(type)) {
     edges->chunks = shape[0];
-    return ffi::Error::Success();
+    if (limit == 0 || edges->chunk_length() <= limit) return ffi::Error::Success();
+    return InvalidArgument(op, ": on a GPU a chunk has at most ", limit, " edges; got ", shape[0],
+                           " chunks for ", edges->count);
   }
   return InvalidArgument(op, ": scratch must have shape (C, 2, ", columns,
                          "), C > 0, and the type of sums, got shape ", ShapeString(shape));
 }
 
-inline ffi::Error DecodeMessageSum(ffi::AnyBuffer table, ffi::AnyBuffer weights,
+inline ffi::Error DecodeMessageSum(int64_t limit, ffi::AnyBuffer table, ffi::AnyBuffer weights,
                                    ffi::AnyBuffer sources, ffi::AnyBuffer keys,
                                    ffi::AnyBuffer order, ffi::AnyBuffer result,
                                    ffi::AnyBuffer scratch, MessageSumCall* call) {
@@ -95,7 +98,7 @@ inline ffi::Error DecodeMessageSum(ffi::AnyBuffer table, ffi::AnyBuffer weights,
   call->segments = r[0];
   call->heads = r[1];
   call->width = r[2];
-  error = DecodeChunks(op, scratch, table.element_type(), call->columns(), &call->edges);
+  error = DecodeChunks(op, limit, scratch, table.element_type(), call->columns(), &call->edges);
   if (error.failure()) return error;
   const bool has_weights = !HasShape(weights, {0, r[1]});
   if (has_weights && !HasShape(weights, {call->edges.count, r[1]})) {
@@ -148,8 +151,8 @@ inline ffi::Error DecodeEdgeDot(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuff
 }
 
 // `parts` numbers are kept of each segment and head.
-inline ffi::Error DecodeSegmentSoftmax(const char* op, int64_t parts, ffi::AnyBuffer x,
-                                       ffi::AnyBuffer tangent, ffi::AnyBuffer ids,
+inline ffi::Error DecodeSegmentSoftmax(const char* op, int64_t limit, int64_t parts,
+                                       ffi::AnyBuffer x, ffi::AnyBuffer tangent, ffi::AnyBuffer ids,
                                        ffi::AnyBuffer keys, ffi::AnyBuffer order,
                                        ffi::AnyBuffer result, ffi::AnyBuffer stats,
                                        ffi::AnyBuffer scratch, SegmentSoftmaxCall* call) {
@@ -177,7 +180,7 @@ inline ffi::Error DecodeSegmentSoftmax(const char* op, int64_t parts, ffi::AnyBu
     return InvalidArgument(op, ": stats must have shape (S, ", parts, ", ", heads,
                            ") and the type of sums, got shape ", ShapeString(s));
   }
-  error = DecodeChunks(op, scratch, x.element_type(), parts * heads, &call->edges);
+  error = DecodeChunks(op, limit, scratch, x.element_type(), parts * heads, &call->edges);
   if (error.failure()) return error;
   call->segments = s[0];
   call->heads = heads;
@@ -195,8 +198,8 @@ ffi::Error MessageSumHandler(typename Backend::Stream stream, ffi::AnyBuffer tab
                              ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> result,
                              ffi::Result<ffi::AnyBuffer> scratch) {
   MessageSumCall call{};
-  ffi::Error error =
-      DecodeMessageSum(table, weights, sources, keys, order, *result, *scratch, &call);
+  ffi::Error error = DecodeMessageSum(Backend::kEdgeChunk, table, weights, sources, keys, order,
+                                      *result, *scratch, &call);
   if (error.failure() || result->element_count() == 0) return error;
   return Backend::Status(kMessageSum, LaunchMessageSum(call, stream));
 }
@@ -218,8 +221,8 @@ ffi::Error SegmentSoftmaxHandler(typename Backend::Stream stream, ffi::AnyBuffer
                                  ffi::Result<ffi::AnyBuffer> stats,
                                  ffi::Result<ffi::AnyBuffer> scratch) {
   SegmentSoftmaxCall call{};
-  ffi::Error error = DecodeSegmentSoftmax(kSegmentSoftmax, 2, x, x, ids, keys, order, *result,
-                                          *stats, *scratch, &call);
+  ffi::Error error = DecodeSegmentSoftmax(kSegmentSoftmax, Backend::kEdgeChunk, 2, x, x, ids, keys,
+                                          order, *result, *stats, *scratch, &call);
   if (error.failure() || result->element_count() == 0) return error;
   return Backend::Status(kSegmentSoftmax, LaunchSegmentSoftmax(call, stream));
 }
@@ -231,8 +234,8 @@ ffi::Error SegmentSoftmaxVjpHandler(typename Backend::Stream stream, ffi::AnyBuf
                                     ffi::Result<ffi::AnyBuffer> stats,
                                     ffi::Result<ffi::AnyBuffer> scratch) {
   SegmentSoftmaxCall call{};
-  ffi::Error error = DecodeSegmentSoftmax(kSegmentSoftmaxVjp, 1, y, tangent, ids, keys, order,
-                                          *result, *stats, *scratch, &call);
+  ffi::Error error = DecodeSegmentSoftmax(kSegmentSoftmaxVjp, Backend::kEdgeChunk, 1, y, tangent,
+                                          ids, keys, order, *result, *stats, *scratch, &call);
   if (error.failure() || result->element_count() == 0) return error;
   call.tangent = tangent.untyped_data();
   return Backend::Status(kSegmentSoftmaxVjp, LaunchSegmentSoftmax(call, stream));

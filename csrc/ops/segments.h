@@ -8,8 +8,8 @@
 // An edge one of whose ids is out of range contributes nothing, and has the result 0.
 //
 // Edges are visited in the order of a plan, in which those of equal keys are neighbours. `order`
-// names the edge at each position of it; `keys` and `sources` are given by position. Positions are
-// split into chunks of equal length. A chunk finishes the segments that lie in it. Of one that
+// names the edge at each position of it, and `keys` are in that order. Positions are split into
+// chunks of equal length. A chunk finishes the segments that lie in it. Of one that
 // reaches into other chunks it has a part, in the scratch, and a second step puts the parts
 // together: a segment that has most edges is spread over the whole chip, and the order of summation
 // depends on nothing but the shapes.
@@ -52,7 +52,7 @@ struct MessageSumCall {
   int64_t rows, segments, heads, width;
   const void* table;
   const void* weights;     // null: 1
-  const int32_t* sources;  // by position
+  const int32_t* sources;  // by edge
   void* result;
   void* scratch;  // (C, 2, H * D) of the compute type
 
@@ -66,7 +66,7 @@ struct EdgeDotCall {
   bool wide_result;
   int64_t a_rows, b_rows, heads, width;
   const void *a, *b;
-  const int32_t* b_ids;  // by position
+  const int32_t* b_ids;  // by edge
   void* result;
 };
 
