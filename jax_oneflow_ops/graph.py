@@ -89,12 +89,13 @@ def message_sum(
     num_segments)``. The rows of edges are never stored, in the derivatives neither.
 
     Args:
-      table: array of shape ``(nodes, ...)``: float16, bfloat16, float32 or float64.
+      table: array of shape ``(nodes, ...)``: float16, bfloat16, float32 or float64. Integers and
+        complex numbers run in jnp.
       senders: integers of shape ``(edges,)``, the rows that are read. Negative ones count from the
         end, and those out of range mean the nearest row, as in ``table[senders]``.
       receivers: integers of shape ``(edges,)``, the rows of the result. Edges whose receiver is
         negative or too large are dropped, as by `segment_sum`.
-      weights: None, or floats of shape ``(edges, ...)``: the other dimensions are the first ones
+      weights: None, or numbers of shape ``(edges, ...)``: the other dimensions are the first ones
         of a row, such as ``(edges, heads)`` for a table of shape ``(nodes, heads, width)``. 1 is
         allowed for a dimension at the end, over which weights are broadcast.
       num_segments: the number of rows of the result; None takes that of the plan.
@@ -110,8 +111,8 @@ def message_sum(
       table and weights has in jnp.
 
     Raises:
-      TypeError: an argument is no array of a dtype listed above, `num_segments` is no concrete
-        integer, or a plan is no `SegmentPlan`.
+      TypeError: an argument is no array of numbers, `num_segments` is no concrete integer, or a
+        plan is no `SegmentPlan`.
       ValueError: shapes do not fit, a plan is of another number of edges or segments,
         `num_segments` is missing or negative, the table has no rows but there are edges, or there
         are 2^31 - 1 edges or nodes or more.
@@ -198,13 +199,17 @@ def message_mean(
     )
     size = total.shape[0]
     ids = _in_range(_edge_ids("message_mean", "receivers", receivers, size), size)
-    count = _scatter.bind(
-        *(_scatter.segment_sum_p, jnp.ones(ids.shape, jnp.int32), ids),
-        num_segments=size,
-        rows_spec=None,
-        indexing=Indexing(),
-        implementation=_native.choose_implementation("message_mean", implementation),
-    )
+    ones = jnp.ones(ids.shape, jnp.int32)
+    if total.dtype in _graph.FLOATS:
+        count = _scatter.bind(
+            *(_scatter.segment_sum_p, ones, ids),
+            num_segments=size,
+            rows_spec=None,
+            indexing=Indexing(),
+            implementation=_native.choose_implementation("message_mean", implementation),
+        )
+    else:
+        count = jax.ops.segment_sum(ones, ids, size)
     divisor = jnp.maximum(count, 1).astype(total.dtype)
     return total / divisor.reshape(-1, *(1,) * (total.ndim - 1))
 
@@ -227,10 +232,10 @@ def attention_sum(
     with the softmax for weights.
 
     Args:
-      logits: floats of shape ``(edges,)`` or ``(edges, heads)``. In general the dimensions after
-        the first are the first ones of a row of `values`.
+      logits: real numbers of shape ``(edges,)`` or ``(edges, heads)``. In general the dimensions
+        after the first are the first ones of a row of `values`.
       values: array of shape ``(nodes, ...)``, such as ``(nodes, heads, width)``: float16, bfloat16,
-        float32 or float64.
+        float32 or float64; integers are converted as jnp promotes them with float32.
       senders: the rows of `values` that are read, as in `message_sum`.
       receivers: the rows of the result, as in `message_sum`.
       num_segments: the number of rows of the result; None takes that of the plan.
@@ -328,7 +333,7 @@ def _message_sum(
 ) -> jax.Array:
     """The result has the dtype of the product, or that of the table where that is given."""
     choice = _native.choose_implementation(function, implementation)
-    table = _as_floats(function, names[0], table)
+    table = _as_numbers(function, names[0], table)
     if table.ndim == 0:
         raise ValueError(f"{function}: {names[0]} must have at least 1 dimension, got shape ()")
     rows, row = table.shape[0], table.shape[1:]
@@ -345,20 +350,27 @@ def _message_sum(
     order = _order(function, "plan", plan, receivers, size, drops=True)
     sender_order = _order(function, "sender_plan", sender_plan, senders, rows, drops=False)
     depth = 0
-    if weights is None:
-        weights = jnp.zeros((0, 1), table.dtype)
-    else:
-        weights = _as_floats(function, names[1], weights)
+    if weights is not None:
+        weights = _as_numbers(function, names[1], weights)
         _check_edges(function, names[1], weights, senders)
         depth = _shared_dims(function, names, weights.shape, table.shape)
         if dtype is None:
             dtype = jnp.result_type(table, weights)
             table, weights = table.astype(dtype), weights.astype(dtype)
-        weights = weights.reshape(senders.size, math.prod(row[:depth]))
+    heads, width = math.prod(row[:depth]), math.prod(row[depth:])
+    table = table.reshape(rows, heads, width)
+    weights = None if weights is None else weights.reshape(senders.size, heads)
     nearest = jnp.clip(jnp.where(senders < 0, senders + rows, senders), 0, max(rows - 1, 0))
+    if table.dtype not in _graph.FLOATS:
+        messages = table[nearest] if senders.size else table[:0]
+        messages = messages if weights is None else messages * weights[..., None]
+        result = jax.ops.segment_sum(messages, _in_range(receivers, size), size)
+        return result.reshape(size, *row)
     graph = (nearest.astype(jnp.int32), _in_range(receivers, size), *order, *sender_order)
-    result: jax.Array = _graph.message_sum(
-        *(graph, table.reshape(rows, math.prod(row[:depth]), math.prod(row[depth:])), weights),
+    result = _graph.message_sum(
+        graph,
+        table,
+        jnp.zeros((0, heads), table.dtype) if weights is None else weights,
         num_segments=size,
         implementation=choice,
     )
@@ -379,12 +391,22 @@ def _shared_dims(
     )
 
 
-def _as_floats(function: str, name: str, x: Any) -> jax.Array:
+def _as_numbers(function: str, name: str, x: Any) -> jax.Array:
     x = _checks.as_array(function, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        raise TypeError(f"{function}: {name} must be numbers, got {x.dtype}; cast {name} first")
+    return x
+
+
+def _as_floats(function: str, name: str, x: Any) -> jax.Array:
+    """Integers are promoted."""
+    x = _as_numbers(function, name, x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if x.dtype not in _graph.FLOATS:
         raise TypeError(
-            f"{function}: {name} must be float16, bfloat16, float32 or float64, got {x.dtype}; "
-            f"cast {name} first"
+            f"{function}: {name} must be float16, bfloat16, float32, float64 or integers, got "
+            f"{x.dtype}; cast {name} first"
         )
     return x
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.catalogue import (
     ELEMENTWISE_CASES,
     EMBEDDING_LOOKUP,
+    GRAPH_CASES,
     KERNEL_CASES,
     PERMUTE_CASES,
     RESIZE_CASES,
@@ -108,6 +109,13 @@ RULES = {
         {"s": "rows of `table`", "n": "`ids`", "t": TRAILING},
         {0: "`table`"},
         "t",
+    ),
+    "`message_sum`": Rule(
+        "m t, n, n, n -> s t",
+        {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
+        {0: "`table`", 3: "`weights`"},
+        "t",
+        gathered="mns",
     ),
 }
 
@@ -309,6 +317,13 @@ def rows_layouts() -> Iterator[Layout]:
             yield layout(cases[name], equation, **axes)
 
 
+def graph_layouts() -> Iterator[Layout]:
+    equation = "mt,n,n,n->st"
+    case = sized(GRAPH_CASES[0], equation, t=8)
+    yield layout(case, equation, t="b")
+    yield layout(case, equation, t=("a", "b"))
+
+
 LAYOUTS = (
     *elementwise_layouts(),
     *kernel_layouts(),
@@ -316,4 +331,5 @@ LAYOUTS = (
     *resize_layouts(),
     *permute_layouts(),
     *rows_layouts(),
+    *graph_layouts(),
 )

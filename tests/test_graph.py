@@ -387,7 +387,20 @@ def test_types_that_do_not_fit():
     ids, table = np.zeros(3, int), jnp.zeros((2, 2))
     with pytest.raises(TypeError, match=r"^attention_sum: plan must be a SegmentPlan, got int"):
         jof.attention_sum(jnp.zeros(3), table, ids, ids, num_segments=2, plan=3)
-    with pytest.raises(TypeError, match=r"^message_mean: table must be float16"):
-        jof.message_mean(jnp.zeros((2, 2), int), ids, ids, num_segments=2)
+    with pytest.raises(TypeError, match=r"^message_mean: table must be numbers, got bool"):
+        jof.message_mean(jnp.zeros((2, 2), bool), ids, ids, num_segments=2)
     with pytest.raises(TypeError, match=r"^segment_plan: ids must have an integer dtype"):
         jof.segment_plan(jnp.zeros(3), 2)
+
+
+def test_integers_and_complex_numbers():
+    senders, receivers = edges_of("out of range", 5, 4, 50, rng_for("integers"))
+    for table in (np.arange(10).reshape(5, 2), np.arange(10).reshape(5, 2) * (1 + 2j)):
+        weights = np.arange(50) % 3
+        result = jof.message_sum(table, senders, receivers, weights, num_segments=4)
+        assert result.dtype == jnp.result_type(table, weights)
+        rows = table[nearest(senders, 5)] * weights[:, None]
+        exact = np.zeros((4, 2), table.dtype)
+        is_row = (receivers >= 0) & (receivers < 4)
+        np.add.at(exact, receivers[is_row], rows[is_row])
+        np.testing.assert_array_equal(result, exact)

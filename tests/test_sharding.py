@@ -142,7 +142,7 @@ LOOKUP_IN_DIVIDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
 
 # They have the rules of segment_sum and scatter_add, and wait for rows of their own.
 NOT_IN_THE_TABLE = {"segment_max", "segment_min", "segment_prod", "segment_mean", "segment_softmax"}
-NOT_IN_THE_TABLE |= {"message_sum", "message_mean", "attention_sum"}
+NOT_IN_THE_TABLE |= {"message_mean", "attention_sum"}
 NOT_IN_THE_TABLE |= {"scatter_max", "scatter_min", "scatter_mul"}
 
 
