@@ -24,8 +24,8 @@ from jax_oneflow_ops._indexing import Indexing
 FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 MOST = 2**31 - 2  # edges, and rows of a table: their numbers are int32
 # Positions of an order that a block of a GPU or a thread of a CPU takes at once.
-CHUNK, NARROW_CHUNK, NARROW = 512, 1024, 64
-CPU_CHUNK, CPU_CHUNKS = 1024, 256
+CHUNK = 1024
+CPU_CHUNKS = 256
 
 
 def compute_dtype(dtype: Any) -> Any:
@@ -188,12 +188,11 @@ def _softmax_vjp_reference(*args: Any, num_segments: int) -> jax.Array:
 # ---- native kernels, on one device ----
 
 
-def _chunks(platform: str, edges: int, columns: int) -> int:
+def _chunks(platform: str, edges: int) -> int:
     """Sizes may be variables of `jax.export`."""
     if platform == "cpu":
-        return min(CPU_CHUNKS, edges // CPU_CHUNK + 1) if isinstance(edges, int) else CPU_CHUNKS
-    is_narrow = isinstance(columns, int) and columns < NARROW
-    return edges // (NARROW_CHUNK if is_narrow else CHUNK) + 1
+        return min(CPU_CHUNKS, edges // CHUNK + 1) if isinstance(edges, int) else CPU_CHUNKS
+    return edges // CHUNK + 1
 
 
 def _message_sum_native(platform: str, *args: Any, num_segments: int) -> jax.Array:
@@ -203,7 +202,7 @@ def _message_sum_native(platform: str, *args: Any, num_segments: int) -> jax.Arr
     if senders.size == 0 or 0 in shape:
         return jnp.zeros(shape, table.dtype)
     columns = heads * width
-    scratch = (_chunks(platform, senders.size, columns), 2, columns)
+    scratch = (_chunks(platform, senders.size), 2, columns)
     call = jax.ffi.ffi_call(
         "jof_message_sum",
         (jax.ShapeDtypeStruct(shape, table.dtype), jax.ShapeDtypeStruct(scratch, wide)),
@@ -234,7 +233,7 @@ def _softmax_native(
     name, parts = ("", 2) if len(arrays) == 1 else ("_vjp", 1)
     shapes = (
         (num_segments, parts, heads),
-        (_chunks(platform, edges, heads), 2, parts * heads),
+        (_chunks(platform, edges), 2, parts * heads),
     )
     wide = compute_dtype(arrays[0].dtype)
     call = jax.ffi.ffi_call(

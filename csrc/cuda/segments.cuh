@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kBlockSize, 2)
   };
   if (is_column) {
     if (group == 0) add(Carry(carries, layout, c, 1) + column);
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t k = c + 1 + group; k <= last; k += groups) {
       add(Carry(carries, layout, k, 0) + column);
     }

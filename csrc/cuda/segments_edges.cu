@@ -44,7 +44,7 @@ template <typename T, int kPack>
 __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
     DotKernel(const Dots<T> d, int lanes, int packs, FastDivider<uint32_t> by_heads) {
   using C = Compute<T>;
-  __shared__ int32_t a_ids[kBlockSize], b_ids[kBlockSize];  // -1 for both if either is no row
+  __shared__ int32_t a_ids[kBlockSize], b_ids[kBlockSize];  // -1 and 0 if either is no row
   __shared__ uint32_t edge_at[kBlockSize];
   const int64_t first = int64_t{blockIdx.x} * kBlockSize, p = first + threadIdx.x;
   if (p < d.edges.count) {
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
     const int32_t a_id = d.edges.keys[p], b_id = d.b_ids[e];
     const bool is_valid = IsRow(a_id, d.a_rows) && IsRow(b_id, d.b_rows);
     a_ids[threadIdx.x] = is_valid ? a_id : -1;
-    b_ids[threadIdx.x] = b_id;
+    b_ids[threadIdx.x] = is_valid ? b_id : 0;
     edge_at[threadIdx.x] = static_cast<uint32_t>(e);
   }
   __syncthreads();
@@ -67,22 +67,19 @@ __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
     for (int k = 0; k < kItems; ++k) {
       uint32_t h;
       const uint32_t at = by_heads.DivMod(min(base + k * groups + group, items - 1), &h);
-      const bool is_valid = a_ids[at] >= 0;
-      a[k] = is_valid ? d.a + (a_ids[at] * d.heads + h) * d.width : nullptr;
-      b[k] = is_valid ? d.b + (b_ids[at] * d.heads + h) * d.width : nullptr;
+      a[k] = d.a + (max(a_ids[at], 0) * d.heads + h) * d.width;
+      b[k] = d.b + (b_ids[at] * d.heads + h) * d.width;
       dot[k] = C{0};
     }
     for (int i = lane; i < packs; i += lanes) {
       Pack<T, kPack> x[kItems], y[kItems];
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
-        if (a[k] == nullptr) continue;
         x[k] = LoadPack<kPack>(a[k] + i * kPack);
         y[k] = LoadPack<kPack>(b[k] + i * kPack);
       }
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
-        if (a[k] == nullptr) continue;
 #pragma unroll
         for (int j = 0; j < kPack; ++j) {
           dot[k] += Accumulator<T>::Load(x[k].elem[j]) * Accumulator<T>::Load(y[k].elem[j]);
@@ -95,9 +92,9 @@ __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
       const uint32_t item = base + k * groups + group;
       if (lane != 0 || item >= items) continue;
       uint32_t h;
-      const int64_t e = edge_at[by_heads.DivMod(item, &h)];
-      const C value[1] = {dot[k]};
-      d.Store(e * d.heads + h, value);
+      const uint32_t at = by_heads.DivMod(item, &h);
+      const C value[1] = {a_ids[at] < 0 ? C{0} : dot[k]};
+      d.Store(edge_at[at] * d.heads + h, value);
     }
   }
 }
@@ -226,7 +223,7 @@ template <typename T, bool kIsVjp>
 struct SoftmaxStats : std::conditional_t<kIsVjp, SumOfProducts<T>, MaxAndSum<T>> {
   using Result = std::conditional_t<kIsVjp, SumOfProducts<T>, MaxAndSum<T>>;
   using Value = typename Result::Value;
-  static constexpr int kUnroll = 2;
+  static constexpr int kUnroll = sizeof(T) > 2 ? 4 : 2;
   static constexpr int kBlocks = sizeof(T) == 8 ? 2 : 4;
   const T *x, *tangent;
 
@@ -331,6 +328,11 @@ cudaError_t Softmax(const SegmentSoftmaxCall& call, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchEdgeDot(const EdgeDotCall& call, cudaStream_t stream) {
+  if (call.a_rows == 0 || call.b_rows == 0) {
+    const int64_t bytes = call.wide_result ? std::max(4, SizeOf(call.type)) : SizeOf(call.type);
+    return cudaMemsetAsync(call.result, 0,
+                           static_cast<size_t>(call.edges.count * call.heads * bytes), stream);
+  }
   return Dispatch<Floats>(call.type, [&](auto tag) {
     return segments::Dot<typename decltype(tag)::type>(call, stream);
   });

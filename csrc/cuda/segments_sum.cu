@@ -8,7 +8,8 @@ JOF_NAMESPACE_BEGIN
 namespace {
 namespace segments {
 
-enum class Weights { kNone, kOfHead, kOfColumn };
+// Wide ones are of the type that values are computed in.
+enum class Weights { kNone, kOfHead, kWideOfHead, kOfColumn };
 
 template <typename T>
 struct SumOfRows {
@@ -37,30 +38,27 @@ struct MessageSum : SumOfRows<T> {
   const int32_t* sources;
   int64_t rows, heads;
   FastDivider<uint64_t> by_width;
-  bool wide_weights;
 
   __device__ int32_t Source(int64_t edge) const { return sources[edge]; }
 
+  // All loads are made whether the row is valid or not, so that none waits for another.
+  using Weight = std::conditional_t<kWeights == Weights::kWideOfHead, Value, T>;
   template <int N>
   struct Item {
     Pack<T, N> row;
-    // Of a head it is widened already; of columns it is as many elements as the row.
-    std::conditional_t<kWeights == Weights::kOfColumn, Pack<T, N>, Value> weight;
+    Pack<Weight, kWeights == Weights::kOfColumn ? N : 1> weight;
     bool is_valid;
   };
   template <int N>
   __device__ Item<N> Fetch(uint32_t edge, int32_t source, int64_t column) const {
     Item<N> item{};
     item.is_valid = IsRow(source, rows);
-    if (!item.is_valid) return item;
-    item.row = LoadPack<N>(table + source * this->columns + column);
+    item.row = LoadPack<N>(table + (item.is_valid ? source : 0) * this->columns + column);
+    const Weight* const own = static_cast<const Weight*>(weights);
     if constexpr (kWeights == Weights::kOfColumn) {
-      const T* const own = static_cast<const T*>(weights);
       item.weight = LoadPack<N>(own + int64_t{edge} * this->columns + column);
-    } else if constexpr (kWeights == Weights::kOfHead) {
-      const int64_t at = int64_t{edge} * heads + int64_t(by_width.Divide(column));
-      item.weight = wide_weights ? __ldg(static_cast<const Value*>(weights) + at)
-                                 : Accumulator<T>::Load(static_cast<const T*>(weights)[at]);
+    } else if constexpr (kWeights != Weights::kNone) {
+      item.weight = LoadPack<1>(own + int64_t{edge} * heads + int64_t(by_width.Divide(column)));
     }
     return item;
   }
@@ -73,10 +71,9 @@ struct MessageSum : SumOfRows<T> {
       const Value x = Accumulator<T>::Load(item.row.elem[i]);
       if constexpr (kWeights == Weights::kNone) {
         value[i] += x;
-      } else if constexpr (kWeights == Weights::kOfHead) {
-        value[i] += item.weight * x;
       } else {
-        value[i] += Accumulator<T>::Load(item.weight.elem[i]) * x;
+        const Weight weight = item.weight.elem[kWeights == Weights::kOfColumn ? i : 0];
+        value[i] += Accumulator<Weight>::Load(weight) * x;
       }
     }
   }
@@ -93,9 +90,9 @@ cudaError_t Sum(const MessageSumCall& call, cudaStream_t stream) {
   program.rows = call.rows;
   program.heads = call.heads;
   program.by_width = FastDivider<uint64_t>(static_cast<uint64_t>(call.width));
-  program.wide_weights = call.wide_weights;
   const auto fits = [&](int pack) {
-    const int64_t run = kWeights == Weights::kOfHead ? call.width : call.columns();
+    const bool is_of_head = kWeights == Weights::kOfHead || kWeights == Weights::kWideOfHead;
+    const int64_t run = is_of_head ? call.width : call.columns();
     return run % pack == 0 && IsPacked(program.table, pack) && IsPacked(program.result, pack) &&
            (kWeights != Weights::kOfColumn || IsPacked(static_cast<const T*>(call.weights), pack));
   };
@@ -112,13 +109,15 @@ cudaError_t LaunchMessageSum(const MessageSumCall& call, cudaStream_t stream) {
   const int64_t bytes = call.segments * call.columns() * SizeOf(call.type);
   const cudaError_t status =
       cudaMemsetAsync(call.result, 0, static_cast<size_t>(bytes), stream);  // segments of no edge
-  if (status != cudaSuccess) return status;
+  if (status != cudaSuccess || call.rows == 0) return status;
   return Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using segments::Weights;
     if (call.weights == nullptr) return segments::Sum<T, Weights::kNone>(call, stream);
-    const bool is_wide = call.wide_weights && sizeof(T) == 2;
-    if (call.width == 1 && !is_wide) return segments::Sum<T, Weights::kOfColumn>(call, stream);
+    if constexpr (sizeof(T) == 2) {
+      if (call.wide_weights) return segments::Sum<T, Weights::kWideOfHead>(call, stream);
+    }
+    if (call.width == 1) return segments::Sum<T, Weights::kOfColumn>(call, stream);
     return segments::Sum<T, Weights::kOfHead>(call, stream);
   });
 }
