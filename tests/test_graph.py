@@ -404,3 +404,51 @@ def test_integers_and_complex_numbers():
         is_row = (receivers >= 0) & (receivers < 4)
         np.add.at(exact, receivers[is_row], rows[is_row])
         np.testing.assert_array_equal(result, exact)
+
+
+def ffi(name, results, *operands):
+    """A call as nobody makes it but by hand; results and operands are (dtype, *shape)."""
+
+    def arrays(of):
+        return [jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in of]
+
+    operands = [jnp.zeros(x.shape, x.dtype) for x in arrays(operands)]
+    return jax.block_until_ready(jax.jit(jax.ffi.ffi_call(name, arrays(results)))(*operands))
+
+
+SUM = (("f4", 5, 2, 4), ("f4", 1, 2, 8)), (("f4", 3, 2, 4), ("f4", 6, 2))
+DOT = (("f4", 6, 2),), (("f4", 3, 2, 4), ("f4", 5, 2, 4))
+SOFTMAX = (("f4", 6, 2), ("f4", 5, 2, 2), ("f4", 1, 2, 4)), (("f4", 6, 2),)
+IDS = (("i4", 6),) * 3
+
+
+@pytest.mark.parametrize(
+    ("target", "call", "where", "wrong"),
+    [
+        ("jof_message_sum", SUM, (0, 0), ("f4", 5, 2, 3)),
+        ("jof_message_sum", SUM, (0, 1), ("f4", 1, 2, 7)),
+        ("jof_message_sum", SUM, (0, 1), ("f4", 0, 2, 8)),
+        ("jof_message_sum", SUM, (1, 0), ("i4", 3, 2, 4)),
+        ("jof_message_sum", SUM, (1, 1), ("f4", 5, 2)),
+        ("jof_message_sum", SUM, (1, 1), ("f2", 6, 2)),
+        ("jof_message_sum", SUM, (1, 2), ("i4", 5)),
+        ("jof_message_sum", SUM, (1, 3), ("i4", 6, 1)),
+        ("jof_message_sum", SUM, (1, 4), ("i4", 7)),
+        ("jof_edge_dot", DOT, (0, 0), ("f4", 6, 3)),
+        ("jof_edge_dot", DOT, (0, 0), ("f2", 6, 2)),
+        ("jof_edge_dot", DOT, (1, 1), ("f4", 5, 2, 3)),
+        ("jof_edge_dot", DOT, (1, 3), ("u4", 6)),
+        ("jof_segment_softmax", SOFTMAX, (0, 0), ("f4", 6, 1)),
+        ("jof_segment_softmax", SOFTMAX, (0, 1), ("f4", 5, 1, 2)),
+        ("jof_segment_softmax", SOFTMAX, (0, 2), ("f4", 1, 2, 2)),
+        ("jof_segment_softmax", SOFTMAX, (1, 1), ("i4", 5)),
+    ],
+)
+def test_handlers_refuse(target, call, where, wrong):
+    results, operands = (list(side) for side in call)
+    operands += IDS
+    ffi(target, results, *operands)
+    side, k = where
+    (results, operands)[side][k] = wrong
+    with pytest.raises(Exception, match=rf"INVALID_ARGUMENT.*{target}: "):
+        ffi(target, results, *operands)
