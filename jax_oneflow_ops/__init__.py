@@ -35,6 +35,13 @@ from jax_oneflow_ops.elementwise import (
     tanh,
     where,
 )
+from jax_oneflow_ops.graph import (
+    SegmentPlan,
+    attention_sum,
+    message_mean,
+    message_sum,
+    segment_plan,
+)
 from jax_oneflow_ops.permute import permute
 from jax_oneflow_ops.scatter import (
     embedding_lookup,
@@ -60,8 +67,10 @@ __all__ = [
     "FusionError",
     "GatherWarning",
     "KernelCompileError",
+    "SegmentPlan",
     "accelerate",
     "add",
+    "attention_sum",
     "cast",
     "divide",
     "elu",
@@ -77,6 +86,8 @@ __all__ = [
     "include_dir",
     "leaky_relu",
     "maximum",
+    "message_mean",
+    "message_sum",
     "minimum",
     "mish",
     "multiply",
@@ -92,6 +103,7 @@ __all__ = [
     "segment_max",
     "segment_mean",
     "segment_min",
+    "segment_plan",
     "segment_prod",
     "segment_softmax",
     "segment_sum",

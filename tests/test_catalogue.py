@@ -18,6 +18,7 @@ NOT_OPS = {
     "FusionError",
     "GatherWarning",
     "KernelCompileError",
+    "SegmentPlan",
     "accelerate",
     "explain",
     "export_checks",
@@ -25,6 +26,7 @@ NOT_OPS = {
     "implementations",
     "include_dir",
     "policy",
+    "segment_plan",
 }
 TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]+)(\d+)>")
 

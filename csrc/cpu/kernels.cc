@@ -8,6 +8,7 @@
 #include "cpu/elementwise_ops.h"
 #include "cpu/permute.h"
 #include "cpu/scatter.h"
+#include "cpu/segments.h"
 #include "cpu/upsample_nearest2d.h"
 
 #define JOF_STRINGIFY_(x) #x

@@ -5,6 +5,7 @@
 #include "ffi/elementwise.h"
 #include "ffi/permute.h"
 #include "ffi/scatter.h"
+#include "ffi/segments.h"
 #include "ffi/target.h"
 #include "ffi/upsample_nearest2d.h"
 
@@ -28,6 +29,10 @@ std::vector<Target> SharedTargets() {
           ScatterTarget<B, Reducer::kMax, ScatterStrategy::kPrivate>(),
           ScatterTarget<B, Reducer::kMin, ScatterStrategy::kPrivate>(),
           {kGatherRows, Handle<B, GatherBinding<B>, GatherRows<B>>},
+          {kMessageSum, Handle<B, MessageSumBinding<B>, MessageSumHandler<B>>},
+          {kEdgeDot, Handle<B, EdgeDotBinding<B>, EdgeDotHandler<B>>},
+          {kSegmentSoftmax, Handle<B, SegmentSoftmaxBinding<B>, SegmentSoftmaxHandler<B>>},
+          {kSegmentSoftmaxVjp, Handle<B, SegmentSoftmaxVjpBinding<B>, SegmentSoftmaxVjpHandler<B>>},
 #define JOF_ELEMENTWISE_TARGET(target, ...) \
   {"jof_" #target, Handle<B, ElementwiseBinding<B>, Elementwise<B, ElementwiseOp::target>>},
           JOF_ELEMENTWISE_OPS(JOF_ELEMENTWISE_TARGET)
