@@ -474,6 +474,16 @@ def test_derivatives_in_both_modes():
         jax.tree.map(lambda a, e, k=k: assert_close(a, e, 3e-5, 3e-5, what=str(k)), ours, theirs)
 
 
+def test_derivatives_that_are_zero():
+    f = jof.fuse(lambda x, y, n: (jnp.floor(x) * 2, jnp.sin(y) * n, n + 1))
+    x, y, n = normals(5), normals(5, key=1), np.arange(5)
+    assert not targets(jax.grad(lambda x: f(x, y, n)[0].sum()), x)
+    zero, slope = jax.grad(lambda x, y: f(x, y, n)[1].sum(), (0, 1))(x, y)
+    assert not zero.any()
+    assert_close(slope, n * np.cos(y), 1e-6, 1e-6)
+    assert not jax.grad(lambda x, y: f(x, y, n)[0].sum(), (0, 1))(x, y)[1].any()
+
+
 def test_one_kernel_each():
     f = jof.fuse(lambda x, b: jax.nn.gelu(x + b) * jax.nn.sigmoid(x))
     x, b = normals(6, 17), normals(17)
