@@ -143,8 +143,9 @@ def test_functions(functions, dtype):
         return [g(x) for g in functions.values()]
 
     x = jnp.linspace(-6.03, 6, N).astype(dtype)
-    actual = jax.jit(three_orders(jof.fuse(f)))(x)
-    exact = in_float64(three_orders(f))(x)
+    orders = three_orders if dtype == "float32" else lambda f: lambda x: three_orders(f)(x)[:2]
+    actual = jax.jit(orders(jof.fuse(f)))(x)
+    exact = in_float64(orders(f))(x)
     unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-23
     for order, (ours, oracle) in enumerate(zip(actual, exact, strict=True)):
         for name, a, e in zip(functions, ours, oracle, strict=True):
