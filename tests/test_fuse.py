@@ -127,7 +127,7 @@ JNP = {
 }
 
 
-def batches(functions, size=12):
+def batches(functions, size=16):
     """Functions as kernels of several results, which compile at once."""
     items = [*functions.items()]
     return [dict(items[k : k + size]) for k in range(0, len(items), size)]
@@ -232,7 +232,7 @@ def test_casts_are_those_of_astype():
         return [x.astype(name).astype(jnp.float32) for name in ("float16", "bfloat16")]
 
     with jax.enable_x64(True):
-        for of in ("float32", "float64", "int32", "bfloat16"):
+        for of in ("float32", "float64", "int32"):
             x = jnp.asarray(values).astype(jnp.float32).astype(of)
             ours = jof.fuse(lambda x: cast(x) + rounded(x))(x)
             for k, (a, e) in enumerate(zip(ours, jax.jit(cast)(x) + rounded(x), strict=True)):
@@ -627,7 +627,7 @@ def test_random_expressions(data, seed):
     def draw(low, high):
         return data.draw(st.integers(low, high))
 
-    functions = [expression(draw, operations) for operations in (3, 6, 10, 20)]
+    functions = [expression(draw, operations) for operations in (3, 6, 15)]
     rng = np.random.default_rng(seed)
     shapes = ((11, 13), (11, 13), (13,), (11, 1), (), (1, 13))
     arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
