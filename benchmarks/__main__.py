@@ -82,8 +82,7 @@ def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Adds the options of all commands that measure, parses, and chooses the device."""
-    parser.add_argument("--device", help="cpu, gpu or such as gpu:1 (default: JAX's)")
+    """Adds the options of all commands that measure, and parses."""
     parser.add_argument(
         "--implementation",
         nargs="+",
@@ -98,13 +97,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         help="where the result goes (default: benchmarks/results/DEVICE, "
         "or build/benchmarks if options leave cases out)",
     )
-    options = parser.parse_args(argv)
-    try:
-        if options.device:
-            environment.use_device(options.device)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
+    return parser.parse_args(argv)
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Where a result comes from, without host names or directories, and the choice of the device."""
+"""Where a result comes from, without host names or directories."""
 
 import datetime
 import importlib.metadata
@@ -38,30 +38,6 @@ def header(argv: list[str], module: str = "benchmarks", devices: int = 1) -> dic
         "command": shlex.join(["python", "-m", module, *(Path(word).name for word in argv)]),
     }
     return {name: value for name, value in found.items() if value}
-
-
-def use_device(name: str) -> None:
-    """Makes "cpu", "gpu" or such as "gpu:1" the device of everything; call it before anything runs.
-
-    PyTorch and CuPy count GPUs from the first visible one, so the others are hidden.
-    """
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "gpu") or (index and not index.isdigit()):
-        raise ValueError(f"no device {name!r}; name cpu, gpu, or such as gpu:1")
-    if index:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        identifiers = visible.split(",") if visible else [*map(str, range(64))]
-        if int(index) >= len(identifiers):
-            raise ValueError(f"no device {name!r}: CUDA_VISIBLE_DEVICES is {visible}")
-        chosen = {"CUDA_VISIBLE_DEVICES": identifiers[int(index)]}
-        os.environ |= chosen | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi counts
-    jax.config.update("jax_platforms", {"gpu": "cuda,cpu"}.get(kind, kind))
-    try:
-        found = jax.default_backend()
-    except RuntimeError as error:  # no CUDA, or no such GPU
-        raise ValueError(f"JAX cannot use {name!r}: {error}") from error
-    if found != kind:
-        raise ValueError(f"JAX has started on {found!r} already")
 
 
 def _nvidia_smi(field: str) -> str | None:

@@ -185,30 +185,19 @@ def slower(found: Sequence[Result]) -> str:
     return markdown(["suite", "case", "XLA's best form", "its time over ours"], lines)
 
 
-def models(found: Sequence[Result]) -> str:
-    """A line a training step."""
-    lines = [
-        [
-            f"`{row['op']}`",
-            microseconds(row["us"]),
-            ratio(results.rival(row, "jnp")),
-            ratio(results.rival(row, "xla")),
-        ]
-        for row in listed(found, "models")
-    ]
-    return markdown(["a training step of", "native, us", "jnp as written", "XLA's best"], lines)
-
-
-def programs(found: Sequence[Result], group: str = "step") -> str:
-    """A line a program, or a single call: as written, and accelerated."""
-    rows = [row for row in listed(found, "programs") if row["group"] == group]
+def steps(found: Sequence[Result], name: str, group: str = "step") -> str:
+    """A line a training step or another whole program, or a single call: as written, and ours."""
+    rivals = {"models": ["jnp", "xla"]}.get(name, ["jnp"])
     lines = []
-    for row in rows:
+    for row in (row for row in listed(found, name) if row["group"] == group):
         of_dtype = f", {short(row['dtype'])}" if group == "call" else ""
         written = results.numbers(row["xla"]).get("jnp")
-        times = [*map(microseconds, (written, row["us"])), ratio(results.rival(row, "jnp"))]
-        lines.append([f"{row['op'].replace('_', ' ')}{of_dtype}", *times])
-    return markdown(["", "jnp as written, us", "accelerated, us", "gain"], lines)
+        times = [*map(microseconds, (written, row["us"]))]
+        gains = [ratio(results.rival(row, rival)) for rival in rivals]
+        lines.append([f"{row['op'].replace('_', ' ')}{of_dtype}", *times, *gains])
+    over = {"jnp": "gain", "xla": "over XLA's best"}
+    head = ["", "jnp as written, us", "accelerated, us", *(over[rival] for rival in rivals)]
+    return markdown(head, lines)
 
 
 def surveyed(
@@ -226,8 +215,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "suite": suite,
     "sizes": sizes,
     "slower": slower,
-    "models": models,
-    "programs": programs,
+    "steps": steps,
     "survey": surveyed,
 }
 """The tables by the names that markers have; each takes the results of a device first."""

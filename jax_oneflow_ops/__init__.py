@@ -59,10 +59,12 @@ from jax_oneflow_ops.scatter import (
 from jax_oneflow_ops.upsample import resize, upsample_nearest2d
 
 if TYPE_CHECKING:
+    from jax_oneflow_ops._fuse import FusionError, fuse
     from jax_oneflow_ops.kernel import ElementwiseKernel, KernelCompileError
 
 __all__ = [
     "ElementwiseKernel",
+    "FusionError",
     "GatherWarning",
     "KernelCompileError",
     "SegmentPlan",
@@ -76,6 +78,7 @@ __all__ = [
     "explain",
     "export_checks",
     "fma",
+    "fuse",
     "geglu",
     "gelu",
     "hard_swish",
@@ -126,4 +129,8 @@ def __getattr__(name: str) -> Any:
         from jax_oneflow_ops import kernel
 
         return getattr(kernel, name)
+    if name in ("FusionError", "fuse"):
+        from jax_oneflow_ops import _fuse
+
+        return getattr(_fuse, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

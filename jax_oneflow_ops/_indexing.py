@@ -27,6 +27,8 @@ class Indexing:
     # The number of dimensions of an operand whose elements are the rows. Reshaping it to have one
     # would copy it, even if it is donated.
     row_rank: int = 1
+    # The public function that was called, which errors and warnings name, those of gradients, too.
+    function: str = "accelerate"
 
     def rows(self, operand_shape: Sequence[int]) -> int:
         """The number of rows of one problem."""

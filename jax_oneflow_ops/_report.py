@@ -58,7 +58,7 @@ class Report:
         others = sum(row.count for row in self.rows) - calls
         text = f"{calls} swapped on {self.platform}, {others} not"
         if swapped:
-            text += f"; {_bytes(sum(row.bytes * row.count for row in swapped))}"
+            text += f"; {bytes_text(sum(row.bytes * row.count for row in swapped))}"
         timed = [row for row in swapped if row.native_us is not None and row.xla_us is not None]
         if timed:
             ours, xla = (
@@ -120,7 +120,8 @@ def _shape(shape: Sequence[Any]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
-def _bytes(n: int) -> str:
+def bytes_text(n: int) -> str:
+    """A number of bytes, for people."""
     power = min(3, max(0, n.bit_length() - 1) // 10)
     return f"{n / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 

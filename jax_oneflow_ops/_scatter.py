@@ -572,9 +572,14 @@ def _gather_call(table: Any, ids: Any, *, indexing: Indexing, **_: Any) -> _poli
 
 # ---- the primitives and their derivatives ----
 
+
+def _function(*, indexing: Indexing, **_: Any) -> str:
+    return indexing.function
+
+
 segment_sum_p = _primitive.define(
     "jof_segment_sum",
-    function="segment_sum",
+    function=_function,
     abstract_eval=_segment_sum_type,
     reference=_reference.segment_sum,
     native=_segment_sum_native,
@@ -587,7 +592,7 @@ segment_sum_p = _primitive.define(
 )
 scatter_add_p = _primitive.define(
     "jof_scatter_add",
-    function="scatter_add",
+    function=_function,
     abstract_eval=_scatter_add_type,
     reference=_reference.scatter_add,
     native=_scatter_add_native,
@@ -600,7 +605,7 @@ scatter_add_p = _primitive.define(
 )
 scatter_reduce_p = _primitive.define(
     "jof_scatter_reduce",
-    function=lambda *, reducer, **_: f"scatter_{reducer.replace('multiply', 'mul')}",
+    function=_function,
     abstract_eval=_scatter_add_type,
     reference=_reference.scatter_reduce,
     native=_scatter_reduce_native,
@@ -613,7 +618,7 @@ scatter_reduce_p = _primitive.define(
 )
 gather_rows_p = _primitive.define(
     "jof_gather_rows",
-    function="embedding_lookup",
+    function=_function,
     abstract_eval=_gather_rows_type,
     reference=_reference.gather_rows,
     native=_gather_rows_native,
@@ -683,10 +688,13 @@ def _scatter_add_transpose(
     return cts
 
 
-_UNIQUE = (
-    "scatter_mul: the derivative with respect to updates needs unique_indices=True, as that of "
-    "jax.lax.scatter_mul does"
-)
+def _check_unique(indexing: Indexing) -> None:
+    """Of a product by what is multiplied: JAX does not have it for rows that meet either."""
+    if not indexing.unique_indices:
+        raise NotImplementedError(
+            f"{indexing.function}: the derivative with respect to the rows that are multiplied "
+            "needs unique_indices=True, as that of jax.lax.scatter_mul does"
+        )
 
 
 def _scatter_reduce_jvp(
@@ -715,8 +723,7 @@ def _scatter_reduce_jvp(
         if not isinstance(of_operand, ad.Zero):
             terms.append(reduce(of_operand, ids, updates))
         if not isinstance(of_updates, ad.Zero):
-            if not indexing.unique_indices:
-                raise NotImplementedError(_UNIQUE)
+            _check_unique(indexing)
             terms.append(operand * add(of_updates))
         return result, sum(terms[1:], start=terms[0])
     is_hit = updates == bind(gather_rows_p, result, ids, fill="zero", **params)
@@ -739,8 +746,7 @@ def _scatter_reduce_transpose(
             return [ad.Zero(operand.aval), None, None]
         result = bind(scatter_reduce_p, ct, ids, updates, reducer=reducer, **params)
         return [_compat.with_sharding_of(result, operand.aval), None, None]
-    if not params["indexing"].unique_indices:
-        raise NotImplementedError(_UNIQUE)
+    _check_unique(params["indexing"])
     ct = ct if isinstance(ct, ad.Zero) else ct * operand
     return [None, None, _segment_sum_transpose(ct, updates, ids, **params)[0]]
 

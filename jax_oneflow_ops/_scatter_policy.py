@@ -65,7 +65,8 @@ class Plan:
 # and 190. So are narrow rows with room for eight copies a block. Fewer updates are done before the
 # blocks have added up their sums. Wider rows are faster by atomics: 50k of 128 bf16 into 29 take
 # 16 us, and 38 so. Sums in a fixed order need a copy for each of at least eight warps. A block
-# takes 8192 elements at once, and more blocks than the GPU has gain nothing.
+# takes 8192 elements at once, and more blocks than the GPU has gain nothing. Problems of a batch
+# that have as many are summed side by side.
 PRIVATE_BYTES = 160 * 1024
 PRIVATE_ROW_BYTES = 20 * 1024
 PRIVATE_ORDERED_BYTES = 16 * 1024
@@ -126,13 +127,15 @@ def plan(p: Problem) -> Plan:
     if not p.has_known_sizes():  # what is right at any size
         return _sorted(p) if p.ordered else Plan("atomic", (1, *sums) if _in_scratch(p) else _NONE)
     sort = p.ordered or _sorted_us(p) < _atomic_us(p)
-    if p.batch == 1 and not p.is_sorted and p.updates >= PRIVATE_HITS * p.rows:
-        elements = p.updates * p.inner
+    elements = p.updates * p.inner
+    is_long = p.batch == 1 or elements >= PRIVATE_PART_ELEMENTS
+    if is_long and not p.is_sorted and p.updates >= PRIVATE_HITS * p.rows:
         limit = PRIVATE_BYTES if p.is_element() else PRIVATE_ROW_BYTES
-        few = p.inner <= PRIVATE_INNER and elements >= PRIVATE_ELEMENTS
-        if _sum_bytes(p) <= PRIVATE_ORDERED_BYTES if p.ordered else few and _sum_bytes(p) <= limit:
-            parts = min(PRIVATE_PARTS, -(-elements // PRIVATE_PART_ELEMENTS))
-            return Plan("private", (parts, *sums))
+        few = p.inner <= PRIVATE_INNER and p.batch * elements >= PRIVATE_ELEMENTS
+        size = _sum_bytes(p) // p.batch
+        if size <= PRIVATE_ORDERED_BYTES if p.ordered else few and size <= limit:
+            most = max(1, PRIVATE_PARTS // p.batch)
+            return Plan("private", (min(most, -(-elements // PRIVATE_PART_ELEMENTS)), *sums))
     if sort or p.is_sorted:
         return _sorted(p)
     if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:

@@ -1,7 +1,10 @@
 """Rows that indices name: their sums, maxima, minima and products, and their lookup."""
 
 import functools
-from typing import Any, Literal
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,38 @@ from jax_oneflow_ops._indexing import Indexing
 
 Implementation = Literal["native", "xla"] | None
 Mode = Literal["drop", "fill", "clip", "promise_in_bounds"] | jax.lax.GatherScatterMode | None
+_F = TypeVar("_F", bound=Callable[..., jax.Array])
+
+
+def _documented(*, like: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Adds to a docstring what it lacks and another function's has: arguments and sections."""
+
+    def decorate(function: _F) -> _F:
+        head, own = _sections(function)
+        theirs = _sections(like)[1]
+        arguments = _arguments(theirs["Args"]) | _arguments(own.get("Args", ""))
+        own["Args"] = "".join(arguments[name] for name in inspect.signature(function).parameters)
+        kept = {title: own.get(title, text) for title, text in theirs.items()}
+        if "Source" not in own:
+            kept.pop("Source", None)
+        parts = [head, *(f"{title}:\n{text.rstrip()}" for title, text in kept.items())]
+        function.__doc__ = "\n\n".join(parts)
+        return function
+
+    return decorate
+
+
+def _sections(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """What a docstring begins with, and its sections by title."""
+    text = inspect.cleandoc(function.__doc__ or "")
+    head, *parts = re.split(r"^(\w[\w ]*):\n", text, flags=re.MULTILINE)
+    return head.rstrip(), dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _arguments(text: str) -> dict[str, str]:
+    """The entries of a section "Args" by the names of the arguments."""
+    entries = re.split(r"^(?=  \w)", text.rstrip("\n") + "\n", flags=re.MULTILINE)
+    return {entry.partition(":")[0].strip(): entry for entry in entries if entry.strip()}
 
 
 @_checks.in_own_precision
@@ -41,10 +76,10 @@ def segment_sum(
       num_segments: the number of rows of the result. None takes ``max(segment_ids) + 1``, which
         needs concrete ids: inside `jax.jit` it must be given.
       indices_are_sorted: a promise that `segment_ids` ascends, which saves sorting it. Where it is
-        broken sums are wrong.
+        broken results are wrong.
       unique_indices: a promise that no id occurs twice, for the jnp reference.
-      bucket_size: sums the rows of each `bucket_size` consecutive ids by themselves, then the
-        buckets' sums.
+      bucket_size: reduces the rows of each `bucket_size` consecutive ids by themselves, then the
+        buckets' results.
       mode: what an id that is negative or too large does. ``"drop"``, ``"fill"`` and None: nothing.
         ``"clip"``: it is brought into range. ``"promise_in_bounds"``: there is none, the same as
         ``"drop"`` here. Or the equal `jax.lax.GatherScatterMode`.
@@ -104,6 +139,7 @@ def segment_sum(
 
 
 @_checks.in_own_precision
+@_documented(like=segment_sum)
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -123,24 +159,6 @@ def segment_max(
     Args:
       data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, or integers of 8 to 64
         bits.
-      segment_ids: integers of any dtype, of shape ``(n,)``, in any order. In general `data` is
-        broadcast to ``segment_ids.shape + data.shape[1:]``.
-      num_segments: the number of rows of the result; None: ``max(segment_ids) + 1``, which needs
-        concrete ids. Inside `jax.jit` it must be given.
-      indices_are_sorted: a promise that `segment_ids` ascends. Where it is broken the
-        result is wrong.
-      unique_indices: a promise that no id occurs twice.
-      bucket_size: reduces the rows of each `bucket_size` consecutive ids by themselves, then the
-        buckets' results.
-      mode: what ids that are out of range do, as in `segment_sum`.
-      out_sharding: the sharding of the result over Explicit axes, as in `segment_sum`.
-      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
-
-    Returns:
-      An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `segment_sum`.
 
     Numerics:
       Exact. A NaN makes the segment's result NaN. Of zeros either sign may be the result.
@@ -164,6 +182,7 @@ def segment_max(
 
 
 @_checks.in_own_precision
+@_documented(like=segment_sum)
 def segment_min(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -183,24 +202,6 @@ def segment_min(
     Args:
       data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, or integers of 8 to 64
         bits.
-      segment_ids: integers of any dtype, of shape ``(n,)``, in any order. In general `data` is
-        broadcast to ``segment_ids.shape + data.shape[1:]``.
-      num_segments: the number of rows of the result; None: ``max(segment_ids) + 1``, which needs
-        concrete ids. Inside `jax.jit` it must be given.
-      indices_are_sorted: a promise that `segment_ids` ascends. Where it is broken the
-        result is wrong.
-      unique_indices: a promise that no id occurs twice.
-      bucket_size: reduces the rows of each `bucket_size` consecutive ids by themselves, then the
-        buckets' results.
-      mode: what ids that are out of range do, as in `segment_sum`.
-      out_sharding: the sharding of the result over Explicit axes, as in `segment_sum`.
-      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
-
-    Returns:
-      An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `segment_sum`.
 
     Numerics:
       Exact. A NaN makes the segment's result NaN. Of zeros either sign may be the result.
@@ -224,6 +225,7 @@ def segment_min(
 
 
 @_checks.in_own_precision
+@_documented(like=segment_sum)
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -243,24 +245,7 @@ def segment_prod(
     Args:
       data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, or integers of 8 to 64
         bits.
-      segment_ids: integers of any dtype, of shape ``(n,)``, in any order. In general `data` is
-        broadcast to ``segment_ids.shape + data.shape[1:]``.
-      num_segments: the number of rows of the result; None: ``max(segment_ids) + 1``, which needs
-        concrete ids. Inside `jax.jit` it must be given.
-      indices_are_sorted: a promise that `segment_ids` ascends. Where it is broken the
-        result is wrong.
       unique_indices: a promise that no id occurs twice, which the derivative needs.
-      bucket_size: reduces the rows of each `bucket_size` consecutive ids by themselves, then the
-        buckets' results.
-      mode: what ids that are out of range do, as in `segment_sum`.
-      out_sharding: the sharding of the result over Explicit axes, as in `segment_sum`.
-      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
-
-    Returns:
-      An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `segment_sum`.
 
     Numerics:
       Integers are exact modulo 2^k. Floats are multiplied in their own dtype, 16-bit values in
@@ -294,6 +279,7 @@ def segment_prod(
 
 
 @_checks.in_own_precision
+@_documented(like=segment_sum)
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -311,15 +297,6 @@ def segment_mean(
     Args:
       data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64 or complex; integers
         are converted as jnp promotes them with float32.
-      segment_ids: integers, as in `segment_sum`.
-      num_segments: the number of segments, as in `segment_sum`.
-      indices_are_sorted: a promise that `segment_ids` ascends, as in `segment_sum`.
-      unique_indices: a promise that no id occurs twice.
-      deterministic: the same bits on every run, as in `segment_sum`.
-      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
-
-    Returns:
-      An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `segment_sum`.
@@ -361,6 +338,7 @@ def segment_mean(
 
 
 @_checks.in_own_precision
+@_documented(like=segment_sum)
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike,
@@ -377,14 +355,9 @@ def segment_softmax(
     Args:
       logits: array of shape ``(n, ...)``: float16, bfloat16, float32 or float64; integers are
         converted as jnp promotes them with float32.
-      segment_ids: integers, as in `segment_sum`.
       num_segments: the number of segments, as in `segment_sum`. With a plan None takes its number.
-      indices_are_sorted: a promise that `segment_ids` ascends, as in `segment_sum`.
-      unique_indices: a promise that no id occurs twice.
-      deterministic: the same bits on every run, as in `segment_sum`.
       plan: a `segment_plan` of `segment_ids`, with which maxima and sums take one pass over the
         logits, and so does their derivative. The three options before it mean nothing then.
-      implementation: ``"native"``, ``"xla"`` or None, as in `segment_sum`.
 
     Returns:
       An array of logits' shape and dtype; 0 where an id names no segment.
@@ -439,7 +412,7 @@ def segment_softmax(
             values,
             ids,
             fill=np.asarray(missing, values.dtype).tobytes(),
-            indexing=Indexing(**flags),
+            indexing=Indexing(**flags, function=name),
             implementation=_native.choose_implementation(name, implementation),
         )
         return result.astype(wide)
@@ -454,6 +427,7 @@ def segment_softmax(
 
 
 @_checks.in_own_precision
+@_documented(like=segment_sum)
 def scatter_add(
     operand: ArrayLike,
     indices: ArrayLike,
@@ -476,17 +450,10 @@ def scatter_add(
       indices: integers of any dtype and shape, or a number. Negative ones count from the end.
       updates: array or number that broadcasts to ``indices.shape + operand.shape[1:]``, of a dtype
         that jnp promotes to the operand's.
-      mode: what an index that is out of range does. ``"drop"``, ``"fill"`` and None: nothing.
-        ``"clip"``: it is brought into range. ``"promise_in_bounds"``: there is none, the same as
-        ``"drop"`` here. Or the equal `jax.lax.GatherScatterMode`.
+      mode: what an index that is out of range does: the choices are those of `segment_sum`.
       indices_are_sorted: a promise that flattened indices ascend once negative ones are counted
         from the beginning, which saves sorting them. Where it is broken sums are wrong.
       unique_indices: a promise that no index occurs twice, for the jnp reference.
-      deterministic: the same bits on every run. CPUs always do this, and GPUs for integers,
-        sorted indices and many wide rows; for single floats it takes them up to four times as long.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
-        takes the one that was measured to be faster for such a call (see `policy`). The environment
-        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of the operand's shape and dtype. Rows that no index names keep their bits.
@@ -497,13 +464,6 @@ def scatter_add(
       ValueError: `operand` is a scalar, `updates` does not broadcast, or an option has an unknown
         value.
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
-
-    Numerics:
-      Integers are exact modulo 2^k. Floats are summed in their own dtype, 16-bit values in float32
-      and rounded once; the exception are GPUs' sums of at most 8192 updates into sixteen times as
-      many rows, unless sorted or `deterministic`: those are rounded at each addition. Atomic
-      additions of float32 on GPUs flush sums under 2^-126 to 0. The order of summation is not
-      specified.
 
     Differentiation and sharding:
       The gradient with respect to the operand is the cotangent, that with respect to the updates
@@ -533,6 +493,7 @@ def scatter_add(
 
 
 @_checks.in_own_precision
+@_documented(like=scatter_add)
 def scatter_max(
     operand: ArrayLike,
     indices: ArrayLike,
@@ -548,18 +509,6 @@ def scatter_max(
     Args:
       operand: array of shape ``(s, ...)``: float16, bfloat16, float32, float64, or integers of 8 to
         64 bits.
-      indices: integers that name rows, as in `scatter_add`.
-      updates: what is combined with these rows, as in `scatter_add`.
-      mode: what an index that is out of range does, as in `scatter_add`.
-      indices_are_sorted: a promise that flattened indices ascend, as in `scatter_add`.
-      unique_indices: a promise that no index occurs twice.
-      implementation: ``"native"``, ``"xla"`` or None, as in `scatter_add`.
-
-    Returns:
-      An array of the operand's shape and dtype. Rows that no index names keep their bits.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `scatter_add`.
 
     Numerics:
       Exact. A NaN makes the result NaN. Of zeros either sign may be the result.
@@ -582,6 +531,7 @@ def scatter_max(
 
 
 @_checks.in_own_precision
+@_documented(like=scatter_add)
 def scatter_min(
     operand: ArrayLike,
     indices: ArrayLike,
@@ -597,18 +547,6 @@ def scatter_min(
     Args:
       operand: array of shape ``(s, ...)``: float16, bfloat16, float32, float64, or integers of 8 to
         64 bits.
-      indices: integers that name rows, as in `scatter_add`.
-      updates: what is combined with these rows, as in `scatter_add`.
-      mode: what an index that is out of range does, as in `scatter_add`.
-      indices_are_sorted: a promise that flattened indices ascend, as in `scatter_add`.
-      unique_indices: a promise that no index occurs twice.
-      implementation: ``"native"``, ``"xla"`` or None, as in `scatter_add`.
-
-    Returns:
-      An array of the operand's shape and dtype. Rows that no index names keep their bits.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `scatter_add`.
 
     Numerics:
       Exact. A NaN makes the result NaN. Of zeros either sign may be the result.
@@ -631,6 +569,7 @@ def scatter_min(
 
 
 @_checks.in_own_precision
+@_documented(like=scatter_add)
 def scatter_mul(
     operand: ArrayLike,
     indices: ArrayLike,
@@ -646,19 +585,8 @@ def scatter_mul(
     Args:
       operand: array of shape ``(s, ...)``: float16, bfloat16, float32, float64, or integers of 8 to
         64 bits.
-      indices: integers that name rows, as in `scatter_add`.
-      updates: what is combined with these rows, as in `scatter_add`.
-      mode: what an index that is out of range does, as in `scatter_add`.
-      indices_are_sorted: a promise that flattened indices ascend, as in `scatter_add`.
       unique_indices: a promise that no index occurs twice, which the derivative with respect to
         updates needs.
-      implementation: ``"native"``, ``"xla"`` or None, as in `scatter_add`.
-
-    Returns:
-      An array of the operand's shape and dtype. Rows that no index names keep their bits.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `scatter_add`.
 
     Numerics:
       Integers are exact modulo 2^k. Floats are multiplied in their own dtype, 16-bit values in
@@ -788,6 +716,7 @@ def embedding_lookup(
             indices_are_sorted=bool(indices_are_sorted),
             unique_indices=bool(unique_indices),
             deterministic=bool(deterministic),
+            function=name,
         ),
         implementation=choice,
     )
@@ -824,7 +753,7 @@ def _segments(
     shape = (*ids.shape, *data.shape[1:])
     data = _broadcast(name, "data", data, shape, "segment_ids.shape + data.shape[1:]")
     data = data.astype(data.dtype)  # a strong type, whose gradient is as weak as data
-    indexing = Indexing(clip=_clips(name, mode), **flags)
+    indexing = Indexing(clip=_clips(name, mode), function=name, **flags)
 
     def reduce(data: Any, ids: Any, rows_spec: Any = None) -> Any:
         params: dict[str, Any] = {"indexing": indexing, "num_segments": num_segments}
@@ -916,7 +845,7 @@ def _scatter_rows(
         )
     shape = (*ids.shape, *operand.shape[1:])
     updates = _broadcast(name, "updates", updates, shape, "indices.shape + operand.shape[1:]")
-    indexing = Indexing(wrap=True, clip=_clips(name, mode), **flags)
+    indexing = Indexing(wrap=True, clip=_clips(name, mode), function=name, **flags)
     result: jax.Array = _reduce(
         reducer, operand, ids, updates.astype(operand.dtype), indexing, choice
     )

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from tests.catalogue import (
+    BY_NAME,
     ELEMENTWISE_CASES,
     EMBEDDING_LOOKUP,
     GRAPH_CASES,
@@ -67,6 +68,13 @@ class Rule:
 
 
 TRAILING = "the dimensions after them"
+OF_MESSAGES = Rule(
+    "m t, n, n, n -> s t",
+    {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
+    {0: "`table`", 3: "`weights`"},
+    "t",
+    gathered="mns",
+)
 RULES = {
     "elementwise operations": Rule(
         "x, -> x", {"x": "all dimensions"}, {0: "an array", 1: "a scalar"}, "x"
@@ -110,10 +118,12 @@ RULES = {
         {0: "`table`"},
         "t",
     ),
-    "`message_sum`": Rule(
-        "m t, n, n, n -> s t",
-        {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
-        {0: "`table`", 3: "`weights`"},
+    "`message_sum`": OF_MESSAGES,
+    "`message_mean`": OF_MESSAGES,
+    "`attention_sum`": Rule(
+        "n, m t, n, n -> s t",
+        {"m": "rows of `values`", "n": "edges", "s": "rows of the result", "t": TRAILING},
+        {0: "`logits`", 1: "`values`"},
         "t",
         gathered="mns",
     ),
@@ -121,11 +131,33 @@ RULES = {
 
 
 def table() -> str:
-    """The table of docs/sharding.md."""
+    """The tables of docs/sharding.md."""
     titles = ("", "no communication", "one all-reduce", "one in the gradient", "gathered")
     rows = [titles, ("---",) * len(titles)]
     rows += [(op, *("; ".join(c) or "-" for c in rule.columns())) for op, rule in RULES.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    of_rows = ("", "rows of the updates", "in the gradient", "rows of the result, in the gradient")
+    more = [of_rows, ("---",) * len(of_rows)]
+    for ops, sent in REDUCTIONS.items():
+        names = ", ".join(f"`{op}`" for op in ops)
+        counts = ("".join(f"{n} {what}{'s' * (n > 1)}" for what, n in s.items()) for s in sent)
+        more.append((names, *(count or "-" for count in counts)))
+    return "\n\n".join("\n".join(f"| {' | '.join(r)} |" for r in part) for part in (rows, more))
+
+
+# What reductions of rows send: where rows of updates are sharded, besides in the gradient then, and
+# in the gradient where rows of the result are sharded. Other dimensions cost nothing.
+REDUCTIONS: Mapping[tuple[str, ...], tuple[Mapping[str, int], ...]] = {
+    # Whether there is a NaN is one of them.
+    ("segment_max", "segment_min", "scatter_max", "scatter_min"): (
+        {"all-reduce": 2},
+        {"all-reduce": 1},
+        {"all-reduce": 2},
+    ),
+    ("segment_prod",): ({"all-gather": 1}, {}, {"all-reduce": 1}),
+    ("scatter_mul",): ({"all-gather": 1}, {"all-gather": 1}, {"all-reduce": 1}),
+    ("segment_mean",): ({"all-reduce": 2}, {}, {"all-reduce": 1}),
+    ("segment_softmax",): ({"all-reduce": 3}, {"all-reduce": 1}, {}),
+}
 
 
 def rule_of(case: Case) -> Rule:
@@ -318,12 +350,60 @@ def rows_layouts() -> Iterator[Layout]:
 
 
 def graph_layouts() -> Iterator[Layout]:
-    equation = "mt,n,n,n->st"
-    case = sized(GRAPH_CASES[0], equation, t=8)
-    yield layout(case, equation, t="b")
-    yield layout(case, equation, t=("a", "b"))
+    of_messages = "mt,n,n,n->st"
+    for case, equation in zip(GRAPH_CASES, (of_messages, of_messages, "n,mt,n,n->st"), strict=True):
+        case = sized(case, equation, t=8)
+        yield layout(case, equation, t="b")
+        yield layout(case, equation, t=("a", "b"))
 
 
+REDUCTION_TARGETS = {
+    "segment_prod": "jof_scatter_multiply",
+    "scatter_mul": "jof_scatter_multiply",
+    "segment_mean": "jof_scatter_add",
+    "segment_softmax": "jof_scatter_max",
+}
+
+
+def ids_in_range(rng, shape):
+    return rng.integers(0, SEGMENTS, size=shape)
+
+
+def unique_ids(rng, shape):
+    """As the derivative of a product needs, and some too large ones."""
+    return rng.permutation(SEGMENTS + 8)[: shape[0]]
+
+
+def reduction_layouts() -> Iterator[Layout]:
+    rows, features = (SEGMENTS, 4, 8), (16, 4, 8)
+    for op in (BY_NAME[name] for names in REDUCTIONS for name in names):
+        segments = op.name.startswith("segment_")
+        shapes = (features, features[:1]) if segments else (rows, features[:1], features)
+        options = {"num_segments": SEGMENTS} if segments else {"unique_indices": True}
+        product = op.name in ("segment_prod", "scatter_mul")
+        known = op.name == "segment_softmax"  # other ids give NaN in JAX
+        ids = unique_ids if product else ids_in_range if known else ids_around
+        case = case_of(
+            op,
+            "",
+            shapes,
+            REDUCTION_TARGETS.get(op.name, f"jof_scatter_{op.name.partition('_')[2]}"),
+            options=options if segments or product else {},
+            # All but the ids; what calls they make is not looked at.
+            grad_targets={tuple(i for i, s in enumerate(shapes) if len(s) > 1): ()},
+            jvp_targets=(),
+            samplers=tuple(ids if len(s) == 1 else integers for s in shapes),
+            rtol=1e-6,
+        )
+        equation = "ntu,n->stu" if segments else "stu,n,ntu->stu"
+        equation = equation.replace("->stu", "->ntu") if known else equation
+        for axes in ({"n": "a", "u": "b"}, {"n": ("b", "a")}, {"t": "b", "u": "a"}):
+            yield layout(case, equation, **axes)
+        if not known:
+            yield layout(case, equation, s="b", n="a")
+
+
+REDUCTION_LAYOUTS = (*reduction_layouts(),)
 LAYOUTS = (
     *elementwise_layouts(),
     *kernel_layouts(),

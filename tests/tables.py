@@ -9,15 +9,18 @@ import sys
 from pathlib import Path
 
 from tests import shardings, test_export, test_transforms
-from tests.catalogue import CASES, Case
+from tests.catalogue import CASES, EACH_KIND, Case
 
 DOCS = Path(__file__).parents[1] / "docs"
+
+
+SHARED = "tested on another function whose rules this one shares"
 
 
 def transformations() -> str:
     """Rows are functions, columns groups of columns of the tests' table."""
     cells = [(case, c.group, c.name, c.reason(case)) for case, c in test_transforms.cells()]
-    cells += [(case, group, name, None) for case in CASES for group, name in test_export.COLUMNS]
+    cells += [(case, *column, None) for case in EACH_KIND for column in test_export.COLUMNS]
     groups: dict[str, dict[str, None]] = {}
     for _, group, name, _ in cells:
         groups.setdefault(group, {})[name] = None
@@ -25,10 +28,12 @@ def transformations() -> str:
 
     def mark(case, group) -> str:
         reasons = [reason for c, g, _, reason in cells if c is case and g == group]
-        notes = sorted({*reasons} - {None})
+        notes = sorted({*reasons} - {None}) if reasons else [SHARED]
         footnotes.extend(note for note in notes if note not in footnotes)
         numbers = ", ".join(str(1 + footnotes.index(note)) for note in notes)
-        return ("✓" if None in reasons else "") + (f"<sup>{numbers}</sup>" if notes else "")
+        return ("✓" if None in reasons or not reasons else "") + (
+            f"<sup>{numbers}</sup>" if notes else ""
+        )
 
     full = sorted((case for case in CASES if not case.variant), key=lambda case: case.function)
     rows = [[label(case), *(mark(case, group) for group in groups)] for case in full]

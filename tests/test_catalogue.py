@@ -15,12 +15,14 @@ from tests.catalogue import CASES, CONDITION, FUNCTIONS, INDEX, OPS, Call, Op
 
 NOT_OPS = {
     "ElementwiseKernel",
+    "FusionError",
     "GatherWarning",
     "KernelCompileError",
     "SegmentPlan",
     "accelerate",
     "explain",
     "export_checks",
+    "fuse",
     "implementations",
     "include_dir",
     "policy",

@@ -261,9 +261,14 @@ def test_largest_float64(op):
 def test_derivative_is_multiplied_by_the_cotangent(op, dtype):
     x = jnp.asarray(np.linspace(-4, 4, 77), dtype)
     ct = jnp.asarray(rng_for(str(op), dtype).standard_normal(77), dtype)
-    y, pull = jax.vjp(lambda x: op.row.function(x, *op.parameters), x)
-    (dx,) = pull(ct)
-    tangent = jax.jvp(lambda x: op.row.function(x, *op.parameters), (x,), (ct,))
+
+    @jax.jit
+    def run(x, ct):
+        y, pull = jax.vjp(lambda x: op.row.function(x, *op.parameters), x)
+        tangent = jax.jvp(lambda x: op.row.function(x, *op.parameters), (x,), (ct,))
+        return y, pull(ct)[0], tangent
+
+    y, dx, tangent = run(x, ct)
     assert_same(tangent[0], y)
     assert_same(tangent[1], dx)
     exact = op.exact(1, np.asarray(x, np.float64), dtype) * np.asarray(ct, np.float64)
@@ -592,13 +597,17 @@ def test_eager_and_traced_scalars(name):
     f, twin, count = OPS[name]
     x = jnp.asarray(np.linspace(-2, 2, 9), "float32")
     traced = jax.jit(f)
-    for choice in arrangements(name):
-        for number in (1.5, np.float32(1.5)):
-            operands = [number if scalar else x for scalar in choice]
-            expected = twin(*operands)
-            assert_close(f(*operands), expected)
-            assert_close(traced(*operands), expected)
-    assert count == len(choice)
+    calls = [
+        [number if scalar else x for scalar in choice]
+        for choice in arrangements(name)
+        for number in (1.5, np.float32(1.5))
+    ]
+    for operands, expected in zip(
+        calls, jax.jit(lambda: [twin(*xs) for xs in calls])(), strict=True
+    ):
+        assert_close(f(*operands), expected)
+        assert_close(traced(*operands), expected)
+    assert count == len(calls[0])
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -607,23 +616,23 @@ def test_vmapped_scalars(name):
     rng = rng_for(name, "vmap")
     x = jnp.asarray(rng.standard_normal((4, 6)), "float32")
     scalars = jnp.asarray(rng.standard_normal(4), "float32")
-    for choice in arrangements(name):
-        operands = [scalars if scalar else x for scalar in choice]
-        assert_close(jax.vmap(f)(*operands), jax.vmap(twin)(*operands), 1e-5)
-        # The scalars alone, or all but them, are mapped over.
-        if not all(choice):
-            axes = [0 if scalar else None for scalar in choice]
-            assert_close(
-                jax.vmap(f, in_axes=axes)(*operands), jax.vmap(twin, in_axes=axes)(*operands), 1e-5
-            )
-            axes = [None if scalar else 1 for scalar in choice]
-            operands = [scalars[0] if scalar else x for scalar in choice]
-            assert_close(
-                jax.vmap(f, in_axes=axes, out_axes=1)(*operands),
-                jax.vmap(twin, in_axes=axes, out_axes=1)(*operands),
-                1e-5,
-            )
-    assert count == len(choice)
+
+    def mapped(f):
+        for choice in arrangements(name):
+            assert count == len(choice)
+            operands = [scalars if scalar else x for scalar in choice]
+            yield jax.vmap(f)(*operands)
+            # The scalars alone, or all but them, are mapped over.
+            if not all(choice):
+                axes = [0 if scalar else None for scalar in choice]
+                yield jax.vmap(f, in_axes=axes)(*operands)
+                axes = [None if scalar else 1 for scalar in choice]
+                operands = [scalars[0] if scalar else x for scalar in choice]
+                yield jax.vmap(f, in_axes=axes, out_axes=1)(*operands)
+
+    results = [jax.jit(lambda g=g: [*mapped(g)])() for g in (f, twin)]
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

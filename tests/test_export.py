@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
-from tests.catalogue import CASES
+from tests.catalogue import EACH_KIND
 from tests.test_lowering import lowered_targets
 from tests.test_transforms import assert_same, cotangents, cube, grad
 
@@ -82,7 +82,7 @@ def test_export_to_another_process(tmp_path):
     pytest.importorskip("flatbuffers")
     programs, results = tmp_path / "programs", tmp_path / "results"
     written = {}
-    for case in CASES:
+    for case in EACH_KIND:
         with case.precision():
             xs, dy = case.inputs(), cotangents(case)
             export = jax.export.export(
@@ -93,7 +93,7 @@ def test_export_to_another_process(tmp_path):
     programs.write_bytes(pickle.dumps(written))
     run(READ_BACK, programs, results)
     read = pickle.loads(results.read_bytes())
-    for case in CASES:
+    for case in EACH_KIND:
         actual, value, gradient = read[case.name]
         _, _, xs, dy = written[case.name]
         with case.precision(), naming(case):
@@ -152,7 +152,7 @@ def compiled_programs():
         return jax.device_get(function(*args)), dict(events)
 
     results = {}
-    for case in CASES:
+    for case in EACH_KIND:
         with case.precision():
             results[case.name] = counted(value_and_gradients(case, case.f), *case.inputs())
     for f in DIVIDED:
@@ -182,7 +182,7 @@ def test_compilation_cache(tmp_path):
         assert events.get(hits) == 1, name
         assert misses not in events, name
         jax.tree.map(np.testing.assert_array_equal, actual, compiled[name][0])
-    for case in CASES:
+    for case in EACH_KIND:
         with case.precision(), naming(case):
             expected = value_and_gradients(case, case.ref)(*case.inputs())
             assert_same(read[case.name][0], expected, case.rtol)

@@ -18,7 +18,7 @@ import pytest
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
 from tests import soak
-from tests.catalogue import CASES
+from tests.catalogue import CASES, EACH_KIND
 from tests.sanitizers import not_sanitized
 from tests.test_transforms import assert_same
 
@@ -47,24 +47,26 @@ def python(code: str, **environment: str) -> str:
 def test_different_ops_in_sixteen_threads_at_once():
     """Each begins at another op, two at the same, so that compilations race."""
     expected = []
-    for case in CASES:
+    for case in EACH_KIND:
         with case.precision():
             xs = case.inputs()
             gradient = jax.jit(jax.grad(lambda *xs, f=case.ref: jnp.sum(f(*xs)), case.wrt))
             expected.append((jax.jit(case.ref)(*xs), gradient(*xs)))
-    values = [jax.jit(case.f) for case in CASES]
-    gradients = [jax.jit(soak.gradient(case)) for case in CASES]
+    values = [jax.jit(case.f) for case in EACH_KIND]
+    gradients = [jax.jit(soak.gradient(case)) for case in EACH_KIND]
     results: list[list] = [[] for _ in range(THREADS)]
     start = threading.Barrier(THREADS)
     jax.clear_caches()
 
     def work(thread: int) -> None:
-        begin = thread // 2 * 2 * len(CASES) // THREADS
+        begin = thread // 2 * 2 * len(EACH_KIND) // THREADS
         start.wait()
-        for k in (*range(begin, len(CASES)), *range(begin)):
-            with CASES[k].precision():  # a thread has its own
-                xs = CASES[k].inputs()
-                got = jax.block_until_ready((CASES[k].f(*xs), values[k](*xs), gradients[k](*xs)))
+        for k in (*range(begin, len(EACH_KIND)), *range(begin)):
+            with EACH_KIND[k].precision():  # a thread has its own
+                xs = EACH_KIND[k].inputs()
+                got = jax.block_until_ready(
+                    (EACH_KIND[k].f(*xs), values[k](*xs), gradients[k](*xs))
+                )
             results[thread].append((k, got))
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
@@ -73,10 +75,10 @@ def test_different_ops_in_sixteen_threads_at_once():
     for worker in workers:
         worker.join()
     for done in results:
-        assert len(done) == len(CASES)  # a thread that raised has fewer
+        assert len(done) == len(EACH_KIND)  # a thread that raised has fewer
         for k, (eager, jitted, gradient) in done:
             value, wanted = expected[k]
-            assert_same([eager, jitted, gradient], [value, value, wanted], CASES[k].rtol)
+            assert_same([eager, jitted, gradient], [value, value, wanted], EACH_KIND[k].rtol)
 
 
 # --- forks ----------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from jax_oneflow_ops import _native
 from tests import catalogue
 from tests.catalogue import REPRESENTATIVE, UPSAMPLE_CASES, without_way
 
-CASES, FUNCTIONS = (
+CASES, FUNCTIONS, EACH_KIND = (
     [case for case in cases if not case.composed]
-    for cases in (catalogue.CASES, catalogue.FUNCTIONS)
+    for cases in (catalogue.CASES, catalogue.FUNCTIONS, catalogue.EACH_KIND)
 )
 OPCODE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -191,7 +191,7 @@ def batched(case, axes) -> tuple[np.ndarray, ...]:
 
 
 def batch_axes():
-    for case in CASES:
+    for case in EACH_KIND:
         for axis in range(len(case.shape) + 1):
             free = case.free_axes is None or axis in case.free_axes
             if free and axis != between_height_and_width(case):
@@ -261,7 +261,7 @@ def test_permute_that_moves_nothing_is_no_custom_call(shape, axes):
 def some_batched():
     """(case, operands without a batch axis): each alone and all but it; where there are scalars,
     none, which gives the scalars a batch axis."""
-    for case in CASES:
+    for case in EACH_KIND:
         alone = {frozenset({i}) for i in case.every_operand}
         others = {frozenset(case.every_operand) - one for one in alone}
         choices = (alone | others if len(case.shapes) > 1 else set()) | {frozenset()}
@@ -289,7 +289,7 @@ def test_vmap_of_some_operands_is_no_loop(case, fixed):
 
 
 @native_backend
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH_KIND, ids=str)
 def test_vmap_of_grad_calls_each_once(case):
     axes = shared_axes(case, 0)
     f = jax.grad(squares(case.f), argnums=case.wrt)
@@ -314,8 +314,8 @@ def with_implementation(case, implementation):
 def test_native_can_be_asked_for(case):
     f = with_implementation(case, "native")
     with case.precision():
-        hlo = compiled(jax.value_and_grad(squares(f), argnums=case.wrt), *case.inputs())
-    assert sorted(targets(hlo)) == sorted(case.both_targets())
+        both = jax.jit(jax.value_and_grad(squares(f), argnums=case.wrt))
+        assert lowered_targets(both.lower(*case.inputs()).as_text()) == Counter(case.both_targets())
 
 
 @pytest.mark.parametrize("case", FUNCTIONS, ids=str)
@@ -379,9 +379,17 @@ def cuda_module():
         pytest.skip("the _cuda module was not built (set JOF_CUDA=ON to build it)")
 
 
+def cases_and_platforms(cases, one, several):
+    """(case, platforms): one choice of platforms where another case of the kind has all."""
+    for case in cases:
+        for platforms in (one, *several) if case in catalogue.EACH_KIND else (one,):
+            yield pytest.param(case, platforms, id=f"{case}-{'+'.join(platforms)}")
+
+
 @pytest.mark.usefixtures("cuda_module")
-@pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]], ids="+".join)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "platforms"), [*cases_and_platforms(CASES, ["cpu", "cuda"], [["cuda"]])]
+)
 def test_cuda_lowering_names_the_target(case, platforms):
     """On a machine with or without a GPU: the value, and the gradient, which the squares need."""
     grad = jax.grad(squares(case.f), argnums=case.wrt)
@@ -389,30 +397,29 @@ def test_cuda_lowering_names_the_target(case, platforms):
     assert exported_targets(grad, case, platforms) == calls
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH_KIND, ids=str)
 def test_other_platforms_get_the_reference(case):
     grad = jax.grad(squares(case.f), argnums=case.every_operand)
     assert exported_targets(grad, case, ["tpu", "rocm"]) == {}
 
 
-def primitive_of(case) -> str:
-    """What errors in lowering name: segment_max is a scatter_max there."""
-    return case.function.replace("segment", "scatter") if case.shared else case.function
-
-
-@pytest.mark.parametrize("platform", ["tpu", "rocm"])
-@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
-def test_native_where_there_is_none_says_what_is_missing(case, platform):
-    with pytest.raises(NotImplementedError, match=rf"\b{primitive_of(case)}: ") as caught:
-        exported(with_implementation(case, "native"), case, [platform])
-    for part in ("native", platform, 'implementation="xla"'):
+@pytest.mark.parametrize(
+    ("case", "platforms"),
+    [*cases_and_platforms(catalogue.FUNCTIONS, ["tpu"], [["rocm"]])],
+)
+def test_native_where_there_is_none_says_what_is_missing(case, platforms):
+    with pytest.raises(NotImplementedError, match=rf"\b{case.function}: ") as caught:
+        exported(with_implementation(case, "native"), case, platforms)
+    for part in ("native", *platforms, 'implementation="xla"'):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("case", FUNCTIONS, ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in catalogue.FUNCTIONS if c in catalogue.EACH_KIND], ids=str
+)
 def test_native_without_the_cuda_module_says_how_to_get_it(case, monkeypatch):
     monkeypatch.setattr(_native, "available", lambda platform: platform != "cuda")
-    with pytest.raises(NotImplementedError, match=rf"\b{primitive_of(case)}: ") as caught:
+    with pytest.raises(NotImplementedError, match=rf"\b{case.function}: ") as caught:
         exported(with_implementation(case, "native"), case, ["cuda"])
     for part in ("native", "cuda", "JOF_CUDA=ON"):
         assert part in str(caught.value)

@@ -73,6 +73,15 @@ def on_cpu(f, *args):
         return jax.tree.map(np.asarray, f(*args))
 
 
+def together(calls):
+    """The results of `f(*arrays)` for all (f, arrays), by one program: it saves much time.
+
+    Ids that f has by itself are known to it, as they are outside of `jax.jit`.
+    """
+    fs, arrays = zip(*calls, strict=True)
+    return jax.jit(lambda arrays: [f(*xs) for f, xs in zip(fs, arrays, strict=True)])(arrays)
+
+
 def clips(mode) -> bool:
     return mode in ("clip", jax.lax.GatherScatterMode.CLIP)
 
@@ -182,27 +191,32 @@ def test_embedding_lookup_equals_numpy_and_jnp(problem, options):
         assert_same(actual, oracle.gather_rows(table, rows, np.asarray(fill, dtype)))
 
 
-@pytest.mark.parametrize("flags", [*itertools.product((False, True), repeat=3)], ids=str)
 @pytest.mark.parametrize(
     ("count", "bucket_size"), [(0, 3), (1, 1), (10, 3), (10, 10), (10, 40), (10, None)]
 )
-def test_options_change_no_sum(count, bucket_size, flags):
-    is_sorted, is_unique, deterministic = flags
-    rng = rng_for(count)
-    ids = rng.permutation(10)[:count] if is_unique else rng.integers(0, 10, size=count)
-    if is_sorted:
-        ids.sort()
-    data = exact_terms(rng, (count, 3), "float32")
-    options = {"indices_are_sorted": is_sorted, "unique_indices": is_unique}
-    ours = {**options, "deterministic": deterministic}
-    actual = jof.segment_sum(data, ids, 10, bucket_size=bucket_size, **ours)
-    expected = on_cpu(
-        lambda: jax.ops.segment_sum(data, ids, 10, bucket_size=bucket_size, **options)
-    )
-    assert_same_values(actual, expected)
-    operand = exact_terms(rng, (10, 3), "float32")
-    actual = jof.scatter_add(operand, ids, data, **ours)
-    assert_same_bits(actual, on_cpu(lambda: jnp.asarray(operand).at[ids].add(data, **options)))
+def test_options_change_no_sum(count, bucket_size):
+    rng, ours, theirs = rng_for(count), [], []
+    data, operand = exact_terms(rng, (count, 3), "float32"), exact_terms(rng, (10, 3), "float32")
+    for is_sorted, is_unique, deterministic in itertools.product((False, True), repeat=3):
+        ids = rng.permutation(10)[:count] if is_unique else rng.integers(0, 10, size=count)
+        if is_sorted:
+            ids.sort()
+        options = {"indices_are_sorted": is_sorted, "unique_indices": is_unique}
+
+        def sums(segment_sum, ids=ids, options=options, **more):
+            f = functools.partial(segment_sum, num_segments=10, bucket_size=bucket_size)
+            return lambda data: f(data, ids, **options, **more)
+
+        more = {"deterministic": deterministic}
+        ours.append((sums(jof.segment_sum, **more), (data,)))
+        theirs.append((sums(jax.ops.segment_sum), (data,)))
+        add = functools.partial(jof.scatter_add, indices=ids, **options, **more)
+        ours.append((lambda x, y, add=add: add(x, updates=y), (operand, data)))
+        theirs.append((lambda x, y, i=ids, o=options: x.at[i].add(y, **o), (operand, data)))
+    for k, (actual, expected) in enumerate(
+        zip(together(ours), on_cpu(together, theirs), strict=True)
+    ):
+        (assert_same_bits if k % 2 else assert_same_values)(actual, expected)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -354,16 +368,17 @@ def test_special_values_stay_in_their_row(dtype, width):
     data[4:6, -1] = np.inf, -np.inf
     ids = np.array([1, 2, 3, 4, 5, 5, 0, 0, 99])
     operand = np.full((8, width), -0.0, dtype)
-    for deterministic in (False, True):
-        actual = np.asarray(jof.scatter_add(operand, ids, data, deterministic=deterministic))
-        with np.errstate(invalid="ignore"):
-            expected = on_cpu(lambda: jnp.asarray(operand).at[ids].add(data))
+    ways = ({"deterministic": False}, {"deterministic": True})
+    ours = [(lambda x, y, o=o: jof.scatter_add(x, ids, y, **o), (operand, data)) for o in ways]
+    ours += [(lambda y, o=o: jof.segment_sum(y, ids, 8, **o), (data,)) for o in ways]
+    theirs = [(lambda x, y: x.at[ids].add(y), (operand, data))] * 2
+    theirs += [(lambda y: jax.ops.segment_sum(y, ids, 8), (data,))] * 2
+    results = [*map(np.asarray, together(ours))]
+    for actual, expected in zip(results, on_cpu(together, theirs), strict=True):
         assert_same_values(actual, expected)
-        assert_same_bits(actual[6:], operand[6:])  # nothing hits these: -0 stays
-        sign = np.signbit(actual.real)
-        assert sign[4, 0]  # -0 - 0
-        total = np.asarray(jof.segment_sum(data, ids, 8, deterministic=deterministic))
-        assert_same_values(total, on_cpu(lambda: jax.ops.segment_sum(data, ids, 8)))
+    for added, total in zip(results[:2], results[2:], strict=True):
+        assert_same_bits(added[6:], operand[6:])  # nothing hits these: -0 stays
+        assert np.signbit(added.real)[4, 0]  # -0 - 0
         assert not np.signbit(total.real[[4, 6, 7]]).any()
 
 
@@ -398,6 +413,7 @@ PROBLEMS = [(9000, 100, 1), (5000, 40, 3), (3000, 50, 17), (500, 5000, 2), (60, 
 @pytest.mark.parametrize("dtype", [*FLOATS, "complex64", "complex128"])
 def test_sums_within_error(dtype, implementation, deterministic):
     options = {"deterministic": deterministic, "implementation": implementation}
+    calls, known = [], []
     for count, size, width in PROBLEMS:
         rng = rng_for(count, size, width)
         ids = rng.integers(-2, size + 2, size=count)
@@ -406,12 +422,14 @@ def test_sums_within_error(dtype, implementation, deterministic):
         operand = normals(rng, (size, width), dtype)
         # On GPUs few updates are added to 16-bit rows directly.
         additions_round = BACKEND == "gpu" and not deterministic and count < size
-        rows = oracle.named_rows(ids, size, wrap=True, clip=False)
-        actual = jof.scatter_add(operand, ids, updates, **options)
-        assert_sums_within_error(actual, operand, rows, updates, additions_round)
-        rows = oracle.named_rows(ids, size, wrap=False, clip=False)
-        actual = jof.segment_sum(updates, ids, size, **options)
-        assert_sums_within_error(actual, np.zeros_like(operand), rows, updates, additions_round)
+        for wrap, start in ((True, operand), (False, np.zeros_like(operand))):
+            rows = oracle.named_rows(ids, size, wrap=wrap, clip=False)
+            known.append((start, rows, updates, additions_round))
+        calls.append((lambda x, i, y: jof.scatter_add(x, i, y, **options), (operand, ids, updates)))
+        f = functools.partial(jof.segment_sum, num_segments=size, **options)
+        calls.append((f, (updates, ids)))
+    for actual, expected in zip(together(calls), known, strict=True):
+        assert_sums_within_error(actual, *expected)
 
 
 @pytest.mark.parametrize("width", [1, 12])
@@ -520,6 +538,24 @@ def test_strategies_on_a_gpu(dtype, count, size, width, options, targets, scratc
         assert f"tensor<{scratch.replace(',', 'x')}xf32>" in module
 
 
+@pytest.mark.skipif(not _native.available("cuda"), reason="the _cuda module was not built")
+@pytest.mark.parametrize(
+    ("batch", "count", "parts"), [(64, 300_000, 2), (3, 300_000, 37), (200, 5000, 0)]
+)
+def test_problems_of_a_batch_have_private_sums_each(batch, count, parts):
+    """Where each has work for a block; 0 parts: it has not."""
+
+    def f(updates, ids):
+        return jax.vmap(lambda x: jof.segment_sum(x, ids, 70))(updates)
+
+    types = jax.ShapeDtypeStruct((batch, count), "float32"), jax.ShapeDtypeStruct((count,), "int32")
+    checks = jof.export_checks()
+    export = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)(*types)
+    module = export.mlir_module()
+    assert re.findall(r"custom_call @(jof_\w+)", module) == [PRIVATE if parts else ATOMIC]
+    assert (f"tensor<{parts}x{batch}x70x1xf32>" in module) == bool(parts)
+
+
 @strategies(BACKEND)
 def test_strategies(dtype, count, size, width, options, targets, scratch):
     rng = rng_for(count, size, width)
@@ -570,16 +606,18 @@ def test_runs(dtype, width):
         "two halves": [2048, 2048],
         "around a hot one": [1, 4094, 1],
     }
-    for runs in lengths.values():
-        for dropped in (0, 1500):
-            ids = np.repeat(np.arange(-1, len(runs) + 1), [dropped, *runs, dropped])
-            data = rng_for(len(ids)).integers(-1, 2, size=(len(ids), width)).astype(dtype)
-            zeros = np.zeros((len(runs), width), dtype)
-            rows = oracle.named_rows(ids, len(runs), wrap=False, clip=False)
-            expected = like_sums(oracle.scatter_add(zeros, rows, data), dtype)
-            for options in ({}, IN_ORDER, ALWAYS):
-                actual = jof.segment_sum(data, ids, len(runs), **options)
-                np.testing.assert_array_equal(actual, expected)
+    calls, expected = [], []
+    for runs, dropped in itertools.product(lengths.values(), (0, 1500)):
+        ids = np.repeat(np.arange(-1, len(runs) + 1), [dropped, *runs, dropped])
+        data = rng_for(len(ids)).integers(-1, 2, size=(len(ids), width)).astype(dtype)
+        zeros = np.zeros((len(runs), width), dtype)
+        rows = oracle.named_rows(ids, len(runs), wrap=False, clip=False)
+        for options in ({}, IN_ORDER, ALWAYS):
+            f = functools.partial(jof.segment_sum, num_segments=len(runs), **options)
+            calls.append((f, (data, ids)))
+            expected.append(like_sums(oracle.scatter_add(zeros, rows, data), dtype))
+    for actual, wanted in zip(together(calls), expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
 
 
 @pytest.mark.parametrize(
@@ -589,18 +627,24 @@ def test_runs(dtype, width):
 def test_rows_of_nothing(dtype, options, implementation):
     """No rows, no updates, empty rows, more rows than updates, updates that are all dropped."""
     options = {**options, "implementation": implementation}
+    calls, expected = [], []
     for count, size, width in itertools.product((0, 3), (0, 20), (0, 1, 9)):
         rng = rng_for(count, size, width)
         data = exact_terms(rng, (count, width), dtype)
         operand = exact_terms(rng, (size, width), dtype)
         for ids in (np.full(count, size + 3), np.sort(rng.integers(0, 20, size=count))):
             rows = oracle.named_rows(ids, size, wrap=True, clip=False)
-            actual = jof.segment_sum(data, ids, size, **options)
-            total = oracle.scatter_add(np.zeros_like(operand), rows, data)
-            assert_same_sums(actual, like_sums(total, dtype), implementation)
-            actual = jof.scatter_add(operand, ids, data, **options)
-            total = oracle.scatter_add(operand, rows, data)
+            f = functools.partial(jof.segment_sum, segment_ids=ids, num_segments=size, **options)
+            calls.append((f, (data,)))
+            expected.append(oracle.scatter_add(np.zeros_like(operand), rows, data))
+            f = functools.partial(jof.scatter_add, indices=ids, **options)
+            calls.append((lambda x, y, f=f: f(x, updates=y), (operand, data)))
+            expected.append(oracle.scatter_add(operand, rows, data))
+    for k, (actual, total) in enumerate(zip(together(calls), expected, strict=True)):
+        if k % 2:
             assert_same_bits(actual, like_sums(total, dtype))
+        else:
+            assert_same_sums(actual, like_sums(total, dtype), implementation)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -609,6 +653,7 @@ def test_the_same_bits_on_every_run(dtype, options):
     """CPUs always give them."""
     if BACKEND == "gpu" and not options:
         pytest.skip("not promised on GPUs")
+    calls = []
     for count, size, width in (*PROBLEMS, (100_000, 100, 1), (20_000, 300, 16)):
         rng = rng_for(count, size)
         ids = rng.integers(-1, size + 1, size=count)
@@ -617,7 +662,6 @@ def test_the_same_bits_on_every_run(dtype, options):
         data, operand = (normals(rng, (n, width), dtype) for n in (count, size))
         table = jax.ShapeDtypeStruct(operand.shape, dtype)
 
-        @jax.jit
         def f(operand, ids, data, size=size, table=table):
             options_of_lookup = {} if "indices_are_sorted" in options else options
 
@@ -631,9 +675,12 @@ def test_the_same_bits_on_every_run(dtype, options):
                 *(jax.linear_transpose(lookup, table)(data) if options != IN_ORDER else ()),
             )
 
-        first = f(operand, ids, data)
-        for _ in range(9):
-            jax.tree.map(assert_same_bits, f(operand, ids, data), first)
+        calls.append((f, (operand, ids, data)))
+    fs, arrays = zip(*calls, strict=True)
+    run = jax.jit(lambda arrays: [f(*xs) for f, xs in zip(fs, arrays, strict=True)])
+    first = run(arrays)
+    for _ in range(9):
+        jax.tree.map(assert_same_bits, run(arrays), first)
 
 
 def test_ids_that_break_the_promise_to_be_sorted():
@@ -811,12 +858,12 @@ def test_vmap_over_any_operands(name, axes):
         def value_and_grad(*xs):
             return jax.value_and_grad(lambda *xs: jnp.sum(f(*xs) ** 2), argnums=(0, 2))(*xs)
 
-        return jax.jit(jax.vmap(f, in_axes=axes)), jax.jit(jax.vmap(value_and_grad, in_axes=axes))
+        both = (jax.vmap(g, in_axes=axes) for g in (f, value_and_grad))
+        return jax.jit(lambda *xs, both=(*both,): [g(*xs) for g in both])
 
-    for actual, expected in zip(run(ours), run(theirs), strict=True):
-        compiled = actual.lower(*xs).compile()
-        assert not re.search(r"\bwhile\(|\bsort\(|\bgather\(", compiled.as_text())
-        jax.tree.map(assert_same_values, compiled(*xs), on_cpu(expected, *xs))
+    compiled = run(ours).lower(*xs).compile()
+    assert not re.search(r"\bwhile\(|\bsort\(|\bgather\(", compiled.as_text())
+    jax.tree.map(assert_same_values, compiled(*xs), on_cpu(run(theirs), *xs))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -7,6 +7,7 @@ import functools
 import math
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -19,9 +20,19 @@ from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _primitive
+from tests import catalogue
 from tests.arrays import any_bits
 from tests.catalogue import OPS, without_way
-from tests.shardings import LAYOUTS, RULES, Layout, rule_of, sized, split
+from tests.shardings import (
+    LAYOUTS,
+    REDUCTION_LAYOUTS,
+    REDUCTIONS,
+    RULES,
+    Layout,
+    rule_of,
+    sized,
+    split,
+)
 
 # The CPU has eight virtual devices. On two, which are GPUs, what asks the mesh for its shape runs.
 SHAPE = (4, 2) if len(jax.devices()) >= 8 else (2, 1)
@@ -75,9 +86,9 @@ def value_and_pullback(f, wrt):
 
 def on_one_device(f, wrt, xs):
     """A cotangent, and the value and the gradients with it."""
-    y = f(*map(jnp.asarray, xs))
+    y = jax.eval_shape(f, *xs)
     dy = integers(y.shape, seed=1, dtype=y.dtype)
-    return dy, value_and_pullback(f, wrt)(dy, *map(jnp.asarray, xs))
+    return dy, jax.jit(value_and_pullback(f, wrt))(dy, *xs)
 
 
 def assert_close(actual, expected, rtol=0.0) -> None:
@@ -116,7 +127,7 @@ def custom_calls(hlo: str) -> set[tuple[str, int]]:
     }
 
 
-BY_NAME = {str(layout): layout for layout in LAYOUTS}
+BY_NAME = {str(layout): layout for layout in (*LAYOUTS, *REDUCTION_LAYOUTS)}
 # One of each kind of machinery.
 EACH_KIND = [
     BY_NAME[name]
@@ -140,15 +151,9 @@ LOOKUP_IN_DIVIDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
 # --- the table ------------------------------------------------------------------------------------
 
 
-# They have the rules of segment_sum and scatter_add, and wait for rows of their own.
-NOT_IN_THE_TABLE = {"segment_max", "segment_min", "segment_prod", "segment_mean", "segment_softmax"}
-NOT_IN_THE_TABLE |= {"message_mean", "attention_sum"}
-NOT_IN_THE_TABLE |= {"scatter_max", "scatter_min", "scatter_mul"}
-
-
 def test_every_op_is_in_the_table():
-    tested = {layout.case.function for layout in LAYOUTS} - {"ElementwiseKernel"}
-    assert tested == {op.public_name for op in OPS} - NOT_IN_THE_TABLE
+    tested = {layout.case.function for layout in (*LAYOUTS, *REDUCTION_LAYOUTS)}
+    assert tested - {"ElementwiseKernel"} == {op.public_name for op in OPS}
 
 
 @pytest.mark.parametrize("op", RULES)
@@ -188,9 +193,12 @@ def mapped(layout: Layout, mesh, **options):
 
 
 def ways():
+    kinds = {case.name for case in catalogue.EACH_KIND}
     for layout in LAYOUTS:
         made = set(layout.axes).difference(*layout.operands)
-        for way in ("auto", "explicit", "shard_map"):
+        of_a_kind = layout.case.name in kinds
+        # Every op has its name in the rule; the rest is the same for all of a kind.
+        for way in ("auto", "explicit", "shard_map") if of_a_kind else ("auto",):
             # In a shard_map it is the user who shards rows, or adds an operand once. Types know
             # nothing of rows that no operand has.
             by_user = "s" in layout.axes or (layout.case.name == "scatter_add" and layout.summed())
@@ -237,6 +245,42 @@ def test_layout(way, layout):
                 assert {target for target, _ in calls} == {t for t, _ in {value} | gradients}
 
 
+def ways_of_reductions():
+    for layout in REDUCTION_LAYOUTS:
+        made = set(layout.axes).difference(*layout.operands)
+        for axis_types in AXIS_TYPES[: 1 if made else 2]:
+            together = pytest.mark.xdist_group(str(layout))
+            yield pytest.param(axis_types, layout, id=f"{axis_types}-{layout}", marks=together)
+
+
+@pytest.mark.parametrize(("axis_types", "layout"), [*ways_of_reductions()])
+def test_reductions_of_rows(axis_types, layout):
+    """The same of maxima, minima, products and means, which send more."""
+    case, wrt = layout.case, layout.wrt
+    (sent,) = (sent for ops, sent in REDUCTIONS.items() if case.op.name in ops)
+    xs, dy, expected = known(str(layout))
+    with mesh_of(axis_types) as mesh:
+        specs = layout.specs()
+        results = (layout.spec(layout.result), tuple(specs[i] for i in wrt))
+        shardings = jax.tree.map(functools.partial(NamedSharding, mesh), results)
+        said = axis_types == "auto" and "s" in layout.axes
+        run = jax.jit(value_and_pullback(case.f, wrt), out_shardings=shardings if said else None)
+        arguments = put(mesh, (results[0], *specs), (dy, *xs))
+        compiled = run.lower(*arguments).compile()
+        actual = compiled(*arguments)
+        np.testing.assert_allclose(actual[0], expected[0], rtol=case.rtol)
+        assert_close(actual[1], expected[1], case.rtol)
+        jax.tree.map(assert_sharded, actual, shardings)
+        law = Counter()
+        for letter, costs in (("n", sent[:2]), ("s", sent[2:])):
+            for cost in costs if letter in layout.axes else ():
+                law.update(cost)
+        assert collectives(compiled.as_text()) == law
+        part = layout.shard_size(layout.result, expected[0].shape, mesh)
+        by_segment = layout.result == "stu"  # what is a result for each row has no call of its own
+        assert not by_segment or (case.target, part) in custom_calls(compiled.as_text())
+
+
 # --- inside other transformations -----------------------------------------------------------------
 
 
@@ -262,8 +306,10 @@ NESTED = {
 
 
 @pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_DIVIDED_ROWS], ids=str)
-@pytest.mark.parametrize("axis_types", AXIS_TYPES)
-@pytest.mark.parametrize("nested", NESTED)
+@pytest.mark.parametrize(
+    ("nested", "axis_types"),
+    [("scan", "auto"), ("checkpoint", "auto"), ("checkpoint", "explicit")],  # which scans, too
+)
 def test_nested_in_scan(nested, axis_types, layout):
     case, wrt = layout.case, layout.wrt
     nest, values = NESTED[nested]
@@ -271,8 +317,8 @@ def test_nested_in_scan(nested, axis_types, layout):
         xs = case.inputs(3)
         y = jax.eval_shape(squared(case.ref), *(x[0] for x in xs))
         dy = integers((3, *y.shape), seed=1, dtype=y.dtype)
-        reference = value_and_pullback(squared(case.ref), wrt)
-        steps = [reference(*map(jnp.asarray, step)) for step in zip(dy, *xs, strict=True)]
+        reference = jax.jit(value_and_pullback(squared(case.ref), wrt))
+        steps = [reference(*step) for step in zip(dy, *xs, strict=True)]
         expected = jax.tree.map(lambda *parts: np.stack(parts), *steps)
         with mesh_of(axis_types) as mesh:
             specs = [P(None, *spec) for spec in layout.specs()]

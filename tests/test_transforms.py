@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import pytest
 from jax import lax
 
 import jax_oneflow_ops as jof
-from tests.catalogue import CASES, ELEMENTWISE_CASES, FUNCTIONS, OPS, REPRESENTATIVE, Case
+from tests.catalogue import CASES, EACH_KIND, FUNCTIONS, OPS, REPRESENTATIVE, Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Column:
     transform: Callable[[Case, Callable[..., Any]], Any]
     group: str  # the column of docs/transformations.md
     core: bool  # variants go through it, too
-    # Whether it is about jax's machinery and not about derivatives or batches, so that one of the
-    # elementwise ops of each kind is enough.
-    machinery: bool
+    # The cases it is for: all; for what knows nothing of an op's formula those of each kind; for
+    # what is jax's own machinery one of each primitive.
+    among: tuple[Case, ...]
     # Whether the op's and the reference's transformation are in one compiled program, with those of
     # the group's other columns, which saves time. The others are about what happens outside
     # `jax.jit`, or compile by themselves.
@@ -40,6 +40,9 @@ class Column:
     # Why a case has no use for it, if so.
     reason: Callable[[Case], str | None]
 
+
+# One for each primitive, and for each way that elementwise ones are made.
+PRIMITIVES = (*REPRESENTATIVE, *(case for case in CASES if case.name == "scaled_silu"))
 
 # The groups of columns.
 JIT = "`jit`"
@@ -64,10 +67,10 @@ def not_linear(case: Case) -> str | None:
     return None if linear_sets(case.name) else "not linear in any operand"
 
 
-def column(group, *, core=False, machinery=False, traced=True, expects=None, reason=always):
+def column(group, *, core=False, among=CASES, traced=True, expects=None, reason=always):
     def decorate(transform):
         name = transform.__name__
-        COLUMNS[name] = Column(name, transform, group, core, machinery, traced, expects, reason)
+        COLUMNS[name] = Column(name, transform, group, core, among, traced, expects, reason)
         return transform
 
     return decorate
@@ -148,23 +151,23 @@ def jit(case, f):
     return jax.jit(f)(*case.inputs())
 
 
-@column(JIT, machinery=True, traced=False, expects="gradient")
+@column(JIT, among=REPRESENTATIVE, traced=False, expects="gradient")
 def of_constants(case, f):
     return jax.jit(lambda: grad(case, cube(f))(*case.inputs()))()
 
 
-@column(JIT)
+@column(JIT, among=EACH_KIND)
 def jit_in_jit(case, f):
     return jax.jit(lambda *xs: jax.jit(f)(*plus(xs, 1)) + jax.jit(f)(*xs))(*case.inputs())
 
 
-@column(JIT, machinery=True, traced=False, expects="gradient")
+@column(JIT, among=REPRESENTATIVE, traced=False, expects="gradient")
 def ahead_of_time(case, f):
     specs = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
     return jax.jit(grad(case, cube(f))).lower(*specs).compile()(*case.inputs())
 
 
-@column(JIT, machinery=True, traced=False)
+@column(JIT, among=EACH_KIND, traced=False)
 def donated(case, f):
     total = jnp.ones_like(cotangents(case))
     result = jax.jit(lambda total, *xs: total + f(*xs), donate_argnums=0)(total, *case.inputs())
@@ -172,7 +175,7 @@ def donated(case, f):
     return result
 
 
-@column(JIT, machinery=True, traced=False)
+@column(JIT, among=EACH_KIND, traced=False)
 def operands_donated(case, f):
     """The inputs' buffers are reused for results while the op may still read them."""
 
@@ -189,13 +192,13 @@ def operands_donated(case, f):
     return result
 
 
-@column(JIT)
+@column(JIT, among=EACH_KIND)
 def tree_map(case, f):
     trees = [{"a": x, "b": (x + 1, [x * 2])} for x in case.inputs()]
     return jax.tree.map(f, *trees)
 
 
-@column(JIT, machinery=True, traced=False)
+@column(JIT, among=REPRESENTATIVE, traced=False)
 def threads(case, f):
     compiled = jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))
     results = [None] * 4
@@ -232,20 +235,20 @@ def eval_shape(case, f):
 # --- debugging and settings -----------------------------------------------------------------------
 
 
-@column(SETTINGS, machinery=True, traced=False, expects="gradient")
+@column(SETTINGS, among=REPRESENTATIVE, traced=False, expects="gradient")
 def without_jit(case, f):
     with jax.disable_jit():
         return grad(case, cube(f))(*case.inputs())
 
 
-@column(SETTINGS, traced=False, expects="jit_of_value_and_grad")
+@column(SETTINGS, among=REPRESENTATIVE, traced=False, expects="jit_of_value_and_grad")
 def debug_nans(case, f):
     """There are none."""
     with jax.debug_nans(True):
         return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*case.inputs())
 
 
-@column(SETTINGS, traced=False)
+@column(SETTINGS, among=EACH_KIND, traced=False)
 def x64(case, f):
     """64-bit types being enabled changes neither the bits nor the types of 32-bit values."""
     xs = [x.astype(np.float32) for x in case.inputs()]
@@ -403,12 +406,12 @@ def gradient_of_the_input_only_where_it_is_used(case, f):
     return jax.grad(lambda a, b: jnp.vdot(f(*a), f(*b)), argnums=1)(xs, plus(xs, 1))
 
 
-@column(RULES, core=True)
+@column(RULES, among=PRIMITIVES, core=True)
 def checkpoint(case, f):
     return grad(case, jax.checkpoint(cube(f)))(*case.inputs())
 
 
-@column(RULES)
+@column(RULES, among=PRIMITIVES)
 def custom_vjp(case, f):
     @jax.custom_vjp
     def g(*xs):
@@ -418,7 +421,7 @@ def custom_vjp(case, f):
     return grad(case, cube(g))(*case.inputs())
 
 
-@column(RULES)
+@column(RULES, among=PRIMITIVES)
 def custom_jvp(case, f):
     @jax.custom_jvp
     def g(*xs):
@@ -440,7 +443,7 @@ def vmap(case, f):
     return jax.vmap(f)(*case.inputs(3))
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def vmap_of_vmap(case, f):
     """With the inner batch axis second, and third in the result; scalars have no other."""
     axes = tuple(min(1, len(shape)) for shape in case.shapes)
@@ -453,13 +456,13 @@ def vmap_of_grad(case, f):
     return jax.vmap(grad(case, cube(f)))(*case.inputs(3))
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def grad_of_vmap(case, f):
     xs = [jnp.moveaxis(x, 0, -1) for x in case.inputs(3)]
     return grad(case, cube(jax.vmap(f, in_axes=-1, out_axes=1)))(*xs)
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def vmap_of_jvp(case, f):
     xs = case.inputs(3)
     return jax.vmap(lambda xs, vs: jax.jvp(f, xs, vs))(xs, tuple(x[::-1] for x in xs))
@@ -473,13 +476,13 @@ def vmap_of_hvp(case, f):
     )
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def vmap_of_one_of_two_calls(case, f):
     xs = case.inputs(3)
     return jax.vmap(lambda a, b: f(*a) * f(*b), in_axes=(0, None))(xs, tuple(x[0] for x in xs))
 
 
-@column(VMAP, core=True)
+@column(VMAP, among=EACH_KIND, core=True)
 def vmap_of_some_operands(case, f):
     """And of the gradient: one has a batch axis, or all but one have."""
     every = {*case.every_operand}
@@ -496,7 +499,7 @@ def vmap_of_some_operands(case, f):
     return results
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def vmap_over_any_axis(case, f):
     """From either end; between H and W, too."""
 
@@ -515,7 +518,7 @@ def vmap_over_any_axis(case, f):
     return results
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def map_in_batches(case, f):
     return lax.map(lambda xs: f(*xs), case.inputs(5), batch_size=2)
 
@@ -527,7 +530,7 @@ def zero(case):
     return jnp.zeros((), case.dtype)
 
 
-@column(CONTROL, core=True)
+@column(CONTROL, among=PRIMITIVES, core=True)
 def scan(case, f):
     def step(carry, xs):
         y = f(*xs)
@@ -536,7 +539,7 @@ def scan(case, f):
     return lax.scan(step, zero(case), case.inputs(4))
 
 
-@column(CONTROL)
+@column(CONTROL, among=PRIMITIVES)
 def grad_of_scan(case, f):
     def total(xs):
         return lax.scan(lambda carry, x: (carry + cube(f)(*x), None), zero(case), xs)[0]
@@ -544,7 +547,7 @@ def grad_of_scan(case, f):
     return jax.grad(total)(case.inputs(4))
 
 
-@column(CONTROL)
+@column(CONTROL, among=PRIMITIVES)
 def while_loop(case, f):
     def step(state):
         i, xs = state
@@ -553,7 +556,7 @@ def while_loop(case, f):
     return lax.while_loop(lambda state: state[0] < 3, step, (0, case.inputs()))
 
 
-@column(CONTROL)
+@column(CONTROL, among=PRIMITIVES)
 def grad_of_fori_loop(case, f):
     def total(xs):
         return lax.fori_loop(0, 3, lambda i, carry: carry + (i + 1) * cube(f)(*xs), zero(case))
@@ -566,7 +569,7 @@ def for_each(values, function):
     return lax.map(function, np.array(values))
 
 
-@column(CONTROL)
+@column(CONTROL, among=PRIMITIVES)
 def cond(case, f):
     def either(flag):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *case.inputs())
@@ -574,7 +577,7 @@ def cond(case, f):
     return for_each([True, False], either)
 
 
-@column(CONTROL)
+@column(CONTROL, among=PRIMITIVES)
 def grad_of_cond(case, f):
     def either(flag, xs):
         return lax.cond(flag, lambda xs: cube(f)(*xs), lambda xs: -cube(f)(*times(2, xs)), xs)
@@ -582,7 +585,7 @@ def grad_of_cond(case, f):
     return for_each([True, False], lambda flag: jax.grad(either, argnums=1)(flag, case.inputs()))
 
 
-@column(CONTROL)
+@column(CONTROL, among=PRIMITIVES)
 def vmap_of_cond(case, f):
     def either(flag, *xs):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *xs)
@@ -590,7 +593,7 @@ def vmap_of_cond(case, f):
     return jax.vmap(either)(np.array([True, False, True]), *case.inputs(3))
 
 
-@column(CONTROL)
+@column(CONTROL, among=PRIMITIVES)
 def switch(case, f):
     branches = [f, lambda *xs: -f(*xs), lambda *xs: f(*xs) * f(*xs)]
     return for_each(range(3), lambda i: lax.switch(i, branches, *case.inputs()))
@@ -599,7 +602,7 @@ def switch(case, f):
 # --- symbolic shapes ------------------------------------------------------------------------------
 
 
-@column(SYMBOLIC, traced=False)
+@column(SYMBOLIC, among=EACH_KIND, traced=False)
 def symbolic_shapes(case, f):
     """Exported once, called with arrays of two sizes."""
 
@@ -617,12 +620,11 @@ def symbolic_shapes(case, f):
 # --- the table ------------------------------------------------------------------------------------
 
 
-def cells() -> Iterator[tuple[Case, Column]]:
+def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
     """(row, column) for all that the table has, or gives a reason to leave out."""
-    for case in CASES:
-        shared = case in ELEMENTWISE_CASES and case not in REPRESENTATIVE
+    for case in cases:
         for column in COLUMNS.values():
-            if column.core or not (case.variant or (shared and column.machinery)):
+            if case in column.among and (column.core or not case.variant):
                 yield case, column
 
 
@@ -653,8 +655,8 @@ def traced(name: str, group: str) -> dict[str, Any]:
     """A row's results of a group's columns that are traced, by one program: it saves much time."""
     columns = [
         (case, column)
-        for case, column in cells()
-        if (case.name, column.group) == (name, group) and column.traced and not column.reason(case)
+        for case, column in cells(case for case in CASES if case.name == name)
+        if column.group == group and column.traced and not column.reason(case)
     ]
     return jax.jit(
         lambda: {column.name: both(InProgram(**vars(case)), column) for case, column in columns}

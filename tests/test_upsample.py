@@ -403,11 +403,17 @@ def test_gradient_equals_that_of_jax_image_resize(factor, dtype, data_format):
     x = jnp.asarray(small_integers(rng, (2, 5, 7, 6), dtype))
     axis = oracle.spatial_axis(4, data_format)
     size = tuple(factor * n for n in x.shape[axis : axis + 2])
-    y, vjp = jax.vjp(lambda x: jof.upsample_nearest2d(x, factor, data_format=data_format), x)
-    expected_y, expected_vjp = jax.vjp(lambda x: jax_resize(x, size, data_format), x)
-    assert_same_bits(y, expected_y)
-    dy = jnp.asarray(small_integers(rng, y.shape, dtype))
-    assert_same_values(vjp(dy)[0], expected_vjp(dy)[0])
+    dy = jnp.asarray(small_integers(rng, oracle.resized(x.shape, size, data_format), dtype))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(f, x, dy):
+        y, vjp = jax.vjp(f, x)
+        return y, vjp(dy)[0]
+
+    y, dx = both(lambda x: jof.upsample_nearest2d(x, factor, data_format=data_format), x, dy)
+    expected, expected_dx = both(lambda x: jax_resize(x, size, data_format), x, dy)
+    assert_same_bits(y, expected)
+    assert_same_values(dx, expected_dx)
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -533,12 +539,18 @@ def test_empty_arrays(shape, kwargs, expected, implementation):
         return jof.upsample_nearest2d(x, implementation=implementation, **kwargs)
 
     x = jnp.zeros(shape)
-    assert f(x).shape == jax.jit(f)(x).shape == jax.eval_shape(f, x).shape == expected
-    y, vjp = jax.vjp(f, x)
-    assert vjp(y)[0].shape == shape
-    assert jax.jvp(f, (x,), (x,))[1].shape == expected
-    assert jax.jacrev(f)(x).shape == (*expected, *shape)
-    assert jax.vmap(f)(jnp.zeros((2, *shape))).shape == (2, *expected)
+    assert f(x).shape == jax.eval_shape(f, x).shape == expected
+
+    @jax.jit
+    def transformed(x):
+        y, vjp = jax.vjp(f, x)
+        return y, vjp(y)[0], jax.jvp(f, (x,), (x,))[1], jax.jacrev(f)(x), jax.vmap(f)(x[None])
+
+    y, dx, tangent, jacobian, batch = transformed(x)
+    assert y.shape == tangent.shape == expected
+    assert dx.shape == shape
+    assert jacobian.shape == (*expected, *shape)
+    assert batch.shape == (1, *expected)
 
 
 def test_empty_vmap_axis():

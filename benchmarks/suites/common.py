@@ -1,7 +1,7 @@
 """Names and sizes of listed cases, and how random ones are drawn."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -93,6 +93,21 @@ def random_dimension(rng: np.random.Generator, about: float) -> int:
 def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
     """Draws one of the choices; NumPy would turn them into an array."""
     return choices[int(rng.integers(len(choices)))]
+
+
+def pullback(function: Callable[..., Any], wrt: Iterable[int] = (0,)) -> Callable[..., Any]:
+    """The pullback alone, of (operands, cotangent): XLA drops the value, which is not used."""
+
+    def run(*args: Any) -> Any:
+        *operands, cotangent = args
+
+        def of_some(*live: Any) -> Any:
+            known = dict(zip(wrt, live, strict=True))
+            return function(*(known.get(i, x) for i, x in enumerate(operands)))
+
+        return jax.vjp(of_some, *(operands[i] for i in wrt))[1](cotangent)
+
+    return run
 
 
 def contender(name: str, step: Callable[..., Any], batches: Sequence[Any], state: Any) -> Contender:

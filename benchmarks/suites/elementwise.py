@@ -10,7 +10,7 @@ from tests import catalogue
 
 from .. import accuracy, rivals
 from ..accuracy import Exact
-from ..harness import SWEEP, Array, Case, Function, Maker, Work
+from ..harness import SWEEP, Array, Case, Function, Work
 from ..inputs import Input
 from ..tables import size
 from . import common
@@ -102,6 +102,7 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         ours = partial(_our_pullback, op, ours)
     kernel = f"{name}_vjp" if gradient else name
     large = rivals.is_large(shape)
+    by_triton = large and kernel == "gelu_tanh"
     return Work(
         inputs,
         ours,
@@ -112,7 +113,7 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         alone=True,
         torch=None if gradient else TORCH.get(name),
         compile=dtype != "float16" and kernel in _COMPILED and large,
-        others=_others(kernel, dtype) if large else {},
+        others={"triton": rivals.maker("triton_kernels", kernel)} if by_triton else {},
         effort=1.0 if group == SWEEP else 0.4,
     )
 
@@ -122,19 +123,7 @@ def _our_pullback(op: Any, function: Function, *args: Array, implementation: str
 
 
 def _pullback(op: Any, function: Function) -> Function:
-    """The pullback alone: the value is not used, and XLA drops it."""
-    wrt = [i for i in op.wrt if i not in op.same]
-
-    def run(*args: Array) -> Array:
-        arrays, ct = args[:-1], args[-1]
-
-        def of_differentiated(*live: Array) -> Array:
-            known = dict(zip(wrt, live, strict=True))
-            return function(*(known.get(i, x) for i, x in enumerate(arrays)))
-
-        return jax.vjp(of_differentiated, *(arrays[i] for i in wrt))[1](ct)
-
-    return run
+    return common.pullback(function, [i for i in op.wrt if i not in op.same])
 
 
 # ---- checks, by the catalogue's formulas ----
@@ -172,15 +161,12 @@ def _verify_pullback(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sample
 _COMPILED = {"gelu_tanh", "silu", "swiglu", "mish"}
 
 
-def _others(kernel: str, dtype: str) -> dict[str, Maker]:
-    # CuPy lacks bfloat16.
-    has = {"triton": kernel == "gelu_tanh", "cupy": dtype != "bfloat16"}
-    has["cupy"] &= kernel in ("multiply", "gelu_tanh")
-    return {name: rivals.maker(f"{name}_kernels", kernel) for name in has if has[name]}
-
-
 def _functional(name: str, **options: Any) -> Function:
     return lambda torch, x: getattr(torch.nn.functional, name)(x, **options)
+
+
+def _own(name: str) -> Function:
+    return lambda torch, *operands: getattr(torch, name)(*operands)
 
 
 def _gated(activation: Function) -> Function:
@@ -192,23 +178,16 @@ _GELU_ERF = _functional("gelu", approximate="none")
 _SILU = _functional("silu")
 TORCH: dict[str, Function] = {
     **{name: _functional(name) for name in ("relu", "elu", "softplus", "mish")},
+    **{name: _own(name) for name in ("sigmoid", "tanh", "maximum", "minimum", "where")},
+    **{name: _own(name) for name in ("add", "subtract", "multiply", "divide")},
     "leaky_relu": _functional("leaky_relu", negative_slope=0.01),
-    "sigmoid": lambda torch, x: torch.sigmoid(x),
-    "tanh": lambda torch, x: torch.tanh(x),
     "silu": _SILU,
     "hard_swish": _functional("hardswish"),
     "gelu_tanh": _GELU_TANH,
     "gelu_erf": _GELU_ERF,
     "scale": lambda torch, x: x * 0.75,
     "scale_traced": lambda torch, x, alpha: x * alpha,
-    "add": lambda torch, x, y: x + y,
-    "subtract": lambda torch, x, y: x - y,
-    "multiply": lambda torch, x, y: x * y,
-    "divide": lambda torch, x, y: x / y,
-    "maximum": lambda torch, x, y: torch.maximum(x, y),
-    "minimum": lambda torch, x, y: torch.minimum(x, y),
     "fma": lambda torch, x, y, z: torch.addcmul(z, x, y),
-    "where": lambda torch, condition, x, y: torch.where(condition, x, y),
     "swiglu": _gated(_SILU),
     "geglu_tanh": _gated(_GELU_TANH),
     "geglu_erf": _gated(_GELU_ERF),

@@ -91,7 +91,9 @@ def _work(kernel: Kernel, name: str, dtype: str, n: int) -> Work:
     if by_hand:
         forms["jnp by hand"] = catalogue.in_float32(partial(kernel.formula, _BY_HAND))
     if kernel.pullback:
-        ours, forms = _pullback(ours), {form: _pullback(f) for form, f in forms.items()}
+        arrays = range(len(kernel.inputs) - 1)  # the cotangent is none of them
+        ours = common.pullback(ours, arrays)
+        forms = {form: common.pullback(f, arrays) for form, f in forms.items()}
     inputs = {
         "a": Input((n // WIDTH, WIDTH), dtype),
         "r": Input((WIDTH,), dtype),
@@ -112,11 +114,6 @@ def _work(kernel: Kernel, name: str, dtype: str, n: int) -> Work:
 
 def _torch(kernel: Kernel, torch: Any, *args: Array) -> Any:
     return kernel.formula(_functions_of(torch), *args)
-
-
-def _pullback(function: Function) -> Function:
-    """With respect to all arrays but the last, which is the cotangent."""
-    return lambda *args: jax.vjp(function, *args[:-1])[1](args[-1])
 
 
 def _verify(kernel: Kernel, dtype: str, sampled: accuracy.Sampled) -> str | None:

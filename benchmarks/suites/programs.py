@@ -199,10 +199,9 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
     }
 
 
-def _pullback(function: Function, x: Array, *rest: Array) -> Array:
-    """The gradient of `function(x, ...)`; the cotangent comes last."""
-    *others, cotangent = rest
-    (gradient,) = jax.vjp(lambda x: function(x, *others), x)[1](cotangent)
+def _pullback(function: Function, *args: Array) -> Array:
+    """The gradient of `function(x, ...)` by x; the cotangent comes last."""
+    gradient: Array = common.pullback(function)(*args)[0]
     return gradient
 
 

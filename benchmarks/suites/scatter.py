@@ -12,8 +12,8 @@ import numpy as np
 import jax_oneflow_ops as jof
 from tests import catalogue
 
-from .. import accuracy, rivals
-from ..harness import SWEEP, Array, Case, Function, Maker, Work
+from .. import accuracy
+from ..harness import SWEEP, Array, Case, Function, Work
 from ..inputs import Input
 from ..tables import size
 from . import common
@@ -125,8 +125,6 @@ def _work(p: Problem) -> Work:
     table = p.segments * p.width * common.itemsize(p.dtype)
     wall = on_gpu and clears and table >= _LARGE_TABLE
     ours = partial(_OURS[p.function], p)
-    by_cub = p.group == "segment_sum" and p.ids == "sorted" and p.width == 1
-    others: dict[str, Maker] = {"cub": rivals.maker("cub")} if by_cub else {}
     return Work(
         _inputs(p),
         ours,
@@ -138,7 +136,6 @@ def _work(p: Problem) -> Work:
         variants={"deterministic": partial(ours, deterministic=True)} if sums else {},
         torch=partial(_TORCH[p.function], p),
         torch_inputs=(lambda torch, *x: (x[0].clone(), *x[1:])) if p.in_place else None,
-        others=others,
         donated=p.in_place,
         effort=1.0 if wall else 0.5,
         wall=wall,
@@ -160,9 +157,8 @@ def _inputs(p: Problem) -> list[Input]:
 
 def _pullback(function: Function, p: Problem, cotangent: Array) -> Array:
     """Alone: it does not depend on the table's values."""
-    shape = (p.segments, *cotangent.shape[1:])
-    (gradient,) = jax.vjp(function, jnp.zeros(shape, cotangent.dtype))[1](cotangent)
-    return gradient
+    table = jnp.zeros((p.segments, *cotangent.shape[1:]), cotangent.dtype)
+    return common.pullback(function)(table, cotangent)[0]
 
 
 def _segment_sum(function: Function, p: Problem, data: Array, ids: Array, **options: Any) -> Array:

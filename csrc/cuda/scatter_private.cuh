@@ -11,6 +11,8 @@
 // take turns. Which do, each sees in a mask beside the word, in which all set their bit: adding
 // bits is an instruction, and cheaper than comparing the targets of the lanes.
 //
+// Problems of a batch have blocks of their own.
+//
 // Bytes: each update and id once.
 #pragma once
 
@@ -30,10 +32,11 @@ constexpr int kThreads = 1024, kWarp = 32;
 template <typename T, typename Index>
 constexpr int kItemsOf = sizeof(T) == 8 || sizeof(Index) == 8 ? 4 : 8;
 
-// The tables of a block, and how its work is divided.
+// The tables of a block, and how the work of a problem is divided.
 struct PrivateTables {
-  int tables, outputs;
-  int64_t elements, part_elements;
+  int tables, outputs, batch;
+  int64_t parts, elements, part_elements;
+  int64_t ids;  // from a problem's ids to the next one's: 0 where they are shared
   int inner;
   FastDivider<uint64_t> by_inner;
 };
@@ -86,7 +89,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   int target[kItems];
   Sum sum[kItems];
-  const int64_t begin = blockIdx.x * p.part_elements;
+  const int64_t part = blockIdx.x / p.batch, problem = blockIdx.x % p.batch;
+  updates += problem * p.elements;
+  ids += problem * p.ids;
+  result += problem * p.outputs;
+  const int64_t begin = part * p.part_elements;
   const int64_t end = min(begin + p.part_elements, p.elements);
   constexpr int kIdPack = kPackSize<Index> < kItems ? kPackSize<Index> : kItems;
   constexpr int kPack = kPackSize<T> < kItems ? kPackSize<T> : kItems;
@@ -141,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   const auto put = [&](int t, Sum total) {
-    if (gridDim.x > 1) {
+    if (p.parts > 1) {
       parts[static_cast<int64_t>(blockIdx.x) * p.outputs + t] = total;
     } else {
       result[t] = reduction.Finish(has_operand, has_operand ? result[t] : T{}, total);
@@ -178,16 +185,16 @@ constexpr int kSumOutputs = 32;
 
 template <typename R, typename T = typename R::Element, typename Sum = typename R::Value>
 __global__ void __launch_bounds__(kThreads)
-    SumPartsKernel(R reduction, int parts, int outputs, bool has_operand,
+    SumPartsKernel(R reduction, int parts, int64_t outputs, bool has_operand,
                    const Sum* __restrict__ sums, T* __restrict__ result) {
   constexpr int kGroups = kThreads / kSumOutputs;
   __shared__ Sum shared[kGroups][kSumOutputs];
   const int lane = threadIdx.x % kSumOutputs, group = threadIdx.x / kSumOutputs;
-  const int t = blockIdx.x * kSumOutputs + lane;
+  const int64_t t = int64_t{blockIdx.x} * kSumOutputs + lane;
   Sum sum = reduction.Identity();
   if (t < outputs) {
     for (int p = group; p < parts; p += kGroups) {
-      sum = reduction.Combine(sum, sums[int64_t{p} * outputs + t]);
+      sum = reduction.Combine(sum, sums[p * outputs + t]);
     }
   }
   shared[group][lane] = sum;
@@ -205,6 +212,9 @@ cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t strea
   const int64_t parts = a.splits;
   PrivateTables tables{};
   tables.outputs = static_cast<int>(p.size() * p.inner);
+  tables.batch = static_cast<int>(p.batch);
+  tables.parts = parts;
+  tables.ids = p.shared_ids ? 0 : p.rows;
   tables.elements = p.rows * p.inner;
   tables.inner = static_cast<int>(p.inner);
   tables.by_inner = FastDivider<uint64_t>(static_cast<uint64_t>(p.inner));
@@ -227,13 +237,14 @@ cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t strea
   const cudaError_t status = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kPrivateBytes));
   if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(parts), static_cast<unsigned>(threads),
+  kernel<<<static_cast<unsigned>(parts * p.batch), static_cast<unsigned>(threads),
            static_cast<size_t>(table_bytes()), stream>>>(
       reduction, p.rule, tables, static_cast<const T*>(a.updates), static_cast<const Index*>(a.ids),
       static_cast<Sum*>(a.scratch), a.has_operand(), static_cast<T*>(a.result));
   if (parts == 1) return cudaGetLastError();
-  return LaunchBlocks<kThreads>(SumPartsKernel<R>, (tables.outputs + kSumOutputs - 1) / kSumOutputs,
-                                0, stream, reduction, static_cast<int>(parts), tables.outputs,
+  const int64_t outputs = p.batch * tables.outputs;
+  return LaunchBlocks<kThreads>(SumPartsKernel<R>, (outputs + kSumOutputs - 1) / kSumOutputs, 0,
+                                stream, reduction, static_cast<int>(parts), outputs,
                                 a.operand != nullptr, static_cast<const Sum*>(a.scratch),
                                 static_cast<T*>(a.result));
 }

@@ -138,10 +138,11 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
     return InvalidArgument(op, ": scratch must have shape ", wanted, ", got ",
                            ShapeString(dimensions));
   }
-  if (strategy == ScatterStrategy::kPrivate && limits.private_bytes != 0 && parts > 0) {
+  if (strategy == ScatterStrategy::kPrivate && limits.private_bytes != 0 && parts * p.batch > 0) {
     const int64_t room = limits.private_bytes / (call->deterministic ? 2 : 1);  // for tags, too
-    if (p.batch != 1 || static_cast<int64_t>(scratch.size_bytes()) / parts > room) {
-      return InvalidArgument(op, ": on a GPU there is no batch, and sums take at most ", room,
+    if (parts * p.batch > INT32_MAX ||
+        static_cast<int64_t>(scratch.size_bytes()) / (parts * p.batch) > room) {
+      return InvalidArgument(op, ": on a GPU a problem's sums take at most ", room,
                              " bytes of shared memory; got parts of shape ",
                              ShapeString(dimensions));
     }

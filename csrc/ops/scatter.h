@@ -62,7 +62,7 @@ enum class ScatterStrategy {
 // What a backend takes of them.
 struct ScatterLimits {
   bool has_short_ids;     // sorted ids may be uint16
-  int64_t private_bytes;  // of a part's sums, if there is a limit: there is no batch then
+  int64_t private_bytes;  // of one problem's sums in a part, if there is a limit
   int64_t element_chunk;  // the longest chunk of sorted single elements, if there is a limit
 };
 

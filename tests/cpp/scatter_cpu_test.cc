@@ -63,6 +63,25 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
                                          : static_cast<int32_t>(s.rows - 1 - n));
   }
   const IndexRule rule{s.size, false, false};
+  // At every offset the same values, and the same result.
+  std::vector<T> values, start, wanted;
+  for (int64_t i = 0; i < s.batch * s.rows * inner; ++i) {
+    values.push_back(Make<T>(Value(i, !is_signed)));
+  }
+  std::vector<int64_t> want(static_cast<size_t>(s.batch * s.size * inner));
+  for (size_t i = 0; i < want.size(); ++i) {
+    want[i] = has_operand ? static_cast<int64_t>(i % 5) : 0;
+    start.push_back(Make<T>(want[i]));
+  }
+  for (int64_t n = 0; n < s.batch * s.rows; ++n) {
+    const int64_t id = rule.Resolve(ids[static_cast<size_t>(n)]);
+    const int64_t row = ordered ? order[static_cast<size_t>(n)] : n;
+    for (int64_t d = 0; id >= 0 && d < inner; ++d) {
+      int64_t& sum = want[static_cast<size_t>((n / s.rows * s.size + id) * inner + d)];
+      sum = Combined(reducer, sum, Value(row * inner + d, !is_signed));
+    }
+  }
+  for (const int64_t value : want) wanted.push_back(Make<T>(value));
   for (int64_t offset = 0; offset < 16; offset += bytes) {
     Guarded updates(s.batch * s.rows * inner * bytes, offset);
     Guarded result(s.batch * s.size * inner * bytes, 16 - bytes - offset);
@@ -70,20 +89,8 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
     Guarded scratch(sums * inner * static_cast<int64_t>(sizeof(Compute<T>)), 0);
     auto* in = static_cast<T*>(updates.data());
     auto* out = static_cast<T*>(result.data());
-    std::vector<int64_t> want(static_cast<size_t>(s.batch * s.size * inner));
-    for (int64_t i = 0; i < s.batch * s.rows * inner; ++i) in[i] = Make<T>(Value(i, !is_signed));
-    for (size_t i = 0; i < want.size(); ++i) {
-      want[i] = has_operand ? static_cast<int64_t>(i % 5) : 0;
-      out[i] = Make<T>(want[i]);
-    }
-    for (int64_t n = 0; n < s.batch * s.rows; ++n) {
-      const int64_t id = rule.Resolve(ids[static_cast<size_t>(n)]);
-      const int64_t row = ordered ? order[static_cast<size_t>(n)] : n;
-      for (int64_t d = 0; id >= 0 && d < inner; ++d) {
-        int64_t& sum = want[static_cast<size_t>((n / s.rows * s.size + id) * inner + d)];
-        sum = Combined(reducer, sum, Value(row * inner + d, !is_signed));
-      }
-    }
+    std::copy(values.begin(), values.end(), in);
+    std::copy(start.begin(), start.end(), out);
 
     const ScatterCall call{{has_operand ? out : nullptr, in, ids.data(),
                             ordered ? order.data() : nullptr, out, scratch.data()},
@@ -113,8 +120,7 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
       kernels.ScatterCarries(call, 0, chunks);
     }
     for (size_t i = 0; (is_private || kind != Ids::kBroken) && i < want.size(); ++i) {
-      const T wanted = Make<T>(want[i]);
-      JOF_CHECK(std::memcmp(&out[i], &wanted, sizeof(T)) == 0, "result %ld, want %ld", long(i),
+      JOF_CHECK(std::memcmp(&out[i], &wanted[i], sizeof(T)) == 0, "result %ld, want %ld", long(i),
                 long(want[i]));
     }
     updates.CheckGuards();

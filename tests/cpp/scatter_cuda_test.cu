@@ -188,10 +188,10 @@ void TestScatters(DType type) {
   for (const Shape& s : shapes) {
     for (const Way way : {Way::kSorted, Way::kOrdered, Way::kPrivate, Way::kPrivateInOrder,
                           Way::kAtomic, Way::kAtomicScratch}) {
-      if (s.batch > 1 && (way == Way::kOrdered || way == Way::kPrivate)) continue;
+      if (s.batch > 1 && way == Way::kOrdered) continue;
       // Tables of a warp each and their tags must fit.
       const int64_t table = s.size * s.inner * 9;
-      if (way == Way::kPrivateInOrder && (s.batch > 1 || table > kPrivateBytes)) continue;
+      if (way == Way::kPrivateInOrder && table > kPrivateBytes) continue;
       for (const Ids kind : {Ids::kSpread, Ids::kHot, Ids::kOneRow, Ids::kDropped, Ids::kBroken}) {
         if (kind == Ids::kBroken && !IsSorted(way)) continue;
         for (int64_t offset = 0; offset < 16; offset += g_brief ? 16 - step : step) {
