@@ -68,6 +68,13 @@ class Rule:
 
 
 TRAILING = "the dimensions after them"
+OF_MESSAGES = Rule(
+    "m t, n, n, n -> s t",
+    {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
+    {0: "`table`", 3: "`weights`"},
+    "t",
+    gathered="mns",
+)
 RULES = {
     "elementwise operations": Rule(
         "x, -> x", {"x": "all dimensions"}, {0: "an array", 1: "a scalar"}, "x"
@@ -111,10 +118,12 @@ RULES = {
         {0: "`table`"},
         "t",
     ),
-    "`message_sum`": Rule(
-        "m t, n, n, n -> s t",
-        {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
-        {0: "`table`", 3: "`weights`"},
+    "`message_sum`": OF_MESSAGES,
+    "`message_mean`": OF_MESSAGES,
+    "`attention_sum`": Rule(
+        "n, m t, n, n -> s t",
+        {"m": "rows of `values`", "n": "edges", "s": "rows of the result", "t": TRAILING},
+        {0: "`logits`", 1: "`values`"},
         "t",
         gathered="mns",
     ),
@@ -340,6 +349,14 @@ def rows_layouts() -> Iterator[Layout]:
             yield layout(cases[name], equation, **axes)
 
 
+def graph_layouts() -> Iterator[Layout]:
+    of_messages = "mt,n,n,n->st"
+    for case, equation in zip(GRAPH_CASES, (of_messages, of_messages, "n,mt,n,n->st"), strict=True):
+        case = sized(case, equation, t=8)
+        yield layout(case, equation, t="b")
+        yield layout(case, equation, t=("a", "b"))
+
+
 REDUCTION_TARGETS = {
     "segment_prod": "jof_scatter_multiply",
     "scatter_mul": "jof_scatter_multiply",
@@ -387,15 +404,6 @@ def reduction_layouts() -> Iterator[Layout]:
 
 
 REDUCTION_LAYOUTS = (*reduction_layouts(),)
-
-
-def graph_layouts() -> Iterator[Layout]:
-    equation = "mt,n,n,n->st"
-    case = sized(GRAPH_CASES[0], equation, t=8)
-    yield layout(case, equation, t="b")
-    yield layout(case, equation, t=("a", "b"))
-
-
 LAYOUTS = (
     *elementwise_layouts(),
     *kernel_layouts(),

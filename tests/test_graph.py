@@ -452,3 +452,21 @@ def test_handlers_refuse(target, call, where, wrong):
     (results, operands)[side][k] = wrong
     with pytest.raises(Exception, match=rf"INVALID_ARGUMENT.*{target}: "):
         ffi(target, results, *operands)
+
+
+@pytest.mark.parametrize("width", [1, 8, 128])
+def test_dropped_edges_between_others(width):
+    """Of rows with an edge or two, between which a plan has those that are dropped."""
+    rng = rng_for(width)
+    segments, edges = 2000, 5000
+    senders, receivers = edges_of("out of range", 50, segments, edges, rng)
+    table = rng.integers(-8, 8, (50, width)).astype(np.float32)
+    weights = rng.integers(-8, 8, edges).astype(np.float32)
+    plan = jof.segment_plan(receivers, segments)
+    result = jof.message_sum(table, senders, receivers, weights, plan=plan)
+    exact = exact_sum(table, senders, receivers, weights, segments)
+    np.testing.assert_array_equal(result, exact)
+    logits = rng.standard_normal((edges, width)).astype(np.float32)
+    y = jof.segment_softmax(logits, receivers, plan=plan)
+    exact = exact_softmax(logits.astype(np.float64), receivers, segments)
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-7)

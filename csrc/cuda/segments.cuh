@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(kBlockSize, Program::kBlocks)
         const int at = min(p + u, end - 1);
         item[u] = program.template Fetch<kPack>(edge_at[at], source_at[at], column);
       }
-      if (p + kUnroll <= end && keys[p + kUnroll - 1] == current) {
+      // Edges of one row are neighbours; those that are dropped need not be.
+      if (p + kUnroll <= end && current >= 0 && keys[p + kUnroll - 1] == current) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) program.Add(item[u], value);
         continue;
