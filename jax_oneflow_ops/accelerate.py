@@ -451,7 +451,7 @@ def explain(
         if counts[i]
     ]
     of_libraries = [dataclasses.replace(row, count=n) for row, n in replaced.items()]
-    return Report(platform or lowered_for, [*of_libraries, *rows, *_slow(traced.jaxpr)])
+    return Report(platform or lowered_for, _merged([*of_libraries, *rows, *_slow(traced.jaxpr)]))
 
 
 def _row_of_library(name: str, arrays: Sequence[Any]) -> Row:
@@ -465,6 +465,14 @@ def _row_of_library(name: str, arrays: Sequence[Any]) -> Row:
         reason=_libraries.REASON,
         bytes=2 * _policy.nbytes(arrays[0]),
     )
+
+
+def _merged(rows: Sequence[Row]) -> list[Row]:
+    """Equal rows, which the layers of a model have, as one that counts them."""
+    counts = collections.Counter[Row]()
+    for row in rows:
+        counts[dataclasses.replace(row, count=1)] += row.count
+    return [dataclasses.replace(row, count=count) for row, count in counts.items()]
 
 
 def _key(primitive: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
