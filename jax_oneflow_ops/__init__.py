@@ -35,6 +35,13 @@ from jax_oneflow_ops.elementwise import (
     tanh,
     where,
 )
+from jax_oneflow_ops.graph import (
+    SegmentPlan,
+    attention_sum,
+    message_mean,
+    message_sum,
+    segment_plan,
+)
 from jax_oneflow_ops.permute import permute
 from jax_oneflow_ops.rows import (
     layer_norm,
@@ -60,14 +67,18 @@ from jax_oneflow_ops.scatter import (
 from jax_oneflow_ops.upsample import resize, upsample_nearest2d
 
 if TYPE_CHECKING:
+    from jax_oneflow_ops._fuse import FusionError, fuse
     from jax_oneflow_ops.kernel import ElementwiseKernel, KernelCompileError
 
 __all__ = [
     "ElementwiseKernel",
+    "FusionError",
     "GatherWarning",
     "KernelCompileError",
+    "SegmentPlan",
     "accelerate",
     "add",
+    "attention_sum",
     "cast",
     "divide",
     "elu",
@@ -75,6 +86,7 @@ __all__ = [
     "explain",
     "export_checks",
     "fma",
+    "fuse",
     "geglu",
     "gelu",
     "hard_swish",
@@ -85,6 +97,8 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "maximum",
+    "message_mean",
+    "message_sum",
     "minimum",
     "mish",
     "multiply",
@@ -101,6 +115,7 @@ __all__ = [
     "segment_max",
     "segment_mean",
     "segment_min",
+    "segment_plan",
     "segment_prod",
     "segment_softmax",
     "segment_sum",
@@ -128,4 +143,8 @@ def __getattr__(name: str) -> Any:
         from jax_oneflow_ops import kernel
 
         return getattr(kernel, name)
+    if name in ("FusionError", "fuse"):
+        from jax_oneflow_ops import _fuse
+
+        return getattr(_fuse, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

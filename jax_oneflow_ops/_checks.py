@@ -1,6 +1,7 @@
 """Checks of operands that the public functions share."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -106,3 +107,24 @@ def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = Fa
     if held.dtype != dtype:
         held = held.astype(dtype)
     return jnp.asarray(held) if on_host else cast(jax.Array, held)  # see as_array
+
+
+def as_integer(function: str, name: str, value: Any) -> int:
+    """`value` as a Python integer; raises TypeError where it is no concrete one."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{function}: {name} must be a concrete integer, got {value!r} of type "
+            f"{type(value).__name__}"
+        ) from None
+
+
+def as_size(function: str, name: str, value: Any) -> int:
+    """The same of a size, which may not be negative."""
+    size = as_integer(function, name, value)
+    if size < 0:
+        raise ValueError(f"{function}: {name} must be non-negative, got {size}")
+    return size

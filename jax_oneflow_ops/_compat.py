@@ -316,6 +316,65 @@ def tag(result: Any, name: str, value: str) -> None:
     op.attributes[key] = ir.DictAttr.get(named)
 
 
+# ---- jaxprs, for fuse ----
+
+# Functions inside a jaxpr: the parameter that has each as a jaxpr. Names differ between releases.
+_CALLS = frozenset(
+    re.findall(
+        r"\w+",
+        """jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call
+        custom_vjp_call_jaxpr""",
+    )
+)
+
+
+def jaxpr_and_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr and what its `constvars` stand for. Newer releases have one class for both."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand of an equation is a number, and no variable."""
+    return isinstance(atom, core.Literal)
+
+
+def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """What an equation calls, as `jaxpr_and_consts`; None where it is no call."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    found = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    return next((jaxpr_and_consts(jaxpr) for jaxpr in found if jaxpr is not None), None)
+
+
+def bind_equation(eqn: Any, args: Sequence[Any]) -> Any:
+    """The results of an equation for other operands, as a list.
+
+    Rules of its function, the user's line and the context stay, as in `jax.core.eval_jaxpr`.
+    """
+    source = source_info_util.user_context(eqn.source_info.traceback)
+    with source, eqn.ctx.manager:
+        found = eqn.primitive.get_bind_params(eqn.params)
+        if isinstance(found, tuple):  # before release 0.10
+            functions, params = found
+            results = eqn.primitive.bind(*functions, *args, **params)
+        else:
+            results = eqn.primitive.bind(*args, **found)
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def context_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """The mesh, and what else there was, where an equation was traced."""
+    return cast(contextlib.AbstractContextManager[Any], eqn.ctx.manager)
+
+
+def line_of(eqn: Any) -> str:
+    """The user's line that an equation comes from; empty where jax does not say."""
+    try:
+        return user_line(eqn.source_info.traceback)
+    except AttributeError:
+        return ""
+
+
 def user_line(traceback: Any) -> str:
     """The file and line of an equation in the user's own program, else in a library."""
     own = str(Path(__file__).parent)

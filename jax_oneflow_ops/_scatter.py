@@ -327,7 +327,7 @@ def _sort_and_sum(
         ids = jnp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (p.batch, p.updates))
         order, index = None, jnp.int64 if long else jnp.int32
         if p.platform == "cpu" and p.has_known_sizes():
-            keys, order = _sort_on_cpu(ids, p.rows, indexing)
+            keys, order = sort_on_cpu(ids, p.rows, indexing)
         else:
             keys = _sort_keys(ids, p.rows, indexing)
             # Single elements are sorted themselves, rows by their numbers.
@@ -342,7 +342,7 @@ def _sort_and_sum(
         return call(updates, keys.reshape(1, -1), order=order)
 
 
-def _sort_on_cpu(ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:
+def sort_on_cpu(ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:
     counters = ids.shape[0] * rows + 1
     counted = counters <= _scatter_policy.CPU_COUNTERS_PER_KEY * ids.size
     shapes = ((1, ids.size), (ids.size,), (counters if counted else 0,))

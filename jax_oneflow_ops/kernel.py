@@ -61,7 +61,8 @@ class ElementwiseKernel:
       derivatives: of each output with respect to each input, as expressions of the inputs:
         ``{"x": "2 * x"}``, with several outputs ``{("z", "x"): ...}``. None is zero. A derivative
         may be another ``ElementwiseKernel`` of the same inputs and one output, which in turn has
-        derivatives: that is how to differentiate twice. What is missing cannot be differentiated.
+        derivatives. What is missing is the derivative of the reference, which is traced and
+        compiled as `fuse` does; without a reference it cannot be differentiated.
       reference: a jnp function of the same inputs, with a tuple as result where there are several
         outputs. It runs on other platforms, for scalars, where there is no compiler (with a
         warning), and under ``JAX_ONEFLOW_OPS_IMPLEMENTATION=xla``, with jax's own derivatives; and
@@ -91,7 +92,7 @@ class ElementwiseKernel:
       those inputs that the derivatives use. Where there is a reference, which may run in their
       place, all inputs are kept for them. Cotangents of broadcast inputs are summed by XLA, in
       float32 where they are narrower. Second and higher derivatives are sums of products of such
-      kernels, where derivatives are kernels.
+      kernels, where derivatives are kernels or the reference's.
       `jax.linear_transpose` works with respect to inputs that no derivative for them reads.
 
     Compilation:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import operator
 import re
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _compat, _native, _scatter
+from jax_oneflow_ops import _checks, _compat, _native, _scatter, graph
 from jax_oneflow_ops._indexing import Indexing
 
 Implementation = Literal["native", "xla"] | None
@@ -348,6 +347,7 @@ def segment_softmax(
     unique_indices: bool = False,
     *,
     deterministic: bool = False,
+    plan: graph.SegmentPlan | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """The softmax over the rows of each segment. Replaces jraph's.
@@ -355,16 +355,19 @@ def segment_softmax(
     Args:
       logits: array of shape ``(n, ...)``: float16, bfloat16, float32 or float64; integers are
         converted as jnp promotes them with float32.
+      plan: a `segment_plan` of `segment_ids`, with which maxima and sums take one pass over the
+        logits, and so does their derivative. `num_segments` may be None then, and the options
+        before it mean nothing.
 
     Returns:
       An array of logits' shape and dtype; 0 where an id names no segment.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `segment_max`.
+      TypeError, ValueError, NotImplementedError: as `segment_max`, and as `message_sum` for a plan.
 
     Numerics:
-      Each segment's maximum is subtracted first. 16-bit values are computed in float32; the terms
-      of the segments' sums are rounded to 16 bits before they are summed.
+      Each segment's maximum is subtracted first. 16-bit values are computed in float32. With a plan
+      they are rounded once; without, the terms of the segments' sums are rounded to 16 bits, too.
 
     Differentiation and sharding:
       To any order. The maximum has no part in it. Sharding: as of `segment_sum`.
@@ -378,6 +381,11 @@ def segment_softmax(
     logits = _checks.as_array(name, "logits", logits)
     if jnp.issubdtype(logits.dtype, jnp.integer):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if plan is not None:
+        return graph.planned_softmax(
+            *(name, "logits", logits, "segment_ids", segment_ids, num_segments, plan),
+            implementation=implementation,
+        )
     ids = _checks.as_ids(name, "segment_ids", segment_ids)
     size = _number_of_segments(name, num_segments, segment_ids)
     ids = _checks.as_ids(name, "segment_ids", segment_ids, size)
@@ -769,7 +777,7 @@ def _segments(
             f"{name}: out_sharding together with bucket_size is not supported, as it is not by "
             f"jax.ops.{name}; shard the result with jax.sharding.reshard"
         )
-    size = _integer(name, "bucket_size", bucket_size)
+    size = _checks.as_integer(name, "bucket_size", bucket_size)
     if size <= 0:
         raise ValueError(f"{name}: bucket_size must be positive, got {bucket_size!r}")
     if ids.ndim != 1:
@@ -866,31 +874,17 @@ def _broadcast(
         ) from None
 
 
-def _integer(function: str, name: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{function}: {name} must be a concrete integer, got {value!r} of type "
-            f"{type(value).__name__}"
-        ) from None
-
-
 def _number_of_segments(function: str, given: Any, ids: Any) -> int:
     value = np.max(ids) if given is None else given
     if isinstance(value, jax.Array):
         value = _compat.concrete_dimension(value, f"{function}() `num_segments` argument.")
-    size = _integer(function, "num_segments", value) + (given is None)
-    if size < 0:
-        raise ValueError(f"{function}: num_segments must be non-negative, got {size}")
-    return size
+    size = _checks.as_integer(function, "num_segments", value) + (given is None)
+    return _checks.as_size(function, "num_segments", size)
 
 
 def _axis(function: str, axis: Any, shape: tuple[int, ...]) -> int:
     """`axis` counted from the beginning."""
-    index = _integer(function, "axis", axis)
+    index = _checks.as_integer(function, "axis", axis)
     if not -len(shape) <= index < len(shape):
         raise ValueError(
             f"{function}: axis must be one of table's {len(shape)} dimensions, got axis={index} "

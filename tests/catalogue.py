@@ -791,6 +791,68 @@ def segment_softmax_in_jax(logits, segment_ids, num_segments):
     return terms / totals.at[segment_ids].get(mode="fill", fill_value=1)
 
 
+def messages(table, senders, weights):
+    rows = oracle.gather_rows(
+        table, oracle.named_rows(senders, len(table), wrap=True, clip=True), 0
+    )
+    return rows * weights.reshape(-1, *(1,) * (rows.ndim - 1))
+
+
+def message_sum(table, senders, receivers, weights, num_segments):
+    return segment_sum(messages(table, senders, weights), receivers, num_segments)
+
+
+def message_sum_transpose(ct, table, senders, receivers, weights, num_segments):
+    rows, _ = counts(receivers, num_segments)
+    of_edges = oracle.gather_rows(ct, rows, 0)
+    own = oracle.named_rows(senders, len(table), wrap=True, clip=True)
+    of_table = messages(of_edges, np.arange(len(rows)), weights)
+    products = of_edges * oracle.gather_rows(table, own, 0)
+    of_weights = products.reshape(len(rows), -1).sum(axis=1)
+    return oracle.scatter_add(np.zeros_like(table), own, of_table), of_weights
+
+
+def message_sum_in_jax(table, senders, receivers, weights, num_segments):
+    rows = jnp.asarray(table).at[senders].get(mode="clip")
+    rows = rows * weights.reshape(-1, *(1,) * (rows.ndim - 1))
+    return jax.ops.segment_sum(rows, receivers, num_segments)
+
+
+def message_mean(table, senders, receivers, weights, num_segments):
+    _, count = counts(receivers, num_segments)
+    return divided(message_sum(table, senders, receivers, weights, num_segments), count)
+
+
+def message_mean_transpose(ct, table, senders, receivers, weights, num_segments):
+    _, count = counts(receivers, num_segments)
+    operands = (table, senders, receivers, weights, num_segments)
+    return message_sum_transpose(divided(ct, count), *operands)
+
+
+def message_mean_in_jax(table, senders, receivers, weights, num_segments):
+    total = message_sum_in_jax(table, senders, receivers, weights, num_segments)
+    count = jax.ops.segment_sum(jnp.ones(receivers.shape), receivers, num_segments)
+    count = jnp.maximum(count, 1).astype(total.dtype)
+    return total / count.reshape(-1, *(1,) * (total.ndim - 1))
+
+
+def attention_sum(logits, values, senders, receivers, num_segments):
+    weights = segment_softmax(logits, receivers, num_segments)
+    return message_sum(values, senders, receivers, weights, num_segments)
+
+
+def attention_sum_transpose(ct, logits, values, senders, receivers, num_segments):
+    weights = segment_softmax(logits, receivers, num_segments)
+    operands = (values, senders, receivers, weights, num_segments)
+    of_values, of_weights = message_sum_transpose(ct, *operands)
+    return *segment_softmax_transpose(of_weights, logits, receivers, num_segments), of_values
+
+
+def attention_sum_in_jax(logits, values, senders, receivers, num_segments):
+    weights = segment_softmax_in_jax(logits, receivers, num_segments)
+    return message_sum_in_jax(values, senders, receivers, weights, num_segments)
+
+
 def lookup(table, ids):
     rows = oracle.named_rows(ids, len(table), wrap=True, clip=False)
     return oracle.gather_rows(table, rows, np.nan)
@@ -989,6 +1051,60 @@ SEGMENT_SOFTMAX = Op(
     draw=summed_rows,
 )
 
+
+def drawn_messages(rng, elements) -> Call:
+    """As many receivers as senders: ids are drawn below one number of rows."""
+    nodes, edges, width = table_and_rows(rng, elements)
+    shapes = ((nodes, width), (edges,), (edges,), (edges,))
+    return Call(shapes, {"num_segments": nodes}, rows=nodes)
+
+
+def drawn_attention(rng, elements) -> Call:
+    """A receiver has several edges, or the gradient is nothing but rounding."""
+    _, edges, width = table_and_rows(rng, elements)
+    edges = max(edges, 8)
+    nodes = edges // 4
+    shapes = ((edges,), (nodes, width), (edges,), (edges,))
+    return Call(shapes, {"num_segments": nodes}, rows=nodes)
+
+
+MESSAGE_SUM = Op(
+    "message_sum",
+    jof.message_sum,
+    message_sum_in_jax,
+    message_sum,
+    transpose=message_sum_transpose,
+    family="scatter",
+    domain=(REAL, INDEX, INDEX, REAL),
+    wrt=(0, 3),
+    linear=((0,), (3,)),
+    draw=drawn_messages,
+)
+MESSAGE_MEAN = Op(
+    "message_mean",
+    jof.message_mean,
+    message_mean_in_jax,
+    message_mean,
+    transpose=message_mean_transpose,
+    family="scatter",
+    domain=(REAL, INDEX, INDEX, REAL),
+    wrt=(0, 3),
+    linear=((0,), (3,)),
+    draw=drawn_messages,
+)
+ATTENTION_SUM = Op(
+    "attention_sum",
+    jof.attention_sum,
+    attention_sum_in_jax,
+    attention_sum,
+    transpose=attention_sum_transpose,
+    family="scatter",
+    domain=(REAL, REAL, INDEX, INDEX),
+    wrt=(0, 1),
+    linear=((1,),),
+    draw=drawn_attention,
+)
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -1116,6 +1232,9 @@ OPS = (
     SCATTER_MAX,
     SCATTER_MIN,
     SCATTER_MUL,
+    MESSAGE_SUM,
+    MESSAGE_MEAN,
+    ATTENTION_SUM,
     SOFTMAX,
     LOG_SOFTMAX,
     LOGSUMEXP,
@@ -1686,6 +1805,72 @@ SCATTER_CASES = (
     scatter_case(SEGMENT_PROD, fields={"composed": True}),
 )
 
+NODES = TABLE
+EDGES = ROWS[:1]
+MESSAGE_GRAD = ("jof_message_sum", "jof_edge_dot")
+# Sorting, and what makes ids and orders of what it gives.
+PLANNING = ID_ARITHMETIC | {"divide", "get-tuple-element", "iota", "maximum", "minimum", "sort"}
+PLANNING |= {"clamp", "shift-right-arithmetic", "not", "slice", "pad", "concatenate"}
+
+
+def graph_case(op: Op, shapes, symbolic, target, grad_targets, **fields) -> Case:
+    return case_of(
+        op,
+        "",
+        shapes,
+        target,
+        options={"num_segments": SEGMENTS},
+        ids=ids_in_range,
+        grad_targets=grad_targets,
+        jvp_targets=fields.pop("jvp_targets", (target,) * 3),
+        samplers=tuple(some_ids if domain == INDEX else normals for domain in op.domain),
+        besides=PLANNING | fields.pop("besides", frozenset()),
+        grad_besides=PLANNING | fields.pop("grad_besides", frozenset()),
+        symbolic=symbolic,
+        composed=True,
+        free_axes=(0,),
+        rtol=1e-6,
+        **fields,
+    )
+
+
+GRAPH_CASES = (
+    graph_case(
+        MESSAGE_SUM,
+        (NODES, EDGES, EDGES, EDGES),
+        ("s, d", "n", "n", "n"),
+        "jof_message_sum",
+        {
+            (0, 3): MESSAGE_GRAD,
+            (0,): ("jof_message_sum",),
+            (3,): ("jof_edge_dot",),
+        },
+    ),
+    graph_case(
+        MESSAGE_MEAN,
+        (NODES, EDGES, EDGES, EDGES),
+        ("s, d", "n", "n", "n"),
+        "jof_message_sum",
+        {
+            (0, 3): ("jof_scatter_add", *MESSAGE_GRAD),
+            (0,): ("jof_scatter_add", "jof_message_sum"),
+            (3,): ("jof_scatter_add", "jof_edge_dot"),
+        },
+    ),
+    graph_case(
+        ATTENTION_SUM,
+        (EDGES, NODES, EDGES, EDGES),
+        ("n", "s, d", "n", "n"),
+        "jof_segment_softmax",
+        {
+            (0, 1): ("jof_segment_softmax", "jof_segment_softmax_vjp", *MESSAGE_GRAD),
+            (0,): ("jof_segment_softmax", "jof_segment_softmax_vjp", "jof_edge_dot"),
+            (1,): ("jof_segment_softmax", "jof_message_sum"),
+        },
+        jvp_targets=("jof_segment_softmax", "jof_segment_softmax_vjp", *("jof_message_sum",) * 3),
+    ),
+)
+
 
 def kernel_case(name, f, ref, what, **options) -> Case:
     """Of one kernel, as is each of its derivatives."""
@@ -1829,12 +2014,8 @@ ROWS_CASES = (
 )
 
 FUNCTIONS = (
-    *UPSAMPLE_CASES,
-    *RESIZE_CASES,
-    *PERMUTE_CASES,
-    *ELEMENTWISE_CASES,
-    *SCATTER_CASES,
-    *ROWS_CASES,
+    *(*UPSAMPLE_CASES, *RESIZE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES),
+    *(*SCATTER_CASES, *GRAPH_CASES, *ROWS_CASES),
 )
 CASES = (*FUNCTIONS, *KERNEL_CASES)
 

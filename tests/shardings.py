@@ -19,6 +19,7 @@ from tests.catalogue import (
     BY_NAME,
     ELEMENTWISE_CASES,
     EMBEDDING_LOOKUP,
+    GRAPH_CASES,
     KERNEL_CASES,
     PERMUTE_CASES,
     RESIZE_CASES,
@@ -113,6 +114,13 @@ RULES = {
         {"s": "rows of `table`", "n": "`ids`", "t": TRAILING},
         {0: "`table`"},
         "t",
+    ),
+    "`message_sum`": Rule(
+        "m t, n, n, n -> s t",
+        {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
+        {0: "`table`", 3: "`weights`"},
+        "t",
+        gathered="mns",
     ),
     "`softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
     "`log_softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
@@ -420,6 +428,13 @@ def reduction_layouts() -> Iterator[Layout]:
 REDUCTION_LAYOUTS = (*reduction_layouts(),)
 
 
+def graph_layouts() -> Iterator[Layout]:
+    equation = "mt,n,n,n->st"
+    case = sized(GRAPH_CASES[0], equation, t=8)
+    yield layout(case, equation, t="b")
+    yield layout(case, equation, t=("a", "b"))
+
+
 LAYOUTS = (
     *elementwise_layouts(),
     *kernel_layouts(),
@@ -427,5 +442,6 @@ LAYOUTS = (
     *resize_layouts(),
     *permute_layouts(),
     *rows_layouts(),
+    *graph_layouts(),
     *reduced_rows_layouts(),
 )

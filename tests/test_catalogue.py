@@ -15,14 +15,18 @@ from tests.catalogue import CASES, CONDITION, FUNCTIONS, INDEX, OPS, Call, Op
 
 NOT_OPS = {
     "ElementwiseKernel",
+    "FusionError",
     "GatherWarning",
     "KernelCompileError",
+    "SegmentPlan",
     "accelerate",
     "explain",
     "export_checks",
+    "fuse",
     "implementations",
     "include_dir",
     "policy",
+    "segment_plan",
 }
 TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]+)(\d+)>")
 

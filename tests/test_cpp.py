@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = sorted((ROOT / "tests" / "cpp").glob("*_test.cc"))
 KERNELS = "csrc/cpu/kernels.cc"
-COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+COMPILER = shlex.split(os.environ["JOF_TEST_CXX"])
 FLAGS = [
     *("-std=c++17", "-pthread", "-Wall", "-Wextra", "-Werror"),
     *("-I", str(ROOT / "csrc"), "-isystem", jax.ffi.include_dir()),

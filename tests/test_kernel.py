@@ -734,6 +734,40 @@ def test_derivatives_that_are_none_or_missing():
     assert jax.grad(lambda w: kernel(x, y, jax.lax.stop_gradient(w)))(w) == 0
 
 
+@pytest.mark.parametrize("given", [{}, {"x": "alpha * exp(-x * x) * (1 - 2 * x * x) + bias"}])
+def test_missing_derivatives_are_those_of_the_reference(given):
+    def reference(x, bias, alpha):
+        return alpha * x * jnp.exp(-x * x) + bias * x
+
+    kernel = jof.ElementwiseKernel(
+        "T x, T bias, T alpha",
+        "T y",
+        "y = alpha * x * exp(-x * x) + bias * x",
+        "hermite",
+        derivatives=given,
+        reference=reference,
+    )
+    args = normals(4, 7), normals(7, key=1), np.float32(1.5)
+
+    def loss(f):
+        return lambda *xs: (f(*xs) ** 2).sum()
+
+    programs = (
+        lambda f: jax.grad(loss(f), (0, 1, 2))(*args),
+        lambda f: jax.jvp(f, args, args),
+        lambda f: jax.jvp(jax.grad(loss(f), (0, 1, 2)), args, args),
+        lambda f: jax.grad(lambda *xs: jax.grad(loss(f))(*xs).sum(), (0, 1, 2))(*args),
+    )
+    for program in programs:
+        ours, theirs = (jax.jit(lambda f=f, p=program: p(f))() for f in (kernel, reference))
+        close(ours, theirs, 3e-5, 3e-5)
+    assert targets(jax.grad(loss(kernel)), *args).count("jof_compiled") == 2
+    narrow = [x.astype("bfloat16") for x in args]
+    slope = jax.jvp(lambda x: kernel(x, *narrow[1:]), (narrow[0],), (np.ones_like(narrow[0]),))[1]
+    exact = jax.vmap(jax.vmap(jax.grad(reference), (0, 0, None)), (0, None, None))(*args)
+    close(slope.astype("float32"), exact, 0.05, 0.05)
+
+
 def test_integers_have_no_derivative():
     kernel = jof.ElementwiseKernel(
         "T x, int32 n, bool b",

@@ -193,7 +193,8 @@ def test_sizes_that_are_not_known_yet(tables):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_either_choice_gives_the_same(case, tables):
     xs = case.inputs()
-    if case.op is None or {d.reason for d in jof.policy(case.f, *xs)} & IN_ANY_CASE:
+    decisions = jof.policy(case.f, *xs)
+    if case.op is None or not decisions or {d.reason for d in decisions} & IN_ANY_CASE:
         pytest.skip("kernels run in any case")
     results = {}
     for gain in (2.0, 0.5):

@@ -151,9 +151,14 @@ LOOKUP_IN_DIVIDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
 # --- the table ------------------------------------------------------------------------------------
 
 
+# They have the rule of message_sum, which has rows.
+NOT_IN_THE_TABLE = {"message_mean", "attention_sum"}
+
+
 def test_every_op_is_in_the_table():
     tested = {layout.case.function for layout in (*LAYOUTS, *REDUCTION_LAYOUTS)}
-    assert tested - {"ElementwiseKernel"} == {op.public_name for op in OPS}
+    named = {op.public_name for op in OPS} - NOT_IN_THE_TABLE
+    assert tested - {"ElementwiseKernel"} == named
 
 
 @pytest.mark.parametrize("op", RULES)

@@ -9,6 +9,7 @@
 #include "cpu/permute.h"
 #include "cpu/rows.h"
 #include "cpu/scatter.h"
+#include "cpu/segments.h"
 #include "cpu/upsample_nearest2d.h"
 
 #define JOF_STRINGIFY_(x) #x

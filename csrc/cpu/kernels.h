@@ -11,6 +11,7 @@
 #include "ops/permute_plan.h"
 #include "ops/rows.h"
 #include "ops/scatter.h"
+#include "ops/segments.h"
 
 // No inline namespace here: these types are the same for all instruction sets.
 namespace jof {
@@ -54,6 +55,12 @@ struct CpuPermute {
   X(ScatterPrivate, (const ScatterCall& call, int64_t begin, int64_t end))                         \
   X(ScatterCombine, (const ScatterCall& call, int64_t begin, int64_t end))                         \
   X(GatherRows, (const GatherCall& call, const void* fill_row, int64_t begin, int64_t end))        \
+  X(SumMessages, (const MessageSumCall& call, int64_t begin, int64_t end))                         \
+  X(JoinMessages, (const MessageSumCall& call, int64_t begin, int64_t end))                        \
+  X(DotEdges, (const EdgeDotCall& call, int64_t begin, int64_t end))                               \
+  X(ReduceLogits, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                    \
+  X(JoinLogits, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                      \
+  X(SoftmaxEdges, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                    \
   X(PermuteTiles, (const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end))       \
   X(SoftmaxRows, (const SoftmaxCall& call, int64_t begin, int64_t end))                            \
   X(SoftmaxVjpRows, (const SoftmaxVjpCall& call, int64_t begin, int64_t end))                      \

@@ -6,6 +6,7 @@
 #include "cpu/permute_launch.h"
 #include "cpu/rows_launch.h"
 #include "cpu/scatter_launch.h"
+#include "cpu/segments_launch.h"
 #include "cpu/upsample_nearest2d_launch.h"
 #include "ffi/decode.h"
 
@@ -16,6 +17,7 @@ struct Cpu {
   using Stream = ffi::ThreadPool;
   using CompiledKernel = CpuCompiledKernel;
   static constexpr ScatterLimits kScatterLimits = kCpuScatterLimits;
+  static constexpr int64_t kEdgeChunk = 0;
   static constexpr std::initializer_list<ffi::Traits> kTraits = {};
 
   static ffi::Error Status(std::string_view op, const CpuStatus& status) {

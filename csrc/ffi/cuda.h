@@ -10,6 +10,7 @@
 #include "cuda/permute.h"
 #include "cuda/rows.h"
 #include "cuda/scatter.h"
+#include "cuda/segments.h"
 #include "cuda/upsample_nearest2d.h"
 #include "ffi/decode.h"
 
@@ -20,6 +21,7 @@ struct Cuda {
   using Stream = cudaStream_t;
   using CompiledKernel = CudaCompiledKernel;
   static constexpr ScatterLimits kScatterLimits = kCudaScatterLimits;
+  static constexpr int64_t kEdgeChunk = kCudaEdgeChunk;
   static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
 
   // The status is of this module's calls alone: the runtime that it is linked with is its own, and

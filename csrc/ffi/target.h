@@ -5,6 +5,7 @@
 //   Stream           what a handler gets of it, and its launchers take
 //   CompiledKernel   a loaded kernel that was compiled at run time
 //   kScatterLimits   see ScatterLimits
+//   kEdgeChunk       the longest chunk of a plan's positions, 0 if there is no limit
 //   kTraits          of its handlers
 //   Status(op, s)    the ffi::Error of what a launcher returns
 // The launchers of a backend are functions of the same names, found by their arguments.

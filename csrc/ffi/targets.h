@@ -6,6 +6,7 @@
 #include "ffi/permute.h"
 #include "ffi/rows.h"
 #include "ffi/scatter.h"
+#include "ffi/segments.h"
 #include "ffi/target.h"
 #include "ffi/upsample_nearest2d.h"
 
@@ -37,6 +38,10 @@ std::vector<Target> SharedTargets() {
           {kCrossEntropyVjp, Handle<B, LogSumExpBinding<B, 4, 1>, CrossEntropyVjpHandler<B>>},
           {kNorm, Handle<B, NormBinding<B>, NormHandler<B>>},
           {kNormVjp, Handle<B, NormVjpBinding<B>, NormVjpHandler<B>>},
+          {kMessageSum, Handle<B, MessageSumBinding<B>, MessageSumHandler<B>>},
+          {kEdgeDot, Handle<B, EdgeDotBinding<B>, EdgeDotHandler<B>>},
+          {kSegmentSoftmax, Handle<B, SegmentSoftmaxBinding<B>, SegmentSoftmaxHandler<B>>},
+          {kSegmentSoftmaxVjp, Handle<B, SegmentSoftmaxVjpBinding<B>, SegmentSoftmaxVjpHandler<B>>},
 #define JOF_ELEMENTWISE_TARGET(target, ...) \
   {"jof_" #target, Handle<B, ElementwiseBinding<B>, Elementwise<B, ElementwiseOp::target>>},
           JOF_ELEMENTWISE_OPS(JOF_ELEMENTWISE_TARGET)

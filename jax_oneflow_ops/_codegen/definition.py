@@ -1,15 +1,18 @@
 """A kernel as it was written: its signature, its body, and the derivatives that were given for it.
 
-The body is text. Any other kind of body, such as a traced jaxpr, has the members of `Text`. Who
-supplies derivatives is apart from it: `partial` makes a kernel of each, whatever its body is.
+The body is text, or a traced jaxpr, which has the same members. Who supplies derivatives is apart
+from it: `partial` makes a kernel of each, and the derivatives of traced bodies are in `derive`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Union
 
+from jax_oneflow_ops._codegen import derive
 from jax_oneflow_ops._codegen.signature import Parameter, bind_variables, computed_in
 from jax_oneflow_ops._codegen.text import Text
+from jax_oneflow_ops._codegen.traced import Traced
 
 Position = tuple[int, int]  # of a derivative: of which output, with respect to which input
 
@@ -21,7 +24,7 @@ class Definition:
     name: str
     inputs: tuple[Parameter, ...]
     outputs: tuple[Parameter, ...]
-    body: Text
+    body: Text | Traced
     derivatives: tuple[tuple[Position, Union[str, "Definition", None]], ...] = ()
     # Not in what is written: programs are named by that, the same ones in every process.
     reference: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
@@ -62,7 +65,9 @@ def partial(definition: Definition, position: Position, dtypes: Sequence[str]) -
     try:
         derivative = dict(definition.derivatives)[position]
     except KeyError:
-        raise NotImplementedError(_no_derivative(definition, output, input_)) from None
+        if definition.reference is None:
+            raise NotImplementedError(_no_derivative(definition, output, input_)) from None
+        return _traced_partial(definition, position, tuple(dtypes))
     if derivative is None:
         return None
     reference = definition.reference and PartialReference(
@@ -72,11 +77,10 @@ def partial(definition: Definition, position: Position, dtypes: Sequence[str]) -
         if derivative.reference is not None:
             return derivative
         return dataclasses.replace(derivative, reference=reference)
-    own, of = dtypes[i], definition.output_dtypes(dtypes)[o]
     return Definition(
         name=f"{definition.name}_d{output}_d{input_}",
         inputs=definition.inputs,
-        outputs=(Parameter(own if own == of else computed_in(own, of), "jof_derivative"),),
+        outputs=(_derivative_parameter(definition, position, dtypes),),
         body=Text(
             derivative,
             definition.body.preamble,
@@ -88,8 +92,35 @@ def partial(definition: Definition, position: Position, dtypes: Sequence[str]) -
     )
 
 
+def _derivative_parameter(
+    definition: Definition, position: Position, dtypes: Sequence[str]
+) -> Parameter:
+    own, of = dtypes[position[1]], definition.output_dtypes(dtypes)[position[0]]
+    return Parameter(own if own == of else computed_in(own, of), "jof_derivative")
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_partial(
+    definition: Definition, position: Position, dtypes: tuple[str, ...]
+) -> Definition | None:
+    """The derivative that the reference has; None where it is zero."""
+    assert definition.reference is not None
+    output, input_ = (
+        side[k].name
+        for side, k in zip((definition.outputs, definition.inputs), position, strict=True)
+    )
+    reference = PartialReference(definition.reference, len(definition.outputs), position)
+    name = f"{definition.name}_d{output}_d{input_}"
+    result = _derivative_parameter(definition, position, dtypes)
+    body = derive.partial_of_reference(reference, name, dtypes, result.type)
+    if body.program.is_zero:
+        return None
+    inputs = tuple(Parameter(p.type, f"x{i}") for i, p in enumerate(definition.inputs))
+    return Definition(name, inputs, (result,), body, reference=reference)
+
+
 def _no_derivative(definition: Definition, output: str, input_: str) -> str:
-    if definition.body.is_expression:
+    if isinstance(definition.body, Text) and definition.body.is_expression:
         return (
             f"{definition.body.kernel}: the {definition.body.label} is an expression, which cannot "
             f"be differentiated again, with respect to {input_}. Remedy: give that derivative as "
@@ -98,8 +129,9 @@ def _no_derivative(definition: Definition, output: str, input_: str) -> str:
     key = f'"{input_}"' if len(definition.outputs) == 1 else f'("{output}", "{input_}")'
     return (
         f"{definition.name}: there is no derivative of {output} with respect to {input_}. Remedy: "
-        f"give one when the kernel is made, derivatives={{{key}: ...}}, None for zero; or stop the "
-        f"gradient of {input_} with jax.lax.stop_gradient."
+        f"give one when the kernel is made, derivatives={{{key}: ...}}, None for zero; or give the "
+        f"kernel a reference, whose derivative it then is; or stop the gradient of {input_} with "
+        "jax.lax.stop_gradient."
     )
 
 

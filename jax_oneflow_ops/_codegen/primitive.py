@@ -5,6 +5,7 @@ whether the value or a derivative of it. A JVP is one kernel of the inputs and t
 its transpose, a VJP, one of the inputs and the cotangents; both read those inputs only that the
 derivatives name. They are linear in the vectors. Their own derivatives with respect to the
 inputs are sums of products with derivatives of the derivatives, where those are kernels too.
+A traced body has its own derivatives, of any order, as traced bodies: see `derive`.
 
 Where the kernel has a reference, its derivatives have all inputs as operands: which implementation
 runs is not known before they are lowered, and jax's derivative of the reference needs them. A
@@ -24,11 +25,15 @@ import numpy as np
 from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat, _native, _operands, _primitive
-from jax_oneflow_ops._codegen import cache, compilers
+from jax_oneflow_ops._codegen import cache, compilers, derive
 from jax_oneflow_ops._codegen.definition import Definition, may_use_a_reference, partial
 from jax_oneflow_ops._codegen.messages import annotated, messages
-from jax_oneflow_ops._codegen.signature import computed_in, is_inexact, is_narrow
-from jax_oneflow_ops._codegen.source import Mode, Spec, derivative_spec, source
+from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, computed_in, is_inexact, is_narrow
+from jax_oneflow_ops._codegen.source import Mode, Spec, derivative_spec, source, value_spec
+from jax_oneflow_ops._codegen.traced import Traced
+
+MAX_OPERANDS = 32
+"""Of one call: csrc/ops/elementwise_call.h."""
 
 
 class KernelCompileError(RuntimeError):
@@ -93,7 +98,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
         text = source(spec, kinds, platform)
         code = cache.code(text, platform, is_narrow=spec.is_narrow)
     except compilers.CompilerMissingError as error:
-        if spec.definition.reference is None:
+        if not has_reference(spec.definition):
             raise NotImplementedError(
                 f"{name}: {error}. Or give the kernel a jnp function to run in its place: "
                 "ElementwiseKernel(..., reference=...)."
@@ -102,7 +107,9 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
             raise NotImplementedError(
                 f'{name}: implementation="native" was asked for, but {error}.'
             ) from error
-        _native.warn_of_fallback("the references of kernels that it cannot compile", f"{error}.")
+        _native.warn_of_fallback(
+            "the references of kernels and the functions that it cannot compile", f"{error}."
+        )
         return reference(*every, spec=full)
     except compilers.CompilerError as error:
         raise _compile_error(spec, error, kinds, platform) from None
@@ -124,11 +131,32 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     ]
 
 
+def native_form(spec: Spec, args: Sequence[Any]) -> tuple[Spec, list[int]]:
+    """The kernel that is compiled for operands of such shapes, and how these lie."""
+    found: list[Any] = []
+
+    def call(*xs: Any) -> list[Any]:
+        narrowed, kept = _without_unread(spec, xs)
+        operands, kinds, _ = _operands.native(kept)
+        found.extend((narrowed, kinds))
+        return operands
+
+    jax.eval_shape(call, *args)
+    return found[0], found[1]
+
+
 def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any, ...]]:
-    """A derivative without the inputs that are there for the reference, if the shape allows it."""
-    if spec.mode == "value":
+    """Without the inputs that nothing but a reference or a derivative reads.
+
+    Where the results would not have their shape without them they stay.
+    """
+    if _is_traced(spec):
+        read = spec.definition.reads
+    elif spec.mode == "value":
         return spec, args
-    read = derivative_spec(spec.definition, spec.mode, spec.dtypes, spec.ins, spec.outs).primals
+    else:
+        of = derivative_spec(spec.definition, spec.mode, spec.dtypes, spec.ins, spec.outs)
+        read = of.primals
     count = len(spec.primals)
     kept = *(x for i, x in zip(spec.primals, args, strict=False) if i in read), *args[count:]
     if _shape_of(kept) != _shape_of(args):
@@ -165,12 +193,22 @@ def _compile_error(
     return KernelCompileError(message, name, error.log, text)
 
 
+def has_reference(definition: Definition) -> bool:
+    """Whether something other than a kernel can compute it."""
+    return definition.reference is not None or isinstance(definition.body, Traced)
+
+
 def reference(*args: Any, spec: Spec) -> list[Any]:
     """What the kernel computes by the user's jnp function and jax's derivatives of it.
 
     In float32 where kernels compute in it, and rounded once.
     """
     definition = spec.definition
+    if definition.reference is None and isinstance(definition.body, Traced):
+        given = dict(zip(spec.primals, args, strict=True))
+        every = [given.get(i, jnp.zeros((), d)) for i, d in enumerate(spec.dtypes)]
+        results = definition.body(*map(_widened, every))
+        return [y.astype(d) for y, d in zip(results, spec.result_dtypes, strict=True)]
     if definition.reference is None:
         raise NotImplementedError(
             f"{definition.name}: an ElementwiseKernel runs on CPUs and NVIDIA GPUs for which "
@@ -250,7 +288,7 @@ kernel_p = _primitive.define(
     sharding_rule=_sharding_rule,
     batch=_batch,
     multiple_results=True,
-    in_jnp=lambda spec: None if spec.definition.reference is None else reference,
+    in_jnp=lambda spec: reference if has_reference(spec.definition) else None,
 )
 
 
@@ -308,6 +346,8 @@ def _is_zero(x: Any) -> bool:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
 ) -> tuple[list[Any], list[Any]]:
+    if _is_traced(spec):
+        return _traced_jvp(primals, tangents, spec=spec, implementation=implementation)
     results = bind(*primals, spec=spec, implementation=implementation)
     shape = results[0].shape
     given = dict(zip(spec.primals, primals, strict=False))
@@ -380,6 +420,8 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
 
     A value that is linear in operands is its own JVP with respect to them.
     """
+    if _is_traced(spec):
+        return _traced_transpose(cts, *args, spec=spec, implementation=implementation)
     if spec.mode == "value":
         order = sorted(spec.primals, key=lambda i: ad.is_undefined_primal(args[i]))
         known = [i for i in order if not ad.is_undefined_primal(args[i])]
@@ -439,6 +481,79 @@ def _summed_like(ct: Any, aval: Any) -> Any:
         total = jnp.sum(_widened(ct), axes, keepdims=bool(aval.shape))
         ct = total.astype(aval.dtype)
     return _compat.with_sharding_of(ct, aval)
+
+
+# ---- derivatives of traced bodies ----
+
+
+def _is_traced(spec: Spec) -> bool:
+    # The derivative of an ElementwiseKernel's reference is a traced body among others.
+    return spec.definition.reference is None and isinstance(spec.definition.body, Traced)
+
+
+def bind_traced(
+    definition: Definition, args: Mapping[int, Any], implementation: str | None
+) -> list[Any]:
+    """The outputs of a definition with a traced body, for its inputs by number.
+
+    A derivative may read and write more than a kernel can: then it is XLA's.
+    """
+    if len(args) > MAX_OPERANDS or len(definition.outputs) > MAX_OUTPUTS:
+        implementation = "xla"
+    dtypes = tuple(p.type for p in definition.inputs)
+    spec = dataclasses.replace(value_spec(definition, dtypes), primals=tuple(args))
+    return bind(*args.values(), spec=spec, implementation=implementation)
+
+
+def _traced_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
+) -> tuple[list[Any], list[Any]]:
+    results = bind(*primals, spec=spec, implementation=implementation)
+    given = dict(zip(spec.primals, primals, strict=True))
+    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not _is_zero(t)}
+    found: dict[int, Any] = {}
+    if moving:
+        definition, outs = derive.jvp(spec.definition, tuple(moving))
+        count = len(spec.definition.inputs)
+        every = given | {count + k: t for k, t in enumerate(moving.values())}
+        if outs:
+            args = {i: every[i] for i in definition.reads}
+            found = dict(zip(outs, bind_traced(definition, args, implementation), strict=True))
+    return results, [
+        _compat.broadcast_like(found[o], jax.typeof(result))
+        if o in found
+        else ad.Zero(jax.typeof(result).to_tangent_aval())
+        for o, result in enumerate(results)
+    ]
+
+
+def _traced_transpose(
+    cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None
+) -> list[Any]:
+    given = dict(zip(spec.primals, args, strict=True))
+    linear = {i: x.aval for i, x in given.items() if ad.is_undefined_primal(x)}
+    live = {o: ct for o, ct in enumerate(cts) if not _is_zero(ct)}
+    found: dict[int, Any] = {}
+    if linear and live:
+        definition = derive.transpose(spec.definition, tuple(linear), tuple(live))
+        count = len(spec.definition.inputs)
+        every = given | {count + k: ct for k, ct in enumerate(live.values())}
+        for i in definition.reads:
+            if i in linear:
+                raise NotImplementedError(
+                    f"{spec.definition.name}: it cannot be transposed with respect to input {i}, "
+                    "which it is not linear in."
+                )
+        operands = {i: every[i] for i in definition.reads}
+        found = dict(zip(linear, bind_traced(definition, operands, implementation), strict=True))
+    return [
+        _summed_like(_compat.broadcast_like(found[i], jax.typeof(next(iter(live.values())))), aval)
+        if i in found and (aval := linear[i]) is not None
+        else ad.Zero(linear[i])
+        if i in linear
+        else None
+        for i in spec.primals
+    ]
 
 
 _primitive.define_derivatives(kernel_p, jvp=_jvp, transpose=_transpose)

@@ -10,6 +10,7 @@ from jax_oneflow_ops import _operands
 from jax_oneflow_ops._codegen.definition import Definition, Position, partial
 from jax_oneflow_ops._codegen.signature import TYPES, bind_variables, computed_in, is_narrow
 from jax_oneflow_ops._codegen.text import OURS, rewritten
+from jax_oneflow_ops._codegen.traced import Traced
 
 Mode = Literal["value", "jvp", "vjp"]
 
@@ -118,13 +119,14 @@ def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bo
     )
     outputs = ", ".join(f"{TYPES[dtype]}*" for dtype in results)
     title = {"value": "", "jvp": "the JVP of ", "vjp": "the VJP of "}[spec.mode]
+    title += "" if isinstance(spec.definition.body, Traced) else "ElementwiseKernel "
     includes, namespaces = functions.text()
     lines = [
-        f"// {title}ElementwiseKernel {spec.definition.name}: {spec.definition}",
+        f"// {title}{spec.definition.name}: {spec.definition}",
         *(["#define JOF_NARROW_RESULTS"] if spec.is_narrow else []),
         *([] if "float16" in (*spec.operand_dtypes, *results) else [_WITHOUT_HALF]),
         f'#include "{_HEADERS[platform]}"',
-        '#include "common/expression.h"',
+        *(f'#include "{header}"' for header in functions.headers),
         *includes,
         "namespace jof_expression {",
         *namespaces,
@@ -203,9 +205,11 @@ class _Functions:
         self._dtypes = dtypes
         self._safe_division = safe_division
         self._namespaces: dict[tuple[str, str], list[list[str]]] = {}
+        self.headers: dict[str, None] = {}
 
     def call(self, definition: Definition) -> str:
         """An expression that calls a definition's operation on the kernel's operands."""
+        self.headers[definition.body.header] = None
         key = definition.body.preamble, definition.body.preamble_label
         space = [*self._namespaces, key].index(key)
         functions = self._namespaces.setdefault(key, [])

@@ -22,6 +22,8 @@ class Text:
     label: str
     is_expression: bool = False
 
+    header = "common/expression.h"  # not a field
+
     @property
     def preamble_label(self) -> str:
         """What compilers call the preamble."""

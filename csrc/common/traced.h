@@ -1,0 +1,239 @@
+// What jax's elementwise primitives are in C++, where common/expression.h has no name for it: for
+// the kernels of jax_oneflow_ops.fuse. Semantics are those of jax.lax.
+#pragma once
+
+#include "common/expression.h"
+#include "ops/cast.h"
+
+namespace jof_expression {
+
+// ---- integers, which wrap around ----
+
+template <int kBytes>
+struct jof_IntegersOf;
+template <>
+struct jof_IntegersOf<1> {
+  using Signed = int8_t;
+  using Unsigned = uint8_t;
+};
+template <>
+struct jof_IntegersOf<2> {
+  using Signed = int16_t;
+  using Unsigned = uint16_t;
+};
+template <>
+struct jof_IntegersOf<4> {
+  using Signed = int32_t;
+  using Unsigned = uint32_t;
+};
+template <>
+struct jof_IntegersOf<8> {
+  using Signed = int64_t;
+  using Unsigned = uint64_t;
+};
+template <typename T>
+using jof_Signed = typename jof_IntegersOf<sizeof(T)>::Signed;
+template <typename T>
+using jof_Unsigned = typename jof_IntegersOf<sizeof(T)>::Unsigned;
+// What C++ computes small integers in is signed, and overflows.
+template <typename T>
+using jof_Word = jof_Unsigned<decltype(T() + 0u)>;
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Add(T a, T b) {
+  return static_cast<T>(static_cast<jof_Word<T>>(a) + static_cast<jof_Word<T>>(b));
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Subtract(T a, T b) {
+  return static_cast<T>(static_cast<jof_Word<T>>(a) - static_cast<jof_Word<T>>(b));
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Multiply(T a, T b) {
+  return static_cast<T>(static_cast<jof_Word<T>>(a) * static_cast<jof_Word<T>>(b));
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Negate(T x) {
+  return jof_Subtract(T(0), x);
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Abs(T x) {
+  return x < T(0) ? jof_Negate(x) : x;
+}
+
+// By so many bits as the type has, or more, or fewer than 0: nothing of the value is left.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_ShiftLeft(T x, T by) {
+  const auto n = static_cast<jof_Unsigned<T>>(by);
+  return n < 8 * sizeof(T) ? static_cast<T>(static_cast<jof_Word<T>>(x) << n) : T(0);
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_ShiftRightLogical(T x, T by) {
+  const auto n = static_cast<jof_Unsigned<T>>(by);
+  return n < 8 * sizeof(T) ? static_cast<T>(static_cast<jof_Unsigned<T>>(x) >> n) : T(0);
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_ShiftRightArithmetic(T x, T by) {
+  constexpr jof_Unsigned<T> kLast = 8 * sizeof(T) - 1;
+  const auto n = static_cast<jof_Unsigned<T>>(by);
+  return static_cast<T>(static_cast<jof_Signed<T>>(x) >> (n < kLast ? n : kLast));
+}
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_PopulationCount(T x) {
+  const uint64_t bits = static_cast<jof_Unsigned<T>>(x);
+#ifdef __CUDA_ARCH__
+  return static_cast<T>(__popcll(bits));
+#else
+  return static_cast<T>(__builtin_popcountll(bits));
+#endif
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_CountLeadingZeros(T x) {
+  const uint64_t bits = static_cast<jof_Unsigned<T>>(x);
+  constexpr int kBits = 8 * sizeof(T);
+#ifdef __CUDA_ARCH__
+  return static_cast<T>(__clzll(bits) - (64 - kBits));
+#else
+  return static_cast<T>(bits == 0 ? kBits : __builtin_clzll(bits) - (64 - kBits));
+#endif
+}
+
+// ---- floats ----
+
+// Zeros keep their sign, and NaN stays NaN.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Sign(T x) {
+  return x > 0 ? T(1) : x < 0 ? T(-1) : x;
+}
+
+JOF_HOST_DEVICE JOF_INLINE float jof_Expm1(float x) {
+#if defined(__CUDA_ARCH__) && !defined(JOF_NARROW_RESULTS)
+  return ::expm1f(x);  // ours loses digits of large results
+#else
+  return expm1(x);
+#endif
+}
+JOF_HOST_DEVICE JOF_INLINE double jof_Expm1(double x) { return ::expm1(x); }
+
+// Twice the tail of the normal distribution beyond x sqrt 2.
+JOF_HOST_DEVICE JOF_INLINE float jof_Erfc(float x) {
+#if defined(__CUDA_ARCH__) && !defined(JOF_NARROW_RESULTS)
+  return ::erfcf(x);
+#else
+  const float tail = 2 * jof::NormalTail<jof_Rounded>(jof::Abs(x) * 1.41421354f);
+  return x < 0 ? 2 - tail : tail;
+#endif
+}
+JOF_HOST_DEVICE JOF_INLINE double jof_Erfc(double x) { return ::erfc(x); }
+
+// 1 / (1 + e), and one less that: for the logistic function, where e is exp(-x).
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Logistic(T e) {
+  if constexpr (sizeof(T) == 8) {
+    return 1 / (1 + e);
+  } else {
+    return jof::InverseOfOnePlus<jof_Rounded>(e);
+  }
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_OneMinusLogistic(T e, T s) {
+  return s > T(0.5) ? e * s : 1 - s;
+}
+
+// log(1 + e) for e in [0, 1].
+JOF_HOST_DEVICE JOF_INLINE float jof_Log1pUpTo1(float e) { return jof::Log1p<jof_Rounded>(e); }
+JOF_HOST_DEVICE JOF_INLINE double jof_Log1pUpTo1(double e) { return ::log1p(e); }
+
+// M. Giles, Approximating the erfinv function, GPU Computing Gems 2, 2011: a relative error of 4e-7.
+JOF_HOST_DEVICE JOF_INLINE float jof_ErfInv(float x) {
+  const float w = -log1p(-x * x);
+  const float u = w - 2.5f, v = ::sqrtf(w) - 3.0f;
+  const float near = jof::Polynomial(u, 1.50140941f, 0.246640727f, -0.00417768164f, -0.00125372503f,
+                                     0.00021858087f, -4.39150654e-06f, -3.5233877e-06f,
+                                     3.43273939e-07f, 2.81022636e-08f);
+  const float far = jof::Polynomial(v, 2.83297682f, 1.00167406f, 0.00943887047f, -0.0076224613f,
+                                    0.00573950773f, -0.00367342844f, 0.00134934322f,
+                                    0.000100950558f, -0.000200214257f);
+  return jof::Abs(x) == 1 ? x * INFINITY : x * (w < 5 ? near : far);
+}
+JOF_HOST_DEVICE JOF_INLINE double jof_ErfInv(double x) {
+#ifdef __CUDA_ARCH__
+  return ::erfinv(x);
+#else
+  // Newton's method on the logarithm of the tail, which is nearly a parabola.
+  const double tail = 1 - ::fabs(x);
+  if (!(tail > 0)) return tail == 0 ? x * INFINITY : NAN;
+  if (::fabs(x) < 1e-8) return x * 0.886226925452758;
+  double y = ::sqrt(-::log(tail * (2 - tail)));
+  for (int k = 0; k < 8; ++k) {
+    const double c = ::erfc(y), density = 1.1283791670955126 * ::exp(-y * y);
+    const double off = ::fabs(x) < 0.5 ? ::fabs(x) - ::erf(y) : c * ::log(c / tail);
+    y += off / density;
+  }
+  return ::copysign(y, x);
+#endif
+}
+
+// The next number towards y of a format that Bits are the bits of.
+template <typename Bits>
+JOF_HOST_DEVICE JOF_INLINE Bits jof_NextBits(Bits x, Bits y) {
+  constexpr Bits kSign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+  constexpr Bits kRest = static_cast<Bits>(~kSign);
+  if ((x & kRest) == 0) {
+    return (y & kRest) == 0 ? y : static_cast<Bits>((y & kSign) | 1);
+  }
+  const bool grows = ((x ^ y) & kSign) == 0 && (x & kRest) < (y & kRest);
+  return x == y ? y : static_cast<Bits>(grows ? x + 1 : x - 1);
+}
+
+// Values of T, which of 16 bits and fewer are floats.
+template <typename T>
+struct jof_As {
+  using Value = jof::Compute<T>;
+  // Rounded to T, once.
+  template <typename From>
+  JOF_HOST_DEVICE JOF_INLINE static From Rounded(From x) {
+    return static_cast<From>(jof::Accumulator<T>::Load(jof::Cast<T, From>()(x)));
+  }
+  template <typename Bits>
+  JOF_HOST_DEVICE JOF_INLINE static Bits ToBits(Value x) {
+    return jof::BitCast<Bits>(jof::Accumulator<T>::Store(x));
+  }
+  template <typename Bits>
+  JOF_HOST_DEVICE JOF_INLINE static Value FromBits(Bits bits) {
+    return jof::Accumulator<T>::Load(jof::BitCast<T>(bits));
+  }
+  JOF_HOST_DEVICE JOF_INLINE static Value NextAfter(Value x, Value y) {
+    using Bits = jof_Unsigned<T>;
+    const Value next = FromBits(jof_NextBits(ToBits<Bits>(x), ToBits<Bits>(y)));
+    return x == x && y == y ? next : x + y;
+  }
+};
+
+// ---- complex numbers ----
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE bool operator==(Complex<T> z, Complex<T> w) {
+  return z.re == w.re && z.im == w.im;
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE bool operator!=(Complex<T> z, Complex<T> w) {
+  return !(z == w);
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Complex<T> jof_Exp(Complex<T> z) {
+  const T r = exp(z.re);
+  // The exponential of a real number is real, of infinity too.
+  return {z.im == 0 ? r : r * cos(z.im), z.im == 0 ? z.im : r * sin(z.im)};
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Complex<T> jof_Log(Complex<T> z) {
+  return {log(hypot(z.re, z.im)), atan2(z.im, z.re)};
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Complex<T> jof_Sign(Complex<T> z) {
+  const T r = abs(z);
+  return r == 0 ? z : Complex<T>{z.re / r, z.im / r};
+}
+
+}  // namespace jof_expression

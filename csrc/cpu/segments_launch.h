@@ -1,0 +1,48 @@
+// Launchers of the CPU kernels of graphs: how they are split over threads.
+#pragma once
+
+#include <cstring>
+
+#include "cpu/launch.h"
+#include "ops/segments.h"
+
+namespace jof {
+
+// The result is not empty.
+template <typename ThreadPool>
+CpuStatus LaunchMessageSum(const MessageSumCall& call, ThreadPool& pool) {
+  const int64_t row_bytes = call.columns() * SizeOf(call.type);
+  ParallelFor(pool, call.segments * row_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
+    std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);  // segments of no edge
+  });
+  const PlannedEdges& edges = call.edges;
+  if (edges.count == 0) return {};
+  ParallelFor(pool, edges.chunks, Grain(edges.chunk_length() * row_bytes),
+              [&](int64_t begin, int64_t end) { Kernels().SumMessages(call, begin, end); });
+  ParallelFor(pool, edges.chunks, Grain(2 * row_bytes),
+              [&](int64_t begin, int64_t end) { Kernels().JoinMessages(call, begin, end); });
+  return {};
+}
+
+template <typename ThreadPool>
+CpuStatus LaunchEdgeDot(const EdgeDotCall& call, ThreadPool& pool) {
+  const int64_t row_bytes = call.heads * call.width * SizeOf(call.type);
+  ParallelFor(pool, call.edges.count, Grain(2 * row_bytes),
+              [&](int64_t begin, int64_t end) { Kernels().DotEdges(call, begin, end); });
+  return {};
+}
+
+template <typename ThreadPool>
+CpuStatus LaunchSegmentSoftmax(const SegmentSoftmaxCall& call, ThreadPool& pool) {
+  const int64_t work = 8 * call.heads * SizeOf(call.type);  // of an edge, exponentials included
+  const PlannedEdges& edges = call.edges;
+  ParallelFor(pool, edges.chunks, Grain(edges.chunk_length() * work),
+              [&](int64_t begin, int64_t end) { Kernels().ReduceLogits(call, begin, end); });
+  ParallelFor(pool, edges.chunks, Grain(2 * work),
+              [&](int64_t begin, int64_t end) { Kernels().JoinLogits(call, begin, end); });
+  ParallelFor(pool, edges.count, Grain(work),
+              [&](int64_t begin, int64_t end) { Kernels().SoftmaxEdges(call, begin, end); });
+  return {};
+}
+
+}  // namespace jof

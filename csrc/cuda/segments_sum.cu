@@ -1,0 +1,125 @@
+// Message sums: weighted rows of a table, added up at the receivers of edges.
+//
+// Rows are read at random: how many are on their way at once decides how fast that is. Four rows a
+// group and 64 groups an SM keep 64 KB in flight, for rows of 256 bytes.
+#include "cuda/segments.cuh"
+
+JOF_NAMESPACE_BEGIN
+namespace {
+namespace segments {
+
+// Wide ones are of the type that values are computed in.
+enum class Weights { kNone, kOfHead, kWideOfHead, kOfColumn };
+
+template <typename T>
+struct SumOfRows {
+  using Value = Compute<T>;
+  T* result;
+  int64_t columns;
+
+  __device__ Value Identity() const { return Value{0}; }
+  __device__ Value Combine(Value a, Value b) const { return a + b; }
+  template <int N>
+  __device__ void Finish(int64_t segment, int64_t column, const Value (&value)[N]) const {
+    Pack<T, N> out;
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.elem[i] = Accumulator<T>::Store(value[i]);
+    StorePack<N>(result + segment * columns + column, out);
+  }
+};
+
+template <typename T, Weights kWeights>
+struct MessageSum : SumOfRows<T> {
+  using Value = Compute<T>;
+  static constexpr int kUnroll = kWeights == Weights::kOfColumn ? 2 : 4;
+  static constexpr int kBlocks = sizeof(T) == 4 ? 4 : 3;
+  const T* table;
+  const void* weights;
+  const int32_t* sources;
+  int64_t rows, heads;
+  FastDivider<uint64_t> by_width;
+
+  __device__ int32_t Source(int64_t edge) const { return sources[edge]; }
+
+  // All loads are made whether the row is valid or not, so that none waits for another.
+  using Weight = std::conditional_t<kWeights == Weights::kWideOfHead, Value, T>;
+  template <int N>
+  struct Item {
+    Pack<T, N> row;
+    Pack<Weight, kWeights == Weights::kOfColumn ? N : 1> weight;
+    bool is_valid;
+  };
+  template <int N>
+  __device__ Item<N> Fetch(uint32_t edge, int32_t source, int64_t column) const {
+    Item<N> item{};
+    item.is_valid = IsRow(source, rows);
+    item.row = LoadPack<N>(table + (item.is_valid ? source : 0) * this->columns + column);
+    const Weight* const own = static_cast<const Weight*>(weights);
+    if constexpr (kWeights == Weights::kOfColumn) {
+      item.weight = LoadPack<N>(own + int64_t{edge} * this->columns + column);
+    } else if constexpr (kWeights != Weights::kNone) {
+      item.weight = LoadPack<1>(own + int64_t{edge} * heads + int64_t(by_width.Divide(column)));
+    }
+    return item;
+  }
+
+  template <int N>
+  __device__ void Add(const Item<N>& item, Value (&value)[N]) const {
+    if (!item.is_valid) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const Value x = Accumulator<T>::Load(item.row.elem[i]);
+      if constexpr (kWeights == Weights::kNone) {
+        value[i] += x;
+      } else {
+        const Weight weight = item.weight.elem[kWeights == Weights::kOfColumn ? i : 0];
+        value[i] += Accumulator<Weight>::Load(weight) * x;
+      }
+    }
+  }
+};
+
+template <typename T, Weights kWeights>
+cudaError_t Sum(const MessageSumCall& call, cudaStream_t stream) {
+  MessageSum<T, kWeights> program{};
+  program.result = static_cast<T*>(call.result);
+  program.columns = call.columns();
+  program.table = static_cast<const T*>(call.table);
+  program.weights = call.weights;
+  program.sources = call.sources;
+  program.rows = call.rows;
+  program.heads = call.heads;
+  program.by_width = FastDivider<uint64_t>(static_cast<uint64_t>(call.width));
+  const auto fits = [&](int pack) {
+    const bool is_of_head = kWeights == Weights::kOfHead || kWeights == Weights::kWideOfHead;
+    const int64_t run = is_of_head ? call.width : call.columns();
+    return run % pack == 0 && IsPacked(program.table, pack) && IsPacked(program.result, pack) &&
+           (kWeights != Weights::kOfColumn || IsPacked(static_cast<const T*>(call.weights), pack));
+  };
+  return WithPack<T>(fits, [&](auto pack) {
+    return Reduce<decltype(pack)::value, SumOfRows<T>>(program, call.edges, call.segments,
+                                                       call.columns(), call.scratch, stream);
+  });
+}
+
+}  // namespace segments
+}  // namespace
+
+cudaError_t LaunchMessageSum(const MessageSumCall& call, cudaStream_t stream) {
+  const int64_t bytes = call.segments * call.columns() * SizeOf(call.type);
+  const cudaError_t status =
+      cudaMemsetAsync(call.result, 0, static_cast<size_t>(bytes), stream);  // segments of no edge
+  if (status != cudaSuccess || call.rows == 0) return status;
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using segments::Weights;
+    if (call.weights == nullptr) return segments::Sum<T, Weights::kNone>(call, stream);
+    if constexpr (sizeof(T) == 2) {
+      if (call.wide_weights) return segments::Sum<T, Weights::kWideOfHead>(call, stream);
+    }
+    if (call.width == 1) return segments::Sum<T, Weights::kOfColumn>(call, stream);
+    return segments::Sum<T, Weights::kOfHead>(call, stream);
+  });
+}
+
+JOF_NAMESPACE_END

@@ -1,0 +1,296 @@
+// The FFI signatures of message sums, edge dots and softmax over segments, for both backends.
+//
+// All ids are int32 and of shape (E,). `order` may be (0,): the edge at position p is p then.
+//   message sum    (table (N, H, D), weights (E, H) or (0, H), sources, keys, order)
+//                  -> (result (S, H, D), scratch (C, 2, H * D))
+//   edge dot       (a (A, H, D), b (B, H, D), keys, b_ids, order) -> result (E, H)
+//   softmax        (x (E, H), ids, keys, order) -> (y (E, H), stats (S, 2, H), scratch (C, 2, 2 *
+//   H)) softmax vjp    (y (E, H), t (E, H), ids, keys, order)
+//                  -> (result (E, H), stats (S, 1, H), scratch (C, 2, H))
+// Keys are by position, sources, b_ids and ids by edge. Weights and the result of an edge
+// dot have the tables' type or the one that this is computed in, which stats and scratch have.
+#pragma once
+
+#include "ffi/scatter.h"
+#include "ops/segments.h"
+
+namespace jof {
+
+inline constexpr char kMessageSum[] = "jof_message_sum", kEdgeDot[] = "jof_edge_dot",
+                      kSegmentSoftmax[] = "jof_segment_softmax",
+                      kSegmentSoftmaxVjp[] = "jof_segment_softmax_vjp";
+
+inline ffi::Error DecodeFloat(const char* op, ffi::AnyBuffer buffer, DType* type) {
+  *type = DTypeOf(buffer.element_type());
+  if (Contains<Floats>(*type)) return ffi::Error::Success();
+  return InvalidArgument(op, ": the element type must be f16, bf16, f32 or f64");
+}
+
+// Whether values of a buffer are of the type that `type` is computed in, which may be the same.
+inline ffi::Error DecodeWide(const char* op, const char* name, ffi::AnyBuffer buffer,
+                             ffi::DataType type, bool* is_wide) {
+  *is_wide = buffer.element_type() == SumType(type);
+  if (*is_wide || buffer.element_type() == type) return ffi::Error::Success();
+  return InvalidArgument(op, ": ", name, " must have the tables' type or that of their sums");
+}
+
+inline ffi::Error DecodeIds(const char* op, const char* name, ffi::AnyBuffer ids, int64_t edges) {
+  if (ids.element_type() == ffi::DataType::S32 && HasShape(ids, {edges})) {
+    return ffi::Error::Success();
+  }
+  return InvalidArgument(op, ": ", name, " must be int32 of shape (", edges, "), got shape ",
+                         ShapeString(ids.dimensions()));
+}
+
+// Edges as a plan has them; chunks are decoded from the scratch.
+inline ffi::Error DecodeEdges(const char* op, ffi::AnyBuffer keys, ffi::AnyBuffer order,
+                              PlannedEdges* edges) {
+  const auto shape = keys.dimensions();
+  if (shape.size() != 1 || shape[0] > INT32_MAX) {
+    return InvalidArgument(op, ": expected ids of fewer than 2^31 edges, got shape ",
+                           ShapeString(shape));
+  }
+  *edges = {shape[0], 1, nullptr, nullptr};
+  ffi::Error error = DecodeIds(op, "keys", keys, shape[0]);
+  if (error.failure()) return error;
+  edges->keys = static_cast<const int32_t*>(keys.untyped_data());
+  if (HasShape(order, {0})) return error;
+  error = DecodeIds(op, "order", order, shape[0]);
+  edges->order = static_cast<const int32_t*>(order.untyped_data());
+  return error;
+}
+
+// `limit` is the longest chunk, 0 if there is no limit.
+inline ffi::Error DecodeChunks(const char* op, int64_t limit, ffi::AnyBuffer scratch,
+                               ffi::DataType type, int64_t columns, PlannedEdges* edges) {
+  const auto shape = scratch.dimensions();
+  if (shape.size() == 3 && shape[0] > 0 && HasShape(scratch, {shape[0], 2, columns}) &&
+      scratch.element_type() == SumType(type)) {
+    edges->chunks = shape[0];
+    if (limit == 0 || edges->chunk_length() <= limit) return ffi::Error::Success();
+    return InvalidArgument(op, ": on a GPU a chunk has at most ", limit, " edges; got ", shape[0],
+                           " chunks for ", edges->count);
+  }
+  return InvalidArgument(op, ": scratch must have shape (C, 2, ", columns,
+                         "), C > 0, and the type of sums, got shape ", ShapeString(shape));
+}
+
+inline ffi::Error DecodeMessageSum(int64_t limit, ffi::AnyBuffer table, ffi::AnyBuffer weights,
+                                   ffi::AnyBuffer sources, ffi::AnyBuffer keys,
+                                   ffi::AnyBuffer order, ffi::AnyBuffer result,
+                                   ffi::AnyBuffer scratch, MessageSumCall* call) {
+  const char* op = kMessageSum;
+  const auto t = table.dimensions(), r = result.dimensions();
+  ffi::Error error = DecodeFloat(op, table, &call->type);
+  if (error.failure()) return error;
+  if (t.size() != 3 || r.size() != 3 || t[1] != r[1] || t[2] != r[2] ||
+      table.element_type() != result.element_type()) {
+    return InvalidArgument(op,
+                           ": expected arrays of one type and of shapes (N, H, D) and (S, H, D"
+                           "), got ",
+                           ShapeString(t), " and ", ShapeString(r));
+  }
+  error = DecodeEdges(op, keys, order, &call->edges);
+  if (error.failure()) return error;
+  error = DecodeIds(op, "sources", sources, call->edges.count);
+  if (error.failure()) return error;
+  call->rows = t[0];
+  call->segments = r[0];
+  call->heads = r[1];
+  call->width = r[2];
+  error = DecodeChunks(op, limit, scratch, table.element_type(), call->columns(), &call->edges);
+  if (error.failure()) return error;
+  const bool has_weights = !HasShape(weights, {0, r[1]});
+  if (has_weights && !HasShape(weights, {call->edges.count, r[1]})) {
+    return InvalidArgument(op, ": weights must have shape (", call->edges.count, ", ", r[1],
+                           ") or (0, ", r[1], "), got ", ShapeString(weights.dimensions()));
+  }
+  error = DecodeWide(op, "weights", weights, table.element_type(), &call->wide_weights);
+  if (error.failure()) return error;
+  call->table = table.untyped_data();
+  call->weights = has_weights ? weights.untyped_data() : nullptr;
+  call->sources = static_cast<const int32_t*>(sources.untyped_data());
+  call->result = result.untyped_data();
+  call->scratch = scratch.untyped_data();
+  return error;
+}
+
+inline ffi::Error DecodeEdgeDot(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_ids,
+                                ffi::AnyBuffer b_ids, ffi::AnyBuffer order, ffi::AnyBuffer result,
+                                EdgeDotCall* call) {
+  const char* op = kEdgeDot;
+  const auto x = a.dimensions(), y = b.dimensions();
+  ffi::Error error = DecodeFloat(op, a, &call->type);
+  if (error.failure()) return error;
+  if (x.size() != 3 || y.size() != 3 || x[1] != y[1] || x[2] != y[2] ||
+      a.element_type() != b.element_type()) {
+    return InvalidArgument(op,
+                           ": expected arrays of one type and of shapes (A, H, D) and (B, H, D"
+                           "), got ",
+                           ShapeString(x), " and ", ShapeString(y));
+  }
+  error = DecodeEdges(op, a_ids, order, &call->edges);
+  if (error.failure()) return error;
+  error = DecodeIds(op, "b_ids", b_ids, call->edges.count);
+  if (error.failure()) return error;
+  error = DecodeWide(op, "the result", result, a.element_type(), &call->wide_result);
+  if (error.failure()) return error;
+  if (!HasShape(result, {call->edges.count, x[1]})) {
+    return InvalidArgument(op, ": the result must have shape (", call->edges.count, ", ", x[1],
+                           "), got ", ShapeString(result.dimensions()));
+  }
+  call->a_rows = x[0];
+  call->b_rows = y[0];
+  call->heads = x[1];
+  call->width = x[2];
+  call->a = a.untyped_data();
+  call->b = b.untyped_data();
+  call->b_ids = static_cast<const int32_t*>(b_ids.untyped_data());
+  call->result = result.untyped_data();
+  return error;
+}
+
+// `parts` numbers are kept of each segment and head.
+inline ffi::Error DecodeSegmentSoftmax(const char* op, int64_t limit, int64_t parts,
+                                       ffi::AnyBuffer x, ffi::AnyBuffer tangent, ffi::AnyBuffer ids,
+                                       ffi::AnyBuffer keys, ffi::AnyBuffer order,
+                                       ffi::AnyBuffer result, ffi::AnyBuffer stats,
+                                       ffi::AnyBuffer scratch, SegmentSoftmaxCall* call) {
+  ffi::Error error = DecodeFloat(op, x, &call->type);
+  if (error.failure()) return error;
+  const auto shape = x.dimensions(), s = stats.dimensions();
+  if (shape.size() != 2) {
+    return InvalidArgument(op, ": expected an array of shape (E, H), got ", ShapeString(shape));
+  }
+  const int64_t edges = shape[0], heads = shape[1];
+  for (const ffi::AnyBuffer& other : {tangent, result}) {
+    if (!SameShape(other, x) || other.element_type() != x.element_type()) {
+      return InvalidArgument(op, ": operands and the result must have one type and one shape, got ",
+                             ShapeString(shape), " and ", ShapeString(other.dimensions()));
+    }
+  }
+  error = DecodeEdges(op, keys, order, &call->edges);
+  if (error.failure()) return error;
+  error = DecodeIds(op, "keys", keys, edges);
+  if (error.failure()) return error;
+  error = DecodeIds(op, "ids", ids, edges);
+  if (error.failure()) return error;
+  if (s.size() != 3 || !HasShape(stats, {s[0], parts, heads}) ||
+      stats.element_type() != SumType(x.element_type())) {
+    return InvalidArgument(op, ": stats must have shape (S, ", parts, ", ", heads,
+                           ") and the type of sums, got shape ", ShapeString(s));
+  }
+  error = DecodeChunks(op, limit, scratch, x.element_type(), parts * heads, &call->edges);
+  if (error.failure()) return error;
+  call->segments = s[0];
+  call->heads = heads;
+  call->x = x.untyped_data();
+  call->ids = static_cast<const int32_t*>(ids.untyped_data());
+  call->result = result.untyped_data();
+  call->stats = stats.untyped_data();
+  call->scratch = scratch.untyped_data();
+  return error;
+}
+
+template <typename Backend>
+ffi::Error MessageSumHandler(typename Backend::Stream stream, ffi::AnyBuffer table,
+                             ffi::AnyBuffer weights, ffi::AnyBuffer sources, ffi::AnyBuffer keys,
+                             ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> result,
+                             ffi::Result<ffi::AnyBuffer> scratch) {
+  MessageSumCall call{};
+  ffi::Error error = DecodeMessageSum(Backend::kEdgeChunk, table, weights, sources, keys, order,
+                                      *result, *scratch, &call);
+  if (error.failure() || result->element_count() == 0) return error;
+  return Backend::Status(kMessageSum, LaunchMessageSum(call, stream));
+}
+
+template <typename Backend>
+ffi::Error EdgeDotHandler(typename Backend::Stream stream, ffi::AnyBuffer a, ffi::AnyBuffer b,
+                          ffi::AnyBuffer a_ids, ffi::AnyBuffer b_ids, ffi::AnyBuffer order,
+                          ffi::Result<ffi::AnyBuffer> result) {
+  EdgeDotCall call{};
+  ffi::Error error = DecodeEdgeDot(a, b, a_ids, b_ids, order, *result, &call);
+  if (error.failure() || result->element_count() == 0) return error;
+  return Backend::Status(kEdgeDot, LaunchEdgeDot(call, stream));
+}
+
+template <typename Backend>
+ffi::Error SegmentSoftmaxHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                                 ffi::AnyBuffer ids, ffi::AnyBuffer keys, ffi::AnyBuffer order,
+                                 ffi::Result<ffi::AnyBuffer> result,
+                                 ffi::Result<ffi::AnyBuffer> stats,
+                                 ffi::Result<ffi::AnyBuffer> scratch) {
+  SegmentSoftmaxCall call{};
+  ffi::Error error = DecodeSegmentSoftmax(kSegmentSoftmax, Backend::kEdgeChunk, 2, x, x, ids, keys,
+                                          order, *result, *stats, *scratch, &call);
+  if (error.failure() || result->element_count() == 0) return error;
+  return Backend::Status(kSegmentSoftmax, LaunchSegmentSoftmax(call, stream));
+}
+
+template <typename Backend>
+ffi::Error SegmentSoftmaxVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer y,
+                                    ffi::AnyBuffer tangent, ffi::AnyBuffer ids, ffi::AnyBuffer keys,
+                                    ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> result,
+                                    ffi::Result<ffi::AnyBuffer> stats,
+                                    ffi::Result<ffi::AnyBuffer> scratch) {
+  SegmentSoftmaxCall call{};
+  ffi::Error error = DecodeSegmentSoftmax(kSegmentSoftmaxVjp, Backend::kEdgeChunk, 1, y, tangent,
+                                          ids, keys, order, *result, *stats, *scratch, &call);
+  if (error.failure() || result->element_count() == 0) return error;
+  call.tangent = tangent.untyped_data();
+  return Backend::Status(kSegmentSoftmaxVjp, LaunchSegmentSoftmax(call, stream));
+}
+
+template <typename Backend>
+auto MessageSumBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>();
+}
+
+template <typename Backend>
+auto EdgeDotBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>();
+}
+
+template <typename Backend>
+auto SegmentSoftmaxBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>();
+}
+
+template <typename Backend>
+auto SegmentSoftmaxVjpBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename Backend::Context>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>();
+}
+
+}  // namespace jof

@@ -1,0 +1,86 @@
+// What message sums, dot products of edges, and softmax over segments compute, shared by both
+// backends.
+//
+// A graph has E edges, each from a row of one table to a row of another:
+//   message sum:  result[r] = the sum of weights[e] * table[source(e)] over all e with key(e) == r
+//   edge dot:     result[e] = the dot product of a[a_id(e)] and b[b_id(e)], of each head
+//   softmax:      result[e] = exp(x[e]) over the sum of exp(x[f]) over all f with id(f) == id(e)
+// An edge one of whose ids is out of range contributes nothing, and has the result 0.
+//
+// Edges are visited in the order of a plan, in which those of equal keys are neighbours. `order`
+// names the edge at each position of it, and `keys` are in that order. Positions are split into
+// chunks of equal length. A chunk finishes the segments that lie in it. Of one that
+// reaches into other chunks it has a part, in the scratch, and a second step puts the parts
+// together: a segment that has most edges is spread over the whole chip, and the order of summation
+// depends on nothing but the shapes.
+#pragma once
+
+#include "common/dtype.h"
+#include "common/integers.h"
+#include "common/macros.h"
+#include "common/types.h"
+
+// No inline namespace: these types are the same for all instruction sets (see common/macros.h).
+namespace jof {
+
+// The positions of a plan. Nothing in these arrays is trusted: edges out of range read the last
+// one.
+struct PlannedEdges {
+  int64_t count;  // E, below 2^31
+  int64_t chunks;
+  const int32_t* keys;   // by position
+  const int32_t* order;  // null: the edge at position p is p
+
+  JOF_HOST_DEVICE JOF_INLINE int64_t chunk_length() const { return (count + chunks - 1) / chunks; }
+  JOF_HOST_DEVICE JOF_INLINE int64_t Edge(int64_t p) const {
+    if (order == nullptr) return p;
+    const uint32_t e = static_cast<uint32_t>(order[p]), last = static_cast<uint32_t>(count - 1);
+    return e < last ? e : last;
+  }
+};
+
+// Whether an id names one of so many rows.
+JOF_HOST_DEVICE JOF_INLINE bool IsRow(int32_t id, int64_t rows) {
+  return static_cast<uint64_t>(static_cast<int64_t>(id)) < static_cast<uint64_t>(rows);
+}
+
+// A table (N, H * D) with weights (E, H), or none, to a result (S, H * D).
+struct MessageSumCall {
+  PlannedEdges edges;
+  DType type;         // one of Floats, as that of the other calls
+  bool wide_weights;  // of the type that `type` is computed in
+  int64_t rows, segments, heads, width;
+  const void* table;
+  const void* weights;     // null: 1
+  const int32_t* sources;  // by edge
+  void* result;
+  void* scratch;  // (C, 2, H * D) of the compute type
+
+  JOF_HOST_DEVICE JOF_INLINE int64_t columns() const { return heads * width; }
+};
+
+// Tables (A, H, D) and (B, H, D) to a result (E, H).
+struct EdgeDotCall {
+  PlannedEdges edges;  // its keys are the rows of a
+  DType type;
+  bool wide_result;
+  int64_t a_rows, b_rows, heads, width;
+  const void *a, *b;
+  const int32_t* b_ids;  // by edge
+  void* result;
+};
+
+// x (E, H), or y and a tangent of that shape, to a result of that shape.
+struct SegmentSoftmaxCall {
+  PlannedEdges edges;
+  DType type;
+  int64_t segments, heads;
+  const void* x;
+  const void* tangent;  // null: the softmax of x; else x is y, and the result y (t - sum of y t)
+  const int32_t* ids;   // by edge
+  void* result;
+  void* stats;    // (S, 2, H): maxima and sums of exponentials; or (S, 1, H): sums of y t
+  void* scratch;  // (C, 2, 2, H) or (C, 2, 1, H)
+};
+
+}  // namespace jof

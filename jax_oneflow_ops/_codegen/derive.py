@@ -1,0 +1,118 @@
+"""Derivatives of traced bodies: bodies that are traced, again, by jax's own rules."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jax_oneflow_ops._codegen import scalars
+from jax_oneflow_ops._codegen.signature import Parameter, is_inexact
+from jax_oneflow_ops._codegen.traced import Traced, computed
+
+# A definition of `definition.py`, which imports this module.
+Definition = Any
+
+
+def define(
+    name: str,
+    function: Callable[..., Any],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    like: type[Definition],
+) -> Definition:
+    """A function of scalars of `computed` dtypes as a definition; dtypes are those of elements."""
+    body = Traced(scalars.trace(function, inputs), name)
+    return like(
+        name,
+        tuple(Parameter(dtype, f"x{i}") for i, dtype in enumerate(inputs)),
+        tuple(Parameter(dtype, f"y{o}") for o, dtype in enumerate(outputs)),
+        body,
+    )
+
+
+def _types(parameters: Sequence[Parameter]) -> list[str]:
+    return [p.type for p in parameters]
+
+
+@functools.lru_cache(maxsize=1024)
+def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tuple[int, ...]]:
+    """The tangents of outputs, and of which ones: those that are not zero.
+
+    Its inputs are those of the definition and then the tangents of the inputs `moving`.
+    """
+    inputs, outputs = _types(definition.inputs), _types(definition.outputs)
+    count = len(inputs)
+    function = core.jaxpr_as_fun(definition.body.jaxpr)
+    outs = [o for o, dtype in enumerate(outputs) if is_inexact(dtype)]
+
+    def tangents(of: Sequence[int]) -> Callable[..., Any]:
+        def compute(*args: Any) -> Any:
+            def of_moving(*xs: Any) -> Any:
+                every = dict(zip(moving, xs, strict=True))
+                results = function(*(every.get(i, x) for i, x in enumerate(args[:count])))
+                return [results[o] for o in of]
+
+            return jax.jvp(of_moving, [args[i] for i in moving], [*args[count:]])[1]
+
+        return compute
+
+    dtypes = [*inputs, *(inputs[i] for i in moving)]
+
+    def made(of: Sequence[int]) -> Definition:
+        name = f"{definition.name}_jvp"
+        return define(name, tangents(of), dtypes, [outputs[o] for o in of], type(definition))
+
+    every = made(outs)
+    program = every.body.program
+    alive = [
+        o
+        for o, result in zip(outs, program.results, strict=True)
+        if any(i >= count for i in program.inputs_of([result]))
+    ]
+    return (every if alive == outs else made(alive) if alive else every), tuple(alive)
+
+
+@functools.lru_cache(maxsize=1024)
+def transpose(definition: Definition, linear: tuple[int, ...], live: tuple[int, ...]) -> Definition:
+    """The cotangents of the inputs `linear`, which outputs are linear in.
+
+    Its inputs are those of the definition, of which these are not read, and then the cotangents of
+    the outputs `live`.
+    """
+    inputs, outputs = _types(definition.inputs), _types(definition.outputs)
+    count = len(inputs)
+    function = core.jaxpr_as_fun(definition.body.jaxpr)
+
+    def cotangents(*args: Any) -> Any:
+        def of_linear(*xs: Any) -> Any:
+            every = dict(zip(linear, xs, strict=True))
+            results = function(*(every.get(i, x) for i, x in enumerate(args[:count])))
+            return [results[o] for o in live]
+
+        avals = [jax.ShapeDtypeStruct((), computed(inputs[i])) for i in linear]
+        return jax.linear_transpose(of_linear, *avals)([*args[count:]])
+
+    return define(
+        f"{definition.name.removesuffix('_jvp')}_vjp",
+        cotangents,
+        [*inputs, *(outputs[o] for o in live)],
+        [inputs[i] for i in linear],
+        type(definition),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def partial_of_reference(
+    reference: Callable[..., Any], name: str, dtypes: tuple[str, ...], result: str
+) -> Traced:
+    """The body of a derivative that a reference has: see `PartialReference`."""
+
+    def function(*args: Any) -> Any:
+        y = reference(*args)
+        y = jnp.real(y) if jnp.iscomplexobj(y) and "complex" not in result else y
+        return [jnp.asarray(y).astype(computed(result))]
+
+    return Traced(scalars.trace(function, dtypes), name)

@@ -1,0 +1,171 @@
+"""What of a program is elementwise, for ``fuse(..., partial=True)``: its kernels and the rest.
+
+A value's level is the number of operations that are not elementwise on the way to it. Values of one
+level and shape are one kernel, which computes all that is elementwise before them again, as far as
+the results of other operations and of other kernels. Operations into which XLA fuses what they
+read, such as reductions, read no results of kernels: what they read need not be in memory.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_oneflow_ops import _compat
+from jax_oneflow_ops._codegen import scalars, traced
+
+# What XLA fuses with the elementwise operations before it.
+_READS_IN_PLACE = re.compile(
+    r"^(reduce_|arg(max|min)$|cum|transpose$|reshape$|rev$|slice$|split$|concatenate$|pad$|gather$"
+    r"|dynamic_slice$|broadcast_in_dim$|select_and|iota$)"
+)
+# A kernel of fewer operations than this gains nothing.
+_LEAST = 2
+
+Kernel = Callable[[SimpleNamespace, Sequence[Any], Sequence[Any]], list[Any]]
+
+
+def flattened(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
+    """A jaxpr without calls, but for those of functions with derivatives of their own."""
+
+    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if _compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            values = [*map(read, eqn.invars)]
+            called = None
+            if not eqn.primitive.name.startswith("custom_"):
+                called = _compat.called_jaxpr(eqn)
+            results = run(*called, values) if called else _compat.bind_equation(eqn, values)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [*map(read, jaxpr.outvars)]
+
+    return jax.make_jaxpr(lambda *xs: run(jaxpr, consts, xs))(*args)
+
+
+@dataclasses.dataclass
+class Parts:
+    """A jaxpr's operations: those that are elementwise, and where each value is computed."""
+
+    jaxpr: Any
+    level: dict[Any, int]
+    elementwise: dict[int, bool]  # of equations, by their place
+    fused: dict[Any, None]  # values that kernels compute
+
+
+def divide(name: str, jaxpr: Any) -> Parts:
+    """The parts of a jaxpr without calls."""
+    level: dict[Any, int] = dict.fromkeys([*jaxpr.invars, *jaxpr.constvars], 0)
+    elementwise: dict[int, bool] = {}
+    made_by: dict[Any, Any] = {}
+    for k, eqn in enumerate(jaxpr.eqns):
+        elementwise[k] = scalars.is_elementwise(name, eqn)
+        inputs = [level[x] for x in eqn.invars if not _compat.is_literal(x)]
+        own = max(inputs, default=0) + (not elementwise[k])
+        for var in eqn.outvars:
+            level[var] = own
+            if elementwise[k]:
+                made_by[var] = eqn
+    wanted: dict[Any, None] = {}
+    for k, eqn in enumerate(jaxpr.eqns):
+        if not elementwise[k] and not _READS_IN_PLACE.match(eqn.primitive.name):
+            wanted.update(dict.fromkeys(x for x in eqn.invars if not _compat.is_literal(x)))
+    wanted.update(dict.fromkeys(x for x in jaxpr.outvars if not _compat.is_literal(x)))
+
+    def operations(var: Any) -> int:
+        """How many a kernel computes for a value, up to as many as matter."""
+        pending, seen = [var], set[int]()
+        while pending and len(seen) < _LEAST:
+            eqn = made_by.get(pending.pop())
+            if eqn is None or id(eqn) in seen:
+                continue
+            if eqn.primitive.name not in traced.IDENTITIES:
+                seen.add(id(eqn))
+                if _compat.called_jaxpr(eqn):
+                    return _LEAST
+            pending += [x for x in eqn.invars if not _compat.is_literal(x)]
+        return len(seen)
+
+    fused = {
+        var: None
+        for var in wanted
+        if var in made_by and var.aval.size > 1 and operations(var) >= _LEAST
+    }
+    return Parts(jaxpr, level, elementwise, fused)
+
+
+def run(
+    name: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kernel: Kernel
+) -> list[Any]:
+    """The results, by a kernel for each level and shape and by XLA.
+
+    `kernel` computes the results of a jaxpr that is elementwise.
+    """
+    parts = divide(name, jaxpr)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    needed = _needed(parts)
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    before: list[Any] = []  # what is elementwise, of all levels so far
+    for level in range(max(parts.level.values(), default=0) + 1):
+        here = [k for k, e in enumerate(jaxpr.eqns) if parts.level[e.outvars[0]] == level]
+        for k in here:
+            if not parts.elementwise[k]:
+                _evaluate(jaxpr.eqns[k], env, read)
+        groups: dict[Any, list[Any]] = {}
+        for var in parts.fused:
+            if parts.level[var] == level:
+                groups.setdefault(var.aval.shape, []).append(var)
+        eqns = [jaxpr.eqns[k] for k in here if parts.elementwise[k]]
+        before += eqns
+        for outvars in groups.values():
+            inner = _closed(before, outvars, {v for v in parts.fused if parts.level[v] < level})
+            results = kernel(inner, (), [*map(read, inner.invars)])
+            env.update(zip(outvars, results, strict=True))
+        for eqn in eqns:
+            if any(var in needed and var not in env for var in eqn.outvars):
+                _evaluate(eqn, env, read)
+    return [
+        jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars
+    ]
+
+
+def _closed(eqns: Sequence[Any], outvars: Sequence[Any], known: set[Any]) -> SimpleNamespace:
+    """The equations that some values need, as a jaxpr of what these read."""
+    needed = dict.fromkeys(outvars)
+    kept = []
+    for eqn in reversed(eqns):
+        if any(var in needed and var not in known for var in eqn.outvars):
+            kept.append(eqn)
+            for var in eqn.outvars:
+                needed.pop(var, None)
+            needed.update(dict.fromkeys(x for x in eqn.invars if not _compat.is_literal(x)))
+    return SimpleNamespace(invars=[*needed], constvars=[], eqns=kept[::-1], outvars=[*outvars])
+
+
+def _needed(parts: Parts) -> set[Any]:
+    """The values that XLA computes."""
+    needed = {v for v in parts.jaxpr.outvars if not _compat.is_literal(v)}
+    for k, eqn in reversed([*enumerate(parts.jaxpr.eqns)]):
+        if not parts.elementwise[k] or any(
+            var in needed and var not in parts.fused for var in eqn.outvars
+        ):
+            needed.update(x for x in eqn.invars if not _compat.is_literal(x))
+    return needed
+
+
+def _evaluate(eqn: Any, env: dict[Any, Any], read: Callable[[Any], Any]) -> None:
+    results = _compat.bind_equation(eqn, [*map(read, eqn.invars)])
+    for var, value in zip(eqn.outvars, results, strict=True):
+        env.setdefault(var, value)

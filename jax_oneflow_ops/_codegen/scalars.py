@@ -1,0 +1,511 @@
+"""From a jaxpr of arrays to a function of scalars: what each element of a result is.
+
+Elements of intermediate arrays are found from the results backwards. A dimension of an array lies
+along one of the results' dimensions, or along none where it has size 1: that is its alignment. An
+array that is used in several alignments, as in ``x[:, None] - x``, is an operand for each of them.
+Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) keep them: their rules
+become functions of scalars when they are differentiated.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_oneflow_ops import _compat
+from jax_oneflow_ops._codegen import traced
+from jax_oneflow_ops._codegen.signature import TYPES, is_inexact, is_narrow
+from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, computed
+
+Alignment = tuple[int | None, ...]
+
+
+class Constant:
+    """An array that a function closes over."""
+
+    def __init__(self, array: Any, dtype: Any):
+        self.array = array
+        self.dtype = dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A function of scalars, the elements of `leaves`.
+
+    A leaf is an input, by its number, or a constant, in an alignment.
+    """
+
+    leaves: tuple[tuple[int | Constant, Alignment], ...]
+    dtypes: tuple[str, ...]
+    function: Callable[..., list[Any]]
+
+
+def trace(function: Callable[..., Any], dtypes: Sequence[str]) -> Any:
+    """The jaxpr of a function of scalars, whose dtypes are `computed` of these."""
+    wide = any(dtype in ("int64", "uint64", "float64", "complex128") for dtype in dtypes)
+    with _without_mesh(), jax.enable_x64(True) if wide else contextlib.nullcontext():
+        args = [jax.ShapeDtypeStruct((), computed(dtype)) for dtype in dtypes]
+        return jax.make_jaxpr(function)(*args)
+
+
+def _without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Inside `jax.set_mesh` and `jax.shard_map` even types that are made here would know of it."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def plan(
+    name: str,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    demands: Sequence[tuple[int, Alignment]],
+    exact: Mapping[int, Any],
+    line: str = "",
+) -> Plan:
+    """The function of scalars that computes elements of a jaxpr's results.
+
+    Args:
+      name: the function's, for errors.
+      jaxpr: whose results they are.
+      consts: of the jaxpr.
+      demands: results, by their number, and their alignments.
+      exact: see `exact_literals`.
+      line: that errors name where equations have none.
+    """
+    known: dict[Any, Any] = {}  # numbers
+    sources: dict[Any, int | Constant] = {var: k for k, var in enumerate(jaxpr.invars)}
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+        if isinstance(const, Constant):
+            sources[var] = const
+        elif _is_number(const):
+            known[var] = const
+        else:
+            sources[var] = Constant(const, var.aval.dtype)
+    wanted: dict[Any, dict[Alignment, None]] = {}
+
+    def want(atom: Any, alignment: Alignment) -> None:
+        if not _compat.is_literal(atom) and atom not in known:
+            if not isinstance(atom, Constant):
+                _check_dtype(name, atom.aval.dtype)
+            wanted.setdefault(atom, {})[alignment] = None
+
+    for k, alignment in demands:
+        want(jaxpr.outvars[k], alignment)
+    steps: list[_Step] = []
+    for eqn in reversed(jaxpr.eqns):
+        outs = [(k, a) for k, var in enumerate(eqn.outvars) for a in wanted.pop(var, ())]
+        if not outs:
+            continue
+        step = _step(name, eqn, outs, exact, line)
+        for atom, alignment in step.needs:
+            want(atom, alignment)
+        steps.append(step)
+    places = {var: k for k, var in enumerate(jaxpr.invars)}
+    atoms = sorted(wanted, key=lambda atom: places.get(atom, len(places)))
+    leaves = [(atom, a) for atom in atoms for a in wanted[atom]]
+
+    def function(*args: Any) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(leaves, args, strict=True))
+
+        def read(atom: Any, alignment: Alignment) -> Any:
+            if _compat.is_literal(atom):
+                found = exact.get(id(atom))
+                return _number(atom.val if found is None else found, atom.aval.dtype)
+            if atom in known:
+                return _number(known[atom], atom.aval.dtype)
+            return env[atom, alignment]
+
+        for step in reversed(steps):
+            results = step.compute([read(*need) for need in step.needs])
+            env.update(zip(step.gives, results, strict=True))
+        return [read(jaxpr.outvars[k], alignment) for k, alignment in demands]
+
+    found = [(a if isinstance(a, Constant) else sources[a], alignment) for a, alignment in leaves]
+    dtypes = [str(a.dtype if isinstance(a, Constant) else a.aval.dtype) for a, _ in leaves]
+    return Plan(tuple(found), tuple(dtypes), function)
+
+
+def is_elementwise(name: str, eqn: Any) -> bool:
+    """Whether an equation can be part of a kernel."""
+    outs = [(k, _identity(var.aval.shape)) for k, var in enumerate(eqn.outvars)]
+    try:
+        for var in eqn.outvars:
+            _check_dtype(name, var.aval.dtype)
+        _step(name, eqn, outs, {})
+    except FusionError:
+        return False
+    return True
+
+
+def _identity(shape: Sequence[Any]) -> Alignment:
+    return tuple(d if n != 1 else None for d, n in enumerate(shape))
+
+
+def whole(jaxpr: Any, var: Any) -> tuple[int, Alignment]:
+    """All of a result, as `plan` takes it."""
+    return jaxpr.outvars.index(var), _identity(var.aval.shape)
+
+
+@dataclasses.dataclass
+class _Step:
+    """An equation on scalars."""
+
+    needs: list[tuple[Any, Alignment]]
+    gives: list[tuple[Any, Alignment]]
+    compute: Callable[[list[Any]], Sequence[Any]]
+
+
+def _is_number(const: Any) -> bool:
+    return (
+        np.ndim(const) == 0
+        and not isinstance(const, jax.core.Tracer)
+        and getattr(const, "is_fully_addressable", True)
+    )
+
+
+def _number(value: Any, dtype: Any) -> Any:
+    """A number of a `computed` dtype."""
+    return np.asarray(value).astype(computed(dtype))[()]
+
+
+def _check_dtype(name: str, dtype: Any) -> None:
+    if str(dtype) not in TYPES:
+        raise FusionError(
+            f"{name}: a kernel can have values of the dtypes {', '.join(TYPES)}, not of {dtype}. "
+            "Remedy: compute these outside of it."
+        )
+
+
+def _step(
+    name: str,
+    eqn: Any,
+    outs: Sequence[tuple[int, Alignment]],
+    exact: Mapping[int, Any],
+    line: str = "",
+) -> _Step:
+    line = _compat.line_of(eqn) or line
+    primitive = eqn.primitive.name
+    gives = [(eqn.outvars[k], alignment) for k, alignment in outs]
+    if primitive == "custom_jvp_call" or primitive.startswith("custom_vjp_call"):
+        return _custom(name, eqn, outs, gives, exact, line)
+    called = _compat.called_jaxpr(eqn)
+    if called is not None:
+        inner = plan(name, *called, outs, exact, line)
+        return _Step(_of_operands(eqn, inner), gives, lambda xs: inner.function(*xs))
+    # Releases before 0.9 index an array of one row by a slice of all of it.
+    is_whole = primitive == "slice" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    if primitive in _MOVES or is_whole:
+        moves = [_moved(name, eqn, k, alignment, line) for k, alignment in outs]
+        return _Step(moves, gives, lambda xs: xs)
+    if not traced.is_elementwise(primitive) and primitive != "stop_gradient":
+        raise _refused(name, eqn, line)
+    dtype = eqn.invars[0].aval.dtype
+    _check_dtype(name, dtype)
+    if not traced.is_supported(primitive, str(dtype)):
+        raise _refused(name, eqn, line, f"of {dtype} ")
+    count = len(eqn.invars)
+    needs = [
+        (atom, alignment if atom.aval.ndim else ()) for _, alignment in outs for atom in eqn.invars
+    ]
+
+    def compute(xs: list[Any]) -> list[Any]:
+        return [_on_scalars(eqn, xs[k * count : (k + 1) * count]) for k in range(len(outs))]
+
+    return _Step(needs, gives, compute)
+
+
+def _of_operands(eqn: Any, inner: Plan) -> list[tuple[Any, Alignment]]:
+    return [
+        (leaf if isinstance(leaf, Constant) else eqn.invars[leaf], alignment)
+        for leaf, alignment in inner.leaves
+    ]
+
+
+# ---- equations that move elements, if anything, over dimensions of size 1 ----
+
+_MOVES = traced.IDENTITIES - {"stop_gradient"}
+
+
+def _moved(name: str, eqn: Any, k: int, alignment: Alignment, line: str) -> tuple[Any, Alignment]:
+    """The operand that result k is made of, and its alignment."""
+    operand = eqn.invars[0] if len(eqn.outvars) == 1 else eqn.invars[k]
+    shape, result = operand.aval.shape, eqn.outvars[k].aval.shape
+    if eqn.primitive.name == "broadcast_in_dim":
+        dims = eqn.params["broadcast_dimensions"]
+        return operand, tuple(
+            alignment[d] if n == result[d] and n != 1 else None
+            for d, n in zip(dims, shape, strict=True)
+        )
+    if shape == result:
+        return operand, alignment
+    if [n for n in shape if n != 1] != [n for n in result if n != 1]:
+        raise _refused(name, eqn, line)
+    rest = iter([a for a, n in zip(alignment, result, strict=True) if n != 1])
+    return operand, tuple(next(rest) if n != 1 else None for n in shape)
+
+
+# ---- equations on scalars ----
+
+
+def _on_scalars(eqn: Any, args: Sequence[Any]) -> Any:
+    """An elementwise equation, in `computed` dtypes."""
+    dtype = eqn.outvars[0].aval.dtype
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return _converted(args[0], eqn.invars[0].aval.dtype, dtype)
+    params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
+    if name in ("bitcast_convert_type", "nextafter"):  # these see the bits
+        stored = [
+            lax.convert_element_type(x, atom.aval.dtype)
+            for x, atom in zip(args, eqn.invars, strict=True)
+        ]
+        return lax.convert_element_type(eqn.primitive.bind(*stored, **params), computed(dtype))
+    return eqn.primitive.bind(*args, **params)
+
+
+def _converted(x: Any, of: Any, to: Any) -> Any:
+    """`astype`. Narrow floats are float32, rounded to what the narrow dtype can represent."""
+    if of == to:
+        return x
+    if is_narrow(str(to)):
+        if computed(of) not in ("float32", "float64"):
+            x = lax.convert_element_type(lax.real(x) if "complex" in str(of) else x, jnp.float32)
+        return lax.convert_element_type(lax.reduce_precision(x, *FORMATS[str(to)]), jnp.float32)
+    return x if computed(of) == to else lax.convert_element_type(x, to)
+
+
+# ---- functions with derivatives of their own ----
+
+
+def _custom(
+    name: str,
+    eqn: Any,
+    outs: Sequence[tuple[int, Alignment]],
+    gives: list[tuple[Any, Alignment]],
+    exact: Mapping[int, Any],
+    line: str,
+) -> _Step:
+    """A call of a function with a custom JVP or VJP, as one of scalars with the same."""
+    called = _compat.called_jaxpr(eqn)
+    assert called is not None
+    inner = plan(name, *called, outs, exact, line)
+    needs = _of_operands(eqn, inner)
+    # What the rule may use and the value does not.
+    shapes = {eqn.outvars[k].aval.shape: alignment for k, alignment in outs}
+    for atom in eqn.invars:
+        if not _compat.is_literal(atom):
+            alignment = shapes.get(atom.aval.shape, None if atom.aval.ndim else ())
+            if alignment is not None and all(atom is not other for other, _ in needs):
+                needs.append((atom, alignment))
+    used = len(inner.leaves)
+
+    def value(*xs: Any) -> list[Any]:
+        return inner.function(*xs[:used])
+
+    moving = [k for k, (atom, _) in enumerate(needs) if _is_inexact(atom)]
+    variables = [atom for atom in eqn.invars if not _compat.is_literal(atom)]
+    places = [k for k, atom in enumerate(variables) if _is_inexact(atom)]
+
+    def bound(xs: Sequence[Any]) -> Sequence[Any]:
+        every = iter(xs)
+        args = [a.val if _compat.is_literal(a) else next(every) for a in eqn.invars]
+        results: Sequence[Any] = _compat.bind_equation(eqn, args)
+        return results
+
+    def of_rule(
+        rule: Callable[..., Any], vectors: Sequence[Any], demands: Any, where: Callable[[Any], Any]
+    ) -> list[Any]:
+        """What a rule on arrays gives for scalars: `where` finds them by leaf."""
+        avals = [v.aval for v in variables]
+        # Rules know the types of what they were traced for, shardings included.
+        with _compat.context_of(eqn):
+            closed = jax.make_jaxpr(rule)(avals, vectors)
+        found = plan(name, *_compat.jaxpr_and_consts(closed), demands, {}, line)
+        return found.function(*map(where, found.leaves))
+
+    def operand(leaf: tuple[Any, Alignment], xs: Sequence[Any]) -> Any:
+        source, alignment = leaf
+        atom = source if isinstance(source, Constant) else variables[source]
+        for (other, own), x in zip(needs, xs, strict=True):
+            if other is atom and own == alignment:
+                return x
+        raise FusionError(
+            f"{name}: the derivative of {_label(eqn, line)} reads an array in another way than its "
+            "value does. Remedy: call it outside of the fused function.",
+            eqn.primitive.name,
+            line,
+        )
+
+    if eqn.primitive.name == "custom_jvp_call":
+        custom: Any = jax.custom_jvp(value)
+
+        def jvp(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
+            def rule(primals: Any, tangents: Any) -> Any:
+                def of_places(*ys: Any) -> Any:
+                    every = dict(zip(places, ys, strict=True))
+                    return bound([every.get(k, x) for k, x in enumerate(primals)])
+
+                return jax.jvp(of_places, [primals[k] for k in places], tangents)[1]
+
+            def where(leaf: Any) -> Any:
+                source, alignment = leaf
+                if isinstance(source, Constant) or source < len(variables):
+                    return operand(leaf, xs)
+                own = places[source - len(variables)], alignment
+                return operand(own, ts)
+
+            tangents = [variables[k].aval for k in places]
+            return custom(*xs), of_rule(rule, tangents, outs, where)
+
+        custom.defjvp(jvp)
+    else:
+        custom = jax.custom_vjp(value)
+
+        def forward(*xs: Any) -> Any:
+            return custom(*xs), xs
+
+        def backward(xs: Sequence[Any], cts: Sequence[Any]) -> Any:
+            def rule(primals: Any, vectors: Any) -> Any:
+                def of_places(*ys: Any) -> Any:
+                    every = dict(zip(places, ys, strict=True))
+                    return bound([every.get(k, x) for k, x in enumerate(primals)])
+
+                results, pull = jax.vjp(of_places, *(primals[k] for k in places))
+                full = [*map(jnp.zeros_like, results)]
+                for (k, _), ct in zip(outs, vectors, strict=True):
+                    full[k] = full[k] + ct
+                return pull(full)
+
+            def where(leaf: Any) -> Any:
+                source, alignment = leaf
+                if isinstance(source, Constant) or source < len(variables):
+                    return operand(leaf, xs)
+                k = source - len(variables)
+                if alignment != outs[k][1]:
+                    raise _refused(name, eqn, line, "with such a derivative ")
+                return cts[k]
+
+            vectors = [eqn.outvars[k].aval for k, _ in outs]
+            demands = [
+                (
+                    places.index(next(i for i, v in enumerate(variables) if v is needs[k][0])),
+                    needs[k][1],
+                )
+                for k in moving
+            ]
+            if len({of for of, _ in demands}) < len(demands):
+                raise _refused(name, eqn, line, "of an array in two ways ")
+            found = dict(zip(moving, of_rule(rule, vectors, demands, where), strict=True))
+            return tuple(found.get(k) for k in range(len(needs)))
+
+        custom.defvjp(forward, backward)
+    return _Step(needs, gives, lambda xs: custom(*xs))
+
+
+def _is_inexact(atom: Any) -> bool:
+    dtype = atom.dtype if isinstance(atom, Constant) else atom.aval.dtype
+    return is_inexact(str(dtype))
+
+
+# ---- what cannot be fused ----
+
+_REASONS = (
+    (
+        r"^(reduce_(?!precision)|arg(max|min)$|cum)",
+        "reductions are not fused",
+        "reduce outside of the function, and pass in the result",
+    ),
+    (
+        r"dot_general|conv_general|ragged_dot|fft|linalg|cholesky|triangular|^(lu|qr|svd|eigh?)",
+        "it reads many elements for each result",
+        "call it outside of the function",
+    ),
+    (
+        r"^(while|scan|cond|switch)",
+        "kernels have no loops and branches",
+        "use jnp.where in place of a branch, and write out short loops in Python",
+    ),
+    (r"random|threefry|rng", "kernels draw no random numbers", "draw them before the call"),
+    (
+        r"^iota$",
+        "an element does not know its place",
+        "pass in the array, such as jnp.arange(n)",
+    ),
+    (
+        r"gather|scatter|slice|split|concatenate|stack|pad|transpose|reshape|rev|sort|top_k|tile",
+        "it moves elements",
+        "do it outside of the function",
+    ),
+)  # fmt: skip
+
+
+def reason_of(primitive: str) -> tuple[str, str]:
+    """Why a primitive cannot be fused, and what to do."""
+    for pattern, reason, remedy in _REASONS:
+        if re.search(pattern, primitive):
+            return reason, remedy
+    return "it has no form in C++", "call it outside of the function"
+
+
+def _label(eqn: Any, line: str) -> str:
+    name = eqn.params.get("name") or eqn.primitive.name
+    return f"{name} ({line})" if line else str(name)
+
+
+def _refused(name: str, eqn: Any, line: str, what: str = "") -> FusionError:
+    primitive = eqn.primitive.name
+    reason, remedy = reason_of(primitive)
+    return FusionError(
+        f"{name}: {_label(eqn, line)} {what}cannot be fused: {reason}. Remedy: {remedy}; or "
+        "jax_oneflow_ops.fuse(..., partial=True), which fuses the rest.",
+        primitive,
+        line,
+    )
+
+
+# ---- numbers, as they were written ----
+
+
+def exact_literals(narrow: Any, wide: Any) -> dict[int, Any]:
+    """Literals of a jaxpr in float32, by their id, which it has rounded to 16 bits or fewer.
+
+    jnp rounds a number such as 0.7978845608 to the dtype of the array beside it. `wide` is the
+    jaxpr of the same function for float32. Where it is not the same but for dtypes, such as where
+    numbers depend on these, the rounded ones stay.
+    """
+    found: dict[int, Any] = {}
+    return found if _collect(narrow, wide, found) else {}
+
+
+def _collect(narrow: Any, wide: Any, found: dict[int, Any]) -> bool:
+    ours, theirs = (
+        [e for e in _compat.jaxpr_and_consts(j)[0].eqns if e.primitive.name not in _CASTS]
+        for j in (narrow, wide)
+    )
+    if [e.primitive.name for e in ours] != [e.primitive.name for e in theirs]:
+        return False
+    for a, b in zip(ours, theirs, strict=True):
+        if len(a.invars) != len(b.invars):
+            return False
+        for x, y in zip(a.invars, b.invars, strict=True):
+            if _compat.is_literal(x) and _compat.is_literal(y):
+                dtype = x.aval.dtype
+                value = np.asarray(y.val)
+                if is_narrow(str(dtype)) and value.dtype == np.float32:
+                    with np.errstate(over="ignore"):
+                        if value.astype(dtype) == np.asarray(x.val, dtype):
+                            found[id(x)] = value
+        calls = _compat.called_jaxpr(a), _compat.called_jaxpr(b)
+        if (calls[0] is None) != (calls[1] is None):
+            return False
+        if calls[0] and calls[1] and not _collect(calls[0][0], calls[1][0], found):
+            return False
+    return True
+
+
+_CASTS = ("convert_element_type", "copy")

@@ -1,0 +1,422 @@
+"""`fuse`: Python functions of arrays as one kernel."""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_oneflow_ops import _checks, _compat, _native, _report
+from jax_oneflow_ops._codegen import derive, parts, primitive, scalars, traced
+from jax_oneflow_ops._codegen.definition import Definition
+from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, is_inexact, is_narrow
+from jax_oneflow_ops._codegen.source import source as source_of
+from jax_oneflow_ops._codegen.traced import FusionError
+
+__all__ = ["FusionError", "fuse"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
+    """Makes one kernel of a function of arrays that is elementwise.
+
+    The function is written in jnp. It is traced when it is called, as under `jax.jit`, and compiled
+    for GPUs with NVRTC and for CPUs with the system's C++ compiler. The kernel reads each array
+    once and writes each result once, at the speed of memory, and works under `jit`, `grad`, `vmap`,
+    sharding and export.
+
+    Args:
+      fun: a function of arrays, numbers and pytrees of them that returns such a pytree. All results
+        that are computed have one shape. It may contain what jax has for the elements of arrays of
+        equal or broadcast shapes: arithmetic, comparisons, `jnp.where`, integer and bit operations,
+        casts, complex numbers, the elementwise functions of `jax.nn` and most of those of
+        `jax.scipy.special`; functions with custom derivatives; dimensions of size 1 that come
+        and go. It must be pure. Static arguments are passed in a closure.
+      partial: whether to fuse what is elementwise of a function that is not, and to leave the rest
+        to XLA.
+
+    Returns:
+      A function of the same arguments. Its method ``source(*args)`` returns the C++ that is
+      compiled, and ``explain(*args)`` what its kernels read and write.
+
+    Raises:
+      FusionError: when it is called: something in `fun` is not elementwise. The message names the
+        operation, its line, and the remedy.
+      TypeError: `fun` is not a function.
+
+    Numerics:
+      Results have the dtypes that `fun` gives them. Values of 16 bits and fewer are float32 inside
+      of the kernel: they are rounded when they are stored, and where `fun` casts to such a dtype,
+      while jnp rounds after every operation. Numbers such as ``0.7978845608`` keep the precision in
+      which they are written, too. Where all results have 16 bits or fewer, functions on GPUs are as
+      short as these need, with relative errors of 2^-15 to 2^-12, and quotients and roots are
+      within 2 ulp of float32;
+      else they are as accurate as those of `ElementwiseKernel`. ``1 - sigmoid(x)``,
+      ``1 - tanh(x)``, ``1 + tanh(x)`` and ``1 - erf(x)`` are computed without cancellation. Results
+      below 1e-37 may be zeros. NaN, infinities and signed zeros are those of jax, integers
+      wrap around and divide as in jax.
+
+    Differentiation:
+      Derivatives are those of `fun`, of any order and in both modes, `jax.custom_jvp` and
+      `jax.custom_vjp` included. Each is one kernel, which reads the inputs again and no
+      intermediate values. Gradients of operands that are broadcast are summed by XLA, in float32
+      where they are narrower. A derivative that reads more than 32 arrays or writes more than 16 is
+      left to XLA.
+
+    Compilation:
+      As for `ElementwiseKernel`, with the same cache. Elsewhere than on CPUs and NVIDIA GPUs, on
+      scalars, and, with a warning, where there is no compiler, XLA runs the same computation.
+
+    Sharding:
+      All dimensions of the results may be sharded freely.
+
+    Source:
+      OneFlow's ``elementwise.cuh``; the derivatives are JAX's.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_oneflow_ops as jof
+      >>> @jof.fuse
+      ... def gated(x, bias, rate):
+      ...     return jax.nn.relu(x + bias) * rate
+      >>> x, bias = jnp.arange(6.0).reshape(2, 3), jnp.ones(3)
+      >>> print(gated(x, bias, 0.5))
+      [[0.5 1.  1.5]
+       [2.  2.5 3. ]]
+      >>> print(jax.grad(lambda bias: gated(x, bias, 0.5).sum())(bias))
+      [1. 1. 1.]
+      >>> print(gated.explain(x, bias, 0.5))
+      gated: 1 kernel; reads 40 B, writes 24 B
+        gated: 3 operations; reads f32[2,3] f32[1,3] f32[], writes f32[2,3]
+    """
+    return Fused(fun, partial)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReport:
+    """A kernel of a fused function.
+
+    Attributes:
+      name: the function's, and of which derivative.
+      operations: how many values it computes for an element.
+      reads: dtypes and shapes of its operands.
+      writes: those of its results.
+      bytes_read: of its operands, each once.
+      bytes_written: of its results.
+    """
+
+    name: str
+    operations: int
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.operations} operations; reads {' '.join(self.reads)}, writes "
+            f"{' '.join(self.writes)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionReport:
+    """What becomes of a call of a fused function; printed, a line for each kernel.
+
+    Attributes:
+      name: the function's.
+      kernels: a :class:`KernelReport` for each.
+      rest: the operations that are left to XLA, with their lines.
+    """
+
+    name: str
+    kernels: tuple[KernelReport, ...]
+    rest: tuple[str, ...]
+
+    def __str__(self) -> str:
+        count = f"{len(self.kernels)} kernel{'' if len(self.kernels) == 1 else 's'}"
+        read, written = (
+            _report.bytes_text(sum(getattr(kernel, name) for kernel in self.kernels))
+            for name in ("bytes_read", "bytes_written")
+        )
+        lines = [f"{self.name}: {count}; reads {read}, writes {written}"]
+        lines += [f"  {kernel}" for kernel in self.kernels]
+        lines += [f"  left to XLA: {', '.join(self.rest)}"] if self.rest else []
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+Derivative = Literal["jvp", "vjp"] | None
+
+
+class Fused(Generic[P, R]):
+    """A function that `fuse` has made."""
+
+    def __init__(self, fun: Callable[P, R], partial: bool):
+        if not callable(fun):
+            raise TypeError(f"fuse: fun must be a function, got {type(fun).__name__}")
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._name = name = getattr(fun, "__name__", type(fun).__name__)
+
+        def run(implementation: str | None, args: Any, kwargs: Any) -> Any:
+            return _run(name, fun, partial, implementation, args, kwargs)
+
+        run.__name__ = run.__qualname__ = name
+        # jax.jit knows what it has traced, and calls it without Python.
+        self._run = run
+        self._jitted = jax.jit(run, static_argnums=0, inline=True)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        implementation = _native.choose_implementation(self._name, None)
+        result: R = self._jitted(implementation, args, kwargs)
+        return result
+
+    def source(
+        self,
+        *args: Any,
+        platform: Literal["cpu", "cuda"] = "cuda",
+        derivative: Derivative = None,
+        **kwargs: Any,
+    ) -> str:
+        """The C++ that is compiled, for reading.
+
+        Args:
+          *args: arguments of the function, or anything with a shape and a dtype. A dtype stands for
+            a vector, and one dtype alone for all arguments.
+          platform: "cuda" or "cpu".
+          derivative: "jvp" or "vjp" for the kernel of a derivative with respect to all arguments
+            that have one.
+          **kwargs: likewise.
+
+        Returns:
+          The source, of all kernels one after the other. It compiles with `include_dir()` on the
+          search path of headers.
+        """
+        if platform not in ("cpu", "cuda"):
+            raise ValueError(f'{self._name}: platform must be "cpu" or "cuda", got {platform!r}')
+        texts = []
+        for eqn in self._program(args, kwargs, derivative)[0]:
+            operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+            spec, kinds = primitive.native_form(eqn.params["spec"], operands)
+            texts.append(source_of(spec, kinds, platform))
+        return "\n".join(texts)
+
+    def explain(self, *args: Any, derivative: Derivative = None, **kwargs: Any) -> FusionReport:
+        """What the function's kernels read, write and compute.
+
+        Args:
+          *args: see `source`.
+          derivative: see `source`.
+          **kwargs: likewise.
+
+        Returns:
+          A report, whose attributes are ``name``, ``kernels`` and ``rest``, for printing.
+        """
+        kernels, rest = self._program(args, kwargs, derivative)
+        reports = []
+        for eqn in kernels:
+            spec = eqn.params["spec"]
+            (reads, read), (writes, written) = map(_described, (eqn.invars, eqn.outvars))
+            operations = spec.definition.body.program.operations
+            reports.append(
+                KernelReport(spec.definition.name, operations, reads, writes, read, written)
+            )
+        return FusionReport(self._name, tuple(reports), tuple(rest))
+
+    def _program(
+        self, args: Any, kwargs: Any, derivative: Derivative
+    ) -> tuple[list[Any], list[str]]:
+        """The equations of a call that are kernels, and what others there are."""
+        if derivative not in (None, "jvp", "vjp"):
+            raise ValueError(
+                f'{self._name}: derivative must be None, "jvp" or "vjp", got {derivative!r}'
+            )
+        if len(args) == 1 and not kwargs and _is_dtype(args[0]):
+            parameters = inspect.signature(self._fun).parameters.values()
+            kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+            args *= sum(p.kind in kinds and p.default is p.empty for p in parameters)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves = [jax.ShapeDtypeStruct((1024,), x) if _is_dtype(x) else x for x in leaves]
+        moving = [k for k, x in enumerate(leaves) if is_inexact(str(jnp.result_type(x)))]
+
+        def call(*leaves: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(self._run(None, args, kwargs))  # which knows the user's lines
+
+        def program(*leaves: Any) -> Any:
+            def of_moving(*xs: Any) -> Any:
+                every = dict(zip(moving, xs, strict=True))
+                results = call(*(every.get(k, x) for k, x in enumerate(leaves)))
+                return [y for y in results if is_inexact(str(y.dtype))]
+
+            xs = [jnp.asarray(leaves[k]) for k in moving]
+            if derivative == "jvp":
+                return jax.jvp(of_moving, xs, xs)[1]
+            results, pull = jax.vjp(of_moving, *xs)
+            return pull(results)
+
+        closed = jax.make_jaxpr(call if derivative is None else program)(*leaves)
+        return _divided(_compat.jaxpr_and_consts(closed)[0])
+
+
+def _is_dtype(x: Any) -> bool:
+    return isinstance(x, str | np.dtype) or (isinstance(x, type) and issubclass(x, np.generic))
+
+
+def _divided(jaxpr: Any) -> tuple[list[Any], list[str]]:
+    needed = {v for v in jaxpr.outvars if not _compat.is_literal(v)}
+    kernels, rest = [], []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.isdisjoint(eqn.outvars):
+            continue
+        needed.update(x for x in eqn.invars if not _compat.is_literal(x))
+        name = eqn.primitive.name
+        if name == "jof_compiled":
+            kernels.append(eqn)
+        elif name not in traced.IDENTITIES:
+            line = _compat.line_of(eqn)
+            rest.append(f"{name} ({line})" if line else name)
+    return kernels[::-1], rest[::-1]
+
+
+def _described(atoms: Sequence[Any]) -> tuple[tuple[str, ...], int]:
+    """Dtypes and shapes of arrays, and their bytes."""
+    avals = [atom.aval for atom in atoms]
+    nbytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    return tuple(aval.str_short(short_dtypes=True) for aval in avals), nbytes
+
+
+def _traced(
+    fun: Callable[..., Any], tree: Any, leaves: Sequence[Any], partial: bool
+) -> tuple[Any, Any]:
+    """The jaxpr of a function of flat arguments, and the structure of its result."""
+    structure = None
+
+    def flat(*leaves: Any) -> list[Any]:
+        nonlocal structure
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        results, structure = jax.tree.flatten(fun(*args, **kwargs))
+        return results
+
+    closed = jax.make_jaxpr(flat)(*leaves)
+    if partial:
+        closed = parts.flattened(*_compat.jaxpr_and_consts(closed), leaves)
+    return closed, structure
+
+
+def _run(
+    name: str,
+    fun: Callable[..., Any],
+    partial: bool,
+    implementation: str | None,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves = [_checks.as_array(name, "an argument", x, numbers=True) for x in leaves]
+    closed, structure = _traced(fun, tree, leaves, partial)
+    exact: dict[int, Any] = {}
+    if any(is_narrow(str(x.dtype)) for x in leaves):
+        wide = [x.astype(jnp.float32) if is_narrow(str(x.dtype)) else x for x in leaves]
+        try:
+            exact = scalars.exact_literals(closed, _traced(fun, tree, wide, partial)[0])
+        except Exception:  # a function of 16-bit arrays only may raise anything
+            exact = {}
+    jaxpr, consts = _compat.jaxpr_and_consts(closed)
+    one_kernel = functools.partial(_one_kernel, name, exact=exact, implementation=implementation)
+    if partial:
+        results = parts.run(name, jaxpr, consts, leaves, one_kernel)
+    else:
+        results = one_kernel(jaxpr, consts, leaves)
+    return jax.tree.unflatten(structure, results)
+
+
+def _one_kernel(
+    name: str,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    *,
+    exact: dict[int, Any],
+    implementation: str | None,
+) -> list[Any]:
+    """The results of a jaxpr, of which those that are computed must be one kernel's."""
+    given = dict(zip(jaxpr.invars, args, strict=True))
+    computed = [
+        var
+        for var in dict.fromkeys(v for v in jaxpr.outvars if not _compat.is_literal(v))
+        if var not in given
+    ]
+    constant = []
+    if len({var.aval.shape for var in computed}) > 1:
+        for var in computed:
+            plan = scalars.plan(name, jaxpr, consts, [scalars.whole(jaxpr, var)], exact)
+            if not plan.leaves:  # it depends on no array, and need not be part of the kernel
+                constant.append(var)
+                given[var] = _kernel(name, plan, [var.aval], args, implementation)[0]
+    computed = [var for var in computed if var not in constant]
+    shapes = {var.aval.shape: None for var in computed}
+    if len(shapes) > 1:
+        shown = ", ".join(map(str, shapes))
+        raise FusionError(
+            f"{name}: the results of one kernel have one shape, got {shown}. Remedy: broadcast "
+            "them to one shape, make a function of each, or jax_oneflow_ops.fuse(..., "
+            "partial=True)."
+        )
+    if computed:
+        demands = [scalars.whole(jaxpr, var) for var in computed]
+        plan = scalars.plan(name, jaxpr, consts, demands, exact)
+        outs = _kernel(name, plan, [var.aval for var in computed], args, implementation)
+        given.update(zip(computed, outs, strict=True))
+    return [
+        jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else given[v]
+        for v in jaxpr.outvars
+    ]
+
+
+def _kernel(
+    name: str, plan: scalars.Plan, avals: Sequence[Any], args: Sequence[Any], how: str | None
+) -> list[Any]:
+    """A kernel's results, of these types; a plan's leaves are of `args`."""
+    dtypes = [str(aval.dtype) for aval in avals]
+    if len(plan.leaves) > primitive.MAX_OPERANDS or len(avals) > MAX_OUTPUTS:
+        raise FusionError(
+            f"{name}: a kernel reads at most {primitive.MAX_OPERANDS} arrays and writes at most "
+            f"{MAX_OUTPUTS}, got {len(plan.leaves)} and {len(avals)}. Remedy: make two functions "
+            "of it."
+        )
+    if not plan.leaves:
+        return [
+            jnp.full(aval.shape, value, aval.dtype)
+            for value, aval in zip(plan.function(), avals, strict=True)
+        ]
+    definition = derive.define(name, plan.function, plan.dtypes, dtypes, Definition)
+    operands = {}
+    for k, (source, alignment) in enumerate(plan.leaves):
+        if isinstance(source, scalars.Constant):
+            array = jnp.asarray(source.array, source.dtype)
+        else:
+            array = args[source]
+        operands[k] = _aligned(array, alignment, avals[0].ndim)
+    results = primitive.bind_traced(definition, operands, how)
+    return [_compat.broadcast_like(y, aval) for y, aval in zip(results, avals, strict=True)]
+
+
+def _aligned(x: Any, alignment: scalars.Alignment, rank: int) -> Any:
+    """An array as an operand of a kernel whose results have this rank."""
+    dropped = [d for d, axis in enumerate(alignment) if axis is None]
+    kept = [axis for axis in alignment if axis is not None]
+    if dropped:
+        x = jax.lax.squeeze(x, dropped)
+    if not kept or len(kept) == rank:
+        return x
+    return jax.lax.expand_dims(x, [d for d in range(rank) if d not in kept])

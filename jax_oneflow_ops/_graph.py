@@ -1,0 +1,560 @@
+"""The primitives of graph layers, and their rules.
+
+A graph is six arrays of int32: `senders` and `receivers`, -1 where an edge has none; an order of
+the edges in which those of equal receivers are neighbours, and these receivers; and an order in
+which those of equal senders are, and these. An order that is not known is two empty arrays.
+
+`message_sum` adds up weighted rows of the senders at the receivers, `edge_dot` multiplies rows at
+both ends. Each is linear in either of its arrays, and its derivatives are again these two. So are
+those of `softmax_vjp`, which is the derivative of `softmax`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad
+
+from jax_oneflow_ops import _compat, _primitive, _scatter
+from jax_oneflow_ops._indexing import Indexing
+
+FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
+MOST = 2**31 - 2  # edges, and rows of a table: their numbers are int32
+# Positions of an order that a block of a GPU or a thread of a CPU takes at once.
+CHUNK = 1024
+CPU_CHUNKS = 256
+
+
+def compute_dtype(dtype: Any) -> Any:
+    """The dtype that values are computed in before they are rounded."""
+    return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
+
+
+def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+    """Binds with operands that vary over the same axes inside a `shard_map`."""
+    return primitive.bind(*_compat.join_varying_axes(*args), **params)
+
+
+Order = tuple[Any, Any]  # the numbers of edges, and their ids; empty if it is not known
+
+
+def no_order() -> Order:
+    """An order that is not known."""
+    return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
+
+
+def sort(ids: Any, rows: int, implementation: str | None) -> Any:
+    """The numbers of edges in the order of their ids, and ``2 * row``, plus 1 if out of range.
+
+    Ids out of range come last among those that jnp reads as the same row. So ids of a row are
+    neighbours whether it has all of these, as for senders, or those in range, as for receivers.
+    """
+    return bind(order_p, ids, rows=rows, implementation=implementation)
+
+
+def in_range(keys: Any) -> Any:
+    """The rows of sorted ids, -1 for those out of range."""
+    return jnp.where(keys & 1 == 0, keys >> 1, -1)
+
+
+def message_sum(
+    graph: Sequence[Any], table: Any, weights: Any, *, num_segments: int, implementation: str | None
+) -> Any:
+    """Binds the primitive, which needs the order of the receivers."""
+    senders, receivers, *orders = graph
+    if orders[0].shape != receivers.shape:
+        order, keys = sort(receivers, num_segments, implementation)
+        orders[:2] = order, in_range(keys)
+    return bind(
+        *(message_sum_p, senders, receivers, *orders, table, weights),
+        num_segments=num_segments,
+        implementation=implementation,
+    )
+
+
+def softmax(
+    ids: Any, order: Order, x: Any, *, num_segments: int, implementation: str | None
+) -> Any:
+    """Binds the primitive, which needs the order."""
+    if order[0].shape != ids.shape:
+        numbers, keys = sort(ids, num_segments, implementation)
+        order = numbers, in_range(keys)
+    return bind(
+        *(softmax_p, ids, *order, x), num_segments=num_segments, implementation=implementation
+    )
+
+
+def _transposed(graph: Sequence[Any]) -> tuple[Any, ...]:
+    """The graph of all edges the other way round."""
+    senders, receivers, order, keys, sender_order, sender_keys = graph
+    return receivers, senders, sender_order, sender_keys, order, keys
+
+
+# ---- types and shardings ----
+
+
+def _joined(*entries: Any) -> Any:
+    """How a dimension is sharded that several operands have."""
+    return next((entry for entry in entries if entry is not None), None)
+
+
+def _order_type(ids: Any, *, rows: int) -> list[Any]:
+    return [ids.update(dtype=jnp.dtype(jnp.int32), weak_type=False)] * 2
+
+
+def _message_sum_type(*args: Any, num_segments: int) -> Any:
+    *_, table, weights = args
+    _, heads, width = table.sharding.spec
+    shape = (num_segments, *table.shape[1:])
+    spec = (None, _joined(heads, weights.sharding.spec[1]), width)
+    return _compat.with_spec(table, shape, spec).update(weak_type=False)
+
+
+def _edge_dot_type(senders: Any, *args: Any, dtype: Any) -> Any:
+    *_, a, b = args
+    spec = (None, _joined(a.sharding.spec[1], b.sharding.spec[1]))
+    result = _compat.with_spec(a, (senders.shape[0], a.shape[1]), spec)
+    return result.update(dtype=dtype, weak_type=False)
+
+
+def _softmax_type(*args: Any, num_segments: int) -> Any:
+    x = args[3]
+    return _compat.with_spec(x, x.shape, (None, x.sharding.spec[1])).update(weak_type=False)
+
+
+def _rule(arrays: Sequence[str], result: str) -> Callable[..., _primitive.ShardingRule]:
+    """Features are free; each array of the graph and each table is needed whole."""
+
+    def rule(*avals: Any, **_: Any) -> _primitive.ShardingRule:
+        ids = [[f"i{k}"] for k in range(len(avals) - len(arrays))]
+        operands = [[*names] for names in arrays]
+        whole = {name for names in (*ids, *operands, result) for name in names} - {"h", "d"}
+        return _primitive.ShardingRule([*ids, *operands], [[*result]], frozenset(whole))
+
+    return rule
+
+
+# ---- references in jnp ----
+
+
+def _rows(table: Any, ids: Any) -> Any:
+    """Rows in the dtype that they are computed in, 0 where an id names none."""
+    wide = table.astype(compute_dtype(table.dtype))
+    found = wide.at[jnp.where(ids < 0, table.shape[0], ids)].get(mode="fill", fill_value=0)
+    return jnp.asarray(found)
+
+
+def _sums(rows: Any, ids: Any, size: int) -> Any:
+    zeros = jnp.zeros((size, *rows.shape[1:]), rows.dtype)
+    return zeros.at[jnp.where(ids < 0, size, ids)].add(rows, mode="drop")
+
+
+def _message_sum_reference(*args: Any, num_segments: int) -> jax.Array:
+    senders, receivers, *_, table, weights = args
+    rows = _rows(table, senders)
+    if weights.shape[0] == rows.shape[0]:
+        weighted = rows * weights.astype(rows.dtype)[..., None]
+        rows = jnp.where((senders < 0)[:, None, None], 0, weighted)
+    return _sums(rows, receivers, num_segments).astype(table.dtype)
+
+
+def _edge_dot_reference(*args: Any, dtype: Any) -> jax.Array:
+    senders, receivers, *_, a, b = args
+    dots = jnp.sum(_rows(a, receivers) * _rows(b, senders), axis=-1)
+    return jnp.where(((senders < 0) | (receivers < 0))[:, None], 0, dots).astype(dtype)
+
+
+def _softmax_reference(*args: Any, num_segments: int) -> jax.Array:
+    ids, *_, x = args
+    wide = x.astype(compute_dtype(x.dtype))
+    to = jnp.where(ids < 0, num_segments, ids)
+    most = jnp.full((num_segments, x.shape[1]), -jnp.inf, wide.dtype).at[to].max(wide, mode="drop")
+    terms = jnp.exp(wide - _rows(most, ids))
+    y = terms / _rows(_sums(terms, ids, num_segments), ids)
+    return jnp.where((ids < 0)[:, None], 0, y).astype(x.dtype)
+
+
+def _softmax_vjp_reference(*args: Any, num_segments: int) -> jax.Array:
+    ids, *_, y, t = args
+    wide = compute_dtype(y.dtype)
+    value, tangent = y.astype(wide), t.astype(wide)
+    result = value * (tangent - _rows(_sums(value * tangent, ids, num_segments), ids))
+    return jnp.where((ids < 0)[:, None], 0, result).astype(y.dtype)
+
+
+# ---- native kernels, on one device ----
+
+
+def _chunks(platform: str, edges: int) -> int:
+    """Sizes may be variables of `jax.export`."""
+    if platform == "cpu":
+        return min(CPU_CHUNKS, edges // CHUNK + 1) if isinstance(edges, int) else CPU_CHUNKS
+    return edges // CHUNK + 1
+
+
+def _message_sum_native(platform: str, *args: Any, num_segments: int) -> jax.Array:
+    senders, _, order, keys, _, _, table, weights = args
+    heads, width = table.shape[1:]
+    shape, wide = (num_segments, heads, width), compute_dtype(table.dtype)
+    if senders.size == 0 or 0 in shape:
+        return jnp.zeros(shape, table.dtype)
+    columns = heads * width
+    scratch = (_chunks(platform, senders.size), 2, columns)
+    call = jax.ffi.ffi_call(
+        "jof_message_sum",
+        (jax.ShapeDtypeStruct(shape, table.dtype), jax.ShapeDtypeStruct(scratch, wide)),
+    )
+    result: jax.Array = call(table, weights, senders, keys, order)[0]
+    return result
+
+
+def _edge_dot_native(platform: str, *args: Any, dtype: Any) -> jax.Array:
+    senders, receivers, order, keys, _, _, a, b = args
+    shape = (senders.size, a.shape[1])
+    if 0 in (*shape, *a.shape, *b.shape):
+        return jnp.zeros(shape, dtype)
+    if order.shape != senders.shape:
+        keys = receivers
+    call = jax.ffi.ffi_call("jof_edge_dot", jax.ShapeDtypeStruct(shape, dtype))
+    result: jax.Array = call(a, b, keys, senders, order)
+    return result
+
+
+def _softmax_native(
+    platform: str, ids: Any, order: Any, keys: Any, *arrays: Any, num_segments: int
+) -> jax.Array:
+    """The softmax of one array, its derivative of two."""
+    edges, heads = arrays[0].shape
+    if 0 in (edges, heads, num_segments):
+        return jnp.zeros_like(arrays[0])
+    name, parts = ("", 2) if len(arrays) == 1 else ("_vjp", 1)
+    shapes = (
+        (num_segments, parts, heads),
+        (_chunks(platform, edges), 2, parts * heads),
+    )
+    wide = compute_dtype(arrays[0].dtype)
+    call = jax.ffi.ffi_call(
+        f"jof_segment_softmax{name}",
+        (
+            jax.ShapeDtypeStruct((edges, heads), arrays[0].dtype),
+            *(jax.ShapeDtypeStruct(shape, wide) for shape in shapes),
+        ),
+    )
+    result: jax.Array = call(*arrays, ids, keys, order)[0]
+    return result
+
+
+def _keys(ids: Any, rows: int) -> Any:
+    is_row = (ids >= 0) & (ids < rows)
+    row = jnp.clip(jnp.where(ids < 0, ids + rows, ids), 0, max(rows - 1, 0))
+    return 2 * row + jnp.where(is_row, 0, 1)
+
+
+def _order_reference(ids: Any, *, rows: int) -> list[jax.Array]:
+    return _sorted(_keys(ids, rows), 2 * rows)
+
+
+def _sorted(keys: Any, limit: int) -> list[jax.Array]:
+    """The places of the keys of the last dimension in ascending order, and the keys."""
+    places = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+    # A radix sort takes a pass for each byte.
+    is_short = isinstance(limit, int) and limit <= 2**16
+    keys = keys.astype(jnp.uint16 if is_short else jnp.uint32)
+    keys, places = jax.lax.sort((keys, places), num_keys=1, is_stable=True)
+    return [places, keys.astype(jnp.int32)]
+
+
+def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
+    """Sorts all problems as one, in which each has its own keys."""
+    problems, length = math.prod(ids.shape[:-1]), ids.shape[-1]
+    limit = 2 * rows * problems
+    if not isinstance(limit * length, int) or ids.size == 0 or limit > MOST:
+        return _order_reference(ids, rows=rows)
+    problem = jnp.arange(problems, dtype=jnp.int32)[:, None]
+    keys = (_keys(ids, rows).reshape(problems, length) + 2 * rows * problem).reshape(-1)
+    if platform == "cpu":
+        keys, order = _scatter.sort_on_cpu(keys[None], limit, Indexing())
+    else:
+        order, keys = _sorted(keys, limit)
+    of_problem = ((order, length), (keys, 2 * rows))
+    return [
+        (x.reshape(problems, length) - size * problem).reshape(ids.shape) for x, size in of_problem
+    ]
+
+
+# ---- batching: problems become one, of the edges and rows of all ----
+
+
+class _Problems:
+    """Arrays of several problems, each of which may be the same for all."""
+
+    def __init__(self, args: Sequence[Any], dims: Sequence[int | None]) -> None:
+        self.size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        self.has_own = [d is not None for d in dims]
+        self.args = [
+            x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)
+        ]
+
+    def every(self, k: int) -> Any:
+        """An array with the problems as its first dimension."""
+        x = self.args[k]
+        return x if self.has_own[k] else jnp.broadcast_to(x, (self.size, *x.shape))
+
+    def flat(self, k: int) -> Any:
+        """An array of all problems' edges."""
+        x = self.every(k)
+        return x.reshape(self.size * x.shape[1], *x.shape[2:])
+
+    def table(self, k: int) -> Any:
+        """A table of all problems' rows, or the one that they share."""
+        return self.flat(k) if self.has_own[k] else self.args[k]
+
+    def ids(self, k: int, rows: int) -> Any:
+        """Ids into the rows of all problems, `rows` each, or into those that they share if 0."""
+        ids = self.every(k)
+        first = rows * jnp.arange(self.size, dtype=jnp.int32)[:, None]
+        return jnp.where(ids < 0, -1, ids + first).reshape(-1)
+
+    def order(self, k: int, edges: int, rows: int) -> Order:
+        """That of arguments k and k + 1, of all problems' rows, of which there are `rows` each.
+
+        It is not known where problems share the rows: edges of a row are no neighbours then.
+        """
+        if self.args[k].shape[-1] != edges or not rows:
+            return no_order()
+        return self.ids(k, edges), self.ids(k + 1, rows)
+
+    def result(self, x: Any) -> tuple[Any, int]:
+        return x.reshape(self.size, x.shape[0] // self.size, *x.shape[1:]), 0
+
+
+def _order_batch(primitive: core.Primitive, args: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+    return primitive.bind(jnp.moveaxis(args[0], dims[0], 0), **params), (0, 0)
+
+
+def _message_sum_batch(
+    primitive: core.Primitive, args: Any, dims: Any, *, num_segments: int, **params: Any
+) -> tuple[Any, int]:
+    p = _Problems(args, dims)
+    edges = p.args[0].shape[-1]
+    rows = p.args[6].shape[1] if p.has_own[6] else 0
+    graph = (
+        p.ids(0, rows),
+        p.ids(1, num_segments),
+        *p.order(2, edges, num_segments),
+        *p.order(4, edges, rows),
+    )
+    has_weights = p.args[7].shape[-2] == edges
+    weights = p.flat(7) if has_weights else p.args[7].reshape(0, p.args[7].shape[-1])
+    result = bind(
+        *(primitive, *graph, p.table(6), weights), num_segments=p.size * num_segments, **params
+    )
+    return p.result(result)
+
+
+def _edge_dot_batch(
+    primitive: core.Primitive, args: Any, dims: Any, **params: Any
+) -> tuple[Any, int]:
+    p = _Problems(args, dims)
+    edges = p.args[0].shape[-1]
+    a_rows, b_rows = (p.args[k].shape[1] if p.has_own[k] else 0 for k in (6, 7))
+    graph = (
+        p.ids(0, b_rows),
+        p.ids(1, a_rows),
+        *p.order(2, edges, a_rows),
+        *p.order(4, edges, b_rows),
+    )
+    return p.result(bind(primitive, *graph, p.table(6), p.table(7), **params))
+
+
+def _softmax_batch(
+    primitive: core.Primitive, args: Any, dims: Any, *, num_segments: int, **params: Any
+) -> tuple[Any, int]:
+    p = _Problems(args, dims)
+    arrays = map(p.flat, range(3, len(args)))
+    order = p.order(1, p.args[0].shape[-1], num_segments)
+    result = bind(
+        *(primitive, p.ids(0, num_segments), *order, *arrays),
+        num_segments=p.size * num_segments,
+        **params,
+    )
+    return p.result(result)
+
+
+# ---- the primitives and their derivatives ----
+
+order_p = _primitive.define(
+    "jof_segment_order",
+    function="segment_plan",
+    abstract_eval=_order_type,
+    reference=_order_reference,
+    native=_order_native,
+    sharding_rule=lambda ids, **_: _primitive.ShardingRule(
+        [[f"i{k}" for k in range(len(ids.shape))]],
+        [[f"i{k}" for k in range(len(ids.shape))]] * 2,
+        frozenset({f"i{len(ids.shape) - 1}"}),
+    ),
+    batch=_order_batch,
+    multiple_results=True,
+)
+message_sum_p = _primitive.define(
+    "jof_message_sum",
+    function="message_sum",
+    abstract_eval=_message_sum_type,
+    reference=_message_sum_reference,
+    native=_message_sum_native,
+    sharding_rule=_rule(("nhd", "eh"), "shd"),
+    batch=_message_sum_batch,
+)
+edge_dot_p = _primitive.define(
+    "jof_edge_dot",
+    function="message_sum",
+    abstract_eval=_edge_dot_type,
+    reference=_edge_dot_reference,
+    native=_edge_dot_native,
+    sharding_rule=_rule(("shd", "nhd"), "eh"),
+    batch=_edge_dot_batch,
+)
+softmax_p = _primitive.define(
+    "jof_segment_softmax",
+    function="segment_softmax",
+    abstract_eval=_softmax_type,
+    reference=_softmax_reference,
+    native=_softmax_native,
+    sharding_rule=_rule(("eh",), "eh"),
+    batch=_softmax_batch,
+)
+softmax_vjp_p = _primitive.define(
+    "jof_segment_softmax_vjp",
+    function="segment_softmax",
+    abstract_eval=_softmax_type,
+    reference=_softmax_vjp_reference,
+    native=_softmax_native,
+    sharding_rule=_rule(("eh", "eh"), "eh"),
+    batch=_softmax_batch,
+)
+
+
+def _total(terms: Sequence[Any], result: Any) -> Any:
+    if not terms:
+        return ad.Zero(jax.typeof(result).to_tangent_aval())
+    return sum(terms[1:], start=terms[0])
+
+
+def _bilinear_jvp(primitive: core.Primitive) -> Callable[..., Any]:
+    """Of a primitive that is linear in either of its last two operands."""
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        *graph, x, y = primals
+        of_x, of_y = tangents[-2:]
+        result = bind(primitive, *primals, **params)
+        terms = []
+        if not isinstance(of_x, ad.Zero):
+            terms.append(bind(primitive, *graph, of_x, y, **params))
+        if not isinstance(of_y, ad.Zero) and y.size:  # there may be no weights
+            terms.append(bind(primitive, *graph, x, of_y, **params))
+        return result, _total(terms, result)
+
+    return jvp
+
+
+def _message_sum_transpose(
+    ct: Any, *args: Any, num_segments: int, implementation: str | None
+) -> list[Any]:
+    *graph, table, weights = args
+    cts: list[Any] = [None] * 8
+    if ad.is_undefined_primal(table):
+        aval = table.aval
+        if isinstance(ct, ad.Zero):
+            cts[6] = ad.Zero(aval)
+        else:
+            rows = {"num_segments": aval.shape[0], "implementation": implementation}
+            result = message_sum(_transposed(graph), ct, weights, **rows)
+            cts[6] = _compat.with_sharding_of(result, aval)
+    if ad.is_undefined_primal(weights):
+        aval = weights.aval
+        if isinstance(ct, ad.Zero):
+            cts[7] = ad.Zero(aval)
+        else:
+            params = {"dtype": aval.dtype, "implementation": implementation}
+            result = bind(edge_dot_p, *graph, ct, table, **params)
+            cts[7] = _compat.with_sharding_of(result, aval)
+    return cts
+
+
+def _edge_dot_transpose(ct: Any, *args: Any, dtype: Any, implementation: str | None) -> list[Any]:
+    *graph, a, b = args
+    cts: list[Any] = [None] * 8
+    for k, undefined, other, edges in ((6, a, b, graph), (7, b, a, _transposed(graph))):
+        if not ad.is_undefined_primal(undefined):
+            continue
+        aval = undefined.aval
+        if isinstance(ct, ad.Zero):
+            cts[k] = ad.Zero(aval)
+            continue
+        rows = {"num_segments": aval.shape[0], "implementation": implementation}
+        cts[k] = _compat.with_sharding_of(message_sum(edges, other, ct, **rows), aval)
+    return cts
+
+
+_primitive.define_derivatives(
+    message_sum_p, jvp=_bilinear_jvp(message_sum_p), transpose=_message_sum_transpose
+)
+_primitive.define_derivatives(
+    edge_dot_p, jvp=_bilinear_jvp(edge_dot_p), transpose=_edge_dot_transpose
+)
+
+
+def _softmax_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    *graph, _ = primals
+    y = bind(softmax_p, *primals, **params)
+    if isinstance(tangents[3], ad.Zero):
+        return y, _total([], y)
+    return y, bind(softmax_vjp_p, *graph, y, tangents[3], **params)
+
+
+def _softmax_vjp_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    num_segments: int,
+    implementation: str | None,
+) -> Any:
+    """Of ``y t - y s``, where s is the segment's sum of ``y t``.
+
+    These are sums and products of edges, each of which has a row of its own.
+    """
+    ids, order, keys, y, t = primals
+    of_y, of_t = tangents[3:]
+    params: dict[str, Any] = {"num_segments": num_segments, "implementation": implementation}
+    result = bind(softmax_vjp_p, *primals, **params)
+    terms = []
+    if not isinstance(of_t, ad.Zero):
+        terms.append(bind(softmax_vjp_p, ids, order, keys, y, of_t, **params))
+    if not isinstance(of_y, ad.Zero):
+        edges = jnp.arange(ids.shape[0], dtype=jnp.int32)
+        graph = (edges, ids, order, keys, edges, edges)
+
+        def times_sum(x: Any, of: Any) -> Any:
+            total = message_sum(graph, t[..., None], of, **params)
+            args = (*graph, total, x[..., None])
+            return bind(edge_dot_p, *args, dtype=x.dtype, implementation=implementation)
+
+        terms.append(of_y * t - times_sum(of_y, y) - times_sum(y, of_y))
+    return result, _total(terms, result)
+
+
+def _softmax_vjp_transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
+    """With respect to the tangent: the derivative of a softmax is symmetric."""
+    *graph, y, t = args
+    if isinstance(ct, ad.Zero):
+        return [None] * 4 + [ad.Zero(t.aval)]
+    result = bind(softmax_vjp_p, *graph, y, ct, **params)
+    return [None] * 4 + [_compat.with_sharding_of(result, t.aval)]
+
+
+ad.primitive_jvps[softmax_p] = _softmax_jvp
+_primitive.define_derivatives(softmax_vjp_p, jvp=_softmax_vjp_jvp, transpose=_softmax_vjp_transpose)

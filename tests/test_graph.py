@@ -1,0 +1,454 @@
+"""Graph layers: messages, attention over edges and plans, beside float64 NumPy and jnp."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jax_oneflow_ops as jof
+from tests.arrays import rng_for
+
+KINDS = ("uniform", "one receiver", "hub", "sorted", "loops", "repeated", "out of range", "few")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_64_bits():
+    with jax.enable_x64(True):
+        yield
+
+
+def edges_of(kind, nodes, segments, edges, rng):
+    """Senders and receivers."""
+    senders, receivers = rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
+    if kind == "one receiver":
+        receivers[:] = segments // 2
+    elif kind == "hub":
+        receivers = np.where(rng.random(edges) < 0.7, segments - 1, receivers)
+    elif kind == "sorted":
+        receivers.sort()
+    elif kind == "loops":
+        senders = np.minimum(receivers, nodes - 1)
+    elif kind == "repeated":
+        senders, receivers = senders[np.arange(edges) // 4], receivers[np.arange(edges) // 4]
+    elif kind == "out of range":
+        senders = rng.integers(-2 * nodes, 2 * nodes, edges)
+        receivers = rng.integers(-segments, 2 * segments, edges)
+    elif kind == "few":
+        receivers %= max(1, segments // 5)
+    return senders.astype(np.int32), receivers.astype(np.int32)
+
+
+def nearest(senders, nodes):
+    return np.clip(np.where(senders < 0, senders + nodes, senders), 0, max(nodes - 1, 0))
+
+
+def along(weights, rows):
+    return weights.reshape(*weights.shape, *(1,) * (rows.ndim - weights.ndim))
+
+
+def exact_sum(table, senders, receivers, weights, segments):
+    rows = table[nearest(senders, len(table))] if senders.size else table[:0]
+    rows = rows if weights is None else rows * along(weights, rows)
+    result = np.zeros((segments, *table.shape[1:]))
+    is_row = (receivers >= 0) & (receivers < segments)
+    np.add.at(result, receivers[is_row], rows[is_row])
+    return result
+
+
+def exact_softmax(logits, receivers, segments):
+    result = np.zeros_like(logits)
+    for r in range(segments):
+        mine = receivers == r
+        terms = np.exp(logits[mine] - logits[mine].max(0, initial=-np.inf))
+        result[mine] = terms / terms.sum(0)
+    return result
+
+
+def sum_in_jnp(table, weights, senders, receivers, segments):
+    rows = table[nearest(senders, len(table))]
+    rows = rows if weights is None else rows * along(weights, rows)
+    return jax.ops.segment_sum(rows, np.where(receivers < 0, segments, receivers), segments)
+
+
+def attention_in_jnp(logits, values, senders, receivers, segments):
+    to = np.where(receivers < 0, segments, receivers)
+    most = jax.lax.stop_gradient(jax.ops.segment_max(logits, to, segments))
+    most = jnp.concatenate([most, jnp.zeros((1, *most.shape[1:]))])
+    terms = jnp.exp(logits - most[np.minimum(to, segments)])
+    total = jax.ops.segment_sum(terms, to, segments + 1)
+    weights = terms / total[np.minimum(to, segments)]
+    return sum_in_jnp(values, weights, senders, receivers, segments)
+
+
+def plans(senders, receivers, nodes, segments):
+    return {
+        "plan": jof.segment_plan(receivers, segments),
+        "sender_plan": jof.segment_plan(senders, nodes),
+    }
+
+
+def assert_close(actual, exact, terms, dtype):
+    """Rounded once; sums in float32 lose as much as their terms are large."""
+    wide = jnp.float32 if jnp.dtype(dtype).itemsize == 2 else dtype
+    error = np.abs(np.asarray(actual, np.float64) - exact)
+    half_ulp = 0.51 * float(jnp.finfo(dtype).eps) * np.abs(exact) + 1e-7 * (dtype == "float16")
+    assert np.all(error <= half_ulp + 64 * float(jnp.finfo(wide).eps) * (terms + 1e-30))
+
+
+# (row, the shape of weights)
+SHAPES = (
+    ((), None),
+    ((), ()),
+    ((1,), ()),
+    ((3,), (3,)),
+    ((8,), None),
+    ((24,), ()),
+    ((128,), (1,)),
+    ((128,), (128,)),
+    ((4, 8), (4,)),
+    ((3, 5), (3,)),
+    ((2, 4, 6), (2, 4)),
+    ((8, 1), (8,)),
+    ((300,), ()),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("row", "of_weights"), SHAPES, ids=str)
+def test_message_sum(row, of_weights, dtype):
+    rng = rng_for(row, of_weights, dtype)
+    for kind, planned in zip(KINDS, (True, False) * 4, strict=True):
+        nodes, segments, edges = rng.integers(1, (60, 40, 5000))
+        senders, receivers = edges_of(kind, nodes, segments, edges, rng)
+        table = jnp.asarray(rng.standard_normal((nodes, *row)), dtype)
+        weights = None
+        if of_weights is not None:
+            weights = jnp.asarray(rng.standard_normal((edges, *of_weights)), dtype)
+        wide = [None if x is None else np.asarray(x, np.float64) for x in (table, weights)]
+        options = plans(senders, receivers, nodes, segments) if planned else {}
+        result = jof.message_sum(
+            table, senders, receivers, weights, num_segments=segments, **options
+        )
+        assert result.dtype == dtype
+        exact = exact_sum(wide[0], senders, receivers, wide[1], segments)
+        absolute = [None if x is None else np.abs(x) for x in wide]
+        terms = exact_sum(absolute[0], senders, receivers, absolute[1], segments)
+        assert_close(result, exact, terms, dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    nodes=st.integers(1, 20),
+    segments=st.integers(0, 20),
+    edges=st.sampled_from((0, 1, 2, 31, 200, 1025, 3000)),
+    heads=st.integers(1, 5),
+    width=st.sampled_from((1, 2, 3, 4, 8)),
+    planned=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_graphs(kind, nodes, segments, edges, heads, width, planned, seed):
+    rng = np.random.default_rng(seed)
+    edges = edges if segments else 0
+    senders, receivers = edges_of(kind, nodes, max(segments, 1), edges, rng)
+    values = rng.standard_normal((nodes, heads, width)).astype(np.float32)
+    logits = rng.standard_normal((edges, heads)).astype(np.float32)
+    options = plans(senders, receivers, nodes, segments) if planned else {}
+    total = jof.message_sum(values, senders, receivers, num_segments=segments, **options)
+    exact = exact_sum(values.astype(np.float64), senders, receivers, None, segments)
+    np.testing.assert_allclose(total, exact, rtol=1e-5, atol=1e-3)
+    mean = jof.message_mean(values, senders, receivers, num_segments=segments, **options)
+    in_range = receivers[(receivers >= 0) & (receivers < segments)]
+    count = np.bincount(in_range, minlength=segments)[:, None, None]
+    np.testing.assert_allclose(mean, exact / np.maximum(count, 1), rtol=1e-5, atol=1e-5)
+    wide = logits.astype(np.float64)
+    weights = exact_softmax(wide, receivers, segments)
+    plan = jof.segment_plan(receivers, segments)
+    np.testing.assert_allclose(
+        jof.segment_softmax(logits, receivers, plan=plan), weights, rtol=1e-5, atol=1e-7
+    )
+    result = jof.attention_sum(logits, values, senders, receivers, num_segments=segments, **options)
+    exact = exact_sum(values.astype(np.float64), senders, receivers, weights, segments)
+    np.testing.assert_allclose(result, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_rounds_once(dtype):
+    rng = rng_for(dtype)
+    nodes, segments, edges, heads, width = 50, 30, 6000, 8, 16
+    senders, receivers = edges_of("hub", nodes, segments, edges, rng)
+    logits = jnp.asarray(8 * rng.standard_normal((edges, heads)), dtype)
+    values = jnp.asarray(rng.standard_normal((nodes, heads, width)), dtype)
+    result = jof.attention_sum(logits, values, senders, receivers, num_segments=segments)
+    weights = exact_softmax(np.asarray(logits, np.float64), receivers, segments)
+    wide = np.asarray(values, np.float64)
+    exact = exact_sum(wide, senders, receivers, weights, segments)
+    terms = exact_sum(np.abs(wide), senders, receivers, weights, segments)
+    assert_close(result, exact, 20 * terms, dtype)
+
+
+def test_softmax_of_infinities():
+    plan = jof.segment_plan(np.array([0, 0, 0, 1, 1, 2, 2, 3]), 4)
+    inf, nan = np.inf, np.nan
+    logits = np.array([-inf, 0, -inf, -inf, -inf, nan, 0, 1e30], np.float32)
+    y = jof.segment_softmax(logits, np.array([0, 0, 0, 1, 1, 2, 2, 3]), plan=plan)
+    np.testing.assert_array_equal(y, np.array([0, 1, 0, nan, nan, nan, nan, 1], np.float32))
+
+
+ALL_DERIVATIVES = pytest.mark.parametrize("planned", [False, True])
+
+
+def setting(planned, of_weights=(3,), row=(3, 4)):
+    rng = rng_for("derivatives")
+    nodes, segments, edges = 9, 7, 60
+    senders, receivers = edges_of("hub", nodes, segments, edges, rng)
+    receivers[::9] = -1
+    table = rng.standard_normal((nodes, *row))
+    weights = rng.standard_normal((edges, *of_weights))
+    options = plans(senders, receivers, nodes, segments) if planned else {}
+    graph = (senders, receivers)
+    tangents = rng.standard_normal(weights.shape), rng.standard_normal(table.shape)
+    return graph, segments, options, (weights, table), tangents, rng
+
+
+def assert_same_derivatives(f, g, primals, tangents):
+    """Gradients, tangents, and second derivatives both ways."""
+
+    def gradient(f):
+        return jax.grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1))
+
+    def along_tangents(f):
+        gradients = gradient(f)
+        return lambda *xs: sum(
+            jnp.sum(dx * t) for dx, t in zip(gradients(*xs), tangents, strict=True)
+        )
+
+    def everything(f):
+        return jax.jit(
+            lambda *xs: (
+                gradient(f)(*xs),
+                jax.jvp(f, xs, tangents),
+                jax.jvp(gradient(f), xs, tangents),
+                jax.grad(along_tangents(f), (0, 1))(*xs),
+            )
+        )
+
+    found, wanted = everything(f)(*primals), everything(g)(*primals)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), found, wanted)
+
+
+@ALL_DERIVATIVES
+@pytest.mark.parametrize(("row", "of_weights"), [((3, 4), (3,)), ((5,), (5,)), ((6,), ())], ids=str)
+def test_derivatives_of_message_sum(planned, row, of_weights):
+    graph, segments, options, primals, tangents, _ = setting(planned, of_weights, row)
+    assert_same_derivatives(
+        lambda w, t: jof.message_sum(t, *graph, w, num_segments=segments, **options),
+        lambda w, t: sum_in_jnp(t, w, *graph, segments),
+        *(primals, tangents),
+    )
+
+
+@ALL_DERIVATIVES
+def test_derivatives_of_attention(planned):
+    graph, segments, options, primals, tangents, _ = setting(planned)
+    assert_same_derivatives(
+        lambda w, t: jof.attention_sum(w, t, *graph, num_segments=segments, **options),
+        lambda w, t: attention_in_jnp(w, t, *graph, segments),
+        *(primals, tangents),
+    )
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0), (1, 2)], ids=str)
+def test_vmap_over_features(axes):
+    graph, segments, options, primals, _, rng = setting(True)
+    xs = [
+        x if axis is None else rng.standard_normal((*x.shape[:axis], 3, *x.shape[axis:]))
+        for x, axis in zip(primals, axes, strict=True)
+    ]
+
+    def value_and_gradient(f):
+        both = jax.value_and_grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1))
+        return jax.jit(jax.vmap(both, axes))
+
+    found = value_and_gradient(
+        lambda w, t: jof.attention_sum(w, t, *graph, num_segments=segments, **options)
+    )
+    wanted = value_and_gradient(lambda w, t: attention_in_jnp(w, t, *graph, segments))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
+    jax.tree.map(close, found(*xs), wanted(*xs))
+    assert "while" not in found.lower(*xs).as_text()
+
+
+@pytest.mark.parametrize("shared", ["neither", "senders", "receivers"])
+def test_vmap_over_graphs(shared):
+    """Also of the plans."""
+    rng = rng_for(shared)
+    problems, nodes, segments, edges = 4, 6, 5, 50
+    logits = rng.standard_normal((problems, edges, 2))
+    values = rng.standard_normal((problems, nodes, 2, 3))
+    senders, receivers = rng.integers(-1, 6, (2, problems, edges))
+    axes = {"senders": senders[0], "receivers": receivers[0]}
+    ids = [
+        axes.get(shared, x) if shared == name else x
+        for name, x in (("senders", senders), ("receivers", receivers))
+    ]
+    in_axes = (0, 0, *(None if shared == name else 0 for name in ("senders", "receivers")))
+
+    def loss(logits, values, senders, receivers):
+        options = {
+            "plan": jof.segment_plan(receivers, segments),
+            "sender_plan": jof.segment_plan(senders, nodes),
+        }
+        y = jof.attention_sum(logits, values, senders, receivers, **options)
+        return jnp.sum(jnp.sin(y)), y
+
+    both = jax.grad(loss, (0, 1), has_aux=True)
+    found = jax.jit(jax.vmap(both, in_axes))(logits, values, *ids)
+    for k in range(problems):
+        wanted = both(
+            *(logits[k], values[k]), *(x if x.ndim == 1 else x[k] for x in map(np.asarray, ids))
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a[k], b, rtol=1e-9, atol=1e-12),  # noqa: B023
+            *(found, wanted),
+        )
+
+
+def test_no_array_of_edges_times_width():
+    """Of the compiled program of a layer and its gradient, weights (E, H) apart."""
+    nodes, edges, heads, width = 100, 5000, 4, 16
+    senders, receivers = edges_of("uniform", nodes, nodes, edges, rng_for("buffers"))
+    logits = jnp.ones((edges, heads), jnp.bfloat16)
+    values = jnp.ones((nodes, heads, width), jnp.bfloat16)
+    options = plans(senders, receivers, nodes, nodes)
+
+    def loss(logits, values, options):
+        y = jof.attention_sum(logits, values, senders, receivers, **options)
+        y = jof.message_sum(y, senders, receivers, **options)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    def second(*args):
+        return jax.jvp(lambda x, y: jax.grad(loss, (0, 1))(x, y, args[2]), args[:2], args[:2])
+
+    for f in (jax.grad(loss, (0, 1)), second):
+        text = jax.jit(f).lower(logits, values, options).compile().as_text()
+        sizes = {
+            np.prod([int(n) for n in dims.split(",")])
+            for dims in re.findall(r"[a-z]+\d+\[([\d,]+)\]", text)
+        }
+        assert max(sizes) < edges * heads * width
+
+
+def test_plan_is_made_under_jit_and_is_a_pytree():
+    ids = jnp.array([3, 0, 7, 3, -1, 1])
+    plan = jax.jit(lambda ids: jof.segment_plan(ids, 5))(ids)
+    assert plan.num_segments == 5
+    # Out of range ids come after those of the row that jnp reads: 7 and -1 after 4.
+    np.testing.assert_array_equal(plan.order, [1, 5, 0, 3, 2, 4])
+    np.testing.assert_array_equal(plan.order, jof.segment_plan(ids, 5).order)
+    assert jax.tree.structure(plan) == jax.tree.structure(jof.segment_plan(ids, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": (4, 5)}, "message_sum: plan must be of 6 edges and 5 segments, got one of 4"),
+        ({"plan": (6, 4)}, "message_sum: plan must be of 6 edges and 5 segments, got one of 6 and"),
+        ({"sender_plan": (6, 5)}, "message_sum: sender_plan must be of 6 edges and 3 segments"),
+        ({"weights": (5,)}, "message_sum: weights must have one entry for each of 6 edges"),
+        ({"weights": (6, 3)}, "message_sum: weights must have the shape (edges, ...)"),
+        ({"num_segments": -1}, "message_sum: num_segments must be non-negative"),
+        ({"num_segments": None}, "message_sum: num_segments must be given"),
+        ({"senders": np.zeros((6, 1), int)}, "message_sum: senders must have 1 dimension"),
+        ({"senders": np.zeros(5, int)}, "message_sum: senders and receivers must have one shape"),
+        ({"table": jnp.zeros((0, 2))}, "message_sum: table must have rows where there are edges"),
+    ],
+)
+def test_values_that_do_not_fit(options, message):
+    ids = np.zeros(6, int)
+    given = {"table": jnp.zeros((3, 2)), "senders": ids, "receivers": ids, "num_segments": 5}
+    for name in ("plan", "sender_plan"):
+        if name in options:
+            edges, segments = options[name]
+            options = {name: jof.segment_plan(ids[:edges], segments)}
+    if "weights" in options:
+        options = {"weights": jnp.zeros(options["weights"])}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jof.message_sum(**(given | options))
+
+
+def test_types_that_do_not_fit():
+    ids, table = np.zeros(3, int), jnp.zeros((2, 2))
+    with pytest.raises(TypeError, match=r"^attention_sum: plan must be a SegmentPlan, got int"):
+        jof.attention_sum(jnp.zeros(3), table, ids, ids, num_segments=2, plan=3)
+    with pytest.raises(TypeError, match=r"^message_mean: table must be numbers, got bool"):
+        jof.message_mean(jnp.zeros((2, 2), bool), ids, ids, num_segments=2)
+    with pytest.raises(TypeError, match=r"^segment_plan: ids must have an integer dtype"):
+        jof.segment_plan(jnp.zeros(3), 2)
+
+
+def test_integers_and_complex_numbers():
+    senders, receivers = edges_of("out of range", 5, 4, 50, rng_for("integers"))
+    for table in (np.arange(10).reshape(5, 2), np.arange(10).reshape(5, 2) * (1 + 2j)):
+        weights = np.arange(50) % 3
+        result = jof.message_sum(table, senders, receivers, weights, num_segments=4)
+        assert result.dtype == jnp.result_type(table, weights)
+        rows = table[nearest(senders, 5)] * weights[:, None]
+        exact = np.zeros((4, 2), table.dtype)
+        is_row = (receivers >= 0) & (receivers < 4)
+        np.add.at(exact, receivers[is_row], rows[is_row])
+        np.testing.assert_array_equal(result, exact)
+
+
+def ffi(name, results, *operands):
+    """A call as nobody makes it but by hand; results and operands are (dtype, *shape)."""
+
+    def arrays(of):
+        return [jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in of]
+
+    operands = [jnp.zeros(x.shape, x.dtype) for x in arrays(operands)]
+    return jax.block_until_ready(jax.jit(jax.ffi.ffi_call(name, arrays(results)))(*operands))
+
+
+SUM = (("f4", 5, 2, 4), ("f4", 1, 2, 8)), (("f4", 3, 2, 4), ("f4", 6, 2))
+DOT = (("f4", 6, 2),), (("f4", 3, 2, 4), ("f4", 5, 2, 4))
+SOFTMAX = (("f4", 6, 2), ("f4", 5, 2, 2), ("f4", 1, 2, 4)), (("f4", 6, 2),)
+IDS = (("i4", 6),) * 3
+
+
+@pytest.mark.parametrize(
+    ("target", "call", "where", "wrong"),
+    [
+        ("jof_message_sum", SUM, (0, 0), ("f4", 5, 2, 3)),
+        ("jof_message_sum", SUM, (0, 1), ("f4", 1, 2, 7)),
+        ("jof_message_sum", SUM, (0, 1), ("f4", 0, 2, 8)),
+        ("jof_message_sum", SUM, (1, 0), ("i4", 3, 2, 4)),
+        ("jof_message_sum", SUM, (1, 1), ("f4", 5, 2)),
+        ("jof_message_sum", SUM, (1, 1), ("f2", 6, 2)),
+        ("jof_message_sum", SUM, (1, 2), ("i4", 5)),
+        ("jof_message_sum", SUM, (1, 3), ("i4", 6, 1)),
+        ("jof_message_sum", SUM, (1, 4), ("i4", 7)),
+        ("jof_edge_dot", DOT, (0, 0), ("f4", 6, 3)),
+        ("jof_edge_dot", DOT, (0, 0), ("f2", 6, 2)),
+        ("jof_edge_dot", DOT, (1, 1), ("f4", 5, 2, 3)),
+        ("jof_edge_dot", DOT, (1, 3), ("u4", 6)),
+        ("jof_segment_softmax", SOFTMAX, (0, 0), ("f4", 6, 1)),
+        ("jof_segment_softmax", SOFTMAX, (0, 1), ("f4", 5, 1, 2)),
+        ("jof_segment_softmax", SOFTMAX, (0, 2), ("f4", 1, 2, 2)),
+        ("jof_segment_softmax", SOFTMAX, (1, 1), ("i4", 5)),
+    ],
+)
+def test_handlers_refuse(target, call, where, wrong):
+    results, operands = (list(side) for side in call)
+    operands += IDS
+    ffi(target, results, *operands)
+    side, k = where
+    (results, operands)[side][k] = wrong
+    with pytest.raises(Exception, match=rf"INVALID_ARGUMENT.*{target}: "):
+        ffi(target, results, *operands)
