@@ -4,14 +4,26 @@
 // its elements. A team of threads works on a row: a few lanes of a warp, a warp, a block, or a
 // cluster of blocks, such that each thread holds its elements in registers. So each array is read
 // once and written once. A row that is too wide for a cluster goes by chunks and is read again in
-// every pass, as is any row of more than 32,768 elements on GPUs without clusters.
+// every pass, as is any row of more than 16,384 elements on GPUs without clusters.
 //
-//   queue   Every thread copies the packs that it is to work on, a few rows ahead, into slots of
-//           shared memory that nobody else touches (cp.async). So bytes in flight cost no registers
-//           and there are no barriers but in reductions of blocks.
-//   packs   16 bytes at multiples of 16 bytes, whatever the row: rows of odd length begin and end
-//           within packs, the elements around them are read and ignored. Arrays that are misaligned
-//           otherwise than the first output are read or written by elements.
+//   queue    Every thread copies the packs that it is to work on, a row ahead, into slots of shared
+//            memory that nobody else touches (cp.async). So bytes in flight cost no registers and
+//            there are no barriers but in reductions of blocks.
+//   packs    16 bytes at multiples of 16 bytes, whatever the row: rows of odd length begin and end
+//            within packs, the elements around them are read and ignored. Arrays that are
+//            misaligned otherwise than the first output are read or written by elements.
+//   vectors  Row vectors are in slots of shared memory, too, as each thread needs them. In
+//   registers
+//            they leave too few, from global memory those of odd rows are single loads.
+//
+// Measured on an H200, in percent of the speed of a copy, bf16 and f32:
+//   softmax         65536 x 512: 75, 82   131072 x 1024: 84, 87   16384 x 4096: 79, 82
+//   its gradient    82, 87                89, 90                  85, 88
+//   layer norm      67, 77                82, 85                  70, 79
+//   its gradient    63, 81                79, 89                  67, 84
+//   cross entropy   8192 x 50257: 80, 78; its gradient 80, 75
+// What bounds bf16 is instructions: 18 for each element of softmax, 37 of layer norm's gradient,
+// where a copy's time has 27 and 40. Rows of few elements suffer most: 400000 x 100 runs at 45 %.
 //
 // Free of the CUDA runtime, so that NVRTC can compile it around other programs.
 #pragma once
@@ -70,8 +82,9 @@ struct RowVector {
 //     void End(int64_t row, const Row&) const;     // writes what is wanted of each row
 //   };
 //
-// A program without outputs reads each row once, however wide: CombineParts(a, b) combines all
-// values of two parts of a row, each of which had reductions of its own (Part(row, values)).
+// A program without outputs reads each row once, however wide: it reduces parts of a row as if they
+// were rows, GetPart(row, values) has the values of one, CombineParts(a, b) combines those of two,
+// and SetPart(values, &row) makes the row of those of all.
 
 // What programs of which little is asked inherit. Their elements take 32 registers.
 template <typename T, int kArrays>
