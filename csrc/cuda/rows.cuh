@@ -12,18 +12,19 @@
 //   packs    16 bytes at multiples of 16 bytes, whatever the row: rows of odd length begin and end
 //            within packs, the elements around them are read and ignored. Arrays that are
 //            misaligned otherwise than the first output are read or written by elements.
-//   vectors  Row vectors are in slots of shared memory, too, as each thread needs them. In
-//   registers
-//            they leave too few, from global memory those of odd rows are single loads.
+//   vectors  Row vectors are in slots of shared memory, too: in registers they would leave too few,
+//            and those of odd rows would be loaded one by one.
 //
 // Measured on an H200, in percent of the speed of a copy, bf16 and f32:
-//   softmax         65536 x 512: 75, 82   131072 x 1024: 84, 87   16384 x 4096: 79, 82
-//   its gradient    82, 87                89, 90                  85, 88
-//   layer norm      67, 77                82, 85                  70, 79
-//   its gradient    63, 81                79, 89                  67, 84
-//   cross entropy   8192 x 50257: 80, 78; its gradient 80, 75
-// What bounds bf16 is instructions: 18 for each element of softmax, 37 of layer norm's gradient,
-// where a copy's time has 27 and 40. Rows of few elements suffer most: 400000 x 100 runs at 45 %.
+//                   65536 x 512   131072 x 1024   16384 x 4096   4096 x 32000
+//   softmax         75, 82        84, 87          78, 83         72, 80
+//   its gradient    83, 87        89, 90          85, 88         82, 86
+//   layer norm      70, 76        81, 86          76, 80
+//   its gradient    61, 80        82, 87          70, 84
+//   cross entropy   8192 x 50257: 84, 78; its gradient 82, 76
+// What bounds bf16 is instructions: about 18 for each element of softmax, 37 of layer norm's
+// gradient, where a copy's time has 27 and 40. Rows that fill packs or lanes badly suffer most:
+// softmax of 400000 x 100 runs at 49 %, that of 8192 x 50257, in a cluster, at 46 %.
 //
 // Free of the CUDA runtime, so that NVRTC can compile it around other programs.
 #pragma once
