@@ -158,7 +158,8 @@ def _message_sum_reference(*args: Any, num_segments: int) -> jax.Array:
     if weights.shape[0] == rows.shape[0]:
         weighted = rows * weights.astype(rows.dtype)[..., None]
         rows = jnp.where((senders < 0)[:, None, None], 0, weighted)
-    return _sums(rows, receivers, num_segments).astype(table.dtype)
+    result: jax.Array = _sums(rows, receivers, num_segments).astype(table.dtype)
+    return result
 
 
 def _edge_dot_reference(*args: Any, dtype: Any) -> jax.Array:
