@@ -200,6 +200,12 @@ def steps(found: Sequence[Result], name: str, group: str = "step") -> str:
     return markdown(head, lines)
 
 
+def explained(found: Sequence[Result], program: str = "gpt2") -> str:
+    """What `explain` printed of a program when it was measured."""
+    rows = [row for row in listed(found, "programs") if row["op"] == program and "explain" in row]
+    return f"```\n{rows[0]['explain']}\n```" if rows else "Not measured yet."
+
+
 def surveyed(
     found: Sequence[Result], by_what: str = "family", implementation: str = "native"
 ) -> str:
@@ -216,6 +222,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "sizes": sizes,
     "slower": slower,
     "steps": steps,
+    "explain": explained,
     "survey": surveyed,
 }
 """The tables by the names that markers have; each takes the results of a device first."""

@@ -80,14 +80,14 @@ class Report:
             cells.append([row.line, times + row.operation, what, runs, *expected, row.reason])
         return cells
 
-    def __str__(self) -> str:
+    def table(self, width: int) -> str:
+        """The table as text of at most so many columns, as far as that can be."""
         if not self.rows:
             return self.total()
         cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        room = max(80, shutil.get_terminal_size((120, 24)).columns)
         # The longest columns give way: where it is (its end is kept), what it is, and why.
-        while sum(widths) + 2 * (len(widths) - 1) > room:
+        while sum(widths) + 2 * (len(widths) - 1) > width:
             i = max((0, 2, 6), key=lambda i: widths[i])
             if widths[i] <= 12:
                 break
@@ -98,6 +98,9 @@ class Report:
             fitted = [_fit(cell, width, i == 0) for i, (cell, width) in columns]
             lines.append("  ".join(fitted).rstrip())
         return "\n".join([*lines, self.total()])
+
+    def __str__(self) -> str:
+        return self.table(max(80, shutil.get_terminal_size((120, 24)).columns))
 
     __repr__ = __str__
 

@@ -433,7 +433,15 @@ def explain(
         for i, (row, key) in enumerate(explanation.rows)
         if counts[i]
     ]
-    return Report(platform or lowered_for, [*rows, *_slow(traced.jaxpr)])
+    return Report(platform or lowered_for, _merged([*rows, *_slow(traced.jaxpr)]))
+
+
+def _merged(rows: Sequence[Row]) -> list[Row]:
+    """Equal rows, which the layers of a model have, as one that counts them."""
+    counts = collections.Counter[Row]()
+    for row in rows:
+        counts[dataclasses.replace(row, count=1)] += row.count
+    return [dataclasses.replace(row, count=count) for row, count in counts.items()]
 
 
 def _key(primitive: Any, operands: Sequence[Any]) -> tuple[Any, ...]:

@@ -355,9 +355,9 @@ def segment_softmax(
     Args:
       logits: array of shape ``(n, ...)``: float16, bfloat16, float32 or float64; integers are
         converted as jnp promotes them with float32.
-      num_segments: the number of segments, as in `segment_sum`. With a plan None takes its number.
       plan: a `segment_plan` of `segment_ids`, with which maxima and sums take one pass over the
-        logits, and so does their derivative. The three options before it mean nothing then.
+        logits, and so does their derivative. `num_segments` may be None then, and the options
+        before it mean nothing.
 
     Returns:
       An array of logits' shape and dtype; 0 where an id names no segment.

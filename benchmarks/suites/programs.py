@@ -66,6 +66,7 @@ def enter(name: str, size: str) -> Entrants:
     ends = {way: [round(values[i], 5) for i in (0, -1)] for way, values in losses.items()}
     about: dict[str, Any] = {"losses": ends, "apart": float(f"{apart:.2g}"), "calls": calls["ours"]}
     about |= {} if calls["ours"] else {"ran": "xla"}
+    about["explain"] = jof.explain(program.step, state, batches[0]).table(100)
     contenders = [common.contender(way, f, batches, state) for way, f in steps.items()]
     return Entrants(contenders, about, ["jnp"], {}, wall=True)
 

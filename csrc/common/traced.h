@@ -144,16 +144,17 @@ JOF_HOST_DEVICE JOF_INLINE T jof_OneMinusLogistic(T e, T s) {
 JOF_HOST_DEVICE JOF_INLINE float jof_Log1pUpTo1(float e) { return jof::Log1p<jof_Rounded>(e); }
 JOF_HOST_DEVICE JOF_INLINE double jof_Log1pUpTo1(double e) { return ::log1p(e); }
 
-// M. Giles, Approximating the erfinv function, GPU Computing Gems 2, 2011: a relative error of 4e-7.
+// M. Giles, Approximating the erfinv function, GPU Computing Gems 2, 2011: a relative error of
+// 4e-7.
 JOF_HOST_DEVICE JOF_INLINE float jof_ErfInv(float x) {
   const float w = -log1p(-x * x);
   const float u = w - 2.5f, v = ::sqrtf(w) - 3.0f;
   const float near = jof::Polynomial(u, 1.50140941f, 0.246640727f, -0.00417768164f, -0.00125372503f,
                                      0.00021858087f, -4.39150654e-06f, -3.5233877e-06f,
                                      3.43273939e-07f, 2.81022636e-08f);
-  const float far = jof::Polynomial(v, 2.83297682f, 1.00167406f, 0.00943887047f, -0.0076224613f,
-                                    0.00573950773f, -0.00367342844f, 0.00134934322f,
-                                    0.000100950558f, -0.000200214257f);
+  const float far =
+      jof::Polynomial(v, 2.83297682f, 1.00167406f, 0.00943887047f, -0.0076224613f, 0.00573950773f,
+                      -0.00367342844f, 0.00134934322f, 0.000100950558f, -0.000200214257f);
   return jof::Abs(x) == 1 ? x * INFINITY : x * (w < 5 ? near : far);
 }
 JOF_HOST_DEVICE JOF_INLINE double jof_ErfInv(double x) {

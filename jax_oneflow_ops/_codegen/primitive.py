@@ -545,7 +545,9 @@ def _traced_transpose(
                     "which it is not linear in."
                 )
         operands = {i: every[i] for i in definition.reads}
-        found = dict(zip(linear, bind_traced(definition, operands, implementation), strict=True))
+        if operands:  # else they are zeros
+            results = bind_traced(definition, operands, implementation)
+            found = dict(zip(linear, results, strict=True))
     return [
         _summed_like(_compat.broadcast_like(found[i], jax.typeof(next(iter(live.values())))), aval)
         if i in found and (aval := linear[i]) is not None
