@@ -313,6 +313,7 @@ def planned_softmax(
         order,
         logits.reshape(ids.size, math.prod(logits.shape[1:])),
         num_segments=size,
+        function=function,
         implementation=choice,
     )
     return result.reshape(logits.shape)
@@ -373,6 +374,7 @@ def _message_sum(
         table,
         jnp.zeros((0, heads), table.dtype) if weights is None else weights,
         num_segments=size,
+        function=function,
         implementation=choice,
     )
     return result.reshape(size, *row)
