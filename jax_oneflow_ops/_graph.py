@@ -124,7 +124,7 @@ def _order_type(ids: Any, *, rows: int) -> list[Any]:
 
 
 def _message_sum_type(*args: Any, num_segments: int, **_: Any) -> Any:
-    *_, table, weights = args
+    *_orders, table, weights = args
     _, heads, width = table.sharding.spec
     shape = (num_segments, *table.shape[1:])
     spec = (None, _joined(heads, weights.sharding.spec[1]), width)
@@ -132,7 +132,7 @@ def _message_sum_type(*args: Any, num_segments: int, **_: Any) -> Any:
 
 
 def _edge_dot_type(senders: Any, *args: Any, dtype: Any, **_: Any) -> Any:
-    *_, a, b = args
+    *_orders, a, b = args
     spec = (None, _joined(a.sharding.spec[1], b.sharding.spec[1]))
     result = _compat.with_spec(a, (senders.shape[0], a.shape[1]), spec)
     return result.update(dtype=dtype, weak_type=False)
@@ -171,7 +171,7 @@ def _sums(rows: Any, ids: Any, size: int) -> Any:
 
 
 def _message_sum_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array:
-    senders, receivers, *_, table, weights = args
+    senders, receivers, *_orders, table, weights = args
     rows = _rows(table, senders)
     if weights.shape[0] == rows.shape[0]:
         weighted = rows * weights.astype(rows.dtype)[..., None]
@@ -181,13 +181,13 @@ def _message_sum_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array
 
 
 def _edge_dot_reference(*args: Any, dtype: Any, **_: Any) -> jax.Array:
-    senders, receivers, *_, a, b = args
+    senders, receivers, *_orders, a, b = args
     dots = jnp.sum(_rows(a, receivers) * _rows(b, senders), axis=-1)
     return jnp.where(((senders < 0) | (receivers < 0))[:, None], 0, dots).astype(dtype)
 
 
 def _softmax_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array:
-    ids, *_, x = args
+    ids, *_orders, x = args
     wide = x.astype(compute_dtype(x.dtype))
     to = jnp.where(ids < 0, num_segments, ids)
     most = jnp.full((num_segments, x.shape[1]), -jnp.inf, wide.dtype).at[to].max(wide, mode="drop")
@@ -197,7 +197,7 @@ def _softmax_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array:
 
 
 def _softmax_vjp_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array:
-    ids, *_, y, t = args
+    ids, *_orders, y, t = args
     wide = compute_dtype(y.dtype)
     value, tangent = y.astype(wide), t.astype(wide)
     result = value * (tangent - _rows(_sums(value * tangent, ids, num_segments), ids))
@@ -215,7 +215,7 @@ def _chunks(platform: str, edges: int) -> int:
 
 
 def _message_sum_native(platform: str, *args: Any, num_segments: int, **_: Any) -> jax.Array:
-    senders, _, order, keys, _, _, table, weights = args
+    senders, _receivers, order, keys, *_order, table, weights = args
     heads, width = table.shape[1:]
     shape, wide = (num_segments, heads, width), compute_dtype(table.dtype)
     if senders.size == 0 or 0 in shape:
@@ -231,7 +231,7 @@ def _message_sum_native(platform: str, *args: Any, num_segments: int, **_: Any) 
 
 
 def _edge_dot_native(platform: str, *args: Any, dtype: Any, **_: Any) -> jax.Array:
-    senders, receivers, order, keys, _, _, a, b = args
+    senders, receivers, order, keys, *_order, a, b = args
     shape = (senders.size, a.shape[1])
     if 0 in (*shape, *a.shape, *b.shape):
         return jnp.zeros(shape, dtype)
