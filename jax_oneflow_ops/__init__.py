@@ -43,6 +43,14 @@ from jax_oneflow_ops.graph import (
     segment_plan,
 )
 from jax_oneflow_ops.permute import permute
+from jax_oneflow_ops.rows import (
+    layer_norm,
+    log_softmax,
+    logsumexp,
+    rms_norm,
+    softmax,
+    softmax_cross_entropy_with_integer_labels,
+)
 from jax_oneflow_ops.scatter import (
     embedding_lookup,
     scatter_add,
@@ -84,7 +92,10 @@ __all__ = [
     "hard_swish",
     "implementations",
     "include_dir",
+    "layer_norm",
     "leaky_relu",
+    "log_softmax",
+    "logsumexp",
     "maximum",
     "message_mean",
     "message_sum",
@@ -95,6 +106,7 @@ __all__ = [
     "policy",
     "relu",
     "resize",
+    "rms_norm",
     "scale",
     "scatter_add",
     "scatter_max",
@@ -109,6 +121,8 @@ __all__ = [
     "segment_sum",
     "sigmoid",
     "silu",
+    "softmax",
+    "softmax_cross_entropy_with_integer_labels",
     "softplus",
     "subtract",
     "swiglu",

@@ -50,6 +50,7 @@ class Shard:
 
     summed: tuple[str, ...] = ()  # over which results are to be summed
     rows: tuple[str, ...] = ()  # over which rows are sharded
+    partial: tuple[str, ...] = ()  # which results that lack a dimension that others have sum over
 
 
 class GatherWarning(UserWarning):
@@ -313,9 +314,11 @@ def _partitioned(
         names = rule(*args, **params)
         axes = _mesh_axes(public_name, mesh, names, args, jax.tree.leaves(result))
         kept = frozenset[str]().union(*names.results)
+        everywhere = kept.intersection(*names.results)
         shard = Shard(
             summed=tuple(axis for name in axes if name not in kept for axis in axes[name]),
             rows=axes.get(names.rows, ()) if names.rows else (),
+            partial=tuple(a for name in axes if name in kept - everywhere for a in axes[name]),
         )
         of_shard = names.params_of_shard(_count(mesh, shard.rows)) if shard.rows else {}
 
@@ -347,6 +350,7 @@ def _mesh_axes(
 ) -> dict[str, tuple[str, ...]]:
     """The mesh axes that shard each name, of those that shard operands and results now."""
     kept = frozenset[str]().union(*names.results)
+    everywhere = kept.intersection(*names.results)
     axes: dict[str, tuple[str, ...]] = {}
     gathered: dict[str, str] = {}  # and why
 
@@ -368,7 +372,7 @@ def _mesh_axes(
         reason = None
         if name in names.replicated:
             reason = "every device needs all of it"
-        elif name == names.rows or name not in kept:
+        elif name == names.rows or name not in everywhere:
             # What shards are padded with must not enter a sum, nor count as rows.
             if size % _count(mesh, these):
                 reason = f"{_count(mesh, these)} devices do not divide its size {size} evenly"

@@ -1,7 +1,8 @@
 """Every operation in pure jnp: the "xla" implementation, and what platforms without kernels run."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -322,3 +323,195 @@ def _add_by_sorting(
     end = jnp.searchsorted(keys, every_row, side="right") - 1
     hit = (end >= 0) & (keys[end] == every_row)
     return jnp.where(hit.reshape(column), operand + sums[end], operand)
+
+
+# ---- rows: computed in float32, or in float64, and rounded once ----
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(row_dtype(x.dtype))
+
+
+def row_dtype(dtype: Any) -> Any:
+    """What rows of a dtype are computed in, and the dtype of what is kept of them."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@in_own_precision
+def softmax(x: jax.Array, *, axis: int, log: bool) -> jax.Array:
+    """The softmax of rows, or its logarithm."""
+    function = jax.nn.log_softmax if log else jax.nn.softmax
+    return function(_wide(x), axis).astype(x.dtype)
+
+
+@in_own_precision
+def softmax_vjp(y: jax.Array, dy: jax.Array, *, axis: int, log: bool) -> jax.Array:
+    """The cotangent of x, by the result; of `softmax` itself also the tangent of y."""
+    y, ct = _wide(y), _wide(dy)
+    if log:
+        dx = ct - jnp.exp(y) * ct.sum(axis, keepdims=True)
+    else:
+        dx = y * (ct - (y * ct).sum(axis, keepdims=True))
+    return dx.astype(dy.dtype)
+
+
+@in_own_precision
+def log_softmax_jvp(y: jax.Array, tangent: jax.Array, *, axis: int) -> jax.Array:
+    """The tangent of the result."""
+    t = _wide(tangent)
+    return (t - (jnp.exp(_wide(y)) * t).sum(axis, keepdims=True)).astype(tangent.dtype)
+
+
+def _at_labels(x: jax.Array, labels: Sequence[jax.Array], axis: int) -> jax.Array:
+    """The elements that labels name, NaN where they name none; 0 without labels."""
+    if not labels:
+        return jnp.zeros((), x.dtype)
+    index = jnp.expand_dims(labels[0], axis)
+    return jnp.take_along_axis(x, index, axis, mode="fill").squeeze(axis)
+
+
+@in_own_precision
+def logsumexp(x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
+    """log(sum(exp(x))), less the element that the label names; and 2 statistics of the row.
+
+    The share of an element in the sum is exp(x - first) * second.
+    """
+    wide = _wide(x)
+    peak = jax.lax.stop_gradient(wide.max(axis, initial=-jnp.inf))
+    centre = jnp.where(jnp.isfinite(peak), peak, 0)
+    total = jnp.exp(wide - jnp.expand_dims(centre, axis)).sum(axis)
+    result = jnp.log(total) - (_at_labels(wide, labels, axis) - centre)
+    return [result.astype(x.dtype), jnp.stack([centre, 1 / total], -1)]
+
+
+@in_own_precision
+def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
+    """The cotangent of x, given labels, if any, statistics (not read) and that of the result."""
+    *labels, _, ct = operands
+    pull = jax.vjp(functools.partial(_first_logsumexp, labels, axis), _wide(x))[1]
+    dx: jax.Array = pull(_wide(ct))[0].astype(x.dtype)
+    return dx
+
+
+@in_own_precision
+def logsumexp_jvp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
+    """The tangent of the result, given labels, if any, statistics (not read) and that of x."""
+    *labels, _, tangent = operands
+    f = functools.partial(_first_logsumexp, labels, axis)
+    result: jax.Array = jax.jvp(f, [_wide(x)], [_wide(tangent)])[1].astype(x.dtype)
+    return result
+
+
+def _first_logsumexp(labels: Sequence[jax.Array], axis: int, x: jax.Array) -> jax.Array:
+    return logsumexp(x, *labels, axis=axis)[0]
+
+
+@in_own_precision
+def norm(
+    x: jax.Array, *operands: jax.Array, center: bool, epsilon: float, given: tuple[bool, ...]
+) -> list[jax.Array]:
+    """The norm of rows along the last axis, x + residual if there is one, and 3 statistics.
+
+    Args:
+      x: rows.
+      *operands: those of residual, scale and bias that are given.
+      center: whether the mean is subtracted.
+      epsilon: what is added to the variance, or to the mean of squares.
+      given: which operands there are.
+    """
+    residual, scale, bias = spread(operands, given)
+    total = x if residual is None else (_wide(x) + _wide(residual)).astype(x.dtype)
+    y, mean, rstd = _normalized(total, scale, bias, center, epsilon)
+    stats = jnp.concatenate([mean, jnp.zeros_like(mean), rstd], -1)
+    results = [y.astype(x.dtype), stats]
+    return results if residual is None else [results[0], total, stats]
+
+
+def spread(operands: Sequence[Any], given: Sequence[bool]) -> list[Any]:
+    """Operands with None for those that are not given."""
+    left = iter(operands)
+    return [next(left) if there else None for there in given]
+
+
+def _normalized(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, center: bool, epsilon: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    wide = _wide(x)
+    mean = wide.mean(-1, keepdims=True) if center else jnp.zeros((*x.shape[:-1], 1), wide.dtype)
+    centred = wide - mean
+    rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + epsilon)
+    y = centred * rstd
+    y = y if scale is None else y * scale.astype(y.dtype)
+    return y if bias is None else y + bias.astype(y.dtype), mean, rstd
+
+
+@in_own_precision
+def norm_vjp(
+    x: jax.Array,
+    stats: jax.Array,
+    *operands: jax.Array,
+    center: bool,
+    epsilon: float,
+    given: tuple[bool, ...],
+    wanted: tuple[bool, ...],
+) -> list[jax.Array]:
+    """The cotangents of x, and of scale and bias, in what rows are computed in, if wanted.
+
+    Args:
+      x: rows, the sum with a residual if there was one.
+      stats: not read.
+      *operands: scale, dy, and the cotangent of the sum, as far as they are given.
+      center: as of `norm`.
+      epsilon: likewise.
+      given: which operands there are; dy always.
+      wanted: of scale and bias.
+    """
+    scale, ct, of_sum = spread(operands, given)
+    wide = _wide(x)
+    mean = wide.mean(-1, keepdims=True) if center else 0
+    centred = wide - mean
+    rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + epsilon)
+    normalized, dy = centred * rstd, _wide(ct)
+    g = dy if scale is None else dy * scale.astype(dy.dtype)
+    dx = g - normalized * (g * normalized).mean(-1, keepdims=True)
+    dx = (dx - g.mean(-1, keepdims=True) if center else dx) * rstd
+    dx = dx if of_sum is None else dx + _wide(of_sum)
+    rows = tuple(range(x.ndim - 1))
+    sums = [(dy * normalized).sum(rows), dy.sum(rows)]
+    return [dx.astype(x.dtype), *(s for s, w in zip(sums, wanted, strict=True) if w)]
+
+
+@in_own_precision
+def norm_jvp(
+    x: jax.Array,
+    stats: jax.Array,
+    *operands: jax.Array,
+    center: bool,
+    epsilon: float,
+    given: tuple[bool, ...],
+    passed: bool,
+) -> list[jax.Array]:
+    """The tangent of the result; and that of x as it came, if `passed`.
+
+    Args:
+      x: rows, the sum with a residual if there was one.
+      stats: not read.
+      *operands: scale, and the tangents of x, scale and bias, as far as they are given.
+      center: as of `norm`.
+      epsilon: likewise.
+      given: which operands there are.
+      passed: whether the sum's tangent is a result, too.
+    """
+    scale, *tangents = spread(operands, given)
+    t_x, t_scale, t_bias = tangents
+    wide = _wide(x)
+
+    def f(x: jax.Array) -> jax.Array:
+        return _normalized(x, None, None, center, epsilon)[0]
+
+    zero = jnp.zeros_like(wide)
+    normalized, t = jax.jvp(f, [wide], [zero if t_x is None else _wide(t_x)])
+    t = t if scale is None else t * scale.astype(t.dtype)
+    t = t if t_scale is None else t + normalized * t_scale.astype(t.dtype)
+    t = t if t_bias is None else t + t_bias.astype(t.dtype)
+    return [t.astype(x.dtype), *([zero.astype(x.dtype) if t_x is None else t_x] * passed)]

@@ -1051,6 +1051,114 @@ SEGMENT_SOFTMAX = Op(
     draw=summed_rows,
 )
 
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def softmax_transpose(ct, x):
+    y = oracle.softmax(x)
+    return (y * (ct - np.sum(y * ct, -1, keepdims=True)),)
+
+
+def log_softmax_transpose(ct, x):
+    return (ct - oracle.softmax(x) * np.sum(ct, -1, keepdims=True),)
+
+
+def cross_entropy_in_jax(logits, labels):
+    of_label = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - of_label
+
+
+def cross_entropy_transpose(ct, logits, labels):
+    is_label = np.arange(logits.shape[-1]) == labels[..., None] % logits.shape[-1]
+    return (ct[..., None] * (oracle.softmax(logits) - is_label),)
+
+
+def norm_in_jax(center):
+    """As flax computes it."""
+
+    def norm(x, scale, bias=None):
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centred = wide - wide.mean(-1, keepdims=True) if center else wide
+        y = centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * scale
+        return (y if bias is None else y + bias).astype(x.dtype)
+
+    return norm
+
+
+def norm_exactly(center):
+    def norm(x, scale, bias=0):
+        return oracle.normalized(x, center)[0] * scale + bias
+
+    return norm
+
+
+def norm_transpose(center):
+    def transpose(ct, x, scale, *bias):
+        return oracle.norm_vjp(x, scale, ct, center)[: 2 + len(bias)]
+
+    return transpose
+
+
+def rows_and_vectors(vectors):
+    def draw(rng, elements) -> Call:
+        rows, n = random_shape(rng, elements, 2)
+        return Call(((rows, n + 1), *[(n + 1,)] * vectors))
+
+    return draw
+
+
+def classes(rng, elements) -> Call:
+    rows, n = random_shape(rng, elements, 2)
+    return Call(((rows, n), (rows,)), rows=n)
+
+
+def of_rows(name, function, replaces, exact, transpose, **options) -> Op:
+    best = {"in float32": in_float32(replaces)}
+    options = {"best": best, "ulps": 1, "on_integers": False, **options}
+    return Op(name, function, replaces, exact, transpose=transpose, family="rows", **options)
+
+
+SOFTMAX = of_rows("softmax", jof.softmax, jax.nn.softmax, oracle.softmax, softmax_transpose)
+LOG_SOFTMAX = of_rows(
+    "log_softmax", jof.log_softmax, jax.nn.log_softmax, oracle.log_softmax, log_softmax_transpose
+)
+LOGSUMEXP = of_rows(
+    "logsumexp",
+    functools.partial(jof.logsumexp, axis=-1),
+    functools.partial(jax.nn.logsumexp, axis=-1),
+    oracle.logsumexp,
+    lambda ct, x: (ct[..., None] * oracle.softmax(x),),
+)
+CROSS_ENTROPY = of_rows(
+    "cross_entropy",
+    jof.softmax_cross_entropy_with_integer_labels,
+    cross_entropy_in_jax,
+    oracle.cross_entropy,
+    cross_entropy_transpose,
+    domain=(REAL, INDEX),
+    draw=classes,
+)
+LAYER_NORM = of_rows(
+    "layer_norm",
+    jof.layer_norm,
+    norm_in_jax(True),
+    norm_exactly(True),
+    norm_transpose(True),
+    domain=(REAL, REAL, REAL),
+    wrt=(0, 1, 2),
+    draw=rows_and_vectors(2),
+)
+RMS_NORM = of_rows(
+    "rms_norm",
+    jof.rms_norm,
+    norm_in_jax(False),
+    norm_exactly(False),
+    norm_transpose(False),
+    domain=(REAL, REAL),
+    wrt=(0, 1),
+    draw=rows_and_vectors(1),
+)
+
 
 def drawn_messages(rng, elements) -> Call:
     """As many receivers as senders: ids are drawn below one number of rows."""
@@ -1124,6 +1232,12 @@ OPS = (
     SCATTER_MAX,
     SCATTER_MIN,
     SCATTER_MUL,
+    SOFTMAX,
+    LOG_SOFTMAX,
+    LOGSUMEXP,
+    CROSS_ENTROPY,
+    LAYER_NORM,
+    RMS_NORM,
     MESSAGE_SUM,
     MESSAGE_MEAN,
     ATTENTION_SUM,
@@ -1813,10 +1927,100 @@ KERNEL_CASES = (
     ),
 )
 
+
 # The rows that are public functions, and the kernels.
+def rows_case(op: Op, target, jvp_targets=(), suffix="", shapes=(ARRAY,), **fields) -> Case:
+    """The gradient is computed from what the value has left."""
+    fields = {
+        "grad_targets": {(0,): (target, f"{target}_vjp")},
+        "samplers": (normals,) * len(shapes),
+        "symbolic": ("a, 3",),
+        **fields,
+    }
+    return case_of(
+        op,
+        suffix,
+        shapes,
+        target,
+        jvp_targets=(target, *jvp_targets),
+        shared=True,
+        **SMOOTH,
+        **fields,
+    )
+
+
+def classes_of(rng, shape):
+    return rng.integers(0, 3, size=shape)
+
+
+def norm_cases(op: Op, vectors: int) -> tuple[Case, Case]:
+    """With a scale, and a bias, that are the same for all examples; and as operands."""
+    constants = (jnp.array([0.5, 2.0, -1.0]), jnp.array([1.0, 0.0, -2.0]))[:vectors]
+
+    def with_constants(f):
+        return lambda x, **options: f(x, *(c.astype(x.dtype) for c in constants), **options)
+
+    besides = frozenset({"constant", "broadcast", "fusion", "copy", "convert"})
+    case = rows_case(op, "jof_norm", besides=besides, free_axes=(0, 1))
+    case = dataclasses.replace(case, f=with_constants(op.function), ref=with_constants(op.replaces))
+    shapes = (ARRAY, *[ARRAY[1:]] * vectors)
+    of_all = {tuple(range(1 + vectors)): ("jof_norm", "jof_norm_vjp")}
+    return case, rows_case(
+        op,
+        "jof_norm",
+        suffix="-operands",
+        shapes=shapes,
+        grad_targets=of_all,
+        symbolic=("a, 3", *["3"] * vectors),
+        composed=True,
+        variant=True,
+    )
+
+
+def of_same_rank(case: Case) -> Case:
+    """With the axis that is summed over, as tests of batches want it."""
+
+    def expanded(f):
+        return lambda *xs, **options: jnp.expand_dims(f(*xs, **options), -1)
+
+    return dataclasses.replace(case, f=expanded(case.f), ref=expanded(case.ref))
+
+
+def labels_of(x):
+    return as_ids(x) % 3
+
+
+ROWS_CASES = (
+    rows_case(SOFTMAX, "jof_softmax", ["jof_softmax_vjp"]),
+    rows_case(LOG_SOFTMAX, "jof_softmax"),
+    # The gradient overwrites a copy of the operand, where that is an argument of the program.
+    of_same_rank(
+        rows_case(LOGSUMEXP, "jof_logsumexp", free_axes=(0,), besides=frozenset({"copy", "fusion"}))
+    ),
+    of_same_rank(
+        rows_case(
+            CROSS_ENTROPY,
+            "jof_cross_entropy",
+            shapes=(ARRAY, ARRAY[:1]),
+            samplers=(normals, classes_of),
+            ids=labels_of,
+            symbolic=("a, 3", "a"),
+            besides=ID_ARITHMETIC,
+            free_axes=(0,),
+        )
+    ),
+    *norm_cases(LAYER_NORM, 2),
+    *norm_cases(RMS_NORM, 1),
+)
+
 FUNCTIONS = (
-    *(*UPSAMPLE_CASES, *RESIZE_CASES, *PERMUTE_CASES, *ELEMENTWISE_CASES),
-    *(*SCATTER_CASES, *GRAPH_CASES),
+    *UPSAMPLE_CASES,
+    *RESIZE_CASES,
+    *PERMUTE_CASES,
+    *ELEMENTWISE_CASES,
+    *SCATTER_CASES,
+    *ROWS_CASES,
+    *GRAPH_CASES,
 )
 CASES = (*FUNCTIONS, *KERNEL_CASES)
 

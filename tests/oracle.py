@@ -137,3 +137,43 @@ def gather_rows(table, rows, fill) -> np.ndarray:
     for place in np.ndindex(rows.shape):
         result[place] = fill if rows[place] < 0 else table[rows[place]]
     return result
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def log_softmax(x, axis=-1) -> np.ndarray:
+    shifted = x - np.max(x, axis, keepdims=True)
+    return shifted - np.log(np.sum(np.exp(shifted), axis, keepdims=True))
+
+
+def softmax(x, axis=-1) -> np.ndarray:
+    e = np.exp(x - np.max(x, axis, keepdims=True))
+    return e / np.sum(e, axis, keepdims=True)
+
+
+def logsumexp(x, axis=-1) -> np.ndarray:
+    peak = np.max(x, axis, keepdims=True)
+    return (peak + np.log(np.sum(np.exp(x - peak), axis, keepdims=True))).squeeze(axis)
+
+
+def cross_entropy(x, labels) -> np.ndarray:
+    return -np.take_along_axis(log_softmax(x), labels[..., None], -1)[..., 0]
+
+
+def normalized(x, center, epsilon=1e-6) -> tuple[np.ndarray, np.ndarray]:
+    """And 1 / the standard deviation; in long doubles, as float64 is compared with it, too."""
+    x = np.asarray(x, np.longdouble)
+    centred = x - np.mean(x, -1, keepdims=True) if center else x
+    rstd = 1 / np.sqrt(np.mean(centred**2, -1, keepdims=True) + epsilon)
+    return np.float64(centred * rstd), np.float64(rstd)
+
+
+def norm_vjp(x, scale, dy, center) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The cotangents of x, scale and bias."""
+    xhat, rstd = normalized(x, center)
+    g = dy * scale
+    dx = g - xhat * np.mean(g * xhat, -1, keepdims=True)
+    dx = (dx - np.mean(g, -1, keepdims=True) if center else dx) * rstd
+    rows = tuple(range(x.ndim - 1))
+    return dx, np.sum(dy * xhat, rows), np.sum(dy, rows)

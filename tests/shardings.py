@@ -23,12 +23,14 @@ from tests.catalogue import (
     KERNEL_CASES,
     PERMUTE_CASES,
     RESIZE_CASES,
+    ROWS_CASES,
     SCATTER_ADD,
     SEGMENT_SUM,
     UPSAMPLE_CASES,
     Case,
     case_of,
     integers,
+    of_numbers,
 )
 
 # --- the table ------------------------------------------------------------------------------------
@@ -68,6 +70,8 @@ class Rule:
 
 
 TRAILING = "the dimensions after them"
+OTHERS = {"b": "all other dimensions", "n": "`axis`"}
+IN_PARTS = {**OTHERS, "n": "`axis` (a second one for maxima)"}
 RULES = {
     "elementwise operations": Rule(
         "x, -> x", {"x": "all dimensions"}, {0: "an array", 1: "a scalar"}, "x"
@@ -111,6 +115,16 @@ RULES = {
         {0: "`table`"},
         "t",
     ),
+    "`softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
+    "`log_softmax`": Rule("b n -> b n", OTHERS, {0: "`x`"}, "b", gathered="n"),
+    "`logsumexp`": Rule("b n -> b", IN_PARTS, {0: "`a`"}, "b"),
+    "`softmax_cross_entropy_with_integer_labels`": Rule(
+        "b n, b -> b", IN_PARTS, {0: "`logits`"}, "b"
+    ),
+    "`layer_norm`": Rule(
+        "b n, n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`", 2: "`bias`"}, "b", gathered="n"
+    ),
+    "`rms_norm`": Rule("b n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`"}, "b", gathered="n"),
     "`message_sum`": Rule(
         "m t, n, n, n -> s t",
         {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
@@ -203,6 +217,9 @@ class Layout:
         """How many the law allows: in the function, in its gradients."""
         kept = [x for x in self.axes if x in self.result]
         gradients = [any(x not in self.operands[i] for x in kept) for i in self.wrt]
+        if self.case.op and self.case.op.family == "rows":
+            # Those of scale and bias are one, maxima and sums are two.
+            return 2 * bool(self.summed()), any(gradients)
         return bool(self.summed()), sum(gradients)
 
     def sharded(self, **axes: Any) -> "Layout":
@@ -340,6 +357,28 @@ def rows_layouts() -> Iterator[Layout]:
             yield layout(cases[name], equation, **axes)
 
 
+def reduced_rows_layouts() -> Iterator[Layout]:
+    equations = {
+        "softmax": "bcn->bcn",
+        "log_softmax": "bcn->bcn",
+        "logsumexp": "bcn->bc",
+        "softmax_cross_entropy_with_integer_labels": "bcn,bc->bc",
+        "layer_norm-operands": "bcn,n,n->bcn",
+        "rms_norm-operands": "bcn,n->bcn",
+    }
+    for case in ROWS_CASES:
+        if equation := equations.get(case.name):
+            sizes = {"b": 8, "c": 4, "n": 64 if equation.endswith("->bc") else 3}
+            shapes = (tuple(sizes[x] for x in side) for side in split(equation)[0])
+            functions = [of_numbers(case.op, f) for f in (case.op.function, case.op.replaces)]
+            case = dataclasses.replace(case, shapes=tuple(shapes), f=functions[0], ref=functions[1])
+            yield layout(case, equation, b="a", c="b")
+            yield layout(case, equation, b=("a", "b"))
+            if equation.endswith("->bc"):
+                yield layout(case, equation, n=("a", "b"))
+                yield layout(case, equation, b="b", n="a")
+
+
 def graph_layouts() -> Iterator[Layout]:
     equation = "mt,n,n,n->st"
     case = sized(GRAPH_CASES[0], equation, t=8)
@@ -394,6 +433,8 @@ def reduction_layouts() -> Iterator[Layout]:
 
 
 REDUCTION_LAYOUTS = (*reduction_layouts(),)
+
+
 LAYOUTS = (
     *elementwise_layouts(),
     *kernel_layouts(),
@@ -401,5 +442,6 @@ LAYOUTS = (
     *resize_layouts(),
     *permute_layouts(),
     *rows_layouts(),
+    *reduced_rows_layouts(),
     *graph_layouts(),
 )

@@ -128,7 +128,8 @@ def test_dtypes_are_those_with_native_kernels(op):
         try:
             result = op.result(*xs, **options)
             jaxpr = jax.make_jaxpr(functools.partial(op.function, **options))(*xs)
-        except (TypeError, ValueError, DeprecationWarning):  # of casts of complex numbers
+        # Of casts of complex numbers, of -inf among integers.
+        except (TypeError, ValueError, DeprecationWarning, RuntimeWarning):
             continue
         promoted = result.dtype != dtype and "dtype" not in options
         if "jof_" in str(jaxpr) and not promoted:
@@ -146,9 +147,10 @@ def moved_by_custom_calls(f, *xs) -> int:
     )
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op.family != "scatter"], ids=str)
+@pytest.mark.parametrize("op", [op for op in OPS if op.family not in ("scatter", "rows")], ids=str)
 def test_bytes_are_those_of_the_custom_calls(op):
-    """Sums have scratch space and a pass over ids, too, and lookups do not read all of a table."""
+    """Rows have statistics; sums have scratch space and a pass over ids, too, and lookups do not
+    read all of a table."""
     call = op.call(rng_for(op.name), 200)
     xs, _ = arguments(op, call, "float32")
 

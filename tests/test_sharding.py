@@ -194,6 +194,9 @@ def mapped(layout: Layout, mesh, **options):
     return jax.shard_map(f, mesh=mesh, **specs, **options)
 
 
+BY_USER = ("scatter_add", "logsumexp", "softmax_cross_entropy_with_integer_labels")
+
+
 def ways():
     kinds = {case.name for case in catalogue.EACH_KIND}
     for layout in LAYOUTS:
@@ -201,9 +204,9 @@ def ways():
         of_a_kind = layout.case.name in kinds
         # Every op has its name in the rule; the rest is the same for all of a kind.
         for way in ("auto", "explicit", "shard_map") if of_a_kind else ("auto",):
-            # In a shard_map it is the user who shards rows, or adds an operand once. Types know
-            # nothing of rows that no operand has.
-            by_user = "s" in layout.axes or (layout.case.name == "scatter_add" and layout.summed())
+            # In a shard_map it is the user who shards rows, adds an operand once, and adds up
+            # exponentials. Types know nothing of rows that no operand has.
+            by_user = "s" in layout.axes or (layout.case.name in BY_USER and layout.summed())
             if by_user if way == "shard_map" else made and way == "explicit":
                 continue
             together = pytest.mark.xdist_group(str(layout))  # for what `known` keeps

@@ -781,7 +781,8 @@ def outcome(function):
 def of_integers():
     """(case, the operands that are integers): all, and those without derivatives in any case."""
     for case in FUNCTIONS:
-        if case.variant:
+        # JAX warns of -inf among integers in softmax; optax and flax take none.
+        if case.variant or (case.op and case.op.family == "rows"):
             continue
         without = {*case.arrays}.difference(*case.grad_targets)
         for operands in {case.every_operand, (*sorted(without),)} - {()}:

@@ -7,9 +7,9 @@ A module has ``cases(platform)``, the listed ones, and, if it is a family of the
 import importlib
 from types import ModuleType
 
-SUITES = ("elementwise", "cast", "upsample", "permute", "scatter", "kernels", "models", "programs")
-FAMILIES = SUITES[:5]
+FAMILIES = ("elementwise", "cast", "upsample", "permute", "scatter", "rows")
 """The suites that the survey draws from."""
+SUITES = (*FAMILIES, "kernels", "models", "programs")
 
 
 def load(suite: str) -> ModuleType:

@@ -7,6 +7,7 @@
 #include "cpu/cast.h"
 #include "cpu/elementwise_ops.h"
 #include "cpu/permute.h"
+#include "cpu/rows.h"
 #include "cpu/scatter.h"
 #include "cpu/segments.h"
 #include "cpu/upsample_nearest2d.h"

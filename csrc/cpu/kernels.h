@@ -9,6 +9,7 @@
 #include "common/dtype.h"
 #include "ops/elementwise_ops.h"
 #include "ops/permute_plan.h"
+#include "ops/rows.h"
 #include "ops/scatter.h"
 #include "ops/segments.h"
 
@@ -60,7 +61,15 @@ struct CpuPermute {
   X(ReduceLogits, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                    \
   X(JoinLogits, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                      \
   X(SoftmaxEdges, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                    \
-  X(PermuteTiles, (const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end))
+  X(PermuteTiles, (const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end))       \
+  X(SoftmaxRows, (const SoftmaxCall& call, int64_t begin, int64_t end))                            \
+  X(SoftmaxVjpRows, (const SoftmaxVjpCall& call, int64_t begin, int64_t end))                      \
+  X(LogSumExpRows, (const LogSumExpCall& call, int64_t begin, int64_t end))                        \
+  X(LogSumExpVjpRows, (const LogSumExpVjpCall& call, int64_t begin, int64_t end))                  \
+  X(NormRows, (const NormCall& call, int64_t begin, int64_t end))                                  \
+  X(NormVjpRows, (const NormVjpCall& call, int64_t begin, int64_t end))                            \
+  X(NormVjpParts, (const NormVjpCall& call, int64_t begin, int64_t end))                           \
+  X(NormVjpSums, (const NormVjpCall& call, int64_t begin, int64_t end))
 
 struct CpuKernels {
   const char* name;  // of the instruction set

@@ -4,6 +4,7 @@
 #include "cpu/compiled_launch.h"
 #include "cpu/elementwise_launch.h"
 #include "cpu/permute_launch.h"
+#include "cpu/rows_launch.h"
 #include "cpu/scatter_launch.h"
 #include "cpu/segments_launch.h"
 #include "cpu/upsample_nearest2d_launch.h"

@@ -8,6 +8,7 @@
 #include "cuda/compiled.h"
 #include "cuda/elementwise.h"
 #include "cuda/permute.h"
+#include "cuda/rows.h"
 #include "cuda/scatter.h"
 #include "cuda/segments.h"
 #include "cuda/upsample_nearest2d.h"

@@ -4,6 +4,7 @@
 #include "ffi/compiled.h"
 #include "ffi/elementwise.h"
 #include "ffi/permute.h"
+#include "ffi/rows.h"
 #include "ffi/scatter.h"
 #include "ffi/segments.h"
 #include "ffi/target.h"
@@ -29,6 +30,14 @@ std::vector<Target> SharedTargets() {
           ScatterTarget<B, Reducer::kMax, ScatterStrategy::kPrivate>(),
           ScatterTarget<B, Reducer::kMin, ScatterStrategy::kPrivate>(),
           {kGatherRows, Handle<B, GatherBinding<B>, GatherRows<B>>},
+          {kSoftmax, Handle<B, SoftmaxBinding<B, 1>, SoftmaxHandler<B>>},
+          {kSoftmaxVjp, Handle<B, SoftmaxBinding<B, 2>, SoftmaxVjpHandler<B>>},
+          {kLogSumExp, Handle<B, LogSumExpBinding<B, 1, 2>, LogSumExpHandler<B>>},
+          {kLogSumExpVjp, Handle<B, LogSumExpBinding<B, 3, 1>, LogSumExpVjpHandler<B>>},
+          {kCrossEntropy, Handle<B, LogSumExpBinding<B, 2, 2>, CrossEntropyHandler<B>>},
+          {kCrossEntropyVjp, Handle<B, LogSumExpBinding<B, 4, 1>, CrossEntropyVjpHandler<B>>},
+          {kNorm, Handle<B, NormBinding<B>, NormHandler<B>>},
+          {kNormVjp, Handle<B, NormVjpBinding<B>, NormVjpHandler<B>>},
           {kMessageSum, Handle<B, MessageSumBinding<B>, MessageSumHandler<B>>},
           {kEdgeDot, Handle<B, EdgeDotBinding<B>, EdgeDotHandler<B>>},
           {kSegmentSoftmax, Handle<B, SegmentSoftmaxBinding<B>, SegmentSoftmaxHandler<B>>},

@@ -1,0 +1,163 @@
+"""Softmax, cross entropy and norms, alone and with their gradients: rows of the catalogue."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests import catalogue
+
+from ..harness import SWEEP, Array, Case, Function, Work
+from ..inputs import Input
+from ..tables import size
+from . import common
+
+OPS: dict[str, Any] = {op.name: op for op in catalogue.OPS if op.family == "rows"}
+_GRADIENT = "value and gradient"
+_LISTED = {
+    "gpu": [(65536, 512), (131072, 1024), (16384, 4096), (8192, 50257), (400000, 100)],
+    "cpu": [(4096, 512), (512, 4096), (4096, 333), (64, 50257)],
+}
+
+
+def case(name: str, rows: int, n: int, dtype: str, group: str, shape: str = "") -> Case:
+    """An op on an array, forward or with its gradient."""
+    op = OPS[name]
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _inputs(op, rows, n, dtype)]
+    nbytes = op.bytes(*operands)
+    if group == _GRADIENT:  # the cotangent is read, and what is computed written
+        nbytes += sum(map(catalogue.nbytes, (op.result(*operands), *(operands[i] for i in op.wrt))))
+    prefix = {"forward": "fwd", _GRADIENT: "vag"}.get(group, group)
+    return Case(
+        "rows",
+        f"{prefix}-{name}-{rows}x{n}-{common.short(dtype)}",
+        name,
+        group,
+        shape or f"{rows} x {n}",
+        dtype,
+        nbytes,
+        partial(_work, name, rows, n, dtype, group),
+    )
+
+
+def cases(platform: str) -> list[Case]:
+    """Every op on rows of several lengths, and softmax over all sizes."""
+    return [
+        *(
+            case(name, rows, n, dtype, group)
+            for rows, n in _LISTED[platform]
+            for dtype in ("float32", "bfloat16")
+            for group in ("forward", _GRADIENT)
+            for name in OPS
+        ),
+        *(_sweep(nbytes) for nbytes in common.sweep_sizes(platform)),
+    ]
+
+
+def _sweep(nbytes: int) -> Case:
+    n = min(1024, nbytes // 2)
+    return case("softmax", nbytes // 2 // n, n, "bfloat16", SWEEP, size(nbytes))
+
+
+def draw(rng: np.random.Generator, largest: int) -> Case:
+    """A case at random: any op, forward or with its gradient, rows of any length."""
+    name, dtype = common.pick(rng, [*OPS]), common.pick(rng, common.FLOATS)
+    elements = max(1, common.random_size(rng, largest) // (4 * common.itemsize(dtype)))
+    n = min(elements, common.random_dimension(rng, 2 ** rng.uniform(1, 17)))
+    return case(name, elements // n, n, dtype, common.pick(rng, ("forward", _GRADIENT)))
+
+
+def _inputs(op: Any, rows: int, n: int, dtype: str) -> list[Input]:
+    labels = Input((rows,), "int32", "uniform", n)
+    vector = Input((n,), "float32", "divisor")
+    others = [labels if d == catalogue.INDEX else vector for d in op.domain[1:]]
+    return [Input((rows, n), dtype), *others]
+
+
+def _work(name: str, rows: int, n: int, dtype: str, group: str) -> Work:
+    op = OPS[name]
+    inputs = _inputs(op, rows, n, dtype)
+    forms = common.forms_of(op, dtype)
+    ours: Function = lambda *x, implementation: op.function(*x, implementation=implementation)  # noqa: E731
+    if group == _GRADIENT:
+        result = op.result(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs))
+        inputs.append(Input(result.shape, dtype))
+        forms = {form: _with_gradient(op, f) for form, f in forms.items()}
+        ours = partial(_ours_with_gradient, op)
+    return Work(
+        inputs,
+        ours,
+        forms,
+        sample=partial(_sample, group == _GRADIENT),
+        verify=partial(_verify, op, group == _GRADIENT, dtype),
+        terms=max(rows, n),
+        torch=None if group == _GRADIENT else _TORCH[name],
+    )
+
+
+def _with_gradient(op: Any, function: Function) -> Function:
+    def run(*args: Array) -> Any:
+        *operands, ct = args
+
+        def of_some(*live: Array) -> Array:
+            known = dict(zip(op.wrt, live, strict=True))
+            return function(*(known.get(i, x) for i, x in enumerate(operands)))
+
+        y, pull = jax.vjp(of_some, *(operands[i] for i in op.wrt))
+        return y, *pull(ct)
+
+    return run
+
+
+def _ours_with_gradient(op: Any, *args: Array, implementation: str | None) -> Any:
+    return _with_gradient(op, partial(op.function, implementation=implementation))(*args)
+
+
+_ROWS = 8
+
+
+def _sample(gradient: bool, args: tuple[Array, ...], out: Any) -> Any:
+    """Some rows, and row vectors whole; sums over rows are compared among the forms."""
+    rows = args[0].shape[0]
+    some = np.unique(np.linspace(0, rows - 1, _ROWS).astype(int))
+
+    def of(x: Array) -> Array:
+        return jnp.take(x, some, 0, mode="clip") if x.shape[0] == rows else x
+
+    return [*map(of, args)], [of(y) for y in (out[:2] if gradient else [out])]
+
+
+def _verify(op: Any, gradient: bool, dtype: str, sampled: Any) -> str | None:
+    args, found = jax.tree.map(lambda x: x if x.dtype.kind == "i" else np.float64(x), sampled)
+    exact = [op.exact(*(args[:-1] if gradient else args))]
+    if gradient:
+        exact.append(op.pullback(args[-1], *args[:-1])[0])
+    for y, value in zip(found, exact, strict=True):
+        # Terms cancel: an error is relative to the largest of a row.
+        largest = np.max(np.abs(value), -1, keepdims=True)
+        bound = 4 * float(jnp.finfo(dtype).eps) * (np.abs(value) + largest) + 1e-5 * largest
+        if not (np.abs(y - value) <= bound + 1e-5).all():
+            return f"off by up to {np.nanmax(np.abs(y - value) / (bound + 1e-5)):.3g} x the bound"
+    return None
+
+
+def _norm(name: str) -> Function:
+    def norm(torch: Any, x: Array, scale: Array, *bias: Array) -> Array:
+        vectors = (v.to(x.dtype) for v in (scale, *bias))
+        return getattr(torch.nn.functional, name)(x, x.shape[1:], *vectors, eps=1e-6)
+
+    return norm
+
+
+_TORCH: dict[str, Function] = {
+    "softmax": lambda torch, x: torch.softmax(x, -1),
+    "log_softmax": lambda torch, x: torch.log_softmax(x, -1),
+    "logsumexp": lambda torch, x: torch.logsumexp(x, -1),
+    "cross_entropy": lambda torch, x, labels: torch.nn.functional.cross_entropy(
+        x, labels.long(), reduction="none"
+    ),
+    "layer_norm": _norm("layer_norm"),
+    "rms_norm": _norm("rms_norm"),
+}

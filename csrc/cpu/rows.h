@@ -1,0 +1,598 @@
+// Rows on a CPU: a row at a time where it is contiguous, else some columns at a time.
+//
+// A block of a row is widened once, and each step is a loop of its own over the block, which lies
+// in the first-level cache: elementwise ones, which the compiler vectorises, and sums and maxima in
+// several vector registers. A row longer than a block is read once for its statistics and once more
+// for what is made of them; the states of its blocks combine.
+#pragma once
+
+#include "cpu/elementwise.h"
+#include "cpu/lanes.h"
+#include "ops/rows.h"
+
+JOF_NAMESPACE_BEGIN
+namespace internal {
+
+constexpr int64_t kRowBlock = 2048;
+
+// Values of an array of T: read in place or widened into a buffer.
+template <typename T>
+struct BlockOf {
+  using C = Compute<T>;
+  static constexpr bool kIsConverted = !__is_same(T, C);
+  C buffer[kIsConverted ? kRowBlock : 1];
+
+  JOF_INLINE const C* Read(const T* in, int64_t n) {
+    if constexpr (kIsConverted) {
+      Convert<T>(in, n, buffer);
+      return buffer;
+    } else {
+      return in;
+    }
+  }
+};
+
+// A row vector of T or of f32.
+template <typename T>
+struct RowVector {
+  using C = Compute<T>;
+  const void* data;
+  bool is_f32;
+  C buffer[kRowBlock];
+
+  JOF_INLINE const C* Read(int64_t i, int64_t n) {
+    if constexpr (!__is_same(T, float)) {
+      if (!is_f32) {
+        Convert<T>(static_cast<const T*>(data) + i, n, buffer);
+        return buffer;
+      }
+    }
+    const float* in = static_cast<const float*>(data) + i;
+    if constexpr (__is_same(C, float)) {
+      return in;
+    } else {
+      for (int64_t j = 0; j < n; ++j) buffer[j] = in[j];
+      return buffer;
+    }
+  }
+};
+
+struct Add {
+  template <typename V>
+  JOF_INLINE V operator()(V a, V b) const {
+    return a + b;
+  }
+};
+struct Max {
+  template <typename V>
+  JOF_INLINE V operator()(V a, V b) const {
+    return b > a ? b : a;
+  }
+};
+
+// x[0], ..., x[n - 1] and `start`, which changes nothing, in a fixed order: by pairs as far as that
+// costs nothing, so that many equal roundings do not add up.
+template <typename Op, typename C>
+JOF_INLINE C Reduce(const C* x, int64_t n, C start) {
+  constexpr int kLanes = kFullLanes<C>, kRegisters = 4;
+  using Register = typename Vector<C, kLanes>::type;
+  const Op op;
+  C tail = start;
+  int64_t i = n / kLanes * kLanes;
+  for (int64_t j = i; j < n; ++j) tail = op(tail, x[j]);
+  if (i == 0) return tail;
+  Register sums[kRegisters];
+  for (int r = 0; r < kRegisters; ++r) sums[r] = Register{} + start;
+  int64_t j = 0;
+  for (; j + kLanes * kRegisters <= i; j += kLanes * kRegisters) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRegisters; ++r) {
+      Register values;
+      memcpy(&values, x + j + r * kLanes, sizeof(values));
+      sums[r] = op(sums[r], values);
+    }
+  }
+  for (int r = 0; j < i; j += kLanes, ++r) {
+    Register values;
+    memcpy(&values, x + j, sizeof(values));
+    sums[r] = op(sums[r], values);
+  }
+  C lanes[kLanes];
+  const Register sum = op(op(sums[0], sums[1]), op(sums[2], sums[3]));
+  memcpy(lanes, &sum, sizeof(sum));
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] = op(lanes[lane], lanes[lane + half]);
+  }
+  return op(lanes[0], tail);
+}
+
+// Calls block(i, n) for the blocks of a row.
+template <typename Block>
+JOF_INLINE void ForEachBlock(int64_t n, const Block& block) {
+  for (int64_t i = 0; i < n; i += kRowBlock) block(i, n - i < kRowBlock ? n - i : kRowBlock);
+}
+
+// The statistics of a row, and the terms of its last block.
+template <typename T>
+JOF_INLINE typename ExpSum<T>::State ExpSumOf(const T* x, int64_t n, Compute<T>* terms) {
+  using Sum = ExpSum<T>;
+  auto state = Sum::Nothing();
+  BlockOf<T> block;
+  ForEachBlock(n, [&](int64_t i, int64_t m) {
+    const auto* values = block.Read(x + i, m);
+    const auto peak = Reduce<Max>(values, m, Sum::NoPeak());
+    const auto centre = Sum::Centre(peak, Compute<T>(m));
+#pragma GCC ivdep
+    for (int64_t j = 0; j < m; ++j) terms[j] = Sum::Term(values[j], centre);
+    const auto part = Sum::Of(peak, Reduce<Add>(terms, m, Compute<T>(0)), Compute<T>(m));
+    state = i == 0 ? part : Sum::Combine(state, part);
+  });
+  return state;
+}
+
+// y[j] = map(x[j]) for a row; y may be x.
+template <typename T, typename Map>
+JOF_INLINE void MapRow(const T* x, int64_t n, T* y, const Map& map) {
+  BlockOf<T> block;
+  Compute<T> results[BlockOf<T>::kIsConverted ? kRowBlock : 1];
+  ForEachBlock(n, [&](int64_t i, int64_t m) {
+    const auto* values = block.Read(x + i, m);
+    if constexpr (BlockOf<T>::kIsConverted) {
+#pragma GCC ivdep
+      for (int64_t j = 0; j < m; ++j) results[j] = map(values[j]);
+      Convert<T>(results, m, y + i);
+    } else {
+#pragma GCC ivdep
+      for (int64_t j = 0; j < m; ++j) y[i + j] = map(values[j]);
+    }
+  });
+}
+
+// ---- rows whose elements are apart: kColumns of them at a time ----
+
+constexpr int64_t kColumns = 256;
+
+// Columns [begin, end) of (outer, inner) in groups that share `outer`: group(o, first, n).
+template <typename Group>
+JOF_INLINE void ForEachColumnGroup(const RowsProblem& p, int64_t begin, int64_t end,
+                                   const Group& group) {
+  while (begin < end) {
+    const int64_t o = begin / p.inner, first = begin % p.inner;
+    int64_t n = end - begin < p.inner - first ? end - begin : p.inner - first;
+    if (n > kColumns) n = kColumns;
+    group(o, first, n);
+    begin += n;
+  }
+}
+
+template <typename T>
+struct ColumnExpSums {
+  using C = Compute<T>;
+  using Sum = ExpSum<T>;
+  C peaks[kColumns], centres[kColumns], sums[kColumns];
+  BlockOf<T> block;
+
+  // x is the first of the columns' elements.
+  void Run(const T* x, int64_t n, int64_t stride, int64_t columns) {
+    for (int64_t c = 0; c < columns; ++c) peaks[c] = Sum::NoPeak();
+    for (int64_t i = 0; i < n; ++i) {
+      const C* values = block.Read(x + i * stride, columns);
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) peaks[c] = Sum::Peak(peaks[c], values[c]);
+    }
+    for (int64_t c = 0; c < columns; ++c) {
+      centres[c] = Sum::Centre(peaks[c], C(n));
+      sums[c] = 0;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const C* values = block.Read(x + i * stride, columns);
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) sums[c] += Sum::Term(values[c], centres[c]);
+    }
+  }
+  JOF_INLINE typename Sum::State State(int64_t c) const { return {peaks[c], sums[c]}; }
+};
+
+// One row of columns: y[c] = map(c, values[c]).
+template <typename T, typename Map>
+JOF_INLINE void MapColumns(const Compute<T>* values, int64_t columns, T* y, const Map& map) {
+  Compute<T> results[kColumns];
+#pragma GCC ivdep
+  for (int64_t c = 0; c < columns; ++c) results[c] = map(c, values[c]);
+  Convert<T>(results, columns, y);
+}
+
+// ---- softmax ----
+
+template <typename T, bool kLog>
+void SoftmaxRowsOf(const SoftmaxCall& call, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const RowsProblem& p = call.problem;
+  const T* in = static_cast<const T*>(call.x);
+  T* out = static_cast<T*>(call.y);
+  if (p.inner == 1) {
+    C terms[kRowBlock];
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = in + row * p.n;
+      T* y = out + row * p.n;
+      const auto map = Softmax<T, kLog>::Of(ExpSumOf(x, p.n, terms));
+      if (kLog || p.n > kRowBlock) {
+        MapRow(x, p.n, y, map);
+        continue;
+      }
+      for (int64_t j = 0; j < p.n; ++j) terms[j] *= map.factor;
+      Convert<T>(terms, p.n, y);
+    }
+    return;
+  }
+  ColumnExpSums<T> sums;
+  C centres[kColumns], factors[kColumns];
+  ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
+    const int64_t at = o * p.n * p.inner + first;
+    sums.Run(in + at, p.n, p.inner, columns);
+    for (int64_t c = 0; c < columns; ++c) {
+      const auto map = Softmax<T, kLog>::Of(sums.State(c));
+      centres[c] = map.centre;
+      factors[c] = map.factor;
+    }
+    for (int64_t i = 0; i < p.n; ++i) {
+      const C* values = sums.block.Read(in + at + i * p.inner, columns);
+      MapColumns<T>(values, columns, out + at + i * p.inner,
+                    [&](int64_t c, C x) { return Softmax<T, kLog>{centres[c], factors[c]}(x); });
+    }
+  });
+}
+
+template <typename T, bool kLog>
+void SoftmaxVjpRowsOf(const SoftmaxVjpCall& call, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using Vjp = SoftmaxVjp<T, kLog>;
+  const RowsProblem& p = call.problem;
+  const T *ys = static_cast<const T*>(call.y), *dys = static_cast<const T*>(call.dy);
+  T* dxs = static_cast<T*>(call.dx);
+  BlockOf<T> y_block, dy_block;
+  if (p.inner == 1) {
+    C results[kRowBlock];
+    for (int64_t row = begin; row < end; ++row) {
+      const T *y = ys + row * p.n, *dy = dys + row * p.n;
+      T* dx = dxs + row * p.n;
+      C sum = 0;
+      const C *y_values = nullptr, *dy_values = nullptr;
+      ForEachBlock(p.n, [&](int64_t i, int64_t m) {
+        y_values = y_block.Read(y + i, m);
+        dy_values = dy_block.Read(dy + i, m);
+#pragma GCC ivdep
+        for (int64_t j = 0; j < m; ++j) results[j] = Vjp::Term(y_values[j], dy_values[j]);
+        sum += Reduce<Add>(results, m, C(0));
+      });
+      ForEachBlock(p.n, [&](int64_t i, int64_t m) {
+        if (p.n > kRowBlock) {
+          y_values = y_block.Read(y + i, m);
+          dy_values = dy_block.Read(dy + i, m);
+        }
+#pragma GCC ivdep
+        for (int64_t j = 0; j < m; ++j) results[j] = Vjp::Map(y_values[j], dy_values[j], sum);
+        Convert<T>(results, m, dx + i);
+      });
+    }
+    return;
+  }
+  C sums[kColumns];
+  ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
+    const int64_t at = o * p.n * p.inner + first;
+    for (int64_t c = 0; c < columns; ++c) sums[c] = 0;
+    for (int64_t i = 0; i < p.n; ++i) {
+      const C* y = y_block.Read(ys + at + i * p.inner, columns);
+      const C* dy = dy_block.Read(dys + at + i * p.inner, columns);
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) sums[c] += Vjp::Term(y[c], dy[c]);
+    }
+    for (int64_t i = 0; i < p.n; ++i) {
+      const C* y = y_block.Read(ys + at + i * p.inner, columns);
+      const C* dy = dy_block.Read(dys + at + i * p.inner, columns);
+      MapColumns<T>(y, columns, dxs + at + i * p.inner,
+                    [&](int64_t c, C value) { return Vjp::Map(value, dy[c], sums[c]); });
+    }
+  });
+}
+
+// ---- logsumexp and cross entropy ----
+
+template <typename T>
+JOF_INLINE Compute<T> LabelValue(const T* row, int64_t stride, int64_t label) {
+  return label < 0 ? BitsToFloat(0x7fc00000u) : Accumulator<T>::Load(row[label * stride]);
+}
+
+template <typename T>
+void LogSumExpRowsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const RowsProblem& p = call.problem;
+  const T* in = static_cast<const T*>(call.x);
+  T* out = static_cast<T*>(call.y);
+  auto* stats = static_cast<ExpStats<T>*>(call.stats);
+  const auto finish = [&](const T* x, int64_t row, typename ExpSum<T>::State state) {
+    const bool has_label = call.labels != nullptr;
+    const C value = has_label ? LabelValue(x, p.inner, LabelIndex(call.labels[row], p.n)) : C(0);
+    out[row] = Accumulator<T>::Store(LogSumExpResult<T>(state, has_label, value));
+    stats[row] = ExpStats<T>::Of(state);
+  };
+  if (p.inner == 1) {
+    C terms[kRowBlock];
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = in + row * p.n;
+      finish(x, row, ExpSumOf(x, p.n, terms));
+    }
+    return;
+  }
+  ColumnExpSums<T> sums;
+  ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
+    const T* x = in + o * p.n * p.inner + first;
+    sums.Run(x, p.n, p.inner, columns);
+    for (int64_t c = 0; c < columns; ++c) finish(x + c, o * p.inner + first + c, sums.State(c));
+  });
+}
+
+template <typename T>
+void LogSumExpVjpRowsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const RowsProblem& p = call.problem;
+  const T *in = static_cast<const T*>(call.x), *cts = static_cast<const T*>(call.ct);
+  T* out = static_cast<T*>(call.dx);
+  const auto* all_stats = static_cast<const ExpStats<T>*>(call.stats);
+  // Reads x[label] before dx, which may be x, is written.
+  const auto label_result = [&](const T* x, int64_t row, int64_t* label) {
+    *label = call.labels == nullptr ? -1 : LabelIndex(call.labels[row], p.n);
+    if (*label < 0) return T{};
+    const C ct = Accumulator<T>::Load(cts[row]);
+    const C value = Accumulator<T>::Load(x[*label * p.inner]);
+    return Accumulator<T>::Store(all_stats[row].Vjp(value, true, ct));
+  };
+  if (p.inner == 1) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = in + row * p.n;
+      T* dx = out + row * p.n;
+      int64_t label;
+      const T of_label = label_result(x, row, &label);
+      const auto stats = all_stats[row];
+      const C ct = Accumulator<T>::Load(cts[row]);
+      MapRow(x, p.n, dx, [=](C value) { return stats.Vjp(value, false, ct); });
+      if (label >= 0) dx[label] = of_label;
+    }
+    return;
+  }
+  BlockOf<T> block;
+  C centres[kColumns], factors[kColumns], ct[kColumns];
+  int64_t labels[kColumns];
+  T of_labels[kColumns];
+  ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
+    const int64_t at = o * p.n * p.inner + first, row = o * p.inner + first;
+    for (int64_t c = 0; c < columns; ++c) {
+      of_labels[c] = label_result(in + at + c, row + c, &labels[c]);
+      centres[c] = all_stats[row + c].centre;
+      factors[c] = all_stats[row + c].factor;
+      ct[c] = Accumulator<T>::Load(cts[row + c]);
+    }
+    for (int64_t i = 0; i < p.n; ++i) {
+      const C* values = block.Read(in + at + i * p.inner, columns);
+      MapColumns<T>(values, columns, out + at + i * p.inner, [&](int64_t c, C value) {
+        return ExpStats<T>{centres[c], factors[c]}.Vjp(value, false, ct[c]);
+      });
+    }
+    for (int64_t c = 0; c < columns; ++c) {
+      if (labels[c] >= 0) out[at + c + labels[c] * p.inner] = of_labels[c];
+    }
+  });
+}
+
+// ---- norms ----
+
+template <typename T, bool kCenter>
+void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using Sum = Moments<T, kCenter>;
+  const int64_t n = call.problem.n;
+  const bool has_scale = call.scale != nullptr, has_bias = call.bias != nullptr;
+  BlockOf<T> block, residual_block;
+  RowVector<T> scale{call.scale, call.scale_type == DType::kF32, {}};
+  RowVector<T> bias{call.bias, call.bias_type == DType::kF32, {}};
+  C first[kRowBlock], second[kRowBlock];
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.x) + row * n;
+    if (call.residual != nullptr) {
+      const T* residual = static_cast<const T*>(call.residual) + row * n;
+      T* sum = static_cast<T*>(call.sum) + row * n;
+      ForEachBlock(n, [&](int64_t i, int64_t m) {
+        const C *a = block.Read(x + i, m), *b = residual_block.Read(residual + i, m);
+        for (int64_t j = 0; j < m; ++j) first[j] = a[j] + b[j];
+        Convert<T>(first, m, sum + i);
+      });
+      x = sum;
+    }
+    auto state = Sum::Nothing();
+    const C* values = nullptr;
+    ForEachBlock(n, [&](int64_t i, int64_t m) {
+      values = block.Read(x + i, m);
+      const C peak = kCenter ? Reduce<Add>(values, m, C(0)) : C(0);
+      const C centre = Sum::Centre(peak, C(m));
+#pragma GCC ivdep
+      for (int64_t j = 0; j < m; ++j) {
+        const Sums<C> terms = Sum::Term(values[j], centre);
+        if (Sum::kHasRest) first[j] = terms.first;
+        second[j] = terms.second;
+      }
+      const C rest = Sum::kHasRest ? Reduce<Add>(first, m, C(0)) : C(0);
+      const auto part = Sum::Of(centre, {rest, Reduce<Add>(second, m, C(0))}, C(m));
+      state = i == 0 ? part : Sum::Combine(state, part);
+    });
+    const auto stats = NormStats<T, kCenter>::Of(state, static_cast<C>(call.epsilon));
+    static_cast<NormStats<T, kCenter>*>(call.stats)[row] = stats;
+    T* y = static_cast<T*>(call.y) + row * n;
+    ForEachBlock(n, [&](int64_t i, int64_t m) {
+      if (n > kRowBlock) values = block.Read(x + i, m);
+      for (int64_t j = 0; j < m; ++j) first[j] = stats.Normalized(values[j]);
+      if (has_scale) {
+        const C* s = scale.Read(i, m);
+        for (int64_t j = 0; j < m; ++j) first[j] *= s[j];
+      }
+      if (has_bias) {
+        const C* b = bias.Read(i, m);
+        for (int64_t j = 0; j < m; ++j) first[j] += b[j];
+      }
+      Convert<T>(first, m, y + i);
+    });
+  }
+}
+
+// Rows [begin, end), whose sums are added to dscale and dbias where these are not null.
+template <typename T, bool kCenter>
+void NormVjpRowsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compute<T>* dscale,
+                   Compute<T>* dbias) {
+  using C = Compute<T>;
+  using Vjp = NormVjp<T, kCenter>;
+  const int64_t n = call.problem.n;
+  BlockOf<T> x_block, dy_block, dsum_block;
+  RowVector<T> scale{call.scale, call.scale_type == DType::kF32, {}};
+  C normalized[kRowBlock], g[kRowBlock], results[kRowBlock];
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(call.x) + row * n;
+    const T* dy = static_cast<const T*>(call.dy) + row * n;
+    const auto stats = static_cast<const NormStats<T, kCenter>*>(call.stats)[row];
+    Sums<C> sums{C(0), C(0)};
+    const auto read = [&](int64_t i, int64_t m, bool adds) {
+      const C *values = x_block.Read(x + i, m), *dy_values = dy_block.Read(dy + i, m);
+      for (int64_t j = 0; j < m; ++j) normalized[j] = stats.Normalized(values[j]);
+      if (adds && dscale != nullptr) {
+#pragma GCC ivdep
+        for (int64_t j = 0; j < m; ++j) dscale[i + j] += dy_values[j] * normalized[j];
+      }
+      if (adds && dbias != nullptr) {
+#pragma GCC ivdep
+        for (int64_t j = 0; j < m; ++j) dbias[i + j] += dy_values[j];
+      }
+      if (call.scale == nullptr) {
+        for (int64_t j = 0; j < m; ++j) g[j] = dy_values[j];
+      } else {
+        const C* s = scale.Read(i, m);
+        for (int64_t j = 0; j < m; ++j) g[j] = dy_values[j] * s[j];
+      }
+    };
+    ForEachBlock(n, [&](int64_t i, int64_t m) {
+      read(i, m, true);
+      for (int64_t j = 0; j < m; ++j) results[j] = Vjp::Term(normalized[j], g[j]).second;
+      sums =
+          sums + Sums<C>{kCenter ? Reduce<Add>(g, m, C(0)) : C(0), Reduce<Add>(results, m, C(0))};
+    });
+    const Sums<C> mean{sums.first / C(n), sums.second / C(n)};
+    T* dx = static_cast<T*>(call.dx) + row * n;
+    ForEachBlock(n, [&](int64_t i, int64_t m) {
+      if (n > kRowBlock) read(i, m, false);
+      for (int64_t j = 0; j < m; ++j) {
+        results[j] = Vjp::Map(normalized[j], g[j], mean, stats.rstd);
+      }
+      if (call.dsum != nullptr) {
+        const C* other = dsum_block.Read(static_cast<const T*>(call.dsum) + row * n + i, m);
+        for (int64_t j = 0; j < m; ++j) results[j] += other[j];
+      }
+      Convert<T>(results, m, dx + i);
+    });
+  }
+}
+
+template <typename T, bool kCenter>
+void NormVjpPartsOf(const NormVjpCall& call, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const int64_t rows = call.problem.outer, n = call.problem.n, vectors = call.vectors();
+  for (int64_t part = begin; part < end; ++part) {
+    C* sums = static_cast<C*>(call.scratch) + part * vectors * n;
+    for (int64_t j = 0; j < vectors * n; ++j) sums[j] = 0;
+    C* dbias = call.dbias == nullptr ? nullptr : sums + (vectors - 1) * n;
+    NormVjpRowsOf<T, kCenter>(call, part * rows / call.parts, (part + 1) * rows / call.parts,
+                              call.dscale == nullptr ? nullptr : sums, dbias);
+  }
+}
+
+// Elements [begin, end) of dscale and dbias, one after the other.
+template <typename T>
+void NormVjpSumsOf(const NormVjpCall& call, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const int64_t n = call.problem.n, width = call.vectors() * n;
+  const C* parts = static_cast<const C*>(call.scratch);
+  while (begin < end) {
+    const int64_t vector = begin / n, i = begin % n;
+    const int64_t m = end - begin < n - i ? end - begin : n - i;
+    void* result = vector == 0 && call.dscale != nullptr ? call.dscale : call.dbias;
+    C* out = static_cast<C*>(result) + i;
+    for (int64_t j = 0; j < m; ++j) out[j] = 0;
+    for (int64_t part = 0; part < call.parts; ++part) AddRow(parts + part * width + begin, m, out);
+    begin += m;
+  }
+}
+
+}  // namespace internal
+
+// ---- the kernels: of rows, of parts of the rows, of elements ----
+
+inline void SoftmaxRows(const SoftmaxCall& call, int64_t begin, int64_t end) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto run =
+        call.log ? internal::SoftmaxRowsOf<T, true> : internal::SoftmaxRowsOf<T, false>;
+    run(call, begin, end);
+  });
+}
+
+inline void SoftmaxVjpRows(const SoftmaxVjpCall& call, int64_t begin, int64_t end) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto run =
+        call.log ? internal::SoftmaxVjpRowsOf<T, true> : internal::SoftmaxVjpRowsOf<T, false>;
+    run(call, begin, end);
+  });
+}
+
+inline void LogSumExpRows(const LogSumExpCall& call, int64_t begin, int64_t end) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    internal::LogSumExpRowsOf<typename decltype(tag)::type>(call, begin, end);
+  });
+}
+
+inline void LogSumExpVjpRows(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    internal::LogSumExpVjpRowsOf<typename decltype(tag)::type>(call, begin, end);
+  });
+}
+
+inline void NormRows(const NormCall& call, int64_t begin, int64_t end) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto run = call.center ? internal::NormRowsOf<T, true> : internal::NormRowsOf<T, false>;
+    run(call, begin, end);
+  });
+}
+
+inline void NormVjpRows(const NormVjpCall& call, int64_t begin, int64_t end) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto run =
+        call.center ? internal::NormVjpRowsOf<T, true> : internal::NormVjpRowsOf<T, false>;
+    run(call, begin, end, nullptr, nullptr);
+  });
+}
+
+inline void NormVjpParts(const NormVjpCall& call, int64_t begin, int64_t end) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto run =
+        call.center ? internal::NormVjpPartsOf<T, true> : internal::NormVjpPartsOf<T, false>;
+    run(call, begin, end);
+  });
+}
+
+inline void NormVjpSums(const NormVjpCall& call, int64_t begin, int64_t end) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    internal::NormVjpSumsOf<typename decltype(tag)::type>(call, begin, end);
+  });
+}
+
+JOF_NAMESPACE_END

@@ -1,0 +1,850 @@
+// The rows template: write a row program, get a kernel at the speed of memory.
+//
+// A program reduces a row up to twice (a peak or a sum, then sums that depend on it) and then maps
+// its elements. A team of threads works on a row: a few lanes of a warp, a warp, a block, or a
+// cluster of blocks, such that each thread holds its elements in registers. So each array is read
+// once and written once. A row that is too wide for a cluster goes by chunks and is read again in
+// every pass, as is any row of more than 16,384 elements on GPUs without clusters.
+//
+//   queue    Every thread copies the packs that it is to work on, a row ahead, into slots of shared
+//            memory that nobody else touches (cp.async). So bytes in flight cost no registers and
+//            there are no barriers but in reductions of blocks.
+//   packs    16 bytes at multiples of 16 bytes, whatever the row: rows of odd length begin and end
+//            within packs, the elements around them are read and ignored. Arrays that are
+//            misaligned otherwise than the first output are read or written by elements.
+//   vectors  Row vectors are in slots of shared memory, too, as each thread needs them. In
+//   registers
+//            they leave too few, from global memory those of odd rows are single loads.
+//
+// Measured on an H200, in percent of the speed of a copy, bf16 and f32:
+//   softmax         65536 x 512: 75, 82   131072 x 1024: 84, 87   16384 x 4096: 79, 82
+//   its gradient    82, 87                89, 90                  85, 88
+//   layer norm      67, 77                82, 85                  70, 79
+//   its gradient    63, 81                79, 89                  67, 84
+//   cross entropy   8192 x 50257: 80, 78; its gradient 80, 75
+// What bounds bf16 is instructions: 18 for each element of softmax, 37 of layer norm's gradient,
+// where a copy's time has 27 and 40. Rows of few elements suffer most: 400000 x 100 runs at 45 %.
+//
+// Free of the CUDA runtime, so that NVRTC can compile it around other programs.
+#pragma once
+
+#include "common/dtype.h"
+#include "common/pack.h"
+#include "common/types.h"
+#include "cuda/launch.cuh"
+
+JOF_NAMESPACE_BEGIN
+
+// What a launch looks like, chosen by PlanRows.
+struct RowsPlan {
+  int64_t rows, n;
+  int64_t total;     // elements of an array
+  int64_t teams;     // each has every teams-th row
+  int lanes;         // threads of a block that work on one row: a power of two
+  int packs;         // packs of a row that a thread holds at a time
+  int chunks;        // how often it holds that many
+  int stages;        // chunks in flight for each thread
+  int cluster;       // blocks that work on one row
+  int vector_slots;  // where the packs of row vectors are in shared memory
+};
+
+// A vector over the columns, of T or of f32; none where data is null.
+struct RowVector {
+  const void* data;
+  bool is_f32;
+};
+
+// A program, by example; C is Compute<T>:
+//
+//   struct Program {
+//     using Element = T;
+//     static constexpr int kInputs, kOutputs;      // arrays of T
+//     static constexpr int kVectors, kColumnSums;  // row vectors read, sums over rows made
+//     static constexpr int kReductions;
+//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);        // how many values reduction r
+//     has, static constexpr int kValues;                // and the most static constexpr bool
+//     UsesVectors(int r);    // whether reduction r does struct Row; // what is known of a row
+//     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
+//     static constexpr int kElements;              // of each input that a thread holds at most
+//     static constexpr int kThreads, kBlocks;      // the most in a block, and blocks of so many
+//     that
+//                                                  // a multiprocessor has registers for
+//     Row Begin(int64_t row) const;                // reads what is given for each row
+//     void Prepare(C (&x)[kInputs]) const;         // what is made of an element's inputs alone
+//     template <int r> C Identity() const;
+//     template <int r> C Combine(C a, C b) const;  // of each value
+//     template <int r> C Neutral(const Row&, int input) const;  // what adds nothing to the values
+//     // May replace x by what the map makes use of. Then Replace does the same alone.
+//     template <int r> void Accumulate(const Row&, C (&x)[kInputs], const C* vectors, C* values);
+//     void Replace(const Row&, C (&x)[kInputs]) const;
+//     template <int r> void Finish(const C* values, C n, Row*) const;
+//     void Map(const Row&, int column, const C (&x)[kInputs], const C* v, C* out, C* sums) const;
+//     void End(int64_t row, const Row&) const;     // writes what is wanted of each row
+//   };
+//
+// A program without outputs reads each row once, however wide: it reduces parts of a row as if they
+// were rows, GetPart(row, values) has the values of one, CombineParts(a, b) combines those of two,
+// and SetPart(values, &row) makes the row of those of all.
+
+// What programs of which little is asked inherit. Their elements take 32 registers.
+template <typename T, int kArrays>
+struct RowsProgram {
+  using Element = T;
+  static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
+  static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
+  static constexpr int kThreads = 512, kBlocks = 1;
+  JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
+  JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
+
+  __device__ __forceinline__ void Prepare(Compute<T> (&)[kInputs]) const {}
+  template <typename Row>
+  __device__ __forceinline__ void Replace(const Row&, Compute<T> (&)[kInputs]) const {}
+  template <typename Row>
+  __device__ __forceinline__ void End(int64_t, const Row&) const {}
+};
+
+namespace internal {
+
+inline constexpr int kWarpSize = 32;
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- asynchronous copies to shared memory ----
+
+// Predicated by hand: nvcc would branch.
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool wanted = true) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(SharedAddress(shared)),
+      "l"(global), "r"(static_cast<unsigned>(wanted))
+      : "memory");
+}
+
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for all copies but those of the last `pending` commits.
+__device__ __forceinline__ void WaitForCopies(int pending) {
+  switch (pending) {
+    case 0:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      break;
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      break;
+    case 2:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
+}
+
+inline constexpr int kMaxStages = 4;
+
+// ---- clusters ----
+
+__device__ __forceinline__ unsigned ClusterRank() {
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ __forceinline__ void SyncCluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// A barrier of shared memory that completes when so many bytes have been stored by StoreAsync.
+// Unlike a barrier of the cluster it does not wait for what the threads have asked of global
+// memory.
+__device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void ExpectBytes(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void WaitForBytes(uint64_t* barrier, bool phase) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(SharedAddress(barrier)),
+      "r"(static_cast<unsigned>(phase))
+      : "memory");
+#endif
+}
+
+// Stores to the same shared variable of another block of the cluster, and counts at its barrier.
+template <typename C>
+__device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigned rank, C value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address, counter;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(SharedAddress(shared)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(counter)
+      : "r"(SharedAddress(barrier)), "r"(rank));
+  if constexpr (sizeof(C) == 8) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
+        "l"(FloatToBits(value)), "r"(counter)
+        : "memory");
+  } else {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+        "r"(FloatToBits(value)), "r"(counter)
+        : "memory");
+  }
+#endif
+}
+
+// ---- the team that works on a row ----
+
+inline constexpr int kMostCluster = 16;
+
+// What the warps of a block and the blocks of a cluster exchange. In two copies, one for each other
+// reduction: so one barrier does, as who is late still reads the other copy.
+template <typename C, int kValues>
+struct Exchange {
+  C warps[2][kWarpSize][kValues];
+  C blocks[2][kMostCluster][kValues];
+  uint64_t barriers[2];
+};
+
+// Combines the values of all threads of the team, with the same result in each.
+template <typename C, int kMost, int kValues, typename Combine>
+__device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMost>* exchange,
+                                           unsigned* turn, C (&values)[kValues],
+                                           const Combine& combine) {
+  const auto reduce = [&](int offset) {
+    C other[kValues];
+    JOF_UNROLL
+    for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(0xffffffffu, values[i], offset);
+    combine(values, other);
+  };
+  if (plan.lanes >= kWarpSize) {
+    JOF_UNROLL
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) reduce(offset);
+  } else {
+    for (int offset = plan.lanes / 2; offset > 0; offset /= 2) reduce(offset);
+  }
+  if (plan.lanes <= kWarpSize) return;
+  const int warps = plan.lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize, copy = *turn & 1;
+  auto& of_warps = exchange->warps[copy];
+  if (lane == 0) {
+    JOF_UNROLL
+    for (int i = 0; i < kValues; ++i) of_warps[warp][i] = values[i];
+  }
+  __syncthreads();
+  JOF_UNROLL
+  for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
+  for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
+  if (plan.cluster > 1) {
+    auto& of_blocks = exchange->blocks[copy];
+    uint64_t* barrier = &exchange->barriers[copy];
+    if (threadIdx.x == 0) {
+      ExpectBytes(barrier, plan.cluster * kValues * static_cast<int>(sizeof(C)));
+    }
+    if (threadIdx.x < plan.cluster) {
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) {
+        StoreAsync(&of_blocks[ClusterRank()][i], barrier, threadIdx.x, values[i]);
+      }
+    }
+    WaitForBytes(barrier, *turn >> 1 & 1);
+    JOF_UNROLL
+    for (int i = 0; i < kValues; ++i) values[i] = of_blocks[0][i];
+    for (int b = 1; b < plan.cluster; ++b) {
+      C other[kValues];
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) other[i] = of_blocks[b][i];
+      combine(values, other);
+    }
+  }
+  ++*turn;
+}
+
+// ---- packs ----
+
+// A pack within a row: elements [low, high) of it belong to the row.
+template <int V>
+struct PackPlace {
+  int first;  // column of element 0, negative where the row begins within the pack
+  int n;
+
+  __device__ __forceinline__ bool IsWhole() const {
+    return static_cast<unsigned>(first) < static_cast<unsigned>(n < V ? 0 : n - V + 1);
+  }
+  __device__ __forceinline__ bool Has(int j) const {
+    return static_cast<unsigned>(first + j) < static_cast<unsigned>(n);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ int ElementPhase(const void* pointer) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) / sizeof(T) % kPackSize<T>);
+}
+
+template <typename S, typename C, int V>
+__device__ __forceinline__ void LoadVectorOf(const S* data, const PackPlace<V>& pack, C missing,
+                                             C (&v)[V]) {
+  const S* source = data + pack.first;
+  if (pack.IsWhole() && reinterpret_cast<uintptr_t>(source) % kPackBytes == 0) {
+    const Pack<S, V> whole = LoadPack<V>(source);
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) v[j] = static_cast<C>(Accumulator<S>::Load(whole.elem[j]));
+  } else {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      v[j] = missing;
+      if (pack.Has(j)) v[j] = static_cast<C>(Accumulator<S>::Load(source[j]));
+    }
+  }
+}
+
+// The columns of a pack of a row vector; `missing` where there is none.
+template <typename T, int V>
+__device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPlace<V>& pack,
+                                           Compute<T> missing, Compute<T> (&v)[V]) {
+  if (vector.data == nullptr) {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) v[j] = missing;
+  } else if (vector.is_f32) {
+    LoadVectorOf(static_cast<const float*>(vector.data), pack, missing, v);
+  } else {
+    LoadVectorOf(static_cast<const T*>(vector.data), pack, missing, v);
+  }
+}
+
+// The elements of a pack in shared memory, widened.
+template <typename T, int V>
+__device__ __forceinline__ void LoadShared(const uint4* slot, Compute<T> (&x)[V]) {
+  union {
+    uint4 whole;
+    uint32_t words[4];
+    Pack<T, V> pack;
+  };
+  whole = *slot;
+  JOF_UNROLL
+  for (int j = 0; j < V; ++j) {
+    if constexpr (kDTypeOf<T> == DType::kBF16) {  // nvcc would shift twice
+      x[j] = BitsToFloat(j % 2 == 0 ? words[j / 2] << 16 : words[j / 2] & 0xffff0000u);
+    } else {
+      x[j] = Accumulator<T>::Load(pack.elem[j]);
+    }
+  }
+}
+
+}  // namespace internal
+
+// How many packs of each input a thread holds at most.
+template <typename Program>
+inline constexpr int kHeldPacks = Program::kElements / kPackSize<typename Program::Element>;
+
+// A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each
+// thread has the same columns of all of its rows, which row vectors and sums over rows make use of.
+template <typename Program, int kHeld>
+class RowsKernelBody {
+ public:
+  using T = typename Program::Element;
+  using C = Compute<T>;
+  static constexpr int V = kPackSize<T>;
+  static constexpr int kInputs = Program::kInputs, kOutputs = Program::kOutputs;
+  static constexpr int kVectors = Program::kVectors, kValues = Program::kValues;
+  static constexpr int kColumnSums = Program::kColumnSums, kReductions = Program::kReductions;
+  // Sums of a thread that depend on nothing of each other.
+  static constexpr int kWays = V < 4 ? V : 4;
+  using Shared = internal::Exchange<C, kValues>;
+
+  __device__ __forceinline__ RowsKernelBody(const Program& program, const RowsPlan& plan,
+                                            uint4* slots, Shared* shared)
+      : program_(program), plan_(plan), slots_(slots + threadIdx.x), shared_(shared) {
+    const int teams_here = blockDim.x / plan.lanes;
+    lane_ = threadIdx.x & (plan.lanes - 1);
+    if (plan.cluster == 1) {
+      team_ = int64_t{blockIdx.x} * teams_here + threadIdx.x / plan.lanes;
+    } else {
+      lane_ += static_cast<int>(internal::ClusterRank()) * plan.lanes;
+      team_ = blockIdx.x / plan.cluster;
+    }
+    pack_step_ = V * plan.lanes * plan.cluster;
+    SetFirst(FirstColumn(team_ * plan.n, 0));
+  }
+
+  __device__ __forceinline__ void Run() {
+    if (plan_.cluster > 1) {
+      if (threadIdx.x < 2) internal::InitBarrier(&shared_->barriers[threadIdx.x]);
+      internal::SyncCluster();
+    }
+    ahead_.begin = team_ * plan_.n;
+    for (int s = 0; s < plan_.stages; ++s) Fetch(s);
+    if (IsWhole()) LoadVectors();
+    // All threads of a block take part in its barriers: until its first team has no row any more.
+    const int team_here = threadIdx.x / plan_.lanes;
+    Row next = BeginRow(team_);
+    begin_ = team_ * plan_.n;
+    for (int64_t row = team_; row - team_here < plan_.rows; row += plan_.teams) {
+      Row facts = next;
+      next = BeginRow(row + plan_.teams);
+      if constexpr (kOutputs == 0) {
+        ReduceParts(&facts);
+      } else {
+        Reduce<0>(&facts);
+        MapRow(facts, row < plan_.rows);
+      }
+      if (row < plan_.rows && lane_ == 0) program_.End(row, facts);
+      begin_ += plan_.teams * plan_.n;
+    }
+    if constexpr (kColumnSums > 0) StoreColumnSums();
+    if (plan_.cluster > 1) internal::SyncCluster();  // another block may still store to this one
+  }
+
+ private:
+  using Row = typename Program::Row;
+  using PackPlace = internal::PackPlace<V>;
+
+  // What is copied next: a chunk of the row that begins at `begin` in the arrays.
+  struct Cursor {
+    int64_t begin;
+    int pass = 0, chunk = 0;
+  };
+
+  __device__ __forceinline__ bool IsWhole() const { return kColumnSums > 0 || plan_.chunks == 1; }
+  __device__ __forceinline__ int Columns() const { return static_cast<int>(plan_.n); }
+
+  // The array that packs follow.
+  __device__ __forceinline__ int Phase() const {
+    if constexpr (kOutputs > 0) return internal::ElementPhase<T>(program_.out[0]);
+    return internal::ElementPhase<T>(program_.in[0]);
+  }
+  template <typename Array, int kArrays>
+  __device__ __forceinline__ bool InPhase(Array* const (&arrays)[kArrays]) const {
+    bool all = true;
+    JOF_UNROLL
+    for (int a = 0; a < kArrays; ++a) all &= internal::ElementPhase<T>(arrays[a]) == Phase();
+    return all;
+  }
+
+  // Of this thread's first pack: packs begin at multiples of 16 bytes of the array that they
+  // follow.
+  __device__ __forceinline__ int FirstColumn(int64_t begin, int chunk) const {
+    const int shift = (Phase() + static_cast<int>(begin)) & (V - 1);
+    return chunk * plan_.packs * pack_step_ + lane_ * V - shift;
+  }
+
+  __device__ __forceinline__ void SetFirst(int first) {
+    first_ = first;
+    packs_ = 0;
+    JOF_UNROLL
+    for (int k = 0; k < kHeld; ++k) {
+      packs_ += k < plan_.packs && first + k * pack_step_ < Columns();
+    }
+    has_edges_ = first < 0 || first + (packs_ - 1) * pack_step_ > Columns() - V;
+  }
+
+  __device__ __forceinline__ PackPlace PackAt(int k) const {
+    return {first_ + k * pack_step_, Columns()};
+  }
+
+  __device__ __forceinline__ uint4* Slot(int stage, int k) const {
+    return slots_ + (stage * kInputs * plan_.packs + k) * static_cast<int>(blockDim.x);
+  }
+  // From the slot of one array to that of the next.
+  __device__ __forceinline__ int ArrayStep() const {
+    return plan_.packs * static_cast<int>(blockDim.x);
+  }
+
+  __device__ __forceinline__ Row BeginRow(int64_t row) const {
+    return row < plan_.rows ? program_.Begin(row) : Row{};
+  }
+
+  // Calls visit(k) for each pack that this thread holds.
+  template <typename Visit>
+  __device__ __forceinline__ void ForEachPack(const Visit& visit) const {
+    JOF_UNROLL
+    for (int k = 0; k < kHeld; ++k) {
+      if (k < packs_) visit(k);
+    }
+  }
+
+  // Starts to copy the next chunk: its packs and, at its edges, what else is in them.
+  __device__ __forceinline__ void Fetch(int stage) {
+    const int64_t total = plan_.total;
+    if (ahead_.begin < total) {
+      const int first = IsWhole() ? first_ : FirstColumn(ahead_.begin, ahead_.chunk);
+      uint4* slot = Slot(stage, 0);
+      const int64_t at = ahead_.begin + first;
+      if (InPhase(program_.in) && ahead_.begin >= V && ahead_.begin + plan_.n + V <= total) {
+        const T* source[kInputs];
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) source[a] = program_.in[a] + at;
+        JOF_UNROLL
+        for (int k = 0; k < kHeld; ++k) {
+          const bool wanted = k < plan_.packs && first + k * pack_step_ < Columns();
+          JOF_UNROLL
+          for (int a = 0; a < kInputs; ++a) {
+            internal::CopyAsync(slot + a * ArrayStep(), source[a], wanted);
+            source[a] += pack_step_;
+          }
+          slot += blockDim.x;
+        }
+      } else {
+        FetchChecked(slot, first);
+      }
+    }
+    internal::CommitCopies();
+    if (!IsWhole()) {
+      if (++ahead_.chunk < plan_.chunks) return;
+      ahead_.chunk = 0;
+      if (kOutputs > 0 && ++ahead_.pass <= kReductions) return;
+      ahead_.pass = 0;
+    }
+    ahead_.begin += plan_.teams * plan_.n;
+  }
+
+  // The same where packs may be outside of the arrays, or are not aligned.
+  __device__ __forceinline__ void FetchChecked(uint4* slot, int first) const {
+    const int64_t total = plan_.total;
+#pragma unroll 1
+    for (int k = 0; k < plan_.packs; ++k, slot += blockDim.x, first += pack_step_) {
+      if (first >= Columns()) return;
+      const int64_t at = ahead_.begin + first;
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) {
+        const T* source = program_.in[a] + at;
+        uint4* target = slot + a * ArrayStep();
+        if (internal::ElementPhase<T>(source) == 0 && at >= 0 && at + V <= total) {
+          internal::CopyAsync(target, source);
+        } else {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            if (static_cast<unsigned>(first + j) < static_cast<unsigned>(Columns())) {
+              reinterpret_cast<T*>(target)[j] = source[j];
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Loads a chunk of the row, and has another one fetched into its slots.
+  __device__ __forceinline__ void Load(int chunk) {
+    internal::WaitForCopies(plan_.stages - 1);
+    if (!IsWhole()) SetFirst(FirstColumn(begin_, chunk));
+    const uint4* slot = Slot(stage_, 0);
+    ForEachPack([&](int k) {
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) {
+        C x[V];
+        internal::LoadShared<T>(slot + a * ArrayStep(), x);
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) x_[k][j][a] = x[j];
+      }
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) program_.Prepare(x_[k][j]);
+      slot += blockDim.x;
+    });
+    Fetch(stage_);
+    if (++stage_ == plan_.stages) stage_ = 0;
+    if (!IsWhole()) LoadVectors();
+  }
+
+  // Row vectors are kept in slots of shared memory, too, aligned to the packs.
+  static constexpr int kVectorSlots = V * static_cast<int>(sizeof(C)) / kPackBytes;
+
+  __device__ __forceinline__ uint4* VectorSlot(int k, int vector) const {
+    return slots_ + plan_.vector_slots +
+           (k * kVectors + vector) * kVectorSlots * static_cast<int>(blockDim.x);
+  }
+
+  __device__ __forceinline__ void LoadVectors() {
+    if constexpr (kVectors > 0) {
+#pragma unroll 1
+      for (int item = 0; item < packs_ * kVectors; ++item) {
+        const int k = item / kVectors, i = item % kVectors;
+        union {
+          C columns[V];
+          uint4 words[kVectorSlots];
+        };
+        internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
+        JOF_UNROLL
+        for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void GetVectors(int k, C (&v)[V][kVectors + 1]) const {
+    if constexpr (kVectors > 0) {
+      JOF_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        union {
+          C columns[V];
+          uint4 words[kVectorSlots];
+        };
+        JOF_UNROLL
+        for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * blockDim.x];
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) v[j][i] = columns[j];
+      }
+    }
+  }
+
+  // Adds what this thread holds.
+  template <int r, int kCount>
+  __device__ __forceinline__ void Accumulate(const Row& facts, C (&values)[kWays][kCount]) {
+    if (has_edges_) {
+      ForEachPack([&](int k) {
+        const PackPlace pack = PackAt(k);
+        if (pack.IsWhole()) return;
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          JOF_UNROLL
+          for (int a = 0; a < kInputs; ++a) {
+            if (!pack.Has(j)) x_[k][j][a] = program_.template Neutral<r>(facts, a);
+          }
+        }
+      });
+    }
+    ForEachPack([&](int k) {
+      C v[V][kVectors + 1];
+      if (Program::UsesVectors(r)) GetVectors(k, v);
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        program_.template Accumulate<r>(facts, x_[k][j], v[j], values[j % kWays]);
+      }
+    });
+  }
+
+  template <int r, int kCount>
+  __device__ __forceinline__ void Clear(C (&values)[kWays][kCount]) const {
+    JOF_UNROLL
+    for (int w = 0; w < kWays; ++w) {
+      JOF_UNROLL
+      for (int i = 0; i < kCount; ++i) values[w][i] = program_.template Identity<r>();
+    }
+  }
+
+  template <int r>
+  struct CombineEach {
+    const Program& program;
+    template <int kCount>
+    __device__ __forceinline__ void operator()(C (&a)[kCount], const C (&b)[kCount]) const {
+      JOF_UNROLL
+      for (int i = 0; i < kCount; ++i) a[i] = program.template Combine<r>(a[i], b[i]);
+    }
+  };
+
+  template <int r, int kCount>
+  __device__ __forceinline__ void CombineWays(C (&values)[kWays][kCount]) const {
+    JOF_UNROLL
+    for (int w = kWays / 2; w > 0; w /= 2) {
+      JOF_UNROLL
+      for (int u = 0; u < w; ++u) CombineEach<r>{program_}(values[u], values[u + w]);
+    }
+  }
+
+  template <int r>
+  __device__ __forceinline__ void Reduce(Row* facts) {
+    if constexpr (r < kReductions) {
+      C values[kWays][Program::ValuesOf(r)];
+      Clear<r>(values);
+      for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+        if (r == 0 || !IsWhole()) Load(chunk);
+        Accumulate<r>(*facts, values);
+      }
+      CombineWays<r>(values);
+      internal::ReduceTeam(plan_, shared_, &turn_, values[0], CombineEach<r>{program_});
+      program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
+      Reduce<r + 1>(facts);
+    }
+  }
+
+  // Reduces what this thread holds as if it were a row.
+  template <int r>
+  __device__ __forceinline__ void ReducePart(Row* facts) {
+    if constexpr (r < kReductions) {
+      C values[kWays][Program::ValuesOf(r)];
+      Clear<r>(values);
+      Accumulate<r>(*facts, values);
+      CombineWays<r>(values);
+      program_.template Finish<r>(values[0], C(1), facts);
+      ReducePart<r + 1>(facts);
+    }
+  }
+
+  __device__ __forceinline__ void ReduceParts(Row* facts) {
+    C values[kValues];
+    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+      Load(chunk);
+      Row part = *facts;
+      ReducePart<0>(&part);
+      C other[kValues];
+      program_.GetPart(part, other);
+      if (chunk == 0) {
+        JOF_UNROLL
+        for (int i = 0; i < kValues; ++i) values[i] = other[i];
+      } else {
+        program_.CombineParts(values, other);
+      }
+    }
+    internal::ReduceTeam(plan_, shared_, &turn_, values, [&](C(&a)[kValues], const C(&b)[kValues]) {
+      program_.CombineParts(a, b);
+    });
+    program_.SetPart(values, facts);
+  }
+
+  __device__ __forceinline__ void MapRow(const Row& facts, bool has_row) {
+    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+      if (kReductions == 0 || !IsWhole()) {
+        Load(chunk);
+        ForEachPack([&](int k) {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) program_.Replace(facts, x_[k][j]);
+        });
+      }
+      if (!has_row) continue;
+      T* target[kOutputs];
+      JOF_UNROLL
+      for (int o = 0; o < kOutputs; ++o) target[o] = program_.out[o] + (begin_ + first_);
+      const bool is_simple = InPhase(program_.out) && !has_edges_;
+      ForEachPack([&](int k) {
+        MapPack(facts, k, is_simple, target);
+        JOF_UNROLL
+        for (int o = 0; o < kOutputs; ++o) target[o] += pack_step_;
+      });
+    }
+  }
+
+  __device__ __forceinline__ void MapPack(const Row& facts, int k, bool is_simple,
+                                          T* const (&target)[kOutputs]) {
+    const PackPlace pack = PackAt(k);
+    C y[V][kOutputs], v[V][kVectors + 1];
+    GetVectors(k, v);
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      C sums[kColumnSums + 1];
+      program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums);
+      JOF_UNROLL
+      for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[s];
+    }
+    JOF_UNROLL
+    for (int o = 0; o < kOutputs; ++o) {
+      Pack<T, V> out;
+      JOF_UNROLL
+      for (int j = 0; j < V; j += 2) Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
+      if (is_simple || (pack.IsWhole() && internal::ElementPhase<T>(target[o]) == 0)) {
+        StorePack(target[o], out);
+      } else {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          if (pack.Has(j)) target[o][j] = out.elem[j];
+        }
+      }
+    }
+  }
+
+  // The sums of this block or cluster: teams one after the other, so that the order is fixed.
+  __device__ __forceinline__ void StoreColumnSums() {
+    const int teams_here = blockDim.x / plan_.lanes;
+    const int64_t part = plan_.cluster == 1 ? int64_t{blockIdx.x} : team_;
+    C* target = program_.partial_sums + part * program_.wanted_sums * plan_.n;
+    const auto for_each = [&](const auto& visit) {
+      ForEachPack([&](int k) {
+        const PackPlace pack = PackAt(k);
+        int64_t row = 0;
+        JOF_UNROLL
+        for (int s = 0; s < kColumnSums; ++s) {
+          if (!program_.WantsSum(s)) continue;
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            if (pack.Has(j)) visit(row + pack.first + j, column_sums_[k][s][j]);
+          }
+          row += plan_.n;
+        }
+      });
+    };
+    if (teams_here == 1) {
+      for_each([&](int64_t at, C sum) { target[at] = sum; });
+      return;
+    }
+    // Teams of a warp at once, if they have the same columns.
+    int step = 1;
+    if (plan_.lanes < internal::kWarpSize && Phase() == 0 && Columns() % V == 0) {
+      step = internal::kWarpSize / plan_.lanes;
+      JOF_UNROLL
+      for (int k = 0; k < kHeld; ++k) {
+        JOF_UNROLL
+        for (int s = 0; s < kColumnSums; ++s) {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            C& sum = column_sums_[k][s][j];
+            for (int offset = plan_.lanes; offset < internal::kWarpSize; offset *= 2) {
+              sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+            }
+          }
+        }
+      }
+    }
+    C* sums = reinterpret_cast<C*>(slots_ - threadIdx.x);
+    const int team_here = threadIdx.x / plan_.lanes;
+    for (int t = 0; t < teams_here; t += step) {
+      __syncthreads();
+      if (t != team_here) continue;
+      for_each([&](int64_t at, C sum) { sums[at] = t == 0 ? sum : sums[at] + sum; });
+    }
+    __syncthreads();
+    for (int64_t at = threadIdx.x; at < program_.wanted_sums * plan_.n; at += blockDim.x) {
+      target[at] = sums[at];
+    }
+  }
+
+  const Program& program_;
+  const RowsPlan& plan_;
+  uint4* slots_;  // of this thread
+  Shared* shared_;
+  int lane_;  // of the team
+  int64_t team_;
+  int pack_step_;  // columns from a pack of this thread to its next one
+  int stage_ = 0;
+  unsigned turn_ = 0;
+  Cursor ahead_;
+
+  // What is in registers: of the row that begins at begin_, the packs that begin at columns first_,
+  // one step after the other; has_edges_ where not all of their elements are of the row.
+  int64_t begin_;
+  int first_, packs_;
+  bool has_edges_;
+  C x_[kHeld][V][kInputs];
+  C column_sums_[kHeld][kColumnSums + 1][V] = {};
+};
+
+template <typename Program, int kHeld>
+__global__ void __launch_bounds__(Program::kThreads, Program::kBlocks)
+    RowsKernel(const __grid_constant__ Program program, const __grid_constant__ RowsPlan plan) {
+  extern __shared__ uint4 slots[];
+  using Body = RowsKernelBody<Program, kHeld>;
+  __shared__ typename Body::Shared shared;
+  Body(program, plan, slots, &shared).Run();
+}
+
+JOF_NAMESPACE_END

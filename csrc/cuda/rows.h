@@ -1,0 +1,17 @@
+// Launchers of the CUDA kernels; see rows.cuh.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ops/rows.h"
+
+JOF_NAMESPACE_BEGIN
+
+cudaError_t LaunchSoftmax(const SoftmaxCall& call, cudaStream_t stream);
+cudaError_t LaunchSoftmaxVjp(const SoftmaxVjpCall& call, cudaStream_t stream);
+cudaError_t LaunchLogSumExp(const LogSumExpCall& call, cudaStream_t stream);
+cudaError_t LaunchLogSumExpVjp(const LogSumExpVjpCall& call, cudaStream_t stream);
+cudaError_t LaunchNorm(const NormCall& call, cudaStream_t stream);
+cudaError_t LaunchNormVjp(const NormVjpCall& call, cudaStream_t stream);
+
+JOF_NAMESPACE_END

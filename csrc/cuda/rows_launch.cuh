@@ -1,0 +1,218 @@
+// Which team works on a row, and the launch of it; see rows.cuh.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/rows.cuh"
+#include "cuda/rows_strided.cuh"
+#include "ops/rows.h"
+
+JOF_NAMESPACE_BEGIN
+
+// What of the device decides.
+struct RowsDevice {
+  int multiprocessors, shared_bytes;  // shared memory that a block may have
+  bool has_clusters;
+};
+
+struct RowsLaunch {
+  RowsPlan plan;
+  int threads;
+  int64_t shared_bytes;  // of a block
+};
+
+// What of a program decides.
+struct RowsTraits {
+  int inputs, element_bytes;
+  int held;            // packs that a thread can hold
+  int threads;         // the most in a block
+  bool may_be_chunks;  // a row read by chunks is read once all the same
+  bool has_reductions;
+  bool has_sums;     // over rows
+  int vector_bytes;  // of row vectors, for each element
+};
+
+inline cudaError_t GetRowsDevice(RowsDevice* device) {
+  int id = 0, major = 0;
+  cudaError_t status = cudaGetDevice(&id);
+  const auto get = [&](int* value, cudaDeviceAttr attribute) {
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(value, attribute, id);
+  };
+  get(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
+  get(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  get(&major, cudaDevAttrComputeCapabilityMajor);
+  device->has_clusters = major >= 9;
+  return status;
+}
+
+inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, int64_t rows,
+                           int64_t n, bool has_edges) {
+  const int64_t pack = kPackBytes / traits.element_bytes;
+  // Packs that a row touches.
+  const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
+  RowsLaunch launch{{rows, n, rows * n, 0, 1, 1, 1, 1, 1, 0}, 256, 0};
+  RowsPlan& plan = launch.plan;
+  const auto per_lane = [&] {
+    const int64_t lanes = int64_t{plan.lanes} * plan.cluster;
+    return (packs + lanes - 1) / lanes;
+  };
+  // Of two f32 inputs fewer packs in more lanes are better, which leaves 48 KB in flight on a
+  // multiprocessor: layer norm's gradient of 131072 x 1024 at 89 % of copy speed instead of 87 %.
+  const int64_t preferred = traits.inputs == 2 ? 2 : traits.held;
+  const int most_lanes = traits.may_be_chunks && traits.has_reductions ? 64 : 256;
+  while (plan.lanes < most_lanes && per_lane() > preferred) plan.lanes *= 2;
+  // Blocks of 256 threads in more clusters are better than of 512: bf16 4096 x 32000 at 73 % of
+  // copy speed instead of 60 %.
+  while (!traits.may_be_chunks && device.has_clusters && plan.cluster < 8 &&
+         plan.lanes == most_lanes && per_lane() > traits.held) {
+    plan.cluster *= 2;
+  }
+  while (!traits.may_be_chunks && !device.has_clusters && plan.lanes < traits.threads &&
+         per_lane() > traits.held) {
+    plan.lanes *= 2;
+  }
+  launch.threads = std::max(plan.lanes, traits.has_sums ? 256 : 128);
+  plan.chunks = static_cast<int>((per_lane() + traits.held - 1) / traits.held);
+  plan.packs = static_cast<int>((per_lane() + plan.chunks - 1) / plan.chunks);
+  const int64_t bytes = int64_t{plan.packs} * launch.threads * kPackBytes * traits.inputs;
+  const int64_t vectors = int64_t{plan.packs} * launch.threads * pack * traits.vector_bytes;
+  // Blocks side by side hide more than rows ahead.
+  plan.stages = launch.threads < 256 ? 1 : 2;
+  while (plan.stages > 1 && bytes * plan.stages + vectors > device.shared_bytes / 2) --plan.stages;
+  plan.vector_slots = static_cast<int>(bytes * plan.stages / kPackBytes);
+  launch.shared_bytes = bytes * plan.stages + vectors;
+  return launch;
+}
+
+// How a program is launched.
+struct RowsGrid {
+  RowsPlan plan;
+  int threads, shared_bytes;
+  int64_t units;  // blocks, or clusters of them
+};
+
+inline cudaLaunchConfig_t ConfigOf(const RowsGrid& grid, int64_t blocks,
+                                   cudaLaunchAttribute* attribute, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
+  config.stream = stream;
+  attribute->id = cudaLaunchAttributeClusterDimension;
+  attribute->val.clusterDim.x = static_cast<unsigned>(grid.plan.cluster);
+  attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
+  config.attrs = attribute;
+  config.numAttrs = grid.plan.cluster > 1 ? 1 : 0;
+  return config;
+}
+
+template <typename Program>
+cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGrid* grid,
+                     int64_t most_units = int64_t{1} << 40) {
+  using T = typename Program::Element;
+  constexpr int kPack = kPackSize<T>, kHeld = kHeldPacks<Program>;
+  const int64_t rows = problem.rows(), n = problem.n;
+  RowsDevice device{};
+  cudaError_t status = GetRowsDevice(&device);
+  if (status != cudaSuccess) return status;
+  const void* leader = Program::kOutputs > 0 ? static_cast<const void*>(program.out[0])
+                                             : static_cast<const void*>(program.in[0]);
+  const bool has_edges = n % kPack != 0 || !IsAligned(leader, kPackBytes);
+  const RowsTraits traits{Program::kInputs,
+                          static_cast<int>(sizeof(T)),
+                          kHeld,
+                          Program::kThreads,
+                          Program::kOutputs == 0 || Program::kReductions == 0,
+                          Program::kReductions > 0,
+                          Program::kColumnSums > 0,
+                          Program::kVectors * static_cast<int>(sizeof(Compute<T>))};
+  const RowsLaunch launch = PlanRows(traits, device, rows, n, has_edges);
+  *grid = {launch.plan, launch.threads, static_cast<int>(launch.shared_bytes), 0};
+  const auto kernel = RowsKernel<Program, kHeld>;
+  status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid->shared_bytes);
+  const RowsPlan& plan = grid->plan;
+  int units_each = 0, units_all = 0;
+  if (status == cudaSuccess && plan.cluster == 1) {
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&units_each, kernel, grid->threads,
+                                                           static_cast<size_t>(grid->shared_bytes));
+    units_all = units_each * device.multiprocessors;
+  } else if (status == cudaSuccess) {
+    cudaLaunchAttribute attribute{};
+    const cudaLaunchConfig_t config = ConfigOf(*grid, plan.cluster, &attribute, nullptr);
+    status = cudaOccupancyMaxActiveClusters(&units_all, kernel, &config);
+  }
+  if (status != cudaSuccess) return status;
+  const int teams_here = grid->threads / plan.lanes;
+  const int64_t needed = (problem.rows() + teams_here - 1) / teams_here;
+  const int64_t most = std::min<int64_t>(std::max(units_all, 1), most_units);
+  // Of all rows of a thread packs are to begin at the same columns.
+  const int64_t multiple = has_edges ? std::max(kPack / teams_here, 1) : 1;
+  grid->units = std::min(needed, std::max(most - most % multiple, multiple));
+  grid->plan.teams = grid->units * teams_here;
+  return cudaSuccess;
+}
+
+template <typename Program>
+cudaError_t LaunchGrid(const Program& program, const RowsGrid& grid, cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  const cudaLaunchConfig_t config =
+      ConfigOf(grid, grid.units * grid.plan.cluster, &attribute, stream);
+  return cudaLaunchKernelEx(&config, RowsKernel<Program, kHeldPacks<Program>>, program, grid.plan);
+}
+
+// Rows of neighbouring elements.
+template <typename Program>
+cudaError_t LaunchFlatRows(const Program& program, const RowsProblem& problem,
+                           cudaStream_t stream) {
+  RowsGrid grid{};
+  const cudaError_t status = PlanGrid(program, problem, &grid);
+  return status == cudaSuccess ? LaunchGrid(program, grid, stream) : status;
+}
+
+// Others.
+template <typename Program>
+cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem,
+                              cudaStream_t stream) {
+  using T = typename Program::Element;
+  constexpr int kPack = kPackSize<T>;
+  const auto is_aligned = [](const auto* array) { return IsAligned(array, kPackBytes); };
+  bool is_packed = problem.inner % kPack == 0;
+  for (int a = 0; a < Program::kInputs; ++a) is_packed &= is_aligned(program.in[a]);
+  for (int o = 0; o < Program::kOutputs; ++o) is_packed &= is_aligned(program.out[o]);
+  const auto launch = [&](auto pack) {
+    constexpr int kRows = decltype(pack)::value;
+    constexpr int kHeld = StridedRowsBody<Program, kRows>::kHeld;
+    const int64_t packs = (problem.inner + kRows - 1) / kRows;
+    StridedRowsPlan plan{problem.n, problem.inner, 1, 1, false};
+    // Sectors of 32 bytes at least, lines if a row still fits into the registers of a block.
+    constexpr int kLine = 128 / static_cast<int>(sizeof(T)) / kRows;
+    const auto elements = [&] { return int64_t{kStridedThreads} / plan.columns * kHeld; };
+    while (plan.columns < kLine && plan.columns < packs &&
+           (plan.columns < kLine / 4 || elements() / 2 >= problem.n)) {
+      plan.columns *= 2;
+    }
+    plan.is_held = elements() >= problem.n;
+    plan.tiles = (packs + plan.columns - 1) / plan.columns;
+    int threads = kStridedThreads;
+    while (threads > 128 && threads / 2 >= plan.columns &&
+           threads / 2 / plan.columns * kHeld >= problem.n) {
+      threads /= 2;
+    }
+    StridedRowsKernel<Program, kRows>
+        <<<static_cast<unsigned>(problem.outer * plan.tiles), threads, 0, stream>>>(program, plan);
+    return cudaGetLastError();
+  };
+  return is_packed ? launch(std::integral_constant<int, kPack>())
+                   : launch(std::integral_constant<int, 1>());
+}
+
+template <typename Program>
+cudaError_t LaunchRows(const Program& program, const RowsProblem& problem, cudaStream_t stream) {
+  const bool is_flat = problem.inner == 1 && problem.n < int64_t{1} << 30;
+  return is_flat ? LaunchFlatRows(program, problem, stream)
+                 : LaunchStridedRows(program, problem, stream);
+}
+
+JOF_NAMESPACE_END

@@ -1,0 +1,283 @@
+// Layer norm and root-mean-square norm, with the sum that may come before, and their gradients; see
+// rows.cuh. Bytes: each array of elements read once and written once.
+//
+// The gradients of scale and bias are sums over rows: every team sums those of its rows while it
+// has them in registers, the teams of a block are added up and written to a part of the scratch,
+// and a second kernel adds the parts. All in a fixed order.
+#include "cuda/rows.h"
+#include "cuda/rows_launch.cuh"
+
+JOF_NAMESPACE_BEGIN
+namespace {
+
+template <typename T, bool kCenter, bool kResidual>
+struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
+  using C = Compute<T>;
+  using M = Moments<T, kCenter>;
+  static constexpr int kInputs = kResidual ? 2 : 1, kOutputs = kInputs;
+  static constexpr int kElements = 128 / static_cast<int>(sizeof(C)), kVectors = 2;
+  static constexpr int kReductions = kCenter ? 2 : 1, kValues = 2;
+  JOF_HOST_DEVICE static constexpr bool IsPeak(int r) { return r + 1 < kReductions; }
+  JOF_HOST_DEVICE static constexpr int ValuesOf(int r) { return IsPeak(r) ? 1 : 2; }
+  struct Row {
+    C centre;
+    NormStats<T, kCenter> stats;
+  };
+  const T* in[kInputs];
+  T* out[kOutputs];
+  RowVector vectors[2];  // scale, bias
+  NormStats<T, kCenter>* stats;
+  C epsilon;
+
+  __device__ __forceinline__ static C Missing(int vector) { return vector == 0 ? C(1) : C(0); }
+  __device__ __forceinline__ Row Begin(int64_t) const { return {}; }
+  __device__ __forceinline__ void Prepare(C (&x)[kInputs]) const {
+    if constexpr (kResidual) x[0] = Accumulator<T>::Load(Accumulator<T>::Store(x[0] + x[1]));
+  }
+  template <int r>
+  __device__ __forceinline__ C Identity() const {
+    return C(0);
+  }
+  template <int r>
+  __device__ __forceinline__ C Combine(C a, C b) const {
+    return a + b;
+  }
+  template <int r>
+  __device__ __forceinline__ C Neutral(const Row& row, int) const {
+    return IsPeak(r) ? C(0) : row.centre;
+  }
+  template <int r>
+  __device__ __forceinline__ void Accumulate(const Row& row, C (&x)[kInputs], const C*,
+                                             C (&values)[ValuesOf(r)]) const {
+    if constexpr (IsPeak(r)) {
+      values[0] = M::Peak(values[0], x[0]);
+    } else {
+      const Sums<C> term = M::Term(x[0], row.centre);
+      if (M::kHasRest) values[0] += term.first;
+      values[1] += term.second;
+    }
+  }
+  template <int r>
+  __device__ __forceinline__ void Finish(const C (&values)[ValuesOf(r)], C n, Row* row) const {
+    if constexpr (IsPeak(r)) {
+      row->centre = M::Centre(values[0], n);
+    } else {
+      row->stats =
+          NormStats<T, kCenter>::Of(M::Of(row->centre, {values[0], values[1]}, n), epsilon);
+    }
+  }
+  __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[kInputs], const C* v,
+                                      C (&y)[kOutputs], C*) const {
+    y[0] = MulAdd(row.stats.Normalized(x[0]), v[0], v[1]);
+    if constexpr (kResidual) y[1] = x[0];
+  }
+  __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
+    stats[row] = facts.stats;
+  }
+};
+
+// kSums: 0, 1 (of scale) or 2 (of scale and bias).
+template <typename T, bool kCenter, bool kDsum, int kSums>
+struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
+  using C = Compute<T>;
+  using Vjp = NormVjp<T, kCenter>;
+  static constexpr int kInputs = kDsum ? 3 : 2, kOutputs = 1;
+  // Of each array: with as many registers for sums.
+  static constexpr int kElements = 64 / static_cast<int>(sizeof(C));
+  static constexpr int kVectors = 1, kColumnSums = kSums, kReductions = 1, kValues = 2;
+  static constexpr int kThreads = kSums == 0 ? 512 : 256;
+  static constexpr int kBlocks = kSums == 0 || kDsum ? 1 : 2;
+  JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 2; }
+  JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return true; }
+  struct Row {
+    NormStats<T, kCenter> stats;
+    Sums<C> mean;
+  };
+  const T* in[kInputs];  // x, dy, dsum
+  T* out[1];
+  RowVector vectors[1];  // scale
+  const NormStats<T, kCenter>* stats;
+  C* partial_sums;
+  int wanted_sums;
+  bool wants[2];
+
+  __device__ __forceinline__ static C Missing(int) { return C(1); }
+  __device__ __forceinline__ bool WantsSum(int s) const { return wants[s]; }
+  __device__ __forceinline__ Row Begin(int64_t row) const { return {stats[row], {}}; }
+  template <int r>
+  __device__ __forceinline__ C Identity() const {
+    return C(0);
+  }
+  template <int r>
+  __device__ __forceinline__ C Combine(C a, C b) const {
+    return a + b;
+  }
+  template <int r>
+  __device__ __forceinline__ C Neutral(const Row& row, int input) const {
+    return input == 0 ? row.stats.centre : C(0);
+  }
+  __device__ __forceinline__ void Replace(const Row& row, C (&x)[kInputs]) const {
+    x[0] = row.stats.Normalized(x[0]);
+  }
+  template <int r>
+  __device__ __forceinline__ void Accumulate(const Row& row, C (&x)[kInputs], const C* v,
+                                             C (&values)[2]) const {
+    Replace(row, x);
+    const Sums<C> term = Vjp::Term(x[0], x[1] * v[0]);
+    if (kCenter) values[0] += term.first;
+    values[1] += term.second;
+  }
+  template <int r>
+  __device__ __forceinline__ void Finish(const C (&values)[2], C n, Row* row) const {
+    row->mean = {Quotient<T>(values[0], n), Quotient<T>(values[1], n)};
+  }
+  __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[kInputs], const C* v,
+                                      C (&y)[1], C* sums) const {
+    y[0] = Vjp::Map(x[0], x[1] * v[0], row.mean, row.stats.rstd);
+    if constexpr (kDsum) y[0] += x[2];
+    if constexpr (kSums > 0) sums[0] = x[1] * x[0];
+    if constexpr (kSums > 1) sums[1] = x[1];
+  }
+};
+
+// Sums over rows for rows that no team holds: part blockIdx.y, one column a thread.
+template <typename T, bool kCenter>
+__global__ void __launch_bounds__(kBlockSize)
+    ColumnSumsKernel(const NormVjpCall call, int64_t parts) {
+  using C = Compute<T>;
+  const int64_t n = call.problem.n, rows = call.problem.rows(), column = ItemIndex<int64_t>();
+  if (column >= n) return;
+  const int64_t part = blockIdx.y, end = (part + 1) * rows / parts;
+  const T* x = static_cast<const T*>(call.x) + column;
+  const T* dy = static_cast<const T*>(call.dy) + column;
+  const auto* stats = static_cast<const NormStats<T, kCenter>*>(call.stats);
+  C of_scale = 0, of_bias = 0;
+#pragma unroll 4
+  for (int64_t row = part * rows / parts; row < end; ++row) {
+    const C d = Accumulator<T>::Load(dy[row * n]);
+    of_scale += d * stats[row].Normalized(Accumulator<T>::Load(x[row * n]));
+    of_bias += d;
+  }
+  C* target = static_cast<C*>(call.scratch) + part * call.vectors() * n + column;
+  if (call.dscale != nullptr) {
+    *target = of_scale;
+    target += n;
+  }
+  if (call.dbias != nullptr) *target = of_bias;
+}
+
+inline constexpr int kPartRows = 8;  // of threads in a block that add parts
+
+// Adds the parts: a warp has 32 columns, the warps of a block have every eighth part.
+template <typename C>
+__global__ void __launch_bounds__(32 * kPartRows)
+    AddPartsKernel(const C* __restrict__ parts, int64_t count, int64_t columns, int64_t n, C* first,
+                   C* second) {
+  __shared__ C sums[kPartRows][32];
+  const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  C sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (int64_t part = warp; part < count; part += kPartRows)
+      sum += parts[part * columns + column];
+  }
+  sums[warp][threadIdx.x % 32] = sum;
+  __syncthreads();
+  if (warp != 0 || column >= columns) return;
+  for (int w = 1; w < kPartRows; ++w) sum += sums[w][threadIdx.x];
+  (column < n ? first : second)[column < n ? column : column - n] = sum;
+}
+
+RowVector VectorOf(const void* data, DType type) { return {data, type == DType::kF32}; }
+
+template <typename C>
+cudaError_t AddParts(const NormVjpCall& call, int64_t count, cudaStream_t stream) {
+  const int64_t n = call.problem.n, columns = call.vectors() * n;
+  auto* dscale = static_cast<C*>(call.dscale);
+  auto* dbias = static_cast<C*>(call.dbias);
+  return LaunchBlocks<32 * kPartRows>(AddPartsKernel<C>, (columns + 31) / 32, 0, stream,
+                                      static_cast<const C*>(call.scratch), count, columns, n,
+                                      dscale != nullptr ? dscale : dbias, dbias);
+}
+
+template <typename T, bool kCenter, bool kDsum, int kSums>
+NormBackward<T, kCenter, kDsum, kSums> MakeBackward(const NormVjpCall& call) {
+  NormBackward<T, kCenter, kDsum, kSums> program;
+  program.in[0] = static_cast<const T*>(call.x);
+  program.in[1] = static_cast<const T*>(call.dy);
+  if constexpr (kDsum) program.in[2] = static_cast<const T*>(call.dsum);
+  program.out[0] = static_cast<T*>(call.dx);
+  program.vectors[0] = VectorOf(call.scale, call.scale_type);
+  program.stats = static_cast<const NormStats<T, kCenter>*>(call.stats);
+  program.partial_sums = static_cast<Compute<T>*>(call.scratch);
+  program.wanted_sums = call.vectors();
+  program.wants[0] = call.dscale != nullptr;
+  program.wants[1] = call.dbias != nullptr;
+  return program;
+}
+
+template <typename T, bool kCenter, bool kDsum>
+cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
+  using C = Compute<T>;
+  constexpr int kSums = kCenter ? 2 : 1;
+  if (call.vectors() > 0 && (kCenter || call.dbias == nullptr)) {
+    const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
+    RowsGrid grid{};
+    cudaError_t status = PlanGrid(program, call.problem, &grid, call.parts);
+    if (status != cudaSuccess) return status;
+    if (grid.plan.chunks == 1 && grid.units <= call.parts) {
+      status = LaunchGrid(program, grid, stream);
+      return status == cudaSuccess ? AddParts<C>(call, grid.units, stream) : status;
+    }
+  }
+  const cudaError_t status =
+      LaunchFlatRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, stream);
+  if (status != cudaSuccess || call.vectors() == 0) return status;
+  const dim3 blocks(static_cast<unsigned>((call.problem.n + kBlockSize - 1) / kBlockSize),
+                    static_cast<unsigned>(call.parts));
+  ColumnSumsKernel<T, kCenter><<<blocks, kBlockSize, 0, stream>>>(call, call.parts);
+  return AddParts<C>(call, call.parts, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchNorm(const NormCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto launch = [&](auto center, auto residual) {
+      constexpr bool kCenter = decltype(center)::value, kResidual = decltype(residual)::value;
+      NormForward<T, kCenter, kResidual> program;
+      program.in[0] = static_cast<const T*>(call.x);
+      program.out[0] = static_cast<T*>(call.y);
+      if constexpr (kResidual) {
+        program.in[1] = static_cast<const T*>(call.residual);
+        program.out[1] = static_cast<T*>(call.sum);
+      }
+      program.vectors[0] = VectorOf(call.scale, call.scale_type);
+      program.vectors[1] = VectorOf(call.bias, call.bias_type);
+      program.stats = static_cast<NormStats<T, kCenter>*>(call.stats);
+      program.epsilon = static_cast<Compute<T>>(call.epsilon);
+      return LaunchFlatRows(program, call.problem, stream);
+    };
+    const auto with_center = [&](auto center) {
+      return call.residual != nullptr ? launch(center, std::true_type())
+                                      : launch(center, std::false_type());
+    };
+    return call.center ? with_center(std::true_type()) : with_center(std::false_type());
+  });
+}
+
+cudaError_t LaunchNormVjp(const NormVjpCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto with_center = [&](auto center) {
+      constexpr bool kCenter = decltype(center)::value;
+      return call.dsum != nullptr ? LaunchBackward<T, kCenter, true>(call, stream)
+                                  : LaunchBackward<T, kCenter, false>(call, stream);
+    };
+    return call.center ? with_center(std::true_type()) : with_center(std::false_type());
+  });
+}
+
+JOF_NAMESPACE_END

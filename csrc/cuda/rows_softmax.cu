@@ -1,0 +1,245 @@
+// Softmax, its logarithm, sums of exponentials and cross entropy, and their gradients; see
+// rows.cuh. Bytes: each array of elements read once and written once.
+#include "cuda/rows.h"
+#include "cuda/rows_launch.cuh"
+
+JOF_NAMESPACE_BEGIN
+namespace {
+
+// The two reductions of a sum of exponentials.
+template <typename T, bool kReplaces>
+struct ExpSumReductions : RowsProgram<T, 1> {
+  using C = Compute<T>;
+  static constexpr int kReductions = 2;
+
+  template <int r>
+  __device__ __forceinline__ C Identity() const {
+    return r == 0 ? ExpSum<T>::NoPeak() : C(0);
+  }
+  template <int r>
+  __device__ __forceinline__ C Combine(C a, C b) const {
+    return r == 0 ? ExpSum<T>::Peak(a, b) : a + b;
+  }
+  template <int r, typename Row>
+  __device__ __forceinline__ C Neutral(const Row&, int) const {
+    return -Infinity<C>();
+  }
+  template <int r, typename Row>
+  __device__ __forceinline__ void Accumulate(const Row& row, C (&x)[1], const C*,
+                                             C (&values)[1]) const {
+    const C term = r == 0 ? x[0] : ExpSum<T>::Term(x[0], row.centre);
+    values[0] = Combine<r>(values[0], term);
+    if (r == 1 && kReplaces) x[0] = term;
+  }
+  template <typename Row>
+  __device__ __forceinline__ void Replace(const Row& row, C (&x)[1]) const {
+    if (kReplaces) x[0] = ExpSum<T>::Term(x[0], row.centre);
+  }
+  template <int r, typename Row>
+  __device__ __forceinline__ void Finish(const C (&values)[1], C, Row* row) const {
+    if constexpr (r == 0) {
+      row->state.peak = values[0];
+      row->centre = ExpSum<T>::Centre(values[0], C(1));
+    } else {
+      row->state = ExpSum<T>::Of(row->state.peak, values[0], C(1));
+      row->Made();
+    }
+  }
+};
+
+template <typename T, bool kLog>
+struct SoftmaxForward : ExpSumReductions<T, !kLog> {
+  using C = Compute<T>;
+  static constexpr int kOutputs = 1;
+  struct Row {
+    typename ExpSum<T>::State state;
+    C centre;
+    Softmax<T, kLog> map;
+    __device__ __forceinline__ void Made() { map = Softmax<T, kLog>::Of(state); }
+  };
+  const T* in[1];
+  T* out[1];
+
+  __device__ __forceinline__ Row Begin(int64_t) const { return {}; }
+  __device__ __forceinline__ void Map(const Row& row, int64_t, const C (&x)[1], const C*, C (&y)[1],
+                                      C*) const {
+    if constexpr (kLog) {
+      y[0] = row.map(x[0]);
+    } else {
+      y[0] = row.map.OfTerm(x[0]);
+    }
+  }
+};
+
+template <typename T, bool kLog>
+struct SoftmaxBackward : RowsProgram<T, 2> {
+  using C = Compute<T>;
+  static constexpr int kOutputs = 1, kReductions = 1;
+  struct Row {
+    C sum;
+  };
+  const T* in[2];
+  T* out[1];
+
+  __device__ __forceinline__ Row Begin(int64_t) const { return {}; }
+  template <int r>
+  __device__ __forceinline__ C Identity() const {
+    return C(0);
+  }
+  template <int r>
+  __device__ __forceinline__ C Combine(C a, C b) const {
+    return a + b;
+  }
+  template <int r>
+  __device__ __forceinline__ C Neutral(const Row&, int) const {
+    return C(0);
+  }
+  template <int r>
+  __device__ __forceinline__ void Accumulate(const Row&, C (&x)[2], const C*,
+                                             C (&values)[1]) const {
+    values[0] += SoftmaxVjp<T, kLog>::Term(x[0], x[1]);
+  }
+  template <int r>
+  __device__ __forceinline__ void Finish(const C (&values)[1], C, Row* row) const {
+    row->sum = values[0];
+  }
+  __device__ __forceinline__ void Map(const Row& row, int64_t, const C (&x)[2], const C*, C (&y)[1],
+                                      C*) const {
+    y[0] = SoftmaxVjp<T, kLog>::Map(x[0], x[1], row.sum);
+  }
+};
+
+// Element `index` of row `row`.
+__device__ __forceinline__ int64_t ElementOf(const RowsProblem& p, int64_t row, int64_t index) {
+  const int64_t o = p.inner == 1 ? row : row / p.inner;
+  return (o * p.n + index) * p.inner + (row - o * p.inner);
+}
+
+template <typename T>
+struct LogSumExpForward : ExpSumReductions<T, false> {
+  using C = Compute<T>;
+  using State = typename ExpSum<T>::State;
+  static constexpr int kOutputs = 0, kValues = 2;
+  struct Row {
+    C x_label;
+    State state;
+    C centre;
+    __device__ __forceinline__ void Made() {}
+  };
+  RowsProblem problem;
+  const T* in[1];
+  T* out[1];
+  const int32_t* labels;
+  T* y;
+  ExpStats<T>* stats;
+
+  __device__ __forceinline__ Row Begin(int64_t row) const {
+    Row facts{};
+    if (labels != nullptr) {
+      const int64_t index = LabelIndex(labels[row], problem.n);
+      facts.x_label = Infinity<C>() - Infinity<C>();
+      if (index >= 0) facts.x_label = Accumulator<T>::Load(in[0][ElementOf(problem, row, index)]);
+    }
+    return facts;
+  }
+  __device__ __forceinline__ void GetPart(const Row& row, C (&values)[2]) const {
+    values[0] = row.state.peak;
+    values[1] = row.state.sum;
+  }
+  __device__ __forceinline__ void SetPart(const C (&values)[2], Row* row) const {
+    row->state = {values[0], values[1]};
+  }
+  __device__ __forceinline__ void CombineParts(C (&a)[2], const C (&b)[2]) const {
+    const State state = ExpSum<T>::Combine({a[0], a[1]}, {b[0], b[1]});
+    a[0] = state.peak;
+    a[1] = state.sum;
+  }
+  __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
+    stats[row] = ExpStats<T>::Of(facts.state);
+    y[row] =
+        Accumulator<T>::Store(LogSumExpResult<T>(facts.state, labels != nullptr, facts.x_label));
+  }
+};
+
+template <typename T>
+struct LogSumExpBackward : RowsProgram<T, 1> {
+  using C = Compute<T>;
+  static constexpr int kOutputs = 1, kReductions = 0;
+  struct Row {
+    ExpStats<T> stats;
+    int label;
+    C ct;
+  };
+  int64_t n;
+  const T* in[1];
+  T* out[1];
+  const int32_t* labels;
+  const ExpStats<T>* stats;
+  const T* ct;
+
+  __device__ __forceinline__ Row Begin(int64_t row) const {
+    return {stats[row], labels == nullptr ? -1 : static_cast<int>(LabelIndex(labels[row], n)),
+            Accumulator<T>::Load(ct[row])};
+  }
+  template <typename Column>
+  __device__ __forceinline__ void Map(const Row& row, Column column, const C (&x)[1], const C*,
+                                      C (&y)[1], C*) const {
+    y[0] = row.stats.Vjp(x[0], column == row.label, row.ct);
+  }
+};
+
+}  // namespace
+
+cudaError_t LaunchSoftmax(const SoftmaxCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto launch = [&](auto program) {
+      program.in[0] = static_cast<const T*>(call.x);
+      program.out[0] = static_cast<T*>(call.y);
+      return LaunchRows(program, call.problem, stream);
+    };
+    return call.log ? launch(SoftmaxForward<T, true>()) : launch(SoftmaxForward<T, false>());
+  });
+}
+
+cudaError_t LaunchSoftmaxVjp(const SoftmaxVjpCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto launch = [&](auto program) {
+      program.in[0] = static_cast<const T*>(call.y);
+      program.in[1] = static_cast<const T*>(call.dy);
+      program.out[0] = static_cast<T*>(call.dx);
+      return LaunchRows(program, call.problem, stream);
+    };
+    return call.log ? launch(SoftmaxBackward<T, true>()) : launch(SoftmaxBackward<T, false>());
+  });
+}
+
+cudaError_t LaunchLogSumExp(const LogSumExpCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    LogSumExpForward<T> program;
+    program.problem = call.problem;
+    program.in[0] = static_cast<const T*>(call.x);
+    program.labels = call.labels;
+    program.y = static_cast<T*>(call.y);
+    program.stats = static_cast<ExpStats<T>*>(call.stats);
+    return LaunchRows(program, call.problem, stream);
+  });
+}
+
+cudaError_t LaunchLogSumExpVjp(const LogSumExpVjpCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    LogSumExpBackward<T> program;
+    program.n = call.problem.n;
+    program.in[0] = static_cast<const T*>(call.x);
+    program.out[0] = static_cast<T*>(call.dx);
+    program.labels = call.labels;
+    program.stats = static_cast<const ExpStats<T>*>(call.stats);
+    program.ct = static_cast<const T*>(call.ct);
+    return LaunchRows(program, call.problem, stream);
+  });
+}
+
+JOF_NAMESPACE_END

@@ -1,0 +1,345 @@
+// The FFI signatures of reductions over rows, for both backends. T is f16, bf16, f32 or f64, and C
+// what it is computed in. The launchers, of one call and a stream, are LaunchSoftmax,
+// LaunchSoftmaxVjp, LaunchLogSumExp, LaunchLogSumExpVjp, LaunchNorm and LaunchNormVjp.
+//
+// Rows along dimension `axis`, an attribute; the shape without it is that of what has one value a
+// row. Arrays keep their shapes: XLA would copy what is aliased to reshape it.
+//   jof_softmax(x) -> y                                   attribute log: log_softmax
+//   jof_softmax_vjp(y, dy) -> dx                          likewise
+//   jof_logsumexp(x) -> y (rows), stats (rows, 2) of C
+//   jof_logsumexp_vjp(x, stats, ct (rows)) -> dx
+//   jof_cross_entropy(x, labels (rows) int32) -> as jof_logsumexp
+//   jof_cross_entropy_vjp(x, labels, stats, ct) -> dx
+// dx of the last two is meant to be aliased to x, but need not be.
+//
+// (rows, n). What is not there has size 0 in all dimensions. scale and bias are of T or f32:
+//   jof_norm(x, residual (rows, n), scale (n), bias (n))
+//       -> y, sum (rows, n), stats (rows, 3) of C         attributes center, epsilon
+//   jof_norm_vjp(x, stats, dy, dsum (rows, n), scale (n))
+//       -> dx, dscale (n) of C, dbias (n) of C, scratch (parts, vectors, n) of C
+//       attribute center; vectors counts dscale and dbias
+#pragma once
+
+#include "ffi/decode.h"
+#include "ffi/scatter.h"
+#include "ops/rows.h"
+
+namespace jof {
+
+inline constexpr char kSoftmax[] = "jof_softmax", kSoftmaxVjp[] = "jof_softmax_vjp";
+inline constexpr char kLogSumExp[] = "jof_logsumexp", kLogSumExpVjp[] = "jof_logsumexp_vjp";
+inline constexpr char kCrossEntropy[] = "jof_cross_entropy";
+inline constexpr char kCrossEntropyVjp[] = "jof_cross_entropy_vjp";
+inline constexpr char kNorm[] = "jof_norm", kNormVjp[] = "jof_norm_vjp";
+
+// Sets *problem and *type from an array whose rows are along `axis`.
+inline ffi::Error DecodeRowsOf(const char* op, ffi::AnyBuffer x, int64_t axis, RowsProblem* problem,
+                               DType* type) {
+  const auto dims = x.dimensions();
+  const int64_t rank = static_cast<int64_t>(dims.size());
+  *type = DTypeOf(x.element_type());
+  if (!Contains<Floats>(*type)) {
+    return InvalidArgument(op, ": the element type must be f16, bf16, f32 or f64");
+  }
+  if (axis < 0 || axis >= rank) {
+    return InvalidArgument(op, ": axis must be from 0 to ", rank - 1, " for shape ",
+                           ShapeString(dims), ", got ", axis);
+  }
+  *problem = {1, dims[static_cast<size_t>(axis)], 1};
+  for (int64_t i = 0; i < rank; ++i) {
+    if (i != axis) (i < axis ? problem->outer : problem->inner) *= dims[static_cast<size_t>(i)];
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error RequireLike(const char* op, const char* name, ffi::AnyBuffer array,
+                              ffi::AnyBuffer x) {
+  if (array.element_type() == x.element_type() && SameShape(array, x)) {
+    return ffi::Error::Success();
+  }
+  return InvalidArgument(op, ": ", name, " must have the type and shape of the operand, ",
+                         ShapeString(x.dimensions()), ", got shape ",
+                         ShapeString(array.dimensions()));
+}
+
+// One value a row of x, or `last` values, of a type.
+inline ffi::Error RequireOfRows(const char* op, const char* name, ffi::AnyBuffer array,
+                                ffi::AnyBuffer x, int64_t axis, ffi::DataType type, size_t last) {
+  const auto dims = x.dimensions(), got = array.dimensions();
+  const size_t rows = dims.size() - 1, skipped = static_cast<size_t>(axis);
+  bool fits = array.element_type() == type && got.size() == rows + (last > 1 ? 1 : 0) &&
+              (last == 1 || got[rows] == static_cast<int64_t>(last));
+  for (size_t i = 0; fits && i < rows; ++i) fits = got[i] == dims[i < skipped ? i : i + 1];
+  if (fits) return ffi::Error::Success();
+  return InvalidArgument(op, ": ", name, " must have ", last, " of its type for each row of ",
+                         ShapeString(dims), " along ", axis, ", got shape ", ShapeString(got));
+}
+
+inline ffi::DataType ComputeType(ffi::DataType type) {
+  return type == ffi::DataType::F64 ? type : ffi::DataType::F32;
+}
+
+inline ffi::Error RequireArray(const char* op, const char* name, ffi::AnyBuffer array,
+                               ffi::DataType type, std::initializer_list<int64_t> shape) {
+  if (array.element_type() == type && HasShape(array, shape)) return ffi::Error::Success();
+  std::ostringstream expected;
+  const char* separator = "";
+  for (const int64_t size : shape) {
+    expected << separator << size;
+    separator = ", ";
+  }
+  return InvalidArgument(op, ": ", name, " must have shape (", expected.str(),
+                         ") and the type that belongs to the operand's, got shape ",
+                         ShapeString(array.dimensions()));
+}
+
+// The first error of several checks, if any.
+inline ffi::Error FirstError(std::initializer_list<ffi::Error> errors) {
+  for (const ffi::Error& error : errors) {
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+// A binding of so many arrays.
+template <typename Backend, int kOperands, int kResults>
+auto ArraysBinding() {
+  if constexpr (kResults > 0) {
+    return ArraysBinding<Backend, kOperands, kResults - 1>().template Ret<ffi::AnyBuffer>();
+  } else if constexpr (kOperands > 0) {
+    return ArraysBinding<Backend, kOperands - 1, 0>().template Arg<ffi::AnyBuffer>();
+  } else {
+    return ffi::Ffi::Bind().Ctx<typename Backend::Context>();
+  }
+}
+
+// Of softmax: an operand, and its cotangent for the derivative.
+template <typename Backend, int kOperands>
+auto SoftmaxBinding() {
+  return ArraysBinding<Backend, kOperands, 1>().template Attr<int64_t>("axis").template Attr<bool>(
+      "log");
+}
+
+template <typename Backend>
+ffi::Error SoftmaxHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                          ffi::Result<ffi::AnyBuffer> y, int64_t axis, bool log) {
+  SoftmaxCall call{};
+  ffi::Error error = FirstError({DecodeRowsOf(kSoftmax, x, axis, &call.problem, &call.type),
+                                 RequireLike(kSoftmax, "the result", *y, x)});
+  if (error.failure() || x.element_count() == 0) return error;
+  call.log = log;
+  call.x = x.untyped_data();
+  call.y = y->untyped_data();
+  return Backend::Status(kSoftmax, LaunchSoftmax(call, stream));
+}
+
+template <typename Backend>
+ffi::Error SoftmaxVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer y, ffi::AnyBuffer dy,
+                             ffi::Result<ffi::AnyBuffer> dx, int64_t axis, bool log) {
+  SoftmaxVjpCall call{};
+  ffi::Error error = FirstError({DecodeRowsOf(kSoftmaxVjp, y, axis, &call.problem, &call.type),
+                                 RequireLike(kSoftmaxVjp, "dy", dy, y),
+                                 RequireLike(kSoftmaxVjp, "the result", *dx, y)});
+  if (error.failure() || y.element_count() == 0) return error;
+  call.log = log;
+  call.y = y.untyped_data();
+  call.dy = dy.untyped_data();
+  call.dx = dx->untyped_data();
+  return Backend::Status(kSoftmaxVjp, LaunchSoftmaxVjp(call, stream));
+}
+
+template <typename Backend, int kOperands, int kResults>
+auto LogSumExpBinding() {
+  return ArraysBinding<Backend, kOperands, kResults>().template Attr<int64_t>("axis");
+}
+
+// `y` and `stats` of jof_logsumexp and jof_cross_entropy, whose operand or result y is named so;
+// labels are null where there are none.
+template <typename Call>
+inline ffi::Error DecodeLogSumExp(const char* op, ffi::AnyBuffer x, int64_t axis,
+                                  const ffi::AnyBuffer* labels, const char* name, ffi::AnyBuffer y,
+                                  ffi::AnyBuffer stats, Call* call) {
+  ffi::Error error = DecodeRowsOf(op, x, axis, &call->problem, &call->type);
+  if (error.failure()) return error;
+  const auto type = x.element_type();
+  error = FirstError({RequireOfRows(op, name, y, x, axis, type, 1),
+                      RequireOfRows(op, "stats", stats, x, axis, ComputeType(type), 2),
+                      call->problem.n == 0 && call->problem.rows() != 0
+                          ? InvalidArgument(op, ": rows must have elements")
+                          : ffi::Error::Success()});
+  call->x = x.untyped_data();
+  if (error.failure() || labels == nullptr) return error;
+  call->labels = static_cast<const int32_t*>(labels->untyped_data());
+  return RequireOfRows(op, "labels", *labels, x, axis, ffi::DataType::S32, 1);
+}
+
+template <typename Backend>
+ffi::Error RunLogSumExp(const char* op, typename Backend::Stream& stream, ffi::AnyBuffer x,
+                        const ffi::AnyBuffer* labels, ffi::AnyBuffer y, ffi::AnyBuffer stats,
+                        int64_t axis) {
+  LogSumExpCall call{};
+  ffi::Error error = DecodeLogSumExp(op, x, axis, labels, "the result", y, stats, &call);
+  if (error.failure() || call.problem.rows() == 0) return error;
+  call.y = y.untyped_data();
+  call.stats = stats.untyped_data();
+  return Backend::Status(op, LaunchLogSumExp(call, stream));
+}
+
+template <typename Backend>
+ffi::Error RunLogSumExpVjp(const char* op, typename Backend::Stream& stream, ffi::AnyBuffer x,
+                           const ffi::AnyBuffer* labels, ffi::AnyBuffer stats, ffi::AnyBuffer ct,
+                           ffi::AnyBuffer dx, int64_t axis) {
+  LogSumExpVjpCall call{};
+  ffi::Error error = DecodeLogSumExp(op, x, axis, labels, "ct", ct, stats, &call);
+  if (error.failure()) return error;
+  error = RequireLike(op, "the result", dx, x);
+  if (error.failure() || call.problem.rows() == 0) return error;
+  call.stats = stats.untyped_data();
+  call.ct = ct.untyped_data();
+  call.dx = dx.untyped_data();
+  return Backend::Status(op, LaunchLogSumExpVjp(call, stream));
+}
+
+template <typename Backend>
+ffi::Error LogSumExpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                            ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> stats,
+                            int64_t axis) {
+  return RunLogSumExp<Backend>(kLogSumExp, stream, x, nullptr, *y, *stats, axis);
+}
+
+template <typename Backend>
+ffi::Error LogSumExpVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                               ffi::AnyBuffer stats, ffi::AnyBuffer ct,
+                               ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
+  return RunLogSumExpVjp<Backend>(kLogSumExpVjp, stream, x, nullptr, stats, ct, *dx, axis);
+}
+
+template <typename Backend>
+ffi::Error CrossEntropyHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                               ffi::AnyBuffer labels, ffi::Result<ffi::AnyBuffer> y,
+                               ffi::Result<ffi::AnyBuffer> stats, int64_t axis) {
+  return RunLogSumExp<Backend>(kCrossEntropy, stream, x, &labels, *y, *stats, axis);
+}
+
+template <typename Backend>
+ffi::Error CrossEntropyVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                                  ffi::AnyBuffer labels, ffi::AnyBuffer stats, ffi::AnyBuffer ct,
+                                  ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
+  return RunLogSumExpVjp<Backend>(kCrossEntropyVjp, stream, x, &labels, stats, ct, *dx, axis);
+}
+
+// ---- norms ----
+
+// Sets *problem and *type from an array (rows, n).
+inline ffi::Error DecodeNorm(const char* op, ffi::AnyBuffer x, RowsProblem* problem, DType* type) {
+  if (x.dimensions().size() != 2) {
+    return InvalidArgument(op, ": x must have shape (rows, n), got ", ShapeString(x.dimensions()));
+  }
+  return DecodeRowsOf(op, x, 1, problem, type);
+}
+
+inline bool IsAbsent(ffi::AnyBuffer array) {
+  for (const int64_t size : array.dimensions()) {
+    if (size != 0) return false;
+  }
+  return true;
+}
+
+// An array of row vectors, (n) of `type` or f32, or none.
+inline ffi::Error DecodeRowVector(const char* op, const char* name, ffi::AnyBuffer vector,
+                                  ffi::DataType type, int64_t n, const void** data,
+                                  DType* vector_type) {
+  *vector_type = DTypeOf(vector.element_type());
+  *data = nullptr;
+  if (IsAbsent(vector)) return ffi::Error::Success();
+  *data = vector.untyped_data();
+  const bool is_f32 = vector.element_type() == ffi::DataType::F32;
+  return RequireArray(op, name, vector, is_f32 ? ffi::DataType::F32 : type, {n});
+}
+
+template <typename Backend>
+ffi::Error NormHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer residual,
+                       ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y,
+                       ffi::Result<ffi::AnyBuffer> sum, ffi::Result<ffi::AnyBuffer> stats,
+                       bool center, double epsilon) {
+  NormCall call{};
+  ffi::Error error = DecodeNorm(kNorm, x, &call.problem, &call.type);
+  if (error.failure()) return error;
+  const int64_t rows = call.problem.outer, n = call.problem.n;
+  const auto type = x.element_type();
+  const bool has_residual = !IsAbsent(residual);
+  const int64_t sum_rows = has_residual ? rows : 0, sum_n = has_residual ? n : 0;
+  error =
+      FirstError({RequireArray(kNorm, "residual", residual, type, {sum_rows, sum_n}),
+                  RequireArray(kNorm, "the result", *y, type, {rows, n}),
+                  RequireArray(kNorm, "sum", *sum, type, {sum_rows, sum_n}),
+                  RequireArray(kNorm, "stats", *stats, ComputeType(type), {rows, 3}),
+                  DecodeRowVector(kNorm, "scale", scale, type, n, &call.scale, &call.scale_type),
+                  DecodeRowVector(kNorm, "bias", bias, type, n, &call.bias, &call.bias_type),
+                  n == 0 && rows != 0 ? InvalidArgument(kNorm, ": rows must have elements")
+                                      : ffi::Error::Success()});
+  if (error.failure() || rows == 0) return error;
+  call.center = center;
+  call.epsilon = epsilon;
+  call.x = x.untyped_data();
+  call.residual = has_residual ? residual.untyped_data() : nullptr;
+  call.y = y->untyped_data();
+  call.sum = has_residual ? sum->untyped_data() : nullptr;
+  call.stats = stats->untyped_data();
+  return Backend::Status(kNorm, LaunchNorm(call, stream));
+}
+
+template <typename Backend>
+auto NormBinding() {
+  return ArraysBinding<Backend, 4, 3>().template Attr<bool>("center").template Attr<double>(
+      "epsilon");
+}
+
+template <typename Backend>
+ffi::Error NormVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer stats,
+                          ffi::AnyBuffer dy, ffi::AnyBuffer dsum, ffi::AnyBuffer scale,
+                          ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> dscale,
+                          ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> scratch,
+                          bool center) {
+  NormVjpCall call{};
+  ffi::Error error = DecodeNorm(kNormVjp, x, &call.problem, &call.type);
+  if (error.failure()) return error;
+  const int64_t rows = call.problem.outer, n = call.problem.n;
+  const auto type = x.element_type(), compute_type = ComputeType(type);
+  const bool has_dsum = !IsAbsent(dsum), has_dscale = !IsAbsent(*dscale);
+  const bool has_dbias = !IsAbsent(*dbias);
+  const auto shape = scratch->dimensions();
+  const int64_t parts = shape.size() == 3 ? shape[0] : 0;
+  error = FirstError(
+      {RequireArray(kNormVjp, "stats", stats, compute_type, {rows, 3}),
+       RequireArray(kNormVjp, "dy", dy, type, {rows, n}),
+       RequireArray(kNormVjp, "dsum", dsum, type, {has_dsum ? rows : 0, has_dsum ? n : 0}),
+       DecodeRowVector(kNormVjp, "scale", scale, type, n, &call.scale, &call.scale_type),
+       RequireArray(kNormVjp, "dx", *dx, type, {rows, n}),
+       RequireArray(kNormVjp, "dscale", *dscale, compute_type, {has_dscale ? n : 0}),
+       RequireArray(kNormVjp, "dbias", *dbias, compute_type, {has_dbias ? n : 0}),
+       RequireArray(kNormVjp, "scratch", *scratch, compute_type,
+                    {parts, int64_t{has_dscale} + has_dbias, n}),
+       rows == 0 || n == 0 || parts < 1
+           ? InvalidArgument(kNormVjp, ": there must be rows, elements and parts of the scratch")
+           : ffi::Error::Success()});
+  if (error.failure()) return error;
+  call.center = center;
+  call.x = x.untyped_data();
+  call.stats = stats.untyped_data();
+  call.dy = dy.untyped_data();
+  call.dsum = has_dsum ? dsum.untyped_data() : nullptr;
+  call.dx = dx->untyped_data();
+  call.dscale = has_dscale ? dscale->untyped_data() : nullptr;
+  call.dbias = has_dbias ? dbias->untyped_data() : nullptr;
+  call.scratch = scratch->untyped_data();
+  call.parts = parts;
+  return Backend::Status(kNormVjp, LaunchNormVjp(call, stream));
+}
+
+template <typename Backend>
+auto NormVjpBinding() {
+  return ArraysBinding<Backend, 5, 4>().template Attr<bool>("center");
+}
+
+}  // namespace jof

@@ -1,0 +1,373 @@
+// Rows: a reduction along one axis, and what is made of each element and of the row's statistics.
+//
+// A row is the middle axis of (outer, n, inner); inner > 1 is a reduction over the first or a
+// middle axis of an array, without a transpose. A program is one reduction, whose state is a
+// monoid, and one map. It is computed in Compute<T> and rounded once.
+//
+// Statistics of a row are reduced in two steps, over as many elements as an engine has at hand (a
+// row in registers, a block of a row): first the peak, of which the centre is made, then sums of
+// terms that depend on the centre. States of parts with different centres combine. So exponentials
+// neither overflow nor are computed twice, and a variance does not cancel.
+#pragma once
+
+#include "common/arithmetic.h"
+#include "common/dtype.h"
+
+namespace jof {
+
+struct RowsProblem {
+  int64_t outer, n, inner;
+
+  JOF_HOST_DEVICE int64_t rows() const { return outer * inner; }
+};
+
+// Pointers need only element alignment. Statistics are of Compute<T>, one after the other for each
+// row, rows in the order of (outer, inner).
+
+// log: its logarithm.
+struct SoftmaxCall {
+  RowsProblem problem;
+  DType type;
+  bool log;
+  const void* x;
+  void* y;
+};
+
+struct SoftmaxVjpCall {
+  RowsProblem problem;
+  DType type;
+  bool log;
+  const void* y;
+  const void* dy;
+  void* dx;
+};
+
+// log(sum(exp(x))), less the element that the label names, if there are labels. A negative label
+// counts from the end; one out of range makes the result NaN.
+struct LogSumExpCall {
+  RowsProblem problem;
+  DType type;
+  const void* x;
+  const int32_t* labels;  // a row each, or null
+  void* y;                // a row each
+  void* stats;            // 2 a row: ExpStats
+};
+
+// dx may be x.
+struct LogSumExpVjpCall {
+  RowsProblem problem;
+  DType type;
+  const void* x;
+  const int32_t* labels;  // or null
+  const void* stats;
+  const void* ct;  // a row each
+  void* dx;
+};
+
+// Rows are contiguous. The types of scale and bias are `type` or f32.
+struct NormCall {
+  RowsProblem problem;  // inner is 1
+  DType type, scale_type, bias_type;
+  bool center;  // subtract the mean
+  double epsilon;
+  const void* x;
+  const void* residual;  // or null: what is added to x before
+  const void* scale;     // (n), or null
+  const void* bias;      // (n), or null
+  void* y;
+  void* sum;    // x + residual, rounded, of which y is made; null if there is no residual
+  void* stats;  // 3 a row: NormStats
+};
+
+// Sums over rows are added up in parts: part p is of rows [p rows / parts, (p + 1) rows / parts).
+struct NormVjpCall {
+  RowsProblem problem;
+  DType type, scale_type;
+  bool center;
+  const void* x;  // the sum with the residual, if there was one
+  const void* stats;
+  const void* dy;
+  const void* dsum;   // or null: added to dx
+  const void* scale;  // or null
+  void* dx;
+  void* dscale;   // (n) of Compute<T>, or null
+  void* dbias;    // likewise
+  void* scratch;  // (parts, vectors, n) of Compute<T>, vectors: dscale, dbias, those that there are
+  int64_t parts;  // at least 1
+
+  JOF_HOST_DEVICE int vectors() const { return (dscale != nullptr) + (dbias != nullptr); }
+};
+
+}  // namespace jof
+
+JOF_NAMESPACE_BEGIN
+
+JOF_HOST_DEVICE JOF_INLINE float Log(float x) { return JOF_LIBRARY(logf)(x); }
+JOF_HOST_DEVICE JOF_INLINE double Log(double x) { return JOF_LIBRARY(log)(x); }
+JOF_HOST_DEVICE JOF_INLINE float Sqrt(float x) { return JOF_LIBRARY(sqrtf)(x); }
+JOF_HOST_DEVICE JOF_INLINE double Sqrt(double x) { return JOF_LIBRARY(sqrt)(x); }
+
+JOF_HOST_DEVICE JOF_INLINE double InverseSqrt(double x) { return 1 / Sqrt(x); }
+// Error: 1 ulp.
+JOF_HOST_DEVICE JOF_INLINE float InverseSqrt(float x) {
+#ifdef __CUDA_ARCH__
+  if (x > 0x1p-120f && x < 0x1p120f) {
+    const float y = rsqrtf(x), half = 0.5f * y;  // and a step of Newton's
+    return MulAdd(half, MulAdd(-x * y, y, 1.0f), y);
+  }
+#endif
+  return 1 / Sqrt(x);
+}
+
+template <typename C>
+JOF_HOST_DEVICE JOF_INLINE C Infinity() {
+  return BitsToFloat(0x7f800000u);
+}
+
+template <typename C>
+JOF_HOST_DEVICE JOF_INLINE bool IsFinite(C x) {
+  return Abs(x) < Infinity<C>();
+}
+
+// What x is multiplied by on the way to 2^x: log2(e), or, where products would overflow and e^x is
+// 0 for all but the centre itself, something small.
+JOF_HOST_DEVICE JOF_INLINE float ExpSlope(float centre) {
+  return Abs(centre) < 0x1p126f ? kLog2E : 0x1p-100f;
+}
+
+// e^(x - centre) * ExpSkew(centre). f32: with what the difference loses when it is rounded, which
+// for e^-50 is 16 ulp; error 2 ulp. 16-bit, GPU: one instruction and 2^x, as x times log2(e), less
+// what that is of the centre; rounding the latter skews all elements by the same factor.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpDifference(Compute<T> x, Compute<T> centre) {
+  using C = Compute<T>;
+  if constexpr (kIsDouble<T>) {
+    return Exp<T>(x - centre);
+  } else if constexpr (kIsNarrow<T>) {
+#ifdef __CUDA_ARCH__
+    const float slope = ExpSlope(centre);
+    return Exp2Approx(MulAdd(x, slope, -(centre * slope)));
+#endif
+    return Exp<T>(x - centre);
+  } else {
+    const C difference = x - centre, moved = difference + centre;
+    const C lost = (x - moved) - ((difference - moved) + centre);
+#ifdef __CUDA_ARCH__
+    const float log2 = difference * kLog2E;
+    const float low =
+        MulAdd(lost, kLog2E, MulAdd(difference, 1.92596303e-8f, MulAdd(difference, kLog2E, -log2)));
+    const float y = Exp2Approx(log2);
+    // Of infinities there is no low part.
+    return Abs(difference) < 126.0f ? MulAdd(y, low * kLn2, y) : y;
+#else
+    return ExpByPolynomial(difference, Abs(difference) < 126.0f ? lost : 0.0f);
+#endif
+  }
+}
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpSkew([[maybe_unused]] Compute<T> centre) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kIsNarrow<T>) {
+    const float slope = ExpSlope(centre);
+    return Exp2Approx(MulAdd(centre, slope, -(centre * slope)));
+  }
+#endif
+  return 1;
+}
+
+// Two sums over a row, or over a part of one.
+template <typename C>
+struct Sums {
+  C first, second;
+};
+
+template <typename C>
+JOF_HOST_DEVICE JOF_INLINE Sums<C> operator+(Sums<C> a, Sums<C> b) {
+  return {a.first + b.first, a.second + b.second};
+}
+
+// ---- what is reduced of one array: Peak, Centre, Term, Combine ----
+
+// The sum of exponentials. The peak is the maximum, whichever a NaN leaves: the sum is NaN then.
+template <typename T>
+struct ExpSum {
+  using C = Compute<T>;
+  static constexpr bool kHasPeak = true;
+  static constexpr int kSums = 1;
+  struct State {
+    C peak, sum;
+  };
+
+  JOF_HOST_DEVICE JOF_INLINE static C NoPeak() { return -Infinity<C>(); }
+  JOF_HOST_DEVICE JOF_INLINE static C Peak(C a, C b) {
+#ifdef __CUDA_ARCH__
+    if constexpr (!kIsDouble<T>) return fmaxf(a, b);
+#endif
+    return b > a ? b : a;
+  }
+  // What is subtracted from x: exp(inf - inf) would be NaN.
+  JOF_HOST_DEVICE JOF_INLINE static C Centre(C peak, C /*count*/) {
+    return IsFinite(peak) ? peak : C(0);
+  }
+  JOF_HOST_DEVICE JOF_INLINE static C Term(C x, C centre) { return ExpDifference<T>(x, centre); }
+
+  JOF_HOST_DEVICE JOF_INLINE static State Nothing() { return {NoPeak(), C(0)}; }
+  // Of elements with this peak; `sum` is that of their terms.
+  JOF_HOST_DEVICE JOF_INLINE static State Of(C peak, C sum, C /*count*/) {
+    return {peak, sum / ExpSkew<T>(Centre(peak, C(1)))};
+  }
+  JOF_HOST_DEVICE JOF_INLINE static State Combine(State a, State b) {
+    const C peak = Peak(a.peak, b.peak);
+    return {peak, a.sum * Factor(a.peak, peak) + b.sum * Factor(b.peak, peak)};
+  }
+
+ private:
+  // Infinite peaks have the centre 0, as do sums of nothing, which are 0 (or NaN).
+  JOF_HOST_DEVICE JOF_INLINE static C Factor(C from, C to) {
+    return from == to || !IsFinite(from) || !IsFinite(to) ? C(1) : Exp<T>(from - to);
+  }
+};
+
+// Mean and variance, or the mean square where there is no centre.
+template <typename T, bool kCenter>
+struct Moments {
+  using C = Compute<T>;
+  static constexpr bool kHasPeak = kCenter;
+  // In f32 and f64 also the sum of what the centre, which is rounded, misses.
+  static constexpr bool kHasRest = kCenter && !kIsNarrow<T>;
+  struct State {
+    C centre, count;
+    C rest;    // sum of x - centre
+    C square;  // sum of (x - centre)^2
+  };
+
+  JOF_HOST_DEVICE JOF_INLINE static C NoPeak() { return C(0); }
+  JOF_HOST_DEVICE JOF_INLINE static C Peak(C a, C b) { return a + b; }
+  JOF_HOST_DEVICE JOF_INLINE static C Centre(C peak, C count) {
+    return kCenter ? Quotient<C>(peak, count) : C(0);  // numbers may be far from 0
+  }
+  // first: of the rest, second: of the squares.
+  JOF_HOST_DEVICE JOF_INLINE static Sums<C> Term(C x, C centre) {
+    const C d = kCenter ? x - centre : x;
+    return {d, d * d};
+  }
+
+  JOF_HOST_DEVICE JOF_INLINE static State Nothing() { return {C(0), C(0), C(0), C(0)}; }
+  JOF_HOST_DEVICE JOF_INLINE static State Of(C centre, Sums<C> sums, C count) {
+    return {centre, count, kHasRest ? sums.first : C(0), sums.second};
+  }
+  JOF_HOST_DEVICE JOF_INLINE static State Combine(State a, State b) {
+    if constexpr (!kCenter) return {C(0), a.count + b.count, C(0), a.square + b.square};
+    if (a.count == 0) return b;
+    if (b.count == 0) return a;
+    const C count = a.count + b.count;
+    const C centre = a.centre + (b.centre - a.centre) * (b.count / count);
+    const C rest = Moved(&a, centre) + Moved(&b, centre);
+    return {centre, count, kHasRest ? rest : C(0), a.square + b.square};
+  }
+
+ private:
+  // The sums around another centre: sets the square, returns the rest.
+  JOF_HOST_DEVICE JOF_INLINE static C Moved(State* s, C centre) {
+    const C by = s->centre - centre;
+    s->square += by * (2 * s->rest + s->count * by);
+    return s->rest + s->count * by;
+  }
+};
+
+// ---- what is kept of a row, and what is made of its elements ----
+
+// exp(x) / sum(exp(x)) is ExpDifference(x, centre) * factor.
+template <typename T>
+struct ExpStats {
+  using C = Compute<T>;
+  C centre, factor;
+
+  JOF_HOST_DEVICE JOF_INLINE static ExpStats Of(typename ExpSum<T>::State s) {
+    const C centre = ExpSum<T>::Centre(s.peak, C(1));
+    return {centre, 1 / (s.sum * ExpSkew<T>(centre))};
+  }
+  JOF_HOST_DEVICE JOF_INLINE C Share(C x) const { return ExpDifference<T>(x, centre) * factor; }
+  // The gradient of log(sum(exp(x))), less 1 for the element that the label names.
+  JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, bool is_label, C ct) const {
+    return ct * (Share(x) - (is_label ? C(1) : C(0)));
+  }
+};
+
+// log(sum(exp(x))) - x[label]; x_label is 0 where there are no labels, NaN where none is named. The
+// subtraction before the addition spares a rounding.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE Compute<T> LogSumExpResult(typename ExpSum<T>::State s, bool has_label,
+                                                      Compute<T> x_label) {
+  using C = Compute<T>;
+  const C centre = ExpSum<T>::Centre(s.peak, C(1)), log_sum = Log(s.sum);
+  return has_label ? log_sum - (x_label - centre) : log_sum + centre;
+}
+
+// Element that a label names, or -1.
+JOF_HOST_DEVICE JOF_INLINE int64_t LabelIndex(int32_t label, int64_t n) {
+  const int64_t index = label < 0 ? label + n : int64_t{label};
+  return index >= 0 && index < n ? index : -1;
+}
+
+// As jax: all NaN where an element is infinite or all are -inf.
+template <typename T, bool kLog>
+struct Softmax {
+  using C = Compute<T>;
+  C centre, factor;  // log: what is subtracted as well
+
+  JOF_HOST_DEVICE JOF_INLINE static Softmax Of(typename ExpSum<T>::State s) {
+    const C scale = kLog ? Log(s.sum) : ExpStats<T>::Of(s).factor;
+    return {s.peak, IsFinite(s.peak) ? scale : s.peak - s.peak};
+  }
+  JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
+    return kLog ? (x - centre) - factor : OfTerm(ExpSum<T>::Term(x, centre));
+  }
+  JOF_HOST_DEVICE JOF_INLINE C OfTerm(C term) const { return term * factor; }
+};
+
+// From the result: sum the terms over a row, then map with the sum.
+template <typename T, bool kLog>
+struct SoftmaxVjp {
+  using C = Compute<T>;
+
+  JOF_HOST_DEVICE JOF_INLINE static C Term(C y, C dy) { return kLog ? dy : y * dy; }
+  JOF_HOST_DEVICE JOF_INLINE static C Map(C y, C dy, C sum) {
+    return kLog ? dy - Exp<T>(y) * sum : y * (dy - sum);
+  }
+};
+
+// A row's mean is centre + rest: in f32, numbers far from 0 and close to each other need both.
+template <typename T, bool kCenter>
+struct NormStats {
+  using C = Compute<T>;
+  C centre, rest, rstd;
+
+  JOF_HOST_DEVICE JOF_INLINE static NormStats Of(typename Moments<T, kCenter>::State s, C epsilon) {
+    const C rest = Quotient<T>(s.rest, s.count);
+    const C variance = Quotient<T>(s.square, s.count) - rest * rest;
+    return {s.centre, rest, InverseSqrt(AtLeast(variance, C(0)) + epsilon)};
+  }
+  JOF_HOST_DEVICE JOF_INLINE C Normalized(C x) const {
+    if constexpr (!kCenter) return x * rstd;
+    return (Moments<T, kCenter>::kHasRest ? (x - centre) - rest : x - centre) * rstd;
+  }
+};
+
+// With the normalized x: sum the terms of g = dy * scale over a row, then map with their means
+// (sums over n). Over rows dbias sums dy, and dscale dy * normalized.
+template <typename T, bool kCenter>
+struct NormVjp {
+  using C = Compute<T>;
+
+  JOF_HOST_DEVICE JOF_INLINE static Sums<C> Term(C normalized, C g) {
+    return {kCenter ? g : C(0), g * normalized};
+  }
+  JOF_HOST_DEVICE JOF_INLINE static C Map(C normalized, C g, Sums<C> mean, C rstd) {
+    const C centred = kCenter ? g - mean.first : g;
+    return (centred - normalized * mean.second) * rstd;
+  }
+};
+
+JOF_NAMESPACE_END

@@ -1,0 +1,706 @@
+"""The primitives of functions of rows and their rules.
+
+A function f has three primitives. f itself gives its results and statistics of each row, which
+have no derivative: they are functions of the operands. f_vjp takes the residuals, which are
+operands, results and statistics, and the results' cotangents; it is one native kernel. f_jvp takes
+the residuals and the operands' tangents, is computed in jnp, and is the transpose of f_vjp.
+
+Operands are arrays, which have an axis of rows; what has one value a row, or several in a last
+axis; and row vectors.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad
+
+from jax_oneflow_ops import _compat, _policy, _primitive, _reference
+
+ARRAY, ROW, STATS, VECTOR = "array", "row", "stats", "vector"
+Kinds = tuple[list[str], list[str]]
+Function = Callable[..., Any]
+
+
+def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+    """Binds with operands that vary over the same axes inside a `shard_map`."""
+    return primitive.bind(*_compat.join_varying_axes(*map(_compat.as_array, args)), **params)
+
+
+# ---- the types of results ----
+
+
+def _without(aval: Any, axis: int, *last: int) -> Any:
+    """The type of what has one value a row of `aval`, or `last` of them."""
+    shape = (*aval.shape[:axis], *aval.shape[axis + 1 :], *last)
+    spec = [*aval.sharding.spec]
+    return _compat.with_spec(aval, shape, [*spec[:axis], *spec[axis + 1 :], *[None] * len(last)])
+
+
+def _with_rows_whole(aval: Any, axis: int) -> Any:
+    """The type of an array that is sharded as `aval` is, but for its rows."""
+    spec = [*aval.sharding.spec]
+    spec[axis] = None
+    return _compat.with_spec(aval, aval.shape, spec)
+
+
+# ---- what all of them share ----
+
+
+def _rule(kinds: Kinds, rank: int, axis: int, *, in_parts: bool = False) -> _primitive.ShardingRule:
+    """All dimensions are independent but the rows' own.
+
+    Of that every device needs all, unless rows may be computed in parts.
+    """
+    dims = [f"d{i}" for i in range(rank)]
+    dims[axis] = "n"
+    rows = [d for d in dims if d != "n"]
+    names = {ARRAY: dims, ROW: rows, STATS: [*rows, "k"], VECTOR: ["n"]}
+    operands, results = ([names[kind] for kind in side] for side in kinds)
+    if in_parts:
+        return _primitive.ShardingRule(operands, results, frozenset("k"), rows="n")
+    return _primitive.ShardingRule(operands, results, frozenset("nk"))
+
+
+def _batched(
+    args: Sequence[Any],
+    dims: Sequence[int | None],
+    kinds: Kinds,
+    axis: int,
+    *,
+    rows_last: bool = False,
+) -> tuple[list[Any], int, list[int | None]]:
+    """Operands with a batch axis where the first has it, the rows' axis, the results' batch axes.
+
+    Row vectors have none. Where rows must be the last axis the batch axis is before it.
+    """
+    first = next(i for i, d in enumerate(dims) if d is not None)
+    at = dims[first] or 0
+    if kinds[0][first] != ARRAY or (rows_last and at > axis):
+        at = 0
+    axis += at <= axis
+    place = {ARRAY: at, ROW: at - (at > axis), STATS: at - (at > axis)}
+    size = args[first].shape[dims[first]]
+
+    def with_batch(x: Any, d: int | None, kind: str) -> Any:
+        if kind == VECTOR:
+            return x
+        if d is not None:
+            return x if d == place[kind] else jnp.moveaxis(x, d, place[kind])
+        shape = (*x.shape[: place[kind]], size, *x.shape[place[kind] :])
+        return jnp.broadcast_to(jnp.expand_dims(x, place[kind]), shape)
+
+    operands = [with_batch(*one) for one in zip(args, dims, kinds[0], strict=True)]
+    return operands, axis, [place.get(kind) for kind in kinds[1]]
+
+
+def _instantiated(x: Any) -> Any:
+    return ad.instantiate_zeros(x) if isinstance(x, ad.Zero) else x
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, ad.Zero)
+
+
+def _linear(
+    primitive: core.Primitive,
+    reference: Function,
+    first: Callable[..., int],
+    statistics: Callable[..., Sequence[int]],
+    transpose: Function,
+) -> None:
+    """Sets the rules of a primitive that is linear in the operands from `first` on.
+
+    Args:
+      primitive: f_vjp or f_jvp.
+      reference: the same in jnp, which reads no statistics.
+      first: `(number of operands, **params) -> int`.
+      statistics: `(**params) -> the operands that are some`.
+      transpose: `(cts, *args, **params) -> list`.
+    """
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        results = bind(primitive, *primals, **params)
+        begin = first(len(primals), **params)
+        terms = []
+        if not all(map(_is_zero, tangents[begin:])):
+            again = (*primals[:begin], *map(_instantiated, tangents[begin:]))
+            terms.append(bind(primitive, *again, **params))
+        live = [
+            i
+            for i, t in enumerate(tangents[:begin])
+            if not _is_zero(t)
+            and i not in statistics(**params)
+            and jnp.issubdtype(primals[i].dtype, jnp.inexact)
+        ]
+        if live:
+            options = {k: v for k, v in params.items() if k != "implementation"}
+
+            def of_live(*xs: Any) -> Any:
+                given = dict(zip(live, xs, strict=True))
+                return reference(*(given.get(i, x) for i, x in enumerate(primals)), **options)
+
+            at = [primals[i] for i in live]
+            terms.append(jax.jvp(of_live, at, [tangents[i] for i in live])[1])
+        if not terms:
+            return results, jax.tree.map(lambda x: ad.Zero(jax.typeof(x)), results)
+        return results, functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), terms)
+
+    _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
+
+
+def _call(group: str, name: str, passes: int, x: Any, axis: int) -> _policy.Call:
+    """A call that reads or writes so many arrays like `x`; what is alike is of one group."""
+    group += " gradient" if name.endswith("_vjp") else ""
+    length = next(f"rows up to {most}" for most in _LENGTHS if x.shape[axis] <= most)
+    order = "contiguous" if math.prod(x.shape[axis + 1 :]) == 1 else "strided"
+    kind = ("rows", group, _policy.bits(x.dtype), f"{order}, {length}", name)
+    return _policy.Call(kind, passes * _policy.nbytes(x))
+
+
+_LENGTHS = (256, 2048, 16384, 1 << 50)
+"""The longest rows of each range of lengths, as `_policy.BANDS` has sizes."""
+
+
+def _not_linear(*args: Any, **params: Any) -> Any:
+    raise NotImplementedError("functions of rows are not linear in their operands")
+
+
+def _in_jnp(reference: Function) -> Function:
+    """What runs in place of a kernel where there is none for any platform."""
+    return lambda platform, *args, **params: reference(*args, **params)
+
+
+def _function_of_softmax(*, log: bool, **_: Any) -> str:
+    return "log_softmax" if log else "softmax"
+
+
+# ---- softmax ----
+
+
+def _define_softmax() -> core.Primitive:
+    def kinds(operands: int) -> Kinds:
+        return [ARRAY] * operands, [ARRAY]
+
+    def define(
+        target: str, operands: int, reference: Function, has_kernel: bool = True
+    ) -> core.Primitive:
+        def native(platform: str, *args: jax.Array, axis: int, **params: Any) -> Any:
+            x = args[0]
+            if x.size == 0:
+                return x
+            call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))
+            return call(*args, axis=np.int64(axis), **params)
+
+        def call(x: Any, *_: Any, axis: int, log: bool) -> _policy.Call:
+            name = target.removeprefix("jof_")
+            return _call("softmax", f"log_{name}" if log else name, 1 + operands, x, axis)
+
+        def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
+            xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)
+            return bind(primitive, *xs, axis=axis, **params), out
+
+        return _primitive.define(
+            target,
+            function=_function_of_softmax if has_kernel else "log_softmax",
+            abstract_eval=lambda x, *_, axis, **__: _with_rows_whole(x, axis),
+            reference=reference,
+            native=native if has_kernel else _in_jnp(reference),
+            sharding_rule=lambda x, *_, axis, **__: _rule(kinds(operands), len(x.shape), axis),
+            batch=batch,
+            call=call if has_kernel else None,
+        )
+
+    softmax_p = define("jof_softmax", 1, _reference.softmax)
+    vjp_p = define("jof_softmax_vjp", 2, _reference.softmax_vjp)
+    jvp_p = define("jof_log_softmax_jvp", 2, _reference.log_softmax_jvp, has_kernel=False)
+
+    def tangent(y: Any, t: Any, *, axis: int, log: bool, **params: Any) -> Any:
+        if log:
+            return bind(jvp_p, y, t, axis=axis, **params)
+        return bind(vjp_p, y, t, axis=axis, log=False, **params)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        y = bind(softmax_p, *primals, **params)
+        return y, tangent(y, tangents[0], **params)
+
+    def vjp_transpose(ct: Any, y: Any, dy: Any, **params: Any) -> Any:
+        return [None, _compat.with_sharding_of(tangent(y, ct, **params), dy.aval)]
+
+    def jvp_transpose(ct: Any, y: Any, t: Any, **params: Any) -> Any:
+        dx = bind(vjp_p, y, ct, log=True, **params)
+        return [None, _compat.with_sharding_of(dx, t.aval)]
+
+    def first(operands: int, **_: Any) -> int:
+        return 1
+
+    _primitive.define_derivatives(softmax_p, jvp=jvp, transpose=_not_linear)
+    _linear(vjp_p, _reference.softmax_vjp, first, lambda **_: (), vjp_transpose)
+    _linear(jvp_p, _reference.log_softmax_jvp, first, lambda **_: (), jvp_transpose)
+    return softmax_p
+
+
+softmax_p = _define_softmax()
+
+
+# ---- logsumexp, and cross entropy: what it is of the element that a label names ----
+#
+# Rows that are sharded over devices are computed in parts: statistics are combined by two
+# all-reduces, and no logits are sent.
+
+
+def _labels_on_shard(
+    labels: Sequence[jax.Array], n: int, shard: _primitive.Shard
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Labels that name elements of a shard, `n` where they name none; and whether they name any."""
+    count = jax.lax.psum(1, shard.rows)
+    counted = [jnp.where(label < 0, label + n * count, label) for label in labels]
+    local = [label - n * jax.lax.axis_index(shard.rows) for label in counted]
+    names_any = [(label >= 0) & (label < n * count) for label in counted]
+    return [jnp.where((i >= 0) & (i < n), i, n).astype(jnp.int32) for i in local], names_any
+
+
+def _logsumexp_on_shard(
+    call: Function, shard: _primitive.Shard, x: jax.Array, *labels: jax.Array, axis: int
+) -> list[jax.Array]:
+    if not shard.rows:
+        results: list[jax.Array] = call(x, *labels, axis=axis)
+        return results
+    n = x.shape[axis]
+    local, names_any = _labels_on_shard(labels, n, shard)
+    _, stats = call(x, *local, axis=axis)
+    centre, total = stats[..., 0], 1 / stats[..., 1]
+    # Where the maximum of a part is infinite its centre is 0.
+    peak = jnp.where(total == 0, -jnp.inf, jnp.where(total == jnp.inf, jnp.inf, centre))
+    top = jax.lax.pmax(peak, shard.rows)
+    base = jnp.where(jnp.isfinite(top), top, 0)
+    total = jnp.where(jnp.isinf(peak), total, total * jnp.exp(centre - base))
+    of_label = [jnp.expand_dims(jnp.minimum(i, n - 1), axis) for i in local]
+    values = [
+        jnp.where(i < n, jnp.take_along_axis(x, at, axis).squeeze(axis).astype(total.dtype), 0)
+        for i, at in zip(local, of_label, strict=True)
+    ]
+    total, *values = jax.lax.psum([total, *values], shard.rows)
+    result = jnp.log(total) + (0 if values else base)
+    for value, is_one in zip(values, names_any, strict=True):
+        result -= jnp.where(is_one, value, jnp.nan) - base
+    return [result.astype(x.dtype), jnp.stack([base, 1 / total], -1)]
+
+
+def _logsumexp_vjp_on_shard(
+    call: Function, shard: _primitive.Shard, x: jax.Array, *operands: jax.Array, axis: int
+) -> jax.Array:
+    *labels, stats, ct = operands
+    if shard.rows:
+        labels, _ = _labels_on_shard(labels, x.shape[axis], shard)
+    result: jax.Array = call(x, *labels, stats, ct, axis=axis)
+    return result
+
+
+def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
+    """Operands are x and `labels` labels a row, at most one."""
+    given = [ARRAY, *[ROW] * labels]
+
+    def define(
+        target: str,
+        kinds: Kinds,
+        reference: Function,
+        native: Function,
+        types: Function,
+        passes: int = 0,
+        on_shard: Function | None = None,
+    ) -> core.Primitive:
+        def call(x: Any, *_: Any, axis: int) -> _policy.Call:
+            return _call("logsumexp", target.removeprefix("jof_"), passes, x, axis)
+
+        def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
+            xs, axis, out = _batched(args, dims, kinds, axis)
+            many = primitive.multiple_results
+            return bind(primitive, *xs, axis=axis, **params), out if many else out[0]
+
+        return _primitive.define(
+            target,
+            function=function,
+            abstract_eval=types,
+            reference=reference,
+            native=native,
+            sharding_rule=lambda x, *_, axis: _rule(
+                kinds, len(x.shape), axis, in_parts=on_shard is not None
+            ),
+            on_shard=on_shard,
+            batch=batch,
+            multiple_results=len(kinds[1]) > 1,
+            call=None if passes == 0 else call,
+        )
+
+    def native(platform: str, x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
+        if x.size == 0:
+            return _reference.logsumexp(x, *labels, axis=axis)
+        rows = (*x.shape[:axis], *x.shape[axis + 1 :])
+        stats = jax.ShapeDtypeStruct((*rows, 2), _reference.row_dtype(x.dtype))
+        call = jax.ffi.ffi_call(f"jof_{name}", [jax.ShapeDtypeStruct(rows, x.dtype), stats])
+        return [*call(x, *labels, axis=np.int64(axis))]
+
+    def native_vjp(platform: str, x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
+        """The logits are dead after it in a training step: their buffer is the result's."""
+        if x.size == 0:
+            return x
+        call = jax.ffi.ffi_call(
+            f"jof_{name}_vjp", jax.ShapeDtypeStruct(x.shape, x.dtype), input_output_aliases={0: 0}
+        )
+        result: jax.Array = call(x, *operands, axis=np.int64(axis))
+        return result
+
+    def value_types(x: Any, *_: Any, axis: int) -> Any:
+        stats = _without(x, axis, 2).update(dtype=_reference.row_dtype(x.dtype))
+        return [_without(x, axis), stats]
+
+    f_p = define(
+        f"jof_{name}",
+        (given, [ROW, STATS]),
+        _reference.logsumexp,
+        native,
+        value_types,
+        passes=1,
+        on_shard=_logsumexp_on_shard,
+    )
+    vjp_p = define(
+        f"jof_{name}_vjp",
+        ([*given, STATS, ROW], [ARRAY]),
+        _reference.logsumexp_vjp,
+        native_vjp,
+        lambda x, *_, axis: x,
+        passes=2,
+        on_shard=_logsumexp_vjp_on_shard,
+    )
+    jvp_p = define(
+        f"jof_{name}_jvp",
+        ([*given, STATS, ARRAY], [ROW]),
+        _reference.logsumexp_jvp,
+        _in_jnp(_reference.logsumexp_jvp),
+        lambda x, *_, axis: _without(x, axis),
+    )
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        y, stats = bind(f_p, *primals, **params)
+        t = bind(jvp_p, *primals, stats, _instantiated(tangents[0]), **params)
+        return [y, stats], [t, ad.Zero(jax.typeof(stats))]
+
+    def transpose_by(other: core.Primitive) -> Function:
+        def transpose(ct: Any, *args: Any, **params: Any) -> Any:
+            *residuals, x = args
+            result = bind(other, *residuals, ct, **params)
+            return [*[None] * len(residuals), _compat.with_sharding_of(result, x.aval)]
+
+        return transpose
+
+    def first(operands: int, **_: Any) -> int:
+        return operands - 1
+
+    def statistics(**_: Any) -> Sequence[int]:
+        return (1 + labels,)
+
+    _primitive.define_derivatives(f_p, jvp=jvp, transpose=_not_linear)
+    _linear(vjp_p, _reference.logsumexp_vjp, first, statistics, transpose_by(jvp_p))
+    _linear(jvp_p, _reference.logsumexp_jvp, first, statistics, transpose_by(vjp_p))
+    return f_p
+
+
+logsumexp_p = _define_logsumexp("logsumexp", "logsumexp", 0)
+cross_entropy_p = _define_logsumexp("cross_entropy", "softmax_cross_entropy_with_integer_labels", 1)
+
+
+# ---- norms, of rows along the last axis ----
+#
+# Optional operands are there or not as the parameter `given` says, in their order.
+
+# How many parts the sums over rows are added up in, at most: a few for each worker of a large GPU;
+# on a CPU for the threads, each of which gets some.
+_PARTS = {"cuda": 264, "cpu": 128}
+
+
+def _norm_kinds(given: Sequence[bool]) -> Kinds:
+    has_residual = given[0]
+    operands = [ARRAY, *_some([ARRAY, VECTOR, VECTOR], given)]
+    return operands, [ARRAY, *[ARRAY] * has_residual, STATS]
+
+
+def _norm_vjp_kinds(given: Sequence[bool], wanted: Sequence[bool]) -> Kinds:
+    operands = [ARRAY, STATS, *_some([VECTOR, ARRAY, ARRAY], given)]
+    return operands, [ARRAY, *[VECTOR] * sum(wanted)]
+
+
+def _norm_jvp_kinds(given: Sequence[bool], passed: bool) -> Kinds:
+    operands = [ARRAY, STATS, *_some([VECTOR, ARRAY, VECTOR, VECTOR], given)]
+    return operands, [ARRAY] * (1 + passed)
+
+
+def _some(items: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    return [item for item, there in zip(items, which, strict=True) if there]
+
+
+def _function_of_norm(*, center: bool, **_: Any) -> str:
+    return "layer_norm" if center else "rms_norm"
+
+
+def _norm_types(x: Any, *_: Any, given: Sequence[bool], **__: Any) -> list[Any]:
+    axis = x.ndim - 1
+    y = _with_rows_whole(x, axis)
+    stats = _without(x, axis, 3).update(dtype=_reference.row_dtype(x.dtype))
+    return [y, *[y] * given[0], stats]
+
+
+def _norm_vjp_types(x: Any, *_: Any, wanted: Sequence[bool], **__: Any) -> list[Any]:
+    axis = x.ndim - 1
+    vector = _compat.with_spec(x, x.shape[-1:], [None])
+    sums = vector.update(dtype=_reference.row_dtype(x.dtype), weak_type=False)
+    return [_with_rows_whole(x, axis), *[sums] * sum(wanted)]
+
+
+def _norm_jvp_types(x: Any, *_: Any, passed: bool, **__: Any) -> list[Any]:
+    return [_with_rows_whole(x, x.ndim - 1)] * (1 + passed)
+
+
+def _rows_of(x: jax.Array) -> tuple[int, int]:
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+def _norm_native(
+    platform: str,
+    x: jax.Array,
+    *operands: jax.Array,
+    center: bool,
+    epsilon: float,
+    given: tuple[bool, ...],
+) -> list[jax.Array]:
+    if x.size == 0:
+        return _reference.norm(x, *operands, center=center, epsilon=epsilon, given=given)
+    rows = _rows_of(x)
+    residual, scale, bias = _reference.spread(operands, given)
+    no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
+    y = jax.ShapeDtypeStruct(rows, x.dtype)
+    total = y if given[0] else jax.ShapeDtypeStruct((0, 0), x.dtype)
+    kept = jax.ShapeDtypeStruct((rows[0], 3), _reference.row_dtype(x.dtype))
+    results = jax.ffi.ffi_call("jof_norm", [y, total, kept])(
+        x.reshape(rows),
+        no_rows if residual is None else residual.reshape(rows),
+        no_vector if scale is None else scale,
+        no_vector if bias is None else bias,
+        center=center,
+        epsilon=np.float64(epsilon),
+    )
+    *arrays, stats = results
+    arrays = [a.reshape(x.shape) for a in arrays[: 1 + given[0]]]
+    return [*arrays, stats.reshape(*x.shape[:-1], 3)]
+
+
+def _norm_vjp_native(
+    platform: str,
+    x: jax.Array,
+    stats: jax.Array,
+    *operands: jax.Array,
+    given: tuple[bool, ...],
+    wanted: tuple[bool, ...],
+    center: bool,
+    epsilon: float,
+) -> list[jax.Array]:
+    rows, n = _rows_of(x)
+    dtype = _reference.row_dtype(x.dtype)
+    if x.size == 0:
+        return [x, *[jnp.zeros((n,), dtype)] * sum(wanted)]
+    scale, dy, of_sum = _reference.spread(operands, given)
+    no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
+    most = _PARTS[platform]
+    parts = min(rows, most) if isinstance(rows, int) else most
+    results = [jax.ShapeDtypeStruct((rows, n), x.dtype)]
+    results += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
+    results.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))
+    dx, dscale, dbias, _ = jax.ffi.ffi_call("jof_norm_vjp", results)(
+        x.reshape(rows, n),
+        stats.reshape(rows, 3),
+        dy.reshape(rows, n),
+        no_rows if of_sum is None else of_sum.reshape(rows, n),
+        no_vector if scale is None else scale,
+        center=center,
+    )
+    return [dx.reshape(x.shape), *_some([dscale, dbias], wanted)]
+
+
+def _norm_vjp_on_shard(
+    call: Function, shard: _primitive.Shard, *args: jax.Array, **params: Any
+) -> list[jax.Array]:
+    """The sums over rows are summed over what shards these."""
+    dx, *sums = call(*args, **params)
+    return [dx, *(_primitive.sum_over(shard.partial, s) for s in sums)]
+
+
+def _norm_batch(
+    reference: Function,
+    kinds: Callable[..., Kinds],
+    primitive: core.Primitive,
+    args: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    implementation: str | None,
+    **params: Any,
+) -> tuple[Any, Any]:
+    """What there is one row vector of for each example, operand or result, is left to jnp."""
+    sides = kinds(**{k: v for k, v in params.items() if k in ("given", "wanted", "passed")})
+    if any(d is not None and k == VECTOR for d, k in zip(dims, sides[0], strict=True)):
+        results = jax.vmap(functools.partial(reference, **params), in_axes=dims)(*args)
+        return results, [0] * len(results)
+    axis = next(x.ndim - 1 - (d is not None) for x, d in zip(args, dims, strict=False))
+    operands, axis, out = _batched(args, dims, sides, axis, rows_last=True)
+    params["implementation"] = implementation
+    if VECTOR not in sides[1]:
+        return bind(primitive, *operands, **params), out
+    wanted = params.pop("wanted")
+    (dx,) = bind(primitive, *operands, **params, wanted=(False, False))
+    x, stats, *rest = operands
+    _, dy, _ = _reference.spread(rest, params["given"])
+    at = out[0] or 0
+    rows = tuple(i for i in range(dy.ndim - 1) if i != at)
+    centre, low, rstd = (stats[..., i, None] for i in range(3))
+    wide = dy.astype(stats.dtype)
+    sums = [(wide * (x.astype(wide.dtype) - centre - low) * rstd).sum(rows), wide.sum(rows)]
+    return [dx, *_some(sums, wanted)], [at, *[0] * sum(wanted)]
+
+
+def _norm_call(name: str, x: Any, *_: Any, center: bool, given: Any, **__: Any) -> _policy.Call:
+    """Residuals, and the cotangents of their sums, are arrays of their own."""
+    passes = 2 + 2 * given[0] if name == "norm" else 3 + given[2]
+    function = f"{_function_of_norm(center=center)}{name.removeprefix('norm')}"
+    return _call("norm", function, passes, x, x.ndim - 1)
+
+
+def _define_norm() -> core.Primitive:
+    def define(
+        name: str, reference: Function, native: Function, types: Function, kinds: Any
+    ) -> core.Primitive:
+        def sharding_rule(x: Any, *_: Any, **params: Any) -> _primitive.ShardingRule:
+            of_kinds = ("given", "wanted", "passed")
+            sides = kinds(**{k: params[k] for k in of_kinds if k in params})
+            return _rule(sides, len(x.shape), len(x.shape) - 1)
+
+        return _primitive.define(
+            f"jof_{name}",
+            function=_function_of_norm,
+            abstract_eval=types,
+            reference=reference,
+            native=native,
+            sharding_rule=sharding_rule,
+            on_shard=_norm_vjp_on_shard if name == "norm_vjp" else None,
+            batch=functools.partial(_norm_batch, reference, kinds),
+            multiple_results=True,
+            call=None if name == "norm_jvp" else functools.partial(_norm_call, name),
+        )
+
+    norm_p = define("norm", _reference.norm, _norm_native, _norm_types, _norm_kinds)
+    vjp_p = define(
+        "norm_vjp", _reference.norm_vjp, _norm_vjp_native, _norm_vjp_types, _norm_vjp_kinds
+    )
+    jvp_p = define(
+        "norm_jvp",
+        _reference.norm_jvp,
+        _in_jnp(_reference.norm_jvp),
+        _norm_jvp_types,
+        _norm_jvp_kinds,
+    )
+
+    def jvp(primals: Any, tangents: Any, *, given: Any, **params: Any) -> Any:
+        y, *total, stats = bind(norm_p, *primals, given=given, **params)
+        x = total[0] if total else primals[0]
+        t_x, *rest = tangents
+        t_residual, t_scale, t_bias = _reference.spread(rest, given)
+        if total and not (_is_zero(t_x) and _is_zero(t_residual)):
+            t_x = jax.lax.add(*map(_instantiated, (t_x, t_residual)))
+        scale = _reference.spread(primals[1:], given)[1]
+        of_rows = [t_x, *(_in_dtype(t, stats.dtype) for t in (t_scale, t_bias))]
+        live = [t is not None and not _is_zero(t) for t in of_rows]
+        t = bind(
+            jvp_p,
+            *(x, stats, *_some([scale], [given[1]]), *_some(of_rows, live)),
+            given=(given[1], *live),
+            passed=bool(total),
+            **params,
+        )
+        return [y, *total, stats], [*t, ad.Zero(jax.typeof(stats))]
+
+    def vjp_transpose(
+        cts: Any, x: Any, stats: Any, *rest: Any, given: Any, wanted: Any, **params: Any
+    ) -> Any:
+        scale, dy, of_sum = _reference.spread(rest, given)
+        of_x, *sums = cts
+        of_vectors = iter(sums)
+        tangents = [of_x, *(next(of_vectors) if w else ad.Zero(stats) for w in wanted)]
+        live = [not _is_zero(t) for t in tangents]
+        results = bind(
+            jvp_p,
+            *(x, stats, *_some([scale], [given[0]]), *_some(tangents, live)),
+            given=(given[0], *live),
+            passed=given[2],
+            **params,
+        )
+        pulled = [
+            _compat.with_sharding_of(t, of.aval) if ad.is_undefined_primal(of) else None
+            for t, of in zip(results, [dy, *[of_sum] * given[2]], strict=True)
+        ]
+        return [None, None, *[None] * given[0], *pulled]
+
+    def jvp_transpose(
+        cts: Any, x: Any, stats: Any, *rest: Any, given: Any, passed: Any, **params: Any
+    ) -> Any:
+        has_scale, *live = given
+        scale = rest[0] if has_scale else None
+        tangents = rest[has_scale:]
+        dy, of_sum = cts[0], cts[1] if passed and not _is_zero(cts[1]) else None
+        wanted = tuple(live[1:])
+        operands = _some([scale, _instantiated(dy), of_sum], (has_scale, True, of_sum is not None))
+        dx, *sums = bind(
+            vjp_p,
+            *(x, stats, *operands),
+            given=(has_scale, True, of_sum is not None),
+            wanted=wanted,
+            **params,
+        )
+        results = [*([dx] if live[0] else []), *sums]
+        pulled = [
+            _compat.with_sharding_of(r, t.aval) if ad.is_undefined_primal(t) else None
+            for r, t in zip(results, tangents, strict=True)
+        ]
+        return [None, None, *[None] * has_scale, *pulled]
+
+    def statistics(**_: Any) -> Sequence[int]:
+        return (1,)
+
+    def first(operands: int, *, given: Sequence[bool], **_: Any) -> int:
+        return 2 + given[0]
+
+    def transpose(cts: Any, *args: Any, implementation: Any, **params: Any) -> Any:
+        """With respect to scale and bias, for `jax.linear_transpose` alone."""
+        live = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+
+        def of_live(*xs: Any) -> Any:
+            given = dict(zip(live, xs, strict=True))
+            return _reference.norm(*(given.get(i, x) for i, x in enumerate(args)), **params)[0]
+
+        pulled = jax.linear_transpose(of_live, *(args[i].aval for i in live))(_instantiated(cts[0]))
+        of_operands = dict(zip(live, pulled, strict=True))
+        return [of_operands.get(i) for i in range(len(args))]
+
+    _primitive.define_derivatives(norm_p, jvp=jvp, transpose=transpose)
+    _linear(vjp_p, _reference.norm_vjp, first, statistics, vjp_transpose)
+    _linear(jvp_p, _reference.norm_jvp, first, statistics, jvp_transpose)
+    return norm_p
+
+
+def _in_dtype(x: Any, dtype: Any) -> Any:
+    return x if x is None or _is_zero(x) else x.astype(dtype)
+
+
+norm_p = _define_norm()

@@ -1,0 +1,507 @@
+"""Functions of rows: softmax and what belongs to it, and norms.
+
+Each reduces along an axis and makes something of every element and of the reduction, in as few
+passes over memory as there can be, and so does its gradient.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_oneflow_ops import _checks, _native, _rows
+
+Implementation = Literal["native", "xla"] | None
+Axis = int | Sequence[int] | None
+
+_FLOATS = frozenset(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
+
+
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """``exp(x) / sum(exp(x))`` along an axis. Replaces `jax.nn.softmax`.
+
+    Args:
+      x: array of any shape; integers are converted as `jnp.exp` converts them.
+      axis: the axis of the sum, or several, or None for all. Axes that are not neighbours cost a
+        transposition.
+      where: booleans that broadcast to x: which elements there are. The result is 0 where there is
+        none. It costs passes over memory of its own.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+        takes native kernels where there are some. The environment variable
+        ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
+
+    Returns:
+      An array of `x`'s shape and dtype.
+
+    Raises:
+      TypeError: `x` is not an array of numbers, or `axis` is not made of integers.
+      ValueError: `axis` is out of range or repeats, or an option has an unknown value.
+      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+
+    Numerics:
+      The maximum is subtracted first. 16-bit values are computed in float32 and rounded once.
+      Results below 4e-38 may be 0. All NaN where an element is NaN or +inf, or all are -inf, as
+      `jax.nn.softmax`.
+
+    Differentiation and sharding:
+      To any order, in both modes; the gradient is one kernel, which reads the result and not `x`.
+      All dimensions may be sharded freely but `axis`, which is gathered, with a `GatherWarning`.
+
+    Source:
+      OneFlow's softmax, described in "How to Implement an Efficient Softmax CUDA Kernel".
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.softmax(jnp.array([[0.0, 0.0, -jnp.inf], [3.0, 3.0, 3.0]])).round(3))
+      [[0.5   0.5   0.   ]
+       [0.333 0.333 0.333]]
+    """
+    return _softmax("softmax", x, axis, where, 0, implementation, log=False)
+
+
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """``x - log(sum(exp(x)))`` along an axis. Replaces `jax.nn.log_softmax`.
+
+    Args:
+      x: array of any shape; integers are converted as `jnp.exp` converts them.
+      axis: the axis of the sum, or several, or None for all, as in `softmax`.
+      where: booleans that broadcast to x: which elements there are. The result is -inf where there
+        is none.
+      implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
+
+    Returns:
+      An array of `x`'s shape and dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `softmax`.
+
+    Numerics:
+      As of `softmax`.
+
+    Differentiation and sharding:
+      As of `softmax`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.log_softmax(jnp.array([0.0, 0.0])).round(4))
+      [-0.6931 -0.6931]
+    """
+    return _softmax("log_softmax", x, axis, where, -jnp.inf, implementation, log=True)
+
+
+@_checks.in_own_precision
+def _softmax(
+    name: str, x: Any, axis: Any, where: Any, fill: float, implementation: Any, *, log: bool
+) -> jax.Array:
+    choice = _native.choose_implementation(name, implementation)
+    x = _floating(name, "x", x)
+    axes = _axes(name, axis, x.ndim)
+    mask = _mask(name, where)
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
+    rows, place, back = _merged(x, axes)
+    y = _rows.bind(_rows.softmax_p, rows, axis=place, log=log, implementation=choice)
+    y = back(y)
+    return y if mask is None else jnp.where(mask, y, jnp.asarray(fill, y.dtype))
+
+
+@_checks.in_own_precision
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation = None,
+) -> Any:
+    """``log(sum(exp(a)))``. Replaces `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
+
+    Args:
+      a: array of any shape; integers are converted as `jnp.exp` converts them. With complex
+        numbers, `b` or `return_sign` JAX's function is called.
+      axis: the axis of the sum, or several, as in `softmax`; None for all.
+      b: factors of the exponentials.
+      keepdims: the result has the axes, with size 1.
+      return_sign: a pair, whose second is the sign of the sum.
+      where: booleans that broadcast to a: which elements there are.
+      implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
+
+    Returns:
+      An array of `a`'s dtype, without the axes.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `softmax`.
+
+    Numerics:
+      The maximum is subtracted first, if it is finite. 16-bit values are computed in float32 and
+      rounded once. -inf where there are no elements, as JAX's.
+
+    Differentiation and sharding:
+      To any order, in both modes; the gradient is one kernel, which reads `a` and two numbers a
+      row. All dimensions may be sharded freely. Two all-reduces, of one number a row, combine rows
+      that are sharded; forward-mode derivatives gather those.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.logsumexp(jnp.array([1000.0, 1000.0])).round(1))
+      1000.7
+    """
+    name = "logsumexp"
+    choice = _native.choose_implementation(name, implementation)
+    x = _checks.as_array(name, "a", a, numbers=True)
+    if b is not None or return_sign or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        if choice == "native":
+            raise TypeError(f"{name}: there are no kernels for b, return_sign or complex numbers")
+        return jax.nn.logsumexp(x, axis, b, keepdims, return_sign, where)
+    x = _floating(name, "a", x)
+    axes = _axes(name, axis, x.ndim)
+    mask = _mask(name, where)
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
+    rows, place, _ = _merged(x, axes)
+    y: jax.Array = _rows.bind(_rows.logsumexp_p, rows, axis=place, implementation=choice)[0]
+    return jnp.expand_dims(y, axes) if keepdims else y
+
+
+@_checks.in_own_precision
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: int | tuple[int, ...] = -1,
+    where: ArrayLike | None = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """``logsumexp(logits) - logits[label]`` along an axis. Replaces optax's function of that name.
+
+    The loss and its gradient read the logits twice and write once. The gradient is written where
+    the logits are if nothing else needs them.
+
+    Args:
+      logits: array of any shape.
+      labels: integers of the shape of `logits` without the axes. With several axes a label counts
+        through all of them, in the order of `axis`.
+      axis: the axis of the classes, or several.
+      where: booleans of the shape of the labels or of the logits: which elements there are. The
+        result is 0 where a row has none.
+      implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
+
+    Returns:
+      An array of the shape of `labels` and the dtype of `logits`.
+
+    Raises:
+      TypeError: `logits` are no array of floats, or `labels` of integers.
+      ValueError: shapes do not fit, `axis` is out of range or repeats, or an option has an unknown
+        value.
+      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+
+    Numerics:
+      16-bit logits are computed in float32 and the loss is rounded once. Negative labels count from
+      the end; labels out of range give NaN and no gradient of their own, as in optax.
+
+    Differentiation and sharding:
+      To any order, in both modes; the gradient is one kernel. All dimensions may be sharded freely,
+      the classes too: two all-reduces of a few numbers a row, and no logits are sent, nor anything
+      for the gradient. Forward-mode derivatives gather sharded classes.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> logits = jnp.array([[0.0, 0.0, 0.0], [-30.0, 0.0, -30.0]])
+      >>> print(jof.softmax_cross_entropy_with_integer_labels(logits, jnp.array([0, 0])).round(1))
+      [ 1.1 30. ]
+    """
+    name = "softmax_cross_entropy_with_integer_labels"
+    choice = _native.choose_implementation(name, implementation)
+    x = _checks.as_array(name, "logits", logits)
+    if x.dtype not in _FLOATS:
+        raise TypeError(
+            f"{name}: logits must be float16, bfloat16, float32 or float64, got {x.dtype}"
+        )
+    axes = _axes(name, axis, x.ndim, sort=False)
+    if axis is None or not axes:
+        raise ValueError(f"{name}: axis must name an axis of logits, got {axis!r}")
+    mask = _mask(name, where)
+    if mask is not None and mask.ndim != x.ndim:
+        mask = jnp.expand_dims(mask, sorted(axes))
+    rows, place, _ = _merged(x, axes)
+    ids = _checks.as_ids(name, "labels", labels, rows.shape[place])
+    wanted = (*rows.shape[:place], *rows.shape[place + 1 :])
+    if ids.shape != wanted:
+        raise ValueError(
+            f"{name}: labels must have the shape of logits without axis, {wanted}, got {ids.shape}"
+        )
+    if ids.dtype != jnp.int32:
+        limits = jnp.iinfo(jnp.int32)
+        ids = jnp.clip(ids, limits.min, limits.max).astype(jnp.int32)
+    if mask is None:
+        loss: jax.Array = _rows.bind(
+            _rows.cross_entropy_p, rows, ids, axis=place, implementation=choice
+        )[0]
+        return loss
+    masked = jnp.where(mask, x, -jnp.inf)
+    total = logsumexp(masked, tuple(axes), implementation=implementation)
+    of_label = jnp.take_along_axis(rows, jnp.expand_dims(ids, place), place).squeeze(place)
+    some = jnp.broadcast_to(mask, x.shape).any(axes)
+    masked_loss: jax.Array = jnp.where(some, total - of_label, 0)
+    return masked_loss
+
+
+# ---- arguments ----
+
+
+def _floating(name: str, argument: str, operand: Any) -> jax.Array:
+    x = _checks.as_array(name, argument, operand, numbers=True)
+    if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_:
+        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
+    if x.dtype not in _FLOATS:
+        raise TypeError(
+            f"{name}: {argument} must be float16, bfloat16, float32, float64 or integers, got "
+            f"{x.dtype}"
+        )
+    return x
+
+
+def _axes(name: str, axis: Any, ndim: int, *, sort: bool = True) -> tuple[int, ...]:
+    """Axes without negative ones, by default in order."""
+    if axis is None:
+        return tuple(range(ndim))
+    try:
+        given = [operator.index(a) for a in (axis if isinstance(axis, list | tuple) else [axis])]
+    except TypeError:
+        raise TypeError(
+            f"{name}: axis must be None, an integer or a sequence of integers, got {axis!r}"
+        ) from None
+    for a in given:
+        if not -ndim <= a < ndim:
+            raise ValueError(
+                f"{name}: axis must be from {-ndim} to {ndim - 1} for an array of rank {ndim}, "
+                f"got {axis!r}"
+            )
+    axes = [a % ndim for a in given]
+    if len({*axes}) != len(axes):
+        raise ValueError(f"{name}: axis must not repeat, got {axis!r}")
+    return tuple(sorted(axes) if sort else axes)
+
+
+def _mask(name: str, where: Any) -> jax.Array | None:
+    return None if where is None else _checks.as_array(name, "where", where, numbers=True)
+
+
+def _merged(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, int, Any]:
+    """`x` with `axes` as one, which one it is, and the function that brings a result back."""
+    shape = x.shape
+    if len(axes) == 1:
+        return x, axes[0], lambda y: y
+    begin = axes[0] if axes else x.ndim
+    if [*axes] == [*range(begin, begin + len(axes))]:
+        n = math.prod(shape[a] for a in axes)
+        merged = (*shape[:begin], n, *shape[begin + len(axes) :])
+        return x.reshape(merged), begin, lambda y: y.reshape(shape)
+    others = [a for a in range(x.ndim) if a not in axes]
+    order = (*others, *axes)
+    moved = jnp.transpose(x, order)
+    merged = (*(shape[a] for a in others), math.prod(shape[a] for a in axes))
+    inverse = [order.index(a) for a in range(x.ndim)]
+    return (
+        moved.reshape(merged),
+        len(others),
+        lambda y: jnp.transpose(y.reshape(moved.shape), inverse),
+    )
+
+
+# ---- norms ----
+
+
+def layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    residual: ArrayLike | None = None,
+    implementation: Implementation = None,
+) -> Any:
+    """``(x - mean) / sqrt(variance + epsilon) * scale + bias``, both taken along an axis.
+
+    Replaces the arithmetic of `flax.linen.LayerNorm`. `jax_oneflow_ops.linen` has the module.
+
+    Args:
+      x: array of any shape.
+      scale: array of the shape of `x`'s axis, or axes; no factor if None.
+      bias: likewise; no summand if None.
+      axis: the axis that is normalised, or several. Others than the last cost a transposition.
+      epsilon: a number.
+      residual: array of `x`'s shape and dtype that is added to `x` before, in the same pass.
+      implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
+
+    Returns:
+      An array of `x`'s shape and dtype; with `residual` a pair, of the norm of ``x + residual`` and
+      that sum.
+
+    Raises:
+      TypeError: an operand is not an array of floats, or `axis` is not made of integers.
+      ValueError: shapes do not fit, `axis` is out of range or repeats, or an option has an unknown
+        value.
+      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+
+    Numerics:
+      16-bit values are computed in float32 and rounded once; the sum with `residual` is rounded
+      before it is normalised. The variance is the mean of the squared distances to the mean, which
+      does not cancel; in float32 and float64 the mean has more digits than the dtype.
+
+    Differentiation and sharding:
+      To any order, in both modes. The gradients of `x` (and `residual`), `scale` and `bias` are one
+      kernel, and a small one that adds up partial sums: they are deterministic. All dimensions may
+      be sharded freely but `axis`, which is gathered, with a `GatherWarning`; the gradients of
+      `scale` and `bias` cost an all-reduce then. Gradients of one example each, of `scale` and
+      `bias` under `jax.vmap`, are computed by jnp.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.layer_norm(jnp.array([[1.0, 3.0], [5.0, 5.0]])).round(3))
+      [[-1.  1.]
+       [ 0.  0.]]
+    """
+    return _norm("layer_norm", x, scale, bias, axis, epsilon, residual, implementation, center=True)
+
+
+def rms_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    residual: ArrayLike | None = None,
+    implementation: Implementation = None,
+) -> Any:
+    """``x / sqrt(mean(x**2) + epsilon) * scale``, the mean taken along an axis.
+
+    Replaces the arithmetic of `flax.linen.RMSNorm`. `jax_oneflow_ops.linen` has the module.
+
+    Args:
+      x: array of any shape.
+      scale: array of the shape of `x`'s axis, or axes; no factor if None.
+      axis: the axis that is normalised, or several. Others than the last cost a transposition.
+      epsilon: a number.
+      residual: array of `x`'s shape and dtype that is added to `x` before, in the same pass.
+      implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
+
+    Returns:
+      An array of `x`'s shape and dtype; with `residual` a pair, as of `layer_norm`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `layer_norm`.
+
+    Numerics:
+      As of `layer_norm`.
+
+    Differentiation and sharding:
+      As of `layer_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.rms_norm(jnp.array([3.0, -3.0, 3.0, 3.0])).round(3))
+      [ 1. -1.  1.  1.]
+    """
+    return _norm("rms_norm", x, scale, None, axis, epsilon, residual, implementation, center=False)
+
+
+@_checks.in_own_precision
+def _norm(
+    name: str,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    axis: Any,
+    epsilon: Any,
+    residual: Any,
+    implementation: Any,
+    *,
+    center: bool,
+) -> Any:
+    choice = _native.choose_implementation(name, implementation)
+    x = _checks.as_array(name, "x", x)
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{name}: x must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
+        raise TypeError(
+            f"{name}: epsilon must be a number, which is part of the program, got {epsilon!r}"
+        )
+    axes = _axes(name, axis, x.ndim, sort=False)
+    if not axes:
+        raise ValueError(f"{name}: axis must name an axis of x, got {axis!r}")
+    if residual is not None:
+        residual = _checks.as_array(name, "residual", residual)
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            raise ValueError(
+                f"{name}: residual must have the shape and dtype of x, {x.shape} and {x.dtype}, "
+                f"got {residual.shape} and {residual.dtype}"
+            )
+    sizes = tuple(x.shape[a] for a in axes)
+    vectors = [
+        _row_vector(name, argument, v, sizes, x.dtype)
+        for argument, v in (("scale", scale), ("bias", bias))
+    ]
+    others = [a for a in range(x.ndim) if a not in axes]
+    order = (*others, *axes)
+
+    def to_rows(a: jax.Array) -> jax.Array:
+        a = a if order == (*range(a.ndim),) else jnp.transpose(a, order)
+        return a if len(axes) == 1 else a.reshape(*a.shape[: len(others)], -1)
+
+    def from_rows(a: jax.Array) -> jax.Array:
+        a = a.reshape(tuple(x.shape[i] for i in order)) if len(axes) > 1 else a
+        return (
+            a
+            if order == (*range(a.ndim),)
+            else jnp.transpose(a, [*map(order.index, range(a.ndim))])
+        )
+
+    operands = [None if residual is None else to_rows(residual), *vectors]
+    y, *rest = _rows.bind(
+        _rows.norm_p,
+        *(to_rows(x), *(operand for operand in operands if operand is not None)),
+        given=tuple(operand is not None for operand in operands),
+        center=center,
+        epsilon=float(epsilon),
+        implementation=choice,
+    )
+    return from_rows(y) if residual is None else (from_rows(y), from_rows(rest[0]))
+
+
+def _row_vector(
+    name: str, argument: str, v: Any, sizes: tuple[int, ...], dtype: Any
+) -> jax.Array | None:
+    """A scale or bias of one dimension, in the dtype of x or in float32, which kernels take."""
+    if v is None:
+        return None
+    v = _checks.as_array(name, argument, v)
+    if v.dtype not in _FLOATS:
+        raise TypeError(
+            f"{name}: {argument} must be float16, bfloat16, float32 or float64, got {v.dtype}"
+        )
+    if v.shape != sizes:
+        raise ValueError(
+            f"{name}: {argument} must have the shape of x along axis, {sizes}, got {v.shape}"
+        )
+    vector: jax.Array = v if v.dtype == dtype else v.astype(jnp.float32)
+    return vector.reshape(-1)

@@ -1,0 +1,425 @@
+// The CUDA kernels of rows against sums in float64, on pointers at every offset within 16 bytes
+// that their type allows, between guard zones that must stay untouched. Needs a GPU; `make
+// gpu-check` runs it.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <random>
+
+#include "cuda/rows.h"
+#include "device.h"
+
+using namespace jof;
+
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+template <typename T>
+double Value(T x) {
+  return static_cast<double>(Accumulator<T>::Load(x));
+}
+
+// The nearest T; what a double rounds to on its way there makes no difference to a test.
+template <typename T>
+T Nearest(double x) {
+  return Accumulator<T>::Store(static_cast<Compute<T>>(x));
+}
+
+template <typename T>
+constexpr int kMantissa = sizeof(T) == 8               ? 53
+                          : sizeof(T) == 4             ? 24
+                          : kDTypeOf<T> == DType::kF16 ? 11
+                                                       : 8;
+template <typename T>
+constexpr int kLeastExponent = sizeof(T) == 8               ? -1021
+                               : kDTypeOf<T> == DType::kF16 ? -13
+                                                            : -125;
+
+// A unit in the last place of x as a T.
+template <typename T>
+double Ulp(double x) {
+  int exponent;
+  std::frexp(x, &exponent);
+  return std::ldexp(1.0, std::max(exponent, kLeastExponent<T>) - kMantissa<T>);
+}
+
+// What Compute<T> rounds by, relatively.
+template <typename T>
+constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-53 : 0x1p-24;
+
+double worst_ulps[4] = {};  // by kDTypeOf: f16, bf16, f32, f64
+
+template <typename T>
+double& Worst() {
+  return worst_ulps[static_cast<int>(kDTypeOf<T>) - static_cast<int>(DType::kF16)];
+}
+
+// `scale`: of the terms that the result is a sum of, whose rounding errors it inherits.
+template <typename T>
+void CheckNear(const char* what, double got, double want, double scale, const RowsProblem& p,
+               int64_t i) {
+  // An overflow is an infinity.
+  const bool same = std::isnan(want) ? std::isnan(got) : got == Value(Nearest<T>(want));
+  if (same) return;
+  const double ulps = sizeof(T) == 2 ? 1 : sizeof(T) == 4 ? 4 : 32;
+  // In f64 the sums here are no better.
+  const double terms = sizeof(T) == 8 ? std::sqrt(static_cast<double>(p.n)) : 1;
+  const double error = std::abs(got - want) - 8 * terms * kEpsilon<T> * scale;
+  const bool near = error <= ulps * Ulp<T>(want) ||
+                    (sizeof(T) == 4 && std::abs(got - want) < 1e-36);  // flushed to zero
+  JOF_CHECK(near, "%s %ld of (%ld, %ld, %ld) of type %d is %.9g, want %.9g: %.2f ulp", what,
+            long(i), long(p.outer), long(p.n), long(p.inner), int(kDTypeOf<T>), got, want,
+            std::abs(got - want) / Ulp<T>(want));
+  if (std::abs(want) > 1e-36) Worst<T>() = std::max(Worst<T>(), error / Ulp<T>(want));
+}
+
+enum Kind { kNormal, kOffset, kOutlier, kConstant, kSmall, kMasked, kAllMasked, kInfinite, kNaNs };
+constexpr int kKinds = 9;
+
+// Row r is of kind r modulo kKinds.
+template <typename T>
+std::vector<T> MakeRows(const RowsProblem& p, unsigned seed, bool only_finite) {
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  std::vector<T> x(static_cast<size_t>(p.rows() * p.n));
+  for (int64_t o = 0; o < p.outer; ++o) {
+    for (int64_t i = 0; i < p.inner; ++i) {
+      const int kind = static_cast<int>((o * p.inner + i + seed) % kKinds);
+      const int64_t special = static_cast<int64_t>(random() % static_cast<uint64_t>(p.n));
+      for (int64_t j = 0; j < p.n; ++j) {
+        double v = normal(random);
+        if (kind == kOffset) v = 10000 + v * (sizeof(T) == 2 ? 64 : 1);
+        if (kind == kOutlier && j == special) v = 50;
+        if (kind == kConstant) v = 3.25;
+        if (kind == kSmall) v *= 1e-6;
+        if (!only_finite) {
+          if (kind == kMasked && random() % 2 == 0) v = -kInf;
+          if (kind == kAllMasked) v = -kInf;
+          if (kind == kInfinite && j == special) v = kInf;
+          if (kind == kNaNs && j == special) v = kNaN;
+        }
+        x[static_cast<size_t>((o * p.n + j) * p.inner + i)] = Nearest<T>(v);
+      }
+    }
+  }
+  return x;
+}
+
+// Visits the rows with a function that gives the index of their elements.
+template <typename Visit>
+void ForEachRow(const RowsProblem& p, const Visit& visit) {
+  for (int64_t o = 0; o < p.outer; ++o) {
+    for (int64_t i = 0; i < p.inner; ++i) {
+      visit(o * p.inner + i,
+            [=](int64_t j) { return static_cast<size_t>((o * p.n + j) * p.inner + i); });
+    }
+  }
+}
+
+struct Exps {
+  double max = -kInf, sum = 0;
+};
+
+template <typename T, typename At>
+Exps ExpsOf(const std::vector<T>& x, int64_t n, const At& at) {
+  Exps e;
+  for (int64_t j = 0; j < n; ++j) e.max = std::max(e.max, Value(x[at(j)]));
+  for (int64_t j = 0; j < n; ++j) {
+    const double v = Value(x[at(j)]);
+    e.sum += std::isfinite(e.max) ? std::exp(v - e.max) : std::exp(v);
+  }
+  return e;
+}
+
+template <typename T>
+void TestSoftmax(const RowsProblem& p, bool log, int64_t in_offset, int64_t out_offset) {
+  const auto x = MakeRows<T>(p, unsigned(p.n), false);
+  DeviceArray in(x, in_offset), out(int64_t(x.size() * sizeof(T)), out_offset);
+  CHECK_CUDA(LaunchSoftmax({p, kDTypeOf<T>, log, in.data(), out.data()}, nullptr));
+  const T* y = out.CopyToHost<T>();
+  ForEachRow(p, [&](int64_t, auto at) {
+    const Exps e = ExpsOf(x, p.n, at);
+    for (int64_t j = 0; j < p.n; ++j) {
+      const double d = Value(x[at(j)]) - e.max;
+      const double want = !std::isfinite(e.max) || std::isnan(e.sum) ? kNaN
+                          : log                                      ? d - std::log(e.sum)
+                                                                     : std::exp(d) / e.sum;
+      CheckNear<T>(log ? "log_softmax" : "softmax", Value(y[at(j)]), want,
+                   log && std::isfinite(d) ? 1 + std::abs(d) + std::log(e.sum) : 0, p,
+                   int64_t(at(j)));
+    }
+  });
+}
+
+template <typename T>
+void TestSoftmaxVjp(const RowsProblem& p, bool log, int64_t in_offset, int64_t dy_offset,
+                    int64_t out_offset) {
+  auto y = MakeRows<T>(p, unsigned(p.n), true);
+  ForEachRow(p, [&](int64_t, auto at) {
+    const Exps e = ExpsOf(y, p.n, at);
+    for (int64_t j = 0; j < p.n; ++j) {
+      const double d = Value(y[at(j)]) - e.max;
+      y[at(j)] = Nearest<T>(log ? d - std::log(e.sum) : std::exp(d) / e.sum);
+    }
+  });
+  const auto dy = MakeRows<T>(p, unsigned(p.n) + 3, true);
+  DeviceArray in(y, in_offset), ct(dy, dy_offset);
+  DeviceArray out(int64_t(y.size() * sizeof(T)), out_offset);
+  CHECK_CUDA(LaunchSoftmaxVjp({p, kDTypeOf<T>, log, in.data(), ct.data(), out.data()}, nullptr));
+  const T* dx = out.CopyToHost<T>();
+  ForEachRow(p, [&](int64_t, auto at) {
+    double sum = 0, scale = 0;
+    for (int64_t j = 0; j < p.n; ++j) {
+      const double term = Value(dy[at(j)]) * (log ? 1 : Value(y[at(j)]));
+      sum += term;
+      scale += std::abs(term);
+    }
+    for (int64_t j = 0; j < p.n; ++j) {
+      const double a = Value(y[at(j)]), b = Value(dy[at(j)]);
+      const double want = log ? b - std::exp(a) * sum : a * (b - sum);
+      const double terms = log ? std::abs(b) + std::exp(a) * scale : a * (std::abs(b) + scale);
+      CheckNear<T>(log ? "log_softmax vjp" : "softmax vjp", Value(dx[at(j)]), want, terms, p,
+                   int64_t(at(j)));
+    }
+  });
+}
+
+template <typename T>
+void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int64_t out_offset) {
+  using C = Compute<T>;
+  const auto x = MakeRows<T>(p, unsigned(p.n), false);
+  const auto rows = static_cast<size_t>(p.rows());
+  std::vector<int32_t> labels(rows);
+  std::vector<T> ct(rows);
+  for (size_t r = 0; r < rows; ++r) {
+    const auto n = static_cast<size_t>(p.n);
+    labels[r] = static_cast<int32_t>(r % 7 == 5 ? n : r % 7 == 6 ? 0 - 1 - r % n : r * 31 % n);
+    ct[r] = Nearest<T>(1 + double(r % 3));
+  }
+  DeviceArray in(x, in_offset), label(labels, 0), cts(ct, sizeof(T));
+  DeviceArray out(int64_t(rows * sizeof(T)), sizeof(T)), stats(int64_t(rows * 2 * sizeof(C)), 0);
+  DeviceArray gradient(int64_t(x.size() * sizeof(T)), out_offset);
+  const auto* label_data = static_cast<const int32_t*>(has_labels ? label.data() : nullptr);
+  CHECK_CUDA(
+      LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, out.data(), stats.data()}, nullptr));
+  CHECK_CUDA(LaunchLogSumExpVjp(
+      {p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(), gradient.data()}, nullptr));
+  // In place.
+  CHECK_CUDA(LaunchLogSumExpVjp(
+      {p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(), in.data()}, nullptr));
+  const T* y = out.CopyToHost<T>();
+  stats.CopyToHost<C>();
+  const T* dx = gradient.CopyToHost<T>();
+  const T* in_place = in.CopyToHost<T>();
+  JOF_CHECK(std::memcmp(dx, in_place, x.size() * sizeof(T)) == 0, "in place it differs");
+  ForEachRow(p, [&](int64_t row, auto at) {
+    const Exps e = ExpsOf(x, p.n, at);
+    const double centre = std::isfinite(e.max) ? e.max : 0;
+    const int64_t label_index = has_labels ? LabelIndex(labels[size_t(row)], p.n) : -1;
+    const double log_sum = std::log(e.sum);
+    double want = log_sum + centre, scale = std::isfinite(want) ? 1 : 0;
+    if (has_labels) {
+      const double x_label = label_index < 0 ? kNaN : Value(x[at(label_index)]);
+      want = log_sum - (x_label - centre);
+      if (std::isfinite(want)) scale = 1 + std::abs(log_sum) + std::abs(x_label - centre);
+    }
+    CheckNear<T>("logsumexp", Value(y[row]), want, scale, p, row);
+    const double c = Value(ct[size_t(row)]);
+    for (int64_t j = 0; j < p.n; ++j) {
+      const double share = std::exp(Value(x[at(j)]) - centre) / e.sum;
+      CheckNear<T>("logsumexp vjp", Value(dx[at(j)]), c * (share - (j == label_index)),
+                   std::isfinite(share) ? c * share : 0, p, int64_t(at(j)));
+    }
+  });
+}
+
+// Scale and bias are of S, which is T or float.
+template <typename T, typename S>
+void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vectors,
+              int64_t in_offset, int64_t out_offset) {
+  using C = Compute<T>;
+  constexpr double kNormEpsilon = 1e-5;
+  const auto rows = static_cast<size_t>(p.rows()), n = static_cast<size_t>(p.n);
+  const auto x = MakeRows<T>(p, unsigned(p.n) + 1, true);
+  const auto residual = MakeRows<T>(p, unsigned(p.n) + 2, true);
+  const auto dy = MakeRows<T>({1, p.rows() * p.n, 1}, 0, true);
+  const auto dsum = MakeRows<T>({1, p.rows() * p.n, 1}, 9, true);
+  const auto scale = MakeRows<S>({1, p.n, 1}, 0, true), bias = MakeRows<S>({1, p.n, 1}, 9, true);
+  const auto bytes = static_cast<int64_t>(x.size() * sizeof(T));
+  DeviceArray in(x, in_offset), added(residual, in_offset), scales(scale, sizeof(S));
+  DeviceArray biases(bias, 0), out(bytes, out_offset), sum(bytes, out_offset);
+  DeviceArray stats(int64_t(rows * 3 * sizeof(C)), sizeof(C));
+  NormCall call{p,       kDTypeOf<T>, kDTypeOf<S>, kDTypeOf<S>, center,  kNormEpsilon, in.data(),
+                nullptr, nullptr,     nullptr,     out.data(),  nullptr, stats.data()};
+  if (has_vectors) call.scale = scales.data();
+  if (has_vectors && center) call.bias = biases.data();
+  if (has_residual) {
+    call.residual = added.data();
+    call.sum = sum.data();
+  }
+  CHECK_CUDA(LaunchNorm(call, nullptr));
+  const T* y = out.CopyToHost<T>();
+  const T* sums = sum.CopyToHost<T>();
+  std::vector<T> normed = x;
+  if (has_residual) {
+    for (size_t i = 0; i < x.size(); ++i) {
+      normed[i] = Nearest<T>(Value(x[i]) + Value(residual[i]));
+      JOF_CHECK(Value(sums[i]) == Value(normed[i]), "sum %ld", long(i));
+    }
+  }
+  const int64_t parts = std::min<int64_t>(p.rows(), p.n % 2 == 0 ? 264 : 24);
+  const int vectors = has_vectors ? (center ? 2 : 1) : 0;
+  DeviceArray cotangent(dy, out_offset), more(dsum, in_offset), gradient(bytes, out_offset);
+  DeviceArray dscale(int64_t(n * sizeof(C)), 0), dbias(int64_t(n * sizeof(C)), sizeof(C));
+  DeviceArray scratch(parts * vectors * p.n * int64_t(sizeof(C)), sizeof(C));
+  NormVjpCall vjp{p,
+                  kDTypeOf<T>,
+                  kDTypeOf<S>,
+                  center,
+                  has_residual ? sum.data() : in.data(),
+                  stats.data(),
+                  cotangent.data(),
+                  has_residual ? more.data() : nullptr,
+                  call.scale,
+                  gradient.data(),
+                  vectors > 0 ? dscale.data() : nullptr,
+                  vectors > 1 ? dbias.data() : nullptr,
+                  scratch.data(),
+                  parts};
+  CHECK_CUDA(LaunchNormVjp(vjp, nullptr));
+  const T* dx = gradient.CopyToHost<T>();
+  scratch.CopyToHost<C>();
+  std::vector<double> of_scale(n), of_bias(n), scale_terms(n), bias_terms(n);
+  for (size_t r = 0; r < rows; ++r) {
+    const size_t at = r * n;
+    double mean = 0, square = 0, largest = 0;
+    for (size_t j = 0; j < n; ++j) mean += center ? Value(normed[at + j]) / double(n) : 0;
+    for (size_t j = 0; j < n; ++j) {
+      const double d = Value(normed[at + j]) - mean;
+      square += d * d / double(n);
+      largest = std::max(largest, std::abs(Value(normed[at + j])));
+    }
+    const double rstd = 1 / std::sqrt(square + kNormEpsilon);
+    // What the mean may be off by: in f32 only that of the sums here is.
+    const double slack = center ? largest * rstd * (sizeof(T) == 4 ? 1e-7 : 1) : 0;
+    double first = 0, second = 0, first_terms = 0, second_terms = 0;
+    for (size_t j = 0; j < n; ++j) {
+      const double normal = (Value(normed[at + j]) - mean) * rstd;
+      const double s = has_vectors ? Value(scale[j]) : 1;
+      const double b = call.bias != nullptr ? Value(bias[j]) : 0;
+      CheckNear<T>("norm", Value(y[at + j]), normal * s + b,
+                   (std::abs(normal) + slack) * std::abs(s) + std::abs(b), p, int64_t(at + j));
+      const double d = Value(dy[at + j]), g = d * s;
+      first += g / double(n);
+      second += g * normal / double(n);
+      first_terms += std::abs(g) / double(n);
+      second_terms += std::abs(g) * (std::abs(normal) + slack) / double(n);
+      of_scale[j] += d * normal;
+      of_bias[j] += d;
+      scale_terms[j] += std::abs(d) * (std::abs(normal) + slack);
+      bias_terms[j] += std::abs(d);
+    }
+    for (size_t j = 0; j < n; ++j) {
+      const double normal = (Value(normed[at + j]) - mean) * rstd;
+      const double g = Value(dy[at + j]) * (has_vectors ? Value(scale[j]) : 1);
+      const double more_of_it = has_residual ? Value(dsum[at + j]) : 0;
+      const double want = (g - (center ? first : 0) - normal * second) * rstd + more_of_it;
+      const double terms =
+          (std::abs(g) + first_terms + (std::abs(normal) + slack) * second_terms) * rstd +
+          std::abs(more_of_it);
+      CheckNear<T>("norm vjp", Value(dx[at + j]), want, terms, p, int64_t(at + j));
+    }
+  }
+  const C* got_scale = dscale.CopyToHost<C>();
+  const C* got_bias = dbias.CopyToHost<C>();
+  for (size_t j = 0; j < n; ++j) {
+    if (vectors > 0) {
+      CheckNear<C>("dscale", got_scale[j], of_scale[j], 4 * scale_terms[j], p, int64_t(j));
+    }
+    if (vectors > 1) {
+      CheckNear<C>("dbias", got_bias[j], of_bias[j], 4 * bias_terms[j], p, int64_t(j));
+    }
+  }
+}
+
+template <typename T>
+int64_t TestNorms(const RowsProblem& p, int64_t step) {
+  using S = std::conditional_t<sizeof(T) == 8, double, float>;
+  int64_t launches = 0;
+  const auto size = static_cast<int64_t>(sizeof(T));
+  for (int64_t offset = 0; offset < 16; offset += std::max(size, step)) {
+    const int64_t other = (offset * 3 + size) % 16 / size * size;
+    for (const bool center : {false, true}) {
+      TestNorm<T, T>(p, center, false, true, offset, offset);
+      TestNorm<T, S>(p, center, true, true, offset, offset);
+      TestNorm<T, S>(p, center, false, false, offset, other);
+      TestNorm<T, T>(p, center, true, true, other, offset);
+      launches += 12;
+    }
+  }
+  return launches;
+}
+
+template <typename T>
+int64_t TestType(const RowsProblem& p, int64_t step) {
+  int64_t launches = 0;
+  const auto size = static_cast<int64_t>(sizeof(T));
+  for (int64_t offset = 0; offset < 16; offset += std::max(size, step)) {
+    const int64_t other = (offset * 3 + size) % 16 / size * size;
+    for (const bool flag : {false, true}) {
+      TestSoftmax<T>(p, flag, offset, offset);
+      TestSoftmax<T>(p, flag, offset, other);
+      TestSoftmaxVjp<T>(p, flag, offset, offset, offset);
+      TestSoftmaxVjp<T>(p, flag, offset, other, 0);
+      TestLogSumExp<T>(p, flag, offset, offset);
+      TestLogSumExp<T>(p, flag, other, offset);
+      launches += 10;
+    }
+  }
+  return launches;
+}
+
+}  // namespace
+
+int main(int argc, char**) {
+  const bool brief = argc > 1;  // under compute-sanitizer
+  int64_t launches = 0;
+  std::vector<RowsProblem> problems;
+  for (const int64_t n :
+       {1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 100, 127, 128, 130, 256, 333, 512}) {
+    problems.push_back({37, n, 1});
+  }
+  for (const int64_t n : {520, 768, 1000, 1024, 2000, 2047, 4096, 5000, 10007})
+    problems.push_back({19, n, 1});
+  problems.push_back({3000, 48, 1});
+  problems.push_back({5000, 128, 1});
+  problems.push_back({10, 50257, 1});
+  // Rows of elements that are not next to each other.
+  const std::vector<RowsProblem> strided = {{3, 5, 7},   {2, 33, 64},  {1, 1000, 24},
+                                            {40, 12, 2}, {2, 300, 40}, {1, 3000, 16},
+                                            {5, 1, 9},   {1, 64, 515}};
+  for (const RowsProblem& p : strided) {
+    launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 6);
+    launches += TestType<float>(p, 4) + TestType<double>(p, 8);
+  }
+  for (const RowsProblem& p : problems) {
+    const int64_t step = brief ? 16 : p.n > 600 ? 6 : 1;
+    launches += TestType<Half>(p, step) + TestType<BFloat16>(p, step);
+    launches += TestType<float>(p, step) + TestType<double>(p, step);
+    launches += TestNorms<Half>(p, step) + TestNorms<BFloat16>(p, step);
+    launches += TestNorms<float>(p, step) + TestNorms<double>(p, step);
+  }
+  if (!brief) {
+    for (const int64_t n : {128256, 300001, 2000003}) {
+      const RowsProblem p{n > 1000000 ? 2 : kKinds, n, 1};
+      launches += TestType<BFloat16>(p, 16) + TestType<float>(p, 16);
+      if (n < 1000000) launches += TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
+    }
+  }
+  std::printf(
+      "%ld launches right; at most %.2f ulp of f16, %.2f of bf16, %.2f of f32, %.2f of f64\n",
+      long(launches), worst_ulps[0], worst_ulps[1], worst_ulps[2], worst_ulps[3]);
+}

@@ -1,0 +1,614 @@
+"""Softmax and what belongs to it, and norms: numbers that are hard, and arguments."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jax_oneflow_ops as jof
+from tests import oracle
+from tests.arrays import rng_for
+from tests.catalogue import FLOATS
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+# Rows shorter and longer than a vector register, and than a block of them.
+LENGTHS = (1, 2, 7, 33, 100, 333, 1000, 2048, 2049, 5000)
+
+
+def assert_close(actual, exact, dtype, ulps, floor=0.0, least=0.0):
+    """Within so many units in the last place; `floor` is relative to the largest of a row, which
+    counts as `least` if it is less."""
+    assert actual.dtype == dtype
+    assert actual.shape == np.shape(exact)
+    wide, exact = np.asarray(actual).astype(np.float64), np.float64(exact)
+    unit = oracle.spacing(exact, dtype)
+    largest = np.max(np.abs(exact), -1, keepdims=True, initial=least)
+    slack = ulps * unit + floor * largest + 1e-37
+    assert np.all(np.abs(wide - exact) <= slack), np.max(np.abs(wide - exact) / slack)
+
+
+def eps(dtype) -> float:
+    return float(jnp.finfo(dtype).eps)
+
+
+def ulps(dtype) -> float:
+    """How far results may be from exact ones. Exponentials cost a few."""
+    return {2: 1.0, 4: 4.0, 8: 16.0}[jnp.dtype(dtype).itemsize]
+
+
+def rows_of(kind, rng, shape):
+    """Rows that are hard, as exact numbers of float16."""
+    x = rng.standard_normal(shape)
+    if kind == "offset":
+        x = 1000 + x
+    elif kind == "outlier":
+        x[..., rng.integers(shape[-1])] = 300
+    elif kind == "constant":
+        x = np.full(shape, 1.5)
+    elif kind == "denormal":
+        x = x * 1e-6
+    elif kind == "wide":
+        x = 30 * x
+    return x.astype(np.float16).astype(np.float64)
+
+
+KINDS = ("normal", "offset", "outlier", "constant", "denormal", "wide")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_softmax_on_hard_rows(kind, dtype):
+    for n in LENGTHS:
+        rng = rng_for(kind, dtype, n)
+        x = rows_of(kind, rng, (3, n)).astype(dtype)
+        wide = x.astype(np.float64)
+        # Far from the largest the exponent has the rounding of a difference.
+        floor = 4 * eps(jnp.promote_types(dtype, jnp.float32))
+        assert_close(jof.softmax(x), oracle.softmax(wide), dtype, ulps(dtype), floor)
+        assert_close(jof.log_softmax(x), oracle.log_softmax(wide), dtype, ulps(dtype), floor)
+        assert_close(jof.logsumexp(x, -1), oracle.logsumexp(wide), dtype, ulps(dtype), floor)
+        labels = rng.integers(0, n, size=3)
+        loss = jof.softmax_cross_entropy_with_integer_labels(x, labels)
+        exact = oracle.cross_entropy(wide, labels)
+        # What is left of log(sum) - (x - max) where these cancel.
+        slack = 4 * eps(jnp.promote_types(dtype, jnp.float32)) * (1 + np.log(n))
+        assert np.all(
+            np.abs(np.float64(loss) - exact) <= ulps(dtype) * oracle.spacing(exact, dtype) + slack
+        )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_softmax_on_hard_rows(kind, dtype):
+    for n in (1, 7, 100, 5000):
+        rng = rng_for(kind, dtype, n)
+        x = rows_of(kind, rng, (3, n)).astype(dtype)
+        ct = rng.standard_normal(x.shape).astype(dtype)
+        wide, dy = x.astype(np.float64), ct.astype(np.float64)
+        p = oracle.softmax(wide)
+        # y is read as it was rounded, and terms cancel.
+        floor = 8 * eps(dtype) + 4 * eps(dtype) * np.log2(n + 1)
+        _, pull = jax.vjp(jof.softmax, x)
+        expected = p * (dy - np.sum(p * dy, -1, keepdims=True))
+        scale = np.max(np.abs(p * dy), -1, keepdims=True) + 1e-3 / n
+        assert np.all(np.abs(np.float64(pull(ct)[0]) - expected) <= floor * scale + 1e-30)
+        labels = rng.integers(0, n, size=3)
+
+        def loss(x, labels=labels):
+            return jof.softmax_cross_entropy_with_integer_labels(x, labels).sum()
+
+        onehot = np.arange(n) == labels[:, None]
+        small = 8 * eps(jnp.promote_types(dtype, jnp.float32))
+        assert_close(jax.grad(loss)(x), p - onehot, dtype, 2 * ulps(dtype), small, 1.0)
+        sums = jax.grad(lambda x: jof.logsumexp(x, -1).sum())(x)
+        assert_close(sums, p, dtype, 2 * ulps(dtype), small)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+def test_norms_on_hard_rows(kind, dtype, center):
+    norm = jof.layer_norm if center else jof.rms_norm
+    for n in LENGTHS:
+        rng = rng_for(kind, dtype, n)
+        x = rows_of(kind, rng, (5, n)).astype(dtype)
+        xhat, rstd = oracle.normalized(x.astype(np.float64), center)
+        small = 2 * eps(jnp.promote_types(dtype, jnp.float32))
+        if jnp.dtype(dtype).itemsize == 2:  # the mean is rounded to float32
+            small *= 1 + float(np.max(np.abs(np.float64(x)) * rstd))
+        assert_close(norm(x), xhat, dtype, ulps(dtype), small)
+        scale = rng.uniform(0.5, 2, size=n).astype(np.float32)
+        exact = xhat * scale
+        if center:
+            bias = rng.standard_normal(n).astype(dtype)
+            y = jof.layer_norm(x, scale, bias)
+            exact = exact + bias.astype(np.float64)
+        else:
+            y = jof.rms_norm(x, scale)
+        assert_close(y, exact, dtype, ulps(dtype), 2 * small)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+def test_gradients_of_norms_on_hard_rows(kind, dtype, center):
+    for n in (1, 7, 100, 5000):
+        rng = rng_for(kind, dtype, n)
+        x = rows_of(kind, rng, (37, n)).astype(dtype)
+        scale = rng.uniform(0.5, 2, size=n).astype(np.float32)
+        dy = rng.standard_normal(x.shape).astype(dtype)
+        operands = (x, scale, np.zeros(n, np.float32)) if center else (x, scale)
+        _, pull = jax.vjp(jof.layer_norm if center else jof.rms_norm, *operands)
+        cts = pull(dy)
+        wide = [a.astype(np.float64) for a in (x, scale, dy)]
+        expected = oracle.norm_vjp(*wide, center)
+        xhat, rstd = oracle.normalized(wide[0], center)
+        small = 64 * eps(jnp.promote_types(dtype, jnp.float32))
+        if jnp.dtype(dtype).itemsize == 2:
+            small *= 1 + float(np.max(np.abs(wide[0])))
+        slack = ulps(dtype) * oracle.spacing(expected[0], dtype) + small * 8 * rstd
+        assert cts[0].dtype == dtype
+        assert np.all(np.abs(np.float64(cts[0]) - expected[0]) <= slack)
+        for ct, exact in zip(cts[1:], expected[1:], strict=False):
+            assert ct.dtype == np.float32
+            np.testing.assert_allclose(ct, exact, rtol=1e-5, atol=1e-4 * (1 + np.max(np.abs(xhat))))
+
+
+# --- what is not finite ---------------------------------------------------------------------------
+
+INF, NAN = np.inf, np.nan
+SPECIAL = np.array(
+    [
+        [1, 2, 3, 4],
+        [-INF, 2, -INF, 4],
+        [-INF, -INF, -INF, -INF],
+        [INF, 2, 3, -INF],
+        [NAN, 2, 3, 4],
+        [NAN, NAN, NAN, NAN],
+        [INF, NAN, 0, -INF],
+        [3e38, -3e38, 3e38, 0],
+        [-3e38, -3e38, -3e38, -3e38],
+        [NAN, -INF, -INF, -INF],
+        [INF, INF, INF, INF],
+    ],
+    np.float32,
+)
+
+
+def in_jax_32(function, x):
+    return np.asarray(function(jnp.asarray(x, jnp.float32)))
+
+
+@pytest.mark.parametrize("repeats", [1, 40, 2000])
+@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_special_values_are_those_of_jax(name, axis, repeats):
+    x = np.repeat(SPECIAL, repeats, -1)
+    ours, theirs = getattr(jof, name), getattr(jax.nn, name)
+    if axis == 0:
+        x = np.ascontiguousarray(x.T)
+    with np.errstate(all="ignore"):
+        expected = in_jax_32(lambda x: theirs(x, axis), x)
+        np.testing.assert_allclose(np.asarray(ours(x, axis)), expected, rtol=1e-5)
+        ct = rng_for(name).standard_normal(expected.shape).astype(np.float32)
+
+        def gradient(f):
+            return np.asarray(jax.vjp(lambda x: f(x, axis), jnp.asarray(x))[1](ct)[0])
+
+        np.testing.assert_allclose(gradient(ours), gradient(theirs), rtol=2e-4, atol=1e-6)
+
+
+def cross_entropy_in_jax(x, labels):
+    of_label = jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(x, -1) - of_label
+
+
+@pytest.mark.parametrize("labels", [0, 3, -1, -4, 4, -5, 2**31 - 1, -(2**31)])
+def test_special_labels_are_those_of_jax(labels):
+    x, labels = jnp.asarray(SPECIAL), jnp.full(len(SPECIAL), labels, jnp.int32)
+    loss = functools.partial(jof.softmax_cross_entropy_with_integer_labels, labels=labels)
+    expected = functools.partial(cross_entropy_in_jax, labels=labels)
+    # What JAX rounds to 0 beside 3e38.
+    np.testing.assert_allclose(loss(x), expected(x), rtol=1e-6, atol=1.5)
+    ct = jnp.arange(1.0, len(SPECIAL) + 1, dtype=jnp.float32)
+    (dx,), (wanted,) = jax.vjp(loss, x)[1](ct), jax.vjp(expected, x)[1](ct)
+    np.testing.assert_allclose(dx, wanted, rtol=1e-5, atol=1e-6)
+    columns = functools.partial(
+        jof.softmax_cross_entropy_with_integer_labels, labels=labels, axis=0
+    )
+    np.testing.assert_array_equal(columns(x.T), loss(x))
+    np.testing.assert_allclose(jax.vjp(columns, x.T)[1](ct)[0].T, dx, rtol=1e-6)
+
+
+def test_labels_of_64_bits_name_no_other_class():
+    x = jnp.zeros((1, 4))
+    labels = jnp.array([2**32 + 1])
+    assert np.isnan(jof.softmax_cross_entropy_with_integer_labels(x, labels)).all()
+
+
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+def test_special_values_of_norms(center):
+    """A row with what is not finite is NaN, and no other row is."""
+    x = np.repeat(SPECIAL[[0, 3, 4, 2, 0]], 3, -1)
+    y = np.asarray(jof.layer_norm(x) if center else jof.rms_norm(x))
+    assert np.isfinite(y[[0, 4]]).all()
+    assert np.isnan(y[2]).all()
+    assert np.isnan(y[[1, 3]]).any(-1).all()
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("label", [0, 3, -1, 4, -(2**31)])
+def test_special_values_in_sharded_rows(label):
+    """One element a device: parts of which the maximum is infinite, or nothing is left."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "n")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "n"))
+    rows = np.concatenate([SPECIAL, [[-5000, -INF, -5001, -INF], [-INF, 5000, INF, 0]]])
+    x = jnp.asarray(rows, jnp.float32)
+    labels = jnp.full(len(x), label, jnp.int32)
+    ct = jnp.arange(1.0, len(x) + 1, dtype=jnp.float32)
+    for f in (
+        functools.partial(jof.logsumexp, axis=-1),
+        functools.partial(jof.softmax_cross_entropy_with_integer_labels, labels=labels),
+    ):
+
+        def both(x, f=f):
+            y, pull = jax.vjp(f, x)
+            return y, pull(ct)[0]
+
+        y, dx = jax.jit(both)(jax.device_put(x, sharding))
+        expected, wanted = both(x)
+        np.testing.assert_allclose(y, expected, rtol=1e-6)
+        np.testing.assert_allclose(dx, wanted, rtol=1e-5, atol=1e-6)
+        assert dx.sharding.is_equivalent_to(sharding, 2)
+
+
+# --- shapes and arguments -------------------------------------------------------------------------
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    data=st.data(),
+    dtype=st.sampled_from(("bfloat16", "float32")),
+)
+def test_any_shape_and_axes(shape, data, dtype):
+    axes = data.draw(
+        st.one_of(
+            st.none(),
+            st.integers(-len(shape), len(shape) - 1),
+            st.lists(st.integers(0, len(shape) - 1), unique=True, min_size=1).map(tuple),
+        )
+    )
+    x = jnp.asarray(rng_for(*shape).standard_normal(shape).astype(dtype))
+    tolerance = {"rtol": 4 * eps(dtype), "atol": 4 * eps(dtype)}
+    wide = x.astype(jnp.float32)
+
+    def compare(actual, expected):
+        assert actual.dtype == x.dtype
+        assert actual.shape == expected.shape
+        np.testing.assert_allclose(np.float64(actual), np.float64(expected), **tolerance)
+
+    compare(jof.softmax(x, axes), jax.nn.softmax(wide, axes))
+    compare(jof.log_softmax(x, axes), jax.nn.log_softmax(wide, axes))
+    for keepdims in (False, True):
+        expected = jax.nn.logsumexp(wide, axes, keepdims=keepdims)
+        compare(jof.logsumexp(x, axes, keepdims=keepdims), expected)
+    where = jnp.asarray(rng_for("where", *shape).integers(0, 2, size=shape).astype(bool))
+    compare(jof.softmax(x, axes, where), jax.nn.softmax(wide, axes, where))
+    compare(jof.logsumexp(x, axes, where=where), jax.nn.logsumexp(wide, axes, where=where))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "bool"])
+def test_integers_are_converted(dtype):
+    x = np.arange(6).reshape(2, 3).astype(dtype)
+    for f in (jof.softmax, jof.log_softmax, functools.partial(jof.logsumexp, axis=-1)):
+        expected = jnp.exp(x).dtype
+        assert f(x).dtype == expected
+        np.testing.assert_array_equal(f(x), f(x.astype(expected)))
+
+
+@pytest.mark.parametrize("axis", [-1, 1, 0, (1, 2), (2, 0), (0, 1, 2)])
+@pytest.mark.parametrize("masked", ["no", "rows", "elements"])
+def test_cross_entropy_along_axes_is_that_of_optax(axis, masked):
+    optax = pytest.importorskip("optax")
+    rng = rng_for(axis, masked)
+    x = rng.standard_normal((3, 4, 5)).astype(np.float32)
+    axes = axis if isinstance(axis, tuple) else (axis % 3,)
+    batch = tuple(n for i, n in enumerate(x.shape) if i not in axes)
+    labels = rng.integers(0, x.size // np.prod(batch, dtype=int), size=batch)
+    where = {"no": None, "rows": rng.integers(0, 2, size=batch), "elements": x > -1}[masked]
+    where = None if where is None else jnp.asarray(where, bool)
+
+    def both(f):
+        loss, pull = jax.vjp(lambda x: f(x, labels, axis=axis, where=where), jnp.asarray(x))
+        return loss, pull(jnp.ones_like(loss))[0]
+
+    ours = both(jof.softmax_cross_entropy_with_integer_labels)
+    theirs = both(optax.softmax_cross_entropy_with_integer_labels)
+    for a, e in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, (1, 2), (2, 0)])
+def test_norms_along_axes(axis):
+    rng = rng_for(axis)
+    x = rng.standard_normal((3, 4, 5))
+    axes = axis if isinstance(axis, tuple) else (axis % 3,)
+    sizes = [x.shape[a] for a in axes]
+    scale, bias = rng.standard_normal((2, *sizes))
+    y = jof.layer_norm(x, scale, bias, axis=axis)
+    last = range(3 - len(axes), 3)
+    rows = np.moveaxis(x, axes, last)
+    flat = rows.reshape(*rows.shape[: 3 - len(axes)], -1)
+    expected = oracle.normalized(flat, True)[0].reshape(rows.shape) * scale + bias
+    np.testing.assert_allclose(y, np.moveaxis(expected, last, axes), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+def test_residual_is_the_norm_of_the_sum(center, dtype):
+    rng = rng_for(center, dtype)
+    x, r, dy, ds = (rng.standard_normal((6, 40)).astype(dtype) for _ in range(4))
+    scale = rng.uniform(0.5, 2, size=40).astype(np.float32)
+    norm = jof.layer_norm if center else jof.rms_norm
+
+    def fused(x, r, scale):
+        return norm(x, scale, residual=r)
+
+    def apart(x, r, scale):
+        return norm(x + r, scale), x + r
+
+    (y, total), pull = jax.vjp(fused, x, r, scale)
+    expected, pull_apart = jax.vjp(apart, x, r, scale)
+    # On GPUs a row may be added up in another order.
+    assert_close(y, np.float64(expected[0]), dtype, 2, 4 * eps(dtype))
+    np.testing.assert_array_equal(np.asarray(total), np.asarray(expected[1]))
+    for a, e in zip(pull((dy, ds)), pull_apart((dy, ds)), strict=True):
+        np.testing.assert_allclose(
+            np.float64(a), np.float64(e), rtol=8 * eps(dtype), atol=8 * eps(dtype)
+        )
+
+
+def reference_of(f):
+    return functools.partial(f, implementation="xla")
+
+
+def hard_to_linearise(f, *xs):
+    """A scalar function with f inside whose derivatives are not constant."""
+    weights = jnp.cos(jnp.arange(jnp.size(f(*xs)), dtype=xs[0].dtype))
+    return lambda *xs: jnp.sum(weights * jnp.ravel(f(*xs)) ** 3)
+
+
+SECOND_ORDER = {
+    "softmax": (jof.softmax, 1),
+    "log_softmax": (jof.log_softmax, 1),
+    "logsumexp": (functools.partial(jof.logsumexp, axis=-1), 1),
+    "cross_entropy": (
+        functools.partial(
+            jof.softmax_cross_entropy_with_integer_labels, labels=jnp.array([1, 0, 4], jnp.int32)
+        ),
+        1,
+    ),
+    "layer_norm": (jof.layer_norm, 3),
+    "rms_norm": (jof.rms_norm, 2),
+}
+
+
+@pytest.mark.parametrize("name", SECOND_ORDER)
+def test_second_order_in_both_modes(name):
+    f, operands = SECOND_ORDER[name]
+    rng = rng_for(name)
+    xs = [rng.standard_normal((3, 5)), *rng.standard_normal((2, 5))][:operands]
+    vs = [rng.standard_normal(x.shape) for x in xs]
+    every = tuple(range(operands))
+
+    def modes(f):
+        loss = hard_to_linearise(f, *xs)
+        grad = jax.grad(loss, every)
+        yield jax.jvp(grad, tuple(xs), tuple(vs))[1]
+        yield jax.grad(lambda *xs: jax.jvp(loss, xs, tuple(vs))[1], every)(*xs)
+        yield jax.grad(lambda *xs: sum(map(jnp.vdot, grad(*xs), vs)), every)(*xs)
+        yield jax.jvp(lambda *xs: jax.jvp(loss, xs, tuple(vs))[1], tuple(xs), tuple(vs))[1]
+        yield jax.hessian(loss)(*xs)
+
+    for actual, expected in zip(modes(f), modes(reference_of(f)), strict=True):
+        for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, e, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SECOND_ORDER)
+def test_the_reference_has_the_derivatives_of_its_value(name):
+    f, operands = SECOND_ORDER[name]
+    rng = rng_for(name)
+    xs = [rng.standard_normal((3, 5)), *rng.standard_normal((2, 5))][:operands]
+    loss = hard_to_linearise(f, *xs)
+    check_grads(loss, tuple(xs), order=2, modes=("fwd", "rev"), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_each_example_with_respect_to_scale():
+    x, dy = rng_for("per example").standard_normal((2, 4, 3, 5))
+    scale = np.ones(5)
+
+    def of_example(x, dy):
+        return jax.vjp(lambda scale: jof.layer_norm(x, scale), scale)[1](dy)[0]
+
+    expected = np.stack([of_example(*one) for one in zip(x, dy, strict=True)])
+    np.testing.assert_allclose(jax.vmap(of_example)(x, dy), expected, rtol=1e-12)
+
+
+def test_a_scale_for_each_example():
+    x, scale = rng_for("scales").standard_normal((2, 4, 5))
+    expected = np.stack([jof.rms_norm(*one) for one in zip(x, scale, strict=True)])
+    np.testing.assert_allclose(jax.vmap(jof.rms_norm)(x, scale), expected, rtol=1e-12)
+
+
+def test_gradient_of_cross_entropy_overwrites_dead_logits():
+    labels = jnp.zeros(64, jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def gradient(x):
+        return jax.grad(lambda x: jof.softmax_cross_entropy_with_integer_labels(x, labels).sum())(x)
+
+    x = jnp.zeros((64, 512), jnp.float32)
+    memory = gradient.lower(x).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == x.nbytes
+    assert memory.temp_size_in_bytes < x.nbytes // 8
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+X = jnp.zeros((3, 4), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: jof.softmax("x"), TypeError, "^softmax: x must be an array"),
+        (lambda: jof.softmax(X.astype(complex)), TypeError, "^softmax: x must be float16"),
+        (lambda: jof.softmax(X, 2), ValueError, "^softmax: axis must be from -2 to 1"),
+        (lambda: jof.log_softmax(X, (0, -2)), ValueError, "^log_softmax: axis must not repeat"),
+        (lambda: jof.logsumexp(X, 0.5), TypeError, "^logsumexp: axis must be None, an integer"),
+        (
+            lambda: jof.logsumexp(X, b=X, implementation="native"),
+            TypeError,
+            "^logsumexp: there are no kernels for b",
+        ),
+        (
+            lambda: jof.softmax_cross_entropy_with_integer_labels(X, jnp.zeros(3)),
+            TypeError,
+            "labels must have an integer dtype",
+        ),
+        (
+            lambda: jof.softmax_cross_entropy_with_integer_labels(X, jnp.zeros(4, int)),
+            ValueError,
+            r"labels must have the shape of logits without axis, \(3,\), got \(4,\)",
+        ),
+        (
+            lambda: jof.softmax_cross_entropy_with_integer_labels(X.astype(int), jnp.zeros(3, int)),
+            TypeError,
+            "logits must be float16",
+        ),
+        (lambda: jof.layer_norm(X.astype(int)), TypeError, "^layer_norm: x must be float16"),
+        (
+            lambda: jof.layer_norm(X, jnp.zeros(3)),
+            ValueError,
+            r"^layer_norm: scale must have the shape of x along axis, \(4,\), got \(3,\)",
+        ),
+        (lambda: jof.rms_norm(X, 2.0), TypeError, "^rms_norm: scale must be a jax or NumPy array"),
+        (lambda: jof.rms_norm(X, epsilon=X), TypeError, "^rms_norm: epsilon must be a number"),
+        (
+            lambda: jof.rms_norm(X, residual=X.astype(jnp.float16)),
+            ValueError,
+            "^rms_norm: residual must have the shape and dtype of x",
+        ),
+        (lambda: jof.rms_norm(X, axis=()), ValueError, "^rms_norm: axis must name an axis"),
+    ],
+)
+def test_bad_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def sds(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def ints(*shape):
+    return sds(*shape, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "results", "attributes", "message"),
+    [
+        ("softmax", [sds(2, 3)], sds(2, 3), {"axis": 2, "log": False}, "axis must be from 0 to 1"),
+        ("softmax", [sds()], sds(), {"axis": 0, "log": False}, "axis must be from 0 to -1"),
+        ("softmax", [sds(2, 3)], sds(3, 2), {"axis": 0, "log": False}, "the result must have"),
+        ("softmax", [ints(2, 3)], ints(2, 3), {"axis": 0, "log": False}, "element type"),
+        ("softmax_vjp", [sds(2, 3), sds(2, 2)], sds(2, 3), {"axis": 0, "log": True}, "dy must"),
+        ("logsumexp", [sds(2, 0)], [sds(2), sds(2, 2)], {"axis": 1}, "rows must have elements"),
+        ("logsumexp", [sds(2, 3)], [sds(2), sds(2)], {"axis": 1}, "stats must have 2"),
+        ("logsumexp", [sds(2, 3)], [sds(2), sds(3, 2)], {"axis": 1}, "stats must have 2"),
+        (
+            "cross_entropy",
+            [sds(2, 3), sds(2, dtype=jnp.uint32)],
+            [sds(2), sds(2, 2)],
+            {"axis": 1},
+            "labels must have 1",
+        ),
+        (
+            "cross_entropy_vjp",
+            [sds(2, 3), ints(2), sds(2, 2), sds(2)],
+            sds(2, 2),
+            {"axis": 1},
+            "the result must have",
+        ),
+        (
+            "norm",
+            [sds(2, 3), sds(0, 0), sds(2), sds(0)],
+            [sds(2, 3), sds(0, 0), sds(2, 3)],
+            {"center": True, "epsilon": 1e-6},
+            "scale must have shape",
+        ),
+        (
+            "norm_vjp",
+            [sds(2, 3), sds(2, 3), sds(2, 3), sds(0, 0), sds(3)],
+            [sds(2, 3), sds(3), sds(3), sds(4, 1, 3)],
+            {"center": True},
+            "scratch must have shape",
+        ),
+    ],
+)
+def test_handlers_check_what_they_are_given(target, operands, results, attributes, message):
+    call = jax.ffi.ffi_call(f"jof_{target}", results)
+    xs = [jnp.zeros(x.shape, x.dtype) for x in operands]
+    attributes = {k: np.int64(v) if k == "axis" else v for k, v in attributes.items()}
+    with pytest.raises(Exception, match=f"jof_{target}: .*{message}"):
+        jax.block_until_ready(jax.jit(lambda *xs: call(*xs, **attributes))(*xs))
+
+
+# --- flax's modules -------------------------------------------------------------------------------
+
+MODULES = [
+    ({}, {}),
+    ({"dtype": jnp.bfloat16}, {}),
+    ({"use_scale": False, "epsilon": 1e-3}, {}),
+    ({"reduction_axes": (1, -1), "feature_axes": (1, -1)}, {}),
+    ({"param_dtype": jnp.bfloat16}, {}),
+    ({"feature_axes": (1, 2)}, {}),  # flax's own
+    ({}, {"mask": np.arange(5) < 3}),  # likewise
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("arguments", "call"), MODULES)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_modules_are_those_of_flax(name, arguments, call, dtype):
+    nn = pytest.importorskip("flax.linen")
+    from jax_oneflow_ops import linen
+
+    x = rng_for(name).standard_normal((3, 4, 5)).astype(dtype)
+    theirs, ours = (getattr(module, name)(**arguments) for module in (nn, linen))
+    assert isinstance(ours, getattr(nn, name))
+    variables = theirs.init(jax.random.key(0), x)
+    mine = ours.init(jax.random.key(0), x)
+    assert jax.tree.structure(mine) == jax.tree.structure(variables)
+    variables = jax.tree.map(lambda v: v + jnp.arange(v.size, dtype=v.dtype).reshape(v.shape), mine)
+
+    def loss(module, variables, x):
+        return jnp.sum(jnp.float32(module.apply(variables, x, **call)) ** 3)
+
+    results = [
+        (m.apply(variables, x, **call), jax.grad(loss, (1, 2))(m, variables, x))
+        for m in (ours, theirs)
+    ]
+    for a, e in zip(*map(jax.tree.leaves, results), strict=True):
+        assert a.dtype == e.dtype
+        largest = np.max(np.abs(np.float64(e)), initial=0)
+        coarse = jnp.promote_types(a.dtype, "bfloat16") == "bfloat16" or dtype == "bfloat16"
+        tolerance = 0.05 if coarse else 1e-4
+        np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)
