@@ -52,7 +52,9 @@ def sort(ids: Any, rows: int, implementation: str | None) -> Any:
     Ids out of range come last among those that jnp reads as the same row. So ids of a row are
     neighbours whether it has all of these, as for senders, or those in range, as for receivers.
     """
-    return bind(order_p, ids, rows=rows, implementation=implementation)
+    # Where there are no native kernels, the function that was called says so.
+    choice = None if implementation == "native" else implementation
+    return bind(order_p, ids, rows=rows, implementation=choice)
 
 
 def in_range(keys: Any) -> Any:
@@ -61,7 +63,13 @@ def in_range(keys: Any) -> Any:
 
 
 def message_sum(
-    graph: Sequence[Any], table: Any, weights: Any, *, num_segments: int, implementation: str | None
+    graph: Sequence[Any],
+    table: Any,
+    weights: Any,
+    *,
+    num_segments: int,
+    function: str,
+    implementation: str | None,
 ) -> Any:
     """Binds the primitive, which needs the order of the receivers."""
     senders, receivers, *orders = graph
@@ -71,19 +79,29 @@ def message_sum(
     return bind(
         *(message_sum_p, senders, receivers, *orders, table, weights),
         num_segments=num_segments,
+        function=function,
         implementation=implementation,
     )
 
 
 def softmax(
-    ids: Any, order: Order, x: Any, *, num_segments: int, implementation: str | None
+    ids: Any,
+    order: Order,
+    x: Any,
+    *,
+    num_segments: int,
+    function: str,
+    implementation: str | None,
 ) -> Any:
     """Binds the primitive, which needs the order."""
     if order[0].shape != ids.shape:
         numbers, keys = sort(ids, num_segments, implementation)
         order = numbers, in_range(keys)
     return bind(
-        *(softmax_p, ids, *order, x), num_segments=num_segments, implementation=implementation
+        *(softmax_p, ids, *order, x),
+        num_segments=num_segments,
+        function=function,
+        implementation=implementation,
     )
 
 
@@ -105,22 +123,22 @@ def _order_type(ids: Any, *, rows: int) -> list[Any]:
     return [ids.update(dtype=jnp.dtype(jnp.int32), weak_type=False)] * 2
 
 
-def _message_sum_type(*args: Any, num_segments: int) -> Any:
-    *_, table, weights = args
+def _message_sum_type(*args: Any, num_segments: int, **_: Any) -> Any:
+    *_orders, table, weights = args
     _, heads, width = table.sharding.spec
     shape = (num_segments, *table.shape[1:])
     spec = (None, _joined(heads, weights.sharding.spec[1]), width)
     return _compat.with_spec(table, shape, spec).update(weak_type=False)
 
 
-def _edge_dot_type(senders: Any, *args: Any, dtype: Any) -> Any:
-    *_, a, b = args
+def _edge_dot_type(senders: Any, *args: Any, dtype: Any, **_: Any) -> Any:
+    *_orders, a, b = args
     spec = (None, _joined(a.sharding.spec[1], b.sharding.spec[1]))
     result = _compat.with_spec(a, (senders.shape[0], a.shape[1]), spec)
     return result.update(dtype=dtype, weak_type=False)
 
 
-def _softmax_type(*args: Any, num_segments: int) -> Any:
+def _softmax_type(*args: Any, num_segments: int, **_: Any) -> Any:
     x = args[3]
     return _compat.with_spec(x, x.shape, (None, x.sharding.spec[1])).update(weak_type=False)
 
@@ -152,23 +170,24 @@ def _sums(rows: Any, ids: Any, size: int) -> Any:
     return zeros.at[jnp.where(ids < 0, size, ids)].add(rows, mode="drop")
 
 
-def _message_sum_reference(*args: Any, num_segments: int) -> jax.Array:
-    senders, receivers, *_, table, weights = args
+def _message_sum_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array:
+    senders, receivers, *_orders, table, weights = args
     rows = _rows(table, senders)
     if weights.shape[0] == rows.shape[0]:
         weighted = rows * weights.astype(rows.dtype)[..., None]
         rows = jnp.where((senders < 0)[:, None, None], 0, weighted)
-    return _sums(rows, receivers, num_segments).astype(table.dtype)
+    result: jax.Array = _sums(rows, receivers, num_segments).astype(table.dtype)
+    return result
 
 
-def _edge_dot_reference(*args: Any, dtype: Any) -> jax.Array:
-    senders, receivers, *_, a, b = args
+def _edge_dot_reference(*args: Any, dtype: Any, **_: Any) -> jax.Array:
+    senders, receivers, *_orders, a, b = args
     dots = jnp.sum(_rows(a, receivers) * _rows(b, senders), axis=-1)
     return jnp.where(((senders < 0) | (receivers < 0))[:, None], 0, dots).astype(dtype)
 
 
-def _softmax_reference(*args: Any, num_segments: int) -> jax.Array:
-    ids, *_, x = args
+def _softmax_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array:
+    ids, *_orders, x = args
     wide = x.astype(compute_dtype(x.dtype))
     to = jnp.where(ids < 0, num_segments, ids)
     most = jnp.full((num_segments, x.shape[1]), -jnp.inf, wide.dtype).at[to].max(wide, mode="drop")
@@ -177,8 +196,8 @@ def _softmax_reference(*args: Any, num_segments: int) -> jax.Array:
     return jnp.where((ids < 0)[:, None], 0, y).astype(x.dtype)
 
 
-def _softmax_vjp_reference(*args: Any, num_segments: int) -> jax.Array:
-    ids, *_, y, t = args
+def _softmax_vjp_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array:
+    ids, *_orders, y, t = args
     wide = compute_dtype(y.dtype)
     value, tangent = y.astype(wide), t.astype(wide)
     result = value * (tangent - _rows(_sums(value * tangent, ids, num_segments), ids))
@@ -195,8 +214,8 @@ def _chunks(platform: str, edges: int) -> int:
     return edges // CHUNK + 1
 
 
-def _message_sum_native(platform: str, *args: Any, num_segments: int) -> jax.Array:
-    senders, _, order, keys, _, _, table, weights = args
+def _message_sum_native(platform: str, *args: Any, num_segments: int, **_: Any) -> jax.Array:
+    senders, _receivers, order, keys, *_order, table, weights = args
     heads, width = table.shape[1:]
     shape, wide = (num_segments, heads, width), compute_dtype(table.dtype)
     if senders.size == 0 or 0 in shape:
@@ -211,8 +230,8 @@ def _message_sum_native(platform: str, *args: Any, num_segments: int) -> jax.Arr
     return result
 
 
-def _edge_dot_native(platform: str, *args: Any, dtype: Any) -> jax.Array:
-    senders, receivers, order, keys, _, _, a, b = args
+def _edge_dot_native(platform: str, *args: Any, dtype: Any, **_: Any) -> jax.Array:
+    senders, receivers, order, keys, *_order, a, b = args
     shape = (senders.size, a.shape[1])
     if 0 in (*shape, *a.shape, *b.shape):
         return jnp.zeros(shape, dtype)
@@ -224,7 +243,7 @@ def _edge_dot_native(platform: str, *args: Any, dtype: Any) -> jax.Array:
 
 
 def _softmax_native(
-    platform: str, ids: Any, order: Any, keys: Any, *arrays: Any, num_segments: int
+    platform: str, ids: Any, order: Any, keys: Any, *arrays: Any, num_segments: int, **_: Any
 ) -> jax.Array:
     """The softmax of one array, its derivative of two."""
     edges, heads = arrays[0].shape
@@ -386,6 +405,11 @@ def _softmax_batch(
 
 # ---- the primitives and their derivatives ----
 
+
+def _function(*, function: str, **_: Any) -> str:
+    return function
+
+
 order_p = _primitive.define(
     "jof_segment_order",
     function="segment_plan",
@@ -402,7 +426,7 @@ order_p = _primitive.define(
 )
 message_sum_p = _primitive.define(
     "jof_message_sum",
-    function="message_sum",
+    function=_function,
     abstract_eval=_message_sum_type,
     reference=_message_sum_reference,
     native=_message_sum_native,
@@ -411,7 +435,7 @@ message_sum_p = _primitive.define(
 )
 edge_dot_p = _primitive.define(
     "jof_edge_dot",
-    function="message_sum",
+    function=_function,
     abstract_eval=_edge_dot_type,
     reference=_edge_dot_reference,
     native=_edge_dot_native,
@@ -420,7 +444,7 @@ edge_dot_p = _primitive.define(
 )
 softmax_p = _primitive.define(
     "jof_segment_softmax",
-    function="segment_softmax",
+    function=_function,
     abstract_eval=_softmax_type,
     reference=_softmax_reference,
     native=_softmax_native,
@@ -429,7 +453,7 @@ softmax_p = _primitive.define(
 )
 softmax_vjp_p = _primitive.define(
     "jof_segment_softmax_vjp",
-    function="segment_softmax",
+    function=_function,
     abstract_eval=_softmax_type,
     reference=_softmax_vjp_reference,
     native=_softmax_native,
@@ -461,9 +485,7 @@ def _bilinear_jvp(primitive: core.Primitive) -> Callable[..., Any]:
     return jvp
 
 
-def _message_sum_transpose(
-    ct: Any, *args: Any, num_segments: int, implementation: str | None
-) -> list[Any]:
+def _message_sum_transpose(ct: Any, *args: Any, num_segments: int, **params: Any) -> list[Any]:
     *graph, table, weights = args
     cts: list[Any] = [None] * 8
     if ad.is_undefined_primal(table):
@@ -471,7 +493,7 @@ def _message_sum_transpose(
         if isinstance(ct, ad.Zero):
             cts[6] = ad.Zero(aval)
         else:
-            rows = {"num_segments": aval.shape[0], "implementation": implementation}
+            rows = {"num_segments": aval.shape[0], **params}
             result = message_sum(_transposed(graph), ct, weights, **rows)
             cts[6] = _compat.with_sharding_of(result, aval)
     if ad.is_undefined_primal(weights):
@@ -479,13 +501,12 @@ def _message_sum_transpose(
         if isinstance(ct, ad.Zero):
             cts[7] = ad.Zero(aval)
         else:
-            params = {"dtype": aval.dtype, "implementation": implementation}
-            result = bind(edge_dot_p, *graph, ct, table, **params)
+            result = bind(edge_dot_p, *graph, ct, table, dtype=aval.dtype, **params)
             cts[7] = _compat.with_sharding_of(result, aval)
     return cts
 
 
-def _edge_dot_transpose(ct: Any, *args: Any, dtype: Any, implementation: str | None) -> list[Any]:
+def _edge_dot_transpose(ct: Any, *args: Any, dtype: Any, **params: Any) -> list[Any]:
     *graph, a, b = args
     cts: list[Any] = [None] * 8
     for k, undefined, other, edges in ((6, a, b, graph), (7, b, a, _transposed(graph))):
@@ -495,7 +516,7 @@ def _edge_dot_transpose(ct: Any, *args: Any, dtype: Any, implementation: str | N
         if isinstance(ct, ad.Zero):
             cts[k] = ad.Zero(aval)
             continue
-        rows = {"num_segments": aval.shape[0], "implementation": implementation}
+        rows = {"num_segments": aval.shape[0], **params}
         cts[k] = _compat.with_sharding_of(message_sum(edges, other, ct, **rows), aval)
     return cts
 
@@ -517,11 +538,7 @@ def _softmax_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
 
 
 def _softmax_vjp_jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    num_segments: int,
-    implementation: str | None,
+    primals: Sequence[Any], tangents: Sequence[Any], *, num_segments: int, **others: Any
 ) -> Any:
     """Of ``y t - y s``, where s is the segment's sum of ``y t``.
 
@@ -529,7 +546,7 @@ def _softmax_vjp_jvp(
     """
     ids, order, keys, y, t = primals
     of_y, of_t = tangents[3:]
-    params: dict[str, Any] = {"num_segments": num_segments, "implementation": implementation}
+    params: dict[str, Any] = {"num_segments": num_segments, **others}
     result = bind(softmax_vjp_p, *primals, **params)
     terms = []
     if not isinstance(of_t, ad.Zero):
@@ -541,7 +558,7 @@ def _softmax_vjp_jvp(
         def times_sum(x: Any, of: Any) -> Any:
             total = message_sum(graph, t[..., None], of, **params)
             args = (*graph, total, x[..., None])
-            return bind(edge_dot_p, *args, dtype=x.dtype, implementation=implementation)
+            return bind(edge_dot_p, *args, dtype=x.dtype, **others)
 
         terms.append(of_y * t - times_sum(of_y, y) - times_sum(y, of_y))
     return result, _total(terms, result)

@@ -68,7 +68,8 @@ def segment_plan(ids: ArrayLike, num_segments: int) -> SegmentPlan:
     limits = jnp.iinfo(jnp.int32)
     ids = jnp.clip(ids, limits.min, limits.max).astype(jnp.int32)
     choice = _native.choose_implementation(name, None)
-    return SegmentPlan(*_graph.sort(ids, size, choice), size)
+    order, keys = _graph.sort(ids, size, choice)
+    return SegmentPlan(order, keys, size)
 
 
 @_checks.in_own_precision
@@ -312,6 +313,7 @@ def planned_softmax(
         order,
         logits.reshape(ids.size, math.prod(logits.shape[1:])),
         num_segments=size,
+        function=function,
         implementation=choice,
     )
     return result.reshape(logits.shape)
@@ -364,7 +366,7 @@ def _message_sum(
     if table.dtype not in _graph.FLOATS:
         messages = table[nearest] if senders.size else table[:0]
         messages = messages if weights is None else messages * weights[..., None]
-        result = jax.ops.segment_sum(messages, _in_range(receivers, size), size)
+        result: jax.Array = jax.ops.segment_sum(messages, _in_range(receivers, size), size)
         return result.reshape(size, *row)
     graph = (nearest.astype(jnp.int32), _in_range(receivers, size), *order, *sender_order)
     result = _graph.message_sum(
@@ -372,6 +374,7 @@ def _message_sum(
         table,
         jnp.zeros((0, heads), table.dtype) if weights is None else weights,
         num_segments=size,
+        function=function,
         implementation=choice,
     )
     return result.reshape(size, *row)
@@ -391,16 +394,16 @@ def _shared_dims(
     )
 
 
-def _as_numbers(function: str, name: str, x: Any) -> jax.Array:
-    x = _checks.as_array(function, name, x)
+def _as_numbers(function: str, name: str, given: Any) -> jax.Array:
+    x: jax.Array = _checks.as_array(function, name, given)
     if not jnp.issubdtype(x.dtype, jnp.number):
         raise TypeError(f"{function}: {name} must be numbers, got {x.dtype}; cast {name} first")
     return x
 
 
-def _as_floats(function: str, name: str, x: Any) -> jax.Array:
+def _as_floats(function: str, name: str, given: Any) -> jax.Array:
     """Integers are promoted."""
-    x = _as_numbers(function, name, x)
+    x = _as_numbers(function, name, given)
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if x.dtype not in _graph.FLOATS:
@@ -411,8 +414,8 @@ def _as_floats(function: str, name: str, x: Any) -> jax.Array:
     return x
 
 
-def _edge_ids(function: str, name: str, ids: Any, rows: int) -> jax.Array:
-    ids = _checks.as_ids(function, name, ids, rows)
+def _edge_ids(function: str, name: str, given: Any, rows: int) -> jax.Array:
+    ids = _checks.as_ids(function, name, given, rows)
     if ids.ndim != 1:
         raise ValueError(f"{function}: {name} must have 1 dimension, got shape {ids.shape}")
     if any(isinstance(n, int) and n > _graph.MOST for n in (ids.size, rows)):

@@ -72,13 +72,6 @@ class Rule:
 TRAILING = "the dimensions after them"
 OTHERS = {"b": "all other dimensions", "n": "`axis`"}
 IN_PARTS = {**OTHERS, "n": "`axis` (a second one for maxima)"}
-OF_MESSAGES = Rule(
-    "m t, n, n, n -> s t",
-    {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
-    {0: "`table`", 3: "`weights`"},
-    "t",
-    gathered="mns",
-)
 RULES = {
     "elementwise operations": Rule(
         "x, -> x", {"x": "all dimensions"}, {0: "an array", 1: "a scalar"}, "x"
@@ -132,12 +125,10 @@ RULES = {
         "b n, n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`", 2: "`bias`"}, "b", gathered="n"
     ),
     "`rms_norm`": Rule("b n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`"}, "b", gathered="n"),
-    "`message_sum`": OF_MESSAGES,
-    "`message_mean`": OF_MESSAGES,
-    "`attention_sum`": Rule(
-        "n, m t, n, n -> s t",
-        {"m": "rows of `values`", "n": "edges", "s": "rows of the result", "t": TRAILING},
-        {0: "`logits`", 1: "`values`"},
+    "`message_sum`": Rule(
+        "m t, n, n, n -> s t",
+        {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
+        {0: "`table`", 3: "`weights`"},
         "t",
         gathered="mns",
     ),
@@ -389,11 +380,10 @@ def reduced_rows_layouts() -> Iterator[Layout]:
 
 
 def graph_layouts() -> Iterator[Layout]:
-    of_messages = "mt,n,n,n->st"
-    for case, equation in zip(GRAPH_CASES, (of_messages, of_messages, "n,mt,n,n->st"), strict=True):
-        case = sized(case, equation, t=8)
-        yield layout(case, equation, t="b")
-        yield layout(case, equation, t=("a", "b"))
+    equation = "mt,n,n,n->st"
+    case = sized(GRAPH_CASES[0], equation, t=8)
+    yield layout(case, equation, t="b")
+    yield layout(case, equation, t=("a", "b"))
 
 
 REDUCTION_TARGETS = {
