@@ -5,6 +5,7 @@ Every function has the signature and the semantics of the JAX function it replac
 for their numerics, and :func:`implementations` for what is available where.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from jax_oneflow_ops._native import export_checks, implementations, include_dir
@@ -35,22 +36,7 @@ from jax_oneflow_ops.elementwise import (
     tanh,
     where,
 )
-from jax_oneflow_ops.graph import (
-    SegmentPlan,
-    attention_sum,
-    message_mean,
-    message_sum,
-    segment_plan,
-)
 from jax_oneflow_ops.permute import permute
-from jax_oneflow_ops.rows import (
-    layer_norm,
-    log_softmax,
-    logsumexp,
-    rms_norm,
-    softmax,
-    softmax_cross_entropy_with_integer_labels,
-)
 from jax_oneflow_ops.scatter import (
     embedding_lookup,
     scatter_add,
@@ -68,7 +54,22 @@ from jax_oneflow_ops.upsample import resize, upsample_nearest2d
 
 if TYPE_CHECKING:
     from jax_oneflow_ops._fuse import FusionError, fuse
+    from jax_oneflow_ops.graph import (
+        SegmentPlan,
+        attention_sum,
+        message_mean,
+        message_sum,
+        segment_plan,
+    )
     from jax_oneflow_ops.kernel import ElementwiseKernel, KernelCompileError
+    from jax_oneflow_ops.rows import (
+        layer_norm,
+        log_softmax,
+        logsumexp,
+        rms_norm,
+        softmax,
+        softmax_cross_entropy_with_integer_labels,
+    )
 
 __all__ = [
     "ElementwiseKernel",
@@ -132,19 +133,28 @@ __all__ = [
 ]
 
 
+# Modules that not every program needs take milliseconds to import: they are imported on first use.
+_LAZY = {
+    "_fuse": ("FusionError", "fuse"),
+    "graph": ("SegmentPlan", "attention_sum", "message_mean", "message_sum", "segment_plan"),
+    "kernel": ("ElementwiseKernel", "KernelCompileError"),
+    "rows": (
+        "layer_norm",
+        "log_softmax",
+        "logsumexp",
+        "rms_norm",
+        "softmax",
+        "softmax_cross_entropy_with_integer_labels",
+    ),
+}
+
+
 def __getattr__(name: str) -> Any:
-    # What takes milliseconds, which an import should not: a distribution's metadata, and what only
-    # kernels of one's own need.
     if name == "__version__":
         from importlib.metadata import version
 
         return version("jax-oneflow-ops")
-    if name in ("ElementwiseKernel", "KernelCompileError"):
-        from jax_oneflow_ops import kernel
-
-        return getattr(kernel, name)
-    if name in ("FusionError", "fuse"):
-        from jax_oneflow_ops import _fuse
-
-        return getattr(_fuse, name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

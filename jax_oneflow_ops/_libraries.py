@@ -17,7 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_oneflow_ops import _compat, rows
+from jax_oneflow_ops import _compat
 
 Function = Callable[..., Any]
 Found = Callable[[str, Sequence[Any]], None]
@@ -82,6 +82,8 @@ def _normalize(original: Function, arguments: Callable[..., Mapping[str, Any]]) 
         vectors = _vectors(given, [x.shape[-1]])
         name = "layer_norm" if stats[1] else "rms_norm"
         _tell(name, (x, *vectors.values()))
+        from jax_oneflow_ops import rows  # imported lazily: not every program has norms
+
         norm = rows.layer_norm if stats[1] else rows.rms_norm
         return norm(x, **vectors, epsilon=given["epsilon"])
 
@@ -118,6 +120,8 @@ def _cross_entropy(original: Function, arguments: Callable[..., Mapping[str, Any
         is_narrow = getattr(logits, "dtype", None) in (jnp.float16, jnp.bfloat16)
         if not is_narrow or given["where"] is not None or not _is_large(logits):
             return original(*args, **kwargs)
+        from jax_oneflow_ops import rows
+
         _tell("softmax_cross_entropy_with_integer_labels", (logits, given["labels"]))
         return rows.softmax_cross_entropy_with_integer_labels(
             logits, given["labels"], given["axis"]

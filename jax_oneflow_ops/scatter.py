@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _compat, _native, _scatter, graph
+from jax_oneflow_ops import _checks, _compat, _native, _scatter
 from jax_oneflow_ops._indexing import Indexing
+
+if TYPE_CHECKING:
+    from jax_oneflow_ops.graph import SegmentPlan
 
 Implementation = Literal["native", "xla"] | None
 Mode = Literal["drop", "fill", "clip", "promise_in_bounds"] | jax.lax.GatherScatterMode | None
@@ -347,7 +350,7 @@ def segment_softmax(
     unique_indices: bool = False,
     *,
     deterministic: bool = False,
-    plan: graph.SegmentPlan | None = None,
+    plan: "SegmentPlan | None" = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """The softmax over the rows of each segment. Replaces jraph's.
@@ -382,6 +385,8 @@ def segment_softmax(
     if jnp.issubdtype(logits.dtype, jnp.integer):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if plan is not None:
+        from jax_oneflow_ops import graph  # imported lazily: few programs have a plan
+
         return graph.planned_softmax(
             *(name, "logits", logits, "segment_ids", segment_ids, num_segments, plan),
             implementation=implementation,
