@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp

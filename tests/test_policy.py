@@ -126,6 +126,9 @@ def test_the_measurements_are_whole():
 IN_ANY_CASE = {"sums in a fixed order", "XLA is less accurate in this dtype"}
 
 
+ALWAYS_NATIVE = ("message_sum", "message_mean", "attention_sum")  # no survey draws graphs yet
+
+
 @pytest.mark.parametrize("case", FUNCTIONS, ids=str)
 def test_what_calls_depend_on(case):
     """Every function says it, and counts the bytes that the catalogue counts."""
@@ -135,7 +138,8 @@ def test_what_calls_depend_on(case):
         assert decision.call.bytes > 0 or decision.reason in IN_ANY_CASE
         assert decision.implementation in ("native", "xla")
         assert str(decision.implementation) in str(decision)
-    assert decisions or case.op.family not in ("permute", "upsample", "scatter", "rows")
+    families = ("permute", "upsample", "scatter", "rows")
+    assert decisions or case.op.family not in families or case.op.name in ALWAYS_NATIVE
 
 
 # --- lowering -------------------------------------------------------------------------------------
@@ -194,7 +198,8 @@ def test_sizes_that_are_not_known_yet(tables):
 def test_either_choice_gives_the_same(case, tables):
     xs = case.inputs()
     decisions = jof.policy(case.f, *xs)
-    if case.op is None or not decisions or {d.reason for d in decisions} & IN_ANY_CASE:
+    is_native = case.op is None or case.op.name in ALWAYS_NATIVE
+    if is_native or not decisions or {d.reason for d in decisions} & IN_ANY_CASE:
         pytest.skip("kernels run in any case")
     results = {}
     for gain in (2.0, 0.5):
