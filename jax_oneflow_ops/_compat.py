@@ -1,12 +1,11 @@
 """The only module that knows versions of jax and imports its internals; each use has its reason."""
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -227,13 +226,10 @@ _SCOPE = "jof_accelerate"  # the key in the metadata of equations, where users m
 _replacing = threading.Lock()
 _replaced: set[tuple[core.Primitive, str]] = set()
 
-_now = contextvars.ContextVar[str | None]("scope", default=None)
-
 Lowering = Callable[..., Any]
 
 
-@contextlib.contextmanager
-def in_scope(value: str, note: str | None = None) -> Iterator[None]:
+def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextManager[Any]:
     """A context in which equations are traced with `value`, which `scope_of` finds.
 
     jax keeps metadata through every transformation, and traces functions anew where it differs: a
@@ -241,18 +237,10 @@ def in_scope(value: str, note: str | None = None) -> Iterator[None]:
     """
     from jax.experimental import xla_metadata  # imported lazily: older releases lack it
 
-    more = {} if note is None else {f"{_SCOPE}_note": note}
-    token = _now.set(value)
-    try:
-        with xla_metadata.set_xla_metadata(**{_SCOPE: value}, **more):
-            yield
-    finally:
-        _now.reset(token)
-
-
-def scope_now() -> str | None:
-    """What `in_scope` was given where a function is being traced."""
-    return _now.get()
+    manager: contextlib.AbstractContextManager[Any] = xla_metadata.set_xla_metadata(
+        **{_SCOPE: value}, **({} if note is None else {f"{_SCOPE}_note": note})
+    )
+    return manager
 
 
 def scope_of(ctx: Any) -> str | None:
@@ -275,8 +263,7 @@ def replace_lowerings(
 
     Raises AttributeError, ImportError or TypeError where jax's internals differ from those known.
     """
-    with in_scope(OFF):
-        pass
+    in_scope(OFF)
     fields = {field.name for field in dataclasses.fields(mlir_internals.LoweringRuleContext)}
     if missing := {"jaxpr_eqn_ctx", "traceback", "avals_in", "avals_out"} - fields:
         raise AttributeError(f"LoweringRuleContext has no {', '.join(sorted(missing))}")
@@ -396,11 +383,6 @@ def user_line(traceback: Any) -> str:
     at = [f for f in frames if not any(part in Path(f.file_name).parts for part in installed)]
     frame = next(iter(at or frames), None)
     return "" if frame is None else f"{_short(frame.file_name)}:{frame.start_line}"
-
-
-def user_line_now() -> str:
-    """The line of the user's program that is being traced."""
-    return user_line(source_info_util.current().traceback)
 
 
 def _short(file_name: str) -> str:

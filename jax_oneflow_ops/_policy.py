@@ -33,6 +33,7 @@ class Call:
 
     kind: tuple[str, ...]  # from the family to what distinguishes calls: a cell's name
     bytes: int  # each array read or written once
+    unmeasured: str = "native"  # what runs where the device has no cell for such calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
             reason = f"{gain:.2f}x XLA in {cases} cases on {device}, the slowest tenth {low:.2f}x"
             times = (us * call.bytes / 2**20 for us in (native, xla))
             return Decision(call, "native" if wins else "xla", reason, *times)
-    return Decision(call, "native", f"no such call was measured on {device}")
+    return Decision(call, call.unmeasured, f"no such call was measured on {device}")
 
 
 # ---- the calls of a program ----

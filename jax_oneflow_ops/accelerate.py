@@ -16,15 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_oneflow_ops import (
-    _compat,
-    _libraries,
-    _native,
-    _policy,
-    _reference,
-    _scatter,
-    _scatter_rows,
-)
+from jax_oneflow_ops import _compat, _native, _policy, _reference, _scatter, _scatter_rows
 from jax_oneflow_ops._checks import in_own_precision
 from jax_oneflow_ops._report import Report, Row
 
@@ -285,7 +277,6 @@ class _Scope(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         stack = contextlib.ExitStack()
         if _problem(self._value) is None:
-            _libraries.install()
             stack.enter_context(_compat.in_scope(self._value, self._note))
         self._local.stacks = [*getattr(self._local, "stacks", []), stack]
 
@@ -310,10 +301,8 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
 
     Inside, JAX's own scatter-adds run as native kernels: those of `jax.ops.segment_sum`,
     ``x.at[...].add``, `jnp.bincount` and `jnp.histogram`, and those that differentiation makes of
-    lookups, as in embeddings, `jnp.take_along_axis` and `jax.image.resize`. So do the layer norms
-    and RMS norms of flax, with their gradients, and optax's cross entropy of 16-bit logits, where
-    arrays have a MiB or more. Outside nothing changes. :func:`explain` says what is swapped in a
-    program, and what is not, and why.
+    lookups, as in embeddings, `jnp.take_along_axis` and `jax.image.resize`. Outside nothing
+    changes. :func:`explain` says what is swapped in a program, and what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 
@@ -428,12 +417,7 @@ def explain(
     """
     lowered_for, device_kind = _place(platform)
     explanation = _Explanation(device_kind, [])
-    replaced = collections.Counter[Row]()
-
-    def tell(name: str, arrays: Sequence[Any]) -> None:
-        replaced[_row_of_library(name, arrays)] += 1
-
-    token, told = _explanation.set(explanation), _libraries.found.set(tell)
+    token = _explanation.set(explanation)
     try:
         with _Scope(_ON, str(next(_explained))):  # traced and lowered anew each time
             jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
@@ -441,7 +425,6 @@ def explain(
             text = traced.lower(lowering_platforms=(lowered_for,)).as_text()
     finally:
         _explanation.reset(token)
-        _libraries.found.reset(told)
     # What is in a function of jit may not know where the program calls it.
     lines = {_key(eqn.primitive, eqn.invars): line for eqn, line in _equations(traced.jaxpr)}
     counts = _tags(text)
@@ -450,21 +433,7 @@ def explain(
         for i, (row, key) in enumerate(explanation.rows)
         if counts[i]
     ]
-    of_libraries = [dataclasses.replace(row, count=n) for row, n in replaced.items()]
-    return Report(platform or lowered_for, _merged([*of_libraries, *rows, *_slow(traced.jaxpr)]))
-
-
-def _row_of_library(name: str, arrays: Sequence[Any]) -> Row:
-    """A function of flax or optax that is replaced, with its gradient."""
-    return Row(
-        line=_compat.user_line_now(),
-        operation=name,
-        shapes=(tuple(arrays[0].shape),),
-        dtype=arrays[0].dtype.name,
-        swapped=True,
-        reason=_libraries.REASON,
-        bytes=2 * _policy.nbytes(arrays[0]),
-    )
+    return Report(platform or lowered_for, _merged([*rows, *_slow(traced.jaxpr)]))
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
