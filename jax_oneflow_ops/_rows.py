@@ -9,6 +9,7 @@ Operands are arrays, which have an axis of rows; what has one value a row, or se
 axis; and row vectors.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence

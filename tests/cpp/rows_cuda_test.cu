@@ -70,7 +70,7 @@ void CheckNear(const char* what, double got, double want, double scale, const Ro
   const double error = std::abs(got - want) - 8 * terms * kEpsilon<T> * scale;
   const bool near = error <= ulps * Ulp<T>(want) ||
                     // Flushed to zero, or what the mean in float64 here is off in a constant row.
-                    (sizeof(T) < 8 && std::abs(got - want) < 1e-11 * scale + 1e-36);
+                    (sizeof(T) < 8 && std::abs(got - want) < 1e-11);
   JOF_CHECK(near, "%s %ld of (%ld, %ld, %ld) of type %d is %.9g, want %.9g: %.2f ulp", what,
             long(i), long(p.outer), long(p.n), long(p.inner), int(kDTypeOf<T>), got, want,
             std::abs(got - want) / Ulp<T>(want));
