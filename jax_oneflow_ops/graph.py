@@ -1,4 +1,4 @@
-"""Graph layers without an array of edges times width: sums of messages, attention over edges."""
+"""Graph layers that store no row for each edge: sums of messages, attention over edges."""
 
 import dataclasses
 import math
@@ -16,13 +16,13 @@ Implementation = Literal["native", "xla"] | None
 
 @dataclasses.dataclass(frozen=True)
 class SegmentPlan:
-    """An order of edges in which those of one segment are neighbours: see `segment_plan`.
+    """An order in which the edges of a segment are consecutive, made by `segment_plan`.
 
     A pytree: it may be an argument or a result of a function under `jax.jit`.
 
     Attributes:
-      order: the edges' numbers in that order, int32 of shape ``(edges,)``.
-      keys: twice the segment of each in that order, plus 1 where its id is out of range.
+      order: the indices of the edges in that order, int32 of shape ``(edges,)``.
+      keys: for each edge in that order twice its segment, plus 1 if its id is out of range.
       num_segments: the number of segments.
     """
 
@@ -38,20 +38,20 @@ jax.tree_util.register_dataclass(
 
 @_checks.in_own_precision
 def segment_plan(ids: ArrayLike, num_segments: int) -> SegmentPlan:
-    """Sorts edges by the segment that each belongs to, once for all layers of a graph network.
+    """Sorts edges by segment, once for all layers and steps of a graph network.
 
-    Without a plan each program sorts the ids that it needs sorted, once.
+    Without a plan, each program sorts the ids that it needs, once per run.
 
     Args:
       ids: integers of shape ``(edges,)``: the receivers of edges, or their senders.
-      num_segments: the number of segments: of nodes.
+      num_segments: the number of segments, which is the number of nodes.
 
     Returns:
-      A `SegmentPlan` for these ids. Ids out of range are allowed, as where the plan is used.
+      A `SegmentPlan` for these ids. Out-of-range ids are allowed if the function allows them.
 
     Raises:
-      TypeError: `ids` are no integers, or `num_segments` is no concrete integer.
-      ValueError: `ids` have not one dimension, there are 2^31 - 1 edges or segments or more, or
+      TypeError: `ids` are not integers, or `num_segments` is not a concrete integer.
+      ValueError: `ids` do not have one dimension, there are 2^31 - 1 or more edges or segments, or
         `num_segments` is negative.
 
     Differentiation and sharding:
@@ -84,27 +84,27 @@ def message_sum(
     sender_plan: SegmentPlan | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Adds up rows of a table, read at the senders of edges, at their receivers.
+    """Reads a row of a table at the sender of each edge, and sums the rows at the receivers.
 
     The result is that of ``jax.ops.segment_sum(weights * table[senders], receivers,
-    num_segments)``. The rows of edges are never stored, in the derivatives neither.
+    num_segments)``. Neither the function nor its derivatives store a row for each edge.
 
     Args:
       table: array of shape ``(nodes, ...)``: float16, bfloat16, float32 or float64. Integers and
-        complex numbers run in jnp.
+        complex numbers run in jnp, which stores the rows.
       senders: integers of shape ``(edges,)``, the rows that are read. Negative ones count from the
         end, and those out of range mean the nearest row, as in ``table[senders]``.
       receivers: integers of shape ``(edges,)``, the rows of the result. Edges whose receiver is
         negative or too large are dropped, as by `segment_sum`.
-      weights: None, or numbers of shape ``(edges, ...)``: the other dimensions are the first ones
-        of a row, such as ``(edges, heads)`` for a table of shape ``(nodes, heads, width)``. 1 is
-        allowed for a dimension at the end, over which weights are broadcast.
-      num_segments: the number of rows of the result; None takes that of the plan.
-      plan: a `segment_plan` of `receivers`.
+      weights: None for no weights, or numbers of shape ``(edges, ...)``, where the other dimensions
+        are the first ones of a row, such as ``(edges, heads)`` for a table of shape
+        ``(nodes, heads, width)``. Dimensions at the end may be 1; they are broadcast.
+      num_segments: the number of rows of the result. None takes the number of the plan.
+      plan: a `segment_plan` of `receivers`. Without it the program sorts.
       sender_plan: a `segment_plan` of `senders` and the number of nodes, which derivatives with
-        respect to `table` need.
-      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference,
-        None for kernels where there are any. The environment variable
+        respect to `table` use.
+      implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
+        takes kernels on every platform that has them. The environment variable
         ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
@@ -112,22 +112,22 @@ def message_sum(
       table and weights has in jnp.
 
     Raises:
-      TypeError: an argument is no array of numbers, `num_segments` is no concrete integer, or a
-        plan is no `SegmentPlan`.
-      ValueError: shapes do not fit, a plan is of another number of edges or segments,
+      TypeError: an argument is not an array of numbers, `num_segments` is not a concrete integer,
+        or a plan is not a `SegmentPlan`.
+      ValueError: shapes do not fit, a plan is for another number of edges or segments,
         `num_segments` is missing or negative, the table has no rows but there are edges, or there
-        are 2^31 - 1 edges or nodes or more.
+        are 2^31 - 1 or more edges or nodes.
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
-      16-bit values are multiplied and summed in float32 and rounded once. The same bits on every
-      run: the order of summation depends on shapes and ids only. A plan of other ids gives wrong
-      sums, and no error.
+      16-bit values are multiplied and summed in float32 and rounded once. Results have the same
+      bits on every run: the order of summation depends only on shapes and ids. A plan that was made
+      from other ids gives wrong sums, and no error.
 
     Differentiation and sharding:
-      To any order, in both modes, with respect to `table` and `weights`; no derivative stores an
-      array of edges times width either, unless weights are one. Dimensions after the first may be
-      sharded freely; edges and nodes are all-gathered, with a `GatherWarning`.
+      To any order, in both modes, with respect to `table` and `weights`. No derivative stores a row
+      for each edge, unless `weights` have that shape. Dimensions after the first may be sharded
+      freely; edges and nodes are all-gathered, with a `GatherWarning`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -161,13 +161,13 @@ def message_mean(
     sender_plan: SegmentPlan | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """`message_sum` over the number of edges of each receiver; 0 where it has none.
+    """`message_sum`, divided by the number of edges of each receiver; 0 where it has none.
 
     Args:
       table: rows of the senders, as in `message_sum`.
       senders: the rows that are read, as in `message_sum`.
       receivers: the rows of the result, as in `message_sum`.
-      weights: None or weights of edges, as in `message_sum`. They do not enter the number of edges.
+      weights: None or weights of edges, as in `message_sum`. They do not change the divisor.
       num_segments: the number of rows of the result, as in `message_sum`.
       plan: a `segment_plan` of `receivers`.
       sender_plan: a `segment_plan` of `senders`, as in `message_sum`.
@@ -180,7 +180,7 @@ def message_mean(
       TypeError, ValueError, NotImplementedError: as `message_sum`.
 
     Numerics:
-      Those of `message_sum`; a second rounding is the division's.
+      Those of `message_sum`. The division rounds once more.
 
     Differentiation and sharding:
       As of `message_sum`.
@@ -229,20 +229,20 @@ def attention_sum(
 ) -> jax.Array:
     """Graph attention: the sum of the senders' values, weighted by a softmax over edges.
 
-    The softmax of `logits` is over all edges of one receiver. The result is that of `message_sum`
-    with the softmax for weights.
+    The softmax of `logits` is over all edges of a receiver. The result is that of `message_sum`
+    with this softmax as weights.
 
     Args:
-      logits: real numbers of shape ``(edges,)`` or ``(edges, heads)``. In general the dimensions
+      logits: real numbers of shape ``(edges,)`` or ``(edges, heads)``. In general, the dimensions
         after the first are the first ones of a row of `values`.
       values: array of shape ``(nodes, ...)``, such as ``(nodes, heads, width)``: float16, bfloat16,
         float32 or float64; integers are converted as jnp promotes them with float32.
       senders: the rows of `values` that are read, as in `message_sum`.
       receivers: the rows of the result, as in `message_sum`.
-      num_segments: the number of rows of the result; None takes that of the plan.
-      plan: a `segment_plan` of `receivers`.
+      num_segments: the number of rows of the result. None takes the number of the plan.
+      plan: a `segment_plan` of `receivers`. Without it the program sorts.
       sender_plan: a `segment_plan` of `senders` and the number of nodes, which derivatives with
-        respect to `values` need.
+        respect to `values` use.
       implementation: ``"native"``, ``"xla"`` or None, as in `message_sum`.
 
     Returns:
@@ -253,13 +253,13 @@ def attention_sum(
       TypeError, ValueError, NotImplementedError: as `message_sum`.
 
     Numerics:
-      Each segment's maximum is subtracted first. 16-bit logits are widened, and the softmax stays
-      in float32; sums are rounded once. The same bits on every run. A segment all of whose logits
-      are -inf is NaN.
+      The maximum of each receiver's logits is subtracted first. 16-bit logits are widened, and the
+      softmax stays in float32; sums are rounded once. Results have the same bits on every run. If
+      all logits of a receiver are -inf, its result is NaN.
 
     Differentiation and sharding:
-      To any order, in both modes. Derivatives store arrays of edges times heads in float32, none of
-      edges times width. Sharding: as of `message_sum`.
+      To any order, in both modes. Derivatives store float32 arrays of a number for each edge and
+      head, but no row for each edge. Sharding is that of `message_sum`.
 
     Source:
       "Graph Attention Networks", Velickovic et al., 2018.

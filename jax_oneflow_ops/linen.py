@@ -1,8 +1,9 @@
 """Flax's norms with this package's kernels: the same modules, parameters and results.
 
-They are subclasses of `flax.linen`'s, so checkpoints load, and any argument that those have may be
-given. A call with a mask, over devices (`axis_name`), with features that are not what is
-normalised, or without float32 reductions is flax's own.
+They are subclasses of flax's modules and take the same arguments, so checkpoints load. Flax's own
+code runs for a call with a mask, with statistics over devices (`axis_name`), with `feature_axes`
+that differ from `reduction_axes`, without float32 reductions, or on values that are not real
+floating-point numbers.
 """
 
 from typing import Any
@@ -45,10 +46,10 @@ def _normalize(module: Any, x: jax.Array, with_bias: bool) -> jax.Array:
 
 
 class LayerNorm(nn.LayerNorm):
-    """`flax.linen.LayerNorm` by `jax_oneflow_ops.layer_norm`.
+    """`flax.linen.LayerNorm`, computed by `jax_oneflow_ops.layer_norm`.
 
-    The variance is that of `layer_norm`, more accurate than flax's, whatever `use_fast_variance`
-    says.
+    `use_fast_variance` has no effect: the variance is that of `layer_norm`, which is more accurate
+    than flax's.
     """
 
     @nn.compact
@@ -61,7 +62,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`flax.linen.RMSNorm` by `jax_oneflow_ops.rms_norm`."""
+    """`flax.linen.RMSNorm`, computed by `jax_oneflow_ops.rms_norm`."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:

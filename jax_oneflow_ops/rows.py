@@ -1,7 +1,7 @@
-"""Functions of rows: softmax and what belongs to it, and norms.
+"""Functions of rows: softmax and its relatives, and norms.
 
-Each reduces along an axis and makes something of every element and of the reduction, in as few
-passes over memory as there can be, and so does its gradient.
+Each reduces along an axis and then combines every element with the result of the reduction. The
+functions and their gradients take as few passes over memory as possible.
 """
 
 import math
@@ -32,12 +32,14 @@ def softmax(
 
     Args:
       x: array of any shape; integers are converted as `jnp.exp` converts them.
-      axis: the axis of the sum, or several, or None for all. Axes that are not neighbours cost a
+      axis: the axis of the sum, or several, or None for all. Axes that are not adjacent cost a
         transposition.
-      where: booleans that broadcast to x: which elements there are. The result is 0 where there is
-        none. It costs passes over memory of its own.
+      where: booleans that broadcast to `x`: which elements take part. The result is 0 for the
+        others. It costs additional passes over memory.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
-        takes native kernels where there are some. The environment variable
+        takes the one that was measured to be faster for such a call (see `policy`); if such calls
+        were not measured, XLA for the values of `softmax` and `log_softmax`, and kernels for their
+        gradients and for the other functions. The environment variable
         ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
@@ -50,12 +52,13 @@ def softmax(
 
     Numerics:
       The maximum is subtracted first. 16-bit values are computed in float32 and rounded once.
-      Results below 4e-38 may be 0. All NaN where an element is NaN or +inf, or all are -inf, as
-      `jax.nn.softmax`.
+      Results below 4e-38 may be 0. All results are NaN if an element is NaN or +inf, or if all are
+      -inf, as in `jax.nn.softmax`.
 
     Differentiation and sharding:
       To any order, in both modes; the gradient is one kernel, which reads the result and not `x`.
-      All dimensions may be sharded freely but `axis`, which is gathered, with a `GatherWarning`.
+      All dimensions except `axis` may be sharded freely; `axis` is all-gathered, with a
+      `GatherWarning`.
 
     Source:
       OneFlow's softmax, described in "How to Implement an Efficient Softmax CUDA Kernel".
@@ -81,8 +84,8 @@ def log_softmax(
     Args:
       x: array of any shape; integers are converted as `jnp.exp` converts them.
       axis: the axis of the sum, or several, or None for all, as in `softmax`.
-      where: booleans that broadcast to x: which elements there are. The result is -inf where there
-        is none.
+      where: booleans that broadcast to `x`: which elements take part. The result is -inf for the
+        others.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
 
     Returns:
@@ -135,29 +138,29 @@ def logsumexp(
     """``log(sum(exp(a)))``. Replaces `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
 
     Args:
-      a: array of any shape; integers are converted as `jnp.exp` converts them. With complex
-        numbers, `b` or `return_sign` JAX's function is called.
+      a: array of any shape; integers are converted as `jnp.exp` converts them. For complex
+        numbers, and with `b` or `return_sign`, JAX's function runs.
       axis: the axis of the sum, or several, as in `softmax`; None for all.
       b: factors of the exponentials.
-      keepdims: the result has the axes, with size 1.
-      return_sign: a pair, whose second is the sign of the sum.
-      where: booleans that broadcast to a: which elements there are.
+      keepdims: whether the result keeps the axes, with size 1.
+      return_sign: whether to return a pair, whose second element is the sign of the sum.
+      where: booleans that broadcast to `a`: which elements take part.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
 
     Returns:
-      An array of `a`'s dtype, without the axes.
+      An array of `a`'s dtype and shape without the axes.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
 
     Numerics:
       The maximum is subtracted first, if it is finite. 16-bit values are computed in float32 and
-      rounded once. -inf where there are no elements, as JAX's.
+      rounded once. The result is -inf if there are no elements, as in JAX.
 
     Differentiation and sharding:
-      To any order, in both modes; the gradient is one kernel, which reads `a` and two numbers a
-      row. All dimensions may be sharded freely. Two all-reduces, of one number a row, combine rows
-      that are sharded; forward-mode derivatives gather those.
+      To any order, in both modes; the gradient is one kernel, which reads `a` and two numbers per
+      row. All dimensions may be sharded freely. If `axis` is sharded, two all-reduces of one number
+      per row combine the parts of rows; forward-mode derivatives all-gather them.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -192,23 +195,23 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> jax.Array:
     """``logsumexp(logits) - logits[label]`` along an axis. Replaces optax's function of that name.
 
-    The loss and its gradient read the logits twice and write once. The gradient is written where
-    the logits are if nothing else needs them.
+    The loss and its gradient together read the logits twice and write once. The gradient
+    overwrites the logits if nothing else needs them.
 
     Args:
       logits: array of any shape.
-      labels: integers of the shape of `logits` without the axes. With several axes a label counts
-        through all of them, in the order of `axis`.
+      labels: integers of the shape of `logits` without the axes. With several axes, a label is an
+        index into all of them flattened, in the order of `axis`.
       axis: the axis of the classes, or several.
-      where: booleans of the shape of the labels or of the logits: which elements there are. The
-        result is 0 where a row has none.
+      where: booleans of the shape of the labels or of the logits: which elements take part. The
+        result is 0 for a row in which none does.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
 
     Returns:
       An array of the shape of `labels` and the dtype of `logits`.
 
     Raises:
-      TypeError: `logits` are no array of floats, or `labels` of integers.
+      TypeError: `logits` are not an array of floats, or `labels` not one of integers.
       ValueError: shapes do not fit, `axis` is out of range or repeats, or an option has an unknown
         value.
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
@@ -218,9 +221,9 @@ def softmax_cross_entropy_with_integer_labels(
       the end; labels out of range give NaN and no gradient of their own, as in optax.
 
     Differentiation and sharding:
-      To any order, in both modes; the gradient is one kernel. All dimensions may be sharded freely,
-      the classes too: two all-reduces of a few numbers a row, and no logits are sent, nor anything
-      for the gradient. Forward-mode derivatives gather sharded classes.
+      To any order, in both modes; the gradient is one kernel. All dimensions may be sharded freely.
+      Sharded classes cost two all-reduces of a few numbers per row; no logits are sent, and the
+      gradient needs no communication. Forward-mode derivatives all-gather sharded classes.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -340,21 +343,21 @@ def layer_norm(
     residual: ArrayLike | None = None,
     implementation: Implementation = None,
 ) -> Any:
-    """``(x - mean) / sqrt(variance + epsilon) * scale + bias``, both taken along an axis.
+    """``(x - mean) / sqrt(variance + epsilon) * scale + bias``, with moments along an axis.
 
     Replaces the arithmetic of `flax.linen.LayerNorm`. `jax_oneflow_ops.linen` has the module.
 
     Args:
       x: array of any shape.
-      scale: array of the shape of `x`'s axis, or axes; no factor if None.
-      bias: likewise; no summand if None.
-      axis: the axis that is normalised, or several. Others than the last cost a transposition.
-      epsilon: a number.
-      residual: array of `x`'s shape and dtype that is added to `x` before, in the same pass.
+      scale: array with the shape of `x` along `axis`; None for no factor.
+      bias: array with the shape of `x` along `axis`; None for no summand.
+      axis: the axis that is normalised, or several. Axes other than the last cost a transposition.
+      epsilon: a Python number.
+      residual: array of `x`'s shape and dtype that is added to `x` first, in the same pass.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
 
     Returns:
-      An array of `x`'s shape and dtype; with `residual` a pair, of the norm of ``x + residual`` and
+      An array of `x`'s shape and dtype; with `residual` a pair: the norm of ``x + residual``, and
       that sum.
 
     Raises:
@@ -366,14 +369,14 @@ def layer_norm(
     Numerics:
       16-bit values are computed in float32 and rounded once; the sum with `residual` is rounded
       before it is normalised. The variance is the mean of the squared distances to the mean, which
-      does not cancel; in float32 and float64 the mean has more digits than the dtype.
+      does not cancel; in float32 and float64 the mean is kept in more digits than the dtype has.
 
     Differentiation and sharding:
       To any order, in both modes. The gradients of `x` (and `residual`), `scale` and `bias` are one
-      kernel, and a small one that adds up partial sums: they are deterministic. All dimensions may
-      be sharded freely but `axis`, which is gathered, with a `GatherWarning`; the gradients of
-      `scale` and `bias` cost an all-reduce then. Gradients of one example each, of `scale` and
-      `bias` under `jax.vmap`, are computed by jnp.
+      kernel, and a small one that sums the partial sums of `scale` and `bias`; they are
+      deterministic. All dimensions except `axis` may be sharded freely, and then the gradients of
+      `scale` and `bias` cost an all-reduce; `axis` is all-gathered, with a `GatherWarning`. jnp
+      computes per-example gradients of `scale` and `bias`, as under `jax.vmap`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -393,20 +396,20 @@ def rms_norm(
     residual: ArrayLike | None = None,
     implementation: Implementation = None,
 ) -> Any:
-    """``x / sqrt(mean(x**2) + epsilon) * scale``, the mean taken along an axis.
+    """``x / sqrt(mean(x**2) + epsilon) * scale``, with the mean along an axis.
 
     Replaces the arithmetic of `flax.linen.RMSNorm`. `jax_oneflow_ops.linen` has the module.
 
     Args:
       x: array of any shape.
-      scale: array of the shape of `x`'s axis, or axes; no factor if None.
-      axis: the axis that is normalised, or several. Others than the last cost a transposition.
-      epsilon: a number.
-      residual: array of `x`'s shape and dtype that is added to `x` before, in the same pass.
+      scale: array with the shape of `x` along `axis`; None for no factor.
+      axis: the axis that is normalised, or several. Axes other than the last cost a transposition.
+      epsilon: a Python number.
+      residual: array of `x`'s shape and dtype that is added to `x` first, in the same pass.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
 
     Returns:
-      An array of `x`'s shape and dtype; with `residual` a pair, as of `layer_norm`.
+      An array of `x`'s shape and dtype; with `residual` a pair, as from `layer_norm`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `layer_norm`.
