@@ -1,4 +1,4 @@
-"""`fuse`: Python functions of arrays as one kernel."""
+"""`fuse`: compiles Python functions of arrays into one kernel."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
-    """Makes one kernel of a function of arrays that is elementwise.
+    """Compiles an elementwise function of arrays into one kernel.
 
     The function is written in jnp. It is traced when it is called, as under `jax.jit`, and compiled
     for GPUs with NVRTC and for CPUs with the system's C++ compiler. The kernel reads each array
@@ -33,46 +33,46 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
     sharding and export.
 
     Args:
-      fun: a function of arrays, numbers and pytrees of them that returns such a pytree. All results
-        that are computed have one shape. It may contain what jax has for the elements of arrays of
-        equal or broadcast shapes: arithmetic, comparisons, `jnp.where`, integer and bit operations,
-        casts, complex numbers, the elementwise functions of `jax.nn` and most of those of
-        `jax.scipy.special`; functions with custom derivatives; dimensions of size 1 that come
-        and go. It must be pure. Static arguments are passed in a closure.
-      partial: whether to fuse what is elementwise of a function that is not, and to leave the rest
-        to XLA.
+      fun: a pure function of arrays, numbers and pytrees of them that returns such a pytree. All
+        results that it computes must have the same shape. It may contain elementwise operations on
+        arrays of equal or broadcast shapes: arithmetic, comparisons, `jnp.where`, integer and bit
+        operations, casts, complex numbers, the elementwise functions of `jax.nn` and most of those
+        of `jax.scipy.special`. It may call functions with custom derivatives, and add and remove
+        dimensions of size 1. Capture static arguments in a closure.
+      partial: whether `fun` may contain other operations. The elementwise ones are then fused, and
+        the rest is left to XLA.
 
     Returns:
-      A function of the same arguments. Its method ``source(*args)`` returns the C++ that is
-      compiled, and ``explain(*args)`` what its kernels read and write.
+      A function of the same arguments. Its method ``source(*args)`` returns the generated C++, and
+      ``explain(*args)`` a report of what its kernels read and write.
 
     Raises:
-      FusionError: when it is called: something in `fun` is not elementwise. The message names the
-        operation, its line, and the remedy.
+      FusionError: `fun` contains an operation that is not elementwise. Raised when the function is
+        called. The message names the operation, its line, and the remedy.
       TypeError: `fun` is not a function.
 
     Numerics:
-      Results have the dtypes that `fun` gives them. Values of 16 bits and fewer are float32 inside
-      of the kernel: they are rounded when they are stored, and where `fun` casts to such a dtype,
-      while jnp rounds after every operation. Numbers such as ``0.7978845608`` keep the precision in
-      which they are written, too. Where all results have 16 bits or fewer, functions on GPUs are as
-      short as these need, with relative errors of 2^-15 to 2^-12, and quotients and roots are
-      within 2 ulp of float32;
-      else they are as accurate as those of `ElementwiseKernel`. ``1 - sigmoid(x)``,
-      ``1 - tanh(x)``, ``1 + tanh(x)`` and ``1 - erf(x)`` are computed without cancellation. Results
-      below 1e-37 may be zeros. NaN, infinities and signed zeros are those of jax, integers
-      wrap around and divide as in jax.
+      Results have the dtypes that `fun` gives them. Floating-point values of 16 bits or fewer are
+      float32 inside the kernel: they are rounded when they are stored, and where `fun` casts to
+      such a dtype. jnp rounds after every operation. Python numbers such as ``0.7978845608`` are
+      not rounded to a 16-bit dtype either. If all results have 16 bits or fewer, functions such as
+      ``exp`` on GPUs are only as accurate as these results need, with relative errors of 2^-15 to
+      2^-12, and quotients and roots are within 2 ulp of float32; otherwise they are as accurate as
+      those of `ElementwiseKernel`. ``1 - sigmoid(x)``, ``1 - tanh(x)``, ``1 + tanh(x)`` and
+      ``1 - erf(x)`` are computed without cancellation. Results below 1e-37 may be zeros. NaN,
+      infinities and signed zeros are those of jax; integers wrap around and divide as in jax.
 
     Differentiation:
       Derivatives are those of `fun`, of any order and in both modes, `jax.custom_jvp` and
       `jax.custom_vjp` included. Each is one kernel, which reads the inputs again and no
-      intermediate values. Gradients of operands that are broadcast are summed by XLA, in float32
-      where they are narrower. A derivative that reads more than 32 arrays or writes more than 16 is
+      intermediate values. XLA sums the gradients of operands that are broadcast, in float32 if
+      their dtype is narrower. A derivative that reads more than 32 arrays or writes more than 16 is
       left to XLA.
 
     Compilation:
-      As for `ElementwiseKernel`, with the same cache. Elsewhere than on CPUs and NVIDIA GPUs, on
-      scalars, and, with a warning, where there is no compiler, XLA runs the same computation.
+      As for `ElementwiseKernel`, with the same cache. XLA runs the same computation on platforms
+      other than CPUs and NVIDIA GPUs, for calls on scalars, and, with a warning, if no compiler is
+      found.
 
     Sharding:
       All dimensions of the results may be sharded freely.
@@ -104,12 +104,12 @@ class KernelReport:
     """A kernel of a fused function.
 
     Attributes:
-      name: the function's, and of which derivative.
-      operations: how many values it computes for an element.
+      name: the name of the function, and which derivative it is.
+      operations: how many values it computes for each element.
       reads: dtypes and shapes of its operands.
-      writes: those of its results.
-      bytes_read: of its operands, each once.
-      bytes_written: of its results.
+      writes: dtypes and shapes of its results.
+      bytes_read: the bytes of its operands, each counted once.
+      bytes_written: the bytes of its results.
     """
 
     name: str
@@ -128,11 +128,11 @@ class KernelReport:
 
 @dataclasses.dataclass(frozen=True)
 class FusionReport:
-    """What becomes of a call of a fused function; printed, a line for each kernel.
+    """The kernels of a call of a fused function. Printed, it has a line for each kernel.
 
     Attributes:
-      name: the function's.
-      kernels: a :class:`KernelReport` for each.
+      name: the name of the function.
+      kernels: a :class:`KernelReport` for each kernel.
       rest: the operations that are left to XLA, with their lines.
     """
 
@@ -191,14 +191,14 @@ class Fused(Generic[P, R]):
 
         Args:
           *args: arguments of the function, or anything with a shape and a dtype. A dtype stands for
-            a vector, and one dtype alone for all arguments.
+            a vector; a single dtype stands for all arguments.
           platform: "cuda" or "cpu".
           derivative: "jvp" or "vjp" for the kernel of a derivative with respect to all arguments
             that have one.
-          **kwargs: likewise.
+          **kwargs: keyword arguments, in the same forms.
 
         Returns:
-          The source, of all kernels one after the other. It compiles with `include_dir()` on the
+          The source of all kernels, one after the other. It compiles with `include_dir()` on the
           search path of headers.
         """
         if platform not in ("cpu", "cuda"):
@@ -216,10 +216,11 @@ class Fused(Generic[P, R]):
         Args:
           *args: see `source`.
           derivative: see `source`.
-          **kwargs: likewise.
+          **kwargs: see `source`.
 
         Returns:
-          A report, whose attributes are ``name``, ``kernels`` and ``rest``, for printing.
+          A `FusionReport`, to print or to read: its attributes are ``name``, ``kernels`` and
+          ``rest``.
         """
         kernels, rest = self._program(args, kwargs, derivative)
         reports = []

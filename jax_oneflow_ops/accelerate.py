@@ -299,10 +299,11 @@ def accelerate(fun: bool = True, *, deterministic: bool = False) -> _Scope: ...
 def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = False) -> Any:
     """Runs a program with this package's kernels, without a change to the program.
 
-    Inside, JAX's own scatter-adds run as native kernels: those of `jax.ops.segment_sum`,
-    ``x.at[...].add``, `jnp.bincount` and `jnp.histogram`, and those that differentiation makes of
-    lookups, as in embeddings, `jnp.take_along_axis` and `jax.image.resize`. Outside nothing
-    changes. :func:`explain` says what is swapped in a program, and what is not, and why.
+    Inside, JAX's own scatters that add, subtract, multiply or take maxima or minima run as native
+    kernels: those of `jax.ops.segment_sum` and its relatives, ``x.at[...].add``, `jnp.bincount` and
+    `jnp.histogram`, and the gradients of lookups, as in embeddings, `jnp.take_along_axis` and
+    `jax.image.resize`. Outside, nothing changes. :func:`explain` shows what is swapped in a
+    program, what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 
@@ -324,7 +325,8 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
         of such shapes, on copies of these. It runs as it is unless kernels gain more than 2 %. The
         times are remembered in the folder of compiled kernels
         (:class:`ElementwiseKernel` says where), and logged by the logger "jax_oneflow_ops". For
-        functions that are called with arrays, so outside of `jax.jit`; others are compiled whole.
+        functions that are called with arrays, so outside `jax.jit`. A function that `jax.jit` did
+        not make is compiled as one program.
       deterministic: the same bits on every run, at some cost. It is for every sum that is swapped
         (see :func:`segment_sum`), and for ``x.at[ids].set(u)`` on GPUs, where the last update of a
         row counts, as on CPUs.

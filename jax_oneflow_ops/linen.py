@@ -48,8 +48,8 @@ def _normalize(module: Any, x: jax.Array, with_bias: bool) -> jax.Array:
 class LayerNorm(nn.LayerNorm):
     """`flax.linen.LayerNorm`, computed by `jax_oneflow_ops.layer_norm`.
 
-    `use_fast_variance` has no effect: the variance is that of `layer_norm`, which is more accurate
-    than flax's.
+    Unless flax's own code runs, `use_fast_variance` has no effect: the variance is that of
+    `layer_norm`, which is more accurate than flax's.
     """
 
     @nn.compact
