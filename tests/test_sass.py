@@ -58,7 +58,7 @@ DROPS_HALVES = re.compile(r"\bCast<(?:(?:un)?signed )?(?:char|short|int), (?:uns
 # For sm_80 ptxas puts two or four registers of some tiles and atomics there; kernels are tuned for
 # sm_90, where there are none.
 AMPERE_STACK = 16
-AMPERE_KERNELS = re.compile(r"\b(RunsKernel|CombineKernel|SumElementsKernel)<")
+AMPERE_KERNELS = re.compile(r"\b(RunsKernel|CombineKernel|SumElementsKernel|ReduceKernel)<")
 
 
 def faults(kernels: list[Kernel]) -> list[str]:
@@ -138,7 +138,7 @@ WIDE_KERNELS = {
     r"CombineKernel<\S*(Half|BFloat16), 8, ": (r"LDG.*\.128",),
     r"CombineKernel<float, 4, \d, \S*<float>": (r"LDG.*\.128",),
     r"CombineKernel<float, 4, \d, \S*(Half|BFloat16)>": (r"LDG.*\.64",),
-    r"\b(Rows|ShiftedRows|Tile|Runs|Interleave|Deinterleave)Kernel<": (
+    r"\b((?<!jof::common::)Rows|ShiftedRows|Tile|Runs|Interleave|Deinterleave)Kernel<": (
         r"LDG.*\.128",
         r"STG.*\.128",
     ),
