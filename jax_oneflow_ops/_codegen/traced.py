@@ -579,6 +579,15 @@ def _integer_pow(program: Program, params: dict[str, Any], args: list[int], dtyp
     return _power(program, args[0], params["y"], dtype)
 
 
+@_emitter("polynomial")  # of jax 0.12: x, then coefficients from the lowest on
+def _polynomial(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
+    x, *coefficients, total = args
+    for coefficient in reversed(coefficients):
+        product = _plain["mul"](program, {}, [total, x], dtype)
+        total = _plain["add"](program, {}, [coefficient, product], dtype)
+    return total
+
+
 @_emitter("square")
 def _square(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
     return _power(program, args[0], 2, dtype)
