@@ -93,7 +93,8 @@ def message_sum(
       table: array of shape ``(nodes, ...)``: float16, bfloat16, float32 or float64. Integers and
         complex numbers run in jnp, which stores the rows.
       senders: integers of shape ``(edges,)``, the rows that are read. Negative ones count from the
-        end, and those out of range mean the nearest row, as in ``table[senders]``.
+        end, and those out of range mean the nearest row, as in ``table[senders]``. The gradient of
+        such an edge goes to that row, where that of ``table[senders]`` is dropped.
       receivers: integers of shape ``(edges,)``, the rows of the result. Edges whose receiver is
         negative or too large are dropped, as by `segment_sum`.
       weights: None for no weights, or numbers of shape ``(edges, ...)``, where the other dimensions

@@ -858,3 +858,19 @@ def test_a_tuned_function_is_not_for_transformations(measured):
     monkey = unittest.mock.patch.object(jax, "process_count", return_value=2)
     with monkey, pytest.raises(NotImplementedError, match="tune=True works in one process"):
         jof.accelerate(adds, tune=True)(TABLE, IDS)
+
+
+def test_equal_rows_are_one_that_counts_them():
+    """As those of a model's layers, which have one line; other shapes have rows of their own."""
+
+    def add(table, ids):
+        return table.at[ids].add(1.0)
+
+    def layers(a, b, ids):
+        for _ in range(3):
+            a = add(jnp.tanh(a), ids)
+        return a, add(b, ids)
+
+    a, b, ids = jnp.ones((16, 4)), jnp.ones((32, 4)), jnp.arange(8)
+    report = jof.explain(layers, a, b, ids)
+    assert [(row.count, row.shapes[0]) for row in report.rows] == [(3, (16, 4)), (1, (32, 4))]
