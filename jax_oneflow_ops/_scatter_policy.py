@@ -75,6 +75,11 @@ PRIVATE_HITS = 64
 PRIVATE_ELEMENTS = 2**18
 PRIVATE_PARTS = 128
 PRIVATE_PART_ELEMENTS = 8192
+# What one block sums as soon as three kernels begin: to clear f32 sums, add to them, round them.
+BLOCK_ELEMENTS = 2**14
+BLOCK_BYTES = 32 * 1024
+# Sorted ids gain nothing while a thread has one element.
+SORTED_ELEMENTS = 2**18
 # Else CUDA adds by atomics or sorts, whichever is expected to be sooner on an H200. Atomics take
 # 15 ps for each sector of 32 bytes where ids are uniform. A row may be hot, so they are expected to
 # take 1.6 times as long, and 2.5 times where rows are no power of two and warps cannot combine
@@ -128,6 +133,9 @@ def plan(p: Problem) -> Plan:
         return _sorted(p) if p.ordered else Plan("atomic", (1, *sums) if _in_scratch(p) else _NONE)
     sort = p.ordered or _sorted_us(p) < _atomic_us(p)
     elements = p.updates * p.inner
+    if _in_scratch(p) and not p.ordered and p.batch * elements <= BLOCK_ELEMENTS:
+        if _sum_bytes(p) <= BLOCK_BYTES:
+            return Plan("private", (1, *sums))
     is_long = p.batch == 1 or elements >= PRIVATE_PART_ELEMENTS
     if is_long and not p.is_sorted and p.updates >= PRIVATE_HITS * p.rows:
         limit = PRIVATE_BYTES if p.is_element() else PRIVATE_ROW_BYTES
@@ -136,7 +144,7 @@ def plan(p: Problem) -> Plan:
         if size <= PRIVATE_ORDERED_BYTES if p.ordered else few and size <= limit:
             most = max(1, PRIVATE_PARTS // p.batch)
             return Plan("private", (min(most, -(-elements // PRIVATE_PART_ELEMENTS)), *sums))
-    if sort or p.is_sorted:
+    if sort or p.is_sorted and p.batch * elements > SORTED_ELEMENTS:
         return _sorted(p)
     if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:
         return Plan("atomic", _NONE) if p.batch * p.updates <= FEW_UPDATES else _sorted(p)
