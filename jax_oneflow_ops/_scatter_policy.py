@@ -75,9 +75,6 @@ PRIVATE_HITS = 64
 PRIVATE_ELEMENTS = 2**18
 PRIVATE_PARTS = 128
 PRIVATE_PART_ELEMENTS = 8192
-# What one block sums as soon as three kernels begin: to clear f32 sums, add to them, round them.
-BLOCK_ELEMENTS = 2**14
-BLOCK_BYTES = 32 * 1024
 # Sorted ids gain nothing while a thread has one element.
 SORTED_ELEMENTS = 2**18
 # Else CUDA adds by atomics or sorts, whichever is expected to be sooner on an H200. Atomics take
@@ -133,9 +130,6 @@ def plan(p: Problem) -> Plan:
         return _sorted(p) if p.ordered else Plan("atomic", (1, *sums) if _in_scratch(p) else _NONE)
     sort = p.ordered or _sorted_us(p) < _atomic_us(p)
     elements = p.updates * p.inner
-    if _in_scratch(p) and not p.ordered and p.batch * elements <= BLOCK_ELEMENTS:
-        if _sum_bytes(p) <= BLOCK_BYTES:
-            return Plan("private", (1, *sums))
     is_long = p.batch == 1 or elements >= PRIVATE_PART_ELEMENTS
     if is_long and not p.is_sorted and p.updates >= PRIVATE_HITS * p.rows:
         limit = PRIVATE_BYTES if p.is_element() else PRIVATE_ROW_BYTES

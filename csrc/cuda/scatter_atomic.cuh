@@ -11,7 +11,8 @@
 //   copies are combined at the end. With 16 copies the same rows take 88 us, 150 where their ids
 //   have a Zipf distribution, and 68 where half of them meet; with one 95, 885 and 153. A majority
 //   vote a thread over more rows, in place of the warp's, took 102, 157 and 123.
-// - Few packs are a thread each: what counts is how soon they begin.
+// - Few packs have a thread each: 1677 rows of 100 f32 take 3.5 us instead of 8.1, 82 of 128 1.4
+//   instead of 2.6.
 //
 // 16-bit sums go through f32 in the scratch, if there is one, and are rounded once at the end; else
 // they are rounded at every addition, as XLA's are.
@@ -159,8 +160,8 @@ __global__ void __launch_bounds__(kBlockSize)
   result[i] = reduction.Finish(has_operand, has_operand ? result[i] : typename R::Element{}, sum);
 }
 
-// So many packs are about a thread each of all that run at once.
-constexpr int64_t kFewItems = 1 << 18;
+// A quarter of the threads that run at once. With more, hot rows cost more than threads save.
+constexpr int64_t kFewItems = 1 << 16;
 
 template <int kPack, typename Index, typename R, typename To>
 cudaError_t CombineAll(R reduction, const ScatterCall& call, To* sums, cudaStream_t stream) {

@@ -223,10 +223,7 @@ cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t strea
     constexpr int64_t kBytes = sizeof(Sum) + (kInOrder ? sizeof(unsigned) : 0);
     return int64_t{tables.outputs} * tables.tables * kBytes;
   };
-  // One block alone has not to clear more than it adds up.
-  const int64_t few = parts > 1 || kInOrder ? INT64_MAX : std::max<int64_t>(tables.elements, kWarp);
-  while (tables.tables > 1 &&
-         (table_bytes() > kPrivateBytes || int64_t{tables.outputs} * tables.tables > few)) {
+  while (tables.tables > 1 && table_bytes() > kPrivateBytes) {
     // Warps may be any number, tables of threads are told apart by bits.
     tables.tables = kInOrder ? tables.tables - 1 : tables.tables / 2;
   }
