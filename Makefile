@@ -1,4 +1,4 @@
-# make demo       set up, run the example, print a table, write a picture
+# make demo       set up, train a small program with `accelerate` and without, write a picture
 # make test       set up, run the whole test suite
 # make doctest    the examples in the docstrings, the README and the pages of docs/
 # make docs       the site, build/docs/index.html; warnings are errors
@@ -31,7 +31,7 @@ CLANG_SOURCES := $(shell find csrc tests/cpp benchmarks/csrc -name '*.h' -o -nam
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/upsample_photo.py
+	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
