@@ -1,4 +1,4 @@
-"""``python -m benchmarks report``: writes tables between the markers of README.md and docs/.
+"""``python -m benchmarks report``: writes tables and the chart between markers of README and docs/.
 
 A marker names a table, a device and perhaps more, such as
 ``<!-- benchmarks:suite nvidia-h200 cast begin -->``, and the same with ``end`` after the table.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import results, survey
+from . import chart, results, survey
 from .harness import SWEEP
 from .results import Result, Row, by, mean
 from .suites import SUITES
@@ -27,7 +27,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     root: Path = options.root
     stale = []
-    for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+    pages = [path for path in (root / "docs").rglob("*") if path.suffix in (".md", ".svg")]
+    for page in [root / "README.md", *sorted(pages)]:
         text = page.read_text()
         try:
             wanted = filled(text, root / "benchmarks" / "results")
@@ -214,6 +215,12 @@ def scaled(found: Sequence[Result], name: str) -> str:
     return markdown(head, lines)
 
 
+def drawn(found: Sequence[Result]) -> str:
+    """The chart of the unchanged programs and calls, an SVG."""
+    rows = listed(found, "programs")
+    return chart.svg(rows, found[0].header["device"]) if rows else "Not measured yet."
+
+
 def explained(found: Sequence[Result], program: str = "gpt2") -> str:
     """What `explain` printed of a program when it was measured."""
     rows = [row for row in listed(found, "programs") if row["op"] == program and "explain" in row]
@@ -237,6 +244,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "slower": slower,
     "steps": steps,
     "scaled": scaled,
+    "chart": drawn,
     "explain": explained,
     "survey": surveyed,
 }

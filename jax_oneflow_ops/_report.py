@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ class Report:
                 sum((getattr(row, name) or 0.0) * row.count for row in timed)
                 for name in ("native_us", "xla_us")
             )
-            text += f"; {_time(ours)} expected of the measured ones, {_time(xla)} of XLA"
+            text += f"; expected where measured: {_time(ours)} native, {_time(xla)} XLA"
         return text
 
     def _cells(self) -> list[list[str]]:
@@ -76,7 +77,7 @@ class Report:
             shapes = " -> ".join(map(_shape, (row.shapes[-1], row.shapes[0])))
             runs = "native" if row.swapped else "XLA"
             expected = (_time(row.native_us), _time(row.xla_us))
-            what = f"{row.dtype} {shapes}"
+            what = f"{row.dtype.replace('float', 'f')}{shapes}"
             cells.append([row.line, times + row.operation, what, runs, *expected, row.reason])
         return cells
 
@@ -85,19 +86,28 @@ class Report:
         if not self.rows:
             return self.total()
         cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        # The longest columns give way: where it is (its end is kept), what it is, and why.
-        while sum(widths) + 2 * (len(widths) - 1) > width:
-            i = max((0, 2, 6), key=lambda i: widths[i])
-            if widths[i] <= 12:
-                break
-            widths[i] -= 1
+        reasons = list(dict.fromkeys(row.reason for row in self.rows))
+        for line, row in zip(cells[1:], self.rows, strict=True):
+            line[-1] = f"({reasons.index(row.reason) + 1})"
+
+        def widths_of(cells: list[list[str]]) -> list[int]:
+            return [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+        space = width - 2 * (len(cells[0]) - 1)
+        if sum(widths_of(cells)) > space:  # folders give way first, then the longest columns
+            cells = [[line[0].rpartition("/")[2], *line[1:]] for line in cells]
+        widths = widths_of(cells)
+        while sum(widths) > space and max(widths[0], widths[2]) > 12:
+            widths[0 if widths[0] > widths[2] else 2] -= 1
         lines = []
         for line in cells:
             columns = enumerate(zip(line, widths, strict=True))
             fitted = [_fit(cell, width, i == 0) for i, (cell, width) in columns]
             lines.append("  ".join(fitted).rstrip())
-        return "\n".join([*lines, self.total()])
+        notes = [f"({number}) {reason}" for number, reason in enumerate(reasons, 1)]
+        for note in (*notes, self.total()):
+            lines += textwrap.wrap(note, width, subsequent_indent="    ")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table(max(80, shutil.get_terminal_size((120, 24)).columns))

@@ -191,7 +191,7 @@ def _choose(
         return _Choice("sharded: the partitioner decides what a device has", rows, "native")
     indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
     how = {"num_segments": rows.count, "indexing": indexing}
-    call: Any = "sums alone were measured"
+    call: Any = "always swapped: only sums were measured against XLA"
     if reduction.reducer == "add":
         call = _policy.describe(_scatter.segment_sum_p, rows.operands(operand), **how)
     kind = explanation.device_kind if explanation else _policy.device_kind(platform)

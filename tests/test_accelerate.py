@@ -771,8 +771,11 @@ def test_a_report_fits_a_terminal(monkeypatch):
     for columns in (80, 120, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = str(report).splitlines()
-        assert len(lines) == len(report.rows) + 2
         assert max(map(len, lines)) <= columns
+        table, reasons = lines[: len(report.rows) + 1], " ".join(lines[len(report.rows) + 1 :])
+        for row, line in zip(report.rows, table[1:], strict=True):
+            number = re.search(r"\((\d+)\)$", line)[0]
+            assert f"{number} {row.reason}" in re.sub(" +", " ", reasons)
     html = report._repr_html_()
     assert html.count("<tr>") == len(report.rows) + 1
     assert "2 x scatter-max" in html

@@ -150,8 +150,9 @@ def test_source_distribution(tmp_path, monkeypatch):
     """It has the sources, and nothing that a build beside them leaves."""
     build = pytest.importorskip("scikit_build_core.build")
     sources = ["csrc", "cmake", "jax_oneflow_ops"]
+    built = shutil.ignore_patterns("__pycache__", "*.so", "include")
     for name in sources:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=built)
     for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, tmp_path)
     packed = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
