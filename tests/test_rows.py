@@ -273,11 +273,12 @@ def test_special_values_of_norms(center):
     assert np.isnan(y[[1, 3]]).any(-1).all()
 
 
-@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 @pytest.mark.parametrize("label", [0, 3, -1, 4, -(2**31)])
 def test_special_values_in_sharded_rows(label):
-    """One element a device: parts of which the maximum is infinite, or nothing is left."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "n")
+    """One element a device of four: parts where the maximum is infinite, or nothing is left."""
+    devices = jax.devices()[: 4 if len(jax.devices()) >= 4 else 2]
+    mesh = jax.sharding.Mesh(np.array(devices), "n")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "n"))
     rows = np.concatenate([SPECIAL, [[-5000, -INF, -5001, -INF], [-INF, 5000, INF, 0]]])
     x = jnp.asarray(rows, jnp.float32)
