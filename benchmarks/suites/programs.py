@@ -37,7 +37,7 @@ def cases(platform: str, devices: int = 1) -> list[Case]:
     size = {"gpu": "full", "cpu": "small"}.get(platform, "tiny")
     calls = _LISTED if devices == 1 else []
     return [
-        *(step(name, size, devices) for name in programs.LARGE),
+        *(step(name, size, devices) for name in (*programs.LARGE, *programs.SCALE_FREE)),
         *(call(name, dtype, size) for name, dtype in calls),
     ]
 
