@@ -442,8 +442,12 @@ def _check_edges(function: str, name: str, x: Any, ids: Any) -> None:
 def _number_of_segments(function: str, given: Any, plan: SegmentPlan | None) -> int:
     if given is None and isinstance(plan, SegmentPlan):
         return plan.num_segments
+    if given is None and plan is None:
+        raise ValueError(f"{function}: give num_segments=..., or a plan, which knows it")
     if given is None:
-        raise ValueError(f"{function}: num_segments must be given where there is no plan")
+        raise TypeError(
+            f"{function}: plan must be what segment_plan returns, got {type(plan).__name__}"
+        )
     return _checks.as_size(function, "num_segments", given)
 
 
