@@ -15,6 +15,21 @@ from .tables import ratio
 WIDTH, LEFT, LINE, FONT = 480, 196, 23, 14  # legible on a phone at three quarters of the size
 TEXT, PROGRAM, CALL = "#787878", "#3b82d6", "#16a08a"
 
+NAMES = {
+    "mesh_graph_net": "MeshGraphNet",
+    "gpt2": "GPT-2 124M",
+    "pic": "particles in cells",
+    "unet": "UNet",
+    "vit": "ViT",
+    "bincount uniform": "bincount, random ids",
+    "bincount one": "bincount, equal ids",
+}
+
+
+def label(op: str) -> str:
+    """What readers call a program or a call."""
+    return NAMES.get(op, op.replace("_", " "))
+
 
 def svg(rows: Sequence[Row], device: str) -> str:
     """A bar a program, then one a call: the mean over dtypes of jnp's time over ours."""
@@ -30,7 +45,7 @@ def svg(rows: Sequence[Row], device: str) -> str:
         }
         lines.append((head, None, TEXT))
         ops = sorted(gains, key=lambda op: -(gains[op] or 0))
-        lines += [(op.replace("_", " "), gains[op], colour) for op in ops]
+        lines += [(label(op), gains[op], colour) for op in ops]
     known = [gain for _, gain, _ in lines if gain]
     low, high = min(0.0, math.log(min(known))), math.log(max(known))
 

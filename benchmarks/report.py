@@ -196,7 +196,7 @@ def steps(found: Sequence[Result], name: str, group: str = "step") -> str:
         written = results.numbers(row["xla"]).get("jnp")
         times = [*map(microseconds, (written, row["us"]))]
         gains = [ratio(results.rival(row, rival)) for rival in rivals]
-        lines.append([f"{row['op'].replace('_', ' ')}{of_dtype}", *times, *gains])
+        lines.append([f"{chart.label(row['op'])}{of_dtype}", *times, *gains])
     over = {"jnp": "gain", "xla": "over XLA's best"}
     head = ["", "jnp as written, us", "accelerated, us", *(over[rival] for rival in rivals)]
     return markdown(head, lines)

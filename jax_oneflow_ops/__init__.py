@@ -6,6 +6,7 @@ for their numerics, and :func:`implementations` for what is available where.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from jax_oneflow_ops._native import export_checks, implementations, include_dir
@@ -157,4 +158,6 @@ def __getattr__(name: str) -> Any:
     for module, names in _LAZY.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # With its object, Python 3.12 and newer suggest the name that was meant.
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message, name=name, obj=sys.modules[__name__])

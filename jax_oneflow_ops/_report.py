@@ -84,7 +84,10 @@ class Report:
     def table(self, width: int) -> str:
         """The table as text of at most so many columns, as far as that can be."""
         if not self.rows:
-            return self.total()
+            return (
+                f"{self.total()}: the program has none of the operations that accelerate swaps, "
+                "such as segment sums and the gradients of lookups"
+            )
         cells = self._cells()
         reasons = list(dict.fromkeys(row.reason for row in self.rows))
         for line, row in zip(cells[1:], self.rows, strict=True):

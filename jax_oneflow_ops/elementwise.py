@@ -564,7 +564,10 @@ def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = Non
     """
     choice = _native.choose_implementation("cast", implementation)
     x = _checks.as_array("cast", "x", x, numbers=True)
-    new_dtype = jax.eval_shape(lambda x: x.astype(dtype), x).dtype
+    try:
+        new_dtype = jax.eval_shape(lambda x: x.astype(dtype), x).dtype
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"cast: {x.dtype} cannot be converted to {dtype!r}: {error}") from error
     if not {x.dtype, new_dtype} <= _REAL_DTYPES:
         if choice == "native":
             raise _no_kernel(

@@ -164,6 +164,8 @@ def message_mean(
 ) -> jax.Array:
     """`message_sum`, divided by the number of edges of each receiver; 0 where it has none.
 
+    Replaces two calls of `jax.ops.segment_sum`: of rows, and of ones.
+
     Args:
       table: rows of the senders, as in `message_sum`.
       senders: the rows that are read, as in `message_sum`.
@@ -231,7 +233,8 @@ def attention_sum(
     """Graph attention: the sum of the senders' values, weighted by a softmax over edges.
 
     The softmax of `logits` is over all edges of a receiver. The result is that of `message_sum`
-    with this softmax as weights.
+    with this softmax as weights. Replaces a softmax over edges and `jax.ops.segment_sum` of
+    ``weights * values[senders]``.
 
     Args:
       logits: real numbers of shape ``(edges,)`` or ``(edges, heads)``. In general, the dimensions
@@ -442,8 +445,12 @@ def _check_edges(function: str, name: str, x: Any, ids: Any) -> None:
 def _number_of_segments(function: str, given: Any, plan: SegmentPlan | None) -> int:
     if given is None and isinstance(plan, SegmentPlan):
         return plan.num_segments
+    if given is None and plan is None:
+        raise ValueError(f"{function}: give num_segments=..., or a plan, which knows it")
     if given is None:
-        raise ValueError(f"{function}: num_segments must be given where there is no plan")
+        raise TypeError(
+            f"{function}: plan must be what segment_plan returns, got {type(plan).__name__}"
+        )
     return _checks.as_size(function, "num_segments", given)
 
 

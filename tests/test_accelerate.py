@@ -385,14 +385,6 @@ def test_every_way_to_write_it():
     assert sums(Model(), TABLE, IDS) == 1
 
 
-@pytest.mark.parametrize(
-    ("wrong", "options"), [(None, {}), (3, {}), ("step", {}), (True, {"tune": True})]
-)
-def test_what_is_no_function_is_an_error(wrong, options):
-    with pytest.raises(TypeError, match=f"accelerate: fun must be a function.* got {wrong!r}"):
-        jof.accelerate(wrong, **options)
-
-
 def test_another_thread_is_outside():
     found = []
     with jof.accelerate():
