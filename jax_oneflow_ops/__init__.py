@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from jax_oneflow_ops.graph import (
         SegmentPlan,
         attention_sum,
+        message_max,
         message_mean,
+        message_min,
         message_sum,
         segment_plan,
     )
@@ -98,7 +100,9 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "maximum",
+    "message_max",
     "message_mean",
+    "message_min",
     "message_sum",
     "minimum",
     "mish",
@@ -136,7 +140,15 @@ __all__ = [
 # Modules that not every program needs take milliseconds to import: they are imported on first use.
 _LAZY = {
     "_fuse": ("FusionError", "fuse"),
-    "graph": ("SegmentPlan", "attention_sum", "message_mean", "message_sum", "segment_plan"),
+    "graph": (
+        "SegmentPlan",
+        "attention_sum",
+        "message_max",
+        "message_mean",
+        "message_min",
+        "message_sum",
+        "segment_plan",
+    ),
     "kernel": ("ElementwiseKernel", "KernelCompileError"),
     "rows": (
         "layer_norm",
