@@ -47,7 +47,7 @@ class Spec:
         receiver is never count.
       kept: the dimensions of a message that results have; over the others they are sums.
       reduction: "sum", "max" or "min".
-      is_exact: see `edges.Kernel`.
+      math: see `edges.Kernel`.
     """
 
     definition: Definition
@@ -57,7 +57,7 @@ class Spec:
     drops_senders: bool
     kept: tuple[bool, ...]
     reduction: str = "sum"
-    is_exact: bool = False
+    math: str = "narrow"
 
     def __str__(self) -> str:  # in printed jaxprs
         return f"{self.reduction} of {self.definition.name} at {self.target}"
@@ -223,7 +223,9 @@ def _native_call(
     kernel, arrays, runs = _kernel(spec, own, row, primary, inner if spec.target == "e" else 0)
     text = edges.source(kernel, platform)
     try:
-        code = cache.code(text, platform, is_narrow=kernel.is_narrow, contracts=not kernel.is_exact)
+        code = cache.code(
+            text, platform, is_narrow=kernel.is_narrow, contracts=kernel.math != "exact"
+        )
     except compilers.CompilerMissingError as error:
         if _native.choose_implementation(function, None) == "native":
             raise NotImplementedError(
@@ -304,7 +306,7 @@ def _kernel(
         for (k, side, x), kind in zip(operands, kinds, strict=True)
     )
     unroll = edges.unroll_of(of, pack)
-    kernel = edges.Kernel(spec.definition, of, spec.reduction, inner, pack, unroll, spec.is_exact)
+    kernel = edges.Kernel(spec.definition, of, spec.reduction, inner, pack, unroll, spec.math)
     return kernel, arrays, found
 
 
@@ -611,10 +613,39 @@ class Messages:
         return table, weights, depth
 
 
+def reduced(
+    graph: Sequence[Any],
+    messages: Messages,
+    reduction: str,
+    *,
+    num_segments: int,
+    function: str,
+    implementation: str | None,
+    math: str = "narrow",
+) -> Any:
+    """A reduction of messages at the receivers."""
+    spec = Spec(
+        definition=messages.definition,
+        inputs=(),
+        sides=messages.sides,
+        target="r",
+        drops_senders=False,
+        kept=(True,) * len(messages.row),
+        reduction=reduction,
+        math="exact" if reduction != "sum" else math,
+    )
+    return bind(
+        *(graph, messages.operands, messages.row, spec),
+        num_segments=num_segments,
+        function=function,
+        implementation=implementation,
+    )
+
+
 def traced(
-    function: str, fun: Callable[..., Any], arrays: Sequence[Any], tables: int, count: Any
+    function: str, fun: Callable[..., Any], arrays: Sequence[Any], sides: str, count: Any
 ) -> Messages:
-    """The messages that a function makes of tables, one or two of them, and of arrays of edges."""
+    """The messages that a function makes of arrays, which are read at such sides."""
     # Where there is one edge, no dimension of that size would be known to be that of edges.
     count = 2 if isinstance(count, int) and count < 2 else count
     avals = [jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for x in arrays]
@@ -641,7 +672,7 @@ def traced(
         reason = str(error).partition("; or jax_oneflow_ops.fuse")[0].rstrip(".")
         raise FusionError(f"{reason}.", error.primitive, error.line) from None
     operands: dict[int, Any] = {}
-    sides = ""
+    found = ""
     for k, (source, alignment) in enumerate(plan.leaves):
         if isinstance(source, scalars.Constant):
             x = jnp.asarray(source.array, source.dtype)
@@ -649,17 +680,17 @@ def traced(
             x = x if side == "e" else x[None]
             axes = alignment[1:] if side == "e" else alignment
         else:
-            x, side = arrays[source], ("sr"[source] if source < tables else "e")
+            x, side = arrays[source], sides[source]
             axes = alignment[1:]
             if alignment[:1] != (0,) or 0 in axes:
                 raise ValueError(
                     f"{function}: fun must use edges as the first dimension of its arrays, in the "
                     "order that they have"
                 )
-        sides += side
+        found += side
         operands[k] = _aligned(x, [None if a is None else a - 1 for a in axes], len(shape) - 1)
     definition = derive.define(function, plan.function, plan.dtypes, [str(dtype)], Definition)
-    return Messages(_known(definition), operands, sides, tuple(shape[1:]), dtype)
+    return Messages(_known(definition), operands, found, tuple(shape[1:]), dtype)
 
 
 def _trace(function: str, fun: Callable[..., Any], avals: Sequence[Any]) -> Any:

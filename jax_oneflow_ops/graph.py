@@ -1,6 +1,7 @@
 """Graph layers that store no row for each edge: sums of messages, attention over edges."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -404,20 +405,102 @@ def attention_sum(
        [3. 4.]]
     """
     name = "attention_sum"
+    choice = _native.choose_implementation(name, implementation)
     values = _as_floats(name, "values", values)
     logits = _as_floats(name, "logits", logits)
-    wide = _graph.compute_dtype(values.dtype)
-    logits = logits.astype(jnp.promote_types(logits.dtype, wide))
-    count = _number_of_segments(name, num_segments, plan)
-    weights = planned_softmax(
-        *(name, "logits", logits, "receivers", receivers, count, plan),
+    if values.ndim == 0:
+        raise ValueError(f"{name}: values must have at least 1 dimension")
+    size = _number_of_segments(name, num_segments, plan)
+    graph = _graph_of(name, senders, receivers, values.shape[0], "values", size, plan, sender_plan)
+    _check_edges(name, "logits", logits, graph[0])
+    _check_leading(name, logits.shape, values.shape)
+    logits = logits.reshape(*logits.shape, *(1,) * (values.ndim - logits.ndim))
+    if graph[2].shape != graph[0].shape:
+        graph = *graph[:2], *_graph.order_of(graph[1], size, choice), *graph[4:]
+    how = size, choice
+    stats = _of_softmax(how, logits, values.dtype, graph)
+    return _attention(how, logits, values, *stats, *graph)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attention(
+    how: tuple[int, str | None], logits: Any, values: Any, most: Any, inverse: Any, *graph: Any
+) -> jax.Array:
+    """The weighted sums, where maxima and divisors are known."""
+    return _of_weights(how, logits, values, most, inverse, graph, values.dtype)
+
+
+def _of_weights(
+    how: tuple[int, str | None],
+    logits: Any,
+    values: Any,
+    most: Any,
+    inverse: Any,
+    graph: Sequence[Any],
+    dtype: Any,
+) -> jax.Array:
+    def message(v: Any, most: Any, inverse: Any, x: Any) -> Any:
+        return (_weight(x, most, inverse) * v).astype(dtype)
+
+    return _attention_sum(how, message, (values, most, inverse, logits), "srre", graph)
+
+
+@_attention.defjvp
+def _(how: tuple[int, str | None], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """A logit moves the result towards its value, all ways from there together.
+
+    So what flows back to an edge needs no sum over other edges: they are in the result.
+    """
+    logits, values, most, inverse, *graph = primals
+    of_logits, of_values = tangents[:2]
+    # Not rounded, since what is subtracted from it may be near it.
+    result = _of_weights(how, *primals[:4], graph, _graph.compute_dtype(values.dtype))
+
+    def message(v: Any, of_v: Any, y: Any, most: Any, inverse: Any, x: Any, of_x: Any) -> Any:
+        moved = of_x.astype(y.dtype) * (v.astype(y.dtype) - y) + of_v.astype(y.dtype)
+        return (_weight(x, most, inverse) * moved).astype(v.dtype)
+
+    arrays = values, of_values, result, most, inverse, logits, of_logits
+    return result.astype(values.dtype), _attention_sum(how, message, arrays, "ssrrree", graph)
+
+
+def _weight(x: Any, most: Any, inverse: Any) -> Any:
+    return jnp.exp(x.astype(inverse.dtype) - most.astype(inverse.dtype)) * inverse
+
+
+def _of_softmax(
+    how: tuple[int, str | None], logits: Any, dtype: Any, graph: Sequence[Any]
+) -> tuple[Any, Any]:
+    """The maxima of receivers, and the inverses of their sums of exponentials."""
+    wide = jnp.promote_types(logits.dtype, _graph.compute_dtype(dtype))
+    still = jax.lax.stop_gradient(logits)
+    most = _attention_sum(how, lambda x: x, (still,), "e", graph, "max")
+
+    def term(most: Any, x: Any) -> Any:
+        return jnp.exp(x.astype(wide) - most.astype(wide))
+
+    total = _attention_sum(how, term, (most, logits), "re", graph)
+    return most, 1 / jnp.where(total == 0, 1, total)
+
+
+def _attention_sum(
+    how: tuple[int, str | None],
+    fun: Message,
+    arrays: Sequence[Any],
+    sides: str,
+    graph: Sequence[Any],
+    reduction: str = "sum",
+) -> Any:
+    size, implementation = how
+    name = "attention_sum"
+    messages = _messages.traced(name, fun, arrays, sides, graph[0].shape[0])
+    return _messages.reduced(
+        *(graph, messages, reduction),
+        num_segments=size,
+        function=name,
         implementation=implementation,
+        math="full",
     )
-    depth = _shared_dims(name, weights.shape, values.shape)
-    graph = _graph_of(
-        *(name, senders, receivers, values.shape[0], "values", count, plan, sender_plan)
-    )
-    return _weighted_sum(*(name, graph, values, weights.astype(wide), depth, count, implementation))
 
 
 def planned_softmax(
@@ -486,7 +569,8 @@ def _reduced(
         arrays[1] = arrays[1][jnp.arange(size)]  # the rows that receivers of the result read
     for k, x in enumerate(arrays[len(tables) :]):
         _check_edges(function, f"edge input {k}", x, graph[0])
-    traced = _messages.traced(function, fun, arrays, len(tables), graph[0].shape[0])
+    sides = "sr"[: len(tables)] + "e" * len(edge_inputs)
+    traced = _messages.traced(function, fun, arrays, sides, graph[0].shape[0])
     if traced.dtype not in _graph.FLOATS:
         reads = jnp.where(graph[0] < 0, ~graph[0], graph[0])
         gathered = [
@@ -498,23 +582,8 @@ def _reduced(
     product = traced.product() if reduction == "sum" else None
     if product is not None:
         return _weighted_sum(function, graph, *product, size, choice)
-    return _messages.bind(
-        graph,
-        traced.operands,
-        traced.row,
-        _messages.Spec(
-            definition=traced.definition,
-            inputs=(),
-            sides=traced.sides,
-            target="r",
-            drops_senders=False,
-            kept=(True,) * len(traced.row),
-            reduction=reduction,
-            is_exact=reduction != "sum",
-        ),
-        num_segments=size,
-        function=function,
-        implementation=choice,
+    return _messages.reduced(
+        *(graph, traced, reduction), num_segments=size, function=function, implementation=choice
     )
 
 
@@ -577,12 +646,11 @@ def _weighted_sum(
     return result.reshape(size, *row)
 
 
-def _shared_dims(function: str, logits: tuple[int, ...], values: tuple[int, ...]) -> int:
-    """How many dimensions of a row of values logits have of their own."""
+def _check_leading(function: str, logits: tuple[int, ...], values: tuple[int, ...]) -> None:
     own, row = logits[1:], values[1:]
     for depth in range(len(own) + 1):
         if own[:depth] == row[:depth] and all(n == 1 for n in own[depth:]) and len(own) <= len(row):
-            return depth
+            return
     raise ValueError(
         f"{function}: logits must have the shape (edges, ...) with the first dimensions of a row "
         f"of values, or 1s at the end; got shapes {logits} and {values}"
@@ -678,4 +746,9 @@ def _is_of(plan: SegmentPlan, ids: Any, rows: int) -> bool:
     ):
         return True
     with jax.ensure_compile_time_eval():
-        return bool(jnp.all(_graph.keys_of(ids, rows)[plan.order] == plan.keys))
+        return bool(_are_keys_of(plan.keys, plan.order, ids, rows))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _are_keys_of(keys: Any, order: Any, ids: Any, rows: int) -> Any:
+    return jnp.all(_graph.keys_of(ids, rows)[order] == keys)

@@ -59,7 +59,8 @@ class Kernel:
       inner: 0 where results are of segments, else how many columns are summed for an edge's.
       pack: columns of a thread of a GPU.
       unroll: edges that it has on their way at once.
-      is_exact: whether the same function must have the same bits in another kernel.
+      math: "narrow" if functions need be only as accurate as 16-bit results, "full" if not, "exact"
+        if a function must have the same bits in another kernel.
     """
 
     definition: Definition
@@ -68,7 +69,7 @@ class Kernel:
     inner: int
     pack: int
     unroll: int
-    is_exact: bool
+    math: str
 
     @property
     def result_dtype(self) -> str:
@@ -77,7 +78,7 @@ class Kernel:
     @property
     def is_narrow(self) -> bool:
         """Whether math may be as short as 16-bit results need."""
-        return is_narrow(self.result_dtype) and not self.is_exact
+        return is_narrow(self.result_dtype) and self.math == "narrow"
 
 
 def source(kernel: Kernel, platform: str) -> str:
