@@ -3,6 +3,7 @@
 
 #include "ffi/compiled.h"
 #include "ffi/elementwise.h"
+#include "ffi/messages.h"
 #include "ffi/permute.h"
 #include "ffi/rows.h"
 #include "ffi/scatter.h"
@@ -19,6 +20,8 @@ std::vector<Target> SharedTargets() {
           {kCast.target, Handle<B, ElementwiseBinding<B>, CastHandler<B>>},
           {"jof_compiled", Handle<B, CompiledBinding<B>, ExecuteCompiled<B>>,
            Handle<B, CompiledInstantiateBinding, InstantiateCompiled<B>>},
+          {kMessages, Handle<B, MessagesBinding<B>, ExecuteMessages<B>>,
+           Handle<B, MessagesInstantiateBinding, InstantiateMessages<B>>},
           {kPermute, Handle<B, PermuteBinding<B>, Permute<B>>},
           {kUpsampleForward, Handle<B, UpsampleBinding<B>, UpsampleForward<B>>},
           {kUpsampleBackward, Handle<B, UpsampleBinding<B>, UpsampleBackward<B>>},
