@@ -13,11 +13,14 @@
 #include <string_view>
 
 #include "cpu/launch.h"
+#include "ops/elementwise_call.h"
+#include "ops/traced_rows.h"
 
 namespace jof {
 
+// Of elements, or of parts of rows: the call is of that type.
 struct CpuCompiledKernel {
-  void (*loop)(const ElementwiseCall* call, int64_t begin, int64_t end);
+  void (*loop)(const void* call, int64_t begin, int64_t end);
 };
 
 namespace internal {
@@ -101,6 +104,16 @@ CpuStatus LaunchCompiled(const CpuCompiledKernel& kernel, size_t, size_t, const 
   // Work below this many elements a range is not worth another thread.
   constexpr int64_t kGrain = 16 * 1024;
   ParallelFor(pool, call.n, kGrain,
+              [&](int64_t begin, int64_t end) { kernel.loop(&call, begin, end); });
+  return {};
+}
+
+template <typename ThreadPool>
+CpuStatus LaunchCompiledRows(const CpuCompiledKernel& kernel, const TracedRowsLayout& layout,
+                             TracedRowsCall call, ThreadPool& pool) {
+  const int64_t bytes = int64_t{8} * (layout.arrays + layout.results + 1) * call.n;
+  if (layout.sums == 0) call.parts = call.rows;
+  ParallelFor(pool, call.parts, Grain(bytes * ((call.rows + call.parts - 1) / call.parts)),
               [&](int64_t begin, int64_t end) { kernel.loop(&call, begin, end); });
   return {};
 }
