@@ -46,7 +46,7 @@ class Decision:
       reason: the measurement, or what decides instead of one.
       native_us: the time expected of the kernels in microseconds, None if nothing like the call was
         measured.
-      xla_us: likewise of XLA.
+      xla_us: the time expected of XLA, or None.
     """
 
     call: Call

@@ -13,16 +13,16 @@ class Row:
     """One operation of a program that this package could run.
 
     Attributes:
-      line: where the program has it, or has what it is the gradient of.
-      operation: JAX's name of it.
-      shapes: of its operand, indices and updates, or of whatever it has.
+      line: the file and line in your program; for a gradient, those of what was differentiated.
+      operation: JAX's name.
+      shapes: of its operand, indices and updates; of the result and the operand if it has none.
       dtype: of its operand.
       swapped: whether it runs as a kernel of this package.
-      reason: why, or what to do.
-      bytes: what it has to read and write, each array once.
+      reason: why, or which function to call instead.
+      bytes: how many it has to read and write, each array once.
       count: how often the compiled program has it; loops count once.
       native_us: the time expected of the kernel in microseconds, if anything like it was measured.
-      xla_us: likewise of XLA.
+      xla_us: the time expected of XLA, or None.
     """
 
     line: str

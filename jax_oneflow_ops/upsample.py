@@ -156,7 +156,7 @@ def resize(
       method: ``"nearest"`` or ``jax.image.ResizeMethod.NEAREST``, or any other method that
         `jax.image.resize` has.
       antialias: passed to `jax.image.resize`; ``"nearest"`` ignores it.
-      precision: likewise.
+      precision: passed to `jax.image.resize`; ``"nearest"`` ignores it.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
         takes the one that was measured to be faster for such a call (see `policy`). The environment
         variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
