@@ -147,7 +147,7 @@ EACH_KIND = [
 # Each with automatic or with explicit axes: for what differs by kind, and by axes, but not by both.
 EACH_KIND_WITH_AXES = [(AXIS_TYPES[k % 2], layout) for k, layout in enumerate(EACH_KIND)]
 GRADIENT_OF_A_SCALAR = BY_NAME["scaled_silu(x=a, l=b)-d2"]
-LOOKUP_IN_DIVIDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
+LOOKUP_IN_SHARDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def scanned(f):
     return lambda *xs: lax.scan(lambda carry, x: (carry, f(*x)), None, xs)[1]
 
 
-@pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_DIVIDED_ROWS], ids=str)
+@pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_SHARDED_ROWS], ids=str)
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
 def test_nested_in_scan(axis_types, layout):
     """And in a checkpoint, which computes the value twice."""
@@ -332,7 +332,7 @@ def test_nested_in_scan(axis_types, layout):
             assert collectives(compiled.as_text()) == all_reduces(2 * forward + gradient)
 
 
-@pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_DIVIDED_ROWS], ids=str)
+@pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_SHARDED_ROWS], ids=str)
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
 def test_loss_and_its_derivatives(axis_types, layout):
     """value_and_grad and a Hessian-vector product of a scalar loss."""
@@ -360,7 +360,7 @@ def test_loss_and_its_derivatives(axis_types, layout):
             sharded = [tuple(put(mesh, specs, tree)) for tree in (xs, vs)]
             actual = jax.jit(step_of(case.f))(*sharded)
             assert_close(actual, expected, max(case.rtol, 1e-11) if case.rtol else 0)
-            if axis_types == "auto" and layout is LOOKUP_IN_DIVIDED_ROWS:
+            if axis_types == "auto" and layout is LOOKUP_IN_SHARDED_ROWS:
                 return  # nobody says how the gradient is to be sharded
             for i, *dxs in zip(wrt, actual[0][1], actual[1], strict=True):
                 for dx in dxs:
@@ -370,7 +370,7 @@ def test_loss_and_its_derivatives(axis_types, layout):
 @pytest.mark.parametrize("layout", [*EACH_KIND, GRADIENT_OF_A_SCALAR], ids=str)
 @pytest.mark.parametrize(("axis_types", "axis"), [("auto", -1), ("explicit", 0)])
 def test_vmap_over_a_sharded_axis(axis_types, axis, layout):
-    """Over `a`; `b` divides what it does without vmap."""
+    """Over `a`; `b` shards what it does without vmap."""
     case, wrt = layout.case, layout.wrt
     layout = layout.sharded(**{x: axes for x, axes in layout.axes.items() if axes == "b"})
 
@@ -415,17 +415,17 @@ def test_outside_jit(axis_types, layout):
 
 
 @pytest.mark.parametrize(("axis_types", "layout"), EACH_KIND_WITH_AXES, ids=str)
-def test_operands_that_jit_divides(axis_types, layout):
+def test_operands_that_jit_shards(axis_types, layout):
     """`jax.set_mesh` alone says what the mesh is: no operand is on it."""
     case, wrt = layout.case, layout.wrt
     with case.precision():
         xs, dy, expected = known(str(layout))
         with mesh_of(axis_types, current=True):
-            divide = {"auto": lax.with_sharding_constraint, "explicit": jax.sharding.reshard}
+            shard = {"auto": lax.with_sharding_constraint, "explicit": jax.sharding.reshard}
 
             def run(*operands):
                 specs = (layout.spec(layout.result), *layout.specs())
-                operands = map(divide[axis_types], operands, specs)
+                operands = map(shard[axis_types], operands, specs)
                 return value_and_pullback(case.f, wrt)(*operands)
 
             compiled = jax.jit(run).lower(dy, *xs).compile()
