@@ -110,10 +110,10 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
     LoadVectors(i, m, VectorIndices());
     LoadArrays(row, i, m, ArrayIndices());
     if constexpr (r > 0) {
-      ForEach<r>(i, m, ArrayIndices(), VectorIndices(),
-                 [](const Row& f, auto& values, const auto& vectors, int column, int64_t) {
-                   Definition::template Level<r>::Restore(f, column, values, vectors);
-                 });
+      ForEach<true>(i, m, ArrayIndices(), VectorIndices(),
+                    [](const Row& f, auto& values, const auto& vectors, int column, int64_t) {
+                      Definition::template Level<r>::Restore(f, column, values, vectors);
+                    });
     }
     return m;
   }
@@ -137,7 +137,7 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   }
 
   // Calls visit(facts, values, vectors, column, j) for the elements of a block.
-  template <int r, int... a, int... k, typename Visit>
+  template <bool kReplaces, int... a, int... k, typename Visit>
   JOF_INLINE void ForEach(int64_t i, int64_t m, Indices<a...>, Indices<k...>, const Visit& visit) {
     const Row f = facts;
 #pragma GCC ivdep
@@ -145,7 +145,7 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
       Tuple<Compute<A>...> values{MakeTuple(static_cast<Compute<A>>(BlockAt<a>(x)[j])...)};
       const Tuple<Compute<V>...> vectors{MakeTuple(static_cast<Compute<V>>(BlockAt<k>(v)[j])...)};
       visit(f, values, vectors, static_cast<int>(i + j), j);
-      if constexpr (Definition::template Level<r>::kReplaces) {
+      if constexpr (kReplaces) {
         ((BlockAt<a>(x)[j] = Get<a>(values)), ...);
       }
     }
@@ -174,11 +174,12 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
         MakeTuple(Operation::template Identity<typename StoredOf<T>::type>()...)};
     for (int64_t i = 0; i < call.n; i += kTracedBlock) {
       const int64_t m = Load<r>(row, i);
-      ForEach<r>(i, m, ArrayIndices(), VectorIndices(),
-                 [&](const Row& f, auto& values, const auto& vectors, int column, int64_t j) {
-                   const Terms of_element = Level::Accumulate(f, column, values, vectors);
-                   ((BlockAt<t>(terms)[j] = Get<t>(of_element)), ...);
-                 });
+      ForEach<Level::kReplaces>(
+          i, m, ArrayIndices(), VectorIndices(),
+          [&](const Row& f, auto& values, const auto& vectors, int column, int64_t j) {
+            const Terms of_element = Level::Accumulate(f, column, values, vectors);
+            ((BlockAt<t>(terms)[j] = Get<t>(of_element)), ...);
+          });
       ((Get<t>(totals) = Operation()(
             Get<t>(totals),
             internal::Reduce<Operation>(
@@ -195,15 +196,14 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
     Blocks<Compute<O>...> y;
     Word* target = sums + i;
     const int64_t n = call.n;
-    ForEach<kReductions>(
-        i, m, arrays, vectors,
-        [&](const Row& f, auto& values, const auto& of_row, int column, int64_t j) {
-          Tuple<Compute<O>...> results;
-          Word more[kSums + 1];
-          Definition::Map(f, column, values, of_row, results, more);
-          ((BlockAt<o>(y)[j] = Get<o>(results)), ...);
-          ((target[s * n + j] += more[s]), ...);
-        });
+    ForEach<false>(i, m, arrays, vectors,
+                   [&](const Row& f, auto& values, const auto& of_row, int column, int64_t j) {
+                     Tuple<Compute<O>...> results;
+                     Word more[kSums + 1];
+                     Definition::Map(f, column, values, of_row, results, more);
+                     ((BlockAt<o>(y)[j] = Get<o>(results)), ...);
+                     ((target[s * n + j] += more[s]), ...);
+                   });
     (Narrow<O>(BlockAt<o>(y), m, static_cast<O*>(call.outputs[o]) + row * n + i), ...);
   }
   template <typename T, typename C>

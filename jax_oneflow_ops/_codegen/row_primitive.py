@@ -471,18 +471,16 @@ def _kind_of_cotangent(of_elements: bool, aval: Any, lead: tuple[Any, ...]) -> K
 
 
 def _like(ct: Any, aval: Any, lead: tuple[Any, ...]) -> Any:
-    """A cotangent with the type of its operand."""
+    """A cotangent with the type of its operand; XLA sums where that has some rows' dimensions."""
     if aval.ndim == 0:
-        ct = jnp.reshape(ct, ()) if ct.size == 1 else jnp.sum(ct)
-    else:
-        if ct.size > aval.size:
-            rows = [ct.shape[d] if n != 1 else 1 for d, n in enumerate(aval.shape[:-1])]
-            if not math.prod(ct.shape[:-1]) == 1:
-                ct = jnp.broadcast_to(ct, (*lead, ct.shape[-1]))
-                axes = tuple(d for d, n in enumerate(rows) if n != lead[d])
-                wide = ct.astype(computed(aval.dtype))
-                ct = jnp.sum(wide, axes, keepdims=True) if axes else ct
-        ct = jnp.broadcast_to(ct, aval.shape)
+        ct = jnp.reshape(ct, ())
+    elif math.prod(aval.shape[:-1]) > 1:
+        ct = jnp.broadcast_to(ct, (*lead, ct.shape[-1]))
+        axes = tuple(
+            d for d, (n, size) in enumerate(zip(aval.shape, lead, strict=False)) if n != size
+        )
+        if axes:
+            ct = jnp.sum(ct.astype(computed(aval.dtype)), axes, keepdims=True)
     return _compat.with_sharding_of(ct.astype(aval.dtype), aval)
 
 

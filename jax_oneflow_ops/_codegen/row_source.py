@@ -258,9 +258,7 @@ class _Writer:
         vectors = [by_input[i] for i, kind in kinds if kind == VECTOR]
         self._names: dict[int, str] = {}  # of what may be named anywhere
         for k in self._live:
-            if values[k].kind == "literal":
-                self._names[k] = values[k].text
-            elif values[k].kind == "iota":
+            if values[k].kind in ("literal", "iota"):
                 self._names[k] = values[k].text
         self._names |= {k: f"f.v{k}" for k in self.of_row}
         self._names |= {k: f"jof::Get<{n}>(v)" for n, k in enumerate(vectors)}

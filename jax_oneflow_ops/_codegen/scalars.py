@@ -322,7 +322,7 @@ def _step(
 
 
 def _own(atom: Any, alignment: Alignment) -> Alignment:
-    """That of an operand of an elementwise equation: without dimensions that it is broadcast over."""
+    """That of an elementwise equation's operand, which may be broadcast over dimensions."""
     if not atom.aval.ndim:
         return ()
     return tuple(a if n != 1 else None for a, n in zip(alignment, atom.aval.shape, strict=True))
@@ -356,9 +356,9 @@ def _results_of_reductions(jaxpr: Any) -> set[int]:
         ):
             atom = source.invars[0]
             source = None if _compat.is_literal(atom) else made_by.get(atom)
-        if source is not None and source.primitive.name in traced.REDUCTIONS:
-            if str(eqn.invars[0].aval.dtype) == "float32":
-                found.add(id(eqn))
+        is_reduced = source is not None and source.primitive.name in traced.REDUCTIONS
+        if is_reduced and str(eqn.invars[0].aval.dtype) == "float32":
+            found.add(id(eqn))
     return found
 
 
