@@ -71,7 +71,7 @@ wheels:
 soak: $(VENV)/installed
 	$(BIN)/python -m tests.soak
 
-# docs/sharding.md divides arrays over eight devices.
+# docs/sharding.md shards arrays over eight devices.
 doctest: $(VENV)/installed
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m pytest -q \
 	  --doctest-modules jax_oneflow_ops --doctest-glob='*.md' README.md $$(find docs -name '*.md')

@@ -202,6 +202,19 @@ def steps(found: Sequence[Result], name: str, group: str = "step") -> str:
     return markdown(head, lines)
 
 
+def scaled(found: Sequence[Result], name: str) -> str:
+    """A line a program: milliseconds a step on one device and on all, as written and ours."""
+    lines = []
+    for row in (row for row in listed(found, name) if "sent" in row):
+        us = {"ours": row["us"]} | results.numbers(row["xla"]) | results.numbers(row["others"])
+        names = ("jnp on one", "jnp", "ours on one", "ours")
+        times = [f"{us[name] / 1e3:.3g}" if name in us else "-" for name in names]
+        sent = ", ".join(f"{n} {kind}" for kind, n in row["sent"]["ours"].items())
+        lines.append([row["op"].replace("_", " "), *times, sent])
+    head = ["ms a step", "XLA on one", "on all", "accelerated on one", "on all", "sent"]
+    return markdown(head, lines)
+
+
 def drawn(found: Sequence[Result]) -> str:
     """The chart of the unchanged programs and calls, an SVG."""
     rows = listed(found, "programs")
@@ -230,6 +243,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "sizes": sizes,
     "slower": slower,
     "steps": steps,
+    "scaled": scaled,
     "chart": drawn,
     "explain": explained,
     "survey": surveyed,

@@ -58,7 +58,9 @@ if TYPE_CHECKING:
     from jax_oneflow_ops.graph import (
         SegmentPlan,
         attention_sum,
+        message_max,
         message_mean,
+        message_min,
         message_sum,
         segment_plan,
     )
@@ -99,7 +101,9 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "maximum",
+    "message_max",
     "message_mean",
+    "message_min",
     "message_sum",
     "minimum",
     "mish",
@@ -137,7 +141,15 @@ __all__ = [
 # Modules that not every program needs take milliseconds to import: they are imported on first use.
 _LAZY = {
     "_fuse": ("FusionError", "fuse"),
-    "graph": ("SegmentPlan", "attention_sum", "message_mean", "message_sum", "segment_plan"),
+    "graph": (
+        "SegmentPlan",
+        "attention_sum",
+        "message_max",
+        "message_mean",
+        "message_min",
+        "message_sum",
+        "segment_plan",
+    ),
     "kernel": ("ElementwiseKernel", "KernelCompileError"),
     "rows": (
         "layer_norm",

@@ -18,7 +18,7 @@ _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.Array:
-    """`x` as a jax array; raises TypeError where it is none, nor a number if `numbers` is set."""
+    """`x` as a jax array; raises TypeError for anything else, but numbers if `numbers` is set."""
     if isinstance(x, jax.Array):
         return x  # jnp.asarray would drop a tracer's sharding under vmap in jax 0.8
     if hasattr(x, "__jax_array__") and not isinstance(x, type):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_oneflow_ops import _checks, _compat, _native, _report
-from jax_oneflow_ops._codegen import derive, parts, primitive, scalars, traced
+from jax_oneflow_ops._codegen import derive, parts, primitive, row_primitive, scalars, traced
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, is_inexact, is_narrow
 from jax_oneflow_ops._codegen.source import source as source_of
@@ -106,6 +106,7 @@ class KernelReport:
     Attributes:
       name: the name of the function, and which derivative it is.
       operations: how many values it computes for each element.
+      reductions: how many reductions of rows it makes one after the other.
       reads: dtypes and shapes of its operands.
       writes: dtypes and shapes of its results.
       bytes_read: the bytes of its operands, each counted once.
@@ -114,15 +115,19 @@ class KernelReport:
 
     name: str
     operations: int
+    reductions: int
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     bytes_read: int
     bytes_written: int
 
     def __str__(self) -> str:
+        of_rows = ""
+        if self.reductions:
+            of_rows = f", {self.reductions} reduction{'' if self.reductions == 1 else 's'} in turn"
         return (
-            f"{self.name}: {self.operations} operations; reads {' '.join(self.reads)}, writes "
-            f"{' '.join(self.writes)}"
+            f"{self.name}: {self.operations} operations{of_rows}; reads {' '.join(self.reads)}, "
+            f"writes {' '.join(self.writes)}"
         )
 
 
@@ -205,6 +210,10 @@ class Fused(Generic[P, R]):
             raise ValueError(f'{self._name}: platform must be "cpu" or "cuda", got {platform!r}')
         texts = []
         for eqn in self._program(args, kwargs, derivative)[0]:
+            if isinstance(eqn.params["spec"], row_primitive.Spec):
+                shapes = tuple(x.aval.shape for x in eqn.invars)
+                texts.append(row_primitive.native_form(eqn.params["spec"], shapes, platform).text)
+                continue
             operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
             spec, kinds = primitive.native_form(eqn.params["spec"], operands)
             texts.append(source_of(spec, kinds, platform))
@@ -227,9 +236,17 @@ class Fused(Generic[P, R]):
         for eqn in kernels:
             spec = eqn.params["spec"]
             (reads, read), (writes, written) = map(_described, (eqn.invars, eqn.outvars))
-            operations = spec.definition.body.program.operations
+            program = spec.definition.body.program
             reports.append(
-                KernelReport(spec.definition.name, operations, reads, writes, read, written)
+                KernelReport(
+                    spec.definition.name,
+                    program.operations,
+                    program.reductions,
+                    reads,
+                    writes,
+                    read,
+                    written,
+                )
             )
         return FusionReport(self._name, tuple(reports), tuple(rest))
 
@@ -281,7 +298,7 @@ def _divided(jaxpr: Any) -> tuple[list[Any], list[str]]:
             continue
         needed.update(x for x in eqn.invars if not _compat.is_literal(x))
         name = eqn.primitive.name
-        if name == "jof_compiled":
+        if name in ("jof_compiled", "jof_compiled_rows"):
             kernels.append(eqn)
         elif name not in traced.IDENTITIES:
             line = _compat.line_of(eqn)
@@ -348,10 +365,25 @@ def _run(
     jaxpr, consts = _compat.jaxpr_and_consts(closed)
     one_kernel = functools.partial(_one_kernel, name, exact=exact, implementation=implementation)
     if partial:
-        results = parts.run(name, jaxpr, consts, leaves, one_kernel)
+        results = _rows_or_none(name, jaxpr, consts, leaves, one_kernel)
+        if results is None:
+            results = parts.run(name, jaxpr, consts, leaves, one_kernel)
     else:
         results = one_kernel(jaxpr, consts, leaves)
     return jax.tree.unflatten(structure, results)
+
+
+def _rows_or_none(
+    name: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kernel: parts.Kernel
+) -> list[Any] | None:
+    """The results by one kernel of several rows, if they can be."""
+    try:
+        space = scalars.space_of(name, jaxpr)
+        if space is None or math.prod(space.lead) == 1:
+            return None
+        return kernel(jaxpr, consts, args)
+    except FusionError:
+        return None
 
 
 def _one_kernel(
@@ -364,6 +396,9 @@ def _one_kernel(
     implementation: str | None,
 ) -> list[Any]:
     """The results of a jaxpr, of which those that are computed must be one kernel's."""
+    space = scalars.space_of(name, jaxpr)
+    if space is not None:
+        return _one_row_kernel(name, space, jaxpr, consts, args, exact, implementation)
     given = dict(zip(jaxpr.invars, args, strict=True))
     computed = [
         var
@@ -423,6 +458,101 @@ def _kernel(
         operands[k] = _aligned(array, alignment, avals[0].ndim)
     results = primitive.bind_traced(definition, operands, how)
     return [_compat.broadcast_like(y, aval) for y, aval in zip(results, avals, strict=True)]
+
+
+def _one_row_kernel(
+    name: str,
+    space: scalars.Space,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    exact: dict[int, Any],
+    implementation: str | None,
+) -> list[Any]:
+    """The same where rows are reduced: results are elements of rows, or values of them."""
+    given = dict(zip(jaxpr.invars, args, strict=True))
+    found = dict.fromkeys(v for v in jaxpr.outvars if not _compat.is_literal(v) and v not in given)
+    computed, demands, alone = [], [], []
+    for var in found:
+        demand = scalars.of_rows(jaxpr, var, space)
+        if demand is None:
+            plan = scalars.plan(name, jaxpr, consts, [scalars.whole(jaxpr, var)], exact)
+            if plan.leaves:
+                alone.append(var)
+            else:  # it depends on no array, and need not be part of the kernel
+                given[var] = _kernel(name, plan, [var.aval], args, implementation)[0]
+        else:
+            computed.append(var)
+            demands.append(demand)
+    if alone:
+        shown = ", ".join(str(var.aval.shape) for var in found)
+        raise FusionError(
+            f"{name}: the results of one kernel have the shape of its rows, {space.shape}, or a "
+            f"value for each row, {space.lead}, got {shown}. Remedy: make a function of each, or "
+            "jax_oneflow_ops.fuse(..., partial=True)."
+        )
+    plan = scalars.plan(name, jaxpr, consts, demands, exact, "", space)
+    dtypes = [str(var.aval.dtype) for var in computed]
+    if any("complex" in dtype for dtype in (*plan.dtypes, *dtypes)):
+        raise FusionError(
+            f"{name}: a kernel of rows has no complex numbers. Remedy: reduce outside of the "
+            "function, or jax_oneflow_ops.fuse(..., partial=True)."
+        )
+    shapes = [(space.width,) if space.is_along(alignment) else () for _, alignment in plan.leaves]
+    operands = {}
+    for k, (source, alignment) in enumerate(plan.leaves):
+        if isinstance(source, scalars.Constant):
+            array = jnp.asarray(source.array, source.dtype)
+        else:
+            array = args[source]
+        operands[k] = _rows_of(array, alignment, space)
+    if not operands:
+        raise FusionError(
+            f"{name}: it depends on no array. Remedy: compute it without jax_oneflow_ops.fuse."
+        )
+    kinds = ["elements" if space.is_along(alignment) else "value" for _, alignment in demands]
+    definition = row_primitive.define(name, plan.function, plan.dtypes, dtypes, shapes)
+    spec = row_primitive.Spec(definition, space.width, tuple(operands), tuple(kinds))
+    if not row_primitive.fits(spec, [x.shape for x in operands.values()]):
+        raise FusionError(
+            f"{name}: a kernel of rows reads at most about 20 arrays, got {len(operands)}. "
+            "Remedy: make two functions of it, or jax_oneflow_ops.fuse(..., partial=True)."
+        )
+    lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in operands.values()))
+    results = row_primitive.bind(definition, space.width, kinds, operands, lead, implementation)
+    for var, y in zip(computed, results, strict=True):
+        given[var] = _in_shape(y, var.aval, space)
+    return [
+        jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else given[v]
+        for v in jaxpr.outvars
+    ]
+
+
+def _rows_of(x: Any, alignment: scalars.Alignment, space: scalars.Space) -> Any:
+    """An array as an operand of a kernel of rows, whose dimensions become one."""
+    x = _aligned(x, alignment, len(space.shape))
+    if x.ndim == 0 or len(space.shape) == space.start + 1:
+        return x
+    row = space.shape[space.start :]
+    width = 1
+    if space.is_along(alignment):
+        x = jnp.broadcast_to(x, (*x.shape[: space.start], *row))
+        width = space.width
+    return jnp.reshape(x, (*x.shape[: space.start], width))
+
+
+def _in_shape(y: Any, aval: Any, space: scalars.Space) -> Any:
+    """A result of a kernel of rows in the shape that the function gives it."""
+    if y.shape[-1] == 1 and aval.ndim < y.ndim:
+        y = jax.lax.squeeze(y, [y.ndim - 1])
+    if y.ndim != aval.ndim or any(
+        m not in (1, n) for m, n in zip(y.shape, aval.shape, strict=True)
+    ):
+        lead = [n for n in space.lead]
+        rows = space.shape[space.start :] if math.prod(aval.shape) > math.prod(lead) else ()
+        y = jnp.broadcast_to(y.reshape(*y.shape[: len(lead)], -1), (*lead, math.prod(rows)))
+        return jnp.reshape(y, aval.shape)
+    return _compat.broadcast_like(y, aval)
 
 
 def _aligned(x: Any, alignment: scalars.Alignment, rank: int) -> Any:

@@ -147,7 +147,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     program is called.
 
     A program for several devices can be exported if its calls are inside a `jax.shard_map` over all
-    axes of the mesh. Where XLA divides the work, it asks this process how: jax raises an error.
+    axes of the mesh. Where XLA is to shard the work, it asks this process how: jax raises an error.
 
     Returns:
       A list for the argument `disabled_checks`, of a `jax.export.DisabledSafetyCheck` for each FFI

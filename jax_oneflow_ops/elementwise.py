@@ -169,7 +169,9 @@ _sigmoid_p = _elementwise.differentiable(
     "sigmoid", jax.nn.sigmoid, accurate=_reference.sigmoid_accurate
 )
 _silu_p = _elementwise.differentiable("silu", jax.nn.silu)
-_tanh_p = _elementwise.differentiable("tanh", jnp.tanh, accurate=_reference.tanh_accurate)
+_tanh_p = _elementwise.differentiable(
+    "tanh", jnp.tanh, accurate=_reference.tanh_accurate, approximate_in_xla=4
+)
 _softplus_p = _elementwise.differentiable("softplus", jax.nn.softplus, approximate_in_xla=4)
 _hard_swish_p = _elementwise.differentiable("hard_swish", jax.nn.hard_swish)
 _mish_p = _elementwise.differentiable("mish", jax.nn.mish, approximate_in_xla=4)

@@ -672,7 +672,7 @@ def embedding_lookup(
       sharded freely. Where ids are sharded evenly the gradient is summed on each device, then over
       devices. Where the table's rows are sharded evenly, over other axes than `ids`, each device
       looks up its own and the results are added up, bit for bit; its gradient stays sharded. The
-      table is gathered, with a `GatherWarning`, where an axis divides both its rows and `ids`, and
+      table is gathered, with a `GatherWarning`, where an axis shards both its rows and `ids`, and
       where it is smaller than twice the result.
 
     Source:

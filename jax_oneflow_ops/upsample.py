@@ -146,8 +146,8 @@ def resize(
 ) -> jax.Array:
     """Resizes an image to a shape. Replaces `jax.image.resize`.
 
-    The result has the same values, bit for bit. Where `method` is not ``"nearest"``
-    `jax.image.resize` is called.
+    The result has the same values, bit for bit but for the payloads of NaNs. Where `method` is not
+    ``"nearest"`` `jax.image.resize` is called.
 
     Args:
       image: array of any rank and dtype.

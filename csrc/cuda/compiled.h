@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/pack_split.h"
+#include "ops/traced_rows.h"
 
 JOF_NAMESPACE_BEGIN
 
@@ -41,5 +42,8 @@ inline cudaError_t LaunchCompiled(const CudaCompiledKernel& kernel, size_t input
                           dim3(static_cast<unsigned>(blocks)),
                           dim3(static_cast<unsigned>(kernel.threads)), parameters, 0, stream);
 }
+
+cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRowsLayout& layout,
+                               const TracedRowsCall& call, cudaStream_t stream);
 
 JOF_NAMESPACE_END

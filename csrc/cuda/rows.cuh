@@ -26,11 +26,13 @@
 // gradient, where a copy's time has 27 and 40. Rows that fill packs or lanes badly suffer most:
 // softmax of 400000 x 100 runs at 49 %, that of 8192 x 50257, in a cluster, at 46 %.
 //
-// Free of the CUDA runtime, so that NVRTC can compile it around other programs.
+// Free of the CUDA runtime, so that NVRTC can compile it around other programs: those that are
+// traced (compiled_rows.cuh) have arrays of several types and any number of reductions.
 #pragma once
 
 #include "common/dtype.h"
 #include "common/pack.h"
+#include "common/tuple.h"
 #include "common/types.h"
 #include "cuda/launch.cuh"
 
@@ -91,6 +93,11 @@ struct RowVector {
 template <typename T, int kArrays>
 struct RowsProgram {
   using Element = T;
+  using Word = Compute<T>;  // what is reduced and summed
+  // What a thread holds of an element.
+  using Values = Word[kArrays];
+  static constexpr bool kIsTraced = false;
+  static constexpr int kPack = kPackSize<T>;
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
   static constexpr int kThreads = 512, kBlocks = 1;
@@ -108,21 +115,58 @@ namespace internal {
 
 inline constexpr int kWarpSize = 32;
 
+// A number that a lambda can be called with, and a call for each of so many.
+template <int k>
+struct Index {
+  static constexpr int value = k;
+};
+template <typename Visit, int... k>
+__device__ __forceinline__ void ForEachIndex(const Visit& visit, Indices<k...>) {
+  (visit(Index<k>()), ...);
+}
+template <int kCount, typename Visit>
+__device__ __forceinline__ void ForEachIndex(const Visit& visit) {
+  ForEachIndex(visit, MakeIndices<kCount>());
+}
+
+// One of several values, which are of one type or of several.
+template <int k, typename C, int kCount>
+__device__ __forceinline__ C& At(C (&values)[kCount]) {
+  return values[k];
+}
+template <int k, typename... T>
+__device__ __forceinline__ auto& At(Tuple<T...>& values) {
+  return Get<k>(values);
+}
+
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // ---- asynchronous copies to shared memory ----
 
-// Predicated by hand: nvcc would branch.
+// Of 4, 8 or 16 bytes. Predicated by hand: nvcc would branch.
+template <int kBytes = 16>
 __device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool wanted = true) {
-  asm volatile(
-      "{\n.reg .pred wanted;\n"
-      "setp.ne.u32 wanted, %2, 0;\n"
-      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(SharedAddress(shared)),
-      "l"(global), "r"(static_cast<unsigned>(wanted))
-      : "memory");
+  if constexpr (kBytes == 16) {
+    asm volatile(
+        "{\n.reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %2, 0;\n"
+        "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(SharedAddress(shared)),
+        "l"(global), "r"(static_cast<unsigned>(wanted))
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n.reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %2, 0;\n"
+        "@wanted cp.async.ca.shared.global [%0], [%1], %3;\n}" ::"r"(SharedAddress(shared)),
+        "l"(global), "r"(static_cast<unsigned>(wanted)), "n"(kBytes)
+        : "memory");
+  }
 }
+
+template <int kBytes>
+inline constexpr bool kIsAsync = kBytes == 4 || kBytes == 8 || kBytes == 16;
 
 __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -301,9 +345,9 @@ struct PackPlace {
   }
 };
 
-template <typename T>
+template <typename T, int V = kPackSize<T>>
 __device__ __forceinline__ int ElementPhase(const void* pointer) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) / sizeof(T) % kPackSize<T>);
+  return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) / sizeof(T) % V);
 }
 
 template <typename S, typename C, int V>
@@ -341,11 +385,11 @@ __device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPl
 template <typename T, int V>
 __device__ __forceinline__ void LoadShared(const uint4* slot, Compute<T> (&x)[V]) {
   union {
-    uint4 whole;
+    Word<sizeof(T) * V> whole;
     uint32_t words[4];
     Pack<T, V> pack;
   };
-  whole = *slot;
+  whole = *reinterpret_cast<const Word<sizeof(T) * V>*>(slot);
   JOF_UNROLL
   for (int j = 0; j < V; ++j) {
     if constexpr (kDTypeOf<T> == DType::kBF16) {  // nvcc would shift twice
@@ -360,7 +404,37 @@ __device__ __forceinline__ void LoadShared(const uint4* slot, Compute<T> (&x)[V]
 
 // How many packs of each input a thread holds at most.
 template <typename Program>
-inline constexpr int kHeldPacks = Program::kElements / kPackSize<typename Program::Element>;
+inline constexpr int kHeldPacks = Program::kElements / Program::kPack;
+
+// The type and the array of an input or output.
+template <int a, typename Program>
+__device__ __forceinline__ auto InputOf(const Program& program) {
+  if constexpr (Program::kIsTraced) {
+    return program.template In<a>();
+  } else {
+    return program.in[a];
+  }
+}
+template <int o, typename Program>
+__device__ __forceinline__ auto OutputOf(const Program& program) {
+  if constexpr (Program::kIsTraced) {
+    return program.template Out<o>();
+  } else {
+    return program.out[o];
+  }
+}
+template <typename T>
+__device__ T ElementOfPointer(const T*);
+
+// What a program makes of an element.
+template <typename Program, bool kIsTraced = Program::kIsTraced>
+struct ResultsOf {
+  using type = typename Program::Word[Program::kOutputs];
+};
+template <typename Program>
+struct ResultsOf<Program, true> {
+  using type = typename Program::Results;
+};
 
 // A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each
 // thread has the same columns of all of its rows, which row vectors and sums over rows make use of.
@@ -368,11 +442,15 @@ template <typename Program, int kHeld>
 class RowsKernelBody {
  public:
   using T = typename Program::Element;
-  using C = Compute<T>;
-  static constexpr int V = kPackSize<T>;
+  using C = typename Program::Word;
+  static constexpr int V = Program::kPack;
   static constexpr int kInputs = Program::kInputs, kOutputs = Program::kOutputs;
   static constexpr int kVectors = Program::kVectors, kValues = Program::kValues;
   static constexpr int kColumnSums = Program::kColumnSums, kReductions = Program::kReductions;
+  // A traced program without outputs has no parts: it reads a row once for each reduction.
+  static constexpr bool kUsesParts = kOutputs == 0 && !Program::kIsTraced;
+  static constexpr bool kHasMap = kOutputs > 0 || kColumnSums > 0;
+  static constexpr int kPasses = kUsesParts ? 1 : kReductions + kHasMap;
   // Sums of a thread that depend on nothing of each other.
   static constexpr int kWays = V < 4 ? V : 4;
   using Shared = internal::Exchange<C, kValues>;
@@ -407,11 +485,11 @@ class RowsKernelBody {
     for (int64_t row = team_; row - team_here < plan_.rows; row += plan_.teams) {
       Row facts = next;
       next = BeginRow(row + plan_.teams);
-      if constexpr (kOutputs == 0) {
+      if constexpr (kUsesParts) {
         ReduceParts(&facts);
       } else {
         Reduce<0>(&facts);
-        MapRow(facts, row < plan_.rows);
+        if constexpr (kHasMap) MapRow(facts, row);
       }
       if (row < plan_.rows && lane_ == 0) program_.End(row, facts);
       begin_ += plan_.teams * plan_.n;
@@ -430,19 +508,33 @@ class RowsKernelBody {
     int pass = 0, chunk = 0;
   };
 
-  __device__ __forceinline__ bool IsWhole() const { return kColumnSums > 0 || plan_.chunks == 1; }
+  __device__ __forceinline__ bool IsWhole() const {
+    return (kColumnSums > 0 && !Program::kIsTraced) || plan_.chunks == 1;
+  }
   __device__ __forceinline__ int Columns() const { return static_cast<int>(plan_.n); }
 
   // The array that packs follow.
   __device__ __forceinline__ int Phase() const {
-    if constexpr (kOutputs > 0) return internal::ElementPhase<T>(program_.out[0]);
-    return internal::ElementPhase<T>(program_.in[0]);
+    if constexpr (kOutputs > 0) return PhaseOf(OutputOf<0>(program_));
+    return PhaseOf(InputOf<0>(program_));
   }
-  template <typename Array, int kArrays>
-  __device__ __forceinline__ bool InPhase(Array* const (&arrays)[kArrays]) const {
+  template <typename Array>
+  __device__ __forceinline__ static int PhaseOf(const Array* array) {
+    return internal::ElementPhase<Array, V>(array);
+  }
+  __device__ __forceinline__ bool InputsAreInPhase() const {
     bool all = true;
-    JOF_UNROLL
-    for (int a = 0; a < kArrays; ++a) all &= internal::ElementPhase<T>(arrays[a]) == Phase();
+    internal::ForEachIndex<kInputs>([&](auto a) {
+      using Array = decltype(ElementOfPointer(InputOf<decltype(a)::value>(program_)));
+      all &= internal::kIsAsync<V * sizeof(Array)> &&
+             PhaseOf(InputOf<decltype(a)::value>(program_)) == Phase();
+    });
+    return all;
+  }
+  __device__ __forceinline__ bool OutputsAreInPhase() const {
+    bool all = true;
+    internal::ForEachIndex<kOutputs>(
+        [&](auto o) { all &= PhaseOf(OutputOf<decltype(o)::value>(program_)) == Phase(); });
     return all;
   }
 
@@ -495,18 +587,24 @@ class RowsKernelBody {
       const int first = IsWhole() ? first_ : FirstColumn(ahead_.begin, ahead_.chunk);
       uint4* slot = Slot(stage, 0);
       const int64_t at = ahead_.begin + first;
-      if (InPhase(program_.in) && ahead_.begin >= V && ahead_.begin + plan_.n + V <= total) {
-        const T* source[kInputs];
-        JOF_UNROLL
-        for (int a = 0; a < kInputs; ++a) source[a] = program_.in[a] + at;
+      if (InputsAreInPhase() && ahead_.begin >= V && ahead_.begin + plan_.n + V <= total) {
+        const char* source[kInputs];
+        internal::ForEachIndex<kInputs>([&](auto a) {
+          constexpr int i = decltype(a)::value;
+          source[i] = reinterpret_cast<const char*>(InputOf<i>(program_) + at);
+        });
         JOF_UNROLL
         for (int k = 0; k < kHeld; ++k) {
           const bool wanted = k < plan_.packs && first + k * pack_step_ < Columns();
-          JOF_UNROLL
-          for (int a = 0; a < kInputs; ++a) {
-            internal::CopyAsync(slot + a * ArrayStep(), source[a], wanted);
-            source[a] += pack_step_;
-          }
+          internal::ForEachIndex<kInputs>([&](auto a) {
+            constexpr int i = decltype(a)::value;
+            using Array = decltype(ElementOfPointer(InputOf<i>(program_)));
+            constexpr int kBytes = V * static_cast<int>(sizeof(Array));
+            if constexpr (internal::kIsAsync<kBytes>) {
+              internal::CopyAsync<kBytes>(slot + i * ArrayStep(), source[i], wanted);
+            }
+            source[i] += pack_step_ * static_cast<int>(sizeof(Array));
+          });
           slot += blockDim.x;
         }
       } else {
@@ -517,7 +615,7 @@ class RowsKernelBody {
     if (!IsWhole()) {
       if (++ahead_.chunk < plan_.chunks) return;
       ahead_.chunk = 0;
-      if (kOutputs > 0 && ++ahead_.pass <= kReductions) return;
+      if (kPasses > 1 && ++ahead_.pass < kPasses) return;
       ahead_.pass = 0;
     }
     ahead_.begin += plan_.teams * plan_.n;
@@ -530,21 +628,23 @@ class RowsKernelBody {
     for (int k = 0; k < plan_.packs; ++k, slot += blockDim.x, first += pack_step_) {
       if (first >= Columns()) return;
       const int64_t at = ahead_.begin + first;
-      JOF_UNROLL
-      for (int a = 0; a < kInputs; ++a) {
-        const T* source = program_.in[a] + at;
-        uint4* target = slot + a * ArrayStep();
-        if (internal::ElementPhase<T>(source) == 0 && at >= 0 && at + V <= total) {
-          internal::CopyAsync(target, source);
+      internal::ForEachIndex<kInputs>([&](auto a) {
+        constexpr int i = decltype(a)::value;
+        using Array = decltype(ElementOfPointer(InputOf<i>(program_)));
+        constexpr int kBytes = V * static_cast<int>(sizeof(Array));
+        const Array* source = InputOf<i>(program_) + at;
+        uint4* target = slot + i * ArrayStep();
+        if (internal::kIsAsync<kBytes> && PhaseOf(source) == 0 && at >= 0 && at + V <= total) {
+          if constexpr (internal::kIsAsync<kBytes>) internal::CopyAsync<kBytes>(target, source);
         } else {
           JOF_UNROLL
           for (int j = 0; j < V; ++j) {
             if (static_cast<unsigned>(first + j) < static_cast<unsigned>(Columns())) {
-              reinterpret_cast<T*>(target)[j] = source[j];
+              reinterpret_cast<Array*>(target)[j] = source[j];
             }
           }
         }
-      }
+      });
     }
   }
 
@@ -554,13 +654,14 @@ class RowsKernelBody {
     if (!IsWhole()) SetFirst(FirstColumn(begin_, chunk));
     const uint4* slot = Slot(stage_, 0);
     ForEachPack([&](int k) {
-      JOF_UNROLL
-      for (int a = 0; a < kInputs; ++a) {
-        C x[V];
-        internal::LoadShared<T>(slot + a * ArrayStep(), x);
+      internal::ForEachIndex<kInputs>([&](auto a) {
+        constexpr int i = decltype(a)::value;
+        using Array = decltype(ElementOfPointer(InputOf<i>(program_)));
+        Compute<Array> x[V];
+        internal::LoadShared<Array>(slot + i * ArrayStep(), x);
         JOF_UNROLL
-        for (int j = 0; j < V; ++j) x_[k][j][a] = x[j];
-      }
+        for (int j = 0; j < V; ++j) internal::At<i>(x_[k][j]) = x[j];
+      });
       JOF_UNROLL
       for (int j = 0; j < V; ++j) program_.Prepare(x_[k][j]);
       slot += blockDim.x;
@@ -587,7 +688,11 @@ class RowsKernelBody {
           C columns[V];
           uint4 words[kVectorSlots];
         };
-        internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
+        if constexpr (Program::kIsTraced) {
+          program_.LoadVector(i, PackAt(k), columns);
+        } else {
+          internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
+        }
         JOF_UNROLL
         for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
       }
@@ -610,9 +715,38 @@ class RowsKernelBody {
     }
   }
 
-  // Adds what this thread holds.
+  // Adds what this thread holds. Of an element that is not of the row a traced program adds
+  // nothing.
   template <int r, int kCount>
   __device__ __forceinline__ void Accumulate(const Row& facts, C (&values)[kWays][kCount]) {
+    if constexpr (Program::kIsTraced) {
+      const auto add = [&](auto edges) {
+        ForEachPack([&](int k) {
+          const PackPlace pack = PackAt(k);
+          C v[V][kVectors + 1];
+          if (Program::UsesVectors(r)) GetVectors(k, v);
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            program_.template Accumulate<r>(facts, pack.first + j, x_[k][j], v[j],
+                                            !decltype(edges)::value || pack.Has(j),
+                                            values[j % kWays]);
+          }
+        });
+      };
+      if (has_edges_) {
+        add(internal::Index<1>());
+      } else {
+        add(internal::Index<0>());
+      }
+      return;
+    } else {
+      AccumulateNeutral<r>(facts, values);
+    }
+  }
+
+  // The same of a program that says what adds nothing.
+  template <int r, int kCount>
+  __device__ __forceinline__ void AccumulateNeutral(const Row& facts, C (&values)[kWays][kCount]) {
     if (has_edges_) {
       ForEachPack([&](int k) {
         const PackPlace pack = PackAt(k);
@@ -641,7 +775,13 @@ class RowsKernelBody {
     JOF_UNROLL
     for (int w = 0; w < kWays; ++w) {
       JOF_UNROLL
-      for (int i = 0; i < kCount; ++i) values[w][i] = program_.template Identity<r>();
+      for (int i = 0; i < kCount; ++i) {
+        if constexpr (Program::kIsTraced) {
+          values[w][i] = program_.template Identity<r>(i);
+        } else {
+          values[w][i] = program_.template Identity<r>();
+        }
+      }
     }
   }
 
@@ -651,7 +791,13 @@ class RowsKernelBody {
     template <int kCount>
     __device__ __forceinline__ void operator()(C (&a)[kCount], const C (&b)[kCount]) const {
       JOF_UNROLL
-      for (int i = 0; i < kCount; ++i) a[i] = program.template Combine<r>(a[i], b[i]);
+      for (int i = 0; i < kCount; ++i) {
+        if constexpr (Program::kIsTraced) {
+          a[i] = program.template Combine<r>(i, a[i], b[i]);
+        } else {
+          a[i] = program.template Combine<r>(a[i], b[i]);
+        }
+      }
     }
   };
 
@@ -671,6 +817,9 @@ class RowsKernelBody {
       Clear<r>(values);
       for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
         if (r == 0 || !IsWhole()) Load(chunk);
+        if constexpr (Program::kIsTraced && r > 0) {
+          if (!IsWhole()) Restore<r>(*facts);
+        }
         Accumulate<r>(*facts, values);
       }
       CombineWays<r>(values);
@@ -714,61 +863,102 @@ class RowsKernelBody {
     program_.SetPart(values, facts);
   }
 
-  __device__ __forceinline__ void MapRow(const Row& facts, bool has_row) {
+  // Makes what earlier reductions have left of elements that are read again.
+  template <int r>
+  __device__ __forceinline__ void Restore(const Row& facts) {
+    ForEachPack([&](int k) {
+      const PackPlace pack = PackAt(k);
+      C v[V][kVectors + 1];
+      GetVectors(k, v);
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        program_.template Restore<r>(facts, pack.first + j, x_[k][j], v[j]);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void MapRow(const Row& facts, int64_t row) {
     for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
       if (kReductions == 0 || !IsWhole()) {
         Load(chunk);
-        ForEachPack([&](int k) {
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) program_.Replace(facts, x_[k][j]);
-        });
+        if constexpr (Program::kIsTraced) {
+          Restore<kReductions>(facts);
+        } else {
+          ForEachPack([&](int k) {
+            JOF_UNROLL
+            for (int j = 0; j < V; ++j) program_.Replace(facts, x_[k][j]);
+          });
+        }
       }
-      if (!has_row) continue;
-      T* target[kOutputs];
-      JOF_UNROLL
-      for (int o = 0; o < kOutputs; ++o) target[o] = program_.out[o] + (begin_ + first_);
-      const bool is_simple = InPhase(program_.out) && !has_edges_;
+      if (row >= plan_.rows) continue;
+      const bool is_simple = OutputsAreInPhase() && !has_edges_;
+      int64_t at = begin_ + first_;
       ForEachPack([&](int k) {
-        MapPack(facts, k, is_simple, target);
-        JOF_UNROLL
-        for (int o = 0; o < kOutputs; ++o) target[o] += pack_step_;
+        MapPack(facts, k, is_simple, at, row == team_);
+        at += pack_step_;
       });
     }
   }
 
-  __device__ __forceinline__ void MapPack(const Row& facts, int k, bool is_simple,
-                                          T* const (&target)[kOutputs]) {
+  __device__ __forceinline__ void MapPack(const Row& facts, int k, bool is_simple, int64_t at,
+                                          bool is_first_row) {
     const PackPlace pack = PackAt(k);
-    C y[V][kOutputs], v[V][kVectors + 1];
+    typename ResultsOf<Program>::type y[V];
+    C v[V][kVectors + 1];
     GetVectors(k, v);
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
       C sums[kColumnSums + 1];
       program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums);
-      JOF_UNROLL
-      for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[s];
-    }
-    JOF_UNROLL
-    for (int o = 0; o < kOutputs; ++o) {
-      Pack<T, V> out;
-      JOF_UNROLL
-      for (int j = 0; j < V; j += 2) Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
-      if (is_simple || (pack.IsWhole() && internal::ElementPhase<T>(target[o]) == 0)) {
-        StorePack(target[o], out);
-      } else {
-        JOF_UNROLL
-        for (int j = 0; j < V; ++j) {
-          if (pack.Has(j)) target[o][j] = out.elem[j];
+      if constexpr (kColumnSums > 0) {
+        if (IsWhole()) {
+          JOF_UNROLL
+          for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[s];
+        } else if (pack.Has(j)) {  // no registers have them: in the part itself
+          C* target = Part() + (pack.first + j);
+          JOF_UNROLL
+          for (int s = 0; s < kColumnSums; ++s, target += plan_.n) {
+            *target = is_first_row ? sums[s] : *target + sums[s];
+          }
         }
       }
     }
+    internal::ForEachIndex<kOutputs>([&](auto index) {
+      constexpr int o = decltype(index)::value;
+      using Array = decltype(ElementOfPointer(OutputOf<o>(program_)));
+      Array* target = OutputOf<o>(program_) + at;
+      Pack<Array, V> out;
+      JOF_UNROLL
+      for (int j = 0; j < V; j += 2) {
+        if constexpr (V > 1) {
+          Accumulator<Array>::Store2(internal::At<o>(y[j]), internal::At<o>(y[j + 1]),
+                                     &out.elem[j]);
+        } else {
+          out.elem[j] = internal::At<o>(y[j]);
+        }
+      }
+      if (is_simple || (pack.IsWhole() && PhaseOf(target) == 0)) {
+        StorePack(target, out);
+      } else {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          if (pack.Has(j)) target[j] = out.elem[j];
+        }
+      }
+    });
+  }
+
+  // Where this block or cluster has its sums over rows.
+  __device__ __forceinline__ C* Part() const {
+    const int64_t part = plan_.cluster == 1 ? int64_t{blockIdx.x} : team_;
+    return program_.partial_sums + part * program_.wanted_sums * plan_.n;
   }
 
   // The sums of this block or cluster: teams one after the other, so that the order is fixed.
   __device__ __forceinline__ void StoreColumnSums() {
+    if (!IsWhole()) return;
     const int teams_here = blockDim.x / plan_.lanes;
-    const int64_t part = plan_.cluster == 1 ? int64_t{blockIdx.x} : team_;
-    C* target = program_.partial_sums + part * program_.wanted_sums * plan_.n;
+    C* target = Part();
     const auto for_each = [&](const auto& visit) {
       ForEachPack([&](int k) {
         const PackPlace pack = PackAt(k);
@@ -835,7 +1025,7 @@ class RowsKernelBody {
   int64_t begin_;
   int first_, packs_;
   bool has_edges_;
-  C x_[kHeld][V][kInputs];
+  typename Program::Values x_[kHeld][V];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
 

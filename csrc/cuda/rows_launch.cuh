@@ -107,29 +107,20 @@ inline cudaLaunchConfig_t ConfigOf(const RowsGrid& grid, int64_t blocks,
   return config;
 }
 
-template <typename Program>
-cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGrid* grid,
-                     int64_t most_units = int64_t{1} << 40) {
-  using T = typename Program::Element;
-  constexpr int kPack = kPackSize<T>, kHeld = kHeldPacks<Program>;
+// Of a kernel with such traits, for packs of `pack` elements. Blocks of several teams need
+// `sum_bytes` of shared memory at their end.
+inline cudaError_t PlanGrid(const void* kernel, const RowsTraits& traits,
+                            const RowsProblem& problem, int pack, bool has_edges, int64_t sum_bytes,
+                            RowsGrid* grid, int64_t most_units) {
   const int64_t rows = problem.rows(), n = problem.n;
   RowsDevice device{};
   cudaError_t status = GetRowsDevice(&device);
   if (status != cudaSuccess) return status;
-  const void* leader = Program::kOutputs > 0 ? static_cast<const void*>(program.out[0])
-                                             : static_cast<const void*>(program.in[0]);
-  const bool has_edges = n % kPack != 0 || !IsAligned(leader, kPackBytes);
-  const RowsTraits traits{Program::kInputs,
-                          static_cast<int>(sizeof(T)),
-                          kHeld,
-                          Program::kThreads,
-                          Program::kOutputs == 0 || Program::kReductions == 0,
-                          Program::kReductions > 0,
-                          Program::kColumnSums > 0,
-                          Program::kVectors * static_cast<int>(sizeof(Compute<T>))};
-  const RowsLaunch launch = PlanRows(traits, device, rows, n, has_edges);
+  RowsLaunch launch = PlanRows(traits, device, rows, n, has_edges);
+  if (launch.plan.lanes < launch.threads) {
+    launch.shared_bytes = std::max(launch.shared_bytes, sum_bytes);
+  }
   *grid = {launch.plan, launch.threads, static_cast<int>(launch.shared_bytes), 0};
-  const auto kernel = RowsKernel<Program, kHeld>;
   status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid->shared_bytes);
   const RowsPlan& plan = grid->plan;
@@ -148,10 +139,30 @@ cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGri
   const int64_t needed = (problem.rows() + teams_here - 1) / teams_here;
   const int64_t most = std::min<int64_t>(std::max(units_all, 1), most_units);
   // Of all rows of a thread packs are to begin at the same columns.
-  const int64_t multiple = has_edges ? std::max(kPack / teams_here, 1) : 1;
+  const int64_t multiple = has_edges ? std::max(pack / teams_here, 1) : 1;
   grid->units = std::min(needed, std::max(most - most % multiple, multiple));
   grid->plan.teams = grid->units * teams_here;
   return cudaSuccess;
+}
+
+template <typename Program>
+cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGrid* grid,
+                     int64_t most_units = int64_t{1} << 40) {
+  using T = typename Program::Element;
+  constexpr int kPack = kPackSize<T>, kHeld = kHeldPacks<Program>;
+  const void* leader = Program::kOutputs > 0 ? static_cast<const void*>(program.out[0])
+                                             : static_cast<const void*>(program.in[0]);
+  const bool has_edges = problem.n % kPack != 0 || !IsAligned(leader, kPackBytes);
+  const RowsTraits traits{Program::kInputs,
+                          static_cast<int>(sizeof(T)),
+                          kHeld,
+                          Program::kThreads,
+                          Program::kOutputs == 0 || Program::kReductions == 0,
+                          Program::kReductions > 0,
+                          Program::kColumnSums > 0,
+                          Program::kVectors * static_cast<int>(sizeof(Compute<T>))};
+  return PlanGrid(reinterpret_cast<const void*>(&RowsKernel<Program, kHeld>), traits, problem,
+                  kPack, has_edges, 0, grid, most_units);
 }
 
 template <typename Program>

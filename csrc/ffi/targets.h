@@ -2,7 +2,9 @@
 #pragma once
 
 #include "ffi/compiled.h"
+#include "ffi/compiled_rows.h"
 #include "ffi/elementwise.h"
+#include "ffi/messages.h"
 #include "ffi/permute.h"
 #include "ffi/rows.h"
 #include "ffi/scatter.h"
@@ -19,6 +21,10 @@ std::vector<Target> SharedTargets() {
           {kCast.target, Handle<B, ElementwiseBinding<B>, CastHandler<B>>},
           {"jof_compiled", Handle<B, CompiledBinding<B>, ExecuteCompiled<B>>,
            Handle<B, CompiledInstantiateBinding, InstantiateCompiled<B>>},
+          {"jof_compiled_rows", Handle<B, CompiledRowsBinding<B>, ExecuteCompiledRows<B>>,
+           Handle<B, CompiledRowsInstantiateBinding, InstantiateCompiledRows<B>>},
+          {kMessages, Handle<B, MessagesBinding<B>, ExecuteMessages<B>>,
+           Handle<B, MessagesInstantiateBinding, InstantiateMessages<B>>},
           {kPermute, Handle<B, PermuteBinding<B>, Permute<B>>},
           {kUpsampleForward, Handle<B, UpsampleBinding<B>, UpsampleForward<B>>},
           {kUpsampleBackward, Handle<B, UpsampleBinding<B>, UpsampleBackward<B>>},

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import scalars
 from jax_oneflow_ops._codegen.signature import Parameter, is_inexact
 from jax_oneflow_ops._codegen.traced import Traced, computed
@@ -22,15 +23,24 @@ def define(
     inputs: Sequence[str],
     outputs: Sequence[str],
     like: type[Definition],
+    shapes: Sequence[Any] | None = None,
 ) -> Definition:
-    """A function of scalars of `computed` dtypes as a definition; dtypes are those of elements."""
-    body = Traced(scalars.trace(function, inputs), name)
+    """A function of scalars, or of a row, of `computed` dtypes as a definition.
+
+    Dtypes are those of elements.
+    """
+    body = Traced(scalars.trace(function, inputs, shapes), name)
     return like(
         name,
         tuple(Parameter(dtype, f"x{i}") for i, dtype in enumerate(inputs)),
         tuple(Parameter(dtype, f"y{o}") for o, dtype in enumerate(outputs)),
         body,
     )
+
+
+def shapes_of(variables: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Of the inputs or results of a body's jaxpr."""
+    return [var.aval.shape for var in variables]
 
 
 def _types(parameters: Sequence[Parameter]) -> list[str]:
@@ -60,10 +70,14 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
         return compute
 
     dtypes = [*inputs, *(inputs[i] for i in moving)]
+    flat, _ = _compat.jaxpr_and_consts(definition.body.jaxpr)
+    shapes = shapes_of(flat.invars)
+    shapes += [shapes[i] for i in moving]
 
     def made(of: Sequence[int]) -> Definition:
         name = f"{definition.name}_jvp"
-        return define(name, tangents(of), dtypes, [outputs[o] for o in of], type(definition))
+        results = [outputs[o] for o in of]
+        return define(name, tangents(of), dtypes, results, type(definition), shapes)
 
     every = made(outs)
     program = every.body.program
@@ -76,15 +90,22 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
 
 
 @functools.lru_cache(maxsize=1024)
-def transpose(definition: Definition, linear: tuple[int, ...], live: tuple[int, ...]) -> Definition:
+def transpose(
+    definition: Definition,
+    linear: tuple[int, ...],
+    live: tuple[int, ...],
+    results: tuple[str, ...] | None = None,
+) -> Definition:
     """The cotangents of the inputs `linear`, which outputs are linear in.
 
     Its inputs are those of the definition, of which these are not read, and then the cotangents of
-    the outputs `live`.
+    the outputs `live`. Its outputs have the dtypes `results`, by default those of the inputs.
     """
     inputs, outputs = _types(definition.inputs), _types(definition.outputs)
     count = len(inputs)
     function = core.jaxpr_as_fun(definition.body.jaxpr)
+    flat, _ = _compat.jaxpr_and_consts(definition.body.jaxpr)
+    shapes, outs = shapes_of(flat.invars), shapes_of(flat.outvars)
 
     def cotangents(*args: Any) -> Any:
         def of_linear(*xs: Any) -> Any:
@@ -92,15 +113,16 @@ def transpose(definition: Definition, linear: tuple[int, ...], live: tuple[int, 
             results = function(*(every.get(i, x) for i, x in enumerate(args[:count])))
             return [results[o] for o in live]
 
-        avals = [jax.ShapeDtypeStruct((), computed(inputs[i])) for i in linear]
+        avals = [jax.ShapeDtypeStruct(shapes[i], computed(inputs[i])) for i in linear]
         return jax.linear_transpose(of_linear, *avals)([*args[count:]])
 
     return define(
         f"{definition.name.removesuffix('_jvp')}_vjp",
         cotangents,
         [*inputs, *(outputs[o] for o in live)],
-        [inputs[i] for i in linear],
+        results or [inputs[i] for i in linear],
         type(definition),
+        [*shapes, *(outs[o] for o in live)],
     )
 
 

@@ -1,5 +1,8 @@
 """From a jaxpr of arrays to a function of scalars: what each element of a result is.
 
+Where a function reduces rows it is one of a row: of arrays of rank 1 in place of scalars, wherever
+a value lies along the row's dimensions.
+
 Elements of intermediate arrays are found from the results backwards. A dimension of an array lies
 along one of the results' dimensions, or along none where it has size 1: that is its alignment. An
 array that is used in several alignments, as in ``x[:, None] - x``, is an operand for each of them.
@@ -9,6 +12,7 @@ become functions of scalars when they are differentiated.
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +28,76 @@ from jax_oneflow_ops._codegen.signature import TYPES, is_inexact, is_narrow
 from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, computed
 
 Alignment = tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """The shape that the arrays of a function broadcast to, whose last dimensions are rows'."""
+
+    shape: tuple[int, ...]
+    start: int  # of the rows' dimensions
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The other dimensions."""
+        return self.shape[: self.start]
+
+    @property
+    def width(self) -> int:
+        """How many elements a row has."""
+        return math.prod(self.shape[self.start :])
+
+    def is_along(self, alignment: Alignment) -> bool:
+        """Whether an array has elements of its own for those of a row."""
+        return any(axis is not None and axis >= self.start for axis in alignment)
+
+    def shaped(self, x: Any, alignment: Alignment) -> Any:
+        """A value as the function has it: of rank 1, or 0."""
+        if np.ndim(x) or not self.is_along(alignment):
+            return x
+        return lax.broadcast_in_dim(x, (self.width,), ())
+
+
+def space_of(name: str, jaxpr: Any) -> Space | None:
+    """That of a function; None where it reduces nothing."""
+    found: list[tuple[tuple[int, ...], list[int], Any]] = []
+
+    def collect(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            called = _compat.called_jaxpr(eqn)
+            if called is not None:
+                collect(called[0])
+            elif eqn.primitive.name in traced.REDUCTIONS and (axes := _reduced_axes(eqn)):
+                found.append((eqn.invars[0].aval.shape, axes, eqn))
+
+    collect(jaxpr)
+    if not found:
+        return None
+    shape, axes, eqn = max(found, key=lambda one: math.prod(one[0]))
+    start = axes[0]
+    rest = [d for d in range(start, len(shape)) if shape[d] != 1]
+    if rest != axes:
+        raise _refused(name, eqn, _compat.line_of(eqn), "over these dimensions ", _NOT_LAST)
+    row = [shape[d] for d in axes]
+    # A result may have more dimensions than what is reduced of it.
+    for var in jaxpr.outvars:
+        aval = var.aval
+        if math.prod(aval.shape) <= math.prod(shape):
+            continue
+        sizes = [(d, n) for d, n in enumerate(aval.shape) if n != 1]
+        if [n for _, n in sizes[-len(row) :]] == row:
+            shape, start = aval.shape, sizes[-len(row)][0]
+    return Space(shape, start)
+
+
+def _reduced_axes(eqn: Any) -> list[int]:
+    return [d for d in sorted(eqn.params["axes"]) if eqn.invars[0].aval.shape[d] != 1]
+
+
+_NOT_LAST = (
+    "the rows of one kernel are the last dimensions, the same in all of its reductions",
+    "move these dimensions to the end with jnp.moveaxis before the call, or reduce outside",
+)
 
 
 class Constant:
@@ -46,11 +120,16 @@ class Plan:
     function: Callable[..., list[Any]]
 
 
-def trace(function: Callable[..., Any], dtypes: Sequence[str]) -> Any:
-    """The jaxpr of a function of scalars, whose dtypes are `computed` of these."""
+def trace(
+    function: Callable[..., Any], dtypes: Sequence[str], shapes: Sequence[Any] | None = None
+) -> Any:
+    """The jaxpr of a function of scalars, or of a row, whose dtypes are `computed` of these."""
     wide = any(dtype in ("int64", "uint64", "float64", "complex128") for dtype in dtypes)
     with _without_mesh(), jax.enable_x64(True) if wide else contextlib.nullcontext():
-        args = [jax.ShapeDtypeStruct((), computed(dtype)) for dtype in dtypes]
+        args = [
+            jax.ShapeDtypeStruct(shape, computed(dtype))
+            for shape, dtype in zip(shapes or [()] * len(dtypes), dtypes, strict=True)
+        ]
         return jax.make_jaxpr(function)(*args)
 
 
@@ -66,6 +145,7 @@ def plan(
     demands: Sequence[tuple[int, Alignment]],
     exact: Mapping[int, Any],
     line: str = "",
+    space: Space | None = None,
 ) -> Plan:
     """The function of scalars that computes elements of a jaxpr's results.
 
@@ -76,7 +156,10 @@ def plan(
       demands: results, by their number, and their alignments.
       exact: see `exact_literals`.
       line: that errors name where equations have none.
+      space: of a function of a row.
     """
+    space = space or Space((), 0)
+    unrounded = _results_of_reductions(jaxpr)
     known: dict[Any, Any] = {}  # numbers
     sources: dict[Any, int | Constant] = {var: k for k, var in enumerate(jaxpr.invars)}
     for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -101,7 +184,7 @@ def plan(
         outs = [(k, a) for k, var in enumerate(eqn.outvars) for a in wanted.pop(var, ())]
         if not outs:
             continue
-        step = _step(name, eqn, outs, exact, line)
+        step = _step(name, eqn, outs, exact, line, space, id(eqn) in unrounded)
         for atom, alignment in step.needs:
             want(atom, alignment)
         steps.append(step)
@@ -122,8 +205,11 @@ def plan(
 
         for step in reversed(steps):
             results = step.compute([read(*need) for need in step.needs])
-            env.update(zip(step.gives, results, strict=True))
-        return [read(jaxpr.outvars[k], alignment) for k, alignment in demands]
+            for (atom, alignment), result in zip(step.gives, results, strict=True):
+                env[atom, alignment] = space.shaped(result, alignment)
+        return [
+            space.shaped(read(jaxpr.outvars[k], alignment), alignment) for k, alignment in demands
+        ]
 
     found = [(a if isinstance(a, Constant) else sources[a], alignment) for a, alignment in leaves]
     dtypes = [str(a.dtype if isinstance(a, Constant) else a.aval.dtype) for a, _ in leaves]
@@ -136,7 +222,7 @@ def is_elementwise(name: str, eqn: Any) -> bool:
     try:
         for var in eqn.outvars:
             _check_dtype(name, var.aval.dtype)
-        _step(name, eqn, outs, {})
+        _step(name, eqn, outs, {}, "", Space((), 0))
     except FusionError:
         return False
     return True
@@ -149,6 +235,17 @@ def _identity(shape: Sequence[Any]) -> Alignment:
 def whole(jaxpr: Any, var: Any) -> tuple[int, Alignment]:
     """All of a result, as `plan` takes it."""
     return jaxpr.outvars.index(var), _identity(var.aval.shape)
+
+
+def of_rows(jaxpr: Any, var: Any, space: Space) -> tuple[int, Alignment] | None:
+    """A result of rows as `plan` takes it: elements, or a value for each row; else None."""
+    for dims in (range(len(space.shape)), range(space.start)):
+        axes = iter([d for d in dims if space.shape[d] != 1])
+        sizes = [space.shape[d] for d in dims if space.shape[d] != 1]
+        if [n for n in var.aval.shape if n != 1] == sizes:
+            alignment = tuple(next(axes) if n != 1 else None for n in var.aval.shape)
+            return jaxpr.outvars.index(var), alignment
+    return None
 
 
 @dataclasses.dataclass
@@ -186,22 +283,28 @@ def _step(
     eqn: Any,
     outs: Sequence[tuple[int, Alignment]],
     exact: Mapping[int, Any],
-    line: str = "",
+    line: str,
+    space: Space,
+    is_unrounded: bool = False,
 ) -> _Step:
     line = _compat.line_of(eqn) or line
     primitive = eqn.primitive.name
     gives = [(eqn.outvars[k], alignment) for k, alignment in outs]
     if primitive == "custom_jvp_call" or primitive.startswith("custom_vjp_call"):
-        return _custom(name, eqn, outs, gives, exact, line)
+        return _custom(name, eqn, outs, gives, exact, line, space)
     called = _compat.called_jaxpr(eqn)
     if called is not None:
-        inner = plan(name, *called, outs, exact, line)
+        inner = plan(name, *called, outs, exact, line, space)
         return _Step(_of_operands(eqn, inner), gives, lambda xs: inner.function(*xs))
     # Releases before 0.9 index an array of one row by a slice of all of it.
     is_whole = primitive == "slice" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
     if primitive in _MOVES or is_whole:
         moves = [_moved(name, eqn, k, alignment, line) for k, alignment in outs]
         return _Step(moves, gives, lambda xs: xs)
+    if primitive in traced.REDUCTIONS and space.shape:
+        return _reduction(name, eqn, outs, gives, line, space)
+    if primitive == "iota" and space.shape:
+        return _places(name, eqn, outs, gives, line, space)
     if not traced.is_elementwise(primitive) and primitive != "stop_gradient":
         raise _refused(name, eqn, line)
     dtype = eqn.invars[0].aval.dtype
@@ -209,14 +312,20 @@ def _step(
     if not traced.is_supported(primitive, str(dtype)):
         raise _refused(name, eqn, line, f"of {dtype} ")
     count = len(eqn.invars)
-    needs = [
-        (atom, alignment if atom.aval.ndim else ()) for _, alignment in outs for atom in eqn.invars
-    ]
+    needs = [(atom, _own(atom, alignment)) for _, alignment in outs for atom in eqn.invars]
 
     def compute(xs: list[Any]) -> list[Any]:
-        return [_on_scalars(eqn, xs[k * count : (k + 1) * count]) for k in range(len(outs))]
+        parts = (xs[k * count : (k + 1) * count] for k in range(len(outs)))
+        return [x[0] if is_unrounded else _on_scalars(eqn, x) for x in parts]
 
     return _Step(needs, gives, compute)
+
+
+def _own(atom: Any, alignment: Alignment) -> Alignment:
+    """That of an elementwise equation's operand, which may be broadcast over dimensions."""
+    if not atom.aval.ndim:
+        return ()
+    return tuple(a if n != 1 else None for a, n in zip(alignment, atom.aval.shape, strict=True))
 
 
 def _of_operands(eqn: Any, inner: Plan) -> list[tuple[Any, Alignment]]:
@@ -224,6 +333,87 @@ def _of_operands(eqn: Any, inner: Plan) -> list[tuple[Any, Alignment]]:
         (leaf if isinstance(leaf, Constant) else eqn.invars[leaf], alignment)
         for leaf, alignment in inner.leaves
     ]
+
+
+# ---- rows ----
+
+
+def _results_of_reductions(jaxpr: Any) -> set[int]:
+    """Casts to narrow floats that jnp.sum and jnp.mean end in, by the id of the equation.
+
+    What is computed of a row is not rounded, as nothing is that is not stored.
+    """
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "convert_element_type" or not is_narrow(
+            str(eqn.params["new_dtype"])
+        ):
+            continue
+        source = made_by.get(eqn.invars[0]) if not _compat.is_literal(eqn.invars[0]) else None
+        while source is not None and source.primitive.name in (
+            *("div", "mul", "broadcast_in_dim", "reshape", "squeeze", "max"),
+        ):
+            atom = source.invars[0]
+            source = None if _compat.is_literal(atom) else made_by.get(atom)
+        is_reduced = source is not None and source.primitive.name in traced.REDUCTIONS
+        if is_reduced and str(eqn.invars[0].aval.dtype) == "float32":
+            found.add(id(eqn))
+    return found
+
+
+def _reduction(
+    name: str,
+    eqn: Any,
+    outs: Sequence[tuple[int, Alignment]],
+    gives: list[tuple[Any, Alignment]],
+    line: str,
+    space: Space,
+) -> _Step:
+    (operand,) = eqn.invars
+    shape, axes = operand.aval.shape, _reduced_axes(eqn)
+    dims = [d for d in range(space.start, len(space.shape)) if space.shape[d] != 1]
+    if axes and [shape[d] for d in axes] != [space.shape[d] for d in dims]:
+        raise _refused(name, eqn, line, "over these dimensions ", _NOT_LAST)
+    if "complex" in str(operand.aval.dtype):
+        raise _refused(name, eqn, line, f"of {operand.aval.dtype} ")
+    along = dict(zip(axes, dims, strict=False))
+    needs: list[tuple[Any, Alignment]] = []
+    for _, alignment in outs:
+        if axes and space.is_along(alignment):
+            raise _refused(name, eqn, line, "over these dimensions ", _NOT_LAST)
+        rest = iter(alignment)
+        removed = set(eqn.params["axes"])
+        every = [along.get(d) if d in removed else next(rest) for d in range(len(shape))]
+        needs.append((operand, tuple(every)))
+    params = {k: None if "sharding" in k else v for k, v in eqn.params.items()} | {"axes": (0,)}
+
+    def compute(xs: list[Any]) -> list[Any]:
+        return [eqn.primitive.bind(x, **params) for x in xs] if axes else xs
+
+    return _Step(needs, gives, compute)
+
+
+def _places(
+    name: str,
+    eqn: Any,
+    outs: Sequence[tuple[int, Alignment]],
+    gives: list[tuple[Any, Alignment]],
+    line: str,
+    space: Space,
+) -> _Step:
+    """`iota` along rows of one dimension."""
+    d, dtype = eqn.params["dimension"], eqn.params["dtype"]
+    rows = [k for k in range(space.start, len(space.shape)) if space.shape[k] != 1]
+    axes = [alignment[d] for _, alignment in outs]
+    if any(axis is not None and [axis] != rows for axis in axes):
+        raise _refused(name, eqn, line)
+
+    def compute(_: list[Any]) -> list[Any]:
+        place, zero = lax.iota(computed(dtype), space.width), np.zeros((), computed(dtype))[()]
+        return [zero if axis is None else place for axis in axes]
+
+    return _Step([], gives, compute)
 
 
 # ---- equations that move elements, if anything, over dimensions of size 1 ----
@@ -259,6 +449,9 @@ def _on_scalars(eqn: Any, args: Sequence[Any]) -> Any:
     if name == "convert_element_type":
         return _converted(args[0], eqn.invars[0].aval.dtype, dtype)
     params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
+    shapes = {np.shape(x) for x in args} - {()}
+    if shapes and len(args) > 1:  # of a row, and of what is the same for all of it
+        args = [lax.broadcast_in_dim(x, *shapes, ()) if not np.ndim(x) else x for x in args]
     if name in ("bitcast_convert_type", "nextafter"):  # these see the bits
         stored = [
             lax.convert_element_type(x, atom.aval.dtype)
@@ -289,11 +482,12 @@ def _custom(
     gives: list[tuple[Any, Alignment]],
     exact: Mapping[int, Any],
     line: str,
+    space: Space,
 ) -> _Step:
     """A call of a function with a custom JVP or VJP, as one of scalars with the same."""
     called = _compat.called_jaxpr(eqn)
     assert called is not None
-    inner = plan(name, *called, outs, exact, line)
+    inner = plan(name, *called, outs, exact, line, space)
     needs = _of_operands(eqn, inner)
     # What the rule may use and the value does not.
     shapes = {eqn.outvars[k].aval.shape: alignment for k, alignment in outs}
@@ -325,7 +519,7 @@ def _custom(
         # Rules know the types of what they were traced for, shardings included.
         with _compat.context_of(eqn):
             closed = jax.make_jaxpr(rule)(avals, vectors)
-        found = plan(name, *_compat.jaxpr_and_consts(closed), demands, {}, line)
+        found = plan(name, *_compat.jaxpr_and_consts(closed), demands, {}, line, space)
         return found.function(*map(where, found.leaves))
 
     def operand(leaf: tuple[Any, Alignment], xs: Sequence[Any]) -> Any:
@@ -417,7 +611,7 @@ def _is_inexact(atom: Any) -> bool:
 _REASONS = (
     (
         r"^(reduce_(?!precision)|arg(max|min)$|cum)",
-        "reductions are not fused",
+        "a kernel has the reductions sum, prod, max, min, any and all of rows",
         "reduce outside of the function, and pass in the result",
     ),
     (
@@ -457,9 +651,11 @@ def _label(eqn: Any, line: str) -> str:
     return f"{name} ({line})" if line else str(name)
 
 
-def _refused(name: str, eqn: Any, line: str, what: str = "") -> FusionError:
+def _refused(
+    name: str, eqn: Any, line: str, what: str = "", why: tuple[str, str] | None = None
+) -> FusionError:
     primitive = eqn.primitive.name
-    reason, remedy = reason_of(primitive)
+    reason, remedy = why or reason_of(primitive)
     return FusionError(
         f"{name}: {_label(eqn, line)} {what}cannot be fused: {reason}. Remedy: {remedy}; or "
         "jax_oneflow_ops.fuse(..., partial=True), which fuses the rest.",

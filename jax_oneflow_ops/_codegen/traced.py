@@ -95,12 +95,12 @@ class Traced:
 
     def __call__(self, *args: jax.Array) -> list[jax.Array]:
         """The results for arrays that broadcast together, of `computed` dtypes, by XLA."""
-        return _mapped(
+        return mapped(
             core.jaxpr_as_fun(self.jaxpr), args, jnp.broadcast_shapes(*map(jnp.shape, args))
         )
 
 
-def _mapped(
+def mapped(
     function: Callable[..., list[jax.Array]], args: Sequence[Any], shape: Sequence[Any]
 ) -> list[jax.Array]:
     """A function of scalars on arrays, of rank 0 or of that of `shape`."""
@@ -111,7 +111,7 @@ def _mapped(
         x if x.ndim == 0 or axis == 0 else jnp.squeeze(x, 0)
         for x, axis in zip(args, axes, strict=True)
     ]
-    inner = functools.partial(_mapped, function, shape=shape[1:])
+    inner = functools.partial(mapped, function, shape=shape[1:])
     if all(axis is None for axis in axes):
         return [jnp.broadcast_to(y, (shape[0], *y.shape)) for y in inner(args)]
     return jax.vmap(lambda *xs: inner(xs), in_axes=axes)(*args)
@@ -121,7 +121,10 @@ def _mapped(
 
 
 class Value(NamedTuple):
-    """A value of a kernel: an expression in C++ of others, which stand in braces."""
+    """A value of a kernel: an expression in C++ of others, which stand in braces.
+
+    The text of a reduction is the operation by which elements of a row are combined.
+    """
 
     kind: str  # a primitive, "input", "literal", or what `Program` makes of them
     dtype: str
@@ -130,28 +133,42 @@ class Value(NamedTuple):
 
 
 class Program:
-    """The values of a jaxpr of scalars, each once, in an order in which they can be computed."""
+    """The values of a jaxpr of scalars, each once, in an order in which they can be computed.
+
+    In a jaxpr of a row, arrays of rank 1 are its elements. `is_element` says which values differ
+    within a row, and `stage` how many reductions come before a value, one after the other.
+    """
 
     def __init__(self, jaxpr: Any, kernel: str):
         self.kernel = kernel
         self.values: list[Value] = []
+        self.is_element: list[bool] = []
+        self.stage: list[int] = []
         self._known: dict[Value, int] = {}
         self._numbers: dict[int, float] = {}  # literals
         flat, consts = _compat.jaxpr_and_consts(jaxpr)
         inputs = [
-            self.add("input", str(var.aval.dtype), (), str(i)) for i, var in enumerate(flat.invars)
+            self.add("input", str(var.aval.dtype), (), str(i), bool(var.aval.shape))
+            for i, var in enumerate(flat.invars)
         ]
         self.results = self._run(flat, consts, inputs)
         self.live = self._live()
 
     # -- making it
 
-    def add(self, kind: str, dtype: str, args: Sequence[int], text: str) -> int:
+    def add(
+        self, kind: str, dtype: str, args: Sequence[int], text: str, is_element: bool = False
+    ) -> int:
         """A value, by its number; the one that there is already if it is the same."""
         value = Value(kind, dtype, tuple(args), text)
         if value not in self._known:
             self._known[value] = len(self.values)
             self.values.append(value)
+            reduces = kind in REDUCTIONS
+            self.is_element.append(
+                not reduces and (is_element or any(self.is_element[k] for k in args))
+            )
+            self.stage.append(max((self.stage[k] for k in args), default=0) + reduces)
         return self._known[value]
 
     def literal(self, x: Any, dtype: str) -> int:
@@ -223,8 +240,83 @@ class Program:
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
+    def _reduced(self, name: str, x: int, size: int, dtype: str) -> int:
+        """A reduction of a row of so many elements."""
+        is_float = _is_float(dtype)
+        if not self.is_element[x]:
+            if name == "reduce_sum":
+                return _EMITTERS["mul"](self, {}, [self.literal(size, dtype), x], dtype)
+            if name == "reduce_prod":
+                return _power(self, x, size, dtype)
+            return x
+        if name == "reduce_sum" and is_float:
+            return self._sum(x)
+        kind = kind_of(dtype)
+        operation = REDUCTIONS[name] if kind != "bool" else _OF_BOOLS[name]
+        return self.add(name, dtype, [x], operation)
+
+    def _sum(self, x: int) -> int:
+        """The sum of a row of floats.
+
+        What is the same for all elements is a factor of the sum: then fewer sums depend on others.
+        """
+        dtype, value = self.values[x].dtype, self.values[x]
+        factor, rest = self._row_factor(x)
+        if factor is not None:
+            return _EMITTERS["mul"](self, {}, [factor, self._sum(rest)], dtype)
+        if value.kind in ("add", "sub") and self._stage_in_parts(x) < self.stage[x]:
+            return _plain[value.kind](self, {}, [self._sum(k) for k in value.args], dtype)
+        return self.add("reduce_sum", dtype, [x], REDUCTIONS["reduce_sum"])
+
+    def _stage_in_parts(self, x: int) -> int:
+        """The stage of sums of a value's terms, without factors that are the same for a row."""
+        factor, rest = self._row_factor(x)
+        if factor is not None:
+            return self._stage_in_parts(rest)
+        value = self.values[x]
+        if value.kind in ("add", "sub") and all(self.is_element[k] for k in value.args):
+            return max(map(self._stage_in_parts, value.args))
+        return self.stage[x]
+
+    def _row_factor(self, x: int) -> tuple[int | None, int]:
+        """A product of what is the same for a row, if there is any, and of what is not.
+
+        Only of one of two factors: `(x / max) ** 2` must not overflow.
+        """
+        value, dtype = self.values[x], self.values[x].dtype
+        if value.kind == "neg" and self.is_element[x]:
+            factor, rest = self._row_factor(value.args[0])
+            one = self.literal(-1, dtype)
+            if factor is not None:
+                one = _EMITTERS["mul"](self, {}, [one, factor], dtype)
+            return one, rest
+        if value.kind == "div" and self.is_element[x] and not self.is_element[value.args[1]]:
+            factor, rest = self._row_factor(value.args[0])
+            one = self.literal(1, dtype) if factor is None else factor
+            return _plain["div"](self, {}, [one, value.args[1]], dtype), rest
+        if value.kind != "mul" or not self.is_element[x]:
+            return None, x
+        a, b = sorted(value.args, key=lambda k: self.is_element[k])
+        if not self.is_element[a]:
+            factor, rest = self._row_factor(b)
+            return a if factor is None else _EMITTERS["mul"](self, {}, [a, factor], dtype), rest
+        (f, first), (g, second) = self._row_factor(a), self._row_factor(b)
+        if (f is None) == (g is None):
+            return None, x
+        product = _EMITTERS["mul"](self, {}, [first, second], dtype)
+        return (g if f is None else f), product
+
     def _emit(self, eqn: Any, args: list[int]) -> list[int]:
         name = eqn.primitive.name
+        if name in REDUCTIONS:
+            size = math.prod(eqn.invars[0].aval.shape)
+            return [self._reduced(name, args[0], size, str(eqn.outvars[0].aval.dtype))]
+        if name == "iota":
+            dtype, size = str(eqn.outvars[0].aval.dtype), math.prod(eqn.outvars[0].aval.shape)
+            if size == 1:
+                return [self.literal(0, dtype)]
+            column = self.add("iota", "int32", (), "jof_column", True)
+            return [_converted(self, column, dtype)]
         if name in IDENTITIES:
             return args[: len(eqn.outvars)]
         dtypes = [str(var.aval.dtype) for var in eqn.outvars]
@@ -272,6 +364,17 @@ class Program:
         return len(self.results) == 1 and value.kind == "literal" and value.text == zero
 
     @property
+    def reductions(self) -> int:
+        """How many reductions of rows there are one after the other."""
+        return max(
+            (self.stage[k] for k, live in enumerate(self.live) if live and self._reduces(k)),
+            default=0,
+        )
+
+    def _reduces(self, k: int) -> bool:
+        return self.values[k].kind in REDUCTIONS
+
+    @property
     def operations(self) -> int:
         """How many values are computed."""
         return sum(
@@ -302,20 +405,20 @@ class Program:
                 names[k] = value.text
             else:
                 if value.kind.startswith("!"):
-                    raise self._not_computed(value.kind[1:])
+                    raise self.not_computed(value.kind[1:])
                 names[k] = f"v{k}"
                 text = value.text
                 if value.kind != "literal":
                     text = text.format(*(names[arg] for arg in value.args))
-                lines.append(f"    const {_type(value.dtype)} v{k} = {text};")
+                lines.append(f"    const {cpp_type(value.dtype)} v{k} = {text};")
         results = [
-            f"jof_Convert<{kind}>::Of({names[self._unrounded(k, kind)]})"
+            f"jof_Convert<{kind}>::Of({names[self.unrounded(k, kind)]})"
             for k, kind in zip(self.results, types, strict=True)
         ]
         returned = results[0] if len(results) == 1 else f"jof::MakeTuple({', '.join(results)})"
         return [*lines, f"    return {returned};"]
 
-    def _unrounded(self, k: int, kind: str) -> int:
+    def unrounded(self, k: int, kind: str) -> int:
         """What a result is before it is rounded to what it is stored as: storing rounds, too."""
         value = self.values[k]
         for stored in ("jof::Half", "jof::BFloat16"):
@@ -323,7 +426,8 @@ class Program:
                 return value.args[0]
         return k
 
-    def _not_computed(self, name: str) -> Exception:
+    def not_computed(self, name: str) -> Exception:
+        """The error for what has no form in C++."""
         if name == "custom_lin":
             return TypeError(
                 f"{self.kernel}: a function with a custom VJP cannot be differentiated in forward "
@@ -336,7 +440,8 @@ class Program:
         )
 
 
-def _type(dtype: str) -> str:
+def cpp_type(dtype: str) -> str:
+    """The type of a value in a kernel."""
     return "float" if is_narrow(dtype) else TYPES[dtype]
 
 
@@ -359,6 +464,17 @@ def _literal(x: np.ndarray[Any, Any], dtype: str) -> str:
 
 
 # ---- primitives ----
+
+# Reductions of rows, as csrc/ops/traced_rows.h has them.
+REDUCTIONS = {
+    "reduce_sum": "jof::RowSum",
+    "reduce_prod": "jof::RowProduct",
+    "reduce_max": "jof::RowMax",
+    "reduce_min": "jof::RowMin",
+    "reduce_and": "jof::RowAnd",
+    "reduce_or": "jof::RowOr",
+}
+_OF_BOOLS = REDUCTIONS | {"reduce_max": "jof::RowOr", "reduce_min": "jof::RowAnd"}
 
 # What does nothing to a value.
 IDENTITIES = frozenset(
@@ -505,8 +621,19 @@ def _mul(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
     if x is None or y is None:
         rest = y if x is None else x
         return program.literal(a * b, dtype) if rest is None else program.scaled(a * b, rest)
-    first, second = sorted((x, y), key=lambda k: program.values[k].kind != "literal")
+    first, second = sorted((x, y), key=lambda k: (program.values[k].kind != "literal", k))
     return program.scaled(a * b, program.add("mul", dtype, [first, second], "{0} * {1}"))
+
+
+@_emitter("div")
+def _div(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
+    """By what is the same for a row: one quotient for all of it."""
+    x, y = args
+    is_of_row = program.is_element[x] and not program.is_element[y]
+    if _is_float(dtype) and is_of_row and program.values[y].kind != "literal":
+        inverse = _plain["div"](program, {}, [program.literal(1, dtype), y], dtype)
+        return _EMITTERS["mul"](program, {}, [x, inverse], dtype)
+    return _plain["div"](program, params, args, dtype)
 
 
 @_emitter("neg")
@@ -620,7 +747,7 @@ def _pow(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
         for n in range(-8, 9):
             if exponent.text == _literal(np.asarray(n), exponent.dtype):
                 return _power(program, x, n, dtype)
-    return program.add("pow", dtype, args, f"pow({{0}}, static_cast<{_type(dtype)}>({{1}}))")
+    return program.add("pow", dtype, args, f"pow({{0}}, static_cast<{cpp_type(dtype)}>({{1}}))")
 
 
 KINDS["pow"] = KINDS["logistic"] = KINDS["round"] = KINDS["nextafter"] = frozenset({"float"})

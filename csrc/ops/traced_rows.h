@@ -1,0 +1,129 @@
+// Rows that are traced from a Python function: one call of a kernel that is compiled at run time,
+// and the operations by which elements of a row are combined. See ffi/compiled_rows.h.
+#pragma once
+
+#include "common/arithmetic.h"
+#include "common/integers.h"
+#include "common/macros.h"
+#include "common/math.h"
+#include "common/types.h"
+
+// No inline namespace: these types are the same for all instruction sets (see common/macros.h).
+namespace jof {
+
+inline constexpr int kMaxRowInputs = 32;
+inline constexpr int kMaxRowOutputs = 16;
+
+// Inputs are arrays of `rows` rows of `n` elements, then row vectors of n elements, then values of
+// each row and scalars. Outputs are arrays, then values of each row, then sums over rows, if any:
+// (parts, sums, n), of which part p is of rows that are added up in a fixed order.
+struct TracedRowsCall {
+  const void* inputs[kMaxRowInputs];
+  void* outputs[kMaxRowOutputs];
+  int64_t rows, n, parts;
+};
+
+// What a kernel was compiled for; the rest follows from the call.
+struct TracedRowsLayout {
+  int pack;                     // elements of a pack
+  int held;                     // packs that a thread holds
+  int threads;                  // the most in a block
+  int reductions;               // one after the other
+  int sums;                     // over rows
+  int word_bytes;               // of a value that is reduced
+  int arrays = 0, vectors = 0;  // inputs
+  int results = 0;              // outputs that are arrays
+};
+
+}  // namespace jof
+
+JOF_NAMESPACE_BEGIN
+
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T LowestOf() {
+  if constexpr (static_cast<T>(0.5f) != 0) {
+    return -BitsToFloat(0x7f800000u);
+  } else if constexpr (static_cast<T>(-1) < static_cast<T>(0)) {
+    return static_cast<T>(uint64_t{1} << (8 * sizeof(T) - 1));
+  } else {
+    return 0;
+  }
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T HighestOf() {
+  if constexpr (static_cast<T>(0.5f) != 0) {
+    return BitsToFloat(0x7f800000u);
+  } else {
+    return static_cast<T>(~LowestOf<T>());
+  }
+}
+
+// Each takes vectors of values, too. NaN wins, as in jax; integers wrap around.
+struct RowSum {
+  template <typename T>
+  JOF_HOST_DEVICE JOF_INLINE static T Identity() {
+    return T(0);
+  }
+  template <typename V>
+  JOF_HOST_DEVICE JOF_INLINE V operator()(V a, V b) const {
+    return a + b;
+  }
+};
+struct RowProduct {
+  template <typename T>
+  JOF_HOST_DEVICE JOF_INLINE static T Identity() {
+    return T(1);
+  }
+  template <typename V>
+  JOF_HOST_DEVICE JOF_INLINE V operator()(V a, V b) const {
+    return a * b;
+  }
+};
+struct RowMax {
+  template <typename T>
+  JOF_HOST_DEVICE JOF_INLINE static T Identity() {
+    return LowestOf<T>();
+  }
+  template <typename V>
+  JOF_HOST_DEVICE JOF_INLINE V operator()(V a, V b) const {
+    return ((a > b) | (a != a)) ? a : b;
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  JOF_HOST_DEVICE JOF_INLINE float operator()(float a, float b) const { return AtLeast(a, b); }
+#endif
+};
+struct RowMin {
+  template <typename T>
+  JOF_HOST_DEVICE JOF_INLINE static T Identity() {
+    return HighestOf<T>();
+  }
+  template <typename V>
+  JOF_HOST_DEVICE JOF_INLINE V operator()(V a, V b) const {
+    return ((a < b) | (a != a)) ? a : b;
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  JOF_HOST_DEVICE JOF_INLINE float operator()(float a, float b) const { return AtMost(a, b); }
+#endif
+};
+struct RowAnd {
+  template <typename T>
+  JOF_HOST_DEVICE JOF_INLINE static T Identity() {
+    return static_cast<T>(-1);
+  }
+  template <typename V>
+  JOF_HOST_DEVICE JOF_INLINE V operator()(V a, V b) const {
+    return static_cast<V>(a & b);
+  }
+};
+struct RowOr {
+  template <typename T>
+  JOF_HOST_DEVICE JOF_INLINE static T Identity() {
+    return T(0);
+  }
+  template <typename V>
+  JOF_HOST_DEVICE JOF_INLINE V operator()(V a, V b) const {
+    return static_cast<V>(a | b);
+  }
+};
+
+JOF_NAMESPACE_END

@@ -1,0 +1,487 @@
+"""The primitive of kernels of rows, and its rules: of functions that `fuse` is given.
+
+A definition's inputs and outputs are arrays of rank 1, elements of a row, and scalars, values of a
+row. An operand has rank 0, or the rank of the arrays: (..., n), with size 1 where it is broadcast.
+A row vector is an operand that is broadcast over all rows. A result is of elements, of a value for
+each row, (..., 1), or the sum of either over all rows, which cotangents of row vectors and scalars
+are. Derivatives are those of the traced body, as in `primitive`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad
+
+from jax_oneflow_ops import _compat, _native, _operands, _primitive
+from jax_oneflow_ops._codegen import cache, compilers, derive, row_source
+from jax_oneflow_ops._codegen.definition import Definition
+from jax_oneflow_ops._codegen.row_source import ARRAY, SCALAR, SUMS, VALUE, VECTOR
+from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS
+from jax_oneflow_ops._codegen.traced import computed, mapped
+
+Kind = Literal["elements", "value", "sum of elements", "sum of values"]
+
+MAX_INPUTS = 32
+"""Of one call: csrc/ops/traced_rows.h."""
+# Shared memory that a block may have on every GPU, for operands of elements and row vectors.
+_MAX_SHARED_BYTES = 96 * 1024
+# Parts that sums over rows are added up in, as those of norms.
+_PARTS = {"cpu": 64, "cuda": 264}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One kernel: a definition, the inputs that are operands, and what its results are."""
+
+    definition: Definition
+    width: int  # elements of a row
+    primals: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+
+    def __str__(self) -> str:  # in printed jaxprs
+        return self.definition.name
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(p.type for p in self.definition.inputs)
+
+    @property
+    def result_dtypes(self) -> tuple[str, ...]:
+        return tuple(p.type for p in self.definition.outputs)
+
+    @property
+    def is_of_elements(self) -> list[bool]:
+        """Whether inputs are elements, and not values of a row."""
+        flat, _ = _compat.jaxpr_and_consts(self.definition.body.jaxpr)
+        return [bool(shape) for shape in derive.shapes_of(flat.invars)]
+
+    @property
+    def program(self) -> Any:
+        return self.definition.body.program
+
+
+def define(
+    name: str,
+    function: Any,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+) -> Definition:
+    """A definition of a function of a row: see `derive.define`."""
+    return derive.define(name, function, inputs, outputs, Definition, shapes)
+
+
+def bind(
+    definition: Definition,
+    width: int,
+    kinds: Sequence[Kind],
+    args: Mapping[int, Any],
+    lead: Sequence[Any],
+    implementation: str | None,
+) -> list[Any]:
+    """The results for inputs by number, of rows of the shape `lead`."""
+    every = dict(args)
+    shape = (*lead, 1)
+    if not _is_full(every.values(), lead) and any(kind.startswith("sum") for kind in kinds):
+        # Rows count that differ in nothing.
+        one = next(iter(every))
+        x = every[one]
+        full = (*lead, x.shape[-1] if x.ndim else 1)
+        every[one] = jnp.broadcast_to(x, full)
+    if not any(x.ndim for x in every.values()):
+        one = next(iter(every))
+        every[one] = jnp.reshape(every[one], [1] * len(shape))
+    spec = Spec(definition, width, tuple(every), tuple(kinds))
+    if not fits(spec, [x.shape for x in every.values()]):
+        implementation = "xla"
+    results: list[Any] = _operands.bind(
+        kernel_p, *every.values(), spec=spec, implementation=implementation
+    )
+    return results
+
+
+def _is_full(args: Any, lead: Sequence[Any]) -> bool:
+    shapes = [x.shape[:-1] for x in args if x.ndim]
+    return bool(shapes) and jnp.broadcast_shapes(*shapes) == tuple(lead)
+
+
+def fits(spec: Spec, shapes: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether one kernel can read and write so much."""
+    if len(spec.primals) > MAX_INPUTS or len(spec.kinds) > MAX_OUTPUTS:
+        return False
+    kinds = _kinds(spec, shapes)
+    arrays = sum(kind == ARRAY for kind in kinds.values()) or 1
+    vectors = sum(kind == VECTOR for kind in kinds.values())
+    return row_source.shared_bytes(arrays, vectors, 8, 4) <= _MAX_SHARED_BYTES
+
+
+def _abstract_eval(*avals: Any, spec: Spec, **_: Any) -> list[jax.core.ShapedArray]:
+    aval = _operands.result_aval(*avals)
+    *lead, _row = (
+        aval.sharding.spec if len(aval.sharding.spec) == aval.ndim else (None,) * aval.ndim
+    )
+    ones = (1,) * (aval.ndim - 1)
+    types: dict[str, Any] = {
+        "elements": ((*aval.shape[:-1], spec.width), (*lead, _row)),
+        "value": ((*aval.shape[:-1], 1), (*lead, None)),
+        "sum of elements": ((*ones, spec.width), (None,) * aval.ndim),
+        "sum of values": ((*ones, 1), (None,) * aval.ndim),
+    }
+    return [
+        _compat.with_spec(aval, *types[kind]).update(dtype=jnp.dtype(dtype), weak_type=False)
+        for kind, dtype in zip(spec.kinds, spec.result_dtypes, strict=True)
+    ]
+
+
+# ---- implementations ----
+
+
+def _kinds(spec: Spec, shapes: Sequence[tuple[Any, ...]]) -> dict[int, int]:
+    """How the kernel takes the inputs that it reads."""
+    lead = jnp.broadcast_shapes(*(shape[:-1] for shape in shapes))
+    rows = math.prod(lead)
+    found = {}
+    for i, shape in zip(spec.primals, shapes, strict=True):
+        own = math.prod(shape[:-1])
+        if spec.is_of_elements[i]:
+            found[i] = VECTOR if own == 1 and rows > 1 else ARRAY
+        else:
+            found[i] = SCALAR if own == 1 else VALUE
+    return found
+
+
+_RESULT_KINDS: dict[str, int] = {
+    "elements": ARRAY,
+    "value": VALUE,
+    "sum of elements": SUMS,
+    "sum of values": VALUE,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The kernel that is compiled for operands of some shapes."""
+
+    inputs: tuple[int, ...]  # that are read
+    order: row_source.Layout
+    text: str
+
+
+@functools.lru_cache(maxsize=1024)
+def native_form(spec: Spec, shapes: tuple[tuple[int, ...], ...], platform: str) -> Form:
+    """The kernel of a call."""
+    program = spec.program
+    every = _kinds(spec, shapes)
+    read = {i: kind for i, kind in every.items() if i in program.reads}
+    if ARRAY not in read.values():  # rows must be counted
+        one = next((i for i in every if every[i] == VECTOR), None)
+        one = next(i for i in every if spec.is_of_elements[i]) if one is None else one
+        read[one] = ARRAY
+    kinds = [_RESULT_KINDS[kind] for kind in spec.kinds]
+    order = row_source.layout(program, spec.dtypes, read, spec.result_dtypes, kinds)
+    text = row_source.source(
+        program,
+        f"{spec.definition.name}: {spec.definition}",
+        spec.dtypes,
+        spec.result_dtypes,
+        kinds,
+        order,
+        platform,
+    )
+    return Form(tuple(read), order, text)
+
+
+def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
+    """The FFI call, with the code for this machine's devices."""
+    given = dict(zip(spec.primals, args, strict=True))
+    lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in args))
+    rows, width = math.prod(lead), spec.width
+    is_short_of_rows = platform == "cuda" and rows < 64 and width > 1 << 16
+    if rows == 0 or is_short_of_rows or not any(spec.is_of_elements[i] for i in spec.primals):
+        return reference(*args, spec=spec)
+    name = spec.definition.name
+    form = native_form(spec, tuple(x.shape for x in args), platform)
+    order = form.order
+    try:
+        # Quotients of 16-bit results may be short; those of a row are of float32 in any case.
+        code = cache.code(form.text, platform, is_narrow="JOF_NARROW_RESULTS" in form.text)
+    except compilers.CompilerMissingError as error:
+        if _native.choose_implementation(name, None) == "native":
+            raise NotImplementedError(
+                f'{name}: implementation="native" was asked for, but {error}.'
+            ) from error
+        _native.warn_of_fallback(
+            "the references of kernels and the functions that it cannot compile", f"{error}."
+        )
+        return reference(*args, spec=spec)
+    except compilers.CompilerError as error:
+        raise RuntimeError(f"{name}: {error.compiler} refuses the kernel: {error.log}") from None
+    operands = [
+        _operand(given[i], kind, lead, width)
+        for i, kind in zip(order.inputs, order.input_kinds, strict=True)
+    ]
+    word = jnp.dtype(order.word)
+    results = [
+        jax.ShapeDtypeStruct(
+            (rows, width) if kind == ARRAY else (rows,), jnp.dtype(spec.result_dtypes[o])
+        )
+        for o, kind in zip(order.outputs, order.output_kinds, strict=True)
+    ]
+    kinds = [*order.input_kinds, *order.output_kinds]
+    if order.sums:
+        parts = min(rows, _PARTS[platform])
+        results.append(jax.ShapeDtypeStruct((parts, len(order.sums), width), word))
+        kinds.append(SUMS)
+    sizes = [x.dtype.itemsize for x in (*operands, *results)]
+    held, depth = order.elements // order.pack, spec.program.reductions
+    facts = order.pack, held, order.threads, depth, len(order.sums)
+    call: Any = jax.ffi.ffi_call("jof_compiled_rows", results)
+    found = call(
+        *operands,
+        code=np.frombuffer(code, np.uint8),
+        id=np.int64(cache.code_id(code)),
+        name=name,
+        kinds=np.asarray(kinds, np.int64),
+        element_bytes=np.asarray(sizes, np.int64),
+        width=np.int64(width),
+        layout=np.asarray([*facts, word.itemsize], np.int64),
+    )
+    by_output = dict(zip(order.outputs, found, strict=False))
+    if order.sums:
+        totals = jnp.sum(found[-1], 0)
+        by_output |= {o: totals[s] for s, o in enumerate(order.sums)}
+    ones = (1,) * len(lead)
+    shapes: dict[str, Any] = {
+        "elements": (*lead, width),
+        "value": (*lead, 1),
+        "sum of elements": (*ones, width),
+        "sum of values": (*ones, 1),
+    }
+    every = []
+    for o, (kind, dtype) in enumerate(zip(spec.kinds, spec.result_dtypes, strict=True)):
+        y = by_output[o]
+        y = jnp.sum(y) if kind == "sum of values" else y
+        every.append(y.reshape(shapes[kind]).astype(dtype))
+    return every
+
+
+def _operand(x: Any, kind: int, lead: tuple[int, ...], width: int) -> Any:
+    """An operand as the kernel takes it."""
+    if kind == ARRAY:
+        return jnp.broadcast_to(x, (*lead, width))
+    if kind == VALUE:
+        return jnp.broadcast_to(x, (*lead, 1))
+    return x
+
+
+def reference(*args: Any, spec: Spec) -> list[Any]:
+    """The same by XLA."""
+    given = dict(zip(spec.primals, args, strict=True))
+    rank = max(x.ndim for x in args)
+    lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in args))
+    every = []
+    for i, (dtype, of_elements) in enumerate(zip(spec.dtypes, spec.is_of_elements, strict=True)):
+        x = given.get(i)
+        if x is None:
+            x = jnp.zeros((spec.width,) if of_elements else (), dtype)
+        if of_elements:
+            x = jnp.broadcast_to(x, (*x.shape[:-1], spec.width))
+            x = x.reshape((1,) * (rank - x.ndim) + x.shape)
+        elif x.ndim:
+            x = jnp.squeeze(x, -1)
+        every.append(x.astype(computed(dtype)))
+    results = mapped(core.jaxpr_as_fun(spec.definition.body.jaxpr), every, lead)
+    found = []
+    axes = tuple(range(len(lead)))
+    for kind, y, dtype in zip(spec.kinds, results, spec.result_dtypes, strict=True):
+        if kind.endswith(("value", "values")):
+            y = jnp.broadcast_to(y, lead)[..., None]
+        else:
+            y = jnp.broadcast_to(y, (*lead, spec.width))
+        if kind.startswith("sum"):
+            y = jnp.sum(y, axes, keepdims=True)
+        found.append(y.astype(dtype))
+    return found
+
+
+# ---- sharding and batching ----
+
+
+def _sharding_rule(*types: Any, spec: Spec) -> _primitive.ShardingRule:
+    """All dimensions but that of the rows are independent, and sums are over all of them."""
+    rank = max(len(t.shape) for t in types)
+    sizes = [*jnp.broadcast_shapes(*(tuple(t.shape) for t in types))]
+    sizes[-1] = spec.width
+    dims = [f"d{i}" for i in range(rank)]
+    operands = [
+        [
+            name if n == size else f"one{k}_{name}"
+            for name, n, size in zip(dims, t.shape, sizes, strict=False)
+        ]
+        for k, t in enumerate(types)
+    ]
+    results = [
+        [
+            name if is_whole else f"one_of_result{o}_{name}"
+            for name, is_whole in zip(
+                dims,
+                [*[not kind.startswith("sum")] * (rank - 1), kind.endswith("elements")],
+                strict=True,
+            )
+        ]
+        for o, kind in enumerate(spec.kinds)
+    ]
+    return _primitive.ShardingRule(operands, results, replicated=frozenset(dims[-1:]))
+
+
+def _on_shard(call: Any, shard: _primitive.Shard, *args: Any, spec: Spec) -> list[Any]:
+    axes = (*shard.summed, *shard.partial)
+    return [
+        jax.lax.psum(y, axes) if axes and kind.startswith("sum") else y
+        for y, kind in zip(call(*args, spec=spec), spec.kinds, strict=True)
+    ]
+
+
+def _batch(
+    primitive: Any,
+    args: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    spec: Spec,
+    implementation: str | None,
+) -> tuple[list[Any], list[int]]:
+    operands, axis = _operands.batch(args, dims)
+    rank = max(x.ndim for x in operands)
+    if axis == rank - 1:  # rows are last
+        operands = [jnp.moveaxis(x, -1, 0) if x.ndim else x for x in operands]
+        axis = 0
+    kinds: list[Kind] = [
+        "elements" if kind.endswith("elements") else "value" for kind in spec.kinds
+    ]
+    lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in operands))
+    found = bind(spec.definition, spec.width, kinds, dict(zip(spec.primals, operands, strict=True)),
+                 lead, implementation)  # fmt: skip
+    rest = tuple(d for d in range(rank - 1) if d != axis)
+    results = [
+        jnp.sum(y, rest, keepdims=True) if kind.startswith("sum") else y
+        for y, kind in zip(found, spec.kinds, strict=True)
+    ]
+    return results, [axis] * len(results)
+
+
+kernel_p = _primitive.define(
+    "jof_compiled_rows",
+    function="fuse",
+    abstract_eval=_abstract_eval,
+    reference=reference,
+    native=_call,
+    sharding_rule=_sharding_rule,
+    on_shard=_on_shard,
+    batch=_batch,
+    multiple_results=True,
+)
+
+
+# ---- derivatives ----
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, ad.Zero) or jnp.result_type(x) == jax.dtypes.float0
+
+
+def _lead(avals: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(jnp.broadcast_shapes(*(aval.shape[:-1] for aval in avals)))
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
+) -> tuple[list[Any], list[Any]]:
+    results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
+    given = dict(zip(spec.primals, primals, strict=True))
+    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not _is_zero(t)}
+    found: dict[int, Any] = {}
+    if moving:
+        definition, outs = derive.jvp(spec.definition, tuple(moving))
+        count = len(spec.definition.inputs)
+        every = given | {count + k: t for k, t in enumerate(moving.values())}
+        if outs:
+            args = {i: every[i] for i in definition.reads}
+            kinds = [spec.kinds[o] for o in outs]
+            lead = _lead([jax.typeof(x) for x in primals])
+            tangents = bind(definition, spec.width, kinds, args, lead, implementation)
+            found = dict(zip(outs, tangents, strict=True))
+    return results, [
+        _compat.broadcast_like(found[o], jax.typeof(result))
+        if o in found
+        else ad.Zero(jax.typeof(result).to_tangent_aval())
+        for o, result in enumerate(results)
+    ]
+
+
+def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None) -> list[Any]:
+    given = dict(zip(spec.primals, args, strict=True))
+    linear = {i: x.aval for i, x in given.items() if ad.is_undefined_primal(x)}
+    live = {o: ct for o, ct in enumerate(cts) if not _is_zero(ct)}
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in given.values()]
+    found: dict[int, Any] = {}
+    if linear and live:
+        lead = _lead(avals)
+        kinds = [_kind_of_cotangent(spec.is_of_elements[i], linear[i], lead) for i in linear]
+        dtypes = tuple(
+            computed(aval.dtype) if kind.startswith("sum") else str(aval.dtype)
+            for kind, aval in zip(kinds, linear.values(), strict=True)
+        )
+        definition = derive.transpose(spec.definition, tuple(linear), tuple(live), dtypes)
+        count = len(spec.definition.inputs)
+        every = given | {count + k: ct for k, ct in enumerate(live.values())}
+        for i in definition.reads:
+            if i in linear:
+                raise NotImplementedError(
+                    f"{spec.definition.name}: it cannot be transposed with respect to input {i}, "
+                    "which it is not linear in."
+                )
+        operands = {i: every[i] for i in definition.reads}
+        if operands:  # else they are zeros
+            results = bind(definition, spec.width, kinds, operands, lead, implementation)
+            found = dict(zip(linear, results, strict=True))
+    full = [
+        None
+        if i not in linear
+        else _like(found[i], linear[i], lead)
+        if i in found
+        else ad.Zero(linear[i])
+        for i in spec.primals
+    ]
+    return full
+
+
+def _kind_of_cotangent(of_elements: bool, aval: Any, lead: tuple[Any, ...]) -> Kind:
+    """What a kernel makes of the cotangents of an operand; XLA sums over some dimensions."""
+    is_summed = math.prod(lead) > 1 and math.prod(aval.shape[:-1]) == 1
+    if of_elements:
+        return "sum of elements" if is_summed else "elements"
+    return "sum of values" if is_summed else "value"
+
+
+def _like(ct: Any, aval: Any, lead: tuple[Any, ...]) -> Any:
+    """A cotangent with the type of its operand; XLA sums where that has some rows' dimensions."""
+    if aval.ndim == 0:
+        ct = jnp.reshape(ct, ())
+    elif math.prod(aval.shape[:-1]) > 1:
+        ct = jnp.broadcast_to(ct, (*lead, ct.shape[-1]))
+        axes = tuple(
+            d for d, (n, size) in enumerate(zip(aval.shape, lead, strict=False)) if n != size
+        )
+        if axes:
+            ct = jnp.sum(ct.astype(computed(aval.dtype)), axes, keepdims=True)
+    return _compat.with_sharding_of(ct.astype(aval.dtype), aval)
+
+
+_primitive.define_derivatives(kernel_p, jvp=_jvp, transpose=_transpose)
