@@ -59,7 +59,6 @@ if TYPE_CHECKING:
         attention_sum,
         message_max,
         message_mean,
-        message_min,
         message_sum,
         segment_plan,
     )
@@ -102,7 +101,6 @@ __all__ = [
     "maximum",
     "message_max",
     "message_mean",
-    "message_min",
     "message_sum",
     "minimum",
     "mish",
@@ -145,7 +143,6 @@ _LAZY = {
         "attention_sum",
         "message_max",
         "message_mean",
-        "message_min",
         "message_sum",
         "segment_plan",
     ),
