@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,18 +87,26 @@ class Report:
             return self.total()
         cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        # The longest columns give way: where it is (its end is kept), what it is, and why.
-        while sum(widths) + 2 * (len(widths) - 1) > width:
-            i = max((0, 2, 6), key=lambda i: widths[i])
+        gaps = 2 * (len(widths) - 1)
+        # A reason that does not fit stands below its operation. If that is not enough, the longest
+        # columns give way: where it is (its end is kept) and what it is.
+        below = sum(widths) + gaps > width
+        if below:
+            widths.pop()
+        while below and sum(widths) + gaps - 2 > width:
+            i = max((0, 2), key=lambda i: widths[i])
             if widths[i] <= 12:
                 break
             widths[i] -= 1
         lines = []
         for line in cells:
-            columns = enumerate(zip(line, widths, strict=True))
+            columns = enumerate(zip(line, widths, strict=not below))
             fitted = [_fit(cell, width, i == 0) for i, (cell, width) in columns]
             lines.append("  ".join(fitted).rstrip())
-        return "\n".join([*lines, self.total()])
+            if below:
+                indent = {"initial_indent": "    ", "subsequent_indent": "    "}
+                lines += textwrap.wrap(line[-1], width, **indent) if line is not cells[0] else []
+        return "\n".join([*lines, *textwrap.wrap(self.total(), width)])
 
     def __str__(self) -> str:
         return self.table(max(80, shutil.get_terminal_size((120, 24)).columns))
