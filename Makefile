@@ -1,4 +1,4 @@
-# make demo       set up, run the example, print a table, write a picture
+# make demo       set up, train a small program with `accelerate` and without, write a picture
 # make test       set up, run the whole test suite
 # make doctest    the examples in the docstrings, the README and the pages of docs/
 # make docs       the site, build/docs/index.html; warnings are errors
@@ -6,6 +6,7 @@
 # make lint       ruff, clang-format, mypy
 # make test-versions  the suite on the oldest jax supported, on 0.10.2, and on the newest one
 # make test-sanitize  a fuzzer, the suite and the C++ tests on a CPU module built with sanitizers
+# make wheels     an sdist and a wheel for each Python here, into dist/, each wheel tried as installed
 # make soak       memory after millions of calls and 1,000 compilations
 # make gpu-check  on a machine with a GPU: build, suite, compute-sanitizer, benchmarks
 # make clean      remove everything that was built
@@ -25,21 +26,23 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt jax_oneflow_ops/instruction_sets.j
   $(shell find csrc cmake -type f)
 CLANG_SOURCES := $(shell find csrc tests/cpp benchmarks/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-versions test-oldest test-0.10.2 test-newest test-sanitize soak doctest docs \
+.PHONY: demo test test-versions test-oldest test-0.10.2 test-newest test-sanitize wheels soak doctest docs \
   linkcheck lint gpu-check clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/upsample_photo.py
+	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The first of these minor versions of Python 3 that runs here, from PATH or of pyenv.
-python = $(shell for minor in $(1); do \
+# An interpreter for each of these minor versions of Python 3 that runs here, from PATH or of pyenv;
+# and the first of them.
+pythons = $(shell for minor in $(1); do \
   for python in python3.$$minor "$$(pyenv root 2>/dev/null)"/versions/3.$$minor.*/bin/python3; do \
-    "$$python" -c 'import venv' 2>/dev/null && echo "$$python" && exit; \
-  done; done; echo python3.$(firstword $(1)))
+    "$$python" -c 'import venv' 2>/dev/null && echo "$$python" && break; \
+  done; done; true)
+python = $(or $(firstword $(call pythons,$(1))),python3.$(firstword $(1)))
 
 test-versions: test-oldest test-0.10.2 test-newest
 
@@ -62,10 +65,13 @@ test-sanitize:
 	$(SANITIZED) .venv-sanitize/bin/python -m tests.fuzz --calls 3000
 	$(SANITIZED) .venv-sanitize/bin/python -m pytest $(PYTEST_ARGS)
 
+wheels:
+	bash tests/wheels.sh $(call pythons,11 12 13 14)
+
 soak: $(VENV)/installed
 	$(BIN)/python -m tests.soak
 
-# docs/sharding.md divides arrays over eight devices.
+# docs/sharding.md shards arrays over eight devices.
 doctest: $(VENV)/installed
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m pytest -q \
 	  --doctest-modules jax_oneflow_ops --doctest-glob='*.md' README.md $$(find docs -name '*.md')
@@ -85,7 +91,7 @@ gpu-check:
 	PYTHON="$(PYTHON)" bash benchmarks/gpu_check.sh
 
 clean:
-	rm -rf .venv* build
+	rm -rf .venv* build dist
 
 # jax for the GPU that is visible, if one is: the driver says which CUDA it can run.
 CUDA_EXTRA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(12\|13\)\..*/,cuda\1/p')

@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the smallest case of each kind")
     parser.add_argument("--case", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--dtype", help="cases of one dtype, such as float16")
+    parser.add_argument("--devices", type=int, default=1, help="of the suite programs: how many")
     parser.add_argument("--list", action="store_true", help="print the cases and their plans")
     options = parse(parser, argv)
     selected = {suite: _cases(suite, options) for suite in options.suite or SUITES}
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.list:
             print("\n".join(f"{c.name:50} {c.plan}".rstrip() for c in cases))
         elif cases:
-            about = {"suite": suite, "seed": secrets.randbits(31)}
+            about = {"suite": suite, "seed": secrets.randbits(31), "devices": options.devices}
             rows = run(cases, measuring, about, argv, options.out)
             errors += sum("error" in row for row in rows)
     if errors:
@@ -67,7 +68,8 @@ def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
 
     try:
         platform = "quick" if options.quick and suite in _PROGRAMS else jax.default_backend()
-        cases: list[Case] = load(suite).cases(platform)
+        over = {"devices": options.devices} if options.devices > 1 else {}
+        cases: list[Case] = load(suite).cases(platform, **over)
     except ModuleNotFoundError as error:  # such as flax, which only models need
         print(f"{suite} is left out: {error.name} is not installed")
         return []
@@ -109,7 +111,7 @@ def run(
     results.
     """
     machine = harness.make_machine(about["seed"], options)
-    header: dict[str, Any] = {**about, **environment.header(argv)}
+    header: dict[str, Any] = {**about, **environment.header(argv, devices=about.get("devices", 1))}
     header |= {"clock": machine.clock.name, "ceiling": machine.ceilings.kind}
     header |= {"missing": machine.missing, "warnings": machine.warnings}
     name = about.get("suite") or f"survey-{about['seed']}"

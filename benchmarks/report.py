@@ -1,4 +1,4 @@
-"""``python -m benchmarks report``: writes tables between the markers of README.md and docs/.
+"""``python -m benchmarks report``: writes tables and the chart between markers of README and docs/.
 
 A marker names a table, a device and perhaps more, such as
 ``<!-- benchmarks:suite nvidia-h200 cast begin -->``, and the same with ``end`` after the table.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import results, survey
+from . import chart, results, survey
 from .harness import SWEEP
 from .results import Result, Row, by, mean
 from .suites import SUITES
@@ -27,7 +27,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     root: Path = options.root
     stale = []
-    for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+    pages = [path for path in (root / "docs").rglob("*") if path.suffix in (".md", ".svg")]
+    for page in [root / "README.md", *sorted(pages)]:
         text = page.read_text()
         try:
             wanted = filled(text, root / "benchmarks" / "results")
@@ -195,10 +196,29 @@ def steps(found: Sequence[Result], name: str, group: str = "step") -> str:
         written = results.numbers(row["xla"]).get("jnp")
         times = [*map(microseconds, (written, row["us"]))]
         gains = [ratio(results.rival(row, rival)) for rival in rivals]
-        lines.append([f"{row['op'].replace('_', ' ')}{of_dtype}", *times, *gains])
+        lines.append([f"{chart.label(row['op'])}{of_dtype}", *times, *gains])
     over = {"jnp": "gain", "xla": "over XLA's best"}
     head = ["", "jnp as written, us", "accelerated, us", *(over[rival] for rival in rivals)]
     return markdown(head, lines)
+
+
+def scaled(found: Sequence[Result], name: str) -> str:
+    """A line a program: milliseconds a step on one device and on all, as written and ours."""
+    lines = []
+    for row in (row for row in listed(found, name) if "sent" in row):
+        us = {"ours": row["us"]} | results.numbers(row["xla"]) | results.numbers(row["others"])
+        names = ("jnp on one", "jnp", "ours on one", "ours")
+        times = [f"{us[name] / 1e3:.3g}" if name in us else "-" for name in names]
+        sent = ", ".join(f"{n} {kind}" for kind, n in row["sent"]["ours"].items())
+        lines.append([row["op"].replace("_", " "), *times, sent])
+    head = ["ms a step", "XLA on one", "on all", "accelerated on one", "on all", "sent"]
+    return markdown(head, lines)
+
+
+def drawn(found: Sequence[Result]) -> str:
+    """The chart of the unchanged programs and calls, an SVG."""
+    rows = listed(found, "programs")
+    return chart.svg(rows, found[0].header["device"]) if rows else "Not measured yet."
 
 
 def explained(found: Sequence[Result], program: str = "gpt2") -> str:
@@ -223,6 +243,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "sizes": sizes,
     "slower": slower,
     "steps": steps,
+    "scaled": scaled,
+    "chart": drawn,
     "explain": explained,
     "survey": surveyed,
 }

@@ -6,6 +6,7 @@ for their numerics, and :func:`implementations` for what is available where.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from jax_oneflow_ops._native import export_checks, implementations, include_dir
@@ -57,7 +58,9 @@ if TYPE_CHECKING:
     from jax_oneflow_ops.graph import (
         SegmentPlan,
         attention_sum,
+        message_max,
         message_mean,
+        message_min,
         message_sum,
         segment_plan,
     )
@@ -98,7 +101,9 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "maximum",
+    "message_max",
     "message_mean",
+    "message_min",
     "message_sum",
     "minimum",
     "mish",
@@ -136,7 +141,15 @@ __all__ = [
 # Modules that not every program needs take milliseconds to import: they are imported on first use.
 _LAZY = {
     "_fuse": ("FusionError", "fuse"),
-    "graph": ("SegmentPlan", "attention_sum", "message_mean", "message_sum", "segment_plan"),
+    "graph": (
+        "SegmentPlan",
+        "attention_sum",
+        "message_max",
+        "message_mean",
+        "message_min",
+        "message_sum",
+        "segment_plan",
+    ),
     "kernel": ("ElementwiseKernel", "KernelCompileError"),
     "rows": (
         "layer_norm",
@@ -157,4 +170,6 @@ def __getattr__(name: str) -> Any:
     for module, names in _LAZY.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # With its object, Python 3.12 and newer suggest the name that was meant.
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message, name=name, obj=sys.modules[__name__])

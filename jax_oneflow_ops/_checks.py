@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable
+from types import EllipsisType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
@@ -17,7 +18,7 @@ _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.Array:
-    """`x` as a jax array; raises TypeError where it is none, nor a number if `numbers` is set."""
+    """`x` as a jax array; raises TypeError for anything else, but numbers if `numbers` is set."""
     if isinstance(x, jax.Array):
         return x  # jnp.asarray would drop a tracer's sharding under vmap in jax 0.8
     if hasattr(x, "__jax_array__") and not isinstance(x, type):
@@ -32,10 +33,11 @@ def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.
     if numbers and isinstance(x, bool | int | float | complex):
         return jnp.asarray(x)
     expected = "an array or a number" if numbers else "a jax or NumPy array"
-    raise TypeError(
-        f"{function}: {name} must be {expected}, got {type(x).__name__}; convert it with "
-        "jnp.asarray first"
-    )
+    hint = "; convert it with jnp.asarray first" if isinstance(x, _CONVERTIBLE) else ""
+    raise TypeError(f"{function}: {name} must be {expected}, got {type(x).__name__}{hint}")
+
+
+_CONVERTIBLE = (list, tuple, range, bool, int, float, complex)
 
 
 def is_movable(dtype: Any) -> bool:
@@ -77,6 +79,11 @@ def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = Fa
     """
     if isinstance(x, int) and not isinstance(x, bool):  # of any size
         x = np.asarray(x % rows if modulo else min(max(x, -(2**63)), 2**64 - 1))
+    if isinstance(x, slice | tuple | EllipsisType):
+        raise TypeError(
+            f"{function}: {name} must be integers that name rows, got {type(x).__name__}; for "
+            "other indexing use x.at[...] inside jax_oneflow_ops.accelerate"
+        )
     on_host = isinstance(x, _compat.NUMPY_TYPES)
     ids: Any = np.asarray(x) if on_host else as_array(function, name, x, numbers=True)
     if not jnp.issubdtype(ids.dtype, jnp.integer):

@@ -176,7 +176,7 @@ def differentiable(
         f itself is the derivative, which reads an array less. A function of one array that is
         linear in it has no derivative kernels.
       accurate: as for `_define`.
-      approximate_in_xla: likewise.
+      approximate_in_xla: as for `_define`.
     """
     define = functools.partial(_define, approximate_in_xla=approximate_in_xla)
 

@@ -1,8 +1,11 @@
 """The primitives of graph layers, and their rules.
 
-A graph is six arrays of int32: `senders` and `receivers`, -1 where an edge has none; an order of
-the edges in which those of equal receivers are neighbours, and these receivers; and an order in
-which those of equal senders are, and these. An order that is not known is two empty arrays.
+A graph is six arrays of int32: `senders` and `receivers`, negative where they are out of range; an
+order of the edges in which those of equal receivers are neighbours, and these receivers, -1 for
+those out of range; and an order in which those of equal senders are, and these. An order that is
+not known is two empty arrays. Edges whose receiver is out of range count for nothing. A sender out
+of range is ``~row`` of the row that jnp reads for it; its edge counts, but in no sum at the
+senders, nor in what is derived from one, which the parameter `drops_senders` says.
 
 `message_sum` adds up weighted rows of the senders at the receivers, `edge_dot` multiplies rows at
 both ends. Each is linear in either of its arrays, and its derivatives are again these two. So are
@@ -22,7 +25,8 @@ from jax_oneflow_ops import _compat, _primitive, _scatter
 from jax_oneflow_ops._indexing import Indexing
 
 FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
-MOST = 2**31 - 2  # edges, and rows of a table: their numbers are int32
+MOST = 2**31 - 2  # edges: their numbers are int32
+MOST_ROWS = 2**30 - 1  # of a table: twice their numbers are
 # Positions of an order that a block of a GPU or a thread of a CPU takes at once.
 CHUNK = 1024
 CPU_CHUNKS = 256
@@ -47,19 +51,31 @@ def no_order() -> Order:
 
 
 def sort(ids: Any, rows: int, implementation: str | None) -> Any:
-    """The numbers of edges in the order of their ids, and ``2 * row``, plus 1 if out of range.
+    """The numbers of edges in the order of their ids, and keys: `receiver_rows`, `sender_rows`.
 
-    Ids out of range come last among those that jnp reads as the same row. So ids of a row are
-    neighbours whether it has all of these, as for senders, or those in range, as for receivers.
+    A key is twice a row, plus 1 where the id is negative and counts from the end. It is
+    ``2 * rows`` where the id is out of range. So ids of a row are neighbours whether negative ones
+    count, as for senders, or not, as for receivers.
     """
     # Where there are no native kernels, the function that was called says so.
     choice = None if implementation == "native" else implementation
     return bind(order_p, ids, rows=rows, implementation=choice)
 
 
-def in_range(keys: Any) -> Any:
-    """The rows of sorted ids, -1 for those out of range."""
-    return jnp.where(keys & 1 == 0, keys >> 1, -1)
+def receiver_rows(keys: Any, rows: int) -> Any:
+    """The rows of keys, -1 for ids that are negative or out of range."""
+    return jnp.where((keys & 1 == 0) & (keys < 2 * rows), keys >> 1, -1)
+
+
+def sender_rows(keys: Any, rows: int) -> Any:
+    """The rows of keys, -1 for ids that are out of range."""
+    return jnp.where(keys < 2 * rows, keys >> 1, -1)
+
+
+def order_of(ids: Any, rows: int, implementation: str | None) -> Order:
+    """The order of a graph's senders or receivers, negative where they are out of range."""
+    order, keys = sort(jnp.where(ids < 0, rows, ids), rows, implementation)
+    return order, sender_rows(keys, rows)
 
 
 def message_sum(
@@ -70,15 +86,16 @@ def message_sum(
     num_segments: int,
     function: str,
     implementation: str | None,
+    drops_senders: bool = False,
 ) -> Any:
     """Binds the primitive, which needs the order of the receivers."""
     senders, receivers, *orders = graph
     if orders[0].shape != receivers.shape:
-        order, keys = sort(receivers, num_segments, implementation)
-        orders[:2] = order, in_range(keys)
+        orders[:2] = order_of(receivers, num_segments, implementation)
     return bind(
         *(message_sum_p, senders, receivers, *orders, table, weights),
         num_segments=num_segments,
+        drops_senders=drops_senders,
         function=function,
         implementation=implementation,
     )
@@ -95,8 +112,7 @@ def softmax(
 ) -> Any:
     """Binds the primitive, which needs the order."""
     if order[0].shape != ids.shape:
-        numbers, keys = sort(ids, num_segments, implementation)
-        order = numbers, in_range(keys)
+        order = order_of(ids, num_segments, implementation)
     return bind(
         *(softmax_p, ids, *order, x),
         num_segments=num_segments,
@@ -114,7 +130,7 @@ def _transposed(graph: Sequence[Any]) -> tuple[Any, ...]:
 # ---- types and shardings ----
 
 
-def _joined(*entries: Any) -> Any:
+def joined(*entries: Any) -> Any:
     """How a dimension is sharded that several operands have."""
     return next((entry for entry in entries if entry is not None), None)
 
@@ -127,13 +143,13 @@ def _message_sum_type(*args: Any, num_segments: int, **_: Any) -> Any:
     *_orders, table, weights = args
     _, heads, width = table.sharding.spec
     shape = (num_segments, *table.shape[1:])
-    spec = (None, _joined(heads, weights.sharding.spec[1]), width)
+    spec = (None, joined(heads, weights.sharding.spec[1]), width)
     return _compat.with_spec(table, shape, spec).update(weak_type=False)
 
 
 def _edge_dot_type(senders: Any, *args: Any, dtype: Any, **_: Any) -> Any:
     *_orders, a, b = args
-    spec = (None, _joined(a.sharding.spec[1], b.sharding.spec[1]))
+    spec = (senders.sharding.spec[0], joined(a.sharding.spec[1], b.sharding.spec[1]))
     result = _compat.with_spec(a, (senders.shape[0], a.shape[1]), spec)
     return result.update(dtype=dtype, weak_type=False)
 
@@ -143,13 +159,23 @@ def _softmax_type(*args: Any, num_segments: int, **_: Any) -> Any:
     return _compat.with_spec(x, x.shape, (None, x.sharding.spec[1])).update(weak_type=False)
 
 
-def _rule(arrays: Sequence[str], result: str) -> Callable[..., _primitive.ShardingRule]:
-    """Features are free; each array of the graph and each table is needed whole."""
+def _rule(
+    arrays: Sequence[str], result: str, free: str = "hd"
+) -> Callable[..., _primitive.ShardingRule]:
+    """Features are free; each table is needed whole.
+
+    So are edges, "e", unless they are free. Then each device sorts its own.
+    """
 
     def rule(*avals: Any, **_: Any) -> _primitive.ShardingRule:
         ids = [[f"i{k}"] for k in range(len(avals) - len(arrays))]
+        if "e" in free:
+            ids[:2] = ["e"], ["e"]
         operands = [[*names] for names in arrays]
-        whole = {name for names in (*ids, *operands, result) for name in names} - {"h", "d"}
+        for names, aval in zip(operands, avals[len(ids) :], strict=True):
+            if names[0] == "e" and aval.shape[0] != avals[0].shape[0]:
+                names[0] = "none"  # no weights
+        whole = {name for names in (*ids, *operands, result) for name in names} - {*free}
         return _primitive.ShardingRule([*ids, *operands], [[*result]], frozenset(whole))
 
     return rule
@@ -170,8 +196,16 @@ def _sums(rows: Any, ids: Any, size: int) -> Any:
     return zeros.at[jnp.where(ids < 0, size, ids)].add(rows, mode="drop")
 
 
-def _message_sum_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array:
+def _read(senders: Any, drops_senders: bool) -> Any:
+    """The rows that are read, -1 of edges that count for nothing."""
+    return jnp.where(senders < 0, -1 if drops_senders else ~senders, senders)
+
+
+def _message_sum_reference(
+    *args: Any, num_segments: int, drops_senders: bool, **_: Any
+) -> jax.Array:
     senders, receivers, *_orders, table, weights = args
+    senders = _read(senders, drops_senders)
     rows = _rows(table, senders)
     if weights.shape[0] == rows.shape[0]:
         weighted = rows * weights.astype(rows.dtype)[..., None]
@@ -180,8 +214,9 @@ def _message_sum_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array
     return result
 
 
-def _edge_dot_reference(*args: Any, dtype: Any, **_: Any) -> jax.Array:
+def _edge_dot_reference(*args: Any, dtype: Any, drops_senders: bool, **_: Any) -> jax.Array:
     senders, receivers, *_orders, a, b = args
+    senders = _read(senders, drops_senders)
     dots = jnp.sum(_rows(a, receivers) * _rows(b, senders), axis=-1)
     return jnp.where(((senders < 0) | (receivers < 0))[:, None], 0, dots).astype(dtype)
 
@@ -207,38 +242,44 @@ def _softmax_vjp_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array
 # ---- native kernels, on one device ----
 
 
-def _chunks(platform: str, edges: int) -> int:
+def chunks(platform: str, edges: int) -> int:
     """Sizes may be variables of `jax.export`."""
     if platform == "cpu":
         return min(CPU_CHUNKS, edges // CHUNK + 1) if isinstance(edges, int) else CPU_CHUNKS
     return edges // CHUNK + 1
 
 
-def _message_sum_native(platform: str, *args: Any, num_segments: int, **_: Any) -> jax.Array:
-    senders, _receivers, order, keys, *_order, table, weights = args
+def _message_sum_native(
+    platform: str, *args: Any, num_segments: int, drops_senders: bool, **_: Any
+) -> jax.Array:
+    senders, receivers, order, keys, *_order, table, weights = args
     heads, width = table.shape[1:]
     shape, wide = (num_segments, heads, width), compute_dtype(table.dtype)
     if senders.size == 0 or 0 in shape:
         return jnp.zeros(shape, table.dtype)
+    if order.shape != senders.shape:  # that of all shards of edges
+        order, keys = order_of(receivers, num_segments, None)
     columns = heads * width
-    scratch = (_chunks(platform, senders.size), 2, columns)
+    scratch = (chunks(platform, senders.size), 2, columns)
     call = jax.ffi.ffi_call(
         "jof_message_sum",
         (jax.ShapeDtypeStruct(shape, table.dtype), jax.ShapeDtypeStruct(scratch, wide)),
     )
-    result: jax.Array = call(table, weights, senders, keys, order)[0]
+    result: jax.Array = call(table, weights, _read(senders, drops_senders), keys, order)[0]
     return result
 
 
-def _edge_dot_native(platform: str, *args: Any, dtype: Any, **_: Any) -> jax.Array:
+def _edge_dot_native(
+    platform: str, *args: Any, dtype: Any, drops_senders: bool, **_: Any
+) -> jax.Array:
     senders, receivers, order, keys, *_order, a, b = args
     shape = (senders.size, a.shape[1])
     if 0 in (*shape, *a.shape, *b.shape):
         return jnp.zeros(shape, dtype)
     if order.shape != senders.shape:
-        keys = receivers
+        (order, _), keys = no_order(), receivers
     call = jax.ffi.ffi_call("jof_edge_dot", jax.ShapeDtypeStruct(shape, dtype))
-    result: jax.Array = call(a, b, keys, senders, order)
+    result: jax.Array = call(a, b, keys, _read(senders, drops_senders), order)
     return result
 
 
@@ -252,7 +293,7 @@ def _softmax_native(
     name, parts = ("", 2) if len(arrays) == 1 else ("_vjp", 1)
     shapes = (
         (num_segments, parts, heads),
-        (_chunks(platform, edges), 2, parts * heads),
+        (chunks(platform, edges), 2, parts * heads),
     )
     wide = compute_dtype(arrays[0].dtype)
     call = jax.ffi.ffi_call(
@@ -266,14 +307,13 @@ def _softmax_native(
     return result
 
 
-def _keys(ids: Any, rows: int) -> Any:
-    is_row = (ids >= 0) & (ids < rows)
-    row = jnp.clip(jnp.where(ids < 0, ids + rows, ids), 0, max(rows - 1, 0))
-    return 2 * row + jnp.where(is_row, 0, 1)
+def keys_of(ids: Any, rows: int) -> Any:
+    row = jnp.where(ids < 0, ids + rows, ids)
+    return jnp.where((row >= 0) & (row < rows), 2 * row + jnp.where(ids < 0, 1, 0), 2 * rows)
 
 
 def _order_reference(ids: Any, *, rows: int) -> list[jax.Array]:
-    return _sorted(_keys(ids, rows), 2 * rows)
+    return _sorted(keys_of(ids, rows), 2 * rows + 1)
 
 
 def _sorted(keys: Any, limit: int) -> list[jax.Array]:
@@ -289,16 +329,16 @@ def _sorted(keys: Any, limit: int) -> list[jax.Array]:
 def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
     """Sorts all problems as one, in which each has its own keys."""
     problems, length = math.prod(ids.shape[:-1]), ids.shape[-1]
-    limit = 2 * rows * problems
+    limit = (2 * rows + 1) * problems
     if not isinstance(limit * length, int) or ids.size == 0 or limit > MOST:
         return _order_reference(ids, rows=rows)
     problem = jnp.arange(problems, dtype=jnp.int32)[:, None]
-    keys = (_keys(ids, rows).reshape(problems, length) + 2 * rows * problem).reshape(-1)
+    keys = (keys_of(ids, rows).reshape(problems, length) + (2 * rows + 1) * problem).reshape(-1)
     if platform == "cpu":
         keys, order = _scatter.sort_on_cpu(keys[None], limit, Indexing())
     else:
         order, keys = _sorted(keys, limit)
-    of_problem = ((order, length), (keys, 2 * rows))
+    of_problem = ((order, length), (keys, 2 * rows + 1))
     return [
         (x.reshape(problems, length) - size * problem).reshape(ids.shape) for x, size in of_problem
     ]
@@ -307,7 +347,7 @@ def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
 # ---- batching: problems become one, of the edges and rows of all ----
 
 
-class _Problems:
+class Problems:
     """Arrays of several problems, each of which may be the same for all."""
 
     def __init__(self, args: Sequence[Any], dims: Sequence[int | None]) -> None:
@@ -332,10 +372,13 @@ class _Problems:
         return self.flat(k) if self.has_own[k] else self.args[k]
 
     def ids(self, k: int, rows: int) -> Any:
-        """Ids into the rows of all problems, `rows` each, or into those that they share if 0."""
+        """Ids into the rows of all problems, `rows` each, or into those that they share if 0.
+
+        Negative ones stay so, and ``~row`` is made of the row.
+        """
         ids = self.every(k)
         first = rows * jnp.arange(self.size, dtype=jnp.int32)[:, None]
-        return jnp.where(ids < 0, -1, ids + first).reshape(-1)
+        return jnp.where(ids < 0, ~(~ids + first), ids + first).reshape(-1)
 
     def order(self, k: int, edges: int, rows: int) -> Order:
         """That of arguments k and k + 1, of all problems' rows, of which there are `rows` each.
@@ -357,7 +400,7 @@ def _order_batch(primitive: core.Primitive, args: Any, dims: Any, **params: Any)
 def _message_sum_batch(
     primitive: core.Primitive, args: Any, dims: Any, *, num_segments: int, **params: Any
 ) -> tuple[Any, int]:
-    p = _Problems(args, dims)
+    p = Problems(args, dims)
     edges = p.args[0].shape[-1]
     rows = p.args[6].shape[1] if p.has_own[6] else 0
     graph = (
@@ -377,7 +420,7 @@ def _message_sum_batch(
 def _edge_dot_batch(
     primitive: core.Primitive, args: Any, dims: Any, **params: Any
 ) -> tuple[Any, int]:
-    p = _Problems(args, dims)
+    p = Problems(args, dims)
     edges = p.args[0].shape[-1]
     a_rows, b_rows = (p.args[k].shape[1] if p.has_own[k] else 0 for k in (6, 7))
     graph = (
@@ -392,7 +435,7 @@ def _edge_dot_batch(
 def _softmax_batch(
     primitive: core.Primitive, args: Any, dims: Any, *, num_segments: int, **params: Any
 ) -> tuple[Any, int]:
-    p = _Problems(args, dims)
+    p = Problems(args, dims)
     arrays = map(p.flat, range(3, len(args)))
     order = p.order(1, p.args[0].shape[-1], num_segments)
     result = bind(
@@ -430,7 +473,7 @@ message_sum_p = _primitive.define(
     abstract_eval=_message_sum_type,
     reference=_message_sum_reference,
     native=_message_sum_native,
-    sharding_rule=_rule(("nhd", "eh"), "shd"),
+    sharding_rule=_rule(("nhd", "eh"), "shd", "hde"),
     batch=_message_sum_batch,
 )
 edge_dot_p = _primitive.define(
@@ -439,7 +482,7 @@ edge_dot_p = _primitive.define(
     abstract_eval=_edge_dot_type,
     reference=_edge_dot_reference,
     native=_edge_dot_native,
-    sharding_rule=_rule(("shd", "nhd"), "eh"),
+    sharding_rule=_rule(("shd", "nhd"), "eh", "hde"),
     batch=_edge_dot_batch,
 )
 softmax_p = _primitive.define(
@@ -493,7 +536,7 @@ def _message_sum_transpose(ct: Any, *args: Any, num_segments: int, **params: Any
         if isinstance(ct, ad.Zero):
             cts[6] = ad.Zero(aval)
         else:
-            rows = {"num_segments": aval.shape[0], **params}
+            rows = {**params, "num_segments": aval.shape[0], "drops_senders": True}
             result = message_sum(_transposed(graph), ct, weights, **rows)
             cts[6] = _compat.with_sharding_of(result, aval)
     if ad.is_undefined_primal(weights):
@@ -506,17 +549,20 @@ def _message_sum_transpose(ct: Any, *args: Any, num_segments: int, **params: Any
     return cts
 
 
-def _edge_dot_transpose(ct: Any, *args: Any, dtype: Any, **params: Any) -> list[Any]:
+def _edge_dot_transpose(
+    ct: Any, *args: Any, dtype: Any, drops_senders: bool, **params: Any
+) -> list[Any]:
     *graph, a, b = args
     cts: list[Any] = [None] * 8
-    for k, undefined, other, edges in ((6, a, b, graph), (7, b, a, _transposed(graph))):
+    ways = (6, a, b, graph, drops_senders), (7, b, a, _transposed(graph), True)
+    for k, undefined, other, edges, drops in ways:
         if not ad.is_undefined_primal(undefined):
             continue
         aval = undefined.aval
         if isinstance(ct, ad.Zero):
             cts[k] = ad.Zero(aval)
             continue
-        rows = {"num_segments": aval.shape[0], **params}
+        rows = {**params, "num_segments": aval.shape[0], "drops_senders": drops}
         cts[k] = _compat.with_sharding_of(message_sum(edges, other, ct, **rows), aval)
     return cts
 
@@ -558,7 +604,7 @@ def _softmax_vjp_jvp(
         def times_sum(x: Any, of: Any) -> Any:
             total = message_sum(graph, t[..., None], of, **params)
             args = (*graph, total, x[..., None])
-            return bind(edge_dot_p, *args, dtype=x.dtype, **others)
+            return bind(edge_dot_p, *args, dtype=x.dtype, drops_senders=False, **others)
 
         terms.append(of_y * t - times_sum(of_y, y) - times_sum(y, of_y))
     return result, _total(terms, result)

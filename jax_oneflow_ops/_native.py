@@ -129,9 +129,9 @@ def cuda_architectures() -> str:
 def include_dir() -> str:
     """The directory of the elementwise template's C++ and CUDA headers.
 
-    With it on the compiler's search path, ``#include "cuda/elementwise.cuh"`` and
-    ``#include "ops/elementwise.h"`` compile under nvcc and NVRTC; they need no other header. This
-    is how to write a fused elementwise kernel from a functor of one's own.
+    If it is on the compiler's search path, ``#include "cuda/elementwise.cuh"`` and
+    ``#include "ops/elementwise.h"`` compile under nvcc and NVRTC; they need no other header. Use
+    them to write a fused elementwise kernel from your own functor.
 
     Returns:
       An absolute path.
@@ -147,7 +147,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     program is called.
 
     A program for several devices can be exported if its calls are inside a `jax.shard_map` over all
-    axes of the mesh. Where XLA divides the work, it asks this process how: jax raises an error.
+    axes of the mesh. Where XLA is to shard the work, it asks this process how: jax raises an error.
 
     Returns:
       A list for the argument `disabled_checks`, of a `jax.export.DisabledSafetyCheck` for each FFI
@@ -213,7 +213,7 @@ def _missing(function: str, platform: str, problem: str | None) -> NotImplemente
         if platform == "cuda":
             remedy = (
                 "rebuild the package with the CUDA module: `JOF_CUDA=ON pip install .` in its "
-                "source (pip fetches nvcc where there is none)"
+                "source (pip fetches nvcc if it is missing)"
             )
         problem = f'there are no native kernels for platform "{platform}" here. Remedy: {remedy}.'
     return NotImplementedError(f'{function}: implementation="native" was asked for, but {problem}')

@@ -95,7 +95,7 @@ MAX_BROADCASTS = 8
 _Run = tuple[Any, Any]
 
 
-def _run(shape: Sequence[Any], result: Sequence[Any]) -> _Run | int | None:
+def column_run(shape: Sequence[Any], result: Sequence[Any]) -> _Run | int | None:
     """The elements after and in the only run of dimensions that an operand varies over.
 
     ARRAY where it varies over all, SCALAR where over none, None where there are several runs.
@@ -124,7 +124,7 @@ def native(args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[int], tuple
     arrays, kinds = [], []
     runs: dict[_Run, int] = {}
     for x in args:
-        run = _run(x.shape, shape)
+        run = column_run(x.shape, shape)
         if run is None or (isinstance(run, tuple) and len({*runs, run}) > MAX_BROADCASTS):
             x, run = jnp.broadcast_to(x, shape), ARRAY
         arrays.append(x)

@@ -217,7 +217,7 @@ def define_linear_pair(
 
     Args:
       forward: a primitive made by `define`.
-      backward: its transpose, likewise.
+      backward: its transpose, also made by `define`.
       transposed_params: `(aval, **params) -> params` of the transpose of a call on `aval`.
     """
     for primitive, transpose in ((forward, backward), (backward, forward)):

@@ -462,7 +462,7 @@ def norm_vjp(
       stats: not read.
       *operands: scale, dy, and the cotangent of the sum, as far as they are given.
       center: as of `norm`.
-      epsilon: likewise.
+      epsilon: as of `norm`.
       given: which operands there are; dy always.
       wanted: of scale and bias.
     """
@@ -498,7 +498,7 @@ def norm_jvp(
       stats: not read.
       *operands: scale, and the tangents of x, scale and bias, as far as they are given.
       center: as of `norm`.
-      epsilon: likewise.
+      epsilon: as of `norm`.
       given: which operands there are.
       passed: whether the sum's tangent is a result, too.
     """

@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +13,16 @@ class Row:
     """One operation of a program that this package could run.
 
     Attributes:
-      line: where the program has it, or has what it is the gradient of.
-      operation: JAX's name of it.
-      shapes: of its operand, indices and updates, or of whatever it has.
+      line: the file and line in your program; for a gradient, those of what was differentiated.
+      operation: JAX's name.
+      shapes: of its operand, indices and updates; of the result and the operand if it has none.
       dtype: of its operand.
       swapped: whether it runs as a kernel of this package.
-      reason: why, or what to do.
-      bytes: what it has to read and write, each array once.
+      reason: why, or which function to call instead.
+      bytes: how many it has to read and write, each array once.
       count: how often the compiled program has it; loops count once.
       native_us: the time expected of the kernel in microseconds, if anything like it was measured.
-      xla_us: likewise of XLA.
+      xla_us: the time expected of XLA, or None.
     """
 
     line: str
@@ -65,7 +66,7 @@ class Report:
                 sum((getattr(row, name) or 0.0) * row.count for row in timed)
                 for name in ("native_us", "xla_us")
             )
-            text += f"; {_time(ours)} expected of the measured ones, {_time(xla)} of XLA"
+            text += f"; expected where measured: {_time(ours)} native, {_time(xla)} XLA"
         return text
 
     def _cells(self) -> list[list[str]]:
@@ -76,28 +77,40 @@ class Report:
             shapes = " -> ".join(map(_shape, (row.shapes[-1], row.shapes[0])))
             runs = "native" if row.swapped else "XLA"
             expected = (_time(row.native_us), _time(row.xla_us))
-            what = f"{row.dtype} {shapes}"
+            what = f"{row.dtype.replace('float', 'f')}{shapes}"
             cells.append([row.line, times + row.operation, what, runs, *expected, row.reason])
         return cells
 
     def table(self, width: int) -> str:
         """The table as text of at most so many columns, as far as that can be."""
         if not self.rows:
-            return self.total()
+            return (
+                f"{self.total()}: the program has none of the operations that accelerate swaps, "
+                "such as segment sums and the gradients of lookups"
+            )
         cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        # The longest columns give way: where it is (its end is kept), what it is, and why.
-        while sum(widths) + 2 * (len(widths) - 1) > width:
-            i = max((0, 2, 6), key=lambda i: widths[i])
-            if widths[i] <= 12:
-                break
-            widths[i] -= 1
+        reasons = list(dict.fromkeys(row.reason for row in self.rows))
+        for line, row in zip(cells[1:], self.rows, strict=True):
+            line[-1] = f"({reasons.index(row.reason) + 1})"
+
+        def widths_of(cells: list[list[str]]) -> list[int]:
+            return [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+        space = width - 2 * (len(cells[0]) - 1)
+        if sum(widths_of(cells)) > space:  # folders give way first, then the longest columns
+            cells = [[line[0].rpartition("/")[2], *line[1:]] for line in cells]
+        widths = widths_of(cells)
+        while sum(widths) > space and max(widths[0], widths[2]) > 12:
+            widths[0 if widths[0] > widths[2] else 2] -= 1
         lines = []
         for line in cells:
             columns = enumerate(zip(line, widths, strict=True))
             fitted = [_fit(cell, width, i == 0) for i, (cell, width) in columns]
             lines.append("  ".join(fitted).rstrip())
-        return "\n".join([*lines, self.total()])
+        notes = [f"({number}) {reason}" for number, reason in enumerate(reasons, 1)]
+        for note in (*notes, self.total()):
+            lines += textwrap.wrap(note, width, subsequent_indent="    ")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table(max(80, shutil.get_terminal_size((120, 24)).columns))

@@ -191,7 +191,7 @@ def _choose(
         return _Choice("sharded: the partitioner decides what a device has", rows, "native")
     indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
     how = {"num_segments": rows.count, "indexing": indexing}
-    call: Any = "sums alone were measured"
+    call: Any = "always swapped: only sums were measured against XLA"
     if reduction.reducer == "add":
         call = _policy.describe(_scatter.segment_sum_p, rows.operands(operand), **how)
     kind = explanation.device_kind if explanation else _policy.device_kind(platform)
@@ -362,9 +362,11 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
       [1 0 3 1]
     """
     if not callable(fun) and (tune or not isinstance(fun, bool)):
-        expected = "a function" if tune else "a function, True or False"
+        if tune and isinstance(fun, bool):
+            raise TypeError("accelerate: tune=True times a function: accelerate(step, tune=True)")
         raise TypeError(
-            f"accelerate: fun must be {expected}, got {fun!r} of type {type(fun).__name__}"
+            f"accelerate: fun must be a function, True or False, got {type(fun).__name__}; pass "
+            "the function, and call what accelerate returns: accelerate(step)(state, batch)"
         )
     value = _compat.OFF if fun is False else _DETERMINISTIC if deterministic else _ON
     scope = _Scope(value)
@@ -406,6 +408,7 @@ def explain(
       not swapped, too, and the function that helps.
 
     Raises:
+      TypeError: `fun` is not a function.
       ValueError: `platform` is unknown.
 
     Example:
@@ -417,6 +420,11 @@ def explain(
       >>> row.operation, row.swapped, row.shapes
       ('scatter-add', True, ((1024,), (16777216, 1), (16777216,)))
     """
+    if not callable(fun):
+        raise TypeError(
+            f"explain: fun must be a function, got {type(fun).__name__}; pass the function and "
+            "then its arguments: explain(step, state, batch)"
+        )
     lowered_for, device_kind = _place(platform)
     explanation = _Explanation(device_kind, [])
     token = _explanation.set(explanation)
@@ -459,7 +467,7 @@ def _place(platform: str | None) -> tuple[str, str | None]:
     if platform in _policy.tables():
         return _policy.tables()[platform]["platform"], platform
     if platform not in _PLATFORMS:
-        known = ", ".join(map(repr, (*_PLATFORMS, *_policy.tables())))
+        known = ", ".join(map(repr, dict.fromkeys((*_PLATFORMS, *_policy.tables()))))
         raise ValueError(f"explain: platform must be one of {known}, got {platform!r}")
     return platform, _policy.device_kind(platform)
 

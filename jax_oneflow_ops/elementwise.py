@@ -169,7 +169,9 @@ _sigmoid_p = _elementwise.differentiable(
     "sigmoid", jax.nn.sigmoid, accurate=_reference.sigmoid_accurate
 )
 _silu_p = _elementwise.differentiable("silu", jax.nn.silu)
-_tanh_p = _elementwise.differentiable("tanh", jnp.tanh, accurate=_reference.tanh_accurate)
+_tanh_p = _elementwise.differentiable(
+    "tanh", jnp.tanh, accurate=_reference.tanh_accurate, approximate_in_xla=4
+)
 _softplus_p = _elementwise.differentiable("softplus", jax.nn.softplus, approximate_in_xla=4)
 _hard_swish_p = _elementwise.differentiable("hard_swish", jax.nn.hard_swish)
 _mish_p = _elementwise.differentiable("mish", jax.nn.mish, approximate_in_xla=4)
@@ -562,7 +564,10 @@ def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = Non
     """
     choice = _native.choose_implementation("cast", implementation)
     x = _checks.as_array("cast", "x", x, numbers=True)
-    new_dtype = jax.eval_shape(lambda x: x.astype(dtype), x).dtype
+    try:
+        new_dtype = jax.eval_shape(lambda x: x.astype(dtype), x).dtype
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"cast: {x.dtype} cannot be converted to {dtype!r}: {error}") from error
     if not {x.dtype, new_dtype} <= _REAL_DTYPES:
         if choice == "native":
             raise _no_kernel(

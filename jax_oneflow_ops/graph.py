@@ -1,14 +1,16 @@
 """Graph layers that store no row for each edge: sums of messages, attention over edges."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _graph, _native, _scatter
+from jax_oneflow_ops import _checks, _graph, _messages, _native, _scatter
 from jax_oneflow_ops._indexing import Indexing
 
 Implementation = Literal["native", "xla"] | None
@@ -22,7 +24,8 @@ class SegmentPlan:
 
     Attributes:
       order: the indices of the edges in that order, int32 of shape ``(edges,)``.
-      keys: for each edge in that order twice its segment, plus 1 if its id is out of range.
+      keys: for each edge in that order twice its segment, plus 1 if its id is negative and counts
+        from the end; twice the number of segments if its id is out of range.
       num_segments: the number of segments.
     """
 
@@ -51,8 +54,8 @@ def segment_plan(ids: ArrayLike, num_segments: int) -> SegmentPlan:
 
     Raises:
       TypeError: `ids` are not integers, or `num_segments` is not a concrete integer.
-      ValueError: `ids` do not have one dimension, there are 2^31 - 1 or more edges or segments, or
-        `num_segments` is negative.
+      ValueError: `ids` do not have one dimension, there are 2^31 - 1 or more edges or 2^30 or more
+        segments, or `num_segments` is negative.
 
     Differentiation and sharding:
       There is no derivative. Each device sorts all ids.
@@ -72,91 +75,112 @@ def segment_plan(ids: ArrayLike, num_segments: int) -> SegmentPlan:
     return SegmentPlan(order, keys, size)
 
 
+Message = Callable[..., ArrayLike]
+
+
 @_checks.in_own_precision
 def message_sum(
-    table: ArrayLike,
+    fun: Message,
+    tables: tuple[ArrayLike, ...],
     senders: ArrayLike,
     receivers: ArrayLike,
-    weights: ArrayLike | None = None,
-    *,
+    *edge_inputs: ArrayLike,
     num_segments: int | None = None,
     plan: SegmentPlan | None = None,
     sender_plan: SegmentPlan | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Reads a row of a table at the sender of each edge, and sums the rows at the receivers.
+    """Sums at the receivers what a function makes of the rows at both ends of each edge.
 
-    The result is that of ``jax.ops.segment_sum(weights * table[senders], receivers,
-    num_segments)``. Neither the function nor its derivatives store a row for each edge.
+    The result is that of ``jax.ops.segment_sum(fun(tables[0][senders], tables[1][receivers],
+    *edge_inputs), receivers, num_segments)``. One kernel reads the rows, computes and sums. Neither
+    it nor its derivatives store a row for each edge.
 
     Args:
-      table: array of shape ``(nodes, ...)``: float16, bfloat16, float32 or float64. Integers and
-        complex numbers run in jnp, which stores the rows.
-      senders: integers of shape ``(edges,)``, the rows that are read. Negative ones count from the
-        end, and those out of range mean the nearest row, as in ``table[senders]``. The gradient of
-        such an edge goes to that row, where that of ``table[senders]`` is dropped.
-      receivers: integers of shape ``(edges,)``, the rows of the result. Edges whose receiver is
+      fun: a function of as many arrays as there are tables and edge inputs, written for arrays
+        whose first dimension is that of edges. It returns one such array, the messages. It is
+        traced as `fuse` traces functions, and may contain the same elementwise operations. It may
+        close over arrays of one row, such as a bias, and has gradients with respect to them.
+      tables: a tuple of one array, of which rows are read at the senders, or of two, of which the
+        second is read at the receivers. Their shapes are ``(nodes, ...)``, of any dtype that `fuse`
+        takes.
+      senders: integers of shape ``(edges,)``: rows of the first table. Negative ones count from the
+        end, and those out of range mean the nearest row, as in ``tables[0][senders]``. As in jax,
+        no gradient comes back from there.
+      receivers: integers of shape ``(edges,)``: rows of the result. Edges whose receiver is
         negative or too large are dropped, as by `segment_sum`.
-      weights: None for no weights, or numbers of shape ``(edges, ...)``, where the other dimensions
-        are the first ones of a row, such as ``(edges, heads)`` for a table of shape
-        ``(nodes, heads, width)``. Dimensions at the end may be 1; they are broadcast.
+      *edge_inputs: arrays of shape ``(edges, ...)``, which may broadcast against rows, such as
+        ``(edges, 1)`` or ``(edges, heads, 1)``.
       num_segments: the number of rows of the result. None takes the number of the plan.
       plan: a `segment_plan` of `receivers`. Without it the program sorts.
       sender_plan: a `segment_plan` of `senders` and the number of nodes, which derivatives with
-        respect to `table` use.
+        respect to the first table use.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
         takes kernels on every platform that has them. The environment variable
         ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
-      An array of shape ``(num_segments,) + table.shape[1:]``, of the dtype that the product of
-      table and weights has in jnp.
+      An array of shape ``(num_segments, ...)``, of the other dimensions and the dtype of messages.
+      Messages of integers and complex numbers run in jnp, which stores them.
 
     Raises:
+      FusionError: `fun` contains an operation that is not elementwise.
       TypeError: an argument is not an array of numbers, `num_segments` is not a concrete integer,
-        or a plan is not a `SegmentPlan`.
-      ValueError: shapes do not fit, a plan is for another number of edges or segments,
-        `num_segments` is missing or negative, the table has no rows but there are edges, or there
-        are 2^31 - 1 or more edges or nodes.
+        `fun` is not a function of arrays to one array, or a plan is not a `SegmentPlan`.
+      ValueError: shapes do not fit, a plan is for other ids, `num_segments` is missing or negative,
+        a table has no rows but there are edges, or there are 2^31 - 1 or more edges or 2^30 or more
+        nodes.
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
-      16-bit values are multiplied and summed in float32 and rounded once. Results have the same
-      bits on every run: the order of summation depends only on shapes and ids. A plan that was made
-      from other ids gives wrong sums, and no error.
+      Messages are computed as `fuse` computes: 16-bit values in float32, not rounded in between.
+      They are summed in float32 and rounded once. Results have the same bits on every run: the
+      order of summation depends only on shapes and ids. Where ids or a plan are traced, a plan of
+      other ids gives wrong sums, and no error.
 
     Differentiation and sharding:
-      To any order, in both modes, with respect to `table` and `weights`. No derivative stores a row
-      for each edge, unless `weights` have that shape. Dimensions after the first may be sharded
-      freely; edges and nodes are all-gathered, with a `GatherWarning`.
+      To any order, in both modes, with respect to tables, edge inputs and what `fun` closes over.
+      Each derivative is again a kernel that reads rows, computes and sums, or stores what edge
+      inputs have: no row for each edge, unless an edge input has that shape. Dimensions after the
+      first may be sharded freely. Edge inputs, senders and receivers may be sharded by edges: the
+      devices' sums are added up, and each sorts its own edges. Nodes and plans are all-gathered,
+      with a `GatherWarning`.
+
+    Compilation:
+      As of `fuse`, with the same cache, where `fun` is more than a product of a row and weights.
+      Call it under `jax.jit`: outside of it, a function with derivatives of its own is compiled
+      with each call.
 
     Example:
-      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> import jax, jax.numpy as jnp, jax_oneflow_ops as jof
       >>> senders, receivers = jnp.array([0, 1, 1]), jnp.array([2, 2, 0])
-      >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
-      >>> print(jof.message_sum(table, senders, receivers, num_segments=3))
+      >>> nodes = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0]])
+      >>> print(jof.message_sum(lambda x: x, (nodes,), senders, receivers, num_segments=3))
       [[3. 4.]
        [0. 0.]
        [4. 6.]]
-      >>> weights = jnp.array([1.0, 10.0, 100.0])
-      >>> print(jof.message_sum(table, senders, receivers, weights, num_segments=3))
-      [[300. 400.]
+      >>> def message(sender, receiver, weight):
+      ...     return jax.nn.relu(sender - receiver) * weight
+      >>> weights = jnp.array([[1.0], [10.0], [100.0]])
+      >>> tables = nodes, nodes
+      >>> print(jof.message_sum(message, tables, senders, receivers, weights, num_segments=3))
+      [[200. 200.]
        [  0.   0.]
-       [ 31.  42.]]
+       [  0.  42.]]
     """
-    return _message_sum(
-        *("message_sum", table, senders, receivers, weights, num_segments, plan, sender_plan),
-        implementation=implementation,
+    return _reduced(
+        *("message_sum", "sum", fun, tables, senders, receivers, edge_inputs),
+        *(num_segments, plan, sender_plan, implementation),
     )
 
 
 @_checks.in_own_precision
 def message_mean(
-    table: ArrayLike,
+    fun: Message,
+    tables: tuple[ArrayLike, ...],
     senders: ArrayLike,
     receivers: ArrayLike,
-    weights: ArrayLike | None = None,
-    *,
+    *edge_inputs: ArrayLike,
     num_segments: int | None = None,
     plan: SegmentPlan | None = None,
     sender_plan: SegmentPlan | None = None,
@@ -164,11 +188,14 @@ def message_mean(
 ) -> jax.Array:
     """`message_sum`, divided by the number of edges of each receiver; 0 where it has none.
 
+    Replaces two calls of `jax.ops.segment_sum`: of rows, and of ones.
+
     Args:
-      table: rows of the senders, as in `message_sum`.
-      senders: the rows that are read, as in `message_sum`.
+      fun: the function of messages, as in `message_sum`.
+      tables: rows of the senders, and of the receivers, as in `message_sum`.
+      senders: rows of the first table, as in `message_sum`.
       receivers: the rows of the result, as in `message_sum`.
-      weights: None or weights of edges, as in `message_sum`. They do not change the divisor.
+      *edge_inputs: arrays of edges, as in `message_sum`.
       num_segments: the number of rows of the result, as in `message_sum`.
       plan: a `segment_plan` of `receivers`.
       sender_plan: a `segment_plan` of `senders`, as in `message_sum`.
@@ -178,7 +205,7 @@ def message_mean(
       An array of the shape and dtype of `message_sum`.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `message_sum`.
+      FusionError, TypeError, ValueError, NotImplementedError: as `message_sum`.
 
     Numerics:
       Those of `message_sum`. The division rounds once more.
@@ -189,18 +216,19 @@ def message_mean(
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> senders, receivers = jnp.array([0, 1, 1]), jnp.array([2, 2, 0])
-      >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
-      >>> print(jof.message_mean(table, senders, receivers, num_segments=3))
+      >>> nodes = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> print(jof.message_mean(lambda x: x, (nodes,), senders, receivers, num_segments=3))
       [[3. 4.]
        [0. 0.]
        [2. 3.]]
     """
-    total = _message_sum(
-        *("message_mean", table, senders, receivers, weights, num_segments, plan, sender_plan),
-        implementation=implementation,
+    name = "message_mean"
+    total = _reduced(
+        *(name, "sum", fun, tables, senders, receivers, edge_inputs),
+        *(num_segments, plan, sender_plan, implementation),
     )
     size = total.shape[0]
-    ids = _in_range(_edge_ids("message_mean", "receivers", receivers, size), size)
+    ids = _in_range(_edge_ids(name, "receivers", receivers, size), size)
     ones = jnp.ones(ids.shape, jnp.int32)
     if total.dtype in _graph.FLOATS:
         count = _scatter.bind(
@@ -208,12 +236,117 @@ def message_mean(
             num_segments=size,
             rows_spec=None,
             indexing=Indexing(),
-            implementation=_native.choose_implementation("message_mean", implementation),
+            implementation=_native.choose_implementation(name, implementation),
         )
     else:
         count = jax.ops.segment_sum(ones, ids, size)
     divisor = jnp.maximum(count, 1).astype(total.dtype)
     return total / divisor.reshape(-1, *(1,) * (total.ndim - 1))
+
+
+@_checks.in_own_precision
+def message_max(
+    fun: Message,
+    tables: tuple[ArrayLike, ...],
+    senders: ArrayLike,
+    receivers: ArrayLike,
+    *edge_inputs: ArrayLike,
+    num_segments: int | None = None,
+    plan: SegmentPlan | None = None,
+    sender_plan: SegmentPlan | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The maxima at the receivers of what a function makes of the rows at both ends of each edge.
+
+    The result is that of ``jax.ops.segment_max`` of the messages of `message_sum`.
+
+    Args:
+      fun: the function of messages, as in `message_sum`.
+      tables: rows of the senders, and of the receivers, as in `message_sum`.
+      senders: rows of the first table, as in `message_sum`.
+      receivers: the rows of the result, as in `message_sum`.
+      *edge_inputs: arrays of edges, as in `message_sum`.
+      num_segments: the number of rows of the result, as in `message_sum`.
+      plan: a `segment_plan` of `receivers`.
+      sender_plan: a `segment_plan` of `senders`, as in `message_sum`.
+      implementation: ``"native"``, ``"xla"`` or None, as in `message_sum`.
+
+    Returns:
+      An array of the shape and dtype of `message_sum`, -inf where a receiver has no edges.
+
+    Raises:
+      FusionError, TypeError, ValueError, NotImplementedError: as `message_sum`.
+
+    Numerics:
+      Messages are computed in float32 and rounded once. A NaN is the maximum.
+
+    Differentiation and sharding:
+      As of `message_sum`. The gradient goes to the edges that have the maximum, in equal parts, as
+      that of `jax.ops.segment_max` does. Edges are all-gathered.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> senders, receivers = jnp.array([0, 1, 1]), jnp.array([1, 1, 0])
+      >>> nodes = jnp.array([[1.0, 4.0], [3.0, 2.0]])
+      >>> print(jof.message_max(lambda x: x, (nodes,), senders, receivers, num_segments=2))
+      [[3. 2.]
+       [3. 4.]]
+    """
+    return _reduced(
+        *("message_max", "max", fun, tables, senders, receivers, edge_inputs),
+        *(num_segments, plan, sender_plan, implementation),
+    )
+
+
+@_checks.in_own_precision
+def message_min(
+    fun: Message,
+    tables: tuple[ArrayLike, ...],
+    senders: ArrayLike,
+    receivers: ArrayLike,
+    *edge_inputs: ArrayLike,
+    num_segments: int | None = None,
+    plan: SegmentPlan | None = None,
+    sender_plan: SegmentPlan | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """The minima of messages: `message_max` the other way round.
+
+    Args:
+      fun: the function of messages, as in `message_sum`.
+      tables: rows of the senders, and of the receivers, as in `message_sum`.
+      senders: rows of the first table, as in `message_sum`.
+      receivers: the rows of the result, as in `message_sum`.
+      *edge_inputs: arrays of edges, as in `message_sum`.
+      num_segments: the number of rows of the result, as in `message_sum`.
+      plan: a `segment_plan` of `receivers`.
+      sender_plan: a `segment_plan` of `senders`, as in `message_sum`.
+      implementation: ``"native"``, ``"xla"`` or None, as in `message_sum`.
+
+    Returns:
+      An array of the shape and dtype of `message_sum`, inf where a receiver has no edges.
+
+    Raises:
+      FusionError, TypeError, ValueError, NotImplementedError: as `message_sum`.
+
+    Numerics:
+      Those of `message_max`. A NaN is the minimum.
+
+    Differentiation and sharding:
+      As of `message_max`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> senders, receivers = jnp.array([0, 1, 1]), jnp.array([1, 1, 0])
+      >>> nodes = jnp.array([[1.0, 4.0], [3.0, 2.0]])
+      >>> print(jof.message_min(lambda x: x, (nodes,), senders, receivers, num_segments=2))
+      [[3. 2.]
+       [1. 2.]]
+    """
+    return _reduced(
+        *("message_min", "min", fun, tables, senders, receivers, edge_inputs),
+        *(num_segments, plan, sender_plan, implementation),
+    )
 
 
 @_checks.in_own_precision
@@ -230,8 +363,9 @@ def attention_sum(
 ) -> jax.Array:
     """Graph attention: the sum of the senders' values, weighted by a softmax over edges.
 
-    The softmax of `logits` is over all edges of a receiver. The result is that of `message_sum`
-    with this softmax as weights.
+    The softmax of `logits` is over all edges of a receiver. The result is that of `message_sum` of
+    the products of values and this softmax. Replaces a softmax over edges and
+    `jax.ops.segment_sum` of ``weights * values[senders]``.
 
     Args:
       logits: real numbers of shape ``(edges,)`` or ``(edges, heads)``. In general, the dimensions
@@ -274,20 +408,101 @@ def attention_sum(
        [3. 4.]]
     """
     name = "attention_sum"
+    choice = _native.choose_implementation(name, implementation)
     values = _as_floats(name, "values", values)
     logits = _as_floats(name, "logits", logits)
-    wide = _graph.compute_dtype(values.dtype)
-    logits = logits.astype(jnp.promote_types(logits.dtype, wide))
-    count = _number_of_segments(name, num_segments, plan)
-    weights = planned_softmax(
-        *(name, "logits", logits, "receivers", receivers, count, plan),
+    if values.ndim == 0:
+        raise ValueError(f"{name}: values must have at least 1 dimension")
+    size = _number_of_segments(name, num_segments, plan)
+    graph = _graph_of(name, senders, receivers, values.shape[0], "values", size, plan, sender_plan)
+    _check_edges(name, "logits", logits, graph[0])
+    _check_leading(name, logits.shape, values.shape)
+    logits = logits.reshape(*logits.shape, *(1,) * (values.ndim - logits.ndim))
+    if graph[2].shape != graph[0].shape:
+        graph = *graph[:2], *_graph.order_of(graph[1], size, choice), *graph[4:]
+    how = size, choice
+    stats = _of_softmax(how, logits, values.dtype, graph)
+    return _attention(how, logits, values, *stats, *graph)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attention(
+    how: tuple[int, str | None], logits: Any, values: Any, most: Any, inverse: Any, *graph: Any
+) -> jax.Array:
+    """The weighted sums, where maxima and divisors are known."""
+    return _of_weights(how, logits, values, most, inverse, graph, values.dtype)
+
+
+def _of_weights(
+    how: tuple[int, str | None],
+    logits: Any,
+    values: Any,
+    most: Any,
+    inverse: Any,
+    graph: Sequence[Any],
+    dtype: Any,
+) -> jax.Array:
+    def message(v: Any, most: Any, inverse: Any, x: Any) -> Any:
+        return (_weight(x, most, inverse) * v).astype(dtype)
+
+    return _attention_sum(how, message, (values, most, inverse, logits), "srre", graph)
+
+
+@_attention.defjvp
+def _(how: tuple[int, str | None], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """A logit moves the result towards its value, all ways from there together.
+
+    So what flows back to an edge needs no sum over other edges: they are in the result.
+    """
+    logits, values, most, inverse, *graph = primals
+    of_logits, of_values = tangents[:2]
+    # Not rounded, since what is subtracted from it may be near it.
+    result = _of_weights(how, *primals[:4], graph, _graph.compute_dtype(values.dtype))
+
+    def message(v: Any, of_v: Any, y: Any, most: Any, inverse: Any, x: Any, of_x: Any) -> Any:
+        moved = of_x.astype(y.dtype) * (v.astype(y.dtype) - y) + of_v.astype(y.dtype)
+        return (_weight(x, most, inverse) * moved).astype(v.dtype)
+
+    arrays = values, of_values, result, most, inverse, logits, of_logits
+    return result.astype(values.dtype), _attention_sum(how, message, arrays, "ssrrree", graph)
+
+
+def _weight(x: Any, most: Any, inverse: Any) -> Any:
+    return jnp.exp(x.astype(inverse.dtype) - most.astype(inverse.dtype)) * inverse
+
+
+def _of_softmax(
+    how: tuple[int, str | None], logits: Any, dtype: Any, graph: Sequence[Any]
+) -> tuple[Any, Any]:
+    """The maxima of receivers, and the inverses of their sums of exponentials."""
+    wide = jnp.promote_types(logits.dtype, _graph.compute_dtype(dtype))
+    still = jax.lax.stop_gradient(logits)
+    most = _attention_sum(how, lambda x: x, (still,), "e", graph, "max")
+
+    def term(most: Any, x: Any) -> Any:
+        return jnp.exp(x.astype(wide) - most.astype(wide))
+
+    total = _attention_sum(how, term, (most, logits), "re", graph)
+    return most, 1 / jnp.where(total == 0, 1, total)
+
+
+def _attention_sum(
+    how: tuple[int, str | None],
+    fun: Message,
+    arrays: Sequence[Any],
+    sides: str,
+    graph: Sequence[Any],
+    reduction: str = "sum",
+) -> Any:
+    size, implementation = how
+    name = "attention_sum"
+    messages = _messages.traced(name, fun, arrays, sides, graph[0].shape[0])
+    return _messages.reduced(
+        *(graph, messages, reduction),
+        num_segments=size,
+        function=name,
         implementation=implementation,
-    )
-    return _message_sum(
-        *(name, values, senders, receivers, weights.astype(wide), count, plan, sender_plan),
-        implementation=implementation,
-        names=("values", "logits"),
-        dtype=values.dtype,
+        math="full",
     )
 
 
@@ -307,7 +522,7 @@ def planned_softmax(
     logits = _as_floats(function, name, logits)
     size = _number_of_segments(function, num_segments, plan)
     ids = _edge_ids(function, ids_name, ids, size)
-    order = _order(function, "plan", plan, ids, size, drops=True)
+    order = _order(function, "plan", plan, ids, size, _graph.receiver_rows)
     _check_edges(function, name, logits, ids)
     result: jax.Array = _graph.softmax(
         _in_range(ids, size),
@@ -320,27 +535,72 @@ def planned_softmax(
     return result.reshape(logits.shape)
 
 
-def _message_sum(
+def _reduced(
     function: str,
-    table: Any,
+    reduction: str,
+    fun: Message,
+    tables: Any,
     senders: Any,
     receivers: Any,
-    weights: Any,
+    edge_inputs: Sequence[Any],
     num_segments: int | None,
     plan: SegmentPlan | None,
     sender_plan: SegmentPlan | None,
-    *,
     implementation: Implementation,
-    names: tuple[str, str] = ("table", "weights"),
-    dtype: Any = None,
 ) -> jax.Array:
-    """The result has the dtype of the product, or that of the table where that is given."""
     choice = _native.choose_implementation(function, implementation)
-    table = _as_numbers(function, names[0], table)
-    if table.ndim == 0:
-        raise ValueError(f"{function}: {names[0]} must have at least 1 dimension, got shape ()")
-    rows, row = table.shape[0], table.shape[1:]
+    if not callable(fun):
+        raise TypeError(f"{function}: fun must be a function, got {type(fun).__name__}")
+    if not isinstance(tables, tuple | list) or len(tables) not in (1, 2):
+        raise TypeError(
+            f"{function}: tables must be a tuple of one array, read at the senders, or of two, the "
+            f"second read at the receivers; got {type(tables).__name__}"
+        )
     size = _number_of_segments(function, num_segments, plan)
+    arrays = [_checks.as_array(function, f"tables[{k}]", x) for k, x in enumerate(tables)]
+    arrays += [_checks.as_array(function, f"edge input {k}", x) for k, x in enumerate(edge_inputs)]
+    for k, x in enumerate(arrays[: len(tables)]):
+        if x.ndim == 0:
+            raise ValueError(
+                f"{function}: tables[{k}] must have at least 1 dimension, got shape ()"
+            )
+    rows = arrays[0].shape[0]
+    graph = _graph_of(function, senders, receivers, rows, "tables[0]", size, plan, sender_plan)
+    if len(tables) == 2 and arrays[1].shape[0] != size:
+        if arrays[1].shape[0] == 0 and graph[0].size:
+            raise ValueError(f"{function}: tables[1] must have rows where there are edges")
+        arrays[1] = arrays[1][jnp.arange(size)]  # the rows that receivers of the result read
+    for k, x in enumerate(arrays[len(tables) :]):
+        _check_edges(function, f"edge input {k}", x, graph[0])
+    sides = "sr"[: len(tables)] + "e" * len(edge_inputs)
+    traced = _messages.traced(function, fun, arrays, sides, graph[0].shape[0])
+    if traced.dtype not in _graph.FLOATS:
+        reads = jnp.where(graph[0] < 0, ~graph[0], graph[0])
+        gathered = [
+            x[ids] for x, ids in zip(arrays, (reads, graph[1])[: len(tables)], strict=False)
+        ]
+        reduce = getattr(jax.ops, f"segment_{reduction}")
+        result: jax.Array = reduce(fun(*gathered, *arrays[len(tables) :]), graph[1], size)
+        return result
+    product = traced.product() if reduction == "sum" else None
+    if product is not None:
+        return _weighted_sum(function, graph, *product, size, choice)
+    return _messages.reduced(
+        *(graph, traced, reduction), num_segments=size, function=function, implementation=choice
+    )
+
+
+def _graph_of(
+    function: str,
+    senders: Any,
+    receivers: Any,
+    rows: int,
+    table: str,
+    size: int,
+    plan: SegmentPlan | None,
+    sender_plan: SegmentPlan | None,
+) -> tuple[Any, ...]:
+    """The six arrays of a graph: see `_graph`."""
     senders = _edge_ids(function, "senders", senders, rows)
     receivers = _edge_ids(function, "receivers", receivers, size)
     if senders.shape != receivers.shape:
@@ -349,49 +609,54 @@ def _message_sum(
             f"{receivers.shape}"
         )
     if rows == 0 and senders.size:
-        raise ValueError(f"{function}: {names[0]} must have rows where there are edges")
-    order = _order(function, "plan", plan, receivers, size, drops=True)
-    sender_order = _order(function, "sender_plan", sender_plan, senders, rows, drops=False)
-    depth = 0
-    if weights is not None:
-        weights = _as_numbers(function, names[1], weights)
-        _check_edges(function, names[1], weights, senders)
-        depth = _shared_dims(function, names, weights.shape, table.shape)
-        if dtype is None:
-            dtype = jnp.result_type(table, weights)
-            table, weights = table.astype(dtype), weights.astype(dtype)
+        raise ValueError(f"{function}: {table} must have rows where there are edges")
+    order = _order(function, "plan", plan, receivers, size, _graph.receiver_rows)
+    sender_order = _order(function, "sender_plan", sender_plan, senders, rows, _graph.sender_rows)
+    own = jnp.where(senders < 0, senders + rows, senders)
+    nearest = jnp.clip(own, 0, max(rows - 1, 0)).astype(jnp.int32)
+    return (
+        jnp.where(own == nearest, nearest, ~nearest),
+        _in_range(receivers, size),
+        *order,
+        *sender_order,
+    )
+
+
+def _weighted_sum(
+    function: str,
+    graph: Sequence[Any],
+    table: jax.Array,
+    weights: jax.Array | None,
+    depth: int,
+    size: int,
+    implementation: str | None,
+) -> jax.Array:
+    """By kernels that are there already; weights have the first `depth` dimensions of a row."""
+    row = table.shape[1:]
     heads, width = math.prod(row[:depth]), math.prod(row[depth:])
-    table = table.reshape(rows, heads, width)
-    weights = None if weights is None else weights.reshape(senders.size, heads)
-    nearest = jnp.clip(jnp.where(senders < 0, senders + rows, senders), 0, max(rows - 1, 0))
-    if table.dtype not in _graph.FLOATS:
-        messages = table[nearest] if senders.size else table[:0]
-        messages = messages if weights is None else messages * weights[..., None]
-        result: jax.Array = jax.ops.segment_sum(messages, _in_range(receivers, size), size)
-        return result.reshape(size, *row)
-    graph = (nearest.astype(jnp.int32), _in_range(receivers, size), *order, *sender_order)
-    result = _graph.message_sum(
+    if weights is None:
+        weights = jnp.zeros((0, heads), table.dtype)
+    else:
+        weights = weights.reshape(weights.shape[0], heads)
+    result: jax.Array = _graph.message_sum(
         graph,
-        table,
-        jnp.zeros((0, heads), table.dtype) if weights is None else weights,
+        table.reshape(table.shape[0], heads, width),
+        weights,
         num_segments=size,
         function=function,
-        implementation=choice,
+        implementation=implementation,
     )
     return result.reshape(size, *row)
 
 
-def _shared_dims(
-    function: str, names: tuple[str, str], weights: tuple[int, ...], table: tuple[int, ...]
-) -> int:
-    """How many dimensions of a row weights have of their own."""
-    own, row = weights[1:], table[1:]
+def _check_leading(function: str, logits: tuple[int, ...], values: tuple[int, ...]) -> None:
+    own, row = logits[1:], values[1:]
     for depth in range(len(own) + 1):
         if own[:depth] == row[:depth] and all(n == 1 for n in own[depth:]) and len(own) <= len(row):
-            return depth
+            return
     raise ValueError(
-        f"{function}: {names[1]} must have the shape (edges, ...) with the first dimensions of a "
-        f"row of {names[0]}, or 1s at the end; got shapes {weights} and {table}"
+        f"{function}: logits must have the shape (edges, ...) with the first dimensions of a row "
+        f"of values, or 1s at the end; got shapes {logits} and {values}"
     )
 
 
@@ -419,10 +684,12 @@ def _edge_ids(function: str, name: str, given: Any, rows: int) -> jax.Array:
     ids = _checks.as_ids(function, name, given, rows)
     if ids.ndim != 1:
         raise ValueError(f"{function}: {name} must have 1 dimension, got shape {ids.shape}")
-    if any(isinstance(n, int) and n > _graph.MOST for n in (ids.size, rows)):
+    if (isinstance(ids.size, int) and ids.size > _graph.MOST) or (
+        isinstance(rows, int) and rows > _graph.MOST_ROWS
+    ):
         raise ValueError(
-            f"{function}: at most {_graph.MOST} edges and rows are supported, got {ids.size} and "
-            f"{rows}"
+            f"{function}: at most {_graph.MOST} edges and {_graph.MOST_ROWS} rows are supported, "
+            f"got {ids.size} and {rows}"
         )
     return ids
 
@@ -442,15 +709,24 @@ def _check_edges(function: str, name: str, x: Any, ids: Any) -> None:
 def _number_of_segments(function: str, given: Any, plan: SegmentPlan | None) -> int:
     if given is None and isinstance(plan, SegmentPlan):
         return plan.num_segments
+    if given is None and plan is None:
+        raise ValueError(f"{function}: give num_segments=..., or a plan, which knows it")
     if given is None:
-        raise ValueError(f"{function}: num_segments must be given where there is no plan")
+        raise TypeError(
+            f"{function}: plan must be what segment_plan returns, got {type(plan).__name__}"
+        )
     return _checks.as_size(function, "num_segments", given)
 
 
 def _order(
-    function: str, name: str, plan: SegmentPlan | None, ids: Any, rows: int, *, drops: bool
+    function: str,
+    name: str,
+    plan: SegmentPlan | None,
+    ids: Any,
+    rows: int,
+    rows_of: Callable[[Any, int], Any],
 ) -> _graph.Order:
-    """The order of a plan, in which ids out of range are dropped or mean the nearest row."""
+    """The order of a plan, and the rows of its keys."""
     if plan is None:
         return _graph.no_order()
     if not isinstance(plan, SegmentPlan):
@@ -460,4 +736,26 @@ def _order(
             f"{function}: {name} must be of {ids.size} edges and {rows} segments, got one of "
             f"{math.prod(plan.order.shape)} and {plan.num_segments}"
         )
-    return plan.order, _graph.in_range(plan.keys) if drops else plan.keys >> 1
+    if not _is_of(plan, ids, rows):
+        raise ValueError(
+            f"{function}: {name} was made from other ids than those that it is used with. Remedy: "
+            "make one of these by segment_plan."
+        )
+    return plan.order, rows_of(plan.keys, rows)
+
+
+def _is_of(plan: SegmentPlan, ids: Any, rows: int) -> bool:
+    """Whether a plan is of these ids, so far as that is known: not while any of them is traced."""
+    arrays = plan.order, plan.keys, ids
+    if any(
+        isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.is_fully_addressable
+        for x in arrays
+    ):
+        return True
+    with jax.ensure_compile_time_eval():
+        return bool(_are_keys_of(plan.keys, plan.order, ids, rows))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _are_keys_of(keys: Any, order: Any, ids: Any, rows: int) -> Any:
+    return jnp.all(_graph.keys_of(ids, rows)[order] == keys)

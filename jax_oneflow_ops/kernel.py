@@ -44,7 +44,7 @@ class ElementwiseKernel:
         stands for the dtype of the arrays that it is called with, the same letter for the same
         dtype, or the name of a dtype: bool, int8 to int64, uint8 to uint64, float8_e4m3fn,
         float8_e5m2, float16, bfloat16, float32, float64, complex64, complex128. At most 16.
-      out_params: the outputs, likewise. A letter must be that of an input. At most 16.
+      out_params: the outputs, in the same form. A letter must be that of an input. At most 16.
       operation: one or more statements of C++17 that assign to every output. Values of 16 bits and
         less are ``float`` in it, all others are of the parameters' types; a letter is the type of
         stored elements, and ``Compute<T>`` that of values. Intermediate values are best declared
@@ -100,10 +100,10 @@ class ElementwiseKernel:
       (environment variable ``CXX``, else c++, clang++ or g++ on PATH), for GPUs with NVRTC through
       NVIDIA's cuda-bindings, for the GPUs of this process or, without one, for the architecture
       that jax_oneflow_ops was built for. Compiled kernels are kept in the user's cache folder
-      (``~/.cache/jax_oneflow_ops``, ``~/Library/Caches/jax_oneflow_ops``), or in that which the
+      (``~/.cache/jax_oneflow_ops``, ``~/Library/Caches/jax_oneflow_ops``), or in the one that the
       environment variable ``JAX_ONEFLOW_OPS_CACHE_DIR`` names. A folder that others may write to is
-      not used. A compiler's entries are its own; where there is none, those of the last one with
-      the same ``CXX`` serve. The compiled code is part of the compiled program, and of what
+      not used. Each compiler has its own entries; if no compiler is found, those of the last one
+      with the same ``CXX`` are used. The compiled code is part of the compiled program, and of what
       `jax.export` exports.
 
     Sharding:
@@ -246,7 +246,7 @@ class ElementwiseKernel:
           ``a / b`` is ``a /jof_by()/ b`` in it, which is safe for integers.
 
         Raises:
-          TypeError: a dtype is none, or none that kernels have.
+          TypeError: a dtype is invalid or unsupported.
           ValueError: a letter has no dtype, or an option has another value than these.
 
         Example:

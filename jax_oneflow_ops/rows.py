@@ -115,7 +115,7 @@ def _softmax(
     choice = _native.choose_implementation(name, implementation)
     x = _floating(name, "x", x)
     axes = _axes(name, axis, x.ndim)
-    mask = _mask(name, where)
+    mask = _mask(name, where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
     rows, place, back = _merged(x, axes)
@@ -176,7 +176,7 @@ def logsumexp(
         return jax.nn.logsumexp(x, axis, b, keepdims, return_sign, where)
     x = _floating(name, "a", x)
     axes = _axes(name, axis, x.ndim)
-    mask = _mask(name, where)
+    mask = _mask(name, where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
     rows, place, _ = _merged(x, axes)
@@ -241,16 +241,21 @@ def softmax_cross_entropy_with_integer_labels(
     axes = _axes(name, axis, x.ndim, sort=False)
     if axis is None or not axes:
         raise ValueError(f"{name}: axis must name an axis of logits, got {axis!r}")
-    mask = _mask(name, where)
-    if mask is not None and mask.ndim != x.ndim:
-        mask = jnp.expand_dims(mask, sorted(axes))
     rows, place, _ = _merged(x, axes)
+    if jnp.shape(labels) == x.shape != () and jnp.issubdtype(jnp.result_type(labels), jnp.floating):
+        raise TypeError(
+            f"{name}: labels must be integers that name classes, got an array of logits' shape; of "
+            "one-hot labels take labels.argmax(axis)"
+        )
     ids = _checks.as_ids(name, "labels", labels, rows.shape[place])
     wanted = (*rows.shape[:place], *rows.shape[place + 1 :])
     if ids.shape != wanted:
         raise ValueError(
             f"{name}: labels must have the shape of logits without axis, {wanted}, got {ids.shape}"
         )
+    mask = _mask(name, where, x.shape, wanted)
+    if mask is not None and mask.ndim != x.ndim:
+        mask = jnp.expand_dims(mask, sorted(axes))
     if ids.dtype != jnp.int32:
         limits = jnp.iinfo(jnp.int32)
         ids = jnp.clip(ids, limits.min, limits.max).astype(jnp.int32)
@@ -294,9 +299,9 @@ def _axes(name: str, axis: Any, ndim: int, *, sort: bool = True) -> tuple[int, .
         ) from None
     for a in given:
         if not -ndim <= a < ndim:
+            known = f"from {-ndim} to {ndim - 1}" if ndim else "None"
             raise ValueError(
-                f"{name}: axis must be from {-ndim} to {ndim - 1} for an array of rank {ndim}, "
-                f"got {axis!r}"
+                f"{name}: axis must be {known} for an array of rank {ndim}, got {axis!r}"
             )
     axes = [a % ndim for a in given]
     if len({*axes}) != len(axes):
@@ -304,8 +309,26 @@ def _axes(name: str, axis: Any, ndim: int, *, sort: bool = True) -> tuple[int, .
     return tuple(sorted(axes) if sort else axes)
 
 
-def _mask(name: str, where: Any) -> jax.Array | None:
-    return None if where is None else _checks.as_array(name, "where", where, numbers=True)
+def _mask(
+    name: str, where: Any, shape: tuple[int, ...], rows: tuple[int, ...] | None = None
+) -> jax.Array | None:
+    """`where`, which broadcasts to `shape`, or to that of the rows."""
+    if where is None:
+        return None
+    mask = _checks.as_array(name, "where", where, numbers=True)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"{name}: where must be booleans, got {mask.dtype}; compare, as in w != 0")
+    wanted = shape if rows is None or mask.ndim == len(shape) else rows
+    if not _broadcasts(mask.shape, wanted):
+        raise ValueError(f"{name}: where must broadcast to shape {wanted}, got {mask.shape}")
+    return mask
+
+
+def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    try:
+        return jnp.broadcast_shapes(shape, wanted) == wanted
+    except ValueError:
+        return False
 
 
 def _merged(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, int, Any]:

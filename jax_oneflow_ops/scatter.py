@@ -83,9 +83,10 @@ def segment_sum(
       unique_indices: a promise that no id occurs twice, for the jnp reference.
       bucket_size: reduces the rows of each `bucket_size` consecutive ids by themselves, then the
         buckets' results.
-      mode: what an id that is negative or too large does. ``"drop"``, ``"fill"`` and None: nothing.
-        ``"clip"``: it is brought into range. ``"promise_in_bounds"``: there is none, the same as
-        ``"drop"`` here. Or the equal `jax.lax.GatherScatterMode`.
+      mode: what happens to an id that is negative or too large. ``"drop"``, ``"fill"`` and None:
+        it is ignored. ``"clip"``: it becomes the nearest one in range. ``"promise_in_bounds"``: a
+        promise that there is none; here the same as ``"drop"``. Or the `jax.lax.GatherScatterMode`
+        of that name.
       out_sharding: the sharding of the result over Explicit axes of the mesh of `jax.set_mesh`, as
         in `jax.ops.segment_sum` of newer releases of jax. Not together with `bucket_size`.
       deterministic: the same bits on every run. CPUs always do this, and GPUs for integers,
@@ -671,7 +672,7 @@ def embedding_lookup(
       sharded freely. Where ids are sharded evenly the gradient is summed on each device, then over
       devices. Where the table's rows are sharded evenly, over other axes than `ids`, each device
       looks up its own and the results are added up, bit for bit; its gradient stays sharded. The
-      table is gathered, with a `GatherWarning`, where an axis divides both its rows and `ids`, and
+      table is gathered, with a `GatherWarning`, where an axis shards both its rows and `ids`, and
       where it is smaller than twice the result.
 
     Source:

@@ -146,8 +146,8 @@ def resize(
 ) -> jax.Array:
     """Resizes an image to a shape. Replaces `jax.image.resize`.
 
-    The result has the same values, bit for bit. Where `method` is not ``"nearest"``
-    `jax.image.resize` is called.
+    The result has the same values, bit for bit but for the payloads of NaNs. Where `method` is not
+    ``"nearest"`` `jax.image.resize` is called.
 
     Args:
       image: array of any rank and dtype.
@@ -156,7 +156,7 @@ def resize(
       method: ``"nearest"`` or ``jax.image.ResizeMethod.NEAREST``, or any other method that
         `jax.image.resize` has.
       antialias: passed to `jax.image.resize`; ``"nearest"`` ignores it.
-      precision: likewise.
+      precision: passed to `jax.image.resize`; ``"nearest"`` ignores it.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
         takes the one that was measured to be faster for such a call (see `policy`). The environment
         variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.

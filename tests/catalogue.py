@@ -2034,3 +2034,10 @@ REPRESENTATIVE = tuple(case for case in CASES if case.name in _REPRESENTATIVE)
 # All rows but those of elementwise ops that share their machinery with a representative one: for
 # tests of batching, platforms and control flow, which know nothing of the formula.
 EACH_KIND = tuple(c for c in CASES if c in REPRESENTATIVE or c not in ELEMENTWISE_CASES)
+# One for each primitive with a handler of its own: for what knows programs, not ops.
+EACH_PRIMITIVE = tuple(
+    case
+    for case in EACH_KIND
+    if case in REPRESENTATIVE
+    or case.name in {"softmax", "layer_norm", "message_sum", "scaled_silu"}
+)

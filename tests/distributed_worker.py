@@ -59,7 +59,8 @@ step = jax.value_and_grad(loss)
 def main(coordinator: str, processes: int, number: int, results: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, processes, number, initialization_timeout=30)
-    mesh = jax.make_mesh((processes, 4), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
+    shape = (processes, jax.local_device_count())
+    mesh = jax.make_mesh(shape, ("model", "data"), axis_types=(AxisType.Auto,) * 2)
     assert [d.process_index for d in mesh.devices[:, 0]] == [*range(processes)]
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
     sharded = jax.tree.map(

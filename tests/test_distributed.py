@@ -1,4 +1,4 @@
-"""Two processes with four devices each, as on two hosts: they have the results of one process."""
+"""Two processes, as on two hosts, with four CPU devices or a GPU each, have the results of one."""
 
 import os
 import socket
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from tests import distributed_worker
 
@@ -21,24 +22,31 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start(log: Path, *arguments) -> subprocess.Popen:
+def start(platform: str, log: Path, *arguments) -> subprocess.Popen:
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    variables = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    if platform == "gpu":
+        number = str(arguments[2])
+        variables = {"CUDA_VISIBLE_DEVICES": number, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with log.open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.distributed_worker", *map(str, arguments)],
             cwd=Path(__file__).parents[1],
-            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            env=os.environ | variables,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
 
 
-def test_two_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_two_processes(platform, tmp_path, monkeypatch):
+    if platform == "gpu" and (jax.default_backend() != "gpu" or jax.device_count() < PROCESSES):
+        pytest.skip("there are no two GPUs")
     coordinator = f"127.0.0.1:{free_port()}"
     results = [tmp_path / f"{number}.npz" for number in range(PROCESSES)]
     logs = [tmp_path / f"{number}.log" for number in range(PROCESSES)]
     processes = [
-        start(logs[number], coordinator, PROCESSES, number, results[number])
+        start(platform, logs[number], coordinator, PROCESSES, number, results[number])
         for number in range(PROCESSES)
     ]
     try:

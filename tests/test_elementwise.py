@@ -562,8 +562,10 @@ def arrangements(name):
     return [c for c in choices if c[-1]] if name in PARAMETRIC else choices
 
 
-@pytest.mark.parametrize("kind", SCALARS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("float", "float32"), *zip(SCALARS, itertools.cycle(("bfloat16", "float32")), strict=False)],
+)
 def test_scalars(kind, dtype):
     number = jnp.asarray(SCALARS[kind]) if kind.startswith("jax") else SCALARS[kind]
     x = jnp.asarray(np.linspace(-2, 2, 9), dtype)
@@ -599,8 +601,9 @@ def test_eager_and_traced_scalars(name):
     traced = jax.jit(f)
     calls = [
         [number if scalar else x for scalar in choice]
-        for choice in arrangements(name)
-        for number in (1.5, np.float32(1.5))
+        for choice, number in zip(
+            arrangements(name), itertools.cycle((1.5, np.float32(1.5))), strict=False
+        )
     ]
     for operands, expected in zip(
         calls, jax.jit(lambda: [twin(*xs) for xs in calls])(), strict=True
@@ -645,14 +648,14 @@ def test_static_and_traced_parameters_give_the_same_bits(name, dtype):
         y, pull = jax.vjp(lambda x: f(x, alpha), x)
         return y, *pull(x[::-1])
 
-    jitted = jax.jit(of)
-    for alpha in (0.3, -1.7, 0.0):
-        static = jax.jit(lambda x, alpha=alpha: of(x, alpha))(x)
-        for traced in (alpha, np.asarray(alpha, x.dtype), jnp.asarray(alpha, dtype)):
+    jitted, alphas = jax.jit(of), (0.3, -1.7, 0.0)
+    results = jax.jit(lambda x: [of(x, number) for number in alphas])(x)
+    for alpha, static in zip(alphas, results, strict=True):
+        for traced in (alpha, np.asarray(alpha, x.dtype)):
             for a, b in zip(jitted(x, traced), static, strict=True):
                 assert_same(a, b)
-        for a, b in zip(of(x, alpha), static, strict=True):
-            assert_same(a, b)
+    for a, b in zip(of(x, alpha), static, strict=True):
+        assert_same(a, b)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -699,8 +702,11 @@ def promotions(name):
             yield kinds, operands, expected
 
 
-@pytest.mark.parametrize("mode", [False, True], ids=["x32", "x64"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*itertools.product(OPS, [False]), *itertools.product(KERNELS, [True])],
+    ids=lambda p: p if isinstance(p, str) else "x64" if p else "x32",
+)
 def test_promotion(name, mode):
     f, twin, count = OPS[name]
     with jax.enable_x64(mode):
@@ -845,7 +851,7 @@ def gradients_of(name, operands, ct):
 )
 def test_sizes(name, dtype):
     """All results are those of one large array. The C++ tests of the kernels have more sizes."""
-    sizes = [*range(18), *(2**k + d for k in (5, 6, 7, 10, 12, 15) for d in (-1, 0, 1))]
+    sizes = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, *(2**k + d for k in (6, 10, 15) for d in (-1, 0, 1))]
     whole = operands_of(name, (sizes[-1],), dtype)
     ct = rng_for(name, "ct").standard_normal(sizes[-1]).astype(jnp.dtype(dtype))
 

@@ -90,6 +90,87 @@ def test_bad_call(x, kwargs, exception, fragments):
         assert re.search(pattern, message), f"{fragment!r} is not in {str(caught.value)!r}"
 
 
+def add(x, ids):
+    return x.at[ids].add(1.0)
+
+
+TWO_ROWS, TWO_IDS = jnp.arange(6.0).reshape(2, 3), jnp.array([0, 1])
+EDGES = {"senders": TWO_IDS, "receivers": TWO_IDS}
+FIRST_MISTAKES = [
+    (
+        lambda: jof.accelerate(add(TWO_ROWS, TWO_IDS)),
+        TypeError,
+        "accelerate: .* got Array.*; pass the func",
+    ),
+    (lambda: jof.accelerate(None), TypeError, "accelerate: .* got NoneType; pass the function"),
+    (lambda: jof.accelerate(tune=True), TypeError, r"tune=True times a .* accelerate\(step, tune"),
+    (
+        lambda: jof.explain(add(TWO_ROWS, TWO_IDS)),
+        TypeError,
+        r"explain: .* got Array.* explain\(step, state",
+    ),
+    (
+        lambda: jof.fuse(lambda x: x if x.sum() > 0 else -x)(TWO_ROWS),
+        jof.FusionError,
+        "jnp.where in pl",
+    ),
+    (lambda: jof.fuse(lambda x: np.exp(x))(TWO_ROWS), jof.FusionError, "jnp in place of np"),
+    (
+        lambda: jof.fuse(lambda x: jax.debug.print("{}", x) or x)(TWO_ROWS),
+        jof.FusionError,
+        "side effec",
+    ),
+    (
+        lambda: jof.softmax(TWO_ROWS, where=TWO_IDS),
+        TypeError,
+        "softmax: where must be booleans, got int32",
+    ),
+    (
+        lambda: jof.softmax(TWO_ROWS, where=np.ones((4, 2, 3), bool)),
+        ValueError,
+        r"where .*\(2, 3\), got",
+    ),
+    (
+        lambda: jof.logsumexp(jnp.float32(1), -1),
+        ValueError,
+        "axis must be None for an array of rank 0",
+    ),
+    (
+        lambda: jof.softmax_cross_entropy_with_integer_labels(TWO_ROWS, TWO_ROWS),
+        *(TypeError, r"one-hot labels take labels.argmax\(axis\)"),
+    ),
+    (
+        lambda: jof.message_sum(TWO_ROWS, **EDGES),
+        ValueError,
+        "message_sum: give num_segments=..., or a",
+    ),
+    (
+        lambda: jof.message_sum(TWO_ROWS, **EDGES, plan=TWO_IDS),
+        TypeError,
+        "plan must be what segment_plan",
+    ),
+    (
+        lambda: jof.scatter_add(TWO_ROWS, slice(1), 1.0),
+        TypeError,
+        r"indices must .* got slice; .*x.at\[",
+    ),
+    (
+        lambda: jof.cast(TWO_ROWS, "floatt"),
+        TypeError,
+        "cast: float32 cannot be converted to 'floatt'",
+    ),
+    (lambda: jof.gelu("x"), TypeError, "x must be an array or a number, got str$"),
+    (lambda: jof.gelu([1.0]), TypeError, "got list; convert it with jnp.asarray first"),
+]
+
+
+@pytest.mark.parametrize(("call", "exception", "message"), FIRST_MISTAKES)
+def test_first_mistakes(call, exception, message):
+    """What people try at first: the message says what to do."""
+    with pytest.raises(exception, match=message):
+        call()
+
+
 def test_unknown_argument():
     with pytest.raises(TypeError, match="mode"):
         jof.upsample_nearest2d(X, 2, mode="nearest")

@@ -1,6 +1,6 @@
 """Programs that leave the process: what `jax.export` writes, and what the compilation cache keeps.
 
-Each test goes through all rows of catalogue.py, and starts few processes.
+Each test goes through rows of catalogue.py, and starts few processes.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
-from tests.catalogue import EACH_KIND
+from tests.catalogue import EACH_KIND, EACH_PRIMITIVE
 from tests.test_lowering import lowered_targets
 from tests.test_transforms import assert_same, cotangents, cube, grad
 
@@ -110,7 +110,7 @@ def test_export_to_another_process(tmp_path):
 
 
 def on_two_devices(f, *, manual: bool):
-    """`f`, its operand divided, as XLA or as `jax.shard_map` divides it."""
+    """`f`, its operand sharded by XLA or by `jax.shard_map`."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("x")
     if manual:
@@ -139,7 +139,7 @@ def value_and_gradients(case, f):
 
 
 # What differs in these programs, XLA asks the process for.
-DIVIDED = (jof.relu, jof.tanh)
+SHARDED = (jof.relu, jof.tanh)
 
 
 def compiled_programs():
@@ -152,12 +152,12 @@ def compiled_programs():
         return jax.device_get(function(*args)), dict(events)
 
     results = {}
-    for case in EACH_KIND:
+    for case in EACH_PRIMITIVE:  # a key knows programs, whichever op they are of
         with case.precision():
             results[case.name] = counted(value_and_gradients(case, case.f), *case.inputs())
-    for f in DIVIDED:
+    for f in SHARDED:
         function, x = on_two_devices(lambda x, f=f: f(x), manual=False)
-        results[f"divided {f.__name__}"] = counted(function, x)
+        results[f"sharded {f.__name__}"] = counted(function, x)
     return results
 
 
@@ -167,7 +167,7 @@ def test_compilation_cache(tmp_path):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        # Else jax tells programs that XLA divides over devices apart by addresses in memory, which
+        # Else jax tells programs that XLA shards apart by addresses in memory, which
         # are others in each process.
         "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1",
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
@@ -182,10 +182,10 @@ def test_compilation_cache(tmp_path):
         assert events.get(hits) == 1, name
         assert misses not in events, name
         jax.tree.map(np.testing.assert_array_equal, actual, compiled[name][0])
-    for case in EACH_KIND:
+    for case in EACH_PRIMITIVE:
         with case.precision(), naming(case):
             expected = value_and_gradients(case, case.ref)(*case.inputs())
             assert_same(read[case.name][0], expected, case.rtol)
-    for f in DIVIDED:
-        actual, _ = read[f"divided {f.__name__}"]
+    for f in SHARDED:
+        actual, _ = read[f"sharded {f.__name__}"]
         np.testing.assert_allclose(actual, f(np.arange(-3.0, 5.0, dtype=np.float32)), rtol=1e-6)

@@ -31,18 +31,6 @@ def python(code: str, **environment: str) -> str:
     return result.stdout
 
 
-def test_no_backend_is_initialised():
-    code = """
-import jax_oneflow_ops
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized()
-import jax
-jax.devices()
-assert xla_bridge.backends_are_initialized()
-"""
-    python(code)
-
-
 @pytest.mark.parametrize(
     ("origin", "parts"),
     [
@@ -79,9 +67,11 @@ except ImportError as error:
         assert part.format(installed=site.resolve() / "jax_oneflow_ops") in message
 
 
-def test_platform_can_be_chosen_after_the_import():
+def test_import_initialises_no_backend_so_that_a_platform_can_be_chosen():
     code = """
 import jax_oneflow_ops as jof, jax
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)
 import numpy as np
@@ -115,7 +105,7 @@ print(*new, sep="\\n")
 
 @not_sanitized("everything is slower")
 def test_import_is_fast(tmp_path):
-    """Once in twenty times, as anything else that runs on the machine only adds.
+    """Once in five times, of the processor's time, to which other processes only add.
 
     With compiled bytecode, which users have from their second import on, in a folder of its own:
     the environment may forbid to write any.
@@ -123,13 +113,13 @@ def test_import_is_fast(tmp_path):
     code = f"""
 import jax, sys, time
 sys.dont_write_bytecode, sys.pycache_prefix = False, {str(tmp_path)!r}
-begin = time.perf_counter()
+begin = time.process_time()
 import jax_oneflow_ops
-print(1e3 * (time.perf_counter() - begin))
+print(1e3 * (time.process_time() - begin))
 """
     python(code)
     best = math.inf
-    for _ in range(20):
+    for _ in range(5):
         best = min(best, float(python(code)))
         if best < IMPORT_LIMIT_MS:
             break
@@ -150,8 +140,9 @@ def test_source_distribution(tmp_path, monkeypatch):
     """It has the sources, and nothing that a build beside them leaves."""
     build = pytest.importorskip("scikit_build_core.build")
     sources = ["csrc", "cmake", "jax_oneflow_ops"]
+    built = shutil.ignore_patterns("__pycache__", "*.so", "include")
     for name in sources:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=built)
     for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, tmp_path)
     packed = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}

@@ -49,11 +49,16 @@ def problems(draw):
 @settings(max_examples=settings().max_examples // 3)  # jax's own resize takes long to compile
 @given(problem=problems())
 def test_values_are_those_of_jax(problem):
+    """Bit for bit, but for the payloads of NaNs: of 16-bit types XLA on CPUs may clear them."""
     shape, out, dtype, seed = problem
     with jax.enable_x64(True):
         x = any_bits(np.random.default_rng(seed), shape, dtype)
-        expected = jax.image.resize(x, out, "nearest")
-        assert_same_bits(jof.resize(x, out, "nearest"), expected)
+        y, expected = (np.asarray(f(x, out, "nearest")) for f in (jof.resize, jax.image.resize))
+        assert y.dtype == expected.dtype
+        with np.errstate(invalid="ignore"):
+            both = (y != y) & (expected != expected)
+        zero = np.zeros((), y.dtype)
+        assert_same_bits(np.where(both, zero, y), np.where(both, zero, expected))
 
 
 # (n_in, n_out): those of the first list are the kernels'; of the second float32 finds other pixels

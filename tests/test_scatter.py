@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
@@ -136,11 +136,13 @@ def problems(draw, modes=MODES, dtypes=DTYPES):
     return size, ids, rng, draw(TRAILING), draw(st.sampled_from(dtypes)), mode
 
 
+HALF = settings(max_examples=max(1, settings().max_examples // 2))  # each compiles programs
 OPTIONS = st.fixed_dictionaries(
     {"deterministic": st.booleans(), "implementation": st.sampled_from(IMPLEMENTATIONS)}
 )
 
 
+@HALF
 @given(problem=problems(), options=OPTIONS)
 def test_segment_sum_equals_numpy_and_jnp(problem, options):
     size, ids, rng, trailing, dtype, mode = problem
@@ -155,6 +157,7 @@ def test_segment_sum_equals_numpy_and_jnp(problem, options):
     assert_same_sums(actual, like_sums(total, dtype), options["implementation"])
 
 
+@HALF
 @given(problem=problems(), options=OPTIONS)
 def test_scatter_add_equals_numpy_and_jnp(problem, options):
     size, ids, rng, trailing, dtype, mode = problem
@@ -171,6 +174,7 @@ def test_scatter_add_equals_numpy_and_jnp(problem, options):
     assert_same(actual, like_sums(oracle.scatter_add(operand, rows, updates), dtype))
 
 
+@HALF
 @given(problem=problems(modes=(None,), dtypes=MOVED), options=OPTIONS)
 def test_embedding_lookup_equals_numpy_and_jnp(problem, options):
     size, ids, rng, trailing, dtype, _ = problem
@@ -1203,6 +1207,7 @@ def lookups(draw):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value|overflow encountered")
+@HALF
 @given(lookup=lookups(), implementation=st.sampled_from(IMPLEMENTATIONS))
 def test_options_are_those_of_take(lookup, implementation):
     shape, ids, axis, mode, fill, dtype, seed = lookup

@@ -144,8 +144,10 @@ EACH_KIND = [
         "embedding_lookup(n=a, u=b)",
     )
 ]
+# Each with automatic or with explicit axes: for what differs by kind, and by axes, but not by both.
+EACH_KIND_WITH_AXES = [(AXIS_TYPES[k % 2], layout) for k, layout in enumerate(EACH_KIND)]
 GRADIENT_OF_A_SCALAR = BY_NAME["scaled_silu(x=a, l=b)-d2"]
-LOOKUP_IN_DIVIDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
+LOOKUP_IN_SHARDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -253,7 +255,8 @@ def test_layout(way, layout):
 def ways_of_reductions():
     for layout in REDUCTION_LAYOUTS:
         made = set(layout.axes).difference(*layout.operands)
-        for axis_types in AXIS_TYPES[: 1 if made else 2]:
+        twin = layout.case.op.name.endswith("_min")  # of a maximum
+        for axis_types in AXIS_TYPES[: 1 if made or twin else 2]:
             together = pytest.mark.xdist_group(str(layout))
             yield pytest.param(axis_types, layout, id=f"{axis_types}-{layout}", marks=together)
 
@@ -303,21 +306,11 @@ def scanned(f):
     return lambda *xs: lax.scan(lambda carry, x: (carry, f(*x)), None, xs)[1]
 
 
-# What runs one step after another, what is computed once more, and how often the value is.
-NESTED = {
-    "scan": (lambda f: scanned(squared(f)), 1),
-    "checkpoint": (lambda f: scanned(jax.checkpoint(squared(f))), 2),
-}
-
-
-@pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_DIVIDED_ROWS], ids=str)
-@pytest.mark.parametrize(
-    ("nested", "axis_types"),
-    [("scan", "auto"), ("checkpoint", "auto"), ("checkpoint", "explicit")],  # which scans, too
-)
-def test_nested_in_scan(nested, axis_types, layout):
+@pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_SHARDED_ROWS], ids=str)
+@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+def test_nested_in_scan(axis_types, layout):
+    """And in a checkpoint, which computes the value twice."""
     case, wrt = layout.case, layout.wrt
-    nest, values = NESTED[nested]
     with case.precision():
         xs = case.inputs(3)
         y = jax.eval_shape(squared(case.ref), *(x[0] for x in xs))
@@ -331,15 +324,15 @@ def test_nested_in_scan(nested, axis_types, layout):
             results = (result, tuple(specs[i] for i in wrt))
             shardings = jax.tree.map(functools.partial(NamedSharding, mesh), results)
             arguments = put(mesh, (result, *specs), (dy, *xs))
-            run = value_and_pullback(nest(case.f), wrt)
+            run = value_and_pullback(scanned(jax.checkpoint(squared(case.f))), wrt)
             compiled = jax.jit(run, out_shardings=shardings).lower(*arguments).compile()
             actual = compiled(*arguments)
             assert_close(actual, expected, case.rtol)
             forward, gradient = layout.on(mesh).all_reduces()
-            assert collectives(compiled.as_text()) == all_reduces(values * forward + gradient)
+            assert collectives(compiled.as_text()) == all_reduces(2 * forward + gradient)
 
 
-@pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_DIVIDED_ROWS], ids=str)
+@pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_SHARDED_ROWS], ids=str)
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
 def test_loss_and_its_derivatives(axis_types, layout):
     """value_and_grad and a Hessian-vector product of a scalar loss."""
@@ -367,7 +360,7 @@ def test_loss_and_its_derivatives(axis_types, layout):
             sharded = [tuple(put(mesh, specs, tree)) for tree in (xs, vs)]
             actual = jax.jit(step_of(case.f))(*sharded)
             assert_close(actual, expected, max(case.rtol, 1e-11) if case.rtol else 0)
-            if axis_types == "auto" and layout is LOOKUP_IN_DIVIDED_ROWS:
+            if axis_types == "auto" and layout is LOOKUP_IN_SHARDED_ROWS:
                 return  # nobody says how the gradient is to be sharded
             for i, *dxs in zip(wrt, actual[0][1], actual[1], strict=True):
                 for dx in dxs:
@@ -377,7 +370,7 @@ def test_loss_and_its_derivatives(axis_types, layout):
 @pytest.mark.parametrize("layout", [*EACH_KIND, GRADIENT_OF_A_SCALAR], ids=str)
 @pytest.mark.parametrize(("axis_types", "axis"), [("auto", -1), ("explicit", 0)])
 def test_vmap_over_a_sharded_axis(axis_types, axis, layout):
-    """Over `a`; `b` divides what it does without vmap."""
+    """Over `a`; `b` shards what it does without vmap."""
     case, wrt = layout.case, layout.wrt
     layout = layout.sharded(**{x: axes for x, axes in layout.axes.items() if axes == "b"})
 
@@ -405,8 +398,7 @@ def test_vmap_over_a_sharded_axis(axis_types, axis, layout):
                 assert_sharded(dx, NamedSharding(mesh, specs[i]))
 
 
-@pytest.mark.parametrize("layout", EACH_KIND, ids=str)
-@pytest.mark.parametrize("axis_types", AXIS_TYPES)
+@pytest.mark.parametrize(("axis_types", "layout"), EACH_KIND_WITH_AXES, ids=str)
 def test_outside_jit(axis_types, layout):
     case = layout.case
     with case.precision():
@@ -422,19 +414,18 @@ def test_outside_jit(axis_types, layout):
 # --- meshes and shardings of other kinds ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", EACH_KIND, ids=str)
-@pytest.mark.parametrize("axis_types", AXIS_TYPES)
-def test_operands_that_jit_divides(axis_types, layout):
+@pytest.mark.parametrize(("axis_types", "layout"), EACH_KIND_WITH_AXES, ids=str)
+def test_operands_that_jit_shards(axis_types, layout):
     """`jax.set_mesh` alone says what the mesh is: no operand is on it."""
     case, wrt = layout.case, layout.wrt
     with case.precision():
         xs, dy, expected = known(str(layout))
         with mesh_of(axis_types, current=True):
-            divide = {"auto": lax.with_sharding_constraint, "explicit": jax.sharding.reshard}
+            shard = {"auto": lax.with_sharding_constraint, "explicit": jax.sharding.reshard}
 
             def run(*operands):
                 specs = (layout.spec(layout.result), *layout.specs())
-                operands = map(divide[axis_types], operands, specs)
+                operands = map(shard[axis_types], operands, specs)
                 return value_and_pullback(case.f, wrt)(*operands)
 
             compiled = jax.jit(run).lower(dy, *xs).compile()

@@ -271,7 +271,7 @@ def gradient(case, f):
     return grad(case, cube(f))(*case.inputs())
 
 
-@column(GRAD)
+@column(GRAD, among=EACH_KIND)
 def gradient_of_one_operand(case, f):
     return [jax.grad(cube(f), argnums=i)(*case.inputs()) for i in case.every_operand]
 
@@ -281,7 +281,7 @@ def jit_of_value_and_grad(case, f):
     return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*case.inputs())
 
 
-@column(GRAD)
+@column(GRAD, among=EACH_KIND)
 def grad_of_jit(case, f):
     return grad(case, cube(jax.jit(f)))(*case.inputs())
 
@@ -291,7 +291,7 @@ def jvp(case, f):
     return jax.jvp(f, case.inputs(), tangents(case))
 
 
-@column(JVP)
+@column(JVP, among=EACH_KIND)
 def jvp_of_one_operand(case, f):
     results = []
     for i, (x, v) in enumerate(zip(case.inputs(), tangents(case), strict=True)):
@@ -300,13 +300,13 @@ def jvp_of_one_operand(case, f):
     return results
 
 
-@column(GRAD)
+@column(GRAD, among=EACH_KIND)
 def vjp(case, f):
     y, pullback = jax.vjp(f, *case.inputs())
     return y, pullback(cotangents(case))
 
 
-@column(JVP)
+@column(JVP, among=EACH_KIND)
 def linearize(case, f):
     y, linear = jax.linearize(f, *case.inputs())
     return y, linear(*tangents(case))
@@ -346,7 +346,7 @@ def transpose(case, f):
     return [transposed(case, f, wrt)(cotangents(case)) for wrt in linear_sets(case.name)]
 
 
-@column(TRANSPOSE, reason=not_linear)
+@column(TRANSPOSE, among=EACH_KIND, reason=not_linear)
 def transpose_of_transpose(case, f):
     results = []
     for wrt in linear_sets(case.name):
@@ -356,12 +356,12 @@ def transpose_of_transpose(case, f):
     return results
 
 
-@column(JVP)
+@column(JVP, among=EACH_KIND)
 def jacfwd(case, f):
     return jax.jacfwd(f, argnums=case.every_operand)(*case.inputs())
 
 
-@column(GRAD)
+@column(GRAD, among=EACH_KIND)
 def jacrev(case, f):
     return jax.jacrev(f, argnums=case.every_operand)(*case.inputs())
 
@@ -379,7 +379,7 @@ def hvp_reverse_over_forward(case, f):
     return jax.grad(directional)(case.inputs(), tangents(case))
 
 
-@column(HIGHER)
+@column(HIGHER, among=EACH_KIND)
 def hvp_reverse_over_reverse(case, f):
     vs = tangents(case)
     return jax.grad(lambda xs: vdot(grad(case, cube(f))(*xs), vs))(case.inputs())
@@ -395,12 +395,12 @@ def third_derivative(case, f):
     return jax.grad(second)(case.inputs())
 
 
-@column(HIGHER)
+@column(HIGHER, among=EACH_KIND)
 def hessian(case, f):
     return jax.hessian(cube(f), argnums=case.every_operand)(*case.inputs())
 
 
-@column(GRAD)
+@column(GRAD, among=EACH_KIND)
 def gradient_of_the_input_only_where_it_is_used(case, f):
     """One set of operands constant, the other not: symbolic zeros on one side."""
     xs = case.inputs()
@@ -469,7 +469,7 @@ def vmap_of_jvp(case, f):
     return jax.vmap(lambda xs, vs: jax.jvp(f, xs, vs))(xs, tuple(x[::-1] for x in xs))
 
 
-@column(VMAP)
+@column(VMAP, among=EACH_KIND)
 def vmap_of_hvp(case, f):
     xs = case.inputs(3)
     return jax.vmap(lambda xs, vs: jax.jvp(grad(case, cube(f)), xs, vs)[1])(

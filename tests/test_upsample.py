@@ -218,8 +218,12 @@ def test_special_values_pass(dtype, implementation):
         np.testing.assert_array_equal(np.signbit(wide), np.signbit(expected))
 
 
-@pytest.mark.parametrize("factor", [1, 2, 3, 4, (2, 3)], ids=str)
-@pytest.mark.parametrize("data_format", LAYOUTS)
+@pytest.mark.parametrize(
+    ("data_format", "factor"),
+    # A pixel of channels is repeated as it is, whatever the factor.
+    [*(("NCHW", factor) for factor in (1, 2, 3, 4, (2, 3))), ("NHWC", 2), ("NHWC", (2, 3))],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", DTYPE_OF_SIZE)
 def test_widths_around_the_vectors(dtype, data_format, factor):
     """Rows shorter and longer than a vector, aligned to it and not, in one compilation."""
@@ -252,7 +256,7 @@ def test_widths_around_the_vectors(dtype, data_format, factor):
         assert_same_values(dx, expected.astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("shape", "size", "data_format"),
     [
@@ -433,7 +437,7 @@ def test_derivatives_to_second_order(kwargs, dtype, data_format, mode):
     def f(x):  # curved on both sides of the op, so that the second order is not zero
         return jnp.sin(jof.upsample_nearest2d(x * x, data_format=data_format, **kwargs))
 
-    check_grads(f, (x,), order=2, modes=[mode], rtol=1e-5, atol=1e-5)
+    check_grads(jax.jit(f), (x,), order=2, modes=[mode], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

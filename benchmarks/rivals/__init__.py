@@ -1,34 +1,21 @@
 """Other libraries' kernels, on the memory of the same JAX arrays.
 
-Each module imports its library, and its ``contender(sets, ours, ...)`` makes a rival. Suites name
-modules through ``maker``, so that nothing is imported before the rival runs.
+A module's ``contender(...)`` makes a rival, and needs the library only then.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..harness import Array, Maker, Sets, agreement, difference
+from ..harness import Array, Sets, agreement, difference
 from ..timing import Contender
 
 
 def is_large(shape: str) -> bool:
     """Returns whether a case of the elementwise and cast suites has the larger arrays."""
     return shape in ("512 MiB", "4M elements")
-
-
-def maker(module: str, *arguments: Any) -> Maker:
-    """Returns a function that imports a ``module`` here and calls its ``contender``."""
-
-    def make(sets: Sets, ours: Array) -> tuple[Contender, bool]:
-        imported = importlib.import_module(f".{module}", __name__)
-        made: tuple[Contender, bool] = imported.contender(sets, ours, *arguments)
-        return made
-
-    return make
 
 
 def on_views(

@@ -4,11 +4,12 @@ import ctypes
 import functools
 import importlib.util
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ..harness import Array, Sets
+from ..harness import Array, Maker, Sets
 from ..timing import Contender, Missing, reason
 from . import address, on_views
 
@@ -19,7 +20,12 @@ _IDENTITY, _DEFAULT_ALGORITHM, _NO_JIT = 1, -1, 0
 _ALIGNMENT = 128  # bytes, at least, of JAX's arrays
 
 
-def contender(sets: Sets, ours: Array, axes: Sequence[int]) -> tuple[Contender, bool]:
+def rival(dtype: str, axes: Sequence[int]) -> dict[str, Maker]:
+    """The rival "cutensor" of a permutation, if it knows the dtype."""
+    return {"cutensor": partial(contender, axes)} if dtype in TYPES else {}
+
+
+def contender(axes: Sequence[int], sets: Sets, ours: Array) -> tuple[Contender, bool]:
     """The rival "cutensor"."""
     library, handle = _library()
     x = sets[0][0]

@@ -102,7 +102,6 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         ours = partial(_our_pullback, op, ours)
     kernel = f"{name}_vjp" if gradient else name
     large = rivals.is_large(shape)
-    by_triton = large and kernel == "gelu_tanh"
     return Work(
         inputs,
         ours,
@@ -113,7 +112,6 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         alone=True,
         torch=None if gradient else TORCH.get(name),
         compile=dtype != "float16" and kernel in _COMPILED and large,
-        others={"triton": rivals.maker("triton_kernels", kernel)} if by_triton else {},
         effort=1.0 if group == SWEEP else 0.4,
     )
 

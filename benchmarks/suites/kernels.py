@@ -1,10 +1,9 @@
 """Kernels that users write as an expression, beside built-in ops and other compilers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,41 +34,29 @@ _EXACT = SimpleNamespace(
 )
 
 
-def _functions_of(torch: Any) -> SimpleNamespace:
-    found = SimpleNamespace(**{name: getattr(torch.nn.functional, name) for name in vars(_EXACT)})
-    found.gelu = partial(found.gelu, approximate="tanh")
-    return found
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel from a body in C++, and its formula over the functions of a library.
-
-    ``cancelling`` and ``argument`` are those of accuracy.Exact; the former takes the error of
-    activations, relative to that in float32, first.
-    """
+class Kernel(NamedTuple):
+    """A kernel from a body in C++, and its formula over the functions of a library."""
 
     text: str
     operands: str  # such as "T x, T s"
     body: str
     formula: Callable[..., Any]  # of the functions, then the operands
     inputs: str  # a letter an operand: an array, a row or a scalar; of a pullback the cotangent
-    cancelling: Callable[..., Any] = lambda coarser, *operands: 0.0
-    argument: Callable[..., Any] = lambda *operands: 0.0
-    pullback: bool = False
+    argument: Callable[..., Any] = lambda *operands: 0.0  # accuracy.Exact's
+    slopes: dict[str, str] | None = None  # those of a pullback
 
-    def ours(self, name: str) -> Function:
-        """Makes the kernel."""
-        slopes = {"x": "2 * (x - y)", "y": "-2 * (x - y)"} if "- y" in self.body else None
-        return jof.ElementwiseKernel(self.operands, "T z", self.body, name, derivatives=slopes)
+    @property
+    def wrt(self) -> range:
+        """The operands that a pullback has gradients for: all but the cotangent."""
+        return range(len(self.inputs) - 1)
 
 
 def case(name: str, dtype: str, n: int, shape: str) -> Case:
     """A kernel on arrays of n elements."""
     kernel = KERNELS[name]
-    arrays = kernel.inputs.count("a") + (2 if kernel.pullback else 1)
+    arrays = kernel.inputs.count("a") + (len(kernel.wrt) if kernel.slopes else 1)
     elements = arrays * n + WIDTH * kernel.inputs.count("r")
-    group = "derivative" if kernel.pullback else "forward"
+    group = "derivative" if kernel.slopes else "forward"
     full = f"{name}-{common.compact(shape)}-{common.short(dtype)}"
     nbytes = elements * common.itemsize(dtype)
     work = partial(_work, kernel, name, dtype, n)
@@ -84,16 +71,17 @@ def cases(platform: str) -> list[Case]:
 
 
 def _work(kernel: Kernel, name: str, dtype: str, n: int) -> Work:
-    ours, by_hand = kernel.ours(f"{name}_kernel"), name in _FUSED
+    ours: Function = jof.ElementwiseKernel(
+        kernel.operands, "T z", kernel.body, f"{name}_kernel", derivatives=kernel.slopes
+    )
     forms: dict[str, Function] = {"jnp": partial(kernel.formula, jax.nn)}
     if dtype != "float32":
         forms["jnp f32"] = catalogue.in_float32(forms["jnp"])
-    if by_hand:
+    if by_hand := name in _FUSED:
         forms["jnp by hand"] = catalogue.in_float32(partial(kernel.formula, _BY_HAND))
-    if kernel.pullback:
-        arrays = range(len(kernel.inputs) - 1)  # the cotangent is none of them
-        ours = common.pullback(ours, arrays)
-        forms = {form: common.pullback(f, arrays) for form, f in forms.items()}
+    if kernel.slopes:
+        ours = common.pullback(ours, kernel.wrt)
+        forms = {form: common.pullback(f, kernel.wrt) for form, f in forms.items()}
     inputs = {
         "a": Input((n // WIDTH, WIDTH), dtype),
         "r": Input((WIDTH,), dtype),
@@ -106,25 +94,34 @@ def _work(kernel: Kernel, name: str, dtype: str, n: int) -> Work:
         sample=accuracy.samples,
         verify=partial(_verify, kernel, dtype),
         alone=True,
-        torch=None if kernel.pullback else partial(_torch, kernel),
+        torch=None if kernel.slopes else partial(_torch, kernel),
         compile=by_hand and dtype != "float16",
         effort=1.0,
     )
 
 
 def _torch(kernel: Kernel, torch: Any, *args: Array) -> Any:
-    return kernel.formula(_functions_of(torch), *args)
+    functions = {name: getattr(torch.nn.functional, name) for name in vars(_EXACT)}
+    functions["gelu"] = partial(functions["gelu"], approximate="tanh")
+    return kernel.formula(SimpleNamespace(**functions), *args)
 
 
 def _verify(kernel: Kernel, dtype: str, sampled: accuracy.Sampled) -> str | None:
     args, out = accuracy.doubles(sampled)
-    if kernel.pullback:
+    formula = partial(kernel.formula, _EXACT)
+    if kernel.slopes:
         x, y, ct = args
         expected = [Exact(2 * (x - y) * ct), Exact(-2 * (x - y) * ct)]
     else:
-        # In 16 bits an activation has a relative error of 2^-15, 64 times that in f32.
-        cancelling = kernel.cancelling(1 if dtype == "float32" else 64, *args)
-        expected = [Exact(kernel.formula(_EXACT, *args), cancelling, kernel.argument(*args))]
+        # Terms that cancel have the errors of their operands, and in 16 bits an activation has one
+        # of 2^-15, 64 times that in f32. `bound` takes eight times 2^-24 of the terms.
+        coarser, moved = 1 if dtype == "float32" else 64, 1 + 2.0**-20
+        exact = formula(*args)
+        changes = (
+            np.abs(formula(*args[:i], x * moved, *args[i + 1 :]) - exact)
+            for i, x in enumerate(args)
+        )
+        expected = [Exact(exact, coarser * 2.0**20 * sum(changes), kernel.argument(*args))]
     return accuracy.wrong(out, expected, dtype)
 
 
@@ -136,13 +133,8 @@ def _chain(f: Any, x: Array, s: Array, b: Array) -> Array:
     return f.relu(h * f.sigmoid(h)) * 0.5 + f.tanh(h)
 
 
-def _of_sum(coarser: int, x: Array, s: Array, b: Array) -> Array:
-    return np.abs(x * s) + np.abs(b)
-
-
-def _of_residual(coarser: int, x: Array, r: Array, alpha: Array, s: Array, b: Array) -> Array:
-    term = np.abs(alpha * catalogue.gelu_tanh(x * s + b))
-    return _of_sum(coarser, x, s, b) + np.abs(r) + coarser * term
+def _squared_diff(f: Any, x: Array, y: Array) -> Array:
+    return (x - y) * (x - y)
 
 
 _FUSED = ("chain", "bias_gelu", "residual_gelu")
@@ -154,7 +146,6 @@ KERNELS = {
         "auto h = x * s + b; z = max(h * sigmoid(h), 0) * 0.5f + tanh(h)",
         _chain,
         "ass",
-        cancelling=_of_sum,
     ),
     "bias_gelu": Kernel(
         "gelu(x * scale + bias)",
@@ -162,8 +153,7 @@ KERNELS = {
         "z = gelu(x * scale + bias)",
         lambda f, x, scale, bias: f.gelu(x * scale + bias),
         "asr",
-        cancelling=_of_sum,
-        argument=lambda x, s, b: x * s + b,
+        lambda x, s, b: x * s + b,
     ),
     "residual_gelu": Kernel(
         "residual + alpha * gelu(x * scale + bias)",
@@ -171,18 +161,15 @@ KERNELS = {
         "z = residual + alpha * gelu(x * scale + bias)",
         lambda f, x, residual, alpha, s, b: residual + alpha * f.gelu(x * s + b),
         "aassr",
-        cancelling=_of_residual,
     ),
-    "squared_diff": Kernel(
-        _SQUARE, "T x, T y", f"z = {_SQUARE}", lambda f, x, y: (x - y) * (x - y), "aa"
-    ),
+    "squared_diff": Kernel(_SQUARE, "T x, T y", f"z = {_SQUARE}", _squared_diff, "aa"),
     "squared_diff_vjp": Kernel(
         f"gradient of {_SQUARE}",
         "T x, T y",
         f"z = {_SQUARE}",
-        lambda f, x, y: (x - y) * (x - y),
+        _squared_diff,
         "aaa",
-        pullback=True,
+        slopes={"x": "2 * (x - y)", "y": "-2 * (x - y)"},
     ),
 }
 """By the names that cases have."""

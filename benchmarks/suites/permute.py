@@ -1,16 +1,14 @@
-"""Permutations of axes, beside ``jnp.transpose``, Triton and cuTENSOR."""
+"""Permutations of axes, beside ``jnp.transpose`` and cuTENSOR."""
 
 import itertools
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from jax_oneflow_ops import _native
 from tests import catalogue
 
-from .. import rivals
 from ..harness import SWEEP, Array, Case, Work
 from ..inputs import Input
 from ..rivals import cutensor
@@ -127,20 +125,8 @@ def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str, group: str)
         alone=True,
         torch=lambda torch, x: x.permute(axes).contiguous(),
         compile=shape == (8192, 8192) and dtype == "float16",
-        others=_others(axes, dtype, group),
+        others={} if group == SWEEP else cutensor.rival(dtype, axes),
     )
-
-
-def _others(axes: tuple[int, ...], dtype: str, group: str) -> dict[str, Any]:
-    if group == SWEEP:
-        return {}
-    others = {}
-    *kept, rows, columns = range(len(axes))
-    if axes == (*kept, columns, rows) and common.itemsize(dtype) <= 4:
-        others["triton"] = rivals.maker("triton_kernels", "transpose", True)
-    if dtype in cutensor.TYPES:
-        others["cutensor"] = rivals.maker("cutensor", axes)
-    return others
 
 
 _SAMPLES = 4096

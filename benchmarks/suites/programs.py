@@ -4,6 +4,7 @@
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
 from tests import programs
@@ -26,49 +29,81 @@ TOLERANCE = 2**-7
 adamw makes large steps of small gradients."""
 
 
-def cases(platform: str) -> list[Case]:
-    """Every program and call once: "full" on a GPU, "small" on a CPU, "tiny" in a hurry."""
+def cases(platform: str, devices: int = 1) -> list[Case]:
+    """Every program and call once: "full" on a GPU, "small" on a CPU, "tiny" in a hurry.
+
+    On several devices the programs only.
+    """
     size = {"gpu": "full", "cpu": "small"}.get(platform, "tiny")
+    calls = _LISTED if devices == 1 else []
     return [
-        *(step(name, size) for name in programs.LARGE),
-        *(call(name, dtype, size) for name, dtype in _LISTED),
+        *(step(name, size, devices) for name in (*programs.LARGE, *programs.SCALE_FREE)),
+        *(call(name, dtype, size) for name, dtype in calls),
     ]
 
 
 # ---- training steps and the like ----
 
 
-def step(name: str, size: str) -> Case:
+def step(name: str, size: str, devices: int = 1) -> Case:
     """A step of a program."""
     dtype = "float32" if name in programs.PLAIN else "bfloat16"
-    work = partial(enter, name, size)
+    work = partial(enter, name, size, devices)
     return Case("programs", f"{name}-{size}", name, "step", size, dtype, 0, lambda: work)
 
 
-def enter(name: str, size: str) -> Entrants:
-    """Compiles a step both ways, one after the other, compares losses, and makes contenders."""
+def enter(name: str, size: str, devices: int) -> Entrants:
+    """Compiles a step both ways, one after the other, compares losses, and makes contenders.
+
+    On several devices the same on one is a contender, too.
+    """
     program = programs.make(name, size)
     key = jax.random.key(0, impl="rbg")  # which compiles faster than the usual kind
     state = jax.jit(program.state)(key)
     batches = [*map(jax.jit(program.batch), jax.random.split(key, BATCHES))]
-    steps, calls = {}, {}
-    for way, function in (("ours", jof.accelerate(program.step)), ("jnp", program.step)):
-        steps[way] = jax.jit(function, donate_argnums=0).lower(state, batches[0]).compile()
-        text = steps[way].as_text() or ""
-        calls[way] = len(re.findall(r'custom_call_target="jof_', text))
+    steps, calls, arguments, sent = {}, {}, {}, {}
+    for count in dict.fromkeys((devices, 1)):
+        arrays = (state, batches) if count == 1 else _sharded(state, batches, count)
+        for way, function in (("ours", jof.accelerate(program.step)), ("jnp", program.step)):
+            name = way if count == devices else f"{way} on one"
+            arguments[name] = arrays
+            same = jax.tree.map(lambda x: x.sharding, arrays[0])
+            jitted = jax.jit(function, donate_argnums=0, out_shardings=(same, None))
+            steps[name] = jitted.lower(arrays[0], arrays[1][0]).compile()
+            text = steps[name].as_text() or ""
+            calls[name] = len(re.findall(r'custom_call_target="jof_', text))
+            sent[name] = dict(Counter(re.findall(r" (all-[a-z]+)(?:-start)?\(", text)))
     if calls["jnp"]:
         raise ArithmeticError("the program as it is has calls of this package")
-    losses = {way: _losses(function, state, batches) for way, function in steps.items()}
-    differences = np.subtract(losses["ours"], losses["jnp"])
-    apart = float(np.max(np.abs(differences))) / abs(losses["jnp"][0])
-    if not apart <= TOLERANCE:
+    losses = {name: _losses(step, *arguments[name]) for name, step in steps.items()}
+    first = losses["jnp"]
+    apart = max(float(np.max(np.abs(np.subtract(x, first)))) for x in losses.values())
+    if not (apart := apart / abs(first[0])) <= TOLERANCE:
         raise ArithmeticError(f"losses differ by {apart:.1e}, more than {TOLERANCE:.1e}")
-    ends = {way: [round(values[i], 5) for i in (0, -1)] for way, values in losses.items()}
+    ends = {name: [round(values[i], 5) for i in (0, -1)] for name, values in losses.items()}
     about: dict[str, Any] = {"losses": ends, "apart": float(f"{apart:.2g}"), "calls": calls["ours"]}
     about |= {} if calls["ours"] else {"ran": "xla"}
-    about["explain"] = jof.explain(program.step, state, batches[0]).table(100)
-    contenders = [common.contender(way, f, batches, state) for way, f in steps.items()]
+    if devices > 1:
+        about["sent"] = {name: sent[name] for name in ("ours", "jnp")}
+    else:
+        about["explain"] = jof.explain(program.step, state, batches[0]).table(100)
+    contenders = [
+        common.contender(name, step, arguments[name][1], arguments[name][0])
+        for name, step in steps.items()
+    ]
     return Entrants(contenders, about, ["jnp"], {}, wall=True)
+
+
+def _sharded(state: Any, batches: list[Any], devices: int) -> tuple[Any, list[Any]]:
+    """Copies the state to all devices, and shards the longest arrays of batches over them."""
+    mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    longest = max(len(x) for x in jax.tree.leaves(batches) if x.ndim)
+
+    def put(x: Array) -> Array:
+        spec = P("data") if x.ndim and len(x) == longest else P()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.device_put(state, NamedSharding(mesh, P())), jax.tree.map(put, batches)
 
 
 def _losses(function: Function, state: Any, batches: Sequence[Any]) -> list[float]:

@@ -59,35 +59,43 @@ inline bool WriteAll(int file, const uint8_t* code, size_t bytes) {
   return true;
 }
 
-}  // namespace internal
+inline CpuStatus CannotLoad() {
+  const char* reason = dlerror();
+  return {CpuStatus::kFailed, std::string("the compiled kernel cannot be loaded: ") +
+                                  (reason ? reason : "it could not be written")};
+}
 
-inline CpuStatus LoadCompiled(const uint8_t* code, size_t bytes, CpuCompiledKernel* kernel) {
+// Loads a library. It is never unloaded.
+inline CpuStatus LoadLibrary(const uint8_t* code, size_t bytes, void** library) {
   static std::atomic<uint64_t> files{0};
   std::string path;
-  const int file = internal::PrivateFile(++files, &path);
-  void* library = nullptr;
-  if (file >= 0 && internal::WriteAll(file, code, bytes)) {
-    library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  const int file = PrivateFile(++files, &path);
+  *library = nullptr;
+  if (file >= 0 && WriteAll(file, code, bytes)) {
+    *library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   }
   if (file >= 0) close(file);
 #ifndef __linux__
   unlink(path.c_str());
 #endif
-  if (library != nullptr) {
-    const auto* isa = static_cast<const int*>(dlsym(library, "jof_compiled_isa"));
-    if (isa != nullptr && *isa > internal::InstructionSet()) {
-      return {CpuStatus::kWrongProcessor,
-              "the program was compiled on a machine whose processor has vector instructions that "
-              "this one lacks. Remedy: export it on a processor like this one."};
-    }
-    kernel->loop = reinterpret_cast<decltype(kernel->loop)>(dlsym(library, "jof_compiled"));
-  }
-  if (library == nullptr || kernel->loop == nullptr) {
-    const char* reason = dlerror();
-    return {CpuStatus::kFailed, std::string("the compiled kernel cannot be loaded: ") +
-                                    (reason ? reason : "it could not be written")};
+  if (*library == nullptr) return CannotLoad();
+  const auto* isa = static_cast<const int*>(dlsym(*library, "jof_compiled_isa"));
+  if (isa != nullptr && *isa > InstructionSet()) {
+    return {CpuStatus::kWrongProcessor,
+            "the program was compiled on a machine whose processor has vector instructions that "
+            "this one lacks. Remedy: export it on a processor like this one."};
   }
   return {};
+}
+
+}  // namespace internal
+
+inline CpuStatus LoadCompiled(const uint8_t* code, size_t bytes, CpuCompiledKernel* kernel) {
+  void* library;
+  const CpuStatus status = internal::LoadLibrary(code, bytes, &library);
+  if (status.code != CpuStatus::kOk) return status;
+  kernel->loop = reinterpret_cast<decltype(kernel->loop)>(dlsym(library, "jof_compiled"));
+  return kernel->loop == nullptr ? internal::CannotLoad() : CpuStatus();
 }
 
 template <typename ThreadPool>

@@ -1,9 +1,4 @@
-// Message sums, edge dots and softmax over segments on a CPU. The bits of the results do not depend
-// on the number of threads: see ops/segments.h for how positions are split into chunks.
-//
-// The state of a segment is kept where its carry would go, in a row of the scratch that stays in
-// the first-level cache: the first row of a chunk for the segment from the chunk before, the second
-// for all others.
+// Message sums, edge dots and softmax over segments on a CPU.
 #pragma once
 
 #include <math.h>
@@ -13,6 +8,7 @@
 #include "common/macros.h"
 #include "common/math.h"
 #include "common/types.h"
+#include "cpu/chunks.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
 #include "ops/segments.h"
@@ -20,9 +16,6 @@
 JOF_NAMESPACE_BEGIN
 
 namespace internal {
-
-// Positions ahead of which the beginnings of rows are asked for.
-constexpr int64_t kRowsAhead = 12;
 
 // sums[i] += weight(i) * in[i] for i < n, where `weights` is one for each element.
 template <typename T, typename W, typename A, int kLanes = kFullLanes<A>>
@@ -89,13 +82,6 @@ __attribute__((noinline)) void RoundRow(const A* in, int64_t n, T* out) {
     if (i < n) RoundRow<T, A, kLanes / 2>(in + i, n - i, out + i);
   }
 }
-
-// Programs have
-//   A, values                     the type of a state's values and how many there are
-//   segments
-//   Clear(state), Add(p, state)   the edge at a position
-//   Combine(part, state)
-//   Finish(segment, state)        rounds and writes it; the state is lost
 
 template <typename T>
 struct MessageSum {
@@ -201,46 +187,6 @@ struct SumOfProducts {
   const SegmentSoftmaxCall& call;
   int64_t values, segments;
 };
-
-template <typename Program>
-inline void ReduceChunk(const Program& program, const PlannedEdges& edges, void* scratch,
-                        int64_t chunk) {
-  using A = typename Program::A;
-  const int32_t* keys = edges.keys;
-  const int64_t length = edges.chunk_length(), first = chunk * length;
-  const int64_t last = first + length < edges.count ? first + length : edges.count;
-  A* carries = static_cast<A*>(scratch) + chunk * 2 * program.values;
-  bool in_head = first > 0 && first < last && keys[first - 1] == keys[first];
-  for (int64_t p = first; p < last; in_head = false) {
-    const int32_t key = keys[p];
-    A* state = carries + (in_head ? 0 : program.values);
-    program.Clear(state);
-    do {
-      program.Add(p++, state);
-    } while (p < last && keys[p] == key);
-    const bool goes_on = p == last && last < edges.count && keys[last] == key;
-    if (!in_head && !goes_on && IsRow(key, program.segments)) program.Finish(key, state);
-  }
-}
-
-// Finishes the segment that starts in a chunk and goes on in the next, if there is one.
-template <typename Program>
-inline void JoinChunks(const Program& program, const PlannedEdges& edges, void* scratch,
-                       int64_t chunk) {
-  using A = typename Program::A;
-  const int32_t* keys = edges.keys;
-  const int64_t length = edges.chunk_length(), first = chunk * length, next = first + length;
-  if (next >= edges.count) return;
-  const int32_t key = keys[next];
-  if (keys[next - 1] != key || (first > 0 && keys[first - 1] == key)) return;
-  if (!IsRow(key, program.segments)) return;
-  A* carries = static_cast<A*>(scratch);
-  A* state = carries + (chunk * 2 + 1) * program.values;
-  for (int64_t k = chunk + 1; k * length < edges.count && keys[k * length] == key; ++k) {
-    program.Combine(carries + k * 2 * program.values, state);
-  }
-  program.Finish(key, state);
-}
 
 template <typename T, typename R>
 inline void DotRange(const EdgeDotCall& call, int64_t begin, int64_t end) {

@@ -18,15 +18,6 @@ JOF_NAMESPACE_BEGIN
 namespace {
 namespace segments {
 
-constexpr int kWarp = 32;
-
-// The widest power of two up to `limit` that is less than twice the packs.
-inline int LanesFor(int64_t packs, int limit = kWarp) {
-  int lanes = 1;
-  while (lanes < limit && lanes < packs) lanes *= 2;
-  return lanes;
-}
-
 // A program derives from a result, of which JoinKernel is made:
 //   Value                        of one column, until it is rounded
 //   Identity(), Combine(a, b)
@@ -34,13 +25,9 @@ inline int LanesFor(int64_t packs, int limit = kWarp) {
 // and has beside it
 //   kUnroll, kBlocks                     rows asked for at once, blocks an SM: what registers allow
 //   Source(edge)                         an id
-//   Item<N>, Fetch<N>(edge, source, column)
+//   Item<N>, Fetch<N>(edge, source, key, column)
 //   Add(item, v)
-struct Layout {
-  int64_t segments, columns, chunk_length;
-  int lanes, group_length;
-  FastDivider<uint64_t> by_slices;
-};
+using Layout = SegmentLayout;
 
 template <typename Value>
 __device__ Value* Carry(Value* carries, const Layout& layout, int64_t chunk, int which) {
@@ -48,9 +35,9 @@ __device__ Value* Carry(Value* carries, const Layout& layout, int64_t chunk, int
 }
 
 template <typename Program, int kPack>
-__global__ void __launch_bounds__(kBlockSize, Program::kBlocks)
-    ReduceKernel(const Program program, const PlannedEdges edges, const Layout layout,
-                 typename Program::Value* const carries) {
+__device__ __forceinline__ void ReduceChunk(const Program& program, const PlannedEdges& edges,
+                                            const Layout& layout,
+                                            typename Program::Value* const carries) {
   using Value = typename Program::Value;
   constexpr int kUnroll = Program::kUnroll;
   __shared__ int32_t all_keys[kCudaEdgeChunk + 2];  // and those before and after the chunk
@@ -70,7 +57,7 @@ __global__ void __launch_bounds__(kBlockSize, Program::kBlocks)
     all_keys[i + 1] = edges.keys[first + i];
   }
   if (threadIdx.x == 0) {
-    constexpr int32_t kNoKey = INT32_MIN;
+    constexpr int32_t kNoKey = -0x7fffffff - 1;
     all_keys[0] = first == 0 ? kNoKey : edges.keys[first - 1];
     all_keys[items + 1] = first + items == edges.count ? kNoKey : edges.keys[first + items];
   }
@@ -108,7 +95,7 @@ __global__ void __launch_bounds__(kBlockSize, Program::kBlocks)
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int at = min(p + u, end - 1);
-        item[u] = program.template Fetch<kPack>(edge_at[at], source_at[at], column);
+        item[u] = program.template Fetch<kPack>(edge_at[at], source_at[at], keys[at], column);
       }
       // Edges of one row are neighbours; those that are dropped need not be.
       if (p + kUnroll <= end && current >= 0 && keys[p + kUnroll - 1] == current) {
@@ -177,9 +164,9 @@ __global__ void __launch_bounds__(kBlockSize, Program::kBlocks)
 // Finishes the segment that starts in a block's chunk and goes on in the next: the groups of the
 // block take every so many parts of it each.
 template <typename Result, int kPack>
-__global__ void __launch_bounds__(kBlockSize, 2)
-    JoinKernel(const Result result, const PlannedEdges edges, const Layout layout,
-               typename Result::Value* const carries) {
+__device__ __forceinline__ void JoinChunks(const Result& result, const PlannedEdges& edges,
+                                           const Layout& layout,
+                                           typename Result::Value* const carries) {
   using Value = typename Result::Value;
   __shared__ Value values[kPack][kBlockSize];
   uint64_t slice;
@@ -242,25 +229,33 @@ __global__ void __launch_bounds__(kBlockSize, 2)
   result.Finish(key, column, value);
 }
 
+#ifndef __CUDACC_RTC__
+
+template <typename Program, int kPack>
+__global__ void __launch_bounds__(kBlockSize, Program::kBlocks)
+    ReduceKernel(const Program program, const PlannedEdges edges, const Layout layout,
+                 typename Program::Value* const carries) {
+  ReduceChunk<Program, kPack>(program, edges, layout, carries);
+}
+
+template <typename Result, int kPack>
+__global__ void __launch_bounds__(kBlockSize, 2)
+    JoinKernel(const Result result, const PlannedEdges edges, const Layout layout,
+               typename Result::Value* const carries) {
+  JoinChunks<Result, kPack>(result, edges, layout, carries);
+}
+
 template <int kPack, typename Result, typename Program>
 cudaError_t Reduce(const Program& program, const PlannedEdges& edges, int64_t segments,
                    int64_t columns, void* scratch, cudaStream_t stream) {
   if (edges.count == 0) return cudaSuccess;
-  const int64_t packs = columns / kPack;
-  Layout layout{};
-  layout.segments = segments;
-  layout.columns = columns;
-  layout.chunk_length = edges.chunk_length();
-  layout.lanes = LanesFor(packs);
-  const int64_t slices = (packs + layout.lanes - 1) / layout.lanes;
-  const int64_t groups = kBlockSize / layout.lanes;
-  layout.group_length = static_cast<int>((layout.chunk_length + groups - 1) / groups);
-  layout.by_slices = FastDivider<uint64_t>(static_cast<uint64_t>(slices));
+  const Layout layout = LayoutOf(edges, segments, columns, kPack, kBlockSize);
   auto* const carries = static_cast<typename Program::Value*>(scratch);
-  const cudaError_t status = LaunchBlocks(ReduceKernel<Program, kPack>, edges.chunks * slices, 0,
-                                          stream, program, edges, layout, carries);
+  const cudaError_t status =
+      LaunchBlocks(ReduceKernel<Program, kPack>, edges.chunks * layout.slices, 0, stream, program,
+                   edges, layout, carries);
   if (status != cudaSuccess || edges.chunks == 1) return status;
-  return LaunchBlocks(JoinKernel<Result, kPack>, edges.chunks * slices, 0, stream,
+  return LaunchBlocks(JoinKernel<Result, kPack>, edges.chunks * layout.slices, 0, stream,
                       static_cast<const Result&>(program), edges, layout, carries);
 }
 
@@ -279,6 +274,8 @@ template <typename T>
 bool IsPacked(const T* pointer, int pack) {
   return IsAligned(pointer, pack * static_cast<int64_t>(sizeof(T)));
 }
+
+#endif
 
 }  // namespace segments
 }  // namespace

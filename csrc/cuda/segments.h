@@ -1,8 +1,12 @@
-// Launchers of the CUDA kernels of graphs. Results are not empty.
+// Launchers of the CUDA kernels of graphs. Results are not empty. And how their threads are laid
+// out, which kernels that are compiled at run time are launched by, too.
 #pragma once
 
+#ifndef __CUDACC_RTC__
 #include <cuda_runtime_api.h>
+#endif
 
+#include "common/fast_divide.h"
 #include "ops/segments.h"
 
 JOF_NAMESPACE_BEGIN
@@ -10,8 +14,41 @@ JOF_NAMESPACE_BEGIN
 // Positions that a block takes at most: the ids of a chunk are in its shared memory.
 inline constexpr int64_t kCudaEdgeChunk = 1024;
 
+// A block takes a chunk of positions and a slice of the columns. It is made of groups of `lanes`
+// threads, a pack of columns a thread, each of which takes as many positions.
+struct SegmentLayout {
+  int64_t segments, columns, chunk_length, slices;
+  int lanes, group_length;
+  FastDivider<uint64_t> by_slices;
+};
+
+#ifndef __CUDACC_RTC__
+// The widest power of two up to `limit` that is less than twice the packs.
+inline int LanesFor(int64_t packs, int limit = 32) {
+  int lanes = 1;
+  while (lanes < limit && lanes < packs) lanes *= 2;
+  return lanes;
+}
+
+// For blocks of so many threads.
+inline SegmentLayout LayoutOf(const PlannedEdges& edges, int64_t segments, int64_t columns,
+                              int pack, int threads) {
+  const int64_t packs = columns / pack;
+  SegmentLayout layout{};
+  layout.segments = segments;
+  layout.columns = columns;
+  layout.chunk_length = edges.chunk_length();
+  layout.lanes = LanesFor(packs);
+  layout.slices = (packs + layout.lanes - 1) / layout.lanes;
+  const int64_t groups = threads / layout.lanes;
+  layout.group_length = static_cast<int>((layout.chunk_length + groups - 1) / groups);
+  layout.by_slices = FastDivider<uint64_t>(static_cast<uint64_t>(layout.slices));
+  return layout;
+}
+
 cudaError_t LaunchMessageSum(const MessageSumCall& call, cudaStream_t stream);
 cudaError_t LaunchEdgeDot(const EdgeDotCall& call, cudaStream_t stream);
 cudaError_t LaunchSegmentSoftmax(const SegmentSoftmaxCall& call, cudaStream_t stream);
+#endif
 
 JOF_NAMESPACE_END

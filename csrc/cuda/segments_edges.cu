@@ -233,7 +233,7 @@ struct SoftmaxStats : std::conditional_t<kIsVjp, SumOfProducts<T>, MaxAndSum<T>>
     Pack<T, N> x[1 + kIsVjp];
   };
   template <int N>
-  __device__ Item<N> Fetch(uint32_t edge, int32_t /*source*/, int64_t column) const {
+  __device__ Item<N> Fetch(uint32_t edge, int32_t, int32_t, int64_t column) const {
     const int64_t at = int64_t{edge} * this->columns + column;
     Item<N> item;
     item.x[0] = LoadPack<N>(x + at);

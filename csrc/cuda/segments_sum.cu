@@ -50,7 +50,7 @@ struct MessageSum : SumOfRows<T> {
     bool is_valid;
   };
   template <int N>
-  __device__ Item<N> Fetch(uint32_t edge, int32_t source, int64_t column) const {
+  __device__ Item<N> Fetch(uint32_t edge, int32_t source, int32_t, int64_t column) const {
     Item<N> item{};
     item.is_valid = IsRow(source, rows);
     item.row = LoadPack<N>(table + (item.is_valid ? source : 0) * this->columns + column);

@@ -3,6 +3,7 @@
 
 #include "cpu/compiled_launch.h"
 #include "cpu/elementwise_launch.h"
+#include "cpu/messages_launch.h"
 #include "cpu/permute_launch.h"
 #include "cpu/rows_launch.h"
 #include "cpu/scatter_launch.h"
@@ -16,6 +17,7 @@ struct Cpu {
   using Context = ffi::ThreadPool;
   using Stream = ffi::ThreadPool;
   using CompiledKernel = CpuCompiledKernel;
+  using MessageKernels = CpuMessageKernels;
   static constexpr ScatterLimits kScatterLimits = kCpuScatterLimits;
   static constexpr int64_t kEdgeChunk = 0;
   static constexpr std::initializer_list<ffi::Traits> kTraits = {};

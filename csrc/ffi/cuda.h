@@ -7,6 +7,7 @@
 #include "cuda/cast.h"
 #include "cuda/compiled.h"
 #include "cuda/elementwise.h"
+#include "cuda/messages.h"
 #include "cuda/permute.h"
 #include "cuda/rows.h"
 #include "cuda/scatter.h"
@@ -20,6 +21,7 @@ struct Cuda {
   using Context = ffi::PlatformStream<cudaStream_t>;
   using Stream = cudaStream_t;
   using CompiledKernel = CudaCompiledKernel;
+  using MessageKernels = CudaMessageKernels;
   static constexpr ScatterLimits kScatterLimits = kCudaScatterLimits;
   static constexpr int64_t kEdgeChunk = kCudaEdgeChunk;
   static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};

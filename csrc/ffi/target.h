@@ -4,6 +4,7 @@
 //   Context          what XLA's context for a call is bound as
 //   Stream           what a handler gets of it, and its launchers take
 //   CompiledKernel   a loaded kernel that was compiled at run time
+//   MessageKernels   those of messages
 //   kScatterLimits   see ScatterLimits
 //   kEdgeChunk       the longest chunk of a plan's positions, 0 if there is no limit
 //   kTraits          of its handlers

@@ -4,6 +4,7 @@
 #include "ffi/compiled.h"
 #include "ffi/compiled_rows.h"
 #include "ffi/elementwise.h"
+#include "ffi/messages.h"
 #include "ffi/permute.h"
 #include "ffi/rows.h"
 #include "ffi/scatter.h"
@@ -22,6 +23,8 @@ std::vector<Target> SharedTargets() {
            Handle<B, CompiledInstantiateBinding, InstantiateCompiled<B>>},
           {"jof_compiled_rows", Handle<B, CompiledRowsBinding<B>, ExecuteCompiledRows<B>>,
            Handle<B, CompiledRowsInstantiateBinding, InstantiateCompiledRows<B>>},
+          {kMessages, Handle<B, MessagesBinding<B>, ExecuteMessages<B>>,
+           Handle<B, MessagesInstantiateBinding, InstantiateMessages<B>>},
           {kPermute, Handle<B, PermuteBinding<B>, Permute<B>>},
           {kUpsampleForward, Handle<B, UpsampleBinding<B>, UpsampleForward<B>>},
           {kUpsampleBackward, Handle<B, UpsampleBinding<B>, UpsampleBackward<B>>},

@@ -21,17 +21,20 @@ from jax_oneflow_ops._codegen.compilers import (
 _VARIABLE = "JAX_ONEFLOW_OPS_CACHE_DIR"
 
 
-def code(source: str, platform: str, *, is_narrow: bool = False) -> bytes:
+def code(source: str, platform: str, *, is_narrow: bool = False, contracts: bool = True) -> bytes:
     """Compiled code of a source for a platform, "cpu" or "cuda", as its devices here need it.
 
     `is_narrow`: all results have 16 bits or fewer, so that GPUs may divide within 2 ulp.
+    `contracts`: a product and a sum may be one operation, which rounds once.
 
     Raises:
       CompilerError: the source is wrong.
       CompilerMissingError: there is no compiler, and the cache has no code of any.
     """
     compiler: CppCompiler | Nvrtc = (
-        CppCompiler() if platform == "cpu" else Nvrtc(cuda_architecture(), is_narrow)
+        CppCompiler(contracts)
+        if platform == "cpu"
+        else Nvrtc(cuda_architecture(), is_narrow, contracts)
     )
     key = _key(source, *compiler.target, *compiler.identity)
     with _locks_lock:

@@ -53,11 +53,12 @@ class CompilerError(Exception):
 class CppCompiler:
     """The system's C++ compiler."""
 
-    def __init__(self) -> None:
+    def __init__(self, contracts: bool = True) -> None:
         self._chosen = os.environ.get("CXX", "")
         self._command, self._problem = _cpp_command(self._chosen, os.environ.get("PATH", ""))
         isa = _native.cpu_instruction_set()
         self._flags = (*_FLAGS, *_ISA_FLAGS[isa], *_LINKER_FLAGS.get(sys.platform, ()))
+        self._flags += () if contracts else ("-ffp-contract=off",)
 
     @property
     def target(self) -> tuple[str, ...]:
@@ -133,10 +134,11 @@ def _file_identity(name: str) -> str:
 class Nvrtc:
     """NVIDIA's run-time compiler."""
 
-    def __init__(self, architecture: str, is_narrow: bool):
+    def __init__(self, architecture: str, is_narrow: bool, contracts: bool = True):
         self._architecture = architecture
         # Of narrow results: within 2 ulp of float32.
         self._flags = ("--prec-div=false", "--prec-sqrt=false") if is_narrow else ()
+        self._flags += () if contracts else ("--fmad=false",)
 
     @property
     def target(self) -> tuple[str, ...]:

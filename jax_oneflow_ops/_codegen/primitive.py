@@ -107,9 +107,8 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
             raise NotImplementedError(
                 f'{name}: implementation="native" was asked for, but {error}.'
             ) from error
-        _native.warn_of_fallback(
-            "the references of kernels and the functions that it cannot compile", f"{error}."
-        )
+        what = "fused functions, and the references of kernels, by XLA"
+        _native.warn_of_fallback(what, f"{error}.")
         return reference(*every, spec=full)
     except compilers.CompilerError as error:
         raise _compile_error(spec, error, kinds, platform) from None

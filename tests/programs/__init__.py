@@ -12,6 +12,7 @@ import jax
 # Of the sizes "tiny", of tests; "small", of benchmarks on CPUs; and "full", on GPUs.
 LARGE = ("graph_attention", "mesh_graph_net", "gpt2", "unet", "pic", "histogram", "vit")
 PLAIN = ("pic", "histogram")  # in 32 bits
+SCALE_FREE = ("graph_attention_scale_free", "mesh_graph_net_scale_free")  # in benchmarks only
 NAMES = (*LARGE, "nnx_gpt2", "equinox_mesh_graph_net")  # the last two are "tiny" or "small"
 
 
@@ -32,5 +33,9 @@ def make(name: str, size: str, dtype: str = "bfloat16") -> Program:
         module, model = importlib.import_module(f"{__name__}.plain"), name
     else:
         module, model = importlib.import_module(f"{__name__}.in_linen"), name
-    program: Program = getattr(module, model)(size, dtype)
+    if name in SCALE_FREE:
+        made = getattr(module, name.removesuffix("_scale_free"))(size, dtype, scale_free=True)
+    else:
+        made = getattr(module, model)(size, dtype)
+    program: Program = made
     return program

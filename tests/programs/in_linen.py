@@ -44,7 +44,7 @@ class GraphAttentionNetwork(nn.Module):
         return nn.Dense(1, dtype=self.dtype)(x)[:, 0]
 
 
-def graph_attention(size, dtype):
+def graph_attention(size, dtype, scale_free=False):
     nodes, edges, width, heads, depth = {
         "full": (1 << 16, 1 << 20, 128, 8, 3),
         "small": (1 << 12, 1 << 16, 64, 4, 2),
@@ -60,7 +60,7 @@ def graph_attention(size, dtype):
         x, _, senders, receivers, target = batch
         return squared_error(model.apply(params, x, senders, receivers), target)
 
-    batch = partial(graph, nodes=nodes, edges=edges, width=width)
+    batch = partial(graph, nodes=nodes, edges=edges, width=width, scale_free=scale_free)
     return trained(init, loss, batch)
 
 
@@ -98,7 +98,7 @@ class MeshGraphNet(nn.Module):
         return nn.Dense(1, dtype=self.dtype)(nodes)[:, 0]
 
 
-def mesh_graph_net(size, dtype):
+def mesh_graph_net(size, dtype, scale_free=False):
     nodes, edges, width, depth = {
         "full": (1 << 16, 1 << 20, 128, 3),
         "small": (1 << 12, 1 << 15, 64, 2),
@@ -113,7 +113,7 @@ def mesh_graph_net(size, dtype):
         *arrays, target = batch
         return squared_error(model.apply(params, *arrays), target)
 
-    batch = partial(graph, nodes=nodes, edges=edges, width=width)
+    batch = partial(graph, nodes=nodes, edges=edges, width=width, scale_free=scale_free)
     return trained(init, loss, batch)
 
 

@@ -50,10 +50,18 @@ def text(key, batch, length, vocabulary):
     return rank.astype(jnp.int32) - 1
 
 
-def graph(key, nodes, edges, width):
-    """Features of nodes and of edges, the ends of edges in no order, a number for each node."""
+def graph(key, nodes, edges, width, scale_free=False):
+    """Features of nodes and of edges, the ends of edges in no order, a number for each node.
+
+    All ends are equally likely, or node i is with the probability of i^(-1/2), as in graphs that
+    grow by preferential attachment (Barabasi and Albert, 1999).
+    """
     keys = jax.random.split(key, 5)
-    senders, receivers = jax.random.randint(keys[0], (2, edges), 0, nodes)
+    if scale_free:
+        ends = jax.random.uniform(keys[0], (2, edges))
+        senders, receivers = (nodes * ends * ends).astype(jnp.int32)
+    else:
+        senders, receivers = jax.random.randint(keys[0], (2, edges), 0, nodes)
     return (
         jax.random.normal(keys[1], (nodes, width)),
         jax.random.normal(keys[2], (edges, 4)),

