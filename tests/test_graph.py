@@ -394,7 +394,7 @@ def test_plan_is_made_under_jit_and_is_a_pytree():
         ({"sender_plan": (6, 5)}, "message_sum: sender_plan must be of 6 edges and 3 segments"),
         ({"weights": (5,)}, "message_sum: edge input 0 must have one entry for each of 6 edges"),
         ({"num_segments": -1}, "message_sum: num_segments must be non-negative"),
-        ({"num_segments": None}, "message_sum: num_segments must be given"),
+        ({"num_segments": None}, "message_sum: give num_segments"),
         ({"senders": np.zeros((6, 1), int)}, "message_sum: senders must have 1 dimension"),
         ({"senders": np.zeros(5, int)}, "message_sum: senders and receivers must have one shape"),
         (
