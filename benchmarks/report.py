@@ -210,7 +210,7 @@ def scaled(found: Sequence[Result], name: str) -> str:
         names = ("jnp on one", "jnp", "ours on one", "ours")
         times = [f"{us[name] / 1e3:.3g}" if name in us else "-" for name in names]
         sent = ", ".join(f"{n} {kind}" for kind, n in row["sent"]["ours"].items())
-        lines.append([row["op"].replace("_", " "), *times, sent])
+        lines.append([chart.label(row["op"]), *times, sent])
     head = ["ms a step", "XLA on one", "on all", "accelerated on one", "on all", "sent"]
     return markdown(head, lines)
 

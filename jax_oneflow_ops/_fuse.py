@@ -334,20 +334,7 @@ def _traced(
         results, structure = jax.tree.flatten(fun(*args, **kwargs))
         return results
 
-    try:
-        closed = jax.make_jaxpr(flat)(*leaves)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        name = getattr(fun, "__name__", type(fun).__name__)
-        raise FusionError(
-            f"{name}: the function needs the values of an array while it is traced, as for a "
-            "branch in Python or for NumPy. Remedy: jnp.where in place of `if`, jnp in place of "
-            "np; capture what is no array in a closure."
-        ) from error
-    if closed.effects:
-        raise FusionError(
-            f"{getattr(fun, '__name__', type(fun).__name__)}: kernels have no side effects such as "
-            "jax.debug.print. Remedy: do it outside of the function."
-        )
+    closed = traced.trace(getattr(fun, "__name__", type(fun).__name__), flat, leaves)
     if partial:
         closed = parts.flattened(*_compat.jaxpr_and_consts(closed), leaves)
     return closed, structure

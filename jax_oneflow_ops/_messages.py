@@ -28,7 +28,7 @@ from jax_oneflow_ops import _compat, _graph, _native, _operands, _primitive
 from jax_oneflow_ops._codegen import cache, compilers, derive, edges, scalars
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import is_narrow
-from jax_oneflow_ops._codegen.traced import FORMATS, FusionError
+from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, trace
 
 GRAPH = 6  # arrays that a graph is
 MOST_OPERANDS = 16
@@ -684,8 +684,9 @@ def traced(
             axes = alignment[1:]
             if alignment[:1] != (0,) or 0 in axes:
                 raise ValueError(
-                    f"{function}: fun must use edges as the first dimension of its arrays, in the "
-                    "order that they have"
+                    f"{function}: fun must keep edges as the first dimension of its arrays. Edge "
+                    "inputs broadcast as in jnp: give them as many dimensions as tables have, such "
+                    "as weights[:, None]"
                 )
         found += side
         operands[k] = _aligned(x, [None if a is None else a - 1 for a in axes], len(shape) - 1)
@@ -700,7 +701,7 @@ def _trace(function: str, fun: Callable[..., Any], avals: Sequence[Any]) -> Any:
             raise TypeError(f"{function}: fun must return one array, got {len(leaves)}")
         return jnp.asarray(leaves[0])
 
-    return jax.make_jaxpr(one)(*avals)
+    return trace(function, one, avals)
 
 
 def _aligned(x: Any, axes: Sequence[int | None], rank: int) -> Any:

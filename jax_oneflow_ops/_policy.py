@@ -5,9 +5,9 @@ calls, then what distinguishes them. A cell has a line for each range of sizes:
 
     [most bytes, cases, gain, low, native, xla]
 
-`gain` is the geometric mean of XLA's time over that of the kernels, `low` the least one, noise taken
-off, `native` and `xla` are their median times in microseconds per MiB. ``python -m benchmarks policy`` makes
-the file from the results of the benchmarks and of surveys of random shapes.
+`gain` is the geometric mean of XLA's time over that of the kernels, `low` the least one without
+noise; `native` and `xla` are their median times in microseconds per MiB. ``python -m benchmarks
+policy`` makes the file from the results of the benchmarks and of surveys of random shapes.
 """
 
 import dataclasses

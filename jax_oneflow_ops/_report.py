@@ -104,7 +104,7 @@ class Report:
             widths[0 if widths[0] > widths[2] else 2] -= 1
         lines = []
         for line in cells:
-            columns = enumerate(zip(line, widths, strict=not below))
+            columns = enumerate(zip(line, widths, strict=True))
             fitted = [_fit(cell, width, i == 0) for i, (cell, width) in columns]
             lines.append("  ".join(fitted).rstrip())
         notes = [f"({number}) {reason}" for number, reason in enumerate(reasons, 1)]

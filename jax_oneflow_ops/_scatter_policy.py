@@ -141,7 +141,7 @@ def plan(p: Problem) -> Plan:
         if size <= PRIVATE_ORDERED_BYTES if p.ordered else few and size <= limit:
             most = max(1, PRIVATE_PARTS // p.batch)
             return Plan("private", (min(most, -(-elements // PRIVATE_PART_ELEMENTS)), *sums))
-    if sort or p.is_sorted and p.batch * elements > SORTED_ELEMENTS:
+    if sort or (p.is_sorted and p.batch * elements > SORTED_ELEMENTS):
         return _sorted(p)
     if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:
         return Plan("atomic", _NONE) if p.batch * p.updates <= FEW_UPDATES else _sorted(p)

@@ -95,6 +95,7 @@ def add(x, ids):
 
 
 TWO_ROWS, TWO_IDS = jnp.arange(6.0).reshape(2, 3), jnp.array([0, 1])
+TWO = {"num_segments": 2}
 EDGES = {"senders": TWO_IDS, "receivers": TWO_IDS}
 FIRST_MISTAKES = [
     (
@@ -140,12 +141,12 @@ FIRST_MISTAKES = [
         *(TypeError, r"one-hot labels take labels.argmax\(axis\)"),
     ),
     (
-        lambda: jof.message_sum(TWO_ROWS, **EDGES),
+        lambda: jof.message_sum(jnp.exp, (TWO_ROWS,), **EDGES),
         ValueError,
         "message_sum: give num_segments=..., or a",
     ),
     (
-        lambda: jof.message_sum(TWO_ROWS, **EDGES, plan=TWO_IDS),
+        lambda: jof.message_sum(jnp.exp, (TWO_ROWS,), **EDGES, plan=TWO_IDS),
         TypeError,
         "plan must be what segment_plan",
     ),
@@ -158,6 +159,14 @@ FIRST_MISTAKES = [
         lambda: jof.cast(TWO_ROWS, "floatt"),
         TypeError,
         "cast: float32 cannot be converted to 'floatt'",
+    ),
+    (
+        lambda: jof.message_sum(jnp.multiply, (TWO_ROWS[:, :2],), TWO_IDS, TWO_IDS, TWO_IDS, **TWO),
+        *(ValueError, r"such as weights\[:, None\]"),
+    ),
+    (
+        lambda: jof.message_max(np.exp, (TWO_ROWS,), **EDGES, **TWO),
+        *(jof.FusionError, "message_max: .* jnp in place of np"),
     ),
     (lambda: jof.gelu("x"), TypeError, "x must be an array or a number, got str$"),
     (lambda: jof.gelu([1.0]), TypeError, "got list; convert it with jnp.asarray first"),

@@ -43,6 +43,24 @@ class FusionError(NotImplementedError):
         return type(self), (self.args[0], self.primitive, self.line)
 
 
+def trace(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The jaxpr of a function that users wrote."""
+    try:
+        closed = jax.make_jaxpr(fun)(*args)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise FusionError(
+            f"{name}: the function needs the values of an array while it is traced, as for a "
+            "branch in Python or for NumPy. Remedy: jnp.where in place of `if`, jnp in place of "
+            "np; capture what is no array in a closure."
+        ) from error
+    if closed.effects:
+        raise FusionError(
+            f"{name}: kernels have no side effects such as jax.debug.print. Remedy: do it outside "
+            "of the function."
+        )
+    return closed
+
+
 def computed(dtype: Any) -> str:
     """The dtype that values of a dtype have in a jaxpr of scalars: float32 for narrow floats."""
     return "float32" if is_narrow(str(dtype)) else str(dtype)
