@@ -261,7 +261,7 @@ def _native_call(
             ],
             np.int64,
         ),
-        layout=np.asarray([columns, kernel.inner, kernel.pack, kernel.unroll], np.int64),
+        layout=np.asarray([columns, kernel.inner, kernel.pack], np.int64),
     )[0]
     y = y.reshape(result[0], *(result[d + 1] for d in moved))
     back = [moved.index(d) for d in range(len(moved))]
@@ -304,7 +304,7 @@ def _kernel(
         edges.Operand(k, str(x.dtype), where.get(side, "other"), kind, how(kind))
         for (k, side, x), kind in zip(operands, kinds, strict=True)
     )
-    unroll = edges.unroll_of(of, pack)
+    unroll = edges.unroll_of(of, pack, inner)
     kernel = edges.Kernel(spec.definition, of, spec.reduction, inner, pack, unroll, spec.math)
     return kernel, arrays, found
 
