@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     )
     from jax_oneflow_ops.kernel import ElementwiseKernel, KernelCompileError
     from jax_oneflow_ops.rows import (
+        group_norm,
         layer_norm,
         log_softmax,
         logsumexp,
@@ -90,6 +91,7 @@ __all__ = [
     "fuse",
     "geglu",
     "gelu",
+    "group_norm",
     "hard_swish",
     "implementations",
     "include_dir",
@@ -139,6 +141,7 @@ _LAZY = {
     "graph": ("SegmentPlan", "attention_sum", "message_mean", "message_sum", "segment_plan"),
     "kernel": ("ElementwiseKernel", "KernelCompileError"),
     "rows": (
+        "group_norm",
         "layer_norm",
         "log_softmax",
         "logsumexp",
