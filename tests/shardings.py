@@ -126,11 +126,11 @@ RULES = {
     ),
     "`rms_norm`": Rule("b n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`"}, "b", gathered="n"),
     "`group_norm`": Rule(
-        "b p, p, p -> b p",
-        {"b": "the first dimension", "p": "pixels and channels"},
+        "b p n, n, n -> b p n",
+        {"b": "the first dimension", "p": "pixels", "n": "channels"},
         {0: "`x`", 1: "`scale`", 2: "`bias`"},
         "b",
-        gathered="p",
+        gathered="pn",
     ),
     "`message_sum`": Rule(
         "m t, n, n, n -> s t",
