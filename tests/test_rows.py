@@ -637,11 +637,15 @@ MODULES = [
     ({"feature_axes": (1, 2)}, {}),  # flax's own
     ({}, {"mask": np.arange(5) < 3}),  # likewise
 ]
+MODULES = [(name, *call) for name in ("LayerNorm", "RMSNorm") for call in MODULES] + [
+    ("GroupNorm", {"num_groups": 1}, {}),
+    ("GroupNorm", {"num_groups": None, "group_size": 1, "dtype": jnp.bfloat16}, {}),
+    ("GroupNorm", {"num_groups": 5, "reduction_axes": (1, 2)}, {}),  # flax's own
+]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("arguments", "call"), MODULES)
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize(("name", "arguments", "call"), MODULES)
 def test_modules_are_those_of_flax(name, arguments, call, dtype):
     nn = pytest.importorskip("flax.linen")
     from jax_oneflow_ops import linen
