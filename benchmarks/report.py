@@ -108,7 +108,7 @@ _FAMILIES = {
     "upsample": "`upsample_nearest2d`",
     "permute": "`permute`",
     "scatter": "`segment_sum`, `scatter_add`, `embedding_lookup`",
-    "rows": "`softmax`, cross entropy, `layer_norm`, `rms_norm`",
+    "rows": "`softmax`, cross entropy, `layer_norm`, `rms_norm`, `group_norm`",
     "kernels": "`ElementwiseKernel`",
 }
 

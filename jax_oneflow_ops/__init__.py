@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     )
     from jax_oneflow_ops.kernel import ElementwiseKernel, KernelCompileError
     from jax_oneflow_ops.rows import (
+        group_norm,
         layer_norm,
         log_softmax,
         logsumexp,
@@ -92,6 +93,7 @@ __all__ = [
     "fuse",
     "geglu",
     "gelu",
+    "group_norm",
     "hard_swish",
     "implementations",
     "include_dir",
@@ -149,6 +151,7 @@ _LAZY = {
     ),
     "kernel": ("ElementwiseKernel", "KernelCompileError"),
     "rows": (
+        "group_norm",
         "layer_norm",
         "log_softmax",
         "logsumexp",

@@ -515,3 +515,80 @@ def norm_jvp(
     t = t if t_scale is None else t + normalized * t_scale.astype(t.dtype)
     t = t if t_bias is None else t + t_bias.astype(t.dtype)
     return [t.astype(x.dtype), *([zero.astype(x.dtype) if t_x is None else t_x] * passed)]
+
+
+# ---- group norm, of images (..., pixels ..., channels) with `spatial` dimensions of pixels ----
+
+
+def _group_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    *,
+    spatial: int,
+    groups: int,
+    epsilon: float,
+    silu: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The result, as wide as the operands are, and the statistics."""
+    width = x.shape[-1] // groups
+    in_groups = x.reshape(*x.shape[:-1], groups, width)
+    axes = (*range(x.ndim - 1 - spatial, x.ndim - 1), x.ndim)
+    mean = in_groups.mean(axes, keepdims=True)
+    centred = in_groups - mean
+    rstd = jax.lax.rsqrt((centred * centred).mean(axes, keepdims=True) + epsilon)
+    y = (centred * rstd).reshape(x.shape) * scale + bias
+    stats = [s.squeeze(axes) for s in (mean, jnp.zeros_like(mean), rstd)]
+    return jax.nn.silu(y) if silu else y, jnp.stack(stats, -1)
+
+
+@in_own_precision
+def group_norm(x: jax.Array, *vectors: jax.Array, **params: Any) -> list[jax.Array]:
+    """The norm of groups, with silu after it or not, and 3 statistics of each group.
+
+    Args:
+      x: images.
+      *vectors: scale and bias.
+      **params: `spatial`, `groups`, `epsilon` and `silu`.
+    """
+    wide = row_dtype(x.dtype)
+    y, stats = _group_norm(_wide(x), *(v.astype(wide) for v in vectors), **params)
+    return [y.astype(x.dtype), stats]
+
+
+@in_own_precision
+def group_norm_vjp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """The cotangents of x, and of scale and bias in what groups are computed in.
+
+    Args:
+      x: images.
+      *operands: scale, bias, statistics (not read), and the cotangent of the result.
+      **params: as of `group_norm`.
+    """
+    *vectors, _, dy = operands
+    wide = row_dtype(x.dtype)
+
+    def f(*xs: jax.Array) -> jax.Array:
+        return _group_norm(*xs, **params)[0]
+
+    dx, *sums = jax.vjp(f, _wide(x), *(v.astype(wide) for v in vectors))[1](_wide(dy))
+    return [dx.astype(x.dtype), *sums]
+
+
+@in_own_precision
+def group_norm_jvp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """The tangent of the result.
+
+    Args:
+      x: images.
+      *operands: scale, bias, statistics (not read), and the tangents of x, scale and bias.
+      **params: as of `group_norm`.
+    """
+    scale, bias, _, *tangents = operands
+    wide = row_dtype(x.dtype)
+
+    def f(*xs: jax.Array) -> jax.Array:
+        return _group_norm(*xs, **params)[0]
+
+    primals = [a.astype(wide) for a in (x, scale, bias)]
+    return [jax.jvp(f, primals, [t.astype(wide) for t in tangents])[1].astype(x.dtype)]

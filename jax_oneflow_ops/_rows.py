@@ -100,7 +100,7 @@ def _batched(
     return operands, axis, [place.get(kind) for kind in kinds[1]]
 
 
-def _instantiated(x: Any) -> Any:
+def instantiated(x: Any) -> Any:
     return ad.instantiate_zeros(x) if isinstance(x, ad.Zero) else x
 
 
@@ -108,7 +108,7 @@ def _is_zero(x: Any) -> bool:
     return isinstance(x, ad.Zero)
 
 
-def _linear(
+def linear(
     primitive: core.Primitive,
     reference: Function,
     first: Callable[..., int],
@@ -130,7 +130,7 @@ def _linear(
         begin = first(len(primals), **params)
         terms = []
         if not all(map(_is_zero, tangents[begin:])):
-            again = (*primals[:begin], *map(_instantiated, tangents[begin:]))
+            again = (*primals[:begin], *map(instantiated, tangents[begin:]))
             terms.append(bind(primitive, *again, **params))
         live = [
             i
@@ -168,11 +168,11 @@ _LENGTHS = (256, 2048, 16384, 1 << 50)
 """The longest rows of each range of lengths, as `_policy.BANDS` has sizes."""
 
 
-def _not_linear(*args: Any, **params: Any) -> Any:
+def not_linear(*args: Any, **params: Any) -> Any:
     raise NotImplementedError("functions of rows are not linear in their operands")
 
 
-def _in_jnp(reference: Function) -> Function:
+def in_jnp(reference: Function) -> Function:
     """What runs in place of a kernel where there is none for any platform."""
     return lambda platform, *args, **params: reference(*args, **params)
 
@@ -214,7 +214,7 @@ def _define_softmax() -> core.Primitive:
             function=_function_of_softmax if has_kernel else "log_softmax",
             abstract_eval=lambda x, *_, axis, **__: _with_rows_whole(x, axis),
             reference=reference,
-            native=native if has_kernel else _in_jnp(reference),
+            native=native if has_kernel else in_jnp(reference),
             sharding_rule=lambda x, *_, axis, **__: _rule(kinds(operands), len(x.shape), axis),
             batch=batch,
             call=call if has_kernel else None,
@@ -243,9 +243,9 @@ def _define_softmax() -> core.Primitive:
     def first(operands: int, **_: Any) -> int:
         return 1
 
-    _primitive.define_derivatives(softmax_p, jvp=jvp, transpose=_not_linear)
-    _linear(vjp_p, _reference.softmax_vjp, first, lambda **_: (), vjp_transpose)
-    _linear(jvp_p, _reference.log_softmax_jvp, first, lambda **_: (), jvp_transpose)
+    _primitive.define_derivatives(softmax_p, jvp=jvp, transpose=not_linear)
+    linear(vjp_p, _reference.softmax_vjp, first, lambda **_: (), vjp_transpose)
+    linear(jvp_p, _reference.log_softmax_jvp, first, lambda **_: (), jvp_transpose)
     return softmax_p
 
 
@@ -386,13 +386,13 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         f"jof_{name}_jvp",
         ([*given, STATS, ARRAY], [ROW]),
         _reference.logsumexp_jvp,
-        _in_jnp(_reference.logsumexp_jvp),
+        in_jnp(_reference.logsumexp_jvp),
         lambda x, *_, axis: _without(x, axis),
     )
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         y, stats = bind(f_p, *primals, **params)
-        t = bind(jvp_p, *primals, stats, _instantiated(tangents[0]), **params)
+        t = bind(jvp_p, *primals, stats, instantiated(tangents[0]), **params)
         return [y, stats], [t, ad.Zero(jax.typeof(stats))]
 
     def transpose_by(other: core.Primitive) -> Function:
@@ -409,9 +409,9 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     def statistics(**_: Any) -> Sequence[int]:
         return (1 + labels,)
 
-    _primitive.define_derivatives(f_p, jvp=jvp, transpose=_not_linear)
-    _linear(vjp_p, _reference.logsumexp_vjp, first, statistics, transpose_by(jvp_p))
-    _linear(jvp_p, _reference.logsumexp_jvp, first, statistics, transpose_by(vjp_p))
+    _primitive.define_derivatives(f_p, jvp=jvp, transpose=not_linear)
+    linear(vjp_p, _reference.logsumexp_vjp, first, statistics, transpose_by(jvp_p))
+    linear(jvp_p, _reference.logsumexp_jvp, first, statistics, transpose_by(vjp_p))
     return f_p
 
 
@@ -535,7 +535,7 @@ def _norm_vjp_native(
     return [dx.reshape(x.shape), *_some([dscale, dbias], wanted)]
 
 
-def _norm_vjp_on_shard(
+def sums_on_shard(
     call: Function, shard: _primitive.Shard, *args: jax.Array, **params: Any
 ) -> list[jax.Array]:
     """The sums over rows are summed over what shards these."""
@@ -598,7 +598,7 @@ def _define_norm() -> core.Primitive:
             reference=reference,
             native=native,
             sharding_rule=sharding_rule,
-            on_shard=_norm_vjp_on_shard if name == "norm_vjp" else None,
+            on_shard=sums_on_shard if name == "norm_vjp" else None,
             batch=functools.partial(_norm_batch, reference, kinds),
             multiple_results=True,
             call=None if name == "norm_jvp" else functools.partial(_norm_call, name),
@@ -611,7 +611,7 @@ def _define_norm() -> core.Primitive:
     jvp_p = define(
         "norm_jvp",
         _reference.norm_jvp,
-        _in_jnp(_reference.norm_jvp),
+        in_jnp(_reference.norm_jvp),
         _norm_jvp_types,
         _norm_jvp_kinds,
     )
@@ -622,7 +622,7 @@ def _define_norm() -> core.Primitive:
         t_x, *rest = tangents
         t_residual, t_scale, t_bias = _reference.spread(rest, given)
         if total and not (_is_zero(t_x) and _is_zero(t_residual)):
-            t_x = jax.lax.add(*map(_instantiated, (t_x, t_residual)))
+            t_x = jax.lax.add(*map(instantiated, (t_x, t_residual)))
         scale = _reference.spread(primals[1:], given)[1]
         of_rows = [t_x, *(_in_dtype(t, stats.dtype) for t in (t_scale, t_bias))]
         live = [t is not None and not _is_zero(t) for t in of_rows]
@@ -664,7 +664,7 @@ def _define_norm() -> core.Primitive:
         tangents = rest[has_scale:]
         dy, of_sum = cts[0], cts[1] if passed and not _is_zero(cts[1]) else None
         wanted = tuple(live[1:])
-        operands = _some([scale, _instantiated(dy), of_sum], (has_scale, True, of_sum is not None))
+        operands = _some([scale, instantiated(dy), of_sum], (has_scale, True, of_sum is not None))
         dx, *sums = bind(
             vjp_p,
             *(x, stats, *operands),
@@ -693,13 +693,13 @@ def _define_norm() -> core.Primitive:
             given = dict(zip(live, xs, strict=True))
             return _reference.norm(*(given.get(i, x) for i, x in enumerate(args)), **params)[0]
 
-        pulled = jax.linear_transpose(of_live, *(args[i].aval for i in live))(_instantiated(cts[0]))
+        pulled = jax.linear_transpose(of_live, *(args[i].aval for i in live))(instantiated(cts[0]))
         of_operands = dict(zip(live, pulled, strict=True))
         return [of_operands.get(i) for i in range(len(args))]
 
     _primitive.define_derivatives(norm_p, jvp=jvp, transpose=transpose)
-    _linear(vjp_p, _reference.norm_vjp, first, statistics, vjp_transpose)
-    _linear(jvp_p, _reference.norm_jvp, first, statistics, jvp_transpose)
+    linear(vjp_p, _reference.norm_vjp, first, statistics, vjp_transpose)
+    linear(jvp_p, _reference.norm_jvp, first, statistics, jvp_transpose)
     return norm_p
 
 

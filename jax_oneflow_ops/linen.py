@@ -2,11 +2,13 @@
 
 They are subclasses of flax's modules and take the same arguments, so checkpoints load. Flax's own
 code runs for a call with a mask, with statistics over devices (`axis_name`), with `feature_axes`
-that differ from `reduction_axes`, without float32 reductions, or on values that are not real
-floating-point numbers.
+that differ from `reduction_axes`, with `reduction_axes` of a group norm, without float32
+reductions, or on values that are not real floating-point numbers.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -21,18 +23,23 @@ def _axes(ndim: int, axes: Any) -> tuple[int, ...]:
 
 
 def _is_flax_own(module: Any, x: jax.Array, mask: Any) -> bool:
+    if isinstance(module, nn.GroupNorm):
+        is_other = module.reduction_axes is not None or x.ndim < 2
+    else:
+        is_other = _axes(x.ndim, module.reduction_axes) != _axes(x.ndim, module.feature_axes)
     return (
         mask is not None
         or module.axis_name is not None
-        or _axes(x.ndim, module.reduction_axes) != _axes(x.ndim, module.feature_axes)
+        or is_other
         or not module.force_float32_reductions
         or not jnp.issubdtype(x.dtype, jnp.floating)
     )
 
 
-def _normalize(module: Any, x: jax.Array, with_bias: bool) -> jax.Array:
-    axes = _axes(x.ndim, module.feature_axes)
-    shape = [x.shape[a] for a in axes]
+def _normalize(
+    module: Any, x: jax.Array, norm: Callable[..., jax.Array], axes: Any, with_bias: bool = True
+) -> jax.Array:
+    shape = [x.shape[a] for a in _axes(x.ndim, axes)]
     vectors = {}
     if module.use_scale:
         vectors["scale"] = module.param("scale", module.scale_init, shape, module.param_dtype)
@@ -40,9 +47,7 @@ def _normalize(module: Any, x: jax.Array, with_bias: bool) -> jax.Array:
         vectors["bias"] = module.param("bias", module.bias_init, shape, module.param_dtype)
     dtype = dtypes.canonicalize_dtype(x, *vectors.values(), dtype=module.dtype)
     wide = x.astype(jnp.promote_types(x.dtype, dtype))
-    norm = rows.layer_norm if with_bias else rows.rms_norm
-    result: jax.Array = norm(wide, **vectors, axis=axes, epsilon=module.epsilon)
-    return result.astype(dtype)
+    return norm(wide, **vectors, epsilon=module.epsilon).astype(dtype)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -58,7 +63,8 @@ class LayerNorm(nn.LayerNorm):
         if _is_flax_own(self, x, mask):
             own: jax.Array = super().__call__(x, mask=mask)
             return own
-        return _normalize(self, x, with_bias=True)
+        axes = _axes(x.ndim, self.feature_axes)
+        return _normalize(self, x, functools.partial(rows.layer_norm, axis=axes), axes)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -70,4 +76,33 @@ class RMSNorm(nn.RMSNorm):
         if _is_flax_own(self, x, mask):
             own: jax.Array = super().__call__(x, mask=mask)
             return own
-        return _normalize(self, x, with_bias=False)
+        axes = _axes(x.ndim, self.feature_axes)
+        norm = functools.partial(rows.rms_norm, axis=axes)
+        return _normalize(self, x, norm, axes, with_bias=False)
+
+
+class GroupNorm(nn.GroupNorm):
+    """`flax.linen.GroupNorm`, computed by `jax_oneflow_ops.group_norm`.
+
+    `activation` is not flax's: ``"silu"`` for silu of the result, in the same pass. Unless flax's
+    own code runs, `use_fast_variance` has no effect, as in `LayerNorm`.
+    """
+
+    activation: Literal["silu"] | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalises the channels, which are last, of all pixels of an image by groups."""
+        channels = x.shape[-1]
+        size = self.group_size or 1
+        groups = self.num_groups or channels // size
+        # Flax says what is wrong with the sizes.
+        is_wrong = (self.num_groups is None) == (self.group_size is None) or channels % size
+        if is_wrong or _is_flax_own(self, x, mask):
+            own: jax.Array = super().__call__(x, mask=mask)
+            return own if self.activation is None else nn.silu(own)
+
+        def norm(x: jax.Array, **options: Any) -> jax.Array:
+            return rows.group_norm(x, groups, activation=self.activation, **options)
+
+        return _normalize(self, x, norm, -1)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _native, _rows
+from jax_oneflow_ops import _checks, _group_norm, _native, _rows
 
 Implementation = Literal["native", "xla"] | None
 Axis = int | Sequence[int] | None
@@ -233,11 +233,7 @@ def softmax_cross_entropy_with_integer_labels(
     """
     name = "softmax_cross_entropy_with_integer_labels"
     choice = _native.choose_implementation(name, implementation)
-    x = _checks.as_array(name, "logits", logits)
-    if x.dtype not in _FLOATS:
-        raise TypeError(
-            f"{name}: logits must be float16, bfloat16, float32 or float64, got {x.dtype}"
-        )
+    x = _float_array(name, "logits", logits)
     axes = _axes(name, axis, x.ndim, sort=False)
     if axis is None or not axes:
         raise ValueError(f"{name}: axis must name an axis of logits, got {axis!r}")
@@ -452,6 +448,89 @@ def rms_norm(
 
 
 @_checks.in_own_precision
+def group_norm(
+    x: ArrayLike,
+    num_groups: int,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    epsilon: float = 1e-6,
+    activation: Literal["silu"] | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """``(x - mean) / sqrt(variance + epsilon) * scale + bias``, with moments of groups of channels.
+
+    Replaces the arithmetic of `flax.linen.GroupNorm`. `jax_oneflow_ops.linen` has the module.
+
+    Args:
+      x: images with shape ``(n, ..., channels)``.
+      num_groups: how many groups of neighbouring channels there are. The moments are those of all
+        pixels of an image and of the channels of a group.
+      scale: array with shape ``(channels,)``; None for no factor.
+      bias: array with shape ``(channels,)``; None for no summand.
+      epsilon: a Python number.
+      activation: ``"silu"`` for `silu` of the result, in the same pass.
+      implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
+
+    Returns:
+      An array of `x`'s shape and dtype.
+
+    Raises:
+      TypeError: an operand is not an array of floats, or `num_groups` is not an integer.
+      ValueError: shapes do not fit, `num_groups` does not divide the channels, or an option has an
+        unknown value.
+      NotImplementedError: ``implementation="native"`` on a platform without native kernels.
+
+    Numerics:
+      As of `layer_norm`; with `activation`, one rounding after it.
+
+    Differentiation and sharding:
+      To any order, in both modes. The gradients of `x`, `scale` and `bias` are one kernel, and a
+      small one that sums the partial sums of `scale` and `bias`; they are deterministic. The first
+      dimension may be sharded freely, and then the gradients of `scale` and `bias` cost an
+      all-reduce; the others are all-gathered, with a `GatherWarning`. jnp computes per-example
+      gradients of `scale` and `bias`, as under `jax.vmap`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
+      >>> print(jof.group_norm(jnp.array([[[1.0, 7.0], [3.0, 7.0]]]), 2).round(3))
+      [[[-1.  0.]
+        [ 1.  0.]]]
+    """
+    name = "group_norm"
+    choice = _native.choose_implementation(name, implementation)
+    x = _float_array(name, "x", x)
+    if x.ndim < 2:
+        raise ValueError(f"{name}: x must have shape (n, ..., channels), got {x.shape}")
+    groups, channels = _checks.as_integer(name, "num_groups", num_groups), x.shape[-1]
+    if groups < 1 or channels % groups != 0:
+        raise ValueError(
+            f"{name}: num_groups must divide the {channels} channels of x, got {num_groups}"
+        )
+    if activation not in (None, "silu"):
+        raise ValueError(f"{name}: activation must be None or 'silu', got {activation!r}")
+    vectors = [
+        _row_vector(name, argument, v, (channels,), x.dtype, "of the channels of x")
+        for argument, v in (("scale", scale), ("bias", bias))
+    ]
+    missing = (jnp.ones, jnp.zeros)
+    y: jax.Array = _rows.bind(
+        _group_norm.group_norm_p,
+        x,
+        *(
+            fill((channels,), jnp.float32) if v is None else v
+            for v, fill in zip(vectors, missing, strict=True)
+        ),
+        spatial=x.ndim - 2,
+        groups=groups,
+        epsilon=_epsilon(name, epsilon),
+        silu=activation is not None,
+        implementation=choice,
+    )[0]
+    return y
+
+
+@_checks.in_own_precision
 def _norm(
     name: str,
     x: Any,
@@ -465,13 +544,7 @@ def _norm(
     center: bool,
 ) -> Any:
     choice = _native.choose_implementation(name, implementation)
-    x = _checks.as_array(name, "x", x)
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"{name}: x must be float16, bfloat16, float32 or float64, got {x.dtype}")
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
-        raise TypeError(
-            f"{name}: epsilon must be a number, which is part of the program, got {epsilon!r}"
-        )
+    x = _float_array(name, "x", x)
     axes = _axes(name, axis, x.ndim, sort=False)
     if not axes:
         raise ValueError(f"{name}: axis must name an axis of x, got {axis!r}")
@@ -508,26 +581,44 @@ def _norm(
         *(to_rows(x), *(operand for operand in operands if operand is not None)),
         given=tuple(operand is not None for operand in operands),
         center=center,
-        epsilon=float(epsilon),
+        epsilon=_epsilon(name, epsilon),
         implementation=choice,
     )
     return from_rows(y) if residual is None else (from_rows(y), from_rows(rest[0]))
 
 
+def _float_array(name: str, argument: str, operand: Any) -> jax.Array:
+    x = _checks.as_array(name, argument, operand)
+    if x.dtype not in _FLOATS:
+        raise TypeError(
+            f"{name}: {argument} must be float16, bfloat16, float32 or float64, got {x.dtype}"
+        )
+    return x
+
+
+def _epsilon(name: str, epsilon: Any) -> float:
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
+        raise TypeError(
+            f"{name}: epsilon must be a number, which is part of the program, got {epsilon!r}"
+        )
+    return float(epsilon)
+
+
 def _row_vector(
-    name: str, argument: str, v: Any, sizes: tuple[int, ...], dtype: Any
+    name: str,
+    argument: str,
+    v: Any,
+    sizes: tuple[int, ...],
+    dtype: Any,
+    expected: str = "of x along axis",
 ) -> jax.Array | None:
     """A scale or bias of one dimension, in the dtype of x or in float32, which kernels take."""
     if v is None:
         return None
-    v = _checks.as_array(name, argument, v)
-    if v.dtype not in _FLOATS:
-        raise TypeError(
-            f"{name}: {argument} must be float16, bfloat16, float32 or float64, got {v.dtype}"
-        )
+    v = _float_array(name, argument, v)
     if v.shape != sizes:
         raise ValueError(
-            f"{name}: {argument} must have the shape of x along axis, {sizes}, got {v.shape}"
+            f"{name}: {argument} must have the shape {expected}, {sizes}, got {v.shape}"
         )
     vector: jax.Array = v if v.dtype == dtype else v.astype(jnp.float32)
     return vector.reshape(-1)

@@ -1185,6 +1185,44 @@ RMS_NORM = of_rows(
 )
 
 
+@functools.wraps(jof.group_norm)
+def group_norm(x, scale, bias, num_groups=0, silu=True, **options):
+    """With 32 groups, or as many as there may be instead, if no number is given."""
+    activation = "silu" if silu else None
+    groups = num_groups or math.gcd(32, x.shape[-1])
+    return jof.group_norm(x, groups, scale, bias, activation=activation, **options)
+
+
+def group_norm_in_jax(x, scale, bias, num_groups=0, silu=True):
+    """As flax computes it."""
+    num_groups = num_groups or math.gcd(32, x.shape[-1])
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    groups = wide.reshape(x.shape[0], -1, num_groups, x.shape[-1] // num_groups)
+    centred = groups - groups.mean((1, 3), keepdims=True)
+    y = centred * jax.lax.rsqrt(jnp.mean(centred**2, (1, 3), keepdims=True) + 1e-6)
+    y = y.reshape(x.shape) * scale + bias
+    return (jax.nn.silu(y) if silu else y).astype(x.dtype)
+
+
+def drawn_images(rng, elements) -> Call:
+    n, pixels, groups, width = random_shape(rng, elements, 4)
+    channels = groups * (width + 1)
+    options = {"num_groups": groups, "silu": bool(rng.integers(2))}
+    return Call(((n, pixels, channels), (channels,), (channels,)), options)
+
+
+GROUP_NORM = of_rows(
+    "group_norm",
+    group_norm,
+    group_norm_in_jax,
+    oracle.group_norm,
+    oracle.group_norm_vjp,
+    domain=(REAL, REAL, REAL),
+    wrt=(0, 1, 2),
+    draw=drawn_images,
+)
+
+
 def drawn_messages(rng, elements) -> Call:
     """As many receivers as senders: ids are drawn below one number of rows."""
     nodes, edges, width = table_and_rows(rng, elements)
@@ -1288,6 +1326,7 @@ OPS = (
     CROSS_ENTROPY,
     LAYER_NORM,
     RMS_NORM,
+    GROUP_NORM,
     MESSAGE_MAX,
     MESSAGE_SUM,
     MESSAGE_MEAN,
@@ -2078,6 +2117,14 @@ ROWS_CASES = (
     ),
     *norm_cases(LAYER_NORM, 2),
     *norm_cases(RMS_NORM, 1),
+    rows_case(
+        GROUP_NORM,
+        "jof_group_norm",
+        shapes=((2, 4, 6), (6,), (6,)),
+        grad_targets={(0, 1, 2): ("jof_group_norm", "jof_group_norm_vjp")},
+        symbolic=("a, b, 6", "6", "6"),
+        composed=True,
+    ),
 )
 
 FUNCTIONS = (

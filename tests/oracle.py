@@ -1,6 +1,8 @@
 """Formulas in NumPy that several tests share, written apart from the package: which pixel is read,
 which row an index names, how a number is rounded. Those of single ops are in catalogue.py."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -177,3 +179,40 @@ def norm_vjp(x, scale, dy, center) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     dx = (dx - np.mean(g, -1, keepdims=True) if center else dx) * rstd
     rows = tuple(range(x.ndim - 1))
     return dx, np.sum(dy * xhat, rows), np.sum(dy, rows)
+
+
+def group_norm(x, scale, bias, num_groups=0, silu=True) -> np.ndarray:
+    """Of images (n, ..., channels); by default with 32 groups, or as many as there may be."""
+    y = _in_groups(x, num_groups or math.gcd(32, x.shape[-1]))[0] * scale + bias
+    return y / (1 + np.exp(-y)) if silu else y
+
+
+def group_norm_vjp(ct, x, scale, bias, num_groups=0, silu=True) -> tuple[np.ndarray, ...]:
+    """The cotangents of x, scale and bias."""
+    groups = num_groups or math.gcd(32, x.shape[-1])
+    xhat, back = _in_groups(x, groups)
+    y = xhat * scale + bias
+    share = 1 / (1 + np.exp(-y))
+    dy = ct * share * (1 + y * (1 - share)) if silu else ct
+    rows = [rows_of_groups(a, groups) for a in (x, dy * scale)]
+    dx = back(norm_vjp(rows[0], 1, rows[1], True)[0])
+    pixels = tuple(range(x.ndim - 1))
+    return dx, np.sum(dy * xhat, pixels), np.sum(dy, pixels)
+
+
+def rows_of_groups(x, groups) -> np.ndarray:
+    """(n, groups, pixels x channels of a group)."""
+    n, channels = x.shape[0], x.shape[-1]
+    split = np.reshape(x, (n, -1, groups, channels // groups))
+    return np.moveaxis(split, 2, 1).reshape(n, groups, -1)
+
+
+def _in_groups(x, groups):
+    """`x` with its groups normalized, and the function that brings rows of groups back."""
+    n, channels = x.shape[0], x.shape[-1]
+
+    def back(rows):
+        split = rows.reshape(n, groups, -1, channels // groups)
+        return np.moveaxis(split, 1, 2).reshape(x.shape)
+
+    return back(normalized(rows_of_groups(x, groups), True)[0]), back

@@ -125,6 +125,13 @@ RULES = {
         "b n, n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`", 2: "`bias`"}, "b", gathered="n"
     ),
     "`rms_norm`": Rule("b n, n -> b n", OTHERS, {0: "`x`", 1: "`scale`"}, "b", gathered="n"),
+    "`group_norm`": Rule(
+        "b p n, n, n -> b p n",
+        {"b": "the first dimension", "p": "pixels", "n": "channels"},
+        {0: "`x`", 1: "`scale`", 2: "`bias`"},
+        "b",
+        gathered="pn",
+    ),
     "`message_sum`": Rule(
         "m t, n, n, n -> s t",
         {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
@@ -365,14 +372,16 @@ def reduced_rows_layouts() -> Iterator[Layout]:
         "softmax_cross_entropy_with_integer_labels": "bcn,bc->bc",
         "layer_norm-operands": "bcn,n,n->bcn",
         "rms_norm-operands": "bcn,n->bcn",
+        "group_norm": "bpn,n,n->bpn",
     }
     for case in ROWS_CASES:
         if equation := equations.get(case.name):
-            sizes = {"b": 8, "c": 4, "n": 64 if equation.endswith("->bc") else 3}
+            sizes = {"b": 8, "c": 4, "p": 4, "n": 64 if equation.endswith("->bc") else 3}
             shapes = (tuple(sizes[x] for x in side) for side in split(equation)[0])
             functions = [of_numbers(case.op, f) for f in (case.op.function, case.op.replaces)]
             case = dataclasses.replace(case, shapes=tuple(shapes), f=functions[0], ref=functions[1])
-            yield layout(case, equation, b="a", c="b")
+            if "c" in equation:
+                yield layout(case, equation, b="a", c="b")
             yield layout(case, equation, b=("a", "b"))
             if equation.endswith("->bc"):
                 yield layout(case, equation, n=("a", "b"))

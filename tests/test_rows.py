@@ -1,6 +1,7 @@
 """Softmax and what belongs to it, and norms: numbers that are hard, and arguments."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +189,45 @@ def test_gradients_of_norms_on_hard_rows(center, dtype):
             for ct, exact in zip(cts[1:], expected[1:], strict=False):
                 assert ct.dtype == np.float32
                 np.testing.assert_allclose(ct, exact, rtol=1e-5, atol=atol)
+
+
+# Channels that fill packs and that do not, groups wider and narrower than a pack, images of one
+# pixel and of several parts.
+IMAGES = (((3, 8, 8, 32), 4), ((2, 49, 30), 10), ((1, 7, 5), 1), ((2, 64, 100, 24), 24))
+IMAGES += (((2, 5, 2100), 30), ((5, 8), 2), ((1, 300, 300, 3), 1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", ["normal", "offset", "outlier", "constant"])
+def test_group_norm_on_hard_images(kind, dtype):
+    for (shape, groups), silu in zip(IMAGES, [True, False] * 4, strict=False):
+        rng = rng_for(kind, dtype, *shape)
+        n, channels = shape[0], shape[-1]
+        # Hard within a group of an image.
+        split = (n, groups, math.prod(shape[1:-1]) * channels // groups)
+        x = np.moveaxis(rows_of(kind, rng, split).reshape(n, groups, -1, channels // groups), 1, 2)
+        x = x.reshape(shape).astype(dtype)
+        scale = rng.uniform(0.5, 2, size=channels).astype(np.float32)
+        bias = rng.standard_normal(channels).astype(np.float32)
+        dy = rng.standard_normal(shape).astype(dtype)
+        activation = "silu" if silu else None
+        f = functools.partial(jof.group_norm, activation=activation)
+        y, pull = jax.vjp(lambda *xs, f=f, groups=groups: f(xs[0], groups, *xs[1:]), x, scale, bias)
+        wide = [a.astype(np.float64) for a in (x, scale, bias)]
+        rows = oracle.rows_of_groups(wide[0], groups)
+        xhat, rstd = (np.max(np.abs(a)) for a in oracle.normalized(rows, True))
+        small = 8 * eps(jnp.promote_types(dtype, jnp.float32))
+        if jnp.dtype(dtype).itemsize == 2:  # the mean is rounded to float32
+            small *= 1 + float(np.max(np.abs(wide[0])) * rstd)
+        exact = oracle.group_norm(*wide, groups, silu)
+        slack = ulps(dtype) * oracle.spacing(exact, dtype) + 2 * small * (1 + xhat)
+        assert y.dtype == dtype
+        assert np.all(np.abs(np.float64(y) - exact) <= slack)
+        cts, expected = pull(dy), oracle.group_norm_vjp(np.float64(dy), *wide, groups, silu)
+        slack = ulps(dtype) * oracle.spacing(expected[0], dtype) + 8 * small * (8 + xhat) * rstd
+        assert np.all(np.abs(np.float64(cts[0]) - expected[0]) <= slack)
+        for ct, e in zip(cts[1:], expected[1:], strict=True):
+            np.testing.assert_allclose(ct, e, rtol=2e-5, atol=2e-4 * (1 + xhat) + 40 * small)
 
 
 # --- what is not finite ---------------------------------------------------------------------------
@@ -437,6 +477,12 @@ SECOND_ORDER = {
     ),
     "layer_norm": (jof.layer_norm, 3),
     "rms_norm": (jof.rms_norm, 2),
+    "group_norm": (
+        lambda x, *vectors, **options: jof.group_norm(
+            x.reshape(1, 3, 5), 1, *vectors, activation="silu", **options
+        ),
+        3,
+    ),
 }
 
 
@@ -549,6 +595,15 @@ X = jnp.zeros((3, 4), jnp.float32)
             "^rms_norm: residual must have the shape and dtype of x",
         ),
         (lambda: jof.rms_norm(X, axis=()), ValueError, "^rms_norm: axis must name an axis"),
+        (lambda: jof.group_norm(X[0], 2), ValueError, "^group_norm: x must have shape"),
+        (lambda: jof.group_norm(X, 3), ValueError, "^group_norm: num_groups must divide the 4"),
+        (lambda: jof.group_norm(X, 2.0), TypeError, "^group_norm: num_groups must be a concrete"),
+        (
+            lambda: jof.group_norm(X, 2, X),
+            ValueError,
+            "^group_norm: scale must have the shape of t",
+        ),
+        (lambda: jof.group_norm(X, 2, activation="relu"), ValueError, "activation must be None or"),
     ],
 )
 def test_bad_arguments_are_named(call, error, message):
@@ -624,11 +679,15 @@ MODULES = [
     ({"feature_axes": (1, 2)}, {}),  # flax's own
     ({}, {"mask": np.arange(5) < 3}),  # likewise
 ]
+MODULES = [(name, *call) for name in ("LayerNorm", "RMSNorm") for call in MODULES] + [
+    ("GroupNorm", {"num_groups": 1}, {}),
+    ("GroupNorm", {"num_groups": None, "group_size": 1, "dtype": jnp.bfloat16}, {}),
+    ("GroupNorm", {"num_groups": 5, "reduction_axes": (1, 2)}, {}),  # flax's own
+]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("arguments", "call"), MODULES)
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize(("name", "arguments", "call"), MODULES)
 def test_modules_are_those_of_flax(name, arguments, call, dtype):
     nn = pytest.importorskip("flax.linen")
     from jax_oneflow_ops import linen

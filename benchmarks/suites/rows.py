@@ -1,5 +1,6 @@
 """Softmax, cross entropy and norms, alone and with their gradients: rows of the catalogue."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -20,25 +21,27 @@ _LISTED = {
     "gpu": [(65536, 512), (131072, 1024), (16384, 4096), (8192, 50257), (400000, 100)],
     "cpu": [(4096, 512), (512, 4096), (4096, 333), (64, 50257)],
 }
+# Of group norm: images, pixels, channels.
+_IMAGES = {"gpu": [(32, 4096, 256), (16, 1024, 512)], "cpu": [(8, 1024, 64), (2, 4096, 320)]}
 
 
-def case(name: str, rows: int, n: int, dtype: str, group: str, shape: str = "") -> Case:
+def case(name: str, dims: tuple[int, ...], dtype: str, group: str, shape: str = "") -> Case:
     """An op on an array, forward or with its gradient."""
     op = OPS[name]
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _inputs(op, rows, n, dtype)]
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _inputs(op, dims, dtype)]
     nbytes = op.bytes(*operands)
     if group == _GRADIENT:  # the cotangent is read, and what is computed written
         nbytes += sum(map(catalogue.nbytes, (op.result(*operands), *(operands[i] for i in op.wrt))))
     prefix = {"forward": "fwd", _GRADIENT: "vag"}.get(group, group)
     return Case(
         "rows",
-        f"{prefix}-{name}-{rows}x{n}-{common.short(dtype)}",
+        f"{prefix}-{name}-{'x'.join(map(str, dims))}-{common.short(dtype)}",
         name,
         group,
-        shape or f"{rows} x {n}",
+        shape or " x ".join(map(str, dims)),
         dtype,
         nbytes,
-        partial(_work, name, rows, n, dtype, group),
+        partial(_work, name, dims, dtype, group),
     )
 
 
@@ -46,11 +49,11 @@ def cases(platform: str) -> list[Case]:
     """Every op on rows of several lengths, and softmax over all sizes."""
     return [
         *(
-            case(name, rows, n, dtype, group)
-            for rows, n in _LISTED[platform]
+            case(name, dims, dtype, group)
+            for name in OPS
+            for dims in (_IMAGES if name == "group_norm" else _LISTED)[platform]
             for dtype in ("float32", "bfloat16")
             for group in ("forward", _GRADIENT)
-            for name in OPS
         ),
         *(_sweep(nbytes) for nbytes in common.sweep_sizes(platform)),
     ]
@@ -58,7 +61,7 @@ def cases(platform: str) -> list[Case]:
 
 def _sweep(nbytes: int) -> Case:
     n = min(1024, nbytes // 2)
-    return case("softmax", nbytes // 2 // n, n, "bfloat16", SWEEP, size(nbytes))
+    return case("softmax", (nbytes // 2 // n, n), "bfloat16", SWEEP, size(nbytes))
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
@@ -66,19 +69,24 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
     name, dtype = common.pick(rng, [*OPS]), common.pick(rng, common.FLOATS)
     elements = max(1, common.random_size(rng, largest) // (4 * common.itemsize(dtype)))
     n = min(elements, common.random_dimension(rng, 2 ** rng.uniform(1, 17)))
-    return case(name, elements // n, n, dtype, common.pick(rng, ("forward", _GRADIENT)))
+    dims: tuple[int, ...] = (elements // n, n)
+    if name == "group_norm":
+        n = min(n, 2048)
+        pixels = min(elements // n, common.random_dimension(rng, 2 ** rng.uniform(1, 14)))
+        dims = (elements // n // pixels, pixels, n)
+    return case(name, dims, dtype, common.pick(rng, ("forward", _GRADIENT)))
 
 
-def _inputs(op: Any, rows: int, n: int, dtype: str) -> list[Input]:
-    labels = Input((rows,), "int32", "uniform", n)
-    vector = Input((n,), "float32", "divisor")
+def _inputs(op: Any, dims: tuple[int, ...], dtype: str) -> list[Input]:
+    labels = Input(dims[:1], "int32", "uniform", dims[-1])
+    vector = Input(dims[-1:], "float32", "divisor")
     others = [labels if d == catalogue.INDEX else vector for d in op.domain[1:]]
-    return [Input((rows, n), dtype), *others]
+    return [Input(dims, dtype), *others]
 
 
-def _work(name: str, rows: int, n: int, dtype: str, group: str) -> Work:
+def _work(name: str, dims: tuple[int, ...], dtype: str, group: str) -> Work:
     op = OPS[name]
-    inputs = _inputs(op, rows, n, dtype)
+    inputs = _inputs(op, dims, dtype)
     forms = common.forms_of(op, dtype)
     ours: Function = lambda *x, implementation: op.function(*x, implementation=implementation)  # noqa: E731
     if group == _GRADIENT:
@@ -92,7 +100,7 @@ def _work(name: str, rows: int, n: int, dtype: str, group: str) -> Work:
         forms,
         sample=partial(_sample, group == _GRADIENT),
         verify=partial(_verify, op, group == _GRADIENT, dtype),
-        terms=max(rows, n),
+        terms=max(dims),
         torch=None if group == _GRADIENT else _TORCH[name],
     )
 
@@ -136,7 +144,8 @@ def _verify(op: Any, gradient: bool, dtype: str, sampled: Any) -> str | None:
         exact.append(op.pullback(args[-1], *args[:-1])[0])
     for y, value in zip(found, exact, strict=True):
         # Terms cancel: an error is relative to the largest of a row.
-        largest = np.max(np.abs(value), -1, keepdims=True)
+        axes = tuple(range(1, value.ndim)) or None
+        largest = np.max(np.abs(value), axes, keepdims=True)
         bound = 4 * float(jnp.finfo(dtype).eps) * (np.abs(value) + largest) + 1e-5 * largest
         if not (np.abs(y - value) <= bound + 1e-5).all():
             return f"off by up to {np.nanmax(np.abs(y - value) / (bound + 1e-5)):.3g} x the bound"
@@ -160,4 +169,9 @@ _TORCH: dict[str, Function] = {
     ),
     "layer_norm": _norm("layer_norm"),
     "rms_norm": _norm("rms_norm"),
+    "group_norm": lambda torch, x, scale, bias: torch.nn.functional.silu(
+        torch.nn.functional.group_norm(
+            x.movedim(-1, 1), math.gcd(32, x.shape[-1]), scale.to(x.dtype), bias.to(x.dtype), 1e-6
+        )
+    ).movedim(1, -1),
 }

@@ -6,6 +6,7 @@
 
 #include "cpu/cast.h"
 #include "cpu/elementwise_ops.h"
+#include "cpu/group_norm.h"
 #include "cpu/permute.h"
 #include "cpu/rows.h"
 #include "cpu/scatter.h"

@@ -8,6 +8,7 @@
 
 #include "common/dtype.h"
 #include "ops/elementwise_ops.h"
+#include "ops/group_norm.h"
 #include "ops/permute_plan.h"
 #include "ops/rows.h"
 #include "ops/scatter.h"
@@ -70,7 +71,14 @@ struct CpuPermute {
   X(NormRows, (const NormCall& call, int64_t begin, int64_t end))                                  \
   X(NormVjpRows, (const NormVjpCall& call, int64_t begin, int64_t end))                            \
   X(NormVjpParts, (const NormVjpCall& call, int64_t begin, int64_t end))                           \
-  X(NormVjpSums, (const NormVjpCall& call, int64_t begin, int64_t end))
+  X(NormVjpSums, (const NormVjpCall& call, int64_t begin, int64_t end))                            \
+  X(GroupNormMoments, (const GroupNormCall& call, int64_t begin, int64_t end))                     \
+  X(GroupNormStats, (const GroupNormCall& call, int64_t begin, int64_t end))                       \
+  X(GroupNormMap, (const GroupNormCall& call, int64_t begin, int64_t end))                         \
+  X(GroupNormVjpSums, (const GroupNormVjpCall& call, int64_t begin, int64_t end))                  \
+  X(GroupNormVjpTerms, (const GroupNormVjpCall& call, int64_t begin, int64_t end))                 \
+  X(GroupNormVjpMap, (const GroupNormVjpCall& call, int64_t begin, int64_t end))                   \
+  X(GroupNormVjpVectors, (const GroupNormVjpCall& call, int64_t begin, int64_t end))
 
 struct CpuKernels {
   const char* name;  // of the instruction set

@@ -3,6 +3,7 @@
 
 #include "cpu/compiled_launch.h"
 #include "cpu/elementwise_launch.h"
+#include "cpu/group_norm_launch.h"
 #include "cpu/messages_launch.h"
 #include "cpu/permute_launch.h"
 #include "cpu/rows_launch.h"

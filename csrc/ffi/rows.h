@@ -101,22 +101,10 @@ inline ffi::Error FirstError(std::initializer_list<ffi::Error> errors) {
   return ffi::Error::Success();
 }
 
-// A binding of so many arrays.
-template <typename Backend, int kOperands, int kResults>
-auto ArraysBinding() {
-  if constexpr (kResults > 0) {
-    return ArraysBinding<Backend, kOperands, kResults - 1>().template Ret<ffi::AnyBuffer>();
-  } else if constexpr (kOperands > 0) {
-    return ArraysBinding<Backend, kOperands - 1, 0>().template Arg<ffi::AnyBuffer>();
-  } else {
-    return ffi::Ffi::Bind().Ctx<typename Backend::Context>();
-  }
-}
-
 // Of softmax: an operand, and its cotangent for the derivative.
 template <typename Backend, int kOperands>
 auto SoftmaxBinding() {
-  return ArraysBinding<Backend, kOperands, 1>().template Attr<int64_t>("axis").template Attr<bool>(
+  return BufferBinding<Backend, kOperands, 1>().template Attr<int64_t>("axis").template Attr<bool>(
       "log");
 }
 
@@ -150,7 +138,7 @@ ffi::Error SoftmaxVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer y, 
 
 template <typename Backend, int kOperands, int kResults>
 auto LogSumExpBinding() {
-  return ArraysBinding<Backend, kOperands, kResults>().template Attr<int64_t>("axis");
+  return BufferBinding<Backend, kOperands, kResults>().template Attr<int64_t>("axis");
 }
 
 // `y` and `stats` of jof_logsumexp and jof_cross_entropy, whose operand or result y is named so;
@@ -291,7 +279,7 @@ ffi::Error NormHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::A
 
 template <typename Backend>
 auto NormBinding() {
-  return ArraysBinding<Backend, 4, 3>().template Attr<bool>("center").template Attr<double>(
+  return BufferBinding<Backend, 4, 3>().template Attr<bool>("center").template Attr<double>(
       "epsilon");
 }
 
@@ -339,7 +327,7 @@ ffi::Error NormVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi
 
 template <typename Backend>
 auto NormVjpBinding() {
-  return ArraysBinding<Backend, 5, 4>().template Attr<bool>("center");
+  return BufferBinding<Backend, 5, 4>().template Attr<bool>("center");
 }
 
 }  // namespace jof

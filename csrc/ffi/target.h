@@ -31,6 +31,18 @@ struct Target {
 // All targets of this module, which ffi/cpu.cc or ffi/cuda.cc defines.
 std::vector<Target> Targets();
 
+// A binding of so many buffers.
+template <typename Backend, int kOperands, int kResults>
+auto BufferBinding() {
+  if constexpr (kResults > 0) {
+    return BufferBinding<Backend, kOperands, kResults - 1>().template Ret<ffi::AnyBuffer>();
+  } else if constexpr (kOperands > 0) {
+    return BufferBinding<Backend, kOperands - 1, 0>().template Arg<ffi::AnyBuffer>();
+  } else {
+    return ffi::Ffi::Bind().Ctx<typename Backend::Context>();
+  }
+}
+
 template <typename Backend, auto kBinding, auto kFunction>
 XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
   static auto* handler = kBinding().To(kFunction, Backend::kTraits).release();

@@ -4,6 +4,7 @@
 #include "ffi/compiled.h"
 #include "ffi/compiled_rows.h"
 #include "ffi/elementwise.h"
+#include "ffi/group_norm.h"
 #include "ffi/messages.h"
 #include "ffi/permute.h"
 #include "ffi/rows.h"
@@ -44,6 +45,8 @@ std::vector<Target> SharedTargets() {
           {kCrossEntropyVjp, Handle<B, LogSumExpBinding<B, 4, 1>, CrossEntropyVjpHandler<B>>},
           {kNorm, Handle<B, NormBinding<B>, NormHandler<B>>},
           {kNormVjp, Handle<B, NormVjpBinding<B>, NormVjpHandler<B>>},
+          {kGroupNorm, Handle<B, GroupNormBinding<B>, GroupNormHandler<B>>},
+          {kGroupNormVjp, Handle<B, GroupNormVjpBinding<B>, GroupNormVjpHandler<B>>},
           {kMessageSum, Handle<B, MessageSumBinding<B>, MessageSumHandler<B>>},
           {kEdgeDot, Handle<B, EdgeDotBinding<B>, EdgeDotHandler<B>>},
           {kSegmentSoftmax, Handle<B, SegmentSoftmaxBinding<B>, SegmentSoftmaxHandler<B>>},

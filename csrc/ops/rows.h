@@ -152,16 +152,8 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpDifference(Compute<T> x, Compute<T> cen
   } else {
     const C difference = x - centre, moved = difference + centre;
     const C lost = (x - moved) - ((difference - moved) + centre);
-#ifdef __CUDA_ARCH__
-    const float log2 = difference * kLog2E;
-    const float low =
-        MulAdd(lost, kLog2E, MulAdd(difference, 1.92596303e-8f, MulAdd(difference, kLog2E, -log2)));
-    const float y = Exp2Approx(log2);
     // Of infinities there is no low part.
-    return Abs(difference) < 126.0f ? MulAdd(y, low * kLn2, y) : y;
-#else
     return ExpByPolynomial(difference, Abs(difference) < 126.0f ? lost : 0.0f);
-#endif
   }
 }
 

@@ -1,0 +1,725 @@
+// Group norm and its gradient, with silu or without. Bytes: inputs are read twice, by a kernel that
+// reduces them and by one that maps them; what the first read last, the second reads first, as far
+// as possible from the second-level cache. Each block has a part of an image, some of its pixels;
+// the last block that has reduced a part of an image combines all of them, in order.
+//
+// A row is as many pixels as fill whole packs, one if its channels do. A thread has one pack of
+// every so-many-th row: the same channels of all of them. Its sums become those of channels, then
+// of groups, when the threads of the block exchange them.
+//
+// Keeping the parts in shared memory until the whole image is reduced, in one kernel, was slower: a
+// block's part is then small, and what it costs to exchange sums is as much as all else.
+#include "cuda/group_norm.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "cuda/rows.cuh"
+
+JOF_NAMESPACE_BEGIN
+namespace {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kTeam = 8;  // threads that add up what there is of a group
+
+struct GroupNormPlan {
+  int64_t rows;  // of an image
+  int columns;   // elements of a row
+  int channels, groups, width;
+  int parts, tiles;  // of an image's rows, and of their columns: a block has one of each
+  int packs;         // of a row in a tile
+  int along;         // threads with the same columns
+  int reduced;       // blocks of an image that have been reduced
+  bool is_packed;    // rows consist of packs at multiples of 16 bytes
+
+  JOF_HOST_DEVICE int blocks() const { return parts * tiles; }  // of an image
+};
+
+template <typename T, int kInputs>
+class GroupNormBody {
+ public:
+  using C = Compute<T>;
+  static constexpr int V = kPackSize<T>;
+  static constexpr int kAhead = kInputs == 1 ? 4 : 3;  // rows that a thread loads at a time
+
+ protected:
+  static constexpr int kWords = V * static_cast<int>(sizeof(C)) / kPackBytes;
+
+  __device__ __forceinline__ GroupNormBody(const GroupNormPlan& plan, int64_t item) : plan_(plan) {
+    image_ = item / plan.blocks();
+    block_ = static_cast<int>(item - image_ * plan.blocks());
+    part_ = block_ / plan.tiles;
+    tile_begin_ = (block_ - part_ * plan.tiles) * plan.packs * V;
+    tile_columns_ = min(plan.packs * V, plan.columns - tile_begin_);
+    along_ = threadIdx.x / plan.packs;
+    column_ = tile_begin_ + (threadIdx.x - along_ * plan.packs) * V;
+    const int64_t begin = part_ * plan.rows / plan.parts;
+    rows_here_ = (part_ + 1) * plan.rows / plan.parts - begin;
+    const bool is_active = along_ < plan.along && column_ < plan.columns;
+    count_ = is_active && along_ < rows_here_ ? (rows_here_ - along_ - 1) / plan.along + 1 : 0;
+    first_ = (image_ * plan.rows + begin + along_) * plan.columns + column_;
+    step_ = int64_t{plan.along} * plan.columns;
+    // Tiles have whole channels: rows are of one pixel where there are several.
+    channels_here_ = min(tile_columns_, plan.channels);
+    first_group_ = tile_begin_ / plan.width;
+    groups_here_ = (tile_begin_ + channels_here_ - 1) / plan.width + 1 - first_group_;
+  }
+
+  __device__ __forceinline__ bool Has(int j) const { return column_ + j < plan_.columns; }
+
+  // Calls visit(x, at) for the rows of this thread from `row` on, kAhead at most, whose elements
+  // are at `at`.
+  template <typename Visit>
+  __device__ __forceinline__ void ForEachAhead(const T* const (&in)[kInputs], int64_t row,
+                                               const Visit& visit) const {
+    Pack<T, V> packs[kAhead][kInputs];
+    JOF_UNROLL
+    for (int k = 0; k < kAhead; ++k) {
+      if (row + k >= count_) break;
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) {
+        const T* source = in[a] + first_ + (row + k) * step_;
+        if (plan_.is_packed) {
+          packs[k][a] = LoadPack<V>(source);
+        } else {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) packs[k][a].elem[j] = Has(j) ? source[j] : T{};
+        }
+      }
+    }
+    JOF_UNROLL
+    for (int k = 0; k < kAhead; ++k) {
+      if (row + k >= count_) break;
+      C x[kInputs][V];
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) x[a][j] = Accumulator<T>::Load(packs[k][a].elem[j]);
+      }
+      visit(x, first_ + (row + k) * step_);
+    }
+  }
+  template <typename Visit>
+  __device__ __forceinline__ void ForEachRow(const T* const (&in)[kInputs],
+                                             const Visit& visit) const {
+#pragma unroll 1
+    for (int64_t row = 0; row < count_; row += kAhead) ForEachAhead(in, row, visit);
+  }
+
+  // What channels have, as what this thread's columns have: of(channel, values).
+  template <int kValues, typename Of>
+  __device__ __forceinline__ void Spread(C (&columns)[kValues][V], const Of& of) const {
+    __syncthreads();
+    for (int c = threadIdx.x; c < channels_here_; c += kThreads) {
+      C values[kValues];
+      of(tile_begin_ + c, values);
+      JOF_UNROLL
+      for (int v = 0; v < kValues; ++v) Exchanged(v)[c] = values[v];
+    }
+    __syncthreads();
+    JOF_UNROLL
+    for (int v = 0; v < kValues; ++v) {
+      if (plan_.columns == plan_.channels) {
+        const auto* whole = reinterpret_cast<const uint4*>(Exchanged(v) + column_ - tile_begin_);
+        JOF_UNROLL
+        for (int w = 0; w < kWords; ++w) reinterpret_cast<uint4*>(columns[v])[w] = whole[w];
+      } else {
+        int channel = column_ % plan_.channels;
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          columns[v][j] = Exchanged(v)[channel];
+          if (++channel == plan_.channels) channel = 0;
+        }
+      }
+    }
+  }
+
+  // A value of each column of each thread; [0, channels_here_) of it is where sums are left.
+  __device__ __forceinline__ static C* Exchanged(int value) {
+    __shared__ alignas(kPackBytes) C exchanged[2][kThreads * V];
+    return exchanged[value];
+  }
+  __device__ __forceinline__ void Exchange(int value, const C (&of_columns)[V]) const {
+    if (along_ >= plan_.along) return;
+    auto* target = reinterpret_cast<uint4*>(Exchanged(value) + threadIdx.x * V);
+    JOF_UNROLL
+    for (int w = 0; w < kWords; ++w) target[w] = reinterpret_cast<const uint4*>(of_columns)[w];
+  }
+
+  // Sums the columns that threads have written, for each channel of the tile.
+  template <int kValues>
+  __device__ __forceinline__ void SumChannels() const {
+    __syncthreads();
+    const int stride = plan_.packs * V;
+    for (int c = threadIdx.x; c < channels_here_; c += kThreads) {
+      C sums[kValues] = {};
+      for (int a = 0; a < plan_.along; ++a) {
+        for (int i = c; i < tile_columns_; i += plan_.channels) {
+          JOF_UNROLL
+          for (int v = 0; v < kValues; ++v) sums[v] += Exchanged(v)[a * stride + i];
+        }
+      }
+      JOF_UNROLL
+      for (int v = 0; v < kValues; ++v) Exchanged(v)[c] = sums[v];
+    }
+    __syncthreads();
+  }
+
+  // Calls visit(group, its first channel in this tile, how many there are) with a team for each
+  // group of the tile. Groups and channels are counted from the tile's first ones.
+  template <typename Visit>
+  __device__ __forceinline__ void ForEachGroupHere(const Visit& visit) const {
+    constexpr int kTeams = kThreads / kTeam;
+    for (int g = threadIdx.x / kTeam; g < (groups_here_ + 3) / 4 * 4; g += kTeams) {
+      const int begin = max((first_group_ + g) * plan_.width - tile_begin_, 0);
+      const int end = min((first_group_ + g + 1) * plan_.width - tile_begin_, channels_here_);
+      visit(g, begin, g < groups_here_ ? end - begin : 0);
+    }
+  }
+
+  template <int kValues>
+  __device__ __forceinline__ static void SumTeam(C (&values)[kValues]) {
+    JOF_UNROLL
+    for (int offset = kTeam / 2; offset > 0; offset /= 2) {
+      JOF_UNROLL
+      for (int v = 0; v < kValues; ++v) {
+        values[v] += __shfl_xor_sync(0xffffffffu, values[v], offset);
+      }
+    }
+  }
+  __device__ __forceinline__ static int TeamLane() { return threadIdx.x % kTeam; }
+
+  // Says that what this block has made of its part is written; true in the image's last block.
+  __device__ __forceinline__ bool IsLast(int32_t* marks) const {
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      is_last = atomicAdd(marks + image_ * kMarkStep, 1) == plan_.blocks() - 1;
+      __threadfence();
+    }
+    __syncthreads();
+    return is_last;
+  }
+
+  // Maps all elements: visit(x, y).
+  template <typename Visit>
+  __device__ __forceinline__ void MapRows(const T* const (&in)[kInputs], T* out,
+                                          const Visit& visit) const {
+    ForEachRow(in, [&](const C(&x)[kInputs][V], int64_t at) {
+      C y[V];
+      visit(x, y);
+      Pack<T, V> pack;
+      JOF_UNROLL
+      for (int j = 0; j < V; j += 2) Accumulator<T>::Store2(y[j], y[j + 1], &pack.elem[j]);
+      if (plan_.is_packed) {
+        StorePack(out + at, pack);
+      } else {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          if (Has(j)) out[at + j] = pack.elem[j];
+        }
+      }
+    });
+  }
+
+  __device__ __forceinline__ static C VectorAt(const RowVector& vector, int channel, C missing) {
+    if (vector.data == nullptr) return missing;
+    if (vector.is_f32) return static_cast<C>(static_cast<const float*>(vector.data)[channel]);
+    return Accumulator<T>::Load(static_cast<const T*>(vector.data)[channel]);
+  }
+
+  const GroupNormPlan& plan_;
+  int64_t image_;
+  int block_, part_;               // of the image
+  int tile_begin_, tile_columns_;  // of a row
+  int channels_here_;              // of the tile, which begins with a channel
+  int first_group_, groups_here_;  // likewise
+  int along_, column_;             // where this thread's packs are: the first row and column
+  int64_t rows_here_, count_;      // rows of the part and of this thread
+  int64_t first_, step_;           // its first element, and how far it is to the next row's
+};
+
+template <typename T>
+struct GroupNormForward {
+  const T* in[1];
+  T* out;
+  RowVector scale, bias;
+  GroupStats<Compute<T>>* stats;
+  typename GroupMoments<Compute<T>>::State* scratch;
+  int32_t* marks;
+  Compute<T> epsilon;
+};
+
+template <typename T, bool kSilu>
+class GroupNormForwardBody : public GroupNormBody<T, 1> {
+ public:
+  using Base = GroupNormBody<T, 1>;
+  using C = Compute<T>;
+  using Base::V;
+  using Call = GroupNormForward<T>;
+
+  __device__ __forceinline__ GroupNormForwardBody(const Call& call, const GroupNormPlan& plan,
+                                                  int64_t item)
+      : Base(plan, item), call_(call) {}
+
+  __device__ __forceinline__ void Map() const {
+    alignas(16) C means[2][V], vectors[2][V];
+    const auto* stats = call_.stats + this->image_ * this->plan_.groups;
+    Base::template Spread<2>(means, [&](int channel, C(&of)[2]) {
+      const auto group = stats[channel / this->plan_.width];
+      of[0] = kIsNarrow<T> ? group.centre + group.rest : group.centre;
+      of[1] = Base::VectorAt(call_.bias, channel, C(0));
+    });
+    Base::template Spread<2>(vectors, [&](int channel, C(&of)[2]) {
+      const auto group = stats[channel / this->plan_.width];
+      of[0] = group.rstd * Base::VectorAt(call_.scale, channel, C(1));
+      of[1] = group.rest;
+    });
+    Base::MapRows(call_.in, call_.out, [&](const C(&x)[1][V], C(&y)[V]) {
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        C centred = x[0][j] - means[0][j];
+        if (!kIsNarrow<T>) centred -= vectors[1][j];
+        y[j] = MulAdd(centred, vectors[0][j], means[1][j]);
+        if (kSilu) y[j] = Silu<T>()(y[j]);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void Reduce() const {
+    ReducePart();
+    if (Base::IsLast(call_.marks)) Combine();
+  }
+
+ private:
+  using State = typename GroupMoments<C>::State;
+
+  // The moments of the groups in this block.
+  __device__ __forceinline__ void ReducePart() const {
+    alignas(16) C centre[V] = {}, rest[V] = {}, square[V] = {};
+    // The centre: at first the mean of a few rows, then that of all before.
+    Base::ForEachAhead(call_.in, 0, [&](const C(&x)[1][V], int64_t) {
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) centre[j] += x[0][j];
+    });
+    const C inverse =
+        C(1) / static_cast<C>(this->count_ < Base::kAhead ? this->count_ : Base::kAhead);
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) centre[j] = this->count_ == 0 ? C(0) : centre[j] * inverse;
+#pragma unroll 1
+    for (int64_t row = 0; row < this->count_; row += Base::kAhead) {
+      Base::ForEachAhead(call_.in, row, [&](const C(&x)[1][V], int64_t) {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          const C d = x[0][j] - centre[j];
+          rest[j] += d;
+          square[j] += d * d;
+        }
+      });
+      const int64_t next = row + Base::kAhead;
+      if (next % (4 * Base::kAhead) != 0 && next < this->count_) continue;
+      const C n = static_cast<C>(next < this->count_ ? next : this->count_), of_n = 1 / n;
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        const State s = Recentred<C>({centre[j], n, rest[j], square[j]}, of_n);
+        centre[j] = s.centre;
+        rest[j] = s.rest;
+        square[j] = s.square;
+      }
+    }
+    // A centre for each group, and the sums around it.
+    const C count = static_cast<C>(this->count_);
+    Base::Exchange(0, centre);
+    Base::template SumChannels<1>();
+    State* scratch =
+        call_.scratch + (this->image_ * this->plan_.blocks() + this->block_) * this->plan_.groups;
+    if (this->plan_.tiles > 1) {
+      for (int g = threadIdx.x; g < this->plan_.groups; g += kThreads) {
+        scratch[g] = GroupMoments<C>::Nothing();
+      }
+      __syncthreads();
+    }
+    scratch += this->first_group_;
+    const int64_t along =
+        this->plan_.along < this->rows_here_ ? this->plan_.along : this->rows_here_;
+    const int pixels = max(this->tile_columns_ / this->plan_.channels, 1);  // in a row
+    Base::ForEachGroupHere([&](int g, int begin, int n) {
+      C sum[1] = {};
+      for (int c = begin + Base::TeamLane(); c < begin + n; c += kTeam) {
+        sum[0] += Base::Exchanged(0)[c];
+      }
+      Base::SumTeam(sum);
+      if (n == 0 || Base::TeamLane() != 0) return;
+      const C mean = sum[0] / static_cast<C>(along * pixels * n);
+      Base::Exchanged(1)[begin] = mean;
+      scratch[g].centre = mean;
+    });
+    alignas(16) C of_group[1][V];
+    Base::template Spread<1>(of_group, [&](int channel, C(&of)[1]) {
+      const int begin = channel / this->plan_.width * this->plan_.width - this->tile_begin_;
+      of[0] = Base::Exchanged(1)[max(begin, 0)];
+    });
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      const Sums<C> sums = Around<C>(of_group[0][j], {centre[j], count, rest[j], square[j]});
+      rest[j] = this->count_ == 0 ? C(0) : sums.first;
+      square[j] = this->count_ == 0 ? C(0) : sums.second;
+    }
+    __syncthreads();
+    Base::Exchange(0, rest);
+    Base::Exchange(1, square);
+    Base::template SumChannels<2>();
+    Base::ForEachGroupHere([&](int g, int begin, int n) {
+      C sums[2] = {};
+      for (int c = begin + Base::TeamLane(); c < begin + n; c += kTeam) {
+        sums[0] += Base::Exchanged(0)[c];
+        sums[1] += Base::Exchanged(1)[c];
+      }
+      Base::SumTeam(sums);
+      if (n == 0 || Base::TeamLane() != 0) return;
+      scratch[g].count = static_cast<C>(this->rows_here_) * static_cast<C>(pixels * n);
+      scratch[g].rest = sums[0];
+      scratch[g].square = sums[1];
+    });
+  }
+
+  // The statistics of the image, of the moments of its parts.
+  __device__ __forceinline__ void Combine() const {
+    const int groups = this->plan_.groups, blocks = this->plan_.blocks();
+    const State* scratch = call_.scratch + this->image_ * blocks * groups;
+    const C total = static_cast<C>(this->plan_.rows * this->plan_.columns / groups);
+    const C inverse = 1 / total;
+    for (int g = threadIdx.x / kTeam; g < (groups + 3) / 4 * 4; g += kThreads / kTeam) {
+      const int end = g < groups ? blocks : 0;
+      C sums[2] = {};
+#pragma unroll 8
+      for (int b = Base::TeamLane(); b < end; b += kTeam) {
+        const State* s = scratch + int64_t{b} * groups + g;
+        sums[0] += __ldcg(&s->centre) * (__ldcg(&s->count) * inverse);
+      }
+      Base::SumTeam(sums);
+      const C centre = sums[0];
+      sums[0] = sums[1] = 0;
+#pragma unroll 4
+      for (int b = Base::TeamLane(); b < end; b += kTeam) {
+        const State* s = scratch + int64_t{b} * groups + g;
+        const Sums<C> part = Around<C>(
+            centre, {__ldcg(&s->centre), __ldcg(&s->count), __ldcg(&s->rest), __ldcg(&s->square)});
+        sums[0] += part.first;
+        sums[1] += part.second;
+      }
+      Base::SumTeam(sums);
+      if (end == 0 || Base::TeamLane() != 0) continue;
+      call_.stats[this->image_ * groups + g] =
+          GroupStats<C>::Of({centre, total, sums[0], sums[1]}, call_.epsilon);
+    }
+  }
+
+  const Call& call_;
+};
+
+template <typename T>
+struct GroupNormBackward {
+  const T* in[2];  // x, dy
+  T* out;
+  RowVector scale, bias;
+  const GroupStats<Compute<T>>* stats;
+  Compute<T>*terms, *columns;
+  int32_t* marks;
+};
+
+template <typename T, bool kSilu>
+class GroupNormBackwardBody : public GroupNormBody<T, 2> {
+ public:
+  using Base = GroupNormBody<T, 2>;
+  using C = Compute<T>;
+  using Base::V;
+  using Call = GroupNormBackward<T>;
+
+  __device__ __forceinline__ GroupNormBackwardBody(const Call& call, const GroupNormPlan& plan,
+                                                   int64_t item)
+      : Base(plan, item), call_(call), stats_(call.stats + this->image_ * plan.groups) {
+    Base::template Spread<2>(moments_, [&](int channel, C(&of)[2]) {
+      const auto group = Stats(channel);
+      of[0] = kIsNarrow<T> ? group.centre + group.rest : group.centre;
+      of[1] = group.rstd;
+    });
+    if (!kIsNarrow<T>) {
+      Base::template Spread<1>(rest_, [&](int channel, C(&of)[1]) { of[0] = Stats(channel).rest; });
+    }
+    if (kSilu) {
+      Base::template Spread<2>(vectors_, [&](int channel, C(&of)[2]) {
+        of[0] = Base::VectorAt(call.scale, channel, C(1));
+        of[1] = Base::VectorAt(call.bias, channel, C(0));
+      });
+    }
+  }
+
+  __device__ __forceinline__ void Map() const {
+    const int groups = this->plan_.groups;
+    const C inverse = C(1) / static_cast<C>(this->plan_.rows * this->plan_.columns / groups);
+    const C* terms = call_.terms + this->image_ * this->plan_.reduced * 2 * groups;
+    // What the cotangent is multiplied by, and of its mean and that of its products, less that.
+    alignas(16) C of_terms[2][V], factor[1][V];
+    Base::template Spread<2>(of_terms, [&](int channel, C(&of)[2]) {
+      const C scaled = inverse * Stats(channel).rstd;
+      of[0] = terms[channel / this->plan_.width] * scaled;
+      of[1] = terms[groups + channel / this->plan_.width] * scaled;
+    });
+    Base::template Spread<1>(factor, [&](int channel, C(&of)[1]) {
+      of[0] = Base::VectorAt(call_.scale, channel, C(1)) * Stats(channel).rstd;
+    });
+    Base::MapRows(call_.in, call_.out, [&](const C(&x)[2][V], C(&y)[V]) {
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        const C normalized = Normalized(x[0][j], j), g = Cotangent(normalized, x[1][j], j);
+        y[j] = MulAdd(g, factor[0][j], -MulAdd(normalized, of_terms[1][j], of_terms[0][j]));
+      }
+    });
+  }
+
+  __device__ __forceinline__ void Reduce() const {
+    ReducePart();
+    if (!Base::IsLast(call_.marks)) return;
+    Combine();
+    CombineColumns();
+  }
+
+ private:
+  __device__ __forceinline__ GroupStats<C> Stats(int channel) const {
+    return stats_[channel / this->plan_.width];
+  }
+  __device__ __forceinline__ C Normalized(C x, int j) const {
+    const C centred = x - moments_[0][j];
+    return (kIsNarrow<T> ? centred : centred - rest_[0][j]) * moments_[1][j];
+  }
+  // Of what silu is applied to.
+  __device__ __forceinline__ C Cotangent(C normalized, C dy, int j) const {
+    return kSilu ? Silu<T>().Vjp(MulAdd(normalized, vectors_[0][j], vectors_[1][j]), dy) : dy;
+  }
+
+  // The sums of the channels and of the groups in this block: first those of the cotangent, then
+  // those of its products with normalized elements.
+  __device__ __forceinline__ void ReducePart() const {
+    alignas(16) C of_bias[V] = {}, of_scale[V] = {};
+    Base::ForEachRow(call_.in, [&](const C(&x)[2][V], int64_t) {
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        const C normalized = Normalized(x[0][j], j), g = Cotangent(normalized, x[1][j], j);
+        of_bias[j] += g;
+        of_scale[j] = MulAdd(g, normalized, of_scale[j]);
+      }
+    });
+    Base::Exchange(0, of_bias);
+    Base::Exchange(1, of_scale);
+    Base::template SumChannels<2>();
+    C* columns = call_.columns + this->tile_begin_ +
+                 (this->image_ * this->plan_.parts + this->part_) * 2 * this->plan_.channels;
+    for (int c = threadIdx.x; c < this->channels_here_; c += kThreads) {
+      columns[c] = Base::Exchanged(0)[c];
+      columns[this->plan_.channels + c] = Base::Exchanged(1)[c];
+    }
+    C* terms =
+        call_.terms + (this->image_ * this->plan_.blocks() + this->block_) * 2 * this->plan_.groups;
+    if (this->plan_.tiles > 1) {
+      for (int g = threadIdx.x; g < 2 * this->plan_.groups; g += kThreads) terms[g] = 0;
+      __syncthreads();
+    }
+    terms += this->first_group_;
+    Base::ForEachGroupHere([&](int g, int begin, int n) {
+      C sums[2] = {};
+      for (int c = begin + Base::TeamLane(); c < begin + n; c += kTeam) {
+        const C scale = Base::VectorAt(call_.scale, this->tile_begin_ + c, C(1));
+        sums[0] += Base::Exchanged(0)[c] * scale;
+        sums[1] += Base::Exchanged(1)[c] * scale;
+      }
+      Base::SumTeam(sums);
+      if (n == 0 || Base::TeamLane() != 0) return;
+      terms[g] = sums[0];
+      terms[this->plan_.groups + g] = sums[1];
+    });
+  }
+
+  // The sums of the image's groups, where those of its first block were.
+  __device__ __forceinline__ void Combine() const {
+    const int count = 2 * this->plan_.groups, blocks = this->plan_.blocks();
+    C* terms = call_.terms + this->image_ * blocks * count;
+    for (int i = threadIdx.x / kTeam; i < (count + 3) / 4 * 4; i += kThreads / kTeam) {
+      C sum[1] = {};
+      const int end = i < count ? blocks : 0;
+#pragma unroll 8
+      for (int b = Base::TeamLane(); b < end; b += kTeam) {
+        sum[0] += __ldcg(terms + int64_t{b} * count + i);
+      }
+      Base::SumTeam(sum);
+      if (end > 0 && Base::TeamLane() == 0) terms[i] = sum[0];
+    }
+  }
+
+  // Likewise those of its channels.
+  __device__ __forceinline__ void CombineColumns() const {
+    const int count = 2 * this->plan_.channels;
+    C* columns = call_.columns + this->image_ * this->plan_.parts * count;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      C sum = 0;
+#pragma unroll 8
+      for (int part = 0; part < this->plan_.parts; ++part) {
+        sum += __ldcg(columns + int64_t{part} * count + i);
+      }
+      columns[i] = sum;
+    }
+  }
+
+  const Call& call_;
+  const GroupStats<C>* stats_;  // of the image
+  // Of this thread's columns: centre and 1 / deviation, scale and bias.
+  alignas(16) C moments_[2][V], rest_[1][V], vectors_[2][V];
+};
+
+template <typename Body, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    ReduceKernel(const __grid_constant__ typename Body::Call call,
+                 const __grid_constant__ GroupNormPlan plan) {
+  Body(call, plan, blockIdx.x).Reduce();
+}
+
+// From the last part to the first.
+template <typename Body, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    MapKernel(const __grid_constant__ typename Body::Call call,
+              const __grid_constant__ GroupNormPlan plan) {
+  Body(call, plan, gridDim.x - 1 - blockIdx.x).Map();
+}
+
+// The sums over images: a warp has 32 columns, the warps of a block have every eighth image.
+template <typename C>
+__global__ void __launch_bounds__(kThreads)
+    AddImagesKernel(const C* __restrict__ columns, int64_t images, int64_t stride, int channels,
+                    C* dbias, C* dscale) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ C sums[kWarps][32];
+  const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
+  C sum = 0;
+  if (column < 2 * channels) {
+#pragma unroll 8
+    for (int64_t i = warp; i < images; i += kWarps) sum += columns[i * stride + column];
+  }
+  sums[warp][threadIdx.x % 32] = sum;
+  __syncthreads();
+  if (warp != 0 || column >= 2 * channels) return;
+  for (int w = 1; w < kWarps; ++w) sum += sums[w][threadIdx.x];
+  (column < channels ? dbias : dscale)[column % channels] = sum;
+}
+
+// A plan whose blocks' threads have so many rows, if there are enough of them for `blocks` blocks.
+GroupNormPlan PlanParts(const GroupNormProblem& p, int64_t pack, bool is_aligned, int64_t rows_each,
+                        int64_t blocks) {
+  int64_t pixels = pack / std::gcd(pack, p.channels);  // in a row
+  if (!is_aligned || p.pixels % pixels != 0 || pixels * p.channels > kThreads * pack) pixels = 1;
+  const int64_t columns = pixels * p.channels, packs = (columns + pack - 1) / pack;
+  const int64_t tiles = (packs + kThreads - 1) / kThreads, rows = p.pixels / pixels;
+  const int64_t packs_here = (packs + tiles - 1) / tiles, along = kThreads / packs_here;
+  const int64_t parts = (rows + rows_each * along - 1) / (rows_each * along);
+  const int64_t busy = (blocks + p.images * tiles - 1) / (p.images * tiles);
+  const int64_t worth = (rows + 4 * along - 1) / (4 * along);
+  return {rows,
+          static_cast<int>(columns),
+          static_cast<int>(p.channels),
+          static_cast<int>(p.groups),
+          static_cast<int>(p.width()),
+          static_cast<int>(std::max(parts, std::min(busy, worth))),
+          static_cast<int>(tiles),
+          static_cast<int>(packs_here),
+          static_cast<int>(along),
+          0,
+          is_aligned && columns % pack == 0};
+}
+
+// Launches both kernels. `given` is how many parts the scratch has room for.
+template <typename Body, int kReduceBlocks, int kMapBlocks>
+cudaError_t Launch(const typename Body::Call& call, const GroupNormProblem& p, bool is_aligned,
+                   int64_t given, GroupNormPlan* plan, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (status != cudaSuccess) return status;
+  if (p.channels > 1 << 28) return cudaErrorInvalidValue;
+  // As many blocks as run at a time; no image has more of them than the scratch has room for.
+  *plan = PlanParts(p, Body::V, is_aligned, int64_t{1} << 40, kReduceBlocks * multiprocessors);
+  if (given < plan->tiles) return cudaErrorInvalidValue;
+  plan->parts = std::min(plan->parts, static_cast<int>(given / plan->tiles));
+  status = cudaMemsetAsync(call.marks, 0,
+                           static_cast<size_t>(p.images * kMarkStep) * sizeof(int32_t), stream);
+  if (status == cudaSuccess) {
+    status = LaunchBlocks<kThreads>(ReduceKernel<Body, kReduceBlocks>, p.images * plan->blocks(), 0,
+                                    stream, call, *plan);
+  }
+  if (status != cudaSuccess) return status;
+  GroupNormPlan map = PlanParts(p, Body::V, is_aligned, 16, kMapBlocks * multiprocessors);
+  map.reduced = plan->blocks();
+  return LaunchBlocks<kThreads>(MapKernel<Body, kMapBlocks>, p.images * map.blocks(), 0, stream,
+                                call, map);
+}
+
+RowVector VectorOf(const void* data, DType type) { return {data, type == DType::kF32}; }
+
+}  // namespace
+
+cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    GroupNormForward<T> forward;
+    forward.in[0] = static_cast<const T*>(call.x);
+    forward.out = static_cast<T*>(call.y);
+    forward.scale = VectorOf(call.scale, call.scale_type);
+    forward.bias = VectorOf(call.bias, call.bias_type);
+    forward.stats = static_cast<GroupStats<C>*>(call.stats);
+    forward.scratch = static_cast<typename GroupMoments<C>::State*>(call.scratch);
+    forward.marks = call.marks;
+    forward.epsilon = static_cast<C>(call.epsilon);
+    const bool is_aligned = IsAligned(call.x, kPackBytes) && IsAligned(call.y, kPackBytes);
+    const auto launch = [&](auto silu) {
+      GroupNormPlan plan;
+      return Launch<GroupNormForwardBody<T, decltype(silu)::value>, 3, 3>(
+          forward, call.problem, is_aligned, call.parts, &plan, stream);
+    };
+    return call.silu ? launch(std::true_type()) : launch(std::false_type());
+  });
+}
+
+cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    GroupNormBackward<T> backward;
+    backward.in[0] = static_cast<const T*>(call.x);
+    backward.in[1] = static_cast<const T*>(call.dy);
+    backward.out = static_cast<T*>(call.dx);
+    backward.scale = VectorOf(call.scale, call.scale_type);
+    backward.bias = VectorOf(call.bias, call.bias_type);
+    backward.stats = static_cast<const GroupStats<C>*>(call.stats);
+    backward.terms = static_cast<C*>(call.terms);
+    backward.columns = static_cast<C*>(call.columns);
+    backward.marks = call.marks;
+    const bool is_aligned = IsAligned(call.x, kPackBytes) && IsAligned(call.dy, kPackBytes) &&
+                            IsAligned(call.dx, kPackBytes);
+    const auto launch = [&](auto silu) {
+      GroupNormPlan plan;
+      const cudaError_t status = Launch<GroupNormBackwardBody<T, decltype(silu)::value>, 2, 2>(
+          backward, call.problem, is_aligned, call.parts, &plan, stream);
+      if (status != cudaSuccess) return status;
+      const int64_t channels = call.problem.channels;
+      return LaunchBlocks<kThreads>(AddImagesKernel<C>, (2 * channels + 31) / 32, 0, stream,
+                                    static_cast<const C*>(call.columns), call.problem.images,
+                                    plan.parts * 2 * channels, static_cast<int>(channels),
+                                    static_cast<C*>(call.dbias), static_cast<C*>(call.dscale));
+    };
+    return call.silu ? launch(std::true_type()) : launch(std::false_type());
+  });
+}
+
+JOF_NAMESPACE_END
