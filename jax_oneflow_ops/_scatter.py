@@ -312,6 +312,21 @@ def _add_rows(
     return call(updates, ids, indexing)
 
 
+def on_one_device(
+    platform: str,
+    operand: Any,
+    ids: Any,
+    updates: Any,
+    rows: int,
+    indexing: Indexing,
+    reducer: str,
+) -> Any:
+    """What kernels make of a reduction, in a program for one device that is being lowered."""
+    wide = any(jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype for x in (ids, updates))
+    with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        return _add_rows(platform, operand, ids, updates, rows, indexing, reducer)
+
+
 def _sort_and_sum(
     call: Callable[..., Any],
     p: _scatter_policy.Problem,
