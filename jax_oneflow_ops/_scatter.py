@@ -312,6 +312,21 @@ def _add_rows(
     return call(updates, ids, indexing)
 
 
+def on_one_device(
+    platform: str,
+    operand: Any,
+    ids: Any,
+    updates: Any,
+    rows: int,
+    indexing: Indexing,
+    reducer: str,
+) -> Any:
+    """What kernels make of a reduction, in a program for one device that is being lowered."""
+    wide = any(jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype for x in (ids, updates))
+    with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        return _add_rows(platform, operand, ids, updates, rows, indexing, reducer)
+
+
 def _sort_and_sum(
     call: Callable[..., Any],
     p: _scatter_policy.Problem,
@@ -543,17 +558,24 @@ def _gather_rows_batch(
 # ---- what the choice between kernels and XLA depends on ----
 
 
+_OFTEN = 64  # updates of a row, in the mean
+
+
 def _sum_call(
     updates: Any, ids: Any, rows: int, indexing: Indexing, reducer: str = "sum"
 ) -> _policy.Call | str:
     """Not on whether ids meet: a row may always be hot."""
     if indexing.deterministic:
         return "sums in a fixed order"
-    inner = math.prod(updates.shape[indexing.batch + indexing.index_rank(ids) :])
+    n, rank = indexing.batch, indexing.index_rank(ids)
+    inner, count = math.prod(updates.shape[n + rank :]), math.prod(updates.shape[n : n + rank])
+    width = _width(inner, updates)
+    if inner == 1:  # which GPUs add in shared memory or not
+        width += " hit often" if count >= _OFTEN * rows else " hit seldom"
     order = "sorted ids" if indexing.indices_are_sorted else "any ids"
-    result = math.prod(updates.shape[: indexing.batch]) * rows * inner * updates.dtype.itemsize
+    result = math.prod(updates.shape[:n]) * rows * inner * updates.dtype.itemsize
     moved = _policy.nbytes(updates, ids) + result
-    kind = (reducer, _policy.bits(updates.dtype), _width(inner, updates), order)
+    kind = (reducer, width, _policy.bits(updates.dtype), order)
     return _policy.Call(kind, moved)
 
 

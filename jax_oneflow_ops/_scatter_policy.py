@@ -196,7 +196,7 @@ def _plan_on_cpu(p: Problem) -> Plan:
             return Plan("private", (parts, *sums))
     is_small = p.rows * p.inner <= CPU_COPY_ELEMENTS * p.updates
     if p.inner * int(p.compute_dtype.itemsize) <= CPU_IN_PLACE_BYTES and (
-        not needs_copy or (is_narrow and is_small)
+        is_small or not needs_copy
     ):
         return Plan("private", (int(needs_copy), *sums))
     return _sorted(p)

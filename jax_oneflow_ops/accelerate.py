@@ -36,10 +36,24 @@ class _Reduction:
     fills: frozenset[str] = frozenset()
 
     def __call__(
-        self, operand: jax.Array | None, ids: jax.Array, updates: jax.Array, rows: int, how: Any
+        self,
+        operand: jax.Array | None,
+        ids: jax.Array,
+        updates: jax.Array,
+        rows: int,
+        how: Any,
+        platform: str | None,
     ) -> jax.Array:
-        """The reduction of `updates` into the rows of `operand`, or into as many zeros."""
+        """The reduction of `updates` into the rows of `operand`, or into as many zeros.
+
+        By kernels alone if there is a `platform`: in a program for one device, which is lowered
+        sooner without primitives.
+        """
         updates = -updates if self.negative else updates
+        if platform is not None:
+            return _scatter.on_one_device(
+                platform, operand, ids, updates, rows, how["indexing"], self.reducer
+            )
         args: tuple[Any, ...] = (operand, ids, updates)
         primitive, more = _scatter.scatter_add_p, dict[str, Any]()
         if operand is None:
@@ -98,6 +112,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         if choice.rows is None:
             results = rule(ctx, operand, indices, updates, **params)
         else:
+            is_alone = choice.implementation == "native" and _compat.is_for_one_device(ctx)
             function = _same(
                 _reduce,
                 rows=choice.rows,
@@ -105,6 +120,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
                 is_fresh=_compat.fill_of(operand) in reduction.fills,
                 deterministic=scope == _DETERMINISTIC,
                 implementation=choice.implementation,
+                platform=platform if is_alone else None,
             )
             results = _lower(function, ctx, operand, indices, updates)
         if explanation is not None:
@@ -234,6 +250,7 @@ def _reduce(
     is_fresh: bool,
     deterministic: bool,
     implementation: str,
+    platform: str | None,
 ) -> jax.Array:
     with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
@@ -241,7 +258,7 @@ def _reduce(
         if is_fresh:  # sums into zeros have one dimension of rows; a result is reshaped for nothing
             indexing = dataclasses.replace(indexing, row_rank=1)
         how = {"indexing": indexing, "implementation": implementation}
-        result = reduction(None if is_fresh else operand, ids, data, rows.count, how)
+        result = reduction(None if is_fresh else operand, ids, data, rows.count, how, platform)
         return result.reshape(operand.shape)
 
 
