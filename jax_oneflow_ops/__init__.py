@@ -60,7 +60,6 @@ if TYPE_CHECKING:
         attention_sum,
         message_max,
         message_mean,
-        message_min,
         message_sum,
         segment_plan,
     )
@@ -103,7 +102,6 @@ __all__ = [
     "maximum",
     "message_max",
     "message_mean",
-    "message_min",
     "message_sum",
     "minimum",
     "mish",
@@ -146,7 +144,6 @@ _LAZY = {
         "attention_sum",
         "message_max",
         "message_mean",
-        "message_min",
         "message_sum",
         "segment_plan",
     ),

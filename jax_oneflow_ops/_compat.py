@@ -95,6 +95,12 @@ def knows_shapes_of_shards(ctx: Any) -> bool:
     manual: frozenset[str] = getattr(axis_context, "manual_axes", frozenset())
     if manual:
         return set(manual) == set(axis_context.mesh.axis_names)
+    return is_for_one_device(ctx)
+
+
+def is_for_one_device(ctx: Any) -> bool:
+    """Whether a program is lowered for one device."""
+    axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
     return int(mesh.size if mesh is not None else axis_context.num_devices or 1) == 1
 
@@ -211,6 +217,11 @@ def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
             return rule(ctx.replace(jaxpr_eqn_ctx=None, **avals), *args, **params)
 
     return lower
+
+
+# Whether what is called runs, and is not traced by a transformation around it. Without arguments
+# that it traces there is no public way to know.
+runs_now: Callable[[], bool] = getattr(core_internals, "trace_state_clean", lambda: True)
 
 
 # The concrete size of a dimension, or jax's own error that says that it was traced: the same that
@@ -373,6 +384,12 @@ def line_of(eqn: Any) -> str:
         return user_line(eqn.source_info.traceback)
     except AttributeError:
         return ""
+
+
+def functions_of(eqn: Any) -> list[str]:
+    """The names of the functions that an equation was traced in, the outermost first."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    return [frame.function_name for frame in reversed(frames)]
 
 
 def user_line(traceback: Any) -> str:

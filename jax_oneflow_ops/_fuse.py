@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
-    """Compiles an elementwise function of arrays into one kernel.
+    """Compiles a function of arrays, elementwise or of their rows, into one kernel.
 
     The function is written in jnp. It is traced when it is called, as under `jax.jit`, and compiled
     for GPUs with NVRTC and for CPUs with the system's C++ compiler. The kernel reads each array
@@ -38,7 +38,10 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
         arrays of equal or broadcast shapes: arithmetic, comparisons, `jnp.where`, integer and bit
         operations, casts, complex numbers, the elementwise functions of `jax.nn` and most of those
         of `jax.scipy.special`. It may call functions with custom derivatives, and add and remove
-        dimensions of size 1. Capture static arguments in a closure.
+        dimensions of size 1. It may reduce the last dimension, or the same last dimensions
+        everywhere, by sum, mean, max, min, prod, any and all, and functions of these such as
+        `jax.nn.softmax`; results are then of the shape of the rows, or values for each row. Capture
+        static arguments in a closure.
       partial: whether `fun` may contain other operations. The elementwise ones are then fused, and
         the rest is left to XLA.
 
@@ -47,8 +50,9 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       ``explain(*args)`` a report of what its kernels read and write.
 
     Raises:
-      FusionError: `fun` contains an operation that is not elementwise. Raised when the function is
-        called. The message names the operation, its line, and the remedy.
+      FusionError: `fun` contains an operation that is neither elementwise nor a reduction of rows.
+        Raised when the function is called. The message names the operation, its line, and the
+        remedy.
       TypeError: `fun` is not a function.
 
     Numerics:
@@ -61,12 +65,16 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       those of `ElementwiseKernel`. ``1 - sigmoid(x)``, ``1 - tanh(x)``, ``1 + tanh(x)`` and
       ``1 - erf(x)`` are computed without cancellation. Results below 1e-37 may be zeros. NaN,
       infinities and signed zeros are those of jax; integers wrap around and divide as in jax.
+      Results of sums and means of 16-bit arrays are not rounded to 16 bits. Reductions have a fixed
+      order. What is the same for all elements of a row is taken out of sums, and a quotient by it
+      is a product with its inverse, within 2 ulp.
 
     Differentiation:
       Derivatives are those of `fun`, of any order and in both modes, `jax.custom_jvp` and
       `jax.custom_vjp` included. Each is one kernel, which reads the inputs again and no
       intermediate values. XLA sums the gradients of operands that are broadcast, in float32 if
-      their dtype is narrower. A derivative that reads more than 32 arrays or writes more than 16 is
+      their dtype is narrower; in functions that reduce rows the kernel does, for row vectors, in
+      parts that XLA adds. A derivative that reads more than 32 arrays or writes more than 16 is
       left to XLA.
 
     Compilation:
@@ -75,7 +83,8 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       found.
 
     Sharding:
-      All dimensions of the results may be sharded freely.
+      All dimensions of the results may be sharded freely, but for those that are reduced: arrays
+      that are sharded along these are all-gathered, with a `GatherWarning`.
 
     Source:
       OneFlow's ``elementwise.cuh``; the derivatives are JAX's.

@@ -151,9 +151,10 @@ def define(
         ctx = _compat.with_current_mesh(ctx)
         call: Any = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
         automatic = _compat.automatic_axes_beside_manual_ones(ctx)
-        if automatic is None:
+        # A program for one device has nothing to partition, and is lowered sooner without.
+        if automatic is None and not _compat.is_for_one_device(ctx):
             call = partitioned(platform, tuple(params.items()))
-        elif automatic:
+        if automatic:
             _warn(
                 f"{name(params)}: in a shard_map over some axes of the mesh only, arrays that are "
                 f"sharded over its other axes ({', '.join(automatic)}) are all-gathered. Remedy: "

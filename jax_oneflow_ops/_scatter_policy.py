@@ -56,6 +56,7 @@ class Plan:
     """The kernel, the shape of its scratch space, and whether ids are sorted for it."""
 
     strategy: str  # "sorted", "private" or "atomic", as in the names of FFI targets
+    # The copies of the sums come first, if the strategy has them; 0: the result is added to.
     scratch: tuple[int, ...]
     sort: bool = False
 
@@ -99,14 +100,16 @@ ATOMIC_COPY_ELEMENTS = 2**15
 # is, so few updates are rounded at each addition, and more are sorted.
 SCRATCH_ROWS = 16
 FEW_UPDATES = 8192
-# On CPUs narrow rows are summed into private copies if they hit each row once on average, wide ones
-# if they do so often. There are at least two copies, and more while each is hit often.
+# On CPUs rows of few bytes are added where they are, one by one, as XLA does, or into private
+# copies: several if each is hit often, and one for 16-bit sums unless it is much larger than what
+# is added. Ids are sorted for wide rows, which are then written once.
 CPU_PRIVATE_INNER = 8
 CPU_PRIVATE_HITS = 32
 CPU_PRIVATE_PARTS = 8
 CPU_PART_HITS = 16
 CPU_PART_UPDATES = 4096
-CPU_SOME_PARTS = 2  # of arrays whose sizes are not known yet
+CPU_COPY_ELEMENTS = 32  # of the copy, for each update
+CPU_IN_PLACE_BYTES = 1024
 # Sums of sorted elements one by one are faster in private copies, too, where runs are shorter.
 CPU_RUN = 64
 # Consecutive positions of sorted ids that one worker sums. On CUDA a chunk of single elements is
@@ -122,10 +125,10 @@ CPU_COUNTERS_PER_KEY = 4
 def plan(p: Problem) -> Plan:
     """The strategy for a problem that is not empty."""
     sums = (p.batch, p.rows, p.inner)
+    if p.platform == "cpu":
+        return _plan_on_cpu(p)
     if p.reducer == "multiply":  # for which there are no other kernels
         return _sorted(p)
-    if p.platform == "cpu":
-        return _plan_on_cpu(p) if p.has_known_sizes() else Plan("private", (CPU_SOME_PARTS, *sums))
     if not p.has_known_sizes():  # what is right at any size
         return _sorted(p) if p.ordered else Plan("atomic", (1, *sums) if _in_scratch(p) else _NONE)
     sort = p.ordered or _sorted_us(p) < _atomic_us(p)
@@ -179,12 +182,23 @@ def _sorted_us(p: Problem) -> float:
 
 
 def _plan_on_cpu(p: Problem) -> Plan:
-    hits = 1 if p.inner <= CPU_PRIVATE_INNER else CPU_PRIVATE_HITS
-    short = p.inner == 1 and p.updates <= CPU_RUN * p.rows
-    if p.updates >= hits * p.rows and (short or not p.is_sorted):
-        by_hits = max(2, p.updates // (CPU_PART_HITS * p.rows))
+    sums = (p.batch, p.rows, p.inner)
+    needs_copy = p.is_rounded() and p.reducer in ("add", "multiply")
+    if not p.has_known_sizes():
+        return Plan("private", (int(needs_copy), *sums))
+    is_narrow = p.inner <= CPU_PRIVATE_INNER
+    if p.is_sorted and not (p.inner == 1 and p.updates <= CPU_RUN * p.rows):
+        return _sorted(p)
+    if is_narrow or p.updates >= CPU_PRIVATE_HITS * p.rows:
+        by_hits = p.updates // (CPU_PART_HITS * p.rows)
         parts = min(CPU_PRIVATE_PARTS, by_hits, -(-p.updates // CPU_PART_UPDATES))
-        return Plan("private", (parts, p.batch, p.rows, p.inner))
+        if parts >= 2:
+            return Plan("private", (parts, *sums))
+    is_small = p.rows * p.inner <= CPU_COPY_ELEMENTS * p.updates
+    if p.inner * int(p.compute_dtype.itemsize) <= CPU_IN_PLACE_BYTES and (
+        not needs_copy or (is_narrow and is_small)
+    ):
+        return Plan("private", (int(needs_copy), *sums))
     return _sorted(p)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_oneflow_ops import _compat, _native
 from jax_oneflow_ops._codegen import cache
 
 _GAIN = 1.02  # less is noise, and the program as it is needs nothing of this package
@@ -25,31 +26,46 @@ def tuned(fun: Callable[..., Any], accelerated: Callable[..., Any]) -> Callable[
     """A function that runs the faster one of two, which it times when arguments are new to it."""
     plain: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
     chosen: dict[str, Callable[..., Any]] = {}
+    has_static: dict[str, bool] = {}  # whether the program depends on values of such arguments
     lock = threading.Lock()
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if any(isinstance(x, jax.core.Tracer) for x in leaves) or not _compat.runs_now():
             raise TypeError(
                 "accelerate: tune=True times the function on arrays, and it was called inside "
                 "jax.jit or another transformation. Remedy: jof.accelerate(jax.jit(fun), tune=True)"
             )
-        kinds = f"{tree} {[*map(_kind, leaves)]}"
-        with lock:
-            if kinds not in chosen:
-                faster = _is_faster(plain, accelerated, kinds, args, kwargs)
-                chosen[kinds] = accelerated if faster else plain
+        kinds = _without_addresses(f"{tree} {[*map(_kind, leaves)]}")
+        if kinds not in has_static:
+            traced = plain.trace(*args, **kwargs).jaxpr
+            has_static[kinds] = len(traced.in_avals) < len(leaves)
+        if has_static[kinds]:
+            values = [leaf for leaf in leaves if not hasattr(leaf, "dtype")]
+            kinds += _without_addresses(f" {values}")
+        if kinds not in chosen:
+            with lock:  # one at a time is timed
+                if kinds not in chosen:
+                    faster = _is_faster(plain, accelerated, kinds, args, kwargs)
+                    chosen[kinds] = accelerated if faster else plain
         return chosen[kinds](*args, **kwargs)
 
+    for name in ("lower", "trace", "eval_shape"):
+        setattr(run, name, getattr(accelerated, name))
     return run
 
 
 def _kind(leaf: Any) -> str:
-    """What a compiled program depends on."""
+    """What a compiled program depends on, but for the values of static arguments."""
     if isinstance(leaf, jax.Array):
         return f"{jax.typeof(leaf)} {leaf.sharding}"
-    return f"{leaf.dtype}{leaf.shape}" if hasattr(leaf, "dtype") else repr(leaf)
+    return f"{leaf.dtype}{leaf.shape}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def _without_addresses(text: str) -> str:
+    """The text that another process has, too: functions and objects are written with addresses."""
+    return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 def _is_faster(plain: Any, accelerated: Any, kinds: str, args: Any, kwargs: Any) -> bool:
@@ -58,10 +74,10 @@ def _is_faster(plain: Any, accelerated: Any, kinds: str, args: Any, kwargs: Any)
             "accelerate: tune=True works in one process: others might choose otherwise. Remedy: "
             "tune in one process, and pass tune=False where there are many"
         )
-    # A program's text has addresses where it has functions.
-    text = re.sub(r"0x[0-9a-f]+", "", str(plain.trace(*args, **kwargs).jaxpr))
+    text = _without_addresses(str(plain.trace(*args, **kwargs).jaxpr))
     device = jax.devices()[0].device_kind
-    parts = (text, kinds, device, str(jax.device_count()), *_versions())
+    asked = str(_native.choose_implementation("accelerate", None))  # by the environment
+    parts = (text, kinds, device, str(jax.device_count()), asked, *_versions())
     key = "tuned-" + hashlib.sha256("\0".join(parts).encode()).hexdigest()
     folder = cache.cache_folder()
     found = None if folder is None else cache.read(folder, key)
@@ -69,7 +85,11 @@ def _is_faster(plain: Any, accelerated: Any, kinds: str, args: Any, kwargs: Any)
     source = "as measured before"
     if known is None:
         source = "measured now"
-        times = _times([plain, accelerated], args, kwargs)
+        try:
+            times = _times([plain, accelerated], args, kwargs)
+        except jax.errors.JaxRuntimeError as error:  # such as: no memory for copies
+            _log.warning("accelerate: runs as it is, since it could not be timed: %s", error)
+            return False
         known = {"plain_ms": times[0] * 1e3, "accelerated_ms": times[1] * 1e3}
         if folder is not None:
             cache.write(folder, key, json.dumps(known).encode())

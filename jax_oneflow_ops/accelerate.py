@@ -338,6 +338,7 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
     Raises:
       TypeError: `fun` is neither a function nor a bool, or `tune` is set without a function; or a
         tuned function is called inside a transformation.
+      ValueError: `tune` and `deterministic` are both set.
 
     Numerics:
       Those of :func:`segment_sum` and :func:`scatter_add`: results may differ from XLA's in the
@@ -368,6 +369,11 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
             f"accelerate: fun must be a function, True or False, got {type(fun).__name__}; pass "
             "the function, and call what accelerate returns: accelerate(step)(state, batch)"
         )
+    if tune and deterministic:
+        raise ValueError(
+            "accelerate: tune=True may run the program without kernels, and then "
+            "deterministic=True cannot hold; pass one of them"
+        )
     value = _compat.OFF if fun is False else _DETERMINISTIC if deterministic else _ON
     scope = _Scope(value)
     if isinstance(fun, bool):
@@ -379,10 +385,28 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
     return _tune.tuned(fun, scope(fun if hasattr(fun, "trace") else jax.jit(fun)))
 
 
-_HELP = {
-    "jax.image.resize": "jof.resize, of the same signature, repeats pixels faster than gathers do",
+_RESIZE = "jof.resize, of the same signature, repeats pixels faster than gathers do"
+_NORM = (
+    "jof.layer_norm and jof.rms_norm are one kernel, but XLA fuses norms with their neighbours: "
+    "measure the step with them and without"
+)
+_CHAIN = (
+    "jof.fuse compiles a function of elementwise operations to one kernel; XLA often runs them "
+    "below memory bandwidth in 16 bits"
+)
+_BY_MAXIMUM = {
+    "softmax_cross_entropy_with_integer_labels": (
+        "cross entropy",
+        "jof.softmax_cross_entropy_with_integer_labels keeps no array of probabilities",
+    ),
+    "dot_product_attention": ("attention", 'implementation="cudnn" is a kernel for 16 bits'),
+    **{
+        name: (name, f"jof.{name} is one kernel: measure the step with it and without")
+        for name in ("softmax", "log_softmax", "logsumexp")
+    },
 }
-"""Operations that XLA runs slowly and that are not swapped, with what helps."""
+"""What helps functions of JAX and of libraries that take the largest value of each row."""
+_OF_CHAINS = frozenset({"tanh", "logistic", "erf", "erfc", "log1p"})
 
 _explained = itertools.count()
 
@@ -436,7 +460,7 @@ def explain(
     finally:
         _explanation.reset(token)
     # What is in a function of jit may not know where the program calls it.
-    lines = {_key(eqn.primitive, eqn.invars): line for eqn, line in _equations(traced.jaxpr)}
+    lines = {_key(eqn.primitive, eqn.invars): at for eqn, at, _ in _equations(traced.jaxpr)}
     counts = _tags(text)
     rows = [
         dataclasses.replace(row, count=counts[i], line=row.line or lines.get(key, ""))
@@ -490,34 +514,67 @@ def _tags(module: str) -> collections.Counter[int]:
 
 
 def _slow(jaxpr: Any) -> list[Row]:
-    """The operations of a traced program that `_HELP` names."""
-    found: dict[Row, int] = {}
-    for equation, line in _equations(jaxpr):
-        name = equation.primitive.name
-        if equation.params.get("name") == "_resize":
-            inner = {e.primitive.name for e, _ in _equations(equation.params["jaxpr"])}
-            name = "jax.image.resize" if "gather" in inner else name
-        if name in _HELP:
-            avals = [v.aval for v in equation.invars]
-            shapes = avals if len(avals) == 3 else [equation.outvars[0].aval, avals[0]]
-            row = Row(
-                line=line,
-                operation=name,
-                shapes=tuple(tuple(aval.shape) for aval in shapes),
-                dtype=avals[0].dtype.name,
-                swapped=False,
-                reason=_HELP[name],
-                bytes=_policy.nbytes(*shapes) if _is_known(shapes) else 0,
-            )
-            found[row] = found.get(row, 0) + 1
-    return [dataclasses.replace(row, count=count) for row, count in found.items()]
+    """The operations of a traced program that are not swapped, but for which there are others."""
+    found = []
+    for equation, line, made in _equations(jaxpr):
+        if (help_ := _help(equation, made)) is None:
+            continue
+        name, avals, reason = help_
+        row = Row(
+            line=line,
+            operation=name,
+            shapes=tuple(tuple(aval.shape) for aval in avals),
+            dtype=avals[0].dtype.name,
+            swapped=False,
+            reason=reason,
+            bytes=_policy.nbytes(*avals) if _is_known(avals) else 0,
+        )
+        found.append(row)
+    return found
 
 
-def _equations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
-    """Those of a traced program and of all programs inside, with the user's lines."""
+def _help(equation: Any, made: dict[Any, Any]) -> tuple[str, list[Any], str] | None:
+    """What a slow operation is, its result and operand, and the function that helps."""
+    primitive, (result, *_) = equation.primitive.name, [v.aval for v in equation.outvars]
+    if equation.params.get("name") == "_resize":
+        if "gather" in {e.primitive.name for e, *_ in _equations(equation.params["jaxpr"])}:
+            return "jax.image.resize", [result, equation.invars[0].aval], _RESIZE
+    elif primitive == "reduce_max":
+        functions = _compat.functions_of(equation)
+        if name := next((f for f in functions if f in _BY_MAXIMUM), None):
+            operation, reason = _BY_MAXIMUM[name]
+            return operation, [equation.invars[0].aval] * 2, reason
+    elif primitive == "rsqrt" and (rows := _reduced_rows(equation, made)) is not None:
+        return "norm", [rows] * 2, _NORM
+    elif primitive in _OF_CHAINS and result.dtype in (jnp.float16, jnp.bfloat16):
+        return primitive, [result] * 2, _CHAIN
+    return None
+
+
+def _reduced_rows(equation: Any, made: dict[Any, Any]) -> Any:
+    """The rows of which an operation takes a number each, such as their variance; else None."""
+    if equation.primitive.name == "reduce_sum":
+        rows = equation.invars[0].aval
+        return rows if equation.params["axes"] == (rows.ndim - 1,) and rows.ndim > 1 else None
+    if inside := _compat.called_jaxpr(equation):  # such as jnp.var
+        found = (e for e, *_ in _equations(inside[0]) if e.primitive.name == "reduce_sum")
+    else:
+        operands = (v for v in equation.invars if not _compat.is_literal(v))
+        found = (made[v] for v in operands if v in made)
+    rows = (_reduced_rows(e, made) for e in found)
+    return next((x for x in rows if x is not None), None)
+
+
+def _equations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str, dict[Any, Any]]]:
+    """Those of a traced program and of all programs inside, with the user's lines.
+
+    And with the equations around by their results.
+    """
+    made: dict[Any, Any] = {}
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         line = _compat.user_line(equation.source_info.traceback) or outer
-        yield equation, line
+        yield equation, line, made
+        made.update((variable, equation) for variable in equation.outvars)
         for inner in jax.tree.leaves(equation.params, is_leaf=_policy.is_jaxpr):
             if _policy.is_jaxpr(inner):
                 yield from _equations(inner, line)

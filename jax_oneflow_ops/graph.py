@@ -299,57 +299,6 @@ def message_max(
 
 
 @_checks.in_own_precision
-def message_min(
-    fun: Message,
-    tables: tuple[ArrayLike, ...],
-    senders: ArrayLike,
-    receivers: ArrayLike,
-    *edge_inputs: ArrayLike,
-    num_segments: int | None = None,
-    plan: SegmentPlan | None = None,
-    sender_plan: SegmentPlan | None = None,
-    implementation: Implementation = None,
-) -> jax.Array:
-    """The minima of messages: `message_max` the other way round.
-
-    Args:
-      fun: the function of messages, as in `message_sum`.
-      tables: rows of the senders, and of the receivers, as in `message_sum`.
-      senders: rows of the first table, as in `message_sum`.
-      receivers: the rows of the result, as in `message_sum`.
-      *edge_inputs: arrays of edges, as in `message_sum`.
-      num_segments: the number of rows of the result, as in `message_sum`.
-      plan: a `segment_plan` of `receivers`.
-      sender_plan: a `segment_plan` of `senders`, as in `message_sum`.
-      implementation: ``"native"``, ``"xla"`` or None, as in `message_sum`.
-
-    Returns:
-      An array of the shape and dtype of `message_sum`, inf where a receiver has no edges.
-
-    Raises:
-      FusionError, TypeError, ValueError, NotImplementedError: as `message_sum`.
-
-    Numerics:
-      Those of `message_max`. A NaN is the minimum.
-
-    Differentiation and sharding:
-      As of `message_max`.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_oneflow_ops as jof
-      >>> senders, receivers = jnp.array([0, 1, 1]), jnp.array([1, 1, 0])
-      >>> nodes = jnp.array([[1.0, 4.0], [3.0, 2.0]])
-      >>> print(jof.message_min(lambda x: x, (nodes,), senders, receivers, num_segments=2))
-      [[3. 2.]
-       [1. 2.]]
-    """
-    return _reduced(
-        *("message_min", "min", fun, tables, senders, receivers, edge_inputs),
-        *(num_segments, plan, sender_plan, implementation),
-    )
-
-
-@_checks.in_own_precision
 def attention_sum(
     logits: ArrayLike,
     values: ArrayLike,
@@ -521,8 +470,8 @@ def planned_softmax(
     choice = _native.choose_implementation(function, implementation)
     logits = _as_floats(function, name, logits)
     size = _number_of_segments(function, num_segments, plan)
-    ids = _edge_ids(function, ids_name, ids, size)
-    order = _order(function, "plan", plan, ids, size, _graph.receiver_rows)
+    given, ids = ids, _edge_ids(function, ids_name, ids, size)
+    order = _order(function, "plan", plan, given, ids, size, _graph.receiver_rows)
     _check_edges(function, name, logits, ids)
     result: jax.Array = _graph.softmax(
         _in_range(ids, size),
@@ -601,6 +550,7 @@ def _graph_of(
     sender_plan: SegmentPlan | None,
 ) -> tuple[Any, ...]:
     """The six arrays of a graph: see `_graph`."""
+    given = senders, receivers
     senders = _edge_ids(function, "senders", senders, rows)
     receivers = _edge_ids(function, "receivers", receivers, size)
     if senders.shape != receivers.shape:
@@ -610,8 +560,10 @@ def _graph_of(
         )
     if rows == 0 and senders.size:
         raise ValueError(f"{function}: {table} must have rows where there are edges")
-    order = _order(function, "plan", plan, receivers, size, _graph.receiver_rows)
-    sender_order = _order(function, "sender_plan", sender_plan, senders, rows, _graph.sender_rows)
+    order = _order(function, "plan", plan, given[1], receivers, size, _graph.receiver_rows)
+    sender_order = _order(
+        *(function, "sender_plan", sender_plan, given[0], senders, rows, _graph.sender_rows)
+    )
     own = jnp.where(senders < 0, senders + rows, senders)
     nearest = jnp.clip(own, 0, max(rows - 1, 0)).astype(jnp.int32)
     return (
@@ -722,11 +674,12 @@ def _order(
     function: str,
     name: str,
     plan: SegmentPlan | None,
+    given: Any,
     ids: Any,
     rows: int,
     rows_of: Callable[[Any, int], Any],
 ) -> _graph.Order:
-    """The order of a plan, and the rows of its keys."""
+    """The order of a plan, and the rows of its keys; `ids` are made of those that were given."""
     if plan is None:
         return _graph.no_order()
     if not isinstance(plan, SegmentPlan):
@@ -736,7 +689,7 @@ def _order(
             f"{function}: {name} must be of {ids.size} edges and {rows} segments, got one of "
             f"{math.prod(plan.order.shape)} and {plan.num_segments}"
         )
-    if not _is_of(plan, ids, rows):
+    if not _is_of(plan, given, rows):
         raise ValueError(
             f"{function}: {name} was made from other ids than those that it is used with. Remedy: "
             "make one of these by segment_plan."
@@ -746,13 +699,11 @@ def _order(
 
 def _is_of(plan: SegmentPlan, ids: Any, rows: int) -> bool:
     """Whether a plan is of these ids, so far as that is known: not while any of them is traced."""
-    arrays = plan.order, plan.keys, ids
-    if any(
-        isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.is_fully_addressable
-        for x in arrays
-    ):
-        return True
+    for x in (plan.order, plan.keys, ids):
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+            return True
     with jax.ensure_compile_time_eval():
+        ids = _checks.as_ids("segment_plan", "ids", ids, rows)
         return bool(_are_keys_of(plan.keys, plan.order, ids, rows))
 
 

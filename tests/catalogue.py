@@ -804,11 +804,17 @@ def message_sum(table, senders, receivers, weights, num_segments):
 
 def message_sum_transpose(ct, table, senders, receivers, weights, num_segments):
     rows, _ = counts(receivers, num_segments)
-    of_edges = oracle.gather_rows(ct, rows, 0)
-    own = oracle.named_rows(senders, len(table), wrap=True, clip=True)
-    of_table = messages(of_edges, np.arange(len(rows)), weights)
-    products = of_edges * oracle.gather_rows(table, own, 0)
-    of_weights = products.reshape(len(rows), -1).sum(axis=1)
+    return messages_transpose(oracle.gather_rows(ct, rows, 0), table, senders, weights)
+
+
+def messages_transpose(ct, table, senders, weights):
+    """Nothing goes back to rows that are read for ids out of range."""
+    read, own = (
+        oracle.named_rows(senders, len(table), wrap=True, clip=clip) for clip in (True, False)
+    )
+    of_table = messages(ct, np.arange(len(ct)), weights)
+    products = ct * oracle.gather_rows(table, read, 0)
+    of_weights = products.reshape(len(ct), -1).sum(axis=1)
     return oracle.scatter_add(np.zeros_like(table), own, of_table), of_weights
 
 
@@ -816,6 +822,25 @@ def message_sum_in_jax(table, senders, receivers, weights, num_segments):
     rows = jnp.asarray(table).at[senders].get(mode="clip")
     rows = rows * weights.reshape(-1, *(1,) * (rows.ndim - 1))
     return jax.ops.segment_sum(rows, receivers, num_segments)
+
+
+MAXIMA = Extremum(np.maximum, -np.inf)
+
+
+def message_max(table, senders, receivers, weights, num_segments):
+    return MAXIMA.segments(messages(table, senders, weights), receivers, num_segments, None)
+
+
+def message_max_transpose(ct, table, senders, receivers, weights, num_segments):
+    rows = messages(table, senders, weights)
+    (of_edges,) = MAXIMA.segments_transpose(ct, rows, receivers, num_segments=num_segments)
+    return messages_transpose(of_edges, table, senders, weights)
+
+
+def message_max_in_jax(table, senders, receivers, weights, num_segments):
+    rows = jnp.asarray(table)[senders]
+    rows = rows * weights.reshape(-1, *(1,) * (rows.ndim - 1))
+    return jax.ops.segment_max(rows, receivers, num_segments)
 
 
 def message_mean(table, senders, receivers, weights, num_segments):
@@ -1176,9 +1201,23 @@ def drawn_attention(rng, elements) -> Call:
     return Call(shapes, {"num_segments": nodes}, rows=nodes)
 
 
+def weighted(x, weights):
+    return x * weights.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def of_products(function):
+    """A function of messages, of products of rows and weights."""
+
+    def call(table, senders, receivers, weights, **options):
+        return function(weighted, (table,), senders, receivers, weights, **options)
+
+    call.func = function
+    return call
+
+
 MESSAGE_SUM = Op(
     "message_sum",
-    jof.message_sum,
+    of_products(jof.message_sum),
     message_sum_in_jax,
     message_sum,
     transpose=message_sum_transpose,
@@ -1190,7 +1229,7 @@ MESSAGE_SUM = Op(
 )
 MESSAGE_MEAN = Op(
     "message_mean",
-    jof.message_mean,
+    of_products(jof.message_mean),
     message_mean_in_jax,
     message_mean,
     transpose=message_mean_transpose,
@@ -1198,6 +1237,17 @@ MESSAGE_MEAN = Op(
     domain=(REAL, INDEX, INDEX, REAL),
     wrt=(0, 3),
     linear=((0,), (3,)),
+    draw=drawn_messages,
+)
+MESSAGE_MAX = Op(
+    "message_max",
+    of_products(jof.message_max),
+    message_max_in_jax,
+    message_max,
+    transpose=message_max_transpose,
+    family="scatter",
+    domain=(REAL, INDEX, INDEX, REAL),
+    wrt=(0, 3),
     draw=drawn_messages,
 )
 ATTENTION_SUM = Op(
@@ -1238,6 +1288,7 @@ OPS = (
     CROSS_ENTROPY,
     LAYER_NORM,
     RMS_NORM,
+    MESSAGE_MAX,
     MESSAGE_SUM,
     MESSAGE_MEAN,
     ATTENTION_SUM,
@@ -1820,7 +1871,7 @@ def graph_case(op: Op, shapes, symbolic, target, grad_targets, **fields) -> Case
         shapes,
         target,
         options={"num_segments": SEGMENTS},
-        ids=ids_in_range,
+        ids=fields.pop("ids", ids_in_range),
         grad_targets=grad_targets,
         jvp_targets=fields.pop("jvp_targets", (target,) * 3),
         samplers=tuple(some_ids if domain == INDEX else normals for domain in op.domain),
@@ -1857,17 +1908,33 @@ GRAPH_CASES = (
             (3,): ("jof_scatter_add", "jof_edge_dot"),
         },
     ),
+    # The maxima, and how many edges share them, for each side.
+    graph_case(
+        MESSAGE_MAX,
+        (NODES, EDGES, EDGES, EDGES),
+        ("s, d", "n", "n", "n"),
+        "jof_messages",
+        {
+            (0, 3): ("jof_messages",) * 4,
+            (0,): ("jof_messages",) * 3,
+            (3,): ("jof_messages",) * 3,
+        },
+        shared=True,
+        ids=ids_of_all,
+    ),
+    # The maxima and divisors of a softmax, and the sums.
     graph_case(
         ATTENTION_SUM,
         (EDGES, NODES, EDGES, EDGES),
         ("n", "s, d", "n", "n"),
-        "jof_segment_softmax",
+        "jof_messages",
         {
-            (0, 1): ("jof_segment_softmax", "jof_segment_softmax_vjp", *MESSAGE_GRAD),
-            (0,): ("jof_segment_softmax", "jof_segment_softmax_vjp", "jof_edge_dot"),
-            (1,): ("jof_segment_softmax", "jof_message_sum"),
+            (0, 1): ("jof_messages",) * 5,
+            (0,): ("jof_messages",) * 4,
+            (1,): ("jof_messages",) * 3,
         },
-        jvp_targets=("jof_segment_softmax", "jof_segment_softmax_vjp", *("jof_message_sum",) * 3),
+        jvp_targets=("jof_messages",) * 4,
+        shared=True,
     ),
 )
 

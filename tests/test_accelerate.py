@@ -727,9 +727,40 @@ def test_explain_names_lines_and_reasons():
     assert resized.shapes == ((1, 8, 8, 2), (1, 4, 4, 2))
 
 
+def test_explain_names_what_would_help():
+    """What libraries compute by operations that are not swapped, where the program calls them."""
+    optax, linen = pytest.importorskip("optax"), pytest.importorskip("flax.linen")
+    scale = {"params": {"scale": np.ones(16, np.float32)}}
+
+    def by_hand(x):
+        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+
+    def loss(x, labels):
+        x = linen.RMSNorm().apply(scale, by_hand(x))
+        x = jax.nn.softmax(x) + jax.nn.log_softmax(x) + jax.nn.gelu(x.astype(jnp.bfloat16))
+        return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean()
+
+    x, labels = np.ones((8, 16), np.float32), np.zeros(8, np.int32)
+    first = loss.__code__.co_firstlineno
+    lines = {
+        ("norm", -2, "jof.layer_norm and jof.rms_norm"),
+        ("norm", 1, "jof.layer_norm and jof.rms_norm"),
+        ("softmax", 2, "jof.softmax "),
+        ("log_softmax", 2, "jof.log_softmax "),
+        ("tanh", 2, "jof.fuse"),
+        ("cross entropy", 3, "jof.softmax_cross_entropy_with_integer_labels"),
+    }
+    rows = jof.explain(jax.value_and_grad(loss), x, labels).rows
+    found = {(r.operation, int(r.line.rpartition(":")[2]) - first): r for r in rows}
+    for operation, line, help_ in lines:
+        row = found[operation, line]
+        assert row.reason.startswith(help_)
+        assert (row.shapes[0], row.count, row.swapped) == ((8, 16), 1, False)
+
+
 def test_explain_for_a_device_that_is_not_here(monkeypatch):
-    cells = {"sum/32-bit": [[_policy.BANDS[0], 9, 2.0, 1.5, 100.0, 200.0]]}
-    cells["sum/16-bit"] = [[_policy.BANDS[0], 9, 0.5, 0.4, 100.0, 50.0]]
+    cells = {"sum/narrow rows/32-bit": [[_policy.BANDS[0], 9, 2.0, 1.5, 100.0, 200.0]]}
+    cells["sum/narrow rows/16-bit"] = [[_policy.BANDS[0], 9, 0.5, 0.4, 100.0, 50.0]]
     table = {"NVIDIA X": {"platform": "cuda", "cells": cells}}
     monkeypatch.setattr(_policy, "tables", lambda: table)
     if "cuda" not in jof.implementations():
@@ -830,6 +861,37 @@ def test_other_shapes_and_other_programs_are_measured_anew(measured):
     assert len(measured.calls) == 3
 
 
+def test_values_count_only_if_they_are_static(measured, monkeypatch):
+    """A learning rate that decays is not measured anew; a number of segments is."""
+
+    @functools.partial(jax.jit, static_argnames="size")
+    def scaled(data, ids, rate, *, size=None):
+        return rate * jax.ops.segment_sum(data, ids, size or 3)
+
+    tuned = jof.accelerate(scaled, tune=True)
+    for rate in (0.5, 0.25):
+        tuned(TABLE, FIRST[:11], rate)
+    assert len(measured.calls) == 1
+    for size in (4, 5, 4):
+        tuned(TABLE, FIRST[:11], 0.5, size=size)
+    assert len(measured.calls) == 3
+    assert tuned.lower(TABLE, FIRST[:11], 0.5).as_text().count("jof_scatter") == 1
+    # Another way to switch kernels off is another measurement.
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
+    jof.accelerate(scaled, tune=True)(TABLE, FIRST[:11], 0.5)
+    assert len(measured.calls) == 4
+
+
+def test_what_cannot_be_timed_runs_as_it_is(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory for copies")
+    monkeypatch.setattr(_tune, "_times", unittest.mock.Mock(side_effect=error))
+    tuned = jof.accelerate(adds, tune=True)
+    np.testing.assert_array_equal(tuned(TABLE, IDS), adds(TABLE, IDS))
+    assert "no memory for copies" in caplog.text
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_is_on_disk_is_no_matter_of_trust(measured, tmp_path):
     jof.accelerate(adds, tune=True)(TABLE, IDS)
     (file,) = tmp_path.iterdir()
@@ -850,6 +912,10 @@ def test_tuning_runs_on_copies(monkeypatch, tmp_path):
 def test_a_tuned_function_is_not_for_transformations(measured):
     with pytest.raises(TypeError, match=r"Remedy: jof\.accelerate\(jax\.jit\(fun\), tune=True\)"):
         jax.jit(jof.accelerate(adds, tune=True))(TABLE, IDS)
+    with pytest.raises(TypeError, match="Remedy"):  # nor with arrays that are not traced
+        jax.jit(lambda x: x + jof.accelerate(adds, tune=True)(TABLE, IDS))(1.0)
+    with pytest.raises(ValueError, match="pass one of them"):
+        jof.accelerate(adds, tune=True, deterministic=True)
     monkey = unittest.mock.patch.object(jax, "process_count", return_value=2)
     with monkey, pytest.raises(NotImplementedError, match="tune=True works in one process"):
         jof.accelerate(adds, tune=True)(TABLE, IDS)

@@ -644,6 +644,20 @@ def test_sharded_images_are_gathered(axis_types, equation, axes):
             assert_sharded(dx, NamedSharding(mesh, spec))
 
 
+# --- rows that are sharded ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("f", [jof.softmax, jof.log_softmax, jof.layer_norm, jof.rms_norm])
+def test_sharded_rows_are_gathered(f):
+    x = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
+    dy, expected = on_one_device(functools.partial(f, implementation="xla"), (0,), (x,))
+    with mesh_of("auto") as mesh:
+        arguments = put(mesh, (P("b"), P("b", "a")), (dy, x))
+        with pytest.warns(jof.GatherWarning, match=f.__name__):
+            actual = jax.jit(value_and_pullback(f, (0,)))(*arguments)
+        assert_close(actual, expected, 1e-5)
+
+
 # --- permute --------------------------------------------------------------------------------------
 
 

@@ -312,9 +312,8 @@ def linearize(case, f):
     return y, linear(*tangents(case))
 
 
-def part(case, f, wrt):
-    """f as a function of some operands, and these."""
-    xs = case.inputs()
+def part(xs, f, wrt):
+    """f of operands as a function of some of them, and these."""
 
     def of_some(*operands):
         given = dict(zip(wrt, operands, strict=True))
@@ -323,8 +322,8 @@ def part(case, f, wrt):
     return of_some, [xs[i] for i in wrt]
 
 
-def transposed(case, f, wrt):
-    function, operands = part(case, f, wrt)
+def transposed(xs, f, wrt):
+    function, operands = part(xs, f, wrt)
     return jax.linear_transpose(function, *operands)
 
 
@@ -336,22 +335,26 @@ def linear_sets(name: str) -> list[tuple[int, ...]]:
     for count in case.every_operand:
         for wrt in itertools.combinations(case.every_operand, count + 1):
             with case.precision(), contextlib.suppress(Exception):  # for each reason another one
-                jax.eval_shape(transposed(case, case.ref, wrt), cotangents(case))
+                jax.eval_shape(
+                    lambda ct, *xs, wrt=wrt: transposed(xs, case.ref, wrt)(ct),
+                    *(cotangents(case), *case.inputs()),
+                )
                 sets.append(wrt)
     return sets
 
 
 @column(TRANSPOSE, core=True, reason=not_linear)
 def transpose(case, f):
-    return [transposed(case, f, wrt)(cotangents(case)) for wrt in linear_sets(case.name)]
+    sets = linear_sets(case.name)
+    return [transposed(case.inputs(), f, wrt)(cotangents(case)) for wrt in sets]
 
 
 @column(TRANSPOSE, among=EACH_KIND, reason=not_linear)
 def transpose_of_transpose(case, f):
     results = []
     for wrt in linear_sets(case.name):
-        _, operands = part(case, f, wrt)
-        again = jax.linear_transpose(transposed(case, f, wrt), cotangents(case))
+        _, operands = part(case.inputs(), f, wrt)
+        again = jax.linear_transpose(transposed(case.inputs(), f, wrt), cotangents(case))
         results.append(again(tuple(operands)))
     return results
 

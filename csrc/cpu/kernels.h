@@ -53,6 +53,7 @@ struct CpuPermute {
   X(ScatterSorted, (const ScatterCall& call, int64_t columns, int64_t begin, int64_t end))         \
   X(ScatterCarries, (const ScatterCall& call, int64_t begin, int64_t end))                         \
   X(ScatterPrivate, (const ScatterCall& call, int64_t begin, int64_t end))                         \
+  X(ScatterInPlace, (const ScatterCall& call, int64_t columns, int64_t begin, int64_t end))        \
   X(ScatterCombine, (const ScatterCall& call, int64_t begin, int64_t end))                         \
   X(GatherRows, (const GatherCall& call, const void* fill_row, int64_t begin, int64_t end))        \
   X(SumMessages, (const MessageSumCall& call, int64_t begin, int64_t end))                         \

@@ -5,7 +5,7 @@
 // Sorted ids: a chunk of positions sums the runs of equal ids that start in it, up to the end of
 // the next chunk. Only a run that is longer still is put together from scratch, by a second pass.
 // Private copies: a part of the positions is summed into its own copy of all rows; a second pass
-// adds the copies up.
+// adds the copies up. Without copies updates are added to the result where it is, one by one.
 //
 // Up to kBlockVectors vectors of columns are summed in registers, all of a run's rows at a time.
 // Wider rows are read once, in order, into sums that stay in the first-level cache.
@@ -14,6 +14,8 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#include <type_traits>
 
 #include "common/macros.h"
 #include "common/types.h"
@@ -434,54 +436,70 @@ inline void SortedCarry(const ScatterCall& call, int64_t b, int64_t chunk) {
   SumRows<r, A>(rows, chunk + 1, last, 0, inner, ToResult<r, T>{result, call.has_operand()});
 }
 
-// Adds a row of kWidth values, 0 if that is known at run time only.
-template <Reducer r, int kWidth, typename T, typename A>
-JOF_INLINE void AddNarrowRow(const T* row, int64_t inner, A* sums) {
-  if constexpr (kWidth == 0) {
-    CombineRow<r>(row, inner, sums);
-  } else if constexpr ((kWidth & (kWidth - 1)) == 0 && kWidth <= kFullLanes<A>) {
+// Combines a row of kWidth values, n if that is 0, with those at `out`.
+template <Reducer r, int kWidth, typename T, typename Out>
+JOF_INLINE void CombineNarrowRow(const T* row, int64_t n, Out* out) {
+  using A = Compute<T>;
+  if constexpr (kWidth == 0 && !std::is_same<T, Out>::value) {
+    CombineRow<r>(row, n, out);
+  } else if constexpr (kWidth > 1 && (kWidth & (kWidth - 1)) == 0 && kWidth <= kFullLanes<A>) {
     Lanes<A, kWidth> sum, value;
-    Load(sums, &sum);
+    Load(out, &sum);
     Load(row, &value);
     sum.values = Reduction<r>::Combine(sum.values, value.values);
-    Store(sum, sums);
+    Store(sum, out);
   } else {
-    for (int k = 0; k < kWidth; ++k) sums[k] = Reduction<r>::Combine(sums[k], LoadScalar(row[k]));
+    const T* __restrict in = row;
+    Out* __restrict sums = out;
+    for (int64_t k = 0; k < (kWidth == 0 ? n : kWidth); ++k) {
+      const A sum = Reduction<r>::Combine(LoadScalar(sums[k]), LoadScalar(in[k]));
+      sums[k] = Accumulator<Out>::Store(sum);
+    }
   }
 }
 
-template <Reducer r, int kWidth, typename T, typename Index>
-inline void SumPart(const ScatterCall& call, int64_t part, int64_t b) {
-  using A = Compute<T>;
-  const int64_t length = CeilDivide(call.problem.rows, call.splits);
-  const int64_t first = part * length, last = Min(first + length, call.problem.rows);
+// Combines columns [i, end) of the updates [p, last), one by one in order, with rows at `out`: the
+// result's, or a copy's in the compute type. A row has kWidth columns if that is not 0.
+template <Reducer r, int kWidth, typename T, typename Index, typename Out>
+inline void CombineUpdates(const ScatterCall& call, int64_t b, int64_t p, int64_t last, int64_t i,
+                           int64_t end, Out* out) {
   const RowIds<Index> ids(call.problem, call.ids, b);
-  const int64_t inner = kWidth == 0 ? call.problem.inner : kWidth,
-                size = call.problem.size() * inner;
-  const T* rows = static_cast<const T*>(call.updates) + b * call.problem.rows * inner;
-  A* sums = static_cast<A*>(call.scratch) + (part * call.problem.batch + b) * size;
-  for (int64_t k = 0; k < size; ++k) sums[k] = Reduction<r>::template Identity<A>();
+  const int64_t inner = kWidth == 0 ? call.problem.inner : kWidth;
+  const T* rows = static_cast<const T*>(call.updates) + b * call.problem.rows * inner + i;
+  out += i;
   int64_t block[kIdBlock];
-  for (int64_t p = first; p < last; p += kIdBlock) {
+  for (; p < last; p += kIdBlock) {
     const int64_t n = Min(kIdBlock, last - p);
     ids.Resolve(p, n, block);
     if constexpr (kWidth == 1 && sizeof(T) == 2) {
       // Widened together: one by one f16 takes twice as long.
+      using A = Compute<T>;
       A values[kIdBlock];
       for (int64_t k = 0; k < n; ++k) values[k] = Reduction<r>::template Identity<A>();
       CombineRow<r>(rows + p, n, values);
       for (int64_t k = 0; k < n; ++k) {
-        if (block[k] >= 0) {
-          sums[block[k]] = Reduction<r>::Combine(sums[block[k]], values[k]);
-        }
+        if (block[k] >= 0) CombineNarrowRow<r, 1>(values + k, 1, out + block[k]);
       }
       continue;
     }
     for (int64_t k = 0; k < n; ++k) {
-      const int64_t id = block[k];
-      if (id >= 0) AddNarrowRow<r, kWidth>(rows + (p + k) * inner, inner, sums + id * inner);
+      if (block[k] < 0) continue;
+      CombineNarrowRow<r, kWidth>(rows + (p + k) * inner, end - i, out + block[k] * inner);
     }
   }
+}
+
+// A part of the positions, into its own copy of all rows.
+template <Reducer r, int kWidth, typename T, typename Index>
+inline void SumPart(const ScatterCall& call, int64_t part, int64_t b) {
+  using A = Compute<T>;
+  const ScatterProblem& p = call.problem;
+  const int64_t length = CeilDivide(p.rows, call.splits), first = part * length;
+  const int64_t size = p.size() * p.inner;
+  A* sums = static_cast<A*>(call.scratch) + (part * p.batch + b) * size;
+  for (int64_t k = 0; k < size; ++k) sums[k] = Reduction<r>::template Identity<A>();
+  CombineUpdates<r, kWidth, T, Index>(call, b, first, Min(first + length, p.rows), 0, p.inner,
+                                      sums);
 }
 
 // out[i] = itself or 0, plus the sum of copies[part * stride + i], for i < n. Where nothing but -0
@@ -598,6 +616,19 @@ JOF_INLINE void DispatchScatter(const ScatterCall& call, const Visitor& visit) {
   });
 }
 
+// Calls visit(..., width constant), the width being 0 if it is none of those that are compiled.
+template <typename Visitor>
+JOF_INLINE void DispatchNarrowScatter(const ScatterCall& call, const Visitor& visit) {
+  DispatchScatter(call, [&](auto r, auto tag, auto index) {
+    const auto visit_width = [&](auto width) { visit(r, tag, index, width); };
+    if constexpr (r.value == Reducer::kAdd) {
+      DispatchConstant<1, 2, 3, 4, 8, 16>(call.problem.inner, visit_width);
+    } else {
+      DispatchConstant<1>(call.problem.inner, visit_width);
+    }
+  });
+}
+
 }  // namespace internal
 
 // Sorted ids, no operand: zeros into those rows of [begin, end), counted over all problems, that no
@@ -656,21 +687,33 @@ inline void ScatterCarries(const ScatterCall& call, int64_t begin, int64_t end) 
   });
 }
 
-// Parts of all problems, the problem counted fastest. Products are sorted always.
+// Parts of all problems, the problem counted fastest.
 inline void ScatterPrivate(const ScatterCall& call, int64_t begin, int64_t end) {
-  internal::DispatchScatter(call, [&](auto r, auto tag, auto index) {
+  internal::DispatchNarrowScatter(call, [&](auto r, auto tag, auto index, auto width) {
     using T = typename decltype(tag)::type;
     using Index = typename decltype(index)::type;
-    const auto sum = [&](auto width) {
+    for (int64_t k = begin; k < end; ++k) {
+      internal::SumPart<r.value, width.value, T, Index>(call, k / call.problem.batch,
+                                                        k % call.problem.batch);
+    }
+  });
+}
+
+// Blocks of `columns` columns of all problems, the block counted fastest: all updates are combined
+// with the result where it is. That of 16-bit sums needs a copy, and is left alone.
+inline void ScatterInPlace(const ScatterCall& call, int64_t columns, int64_t begin, int64_t end) {
+  const ScatterProblem& p = call.problem;
+  const int64_t blocks = internal::CeilDivide(p.inner, columns);
+  internal::DispatchNarrowScatter(call, [&](auto r, auto tag, auto index, auto width) {
+    using T = typename decltype(tag)::type;
+    using Index = typename decltype(index)::type;
+    if constexpr (sizeof(T) > 2 || r.value == Reducer::kMax || r.value == Reducer::kMin) {
       for (int64_t k = begin; k < end; ++k) {
-        internal::SumPart<r.value, decltype(width)::value, T, Index>(call, k / call.problem.batch,
-                                                                     k % call.problem.batch);
+        const int64_t b = k / blocks, i = k % blocks * columns;
+        internal::CombineUpdates<r.value, width.value, T, Index>(
+            call, b, 0, p.rows, i, internal::Min(i + columns, p.inner),
+            static_cast<T*>(call.result) + b * p.size() * p.inner);
       }
-    };
-    if constexpr (r.value == Reducer::kAdd) {
-      internal::DispatchConstant<1, 2, 3, 4, 8, 16>(call.problem.inner, sum);
-    } else if constexpr (r.value != Reducer::kMultiply) {
-      internal::DispatchConstant<1>(call.problem.inner, sum);
     }
   });
 }
@@ -679,12 +722,10 @@ inline void ScatterPrivate(const ScatterCall& call, int64_t begin, int64_t end) 
 inline void ScatterCombine(const ScatterCall& call, int64_t begin, int64_t end) {
   internal::DispatchReducer(call, [&](auto r, auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (r.value != Reducer::kMultiply) {
-      internal::AddCopies<r.value, T>(
-          static_cast<const Compute<T>*>(call.scratch) + begin, call.splits,
-          call.problem.batch * call.problem.size() * call.problem.inner, call.has_operand(),
-          end - begin, static_cast<T*>(call.result) + begin);
-    }
+    internal::AddCopies<r.value, T>(
+        static_cast<const Compute<T>*>(call.scratch) + begin, call.splits,
+        call.problem.batch * call.problem.size() * call.problem.inner, call.has_operand(),
+        end - begin, static_cast<T*>(call.result) + begin);
   });
 }
 

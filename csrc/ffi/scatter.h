@@ -22,7 +22,7 @@ inline const char* NameOf(Reducer reducer, ScatterStrategy strategy) {
       {"jof_scatter_add_sorted", "jof_scatter_add_private", "jof_scatter_add_atomic"},
       {"jof_scatter_max_sorted", "jof_scatter_max_private", "jof_scatter_max_atomic"},
       {"jof_scatter_min_sorted", "jof_scatter_min_private", "jof_scatter_min_atomic"},
-      {"jof_scatter_multiply_sorted", nullptr, nullptr},
+      {"jof_scatter_multiply_sorted", "jof_scatter_multiply_private", nullptr},
   };
   return kNames[static_cast<int>(reducer)][static_cast<int>(strategy)];
 }
@@ -133,8 +133,13 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
       break;
   }
   const int64_t parts = call->splits;
+  // On a CPU there may be no copy, where results have the bits of sums.
+  const bool is_exact =
+      SizeOf(call->type) > 2 || call->reducer == Reducer::kMax || call->reducer == Reducer::kMin;
+  const bool in_place =
+      strategy == ScatterStrategy::kPrivate && limits.private_bytes == 0 && is_exact;
   if (p.rows == 0) call->splits = 1;
-  if (!valid || call->splits < 1) {
+  if (!valid || call->splits < (in_place ? 0 : 1)) {
     return InvalidArgument(op, ": scratch must have shape ", wanted, ", got ",
                            ShapeString(dimensions));
   }

@@ -7,6 +7,7 @@
 // have the columns of a message, or fewer, over which they are broadcast.
 #pragma once
 
+#include "common/types.h"
 #include "ops/elementwise_call.h"
 #include "ops/segments.h"
 
@@ -15,7 +16,7 @@ namespace jof {
 inline constexpr int kMaxMessageInputs = 16;
 
 enum class RowOf : uint8_t { kKey, kOther, kEdge, kOnly };
-enum class Reduction : uint8_t { kSum, kMax, kMin };
+enum class Reduction : uint8_t { kSum, kMax };
 
 struct MessageCall {
   PlannedEdges edges;
@@ -31,25 +32,16 @@ struct MessageCall {
   BroadcastIndex broadcasts[kMaxBroadcasts];
 };
 
-// What a reduction starts with, and how it goes on. A NaN is the largest and the smallest.
+// What a reduction starts with, and how it goes on. A NaN is the maximum.
 template <Reduction kReduction, typename Value>
 struct Reducing {
   JOF_HOST_DEVICE JOF_INLINE static Value Identity() {
-    if constexpr (kReduction == Reduction::kSum) {
-      return Value{0};
-    } else {
-      constexpr Value kInfinity = static_cast<Value>(__builtin_huge_valf());
-      return kReduction == Reduction::kMax ? -kInfinity : kInfinity;
-    }
+    if constexpr (kReduction == Reduction::kSum) return Value{0};
+    return -static_cast<Value>(BitsToFloat(0x7f800000u));  // -inf
   }
   JOF_HOST_DEVICE JOF_INLINE static Value Combine(Value a, Value b) {
-    if constexpr (kReduction == Reduction::kSum) {
-      return a + b;
-    } else if constexpr (kReduction == Reduction::kMax) {
-      return b > a || b != b ? b : a;
-    } else {
-      return b < a || b != b ? b : a;
-    }
+    if constexpr (kReduction == Reduction::kSum) return a + b;
+    return b > a || b != b ? b : a;
   }
 };
 

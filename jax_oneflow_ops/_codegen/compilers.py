@@ -171,6 +171,7 @@ class Nvrtc:
             options = [
                 f"--gpu-architecture={self._architecture}",
                 "--std=c++17",
+                "--device-as-default-execution-space",  # generic lambdas, before release 13.1 or so
                 "--disable-warnings",
                 f"--include-path={_native.include_dir()}",
                 *self._flags,

@@ -55,7 +55,7 @@ class Kernel:
     Attributes:
       definition: what is computed of an edge's rows.
       operands: those that are read.
-      reduction: "sum", "max" or "min".
+      reduction: "sum" or "max".
       inner: 0 where results are of segments, else how many columns are summed for an edge's.
       pack: columns of a thread of a GPU.
       unroll: edges that it has on their way at once.

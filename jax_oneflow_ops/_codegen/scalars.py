@@ -49,7 +49,8 @@ class Space:
 
     def is_along(self, alignment: Alignment) -> bool:
         """Whether an array has elements of its own for those of a row."""
-        return any(axis is not None and axis >= self.start for axis in alignment)
+        last = len(self.shape)
+        return any(axis is not None and self.start <= axis < last for axis in alignment)
 
     def shaped(self, x: Any, alignment: Alignment) -> Any:
         """A value as the function has it: of rank 1, or 0."""
@@ -67,16 +68,16 @@ def space_of(name: str, jaxpr: Any) -> Space | None:
             called = _compat.called_jaxpr(eqn)
             if called is not None:
                 collect(called[0])
-            elif eqn.primitive.name in traced.REDUCTIONS and (axes := _reduced_axes(eqn)):
-                found.append((eqn.invars[0].aval.shape, axes, eqn))
+            elif eqn.primitive.name in traced.REDUCTIONS and eqn.invars[0].aval.ndim:
+                found.append((eqn.invars[0].aval.shape, _reduced_axes(eqn), eqn))
 
     collect(jaxpr)
     if not found:
         return None
-    shape, axes, eqn = max(found, key=lambda one: math.prod(one[0]))
-    start = axes[0]
+    shape, axes, eqn = max(found, key=lambda one: (bool(one[1]), math.prod(one[0])))
+    start = axes[0] if axes else len(shape) - 1  # rows of one element
     rest = [d for d in range(start, len(shape)) if shape[d] != 1]
-    if rest != axes:
+    if axes and rest != axes:
         raise _refused(name, eqn, _compat.line_of(eqn), "over these dimensions ", _NOT_LAST)
     row = [shape[d] for d in axes]
     # A result may have more dimensions than what is reduced of it.
@@ -85,7 +86,7 @@ def space_of(name: str, jaxpr: Any) -> Space | None:
         if math.prod(aval.shape) <= math.prod(shape):
             continue
         sizes = [(d, n) for d, n in enumerate(aval.shape) if n != 1]
-        if [n for _, n in sizes[-len(row) :]] == row:
+        if axes and [n for _, n in sizes[-len(row) :]] == row:
             shape, start = aval.shape, sizes[-len(row)][0]
     return Space(shape, start)
 

@@ -28,10 +28,10 @@ class FusionError(NotImplementedError):
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> try:
-      ...     jof.fuse(lambda x: x - x.mean())(jnp.ones(3))
+      ...     jof.fuse(lambda x: jnp.cumsum(x) * 2)(jnp.ones(3))
       ... except jof.FusionError as error:
       ...     print(error.primitive)
-      reduce_sum
+      cumsum
     """
 
     def __init__(self, message: str, primitive: str | None = None, line: str = ""):

@@ -85,6 +85,7 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
   for (int64_t offset = 0; offset < 16; offset += bytes) {
     Guarded updates(s.batch * s.rows * inner * bytes, offset);
     Guarded result(s.batch * s.size * inner * bytes, 16 - bytes - offset);
+    const bool in_place = is_private && s.splits == 0;
     const int64_t sums = is_private ? s.splits * s.batch * s.size : s.batch * s.splits * 2;
     Guarded scratch(sums * inner * static_cast<int64_t>(sizeof(Compute<T>)), 0);
     auto* in = static_cast<T*>(updates.data());
@@ -102,7 +103,12 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
                            s.splits,
                            false};
     const CpuKernels& kernels = BestCpuKernels();
-    if (is_private) {
+    if (in_place) {
+      if (!has_operand) std::fill_n(out, want.size(), T{});
+      const int64_t units = s.batch * ((inner + s.columns - 1) / s.columns);
+      kernels.ScatterInPlace(call, s.columns, units / 2, units);
+      kernels.ScatterInPlace(call, s.columns, 0, units / 2);
+    } else if (is_private) {
       const int64_t parts = s.splits * s.batch, size = s.batch * s.size * inner;
       kernels.ScatterPrivate(call, 0, parts / 2);
       kernels.ScatterPrivate(call, parts / 2, parts);
@@ -129,8 +135,25 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
   }
 }
 
+// Without copies: all but sums and products of 16 bits.
+template <typename T>
+void TestInPlace(Shape s, DType type) {
+  s.splits = 0;
+  const bool has_sign = sizeof(Compute<T>) != sizeof(T);
+  for (const Ids kind : {Ids::kSorted, Ids::kBroken}) {
+    for (const Reducer reducer : {Reducer::kMax, Reducer::kMin}) {
+      TestScatter<T>(s, type, kind, true, true, false, reducer, has_sign);
+    }
+    if (has_sign) continue;
+    TestScatter<T>(s, type, kind, true, false, false);
+    TestScatter<T>(s, type, kind, true, true, false);
+    TestScatter<T>(s, type, kind, true, true, false, Reducer::kMultiply);
+  }
+}
+
 template <typename T>
 void TestScatters(const Shape& s, DType type) {
+  if (s.splits == 1) TestInPlace<T>(s, type);
   for (const Ids kind : {Ids::kSorted, Ids::kOneRun, Ids::kBroken}) {
     for (const bool has_operand : {false, true}) {
       TestScatter<T>(s, type, kind, true, has_operand, false);
@@ -144,6 +167,7 @@ void TestScatters(const Shape& s, DType type) {
       TestScatter<T>(s, type, kind, false, true, s.batch == 1, reducer, has_sign);
     }
     TestScatter<T>(s, type, kind, false, true, false, Reducer::kMultiply);
+    TestScatter<T>(s, type, kind, true, true, false, Reducer::kMultiply);
   }
 }
 
