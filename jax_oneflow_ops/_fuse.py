@@ -506,7 +506,9 @@ def _one_row_kernel(
         raise FusionError(
             f"{name}: it depends on no array. Remedy: compute it without jax_oneflow_ops.fuse."
         )
-    kinds = ["elements" if space.is_along(alignment) else "value" for _, alignment in demands]
+    kinds: list[row_primitive.Kind] = [
+        "elements" if space.is_along(alignment) else "value" for _, alignment in demands
+    ]
     definition = row_primitive.define(name, plan.function, plan.dtypes, dtypes, shapes)
     spec = row_primitive.Spec(definition, space.width, tuple(operands), tuple(kinds))
     if not row_primitive.fits(spec, [x.shape for x in operands.values()]):

@@ -88,12 +88,9 @@ def message_sum(
     implementation: str | None,
     drops_senders: bool = False,
 ) -> Any:
-    """Binds the primitive, which needs the order of the receivers."""
-    senders, receivers, *orders = graph
-    if orders[0].shape != receivers.shape:
-        orders[:2] = order_of(receivers, num_segments, implementation)
+    """Binds the primitive, which sorts where the order of the receivers is not known."""
     return bind(
-        *(message_sum_p, senders, receivers, *orders, table, weights),
+        *(message_sum_p, *graph, table, weights),
         num_segments=num_segments,
         drops_senders=drops_senders,
         function=function,
@@ -257,7 +254,7 @@ def _message_sum_native(
     shape, wide = (num_segments, heads, width), compute_dtype(table.dtype)
     if senders.size == 0 or 0 in shape:
         return jnp.zeros(shape, table.dtype)
-    if order.shape != senders.shape:  # that of all shards of edges
+    if order.shape != senders.shape:  # not known, or that of all shards of edges
         order, keys = order_of(receivers, num_segments, None)
     columns = heads * width
     scratch = (chunks(platform, senders.size), 2, columns)

@@ -153,7 +153,6 @@ def _sharding_rule(*avals: Any, spec: Spec, **_: Any) -> _primitive.ShardingRule
         *(f"d{d}" if kept else f"sum{d}" for d, kept in enumerate(spec.kept)),
     ]
     whole.update({spec.target} - {"e"})
-    whole.update(f"d{d}" for d, kept in enumerate(spec.kept) if not kept)
     whole.update(f"sum{d}" for d, kept in enumerate(spec.kept) if not kept)
     orders = [[f"i{k}"] for k in range(4)]
     whole.update(f"i{k}" for k in range(4))
@@ -262,7 +261,7 @@ def _native_call(
             ],
             np.int64,
         ),
-        layout=np.asarray([columns, kernel.inner, kernel.pack, kernel.unroll], np.int64),
+        layout=np.asarray([columns, kernel.inner, kernel.pack], np.int64),
     )[0]
     y = y.reshape(result[0], *(result[d + 1] for d in moved))
     back = [moved.index(d) for d in range(len(moved))]
@@ -305,7 +304,7 @@ def _kernel(
         edges.Operand(k, str(x.dtype), where.get(side, "other"), kind, how(kind))
         for (k, side, x), kind in zip(operands, kinds, strict=True)
     )
-    unroll = edges.unroll_of(of, pack)
+    unroll = edges.unroll_of(of, pack, inner)
     kernel = edges.Kernel(spec.definition, of, spec.reduction, inner, pack, unroll, spec.math)
     return kernel, arrays, found
 
@@ -581,18 +580,16 @@ class Messages:
       operands: its inputs, by number.
       sides: where each is read.
       row: the dimensions of a message.
-      dtype: that of messages.
     """
 
     definition: Definition
     operands: dict[int, Any]
     sides: str
     row: tuple[Any, ...]
-    dtype: Any
 
     def product(self) -> tuple[Any, Any, int] | None:
         """A table, weights and their dimensions, if the function is their product, or the table."""
-        program = self.definition.body.program
+        program, dtype = self.definition.body.program, self.definition.outputs[0].type
         value = program.values[program.results[0]]
         factors = [value] if value.kind == "input" else [program.values[k] for k in value.args]
         if value.kind not in ("input", "mul") or any(f.kind != "input" for f in factors):
@@ -601,14 +598,14 @@ class Messages:
         table, weights = by_side.get("s"), by_side.get("e")
         if len(by_side) != len(factors) or table is None or set(by_side) - {"s", "e"}:
             return None
-        if table.dtype != self.dtype or table.shape[1:] != self.row:
+        if table.dtype != dtype or table.shape[1:] != self.row:
             return None
         if weights is None:
             return table, None, 0
         own = weights.shape[1:]
         depth = max((d + 1 for d, n in enumerate(own) if n != 1), default=0)
-        wide = _graph.compute_dtype(self.dtype)
-        if weights.dtype not in (self.dtype, wide) or own[:depth] != self.row[:depth]:
+        wide = _graph.compute_dtype(dtype)
+        if weights.dtype not in (jnp.dtype(dtype), wide) or own[:depth] != self.row[:depth]:
             return None
         return table, weights, depth
 
@@ -644,8 +641,11 @@ def reduced(
 
 def traced(
     function: str, fun: Callable[..., Any], arrays: Sequence[Any], sides: str, count: Any
-) -> Messages:
-    """The messages that a function makes of arrays, which are read at such sides."""
+) -> Messages | None:
+    """The messages that a function makes of arrays, which are read at such sides.
+
+    None if they are of another dtype than kernels have.
+    """
     # Where there is one edge, no dimension of that size would be known to be that of edges.
     count = 2 if isinstance(count, int) and count < 2 else count
     avals = [jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for x in arrays]
@@ -666,6 +666,8 @@ def traced(
             f"{function}: fun must return an array whose first dimension is that of edges, got "
             f"shape {shape}"
         )
+    if dtype not in _graph.FLOATS:
+        return None
     try:
         plan = scalars.plan(function, jaxpr, consts, [scalars.whole(jaxpr, out)], exact)
     except FusionError as error:
@@ -691,7 +693,7 @@ def traced(
         found += side
         operands[k] = _aligned(x, [None if a is None else a - 1 for a in axes], len(shape) - 1)
     definition = derive.define(function, plan.function, plan.dtypes, [str(dtype)], Definition)
-    return Messages(_known(definition), operands, found, tuple(shape[1:]), dtype)
+    return Messages(_known(definition), operands, found, tuple(shape[1:]))
 
 
 def _trace(function: str, fun: Callable[..., Any], avals: Sequence[Any]) -> Any:

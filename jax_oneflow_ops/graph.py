@@ -446,6 +446,7 @@ def _attention_sum(
     size, implementation = how
     name = "attention_sum"
     messages = _messages.traced(name, fun, arrays, sides, graph[0].shape[0])
+    assert messages is not None
     return _messages.reduced(
         *(graph, messages, reduction),
         num_segments=size,
@@ -523,7 +524,7 @@ def _reduced(
         _check_edges(function, f"edge input {k}", x, graph[0])
     sides = "sr"[: len(tables)] + "e" * len(edge_inputs)
     traced = _messages.traced(function, fun, arrays, sides, graph[0].shape[0])
-    if traced.dtype not in _graph.FLOATS:
+    if traced is None:
         reads = jnp.where(graph[0] < 0, ~graph[0], graph[0])
         gathered = [
             x[ids] for x, ids in zip(arrays, (reads, graph[1])[: len(tables)], strict=False)

@@ -130,7 +130,7 @@ RULES = {
         {"m": "rows of `table`", "n": "edges", "s": "rows of the result", "t": TRAILING},
         {0: "`table`", 3: "`weights`"},
         "t",
-        gathered="mns",
+        gathered="ms",
     ),
 }
 
@@ -381,9 +381,9 @@ def reduced_rows_layouts() -> Iterator[Layout]:
 
 def graph_layouts() -> Iterator[Layout]:
     equation = "mt,n,n,n->st"
-    case = sized(GRAPH_CASES[0], equation, t=8)
+    case = sized(GRAPH_CASES[0], equation, t=8, n=16)
     yield layout(case, equation, t="b")
-    yield layout(case, equation, t=("a", "b"))
+    yield layout(case, equation, n="a", t="b")
 
 
 REDUCTION_TARGETS = {

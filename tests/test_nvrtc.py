@@ -10,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_oneflow_ops as jof
@@ -98,6 +100,7 @@ def compiled(source: str, architecture: int) -> Program:
         [
             f"--gpu-architecture=sm_{architecture}",
             "--std=c++17",
+            "--device-as-default-execution-space",
             f"--include-path={jof.include_dir()}",
         ],
     )
@@ -114,6 +117,25 @@ def test_a_functor_of_ones_own(architecture):
         (kernel,) = [k for k in kernels if re.match(rf"\w*ElementwiseKernel\w*{name}", k)]
         assert re.search(r"\bld\.global(\.nc)?\.v4\.", kernel), kernel
         assert re.search(r"\bst\.global\.v4\.", kernel), kernel
+
+
+def test_rows_of_a_fused_function():
+    """Several dtypes, reductions that depend on each other, and sums over rows."""
+
+    @jof.fuse
+    def f(x, mask, scale, column):
+        y = jnp.where(mask, x * scale - column, 0)
+        return jax.nn.softmax(y).astype(jnp.float32), (y > 0).sum(-1), y - y.mean(-1, keepdims=True)
+
+    like = jax.ShapeDtypeStruct
+    shapes = like((8, 200), jnp.float16), like((8, 200), bool), like((200,), jnp.float32)
+    text = f.source(*shapes, like((8, 1), jnp.float32), derivative="vjp")
+    kernels = [f"//{kernel}" for kernel in re.split(r"^//", text, flags=re.MULTILINE)[1:]]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        program = compiled(kernel, 90)
+        assert program.compiled, program.log
+        assert "local" not in re.sub(r"//.*", "", program.ptx())
 
 
 def test_an_error_is_reported():

@@ -156,7 +156,7 @@ LOOKUP_IN_SHARDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
 def test_every_op_is_in_the_table():
     tested = {layout.case.function for layout in (*LAYOUTS, *REDUCTION_LAYOUTS)}
     # These are message_sum and what they compute for each edge, on every device.
-    composed = {"message_mean", "attention_sum"}
+    composed = {"message_mean", "message_max", "attention_sum"}
     assert tested - {"ElementwiseKernel"} == {op.public_name for op in OPS} - composed
 
 

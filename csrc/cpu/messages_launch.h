@@ -23,7 +23,7 @@ inline CpuStatus LoadMessages(const uint8_t* code, size_t bytes, CpuMessageKerne
 }
 
 template <typename ThreadPool>
-CpuStatus LaunchMessages(const CpuMessageKernels& kernels, bool is_for_edges, int, int, int,
+CpuStatus LaunchMessages(const CpuMessageKernels& kernels, bool is_for_edges, int, int,
                          const MessageCall& call, size_t inputs, const int64_t*, ThreadPool& pool) {
   const auto spread = [&](CpuMessageKernels::Kernel kernel, int64_t n, int64_t bytes) {
     ParallelFor(pool, n, Grain(bytes),

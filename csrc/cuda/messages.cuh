@@ -19,6 +19,7 @@ enum class Columns { kAll, kOnly, kPack, kSplat, kEach };
 
 template <typename T, RowOf kRow, Columns kColumns, int kIndex = 0>
 struct MessageOperand {
+  static constexpr RowOf kRowOf = kRow;
   static constexpr bool kIsOne = kColumns == Columns::kOnly || kColumns == Columns::kSplat;
 
   template <int N>
@@ -85,6 +86,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>, kUnrolled, kBlocksOfSM> {
   using Value = Compute<T>;
   using Stored = T;
   using Reduce = Reducing<kReduction, Value>;
+  using Indexes = MakeIndices<sizeof...(In)>;
   static constexpr int kUnroll = kUnrolled, kBlocks = kBlocksOfSM;
   const MessageCall& call;
 
@@ -101,93 +103,153 @@ struct Messages<Functor, T, kReduction, Tuple<In...>, kUnrolled, kBlocksOfSM> {
   template <int N>
   struct Item {
     Tuple<typename In::template Loaded<N>...> loaded;
+    int32_t key;
     bool is_valid;
   };
   // All loads are made whether the edge counts or not, so that none waits for another.
-  template <int N>
+  template <int N, bool kOfKeys = true>
   __device__ __forceinline__ Item<N> Fetch(uint32_t edge, int32_t other, int32_t key,
                                            int64_t column) const {
     const bool is_key = IsRow(key, call.key_rows), is_other = IsRow(other, call.other_rows);
-    return Load<N>(edge, is_other ? other : 0, is_key ? key : 0, column, is_key && is_other,
-                   MakeIndices<sizeof...(In)>());
+    return {Load<N, kOfKeys, true>(edge, is_other ? other : 0, is_key ? key : 0, column, Indexes()),
+            is_key ? key : 0, is_key && is_other};
   }
-  template <int N, int... i>
-  __device__ __forceinline__ Item<N> Load(uint32_t edge, int32_t other, int32_t key, int64_t column,
-                                          bool is_valid, Indices<i...>) const {
-    return {MakeTuple(In::template Load<N>(call, i, edge, key, other, column)...), is_valid};
+  // The rows of keys, all others, or both.
+  template <int N, bool kOfKeys, bool kOfOthers, int... i>
+  __device__ __forceinline__ auto Load(uint32_t edge, int32_t other, int32_t key, int64_t column,
+                                       Indices<i...>) const {
+    return MakeTuple(LoadOne<N, In, i, kOfKeys, kOfOthers>(edge, other, key, column)...);
+  }
+  template <int N, typename One, int k, bool kOfKeys, bool kOfOthers>
+  __device__ __forceinline__ auto LoadOne(uint32_t edge, int32_t other, int32_t key,
+                                          int64_t column) const {
+    if constexpr (One::kRowOf == RowOf::kKey ? kOfKeys : kOfOthers) {
+      return One::template Load<N>(call, k, edge, key, other, column);
+    } else {
+      return typename One::template Loaded<N>{};
+    }
   }
   template <int N>
   __device__ __forceinline__ void Add(const Item<N>& item, Value (&value)[N]) const {
-    if (!item.is_valid) return;
-    AddValues(item, value, MakeIndices<sizeof...(In)>());
+    if (item.is_valid) AddValues(item.loaded, value, Indexes());
   }
   template <int N, int... k>
-  __device__ __forceinline__ void AddValues(const Item<N>& item, Value (&value)[N],
-                                            Indices<k...>) const {
+  __device__ __forceinline__ void AddValues(const Tuple<typename In::template Loaded<N>...>& loaded,
+                                            Value (&value)[N], Indices<k...>) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const auto result = Functor()(In::template Value<N>(Get<k>(item.loaded), i)...);
+      const auto result = Functor()(In::template Value<N>(Get<k>(loaded), i)...);
       value[i] = Combine(value[i], static_cast<Value>(result));
     }
   }
+  // Takes the rows of keys, or all others.
+  template <bool kOfKeys, typename Tuples, int... k>
+  __device__ __forceinline__ static void Take(const Tuples& from, Tuples* to, Indices<k...>) {
+    (TakeOne<In, kOfKeys>(Get<k>(from), &Get<k>(*to)), ...);
+  }
+  template <typename One, bool kOfKeys, typename Pack>
+  __device__ __forceinline__ static void TakeOne(const Pack& from, Pack* to) {
+    if constexpr ((One::kRowOf == RowOf::kKey) == kOfKeys) *to = from;
+  }
+
+  template <int N>
+  struct InOrder;
 };
 
-// Results of edges: a group of `lanes` threads takes kUnroll of them at once, each the sum of
-// `inner` neighbouring columns; or, where kIsSum is false, packs of columns.
+// Edges come in the order of their keys: the rows of a key are read once, and stay in registers.
+template <typename Functor, typename T, Reduction kReduction, typename... In, int kUnrolled,
+          int kBlocksOfSM>
+template <int N>
+struct Messages<Functor, T, kReduction, Tuple<In...>, kUnrolled, kBlocksOfSM>::InOrder : Messages {
+  mutable int32_t last = -1;
+  mutable Tuple<typename In::template Loaded<N>...> rows{};
+
+  __device__ explicit InOrder(const MessageCall& call) : Messages{call} {}
+
+  template <int M>
+  __device__ __forceinline__ Item<M> Fetch(uint32_t edge, int32_t other, int32_t key,
+                                           int64_t at) const {
+    column_ = at;
+    return Messages::template Fetch<M, false>(edge, other, key, at);
+  }
+  template <int M>
+  __device__ __forceinline__ void Add(const Item<M>& item, Value (&value)[M]) const {
+    if (item.key != last) {
+      last = item.key;
+      const auto own = this->template Load<M, true, false>(0, 0, last, column_, Indexes());
+      Messages::template Take<true>(own, &rows, Indexes());
+    }
+    Messages::template Take<false>(item.loaded, &rows, Indexes());
+    if (item.is_valid) this->AddValues(rows, value, Indexes());
+  }
+
+ private:
+  mutable int64_t column_ = 0;
+};
+
+// Results of edges, for a block's kBlockSize positions, whose ids it fetches first. Then groups of
+// `lanes` threads take kUnroll results at once, each the sum of `inner` neighbouring columns; or,
+// where kIsSum is false, packs of columns.
 template <bool kIsSum, int kPack, typename Program>
 __device__ __forceinline__ void StoreEdges(const Program& program, const MessageCall& call,
                                            const StoreLayout& layout) {
   using Value = typename Program::Value;
-  constexpr int kUnroll = Program::kUnroll;
-  const int lanes = layout.lanes, groups = kBlockSize / lanes;
-  const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
-  const int64_t first = (int64_t{blockIdx.x} * kUnroll) * groups + group;
-  uint32_t edge[kUnroll];
-  int32_t key[kUnroll], other[kUnroll];
-  int32_t column[kUnroll];
-  Value total[kUnroll];
-#pragma unroll
-  for (int t = 0; t < kUnroll; ++t) {
-    const int64_t item = first + t * groups;
-    uint64_t part;
-    const uint64_t at = static_cast<uint64_t>(item < layout.items ? item : layout.items - 1);
-    const int64_t p = static_cast<int64_t>(layout.by_parts.DivMod(at, &part));
-    column[t] = static_cast<int32_t>(part) * static_cast<int32_t>(kIsSum ? call.inner : kPack);
-    const int64_t e = call.edges.Edge(p);
-    edge[t] = static_cast<uint32_t>(e);
-    key[t] = call.edges.keys[p];
-    other[t] = program.Source(e);
-    total[t] = Value{0};
-  }
   using T = typename Program::Stored;
+  constexpr int kUnroll = Program::kUnroll;
+  __shared__ uint32_t edges[kBlockSize];
+  __shared__ int32_t keys[kBlockSize], others[kBlockSize];
+  const int64_t first = int64_t{blockIdx.x} * kBlockSize, p = first + threadIdx.x;
+  if (p < call.edges.count) {
+    const int64_t e = call.edges.Edge(p);
+    edges[threadIdx.x] = static_cast<uint32_t>(e);
+    keys[threadIdx.x] = call.edges.keys[p];
+    others[threadIdx.x] = program.Source(e);
+  }
+  __syncthreads();
+  const uint32_t parts = layout.by_parts.divisor();
+  const uint32_t items =
+      static_cast<uint32_t>(min(int64_t{kBlockSize}, call.edges.count - first)) * parts;
+  const uint32_t lanes = layout.lanes, groups = kBlockSize / lanes;
+  const uint32_t lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
+  const uint32_t inner = static_cast<uint32_t>(kIsSum ? call.inner : kPack);
   T* const result = static_cast<T*>(call.result);
-  const int64_t width = kIsSum ? call.inner : kPack;
-  for (int64_t c = int64_t{lane} * kPack; c < width; c += int64_t{lanes} * kPack) {
-    typename Program::template Item<kPack> item[kUnroll];
+  for (uint32_t base = 0; base < items; base += groups * kUnroll) {
+    uint32_t at[kUnroll], part[kUnroll];
+    Value total[kUnroll];
 #pragma unroll
     for (int t = 0; t < kUnroll; ++t) {
-      item[t] = program.template Fetch<kPack>(edge[t], other[t], key[t], column[t] + c);
+      at[t] = layout.by_parts.DivMod(min(base + t * groups + group, items - 1), &part[t]);
+      total[t] = Value{0};
     }
+    for (uint32_t c = lane * kPack; c < inner; c += lanes * kPack) {
+      typename Program::template Item<kPack> item[kUnroll];
 #pragma unroll
-    for (int t = 0; t < kUnroll; ++t) {
-      Value value[kPack] = {};
-      program.Add(item[t], value);
-      if constexpr (kIsSum) {
+      for (int t = 0; t < kUnroll; ++t) {
+        item[t] = program.template Fetch<kPack>(edges[at[t]], others[at[t]], keys[at[t]],
+                                                part[t] * inner + c);
+      }
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) total[t] += value[i];
-      } else if (first + t * groups < layout.items) {
-        StoreRounded(result + int64_t{edge[t]} * call.columns + column[t], value);
+      for (int t = 0; t < kUnroll; ++t) {
+        Value value[kPack] = {};
+        program.Add(item[t], value);
+        if constexpr (kIsSum) {
+#pragma unroll
+          for (int i = 0; i < kPack; ++i) total[t] += value[i];
+        } else if (base + t * groups + group < items) {
+          StoreRounded(result + int64_t{edges[at[t]]} * call.columns + part[t] * inner, value);
+        }
       }
     }
-  }
-  if constexpr (kIsSum) {
-    const int64_t parts = static_cast<int64_t>(layout.by_parts.divisor());
+    if constexpr (kIsSum) {
 #pragma unroll
-    for (int t = 0; t < kUnroll; ++t) {
-      for (int by = lanes / 2; by > 0; by /= 2) total[t] += __shfl_xor_sync(~0u, total[t], by);
-      if (lane != 0 || first + t * groups >= layout.items) continue;
-      const Value value[1] = {total[t]};
-      StoreRounded(result + int64_t{edge[t]} * parts + column[t] / call.inner, value);
+      for (int t = 0; t < kUnroll; ++t) {
+        for (uint32_t by = lanes / 2; by > 0; by /= 2) {
+          total[t] += __shfl_xor_sync(~0u, total[t], by);
+        }
+        if (lane != 0 || base + t * groups + group >= items) continue;
+        const Value value[1] = {total[t]};
+        StoreRounded(result + int64_t{edges[at[t]]} * parts + part[t], value);
+      }
     }
   }
 }
@@ -196,18 +258,19 @@ __device__ __forceinline__ void StoreEdges(const Program& program, const Message
 }  // namespace
 JOF_NAMESPACE_END
 
-#define JOF_MESSAGE_REDUCE(reduce, join, Program, kPack)                                    \
-  extern "C" __global__ void __launch_bounds__(jof::kBlockSize, Program::kBlocks)           \
-      reduce(const __grid_constant__ jof::MessageCall call,                                 \
-             const __grid_constant__ jof::SegmentLayout layout) {                           \
-    jof::segments::ReduceChunk<Program, kPack>(Program{call}, call.edges, layout,           \
-                                               static_cast<Program::Value*>(call.scratch)); \
-  }                                                                                         \
-  extern "C" __global__ void __launch_bounds__(jof::kBlockSize, 2)                          \
-      join(const __grid_constant__ jof::MessageCall call,                                   \
-           const __grid_constant__ jof::SegmentLayout layout) {                             \
-    jof::segments::JoinChunks<Program, kPack>(Program{call}, call.edges, layout,            \
-                                              static_cast<Program::Value*>(call.scratch));  \
+#define JOF_MESSAGE_REDUCE(reduce, join, Program, kPack)                                   \
+  extern "C" __global__ void __launch_bounds__(jof::kBlockSize, Program::kBlocks)          \
+      reduce(const __grid_constant__ jof::MessageCall call,                                \
+             const __grid_constant__ jof::SegmentLayout layout) {                          \
+    jof::segments::ReduceChunk<Program::InOrder<kPack>, kPack>(                            \
+        Program::InOrder<kPack>(call), call.edges, layout,                                 \
+        static_cast<Program::Value*>(call.scratch));                                       \
+  }                                                                                        \
+  extern "C" __global__ void __launch_bounds__(jof::kBlockSize, 2)                         \
+      join(const __grid_constant__ jof::MessageCall call,                                  \
+           const __grid_constant__ jof::SegmentLayout layout) {                            \
+    jof::segments::JoinChunks<Program, kPack>(Program{call}, call.edges, layout,           \
+                                              static_cast<Program::Value*>(call.scratch)); \
   }
 
 #define JOF_MESSAGE_STORE(store, Program, kIsSum, kPack)                          \

@@ -11,11 +11,10 @@
 
 JOF_NAMESPACE_BEGIN
 
-// How the results of edges are laid out over groups of `lanes` threads, `parts` to an edge.
+// How the results of edges are laid out over groups of `lanes` threads, so many parts to an edge.
 struct StoreLayout {
-  int64_t items;  // positions times parts
   int lanes;
-  FastDivider<uint64_t> by_parts;
+  FastDivider<uint32_t> by_parts;
 };
 
 #ifndef __CUDACC_RTC__
@@ -48,11 +47,11 @@ inline cudaError_t LoadMessages(const uint8_t* code, size_t, CudaMessageKernels*
   return status;
 }
 
-// The kernels were compiled for packs of so many columns, and so many items of a group at once.
-// `pack_bytes` of all operands are 0 where a thread reads no pack of them.
+// The kernels were compiled for packs of so many columns. `pack_bytes` of all operands are 0 where
+// a thread reads no pack of them.
 inline cudaError_t LaunchMessages(const CudaMessageKernels& kernels, bool is_for_edges, int pack,
-                                  int unroll, int result_bytes, const MessageCall& call,
-                                  size_t inputs, const int64_t* pack_bytes, cudaStream_t stream) {
+                                  int result_bytes, const MessageCall& call, size_t inputs,
+                                  const int64_t* pack_bytes, cudaStream_t stream) {
   constexpr int kThreads = 256;
   const auto launch = [&](cudaKernel_t kernel, int64_t blocks, auto&... arguments) {
     void* parameters[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
@@ -71,12 +70,10 @@ inline cudaError_t LaunchMessages(const CudaMessageKernels& kernels, bool is_for
   if (is_for_edges) {
     StoreLayout layout{};
     const bool is_sum = call.inner > 1;
-    const int64_t parts = call.columns / (is_sum ? call.inner : pack);
-    layout.items = call.edges.count * parts;
     layout.lanes = is_sum ? LanesFor((call.inner + pack - 1) / pack) : 1;
-    layout.by_parts = FastDivider<uint64_t>(static_cast<uint64_t>(parts));
-    const int64_t of_block = int64_t{kThreads} / layout.lanes * unroll;
-    return launch(run, (layout.items + of_block - 1) / of_block, call, layout);
+    layout.by_parts =
+        FastDivider<uint32_t>(static_cast<uint32_t>(call.columns / (is_sum ? call.inner : pack)));
+    return launch(run, (call.edges.count + kThreads - 1) / kThreads, call, layout);
   }
   const int64_t elements = call.segments * call.columns;
   cudaError_t status;

@@ -385,11 +385,11 @@ __device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPl
 template <typename T, int V>
 __device__ __forceinline__ void LoadShared(const uint4* slot, Compute<T> (&x)[V]) {
   union {
-    Word<sizeof(T) * V> whole;
+    typename Word<sizeof(T) * V>::type whole;
     uint32_t words[4];
     Pack<T, V> pack;
   };
-  whole = *reinterpret_cast<const Word<sizeof(T) * V>*>(slot);
+  whole = *reinterpret_cast<const typename Word<sizeof(T) * V>::type*>(slot);
   JOF_UNROLL
   for (int j = 0; j < V; ++j) {
     if constexpr (kDTypeOf<T> == DType::kBF16) {  // nvcc would shift twice

@@ -4,14 +4,15 @@
 //   (keys (E,), order (E,) or (0,), others (E,) or (0,), operands (rows, columns of a row)...)
 //   -> result (S, columns), scratch (C, 2, columns); or result (E, columns / inner), scratch (0,)
 // Ids are int32; keys are by position, others by edge. Attributes:
+//
 //   code, id, name   see ffi/compiled.h
 //   rows             of each operand: see RowOf
-//   broadcasts       of each operand: -1 if it has all columns, -2 if it has one, else an index
-//   into inners, counts   of rows that are broadcast: see BroadcastIndex element_bytes    of each
-//   operand and the result, as the code was compiled for pack_bytes       of each operand: what a
-//   thread reads of a row at once, 0 if that is an element columns          of a message inner so
-//   many columns are summed to a result of an edge; 0: results are of segments pack, unroll what
-//   the code was compiled for
+//   broadcasts       of each operand: -1 if it has all columns, -2 if one, else which run they are
+//   inners, counts   of each run: see BroadcastIndex
+//   element_bytes    of each operand and the result, as the code was compiled for
+//   pack_bytes       of each operand: what a thread reads of a row at once, 0 if that is an element
+//   layout           the columns of a message; how many are summed to a result of an edge, or 0 if
+//                    results are of segments; the columns of a pack
 #pragma once
 
 #include "ffi/compiled.h"
@@ -24,7 +25,7 @@ inline constexpr char kMessages[] = "jof_messages";
 
 struct MessageAttributes {
   ffi::Span<const int64_t> rows, broadcasts, inners, counts, element_bytes, pack_bytes;
-  int64_t columns, inner, pack, unroll;
+  int64_t columns, inner, pack;
 };
 
 inline ffi::Error DecodeMessages(int64_t limit, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -39,7 +40,7 @@ inline ffi::Error DecodeMessages(int64_t limit, ffi::RemainingArgs args, ffi::Re
   if (a.rows.size() != inputs || a.broadcasts.size() != inputs || a.pack_bytes.size() != inputs ||
       a.element_bytes.size() != inputs + 1 || a.inners.size() != a.counts.size() ||
       a.inners.size() > kMaxBroadcasts || a.columns <= 0 || a.inner < 0 || a.pack <= 0 ||
-      a.unroll <= 0 || (a.inner > 0 && a.columns % a.inner != 0)) {
+      (a.inner > 0 && a.columns % a.inner != 0)) {
     return InvalidArgument(op, ": attributes must have an entry for each of ", inputs, " operands");
   }
   for (size_t k = 0; k < a.inners.size(); ++k) {
@@ -116,7 +117,7 @@ auto WithMessageAttributes(Binding binding) {
       .template Attr<ffi::Span<const int64_t>>("counts")
       .template Attr<ffi::Span<const int64_t>>("element_bytes")
       .template Attr<ffi::Span<const int64_t>>("pack_bytes")
-      .template Attr<ffi::Span<const int64_t>>("layout");  // columns, inner, pack, unroll
+      .template Attr<ffi::Span<const int64_t>>("layout");
 }
 
 inline auto MessagesInstantiateBinding() {
@@ -153,18 +154,18 @@ ffi::Error ExecuteMessages(typename Backend::Stream stream, ffi::RemainingArgs a
                            std::string_view name, Integers rows, Integers broadcasts,
                            Integers inners, Integers counts, Integers element_bytes,
                            Integers pack_bytes, Integers layout) {
-  if (layout.size() != 4) return InvalidArgument(kMessages, ": layout must have four entries");
-  const MessageAttributes attributes{rows,       broadcasts, inners,    counts,    element_bytes,
-                                     pack_bytes, layout[0],  layout[1], layout[2], layout[3]};
+  if (layout.size() != 3) return InvalidArgument(kMessages, ": layout must have three entries");
+  const MessageAttributes attributes{rows,       broadcasts, inners,    counts,   element_bytes,
+                                     pack_bytes, layout[0],  layout[1], layout[2]};
   MessageCall call{};
   ffi::Error error = DecodeMessages(Backend::kEdgeChunk, args, rets, attributes, &call);
   if (error.failure() || call.segments == 0) return error;
   const auto* kernels = LoadedMessages<Backend>().Find(id);
   if (kernels == nullptr) return ffi::Error::Internal(std::string(name) + ": code is not loaded");
   const int result_bytes = static_cast<int>(element_bytes[element_bytes.size() - 1]);
-  return Backend::Status(name, LaunchMessages(*kernels, layout[1] > 0, static_cast<int>(layout[2]),
-                                              static_cast<int>(layout[3]), result_bytes, call,
-                                              pack_bytes.size(), pack_bytes.begin(), stream));
+  return Backend::Status(
+      name, LaunchMessages(*kernels, layout[1] > 0, static_cast<int>(layout[2]), result_bytes, call,
+                           pack_bytes.size(), pack_bytes.begin(), stream));
 }
 
 }  // namespace jof

@@ -143,14 +143,17 @@ def _entries(kernel: Kernel, platform: str) -> list[str]:
     return lines
 
 
-def unroll_of(operands: Sequence[Operand], pack: int) -> int:
-    """Edges on their way at once: some 128 bytes of registers for their rows."""
+def unroll_of(operands: Sequence[Operand], pack: int, inner: int) -> int:
+    """Edges on their way at once: some 128 bytes of registers for their rows.
+
+    Of sums, the rows of a key are there before.
+    """
     import numpy as np
 
     sizes = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
     count = sum(
         pack * (sizes.get(o.dtype) or np.dtype(o.dtype).itemsize)
         for o in operands
-        if o.broadcast == ALL or o.in_packs in ("pack", "each")
+        if (o.broadcast == ALL or o.in_packs in ("pack", "each")) and (inner or o.row != "key")
     )
     return 4 if count <= 32 else 2 if count <= 64 else 1

@@ -24,7 +24,7 @@ from jax_oneflow_ops._codegen import cache, compilers, derive, row_source
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.row_source import ARRAY, SCALAR, SUMS, VALUE, VECTOR
 from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS
-from jax_oneflow_ops._codegen.traced import computed, mapped
+from jax_oneflow_ops._codegen.traced import Program, Traced, computed, mapped
 
 Kind = Literal["elements", "value", "sum of elements", "sum of values"]
 
@@ -59,12 +59,17 @@ class Spec:
     @property
     def is_of_elements(self) -> list[bool]:
         """Whether inputs are elements, and not values of a row."""
-        flat, _ = _compat.jaxpr_and_consts(self.definition.body.jaxpr)
+        flat, _ = _compat.jaxpr_and_consts(self.body.jaxpr)
         return [bool(shape) for shape in derive.shapes_of(flat.invars)]
 
     @property
-    def program(self) -> Any:
-        return self.definition.body.program
+    def body(self) -> Traced:
+        assert isinstance(self.definition.body, Traced)
+        return self.definition.body
+
+    @property
+    def program(self) -> Program:
+        return self.body.program
 
 
 def define(
@@ -75,7 +80,8 @@ def define(
     shapes: Sequence[tuple[int, ...]],
 ) -> Definition:
     """A definition of a function of a row: see `derive.define`."""
-    return derive.define(name, function, inputs, outputs, Definition, shapes)
+    made: Definition = derive.define(name, function, inputs, outputs, Definition, shapes)
+    return made
 
 
 def bind(
@@ -297,7 +303,7 @@ def reference(*args: Any, spec: Spec) -> list[Any]:
         elif x.ndim:
             x = jnp.squeeze(x, -1)
         every.append(x.astype(computed(dtype)))
-    results = mapped(core.jaxpr_as_fun(spec.definition.body.jaxpr), every, lead)
+    results = mapped(core.jaxpr_as_fun(spec.body.jaxpr), every, lead)
     found = []
     axes = tuple(range(len(lead)))
     for kind, y, dtype in zip(spec.kinds, results, spec.result_dtypes, strict=True):

@@ -262,6 +262,7 @@ class _Writer:
                 self._names[k] = values[k].text
         self._names |= {k: f"f.v{k}" for k in self.of_row}
         self._names |= {k: f"jof::Get<{n}>(v)" for n, k in enumerate(vectors)}
+        self._final = self._names  # and of what the map computes
         self._dtypes = dtypes
 
     def _expression(self, k: int, names: dict[int, str]) -> str:
@@ -410,7 +411,7 @@ class _Writer:
         """The expression of a result."""
         k = self._program.results[o]
         stored = self._program.unrounded(k, f"jof::Compute<{TYPES[dtype]}>")
-        names = getattr(self, "_final", self._names)
+        names = self._final
         return names[stored] if stored in names else names[k]
 
 
