@@ -102,7 +102,8 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
             if most != size or cases < CASES:
                 continue
             wins = gain >= GAIN and low >= LOW
-            reason = f"{gain:.2f}x XLA in {cases} cases on {device}, the slowest {low:.2f}x"
+            speed = f"{gain:.2f}x as fast as XLA, {low:.2f}x in the worst case"
+            reason = f"{speed}, in {cases} cases on {device}"
             times = (us * call.bytes / 2**20 for us in (native, xla))
             return Decision(call, "native" if wins else "xla", reason, *times)
     return Decision(call, call.unmeasured, f"no such call was measured on {device}")
