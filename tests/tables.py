@@ -21,7 +21,7 @@ def transformations() -> str:
     """Rows are functions, columns groups of columns of the tests' table."""
     cells = [(case, c.group, c.name, c.reason(case)) for case, c in test_transforms.cells()]
     cells += [(case, *column, None) for case in EACH_KIND for column in test_export.COLUMNS]
-    groups: dict[str, dict[str, None]] = {}
+    groups: dict[str, dict[str, None]] = {c.group: {} for c in test_transforms.COLUMNS.values()}
     for _, group, name, _ in cells:
         groups.setdefault(group, {})[name] = None
     footnotes: list[str] = []

@@ -19,7 +19,15 @@ import pytest
 from jax import lax
 
 import jax_oneflow_ops as jof
-from tests.catalogue import CASES, EACH_KIND, FUNCTIONS, OPS, REPRESENTATIVE, Case
+from tests.catalogue import (
+    CASES,
+    EACH_KIND,
+    EACH_PRIMITIVE,
+    FUNCTIONS,
+    OPS,
+    REPRESENTATIVE,
+    Case,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +51,9 @@ class Column:
 
 # One for each primitive, and for each way that elementwise ones are made.
 PRIMITIVES = (*REPRESENTATIVE, *(case for case in CASES if case.name == "scaled_silu"))
+
+# Those with the rules of another function, but for a flag or a factor: like variants.
+TWINS = {"segment_min", "segment_prod", "segment_mean", "scatter_min", "rms_norm", "message_mean"}
 
 # The groups of columns.
 JIT = "`jit`"
@@ -167,7 +178,7 @@ def ahead_of_time(case, f):
     return jax.jit(grad(case, cube(f))).lower(*specs).compile()(*case.inputs())
 
 
-@column(JIT, among=EACH_KIND, traced=False)
+@column(JIT, among=EACH_PRIMITIVE, traced=False)
 def donated(case, f):
     total = jnp.ones_like(cotangents(case))
     result = jax.jit(lambda total, *xs: total + f(*xs), donate_argnums=0)(total, *case.inputs())
@@ -175,7 +186,7 @@ def donated(case, f):
     return result
 
 
-@column(JIT, among=EACH_KIND, traced=False)
+@column(JIT, among=EACH_PRIMITIVE, traced=False)
 def operands_donated(case, f):
     """The inputs' buffers are reused for results while the op may still read them."""
 
@@ -248,7 +259,7 @@ def debug_nans(case, f):
         return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*case.inputs())
 
 
-@column(SETTINGS, among=EACH_KIND, traced=False)
+@column(SETTINGS, among=EACH_PRIMITIVE, traced=False)
 def x64(case, f):
     """64-bit types being enabled changes neither the bits nor the types of 32-bit values."""
     xs = [x.astype(np.float32) for x in case.inputs()]
@@ -265,7 +276,7 @@ def x64(case, f):
 # --- differentiation ------------------------------------------------------------------------------
 
 
-@column(GRAD, core=True, among=EACH_KIND, traced=False, expects="gradient")
+@column(GRAD, core=True, among=EACH_PRIMITIVE, traced=False, expects="gradient")
 def gradient(case, f):
     """Outside of `jax.jit`; inside of it the value of hvp_forward_over_reverse is the same."""
     return grad(case, cube(f))(*case.inputs())
@@ -505,7 +516,7 @@ def vmap_of_some_operands(case, f):
 
 @column(VMAP, among=EACH_KIND)
 def vmap_over_any_axis(case, f):
-    """From either end; between H and W, too."""
+    """From either end; between others, too."""
 
     def value_and_gradients(dy, *xs):
         y, pull = jax.vjp(f, *xs)
@@ -514,7 +525,7 @@ def vmap_over_any_axis(case, f):
     results = []
     xs, dys = case.inputs(3), np.stack([cotangents(case) + i for i in range(3)])
     ndim = len(case.shape)
-    for axis in (*range(ndim + 1), -1, -2):
+    for axis in sorted({0, 1, ndim, -2}):
         axes = tuple(min(axis, len(shape)) if shape else 0 for shape in case.shapes)
         function = jax.vmap(value_and_gradients, in_axes=(axis, *axes), out_axes=(axis, axes))
         moved = (jnp.moveaxis(x, 0, a) for x, a in zip(xs, axes, strict=True))
@@ -628,7 +639,8 @@ def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
     """(row, column) for all that the table has, or gives a reason to leave out."""
     for case in cases:
         for column in COLUMNS.values():
-            if case in column.among and (column.core or not case.variant):
+            full = not case.variant and case.name not in TWINS
+            if case in column.among and (column.core or full):
                 yield case, column
 
 
