@@ -906,19 +906,26 @@ class RowsKernelBody {
     typename ResultsOf<Program>::type y[V];
     C v[V][kVectors + 1];
     GetVectors(k, v);
+    C sums[V][kColumnSums + 1];
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
-      C sums[kColumnSums + 1];
-      program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums);
-      if constexpr (kColumnSums > 0) {
-        if (IsWhole()) {
+      program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums[j]);
+    }
+    if constexpr (kColumnSums > 0) {
+      if (IsWhole()) {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
           JOF_UNROLL
-          for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[s];
-        } else if (pack.Has(j)) {  // no registers have them: in the part itself
+          for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[j][s];
+        }
+      } else {  // no registers have them: in the part itself
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          if (!pack.Has(j)) continue;
           C* target = Part() + (pack.first + j);
           JOF_UNROLL
           for (int s = 0; s < kColumnSums; ++s, target += plan_.n) {
-            *target = is_first_row ? sums[s] : *target + sums[s];
+            *target = is_first_row ? sums[j][s] : *target + sums[j][s];
           }
         }
       }
