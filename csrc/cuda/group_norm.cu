@@ -72,31 +72,40 @@ class GroupNormBody {
   template <typename Visit>
   __device__ __forceinline__ void ForEachAhead(const T* const (&in)[kInputs], int64_t row,
                                                const Visit& visit) const {
-    Pack<T, V> packs[kAhead][kInputs];
-    JOF_UNROLL
-    for (int k = 0; k < kAhead; ++k) {
-      if (row + k >= count_) break;
+    const int64_t at = first_ + row * step_;
+    if (plan_.is_packed && row + kAhead <= count_) {
+      uint4 packs[kAhead][kInputs];
       JOF_UNROLL
-      for (int a = 0; a < kInputs; ++a) {
-        const T* source = in[a] + first_ + (row + k) * step_;
-        if (plan_.is_packed) {
-          packs[k][a] = LoadPack<V>(source);
-        } else {
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) packs[k][a].elem[j] = Has(j) ? source[j] : T{};
+      for (int k = 0; k < kAhead; ++k) {
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) {
+          packs[k][a] = __ldg(reinterpret_cast<const uint4*>(in[a] + at + k * step_));
         }
       }
+      JOF_UNROLL
+      for (int k = 0; k < kAhead; ++k) {
+        C x[kInputs][V];
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) internal::LoadShared<T>(&packs[k][a], x[a]);
+        visit(x, at + k * step_);
+      }
+      return;
     }
-    JOF_UNROLL
-    for (int k = 0; k < kAhead; ++k) {
-      if (row + k >= count_) break;
+#pragma unroll 1
+    for (int64_t k = 0; k < kAhead && row + k < count_; ++k) {
       C x[kInputs][V];
       JOF_UNROLL
       for (int a = 0; a < kInputs; ++a) {
-        JOF_UNROLL
-        for (int j = 0; j < V; ++j) x[a][j] = Accumulator<T>::Load(packs[k][a].elem[j]);
+        const T* source = in[a] + at + k * step_;
+        if (plan_.is_packed) {
+          const uint4 pack = __ldg(reinterpret_cast<const uint4*>(source));
+          internal::LoadShared<T>(&pack, x[a]);
+        } else {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) x[a][j] = Has(j) ? Accumulator<T>::Load(source[j]) : C(0);
+        }
       }
-      visit(x, first_ + (row + k) * step_);
+      visit(x, at + k * step_);
     }
   }
   template <typename Visit>
