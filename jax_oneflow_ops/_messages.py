@@ -167,7 +167,8 @@ def _sharding_rule(*avals: Any, spec: Spec, **_: Any) -> _primitive.ShardingRule
 def _reference(*args: Any, spec: Spec, num_segments: int, **_: Any) -> jax.Array:
     senders, receivers, operands = args[0], args[1], args[GRAPH:]
     row = _row_of(operands)
-    definition, count = spec.definition, senders.shape[0]
+    definition: Any = spec.definition
+    count = senders.shape[0]
     reads = jnp.where(senders < 0, ~senders, senders)
     is_dropped = receivers < 0
     if spec.drops_senders:
@@ -234,6 +235,7 @@ def _native_call(
         return _reference(*args, spec=spec, num_segments=num_segments)
     keys, order, others = _ids(args[:GRAPH], spec, primary, num_segments)
     columns = math.prod(row)
+    types: Any
     if spec.target == "e":
         types = ((count, columns // inner), spec.dtype), ((0,), jnp.dtype(jnp.float32))
     else:
@@ -451,7 +453,7 @@ def _of_chosen(
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_chosen(definition: Definition) -> Definition:
+def _is_chosen(definition: Any) -> Any:
     """1 where an edge has the last input, else 0, in the dtype that sums are computed in."""
     function = core.jaxpr_as_fun(definition.body.jaxpr)
     dtype = definition.outputs[0].type
@@ -465,7 +467,7 @@ def _is_chosen(definition: Definition) -> Definition:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_shared(definition: Definition, tangent: Definition) -> Definition:
+def _of_shared(definition: Any, tangent: Any) -> Any:
     value, of_tangent = (core.jaxpr_as_fun(d.body.jaxpr) for d in (definition, tangent))
     dtype, count = definition.outputs[0].type, len(definition.inputs)
 
@@ -485,7 +487,7 @@ def _stored(x: Any, dtype: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _transposed(definition: Definition, linear: tuple[int, ...], k: int, dtype: str) -> Definition:
+def _transposed(definition: Any, linear: tuple[int, ...], k: int, dtype: str) -> Any:
     """The cotangent of input k, one of those that a definition is linear in."""
     every = derive.transpose(definition, linear, (0,))
     function = core.jaxpr_as_fun(every.body.jaxpr)
@@ -589,7 +591,8 @@ class Messages:
 
     def product(self) -> tuple[Any, Any, int] | None:
         """A table, weights and their dimensions, if the function is their product, or the table."""
-        program, dtype = self.definition.body.program, self.definition.outputs[0].type
+        body: Any = self.definition.body
+        program, dtype = body.program, self.definition.outputs[0].type
         value = program.values[program.results[0]]
         factors = [value] if value.kind == "input" else [program.values[k] for k in value.args]
         if value.kind not in ("input", "mul") or any(f.kind != "input" for f in factors):
@@ -712,7 +715,7 @@ def _aligned(x: Any, axes: Sequence[int | None], rank: int) -> Any:
     return jax.lax.expand_dims(x, [d + 1 for d in range(rank) if d not in axes])
 
 
-def _known(definition: Definition) -> Definition:
+def _known(definition: Any) -> Any:
     """The same definition for the same function: jax knows what it has compiled by that."""
     closed = definition.body.jaxpr
     key = f"{definition.name} {definition} {closed} {_compat.jaxpr_and_consts(closed)[1]}"

@@ -394,7 +394,9 @@ def _of_weights(
     def message(v: Any, most: Any, inverse: Any, x: Any) -> Any:
         return (_weight(x, most, inverse) * v).astype(dtype)
 
-    return _attention_sum(how, message, (values, most, inverse, logits), "srre", graph)
+    arrays = values, most, inverse, logits
+    result: jax.Array = _attention_sum(how, message, arrays, "srre", graph)
+    return result
 
 
 @_attention.defjvp
@@ -406,7 +408,8 @@ def _(how: tuple[int, str | None], primals: Any, tangents: Any) -> tuple[Any, An
     logits, values, most, inverse, *graph = primals
     of_logits, of_values = tangents[:2]
     # Not rounded, since what is subtracted from it may be near it.
-    result = _of_weights(how, *primals[:4], graph, _graph.compute_dtype(values.dtype))
+    wide = _graph.compute_dtype(values.dtype)
+    result = _of_weights(how, logits, values, most, inverse, graph, wide)
 
     def message(v: Any, of_v: Any, y: Any, most: Any, inverse: Any, x: Any, of_x: Any) -> Any:
         moved = of_x.astype(y.dtype) * (v.astype(y.dtype) - y) + of_v.astype(y.dtype)
@@ -524,20 +527,22 @@ def _reduced(
         _check_edges(function, f"edge input {k}", x, graph[0])
     sides = "sr"[: len(tables)] + "e" * len(edge_inputs)
     traced = _messages.traced(function, fun, arrays, sides, graph[0].shape[0])
+    result: jax.Array
     if traced is None:
         reads = jnp.where(graph[0] < 0, ~graph[0], graph[0])
         gathered = [
             x[ids] for x, ids in zip(arrays, (reads, graph[1])[: len(tables)], strict=False)
         ]
         reduce = getattr(jax.ops, f"segment_{reduction}")
-        result: jax.Array = reduce(fun(*gathered, *arrays[len(tables) :]), graph[1], size)
+        result = reduce(fun(*gathered, *arrays[len(tables) :]), graph[1], size)
         return result
     product = traced.product() if reduction == "sum" else None
     if product is not None:
         return _weighted_sum(function, graph, *product, size, choice)
-    return _messages.reduced(
+    result = _messages.reduced(
         *(graph, traced, reduction), num_segments=size, function=function, implementation=choice
     )
+    return result
 
 
 def _graph_of(

@@ -561,8 +561,7 @@ def test_functions_of_rows(dtype, row):
         assert_close(found[~is_empty], exact[~is_empty], terms[~is_empty], dtype)
 
 
-@ALL_DERIVATIVES
-@pytest.mark.parametrize("reduce", ["sum", "max"])
+@pytest.mark.parametrize(("reduce", "planned"), [("sum", False), ("sum", True), ("max", True)])
 def test_derivatives_of_functions(reduce, planned):
     """With respect to tables, arrays of edges, and what a function closes over; some are ties."""
     rng = rng_for("functions")
@@ -570,16 +569,15 @@ def test_derivatives_of_functions(reduce, planned):
     senders, receivers = edges_of("hub", nodes, segments, edges, rng)
     senders[::7], receivers[::9] = -1 - senders[::7], -1
     senders[1::2], receivers[1::2] = senders[::2], receivers[::2]
-    shapes = (nodes, *row), (segments, *row), (edges, 3, 1), (1, 4), ()
-    xs = [rng.standard_normal(shape) for shape in shapes]
-    xs[2][1::2] = xs[2][::2]
-    tangents = [rng.standard_normal(shape) for shape in shapes]
+    of_sender, of_receiver = rng.standard_normal((nodes, *row)), rng.standard_normal((7, *row))
+    weights, bias = rng.standard_normal((edges, 3, 1)), rng.standard_normal((1, 4))
+    weights[1::2] = weights[::2]
     options = plans(senders, receivers, nodes, segments) if planned else {}
 
     def layer(reduced):
-        def f(a, b, w, bias, scale):
+        def f(a, w, b=of_receiver, bias=bias):
             def fun(x, y, w):
-                return jnp.tanh(x * w + y) * scale + bias * x
+                return jnp.tanh(x * w + y) + bias * x
 
             y = reduced(fun, (a, b), senders, receivers, w)
             return jnp.where(jnp.isfinite(y), y, 0)
@@ -588,6 +586,8 @@ def test_derivatives_of_functions(reduce, planned):
 
     found = layer(functools.partial(REDUCTIONS[reduce], num_segments=segments, **options))
     wanted = layer(functools.partial(in_jnp, num_segments=segments, reduce=reduce))
+    xs = of_sender, weights, *((of_receiver, bias) if reduce == "sum" else ())
+    tangents = [rng.standard_normal(x.shape) for x in xs]
     assert_same_derivatives(found, wanted, xs, tangents)
 
 
@@ -668,3 +668,55 @@ def test_plan_of_another_graph():
         jof.message_sum(lambda x: x, (table,), senders, receivers, plan=wrong)
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda x: jof.message_sum(lambda y: y, (x,), senders, receivers, plan=wrong))(table)
+
+
+def test_handler_of_messages_refuses(monkeypatch):
+    calls = []
+    plain = jax.ffi.ffi_call
+
+    def spy(name, types, **options):
+        def call(*args, **attributes):
+            if name == "jof_messages":
+                calls.append((list(types), [jax.typeof(x) for x in args], attributes))
+            return plain(name, types, **options)(*args, **attributes)
+
+        return call
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", spy)
+    table, weights, ids = jnp.ones((3, 8)), jnp.ones((6, 1)), np.zeros(6, int)
+
+    def layer(table, weights):
+        fun = lambda x, w: jnp.sin(x) * w  # noqa: E731
+        return jof.message_sum(fun, (table,), ids, ids, weights, num_segments=5)
+
+    jax.jit(layer)(table, weights)
+    ((types, args, attributes),) = calls
+
+    def run(types, args, attributes):
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in args]
+        jax.block_until_ready(
+            jax.jit(lambda *xs: plain("jof_messages", types)(*xs, **attributes))(*zeros)
+        )
+
+    run(types, args, attributes)
+    wrong = [
+        (types, [*args[:k], args[k].update(shape=shape), *args[k + 1 :]], {})
+        for k, shape in ((0, (5,)), (1, (7,)), (2, (0,)), (3, (3, 7)), (4, (5, 1)))
+    ]
+    wrong += [([types[0].update(shape=(5, 7)), types[1]], args, {})]
+    wrong += [
+        (types, args, {name: np.asarray(values, np.int64)})
+        for name, values in (
+            ("rows", [1]),
+            ("rows", [4, 2]),
+            ("broadcasts", [-3, -2]),
+            ("broadcasts", [0, -2]),
+            ("layout", [8, 0]),
+            ("layout", [9, 0, 1]),
+            ("layout", [8, 3, 1]),
+            ("element_bytes", [8, 8, 4]),
+        )
+    ]
+    for types_, args_, more in wrong:
+        with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*jof_messages: "):
+            run(types_, args_, {**attributes, **more})

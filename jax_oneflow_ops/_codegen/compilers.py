@@ -58,7 +58,8 @@ class CppCompiler:
         self._command, self._problem = _cpp_command(self._chosen, os.environ.get("PATH", ""))
         isa = _native.cpu_instruction_set()
         self._flags = (*_FLAGS, *_ISA_FLAGS[isa], *_LINKER_FLAGS.get(sys.platform, ()))
-        self._flags += () if contracts else ("-ffp-contract=off",)
+        if not contracts:
+            self._flags = (*self._flags, "-ffp-contract=off")
 
     @property
     def target(self) -> tuple[str, ...]:
@@ -137,8 +138,10 @@ class Nvrtc:
     def __init__(self, architecture: str, is_narrow: bool, contracts: bool = True):
         self._architecture = architecture
         # Of narrow results: within 2 ulp of float32.
-        self._flags = ("--prec-div=false", "--prec-sqrt=false") if is_narrow else ()
-        self._flags += () if contracts else ("--fmad=false",)
+        self._flags = (
+            *(("--prec-div=false", "--prec-sqrt=false") if is_narrow else ()),
+            *(() if contracts else ("--fmad=false",)),
+        )
 
     @property
     def target(self) -> tuple[str, ...]:
