@@ -7,8 +7,9 @@
 // every so-many-th row: the same channels of all of them. Its sums become those of channels, then
 // of groups, when the threads of the block exchange them.
 //
-// Keeping the parts in shared memory until the whole image is reduced, in one kernel, was slower: a
-// block's part is then small, and what it costs to exchange sums is as much as all else.
+// One kernel that keeps its parts in shared memory until the whole image is reduced reads inputs
+// once, but spends as much on exchanging sums as on its elements, of which a block then has few:
+// value and gradient with silu of f32 (32, 4096, 256) on an H200 took 500 us, and take 373.
 #include "cuda/group_norm.h"
 
 #include <algorithm>
