@@ -117,7 +117,6 @@ def built_kernels(instruction_set: str) -> str | None:
 
 def compiled(source: str, flags: list[str], folder: Path) -> str:
     """The object of a source that several tests have, compiled by the first that needs it."""
-    folder.mkdir(exist_ok=True)
     stem = folder / Path(source).stem
     with open(f"{stem}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -130,20 +129,18 @@ def compiled(source: str, flags: list[str], folder: Path) -> str:
 @pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason=f"no C++ compiler {COMPILER[0]!r}")
 @pytest.mark.parametrize(("test", "instruction_set", "sanitizer"), [*builds()])
 def test_cpp(test, instruction_set, sanitizer, objects, tmp_path):
-    own = SANITIZERS[sanitizer]
+    flags = [*INSTRUCTION_SETS[instruction_set], *SANITIZERS[sanitizer]]
     # The dispatcher knows one table then: what it takes for the baseline's.
     table = f"kCpuKernels{instruction_set.capitalize()}"
-    flags = [*INSTRUCTION_SETS[instruction_set], *own]
     flags += [f"-DJOF_CPU_ISA={instruction_set}", f"-DJOF_CPU_KERNELS={table}"]
     flags += [f"-DkCpuKernelsBaseline={table}"]
     folder = objects / f"{instruction_set}-{sanitizer}"
+    folder.mkdir(exist_ok=True)
     built = built_kernels(instruction_set) if sanitizer != "thread" else None
     linked = [
         built if built and source == KERNELS else compiled(source, flags, folder)
         for source in named(test, "sources")
     ]
     binary = str(tmp_path / test.stem)
-    # A test itself is the same for all instruction sets.
-    linked.append(compiled(str(test), own, objects / sanitizer))
-    run([*COMPILER, *own, "-pthread", *linked, "-ldl", "-o", binary], cwd=ROOT)
+    run([*COMPILER, *FLAGS, *flags, str(test), *linked, "-ldl", "-o", binary], cwd=ROOT)
     run([binary])
