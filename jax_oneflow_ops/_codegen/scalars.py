@@ -452,7 +452,8 @@ def _on_scalars(eqn: Any, args: Sequence[Any]) -> Any:
     params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
     shapes = {np.shape(x) for x in args} - {()}
     if shapes and len(args) > 1:  # of a row, and of what is the same for all of it
-        args = [lax.broadcast_in_dim(x, *shapes, ()) if not np.ndim(x) else x for x in args]
+        (shape,) = shapes
+        args = [x if np.ndim(x) else lax.broadcast_in_dim(x, shape, ()) for x in args]
     if name in ("bitcast_convert_type", "nextafter"):  # these see the bits
         stored = [
             lax.convert_element_type(x, atom.aval.dtype)
