@@ -104,8 +104,8 @@ class Report:
             fitted = [_fit(cell, width, i == 0) for i, (cell, width) in columns]
             lines.append("  ".join(fitted).rstrip())
             if below:
-                indent = {"initial_indent": "    ", "subsequent_indent": "    "}
-                lines += textwrap.wrap(line[-1], width, **indent) if line is not cells[0] else []
+                reason = textwrap.wrap(line[-1], width - 4) if line is not cells[0] else []
+                lines += ["    " + part for part in reason]
         return "\n".join([*lines, *textwrap.wrap(self.total(), width)])
 
     def __str__(self) -> str:
