@@ -51,9 +51,10 @@ class _Reduction:
         """
         updates = -updates if self.negative else updates
         if platform is not None:
-            return _scatter.on_one_device(
+            alone: jax.Array = _scatter.on_one_device(
                 platform, operand, ids, updates, rows, how["indexing"], self.reducer
             )
+            return alone
         args: tuple[Any, ...] = (operand, ids, updates)
         primitive, more = _scatter.scatter_add_p, dict[str, Any]()
         if operand is None:
