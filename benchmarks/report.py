@@ -202,7 +202,7 @@ def steps(found: Sequence[Result], name: str, group: str = "step") -> str:
     return markdown(head, lines)
 
 
-def scaled(found: Sequence[Result], name: str) -> str:
+def scaled(found: Sequence[Result], name: str = "programs") -> str:
     """A line a program: milliseconds a step on one device and on all, as written and ours."""
     lines = []
     for row in (row for row in listed(found, name) if "sent" in row):

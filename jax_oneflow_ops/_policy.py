@@ -34,6 +34,7 @@ class Call:
     kind: tuple[str, ...]  # from the family to what distinguishes calls: a cell's name
     bytes: int  # each array read or written once
     unmeasured: str = "native"  # what runs where the device has no cell for such calls
+    least_depth: int = 1  # coarser cells, of fewer parts of the kind, say nothing about the call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
     if table is None:
         return Decision(call, "native", f"no device of the platform {platform} was measured")
     size = next(most for most in BANDS if call.bytes <= most)
-    for depth in range(len(call.kind), 0, -1):
+    for depth in range(len(call.kind), call.least_depth - 1, -1):
         for most, cases, gain, low, native, xla in table["cells"].get(
             "/".join(call.kind[:depth]), ()
         ):

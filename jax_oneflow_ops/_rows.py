@@ -9,7 +9,6 @@ Operands are arrays, which have an axis of rows; what has one value a row, or se
 axis; and row vectors.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -161,7 +160,16 @@ def _call(group: str, name: str, passes: int, x: Any, axis: int) -> _policy.Call
     length = next(f"rows up to {most}" for most in _LENGTHS if x.shape[axis] <= most)
     order = "contiguous" if math.prod(x.shape[axis + 1 :]) == 1 else "strided"
     kind = ("rows", group, _policy.bits(x.dtype), f"{order}, {length}", name)
-    return _policy.Call(kind, passes * _policy.nbytes(x))
+    nbytes = passes * _policy.nbytes(x)
+    # XLA is faster on small arrays and short rows, whatever the function. On others norms and
+    # softmax are as fast in XLA as memory is, and gradients and sums of exponentials are not.
+    if nbytes <= SMALL or x.shape[axis] <= _SHORT:
+        return _policy.Call(kind, nbytes, "xla")
+    unmeasured = "xla" if group in ("norm", "softmax") else "native"
+    return _policy.Call(kind, nbytes, unmeasured, least_depth=2)
+
+
+SMALL, _SHORT = _policy.BANDS[-2], 64
 
 
 _LENGTHS = (256, 2048, 16384, 1 << 50)
@@ -200,10 +208,7 @@ def _define_softmax() -> core.Primitive:
 
         def call(x: Any, *_: Any, axis: int, log: bool) -> _policy.Call:
             name = target.removeprefix("jof_")
-            made = _call("softmax", f"log_{name}" if log else name, 1 + operands, x, axis)
-            # XLA's softmax is at the speed of memory for most rows, its gradient is not.
-            unmeasured = "native" if name.endswith("_vjp") else "xla"
-            return dataclasses.replace(made, unmeasured=unmeasured)
+            return _call("softmax", f"log_{name}" if log else name, 1 + operands, x, axis)
 
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)

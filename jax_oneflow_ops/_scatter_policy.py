@@ -76,8 +76,6 @@ PRIVATE_HITS = 64
 PRIVATE_ELEMENTS = 2**18
 PRIVATE_PARTS = 128
 PRIVATE_PART_ELEMENTS = 8192
-# Sorted ids gain nothing while a thread has one element.
-SORTED_ELEMENTS = 2**18
 # Else CUDA adds by atomics or sorts, whichever is expected to be sooner on an H200. Atomics take
 # 15 ps for each sector of 32 bytes where ids are uniform. A row may be hot, so they are expected to
 # take 1.6 times as long, and 2.5 times where rows are no power of two and warps cannot combine
@@ -141,7 +139,7 @@ def plan(p: Problem) -> Plan:
         if size <= PRIVATE_ORDERED_BYTES if p.ordered else few and size <= limit:
             most = max(1, PRIVATE_PARTS // p.batch)
             return Plan("private", (min(most, -(-elements // PRIVATE_PART_ELEMENTS)), *sums))
-    if sort or (p.is_sorted and p.batch * elements > SORTED_ELEMENTS):
+    if sort or p.is_sorted:
         return _sorted(p)
     if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:
         return Plan("atomic", _NONE) if p.batch * p.updates <= FEW_UPDATES else _sorted(p)

@@ -1919,7 +1919,7 @@ def graph_case(op: Op, shapes, symbolic, target, grad_targets, **fields) -> Case
         symbolic=symbolic,
         composed=True,
         free_axes=(0,),
-        rtol=1e-6,
+        rtol=fields.pop("rtol", 1e-6),
         **fields,
     )
 
@@ -1974,6 +1974,7 @@ GRAPH_CASES = (
         },
         jvp_targets=("jof_messages",) * 4,
         shared=True,
+        rtol=4e-6,  # JAX's own form is off by 2e-6
     ),
 )
 

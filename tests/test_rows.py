@@ -503,7 +503,9 @@ def test_second_order_in_both_modes(name):
         yield jax.jvp(lambda *xs: jax.jvp(loss, xs, tuple(vs))[1], tuple(xs), tuple(vs))[1]
         yield jax.hessian(loss)(*xs)
 
-    both = [jax.jit(lambda f=f: [*modes(f)])() for f in (f, reference_of(f))]
+    both = [jax.jit(lambda: [*modes(f)])()]
+    with jax.default_device(jax.devices("cpu")[0]):  # on GPUs XLA 0.11.2 miscompiles a hessian
+        both.append(jax.jit(lambda: [*modes(reference_of(f))])())
     for actual, expected in zip(*both, strict=True):
         for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-9, atol=1e-9)
@@ -711,6 +713,7 @@ def test_modules_are_those_of_flax(name, arguments, call, dtype):
     for a, e in zip(*map(jax.tree.leaves, results), strict=True):
         assert a.dtype == e.dtype
         largest = np.max(np.abs(np.float64(e)), initial=0)
-        coarse = jnp.promote_types(a.dtype, "bfloat16") == "bfloat16" or dtype == "bfloat16"
+        dtypes = {str(jnp.dtype(x)) for x in (a.dtype, dtype, arguments.get("dtype", dtype))}
+        coarse = "bfloat16" in dtypes
         tolerance = 0.05 if coarse else 1e-4
         np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)

@@ -52,7 +52,7 @@ def step(name: str, size: str, devices: int = 1) -> Case:
     return Case("programs", f"{name}-{size}", name, "step", size, dtype, 0, lambda: work)
 
 
-def enter(name: str, size: str, devices: int) -> Entrants:
+def enter(name: str, size: str, devices: int = 1) -> Entrants:
     """Compiles a step both ways, one after the other, compares losses, and makes contenders.
 
     On several devices the same on one is a contender, too.
