@@ -149,7 +149,7 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "CELLS", (4, 8))
     demo.main([f"--out={tmp_path}"])
     printed = capsys.readouterr().out
-    assert re.search(r"demo.py:\d+ +4 x scatter-add +bfloat16", printed)
+    assert re.search(r"demo.py:\d+ +4 x scatter-add +bf16", printed)
     assert "8 swapped on " in printed
     reached = [float(x) for x in re.findall(r"steps, ([\d.]+) dB", printed)]
     assert len(reached) == 2
