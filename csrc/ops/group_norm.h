@@ -1,8 +1,8 @@
 // Group norm of images whose channels are last, (images, pixels, channels), with silu after it or
 // not, and its gradient. A group is so many neighbouring channels of all pixels of an image.
 //
-// An image is reduced in parts, each some of its pixels: the moments or sums of the parts combine to
-// those of the image. Statistics are of Compute<T>.
+// An image is reduced in parts, each some of its pixels: the moments or sums of the parts combine
+// to those of the image. Statistics are of Compute<T>.
 #pragma once
 
 #include "ops/elementwise.h"
