@@ -504,7 +504,7 @@ def test_second_order_in_both_modes(name):
         yield jax.hessian(loss)(*xs)
 
     both = [jax.jit(lambda: [*modes(f)])()]
-    with jax.default_device(jax.devices("cpu")[0]):  # on GPUs XLA 0.11.2 miscompiles a hessian
+    with jax.default_device(jax.devices("cpu")[0]):  # jaxlib 0.11.2 miscompiles a hessian on GPUs
         both.append(jax.jit(lambda: [*modes(reference_of(f))])())
     for actual, expected in zip(*both, strict=True):
         for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
