@@ -114,7 +114,7 @@ def collectives(hlo: str) -> dict[str, int]:
 
 
 def assert_collectives(hlo: str, count: int) -> None:
-    """Asserts that there are so many all-reduces. On GPUs XLA may make one of several small ones."""
+    """Asserts a number of all-reduces. On GPUs XLA may make one of several small ones."""
     found = collectives(hlo)
     if jax.default_backend() == "gpu" and 0 < found.get("all-reduce", 0) < count:
         found["all-reduce"] = count
