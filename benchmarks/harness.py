@@ -90,6 +90,7 @@ class Entrants:
     failed: dict[str, str]
     wall: bool = False
     effort: float = 1.0
+    same: dict[str, str] = field(default_factory=dict)  # programs that are another contender's
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,7 @@ def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) ->
         again = [replace(entrants.contenders[0], name="again")] if twice else []
         effort = entrants.effort * options.effort
         timings = compare([*entrants.contenders, *again], machine.clock, effort)
+        timings |= {name: timings[other] for name, other in entrants.same.items()}
         return _timed(row, entrants, timings, machine)
     except Exception as error:  # a failing case is a row that says so, and the exit status
         return {**row, "error": reason(error)}
@@ -299,11 +301,16 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     about: Row = {}
     disagree: list[str] = []
     failed: dict[str, str] = {}
+    known: dict[str, str] = {}
+    same: dict[str, str] = {}
 
     def run(name: str) -> Array:
         """Returns a result, and makes a contender of the program."""
         compiled = programs[name].result()
-        contenders.append(_jax_contender(name, compiled, work, sets))
+        if (other := known.setdefault(_without_names(compiled.as_text() or name), name)) != name:
+            same[name] = other  # two times of one program would differ by noise
+        else:
+            contenders.append(_jax_contender(name, compiled, work, sets))
         first = jnp.copy(sets[0][0]) if work.donated else sets[0][0]
         return jax.block_until_ready(compiled(first, *sets[0][1:]))
 
@@ -352,7 +359,17 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
                 join(name, partial(machine.torch.contender, name, work, sets, ours, agrees))
         contenders.append(machine.ceilings.copy(item.case.bytes))
     about |= {"disagree": disagree} if disagree else {}
-    return Entrants(contenders, about, list(work.forms), failed, work.wall, work.effort)
+    return Entrants(contenders, about, list(work.forms), failed, work.wall, work.effort, same)
+
+
+def _without_names(program: str) -> str:
+    """A compiled program's instructions, with numbers for names and nothing of where they stand."""
+    program = re.sub(
+        r"^HloModule .*|^\w+\n(\d+ .*\n)+|, metadata=\{[^}]*\}", "", program, flags=re.M
+    )
+    program = re.sub(r"[\w.-]+: ", "", program)  # of parameters
+    numbers: dict[str, str] = {}
+    return re.sub(r"%[\w.-]+", lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), program)
 
 
 def _jax_contender(name: str, compiled: Function, work: Work, sets: Sets) -> Contender:

@@ -383,6 +383,20 @@ def test_rivals_that_are_not_there_are_missing_and_not_errors():
     assert not missing
 
 
+def test_one_program_is_timed_once():
+    """Whatever its parameters and functions are called, and whichever of ours is its caller."""
+    case = TINY["elementwise"][1]  # times a scalar
+
+    def product(renamed, scale):
+        return scale * renamed
+
+    forms = {"jnp": lambda x, a: x * a, "other": lambda x, a: jnp.sin(jnp.arcsin(x * a))}
+    changes = {"ours": lambda x, a, implementation: product(a, x), "forms": forms}
+    found, _ = entered(case, harness.Options(("xla", "default")), **changes)
+    assert found.same == {"default": "ours", "jnp": "ours"}
+    assert [c.name for c in found.contenders] == ["ours", "other", "copy"]
+
+
 def test_what_differs_from_all_forms_or_fails_its_check_is_an_error():
     case = TINY["elementwise"][1]
     off = {"jnp": lambda x, a: x * a + 1e-3}
