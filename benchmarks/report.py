@@ -70,11 +70,14 @@ def table(name: str, arguments: Sequence[str], root: Path) -> str:
     """Returns the table that a marker names."""
     if name not in TABLES or not arguments:
         raise ValueError(f"no table {name!r}; there are: DEVICE after {', '.join(TABLES)}")
+
+    def of(device: str) -> list[Result]:
+        return [survey.read(path) for path in sorted((root / device).glob("*.jsonl"))]
+
     device, *rest = arguments
-    found = [survey.read(path) for path in sorted((root / device).glob("*.jsonl"))]
-    if not found:
+    if not (found := of(device)):
         raise ValueError(f"no results of {device!r}")
-    return TABLES[name](found, *rest)
+    return TABLES[name](found, *((of(x) or x) for x in rest))
 
 
 def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
@@ -187,8 +190,14 @@ def slower(found: Sequence[Result]) -> str:
     return markdown(["suite", "case", "XLA's best form", "its time over ours"], lines)
 
 
-def steps(found: Sequence[Result], name: str, group: str = "step") -> str:
-    """A line a training step or another whole program, or a single call: as written, and ours."""
+def steps(
+    found: Sequence[Result], name: str, group: str = "step", beside: Sequence[Result] = ()
+) -> str:
+    """A line a training step or another whole program, or a single call: as written, and ours.
+
+    Of a device beside, the gain only.
+    """
+    there = {row["case"]: ratio(results.rival(row, "jnp")) for row in listed(beside, name)}
     rivals = {"models": ["jnp", "xla"]}.get(name, ["jnp"])
     lines = []
     for row in (row for row in listed(found, name) if row["group"] == group):
@@ -196,9 +205,11 @@ def steps(found: Sequence[Result], name: str, group: str = "step") -> str:
         written = results.numbers(row["xla"]).get("jnp")
         times = [*map(microseconds, (written, row["us"]))]
         gains = [ratio(results.rival(row, rival)) for rival in rivals]
+        gains += [there.get(row["case"], "-")] if there else []
         lines.append([f"{chart.label(row['op'])}{of_dtype}", *times, *gains])
     over = {"jnp": "gain", "xla": "over XLA's best"}
     head = ["", "jnp as written, us", "accelerated, us", *(over[rival] for rival in rivals)]
+    head += [f"on {beside[0].header['device'].split()[1]}"] if there else []
     return markdown(head, lines)
 
 
