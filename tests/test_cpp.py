@@ -105,14 +105,18 @@ def objects(tmp_path_factory) -> Path:
 
 
 def built_kernels(instruction_set: str) -> str | None:
-    """What `make` has compiled into the module that is installed, if nothing has changed since."""
-    build = Path(sys.prefix, "build", "CMakeFiles", f"jof_cpu_{instruction_set}.dir")
-    built = build / f"{KERNELS}.o"
+    """What `make`, pip or CMake has compiled for a module, if nothing has changed since."""
     sources = [
         path for part in ("common", "ops", "cpu") for path in (ROOT / "csrc" / part).iterdir()
     ]
     newest = max(path.stat().st_mtime for path in (*sources, INSTRUCTION_SETS_FILE))
-    return str(built) if built.exists() and built.stat().st_mtime > newest else None
+    for folder in (Path(sys.prefix, "build"), *sorted(ROOT.glob("build/*/"))):
+        built = folder / "CMakeFiles" / f"jof_cpu_{instruction_set}.dir" / f"{KERNELS}.o"
+        if built.exists() and built.stat().st_mtime > newest:
+            options = (folder / "CMakeCache.txt").read_text()
+            if ("JOF_SANITIZE:BOOL=ON" in options) == EVERYTHING:
+                return str(built)
+    return None
 
 
 def compiled(source: str, flags: list[str], folder: Path) -> str:

@@ -15,19 +15,10 @@ from hypothesis import strategies as st
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _primitive
-from jax_oneflow_ops._codegen import cache, compilers
+from jax_oneflow_ops._codegen import cache
 from tests.arrays import rng_for
 
 N = 257
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """Compiles kernels with -O1, in a third of the time; test_kernel.py has them as users do."""
-    with pytest.MonkeyPatch.context() as patch:
-        flags = ["-O1" if flag == "-O3" else flag for flag in compilers._FLAGS]
-        patch.setattr(compilers, "_FLAGS", tuple(flags))
-        yield
 
 
 def normals(*shape, key="", dtype=np.float32):

@@ -34,6 +34,15 @@ ON_CPU = jax.default_backend() == "cpu"
 cpu_only = pytest.mark.skipif(not ON_CPU, reason="about the C++ compiler")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def flags_of_users():
+    """Which other modules do without, for the sake of time: see conftest.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        flags = ["-O3" if flag == "-O1" else flag for flag in compilers._FLAGS]
+        patch.setattr(compilers, "_FLAGS", tuple(flags))
+        yield
+
+
 @pytest.fixture
 def wide():
     with jax.enable_x64(True):

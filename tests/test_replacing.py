@@ -85,20 +85,13 @@ PROGRAMS = {
 
 
 def transformed(f, x):
-    """What every transformation makes of f at x."""
+    """What transformations make of f at x."""
     t = jax.tree.map(lambda v: v[..., ::-1] if v.ndim else v, x)
     several = jax.tree.map(lambda v: jnp.stack([v, 0.5 * v, -v]), x)
-
-    @jax.custom_vjp
-    def custom(x):
-        return f(x)
-
-    custom.defvjp(lambda x: (f(x), x), lambda x, ct: (jax.grad(f)(x),))
 
     def stepped(x, rate):
         return jax.tree.map(lambda v, g: jnp.subtract(v, rate * g), x, jax.grad(f)(x))
 
-    _, tangent = jax.linearize(f, x)
     _, pull = jax.vjp(f, x)
     return {
         "value": f(x),
@@ -106,16 +99,10 @@ def transformed(f, x):
         "jit of grad": jax.jit(jax.grad(jax.jit(f)))(x),
         "pulled": pull(2.0),
         "jvp": jax.jvp(f, (x,), (t,)),
-        "linearized": tangent(t),
         "vmap": jax.vmap(f)(several),
         "vmap of grad": jax.vmap(jax.grad(f))(several),
         "hessian times t": jax.jvp(jax.grad(f), (x,), (t,)),
-        "checkpoint": jax.grad(jax.checkpoint(f))(x),
-        "custom": jax.grad(custom)(x),
         "scan": lax.scan(lambda c, rate: (stepped(c, rate), f(c)), x, jnp.array([0.1, 0.2])),
-        "grad of scan": jax.grad(lambda x: lax.scan(lambda c, _: (c, f(c)), x, None, 2)[1].sum())(
-            x
-        ),
         "while": lax.while_loop(
             lambda c: c[0] < 2, lambda c: (jnp.add(c[0], 1), stepped(c[1], 0.1)), (0, x)
         ),
@@ -197,7 +184,7 @@ def derived():
         one = jnp.arange(1.0, y.size + 1).reshape(y.shape)
         found = {
             "jacrev": jax.jacrev(f, wrt)(*xs),
-            "hessian": jax.hessian(lambda *xs: jnp.vdot(f(*xs), one), wrt)(*xs),
+            "hessian": jax.jvp(jax.grad(lambda *xs: jnp.vdot(f(*xs), one), wrt), xs, xs),
             "vmap": jax.vmap(f, in_axes=-1, out_axes=1)(*last),
         }
         if f(*xs).dtype == jnp.float32 and xs[0].shape == f(*xs).shape:
@@ -264,7 +251,7 @@ def calls():
     arithmetic = {name: getattr(jnp, name) for name in ARITHMETIC}
     activations = [jnp.tanh, *(getattr(nn, name) for name in ACTIVATIONS)]
     for (a, x), (b, y) in itertools.product(OPERANDS.items(), OPERANDS.items()):
-        if not {a, b} <= {*WRONG}:
+        if not {a, b} <= {*WRONG} and ("float32" in (a, b) or a <= b):
             for name, function in arithmetic.items():
                 if "float32" in (a, b) or name in ("add", "divide"):
                     yield f"{name}({a}, {b})", partial(function, x, y)

@@ -52,8 +52,10 @@ class Column:
 # One for each primitive, and for each way that elementwise ones are made.
 PRIMITIVES = (*REPRESENTATIVE, *(case for case in CASES if case.name == "scaled_silu"))
 
-# Those with the rules of another function, but for a flag or a factor: like variants.
+# Those with the rules of another function, but for a flag or a factor: like variants; and two that
+# are made of message_sum's rules, whose derivatives and batches are in test_graph.py, too.
 TWINS = {"segment_min", "segment_prod", "segment_mean", "scatter_min", "rms_norm", "message_mean"}
+TWINS |= {"message_max", "attention_sum"}
 
 # The groups of columns.
 JIT = "`jit`"
@@ -201,12 +203,6 @@ def operands_donated(case, f):
     result = jax.jit(step, donate_argnums=case.every_operand)(*xs)
     assert all(x.is_deleted() for x in xs)
     return result
-
-
-@column(JIT, among=EACH_KIND)
-def tree_map(case, f):
-    trees = [{"a": x, "b": (x + 1, [x * 2])} for x in case.inputs()]
-    return jax.tree.map(f, *trees)
 
 
 @column(JIT, among=REPRESENTATIVE, traced=False)
@@ -385,7 +381,7 @@ def hvp_forward_over_reverse(case, f):
     return jax.jvp(grad(case, cube(f)), case.inputs(), tangents(case))
 
 
-@column(HIGHER, core=True)
+@column(HIGHER)
 def hvp_reverse_over_forward(case, f):
     def directional(xs, vs):
         return jax.jvp(cube(f), xs, vs)[1]
@@ -407,11 +403,6 @@ def third_derivative(case, f):
         return vdot(jax.jvp(grad(case, cube(f)), xs, vs)[1], vs)
 
     return jax.grad(second)(case.inputs())
-
-
-@column(HIGHER, among=EACH_KIND)
-def hessian(case, f):
-    return jax.hessian(cube(f), argnums=case.every_operand)(*case.inputs())
 
 
 @column(GRAD, among=EACH_KIND)
@@ -453,7 +444,7 @@ def custom_jvp(case, f):
 # --- batching -------------------------------------------------------------------------------------
 
 
-@column(VMAP, core=True)
+@column(VMAP)
 def vmap(case, f):
     return jax.vmap(f)(*case.inputs(3))
 
@@ -472,29 +463,11 @@ def vmap_of_grad(case, f):
 
 
 @column(VMAP, among=EACH_KIND)
-def grad_of_vmap(case, f):
-    xs = [jnp.moveaxis(x, 0, -1) for x in case.inputs(3)]
-    return grad(case, cube(jax.vmap(f, in_axes=-1, out_axes=1)))(*xs)
-
-
-@column(VMAP, among=EACH_KIND)
-def vmap_of_jvp(case, f):
-    xs = case.inputs(3)
-    return jax.vmap(lambda xs, vs: jax.jvp(f, xs, vs))(xs, tuple(x[::-1] for x in xs))
-
-
-@column(VMAP, among=EACH_KIND)
 def vmap_of_hvp(case, f):
     xs = case.inputs(3)
     return jax.vmap(lambda xs, vs: jax.jvp(grad(case, cube(f)), xs, vs)[1])(
         xs, tuple(x[::-1] for x in xs)
     )
-
-
-@column(VMAP, among=EACH_KIND)
-def vmap_of_one_of_two_calls(case, f):
-    xs = case.inputs(3)
-    return jax.vmap(lambda a, b: f(*a) * f(*b), in_axes=(0, None))(xs, tuple(x[0] for x in xs))
 
 
 @column(VMAP, among=EACH_KIND, core=True)
@@ -533,7 +506,7 @@ def vmap_over_any_axis(case, f):
     return results
 
 
-@column(VMAP, among=EACH_KIND)
+@column(VMAP, among=EACH_PRIMITIVE)
 def map_in_batches(case, f):
     return lax.map(lambda xs: f(*xs), case.inputs(5), batch_size=2)
 
@@ -571,14 +544,6 @@ def while_loop(case, f):
     return lax.while_loop(lambda state: state[0] < 3, step, (0, case.inputs()))
 
 
-@column(CONTROL, among=PRIMITIVES)
-def grad_of_fori_loop(case, f):
-    def total(xs):
-        return lax.fori_loop(0, 3, lambda i, carry: carry + (i + 1) * cube(f)(*xs), zero(case))
-
-    return jax.value_and_grad(total)(case.inputs())
-
-
 def for_each(values, function):
     """In a loop, so that the compiler does not know them."""
     return lax.map(function, np.array(values))
@@ -608,28 +573,26 @@ def vmap_of_cond(case, f):
     return jax.vmap(either)(np.array([True, False, True]), *case.inputs(3))
 
 
-@column(CONTROL, among=PRIMITIVES)
-def switch(case, f):
-    branches = [f, lambda *xs: -f(*xs), lambda *xs: f(*xs) * f(*xs)]
-    return for_each(range(3), lambda i: lax.switch(i, branches, *case.inputs()))
-
-
 # --- symbolic shapes ------------------------------------------------------------------------------
 
 
 @column(SYMBOLIC, among=EACH_KIND, traced=False)
 def symbolic_shapes(case, f):
-    """Exported once, called with arrays of two sizes."""
+    """Exported once, called with arrays of two sizes; the reference is not exported."""
 
     def value_and_gradients(*xs):
         return f(*xs), grad(case, cube(f))(*xs)
 
+    def of_sizes(call):
+        return jax.jit(lambda *sizes: [call(*xs) for xs in sizes])(
+            case.inputs(), case.larger().inputs()
+        )
+
+    if f is case.ref:
+        return of_sizes(value_and_gradients)
     types = jax.export.symbolic_args_specs(case.inputs(), case.symbolic_shapes)
     export = jax.export.export(jax.jit(value_and_gradients), disabled_checks=jof.export_checks())
-    call = export(*types).call
-    return jax.jit(lambda *of_sizes: [call(*xs) for xs in of_sizes])(
-        case.inputs(), case.larger().inputs()
-    )
+    return of_sizes(export(*types).call)
 
 
 # --- the table ------------------------------------------------------------------------------------

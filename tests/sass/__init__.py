@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import difflib
-import hashlib
 import importlib.util
-import json
+import itertools
 import math
-import os
 import re
 import shutil
+import struct
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+import numpy as np
 
 EXPECTED = Path(__file__).parent / "expected.txt"
 ARCHITECTURE = "sm_90"
@@ -48,59 +49,92 @@ class Module(NamedTuple):
 # ---- reading a module ----
 
 
-def read_module(path: str, cache: Path) -> Module:
-    """What is in a compiled module. Disassembly takes ten seconds, so only the code for sm_90 is
-    disassembled, or all where there is none, and the result stays in a file of ``cache`` until the
-    machine code, or this reader, is another. Other kernels have no opcodes.
+def read_module(path: str) -> Module:
+    """What is in a compiled module. Only the code for sm_90 is disassembled, or all where there is
+    none; other kernels have no opcodes.
     """
+    resources = resources_of(run_tool("cuobjdump", "-res-usage", path))
     with TemporaryDirectory() as directory:
-        run_cuobjdump("-xelf", "all", path, directory=directory)
-        cubins = [file.read_bytes() for file in sorted(Path(directory).iterdir())]
-    key = hashlib.sha256(Path(__file__).read_bytes() + b"".join(cubins)).hexdigest()[:16]
-    file = cache / f"{key}.json"
-    if not file.exists():
-        releases = {
-            found[1].decode()
-            for cubin in cubins
-            if (found := re.search(rb"Cuda compilation tools, release ([\d.]+)", cubin))
-        }
-        resources = resources_of(run_cuobjdump("-res-usage", path))
-        some = any(architecture == ARCHITECTURE for architecture, _ in resources)
-        listing = run_cuobjdump("-sass", *(("-arch", ARCHITECTURE) if some else ()), path)
-        kernels = [*kernels_of(listing, resources)]
-        disassembled = {kernel.architecture for kernel in kernels}
-        kernels += [
-            Kernel(architecture, demangle(name), Counter(), **known)
-            for (architecture, name), known in resources.items()
-            if architecture not in disassembled
-        ]
-        found = [kernel._asdict() for kernel in kernels]
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps([", ".join(sorted(releases)), found]))
-        temporary.replace(file)
-    compiler, kernels = json.loads(file.read_text())
-    return Module(compiler, [Kernel(**{**k, "opcodes": Counter(k["opcodes"])}) for k in kernels])
+        run_tool("cuobjdump", "-xelf", "all", path, directory=directory)
+        cubins: dict[str, list[bytes]] = {}
+        for file in sorted(Path(directory).iterdir()):
+            architecture = re.search(r"\.(sm_\w+)\.cubin$", file.name)
+            assert architecture, file.name
+            cubins.setdefault(architecture[1], []).append(file.read_bytes())
+    releases = {
+        found[1].decode()
+        for cubin in itertools.chain(*cubins.values())
+        if (found := re.search(rb"Cuda compilation tools, release ([\d.]+)", cubin))
+    }
+    wanted = {ARCHITECTURE} & cubins.keys() or cubins.keys()
+    opcodes = {of: opcodes_of(cubins[of], of) for of in wanted}
+    kernels = [
+        Kernel(of, demangle(name), opcodes.get(of, {}).get(name, Counter()), **known)
+        for (of, name), known in resources.items()
+    ]
+    return Module(", ".join(sorted(releases)), kernels)
 
 
-def run_cuobjdump(*arguments: str, directory: str | None = None) -> str:
+# Where the first and the second half of an instruction say what it does, and not with which
+# registers, constants, predicates and delays.
+_MEANING = np.array([0xFFF, 0x1FFFFFFFF00], np.uint64)
+
+
+def opcodes_of(cubins: Iterable[bytes], architecture: str) -> dict[str, Counter[str]]:
+    """How often each opcode is in each kernel.
+
+    A module has millions of instructions, but thousands that differ in more than operands: one of
+    each is disassembled. Names that follow from operands, such as that of IMAD.MOV, may be wrong;
+    those of accesses to memory do not.
+    """
+    codes = dict(itertools.chain(*map(_codes, cubins)))
+    every = np.concatenate([*codes.values()])
+    keys = np.ascontiguousarray(every & _MEANING).view("V16").ravel()
+    _, first, kinds = np.unique(keys, return_index=True, return_inverse=True)
+    with TemporaryDirectory() as directory:
+        raw = Path(directory, "instructions")
+        raw.write_bytes(every[first].tobytes())
+        listing = run_tool("nvdisasm", "-b", architecture.replace("_", "").upper(), str(raw))
+    names = np.array(listed_opcodes(listing))
+    assert len(names) == len(first)
+    ends = np.cumsum([len(code) for code in codes.values()])[:-1]
+    return {
+        name: Counter(names[part].tolist())
+        for name, part in zip(codes, np.split(kinds, ends), strict=True)
+    }
+
+
+def listed_opcodes(listing: str) -> list[str]:
+    """Of what nvdisasm prints."""
+    instruction = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)"
+    return re.findall(instruction, listing, re.MULTILINE)
+
+
+def _codes(cubin: bytes) -> Iterator[tuple[str, np.ndarray]]:
+    """The mangled names and the instructions, of two halves each, of an ELF file's kernels."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, strings = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    for name, _, _, _, begin, length in sections:
+        start = sections[strings][4] + name
+        text = cubin[start : cubin.index(0, start)].decode()
+        if text.startswith(".text."):
+            code = np.frombuffer(cubin[begin : begin + length], "<u8")
+            yield text.removeprefix(".text."), code.reshape(-1, 2)
+
+
+def run_tool(program: str, *arguments: str, directory: str | None = None) -> str:
     """With the toolkit's, or that of the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm."""
     spec = importlib.util.find_spec("nvidia")
     wheels = [
         path
         for place in (spec.submodule_search_locations if spec else None) or []
-        for path in sorted(Path(place).glob("*/bin/cuobjdump"), reverse=True)
+        for path in sorted(Path(place).glob(f"*/bin/{program}"), reverse=True)
     ]
-    program = shutil.which("cuobjdump") or (str(wheels[0]) if wheels else None)
-    assert program, "no cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-    # cuobjdump looks for nvdisasm on PATH.
-    path = f"{os.path.dirname(program)}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = shutil.which(program) or (str(wheels[0]) if wheels else None)
+    assert found, f"no {program}: pip install nvidia-cuda-{program}"
     result = subprocess.run(
-        [program, *arguments],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PATH": path},
+        [found, *arguments], cwd=directory, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -122,35 +156,20 @@ def demangle(name: str) -> str:
 Resources = dict[tuple[str, str], dict[str, int]]  # of an architecture and a mangled name
 
 
-def kernels_of(listing: str, resources: Resources | None = None) -> Iterator[Kernel]:
-    """The kernels in what `cuobjdump -sass` prints."""
-    opcode = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
-    for architecture, name, body in _functions(listing):
-        known = (resources or {}).get((architecture, name), {})
-        yield Kernel(architecture, demangle(name), Counter(opcode.findall(body)), **known)
-
-
 def resources_of(usage: str) -> Resources:
     """What `cuobjdump -res-usage` says."""
     names = {"registers": "REG", "stack": "STACK", "shared": "SHARED"}
-    return {
-        (architecture, name.rstrip(":")): {
-            key: int(re.search(rf"\b{word}:(\d+)", body)[1])  # type: ignore[index]
-            for key, word in names.items()
-        }
-        for architecture, name, body in _functions(usage)
-    }
-
-
-def _functions(text: str) -> Iterator[tuple[str, str, str]]:
-    """Architecture, mangled name and what follows, of each function."""
+    found: Resources = {}
     architecture = ""
-    for part in re.split(r"(?=^\s*Function :? ?\S|^arch = )", text, flags=re.MULTILINE):
-        header, _, body = part.partition("\n")
-        if found := re.match(r"arch = (\w+)", header):
-            architecture = found[1]
-        elif found := re.match(r"\s*Function :? ?(\S+)", header):
-            yield architecture, found[1], body
+    for part in re.split(r"(?=^\s*Function |^arch = )", usage, flags=re.MULTILINE):
+        if header := re.match(r"arch = (\w+)", part):
+            architecture = header[1]
+        elif header := re.match(r"\s*Function (\S+):", part):
+            found[architecture, header[1]] = {
+                key: int(re.search(rf"\b{word}:(\d+)", part)[1])  # type: ignore[index]
+                for key, word in names.items()
+            }
+    return found
 
 
 def template_arguments(text: str) -> list[str]:
