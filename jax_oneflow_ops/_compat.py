@@ -18,6 +18,9 @@ from jax._src.lax import lax as lax_internals
 from jax.extend import core
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+hlo = stablehlo  # of which jax.ffi has calls only
 
 # Runs a primitive outside `jit`: compiles it once for each set of shapes and parameters, honours
 # `jax.disable_jit`. Every primitive of jax's own uses it; there is no public name.

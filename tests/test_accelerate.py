@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _compat, _policy, _tune
+from jax_oneflow_ops import _compat, _emit, _policy, _tune
 from jax_oneflow_ops._report import Row
 from tests.arrays import INEXACT, INTEGERS, rng_for
 from tests.test_lowering import compiled, lowered_targets, native_backend, targets
@@ -825,7 +825,7 @@ def measured(monkeypatch, tmp_path):
 def is_swapped(fun, *args) -> bool:
     """Whether a function that has chosen runs kernels."""
     jax.clear_caches()
-    with unittest.mock.patch.object(_compat, "lower_plain", side_effect=_compat.lower_plain) as f:
+    with unittest.mock.patch.object(_emit, "lower", side_effect=_emit.lower) as f:
         fun(*args)
     return f.called
 
