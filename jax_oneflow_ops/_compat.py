@@ -17,7 +17,7 @@ from jax._src.interpreters import mlir as mlir_internals
 from jax._src.lax import lax as lax_internals
 from jax.extend import core
 from jax.interpreters import mlir
-from jaxlib.mlir import ir
+from jaxlib.mlir import ir as ir
 from jaxlib.mlir.dialects import stablehlo
 
 hlo = stablehlo  # of which jax.ffi has calls only
