@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_oneflow_ops._compat import hlo, ir
+from jax_oneflow_ops._compat import hlo, ir, scalar_of
 
 
 def lower(function: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> list[Any]:
@@ -210,6 +210,14 @@ def sort_pairs(keys: Any, values: Any) -> Any:
         x, y, *_ = block.arguments
         hlo.return_([_compare("LT", keys.dtype, x, y)])
     return [x._like(result, x.shape) for x, result in zip(pair, sort.results, strict=True)]
+
+
+def one_of_each(updates: Any) -> Any:
+    """The first of each problem's updates if all are known to be one number; else all of them."""
+    if not isinstance(updates, Array) or (scalar := scalar_of(updates.value)) is None:
+        return updates
+    one = Array(scalar, _aval((), updates.dtype), updates.ctx)
+    return broadcast_to(one, (updates.shape[0], 1, 1))
 
 
 def ffi_call(

@@ -388,6 +388,8 @@ def _call(
     Operand and result are not reshaped: XLA would copy the operand for it, even if it is donated.
     """
     xp = updates.__array_namespace__()
+    if plan.strategy == "private" and p.is_element():
+        updates = _emit.one_of_each(updates)  # which nobody need write and read
     result, _ = _emit.ffi_call(
         f"jof_scatter_{p.reducer}_{plan.strategy}",
         [

@@ -184,6 +184,39 @@ def _set(
     return result
 
 
+_MOST_STEPS = 16
+
+
+def _unrolled(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of loops of a fixed length: a binary search, as in `jnp.searchsorted`, is unrolled.
+
+    XLA then fuses its steps. It writes the ranges that are left to memory in each step of a loop.
+    """
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        if _compat.scope_of(ctx) in (_ON, _DETERMINISTIC) and _is_search(ctx, params):
+            params["unroll"] = params["length"]
+        return rule(ctx, *args, **params)
+
+    return lower
+
+
+def _is_search(ctx: Any, params: Any) -> bool:
+    """Whether a loop carries two ends of ranges, of integers, and reads a table."""
+    if params["length"] > _MOST_STEPS or len(ctx.avals_out) != 2:
+        return False
+    body, _ = _compat.jaxpr_and_consts(params["jaxpr"])
+    ends = [*body.outvars, *ctx.avals_in[-2:], *ctx.avals_out]
+    types = [getattr(x, "aval", x) for x in ends]
+    # What is not carried has a dimension for the steps.
+    if any((x.shape, x.dtype) != (types[0].shape, types[0].dtype) for x in types):
+        return False
+    if not jnp.issubdtype(types[0].dtype, jnp.integer):
+        return False
+    done = collections.Counter(e.primitive.name for e, *_ in _equations(body))
+    return done["gather"] == 1 and not done["while"] + done["scan"]
+
+
 def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
     return _scatter_rows.find(
         *(aval.shape for aval in avals),
@@ -286,6 +319,7 @@ def _problem(value: str) -> str | None:
     """Why the jax that is installed does not allow a scope of `value`, if so."""
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
+        _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _unrolled, has_kernels=False)
         if value == _DETERMINISTIC:
             _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
     except (AttributeError, ImportError, KeyError, TypeError) as error:
