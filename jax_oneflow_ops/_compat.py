@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,10 @@ from jax._src.interpreters import mlir as mlir_internals
 from jax._src.lax import lax as lax_internals
 from jax.extend import core
 from jax.interpreters import mlir
-from jaxlib.mlir import ir
+from jaxlib.mlir import ir as ir
+from jaxlib.mlir.dialects import stablehlo
+
+hlo = stablehlo  # of which jax.ffi has calls only
 
 # Runs a primitive outside `jit`: compiles it once for each set of shapes and parameters, honours
 # `jax.disable_jit`. Every primitive of jax's own uses it; there is no public name.
@@ -269,8 +272,12 @@ def replace_lowerings(
     primitives: Sequence[core.Primitive],
     platforms: Sequence[str],
     replacement: Callable[[core.Primitive, str, Lowering], Lowering],
+    *,
+    has_kernels: bool = True,
 ) -> None:
     """Registers `replacement(primitive, platform, the rule so far)`, once for each.
+
+    With `has_kernels` it may lower to kernels, which need to know the devices and the operands.
 
     Raises AttributeError, ImportError or TypeError where jax's internals differ from those known.
     """
@@ -289,9 +296,28 @@ def replace_lowerings(
                 entry = special.get(primitive) or mlir_internals._lowerings[primitive]
                 rule = replacement(primitive, platform, entry.rule)
                 # A lowering that jax caches is given no operands, of which some are zeros.
-                mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
-                require_devices_during_lowering(primitive)
+                cacheable = not has_kernels
+                mlir.register_lowering(primitive, rule, platform=platform, cacheable=cacheable)
+                if has_kernels:
+                    require_devices_during_lowering(primitive)
                 _replaced.add((primitive, platform))
+
+
+def _sources(value: Any) -> Iterator[tuple[Any, Any]]:
+    """An operand of a lowering rule and what it is broadcast from, each with its operation."""
+    moved = ("broadcast_in_dim", "reshape", "transpose", "sharding_constraint")
+    while hasattr(value.owner, "operation"):  # the owner of a function's argument is a block
+        op = value.owner.operation
+        yield value, op
+        if op.name.partition(".")[2] not in moved:
+            return
+        value = op.operands[0]
+    yield value, None
+
+
+def scalar_of(value: Any) -> Any:
+    """The value of rank 0 that an operand of a lowering rule is broadcast from; None if none is."""
+    return next((v for v, _ in _sources(value) if ir.ShapedType(v.type).rank == 0), None)
 
 
 def fill_of(value: Any) -> str | None:
@@ -299,22 +325,16 @@ def fill_of(value: Any) -> str | None:
 
     None where the program does not say so beside the operand.
     """
-    moved = ("broadcast_in_dim", "reshape", "transpose", "sharding_constraint")
-    while hasattr(value.owner, "operation"):  # the owner of a function's argument is a block
-        op = value.owner.operation
-        name = op.name.partition(".")[2]
-        if name == "constant":
-            if "complex" in str(value.type):  # of which Python has no attribute
-                text = op.get_asm(large_elements_limit=4, use_local_scope=True)
-            else:
-                attribute = op.attributes["value"]
-                text = str(attribute) if getattr(attribute, "is_splat", False) else ""
-            found = re.search(r"dense<([^>\[\"]+)> : ", text)
-            return None if found is None else found[1]
-        if name not in moved:
-            return None
-        value = op.operands[0]
-    return None
+    *_, (value, op) = _sources(value)
+    if op is None or op.name.partition(".")[2] != "constant":
+        return None
+    if "complex" in str(value.type):  # of which Python has no attribute
+        text = op.get_asm(large_elements_limit=4, use_local_scope=True)
+    else:
+        attribute = op.attributes["value"]
+        text = str(attribute) if getattr(attribute, "is_splat", False) else ""
+    found = re.search(r"dense<([^>\[\"]+)> : ", text)
+    return None if found is None else found[1]
 
 
 def tag(result: Any, name: str, value: str) -> None:

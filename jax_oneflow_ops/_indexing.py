@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +43,14 @@ class Indexing:
 
     def wrapped(self, ids: jax.Array, rows: int) -> jax.Array:
         """Ids that count from the beginning."""
-        return jnp.where(ids < 0, ids + rows, ids) if self.wrap else ids
+        if not self.wrap:
+            return ids
+        wrapped: jax.Array = ids.__array_namespace__().where(ids < 0, ids + rows, ids)
+        return wrapped
 
     def resolved(self, ids: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
         """The row of each id, and whether there is one."""
         ids = self.wrapped(ids, rows)
         if self.clip:
-            ids = jnp.clip(ids, 0, rows - 1)
+            ids = ids.__array_namespace__().clip(ids, 0, rows - 1)
         return ids, (ids >= 0) & (ids < rows)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _policy, _primitive, _reference, _scatter_policy
+from jax_oneflow_ops import _compat, _emit, _policy, _primitive, _reference, _scatter_policy
 from jax_oneflow_ops._indexing import Indexing
 
 _SUMMED = frozenset(
@@ -269,7 +269,7 @@ def _gather_rows_on_shard(
 # ---- native kernels, on one device ----
 
 
-def _add_rows(
+def add_rows(
     platform: str,
     operand: Any,
     ids: Any,
@@ -283,12 +283,12 @@ def _add_rows(
     trailing = updates.shape[n + rank :]
     shape = (*updates.shape[:n], rows, *trailing) if operand is None else operand.shape
     if math.prod(shape) == 0 or updates.size == 0:
-        return jnp.zeros(shape, dtype) if operand is None else operand
+        return updates.__array_namespace__().zeros(shape, dtype) if operand is None else operand
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
         # Exact modulo any power of two, and the kernels have no atomics of fewer bits.
         wide = None if operand is None else operand.astype(jnp.int32)
         updates = updates.astype(jnp.int32)
-        return _add_rows(platform, wide, ids, updates, rows, indexing, reducer).astype(dtype)
+        return add_rows(platform, wide, ids, updates, rows, indexing, reducer).astype(dtype)
     batch, inner = math.prod(shape[:n]), math.prod(trailing)
     updates = updates.reshape(batch, -1, inner)
     ids = ids.reshape(1 if indexing.shared else batch, -1)
@@ -312,21 +312,6 @@ def _add_rows(
     return call(updates, ids, indexing)
 
 
-def on_one_device(
-    platform: str,
-    operand: Any,
-    ids: Any,
-    updates: Any,
-    rows: int,
-    indexing: Indexing,
-    reducer: str,
-) -> Any:
-    """What kernels make of a reduction, in a program for one device that is being lowered."""
-    wide = any(jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype for x in (ids, updates))
-    with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        return _add_rows(platform, operand, ids, updates, rows, indexing, reducer)
-
-
 def _sort_and_sum(
     call: Callable[..., Any],
     p: _scatter_policy.Problem,
@@ -339,15 +324,16 @@ def _sort_and_sum(
     updates = updates.reshape(1, flat.updates, p.inner)
     long = not p.has_known_sizes() or max(flat.updates, flat.rows) >= _INT32_MAX
     with jax.enable_x64(True) if long else contextlib.nullcontext():
-        ids = jnp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (p.batch, p.updates))
+        xp = ids.__array_namespace__()
+        ids = xp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (p.batch, p.updates))
         order, index = None, jnp.int64 if long else jnp.int32
         if p.platform == "cpu" and p.has_known_sizes():
             keys, order = sort_on_cpu(ids, p.rows, indexing)
         else:
             keys = _sort_keys(ids, p.rows, indexing)
             # Single elements are sorted themselves, rows by their numbers.
-            rows = updates.reshape(-1) if p.is_element() else jax.lax.iota(index, flat.updates)
-            keys, rows = jax.lax.sort((keys, rows), num_keys=1, is_stable=True)
+            rows = updates.reshape(-1) if p.is_element() else xp.arange(flat.updates, dtype=index)
+            keys, rows = _emit.sort_pairs(keys, rows)
             if p.is_element():
                 updates = rows.reshape(updates.shape)
             else:
@@ -361,10 +347,10 @@ def sort_on_cpu(ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:
     counters = ids.shape[0] * rows + 1
     counted = counters <= _scatter_policy.CPU_COUNTERS_PER_KEY * ids.size
     shapes = ((1, ids.size), (ids.size,), (counters if counted else 0,))
-    call = jax.ffi.ffi_call(
-        "jof_sort_rows", tuple(jax.ShapeDtypeStruct(shape, ids.dtype) for shape in shapes)
+    results = [jax.ShapeDtypeStruct(shape, ids.dtype) for shape in shapes]
+    keys, order, _ = _emit.ffi_call(
+        "jof_sort_rows", results, ids, size=np.int64(rows), **_rule(indexing)
     )
-    keys, order, _ = call(ids, size=np.int64(rows), **_rule(indexing))
     return keys, order
 
 
@@ -379,8 +365,10 @@ def _sort_keys(ids: Any, rows: int, indexing: Indexing) -> Any:
     ids, valid = indexing.resolved(ids, rows)
     # In uint32 at least: a device's arithmetic in 16 bits is no faster.
     wide = jnp.promote_types(key, jnp.uint32)
-    first = jax.lax.iota(wide, batch)[:, None] * jnp.asarray(rows, wide)
-    keys = jnp.where(valid, ids.astype(wide) + first, jnp.asarray(total, wide))
+    xp, keys = ids.__array_namespace__(), ids.astype(wide)
+    if not isinstance(batch, int) or batch > 1:
+        keys = keys + xp.arange(batch, dtype=wide).reshape(-1, 1) * xp.asarray(rows, wide)
+    keys = xp.where(valid, keys, xp.asarray(total, wide))
     return keys.astype(key).reshape(-1)
 
 
@@ -399,19 +387,20 @@ def _call(
 
     Operand and result are not reshaped: XLA would copy the operand for it, even if it is donated.
     """
-    call = jax.ffi.ffi_call(
+    xp = updates.__array_namespace__()
+    if plan.strategy == "private" and p.is_element():
+        updates = _emit.one_of_each(updates)  # which nobody need write and read
+    result, _ = _emit.ffi_call(
         f"jof_scatter_{p.reducer}_{plan.strategy}",
-        (
+        [
             jax.ShapeDtypeStruct(shape, p.dtype),
             jax.ShapeDtypeStruct(plan.scratch, p.compute_dtype),
-        ),
-        input_output_aliases=None if operand is None else {0: 0},
-    )
-    result, _ = call(
-        jnp.zeros((0, 0, 0), p.dtype) if operand is None else operand,
+        ],
+        xp.zeros((0, 0, 0), p.dtype) if operand is None else operand,
         updates,
         ids,
-        jnp.zeros(0, jnp.int32) if order is None else order,
+        xp.zeros(0, jnp.int32) if order is None else order,
+        aliases=None if operand is None else {0: 0},
         deterministic=np.bool_(p.ordered),
         **_rule(indexing),
     )
@@ -427,13 +416,13 @@ def _segment_sum_native(
 ) -> Any:
     if not is_summed(data.dtype):  # the cotangent of a gather in 8 bits
         return _reference.segment_sum(data, ids, num_segments=num_segments, indexing=indexing)
-    return _add_rows(platform, None, ids, data, num_segments, indexing)
+    return add_rows(platform, None, ids, data, num_segments, indexing)
 
 
 def _scatter_add_native(
     platform: str, operand: Any, ids: Any, updates: Any, *, indexing: Indexing
 ) -> Any:
-    return _add_rows(platform, operand, ids, updates, indexing.rows(operand.shape), indexing)
+    return add_rows(platform, operand, ids, updates, indexing.rows(operand.shape), indexing)
 
 
 def _scatter_reduce_native(
@@ -442,7 +431,7 @@ def _scatter_reduce_native(
     if not is_summed(operand.dtype, reducer):
         return _reference.scatter_reduce(operand, ids, updates, indexing=indexing, reducer=reducer)
     rows = indexing.rows(operand.shape)
-    return _add_rows(platform, operand, ids, updates, rows, indexing, reducer)
+    return add_rows(platform, operand, ids, updates, rows, indexing, reducer)
 
 
 def _gather_rows_native(

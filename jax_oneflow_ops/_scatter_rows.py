@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_oneflow_ops import _checks
 from jax_oneflow_ops._indexing import Indexing
 
 _INT32_MAX = 2**31 - 1
@@ -42,7 +42,7 @@ class Rows:
     clip: bool
     indices_are_sorted: bool
 
-    @property
+    @functools.cached_property
     def count(self) -> Any:
         """The number of rows of one problem."""
         return math.prod(self.shape[self.begin : self.end])
@@ -57,7 +57,7 @@ class Rows:
         """The dimensions of the updates that ids have one by one."""
         return (*self.batch_of_ids, *self.index, *self.expanded)
 
-    @property
+    @functools.cached_property
     def indexing(self) -> Indexing:
         """How to read the ids."""
         return Indexing(
@@ -87,58 +87,74 @@ class Rows:
 
     def ids(self, indices: jax.Array) -> jax.Array:
         """Ids of rows, of the shape (*batch, *index) or, if shared, (*index)."""
+        xp: Any = indices.__array_namespace__()
         order = [self.scatter_dims.index(dim) for dim in (*self.batch_of_ids, *self.index)]
 
         def column(c: int) -> jax.Array:
-            ids = _checks.as_ids("accelerate", "indices", indices[..., c]).transpose(order)
+            ids = indices[..., c].transpose(order)
             return ids.reshape(*ids.shape, *(1,) * len(self.expanded))
 
-        ids = column(self.columns[0] or 0) if self.is_plain else self._linear(column)
+        ids = column(self.columns[0] or 0) if self.is_plain else self._linear(xp, column)
         if not self.batch_of_ids:
             return ids
         inner = ids.shape[len(self.batch_of_ids) :]
         batch = self.sizes(self.batch)
         own = (dim in self.batch_of_ids for dim in self.batch)
         ids = ids.reshape(*(n if has else 1 for n, has in zip(batch, own, strict=True)), *inner)
-        return jnp.broadcast_to(ids, (*batch, *inner))
+        result: jax.Array = ids.__array_namespace__().broadcast_to(ids, (*batch, *inner))
+        return result
 
-    def _linear(self, column: Callable[[int], jax.Array]) -> jax.Array:
+    def _linear(self, xp: Any, column: Callable[[int], jax.Array]) -> jax.Array:
         """The number of the row that each element is for; one more than the last for none."""
         shape = self.sizes(self.kept)
         dtype = jnp.dtype("int32" if self.count <= _INT32_MAX else "int64")
-        total, valid = jnp.zeros(shape, dtype), jnp.ones((), bool)
+        total: Any = None
+        valid: Any = None
         sizes = self.shape[self.begin : self.end]
         for size, c, step, window in zip(
             sizes, self.columns, self.steps, self.windows, strict=True
         ):
-            at = jnp.zeros((), dtype)
+            at: Any = 0
             if c is not None:
                 start = column(c)
                 last = size - window
                 if self.clip:
-                    start = jnp.clip(start, 0, last)
+                    start = xp.clip(start, 0, last)
                 else:
-                    valid = valid & (start >= 0) & (start <= last)
+                    inside = (start >= 0) & (start <= last)
+                    valid = inside if valid is None else valid & inside
                 at = start.astype(dtype)
             if step is not None:
-                at = at + jax.lax.broadcasted_iota(dtype, shape, self.kept.index(step))
-            total = total * size + at
-        return jnp.where(valid, total, jnp.asarray(self.count, dtype))
+                place = self.kept.index(step)
+                steps = xp.arange(shape[place], dtype=dtype)
+                steps = steps.reshape(-1, *(1,) * (len(shape) - place - 1))
+                at = steps if c is None else at + steps
+            total = at if total is None else total * size + at
+        if valid is not None:
+            total = xp.where(valid, total, xp.asarray(self.count, dtype))
+        result: jax.Array = xp.broadcast_to(total, shape)
+        return result
 
 
+@functools.lru_cache(maxsize=1024)
 def find(
-    operand: Any, indices: Any, updates: Any, numbers: Any, *, clip: bool, indices_are_sorted: bool
+    shape: tuple[int, ...],
+    indices_shape: tuple[int, ...],
+    updates_shape: tuple[int, ...],
+    numbers: Any,
+    *,
+    clip: bool,
+    indices_are_sorted: bool,
 ) -> Rows | str:
-    """The rows of a scatter between arrays of these types, or why there are none."""
-    shape = tuple(operand.shape)
-    sizes = (*shape, *updates.shape, *indices.shape)
+    """The rows of a scatter between arrays of these shapes, or why there are none."""
+    sizes = (*shape, *updates_shape, *indices_shape)
     known = all(isinstance(size, int) for size in sizes)
     if known and 0 in sizes:
         return "nothing is added"
     columns = {dim: c for c, dim in enumerate(numbers.scatter_dims_to_operand_dims)}
     at_windows = numbers.update_window_dims
-    scatter_dims = tuple(i for i in range(len(updates.shape)) if i not in at_windows)
-    if not columns or (known and math.prod(updates.shape[i] for i in scatter_dims) == 1):
+    scatter_dims = tuple(i for i in range(len(updates_shape)) if i not in at_windows)
+    if not columns or (known and math.prod(updates_shape[i] for i in scatter_dims) == 1):
         return "one window, which XLA updates in place"
     batching = {
         dim: scatter_dims[i]
@@ -149,7 +165,7 @@ def find(
     no_window = {*numbers.inserted_window_dims, *batching}
     windowed = [dim for dim in range(len(shape)) if dim not in no_window]
     window_of = dict(zip(windowed, at_windows, strict=True))
-    window = {dim: updates.shape[i] for dim, i in window_of.items()}
+    window = {dim: updates_shape[i] for dim, i in window_of.items()}
 
     # Rows are all dimensions between those that the indices or parts of windows point into.
     partial = {dim for dim in window if window[dim] != shape[dim]}
@@ -164,7 +180,7 @@ def find(
     batch_of_ids = tuple(batching[dim] for dim in range(begin) if dim in batching)
     return Rows(
         shape,
-        tuple(updates.shape),
+        updates_shape,
         begin,
         end,
         columns=tuple(columns.get(dim) for dim in rows),

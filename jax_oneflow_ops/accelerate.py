@@ -16,8 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_oneflow_ops import _compat, _native, _policy, _reference, _scatter, _scatter_rows
-from jax_oneflow_ops._checks import in_own_precision
+from jax_oneflow_ops import (
+    _checks,
+    _compat,
+    _emit,
+    _native,
+    _policy,
+    _reference,
+    _scatter,
+    _scatter_rows,
+)
 from jax_oneflow_ops._report import Report, Row
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,12 +54,11 @@ class _Reduction:
     ) -> jax.Array:
         """The reduction of `updates` into the rows of `operand`, or into as many zeros.
 
-        By kernels alone if there is a `platform`: in a program for one device, which is lowered
-        sooner without primitives.
+        By kernels, without primitives, if there is a `platform`.
         """
         updates = -updates if self.negative else updates
         if platform is not None:
-            alone: jax.Array = _scatter.on_one_device(
+            alone: jax.Array = _scatter.add_rows(
                 platform, operand, ids, updates, rows, how["indexing"], self.reducer
             )
             return alone
@@ -113,17 +120,19 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         if choice.rows is None:
             results = rule(ctx, operand, indices, updates, **params)
         else:
-            is_alone = choice.implementation == "native" and _compat.is_for_one_device(ctx)
-            function = _same(
-                _reduce,
-                rows=choice.rows,
-                reduction=reduction,
-                is_fresh=_compat.fill_of(operand) in reduction.fills,
-                deterministic=scope == _DETERMINISTIC,
-                implementation=choice.implementation,
-                platform=platform if is_alone else None,
-            )
-            results = _lower(function, ctx, operand, indices, updates)
+            how: dict[str, Any] = {
+                "rows": choice.rows,
+                "reduction": reduction,
+                "is_fresh": _compat.fill_of(operand) in reduction.fills,
+                "deterministic": scope == _DETERMINISTIC,
+                "implementation": choice.implementation,
+            }
+            args = ctx, operand, indices, updates
+            if choice.implementation == "native" and _is_emitted(ctx):
+                results = _emit.lower(_reduce, *args, platform=platform, **how)
+                results = _compat.with_shardings_of_types(ctx, results)
+            else:
+                results = _lower(_same(_reduce, platform=None, **how), *args)
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
             key = _key(primitive, ctx.avals_in)
@@ -131,6 +140,12 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         return results
 
     return lower
+
+
+def _is_emitted(ctx: Any) -> bool:
+    """Whether a call is written into the program without being traced, which takes longer."""
+    is_ready = ctx.avals_in[1].dtype in (jnp.int32, jnp.int64) and _is_known(ctx.avals_in)
+    return is_ready and _compat.is_for_one_device(ctx)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,17 +178,48 @@ def _set(
     operand: jax.Array, indices: jax.Array, updates: jax.Array, *, rows: _scatter_rows.Rows
 ) -> jax.Array:
     with _scatter_rows.precision(rows):
-        ids, data = rows.ids(indices), rows.updates(updates)
+        ids = rows.ids(_checks.as_ids("accelerate", "indices", indices))
+        data = rows.updates(updates)
         result: jax.Array = _reference.scatter_set(operand, ids, data, indexing=rows.indexing)
     return result
 
 
+_MOST_STEPS = 16
+
+
+def _unrolled(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of loops of a fixed length: a binary search, as in `jnp.searchsorted`, is unrolled.
+
+    XLA then fuses its steps. It writes the ranges that are left to memory in each step of a loop.
+    """
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        if _compat.scope_of(ctx) in (_ON, _DETERMINISTIC) and _is_search(ctx, params):
+            params["unroll"] = params["length"]
+        return rule(ctx, *args, **params)
+
+    return lower
+
+
+def _is_search(ctx: Any, params: Any) -> bool:
+    """Whether a loop carries two ends of ranges, of integers, and reads a table."""
+    if params["length"] > _MOST_STEPS or len(ctx.avals_out) != 2:
+        return False
+    body, _ = _compat.jaxpr_and_consts(params["jaxpr"])
+    ends = [*body.outvars, *ctx.avals_in[-2:], *ctx.avals_out]
+    types = [getattr(x, "aval", x) for x in ends]
+    # What is not carried has a dimension for the steps.
+    if any((x.shape, x.dtype) != (types[0].shape, types[0].dtype) for x in types):
+        return False
+    if not jnp.issubdtype(types[0].dtype, jnp.integer):
+        return False
+    done = collections.Counter(e.primitive.name for e, *_ in _equations(body))
+    return done["gather"] == 1 and not done["while"] + done["scan"]
+
+
 def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
-    operand, indices, updates = avals
     return _scatter_rows.find(
-        operand,
-        indices,
-        updates,
+        *(aval.shape for aval in avals),
         params["dimension_numbers"],
         clip=params["mode"] == lax.GatherScatterMode.CLIP,
         indices_are_sorted=params["indices_are_sorted"],
@@ -240,7 +286,7 @@ def _is_known(avals: Any) -> bool:
     return all(isinstance(size, int) for aval in avals for size in aval.shape)
 
 
-@in_own_precision
+@_checks.in_own_precision
 def _reduce(
     operand: jax.Array,
     indices: jax.Array,
@@ -253,6 +299,8 @@ def _reduce(
     implementation: str,
     platform: str | None,
 ) -> jax.Array:
+    if platform is None:
+        indices = _checks.as_ids("accelerate", "indices", indices)
     with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
         indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
@@ -271,6 +319,7 @@ def _problem(value: str) -> str | None:
     """Why the jax that is installed does not allow a scope of `value`, if so."""
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
+        _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _unrolled, has_kernels=False)
         if value == _DETERMINISTIC:
             _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
     except (AttributeError, ImportError, KeyError, TypeError) as error:

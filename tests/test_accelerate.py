@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _compat, _policy, _tune
+from jax_oneflow_ops import _compat, _emit, _policy, _tune
 from jax_oneflow_ops._report import Row
 from tests.arrays import INEXACT, INTEGERS, rng_for
 from tests.test_lowering import compiled, lowered_targets, native_backend, targets
@@ -525,6 +525,42 @@ def test_sums_into_zeros_are_given_no_operand(dtype):
         assert [o.startswith(expected) for o in operands_of_sums(text)] == [True]
 
 
+def test_updates_that_are_one_number_are_not_written_to_memory():
+    def count(ids, x):
+        several = jax.vmap(lambda ids, start: start.at[ids].add(2.0))(ids, x[:, :5])
+        return jnp.bincount(ids.ravel(), length=5), several, jnp.zeros(5).at[ids[0]].max(x[0, 0])
+
+    ids = integers(3, 1000, low=-2, high=6)
+    x = integers(3, 1000).astype(np.float32)
+    ours = jax.jit(jof.accelerate(count)).lower(ids, x)
+    calls = re.findall(r"@jof_scatter_\w+_private.*: \((.*)\) ->", ours.as_text())
+    updates = {call.split(", ")[1] for call in calls}
+    assert updates == {"tensor<1x1x1xi32>", "tensor<3x1x1xf32>", "tensor<1x1x1xf32>"}
+    for a, b in zip(ours.compile()(ids, x), jax.jit(count)(ids, x), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_binary_searches_are_unrolled():
+    """They find the same, whatever the table has."""
+    x = np.array([-2, -0.0, 0, 1.5, 3, np.nan, np.inf, -np.inf], np.float32)
+    tables = [x[:3], np.sort(x), x, np.arange(-3, 14, dtype=np.float32)]
+
+    def search(tables, x):
+        found = [jnp.searchsorted(t, x, side=side) for t in tables for side in ("left", "right")]
+        return found, jnp.histogram(x, 5, (-2, 3))
+
+    ours, plain = (jax.jit(f).lower(tables, x) for f in (jof.accelerate(search), search))
+    assert plain.as_text().count("stablehlo.while") > ours.as_text().count("stablehlo.while") == 0
+    jax.tree.map(
+        np.testing.assert_array_equal, ours.compile()(tables, x), plain.compile()(tables, x)
+    )
+
+    def loop(x):  # no search: it stays a loop
+        return lax.scan(lambda ends, _: ((ends[0] + 1, ends[1]), None), (x, x), None, 5)[0]
+
+    assert "while" in jax.jit(jof.accelerate(loop)).lower(np.arange(3)).as_text()
+
+
 def test_negative_zeros_are_no_zeros():
     f = jax.jit(jof.accelerate(lambda i: jnp.full((3,), -0.0).at[i].add(-0.0)))
     assert np.signbit(f(np.array([0, 0]))).all()
@@ -825,7 +861,7 @@ def measured(monkeypatch, tmp_path):
 def is_swapped(fun, *args) -> bool:
     """Whether a function that has chosen runs kernels."""
     jax.clear_caches()
-    with unittest.mock.patch.object(_compat, "lower_plain", side_effect=_compat.lower_plain) as f:
+    with unittest.mock.patch.object(_emit, "lower", side_effect=_emit.lower) as f:
         fun(*args)
     return f.called
 

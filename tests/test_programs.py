@@ -1,6 +1,7 @@
 """Programs without a call of this package: accelerated they compute the same, by native kernels."""
 
 import re
+import sys
 import warnings
 from collections import Counter
 
@@ -137,6 +138,33 @@ def test_networks_of_jraph(name, count):
             *map(jax.tree.leaves, (compiled(*args), jax.jit(step)(*args))), strict=True
         ):
             assert np.linalg.norm(a - b) <= 2**-40 * np.linalg.norm(b)
+
+
+def calls_to_lower(step, *args) -> int:
+    """The calls of functions, of Python and of C, that it takes to trace and to lower a program."""
+    jax.clear_caches()
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        jax.jit(step).lower(*args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("name", ["pic", "graph_attention"])  # with the largest share of sums
+def test_tracing_and_lowering_take_hardly_longer(name):
+    """In calls of functions, of which the time is made: they do not depend on the machine."""
+    program, key = made(name, "float32"), jax.random.key(0, impl="rbg")
+    args = [jax.eval_shape(f, key) for f in (program.state, program.batch)]
+    ours = jof.accelerate(program.step)
+    jax.jit(ours).lower(*args)  # what is once a process, such as lazy imports
+    assert calls_to_lower(ours, *args) < 1.05 * calls_to_lower(program.step, *args)
 
 
 def widened(x):

@@ -465,12 +465,19 @@ inline void CombineUpdates(const ScatterCall& call, int64_t b, int64_t p, int64_
                            int64_t end, Out* out) {
   const RowIds<Index> ids(call.problem, call.ids, b);
   const int64_t inner = kWidth == 0 ? call.problem.inner : kWidth;
-  const T* rows = static_cast<const T*>(call.updates) + b * call.problem.rows * inner + i;
+  const T* rows = static_cast<const T*>(call.updates);
+  rows += call.one_update ? b : b * call.problem.rows * inner + i;
   out += i;
   int64_t block[kIdBlock];
   for (; p < last; p += kIdBlock) {
     const int64_t n = Min(kIdBlock, last - p);
     ids.Resolve(p, n, block);
+    if (kWidth == 1 && call.one_update) {
+      for (int64_t k = 0; k < n; ++k) {
+        if (block[k] >= 0) CombineNarrowRow<r, 1>(rows, 1, out + block[k]);
+      }
+      continue;
+    }
     if constexpr (kWidth == 1 && sizeof(T) == 2) {
       // Widened together: one by one f16 takes twice as long.
       using A = Compute<T>;

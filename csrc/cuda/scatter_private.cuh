@@ -13,7 +13,7 @@
 //
 // Problems of a batch have blocks of their own.
 //
-// Bytes: each update and id once.
+// Bytes: each update and id once; one update a problem if all of its updates are the same.
 #pragma once
 
 #include <algorithm>
@@ -38,6 +38,7 @@ struct PrivateTables {
   int64_t parts, elements, part_elements;
   int64_t ids;  // from a problem's ids to the next one's: 0 where they are shared
   int inner;
+  bool one_update;  // of each problem
   FastDivider<uint64_t> by_inner;
 };
 
@@ -90,15 +91,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   int target[kItems];
   Sum sum[kItems];
   const int64_t part = blockIdx.x / p.batch, problem = blockIdx.x % p.batch;
-  updates += problem * p.elements;
+  updates += problem * (p.one_update ? 1 : p.elements);
   ids += problem * p.ids;
   result += problem * p.outputs;
   const int64_t begin = part * p.part_elements;
   const int64_t end = min(begin + p.part_elements, p.elements);
   constexpr int kIdPack = kPackSize<Index> < kItems ? kPackSize<Index> : kItems;
   constexpr int kPack = kPackSize<T> < kItems ? kPackSize<T> : kItems;
-  const bool is_packed = kIsElement && reinterpret_cast<uintptr_t>(ids + begin) % kPackBytes == 0 &&
-                         reinterpret_cast<uintptr_t>(updates + begin) % (kPack * sizeof(T)) == 0;
+  const bool is_packed =
+      kIsElement && reinterpret_cast<uintptr_t>(ids + begin) % kPackBytes == 0 &&
+      (p.one_update || reinterpret_cast<uintptr_t>(updates + begin) % (kPack * sizeof(T)) == 0);
   const int64_t step = int64_t{threads} * kItems;
   constexpr int kWarpItems = kWarp * kItems;
   int64_t e = begin + warp * kWarpItems;  // the warp's first element
@@ -113,11 +115,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < kItems / kIdPack; ++i) {
         next_id[i] = LoadPack<kIdPack>(ids + from + i * kIdPack);
       }
+      if (p.one_update) return;
 #pragma unroll
       for (int i = 0; i < kItems / kPack; ++i) {
         next_value[i] = LoadPack<kPack>(updates + from + i * kPack);
       }
     };
+    if (p.one_update) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) next_value[i / kPack].elem[i % kPack] = *updates;
+    }
     fetch(e);
     for (; e + kWarpItems <= end; e += step) {
 #pragma unroll
@@ -141,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       int64_t id = -1;
       if (i < end) id = rule.Resolve(ids[kIsElement ? i : p.by_inner.DivMod(i, &d)]);
       target[k] = id < 0 ? -1 : static_cast<int>(id) * p.inner + static_cast<int>(d);
-      sum[k] = i < end ? reduction.Load(updates[i]) : reduction.Identity();
+      sum[k] = i < end ? reduction.Load(updates[p.one_update ? 0 : i]) : reduction.Identity();
     }
     add(target, sum);
   }
@@ -217,6 +224,7 @@ cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t strea
   tables.ids = p.shared_ids ? 0 : p.rows;
   tables.elements = p.rows * p.inner;
   tables.inner = static_cast<int>(p.inner);
+  tables.one_update = a.one_update;
   tables.by_inner = FastDivider<uint64_t>(static_cast<uint64_t>(p.inner));
   tables.tables = kInOrder ? kWarp : kThreads;
   const auto table_bytes = [&] {

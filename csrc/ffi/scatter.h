@@ -69,19 +69,21 @@ inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape
   return true;
 }
 
-// Fills in *problem from rows (B, N, D), their ids, and the number S of what those name.
+// Fills in *problem from rows (B, N, D), their ids, and the number S of what those name. With
+// `one_update` rows have shape (B, 1, 1) for any N.
 inline ffi::Error DecodeRows(const char* op, ffi::AnyBuffer rows, ffi::AnyBuffer ids, int64_t size,
-                             bool wrap, bool clip, ScatterProblem* problem) {
+                             bool wrap, bool clip, bool one_update, ScatterProblem* problem) {
   const auto r = rows.dimensions(), i = ids.dimensions();
-  if (i.size() != 2 || (i[0] != 1 && i[0] != r[0]) || i[1] != r[1]) {
-    return InvalidArgument(op, ": ids must have shape (", r[0], ", ", r[1], ") or (1, ", r[1],
-                           "), got ", ShapeString(i));
+  const int64_t n = one_update ? i[1] : r[1];
+  if (i.size() != 2 || (i[0] != 1 && i[0] != r[0]) || i[1] != n) {
+    return InvalidArgument(op, ": ids must have shape (", r[0], ", ", n, ") or (1, ", n, "), got ",
+                           ShapeString(i));
   }
   const int index_bytes = IndexBytes(ids.element_type());
   if (index_bytes == 0) {
     return InvalidArgument(op, ": ids must be int32 or int64, or uint16 where they are sorted");
   }
-  *problem = {r[0], r[1], r[2], {size, wrap, clip}, i[0] == 1, index_bytes};
+  *problem = {r[0], n, r[2], {size, wrap, clip}, i[0] == 1, index_bytes};
   return ffi::Error::Success();
 }
 
@@ -174,8 +176,11 @@ inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
         op, ": the result must have the elements of (B, S, D) with B = ", dimensions[0],
         " and D = ", dimensions[2], ", got shape ", ShapeString(result.dimensions()));
   }
-  ffi::Error error =
-      DecodeRows(op, updates, ids, row == 0 ? 0 : count / row, wrap, clip, &call->problem);
+  const auto i = ids.dimensions();
+  call->one_update = strategy == ScatterStrategy::kPrivate && dimensions[1] == 1 &&
+                     dimensions[2] == 1 && i.size() == 2 && i[1] > 1;
+  ffi::Error error = DecodeRows(op, updates, ids, row == 0 ? 0 : count / row, wrap, clip,
+                                call->one_update, &call->problem);
   if (error.failure()) return error;
   if (strategy == ScatterStrategy::kSorted && (wrap || clip)) {
     // Two runs of ids would mean one row.
@@ -215,6 +220,9 @@ inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
   error = DecodeScratch(op, strategy, limits, scratch, inner, call);
   if (error.failure()) return error;
   call->problem.inner *= reals;
+  if (call->one_update && reals != 1) {
+    return InvalidArgument(op, ": updates must be given one by one if they are complex");
+  }
   if (strategy == ScatterStrategy::kSorted && limits.element_chunk != 0 && p.inner == 1 &&
       call->splits * limits.element_chunk < p.rows) {
     return InvalidArgument(op, ": on a GPU a chunk of single elements has at most ",
@@ -239,7 +247,7 @@ inline ffi::Error DecodeGather(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::An
     return InvalidArgument(kGatherRows, ": expected arrays of shapes (B, S, D) and (B, N, D), got ",
                            ShapeString(t), " and ", ShapeString(r));
   }
-  ffi::Error error = DecodeRows(kGatherRows, result, ids, t[1], wrap, clip, &call->problem);
+  ffi::Error error = DecodeRows(kGatherRows, result, ids, t[1], wrap, clip, false, &call->problem);
   if (error.failure()) return error;
   if (call->problem.index_bytes == 2) {
     return InvalidArgument(kGatherRows, ": ids must be int32 or int64");

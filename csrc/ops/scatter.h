@@ -75,6 +75,7 @@ struct ScatterCall : ScatterArrays {
   int order_bytes;     // 4, or 8 where ids are int64
   int64_t splits;      // C or P above; 1 if there are no positions
   bool deterministic;  // the same bits on every run, where the strategy has a choice
+  bool one_update;     // a problem has one element for all ids: only in private copies
 
   JOF_HOST_DEVICE JOF_INLINE bool has_operand() const { return operand != nullptr; }
 };

@@ -101,6 +101,7 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
                            is_signed,
                            4,
                            s.splits,
+                           false,
                            false};
     const CpuKernels& kernels = BestCpuKernels();
     if (in_place) {

@@ -147,7 +147,8 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
                          t.is_signed && std::is_integral_v<Compute<T>>,
                          order_bytes,
                          t.way == Way::kAtomic ? 1 : s.splits,
-                         t.way == Way::kPrivateInOrder};
+                         t.way == Way::kPrivateInOrder,
+                         false};
   const bool is_private = t.way == Way::kPrivate || t.way == Way::kPrivateInOrder;
   CHECK_CUDA(LaunchScatter(IsSorted(t.way) ? ScatterStrategy::kSorted
                            : is_private    ? ScatterStrategy::kPrivate
