@@ -48,6 +48,8 @@ inline SegmentLayout LayoutOf(const PlannedEdges& edges, int64_t segments, int64
 
 cudaError_t LaunchMessageSum(const MessageSumCall& call, cudaStream_t stream);
 cudaError_t LaunchEdgeDot(const EdgeDotCall& call, cudaStream_t stream);
+cudaError_t LaunchAttention(const MessageSumCall& call, cudaStream_t stream);
+cudaError_t LaunchAttentionLogits(const AttentionLogitsCall& call, cudaStream_t stream);
 cudaError_t LaunchSegmentSoftmax(const SegmentSoftmaxCall& call, cudaStream_t stream);
 #endif
 
