@@ -40,8 +40,8 @@ constexpr int32_t kNoKey = -0x7fffffff - 1;  // before the first and beyond the 
 // Rows are so many bytes apart.
 template <typename T>
 __device__ __forceinline__ T* RowAt(T* first, uint32_t row, int64_t bytes) {
-  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(first) +
-                              uint64_t{row} * static_cast<uint64_t>(bytes));
+  const char* const at = reinterpret_cast<const char*>(first) + uint64_t{row} * bytes;
+  return reinterpret_cast<T*>(const_cast<char*>(at));
 }
 
 // Of more than 16 bytes in parts.
@@ -116,7 +116,7 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
 #pragma unroll 4
   for (int i = threadIdx.x; i < items; i += kBlockSize) {
     const int64_t e = edges.Edge(first + i);
-    all[i + 1] = {static_cast<uint32_t>(e), program.Source(e), edges.keys[first + i]};
+    all[i + 1] = {static_cast<uint32_t>(e), program.Source(e), __ldcs(edges.keys + first + i)};
   }
   if (threadIdx.x <= kUnroll) {
     const bool is_before = threadIdx.x == kUnroll;

@@ -12,7 +12,7 @@
 JOF_NAMESPACE_BEGIN
 
 // Positions that a block takes at most: the ids of a chunk are in its shared memory.
-inline constexpr int64_t kCudaEdgeChunk = 1024;
+inline constexpr int64_t kCudaEdgeChunk = 1344;
 
 // A block takes a chunk of positions and a slice of the columns. It is made of groups of `lanes`
 // threads, a pack of columns a thread, each of which takes as many positions.

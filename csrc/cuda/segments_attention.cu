@@ -15,17 +15,20 @@ namespace segments {
 
 // ---- sums ----
 
-// Of a segment, relative to its maximum so far: the weighted sums of a pack of columns, then that
-// maximum and the sum of weights of the head that they are in. Parts are brought to one maximum
-// before they are added up ("Online normalizer calculation for softmax", Milakov and Gimelshein,
-// 2018).
+// Of a segment: the weighted sums of a pack of columns, then what logits are relative to, which
+// none exceeds by more than kSlack, and the sum of weights of the head that they are in. Sums are
+// brought to another reference where a logit is beyond that, so seldom after the first edge
+// ("Online normalizer calculation for softmax", Milakov and Gimelshein, 2018). Weights are at most
+// e^kSlack.
+constexpr int kSlack = 4;
+
 template <typename T, typename Logit>
 struct Weighted {
   using Value = Compute<T>;
   static constexpr int kOfHead = 2;
   T* result;
   Pack<Value, 2>* stats;
-  int64_t columns, heads;
+  int64_t columns, heads, row_bytes, stat_bytes;  // of a row of values and of stats
   FastDivider<uint64_t> by_width;
 
   __device__ __forceinline__ int64_t Head(int64_t column) const {
@@ -37,11 +40,11 @@ struct Weighted {
     for (int i = 0; i < N; ++i) value[i] = Value{0};
     value[N - 2] = Lowest();
   }
-  // The maximum of no logits. It is finite, since the difference of infinities would be NaN.
+  // The reference of no logits. It is finite, since the difference of infinities would be NaN.
   __device__ __forceinline__ static Value Lowest() {
     return static_cast<Value>(sizeof(Value) == 8 ? -0x1.fffffffffffffp1023 : -0x1.fffffep127);
   }
-  // A NaN is no maximum, but its exponential makes the sums NaN.
+  // A NaN is no reference, but its exponential makes the sums NaN.
   template <int N>
   __device__ __forceinline__ void Combine(const Value (&other)[N], Value (&value)[N]) const {
     const Value max = value[N - 2] < other[N - 2] ? other[N - 2] : value[N - 2];
@@ -53,15 +56,15 @@ struct Weighted {
   template <int N>
   __device__ __forceinline__ void Finish(int64_t segment, int64_t column,
                                          const Value (&value)[N]) const {
-    const Value inverse = 1 / value[N - 1];
+    const Value inverse = Reciprocal<Value>(value[N - 1]);
     Value out[N - 2];
 #pragma unroll
     for (int i = 0; i < N - 2; ++i) out[i] = value[i] * inverse;
-    StoreRounded(result + segment * columns + column, out);
-    const int64_t head = Head(column);
-    if (head * static_cast<int64_t>(by_width.divisor()) == column) {
-      stats[segment * heads + head] = {{value[N - 2], inverse}};
-    }
+    const uint32_t row = static_cast<uint32_t>(segment);
+    StoreRounded(RowAt(result + column, row, row_bytes), out);
+    // All threads of a head write the same.
+    StorePack<2>(RowAt(stats + Head(column), row, stat_bytes)->elem,
+              Pack<Value, 2>{{value[N - 2], inverse}});
   }
 };
 
@@ -74,7 +77,7 @@ struct Attention : Weighted<T, Logit> {
   const T* values;
   const Logit* logits;
   const int32_t* sources;
-  int64_t rows, row_bytes, logit_bytes;  // of a row of each
+  int64_t rows, logit_bytes;
 
   __device__ int32_t Source(int64_t edge) const {
     return static_cast<int32_t>(min(int64_t{static_cast<uint32_t>(sources[edge])}, rows - 1));
@@ -89,21 +92,25 @@ struct Attention : Weighted<T, Logit> {
   __device__ Item<N> Fetch(uint32_t edge, int32_t source, int32_t, int64_t column) const {
     Item<N> item;
     const uint32_t row = static_cast<uint32_t>(max(source, 0));
-    item.row = LoadPack<N>(RowAt(values + column, row, row_bytes));
-    item.logit = *RowAt(logits + this->Head(column), edge, logit_bytes);
+    item.row = LoadPack<N>(RowAt(values + column, row, this->row_bytes));
+    item.logit = LoadPack<1>(RowAt(logits + this->Head(column), edge, logit_bytes)).elem[0];
     return item;
   }
   template <int N, int kValues>
   __device__ __forceinline__ void Add(const Item<N>& item, Value (&value)[kValues]) const {
-    const Value x = Accumulator<Logit>::Load(item.logit), last = value[N];
-    const Value max = last < x ? x : last;
-    const Value scale = Exp<Logit>(last - max), weight = Exp<Logit>(x - max);
+    const Value x = Accumulator<Logit>::Load(item.logit);
+    Value& from = value[N];
+    if (x > from + kSlack) {
+      const Value scale = Exp<Logit>(from - x);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      value[i] = value[i] * scale + weight * Accumulator<T>::Load(item.row.elem[i]);
+      for (int i = 0; i < N; ++i) value[i] *= scale;
+      value[N + 1] *= scale;
+      from = x;
     }
-    value[N] = max;
-    value[N + 1] = value[N + 1] * scale + weight;
+    const Value weight = Exp<Logit>(x - from);
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] += weight * Accumulator<T>::Load(item.row.elem[i]);
+    value[N + 1] += weight;
   }
 };
 
@@ -120,6 +127,7 @@ cudaError_t SumOfAttention(const MessageSumCall& call, cudaStream_t stream) {
   program.sources = call.sources;
   program.rows = call.rows;
   program.row_bytes = call.columns() * int64_t{sizeof(T)};
+  program.stat_bytes = call.heads * int64_t{sizeof(*program.stats)};
   program.logit_bytes = call.heads * int64_t{sizeof(Logit)};
   const auto fits = [&](int pack) {
     return call.width % pack == 0 && IsPacked(program.values, pack) &&
@@ -150,7 +158,7 @@ template <typename T, typename Logit, int kPack, bool kInRegisters>
 __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
     LogitsKernel(const AttentionLogitsCall call, const LogitsLayout layout) {
   using C = Compute<T>;
-  constexpr int kEdges = kPack > kPackSize<T> ? 2 : 4;
+  constexpr int kEdges = kInRegisters ? 2 : 4;
   __shared__ Position at[kPositions];
   uint64_t slice;
   const int64_t first =
@@ -161,7 +169,7 @@ __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
     at[i] = {0, 0, -1};
     if (i >= items) continue;
     const int64_t e = call.edges.Edge(first + i);
-    const int32_t source = call.sources[e], key = call.edges.keys[first + i];
+    const int32_t source = call.sources[e], key = __ldcs(call.edges.keys + first + i);
     const bool counts = IsRow(source, call.rows) && IsRow(key, call.segments);
     at[i] = {static_cast<uint32_t>(e), counts ? source : 0, counts ? key : -1};
   }
@@ -198,7 +206,7 @@ __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
       one[u] = at[p + u];
       const uint32_t source = static_cast<uint32_t>(one[u].source);
       if (kInRegisters && is_column) row[u] = LoadPack<kPack>(RowAt(values, source, row_bytes));
-      if (is_head) logit[u] = *RowAt(logits, one[u].edge, logit_bytes);
+      if (is_head) logit[u] = LoadPack<1>(RowAt(logits, one[u].edge, logit_bytes)).elem[0];
     }
 #pragma unroll
     for (int u = 0; u < kEdges; ++u) {

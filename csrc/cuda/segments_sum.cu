@@ -17,13 +17,13 @@ struct SumOfRows {
   using Value = Compute<T>;
   static constexpr int kOfHead = 0;
   T* result;
-  int64_t columns;
+  int64_t columns, row_bytes;  // of a row of the table and of the result
 
   __device__ Value Identity() const { return Value{0}; }
   __device__ Value Combine(Value a, Value b) const { return a + b; }
   template <int N>
   __device__ void Finish(int64_t segment, int64_t column, const Value (&value)[N]) const {
-    StoreRounded(result + segment * columns + column, value);
+    StoreRounded(RowAt(result + column, static_cast<uint32_t>(segment), row_bytes), value);
   }
 };
 
@@ -33,7 +33,7 @@ struct MessageSum : SumOfRows<T> {
   __device__ static constexpr int Unroll(int pack) {
     return kWeights == Weights::kOfColumn || pack > kPackSize<T> ? 2 : 4;
   }
-  static constexpr int kBlocks = sizeof(T) == 4 && kWeights < Weights::kLogits ? 4 : 3;
+  static constexpr int kBlocks = 3;
   static constexpr bool kOfLogits = kWeights >= Weights::kLogits;
   static constexpr bool kAreWide =
       kWeights == Weights::kWideOfHead || kWeights == Weights::kWideLogits;
@@ -41,7 +41,7 @@ struct MessageSum : SumOfRows<T> {
   const void* weights;
   const Pack<Value, 2>* stats;
   const int32_t* sources;
-  int64_t rows, row_bytes, weight_bytes, stat_bytes;  // of a row of each
+  int64_t rows, weight_bytes, stat_bytes;  // of a row of weights and of stats
   FastDivider<uint64_t> by_width;
 
   __device__ int32_t Source(int64_t edge) const {
@@ -63,7 +63,7 @@ struct MessageSum : SumOfRows<T> {
     Item<N> item{};
     item.is_valid = source >= 0;
     const uint32_t row = static_cast<uint32_t>(max(source, 0));
-    item.row = LoadPack<N>(RowAt(table + column, row, row_bytes));
+    item.row = LoadPack<N>(RowAt(table + column, row, this->row_bytes));
     const Weight* const own = static_cast<const Weight*>(weights);
     if constexpr (kWeights == Weights::kOfColumn) {
       item.weight = LoadPack<N>(own + int64_t{edge} * this->columns + column);
