@@ -156,15 +156,15 @@ def _softmax_type(*args: Any, num_segments: int, **_: Any) -> Any:
     return _compat.with_spec(x, x.shape, (None, x.sharding.spec[1])).update(weak_type=False)
 
 
-def _rule(
-    arrays: Sequence[str], result: str, free: str = "hd"
+def rule(
+    arrays: Sequence[str], *results: str, free: str = "hd"
 ) -> Callable[..., _primitive.ShardingRule]:
     """Features are free; each table is needed whole.
 
     So are edges, "e", unless they are free. Then each device sorts its own.
     """
 
-    def rule(*avals: Any, **_: Any) -> _primitive.ShardingRule:
+    def of(*avals: Any, **_: Any) -> _primitive.ShardingRule:
         ids = [[f"i{k}"] for k in range(len(avals) - len(arrays))]
         if "e" in free:
             ids[:2] = ["e"], ["e"]
@@ -172,28 +172,28 @@ def _rule(
         for names, aval in zip(operands, avals[len(ids) :], strict=True):
             if names[0] == "e" and aval.shape[0] != avals[0].shape[0]:
                 names[0] = "none"  # no weights
-        whole = {name for names in (*ids, *operands, result) for name in names} - {*free}
-        return _primitive.ShardingRule([*ids, *operands], [[*result]], frozenset(whole))
+        whole = {name for names in (*ids, *operands, *results) for name in names} - {*free}
+        return _primitive.ShardingRule([*ids, *operands], [*map(list, results)], frozenset(whole))
 
-    return rule
+    return of
 
 
 # ---- references in jnp ----
 
 
-def _rows(table: Any, ids: Any) -> Any:
+def rows_of(table: Any, ids: Any) -> Any:
     """Rows in the dtype that they are computed in, 0 where an id names none."""
     wide = table.astype(compute_dtype(table.dtype))
     found = wide.at[jnp.where(ids < 0, table.shape[0], ids)].get(mode="fill", fill_value=0)
     return jnp.asarray(found)
 
 
-def _sums(rows: Any, ids: Any, size: int) -> Any:
+def sums_of(rows: Any, ids: Any, size: int) -> Any:
     zeros = jnp.zeros((size, *rows.shape[1:]), rows.dtype)
     return zeros.at[jnp.where(ids < 0, size, ids)].add(rows, mode="drop")
 
 
-def _read(senders: Any, drops_senders: bool) -> Any:
+def read(senders: Any, drops_senders: bool) -> Any:
     """The rows that are read, -1 of edges that count for nothing."""
     return jnp.where(senders < 0, -1 if drops_senders else ~senders, senders)
 
@@ -202,19 +202,19 @@ def _message_sum_reference(
     *args: Any, num_segments: int, drops_senders: bool, **_: Any
 ) -> jax.Array:
     senders, receivers, *_orders, table, weights = args
-    senders = _read(senders, drops_senders)
-    rows = _rows(table, senders)
+    senders = read(senders, drops_senders)
+    rows = rows_of(table, senders)
     if weights.shape[0] == rows.shape[0]:
         weighted = rows * weights.astype(rows.dtype)[..., None]
         rows = jnp.where((senders < 0)[:, None, None], 0, weighted)
-    result: jax.Array = _sums(rows, receivers, num_segments).astype(table.dtype)
+    result: jax.Array = sums_of(rows, receivers, num_segments).astype(table.dtype)
     return result
 
 
 def _edge_dot_reference(*args: Any, dtype: Any, drops_senders: bool, **_: Any) -> jax.Array:
     senders, receivers, *_orders, a, b = args
-    senders = _read(senders, drops_senders)
-    dots = jnp.sum(_rows(a, receivers) * _rows(b, senders), axis=-1)
+    senders = read(senders, drops_senders)
+    dots = jnp.sum(rows_of(a, receivers) * rows_of(b, senders), axis=-1)
     return jnp.where(((senders < 0) | (receivers < 0))[:, None], 0, dots).astype(dtype)
 
 
@@ -223,8 +223,8 @@ def _softmax_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array:
     wide = x.astype(compute_dtype(x.dtype))
     to = jnp.where(ids < 0, num_segments, ids)
     most = jnp.full((num_segments, x.shape[1]), -jnp.inf, wide.dtype).at[to].max(wide, mode="drop")
-    terms = jnp.exp(wide - _rows(most, ids))
-    y = terms / _rows(_sums(terms, ids, num_segments), ids)
+    terms = jnp.exp(wide - rows_of(most, ids))
+    y = terms / rows_of(sums_of(terms, ids, num_segments), ids)
     return jnp.where((ids < 0)[:, None], 0, y).astype(x.dtype)
 
 
@@ -232,7 +232,7 @@ def _softmax_vjp_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array
     ids, *_orders, y, t = args
     wide = compute_dtype(y.dtype)
     value, tangent = y.astype(wide), t.astype(wide)
-    result = value * (tangent - _rows(_sums(value * tangent, ids, num_segments), ids))
+    result = value * (tangent - rows_of(sums_of(value * tangent, ids, num_segments), ids))
     return jnp.where((ids < 0)[:, None], 0, result).astype(y.dtype)
 
 
@@ -262,7 +262,7 @@ def _message_sum_native(
         "jof_message_sum",
         (jax.ShapeDtypeStruct(shape, table.dtype), jax.ShapeDtypeStruct(scratch, wide)),
     )
-    result: jax.Array = call(table, weights, _read(senders, drops_senders), keys, order)[0]
+    result: jax.Array = call(table, weights, read(senders, drops_senders), keys, order)[0]
     return result
 
 
@@ -276,7 +276,7 @@ def _edge_dot_native(
     if order.shape != senders.shape:
         (order, _), keys = no_order(), receivers
     call = jax.ffi.ffi_call("jof_edge_dot", jax.ShapeDtypeStruct(shape, dtype))
-    result: jax.Array = call(a, b, keys, _read(senders, drops_senders), order)
+    result: jax.Array = call(a, b, keys, read(senders, drops_senders), order)
     return result
 
 
@@ -470,7 +470,7 @@ message_sum_p = _primitive.define(
     abstract_eval=_message_sum_type,
     reference=_message_sum_reference,
     native=_message_sum_native,
-    sharding_rule=_rule(("nhd", "eh"), "shd", "hde"),
+    sharding_rule=rule(("nhd", "eh"), "shd", free="hde"),
     batch=_message_sum_batch,
 )
 edge_dot_p = _primitive.define(
@@ -479,7 +479,7 @@ edge_dot_p = _primitive.define(
     abstract_eval=_edge_dot_type,
     reference=_edge_dot_reference,
     native=_edge_dot_native,
-    sharding_rule=_rule(("shd", "nhd"), "eh", "hde"),
+    sharding_rule=rule(("shd", "nhd"), "eh", free="hde"),
     batch=_edge_dot_batch,
 )
 softmax_p = _primitive.define(
@@ -488,7 +488,7 @@ softmax_p = _primitive.define(
     abstract_eval=_softmax_type,
     reference=_softmax_reference,
     native=_softmax_native,
-    sharding_rule=_rule(("eh",), "eh"),
+    sharding_rule=rule(("eh",), "eh"),
     batch=_softmax_batch,
 )
 softmax_vjp_p = _primitive.define(
@@ -497,7 +497,7 @@ softmax_vjp_p = _primitive.define(
     abstract_eval=_softmax_type,
     reference=_softmax_vjp_reference,
     native=_softmax_native,
-    sharding_rule=_rule(("eh", "eh"), "eh"),
+    sharding_rule=rule(("eh", "eh"), "eh"),
     batch=_softmax_batch,
 )
 

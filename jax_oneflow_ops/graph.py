@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _graph, _messages, _native, _scatter
+from jax_oneflow_ops import _attention, _checks, _graph, _messages, _native, _scatter
 from jax_oneflow_ops._indexing import Indexing
 
 Implementation = Literal["native", "xla"] | None
@@ -365,98 +365,24 @@ def attention_sum(
     size = _number_of_segments(name, num_segments, plan)
     graph = _graph_of(name, senders, receivers, values.shape[0], "values", size, plan, sender_plan)
     _check_edges(name, "logits", logits, graph[0])
-    _check_leading(name, logits.shape, values.shape)
-    logits = logits.reshape(*logits.shape, *(1,) * (values.ndim - logits.ndim))
+    depth = _check_leading(name, logits.shape, values.shape)
     if graph[2].shape != graph[0].shape:
         graph = *graph[:2], *_graph.order_of(graph[1], size, choice), *graph[4:]
-    how = size, choice
-    stats = _of_softmax(how, logits, values.dtype, graph)
-    return _attention(how, logits, values, *stats, *graph)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attention(
-    how: tuple[int, str | None], logits: Any, values: Any, most: Any, inverse: Any, *graph: Any
-) -> jax.Array:
-    """The weighted sums, where maxima and divisors are known."""
-    return _of_weights(how, logits, values, most, inverse, graph, values.dtype)
-
-
-def _of_weights(
-    how: tuple[int, str | None],
-    logits: Any,
-    values: Any,
-    most: Any,
-    inverse: Any,
-    graph: Sequence[Any],
-    dtype: Any,
-) -> jax.Array:
-    def message(v: Any, most: Any, inverse: Any, x: Any) -> Any:
-        return (_weight(x, most, inverse) * v).astype(dtype)
-
-    arrays = values, most, inverse, logits
-    result: jax.Array = _attention_sum(how, message, arrays, "srre", graph)
-    return result
-
-
-@_attention.defjvp
-def _(how: tuple[int, str | None], primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """A logit moves the result towards its value, all ways from there together.
-
-    So what flows back to an edge needs no sum over other edges: they are in the result.
-    """
-    logits, values, most, inverse, *graph = primals
-    of_logits, of_values = tangents[:2]
-    # Not rounded, since what is subtracted from it may be near it.
-    wide = _graph.compute_dtype(values.dtype)
-    result = _of_weights(how, logits, values, most, inverse, graph, wide)
-
-    def message(v: Any, of_v: Any, y: Any, most: Any, inverse: Any, x: Any, of_x: Any) -> Any:
-        moved = of_x.astype(y.dtype) * (v.astype(y.dtype) - y) + of_v.astype(y.dtype)
-        return (_weight(x, most, inverse) * moved).astype(v.dtype)
-
-    arrays = values, of_values, result, most, inverse, logits, of_logits
-    return result.astype(values.dtype), _attention_sum(how, message, arrays, "ssrrree", graph)
-
-
-def _weight(x: Any, most: Any, inverse: Any) -> Any:
-    return jnp.exp(x.astype(inverse.dtype) - most.astype(inverse.dtype)) * inverse
-
-
-def _of_softmax(
-    how: tuple[int, str | None], logits: Any, dtype: Any, graph: Sequence[Any]
-) -> tuple[Any, Any]:
-    """The maxima of receivers, and the inverses of their sums of exponentials."""
+    row, dtype = values.shape[1:], values.dtype
     wide = jnp.promote_types(logits.dtype, _graph.compute_dtype(dtype))
-    still = jax.lax.stop_gradient(logits)
-    most = _attention_sum(how, lambda x: x, (still,), "e", graph, "max")
-
-    def term(most: Any, x: Any) -> Any:
-        return jnp.exp(x.astype(wide) - most.astype(wide))
-
-    total = _attention_sum(how, term, (most, logits), "re", graph)
-    return most, 1 / jnp.where(total == 0, 1, total)
-
-
-def _attention_sum(
-    how: tuple[int, str | None],
-    fun: Message,
-    arrays: Sequence[Any],
-    sides: str,
-    graph: Sequence[Any],
-    reduction: str = "sum",
-) -> Any:
-    size, implementation = how
-    name = "attention_sum"
-    messages = _messages.traced(name, fun, arrays, sides, graph[0].shape[0])
-    assert messages is not None
-    return _messages.reduced(
-        *(graph, messages, reduction),
+    if wide != _graph.compute_dtype(dtype):  # a softmax in float64
+        values = values.astype(wide)
+    if logits.dtype != values.dtype:
+        logits = logits.astype(wide)
+    heads = math.prod(row[:depth])
+    result = _attention.attention(
+        graph,
+        logits.reshape(graph[0].shape[0], heads),
+        values.reshape(values.shape[0], heads, math.prod(row[depth:])),
         num_segments=size,
-        function=name,
-        implementation=implementation,
-        math="full",
+        implementation=choice,
     )
+    return result.astype(dtype).reshape(size, *row)
 
 
 def planned_softmax(
@@ -607,11 +533,12 @@ def _weighted_sum(
     return result.reshape(size, *row)
 
 
-def _check_leading(function: str, logits: tuple[int, ...], values: tuple[int, ...]) -> None:
+def _check_leading(function: str, logits: tuple[int, ...], values: tuple[int, ...]) -> int:
+    """How many dimensions of a row logits have."""
     own, row = logits[1:], values[1:]
     for depth in range(len(own) + 1):
         if own[:depth] == row[:depth] and all(n == 1 for n in own[depth:]) and len(own) <= len(row):
-            return
+            return depth
     raise ValueError(
         f"{function}: logits must have the shape (edges, ...) with the first dimensions of a row "
         f"of values, or 1s at the end; got shapes {logits} and {values}"

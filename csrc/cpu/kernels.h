@@ -59,6 +59,9 @@ struct CpuPermute {
   X(GatherRows, (const GatherCall& call, const void* fill_row, int64_t begin, int64_t end))        \
   X(SumMessages, (const MessageSumCall& call, int64_t begin, int64_t end))                         \
   X(JoinMessages, (const MessageSumCall& call, int64_t begin, int64_t end))                        \
+  X(SumAttention, (const MessageSumCall& call, int64_t begin, int64_t end))                        \
+  X(JoinAttention, (const MessageSumCall& call, int64_t begin, int64_t end))                       \
+  X(AttentionLogits, (const AttentionLogitsCall& call, int64_t begin, int64_t end))                \
   X(DotEdges, (const EdgeDotCall& call, int64_t begin, int64_t end))                               \
   X(ReduceLogits, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                    \
   X(JoinLogits, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                      \

@@ -1,6 +1,7 @@
 // Launchers of the CPU kernels of graphs: how they are split over threads.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "cpu/launch.h"
@@ -8,9 +9,10 @@
 
 namespace jof {
 
-// The result is not empty.
+using SumKernel = void (*)(const MessageSumCall&, int64_t, int64_t);
+
 template <typename ThreadPool>
-CpuStatus LaunchMessageSum(const MessageSumCall& call, ThreadPool& pool) {
+CpuStatus LaunchSum(const MessageSumCall& call, SumKernel sum, SumKernel join, ThreadPool& pool) {
   const int64_t row_bytes = call.columns() * SizeOf(call.type);
   ParallelFor(pool, call.segments * row_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
     std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);  // segments of no edge
@@ -18,9 +20,31 @@ CpuStatus LaunchMessageSum(const MessageSumCall& call, ThreadPool& pool) {
   const PlannedEdges& edges = call.edges;
   if (edges.count == 0) return {};
   ParallelFor(pool, edges.chunks, Grain(edges.chunk_length() * row_bytes),
-              [&](int64_t begin, int64_t end) { Kernels().SumMessages(call, begin, end); });
+              [&](int64_t begin, int64_t end) { sum(call, begin, end); });
   ParallelFor(pool, edges.chunks, Grain(2 * row_bytes),
-              [&](int64_t begin, int64_t end) { Kernels().JoinMessages(call, begin, end); });
+              [&](int64_t begin, int64_t end) { join(call, begin, end); });
+  return {};
+}
+
+// The result is not empty.
+template <typename ThreadPool>
+CpuStatus LaunchMessageSum(const MessageSumCall& call, ThreadPool& pool) {
+  return LaunchSum(call, Kernels().SumMessages, Kernels().JoinMessages, pool);
+}
+
+// Nor is this.
+template <typename ThreadPool>
+CpuStatus LaunchAttention(const MessageSumCall& call, ThreadPool& pool) {
+  const int64_t rows = call.segments * call.heads;
+  std::memset(call.stats, 0, static_cast<size_t>(rows * 2 * std::max(4, SizeOf(call.type))));
+  return LaunchSum(call, Kernels().SumAttention, Kernels().JoinAttention, pool);
+}
+
+template <typename ThreadPool>
+CpuStatus LaunchAttentionLogits(const AttentionLogitsCall& call, ThreadPool& pool) {
+  const int64_t row_bytes = call.heads * call.width * SizeOf(call.type);
+  ParallelFor(pool, call.edges.count, Grain(3 * row_bytes),
+              [&](int64_t begin, int64_t end) { Kernels().AttentionLogits(call, begin, end); });
   return {};
 }
 

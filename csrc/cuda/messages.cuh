@@ -63,19 +63,6 @@ struct MessageOperand {
 namespace {
 namespace segments {
 
-// Of more than 16 bytes in parts.
-template <typename T, typename Value, int N>
-__device__ __forceinline__ void StoreRounded(T* out, const Value (&value)[N]) {
-  constexpr int kPart = N < kPackSize<T> ? N : kPackSize<T>;
-#pragma unroll
-  for (int i = 0; i < N; i += kPart) {
-    Pack<T, kPart> part;
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) part.elem[j] = Accumulator<T>::Store(value[i + j]);
-    StorePack<kPart>(out + i, part);
-  }
-}
-
 template <typename Functor, typename T, Reduction kReduction, typename Inputs, int kUnrolled,
           int kBlocksOfSM>
 struct Messages;
@@ -87,7 +74,8 @@ struct Messages<Functor, T, kReduction, Tuple<In...>, kUnrolled, kBlocksOfSM> {
   using Stored = T;
   using Reduce = Reducing<kReduction, Value>;
   using Indexes = MakeIndices<sizeof...(In)>;
-  static constexpr int kUnroll = kUnrolled, kBlocks = kBlocksOfSM;
+  static constexpr int kUnroll = kUnrolled, kBlocks = kBlocksOfSM, kOfHead = 0;
+  __device__ static constexpr int Unroll(int) { return kUnroll; }
   const MessageCall& call;
 
   __device__ Value Identity() const { return Reduce::Identity(); }

@@ -20,18 +20,83 @@ namespace segments {
 
 // A program derives from a result, of which JoinKernel is made:
 //   Value                        of one column, until it is rounded
-//   Identity(), Combine(a, b)
+//   kOfHead                      values that a head has beside those of its columns: after these
+//   Identity(), Combine(a, b)    of one value; if heads have some, Clear(v) and Combine(from, v)
 //   Finish(segment, column, v)   rounds and writes the values of a pack of columns
 // and has beside it
-//   kUnroll, kBlocks                     rows asked for at once, blocks an SM: what registers allow
+//   Unroll(pack), kBlocks                rows asked for at once, blocks an SM: what registers allow
 //   Source(edge)                         an id
 //   Item<N>, Fetch<N>(edge, source, key, column)
 //   Add(item, v)
 using Layout = SegmentLayout;
 
-template <typename Value>
-__device__ Value* Carry(Value* carries, const Layout& layout, int64_t chunk, int which) {
-  return carries + (chunk * 2 + which) * layout.columns;
+// An edge at a position: its number, its id and its key, which one load brings.
+struct alignas(16) Position {
+  uint32_t edge;
+  int32_t source, key;
+};
+constexpr int32_t kNoKey = -0x7fffffff - 1;  // before the first and beyond the last
+
+// Rows are so many bytes apart.
+template <typename T>
+__device__ __forceinline__ T* RowAt(T* first, uint32_t row, int64_t bytes) {
+  const char* const at = reinterpret_cast<const char*>(first) + uint64_t{row} * bytes;
+  return reinterpret_cast<T*>(const_cast<char*>(at));
+}
+
+// Of more than 16 bytes in parts.
+template <typename T, typename Value, int N>
+__device__ __forceinline__ void StoreRounded(T* out, const Value (&value)[N]) {
+  constexpr int kPart = N < kPackSize<T> ? N : kPackSize<T>;
+#pragma unroll
+  for (int i = 0; i < N; i += kPart) {
+    Pack<T, kPart> part;
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) part.elem[j] = Accumulator<T>::Store(value[i + j]);
+    StorePack<kPart>(out + i, part);
+  }
+}
+
+template <typename Result, typename Value, int N>
+__device__ __forceinline__ void Clear(const Result& result, Value (&value)[N]) {
+  if constexpr (Result::kOfHead > 0) {
+    result.Clear(value);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = result.Identity();
+  }
+}
+
+// Adds the values whose addresses are `from(i)`.
+template <typename Result, typename Value, int N, typename From>
+__device__ __forceinline__ void Combine(const Result& result, const From& from, Value (&value)[N]) {
+  if constexpr (Result::kOfHead > 0) {
+    Value other[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) other[i] = *from(i);
+    result.Combine(other, value);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = result.Combine(value[i], *from(i));
+  }
+}
+
+// Where the values of a pack of columns are in the scratch: value i at (i). Those of heads are
+// after all columns, and all threads of a head write the same.
+template <int kPack, typename Result, typename Value>
+__device__ __forceinline__ auto Carry(const Result& result, Value* carries, const Layout& layout,
+                                      int64_t chunk, int which, int64_t column) {
+  if constexpr (Result::kOfHead > 0) {
+    Value* const row =
+        carries + (chunk * 2 + which) * (layout.columns + Result::kOfHead * result.heads);
+    Value* const of_head = row + layout.columns + result.Head(column);
+    return [=, heads = result.heads](int i) {
+      return i < kPack ? row + column + i : of_head + (i - kPack) * heads;
+    };
+  } else {
+    Value* const row = carries + (chunk * 2 + which) * layout.columns + column;
+    return [=](int i) { return row + i; };
+  }
 }
 
 template <typename Program, int kPack>
@@ -39,12 +104,11 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
                                             const Layout& layout,
                                             typename Program::Value* const carries) {
   using Value = typename Program::Value;
-  constexpr int kUnroll = Program::kUnroll;
-  __shared__ int32_t all_keys[kCudaEdgeChunk + 2];  // and those before and after the chunk
-  __shared__ uint32_t edge_at[kCudaEdgeChunk];
-  __shared__ int32_t source_at[kCudaEdgeChunk];
-  __shared__ Value heads[kPack][kBlockSize];  // what a group has of a segment from the last one
-  __shared__ bool head_ends[kBlockSize];      // whether that ends in the group
+  constexpr int kUnroll = Program::Unroll(kPack), kValues = kPack + Program::kOfHead;
+  // With those before and after the chunk, and what is asked for beyond it.
+  __shared__ Position all[kCudaEdgeChunk + 1 + kUnroll];
+  __shared__ Value heads[kValues][kBlockSize];  // what a group has of a segment from the last one
+  __shared__ bool head_ends[kBlockSize];        // whether that ends in the group
   uint64_t slice;
   const int64_t c = layout.by_slices.DivMod(blockIdx.x, &slice), first = c * layout.chunk_length;
   if (first >= edges.count) return;
@@ -52,17 +116,16 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
 #pragma unroll 4
   for (int i = threadIdx.x; i < items; i += kBlockSize) {
     const int64_t e = edges.Edge(first + i);
-    edge_at[i] = static_cast<uint32_t>(e);
-    source_at[i] = program.Source(e);
-    all_keys[i + 1] = edges.keys[first + i];
+    all[i + 1] = {static_cast<uint32_t>(e), program.Source(e), __ldcs(edges.keys + first + i)};
   }
-  if (threadIdx.x == 0) {
-    constexpr int32_t kNoKey = -0x7fffffff - 1;
-    all_keys[0] = first == 0 ? kNoKey : edges.keys[first - 1];
-    all_keys[items + 1] = first + items == edges.count ? kNoKey : edges.keys[first + items];
+  if (threadIdx.x <= kUnroll) {
+    const bool is_before = threadIdx.x == kUnroll;
+    const int64_t p = is_before ? first - 1 : first + items + threadIdx.x;
+    const bool is_key = p >= 0 && p < edges.count;
+    all[is_before ? 0 : items + 1 + threadIdx.x] = {0, -1, is_key ? edges.keys[p] : kNoKey};
   }
   __syncthreads();
-  const int32_t* const keys = all_keys + 1;
+  const Position* const at = all + 1;
   const int lanes = layout.lanes, groups = kBlockSize / lanes;
   const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const int64_t column = (int64_t(slice) * lanes + lane) * kPack;
@@ -70,11 +133,8 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
   const int begin = min(group * layout.group_length, items);
   const int end = min(begin + layout.group_length, items);
 
-  Value value[kPack];
-  const auto clear = [&] {
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) value[i] = program.Identity();
-  };
+  Value value[kValues];
+  const auto clear = [&] { Clear(program, value); };
   int32_t current = 0;
   bool in_head = false, goes_on = false;  // in a segment from the last group; beyond this group
   const auto finish = [&] {
@@ -82,31 +142,27 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
   };
   const auto put_head = [&](bool ends) {
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) heads[i][threadIdx.x] = value[i];
+    for (int i = 0; i < kValues; ++i) heads[i][threadIdx.x] = value[i];
     if (lane == 0) head_ends[group] = ends;
   };
   if (is_column && begin < end) {
-    current = keys[begin];
-    in_head = keys[begin - 1] == current;
-    goes_on = keys[end] == keys[end - 1];
+    current = at[begin].key;
+    in_head = at[begin - 1].key == current;
+    goes_on = at[end].key == at[end - 1].key;
     clear();
     for (int p = begin; p < end; p += kUnroll) {
       typename Program::template Item<kPack> item[kUnroll];
+      int32_t keys[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        const int at = min(p + u, end - 1);
-        item[u] = program.template Fetch<kPack>(edge_at[at], source_at[at], keys[at], column);
-      }
-      // Edges of one row are neighbours; those that are dropped need not be.
-      if (p + kUnroll <= end && current >= 0 && keys[p + kUnroll - 1] == current) {
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) program.Add(item[u], value);
-        continue;
+        const Position one = at[p + u];
+        keys[u] = one.key;
+        item[u] = program.template Fetch<kPack>(one.edge, one.source, one.key, column);
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (p + u >= end) break;
-        const int32_t key = keys[p + u];
+        const int32_t key = keys[u];
         if (key != current) {
           if (in_head) {
             put_head(true);
@@ -132,17 +188,14 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
   // on from the chunk before by the first group.
   if (!is_column || begin == end) return;
   const auto carry = [&](int which) {
-    Value* const out = Carry(carries, layout, c, which) + column;
+    const auto out = Carry<kPack>(program, carries, layout, c, which, column);
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) out[i] = value[i];
+    for (int i = 0; i < kValues; ++i) *out(i) = value[i];
   };
   // Adds the heads of groups from `next` on; whether the segment ends in this chunk.
   const auto add_heads = [&](int next) {
     for (; next < groups && next * layout.group_length < items; ++next) {
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        value[i] = program.Combine(value[i], heads[i][next * lanes + lane]);
-      }
+      Combine(program, [&](int i) { return &heads[i][next * lanes + lane]; }, value);
       if (head_ends[next]) return true;
     }
     return false;
@@ -154,7 +207,7 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
       carry(1);
     }
   }
-  if (group == 0 && keys[-1] == keys[0]) {
+  if (group == 0 && at[-1].key == at[0].key) {
     clear();
     add_heads(0);
     carry(0);
@@ -168,7 +221,8 @@ __device__ __forceinline__ void JoinChunks(const Result& result, const PlannedEd
                                            const Layout& layout,
                                            typename Result::Value* const carries) {
   using Value = typename Result::Value;
-  __shared__ Value values[kPack][kBlockSize];
+  constexpr int kValues = kPack + Result::kOfHead;
+  __shared__ Value values[kValues][kBlockSize];
   uint64_t slice;
   const int64_t c = layout.by_slices.DivMod(blockIdx.x, &slice), length = layout.chunk_length;
   const int lanes = layout.lanes, group = threadIdx.x / lanes, groups = kBlockSize / lanes;
@@ -201,30 +255,23 @@ __device__ __forceinline__ void JoinChunks(const Result& result, const PlannedEd
     }
   }
 
-  Value value[kPack];
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) value[i] = result.Identity();
-  const auto add = [&](const Value* part) {
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) value[i] = result.Combine(value[i], part[i]);
+  Value value[kValues];
+  Clear(result, value);
+  const auto add = [&](int64_t chunk, int which) {
+    Combine(result, Carry<kPack>(result, carries, layout, chunk, which, column), value);
   };
   if (is_column) {
-    if (group == 0) add(Carry(carries, layout, c, 1) + column);
+    if (group == 0) add(c, 1);
 #pragma unroll 8
-    for (int64_t k = c + 1 + group; k <= last; k += groups) {
-      add(Carry(carries, layout, k, 0) + column);
-    }
+    for (int64_t k = c + 1 + group; k <= last; k += groups) add(k, 0);
   }
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) values[i][threadIdx.x] = value[i];
+  for (int i = 0; i < kValues; ++i) values[i][threadIdx.x] = value[i];
   __syncthreads();
   if (group != 0 || !is_column) return;
   const int used = static_cast<int>(min(int64_t{groups}, last - c));
   for (int k = 1; k < used; ++k) {
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      value[i] = result.Combine(value[i], values[i][k * lanes + threadIdx.x]);
-    }
+    Combine(result, [&](int i) { return &values[i][k * lanes + threadIdx.x]; }, value);
   }
   result.Finish(key, column, value);
 }
@@ -259,10 +306,15 @@ cudaError_t Reduce(const Program& program, const PlannedEdges& edges, int64_t se
                       static_cast<const Result&>(program), edges, layout, carries);
 }
 
-// Calls launch(integral constant) with the largest pack that `fits`: of 16 bytes, of 4 bytes, or an
-// element.
-template <typename T, typename Fits, typename Launch>
+// Calls launch(integral constant) with the largest pack that `fits`: of 32 bytes if that is the
+// most, of 16, of 4, or an element. Where rows are read, the instructions that an edge costs beside
+// them limit kernels, and a thread of 32 bytes halves these.
+template <typename T, int kMostBytes = kPackBytes, typename Fits, typename Launch>
 cudaError_t WithPack(const Fits& fits, const Launch& launch) {
+  if constexpr (kMostBytes > kPackBytes) {
+    constexpr int kMost = kMostBytes / static_cast<int>(sizeof(T));
+    if (fits(kMost)) return launch(std::integral_constant<int, kMost>());
+  }
   if (fits(kPackSize<T>)) return launch(std::integral_constant<int, kPackSize<T>>());
   if constexpr (sizeof(T) == 2) {
     if (fits(2)) return launch(std::integral_constant<int, 2>());
@@ -272,7 +324,8 @@ cudaError_t WithPack(const Fits& fits, const Launch& launch) {
 
 template <typename T>
 bool IsPacked(const T* pointer, int pack) {
-  return IsAligned(pointer, pack * static_cast<int64_t>(sizeof(T)));
+  const int64_t bytes = pack * static_cast<int64_t>(sizeof(T));
+  return IsAligned(pointer, bytes < kPackBytes ? bytes : kPackBytes);
 }
 
 #endif

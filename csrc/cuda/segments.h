@@ -12,7 +12,7 @@
 JOF_NAMESPACE_BEGIN
 
 // Positions that a block takes at most: the ids of a chunk are in its shared memory.
-inline constexpr int64_t kCudaEdgeChunk = 1024;
+inline constexpr int64_t kCudaEdgeChunk = 1344;
 
 // A block takes a chunk of positions and a slice of the columns. It is made of groups of `lanes`
 // threads, a pack of columns a thread, each of which takes as many positions.
@@ -48,6 +48,8 @@ inline SegmentLayout LayoutOf(const PlannedEdges& edges, int64_t segments, int64
 
 cudaError_t LaunchMessageSum(const MessageSumCall& call, cudaStream_t stream);
 cudaError_t LaunchEdgeDot(const EdgeDotCall& call, cudaStream_t stream);
+cudaError_t LaunchAttention(const MessageSumCall& call, cudaStream_t stream);
+cudaError_t LaunchAttentionLogits(const AttentionLogitsCall& call, cudaStream_t stream);
 cudaError_t LaunchSegmentSoftmax(const SegmentSoftmaxCall& call, cudaStream_t stream);
 #endif
 

@@ -175,6 +175,7 @@ struct MaxAndSum {
   struct Value {
     Compute<T> max, sum;
   };
+  static constexpr int kOfHead = 0;
   Compute<T>* stats;
   int64_t columns;
 
@@ -205,6 +206,7 @@ struct MaxAndSum {
 template <typename T>
 struct SumOfProducts {
   using Value = Compute<T>;
+  static constexpr int kOfHead = 0;
   Compute<T>* stats;
   int64_t columns;
 
@@ -223,7 +225,7 @@ template <typename T, bool kIsVjp>
 struct SoftmaxStats : std::conditional_t<kIsVjp, SumOfProducts<T>, MaxAndSum<T>> {
   using Result = std::conditional_t<kIsVjp, SumOfProducts<T>, MaxAndSum<T>>;
   using Value = typename Result::Value;
-  static constexpr int kUnroll = sizeof(T) > 2 ? 4 : 2;
+  __device__ static constexpr int Unroll(int) { return sizeof(T) > 2 ? 4 : 2; }
   static constexpr int kBlocks = sizeof(T) == 8 ? 2 : 4;
   const T *x, *tangent;
 

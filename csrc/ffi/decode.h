@@ -21,6 +21,14 @@ ffi::Error InvalidArgument(const Parts&... parts) {
   return ffi::Error::InvalidArgument(message.str());
 }
 
+// The first error of several checks, if any.
+inline ffi::Error FirstError(std::initializer_list<ffi::Error> errors) {
+  for (const ffi::Error& error : errors) {
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
 inline std::string ShapeString(ffi::AnyBuffer::Dimensions dimensions) {
   std::ostringstream out;
   out << '(';

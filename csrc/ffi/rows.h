@@ -93,14 +93,6 @@ inline ffi::Error RequireArray(const char* op, const char* name, ffi::AnyBuffer 
                          ShapeString(array.dimensions()));
 }
 
-// The first error of several checks, if any.
-inline ffi::Error FirstError(std::initializer_list<ffi::Error> errors) {
-  for (const ffi::Error& error : errors) {
-    if (error.failure()) return error;
-  }
-  return ffi::Error::Success();
-}
-
 // Of softmax: an operand, and its cotangent for the derivative.
 template <typename Backend, int kOperands>
 auto SoftmaxBinding() {

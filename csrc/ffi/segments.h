@@ -1,13 +1,20 @@
-// The FFI signatures of message sums, edge dots and softmax over segments, for both backends.
+// The FFI signatures of message sums, attention, edge dots and softmax over segments, for both
+// backends.
 //
 // All ids are int32 and of shape (E,). `order` may be (0,): the edge at position p is p then.
 //   message sum    (table (N, H, D), weights (E, H) or (0, H), sources, keys, order)
 //                  -> (result (S, H, D), scratch (C, 2, H * D))
+//   attention      (values (N, H, D), logits (E, H), sources, keys, order)
+//                  -> (result (S, H, D), stats (S, H, 2), scratch (C, 2, H * D + 2 * H))
+//   its gradients  (values (N, H, D), logits (E, H), stats (S, H, 2), result (S, H, D), its
+//                   cotangent, sources, keys, order) -> cotangent of logits (E, H)
+//                  (cotangent (S, H, D), logits (E, H), stats (S, H, 2), sources, keys, order)
+//                  -> (cotangent of values (N, H, D), scratch (C, 2, H * D))
 //   edge dot       (a (A, H, D), b (B, H, D), keys, b_ids, order) -> result (E, H)
 //   softmax        (x (E, H), ids, keys, order) -> (y (E, H), stats (S, 2, H), scratch (C, 2, 2 *
 //   H)) softmax vjp    (y (E, H), t (E, H), ids, keys, order)
 //                  -> (result (E, H), stats (S, 1, H), scratch (C, 2, H))
-// Keys are by position, sources, b_ids and ids by edge. Weights and the result of an edge
+// Keys are by position, sources, b_ids and ids by edge. Weights, logits and the result of an edge
 // dot have the tables' type or the one that this is computed in, which stats and scratch have.
 #pragma once
 
@@ -17,6 +24,8 @@
 namespace jof {
 
 inline constexpr char kMessageSum[] = "jof_message_sum", kEdgeDot[] = "jof_edge_dot",
+                      kAttention[] = "jof_attention", kAttentionLogits[] = "jof_attention_logits",
+                      kAttentionValues[] = "jof_attention_values",
                       kSegmentSoftmax[] = "jof_segment_softmax",
                       kSegmentSoftmaxVjp[] = "jof_segment_softmax_vjp";
 
@@ -75,11 +84,12 @@ inline ffi::Error DecodeChunks(const char* op, int64_t limit, ffi::AnyBuffer scr
                          "), C > 0, and the type of sums, got shape ", ShapeString(shape));
 }
 
-inline ffi::Error DecodeMessageSum(int64_t limit, ffi::AnyBuffer table, ffi::AnyBuffer weights,
+// A carry has `of_head` values of each head beside those of its columns.
+inline ffi::Error DecodeMessageSum(const char* op, int64_t limit, int64_t of_head,
+                                   ffi::AnyBuffer table, ffi::AnyBuffer weights,
                                    ffi::AnyBuffer sources, ffi::AnyBuffer keys,
                                    ffi::AnyBuffer order, ffi::AnyBuffer result,
                                    ffi::AnyBuffer scratch, MessageSumCall* call) {
-  const char* op = kMessageSum;
   const auto t = table.dimensions(), r = result.dimensions();
   ffi::Error error = DecodeFloat(op, table, &call->type);
   if (error.failure()) return error;
@@ -98,7 +108,8 @@ inline ffi::Error DecodeMessageSum(int64_t limit, ffi::AnyBuffer table, ffi::Any
   call->segments = r[0];
   call->heads = r[1];
   call->width = r[2];
-  error = DecodeChunks(op, limit, scratch, table.element_type(), call->columns(), &call->edges);
+  error = DecodeChunks(op, limit, scratch, table.element_type(),
+                       call->columns() + of_head * call->heads, &call->edges);
   if (error.failure()) return error;
   const bool has_weights = !HasShape(weights, {0, r[1]});
   if (has_weights && !HasShape(weights, {call->edges.count, r[1]})) {
@@ -112,6 +123,61 @@ inline ffi::Error DecodeMessageSum(int64_t limit, ffi::AnyBuffer table, ffi::Any
   call->sources = static_cast<const int32_t*>(sources.untyped_data());
   call->result = result.untyped_data();
   call->scratch = scratch.untyped_data();
+  return error;
+}
+
+// What attention keeps of rows (R, H, D) of receivers.
+inline ffi::Error DecodeStats(const char* op, ffi::AnyBuffer stats, ffi::AnyBuffer rows) {
+  const auto r = rows.dimensions();
+  if (HasShape(stats, {r[0], r[1], 2}) && stats.element_type() == SumType(rows.element_type())) {
+    return ffi::Error::Success();
+  }
+  return InvalidArgument(op, ": stats must have shape (", r[0], ", ", r[1],
+                         ", 2) and the type of sums, got shape ", ShapeString(stats.dimensions()));
+}
+
+inline ffi::Error DecodeAttentionLogits(ffi::AnyBuffer values, ffi::AnyBuffer logits,
+                                        ffi::AnyBuffer stats, ffi::AnyBuffer result,
+                                        ffi::AnyBuffer cotangent, ffi::AnyBuffer sources,
+                                        ffi::AnyBuffer keys, ffi::AnyBuffer order,
+                                        ffi::AnyBuffer of_logits, AttentionLogitsCall* call) {
+  const char* op = kAttentionLogits;
+  const auto v = values.dimensions(), r = result.dimensions();
+  ffi::Error error = DecodeFloat(op, values, &call->type);
+  if (error.failure()) return error;
+  if (v.size() != 3 || r.size() != 3 || v[1] != r[1] || v[2] != r[2] ||
+      values.element_type() != result.element_type() || !SameShape(cotangent, result) ||
+      cotangent.element_type() != result.element_type()) {
+    return InvalidArgument(op, ": expected arrays of one type and of shapes (N, H, D) and twice ",
+                           "(S, H, D), got ", ShapeString(v), ", ", ShapeString(r), " and ",
+                           ShapeString(cotangent.dimensions()));
+  }
+  error = DecodeEdges(op, keys, order, &call->edges);
+  if (error.failure()) return error;
+  const int64_t edges = call->edges.count;
+  error = DecodeIds(op, "sources", sources, edges);
+  if (error.failure()) return error;
+  error = DecodeStats(op, stats, result);
+  if (error.failure()) return error;
+  error = DecodeWide(op, "logits", logits, values.element_type(), &call->wide_logits);
+  if (error.failure()) return error;
+  if (!HasShape(logits, {edges, v[1]}) || !SameShape(of_logits, logits) ||
+      of_logits.element_type() != logits.element_type()) {
+    return InvalidArgument(op, ": logits and their cotangent must have one type and shape (", edges,
+                           ", ", v[1], "), got ", ShapeString(logits.dimensions()), " and ",
+                           ShapeString(of_logits.dimensions()));
+  }
+  call->rows = v[0];
+  call->segments = r[0];
+  call->heads = v[1];
+  call->width = v[2];
+  call->values = values.untyped_data();
+  call->logits = logits.untyped_data();
+  call->stats = stats.untyped_data();
+  call->result = result.untyped_data();
+  call->cotangent = cotangent.untyped_data();
+  call->sources = static_cast<const int32_t*>(sources.untyped_data());
+  call->of_logits = of_logits.untyped_data();
   return error;
 }
 
@@ -198,10 +264,61 @@ ffi::Error MessageSumHandler(typename Backend::Stream stream, ffi::AnyBuffer tab
                              ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> result,
                              ffi::Result<ffi::AnyBuffer> scratch) {
   MessageSumCall call{};
-  ffi::Error error = DecodeMessageSum(Backend::kEdgeChunk, table, weights, sources, keys, order,
-                                      *result, *scratch, &call);
+  ffi::Error error = DecodeMessageSum(kMessageSum, Backend::kEdgeChunk, 0, table, weights, sources,
+                                      keys, order, *result, *scratch, &call);
   if (error.failure() || result->element_count() == 0) return error;
   return Backend::Status(kMessageSum, LaunchMessageSum(call, stream));
+}
+
+inline ffi::Error RequireLogits(const char* op, const MessageSumCall& call) {
+  if (call.weights != nullptr || call.edges.count == 0) return ffi::Error::Success();
+  return InvalidArgument(op, ": there must be logits of all edges");
+}
+
+template <typename Backend>
+ffi::Error AttentionHandler(typename Backend::Stream stream, ffi::AnyBuffer values,
+                            ffi::AnyBuffer logits, ffi::AnyBuffer sources, ffi::AnyBuffer keys,
+                            ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> result,
+                            ffi::Result<ffi::AnyBuffer> stats,
+                            ffi::Result<ffi::AnyBuffer> scratch) {
+  MessageSumCall call{};
+  ffi::Error error = DecodeMessageSum(kAttention, Backend::kEdgeChunk, 2, values, logits, sources,
+                                      keys, order, *result, *scratch, &call);
+  if (error.failure()) return error;
+  error = FirstError({DecodeStats(kAttention, *stats, *result), RequireLogits(kAttention, call)});
+  if (error.failure() || result->element_count() == 0) return error;
+  call.stats = stats->untyped_data();
+  return Backend::Status(kAttention, LaunchAttention(call, stream));
+}
+
+template <typename Backend>
+ffi::Error AttentionLogitsHandler(typename Backend::Stream stream, ffi::AnyBuffer values,
+                                  ffi::AnyBuffer logits, ffi::AnyBuffer stats,
+                                  ffi::AnyBuffer result, ffi::AnyBuffer cotangent,
+                                  ffi::AnyBuffer sources, ffi::AnyBuffer keys, ffi::AnyBuffer order,
+                                  ffi::Result<ffi::AnyBuffer> of_logits) {
+  AttentionLogitsCall call{};
+  ffi::Error error = DecodeAttentionLogits(values, logits, stats, result, cotangent, sources, keys,
+                                           order, *of_logits, &call);
+  if (error.failure() || of_logits->element_count() == 0) return error;
+  return Backend::Status(kAttentionLogits, LaunchAttentionLogits(call, stream));
+}
+
+template <typename Backend>
+ffi::Error AttentionValuesHandler(typename Backend::Stream stream, ffi::AnyBuffer cotangent,
+                                  ffi::AnyBuffer logits, ffi::AnyBuffer stats,
+                                  ffi::AnyBuffer sources, ffi::AnyBuffer keys, ffi::AnyBuffer order,
+                                  ffi::Result<ffi::AnyBuffer> of_values,
+                                  ffi::Result<ffi::AnyBuffer> scratch) {
+  MessageSumCall call{};
+  ffi::Error error = DecodeMessageSum(kAttentionValues, Backend::kEdgeChunk, 0, cotangent, logits,
+                                      sources, keys, order, *of_values, *scratch, &call);
+  if (error.failure()) return error;
+  error = FirstError(
+      {DecodeStats(kAttentionValues, stats, cotangent), RequireLogits(kAttentionValues, call)});
+  if (error.failure() || of_values->element_count() == 0) return error;
+  call.stats = stats.untyped_data();
+  return Backend::Status(kAttentionValues, LaunchMessageSum(call, stream));
 }
 
 template <typename Backend>
@@ -239,58 +356,6 @@ ffi::Error SegmentSoftmaxVjpHandler(typename Backend::Stream stream, ffi::AnyBuf
   if (error.failure() || result->element_count() == 0) return error;
   call.tangent = tangent.untyped_data();
   return Backend::Status(kSegmentSoftmaxVjp, LaunchSegmentSoftmax(call, stream));
-}
-
-template <typename Backend>
-auto MessageSumBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<typename Backend::Context>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>();
-}
-
-template <typename Backend>
-auto EdgeDotBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<typename Backend::Context>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>();
-}
-
-template <typename Backend>
-auto SegmentSoftmaxBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<typename Backend::Context>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>();
-}
-
-template <typename Backend>
-auto SegmentSoftmaxVjpBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<typename Backend::Context>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>();
 }
 
 }  // namespace jof

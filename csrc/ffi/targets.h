@@ -47,10 +47,13 @@ std::vector<Target> SharedTargets() {
           {kNormVjp, Handle<B, NormVjpBinding<B>, NormVjpHandler<B>>},
           {kGroupNorm, Handle<B, GroupNormBinding<B>, GroupNormHandler<B>>},
           {kGroupNormVjp, Handle<B, GroupNormVjpBinding<B>, GroupNormVjpHandler<B>>},
-          {kMessageSum, Handle<B, MessageSumBinding<B>, MessageSumHandler<B>>},
-          {kEdgeDot, Handle<B, EdgeDotBinding<B>, EdgeDotHandler<B>>},
-          {kSegmentSoftmax, Handle<B, SegmentSoftmaxBinding<B>, SegmentSoftmaxHandler<B>>},
-          {kSegmentSoftmaxVjp, Handle<B, SegmentSoftmaxVjpBinding<B>, SegmentSoftmaxVjpHandler<B>>},
+          {kMessageSum, Handle<B, BufferBinding<B, 5, 2>, MessageSumHandler<B>>},
+          {kAttention, Handle<B, BufferBinding<B, 5, 3>, AttentionHandler<B>>},
+          {kAttentionLogits, Handle<B, BufferBinding<B, 8, 1>, AttentionLogitsHandler<B>>},
+          {kAttentionValues, Handle<B, BufferBinding<B, 6, 2>, AttentionValuesHandler<B>>},
+          {kEdgeDot, Handle<B, BufferBinding<B, 5, 1>, EdgeDotHandler<B>>},
+          {kSegmentSoftmax, Handle<B, BufferBinding<B, 4, 3>, SegmentSoftmaxHandler<B>>},
+          {kSegmentSoftmaxVjp, Handle<B, BufferBinding<B, 5, 3>, SegmentSoftmaxVjpHandler<B>>},
 #define JOF_ELEMENTWISE_TARGET(target, ...) \
   {"jof_" #target, Handle<B, ElementwiseBinding<B>, Elementwise<B, ElementwiseOp::target>>},
           JOF_ELEMENTWISE_OPS(JOF_ELEMENTWISE_TARGET)

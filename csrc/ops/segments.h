@@ -5,6 +5,9 @@
 //   message sum:  result[r] = the sum of weights[e] * table[source(e)] over all e with key(e) == r
 //   edge dot:     result[e] = the dot product of a[a_id(e)] and b[b_id(e)], of each head
 //   softmax:      result[e] = exp(x[e]) over the sum of exp(x[f]) over all f with id(f) == id(e)
+//   attention:    the message sum whose weights are the softmax of logits x, never stored: of a
+//                 segment its maximum m and the inverse i of its sum of exp(x - m) are kept, and
+//                 a weight is exp(x - m) i
 // An edge one of whose ids is out of range contributes nothing, and has the result 0.
 //
 // Edges are visited in the order of a plan, in which those of equal keys are neighbours. `order`
@@ -44,19 +47,34 @@ JOF_HOST_DEVICE JOF_INLINE bool IsRow(int32_t id, int64_t rows) {
   return static_cast<uint64_t>(static_cast<int64_t>(id)) < static_cast<uint64_t>(rows);
 }
 
-// A table (N, H * D) with weights (E, H), or none, to a result (S, H * D).
+// A table (N, H * D) with weights (E, H), or none, to a result (S, H * D). Of attention, weights
+// are logits; the sum at receivers writes the stats of these, that of a gradient at senders reads
+// them.
 struct MessageSumCall {
   PlannedEdges edges;
   DType type;         // one of Floats, as that of the other calls
-  bool wide_weights;  // of the type that `type` is computed in
+  bool wide_weights;  // of the type that `type` is computed in, as logits may be
   int64_t rows, segments, heads, width;
   const void* table;
   const void* weights;     // null: 1
+  void* stats;             // null, or those of receivers: (.., H, 2) of the compute type
   const int32_t* sources;  // by edge
   void* result;
-  void* scratch;  // (C, 2, H * D) of the compute type
+  void* scratch;  // (C, 2, H * D) of the compute type, of attention (C, 2, H * D + 2 * H)
 
   JOF_HOST_DEVICE JOF_INLINE int64_t columns() const { return heads * width; }
+};
+
+// The cotangent of logits from that of the result: of each edge and head its weight times the dot
+// product of the result's cotangent and the difference of the edge's value and the result.
+struct AttentionLogitsCall {
+  PlannedEdges edges;  // their chunks are not used
+  DType type;
+  bool wide_logits;
+  int64_t rows, segments, heads, width;
+  const void *values, *logits, *stats, *result, *cotangent;
+  const int32_t* sources;  // by edge
+  void* of_logits;         // (E, H), 0 where an edge counts for nothing
 };
 
 // Tables (A, H, D) and (B, H, D) to a result (E, H).
