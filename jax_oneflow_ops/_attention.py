@@ -136,7 +136,7 @@ def _logits_native(platform: str, *args: Any, **_: Any) -> jax.Array:
     if 0 in (*logits.shape, *values.shape, *result.shape):
         return jnp.zeros_like(logits)
     if order.shape != senders.shape:
-        (order, _), keys = _graph.no_order(), receivers
+        order, keys = jnp.zeros(0, jnp.int32), receivers
     call = jax.ffi.ffi_call(
         "jof_attention_logits", jax.ShapeDtypeStruct(logits.shape, logits.dtype)
     )

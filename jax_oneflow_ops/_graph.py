@@ -3,7 +3,7 @@
 A graph is six arrays of int32: `senders` and `receivers`, negative where they are out of range; an
 order of the edges in which those of equal receivers are neighbours, and these receivers, -1 for
 those out of range; and an order in which those of equal senders are, and these. An order that is
-not known is two empty arrays. Edges whose receiver is out of range count for nothing. A sender out
+not known is two arrays of rank 2. Edges whose receiver is out of range count for nothing. A sender out
 of range is ``~row`` of the row that jnp reads for it; its edge counts, but in no sum at the
 senders, nor in what is derived from one, which the parameter `drops_senders` says.
 
@@ -42,12 +42,21 @@ def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
     return primitive.bind(*_compat.join_varying_axes(*args), **params)
 
 
-Order = tuple[Any, Any]  # the numbers of edges, and their ids; empty if it is not known
+Order = tuple[Any, Any]  # the numbers of edges, and their ids
 
 
 def no_order() -> Order:
-    """An order that is not known."""
-    return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
+    """An order that is not known.
+
+    Its arrays are not empty: where a gradient in a `shard_map` keeps empty arrays, XLA of jaxlib
+    0.11.2 ends the process on several GPUs.
+    """
+    return jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+
+
+def no_weights(heads: int, dtype: Any) -> Any:
+    """The weights of a sum without weights, of one dimension more than weights have."""
+    return jnp.zeros((1, 1, heads), dtype)
 
 
 def sort(ids: Any, rows: int, implementation: str | None) -> Any:
@@ -165,13 +174,16 @@ def rule(
     """
 
     def of(*avals: Any, **_: Any) -> _primitive.ShardingRule:
-        ids = [[f"i{k}"] for k in range(len(avals) - len(arrays))]
+        ids = [
+            [f"i{k}_{d}" for d in range(len(aval.shape))]
+            for k, aval in enumerate(avals[: len(avals) - len(arrays)])
+        ]
         if "e" in free:
             ids[:2] = ["e"], ["e"]
         operands = [[*names] for names in arrays]
         for names, aval in zip(operands, avals[len(ids) :], strict=True):
-            if names[0] == "e" and aval.shape[0] != avals[0].shape[0]:
-                names[0] = "none"  # no weights
+            if len(aval.shape) > len(names):  # no weights
+                names[:1] = ["none", "one"]
         whole = {name for names in (*ids, *operands, *results) for name in names} - {*free}
         return _primitive.ShardingRule([*ids, *operands], [*map(list, results)], frozenset(whole))
 
@@ -204,7 +216,7 @@ def _message_sum_reference(
     senders, receivers, *_orders, table, weights = args
     senders = read(senders, drops_senders)
     rows = rows_of(table, senders)
-    if weights.shape[0] == rows.shape[0]:
+    if weights.ndim == 2:
         weighted = rows * weights.astype(rows.dtype)[..., None]
         rows = jnp.where((senders < 0)[:, None, None], 0, weighted)
     result: jax.Array = sums_of(rows, receivers, num_segments).astype(table.dtype)
@@ -254,6 +266,8 @@ def _message_sum_native(
     shape, wide = (num_segments, heads, width), compute_dtype(table.dtype)
     if senders.size == 0 or 0 in shape:
         return jnp.zeros(shape, table.dtype)
+    if weights.ndim != 2:  # none
+        weights = jnp.zeros((0, heads), table.dtype)
     if order.shape != senders.shape:  # not known, or that of all shards of edges
         order, keys = order_of(receivers, num_segments, None)
     columns = heads * width
@@ -274,7 +288,7 @@ def _edge_dot_native(
     if 0 in (*shape, *a.shape, *b.shape):
         return jnp.zeros(shape, dtype)
     if order.shape != senders.shape:
-        (order, _), keys = no_order(), receivers
+        order, keys = jnp.zeros(0, jnp.int32), receivers
     call = jax.ffi.ffi_call("jof_edge_dot", jax.ShapeDtypeStruct(shape, dtype))
     result: jax.Array = call(a, b, keys, read(senders, drops_senders), order)
     return result
@@ -382,7 +396,7 @@ class Problems:
 
         It is not known where problems share the rows: edges of a row are no neighbours then.
         """
-        if self.args[k].shape[-1] != edges or not rows:
+        if self.args[k].shape[self.has_own[k] :] != (edges,) or not rows:
             return no_order()
         return self.ids(k, edges), self.ids(k + 1, rows)
 
@@ -406,8 +420,8 @@ def _message_sum_batch(
         *p.order(2, edges, num_segments),
         *p.order(4, edges, rows),
     )
-    has_weights = p.args[7].shape[-2] == edges
-    weights = p.flat(7) if has_weights else p.args[7].reshape(0, p.args[7].shape[-1])
+    has_weights = p.args[7].ndim == 2 + p.has_own[7]
+    weights = p.flat(7) if has_weights else no_weights(p.args[7].shape[-1], p.args[7].dtype)
     result = bind(
         *(primitive, *graph, p.table(6), weights), num_segments=p.size * num_segments, **params
     )
@@ -518,7 +532,8 @@ def _bilinear_jvp(primitive: core.Primitive) -> Callable[..., Any]:
         terms = []
         if not isinstance(of_x, ad.Zero):
             terms.append(bind(primitive, *graph, of_x, y, **params))
-        if not isinstance(of_y, ad.Zero) and y.size:  # there may be no weights
+        no_weights = primitive is message_sum_p and y.ndim != 2
+        if not isinstance(of_y, ad.Zero) and not no_weights:
             terms.append(bind(primitive, *graph, x, of_y, **params))
         return result, _total(terms, result)
 

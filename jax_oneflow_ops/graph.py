@@ -519,7 +519,7 @@ def _weighted_sum(
     row = table.shape[1:]
     heads, width = math.prod(row[:depth]), math.prod(row[depth:])
     if weights is None:
-        weights = jnp.zeros((0, heads), table.dtype)
+        weights = _graph.no_weights(heads, table.dtype)
     else:
         weights = weights.reshape(weights.shape[0], heads)
     result: jax.Array = _graph.message_sum(
