@@ -56,6 +56,8 @@ PRIMITIVES = (*REPRESENTATIVE, *(case for case in CASES if case.name == "scaled_
 # are made of message_sum's rules, whose derivatives and batches are in test_graph.py, too.
 TWINS = {"segment_min", "segment_prod", "segment_mean", "scatter_min", "rms_norm", "message_mean"}
 TWINS |= {"message_max", "attention_sum"}
+# Which test_kernel.py transforms, too.
+TWINS |= {"rotation"}
 
 # The groups of columns.
 JIT = "`jit`"
@@ -154,7 +156,7 @@ def assert_same_types(actual, expected) -> None:
 # --- compilation ----------------------------------------------------------------------------------
 
 
-@column(JIT, core=True, traced=False, expects="eager")
+@column(JIT, traced=False, expects="eager")
 def eager(case, f):
     return f(*map(jnp.asarray, case.inputs()))
 
@@ -395,7 +397,7 @@ def hvp_reverse_over_reverse(case, f):
     return jax.grad(lambda xs: vdot(grad(case, cube(f))(*xs), vs))(case.inputs())
 
 
-@column(HIGHER)
+@column(HIGHER, among=(*EACH_PRIMITIVE, *(case for case in CASES if case not in EACH_KIND)))
 def third_derivative(case, f):
     vs = tangents(case)
 
@@ -470,7 +472,7 @@ def vmap_of_hvp(case, f):
     )
 
 
-@column(VMAP, among=EACH_KIND, core=True)
+@column(VMAP, among=EACH_KIND)
 def vmap_of_some_operands(case, f):
     """And of the gradient: one has a batch axis, or all but one have."""
     every = {*case.every_operand}
