@@ -6,6 +6,7 @@ People write everything else on a page.
 """
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -71,10 +72,15 @@ def table(name: str, arguments: Sequence[str], root: Path) -> str:
     if name not in TABLES or not arguments:
         raise ValueError(f"no table {name!r}; there are: DEVICE after {', '.join(TABLES)}")
     device, *rest = arguments
-    found = [survey.read(path) for path in sorted((root / device).glob("*.jsonl"))]
-    if not found:
+    if not (found := _of_device(root / device)):
         raise ValueError(f"no results of {device!r}")
     return TABLES[name](found, *rest)
+
+
+@functools.cache
+def _of_device(folder: Path) -> list[Result]:
+    """The results in a folder. A survey's cases are drawn again, which takes a while."""
+    return [survey.read(path) for path in sorted(folder.glob("*.jsonl"))]
 
 
 def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
