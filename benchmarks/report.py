@@ -6,6 +6,7 @@ People write everything else on a page.
 """
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -70,14 +71,16 @@ def table(name: str, arguments: Sequence[str], root: Path) -> str:
     """Returns the table that a marker names."""
     if name not in TABLES or not arguments:
         raise ValueError(f"no table {name!r}; there are: DEVICE after {', '.join(TABLES)}")
-
-    def of(device: str) -> list[Result]:
-        return [survey.read(path) for path in sorted((root / device).glob("*.jsonl"))]
-
     device, *rest = arguments
-    if not (found := of(device)):
+    if not (found := _of_device(root / device)):
         raise ValueError(f"no results of {device!r}")
-    return TABLES[name](found, *((of(x) or x) for x in rest))
+    return TABLES[name](found, *((_of_device(root / x) or x) for x in rest))
+
+
+@functools.cache
+def _of_device(folder: Path) -> list[Result]:
+    """The results in a folder. A survey's cases are drawn again, which takes a while."""
+    return [survey.read(path) for path in sorted(folder.glob("*.jsonl"))]
 
 
 def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:

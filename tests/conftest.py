@@ -45,7 +45,7 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
 
-# Generated kernels take a quarter less time to compile; test_kernel.py has them as users do.
+# Generated kernels take a quarter less time to compile; test_kernel.py has some as users do.
 compilers._FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compilers._FLAGS)
 
 

@@ -1,8 +1,9 @@
 """Compiles and runs the C++ unit tests, cpp/*_test.cc, under sanitizers.
 
 The first lines of a test may name what it is compiled with: `// sources: csrc/cpu/foo.cc ...`,
-`// sanitizers: address thread`. Kernels are slow to compile: the objects of the build are tested
-where there are some, which have sanitizers with JOF_SANITIZE=ON (`make test-sanitize`) only.
+`// sanitizers: address thread`, or `plain` where those of `make test-sanitize` are enough. Kernels
+are slow to compile: the objects of the build are tested where there are some, which have sanitizers
+with JOF_SANITIZE=ON (`make test-sanitize`) only.
 """
 
 import fcntl
@@ -74,6 +75,8 @@ def builds():
                     marks = [pytest.mark.skipif(not EVERYTHING, reason="see make test-sanitize")]
                 elif has_kernels and not EVERYTHING:
                     sanitizer = "plain"
+                elif sanitizer == "plain" and EVERYTHING:
+                    sanitizer = "address"
                 build = (test, instruction_set, sanitizer)
                 yield pytest.param(*build, id="-".join((test.stem, *build[1:])), marks=marks)
 

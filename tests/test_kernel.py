@@ -34,13 +34,11 @@ ON_CPU = jax.default_backend() == "cpu"
 cpu_only = pytest.mark.skipif(not ON_CPU, reason="about the C++ compiler")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def flags_of_users():
-    """Which other modules do without, for the sake of time: see conftest.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        flags = ["-O3" if flag == "-O1" else flag for flag in compilers._FLAGS]
-        patch.setattr(compilers, "_FLAGS", tuple(flags))
-        yield
+@pytest.fixture
+def as_users(monkeypatch):
+    """Flags which other tests do without, for the sake of time: see conftest.py."""
+    flags = ["-O3" if flag == "-O1" else flag for flag in compilers._FLAGS]
+    monkeypatch.setattr(compilers, "_FLAGS", tuple(flags))
 
 
 @pytest.fixture
@@ -102,6 +100,7 @@ def test_the_example_of_the_docstring():
     close(jax.jit(jax.grad(loss))(x, y), 2 * (x - y) / x.size)
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.usefixtures("wide")
 def test_every_dtype():
     names = [d for d in signature.TYPES if d != "bool"]
@@ -131,6 +130,7 @@ def test_every_dtype():
         )
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 255, 256, 257, 5000])
 def test_sizes(n):
     x = normals(3, n)
@@ -140,11 +140,13 @@ def test_sizes(n):
     close(scaled_silu(bias, bias, 1.5), kernels.scaled_silu_ref(bias, bias, np.float32(1.5)))
 
 
+@pytest.mark.usefixtures("as_users")
 def test_many_threads_and_rows():
     x, bias = normals(1000, 333), normals(333, key=1)
     close(scaled_silu(x, bias, 0.5), kernels.scaled_silu_ref(x, bias, np.float32(0.5)))
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_values_are_rounded_once(dtype):
     x, y = (normals(64, 100, key=k).astype(dtype) for k in range(2))
@@ -177,6 +179,7 @@ def test_all_inputs_may_be_scalars_or_weak():
     assert y.tolist() == [6.0, 6.0, 6.0]
 
 
+@pytest.mark.usefixtures("as_users")
 def test_functions():
     """In f32 and f64, against NumPy's in f64."""
     from math import erf, erfc
@@ -209,6 +212,7 @@ def test_functions():
                     np.testing.assert_allclose(np.asarray(y), expected, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.usefixtures("as_users")
 def test_logarithms_and_erf_are_within_a_few_ulp():
     """Which a CPU computes in ways of its own."""
     from math import erf
@@ -237,6 +241,7 @@ def test_logarithms_and_erf_are_within_a_few_ulp():
             np.testing.assert_array_equal(y, f(special.astype(np.float64)).astype(np.float32))
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_activations_are_the_built_in_ones(dtype):
     """Bit for bit, for results of 16 bits on every value."""
@@ -259,6 +264,7 @@ def test_activations_are_the_built_in_ones(dtype):
         assert_same_bits(y, builtin(x))
 
 
+@pytest.mark.usefixtures("as_users")
 def test_functions_of_several_and_of_integers():
     kernel = jof.ElementwiseKernel(
         "float32 x, int32 n, uint8 u",
@@ -302,6 +308,7 @@ JOF_HOST_DEVICE JOF_INLINE C quotient(C a, C b) {
 """
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 def test_integers_divide_as_in_jax(dtype):
@@ -376,6 +383,7 @@ GELU_PREAMBLE = """
 """
 
 
+@pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("written", ["out", "by name"])
 def test_gelu_as_a_user_writes_it(dtype, written):
@@ -512,6 +520,7 @@ UNARY["sqrt1"] = (UNARY["sqrt1"][0], lambda a: ("*", a, ("over", ("sqrt1", a))))
 UNARY["over"] = (lambda a: 1 / a, lambda a: "0.0")
 
 
+@pytest.mark.usefixtures("as_users")
 @cpu_only
 @pytest.mark.usefixtures("wide")
 @settings(max_examples=5 if settings().max_examples <= 100 else 100)
@@ -585,6 +594,7 @@ def test_both_directions_are_one_kernel_each(case):
     assert targets(jax.linear_transpose(linear, *args), y) == ["jof_compiled"]
 
 
+@pytest.mark.usefixtures("as_users")
 @cases
 def test_the_transpose_of_the_vjp_is_the_jvp(case):
     kernel, ref, inputs = CASES[case]

@@ -195,7 +195,7 @@ def test_sizes_that_are_not_known_yet(tables):
 
 
 @native_backend
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.variant], ids=str)
 def test_either_choice_gives_the_same(case, tables):
     xs = case.inputs()
     decisions = jof.policy(case.f, *xs)

@@ -56,6 +56,8 @@ PRIMITIVES = (*REPRESENTATIVE, *(case for case in CASES if case.name == "scaled_
 # are made of message_sum's rules, whose derivatives and batches are in test_graph.py, too.
 TWINS = {"segment_min", "segment_prod", "segment_mean", "scatter_min", "rms_norm", "message_mean"}
 TWINS |= {"message_max", "attention_sum"}
+# Which test_kernel.py transforms, too.
+TWINS |= {"rotation"}
 
 # The groups of columns.
 JIT = "`jit`"
@@ -154,7 +156,7 @@ def assert_same_types(actual, expected) -> None:
 # --- compilation ----------------------------------------------------------------------------------
 
 
-@column(JIT, core=True, traced=False, expects="eager")
+@column(JIT, traced=False, expects="eager")
 def eager(case, f):
     return f(*map(jnp.asarray, case.inputs()))
 
@@ -395,7 +397,7 @@ def hvp_reverse_over_reverse(case, f):
     return jax.grad(lambda xs: vdot(grad(case, cube(f))(*xs), vs))(case.inputs())
 
 
-@column(HIGHER)
+@column(HIGHER, among=(*EACH_PRIMITIVE, *(case for case in CASES if case not in EACH_KIND)))
 def third_derivative(case, f):
     vs = tangents(case)
 
@@ -470,9 +472,9 @@ def vmap_of_hvp(case, f):
     )
 
 
-@column(VMAP, among=EACH_KIND, core=True)
+@column(VMAP, among=EACH_KIND)
 def vmap_of_some_operands(case, f):
-    """And of the gradient: one has a batch axis, or all but one have."""
+    """The gradient, too: one has a batch axis, or all but one have."""
     every = {*case.every_operand}
     results = []
     for batched in {frozenset({i}) for i in every} | {frozenset(every - {i}) for i in every}:
@@ -483,13 +485,13 @@ def vmap_of_some_operands(case, f):
             jnp.moveaxis(x, 0, -1) if i in batched else x[0] for i, x in enumerate(case.inputs(3))
         ]
         function = jax.value_and_grad(cube(f), argnums=case.every_operand)
-        results.append((jax.vmap(f, in_axes=axes)(*xs), jax.vmap(function, in_axes=axes)(*xs)))
+        results.append(jax.vmap(function, in_axes=axes)(*xs))
     return results
 
 
 @column(VMAP, among=EACH_KIND)
 def vmap_over_any_axis(case, f):
-    """From either end; between others, too."""
+    """Between others, counted from either end; other columns have the first and the last."""
 
     def value_and_gradients(dy, *xs):
         y, pull = jax.vjp(f, *xs)
@@ -497,8 +499,7 @@ def vmap_over_any_axis(case, f):
 
     results = []
     xs, dys = case.inputs(3), np.stack([cotangents(case) + i for i in range(3)])
-    ndim = len(case.shape)
-    for axis in sorted({0, 1, ndim, -2}):
+    for axis in (1, -2):
         axes = tuple(min(axis, len(shape)) if shape else 0 for shape in case.shapes)
         function = jax.vmap(value_and_gradients, in_axes=(axis, *axes), out_axes=(axis, axes))
         moved = (jnp.moveaxis(x, 0, a) for x, a in zip(xs, axes, strict=True))

@@ -85,8 +85,4 @@ def _verify(new: str, sampled: accuracy.Sampled) -> str | None:
             expected = np.clip(np.trunc(np.nan_to_num(x)), int(about.min), int(about.max))
         else:
             expected = x.astype(dtype).astype(np.float64)
-    same = (out == expected) | (np.isnan(out) & np.isnan(expected))
-    if same.all():
-        return None
-    i = int(np.argmin(same))
-    return f"{int((~same).sum())} of {same.size} samples are off: {x[i]} became {out[i]}"
+    return accuracy.same(out, expected)

@@ -95,19 +95,26 @@ def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
     return choices[int(rng.integers(len(choices)))]
 
 
-def pullback(function: Callable[..., Any], wrt: Iterable[int] = (0,)) -> Callable[..., Any]:
-    """The pullback alone, of (operands, cotangent): XLA drops the value, which is not used."""
+def with_pullback(function: Callable[..., Any], wrt: Iterable[int] = (0,)) -> Callable[..., Any]:
+    """The value and the cotangents, of (operands, cotangent); options are the function's."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
         *operands, cotangent = args
 
         def of_some(*live: Any) -> Any:
             known = dict(zip(wrt, live, strict=True))
-            return function(*(known.get(i, x) for i, x in enumerate(operands)))
+            return function(*(known.get(i, x) for i, x in enumerate(operands)), **options)
 
-        return jax.vjp(of_some, *(operands[i] for i in wrt))[1](cotangent)
+        y, pull = jax.vjp(of_some, *(operands[i] for i in wrt))
+        return y, *pull(cotangent)
 
     return run
+
+
+def pullback(function: Callable[..., Any], wrt: Iterable[int] = (0,)) -> Callable[..., Any]:
+    """The cotangents alone: XLA drops the value, which is not used."""
+    run = with_pullback(function, wrt)
+    return lambda *args, **options: run(*args, **options)[1:]
 
 
 def contender(name: str, step: Callable[..., Any], batches: Sequence[Any], state: Any) -> Contender:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tests import catalogue
 
+from .. import accuracy
 from ..harness import SWEEP, Array, Case, Function, Work
 from ..inputs import Input
 from ..tables import size
@@ -88,12 +89,12 @@ def _work(name: str, dims: tuple[int, ...], dtype: str, group: str) -> Work:
     op = OPS[name]
     inputs = _inputs(op, dims, dtype)
     forms = common.forms_of(op, dtype)
-    ours: Function = lambda *x, implementation: op.function(*x, implementation=implementation)  # noqa: E731
+    ours: Function = op.function
     if group == _GRADIENT:
         result = op.result(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs))
         inputs.append(Input(result.shape, dtype))
-        forms = {form: _with_gradient(op, f) for form, f in forms.items()}
-        ours = partial(_ours_with_gradient, op)
+        forms = {form: common.with_pullback(f, op.wrt) for form, f in forms.items()}
+        ours = common.with_pullback(ours, op.wrt)
     return Work(
         inputs,
         ours,
@@ -103,24 +104,6 @@ def _work(name: str, dims: tuple[int, ...], dtype: str, group: str) -> Work:
         terms=max(dims),
         torch=None if group == _GRADIENT else _TORCH[name],
     )
-
-
-def _with_gradient(op: Any, function: Function) -> Function:
-    def run(*args: Array) -> Any:
-        *operands, ct = args
-
-        def of_some(*live: Array) -> Array:
-            known = dict(zip(op.wrt, live, strict=True))
-            return function(*(known.get(i, x) for i, x in enumerate(operands)))
-
-        y, pull = jax.vjp(of_some, *(operands[i] for i in op.wrt))
-        return y, *pull(ct)
-
-    return run
-
-
-def _ours_with_gradient(op: Any, *args: Array, implementation: str | None) -> Any:
-    return _with_gradient(op, partial(op.function, implementation=implementation))(*args)
 
 
 _ROWS = 8
@@ -146,9 +129,9 @@ def _verify(op: Any, gradient: bool, dtype: str, sampled: Any) -> str | None:
         # Terms cancel: an error is relative to the largest of a row.
         axes = tuple(range(1, value.ndim)) or None
         largest = np.max(np.abs(value), axes, keepdims=True)
-        bound = 4 * float(jnp.finfo(dtype).eps) * (np.abs(value) + largest) + 1e-5 * largest
-        if not (np.abs(y - value) <= bound + 1e-5).all():
-            return f"off by up to {np.nanmax(np.abs(y - value) / (bound + 1e-5)):.3g} x the bound"
+        bound = 4 * float(jnp.finfo(dtype).eps) * (np.abs(value) + largest) + 1e-5 * (largest + 1)
+        if text := accuracy.worst(y, value, bound):
+            return text
     return None
 
 

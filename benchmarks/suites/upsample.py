@@ -12,6 +12,7 @@ import numpy as np
 
 from tests import catalogue
 
+from .. import accuracy
 from ..harness import SWEEP, Array, Case, Function, Work
 from ..inputs import Input
 from ..tables import size
@@ -181,12 +182,8 @@ def _sample(p: Problem, args: tuple[Array, ...], out: Array) -> list[Array]:
 def _verify(p: Problem, sampled: list[np.ndarray]) -> str | None:
     x, found = (x.astype(np.float64) for x in sampled)
     if p.group != "backward":
-        wrong = int((p.op.exact(x, **p.options) != found).sum())
-        return f"{wrong} of {found.size} pixels are not what they should be" if wrong else None
+        return accuracy.same(found, p.op.exact(x, **p.options))
     expected, magnitude = (p.op.transpose(ct, found, **p.options)[0] for ct in (x, np.abs(x)))
     # One rounding, after a sum in float32.
     bound = 0.51 * float(jnp.finfo(p.dtype).eps) * np.abs(expected) + 1e-6 * magnitude
-    error = np.abs(found - expected)
-    if (error <= bound).all():
-        return None
-    return f"off by up to {np.nanmax(error / np.maximum(bound, 1e-300)):.3g} x the error bound"
+    return accuracy.worst(found, expected, bound)

@@ -1,3 +1,4 @@
+// sanitizers: plain
 // Casts between all pairs of dtypes: the loops against the functor, for every value of 8 and 16
 // bits and for wide ones, at odd lengths and offsets, with and without subnormals taken for zeros.
 // The 8-bit floats against double arithmetic.

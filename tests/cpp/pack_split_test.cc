@@ -1,3 +1,4 @@
+// sanitizers: plain
 // Which elements of an elementwise call are packed on a GPU, and how broadcast operands are read:
 // arrays at every byte within a pack, all element sizes, lengths around packs; and random calls of
 // many operands.
