@@ -2,7 +2,8 @@
 
 Every function has the signature and the semantics of the JAX function it replaces, works under
 `jit`, `grad`, `vmap` and sharding, and runs as a native kernel on GPUs and CPUs. See the functions
-for their numerics, and :func:`implementations` for what is available where.
+for their numerics, and :func:`implementations` for what is available where. :func:`accelerate` runs
+a program that calls none of them with their kernels.
 """
 
 import importlib

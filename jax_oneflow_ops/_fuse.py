@@ -25,12 +25,12 @@ R = TypeVar("R")
 
 
 def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
-    """Compiles a function of arrays, elementwise or of their rows, into one kernel.
+    """Compiles a function of elementwise operations and reductions of rows into one kernel.
 
-    The function is written in jnp. It is traced when it is called, as under `jax.jit`, and compiled
+    You write the function in jnp. It is traced when it is called, as under `jax.jit`, and compiled
     for GPUs with NVRTC and for CPUs with the system's C++ compiler. The kernel reads each array
-    once and writes each result once, at the speed of memory, and works under `jit`, `grad`, `vmap`,
-    sharding and export.
+    once and writes each result once, bound by memory bandwidth. It works under `jit`, `grad`,
+    `vmap`, sharding and export.
 
     Args:
       fun: a pure function of arrays, numbers and pytrees of them that returns such a pytree. All
@@ -38,10 +38,10 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
         arrays of equal or broadcast shapes: arithmetic, comparisons, `jnp.where`, integer and bit
         operations, casts, complex numbers, the elementwise functions of `jax.nn` and most of those
         of `jax.scipy.special`. It may call functions with custom derivatives, and add and remove
-        dimensions of size 1. It may reduce the last dimension, or the same last dimensions
-        everywhere, by sum, mean, max, min, prod, any and all, and functions of these such as
-        `jax.nn.softmax`; results are then of the shape of the rows, or values for each row. Capture
-        static arguments in a closure.
+        dimensions of size 1. It may also reduce the last dimension, or the same last dimensions
+        everywhere, by sum, mean, var, max, min, prod, any and all, and by functions that are made
+        of these, such as `jax.nn.softmax`; results then have the shape of the rows, or one value
+        for each row. Capture static arguments in a closure.
       partial: whether `fun` may contain other operations. The elementwise ones are then fused, and
         the rest is left to XLA.
 
@@ -51,40 +51,40 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
 
     Raises:
       FusionError: `fun` contains an operation that is neither elementwise nor a reduction of rows.
-        Raised when the function is called. The message names the operation, its line, and the
+        Raised when the function is called. The message names the operation, its line and a
         remedy.
       TypeError: `fun` is not a function.
 
     Numerics:
       Results have the dtypes that `fun` gives them. Floating-point values of 16 bits or fewer are
       float32 inside the kernel: they are rounded when they are stored, and where `fun` casts to
-      such a dtype. jnp rounds after every operation. Python numbers such as ``0.7978845608`` are
-      not rounded to a 16-bit dtype either. If all results have 16 bits or fewer, functions such as
-      ``exp`` on GPUs are only as accurate as these results need, with relative errors of 2^-15 to
-      2^-12, and quotients and roots are within 2 ulp of float32; otherwise they are as accurate as
-      those of `ElementwiseKernel`. ``1 - sigmoid(x)``, ``1 - tanh(x)``, ``1 + tanh(x)`` and
-      ``1 - erf(x)`` are computed without cancellation. Results below 1e-37 may be zeros. NaN,
-      infinities and signed zeros are those of jax; integers wrap around and divide as in jax.
-      Results of sums and means of 16-bit arrays are not rounded to 16 bits. Reductions have a fixed
-      order. What is the same for all elements of a row is taken out of sums, and a quotient by it
-      is a product with its inverse, within 2 ulp.
+      such a dtype. jnp rounds after every operation. Python numbers such as ``0.7978845608`` and
+      the results of sums and means of 16-bit arrays are not rounded to 16 bits either. If all
+      results have 16 bits or fewer, functions such as ``exp`` on GPUs are only as accurate as these
+      results need, with relative errors of 2^-15 to 2^-12, and quotients and roots are within 2 ulp
+      of float32; otherwise they are as accurate as those of `ElementwiseKernel`.
+      ``1 - sigmoid(x)``, ``1 - tanh(x)``, ``1 + tanh(x)`` and ``1 - erf(x)`` are computed without
+      cancellation. Results below 1e-37 may be 0. NaN, infinities and signed zeros are those of JAX;
+      integers wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the
+      same for all elements of a row is taken out of sums, and a division by such a value is a
+      multiplication by its inverse, within 2 ulp.
 
     Differentiation:
-      Derivatives are those of `fun`, of any order and in both modes, `jax.custom_jvp` and
-      `jax.custom_vjp` included. Each is one kernel, which reads the inputs again and no
-      intermediate values. XLA sums the gradients of operands that are broadcast, in float32 if
-      their dtype is narrower; in functions that reduce rows the kernel does, for row vectors, in
-      parts that XLA adds. A derivative that reads more than 32 arrays or writes more than 16 is
-      left to XLA.
+      Derivatives are those of `fun`, of any order, in forward and reverse mode, including
+      `jax.custom_jvp` and `jax.custom_vjp`. Each is one kernel, which reads the inputs again and no
+      intermediate values. In an elementwise function, XLA sums the gradients of broadcast operands,
+      in float32 if their dtype is narrower. In a function that reduces rows, the kernel computes
+      partial sums of the gradients of row vectors, and XLA adds them up. A derivative that reads
+      more than 32 arrays or writes more than 16 is left to XLA.
 
     Compilation:
       As for `ElementwiseKernel`, with the same cache. XLA runs the same computation on platforms
-      other than CPUs and NVIDIA GPUs, for calls on scalars, and, with a warning, if no compiler is
-      found.
+      other than CPUs and NVIDIA GPUs, for calls on scalars, for rows of one element, for fewer than
+      64 rows of more than 65,536 elements on GPUs, and, with a warning, if no compiler is found.
 
     Sharding:
-      All dimensions of the results may be sharded freely, but for those that are reduced: arrays
-      that are sharded along these are all-gathered, with a `GatherWarning`.
+      All dimensions may be sharded freely except those that are reduced: arrays that are sharded
+      along these are all-gathered, with a `GatherWarning`.
 
     Source:
       OneFlow's ``elementwise.cuh``; the derivatives are JAX's.
@@ -115,7 +115,7 @@ class KernelReport:
     Attributes:
       name: the name of the function, and which derivative it is.
       operations: how many values it computes for each element.
-      reductions: how many reductions of rows it makes one after the other.
+      reductions: how many reductions of rows depend on each other in turn.
       reads: dtypes and shapes of its operands.
       writes: dtypes and shapes of its results.
       bytes_read: the bytes of its operands, each counted once.

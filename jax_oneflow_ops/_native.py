@@ -96,12 +96,12 @@ def available(platform: str) -> bool:
 
 
 def implementations() -> dict[str, str]:
-    """What runs on each platform that has native kernels.
+    """Returns what runs on each platform that has native kernels.
 
     Returns:
       A dict from platform ("cpu", "cuda") to a description of the native module, with the
       instruction set that the CPU kernels use here, or the architectures that the CUDA kernels are
-      compiled for. A platform that is missing runs the "xla" implementation.
+      compiled for. On platforms that are missing, functions run as jnp.
 
     Example:
       >>> import jax_oneflow_ops as jof
@@ -127,7 +127,7 @@ def cuda_architectures() -> str:
 
 
 def include_dir() -> str:
-    """The directory of the elementwise template's C++ and CUDA headers.
+    """Returns the directory of the elementwise template's C++ and CUDA headers.
 
     If it is on the compiler's search path, ``#include "cuda/elementwise.cuh"`` and
     ``#include "ops/elementwise.h"`` compile under nvcc and NVRTC; they need no other header. Use
@@ -140,19 +140,19 @@ def include_dir() -> str:
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """What `jax.export.export` must be told to export programs with this package's calls.
+    """Returns the checks that `jax.export.export` must disable for this package's calls.
 
-    `jax.export` refuses custom calls that it does not know, because a program that is read back
-    elsewhere needs them there. With this package in that process it has them: import it before the
-    program is called.
+    `jax.export` refuses custom calls that it does not know, because the process that loads the
+    program needs them. Import this package there before you call the program.
 
     A program for several devices can be exported if its calls are inside a `jax.shard_map` over all
-    axes of the mesh. Where XLA is to shard the work, it asks this process how: jax raises an error.
+    axes of the mesh. Otherwise JAX raises an error: to partition the calls, XLA would need this
+    process.
 
     Returns:
-      A list for the argument `disabled_checks`, of a `jax.export.DisabledSafetyCheck` for each FFI
-      target of the native modules that are here. What is exported for a platform whose module is
-      not here runs the "xla" implementation, and needs none.
+      A list for the argument `disabled_checks`: a `jax.export.DisabledSafetyCheck` for each FFI
+      target of the native modules that are loaded here. A program that is exported for a platform
+      whose module is not loaded runs as jnp there, and needs none.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -44,10 +44,10 @@ class Decision:
     Attributes:
       call: the family, what distinguishes the call within it, and the bytes that it moves.
       implementation: ``"native"`` or ``"xla"``.
-      reason: the measurement, or what decides instead of one.
-      native_us: the time expected of the kernels in microseconds, None if nothing like the call was
+      reason: the measurement, or the reason why none is needed.
+      native_us: the expected time of the kernels in microseconds, None if nothing like the call was
         measured.
-      xla_us: the time expected of XLA, or None.
+      xla_us: the expected time of XLA, or None.
     """
 
     call: Call
@@ -156,17 +156,17 @@ def policy(
 ) -> list[Decision]:
     """Shows which implementation runs for each call of this package's functions in a program.
 
-    Where `implementation` is None native kernels run if they were measured to be faster than XLA by
-    more than noise for such calls on such a device, and XLA otherwise. `fun` is traced, not run.
-    Calls on at most one element, and calls in programs over several devices, are no matter of
-    measurements: XLA runs the former, native kernels the latter.
+    If `implementation` is None, native kernels run if they were measured to be faster than XLA, by
+    more than noise, for such calls on such a device; otherwise XLA runs. `fun` is traced, not run.
+    Measurements do not decide about calls on at most one element, which XLA runs, or about calls in
+    programs over several devices, which native kernels run.
 
     Args:
       fun: a function of arrays that calls functions of this package, or one of them.
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`.
-      device: a device, or the name of its kind such as ``"NVIDIA H200"``, which need not be at
-        hand. By default JAX's default device. A kind that was not measured counts as the first of
-        its platform that was.
+      device: a device, or the name of a measured kind such as ``"NVIDIA H200"``, which you need not
+        have. By default JAX's default device. A device of a kind that was not measured uses the
+        first measurements of its platform.
       **kwargs: keyword arguments of `fun`.
 
     Returns:
@@ -174,7 +174,7 @@ def policy(
       expected times `native_us` and `xla_us`, and the `call`.
 
     Raises:
-      ValueError: `device` is a name that belongs to no measured device.
+      ValueError: `device` is not the name of a measured device.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_oneflow_ops as jof

@@ -56,7 +56,7 @@ class Shard:
 class GatherWarning(UserWarning):
     """An op all-gathers an operand that is sharded over devices.
 
-    It is given once for each function and reason, while a program is compiled. To silence it:
+    It is issued once for each function and reason, while a program is compiled. To silence it:
     ``warnings.filterwarnings("ignore", category=jax_oneflow_ops.GatherWarning)``.
     """
 

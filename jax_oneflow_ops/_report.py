@@ -10,19 +10,20 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operation of a program that this package could run.
+    """An operation of a program that this package could run.
 
     Attributes:
-      line: the file and line in your program; for a gradient, those of what was differentiated.
-      operation: JAX's name.
-      shapes: of its operand, indices and updates; of the result and the operand if it has none.
-      dtype: of its operand.
+      line: the file and line in your program; for a gradient, those of the differentiated code.
+      operation: JAX's name for it.
+      shapes: those of operand, indices and updates, or of the result and the operand.
+      dtype: that of the operand.
       swapped: whether it runs as a kernel of this package.
       reason: why, or which function to call instead.
-      bytes: how many it has to read and write, each array once.
-      count: how often the compiled program has it; loops count once.
-      native_us: the time expected of the kernel in microseconds, if anything like it was measured.
-      xla_us: the time expected of XLA, or None.
+      bytes: how many bytes it has to read and write, each array once.
+      count: how often the compiled program contains it; the body of a loop counts once.
+      native_us: the expected time of the kernel in microseconds, None if nothing like it was
+        measured.
+      xla_us: the expected time of XLA, or None.
     """
 
     line: str
@@ -38,10 +39,10 @@ class Row:
 
 
 class Report:
-    """The operations of a program that this package could run; printed, it is a table.
+    """The operations of a program that this package could run. Printed, it is a table.
 
     Attributes:
-      platform: that the program was lowered for.
+      platform: the platform or device that the program was lowered for.
       rows: a list of :class:`Row`, in the order of the program.
     """
 

@@ -1,7 +1,7 @@
 """Elementwise functions: activations, arithmetic, gated linear units, casts.
 
-Each replaces the function of jax or jnp that its docstring names, with the same semantics, and runs
-as one kernel at the speed of memory, and so does its gradient.
+Each replaces the function of jax or jnp that its docstring names, with the same semantics. It runs
+as one kernel, bound by memory bandwidth, and so does its gradient.
 """
 
 import inspect
@@ -37,11 +37,11 @@ Args:
 
 Returns:
   {returns};
-  other dtypes run the jnp reference. So do calls on one element, on every platform, and calls with
-  an operand of bool.
+  other dtypes run the jnp reference. So do calls on one element, and activations and arithmetic
+  with a boolean operand.
 
 Raises:
-  TypeError: an operand is not an array or a number, or ``implementation="native"`` was asked
+  TypeError: an operand is not an array or a number, or ``implementation="native"`` was passed
     for a dtype without kernels.
   ValueError: operands' shapes do not broadcast together, or an option has an unknown value.
   NotImplementedError: ``implementation="native"`` on a platform without native kernels.
@@ -51,9 +51,9 @@ Numerics:
 
 Differentiation and sharding:
   {derivative}
-  To any order, in both modes. All dimensions may be sharded freely. Inside a `jax.shard_map`
-  over some axes of a mesh only, arrays are gathered over the other axes, with a
-  `GatherWarning`.
+  Differentiable to any order, in forward and reverse mode. All dimensions may be sharded freely.
+  Inside a `jax.shard_map` over only some axes of a mesh, arrays are all-gathered over the other
+  axes, with a `GatherWarning`.
 
 Source:
   OneFlow's ``elementwise.cuh``, described in "OneFlow CUDA Elementwise" (Zheng, Yao, Guo, Liu)."""
@@ -68,7 +68,7 @@ _NUMERICS = {
         "  within 1e-4 relative in the tails. Results below 4e-36 may be 0."
     ),
     "conversion": "Rounding, saturation and NaN are those of ``astype``.",
-    "movement": "Bits are moved.",
+    "movement": "Bits are copied.",
 }
 
 
@@ -327,7 +327,7 @@ def gelu(
     Args:
       x: array of any shape, or a number.
       approximate: True for ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``, False for
-        ``0.5 x erfc(-x / sqrt(2))``. Both are relatively accurate in the negative tail.
+        ``0.5 x erfc(-x / sqrt(2))``. Both have a small relative error in the negative tail.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -359,8 +359,8 @@ def scale(x: ArrayLike, alpha: ArrayLike, *, implementation: Implementation = No
 
     Args:
       x: array of any shape, or a number.
-      alpha: a scalar. It may be traced: the kernel reads it from device memory. An array makes the
-        call `multiply`.
+      alpha: a scalar. It may be traced: the kernel reads it from device memory. With an array the
+        call is `multiply`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -389,7 +389,7 @@ def add(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) ->
     return _call("add", _add_p, jnp.add, {"x": x, "y": y}, implementation)
 
 
-@_documented(derivative="The gradient is a negation at most.")
+@_documented(derivative="The gradient is at most a negation.")
 def subtract(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
     """``x - y``. Replaces `jnp.subtract`.
 
@@ -441,7 +441,7 @@ def divide(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None)
 def maximum(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
     """The larger of ``x`` and ``y``, NaN if either is. Replaces `jnp.maximum`.
 
-    Where both are equal each gets half of the gradient, as in jax.
+    Equal operands get half of the gradient each, as in JAX.
 
     Args:
       x: array of any shape, or a number.
@@ -459,7 +459,7 @@ def maximum(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None
 def minimum(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
     """The smaller of ``x`` and ``y``, NaN if either is. Replaces `jnp.minimum`.
 
-    Where both are equal each gets half of the gradient, as in jax.
+    Equal operands get half of the gradient each, as in JAX.
 
     Args:
       x: array of any shape, or a number.
@@ -479,7 +479,7 @@ def fma(
 ) -> jax.Array:
     """``x * y + z``, rounded once. Replaces ``x * y + z``, which may be rounded twice.
 
-    On CPUs 16-bit values are rounded to float32 first, which may be 1 ulp off.
+    On CPUs 16-bit results are rounded to float32 first, and may be 1 ulp off.
 
     Args:
       x: array of any shape, or a number.
@@ -506,13 +506,13 @@ def where(
     fill_value: Any = None,
     implementation: Implementation = None,
 ) -> Any:
-    """``x`` where ``condition`` holds, else ``y``. Replaces `jnp.where`.
+    """``x`` where ``condition`` is true, else ``y``. Replaces `jnp.where`.
 
     Without ``x`` and ``y`` it is `jnp.where` itself: a tuple of the indices at which ``condition``
     is not zero.
 
     Args:
-      condition: boolean array of any shape, or a number. A number that is not zero holds.
+      condition: boolean array of any shape, or numbers, of which all but zero count as true.
       x: array of any dtype of 1 to 16 bytes, or a number.
       y: array of any dtype of 1 to 16 bytes, or a number.
       size: for the form with one argument, as in `jnp.where`.
@@ -551,11 +551,11 @@ def where(
     returns="An array of x's shape. Kernels exist for bool, integers and floats of 8 to 64 bits",
 )
 def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = None) -> jax.Array:
-    """``x`` converted to ``dtype``. Replaces ``x.astype(dtype)``, to the bit.
+    """``x`` converted to ``dtype``. Replaces ``x.astype(dtype)``, bit for bit.
 
     Args:
       x: array of any shape, or a number.
-      dtype: what to convert to.
+      dtype: the dtype of the result.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof

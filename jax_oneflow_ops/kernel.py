@@ -1,4 +1,4 @@
-"""Kernels that users write: one expression in C++ becomes an operation of JAX."""
+"""Kernels that users write: an expression in C++ becomes an operation of JAX."""
 
 import dataclasses
 import functools
@@ -34,77 +34,80 @@ _NUMBERS = (bool, int, float, complex)
 class ElementwiseKernel:
     """An elementwise operation from an expression in C++, compiled when it is first used.
 
-    The form is that of CuPy's ``ElementwiseKernel``. What it makes is an operation of JAX: it works
-    under `jit`, `grad`, `vmap`, sharding and export, and runs as one kernel at the speed of memory
-    on NVIDIA GPUs and CPUs. XLA does not fuse custom calls with what is around them, so a chain of
-    operations is best written as one kernel.
+    The form is that of CuPy's ``ElementwiseKernel``. The result is an operation of JAX: it works
+    under `jit`, `grad`, `vmap`, sharding and export, and runs as one kernel, bound by memory
+    bandwidth, on NVIDIA GPUs and CPUs. XLA does not fuse custom calls with the operations around
+    them, so write a chain of operations as one kernel.
 
     Args:
-      in_params: the inputs, such as ``"T x, T y, float32 scale"``. A type is a single letter, which
-        stands for the dtype of the arrays that it is called with, the same letter for the same
-        dtype, or the name of a dtype: bool, int8 to int64, uint8 to uint64, float8_e4m3fn,
-        float8_e5m2, float16, bfloat16, float32, float64, complex64, complex128. At most 16.
-      out_params: the outputs, in the same form. A letter must be that of an input. At most 16.
-      operation: one or more statements of C++17 that assign to every output. Values of 16 bits and
-        less are ``float`` in it, all others are of the parameters' types; a letter is the type of
-        stored elements, and ``Compute<T>`` that of values. Intermediate values are best declared
-        with ``auto``. There are the functions of math.h by their names for double, and ``sigmoid``,
-        ``relu``, ``silu``, ``softplus``, ``mish``, ``hard_swish``, ``gelu`` (by tanh),
+      in_params: the inputs, such as ``"T x, T y, float32 scale"``, at most 16. A type is a single
+        letter or the name of a dtype. A letter stands for the dtype of the arrays that the kernel
+        is called with; inputs with the same letter have the same dtype. The dtypes are bool, int8
+        to int64, uint8 to uint64, float8_e4m3fn, float8_e5m2, float16, bfloat16, float32, float64,
+        complex64 and complex128.
+      out_params: the outputs, in the same form, at most 16. A letter must be that of an input.
+      operation: one or more statements of C++17 that assign to every output. Values of 16 bits or
+        fewer are ``float`` in it; all others have the types of the parameters. A letter is the type
+        of stored elements, and ``Compute<T>`` the type of values. Declare intermediate values with
+        ``auto``. The operation may call the functions of math.h by their names for double, and
+        ``sigmoid``, ``relu``, ``silu``, ``softplus``, ``mish``, ``hard_swish``, ``gelu`` (by tanh),
         ``gelu_erf``, ``rsqrt``, ``min``, ``max`` and ``clamp``, which compute in float unless an
         argument is double. A literal such as ``0.5`` is double in C++: write ``0.5f``. Complex
         numbers have ``+ - * /``, ``.re``, ``.im``, ``abs`` and ``conj``. Integers divide as in
-        `jax.lax.div` and `jax.lax.rem`, by zero too. Inputs are constants.
-        There is no index, and no other element: what an expression loops over or calls is its own.
-      name: the kernel's name, an identifier of C++, which errors show.
+        `jax.lax.div` and `jax.lax.rem`, also by zero. Inputs are constants. There is no index, and
+        no access to other elements. Loops and calls of your own functions are allowed.
+      name: the kernel's name, a C++ identifier, which errors show.
       preamble: C++ before the kernel: ``#include``, functions, structs. Functions must be marked
-        ``JOF_HOST_DEVICE`` to run on GPUs. It does not see the letters.
-      derivatives: of each output with respect to each input, as expressions of the inputs:
-        ``{"x": "2 * x"}``, with several outputs ``{("z", "x"): ...}``. None is zero. A derivative
-        may be another ``ElementwiseKernel`` of the same inputs and one output, which in turn has
-        derivatives. What is missing is the derivative of the reference, which is traced and
-        compiled as `fuse` does; without a reference it cannot be differentiated.
-      reference: a jnp function of the same inputs, with a tuple as result where there are several
-        outputs. It runs on other platforms, for scalars, where there is no compiler (with a
-        warning), and under ``JAX_ONEFLOW_OPS_IMPLEMENTATION=xla``, with jax's own derivatives; and
-        `check` compares with it. 16-bit inputs arrive as float32.
+        ``JOF_HOST_DEVICE`` to run on GPUs. Type letters are not defined in it.
+      derivatives: the derivative of each output with respect to each input, as expressions of the
+        inputs: ``{"x": "2 * x"}``, with several outputs ``{("z", "x"): ...}``. None means zero. A
+        derivative may be another ``ElementwiseKernel`` of the same inputs and one output, which may
+        have derivatives itself. For a derivative that is missing, the kernel uses that of the
+        reference, traced and compiled as by `fuse`; without a reference, the kernel cannot be
+        differentiated.
+      reference: a jnp function of the same inputs, which returns a tuple if there are several
+        outputs. It runs, with JAX's derivatives, on other platforms, for scalars, if there is no
+        compiler (with a warning), and under ``JAX_ONEFLOW_OPS_IMPLEMENTATION=xla``. `check`
+        compares with it. 16-bit inputs arrive as float32.
 
     Raises:
-      TypeError: an argument is of another type than this.
-      ValueError: a list of parameters does not have this form; names are reserved, or appear twice;
-        an output's type is no input's; an output is never assigned; brackets do not match; a
-        derivative is of no output with respect to an input. Errors name the kernel and the
+      TypeError: an argument does not have the type that is described above.
+      ValueError: a list of parameters does not have this form; a name is reserved or appears twice;
+        an output has a type letter that no input has; an output is never assigned; brackets do not
+        match; or a key of `derivatives` names no output or input. Errors name the kernel and the
         parameter.
 
     Numerics:
-      Values of 16 bits and less are computed in float32 and rounded once. ``exp``, ``expm1``,
-      ``tanh``, ``sigmoid`` and the activations are those of the built-in operations: where all
-      results have 16 bits or fewer they are as accurate as these need, a relative error of some
-      2^-15, and so are quotients and roots on GPUs, within 2 ulp of float32. An expression that
-      cancels what they return is better computed in double. On a CPU
-      ``log``, ``log2``, ``log10``, ``log1p`` and ``erf`` are within 2.5 ulp, and take subnormal
-      numbers for zeros. All others are the compiler's, which may contract products and
-      sums to FMAs. A derivative is rounded once, after it is multiplied with the vector. Where
-      there are complex numbers, the derivative is what a tangent is multiplied with, and the real
-      part of the product is taken where the result is real, as jax has it.
+      Values of 16 bits or fewer are computed in float32 and rounded once. ``exp``, ``expm1``,
+      ``tanh``, ``sigmoid`` and the activations are those of the built-in operations. If all results
+      have 16 bits or fewer, they are as accurate as these results need, with relative errors of
+      about 2^-15, and so are quotients and roots on GPUs, within 2 ulp of float32. Compute an
+      expression in double if it cancels what these functions return. On a CPU ``log``, ``log2``,
+      ``log10``, ``log1p`` and ``erf`` are within 2.5 ulp, and treat subnormal numbers as zeros. All
+      others are the compiler's, which may contract products and sums to FMAs. A derivative is
+      rounded once, after it is multiplied with the vector. With complex numbers, the derivative is
+      the factor of the tangent; if the result is real, the real part of the product is taken, as in
+      JAX.
 
     Differentiation:
       The JVP and the VJP are one kernel each, for all outputs and inputs together, and read only
-      those inputs that the derivatives use. Where there is a reference, which may run in their
-      place, all inputs are kept for them. Cotangents of broadcast inputs are summed by XLA, in
-      float32 where they are narrower. Second and higher derivatives are sums of products of such
-      kernels, where derivatives are kernels or the reference's.
-      `jax.linear_transpose` works with respect to inputs that no derivative for them reads.
+      those inputs that the derivatives use. A kernel with a reference keeps all inputs for its
+      derivatives, because the reference may run in their place. XLA sums the cotangents of
+      broadcast inputs, in float32 if their dtype is narrower. Second and higher derivatives exist
+      if derivatives are kernels or those of the reference; they are sums of products of such
+      kernels. `jax.linear_transpose` works with respect to inputs that none of their own
+      derivatives reads.
 
     Compilation:
-      The first call for a set of dtypes compiles: on a CPU with the system's C++ compiler
-      (environment variable ``CXX``, else c++, clang++ or g++ on PATH), for GPUs with NVRTC through
-      NVIDIA's cuda-bindings, for the GPUs of this process or, without one, for the architecture
-      that jax_oneflow_ops was built for. Compiled kernels are kept in the user's cache folder
-      (``~/.cache/jax_oneflow_ops``, ``~/Library/Caches/jax_oneflow_ops``), or in the one that the
-      environment variable ``JAX_ONEFLOW_OPS_CACHE_DIR`` names. A folder that others may write to is
-      not used. Each compiler has its own entries; if no compiler is found, those of the last one
-      with the same ``CXX`` are used. The compiled code is part of the compiled program, and of what
-      `jax.export` exports.
+      The first call for a set of dtypes compiles. For CPUs it uses the system's C++ compiler (the
+      environment variable ``CXX``, else c++, clang++ or g++ on PATH). For GPUs it uses NVRTC
+      through NVIDIA's cuda-bindings, for the GPUs of this process or, if there are none, for the
+      oldest architecture that jax_oneflow_ops was built for. Compiled kernels are kept in the
+      user's cache folder (``~/.cache/jax_oneflow_ops``, ``~/Library/Caches/jax_oneflow_ops``), or
+      in the folder that the environment variable ``JAX_ONEFLOW_OPS_CACHE_DIR`` names. A folder that
+      others may write to is not used. Each compiler has its own entries; if no compiler is found,
+      those of the last one with the same ``CXX`` are used. The compiled code is part of the
+      compiled program, and of what `jax.export` exports.
 
     Sharding:
       All dimensions may be sharded freely.
@@ -164,12 +167,12 @@ class ElementwiseKernel:
 
     @property
     def name(self) -> str:
-        """The name that it was given."""
+        """The kernel's name."""
         return self._definition.name
 
     @property
     def __name__(self) -> str:
-        """What `jax.jit` calls a program of this kernel alone, in profiles too."""
+        """The name that `jax.jit` gives to a program of this kernel alone, also in profiles."""
         return self._definition.name
 
     def __repr__(self) -> str:
@@ -184,7 +187,7 @@ class ElementwiseKernel:
         return f"ElementwiseKernel({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether another kernel computes the same by the same source."""
+        """Whether another kernel computes the same from the same source."""
         return isinstance(other, ElementwiseKernel) and self._definition == other._definition
 
     def __hash__(self) -> int:
@@ -200,21 +203,21 @@ class ElementwiseKernel:
 
         Args:
           *args: the inputs: arrays whose shapes broadcast together, and Python numbers, which take
-            on the dtype of their parameter. The kernel reads what is broadcast where it is, but
-            for arrays that vary over dimensions with others between them, which XLA broadcasts
-            before.
+            on the dtype of their parameter. The kernel reads broadcast arrays without expanding
+            them, unless they vary over dimensions with others between them; XLA expands those.
 
         Returns:
           An array of the shape that the inputs broadcast to; with several outputs a tuple of them.
 
         Raises:
-          TypeError: another number of arguments than inputs, no array or number, or a dtype that is
-            not the parameter's or not that of another input with the same letter.
-          ValueError: shapes that do not fit.
-          KernelCompileError: the compiler refuses the operation. Raised when the call is lowered,
-            inside `jax.jit` when the program is compiled.
+          TypeError: the number of arguments is not that of inputs, an argument is not an array or a
+            number, or its dtype is not that of its parameter or of another input with the same
+            letter.
+          ValueError: shapes do not fit.
+          KernelCompileError: the compiler rejects the operation. Raised when the call is lowered,
+            that is, inside `jax.jit`, when the program is compiled.
           NotImplementedError: there is no compiler or no kernel on this platform, and no
-            ``reference``; or a derivative is asked for that was not given.
+            ``reference``; or a derivative is needed that was not given.
         """
         definition = self._definition
         choice = _native.choose_implementation(definition.name, None)
@@ -231,7 +234,7 @@ class ElementwiseKernel:
         derivative: Literal["jvp", "vjp"] | None = None,
         kinds: Sequence[Literal["array", "scalar", "broadcast"]] | None = None,
     ) -> str:
-        """The C++ that is compiled, for reading.
+        """Returns the C++ that is compiled, for reading.
 
         Args:
           dtypes: one dtype for all letters, a dict from letters to dtypes, or a dtype for each
@@ -239,15 +242,15 @@ class ElementwiseKernel:
           platform: "cuda" or "cpu".
           derivative: "jvp" or "vjp" for the kernel of a derivative with respect to all inputs that
             have one.
-          kinds: "array", "scalar" or "broadcast" for each operand; arrays where it is None.
+          kinds: "array", "scalar" or "broadcast" for each operand. None: all are arrays.
 
         Returns:
-          The source. It compiles with `include_dir()` on the search path of headers. A division
-          ``a / b`` is ``a /jof_by()/ b`` in it, which is safe for integers.
+          The source. It compiles with `include_dir()` on the search path of headers. It contains
+          ``a /jof_by()/ b`` for a division ``a / b``; that form is safe for integers.
 
         Raises:
           TypeError: a dtype is invalid or unsupported.
-          ValueError: a letter has no dtype, or an option has another value than these.
+          ValueError: a letter has no dtype, or an option has an unknown value.
 
         Example:
           >>> import jax_oneflow_ops as jof
@@ -288,27 +291,26 @@ class ElementwiseKernel:
         return source.source(spec, [names.index(kind) for kind in chosen], platform)
 
     def check(self, *args: ArrayLike, rtol: float | None = None, atol: float | None = None) -> None:
-        """Compares the outputs and all derivatives that were given with those of the reference.
+        """Compares the outputs, and all derivatives that were given, with those of the reference.
 
-        jax differentiates the reference at these inputs. Derivatives are compared element by
-        element and in both modes, with vectors of ones for one input or output. One that is None is
-        zero: where that of the reference is not, `jax.lax.stop_gradient` in it says that this is
-        meant. Where letters stand for floating-point dtypes of 16 bits or fewer, all is compared in
-        float32, too. Derivatives of derivatives are not compared: those are kernels with a `check`
-        of their own.
+        JAX differentiates the reference at these inputs. Derivatives are compared element by
+        element and in both modes, with vectors of ones for one input or output. A derivative of
+        None is zero: if that of the reference is not, use `jax.lax.stop_gradient` in the reference.
+        If letters stand for floating-point dtypes of 16 bits or fewer, everything is also compared
+        in float32. Derivatives of derivatives are not compared: they are kernels with a `check` of
+        their own.
 
         Args:
           *args: inputs, as the kernel takes them.
-          rtol: the relative tolerance. By default 16 units in the last place of the result's dtype;
-            in 16 bits and fewer 16 units of 2^-15, which functions are accurate to, and 2 units in
-            the last place of the dtype.
-          atol: the absolute tolerance. By default 16 such units of 1.
+          rtol: the relative tolerance. The default is 16 units in the last place of the result's
+            dtype. For 16 bits or fewer it is 16 units of 2^-15, which is the accuracy of functions,
+            plus 2 units in the last place of the dtype.
+          atol: the absolute tolerance. The default is 16 such units of 1.
 
         Raises:
-          AssertionError: they differ; the message names kernel, output and input, and says where
+          AssertionError: results differ; the message names kernel, output and input, and says where
             and by how much.
-          NotImplementedError: the kernel does not run here: there is no compiler, or no kernel for
-            this platform.
+          NotImplementedError: there is no compiler, or no kernel for this platform.
           ValueError: the kernel has no reference.
 
         Example:

@@ -2,8 +2,8 @@
 
 They are subclasses of flax's modules and take the same arguments, so checkpoints load. Flax's own
 code runs for a call with a mask, with statistics over devices (`axis_name`), with `feature_axes`
-that differ from `reduction_axes`, with `reduction_axes` of a group norm, without float32
-reductions, or on values that are not real floating-point numbers.
+that differ from `reduction_axes`, for a group norm with `reduction_axes`, if
+`force_float32_reductions` is False, or on values that are not real floating-point numbers.
 """
 
 import functools
@@ -84,15 +84,15 @@ class RMSNorm(nn.RMSNorm):
 class GroupNorm(nn.GroupNorm):
     """`flax.linen.GroupNorm`, computed by `jax_oneflow_ops.group_norm`.
 
-    `activation` is not flax's: ``"silu"`` for silu of the result, in the same pass. Unless flax's
-    own code runs, `use_fast_variance` has no effect, as in `LayerNorm`.
+    `activation` is an addition to flax's arguments: ``"silu"`` applies silu to the result, in the
+    same pass. Unless flax's own code runs, `use_fast_variance` has no effect, as in `LayerNorm`.
     """
 
     activation: Literal["silu"] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """Normalises the channels, which are last, of all pixels of an image by groups."""
+        """Normalises groups of channels, the last axis, over all pixels of an image."""
         channels = x.shape[-1]
         size = self.group_size or 1
         groups = self.num_groups or channels // size

@@ -24,12 +24,12 @@ def permute(
 
     ``result.shape[i] == a.shape[axes[i]]``.
 
-    The result is a new array in memory: this is for data that has to move, such as images between
-    NHWC and NCHW, or attention heads before a kernel that wants them in order. Inside a larger
-    `jax.jit` function XLA may fold a `jnp.transpose` into its neighbours for free: into a matrix
-    product, which reads operands in any order, into a fusion, or into the layout of what comes
-    before it. It can fold no custom call, and arrays come to one in row-major order. So prefer this
-    function where the profile shows a transpose kernel, and measure.
+    The result is a new array in memory. Use this function for data that has to move, such as
+    images between NHWC and NCHW, or attention heads for a kernel that needs them in order. Inside a
+    larger `jax.jit` function XLA may fold a `jnp.transpose` into its neighbours for free: into a
+    matrix product, which reads operands in any order, into a fusion, or into the layout of the
+    array's producer. XLA cannot fold a custom call, and passes arrays to it in row-major order. So
+    use this function if the profile shows a transpose kernel, and measure.
 
     Args:
       a: array of any rank and any dtype of 1 to 16 bytes, or a number.
@@ -40,8 +40,8 @@ def permute(
         variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
-      An array of `a`'s dtype. Where every axis stays in its place it is `a` itself; where only axes
-      of size 1 move nothing is copied either.
+      An array of `a`'s dtype. If every axis stays in its place, it is `a` itself. If only axes of
+      size 1 move, nothing is copied either.
 
     Raises:
       TypeError: `a` is not an array or has a dtype without a fixed number of bytes (int4, PRNG
@@ -50,13 +50,14 @@ def permute(
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
-      Bits move: NaNs keep their payloads.
+      Bits are copied: NaNs keep their payloads.
 
     Differentiation and sharding:
-      To any order, in both modes: the transpose is the inverse permutation. Under `jax.vmap` the
-      batch axis is one more axis of the same call, the result's first. Every dimension may be
-      sharded freely; the result's sharding is that of `a`, permuted. Inside a `jax.shard_map` over
-      some axes of a mesh only, arrays are gathered over the other axes, with a `GatherWarning`.
+      Differentiable to any order, in forward and reverse mode: the transpose is the inverse
+      permutation. Under `jax.vmap` the batch axis is one more axis of the same call, the first of
+      the result. Every dimension may be sharded freely; the result's sharding is that of `a`,
+      permuted. Inside a `jax.shard_map` over only some axes of a mesh, arrays are all-gathered over
+      the other axes, with a `GatherWarning`.
 
     Source:
       OneFlow's ``permute`` kernels, described in "How to Make Permute 6 Times Faster than PyTorch".

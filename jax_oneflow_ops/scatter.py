@@ -1,4 +1,4 @@
-"""Rows that indices name: their sums, maxima, minima and products, and their lookup."""
+"""Segments and scatters of rows: sums, maxima, minima and products; and lookups of rows."""
 
 import functools
 import inspect
@@ -78,19 +78,20 @@ def segment_sum(
         and may repeat. In general `data` is broadcast to ``segment_ids.shape + data.shape[1:]``.
       num_segments: the number of rows of the result. None takes ``max(segment_ids) + 1``, which
         needs concrete ids: inside `jax.jit` it must be given.
-      indices_are_sorted: a promise that `segment_ids` ascends, which saves sorting it. Where it is
-        broken results are wrong.
+      indices_are_sorted: a promise that `segment_ids` ascends, which saves sorting it. If it is not
+        true, results are wrong.
       unique_indices: a promise that no id occurs twice, for the jnp reference.
-      bucket_size: reduces the rows of each `bucket_size` consecutive ids by themselves, then the
-        buckets' results.
+      bucket_size: reduces each bucket of `bucket_size` consecutive ids separately, then the results
+        of the buckets.
       mode: what happens to an id that is negative or too large. ``"drop"``, ``"fill"`` and None:
-        it is ignored. ``"clip"``: it becomes the nearest one in range. ``"promise_in_bounds"``: a
-        promise that there is none; here the same as ``"drop"``. Or the `jax.lax.GatherScatterMode`
-        of that name.
+        it is ignored. ``"clip"``: it is clipped to the range. ``"promise_in_bounds"``: a promise
+        that there is none; here the same as ``"drop"``. Or the `jax.lax.GatherScatterMode` of that
+        name.
       out_sharding: the sharding of the result over Explicit axes of the mesh of `jax.set_mesh`, as
         in `jax.ops.segment_sum` of newer releases of jax. Not together with `bucket_size`.
-      deterministic: the same bits on every run. CPUs always do this, and GPUs for integers,
-        sorted ids and many wide rows; for single floats it takes them up to four times as long.
+      deterministic: gives results the same bits on every run. CPUs always do, and GPUs for integers
+        and, in kernels, for sorted ids. Otherwise it takes GPUs up to four times as long to sum
+        single floats.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
         takes the one that was measured to be faster for such a call (see `policy`). The environment
         variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
@@ -99,27 +100,28 @@ def segment_sum(
       An array of shape ``(num_segments,) + data.shape[1:]`` and of `data`'s dtype.
 
     Raises:
-      TypeError: `data` is not an array or a number of a dtype listed above, `segment_ids` are no
-        integers, or `num_segments` or `bucket_size` is no integer.
-      ValueError: `num_segments` is negative, `bucket_size` is not positive or `segment_ids` not
-        of one dimension with it, the shapes do not fit, an option has an unknown value, or
-        `out_sharding` has an axis that is not Explicit.
-      jax.errors.ConcretizationTypeError: `num_segments` must be given, as ids are traced.
+      TypeError: `data` is not an array or a number of a dtype listed above, `segment_ids` are not
+        integers, or `num_segments` or `bucket_size` is not an integer.
+      ValueError: `num_segments` is negative, `bucket_size` is not positive, `segment_ids` has other
+        than one dimension with `bucket_size`, the shapes do not fit, an option has an unknown
+        value, or `out_sharding` has an axis that is not Explicit.
+      jax.errors.ConcretizationTypeError: `num_segments` is None, and ids are traced.
       NotImplementedError: both `out_sharding` and `bucket_size` are given, or
         ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
-      Integers are exact modulo 2^k. Floats are summed in their own dtype, 16-bit values in float32
-      and rounded once; the exception are GPUs' sums of at most 8192 updates into sixteen times as
-      many rows, unless sorted or `deterministic`: those are rounded at each addition. Atomic
-      additions of float32 on GPUs flush sums under 2^-126 to 0. The order of summation is not
-      specified.
+      Integers are exact modulo 2^k, where k is the number of bits. Floats are summed in their own
+      dtype; 16-bit values are summed in float32 and rounded once. There is one exception: GPU sums
+      of at most 8192 updates into more than sixteen times as many rows are rounded at each
+      addition, unless ids are sorted or `deterministic` is set. Atomic additions of float32 on GPUs
+      flush sums below 2^-126 to 0. The order of summation is not specified.
 
     Differentiation and sharding:
-      The gradient gathers rows; to any order, in both modes. All dimensions after the first may be
-      sharded freely. Where `n` is sharded evenly devices sum their rows, then their sums: 16-bit
-      values are rounded by each device and once more. Where the result's rows are sharded evenly,
-      over other axes, each device sums into its own.
+      The gradient gathers rows. Differentiable to any order, in forward and reverse mode. All
+      dimensions after the first may be sharded freely. If `n` is sharded evenly, each device sums
+      its rows, and one all-reduce adds up the sums: 16-bit values are rounded by each device and
+      once more. If the rows of the result are sharded evenly, over other mesh axes, each device
+      sums into its own rows.
 
     Source:
       OneFlow's and PyTorch's ``FastAtomicAdd``, described in "OneFlow FastAtomicAdd" by BBuf.
@@ -158,18 +160,18 @@ def segment_max(
 ) -> jax.Array:
     """The maximum of each segment. Replaces `jax.ops.segment_max`.
 
-    Segments without rows have -inf, or the least integer.
+    For segments without rows it is -inf, or the smallest integer.
 
     Args:
       data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, or integers of 8 to 64
         bits.
 
     Numerics:
-      Exact. A NaN makes the segment's result NaN. Of zeros either sign may be the result.
+      Exact. If a segment contains NaN, its result is NaN. A result of 0 may have either sign.
 
     Differentiation and sharding:
-      Equal values share the cotangent of their segment's result equally, as in JAX; to any order.
-      Shards as `segment_sum` does.
+      Equal values share the cotangent of their segment's result equally, as in JAX. Differentiable
+      to any order. Sharding is that of `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -201,18 +203,18 @@ def segment_min(
 ) -> jax.Array:
     """The minimum of each segment. Replaces `jax.ops.segment_min`.
 
-    Segments without rows have inf, or the greatest integer.
+    For segments without rows it is inf, or the largest integer.
 
     Args:
       data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, or integers of 8 to 64
         bits.
 
     Numerics:
-      Exact. A NaN makes the segment's result NaN. Of zeros either sign may be the result.
+      Exact. If a segment contains NaN, its result is NaN. A result of 0 may have either sign.
 
     Differentiation and sharding:
-      Equal values share the cotangent of their segment's result equally, as in JAX; to any order.
-      Shards as `segment_sum` does.
+      Equal values share the cotangent of their segment's result equally, as in JAX. Differentiable
+      to any order. Sharding is that of `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -244,7 +246,7 @@ def segment_prod(
 ) -> jax.Array:
     """The product of each segment. Replaces `jax.ops.segment_prod`.
 
-    Segments without rows have 1. Rows are sorted by id first, unless they are already.
+    For segments without rows it is 1. Rows are sorted by id first, unless they already are.
 
     Args:
       data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64, or integers of 8 to 64
@@ -252,12 +254,12 @@ def segment_prod(
       unique_indices: a promise that no id occurs twice, which the derivative needs.
 
     Numerics:
-      Integers are exact modulo 2^k. Floats are multiplied in their own dtype, 16-bit values in
-      float32 and rounded once.
+      Integers are exact modulo 2^k, where k is the number of bits. Floats are multiplied in their
+      own dtype; 16-bit values are multiplied in float32 and rounded once.
 
     Differentiation and sharding:
-      With respect to `data`, where `unique_indices` is given, as in JAX; to any order. Shards as
-      `segment_sum` does.
+      Differentiable to any order with respect to `data` if `unique_indices` is set, as in JAX.
+      Sharding is that of `segment_sum`, with an all-gather of partial products.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -294,9 +296,9 @@ def segment_mean(
     deterministic: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """The mean of each segment: `segment_sum` over the number of rows. Replaces jraph's.
+    """The mean of each segment: the sum divided by the count. Replaces `jraph.segment_mean`.
 
-    Segments without rows have 0.
+    For segments without rows it is 0.
 
     Args:
       data: array of shape ``(n, ...)``: float16, bfloat16, float32, float64 or complex; integers
@@ -306,8 +308,8 @@ def segment_mean(
       TypeError, ValueError, NotImplementedError: as `segment_sum`.
 
     Numerics:
-      Those of `segment_sum`; a second rounding is the division's. The sum of float16 values may
-      overflow where their mean would not.
+      Those of `segment_sum`. The division rounds a second time. The sum of float16 values may
+      overflow even if their mean would not.
 
     Differentiation and sharding:
       As of `segment_sum`.
@@ -354,27 +356,27 @@ def segment_softmax(
     plan: "SegmentPlan | None" = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """The softmax over the rows of each segment. Replaces jraph's.
+    """The softmax over the rows of each segment. Replaces `jraph.segment_softmax`.
 
     Args:
       logits: array of shape ``(n, ...)``: float16, bfloat16, float32 or float64; integers are
         converted as jnp promotes them with float32.
-      plan: a `segment_plan` of `segment_ids`, with which maxima and sums take one pass over the
-        logits, and so does their derivative. `num_segments` may be None then, and the options
-        before it mean nothing.
+      plan: a `segment_plan` of `segment_ids`. With it, maxima and sums take one pass over the
+        logits, and so does the derivative. `num_segments` may then be None, and
+        `indices_are_sorted`, `unique_indices` and `deterministic` have no effect.
 
     Returns:
-      An array of logits' shape and dtype; 0 where an id names no segment.
+      An array of the shape and dtype of `logits`; 0 where an id names no segment.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `segment_max`, and as `message_sum` for a plan.
 
     Numerics:
-      Each segment's maximum is subtracted first. 16-bit values are computed in float32. With a plan
-      they are rounded once; without, the terms of the segments' sums are rounded to 16 bits, too.
+      The maximum of each segment is subtracted first. 16-bit values are computed in float32. With a
+      plan they are rounded once; without one, the terms of the sums are also rounded to 16 bits.
 
     Differentiation and sharding:
-      To any order. The maximum has no part in it. Sharding: as of `segment_sum`.
+      Differentiable to any order; the maximum is constant. Sharding is that of `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -447,8 +449,8 @@ def scatter_add(
 ) -> jax.Array:
     """Adds rows to the rows that indices name. Replaces ``operand.at[indices].add(updates)``.
 
-    Equal indices add up. Inside `jax.jit` the sum is made in the operand's buffer if that is not
-    needed any more, as when it is donated.
+    Updates with equal indices are added up. Inside `jax.jit` the sum is made in place if the
+    operand is not needed afterwards, for example if it is donated.
 
     Args:
       operand: array of shape ``(s, ...)``: float16, bfloat16, float32, float64, complex, or
@@ -456,27 +458,28 @@ def scatter_add(
       indices: integers of any dtype and shape, or a number. Negative ones count from the end.
       updates: array or number that broadcasts to ``indices.shape + operand.shape[1:]``, of a dtype
         that jnp promotes to the operand's.
-      mode: what an index that is out of range does: the choices are those of `segment_sum`.
-      indices_are_sorted: a promise that flattened indices ascend once negative ones are counted
-        from the beginning, which saves sorting them. Where it is broken sums are wrong.
+      mode: what happens to an index that is out of range, as in `segment_sum`.
+      indices_are_sorted: a promise that the flattened indices ascend, once the number of rows is
+        added to negative ones. It saves sorting them. If it is not true, sums are wrong.
       unique_indices: a promise that no index occurs twice, for the jnp reference.
 
     Returns:
       An array of the operand's shape and dtype. Rows that no index names keep their bits.
 
     Raises:
-      TypeError: `operand` is not an array of a dtype listed above, `updates` is no array or number
-        or of a dtype that the operand's does not hold, or `indices` are no integers.
+      TypeError: `operand` is not an array of a dtype listed above, `updates` is not an array or
+        number of a dtype that the operand's dtype can hold, or `indices` are not integers.
       ValueError: `operand` is a scalar, `updates` does not broadcast, or an option has an unknown
         value.
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
     Differentiation and sharding:
-      The gradient with respect to the operand is the cotangent, that with respect to the updates
-      gathers its rows; to any order, in both modes. All dimensions after the first may be sharded
-      freely. Where those of `indices` are sharded evenly devices sum their updates, then their
-      sums and the operand: 16-bit values are rounded by each device and once more. Where the
-      operand's rows are sharded evenly, over other axes, each device adds what its own get.
+      The gradient with respect to the operand is the cotangent; the gradient with respect to the
+      updates gathers rows of the cotangent. Differentiable to any order, in forward and reverse
+      mode. All dimensions after the first may be sharded freely. If those of `indices` are sharded
+      evenly, each device sums its updates, and one all-reduce adds up the sums and the operand:
+      16-bit values are rounded by each device and once more. If the rows of the operand are sharded
+      evenly, over other mesh axes, each device adds the updates of its own rows.
 
     Source:
       OneFlow's and PyTorch's ``FastAtomicAdd``, described in "OneFlow FastAtomicAdd" by BBuf.
@@ -517,11 +520,11 @@ def scatter_max(
         64 bits.
 
     Numerics:
-      Exact. A NaN makes the result NaN. Of zeros either sign may be the result.
+      Exact. A NaN makes the result NaN. A result of 0 may have either sign.
 
     Differentiation and sharding:
       The operand and the updates that are equal to the result share its cotangent equally, as in
-      JAX; to any order. Shards as `scatter_add` does.
+      JAX. Differentiable to any order. Sharding is that of `scatter_add`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -555,11 +558,11 @@ def scatter_min(
         64 bits.
 
     Numerics:
-      Exact. A NaN makes the result NaN. Of zeros either sign may be the result.
+      Exact. A NaN makes the result NaN. A result of 0 may have either sign.
 
     Differentiation and sharding:
       The operand and the updates that are equal to the result share its cotangent equally, as in
-      JAX; to any order. Shards as `scatter_add` does.
+      JAX. Differentiable to any order. Sharding is that of `scatter_add`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -595,12 +598,12 @@ def scatter_mul(
         updates needs.
 
     Numerics:
-      Integers are exact modulo 2^k. Floats are multiplied in their own dtype, 16-bit values in
-      float32 and rounded once.
+      Integers are exact modulo 2^k, where k is the number of bits. Floats are multiplied in their
+      own dtype; 16-bit values are multiplied in float32 and rounded once.
 
     Differentiation and sharding:
-      With respect to the operand, and to updates where `unique_indices` is given, as in JAX; to any
-      order. Shards as `scatter_add` does.
+      Differentiable to any order with respect to the operand, and with respect to updates if
+      `unique_indices` is set, as in JAX. Sharding is that of `scatter_add`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -635,16 +638,17 @@ def embedding_lookup(
     Args:
       table: array of shape ``(s, ...)`` and of any dtype of 1 to 16 bytes.
       ids: integers of any dtype and shape, or a number.
-      axis: the axis of the table whose entries ids name; negative ones count from the end. None:
-        the only one of the flattened table.
-      mode: how ids are read, as in `jax.numpy.take`. ``"fill"`` and None: negative ids count from
-        the end, and where an id is out of range the result is filled. ``"clip"``: ids are brought
-        into range; negative ones become 0. ``"wrap"``: ids are taken modulo the number of rows.
-      fill_value: a number that fills, converted to the table's dtype. None: NaN, the least signed
-        or the greatest unsigned integer, or True.
+      axis: the axis of the table that ids index; negative ones count from the end. None: the only
+        axis of the flattened table.
+      mode: how ids are interpreted, as in `jax.numpy.take`. ``"fill"`` and None: negative ids count
+        from the end, and results of out-of-range ids are filled. ``"clip"``: ids are clipped to the
+        range; negative ones become 0. ``"wrap"``: ids are taken modulo the number of rows.
+      fill_value: the number to fill with, converted to the table's dtype. None: NaN, the smallest
+        signed or the largest unsigned integer, or True.
       unique_indices: a promise that no id occurs twice, for the gradient of the jnp reference.
-      indices_are_sorted: a promise that flattened ids ascend once they count from the beginning,
-        which saves the gradient sorting them. Where it is broken gradients are wrong.
+      indices_are_sorted: a promise that the flattened ids ascend, once the number of rows is added
+        to negative ones. It saves the gradient sorting them. If it is not true, gradients are
+        wrong.
       deterministic: the gradient has the same bits on every run, as in `scatter_add`.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
         takes the one that was measured to be faster for such a call (see `policy`). The environment
@@ -656,28 +660,30 @@ def embedding_lookup(
 
     Raises:
       TypeError: `table` is not an array or has a dtype without a fixed number of bytes (int4, PRNG
-        keys), `ids` are no integers, `axis` is no integer, or `fill_value` is no concrete number.
+        keys), `ids` are not integers, `axis` is not an integer, or `fill_value` is not a concrete
+        number.
       ValueError: `table` has no such axis, or an option has an unknown value.
       IndexError: `table` has no rows, and there are ids.
       NotImplementedError: ``mode="raise"``, or ``implementation="native"`` on a platform without
         native kernels.
 
     Numerics:
-      The lookup moves bits. Its gradient is a `segment_sum` of the cotangent's rows, with its
-      numerics: 16-bit values are summed in float32. Ids out of range have no part in it. 8-bit
-      floats are summed by the jnp reference.
+      The lookup copies bits. Its gradient is a `segment_sum` of the rows of the cotangent, with the
+      same numerics: 16-bit values are summed in float32. Out-of-range ids contribute nothing. The
+      jnp reference sums 8-bit floats.
 
     Differentiation and sharding:
-      To any order, in both modes. All dimensions of `ids` and all but the first of `table` may be
-      sharded freely. Where ids are sharded evenly the gradient is summed on each device, then over
-      devices. Where the table's rows are sharded evenly, over other axes than `ids`, each device
-      looks up its own and the results are added up, bit for bit; its gradient stays sharded. The
-      table is gathered, with a `GatherWarning`, where an axis shards both its rows and `ids`, and
-      where it is smaller than twice the result.
+      Differentiable to any order, in forward and reverse mode. All dimensions of `ids` and all but
+      the first of `table` may be sharded freely. If ids are sharded evenly, each device sums its
+      part of the gradient, and one all-reduce adds up the parts. If the rows of the table are
+      sharded evenly, over other mesh axes than `ids`, each device looks up its own rows, and one
+      all-reduce combines the results, bit for bit; the gradient stays sharded. The table is
+      all-gathered, with a `GatherWarning`, if a mesh axis shards both its rows and `ids`, or if it
+      is smaller than twice the result.
 
     Source:
-      OneFlow's and PyTorch's ``FastAtomicAdd``, which is what the gradient needs, described in
-      "OneFlow FastAtomicAdd" by BBuf.
+      OneFlow's and PyTorch's ``FastAtomicAdd``, for the gradient, described in "OneFlow
+      FastAtomicAdd" by BBuf.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -39,58 +39,58 @@ def upsample_nearest2d(
     Images are channels-first: ``data_format="NCHW"`` is the default, and channels-last images need
     ``data_format="NHWC"``. Output pixel ``i`` shows input pixel ``floor(i * n_in / n_out)``. Both
     are PyTorch's conventions. `jax.image.resize` takes a whole shape and shows
-    ``floor((i + 0.5) * n_in / n_out)``, another pixel off integer factors: :func:`resize` replaces
-    it to the letter.
+    ``floor((i + 0.5) * n_in / n_out)``, which differs unless the factor is an integer:
+    :func:`resize` replaces it with identical results.
 
     Replaces ``torch.nn.functional.interpolate`` with modes ``nearest`` and ``nearest-exact``, and
     OneFlow's ``UpsampleNearest2D``.
 
-    Exactly one of `scale_factor` and `size` must be given. Sizes smaller than the input are fine:
-    pixels are dropped then.
+    Exactly one of `scale_factor` and `size` must be given. If the output is smaller than the input,
+    pixels are dropped.
 
     Args:
       x: array of rank 3 or more, of any dtype of 1 to 16 bytes. Its spatial dimensions, height and
         width, are the last two (``"NCHW"``) or the two before the last (``"NHWC"``); there may be
         any number of leading dimensions.
       scale_factor: a positive number, or a pair of them for height and width. The output has
-        ``floor(n * scale_factor)`` pixels where the input has ``n``, in Python's float arithmetic.
+        ``floor(n * scale_factor)`` pixels if the input has ``n``, in Python's float arithmetic.
       size: the output's size in pixels, an integer for both dimensions or a pair (height, width).
-      method: which source pixel output pixel ``i`` of ``n_out`` shows, of ``n_in``:
+      method: the source pixel, of ``n_in``, that output pixel ``i`` of ``n_out`` shows:
 
         - ``"nearest"``: ``floor(i * n_in / n_out)``, as torch's ``nearest`` and OneFlow.
         - ``"nearest-exact"``: ``floor((i + 0.5) * n_in / n_out)``, the pixel whose centre is
           nearest, as `jax.image.resize` and torch's ``nearest-exact``.
 
-        At integer factors the two agree.
+        At integer factors the two are the same.
       data_format: ``"NCHW"`` or ``"NHWC"``.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
         takes the one that was measured to be faster for such a call (see `policy`). The environment
         variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
-      An array of `x`'s dtype and shape, but for the two spatial dimensions.
+      An array of `x`'s dtype, and of its shape except for the two spatial dimensions.
 
     Raises:
       TypeError: `x` is not an array or has a dtype without a fixed number of bytes (int4, PRNG
         keys), or `scale_factor` or `size` is not made of concrete numbers.
       ValueError: both or neither of `scale_factor` and `size` are given, they are not positive and
-        finite, `x` has fewer than 3 dimensions, the output would be empty though the input is not,
-        or the other way round, or an option has an unknown value.
+        finite, `x` has fewer than 3 dimensions, only one of input and output would be empty, or an
+        option has an unknown value.
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
-      The forward moves bits. The index map is computed in exact integer arithmetic;
-      `jax.image.resize` and torch compute it in float32 and can differ by one pixel where the
-      quotient is within float32's rounding of an integer. When upsampling by integer factors all
-      agree bit for bit.
-      The gradient is the exact adjoint of the index map: each source pixel sums its outputs in
-      float32 (f16, bf16, f32) or in the dtype itself, rounded once, in a fixed order: it is
-      deterministic. It exists for f16, bf16, f32, f64, complex64 and complex128.
+      The forward pass copies bits. The index map is computed in exact integer arithmetic;
+      `jax.image.resize` and torch compute it in float32, and can differ by one pixel if rounding in
+      float32 moves the quotient across an integer. For upsampling by integer factors all agree bit
+      for bit.
+      The gradient is the exact adjoint of the index map: each source pixel sums its output pixels
+      in a fixed order, in float32 (f16, bf16, f32) or in the dtype itself, and rounds once. It is
+      deterministic, and exists for f16, bf16, f32, f64, complex64 and complex128.
 
     Sharding:
-      All but the two spatial dimensions may be sharded freely; those are gathered, with a
-      `GatherWarning`. Inside a `jax.shard_map` over some axes of a mesh only, arrays are gathered
-      over the other axes, with that warning.
+      All dimensions except the two spatial ones may be sharded freely; those are all-gathered, with
+      a `GatherWarning`. Inside a `jax.shard_map` over only some axes of a mesh, arrays are
+      all-gathered over the other axes, with the same warning.
 
     Source:
       OneFlow's ``upsample_nearest_kernel.cu``, described in "OneFlow UpsampleNearest2D" by BBuf.
@@ -146,15 +146,15 @@ def resize(
 ) -> jax.Array:
     """Resizes an image to a shape. Replaces `jax.image.resize`.
 
-    The result has the same values, bit for bit but for the payloads of NaNs. Where `method` is not
-    ``"nearest"`` `jax.image.resize` is called.
+    The result has the same values, bit for bit except for the payloads of NaNs. If `method` is not
+    ``"nearest"``, `jax.image.resize` runs.
 
     Args:
       image: array of any rank and dtype.
       shape: the shape of the result, with as many dimensions as `image`. Any of them may be
         resized.
-      method: ``"nearest"`` or ``jax.image.ResizeMethod.NEAREST``, or any other method that
-        `jax.image.resize` has.
+      method: ``"nearest"``, ``jax.image.ResizeMethod.NEAREST``, or any other method of
+        `jax.image.resize`.
       antialias: passed to `jax.image.resize`; ``"nearest"`` ignores it.
       precision: passed to `jax.image.resize`; ``"nearest"`` ignores it.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
@@ -172,22 +172,19 @@ def resize(
     Numerics:
       Output pixel ``i`` of ``n_out`` shows input pixel ``floor((i + 0.5) * n_in / n_out)`` of
       ``n_in``. Kernels compute this exactly. `jax.image.resize` computes it in float32, and XLA
-      may multiply by ``1 / n_out`` for the division: where the quotient is an integer, or so close
-      to one that rounding decides, the pixel may be the one before (all pixels, from 82 to 41 on a
-      CPU). So kernels run where no rounding can change the result, and `jax.image.resize` itself
-      resizes the other dimensions. Kernels run for the factors 2, 3, 4, ... up to a size of a
-      million, and 1/3, 1/5, 1/7, ...; for 1/2, 1/4, 1/6, ... where ``n_out`` is a power of two;
-      for other factors where no quotient is an integer and
+      may replace the division by a multiplication with ``1 / n_out``: if the quotient is an
+      integer, or so close to one that rounding decides, the pixel may be the one before (all
+      pixels, from 82 to 41 on a CPU). So kernels run only if no rounding can change the result, and
+      `jax.image.resize` itself resizes the other dimensions. Kernels run for the factors 2, 3,
+      4, ... up to a size of a million, and 1/3, 1/5, 1/7, ...; for 1/2, 1/4, 1/6, ... if ``n_out``
+      is a power of two; and for other factors if no quotient is an integer and
       ``n_in * n_out < 2**20 * gcd(n_in, n_out)``.
-      The kernels' gradient is the exact adjoint, deterministic, each pixel summed in float32 (f16,
-      bf16, f32) or in the dtype itself and rounded once, as that of `upsample_nearest2d`.
-      float8, int4 and PRNG keys are resized by `jax.image.resize`, and so are sizes that are
-      symbolic.
+      The gradient of the kernels is that of `upsample_nearest2d`.
+      `jax.image.resize` resizes float8, int4 and PRNG keys, and arrays of symbolic sizes.
 
     Differentiation and sharding:
-      To any order, in both modes. A call moves one or two neighbouring dimensions; those that are
-      resized are gathered if they are sharded, with a `GatherWarning`, and all others may be
-      sharded freely.
+      Differentiable to any order, in forward and reverse mode. Dimensions that are resized are
+      all-gathered if they are sharded, with a `GatherWarning`; all others may be sharded freely.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof

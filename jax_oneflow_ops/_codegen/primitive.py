@@ -37,14 +37,14 @@ MAX_OPERANDS = 32
 
 
 class KernelCompileError(RuntimeError):
-    """The compiler refuses what a user has written for an `ElementwiseKernel`.
+    """The compiler rejects the code that a user has written for an `ElementwiseKernel`.
 
     The message shows the user's lines with the compiler's messages at them.
 
     Attributes:
       kernel: the kernel's name.
-      log: all that the compiler has said.
-      source: the generated source that it was given.
+      log: the full output of the compiler.
+      source: the generated source that it compiled.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof

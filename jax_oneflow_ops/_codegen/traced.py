@@ -17,12 +17,12 @@ from jax_oneflow_ops._codegen.signature import TYPES, Parameter, is_inexact, is_
 
 
 class FusionError(NotImplementedError):
-    """A function that `fuse` is given has something in it that cannot be part of a kernel.
+    """A function that was passed to `fuse` contains an operation that cannot be part of a kernel.
 
-    The message names the function, the operation, the line that it comes from, and what to do.
+    The message names the function, the operation, its line, and what to do instead.
 
     Attributes:
-      primitive: jax's name of the operation, if it is about one.
+      primitive: JAX's name of the operation, if the error is about one.
       line: file and line, if they are known.
 
     Example:
