@@ -912,3 +912,26 @@ def test_examples_of_the_documentation():
     page = Path(__file__).parents[1] / "docs" / "sharding.md"
     with warnings.catch_warnings():  # the page changes filters
         assert doctest.testfile(str(page), module_relative=False).failed == 0
+
+
+def test_gradients_in_a_shard_map_keep_no_empty_arrays():
+    """On several GPUs, XLA of jaxlib 0.11.2 ends the process where they do."""
+    ids = jnp.array([0, 2, 1, 1])
+
+    def loss(table, weights):
+        def sums(message, *weights):
+            return jof.message_sum(message, (table,), ids, ids, *weights, num_segments=3)
+
+        plain, weighted = sums(lambda row: row), sums(lambda row, w: row * w, weights)
+        general = sums(lambda row, w: jnp.tanh(row * w), weights)
+        means = jof.attention_sum(weights[:, 0], table, ids, ids, num_segments=3)
+        return plain + weighted + general + means
+
+    with mesh_of("auto") as mesh:
+        specs = {"in_specs": (P(), P()), "out_specs": P()}
+        mapped = jax.shard_map(loss, mesh=mesh, **specs)
+        operands = jnp.ones((3, 2)), jnp.ones((4, 1))
+        text = jax.jit(jax.grad(lambda *xs: mapped(*xs).sum())).lower(*operands).as_text()
+    passed = [line for line in text.splitlines() if re.search(r"sdy\.(manual|return)", line)]
+    assert len(passed) >= 4
+    assert not any("tensor<0x" in line for line in passed)
