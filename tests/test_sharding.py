@@ -204,12 +204,14 @@ BY_USER = ("scatter_add", "logsumexp", "softmax_cross_entropy_with_integer_label
 
 
 def ways():
-    kinds = {case.name for case in catalogue.EACH_PRIMITIVE}
+    kinds, primitives = (
+        {case.name for case in cases} for cases in (catalogue.EACH_KIND, catalogue.EACH_PRIMITIVE)
+    )
     for layout in LAYOUTS:
         made = set(layout.axes).difference(*layout.operands)
-        of_a_kind = layout.case.name in kinds
-        # Every op has its name in the rule; the rest is the same for all of a primitive.
-        for way in ("auto", "explicit", "shard_map") if of_a_kind else ("auto",):
+        count = 3 if layout.case.name in primitives else 2 if layout.case.name in kinds else 1
+        # Every op has its name in the rule; the rest is the same for all of a kind.
+        for way in ("auto", "explicit", "shard_map")[:count]:
             # In a shard_map it is the user who shards rows, adds an operand once, and adds up
             # exponentials. Types know nothing of rows that no operand has.
             by_user = "s" in layout.axes or (layout.case.name in BY_USER and layout.summed())
