@@ -561,6 +561,19 @@ def test_binary_searches_are_unrolled():
     assert "while" in jax.jit(jof.accelerate(loop)).lower(np.arange(3)).as_text()
 
 
+def test_what_xla_runs_faster_on_cpus_is_left_to_it():
+    x, i = jnp.zeros((128, 128)), np.zeros(2**14, np.int32)
+    for f in (
+        lambda x, i: x.at[i, i].add(1.0),
+        lambda x, i: jax.ops.segment_max(jnp.sin(i + 1.0), i, 128),
+    ):
+        counts = [sums(jof.accelerate(f), x, i, platform=p) for p in ("cpu", "cuda")]
+        assert counts == [0, 1]
+        assert sums(jof.accelerate(f), x, i[:9], platform="cpu") == 1
+        (row,) = jof.explain(f, x, i, platform="cpu").rows
+        assert "XLA" in row.reason
+
+
 def test_negative_zeros_are_no_zeros():
     f = jax.jit(jof.accelerate(lambda i: jnp.full((3,), -0.0).at[i].add(-0.0)))
     assert np.signbit(f(np.array([0, 0]))).all()
