@@ -255,8 +255,7 @@ def _choose(
         return _Choice("sharded: the partitioner decides what a device has", rows, "native")
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):
         return _Choice(reason)
-    indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
-    how = {"num_segments": rows.count, "indexing": indexing}
+    how = {"num_segments": rows.count, "indexing": rows.read(deterministic)}
     call: Any = "always swapped: only sums were measured against XLA"
     if reduction.reducer == "add":
         call = _policy.describe(_scatter.segment_sum_p, rows.operands(operand), **how)
@@ -326,9 +325,8 @@ def _reduce(
         indices = _checks.as_ids("accelerate", "indices", indices)
     with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
-        indexing = dataclasses.replace(rows.indexing, deterministic=deterministic)
-        if is_fresh:  # sums into zeros have one dimension of rows; a result is reshaped for nothing
-            indexing = dataclasses.replace(indexing, row_rank=1)
+        # Sums into zeros have one dimension of rows; a result is reshaped for nothing.
+        indexing = rows.read(deterministic, row_rank=1 if is_fresh else None)
         how = {"indexing": indexing, "implementation": implementation}
         result = reduction(None if is_fresh else operand, ids, data, rows.count, how, platform)
         return result.reshape(operand.shape)
