@@ -525,17 +525,22 @@ def test_sums_into_zeros_are_given_no_operand(dtype):
         assert [o.startswith(expected) for o in operands_of_sums(text)] == [True]
 
 
-def test_updates_that_are_one_number_are_not_written_to_memory():
-    def count(ids, x):
-        several = jax.vmap(lambda ids, start: start.at[ids].add(2.0))(ids, x[:, :5])
-        return jnp.bincount(ids.ravel(), length=5), several, jnp.zeros(5).at[ids[0]].max(x[0, 0])
+def test_updates_that_are_one_number_are_not_written_to_memory(monkeypatch):
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
 
-    ids = integers(3, 1000, low=-2, high=6)
-    x = integers(3, 1000).astype(np.float32)
+    def count(ids, x):
+        several = jax.vmap(lambda ids, start: start.at[ids].add(2.0))(ids, x)
+        least = jnp.zeros(5, ids.dtype).at[ids[0]].min(ids[0, 0] - 9)
+        return jnp.bincount(ids.ravel(), length=5), several, least
+
+    # As many as GPUs sum in private copies; the last ones do not fill a pack.
+    ids = integers(3, 2**18 + 5, low=-2, high=6)
+    x = integers(3, 5).astype(np.float32)
     ours = jax.jit(jof.accelerate(count)).lower(ids, x)
     calls = re.findall(r"@jof_scatter_\w+_private.*: \((.*)\) ->", ours.as_text())
     updates = {call.split(", ")[1] for call in calls}
-    assert updates == {"tensor<1x1x1xi32>", "tensor<3x1x1xf32>", "tensor<1x1x1xf32>"}
+    assert len(calls) == 3
+    assert updates == {"tensor<1x1x1xi32>", "tensor<3x1x1xf32>"}
     for a, b in zip(ours.compile()(ids, x), jax.jit(count)(ids, x), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -567,9 +572,8 @@ def test_what_xla_runs_faster_on_cpus_is_left_to_it():
         lambda x, i: x.at[i, i].add(1.0),
         lambda x, i: jax.ops.segment_max(jnp.sin(i + 1.0), i, 128),
     ):
-        counts = [sums(jof.accelerate(f), x, i, platform=p) for p in ("cpu", "cuda")]
+        counts = [sums(jof.accelerate(f), x, ids, platform="cpu") for ids in (i, i[:9])]
         assert counts == [0, 1]
-        assert sums(jof.accelerate(f), x, i[:9], platform="cpu") == 1
         (row,) = jof.explain(f, x, i, platform="cpu").rows
         assert "XLA" in row.reason
 
