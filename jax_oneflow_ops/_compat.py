@@ -18,9 +18,12 @@ from jax._src.lax import lax as lax_internals
 from jax.extend import core
 from jax.interpreters import mlir
 from jaxlib.mlir import ir as ir
+from jaxlib.mlir.dialects import func as func_dialect
 from jaxlib.mlir.dialects import stablehlo
 
-hlo = stablehlo  # of which jax.ffi has calls only
+# What `_emit` writes programs with; the public jax.ffi writes calls only.
+hlo: Any = stablehlo
+func: Any = func_dialect
 
 # Runs a primitive outside `jit`: compiles it once for each set of shapes and parameters, honours
 # `jax.disable_jit`. Every primitive of jax's own uses it; there is no public name.
@@ -301,6 +304,11 @@ def replace_lowerings(
                 if has_kernels:
                     require_devices_during_lowering(primitive)
                 _replaced.add((primitive, platform))
+
+
+def functions_of_module(ctx: Any) -> dict[Any, Any]:
+    """The functions that a program has already for what it calls several times."""
+    return cast(dict[Any, Any], ctx.module_context.cached_primitive_lowerings)
 
 
 def _sources(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -17,13 +17,37 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_oneflow_ops._compat import hlo, ir, scalar_of
+from jax_oneflow_ops._compat import func, functions_of_module, hlo, ir, scalar_of
 
 
 def lower(function: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> list[Any]:
-    """A lowering: `function` of arrays, where its operands are those of `ctx`."""
-    arrays = map(functools.partial(Array, ctx=ctx), operands, ctx.avals_in)
-    return [function(*arrays, **params).value]
+    """A lowering: `function` of arrays, where its operands are those of `ctx`.
+
+    It becomes a function of the program, which has one for equal calls. Operands that are broadcast
+    from scalars are passed as these.
+    """
+    scalars = [scalar_of(x) for x in operands]
+    values = [x if one is None else one for x, one in zip(operands, scalars, strict=True)]
+    known = tuple(one is None for one in scalars)
+    key = (function, *ctx.avals_in, known, *params.values())
+    made = functions_of_module(ctx)
+    if key not in made:
+        (result,) = ctx.avals_out
+        types = [value.type for value in values], [_type(result.shape, result.dtype)]
+        name = f"jof_{function.__name__.strip('_')}"
+        made[key] = func.FuncOp(name, types, visibility="private", ip=ctx.module_context.ip)
+        block = made[key].add_entry_block()
+        ctx.module_context.symbol_table.insert(made[key])
+        with ir.InsertionPoint(block):
+            arrays = map(functools.partial(_argument, ctx), block.arguments, ctx.avals_in)
+            func.ReturnOp([function(*arrays, **params).value])
+    return [*func.CallOp(made[key], values).results]
+
+
+def _argument(ctx: Any, value: Any, aval: Any) -> "Array":
+    if aval.shape and ir.ShapedType(value.type).rank == 0:
+        return broadcast_to(Array(value, _aval((), aval.dtype), ctx), aval.shape)
+    return Array(value, aval, ctx)
 
 
 class Array:

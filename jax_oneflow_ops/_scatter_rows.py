@@ -60,12 +60,17 @@ class Rows:
     @functools.cached_property
     def indexing(self) -> Indexing:
         """How to read the ids."""
+        return self.read(False)
+
+    def read(self, deterministic: bool, row_rank: int | None = None) -> Indexing:
+        """How to read the ids, for sums in a fixed order or for a result of another rank."""
         return Indexing(
             batch=len(self.batch),
             shared=not self.batch_of_ids,
             clip=self.clip and self.is_plain,  # `ids` has done it elsewhere
             indices_are_sorted=self.indices_are_sorted and self.is_plain,
-            row_rank=self.end - self.begin,
+            deterministic=deterministic,
+            row_rank=row_rank or self.end - self.begin,
         )
 
     def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:

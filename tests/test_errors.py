@@ -811,6 +811,10 @@ def bad_rows_attributes():
         many = array(1, 8193, 1), array(1, 8193, dtype="int32")
         wrong = (array(1, 4, 1), *many, NO_ORDER), (array(1, 4, 1), array(1, 2, 2, 1))
         yield "too-long-chunks", "jof_scatter_add_sorted", *wrong, DETERMINISTIC
+    shapes = (1, 1, 1), (1, 4, 1), (2, 1, 4, 1)
+    one, result, scratch = (array(*shape, dtype="complex64") for shape in shapes)
+    wrong = (result, one, INDEX, NO_ORDER), (result, scratch)
+    yield "one-complex-update", "jof_scatter_add_private", *wrong, DETERMINISTIC
     for flag in ("wrap", "clip"):  # sorted ids are what they are
         target = "jof_scatter_add_sorted"
         attributes = {**DETERMINISTIC, flag: np.bool_(True)}

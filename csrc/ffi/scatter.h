@@ -5,6 +5,7 @@
 //   N), or (1, N) for all b; order (N,), or (0,) where updates are in the order of ids; result (B,
 //   S, D) or any other shape of as many elements. The operand is meant to be aliased to the result,
 //   but need not be; XLA would copy it to reshape it, even if it is donated, so it keeps its shape.
+//   Private copies take updates (B, 1, 1) for any N, too: one element for all ids of a problem.
 // Gathers take (table (B, S, D), ids) and give a result (B, N, D). Sorting rows, for a scatter,
 // takes ids (B, N) and gives (keys (1, B * N), order (B * N,), scratch (B * S + 1,) or (0,)) of
 // their type.
