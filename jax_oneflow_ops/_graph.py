@@ -240,13 +240,13 @@ def _softmax_vjp_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array
 # ---- native kernels, on one device ----
 
 
-def chunks(platform: str, edges: int) -> int:
-    """Sizes may be variables of `jax.export`."""
+def chunks(platform: str, edges: int, wave: int = WAVE) -> int:
+    """Sizes may be variables of `jax.export`; a wave is as many blocks as run at once."""
     if platform == "cpu":
         return min(CPU_CHUNKS, edges // CPU_CHUNK + 1) if isinstance(edges, int) else CPU_CHUNKS
     if not isinstance(edges, int):
         return edges // MOST_CHUNK + 1
-    return min(edges // LEAST_CHUNK + 1, -(-edges // (MOST_CHUNK * WAVE)) * WAVE)
+    return min(edges // LEAST_CHUNK + 1, -(-edges // (MOST_CHUNK * wave)) * wave)
 
 
 def _message_sum_native(
@@ -260,7 +260,8 @@ def _message_sum_native(
     if order.shape != senders.shape:  # not known, or that of all shards of edges
         order, keys = order_of(receivers, num_segments, None)
     columns = heads * width
-    scratch = (chunks(platform, senders.size), 2, columns)
+    wave = WAVE if table.dtype.itemsize != 4 else WAVE * 4 // 3  # more blocks fit
+    scratch = (chunks(platform, senders.size, wave), 2, columns)
     call = jax.ffi.ffi_call(
         "jof_message_sum",
         (jax.ShapeDtypeStruct(shape, table.dtype), jax.ShapeDtypeStruct(scratch, wide)),

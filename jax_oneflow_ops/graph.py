@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_oneflow_ops import _attention, _checks, _graph, _messages, _native, _scatter
+from jax_oneflow_ops._docstrings import documented
 from jax_oneflow_ops._indexing import Indexing
 
 Implementation = Literal["native", "xla"] | None
@@ -175,6 +176,7 @@ def message_sum(
 
 
 @_checks.in_own_precision
+@documented(like=message_sum)
 def message_mean(
     fun: Message,
     tables: tuple[ArrayLike, ...],
@@ -189,23 +191,6 @@ def message_mean(
     """`message_sum`, divided by the number of edges of each receiver; 0 where it has none.
 
     Replaces two calls of `jax.ops.segment_sum`: of rows, and of ones.
-
-    Args:
-      fun: the function of messages, as in `message_sum`.
-      tables: rows of the senders, and of the receivers, as in `message_sum`.
-      senders: rows of the first table, as in `message_sum`.
-      receivers: the rows of the result, as in `message_sum`.
-      *edge_inputs: arrays of edges, as in `message_sum`.
-      num_segments: the number of rows of the result, as in `message_sum`.
-      plan: a `segment_plan` of `receivers`.
-      sender_plan: a `segment_plan` of `senders`, as in `message_sum`.
-      implementation: ``"native"``, ``"xla"`` or None, as in `message_sum`.
-
-    Returns:
-      An array of the shape and dtype of `message_sum`.
-
-    Raises:
-      FusionError, TypeError, ValueError, NotImplementedError: as `message_sum`.
 
     Numerics:
       Those of `message_sum`. The division rounds once more.
@@ -245,6 +230,7 @@ def message_mean(
 
 
 @_checks.in_own_precision
+@documented(like=message_sum)
 def message_max(
     fun: Message,
     tables: tuple[ArrayLike, ...],
@@ -260,22 +246,8 @@ def message_max(
 
     The result is that of ``jax.ops.segment_max`` of the messages of `message_sum`.
 
-    Args:
-      fun: the function of messages, as in `message_sum`.
-      tables: rows of the senders, and of the receivers, as in `message_sum`.
-      senders: rows of the first table, as in `message_sum`.
-      receivers: the rows of the result, as in `message_sum`.
-      *edge_inputs: arrays of edges, as in `message_sum`.
-      num_segments: the number of rows of the result, as in `message_sum`.
-      plan: a `segment_plan` of `receivers`.
-      sender_plan: a `segment_plan` of `senders`, as in `message_sum`.
-      implementation: ``"native"``, ``"xla"`` or None, as in `message_sum`.
-
     Returns:
       An array of the shape and dtype of `message_sum`, -inf where a receiver has no edges.
-
-    Raises:
-      FusionError, TypeError, ValueError, NotImplementedError: as `message_sum`.
 
     Numerics:
       Messages are computed in float32 and rounded once. A NaN is the maximum.
