@@ -387,7 +387,20 @@ def _values_of(composed: Callable[..., Any], rows: Any, logits: Any, ct: Any) ->
     return jax.vjp(lambda x: composed(logits, x), values)[1](ct)[0]
 
 
-ad.primitive_jvps[attention_p] = _attention_jvp
+def _attention_transpose(
+    cts: Any, *args: Any, num_segments: int, implementation: str | None
+) -> list[Any]:
+    """With respect to values, in which sums are linear."""
+    *graph, logits, values = args
+    ct, _ = cts
+    if isinstance(ct, ad.Zero):
+        return [None] * (GRAPH + 1) + [ad.Zero(values.aval)]
+    composed = functools.partial(_composed, (num_segments, implementation), graph)
+    of_values = _values_of(composed, values.aval.shape[0], logits, ct)
+    return [None] * (GRAPH + 1) + [_compat.with_sharding_of(of_values, values.aval)]
+
+
+_primitive.define_derivatives(attention_p, jvp=_attention_jvp, transpose=_attention_transpose)
 for _p, _variables, _function, _transpose in (
     (tangent_p, (0, 1, 4, 5), _tangent_of, _tangent_transpose),
     (logits_p, (0, 1, 4), _logits_of, _logits_transpose),

@@ -27,9 +27,10 @@ from jax_oneflow_ops._indexing import Indexing
 FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 MOST = 2**31 - 2  # edges: their numbers are int32
 MOST_ROWS = 2**30 - 1  # of a table: twice their numbers are
-# Positions of an order that a block of a GPU or a thread of a CPU takes at once.
-CHUNK = 1024
-CPU_CHUNKS = 256
+# Positions of an order that a block of a GPU takes at least and at most, and how many blocks run at
+# once on an H200: more positions than they take are split evenly over whole such waves.
+LEAST_CHUNK, MOST_CHUNK, WAVE = 128, 1344, 396
+CPU_CHUNK, CPU_CHUNKS = 1024, 256  # that a thread of a CPU takes, and how many chunks at most
 
 
 def compute_dtype(dtype: Any) -> Any:
@@ -251,11 +252,13 @@ def _softmax_vjp_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array
 # ---- native kernels, on one device ----
 
 
-def chunks(platform: str, edges: int) -> int:
-    """Sizes may be variables of `jax.export`."""
+def chunks(platform: str, edges: int, wave: int = WAVE) -> int:
+    """Sizes may be variables of `jax.export`; a wave is as many blocks as run at once."""
     if platform == "cpu":
-        return min(CPU_CHUNKS, edges // CHUNK + 1) if isinstance(edges, int) else CPU_CHUNKS
-    return edges // CHUNK + 1
+        return min(CPU_CHUNKS, edges // CPU_CHUNK + 1) if isinstance(edges, int) else CPU_CHUNKS
+    if not isinstance(edges, int):
+        return edges // MOST_CHUNK + 1
+    return min(edges // LEAST_CHUNK + 1, -(-edges // (MOST_CHUNK * wave)) * wave)
 
 
 def _message_sum_native(
@@ -271,7 +274,8 @@ def _message_sum_native(
     if order.shape != senders.shape:  # not known, or that of all shards of edges
         order, keys = order_of(receivers, num_segments, None)
     columns = heads * width
-    scratch = (chunks(platform, senders.size), 2, columns)
+    wave = WAVE if table.dtype.itemsize != 4 else WAVE * 4 // 3  # more blocks fit
+    scratch = (chunks(platform, senders.size, wave), 2, columns)
     call = jax.ffi.ffi_call(
         "jof_message_sum",
         (jax.ShapeDtypeStruct(shape, table.dtype), jax.ShapeDtypeStruct(scratch, wide)),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_oneflow_ops import _attention, _checks, _graph, _messages, _native, _scatter
+from jax_oneflow_ops._docstrings import documented
 from jax_oneflow_ops._indexing import Indexing
 
 Implementation = Literal["native", "xla"] | None
@@ -175,6 +176,7 @@ def message_sum(
 
 
 @_checks.in_own_precision
+@documented(like=message_sum)
 def message_mean(
     fun: Message,
     tables: tuple[ArrayLike, ...],
@@ -189,23 +191,6 @@ def message_mean(
     """`message_sum`, divided by the number of edges of each receiver; 0 where it has none.
 
     Replaces two calls of `jax.ops.segment_sum`: of rows, and of ones.
-
-    Args:
-      fun: the function of messages, as in `message_sum`.
-      tables: rows of the senders, and of the receivers, as in `message_sum`.
-      senders: rows of the first table, as in `message_sum`.
-      receivers: the rows of the result, as in `message_sum`.
-      *edge_inputs: arrays of edges, as in `message_sum`.
-      num_segments: the number of rows of the result, as in `message_sum`.
-      plan: a `segment_plan` of `receivers`.
-      sender_plan: a `segment_plan` of `senders`, as in `message_sum`.
-      implementation: ``"native"``, ``"xla"`` or None, as in `message_sum`.
-
-    Returns:
-      An array of the shape and dtype of `message_sum`.
-
-    Raises:
-      FusionError, TypeError, ValueError, NotImplementedError: as `message_sum`.
 
     Numerics:
       Those of `message_sum`. The division rounds once more.
@@ -245,6 +230,7 @@ def message_mean(
 
 
 @_checks.in_own_precision
+@documented(like=message_sum)
 def message_max(
     fun: Message,
     tables: tuple[ArrayLike, ...],
@@ -260,22 +246,8 @@ def message_max(
 
     The result is that of ``jax.ops.segment_max`` of the messages of `message_sum`.
 
-    Args:
-      fun: the function of messages, as in `message_sum`.
-      tables: rows of the senders, and of the receivers, as in `message_sum`.
-      senders: rows of the first table, as in `message_sum`.
-      receivers: the rows of the result, as in `message_sum`.
-      *edge_inputs: arrays of edges, as in `message_sum`.
-      num_segments: the number of rows of the result, as in `message_sum`.
-      plan: a `segment_plan` of `receivers`.
-      sender_plan: a `segment_plan` of `senders`, as in `message_sum`.
-      implementation: ``"native"``, ``"xla"`` or None, as in `message_sum`.
-
     Returns:
       An array of the shape and dtype of `message_sum`, -inf where a receiver has no edges.
-
-    Raises:
-      FusionError, TypeError, ValueError, NotImplementedError: as `message_sum`.
 
     Numerics:
       Messages are computed in float32 and rounded once. A NaN is the maximum.
@@ -337,13 +309,16 @@ def attention_sum(
       TypeError, ValueError, NotImplementedError: as `message_sum`.
 
     Numerics:
-      The maximum of each receiver's logits is subtracted first. 16-bit logits are widened, and the
-      softmax stays in float32; sums are rounded once. Results have the same bits on every run. If
-      all logits of a receiver are -inf, its result is NaN.
+      Exponentials are relative to one of the receiver's logits, near their maximum. 16-bit logits
+      are widened, and the softmax stays in float32; sums are rounded once. Results have the same
+      bits on every run. If all logits of a receiver are -inf, its result is NaN. The gradient of
+      logits subtracts the result as it was rounded: in 16 bits its error is up to three times that
+      of one rounding, and a quarter of that of the gradient in jnp.
 
     Differentiation and sharding:
-      To any order, in both modes. Derivatives store float32 arrays of a number for each edge and
-      head, but no row for each edge. Sharding is that of `message_sum`.
+      To any order, in both modes. A gradient reads the rows of edges once for logits and once for
+      values, and stores no array of edges beside the one of logits; tangents and higher derivatives
+      are composed as `message_sum` composes its own. Sharding is that of `message_sum`.
 
     Source:
       "Graph Attention Networks", Velickovic et al., 2018.

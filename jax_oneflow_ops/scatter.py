@@ -1,10 +1,7 @@
 """Segments and scatters of rows: sums, maxima, minima and products; and lookups of rows."""
 
 import functools
-import inspect
-import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_oneflow_ops import _checks, _compat, _native, _scatter
+from jax_oneflow_ops._docstrings import documented
 from jax_oneflow_ops._indexing import Indexing
 
 if TYPE_CHECKING:
@@ -19,38 +17,6 @@ if TYPE_CHECKING:
 
 Implementation = Literal["native", "xla"] | None
 Mode = Literal["drop", "fill", "clip", "promise_in_bounds"] | jax.lax.GatherScatterMode | None
-_F = TypeVar("_F", bound=Callable[..., jax.Array])
-
-
-def _documented(*, like: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Adds to a docstring what it lacks and another function's has: arguments and sections."""
-
-    def decorate(function: _F) -> _F:
-        head, own = _sections(function)
-        theirs = _sections(like)[1]
-        arguments = _arguments(theirs["Args"]) | _arguments(own.get("Args", ""))
-        own["Args"] = "".join(arguments[name] for name in inspect.signature(function).parameters)
-        kept = {title: own.get(title, text) for title, text in theirs.items()}
-        if "Source" not in own:
-            kept.pop("Source", None)
-        parts = [head, *(f"{title}:\n{text.rstrip()}" for title, text in kept.items())]
-        function.__doc__ = "\n\n".join(parts)
-        return function
-
-    return decorate
-
-
-def _sections(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What a docstring begins with, and its sections by title."""
-    text = inspect.cleandoc(function.__doc__ or "")
-    head, *parts = re.split(r"^(\w[\w ]*):\n", text, flags=re.MULTILINE)
-    return head.rstrip(), dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-def _arguments(text: str) -> dict[str, str]:
-    """The entries of a section "Args" by the names of the arguments."""
-    entries = re.split(r"^(?=  \w)", text.rstrip("\n") + "\n", flags=re.MULTILINE)
-    return {entry.partition(":")[0].strip(): entry for entry in entries if entry.strip()}
 
 
 @_checks.in_own_precision
@@ -145,7 +111,7 @@ def segment_sum(
 
 
 @_checks.in_own_precision
-@_documented(like=segment_sum)
+@documented(like=segment_sum)
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -188,7 +154,7 @@ def segment_max(
 
 
 @_checks.in_own_precision
-@_documented(like=segment_sum)
+@documented(like=segment_sum)
 def segment_min(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -231,7 +197,7 @@ def segment_min(
 
 
 @_checks.in_own_precision
-@_documented(like=segment_sum)
+@documented(like=segment_sum)
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -285,7 +251,7 @@ def segment_prod(
 
 
 @_checks.in_own_precision
-@_documented(like=segment_sum)
+@documented(like=segment_sum)
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike,
@@ -344,7 +310,7 @@ def segment_mean(
 
 
 @_checks.in_own_precision
-@_documented(like=segment_sum)
+@documented(like=segment_sum)
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike,
@@ -435,7 +401,7 @@ def segment_softmax(
 
 
 @_checks.in_own_precision
-@_documented(like=segment_sum)
+@documented(like=segment_sum)
 def scatter_add(
     operand: ArrayLike,
     indices: ArrayLike,
@@ -502,7 +468,7 @@ def scatter_add(
 
 
 @_checks.in_own_precision
-@_documented(like=scatter_add)
+@documented(like=scatter_add)
 def scatter_max(
     operand: ArrayLike,
     indices: ArrayLike,
@@ -540,7 +506,7 @@ def scatter_max(
 
 
 @_checks.in_own_precision
-@_documented(like=scatter_add)
+@documented(like=scatter_add)
 def scatter_min(
     operand: ArrayLike,
     indices: ArrayLike,
@@ -578,7 +544,7 @@ def scatter_min(
 
 
 @_checks.in_own_precision
-@_documented(like=scatter_add)
+@documented(like=scatter_add)
 def scatter_mul(
     operand: ArrayLike,
     indices: ArrayLike,

@@ -1961,18 +1961,18 @@ GRAPH_CASES = (
         shared=True,
         ids=ids_of_all,
     ),
-    # The maxima and divisors of a softmax, and the sums.
+    # Tangents are composed of messages: maxima, divisors, sums, and what moves these.
     graph_case(
         ATTENTION_SUM,
         (EDGES, NODES, EDGES, EDGES),
         ("n", "s, d", "n", "n"),
-        "jof_messages",
+        "jof_attention",
         {
-            (0, 1): ("jof_messages",) * 5,
-            (0,): ("jof_messages",) * 4,
-            (1,): ("jof_messages",) * 3,
+            (0, 1): ("jof_attention", "jof_attention_logits", "jof_attention_values"),
+            (0,): ("jof_attention", "jof_attention_logits"),
+            (1,): ("jof_attention", "jof_attention_values"),
         },
-        jvp_targets=("jof_messages",) * 4,
+        jvp_targets=("jof_attention", *("jof_messages",) * 4),
         shared=True,
         rtol=4e-6,  # JAX's own form is off by 2e-6
     ),

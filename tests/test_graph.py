@@ -217,6 +217,54 @@ def test_attention_rounds_once(dtype):
     assert_close(result, exact, 20 * terms, dtype)
 
 
+@pytest.mark.parametrize(
+    ("logits_dtype", "dtype", "heads", "width"),
+    [
+        ("bfloat16", "bfloat16", 8, 16),
+        ("float32", "bfloat16", 3, 24),
+        ("float16", "bfloat16", 2, 5),
+        ("bfloat16", "float16", 70, 1),
+        ("float32", "float32", 2, 1027),
+        ("float64", "float32", 1, 12),
+    ],
+)
+def test_gradients_of_attention(logits_dtype, dtype, heads, width):
+    """Of the kernels, in all dtypes; a graph whose largest receiver is in many chunks."""
+    rng = rng_for(logits_dtype, dtype, heads)
+    nodes, segments, edges = 50, 30, 3000
+    graph = edges_of("hub", nodes, segments, edges, rng)
+    graph[1][::9] = -1
+    logits = jnp.asarray(2 * rng.standard_normal((edges, heads)), logits_dtype)
+    values = jnp.asarray(rng.standard_normal((nodes, heads, width)), dtype)
+    ct = jnp.asarray(rng.standard_normal((segments, heads, width)), dtype)
+
+    @jax.jit
+    def gradients(logits, values, ct):
+        f = functools.partial(jof.attention_sum, num_segments=segments)
+        y, pull = jax.vjp(lambda *xs: f(*xs, *graph), logits, values)
+        return y, *pull(ct)
+
+    found = gradients(logits, values, ct)
+    wide = (np.asarray(x, np.float64) for x in (logits, values))
+    y, pull = jax.vjp(lambda *xs: attention_in_jnp(*xs, *graph, segments), *wide)
+    exact = y, *pull(jnp.asarray(ct, jnp.float64))
+    ulps = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-18, "float64": 2**-18}
+    for x, wanted in zip(found, exact, strict=True):
+        bound = max(ulps[str(x.dtype)], ulps[dtype])
+        scale = 1 + np.abs(wanted).max()  # of logits: what is subtracted is the rounded result
+        np.testing.assert_allclose(np.asarray(x, np.float64), wanted, bound, bound * scale)
+    assert [x.dtype for x in found] == [values.dtype, logits.dtype, values.dtype]
+
+
+def test_attention_to_infinities():
+    receivers = np.array([0, 0, 1, 1, 2, 2, 3, 4, 4])
+    inf, nan = np.inf, np.nan
+    logits = np.array([-inf, 0, -inf, -inf, nan, 0, 1e30, 500, -3e38], np.float32)
+    values = np.arange(1.0, 10.0, dtype=np.float32)[:, None]
+    y = jof.attention_sum(logits, values, np.arange(9), receivers, num_segments=6)
+    np.testing.assert_array_equal(y[:, 0], np.array([2, nan, nan, 7, 8, 0], np.float32))
+
+
 def test_softmax_of_infinities():
     plan = jof.segment_plan(np.array([0, 0, 0, 1, 1, 2, 2, 3]), 4)
     inf, nan = np.inf, np.nan
@@ -451,6 +499,18 @@ def ffi(name, results, *operands):
 
 SUM = (("f4", 5, 2, 4), ("f4", 1, 2, 8)), (("f4", 3, 2, 4), ("f4", 6, 2))
 DOT = (("f4", 6, 2),), (("f4", 3, 2, 4), ("f4", 5, 2, 4))
+ATTENTION = (
+    (("f4", 5, 2, 4), ("f4", 5, 2, 2), ("f4", 1, 2, 12)),
+    (("f4", 3, 2, 4), ("f4", 6, 2)),
+)
+LOGITS = (
+    (("f4", 6, 2),),
+    (("f4", 3, 2, 4), ("f4", 6, 2), ("f4", 5, 2, 2), ("f4", 5, 2, 4), ("f4", 5, 2, 4)),
+)
+VALUES = (
+    (("f4", 3, 2, 4), ("f4", 1, 2, 8)),
+    (("f4", 5, 2, 4), ("f4", 6, 2), ("f4", 5, 2, 2)),
+)
 SOFTMAX = (("f4", 6, 2), ("f4", 5, 2, 2), ("f4", 1, 2, 4)), (("f4", 6, 2),)
 IDS = (("i4", 6),) * 3
 
@@ -467,6 +527,15 @@ IDS = (("i4", 6),) * 3
         ("jof_message_sum", SUM, (1, 2), ("i4", 5)),
         ("jof_message_sum", SUM, (1, 3), ("i4", 6, 1)),
         ("jof_message_sum", SUM, (1, 4), ("i4", 7)),
+        ("jof_attention", ATTENTION, (0, 1), ("f4", 5, 2, 1)),
+        ("jof_attention", ATTENTION, (0, 2), ("f4", 1, 2, 8)),
+        ("jof_attention", ATTENTION, (1, 1), ("f4", 0, 2)),
+        ("jof_attention_logits", LOGITS, (0, 0), ("f4", 6, 1)),
+        ("jof_attention_logits", LOGITS, (1, 1), ("f2", 6, 2)),
+        ("jof_attention_logits", LOGITS, (1, 2), ("f4", 3, 2, 2)),
+        ("jof_attention_logits", LOGITS, (1, 4), ("f4", 5, 2, 3)),
+        ("jof_attention_values", VALUES, (0, 1), ("f4", 1, 2, 12)),
+        ("jof_attention_values", VALUES, (1, 2), ("f4", 3, 2, 2)),
         ("jof_edge_dot", DOT, (0, 0), ("f4", 6, 3)),
         ("jof_edge_dot", DOT, (0, 0), ("f2", 6, 2)),
         ("jof_edge_dot", DOT, (1, 1), ("f4", 5, 2, 3)),

@@ -937,3 +937,30 @@ def test_gradients_in_a_shard_map_keep_no_empty_arrays():
     passed = [line for line in text.splitlines() if re.search(r"sdy\.(manual|return)", line)]
     assert len(passed) >= 4
     assert not any("tensor<0x" in line for line in passed)
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+def test_attention_over_shards_of_edges():
+    """Each device has a softmax of its edges; some have no edge of a receiver, or only -inf."""
+    rng = np.random.default_rng(0)
+    nodes, edges = 12, 64
+    senders = jnp.asarray(rng.integers(0, nodes, edges), jnp.int32)
+    receivers = jnp.asarray(rng.integers(-2, nodes - 1, edges), jnp.int32)
+    receivers = receivers.at[:8].set(3).at[40].set(3)
+    logits = jnp.asarray(3 * rng.standard_normal((edges, 2)), jnp.float32).at[:8].set(-jnp.inf)
+    values = jnp.asarray(rng.standard_normal((nodes, 2, 4)), jnp.float32)
+
+    def gradients(logits, values, *graph):
+        def loss(logits, values):
+            y = jof.attention_sum(logits, values, *graph, num_segments=nodes)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.grad(loss, (0, 1), has_aux=True)(logits, values)
+
+    args = logits, values, senders, receivers
+    wanted = jax.jit(gradients)(*args)
+    mesh = jax.make_mesh((8,), ("e",))
+    specs = (P("e"), P(), P("e"), P("e"))
+    shards = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
+    found = jax.jit(gradients)(*shards)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)

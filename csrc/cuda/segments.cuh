@@ -148,7 +148,6 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
   if (is_column && begin < end) {
     current = at[begin].key;
     in_head = at[begin - 1].key == current;
-    goes_on = at[end].key == at[end - 1].key;
     clear();
     for (int p = begin; p < end; p += kUnroll) {
       typename Program::template Item<kPack> item[kUnroll];
@@ -176,6 +175,7 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
         program.Add(item[u], value);
       }
     }
+    goes_on = at[end].key == current;
     if (in_head) {
       put_head(!goes_on);
     } else if (!goes_on) {

@@ -64,7 +64,7 @@ struct Weighted {
     StoreRounded(RowAt(result + column, row, row_bytes), out);
     // All threads of a head write the same.
     StorePack<2>(RowAt(stats + Head(column), row, stat_bytes)->elem,
-              Pack<Value, 2>{{value[N - 2], inverse}});
+                 Pack<Value, 2>{{value[N - 2], inverse}});
   }
 };
 
