@@ -41,7 +41,9 @@ class GroupNormBody {
  public:
   using C = Compute<T>;
   static constexpr int V = kPackSize<T>;
-  static constexpr int kAhead = kInputs == 1 ? 4 : 3;  // rows that a thread loads at a time
+  // Rows that a thread copies at a time, and how often it does ahead.
+  static constexpr int kAhead = 4 / kInputs, kStages = 3;
+  static constexpr int kSlotBytes = kStages * kAhead * kInputs * kThreads * kPackBytes;
 
  protected:
   static constexpr int kWords = V * static_cast<int>(sizeof(C)) / kPackBytes;
@@ -57,7 +59,9 @@ class GroupNormBody {
     const int64_t begin = part_ * plan.rows / plan.parts;
     rows_here_ = (part_ + 1) * plan.rows / plan.parts - begin;
     const bool is_active = along_ < plan.along && column_ < plan.columns;
-    count_ = is_active && along_ < rows_here_ ? (rows_here_ - along_ - 1) / plan.along + 1 : 0;
+    count_ = is_active && along_ < rows_here_
+                 ? static_cast<int>((rows_here_ - along_ - 1) / plan.along + 1)
+                 : 0;
     first_ = (image_ * plan.rows + begin + along_) * plan.columns + column_;
     step_ = int64_t{plan.along} * plan.columns;
     // Tiles have whole channels: rows are of one pixel where there are several.
@@ -68,52 +72,59 @@ class GroupNormBody {
 
   __device__ __forceinline__ bool Has(int j) const { return column_ + j < plan_.columns; }
 
-  // Calls visit(x, at) for the rows of this thread from `row` on, kAhead at most, whose elements
-  // are at `at`.
-  template <typename Visit>
-  __device__ __forceinline__ void ForEachAhead(const T* const (&in)[kInputs], int64_t row,
-                                               const Visit& visit) const {
-    const int64_t at = first_ + row * step_;
-    if (plan_.is_packed && row + kAhead <= count_) {
-      uint4 packs[kAhead][kInputs];
-      JOF_UNROLL
-      for (int k = 0; k < kAhead; ++k) {
-        JOF_UNROLL
-        for (int a = 0; a < kInputs; ++a) {
-          packs[k][a] = __ldg(reinterpret_cast<const uint4*>(in[a] + at + k * step_));
-        }
-      }
-      JOF_UNROLL
-      for (int k = 0; k < kAhead; ++k) {
-        C x[kInputs][V];
-        JOF_UNROLL
-        for (int a = 0; a < kInputs; ++a) internal::LoadShared<T>(&packs[k][a], x[a]);
-        visit(x, at + k * step_);
-      }
-      return;
-    }
-#pragma unroll 1
-    for (int64_t k = 0; k < kAhead && row + k < count_; ++k) {
-      C x[kInputs][V];
-      JOF_UNROLL
-      for (int a = 0; a < kInputs; ++a) {
-        const T* source = in[a] + at + k * step_;
-        if (plan_.is_packed) {
-          const uint4 pack = __ldg(reinterpret_cast<const uint4*>(source));
-          internal::LoadShared<T>(&pack, x[a]);
-        } else {
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) x[a][j] = Has(j) ? Accumulator<T>::Load(source[j]) : C(0);
-        }
-      }
-      visit(x, at + k * step_);
-    }
-  }
+  // Calls visit(x, at, row) for the rows of this thread, whose elements are at `at`. Their packs are
+  // copied to shared memory ahead, as those of the rows template.
   template <typename Visit>
   __device__ __forceinline__ void ForEachRow(const T* const (&in)[kInputs],
                                              const Visit& visit) const {
+    extern __shared__ uint4 slots[];
+    if (!plan_.is_packed) {
+      int64_t at = first_;
 #pragma unroll 1
-    for (int64_t row = 0; row < count_; row += kAhead) ForEachAhead(in, row, visit);
+      for (int row = 0; row < count_; ++row, at += step_) {
+        C x[kInputs][V];
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) x[a][j] = Has(j) ? Accumulator<T>::Load(in[a][at + j]) : C(0);
+        }
+        visit(x, at, row);
+      }
+      return;
+    }
+    int64_t ahead = first_;
+    int fetched = 0;
+    const auto slot = [&](int stage, int k, int a) {
+      return slots + ((stage * kAhead + k) * kInputs + a) * kThreads + threadIdx.x;
+    };
+    const auto fetch = [&](int stage) {
+      JOF_UNROLL
+      for (int k = 0; k < kAhead; ++k, ++fetched, ahead += step_) {
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) {
+          internal::CopyAsync(slot(stage, k, a), in[a] + ahead, fetched < count_);
+        }
+      }
+      internal::CommitCopies();
+    };
+    JOF_UNROLL
+    for (int stage = 0; stage < kStages; ++stage) fetch(stage);
+    int64_t at = first_;
+    int stage = 0;
+#pragma unroll 1
+    for (int row = 0; row < count_;) {
+      internal::WaitForCopies(kStages - 1);
+      JOF_UNROLL
+      for (int k = 0; k < kAhead; ++k, ++row, at += step_) {
+        if (row >= count_) break;
+        C x[kInputs][V];
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) internal::LoadShared<T>(slot(stage, k, a), x[a]);
+        visit(x, at, row);
+      }
+      fetch(stage);
+      if (++stage == kStages) stage = 0;
+    }
   }
 
   // What channels have, as what this thread's columns have: of(channel, values).
@@ -216,7 +227,7 @@ class GroupNormBody {
   template <typename Visit>
   __device__ __forceinline__ void MapRows(const T* const (&in)[kInputs], T* out,
                                           const Visit& visit) const {
-    ForEachRow(in, [&](const C(&x)[kInputs][V], int64_t at) {
+    ForEachRow(in, [&](const C(&x)[kInputs][V], int64_t at, int) {
       C y[V];
       visit(x, y);
       Pack<T, V> pack;
@@ -246,7 +257,8 @@ class GroupNormBody {
   int channels_here_;              // of the tile, which begins with a channel
   int first_group_, groups_here_;  // likewise
   int along_, column_;             // where this thread's packs are: the first row and column
-  int64_t rows_here_, count_;      // rows of the part and of this thread
+  int64_t rows_here_;              // of the part
+  int count_;                      // rows of this thread
   int64_t first_, step_;           // its first element, and how far it is to the next row's
 };
 
@@ -308,28 +320,9 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
   // The moments of the groups in this block.
   __device__ __forceinline__ void ReducePart() const {
     alignas(16) C centre[V] = {}, rest[V] = {}, square[V] = {};
-    // The centre: at first the mean of a few rows, then that of all before.
-    Base::ForEachAhead(call_.in, 0, [&](const C(&x)[1][V], int64_t) {
-      JOF_UNROLL
-      for (int j = 0; j < V; ++j) centre[j] += x[0][j];
-    });
-    const C inverse =
-        C(1) / static_cast<C>(this->count_ < Base::kAhead ? this->count_ : Base::kAhead);
-    JOF_UNROLL
-    for (int j = 0; j < V; ++j) centre[j] = this->count_ == 0 ? C(0) : centre[j] * inverse;
-#pragma unroll 1
-    for (int64_t row = 0; row < this->count_; row += Base::kAhead) {
-      Base::ForEachAhead(call_.in, row, [&](const C(&x)[1][V], int64_t) {
-        JOF_UNROLL
-        for (int j = 0; j < V; ++j) {
-          const C d = x[0][j] - centre[j];
-          rest[j] += d;
-          square[j] += d * d;
-        }
-      });
-      const int64_t next = row + Base::kAhead;
-      if (next % (4 * Base::kAhead) != 0 && next < this->count_) continue;
-      const C n = static_cast<C>(next < this->count_ ? next : this->count_), of_n = 1 / n;
+    // The centre: at first the first row, then the mean of all rows before.
+    const auto recentre = [&](int rows) {
+      const C n = static_cast<C>(rows), of_n = 1 / n;
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         const State s = Recentred<C>({centre[j], n, rest[j], square[j]}, of_n);
@@ -337,7 +330,22 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
         rest[j] = s.rest;
         square[j] = s.square;
       }
-    }
+    };
+    Base::ForEachRow(call_.in, [&](const C(&x)[1][V], int64_t, int row) {
+      if (row == 0) {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) centre[j] = x[0][j];
+      } else if (row == 4 || row % 16 == 0) {
+        recentre(row);
+      }
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        const C d = x[0][j] - centre[j];
+        rest[j] += d;
+        square[j] += d * d;
+      }
+    });
+    if (this->count_ > 0) recentre(this->count_);
     // A centre for each group, and the sums around it.
     const C count = static_cast<C>(this->count_);
     Base::Exchange(0, centre);
@@ -513,7 +521,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
   // those of its products with normalized elements.
   __device__ __forceinline__ void ReducePart() const {
     alignas(16) C of_bias[V] = {}, of_scale[V] = {};
-    Base::ForEachRow(call_.in, [&](const C(&x)[2][V], int64_t) {
+    Base::ForEachRow(call_.in, [&](const C(&x)[2][V], int64_t, int) {
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         const C normalized = Normalized(x[0][j], j), g = Cotangent(normalized, x[1][j], j);
@@ -622,7 +630,8 @@ __global__ void __launch_bounds__(kThreads)
   (column < channels ? dbias : dscale)[column % channels] = sum;
 }
 
-// A plan whose blocks' threads have so many rows, if there are enough of them for `blocks` blocks.
+// A plan whose blocks' threads have so many rows, or fewer if that makes `blocks` blocks: all that
+// run at a time, and not a few more.
 GroupNormPlan PlanParts(const GroupNormProblem& p, int64_t pack, bool is_aligned, int64_t rows_each,
                         int64_t blocks) {
   int64_t pixels = pack / std::gcd(pack, p.channels);  // in a row
@@ -631,14 +640,14 @@ GroupNormPlan PlanParts(const GroupNormProblem& p, int64_t pack, bool is_aligned
   const int64_t tiles = (packs + kThreads - 1) / kThreads, rows = p.pixels / pixels;
   const int64_t packs_here = (packs + tiles - 1) / tiles, along = kThreads / packs_here;
   const int64_t parts = (rows + rows_each * along - 1) / (rows_each * along);
-  const int64_t busy = (blocks + p.images * tiles - 1) / (p.images * tiles);
+  const int64_t busy = blocks / (p.images * tiles);
   const int64_t worth = (rows + 4 * along - 1) / (4 * along);
   return {rows,
           static_cast<int>(columns),
           static_cast<int>(p.channels),
           static_cast<int>(p.groups),
           static_cast<int>(p.width()),
-          static_cast<int>(std::max(parts, std::min(busy, worth))),
+          static_cast<int>(std::max({parts, std::min(busy, worth), int64_t{1}})),
           static_cast<int>(tiles),
           static_cast<int>(packs_here),
           static_cast<int>(along),
@@ -663,15 +672,19 @@ cudaError_t Launch(const typename Body::Call& call, const GroupNormProblem& p, b
   plan->parts = std::min(plan->parts, static_cast<int>(given / plan->tiles));
   status = cudaMemsetAsync(call.marks, 0,
                            static_cast<size_t>(p.images * kMarkStep) * sizeof(int32_t), stream);
-  if (status == cudaSuccess) {
-    status = LaunchBlocks<kThreads>(ReduceKernel<Body, kReduceBlocks>, p.images * plan->blocks(), 0,
-                                    stream, call, *plan);
-  }
-  if (status != cudaSuccess) return status;
+  const auto launch = [&](auto* kernel, const GroupNormPlan& plan) {
+    if (status == cudaSuccess) {
+      status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    Body::kSlotBytes);
+    }
+    if (status != cudaSuccess) return status;
+    return LaunchBlocks<kThreads>(kernel, p.images * plan.blocks(), Body::kSlotBytes, stream, call,
+                                  plan);
+  };
+  status = launch(ReduceKernel<Body, kReduceBlocks>, *plan);
   GroupNormPlan map = PlanParts(p, Body::V, is_aligned, 16, kMapBlocks * multiprocessors);
   map.reduced = plan->blocks();
-  return LaunchBlocks<kThreads>(MapKernel<Body, kMapBlocks>, p.images * map.blocks(), 0, stream,
-                                call, map);
+  return launch(MapKernel<Body, kMapBlocks>, map);
 }
 
 RowVector VectorOf(const void* data, DType type) { return {data, type == DType::kF32}; }

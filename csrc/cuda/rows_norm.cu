@@ -23,6 +23,8 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
     C centre;
     NormStats<T, kCenter> stats;
   };
+  // What is left of an element is its difference from the centre.
+  static constexpr bool kReplaces = kCenter && !kResidual && !M::kHasRest;
   const T* in[kInputs];
   T* out[kOutputs];
   RowVector vectors[2];  // scale, bias
@@ -55,7 +57,11 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
       const Sums<C> term = M::Term(x[0], row.centre);
       if (M::kHasRest) values[0] += term.first;
       values[1] += term.second;
+      if (kReplaces) x[0] = term.first;
     }
+  }
+  __device__ __forceinline__ void Replace(const Row& row, C (&x)[kInputs]) const {
+    if (kReplaces) x[0] -= row.centre;
   }
   template <int r>
   __device__ __forceinline__ void Finish(const C (&values)[ValuesOf(r)], C n, Row* row) const {
@@ -68,7 +74,8 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
   }
   __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[kInputs], const C* v,
                                       C (&y)[kOutputs], C*) const {
-    y[0] = MulAdd(row.stats.Normalized(x[0]), v[0], v[1]);
+    const C normalized = kReplaces ? x[0] * row.stats.rstd : row.stats.Normalized(x[0]);
+    y[0] = MulAdd(normalized, v[0], v[1]);
     if constexpr (kResidual) y[1] = x[0];
   }
   __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
