@@ -101,6 +101,7 @@ struct RowsProgram {
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
   static constexpr int kThreads = 512, kBlocks = 1;
+  static constexpr bool kNeedsRegisters = false;  // more than 64 in WholeRowsKernel
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
 
@@ -281,7 +282,7 @@ __device__ __forceinline__ void SyncTeam(int warp, int lanes) {
 }
 
 // Combines the values of all threads of the team, with the same result in each.
-template <bool kInWarp = false, typename C, int kMost, int kValues, typename Combine>
+template <typename C, int kMost, int kValues, typename Combine>
 __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMost>* exchange,
                                            unsigned* turn, C (&values)[kValues],
                                            const Combine& combine) {
@@ -291,13 +292,6 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
     for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(0xffffffffu, values[i], offset);
     combine(values, other);
   };
-  if constexpr (kInWarp) {
-    JOF_UNROLL
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-      if (offset < plan.lanes) reduce(offset);
-    }
-    return;
-  }
   if (plan.lanes >= kWarpSize) {
     JOF_UNROLL
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) reduce(offset);
@@ -344,17 +338,15 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
 // ---- packs ----
 
 // A pack within a row: elements [low, high) of it belong to the row.
-template <int V, bool kIsWhole = false>
+template <int V>
 struct PackPlace {
   int first;  // column of element 0, negative where the row begins within the pack
   int n;
 
   __device__ __forceinline__ bool IsWhole() const {
-    if constexpr (kIsWhole) return first < n;
     return static_cast<unsigned>(first) < static_cast<unsigned>(n < V ? 0 : n - V + 1);
   }
   __device__ __forceinline__ bool Has(int j) const {
-    if constexpr (kIsWhole) return first < n;
     return static_cast<unsigned>(first + j) < static_cast<unsigned>(n);
   }
 };
@@ -364,8 +356,8 @@ __device__ __forceinline__ int ElementPhase(const void* pointer) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) / sizeof(T) % V);
 }
 
-template <typename S, typename C, int V, bool kIsWhole>
-__device__ __forceinline__ void LoadVectorOf(const S* data, const PackPlace<V, kIsWhole>& pack, C missing,
+template <typename S, typename C, int V>
+__device__ __forceinline__ void LoadVectorOf(const S* data, const PackPlace<V>& pack, C missing,
                                              C (&v)[V]) {
   const S* source = data + pack.first;
   if (pack.IsWhole() && reinterpret_cast<uintptr_t>(source) % kPackBytes == 0) {
@@ -382,8 +374,8 @@ __device__ __forceinline__ void LoadVectorOf(const S* data, const PackPlace<V, k
 }
 
 // The columns of a pack of a row vector; `missing` where there is none.
-template <typename T, int V, bool kIsWhole>
-__device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPlace<V, kIsWhole>& pack,
+template <typename T, int V>
+__device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPlace<V>& pack,
                                            Compute<T> missing, Compute<T> (&v)[V]) {
   if (vector.data == nullptr) {
     JOF_UNROLL
@@ -452,13 +444,9 @@ struct ResultsOf<Program, true> {
 
 // A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each
 // thread has the same columns of all of its rows, which row vectors and sums over rows make use of.
-//
-// kStages is how many rows ahead threads copy where all rows consist of whole packs, kHeld or fewer for
-// each thread, and all arrays are aligned: what is asked of every pack otherwise is known then.
-template <typename Program, int kHeld, int kStages = 0, bool kIsReread = false>
+template <typename Program, int kHeld>
 class RowsKernelBody {
  public:
-  static constexpr bool kIsWhole = kStages > 0;
   using T = typename Program::Element;
   using C = typename Program::Word;
   static constexpr int V = Program::kPack;
@@ -494,7 +482,7 @@ class RowsKernelBody {
       internal::SyncCluster();
     }
     ahead_.begin = team_ * plan_.n;
-    for (int s = 0; s < Stages(); ++s) Fetch(s);
+    for (int s = 0; s < plan_.stages; ++s) Fetch(s);
     if (IsWhole()) LoadVectors();
     // All threads of a block take part in its barriers: until its first team has no row any more.
     const int team_here = threadIdx.x / plan_.lanes;
@@ -508,7 +496,6 @@ class RowsKernelBody {
       } else {
         Reduce<0>(&facts);
         if constexpr (kHasMap) MapRow(facts, row);
-        if constexpr (kIsReread) Advance();
       }
       if (row < plan_.rows && lane_ == 0) program_.End(row, facts);
       begin_ += plan_.teams * plan_.n;
@@ -519,7 +506,7 @@ class RowsKernelBody {
 
  private:
   using Row = typename Program::Row;
-  using PackPlace = internal::PackPlace<V, kIsWhole>;
+  using PackPlace = internal::PackPlace<V>;
 
   // What is copied next: a chunk of the row that begins at `begin` in the arrays.
   struct Cursor {
@@ -527,13 +514,9 @@ class RowsKernelBody {
     int pass = 0, chunk = 0;
   };
 
-  // Whether threads hold whole rows.
   __device__ __forceinline__ bool IsWhole() const {
-    return kIsWhole || (kColumnSums > 0 && !Program::kIsTraced) || plan_.chunks == 1;
+    return (kColumnSums > 0 && !Program::kIsTraced) || plan_.chunks == 1;
   }
-  __device__ __forceinline__ int Chunks() const { return kIsWhole ? 1 : plan_.chunks; }
-  __device__ __forceinline__ int Stages() const { return kIsWhole ? kStages : plan_.stages; }
-  __device__ __forceinline__ int Packs() const { return kIsWhole ? kHeld : plan_.packs; }
   __device__ __forceinline__ int Columns() const { return static_cast<int>(plan_.n); }
 
   // The array that packs follow.
@@ -546,7 +529,6 @@ class RowsKernelBody {
     return internal::ElementPhase<Array, V>(array);
   }
   __device__ __forceinline__ bool InputsAreInPhase() const {
-    if constexpr (kIsWhole) return true;
     bool all = true;
     internal::ForEachIndex<kInputs>([&](auto a) {
       using Array = decltype(ElementOfPointer(InputOf<decltype(a)::value>(program_)));
@@ -556,7 +538,6 @@ class RowsKernelBody {
     return all;
   }
   __device__ __forceinline__ bool OutputsAreInPhase() const {
-    if constexpr (kIsWhole) return true;
     bool all = true;
     internal::ForEachIndex<kOutputs>(
         [&](auto o) { all &= PhaseOf(OutputOf<decltype(o)::value>(program_)) == Phase(); });
@@ -566,18 +547,12 @@ class RowsKernelBody {
   // Of this thread's first pack: packs begin at multiples of 16 bytes of the array that they
   // follow.
   __device__ __forceinline__ int FirstColumn(int64_t begin, int chunk) const {
-    if constexpr (kIsWhole) return lane_ * V;
     const int shift = (Phase() + static_cast<int>(begin)) & (V - 1);
     return chunk * plan_.packs * pack_step_ + lane_ * V - shift;
   }
 
   __device__ __forceinline__ void SetFirst(int first) {
     first_ = first;
-    if constexpr (kIsWhole) {  // all packs are held, even those beyond the row
-      packs_ = kHeld;
-      has_edges_ = kHeld * pack_step_ > Columns();
-      return;
-    }
     packs_ = 0;
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
@@ -591,11 +566,11 @@ class RowsKernelBody {
   }
 
   __device__ __forceinline__ uint4* Slot(int stage, int k) const {
-    return slots_ + (stage * kInputs * Packs() + k) * static_cast<int>(blockDim.x);
+    return slots_ + (stage * kInputs * plan_.packs + k) * static_cast<int>(blockDim.x);
   }
   // From the slot of one array to that of the next.
   __device__ __forceinline__ int ArrayStep() const {
-    return Packs() * static_cast<int>(blockDim.x);
+    return plan_.packs * static_cast<int>(blockDim.x);
   }
 
   __device__ __forceinline__ Row BeginRow(int64_t row) const {
@@ -607,7 +582,7 @@ class RowsKernelBody {
   __device__ __forceinline__ void ForEachPack(const Visit& visit) const {
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
-      if (kIsWhole || k < packs_) visit(k);
+      if (k < packs_) visit(k);
     }
   }
 
@@ -618,8 +593,7 @@ class RowsKernelBody {
       const int first = IsWhole() ? first_ : FirstColumn(ahead_.begin, ahead_.chunk);
       uint4* slot = Slot(stage, 0);
       const int64_t at = ahead_.begin + first;
-      if (kIsWhole ||
-          (InputsAreInPhase() && ahead_.begin >= V && ahead_.begin + plan_.n + V <= total)) {
+      if (InputsAreInPhase() && ahead_.begin >= V && ahead_.begin + plan_.n + V <= total) {
         const char* source[kInputs];
         internal::ForEachIndex<kInputs>([&](auto a) {
           constexpr int i = decltype(a)::value;
@@ -627,7 +601,7 @@ class RowsKernelBody {
         });
         JOF_UNROLL
         for (int k = 0; k < kHeld; ++k) {
-          const bool wanted = k < Packs() && first + k * pack_step_ < Columns();
+          const bool wanted = k < plan_.packs && first + k * pack_step_ < Columns();
           internal::ForEachIndex<kInputs>([&](auto a) {
             constexpr int i = decltype(a)::value;
             using Array = decltype(ElementOfPointer(InputOf<i>(program_)));
@@ -682,17 +656,8 @@ class RowsKernelBody {
 
   // Loads a chunk of the row, and has another one fetched into its slots.
   __device__ __forceinline__ void Load(int chunk) {
-    internal::WaitForCopies(Stages() - 1);
+    internal::WaitForCopies(plan_.stages - 1);
     if (!IsWhole()) SetFirst(FirstColumn(begin_, chunk));
-    LoadPacks();
-    if constexpr (!kIsReread) Advance();
-    if (!IsWhole()) LoadVectors();
-  }
-  __device__ __forceinline__ void Advance() {
-    Fetch(stage_);
-    if (++stage_ == Stages()) stage_ = 0;
-  }
-  __device__ __forceinline__ void LoadPacks() {
     const uint4* slot = Slot(stage_, 0);
     ForEachPack([&](int k) {
       internal::ForEachIndex<kInputs>([&](auto a) {
@@ -707,29 +672,23 @@ class RowsKernelBody {
       for (int j = 0; j < V; ++j) program_.Prepare(x_[k][j]);
       slot += blockDim.x;
     });
+    Fetch(stage_);
+    if (++stage_ == plan_.stages) stage_ = 0;
+    if (!IsWhole()) LoadVectors();
   }
 
   // Row vectors are kept in slots of shared memory, too, aligned to the packs.
   static constexpr int kVectorSlots = V * static_cast<int>(sizeof(C)) / kPackBytes;
 
-  // Of whole packs one copy serves all teams of the block.
-  __device__ __forceinline__ int VectorStep() const {
-    return kIsWhole ? plan_.lanes : static_cast<int>(blockDim.x);
-  }
   __device__ __forceinline__ uint4* VectorSlot(int k, int vector) const {
-    const uint4* mine = slots_;
-    if constexpr (kIsWhole) mine -= threadIdx.x / plan_.lanes * plan_.lanes;
-    return const_cast<uint4*>(mine) + plan_.vector_slots +
-           (k * kVectors + vector) * kVectorSlots * VectorStep();
+    return slots_ + plan_.vector_slots +
+           (k * kVectors + vector) * kVectorSlots * static_cast<int>(blockDim.x);
   }
 
   __device__ __forceinline__ void LoadVectors() {
     if constexpr (kVectors > 0) {
-      const int team_here = threadIdx.x / plan_.lanes, teams_here = blockDim.x / plan_.lanes;
-      // Of whole packs each team has some.
 #pragma unroll 1
-      for (int item = kIsWhole ? team_here : 0; item < packs_ * kVectors;
-           item += kIsWhole ? teams_here : 1) {
+      for (int item = 0; item < packs_ * kVectors; ++item) {
         const int k = item / kVectors, i = item % kVectors;
         union {
           C columns[V];
@@ -741,9 +700,8 @@ class RowsKernelBody {
           internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
         }
         JOF_UNROLL
-        for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * VectorStep()] = words[w];
+        for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
       }
-      if constexpr (kIsWhole) __syncthreads();
     }
   }
 
@@ -756,7 +714,7 @@ class RowsKernelBody {
           uint4 words[kVectorSlots];
         };
         JOF_UNROLL
-        for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * VectorStep()];
+        for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * blockDim.x];
         JOF_UNROLL
         for (int j = 0; j < V; ++j) v[j][i] = columns[j];
       }
@@ -796,7 +754,6 @@ class RowsKernelBody {
   template <int r, int kCount>
   __device__ __forceinline__ void AccumulateNeutral(const Row& facts, C (&values)[kWays][kCount]) {
     if (has_edges_) {
-      asm volatile("");  // a branch, not a select for each element
       ForEachPack([&](int k) {
         const PackPlace pack = PackAt(k);
         if (pack.IsWhole()) return;
@@ -864,7 +821,7 @@ class RowsKernelBody {
     if constexpr (r < kReductions) {
       C values[kWays][Program::ValuesOf(r)];
       Clear<r>(values);
-      for (int chunk = 0; chunk < Chunks(); ++chunk) {
+      for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
         if (r == 0 || !IsWhole()) Load(chunk);
         if constexpr (Program::kIsTraced && r > 0) {
           if (!IsWhole()) Restore<r>(*facts);
@@ -872,7 +829,7 @@ class RowsKernelBody {
         Accumulate<r>(*facts, values);
       }
       CombineWays<r>(values);
-      internal::ReduceTeam<kIsWhole>(plan_, shared_, &turn_, values[0], CombineEach<r>{program_});
+      internal::ReduceTeam(plan_, shared_, &turn_, values[0], CombineEach<r>{program_});
       program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
       Reduce<r + 1>(facts);
     }
@@ -893,7 +850,7 @@ class RowsKernelBody {
 
   __device__ __forceinline__ void ReduceParts(Row* facts) {
     C values[kValues];
-    for (int chunk = 0; chunk < Chunks(); ++chunk) {
+    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
       Load(chunk);
       Row part = *facts;
       ReducePart<0>(&part);
@@ -906,7 +863,7 @@ class RowsKernelBody {
         program_.CombineParts(values, other);
       }
     }
-    internal::ReduceTeam<kIsWhole>(plan_, shared_, &turn_, values, [&](C(&a)[kValues], const C(&b)[kValues]) {
+    internal::ReduceTeam(plan_, shared_, &turn_, values, [&](C(&a)[kValues], const C(&b)[kValues]) {
       program_.CombineParts(a, b);
     });
     program_.SetPart(values, facts);
@@ -927,7 +884,7 @@ class RowsKernelBody {
   }
 
   __device__ __forceinline__ void MapRow(const Row& facts, int64_t row) {
-    for (int chunk = 0; chunk < Chunks(); ++chunk) {
+    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
       if (kReductions == 0 || !IsWhole()) {
         Load(chunk);
         if constexpr (Program::kIsTraced) {
@@ -938,14 +895,6 @@ class RowsKernelBody {
             for (int j = 0; j < V; ++j) program_.Replace(facts, x_[k][j]);
           });
         }
-      }
-      if constexpr (kIsReread) {
-        asm volatile("" ::: "memory");
-        LoadPacks();
-        ForEachPack([&](int k) {
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) program_.Replace(facts, x_[k][j]);
-        });
       }
       if (row >= plan_.rows) continue;
       const bool is_simple = OutputsAreInPhase() && !has_edges_;
@@ -1001,9 +950,7 @@ class RowsKernelBody {
           out.elem[j] = internal::At<o>(y[j]);
         }
       }
-      if constexpr (kIsWhole) {
-        if (pack.IsWhole()) StorePack(target, out);
-      } else if (is_simple || (pack.IsWhole() && PhaseOf(target) == 0)) {
+      if (is_simple || (pack.IsWhole() && PhaseOf(target) == 0)) {
         StorePack(target, out);
       } else {
         JOF_UNROLL
@@ -1095,12 +1042,11 @@ class RowsKernelBody {
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
 
-template <typename Program, int kHeld, int kStages = 0, bool kIsReread = false,
-          int kThreads = Program::kThreads, int kBlocks = Program::kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+template <typename Program, int kHeld>
+__global__ void __launch_bounds__(Program::kThreads, Program::kBlocks)
     RowsKernel(const __grid_constant__ Program program, const __grid_constant__ RowsPlan plan) {
   extern __shared__ uint4 slots[];
-  using Body = RowsKernelBody<Program, kHeld, kStages, kIsReread>;
+  using Body = RowsKernelBody<Program, kHeld>;
   __shared__ typename Body::Shared shared;
   Body(program, plan, slots, &shared).Run();
 }

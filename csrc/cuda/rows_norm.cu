@@ -230,8 +230,24 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   constexpr int kSums = kCenter ? 2 : 1;
   if (call.vectors() > 0 && (kCenter || call.dbias == nullptr)) {
     const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
+    cudaError_t status = cudaSuccess;
+    if constexpr (kIsNarrow<T>) {
+      WholeRowsPlan plan{};
+      const int held = PlanWholeRows(program, call.problem, 3, kDsum ? 3 : 4, &plan);
+      int64_t blocks = call.parts;
+      if (held > 3) {
+        if constexpr (!kDsum) status = LaunchWholeRows<4>(program, plan, &blocks, stream);
+      } else if (held > 2) {
+        status = LaunchWholeRows<3>(program, plan, &blocks, stream);
+      } else if (held > 0) {
+        status = LaunchWholeRows<2>(program, plan, &blocks, stream);
+      }
+      if (held > 0) {
+        return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
+      }
+    }
     RowsGrid grid{};
-    cudaError_t status = PlanGrid(program, call.problem, &grid, call.parts);
+    status = PlanGrid(program, call.problem, &grid, call.parts);
     if (status != cudaSuccess) return status;
     if (grid.plan.chunks == 1 && grid.units <= call.parts) {
       status = LaunchGrid(program, grid, stream);
@@ -265,7 +281,7 @@ cudaError_t LaunchNorm(const NormCall& call, cudaStream_t stream) {
       program.vectors[1] = VectorOf(call.bias, call.bias_type);
       program.stats = static_cast<NormStats<T, kCenter>*>(call.stats);
       program.epsilon = static_cast<Compute<T>>(call.epsilon);
-      return LaunchFlatRows(program, call.problem, stream);
+      return LaunchContiguousRows(program, call.problem, stream);
     };
     const auto with_center = [&](auto center) {
       return call.residual != nullptr ? launch(center, std::true_type())
