@@ -2,6 +2,8 @@
 // are worth vectorising; what is summed of a part of an image is summed for each column first.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/elementwise.h"
 #include "cpu/rows.h"
 #include "ops/group_norm.h"
@@ -256,59 +258,58 @@ JOF_INLINE void AddVectors(C* vectors, int64_t parts, int64_t stride, int64_t be
   }
 }
 
+// Calls kernel(tag, silu, i) for items [begin, end): tags of the call's type, and of whether silu
+// comes after the norm.
+template <typename Call, typename Kernel>
+void ForEachItemOf(const Call& call, int64_t begin, int64_t end, const Kernel& kernel) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    const auto run = [&](auto silu) {
+      for (int64_t i = begin; i < end; ++i) kernel(tag, silu, i);
+    };
+    call.silu ? run(std::true_type()) : run(std::false_type());
+  });
+}
+
 }  // namespace internal
 
 // ---- the kernels: of parts of images, of groups, of parts; of images, of channels ----
 
 inline void GroupNormMoments(const GroupNormCall& call, int64_t begin, int64_t end) {
-  Dispatch<Floats>(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    for (int64_t i = begin; i < end; ++i) internal::GroupMomentsOf<T>(call, i);
+  internal::ForEachItemOf(call, begin, end, [&](auto tag, auto, int64_t i) {
+    internal::GroupMomentsOf<typename decltype(tag)::type>(call, i);
   });
 }
 
 inline void GroupNormStats(const GroupNormCall& call, int64_t begin, int64_t end) {
-  Dispatch<Floats>(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    for (int64_t i = begin; i < end; ++i) internal::GroupStatsOf<T>(call, i);
+  internal::ForEachItemOf(call, begin, end, [&](auto tag, auto, int64_t i) {
+    internal::GroupStatsOf<typename decltype(tag)::type>(call, i);
   });
 }
 
 inline void GroupNormMap(const GroupNormCall& call, int64_t begin, int64_t end) {
-  Dispatch<Floats>(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto map =
-        call.silu ? internal::GroupNormMapOf<T, true> : internal::GroupNormMapOf<T, false>;
-    for (int64_t i = begin; i < end; ++i) map(call, i);
+  internal::ForEachItemOf(call, begin, end, [&](auto tag, auto silu, int64_t i) {
+    internal::GroupNormMapOf<typename decltype(tag)::type, decltype(silu)::value>(call, i);
   });
 }
 
 inline void GroupNormVjpSums(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
-  Dispatch<Floats>(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto sum =
-        call.silu ? internal::GroupNormSumsOf<T, true> : internal::GroupNormSumsOf<T, false>;
-    for (int64_t i = begin; i < end; ++i) sum(call, i);
+  internal::ForEachItemOf(call, begin, end, [&](auto tag, auto silu, int64_t i) {
+    internal::GroupNormSumsOf<typename decltype(tag)::type, decltype(silu)::value>(call, i);
   });
 }
 
 inline void GroupNormVjpTerms(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
-  Dispatch<Floats>(call.type, [&](auto tag) {
+  internal::ForEachItemOf(call, begin, end, [&](auto tag, auto, int64_t i) {
     using C = Compute<typename decltype(tag)::type>;
     const int64_t stride = 2 * call.problem.groups;
-    for (int64_t i = begin; i < end; ++i) {
-      C* terms = static_cast<C*>(call.terms) + i * call.parts * stride;
-      internal::AddVectors(terms, call.parts, stride, 0, stride);
-    }
+    C* terms = static_cast<C*>(call.terms) + i * call.parts * stride;
+    internal::AddVectors(terms, call.parts, stride, 0, stride);
   });
 }
 
 inline void GroupNormVjpMap(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
-  Dispatch<Floats>(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto map =
-        call.silu ? internal::GroupNormVjpMapOf<T, true> : internal::GroupNormVjpMapOf<T, false>;
-    for (int64_t i = begin; i < end; ++i) map(call, i);
+  internal::ForEachItemOf(call, begin, end, [&](auto tag, auto silu, int64_t i) {
+    internal::GroupNormVjpMapOf<typename decltype(tag)::type, decltype(silu)::value>(call, i);
   });
 }
 

@@ -27,13 +27,19 @@ struct GroupNormPlan {
   int64_t rows;  // of an image
   int columns;   // elements of a row
   int channels, groups, width;
-  int parts, tiles;  // of an image's rows, and of their columns: a block has one of each
-  int packs;         // of a row in a tile
-  int along;         // threads with the same columns
-  int reduced;       // blocks of an image that have been reduced
-  bool is_packed;    // rows consist of packs at multiples of 16 bytes
+  int parts, tiles;             // of an image's rows, and of their columns: a block has one of each
+  int part_rows, longer_parts;  // rows of a part, one more in so many parts
+  int packs;                    // of a row in a tile
+  int along;                    // threads with the same columns
+  int reduced;                  // blocks of an image that have been reduced
+  bool is_packed;               // rows consist of packs at multiples of 16 bytes
 
   JOF_HOST_DEVICE int blocks() const { return parts * tiles; }  // of an image
+  void SetParts(int64_t count) {
+    parts = static_cast<int>(count);
+    part_rows = static_cast<int>(rows / count);
+    longer_parts = static_cast<int>(rows % count);
+  }
 };
 
 template <typename T, int kInputs>
@@ -41,25 +47,37 @@ class GroupNormBody {
  public:
   using C = Compute<T>;
   static constexpr int V = kPackSize<T>;
-  static constexpr int kAhead = kInputs == 1 ? 4 : 3;  // rows that a thread loads at a time
+  // Rows that a thread copies at a time, and how often it does ahead.
+  static constexpr int kAhead = 4 / kInputs, kStages = 3;
+  static constexpr int kSlotBytes = kStages * kAhead * kInputs * kThreads * kPackBytes;
 
  protected:
   static constexpr int kWords = V * static_cast<int>(sizeof(C)) / kPackBytes;
 
-  __device__ __forceinline__ GroupNormBody(const GroupNormPlan& plan, int64_t item) : plan_(plan) {
-    image_ = item / plan.blocks();
-    block_ = static_cast<int>(item - image_ * plan.blocks());
+  // Starts to copy the first rows.
+  __device__ __forceinline__ GroupNormBody(const T* const (&in)[kInputs], const GroupNormPlan& plan,
+                                           unsigned item)
+      : plan_(plan) {
+    JOF_UNROLL
+    for (int a = 0; a < kInputs; ++a) in_[a] = in[a];
+    const unsigned image = item / static_cast<unsigned>(plan.blocks());
+    image_ = image;
+    block_ = static_cast<int>(item - image * static_cast<unsigned>(plan.blocks()));
     part_ = block_ / plan.tiles;
     tile_begin_ = (block_ - part_ * plan.tiles) * plan.packs * V;
     tile_columns_ = min(plan.packs * V, plan.columns - tile_begin_);
     along_ = threadIdx.x / plan.packs;
     column_ = tile_begin_ + (threadIdx.x - along_ * plan.packs) * V;
-    const int64_t begin = part_ * plan.rows / plan.parts;
-    rows_here_ = (part_ + 1) * plan.rows / plan.parts - begin;
+    const int64_t begin = int64_t{part_} * plan.part_rows + min(part_, plan.longer_parts);
+    rows_here_ = plan.part_rows + (part_ < plan.longer_parts);
     const bool is_active = along_ < plan.along && column_ < plan.columns;
     count_ = is_active && along_ < rows_here_ ? (rows_here_ - along_ - 1) / plan.along + 1 : 0;
-    first_ = (image_ * plan.rows + begin + along_) * plan.columns + column_;
+    first_ = ahead_ = (image_ * plan.rows + begin + along_) * plan.columns + column_;
     step_ = int64_t{plan.along} * plan.columns;
+    if (plan.is_packed) {
+      JOF_UNROLL
+      for (int stage = 0; stage < kStages; ++stage) Fetch(stage);
+    }
     // Tiles have whole channels: rows are of one pixel where there are several.
     channels_here_ = min(tile_columns_, plan.channels);
     first_group_ = tile_begin_ / plan.width;
@@ -68,52 +86,55 @@ class GroupNormBody {
 
   __device__ __forceinline__ bool Has(int j) const { return column_ + j < plan_.columns; }
 
-  // Calls visit(x, at) for the rows of this thread from `row` on, kAhead at most, whose elements
-  // are at `at`.
-  template <typename Visit>
-  __device__ __forceinline__ void ForEachAhead(const T* const (&in)[kInputs], int64_t row,
-                                               const Visit& visit) const {
-    const int64_t at = first_ + row * step_;
-    if (plan_.is_packed && row + kAhead <= count_) {
-      uint4 packs[kAhead][kInputs];
+  // Packs of rows are copied to shared memory ahead, as those of the rows template.
+  __device__ __forceinline__ static uint4* Slot(int stage, int k, int a) {
+    extern __shared__ uint4 slots[];
+    return slots + ((stage * kAhead + k) * kInputs + a) * kThreads + threadIdx.x;
+  }
+  __device__ __forceinline__ void Fetch(int stage) {
+    JOF_UNROLL
+    for (int k = 0; k < kAhead; ++k, ++fetched_, ahead_ += step_) {
       JOF_UNROLL
-      for (int k = 0; k < kAhead; ++k) {
-        JOF_UNROLL
-        for (int a = 0; a < kInputs; ++a) {
-          packs[k][a] = __ldg(reinterpret_cast<const uint4*>(in[a] + at + k * step_));
-        }
+      for (int a = 0; a < kInputs; ++a) {
+        internal::CopyAsync(Slot(stage, k, a), in_[a] + ahead_, fetched_ < count_);
       }
-      JOF_UNROLL
-      for (int k = 0; k < kAhead; ++k) {
+    }
+    internal::CommitCopies();
+  }
+
+  // Calls visit(x, at, row), once, for the rows of this thread, whose elements are at `at`.
+  template <typename Visit>
+  __device__ __forceinline__ void ForEachRow(const Visit& visit) {
+    int64_t at = first_;
+    if (!plan_.is_packed) {
+#pragma unroll 1
+      for (int row = 0; row < count_; ++row, at += step_) {
         C x[kInputs][V];
         JOF_UNROLL
-        for (int a = 0; a < kInputs; ++a) internal::LoadShared<T>(&packs[k][a], x[a]);
-        visit(x, at + k * step_);
+        for (int a = 0; a < kInputs; ++a) {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j)
+            x[a][j] = Has(j) ? Accumulator<T>::Load(in_[a][at + j]) : C(0);
+        }
+        visit(x, at, row);
       }
       return;
     }
+    int stage = 0;
 #pragma unroll 1
-    for (int64_t k = 0; k < kAhead && row + k < count_; ++k) {
-      C x[kInputs][V];
+    for (int row = 0; row < count_;) {
+      internal::WaitForCopies(kStages - 1);
       JOF_UNROLL
-      for (int a = 0; a < kInputs; ++a) {
-        const T* source = in[a] + at + k * step_;
-        if (plan_.is_packed) {
-          const uint4 pack = __ldg(reinterpret_cast<const uint4*>(source));
-          internal::LoadShared<T>(&pack, x[a]);
-        } else {
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) x[a][j] = Has(j) ? Accumulator<T>::Load(source[j]) : C(0);
-        }
+      for (int k = 0; k < kAhead; ++k, ++row, at += step_) {
+        if (row >= count_) break;
+        C x[kInputs][V];
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) internal::LoadShared<T>(Slot(stage, k, a), x[a]);
+        visit(x, at, row);
       }
-      visit(x, at + k * step_);
+      Fetch(stage);
+      if (++stage == kStages) stage = 0;
     }
-  }
-  template <typename Visit>
-  __device__ __forceinline__ void ForEachRow(const T* const (&in)[kInputs],
-                                             const Visit& visit) const {
-#pragma unroll 1
-    for (int64_t row = 0; row < count_; row += kAhead) ForEachAhead(in, row, visit);
   }
 
   // What channels have, as what this thread's columns have: of(channel, values).
@@ -214,9 +235,8 @@ class GroupNormBody {
 
   // Maps all elements: visit(x, y).
   template <typename Visit>
-  __device__ __forceinline__ void MapRows(const T* const (&in)[kInputs], T* out,
-                                          const Visit& visit) const {
-    ForEachRow(in, [&](const C(&x)[kInputs][V], int64_t at) {
+  __device__ __forceinline__ void MapRows(T* out, const Visit& visit) {
+    ForEachRow([&](const C(&x)[kInputs][V], int64_t at, int) {
       C y[V];
       visit(x, y);
       Pack<T, V> pack;
@@ -246,8 +266,11 @@ class GroupNormBody {
   int channels_here_;              // of the tile, which begins with a channel
   int first_group_, groups_here_;  // likewise
   int along_, column_;             // where this thread's packs are: the first row and column
-  int64_t rows_here_, count_;      // rows of the part and of this thread
+  int rows_here_, count_;          // rows of the part and of this thread
   int64_t first_, step_;           // its first element, and how far it is to the next row's
+  const T* in_[kInputs];
+  int64_t ahead_;    // what is copied next
+  int fetched_ = 0;  // rows
 };
 
 template <typename T>
@@ -270,10 +293,10 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
   using Call = GroupNormForward<T>;
 
   __device__ __forceinline__ GroupNormForwardBody(const Call& call, const GroupNormPlan& plan,
-                                                  int64_t item)
-      : Base(plan, item), call_(call) {}
+                                                  unsigned item)
+      : Base(call.in, plan, item), call_(call) {}
 
-  __device__ __forceinline__ void Map() const {
+  __device__ __forceinline__ void Map() {
     alignas(16) C means[2][V], vectors[2][V];
     const auto* stats = call_.stats + this->image_ * this->plan_.groups;
     Base::template Spread<2>(means, [&](int channel, C(&of)[2]) {
@@ -286,7 +309,7 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
       of[0] = group.rstd * Base::VectorAt(call_.scale, channel, C(1));
       of[1] = group.rest;
     });
-    Base::MapRows(call_.in, call_.out, [&](const C(&x)[1][V], C(&y)[V]) {
+    Base::MapRows(call_.out, [&](const C(&x)[1][V], C(&y)[V]) {
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         C centred = x[0][j] - means[0][j];
@@ -297,7 +320,7 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
     });
   }
 
-  __device__ __forceinline__ void Reduce() const {
+  __device__ __forceinline__ void Reduce() {
     ReducePart();
     if (Base::IsLast(call_.marks)) Combine();
   }
@@ -306,30 +329,11 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
   using State = typename GroupMoments<C>::State;
 
   // The moments of the groups in this block.
-  __device__ __forceinline__ void ReducePart() const {
+  __device__ __forceinline__ void ReducePart() {
     alignas(16) C centre[V] = {}, rest[V] = {}, square[V] = {};
-    // The centre: at first the mean of a few rows, then that of all before.
-    Base::ForEachAhead(call_.in, 0, [&](const C(&x)[1][V], int64_t) {
-      JOF_UNROLL
-      for (int j = 0; j < V; ++j) centre[j] += x[0][j];
-    });
-    const C inverse =
-        C(1) / static_cast<C>(this->count_ < Base::kAhead ? this->count_ : Base::kAhead);
-    JOF_UNROLL
-    for (int j = 0; j < V; ++j) centre[j] = this->count_ == 0 ? C(0) : centre[j] * inverse;
-#pragma unroll 1
-    for (int64_t row = 0; row < this->count_; row += Base::kAhead) {
-      Base::ForEachAhead(call_.in, row, [&](const C(&x)[1][V], int64_t) {
-        JOF_UNROLL
-        for (int j = 0; j < V; ++j) {
-          const C d = x[0][j] - centre[j];
-          rest[j] += d;
-          square[j] += d * d;
-        }
-      });
-      const int64_t next = row + Base::kAhead;
-      if (next % (4 * Base::kAhead) != 0 && next < this->count_) continue;
-      const C n = static_cast<C>(next < this->count_ ? next : this->count_), of_n = 1 / n;
+    // The centre: at first the first row, then the mean of all rows before.
+    const auto recentre = [&](int rows) {
+      const C n = static_cast<C>(rows), of_n = Quotient<T>(C(1), n);
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         const State s = Recentred<C>({centre[j], n, rest[j], square[j]}, of_n);
@@ -337,7 +341,22 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
         rest[j] = s.rest;
         square[j] = s.square;
       }
-    }
+    };
+    Base::ForEachRow([&](const C(&x)[1][V], int64_t, int row) {
+      if (row == 0) {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) centre[j] = x[0][j];
+      } else if (row == 4 || row % 16 == 0) {
+        recentre(row);
+      }
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        const C d = x[0][j] - centre[j];
+        rest[j] += d;
+        square[j] += d * d;
+      }
+    });
+    if (this->count_ > 0) recentre(this->count_);
     // A centre for each group, and the sums around it.
     const C count = static_cast<C>(this->count_);
     Base::Exchange(0, centre);
@@ -448,8 +467,8 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
   using Call = GroupNormBackward<T>;
 
   __device__ __forceinline__ GroupNormBackwardBody(const Call& call, const GroupNormPlan& plan,
-                                                   int64_t item)
-      : Base(plan, item), call_(call), stats_(call.stats + this->image_ * plan.groups) {
+                                                   unsigned item)
+      : Base(call.in, plan, item), call_(call), stats_(call.stats + this->image_ * plan.groups) {
     Base::template Spread<2>(moments_, [&](int channel, C(&of)[2]) {
       const auto group = Stats(channel);
       of[0] = kIsNarrow<T> ? group.centre + group.rest : group.centre;
@@ -466,7 +485,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     }
   }
 
-  __device__ __forceinline__ void Map() const {
+  __device__ __forceinline__ void Map() {
     const int groups = this->plan_.groups;
     const C inverse = C(1) / static_cast<C>(this->plan_.rows * this->plan_.columns / groups);
     const C* terms = call_.terms + this->image_ * this->plan_.reduced * 2 * groups;
@@ -480,7 +499,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     Base::template Spread<1>(factor, [&](int channel, C(&of)[1]) {
       of[0] = Base::VectorAt(call_.scale, channel, C(1)) * Stats(channel).rstd;
     });
-    Base::MapRows(call_.in, call_.out, [&](const C(&x)[2][V], C(&y)[V]) {
+    Base::MapRows(call_.out, [&](const C(&x)[2][V], C(&y)[V]) {
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         const C normalized = Normalized(x[0][j], j), g = Cotangent(normalized, x[1][j], j);
@@ -489,7 +508,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     });
   }
 
-  __device__ __forceinline__ void Reduce() const {
+  __device__ __forceinline__ void Reduce() {
     ReducePart();
     if (!Base::IsLast(call_.marks)) return;
     Combine();
@@ -511,9 +530,9 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
 
   // The sums of the channels and of the groups in this block: first those of the cotangent, then
   // those of its products with normalized elements.
-  __device__ __forceinline__ void ReducePart() const {
+  __device__ __forceinline__ void ReducePart() {
     alignas(16) C of_bias[V] = {}, of_scale[V] = {};
-    Base::ForEachRow(call_.in, [&](const C(&x)[2][V], int64_t) {
+    Base::ForEachRow([&](const C(&x)[2][V], int64_t, int) {
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         const C normalized = Normalized(x[0][j], j), g = Cotangent(normalized, x[1][j], j);
@@ -622,28 +641,31 @@ __global__ void __launch_bounds__(kThreads)
   (column < channels ? dbias : dscale)[column % channels] = sum;
 }
 
-// A plan whose blocks' threads have so many rows, if there are enough of them for `blocks` blocks.
+// A plan whose blocks' threads have so many rows, or fewer if that makes `blocks` blocks: all that
+// run at a time, and not a few more.
 GroupNormPlan PlanParts(const GroupNormProblem& p, int64_t pack, bool is_aligned, int64_t rows_each,
-                        int64_t blocks) {
+                        int64_t blocks, int64_t most_blocks) {
   int64_t pixels = pack / std::gcd(pack, p.channels);  // in a row
   if (!is_aligned || p.pixels % pixels != 0 || pixels * p.channels > kThreads * pack) pixels = 1;
   const int64_t columns = pixels * p.channels, packs = (columns + pack - 1) / pack;
   const int64_t tiles = (packs + kThreads - 1) / kThreads, rows = p.pixels / pixels;
   const int64_t packs_here = (packs + tiles - 1) / tiles, along = kThreads / packs_here;
   const int64_t parts = (rows + rows_each * along - 1) / (rows_each * along);
-  const int64_t busy = (blocks + p.images * tiles - 1) / (p.images * tiles);
+  const int64_t busy = blocks / (p.images * tiles);
   const int64_t worth = (rows + 4 * along - 1) / (4 * along);
-  return {rows,
-          static_cast<int>(columns),
-          static_cast<int>(p.channels),
-          static_cast<int>(p.groups),
-          static_cast<int>(p.width()),
-          static_cast<int>(std::max(parts, std::min(busy, worth))),
-          static_cast<int>(tiles),
-          static_cast<int>(packs_here),
-          static_cast<int>(along),
-          0,
-          is_aligned && columns % pack == 0};
+  GroupNormPlan plan{};
+  plan.rows = rows;
+  plan.columns = static_cast<int>(columns);
+  plan.channels = static_cast<int>(p.channels);
+  plan.groups = static_cast<int>(p.groups);
+  plan.width = static_cast<int>(p.width());
+  plan.tiles = static_cast<int>(tiles);
+  plan.packs = static_cast<int>(packs_here);
+  plan.along = static_cast<int>(along);
+  plan.is_packed = is_aligned && columns % pack == 0;
+  const int64_t most = std::max<int64_t>(most_blocks / tiles, 1);
+  plan.SetParts(std::min(std::max({parts, std::min(busy, worth), int64_t{1}}), most));
+  return plan;
 }
 
 // Launches both kernels. `given` is how many parts the scratch has room for.
@@ -658,20 +680,24 @@ cudaError_t Launch(const typename Body::Call& call, const GroupNormProblem& p, b
   if (status != cudaSuccess) return status;
   if (p.channels > 1 << 28) return cudaErrorInvalidValue;
   // As many blocks as run at a time; no image has more of them than the scratch has room for.
-  *plan = PlanParts(p, Body::V, is_aligned, int64_t{1} << 40, kReduceBlocks * multiprocessors);
+  constexpr int64_t kAny = int64_t{1} << 40;
+  *plan = PlanParts(p, Body::V, is_aligned, kAny, kReduceBlocks * multiprocessors, given);
   if (given < plan->tiles) return cudaErrorInvalidValue;
-  plan->parts = std::min(plan->parts, static_cast<int>(given / plan->tiles));
   status = cudaMemsetAsync(call.marks, 0,
                            static_cast<size_t>(p.images * kMarkStep) * sizeof(int32_t), stream);
-  if (status == cudaSuccess) {
-    status = LaunchBlocks<kThreads>(ReduceKernel<Body, kReduceBlocks>, p.images * plan->blocks(), 0,
-                                    stream, call, *plan);
-  }
-  if (status != cudaSuccess) return status;
-  GroupNormPlan map = PlanParts(p, Body::V, is_aligned, 16, kMapBlocks * multiprocessors);
+  const auto launch = [&](auto* kernel, const GroupNormPlan& plan) {
+    if (status == cudaSuccess) {
+      status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    Body::kSlotBytes);
+    }
+    if (status != cudaSuccess) return status;
+    return LaunchBlocks<kThreads>(kernel, p.images * plan.blocks(), Body::kSlotBytes, stream, call,
+                                  plan);
+  };
+  status = launch(ReduceKernel<Body, kReduceBlocks>, *plan);
+  GroupNormPlan map = PlanParts(p, Body::V, is_aligned, 16, kMapBlocks * multiprocessors, kAny);
   map.reduced = plan->blocks();
-  return LaunchBlocks<kThreads>(MapKernel<Body, kMapBlocks>, p.images * map.blocks(), 0, stream,
-                                call, map);
+  return launch(MapKernel<Body, kMapBlocks>, map);
 }
 
 RowVector VectorOf(const void* data, DType type) { return {data, type == DType::kF32}; }

@@ -101,6 +101,7 @@ struct RowsProgram {
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
   static constexpr int kThreads = 512, kBlocks = 1;
+  static constexpr bool kNeedsRegisters = false;  // more than 64 in WholeRowsKernel
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
 
@@ -275,6 +276,11 @@ struct Exchange {
   uint64_t barriers[2];
 };
 
+// A barrier of a team of several warps, the first of which is `warp` of the block.
+__device__ __forceinline__ void SyncTeam(int warp, int lanes) {
+  asm volatile("bar.sync %0, %1;" ::"r"(warp + 1), "r"(lanes) : "memory");
+}
+
 // Combines the values of all threads of the team, with the same result in each.
 template <typename C, int kMost, int kValues, typename Combine>
 __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMost>* exchange,
@@ -300,7 +306,7 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) of_warps[warp][i] = values[i];
   }
-  __syncthreads();
+  SyncTeam(warp & -warps, plan.lanes);
   JOF_UNROLL
   for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
   for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);

@@ -23,6 +23,8 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
     C centre;
     NormStats<T, kCenter> stats;
   };
+  // What is left of an element is its difference from the centre.
+  static constexpr bool kReplaces = kCenter && !kResidual && !M::kHasRest;
   const T* in[kInputs];
   T* out[kOutputs];
   RowVector vectors[2];  // scale, bias
@@ -55,7 +57,11 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
       const Sums<C> term = M::Term(x[0], row.centre);
       if (M::kHasRest) values[0] += term.first;
       values[1] += term.second;
+      if (kReplaces) x[0] = term.first;
     }
+  }
+  __device__ __forceinline__ void Replace(const Row& row, C (&x)[kInputs]) const {
+    if (kReplaces) x[0] -= row.centre;
   }
   template <int r>
   __device__ __forceinline__ void Finish(const C (&values)[ValuesOf(r)], C n, Row* row) const {
@@ -68,7 +74,8 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
   }
   __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[kInputs], const C* v,
                                       C (&y)[kOutputs], C*) const {
-    y[0] = MulAdd(row.stats.Normalized(x[0]), v[0], v[1]);
+    const C normalized = kReplaces ? x[0] * row.stats.rstd : row.stats.Normalized(x[0]);
+    y[0] = MulAdd(normalized, v[0], v[1]);
     if constexpr (kResidual) y[1] = x[0];
   }
   __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
@@ -223,8 +230,24 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   constexpr int kSums = kCenter ? 2 : 1;
   if (call.vectors() > 0 && (kCenter || call.dbias == nullptr)) {
     const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
+    cudaError_t status = cudaSuccess;
+    if constexpr (kIsNarrow<T>) {
+      WholeRowsPlan plan{};
+      const int held = PlanWholeRows(program, call.problem, 3, kDsum ? 3 : 4, &plan);
+      int64_t blocks = call.parts;
+      if (held > 3) {
+        if constexpr (!kDsum) status = LaunchWholeRows<4>(program, plan, &blocks, stream);
+      } else if (held > 2) {
+        status = LaunchWholeRows<3>(program, plan, &blocks, stream);
+      } else if (held > 0) {
+        status = LaunchWholeRows<2>(program, plan, &blocks, stream);
+      }
+      if (held > 0) {
+        return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
+      }
+    }
     RowsGrid grid{};
-    cudaError_t status = PlanGrid(program, call.problem, &grid, call.parts);
+    status = PlanGrid(program, call.problem, &grid, call.parts);
     if (status != cudaSuccess) return status;
     if (grid.plan.chunks == 1 && grid.units <= call.parts) {
       status = LaunchGrid(program, grid, stream);
@@ -258,7 +281,7 @@ cudaError_t LaunchNorm(const NormCall& call, cudaStream_t stream) {
       program.vectors[1] = VectorOf(call.bias, call.bias_type);
       program.stats = static_cast<NormStats<T, kCenter>*>(call.stats);
       program.epsilon = static_cast<Compute<T>>(call.epsilon);
-      return LaunchFlatRows(program, call.problem, stream);
+      return LaunchContiguousRows(program, call.problem, stream);
     };
     const auto with_center = [&](auto center) {
       return call.residual != nullptr ? launch(center, std::true_type())

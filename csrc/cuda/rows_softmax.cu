@@ -51,6 +51,7 @@ template <typename T, bool kLog>
 struct SoftmaxForward : ExpSumReductions<T, !kLog> {
   using C = Compute<T>;
   static constexpr int kOutputs = 1;
+  [[maybe_unused]] static constexpr bool kNeedsRegisters = kLog;
   struct Row {
     typename ExpSum<T>::State state;
     C centre;
