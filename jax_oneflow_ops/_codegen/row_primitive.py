@@ -199,6 +199,7 @@ def native_form(spec: Spec, shapes: tuple[tuple[int, ...], ...], platform: str) 
         spec.result_dtypes,
         kinds,
         order,
+        spec.width,
         platform,
     )
     return Form(tuple(read), order, text)

@@ -97,6 +97,7 @@ def source(
     result_dtypes: Sequence[str],
     result_kinds: Sequence[int],
     order: Layout,
+    width: int,
     platform: str,
 ) -> str:
     """The C++ or CUDA source of a kernel."""
@@ -182,6 +183,7 @@ def source(
         "  using Row = jof_row;",
         f"  static constexpr int kReductions = {len(levels) - 1}, kSums = {len(order.sums)};",
         f"  static constexpr int kSumsOutput = {len(order.outputs)};",
+        f"  static constexpr int kWidth = {width};",
         f"  static constexpr int kPack = {order.pack}, kElements = {order.elements};",
         f"  static constexpr int kThreads = {order.threads}, kBlocks = {order.blocks};",
         f"  static constexpr int kMostTerms = {max(map(int, terms), default=1)};",
