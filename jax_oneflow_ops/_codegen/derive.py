@@ -1,12 +1,13 @@
 """Derivatives of traced bodies: bodies that are traced, again, by jax's own rules."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import scalars
@@ -15,6 +16,8 @@ from jax_oneflow_ops._codegen.traced import Traced, computed
 
 # A definition of `definition.py`, which imports this module.
 Definition = Any
+# Runs a derivative's definition, for its inputs by number, and for which outputs or inputs.
+Run = Callable[[Definition, dict[int, Any], Sequence[int]], list[Any]]
 
 
 def define(
@@ -138,3 +141,72 @@ def partial_of_reference(
         return [jnp.asarray(y).astype(computed(result))]
 
     return Traced(scalars.trace(function, dtypes), name)
+
+
+# ---- rules of primitives whose parameter `spec` has a traced definition ----
+
+
+def is_zero(x: Any) -> bool:
+    """Whether a tangent or a cotangent is none."""
+    return isinstance(x, ad.Zero) or jnp.result_type(x) == jax.dtypes.float0
+
+
+def tangents_like(results: Sequence[Any], found: Mapping[int, Any]) -> list[Any]:
+    """The tangents of results, of which those that are not found are zero."""
+    return [
+        _compat.broadcast_like(found[o], jax.typeof(result))
+        if o in found
+        else ad.Zero(jax.typeof(result).to_tangent_aval())
+        for o, result in enumerate(results)
+    ]
+
+
+def tangents_of(
+    spec: Any, primals: Sequence[Any], tangents: Sequence[Any], run: Run
+) -> dict[int, Any]:
+    """The tangents of the outputs that are not zero, by one kernel."""
+    given = dict(zip(spec.primals, primals, strict=True))
+    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t)}
+    if not moving:
+        return {}
+    definition, outs = jvp(spec.definition, tuple(moving))
+    count = len(spec.definition.inputs)
+    every = given | {count + k: t for k, t in enumerate(moving.values())}
+    args = {i: every[i] for i in definition.reads}
+    return dict(zip(outs, run(definition, args, outs), strict=True)) if outs else {}
+
+
+def cotangents_of(
+    spec: Any,
+    cts: Sequence[Any],
+    args: Sequence[Any],
+    run: Run,
+    like: Callable[[Any, Any], Any],
+    dtype_of: Callable[[int, Any], str] | None = None,
+) -> list[Any]:
+    """The cotangents of the operands that the outputs are linear in, by one kernel.
+
+    `like` gives a cotangent the type of its operand, and `dtype_of` the dtype that it is stored in.
+    """
+    given = dict(zip(spec.primals, args, strict=True))
+    linear = {i: x.aval for i, x in given.items() if ad.is_undefined_primal(x)}
+    live = {o: ct for o, ct in enumerate(cts) if not is_zero(ct)}
+    found: dict[int, Any] = {}
+    if linear and live:
+        dtypes = tuple(dtype_of(i, aval) for i, aval in linear.items()) if dtype_of else None
+        definition = transpose(spec.definition, tuple(linear), tuple(live), dtypes)
+        count = len(spec.definition.inputs)
+        every = given | {count + k: ct for k, ct in enumerate(live.values())}
+        for i in definition.reads:
+            if i in linear:
+                raise NotImplementedError(
+                    f"{spec.definition.name}: it cannot be transposed with respect to input {i}, "
+                    "which it is not linear in."
+                )
+        operands = {i: every[i] for i in definition.reads}
+        if operands:  # else they are zeros
+            found = dict(zip(linear, run(definition, operands, tuple(linear)), strict=True))
+    return [
+        None if i not in linear else like(found[i], linear[i]) if i in found else ad.Zero(linear[i])
+        for i in spec.primals
+    ]

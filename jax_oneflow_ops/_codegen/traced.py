@@ -651,12 +651,15 @@ def _mul(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
     if x is None or y is None:
         rest = y if x is None else x
         return program.literal(a * b, dtype) if rest is None else program.scaled(a * b, rest)
-    order = lambda k: (program.values[k].kind != "literal", program.is_element[k], k)  # noqa: E731
+
+    def order(k: int) -> tuple[bool, bool, int]:
+        return program.values[k].kind != "literal", program.is_element[k], k
+
     first, second = sorted((x, y), key=order)
     factor = a * b
-    if program.is_element[second] and not program.is_element[first] and abs(factor) != 1:
-        if program.values[first].kind != "literal":
-            first, factor = program.scaled(factor, first), 1.0
+    is_of_row = order(first)[:2] == (True, False) and program.is_element[second]
+    if is_of_row and abs(factor) != 1:
+        first, factor = program.scaled(factor, first), 1.0
     return program.scaled(factor, program.add("mul", dtype, [first, second], "{0} * {1}"))
 
 
