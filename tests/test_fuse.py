@@ -1027,28 +1027,28 @@ def test_wrong_calls_of_rows_end_no_process():
         "code": np.frombuffer(code, np.uint8),
         "id": np.int64(cache.code_id(code)),
         "name": "by_hand",
-        "kinds": np.array([0, 0, 1, 0, 4]),  # x, dy, scale -> dx, dscale in parts
-        "element_bytes": np.full(5, 4),
+        "kinds": np.array([0, 0, 1, 2, 0, 4]),  # x, dy, scale, a sum -> dx, dscale in parts
+        "element_bytes": np.full(6, 4),
         "width": np.int64(4),
         "layout": np.array([4, 4, 256, 1, 1, 4]),
     }
-    x, row = normals(5, 4), normals(4)
+    x, row, of_rows = normals(5, 4), normals(4), normals(5)
     f32 = np.dtype("float32")
 
     def call(x=x, row=row, parts=2, **changed):
         results = [jax.ShapeDtypeStruct((5, 4), f32), jax.ShapeDtypeStruct((parts, 1, 4), f32)]
         call = jax.ffi.ffi_call("jof_compiled_rows", results)
-        return jax.block_until_ready(call(x, x, row, **{**good, **changed}))
+        return jax.block_until_ready(call(x, x, row, of_rows, **{**good, **changed}))
 
     call()
     for changed, message in (
-        ({"x": normals(3, 4)}, "result 0 must have 12 elements, got 20"),
+        ({"x": normals(3, 4)}, "operand 3 must have 3 elements, got 5"),
         ({"row": normals(5)}, "operand 2 must have 4 elements, got 5"),
         ({"parts": 0}, "result 1 must be sums of at least one part"),
-        ({"kinds": np.array([0, 1, 0, 0, 4])}, "operand 1 must have 4 elements, got 20"),
-        ({"kinds": np.array([0, 0, 1, 1, 4])}, "result 0 has a kind"),
-        ({"kinds": np.zeros(4, np.int64)}, "must have 5 entries"),
-        ({"element_bytes": np.array([4, 4, 8, 4, 4])}, "operand 2 must have elements of 8"),
+        ({"kinds": np.array([0, 1, 1, 2, 0, 4])}, "operand 1 must have 4 elements, got 20"),
+        ({"kinds": np.array([0, 0, 1, 2, 1, 4])}, "result 0 has a kind"),
+        ({"kinds": np.zeros(4, np.int64)}, "must have 6 entries"),
+        ({"element_bytes": np.array([4, 4, 8, 4, 4, 4])}, "operand 2 must have elements of 8"),
         ({"width": np.int64(0)}, "width must be positive"),
         ({"layout": np.array([4, 4, 256, 1, 0, 4])}, "at least one part"),
         ({"layout": np.array([0, 4, 256, 1, 1, 4])}, "layout is not that of a kernel"),

@@ -390,15 +390,45 @@ def _lead(avals: Sequence[Any]) -> tuple[Any, ...]:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
 ) -> tuple[list[Any], list[Any]]:
-    results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
     lead = _lead([jax.typeof(x) for x in primals])
+    given = dict(zip(spec.primals, primals, strict=True))
+    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not derive.is_zero(t)}
 
-    def run(definition: Definition, args: dict[int, Any], outs: Sequence[int]) -> list[Any]:
-        kinds = [spec.kinds[o] for o in outs]
+    def run(definition: Definition, args: dict[int, Any], kinds: Sequence[Kind]) -> list[Any]:
         return bind(definition, spec.width, kinds, args, lead, implementation)
 
-    found = derive.tangents_of(spec, primals, tangents, run)
+    more = _with_facts(spec, tuple(moving), [x.shape for x in primals])
+    if more is None:
+        results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
+        definition, outs = (
+            derive.jvp(spec.definition, tuple(moving)) if moving else (spec.definition, ())
+        )
+    else:
+        full, definition, outs = more
+        count = len(full.outputs) - len(spec.kinds)
+        results = run(full, given, [*spec.kinds, *["value"] * count])
+        results, facts = results[: len(spec.kinds)], results[len(spec.kinds) :]
+        given |= {len(spec.dtypes) + k: fact for k, fact in enumerate(facts)}
+    found: dict[int, Any] = {}
+    if outs:
+        first = len(definition.inputs) - len(moving)
+        every = given | {first + k: t for k, t in enumerate(moving.values())}
+        args = {i: every[i] for i in definition.reads}
+        found = dict(zip(outs, run(definition, args, [spec.kinds[o] for o in outs]), strict=True))
     return results, derive.tangents_like(results, found)
+
+
+def _with_facts(
+    spec: Spec, moving: tuple[int, ...], shapes: Sequence[tuple[Any, ...]]
+) -> tuple[Definition, Definition, tuple[int, ...]] | None:
+    """See `derive.with_facts`; None where a kernel cannot write as much."""
+    more = derive.with_facts(spec.definition, moving) if moving else None
+    if more is None:
+        return None
+    kinds = (*spec.kinds, *("value",) * (len(more[0].outputs) - len(spec.kinds)))
+    return (
+        more if fits(dataclasses.replace(spec, definition=more[0], kinds=kinds), shapes) else None
+    )
 
 
 def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None) -> list[Any]:
