@@ -95,7 +95,7 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
 @functools.lru_cache(maxsize=1024)
 def with_facts(
     definition: Definition, moving: tuple[int, ...]
-) -> tuple[Definition, Definition, tuple[int, ...]] | None:
+) -> tuple[Definition, tuple[Definition, tuple[int, ...]]] | None:
     """The definition with more outputs, the reductions that its tangents need, and `jvp` of it.
 
     The tangents' inputs are those of the definition, these facts, which are values of a row, and
@@ -126,7 +126,7 @@ def with_facts(
             compute = functools.partial(_compat.bind_equation, eqn)
             values = [*map(read, eqn.invars)]
             fact = facts.get(eqn.outvars[0])
-            results = compute(values) if fact is None else [_known(compute, *values, fact)]
+            results = compute(values) if fact is None else [_known(compute, values[0], fact)]
             env.update(zip(eqn.outvars, results, strict=True))
         return [*map(read, [*flat.outvars, *wanted])]
 
@@ -152,7 +152,7 @@ def with_facts(
     tangents, outs = jvp(given(facts), moving)
     if not facts or not outs:
         return None
-    return defined(lambda *args: run(args, {}, facts), (), facts), tangents, outs
+    return defined(lambda *args: run(args, {}, facts), (), facts), (tangents, outs)
 
 
 def _known(compute: Callable[[list[Any]], list[Any]], x: Any, fact: Any) -> Any:
@@ -238,18 +238,22 @@ def tangents_like(results: Sequence[Any], found: Mapping[int, Any]) -> list[Any]
     ]
 
 
+def moving_of(spec: Any, tangents: Sequence[Any]) -> dict[int, Any]:
+    """The tangents of inputs that are not zero."""
+    return {i: t for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t)}
+
+
 def tangents_of(
-    spec: Any, primals: Sequence[Any], tangents: Sequence[Any], run: Run
+    found: tuple[Definition, Sequence[int]],
+    given: Mapping[int, Any],
+    moving: Mapping[int, Any],
+    run: Run,
 ) -> dict[int, Any]:
-    """The tangents of the outputs that are not zero, by one kernel."""
-    given = dict(zip(spec.primals, primals, strict=True))
-    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t)}
-    if not moving:
-        return {}
-    definition, outs = jvp(spec.definition, tuple(moving))
-    count = len(spec.definition.inputs)
-    every = given | {count + k: t for k, t in enumerate(moving.values())}
-    args = {i: every[i] for i in definition.reads}
+    """The tangents of outputs by what `jvp` has found, for the inputs and their tangents."""
+    definition, outs = found
+    count = len(definition.inputs) - len(moving)
+    every = {**given, **{count + k: t for k, t in enumerate(moving.values())}}
+    args = {i: every[i] for i in definition.reads} if outs else {}
     return dict(zip(outs, run(definition, args, outs), strict=True)) if outs else {}
 
 

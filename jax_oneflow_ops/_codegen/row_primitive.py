@@ -392,43 +392,29 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     lead = _lead([jax.typeof(x) for x in primals])
     given = dict(zip(spec.primals, primals, strict=True))
-    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not derive.is_zero(t)}
+    moving = derive.moving_of(spec, tangents)
+    of = tuple(moving)
 
-    def run(definition: Definition, args: dict[int, Any], kinds: Sequence[Kind]) -> list[Any]:
+    def run(definition: Definition, args: dict[int, Any], outs: Sequence[int]) -> list[Any]:
+        kinds = [spec.kinds[o] for o in outs]
         return bind(definition, spec.width, kinds, args, lead, implementation)
 
-    more = _with_facts(spec, tuple(moving), [x.shape for x in primals])
-    if more is None:
-        results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
-        definition, outs = (
-            derive.jvp(spec.definition, tuple(moving)) if moving else (spec.definition, ())
-        )
-    else:
-        full, definition, outs = more
-        count = len(full.outputs) - len(spec.kinds)
-        results = run(full, given, [*spec.kinds, *["value"] * count])
-        results, facts = results[: len(spec.kinds)], results[len(spec.kinds) :]
-        given |= {len(spec.dtypes) + k: fact for k, fact in enumerate(facts)}
-    found: dict[int, Any] = {}
-    if outs:
-        first = len(definition.inputs) - len(moving)
-        every = given | {first + k: t for k, t in enumerate(moving.values())}
-        args = {i: every[i] for i in definition.reads}
-        found = dict(zip(outs, run(definition, args, [spec.kinds[o] for o in outs]), strict=True))
+    more = derive.with_facts(spec.definition, of) if moving else None
+    if more is not None:
+        full, tangent = more
+        of_facts: list[Kind] = ["value"] * (len(full.outputs) - len(spec.kinds))
+        kinds = (*spec.kinds, *of_facts)
+        whole = dataclasses.replace(spec, definition=full, kinds=kinds)
+        if fits(whole, [x.shape for x in primals]):
+            results = bind(full, spec.width, kinds, given, lead, implementation)
+            results, facts = results[: len(spec.kinds)], results[len(spec.kinds) :]
+            given |= {len(spec.dtypes) + k: fact for k, fact in enumerate(facts)}
+            found = derive.tangents_of(tangent, given, moving, run)
+            return results, derive.tangents_like(results, found)
+    results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
+    tangent = derive.jvp(spec.definition, of) if moving else (spec.definition, ())
+    found = derive.tangents_of(tangent, given, moving, run)
     return results, derive.tangents_like(results, found)
-
-
-def _with_facts(
-    spec: Spec, moving: tuple[int, ...], shapes: Sequence[tuple[Any, ...]]
-) -> tuple[Definition, Definition, tuple[int, ...]] | None:
-    """See `derive.with_facts`; None where a kernel cannot write as much."""
-    more = derive.with_facts(spec.definition, moving) if moving else None
-    if more is None:
-        return None
-    kinds = (*spec.kinds, *("value",) * (len(more[0].outputs) - len(spec.kinds)))
-    return (
-        more if fits(dataclasses.replace(spec, definition=more[0], kinds=kinds), shapes) else None
-    )
 
 
 def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None) -> list[Any]:
