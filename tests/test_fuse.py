@@ -890,7 +890,9 @@ def of_rows(f, args):
 )
 def test_rows(name, dtype):
     f, kinds = ROWS[name]
-    args = arguments(kinds, 1100 if name == "layer_norm" else 37, dtype)
+    # On a CPU two blocks, of one length or of two, or one.
+    width = {"layer_norm": 1101, "gated_norm": 1100}.get(name, 37)
+    args = arguments(kinds, width, dtype)
     fused = jof.fuse(f)
     assert targets(fused, *args) == ["jof_compiled_rows"]
     if dtype == "bfloat16":  # derivatives are the same programs
@@ -908,6 +910,29 @@ def test_rows(name, dtype):
         scale = np.abs(wide(e)).max(initial=0 if is_narrow else 1)
         unit = 2.0**-8 if is_narrow else 2.0**-20
         assert_close(a, e, 4 * unit, 4 * unit * scale)
+
+
+# Packs that are whole and not, as many for each thread and not; a cluster, and chunks.
+@pytest.mark.parametrize("width", [4096, 1000, 1001, 40000, 40001, 150000, 150001])
+def test_rows_of_all_teams(width):
+    if jax.default_backend() != "gpu":
+        pytest.skip("teams are of threads of a GPU")
+    for name in ("layer_norm", "cross_entropy", "masked_softmax"):
+        f, kinds = ROWS[name]
+        args = arguments(kinds, width, "bfloat16", (9, 10))
+        ours = jax.jit(lambda *xs, f=f: of_rows(jof.fuse(f), xs)[:2])(*args)
+        exact = jax.jit(lambda *xs, f=f: of_rows(f, xs)[:2])(
+            *(x.astype("float32") if x.dtype == "bfloat16" else x for x in args)
+        )
+        for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+            assert_close(a, e, 2.0**-6, 2.0**-6 * np.abs(wide(e)).max())
+
+
+def test_derivatives_reduce_nothing_again():
+    for name, reductions in (("layer_norm", 1), ("rms_norm", 1), ("cross_entropy", 0)):
+        f, kinds = ROWS[name]
+        report = jof.fuse(f).explain(*arguments(kinds, 8, "float32"), derivative="vjp")
+        assert report.kernels[-1].reductions == reductions
 
 
 def test_rows_of_several_dimensions_and_constants():
