@@ -89,6 +89,7 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
 
   void RunRow(int64_t row) {
     Definition::Begin(call, row, &facts);
+    Definition::Start(&facts);
     if constexpr (kIsWhole) LoadArrays(row, 0, kWidth, ArrayIndices());
     Reduce<0>(row);
     if constexpr (sizeof...(O) > 0 || kSums > 0) {

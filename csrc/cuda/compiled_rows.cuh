@@ -10,8 +10,9 @@
 //     static constexpr int kSumsOutput;         // which output these are
 //     static constexpr int kWidth;              // elements of a row
 //     static constexpr int kPack, kElements, kThreads, kBlocks;  // see rows.cuh
-//     struct Row { ... };           // what is known of a row: set by Begin and Finish
-//     static void Begin(const TracedRowsCall&, int64_t row, Row*);
+//     struct Row { ... };           // what is known of a row: set by Begin, Start and Finish
+//     static void Begin(const TracedRowsCall&, int64_t row, Row*);  // loads, a row ahead
+//     static void Start(Row*);      // what follows from that: it would wait for the loads
 //     template <int r> using Level = ...;  // below
 //     static void Map(const Row&, int column, values, vectors, results, sums);
 //     static void End(const TracedRowsCall&, int64_t row, const Row&);
@@ -151,6 +152,7 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
     Definition::Begin(call, row, &facts);
     return facts;
   }
+  __device__ __forceinline__ void Start(Row* facts) const { Definition::Start(facts); }
   __device__ __forceinline__ void Prepare(Values&) const {}
 
   // The type of a term, and the operation that combines it.

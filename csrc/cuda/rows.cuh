@@ -544,6 +544,7 @@ class RowsKernelBody {
     begin_ = team_ * Width();
     for (int64_t row = team_; row - team_here < plan_.rows; row += plan_.teams) {
       Row facts = next;
+      if constexpr (Program::kIsTraced) program_.Start(&facts);
       next = BeginRow(row + plan_.teams);
       if constexpr (kUsesParts) {
         ReduceParts(&facts);
