@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from jax_oneflow_ops._codegen.signature import TYPES, is_narrow
+from jax_oneflow_ops._codegen.source import MATH_OF_C, WITHOUT_HALF
 from jax_oneflow_ops._codegen.traced import REDUCTIONS, Program, cpp_type
 
 ARRAY, VECTOR, VALUE, SCALAR, SUMS = range(5)
@@ -120,7 +121,8 @@ def source(
     lines = [
         f"// {title}",
         *(["#define JOF_NARROW_RESULTS"] if is_short else []),
-        *([] if "float16" in every else ["#define JOF_WITHOUT_HALF"]),
+        *([] if "float16" in every else [WITHOUT_HALF]),
+        MATH_OF_C,
         f'#include "{_HEADERS[platform]}"',
         '#include "common/traced.h"',
         "namespace jof_expression {",
