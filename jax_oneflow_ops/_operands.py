@@ -51,10 +51,16 @@ def result_aval(*avals: Any) -> Any:
     return _compat.elementwise_aval(*([aval for aval in avals if aval.ndim] or avals))
 
 
-def sharding_rule(*types: Any, results: int = 1) -> _primitive.ShardingRule:
-    """All dimensions are independent. Where an operand is broadcast it has a name of its own."""
+def sharding_rule(
+    *types: Any, results: int = 1, width: int | None = None
+) -> _primitive.ShardingRule:
+    """All dimensions are independent. Where an operand is broadcast it has a name of its own.
+
+    `width` is the last dimension of the results where that may be none of an operand's.
+    """
     rank = max(len(t.shape) for t in types)
-    sizes = jnp.broadcast_shapes(*(tuple(t.shape) for t in types))
+    sizes = [*jnp.broadcast_shapes(*(tuple(t.shape) for t in types))]
+    sizes = sizes if width is None else [*sizes[:-1], width]
     dims = [f"d{i}" for i in range(rank)]
     operands = [
         [

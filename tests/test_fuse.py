@@ -885,7 +885,9 @@ def of_rows(f, args):
 )
 def test_rows(name, dtype):
     f, kinds = ROWS[name]
-    args = arguments(kinds, 1100 if name == "layer_norm" else 37, dtype)
+    # On a CPU two blocks, of one length or of two, or one.
+    width = {"layer_norm": 1101, "gated_norm": 1100}.get(name, 37)
+    args = arguments(kinds, width, dtype)
     fused = jof.fuse(f)
     assert targets(fused, *args) == ["jof_compiled_rows"]
     if dtype == "bfloat16":  # derivatives are the same programs
@@ -905,6 +907,29 @@ def test_rows(name, dtype):
         scale = np.abs(wide(e)).max(initial=0 if is_narrow else 1)
         unit = 2.0**-8 if is_narrow else 2.0**-20
         assert_close(a, e, 4 * unit, 4 * unit * scale)
+
+
+# Packs that are whole and not, as many for each thread and not; a cluster, and chunks.
+@pytest.mark.parametrize("width", [4096, 1000, 1001, 40000, 40001, 150000, 150001])
+def test_rows_of_all_teams(width):
+    if jax.default_backend() != "gpu":
+        pytest.skip("teams are of threads of a GPU")
+    for name in ("layer_norm", "cross_entropy", "masked_softmax"):
+        f, kinds = ROWS[name]
+        args = arguments(kinds, width, "bfloat16", (9, 10))
+        ours = jax.jit(lambda *xs, f=f: of_rows(jof.fuse(f), xs)[:2])(*args)
+        exact = jax.jit(lambda *xs, f=f: of_rows(f, xs)[:2])(
+            *(x.astype("float32") if x.dtype == "bfloat16" else x for x in args)
+        )
+        for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+            assert_close(a, e, 2.0**-6, 2.0**-6 * np.abs(wide(e)).max())
+
+
+def test_derivatives_reduce_nothing_again():
+    for name, reductions in (("layer_norm", 1), ("rms_norm", 1), ("cross_entropy", 0)):
+        f, kinds = ROWS[name]
+        report = jof.fuse(f).explain(*arguments(kinds, 8, "float32"), derivative="vjp")
+        assert report.kernels[-1].reductions == reductions
 
 
 def test_rows_of_several_dimensions_and_constants():
@@ -1024,28 +1049,28 @@ def test_wrong_calls_of_rows_end_no_process():
         "code": np.frombuffer(code, np.uint8),
         "id": np.int64(cache.code_id(code)),
         "name": "by_hand",
-        "kinds": np.array([0, 0, 1, 0, 4]),  # x, dy, scale -> dx, dscale in parts
-        "element_bytes": np.full(5, 4),
+        "kinds": np.array([0, 0, 1, 2, 0, 4]),  # x, dy, scale, a sum -> dx, dscale in parts
+        "element_bytes": np.full(6, 4),
         "width": np.int64(4),
         "layout": np.array([4, 4, 256, 1, 1, 4]),
     }
-    x, row = normals(5, 4), normals(4)
+    x, row, of_rows = normals(5, 4), normals(4), normals(5)
     f32 = np.dtype("float32")
 
     def call(x=x, row=row, parts=2, **changed):
         results = [jax.ShapeDtypeStruct((5, 4), f32), jax.ShapeDtypeStruct((parts, 1, 4), f32)]
         call = jax.ffi.ffi_call("jof_compiled_rows", results)
-        return jax.block_until_ready(call(x, x, row, **{**good, **changed}))
+        return jax.block_until_ready(call(x, x, row, of_rows, **{**good, **changed}))
 
     call()
     for changed, message in (
-        ({"x": normals(3, 4)}, "result 0 must have 12 elements, got 20"),
+        ({"x": normals(3, 4)}, "operand 3 must have 3 elements, got 5"),
         ({"row": normals(5)}, "operand 2 must have 4 elements, got 5"),
         ({"parts": 0}, "result 1 must be sums of at least one part"),
-        ({"kinds": np.array([0, 1, 0, 0, 4])}, "operand 1 must have 4 elements, got 20"),
-        ({"kinds": np.array([0, 0, 1, 1, 4])}, "result 0 has a kind"),
-        ({"kinds": np.zeros(4, np.int64)}, "must have 5 entries"),
-        ({"element_bytes": np.array([4, 4, 8, 4, 4])}, "operand 2 must have elements of 8"),
+        ({"kinds": np.array([0, 1, 1, 2, 0, 4])}, "operand 1 must have 4 elements, got 20"),
+        ({"kinds": np.array([0, 0, 1, 2, 1, 4])}, "result 0 has a kind"),
+        ({"kinds": np.zeros(4, np.int64)}, "must have 6 entries"),
+        ({"element_bytes": np.array([4, 4, 8, 4, 4, 4])}, "operand 2 must have elements of 8"),
         ({"width": np.int64(0)}, "width must be positive"),
         ({"layout": np.array([4, 4, 256, 1, 0, 4])}, "at least one part"),
         ({"layout": np.array([0, 4, 256, 1, 1, 4])}, "layout is not that of a kernel"),

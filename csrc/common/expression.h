@@ -12,6 +12,9 @@
 #define INFINITY __int_as_float(0x7f800000)
 #else
 #include <math.h>
+#undef isfinite  // macros of C
+#undef isinf
+#undef isnan
 #endif
 
 #include "common/arithmetic.h"

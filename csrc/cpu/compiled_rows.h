@@ -41,15 +41,6 @@ JOF_INLINE auto* BlockAt(Blocks<Head, Tail...>& blocks) {
   }
 }
 
-template <int k, typename... T>
-struct TypeAt;
-template <int k, typename Head, typename... Tail>
-struct TypeAt<k, Head, Tail...> : TypeAt<k - 1, Tail...> {};
-template <typename Head, typename... Tail>
-struct TypeAt<0, Head, Tail...> {
-  using type = Head;
-};
-
 template <typename Definition, typename Arrays = typename Definition::Arrays,
           typename Vectors = typename Definition::Vectors,
           typename Outputs = typename Definition::Outputs>
@@ -64,6 +55,11 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   using OutputIndices = MakeIndices<sizeof...(O)>;
   static constexpr int kReductions = Definition::kReductions, kSums = Definition::kSums;
   static constexpr int kArrays = sizeof...(A);
+  // A row goes by so many blocks, all of one length if the row's is a multiple of it.
+  static constexpr int64_t kWidth = Definition::kWidth;
+  static constexpr int64_t kBlocks = (kWidth + kTracedBlock - 1) / kTracedBlock;
+  static constexpr int64_t kBlock = (kWidth + kBlocks - 1) / kBlocks;
+  static constexpr bool kIsWhole = kBlocks == 1;
 
   const TracedRowsCall& call;
   Blocks<Compute<A>...> x;
@@ -75,11 +71,11 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
 
   // Parts [begin, end) of the rows.
   void Run(int64_t begin, int64_t end) {
-    if (IsWhole()) LoadVectors(0, call.n, VectorIndices());
+    if constexpr (kIsWhole) LoadVectors(0, kWidth, VectorIndices());
     for (int64_t part = begin; part < end; ++part) {
       if constexpr (kSums > 0) {
-        sums = static_cast<Word*>(call.outputs[Definition::kSumsOutput]) + part * kSums * call.n;
-        for (int64_t i = 0; i < kSums * call.n; ++i) sums[i] = 0;
+        sums = static_cast<Word*>(call.outputs[Definition::kSumsOutput]) + part * kSums * kWidth;
+        for (int64_t i = 0; i < kSums * kWidth; ++i) sums[i] = 0;
       }
       const int64_t last = (part + 1) * call.rows / call.parts;
       for (int64_t row = part * call.rows / call.parts; row < last; ++row) RunRow(row);
@@ -87,26 +83,28 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   }
 
  private:
-  JOF_INLINE bool IsWhole() const { return call.n <= kTracedBlock; }
+  JOF_INLINE static int64_t SizeAt(int64_t i) {
+    return kWidth % kBlock == 0 || i + kBlock <= kWidth ? kBlock : kWidth - i;
+  }
 
   void RunRow(int64_t row) {
     Definition::Begin(call, row, &facts);
-    if (IsWhole()) LoadArrays(row, 0, call.n, ArrayIndices());
+    Definition::Start(&facts);
+    if constexpr (kIsWhole) LoadArrays(row, 0, kWidth, ArrayIndices());
     Reduce<0>(row);
     if constexpr (sizeof...(O) > 0 || kSums > 0) {
-      for (int64_t i = 0; i < call.n; i += kTracedBlock) {
-        const int64_t m = Load<kReductions>(row, i);
+      for (int64_t i = 0; i < kWidth; i += kBlock) {
+        const int64_t m = SizeAt(i);
+        if constexpr (!kIsWhole) Load<kReductions>(row, i, m);
         MapBlock(row, i, m, ArrayIndices(), VectorIndices(), OutputIndices(), MakeIndices<kSums>());
       }
     }
     Definition::End(call, row, facts);
   }
 
-  // Loads a block of the row as reduction r finds it; returns its elements.
+  // Loads a block of the row as reduction r finds it.
   template <int r>
-  int64_t Load(int64_t row, int64_t i) {
-    const int64_t m = call.n - i < kTracedBlock ? call.n - i : kTracedBlock;
-    if (IsWhole()) return m;
+  JOF_INLINE void Load(int64_t row, int64_t i, int64_t m) {
     LoadVectors(i, m, VectorIndices());
     LoadArrays(row, i, m, ArrayIndices());
     if constexpr (r > 0) {
@@ -115,12 +113,11 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
                       Definition::template Level<r>::Restore(f, column, values, vectors);
                     });
     }
-    return m;
   }
 
   template <int... a>
   void LoadArrays(int64_t row, int64_t i, int64_t m, Indices<a...>) {
-    (Widen<A>(call.inputs[a], row * call.n + i, m, BlockAt<a>(x)), ...);
+    (Widen<A>(call.inputs[a], row * kWidth + i, m, BlockAt<a>(x)), ...);
   }
   template <int... k>
   void LoadVectors(int64_t i, int64_t m, Indices<k...>) {
@@ -172,8 +169,9 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
     Blocks<T...> terms;
     Tuple<typename StoredOf<T>::type...> totals{
         MakeTuple(Operation::template Identity<typename StoredOf<T>::type>()...)};
-    for (int64_t i = 0; i < call.n; i += kTracedBlock) {
-      const int64_t m = Load<r>(row, i);
+    for (int64_t i = 0; i < kWidth; i += kBlock) {
+      const int64_t m = SizeAt(i);
+      if constexpr (!kIsWhole) Load<r>(row, i, m);
       ForEach<Level::kReplaces>(
           i, m, ArrayIndices(), VectorIndices(),
           [&](const Row& f, auto& values, const auto& vectors, int column, int64_t j) {
@@ -195,16 +193,15 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
                 Indices<o...>, Indices<s...>) {
     Blocks<Compute<O>...> y;
     Word* target = sums + i;
-    const int64_t n = call.n;
     ForEach<false>(i, m, arrays, vectors,
                    [&](const Row& f, auto& values, const auto& of_row, int column, int64_t j) {
                      Tuple<Compute<O>...> results;
                      Word more[kSums + 1];
                      Definition::Map(f, column, values, of_row, results, more);
                      ((BlockAt<o>(y)[j] = Get<o>(results)), ...);
-                     ((target[s * n + j] += more[s]), ...);
+                     ((target[s * kWidth + j] += more[s]), ...);
                    });
-    (Narrow<O>(BlockAt<o>(y), m, static_cast<O*>(call.outputs[o]) + row * n + i), ...);
+    (Narrow<O>(BlockAt<o>(y), m, static_cast<O*>(call.outputs[o]) + row * kWidth + i), ...);
   }
   template <typename T, typename C>
   JOF_INLINE static void Narrow(const C* in, int64_t m, T* out) {

@@ -13,6 +13,7 @@ JOF_NAMESPACE_BEGIN
 struct CudaCompiledKernel {
   cudaKernel_t kernel;
   int threads;  // of a block
+  bool knows_clusters;
 };
 
 // Kernels of a library belong to no device: they are loaded where they are launched.
@@ -27,6 +28,7 @@ inline cudaError_t LoadCompiled(const uint8_t* code, size_t, CudaCompiledKernel*
     status = cudaFuncGetAttributes(&attributes, static_cast<const void*>(kernel->kernel));
   }
   kernel->threads = attributes.maxThreadsPerBlock;
+  kernel->knows_clusters = attributes.ptxVersion >= 90;
   return status;
 }
 

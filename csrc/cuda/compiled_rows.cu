@@ -14,14 +14,11 @@ cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRow
                           layout.reductions > 0,
                           layout.sums > 0,
                           layout.vectors * layout.word_bytes};
-  // The first array, which packs follow: its bytes are not known here, but a pack of any type that
-  // begins at a multiple of 16 bytes is aligned.
-  const void* leader = layout.results > 0 ? call.outputs[0] : call.inputs[0];
-  const bool has_edges = call.n % layout.pack != 0 || !IsAligned(leader, kPackBytes);
+  const bool has_edges = call.n % layout.pack != 0;
   const auto function = static_cast<const void*>(kernel.kernel);
   RowsGrid grid{};
-  cudaError_t status = PlanGrid(function, traits, {1, call.n, call.rows}, layout.pack, has_edges,
-                                int64_t{layout.sums} * call.n * layout.word_bytes, &grid,
+  cudaError_t status = PlanGrid(function, traits, kernel.knows_clusters, {1, call.n, call.rows},
+                                has_edges, int64_t{layout.sums} * call.n * layout.word_bytes, &grid,
                                 layout.sums > 0 ? call.parts : int64_t{1} << 40);
   if (status == cudaSuccess && layout.sums > 0 && grid.units > call.parts) {
     return cudaErrorInvalidValue;
@@ -36,7 +33,7 @@ cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRow
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attribute{};
   const cudaLaunchConfig_t config =
-      ConfigOf(grid, grid.units * grid.plan.cluster, &attribute, stream);
+      ConfigOf(grid, grid.units * grid.plan.team.cluster, &attribute, stream);
   void* parameters[] = {const_cast<TracedRowsCall*>(&call), &grid.plan};
   return cudaLaunchKernelExC(&config, function, parameters);
 }

@@ -8,9 +8,11 @@
 //     using Word = ...;             // float, or double: what holds any value that is reduced
 //     static constexpr int kReductions, kSums;  // sums over rows
 //     static constexpr int kSumsOutput;         // which output these are
+//     static constexpr int kWidth;              // elements of a row
 //     static constexpr int kPack, kElements, kThreads, kBlocks;  // see rows.cuh
-//     struct Row { ... };           // what is known of a row: set by Begin and Finish
-//     static void Begin(const TracedRowsCall&, int64_t row, Row*);
+//     struct Row { ... };           // what is known of a row: set by Begin, Start and Finish
+//     static void Begin(const TracedRowsCall&, int64_t row, Row*);  // loads, a row ahead
+//     static void Start(Row*);      // what follows from that: it would wait for the loads
 //     template <int r> using Level = ...;  // below
 //     static void Map(const Row&, int column, values, vectors, results, sums);
 //     static void End(const TracedRowsCall&, int64_t row, const Row&);
@@ -32,6 +34,12 @@
 
 JOF_NAMESPACE_BEGIN
 namespace internal {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kHasClusters = true;
+#else
+inline constexpr bool kHasClusters = false;
+#endif
 
 // Values of any type as words of one, float or double.
 template <typename Word, typename T>
@@ -59,15 +67,6 @@ __device__ __forceinline__ T FromWord(Word word) {
   }
 }
 
-template <int k, typename... T>
-struct TypeOf;
-template <int k, typename Head, typename... Tail>
-struct TypeOf<k, Head, Tail...> : TypeOf<k - 1, Tail...> {};
-template <typename Head, typename... Tail>
-struct TypeOf<0, Head, Tail...> {
-  using type = Head;
-};
-
 template <typename Definition, typename Arrays = typename Definition::Arrays,
           typename Vectors = typename Definition::Vectors,
           typename Outputs = typename Definition::Outputs>
@@ -87,6 +86,16 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   static constexpr int kPack = Definition::kPack, kElements = Definition::kElements;
   static constexpr int kThreads = Definition::kThreads, kBlocks = Definition::kBlocks;
   static constexpr int kReductions = Definition::kReductions, kColumnSums = Definition::kSums;
+
+  static constexpr int kWidth = Definition::kWidth;
+  static constexpr bool kIsEven = kWidth % kPack == 0;
+  static constexpr RowsTeam kTeam =
+      TeamOf({kInputs, kPackBytes / kPack, kElements / kPack, kThreads, kReductions == 0,
+              kReductions > 0, kColumnSums > 0, kVectors* int{sizeof(Word)}},
+             kHasClusters, kWidth, !kIsEven);
+  static constexpr bool kMayBeChunks = kTeam.chunks > 1, kMayBeCluster = kTeam.cluster > 1;
+  static constexpr bool kIsFull =
+      kIsEven && kWidth == kPack * kTeam.lanes * kTeam.packs * kTeam.chunks * kTeam.cluster;
 
   JOF_HOST_DEVICE static constexpr int ValuesOf(int r) { return Definition::TermsOf(r); }
   static constexpr int kValues = Definition::kMostTerms;
@@ -114,8 +123,8 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   }
 
   // The columns of a pack of a row vector.
-  template <int P>
-  __device__ __forceinline__ void LoadVector(int vector, const PackPlace<P>& pack,
+  template <typename Place, int P>
+  __device__ __forceinline__ void LoadVector(int vector, const Place& pack,
                                              Word (&columns)[P]) const {
     ForEachIndex<kVectors>([&](auto index) {
       constexpr int i = decltype(index)::value;
@@ -143,37 +152,22 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
     Definition::Begin(call, row, &facts);
     return facts;
   }
+  __device__ __forceinline__ void Start(Row* facts) const { Definition::Start(facts); }
   __device__ __forceinline__ void Prepare(Values&) const {}
 
-  // Calls visit(index, operation, type) for the term that a number is of.
-  template <int r, typename Visit>
-  __device__ __forceinline__ static void OfTerm(int i, const Visit& visit) {
-    OfTerm(i, visit, static_cast<typename Level<r>::Terms*>(nullptr),
-           static_cast<typename Level<r>::Operations*>(nullptr),
-           MakeIndices<Level<r>::Terms::kSize>());
+  // The type of a term, and the operation that combines it.
+  template <int r, int i>
+  using Term = typename TypeIn<i, typename Level<r>::Terms>::type;
+  template <int r, int i>
+  using Operation = typename TypeIn<i, typename Level<r>::Operations>::type;
+  template <int r, int i>
+  __device__ __forceinline__ Word Identity() const {
+    return ToWord<Word>(Operation<r, i>::template Identity<Term<r, i>>());
   }
-  template <typename Visit, typename... T, typename... Operation, int... t>
-  __device__ __forceinline__ static void OfTerm(int i, const Visit& visit, Tuple<T...>*,
-                                                Tuple<Operation...>*, Indices<t...>) {
-    ((i == t ? visit(Operation(), T()) : void()), ...);
-  }
-  template <int r>
-  __device__ __forceinline__ Word Identity(int i) const {
-    Word result = 0;
-    OfTerm<r>(i, [&](auto operation, auto zero) {
-      using T = decltype(zero);
-      result = ToWord<Word>(decltype(operation)::template Identity<T>());
-    });
-    return result;
-  }
-  template <int r>
-  __device__ __forceinline__ Word Combine(int i, Word a, Word b) const {
-    Word result = a;
-    OfTerm<r>(i, [&](auto operation, auto zero) {
-      using T = decltype(zero);
-      result = ToWord<Word>(static_cast<T>(operation(FromWord<T>(a), FromWord<T>(b))));
-    });
-    return result;
+  template <int r, int i>
+  __device__ __forceinline__ Word Combine(Word a, Word b) const {
+    using T = Term<r, i>;
+    return ToWord<Word>(static_cast<T>(Operation<r, i>()(FromWord<T>(a), FromWord<T>(b))));
   }
 
   template <int r, int kCount>
@@ -182,7 +176,7 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
     const auto terms = Level<r>::Accumulate(facts, column, x, VectorsOf(v));
     ForEachIndex<kCount>([&](auto index) {
       constexpr int i = decltype(index)::value;
-      const Word sum = Combine<r>(i, values[i], ToWord<Word>(Get<i>(terms)));
+      const Word sum = Combine<r, i>(values[i], ToWord<Word>(Get<i>(terms)));
       values[i] = is_of_row ? sum : values[i];
     });
   }
@@ -219,7 +213,7 @@ JOF_NAMESPACE_END
       jof_compiled(const __grid_constant__ jof::TracedRowsCall call,                      \
                    const __grid_constant__ jof::RowsPlan plan) {                          \
     using Program = jof::internal::TracedRowsProgram<Definition>;                         \
-    using Body = jof::RowsKernelBody<Program, jof::kHeldPacks<Program>>;                  \
+    using Body = jof::RowsKernelBody<Program, Program::kTeam.packs>;                      \
     extern __shared__ uint4 slots[];                                                      \
     __shared__ typename Body::Shared shared;                                              \
     const Program program(call);                                                          \

@@ -38,18 +38,68 @@
 
 JOF_NAMESPACE_BEGIN
 
+// What of a program decides about its teams.
+struct RowsTraits {
+  int inputs, element_bytes;
+  int held;            // packs that a thread can hold
+  int threads;         // the most in a block
+  bool may_be_chunks;  // a row read by chunks is read once all the same
+  bool has_reductions;
+  bool has_sums;     // over rows
+  int vector_bytes;  // of row vectors, for each element
+};
+
+// The team that works on a row.
+struct RowsTeam {
+  int lanes;    // threads of a block that work on one row: a power of two
+  int packs;    // packs of a row that a thread holds at a time
+  int chunks;   // how often it holds that many
+  int cluster;  // blocks that work on one row
+  int threads;  // of a block
+};
+
 // What a launch looks like, chosen by PlanRows.
 struct RowsPlan {
+  RowsTeam team;
   int64_t rows, n;
   int64_t total;     // elements of an array
   int64_t teams;     // each has every teams-th row
-  int lanes;         // threads of a block that work on one row: a power of two
-  int packs;         // packs of a row that a thread holds at a time
-  int chunks;        // how often it holds that many
   int stages;        // chunks in flight for each thread
-  int cluster;       // blocks that work on one row
   int vector_slots;  // where the packs of row vectors are in shared memory
 };
+
+// The team for rows of n elements. A row has edges if it may begin or end within a pack.
+JOF_HOST_DEVICE constexpr RowsTeam TeamOf(const RowsTraits& traits, bool has_clusters, int64_t n,
+                                          bool has_edges) {
+  const int64_t pack = kPackBytes / traits.element_bytes;
+  // Packs that a row touches.
+  const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
+  RowsTeam team{1, 1, 1, 1, 0};
+  const auto per_lane = [&] {
+    const int64_t lanes = int64_t{team.lanes} * team.cluster;
+    return static_cast<int>((packs + lanes - 1) / lanes);
+  };
+  // Of two f32 inputs fewer packs in more lanes are better, which leaves 48 KB in flight on a
+  // multiprocessor: layer norm's gradient of 131072 x 1024 at 89 % of copy speed instead of 87 %.
+  const int preferred = traits.inputs == 2 ? 2 : traits.held;
+  const int most_lanes = traits.may_be_chunks && traits.has_reductions ? 64 : 256;
+  while (team.lanes < most_lanes && per_lane() > preferred) team.lanes *= 2;
+  // Blocks of 256 threads in more clusters are better than of 512: bf16 4096 x 32000 at 73 % of
+  // copy speed instead of 60 %.
+  while (!traits.may_be_chunks && has_clusters && team.cluster < 8 && team.lanes == most_lanes &&
+         per_lane() > traits.held) {
+    team.cluster *= 2;
+  }
+  while (!traits.may_be_chunks && !has_clusters && team.lanes < traits.threads &&
+         per_lane() > traits.held) {
+    team.lanes *= 2;
+  }
+  const int least = traits.has_sums ? 256 : 128;
+  team.threads = team.lanes > least ? team.lanes : least;
+  team.chunks = (per_lane() + traits.held - 1) / traits.held;
+  team.packs = (per_lane() + team.chunks - 1) / team.chunks;
+  return team;
+}
 
 // A vector over the columns, of T or of f32; none where data is null.
 struct RowVector {
@@ -97,6 +147,10 @@ struct RowsProgram {
   // What a thread holds of an element.
   using Values = Word[kArrays];
   static constexpr bool kIsTraced = false;
+  // Of a traced program the length of rows is known, and so its team and these.
+  static constexpr bool kIsEven = false;  // rows begin and end where packs do
+  static constexpr bool kIsFull = false;  // and all threads hold as many packs
+  static constexpr bool kMayBeChunks = true, kMayBeCluster = true;
   static constexpr int kPack = kPackSize<T>;
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
@@ -282,8 +336,8 @@ __device__ __forceinline__ void SyncTeam(int warp, int lanes) {
 }
 
 // Combines the values of all threads of the team, with the same result in each.
-template <typename C, int kMost, int kValues, typename Combine>
-__device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMost>* exchange,
+template <bool kMayBeCluster, typename C, int kMost, int kValues, typename Combine>
+__device__ __forceinline__ void ReduceTeam(const RowsTeam& team, Exchange<C, kMost>* exchange,
                                            unsigned* turn, C (&values)[kValues],
                                            const Combine& combine) {
   const auto reduce = [&](int offset) {
@@ -292,14 +346,14 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
     for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(0xffffffffu, values[i], offset);
     combine(values, other);
   };
-  if (plan.lanes >= kWarpSize) {
+  if (team.lanes >= kWarpSize) {
     JOF_UNROLL
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) reduce(offset);
   } else {
-    for (int offset = plan.lanes / 2; offset > 0; offset /= 2) reduce(offset);
+    for (int offset = team.lanes / 2; offset > 0; offset /= 2) reduce(offset);
   }
-  if (plan.lanes <= kWarpSize) return;
-  const int warps = plan.lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
+  if (team.lanes <= kWarpSize) return;
+  const int warps = team.lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize, copy = *turn & 1;
   auto& of_warps = exchange->warps[copy];
   if (lane == 0) {
@@ -310,13 +364,17 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
   JOF_UNROLL
   for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
   for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
-  if (plan.cluster > 1) {
+  if constexpr (kMayBeCluster) {
+    if (team.cluster == 1) {
+      ++*turn;
+      return;
+    }
     auto& of_blocks = exchange->blocks[copy];
     uint64_t* barrier = &exchange->barriers[copy];
     if (threadIdx.x == 0) {
-      ExpectBytes(barrier, plan.cluster * kValues * static_cast<int>(sizeof(C)));
+      ExpectBytes(barrier, team.cluster * kValues * static_cast<int>(sizeof(C)));
     }
-    if (threadIdx.x < plan.cluster) {
+    if (threadIdx.x < team.cluster) {
       JOF_UNROLL
       for (int i = 0; i < kValues; ++i) {
         StoreAsync(&of_blocks[ClusterRank()][i], barrier, threadIdx.x, values[i]);
@@ -325,7 +383,7 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
     WaitForBytes(barrier, *turn >> 1 & 1);
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) values[i] = of_blocks[0][i];
-    for (int b = 1; b < plan.cluster; ++b) {
+    for (int b = 1; b < team.cluster; ++b) {
       C other[kValues];
       JOF_UNROLL
       for (int i = 0; i < kValues; ++i) other[i] = of_blocks[b][i];
@@ -338,16 +396,16 @@ __device__ __forceinline__ void ReduceTeam(const RowsPlan& plan, Exchange<C, kMo
 // ---- packs ----
 
 // A pack within a row: elements [low, high) of it belong to the row.
-template <int V>
+template <int V, bool kIsEven = false>
 struct PackPlace {
   int first;  // column of element 0, negative where the row begins within the pack
   int n;
 
   __device__ __forceinline__ bool IsWhole() const {
-    return static_cast<unsigned>(first) < static_cast<unsigned>(n < V ? 0 : n - V + 1);
+    return kIsEven || static_cast<unsigned>(first) < static_cast<unsigned>(n < V ? 0 : n - V + 1);
   }
   __device__ __forceinline__ bool Has(int j) const {
-    return static_cast<unsigned>(first + j) < static_cast<unsigned>(n);
+    return kIsEven || static_cast<unsigned>(first + j) < static_cast<unsigned>(n);
   }
 };
 
@@ -457,6 +515,8 @@ class RowsKernelBody {
   static constexpr bool kUsesParts = kOutputs == 0 && !Program::kIsTraced;
   static constexpr bool kHasMap = kOutputs > 0 || kColumnSums > 0;
   static constexpr int kPasses = kUsesParts ? 1 : kReductions + kHasMap;
+  static constexpr bool kMayBeChunks =
+      Program::kMayBeChunks && (kColumnSums == 0 || Program::kIsTraced);
   // Sums of a thread that depend on nothing of each other.
   static constexpr int kWays = V < 4 ? V : 4;
   using Shared = internal::Exchange<C, kValues>;
@@ -464,32 +524,33 @@ class RowsKernelBody {
   __device__ __forceinline__ RowsKernelBody(const Program& program, const RowsPlan& plan,
                                             uint4* slots, Shared* shared)
       : program_(program), plan_(plan), slots_(slots + threadIdx.x), shared_(shared) {
-    const int teams_here = blockDim.x / plan.lanes;
-    lane_ = threadIdx.x & (plan.lanes - 1);
-    if (plan.cluster == 1) {
-      team_ = int64_t{blockIdx.x} * teams_here + threadIdx.x / plan.lanes;
+    const int teams_here = Threads() / Lanes();
+    lane_ = threadIdx.x & (Lanes() - 1);
+    if (Cluster() == 1) {
+      team_ = int64_t{blockIdx.x} * teams_here + threadIdx.x / Lanes();
     } else {
-      lane_ += static_cast<int>(internal::ClusterRank()) * plan.lanes;
-      team_ = blockIdx.x / plan.cluster;
+      lane_ += static_cast<int>(internal::ClusterRank()) * Lanes();
+      team_ = blockIdx.x / Cluster();
     }
-    pack_step_ = V * plan.lanes * plan.cluster;
-    SetFirst(FirstColumn(team_ * plan.n, 0));
+    pack_step_ = V * Lanes() * Cluster();
+    SetFirst(FirstColumn(team_ * Width(), 0));
   }
 
   __device__ __forceinline__ void Run() {
-    if (plan_.cluster > 1) {
+    if (Cluster() > 1) {
       if (threadIdx.x < 2) internal::InitBarrier(&shared_->barriers[threadIdx.x]);
       internal::SyncCluster();
     }
-    ahead_.begin = team_ * plan_.n;
+    ahead_.begin = team_ * Width();
     for (int s = 0; s < plan_.stages; ++s) Fetch(s);
     if (IsWhole()) LoadVectors();
     // All threads of a block take part in its barriers: until its first team has no row any more.
-    const int team_here = threadIdx.x / plan_.lanes;
+    const int team_here = threadIdx.x / Lanes();
     Row next = BeginRow(team_);
-    begin_ = team_ * plan_.n;
+    begin_ = team_ * Width();
     for (int64_t row = team_; row - team_here < plan_.rows; row += plan_.teams) {
       Row facts = next;
+      if constexpr (Program::kIsTraced) program_.Start(&facts);
       next = BeginRow(row + plan_.teams);
       if constexpr (kUsesParts) {
         ReduceParts(&facts);
@@ -498,15 +559,15 @@ class RowsKernelBody {
         if constexpr (kHasMap) MapRow(facts, row);
       }
       if (row < plan_.rows && lane_ == 0) program_.End(row, facts);
-      begin_ += plan_.teams * plan_.n;
+      begin_ += plan_.teams * Width();
     }
     if constexpr (kColumnSums > 0) StoreColumnSums();
-    if (plan_.cluster > 1) internal::SyncCluster();  // another block may still store to this one
+    if (Cluster() > 1) internal::SyncCluster();  // another block may still store to this one
   }
 
  private:
   using Row = typename Program::Row;
-  using PackPlace = internal::PackPlace<V>;
+  using PackPlace = internal::PackPlace<V, Program::kIsEven>;
 
   // What is copied next: a chunk of the row that begins at `begin` in the arrays.
   struct Cursor {
@@ -514,13 +575,36 @@ class RowsKernelBody {
     int pass = 0, chunk = 0;
   };
 
-  __device__ __forceinline__ bool IsWhole() const {
-    return (kColumnSums > 0 && !Program::kIsTraced) || plan_.chunks == 1;
+  __device__ __forceinline__ RowsTeam Team() const {
+    if constexpr (Program::kIsTraced) {
+      constexpr RowsTeam kTeam = Program::kTeam;
+      return kTeam;
+    } else {
+      return plan_.team;
+    }
   }
-  __device__ __forceinline__ int Columns() const { return static_cast<int>(plan_.n); }
+  __device__ __forceinline__ int Lanes() const { return Team().lanes; }
+  __device__ __forceinline__ int Packs() const { return Team().packs; }
+  __device__ __forceinline__ int Chunks() const { return Team().chunks; }
+  __device__ __forceinline__ int Cluster() const { return Team().cluster; }
+  __device__ __forceinline__ int Threads() const {
+    return Program::kIsTraced ? Team().threads : static_cast<int>(blockDim.x);
+  }
+  __device__ __forceinline__ int64_t Width() const {
+    if constexpr (Program::kIsTraced) {
+      return Program::kWidth;
+    } else {
+      return plan_.n;
+    }
+  }
+  __device__ __forceinline__ bool HasEdges() const { return !Program::kIsEven && has_edges_; }
 
-  // The array that packs follow.
+  __device__ __forceinline__ bool IsWhole() const { return !kMayBeChunks || Chunks() == 1; }
+  __device__ __forceinline__ int Columns() const { return static_cast<int>(Width()); }
+
+  // Of the array that packs follow. Where rows are known to be even packs follow those.
   __device__ __forceinline__ int Phase() const {
+    if constexpr (Program::kIsEven) return 0;
     if constexpr (kOutputs > 0) return PhaseOf(OutputOf<0>(program_));
     return PhaseOf(InputOf<0>(program_));
   }
@@ -547,8 +631,8 @@ class RowsKernelBody {
   // Of this thread's first pack: packs begin at multiples of 16 bytes of the array that they
   // follow.
   __device__ __forceinline__ int FirstColumn(int64_t begin, int chunk) const {
-    const int shift = (Phase() + static_cast<int>(begin)) & (V - 1);
-    return chunk * plan_.packs * pack_step_ + lane_ * V - shift;
+    const int shift = Program::kIsEven ? 0 : (Phase() + static_cast<int>(begin)) & (V - 1);
+    return chunk * Packs() * pack_step_ + lane_ * V - shift;
   }
 
   __device__ __forceinline__ void SetFirst(int first) {
@@ -556,7 +640,7 @@ class RowsKernelBody {
     packs_ = 0;
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
-      packs_ += k < plan_.packs && first + k * pack_step_ < Columns();
+      packs_ += k < Packs() && first + k * pack_step_ < Columns();
     }
     has_edges_ = first < 0 || first + (packs_ - 1) * pack_step_ > Columns() - V;
   }
@@ -566,12 +650,10 @@ class RowsKernelBody {
   }
 
   __device__ __forceinline__ uint4* Slot(int stage, int k) const {
-    return slots_ + (stage * kInputs * plan_.packs + k) * static_cast<int>(blockDim.x);
+    return slots_ + (stage * kInputs * Packs() + k) * Threads();
   }
   // From the slot of one array to that of the next.
-  __device__ __forceinline__ int ArrayStep() const {
-    return plan_.packs * static_cast<int>(blockDim.x);
-  }
+  __device__ __forceinline__ int ArrayStep() const { return Packs() * Threads(); }
 
   __device__ __forceinline__ Row BeginRow(int64_t row) const {
     return row < plan_.rows ? program_.Begin(row) : Row{};
@@ -582,7 +664,7 @@ class RowsKernelBody {
   __device__ __forceinline__ void ForEachPack(const Visit& visit) const {
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
-      if (k < packs_) visit(k);
+      if (Program::kIsFull || k < packs_) visit(k);
     }
   }
 
@@ -593,7 +675,8 @@ class RowsKernelBody {
       const int first = IsWhole() ? first_ : FirstColumn(ahead_.begin, ahead_.chunk);
       uint4* slot = Slot(stage, 0);
       const int64_t at = ahead_.begin + first;
-      if (InputsAreInPhase() && ahead_.begin >= V && ahead_.begin + plan_.n + V <= total) {
+      const bool is_inside = ahead_.begin >= V && ahead_.begin + Width() + V <= total;
+      if (InputsAreInPhase() && (Program::kIsEven || is_inside)) {
         const char* source[kInputs];
         internal::ForEachIndex<kInputs>([&](auto a) {
           constexpr int i = decltype(a)::value;
@@ -601,7 +684,8 @@ class RowsKernelBody {
         });
         JOF_UNROLL
         for (int k = 0; k < kHeld; ++k) {
-          const bool wanted = k < plan_.packs && first + k * pack_step_ < Columns();
+          const bool wanted =
+              Program::kIsFull || (k < Packs() && first + k * pack_step_ < Columns());
           internal::ForEachIndex<kInputs>([&](auto a) {
             constexpr int i = decltype(a)::value;
             using Array = decltype(ElementOfPointer(InputOf<i>(program_)));
@@ -611,27 +695,27 @@ class RowsKernelBody {
             }
             source[i] += pack_step_ * static_cast<int>(sizeof(Array));
           });
-          slot += blockDim.x;
+          slot += Threads();
         }
       } else {
         FetchChecked(slot, first);
       }
     }
     internal::CommitCopies();
-    if (!IsWhole()) {
-      if (++ahead_.chunk < plan_.chunks) return;
+    if (kMayBeChunks && !IsWhole()) {
+      if (++ahead_.chunk < Chunks()) return;
       ahead_.chunk = 0;
       if (kPasses > 1 && ++ahead_.pass < kPasses) return;
       ahead_.pass = 0;
     }
-    ahead_.begin += plan_.teams * plan_.n;
+    ahead_.begin += plan_.teams * Width();
   }
 
   // The same where packs may be outside of the arrays, or are not aligned.
   __device__ __forceinline__ void FetchChecked(uint4* slot, int first) const {
     const int64_t total = plan_.total;
 #pragma unroll 1
-    for (int k = 0; k < plan_.packs; ++k, slot += blockDim.x, first += pack_step_) {
+    for (int k = 0; k < Packs(); ++k, slot += Threads(), first += pack_step_) {
       if (first >= Columns()) return;
       const int64_t at = ahead_.begin + first;
       internal::ForEachIndex<kInputs>([&](auto a) {
@@ -643,7 +727,9 @@ class RowsKernelBody {
         if (internal::kIsAsync<kBytes> && PhaseOf(source) == 0 && at >= 0 && at + V <= total) {
           if constexpr (internal::kIsAsync<kBytes>) internal::CopyAsync<kBytes>(target, source);
         } else {
-          JOF_UNROLL
+          // Rows that are known to be even come here for arrays only that are misaligned.
+          constexpr int kUnroll = Program::kIsEven && internal::kIsAsync<kBytes> ? 1 : V;
+#pragma unroll kUnroll
           for (int j = 0; j < V; ++j) {
             if (static_cast<unsigned>(first + j) < static_cast<unsigned>(Columns())) {
               reinterpret_cast<Array*>(target)[j] = source[j];
@@ -657,7 +743,7 @@ class RowsKernelBody {
   // Loads a chunk of the row, and has another one fetched into its slots.
   __device__ __forceinline__ void Load(int chunk) {
     internal::WaitForCopies(plan_.stages - 1);
-    if (!IsWhole()) SetFirst(FirstColumn(begin_, chunk));
+    if (kMayBeChunks && !IsWhole()) SetFirst(FirstColumn(begin_, chunk));
     const uint4* slot = Slot(stage_, 0);
     ForEachPack([&](int k) {
       internal::ForEachIndex<kInputs>([&](auto a) {
@@ -670,19 +756,20 @@ class RowsKernelBody {
       });
       JOF_UNROLL
       for (int j = 0; j < V; ++j) program_.Prepare(x_[k][j]);
-      slot += blockDim.x;
+      slot += Threads();
     });
     Fetch(stage_);
     if (++stage_ == plan_.stages) stage_ = 0;
-    if (!IsWhole()) LoadVectors();
+    if constexpr (kMayBeChunks) {
+      if (!IsWhole()) LoadVectors();
+    }
   }
 
   // Row vectors are kept in slots of shared memory, too, aligned to the packs.
   static constexpr int kVectorSlots = V * static_cast<int>(sizeof(C)) / kPackBytes;
 
   __device__ __forceinline__ uint4* VectorSlot(int k, int vector) const {
-    return slots_ + plan_.vector_slots +
-           (k * kVectors + vector) * kVectorSlots * static_cast<int>(blockDim.x);
+    return slots_ + plan_.vector_slots + (k * kVectors + vector) * kVectorSlots * Threads();
   }
 
   __device__ __forceinline__ void LoadVectors() {
@@ -700,7 +787,7 @@ class RowsKernelBody {
           internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
         }
         JOF_UNROLL
-        for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * blockDim.x] = words[w];
+        for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * Threads()] = words[w];
       }
     }
   }
@@ -714,7 +801,7 @@ class RowsKernelBody {
           uint4 words[kVectorSlots];
         };
         JOF_UNROLL
-        for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * blockDim.x];
+        for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * Threads()];
         JOF_UNROLL
         for (int j = 0; j < V; ++j) v[j][i] = columns[j];
       }
@@ -739,12 +826,13 @@ class RowsKernelBody {
           }
         });
       };
-      if (has_edges_) {
-        add(internal::Index<1>());
-      } else {
-        add(internal::Index<0>());
+      if constexpr (!Program::kIsEven) {
+        if (has_edges_) {
+          add(internal::Index<1>());
+          return;
+        }
       }
-      return;
+      add(internal::Index<0>());
     } else {
       AccumulateNeutral<r>(facts, values);
     }
@@ -753,7 +841,7 @@ class RowsKernelBody {
   // The same of a program that says what adds nothing.
   template <int r, int kCount>
   __device__ __forceinline__ void AccumulateNeutral(const Row& facts, C (&values)[kWays][kCount]) {
-    if (has_edges_) {
+    if (HasEdges()) {
       ForEachPack([&](int k) {
         const PackPlace pack = PackAt(k);
         if (pack.IsWhole()) return;
@@ -780,14 +868,14 @@ class RowsKernelBody {
   __device__ __forceinline__ void Clear(C (&values)[kWays][kCount]) const {
     JOF_UNROLL
     for (int w = 0; w < kWays; ++w) {
-      JOF_UNROLL
-      for (int i = 0; i < kCount; ++i) {
+      internal::ForEachIndex<kCount>([&](auto index) {
+        constexpr int i = decltype(index)::value;
         if constexpr (Program::kIsTraced) {
-          values[w][i] = program_.template Identity<r>(i);
+          values[w][i] = program_.template Identity<r, i>();
         } else {
           values[w][i] = program_.template Identity<r>();
         }
-      }
+      });
     }
   }
 
@@ -796,14 +884,14 @@ class RowsKernelBody {
     const Program& program;
     template <int kCount>
     __device__ __forceinline__ void operator()(C (&a)[kCount], const C (&b)[kCount]) const {
-      JOF_UNROLL
-      for (int i = 0; i < kCount; ++i) {
+      internal::ForEachIndex<kCount>([&](auto index) {
+        constexpr int i = decltype(index)::value;
         if constexpr (Program::kIsTraced) {
-          a[i] = program.template Combine<r>(i, a[i], b[i]);
+          a[i] = program.template Combine<r, i>(a[i], b[i]);
         } else {
           a[i] = program.template Combine<r>(a[i], b[i]);
         }
-      }
+      });
     }
   };
 
@@ -821,16 +909,21 @@ class RowsKernelBody {
     if constexpr (r < kReductions) {
       C values[kWays][Program::ValuesOf(r)];
       Clear<r>(values);
-      for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
-        if (r == 0 || !IsWhole()) Load(chunk);
-        if constexpr (Program::kIsTraced && r > 0) {
-          if (!IsWhole()) Restore<r>(*facts);
+      for (int chunk = 0; chunk < Chunks(); ++chunk) {
+        if constexpr (r == 0) {
+          Load(chunk);
+        } else if constexpr (kMayBeChunks) {
+          if (!IsWhole()) {
+            Load(chunk);
+            if constexpr (Program::kIsTraced) Restore<r>(*facts);
+          }
         }
         Accumulate<r>(*facts, values);
       }
       CombineWays<r>(values);
-      internal::ReduceTeam(plan_, shared_, &turn_, values[0], CombineEach<r>{program_});
-      program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
+      internal::ReduceTeam<Program::kMayBeCluster>(Team(), shared_, &turn_, values[0],
+                                                   CombineEach<r>{program_});
+      program_.template Finish<r>(values[0], static_cast<C>(Width()), facts);
       Reduce<r + 1>(facts);
     }
   }
@@ -850,7 +943,7 @@ class RowsKernelBody {
 
   __device__ __forceinline__ void ReduceParts(Row* facts) {
     C values[kValues];
-    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
+    for (int chunk = 0; chunk < Chunks(); ++chunk) {
       Load(chunk);
       Row part = *facts;
       ReducePart<0>(&part);
@@ -863,9 +956,9 @@ class RowsKernelBody {
         program_.CombineParts(values, other);
       }
     }
-    internal::ReduceTeam(plan_, shared_, &turn_, values, [&](C(&a)[kValues], const C(&b)[kValues]) {
-      program_.CombineParts(a, b);
-    });
+    internal::ReduceTeam<Program::kMayBeCluster>(
+        Team(), shared_, &turn_, values,
+        [&](C(&a)[kValues], const C(&b)[kValues]) { program_.CombineParts(a, b); });
     program_.SetPart(values, facts);
   }
 
@@ -873,31 +966,31 @@ class RowsKernelBody {
   template <int r>
   __device__ __forceinline__ void Restore(const Row& facts) {
     ForEachPack([&](int k) {
-      const PackPlace pack = PackAt(k);
-      C v[V][kVectors + 1];
-      GetVectors(k, v);
-      JOF_UNROLL
-      for (int j = 0; j < V; ++j) {
-        program_.template Restore<r>(facts, pack.first + j, x_[k][j], v[j]);
+      if constexpr (Program::kIsTraced) {
+        const PackPlace pack = PackAt(k);
+        C v[V][kVectors + 1];
+        GetVectors(k, v);
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          program_.template Restore<r>(facts, pack.first + j, x_[k][j], v[j]);
+        }
+      } else {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) program_.Replace(facts, x_[k][j]);
       }
     });
   }
 
   __device__ __forceinline__ void MapRow(const Row& facts, int64_t row) {
-    for (int chunk = 0; chunk < plan_.chunks; ++chunk) {
-      if (kReductions == 0 || !IsWhole()) {
-        Load(chunk);
-        if constexpr (Program::kIsTraced) {
+    for (int chunk = 0; chunk < Chunks(); ++chunk) {
+      if constexpr (kReductions == 0 || kMayBeChunks) {
+        if (kReductions == 0 || !IsWhole()) {
+          Load(chunk);
           Restore<kReductions>(facts);
-        } else {
-          ForEachPack([&](int k) {
-            JOF_UNROLL
-            for (int j = 0; j < V; ++j) program_.Replace(facts, x_[k][j]);
-          });
         }
       }
       if (row >= plan_.rows) continue;
-      const bool is_simple = OutputsAreInPhase() && !has_edges_;
+      const bool is_simple = OutputsAreInPhase() && !HasEdges();
       int64_t at = begin_ + first_;
       ForEachPack([&](int k) {
         MapPack(facts, k, is_simple, at, row == team_);
@@ -918,7 +1011,7 @@ class RowsKernelBody {
       program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums[j]);
     }
     if constexpr (kColumnSums > 0) {
-      if (IsWhole()) {
+      if constexpr (!kMayBeChunks) {
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
           JOF_UNROLL
@@ -930,7 +1023,7 @@ class RowsKernelBody {
           if (!pack.Has(j)) continue;
           C* target = Part() + (pack.first + j);
           JOF_UNROLL
-          for (int s = 0; s < kColumnSums; ++s, target += plan_.n) {
+          for (int s = 0; s < kColumnSums; ++s, target += Width()) {
             *target = is_first_row ? sums[j][s] : *target + sums[j][s];
           }
         }
@@ -963,14 +1056,14 @@ class RowsKernelBody {
 
   // Where this block or cluster has its sums over rows.
   __device__ __forceinline__ C* Part() const {
-    const int64_t part = plan_.cluster == 1 ? int64_t{blockIdx.x} : team_;
-    return program_.partial_sums + part * program_.wanted_sums * plan_.n;
+    const int64_t part = Cluster() == 1 ? int64_t{blockIdx.x} : team_;
+    return program_.partial_sums + part * program_.wanted_sums * Width();
   }
 
   // The sums of this block or cluster: teams one after the other, so that the order is fixed.
   __device__ __forceinline__ void StoreColumnSums() {
-    if (!IsWhole()) return;
-    const int teams_here = blockDim.x / plan_.lanes;
+    if constexpr (kMayBeChunks) return;
+    const int teams_here = Threads() / Lanes();
     C* target = Part();
     const auto for_each = [&](const auto& visit) {
       ForEachPack([&](int k) {
@@ -983,7 +1076,7 @@ class RowsKernelBody {
           for (int j = 0; j < V; ++j) {
             if (pack.Has(j)) visit(row + pack.first + j, column_sums_[k][s][j]);
           }
-          row += plan_.n;
+          row += Width();
         }
       });
     };
@@ -993,8 +1086,8 @@ class RowsKernelBody {
     }
     // Teams of a warp at once, if they have the same columns.
     int step = 1;
-    if (plan_.lanes < internal::kWarpSize && Phase() == 0 && Columns() % V == 0) {
-      step = internal::kWarpSize / plan_.lanes;
+    if (Lanes() < internal::kWarpSize && Phase() == 0 && Columns() % V == 0) {
+      step = internal::kWarpSize / Lanes();
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
         JOF_UNROLL
@@ -1002,7 +1095,7 @@ class RowsKernelBody {
           JOF_UNROLL
           for (int j = 0; j < V; ++j) {
             C& sum = column_sums_[k][s][j];
-            for (int offset = plan_.lanes; offset < internal::kWarpSize; offset *= 2) {
+            for (int offset = Lanes(); offset < internal::kWarpSize; offset *= 2) {
               sum += __shfl_xor_sync(0xffffffffu, sum, offset);
             }
           }
@@ -1010,14 +1103,14 @@ class RowsKernelBody {
       }
     }
     C* sums = reinterpret_cast<C*>(slots_ - threadIdx.x);
-    const int team_here = threadIdx.x / plan_.lanes;
+    const int team_here = threadIdx.x / Lanes();
     for (int t = 0; t < teams_here; t += step) {
       __syncthreads();
       if (t != team_here) continue;
       for_each([&](int64_t at, C sum) { sums[at] = t == 0 ? sum : sums[at] + sum; });
     }
     __syncthreads();
-    for (int64_t at = threadIdx.x; at < program_.wanted_sums * plan_.n; at += blockDim.x) {
+    for (int64_t at = threadIdx.x; at < program_.wanted_sums * Width(); at += Threads()) {
       target[at] = sums[at];
     }
   }

@@ -19,19 +19,7 @@ struct RowsDevice {
 
 struct RowsLaunch {
   RowsPlan plan;
-  int threads;
   int64_t shared_bytes;  // of a block
-};
-
-// What of a program decides.
-struct RowsTraits {
-  int inputs, element_bytes;
-  int held;            // packs that a thread can hold
-  int threads;         // the most in a block
-  bool may_be_chunks;  // a row read by chunks is read once all the same
-  bool has_reductions;
-  bool has_sums;     // over rows
-  int vector_bytes;  // of row vectors, for each element
 };
 
 inline cudaError_t GetRowsDevice(RowsDevice* device) {
@@ -49,37 +37,14 @@ inline cudaError_t GetRowsDevice(RowsDevice* device) {
 
 inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, int64_t rows,
                            int64_t n, bool has_edges) {
-  const int64_t pack = kPackBytes / traits.element_bytes;
-  // Packs that a row touches.
-  const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
-  RowsLaunch launch{{rows, n, rows * n, 0, 1, 1, 1, 1, 1, 0}, 256, 0};
+  RowsLaunch launch{{TeamOf(traits, device.has_clusters, n, has_edges), rows, n, rows * n, 0, 1, 0},
+                    0};
   RowsPlan& plan = launch.plan;
-  const auto per_lane = [&] {
-    const int64_t lanes = int64_t{plan.lanes} * plan.cluster;
-    return (packs + lanes - 1) / lanes;
-  };
-  // Of two f32 inputs fewer packs in more lanes are better, which leaves 48 KB in flight on a
-  // multiprocessor: layer norm's gradient of 131072 x 1024 at 89 % of copy speed instead of 87 %.
-  const int64_t preferred = traits.inputs == 2 ? 2 : traits.held;
-  const int most_lanes = traits.may_be_chunks && traits.has_reductions ? 64 : 256;
-  while (plan.lanes < most_lanes && per_lane() > preferred) plan.lanes *= 2;
-  // Blocks of 256 threads in more clusters are better than of 512: bf16 4096 x 32000 at 73 % of
-  // copy speed instead of 60 %.
-  while (!traits.may_be_chunks && device.has_clusters && plan.cluster < 8 &&
-         plan.lanes == most_lanes && per_lane() > traits.held) {
-    plan.cluster *= 2;
-  }
-  while (!traits.may_be_chunks && !device.has_clusters && plan.lanes < traits.threads &&
-         per_lane() > traits.held) {
-    plan.lanes *= 2;
-  }
-  launch.threads = std::max(plan.lanes, traits.has_sums ? 256 : 128);
-  plan.chunks = static_cast<int>((per_lane() + traits.held - 1) / traits.held);
-  plan.packs = static_cast<int>((per_lane() + plan.chunks - 1) / plan.chunks);
-  const int64_t bytes = int64_t{plan.packs} * launch.threads * kPackBytes * traits.inputs;
-  const int64_t vectors = int64_t{plan.packs} * launch.threads * pack * traits.vector_bytes;
+  const int64_t packs = int64_t{plan.team.packs} * plan.team.threads;  // of a block, of an array
+  const int64_t bytes = packs * kPackBytes * traits.inputs;
+  const int64_t vectors = packs * (kPackBytes / traits.element_bytes) * traits.vector_bytes;
   // Blocks side by side hide more than rows ahead.
-  plan.stages = launch.threads < 256 ? 1 : 2;
+  plan.stages = plan.team.threads < 256 ? 1 : 2;
   while (plan.stages > 1 && bytes * plan.stages + vectors > device.shared_bytes / 2) --plan.stages;
   plan.vector_slots = static_cast<int>(bytes * plan.stages / kPackBytes);
   launch.shared_bytes = bytes * plan.stages + vectors;
@@ -89,7 +54,7 @@ inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, i
 // How a program is launched.
 struct RowsGrid {
   RowsPlan plan;
-  int threads, shared_bytes;
+  int shared_bytes;
   int64_t units;  // blocks, or clusters of them
 };
 
@@ -97,49 +62,49 @@ inline cudaLaunchConfig_t ConfigOf(const RowsGrid& grid, int64_t blocks,
                                    cudaLaunchAttribute* attribute, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.blockDim = dim3(static_cast<unsigned>(grid.plan.team.threads));
   config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
   config.stream = stream;
   attribute->id = cudaLaunchAttributeClusterDimension;
-  attribute->val.clusterDim.x = static_cast<unsigned>(grid.plan.cluster);
+  attribute->val.clusterDim.x = static_cast<unsigned>(grid.plan.team.cluster);
   attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
   config.attrs = attribute;
-  config.numAttrs = grid.plan.cluster > 1 ? 1 : 0;
+  config.numAttrs = grid.plan.team.cluster > 1 ? 1 : 0;
   return config;
 }
 
-// Of a kernel with such traits, for packs of `pack` elements. Blocks of several teams need
-// `sum_bytes` of shared memory at their end.
-inline cudaError_t PlanGrid(const void* kernel, const RowsTraits& traits,
-                            const RowsProblem& problem, int pack, bool has_edges, int64_t sum_bytes,
+// Of a kernel with such traits, whose code may know nothing of clusters. Blocks of several teams
+// need `sum_bytes` of shared memory at their end.
+inline cudaError_t PlanGrid(const void* kernel, const RowsTraits& traits, bool knows_clusters,
+                            const RowsProblem& problem, bool has_edges, int64_t sum_bytes,
                             RowsGrid* grid, int64_t most_units) {
   const int64_t rows = problem.rows(), n = problem.n;
   RowsDevice device{};
   cudaError_t status = GetRowsDevice(&device);
   if (status != cudaSuccess) return status;
+  device.has_clusters &= knows_clusters;
   RowsLaunch launch = PlanRows(traits, device, rows, n, has_edges);
-  if (launch.plan.lanes < launch.threads) {
-    launch.shared_bytes = std::max(launch.shared_bytes, sum_bytes);
-  }
-  *grid = {launch.plan, launch.threads, static_cast<int>(launch.shared_bytes), 0};
+  const RowsTeam& team = launch.plan.team;
+  if (team.lanes < team.threads) launch.shared_bytes = std::max(launch.shared_bytes, sum_bytes);
+  *grid = {launch.plan, static_cast<int>(launch.shared_bytes), 0};
   status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid->shared_bytes);
-  const RowsPlan& plan = grid->plan;
   int units_each = 0, units_all = 0;
-  if (status == cudaSuccess && plan.cluster == 1) {
-    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&units_each, kernel, grid->threads,
+  if (status == cudaSuccess && team.cluster == 1) {
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&units_each, kernel, team.threads,
                                                            static_cast<size_t>(grid->shared_bytes));
     units_all = units_each * device.multiprocessors;
   } else if (status == cudaSuccess) {
     cudaLaunchAttribute attribute{};
-    const cudaLaunchConfig_t config = ConfigOf(*grid, plan.cluster, &attribute, nullptr);
+    const cudaLaunchConfig_t config = ConfigOf(*grid, team.cluster, &attribute, nullptr);
     status = cudaOccupancyMaxActiveClusters(&units_all, kernel, &config);
   }
   if (status != cudaSuccess) return status;
-  const int teams_here = grid->threads / plan.lanes;
+  const int teams_here = team.threads / team.lanes;
   const int64_t needed = (problem.rows() + teams_here - 1) / teams_here;
   const int64_t most = std::min<int64_t>(std::max(units_all, 1), most_units);
   // Of all rows of a thread packs are to begin at the same columns.
+  const int pack = kPackBytes / traits.element_bytes;
   const int64_t multiple = has_edges ? std::max(pack / teams_here, 1) : 1;
   grid->units = std::min(needed, std::max(most - most % multiple, multiple));
   grid->plan.teams = grid->units * teams_here;
@@ -162,15 +127,15 @@ cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGri
                           Program::kReductions > 0,
                           Program::kColumnSums > 0,
                           Program::kVectors * static_cast<int>(sizeof(Compute<T>))};
-  return PlanGrid(reinterpret_cast<const void*>(&RowsKernel<Program, kHeld>), traits, problem,
-                  kPack, has_edges, 0, grid, most_units);
+  return PlanGrid(reinterpret_cast<const void*>(&RowsKernel<Program, kHeld>), traits, true, problem,
+                  has_edges, 0, grid, most_units);
 }
 
 template <typename Program>
 cudaError_t LaunchGrid(const Program& program, const RowsGrid& grid, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
   const cudaLaunchConfig_t config =
-      ConfigOf(grid, grid.units * grid.plan.cluster, &attribute, stream);
+      ConfigOf(grid, grid.units * grid.plan.team.cluster, &attribute, stream);
   return cudaLaunchKernelEx(&config, RowsKernel<Program, kHeldPacks<Program>>, program, grid.plan);
 }
 

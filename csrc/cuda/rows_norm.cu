@@ -249,7 +249,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     RowsGrid grid{};
     status = PlanGrid(program, call.problem, &grid, call.parts);
     if (status != cudaSuccess) return status;
-    if (grid.plan.chunks == 1 && grid.units <= call.parts) {
+    if (grid.plan.team.chunks == 1 && grid.units <= call.parts) {
       status = LaunchGrid(program, grid, stream);
       return status == cudaSuccess ? AddParts<C>(call, grid.units, stream) : status;
     }

@@ -6,6 +6,7 @@
 #include "common/integers.h"
 #include "common/macros.h"
 #include "common/math.h"
+#include "common/tuple.h"
 #include "common/types.h"
 
 // No inline namespace: these types are the same for all instruction sets (see common/macros.h).
@@ -38,6 +39,18 @@ struct TracedRowsLayout {
 }  // namespace jof
 
 JOF_NAMESPACE_BEGIN
+
+// The k-th of several types, and of a Tuple's.
+template <int k, typename Head, typename... Tail>
+struct TypeOf : TypeOf<k - 1, Tail...> {};
+template <typename Head, typename... Tail>
+struct TypeOf<0, Head, Tail...> {
+  using type = Head;
+};
+template <int k, typename Types>
+struct TypeIn;
+template <int k, typename... T>
+struct TypeIn<k, Tuple<T...>> : TypeOf<k, T...> {};
 
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE T LowestOf() {

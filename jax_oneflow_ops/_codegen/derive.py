@@ -1,20 +1,23 @@
 """Derivatives of traced bodies: bodies that are traced, again, by jax's own rules."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat
-from jax_oneflow_ops._codegen import scalars
+from jax_oneflow_ops._codegen import parts, scalars
 from jax_oneflow_ops._codegen.signature import Parameter, is_inexact
-from jax_oneflow_ops._codegen.traced import Traced, computed
+from jax_oneflow_ops._codegen.traced import REDUCTIONS, Traced, computed
 
 # A definition of `definition.py`, which imports this module.
 Definition = Any
+# Runs a derivative's definition, for its inputs by number, and for which outputs or inputs.
+Run = Callable[[Definition, dict[int, Any], Sequence[int]], list[Any]]
 
 
 def define(
@@ -90,6 +93,83 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
 
 
 @functools.lru_cache(maxsize=1024)
+def with_facts(
+    definition: Definition, moving: tuple[int, ...]
+) -> tuple[Definition, tuple[Definition, tuple[int, ...]]] | None:
+    """The definition with more outputs, the reductions that its tangents need, and `jvp` of it.
+
+    The tangents' inputs are those of the definition, these facts, which are values of a row, and
+    the tangents. So derivatives need not reduce what the function has reduced. None where they do
+    not need it.
+    """
+    inputs, outputs = _types(definition.inputs), _types(definition.outputs)
+    count = len(inputs)
+    jaxpr, consts = _compat.jaxpr_and_consts(definition.body.jaxpr)
+    shapes = shapes_of(jaxpr.invars)
+    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
+    flat, consts = _compat.jaxpr_and_consts(parts.flattened(jaxpr, consts, avals))
+    every = [
+        eqn.outvars[0]
+        for eqn in flat.eqns
+        if eqn.primitive.name in REDUCTIONS and is_inexact(str(eqn.outvars[0].aval.dtype))
+    ]
+    if not every:
+        return None
+
+    def run(args: Sequence[Any], facts: Mapping[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+        env = dict(zip([*flat.constvars, *flat.invars], [*consts, *args], strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if _compat.is_literal(atom) else env[atom]
+
+        for eqn in flat.eqns:
+            compute = functools.partial(_compat.bind_equation, eqn)
+            values = [*map(read, eqn.invars)]
+            fact = facts.get(eqn.outvars[0])
+            results = compute(values) if fact is None else [_known(compute, values[0], fact)]
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [*map(read, [*flat.outvars, *wanted])]
+
+    def defined(function: Any, facts_in: Sequence[Any], facts_out: Sequence[Any]) -> Definition:
+        of_inputs, of_outputs = ([str(v.aval.dtype) for v in vs] for vs in (facts_in, facts_out))
+        return define(
+            definition.name,
+            function,
+            [*inputs, *of_inputs],
+            [*outputs, *of_outputs],
+            type(definition),
+            [*shapes, *shapes_of(facts_in)],
+        )
+
+    def given(facts: Sequence[Any]) -> Definition:
+        def function(*args: Any) -> Any:
+            return run(args[:count], dict(zip(facts, args[count:], strict=True)), ())
+
+        return defined(function, facts, ())
+
+    tangents, _ = jvp(given(every), moving)
+    facts = [every[i - count] for i in tangents.reads if count <= i < count + len(every)]
+    tangents, outs = jvp(given(facts), moving)
+    if not facts or not outs:
+        return None
+    return defined(lambda *args: run(args, {}, facts), (), facts), (tangents, outs)
+
+
+def _known(compute: Callable[[list[Any]], list[Any]], x: Any, fact: Any) -> Any:
+    """A reduction whose result is known."""
+
+    @jax.custom_jvp
+    def known(x: Any, fact: Any) -> Any:
+        return fact
+
+    @known.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return primals[1], jax.jvp(lambda x: compute([x])[0], primals[:1], tangents[:1])[1]
+
+    return known(x, fact)
+
+
+@functools.lru_cache(maxsize=1024)
 def transpose(
     definition: Definition,
     linear: tuple[int, ...],
@@ -138,3 +218,76 @@ def partial_of_reference(
         return [jnp.asarray(y).astype(computed(result))]
 
     return Traced(scalars.trace(function, dtypes), name)
+
+
+# ---- rules of primitives whose parameter `spec` has a traced definition ----
+
+
+def is_zero(x: Any) -> bool:
+    """Whether a tangent or a cotangent is none."""
+    return isinstance(x, ad.Zero) or jnp.result_type(x) == jax.dtypes.float0
+
+
+def tangents_like(results: Sequence[Any], found: Mapping[int, Any]) -> list[Any]:
+    """The tangents of results, of which those that are not found are zero."""
+    return [
+        _compat.broadcast_like(found[o], jax.typeof(result))
+        if o in found
+        else ad.Zero(jax.typeof(result).to_tangent_aval())
+        for o, result in enumerate(results)
+    ]
+
+
+def moving_of(spec: Any, tangents: Sequence[Any]) -> dict[int, Any]:
+    """The tangents of inputs that are not zero."""
+    return {i: t for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t)}
+
+
+def tangents_of(
+    found: tuple[Definition, Sequence[int]],
+    given: Mapping[int, Any],
+    moving: Mapping[int, Any],
+    run: Run,
+) -> dict[int, Any]:
+    """The tangents of outputs by what `jvp` has found, for the inputs and their tangents."""
+    definition, outs = found
+    count = len(definition.inputs) - len(moving)
+    every = {**given, **{count + k: t for k, t in enumerate(moving.values())}}
+    args = {i: every[i] for i in definition.reads} if outs else {}
+    return dict(zip(outs, run(definition, args, outs), strict=True)) if outs else {}
+
+
+def cotangents_of(
+    spec: Any,
+    cts: Sequence[Any],
+    args: Sequence[Any],
+    run: Run,
+    like: Callable[[Any, Any], Any],
+    dtype_of: Callable[[int, Any], str] | None = None,
+) -> list[Any]:
+    """The cotangents of the operands that the outputs are linear in, by one kernel.
+
+    `like` gives a cotangent the type of its operand, and `dtype_of` the dtype that it is stored in.
+    """
+    given = dict(zip(spec.primals, args, strict=True))
+    linear = {i: x.aval for i, x in given.items() if ad.is_undefined_primal(x)}
+    live = {o: ct for o, ct in enumerate(cts) if not is_zero(ct)}
+    found: dict[int, Any] = {}
+    if linear and live:
+        dtypes = tuple(dtype_of(i, aval) for i, aval in linear.items()) if dtype_of else None
+        definition = transpose(spec.definition, tuple(linear), tuple(live), dtypes)
+        count = len(spec.definition.inputs)
+        every = given | {count + k: ct for k, ct in enumerate(live.values())}
+        for i in definition.reads:
+            if i in linear:
+                raise NotImplementedError(
+                    f"{spec.definition.name}: it cannot be transposed with respect to input {i}, "
+                    "which it is not linear in."
+                )
+        operands = {i: every[i] for i in definition.reads}
+        if operands:  # else they are zeros
+            found = dict(zip(linear, run(definition, operands, tuple(linear)), strict=True))
+    return [
+        None if i not in linear else like(found[i], linear[i]) if i in found else ad.Zero(linear[i])
+        for i in spec.primals
+    ]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import TYPES, is_narrow
-from jax_oneflow_ops._codegen.source import _QUALIFIERS, _WITHOUT_HALF, _computed, _Functions
+from jax_oneflow_ops._codegen.source import _QUALIFIERS, WITHOUT_HALF, _computed, _Functions
 
 # Which row of an operand an edge reads, and how a thread reads its columns: csrc/ops/messages.h and
 # csrc/cuda/messages.cuh.
@@ -99,7 +99,7 @@ def source(kernel: Kernel, platform: str) -> str:
     lines = [
         f"// {definition.name}: {kernel.reduction} of {definition}",
         *(["#define JOF_NARROW_RESULTS"] if kernel.is_narrow else []),
-        *([] if "float16" in every else [_WITHOUT_HALF]),
+        *([] if "float16" in every else [WITHOUT_HALF]),
         f'#include "{header}"',
         *(f'#include "{header}"' for header in functions.headers),
         *includes,

@@ -96,9 +96,23 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     operands, kinds, shape = _operands.native(args)
     try:
         text = source(spec, kinds, platform)
-        code = cache.code(text, platform, is_narrow=spec.is_narrow)
+        code = compiled(name, text, platform, spec.is_narrow, has_reference(spec.definition))
+    except compilers.CompilerError as error:
+        raise _compile_error(spec, error, kinds, platform) from None
+    if code is None:
+        return reference(*every, spec=full)
+    results = [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for d in spec.result_dtypes]
+    return ffi_call("jof_compiled", code, name, operands, results, kinds)
+
+
+def compiled(
+    name: str, text: str, platform: str, is_narrow: bool, has_reference: bool = True
+) -> bytes | None:
+    """The code of a kernel; None where there is no compiler, and its reference is to run."""
+    try:
+        return cache.code(text, platform, is_narrow=is_narrow)
     except compilers.CompilerMissingError as error:
-        if not has_reference(spec.definition):
+        if not has_reference:
             raise NotImplementedError(
                 f"{name}: {error}. Or give the kernel a jnp function to run in its place: "
                 "ElementwiseKernel(..., reference=...)."
@@ -109,13 +123,21 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
             ) from error
         what = "fused functions, and the references of kernels, by XLA"
         _native.warn_of_fallback(what, f"{error}.")
-        return reference(*every, spec=full)
-    except compilers.CompilerError as error:
-        raise _compile_error(spec, error, kinds, platform) from None
-    dtypes = spec.result_dtypes
-    call: Any = jax.ffi.ffi_call(
-        "jof_compiled", [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for d in dtypes]
-    )
+        return None
+
+
+def ffi_call(
+    target: str,
+    code: bytes,
+    name: str,
+    operands: Sequence[Any],
+    results: Sequence[jax.ShapeDtypeStruct],
+    kinds: Sequence[int],
+    **attributes: Any,
+) -> list[Any]:
+    """The results of a kernel whose operands and results are of such kinds."""
+    sizes = [x.dtype.itemsize for x in (*operands, *results)]
+    call: Any = jax.ffi.ffi_call(target, [*results])
     return [
         *call(
             *operands,
@@ -123,9 +145,8 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
             id=np.int64(cache.code_id(code)),
             name=name,
             kinds=np.asarray(kinds, np.int64),
-            element_bytes=np.asarray(
-                [jnp.dtype(d).itemsize for d in (*spec.operand_dtypes, *dtypes)], np.int64
-            ),
+            element_bytes=np.asarray(sizes, np.int64),
+            **attributes,
         )
     ]
 
@@ -338,19 +359,26 @@ def _tangents(
     return dict(zip(outs, bind(*operands, spec=spec, implementation=implementation), strict=True))
 
 
-def _is_zero(x: Any) -> bool:
-    return isinstance(x, ad.Zero) or jnp.result_type(x) == jax.dtypes.float0
-
-
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
 ) -> tuple[list[Any], list[Any]]:
-    if _is_traced(spec):
-        return _traced_jvp(primals, tangents, spec=spec, implementation=implementation)
     results = bind(*primals, spec=spec, implementation=implementation)
+    if _is_traced(spec):
+
+        def run(definition: Definition, args: dict[int, Any], _: Sequence[int]) -> list[Any]:
+            return bind_traced(definition, args, implementation)
+
+        moving = derive.moving_of(spec, tangents)
+        found = {}
+        if moving:
+            given = dict(zip(spec.primals, primals, strict=True))
+            found = derive.tangents_of(
+                derive.jvp(spec.definition, tuple(moving)), given, moving, run
+            )
+        return results, derive.tangents_like(results, found)
     shape = results[0].shape
     given = dict(zip(spec.primals, primals, strict=False))
-    moving = {i: t for i, t in zip(spec.primals, tangents, strict=False) if not _is_zero(t)}
+    moving = {i: t for i, t in zip(spec.primals, tangents, strict=False) if not derive.is_zero(t)}
     out: list[Any] = [None] * len(results)
     if spec.mode == "value":
         found = _tangents(spec.definition, spec.dtypes, given, moving, implementation, shape)
@@ -358,7 +386,7 @@ def _jvp(
     else:
         vectors = primals[len(spec.primals) :]
         moved = tangents[len(spec.primals) :]
-        if not all(map(_is_zero, moved)):
+        if not all(map(derive.is_zero, moved)):
             operands = [
                 *primals[: len(spec.primals)],
                 *map(ad.instantiate_zeros, moved),
@@ -370,12 +398,9 @@ def _jvp(
                 b if a is None else a if b is None else jnp.add(a, b)
                 for a, b in zip(out, more, strict=True)
             ]
-    return results, [
-        ad.Zero(jax.typeof(result).to_tangent_aval())
-        if t is None
-        else _compat.broadcast_like(t, jax.typeof(result))
-        for t, result in zip(out, results, strict=True)
-    ]
+    return results, derive.tangents_like(
+        results, {o: t for o, t in enumerate(out) if t is not None}
+    )
 
 
 def _second_order(
@@ -420,7 +445,15 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
     A value that is linear in operands is its own JVP with respect to them.
     """
     if _is_traced(spec):
-        return _traced_transpose(cts, *args, spec=spec, implementation=implementation)
+
+        def run(definition: Definition, args: dict[int, Any], _: Sequence[int]) -> list[Any]:
+            return bind_traced(definition, args, implementation)
+
+        def like(found: Any, aval: Any) -> Any:
+            (of_result, *_) = (jax.typeof(ct) for ct in cts if not derive.is_zero(ct))
+            return _summed_like(_compat.broadcast_like(found, of_result), aval)
+
+        return derive.cotangents_of(spec, cts, args, run, like)
     if spec.mode == "value":
         order = sorted(spec.primals, key=lambda i: ad.is_undefined_primal(args[i]))
         known = [i for i in order if not ad.is_undefined_primal(args[i])]
@@ -440,7 +473,7 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
         if ad.is_undefined_primal(vector)
     }
     results = spec.outs if spec.mode == "jvp" else spec.ins
-    live = {k: ct for k, ct in zip(results, cts, strict=True) if not _is_zero(ct)}
+    live = {k: ct for k, ct in zip(results, cts, strict=True) if not derive.is_zero(ct)}
     found: dict[int, Any] = {}
     side = 1 if spec.mode == "jvp" else 0  # of a position: what is linear
     partials = {p: d for p, d in spec.partials().items() if p[1 - side] in live}
@@ -502,59 +535,6 @@ def bind_traced(
     dtypes = tuple(p.type for p in definition.inputs)
     spec = dataclasses.replace(value_spec(definition, dtypes), primals=tuple(args))
     return bind(*args.values(), spec=spec, implementation=implementation)
-
-
-def _traced_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
-) -> tuple[list[Any], list[Any]]:
-    results = bind(*primals, spec=spec, implementation=implementation)
-    given = dict(zip(spec.primals, primals, strict=True))
-    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not _is_zero(t)}
-    found: dict[int, Any] = {}
-    if moving:
-        definition, outs = derive.jvp(spec.definition, tuple(moving))
-        count = len(spec.definition.inputs)
-        every = given | {count + k: t for k, t in enumerate(moving.values())}
-        if outs:
-            args = {i: every[i] for i in definition.reads}
-            found = dict(zip(outs, bind_traced(definition, args, implementation), strict=True))
-    return results, [
-        _compat.broadcast_like(found[o], jax.typeof(result))
-        if o in found
-        else ad.Zero(jax.typeof(result).to_tangent_aval())
-        for o, result in enumerate(results)
-    ]
-
-
-def _traced_transpose(
-    cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None
-) -> list[Any]:
-    given = dict(zip(spec.primals, args, strict=True))
-    linear = {i: x.aval for i, x in given.items() if ad.is_undefined_primal(x)}
-    live = {o: ct for o, ct in enumerate(cts) if not _is_zero(ct)}
-    found: dict[int, Any] = {}
-    if linear and live:
-        definition = derive.transpose(spec.definition, tuple(linear), tuple(live))
-        count = len(spec.definition.inputs)
-        every = given | {count + k: ct for k, ct in enumerate(live.values())}
-        for i in definition.reads:
-            if i in linear:
-                raise NotImplementedError(
-                    f"{spec.definition.name}: it cannot be transposed with respect to input {i}, "
-                    "which it is not linear in."
-                )
-        operands = {i: every[i] for i in definition.reads}
-        if operands:  # else they are zeros
-            results = bind_traced(definition, operands, implementation)
-            found = dict(zip(linear, results, strict=True))
-    return [
-        _summed_like(_compat.broadcast_like(found[i], jax.typeof(next(iter(live.values())))), aval)
-        if i in found and (aval := linear[i]) is not None
-        else ad.Zero(linear[i])
-        if i in linear
-        else None
-        for i in spec.primals
-    ]
 
 
 _primitive.define_derivatives(kernel_p, jvp=_jvp, transpose=_transpose)

@@ -19,8 +19,8 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _native, _operands, _primitive
-from jax_oneflow_ops._codegen import cache, compilers, derive, row_source
+from jax_oneflow_ops import _compat, _operands, _primitive
+from jax_oneflow_ops._codegen import compilers, derive, primitive, row_source
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.row_source import ARRAY, SCALAR, SUMS, VALUE, VECTOR
 from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS
@@ -199,6 +199,7 @@ def native_form(spec: Spec, shapes: tuple[tuple[int, ...], ...], platform: str) 
         spec.result_dtypes,
         kinds,
         order,
+        spec.width,
         platform,
     )
     return Form(tuple(read), order, text)
@@ -217,18 +218,12 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     order = form.order
     try:
         # Quotients of 16-bit results may be short; those of a row are of float32 in any case.
-        code = cache.code(form.text, platform, is_narrow="JOF_NARROW_RESULTS" in form.text)
-    except compilers.CompilerMissingError as error:
-        if _native.choose_implementation(name, None) == "native":
-            raise NotImplementedError(
-                f'{name}: implementation="native" was asked for, but {error}.'
-            ) from error
-        _native.warn_of_fallback(
-            "the references of kernels and the functions that it cannot compile", f"{error}."
-        )
-        return reference(*args, spec=spec)
+        is_narrow = "JOF_NARROW_RESULTS" in form.text
+        code = primitive.compiled(name, form.text, platform, is_narrow)
     except compilers.CompilerError as error:
         raise RuntimeError(f"{name}: {error.compiler} refuses the kernel: {error.log}") from None
+    if code is None:
+        return reference(*args, spec=spec)
     operands = [
         _operand(given[i], kind, lead, width)
         for i, kind in zip(order.inputs, order.input_kinds, strict=True)
@@ -245,17 +240,15 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
         parts = min(rows, _PARTS[platform])
         results.append(jax.ShapeDtypeStruct((parts, len(order.sums), width), word))
         kinds.append(SUMS)
-    sizes = [x.dtype.itemsize for x in (*operands, *results)]
     held, depth = order.elements // order.pack, spec.program.reductions
     facts = order.pack, held, order.threads, depth, len(order.sums)
-    call: Any = jax.ffi.ffi_call("jof_compiled_rows", results)
-    found = call(
-        *operands,
-        code=np.frombuffer(code, np.uint8),
-        id=np.int64(cache.code_id(code)),
-        name=name,
-        kinds=np.asarray(kinds, np.int64),
-        element_bytes=np.asarray(sizes, np.int64),
+    found = primitive.ffi_call(
+        "jof_compiled_rows",
+        code,
+        name,
+        operands,
+        results,
+        kinds,
         width=np.int64(width),
         layout=np.asarray([*facts, word.itemsize], np.int64),
     )
@@ -322,17 +315,9 @@ def reference(*args: Any, spec: Spec) -> list[Any]:
 
 def _sharding_rule(*types: Any, spec: Spec) -> _primitive.ShardingRule:
     """All dimensions but that of the rows are independent, and sums are over all of them."""
-    rank = max(len(t.shape) for t in types)
-    sizes = [*jnp.broadcast_shapes(*(tuple(t.shape) for t in types))]
-    sizes[-1] = spec.width
-    dims = [f"d{i}" for i in range(rank)]
-    operands = [
-        [
-            name if n == size else f"one{k}_{name}"
-            for name, n, size in zip(dims, t.shape, sizes, strict=False)
-        ]
-        for k, t in enumerate(types)
-    ]
+    rule = _operands.sharding_rule(*types, width=spec.width)
+    (dims,) = rule.results
+    rank = len(dims)
     results = [
         [
             name if is_whole else f"one_of_result{o}_{name}"
@@ -344,7 +329,7 @@ def _sharding_rule(*types: Any, spec: Spec) -> _primitive.ShardingRule:
         ]
         for o, kind in enumerate(spec.kinds)
     ]
-    return _primitive.ShardingRule(operands, results, replicated=frozenset(dims[-1:]))
+    return _primitive.ShardingRule(rule.operands, results, replicated=frozenset(dims[-1:]))
 
 
 def _on_shard(call: Any, shard: _primitive.Shard, *args: Any, spec: Spec) -> list[Any]:
@@ -398,10 +383,6 @@ kernel_p = _primitive.define(
 # ---- derivatives ----
 
 
-def _is_zero(x: Any) -> bool:
-    return isinstance(x, ad.Zero) or jnp.result_type(x) == jax.dtypes.float0
-
-
 def _lead(avals: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(jnp.broadcast_shapes(*(aval.shape[:-1] for aval in avals)))
 
@@ -409,63 +390,50 @@ def _lead(avals: Sequence[Any]) -> tuple[Any, ...]:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
 ) -> tuple[list[Any], list[Any]]:
-    results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
+    lead = _lead([jax.typeof(x) for x in primals])
     given = dict(zip(spec.primals, primals, strict=True))
-    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not _is_zero(t)}
-    found: dict[int, Any] = {}
-    if moving:
-        definition, outs = derive.jvp(spec.definition, tuple(moving))
-        count = len(spec.definition.inputs)
-        every = given | {count + k: t for k, t in enumerate(moving.values())}
-        if outs:
-            args = {i: every[i] for i in definition.reads}
-            kinds = [spec.kinds[o] for o in outs]
-            lead = _lead([jax.typeof(x) for x in primals])
-            tangents = bind(definition, spec.width, kinds, args, lead, implementation)
-            found = dict(zip(outs, tangents, strict=True))
-    return results, [
-        _compat.broadcast_like(found[o], jax.typeof(result))
-        if o in found
-        else ad.Zero(jax.typeof(result).to_tangent_aval())
-        for o, result in enumerate(results)
-    ]
+    moving = derive.moving_of(spec, tangents)
+    of = tuple(moving)
+
+    def run(definition: Definition, args: dict[int, Any], outs: Sequence[int]) -> list[Any]:
+        kinds = [spec.kinds[o] for o in outs]
+        return bind(definition, spec.width, kinds, args, lead, implementation)
+
+    more = derive.with_facts(spec.definition, of) if moving else None
+    if more is not None:
+        full, tangent = more
+        of_facts: list[Kind] = ["value"] * (len(full.outputs) - len(spec.kinds))
+        kinds = (*spec.kinds, *of_facts)
+        whole = dataclasses.replace(spec, definition=full, kinds=kinds)
+        if fits(whole, [x.shape for x in primals]):
+            results = bind(full, spec.width, kinds, given, lead, implementation)
+            results, facts = results[: len(spec.kinds)], results[len(spec.kinds) :]
+            given |= {len(spec.dtypes) + k: fact for k, fact in enumerate(facts)}
+            found = derive.tangents_of(tangent, given, moving, run)
+            return results, derive.tangents_like(results, found)
+    results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
+    tangent = derive.jvp(spec.definition, of) if moving else (spec.definition, ())
+    found = derive.tangents_of(tangent, given, moving, run)
+    return results, derive.tangents_like(results, found)
 
 
 def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None) -> list[Any]:
-    given = dict(zip(spec.primals, args, strict=True))
-    linear = {i: x.aval for i, x in given.items() if ad.is_undefined_primal(x)}
-    live = {o: ct for o, ct in enumerate(cts) if not _is_zero(ct)}
-    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in given.values()]
-    found: dict[int, Any] = {}
-    if linear and live:
-        lead = _lead(avals)
-        kinds = [_kind_of_cotangent(spec.is_of_elements[i], linear[i], lead) for i in linear]
-        dtypes = tuple(
-            computed(aval.dtype) if kind.startswith("sum") else str(aval.dtype)
-            for kind, aval in zip(kinds, linear.values(), strict=True)
-        )
-        definition = derive.transpose(spec.definition, tuple(linear), tuple(live), dtypes)
-        count = len(spec.definition.inputs)
-        every = given | {count + k: ct for k, ct in enumerate(live.values())}
-        for i in definition.reads:
-            if i in linear:
-                raise NotImplementedError(
-                    f"{spec.definition.name}: it cannot be transposed with respect to input {i}, "
-                    "which it is not linear in."
-                )
-        operands = {i: every[i] for i in definition.reads}
-        if operands:  # else they are zeros
-            results = bind(definition, spec.width, kinds, operands, lead, implementation)
-            found = dict(zip(linear, results, strict=True))
-    full = [
-        None
-        if i not in linear
-        else _like(found[i], linear[i], lead)
-        if i in found
-        else ad.Zero(linear[i])
-        for i in spec.primals
-    ]
-    return full
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in args]
+    lead = _lead(avals)
+    kinds = {
+        i: _kind_of_cotangent(spec.is_of_elements[i], aval, lead)
+        for i, aval in zip(spec.primals, avals, strict=True)
+    }
+
+    def run(definition: Definition, args: dict[int, Any], linear: Sequence[int]) -> list[Any]:
+        of_linear = [kinds[i] for i in linear]
+        return bind(definition, spec.width, of_linear, args, lead, implementation)
+
+    def dtype_of(i: int, aval: Any) -> str:
+        return computed(aval.dtype) if kinds[i].startswith("sum") else str(aval.dtype)
+
+    like = functools.partial(_like, lead=lead)
+    return derive.cotangents_of(spec, cts, args, run, like, dtype_of)
 
 
 def _kind_of_cotangent(of_elements: bool, aval: Any, lead: tuple[Any, ...]) -> Kind:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from jax_oneflow_ops._codegen.signature import TYPES, is_narrow
+from jax_oneflow_ops._codegen.source import MATH_OF_C, WITHOUT_HALF
 from jax_oneflow_ops._codegen.traced import REDUCTIONS, Program, cpp_type
 
 ARRAY, VECTOR, VALUE, SCALAR, SUMS = range(5)
@@ -97,6 +98,7 @@ def source(
     result_dtypes: Sequence[str],
     result_kinds: Sequence[int],
     order: Layout,
+    width: int,
     platform: str,
 ) -> str:
     """The C++ or CUDA source of a kernel."""
@@ -119,12 +121,14 @@ def source(
     lines = [
         f"// {title}",
         *(["#define JOF_NARROW_RESULTS"] if is_short else []),
-        *([] if "float16" in every else ["#define JOF_WITHOUT_HALF"]),
+        *([] if "float16" in every else [WITHOUT_HALF]),
+        MATH_OF_C,
         f'#include "{_HEADERS[platform]}"',
         '#include "common/traced.h"',
         "namespace jof_expression {",
         "struct jof_row {",
         *(f"  {cpp_type(program.values[k].dtype)} v{k};" for k in written.of_row),
+        *(f"  {stored} x{k};" for k, stored, _ in written.loaded),
         "};",
         "template <int>",
         "struct jof_level;",
@@ -182,6 +186,7 @@ def source(
         "  using Row = jof_row;",
         f"  static constexpr int kReductions = {len(levels) - 1}, kSums = {len(order.sums)};",
         f"  static constexpr int kSumsOutput = {len(order.outputs)};",
+        f"  static constexpr int kWidth = {width};",
         f"  static constexpr int kPack = {order.pack}, kElements = {order.elements};",
         f"  static constexpr int kThreads = {order.threads}, kBlocks = {order.blocks};",
         f"  static constexpr int kMostTerms = {max(map(int, terms), default=1)};",
@@ -195,7 +200,11 @@ def source(
         "  using Level = jof_level<r>;",
         f"  {_QUALIFIERS} void Begin(const jof::TracedRowsCall& call, int64_t jof_at, Row* row) {{",
         "    jof_row& f = *row;",
-        *(f"    {line}" for line in written.begin()),
+        *(f"    f.x{k} = {load};" for k, _, load in written.loaded),
+        "  }",
+        f"  {_QUALIFIERS} void Start(Row* row) {{",
+        "    jof_row& f = *row;",
+        *(f"    {line}" for line in written.start()),
         "  }",
         "  template <typename X, typename V, typename Y>",
         f"  {_QUALIFIERS} void Map({values}, Y& y, Word* jof_sums) {{",
@@ -269,27 +278,29 @@ class _Writer:
         value = self._program.values[k]
         return value.text.format(*(names[arg] for arg in value.args))
 
-    def begin(self) -> list[str]:
-        """What is known of a row before it is read."""
-        lines = []
+    @functools.cached_property
+    def loaded(self) -> list[tuple[int, str, str]]:
+        """Of a row's inputs: the value, its type in memory, and what loads it."""
         place = {i: n for n, i in enumerate(self._order.inputs)}
         kinds = dict(zip(self._order.inputs, self._order.input_kinds, strict=True))
+        found = []
         for k in self.of_row:
             value = self._program.values[k]
-            if self._program.stage[k] > 0:
-                continue
             if value.kind == "input":
                 i = int(value.text)
-                stored = TYPES[self._dtypes[i]]
-                at = "jof_at" if kinds[i] == VALUE else "0"
-                text = (
-                    f"jof::Accumulator<{stored}>::Load("
-                    f"static_cast<const {stored}*>(call.inputs[{place[i]}])[{at}])"
-                )
-            else:
-                text = self._expression(k, self._names)
-            lines.append(f"f.v{k} = {text};")
-        return lines
+                stored, at = TYPES[self._dtypes[i]], "jof_at" if kinds[i] == VALUE else "0"
+                load = f"static_cast<const {stored}*>(call.inputs[{place[i]}])[{at}]"
+                found.append((k, stored, load))
+        return found
+
+    def start(self) -> list[str]:
+        """What is known of a row before its elements are."""
+        loaded = {k: f"jof::Accumulator<{stored}>::Load(f.x{k})" for k, stored, _ in self.loaded}
+        return [
+            f"f.v{k} = {loaded[k] if k in loaded else self._expression(k, self._names)};"
+            for k in self.of_row
+            if self._program.stage[k] == 0
+        ]
 
     def _compute(self, targets: Iterable[int], known: dict[int, str]) -> tuple[list[str], set[int]]:
         """Statements that compute values of elements, and which of `known` they read."""

@@ -94,7 +94,10 @@ def derivative_spec(
 _HEADERS = {"cpu": "cpu/compiled.h", "cuda": "cuda/compiled.cuh"}
 _QUALIFIERS = "JOF_HOST_DEVICE JOF_INLINE"
 # Of a source without float16: what converts it takes compilers long to read.
-_WITHOUT_HALF = "#define JOF_WITHOUT_HALF"
+WITHOUT_HALF = "#define JOF_WITHOUT_HALF"
+# Of a source without text of the user's: libstdc++'s math.h, which declares the functions of C++ as
+# well as C's, takes a third of the time that a kernel takes to compile. Others ignore this.
+MATH_OF_C = "#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS"
 
 
 def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bool = True) -> str:
@@ -124,7 +127,8 @@ def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bo
     lines = [
         f"// {title}{spec.definition.name}: {spec.definition}",
         *(["#define JOF_NARROW_RESULTS"] if spec.is_narrow else []),
-        *([] if "float16" in (*spec.operand_dtypes, *results) else [_WITHOUT_HALF]),
+        *([] if "float16" in (*spec.operand_dtypes, *results) else [WITHOUT_HALF]),
+        *([MATH_OF_C] if [*functions.headers] == [Traced.header] else []),
         f'#include "{_HEADERS[platform]}"',
         *(f'#include "{header}"' for header in functions.headers),
         *includes,

@@ -268,23 +268,32 @@ class Program:
                 return _power(self, x, size, dtype)
             return x
         if name == "reduce_sum" and is_float:
-            return self._sum(x)
+            return self._sum(x, size)
         kind = kind_of(dtype)
         operation = REDUCTIONS[name] if kind != "bool" else _OF_BOOLS[name]
         return self.add(name, dtype, [x], operation)
 
-    def _sum(self, x: int) -> int:
-        """The sum of a row of floats.
+    def _sum(self, x: int, size: int) -> int:
+        """The sum of a row of so many floats.
 
         What is the same for all elements is a factor of the sum: then fewer sums depend on others.
+        Differences from the mean add up to 0; derivatives of a variance have that sum.
         """
         dtype, value = self.values[x].dtype, self.values[x]
         factor, rest = self._row_factor(x)
         if factor is not None:
-            return _EMITTERS["mul"](self, {}, [factor, self._sum(rest)], dtype)
+            return _EMITTERS["mul"](self, {}, [factor, self._sum(rest, size)], dtype)
+        if value.kind == "sub" and self._is_mean(value.args[1], value.args[0], size):
+            return self.literal(0, dtype)
         if value.kind in ("add", "sub") and self._stage_in_parts(x) < self.stage[x]:
-            return _plain[value.kind](self, {}, [self._sum(k) for k in value.args], dtype)
+            return _plain[value.kind](self, {}, [self._sum(k, size) for k in value.args], dtype)
         return self.add("reduce_sum", dtype, [x], REDUCTIONS["reduce_sum"])
+
+    def _is_mean(self, mean: int, x: int, size: int) -> bool:
+        """Whether a value is the mean of another over a row of so many elements."""
+        value = self.values[mean]
+        is_quotient = value.kind == "div" and self._numbers.get(value.args[1]) == size
+        return is_quotient and value.args[0] == self._sum(x, size)
 
     def _stage_in_parts(self, x: int) -> int:
         """The stage of sums of a value's terms, without factors that are the same for a row."""
@@ -632,15 +641,26 @@ _EMITTERS["add_any"] = _add
 
 @_emitter("mul")
 def _mul(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
-    """Powers of two, by which products are exact, are gathered to one factor."""
+    """Powers of two, by which products are exact, are gathered to one factor.
+
+    What is the same for a row takes it: an element has one product less.
+    """
     if not _is_float(dtype):
         return _plain["mul"](program, params, args, dtype)
     (a, x), (b, y) = map(program.factored, args)
     if x is None or y is None:
         rest = y if x is None else x
         return program.literal(a * b, dtype) if rest is None else program.scaled(a * b, rest)
-    first, second = sorted((x, y), key=lambda k: (program.values[k].kind != "literal", k))
-    return program.scaled(a * b, program.add("mul", dtype, [first, second], "{0} * {1}"))
+
+    def order(k: int) -> tuple[bool, bool, int]:
+        return program.values[k].kind != "literal", program.is_element[k], k
+
+    first, second = sorted((x, y), key=order)
+    factor = a * b
+    is_of_row = order(first)[:2] == (True, False) and program.is_element[second]
+    if is_of_row and abs(factor) != 1:
+        first, factor = program.scaled(factor, first), 1.0
+    return program.scaled(factor, program.add("mul", dtype, [first, second], "{0} * {1}"))
 
 
 @_emitter("div")
