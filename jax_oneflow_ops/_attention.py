@@ -229,8 +229,7 @@ def _batch(
         *(primitive, *graph, *operands), num_segments=p.size * num_segments, **more
     )
     if primitive.multiple_results:
-        results, axes = zip(*map(p.result, result), strict=True)
-        return [*results], [*axes]
+        return [p.result(x)[0] for x in result], [0] * len(result)
     return p.result(result)
 
 
