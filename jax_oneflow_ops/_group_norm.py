@@ -158,10 +158,9 @@ def _define() -> core.Primitive:
         def call(x: Any, *_: Any, spatial: int, groups: int, **__: Any) -> _policy.Call:
             group = "group_norm gradient" if name.endswith("_vjp") else "group_norm"
             kind, nbytes = ("rows", group, _policy.bits(x.dtype)), passes * _policy.nbytes(x)
-            # XLA is faster on small arrays; large ones in 16 bits were not timed beside it.
+            # XLA is faster on small arrays.
             is_small = nbytes <= _rows.SMALL
-            unmeasured = "xla" if is_small or x.dtype.itemsize == 2 else "native"
-            return _policy.Call(kind, nbytes, unmeasured, 1 if is_small else 2)
+            return _policy.Call(kind, nbytes, "xla" if is_small else "native", 1 if is_small else 2)
 
         return _primitive.define(
             f"jof_{name}",

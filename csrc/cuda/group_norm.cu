@@ -5,11 +5,25 @@
 //
 // A row is as many pixels as fill whole packs, one if its channels do. A thread has one pack of
 // every so-many-th row: the same channels of all of them. Its sums become those of channels, then
-// of groups, when the threads of the block exchange them.
+// of groups, when the threads of the block exchange them. It copies its packs to shared memory some
+// rows ahead, the first of them before anything else.
+//
+// Measured on an H200 beside XLA, in us, with silu and 32 groups, of bf16 and f32:
+//                        value             and gradient
+//   (32, 64, 64, 320)    89, 144           226, 376
+//     XLA                147, 177          543, 661
+//   (16, 32, 32, 640)    32, 47            95, 139
+//     XLA                36, 48            135, 165
+//   (8, 128, 128, 128)   44, 68            111, 174
+//     XLA                57, 81            166, 227
+//   (64, 14, 14, 768)    32                85
+//     XLA                31                109
+// The smaller ones spend half of that on what surrounds the elements: the first copies, exchanges
+// of sums and the last block of an image, which waits for the others.
 //
 // One kernel that keeps its parts in shared memory until the whole image is reduced reads inputs
 // once, but spends as much on exchanging sums as on its elements, of which a block then has few:
-// value and gradient with silu of f32 (32, 4096, 256) on an H200 took 500 us, and take 373.
+// value and gradient with silu of f32 (32, 4096, 256) on an H200 took 500 us instead of 373.
 #include "cuda/group_norm.h"
 
 #include <algorithm>

@@ -24,7 +24,8 @@
 //   cross entropy   8192 x 50257: 84, 78; its gradient 82, 76
 // What bounds bf16 is instructions: about 18 for each element of softmax, 37 of layer norm's
 // gradient, where a copy's time has 27 and 40. Rows that fill packs or lanes badly suffer most:
-// softmax of 400000 x 100 runs at 49 %, that of 8192 x 50257, in a cluster, at 46 %.
+// softmax of 400000 x 100 runs at 49 %, that of 8192 x 50257, in a cluster, at 46 %. Most rows of
+// up to 1024 elements have kernels of their own, rows_whole.cuh.
 //
 // Free of the CUDA runtime, so that NVRTC can compile it around other programs: those that are
 // traced (compiled_rows.cuh) have arrays of several types and any number of reductions.
@@ -155,7 +156,8 @@ struct RowsProgram {
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
   static constexpr int kThreads = 512, kBlocks = 1;
-  static constexpr bool kNeedsRegisters = false;  // more than 64 in WholeRowsKernel
+  // Whether WholeRowsKernel takes more than 64.
+  JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
 

@@ -189,8 +189,8 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t*
   return LaunchBlocks<kWholeRowsThreads>(kernel, count, 0, stream, program, plan);
 }
 
-// Rows of neighbouring elements, by the kernel that is for them. Measured on an H200, in percent of
-// the speed of a large copy, by WholeRowsKernel and by RowsKernel: see rows_whole.cuh.
+// Rows of neighbouring elements, by the kernel that is for them. Lanes hold 4 packs, or more if
+// that would take more than a warp.
 template <typename Program>
 cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& problem,
                                  cudaStream_t stream) {

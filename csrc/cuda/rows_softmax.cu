@@ -51,7 +51,7 @@ template <typename T, bool kLog>
 struct SoftmaxForward : ExpSumReductions<T, !kLog> {
   using C = Compute<T>;
   static constexpr int kOutputs = 1;
-  [[maybe_unused]] static constexpr bool kNeedsRegisters = kLog;
+  JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return kLog; }
   struct Row {
     typename ExpSum<T>::State state;
     C centre;
