@@ -3,8 +3,8 @@
 A graph is six arrays of int32: `senders` and `receivers`, negative where they are out of range; an
 order of the edges in which those of equal receivers are neighbours, and these receivers, -1 for
 those out of range; and an order in which those of equal senders are, and these. An order that is
-not known is two arrays of rank 2. Edges whose receiver is out of range count for nothing. A sender out
-of range is ``~row`` of the row that jnp reads for it; its edge counts, but in no sum at the
+not known is two arrays of rank 2. Edges whose receiver is out of range count for nothing. A sender
+out of range is ``~row`` of the row that jnp reads for it; its edge counts, but in no sum at the
 senders, nor in what is derived from one, which the parameter `drops_senders` says.
 
 `message_sum` adds up weighted rows of the senders at the receivers, `edge_dot` multiplies rows at

@@ -154,9 +154,7 @@ def _sharding_rule(*avals: Any, spec: Spec, **_: Any) -> _primitive.ShardingRule
     ]
     whole.update({spec.target} - {"e"})
     whole.update(f"sum{d}" for d, kept in enumerate(spec.kept) if not kept)
-    orders = [
-        [f"i{k}_{d}" for d in range(len(avals[k].shape))] for k in range(GRAPH - 4, GRAPH)
-    ]
+    orders = [[f"i{k}_{d}" for d in range(len(avals[k].shape))] for k in range(GRAPH - 4, GRAPH)]
     whole.update(*orders)
     if spec.reduction != "sum":
         whole.add("e")

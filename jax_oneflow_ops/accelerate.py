@@ -407,17 +407,16 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
             total = jax.ops.segment_sum(data, ids, 10)
 
     Args:
-      fun: a function to run accelerated; or whether what is inside a ``with`` statement is. The
-        innermost choice counts, and gradients follow the functions that they are of.
-      tune: times the program with kernels and without them, when it is first called with arguments
-        of such shapes, on copies of these. It runs as it is unless kernels gain more than 2 %. The
-        times are remembered in the folder of compiled kernels
-        (:class:`ElementwiseKernel` says where), and logged by the logger "jax_oneflow_ops". For
-        functions that are called with arrays, so outside `jax.jit`. A function that `jax.jit` did
-        not make is compiled as one program.
-      deterministic: the same bits on every run, at some cost. It is for every sum that is swapped
-        (see :func:`segment_sum`), and for ``x.at[ids].set(u)`` on GPUs, where the last update of a
-        row counts, as on CPUs.
+      fun: a function to run accelerated, or a bool: whether to accelerate inside a ``with``
+        statement. The innermost choice wins. A gradient is accelerated if its function is.
+      tune: times the program with kernels and without when it is first called with arguments of new
+        shapes, on copies of them. It runs without kernels unless they gain more than 2 %. The times
+        are stored in the folder of compiled kernels (:class:`ElementwiseKernel` says where), and
+        logged by the logger "jax_oneflow_ops". Call the result outside `jax.jit`, in a program of
+        one process. A function that `jax.jit` did not return is compiled as one program.
+      deterministic: gives every sum that is swapped the same bits on every run, at some cost (see
+        :func:`segment_sum`). It also orders ``x.at[ids].set(u)`` on GPUs: the last update of a row
+        wins, as on CPUs.
 
     Returns:
       A function like `fun`, with the methods of a function made by `jax.jit` if it is one. Without
@@ -427,18 +426,18 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
       TypeError: `fun` is neither a function nor a bool, or `tune` is set without a function; or a
         tuned function is called inside a transformation.
       ValueError: `tune` and `deterministic` are both set.
+      NotImplementedError: a tuned function is called in a program of several processes.
 
     Numerics:
       Those of :func:`segment_sum` and :func:`scatter_add`: results may differ from XLA's in the
-      last bits, as the order of summation does. Sums of 16-bit values are more exact: they are made
-      in float32 and rounded once. An ``indices_are_sorted=True`` that is not true gives wrong sums,
-      where XLA may ignore it.
+      last bits, as the order of summation does. Sums of 16-bit values are more accurate: they are
+      computed in float32 and rounded once, with the exception that :func:`segment_sum` names. If
+      ``indices_are_sorted=True`` is not true, sums are wrong, even where XLA ignores it.
 
     Notes:
-      The lowering rules of JAX's primitives are replaced when this is first used, by ones that
-      leave operations outside to the rules before. Where a release of jax does not allow that,
-      programs run as they are, after one warning. Programs that are exported need
-      :func:`export_checks`.
+      The first use replaces the lowering rules of some primitives of JAX. The new rules call the old
+      ones for operations outside. If a release of JAX does not allow that, programs run without
+      kernels, after one warning. Exported programs need :func:`export_checks`.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -25,8 +25,8 @@ class SegmentPlan:
 
     Attributes:
       order: the indices of the edges in that order, int32 of shape ``(edges,)``.
-      keys: for each edge in that order twice its segment, plus 1 if its id is negative and counts
-        from the end; twice the number of segments if its id is out of range.
+      keys: for each edge in that order, twice its segment, plus 1 if its id is negative and counts
+        from the end. If its id is out of range, twice the number of segments.
       num_segments: the number of segments.
     """
 
@@ -91,7 +91,7 @@ def message_sum(
     sender_plan: SegmentPlan | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Sums at the receivers what a function makes of the rows at both ends of each edge.
+    """Computes a message for each edge from the rows at both ends, and sums at the receivers.
 
     The result is that of ``jax.ops.segment_sum(fun(tables[0][senders], tables[1][receivers],
     *edge_inputs), receivers, num_segments)``. One kernel reads the rows, computes and sums. Neither
@@ -106,8 +106,8 @@ def message_sum(
         second is read at the receivers. Their shapes are ``(nodes, ...)``, of any dtype that `fuse`
         takes.
       senders: integers of shape ``(edges,)``: rows of the first table. Negative ones count from the
-        end, and those out of range mean the nearest row, as in ``tables[0][senders]``. As in jax,
-        no gradient comes back from there.
+        end. Out-of-range ones read the nearest row, as in ``tables[0][senders]``, and add nothing
+        to its gradient, as in JAX.
       receivers: integers of shape ``(edges,)``: rows of the result. Edges whose receiver is
         negative or too large are dropped, as by `segment_sum`.
       *edge_inputs: arrays of shape ``(edges, ...)``, which may broadcast against rows, such as
@@ -136,21 +136,21 @@ def message_sum(
     Numerics:
       Messages are computed as `fuse` computes: 16-bit values in float32, not rounded in between.
       They are summed in float32 and rounded once. Results have the same bits on every run: the
-      order of summation depends only on shapes and ids. Where ids or a plan are traced, a plan of
-      other ids gives wrong sums, and no error.
+      order of summation depends only on shapes and ids. If ids or a plan are traced, a plan of
+      other ids gives wrong sums without an error.
 
     Differentiation and sharding:
       To any order, in both modes, with respect to tables, edge inputs and what `fun` closes over.
-      Each derivative is again a kernel that reads rows, computes and sums, or stores what edge
-      inputs have: no row for each edge, unless an edge input has that shape. Dimensions after the
-      first may be sharded freely. Edge inputs, senders and receivers may be sharded by edges: the
-      devices' sums are added up, and each sorts its own edges. Nodes and plans are all-gathered,
-      with a `GatherWarning`.
+      Each derivative is again a kernel that reads rows, computes and sums, or stores the gradient
+      of an edge input. It stores no row for each edge, unless an edge input has that shape.
+      Dimensions after the first may be sharded freely. Edge inputs, senders and receivers may be
+      sharded by edges: the devices' sums are added up, and each sorts its own edges. Nodes and
+      plans are all-gathered, with a `GatherWarning`.
 
     Compilation:
-      As of `fuse`, with the same cache, where `fun` is more than a product of a row and weights.
-      Call it under `jax.jit`: outside of it, a function with derivatives of its own is compiled
-      with each call.
+      As of `fuse`, with the same cache, unless `fun` is a row or its product with weights: these
+      kernels are built in. Call it under `jax.jit`: outside, a function with custom derivatives is
+      compiled at each call.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_oneflow_ops as jof
@@ -242,7 +242,7 @@ def message_max(
     sender_plan: SegmentPlan | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """The maxima at the receivers of what a function makes of the rows at both ends of each edge.
+    """Computes a message for each edge from the rows at both ends; takes maxima at the receivers.
 
     The result is that of ``jax.ops.segment_max`` of the messages of `message_sum`.
 
@@ -250,7 +250,8 @@ def message_max(
       An array of the shape and dtype of `message_sum`, -inf where a receiver has no edges.
 
     Numerics:
-      Messages are computed in float32 and rounded once. A NaN is the maximum.
+      16-bit messages are computed in float32 and rounded once. If a message is NaN, so is the
+      maximum.
 
     Differentiation and sharding:
       As of `message_sum`. The gradient goes to the edges that have the maximum, in equal parts, as

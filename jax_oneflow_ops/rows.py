@@ -37,9 +37,9 @@ def softmax(
       where: booleans that broadcast to `x`: which elements take part. The result is 0 for the
         others. It costs additional passes over memory.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
-        takes the one that was measured to be faster for such a call (see `policy`); if such calls
-        were not measured, XLA for the values of `softmax` and `log_softmax`, and kernels for their
-        gradients and for the other functions. The environment variable
+        takes the one that was measured to be faster for such a call (see `policy`). If such calls
+        were not measured, XLA runs small arrays, short rows, and the values of `softmax`,
+        `log_softmax` and norms; kernels run everything else. The environment variable
         ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
