@@ -35,6 +35,7 @@ from benchmarks.suites import (
     load,
     permute,
     programs,
+    rows,
     scatter,
     upsample,
 )
@@ -64,6 +65,7 @@ TINY = {
         scatter.case(Problem("embedding gradient", 300, 1, 20, "sorted", "float32")),
         scatter.case(Problem("embedding", 300, 8, 20, "one", "bfloat16")),
     ],
+    "rows": [rows.case("rms_norm", (64, 64), "bfloat16", "value and gradient")],
     "kernels": [
         kernels.case(name, "bfloat16", 4 * kernels.WIDTH, "tiny")
         for name in ("residual_gelu", "squared_diff_vjp", "chain")
@@ -509,8 +511,8 @@ def test_comparison_tells_changes_from_noise(tmp_path, capsys):
     after.append({"suite": "cast", "case": "e", "error": "wrong"})
     before.append({"suite": "cast", "case": "d", "error": "wrong"})
     files = [tmp_path / "old.jsonl", tmp_path / "new.jsonl"]
-    for file, rows in zip(files, (before, after), strict=True):
-        results.write(file, HEADER, rows)
+    for file, lines in zip(files, (before, after), strict=True):
+        results.write(file, HEADER, lines)
     assert cli.main(["compare", *map(str, files)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["SLOWER", "a", "10.00", "10.30", "us", "1.03x"]

@@ -99,7 +99,7 @@ def _work(name: str, dims: tuple[int, ...], dtype: str, group: str) -> Work:
         inputs,
         ours,
         forms,
-        sample=partial(_sample, group == _GRADIENT),
+        sample=partial(_sample, op, group == _GRADIENT),
         verify=partial(_verify, op, group == _GRADIENT, dtype),
         terms=max(dims),
         torch=None if group == _GRADIENT else _TORCH[name],
@@ -109,15 +109,17 @@ def _work(name: str, dims: tuple[int, ...], dtype: str, group: str) -> Work:
 _ROWS = 8
 
 
-def _sample(gradient: bool, args: tuple[Array, ...], out: Any) -> Any:
-    """Some rows, and row vectors whole; sums over rows are compared among the forms."""
+def _sample(op: Any, gradient: bool, args: tuple[Array, ...], out: Any) -> Any:
+    """Some rows, and scales whole; sums over rows are compared among the forms."""
     rows = args[0].shape[0]
     some = np.unique(np.linspace(0, rows - 1, _ROWS).astype(int))
 
     def of(x: Array) -> Array:
-        return jnp.take(x, some, 0, mode="clip") if x.shape[0] == rows else x
+        return jnp.take(x, some, 0, mode="clip")
 
-    return [*map(of, args)], [of(y) for y in (out[:2] if gradient else [out])]
+    whole = {i for i, domain in enumerate(op.domain) if i and domain != catalogue.INDEX}
+    sampled = [x if i in whole else of(x) for i, x in enumerate(args)]
+    return sampled, [*map(of, out[:2] if gradient else [out])]
 
 
 def _verify(op: Any, gradient: bool, dtype: str, sampled: Any) -> str | None:
