@@ -1,7 +1,7 @@
-"""Samples of results against float64, on the host."""
+"""Error bounds of elementwise results against float64, on the host."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 
 Sampled = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]  # of arguments and of results
 _SAMPLES = 32_768
+_TINY = 1e-36  # results below it may be 0
 
 
 def samples(args: Sequence[Any], out: Any) -> tuple[list[Any], list[Any]]:
@@ -59,18 +60,39 @@ def worst(result: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> str | Non
     )
 
 
-def wrong(
-    found: Sequence[Any], exact: Sequence[Any], args: Sequence[Any], dtype: Any
-) -> str | None:
-    """Says what is wrong with samples of some results, if anything is.
+class Exact(NamedTuple):
+    """An exact result, the size of the terms that may cancel in it, and an activation's argument.
 
-    Allowed are 4 ulp, and what float32, or an activation in 16 bits, loses of terms that cancel:
-    those are as large as the product of the arguments, each taken for 1 at least.
+    A tail is where the result is small against those. A ``product`` has an activation as a factor.
     """
-    terms = np.prod([np.maximum(np.abs(x), 1.0) for x in args], axis=0)
-    lost = 2.0**-14 if jnp.finfo(dtype).bits == 16 else 2.0**-20
-    for i, (y, value) in enumerate(zip(found, exact, strict=True)):
-        if text := worst(y, value, 4 * ulp(value, dtype) + lost * terms):
+
+    value: np.ndarray
+    cancelling: np.ndarray | float = 0.0
+    argument: np.ndarray | float = 0.0
+    product: bool = True
+
+
+def bound(exact: Exact, dtype: Any) -> np.ndarray:
+    """What is allowed: 2 ulp of 16 bits, 4 of f32 and a relative 1e-4 in f32's tails.
+
+    A product carries over a factor's relative error, of 4 ulp at most, and is rounded itself: as
+    ulps of the product those may be up to eight.
+    """
+    value, cancelling, argument, product = exact
+    rounding = 8 * np.ldexp(1.0, -24) * np.abs(cancelling) + _TINY
+    unit = ulp(value, dtype)
+    if jnp.finfo(dtype).bits == 16:
+        return np.asarray(2 * unit + rounding)
+    carried = 4 * float(jnp.finfo(dtype).eps) * np.abs(value) + 0.5 * unit
+    tail = np.abs(value) < np.maximum(np.abs(cancelling), np.abs(argument)) / 1024
+    allowed = np.where(tail, 1e-4 * np.abs(value), carried if product else 4 * unit)
+    return np.asarray(allowed + rounding)
+
+
+def wrong(out: Sequence[np.ndarray], expected: Sequence[Exact], dtype: Any) -> str | None:
+    """Says what is wrong with samples of some results, if anything is."""
+    for i, (exact, y) in enumerate(zip(expected, out, strict=True)):
+        if text := worst(y, exact.value, bound(exact, dtype)):
             return f"result {i}: {text}"
     return None
 

@@ -9,7 +9,8 @@ import numpy as np
 from tests import catalogue
 
 from .. import accuracy, rivals
-from ..harness import SWEEP, Case, Function, Work
+from ..accuracy import Exact
+from ..harness import SWEEP, Array, Case, Function, Work
 from ..inputs import Input
 from ..tables import size
 from . import common
@@ -97,9 +98,8 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
     forms = {form: of_arrays(f) for form, f in common.forms_of(op, dtype).items()}
     if gradient:
         inputs.append(Input((n,), dtype))
-        wrt = [i for i in op.wrt if i not in op.same]
-        forms = {form: common.pullback(function, wrt) for form, function in forms.items()}
-        ours = common.pullback(ours, wrt)
+        forms = {form: _pullback(op, function) for form, function in forms.items()}
+        ours = partial(_our_pullback, op, ours)
     kernel = f"{name}_vjp" if gradient else name
     large = rivals.is_large(shape)
     return Work(
@@ -107,7 +107,7 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         ours,
         forms,
         sample=accuracy.samples,
-        verify=partial(_verify, op, dtype, numbers, gradient),
+        verify=partial(_verify_pullback if gradient else _verify, op, dtype, numbers),
         exact=name in _EXACT and not gradient,
         alone=True,
         torch=None if gradient else TORCH.get(name),
@@ -116,17 +116,42 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
     )
 
 
-def _verify(op: Any, dtype: str, numbers: Any, gradient: bool, sampled: Any) -> str | None:
-    """By the catalogue's formulas."""
+def _our_pullback(op: Any, function: Function, *args: Array, implementation: str | None) -> Array:
+    return _pullback(op, partial(function, implementation=implementation))(*args)
+
+
+def _pullback(op: Any, function: Function) -> Function:
+    return common.pullback(function, [i for i in op.wrt if i not in op.same])
+
+
+# ---- checks, by the catalogue's formulas ----
+
+
+_HAS_A_ROOT = {"gelu_tanh", "gelu_erf", "silu", "hard_swish", "mish"}  # the slope has
+
+
+def _verify(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sampled) -> str | None:
     args, out = accuracy.doubles(sampled)
     with np.errstate(all="ignore"):
-        if gradient:
-            *operands, ct = args
-            slopes = zip(op.wrt, op.derivatives, strict=True)
-            exact = [ct * slope(*operands, *numbers) for i, slope in slopes if i not in op.same]
-        else:
-            exact = [op.exact(*args, *numbers)]
-    return accuracy.wrong(out, exact, args, dtype)
+        exact = op.exact(*args, *numbers)
+    # A tail is where an activation is small against its argument.
+    argument = np.prod(np.stack(args), axis=0) if op.best else 0.0
+    known = Exact(exact, argument=argument, product=bool(op.best) and len(args) > 1)
+    return accuracy.wrong(out, [known], dtype)
+
+
+def _verify_pullback(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sampled) -> str | None:
+    (*args, ct), out = accuracy.doubles(sampled)
+    with np.errstate(all="ignore"):
+        exact = [ct * slope(*args, *numbers) for slope in op.derivatives]
+    expected = [Exact(exact[k]) for k, i in enumerate(op.wrt) if i not in op.same]
+    if op.name in _HAS_A_ROOT:
+        expected = [expected[0]._replace(cancelling=ct)]
+    elif op.best and len(args) == 2:  # x activation(gate)
+        x, gate = args
+        expected[0] = expected[0]._replace(argument=ct * gate)
+        expected[1] = expected[1]._replace(cancelling=ct * x)
+    return accuracy.wrong(out, expected, dtype)
 
 
 # ---- other libraries ----
