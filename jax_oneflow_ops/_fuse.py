@@ -72,10 +72,10 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
     Differentiation:
       Derivatives are those of `fun`, of any order and in both modes, `jax.custom_jvp` and
       `jax.custom_vjp` included. Each is one kernel, which reads the inputs again and no
-      intermediate values but the results of reductions, one for each row. XLA sums the gradients of
-      operands that are broadcast, in float32 if their dtype is narrower; in functions that reduce
-      rows the kernel does, for row vectors, in parts that XLA adds. A derivative that reads more
-      than 32 arrays or writes more than 16 is left to XLA.
+      intermediate values. XLA sums the gradients of operands that are broadcast, in float32 if
+      their dtype is narrower; in functions that reduce rows the kernel does, for row vectors, in
+      parts that XLA adds. A derivative that reads more than 32 arrays or writes more than 16 is
+      left to XLA.
 
     Compilation:
       As for `ElementwiseKernel`, with the same cache. XLA runs the same computation on platforms

@@ -10,9 +10,9 @@ from jax.extend import core
 from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat
-from jax_oneflow_ops._codegen import parts, scalars
+from jax_oneflow_ops._codegen import scalars
 from jax_oneflow_ops._codegen.signature import Parameter, is_inexact
-from jax_oneflow_ops._codegen.traced import REDUCTIONS, Traced, computed
+from jax_oneflow_ops._codegen.traced import Traced, computed
 
 # A definition of `definition.py`, which imports this module.
 Definition = Any
@@ -90,83 +90,6 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
         if any(i >= count for i in program.inputs_of([result]))
     ]
     return (every if alive == outs else made(alive) if alive else every), tuple(alive)
-
-
-@functools.lru_cache(maxsize=1024)
-def with_facts(
-    definition: Definition, moving: tuple[int, ...]
-) -> tuple[Definition, tuple[Definition, tuple[int, ...]]] | None:
-    """The definition with more outputs, the reductions that its tangents need, and `jvp` of it.
-
-    The tangents' inputs are those of the definition, these facts, which are values of a row, and
-    the tangents. So derivatives need not reduce what the function has reduced. None where they do
-    not need it.
-    """
-    inputs, outputs = _types(definition.inputs), _types(definition.outputs)
-    count = len(inputs)
-    jaxpr, consts = _compat.jaxpr_and_consts(definition.body.jaxpr)
-    shapes = shapes_of(jaxpr.invars)
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
-    flat, consts = _compat.jaxpr_and_consts(parts.flattened(jaxpr, consts, avals))
-    every = [
-        eqn.outvars[0]
-        for eqn in flat.eqns
-        if eqn.primitive.name in REDUCTIONS and is_inexact(str(eqn.outvars[0].aval.dtype))
-    ]
-    if not every:
-        return None
-
-    def run(args: Sequence[Any], facts: Mapping[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-        env = dict(zip([*flat.constvars, *flat.invars], [*consts, *args], strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if _compat.is_literal(atom) else env[atom]
-
-        for eqn in flat.eqns:
-            compute = functools.partial(_compat.bind_equation, eqn)
-            values = [*map(read, eqn.invars)]
-            fact = facts.get(eqn.outvars[0])
-            results = compute(values) if fact is None else [_known(compute, values[0], fact)]
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [*map(read, [*flat.outvars, *wanted])]
-
-    def defined(function: Any, facts_in: Sequence[Any], facts_out: Sequence[Any]) -> Definition:
-        of_inputs, of_outputs = ([str(v.aval.dtype) for v in vs] for vs in (facts_in, facts_out))
-        return define(
-            definition.name,
-            function,
-            [*inputs, *of_inputs],
-            [*outputs, *of_outputs],
-            type(definition),
-            [*shapes, *shapes_of(facts_in)],
-        )
-
-    def given(facts: Sequence[Any]) -> Definition:
-        def function(*args: Any) -> Any:
-            return run(args[:count], dict(zip(facts, args[count:], strict=True)), ())
-
-        return defined(function, facts, ())
-
-    tangents, _ = jvp(given(every), moving)
-    facts = [every[i - count] for i in tangents.reads if count <= i < count + len(every)]
-    tangents, outs = jvp(given(facts), moving)
-    if not facts or not outs:
-        return None
-    return defined(lambda *args: run(args, {}, facts), (), facts), (tangents, outs)
-
-
-def _known(compute: Callable[[list[Any]], list[Any]], x: Any, fact: Any) -> Any:
-    """A reduction whose result is known."""
-
-    @jax.custom_jvp
-    def known(x: Any, fact: Any) -> Any:
-        return fact
-
-    @known.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return primals[1], jax.jvp(lambda x: compute([x])[0], primals[:1], tangents[:1])[1]
-
-    return known(x, fact)
 
 
 @functools.lru_cache(maxsize=1024)
