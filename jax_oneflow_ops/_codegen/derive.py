@@ -161,22 +161,18 @@ def tangents_like(results: Sequence[Any], found: Mapping[int, Any]) -> list[Any]
     ]
 
 
-def moving_of(spec: Any, tangents: Sequence[Any]) -> dict[int, Any]:
-    """The tangents of inputs that are not zero."""
-    return {i: t for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t)}
-
-
 def tangents_of(
-    found: tuple[Definition, Sequence[int]],
-    given: Mapping[int, Any],
-    moving: Mapping[int, Any],
-    run: Run,
+    spec: Any, primals: Sequence[Any], tangents: Sequence[Any], run: Run
 ) -> dict[int, Any]:
-    """The tangents of outputs by what `jvp` has found, for the inputs and their tangents."""
-    definition, outs = found
-    count = len(definition.inputs) - len(moving)
-    every = {**given, **{count + k: t for k, t in enumerate(moving.values())}}
-    args = {i: every[i] for i in definition.reads} if outs else {}
+    """The tangents of the outputs that are not zero, by one kernel."""
+    given = dict(zip(spec.primals, primals, strict=True))
+    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t)}
+    if not moving:
+        return {}
+    definition, outs = jvp(spec.definition, tuple(moving))
+    count = len(spec.definition.inputs)
+    every = given | {count + k: t for k, t in enumerate(moving.values())}
+    args = {i: every[i] for i in definition.reads}
     return dict(zip(outs, run(definition, args, outs), strict=True)) if outs else {}
 
 

@@ -391,18 +391,13 @@ def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
 ) -> tuple[list[Any], list[Any]]:
     lead = _lead([jax.typeof(x) for x in primals])
-    given = dict(zip(spec.primals, primals, strict=True))
-    moving = derive.moving_of(spec, tangents)
 
     def run(definition: Definition, args: dict[int, Any], outs: Sequence[int]) -> list[Any]:
         kinds = [spec.kinds[o] for o in outs]
         return bind(definition, spec.width, kinds, args, lead, implementation)
 
     results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
-    found = {}
-    if moving:
-        tangent = derive.jvp(spec.definition, tuple(moving))
-        found = derive.tangents_of(tangent, given, moving, run)
+    found = derive.tangents_of(spec, primals, tangents, run)
     return results, derive.tangents_like(results, found)
 
 
