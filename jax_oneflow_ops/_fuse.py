@@ -71,12 +71,11 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including
-      `jax.custom_jvp` and `jax.custom_vjp`. Each is one kernel, which reads the inputs again, and
-      of intermediate values only the results of reductions, one for each row. In an elementwise
-      function, XLA sums the gradients of broadcast operands, in float32 if their dtype is narrower.
-      In a function that reduces rows, the kernel computes partial sums of the gradients of row
-      vectors, and XLA adds them up. A derivative that reads more than 32 arrays or writes more than
-      16 is left to XLA.
+      `jax.custom_jvp` and `jax.custom_vjp`. Each is one kernel, which reads the inputs again and no
+      intermediate values. In an elementwise function, XLA sums the gradients of broadcast operands,
+      in float32 if their dtype is narrower. In a function that reduces rows, the kernel computes
+      partial sums of the gradients of row vectors, and XLA adds them up. A derivative that reads
+      more than 32 arrays or writes more than 16 is left to XLA.
 
     Compilation:
       As for `ElementwiseKernel`, with the same cache. XLA runs the same computation on platforms

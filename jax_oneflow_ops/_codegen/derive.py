@@ -10,9 +10,9 @@ from jax.extend import core
 from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat
-from jax_oneflow_ops._codegen import parts, scalars
+from jax_oneflow_ops._codegen import scalars
 from jax_oneflow_ops._codegen.signature import Parameter, is_inexact
-from jax_oneflow_ops._codegen.traced import REDUCTIONS, Traced, computed
+from jax_oneflow_ops._codegen.traced import Traced, computed
 
 # A definition of `definition.py`, which imports this module.
 Definition = Any
@@ -93,83 +93,6 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
 
 
 @functools.lru_cache(maxsize=1024)
-def with_facts(
-    definition: Definition, moving: tuple[int, ...]
-) -> tuple[Definition, tuple[Definition, tuple[int, ...]]] | None:
-    """The definition with more outputs, the reductions that its tangents need, and `jvp` of it.
-
-    The tangents' inputs are those of the definition, these facts, which are values of a row, and
-    the tangents. So derivatives need not reduce what the function has reduced. None where they do
-    not need it.
-    """
-    inputs, outputs = _types(definition.inputs), _types(definition.outputs)
-    count = len(inputs)
-    jaxpr, consts = _compat.jaxpr_and_consts(definition.body.jaxpr)
-    shapes = shapes_of(jaxpr.invars)
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
-    flat, consts = _compat.jaxpr_and_consts(parts.flattened(jaxpr, consts, avals))
-    every = [
-        eqn.outvars[0]
-        for eqn in flat.eqns
-        if eqn.primitive.name in REDUCTIONS and is_inexact(str(eqn.outvars[0].aval.dtype))
-    ]
-    if not every:
-        return None
-
-    def run(args: Sequence[Any], facts: Mapping[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-        env = dict(zip([*flat.constvars, *flat.invars], [*consts, *args], strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if _compat.is_literal(atom) else env[atom]
-
-        for eqn in flat.eqns:
-            compute = functools.partial(_compat.bind_equation, eqn)
-            values = [*map(read, eqn.invars)]
-            fact = facts.get(eqn.outvars[0])
-            results = compute(values) if fact is None else [_known(compute, values[0], fact)]
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [*map(read, [*flat.outvars, *wanted])]
-
-    def defined(function: Any, facts_in: Sequence[Any], facts_out: Sequence[Any]) -> Definition:
-        of_inputs, of_outputs = ([str(v.aval.dtype) for v in vs] for vs in (facts_in, facts_out))
-        return define(
-            definition.name,
-            function,
-            [*inputs, *of_inputs],
-            [*outputs, *of_outputs],
-            type(definition),
-            [*shapes, *shapes_of(facts_in)],
-        )
-
-    def given(facts: Sequence[Any]) -> Definition:
-        def function(*args: Any) -> Any:
-            return run(args[:count], dict(zip(facts, args[count:], strict=True)), ())
-
-        return defined(function, facts, ())
-
-    tangents, _ = jvp(given(every), moving)
-    facts = [every[i - count] for i in tangents.reads if count <= i < count + len(every)]
-    tangents, outs = jvp(given(facts), moving)
-    if not facts or not outs:
-        return None
-    return defined(lambda *args: run(args, {}, facts), (), facts), (tangents, outs)
-
-
-def _known(compute: Callable[[list[Any]], list[Any]], x: Any, fact: Any) -> Any:
-    """A reduction whose result is known."""
-
-    @jax.custom_jvp
-    def known(x: Any, fact: Any) -> Any:
-        return fact
-
-    @known.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return primals[1], jax.jvp(lambda x: compute([x])[0], primals[:1], tangents[:1])[1]
-
-    return known(x, fact)
-
-
-@functools.lru_cache(maxsize=1024)
 def transpose(
     definition: Definition,
     linear: tuple[int, ...],
@@ -238,22 +161,18 @@ def tangents_like(results: Sequence[Any], found: Mapping[int, Any]) -> list[Any]
     ]
 
 
-def moving_of(spec: Any, tangents: Sequence[Any]) -> dict[int, Any]:
-    """The tangents of inputs that are not zero."""
-    return {i: t for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t)}
-
-
 def tangents_of(
-    found: tuple[Definition, Sequence[int]],
-    given: Mapping[int, Any],
-    moving: Mapping[int, Any],
-    run: Run,
+    spec: Any, primals: Sequence[Any], tangents: Sequence[Any], run: Run
 ) -> dict[int, Any]:
-    """The tangents of outputs by what `jvp` has found, for the inputs and their tangents."""
-    definition, outs = found
-    count = len(definition.inputs) - len(moving)
-    every = {**given, **{count + k: t for k, t in enumerate(moving.values())}}
-    args = {i: every[i] for i in definition.reads} if outs else {}
+    """The tangents of the outputs that are not zero, by one kernel."""
+    given = dict(zip(spec.primals, primals, strict=True))
+    moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t)}
+    if not moving:
+        return {}
+    definition, outs = jvp(spec.definition, tuple(moving))
+    count = len(spec.definition.inputs)
+    every = given | {count + k: t for k, t in enumerate(moving.values())}
+    args = {i: every[i] for i in definition.reads}
     return dict(zip(outs, run(definition, args, outs), strict=True)) if outs else {}
 
 

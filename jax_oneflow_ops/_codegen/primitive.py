@@ -368,13 +368,7 @@ def _jvp(
         def run(definition: Definition, args: dict[int, Any], _: Sequence[int]) -> list[Any]:
             return bind_traced(definition, args, implementation)
 
-        moving = derive.moving_of(spec, tangents)
-        found = {}
-        if moving:
-            given = dict(zip(spec.primals, primals, strict=True))
-            found = derive.tangents_of(
-                derive.jvp(spec.definition, tuple(moving)), given, moving, run
-            )
+        found = derive.tangents_of(spec, primals, tangents, run)
         return results, derive.tangents_like(results, found)
     shape = results[0].shape
     given = dict(zip(spec.primals, primals, strict=False))

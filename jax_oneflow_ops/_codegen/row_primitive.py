@@ -391,29 +391,13 @@ def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, implementation: str | None
 ) -> tuple[list[Any], list[Any]]:
     lead = _lead([jax.typeof(x) for x in primals])
-    given = dict(zip(spec.primals, primals, strict=True))
-    moving = derive.moving_of(spec, tangents)
-    of = tuple(moving)
 
     def run(definition: Definition, args: dict[int, Any], outs: Sequence[int]) -> list[Any]:
         kinds = [spec.kinds[o] for o in outs]
         return bind(definition, spec.width, kinds, args, lead, implementation)
 
-    more = derive.with_facts(spec.definition, of) if moving else None
-    if more is not None:
-        full, tangent = more
-        of_facts: list[Kind] = ["value"] * (len(full.outputs) - len(spec.kinds))
-        kinds = (*spec.kinds, *of_facts)
-        whole = dataclasses.replace(spec, definition=full, kinds=kinds)
-        if fits(whole, [x.shape for x in primals]):
-            results = bind(full, spec.width, kinds, given, lead, implementation)
-            results, facts = results[: len(spec.kinds)], results[len(spec.kinds) :]
-            given |= {len(spec.dtypes) + k: fact for k, fact in enumerate(facts)}
-            found = derive.tangents_of(tangent, given, moving, run)
-            return results, derive.tangents_like(results, found)
     results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
-    tangent = derive.jvp(spec.definition, of) if moving else (spec.definition, ())
-    found = derive.tangents_of(tangent, given, moving, run)
+    found = derive.tangents_of(spec, primals, tangents, run)
     return results, derive.tangents_like(results, found)
 
 
