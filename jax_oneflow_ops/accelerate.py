@@ -435,8 +435,8 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
       ``indices_are_sorted=True`` is not true, sums are wrong, even where XLA ignores it.
 
     Notes:
-      The first use replaces the lowering rules of some primitives of JAX. The new rules call the old
-      ones for operations outside. If a release of JAX does not allow that, programs run without
+      The first use replaces the lowering rules of some primitives of JAX. The new rules call the
+      old ones for operations outside. If a release of JAX does not allow that, programs run without
       kernels, after one warning. Exported programs need :func:`export_checks`.
 
     Example:
