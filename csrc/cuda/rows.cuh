@@ -362,7 +362,7 @@ __device__ __forceinline__ void ReduceTeam(const RowsTeam& team, Exchange<C, kMo
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) of_warps[warp][i] = values[i];
   }
-  SyncTeam(warp & -warps, plan.lanes);
+  SyncTeam(warp & -warps, team.lanes);
   JOF_UNROLL
   for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
   for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
