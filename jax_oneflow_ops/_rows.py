@@ -161,15 +161,17 @@ def _call(group: str, name: str, passes: int, x: Any, axis: int) -> _policy.Call
     order = "contiguous" if math.prod(x.shape[axis + 1 :]) == 1 else "strided"
     kind = ("rows", group, _policy.bits(x.dtype), f"{order}, {length}", name)
     nbytes = passes * _policy.nbytes(x)
-    # XLA is faster on small arrays and short rows, whatever the function. On others norms and
-    # softmax are as fast in XLA as memory is, and gradients and sums of exponentials are not.
-    if nbytes <= SMALL or x.shape[axis] <= _SHORT:
+    # XLA is faster on small arrays and short rows, whatever the function, and on norms of rows that
+    # a cluster of blocks does not hold. On others norms and softmax are as fast in XLA as memory
+    # is, and gradients and sums of exponentials are not.
+    is_too_long = group.startswith("norm") and x.shape[axis] > _LONG
+    if nbytes <= SMALL or x.shape[axis] <= _SHORT or is_too_long:
         return _policy.Call(kind, nbytes, "xla")
     unmeasured = "xla" if group in ("norm", "softmax") else "native"
     return _policy.Call(kind, nbytes, unmeasured, least_depth=2)
 
 
-SMALL, _SHORT = _policy.BANDS[-2], 64
+SMALL, _SHORT, _LONG = _policy.BANDS[-2], 64, 65536
 
 
 _LENGTHS = (256, 2048, 16384, 1 << 50)

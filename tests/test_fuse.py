@@ -909,16 +909,28 @@ def test_rows(name, dtype):
         assert_close(a, e, 4 * unit, 4 * unit * scale)
 
 
+def pullback_of_rows(f, args):
+    """Value and gradients, of cotangents that do not depend on how values are rounded."""
+    moving = [k for k, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def of_moving(*xs):
+        return f(*(dict(zip(moving, xs, strict=True)).get(k, x) for k, x in enumerate(args)))
+
+    y, pullback = jax.vjp(of_moving, *(args[k] for k in moving))
+    ct = jnp.cos(jnp.arange(float(y.size)).reshape(y.shape)).astype(jnp.bfloat16)
+    return y, pullback(ct.astype(y.dtype))
+
+
 # Packs that are whole and not, as many for each thread and not; a cluster, and chunks.
 @pytest.mark.parametrize("width", [4096, 1000, 1001, 40000, 40001, 150000, 150001])
 def test_rows_of_all_teams(width):
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu" and width != 1001:
         pytest.skip("teams are of threads of a GPU")
     for name in ("layer_norm", "cross_entropy", "masked_softmax"):
         f, kinds = ROWS[name]
         args = arguments(kinds, width, "bfloat16", (9, 10))
-        ours = jax.jit(lambda *xs, f=f: of_rows(jof.fuse(f), xs)[:2])(*args)
-        exact = jax.jit(lambda *xs, f=f: of_rows(f, xs)[:2])(
+        ours = jax.jit(lambda *xs, f=f: pullback_of_rows(jof.fuse(f), xs))(*args)
+        exact = jax.jit(lambda *xs, f=f: pullback_of_rows(f, xs))(
             *(x.astype("float32") if x.dtype == "bfloat16" else x for x in args)
         )
         for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
