@@ -910,21 +910,24 @@ def test_rows(name, dtype):
 
 
 def pullback_of_rows(f, args):
-    """Value and gradients, of cotangents that do not depend on how values are rounded."""
+    """Value and gradients, of cotangents that do not depend on how values are rounded.
+
+    They are exact in 16 bits: XLA on GPUs may leave a cast there and back out.
+    """
     moving = [k for k, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def of_moving(*xs):
         return f(*(dict(zip(moving, xs, strict=True)).get(k, x) for k, x in enumerate(args)))
 
     y, pullback = jax.vjp(of_moving, *(args[k] for k in moving))
-    ct = jnp.cos(jnp.arange(float(y.size)).reshape(y.shape)).astype(jnp.bfloat16)
+    ct = jnp.arange(y.size).reshape(y.shape) % 7 - 3
     return y, pullback(ct.astype(y.dtype))
 
 
 # Packs that are whole and not, as many for each thread and not; a cluster, and chunks.
 @pytest.mark.parametrize("width", [4096, 1000, 1001, 40000, 40001, 150000, 150001])
 def test_rows_of_all_teams(width):
-    if jax.default_backend() != "gpu" and width != 1001:
+    if jax.default_backend() != "gpu":
         pytest.skip("teams are of threads of a GPU")
     for name in ("layer_norm", "cross_entropy", "masked_softmax"):
         f, kinds = ROWS[name]
