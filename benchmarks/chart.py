@@ -19,7 +19,7 @@ NAMES = {
     "mesh_graph_net": "MeshGraphNet",
     "gpt2": "GPT-2 124M",
     "pic": "particles in cells",
-    "graph_attention_scale_free": "the same, scale-free graph",
+    "graph_attention_scale_free": "graph attention, scale-free",
     "mesh_graph_net_scale_free": "MeshGraphNet, scale-free",
     "unet": "UNet",
     "vit": "ViT",
