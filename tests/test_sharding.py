@@ -37,6 +37,7 @@ from tests.shardings import (
 # The CPU has eight virtual devices. On two, which are GPUs, what asks the mesh for its shape runs.
 SHAPE = (4, 2) if len(jax.devices()) >= 8 else (2, 1)
 ON_TWO_DEVICES = ("test_layout", "test_nested_in_scan", "test_loss_and_its_derivatives")
+ON_TWO_DEVICES += ("test_attention_over_shards_of_edges",)
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +52,12 @@ AXIS_TYPES = ("auto", "explicit")
 
 
 @contextlib.contextmanager
-def mesh_of(axis_types: str, current: bool = False):
+def mesh_of(axis_types: str, current: bool = False, shape: tuple[int, int] = SHAPE):
     """A mesh of 4 x 2 or 2 x 1 devices, `a` and `b`; current where any of its axes is explicit."""
     auto, explicit = AxisType.Auto, AxisType.Explicit
     types = {"auto": (auto, auto), "explicit": (explicit, explicit), "mixed": (explicit, auto)}
     devices = jax.devices()[: math.prod(SHAPE)]
-    mesh = jax.make_mesh(SHAPE, ("a", "b"), types[axis_types], devices=devices)
+    mesh = jax.make_mesh(shape, ("a", "b"), types[axis_types], devices=devices)
     with jax.set_mesh(mesh) if current or axis_types != "auto" else contextlib.nullcontext():
         yield mesh
 
@@ -114,9 +115,9 @@ def collectives(hlo: str) -> dict[str, int]:
 
 
 def assert_collectives(hlo: str, count: int) -> None:
-    """Asserts a number of all-reduces. On GPUs XLA may make one of several small ones."""
+    """Asserts a number of all-reduces. On two devices XLA may make one of several small ones."""
     found = collectives(hlo)
-    if jax.default_backend() == "gpu" and 0 < found.get("all-reduce", 0) < count:
+    if SHAPE == (2, 1) and 0 < found.get("all-reduce", 0) < count:
         found["all-reduce"] = count
     assert found == ({"all-reduce": count} if count else {})
 
@@ -225,9 +226,11 @@ def ways():
 def test_layout(way, layout):
     """The value and the gradient: their types, shardings, calls and collectives."""
     case, wrt = layout.case, layout.wrt
+    is_along_b = SHAPE == (2, 1) and not any("a" in axes for axes in layout.axes.values())
+    shape = SHAPE[::-1] if is_along_b else SHAPE
     with case.precision():
         xs, dy, expected = known(str(layout))
-        with mesh_of("auto" if way == "shard_map" else way) as mesh:
+        with mesh_of("auto" if way == "shard_map" else way, shape=shape) as mesh:
             specs = layout.specs()
             results = (layout.spec(layout.result), tuple(specs[i] for i in wrt))
             shardings = jax.tree.map(functools.partial(NamedSharding, mesh), results)
@@ -959,7 +962,8 @@ def test_attention_over_shards_of_edges():
 
     args = logits, values, senders, receivers
     wanted = jax.jit(gradients)(*args)
-    mesh = jax.make_mesh((8,), ("e",))
+    count = min(8, len(jax.devices()))
+    mesh = jax.make_mesh((count,), ("e",), devices=jax.devices()[:count])
     specs = (P("e"), P(), P("e"), P("e"))
     shards = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
     found = jax.jit(gradients)(*shards)
