@@ -397,6 +397,11 @@ def test_one_program_is_timed_once():
     found, _ = entered(case, harness.Options(("xla", "default")), **changes)
     assert found.same == {"default": "ours", "jnp": "ours"}
     assert [c.name for c in found.contenders] == ["ours", "other", "copy"]
+    text = 'HloModule {0}\n\nFileNames\n1 "{0}"\n\nENTRY %{0} ({0}: f32[2]) -> f32[2] {{\n'
+    text += '  ROOT %{0}.1 = f32[2] {1}(%{0}), metadata={{op_name="{0}"}}\n}}'
+    one, same, other = (text.format(*x) for x in (("a", "sine"), ("b.2", "sine"), ("a", "cosine")))
+    assert harness._without_names(one) == harness._without_names(same)
+    assert harness._without_names(one) != harness._without_names(other)
 
 
 def test_what_differs_from_all_forms_or_fails_its_check_is_an_error():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jax_oneflow_ops as jof
+from jax_oneflow_ops import _rows
 from tests import oracle
 from tests.arrays import rng_for
 from tests.catalogue import FLOATS
@@ -702,3 +703,9 @@ def test_modules_are_those_of_flax(name, arguments, call, dtype):
         coarse = "bfloat16" in dtypes
         tolerance = 0.05 if coarse else 1e-4
         np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)
+
+
+def test_norms_of_very_long_rows_are_left_to_xla():
+    for length, wanted in ((65536, "native"), (65537, "xla")):
+        x = jax.ShapeDtypeStruct((300, length), jnp.float16)
+        assert _rows._call("norm", "norm_vjp", 4, x, 1).unmeasured == wanted
