@@ -1172,7 +1172,8 @@ def test_export_to_a_process_without_compiler(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     value, gradient = pickle.loads((tmp_path / "out").read_bytes())
-    close(value, jax.device_get(rotation(*args)), 0, 0)
+    close(value, jax.device_get(exported.call(*args)), 0, 0)
+    close(value, jax.device_get(kernels.rotation_ref(*args)))
 
     def first(*a):
         return kernels.rotation_ref(*a)[0].sum()
