@@ -23,7 +23,8 @@ def _axes(ndim: int, axes: Any) -> tuple[int, ...]:
 
 
 def _is_flax_own(module: Any, x: jax.Array, mask: Any) -> bool:
-    if isinstance(module, nn.GroupNorm):
+    """Of a module of `flax.linen` or `flax.nnx`."""
+    if hasattr(module, "num_groups"):
         is_other = module.reduction_axes is not None or x.ndim < 2
     else:
         is_other = _axes(x.ndim, module.reduction_axes) != _axes(x.ndim, module.feature_axes)
@@ -31,7 +32,7 @@ def _is_flax_own(module: Any, x: jax.Array, mask: Any) -> bool:
         mask is not None
         or module.axis_name is not None
         or is_other
-        or not module.force_float32_reductions
+        or not getattr(module, "force_float32_reductions", True)
         or not jnp.issubdtype(x.dtype, jnp.floating)
     )
 

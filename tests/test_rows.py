@@ -672,6 +672,14 @@ MODULES = [(name, *call) for name in ("LayerNorm", "RMSNorm") for call in MODULE
 ]
 
 
+NNX_CALLS = [
+    ({}, {}),
+    ({"dtype": jnp.bfloat16}, {}),
+    ({"use_scale": False, "epsilon": 1e-3}, {}),
+    ({}, {"mask": np.arange(5) < 3}),  # flax's own
+]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "call", "dtype"),
     [(*module, ("bfloat16", "float32")[k % 2]) for k, module in enumerate(MODULES)],
@@ -703,6 +711,55 @@ def test_modules_are_those_of_flax(name, arguments, call, dtype):
         coarse = "bfloat16" in dtypes
         tolerance = 0.05 if coarse else 1e-4
         np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "call"),
+    [
+        *[(name, *case) for name in ("LayerNorm", "RMSNorm") for case in NNX_CALLS],
+        ("GroupNorm", {"num_groups": 5, "dtype": jnp.bfloat16}, {}),
+        ("GroupNorm", {"num_groups": 1, "reduction_axes": (1, 2)}, {}),  # flax's own
+    ],
+)
+def test_modules_are_those_of_nnx(name, arguments, call):
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_oneflow_ops import nnx as norms
+
+    x = rng_for(name).standard_normal((3, 4, 5)).astype(np.float32)
+    theirs, ours = (
+        getattr(module, name)(5, **arguments, rngs=nnx.Rngs(0)) for module in (nnx, norms)
+    )
+    state = jax.tree.map(lambda v: v + jnp.arange(v.size, dtype=v.dtype), nnx.state(theirs))
+    nnx.update(theirs, state)
+    nnx.update(ours, state)  # as a checkpoint does
+
+    @nnx.jit
+    def both(module, x):
+        def loss(module, x):
+            return jnp.sum(jnp.float32(module(x, **call)) ** 3)
+
+        return module(x, **call), nnx.grad(loss, argnums=(0, 1))(module, x)
+
+    is_own = "mask" in call or "reduction_axes" in arguments
+    text = jax.jit(lambda x: ours(x, **call)).lower(x).as_text()
+    assert ("jof_" in text) != is_own
+    results = [jax.tree.leaves(both(module, x)) for module in (ours, theirs)]
+    for a, e in zip(*results, strict=True):
+        assert a.dtype == e.dtype
+        largest = np.max(np.abs(np.float64(e)), initial=0)
+        tolerance = 0.05 if "dtype" in arguments else 1e-4
+        np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)
+
+
+def test_activation_of_a_group_norm_of_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_oneflow_ops import nnx as norms
+
+    x = rng_for("silu").standard_normal((3, 4, 5)).astype(np.float32)
+    for options in ({}, {"reduction_axes": (1, 2)}):
+        with_silu = norms.GroupNorm(5, 5, activation="silu", rngs=nnx.Rngs(0), **options)
+        plain = nnx.GroupNorm(5, 5, rngs=nnx.Rngs(0))
+        np.testing.assert_allclose(with_silu(x), jax.nn.silu(plain(x)), rtol=0, atol=1e-5)
 
 
 def test_norms_of_very_long_rows_are_left_to_xla():
