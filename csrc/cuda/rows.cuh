@@ -35,72 +35,11 @@
 #include "common/pack.h"
 #include "common/tuple.h"
 #include "common/types.h"
+#include "cuda/async_copy.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/rows_team.cuh"
 
 JOF_NAMESPACE_BEGIN
-
-// What of a program decides about its teams.
-struct RowsTraits {
-  int inputs, element_bytes;
-  int held;            // packs that a thread can hold
-  int threads;         // the most in a block
-  bool may_be_chunks;  // a row read by chunks is read once all the same
-  bool has_reductions;
-  bool has_sums;     // over rows
-  int vector_bytes;  // of row vectors, for each element
-};
-
-// The team that works on a row.
-struct RowsTeam {
-  int lanes;    // threads of a block that work on one row: a power of two
-  int packs;    // packs of a row that a thread holds at a time
-  int chunks;   // how often it holds that many
-  int cluster;  // blocks that work on one row
-  int threads;  // of a block
-};
-
-// What a launch looks like, chosen by PlanRows.
-struct RowsPlan {
-  RowsTeam team;
-  int64_t rows, n;
-  int64_t total;     // elements of an array
-  int64_t teams;     // each has every teams-th row
-  int stages;        // chunks in flight for each thread
-  int vector_slots;  // where the packs of row vectors are in shared memory
-};
-
-// The team for rows of n elements. A row has edges if it may begin or end within a pack.
-JOF_HOST_DEVICE constexpr RowsTeam TeamOf(const RowsTraits& traits, bool has_clusters, int64_t n,
-                                          bool has_edges) {
-  const int64_t pack = kPackBytes / traits.element_bytes;
-  // Packs that a row touches.
-  const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
-  RowsTeam team{1, 1, 1, 1, 0};
-  const auto per_lane = [&] {
-    const int64_t lanes = int64_t{team.lanes} * team.cluster;
-    return static_cast<int>((packs + lanes - 1) / lanes);
-  };
-  // Of two f32 inputs fewer packs in more lanes are better, which leaves 48 KB in flight on a
-  // multiprocessor: layer norm's gradient of 131072 x 1024 at 89 % of copy speed instead of 87 %.
-  const int preferred = traits.inputs == 2 ? 2 : traits.held;
-  const int most_lanes = traits.may_be_chunks && traits.has_reductions ? 64 : 256;
-  while (team.lanes < most_lanes && per_lane() > preferred) team.lanes *= 2;
-  // Blocks of 256 threads in more clusters are better than of 512: bf16 4096 x 32000 at 73 % of
-  // copy speed instead of 60 %.
-  while (!traits.may_be_chunks && has_clusters && team.cluster < 8 && team.lanes == most_lanes &&
-         per_lane() > traits.held) {
-    team.cluster *= 2;
-  }
-  while (!traits.may_be_chunks && !has_clusters && team.lanes < traits.threads &&
-         per_lane() > traits.held) {
-    team.lanes *= 2;
-  }
-  const int least = traits.has_sums ? 256 : 128;
-  team.threads = team.lanes > least ? team.lanes : least;
-  team.chunks = (per_lane() + traits.held - 1) / traits.held;
-  team.packs = (per_lane() + team.chunks - 1) / team.chunks;
-  return team;
-}
 
 // A vector over the columns, of T or of f32; none where data is null.
 struct RowVector {
@@ -115,14 +54,14 @@ struct RowVector {
 //     static constexpr int kInputs, kOutputs;      // arrays of T
 //     static constexpr int kVectors, kColumnSums;  // row vectors read, sums over rows made
 //     static constexpr int kReductions;
-//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);        // how many values reduction r
-//     has, static constexpr int kValues;                // and the most static constexpr bool
-//     UsesVectors(int r);    // whether reduction r does struct Row; // what is known of a row
+//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);  // how many reduction r has
+//     static constexpr int kValues;                          // and the most
+//     static constexpr bool UsesVectors(int r);    // whether reduction r does
+//     struct Row;                                  // what is known of a row
 //     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
 //     static constexpr int kElements;              // of each input that a thread holds at most
-//     static constexpr int kThreads, kBlocks;      // the most in a block, and blocks of so many
-//     that
-//                                                  // a multiprocessor has registers for
+//     static constexpr int kThreads;               // the most in a block
+//     static constexpr int kBlocks;                // and how many of these have registers
 //     Row Begin(int64_t row) const;                // reads what is given for each row
 //     void Prepare(C (&x)[kInputs]) const;         // what is made of an element's inputs alone
 //     template <int r> C Identity() const;
@@ -170,8 +109,6 @@ struct RowsProgram {
 
 namespace internal {
 
-inline constexpr int kWarpSize = 32;
-
 // A number that a lambda can be called with, and a call for each of so many.
 template <int k>
 struct Index {
@@ -194,205 +131,6 @@ __device__ __forceinline__ C& At(C (&values)[kCount]) {
 template <int k, typename... T>
 __device__ __forceinline__ auto& At(Tuple<T...>& values) {
   return Get<k>(values);
-}
-
-__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// ---- asynchronous copies to shared memory ----
-
-// Of 4, 8 or 16 bytes. Predicated by hand: nvcc would branch.
-template <int kBytes = 16>
-__device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool wanted = true) {
-  if constexpr (kBytes == 16) {
-    asm volatile(
-        "{\n.reg .pred wanted;\n"
-        "setp.ne.u32 wanted, %2, 0;\n"
-        "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(SharedAddress(shared)),
-        "l"(global), "r"(static_cast<unsigned>(wanted))
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n.reg .pred wanted;\n"
-        "setp.ne.u32 wanted, %2, 0;\n"
-        "@wanted cp.async.ca.shared.global [%0], [%1], %3;\n}" ::"r"(SharedAddress(shared)),
-        "l"(global), "r"(static_cast<unsigned>(wanted)), "n"(kBytes)
-        : "memory");
-  }
-}
-
-template <int kBytes>
-inline constexpr bool kIsAsync = kBytes == 4 || kBytes == 8 || kBytes == 16;
-
-__device__ __forceinline__ void CommitCopies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits for all copies but those of the last `pending` commits.
-__device__ __forceinline__ void WaitForCopies(int pending) {
-  switch (pending) {
-    case 0:
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-      break;
-    case 1:
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-      break;
-    case 2:
-      asm volatile("cp.async.wait_group 2;" ::: "memory");
-      break;
-    default:
-      asm volatile("cp.async.wait_group 3;" ::: "memory");
-  }
-}
-
-inline constexpr int kMaxStages = 4;
-
-// ---- clusters ----
-
-__device__ __forceinline__ unsigned ClusterRank() {
-  unsigned rank = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-
-__device__ __forceinline__ void SyncCluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
-// A barrier of shared memory that completes when so many bytes have been stored by StoreAsync.
-// Unlike a barrier of the cluster it does not wait for what the threads have asked of global
-// memory.
-__device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void ExpectBytes(uint64_t* barrier, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
-      "r"(bytes)
-      : "memory");
-#endif
-}
-
-__device__ __forceinline__ void WaitForBytes(uint64_t* barrier, bool phase) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(SharedAddress(barrier)),
-      "r"(static_cast<unsigned>(phase))
-      : "memory");
-#endif
-}
-
-// Stores to the same shared variable of another block of the cluster, and counts at its barrier.
-template <typename C>
-__device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigned rank, C value) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t address, counter;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(SharedAddress(shared)), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(counter)
-      : "r"(SharedAddress(barrier)), "r"(rank));
-  if constexpr (sizeof(C) == 8) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
-        "l"(FloatToBits(value)), "r"(counter)
-        : "memory");
-  } else {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-        "r"(FloatToBits(value)), "r"(counter)
-        : "memory");
-  }
-#endif
-}
-
-// ---- the team that works on a row ----
-
-inline constexpr int kMostCluster = 16;
-
-// What the warps of a block and the blocks of a cluster exchange. In two copies, one for each other
-// reduction: so one barrier does, as who is late still reads the other copy.
-template <typename C, int kValues>
-struct Exchange {
-  C warps[2][kWarpSize][kValues];
-  C blocks[2][kMostCluster][kValues];
-  uint64_t barriers[2];
-};
-
-// A barrier of a team of several warps, the first of which is `warp` of the block.
-__device__ __forceinline__ void SyncTeam(int warp, int lanes) {
-  asm volatile("bar.sync %0, %1;" ::"r"(warp + 1), "r"(lanes) : "memory");
-}
-
-// Combines the values of all threads of the team, with the same result in each.
-template <bool kMayBeCluster, typename C, int kMost, int kValues, typename Combine>
-__device__ __forceinline__ void ReduceTeam(const RowsTeam& team, Exchange<C, kMost>* exchange,
-                                           unsigned* turn, C (&values)[kValues],
-                                           const Combine& combine) {
-  const auto reduce = [&](int offset) {
-    C other[kValues];
-    JOF_UNROLL
-    for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(0xffffffffu, values[i], offset);
-    combine(values, other);
-  };
-  if (team.lanes >= kWarpSize) {
-    JOF_UNROLL
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) reduce(offset);
-  } else {
-    for (int offset = team.lanes / 2; offset > 0; offset /= 2) reduce(offset);
-  }
-  if (team.lanes <= kWarpSize) return;
-  const int warps = team.lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize, copy = *turn & 1;
-  auto& of_warps = exchange->warps[copy];
-  if (lane == 0) {
-    JOF_UNROLL
-    for (int i = 0; i < kValues; ++i) of_warps[warp][i] = values[i];
-  }
-  SyncTeam(warp & -warps, team.lanes);
-  JOF_UNROLL
-  for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
-  for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
-  if constexpr (kMayBeCluster) {
-    if (team.cluster == 1) {
-      ++*turn;
-      return;
-    }
-    auto& of_blocks = exchange->blocks[copy];
-    uint64_t* barrier = &exchange->barriers[copy];
-    if (threadIdx.x == 0) {
-      ExpectBytes(barrier, team.cluster * kValues * static_cast<int>(sizeof(C)));
-    }
-    if (threadIdx.x < team.cluster) {
-      JOF_UNROLL
-      for (int i = 0; i < kValues; ++i) {
-        StoreAsync(&of_blocks[ClusterRank()][i], barrier, threadIdx.x, values[i]);
-      }
-    }
-    WaitForBytes(barrier, *turn >> 1 & 1);
-    JOF_UNROLL
-    for (int i = 0; i < kValues; ++i) values[i] = of_blocks[0][i];
-    for (int b = 1; b < team.cluster; ++b) {
-      C other[kValues];
-      JOF_UNROLL
-      for (int i = 0; i < kValues; ++i) other[i] = of_blocks[b][i];
-      combine(values, other);
-    }
-  }
-  ++*turn;
 }
 
 // ---- packs ----

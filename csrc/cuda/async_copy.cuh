@@ -1,0 +1,59 @@
+// Asynchronous copies from global to shared memory: bytes in flight that take no registers.
+#pragma once
+
+#include "common/types.h"
+#include "cuda/launch.cuh"
+
+JOF_NAMESPACE_BEGIN
+namespace internal {
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Of 4, 8 or 16 bytes. Predicated by hand: nvcc would branch.
+template <int kBytes = 16>
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool wanted = true) {
+  if constexpr (kBytes == 16) {
+    asm volatile(
+        "{\n.reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %2, 0;\n"
+        "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(SharedAddress(shared)),
+        "l"(global), "r"(static_cast<unsigned>(wanted))
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n.reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %2, 0;\n"
+        "@wanted cp.async.ca.shared.global [%0], [%1], %3;\n}" ::"r"(SharedAddress(shared)),
+        "l"(global), "r"(static_cast<unsigned>(wanted)), "n"(kBytes)
+        : "memory");
+  }
+}
+
+template <int kBytes>
+inline constexpr bool kIsAsync = kBytes == 4 || kBytes == 8 || kBytes == 16;
+
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for all copies but those of the last `pending` commits.
+__device__ __forceinline__ void WaitForCopies(int pending) {
+  switch (pending) {
+    case 0:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      break;
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      break;
+    case 2:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
+}
+
+}  // namespace internal
+JOF_NAMESPACE_END

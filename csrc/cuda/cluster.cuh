@@ -1,0 +1,81 @@
+// Clusters of blocks: their barriers, and stores to the shared memory of another block.
+// Architectures before sm_90 have none; nothing here is called there.
+#pragma once
+
+#include "common/types.h"
+#include "cuda/async_copy.cuh"
+
+JOF_NAMESPACE_BEGIN
+namespace internal {
+
+__device__ __forceinline__ unsigned ClusterRank() {
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ __forceinline__ void SyncCluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// A barrier of shared memory that completes when so many bytes have been stored by StoreAsync.
+// Unlike a barrier of the cluster it does not wait for what the threads have asked of global
+// memory.
+__device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void ExpectBytes(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void WaitForBytes(uint64_t* barrier, bool phase) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(SharedAddress(barrier)),
+      "r"(static_cast<unsigned>(phase))
+      : "memory");
+#endif
+}
+
+// Stores to the same shared variable of another block of the cluster, and counts at its barrier.
+template <typename C>
+__device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigned rank, C value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address, counter;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(SharedAddress(shared)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(counter)
+      : "r"(SharedAddress(barrier)), "r"(rank));
+  if constexpr (sizeof(C) == 8) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
+        "l"(FloatToBits(value)), "r"(counter)
+        : "memory");
+  } else {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+        "r"(FloatToBits(value)), "r"(counter)
+        : "memory");
+  }
+#endif
+}
+
+}  // namespace internal
+JOF_NAMESPACE_END
