@@ -12,8 +12,6 @@ from typing import Any
 # PyTorch and CuPy need room on the same GPU. JAX reads this when it starts its backend.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
-from tqdm import tqdm
-
 from . import environment, harness, results, tables
 from .harness import Case, Options
 from .results import Row
@@ -122,7 +120,7 @@ def run(
     for row in harness.measure(cases, machine, options):
         rows.append(row)
         results.write(path, header, rows)
-        tqdm.write(tables.progress(row))
+        print(tables.progress(row), flush=True)
     print("\n".join(tables.notes(header, rows)))
     print(f"wrote {path.name}")
     return rows

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests import catalogue
 
-from .. import accuracy, rivals
+from .. import accuracy
 from ..harness import SWEEP, Case, Work
 from ..inputs import Input
 from ..tables import size
@@ -65,7 +65,7 @@ def _work(dtype: str, new: str, n: int, shape: str, kind: str) -> Work:
         exact=True,
         alone=True,
         torch=lambda torch, x: x.to(getattr(torch, new)),
-        compile=(dtype, new) == ("float32", "bfloat16") and rivals.is_large(shape),
+        compile=(dtype, new) == ("float32", "bfloat16") and common.is_large(shape),
         effort=0.4,
     )
 

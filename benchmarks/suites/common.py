@@ -43,6 +43,11 @@ def array_sizes(platform: str) -> list[tuple[int | None, str]]:
     )
 
 
+def is_large(shape: str) -> bool:
+    """Returns whether it is the name of the first listed size."""
+    return shape in ("512 MiB", "4M elements")
+
+
 def elements(nbytes: int | None, dtype: str) -> int:
     """How many elements an array of a listed size has."""
     return 4 << 20 if nbytes is None else nbytes // itemsize(dtype)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests import catalogue
 
-from .. import accuracy, rivals
+from .. import accuracy
 from ..accuracy import Exact
 from ..harness import SWEEP, Array, Case, Function, Work
 from ..inputs import Input
@@ -101,7 +101,6 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         forms = {form: _pullback(op, function) for form, function in forms.items()}
         ours = partial(_our_pullback, op, ours)
     kernel = f"{name}_vjp" if gradient else name
-    large = rivals.is_large(shape)
     return Work(
         inputs,
         ours,
@@ -111,7 +110,7 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         exact=name in _EXACT and not gradient,
         alone=True,
         torch=None if gradient else TORCH.get(name),
-        compile=dtype != "float16" and kernel in _COMPILED and large,
+        compile=dtype != "float16" and kernel in _COMPILED and common.is_large(shape),
         effort=1.0 if group == SWEEP else 0.4,
     )
 
