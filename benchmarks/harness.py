@@ -15,7 +15,7 @@ import numpy as np
 
 from . import timing
 from .ceilings import Ceilings
-from .inputs import Input, draw
+from .inputs import Input, draw, shapes
 from .results import Row
 from .timing import Contender, Missing, Outcome, Timing, reason
 
@@ -180,7 +180,7 @@ def _functions(work: Work, options: Options) -> dict[str, Function]:
 
 
 def _compile(case: Case, work: Work, name: str, function: Function) -> Any:
-    arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.inputs)
+    arrays = shapes(work.inputs)
     with precision(case):
         if name == _INPUTS:
             seed = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -213,9 +213,9 @@ def is_native(program: str, alone: bool) -> bool:
 
 def about(case: Case) -> Row:
     """The beginning of a case's row."""
-    row: Row = {"suite": case.suite, "case": case.name, "op": case.op, "group": case.group}
-    row |= {"dtype": case.dtype, "shape": case.shape, "bytes": case.bytes}
-    return row | ({"plan": case.plan} if case.plan else {})
+    names = ("op", "group", "dtype", "shape", "bytes", *(["plan"] if case.plan else []))
+    row = {"suite": case.suite, "case": case.name}
+    return row | {name: getattr(case, name) for name in names}
 
 
 def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) -> Row:
@@ -317,8 +317,8 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
             failed[name] = reason(error)
 
     ours = verified("ours")
-    native = options.implementations[0] == "native"
-    if not is_native(programs["ours"].result().as_text() or "", work.alone and native):
+    alone = work.alone and options.implementations[0] == "native"
+    if not is_native(programs["ours"].result().as_text() or "", alone):
         about["ran"] = "xla"
     for name in [*options.implementations[1:], *(work.variants if options.libraries else [])]:
         verified(name)

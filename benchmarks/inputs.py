@@ -27,6 +27,11 @@ class Input(NamedTuple):
     limit: int = 0
 
 
+def shapes(inputs: Sequence[Input]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns what functions of the inputs are traced with."""
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+
+
 def draw(seed: Array, inputs: Sequence[Input]) -> tuple[Array, ...]:
     """Returns one set of the inputs; ``seed`` is a traced uint32."""
     return tuple(_draw(seed + np.uint32(1000003 * (i + 1)), x) for i, x in enumerate(inputs))
@@ -78,13 +83,11 @@ def _integers(bits: Array, seed: Array, x: Input) -> Array:
 
 
 def _indices(uniform: Array, bits: Array, x: Input) -> Array:
-    values = x.limit * uniform
-    if x.kind == "skewed":
-        values = x.limit * uniform**4
-    elif x.kind == "zipf":
-        values = jnp.exp(uniform * math.log(x.limit + 1)) - 1
-    elif x.kind == "one":
-        values = jnp.full_like(uniform, x.limit // 3)
+    values = {
+        "skewed": lambda u: x.limit * u**4,
+        "zipf": lambda u: jnp.exp(u * math.log(x.limit + 1)) - 1,
+        "one": lambda u: jnp.full_like(u, x.limit // 3),
+    }.get(x.kind, lambda u: x.limit * u)(uniform)
     indices = jnp.minimum(values.astype(x.dtype), x.limit - 1)
     if x.kind == "hot":
         indices = jnp.where(bits >> 31 == 1, x.limit // 3, indices).astype(x.dtype)

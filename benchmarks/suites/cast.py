@@ -29,8 +29,8 @@ def case(
 ) -> Case:
     """A conversion of n elements."""
     op = f"{common.short(dtype)} to {common.short(new)}"
-    name = f"{op.replace(' ', '-')}-{common.compact(shape)}"
-    name = f"{SWEEP}-{name}" if group == SWEEP else name
+    prefix = f"{SWEEP}-" if group == SWEEP else ""
+    name = f"{prefix}{op.replace(' ', '-')}-{common.compact(shape)}"
     nbytes = n * (common.itemsize(dtype) + common.itemsize(new))
     work, x64 = partial(_work, dtype, new, n, shape, kind), common.is_wide(dtype, new)
     return Case("cast", name, op, group, shape, dtype, nbytes, work, x64)

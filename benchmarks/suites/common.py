@@ -22,7 +22,6 @@ def short(dtype: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element."""
     return int(jnp.dtype(dtype).itemsize)
 
 
@@ -38,9 +37,8 @@ def sweep_sizes(platform: str) -> list[int]:
 
 def array_sizes(platform: str) -> list[tuple[int | None, str]]:
     """Bytes of the first array of listed cases, or None for 4M elements, and their names."""
-    return (
-        [(None, "4M elements")] if platform == "cpu" else [(n << 20, f"{n} MiB") for n in (512, 64)]
-    )
+    gpu = [(n << 20, f"{n} MiB") for n in (512, 64)]
+    return [(None, "4M elements")] if platform == "cpu" else gpu
 
 
 def is_large(shape: str) -> bool:
@@ -66,15 +64,12 @@ def count(n: int) -> str:
     return str(n)
 
 
-_FORMS = {"in float32": "jnp f32", "by hand": "jnp by hand", "sorted": "jnp sorted"}
-_FORMS |= {"in parts": "jnp in parts", "in bounds": "jnp in bounds"}
-
-
 def forms_of(op: Any, dtype: str) -> dict[str, Callable[..., Any]]:
     """Returns the forms in jnp of a row of the catalogue, as users write it first."""
-    fast = {_FORMS.get(name, name): form for name, form in op.best.items()}
-    kept = {name: f for name, f in fast.items() if dtype != "float32" or name != "jnp f32"}
-    return {"jnp": op.replaces, **kept}
+    fast = {f"jnp {name.replace('in float32', 'f32')}": form for name, form in op.best.items()}
+    if dtype == "float32":
+        fast.pop("jnp f32", None)
+    return {"jnp": op.replaces, **fast}
 
 
 def random_size(rng: np.random.Generator, largest: int) -> int:
@@ -122,7 +117,7 @@ def pullback(function: Callable[..., Any], wrt: Iterable[int] = (0,)) -> Callabl
     return lambda *args, **options: run(*args, **options)[1:]
 
 
-def contender(name: str, step: Callable[..., Any], batches: Sequence[Any], state: Any) -> Contender:
+def contender(name: str, step: Callable[..., Any], state: Any, batches: Sequence[Any]) -> Contender:
     """Steps from a copy of a state, on batches in turn; each takes an earlier step's state."""
     own = [jax.tree.map(jnp.copy, state)]
 

@@ -30,7 +30,6 @@ class Problem(NamedTuple):
 
     @property
     def factor(self) -> int | None:
-        """The scale if it is one integer."""
         (_, _, h, w), (p, q) = self.shape, self.size
         return p // h if p % h == 0 and q % w == 0 and p // h == q // w else None
 
@@ -41,12 +40,10 @@ class Problem(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the op is called with."""
         scale = {"scale_factor": self.factor} if self.factor else {"size": self.size}
         return {**scale, "data_format": self.layout}
 
     def image(self, h: int, w: int) -> tuple[int, ...]:
-        """The shape of an image."""
         n, c = self.shape[:2]
         return (n, c, h, w) if self.layout == "NCHW" else (n, h, w, c)
 
@@ -94,16 +91,15 @@ def cases(platform: str) -> list[Case]:
         for shape, side, layouts, dtypes in _LISTED[platform]
         for layout, dtype in itertools.product(layouts, common.FLOATS[:dtypes])
     ]
-    return listed + [_sweep(nbytes) for nbytes in common.sweep_sizes(platform)]
-
-
-def _sweep(nbytes: int) -> Case:
-    """Twofold to so many bytes of bf16: images of 64 by 64 or less, in batches of 64 channels."""
-    bits = (nbytes // 8).bit_length() - 1  # of the small image's elements
-    h, w = 1 << min(6, bits // 2), 1 << min(6, bits - bits // 2)
-    images = (nbytes // 8) // (h * w)
-    shape = (max(1, images // 64), min(64, images), h, w)
-    return case(Problem(shape, (2 * h, 2 * w), "NCHW", "bfloat16", SWEEP), size(nbytes))
+    for nbytes in common.sweep_sizes(platform):
+        # Images of 64 by 64 or less, in batches of 64 channels.
+        bits = (nbytes // 8).bit_length() - 1  # of the small image's elements
+        h, w = 1 << min(6, bits // 2), 1 << min(6, bits - bits // 2)
+        images = (nbytes // 8) // (h * w)
+        small = (max(1, images // 64), min(64, images), h, w)
+        problem = Problem(small, (2 * h, 2 * w), "NCHW", "bfloat16", SWEEP)
+        listed.append(case(problem, size(nbytes)))
+    return listed
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
@@ -133,13 +129,10 @@ def _work(p: Problem) -> Work:
     forms = {"resize": p.op.best["resize"], "take": p.op.replaces}
     forms |= {name.replace("products", "matmul"): p.op.best[name] for name in names}
 
-    def ours(x: Array, implementation: str | None) -> Array:
-        return _direction(p, partial(p.op.function, implementation=implementation))(x)
-
     return Work(
         [Input(p.image(*(p.size if backward else p.shape[2:])), p.dtype)],
-        ours,
-        {name: _direction(p, form) for name, form in forms.items()},
+        partial(_direction, p, p.op.function),
+        {name: partial(_direction, p, form) for name, form in forms.items()},
         sample=partial(_sample, p),
         verify=partial(_verify, p),
         exact=not backward,
@@ -149,14 +142,13 @@ def _work(p: Problem) -> Work:
     )
 
 
-def _direction(p: Problem, function: Function) -> Function:
+def _direction(p: Problem, function: Function, x: Array, **options: Any) -> Array:
     """The forward call, or its transpose alone."""
-    forward = partial(function, **p.options)
+    forward = partial(function, **p.options, **options)
     if p.group != "backward":
-        return forward
+        return forward(x)
     small = jax.ShapeDtypeStruct(p.image(*p.shape[2:]), p.dtype)
-    transpose = jax.linear_transpose(forward, small)
-    return lambda cotangent: transpose(cotangent)[0]
+    return jax.linear_transpose(forward, small)(x)[0]
 
 
 def _torch(p: Problem, torch: Any, x: Array) -> Array:
