@@ -145,7 +145,6 @@ def measure(cases: Sequence[Case], machine: Machine, options: Options) -> Iterat
 
 
 def precision(case: Case) -> contextlib.AbstractContextManager[Any]:
-    """The mode that a case's dtypes need."""
     return jax.enable_x64(True) if case.x64 else contextlib.nullcontext()
 
 
@@ -212,7 +211,6 @@ def is_native(program: str, alone: bool) -> bool:
 
 
 def about(case: Case) -> Row:
-    """The beginning of a case's row."""
     names = ("op", "group", "dtype", "shape", "bytes", *(["plan"] if case.plan else []))
     row = {"suite": case.suite, "case": case.name}
     return row | {name: getattr(case, name) for name in names}
@@ -243,17 +241,17 @@ _HIDDEN_US = 100.0  # more than launches take: probably a memset or a memcpy
 
 
 def _timed(row: Row, entrants: Entrants, timings: Outcome, machine: Machine) -> Row:
-    """Adds the times."""
-    if entrants.wall and machine.clock.name != "wall":
-        row["clock"] = "wall"
-        for t in timings.values():
-            if isinstance(t, Timing) and t.wall_us:
-                t.clock, t.samples_us = "wall", t.wall_us
+    by_wall = entrants.wall and machine.clock.name != "wall"
+    row |= {"clock": "wall"} if by_wall else {}
     medians: dict[str, Any] = {**entrants.failed}
     for name, t in timings.items():
-        medians[name] = t if isinstance(t, str) else round(t.us, 3)
-        wall = min(t.wall_us) if not isinstance(t, str) and t.clock == "cupti" else 0.0
-        if wall and wall > 2 * medians[name] + _HIDDEN_US:
+        if isinstance(t, str):
+            medians[name] = t
+            continue
+        if by_wall and t.wall_us:
+            t.clock, t.samples_us = "wall", t.wall_us
+        medians[name] = round(t.us, 3)
+        if t.clock == "cupti" and (wall := min(t.wall_us)) > 2 * medians[name] + _HIDDEN_US:
             text = f"kernels take {medians[name]:.1f} us, a call {wall:.1f} us"
             machine.warnings.append(f"{name} on {row['case']}: {text}")
     ours, us = timings["ours"], medians.pop("ours")
@@ -275,8 +273,7 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     """Checks ours, compares the rivals' results with it, and makes the contenders."""
     work, programs = item.work, item.programs
     count = 1 if options.check_only else timing.rotation_sets(item.case.bytes)
-    draws = programs[_INPUTS].result()
-    sets: Sets = [draws(np.uint32(machine.seed + i)) for i in range(count)]
+    sets: Sets = [programs[_INPUTS].result()(np.uint32(machine.seed + i)) for i in range(count)]
     contenders: list[Contender] = []
     about: Row = {}
     disagree: list[str] = []

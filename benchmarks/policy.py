@@ -32,12 +32,11 @@ def main(argv: Sequence[str]) -> int:
     """Writes the file, or checks that it is what the results say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks policy", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if it is stale")
-    check = parser.parse_args(argv).check
-    text = made(results.ROOT / "benchmarks" / "results")
-    if check and text != PATH.read_text():
-        sys.exit(f"{PATH.name} is stale; run python -m benchmarks policy")
-    if not check:
+    text = made(results.RESULTS)
+    if not parser.parse_args(argv).check:
         PATH.write_text(text)
+    elif text != PATH.read_text():
+        sys.exit(f"{PATH.name} is stale; run python -m benchmarks policy")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Tables, in plain text and in Markdown, what a run prints, and how numbers are written."""
+"""Tables in Markdown, what a run prints, and how numbers are written."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,6 @@ from . import results
 from .results import Row
 
 Line = Sequence[str]
-
-
-def text(head: Line, lines: Sequence[Line]) -> str:
-    """Returns an aligned table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-
-    def aligned(line: Line) -> str:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        return "  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip()
-
-    return "\n".join(map(aligned, (head, *lines)))
 
 
 def markdown(head: Line, lines: Sequence[Line]) -> str:
@@ -46,10 +35,9 @@ def microseconds(us: float | None) -> str:
 
 def size(nbytes: int) -> str:
     """Such as ``64 MiB``."""
-    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << bits:
-            return f"{nbytes / (1 << bits):.3g} {unit}"
-    return f"{nbytes} B"
+    units = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
+    unit, bits = next((unit, bits) for unit, bits in units if nbytes >> bits)
+    return f"{nbytes / (1 << bits):.3g} {unit}"
 
 
 PROGRESS = ("case", "us", "spread", "copy", "jnp", "best", "other")
@@ -60,18 +48,12 @@ def progress(row: Row) -> str:
     """Returns one row; ratios are the rival's time over ours."""
     if "us" not in row:
         return f"{row['case']} {'ERROR: ' + row['error'] if 'error' in row else 'is right'}"
-    best = results.best(row)
     others = [us / row["us"] for us in results.numbers(row["others"]).values()]
-    cells = [
-        row["case"],
-        microseconds(row["us"]),
-        microseconds(row["iqr"]),
-        percent(row["copy"] / row["us"] if "copy" in row and row["bytes"] else None),
-        ratio(results.as_written(row)),
-        ratio(best and best[1]),
-        ratio(min(others, default=None)),
-    ]
-    return aligned(cells) + (" <" if results.is_slower(row) else "")
+    best = results.best(row) or ("", None)
+    times = map(microseconds, (row["us"], row["iqr"]))
+    copy = percent(row["copy"] / row["us"] if "copy" in row and row["bytes"] else None)
+    ratios = map(ratio, (results.as_written(row), best[1], min(others, default=None)))
+    return aligned([row["case"], *times, copy, *ratios]) + " <" * results.is_slower(row)
 
 
 def aligned(cells: Sequence[str]) -> str:

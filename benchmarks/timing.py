@@ -55,13 +55,11 @@ class Timing:
     wall_us: list[float] = field(default_factory=list)
 
     @property
-    def us(self) -> float:
-        """Median."""
+    def us(self) -> float:  # the median
         return statistics.median(self.samples_us)
 
     @property
-    def iqr_us(self) -> float:
-        """Interquartile range."""
+    def iqr_us(self) -> float:  # the interquartile range
         if len(self.samples_us) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
@@ -80,7 +78,6 @@ class WallClock:
     name, rounds, calls, budget_us, resolution_us = "wall", 64, 1, 6e5, 0.0
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
-        """Adds one sample a call."""
         for contender, i in turns:
             timing = outcome[contender.name]
             if isinstance(timing, str) or sum(timing.samples_us) > budget_us:
