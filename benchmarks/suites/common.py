@@ -1,7 +1,7 @@
 """Names and sizes of listed cases, and how random ones are drawn."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,23 +95,22 @@ def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
     return choices[int(rng.integers(len(choices)))]
 
 
-def with_pullback(function: Callable[..., Any], wrt: Iterable[int] = (0,)) -> Callable[..., Any]:
+def with_pullback(function: Callable[..., Any], wrt: Sequence[int] = (0,)) -> Callable[..., Any]:
     """The value and the cotangents, of (operands, cotangent); options are the function's."""
 
     def run(*args: Any, **options: Any) -> Any:
         *operands, cotangent = args
 
-        def of_some(*live: Any) -> Any:
-            known = dict(zip(wrt, live, strict=True))
-            return function(*(known.get(i, x) for i, x in enumerate(operands)), **options)
+        def of_some(live: dict[int, Any]) -> Any:
+            return function(*(live.get(i, x) for i, x in enumerate(operands)), **options)
 
-        y, pull = jax.vjp(of_some, *(operands[i] for i in wrt))
-        return y, *pull(cotangent)
+        y, pull = jax.vjp(of_some, {i: operands[i] for i in wrt})
+        return y, *pull(cotangent)[0].values()
 
     return run
 
 
-def pullback(function: Callable[..., Any], wrt: Iterable[int] = (0,)) -> Callable[..., Any]:
+def pullback(function: Callable[..., Any], wrt: Sequence[int] = (0,)) -> Callable[..., Any]:
     """The cotangents alone: XLA drops the value, which is not used."""
     run = with_pullback(function, wrt)
     return lambda *args, **options: run(*args, **options)[1:]

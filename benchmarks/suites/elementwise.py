@@ -106,8 +106,6 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
     )
 
 
-# ---- checks, by the catalogue's formulas ----
-
 _HAS_A_ROOT = {"gelu_tanh", "gelu_erf", "silu", "hard_swish", "mish"}  # the slope has
 
 
@@ -134,8 +132,6 @@ def _verify_pullback(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sample
         expected[1] = expected[1]._replace(cancelling=ct * x)
     return accuracy.wrong(out, expected, dtype)
 
-
-# ---- other libraries ----
 
 _COMPILED = {"gelu_tanh", "silu", "swiglu", "mish"}
 

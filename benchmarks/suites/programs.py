@@ -39,9 +39,6 @@ def cases(platform: str, devices: int = 1) -> list[Case]:
     return steps + [call(*each, size) for each in (_LISTED if devices == 1 else [])]
 
 
-# ---- training steps and the like ----
-
-
 def step(name: str, size: str, devices: int = 1) -> Case:
     dtype = "float32" if name in programs.PLAIN else "bfloat16"
     work = partial(enter, name, size, devices)
@@ -175,37 +172,38 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
     def largest(x: Array, ids: Array, count: int = segments, **options: Any) -> Array:
         return jax.ops.segment_max(x, ids, count, **options)
 
-    def counts(x: Array) -> Array:
-        return jnp.bincount(x, length=1024)
+    def gradient(function: Function) -> Function:
+        return lambda *args: common.pullback(function)(*args)[0]
 
+    def gradient_at_zero(function: Function) -> Function:
+        return lambda ids, ct: gradient(function)(jnp.zeros_like(ct), ids, ct)
+
+    def resize_gradient(ct: Array) -> Array:
+        resize = partial(jax.image.resize, shape=ct.shape, method="nearest")
+        return gradient(resize)(ct[:, ::2, ::2], ct)
+
+    counts = partial(jnp.bincount, length=1024)
     return {
         "bincount uniform": Call(counts, [ids(1024, 16 * n)]),
         "bincount one": Call(counts, [ids(1024, 16 * n, kind="one")]),
         "histogram": Call(lambda x: jnp.histogram(x, 256), [Input((16 * n,), "float32")]),
         "add to columns": Call(
-            lambda table, ids, x: table.at[:, ids].add(x),
-            [x(64, columns), ids(columns, n), x(64, n)],
+            lambda t, ids, x: t.at[:, ids].add(x), [x(64, columns), ids(columns, n), x(64, n)]
         ),
         "add to pairs": Call(
             lambda table, i, j, x: table.at[i, j].add(x),
             [x(side, side, 8), ids(side, n), ids(side, n), x(n, 8)],
         ),
         "vmapped gather gradient": Call(
-            lambda ids, ct: _pullback(jax.vmap(lambda x, i: x[i]), jnp.zeros_like(ct), ids, ct),
+            gradient_at_zero(jax.vmap(lambda x, i: x[i])),
             [ids(4096, batch, 4096), x(batch, 4096, 16)],
         ),
         "take_along_axis gradient": Call(
-            lambda ids, ct: _pullback(
-                lambda x, i: jnp.take_along_axis(x, i, 1), jnp.zeros_like(ct), ids, ct
-            ),
+            gradient_at_zero(partial(jnp.take_along_axis, axis=1)),
             [ids(side, squares, side, side), x(squares, side, side)],
         ),
         "resize gradient": Call(
-            lambda ct: _pullback(
-                lambda x: jax.image.resize(x, ct.shape, "nearest"), ct[:, ::2, ::2], ct
-            ),
-            [x(max(1, n >> 17), 2 * pixels, 2 * pixels, 64)],
-            rounds_between=True,
+            resize_gradient, [x(max(1, n >> 17), 2 * pixels, 2 * pixels, 64)], rounds_between=True
         ),
         "segment_max of rows": Call(largest, [x(n, 128), ids(segments, n)]),
         "segment_max of elements": Call(
@@ -216,7 +214,7 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
             [x(16 * n), ids(1024, 16 * n, kind="sorted")],
         ),
         "segment_max gradient": Call(
-            lambda x, ids, ct: _pullback(largest, x, ids, ct),
+            gradient(largest),
             [x(n, 128), ids(segments, n), x(segments, 128)],
             ulps=3,  # a division and a product
         ),
@@ -226,12 +224,6 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
             ulps=16,  # 16-bit differences and sums
         ),
     }
-
-
-def _pullback(function: Function, *args: Array) -> Array:
-    """The gradient of `function(x, ...)` by x; the cotangent comes last."""
-    gradient: Array = common.pullback(function)(*args)[0]
-    return gradient
 
 
 def _segment_softmax(x: Array, ids: Array) -> Array:

@@ -152,9 +152,6 @@ def _inputs(p: Problem) -> list[Input]:
     return [table if p.function == "embedding" else rows, ids]
 
 
-# ---- ours, jnp's and PyTorch's ----
-
-
 def _called(p: Problem, function: Function) -> Function:
     """Ours or another, of the problem's inputs."""
     if p.function == "segment_sum":
@@ -203,9 +200,6 @@ def _forms(p: Problem) -> dict[str, Function]:
         for name in ["jnp in parts"] * parted + ["jnp sorted"]:
             forms[name] = partial(fast[name], num_segments=p.segments)
     return forms
-
-
-# ---- checks ----
 
 
 def columns(width: int) -> np.ndarray:

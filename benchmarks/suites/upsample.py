@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,7 +64,7 @@ def case(p: Problem, shape: str = "") -> Case:
 
 # Shapes of small images, heights and widths of large ones, layouts, and how many of the dtypes.
 _BOTH, _FIRST = ("NCHW", "NHWC"), ("NCHW",)
-_LISTED: dict[str, list[tuple[tuple[int, int, int, int], int, Sequence[str], int]]] = {
+_LISTED: dict[str, list[Any]] = {
     "gpu": [
         ((16, 64, 160, 160), 320, _BOTH, 3),
         ((8, 320, 64, 64), 128, _BOTH, 3),  # a diffusion UNet's decoder
@@ -106,9 +105,9 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: either direction and layout, any width, at 2x, other integers, any size."""
     dtype, layout = common.pick(rng, common.FLOATS), common.pick(rng, _BOTH)
     group = common.pick(rng, ("forward", "backward"))
-    h, w = (int(rng.integers(1, 200)) for _ in range(2))
+    h, w = map(int, rng.integers(1, 200, 2))
     if rng.random() < 0.3:
-        h, w = (1 << int(rng.integers(2, 8)) for _ in range(2))
+        h, w = (1 << int(bits) for bits in rng.integers(2, 8, 2))
     kind = rng.random()
     factor = 2 if kind < 0.4 else int(rng.integers(3, 6))
     out = (h * factor, w * factor)
