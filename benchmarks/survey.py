@@ -129,13 +129,9 @@ def _family(row: Row) -> str:
     return group if suite == "scatter" else one
 
 
-def _size(row: Row) -> str:
-    return f"{row['suite']}, {_BANDS[_band(row)[1]][1]}"
-
-
 LABELS: dict[str, Callable[[Row], str]] = {
     "family": _family,
-    "size": _size,
+    "size": lambda row: f"{row['suite']}, {_BANDS[_band(row)[1]][1]}",
     "strategy": lambda row: row.get("plan", "").partition(",")[0],
 }
 """What rows are summarised by."""

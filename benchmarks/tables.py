@@ -9,32 +9,27 @@ Line = Sequence[str]
 
 
 def markdown(head: Line, lines: Sequence[Line]) -> str:
-    """Returns a Markdown table."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
 
 
 def ratio(value: float | None) -> str:
-    """Such as ``1.50x``."""
     if value is None:
         return "-"
     return f"{value:.2f}x" if value < 10 else f"{value:.1f}x" if value < 100 else f"{value:,.0f}x"
 
 
 def percent(value: float | None) -> str:
-    """Such as ``98%``."""
     return "-" if value is None else f"{value:.0%}"
 
 
 def microseconds(us: float | None) -> str:
-    """With three significant digits or more."""
     if us is None:
         return "-"
     return f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:,.0f}"
 
 
 def size(nbytes: int) -> str:
-    """Such as ``64 MiB``."""
     units = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
     unit, bits = next((unit, bits) for unit, bits in units if nbytes >> bits)
     return f"{nbytes / (1 << bits):.3g} {unit}"
@@ -57,7 +52,6 @@ def progress(row: Row) -> str:
 
 
 def aligned(cells: Sequence[str]) -> str:
-    """Returns the cells in columns."""
     name, *numbers = (c[-w:].rjust(w) for c, w in zip(cells, _WIDTHS, strict=True))
     return " ".join([name.lstrip().ljust(_WIDTHS[0]), *numbers])
 
@@ -70,9 +64,9 @@ def notes(header: Row, rows: Sequence[Row]) -> list[str]:
     ]
     lines += [f"missing: {name}: {why}" for name, why in header.get("missing", {}).items()]
     for row in rows:
-        rivals = {**row.get("xla", {}), **row.get("others", {})}
+        rivals, again = {**row.get("xla", {}), **row.get("others", {})}, row.get("again")
         said = [f"{name}: {us}" for name, us in rivals.items() if isinstance(us, str)]
         said += [f"{name} differs from ours, which is right" for name in row.get("disagree", [])]
-        said += [f"timed twice: {row['us']} and {row['again']} us"] if "again" in row else []
+        said += [f"timed twice: {row['us']} and {again} us"] if again else []
         lines += [f"{row['case']}: {text}" for text in said]
     return lines + [f"WARNING: {warning}" for warning in header.get("warnings", [])]

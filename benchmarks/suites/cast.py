@@ -27,7 +27,6 @@ _DTYPES = sorted({dtype for pair in _BOTH_WAYS for dtype in pair})
 def case(
     dtype: str, new: str, n: int, shape: str, group: str = "cast", kind: str = "normal"
 ) -> Case:
-    """A conversion of n elements."""
     op = f"{common.short(dtype)} to {common.short(new)}"
     prefix = f"{SWEEP}-" if group == SWEEP else ""
     name = f"{prefix}{op.replace(' ', '-')}-{common.compact(shape)}"
@@ -37,7 +36,6 @@ def case(
 
 
 def cases(platform: str) -> list[Case]:
-    """Both directions of every pair."""
     return [
         case(a, b, common.elements(nbytes, a), shape)
         for nbytes, shape in common.array_sizes(platform)

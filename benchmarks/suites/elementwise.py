@@ -19,7 +19,6 @@ TRACED = {"scale_traced": "scale"}
 """Cases of ops whose parameters are arrays instead of numbers."""
 
 _EXACT = {"relu", "multiply", "maximum", "minimum", "where"}  # forms are equal bit for bit
-_KINDS = {catalogue.POSITIVE: "divisor", catalogue.CONDITION: "condition"}
 
 
 def _computed(op: Any) -> list[int]:
@@ -68,13 +67,13 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
 
 
 def _inputs(op: Any, n: int, dtype: str, parameters: bool) -> list[Input]:
-    def input_of(domain: str) -> Input:
-        if domain == catalogue.PARAMETER:
-            return Input((), dtype, "scalar")
-        kept = "bool" if domain == catalogue.CONDITION else dtype
-        return Input((n,), kept, _KINDS.get(domain, "normal"))
-
-    return [input_of(d) for d in op.domain if parameters or d != catalogue.PARAMETER]
+    special = {
+        catalogue.PARAMETER: Input((), dtype, "scalar"),
+        catalogue.POSITIVE: Input((n,), dtype, "divisor"),
+        catalogue.CONDITION: Input((n,), "bool", "condition"),
+    }
+    domains = [d for d in op.domain if parameters or d != catalogue.PARAMETER]
+    return [special.get(domain, Input((n,), dtype)) for domain in domains]
 
 
 def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:

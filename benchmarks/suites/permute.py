@@ -61,7 +61,6 @@ def case(
     prefix: str = "table",
     shown: str = "",
 ) -> Case:
-    """A permutation; ``group`` says what moves."""
     sizes, order = "x".join(map(str, shape)), "".join(map(str, axes))
     name = f"{prefix}-{sizes}-{order}-{common.short(dtype)}"
     nbytes = 2 * math.prod(shape) * common.itemsize(dtype)

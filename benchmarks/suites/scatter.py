@@ -240,6 +240,5 @@ def _verify(p: Problem, sampled: tuple[np.ndarray, list[np.ndarray]]) -> str | N
 
 
 def _sample_rows(args: Sequence[Array], out: Array) -> tuple[Array, Array]:
-    table, ids = args
-    some = np.arange(0, len(ids), (len(ids) // 1000) | 1)
-    return table[ids[some]], out[some]
+    some = np.arange(0, len(out), (len(out) // 1000) | 1)
+    return args[0][args[1][some]], out[some]
