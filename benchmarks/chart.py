@@ -14,10 +14,7 @@ from .tables import ratio
 
 WIDTH, LEFT, LINE, FONT = 480, 196, 23, 14  # legible on a phone at three quarters of the size
 TEXT = "#787878"
-GROUPS = {
-    "step": ("programs", "#3b82d6"),
-    "call": ("single calls, mean over dtypes", "#16a08a"),
-}
+GROUPS = {"step": ("programs", "#3b82d6"), "call": ("single calls, mean over dtypes", "#16a08a")}
 NAMES = {
     "mesh_graph_net": "MeshGraphNet",
     "gpt2": "GPT-2 124M",
