@@ -83,11 +83,13 @@ def _integers(bits: Array, seed: Array, x: Input) -> Array:
 
 
 def _indices(uniform: Array, bits: Array, x: Input) -> Array:
-    values = {
-        "skewed": lambda u: x.limit * u**4,
-        "zipf": lambda u: jnp.exp(u * math.log(x.limit + 1)) - 1,
-        "one": lambda u: jnp.full_like(u, x.limit // 3),
-    }.get(x.kind, lambda u: x.limit * u)(uniform)
+    values = x.limit * uniform
+    if x.kind == "skewed":
+        values = x.limit * uniform**4
+    elif x.kind == "zipf":
+        values = jnp.exp(uniform * math.log(x.limit + 1)) - 1
+    elif x.kind == "one":
+        values = jnp.full_like(uniform, x.limit // 3)
     indices = jnp.minimum(values.astype(x.dtype), x.limit - 1)
     if x.kind == "hot":
         indices = jnp.where(bits >> 31 == 1, x.limit // 3, indices).astype(x.dtype)

@@ -37,8 +37,9 @@ def sweep_sizes(platform: str) -> list[int]:
 
 def array_sizes(platform: str) -> list[tuple[int | None, str]]:
     """Bytes of the first array of listed cases, or None for 4M elements, and their names."""
-    gpu = [(n << 20, f"{n} MiB") for n in (512, 64)]
-    return [(None, "4M elements")] if platform == "cpu" else gpu
+    if platform == "cpu":
+        return [(None, "4M elements")]
+    return [(n << 20, f"{n} MiB") for n in (512, 64)]
 
 
 def is_large(shape: str) -> bool:
