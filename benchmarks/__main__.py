@@ -7,12 +7,9 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 # PyTorch and CuPy need room on the same GPU. JAX reads this when it starts its backend.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-
-from tqdm import tqdm
 
 from . import environment, harness, results, tables
 from .harness import Case, Options
@@ -20,7 +17,6 @@ from .results import Row
 from .suites import SUITES, load
 
 PARTS = results.ROOT / "build" / "benchmarks"  # of results that leave cases out
-_PROGRAMS = ("models", "programs")  # suites of whole programs
 _COMMANDS = {"compare": "comparison"} | {name: name for name in ("survey", "report", "policy")}
 
 
@@ -40,23 +36,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="the smallest case of each kind")
     parser.add_argument("--case", default="", metavar="TEXT", help="cases whose name contains TEXT")
-    parser.add_argument("--dtype", help="cases of one dtype, such as float16")
     parser.add_argument("--devices", type=int, default=1, help="of the suite programs: how many")
     parser.add_argument("--list", action="store_true", help="print the cases and their plans")
     options = parse(parser, argv)
     selected = {suite: _cases(suite, options) for suite in options.suite or SUITES}
     if not any(selected.values()):
-        parser.error("no case has that name and dtype; --list prints the cases")
-    if options.quick or options.case or options.dtype:
+        parser.error("no case has that name; --list prints the cases")
+    if options.quick or options.case:
         options.out = options.out or PARTS
-    measuring = Options(tuple(options.implementation))
     errors = 0
     for suite, cases in selected.items():
         if options.list:
             print("\n".join(f"{c.name:50} {c.plan}".rstrip() for c in cases))
         elif cases:
             about = {"suite": suite, "seed": secrets.randbits(31), "devices": options.devices}
-            rows = run(cases, measuring, about, argv, options.out)
+            rows = run(cases, Options(options.implementation), about, argv, options.out)
             errors += sum("error" in row for row in rows)
     if errors:
         print(f"{errors} row(s) are errors", file=sys.stderr)
@@ -67,20 +61,17 @@ def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
     import jax
 
     try:
-        platform = "quick" if options.quick and suite in _PROGRAMS else jax.default_backend()
+        small = options.quick and suite in ("models", "programs")
         over = {"devices": options.devices} if options.devices > 1 else {}
-        cases: list[Case] = load(suite).cases(platform, **over)
+        cases = load(suite).cases("quick" if small else jax.default_backend(), **over)
     except ModuleNotFoundError as error:  # such as flax, which only models need
         print(f"{suite} is left out: {error.name} is not installed")
         return []
-    dtypes = {options.dtype or case.dtype for case in cases}
-    cases = [case for case in cases if options.case in case.name and case.dtype in dtypes]
-    if not options.quick:
-        return cases
+    cases = [case for case in cases if options.case in case.name]
     smallest: dict[tuple[str, ...], Case] = {}
     for case in sorted(cases, key=lambda case: case.bytes):
         smallest.setdefault((case.name if case.group == "step" else case.group, case.dtype), case)
-    return list(smallest.values())
+    return list(smallest.values()) if options.quick else cases
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -111,9 +102,14 @@ def run(
     results.
     """
     machine = harness.make_machine(about["seed"], options)
-    header: dict[str, Any] = {**about, **environment.header(argv, devices=about.get("devices", 1))}
-    header |= {"clock": machine.clock.name, "ceiling": machine.ceilings.kind}
-    header |= {"missing": machine.missing, "warnings": machine.warnings}
+    header = {
+        **about,
+        **environment.header(argv, devices=about.get("devices", 1)),
+        "clock": machine.clock.name,
+        "ceiling": machine.ceilings.kind,
+        "missing": machine.missing,
+        "warnings": machine.warnings,
+    }
     name = about.get("suite") or f"survey-{about['seed']}"
     path = (out or results.RESULTS / environment.slug(header)) / f"{name}.jsonl"
     print(f"{name} on {header['device']}, {header['clock']} clock; copy: {header['ceiling']}")
@@ -122,7 +118,7 @@ def run(
     for row in harness.measure(cases, machine, options):
         rows.append(row)
         results.write(path, header, rows)
-        tqdm.write(tables.progress(row))
+        print(tables.progress(row), flush=True)
     print("\n".join(tables.notes(header, rows)))
     print(f"wrote {path.name}")
     return rows

@@ -13,8 +13,8 @@ from .results import Row
 from .tables import ratio
 
 WIDTH, LEFT, LINE, FONT = 480, 196, 23, 14  # legible on a phone at three quarters of the size
-TEXT, PROGRAM, CALL = "#787878", "#3b82d6", "#16a08a"
-
+TEXT = "#787878"
+GROUPS = {"step": ("programs", "#3b82d6"), "call": ("single calls, mean over dtypes", "#16a08a")}
 NAMES = {
     "mesh_graph_net": "MeshGraphNet",
     "gpt2": "GPT-2 124M",
@@ -29,27 +29,17 @@ NAMES = {
 
 
 def label(op: str) -> str:
-    """What readers call a program or a call."""
     return NAMES.get(op, op.replace("_", " "))
 
 
 def svg(rows: Sequence[Row], device: str) -> str:
     """A bar a program, then one a call: the mean over dtypes of jnp's time over ours."""
-    lines: list[tuple[str, float | None, str]] = []
-    for group, head, colour in (
-        ("step", "programs", PROGRAM),
-        ("call", "single calls, mean over dtypes", CALL),
-    ):
-        of_group = results.by([row for row in rows if row["group"] == group], "op")
-        gains = {
-            op: results.mean(results.rival(r, "jnp") for r in its)
-            for (op,), its in of_group.items()
-        }
-        lines.append((head, None, TEXT))
-        ops = sorted(gains, key=lambda op: -(gains[op] or 0))
-        lines += [(label(op), gains[op], colour) for op in ops]
-    known = [gain for _, gain, _ in lines if gain]
-    low, high = min(0.0, math.log(min(known))), math.log(max(known))
+    gains = {
+        key: gain
+        for key, its in results.by(rows, "group", "op").items()
+        if (gain := results.mean(results.rival(row, "jnp") for row in its))
+    }
+    low, high = min(0.0, math.log(min(gains.values()))), math.log(max(gains.values()))
 
     def x(gain: float) -> float:
         return LEFT + (WIDTH - LEFT - 60) * (math.log(gain) - low) / (high - low)
@@ -57,17 +47,18 @@ def svg(rows: Sequence[Row], device: str) -> str:
     title = f"Unchanged programs on one {device}"
     shapes = [_text(0, FONT, title, "bold"), _text(0, 2.3 * FONT, "times as fast, log scale")]
     y = 3.9 * FONT
-    for name, gain, colour in lines:
-        if gain is None:
-            y += LINE / 3
-            shapes.append(_text(LEFT, y, name, "bold"))
-        else:
-            left, right = sorted((x(1), x(gain)))
-            bar = f'x="{left:.1f}" y="{y - 12:.1f}" width="{max(right - left, 1):.1f}" height="15"'
-            shapes.append(_text(LEFT - 8, y, name, anchor="end"))
-            shapes.append(f'<rect {bar} rx="2" fill="{colour}"/>')
-            shapes.append(_text(right + 6, y, ratio(gain), "bold"))
+    for group, (head, colour) in GROUPS.items():
+        y += LINE / 3
+        shapes.append(_text(LEFT, y, head, "bold"))
         y += LINE
+        ops = [op for its, op in gains if its == group]
+        for op in sorted(ops, key=lambda op: -gains[group, op]):
+            left, right = sorted((x(1), x(gains[group, op])))
+            bar = f'x="{left:.1f}" y="{y - 12:.1f}" width="{max(right - left, 1):.1f}" height="15"'
+            shapes.append(_text(LEFT - 8, y, label(op), anchor="end"))
+            shapes.append(f'<rect {bar} rx="2" fill="{colour}"/>')
+            shapes.append(_text(right + 6, y, ratio(gains[group, op]), "bold"))
+            y += LINE
     size = f'width="{WIDTH}" height="{y:.0f}" viewBox="0 0 {WIDTH} {y:.0f}"'
     style = f'font-family="Helvetica, Arial, sans-serif" font-size="{FONT}" fill="{TEXT}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {style}>'

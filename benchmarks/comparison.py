@@ -13,7 +13,6 @@ _LEAST_SHARE, _LEAST_US = 0.01, 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the comparison of two results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
     parser.add_argument("old", type=Path, metavar="OLD", help="a result, or a directory of results")
     parser.add_argument("new", type=Path, metavar="NEW", help="a later one")
@@ -48,12 +47,12 @@ def compare(old: Result, new: Result) -> str:
     slower = sum(ratio > 1 for ratio, _ in found)
     lines.append(f"of {len(both)} rows {slower} slower, {len(found) - slower} faster")
     said = {
-        "an error now": [name for key in both if "error" in after[key] for name in key[1:]],
-        "an error before": [name for key in both if "error" in before[key] for name in key[1:]],
-        "only before": [key[1] for key in before if key not in after],
-        "only now": [key[1] for key in after if key not in before],
+        "an error now": [key for key in both if "error" in after[key]],
+        "an error before": [key for key in both if "error" in before[key]],
+        "only before": [key for key in before if key not in after],
+        "only now": [key for key in after if key not in before],
     }
-    lines += [f"{what}: {', '.join(names)}" for what, names in said.items() if names]
+    lines += [f"{w}: {', '.join(name for _, name in keys)}" for w, keys in said.items() if keys]
     return "\n".join(lines)
 
 
@@ -72,17 +71,14 @@ def change(before: Row, after: Row) -> float | None:
 def differences(old: Result, new: Result) -> list[str]:
     """Returns what makes times of two runs hard to compare, of what both have recorded."""
     names = ("device", "devices", "driver", "host", "cores", "native", "clock")
-    a, b = (
-        {name: header[name] for name in names if name in header}
-        | {f"version of {k}": v for k, v in header.get("versions", {}).items()}
-        for header in (old.header, new.header)
-    )
+    facts, copies = [], []
+    for header, rows in (old, new):
+        versions = {f"version of {k}": v for k, v in header.get("versions", {}).items()}
+        facts.append({name: header[name] for name in names if name in header} | versions)
+        copies.append(results.numbers({r["case"]: r["copy"] for r in rows if "copy" in r}))
+    a, b = facts
     found = [f"{k}: {a[k]}, then {b[k]}" for k in a if k in b and a[k] != b[k]]
-    before, after = (
-        results.numbers({row["case"]: row["copy"] for row in result.rows if "copy" in row})
-        for result in (old, new)
-    )
-    drifts = [us / before[case] for case, us in after.items() if case in before]
+    drifts = [us / copies[0][case] for case, us in copies[1].items() if case in copies[0]]
     if drifts and abs((drift := statistics.median(drifts)) - 1) > _LEAST_SHARE:
         found.append(f"plain copies took {drift:.2f}x as long, in the median")
     return found

@@ -3,9 +3,8 @@
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,29 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
+from . import timing
 from .ceilings import Ceilings
-from .inputs import Input, draw
+from .inputs import Input, draw, shapes
 from .results import Row
-from .timing import (
-    Clock,
-    Contender,
-    Missing,
-    Outcome,
-    Timing,
-    compare,
-    make_clock,
-    reason,
-    rotation_sets,
-)
+from .timing import Contender, Missing, Outcome, Timing, reason
 
 Array = Any  # of any framework
 Arrays = tuple[Array, ...]
 Sets = list[Arrays]  # input sets that calls use in turn
 Function = Callable[..., Any]
-# Makes a contender from the input sets and our result, and says whether its result agrees.
-Maker = Callable[[Sets, Array], tuple[Contender, bool]]
+# Makes a contender from the input sets and our result, and returns its result, too.
+Maker = Callable[[Sets, Array], tuple[Contender, Array]]
 
 SWEEP = "sweep"
 """The group of cases that are one call over all sizes."""
@@ -108,7 +97,7 @@ class Machine:
     """What all cases share, and which rivals are missing here."""
 
     platform: str
-    clock: Clock
+    clock: timing.Clock
     ceilings: Ceilings
     torch: Any  # rivals.torch_rival, or None
     seed: int
@@ -119,10 +108,10 @@ class Machine:
 def make_machine(seed: int, options: Options) -> Machine:
     """Finds the clock, the ceiling and PyTorch."""
     platform = jax.default_backend()
-    clock, warning = make_clock(platform)
+    clock, warning = timing.make_clock(platform)
     ceilings = Ceilings(platform if options.libraries else "cpu")
-    machine = Machine(platform, clock, ceilings, None, seed)
-    machine.warnings = [text for text in (warning, ceilings.warning) if text]
+    warnings = [text for text in (warning, ceilings.warning) if text]
+    machine = Machine(platform, clock, ceilings, None, seed, warnings=warnings)
     if options.libraries and platform == "gpu":
         try:
             from .rivals import torch_rival
@@ -144,24 +133,18 @@ _CHUNK = 64  # cases whose programs are in memory together
 
 
 def measure(cases: Sequence[Case], machine: Machine, options: Options) -> Iterator[Row]:
-    """Yields the row of each case, under a progress bar."""
+    """Yields the row of each case."""
     middle = sorted(cases, key=lambda case: case.bytes)[len(cases) // 2]
-    # On a terminal only: in a file the table's lines show the progress.
-    bar = tqdm(total=len(cases), file=sys.stderr, unit="case", leave=False, disable=None)
-    with bar:
-        for i in range(0, len(cases), _CHUNK):
-            for item in _prepare(cases[i : i + _CHUNK], options):
-                bar.set_postfix_str(item.case.name[-40:])
-                with precision(item.case):
-                    yield _row(item, machine, options, twice=item.case is middle)
-                item.programs.clear()
-                if machine.torch is not None:
-                    machine.torch.make_room()
-                bar.update()
+    for i in range(0, len(cases), _CHUNK):
+        for item in _prepare(cases[i : i + _CHUNK], options):
+            with precision(item.case):
+                yield _row(item, machine, options, twice=item.case is middle)
+            item.programs.clear()
+            if machine.torch is not None:
+                machine.torch.make_room()
 
 
 def precision(case: Case) -> contextlib.AbstractContextManager[Any]:
-    """The mode that a case's dtypes need."""
     return jax.enable_x64(True) if case.x64 else contextlib.nullcontext()
 
 
@@ -182,10 +165,6 @@ def _prepare(cases: Sequence[Case], options: Options) -> list[_Prepared]:
                 for name, function in _functions(work, options).items():
                     programs[name] = pool.submit(_compile, case, work, name, function)
             prepared.append(_Prepared(case, work, programs))
-        futures = [future for item in prepared for future in item.programs.values()]
-        bar = {"total": len(futures), "unit": "program", "leave": False, "disable": None}
-        for _ in tqdm(as_completed(futures), file=sys.stderr, desc="compile", **bar):
-            pass
     return prepared
 
 
@@ -200,7 +179,7 @@ def _functions(work: Work, options: Options) -> dict[str, Function]:
 
 
 def _compile(case: Case, work: Work, name: str, function: Function) -> Any:
-    arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.inputs)
+    arrays = shapes(work.inputs)
     with precision(case):
         if name == _INPUTS:
             seed = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -232,10 +211,9 @@ def is_native(program: str, alone: bool) -> bool:
 
 
 def about(case: Case) -> Row:
-    """The beginning of a case's row."""
-    row: Row = {"suite": case.suite, "case": case.name, "op": case.op, "group": case.group}
-    row |= {"dtype": case.dtype, "shape": case.shape, "bytes": case.bytes}
-    return row | ({"plan": case.plan} if case.plan else {})
+    names = ("op", "group", "dtype", "shape", "bytes", *(["plan"] if case.plan else []))
+    row = {"suite": case.suite, "case": case.name}
+    return row | {name: getattr(case, name) for name in names}
 
 
 def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) -> Row:
@@ -252,7 +230,7 @@ def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) ->
             return row
         again = [replace(entrants.contenders[0], name="again")] if twice else []
         effort = entrants.effort * options.effort
-        timings = compare([*entrants.contenders, *again], machine.clock, effort)
+        timings = timing.compare([*entrants.contenders, *again], machine.clock, effort)
         timings |= {name: timings[other] for name, other in entrants.same.items()}
         return _timed(row, entrants, timings, machine)
     except Exception as error:  # a failing case is a row that says so, and the exit status
@@ -263,17 +241,17 @@ _HIDDEN_US = 100.0  # more than launches take: probably a memset or a memcpy
 
 
 def _timed(row: Row, entrants: Entrants, timings: Outcome, machine: Machine) -> Row:
-    """Adds the times."""
-    if entrants.wall and machine.clock.name != "wall":
-        row["clock"] = "wall"
-        for t in timings.values():
-            if isinstance(t, Timing) and t.wall_us:
-                t.clock, t.samples_us = "wall", t.wall_us
+    by_wall = entrants.wall and machine.clock.name != "wall"
+    row |= {"clock": "wall"} if by_wall else {}
     medians: dict[str, Any] = {**entrants.failed}
     for name, t in timings.items():
-        medians[name] = t if isinstance(t, str) else round(t.us, 3)
-        wall = min(t.wall_us) if not isinstance(t, str) and t.clock == "cupti" else 0.0
-        if wall and wall > 2 * medians[name] + _HIDDEN_US:
+        if isinstance(t, str):
+            medians[name] = t
+            continue
+        if by_wall and t.wall_us:
+            t.clock, t.samples_us = "wall", t.wall_us
+        medians[name] = round(t.us, 3)
+        if t.clock == "cupti" and (wall := min(t.wall_us)) > 2 * medians[name] + _HIDDEN_US:
             text = f"kernels take {medians[name]:.1f} us, a call {wall:.1f} us"
             machine.warnings.append(f"{name} on {row['case']}: {text}")
     ours, us = timings["ours"], medians.pop("ours")
@@ -294,9 +272,8 @@ def _timed(row: Row, entrants: Entrants, timings: Outcome, machine: Machine) -> 
 def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     """Checks ours, compares the rivals' results with it, and makes the contenders."""
     work, programs = item.work, item.programs
-    count = 1 if options.check_only else rotation_sets(item.case.bytes)
-    draws = programs[_INPUTS].result()
-    sets: Sets = [draws(np.uint32(machine.seed + i)) for i in range(count)]
+    count = 1 if options.check_only else timing.rotation_sets(item.case.bytes)
+    sets: Sets = [programs[_INPUTS].result()(np.uint32(machine.seed + i)) for i in range(count)]
     contenders: list[Contender] = []
     about: Row = {}
     disagree: list[str] = []
@@ -324,11 +301,11 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     def agrees(theirs: Array) -> bool:
         return agreement(programs[_DIFFERENCE].result()(ours, theirs), work.exact, ours, work.terms)
 
-    def join(name: str, make: Callable[[], tuple[Contender, bool]]) -> None:
+    def join(name: str, make: Maker) -> None:
         try:
-            contender, right = make()
+            contender, theirs = make(sets, ours)
+            disagree.extend([] if agrees(theirs) else [name])
             contenders.append(contender)
-            disagree.extend([] if right else [name])
         except Missing as why:
             machine.missing[name] = str(why)
         except ModuleNotFoundError as error:
@@ -337,8 +314,8 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
             failed[name] = reason(error)
 
     ours = verified("ours")
-    native = options.implementations[0] == "native"
-    if not is_native(programs["ours"].result().as_text() or "", work.alone and native):
+    alone = work.alone and options.implementations[0] == "native"
+    if not is_native(programs["ours"].result().as_text() or "", alone):
         about["ran"] = "xla"
     for name in [*options.implementations[1:], *(work.variants if options.libraries else [])]:
         verified(name)
@@ -351,12 +328,10 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     if ran and ran <= {*disagree}:
         raise ArithmeticError(f"the result differs from that of {', '.join(sorted(ran))}")
     if options.libraries and not options.check_only:
-        if machine.platform == "gpu":
-            for name, maker in work.others.items():
-                join(name, partial(maker, sets, ours))
-        if machine.torch is not None and work.torch is not None:
-            for name in machine.torch.NAMES[: 1 + work.compile]:
-                join(name, partial(machine.torch.contender, name, work, sets, ours, agrees))
+        others = work.others if machine.platform == "gpu" else {}
+        torch = machine.torch.rivals(work) if machine.torch is not None else {}
+        for name, maker in {**others, **torch}.items():
+            join(name, maker)
         contenders.append(machine.ceilings.copy(item.case.bytes))
     about |= {"disagree": disagree} if disagree else {}
     return Entrants(contenders, about, list(work.forms), failed, work.wall, work.effort, same)

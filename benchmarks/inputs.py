@@ -27,6 +27,11 @@ class Input(NamedTuple):
     limit: int = 0
 
 
+def shapes(inputs: Sequence[Input]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns what functions of the inputs are traced with."""
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+
+
 def draw(seed: Array, inputs: Sequence[Input]) -> tuple[Array, ...]:
     """Returns one set of the inputs; ``seed`` is a traced uint32."""
     return tuple(_draw(seed + np.uint32(1000003 * (i + 1)), x) for i, x in enumerate(inputs))

@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax_oneflow_ops import _policy
 
 from . import results, survey
 from .harness import Case, Work, precision
+from .inputs import shapes
 from .results import Result
 from .suites import FAMILIES
 
@@ -30,12 +32,11 @@ def main(argv: Sequence[str]) -> int:
     """Writes the file, or checks that it is what the results say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks policy", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if it is stale")
-    check = parser.parse_args(argv).check
-    text = made(results.ROOT / "benchmarks" / "results")
-    if check and text != PATH.read_text():
-        sys.exit(f"{PATH.name} is stale; run python -m benchmarks policy")
-    if not check:
+    text = made(results.RESULTS)
+    if not parser.parse_args(argv).check:
         PATH.write_text(text)
+    elif text != PATH.read_text():
+        sys.exit(f"{PATH.name} is stale; run python -m benchmarks policy")
     return 0
 
 
@@ -103,7 +104,7 @@ def call_of(case: Case) -> _policy.Call | None:
         work = case.work()
         if not isinstance(work, Work):
             return None
-        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.inputs]
-        jaxpr = jax.make_jaxpr(lambda *args: work.ours(*args, implementation=None))(*arrays)
+        ours = partial(work.ours, implementation=None)
+        jaxpr = jax.make_jaxpr(ours)(*shapes(work.inputs))
         calls = [call for _, call in _policy.calls(jaxpr) if isinstance(call, _policy.Call)]
     return calls[-1] if calls else None

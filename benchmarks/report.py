@@ -45,26 +45,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-_MARKER = re.compile(r"<!-- benchmarks:(\S+) ([^>]*?) ?(begin|end) -->")
+_MARKER = "<!-- benchmarks:"
+_MARKED = re.compile(rf"({_MARKER}(\S+) ([^>]*) begin -->).*?({_MARKER}\2 \3 end -->)", re.DOTALL)
 
 
 def filled(text: str, root: Path) -> str:
     """Returns a page with today's tables between its markers; raises ValueError if one is wrong."""
-    parts, place, opened = [], 0, None
-    for marker in _MARKER.finditer(text):
-        name, arguments, kind = marker.groups()
-        if (kind == "begin") != (opened is None) or opened not in (None, (name, arguments)):
-            raise ValueError(f"the marker {marker[0]} is alone")
-        if kind == "begin":
-            opened = name, arguments
-            parts.append(text[place : marker.end()] + "\n\n")
-        else:
-            opened = None
-            parts.append(table(name, arguments.split(), root) + "\n\n" + marker[0])
-        place = marker.end()
-    if opened:
-        raise ValueError(f"the marker benchmarks:{' '.join(opened)} has no end")
-    return "".join(parts) + text[place:]
+
+    def fill(found: re.Match[str]) -> str:
+        begin, name, arguments, end = found.groups()
+        return f"{begin}\n\n{table(name, arguments.split(), root)}\n\n{end}"
+
+    text, pairs = _MARKED.subn(fill, text)
+    if text.count(_MARKER) != 2 * pairs:
+        raise ValueError(f"{text.count(_MARKER)} markers make {pairs} pairs")
+    return text
 
 
 def table(name: str, arguments: Sequence[str], root: Path) -> str:
@@ -74,7 +69,8 @@ def table(name: str, arguments: Sequence[str], root: Path) -> str:
     device, *rest = arguments
     if not (found := _of_device(root / device)):
         raise ValueError(f"no results of {device!r}")
-    return TABLES[name](found, *((_of_device(root / x) or x) for x in rest))
+    text = TABLES[name](found, *((_of_device(root / x) or x) for x in rest))
+    return text or "Not measured yet."
 
 
 @functools.cache
@@ -85,8 +81,15 @@ def _of_device(folder: Path) -> list[Result]:
 
 def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
     """Returns the measured rows of listed cases: those of no survey and no sweep."""
-    rows = [row for r in found if r.header.get("suite") in SUITES for row in r.rows if "us" in row]
-    return [r for r in rows if r["group"] != SWEEP and suite in (None, r["suite"])]
+    return [r for r in _measured(found) if r["group"] != SWEEP and suite in (None, r["suite"])]
+
+
+def _measured(found: Sequence[Result]) -> list[Row]:
+    return [row for r in found if r.header.get("suite") in SUITES for row in r.rows if "us" in row]
+
+
+def _surveyed(found: Sequence[Result]) -> list[Row]:
+    return [row for r in found if "suite" not in r.header for row in r.rows]
 
 
 # ---- the tables ----
@@ -94,9 +97,8 @@ def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
 
 def origin(found: Sequence[Result]) -> str:
     """Device, versions, clock, date and commits."""
-    headers = [r.header for r in found]
+    headers = sorted((r.header for r in found), key=lambda h: str(h["date"]), reverse=True)
     headers = [header for header in headers if "suite" in header] or headers
-    headers.sort(key=lambda h: str(h["date"]), reverse=True)
     newest, versions = headers[0], headers[0]["versions"]
     cores = f", {newest['cores']} cores" if newest["platform"] == "cpu" else ""
     number = f"{newest['devices']} " if newest["devices"] > 1 else ""
@@ -121,8 +123,7 @@ _FAMILIES = {
 
 def headline(found: Sequence[Result]) -> str:
     """A line a family: means over listed cases, then over random shapes, all by the kernels."""
-    surveys = [row for r in found if "suite" not in r.header for row in r.rows]
-    drawn = survey.timed(surveys, "native")
+    drawn = survey.timed(_surveyed(found), "native")
     lines = []
     for name, family in _FAMILIES.items():
         if rows := listed(found, name):
@@ -154,14 +155,13 @@ def suite(found: Sequence[Result], name: str, group: str = "") -> str:
     label, column = _LAYOUT.get(name, ("op", "dtype"))
     columns = [str(key) for (key,) in by(rows, column)]
     torch = [""] if any(results.rival(row, "torch") for row in rows) else []
+    code = "`" if name in ("elementwise", "kernels") else ""
     lines = []
     for keys, its in by(rows, *label.split()).items():
         cells = [_best([row for row in its if row[column] == key])[0] for key in columns]
         torch_cells = [ratio(mean(results.rival(row, "torch") for row in its)) for _ in torch]
-        shares = mean(row["copy"] / row["us"] for row in its if "copy" in row)
-        code = "`" if name in ("elementwise", "kernels") else ""
-        line = [f"{code}{' '.join(keys)}{code}", *cells, _best(its)[1]]
-        lines.append([*line, *torch_cells, percent(shares)])
+        share = percent(mean(row["copy"] / row["us"] for row in its if "copy" in row))
+        lines.append([f"{code}{' '.join(keys)}{code}", *cells, _best(its)[1], *torch_cells, share])
     head = ["", *map(short, columns), "worst", *("PyTorch" for _ in torch), "of copy"]
     return markdown(head, lines)
 
@@ -175,20 +175,16 @@ def sizes(found: Sequence[Result]) -> str:
     for (shape,), its in by(rows, "shape").items():
         known = by(its, "op", "dtype")
         cells = (known.get(key) for key in ops)
-        lines.append(
-            [shape, *(f"{microseconds(c[0]['us'])} ({_best(c)[0]})" if c else "-" for c in cells)]
-        )
-    names = (
-        swept.get(op, op) if " to " in op else f"{swept.get(op, op)} {short(d)}" for op, d in ops
-    )
+        texts = (f"{microseconds(c[0]['us'])} ({_best(c)[0]})" if c else "-" for c in cells)
+        lines.append([shape, *texts])
+    names = (op if " to " in op else f"{swept.get(op, op)} {short(d)}" for op, d in ops)
     return markdown(["", *names], lines)
 
 
 def slower(found: Sequence[Result]) -> str:
     """A line a case that XLA's best form wins by more than the spread of the samples."""
-    rows = [row for r in found if r.header.get("suite") in SUITES for row in r.rows if "us" in row]
-    lost = [(results.best(row) or ("", 1.0), row) for row in rows if results.is_slower(row)]
-    lost.sort(key=lambda pair: pair[0][1])
+    lost = [(results.best(row) or ("", 1.0), row) for row in _measured(found)]
+    lost = sorted((pair for pair in lost if results.is_slower(pair[1])), key=lambda x: x[0][1])
     lines = [[row["suite"], row["case"], form, ratio(value)] for (form, value), row in lost]
     return markdown(["suite", "case", "XLA's best form", "its time over ours"], lines)
 
@@ -201,17 +197,15 @@ def steps(
     Of a device beside, the gain only.
     """
     there = {row["case"]: ratio(results.rival(row, "jnp")) for row in listed(beside, name)}
-    rivals = {"models": ["jnp", "xla"]}.get(name, ["jnp"])
+    over = {"jnp": "gain"} | ({"xla": "over XLA's best"} if name == "models" else {})
     lines = []
     for row in (row for row in listed(found, name) if row["group"] == group):
         of_dtype = f", {short(row['dtype'])}" if group == "call" else ""
-        written = results.numbers(row["xla"]).get("jnp")
-        times = [*map(microseconds, (written, row["us"]))]
-        gains = [ratio(results.rival(row, rival)) for rival in rivals]
+        times = map(microseconds, (results.numbers(row["xla"]).get("jnp"), row["us"]))
+        gains = [ratio(results.rival(row, rival)) for rival in over]
         gains += [there.get(row["case"], "-")] if there else []
         lines.append([f"{chart.label(row['op'])}{of_dtype}", *times, *gains])
-    over = {"jnp": "gain", "xla": "over XLA's best"}
-    head = ["", "jnp as written, us", "accelerated, us", *(over[rival] for rival in rivals)]
+    head = ["", "jnp as written, us", "accelerated, us", *over.values()]
     head += [f"on {beside[0].header['device'].split()[1]}"] if there else []
     return markdown(head, lines)
 
@@ -229,25 +223,24 @@ def scaled(found: Sequence[Result], name: str = "programs") -> str:
     return markdown(head, lines)
 
 
-def drawn(found: Sequence[Result]) -> str:
+def charted(found: Sequence[Result]) -> str:
     """The chart of the unchanged programs and calls, an SVG."""
     rows = listed(found, "programs")
-    return chart.svg(rows, found[0].header["device"]) if rows else "Not measured yet."
+    return chart.svg(rows, found[0].header["device"]) if rows else ""
 
 
 def explained(found: Sequence[Result], program: str = "gpt2") -> str:
     """What `explain` printed of a program when it was measured."""
     rows = [row for row in listed(found, "programs") if row["op"] == program and "explain" in row]
-    return f"```\n{rows[0]['explain']}\n```" if rows else "Not measured yet."
+    return f"```\n{rows[0]['explain']}\n```" if rows else ""
 
 
 def surveyed(
     found: Sequence[Result], by_what: str = "family", implementation: str = "native"
 ) -> str:
     """A line a family (or size, or strategy of permute) of all surveys, their rows together."""
-    rows = [row for r in found if "suite" not in r.header for row in r.rows]
-    lines = survey.summaries(survey.timed(rows, implementation), by_what)
-    return markdown(["", *survey.HEAD], lines) if lines else "Not measured yet."
+    lines = survey.summaries(survey.timed(_surveyed(found), implementation), by_what)
+    return markdown(["", *survey.HEAD], lines) if lines else ""
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -258,7 +251,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "slower": slower,
     "steps": steps,
     "scaled": scaled,
-    "chart": drawn,
+    "chart": charted,
     "explain": explained,
     "survey": surveyed,
 }

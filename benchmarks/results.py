@@ -27,7 +27,6 @@ class Result(NamedTuple):
 
 
 def write(path: Path, header: dict[str, Any], rows: Iterable[Row]) -> None:
-    """Writes a result."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [header, *(rows if "suite" in header else packed(rows))]
     texts = [json.dumps(x, separators=(",", ":"), ensure_ascii=False) for x in lines]
@@ -52,11 +51,8 @@ def numbers(medians: dict[str, Any]) -> dict[str, float]:
 
 def best(row: Row) -> tuple[str, float] | None:
     """Returns XLA's best form, and its time over ours: above 1, ours is faster."""
-    ran = numbers(row.get("xla", {}))
-    if not ran:
-        return None
-    name = min(ran, key=lambda form: ran[form])
-    return name, ran[name] / row["us"]
+    ratios = {name: us / row["us"] for name, us in numbers(row.get("xla", {})).items()}
+    return min(ratios.items(), key=lambda pair: pair[1], default=None)
 
 
 def as_written(row: Row) -> float | None:
@@ -79,13 +75,13 @@ def packed(rows: Iterable[Row]) -> list[Any]:
     """Lines that have no more than drawing the cases again does not tell; errors as they are."""
     lines: list[Any] = []
     for row in rows:
-        if "us" not in row:
-            lines.append(row)
-            continue
-        xla = min(numbers(row["xla"]).values(), default=None)
-        default = numbers(row["others"]).get("default")
         name = f"{row['suite']} {row['case']}"
-        lines.append([name, row["us"], row["iqr"], xla, default, form(row)])
+        if "us" in row:
+            xla = min(numbers(row["xla"]).values(), default=None)
+            default = numbers(row["others"]).get("default")
+            lines.append([name, row["us"], row["iqr"], xla, default, form(row)])
+        else:
+            lines.append(row)
     return lines
 
 

@@ -23,8 +23,7 @@ from .suites import FAMILIES, load
 SLOW = 0.95
 LARGEST = {"gpu": 1 << 30, "cpu": 64 << 20}
 """The most bytes that a case reads and writes."""
-CHECKED = 1 << 20
-"""Likewise where values are checked only."""
+CHECKED = 1 << 20  # where values are checked only
 _BANDS = ((1 << 20, "under 1 MB"), (16 << 20, "1 to 16 MB"), (1 << 62, "over 16 MB"))
 
 
@@ -43,12 +42,8 @@ def main(argv: Sequence[str]) -> int:
     cases = draw(options.seed, counts, largest)
     if options.count or options.check_only or options.family is not FAMILIES:
         options.out = options.out or PARTS
-    measuring = Options(
-        tuple(options.implementation),
-        libraries=False,
-        check_only=options.check_only,
-        effort=0.3 if jax.default_backend() == "gpu" else 0.2,
-    )
+    effort = 0.3 if jax.default_backend() == "gpu" else 0.2
+    measuring = Options(options.implementation, False, options.check_only, effort)
     rows = run(cases, measuring, {"seed": options.seed}, ["survey", *argv], options.out)
     for implementation in options.implementation if not options.check_only else ():
         print("\n" + text(rows, implementation, options.implementation[0]))
@@ -70,7 +65,6 @@ def draw(seed: int, counts: dict[str, int], largest: int) -> list[Case]:
 
 
 def count(family: str) -> int:
-    """How many cases of a family are drawn by default."""
     return 150 if family == "permute" else 60
 
 
@@ -85,10 +79,10 @@ def read(path: Path) -> results.Result:
     for line in lines:
         if line["case"] not in drawn:
             raise ValueError(f"{path}: the seed does not draw {line['case']} any more")
+        known = {name: value for name, value in line.items() if value is not None}
         row = about(drawn[line["case"]]) | {"us": line["us"], "iqr": line["iqr"]}
-        row["xla"] = {k: line[k] for k in ("xla", "form") if line[k] is not None}
-        row["others"] = {k: line[k] for k in ("default",) if line[k] is not None}
-        rows.append(row)
+        row["xla"] = {name: known[name] for name in ("xla", "form") if name in known}
+        rows.append(row | {"others": {"default": known["default"]} if "default" in known else {}})
     return results.Result(result.header, rows)
 
 
@@ -111,13 +105,13 @@ HEAD = ["cases", "mean", "worst", "under 0.95x", "by more than noise", "worst ca
 def text(rows: Sequence[Row], implementation: str, first: str) -> str:
     """Returns the tables of one of the implementations that were measured together."""
     rows = timed(rows, implementation, first)
-    made = ((what, summaries(rows, what)) for what in LABELS)
-    parts = [tables.text([f"{implementation}, by {w}", *HEAD], lines) for w, lines in made if lines]
+    made = {f"{implementation}, by {what}": summaries(rows, what) for what in LABELS}
     slowest = []
     for row in sorted(rows, key=_ratio)[:10]:
-        us = map(tables.microseconds, (row["us"], row["iqr"]))
-        slowest.append([row["case"][-60:], *us, tables.ratio(_ratio(row))])
-    return "\n\n".join([*parts, tables.text(["slowest", "us", "spread", "XLA's best"], slowest)])
+        us, ratio = tables.microseconds(row["us"]), tables.ratio(_ratio(row))
+        slowest.append(f"slowest: {row['case'][-60:]}, {us} us, {ratio}")
+    parts = [tables.markdown([title, *HEAD], lines) for title, lines in made.items() if lines]
+    return "\n\n".join([*parts, "\n".join(slowest)])
 
 
 def timed(rows: Sequence[Row], implementation: str, first: str = "native") -> list[Row]:
@@ -131,18 +125,13 @@ def timed(rows: Sequence[Row], implementation: str, first: str = "native") -> li
 
 def _family(row: Row) -> str:
     suite, group = row["suite"], row["group"]
-    return (
-        group if suite == "scatter" else suite if group in ("random", suite) else f"{suite} {group}"
-    )
-
-
-def _size(row: Row) -> str:
-    return f"{row['suite']}, {_BANDS[_band(row)[1]][1]}"
+    one = suite if group in ("random", suite) else f"{suite} {group}"
+    return group if suite == "scatter" else one
 
 
 LABELS: dict[str, Callable[[Row], str]] = {
     "family": _family,
-    "size": _size,
+    "size": lambda row: f"{row['suite']}, {_BANDS[_band(row)[1]][1]}",
     "strategy": lambda row: row.get("plan", "").partition(",")[0],
 }
 """What rows are summarised by."""

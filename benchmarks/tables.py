@@ -1,4 +1,4 @@
-"""Tables, in plain text and in Markdown, what a run prints, and how numbers are written."""
+"""Tables in Markdown, what a run prints, and how numbers are written."""
 
 from collections.abc import Sequence
 
@@ -8,48 +8,31 @@ from .results import Row
 Line = Sequence[str]
 
 
-def text(head: Line, lines: Sequence[Line]) -> str:
-    """Returns an aligned table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-
-    def aligned(line: Line) -> str:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        return "  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip()
-
-    return "\n".join(map(aligned, (head, *lines)))
-
-
 def markdown(head: Line, lines: Sequence[Line]) -> str:
-    """Returns a Markdown table."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
 
 
 def ratio(value: float | None) -> str:
-    """Such as ``1.50x``."""
     if value is None:
         return "-"
     return f"{value:.2f}x" if value < 10 else f"{value:.1f}x" if value < 100 else f"{value:,.0f}x"
 
 
 def percent(value: float | None) -> str:
-    """Such as ``98%``."""
     return "-" if value is None else f"{value:.0%}"
 
 
 def microseconds(us: float | None) -> str:
-    """With three significant digits or more."""
     if us is None:
         return "-"
     return f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:,.0f}"
 
 
 def size(nbytes: int) -> str:
-    """Such as ``64 MiB``."""
-    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << bits:
-            return f"{nbytes / (1 << bits):.3g} {unit}"
-    return f"{nbytes} B"
+    units = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
+    unit, bits = next((unit, bits) for unit, bits in units if nbytes >> bits)
+    return f"{nbytes / (1 << bits):.3g} {unit}"
 
 
 PROGRESS = ("case", "us", "spread", "copy", "jnp", "best", "other")
@@ -60,22 +43,15 @@ def progress(row: Row) -> str:
     """Returns one row; ratios are the rival's time over ours."""
     if "us" not in row:
         return f"{row['case']} {'ERROR: ' + row['error'] if 'error' in row else 'is right'}"
-    best = results.best(row)
     others = [us / row["us"] for us in results.numbers(row["others"]).values()]
-    cells = [
-        row["case"],
-        microseconds(row["us"]),
-        microseconds(row["iqr"]),
-        percent(row["copy"] / row["us"] if "copy" in row and row["bytes"] else None),
-        ratio(results.as_written(row)),
-        ratio(best and best[1]),
-        ratio(min(others, default=None)),
-    ]
-    return aligned(cells) + (" <" if results.is_slower(row) else "")
+    best = results.best(row) or ("", None)
+    times = map(microseconds, (row["us"], row["iqr"]))
+    copy = percent(row["copy"] / row["us"] if "copy" in row and row["bytes"] else None)
+    ratios = map(ratio, (results.as_written(row), best[1], min(others, default=None)))
+    return aligned([row["case"], *times, copy, *ratios]) + " <" * results.is_slower(row)
 
 
 def aligned(cells: Sequence[str]) -> str:
-    """Returns the cells in columns."""
     name, *numbers = (c[-w:].rjust(w) for c, w in zip(cells, _WIDTHS, strict=True))
     return " ".join([name.lstrip().ljust(_WIDTHS[0]), *numbers])
 
@@ -88,9 +64,9 @@ def notes(header: Row, rows: Sequence[Row]) -> list[str]:
     ]
     lines += [f"missing: {name}: {why}" for name, why in header.get("missing", {}).items()]
     for row in rows:
-        rivals = {**row.get("xla", {}), **row.get("others", {})}
+        rivals, again = {**row.get("xla", {}), **row.get("others", {})}, row.get("again")
         said = [f"{name}: {us}" for name, us in rivals.items() if isinstance(us, str)]
         said += [f"{name} differs from ours, which is right" for name in row.get("disagree", [])]
-        said += [f"timed twice: {row['us']} and {row['again']} us"] if "again" in row else []
+        said += [f"timed twice: {row['us']} and {again} us"] if again else []
         lines += [f"{row['case']}: {text}" for text in said]
     return lines + [f"WARNING: {warning}" for warning in header.get("warnings", [])]

@@ -55,13 +55,11 @@ class Timing:
     wall_us: list[float] = field(default_factory=list)
 
     @property
-    def us(self) -> float:
-        """Median."""
+    def us(self) -> float:  # the median
         return statistics.median(self.samples_us)
 
     @property
-    def iqr_us(self) -> float:
-        """Interquartile range."""
+    def iqr_us(self) -> float:  # the interquartile range
         if len(self.samples_us) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
@@ -80,7 +78,6 @@ class WallClock:
     name, rounds, calls, budget_us, resolution_us = "wall", 64, 1, 6e5, 0.0
 
     def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
-        """Adds one sample a call."""
         for contender, i in turns:
             timing = outcome[contender.name]
             if isinstance(timing, str) or sum(timing.samples_us) > budget_us:
@@ -153,12 +150,11 @@ class CuptiClock:
             if uneven or any(not part for _, part in pairs[:1]) or len(parts) != len(taken):
                 return False
         for name, part in pairs:
-            if isinstance(timing := outcome[name], Timing):
-                if part:
-                    samples = per_call([us for _, us in part], self.calls + 1)
-                    timing.samples_us += samples[1:] or samples
-                else:
-                    outcome[name] = "RuntimeError: CUPTI recorded no kernel"
+            if isinstance(timing := outcome[name], Timing) and part:
+                samples = per_call([us for _, us in part], self.calls + 1)
+                timing.samples_us += samples[1:] or samples
+            elif isinstance(timing, Timing):
+                outcome[name] = "RuntimeError: CUPTI recorded no kernel"
         return True
 
     def _take(self, turn: Turn, outcome: Outcome) -> float:
@@ -203,9 +199,9 @@ def make_marker() -> Callable[[], None] | None:
             cupy.cuda.Device().synchronize()
 
         mark()
-        return mark
     except Exception:  # no CuPy, or one that does not fit this CUDA
         return None
+    return mark
 
 
 def per_call(kernel_times: Sequence[float], calls: int) -> list[float]:
@@ -253,15 +249,13 @@ def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) 
                 outcome[contender.name] = Timing("wall", [us])
         except Exception as error:  # rivals fail in many ways; the row says how
             outcome[contender.name] = reason(error)
-    contenders = [
-        c for c in contenders if isinstance(t := outcome[c.name], Timing) and not t.samples_us
-    ]
-    turns: list[Turn] = []
-    for r in range(max(1, round(clock.rounds * effort))):
-        first = r % max(len(contenders), 1)
-        for contender in [*contenders[first:], *contenders[:first]]:
-            turns.append((contender, len(turns) * clock.calls))
-    if turns:
+    fresh = Timing(clock.name)
+    contenders = [c for c in contenders if outcome[c.name] == fresh]
+    n = len(contenders)
+    rounds = range(max(1, round(clock.rounds * effort)))
+    order = [contenders[(r + i) % n] for r in rounds for i in range(n)]
+    if order:
+        turns = [(contender, k * clock.calls) for k, contender in enumerate(order)]
         clock.record(turns, outcome, clock.budget_us * effort)
     return outcome
 

@@ -21,6 +21,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jax_oneflow_ops import _compat, _graph, _messages, _primitive
+from jax_oneflow_ops._primitive import bind
 
 GRAPH = _messages.GRAPH
 FUNCTION = "attention_sum"
@@ -33,7 +34,7 @@ def attention(
 
     Logits have the dtype of values, or the one that these are computed in.
     """
-    result: jax.Array = _graph.bind(
+    result: jax.Array = bind(
         *(attention_p, *graph, logits, values),
         num_segments=num_segments,
         implementation=implementation,
@@ -205,29 +206,15 @@ def _batch(
             return x.reshape(x.shape[0], size, x.shape[1] // size, *x.shape[2:])
 
         operands = [*map(joined, args[GRAPH:], dims[GRAPH:])]
-        result = _graph.bind(
-            *(primitive, *args[:GRAPH], *operands), num_segments=num_segments, **params
-        )
+        result = bind(*(primitive, *args[:GRAPH], *operands), num_segments=num_segments, **params)
         axes = [1] * len(result) if primitive.multiple_results else 1
         return jax.tree.map(split, result), axes
     p = _graph.Problems(args, dims)
-    edges = p.args[0].shape[-1]
-    more = dict(params)
+    rows = params["rows"] if "rows" in params else p.every(GRAPH + 1).shape[1]
     if "rows" in params:
-        rows = params["rows"]
-        more["rows"] = p.size * rows
-    else:
-        rows = p.every(GRAPH + 1).shape[1]
-    graph = (
-        p.ids(0, rows),
-        p.ids(1, num_segments),
-        *p.order(2, edges, num_segments),
-        *p.order(4, edges, rows),
-    )
-    operands = [p.flat(k) for k in range(GRAPH, len(args))]
-    result = _graph.bind(
-        *(primitive, *graph, *operands), num_segments=p.size * num_segments, **more
-    )
+        params["rows"] = p.size * rows
+    operands = [*p.graph(rows, num_segments), *map(p.flat, range(GRAPH, len(args)))]
+    result = bind(primitive, *operands, num_segments=p.size * num_segments, **params)
     if primitive.multiple_results:
         return [p.result(x)[0] for x in result], [0] * len(result)
     return p.result(result)
@@ -302,12 +289,12 @@ def _instantiated(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
 
 
 def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    result, stats = _graph.bind(attention_p, *primals, **params)
+    result, stats = bind(attention_p, *primals, **params)
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (result, stats)]
     if all(isinstance(t, ad.Zero) for t in tangents[GRAPH:]):
         return [result, stats], zeros
     moves = _instantiated(primals[GRAPH:], tangents[GRAPH:])
-    tangent = _graph.bind(tangent_p, *primals, stats, result, *moves, **params)
+    tangent = bind(tangent_p, *primals, stats, result, *moves, **params)
     return [result, stats], [tangent, zeros[1]]
 
 
@@ -319,34 +306,24 @@ def _tangent_transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
         (of_values, values_p, (logits, stats, ct), {"rows": values.shape[0]}),
     )
     for undefined, primitive, operands, more in kernels:
-        if not ad.is_undefined_primal(undefined):
-            cts.append(None)
-        elif isinstance(ct, ad.Zero):
-            cts.append(ad.Zero(undefined.aval))
-        else:
-            of = _graph.bind(primitive, *graph, *operands, **more, **params)
-            cts.append(_compat.with_sharding_of(of, undefined.aval))
+        is_wanted = ad.is_undefined_primal(undefined)
+        cts.append(bind(primitive, *graph, *operands, **more, **params) if is_wanted else None)
     return cts
 
 
 def _logits_transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
-    *known, of_result = args
+    *known, _ = args
     values = known[GRAPH + 1]
-    if isinstance(ct, ad.Zero):
-        return [None] * len(known) + [ad.Zero(of_result.aval)]
-    result = _graph.bind(tangent_p, *known, ct, jnp.zeros_like(values), **params)
-    return [None] * len(known) + [_compat.with_sharding_of(result, of_result.aval)]
+    result = bind(tangent_p, *known, ct, jnp.zeros_like(values), **params)
+    return [None] * len(known) + [result]
 
 
 def _values_transpose(ct: Any, *args: Any, rows: int, **params: Any) -> list[Any]:
     *graph, logits, stats, of_result = args
-    none = [None] * (GRAPH + 2)
-    if isinstance(ct, ad.Zero):
-        return [*none, ad.Zero(of_result.aval)]
     result = jnp.zeros(of_result.aval.shape, ct.dtype)
     known = *graph, logits, jnp.zeros_like(ct), stats, result
-    moved = _graph.bind(tangent_p, *known, jnp.zeros_like(logits), ct, **params)
-    return [*none, _compat.with_sharding_of(moved, of_result.aval)]
+    moved = bind(tangent_p, *known, jnp.zeros_like(logits), ct, **params)
+    return [None] * (GRAPH + 2) + [moved]
 
 
 def _jvp_of_composed(
@@ -360,11 +337,11 @@ def _jvp_of_composed(
     def jvp(
         primals: Sequence[Any], tangents: Sequence[Any], *, num_segments: int, **params: Any
     ) -> Any:
-        result = _graph.bind(primitive, *primals, num_segments=num_segments, **params)
+        result = bind(primitive, *primals, num_segments=num_segments, **params)
         arrays = [primals[GRAPH + k] for k in variables]
         moves = [tangents[GRAPH + k] for k in variables]
         if all(isinstance(t, ad.Zero) for t in moves):
-            return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+            return result, _primitive.total([], result)
         how = num_segments, params["implementation"]
         composed = functools.partial(_composed, how, primals[:GRAPH])
         of = functools.partial(function, composed, params.get("rows"))
@@ -396,7 +373,7 @@ def _attention_transpose(
         return [None] * (GRAPH + 1) + [ad.Zero(values.aval)]
     composed = functools.partial(_composed, (num_segments, implementation), graph)
     of_values = _values_of(composed, values.aval.shape[0], logits, ct)
-    return [None] * (GRAPH + 1) + [_compat.with_sharding_of(of_values, values.aval)]
+    return [None] * (GRAPH + 1) + [of_values]
 
 
 _primitive.define_derivatives(attention_p, jvp=_attention_jvp, transpose=_attention_transpose)

@@ -23,6 +23,7 @@ from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat, _primitive, _scatter
 from jax_oneflow_ops._indexing import Indexing
+from jax_oneflow_ops._primitive import bind
 
 FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 MOST = 2**31 - 2  # edges: their numbers are int32
@@ -36,11 +37,6 @@ CPU_CHUNK, CPU_CHUNKS = 1024, 256  # that a thread of a CPU takes, and how many 
 def compute_dtype(dtype: Any) -> Any:
     """The dtype that values are computed in before they are rounded."""
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
-
-
-def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
-    """Binds with operands that vary over the same axes inside a `shard_map`."""
-    return primitive.bind(*_compat.join_varying_axes(*args), **params)
 
 
 Order = tuple[Any, Any]  # the numbers of edges, and their ids
@@ -395,14 +391,20 @@ class Problems:
         first = rows * jnp.arange(self.size, dtype=jnp.int32)[:, None]
         return jnp.where(ids < 0, ~(~ids + first), ids + first).reshape(-1)
 
-    def order(self, k: int, edges: int, rows: int) -> Order:
+    def order(self, k: int, rows: int) -> Order:
         """That of arguments k and k + 1, of all problems' rows, of which there are `rows` each.
 
         It is not known where problems share the rows: edges of a row are no neighbours then.
         """
+        edges = self.args[0].shape[-1]
         if self.args[k].shape[self.has_own[k] :] != (edges,) or not rows:
             return no_order()
         return self.ids(k, edges), self.ids(k + 1, rows)
+
+    def graph(self, senders: int, receivers: int) -> tuple[Any, ...]:
+        """The graph of all problems, which have so many rows each, or share them if 0."""
+        ids = self.ids(0, senders), self.ids(1, receivers)
+        return *ids, *self.order(2, receivers), *self.order(4, senders)
 
     def result(self, x: Any) -> tuple[Any, int]:
         return x.reshape(self.size, x.shape[0] // self.size, *x.shape[1:]), 0
@@ -416,14 +418,8 @@ def _message_sum_batch(
     primitive: core.Primitive, args: Any, dims: Any, *, num_segments: int, **params: Any
 ) -> tuple[Any, int]:
     p = Problems(args, dims)
-    edges = p.args[0].shape[-1]
     rows = p.args[6].shape[1] if p.has_own[6] else 0
-    graph = (
-        p.ids(0, rows),
-        p.ids(1, num_segments),
-        *p.order(2, edges, num_segments),
-        *p.order(4, edges, rows),
-    )
+    graph = p.graph(rows, num_segments)
     has_weights = p.args[7].ndim == 2 + p.has_own[7]
     weights = p.flat(7) if has_weights else no_weights(p.args[7].shape[-1], p.args[7].dtype)
     result = bind(
@@ -436,14 +432,8 @@ def _edge_dot_batch(
     primitive: core.Primitive, args: Any, dims: Any, **params: Any
 ) -> tuple[Any, int]:
     p = Problems(args, dims)
-    edges = p.args[0].shape[-1]
     a_rows, b_rows = (p.args[k].shape[1] if p.has_own[k] else 0 for k in (6, 7))
-    graph = (
-        p.ids(0, b_rows),
-        p.ids(1, a_rows),
-        *p.order(2, edges, a_rows),
-        *p.order(4, edges, b_rows),
-    )
+    graph = p.graph(b_rows, a_rows)
     return p.result(bind(primitive, *graph, p.table(6), p.table(7), **params))
 
 
@@ -452,7 +442,7 @@ def _softmax_batch(
 ) -> tuple[Any, int]:
     p = Problems(args, dims)
     arrays = map(p.flat, range(3, len(args)))
-    order = p.order(1, p.args[0].shape[-1], num_segments)
+    order = p.order(1, num_segments)
     result = bind(
         *(primitive, p.ids(0, num_segments), *order, *arrays),
         num_segments=p.size * num_segments,
@@ -520,12 +510,6 @@ softmax_vjp_p = _primitive.define(
 )
 
 
-def _total(terms: Sequence[Any], result: Any) -> Any:
-    if not terms:
-        return ad.Zero(jax.typeof(result).to_tangent_aval())
-    return sum(terms[1:], start=terms[0])
-
-
 def _bilinear_jvp(primitive: core.Primitive) -> Callable[..., Any]:
     """Of a primitive that is linear in either of its last two operands."""
 
@@ -539,7 +523,7 @@ def _bilinear_jvp(primitive: core.Primitive) -> Callable[..., Any]:
         no_weights = primitive is message_sum_p and y.ndim != 2
         if not isinstance(of_y, ad.Zero) and not no_weights:
             terms.append(bind(primitive, *graph, x, of_y, **params))
-        return result, _total(terms, result)
+        return result, _primitive.total(terms, result)
 
     return jvp
 
@@ -548,20 +532,10 @@ def _message_sum_transpose(ct: Any, *args: Any, num_segments: int, **params: Any
     *graph, table, weights = args
     cts: list[Any] = [None] * 8
     if ad.is_undefined_primal(table):
-        aval = table.aval
-        if isinstance(ct, ad.Zero):
-            cts[6] = ad.Zero(aval)
-        else:
-            rows = {**params, "num_segments": aval.shape[0], "drops_senders": True}
-            result = message_sum(_transposed(graph), ct, weights, **rows)
-            cts[6] = _compat.with_sharding_of(result, aval)
+        rows = {**params, "num_segments": table.aval.shape[0], "drops_senders": True}
+        cts[6] = message_sum(_transposed(graph), ct, weights, **rows)
     if ad.is_undefined_primal(weights):
-        aval = weights.aval
-        if isinstance(ct, ad.Zero):
-            cts[7] = ad.Zero(aval)
-        else:
-            result = bind(edge_dot_p, *graph, ct, table, dtype=aval.dtype, **params)
-            cts[7] = _compat.with_sharding_of(result, aval)
+        cts[7] = bind(edge_dot_p, *graph, ct, table, dtype=weights.aval.dtype, **params)
     return cts
 
 
@@ -572,14 +546,9 @@ def _edge_dot_transpose(
     cts: list[Any] = [None] * 8
     ways = (6, a, b, graph, drops_senders), (7, b, a, _transposed(graph), True)
     for k, undefined, other, edges, drops in ways:
-        if not ad.is_undefined_primal(undefined):
-            continue
-        aval = undefined.aval
-        if isinstance(ct, ad.Zero):
-            cts[k] = ad.Zero(aval)
-            continue
-        rows = {**params, "num_segments": aval.shape[0], "drops_senders": drops}
-        cts[k] = _compat.with_sharding_of(message_sum(edges, other, ct, **rows), aval)
+        if ad.is_undefined_primal(undefined):
+            rows = {**params, "num_segments": undefined.aval.shape[0], "drops_senders": drops}
+            cts[k] = message_sum(edges, other, ct, **rows)
     return cts
 
 
@@ -595,7 +564,7 @@ def _softmax_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
     *graph, _ = primals
     y = bind(softmax_p, *primals, **params)
     if isinstance(tangents[3], ad.Zero):
-        return y, _total([], y)
+        return y, _primitive.total([], y)
     return y, bind(softmax_vjp_p, *graph, y, tangents[3], **params)
 
 
@@ -623,16 +592,13 @@ def _softmax_vjp_jvp(
             return bind(edge_dot_p, *args, dtype=x.dtype, drops_senders=False, **others)
 
         terms.append(of_y * t - times_sum(of_y, y) - times_sum(y, of_y))
-    return result, _total(terms, result)
+    return result, _primitive.total(terms, result)
 
 
 def _softmax_vjp_transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
     """With respect to the tangent: the derivative of a softmax is symmetric."""
-    *graph, y, t = args
-    if isinstance(ct, ad.Zero):
-        return [None] * 4 + [ad.Zero(t.aval)]
-    result = bind(softmax_vjp_p, *graph, y, ct, **params)
-    return [None] * 4 + [_compat.with_sharding_of(result, t.aval)]
+    *graph, y, _ = args
+    return [None] * 4 + [bind(softmax_vjp_p, *graph, y, ct, **params)]
 
 
 ad.primitive_jvps[softmax_p] = _softmax_jvp

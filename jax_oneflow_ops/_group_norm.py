@@ -145,7 +145,7 @@ def _batch(kinds: Any, reference: Any) -> Any:
             return jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
 
         operands = [at_front(*one) for one in zip(args, dims, kinds[0], strict=True)]
-        results = _rows.bind(primitive, *operands, implementation=implementation, **params)
+        results = _primitive.bind(primitive, *operands, implementation=implementation, **params)
         if _VECTOR in kinds[1]:  # of all examples; wanted is one of each
             results = [results[0], *in_jnp(*args)[1:]]
         return results, [0] * len(results)
@@ -181,16 +181,16 @@ def _define() -> core.Primitive:
     jvp_p = define("group_norm_jvp", _JVP, jvp_reference, _rows.in_jnp(jvp_reference), 0)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        y, stats = _rows.bind(value_p, *primals, **params)
+        y, stats = _primitive.bind(value_p, *primals, **params)
         wide = [t.astype(stats.dtype) for t in map(_rows.instantiated, tangents[1:])]
         t_x = _rows.instantiated(tangents[0])
-        (t,) = _rows.bind(jvp_p, *primals, stats, t_x, *wide, **params)
+        (t,) = _primitive.bind(jvp_p, *primals, stats, t_x, *wide, **params)
         return [y, stats], [t, ad.Zero(jax.typeof(stats))]
 
     def transpose_by(other: core.Primitive) -> Any:
         def transpose(cts: Any, *args: Any, **params: Any) -> Any:
             residuals, given = args[:4], args[4:]
-            results = _rows.bind(other, *residuals, *map(_rows.instantiated, cts), **params)
+            results = _primitive.bind(other, *residuals, *map(_rows.instantiated, cts), **params)
             pulled = [
                 _compat.with_sharding_of(r, of.aval) if ad.is_undefined_primal(of) else None
                 for r, of in zip(results, given, strict=True)

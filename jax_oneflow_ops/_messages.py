@@ -99,9 +99,8 @@ def bind(
     if len(arrays) > MOST_OPERANDS:
         implementation = "xla"
     spec = dataclasses.replace(spec, sides=found, inputs=inputs)
-    args = _compat.join_varying_axes(*graph, *arrays)
-    return messages_p.bind(
-        *args,
+    return _primitive.bind(
+        *(messages_p, *graph, *arrays),
         spec=spec,
         num_segments=num_segments,
         function=function,
@@ -356,8 +355,8 @@ def _batch(
     graph = (
         p.ids(0, rows.get("s", 1)),
         p.ids(1, rows.get("r", 1)),
-        *p.order(2, count, rows.get("r", 0)),
-        *p.order(4, count, rows.get("s", 0)),
+        *p.order(2, rows.get("r", 0)),
+        *p.order(4, rows.get("s", 0)),
     )
     operands, sides = [], ""
     for k, side in enumerate(spec.sides, GRAPH):
@@ -370,9 +369,8 @@ def _batch(
             operands.append(p.args[k] if side == "c" else p.flat(k))
             sides += side
     spec = dataclasses.replace(spec, sides=sides)
-    args = _compat.join_varying_axes(*graph, *operands)
-    result = primitive.bind(*args, spec=spec, num_segments=p.size * num_segments, **params)
-    return p.result(result)
+    params |= {"spec": spec, "num_segments": p.size * num_segments}
+    return p.result(_primitive.bind(primitive, *graph, *operands, **params))
 
 
 messages_p = _primitive.define(
@@ -392,7 +390,7 @@ messages_p = _primitive.define(
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, **params: Any
 ) -> tuple[Any, Any]:
-    result = messages_p.bind(*_compat.join_varying_axes(*primals), spec=spec, **params)
+    result = _primitive.bind(messages_p, *primals, spec=spec, **params)
     graph, operands = primals[:GRAPH], primals[GRAPH:]
     row = _row_of(operands)
     given = {k: x for k, x in zip(spec.inputs, operands, strict=True) if k >= 0}
@@ -402,18 +400,15 @@ def _jvp(
         for k, t in zip(spec.inputs, tangents[GRAPH:], strict=True)
         if k >= 0 and not isinstance(t, ad.Zero) and jnp.result_type(t) != jax.dtypes.float0
     }
-    zero = ad.Zero(jax.typeof(result).to_tangent_aval())
-    if not moving:
-        return result, zero
-    definition, outs = derive.jvp(spec.definition, tuple(moving))
-    if not outs:
-        return result, zero
+    definition, outs = derive.jvp(spec.definition, tuple(moving)) if moving else (None, ())
+    if definition is None or not outs:
+        return result, _primitive.total([], result)
     count = len(spec.definition.inputs)
     every = given | {count + n: t for n, t in enumerate(moving.values())}
     of = sides | {count + n: sides[k] for n, k in enumerate(moving)}
     if spec.reduction != "sum":
         definition, more = _of_chosen(graph, given, sides, row, result, spec, definition, params)
-        every |= {k: x for k, x in more.items()}
+        every |= more
         of |= dict.fromkeys(more, "r")
     linear = dataclasses.replace(
         spec, definition=definition, sides="".join(of.values()), reduction="sum"
@@ -504,11 +499,6 @@ def _transpose(ct: Any, *args: Any, spec: Spec, num_segments: int, **params: Any
     graph, operands = args[:GRAPH], args[GRAPH:]
     is_linear = [ad.is_undefined_primal(x) for x in operands]
     none: list[Any] = [None] * GRAPH
-    if isinstance(ct, ad.Zero):
-        return none + [
-            ad.Zero(x.aval) if linear else None
-            for x, linear in zip(operands, is_linear, strict=True)
-        ]
     row = _row_of([x.aval if u else x for x, u in zip(operands, is_linear, strict=True)])
     count = len(spec.definition.inputs)
     linear = tuple(k for k, u in zip(spec.inputs, is_linear, strict=True) if u)
@@ -553,7 +543,7 @@ def _transpose(ct: Any, *args: Any, spec: Spec, num_segments: int, **params: Any
         )
         if axes:
             result = jnp.sum(result, axes, keepdims=True)
-        cts.append(_compat.with_sharding_of(result.astype(aval.dtype), aval))
+        cts.append(result.astype(aval.dtype))
     return none + cts
 
 

@@ -185,16 +185,40 @@ def _are_scalars(ctx: Any) -> bool:
     return all(n == 1 for aval in (*ctx.avals_in, *ctx.avals_out) for n in aval.shape)
 
 
+def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+    """Binds with operands that vary over the same axes inside a `shard_map`."""
+    return primitive.bind(*_compat.join_varying_axes(*map(_compat.as_array, args)), **params)
+
+
 def define_derivatives(
     primitive: core.Primitive, *, jvp: Callable[..., Any], transpose: Callable[..., Any]
 ) -> None:
     """Sets the JVP and the transpose of a primitive, which are written for arrays.
 
     jax passes Python numbers and the literals of a traced program as they are: as primals,
-    tangents, cotangents and residuals.
+    tangents, cotangents and residuals. The transpose is given no cotangent that is `ad.Zero`, and
+    need not shard what it returns as the operands' types say.
     """
+
+    def transposed(ct: Any, *args: Any, **params: Any) -> list[Any]:
+        avals: list[Any] = [x.aval if ad.is_undefined_primal(x) else None for x in args]
+        if isinstance(ct, ad.Zero):
+            return [aval and ad.Zero(aval) for aval in avals]
+        cts = transpose(ct, *args, **params)
+        return [
+            x if x is None or isinstance(x, ad.Zero) else _compat.with_sharding_of(x, aval)
+            for x, aval in zip(cts, avals, strict=True)
+        ]
+
     ad.primitive_jvps[primitive] = _of_arrays(jvp)
-    ad.primitive_transposes[primitive] = _of_arrays(transpose)
+    ad.primitive_transposes[primitive] = _of_arrays(transposed)
+
+
+def total(tangents: Sequence[Any], result: Any) -> Any:
+    """The sum of the tangents of a result, a zero if there are none."""
+    if not tangents:
+        return ad.Zero(jax.typeof(result).to_tangent_aval())
+    return sum(tangents[1:], start=tangents[0])
 
 
 def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:

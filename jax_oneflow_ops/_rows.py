@@ -21,15 +21,11 @@ from jax.extend import core
 from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat, _policy, _primitive, _reference
+from jax_oneflow_ops._primitive import bind
 
 ARRAY, ROW, STATS, VECTOR = "array", "row", "stats", "vector"
 Kinds = tuple[list[str], list[str]]
 Function = Callable[..., Any]
-
-
-def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
-    """Binds with operands that vary over the same axes inside a `shard_map`."""
-    return primitive.bind(*_compat.join_varying_axes(*map(_compat.as_array, args)), **params)
 
 
 # ---- the types of results ----

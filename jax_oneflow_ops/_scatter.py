@@ -21,6 +21,7 @@ from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat, _emit, _policy, _primitive, _reference, _scatter_policy
 from jax_oneflow_ops._indexing import Indexing
+from jax_oneflow_ops._primitive import bind
 
 _SUMMED = frozenset(
     jnp.dtype(name)
@@ -38,11 +39,6 @@ def is_summed(dtype: Any, reducer: str = "add") -> bool:
     """Whether there are kernels that reduce elements of `dtype`."""
     reduced = _SUMMED if reducer == "add" else _REDUCED
     return not jnp.issubdtype(dtype, jax.dtypes.extended) and jnp.dtype(dtype) in reduced
-
-
-def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
-    """Binds with operands that vary over the same axes inside a `shard_map`."""
-    return primitive.bind(*_compat.join_varying_axes(*args), **params)
 
 
 # ---- types and shardings ----
@@ -643,11 +639,8 @@ gather_rows_p = _primitive.define(
 def _segment_sum_transpose(
     ct: Any, data: Any, ids: Any, *, indexing: Indexing, implementation: str | None, **_: Any
 ) -> list[Any]:
-    if isinstance(ct, ad.Zero):
-        return [ad.Zero(data.aval), None]
     params = {"indexing": indexing, "implementation": implementation}
-    result = bind(gather_rows_p, ct, ids, fill="zero", **params)
-    return [_compat.with_sharding_of(result, data.aval), None]
+    return [bind(gather_rows_p, ct, ids, fill="zero", **params), None]
 
 
 def _sum_into_rows_of(table: Any, data: Any, ids: Any, *, indexing: Indexing, **params: Any) -> Any:
@@ -666,10 +659,7 @@ def _sum_into_rows_of(table: Any, data: Any, ids: Any, *, indexing: Indexing, **
 def _gather_rows_transpose(
     ct: Any, table: Any, ids: Any, *, fill: str | bytes, indexing: Indexing, **params: Any
 ) -> list[Any]:
-    if isinstance(ct, ad.Zero):
-        return [ad.Zero(table.aval), None]
-    result = _sum_into_rows_of(table.aval, ct, ids, indexing=indexing, **params)
-    return [_compat.with_sharding_of(result, table.aval), None]
+    return [_sum_into_rows_of(table.aval, ct, ids, indexing=indexing, **params), None]
 
 
 def _scatter_add_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -679,7 +669,7 @@ def _scatter_add_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     aval = jax.typeof(result)
     if isinstance(updates, ad.Zero):
         if isinstance(operand, ad.Zero):
-            return result, ad.Zero(aval.to_tangent_aval())
+            return result, _primitive.total([], result)
         return result, _compat.with_sharding_of(operand, aval)
     if isinstance(operand, ad.Zero):
         tangent = _sum_into_rows_of(aval, updates, ids, **params)
@@ -690,13 +680,10 @@ def _scatter_add_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
 def _scatter_add_transpose(
     ct: Any, operand: Any, ids: Any, updates: Any, **params: Any
 ) -> list[Any]:
-    cts: list[Any] = [None, None, None]
-    if ad.is_undefined_primal(operand):
-        zero = isinstance(ct, ad.Zero)
-        cts[0] = ad.Zero(operand.aval) if zero else _compat.with_sharding_of(ct, operand.aval)
+    of_updates = None
     if ad.is_undefined_primal(updates):
-        cts[2] = _segment_sum_transpose(ct, updates, ids, **params)[0]
-    return cts
+        of_updates = _segment_sum_transpose(ct, updates, ids, **params)[0]
+    return [ct if ad.is_undefined_primal(operand) else None, None, of_updates]
 
 
 def _check_unique(indexing: Indexing) -> None:
@@ -722,9 +709,8 @@ def _scatter_reduce_jvp(
     params: dict[str, Any] = {"indexing": indexing, "implementation": implementation}
     reduce = functools.partial(bind, scatter_reduce_p, reducer=reducer, **params)
     result = reduce(operand, ids, updates)
-    no_tangent = ad.Zero(jax.typeof(result).to_tangent_aval())
     if isinstance(of_operand, ad.Zero) and isinstance(of_updates, ad.Zero):
-        return result, no_tangent
+        return result, _primitive.total([], result)
 
     def add(rows: Any) -> Any:
         return _sum_into_rows_of(jax.typeof(result), rows, ids, **params)
@@ -736,7 +722,7 @@ def _scatter_reduce_jvp(
         if not isinstance(of_updates, ad.Zero):
             _check_unique(indexing)
             terms.append(operand * add(of_updates))
-        return result, sum(terms[1:], start=terms[0])
+        return result, _primitive.total(terms, result)
     is_hit = updates == bind(gather_rows_p, result, ids, fill="zero", **params)
     is_kept = operand == result
     hits = add(is_hit.astype(updates.dtype)) + is_kept.astype(result.dtype)
@@ -745,7 +731,7 @@ def _scatter_reduce_jvp(
     if not isinstance(of_updates, ad.Zero):
         terms.append(add(jnp.where(is_hit, of_updates, jnp.zeros_like(of_updates))))
     # Nothing equals NaN.
-    return result, sum(terms[1:], start=terms[0]) / jnp.maximum(hits, 1)
+    return result, _primitive.total(terms, result) / jnp.maximum(hits, 1)
 
 
 def _scatter_reduce_transpose(
@@ -753,13 +739,10 @@ def _scatter_reduce_transpose(
 ) -> list[Any]:
     """Of a product, which is linear in the operand, and in updates that do not meet."""
     if ad.is_undefined_primal(operand):
-        if isinstance(ct, ad.Zero):
-            return [ad.Zero(operand.aval), None, None]
         result = bind(scatter_reduce_p, ct, ids, updates, reducer=reducer, **params)
-        return [_compat.with_sharding_of(result, operand.aval), None, None]
+        return [result, None, None]
     _check_unique(params["indexing"])
-    ct = ct if isinstance(ct, ad.Zero) else ct * operand
-    return [None, None, _segment_sum_transpose(ct, updates, ids, **params)[0]]
+    return [None, None, _segment_sum_transpose(ct * operand, updates, ids, **params)[0]]
 
 
 def _jvp_of_rows(
@@ -774,7 +757,7 @@ def _jvp_of_rows(
     result = bind(primitive, *primals, **params)
     rows, ids = tangents[0], primals[1]
     if isinstance(rows, ad.Zero):
-        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+        return result, _primitive.total([], result)
     return result, bind(primitive, rows, ids, **params | of_tangent)
 
 

@@ -23,6 +23,7 @@ from jax_oneflow_ops import (
     _emit,
     _native,
     _policy,
+    _primitive,
     _reference,
     _scatter,
     _scatter_rows,
@@ -70,7 +71,7 @@ class _Reduction:
             more = {"num_segments": rows, "rows_spec": None}
         elif self.reducer != "add":
             primitive, more = _scatter.scatter_reduce_p, {"reducer": self.reducer}
-        result: jax.Array = _scatter.bind(primitive, *args, **how, **more)
+        result: jax.Array = _primitive.bind(primitive, *args, **how, **more)
         return result
 
 

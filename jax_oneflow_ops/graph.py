@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _attention, _checks, _graph, _messages, _native, _scatter
+from jax_oneflow_ops import _attention, _checks, _graph, _messages, _native, _primitive, _scatter
 from jax_oneflow_ops._docstrings import documented
 from jax_oneflow_ops._indexing import Indexing
 
@@ -216,7 +216,7 @@ def message_mean(
     ids = _in_range(_edge_ids(name, "receivers", receivers, size), size)
     ones = jnp.ones(ids.shape, jnp.int32)
     if total.dtype in _graph.FLOATS:
-        count = _scatter.bind(
+        count = _primitive.bind(
             *(_scatter.segment_sum_p, ones, ids),
             num_segments=size,
             rows_spec=None,

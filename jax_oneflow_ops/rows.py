@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _group_norm, _native, _rows
+from jax_oneflow_ops import _checks, _group_norm, _native, _primitive, _rows
 
 Implementation = Literal["native", "xla"] | None
 Axis = int | Sequence[int] | None
@@ -119,7 +119,7 @@ def _softmax(
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
     rows, place, back = _merged(x, axes)
-    y = _rows.bind(_rows.softmax_p, rows, axis=place, log=log, implementation=choice)
+    y = _primitive.bind(_rows.softmax_p, rows, axis=place, log=log, implementation=choice)
     y = back(y)
     return y if mask is None else jnp.where(mask, y, jnp.asarray(fill, y.dtype))
 
@@ -180,7 +180,7 @@ def logsumexp(
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
     rows, place, _ = _merged(x, axes)
-    y: jax.Array = _rows.bind(_rows.logsumexp_p, rows, axis=place, implementation=choice)[0]
+    y: jax.Array = _primitive.bind(_rows.logsumexp_p, rows, axis=place, implementation=choice)[0]
     return jnp.expand_dims(y, axes) if keepdims else y
 
 
@@ -256,7 +256,7 @@ def softmax_cross_entropy_with_integer_labels(
         limits = jnp.iinfo(jnp.int32)
         ids = jnp.clip(ids, limits.min, limits.max).astype(jnp.int32)
     if mask is None:
-        loss: jax.Array = _rows.bind(
+        loss: jax.Array = _primitive.bind(
             _rows.cross_entropy_p, rows, ids, axis=place, implementation=choice
         )[0]
         return loss
@@ -514,7 +514,7 @@ def group_norm(
         for argument, v in (("scale", scale), ("bias", bias))
     ]
     missing = (jnp.ones, jnp.zeros)
-    y: jax.Array = _rows.bind(
+    y: jax.Array = _primitive.bind(
         _group_norm.group_norm_p,
         x,
         *(
@@ -576,7 +576,7 @@ def _norm(
         )
 
     operands = [None if residual is None else to_rows(residual), *vectors]
-    y, *rest = _rows.bind(
+    y, *rest = _primitive.bind(
         _rows.norm_p,
         *(to_rows(x), *(operand for operand in operands if operand is not None)),
         given=tuple(operand is not None for operand in operands),

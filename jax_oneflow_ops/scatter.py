@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _compat, _native, _scatter
+from jax_oneflow_ops import _checks, _compat, _native, _primitive, _scatter
 from jax_oneflow_ops._docstrings import documented
 from jax_oneflow_ops._indexing import Indexing
 
@@ -381,7 +381,7 @@ def segment_softmax(
     )
 
     def of_segment(values: Any, missing: float) -> Any:
-        result: Any = _scatter.bind(
+        result: Any = _primitive.bind(
             _scatter.gather_rows_p,
             values,
             ids,
@@ -682,7 +682,7 @@ def embedding_lookup(
             f"{name}: table must have rows where there are ids, got shapes {table.shape} and "
             f"{ids.shape}"
         )
-    result: jax.Array = _scatter.bind(
+    result: jax.Array = _primitive.bind(
         _scatter.gather_rows_p,
         table,
         ids,
@@ -738,7 +738,7 @@ def _segments(
         params["rows_spec"] = rows_spec
         if reducer == "add":
             primitive = _scatter.segment_sum_p
-            return _scatter.bind(primitive, data, ids, **params, implementation=choice)
+            return _primitive.bind(primitive, data, ids, **params, implementation=choice)
         start = _scatter.rows_like(data, ids, _identity(reducer, data.dtype), **params)
         return _reduce(reducer, start, ids, data, indexing, choice)
 
@@ -781,9 +781,9 @@ def _reduce(
 ) -> Any:
     params = {"indexing": indexing, "implementation": choice}
     if reducer == "add":
-        return _scatter.bind(_scatter.scatter_add_p, operand, ids, updates, **params)
+        return _primitive.bind(_scatter.scatter_add_p, operand, ids, updates, **params)
     primitive = _scatter.scatter_reduce_p
-    return _scatter.bind(primitive, operand, ids, updates, reducer=reducer, **params)
+    return _primitive.bind(primitive, operand, ids, updates, reducer=reducer, **params)
 
 
 def _identity(reducer: str, dtype: Any) -> Any:

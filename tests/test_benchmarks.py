@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("tqdm")  # of the extra "bench"
-
 from benchmarks import __main__ as cli
 from benchmarks import (
     accuracy,
@@ -362,7 +360,7 @@ def test_rivals_that_are_not_there_are_missing_and_not_errors():
     def maker(error):
         def make(sets, ours):
             if error is None:
-                return timing.Contender("there", lambda i: ours, lambda _: None), False
+                return timing.Contender("there", lambda i: ours, lambda _: None), ours + 1
             raise error
 
         return make
@@ -634,7 +632,7 @@ def test_tables_of_a_survey():
     assert rest == ["0.50x", "67%", "33%", "float32 worst"]
     bands = [line[0] for line in survey.summaries(rows, "size")]
     assert bands == ["cast, under 1 MB", "cast, 1 to 16 MB", "cast, over 16 MB"]
-    assert "  1.88x" in survey.text(rows, "default", "native")
+    assert ", 1.88x" in survey.text(rows, "default", "native")
     plans = ("tile, 2 B", "tile, 4 B", "rows, 16 B")
     planned = [row(suite="permute", group="random", plan=plan) for plan in plans]
     lines = survey.summaries(planned, "strategy")
@@ -653,10 +651,11 @@ def test_options_choose_cases(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["--suite", "cast", "--case", "of no suite"])
     assert "no case has that name" in capsys.readouterr().err
-    arguments = ["--suite", "permute", "cast", "--list", "--dtype", "float16"]
+    arguments = ["--suite", "permute", "cast", "--list", "--case", "f16"]
     assert cli.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {"table", "f16"} <= {line.split("-")[0] for line in lines} <= {"table", "article", "f16"}
+    assert {"table", "f16"} <= {line.split("-")[0] for line in lines}
+    assert all("f16" in line for line in lines)
     assert lines[0].endswith(" B")  # the plan
     assert cli.main([*arguments, "--quick"]) == 0
     assert 0 < len(capsys.readouterr().out.splitlines()) < len(lines)

@@ -1,7 +1,6 @@
 """PyTorch, as it is and through torch.compile, on the memory of JAX arrays."""
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,20 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from ..harness import Array, Sets, Work
+from ..harness import Array, Maker, Sets, Work
 from ..timing import Contender, Missing
 
-NAMES = ("torch", "torch.compile")
 _ROOM_BYTES = 16 << 30
 
 if not torch.cuda.is_available():
     raise Missing(f"torch {torch.__version__} sees no CUDA device")
 
 
-def contender(
-    name: str, work: Work, sets: Sets, ours: Array, agrees: Callable[[Array], bool]
-) -> tuple[Contender, bool]:
-    """Returns the contender, and whether its result agrees with ours."""
+def rivals(work: Work) -> dict[str, Maker]:
+    """PyTorch's rivals in a case."""
+    names = ("torch", "torch.compile") if work.compile else ("torch",)
+    return {name: partial(_contender, name, work) for name in names if work.torch}
+
+
+def _contender(name: str, work: Work, sets: Sets, ours: Array) -> tuple[Contender, Array]:
     function: Any = partial(work.torch or torch.empty, torch)
     if name == "torch.compile":
         torch.compiler.reset()  # compilations of earlier cases count towards a limit
@@ -41,7 +42,7 @@ def contender(
 
     theirs = [_from_torch(leaf) for leaf in jax.tree.leaves(call(0))]
     sync(None)
-    return Contender(name, call, sync), agrees(jax.tree.unflatten(jax.tree.structure(ours), theirs))
+    return Contender(name, call, sync), jax.tree.unflatten(jax.tree.structure(ours), theirs)
 
 
 def make_room() -> None:

@@ -13,5 +13,4 @@ SUITES = (*FAMILIES, "kernels", "models", "programs")
 
 
 def load(suite: str) -> ModuleType:
-    """Imports the module of a suite."""
     return importlib.import_module(f".{suite}", __package__)

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests import catalogue
 
-from .. import accuracy, rivals
+from .. import accuracy
 from ..harness import SWEEP, Case, Work
 from ..inputs import Input
 from ..tables import size
@@ -27,17 +27,15 @@ _DTYPES = sorted({dtype for pair in _BOTH_WAYS for dtype in pair})
 def case(
     dtype: str, new: str, n: int, shape: str, group: str = "cast", kind: str = "normal"
 ) -> Case:
-    """A conversion of n elements."""
     op = f"{common.short(dtype)} to {common.short(new)}"
-    name = f"{op.replace(' ', '-')}-{common.compact(shape)}"
-    name = f"{SWEEP}-{name}" if group == SWEEP else name
+    prefix = f"{SWEEP}-" if group == SWEEP else ""
+    name = f"{prefix}{op.replace(' ', '-')}-{common.compact(shape)}"
     nbytes = n * (common.itemsize(dtype) + common.itemsize(new))
     work, x64 = partial(_work, dtype, new, n, shape, kind), common.is_wide(dtype, new)
     return Case("cast", name, op, group, shape, dtype, nbytes, work, x64)
 
 
 def cases(platform: str) -> list[Case]:
-    """Both directions of every pair."""
     return [
         case(a, b, common.elements(nbytes, a), shape)
         for nbytes, shape in common.array_sizes(platform)
@@ -65,7 +63,7 @@ def _work(dtype: str, new: str, n: int, shape: str, kind: str) -> Work:
         exact=True,
         alone=True,
         torch=lambda torch, x: x.to(getattr(torch, new)),
-        compile=(dtype, new) == ("float32", "bfloat16") and rivals.is_large(shape),
+        compile=(dtype, new) == ("float32", "bfloat16") and common.is_large(shape),
         effort=0.4,
     )
 

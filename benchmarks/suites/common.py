@@ -1,7 +1,7 @@
 """Names and sizes of listed cases, and how random ones are drawn."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ def short(dtype: str) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element."""
     return int(jnp.dtype(dtype).itemsize)
 
 
@@ -38,9 +37,14 @@ def sweep_sizes(platform: str) -> list[int]:
 
 def array_sizes(platform: str) -> list[tuple[int | None, str]]:
     """Bytes of the first array of listed cases, or None for 4M elements, and their names."""
-    return (
-        [(None, "4M elements")] if platform == "cpu" else [(n << 20, f"{n} MiB") for n in (512, 64)]
-    )
+    if platform == "cpu":
+        return [(None, "4M elements")]
+    return [(n << 20, f"{n} MiB") for n in (512, 64)]
+
+
+def is_large(shape: str) -> bool:
+    """Returns whether it is the name of the first listed size."""
+    return shape in ("512 MiB", "4M elements")
 
 
 def elements(nbytes: int | None, dtype: str) -> int:
@@ -61,15 +65,12 @@ def count(n: int) -> str:
     return str(n)
 
 
-_FORMS = {"in float32": "jnp f32", "by hand": "jnp by hand", "sorted": "jnp sorted"}
-_FORMS |= {"in parts": "jnp in parts", "in bounds": "jnp in bounds"}
-
-
 def forms_of(op: Any, dtype: str) -> dict[str, Callable[..., Any]]:
     """Returns the forms in jnp of a row of the catalogue, as users write it first."""
-    fast = {_FORMS.get(name, name): form for name, form in op.best.items()}
-    kept = {name: f for name, f in fast.items() if dtype != "float32" or name != "jnp f32"}
-    return {"jnp": op.replaces, **kept}
+    fast = {f"jnp {name.replace('in float32', 'f32')}": form for name, form in op.best.items()}
+    if dtype == "float32":
+        fast.pop("jnp f32", None)
+    return {"jnp": op.replaces, **fast}
 
 
 def random_size(rng: np.random.Generator, largest: int) -> int:
@@ -95,29 +96,28 @@ def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
     return choices[int(rng.integers(len(choices)))]
 
 
-def with_pullback(function: Callable[..., Any], wrt: Iterable[int] = (0,)) -> Callable[..., Any]:
+def with_pullback(function: Callable[..., Any], wrt: Sequence[int] = (0,)) -> Callable[..., Any]:
     """The value and the cotangents, of (operands, cotangent); options are the function's."""
 
     def run(*args: Any, **options: Any) -> Any:
         *operands, cotangent = args
 
-        def of_some(*live: Any) -> Any:
-            known = dict(zip(wrt, live, strict=True))
-            return function(*(known.get(i, x) for i, x in enumerate(operands)), **options)
+        def of_some(live: dict[int, Any]) -> Any:
+            return function(*(live.get(i, x) for i, x in enumerate(operands)), **options)
 
-        y, pull = jax.vjp(of_some, *(operands[i] for i in wrt))
-        return y, *pull(cotangent)
+        y, pull = jax.vjp(of_some, {i: operands[i] for i in wrt})
+        return y, *pull(cotangent)[0].values()
 
     return run
 
 
-def pullback(function: Callable[..., Any], wrt: Iterable[int] = (0,)) -> Callable[..., Any]:
+def pullback(function: Callable[..., Any], wrt: Sequence[int] = (0,)) -> Callable[..., Any]:
     """The cotangents alone: XLA drops the value, which is not used."""
     run = with_pullback(function, wrt)
     return lambda *args, **options: run(*args, **options)[1:]
 
 
-def contender(name: str, step: Callable[..., Any], batches: Sequence[Any], state: Any) -> Contender:
+def contender(name: str, step: Callable[..., Any], state: Any, batches: Sequence[Any]) -> Contender:
     """Steps from a copy of a state, on batches in turn; each takes an earlier step's state."""
     own = [jax.tree.map(jnp.copy, state)]
 

@@ -3,15 +3,14 @@
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from tests import catalogue
 
-from .. import accuracy, rivals
+from .. import accuracy
 from ..accuracy import Exact
-from ..harness import SWEEP, Array, Case, Function, Work
-from ..inputs import Input
+from ..harness import SWEEP, Case, Function, Work
+from ..inputs import Input, shapes
 from ..tables import size
 from . import common
 
@@ -20,34 +19,27 @@ TRACED = {"scale_traced": "scale"}
 """Cases of ops whose parameters are arrays instead of numbers."""
 
 _EXACT = {"relu", "multiply", "maximum", "minimum", "where"}  # forms are equal bit for bit
-_KINDS = {catalogue.POSITIVE: "divisor", catalogue.CONDITION: "condition"}
 
 
-def has_gradient(name: str) -> bool:
-    """Returns whether the pullback has its own kernel."""
-    return name in OPS and bool({*OPS[name].wrt} - {*OPS[name].same})
+def _computed(op: Any) -> list[int]:
+    """The operands whose cotangents a kernel computes."""
+    return [i for i in op.wrt if i not in op.same]
+
+
+def _has_gradient(name: str) -> bool:
+    return name in OPS and bool(_computed(OPS[name]))
 
 
 def case(name: str, dtype: str, n: int, shape: str, group: str = "forward") -> Case:
     """An op (group "forward" or "sweep") or its pullback alone (group "derivative")."""
     op = OPS[TRACED.get(name, name)]
     prefix = {"forward": "fwd", "derivative": "vjp"}.get(group, group)
-    operands = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _inputs(op, n, dtype, parameters=True)
-    ]
+    operands = shapes(_inputs(op, n, dtype, parameters=True))
     moved = op.gradient_bytes if group == "derivative" else op.bytes
-    scalars = (len(operands) - len(op.arrays)) * common.itemsize(dtype)
-    return Case(
-        "elementwise",
-        f"{prefix}-{name}-{common.compact(shape)}-{common.short(dtype)}",
-        name,
-        group,
-        shape,
-        dtype,
-        moved(*operands) - scalars,
-        partial(_work, name, dtype, n, group, shape),
-        common.is_wide(dtype),
-    )
+    nbytes = moved(*operands) - (len(operands) - len(op.arrays)) * common.itemsize(dtype)
+    full = f"{prefix}-{name}-{common.compact(shape)}-{common.short(dtype)}"
+    work = partial(_work, name, dtype, n, group, shape)
+    return Case("elementwise", full, name, group, shape, dtype, nbytes, work)
 
 
 def cases(platform: str) -> list[Case]:
@@ -58,7 +50,7 @@ def cases(platform: str) -> list[Case]:
         for dtype in common.FLOATS
         for group in ("forward", "derivative")
         for op in (*OPS, *TRACED)
-        if group == "forward" or has_gradient(op)
+        if group == "forward" or _has_gradient(op)
     ] + [
         case("gelu_tanh", dtype, nbytes // common.itemsize(dtype), size(nbytes), SWEEP)
         for dtype in ("float32", "bfloat16")
@@ -69,19 +61,19 @@ def cases(platform: str) -> list[Case]:
 def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: any op, forward or gradient, any number of elements."""
     name, dtype = common.pick(rng, [*OPS]), common.pick(rng, common.FLOATS)
-    gradient = has_gradient(name) and rng.random() < 0.4
+    gradient = _has_gradient(name) and rng.random() < 0.4
     n = common.random_elements(rng, largest, 4 * common.itemsize(dtype))
     return case(name, dtype, n, str(n), "derivative" if gradient else "forward")
 
 
 def _inputs(op: Any, n: int, dtype: str, parameters: bool) -> list[Input]:
-    def input_of(domain: str) -> Input:
-        if domain == catalogue.PARAMETER:
-            return Input((), dtype, "scalar")
-        kept = "bool" if domain == catalogue.CONDITION else dtype
-        return Input((n,), kept, _KINDS.get(domain, "normal"))
-
-    return [input_of(d) for d in op.domain if parameters or d != catalogue.PARAMETER]
+    special = {
+        catalogue.PARAMETER: Input((), dtype, "scalar"),
+        catalogue.POSITIVE: Input((n,), dtype, "divisor"),
+        catalogue.CONDITION: Input((n,), "bool", "condition"),
+    }
+    domains = [d for d in op.domain if parameters or d != catalogue.PARAMETER]
+    return [special.get(domain, Input((n,), dtype)) for domain in domains]
 
 
 def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
@@ -94,37 +86,23 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
     def of_arrays(function: Function) -> Function:
         return lambda *arrays, **options: function(*arrays, *numbers, **options)
 
-    ours = of_arrays(op.function)
-    forms = {form: of_arrays(f) for form, f in common.forms_of(op, dtype).items()}
-    if gradient:
-        inputs.append(Input((n,), dtype))
-        forms = {form: _pullback(op, function) for form, function in forms.items()}
-        ours = partial(_our_pullback, op, ours)
+    def measured(function: Function) -> Function:
+        function = of_arrays(function)
+        return common.pullback(function, _computed(op)) if gradient else function
+
     kernel = f"{name}_vjp" if gradient else name
-    large = rivals.is_large(shape)
     return Work(
-        inputs,
-        ours,
-        forms,
+        [*inputs, *[Input((n,), dtype)] * gradient],
+        measured(op.function),
+        {form: measured(f) for form, f in common.forms_of(op, dtype).items()},
         sample=accuracy.samples,
         verify=partial(_verify_pullback if gradient else _verify, op, dtype, numbers),
         exact=name in _EXACT and not gradient,
         alone=True,
         torch=None if gradient else TORCH.get(name),
-        compile=dtype != "float16" and kernel in _COMPILED and large,
+        compile=dtype != "float16" and kernel in _COMPILED and common.is_large(shape),
         effort=1.0 if group == SWEEP else 0.4,
     )
-
-
-def _our_pullback(op: Any, function: Function, *args: Array, implementation: str | None) -> Array:
-    return _pullback(op, partial(function, implementation=implementation))(*args)
-
-
-def _pullback(op: Any, function: Function) -> Function:
-    return common.pullback(function, [i for i in op.wrt if i not in op.same])
-
-
-# ---- checks, by the catalogue's formulas ----
 
 
 _HAS_A_ROOT = {"gelu_tanh", "gelu_erf", "silu", "hard_swish", "mish"}  # the slope has
@@ -144,7 +122,7 @@ def _verify_pullback(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sample
     (*args, ct), out = accuracy.doubles(sampled)
     with np.errstate(all="ignore"):
         exact = [ct * slope(*args, *numbers) for slope in op.derivatives]
-    expected = [Exact(exact[k]) for k, i in enumerate(op.wrt) if i not in op.same]
+    expected = [Exact(exact[op.wrt.index(i)]) for i in _computed(op)]
     if op.name in _HAS_A_ROOT:
         expected = [expected[0]._replace(cancelling=ct)]
     elif op.best and len(args) == 2:  # x activation(gate)
@@ -153,8 +131,6 @@ def _verify_pullback(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sample
         expected[1] = expected[1]._replace(cancelling=ct * x)
     return accuracy.wrong(out, expected, dtype)
 
-
-# ---- other libraries ----
 
 _COMPILED = {"gelu_tanh", "silu", "swiglu", "mish"}
 
@@ -167,27 +143,23 @@ def _own(name: str) -> Function:
     return lambda torch, *operands: getattr(torch, name)(*operands)
 
 
-def _gated(activation: Function) -> Function:
-    return lambda torch, x, gate: activation(torch, gate) * x
+def _gated(activation: str) -> Function:
+    return lambda torch, x, gate: TORCH[activation](torch, gate) * x
 
 
-_GELU_TANH = _functional("gelu", approximate="tanh")
-_GELU_ERF = _functional("gelu", approximate="none")
-_SILU = _functional("silu")
+_OWN = ("sigmoid", "tanh", "maximum", "minimum", "where", "add", "subtract", "multiply", "divide")
 TORCH: dict[str, Function] = {
-    **{name: _functional(name) for name in ("relu", "elu", "softplus", "mish")},
-    **{name: _own(name) for name in ("sigmoid", "tanh", "maximum", "minimum", "where")},
-    **{name: _own(name) for name in ("add", "subtract", "multiply", "divide")},
+    **{name: _functional(name) for name in ("relu", "elu", "softplus", "mish", "silu")},
+    **{name: _own(name) for name in _OWN},
     "leaky_relu": _functional("leaky_relu", negative_slope=0.01),
-    "silu": _SILU,
     "hard_swish": _functional("hardswish"),
-    "gelu_tanh": _GELU_TANH,
-    "gelu_erf": _GELU_ERF,
+    "gelu_tanh": _functional("gelu", approximate="tanh"),
+    "gelu_erf": _functional("gelu", approximate="none"),
     "scale": lambda torch, x: x * 0.75,
     "scale_traced": lambda torch, x, alpha: x * alpha,
     "fma": lambda torch, x, y, z: torch.addcmul(z, x, y),
-    "swiglu": _gated(_SILU),
-    "geglu_tanh": _gated(_GELU_TANH),
-    "geglu_erf": _gated(_GELU_ERF),
+    "swiglu": _gated("silu"),
+    "geglu_tanh": _gated("gelu_tanh"),
+    "geglu_erf": _gated("gelu_erf"),
 }
 """By the names of cases. PyTorch's gradients need more than the pullback, so they are no rivals."""

@@ -50,7 +50,5 @@ def enter(model: str, size: str) -> Entrants:
                 raise
             failed[name] = reason(error)
     about = programs.check_steps(problem, state, steps)
-    contenders = [
-        common.contender(name, step, problem.batches, state) for name, step in steps.items()
-    ]
+    contenders = [common.contender(n, step, state, problem.batches) for n, step in steps.items()]
     return Entrants(contenders, about, ["jnp", "xla"], failed, wall=True)

@@ -61,17 +61,14 @@ def case(
     prefix: str = "table",
     shown: str = "",
 ) -> Case:
-    """A permutation; ``group`` says what moves."""
     sizes, order = "x".join(map(str, shape)), "".join(map(str, axes))
     name = f"{prefix}-{sizes}-{order}-{common.short(dtype)}"
     nbytes = 2 * math.prod(shape) * common.itemsize(dtype)
-    plan = _native.permute_plan(shape, axes, common.itemsize(dtype))
-    text = f"{plan['strategy']}, {plan['unit_bytes']} B"
-    work = partial(_work, shape, axes, dtype, group)
+    found = _native.permute_plan(shape, axes, common.itemsize(dtype))
+    plan = f"{found['strategy']}, {found['unit_bytes']} B"
+    work, x64 = partial(_work, shape, axes, dtype, group), common.is_wide(dtype)
     shown = shown or f"{shape} by {axes}".replace(" ", "").replace("by", " by ")
-    return Case(
-        "permute", name, "permute", group, shown, dtype, nbytes, work, common.is_wide(dtype), text
-    )
+    return Case("permute", name, "permute", group, shown, dtype, nbytes, work, x64, plan)
 
 
 def cases(platform: str) -> list[Case]:
@@ -87,14 +84,12 @@ def cases(platform: str) -> list[Case]:
             for mib in (16, 32, 64, 128):
                 shape = ((mib << 4) // common.itemsize(dtype), 256, 256)
                 listed.append(case(shape, axes, dtype, "other sizes", "article"))
-    return listed + [_sweep(nbytes) for nbytes in common.sweep_sizes(platform)]
-
-
-def _sweep(nbytes: int) -> Case:
-    """The transpose of a bf16 matrix, square or twice as wide as high."""
-    bits = (nbytes // 2).bit_length() - 1
-    shape = 1 << bits // 2, 1 << bits - bits // 2
-    return case(shape, (1, 0), "bfloat16", SWEEP, SWEEP, size(nbytes))
+    for nbytes in common.sweep_sizes(platform):
+        # A bf16 matrix, square or twice as wide as high.
+        bits = (nbytes // 2).bit_length() - 1
+        matrix = 1 << bits // 2, 1 << bits - bits // 2
+        listed.append(case(matrix, (1, 0), "bfloat16", SWEEP, SWEEP, size(nbytes)))
+    return listed
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
@@ -121,7 +116,7 @@ def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str, group: str)
         partial(catalogue.PERMUTE.function, axes=axes),
         {"jnp": partial(catalogue.PERMUTE.replaces, axes=axes)},
         sample=partial(_sample, shape, axes),
-        verify=_verify,
+        verify=lambda sampled: accuracy.same(*sampled),
         exact=True,
         alone=True,
         torch=lambda torch, x: x.permute(axes).contiguous(),
@@ -130,22 +125,13 @@ def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str, group: str)
     )
 
 
-_SAMPLES = 4096
-
-
 def _sample(
     shape: tuple[int, ...], axes: tuple[int, ...], args: tuple[Array, ...], out: Array
 ) -> tuple[Array, Array]:
-    """Elements of the result, and those that NumPy's index arithmetic says they are."""
-    places = np.random.default_rng(0).integers(0, math.prod(shape), _SAMPLES)
+    """Some elements, and those that NumPy's index arithmetic says they are."""
+    places = np.random.default_rng(0).integers(0, math.prod(shape), 4096)
     there = np.unravel_index(places, tuple(shape[axis] for axis in axes))
     source = tuple(there[axes.index(axis)] for axis in range(len(axes)))
     from_source = np.ravel_multi_index(source, shape)
     x = args[0].reshape(-1)[from_source.astype(np.int32)]
-    return x, out.reshape(-1)[places.astype(np.int32)]
-
-
-def _verify(sampled: tuple[np.ndarray, np.ndarray]) -> str | None:
-    """Samples; the forms are compared on all elements."""
-    expected, found = sampled
-    return accuracy.same(found, expected)
+    return out.reshape(-1)[places.astype(np.int32)], x

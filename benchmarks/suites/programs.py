@@ -20,7 +20,7 @@ from tests import programs
 
 from .. import accuracy
 from ..harness import Array, Case, Entrants, Function, Work
-from ..inputs import Input
+from ..inputs import Input, shapes
 from . import common
 
 STEPS, BATCHES = 8, 4
@@ -35,18 +35,11 @@ def cases(platform: str, devices: int = 1) -> list[Case]:
     On several devices the programs only.
     """
     size = {"gpu": "full", "cpu": "small"}.get(platform, "tiny")
-    calls = _LISTED if devices == 1 else []
-    return [
-        *(step(name, size, devices) for name in (*programs.LARGE, *programs.SCALE_FREE)),
-        *(call(name, dtype, size) for name, dtype in calls),
-    ]
-
-
-# ---- training steps and the like ----
+    steps = [step(name, size, devices) for name in (*programs.LARGE, *programs.SCALE_FREE)]
+    return steps + [call(*each, size) for each in (_LISTED if devices == 1 else [])]
 
 
 def step(name: str, size: str, devices: int = 1) -> Case:
-    """A step of a program."""
     dtype = "float32" if name in programs.PLAIN else "bfloat16"
     work = partial(enter, name, size, devices)
     return Case("programs", f"{name}-{size}", name, "step", size, dtype, 0, lambda: work)
@@ -61,18 +54,18 @@ def enter(name: str, size: str, devices: int = 1) -> Entrants:
     key = jax.random.key(0, impl="rbg")  # which compiles faster than the usual kind
     state = jax.jit(program.state)(key)
     batches = [*map(jax.jit(program.batch), jax.random.split(key, BATCHES))]
-    steps, calls, arguments, sent = {}, {}, {}, {}
+    ways = {"ours": jof.accelerate(program.step), "jnp": program.step}
+    steps, arguments = {}, {}
     for count in dict.fromkeys((devices, 1)):
         arrays = (state, batches) if count == 1 else _sharded(state, batches, count)
-        for way, function in (("ours", jof.accelerate(program.step)), ("jnp", program.step)):
+        same = jax.tree.map(lambda x: x.sharding, arrays[0])
+        for way, function in ways.items():
             name = way if count == devices else f"{way} on one"
-            arguments[name] = arrays
-            same = jax.tree.map(lambda x: x.sharding, arrays[0])
             jitted = jax.jit(function, donate_argnums=0, out_shardings=(same, None))
             steps[name] = jitted.lower(arrays[0], arrays[1][0]).compile()
-            text = steps[name].as_text() or ""
-            calls[name] = len(re.findall(r'custom_call_target="jof_', text))
-            sent[name] = dict(Counter(re.findall(r" (all-[a-z]+)(?:-start)?\(", text)))
+            arguments[name] = arrays
+    texts = {way: steps[way].as_text() or "" for way in ways}
+    calls = {way: text.count('custom_call_target="jof_') for way, text in texts.items()}
     if calls["jnp"]:
         raise ArithmeticError("the program as it is has calls of this package")
     losses = {name: _losses(step, *arguments[name]) for name, step in steps.items()}
@@ -84,13 +77,11 @@ def enter(name: str, size: str, devices: int = 1) -> Entrants:
     about: dict[str, Any] = {"losses": ends, "apart": float(f"{apart:.2g}"), "calls": calls["ours"]}
     about |= {} if calls["ours"] else {"ran": "xla"}
     if devices > 1:
-        about["sent"] = {name: sent[name] for name in ("ours", "jnp")}
+        kinds = {way: re.findall(r" (all-[a-z]+)(?:-start)?\(", texts[way]) for way in ways}
+        about["sent"] = {way: dict(Counter(found)) for way, found in kinds.items()}
     else:
         about["explain"] = jof.explain(program.step, state, batches[0]).table(100)
-    contenders = [
-        common.contender(name, step, arguments[name][1], arguments[name][0])
-        for name, step in steps.items()
-    ]
+    contenders = [common.contender(name, steps[name], *arguments[name]) for name in steps]
     return Entrants(contenders, about, ["jnp"], {}, wall=True)
 
 
@@ -133,7 +124,7 @@ _LISTED = [("bincount uniform", "int32"), ("bincount one", "int32"), ("histogram
 def call(name: str, dtype: str, size: str) -> Case:
     """A single call; the size is "full", "small" or "tiny"."""
     made = _calls(dtype, {"full": 1 << 20, "small": 1 << 16, "tiny": 1 << 8}[size])[name]
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made.inputs]
+    arrays = shapes(made.inputs)
     results = jax.tree.leaves(jax.eval_shape(made.function, *arrays))
     nbytes = sum(x.size * x.dtype.itemsize for x in (*arrays, *results))
     shape = ", ".join("x".join(map(common.count, x.shape)) for x in (*arrays, results[0]))
@@ -162,9 +153,8 @@ def _work(made: Call) -> Work:
                 return wrong
         return None
 
+    forms, counts = {"jnp": made.function}, {x.dtype for x in made.inputs} == {"int32"}
     terms = max(x.shape[0] for x in made.inputs)
-    counts = {x.dtype for x in made.inputs} == {"int32"}
-    forms = {"jnp": made.function}
     return Work(made.inputs, ours, forms, sample, verify, exact=counts, terms=terms)
 
 
@@ -182,37 +172,38 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
     def largest(x: Array, ids: Array, count: int = segments, **options: Any) -> Array:
         return jax.ops.segment_max(x, ids, count, **options)
 
-    def counts(x: Array) -> Array:
-        return jnp.bincount(x, length=1024)
+    def gradient(function: Function) -> Function:
+        return lambda *args: common.pullback(function)(*args)[0]
 
+    def gradient_at_zero(function: Function) -> Function:
+        return lambda ids, ct: gradient(function)(jnp.zeros_like(ct), ids, ct)
+
+    def resize_gradient(ct: Array) -> Array:
+        resize = partial(jax.image.resize, shape=ct.shape, method="nearest")
+        return gradient(resize)(ct[:, ::2, ::2], ct)
+
+    counts = partial(jnp.bincount, length=1024)
     return {
         "bincount uniform": Call(counts, [ids(1024, 16 * n)]),
         "bincount one": Call(counts, [ids(1024, 16 * n, kind="one")]),
         "histogram": Call(lambda x: jnp.histogram(x, 256), [Input((16 * n,), "float32")]),
         "add to columns": Call(
-            lambda table, ids, x: table.at[:, ids].add(x),
-            [x(64, columns), ids(columns, n), x(64, n)],
+            lambda t, ids, x: t.at[:, ids].add(x), [x(64, columns), ids(columns, n), x(64, n)]
         ),
         "add to pairs": Call(
             lambda table, i, j, x: table.at[i, j].add(x),
             [x(side, side, 8), ids(side, n), ids(side, n), x(n, 8)],
         ),
         "vmapped gather gradient": Call(
-            lambda ids, ct: _pullback(jax.vmap(lambda x, i: x[i]), jnp.zeros_like(ct), ids, ct),
+            gradient_at_zero(jax.vmap(lambda x, i: x[i])),
             [ids(4096, batch, 4096), x(batch, 4096, 16)],
         ),
         "take_along_axis gradient": Call(
-            lambda ids, ct: _pullback(
-                lambda x, i: jnp.take_along_axis(x, i, 1), jnp.zeros_like(ct), ids, ct
-            ),
+            gradient_at_zero(partial(jnp.take_along_axis, axis=1)),
             [ids(side, squares, side, side), x(squares, side, side)],
         ),
         "resize gradient": Call(
-            lambda ct: _pullback(
-                lambda x: jax.image.resize(x, ct.shape, "nearest"), ct[:, ::2, ::2], ct
-            ),
-            [x(max(1, n >> 17), 2 * pixels, 2 * pixels, 64)],
-            rounds_between=True,
+            resize_gradient, [x(max(1, n >> 17), 2 * pixels, 2 * pixels, 64)], rounds_between=True
         ),
         "segment_max of rows": Call(largest, [x(n, 128), ids(segments, n)]),
         "segment_max of elements": Call(
@@ -223,7 +214,7 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
             [x(16 * n), ids(1024, 16 * n, kind="sorted")],
         ),
         "segment_max gradient": Call(
-            lambda x, ids, ct: _pullback(largest, x, ids, ct),
+            gradient(largest),
             [x(n, 128), ids(segments, n), x(segments, 128)],
             ulps=3,  # a division and a product
         ),
@@ -233,12 +224,6 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
             ulps=16,  # 16-bit differences and sums
         ),
     }
-
-
-def _pullback(function: Function, *args: Array) -> Array:
-    """The gradient of `function(x, ...)` by x; the cotangent comes last."""
-    gradient: Array = common.pullback(function)(*args)[0]
-    return gradient
 
 
 def _segment_softmax(x: Array, ids: Array) -> Array:

@@ -12,7 +12,7 @@ from tests import catalogue
 
 from .. import accuracy
 from ..harness import SWEEP, Array, Case, Function, Work
-from ..inputs import Input
+from ..inputs import Input, shapes
 from ..tables import size
 from . import common
 
@@ -29,40 +29,30 @@ _IMAGES = {"gpu": [(32, 4096, 256), (16, 1024, 512)], "cpu": [(8, 1024, 64), (2,
 def case(name: str, dims: tuple[int, ...], dtype: str, group: str, shape: str = "") -> Case:
     """An op on an array, forward or with its gradient."""
     op = OPS[name]
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _inputs(op, dims, dtype)]
+    operands = shapes(_inputs(op, dims, dtype))
     nbytes = op.bytes(*operands)
     if group == _GRADIENT:  # the cotangent is read, and what is computed written
         nbytes += sum(map(catalogue.nbytes, (op.result(*operands), *(operands[i] for i in op.wrt))))
     prefix = {"forward": "fwd", _GRADIENT: "vag"}.get(group, group)
-    return Case(
-        "rows",
-        f"{prefix}-{name}-{'x'.join(map(str, dims))}-{common.short(dtype)}",
-        name,
-        group,
-        shape or " x ".join(map(str, dims)),
-        dtype,
-        nbytes,
-        partial(_work, name, dims, dtype, group),
-    )
+    full = f"{prefix}-{name}-{'x'.join(map(str, dims))}-{common.short(dtype)}"
+    shape = shape or " x ".join(map(str, dims))
+    work = partial(_work, op, dims, dtype, group == _GRADIENT)
+    return Case("rows", full, name, group, shape, dtype, nbytes, work)
 
 
 def cases(platform: str) -> list[Case]:
     """Every op on rows of several lengths, and softmax over all sizes."""
-    return [
-        *(
-            case(name, dims, dtype, group)
-            for name in OPS
-            for dims in (_IMAGES if name == "group_norm" else _LISTED)[platform]
-            for dtype in ("float32", "bfloat16")
-            for group in ("forward", _GRADIENT)
-        ),
-        *(_sweep(nbytes) for nbytes in common.sweep_sizes(platform)),
+    listed = [
+        case(name, dims, dtype, group)
+        for name in OPS
+        for dims in (_IMAGES if name == "group_norm" else _LISTED)[platform]
+        for dtype in ("float32", "bfloat16")
+        for group in ("forward", _GRADIENT)
     ]
-
-
-def _sweep(nbytes: int) -> Case:
-    n = min(1024, nbytes // 2)
-    return case("softmax", (nbytes // 2 // n, n), "bfloat16", SWEEP, size(nbytes))
+    for nbytes in common.sweep_sizes(platform):
+        n = min(1024, nbytes // 2)
+        listed.append(case("softmax", (nbytes // 2 // n, n), "bfloat16", SWEEP, size(nbytes)))
+    return listed
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
@@ -85,24 +75,21 @@ def _inputs(op: Any, dims: tuple[int, ...], dtype: str) -> list[Input]:
     return [Input(dims, dtype), *others]
 
 
-def _work(name: str, dims: tuple[int, ...], dtype: str, group: str) -> Work:
-    op = OPS[name]
+def _work(op: Any, dims: tuple[int, ...], dtype: str, gradient: bool) -> Work:
+    def measured(function: Function) -> Function:
+        return common.with_pullback(function, op.wrt) if gradient else function
+
     inputs = _inputs(op, dims, dtype)
-    forms = common.forms_of(op, dtype)
-    ours: Function = op.function
-    if group == _GRADIENT:
-        result = op.result(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs))
-        inputs.append(Input(result.shape, dtype))
-        forms = {form: common.with_pullback(f, op.wrt) for form, f in forms.items()}
-        ours = common.with_pullback(ours, op.wrt)
+    if gradient:
+        inputs.append(Input(op.result(*shapes(inputs)).shape, dtype))
     return Work(
         inputs,
-        ours,
-        forms,
-        sample=partial(_sample, op, group == _GRADIENT),
-        verify=partial(_verify, op, group == _GRADIENT, dtype),
+        measured(op.function),
+        {form: measured(f) for form, f in common.forms_of(op, dtype).items()},
+        sample=partial(_sample, op, gradient),
+        verify=partial(_verify, op, gradient, dtype),
         terms=max(dims),
-        torch=None if group == _GRADIENT else _TORCH[name],
+        torch=None if gradient else _TORCH[op.name],
     )
 
 
@@ -142,12 +129,9 @@ def _verify(op: Any, gradient: bool, dtype: str, sampled: Any) -> str | None:
     return None
 
 
-def _norm(name: str) -> Function:
-    def norm(torch: Any, x: Array, scale: Array, *bias: Array) -> Array:
-        vectors = (v.to(x.dtype) for v in (scale, *bias))
-        return getattr(torch.nn.functional, name)(x, x.shape[1:], *vectors, eps=1e-6)
-
-    return norm
+def _norm(name: str, torch: Any, x: Array, *vectors: Array) -> Array:
+    vectors = tuple(v.to(x.dtype) for v in vectors)
+    return getattr(torch.nn.functional, name)(x, x.shape[1:], *vectors, eps=1e-6)
 
 
 _TORCH: dict[str, Function] = {
@@ -157,8 +141,8 @@ _TORCH: dict[str, Function] = {
     "cross_entropy": lambda torch, x, labels: torch.nn.functional.cross_entropy(
         x, labels.long(), reduction="none"
     ),
-    "layer_norm": _norm("layer_norm"),
-    "rms_norm": _norm("rms_norm"),
+    "layer_norm": partial(_norm, "layer_norm"),
+    "rms_norm": partial(_norm, "rms_norm"),
     "group_norm": lambda torch, x, scale, bias: torch.nn.functional.silu(
         torch.nn.functional.group_norm(
             x.movedim(-1, 1), math.gcd(32, x.shape[-1]), scale.to(x.dtype), bias.to(x.dtype), 1e-6

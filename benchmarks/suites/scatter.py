@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jax_oneflow_ops as jof
 from tests import catalogue
 
 from .. import accuracy
@@ -38,12 +37,10 @@ class Problem(NamedTuple):
 
     @property
     def function(self) -> str:
-        """What is called."""
         return "segment_sum" if self.group == SWEEP else self.group.removesuffix(" in place")
 
     @property
     def in_place(self) -> bool:
-        """Whether the operand is donated."""
         return self.group.endswith(" in place")
 
     @property
@@ -56,7 +53,6 @@ class Problem(NamedTuple):
 
 
 def case(p: Problem, shape: str = "") -> Case:
-    """A sum or a lookup."""
     rows, segments = common.count(p.rows), common.count(p.segments)
     start = f"{p.group.replace(' ', '_')}-{rows}x{p.width}-to-{segments}-{p.ids}"
     name = f"{start}-{common.short(p.dtype)}"
@@ -88,15 +84,12 @@ _LISTED = [
 def cases(platform: str) -> list[Case]:
     """The listed ones, and a sweep of rows of 128 in bf16, some 64 a segment, as in graphs."""
     return [
-        *(
-            case(Problem(group, *(gpu if platform == "gpu" else cpu), ids, dtype))
-            for group, ids, gpu, cpu in _LISTED
-            for dtype in common.FLOATS
-        ),
-        *(
-            case(Problem(SWEEP, n // 256, 128, max(1, n >> 14), "uniform", "bfloat16"), size(n))
-            for n in common.sweep_sizes(platform)
-        ),
+        case(Problem(group, *(gpu if platform == "gpu" else cpu), ids, dtype))
+        for group, ids, gpu, cpu in _LISTED
+        for dtype in common.FLOATS
+    ] + [
+        case(Problem(SWEEP, n // 256, 128, max(1, n >> 14), "uniform", "bfloat16"), size(n))
+        for n in common.sweep_sizes(platform)
     ]
 
 
@@ -105,10 +98,8 @@ _WIDTHS = (1, 1, 2, 3, 4, 8, 16, 17, 32, 64, 100, 128, 256, 512, 768, 1000, 2048
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: any function, width, number of segments and distribution of ids."""
-    group, dtype = (
-        common.pick(rng, [*_JNP, "scatter_add in place"]),
-        common.pick(rng, common.FLOATS),
-    )
+    group = common.pick(rng, [*_OPS, "scatter_add in place"])
+    dtype = common.pick(rng, common.FLOATS)
     width = common.pick(rng, _WIDTHS)
     row = width * common.itemsize(dtype) + 4
     most = max(1, min(largest, 256 << 20) // (3 * row))
@@ -119,12 +110,21 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
     return case(Problem(group, rows, width, segments, ids, dtype))
 
 
+_OPS = {
+    "segment_sum": catalogue.SEGMENT_SUM,
+    "scatter_add": catalogue.SCATTER_ADD,
+    "embedding gradient": catalogue.EMBEDDING_LOOKUP,
+    "embedding": catalogue.EMBEDDING_LOOKUP,
+}
+"""What problems' functions call, as rows of the catalogue."""
+
+
 def _work(p: Problem) -> Work:
     on_gpu, sums = jax.default_backend() == "gpu", p.group != "embedding"
     clears = p.group in ("scatter_add", "embedding gradient")
     table = p.segments * p.width * common.itemsize(p.dtype)
     wall = on_gpu and clears and table >= _LARGE_TABLE
-    ours = partial(_OURS[p.function], p)
+    ours = _called(p, _OPS[p.function].function)
     return Work(
         _inputs(p),
         ours,
@@ -152,40 +152,24 @@ def _inputs(p: Problem) -> list[Input]:
     return [table if p.function == "embedding" else rows, ids]
 
 
-# ---- ours, jnp's and PyTorch's ----
+def _called(p: Problem, function: Function) -> Function:
+    """Ours or another, of the problem's inputs."""
+    if p.function == "segment_sum":
+        in_order = p.ids == "sorted"
+        return partial(function, num_segments=p.segments, indices_are_sorted=in_order)
+    if p.function == "embedding gradient":
+        return partial(_gradient, p, function)
+    return function
 
 
-def _pullback(function: Function, p: Problem, cotangent: Array) -> Array:
+def _gradient(
+    p: Problem, function: Function, cotangent: Array, ids: Array, **options: Any
+) -> Array:
     """Alone: it does not depend on the table's values."""
     table = jnp.zeros((p.segments, *cotangent.shape[1:]), cotangent.dtype)
-    return common.pullback(function)(table, cotangent)[0]
+    return common.pullback(partial(function, **options))(table, ids, cotangent)[0]
 
 
-def _segment_sum(function: Function, p: Problem, data: Array, ids: Array, **options: Any) -> Array:
-    in_order = p.ids == "sorted"
-    return function(data, ids, p.segments, indices_are_sorted=in_order, **options)
-
-
-def _scatter_add(p: Problem, operand: Array, ids: Array, updates: Array, **options: Any) -> Array:
-    return jof.scatter_add(operand, ids, updates, **options)
-
-
-def _gradient(p: Problem, cotangent: Array, ids: Array, **options: Any) -> Array:
-    return _pullback(lambda t: jof.embedding_lookup(t, ids, **options), p, cotangent)
-
-
-_OURS: dict[str, Function] = {
-    "segment_sum": partial(_segment_sum, jof.segment_sum),
-    "scatter_add": _scatter_add,
-    "embedding gradient": _gradient,
-    "embedding": lambda p, table, ids, **options: jof.embedding_lookup(table, ids, **options),
-}
-_JNP: dict[str, Function] = {
-    "segment_sum": partial(_segment_sum, jax.ops.segment_sum),
-    "scatter_add": lambda p, *operands: catalogue.SCATTER_ADD.replaces(*operands),
-    "embedding gradient": lambda p, ct, ids: _pullback(lambda t: jnp.take(t, ids, axis=0), p, ct),
-    "embedding": lambda p, table, ids: jnp.take(table, ids, axis=0),
-}
 _TORCH: dict[str, Function] = {
     "segment_sum": lambda p, torch, data, ids: data.new_zeros(
         (p.segments, *data.shape[1:])
@@ -202,7 +186,7 @@ _TORCH: dict[str, Function] = {
 
 def _forms(p: Problem) -> dict[str, Function]:
     """What users write; widened to f32 by hand; on GPUs, with fewer conflicts of atomics."""
-    forms: dict[str, Function] = {"jnp": partial(_JNP[p.function], p)}
+    forms = {"jnp": _called(p, _OPS[p.function].replaces)}
     if p.group == "embedding":
         return forms | {"jnp in bounds": catalogue.EMBEDDING_LOOKUP.best["in bounds"]}
     on_gpu = jax.default_backend() == "gpu"
@@ -216,9 +200,6 @@ def _forms(p: Problem) -> dict[str, Function]:
         for name in ["jnp in parts"] * parted + ["jnp sorted"]:
             forms[name] = partial(fast[name], num_segments=p.segments)
     return forms
-
-
-# ---- checks ----
 
 
 def columns(width: int) -> np.ndarray:
@@ -250,19 +231,14 @@ def _verify(p: Problem, sampled: tuple[np.ndarray, list[np.ndarray]]) -> str | N
     for x in operand:
         exact, magnitude = exact + x, magnitude + np.abs(x)
     bound = 0.501 * accuracy.ulp(exact, p.dtype) + 16 * 2.0**-24 * magnitude
-    if rounds_each_addition(p):
+    few = p.rows <= 8192 and p.segments > 16 * p.rows
+    if few and p.dtype != "float32" and jax.default_backend() == "gpu":
+        # Here docs/numerics.md allows a rounding for each addition.
         further = np.maximum(np.bincount(ids, minlength=p.segments) - 1, 0)[:, None]
         bound = bound + 0.5 * float(jnp.finfo(p.dtype).eps) * further * magnitude
     return accuracy.worst(found, exact, bound)
 
 
-def rounds_each_addition(p: Problem) -> bool:
-    """Returns whether docs/numerics.md allows a rounding for each addition."""
-    few = p.rows <= 8192 and p.segments > 16 * p.rows
-    return few and p.dtype != "float32" and jax.default_backend() == "gpu"
-
-
 def _sample_rows(args: Sequence[Array], out: Array) -> tuple[Array, Array]:
-    table, ids = args
-    some = np.arange(0, len(ids), (len(ids) // 1000) | 1)
-    return table[ids[some]], out[some]
+    some = np.arange(0, len(out), (len(out) // 1000) | 1)
+    return args[0][args[1][some]], out[some]

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ class Problem(NamedTuple):
 
     @property
     def factor(self) -> int | None:
-        """The scale if it is one integer."""
         (_, _, h, w), (p, q) = self.shape, self.size
         return p // h if p % h == 0 and q % w == 0 and p // h == q // w else None
 
@@ -41,12 +39,10 @@ class Problem(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the op is called with."""
         scale = {"scale_factor": self.factor} if self.factor else {"size": self.size}
         return {**scale, "data_format": self.layout}
 
     def image(self, h: int, w: int) -> tuple[int, ...]:
-        """The shape of an image."""
         n, c = self.shape[:2]
         return (n, c, h, w) if self.layout == "NCHW" else (n, h, w, c)
 
@@ -68,7 +64,7 @@ def case(p: Problem, shape: str = "") -> Case:
 
 # Shapes of small images, heights and widths of large ones, layouts, and how many of the dtypes.
 _BOTH, _FIRST = ("NCHW", "NHWC"), ("NCHW",)
-_LISTED: dict[str, list[tuple[tuple[int, int, int, int], int, Sequence[str], int]]] = {
+_LISTED: dict[str, list[Any]] = {
     "gpu": [
         ((16, 64, 160, 160), 320, _BOTH, 3),
         ((8, 320, 64, 64), 128, _BOTH, 3),  # a diffusion UNet's decoder
@@ -94,25 +90,24 @@ def cases(platform: str) -> list[Case]:
         for shape, side, layouts, dtypes in _LISTED[platform]
         for layout, dtype in itertools.product(layouts, common.FLOATS[:dtypes])
     ]
-    return listed + [_sweep(nbytes) for nbytes in common.sweep_sizes(platform)]
-
-
-def _sweep(nbytes: int) -> Case:
-    """Twofold to so many bytes of bf16: images of 64 by 64 or less, in batches of 64 channels."""
-    bits = (nbytes // 8).bit_length() - 1  # of the small image's elements
-    h, w = 1 << min(6, bits // 2), 1 << min(6, bits - bits // 2)
-    images = (nbytes // 8) // (h * w)
-    shape = (max(1, images // 64), min(64, images), h, w)
-    return case(Problem(shape, (2 * h, 2 * w), "NCHW", "bfloat16", SWEEP), size(nbytes))
+    for nbytes in common.sweep_sizes(platform):
+        # Images of 64 by 64 or less, in batches of 64 channels.
+        bits = (nbytes // 8).bit_length() - 1  # of the small image's elements
+        h, w = 1 << min(6, bits // 2), 1 << min(6, bits - bits // 2)
+        images = (nbytes // 8) // (h * w)
+        small = (max(1, images // 64), min(64, images), h, w)
+        problem = Problem(small, (2 * h, 2 * w), "NCHW", "bfloat16", SWEEP)
+        listed.append(case(problem, size(nbytes)))
+    return listed
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
     """A case at random: either direction and layout, any width, at 2x, other integers, any size."""
     dtype, layout = common.pick(rng, common.FLOATS), common.pick(rng, _BOTH)
     group = common.pick(rng, ("forward", "backward"))
-    h, w = (int(rng.integers(1, 200)) for _ in range(2))
+    h, w = map(int, rng.integers(1, 200, 2))
     if rng.random() < 0.3:
-        h, w = (1 << int(rng.integers(2, 8)) for _ in range(2))
+        h, w = (1 << int(bits) for bits in rng.integers(2, 8, 2))
     kind = rng.random()
     factor = 2 if kind < 0.4 else int(rng.integers(3, 6))
     out = (h * factor, w * factor)
@@ -133,13 +128,10 @@ def _work(p: Problem) -> Work:
     forms = {"resize": p.op.best["resize"], "take": p.op.replaces}
     forms |= {name.replace("products", "matmul"): p.op.best[name] for name in names}
 
-    def ours(x: Array, implementation: str | None) -> Array:
-        return _direction(p, partial(p.op.function, implementation=implementation))(x)
-
     return Work(
         [Input(p.image(*(p.size if backward else p.shape[2:])), p.dtype)],
-        ours,
-        {name: _direction(p, form) for name, form in forms.items()},
+        partial(_direction, p, p.op.function),
+        {name: partial(_direction, p, form) for name, form in forms.items()},
         sample=partial(_sample, p),
         verify=partial(_verify, p),
         exact=not backward,
@@ -149,14 +141,13 @@ def _work(p: Problem) -> Work:
     )
 
 
-def _direction(p: Problem, function: Function) -> Function:
+def _direction(p: Problem, function: Function, x: Array, **options: Any) -> Array:
     """The forward call, or its transpose alone."""
-    forward = partial(function, **p.options)
+    forward = partial(function, **p.options, **options)
     if p.group != "backward":
-        return forward
+        return forward(x)
     small = jax.ShapeDtypeStruct(p.image(*p.shape[2:]), p.dtype)
-    transpose = jax.linear_transpose(forward, small)
-    return lambda cotangent: transpose(cotangent)[0]
+    return jax.linear_transpose(forward, small)(x)[0]
 
 
 def _torch(p: Problem, torch: Any, x: Array) -> Array:
