@@ -11,6 +11,8 @@ from pathlib import Path
 # PyTorch and CuPy need room on the same GPU. JAX reads this when it starts its backend.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
+from tqdm import tqdm
+
 from . import environment, harness, results, tables
 from .harness import Case, Options
 from .results import Row
@@ -115,10 +117,12 @@ def run(
     print(f"{name} on {header['device']}, {header['clock']} clock; copy: {header['ceiling']}")
     print(tables.aligned(tables.PROGRESS))
     rows: list[Row] = []
-    for row in harness.measure(cases, machine, options):
+    measured = harness.measure(cases, machine, options)
+    # A bar on a terminal only: in a file the table's lines show the progress.
+    for row in tqdm(measured, total=len(cases), unit="case", leave=False, disable=None):
         rows.append(row)
         results.write(path, header, rows)
-        print(tables.progress(row), flush=True)
+        tqdm.write(tables.progress(row))
     print("\n".join(tables.notes(header, rows)))
     print(f"wrote {path.name}")
     return rows

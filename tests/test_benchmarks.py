@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("tqdm")  # of the extra "bench"
+
 from benchmarks import __main__ as cli
 from benchmarks import (
     accuracy,

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("tqdm")  # of the extra "bench"
+
 from benchmarks import harness, inputs, rivals, timing
 from benchmarks.rivals import cutensor
 from benchmarks.suites import elementwise, load, permute
