@@ -210,8 +210,8 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     given = dict(zip(spec.primals, args, strict=True))
     lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in args))
     rows, width = math.prod(lead), spec.width
-    is_short_of_rows = platform == "cuda" and rows < 64 and width > 1 << 16
-    if rows == 0 or is_short_of_rows or not any(spec.is_of_elements[i] for i in spec.primals):
+    is_short = platform == "cuda" and rows < 64 and width > 1 << 16
+    if rows * width == 0 or is_short or not any(spec.is_of_elements[i] for i in spec.primals):
         return reference(*args, spec=spec)
     name = spec.definition.name
     form = native_form(spec, tuple(x.shape for x in args), platform)
