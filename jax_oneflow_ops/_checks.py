@@ -136,7 +136,9 @@ def as_integer(function: str, name: str, value: Any) -> int:
 
 
 def as_size(function: str, name: str, value: Any) -> int:
-    """The same of a size, which may not be negative."""
+    """The same of a size, which may not be negative, and may be symbolic."""
+    if jax.export.is_symbolic_dim(value):
+        return cast(int, value)
     size = as_integer(function, name, value)
     if size < 0:
         raise ValueError(f"{function}: {name} must be non-negative, got {size}")

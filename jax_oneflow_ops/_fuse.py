@@ -80,9 +80,9 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
 
     Compilation:
       As for `ElementwiseKernel`, with the same cache. XLA runs the same computation on platforms
-      other than CPUs and NVIDIA GPUs, for calls on scalars, for rows of at most one element, for
-      fewer than 64 rows of more than 65,536 elements on GPUs, and, with a warning, if no compiler
-      is found.
+      other than CPUs and NVIDIA GPUs, for calls on scalars, for rows of at most one element or
+      of symbolic length, for fewer than 64 rows of more than 65,536 elements on GPUs, and, with a
+      warning, if no compiler is found.
 
     Sharding:
       All dimensions may be sharded freely except those that are reduced: arrays that are sharded

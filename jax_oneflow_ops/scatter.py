@@ -856,8 +856,9 @@ def _number_of_segments(function: str, given: Any, ids: Any) -> int:
     value = np.max(ids) if given is None else given
     if isinstance(value, jax.Array):
         value = _compat.concrete_dimension(value, f"{function}() `num_segments` argument.")
-    size = _checks.as_integer(function, "num_segments", value) + (given is None)
-    return _checks.as_size(function, "num_segments", size)
+    if given is None:
+        value = _checks.as_integer(function, "num_segments", value) + 1
+    return _checks.as_size(function, "num_segments", value)
 
 
 def _axis(function: str, axis: Any, shape: tuple[int, ...]) -> int:

@@ -1002,6 +1002,27 @@ def test_rows_of_one_element_and_of_none():
         np.testing.assert_array_equal(a, e)
 
 
+def test_rows_of_symbolic_sizes():
+    rows, width = jax.export.symbolic_shape("rows, width")
+
+    def f(x, scale):
+        return jax.nn.softmax(x * scale)
+
+    @jax.jit
+    def gradients(f, x, scale):
+        return jax.grad(lambda x, scale: (f(x, scale) ** 2).sum(), (0, 1))(x, scale)
+
+    x, scale = normals(4, 5), normals(5, key=1)
+    expected = gradients(jax.tree_util.Partial(f), x, scale)
+    for n in (5, width):  # XLA computes rows whose width is not known
+        specs = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((rows, n), (n,)))
+        ours = jax.jit(functools.partial(gradients, jax.tree_util.Partial(jof.fuse(f))))
+        export = jax.export.export(ours, disabled_checks=jof.export_checks())(*specs)
+        assert ("jof_compiled_rows" in export.mlir_module()) == (n == 5)
+        for a, e in zip(export.call(x, scale), expected, strict=True):
+            assert_close(a, e, 1e-5, 1e-6)
+
+
 def test_results_of_reductions_are_not_rounded():
     """jnp.mean rounds to bfloat16."""
     x, scale = normals(64, 256, dtype=jnp.bfloat16), jnp.ones(256, jnp.bfloat16)
