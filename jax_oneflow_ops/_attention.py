@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jax_oneflow_ops import _compat, _graph, _messages, _primitive
+from jax_oneflow_ops import _checks, _compat, _graph, _messages, _primitive
 from jax_oneflow_ops._primitive import bind
 
 GRAPH = _messages.GRAPH
@@ -449,7 +449,7 @@ def _weight(x: Any, most: Any, inverse: Any) -> Any:
 
 def _of_softmax(how: How, logits: Any, dtype: Any, graph: Sequence[Any]) -> tuple[Any, Any]:
     """The maxima of receivers, and the inverses of their sums of exponentials."""
-    wide = jnp.promote_types(logits.dtype, _graph.compute_dtype(dtype))
+    wide = _checks.promoted(logits.dtype, _graph.compute_dtype(dtype))
     still = jax.lax.stop_gradient(logits)
     most = _attention_sum(how, lambda x: x, (still,), "e", graph, "max")
 

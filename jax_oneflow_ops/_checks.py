@@ -71,6 +71,12 @@ def in_own_precision(function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def promoted(dtype: Any, other: Any) -> Any:
+    """The dtype to compute both in, even if the user allows promotion in strict mode only."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, other)
+
+
 def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = False) -> jax.Array:
     """`x` as an array of int32 or int64, which the kernels take, that names the same of `rows`.
 
@@ -130,7 +136,9 @@ def as_integer(function: str, name: str, value: Any) -> int:
 
 
 def as_size(function: str, name: str, value: Any) -> int:
-    """The same of a size, which may not be negative."""
+    """The same of a size, which may not be negative, and may be symbolic."""
+    if jax.export.is_symbolic_dim(value):
+        return cast(int, value)
     size = as_integer(function, name, value)
     if size < 0:
         raise ValueError(f"{function}: {name} must be non-negative, got {size}")

@@ -244,6 +244,7 @@ _replacing = threading.Lock()
 _replaced: set[tuple[core.Primitive, str]] = set()
 
 Lowering = Callable[..., Any]
+Rules = dict[str, Lowering]  # by platform
 
 
 def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextManager[Any]:
@@ -292,18 +293,42 @@ def replace_lowerings(
         raise AttributeError("JaxprEqnContext has no xla_metadata")
     with _replacing:
         for primitive in primitives:
-            for platform in platforms:
-                if (primitive, platform) in _replaced:
-                    continue
-                special = mlir_internals._platform_specific_lowerings[platform]
-                entry = special.get(primitive) or mlir_internals._lowerings[primitive]
-                rule = replacement(primitive, platform, entry.rule)
-                # A lowering that jax caches is given no operands, of which some are zeros.
-                cacheable = not has_kernels
-                mlir.register_lowering(primitive, rule, platform=platform, cacheable=cacheable)
-                if has_kernels:
-                    require_devices_during_lowering(primitive)
-                _replaced.add((primitive, platform))
+            new = [p for p in platforms if (primitive, p) not in _replaced]
+            if not new:
+                continue
+            default = mlir_internals._lowerings[primitive].rule
+            every = mlir_internals._platform_specific_lowerings
+            own = {p: every[p][primitive].rule for p in every if primitive in every[p]}
+            with_new = own | {p: replacement(primitive, p, own.get(p, default)) for p in new}
+            rule = _for_each_platform(default, own, with_new if has_kernels else own, with_new)
+            # A lowering that jax caches is given no operands, of which some are zeros.
+            mlir.register_lowering(primitive, rule, cacheable=not has_kernels)
+            for p in own:
+                del every[p][primitive]
+            if has_kernels:
+                require_devices_during_lowering(primitive)
+            _replaced.update((primitive, p) for p in new)
+
+
+def _for_each_platform(default: Lowering, own: Rules, of_several: Rules, of_one: Rules) -> Lowering:
+    """One rule for all platforms: `default` for those that are not in dicts of rules.
+
+    jax can choose between rules for several platforms in one program, but fails where it does not
+    cache the rules.
+    """
+    platforms_of, choose = mlir_internals._platforms_for_eqn, mlir_internals.lower_per_platform
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        platforms = platforms_of(ctx)
+        if len(platforms) == 1:
+            return of_one.get(platforms[0], default)(ctx, *args, **params)
+        rules = own if scope_of(ctx) in (None, OFF) else of_several
+        if not rules:
+            return default(ctx, *args, **params)
+        ctx = ctx.replace(avals_out=[*ctx.avals_out])
+        return choose(ctx, "accelerate", rules, default, frozenset(), *args, **params)
+
+    return lower
 
 
 def functions_of_module(ctx: Any) -> dict[Any, Any]:
@@ -365,6 +390,11 @@ _CALLS = frozenset(
         custom_vjp_call_jaxpr""",
     )
 )
+
+
+def jaxpr_of(traced: Any) -> Any:
+    """What `jax.jit(f).trace` has traced, or flax's `nnx.jit(f).trace`, which wraps that."""
+    return getattr(traced, "traced", traced).jaxpr
 
 
 def jaxpr_and_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

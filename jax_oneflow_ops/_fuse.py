@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
@@ -75,12 +76,13 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       intermediate values. In an elementwise function, XLA sums the gradients of broadcast operands,
       in float32 if their dtype is narrower. In a function that reduces rows, the kernel computes
       partial sums of the gradients of row vectors, and XLA adds them up. A derivative that reads
-      more than 32 arrays or writes more than 16 is left to XLA.
+      more than 32 arrays or writes more than 16 is left to XLA. That of `prod` is a `FusionError`.
 
     Compilation:
       As for `ElementwiseKernel`, with the same cache. XLA runs the same computation on platforms
-      other than CPUs and NVIDIA GPUs, for calls on scalars, for rows of one element, for fewer than
-      64 rows of more than 65,536 elements on GPUs, and, with a warning, if no compiler is found.
+      other than CPUs and NVIDIA GPUs, for calls on scalars, for rows of at most one element or
+      of symbolic length, for fewer than 64 rows of more than 65,536 elements on GPUs, and, with a
+      warning, if no compiler is found.
 
     Sharding:
       All dimensions may be sharded freely except those that are reduced: arrays that are sharded
@@ -193,6 +195,9 @@ class Fused(Generic[P, R]):
         implementation = _native.choose_implementation(self._name, None)
         result: R = self._jitted(implementation, args, kwargs)
         return result
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
 
     def source(
         self,
@@ -309,10 +314,16 @@ def _divided(jaxpr: Any) -> tuple[list[Any], list[str]]:
         name = eqn.primitive.name
         if name in ("jof_compiled", "jof_compiled_rows"):
             kernels.append(eqn)
-        elif name not in traced.IDENTITIES:
+        elif name not in traced.IDENTITIES and not _is_weakened(eqn):
             line = _compat.line_of(eqn)
             rest.append(f"{name} ({line})" if line else name)
     return kernels[::-1], rest[::-1]
+
+
+def _is_weakened(eqn: Any) -> bool:
+    """Whether an operation changes no value, but how jnp promotes it."""
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
 def _described(atoms: Sequence[Any]) -> tuple[tuple[str, ...], int]:
@@ -366,6 +377,7 @@ def _run(
             results = parts.run(name, jaxpr, consts, leaves, one_kernel)
     else:
         results = one_kernel(jaxpr, consts, leaves)
+    results = [_compat.converted(y, v.aval) for y, v in zip(results, jaxpr.outvars, strict=True)]
     return jax.tree.unflatten(structure, results)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_oneflow_ops._checks import in_own_precision
+from jax_oneflow_ops._checks import in_own_precision, promoted
 from jax_oneflow_ops._indexing import Indexing
 
 
@@ -334,7 +334,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def row_dtype(dtype: Any) -> Any:
     """What rows of a dtype are computed in, and the dtype of what is kept of them."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return promoted(dtype, jnp.float32)
 
 
 @in_own_precision

@@ -360,7 +360,7 @@ def _sort_keys(ids: Any, rows: int, indexing: Indexing) -> Any:
     key = next((d for d, limit in sizes if isinstance(total, int) and total < limit), jnp.uint64)
     ids, valid = indexing.resolved(ids, rows)
     # In uint32 at least: a device's arithmetic in 16 bits is no faster.
-    wide = jnp.promote_types(key, jnp.uint32)
+    wide = jnp.uint32 if key is jnp.uint16 else key
     xp, keys = ids.__array_namespace__(), ids.astype(wide)
     if not isinstance(batch, int) or batch > 1:
         keys = keys + xp.arange(batch, dtype=wide).reshape(-1, 1) * xp.asarray(rows, wide)

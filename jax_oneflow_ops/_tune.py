@@ -39,7 +39,7 @@ def tuned(fun: Callable[..., Any], accelerated: Callable[..., Any]) -> Callable[
             )
         kinds = _without_addresses(f"{tree} {[*map(_kind, leaves)]}")
         if kinds not in has_static:
-            traced = plain.trace(*args, **kwargs).jaxpr
+            traced = _compat.jaxpr_of(plain.trace(*args, **kwargs))
             has_static[kinds] = len(traced.in_avals) < len(leaves)
         if has_static[kinds]:
             values = [leaf for leaf in leaves if not hasattr(leaf, "dtype")]
@@ -74,7 +74,7 @@ def _is_faster(plain: Any, accelerated: Any, kinds: str, args: Any, kwargs: Any)
             "accelerate: tune=True works in one process: others might choose otherwise. Remedy: "
             "tune in one process, and pass tune=False where there are many"
         )
-    text = _without_addresses(str(plain.trace(*args, **kwargs).jaxpr))
+    text = _without_addresses(str(_compat.jaxpr_of(plain.trace(*args, **kwargs))))
     device = jax.devices()[0].device_kind
     asked = str(_native.choose_implementation("accelerate", None))  # by the environment
     parts = (text, kinds, device, str(jax.device_count()), asked, *_versions())

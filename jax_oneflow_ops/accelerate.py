@@ -134,7 +134,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
                 results = _emit.lower(_reduce, *args, platform=platform, **how)
                 results = _compat.with_shardings_of_types(ctx, results)
             else:
-                results = _lower(_same(_reduce, platform=None, **how), *args)
+                results = _lower(_same(_reduce, platform, platform=None, **how), *args)
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
             key = _key(primitive, ctx.avals_in)
@@ -151,8 +151,11 @@ def _is_emitted(ctx: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _same(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """The same function for equal scatters: jax traces it once, and lowers it once a program."""
+def _same(function: Callable[..., Any], lowered_for: str, **how: Any) -> Callable[..., Any]:
+    """The same function for equal scatters: jax traces it once, and lowers it once a program.
+
+    One for each platform, as a program may be for several.
+    """
     return jax.jit(functools.partial(function, **how))
 
 
@@ -169,7 +172,7 @@ def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         if _compat.scope_of(ctx) == _DETERMINISTIC and is_plain:
             rows = _find(ctx.avals_in, params)
             if isinstance(rows, _scatter_rows.Rows):
-                function = _same(_set, rows=rows)
+                function = _same(_set, platform, rows=rows)
                 return _lower(function, ctx, operand, indices, updates)
         return rule(ctx, operand, indices, updates, **params)
 
@@ -280,7 +283,8 @@ def _why_not_on_cpu(reduction: _Reduction, rows: _scatter_rows.Rows, dtype: Any)
     operation that reads them: a step of particles in cells took 1.4 times as long.
     """
     is_element = not rows.trailing and not rows.expanded
-    if not is_element or math.prod(rows.updates_shape) < _MANY:
+    updates = math.prod(rows.updates_shape)
+    if not is_element or not isinstance(updates, int) or updates < _MANY:
         return None
     if len(rows.columns) - rows.columns.count(None) > 1:
         return "by several indices, which XLA computes once for all that read them"
@@ -544,18 +548,19 @@ def explain(
         with _Scope(_ON, str(next(_explained))):  # traced and lowered anew each time
             jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
             traced = jitted.trace(*args, **kwargs)
+            jaxpr = _compat.jaxpr_of(traced)
             text = traced.lower(lowering_platforms=(lowered_for,)).as_text()
     finally:
         _explanation.reset(token)
     # What is in a function of jit may not know where the program calls it.
-    lines = {_key(eqn.primitive, eqn.invars): at for eqn, at, _ in _equations(traced.jaxpr)}
+    lines = {_key(eqn.primitive, eqn.invars): at for eqn, at, _ in _equations(jaxpr)}
     counts = _tags(text)
     rows = [
         dataclasses.replace(row, count=counts[i], line=row.line or lines.get(key, ""))
         for i, (row, key) in enumerate(explanation.rows)
         if counts[i]
     ]
-    return Report(platform or lowered_for, _merged([*rows, *_slow(traced.jaxpr)]))
+    return Report(platform or lowered_for, _merged([*rows, *_slow(jaxpr)]))
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:

@@ -345,7 +345,7 @@ def attention_sum(
     if graph[2].shape != graph[0].shape:
         graph = *graph[:2], *_graph.order_of(graph[1], size, choice), *graph[4:]
     row, dtype = values.shape[1:], values.dtype
-    wide = jnp.promote_types(logits.dtype, _graph.compute_dtype(dtype))
+    wide = _checks.promoted(logits.dtype, _graph.compute_dtype(dtype))
     if wide != _graph.compute_dtype(dtype):  # a softmax in float64
         values = values.astype(wide)
     if logits.dtype != values.dtype:
@@ -473,9 +473,9 @@ def _graph_of(
         *(function, "sender_plan", sender_plan, given[0], senders, rows, _graph.sender_rows)
     )
     own = jnp.where(senders < 0, senders + rows, senders)
-    nearest = jnp.clip(own, 0, max(rows - 1, 0)).astype(jnp.int32)
+    nearest = jnp.clip(own, 0, max(rows - 1, 0))
     return (
-        jnp.where(own == nearest, nearest, ~nearest),
+        jnp.where(own == nearest, nearest, ~nearest).astype(jnp.int32),
         _in_range(receivers, size),
         *order,
         *sender_order,
@@ -532,7 +532,7 @@ def _as_floats(function: str, name: str, given: Any) -> jax.Array:
     """Integers are promoted."""
     x = _as_numbers(function, name, given)
     if jnp.issubdtype(x.dtype, jnp.integer):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(_checks.promoted(x.dtype, jnp.float32))
     if x.dtype not in _graph.FLOATS:
         raise TypeError(
             f"{function}: {name} must be float16, bfloat16, float32, float64 or integers, got "

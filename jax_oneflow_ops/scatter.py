@@ -289,7 +289,7 @@ def segment_mean(
     name = "segment_mean"
     data = _checks.as_array(name, "data", data, numbers=True)
     if jnp.issubdtype(data.dtype, jnp.integer):
-        data = data.astype(jnp.promote_types(data.dtype, jnp.float32))
+        data = data.astype(_checks.promoted(data.dtype, jnp.float32))
     ids = _checks.as_ids(name, "segment_ids", segment_ids)
     size = _number_of_segments(name, num_segments, segment_ids)
     flags: dict[str, Any] = {
@@ -303,7 +303,7 @@ def segment_mean(
     )
     ones = jnp.ones(ids.shape, jnp.int32)
     count = _segments(name, "add", ones, ids, size, None, None, None, **flags)
-    wide = jnp.promote_types(data.dtype, jnp.float32)
+    wide = _checks.promoted(data.dtype, jnp.float32)
     divisor = jnp.maximum(count, 1).reshape(-1, *(1,) * (total.ndim - 1)).astype(wide)
     mean: jax.Array = (total.astype(wide) / divisor).astype(data.dtype)
     return mean
@@ -352,7 +352,7 @@ def segment_softmax(
     name = "segment_softmax"
     logits = _checks.as_array(name, "logits", logits)
     if jnp.issubdtype(logits.dtype, jnp.integer):
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        logits = logits.astype(_checks.promoted(logits.dtype, jnp.float32))
     if plan is not None:
         from jax_oneflow_ops import graph  # imported lazily: few programs have a plan
 
@@ -391,7 +391,7 @@ def segment_softmax(
         )
         return result.astype(wide)
 
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    wide = _checks.promoted(logits.dtype, jnp.float32)
     most = reduce("max", jax.lax.stop_gradient(logits))
     # What names no segment is exp(-inf).
     terms = jnp.exp(logits.astype(wide) - of_segment(most, np.inf))
@@ -856,8 +856,9 @@ def _number_of_segments(function: str, given: Any, ids: Any) -> int:
     value = np.max(ids) if given is None else given
     if isinstance(value, jax.Array):
         value = _compat.concrete_dimension(value, f"{function}() `num_segments` argument.")
-    size = _checks.as_integer(function, "num_segments", value) + (given is None)
-    return _checks.as_size(function, "num_segments", size)
+    if given is None:
+        value = _checks.as_integer(function, "num_segments", value) + 1
+    return _checks.as_size(function, "num_segments", value)
 
 
 def _axis(function: str, axis: Any, shape: tuple[int, ...]) -> int:

@@ -608,10 +608,12 @@ def test_deterministic():
 @pytest.fixture
 def ordered_on_cpus():
     """On GPUs alone it is of use."""
+    rules = _compat.mlir_internals._lowerings
+    before = rules[lax.scatter_p]
     _compat.replace_lowerings([lax.scatter_p], ["cpu"], module._in_order)
     yield
     _compat._replaced.discard((lax.scatter_p, "cpu"))
-    del _compat.mlir_internals._platform_specific_lowerings["cpu"][lax.scatter_p]
+    rules[lax.scatter_p] = before
 
 
 @pytest.mark.parametrize("mode", ["drop", "clip"])
@@ -691,11 +693,23 @@ def test_export():
         jax.ShapeDtypeStruct((count,), np.int32),
     )
     expected = jax.jit(jax.grad(lookup))(TABLE, IDS)
-    for args in ((TABLE, IDS), of_any_size):
-        exported = jax.export.export(f, disabled_checks=jof.export_checks())(*args)
+    every = ("tpu", "cuda", "cpu")
+    for args, platforms in (((TABLE, IDS), ("cpu",)), (of_any_size, every)):
+        export = jax.export.export(f, platforms=platforms, disabled_checks=jof.export_checks())
+        exported = export(*args)
         assert "jof_scatter_add" in exported.mlir_module()
         restored = jax.export.deserialize(exported.serialize())
         np.testing.assert_allclose(restored.call(TABLE, IDS), expected, rtol=1e-6)
+    for several in (adds, jof.accelerate(adds)):  # outside, too, where rules were replaced
+        checks = jof.export_checks()
+        export = jax.export.export(jax.jit(several), platforms=every, disabled_checks=checks)
+        program = export(TABLE, IDS).mlir_module()
+        assert ("jof_scatter" in program) == (several is not adds)
+    export = jax.export.export(
+        jax.jit(jof.accelerate(functools.partial(jnp.bincount, length=5))),
+        disabled_checks=jof.export_checks(),
+    )
+    assert "jof_scatter" in export(of_any_size[1]).mlir_module()
 
 
 def test_sizes_that_are_not_known_are_left_to_xla_where_rows_are_not_plain():
@@ -839,6 +853,19 @@ def test_explain_of_functions_of_jit_keeps_their_options():
     for g in (f, jof.accelerate(f)):
         assert [row.swapped for row in jof.explain(g, TABLE, IDS, size=3).rows] == [True]
     assert not jof.explain(jnp.sin, TABLE).rows
+
+
+def test_functions_of_nnx_jit(measured):
+    nnx = pytest.importorskip("flax.nnx")
+
+    @nnx.jit
+    def step(table, ids):  # changes the table
+        table[...] = table[...].at[ids].add(1.0)
+
+    table, ids = nnx.Param(jnp.zeros((8, 3))), jnp.array([1, 1])
+    assert [row.swapped for row in jof.explain(step, table, ids).rows] == [True]
+    jof.accelerate(step, tune=True)(table, ids)
+    np.testing.assert_array_equal(table[:3, 0], [0, 2, 0])
 
 
 def test_a_report_fits_a_terminal(monkeypatch):

@@ -381,6 +381,36 @@ def test_constants_and_arguments_that_are_returned():
     assert not targets(jof.fuse(lambda x: (x, 1.0)), x)
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_results_are_as_weakly_typed_as_those_of_jnp(partial):
+    def f(step):
+        return {"rate": step * 0.5 + 1, "number": 2.0, "step": step, "cast": step.astype(int)}
+
+    for step in (jnp.arange(4), jnp.int32(3)):
+        ours, theirs = jax.eval_shape(jof.fuse(f, partial=partial), step), jax.eval_shape(f, step)
+        assert jax.tree.map(jax.typeof, ours) == jax.tree.map(jax.typeof, theirs)
+        assert theirs["rate"].weak_type
+    report = jof.fuse(f, partial=partial).explain(jnp.arange(4))
+    assert (len(report.kernels), report.rest) == (1, ())
+
+
+def test_methods():
+    class Layer(tuple):  # a pytree
+        @jof.fuse
+        def __call__(self, x):
+            return jnp.tanh(x) * self[0]
+
+        @jof.fuse
+        def scaled(self, x, *, by):
+            return x * self[0] * by
+
+    layer, x = Layer([2.0]), normals(5)
+    jax.tree_util.register_pytree_node(Layer, lambda x: (tuple(x), None), lambda _, x: Layer(x))
+    assert_close(layer(x), np.tanh(x) * 2, 1e-6, 0)
+    assert_close(layer.scaled(x, by=3), x * 6, 1e-6, 0)
+    assert len(Layer.scaled.explain(layer, x, by=3).kernels) == 1
+
+
 def test_closures_of_tracers():
     @jax.jit
     def outer(w, x):
@@ -751,6 +781,8 @@ def test_bad_input():
         jof.fuse(lambda x, y: x + y)(x, normals(3))
     with pytest.raises(TypeError):
         jof.fuse(lambda x: x)("text")
+    with pytest.raises(jof.FusionError, match="capture what is no array in a closure"):
+        jof.fuse(lambda x, n: sum(x**i for i in range(n)))(x, 3)
 
 
 # ---- reports ----
@@ -964,6 +996,31 @@ def test_rows_of_one_element_and_of_none():
         x = normals(*shape)
         assert_close(f(x), jax.nn.softmax(x) + x.max(-1, keepdims=True), 1e-6, 1e-6)
         assert jax.grad(lambda x: f(x).sum())(x).shape == shape
+    of_none = jof.fuse(lambda x: (x.sum(-1), x.prod(-1), x - x.mean(-1, keepdims=True)))
+    x = jnp.ones((3, 0))
+    for a, e in zip(of_none(x), of_none.__wrapped__(x), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+def test_rows_of_symbolic_sizes():
+    rows, width = jax.export.symbolic_shape("rows, width")
+
+    def f(x, scale):
+        return jax.nn.softmax(x * scale)
+
+    @jax.jit
+    def gradients(f, x, scale):
+        return jax.grad(lambda x, scale: (f(x, scale) ** 2).sum(), (0, 1))(x, scale)
+
+    x, scale = normals(4, 5), normals(5, key=1)
+    expected = gradients(jax.tree_util.Partial(f), x, scale)
+    for n in (5, width):  # XLA computes rows whose width is not known
+        specs = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((rows, n), (n,)))
+        ours = jax.jit(functools.partial(gradients, jax.tree_util.Partial(jof.fuse(f))))
+        export = jax.export.export(ours, disabled_checks=jof.export_checks())(*specs)
+        assert ("jof_compiled_rows" in export.mlir_module()) == (n == 5)
+        for a, e in zip(export.call(x, scale), expected, strict=True):
+            assert_close(a, e, 1e-5, 1e-6)
 
 
 def test_results_of_reductions_are_not_rounded():

@@ -783,3 +783,24 @@ def test_handler_of_messages_refuses(monkeypatch):
     for types_, args_, more in wrong:
         with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*jof_messages: "):
             run(types_, args_, {**attributes, **more})
+
+
+def test_a_number_of_segments_that_is_symbolic():
+    """A layer whose graph may have any number of nodes and edges."""
+
+    def layer(x, edges):
+        sums = jof.message_sum(lambda s, r: s * r, (x, x), *edges, num_segments=x.shape[0])
+        return sums + jof.segment_sum(x[edges[0]], edges[1], x.shape[0])
+
+    nodes, count = jax.export.symbolic_shape("nodes, count")
+    specs = (
+        jax.ShapeDtypeStruct((nodes, 2), jnp.float32),
+        [jax.ShapeDtypeStruct((count,), np.int32)] * 2,
+    )
+    export = jax.export.export(jax.jit(layer), disabled_checks=jof.export_checks())(*specs)
+    for n in (3, 5):
+        x = jnp.arange(2.0 * n).reshape(n, 2)
+        senders, receivers = np.array([[0, 2, 2, n - 1], [1, 1, 0, 2]], np.int32)
+        expected = np.zeros((n, 2))
+        np.add.at(expected, receivers, x[senders] * (1 + x[receivers]))
+        np.testing.assert_array_equal(export.call(x, [senders, receivers]), expected)

@@ -766,3 +766,21 @@ def test_norms_of_very_long_rows_are_left_to_xla():
     for length, wanted in ((65536, "native"), (65537, "xla")):
         x = jax.ShapeDtypeStruct((300, length), jnp.float16)
         assert _rows._call("norm", "norm_vjp", 4, x, 1).unmeasured == wanted
+
+
+def test_strict_promotion_allows_what_is_wider_inside():
+    """And the vectors of norms in float32, as flax has them."""
+    ids, vector = jnp.arange(4), jnp.ones(8)
+    functions = [
+        lambda x: jof.layer_norm(x, vector, vector),
+        lambda x: jof.group_norm(x, 2, vector),
+        jof.logsumexp,
+        lambda x: jof.softmax_cross_entropy_with_integer_labels(x, ids),
+        lambda x: jof.segment_mean(x, ids, 3) + jof.segment_softmax(x, ids, 3)[:3],
+        lambda x: jof.attention_sum(x[:, :2], x.reshape(4, 2, 4), ids, ids, num_segments=4),
+    ]
+    x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        for f in functions:
+            g = jax.grad(lambda x, f=f: f(x).astype(jnp.float32).sum())
+            assert jax.eval_shape(g, x).dtype == x.dtype

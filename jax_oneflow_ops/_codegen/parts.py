@@ -97,7 +97,7 @@ def divide(name: str, jaxpr: Any) -> Parts:
     fused = {
         var: None
         for var in wanted
-        if var in made_by and var.aval.size > 1 and operations(var) >= _LEAST
+        if var in made_by and var.aval.size != 1 and operations(var) >= _LEAST
     }
     return Parts(jaxpr, level, elementwise, fused)
 

@@ -157,7 +157,7 @@ def _kinds(spec: Spec, shapes: Sequence[tuple[Any, ...]]) -> dict[int, int]:
     for i, shape in zip(spec.primals, shapes, strict=True):
         own = math.prod(shape[:-1])
         if spec.is_of_elements[i]:
-            found[i] = VECTOR if own == 1 and rows > 1 else ARRAY
+            found[i] = VECTOR if own == 1 and rows != 1 else ARRAY
         else:
             found[i] = SCALAR if own == 1 else VALUE
     return found
@@ -210,8 +210,11 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     given = dict(zip(spec.primals, args, strict=True))
     lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in args))
     rows, width = math.prod(lead), spec.width
-    is_short_of_rows = platform == "cuda" and rows < 64 and width > 1 << 16
-    if rows == 0 or is_short_of_rows or not any(spec.is_of_elements[i] for i in spec.primals):
+    if not isinstance(width, int):
+        return reference(*args, spec=spec)
+    is_known = isinstance(rows, int)
+    is_short = platform == "cuda" and width > 1 << 16 and is_known and rows < 64
+    if rows * width == 0 or is_short or not any(spec.is_of_elements[i] for i in spec.primals):
         return reference(*args, spec=spec)
     name = spec.definition.name
     form = native_form(spec, tuple(x.shape for x in args), platform)
@@ -237,7 +240,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     ]
     kinds = [*order.input_kinds, *order.output_kinds]
     if order.sums:
-        parts = min(rows, _PARTS[platform])
+        parts = min(rows, _PARTS[platform]) if is_known else _PARTS[platform]
         results.append(jax.ShapeDtypeStruct((parts, len(order.sums), width), word))
         kinds.append(SUMS)
     held, depth = order.elements // order.pack, spec.program.reductions
@@ -422,7 +425,7 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
 
 def _kind_of_cotangent(of_elements: bool, aval: Any, lead: tuple[Any, ...]) -> Kind:
     """What a kernel makes of the cotangents of an operand; XLA sums over some dimensions."""
-    is_summed = math.prod(lead) > 1 and math.prod(aval.shape[:-1]) == 1
+    is_summed = math.prod(lead) != 1 and math.prod(aval.shape[:-1]) == 1
     if of_elements:
         return "sum of elements" if is_summed else "elements"
     return "sum of values" if is_summed else "value"
@@ -432,7 +435,7 @@ def _like(ct: Any, aval: Any, lead: tuple[Any, ...]) -> Any:
     """A cotangent with the type of its operand; XLA sums where that has some rows' dimensions."""
     if aval.ndim == 0:
         ct = jnp.reshape(ct, ())
-    elif math.prod(aval.shape[:-1]) > 1:
+    elif math.prod(aval.shape[:-1]) != 1:
         ct = jnp.broadcast_to(ct, (*lead, ct.shape[-1]))
         axes = tuple(
             d for d, (n, size) in enumerate(zip(aval.shape, lead, strict=False)) if n != size

@@ -43,11 +43,18 @@ class FusionError(NotImplementedError):
         return type(self), (self.args[0], self.primitive, self.line)
 
 
+_NEED_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 def trace(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> Any:
     """The jaxpr of a function that users wrote."""
     try:
         closed = jax.make_jaxpr(fun)(*args)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+    except _NEED_VALUES as error:
         raise FusionError(
             f"{name}: the function needs the values of an array while it is traced, as for a "
             "branch in Python or for NumPy. Remedy: jnp.where in place of `if`, jnp in place of "
