@@ -799,7 +799,7 @@ def test_a_number_of_segments_that_is_symbolic():
     )
     export = jax.export.export(jax.jit(layer), disabled_checks=jof.export_checks())(*specs)
     for n in (3, 5):
-        x = jnp.arange(2.0 * n).reshape(n, 2)
+        x = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
         senders, receivers = np.array([[0, 2, 2, n - 1], [1, 1, 0, 2]], np.int32)
         expected = np.zeros((n, 2))
         np.add.at(expected, receivers, x[senders] * (1 + x[receivers]))
