@@ -468,7 +468,7 @@ def test_types_that_do_not_fit():
         jof.message_sum(lambda x: (x, x), (table,), ids, ids, num_segments=2)
     with pytest.raises(ValueError, match=r"^message_sum: fun must return an array whose first"):
         jof.message_sum(lambda x: x[0], (table,), ids, ids, num_segments=2)
-    with pytest.raises(jof.FusionError, match=r"reduce outside of the function[^;]*\.$"):
+    with pytest.raises(jof.FusionError, match=r"messages reduce nothing. Remedy[^;]*\.$"):
         jof.message_sum(lambda x: x.sum(1), (table,), ids, ids, num_segments=2)
     with pytest.raises(TypeError, match=r"^segment_plan: ids must have an integer dtype"):
         jof.segment_plan(jnp.zeros(3), 2)
