@@ -613,7 +613,7 @@ def _is_inexact(atom: Any) -> bool:
 _REASONS = (
     (
         r"^(reduce_(?!precision)|arg(max|min)$|cum)",
-        "a kernel has the reductions sum, prod, max, min, any and all of rows",
+        "kernels of `fuse` reduce rows by sum, prod, max, min, any, all; messages reduce nothing",
         "reduce outside of the function, and pass in the result",
     ),
     (
