@@ -489,13 +489,9 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
         operands = [*(given[i] for i in other.primals), *(live[k] for k in sources)]
         transposed = bind(*operands, spec=other, implementation=implementation)
         found = dict(zip(wanted, transposed, strict=True))
-    of_vectors: list[Any] = []
-    for k in spec.ins if spec.mode == "jvp" else spec.outs:
-        aval = linear.get(k)
-        of_vectors.append(
-            None if aval is None else _summed_like(found[k], aval) if k in found else ad.Zero(aval)
-        )
-    return [*(None,) * count, *of_vectors]
+    of_vectors = spec.ins if spec.mode == "jvp" else spec.outs
+    pulled = {k: _summed_like(ct, linear[k]) for k, ct in found.items() if k in linear}
+    return [*(None,) * count, *map(pulled.get, of_vectors)]
 
 
 def _summed_like(ct: Any, aval: Any) -> Any:
@@ -506,7 +502,7 @@ def _summed_like(ct: Any, aval: Any) -> Any:
         )
         total = jnp.sum(_widened(ct), axes, keepdims=bool(aval.shape))
         ct = total.astype(aval.dtype)
-    return _compat.with_sharding_of(ct, aval)
+    return ct
 
 
 # ---- derivatives of traced bodies ----
