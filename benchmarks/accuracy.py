@@ -90,7 +90,6 @@ def bound(exact: Exact, dtype: Any) -> np.ndarray:
 
 
 def wrong(out: Sequence[np.ndarray], expected: Sequence[Exact], dtype: Any) -> str | None:
-    """Says what is wrong with samples of some results, if anything is."""
     for i, (exact, y) in enumerate(zip(expected, out, strict=True)):
         if text := worst(y, exact.value, bound(exact, dtype)):
             return f"result {i}: {text}"

@@ -66,7 +66,6 @@ def slug(header: dict[str, Any]) -> str:
 
 
 def cpu_model() -> str:
-    """The name that the processor gives itself."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
     return found.group(1).strip() if found else platform.processor() or platform.machine()

@@ -106,7 +106,6 @@ class Machine:
 
 
 def make_machine(seed: int, options: Options) -> Machine:
-    """Finds the clock, the ceiling and PyTorch."""
     platform = jax.default_backend()
     clock, warning = timing.make_clock(platform)
     ceilings = Ceilings(platform if options.libraries else "cpu")
@@ -152,7 +151,6 @@ _INPUTS, _SAMPLE, _DIFFERENCE = "(inputs)", "(sample)", "(difference)"
 
 
 def _prepare(cases: Sequence[Case], options: Options) -> list[_Prepared]:
-    """Compiles the programs of all cases in parallel."""
     prepared: list[_Prepared] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for case in cases:

@@ -29,7 +29,6 @@ PATH = Path(_policy.__file__).parent / "policy.json"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the file, or checks that it is what the results say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks policy", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if it is stale")
     text = made(results.RESULTS)

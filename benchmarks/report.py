@@ -21,7 +21,6 @@ from .tables import markdown, microseconds, percent, ratio
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the tables, or checks that they are what the results say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if any is stale")
     parser.add_argument("--root", type=Path, default=results.ROOT, help="of the repository")
@@ -63,7 +62,6 @@ def filled(text: str, root: Path) -> str:
 
 
 def table(name: str, arguments: Sequence[str], root: Path) -> str:
-    """Returns the table that a marker names."""
     if name not in TABLES or not arguments:
         raise ValueError(f"no table {name!r}; there are: DEVICE after {', '.join(TABLES)}")
     device, *rest = arguments
@@ -90,9 +88,6 @@ def _measured(found: Sequence[Result]) -> list[Row]:
 
 def _surveyed(found: Sequence[Result]) -> list[Row]:
     return [row for r in found if "suite" not in r.header for row in r.rows]
-
-
-# ---- the tables ----
 
 
 def origin(found: Sequence[Result]) -> str:

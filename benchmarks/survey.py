@@ -87,7 +87,6 @@ def read(path: Path) -> results.Result:
 
 
 def cases(result: results.Result) -> dict[str, Case]:
-    """The cases of a result by suite and name."""
     header = result.header
     if "suite" in header:
         found = load(header["suite"]).cases(header["platform"])

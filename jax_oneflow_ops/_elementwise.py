@@ -286,14 +286,7 @@ def _define_derivatives(
         live = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
         if rule and all(i in arrays and args[i].aval.shape == ct.shape for i in live):
             return cast(list[Any], rule(ct, *args, **params))
-
-        def of_live(*xs: Any) -> Any:
-            given = dict(zip(live, xs, strict=True))
-            return reference(*(given.get(i, x) for i, x in enumerate(args)))
-
-        pulled = jax.linear_transpose(of_live, *(args[i].aval for i in live))(ct)
-        cts = dict(zip(live, pulled, strict=True))
-        return [cts.get(i) for i in range(len(args))]
+        return _primitive.transposed_by(reference, ct, args)
 
     _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
@@ -328,14 +321,8 @@ def _set_rules(
 def _reference_tangent(reference: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The tangent of a reference, 16-bit values computed in float32."""
     live = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-    def of_live(*args: Any) -> Any:
-        operands = list(primals)
-        for i, x in zip(live, args, strict=True):
-            operands[i] = x
-        return _rounded_once(reference)(*operands)
-
-    return jax.jvp(of_live, [primals[i] for i in live], [tangents[i] for i in live])[1]
+    f = _primitive.of_some(_rounded_once(reference), primals, live)
+    return jax.jvp(f, [primals[i] for i in live], [tangents[i] for i in live])[1]
 
 
 def linear_sum(name: str, reference: Function, signs: tuple[int, int]) -> core.Primitive:
@@ -356,8 +343,7 @@ def linear_sum(name: str, reference: Function, signs: tuple[int, int]) -> core.P
         return result, full[i] if signs[i] > 0 else jax.lax.neg(full[i])
 
     def transpose(ct: Any, *args: Any, implementation: Any) -> list[Any]:
-        signed = [ct if sign > 0 else jax.lax.neg(ct) for sign in signs]
-        return [c if ad.is_undefined_primal(x) else None for c, x in zip(signed, args, strict=True)]
+        return [ct if sign > 0 else jax.lax.neg(ct) for sign in signs]
 
     _define_derivatives(f_p, reference, jvp, (0, 1), transpose)
     return f_p
@@ -416,12 +402,8 @@ def selection(reference: Function) -> core.Primitive:
     def vjp_transpose(
         cts: Sequence[Any], condition: Any, ct: Any, *, wanted: Sequence[int], implementation: Any
     ) -> list[Any]:
-        known = dict(zip(wanted, cts, strict=True))
-        zero = jnp.zeros((), ct.aval.dtype)
-        full = [
-            zero if isinstance(known.get(i, ad.Zero(ct.aval)), ad.Zero) else known[i]
-            for i in range(2)
-        ]
+        known = {i: c for i, c in zip(wanted, cts, strict=True) if not isinstance(c, ad.Zero)}
+        full = (known.get(i, jnp.zeros((), ct.aval.dtype)) for i in range(2))
         return [None, bind(f_p, condition, *full, implementation=implementation)]
 
     _define_derivatives(f_p, reference, jvp, (1, 2), transpose)
@@ -443,7 +425,7 @@ def conversion() -> core.Primitive:
         again = functools.partial(bind, f_p, new_dtype=new_dtype, implementation=implementation)
         result = again(*primals)
         if not jnp.issubdtype(new_dtype, jnp.inexact):
-            return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+            return result, _primitive.total([], result)
         return result, again(*tangents)
 
     def transpose(ct: Any, x: Any, *, new_dtype: Any, implementation: Any) -> list[Any]:

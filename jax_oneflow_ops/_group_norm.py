@@ -189,25 +189,17 @@ def _define() -> core.Primitive:
 
     def transpose_by(other: core.Primitive) -> Any:
         def transpose(cts: Any, *args: Any, **params: Any) -> Any:
-            residuals, given = args[:4], args[4:]
-            results = _primitive.bind(other, *residuals, *map(_rows.instantiated, cts), **params)
-            pulled = [
-                _compat.with_sharding_of(r, of.aval) if ad.is_undefined_primal(of) else None
-                for r, of in zip(results, given, strict=True)
-            ]
-            return [None] * 4 + pulled
+            residuals, cotangents = args[:4], map(_rows.instantiated, cts)
+            return [None] * 4 + _primitive.bind(other, *residuals, *cotangents, **params)
 
         return transpose
 
-    def first(operands: int, **_: Any) -> int:
+    def first(**_: Any) -> int:
         return 4
 
-    def statistics(**_: Any) -> Sequence[int]:
-        return (3,)
-
     _primitive.define_derivatives(value_p, jvp=jvp, transpose=_rows.not_linear)
-    _rows.linear(vjp_p, _reference.group_norm_vjp, first, statistics, transpose_by(jvp_p))
-    _rows.linear(jvp_p, _reference.group_norm_jvp, first, statistics, transpose_by(vjp_p))
+    _rows.linear(vjp_p, _reference.group_norm_vjp, first, (3,), transpose_by(jvp_p))
+    _rows.linear(jvp_p, _reference.group_norm_jvp, first, (3,), transpose_by(vjp_p))
     return value_p
 
 

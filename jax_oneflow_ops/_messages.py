@@ -24,8 +24,8 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _graph, _native, _operands, _primitive
-from jax_oneflow_ops._codegen import cache, compilers, derive, edges, scalars
+from jax_oneflow_ops import _compat, _graph, _operands, _primitive
+from jax_oneflow_ops._codegen import cache, derive, edges, scalars
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import is_narrow
 from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, trace
@@ -221,16 +221,12 @@ def _native_call(
     primary = "s" if spec.target == "s" else "r"
     kernel, arrays, runs = _kernel(spec, own, row, primary, inner if spec.target == "e" else 0)
     text = edges.source(kernel, platform)
-    try:
-        code = cache.code(
-            text, platform, is_narrow=kernel.is_narrow, contracts=kernel.math != "exact"
-        )
-    except compilers.CompilerMissingError as error:
-        if _native.choose_implementation(function, None) == "native":
-            raise NotImplementedError(
-                f'{function}: implementation="native" was asked for, but {error}.'
-            ) from error
-        _native.warn_of_fallback("the jnp references of functions of messages", f"{error}.")
+    code = cache.code_or_fallback(
+        *(function, "the jnp references of functions of messages", text, platform),
+        is_narrow=kernel.is_narrow,
+        contracts=kernel.math != "exact",
+    )
+    if code is None:
         return _reference(*args, spec=spec, num_segments=num_segments)
     keys, order, others = _ids(args[:GRAPH], spec, primary, num_segments)
     columns = math.prod(row)

@@ -196,22 +196,45 @@ def define_derivatives(
     """Sets the JVP and the transpose of a primitive, which are written for arrays.
 
     jax passes Python numbers and the literals of a traced program as they are: as primals,
-    tangents, cotangents and residuals. The transpose is given no cotangent that is `ad.Zero`, and
-    need not shard what it returns as the operands' types say.
+    tangents, cotangents and residuals. The transpose is not called with `ad.Zero`. It returns
+    anything for operands that it is not with respect to, None for a zero, and other cotangents
+    sharded in any way.
     """
 
     def transposed(ct: Any, *args: Any, **params: Any) -> list[Any]:
-        avals: list[Any] = [x.aval if ad.is_undefined_primal(x) else None for x in args]
-        if isinstance(ct, ad.Zero):
-            return [aval and ad.Zero(aval) for aval in avals]
-        cts = transpose(ct, *args, **params)
-        return [
-            x if x is None or isinstance(x, ad.Zero) else _compat.with_sharding_of(x, aval)
-            for x, aval in zip(cts, avals, strict=True)
-        ]
+        cts = [None] * len(args)
+        if not isinstance(ct, ad.Zero):
+            cts = transpose(ct, *args, **params)
+
+        def like(found: Any, x: Any) -> Any:
+            if not ad.is_undefined_primal(x):
+                return None
+            if found is None or isinstance(found, ad.Zero):
+                return ad.Zero(x.aval)
+            return _compat.with_sharding_of(found, x.aval)
+
+        return [like(found, x) for found, x in zip(cts, args, strict=True)]
 
     ad.primitive_jvps[primitive] = _of_arrays(jvp)
     ad.primitive_transposes[primitive] = _of_arrays(transposed)
+
+
+def of_some(function: Callable[..., Any], args: Sequence[Any], which: Sequence[int]) -> Any:
+    """`function` of those arguments; the others are those of `args`."""
+
+    def of_which(*xs: Any) -> Any:
+        given = dict(zip(which, xs, strict=True))
+        return function(*(given.get(i, x) for i, x in enumerate(args)))
+
+    return of_which
+
+
+def transposed_by(reference: Callable[..., Any], ct: Any, args: Sequence[Any]) -> list[Any]:
+    """The cotangents that jax derives from a reference."""
+    live = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    f = of_some(reference, args, live)
+    cts = dict(zip(live, jax.linear_transpose(f, *(args[i].aval for i in live))(ct), strict=True))
+    return [cts.get(i) for i in range(len(args))]
 
 
 def total(tangents: Sequence[Any], result: Any) -> Any:

@@ -1,6 +1,5 @@
 """Every operation in pure jnp: the "xla" implementation, and what platforms without kernels run."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -388,7 +387,7 @@ def logsumexp(x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
 def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
     """The cotangent of x, given labels, if any, statistics (not read) and that of the result."""
     *labels, _, ct = operands
-    pull = jax.vjp(functools.partial(_first_logsumexp, labels, axis), _wide(x))[1]
+    pull = jax.vjp(lambda x: logsumexp(x, *labels, axis=axis)[0], _wide(x))[1]
     dx: jax.Array = pull(_wide(ct))[0].astype(x.dtype)
     return dx
 
@@ -397,13 +396,9 @@ def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
 def logsumexp_jvp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
     """The tangent of the result, given labels, if any, statistics (not read) and that of x."""
     *labels, _, tangent = operands
-    f = functools.partial(_first_logsumexp, labels, axis)
-    result: jax.Array = jax.jvp(f, [_wide(x)], [_wide(tangent)])[1].astype(x.dtype)
-    return result
-
-
-def _first_logsumexp(labels: Sequence[jax.Array], axis: int, x: jax.Array) -> jax.Array:
-    return logsumexp(x, *labels, axis=axis)[0]
+    moved = [_wide(x)], [_wide(tangent)]
+    result: jax.Array = jax.jvp(lambda x: logsumexp(x, *labels, axis=axis)[0], *moved)[1]
+    return result.astype(x.dtype)
 
 
 @in_own_precision
@@ -566,12 +561,8 @@ def group_norm_vjp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[ja
       **params: as of `group_norm`.
     """
     *vectors, _, dy = operands
-    wide = row_dtype(x.dtype)
-
-    def f(*xs: jax.Array) -> jax.Array:
-        return _group_norm(*xs, **params)[0]
-
-    dx, *sums = jax.vjp(f, _wide(x), *(v.astype(wide) for v in vectors))[1](_wide(dy))
+    primals = [a.astype(row_dtype(x.dtype)) for a in (x, *vectors)]
+    dx, *sums = jax.vjp(lambda *xs: _group_norm(*xs, **params)[0], *primals)[1](_wide(dy))
     return [dx.astype(x.dtype), *sums]
 
 
@@ -586,9 +577,5 @@ def group_norm_jvp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[ja
     """
     scale, bias, _, *tangents = operands
     wide = row_dtype(x.dtype)
-
-    def f(*xs: jax.Array) -> jax.Array:
-        return _group_norm(*xs, **params)[0]
-
-    primals = [a.astype(wide) for a in (x, scale, bias)]
-    return [jax.jvp(f, primals, [t.astype(wide) for t in tangents])[1].astype(x.dtype)]
+    primals, moved = ([a.astype(wide) for a in xs] for xs in ((x, scale, bias), tangents))
+    return [jax.jvp(lambda *xs: _group_norm(*xs, **params)[0], primals, moved)[1].astype(x.dtype)]

@@ -107,7 +107,7 @@ def linear(
     primitive: core.Primitive,
     reference: Function,
     first: Callable[..., int],
-    statistics: Callable[..., Sequence[int]],
+    statistics: Sequence[int],
     transpose: Function,
 ) -> None:
     """Sets the rules of a primitive that is linear in the operands from `first` on.
@@ -115,14 +115,14 @@ def linear(
     Args:
       primitive: f_vjp or f_jvp.
       reference: the same in jnp, which reads no statistics.
-      first: `(number of operands, **params) -> int`.
-      statistics: `(**params) -> the operands that are some`.
+      first: `(**params) -> int`.
+      statistics: the operands that are some.
       transpose: `(cts, *args, **params) -> list`.
     """
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         results = bind(primitive, *primals, **params)
-        begin = first(len(primals), **params)
+        begin = first(**params)
         terms = []
         if not all(map(_is_zero, tangents[begin:])):
             again = (*primals[:begin], *map(instantiated, tangents[begin:]))
@@ -131,18 +131,14 @@ def linear(
             i
             for i, t in enumerate(tangents[:begin])
             if not _is_zero(t)
-            and i not in statistics(**params)
+            and i not in statistics
             and jnp.issubdtype(primals[i].dtype, jnp.inexact)
         ]
         if live:
             options = {k: v for k, v in params.items() if k != "implementation"}
-
-            def of_live(*xs: Any) -> Any:
-                given = dict(zip(live, xs, strict=True))
-                return reference(*(given.get(i, x) for i, x in enumerate(primals)), **options)
-
-            at = [primals[i] for i in live]
-            terms.append(jax.jvp(of_live, at, [tangents[i] for i in live])[1])
+            f = _primitive.of_some(functools.partial(reference, **options), primals, live)
+            at, along = ([xs[i] for i in live] for xs in (primals, tangents))
+            terms.append(jax.jvp(f, at, along)[1])
         if not terms:
             return results, jax.tree.map(lambda x: ad.Zero(jax.typeof(x)), results)
         return results, functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), terms)
@@ -237,19 +233,15 @@ def _define_softmax() -> core.Primitive:
         y = bind(softmax_p, *primals, **params)
         return y, tangent(y, tangents[0], **params)
 
-    def vjp_transpose(ct: Any, y: Any, dy: Any, **params: Any) -> Any:
-        return [None, _compat.with_sharding_of(tangent(y, ct, **params), dy.aval)]
+    def vjp_transpose(ct: Any, y: Any, _: Any, **params: Any) -> Any:
+        return [None, tangent(y, ct, **params)]
 
-    def jvp_transpose(ct: Any, y: Any, t: Any, **params: Any) -> Any:
-        dx = bind(vjp_p, y, ct, log=True, **params)
-        return [None, _compat.with_sharding_of(dx, t.aval)]
-
-    def first(operands: int, **_: Any) -> int:
-        return 1
+    def jvp_transpose(ct: Any, y: Any, _: Any, **params: Any) -> Any:
+        return [None, bind(vjp_p, y, ct, log=True, **params)]
 
     _primitive.define_derivatives(softmax_p, jvp=jvp, transpose=not_linear)
-    linear(vjp_p, _reference.softmax_vjp, first, lambda **_: (), vjp_transpose)
-    linear(jvp_p, _reference.log_softmax_jvp, first, lambda **_: (), jvp_transpose)
+    linear(vjp_p, _reference.softmax_vjp, lambda **_: 1, (), vjp_transpose)
+    linear(jvp_p, _reference.log_softmax_jvp, lambda **_: 1, (), jvp_transpose)
     return softmax_p
 
 
@@ -401,21 +393,17 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
 
     def transpose_by(other: core.Primitive) -> Function:
         def transpose(ct: Any, *args: Any, **params: Any) -> Any:
-            *residuals, x = args
-            result = bind(other, *residuals, ct, **params)
-            return [*[None] * len(residuals), _compat.with_sharding_of(result, x.aval)]
+            *residuals, _ = args
+            return [*[None] * len(residuals), bind(other, *residuals, ct, **params)]
 
         return transpose
 
-    def first(operands: int, **_: Any) -> int:
-        return operands - 1
-
-    def statistics(**_: Any) -> Sequence[int]:
-        return (1 + labels,)
+    def first(**_: Any) -> int:
+        return 2 + labels
 
     _primitive.define_derivatives(f_p, jvp=jvp, transpose=not_linear)
-    linear(vjp_p, _reference.logsumexp_vjp, first, statistics, transpose_by(jvp_p))
-    linear(jvp_p, _reference.logsumexp_jvp, first, statistics, transpose_by(vjp_p))
+    linear(vjp_p, _reference.logsumexp_vjp, first, (1 + labels,), transpose_by(jvp_p))
+    linear(jvp_p, _reference.logsumexp_jvp, first, (1 + labels,), transpose_by(vjp_p))
     return f_p
 
 
@@ -642,7 +630,7 @@ def _define_norm() -> core.Primitive:
     def vjp_transpose(
         cts: Any, x: Any, stats: Any, *rest: Any, given: Any, wanted: Any, **params: Any
     ) -> Any:
-        scale, dy, of_sum = _reference.spread(rest, given)
+        scale = _reference.spread(rest, given)[0]
         of_x, *sums = cts
         of_vectors = iter(sums)
         tangents = [of_x, *(next(of_vectors) if w else ad.Zero(stats) for w in wanted)]
@@ -654,18 +642,13 @@ def _define_norm() -> core.Primitive:
             passed=given[2],
             **params,
         )
-        pulled = [
-            _compat.with_sharding_of(t, of.aval) if ad.is_undefined_primal(of) else None
-            for t, of in zip(results, [dy, *[of_sum] * given[2]], strict=True)
-        ]
-        return [None, None, *[None] * given[0], *pulled]
+        return [None, None, *[None] * given[0], *results]
 
     def jvp_transpose(
         cts: Any, x: Any, stats: Any, *rest: Any, given: Any, passed: Any, **params: Any
     ) -> Any:
         has_scale, *live = given
         scale = rest[0] if has_scale else None
-        tangents = rest[has_scale:]
         dy, of_sum = cts[0], cts[1] if passed and not _is_zero(cts[1]) else None
         wanted = tuple(live[1:])
         operands = _some([scale, instantiated(dy), of_sum], (has_scale, True, of_sum is not None))
@@ -676,34 +659,22 @@ def _define_norm() -> core.Primitive:
             wanted=wanted,
             **params,
         )
-        results = [*([dx] if live[0] else []), *sums]
-        pulled = [
-            _compat.with_sharding_of(r, t.aval) if ad.is_undefined_primal(t) else None
-            for r, t in zip(results, tangents, strict=True)
-        ]
-        return [None, None, *[None] * has_scale, *pulled]
+        return [None, None, *[None] * has_scale, *[dx] * live[0], *sums]
 
-    def statistics(**_: Any) -> Sequence[int]:
-        return (1,)
-
-    def first(operands: int, *, given: Sequence[bool], **_: Any) -> int:
+    def first(*, given: Sequence[bool], **_: Any) -> int:
         return 2 + given[0]
 
     def transpose(cts: Any, *args: Any, implementation: Any, **params: Any) -> Any:
         """With respect to scale and bias, for `jax.linear_transpose` alone."""
-        live = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
 
-        def of_live(*xs: Any) -> Any:
-            given = dict(zip(live, xs, strict=True))
-            return _reference.norm(*(given.get(i, x) for i, x in enumerate(args)), **params)[0]
+        def norm(*args: Any) -> Any:
+            return _reference.norm(*args, **params)[0]
 
-        pulled = jax.linear_transpose(of_live, *(args[i].aval for i in live))(instantiated(cts[0]))
-        of_operands = dict(zip(live, pulled, strict=True))
-        return [of_operands.get(i) for i in range(len(args))]
+        return _primitive.transposed_by(norm, instantiated(cts[0]), args)
 
     _primitive.define_derivatives(norm_p, jvp=jvp, transpose=transpose)
-    linear(vjp_p, _reference.norm_vjp, first, statistics, vjp_transpose)
-    linear(jvp_p, _reference.norm_jvp, first, statistics, jvp_transpose)
+    linear(vjp_p, _reference.norm_vjp, first, (1,), vjp_transpose)
+    linear(jvp_p, _reference.norm_jvp, first, (1,), jvp_transpose)
     return norm_p
 
 

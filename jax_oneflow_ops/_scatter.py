@@ -683,7 +683,7 @@ def _scatter_add_transpose(
     of_updates = None
     if ad.is_undefined_primal(updates):
         of_updates = _segment_sum_transpose(ct, updates, ids, **params)[0]
-    return [ct if ad.is_undefined_primal(operand) else None, None, of_updates]
+    return [ct, None, of_updates]
 
 
 def _check_unique(indexing: Indexing) -> None:

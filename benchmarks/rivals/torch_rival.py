@@ -19,7 +19,6 @@ if not torch.cuda.is_available():
 
 
 def rivals(work: Work) -> dict[str, Maker]:
-    """PyTorch's rivals in a case."""
     names = ("torch", "torch.compile") if work.compile else ("torch",)
     return {name: partial(_contender, name, work) for name in names if work.torch}
 

@@ -16,7 +16,6 @@ _LETTERS = {"float": "f", "complex": "c"}
 
 
 def short(dtype: str) -> str:
-    """Such as ``bf16`` and ``f32``."""
     name = dtype.rstrip("0123456789")
     return _SHORT.get(dtype) or _LETTERS.get(name, name) + dtype[len(name) :]
 
@@ -43,7 +42,6 @@ def array_sizes(platform: str) -> list[tuple[int | None, str]]:
 
 
 def is_large(shape: str) -> bool:
-    """Returns whether it is the name of the first listed size."""
     return shape in ("512 MiB", "4M elements")
 
 

@@ -47,7 +47,6 @@ class Kernel(NamedTuple):
 
 
 def case(name: str, dtype: str, n: int, shape: str) -> Case:
-    """A kernel on arrays of n elements."""
     kernel = KERNELS[name]
     arrays = kernel.inputs.count("a") + (len(kernel.slopes) if kernel.slopes else 1)
     elements = arrays * n + WIDTH * kernel.inputs.count("r")
@@ -59,7 +58,6 @@ def case(name: str, dtype: str, n: int, shape: str) -> Case:
 
 
 def cases(platform: str) -> list[Case]:
-    """Every kernel in three dtypes."""
     nbytes, shape = (256 << 20, "256 MiB") if platform == "gpu" else common.array_sizes("cpu")[0]
     dtypes = ("float32", "bfloat16", "float16")
     return [case(name, d, common.elements(nbytes, d), shape) for d in dtypes for name in KERNELS]

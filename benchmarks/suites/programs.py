@@ -105,9 +105,6 @@ def _losses(function: Function, state: Any, batches: Sequence[Any]) -> list[floa
     return losses
 
 
-# ---- single calls ----
-
-
 class Call(NamedTuple):
     """A call that XLA runs slowly."""
 

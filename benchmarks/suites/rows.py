@@ -27,7 +27,6 @@ _IMAGES = {"gpu": [(32, 4096, 256), (16, 1024, 512)], "cpu": [(8, 1024, 64), (2,
 
 
 def case(name: str, dims: tuple[int, ...], dtype: str, group: str, shape: str = "") -> Case:
-    """An op on an array, forward or with its gradient."""
     op = OPS[name]
     operands = shapes(_inputs(op, dims, dtype))
     nbytes = op.bytes(*operands)

@@ -67,11 +67,7 @@ ffi::Error Permute(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::Resul
 
 template <typename Backend>
 auto PermuteBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<typename Backend::Context>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Attr<ffi::Span<const int64_t>>("axes");
+  return BufferBinding<Backend, 1, 1>().template Attr<ffi::Span<const int64_t>>("axes");
 }
 
 }  // namespace jof

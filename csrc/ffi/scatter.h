@@ -339,14 +339,7 @@ ffi::Error SortRowsHandler(typename Backend::Stream stream, ffi::AnyBuffer ids,
 
 template <typename Backend>
 auto ScatterBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<typename Backend::Context>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
+  return BufferBinding<Backend, 4, 2>()
       .template Attr<bool>("wrap")
       .template Attr<bool>("clip")
       .template Attr<bool>("deterministic");
@@ -360,11 +353,7 @@ Target ScatterTarget() {
 
 template <typename Backend>
 auto GatherBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<typename Backend::Context>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
+  return BufferBinding<Backend, 2, 1>()
       .template Attr<bool>("wrap")
       .template Attr<bool>("clip")
       .template Attr<ffi::Span<const int64_t>>("fill");
@@ -372,12 +361,7 @@ auto GatherBinding() {
 
 template <typename Backend>
 auto SortBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<typename Backend::Context>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
+  return BufferBinding<Backend, 1, 3>()
       .template Attr<int64_t>("size")
       .template Attr<bool>("wrap")
       .template Attr<bool>("clip");

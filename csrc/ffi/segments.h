@@ -155,11 +155,8 @@ inline ffi::Error DecodeAttentionLogits(ffi::AnyBuffer values, ffi::AnyBuffer lo
   error = DecodeEdges(op, keys, order, &call->edges);
   if (error.failure()) return error;
   const int64_t edges = call->edges.count;
-  error = DecodeIds(op, "sources", sources, edges);
-  if (error.failure()) return error;
-  error = DecodeStats(op, stats, result);
-  if (error.failure()) return error;
-  error = DecodeWide(op, "logits", logits, values.element_type(), &call->wide_logits);
+  error = FirstError({DecodeIds(op, "sources", sources, edges), DecodeStats(op, stats, result),
+                      DecodeWide(op, "logits", logits, values.element_type(), &call->wide_logits)});
   if (error.failure()) return error;
   if (!HasShape(logits, {edges, v[1]}) || !SameShape(of_logits, logits) ||
       of_logits.element_type() != logits.element_type()) {
@@ -197,9 +194,8 @@ inline ffi::Error DecodeEdgeDot(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuff
   }
   error = DecodeEdges(op, a_ids, order, &call->edges);
   if (error.failure()) return error;
-  error = DecodeIds(op, "b_ids", b_ids, call->edges.count);
-  if (error.failure()) return error;
-  error = DecodeWide(op, "the result", result, a.element_type(), &call->wide_result);
+  error = FirstError({DecodeIds(op, "b_ids", b_ids, call->edges.count),
+                      DecodeWide(op, "the result", result, a.element_type(), &call->wide_result)});
   if (error.failure()) return error;
   if (!HasShape(result, {call->edges.count, x[1]})) {
     return InvalidArgument(op, ": the result must have shape (", call->edges.count, ", ", x[1],
@@ -237,9 +233,7 @@ inline ffi::Error DecodeSegmentSoftmax(const char* op, int64_t limit, int64_t pa
   }
   error = DecodeEdges(op, keys, order, &call->edges);
   if (error.failure()) return error;
-  error = DecodeIds(op, "keys", keys, edges);
-  if (error.failure()) return error;
-  error = DecodeIds(op, "ids", ids, edges);
+  error = FirstError({DecodeIds(op, "keys", keys, edges), DecodeIds(op, "ids", ids, edges)});
   if (error.failure()) return error;
   if (s.size() != 3 || !HasShape(stats, {s[0], parts, heads}) ||
       stats.element_type() != SumType(x.element_type())) {

@@ -95,12 +95,8 @@ ffi::Error UpsampleBackward(typename Backend::Stream stream, ffi::AnyBuffer dy,
 
 template <typename Backend>
 auto UpsampleBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<typename Backend::Context>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .template Attr<int64_t>("axis")
-      .template Attr<bool>("half_pixel");
+  return BufferBinding<Backend, 1, 1>().template Attr<int64_t>("axis").template Attr<bool>(
+      "half_pixel");
 }
 
 }  // namespace jof

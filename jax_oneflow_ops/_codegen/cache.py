@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 from jax_oneflow_ops import _native
 from jax_oneflow_ops._codegen.compilers import (
@@ -58,6 +59,19 @@ def code(source: str, platform: str, *, is_narrow: bool = False, contracts: bool
                         write(folder, of_any, found)
             _compiled[key] = found
         return _compiled[key]
+
+
+def code_or_fallback(function: str, what: str, *args: Any, **options: Any) -> bytes | None:
+    """As `code`; where there is no compiler None, with a warning that `what` runs."""
+    try:
+        return code(*args, **options)
+    except CompilerMissingError as error:
+        if _native.choose_implementation(function, None) == "native":
+            raise NotImplementedError(
+                f'{function}: implementation="native" was asked for, but {error}.'
+            ) from error
+        _native.warn_of_fallback(what, f"{error}.")
+        return None
 
 
 # What this process has compiled or read.

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _native, _operands, _primitive
+from jax_oneflow_ops import _compat, _operands, _primitive
 from jax_oneflow_ops._codegen import cache, compilers, derive
 from jax_oneflow_ops._codegen.definition import Definition, may_use_a_reference, partial
 from jax_oneflow_ops._codegen.messages import annotated, messages
@@ -109,21 +109,16 @@ def compiled(
     name: str, text: str, platform: str, is_narrow: bool, has_reference: bool = True
 ) -> bytes | None:
     """The code of a kernel; None where there is no compiler, and its reference is to run."""
+    if has_reference:
+        what = "fused functions, and the references of kernels, by XLA"
+        return cache.code_or_fallback(name, what, text, platform, is_narrow=is_narrow)
     try:
         return cache.code(text, platform, is_narrow=is_narrow)
     except compilers.CompilerMissingError as error:
-        if not has_reference:
-            raise NotImplementedError(
-                f"{name}: {error}. Or give the kernel a jnp function to run in its place: "
-                "ElementwiseKernel(..., reference=...)."
-            ) from error
-        if _native.choose_implementation(name, None) == "native":
-            raise NotImplementedError(
-                f'{name}: implementation="native" was asked for, but {error}.'
-            ) from error
-        what = "fused functions, and the references of kernels, by XLA"
-        _native.warn_of_fallback(what, f"{error}.")
-        return None
+        raise NotImplementedError(
+            f"{name}: {error}. Or give the kernel a jnp function to run in its place: "
+            "ElementwiseKernel(..., reference=...)."
+        ) from error
 
 
 def ffi_call(
@@ -256,10 +251,7 @@ def reference(*args: Any, spec: Spec) -> list[Any]:
     for i in spec.ins:
         inputs[i] = jnp.broadcast_to(inputs[i], shape).astype(spec.dtypes[i])
 
-    def of_ins(*values: Any) -> list[Any]:
-        every = dict(zip(spec.ins, values, strict=True))
-        return function(*(every.get(i, x) for i, x in enumerate(inputs)))
-
+    of_ins = _primitive.of_some(function, inputs, spec.ins)
     primals = [inputs[i] for i in spec.ins]
     if spec.mode == "jvp":
         tangents = [jnp.broadcast_to(t, shape) for t in vectors]
@@ -489,13 +481,9 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
         operands = [*(given[i] for i in other.primals), *(live[k] for k in sources)]
         transposed = bind(*operands, spec=other, implementation=implementation)
         found = dict(zip(wanted, transposed, strict=True))
-    of_vectors: list[Any] = []
-    for k in spec.ins if spec.mode == "jvp" else spec.outs:
-        aval = linear.get(k)
-        of_vectors.append(
-            None if aval is None else _summed_like(found[k], aval) if k in found else ad.Zero(aval)
-        )
-    return [*(None,) * count, *of_vectors]
+    of_vectors = spec.ins if spec.mode == "jvp" else spec.outs
+    pulled = {k: _summed_like(ct, linear[k]) for k, ct in found.items() if k in linear}
+    return [*(None,) * count, *map(pulled.get, of_vectors)]
 
 
 def _summed_like(ct: Any, aval: Any) -> Any:
@@ -506,7 +494,7 @@ def _summed_like(ct: Any, aval: Any) -> Any:
         )
         total = jnp.sum(_widened(ct), axes, keepdims=bool(aval.shape))
         ct = total.astype(aval.dtype)
-    return _compat.with_sharding_of(ct, aval)
+    return ct
 
 
 # ---- derivatives of traced bodies ----

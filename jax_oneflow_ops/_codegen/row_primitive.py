@@ -442,7 +442,7 @@ def _like(ct: Any, aval: Any, lead: tuple[Any, ...]) -> Any:
         )
         if axes:
             ct = jnp.sum(ct.astype(computed(aval.dtype)), axes, keepdims=True)
-    return _compat.with_sharding_of(ct.astype(aval.dtype), aval)
+    return ct.astype(aval.dtype)
 
 
 _primitive.define_derivatives(kernel_p, jvp=_jvp, transpose=_transpose)
