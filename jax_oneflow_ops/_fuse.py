@@ -65,10 +65,11 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       results need, with relative errors of 2^-15 to 2^-12, and quotients and roots are within 2 ulp
       of float32; otherwise they are as accurate as those of `ElementwiseKernel`.
       ``1 - sigmoid(x)``, ``1 - tanh(x)``, ``1 + tanh(x)`` and ``1 - erf(x)`` are computed without
-      cancellation. Results below 1e-37 may be 0. NaN, infinities and signed zeros are those of JAX;
-      integers wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the
-      same for all elements of a row is taken out of sums, and a division by such a value is a
-      multiplication by its inverse, within 2 ulp.
+      cancellation. Results below 1e-37 may be 0. NaN, infinities and signed zeros are those of JAX,
+      but for the sign of a row's maximum or minimum where it has zeros of both signs; integers
+      wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the same for
+      all elements of a row is taken out of sums, and a division by such a value is a multiplication
+      by its inverse, within 2 ulp.
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including
