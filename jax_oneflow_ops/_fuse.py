@@ -193,6 +193,8 @@ class Fused(Generic[P, R]):
         self._jitted = jax.jit(run, static_argnums=0, inline=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if traced.is_tracing.get():
+            return self._fun(*args, **kwargs)
         implementation = _native.choose_implementation(self._name, None)
         result: R = self._jitted(implementation, args, kwargs)
         return result
@@ -313,12 +315,17 @@ def _divided(jaxpr: Any) -> tuple[list[Any], list[str]]:
             continue
         needed.update(x for x in eqn.invars if not _compat.is_literal(x))
         name = eqn.primitive.name
-        if name in ("jof_compiled", "jof_compiled_rows"):
+        if name in ("jof_compiled", "jof_compiled_rows") and not _is_text(eqn):
             kernels.append(eqn)
         elif name not in traced.IDENTITIES and not _is_weakened(eqn):
             line = _compat.line_of(eqn)
             rest.append(f"{name} ({line})" if line else name)
     return kernels[::-1], rest[::-1]
+
+
+def _is_text(eqn: Any) -> bool:
+    """Whether a kernel is an `ElementwiseKernel`, which `fuse` leaves as it is."""
+    return not isinstance(eqn.params["spec"].definition.body, traced.Traced)
 
 
 def _is_weakened(eqn: Any) -> bool:
