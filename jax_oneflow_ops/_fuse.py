@@ -65,10 +65,11 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       results need, with relative errors of 2^-15 to 2^-12, and quotients and roots are within 2 ulp
       of float32; otherwise they are as accurate as those of `ElementwiseKernel`.
       ``1 - sigmoid(x)``, ``1 - tanh(x)``, ``1 + tanh(x)`` and ``1 - erf(x)`` are computed without
-      cancellation. Results below 1e-37 may be 0. NaN, infinities and signed zeros are those of JAX;
-      integers wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the
-      same for all elements of a row is taken out of sums, and a division by such a value is a
-      multiplication by its inverse, within 2 ulp.
+      cancellation. Results below 1e-37 may be 0. NaN, infinities and signed zeros are those of JAX,
+      but for the sign of a row's maximum or minimum where it has zeros of both signs; integers
+      wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the same for
+      all elements of a row is taken out of sums, and a division by such a value is a multiplication
+      by its inverse, within 2 ulp.
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including
@@ -192,6 +193,8 @@ class Fused(Generic[P, R]):
         self._jitted = jax.jit(run, static_argnums=0, inline=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if traced.is_tracing.get():
+            return self._fun(*args, **kwargs)
         implementation = _native.choose_implementation(self._name, None)
         result: R = self._jitted(implementation, args, kwargs)
         return result
@@ -312,12 +315,17 @@ def _divided(jaxpr: Any) -> tuple[list[Any], list[str]]:
             continue
         needed.update(x for x in eqn.invars if not _compat.is_literal(x))
         name = eqn.primitive.name
-        if name in ("jof_compiled", "jof_compiled_rows"):
+        if name in ("jof_compiled", "jof_compiled_rows") and not _is_text(eqn):
             kernels.append(eqn)
         elif name not in traced.IDENTITIES and not _is_weakened(eqn):
             line = _compat.line_of(eqn)
             rest.append(f"{name} ({line})" if line else name)
     return kernels[::-1], rest[::-1]
+
+
+def _is_text(eqn: Any) -> bool:
+    """Whether a kernel is an `ElementwiseKernel`, which `fuse` leaves as it is."""
+    return not isinstance(eqn.params["spec"].definition.body, traced.Traced)
 
 
 def _is_weakened(eqn: Any) -> bool:

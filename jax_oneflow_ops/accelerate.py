@@ -525,7 +525,7 @@ def explain(
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: `platform` is unknown.
+      ValueError: `platform` is unknown, or is not here and the program calls the host.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_oneflow_ops as jof
@@ -549,7 +549,17 @@ def explain(
             jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
             traced = jitted.trace(*args, **kwargs)
             jaxpr = _compat.jaxpr_of(traced)
-            text = traced.lower(lowering_platforms=(lowered_for,)).as_text()
+            try:
+                text = traced.lower(lowering_platforms=(lowered_for,)).as_text()
+            except ValueError as error:
+                names = {e.primitive.name for e, *_ in _equations(jaxpr)}
+                if not any("callback" in name or "debug_print" in name for name in names):
+                    raise
+                raise ValueError(
+                    "explain: jax lowers a program that calls the host, as jax.debug.print does, "
+                    "for the platform of this process only. Remedy: leave out the calls, or "
+                    f"platform={platform!r}"
+                ) from error
     finally:
         _explanation.reset(token)
     # What is in a function of jit may not know where the program calls it.
@@ -628,7 +638,9 @@ def _slow(jaxpr: Any) -> list[Row]:
 
 def _help(equation: Any, made: dict[Any, Any]) -> tuple[str, list[Any], str] | None:
     """What a slow operation is, its result and operand, and the function that helps."""
-    primitive, (result, *_) = equation.primitive.name, [v.aval for v in equation.outvars]
+    if not equation.outvars:  # it prints, say
+        return None
+    primitive, result = equation.primitive.name, equation.outvars[0].aval
     if equation.params.get("name") == "_resize":
         if "gather" in {e.primitive.name for e, *_ in _equations(equation.params["jaxpr"])}:
             return "jax.image.resize", [result, equation.invars[0].aval], _RESIZE

@@ -855,6 +855,17 @@ def test_explain_of_functions_of_jit_keeps_their_options():
     assert not jof.explain(jnp.sin, TABLE).rows
 
 
+def test_explain_of_programs_that_call_the_host():
+    def f(table, ids):
+        jax.debug.print("{}", table[0, 0])
+        return adds(table, ids)
+
+    assert [row.swapped for row in jof.explain(f, TABLE, IDS).rows] == [True]
+    elsewhere = "cpu" if jax.default_backend() == "gpu" else "cuda"
+    with pytest.raises(ValueError, match="Remedy: leave out the calls, or platform="):
+        jof.explain(f, TABLE, IDS, platform=elsewhere)
+
+
 def test_functions_of_nnx_jit(measured):
     nnx = pytest.importorskip("flax.nnx")
 

@@ -394,6 +394,32 @@ def test_results_are_as_weakly_typed_as_those_of_jnp(partial):
     assert (len(report.kernels), report.rest) == (1, ())
 
 
+def test_fused_functions_in_a_fused_function():
+    gate = jof.fuse(lambda x: jnp.tanh(x) * 2)
+    norm = jof.fuse(lambda x: x / jnp.abs(x).max(-1, keepdims=True))
+
+    @jax.custom_jvp
+    def twice(x):
+        return gate(x) * 2
+
+    twice.defjvp(lambda xs, dxs: (twice(*xs), gate(xs[0]) * dxs[0]))
+
+    @jof.fuse
+    def f(x):
+        return norm(gate(x)) + twice(x)
+
+    x = normals(3, 4)
+    y = 2 * np.tanh(x)
+    assert_close(f(x), y / np.abs(y).max(-1, keepdims=True) + 2 * y, 1e-6, 1e-6)
+    assert targets(f, x) == ["jof_compiled_rows"]
+    dx = jax.grad(lambda x: jof.fuse(lambda x: twice(x) + 1)(x).sum())(x)
+    assert_close(dx, y, 1e-6, 1e-6)
+    double = jof.ElementwiseKernel("T x", "T y", "y = x * 2", "doubled")
+    assert not jof.fuse(lambda x: double(x), partial=True).explain(x).kernels
+    with pytest.raises(jof.FusionError, match=r"use the function of JAX .* such as jax\.nn\.gelu"):
+        jof.fuse(lambda x: jof.gelu(x))(x)
+
+
 def test_methods():
     class Layer(tuple):  # a pytree
         @jof.fuse
@@ -781,6 +807,8 @@ def test_bad_input():
         jof.fuse(lambda x, y: x + y)(x, normals(3))
     with pytest.raises(TypeError):
         jof.fuse(lambda x: x)("text")
+    with pytest.raises(jof.FusionError, match=r"bitcast_convert_type .* between sizes"):
+        jof.fuse(lambda x: jax.lax.bitcast_convert_type(x, jnp.int8))(x)
     with pytest.raises(jof.FusionError, match="capture what is no array in a closure"):
         jof.fuse(lambda x, n: sum(x**i for i in range(n)))(x, 3)
 

@@ -309,6 +309,8 @@ def _step(
     if not traced.is_elementwise(primitive) and primitive != "stop_gradient":
         raise _refused(name, eqn, line)
     dtype = eqn.invars[0].aval.dtype
+    if primitive == "bitcast_convert_type" and dtype.itemsize != eqn.outvars[0].aval.dtype.itemsize:
+        raise _refused(name, eqn, line, "between sizes ")
     _check_dtype(name, dtype)
     if not traced.is_supported(primitive, str(dtype)):
         raise _refused(name, eqn, line, f"of {dtype} ")
@@ -520,7 +522,7 @@ def _custom(
         avals = [v.aval for v in variables]
         # Rules know the types of what they were traced for, shardings included.
         with _compat.context_of(eqn):
-            closed = jax.make_jaxpr(rule)(avals, vectors)
+            closed = traced.make_jaxpr(rule, avals, vectors)
         found = plan(name, *_compat.jaxpr_and_consts(closed), demands, {}, line, space)
         return found.function(*map(where, found.leaves))
 
@@ -625,6 +627,11 @@ _REASONS = (
         r"^(while|scan|cond|switch)",
         "kernels have no loops and branches",
         "use jnp.where in place of a branch, and write out short loops in Python",
+    ),
+    (
+        r"^jof_",
+        "it is a kernel of its own",
+        "use the function of JAX that it replaces, such as jax.nn.gelu",
     ),
     (r"random|threefry|rng", "kernels draw no random numbers", "draw them before the call"),
     (

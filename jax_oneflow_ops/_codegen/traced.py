@@ -1,5 +1,6 @@
 """A body that is traced: a jaxpr of scalars, and its C++."""
 
+import contextvars
 import dataclasses
 import functools
 import math
@@ -43,6 +44,19 @@ class FusionError(NotImplementedError):
         return type(self), (self.args[0], self.primitive, self.line)
 
 
+# Whether a function is traced that becomes a kernel: fused functions that it calls are parts of it.
+is_tracing = contextvars.ContextVar("is_tracing", default=False)
+
+
+def make_jaxpr(fun: Callable[..., Any], *args: Any) -> Any:
+    """That of a function that becomes a kernel, or part of one."""
+    token = is_tracing.set(True)
+    try:
+        return jax.make_jaxpr(fun)(*args)
+    finally:
+        is_tracing.reset(token)
+
+
 _NEED_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -53,7 +67,7 @@ _NEED_VALUES = (
 def trace(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> Any:
     """The jaxpr of a function that users wrote."""
     try:
-        closed = jax.make_jaxpr(fun)(*args)
+        closed = make_jaxpr(fun, *args)
     except _NEED_VALUES as error:
         raise FusionError(
             f"{name}: the function needs the values of an array while it is traced, as for a "
