@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import pickle
 import re
 
@@ -252,7 +253,10 @@ def test_casts_are_those_of_astype():
                 assert_close(a, e, 0, 0, what=f"{of} {k}")
 
 
-def test_bits():
+def test_bits(monkeypatch):
+    """The source includes all that it needs: without the headers that conftest.py precompiles."""
+    monkeypatch.setenv("CXX", os.environ["JOF_TEST_CXX"])
+
     def f(x, h, b):
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
         return (
