@@ -953,10 +953,10 @@ def test_rows_of_several_dimensions_and_constants():
         return y * row, y.max((-2, -1)), (row * x).sum((-2, -1)), jnp.ones((2, 2))
 
     x, row = normals(3, 6, 5), normals(6, 1, key=2)
-    for a, e in zip(jax.jit(f)(x, row), f.__wrapped__(x, row), strict=True):
+    for a, e in zip(jax.jit(f)(x, row), jax.jit(f.__wrapped__)(x, row), strict=True):
         assert_close(a, e, 1e-5, 1e-5)
     grads = [
-        jax.grad(lambda x, r, f=f: sum((y * y).sum() for y in f(x, r)), (0, 1))(x, row)
+        jax.jit(jax.grad(lambda x, r, f=f: sum((y * y).sum() for y in f(x, r)), (0, 1)))(x, row)
         for f in (f, f.__wrapped__)
     ]
     jax.tree.map(lambda a, e: assert_close(a, e, 1e-4, 1e-3), *grads)
@@ -966,8 +966,8 @@ def test_rows_of_one_element_and_of_none():
     f = jof.fuse(lambda x: jax.nn.softmax(x) + x.max(-1, keepdims=True))
     for shape in [(3, 1), (0, 4), (4,), (2, 1, 3)]:
         x = normals(*shape)
-        assert_close(f(x), jax.nn.softmax(x) + x.max(-1, keepdims=True), 1e-6, 1e-6)
-        assert jax.grad(lambda x: f(x).sum())(x).shape == shape
+        assert_close(f(x), jax.jit(f.__wrapped__)(x), 1e-6, 1e-6)
+        assert jax.jit(jax.grad(lambda x: f(x).sum()))(x).shape == shape
 
 
 def test_results_of_reductions_are_not_rounded():
@@ -1006,7 +1006,7 @@ def test_transformations_of_rows(tmp_path):
             jax.linearize(h, *args)[1](*args),
         )
 
-    ours, theirs = jax.jit(functools.partial(programs, f))(), programs(layer_norm)
+    ours, theirs = (jax.jit(functools.partial(programs, h))() for h in (f, layer_norm))
     jax.tree.map(lambda a, e: assert_close(a, e, 1e-4, 1e-4), ours, theirs)
     donated = jax.jit(f, donate_argnums=0)(args[0] + 0, *args[1:])
     assert_close(donated, layer_norm(*args), 1e-5, 1e-5)
