@@ -37,8 +37,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from jax_oneflow_ops import _policy  # noqa: E402
-from jax_oneflow_ops._codegen import compilers  # noqa: E402
+from jax_oneflow_ops import _native, _policy  # noqa: E402
+from jax_oneflow_ops._codegen import cache, compilers  # noqa: E402
 
 # JAX makes many objects that live long; looking for cycles among them takes a tenth of the time.
 gc.freeze()
@@ -51,22 +51,26 @@ compilers._FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compilers.
 
 def use_precompiled_headers():
     """Compiles what all generated kernels include once, for later runs, too: hundreds of kernels
-    take half as long then, and are the same.
+    take half as long then. test_kernel.py has some compiled as users do.
     """
     os.environ["JOF_TEST_CXX"] = os.environ.get("CXX", "c++")  # for what is no kernel
     if "CXX" in os.environ:
         return
+    included = ("<immintrin.h>", "<math.h>", '"cpu/compiled.h"', '"common/traced.h"')
+    included += tuple(f'"ops/{name}.h"' for name in ("rows", "traced_rows", "messages"))
     compiler = compilers.CppCompiler()
-    key = hashlib.sha256(repr((compiler.target, compiler.identity)).encode()).hexdigest()[:16]
+    parts = (compiler.target, compiler.identity, cache._headers_hash())
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     header = Path(__file__).resolve().parents[1] / "build" / "headers" / key / "first.h"
     compiled = header.with_suffix(".h.gch")
     try:
         if not compiled.exists():
             header.parent.mkdir(parents=True, exist_ok=True)
-            header.write_text("#include <immintrin.h>\n#include <math.h>\n")
+            header.write_text("".join(f"#include {name}\n" for name in included))
             part = compiled.with_suffix(f".{os.getpid()}")
             linked = compilers._LINKER_FLAGS.get(sys.platform, ())
             flags = [flag for flag in compiler._flags if flag not in linked]
+            flags += ["-DJOF_CPU_ISA=generated", f"-I{_native.include_dir()}"]
             command = [*compiler._command, *flags, "-x", "c++-header", header, "-o", part]
             subprocess.run(command, check=True, capture_output=True)
             part.replace(compiled)

@@ -394,7 +394,7 @@ def cases_and_platforms(cases, one, several):
 
 @pytest.mark.usefixtures("cuda_module")
 @pytest.mark.parametrize(
-    ("case", "platforms"), [*cases_and_platforms(CASES, ["cpu", "cuda"], [["cuda"]])]
+    ("case", "platforms"), [*cases_and_platforms(EACH_KIND, ["cpu", "cuda"], [["cuda"]])]
 )
 def test_cuda_lowering_names_the_target(case, platforms):
     """On a machine with or without a GPU: the value, and the gradient, which the squares need."""
