@@ -46,7 +46,10 @@ struct Messages<Functor, T, kReduction, Tuple<In...>> {
   JOF_INLINE int32_t Other(int64_t edge) const {
     return call.others == nullptr ? 0 : call.others[edge];
   }
-  void Add(int64_t p, A* state) const {
+  void Add(int64_t p, int64_t q, A* state) const {
+    for (; p < q; ++p) AddEdge(p, state);
+  }
+  void AddEdge(int64_t p, A* state) const {
     if (p + kRowsAhead < call.edges.count) {
       const int32_t ahead = Other(call.edges.Edge(p + kRowsAhead));
       Prefetch(IsRow(ahead, call.other_rows) ? ahead : 0, MakeIndices<sizeof...(In)>());
@@ -68,7 +71,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>> {
   // The result of an edge: sums of `inner` columns, in a state of its own.
   void Store(int64_t p, A* state) const {
     Clear(state);
-    Add(p, state);
+    AddEdge(p, state);
     const int64_t inner = call.inner, count = values / inner;
     if (inner > 1) {
       for (int64_t i = 0; i < count; ++i) {
