@@ -32,7 +32,7 @@ JOF_INLINE void PrefetchRowOf(const T* table, int32_t id, int64_t rows, int64_t 
 
 // The edge whose rows are to be asked for at position p, or -1.
 JOF_INLINE int64_t EdgeAhead(const PlannedEdges& edges, const int32_t* ids, int64_t p) {
-  if (edges.order != nullptr && p + 2 * kRowsAhead < edges.count) {
+  if (ids != nullptr && edges.order != nullptr && p + 2 * kRowsAhead < edges.count) {
     __builtin_prefetch(ids + edges.Edge(p + 2 * kRowsAhead));
   }
   return p + kRowsAhead < edges.count ? edges.Edge(p + kRowsAhead) : -1;

@@ -54,18 +54,10 @@ JOF_INLINE void ForEachVector(int64_t i, int64_t n, const Visitor& visit) {
   }
 }
 
-// The weights of edges: one for all columns, or one for each.
-template <typename W, typename A, bool kIsOfColumn>
+// The weights of edges: one for all columns, or one for each. Of edges[k] they are at
+// weights + edges[k] * step.
+template <typename W, bool kIsOfColumn>
 struct EdgeWeights {
-  template <int kLanes>
-  JOF_INLINE auto At(int64_t k, int64_t i) const {
-    const W* const of_edge = weights + edges[k] * step;
-    if constexpr (kIsOfColumn) {
-      return Widen<A, kLanes>(of_edge + i);
-    } else {
-      return Accumulator<W>::Load(*of_edge);
-    }
-  }
   const W* weights;
   const int64_t* edges;
   int64_t step;
@@ -73,26 +65,35 @@ struct EdgeWeights {
 
 // sums[i] += the sum over edges of weight * rows[k][i], for columns i < n, of which so many vectors
 // are summed in registers: then half as many, then half as many values.
-template <typename T, typename A, typename Weights, int kLanes = kFullLanes<A>, int kVectors = 8>
+template <typename T, typename A, typename W, bool kIsOfColumn, int kLanes = kFullLanes<A>,
+          int kVectors = 8>
 __attribute__((noinline)) void AddRows(const T* const* rows, int64_t first, int64_t count,
-                                       const Weights& weights, int64_t i, int64_t n, A* sums) {
+                                       const EdgeWeights<W, kIsOfColumn>& weights, int64_t i,
+                                       int64_t n, A* sums) {
   for (; i + kLanes * kVectors <= n; i += kLanes * kVectors) {
     Wide<A, kLanes> sum[kVectors];
     for (int v = 0; v < kVectors; ++v) sum[v] = Widen<A, kLanes>(sums + i + v * kLanes);
     for (int64_t k = 0; k < count; ++k) {
-      const T* const row = rows[k] + first + i;
+      const T* row = rows[k] + first + i;
+      const W* weight = weights.weights + weights.edges[k] * weights.step + (kIsOfColumn ? i : 0);
+      // Or GCC keeps an offset for each vector, in more registers than there are.
+      asm("" : "+r"(row), "+r"(weight));
       for (int v = 0; v < kVectors; ++v) {
-        sum[v] +=
-            weights.template At<kLanes>(k, i + v * kLanes) * Widen<A, kLanes>(row + v * kLanes);
+        const auto x = Widen<A, kLanes>(row + v * kLanes);
+        if constexpr (kIsOfColumn) {
+          sum[v] += Widen<A, kLanes>(weight + v * kLanes) * x;
+        } else {
+          sum[v] += Widen<A, 1>(weight) * x;
+        }
       }
     }
-    memcpy(sums + i, sum, sizeof(sum));
+    for (int v = 0; v < kVectors; ++v) memcpy(sums + i + v * kLanes, &sum[v], sizeof(sum[v]));
   }
   if (i == n) return;
   if constexpr (kVectors > 1) {
-    AddRows<T, A, Weights, kLanes, kVectors / 2>(rows, first, count, weights, i, n, sums);
+    AddRows<T, A, W, kIsOfColumn, kLanes, kVectors / 2>(rows, first, count, weights, i, n, sums);
   } else if constexpr (kLanes > 1) {
-    AddRows<T, A, Weights, kLanes / 2, 1>(rows, first, count, weights, i, n, sums);
+    AddRows<T, A, W, kIsOfColumn, kLanes / 2, 1>(rows, first, count, weights, i, n, sums);
   }
 }
 
@@ -317,12 +318,12 @@ struct MessageSum {
                               int64_t step, int64_t first, int64_t heads, int64_t width,
                               A* state) const {
     if (width == 1) {
-      const EdgeWeights<W, A, true> own{weights, edges, step};
+      const EdgeWeights<W, true> own{weights, edges, step};
       return AddRows<T, A>(block.rows, first, block.count, own, 0, heads, state + first);
     }
     for (int64_t h = 0; h < heads; ++h) {
       const int64_t at = (first + h) * width;
-      const EdgeWeights<W, A, false> one{weights + h, edges, step};
+      const EdgeWeights<W, false> one{weights + h, edges, step};
       AddRows<T, A>(block.rows, at, block.count, one, 0, width, state + at);
     }
   }
@@ -475,7 +476,7 @@ struct SumOfProducts {
       const int64_t count = TakeEdges(call, p, q, edges);
       for (int64_t k = 0; k < count; ++k)
         rows[k] = static_cast<const T*>(call.x) + edges[k] * values;
-      const EdgeWeights<T, A, true> tangents{static_cast<const T*>(call.tangent), edges, values};
+      const EdgeWeights<T, true> tangents{static_cast<const T*>(call.tangent), edges, values};
       AddRows<T, A>(rows, 0, count, tangents, 0, values, state);
     }
   }
