@@ -167,7 +167,7 @@ def test_message_sum(row, of_weights):
     segments=st.integers(0, 20),
     edges=st.sampled_from((0, 1, 2, 31, 200, 1025, 3000)),
     heads=st.integers(1, 5),
-    width=st.sampled_from((1, 2, 3, 4, 8)),
+    width=st.sampled_from((1, 2, 3, 24, 133)),
     planned=st.booleans(),
     seed=st.integers(0, 9),
 )

@@ -14,13 +14,35 @@ JOF_NAMESPACE_BEGIN
 
 namespace internal {
 
-// Positions ahead of which the beginnings of rows are asked for.
-constexpr int64_t kRowsAhead = 12;
+// Positions ahead of which rows are asked for, and of their ids twice as many; and the bytes of a
+// row that are. The hardware follows from there.
+constexpr int64_t kRowsAhead = 16, kBytesAhead = 1024;
+
+JOF_INLINE void PrefetchRow(const void* row, int64_t bytes) {
+  const char* const at = static_cast<const char*>(row);
+  for (int64_t k = 0; k < bytes && k < kBytesAhead; k += 64) __builtin_prefetch(at + k);
+}
+
+// The same of a row of a table, if an id names one.
+template <typename T>
+JOF_INLINE void PrefetchRowOf(const T* table, int32_t id, int64_t rows, int64_t columns) {
+  if (!IsRow(id, rows)) return;
+  PrefetchRow(table + id * columns, columns * static_cast<int64_t>(sizeof(T)));
+}
+
+// The edge whose rows are to be asked for at position p, or -1.
+JOF_INLINE int64_t EdgeAhead(const PlannedEdges& edges, const int32_t* ids, int64_t p) {
+  if (ids != nullptr && edges.order != nullptr && p + 2 * kRowsAhead < edges.count) {
+    __builtin_prefetch(ids + edges.Edge(p + 2 * kRowsAhead));
+  }
+  return p + kRowsAhead < edges.count ? edges.Edge(p + kRowsAhead) : -1;
+}
 
 // Programs have
 //   A, values                     the type of a state's values and how many there are
 //   segments
-//   Clear(state), Add(p, state)   the edge at a position
+//   Clear(state)
+//   Add(p, q, state)              the edges at positions [p, q), all of one segment
 //   Combine(part, state)
 //   Finish(segment, state)        rounds and writes it; the state is lost
 
@@ -33,15 +55,15 @@ inline void ReduceChunk(const Program& program, const PlannedEdges& edges, void*
   const int64_t last = first + length < edges.count ? first + length : edges.count;
   A* carries = static_cast<A*>(scratch) + chunk * 2 * program.values;
   bool in_head = first > 0 && first < last && keys[first - 1] == keys[first];
-  for (int64_t p = first; p < last; in_head = false) {
+  for (int64_t p = first, q; p < last; p = q, in_head = false) {
     const int32_t key = keys[p];
+    for (q = p + 1; q < last && keys[q] == key;) ++q;
+    if (!IsRow(key, program.segments)) continue;
     A* state = carries + (in_head ? 0 : program.values);
     program.Clear(state);
-    do {
-      program.Add(p++, state);
-    } while (p < last && keys[p] == key);
-    const bool goes_on = p == last && last < edges.count && keys[last] == key;
-    if (!in_head && !goes_on && IsRow(key, program.segments)) program.Finish(key, state);
+    program.Add(p, q, state);
+    const bool goes_on = q == last && last < edges.count && keys[last] == key;
+    if (!in_head && !goes_on) program.Finish(key, state);
   }
 }
 

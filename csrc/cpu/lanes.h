@@ -88,6 +88,12 @@ JOF_INLINE void Store(const Lanes<float, N>& in, Half* out) {
 // The conversions of binary16 that processors have. These overloads win over the templates.
 
 #if defined(JOF_F16C)
+JOF_INLINE void Load(const Half* in, Lanes<float, 2>* out) {
+  int bits;
+  memcpy(&bits, in, sizeof(bits));
+  const __m128 values = _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
+  memcpy(&out->values, &values, sizeof(out->values));
+}
 JOF_INLINE void Load(const Half* in, Lanes<float, 4>* out) {
   out->values = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(in)));
 }

@@ -46,10 +46,13 @@ struct Messages<Functor, T, kReduction, Tuple<In...>> {
   JOF_INLINE int32_t Other(int64_t edge) const {
     return call.others == nullptr ? 0 : call.others[edge];
   }
-  void Add(int64_t p, A* state) const {
-    if (p + kRowsAhead < call.edges.count) {
-      const int32_t ahead = Other(call.edges.Edge(p + kRowsAhead));
-      Prefetch(IsRow(ahead, call.other_rows) ? ahead : 0, MakeIndices<sizeof...(In)>());
+  void Add(int64_t p, int64_t q, A* state) const {
+    for (; p < q; ++p) AddEdge(p, state);
+  }
+  void AddEdge(int64_t p, A* state) const {
+    if (const int64_t ahead = EdgeAhead(call.edges, call.others, p); ahead >= 0) {
+      const int32_t other = Other(ahead);
+      Prefetch(ahead, IsRow(other, call.other_rows) ? other : 0, MakeIndices<sizeof...(In)>());
     }
     const int64_t edge = call.edges.Edge(p);
     const int32_t key = call.edges.keys[p], other = Other(edge);
@@ -68,7 +71,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>> {
   // The result of an edge: sums of `inner` columns, in a state of its own.
   void Store(int64_t p, A* state) const {
     Clear(state);
-    Add(p, state);
+    AddEdge(p, state);
     const int64_t inner = call.inner, count = values / inner;
     if (inner > 1) {
       for (int64_t i = 0; i < count; ++i) {
@@ -99,15 +102,16 @@ struct Messages<Functor, T, kReduction, Tuple<In...>> {
     return static_cast<const Element*>(call.inputs[k]) + row * call.strides[k];
   }
   template <int... k>
-  JOF_INLINE void Prefetch(int32_t other, Indices<k...>) const {
-    (PrefetchRow<In, k>(other), ...);
+  JOF_INLINE void Prefetch(int64_t edge, int32_t other, Indices<k...>) const {
+    (PrefetchInput<In, k>(edge, other), ...);
   }
+  // Rows of edges are read in order where there is no other order.
   template <typename One, int k>
-  JOF_INLINE void PrefetchRow(int32_t other) const {
-    if constexpr (One::kRowOf == RowOf::kOther) {
-      const char* at = static_cast<const char*>(Row<One, k>(0, 0, other));
-      __builtin_prefetch(at);
-      __builtin_prefetch(at + 64);
+  JOF_INLINE void PrefetchInput(int64_t edge, int32_t other) const {
+    if constexpr (One::kRowOf == RowOf::kOther || One::kRowOf == RowOf::kEdge) {
+      if (One::kRowOf == RowOf::kEdge && call.edges.order == nullptr) return;
+      const int64_t size = static_cast<int64_t>(sizeof(typename One::Operand::Element));
+      PrefetchRow(Row<One, k>(edge, 0, other), call.strides[k] * size);
     }
   }
 

@@ -436,18 +436,61 @@ inline void SortedCarry(const ScatterCall& call, int64_t b, int64_t chunk) {
   SumRows<r, A>(rows, chunk + 1, last, 0, inner, ToResult<r, T>{result, call.has_operand()});
 }
 
+template <Reducer r>
+constexpr bool kIsSum = r == Reducer::kAdd || r == Reducer::kMultiply;
+
+// Combines so many values with those at `out`.
+template <Reducer r, int kLanes, typename T, typename Out>
+JOF_INLINE void CombineLanes(const T* in, Out* out) {
+  using A = Compute<T>;
+  if constexpr (kLanes == 1) {
+    // Selected in a vector: of scalars GCC makes branches, and which one is larger is hard to
+    // predict.
+    Lanes<A, 16 / sizeof(A)> sum{}, value{};
+    sum.values[0] = LoadScalar(*out);
+    value.values[0] = LoadScalar(*in);
+    sum.values = Reduction<r>::Combine(sum.values, value.values);
+    *out = Accumulator<Out>::Store(static_cast<A>(sum.values[0]));
+  } else {
+    Lanes<A, kLanes> sum, value;
+    Load(out, &sum);
+    Load(in, &value);
+    sum.values = Reduction<r>::Combine(sum.values, value.values);
+    Store(sum, out);
+  }
+}
+
+// The same of n values, in line: in a short row a call for each length of a vector is what takes
+// the time. The last vector of a maximum or minimum overlaps the one before, which changes nothing;
+// it is read first, since what was just written cannot be read in other pieces at once.
+template <Reducer r, typename T, typename Out, int kLanes = kFullLanes<Compute<T>>>
+JOF_INLINE void CombineInline(const T* in, int64_t n, Out* out) {
+  int64_t i = 0;
+  if constexpr (kIsSum<r> || kLanes == 1) {
+    for (; i + kLanes <= n; i += kLanes) CombineLanes<r, kLanes>(in + i, out + i);
+    if constexpr (kLanes > 1) CombineInline<r, T, Out, kLanes / 2>(in + i, n - i, out + i);
+  } else {
+    if (n < kLanes) return CombineInline<r, T, Out, kLanes / 2>(in, n, out);
+    Lanes<Compute<T>, kLanes> last, value;
+    Load(out + n - kLanes, &last);
+    Load(in + n - kLanes, &value);
+    last.values = Reduction<r>::Combine(last.values, value.values);
+    for (; i + kLanes < n; i += kLanes) CombineLanes<r, kLanes>(in + i, out + i);
+    Store(last, out + n - kLanes);
+  }
+}
+
 // Combines a row of kWidth values, n if that is 0, with those at `out`.
 template <Reducer r, int kWidth, typename T, typename Out>
 JOF_INLINE void CombineNarrowRow(const T* row, int64_t n, Out* out) {
   using A = Compute<T>;
-  if constexpr (kWidth == 0 && !std::is_same<T, Out>::value) {
+  if constexpr (kWidth == 0 && !kIsSum<r>) {
+    CombineInline<r>(row, n, out);
+  } else if constexpr (kWidth == 0 && !std::is_same<T, Out>::value) {
+    if (n < kFullLanes<A>) return CombineInline<r>(row, n, out);
     CombineRow<r>(row, n, out);
   } else if constexpr (kWidth > 1 && (kWidth & (kWidth - 1)) == 0 && kWidth <= kFullLanes<A>) {
-    Lanes<A, kWidth> sum, value;
-    Load(out, &sum);
-    Load(row, &value);
-    sum.values = Reduction<r>::Combine(sum.values, value.values);
-    Store(sum, out);
+    CombineLanes<r, kWidth>(row, out);
   } else {
     const T* __restrict in = row;
     Out* __restrict sums = out;
