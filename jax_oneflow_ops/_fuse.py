@@ -331,7 +331,7 @@ def _is_text(eqn: Any) -> bool:
 def _is_weakened(eqn: Any) -> bool:
     """Whether an operation changes no value, but how jnp promotes it."""
     is_cast = eqn.primitive.name == "convert_element_type"
-    return is_cast and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    return is_cast and bool(eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype)
 
 
 def _described(atoms: Sequence[Any]) -> tuple[tuple[str, ...], int]:
