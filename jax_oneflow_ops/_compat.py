@@ -241,7 +241,7 @@ RELEASE = jax.__version__
 OFF = "off"
 _SCOPE = "jof_accelerate"  # the key in the metadata of equations, where users may have others
 _replacing = threading.Lock()
-_replaced: set[tuple[core.Primitive, str]] = set()
+_replaced: set[tuple[core.Primitive, str | None]] = set()
 
 Lowering = Callable[..., Any]
 
@@ -262,8 +262,35 @@ def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextM
 
 def scope_of(ctx: Any) -> str | None:
     """What `in_scope` was given where the equation that is being lowered was traced."""
-    metadata = getattr(ctx.jaxpr_eqn_ctx, "xla_metadata", None) or {}
+    return _scope_in(ctx.jaxpr_eqn_ctx)
+
+
+def _scope_in(context: Any) -> str | None:
+    metadata = getattr(context, "xla_metadata", None) or {}
     return cast(str | None, metadata.get(_SCOPE))
+
+
+def scope_of_equation(eqn: Any) -> str | None:
+    """The same of an equation of a jaxpr."""
+    return _scope_in(eqn.ctx)
+
+
+def is_equation_computed_elsewhere(eqn: Any) -> bool:
+    """The same as `is_computed_elsewhere` of an equation of a jaxpr."""
+    return getattr(eqn.ctx, "compute_type", None) is not None
+
+
+def only_platform(ctx: Any) -> str | None:
+    """The platform of a program for one device and arrays of known sizes; None for others."""
+    platforms = ctx.module_context.platforms
+    is_known = len(platforms) == 1 and not ctx.dim_var_values and is_for_one_device(ctx)
+    return platforms[0] if is_known else None
+
+
+@functools.cache
+def jit_primitive() -> core.Primitive:
+    """That of the calls of functions of `jax.jit`."""
+    return cast(core.Primitive, jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].primitive)
 
 
 def is_computed_elsewhere(ctx: Any) -> bool:
@@ -273,14 +300,15 @@ def is_computed_elsewhere(ctx: Any) -> bool:
 
 def replace_lowerings(
     primitives: Sequence[core.Primitive],
-    platforms: Sequence[str],
-    replacement: Callable[[core.Primitive, str, Lowering], Lowering],
+    platforms: Sequence[str | None],
+    replacement: Callable[[core.Primitive, Any, Lowering], Lowering],
     *,
     has_kernels: bool = True,
 ) -> None:
     """Registers `replacement(primitive, platform, the rule so far)`, once for each.
 
-    With `has_kernels` it may lower to kernels, which need to know the devices and the operands.
+    With `has_kernels` it may lower to kernels, which need to know the devices and the operands. The
+    platform None stands for all that have no rule of their own.
 
     Raises AttributeError, ImportError or TypeError where jax's internals differ from those known.
     """
@@ -295,7 +323,7 @@ def replace_lowerings(
             for platform in platforms:
                 if (primitive, platform) in _replaced:
                     continue
-                special = mlir_internals._platform_specific_lowerings[platform]
+                special = mlir_internals._platform_specific_lowerings.get(platform, {})
                 entry = special.get(primitive) or mlir_internals._lowerings[primitive]
                 rule = replacement(primitive, platform, entry.rule)
                 # A lowering that jax caches is given no operands, of which some are zeros.
@@ -383,6 +411,26 @@ def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
         return None
     found = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
     return next((jaxpr_and_consts(jaxpr) for jaxpr in found if jaxpr is not None), None)
+
+
+def is_plain_call(eqn: Any) -> bool:
+    """Whether an equation only calls a function: what it computes may be written in its place.
+
+    Others say where arrays are, how they are compiled, or what is computed again.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if called_jaxpr(eqn) is None or name in ("remat", "remat2", "checkpoint"):
+        return False
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    is_free = all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+    return is_free and not any(layouts) and not params.get("compiler_options_kvs")
+
+
+def donated_operands(eqn: Any) -> list[Any]:
+    """The operands that a call of a function of `jax.jit` donates."""
+    flags = eqn.params.get("donated_invars", ())
+    return [x for x, flag in zip(eqn.invars, flags, strict=False) if flag and not is_literal(x)]
 
 
 def bind_equation(eqn: Any, args: Sequence[Any]) -> Any:

@@ -32,6 +32,7 @@ from jax_oneflow_ops._report import Report, Row
 F = TypeVar("F", bound=Callable[..., Any])
 _PLATFORMS = ("cpu", "cuda")
 _ON, _DETERMINISTIC = "on", "deterministic"
+_FUSE = "+fuse"  # after either of them
 _TAG = "jof_row"  # of operations in a program that is explained
 
 
@@ -108,12 +109,18 @@ class _Choice:
     decision: _policy.Decision | None = None
 
 
+def _mode(ctx: Any) -> str | None:
+    """What becomes of scatters where an operation was traced."""
+    scope = _compat.scope_of(ctx)
+    return scope and scope.removesuffix(_FUSE)
+
+
 def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
     """The lowering rule of `primitive`, which was `rule` so far."""
     reduction = _REDUCTIONS[primitive]
 
     def lower(ctx: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
-        scope = _compat.scope_of(ctx)
+        scope = _mode(ctx)
         if scope not in (_ON, _DETERMINISTIC):
             return rule(ctx, operand, indices, updates, **params)
         explanation = _explanation.get()
@@ -165,7 +172,7 @@ def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
 
     def lower(ctx: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
         is_plain = params["update_jaxpr"] is None and not params["unique_indices"]
-        if _compat.scope_of(ctx) == _DETERMINISTIC and is_plain:
+        if _mode(ctx) == _DETERMINISTIC and is_plain:
             rows = _find(ctx.avals_in, params)
             if isinstance(rows, _scatter_rows.Rows):
                 function = _same(_set, rows=rows)
@@ -195,7 +202,7 @@ def _unrolled(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
     """
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        if _compat.scope_of(ctx) in (_ON, _DETERMINISTIC) and _is_search(ctx, params):
+        if _mode(ctx) in (_ON, _DETERMINISTIC) and _is_search(ctx, params):
             params["unroll"] = params["length"]
         return rule(ctx, *args, **params)
 
@@ -216,6 +223,37 @@ def _is_search(ctx: Any, params: Any) -> bool:
         return False
     done = collections.Counter(e.primitive.name for e, *_ in _equations(body))
     return done["gather"] == 1 and not done["while"] + done["scan"]
+
+
+def _with_chains(primitive: Any, platform: None, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of calls of functions: chains of elementwise operations in them become kernels."""
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        scope = _compat.scope_of(ctx)
+        target = _compat.only_platform(ctx)
+        if scope and scope.endswith(_FUSE) and target in _PLATFORMS and _runs_kernels(target):
+            from jax_oneflow_ops import _chains  # imported lazily: few programs need it
+
+            done, jaxpr = _compat.functions_of_module(ctx), params["jaxpr"]
+            key = _with_chains, jaxpr
+            if key not in done:
+                done[key] = _chains.rewritten(params["name"], jaxpr, target, _is_open)
+            params["jaxpr"] = done[key]
+        return rule(ctx, *args, **params)
+
+    return lower
+
+
+def _runs_kernels(platform: str) -> bool:
+    implementation = _native.choose_implementation("accelerate", None)
+    return _native.is_used("accelerate", platform, implementation)
+
+
+def _is_open(eqn: Any) -> bool:
+    """Whether an operation of a function may become part of a kernel."""
+    scope = _compat.scope_of_equation(eqn)
+    is_outside = scope is not None and not scope.endswith(_FUSE)
+    return not is_outside and not _compat.is_equation_computed_elsewhere(eqn)
 
 
 def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
@@ -341,8 +379,12 @@ def _problem(value: str) -> str | None:
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _unrolled, has_kernels=False)
-        if value == _DETERMINISTIC:
+        if value.startswith(_DETERMINISTIC):
             _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
+        if value.endswith(_FUSE):
+            # For all platforms: others would make a program for several of them branch here.
+            jit_p = _compat.jit_primitive()
+            _compat.replace_lowerings([jit_p], [None], _with_chains, has_kernels=False)
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
         warnings.warn(
@@ -381,10 +423,14 @@ class _Scope(contextlib.ContextDecorator):
 
 
 @overload
-def accelerate(fun: F, *, tune: bool = False, deterministic: bool = False) -> F: ...
+def accelerate(
+    fun: F, *, tune: bool = False, deterministic: bool = False, fuse: bool = False
+) -> F: ...
 @overload
 def accelerate(fun: bool = True, *, deterministic: bool = False) -> _Scope: ...
-def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = False) -> Any:
+def accelerate(
+    fun: Any = True, *, tune: bool = False, deterministic: bool = False, fuse: bool = False
+) -> Any:
     """Runs a program with this package's kernels, without a change to the program.
 
     Inside, JAX's own scatters that add, subtract, multiply or take maxima or minima run as native
@@ -449,9 +495,14 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
       >>> print(count(jnp.array([0, 2, 2, 3, 2])))
       [1 0 3 1]
     """
-    if not callable(fun) and (tune or not isinstance(fun, bool)):
+    if not callable(fun) and (tune or fuse or not isinstance(fun, bool)):
         if tune and isinstance(fun, bool):
             raise TypeError("accelerate: tune=True times a function: accelerate(step, tune=True)")
+        if fuse and isinstance(fun, bool):
+            raise TypeError(
+                "accelerate: fuse=True rewrites a function, and a `with` statement has none; pass "
+                "the function, and call what accelerate returns: accelerate(step, fuse=True)"
+            )
         raise TypeError(
             f"accelerate: fun must be a function, True or False, got {type(fun).__name__}; pass "
             "the function, and call what accelerate returns: accelerate(step)(state, batch)"
@@ -462,14 +513,21 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
             "deterministic=True cannot hold; pass one of them"
         )
     value = _compat.OFF if fun is False else _DETERMINISTIC if deterministic else _ON
-    scope = _Scope(value)
+    scope = _Scope(value + _FUSE if fuse else value)
     if isinstance(fun, bool):
         return scope
     if not tune:
-        return scope(fun)
+        return scope(_program(fun) if fuse else fun)
     from jax_oneflow_ops import _tune  # imported lazily: few programs need it
 
-    return _tune.tuned(fun, scope(fun if hasattr(fun, "trace") else jax.jit(fun)))
+    jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
+    return _tune.tuned(jitted, scope(_program(jitted) if fuse else jitted), value + _FUSE * fuse)
+
+
+def _program(fun: Callable[..., Any]) -> Callable[..., Any]:
+    from jax_oneflow_ops import _chains  # imported lazily: few programs need it
+
+    return _chains.program(fun)
 
 
 _RESIZE = "jof.resize, of the same signature, repeats pixels faster than gathers do"
