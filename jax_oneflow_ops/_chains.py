@@ -4,8 +4,8 @@ Programs are rewritten where they are lowered, after differentiation and batchin
 function is divided as for ``fuse(partial=True)``; of the kernels that it could have, it gets those
 that `_policy` finds worthwhile and that take no work from XLA that it does in passing:
 
-- nothing that XLA computes reads what the kernel computes, since it would be the same pass over
-  memory in XLA: the sum of a bias' gradient, a norm;
+- on GPUs nothing that XLA computes reads what the kernel computes, since it would be the same pass
+  over memory in XLA: the sum of a bias' gradient, a norm;
 - what the kernel reads is in memory in any case: it is no slice, transpose or random number, which
   XLA would compute where it is read, and no value of a row, as of a norm or softmax.
 """
@@ -23,7 +23,7 @@ from jax_oneflow_ops._codegen import parts, scalars
 from jax_oneflow_ops._codegen.primitive import MAX_OPERANDS
 from jax_oneflow_ops._codegen.traced import FusionError
 
-_BODIES = re.compile(r"^(scan|while|cond|remat2?|checkpoint)$")
+_BODIES = re.compile(r"^(scan|while|cond|remat2?|checkpoint|p?jit)$")
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _RANDOM = re.compile(r"^(random_|threefry|rng_)")
 _OF_ROWS = re.compile(r"^(reduce_|arg(max|min)$|cum)")
@@ -57,7 +57,8 @@ def rewritten(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Any:
     def run(*args: Any) -> list[Any]:
         return parts.evaluate(divided, chosen, consts, args, kernel, bind)
 
-    new = jax.make_jaxpr(run)(*(var.aval for var in divided.jaxpr.invars))
+    with _compat.in_scope(_compat.OFF):  # what kernels are called by is not rewritten again
+        new = jax.make_jaxpr(run)(*(var.aval for var in divided.jaxpr.invars))
     flat, made = _compat.jaxpr_and_consts(new)
     if len(made) != len(_compat.jaxpr_and_consts(jaxpr)[1]):
         return jaxpr  # such as constants of a body that cannot have any
@@ -110,8 +111,9 @@ def _has_plain_dtype(aval: Any) -> bool:
 
 def _may_gain(jaxpr: Any) -> bool:
     """Whether there is a result of a chain that is large enough, without a closer look."""
+    least = min(one.least_bytes for one in _policy.CHAINS) / 8  # of all that a chain moves
     for eqn in jaxpr.eqns:
-        if any(_is_narrow(v.aval) and 8 * _policy.nbytes(v.aval) >= _LEAST for v in eqn.outvars):
+        if any(_is_narrow(v.aval) and _policy.nbytes(v.aval) >= least for v in eqn.outvars):
             return True
         for inner in jax.tree.leaves(eqn.params, is_leaf=_policy.is_jaxpr):
             if _policy.is_jaxpr(inner) and _may_gain(_compat.jaxpr_and_consts(inner)[0]):
@@ -119,15 +121,12 @@ def _may_gain(jaxpr: Any) -> bool:
     return False
 
 
-_LEAST = 1 << 20
-
-
 def _is_narrow(aval: Any) -> bool:
     return str(getattr(aval, "dtype", None)) in ("bfloat16", "float16")
 
 
 def _chosen(name: str, divided: parts.Parts, platform: str) -> list[Chosen]:
-    made_by = {var: k for k, eqn in enumerate(divided.jaxpr.eqns) for var in eqn.outvars}
+    made_by = {var: eqn for eqn in divided.jaxpr.eqns for var in eqn.outvars}
     chosen: list[Chosen] = []
     for group in parts.groups(divided):
         for one in _apart(group):
@@ -135,13 +134,14 @@ def _chosen(name: str, divided: parts.Parts, platform: str) -> list[Chosen]:
             reason = chain and _policy.why_worthwhile(chain, platform)
             if reason:
                 chosen.append((one, reason))
-    while True:  # what is left to XLA may be what a chain shares with it
+    while platform in _policy.JOINS_RESULTS:  # what is left to XLA may be what a chain shares
         groups = [group for group, _ in chosen]
         read = _read_by_xla(divided, groups)
         kept = [(group, why) for group, why in chosen if read.isdisjoint(_values(group, divided))]
         if len(kept) == len(chosen):
-            return chosen
+            break
         chosen = kept
+    return chosen
 
 
 def _apart(group: parts.Group) -> list[parts.Group]:
@@ -162,7 +162,7 @@ def _apart(group: parts.Group) -> list[parts.Group]:
 
 
 def _chain(
-    name: str, group: parts.Group, divided: parts.Parts, made_by: dict[Any, int]
+    name: str, group: parts.Group, divided: parts.Parts, made_by: dict[Any, Any]
 ) -> _policy.Chain | None:
     """What decides about a chain; None where XLA has to compute it."""
     inner = group.inner
@@ -174,13 +174,12 @@ def _chain(
     reads = list(dict.fromkeys(inner.invars[k] for k, _ in leaves if isinstance(k, int)))
     size = inner.outvars[0].aval.size
     arrays = [atom for atom in reads if atom.aval.size == size]
-    of_rows = (made_by.get(x) for x in reads if x.aval.size > 1)
-    if any(k is not None and _OF_ROWS.match(_name(divided, k)) for k in of_rows):
+    makers = {atom: _maker(atom, divided, made_by) for atom in reads}
+    if any(_OF_ROWS.match(_name(makers[x])) for x in reads if x.aval.size > 1):
         return None
-    sources = [_source(atom, divided, made_by) for atom in arrays]
-    if None in sources or len(leaves) > MAX_OPERANDS:
+    if any(_is_in_place(makers[x], divided) for x in arrays):
         return None
-    if any(x.aval.dtype.itemsize > 2 for x in arrays):
+    if len(leaves) > MAX_OPERANDS or any(x.aval.dtype.itemsize > 2 for x in arrays):
         return None
     return _policy.Chain(
         dtype=str(inner.outvars[0].aval.dtype),
@@ -189,23 +188,29 @@ def _chain(
         bytes=_policy.nbytes(*(x.aval for x in (*reads, *inner.outvars))),
         size=size,
         has_function=any(eqn.primitive.name in _policy.FUNCTIONS for eqn in inner.eqns),
-        after_product=len(sources) == 1 and sources[0] in _PRODUCTS,
+        after_product=len(arrays) == 1 and _name(makers[arrays[0]]) in _PRODUCTS,
     )
 
 
-def _name(divided: parts.Parts, place: int) -> str:
-    return str(divided.jaxpr.eqns[place].primitive.name)
+def _name(eqn: Any) -> str:
+    return "" if eqn is None else str(eqn.primitive.name)
 
 
-def _source(atom: Any, divided: parts.Parts, made_by: dict[Any, int]) -> str | None:
-    """The operation that writes an array to memory; None where XLA need not have it there."""
-    while (place := made_by.get(atom)) is not None and _name(divided, place) == "reshape":
-        (atom,) = divided.jaxpr.eqns[place].invars  # moves nothing
-    if place is None or atom in divided.fused:
-        return ""
-    eqn = divided.jaxpr.eqns[place]
-    is_moved = divided.elementwise[place] or parts.reads_in_place(eqn)
-    return None if is_moved or _RANDOM.match(eqn.primitive.name) else eqn.primitive.name
+def _maker(atom: Any, divided: parts.Parts, made_by: dict[Any, Any]) -> Any:
+    """The equation that computes an array; None for arguments and what has to be in memory."""
+    while atom not in divided.fused and (eqn := made_by.get(atom)) is not None:
+        if eqn.primitive.name != "reshape":  # which moves nothing
+            return eqn
+        (atom,) = eqn.invars
+    return None
+
+
+def _is_in_place(eqn: Any, divided: parts.Parts) -> bool:
+    """Whether XLA computes the results of an operation where they are read."""
+    if eqn is None:
+        return False
+    is_random = _RANDOM.match(eqn.primitive.name) is not None
+    return is_random or parts.reads_in_place(eqn) or eqn.outvars[0] in divided.computed
 
 
 def _values(group: parts.Group, divided: parts.Parts) -> set[Any]:
@@ -258,13 +263,15 @@ def program(fun: Callable[..., Any]) -> Callable[..., Any]:
             own_args, own_kwargs = jax.tree.unflatten(tree, every)
             return fun(*own_args, **own_kwargs)
 
+        inner = jax.jit(call, inline=False)
+
         def new() -> Callable[..., Any]:
-            inner = jax.jit(call, inline=False)
             how = _donated(call, taken_args, taken_kwargs) if hasattr(fun, "trace") else {}
-            return jax.jit(functools.wraps(fun)(lambda *xs, **named: inner(*xs, **named)), **how)
+            own = functools.wraps(fun, updated=())(lambda *xs, **named: inner(*xs, **named))
+            return jax.jit(own, **how)
 
         if not _compat.runs_now():  # a function may read what is traced around it
-            return new(), taken_args, taken_kwargs
+            return inner, taken_args, taken_kwargs
         key = tree, tuple(is_taken), tuple((type(x), x) for x in rest)
         try:
             if key not in made:

@@ -22,9 +22,7 @@ _ROUNDS, _BUDGET_S = 16, 2.0  # of either way; three rounds in any case
 _log = logging.getLogger("jax_oneflow_ops")
 
 
-def tuned(
-    plain: Any, accelerated: Callable[..., Any], how: str
-) -> Callable[..., Any]:
+def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[..., Any]:
     """A function that runs the faster one of two, which it times when arguments are new to it.
 
     `plain` is one of `jax.jit`, and `how` says what was done to the other one.

@@ -32,7 +32,8 @@ from jax_oneflow_ops._report import Report, Row
 F = TypeVar("F", bound=Callable[..., Any])
 _PLATFORMS = ("cpu", "cuda")
 _ON, _DETERMINISTIC = "on", "deterministic"
-_FUSE = "+fuse"  # after either of them
+# After either of them: for the call of a function whose chains are fused, and in that function.
+_FUSE, _FUSED = "+fuse", "+fused"
 _TAG = "jof_row"  # of operations in a program that is explained
 
 
@@ -112,7 +113,7 @@ class _Choice:
 def _mode(ctx: Any) -> str | None:
     """What becomes of scatters where an operation was traced."""
     scope = _compat.scope_of(ctx)
-    return scope and scope.removesuffix(_FUSE)
+    return scope and scope.partition("+")[0]
 
 
 def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
@@ -252,8 +253,8 @@ def _runs_kernels(platform: str) -> bool:
 def _is_open(eqn: Any) -> bool:
     """Whether an operation of a function may become part of a kernel."""
     scope = _compat.scope_of_equation(eqn)
-    is_outside = scope is not None and not scope.endswith(_FUSE)
-    return not is_outside and not _compat.is_equation_computed_elsewhere(eqn)
+    is_inside = scope is None or scope.endswith((_FUSE, _FUSED))  # None where autodiff made it
+    return is_inside and not _compat.is_equation_computed_elsewhere(eqn)
 
 
 def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
@@ -513,21 +514,21 @@ def accelerate(
             "deterministic=True cannot hold; pass one of them"
         )
     value = _compat.OFF if fun is False else _DETERMINISTIC if deterministic else _ON
-    scope = _Scope(value + _FUSE if fuse else value)
     if isinstance(fun, bool):
-        return scope
+        return _Scope(value)
+    plain: Any = jax.jit(fun) if tune and not hasattr(fun, "trace") else fun
+    accelerated = _fused(plain, value) if fuse else _Scope(value)(plain)
     if not tune:
-        return scope(_program(fun) if fuse else fun)
+        return accelerated
     from jax_oneflow_ops import _tune  # imported lazily: few programs need it
 
-    jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
-    return _tune.tuned(jitted, scope(_program(jitted) if fuse else jitted), value + _FUSE * fuse)
+    return _tune.tuned(plain, accelerated, value + _FUSE * fuse)
 
 
-def _program(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _fused(fun: Callable[..., Any], value: str) -> Callable[..., Any]:
     from jax_oneflow_ops import _chains  # imported lazily: few programs need it
 
-    return _chains.program(fun)
+    return _Scope(value + _FUSE)(_chains.program(_Scope(value + _FUSED)(fun)))
 
 
 _RESIZE = "jof.resize, of the same signature, repeats pixels faster than gathers do"
@@ -612,7 +613,38 @@ def explain(
         for i, (row, key) in enumerate(explanation.rows)
         if counts[i]
     ]
-    return Report(platform or lowered_for, _merged([*rows, *_slow(traced.jaxpr)]))
+    chains = _chains_of(traced.jaxpr, lowered_for) if _ONE_DEVICE in text else []
+    slow, named = _slow(traced.jaxpr), {row.line for row in chains}
+    rows += [row for row in slow if row.reason != _CHAIN or row.line not in named]
+    return Report(platform or lowered_for, _merged([*rows, *chains]))
+
+
+_ONE_DEVICE = "mhlo.num_partitions = 1 :"
+
+
+def _chains_of(jaxpr: Any, platform: str) -> list[Row]:
+    """The chains of a traced program that `fuse=True` makes kernels of."""
+    from jax_oneflow_ops import _chains  # imported lazily: few programs need it
+
+    def is_open(eqn: Any) -> bool:
+        return _compat.scope_of_equation(eqn) != _compat.OFF
+
+    rows = []
+    for group, reason in _chains.find("explain", jaxpr, platform, is_open):
+        inner = group.inner
+        swapped = (_compat.scope_of_equation(inner.eqns[-1]) or "").endswith(_FUSED)
+        result, *_ = avals = [v.aval for v in (*inner.outvars, *inner.invars)]
+        row = Row(
+            line=next((line for e in reversed(inner.eqns) if (line := _compat.line_of(e))), ""),
+            operation=f"chain of {len(inner.eqns)}",
+            shapes=(tuple(result.shape), tuple(max(avals, key=lambda x: x.size).shape)),
+            dtype=result.dtype.name,
+            swapped=swapped,
+            reason=reason if swapped else f"accelerate(fuse=True) makes it one kernel: {reason}",
+            bytes=_policy.nbytes(*avals),
+        )
+        rows.append(row)
+    return rows
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:

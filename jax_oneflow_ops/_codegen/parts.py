@@ -69,6 +69,12 @@ class Parts:
     fused: dict[Any, None]  # elementwise values that have to be in memory
 
     @functools.cached_property
+    def computed(self) -> set[Any]:
+        """All elementwise values."""
+        eqns = (eqn for k, eqn in enumerate(self.jaxpr.eqns) if self.elementwise[k])
+        return {var for eqn in eqns for var in eqn.outvars}
+
+    @functools.cached_property
     def by_level(self) -> list[list[int]]:
         """The places of equations."""
         places: list[list[int]] = [[] for _ in range(max(self.level.values(), default=0) + 1)]
