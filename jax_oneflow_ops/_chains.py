@@ -104,7 +104,9 @@ def _divided(
 
 
 def _has_plain_dtype(aval: Any) -> bool:
-    """Whether a value has the dtype that it would have if it were traced here and now."""
+    """Whether a value is an array of a dtype that it would have if it were traced here and now."""
+    if not hasattr(aval, "dtype"):
+        return False
     is_extended = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return is_extended or jax.dtypes.canonicalize_dtype(aval.dtype) == aval.dtype
 
@@ -224,7 +226,7 @@ def _read_by_xla(divided: parts.Parts, groups: Sequence[parts.Group]) -> set[Any
     """What operations read that XLA could compute together with what they read."""
     needed = parts.needed_by_xla(divided, groups)
     fused = {var for group in groups for var in group.inner.outvars}
-    read = set()
+    read = set[Any]()
     for k, eqn in enumerate(divided.jaxpr.eqns):
         if divided.elementwise[k]:
             is_together = any(var in needed and var not in fused for var in eqn.outvars)
@@ -263,6 +265,7 @@ def program(fun: Callable[..., Any]) -> Callable[..., Any]:
             own_args, own_kwargs = jax.tree.unflatten(tree, every)
             return fun(*own_args, **own_kwargs)
 
+        call.__name__ = getattr(fun, "__name__", type(fun).__name__)
         inner = jax.jit(call, inline=False)
 
         def new() -> Callable[..., Any]:

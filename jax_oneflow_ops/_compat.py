@@ -323,7 +323,7 @@ def replace_lowerings(
             for platform in platforms:
                 if (primitive, platform) in _replaced:
                     continue
-                special = mlir_internals._platform_specific_lowerings.get(platform, {})
+                special = mlir_internals._platform_specific_lowerings.get(platform or "", {})
                 entry = special.get(primitive) or mlir_internals._lowerings[primitive]
                 rule = replacement(primitive, platform, entry.rule)
                 # A lowering that jax caches is given no operands, of which some are zeros.

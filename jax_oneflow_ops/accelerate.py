@@ -238,7 +238,8 @@ def _with_chains(primitive: Any, platform: None, rule: _compat.Lowering) -> _com
             done, jaxpr = _compat.functions_of_module(ctx), params["jaxpr"]
             key = _with_chains, jaxpr
             if key not in done:
-                done[key] = _chains.rewritten(params["name"], jaxpr, target, _is_open)
+                name = f"{params['name']}_chain"
+                done[key] = _chains.rewritten(name, jaxpr, target, _is_open)
             params["jaxpr"] = done[key]
         return rule(ctx, *args, **params)
 
@@ -461,6 +462,11 @@ def accelerate(
         are stored in the folder of compiled kernels (:class:`ElementwiseKernel` says where), and
         logged by the logger "jax_oneflow_ops". Call the result outside `jax.jit`, in a program of
         one process. A function that `jax.jit` did not return is compiled as one program.
+      fuse: also computes chains of elementwise operations in 16-bit dtypes in one kernel each, as
+        :func:`fuse` does, where such chains were measured to gain. Pass a function, not a ``with``
+        statement. It is traced as by `jax.jit`, and has to be pure. Chains stay as they are in
+        programs over several devices, in programs for several platforms, and in functions with
+        side effects such as `jax.debug.print`.
       deterministic: gives every sum that is swapped the same bits on every run, at some cost (see
         :func:`segment_sum`). It also orders ``x.at[ids].set(u)`` on GPUs: the last update of a row
         wins, as on CPUs.
@@ -470,8 +476,9 @@ def accelerate(
       a function: a context manager, which is a decorator, too.
 
     Raises:
-      TypeError: `fun` is neither a function nor a bool, or `tune` is set without a function; or a
-        tuned function is called inside a transformation.
+      TypeError: `fun` is neither a function nor a bool, or `tune` or `fuse` is set without a
+        function; or a tuned function is called inside a transformation; or `fuse` is set and an
+        argument that is not an array is not hashable.
       ValueError: `tune` and `deterministic` are both set.
       NotImplementedError: a tuned function is called in a program of several processes.
 
@@ -479,7 +486,9 @@ def accelerate(
       Those of :func:`segment_sum` and :func:`scatter_add`: results may differ from XLA's in the
       last bits, as the order of summation does. Sums of 16-bit values are more accurate: they are
       computed in float32 and rounded once, with the exception that :func:`segment_sum` names. If
-      ``indices_are_sorted=True`` is not true, sums are wrong, even where XLA ignores it.
+      ``indices_are_sorted=True`` is not true, sums are wrong, even where XLA ignores it. With
+      ``fuse=True``, 16-bit values inside a chain are float32, and are rounded when the chain stores
+      them, as in :func:`fuse`.
 
     Notes:
       The first use replaces the lowering rules of some primitives of JAX. The new rules call the
