@@ -45,11 +45,15 @@ def rewritten(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Any:
     for eqn in bodies:
         params = {k: _of_param(name, v, platform, is_open) for k, v in eqn.params.items()}
         if any(params[k] is not v for k, v in eqn.params.items()):
-            others[id(eqn)] = eqn.replace(params=params)
+            others[id(eqn)] = _compat.with_params(eqn, params)
     if not chosen and not others:
         return jaxpr
     implementation = _native.choose_implementation("accelerate", None)
-    kernel = functools.partial(_fuse.one_kernel, name, exact={}, implementation=implementation)
+    one_kernel = functools.partial(_fuse.one_kernel, name, exact={}, implementation=implementation)
+
+    def kernel(inner: Any, consts: Any, args: Any) -> list[Any]:
+        with _compat.at_line_of(inner.eqns[-1]):
+            return one_kernel(inner, consts, args)
 
     def bind(eqn: Any, args: Any) -> Any:
         return _compat.bind_equation(others.get(id(eqn), eqn), args)
@@ -59,10 +63,7 @@ def rewritten(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Any:
 
     with _compat.in_scope(_compat.OFF):  # what kernels are called by is not rewritten again
         new = jax.make_jaxpr(run)(*(var.aval for var in divided.jaxpr.invars))
-    flat, made = _compat.jaxpr_and_consts(new)
-    if len(made) != len(_compat.jaxpr_and_consts(jaxpr)[1]):
-        return jaxpr  # such as constants of a body that cannot have any
-    return new if hasattr(jaxpr, "consts") else flat
+    return _compat.in_place_of(jaxpr, new)
 
 
 def _of_param(name: str, value: Any, platform: str, is_open: IsOpen) -> Any:
@@ -240,21 +241,21 @@ def _read_by_xla(divided: parts.Parts, groups: Sequence[parts.Group]) -> set[Any
 # ---- programs ----
 
 
-def program(fun: Callable[..., Any]) -> Callable[..., Any]:
+def program(fun: Any) -> Callable[..., Any]:
     """`fun` as a call in a program of `jax.jit`: what calls are lowered by can rewrite its body.
 
     Arguments that are not arrays are passed on as they are.
     """
     made: dict[Any, Callable[..., Any]] = {}
+    is_jitted = hasattr(fun, "trace")
 
     def made_for(args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
         """A program for such arguments, and those of them that it takes."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         is_taken = [*map(_is_array, leaves)]
-        if hasattr(fun, "trace") and not all(is_taken):
-            # Without static arguments, numbers are arrays to it.
-            is_taken = [len(fun.trace(*args, **kwargs).jaxpr.in_avals) == len(leaves)] * len(leaves)
-            is_taken = [yes or _is_array(x) for yes, x in zip(is_taken, leaves, strict=True)]
+        if is_jitted and not all(is_taken):
+            has_static = len(fun.trace(*args, **kwargs).jaxpr.in_avals) < len(leaves)
+            is_taken = is_taken if has_static else [True] * len(leaves)  # numbers are arrays to it
         rest = tuple(None if yes else x for yes, x in zip(is_taken, leaves, strict=True))
         taken = [x if yes else None for yes, x in zip(is_taken, leaves, strict=True)]
         taken_args, taken_kwargs = jax.tree.unflatten(tree, taken)
@@ -269,7 +270,7 @@ def program(fun: Callable[..., Any]) -> Callable[..., Any]:
         inner = jax.jit(call, inline=False)
 
         def new() -> Callable[..., Any]:
-            how = _donated(call, taken_args, taken_kwargs) if hasattr(fun, "trace") else {}
+            how = _donated(call, taken_args, taken_kwargs) if is_jitted else {}
             own = functools.wraps(fun, updated=())(lambda *xs, **named: inner(*xs, **named))
             return jax.jit(own, **how)
 
@@ -277,14 +278,15 @@ def program(fun: Callable[..., Any]) -> Callable[..., Any]:
             return inner, taken_args, taken_kwargs
         key = tree, tuple(is_taken), tuple((type(x), x) for x in rest)
         try:
-            if key not in made:
-                made[key] = new()
+            hash(key)
         except TypeError as error:
             kinds = ", ".join(sorted({type(x).__name__ for x in rest if x is not None}))
             raise TypeError(
-                "accelerate: with fuse=True, arguments that are no arrays must be hashable, got "
+                "accelerate: with fuse=True, arguments that are not arrays must be hashable, got "
                 f"{kinds}; capture them in a closure, or call the function inside jax.jit"
             ) from error
+        if key not in made:
+            made[key] = new()
         return made[key], taken_args, taken_kwargs
 
     @functools.wraps(fun)
@@ -292,7 +294,7 @@ def program(fun: Callable[..., Any]) -> Callable[..., Any]:
         own, taken_args, taken_kwargs = made_for(args, kwargs)
         return own(*taken_args, **taken_kwargs)
 
-    if hasattr(fun, "trace"):
+    if is_jitted:
         for name in ("lower", "trace", "eval_shape"):
 
             def method(*args: Any, name: str = name, **kwargs: Any) -> Any:

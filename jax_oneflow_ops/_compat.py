@@ -244,6 +244,7 @@ _replacing = threading.Lock()
 _replaced: set[tuple[core.Primitive, str | None]] = set()
 
 Lowering = Callable[..., Any]
+_USED_FIELDS = {"jaxpr_eqn_ctx", "traceback", "avals_in", "avals_out", "dim_var_values"}
 
 
 def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextManager[Any]:
@@ -314,7 +315,7 @@ def replace_lowerings(
     """
     in_scope(OFF)
     fields = {field.name for field in dataclasses.fields(mlir_internals.LoweringRuleContext)}
-    if missing := {"jaxpr_eqn_ctx", "traceback", "avals_in", "avals_out"} - fields:
+    if missing := _USED_FIELDS - fields:
         raise AttributeError(f"LoweringRuleContext has no {', '.join(sorted(missing))}")
     if "xla_metadata" not in core_internals.JaxprEqnContext.__slots__:
         raise AttributeError("JaxprEqnContext has no xla_metadata")
@@ -400,6 +401,14 @@ def jaxpr_and_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
+def in_place_of(jaxpr: Any, new: Any) -> Any:
+    """`new` as a parameter in place of `jaxpr`; `jaxpr` if it has no place for new constants."""
+    flat, consts = jaxpr_and_consts(new)
+    if len(consts) != len(jaxpr_and_consts(jaxpr)[1]):
+        return jaxpr
+    return new if hasattr(jaxpr, "consts") else flat
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an operand of an equation is a number, and no variable."""
     return isinstance(atom, core.Literal)
@@ -427,6 +436,11 @@ def is_plain_call(eqn: Any) -> bool:
     return is_free and not any(layouts) and not params.get("compiler_options_kvs")
 
 
+def with_params(eqn: Any, params: dict[str, Any]) -> Any:
+    """An equation with other parameters."""
+    return eqn.replace(params=params)
+
+
 def donated_operands(eqn: Any) -> list[Any]:
     """The operands that a call of a function of `jax.jit` donates."""
     flags = eqn.params.get("donated_invars", ())
@@ -447,6 +461,11 @@ def bind_equation(eqn: Any, args: Sequence[Any]) -> Any:
         else:
             results = eqn.primitive.bind(*args, **found)
     return results if eqn.primitive.multiple_results else [results]
+
+
+def at_line_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which equations have the user's line of another one, as profiles show it."""
+    return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def context_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:

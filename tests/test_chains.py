@@ -99,6 +99,7 @@ def test_kernels_of_a_program(of_any_size, uncompiled):
     assert kernels(jof.accelerate(printed, fuse=True), X, BIAS) == 0
     found = {p: kernels(step, WEIGHTS, X, platform=p) for p in ("cpu", "cuda")}
     assert found == {"cpu": 3, "cuda": 0}
+    assert "optimization_barrier" in jax.jit(step).lower(WEIGHTS, X).as_text()  # of the checkpoint
 
 
 # --- what is worthwhile ---------------------------------------------------------------------------
@@ -131,7 +132,9 @@ CASES = {
     "chain": (gelu, (X, BIAS), 1, 1),
     "float16": (gelu, (X.astype(jnp.float16), BIAS.astype(jnp.float16)), 1, 1),
     "float32": (gelu, (X.astype(jnp.float32), BIAS.astype(jnp.float32)), 0, 0),
-    "wide operand": (lambda x, y: jnp.tanh((x + y) * y).astype(BF16), (X, Y * 1.0), 1, 1),
+    "in float32 inside": (lambda x: jnp.tanh(x.astype(jnp.float32)).astype(BF16), (X,), 1, 1),
+    "wide operand": (lambda x, y: jnp.tanh(x + y).astype(BF16), (X, Y.astype(jnp.float32)), 0, 0),
+    "two results": (lambda x: (gelu(x, 1), jnp.exp(x) * 2), (X,), 0, 1),
     "masked": (lambda x, m: jnp.where(m, jnp.tanh(x) * 2, x), (X, X > 0), 1, 1),
     "one operation": (jnp.tanh, (X,), 0, 0),
     "arithmetic": (lambda x, y: (x - y) * (x - y), (X, Y), 0, 1),
@@ -139,6 +142,7 @@ CASES = {
     "gated": (lambda x, y: jax.nn.silu(x) * y, (X, Y), 1, 1),
     "two chains": (lambda x, y: (gelu(x, 1), gelu(y, 2)), (X, Y), 2, 2),
     "after a product": (lambda x, w: gelu(x @ w, 1), (X, W), 0, 1),
+    "after a product, reshaped": (lambda x, w: gelu((x @ w).reshape(-1), 1), (X, W), 0, 1),
     "between": (lambda x, w: gelu(lax.sort(x), 1) @ w, (X, W), 1, 1),
     "in a function": (lambda x, b: jax.jit(gelu)(x, b), (X, BIAS), 1, 1),
     "in loops": (looped, (X, BIAS), 2, 2),
@@ -162,8 +166,10 @@ def test_which_chains_are_kernels(name, of_any_size, uncompiled):
 
 
 def test_what_is_not_worthwhile_is_lowered_as_it_was():
+    x = jax.ShapeDtypeStruct((500, 500), BF16)  # nearly 1 MiB are moved
+
     def text(f) -> str:
-        lowered = jax.jit(f).lower(X, BIAS).as_text()
+        lowered = jax.jit(f).lower(x, BF16(1)).as_text()
         return re.sub(r"\+fused?", "", re.sub(r"@\w+", "@f", lowered))
 
     def called(x, bias):
@@ -234,7 +240,8 @@ def test_export_and_another_thread(of_any_size, uncompiled):
 
 def test_the_environment_variable_switches_it_off(of_any_size, monkeypatch):
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
-    assert kernels(jof.accelerate(gelu, fuse=True), X, BIAS) == 0
+    text = jax.jit(jof.accelerate(gelu, fuse=True)).lower(X, BIAS).as_text()
+    assert "f32" not in text  # as in what XLA would run in place of a kernel
 
 
 def test_tuned(of_any_size, uncompiled, monkeypatch, tmp_path):
