@@ -133,9 +133,9 @@ def _chosen(name: str, divided: parts.Parts, platform: str) -> list[Chosen]:
     chosen: list[Chosen] = []
     for group in parts.groups(divided):
         for one in _apart(group):
-            chain = _chain(name, one, divided, made_by)
+            chain = _chain(one, divided, made_by)
             reason = chain and _policy.why_worthwhile(chain, platform)
-            if reason:
+            if reason and _is_one_kernel(name, one.inner):
                 chosen.append((one, reason))
     while platform in _policy.JOINS_RESULTS:  # what is left to XLA may be what a chain shares
         groups = [group for group, _ in chosen]
@@ -165,34 +165,34 @@ def _apart(group: parts.Group) -> list[parts.Group]:
 
 
 def _chain(
-    name: str, group: parts.Group, divided: parts.Parts, made_by: dict[Any, Any]
+    group: parts.Group, divided: parts.Parts, made_by: dict[Any, Any]
 ) -> _policy.Chain | None:
     """What decides about a chain; None where XLA has to compute it."""
     inner = group.inner
-    try:
-        demands = [scalars.whole(inner, var) for var in inner.outvars]
-        leaves = scalars.plan(name, inner, (), demands, {}).leaves
-    except FusionError:
+    result = inner.outvars[0].aval
+    arrays = [atom for atom in inner.invars if atom.aval.size == result.size]
+    makers = {atom: _maker(atom, divided, made_by) for atom in inner.invars}
+    if any(_OF_ROWS.match(_name(makers[x])) for x in inner.invars if x.aval.size > 1):
         return None
-    reads = list(dict.fromkeys(inner.invars[k] for k, _ in leaves if isinstance(k, int)))
-    size = inner.outvars[0].aval.size
-    arrays = [atom for atom in reads if atom.aval.size == size]
-    makers = {atom: _maker(atom, divided, made_by) for atom in reads}
-    if any(_OF_ROWS.match(_name(makers[x])) for x in reads if x.aval.size > 1):
-        return None
-    if any(_is_in_place(makers[x], divided) for x in arrays):
-        return None
-    if len(leaves) > MAX_OPERANDS or any(x.aval.dtype.itemsize > 2 for x in arrays):
+    if any(x.aval.dtype.itemsize > 2 or _is_in_place(makers[x], divided) for x in arrays):
         return None
     return _policy.Chain(
-        dtype=str(inner.outvars[0].aval.dtype),
+        dtype=str(result.dtype),
         arrays=len(arrays),
         results=len(inner.outvars),
-        bytes=_policy.nbytes(*(x.aval for x in (*reads, *inner.outvars))),
-        size=size,
+        bytes=_policy.nbytes(*(x.aval for x in (*inner.invars, *inner.outvars))),
+        size=result.size,
         has_function=any(eqn.primitive.name in _policy.FUNCTIONS for eqn in inner.eqns),
         after_product=len(arrays) == 1 and _name(makers[arrays[0]]) in _PRODUCTS,
     )
+
+
+def _is_one_kernel(name: str, inner: Any) -> bool:
+    try:
+        demands = [scalars.whole(inner, var) for var in inner.outvars]
+        return len(scalars.plan(name, inner, (), demands, {}).leaves) <= MAX_OPERANDS
+    except FusionError:
+        return False
 
 
 def _name(eqn: Any) -> str:
@@ -213,7 +213,7 @@ def _is_in_place(eqn: Any, divided: parts.Parts) -> bool:
     if eqn is None:
         return False
     is_random = _RANDOM.match(eqn.primitive.name) is not None
-    return is_random or parts.reads_in_place(eqn) or eqn.outvars[0] in divided.computed
+    return is_random or parts.reads_in_place(eqn) or eqn.outvars[0] in divided.places
 
 
 def _values(group: parts.Group, divided: parts.Parts) -> set[Any]:

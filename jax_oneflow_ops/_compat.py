@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -489,15 +490,25 @@ def functions_of(eqn: Any) -> list[str]:
 
 def user_line(traceback: Any) -> str:
     """The file and line of an equation in the user's own program, else in a library."""
-    own = str(Path(__file__).parent)
-    frames = [f for f in source_info_util.user_frames(traceback) if not f.file_name.startswith(own)]
-    installed = ("site-packages", "dist-packages")
-    at = [f for f in frames if not any(part in Path(f.file_name).parts for part in installed)]
-    frame = next(iter(at or frames), None)
+    frames = [(_origin(f.file_name), f) for f in source_info_util.user_frames(traceback)]
+    at = [f for origin, f in frames if origin == "user"]
+    frame = next(iter(at or [f for origin, f in frames if origin == "library"]), None)
     return "" if frame is None else f"{_short(frame.file_name)}:{frame.start_line}"
 
 
+@functools.lru_cache(maxsize=1024)
+def _origin(file_name: str) -> str:
+    if file_name.startswith(str(Path(__file__).parent)):
+        return "this package"
+    installed = ("site-packages", "dist-packages")
+    return "library" if any(part in Path(file_name).parts for part in installed) else "user"
+
+
 def _short(file_name: str) -> str:
-    here = Path.cwd()
+    return _relative(file_name, os.getcwd())
+
+
+@functools.lru_cache(maxsize=1024)
+def _relative(file_name: str, folder: str) -> str:
     path = Path(file_name)
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)

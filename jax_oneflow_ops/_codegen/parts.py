@@ -69,10 +69,10 @@ class Parts:
     fused: dict[Any, None]  # elementwise values that have to be in memory
 
     @functools.cached_property
-    def computed(self) -> set[Any]:
-        """All elementwise values."""
-        eqns = (eqn for k, eqn in enumerate(self.jaxpr.eqns) if self.elementwise[k])
-        return {var for eqn in eqns for var in eqn.outvars}
+    def places(self) -> dict[Any, int]:
+        """Of the equations that compute elementwise values."""
+        eqns = ((k, eqn) for k, eqn in enumerate(self.jaxpr.eqns) if self.elementwise[k])
+        return {var: k for k, eqn in eqns for var in eqn.outvars}
 
     @functools.cached_property
     def by_level(self) -> list[list[int]]:
@@ -151,17 +151,27 @@ def run(
 def groups(parts: Parts) -> list[Group]:
     """What is fused, by level and shape."""
     found = []
-    before: list[Any] = []  # what is elementwise, of all levels so far
     known: set[Any] = set()
-    for level, here in enumerate(parts.by_level):
-        before += [parts.jaxpr.eqns[k] for k in here if parts.elementwise[k]]
-        by_shape: dict[Any, list[Any]] = {}
-        for var in parts.fused:
-            if parts.level[var] == level:
-                by_shape.setdefault(var.aval.shape, []).append(var)
-        found += [Group(level, closed(before, vs, known)) for vs in by_shape.values()]
+    by_level: list[dict[Any, list[Any]]] = [{} for _ in parts.by_level]
+    for var in parts.fused:
+        by_level[parts.level[var]].setdefault(var.aval.shape, []).append(var)
+    for level, by_shape in enumerate(by_level):
+        for outvars in by_shape.values():
+            eqns = _before(parts, outvars, known)
+            found.append(Group(level, closed(eqns, outvars, known)))
         known = known.union(*by_shape.values())
     return found
+
+
+def _before(parts: Parts, outvars: Sequence[Any], known: set[Any]) -> list[Any]:
+    """The elementwise equations that some values depend on, as far as what is known."""
+    pending, found = [*outvars], set[int]()
+    while pending:
+        place = parts.places.get(var := pending.pop())
+        if place is not None and place not in found and var not in known:
+            found.add(place)
+            pending += [x for x in parts.jaxpr.eqns[place].invars if not _compat.is_literal(x)]
+    return [parts.jaxpr.eqns[k] for k in sorted(found)]
 
 
 def evaluate(
