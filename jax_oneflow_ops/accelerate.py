@@ -230,9 +230,9 @@ def _with_chains(primitive: Any, platform: None, rule: _compat.Lowering) -> _com
     """The rule of calls of functions: chains of elementwise operations in them become kernels."""
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        scope = _compat.scope_of(ctx)
-        target = _compat.only_platform(ctx)
-        if scope and scope.endswith(_FUSE) and target in _PLATFORMS and _runs_kernels(target):
+        is_fused = (_compat.scope_of(ctx) or "").endswith(_FUSE)
+        target = _compat.only_platform(ctx) if is_fused else None
+        if target in _PLATFORMS and _runs_kernels(target):
             from jax_oneflow_ops import _chains  # imported lazily: few programs need it
 
             done, jaxpr = _compat.functions_of_module(ctx), params["jaxpr"]
