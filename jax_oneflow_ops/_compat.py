@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -241,10 +242,11 @@ RELEASE = jax.__version__
 OFF = "off"
 _SCOPE = "jof_accelerate"  # the key in the metadata of equations, where users may have others
 _replacing = threading.Lock()
-_replaced: set[tuple[core.Primitive, str]] = set()
+_replaced: set[tuple[core.Primitive, str | None]] = set()
 
 Lowering = Callable[..., Any]
 Rules = dict[str, Lowering]  # by platform
+_USED_FIELDS = {"jaxpr_eqn_ctx", "traceback", "avals_in", "avals_out", "dim_var_values"}
 
 
 def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextManager[Any]:
@@ -263,8 +265,35 @@ def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextM
 
 def scope_of(ctx: Any) -> str | None:
     """What `in_scope` was given where the equation that is being lowered was traced."""
-    metadata = getattr(ctx.jaxpr_eqn_ctx, "xla_metadata", None) or {}
+    return _scope_in(ctx.jaxpr_eqn_ctx)
+
+
+def _scope_in(context: Any) -> str | None:
+    metadata = getattr(context, "xla_metadata", None) or {}
     return cast(str | None, metadata.get(_SCOPE))
+
+
+def scope_of_equation(eqn: Any) -> str | None:
+    """The same of an equation of a jaxpr."""
+    return _scope_in(eqn.ctx)
+
+
+def is_equation_computed_elsewhere(eqn: Any) -> bool:
+    """The same as `is_computed_elsewhere` of an equation of a jaxpr."""
+    return getattr(eqn.ctx, "compute_type", None) is not None
+
+
+def only_platform(ctx: Any) -> str | None:
+    """The platform of a program for one device and arrays of known sizes; None for others."""
+    platforms = ctx.module_context.platforms
+    is_known = len(platforms) == 1 and not ctx.dim_var_values and is_for_one_device(ctx)
+    return platforms[0] if is_known else None
+
+
+@functools.cache
+def jit_primitive() -> core.Primitive:
+    """That of the calls of functions of `jax.jit`."""
+    return cast(core.Primitive, jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].primitive)
 
 
 def is_computed_elsewhere(ctx: Any) -> bool:
@@ -274,20 +303,21 @@ def is_computed_elsewhere(ctx: Any) -> bool:
 
 def replace_lowerings(
     primitives: Sequence[core.Primitive],
-    platforms: Sequence[str],
-    replacement: Callable[[core.Primitive, str, Lowering], Lowering],
+    platforms: Sequence[str | None],
+    replacement: Callable[[core.Primitive, Any, Lowering], Lowering],
     *,
     has_kernels: bool = True,
 ) -> None:
     """Registers `replacement(primitive, platform, the rule so far)`, once for each.
 
-    With `has_kernels` it may lower to kernels, which need to know the devices and the operands.
+    With `has_kernels` it may lower to kernels, which need to know the devices and the operands. The
+    platform None stands for all that have no rule of their own.
 
     Raises AttributeError, ImportError or TypeError where jax's internals differ from those known.
     """
     in_scope(OFF)
     fields = {field.name for field in dataclasses.fields(mlir_internals.LoweringRuleContext)}
-    if missing := {"jaxpr_eqn_ctx", "traceback", "avals_in", "avals_out"} - fields:
+    if missing := _USED_FIELDS - fields:
         raise AttributeError(f"LoweringRuleContext has no {', '.join(sorted(missing))}")
     if "xla_metadata" not in core_internals.JaxprEqnContext.__slots__:
         raise AttributeError("JaxprEqnContext has no xla_metadata")
@@ -297,10 +327,18 @@ def replace_lowerings(
             if not new:
                 continue
             default = mlir_internals._lowerings[primitive].rule
+            if None in new:
+                default = replacement(primitive, None, default)
             every = mlir_internals._platform_specific_lowerings
             own = {p: every[p][primitive].rule for p in every if primitive in every[p]}
-            with_new = own | {p: replacement(primitive, p, own.get(p, default)) for p in new}
-            rule = _for_each_platform(default, own, with_new if has_kernels else own, with_new)
+            with_new = dict(own)
+            for p in new:
+                if p is not None:
+                    with_new[p] = replacement(primitive, p, own.get(p, default))
+            rule = default
+            if with_new:
+                of_several = with_new if has_kernels else own
+                rule = _for_each_platform(default, own, of_several, with_new)
             # A lowering that jax caches is given no operands, of which some are zeros.
             mlir.register_lowering(primitive, rule, cacheable=not has_kernels)
             for p in own:
@@ -402,6 +440,14 @@ def jaxpr_and_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
+def in_place_of(jaxpr: Any, new: Any) -> Any:
+    """`new` as a parameter in place of `jaxpr`; `jaxpr` if it has no place for new constants."""
+    flat, consts = jaxpr_and_consts(new)
+    if len(consts) != len(jaxpr_and_consts(jaxpr)[1]):
+        return jaxpr
+    return new if hasattr(jaxpr, "consts") else flat
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an operand of an equation is a number, and no variable."""
     return isinstance(atom, core.Literal)
@@ -413,6 +459,31 @@ def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
         return None
     found = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
     return next((jaxpr_and_consts(jaxpr) for jaxpr in found if jaxpr is not None), None)
+
+
+def is_plain_call(eqn: Any) -> bool:
+    """Whether an equation only calls a function: what it computes may be written in its place.
+
+    Others say where arrays are, how they are compiled, or what is computed again.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if called_jaxpr(eqn) is None or name in ("remat", "remat2", "checkpoint"):
+        return False
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    is_free = all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+    return is_free and not any(layouts) and not params.get("compiler_options_kvs")
+
+
+def with_params(eqn: Any, params: dict[str, Any]) -> Any:
+    """An equation with other parameters."""
+    return eqn.replace(params=params)
+
+
+def donated_operands(eqn: Any) -> list[Any]:
+    """The operands that a call of a function of `jax.jit` donates."""
+    flags = eqn.params.get("donated_invars", ())
+    return [x for x, flag in zip(eqn.invars, flags, strict=False) if flag and not is_literal(x)]
 
 
 def bind_equation(eqn: Any, args: Sequence[Any]) -> Any:
@@ -429,6 +500,11 @@ def bind_equation(eqn: Any, args: Sequence[Any]) -> Any:
         else:
             results = eqn.primitive.bind(*args, **found)
     return results if eqn.primitive.multiple_results else [results]
+
+
+def at_line_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which equations have the user's line of another one, as profiles show it."""
+    return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def context_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
@@ -452,15 +528,25 @@ def functions_of(eqn: Any) -> list[str]:
 
 def user_line(traceback: Any) -> str:
     """The file and line of an equation in the user's own program, else in a library."""
-    own = str(Path(__file__).parent)
-    frames = [f for f in source_info_util.user_frames(traceback) if not f.file_name.startswith(own)]
-    installed = ("site-packages", "dist-packages")
-    at = [f for f in frames if not any(part in Path(f.file_name).parts for part in installed)]
-    frame = next(iter(at or frames), None)
+    frames = [(_origin(f.file_name), f) for f in source_info_util.user_frames(traceback)]
+    at = [f for origin, f in frames if origin == "user"]
+    frame = next(iter(at or [f for origin, f in frames if origin == "library"]), None)
     return "" if frame is None else f"{_short(frame.file_name)}:{frame.start_line}"
 
 
+@functools.lru_cache(maxsize=1024)
+def _origin(file_name: str) -> str:
+    if file_name.startswith(str(Path(__file__).parent)):
+        return "this package"
+    installed = ("site-packages", "dist-packages")
+    return "library" if any(part in Path(file_name).parts for part in installed) else "user"
+
+
 def _short(file_name: str) -> str:
-    here = Path.cwd()
+    return _relative(file_name, os.getcwd())
+
+
+@functools.lru_cache(maxsize=1024)
+def _relative(file_name: str, folder: str) -> str:
     path = Path(file_name)
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)

@@ -378,13 +378,13 @@ def _run(
         except Exception:  # a function of 16-bit arrays only may raise anything
             exact = {}
     jaxpr, consts = _compat.jaxpr_and_consts(closed)
-    one_kernel = functools.partial(_one_kernel, name, exact=exact, implementation=implementation)
+    kernel = functools.partial(one_kernel, name, exact=exact, implementation=implementation)
     if partial:
-        results = _rows_or_none(name, jaxpr, consts, leaves, one_kernel)
+        results = _rows_or_none(name, jaxpr, consts, leaves, kernel)
         if results is None:
-            results = parts.run(name, jaxpr, consts, leaves, one_kernel)
+            results = parts.run(name, jaxpr, consts, leaves, kernel)
     else:
-        results = one_kernel(jaxpr, consts, leaves)
+        results = kernel(jaxpr, consts, leaves)
     results = [_compat.converted(y, v.aval) for y, v in zip(results, jaxpr.outvars, strict=True)]
     return jax.tree.unflatten(structure, results)
 
@@ -402,7 +402,7 @@ def _rows_or_none(
         return None
 
 
-def _one_kernel(
+def one_kernel(
     name: str,
     jaxpr: Any,
     consts: Sequence[Any],

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from typing import Any
@@ -108,6 +109,112 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
             times = (us * call.bytes / 2**20 for us in (native, xla))
             return Decision(call, "native" if wins else "xla", reason, *times)
     return Decision(call, call.unmeasured, f"no such call was measured on {device}")
+
+
+# ---- chains of elementwise operations, for accelerate(fuse=True) ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Elementwise operations that one kernel would compute, in 16 bits."""
+
+    dtype: str
+    arrays: int  # that it reads, each as large as its results
+    results: int
+    bytes: int  # each array read or written once
+    size: int  # of a result, in elements
+    has_function: bool  # such as exp
+    after_product: bool  # all arrays are the result of one matrix product or convolution
+
+
+@dataclasses.dataclass(frozen=True)
+class Worthwhile:
+    """Chains that were measured to gain as one kernel, on the platform."""
+
+    platform: str
+    reason: str
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    arrays: int = 1  # at most
+    results: int = 1  # at most
+    least_bytes: int = 1 << 22
+    needs_function: bool = False
+    in_fours: bool | None = None  # whether 4 divides the number of elements
+    after_product: bool = False  # XLA's products on GPUs end in a bias and an activation
+
+
+CHAINS = (
+    Worthwhile(
+        "cuda",
+        # `chain` and `bias_gelu` of the suite `kernels`; the least of the suite `elementwise`.
+        "chains of one array ran 1.42 to 2.17x as fast, single operations at least 1.26x (H200)",
+    ),
+    Worthwhile(
+        "cuda",
+        # `residual_gelu`; gradients of activations and gated units. Without such a function, as in
+        # `squared_diff`, and of more arrays, as in gradients of gated units, 0.99 to 1.01x.
+        "chains of two arrays with a function such as exp ran 1.03 to 1.70x as fast (H200)",
+        arrays=2,
+        needs_function=True,
+    ),
+    Worthwhile(
+        "cuda",
+        # The cells "elementwise/2 operands/16-bit/one by one" and those of three operands.
+        "arrays that are not loaded in fours ran 1.3 to 2.1x as fast (H100, H200)",
+        arrays=3,
+        in_fours=False,
+    ),
+    Worthwhile(
+        "cpu",
+        # All chains of the suite `kernels`; 1.4x at least in smaller arrays, down to 1 MiB.
+        "chains ran 3.2 to 6.4x as fast in bfloat16, in which XLA rounds each operation (AMD EPYC)",
+        dtypes=("bfloat16",),
+        arrays=3,
+        results=2,
+        least_bytes=1 << 20,
+        after_product=True,
+    ),
+    Worthwhile(
+        "cpu",
+        # Of the same suite; without such a function 0.89 to 1.68x.
+        "chains with a function such as exp ran 4.4 to 6.2x as fast in float16 (AMD EPYC)",
+        dtypes=("float16",),
+        arrays=2,
+        least_bytes=1 << 20,
+        needs_function=True,
+        after_product=True,
+    ),
+)
+"""Chains in float32 ran at the speed of XLA. Norms and softmax were slower in whole programs."""
+
+JOINS_RESULTS = ("cuda",)
+"""Where XLA computes several results of the same arrays in one pass: a kernel for one of them would
+read the arrays again. On CPUs a step of a small GPT-2, whose gelu is differentiated beside the sum
+for a bias, took 26 % less processor time with kernels in any case (AMD EPYC)."""
+
+FUNCTIONS = frozenset(
+    re.findall(
+        r"\w+",
+        """exp exp2 expm1 log log1p tanh logistic erf erfc erf_inv pow sin cos tan asin acos atan
+        sinh cosh asinh acosh atanh atan2 cbrt""",
+    )
+)
+"""Primitives that take many instructions for each element."""
+
+
+def why_worthwhile(chain: Chain, platform: str) -> str | None:
+    """The measurement by which a chain is one kernel; None where it is left to XLA."""
+    for one in CHAINS:
+        if (
+            (one.platform, one.in_fours) in ((platform, None), (platform, chain.size % 4 == 0))
+            and chain.dtype in one.dtypes
+            and 1 <= chain.arrays <= one.arrays
+            and chain.results <= one.results
+            and chain.bytes >= one.least_bytes
+            and chain.has_function >= one.needs_function
+            and one.after_product >= chain.after_product
+        ):
+            return one.reason
+    return None
 
 
 # ---- the calls of a program ----

@@ -22,14 +22,16 @@ _ROUNDS, _BUDGET_S = 16, 2.0  # of either way; three rounds in any case
 _log = logging.getLogger("jax_oneflow_ops")
 
 
-def tuned(fun: Callable[..., Any], accelerated: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs the faster one of two, which it times when arguments are new to it."""
-    plain: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
+def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[..., Any]:
+    """A function that runs the faster one of two, which it times when arguments are new to it.
+
+    `plain` is one of `jax.jit`, and `how` says what was done to the other one.
+    """
     chosen: dict[str, Callable[..., Any]] = {}
     has_static: dict[str, bool] = {}  # whether the program depends on values of such arguments
     lock = threading.Lock()
 
-    @functools.wraps(fun)
+    @functools.wraps(plain)
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(x, jax.core.Tracer) for x in leaves) or not _compat.runs_now():
@@ -37,7 +39,7 @@ def tuned(fun: Callable[..., Any], accelerated: Callable[..., Any]) -> Callable[
                 "accelerate: tune=True times the function on arrays, and it was called inside "
                 "jax.jit or another transformation. Remedy: jof.accelerate(jax.jit(fun), tune=True)"
             )
-        kinds = _without_addresses(f"{tree} {[*map(_kind, leaves)]}")
+        kinds = _without_addresses(f"{how} {tree} {[*map(_kind, leaves)]}")
         if kinds not in has_static:
             traced = _compat.jaxpr_of(plain.trace(*args, **kwargs))
             has_static[kinds] = len(traced.in_avals) < len(leaves)

@@ -33,6 +33,8 @@ from jax_oneflow_ops._report import Report, Row
 F = TypeVar("F", bound=Callable[..., Any])
 _PLATFORMS = ("cpu", "cuda")
 _ON, _DETERMINISTIC = "on", "deterministic"
+# After either of them: for the call of a function whose chains are fused, and in that function.
+_FUSE, _FUSED = "+fuse", "+fused"
 _TAG = "jof_row"  # of operations in a program that is explained
 
 
@@ -109,12 +111,18 @@ class _Choice:
     decision: _policy.Decision | None = None
 
 
+def _mode(ctx: Any) -> str | None:
+    """What becomes of scatters where an operation was traced."""
+    scope = _compat.scope_of(ctx)
+    return scope and scope.partition("+")[0]
+
+
 def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
     """The lowering rule of `primitive`, which was `rule` so far."""
     reduction = _REDUCTIONS[primitive]
 
     def lower(ctx: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
-        scope = _compat.scope_of(ctx)
+        scope = _mode(ctx)
         if scope not in (_ON, _DETERMINISTIC):
             return rule(ctx, operand, indices, updates, **params)
         explanation = _explanation.get()
@@ -169,7 +177,7 @@ def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
 
     def lower(ctx: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
         is_plain = params["update_jaxpr"] is None and not params["unique_indices"]
-        if _compat.scope_of(ctx) == _DETERMINISTIC and is_plain:
+        if _mode(ctx) == _DETERMINISTIC and is_plain:
             rows = _find(ctx.avals_in, params)
             if isinstance(rows, _scatter_rows.Rows):
                 function = _same(_set, platform, rows=rows)
@@ -199,7 +207,7 @@ def _unrolled(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
     """
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        if _compat.scope_of(ctx) in (_ON, _DETERMINISTIC) and _is_search(ctx, params):
+        if _mode(ctx) in (_ON, _DETERMINISTIC) and _is_search(ctx, params):
             params["unroll"] = params["length"]
         return rule(ctx, *args, **params)
 
@@ -220,6 +228,38 @@ def _is_search(ctx: Any, params: Any) -> bool:
         return False
     done = collections.Counter(e.primitive.name for e, *_ in _equations(body))
     return done["gather"] == 1 and not done["while"] + done["scan"]
+
+
+def _with_chains(primitive: Any, platform: None, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of calls of functions: chains of elementwise operations in them become kernels."""
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        is_fused = (_compat.scope_of(ctx) or "").endswith(_FUSE)
+        target = _compat.only_platform(ctx) if is_fused else None
+        if target in _PLATFORMS and _runs_kernels(target):
+            from jax_oneflow_ops import _chains  # imported lazily: few programs need it
+
+            done, jaxpr = _compat.functions_of_module(ctx), params["jaxpr"]
+            key = _with_chains, jaxpr
+            if key not in done:
+                name = f"{params['name']}_chain"
+                done[key] = _chains.rewritten(name, jaxpr, target, _is_open)
+            params["jaxpr"] = done[key]
+        return rule(ctx, *args, **params)
+
+    return lower
+
+
+def _runs_kernels(platform: str) -> bool:
+    implementation = _native.choose_implementation("accelerate", None)
+    return _native.is_used("accelerate", platform, implementation)
+
+
+def _is_open(eqn: Any) -> bool:
+    """Whether an operation of a function may become part of a kernel."""
+    scope = _compat.scope_of_equation(eqn)
+    is_inside = scope is None or scope.endswith((_FUSE, _FUSED))  # None where autodiff made it
+    return is_inside and not _compat.is_equation_computed_elsewhere(eqn)
 
 
 def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
@@ -346,8 +386,12 @@ def _problem(value: str) -> str | None:
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _unrolled, has_kernels=False)
-        if value == _DETERMINISTIC:
+        if value.startswith(_DETERMINISTIC):
             _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
+        if value.endswith(_FUSE):
+            # For all platforms: others would make a program for several of them branch here.
+            jit_p = _compat.jit_primitive()
+            _compat.replace_lowerings([jit_p], [None], _with_chains, has_kernels=False)
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
         warnings.warn(
@@ -386,10 +430,14 @@ class _Scope(contextlib.ContextDecorator):
 
 
 @overload
-def accelerate(fun: F, *, tune: bool = False, deterministic: bool = False) -> F: ...
+def accelerate(
+    fun: F, *, tune: bool = False, deterministic: bool = False, fuse: bool = False
+) -> F: ...
 @overload
 def accelerate(fun: bool = True, *, deterministic: bool = False) -> _Scope: ...
-def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = False) -> Any:
+def accelerate(
+    fun: Any = True, *, tune: bool = False, deterministic: bool = False, fuse: bool = False
+) -> Any:
     """Runs a program with this package's kernels, without a change to the program.
 
     Inside, JAX's own scatters that add, subtract, multiply or take maxima or minima run as native
@@ -419,6 +467,11 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
         are stored in the folder of compiled kernels (:class:`ElementwiseKernel` says where), and
         logged by the logger "jax_oneflow_ops". Call the result outside `jax.jit`, in a program of
         one process. A function that `jax.jit` did not return is compiled as one program.
+      fuse: also computes chains of elementwise operations in 16-bit dtypes in one kernel each, as
+        :func:`fuse` does, where such chains were measured to gain. Pass a function, not a ``with``
+        statement. It is traced as by `jax.jit`, and has to be pure. Chains stay as they are in
+        programs over several devices, in programs for several platforms, and in functions with
+        side effects such as `jax.debug.print`.
       deterministic: gives every sum that is swapped the same bits on every run, at some cost (see
         :func:`segment_sum`). It also orders ``x.at[ids].set(u)`` on GPUs: the last update of a row
         wins, as on CPUs.
@@ -428,8 +481,9 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
       a function: a context manager, which is a decorator, too.
 
     Raises:
-      TypeError: `fun` is neither a function nor a bool, or `tune` is set without a function; or a
-        tuned function is called inside a transformation.
+      TypeError: `fun` is neither a function nor a bool, or `tune` or `fuse` is set without a
+        function; or a tuned function is called inside a transformation; or `fuse` is set and an
+        argument that is not an array is not hashable.
       ValueError: `tune` and `deterministic` are both set.
       NotImplementedError: a tuned function is called in a program of several processes.
 
@@ -437,7 +491,9 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
       Those of :func:`segment_sum` and :func:`scatter_add`: results may differ from XLA's in the
       last bits, as the order of summation does. Sums of 16-bit values are more accurate: they are
       computed in float32 and rounded once, with the exception that :func:`segment_sum` names. If
-      ``indices_are_sorted=True`` is not true, sums are wrong, even where XLA ignores it.
+      ``indices_are_sorted=True`` is not true, sums are wrong, even where XLA ignores it. With
+      ``fuse=True``, 16-bit values inside a chain are float32, and are rounded when the chain stores
+      them, as in :func:`fuse`.
 
     Notes:
       The first use replaces the lowering rules of some primitives of JAX. The new rules call the
@@ -454,9 +510,14 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
       >>> print(count(jnp.array([0, 2, 2, 3, 2])))
       [1 0 3 1]
     """
-    if not callable(fun) and (tune or not isinstance(fun, bool)):
+    if not callable(fun) and (tune or fuse or not isinstance(fun, bool)):
         if tune and isinstance(fun, bool):
             raise TypeError("accelerate: tune=True times a function: accelerate(step, tune=True)")
+        if fuse and isinstance(fun, bool):
+            raise TypeError(
+                "accelerate: fuse=True rewrites a function, and a `with` statement has none; pass "
+                "the function, and call what accelerate returns: accelerate(step, fuse=True)"
+            )
         raise TypeError(
             f"accelerate: fun must be a function, True or False, got {type(fun).__name__}; pass "
             "the function, and call what accelerate returns: accelerate(step)(state, batch)"
@@ -467,14 +528,21 @@ def accelerate(fun: Any = True, *, tune: bool = False, deterministic: bool = Fal
             "deterministic=True cannot hold; pass one of them"
         )
     value = _compat.OFF if fun is False else _DETERMINISTIC if deterministic else _ON
-    scope = _Scope(value)
     if isinstance(fun, bool):
-        return scope
+        return _Scope(value)
+    plain: Any = jax.jit(fun) if tune and not hasattr(fun, "trace") else fun
+    accelerated = _fused(plain, value) if fuse else _Scope(value)(plain)
     if not tune:
-        return scope(fun)
+        return accelerated
     from jax_oneflow_ops import _tune  # imported lazily: few programs need it
 
-    return _tune.tuned(fun, scope(fun if hasattr(fun, "trace") else jax.jit(fun)))
+    return _tune.tuned(plain, accelerated, value + _FUSE * fuse)
+
+
+def _fused(fun: Callable[..., Any], value: str) -> Callable[..., Any]:
+    from jax_oneflow_ops import _chains  # imported lazily: few programs need it
+
+    return _Scope(value + _FUSE)(_chains.program(_Scope(value + _FUSED)(fun)))
 
 
 _RESIZE = "jof.resize, of the same signature, repeats pixels faster than gathers do"
@@ -570,7 +638,38 @@ def explain(
         for i, (row, key) in enumerate(explanation.rows)
         if counts[i]
     ]
-    return Report(platform or lowered_for, _merged([*rows, *_slow(jaxpr)]))
+    chains = _chains_of(jaxpr, lowered_for) if _ONE_DEVICE in text else []
+    slow, named = _slow(jaxpr), {row.line for row in chains}
+    rows += [row for row in slow if row.reason != _CHAIN or row.line not in named]
+    return Report(platform or lowered_for, _merged([*rows, *chains]))
+
+
+_ONE_DEVICE = "mhlo.num_partitions = 1 :"
+
+
+def _chains_of(jaxpr: Any, platform: str) -> list[Row]:
+    """The chains of a traced program that `fuse=True` makes kernels of."""
+    from jax_oneflow_ops import _chains  # imported lazily: few programs need it
+
+    def is_open(eqn: Any) -> bool:
+        return _compat.scope_of_equation(eqn) != _compat.OFF
+
+    rows = []
+    for group, reason in _chains.find("explain", jaxpr, platform, is_open):
+        inner = group.inner
+        swapped = (_compat.scope_of_equation(inner.eqns[-1]) or "").endswith(_FUSED)
+        result, *_ = avals = [v.aval for v in (*inner.outvars, *inner.invars)]
+        row = Row(
+            line=next((line for e in reversed(inner.eqns) if (line := _compat.line_of(e))), ""),
+            operation=f"chain of {len(inner.eqns)}",
+            shapes=(tuple(result.shape), tuple(max(avals, key=lambda x: x.size).shape)),
+            dtype=result.dtype.name,
+            swapped=swapped,
+            reason=reason if swapped else f"accelerate(fuse=True) makes it one kernel: {reason}",
+            bytes=_policy.nbytes(*avals),
+        )
+        rows.append(row)
+    return rows
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:

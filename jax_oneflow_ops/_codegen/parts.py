@@ -7,6 +7,7 @@ read, such as reductions, read no results of kernels: what they read need not be
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -29,7 +30,16 @@ _LEAST = 2
 Kernel = Callable[[SimpleNamespace, Sequence[Any], Sequence[Any]], list[Any]]
 
 
-def flattened(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
+def _has_no_rule(eqn: Any) -> bool:
+    return not eqn.primitive.name.startswith("custom_")
+
+
+def flattened(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    inlines: Callable[[Any], bool] = _has_no_rule,
+) -> Any:
     """A jaxpr without calls, but for those of functions with derivatives of their own."""
 
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -41,9 +51,7 @@ def flattened(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
 
         for eqn in jaxpr.eqns:
             values = [*map(read, eqn.invars)]
-            called = None
-            if not eqn.primitive.name.startswith("custom_"):
-                called = _compat.called_jaxpr(eqn)
+            called = _compat.called_jaxpr(eqn) if inlines(eqn) else None
             results = run(*called, values) if called else _compat.bind_equation(eqn, values)
             env.update(zip(eqn.outvars, results, strict=True))
         return [*map(read, jaxpr.outvars)]
@@ -58,16 +66,38 @@ class Parts:
     jaxpr: Any
     level: dict[Any, int]
     elementwise: dict[int, bool]  # of equations, by their place
-    fused: dict[Any, None]  # values that kernels compute
+    fused: dict[Any, None]  # elementwise values that have to be in memory
+
+    @functools.cached_property
+    def places(self) -> dict[Any, int]:
+        """Of the equations that compute elementwise values."""
+        eqns = ((k, eqn) for k, eqn in enumerate(self.jaxpr.eqns) if self.elementwise[k])
+        return {var: k for k, eqn in eqns for var in eqn.outvars}
+
+    @functools.cached_property
+    def by_level(self) -> list[list[int]]:
+        """The places of equations."""
+        places: list[list[int]] = [[] for _ in range(max(self.level.values(), default=0) + 1)]
+        for k, eqn in enumerate(self.jaxpr.eqns):
+            places[self.level[eqn.outvars[0]]].append(k)
+        return places
 
 
-def divide(name: str, jaxpr: Any) -> Parts:
-    """The parts of a jaxpr without calls."""
+@dataclasses.dataclass
+class Group:
+    """Values that one kernel computes."""
+
+    level: int
+    inner: SimpleNamespace  # a jaxpr of what is elementwise, whose results they are
+
+
+def divide(name: str, jaxpr: Any, is_open: Callable[[Any], bool] = lambda eqn: True) -> Parts:
+    """The parts of a jaxpr without calls. Equations that are not open are not elementwise."""
     level: dict[Any, int] = dict.fromkeys([*jaxpr.invars, *jaxpr.constvars], 0)
     elementwise: dict[int, bool] = {}
     made_by: dict[Any, Any] = {}
     for k, eqn in enumerate(jaxpr.eqns):
-        elementwise[k] = scalars.is_elementwise(name, eqn)
+        elementwise[k] = is_open(eqn) and scalars.is_elementwise(name, eqn)
         inputs = [level[x] for x in eqn.invars if not _compat.is_literal(x)]
         own = max(inputs, default=0) + (not elementwise[k])
         for var in eqn.outvars:
@@ -76,7 +106,7 @@ def divide(name: str, jaxpr: Any) -> Parts:
                 made_by[var] = eqn
     wanted: dict[Any, None] = {}
     for k, eqn in enumerate(jaxpr.eqns):
-        if not elementwise[k] and not _READS_IN_PLACE.match(eqn.primitive.name):
+        if not elementwise[k] and not reads_in_place(eqn):
             wanted.update(dict.fromkeys(x for x in eqn.invars if not _compat.is_literal(x)))
     wanted.update(dict.fromkeys(x for x in jaxpr.outvars if not _compat.is_literal(x)))
 
@@ -102,6 +132,11 @@ def divide(name: str, jaxpr: Any) -> Parts:
     return Parts(jaxpr, level, elementwise, fused)
 
 
+def reads_in_place(eqn: Any) -> bool:
+    """Whether XLA fuses an operation with what computes its operands and what reads its results."""
+    return _READS_IN_PLACE.match(eqn.primitive.name) is not None
+
+
 def run(
     name: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kernel: Kernel
 ) -> list[Any]:
@@ -110,38 +145,74 @@ def run(
     `kernel` computes the results of a jaxpr that is elementwise.
     """
     parts = divide(name, jaxpr)
+    return evaluate(parts, groups(parts), consts, args, kernel)
+
+
+def groups(parts: Parts) -> list[Group]:
+    """What is fused, by level and shape."""
+    found = []
+    known: set[Any] = set()
+    by_level: list[dict[Any, list[Any]]] = [{} for _ in parts.by_level]
+    for var in parts.fused:
+        by_level[parts.level[var]].setdefault(var.aval.shape, []).append(var)
+    for level, by_shape in enumerate(by_level):
+        for outvars in by_shape.values():
+            eqns = _before(parts, outvars, known)
+            found.append(Group(level, closed(eqns, outvars, known)))
+        known = known.union(*by_shape.values())
+    return found
+
+
+def _before(parts: Parts, outvars: Sequence[Any], known: set[Any]) -> list[Any]:
+    """The elementwise equations that some values depend on, as far as what is known."""
+    pending, found = [*outvars], set[int]()
+    while pending:
+        place = parts.places.get(var := pending.pop())
+        if place is not None and place not in found and var not in known:
+            found.add(place)
+            pending += [x for x in parts.jaxpr.eqns[place].invars if not _compat.is_literal(x)]
+    return [parts.jaxpr.eqns[k] for k in sorted(found)]
+
+
+def evaluate(
+    parts: Parts,
+    groups: Sequence[Group],
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    kernel: Kernel,
+    bind: Callable[[Any, Sequence[Any]], Any] = _compat.bind_equation,
+) -> list[Any]:
+    """The results, by a kernel for each group and otherwise by XLA."""
+    jaxpr = parts.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-    needed = _needed(parts)
+    needed = needed_by_xla(parts, groups)
 
     def read(atom: Any) -> Any:
         return atom.val if _compat.is_literal(atom) else env[atom]
 
-    before: list[Any] = []  # what is elementwise, of all levels so far
-    for level in range(max(parts.level.values(), default=0) + 1):
-        here = [k for k, e in enumerate(jaxpr.eqns) if parts.level[e.outvars[0]] == level]
+    def run(eqn: Any) -> None:
+        for var, value in zip(eqn.outvars, bind(eqn, [*map(read, eqn.invars)]), strict=True):
+            env.setdefault(var, value)
+
+    for level, here in enumerate(parts.by_level):
         for k in here:
             if not parts.elementwise[k]:
-                _evaluate(jaxpr.eqns[k], env, read)
-        groups: dict[Any, list[Any]] = {}
-        for var in parts.fused:
-            if parts.level[var] == level:
-                groups.setdefault(var.aval.shape, []).append(var)
-        eqns = [jaxpr.eqns[k] for k in here if parts.elementwise[k]]
-        before += eqns
-        for outvars in groups.values():
-            inner = _closed(before, outvars, {v for v in parts.fused if parts.level[v] < level})
-            results = kernel(inner, (), [*map(read, inner.invars)])
-            env.update(zip(outvars, results, strict=True))
-        for eqn in eqns:
-            if any(var in needed and var not in env for var in eqn.outvars):
-                _evaluate(eqn, env, read)
+                run(jaxpr.eqns[k])
+        for group in groups:
+            if group.level == level:
+                results = kernel(group.inner, (), [*map(read, group.inner.invars)])
+                env.update(zip(group.inner.outvars, results, strict=True))
+        for k in here:
+            eqn = jaxpr.eqns[k]
+            if parts.elementwise[k] and any(v in needed and v not in env for v in eqn.outvars):
+                run(eqn)
     return [
         jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars
     ]
 
 
-def _closed(eqns: Sequence[Any], outvars: Sequence[Any], known: set[Any]) -> SimpleNamespace:
+def closed(eqns: Sequence[Any], outvars: Sequence[Any], known: set[Any]) -> SimpleNamespace:
     """The equations that some values need, as a jaxpr of what these read."""
     needed = dict.fromkeys(outvars)
     kept = []
@@ -154,18 +225,13 @@ def _closed(eqns: Sequence[Any], outvars: Sequence[Any], known: set[Any]) -> Sim
     return SimpleNamespace(invars=[*needed], constvars=[], eqns=kept[::-1], outvars=[*outvars])
 
 
-def _needed(parts: Parts) -> set[Any]:
-    """The values that XLA computes."""
+def needed_by_xla(parts: Parts, groups: Sequence[Group]) -> set[Any]:
+    """The values that XLA computes or reads, if kernels compute these groups."""
+    fused = {v for group in groups for v in group.inner.outvars}
     needed = {v for v in parts.jaxpr.outvars if not _compat.is_literal(v)}
     for k, eqn in reversed([*enumerate(parts.jaxpr.eqns)]):
         if not parts.elementwise[k] or any(
-            var in needed and var not in parts.fused for var in eqn.outvars
+            var in needed and var not in fused for var in eqn.outvars
         ):
             needed.update(x for x in eqn.invars if not _compat.is_literal(x))
     return needed
-
-
-def _evaluate(eqn: Any, env: dict[Any, Any], read: Callable[[Any], Any]) -> None:
-    results = _compat.bind_equation(eqn, [*map(read, eqn.invars)])
-    for var, value in zip(eqn.outvars, results, strict=True):
-        env.setdefault(var, value)
