@@ -76,8 +76,8 @@ def trace(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> Any:
         ) from error
     if closed.effects:
         raise FusionError(
-            f"{name}: kernels have no side effects, as of jax.debug.print, and no collectives. Remedy: "
-            "do it outside of the function."
+            f"{name}: kernels have no side effects, as of jax.debug.print, and no collectives. "
+            "Remedy: do it outside of the function."
         )
     return closed
 
