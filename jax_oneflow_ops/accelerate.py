@@ -625,8 +625,8 @@ def explain(
                     raise
                 raise ValueError(
                     "explain: jax lowers a program that calls the host, as jax.debug.print does, "
-                    "for the platform of this process only. Remedy: leave out the calls, or "
-                    f"platform={platform!r}"
+                    "for the platform of this process only. Remedy: leave out the calls, or pass "
+                    f"platform={_place(None)[0]!r}"
                 ) from error
     finally:
         _explanation.reset(token)

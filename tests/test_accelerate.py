@@ -862,7 +862,7 @@ def test_explain_of_programs_that_call_the_host():
 
     assert [row.swapped for row in jof.explain(f, TABLE, IDS).rows] == [True]
     elsewhere = "cpu" if jax.default_backend() == "gpu" else "cuda"
-    with pytest.raises(ValueError, match="Remedy: leave out the calls, or platform="):
+    with pytest.raises(ValueError, match="Remedy: leave out the calls, or pass platform="):
         jof.explain(f, TABLE, IDS, platform=elsewhere)
 
 
