@@ -423,7 +423,7 @@ class _Scope(contextlib.ContextDecorator):
     def __call__(self, function: F) -> F:
         wrapped = super().__call__(function)
         # What jax.jit gives functions.
-        for name in ("lower", "trace", "eval_shape"):
+        for name in ("lower", "trace", "eval_shape", "clear_cache"):
             if callable(method := getattr(function, name, None)):
                 setattr(wrapped, name, super().__call__(method))
         return wrapped

@@ -853,6 +853,7 @@ def test_explain_of_functions_of_jit_keeps_their_options():
     for g in (f, jof.accelerate(f)):
         assert [row.swapped for row in jof.explain(g, TABLE, IDS, size=3).rows] == [True]
     assert not jof.explain(jnp.sin, TABLE).rows
+    jof.accelerate(f).clear_cache()
 
 
 def test_explain_of_programs_that_call_the_host():
