@@ -571,11 +571,15 @@ def test_what_xla_runs_faster_on_cpus_is_left_to_it():
     for f in (
         lambda x, i: x.at[i, i].add(1.0),
         lambda x, i: jax.ops.segment_max(jnp.sin(i + 1.0), i, 128),
+        lambda x, i: jax.ops.segment_max(jnp.ones((*i.shape, 15)), i, 128),
     ):
         counts = [sums(jof.accelerate(f), x, ids, platform="cpu") for ids in (i, i[:9])]
         assert counts == [0, 1]
         (row,) = jof.explain(f, x, i, platform="cpu").rows
         assert "XLA" in row.reason
+    for row in (np.ones((2**14, 16), np.float32), jnp.ones((2**14, 2), jnp.bfloat16)):
+        wide = jof.accelerate(lambda x, i: jax.ops.segment_max(x, i, 128))
+        assert sums(wide, row, i, platform="cpu") == 1
 
 
 def test_negative_zeros_are_no_zeros():
