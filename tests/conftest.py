@@ -42,7 +42,7 @@ from jax_oneflow_ops._codegen import cache, compilers  # noqa: E402
 
 # JAX makes many objects that live long; looking for cycles among them takes a tenth of the time.
 gc.freeze()
-gc.set_threshold(50_000, 20, 50)
+gc.set_threshold(100_000, 20, 50)
 
 
 # Generated kernels take a quarter less time to compile; test_kernel.py has some as users do.
