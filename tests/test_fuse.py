@@ -1091,7 +1091,8 @@ def test_transformations_of_rows(tmp_path):
             jax.linearize(h, *args)[1](*args),
         )
 
-    ours, theirs = (jax.jit(functools.partial(programs, h))() for h in (f, layer_norm))
+    # The reference by single operations: under the suite's flags jaxlib 0.8.0 miscompiles it.
+    ours, theirs = jax.jit(functools.partial(programs, f))(), programs(layer_norm)
     jax.tree.map(lambda a, e: assert_close(a, e, 1e-4, 1e-4), ours, theirs)
     donated = jax.jit(f, donate_argnums=0)(args[0] + 0, *args[1:])
     assert_close(donated, layer_norm(*args), 1e-5, 1e-5)
