@@ -45,7 +45,7 @@ def rewritten(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Any:
     for eqn in bodies:
         params = {k: _of_param(name, v, platform, is_open) for k, v in eqn.params.items()}
         if any(params[k] is not v for k, v in eqn.params.items()):
-            others[id(eqn)] = _compat.with_params(eqn, params)
+            others[id(eqn)] = eqn.replace(params=params)
     if not chosen and not others:
         return jaxpr
     implementation = _native.choose_implementation("accelerate", None)

@@ -242,7 +242,7 @@ RELEASE = jax.__version__
 OFF = "off"
 _SCOPE = "jof_accelerate"  # the key in the metadata of equations, where users may have others
 _replacing = threading.Lock()
-_replaced: set[tuple[core.Primitive, str | None]] = set()
+_replaced: set[tuple[core.Primitive, str]] = set()
 
 Lowering = Callable[..., Any]
 Rules = dict[str, Lowering]  # by platform
@@ -263,31 +263,27 @@ def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextM
     return manager
 
 
-def scope_of(ctx: Any) -> str | None:
-    """What `in_scope` was given where the equation that is being lowered was traced."""
-    return _scope_in(ctx.jaxpr_eqn_ctx)
+def scope_of(where: Any) -> str | None:
+    """What `in_scope` was given where an equation was traced.
 
-
-def _scope_in(context: Any) -> str | None:
-    metadata = getattr(context, "xla_metadata", None) or {}
+    `where`: the equation, of a jaxpr, or the context in which it is being lowered.
+    """
+    metadata = getattr(_context(where), "xla_metadata", None) or {}
     return cast(str | None, metadata.get(_SCOPE))
 
 
-def scope_of_equation(eqn: Any) -> str | None:
-    """The same of an equation of a jaxpr."""
-    return _scope_in(eqn.ctx)
+def is_computed_elsewhere(where: Any) -> bool:
+    """Whether an equation is inside `compute_on`: the host runs it, say, in a program for GPUs."""
+    return getattr(_context(where), "compute_type", None) is not None
 
 
-def is_equation_computed_elsewhere(eqn: Any) -> bool:
-    """The same as `is_computed_elsewhere` of an equation of a jaxpr."""
-    return getattr(eqn.ctx, "compute_type", None) is not None
+def _context(where: Any) -> Any:
+    return where.jaxpr_eqn_ctx if hasattr(where, "jaxpr_eqn_ctx") else where.ctx
 
 
-def only_platform(ctx: Any) -> str | None:
-    """The platform of a program for one device and arrays of known sizes; None for others."""
-    platforms = ctx.module_context.platforms
-    is_known = len(platforms) == 1 and not ctx.dim_var_values and is_for_one_device(ctx)
-    return platforms[0] if is_known else None
+def has_known_sizes(ctx: Any) -> bool:
+    """Whether all arrays of the program that is being lowered have known sizes."""
+    return not ctx.dim_var_values
 
 
 @functools.cache
@@ -296,22 +292,17 @@ def jit_primitive() -> core.Primitive:
     return cast(core.Primitive, jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].primitive)
 
 
-def is_computed_elsewhere(ctx: Any) -> bool:
-    """Whether an equation is inside `compute_on`: the host runs it, say, in a program for GPUs."""
-    return getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) is not None
-
-
 def replace_lowerings(
     primitives: Sequence[core.Primitive],
-    platforms: Sequence[str | None],
-    replacement: Callable[[core.Primitive, Any, Lowering], Lowering],
+    platforms: Sequence[str],
+    replacement: Callable[[core.Primitive, str, Lowering], Lowering],
     *,
     has_kernels: bool = True,
 ) -> None:
     """Registers `replacement(primitive, platform, the rule so far)`, once for each.
 
-    With `has_kernels` it may lower to kernels, which need to know the devices and the operands. The
-    platform None stands for all that have no rule of their own.
+    With `has_kernels` it may lower to kernels, which need to know the devices and the operands.
+    Without, programs for several platforms keep the rules so far.
 
     Raises AttributeError, ImportError or TypeError where jax's internals differ from those known.
     """
@@ -327,18 +318,10 @@ def replace_lowerings(
             if not new:
                 continue
             default = mlir_internals._lowerings[primitive].rule
-            if None in new:
-                default = replacement(primitive, None, default)
             every = mlir_internals._platform_specific_lowerings
             own = {p: every[p][primitive].rule for p in every if primitive in every[p]}
-            with_new = dict(own)
-            for p in new:
-                if p is not None:
-                    with_new[p] = replacement(primitive, p, own.get(p, default))
-            rule = default
-            if with_new:
-                of_several = with_new if has_kernels else own
-                rule = _for_each_platform(default, own, of_several, with_new)
+            with_new = own | {p: replacement(primitive, p, own.get(p, default)) for p in new}
+            rule = _for_each_platform(default, own, with_new if has_kernels else own, with_new)
             # A lowering that jax caches is given no operands, of which some are zeros.
             mlir.register_lowering(primitive, rule, cacheable=not has_kernels)
             for p in own:
@@ -473,11 +456,6 @@ def is_plain_call(eqn: Any) -> bool:
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     is_free = all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
     return is_free and not any(layouts) and not params.get("compiler_options_kvs")
-
-
-def with_params(eqn: Any, params: dict[str, Any]) -> Any:
-    """An equation with other parameters."""
-    return eqn.replace(params=params)
 
 
 def donated_operands(eqn: Any) -> list[Any]:

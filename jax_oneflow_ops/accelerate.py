@@ -230,20 +230,20 @@ def _is_search(ctx: Any, params: Any) -> bool:
     return done["gather"] == 1 and not done["while"] + done["scan"]
 
 
-def _with_chains(primitive: Any, platform: None, rule: _compat.Lowering) -> _compat.Lowering:
+def _with_chains(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
     """The rule of calls of functions: chains of elementwise operations in them become kernels."""
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         is_fused = (_compat.scope_of(ctx) or "").endswith(_FUSE)
-        target = _compat.only_platform(ctx) if is_fused else None
-        if target in _PLATFORMS and _runs_kernels(target):
+        is_plain = is_fused and _compat.is_for_one_device(ctx) and _compat.has_known_sizes(ctx)
+        if is_plain and _runs_kernels(platform):
             from jax_oneflow_ops import _chains  # imported lazily: few programs need it
 
             done, jaxpr = _compat.functions_of_module(ctx), params["jaxpr"]
             key = _with_chains, jaxpr
             if key not in done:
                 name = f"{params['name']}_chain"
-                done[key] = _chains.rewritten(name, jaxpr, target, _is_open)
+                done[key] = _chains.rewritten(name, jaxpr, platform, _is_open)
             params["jaxpr"] = done[key]
         return rule(ctx, *args, **params)
 
@@ -257,9 +257,9 @@ def _runs_kernels(platform: str) -> bool:
 
 def _is_open(eqn: Any) -> bool:
     """Whether an operation of a function may become part of a kernel."""
-    scope = _compat.scope_of_equation(eqn)
+    scope = _compat.scope_of(eqn)
     is_inside = scope is None or scope.endswith((_FUSE, _FUSED))  # None where autodiff made it
-    return is_inside and not _compat.is_equation_computed_elsewhere(eqn)
+    return is_inside and not _compat.is_computed_elsewhere(eqn)
 
 
 def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
@@ -393,9 +393,8 @@ def _problem(value: str) -> str | None:
         if value.startswith(_DETERMINISTIC):
             _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
         if value.endswith(_FUSE):
-            # For all platforms: others would make a program for several of them branch here.
             jit_p = _compat.jit_primitive()
-            _compat.replace_lowerings([jit_p], [None], _with_chains, has_kernels=False)
+            _compat.replace_lowerings([jit_p], _PLATFORMS, _with_chains, has_kernels=False)
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
         warnings.warn(
@@ -656,12 +655,12 @@ def _chains_of(jaxpr: Any, platform: str) -> list[Row]:
     from jax_oneflow_ops import _chains  # imported lazily: few programs need it
 
     def is_open(eqn: Any) -> bool:
-        return _compat.scope_of_equation(eqn) != _compat.OFF
+        return _compat.scope_of(eqn) != _compat.OFF
 
     rows = []
     for group, reason in _chains.find("explain", jaxpr, platform, is_open):
         inner = group.inner
-        swapped = (_compat.scope_of_equation(inner.eqns[-1]) or "").endswith(_FUSED)
+        swapped = (_compat.scope_of(inner.eqns[-1]) or "").endswith(_FUSED)
         result, *_ = avals = [v.aval for v in (*inner.outvars, *inner.invars)]
         row = Row(
             line=next((line for e in reversed(inner.eqns) if (line := _compat.line_of(e))), ""),
