@@ -52,6 +52,42 @@ class Rows:
         """Whether the indices are ids already."""
         return self.end == self.begin + 1 and not self.expanded
 
+    @functools.cached_property
+    def single(self) -> int | None:
+        """The dimension that ids point into, if each place of the others gets one update."""
+        pointed = [i for i, c in enumerate(self.columns) if c is not None]
+        place = self.begin + pointed[0]
+        sizes = {dim: self.updates_shape[u] for dim, u in self._sources().items()}
+        whole = all(size == self.shape[dim] for dim, size in sizes.items() if dim != place)
+        others = math.prod(self.shape) // self.shape[place]
+        is_single = len(pointed) == 1 and whole and math.prod(self.updates_shape) == others
+        return place if is_single and self.shape[place] <= _INT32_MAX else None
+
+    def _sources(self) -> dict[int, int]:
+        """The dimension of the updates that steps through each dimension of the operand."""
+        own = (*self.batch, *self.steps, *self.trailing)
+        return {dim: source for dim, source in enumerate(own) if source is not None}
+
+    def select(self, indices: jax.Array, updates: jax.Array) -> jax.Array:
+        """The sum of `updates` into zeros, without a scatter, if each place gets a `single` one."""
+        place = self.single
+        assert place is not None
+        sources = [(d, u) for d, u in self._sources().items() if d != place]
+
+        def spread(x: jax.Array, order: dict[int, int]) -> jax.Array:
+            """With a dimension for each of the operand."""
+            rest = [axis for axis in range(x.ndim) if axis not in order.values()]
+            shape = [x.shape[order[d]] if d in order else 1 for d in range(len(self.shape))]
+            return x.transpose(*order.values(), *rest).reshape(shape)
+
+        own = {d: self.scatter_dims.index(u) for d, u in sources if u in self.scatter_dims}
+        ids = spread(indices[..., self.columns[place - self.begin] or 0], own)
+        if self.clip:
+            ids = ids.clip(0, self.shape[place] - 1)
+        places = jax.lax.broadcasted_iota(ids.dtype, self.shape, place)
+        zero = jnp.zeros((), updates.dtype)
+        return jnp.where(places == ids, spread(updates, dict(sources)), zero)
+
     @property
     def kept(self) -> tuple[int, ...]:
         """The dimensions of the updates that ids have one by one."""
@@ -171,6 +207,8 @@ def find(
     windowed = [dim for dim in range(len(shape)) if dim not in no_window]
     window_of = dict(zip(windowed, at_windows, strict=True))
     window = {dim: updates_shape[i] for dim, i in window_of.items()}
+    if known and clip:  # where a window has all of a dimension, it can only start at 0
+        columns = {d: c for d, c in columns.items() if window.get(d) != shape[d]} or columns
 
     # Rows are all dimensions between those that the indices or parts of windows point into.
     partial = {dim for dim in window if window[dim] != shape[dim]}

@@ -107,7 +107,7 @@ class _Choice:
 
     reason: str
     rows: _scatter_rows.Rows | None = None  # if it is swapped
-    implementation: str = "xla"  # of the functions of this package that take its place
+    implementation: str = "xla"  # of the functions of this package that take its place, or "select"
     decision: _policy.Decision | None = None
 
 
@@ -126,18 +126,23 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         if scope not in (_ON, _DETERMINISTIC):
             return rule(ctx, operand, indices, updates, **params)
         explanation = _explanation.get()
-        choice = _choose(reduction, platform, ctx, params, scope == _DETERMINISTIC, explanation)
+        is_fresh = _compat.fill_of(operand) in reduction.fills
+        deterministic = scope == _DETERMINISTIC
+        choice = _choose(reduction, platform, ctx, params, is_fresh, deterministic, explanation)
+        args = ctx, operand, indices, updates
         if choice.rows is None:
-            results = rule(ctx, operand, indices, updates, **params)
+            results = rule(*args, **params)
+        elif choice.implementation == "select":
+            one = _same(_selected, platform, rows=choice.rows, negative=reduction.negative)
+            results = _lower(one, *args)
         else:
             how: dict[str, Any] = {
                 "rows": choice.rows,
                 "reduction": reduction,
-                "is_fresh": _compat.fill_of(operand) in reduction.fills,
-                "deterministic": scope == _DETERMINISTIC,
+                "is_fresh": is_fresh,
+                "deterministic": deterministic,
                 "implementation": choice.implementation,
             }
-            args = ctx, operand, indices, updates
             if choice.implementation == "native" and _is_emitted(ctx):
                 results = _emit.lower(_reduce, *args, platform=platform, **how)
                 results = _compat.with_shardings_of_types(ctx, results)
@@ -262,6 +267,22 @@ def _is_open(eqn: Any) -> bool:
     return is_inside and not _compat.is_computed_elsewhere(eqn)
 
 
+def _selected(
+    operand: jax.Array,
+    indices: jax.Array,
+    updates: jax.Array,
+    *,
+    rows: _scatter_rows.Rows,
+    negative: bool,
+) -> jax.Array:
+    """A sum of single updates into zeros, as in the gradient of a cross entropy.
+
+    XLA fuses it with what reads it, where a scatter needs the zeros in memory.
+    """
+    indices = _checks.as_ids("accelerate", "indices", indices)
+    return rows.select(indices, -updates if negative else updates)
+
+
 def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
     return _scatter_rows.find(
         *(aval.shape for aval in avals),
@@ -276,6 +297,7 @@ def _choose(
     platform: str,
     ctx: Any,
     params: Any,
+    is_fresh: bool,
     deterministic: bool,
     explanation: _Explanation | None,
 ) -> _Choice:
@@ -295,6 +317,8 @@ def _choose(
         return _Choice(rows)
     if implementation == "native":
         return _Choice("asked for", rows, "native")
+    if is_fresh and _is_known(ctx.avals_in) and rows.single is not None:
+        return _Choice("single updates: XLA selects them where it reads the sums", rows, "select")
     if not _compat.knows_shapes_of_shards(ctx):
         return _Choice("sharded: the partitioner decides what a device has", rows, "native")
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):

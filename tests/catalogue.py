@@ -280,7 +280,7 @@ def gelu_erf_by_hand(x):
 
 def mish_by_hand(x):
     """By one exponential: tanh(log(1 + e)) is e (e + 2) / (e (e + 2) + 2)."""
-    e = jnp.exp(jnp.minimum(x, 20))  # beyond it the quotient is 1
+    e = jnp.exp(jnp.minimum(x, 1 - np.log(jnp.finfo(x.dtype).eps) / 2))  # then the quotient is 1
     n = e * (e + 2)
     return x * (n / (n + 2))
 

@@ -525,6 +525,35 @@ def test_sums_into_zeros_are_given_no_operand(dtype):
         assert [o.startswith(expected) for o in operands_of_sums(text)] == [True]
 
 
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+def test_single_updates_are_selected(mode):
+    """No zeros are written for the gradient of a cross entropy. Other operands are added to."""
+    x = np.asarray(rng_for((2, 3, 5, 4)).standard_normal((2, 3, 5, 4)), np.float32)
+    outside = mode != "promise_in_bounds"
+    ids = np.array([[0, 4, 2], [1, -3 * outside, 4 + outside]])
+    labels = integers(2, 1, 5, 4, low=-outside, high=3 + outside)
+
+    def of_pixels(x):
+        return jnp.take_along_axis(x, labels, axis=1, mode=mode)
+
+    def of_rows(x):
+        return jax.vmap(jax.vmap(lambda x, i: x.at[i].get(mode=mode)))(x, ids)
+
+    def subtracted(x):
+        into = jax.vmap(jax.vmap(lambda x, i, u: x.at[i].subtract(u, mode=mode)))
+        return into(jnp.zeros_like(x), ids, x[:, :, 1])
+
+    gradients = [jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x)))) for f in (of_pixels, of_rows)]
+    for f in (*gradients, subtracted):
+        accelerated = jax.jit(jof.accelerate(f))
+        text = accelerated.lower(x).as_text()
+        assert "stablehlo.scatter" not in text
+        assert not lowered_targets(text)
+        np.testing.assert_array_equal(accelerated(x), jax.jit(f)(x))
+    into = jax.vmap(jax.vmap(lambda x, i, u: x.at[i].add(u, mode=mode)))
+    assert sums(jof.accelerate(into), x, ids, x[:, :, 0]) == 1
+
+
 def test_updates_that_are_one_number_are_not_written_to_memory(monkeypatch):
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
 
@@ -698,7 +727,8 @@ def test_export():
     )
     expected = jax.jit(jax.grad(lookup))(TABLE, IDS)
     every = ("tpu", "cuda", "cpu")
-    for args, platforms in (((TABLE, IDS), ("cpu",)), (of_any_size, every)):
+    here = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    for args, platforms in (((TABLE, IDS), (here,)), (of_any_size, every)):
         export = jax.export.export(f, platforms=platforms, disabled_checks=jof.export_checks())
         exported = export(*args)
         assert "jof_scatter_add" in exported.mlir_module()

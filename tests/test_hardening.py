@@ -227,7 +227,7 @@ def unfit_gpu(monkeypatch):
     module = types.SimpleNamespace(
         architectures="90-real", runtime_version=13000, driver_version=lambda: 13000
     )
-    device = types.SimpleNamespace(compute_capability="7.5")
+    device = types.SimpleNamespace(compute_capability="7.5", device_kind="NVIDIA T4")
     monkeypatch.setitem(_native._loaded, "cuda", module)
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
     for cached in (_native._cuda_problem, _native.warn_of_fallback):
