@@ -13,7 +13,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 from tqdm import tqdm
 
-from . import environment, harness, results, tables
+from . import ceilings, environment, harness, results, tables
 from .harness import Case, Options
 from .results import Row
 from .suites import SUITES, load
@@ -63,10 +63,10 @@ def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
     import jax
 
     try:
-        small = options.quick and suite in ("models", "programs")
+        small = options.quick and suite == "programs"
         over = {"devices": options.devices} if options.devices > 1 else {}
         cases = load(suite).cases("quick" if small else jax.default_backend(), **over)
-    except ModuleNotFoundError as error:  # such as flax, which only models need
+    except ModuleNotFoundError as error:  # such as flax, which only programs need
         print(f"{suite} is left out: {error.name} is not installed")
         return []
     cases = [case for case in cases if options.case in case.name]
@@ -108,13 +108,12 @@ def run(
         **about,
         **environment.header(argv, devices=about.get("devices", 1)),
         "clock": machine.clock.name,
-        "ceiling": machine.ceilings.kind,
         "missing": machine.missing,
-        "warnings": machine.warnings,
+        **({"ceiling": ceilings.KINDS[machine.platform]} if options.libraries else {}),
     }
     name = about.get("suite") or f"survey-{about['seed']}"
     path = (out or results.RESULTS / environment.slug(header)) / f"{name}.jsonl"
-    print(f"{name} on {header['device']}, {header['clock']} clock; copy: {header['ceiling']}")
+    print(f"{name} on {header['device']}, {header['clock']} clock")
     print(tables.aligned(tables.PROGRESS))
     rows: list[Row] = []
     measured = harness.measure(cases, machine, options)

@@ -14,7 +14,7 @@ import jax
 
 import jax_oneflow_ops as jof
 
-_PACKAGES = ("jax", "jaxlib", "torch", "triton", "cupy", "cutensor", "numpy", "flax", "optax")
+_PACKAGES = ("jax", "jaxlib", "torch", "triton", "cupy", "numpy", "flax", "optax")
 _ROOT = Path(__file__).resolve().parents[1]
 
 

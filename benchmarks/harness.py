@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import timing
-from .ceilings import Ceilings
+from . import ceilings, timing
 from .inputs import Input, draw, shapes
 from .results import Row
-from .timing import Contender, Missing, Outcome, Timing, reason
+from .timing import Contender, Outcome, reason
 
 Array = Any  # of any framework
 Arrays = tuple[Array, ...]
 Sets = list[Arrays]  # input sets that calls use in turn
 Function = Callable[..., Any]
-# Makes a contender from the input sets and our result, and returns its result, too.
-Maker = Callable[[Sets, Array], tuple[Contender, Array]]
 
 SWEEP = "sweep"
 """The group of cases that are one call over all sizes."""
@@ -63,7 +60,6 @@ class Work:
     torch: Function | None = None  # takes the torch module first
     torch_inputs: Function | None = None  # what torch takes instead, made before it is timed
     compile: bool = False  # torch.compile is a rival, too: its first call takes seconds
-    others: dict[str, Maker] = field(default_factory=dict)  # rivals on GPUs
     effort: float = 0.5  # the share of the usual number of samples
     donated: bool = False  # the first array is donated: a call takes an earlier result instead
     wall: bool = False  # timed by the wall: memsets and memcpys matter, which CUPTI does not record
@@ -98,19 +94,15 @@ class Machine:
 
     platform: str
     clock: timing.Clock
-    ceilings: Ceilings
     torch: Any  # rivals.torch_rival, or None
     seed: int
     missing: dict[str, str] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
 
 
 def make_machine(seed: int, options: Options) -> Machine:
     platform = jax.default_backend()
-    clock, warning = timing.make_clock(platform)
-    ceilings = Ceilings(platform if options.libraries else "cpu")
-    warnings = [text for text in (warning, ceilings.warning) if text]
-    machine = Machine(platform, clock, ceilings, None, seed, warnings=warnings)
+    clock = timing.CuptiClock() if platform == "gpu" else timing.WallClock()
+    machine = Machine(platform, clock, None, seed)
     if options.libraries and platform == "gpu":
         try:
             from .rivals import torch_rival
@@ -133,11 +125,10 @@ _CHUNK = 64  # cases whose programs are in memory together
 
 def measure(cases: Sequence[Case], machine: Machine, options: Options) -> Iterator[Row]:
     """Yields the row of each case."""
-    middle = sorted(cases, key=lambda case: case.bytes)[len(cases) // 2]
     for i in range(0, len(cases), _CHUNK):
         for item in _prepare(cases[i : i + _CHUNK], options):
             with precision(item.case):
-                yield _row(item, machine, options, twice=item.case is middle)
+                yield _row(item, machine, options)
             item.programs.clear()
             if machine.torch is not None:
                 machine.torch.make_room()
@@ -214,8 +205,8 @@ def about(case: Case) -> Row:
     return row | {name: getattr(case, name) for name in names}
 
 
-def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) -> Row:
-    """Checks and times one case. ``twice`` times ours as two contenders, the self-check."""
+def _row(item: _Prepared, machine: Machine, options: Options) -> Row:
+    """Checks and times one case."""
     case = item.case
     row = about(case)
     try:
@@ -226,43 +217,24 @@ def _row(item: _Prepared, machine: Machine, options: Options, *, twice: bool) ->
         row |= entrants.about
         if options.check_only:
             return row
-        again = [replace(entrants.contenders[0], name="again")] if twice else []
-        effort = entrants.effort * options.effort
-        timings = timing.compare([*entrants.contenders, *again], machine.clock, effort)
+        clock = machine.clock
+        if entrants.wall and machine.platform == "gpu":
+            row["clock"], clock = "wall", timing.WallClock(clock.rounds, clock.calls)
+        timings = timing.compare(entrants.contenders, clock, entrants.effort * options.effort)
         timings |= {name: timings[other] for name, other in entrants.same.items()}
-        return _timed(row, entrants, timings, machine)
+        return _timed(row, entrants, timings)
     except Exception as error:  # a failing case is a row that says so, and the exit status
         return {**row, "error": reason(error)}
 
 
-_HIDDEN_US = 100.0  # more than launches take: probably a memset or a memcpy
-
-
-def _timed(row: Row, entrants: Entrants, timings: Outcome, machine: Machine) -> Row:
-    by_wall = entrants.wall and machine.clock.name != "wall"
-    row |= {"clock": "wall"} if by_wall else {}
+def _timed(row: Row, entrants: Entrants, timings: Outcome) -> Row:
     medians: dict[str, Any] = {**entrants.failed}
-    for name, t in timings.items():
-        if isinstance(t, str):
-            medians[name] = t
-            continue
-        if by_wall and t.wall_us:
-            t.clock, t.samples_us = "wall", t.wall_us
-        medians[name] = round(t.us, 3)
-        if t.clock == "cupti" and (wall := min(t.wall_us)) > 2 * medians[name] + _HIDDEN_US:
-            text = f"kernels take {medians[name]:.1f} us, a call {wall:.1f} us"
-            machine.warnings.append(f"{name} on {row['case']}: {text}")
+    medians |= {n: t if isinstance(t, str) else round(t.us, 3) for n, t in timings.items()}
     ours, us = timings["ours"], medians.pop("ours")
     if isinstance(ours, str):
         return {**row, "error": ours}
     row |= {"us": us, "iqr": round(ours.iqr_us, 3)}
-    row |= {name: medians.pop(name) for name in ("again", "copy") if name in medians}
-    second = timings.get("again")
-    again = second.iqr_us if isinstance(second, Timing) else 0.0
-    spread = max(ours.iqr_us, again, machine.clock.resolution_us)
-    if abs(row.get("again", us) - us) > spread:
-        text = f"timed twice, {us:.2f} and {row['again']:.2f} us, spread {spread:.2f} us"
-        machine.warnings.append(f"{row['case']}: {text}")
+    row |= {"copy": medians.pop("copy")} if "copy" in medians else {}
     row["xla"] = {name: medians.pop(name) for name in entrants.forms if name in medians}
     return {**row, "others": medians}
 
@@ -299,18 +271,6 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     def agrees(theirs: Array) -> bool:
         return agreement(programs[_DIFFERENCE].result()(ours, theirs), work.exact, ours, work.terms)
 
-    def join(name: str, make: Maker) -> None:
-        try:
-            contender, theirs = make(sets, ours)
-            disagree.extend([] if agrees(theirs) else [name])
-            contenders.append(contender)
-        except Missing as why:
-            machine.missing[name] = str(why)
-        except ModuleNotFoundError as error:
-            machine.missing[name] = f"{error.name} is not installed"
-        except Exception as error:  # rivals fail in many ways; the row says how
-            failed[name] = reason(error)
-
     ours = verified("ours")
     alone = work.alone and options.implementations[0] == "native"
     if not is_native(programs["ours"].result().as_text() or "", alone):
@@ -326,11 +286,14 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     if ran and ran <= {*disagree}:
         raise ArithmeticError(f"the result differs from that of {', '.join(sorted(ran))}")
     if options.libraries and not options.check_only:
-        others = work.others if machine.platform == "gpu" else {}
-        torch = machine.torch.rivals(work) if machine.torch is not None else {}
-        for name, maker in {**others, **torch}.items():
-            join(name, maker)
-        contenders.append(machine.ceilings.copy(item.case.bytes))
+        for name in machine.torch.names(work) if machine.torch is not None else ():
+            try:
+                contender, theirs = machine.torch.contender(name, work, sets, ours)
+                disagree += [] if agrees(theirs) else [name]
+                contenders.append(contender)
+            except Exception as error:  # rivals fail in many ways; the row says how
+                failed[name] = reason(error)
+        contenders.append(ceilings.copy(item.case.bytes))
     about |= {"disagree": disagree} if disagree else {}
     return Entrants(contenders, about, list(work.forms), failed, work.wall, work.effort, same)
 

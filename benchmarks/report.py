@@ -192,15 +192,14 @@ def steps(
     Of a device beside, the gain only.
     """
     there = {row["case"]: ratio(results.rival(row, "jnp")) for row in listed(beside, name)}
-    over = {"jnp": "gain"} | ({"xla": "over XLA's best"} if name == "models" else {})
     lines = []
     for row in (row for row in listed(found, name) if row["group"] == group):
         of_dtype = f", {short(row['dtype'])}" if group == "call" else ""
         times = map(microseconds, (results.numbers(row["xla"]).get("jnp"), row["us"]))
-        gains = [ratio(results.rival(row, rival)) for rival in over]
+        gains = [ratio(results.rival(row, "jnp"))]
         gains += [there.get(row["case"], "-")] if there else []
         lines.append([f"{chart.label(row['op'])}{of_dtype}", *times, *gains])
-    head = ["", "jnp as written, us", "accelerated, us", *over.values()]
+    head = ["", "jnp as written, us", "accelerated, us", "gain"]
     head += [f"on {beside[0].header['device'].split()[1]}"] if there else []
     return markdown(head, lines)
 

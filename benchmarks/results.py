@@ -4,7 +4,7 @@ A line has the suite, the case, its op, group, dtype, shape and bytes; ``us`` an
 median and the interquartile range of ours in microseconds; ``copy``, the time of a plain copy of as
 many bytes; ``xla``, the medians of the jnp forms, as users write it first; ``others``, those of
 other libraries and of variants of ours. A rival that failed has its error message instead. A case
-that failed has ``error``. Lines of surveys are arrays of `COLUMNS`; `survey.read` adds the rest.
+that failed has ``error``. Lines of surveys are `packed`; `survey.read` adds the rest.
 """
 
 import json
@@ -46,7 +46,7 @@ def read(path: Path) -> Result:
 
 def numbers(medians: dict[str, Any]) -> dict[str, float]:
     """Returns the medians of the rivals that ran."""
-    return {name: us for name, us in medians.items() if not isinstance(us, str)}
+    return {name: us for name, us in medians.items() if isinstance(us, int | float)}
 
 
 def best(row: Row) -> tuple[str, float] | None:
@@ -66,13 +66,12 @@ def rival(row: Row, name: str) -> float | None:
     return None if us is None else us / row["us"]
 
 
-COLUMNS = ["case", "us", "iqr", "xla", "default", "form"]
-"""Of a survey's lines: the time of native kernels and its spread, those of XLA's best form and of
-the default, and that of the form in jnp that the default may run."""
-
-
 def packed(rows: Iterable[Row]) -> list[Any]:
-    """Lines that have no more than drawing the cases again does not tell; errors as they are."""
+    """Lines that have no more than drawing the cases again does not tell; errors as they are.
+
+    A line has the case; the time of native kernels and its spread; the times of XLA's best form, of
+    the default, and of the `form` that the default may run instead of kernels.
+    """
     lines: list[Any] = []
     for row in rows:
         name = f"{row['suite']} {row['case']}"
@@ -86,10 +85,18 @@ def packed(rows: Iterable[Row]) -> list[Any]:
 
 
 def form(row: Row) -> float | None:
-    """The time of the form that the default may run: of sums jnp in float32, else the fastest."""
-    forms = numbers(row["xla"])
+    """The time of the form that the default may run instead of kernels.
+
+    That is ``implementation="xla"`` where it was measured, but for elementwise functions, whose
+    default is rounded once. Else it is jnp in float32 of sums, and of others the fastest.
+    """
+    forms, own = numbers(row["xla"]), numbers(row["others"]).get("xla")
+    if row.get("form") is not None:
+        return float(row["form"])
+    if own is not None and row["suite"] != "elementwise":
+        return own
     if row["suite"] == "scatter":
-        return forms.get("form") or forms.get("jnp f32", forms.get("jnp"))
+        return forms.get("jnp f32", forms.get("jnp"))
     return min(forms.values(), default=None)
 
 

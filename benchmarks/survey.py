@@ -73,16 +73,13 @@ def read(path: Path) -> results.Result:
     result = results.read(path)
     if "suite" in result.header:
         return result
-    lines = [dict(zip(results.COLUMNS, x, strict=True)) for x in result.rows if isinstance(x, list)]
-    rows = [row for row in result.rows if isinstance(row, dict)]
     drawn = cases(result)
-    for line in lines:
-        if line["case"] not in drawn:
-            raise ValueError(f"{path}: the seed does not draw {line['case']} any more")
-        known = {name: value for name, value in line.items() if value is not None}
-        row = about(drawn[line["case"]]) | {"us": line["us"], "iqr": line["iqr"]}
-        row["xla"] = {name: known[name] for name in ("xla", "form") if name in known}
-        rows.append(row | {"others": {"default": known["default"]} if "default" in known else {}})
+    rows = [row for row in result.rows if isinstance(row, dict)]
+    for case, us, iqr, xla, default, form in (x for x in result.rows if isinstance(x, list)):
+        if case not in drawn:
+            raise ValueError(f"{path}: the seed does not draw {case} any more")
+        row = about(drawn[case]) | {"us": us, "iqr": iqr, "form": form}
+        rows.append(row | {"xla": {"xla": xla}, "others": {"default": default}})
     return results.Result(result.header, rows)
 
 

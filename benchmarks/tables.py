@@ -57,16 +57,16 @@ def aligned(cells: Sequence[str]) -> str:
 
 
 def notes(header: Row, rows: Sequence[Row]) -> list[str]:
-    """What the columns mean, which rivals are missing, failed or disagree, and warnings."""
+    """What the columns mean, and which rivals are missing, failed or disagree."""
     lines = [
         "copy: share of a plain copy's bandwidth. Then times over ours: jnp as users write it,",
         "XLA's best form, the fastest other library or variant. <: XLA's best is faster.",
     ]
+    lines += [f"the copy is {header['ceiling']}"] if "ceiling" in header else []
     lines += [f"missing: {name}: {why}" for name, why in header.get("missing", {}).items()]
     for row in rows:
-        rivals, again = {**row.get("xla", {}), **row.get("others", {})}, row.get("again")
+        rivals = {**row.get("xla", {}), **row.get("others", {})}
         said = [f"{name}: {us}" for name, us in rivals.items() if isinstance(us, str)]
         said += [f"{name} differs from ours, which is right" for name in row.get("disagree", [])]
-        said += [f"timed twice: {row['us']} and {again} us"] if again else []
         lines += [f"{row['case']}: {text}" for text in said]
-    return lines + [f"WARNING: {warning}" for warning in header.get("warnings", [])]
+    return lines

@@ -2,8 +2,8 @@
 
 On a GPU the clock is CUPTI, through the extension that JAX's own ``mosaic.gpu.profiler`` uses. It
 records every kernel of the process, so JAX, PyTorch and CuPy are timed by one instrument, without
-launch gaps. It does not record memcpys and memsets, so the wall time of every turn is kept, too. On
-a CPU the clock is the wall.
+launch gaps. It does not record memcpys and memsets: where these matter, and on a CPU, the clock is
+the wall.
 
 Contenders take turns (A B C, B C A, ...): a drift of the clocks affects all of them alike. Every
 call uses the next of several input sets, so that no contender finds in a cache what another has
@@ -16,10 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import jax
-import jax.numpy as jnp
+from typing import Any, ClassVar
 
 ROTATION_BYTES = 256 << 20  # over four times the 60 MB of L2 of an H200
 SLOW_US = 3e5  # a contender that takes longer than this is called once
@@ -42,17 +39,11 @@ class Contender:
     sync: Callable[[Any], Any]
 
 
-class Missing(Exception):
-    """A rival's library is not on this machine."""
-
-
 @dataclass
 class Timing:
     """Times of one contender, in microseconds a call."""
 
-    clock: str
     samples_us: list[float] = field(default_factory=list)
-    wall_us: list[float] = field(default_factory=list)
 
     @property
     def us(self) -> float:  # the median
@@ -70,137 +61,112 @@ Turn = tuple[Contender, int]  # calls i, i + 1, ... of one contender
 Outcome = dict[str, Timing | str]  # of each contender by name: its timing, or its error message
 
 
+def _take(contender: Contender, calls: range, outcome: Outcome) -> float:
+    """Returns the wall time of calls, whose results are held until the last has ended."""
+    if isinstance(outcome[contender.name], str):
+        return 0.0
+    begin = time.perf_counter()
+    try:
+        contender.sync([contender.call(i) for i in calls])
+    except Exception as error:  # rivals fail in many ways; the row says how
+        outcome[contender.name] = reason(error)
+    return (time.perf_counter() - begin) * 1e6
+
+
+@dataclass(frozen=True)
 class WallClock:
-    """Host time of each call, including its result, which is dropped at once."""
+    """Host time of calls, including their results, which are dropped at once."""
 
-    # A turn is `calls` calls. A contender takes `rounds` turns, or until `budget_us` is spent.
-    # Times that differ by less than `resolution_us` are the same.
-    name, rounds, calls, budget_us, resolution_us = "wall", 64, 1, 6e5, 0.0
+    # A contender takes `rounds` turns of `calls` calls, or as many as fit into `budget_us`.
+    rounds: int = 64
+    calls: int = 1
+    budget_us: ClassVar[float] = 6e5
+    name: ClassVar[str] = "wall"
 
-    def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
+    def record(self, turns: Sequence[Turn], outcome: Outcome) -> None:
         for contender, i in turns:
-            timing = outcome[contender.name]
-            if isinstance(timing, str) or sum(timing.samples_us) > budget_us:
-                continue
-            try:
-                begin = time.perf_counter()
-                contender.sync(contender.call(i))
-                timing.samples_us.append((time.perf_counter() - begin) * 1e6)
-            except Exception as error:  # rivals fail in many ways; the row says how
-                outcome[contender.name] = reason(error)
+            us = _take(contender, range(i, i + self.calls), outcome)
+            if isinstance(timing := outcome[contender.name], Timing):
+                timing.samples_us.append(us / self.calls)
 
 
 class CuptiClock:
     """Device time of the kernels of each call.
 
     A session costs far more than the kernels in it, so one session holds all turns, separated by a
-    marker kernel. Without a marker each turn has its own session. The first call of a turn is not
-    counted: the first kernel of a session is up to 3 us slower.
+    marker kernel. The first call of a turn is not counted: the first kernel of a session is up to
+    3 us slower.
     """
 
-    name, rounds, calls, budget_us, resolution_us = "cupti", 5, 8, 1e6, 0.032
+    name, rounds, calls, budget_us = "cupti", 5, 8, 1e6
 
-    def __init__(self, marker: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         # Private, but jax.experimental.mosaic.gpu.profiler uses the same extension. Its own
         # `measure` times JAX functions only, and needs absl.
         self._extension = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
-        self._marker = marker
+        self._mark = make_marker()
 
-    def record(self, turns: Sequence[Turn], outcome: Outcome, budget_us: float) -> None:
+    def record(self, turns: Sequence[Turn], outcome: Outcome) -> None:
         """Adds one sample a call, the sum of its kernels.
 
-        If the records of a shared session are out of order, every later turn has its own session.
+        If the records of the shared session are out of order, every turn has its own.
         """
-        spent: dict[str, float] = {}
-        if self._marker is not None:
-            if self._session(turns, outcome, spent, budget_us):
-                return
-            self._marker = None
-            spent.clear()
-            for timing in outcome.values():
-                if isinstance(timing, Timing):
-                    timing.wall_us.clear()
-        for turn in turns:
-            self._session([turn], outcome, spent, budget_us)
+        if not self._session(turns, outcome):
+            for turn in turns:
+                self._session([turn], outcome)
 
-    def _session(
-        self, turns: Sequence[Turn], outcome: Outcome, spent: dict[str, float], budget_us: float
-    ) -> bool:
+    def _session(self, turns: Sequence[Turn], outcome: Outcome) -> bool:
         """Takes turns in one session. Returns False, and adds no samples, if records are mixed."""
-        taken: list[str] = []
         self._extension._cupti_init()
         try:
-            for turn in turns:
-                name = turn[0].name
-                if isinstance(outcome[name], Timing) and spent.get(name, 0.0) <= budget_us:
-                    taken.append(name)
-                    spent[name] = spent.get(name, 0.0) + self._take(turn, outcome)
+            for contender, i in turns:
+                self._mark()
+                _take(contender, range(i - 1, i + self.calls), outcome)
         finally:
-            try:
-                kernels = self._extension._cupti_get_timings(True)
-            except TypeError:  # releases before the `finalize` argument
-                kernels = self._extension._cupti_get_timings()
+            kernels = self._extension._cupti_get_timings(True)
         records = [(str(name), float(ms) * 1e3) for name, ms in kernels]
-        parts = [records] * len(taken) if self._marker is None else split_at_markers(records)
-        pairs = [*zip(taken, parts, strict=False)]
-        if self._marker is not None:
-            # Every turn of a contender has as many kernels. The first contender, ours, has some.
-            counts = {(n, len(part)) for n, part in pairs if isinstance(outcome[n], Timing)}
-            uneven = len(counts) > len({name for name, _ in counts})
-            if uneven or any(not part for _, part in pairs[:1]) or len(parts) != len(taken):
-                return False
+        parts = split_at_markers(records)
+        if len(turns) == 1:  # no marker is needed
+            parts = [[us for name, us in records if name != MARKER]]
+        pairs = [*zip([contender.name for contender, _ in turns], parts, strict=False)]
+        # Every turn of a contender has as many kernels. The first contender, ours, has some.
+        counts = {(name, len(part)) for name, part in pairs if isinstance(outcome[name], Timing)}
+        uneven = len(counts) > len({name for name, _ in counts})
+        if len(turns) > 1 and (uneven or len(parts) != len(turns) or not parts[0]):
+            return False
         for name, part in pairs:
             if isinstance(timing := outcome[name], Timing) and part:
-                samples = per_call([us for _, us in part], self.calls + 1)
+                samples = per_call(part, self.calls + 1)
                 timing.samples_us += samples[1:] or samples
             elif isinstance(timing, Timing):
                 outcome[name] = "RuntimeError: CUPTI recorded no kernel"
         return True
 
-    def _take(self, turn: Turn, outcome: Outcome) -> float:
-        """Takes a turn and returns its wall time."""
-        contender, calls = turn[0], range(turn[1] - 1, turn[1] + self.calls)
-        if self._marker is not None:
-            self._marker()
-        begin = time.perf_counter()
-        try:
-            contender.sync([contender.call(i) for i in calls])  # which holds the results
-        except Exception as error:  # rivals fail in many ways; the row says how
-            outcome[contender.name] = reason(error)
-        us = (time.perf_counter() - begin) * 1e6
-        if isinstance(timing := outcome[contender.name], Timing):
-            timing.wall_us.append(us / len(calls))
-        return us
-
 
 MARKER = "benchmark_turn_begins"
 
 
-def split_at_markers(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """Returns the kernels after each marker; those before the first one are dropped."""
-    parts: list[list[tuple[str, float]]] = []
-    for name, us in kernels:
+def split_at_markers(records: Sequence[tuple[str, float]]) -> list[list[float]]:
+    """Returns the times of the kernels after each marker; those before the first are dropped."""
+    parts: list[list[float]] = []
+    for name, us in records:
         if name == MARKER:
             parts.append([])
         elif parts:
-            parts[-1].append((name, us))
+            parts[-1].append(us)
     return parts
 
 
-def make_marker() -> Callable[[], None] | None:
-    """Returns a function that launches a kernel of a known name; None without CuPy."""
-    try:
-        import cupy
+def make_marker() -> Callable[[], None]:
+    """Returns a function that launches a kernel of a known name."""
+    import cupy
 
-        kernel = cupy.RawKernel(f'extern "C" __global__ void {MARKER}() {{}}', MARKER)
+    kernel = cupy.RawKernel(f'extern "C" __global__ void {MARKER}() {{}}', MARKER)
 
-        def mark() -> None:
-            kernel((1,), (1,), ())
-            cupy.cuda.Device().synchronize()
+    def mark() -> None:
+        kernel((1,), (1,), ())
+        cupy.cuda.Device().synchronize()
 
-        mark()
-    except Exception:  # no CuPy, or one that does not fit this CUDA
-        return None
     return mark
 
 
@@ -215,48 +181,31 @@ def per_call(kernel_times: Sequence[float], calls: int) -> list[float]:
 Clock = WallClock | CuptiClock
 
 
-def make_clock(platform: str) -> tuple[Clock, str | None]:
-    """Returns the best clock of this machine, and a warning if it is not CUPTI on a GPU."""
-    if platform != "gpu":
-        return WallClock(), None
-    try:
-        clock = CuptiClock(make_marker())
-        negate, x = jax.jit(jnp.negative), jnp.ones(1 << 20)
-        probe = Contender("probe", lambda i: negate(x), jax.block_until_ready)
-        if isinstance(outcome := compare([probe], clock, effort=0.2)["probe"], str):
-            raise RuntimeError(outcome)
-        return clock, None
-    except Exception as error:  # wall times are better than none
-        why = f"CUPTI is unavailable ({reason(error)})"
-        return WallClock(), f"{why}: times are WALL times and include launches"
-
-
 def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) -> Outcome:
     """Times contenders in turns. One that fails gets its error message instead of a timing.
 
-    A contender that has used up the clock's budget sits out the remaining rounds. One whose calls
+    A contender takes fewer turns if all of them do not fit into the clock's budget. One whose calls
     take longer than SLOW_US is timed by one call on the wall clock. An ``effort`` below 1 takes
     proportionally fewer samples.
     """
-    outcome: Outcome = {c.name: Timing(clock.name) for c in contenders}
-    for contender in contenders:  # warm up: load modules, compile, fill allocators
-        try:
-            for i in range(2):
-                begin = time.perf_counter()
-                contender.sync([contender.call(i)])
-                us = (time.perf_counter() - begin) * 1e6
-            if us > SLOW_US:
-                outcome[contender.name] = Timing("wall", [us])
-        except Exception as error:  # rivals fail in many ways; the row says how
-            outcome[contender.name] = reason(error)
-    fresh = Timing(clock.name)
-    contenders = [c for c in contenders if outcome[c.name] == fresh]
-    n = len(contenders)
-    rounds = range(max(1, round(clock.rounds * effort)))
-    order = [contenders[(r + i) % n] for r in rounds for i in range(n)]
+    outcome: Outcome = {c.name: Timing() for c in contenders}
+    rounds = dict.fromkeys(outcome, 0)
+    for contender in contenders:
+        _take(contender, range(1), outcome)  # load modules, compile, fill allocators
+        us = _take(contender, range(1, 2), outcome)
+        if isinstance(outcome[contender.name], str):
+            continue
+        if us > SLOW_US:
+            outcome[contender.name] = Timing([us])
+        else:
+            most = min(clock.rounds, clock.budget_us / (us * clock.calls))
+            rounds[contender.name] = max(1, round(most * effort))
+    order: list[Contender] = []
+    for r in range(max(rounds.values(), default=0)):
+        left = [contender for contender in contenders if rounds[contender.name] > r]
+        order += [left[(r + i) % len(left)] for i in range(len(left))]
     if order:
-        turns = [(contender, k * clock.calls) for k, contender in enumerate(order)]
-        clock.record(turns, outcome, clock.budget_us * effort)
+        clock.record([(contender, k * clock.calls) for k, contender in enumerate(order)], outcome)
     return outcome
 
 

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from benchmarks import environment, results
 
 Tree = Any  # of arrays, or of what stands for arrays
+State = tuple[Tree, Tree]  # what a step changes: parameters and their velocities
 
 # Plain momentum, not Adam: Adam divides by the gradient's size, and would hide a gradient that is
 # a multiple of the right one, as where a sum over devices is missing.
@@ -87,39 +88,52 @@ def mesh_of(**axes: int) -> Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
 
 
-def train(problem: Problem, division: Division, steps: int) -> Run:
-    """Trains from the start, on the devices of the division's mesh."""
+def _place(division: Division, specs: Tree) -> Tree:
+    return jax.tree.map(lambda spec: NamedSharding(division.mesh, spec), specs)
 
-    def place(specs: Tree) -> Tree:
-        return jax.tree.map(lambda spec: NamedSharding(division.mesh, spec), specs)
 
-    def start(key: jax.Array) -> tuple[Tree, Tree]:
+def start(problem: Problem, division: Division) -> State:
+    """The state before the first step.
+
+    Random numbers do not depend on their sharding: every device makes its part of the parameters.
+    """
+
+    def made(key: jax.Array) -> State:
         params = problem.init(key)
         return params, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
 
-    def step(state: tuple[Tree, Tree], batch: Tree) -> tuple[tuple[Tree, Tree], jax.Array]:
+    shardings = _place(division, (division.params, division.params))
+    state: State = jax.jit(made, out_shardings=shardings)(jax.random.key(0))
+    return state
+
+
+def compiled(problem: Problem, division: Division, state: State) -> jax.stages.Compiled:
+    """The step from a state, which is donated, and a batch to the next state and the loss."""
+
+    def step(state: State, batch: Tree) -> tuple[State, jax.Array]:
         params, velocity = state
         loss, gradient = jax.value_and_grad(problem.loss)(params, batch)
         velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, gradient)
         params = jax.tree.map(lambda p, v: (p - problem.rate * v).astype(p.dtype), params, velocity)
         return (params, velocity), loss
 
-    of_state = place((division.params, division.params))
-    of_batch = place(division.batch)
-    # Random numbers do not depend on their sharding: every device makes its part of the parameters.
-    state = jax.jit(start, out_shardings=of_state)(jax.random.key(0))
-    batches = [jax.device_put(batch, of_batch) for batch in problem.batches]
-    program = (
-        jax.jit(
-            step,
-            in_shardings=(of_state, of_batch),
-            out_shardings=(of_state, place(PartitionSpec())),
-            donate_argnums=0,
-        )
-        .lower(state, batches[0])
-        .compile()
+    of_state, of_batch, of_loss = (
+        _place(division, specs)
+        for specs in ((division.params, division.params), division.batch, PartitionSpec())
     )
+    jitted = jax.jit(
+        step,
+        in_shardings=(of_state, of_batch),
+        out_shardings=(of_state, of_loss),
+        donate_argnums=0,
+    )
+    return jitted.lower(state, problem.batches[0]).compile()
 
+
+def train(problem: Problem, division: Division, steps: int, state: State) -> Run:
+    """Trains from a state, which is donated, on the devices of the division's mesh."""
+    program = compiled(problem, division, state)
+    batches = jax.device_put(problem.batches, _place(division, division.batch))
     losses, seconds = descend(program, state, batches, steps, division.variant)
     text = program.as_text() or ""
     return Run(
@@ -233,8 +247,10 @@ def run_all(
     argv: Sequence[str],
 ) -> int:
     """Trains on one device and in every division, and compares; returns the exit status."""
-    alone = train(problem, one, options.steps)
-    runs = [train(problem, division, options.steps) for division in divisions]
+    alone, *runs = (
+        train(problem, division, options.steps, start(problem, division))
+        for division in (one, *divisions)
+    )
     errors = compare(problem, alone, divisions, runs)
     if options.out:
         about = environment.header(list(argv), f"examples.{name}", devices=runs[0].devices)

@@ -1,7 +1,6 @@
 """The benchmarks' own machinery: what a number means before it is believed."""
 
 import dataclasses
-import importlib
 import math
 import types
 from functools import partial
@@ -218,88 +217,74 @@ def test_kernels_are_summed_call_by_call():
     assert timing.per_call([1.0, 2.0, 3.0], calls=2) == [3.0]  # uneven: their mean a call
 
 
-def test_cupti_clock_reads_every_kernel_and_always_ends_its_session():
-    class Extension:
-        sessions, open = 0, False
+class Extension:
+    """Records what contenders launch."""
 
-        def _cupti_init(self):
-            assert not self.open
-            self.open = True
-            self.sessions += 1
+    sessions, is_open, in_order = 0, False, True
 
-        def _cupti_get_timings(self):  # of a release without the `finalize` argument
-            self.open = False
-            return [("kernel_a", 0.25), ("kernel_b", 0.5)] * (clock.calls + 1)
+    def _cupti_init(self):
+        assert not self.is_open
+        self.is_open, self.records = True, []
+        self.sessions += 1
 
-    clock = timing.CuptiClock.__new__(timing.CuptiClock)
-    clock._extension, clock._marker = Extension(), None
+    def _cupti_get_timings(self, finalize):
+        self.is_open = False
+        return self.records if self.in_order else sorted(self.records, reverse=True)
 
-    def fail(i):
-        if i > 1:  # after the warm-up
-            raise RuntimeError("cannot open /some/directory/file.so")
+    def launcher(self, name, ms, number):
+        """A contender whose calls launch kernels."""
 
-    good = timing.Contender("good", lambda i: i, lambda found: None)
-    bad = timing.Contender("bad", fail, lambda found: None)
-    outcome = timing.compare([good, bad], clock)
-    assert not clock._extension.open
-    assert outcome["bad"] == "RuntimeError: cannot open file.so"
-    assert outcome["good"].us == 750.0
-    assert len(outcome["good"].samples_us) == clock.rounds * clock.calls
+        def call(i):
+            if number == 0 and i > 1:  # after the warm-up
+                raise RuntimeError("cannot open /some/directory/file.so")
+            if self.is_open:
+                self.records.extend([(name, ms)] * number)
+
+        return timing.Contender(name, call, lambda found: None)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_cupti_clock_tells_turns_apart_by_the_marker(in_order):
-    class Extension:
-        sessions = 0
-
-        def _cupti_init(self):
-            self.sessions += 1
-            self.records = []
-
-        def _cupti_get_timings(self, finalize):
-            return self.records if in_order else sorted(self.records)
-
     extension = Extension()
+    extension.in_order = in_order
     clock = timing.CuptiClock.__new__(timing.CuptiClock)
     clock._extension = extension
-    clock._marker = lambda: extension.records.append((timing.MARKER, 0.001))
-    extension.records = []
-
-    def contender(name, ms, number):
-        call = lambda i: extension.records.extend([(name, ms)] * number)  # noqa: E731
-        return timing.Contender(name, call, lambda found: None)
-
-    outcome = timing.compare([contender("a", 1.0, 1), contender("b", 0.5, 3)], clock)
+    clock._mark = lambda: extension.records.append((timing.MARKER, 0.001))
+    parts = (("a", 1.0, 1), ("b", 0.5, 3), ("bad", 1.0, 0))
+    outcome = timing.compare([extension.launcher(*part) for part in parts], clock)
+    assert not extension.is_open
+    assert outcome.pop("bad") == "RuntimeError: cannot open file.so"
     assert outcome["a"].us == 1000
     assert outcome["b"].us == 1500
     assert {len(t.samples_us) for t in outcome.values()} == {clock.rounds * clock.calls}
-    # Records that are out of order cost a session a turn, and are not trusted again.
-    assert extension.sessions == (1 if in_order else 1 + 2 * clock.rounds)
-    assert (clock._marker is None) != in_order
+    # Records that are out of order cost a session a turn.
+    assert extension.sessions == (1 if in_order else 1 + 3 * clock.rounds)
 
 
 def test_contenders_take_turns_and_nobody_always_follows_the_same_one():
     taken = []
 
     class Clock(timing.WallClock):
-        rounds = 4
-
-        def record(self, turns, outcome, budget_us):
+        def record(self, turns, outcome):
             taken.extend((contender.name, start) for contender, start in turns)
 
     contenders = [timing.Contender(name, lambda i: i, lambda _: None) for name in "abc"]
-    timing.compare(contenders, Clock())
+    timing.compare(contenders, Clock(rounds=4))
     assert "".join(name for name, _ in taken) == "abc" + "bca" + "cab" + "abc"
     assert [start for _, start in taken] == list(range(12))  # nobody's inputs are the last one's
 
 
-def test_medians_spreads_and_wall_times_are_those_of_the_samples():
-    known = timing.Timing("cupti", [1.0, 2.0, 3.0, 4.0, 50.0], [7.0])
+def test_medians_and_spreads_are_those_of_the_samples():
+    known = timing.Timing([1.0, 2.0, 3.0, 4.0, 50.0])
     assert (known.us, known.iqr_us) == (3.0, 2.0)
-    machine = harness.Machine("gpu", timing.CuptiClock, None, None, 1)
-    entrants = harness.Entrants([], {}, [], {}, wall=True)
-    found = harness._timed({}, entrants, {"ours": known}, machine)
-    assert (found["us"], found["iqr"], found["clock"]) == (7.0, 0.0, "wall")
+
+
+def test_turns_of_several_calls_are_their_mean_and_fit_into_the_budget(monkeypatch):
+    now = iter(range(1000))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now) * 1e-3)  # 1 ms a turn
+    monkeypatch.setattr(timing.WallClock, "budget_us", 8e3)
+    contender = timing.Contender("a", lambda i: i, lambda found: None)
+    assert timing.compare([contender], timing.WallClock(64, 4))["a"].samples_us == [250.0] * 2
 
 
 def test_what_is_slow_is_called_once_more_and_no_more(monkeypatch):
@@ -308,6 +293,8 @@ def test_what_is_slow_is_called_once_more_and_no_more(monkeypatch):
     monkeypatch.setattr(timing, "SLOW_US", -1.0)
     assert len(timing.compare([slow], timing.WallClock())["slow"].samples_us) == 1
     assert len(calls) == 2
+    wrong = timing.Contender("wrong", lambda i: i // 0, lambda found: None)
+    assert timing.compare([wrong], timing.WallClock())["wrong"].startswith("ZeroDivisionError")
 
 
 def test_inputs_rotate_beyond_the_caches():
@@ -320,9 +307,7 @@ def test_inputs_rotate_beyond_the_caches():
 def bare(monkeypatch):
     """The harness as on a CPU, wherever the test runs, and in a hurry."""
     monkeypatch.setattr(timing.WallClock, "budget_us", 3e4)
-    machine = lambda seed, options: harness.Machine(  # noqa: E731
-        "cpu", timing.WallClock(), harness.Ceilings("cpu"), None, seed
-    )
+    machine = lambda seed, options: harness.Machine("cpu", timing.WallClock(), None, seed)  # noqa: E731
     monkeypatch.setattr(harness, "make_machine", machine)
 
 
@@ -345,44 +330,33 @@ def test_a_run_writes_what_it_measured(bare, tmp_path, capsys):
     assert rows[2]["others"]["deterministic"] > 0
     out = capsys.readouterr().out
     assert all(len(line) <= 100 for line in out.splitlines())
-    assert f"{sorted(cases, key=lambda c: c.bytes)[1].name}: timed twice" in out
 
 
-def entered(case, options=harness.Options(), platform="cpu", **changes):  # noqa: B008
-    """What the harness makes of a case, and which rivals are missing."""
+def entered(case, options=harness.Options(), torch=None, **changes):  # noqa: B008
+    """What the harness makes of a case."""
     work = dataclasses.replace(case.work(), **changes)
     case = dataclasses.replace(case, work=lambda: work)
-    machine = harness.Machine(platform, timing.WallClock(), harness.Ceilings("cpu"), None, 1)
+    machine = harness.Machine("cpu", timing.WallClock(), torch, 1)
     (item,) = harness._prepare([case], options)
     with harness.precision(case):
-        return harness._entrants(item, machine, options), machine.missing
+        return harness._entrants(item, machine, options)
 
 
-def test_rivals_that_are_not_there_are_missing_and_not_errors():
-    def maker(error):
-        def make(sets, ours):
-            if error is None:
-                return timing.Contender("there", lambda i: ours, lambda _: None), ours + 1
-            raise error
+def test_rivals_that_fail_or_differ_are_named():
+    def contender(name, work, sets, ours):
+        if name == "torch":
+            return timing.Contender(name, lambda i: ours, lambda _: None), ours + 1
+        raise RuntimeError("why")
 
-        return make
-
-    others = {
-        "cutensor": maker(timing.Missing("no wheel")),
-        "triton": maker(ModuleNotFoundError("No module", name="triton")),
-        "broken": maker(RuntimeError("why")),
-        "there": maker(None),
-    }
+    torch = types.SimpleNamespace(names=lambda work: ["torch", "broken"], contender=contender)
     case = TINY["upsample"][0]
-    found, missing = entered(case, platform="gpu", others=others)
-    assert missing == {"cutensor": "no wheel", "triton": "triton is not installed"}
+    found = entered(case, torch=torch)
     assert found.failed == {"broken": "RuntimeError: why"}
-    assert found.about == {"disagree": ["there"]}
+    assert found.about == {"disagree": ["torch"]}
     forms = [*case.work().forms]
-    assert [c.name for c in found.contenders] == ["ours", *forms, "there", "copy"]
-    found, missing = entered(case, harness.Options(libraries=False), others=others)
+    assert [c.name for c in found.contenders] == ["ours", *forms, "torch", "copy"]
+    found = entered(case, harness.Options(libraries=False), torch)
     assert [c.name for c in found.contenders] == ["ours", *forms]
-    assert not missing
 
 
 def test_one_program_is_timed_once():
@@ -394,7 +368,7 @@ def test_one_program_is_timed_once():
 
     forms = {"jnp": lambda x, a: x * a, "other": lambda x, a: jnp.sin(jnp.arcsin(x * a))}
     changes = {"ours": lambda x, a, implementation: product(a, x), "forms": forms}
-    found, _ = entered(case, harness.Options(("xla", "default")), **changes)
+    found = entered(case, harness.Options(("xla", "default")), **changes)
     assert found.same == {"default": "ours", "jnp": "ours"}
     assert [c.name for c in found.contenders] == ["ours", "other", "copy"]
     text = 'HloModule {0}\n\nFileNames\n1 "{0}"\n\nENTRY %{0} ({0}: f32[2]) -> f32[2] {{\n'
@@ -409,54 +383,37 @@ def test_what_differs_from_all_forms_or_fails_its_check_is_an_error():
     off = {"jnp": lambda x, a: x * a + 1e-3}
     with pytest.raises(ArithmeticError, match="the result differs from that of jnp"):
         entered(case, forms=off)
-    found, _ = entered(case, forms={**off, "right": jnp.multiply})
+    found = entered(case, forms={**off, "right": jnp.multiply})
     assert found.about == {"disagree": ["jnp"]}
     with pytest.raises(ArithmeticError, match="samples are off"):
         entered(case, ours=lambda x, a, implementation: x * a + 1e-3)
 
 
-def test_errors_are_rows_and_the_self_check_warns():
+def test_errors_are_rows():
     def fail():
         raise ValueError("no such shape")
 
-    machine = harness.Machine("cpu", timing.WallClock(), harness.Ceilings("cpu"), None, 1)
+    machine = harness.Machine("cpu", timing.WallClock(), None, 1)
     case = dataclasses.replace(CASES[0], work=fail)
     (row,) = harness.measure([case], machine, harness.Options())
     assert row["error"] == "ValueError: no such shape"
     entrants = harness.Entrants([], {}, ["jnp"], {"torch": "why"})
-    times = {"ours": [9.0, 10.0, 11.0], "again": [14.0], "jnp": [20.0], "copy": [5.0]}
-    outcome = {name: timing.Timing("wall", samples) for name, samples in times.items()}
-    row = harness._timed({"case": "a"}, entrants, outcome, machine)
+    times = {"ours": [9.0, 10.0, 11.0], "jnp": [20.0], "copy": [5.0]}
+    outcome = {name: timing.Timing(samples) for name, samples in times.items()}
+    row = harness._timed({"case": "a"}, entrants, outcome)
     assert row["xla"] == {"jnp": 20.0}
     assert row["others"] == {"torch": "why"}
-    assert (row["us"], row["iqr"], row["copy"], row["again"]) == (10.0, 1.0, 5.0, 14.0)
-    assert machine.warnings == ["a: timed twice, 10.00 and 14.00 us, spread 1.00 us"]
+    assert (row["us"], row["iqr"], row["copy"]) == (10.0, 1.0, 5.0)
 
 
-def test_steps_of_programs_are_compared_and_follow_from_one_another(monkeypatch):
-    pytest.importorskip("flax")
-    models = importlib.import_module("benchmarks.suites.models")
-    programs, problem = models.programs, types.SimpleNamespace(batches=[1.0, 2.0])
-    step = lambda state, batch: (state + batch, batch)  # noqa: E731
-    compiled = iter([step, step, MemoryError("much"), step])
-
-    def compile():
-        if isinstance(made := next(compiled), Exception):
-            raise made
-        return made
-
-    monkeypatch.setattr(programs, "lower", lambda p: types.SimpleNamespace(compile=compile))
-    monkeypatch.setattr(programs, "start", lambda p: jnp.zeros(()))
-    monkeypatch.setattr(programs, "check_steps", lambda *arguments: {"apart": 0.0})
-    module = types.SimpleNamespace(problem=lambda size: problem, OPS=["silu"])
-    monkeypatch.setattr(
-        models, "importlib", types.SimpleNamespace(import_module=lambda name: module)
-    )
-    found = models.case("graph", "small").work()()
-    assert [c.name for c in found.contenders] == ["ours", "xla", "only silu"]
-    assert found.failed == {"jnp": "MemoryError: much"}
-    for contender in found.contenders:
-        contender.sync([contender.call(i) for i in range(3)])
+def test_programs_are_timed_by_the_wall_on_gpus():
+    machine = harness.Machine("gpu", timing.CuptiClock, None, 1)
+    ours = timing.Contender("ours", lambda i: i, lambda found: None)
+    entrants = harness.Entrants([ours], {}, [], {}, wall=True)
+    case = dataclasses.replace(CASES[0], work=lambda: lambda: entrants)
+    (row,) = harness.measure([case], machine, harness.Options())
+    assert row["clock"] == "wall"
+    assert row["us"] >= 0
 
 
 def test_losses_of_unchanged_programs_are_compared(monkeypatch):
@@ -489,6 +446,10 @@ def test_best_is_the_fastest_form_that_ran():
     assert results.as_written(row(forms=("not run", 3.0))) is None
     assert results.best(row(forms=("not run",))) is None
     assert results.rival(row(), "torch") == 2.5
+    assert results.form(row()) == 3.0  # what the default may run: the fastest, or
+    own = {"others": {"default": 2.0, "xla": 3.5}}  # the implementation "xla"
+    assert [results.form(row(suite=s, **own)) for s in ("rows", "elementwise")] == [3.5, 3.0]
+    assert results.form(row(suite="rows", form=2.5)) == 2.5  # of a survey's line
     assert results.is_slower(row(forms=(1.0,)))
     assert not results.is_slower(row(forms=(1.95,)))  # within the spread
     assert "<" in tables.progress(row(forms=(1.0,)))

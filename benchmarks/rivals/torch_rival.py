@@ -9,21 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from ..harness import Array, Maker, Sets, Work
-from ..timing import Contender, Missing
+from ..harness import Array, Sets, Work
+from ..timing import Contender
 
 _ROOM_BYTES = 16 << 30
 
 if not torch.cuda.is_available():
-    raise Missing(f"torch {torch.__version__} sees no CUDA device")
+    raise RuntimeError(f"torch {torch.__version__} sees no CUDA device")
 
 
-def rivals(work: Work) -> dict[str, Maker]:
-    names = ("torch", "torch.compile") if work.compile else ("torch",)
-    return {name: partial(_contender, name, work) for name in names if work.torch}
+def names(work: Work) -> list[str]:
+    """The rivals of a case, by name."""
+    return [*["torch"] * (work.torch is not None), *["torch.compile"] * work.compile]
 
 
-def _contender(name: str, work: Work, sets: Sets, ours: Array) -> tuple[Contender, Array]:
+def contender(name: str, work: Work, sets: Sets, ours: Array) -> tuple[Contender, Array]:
+    """A rival on the input sets, and its result, which has the structure of ours."""
     function: Any = partial(work.torch or torch.empty, torch)
     if name == "torch.compile":
         torch.compiler.reset()  # compilations of earlier cases count towards a limit

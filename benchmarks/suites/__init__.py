@@ -9,7 +9,7 @@ from types import ModuleType
 
 FAMILIES = ("elementwise", "cast", "upsample", "permute", "scatter", "rows")
 """The suites that the survey draws from."""
-SUITES = (*FAMILIES, "kernels", "models", "programs")
+SUITES = (*FAMILIES, "kernels", "programs")
 
 
 def load(suite: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Permutations of axes, beside ``jnp.transpose`` and cuTENSOR."""
+"""Permutations of axes, beside ``jnp.transpose``."""
 
 import itertools
 import math
@@ -12,7 +12,6 @@ from tests import catalogue
 from .. import accuracy
 from ..harness import SWEEP, Array, Case, Work
 from ..inputs import Input
-from ..rivals import cutensor
 from ..tables import size
 from . import common
 
@@ -66,7 +65,7 @@ def case(
     nbytes = 2 * math.prod(shape) * common.itemsize(dtype)
     found = _native.permute_plan(shape, axes, common.itemsize(dtype))
     plan = f"{found['strategy']}, {found['unit_bytes']} B"
-    work, x64 = partial(_work, shape, axes, dtype, group), common.is_wide(dtype)
+    work, x64 = partial(_work, shape, axes, dtype), common.is_wide(dtype)
     shown = shown or f"{shape} by {axes}".replace(" ", "").replace("by", " by ")
     return Case("permute", name, "permute", group, shown, dtype, nbytes, work, x64, plan)
 
@@ -109,7 +108,7 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
             return case(shape, axes, dtype, "random", "random")
 
 
-def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str, group: str) -> Work:
+def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> Work:
     """XLA must return the default layout, so jnp's program moves the array, too."""
     return Work(
         [Input(shape, dtype, "hash")],
@@ -121,7 +120,6 @@ def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str, group: str)
         alone=True,
         torch=lambda torch, x: x.permute(axes).contiguous(),
         compile=shape == (8192, 8192) and dtype == "float16",
-        others={} if group == SWEEP else cutensor.rival(dtype, axes),
     )
 
 
