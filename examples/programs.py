@@ -36,8 +36,8 @@ TOLERANCE = 2**-8
 SUMS = "jof_(segment_sum|scatter_add).*"
 CALLS = {
     "embedding_lookup": ("jof_gather_rows", SUMS),
+    "message_mean": ("jof_messages", SUMS),
     "permute": ("jof_permute",),
-    "segment_sum": (SUMS, "jof_gather_rows"),
     "silu": ("jof_silu", "jof_silu_vjp"),
     "swiglu": ("jof_swiglu", "jof_swiglu_vjp"),
     "upsample_nearest2d": ("jof_upsample_nearest2d", "jof_upsample_nearest2d_backward"),
@@ -71,10 +71,26 @@ def _resize(x: jax.Array, factor: int, *, data_format: str) -> jax.Array:
     return resized
 
 
+def _message_mean(
+    message: Callable[..., jax.Array],
+    tables: Sequence[jax.Array],
+    senders: jax.Array,
+    receivers: jax.Array,
+    *,
+    plan: jof.SegmentPlan,
+    **_: Any,
+) -> jax.Array:
+    rows = (table[ids] for table, ids in zip(tables, (senders, receivers), strict=True))
+    messages = message(*rows)
+    total = jax.ops.segment_sum(messages, receivers, plan.num_segments)
+    degree = jax.ops.segment_sum(jnp.ones_like(receivers), receivers, plan.num_segments)
+    return total / jnp.maximum(degree, 1)[:, None].astype(total.dtype)
+
+
 JNP: dict[str, Callable[..., jax.Array]] = {
     "embedding_lookup": lambda table, ids: jnp.take(table, ids, axis=0),
+    "message_mean": _message_mean,
     "permute": jnp.transpose,
-    "segment_sum": jax.ops.segment_sum,
     "silu": jax.nn.silu,
     "swiglu": lambda x, gate: jax.nn.silu(gate) * x,
     "upsample_nearest2d": _resize,

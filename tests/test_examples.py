@@ -84,7 +84,7 @@ def test_the_same_training_by_native_kernels_and_by_xla(tmp_path, capsys):
     argv = ["--quick", "--steps=16", f"--plot={picture}"]
     assert programs.main(graph.problem, graph.__doc__, argv) == 0
     printed = capsys.readouterr().out
-    assert "custom calls: jof_gather_rows, " in printed
+    assert "custom calls: jof_messages, " in printed
     assert re.search(r"^  15 +0\.\d+ +0\.\d+$", printed, re.MULTILINE)
     assert "native, " in picture.read_text()
 
