@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -38,7 +38,7 @@ class Graph(NamedTuple):
 
     senders: jax.Array
     receivers: jax.Array
-    plans: dict[str, jof.SegmentPlan]
+    plans: dict[str, Any]
 
 
 class Layer(nn.Module):

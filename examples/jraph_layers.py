@@ -23,7 +23,7 @@ def graph_convolution(
 ) -> Layer:
     """`jraph.GraphConvolution`, of nodes that are one array."""
 
-    def layer(graph: Any, **plans: jof.SegmentPlan) -> Any:
+    def layer(graph: Any, **plans: Any) -> Any:
         nodes = update_node_fn(graph.nodes)
         count = len(nodes)
 
@@ -53,7 +53,7 @@ def gat(
     These terms are computed for nodes, each of which has many edges.
     """
 
-    def layer(graph: Any, **plans: jof.SegmentPlan) -> Any:
+    def layer(graph: Any, **plans: Any) -> Any:
         nodes = attention_query_fn(graph.nodes)
         ends = graph.senders, graph.receivers
         logits = of_sender_fn(nodes)[ends[0]] + of_receiver_fn(nodes)[ends[1]]

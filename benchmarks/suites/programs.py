@@ -82,8 +82,8 @@ def enter(name: str, size: str, devices: int = 1) -> Entrants:
     ends = {name: [round(values[i], 5) for i in (0, -1)] for name, values in losses.items()}
     about: dict[str, Any] = {"losses": ends, "apart": float(f"{apart:.2g}"), "calls": calls["ours"]}
     about |= {} if calls["ours"] else {"ran": "xla"}
-    analyses = {name: step.memory_analysis() for name, step in steps.items()}
-    about["temporary MiB"] = {n: a.temp_size_in_bytes >> 20 for n, a in analyses.items()}
+    sizes = {n: getattr(s.memory_analysis(), "temp_size_in_bytes", 0) for n, s in steps.items()}
+    about["temporary MiB"] = {name: size >> 20 for name, size in sizes.items()}
     if devices > 1:
         kinds = {way: re.findall(r" (all-[a-z]+)(?:-start)?\(", texts[way]) for way in ways}
         about["sent"] = {way: dict(Counter(found)) for way, found in kinds.items()}
