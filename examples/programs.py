@@ -34,8 +34,8 @@ MODELS = ("unet", "vit", "graph", "language")
 SUMS = "jof_(segment_sum|scatter_add).*"
 CALLS = {
     "embedding_lookup": ("jof_gather_rows", SUMS),
+    "message_mean": ("jof_messages", SUMS),
     "permute": ("jof_permute",),
-    "segment_sum": (SUMS, "jof_gather_rows"),
     "silu": ("jof_silu", "jof_silu_vjp"),
     "swiglu": ("jof_swiglu", "jof_swiglu_vjp"),
     "upsample_nearest2d": ("jof_upsample_nearest2d", "jof_upsample_nearest2d_backward"),

@@ -80,7 +80,7 @@ def test_the_same_training_by_native_kernels_and_by_xla(capsys):
     graph = pytest.importorskip("examples.graph")  # flax
     assert programs.main(graph.problem, graph.__doc__, ["--quick", "--steps=16"]) == 0
     printed = capsys.readouterr().out
-    assert "custom calls: jof_gather_rows, " in printed
+    assert "custom calls: jof_messages, " in printed
     assert re.search(r"^  15 +0\.\d+ +0\.\d+$", printed, re.MULTILINE)
 
 

@@ -1,5 +1,6 @@
 """Programs without a call of this package: accelerated they compute the same, by native kernels."""
 
+import functools
 import re
 import sys
 import warnings
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("optax")  # of the extra "bench"
 
 import jax_oneflow_ops as jof
+from examples.jraph_layers import gat, graph_convolution
 from tests import programs
 from tests.programs import in_jraph, museum
 from tests.test_lowering import lowered_targets, native_backend, targets
@@ -117,11 +119,25 @@ def test_a_program_computes_the_same_by_native_sums(name):
         expected, exact = run(jax.jit(made(name, "float64").step), *args)
 
     np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+    if name in programs.LAYERS:
+        assert_same_by_layers(name, args[0], expected, exact)
     assert gradients.keys() == exact.keys()
     largest = max(map(np.linalg.norm, exact.values()))  # some gradients are 0, but for rounding
     for path, e in exact.items():
         bound = TOLERANCE * np.linalg.norm(e) + 2**-24 * largest
         assert np.linalg.norm(gradients[path] - e) <= bound, path
+
+
+def assert_same_by_layers(name, state, losses, gradients):
+    """In float64, from the same parameters."""
+    _, batches = arrays_of(programs.make(name, "tiny", "float32", layers=True))
+    step = programs.make(name, "tiny", "float64", layers=True).step
+    with jax.enable_x64(True):
+        found, cts = run(jax.jit(step), state, in_float64(batches))
+    np.testing.assert_allclose(found, losses, rtol=2**-40)
+    for path, exact in gradients.items():
+        bound = 2**-40 * np.linalg.norm(exact) + 2**-50
+        assert np.linalg.norm(cts[path] - exact) <= bound, path
 
 
 def sums_of(compiled) -> int:
@@ -142,6 +158,36 @@ def test_networks_of_jraph(name, count):
             *map(jax.tree.leaves, (compiled(*args), jax.jit(step)(*args))), strict=True
         ):
             assert np.linalg.norm(a - b) <= 2**-40 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("name", ["graph_convolution", "gat"])
+def test_layers_of_jraph_are_written_with_graph_layers(name):
+    jraph = pytest.importorskip("jraph")
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        heads, width = 2, 4
+        graph = in_jraph.graph_of(20, 60, 8, jnp.float64)
+        w, a, b = map(rng.standard_normal, ((8, heads, width), (heads, width), (heads, width)))
+
+        def layers(w, a, b):
+            if name == "graph_convolution":
+                both = jraph.GraphConvolution, graph_convolution
+                return [f(lambda x: x @ w.reshape(8, -1), add_self_edges=True) for f in both]
+            query = lambda x: jnp.einsum("nc,chd->nhd", x, w)  # noqa: E731
+            scores = [lambda x, c=c: jnp.sum(x * c, -1, keepdims=True) for c in (a, b)]
+            logit = lambda s, r, _: jax.nn.leaky_relu(scores[0](s) + scores[1](r), 0.2)  # noqa: E731
+            return jraph.GAT(query, logit), gat(query, *scores)
+
+        plans = {"plan": jof.segment_plan(graph.receivers, 20)}
+
+        def gradient(k, options):
+            def loss(*params):
+                return jnp.sum(jnp.sin(layers(*params)[k](graph, **options).nodes))
+
+            return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(w, a, b)
+
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
+        jax.tree.map(close, gradient(1, plans), gradient(0, {}))
 
 
 def calls_to_lower(step, *args) -> int:

@@ -1,6 +1,7 @@
 """Programs without a call of this package, those of `tests.programs`, and single slow calls.
 
-"ours" is what `jax_oneflow_ops.accelerate` makes of a program, "jnp" the program as it is.
+"ours" is what `jax_oneflow_ops.accelerate` makes of a program, "jnp" the program as it is, and
+"layers" the same program with graph layers.
 """
 
 import re
@@ -60,10 +61,15 @@ def enter(name: str, size: str, devices: int = 1) -> Entrants:
         arrays = (state, batches) if count == 1 else _sharded(state, batches, count)
         same = jax.tree.map(lambda x: x.sharding, arrays[0])
         for way, function in ways.items():
-            name = way if count == devices else f"{way} on one"
+            run = way if count == devices else f"{way} on one"
             jitted = jax.jit(function, donate_argnums=0, out_shardings=(same, None))
-            steps[name] = jitted.lower(arrays[0], arrays[1][0]).compile()
-            arguments[name] = arrays
+            steps[run] = jitted.lower(arrays[0], arrays[1][0]).compile()
+            arguments[run] = arrays
+    if devices == 1 and name in programs.LAYERS:
+        layers = programs.make(name, size, layers=True)
+        own = [*map(jax.jit(layers.batch), jax.random.split(key, BATCHES))]
+        steps["layers"] = jax.jit(layers.step, donate_argnums=0).lower(state, own[0]).compile()
+        arguments["layers"] = state, own
     texts = {way: steps[way].as_text() or "" for way in ways}
     calls = {way: text.count('custom_call_target="jof_') for way, text in texts.items()}
     if calls["jnp"]:
@@ -76,6 +82,8 @@ def enter(name: str, size: str, devices: int = 1) -> Entrants:
     ends = {name: [round(values[i], 5) for i in (0, -1)] for name, values in losses.items()}
     about: dict[str, Any] = {"losses": ends, "apart": float(f"{apart:.2g}"), "calls": calls["ours"]}
     about |= {} if calls["ours"] else {"ran": "xla"}
+    sizes = {n: getattr(s.memory_analysis(), "temp_size_in_bytes", 0) for n, s in steps.items()}
+    about["temporary MiB"] = {name: size >> 20 for name, size in sizes.items()}
     if devices > 1:
         kinds = {way: re.findall(r" (all-[a-z]+)(?:-start)?\(", texts[way]) for way in ways}
         about["sent"] = {way: dict(Counter(found)) for way, found in kinds.items()}

@@ -13,6 +13,7 @@ import jax
 LARGE = ("graph_attention", "mesh_graph_net", "gpt2", "unet", "pic", "histogram", "vit")
 PLAIN = ("pic", "histogram")  # in 32 bits
 SCALE_FREE = ("graph_attention_scale_free", "mesh_graph_net_scale_free")  # in benchmarks only
+LAYERS = ("graph_attention", "mesh_graph_net", *SCALE_FREE)  # there with graph layers, too
 NAMES = (*LARGE, "nnx_gpt2", "equinox_mesh_graph_net")  # the last two are "tiny" or "small"
 
 
@@ -24,15 +25,19 @@ class Program(NamedTuple):
     batch: Callable[[jax.Array], Any]
 
 
-def make(name: str, size: str, dtype: str = "bfloat16") -> Program:
-    """The program of a name; raises ModuleNotFoundError if its library is not installed."""
+def make(name: str, size: str, dtype: str = "bfloat16", layers: bool = False) -> Program:
+    """The program of a name; raises ModuleNotFoundError if its library is not installed.
+
+    With graph layers it is of this package, takes and makes the same state, and has own batches.
+    """
     library, _, model = name.partition("_")
     if library in ("nnx", "equinox"):
         module = importlib.import_module(f"{__name__}.in_{library}")
     elif name in PLAIN:
         module, model = importlib.import_module(f"{__name__}.plain"), name
     else:
-        module, model = importlib.import_module(f"{__name__}.in_linen"), name
+        library = "layers" if layers else "linen"
+        module, model = importlib.import_module(f"{__name__}.in_{library}"), name
     if name in SCALE_FREE:
         made = getattr(module, name.removesuffix("_scale_free"))(size, dtype, scale_free=True)
     else:

@@ -12,7 +12,7 @@ def step_of(loss, params, graph):
     return step, (params, graph)
 
 
-def _graph(nodes, edges, width, dtype):
+def graph_of(nodes, edges, width, dtype):
     import jraph
 
     keys = jax.random.split(jax.random.key(0), 4)
@@ -29,7 +29,7 @@ def _graph(nodes, edges, width, dtype):
 
 
 def _jraph_program(network_of, nodes, edges, width, dtype):
-    graph = _graph(nodes, edges, width, dtype)
+    graph = graph_of(nodes, edges, width, dtype)
     params = jax.random.normal(jax.random.key(1), (4, width, width), dtype)
 
     def loss(params, graph):

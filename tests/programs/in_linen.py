@@ -35,26 +35,27 @@ class GraphAttentionNetwork(nn.Module):
     heads: int
     depth: int
     dtype: Any
+    layer = GraphAttention
 
     @nn.compact
     def __call__(self, nodes, senders, receivers):
         x = nn.Dense(self.width, dtype=self.dtype)(nodes)
         for _ in range(self.depth):
-            x = x + nn.elu(GraphAttention(self.heads, self.dtype)(x, senders, receivers))
+            x = x + nn.elu(self.layer(self.heads, self.dtype)(x, senders, receivers))
         return nn.Dense(1, dtype=self.dtype)(x)[:, 0]
 
 
-def graph_attention(size, dtype, scale_free=False):
+def graph_attention(size, dtype, scale_free=False, network=GraphAttentionNetwork, graph=graph):
     nodes, edges, width, heads, depth = {
         "full": (1 << 16, 1 << 20, 128, 8, 3),
         "small": (1 << 12, 1 << 16, 64, 4, 2),
         "tiny": (32, 128, 8, 2, 1),
     }[size]
-    model = GraphAttentionNetwork(width, heads, depth, dtype)
+    model = network(width, heads, depth, dtype)
 
     def init(key):
         x, _, senders, receivers, _ = jax.eval_shape(batch, key)
-        return model.init(key, *map(zeros, (x, senders, receivers)))
+        return model.init(key, *jax.tree.map(zeros, (x, senders, receivers)))
 
     def loss(params, batch):
         x, _, senders, receivers, target = batch
@@ -98,16 +99,16 @@ class MeshGraphNet(nn.Module):
         return nn.Dense(1, dtype=self.dtype)(nodes)[:, 0]
 
 
-def mesh_graph_net(size, dtype, scale_free=False):
+def mesh_graph_net(size, dtype, scale_free=False, network=MeshGraphNet, graph=graph):
     nodes, edges, width, depth = {
         "full": (1 << 16, 1 << 20, 128, 3),
         "small": (1 << 12, 1 << 15, 64, 2),
         "tiny": (32, 128, 8, 1),
     }[size]
-    model = MeshGraphNet(width, depth, dtype)
+    model = network(width, depth, dtype)
 
     def init(key):
-        return model.init(key, *map(zeros, jax.eval_shape(batch, key)[:-1]))
+        return model.init(key, *jax.tree.map(zeros, jax.eval_shape(batch, key)[:-1]))
 
     def loss(params, batch):
         *arrays, target = batch
