@@ -279,10 +279,13 @@ def gelu_erf_by_hand(x):
 
 
 def mish_by_hand(x):
-    """By one exponential: tanh(log(1 + e)) is e (e + 2) / (e (e + 2) + 2)."""
-    e = jnp.exp(jnp.minimum(x, 1 - np.log(jnp.finfo(x.dtype).eps) / 2))  # then the quotient is 1
+    """By one exponential: tanh(log(1 + e)) is n / (n + 2) where n = e (e + 2).
+
+    Near 1 its derivative cancels, unless it is written as 1 - 2 / (n + 2).
+    """
+    e = jnp.exp(jnp.minimum(x, 1 - np.log(jnp.finfo(x.dtype).eps) / 2))  # then it rounds to 1
     n = e * (e + 2)
-    return x * (n / (n + 2))
+    return x * jnp.where(x > 0, 1 - 2 / (n + 2), n / (n + 2))
 
 
 # --- elementwise ops ------------------------------------------------------------------------------
