@@ -19,6 +19,7 @@ from benchmarks import (
     environment,
     harness,
     inputs,
+    policy,
     report,
     results,
     survey,
@@ -598,6 +599,17 @@ def test_tables_of_a_survey():
     lines = survey.summaries(planned, "strategy")
     assert [line[:2] for line in lines] == [["tile", "2"], ["rows", "1"]]
     assert all(len(line) <= 100 for line in survey.text(rows, "native", "native").splitlines())
+
+
+def test_the_policy_compares_kernels_with_what_the_default_runs_instead(tmp_path):
+    (case,) = survey.draw(5, {"rows": 1}, survey.LARGEST["cpu"])
+    times = {"us": 2.0, "iqr": 0.0, "xla": {"jnp": 1.0}, "others": {"default": 3.0, "xla": 3.0}}
+    header = {name: x for name, x in HEADER.items() if name != "suite"}
+    header |= {"seed": 5, "platform": "cpu"}
+    results.write(tmp_path / "survey-5.jsonl", header, [harness.about(case) | times])
+    read = survey.read(tmp_path / "survey-5.jsonl")
+    assert [xla for _, _, xla, _ in policy._samples(read)] == [3.0]
+    assert results.best(read.rows[0]) == ("xla", 0.5)
 
 
 def test_environment_names_no_directories():
