@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -60,7 +61,6 @@ class Work:
     torch: Function | None = None  # takes the torch module first
     torch_inputs: Function | None = None  # what torch takes instead, made before it is timed
     compile: bool = False  # torch.compile is a rival, too: its first call takes seconds
-    effort: float = 0.5  # the share of the usual number of samples
     donated: bool = False  # the first array is donated: a call takes an earlier result instead
     wall: bool = False  # timed by the wall: memsets and memcpys matter, which CUPTI does not record
 
@@ -74,7 +74,6 @@ class Entrants:
     forms: list[str]
     failed: dict[str, str]
     wall: bool = False
-    effort: float = 1.0
     same: dict[str, str] = field(default_factory=dict)  # programs that are another contender's
 
 
@@ -85,7 +84,7 @@ class Options:
     implementations: Sequence[str] = ("native",)
     libraries: bool = True  # other libraries, variants and the copy are rivals, too
     check_only: bool = False
-    effort: float = 1.0
+    effort: float = 1.0  # the share of the usual number of samples
 
 
 @dataclass
@@ -219,8 +218,8 @@ def _row(item: _Prepared, machine: Machine, options: Options) -> Row:
             return row
         clock = machine.clock
         if entrants.wall and machine.platform == "gpu":
-            row["clock"], clock = "wall", timing.WallClock(clock.rounds, clock.calls)
-        timings = timing.compare(entrants.contenders, clock, entrants.effort * options.effort)
+            row["clock"], clock = "wall", timing.WALL_OF_GPU
+        timings = timing.compare(entrants.contenders, clock, options.effort)
         timings |= {name: timings[other] for name, other in entrants.same.items()}
         return _timed(row, entrants, timings)
     except Exception as error:  # a failing case is a row that says so, and the exit status
@@ -229,11 +228,12 @@ def _row(item: _Prepared, machine: Machine, options: Options) -> Row:
 
 def _timed(row: Row, entrants: Entrants, timings: Outcome) -> Row:
     medians: dict[str, Any] = {**entrants.failed}
-    medians |= {n: t if isinstance(t, str) else round(t.us, 3) for n, t in timings.items()}
+    for name, t in timings.items():
+        medians[name] = t if isinstance(t, str) else round(statistics.median(t), 3)
     ours, us = timings["ours"], medians.pop("ours")
     if isinstance(ours, str):
         return {**row, "error": ours}
-    row |= {"us": us, "iqr": round(ours.iqr_us, 3)}
+    row |= {"us": us, "iqr": round(timing.spread(ours), 3)}
     row |= {"copy": medians.pop("copy")} if "copy" in medians else {}
     row["xla"] = {name: medians.pop(name) for name in entrants.forms if name in medians}
     return {**row, "others": medians}
@@ -295,7 +295,7 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
                 failed[name] = reason(error)
         contenders.append(ceilings.copy(item.case.bytes))
     about |= {"disagree": disagree} if disagree else {}
-    return Entrants(contenders, about, list(work.forms), failed, work.wall, work.effort, same)
+    return Entrants(contenders, about, list(work.forms), failed, work.wall, same)
 
 
 def _without_names(program: str) -> str:

@@ -57,7 +57,7 @@ def _draw(seed: Array, x: Input) -> Array:
     if jnp.issubdtype(x.dtype, jnp.integer):
         about = jnp.iinfo(x.dtype)
         values = jnp.clip(values, float(max(about.min, -(1 << 30))), float(min(about.max, 1 << 30)))
-    return (values > 0) if x.dtype == "bool" else values.astype(x.dtype)
+    return values.astype(x.dtype)
 
 
 def _bits(seed: Array, shape: tuple[int, ...]) -> Array:
@@ -70,8 +70,6 @@ def _bits(seed: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _integers(bits: Array, seed: Array, x: Input) -> Array:
-    if x.dtype == "bool":
-        return bits >> 31 == 1
     exact = jnp.issubdtype(x.dtype, jnp.inexact)
     width = jnp.finfo(x.dtype).nmant + 1 if exact else jnp.iinfo(x.dtype).bits
     kept = bits >> np.uint32(max(0, 32 - width))

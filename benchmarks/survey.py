@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
     cases = draw(options.seed, counts, largest)
     if options.count or options.check_only or options.family is not FAMILIES:
         options.out = options.out or PARTS
-    effort = 0.3 if jax.default_backend() == "gpu" else 0.2
-    measuring = Options(options.implementation, False, options.check_only, effort)
+    measuring = Options(options.implementation, False, options.check_only, effort=0.3)
     rows = run(cases, measuring, {"seed": options.seed}, ["survey", *argv], options.out)
     for implementation in options.implementation if not options.check_only else ():
         print("\n" + text(rows, implementation, options.implementation[0]))

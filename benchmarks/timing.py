@@ -15,7 +15,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 ROTATION_BYTES = 256 << 20  # over four times the 60 MB of L2 of an H200
@@ -39,26 +39,9 @@ class Contender:
     sync: Callable[[Any], Any]
 
 
-@dataclass
-class Timing:
-    """Times of one contender, in microseconds a call."""
-
-    samples_us: list[float] = field(default_factory=list)
-
-    @property
-    def us(self) -> float:  # the median
-        return statistics.median(self.samples_us)
-
-    @property
-    def iqr_us(self) -> float:  # the interquartile range
-        if len(self.samples_us) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
-        return high - low
-
-
 Turn = tuple[Contender, int]  # calls i, i + 1, ... of one contender
-Outcome = dict[str, Timing | str]  # of each contender by name: its timing, or its error message
+# Of each contender by name: its samples, in microseconds a call, or its error message.
+Outcome = dict[str, list[float] | str]
 
 
 def _take(contender: Contender, calls: range, outcome: Outcome) -> float:
@@ -78,16 +61,19 @@ class WallClock:
     """Host time of calls, including their results, which are dropped at once."""
 
     # A contender takes `rounds` turns of `calls` calls, or as many as fit into `budget_us`.
-    rounds: int = 64
+    rounds: int = 24
     calls: int = 1
-    budget_us: ClassVar[float] = 6e5
+    budget_us: float = 3e5
     name: ClassVar[str] = "wall"
 
     def record(self, turns: Sequence[Turn], outcome: Outcome) -> None:
         for contender, i in turns:
             us = _take(contender, range(i, i + self.calls), outcome)
-            if isinstance(timing := outcome[contender.name], Timing):
-                timing.samples_us.append(us / self.calls)
+            if isinstance(samples := outcome[contender.name], list):
+                samples.append(us / self.calls)
+
+
+WALL_OF_GPU = WallClock(rounds=5, calls=8, budget_us=1e6)
 
 
 class CuptiClock:
@@ -98,7 +84,7 @@ class CuptiClock:
     3 us slower.
     """
 
-    name, rounds, calls, budget_us = "cupti", 5, 8, 1e6
+    name, rounds, calls, budget_us = "cupti", 3, 8, 1e6
 
     def __init__(self) -> None:
         # Private, but jax.experimental.mosaic.gpu.profiler uses the same extension. Its own
@@ -130,15 +116,15 @@ class CuptiClock:
             parts = [[us for name, us in records if name != MARKER]]
         pairs = [*zip([contender.name for contender, _ in turns], parts, strict=False)]
         # Every turn of a contender has as many kernels. The first contender, ours, has some.
-        counts = {(name, len(part)) for name, part in pairs if isinstance(outcome[name], Timing)}
+        counts = {(name, len(part)) for name, part in pairs if isinstance(outcome[name], list)}
         uneven = len(counts) > len({name for name, _ in counts})
         if len(turns) > 1 and (uneven or len(parts) != len(turns) or not parts[0]):
             return False
         for name, part in pairs:
-            if isinstance(timing := outcome[name], Timing) and part:
-                samples = per_call(part, self.calls + 1)
-                timing.samples_us += samples[1:] or samples
-            elif isinstance(timing, Timing):
+            if isinstance(samples := outcome[name], list) and part:
+                each = per_call(part, self.calls + 1)
+                samples += each[1:] or each
+            elif isinstance(samples, list):
                 outcome[name] = "RuntimeError: CUPTI recorded no kernel"
         return True
 
@@ -167,6 +153,7 @@ def make_marker() -> Callable[[], None]:
         kernel((1,), (1,), ())
         cupy.cuda.Device().synchronize()
 
+    mark()  # which compiles it
     return mark
 
 
@@ -182,13 +169,13 @@ Clock = WallClock | CuptiClock
 
 
 def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) -> Outcome:
-    """Times contenders in turns. One that fails gets its error message instead of a timing.
+    """Times contenders in turns. One that fails gets its error message instead of samples.
 
     A contender takes fewer turns if all of them do not fit into the clock's budget. One whose calls
     take longer than SLOW_US is timed by one call on the wall clock. An ``effort`` below 1 takes
     proportionally fewer samples.
     """
-    outcome: Outcome = {c.name: Timing() for c in contenders}
+    outcome: Outcome = {contender.name: [] for contender in contenders}
     rounds = dict.fromkeys(outcome, 0)
     for contender in contenders:
         _take(contender, range(1), outcome)  # load modules, compile, fill allocators
@@ -196,7 +183,7 @@ def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) 
         if isinstance(outcome[contender.name], str):
             continue
         if us > SLOW_US:
-            outcome[contender.name] = Timing([us])
+            outcome[contender.name] = [us]
         else:
             most = min(clock.rounds, clock.budget_us / (us * clock.calls))
             rounds[contender.name] = max(1, round(most * effort))
@@ -207,6 +194,14 @@ def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) 
     if order:
         clock.record([(contender, k * clock.calls) for k, contender in enumerate(order)], outcome)
     return outcome
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Returns the interquartile range."""
+    if len(samples) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return high - low
 
 
 def reason(error: BaseException) -> str:

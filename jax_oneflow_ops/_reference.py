@@ -375,21 +375,36 @@ def logsumexp(x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
 
     The share of an element in the sum is exp(x - first) * second.
     """
+    centre, powers = _exponentials(x, axis)
+    total = powers.sum(axis)
+    result = jnp.log(total) - (_wide(_at_labels(x, labels, axis)) - centre)
+    return [result.astype(x.dtype), jnp.stack([centre, 1 / total], -1)]
+
+
+def _exponentials(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The maximum of each row, 0 if it is infinite, and exp(x - that)."""
     wide = _wide(x)
     peak = jax.lax.stop_gradient(wide.max(axis, initial=-jnp.inf))
     centre = jnp.where(jnp.isfinite(peak), peak, 0)
-    total = jnp.exp(wide - jnp.expand_dims(centre, axis)).sum(axis)
-    result = jnp.log(total) - (_at_labels(wide, labels, axis) - centre)
-    return [result.astype(x.dtype), jnp.stack([centre, 1 / total], -1)]
+    return centre, jnp.exp(wide - jnp.expand_dims(centre, axis))
 
 
 @in_own_precision
 def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
-    """The cotangent of x, given labels, if any, statistics (not read) and that of the result."""
+    """The cotangent of x, given labels, if any, statistics (not read) and that of the result.
+
+    That of the element that a label names is found by a comparison: jax's gradient of a lookup is a
+    scatter into an array as large as x.
+    """
     *labels, _, ct = operands
-    pull = jax.vjp(lambda x: logsumexp(x, *labels, axis=axis)[0], _wide(x))[1]
-    dx: jax.Array = pull(_wide(ct))[0].astype(x.dtype)
-    return dx
+    _, powers = _exponentials(x, axis)
+    ct, n = _wide(ct), x.shape[axis]
+    dx = powers * jnp.expand_dims(ct / powers.sum(axis), axis)
+    for label in labels:
+        place = jnp.expand_dims(jnp.where(label < 0, label + n, label), axis)
+        is_label = place == lax.broadcasted_iota(label.dtype, x.shape, axis)
+        dx -= jnp.where(is_label, jnp.expand_dims(ct, axis), 0)
+    return dx.astype(x.dtype)
 
 
 @in_own_precision

@@ -19,6 +19,7 @@ from benchmarks import (
     environment,
     harness,
     inputs,
+    policy,
     report,
     results,
     survey,
@@ -254,9 +255,8 @@ def test_cupti_clock_tells_turns_apart_by_the_marker(in_order):
     outcome = timing.compare([extension.launcher(*part) for part in parts], clock)
     assert not extension.is_open
     assert outcome.pop("bad") == "RuntimeError: cannot open file.so"
-    assert outcome["a"].us == 1000
-    assert outcome["b"].us == 1500
-    assert {len(t.samples_us) for t in outcome.values()} == {clock.rounds * clock.calls}
+    count = clock.rounds * clock.calls
+    assert outcome == {"a": [1000.0] * count, "b": [1500.0] * count}
     # Records that are out of order cost a session a turn.
     assert extension.sessions == (1 if in_order else 1 + 3 * clock.rounds)
 
@@ -274,24 +274,23 @@ def test_contenders_take_turns_and_nobody_always_follows_the_same_one():
     assert [start for _, start in taken] == list(range(12))  # nobody's inputs are the last one's
 
 
-def test_medians_and_spreads_are_those_of_the_samples():
-    known = timing.Timing([1.0, 2.0, 3.0, 4.0, 50.0])
-    assert (known.us, known.iqr_us) == (3.0, 2.0)
+def test_spreads_are_interquartile_ranges():
+    assert timing.spread([1.0, 2.0, 3.0, 4.0, 50.0]) == 2.0
+    assert timing.spread([1.0]) == 0.0
 
 
 def test_turns_of_several_calls_are_their_mean_and_fit_into_the_budget(monkeypatch):
     now = iter(range(1000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now) * 1e-3)  # 1 ms a turn
-    monkeypatch.setattr(timing.WallClock, "budget_us", 8e3)
     contender = timing.Contender("a", lambda i: i, lambda found: None)
-    assert timing.compare([contender], timing.WallClock(64, 4))["a"].samples_us == [250.0] * 2
+    assert timing.compare([contender], timing.WallClock(64, 4, 8e3))["a"] == [250.0] * 2
 
 
 def test_what_is_slow_is_called_once_more_and_no_more(monkeypatch):
     calls = []
     slow = timing.Contender("slow", calls.append, lambda found: None)
     monkeypatch.setattr(timing, "SLOW_US", -1.0)
-    assert len(timing.compare([slow], timing.WallClock())["slow"].samples_us) == 1
+    assert len(timing.compare([slow], timing.WallClock())["slow"]) == 1
     assert len(calls) == 2
     wrong = timing.Contender("wrong", lambda i: i // 0, lambda found: None)
     assert timing.compare([wrong], timing.WallClock())["wrong"].startswith("ZeroDivisionError")
@@ -306,8 +305,8 @@ def test_inputs_rotate_beyond_the_caches():
 @pytest.fixture
 def bare(monkeypatch):
     """The harness as on a CPU, wherever the test runs, and in a hurry."""
-    monkeypatch.setattr(timing.WallClock, "budget_us", 3e4)
-    machine = lambda seed, options: harness.Machine("cpu", timing.WallClock(), None, seed)  # noqa: E731
+    clock = timing.WallClock(budget_us=3e4)
+    machine = lambda seed, options: harness.Machine("cpu", clock, None, seed)  # noqa: E731
     monkeypatch.setattr(harness, "make_machine", machine)
 
 
@@ -399,8 +398,7 @@ def test_errors_are_rows():
     assert row["error"] == "ValueError: no such shape"
     entrants = harness.Entrants([], {}, ["jnp"], {"torch": "why"})
     times = {"ours": [9.0, 10.0, 11.0], "jnp": [20.0], "copy": [5.0]}
-    outcome = {name: timing.Timing(samples) for name, samples in times.items()}
-    row = harness._timed({"case": "a"}, entrants, outcome)
+    row = harness._timed({"case": "a"}, entrants, times)
     assert row["xla"] == {"jnp": 20.0}
     assert row["others"] == {"torch": "why"}
     assert (row["us"], row["iqr"], row["copy"]) == (10.0, 1.0, 5.0)
@@ -601,6 +599,17 @@ def test_tables_of_a_survey():
     lines = survey.summaries(planned, "strategy")
     assert [line[:2] for line in lines] == [["tile", "2"], ["rows", "1"]]
     assert all(len(line) <= 100 for line in survey.text(rows, "native", "native").splitlines())
+
+
+def test_the_policy_compares_kernels_with_what_the_default_runs_instead(tmp_path):
+    (case,) = survey.draw(5, {"rows": 1}, survey.LARGEST["cpu"])
+    times = {"us": 2.0, "iqr": 0.0, "xla": {"jnp": 1.0}, "others": {"default": 3.0, "xla": 3.0}}
+    header = {name: x for name, x in HEADER.items() if name != "suite"}
+    header |= {"seed": 5, "platform": "cpu"}
+    results.write(tmp_path / "survey-5.jsonl", header, [harness.about(case) | times])
+    read = survey.read(tmp_path / "survey-5.jsonl")
+    assert [xla for _, _, xla, _ in policy._samples(read)] == [3.0]
+    assert results.best(read.rows[0]) == ("xla", 0.5)
 
 
 def test_environment_names_no_directories():

@@ -303,11 +303,15 @@ def test_special_labels_are_those_of_jax(labels):
         y, pull = jax.vjp(f, x)
         return y, pull(ct)[0]
 
-    (y, dx), (wanted, of_wanted), (along_columns, of_columns) = jax.jit(
-        lambda x: (run(loss, x), run(expected, x), run(columns, x.T))
+    (y, dx), reference, (wanted, of_wanted), (along_columns, of_columns) = jax.jit(
+        lambda x: (
+            *(run(f, x) for f in (loss, reference_of(loss), expected)),
+            run(columns, x.T),
+        )
     )(x)
-    np.testing.assert_allclose(y, wanted, rtol=1e-6, atol=1.5)
-    np.testing.assert_allclose(dx, of_wanted, rtol=1e-5, atol=1e-6)
+    for found, of_found in ((y, dx), reference):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1.5)
+        np.testing.assert_allclose(of_found, of_wanted, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(along_columns, y)
     np.testing.assert_allclose(of_columns.T, dx, rtol=1e-6)
 

@@ -64,7 +64,6 @@ def _work(dtype: str, new: str, n: int, shape: str, kind: str) -> Work:
         alone=True,
         torch=lambda torch, x: x.to(getattr(torch, new)),
         compile=(dtype, new) == ("float32", "bfloat16") and common.is_large(shape),
-        effort=0.4,
     )
 
 

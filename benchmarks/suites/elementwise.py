@@ -101,7 +101,6 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
         alone=True,
         torch=None if gradient else TORCH.get(name),
         compile=dtype != "float16" and kernel in _COMPILED and common.is_large(shape),
-        effort=1.0 if group == SWEEP else 0.4,
     )
 
 

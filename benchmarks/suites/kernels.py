@@ -91,7 +91,6 @@ def _work(kernel: Kernel, name: str, dtype: str, n: int) -> Work:
         alone=True,
         torch=None if kernel.slopes else partial(_torch, kernel),
         compile=by_hand and dtype != "float16",
-        effort=1.0,
     )
 
 

@@ -137,7 +137,6 @@ def _work(p: Problem) -> Work:
         torch=partial(_TORCH[p.function], p),
         torch_inputs=(lambda torch, *x: (x[0].clone(), *x[1:])) if p.in_place else None,
         donated=p.in_place,
-        effort=1.0 if wall else 0.5,
         wall=wall,
     )
 

@@ -137,7 +137,6 @@ def _work(p: Problem) -> Work:
         exact=not backward,
         torch=partial(_torch, p),
         compile=p[:4] == _COMPILED,
-        effort=1.0,
     )
 
 
