@@ -582,6 +582,30 @@ def test_what_xla_runs_faster_on_cpus_is_left_to_it():
         assert sums(wide, row, i, platform="cpu") == 1
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_xla_runs_faster_in_16_bits_is_summed_in_float32(monkeypatch, dtype):
+    """The sums are integers that float32 has in any order, and dtype has after one rounding."""
+    decision = _policy.Decision(_policy.Call((), 0), "xla", "as measured")
+    monkeypatch.setattr(_policy, "choose", lambda *_: decision)
+
+    def f(x, ids, u):
+        return x.at[:, ids].subtract(u.T[:5], mode="clip"), x.at[ids].add(u)
+
+    x, u = (jnp.asarray(integers(*shape), dtype) for shape in ((5, 7), (90, 7)))
+    ids = integers(90, low=-9, high=9)
+    for step in (f, jax.vmap(f, (0, None, 1), 1)):
+        args = (x, ids, u) if step is f else (jnp.stack([x, -x]), ids, jnp.stack([u, u], 1))
+        ours = jax.jit(jof.accelerate(step)).lower(*args)
+        assert len(re.findall(r": tensor<f32>, %\w+: tensor<f32>\)", ours.as_text())) == 2
+        assert ours.as_text().count("func.func") == 1  # nothing is traced for it
+        wide = jax.jit(step)(args[0].astype("f4"), ids, args[2].astype("f4"))
+        for found, expected in zip(ours.compile()(*args), wide, strict=True):
+            np.testing.assert_array_equal(found, expected.astype(dtype))
+    specs = {"in_specs": (P(), P("x"), P("x")), "out_specs": (P(None, "x"), P("x"))}
+    local = jax.shard_map(f, mesh=mesh("Auto"), **specs)
+    jax.jit(jof.accelerate(local)).lower(x, ids, u).compile()
+
+
 def test_negative_zeros_are_no_zeros():
     f = jax.jit(jof.accelerate(lambda i: jnp.full((3,), -0.0).at[i].add(-0.0)))
     assert np.signbit(f(np.array([0, 0]))).all()
