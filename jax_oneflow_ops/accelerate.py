@@ -260,6 +260,19 @@ def _is_search(ctx: Any, params: Any) -> bool:
     return done["gather"] == 1 and not done["while"] + done["scan"]
 
 
+def _without_metadata(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of an operation that old releases of jaxlib compile only without metadata.
+
+    jax gives metadata to what makes the results, which here is another operation.
+    """
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        results = rule(ctx, *args, **params)
+        return [_compat.hlo.reshape(x.type, x) for x in results] if _mode(ctx) else results
+
+    return lower
+
+
 def _with_chains(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
     """The rule of calls of functions: chains of elementwise operations in them become kernels."""
 
@@ -419,6 +432,8 @@ def _problem(value: str) -> str | None:
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _unrolled, has_kernels=False)
+        top_k = [lax.approx_top_k_p]
+        _compat.replace_lowerings(top_k, _PLATFORMS, _without_metadata, has_kernels=False)
         if value.startswith(_DETERMINISTIC):
             _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
         if value.endswith(_FUSE):

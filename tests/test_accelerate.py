@@ -434,6 +434,13 @@ def test_left_to_xla(f):
     assert sums(jof.accelerate(f), TABLE, IDS) == 0
 
 
+def test_what_old_releases_compile_only_without_metadata():
+    x = np.arange(64.0, dtype=np.float32)
+    lowered = jax.jit(jof.accelerate(lambda x: lax.approx_max_k(x, 3))).lower(x)
+    assert not re.search("@ApproxTopK.*jof_accelerate", lowered.as_text())
+    np.testing.assert_array_equal(lowered.compile()(x)[1], [63, 62, 61])
+
+
 def test_left_to_xla_where_kernels_would_move_data_or_cannot_run():
     if "out_memory_spaces" not in inspect.signature(compute_on).parameters:  # jax 0.12 has another
         with compute_on("device_host"):
