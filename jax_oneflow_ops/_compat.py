@@ -255,12 +255,16 @@ def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextM
     jax keeps metadata through every transformation, and traces functions anew where it differs: a
     `note` is for nothing else.
     """
+    notes = {} if note is None else {f"{_SCOPE}_note": note}
+    manager: contextlib.AbstractContextManager[Any] = _metadata()(**{_SCOPE: value}, **notes)
+    return manager
+
+
+@functools.cache
+def _metadata() -> Callable[..., Any]:
     from jax.experimental import xla_metadata  # imported lazily: older releases lack it
 
-    manager: contextlib.AbstractContextManager[Any] = xla_metadata.set_xla_metadata(
-        **{_SCOPE: value}, **({} if note is None else {f"{_SCOPE}_note": note})
-    )
-    return manager
+    return xla_metadata.set_xla_metadata
 
 
 def scope_of(where: Any) -> str | None:

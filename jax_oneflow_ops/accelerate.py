@@ -107,8 +107,9 @@ class _Choice:
 
     reason: str
     rows: _scatter_rows.Rows | None = None  # if it is swapped
-    implementation: str = "xla"  # of the functions of this package that take its place, or "select"
     decision: _policy.Decision | None = None
+    in_f32: bool = False  # if XLA sums in more bits
+    selected: _scatter_rows.Rows | None = None  # if XLA needs no sums
 
 
 def _mode(ctx: Any) -> str | None:
@@ -130,20 +131,21 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         deterministic = scope == _DETERMINISTIC
         choice = _choose(reduction, platform, ctx, params, is_fresh, deterministic, explanation)
         args = ctx, operand, indices, updates
-        if choice.rows is None:
-            results = rule(*args, **params)
-        elif choice.implementation == "select":
-            one = _same(_selected, platform, rows=choice.rows, negative=reduction.negative)
+        if choice.selected is not None:
+            one = _same(_selected, platform, rows=choice.selected, negative=reduction.negative)
             results = _lower(one, *args)
+        elif choice.in_f32:
+            results = _in_f32(rule, lax.sub if reduction.negative else lax.add, *args, **params)
+        elif choice.rows is None:
+            results = rule(*args, **params)
         else:
             how: dict[str, Any] = {
                 "rows": choice.rows,
                 "reduction": reduction,
                 "is_fresh": is_fresh,
                 "deterministic": deterministic,
-                "implementation": choice.implementation,
             }
-            if choice.implementation == "native" and _is_emitted(ctx):
+            if _is_emitted(ctx):
                 results = _emit.lower(_reduce, *args, platform=platform, **how)
                 results = _compat.with_shardings_of_types(ctx, results)
             else:
@@ -155,6 +157,35 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         return results
 
     return lower
+
+
+def _in_f32(
+    rule: _compat.Lowering,
+    function: Callable[..., Any],
+    ctx: Any,
+    operand: Any,
+    indices: Any,
+    updates: Any,
+    **params: Any,
+) -> Any:
+    """What XLA computes of 16-bit values: `function` in float32, rounded once.
+
+    XLA was measured as it is when sums are widened by hand, which is never much slower.
+    """
+    f32 = jnp.dtype(jnp.float32)
+    narrow, of_ids, of_updates = ctx.avals_in
+    result, *_ = ctx.avals_out
+    wide, wide_updates, *wide_results = (x.update(dtype=f32) for x in (narrow, of_updates, result))
+    scalar = jax.ShapeDtypeStruct((), f32)
+    jaxpr = jax.make_jaxpr(function)(scalar, scalar)
+    params["update_jaxpr"] = _compat.in_place_of(params["update_jaxpr"], jaxpr)
+    operand, updates = (
+        _emit.Array(x, aval).astype(f32).value
+        for x, aval in ((operand, narrow), (updates, of_updates))
+    )
+    inner = ctx.replace(avals_in=[wide, of_ids, wide_updates], avals_out=wide_results)
+    (sums,) = rule(inner, operand, indices, updates, **params)
+    return [_emit.Array(sums, wide).astype(result.dtype).value]
 
 
 def _is_emitted(ctx: Any) -> bool:
@@ -233,6 +264,19 @@ def _is_search(ctx: Any, params: Any) -> bool:
         return False
     done = collections.Counter(e.primitive.name for e, *_ in _equations(body))
     return done["gather"] == 1 and not done["while"] + done["scan"]
+
+
+def _without_metadata(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of an operation that old releases of jaxlib compile only without metadata.
+
+    jax gives metadata to what makes the results, which here is another operation.
+    """
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        results = rule(ctx, *args, **params)
+        return [_compat.hlo.reshape(x.type, x) for x in results] if _mode(ctx) else results
+
+    return lower
 
 
 def _with_chains(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
@@ -316,11 +360,11 @@ def _choose(
     if isinstance(rows, str):
         return _Choice(rows)
     if implementation == "native":
-        return _Choice("asked for", rows, "native")
+        return _Choice("asked for", rows)
     if is_fresh and _is_known(ctx.avals_in) and rows.single is not None:
-        return _Choice("single updates: XLA selects them where it reads the sums", rows, "select")
+        return _Choice("single updates: XLA selects them where it reads the sums", selected=rows)
     if not _compat.knows_shapes_of_shards(ctx):
-        return _Choice("sharded: the partitioner decides what a device has", rows, "native")
+        return _Choice("sharded: the partitioner decides what a device has", rows)
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):
         return _Choice(reason)
     how = {"num_segments": rows.count, "indexing": rows.read(deterministic)}
@@ -330,11 +374,11 @@ def _choose(
     kind = explanation.device_kind if explanation else _policy.device_kind(platform)
     decision = _policy.choose(call, platform, kind)
     if decision.implementation == "native":
-        return _Choice(decision.reason, rows, "native", decision)
+        return _Choice(decision.reason, rows, decision)
     if operand.dtype in (jnp.float16, jnp.bfloat16):
-        # XLA was measured as it is when sums are widened by hand, which is never much slower.
-        return _Choice(f"summed in float32 by XLA: {decision.reason}", rows, "xla", decision)
-    return _Choice(decision.reason, None, "xla", decision)
+        reason = f"summed in float32 by XLA: {decision.reason}"
+        return _Choice(reason, decision=decision, in_f32=True)
+    return _Choice(decision.reason, decision=decision)
 
 
 _MANY = 2**14  # values of updates; fewer take as long either way
@@ -369,7 +413,7 @@ def _row(operation: str, ctx: Any, choice: _Choice) -> Row:
         operation=operation,
         shapes=tuple(tuple(aval.shape) for aval in ctx.avals_in),
         dtype=ctx.avals_in[0].dtype.name,
-        swapped=choice.implementation == "native",
+        swapped=choice.rows is not None,
         reason=choice.reason,
         bytes=_policy.nbytes(*ctx.avals_in) if _is_known(ctx.avals_in) else 0,
         native_us=decision.native_us if decision else None,
@@ -391,7 +435,6 @@ def _reduce(
     reduction: _Reduction,
     is_fresh: bool,
     deterministic: bool,
-    implementation: str,
     platform: str | None,
 ) -> jax.Array:
     if platform is None:
@@ -400,7 +443,7 @@ def _reduce(
         ids, data = rows.ids(indices), rows.updates(updates)
         # Sums into zeros have one dimension of rows; a result is reshaped for nothing.
         indexing = rows.read(deterministic, row_rank=1 if is_fresh else None)
-        how = {"indexing": indexing, "implementation": implementation}
+        how = {"indexing": indexing, "implementation": "native"}
         result = reduction(None if is_fresh else operand, ids, data, rows.count, how, platform)
         return result.reshape(operand.shape)
 
@@ -414,6 +457,8 @@ def _problem(value: str) -> str | None:
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _unrolled, has_kernels=False)
+        top_k = [lax.approx_top_k_p]
+        _compat.replace_lowerings(top_k, _PLATFORMS, _without_metadata, has_kernels=False)
         if value.startswith(_DETERMINISTIC):
             _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
         if value.endswith(_FUSE):
@@ -431,28 +476,42 @@ def _problem(value: str) -> str | None:
     return None
 
 
-class _Scope(contextlib.ContextDecorator):
+class _Scope:
     """A context manager and a decorator, for any number of uses and threads at a time."""
 
     def __init__(self, value: str, note: str | None = None) -> None:
         self._value, self._note = value, note
-        self._local = threading.local()
+        self._entered = threading.local()
+
+    def _context(self) -> contextlib.AbstractContextManager[Any]:
+        if _problem(self._value) is None:
+            return _compat.in_scope(self._value, self._note)
+        return contextlib.nullcontext()
 
     def __enter__(self) -> None:
-        stack = contextlib.ExitStack()
-        if _problem(self._value) is None:
-            stack.enter_context(_compat.in_scope(self._value, self._note))
-        self._local.stacks = [*getattr(self._local, "stacks", []), stack]
+        context = self._context()
+        context.__enter__()
+        self._entered.last = context, getattr(self._entered, "last", None)
 
     def __exit__(self, *exception: Any) -> None:
-        self._local.stacks.pop().close()
+        context, self._entered.last = self._entered.last
+        context.__exit__(*exception)
 
     def __call__(self, function: F) -> F:
-        wrapped = super().__call__(function)
+        wrapped: Any = self._around(function)
         # What jax.jit gives functions.
         for name in ("lower", "trace", "eval_shape", "clear_cache"):
             if callable(method := getattr(function, name, None)):
-                setattr(wrapped, name, super().__call__(method))
+                setattr(wrapped, name, self._around(method))
+        result: F = wrapped
+        return result
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self._context():
+                return function(*args, **kwargs)
+
         return wrapped
 
 

@@ -434,6 +434,13 @@ def test_left_to_xla(f):
     assert sums(jof.accelerate(f), TABLE, IDS) == 0
 
 
+def test_what_old_releases_compile_only_without_metadata():
+    x = np.arange(64.0, dtype=np.float32)
+    lowered = jax.jit(jof.accelerate(lambda x: lax.approx_max_k(x, 3))).lower(x)
+    assert not re.search("@ApproxTopK.*jof_accelerate", lowered.as_text())
+    np.testing.assert_array_equal(lowered.compile()(x)[1], [63, 62, 61])
+
+
 def test_left_to_xla_where_kernels_would_move_data_or_cannot_run():
     if "out_memory_spaces" not in inspect.signature(compute_on).parameters:  # jax 0.12 has another
         with compute_on("device_host"):
@@ -609,6 +616,30 @@ def test_what_xla_runs_faster_on_cpus_is_left_to_it():
     for row in (np.ones((2**14, 16), np.float32), jnp.ones((2**14, 2), jnp.bfloat16)):
         wide = jof.accelerate(lambda x, i: jax.ops.segment_max(x, i, 128))
         assert sums(wide, row, i, platform="cpu") == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_xla_runs_faster_in_16_bits_is_summed_in_float32(monkeypatch, dtype):
+    """The sums are integers that float32 has in any order, and dtype has after one rounding."""
+    decision = _policy.Decision(_policy.Call((), 0), "xla", "as measured")
+    monkeypatch.setattr(_policy, "choose", lambda *_: decision)
+
+    def f(x, ids, u):
+        return x.at[:, ids].subtract(u.T[:5], mode="clip"), x.at[ids].add(u)
+
+    x, u = (jnp.asarray(integers(*shape), dtype) for shape in ((5, 7), (90, 7)))
+    ids = integers(90, low=-9, high=9)
+    for step in (f, jax.vmap(f, (0, None, 1), 1)):
+        args = (x, ids, u) if step is f else (jnp.stack([x, -x]), ids, jnp.stack([u, u], 1))
+        ours = jax.jit(jof.accelerate(step)).lower(*args)
+        assert len(re.findall(r": tensor<f32>, %\w+: tensor<f32>\)", ours.as_text())) == 2
+        assert ours.as_text().count("func.func") == 1  # nothing is traced for it
+        wide = jax.jit(step)(args[0].astype("f4"), ids, args[2].astype("f4"))
+        for found, expected in zip(ours.compile()(*args), wide, strict=True):
+            np.testing.assert_array_equal(found, expected.astype(dtype))
+    specs = {"in_specs": (P(), P("x"), P("x")), "out_specs": (P(None, "x"), P("x"))}
+    local = jax.shard_map(f, mesh=mesh("Auto"), **specs)
+    jax.jit(jof.accelerate(local)).lower(x, ids, u).compile()
 
 
 def test_negative_zeros_are_no_zeros():
