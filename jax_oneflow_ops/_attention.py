@@ -4,14 +4,15 @@ jof_attention gives the sums at the receivers, and what it keeps of each receive
 maximum of the logits and the inverse of the sum of exponentials relative to that, from which a
 weight is computed again wherever it is needed. Its JVP is jof_attention_tangent, which is linear in
 the tangents of logits and values. The transposes of that are jof_attention_logits and
-jof_attention_values, a kernel each.
+jof_attention_values, a kernel each, and jof_attention_gradient, both at once: on a GPU one kernel.
 
-Derivatives of these three are those of the same functions composed of messages, which are closed
+Derivatives of these four are those of the same functions composed of messages, which are closed
 under differentiation. What the kernels hand to each other is part of the functions there: it has no
 tangents of its own.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +65,10 @@ def _logits_type(*args: Any, **_: Any) -> Any:
     return args[GRAPH].update(weak_type=False)
 
 
+def _gradient_type(*args: Any, **_: Any) -> list[Any]:
+    return [x.update(weak_type=False) for x in args[GRAPH : GRAPH + 2]]
+
+
 def _values_type(*args: Any, rows: int, **_: Any) -> Any:
     ct = args[-1]
     return _compat.with_spec(ct, (rows, *ct.shape[1:]), ct.sharding.spec).update(weak_type=False)
@@ -106,6 +111,18 @@ def _values_reference(*args: Any, rows: int, **_: Any) -> jax.Array:
     weighted = jnp.where((receivers < 0)[:, None, None], 0, weighted)
     result: jax.Array = _graph.sums_of(weighted, senders, rows).astype(ct.dtype)
     return result
+
+
+def _gradient_reference(*args: Any, **params: Any) -> list[jax.Array]:
+    of_values = _of_values(*args)
+    rows = args[GRAPH + 1].shape[0]
+    return [_logits_reference(*args), _values_reference(*of_values, rows=rows, **params)]
+
+
+def _of_values(*args: Any) -> list[Any]:
+    """The operands of jof_attention_values, of those of jof_attention_gradient."""
+    *graph, logits, _values, stats, _result, ct = args
+    return [*graph, logits, stats, ct]
 
 
 # ---- native kernels, on one device ----
@@ -161,6 +178,37 @@ def _values_native(platform: str, *args: Any, rows: int, **_: Any) -> jax.Array:
     )
     result: jax.Array = call(ct, logits, stats, receivers, keys, order)[0]
     return result
+
+
+# Both gradients are one kernel where heads have a power of two of these packs, up to a warp's.
+PACK_BYTES = 32
+
+
+def _gradient_native(platform: str, *args: Any, **params: Any) -> list[jax.Array]:
+    senders, receivers, *_order, order, keys, logits, values, stats, result, ct = args
+    rows, _, width = values.shape
+    is_one_kernel = False
+    if platform != "cpu" and isinstance(width, int):
+        packs, rest = divmod(width * values.dtype.itemsize, PACK_BYTES)
+        is_one_kernel = rest == 0 and packs in (1, 2, 4, 8, 16, 32)
+    if not is_one_kernel or 0 in (*logits.shape, *values.shape, *result.shape):
+        of_values = _values_native(platform, *_of_values(*args), rows=rows, **params)
+        return [_logits_native(platform, *args, **params), of_values]
+    if order.shape != senders.shape:
+        order, keys = _graph.order_of(senders, rows, None)
+    dots = jnp.sum(ct.astype(stats.dtype) * result.astype(stats.dtype), axis=-1)
+    chunks = _graph.chunks(platform, senders.size, _graph.WAVE * 2 // 3)
+    call = jax.ffi.ffi_call(
+        "jof_attention_gradient",
+        [
+            jax.ShapeDtypeStruct(values.shape, ct.dtype),
+            jax.ShapeDtypeStruct((chunks, 2, math.prod(ct.shape[1:])), stats.dtype),
+            jax.ShapeDtypeStruct(logits.shape, logits.dtype),
+        ],
+    )
+    reads = _graph.read(senders, False)
+    of_values, _, of_logits = call(ct, logits, stats, receivers, keys, order, values, dots, reads)
+    return [of_logits, of_values]
 
 
 def _attention_on_shard(
@@ -252,6 +300,17 @@ values_p = _primitive.define(
     sharding_rule=_graph.rule(("eh", "shp", "shd"), "nhd", free="hde"),
     batch=_batch,
 )
+gradient_p = _primitive.define(
+    "jof_attention_gradient",
+    function=FUNCTION,
+    abstract_eval=_gradient_type,
+    reference=_gradient_reference,
+    native=_gradient_native,
+    sharding_rule=_graph.rule(("eh", "nhd", "shp", "shd", "shd"), "eh", "nhd", free="hde"),
+    on_shard=_primitive.sum_each,
+    batch=_batch,
+    multiple_results=True,
+)
 tangent_p = core.Primitive("jof_attention_tangent")
 
 
@@ -301,6 +360,9 @@ def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: An
 def _tangent_transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
     *graph, logits, values, stats, result, of_logits, of_values = args
     cts: list[Any] = [None] * (GRAPH + 4)
+    if ad.is_undefined_primal(of_logits) and ad.is_undefined_primal(of_values):
+        operands = (*graph, logits, values, stats, result, ct)
+        return [*cts, *bind(gradient_p, *operands, **params)]
     kernels: tuple[Any, ...] = (
         (of_logits, logits_p, (logits, values, stats, result, ct), {}),
         (of_values, values_p, (logits, stats, ct), {"rows": values.shape[0]}),
@@ -315,6 +377,13 @@ def _logits_transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
     *known, _ = args
     values = known[GRAPH + 1]
     result = bind(tangent_p, *known, ct, jnp.zeros_like(values), **params)
+    return [None] * len(known) + [result]
+
+
+def _gradient_transpose(cts: Any, *args: Any, **params: Any) -> list[Any]:
+    *known, _ = args
+    of_logits, of_values = _instantiated(known[GRAPH : GRAPH + 2], cts)
+    result = bind(tangent_p, *known, of_logits, of_values, **params)
     return [None] * len(known) + [result]
 
 
@@ -341,7 +410,7 @@ def _jvp_of_composed(
         arrays = [primals[GRAPH + k] for k in variables]
         moves = [tangents[GRAPH + k] for k in variables]
         if all(isinstance(t, ad.Zero) for t in moves):
-            return result, _primitive.total([], result)
+            return result, jax.tree.map(functools.partial(_primitive.total, []), result)
         how = num_segments, params["implementation"]
         composed = functools.partial(_composed, how, primals[:GRAPH])
         of = functools.partial(function, composed, params.get("rows"))
@@ -356,6 +425,11 @@ def _tangent_of(composed: Callable[..., Any], _: Any, *args: Any) -> Any:
 
 def _logits_of(composed: Callable[..., Any], _: Any, logits: Any, values: Any, ct: Any) -> Any:
     return jax.vjp(lambda x: composed(x, values), logits)[1](ct)[0]
+
+
+def _gradient_of(composed: Callable[..., Any], _: Any, *args: Any) -> list[Any]:
+    logits, values, ct = args
+    return [*jax.vjp(composed, logits, values)[1](ct)]
 
 
 def _values_of(composed: Callable[..., Any], rows: Any, logits: Any, ct: Any) -> Any:
@@ -380,6 +454,7 @@ _primitive.define_derivatives(attention_p, jvp=_attention_jvp, transpose=_attent
 for _p, _variables, _function, _transpose in (
     (tangent_p, (0, 1, 4, 5), _tangent_of, _tangent_transpose),
     (logits_p, (0, 1, 4), _logits_of, _logits_transpose),
+    (gradient_p, (0, 1, 4), _gradient_of, _gradient_transpose),
     (values_p, (0, 2), _values_of, _values_transpose),
 ):
     _primitive.define_derivatives(

@@ -169,7 +169,7 @@ def _define() -> core.Primitive:
             reference=reference,
             native=native,
             sharding_rule=_sharding_rule(kinds),
-            on_shard=_rows.sums_on_shard if kinds is _VJP else None,
+            on_shard=_primitive.sum_each if kinds is _VJP else None,
             batch=_batch(kinds, reference),
             multiple_results=True,
             call=call if passes else None,

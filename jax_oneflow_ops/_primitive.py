@@ -50,7 +50,8 @@ class Shard:
 
     summed: tuple[str, ...] = ()  # over which results are to be summed
     rows: tuple[str, ...] = ()  # over which rows are sharded
-    partial: tuple[str, ...] = ()  # which results that lack a dimension that others have sum over
+    # Over which each result is to be summed beside these, as it lacks dimensions that others have.
+    partial: tuple[tuple[str, ...], ...] = ()
 
 
 class GatherWarning(UserWarning):
@@ -298,6 +299,13 @@ def _sum(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) -> A
     return jax.tree.map(functools.partial(sum_over, shard.summed), call(*args, **params))
 
 
+def sum_each(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) -> list[Any]:
+    """Each of several results, summed over the dimensions that it lacks and others have."""
+    results = call(*args, **params)
+    sums = zip(shard.partial, results, strict=True)
+    return [sum_over(axes, x) if axes else x for axes, x in sums]
+
+
 def sum_over(
     axes: Sequence[str],
     x: jax.Array,
@@ -362,11 +370,14 @@ def _partitioned(
         names = rule(*args, **params)
         axes = _mesh_axes(public_name, mesh, names, args, jax.tree.leaves(result))
         kept = frozenset[str]().union(*names.results)
-        everywhere = kept.intersection(*names.results)
+        partial = tuple(
+            tuple(axis for name in axes if name in kept.difference(own) for axis in axes[name])
+            for own in names.results
+        )
         shard = Shard(
             summed=tuple(axis for name in axes if name not in kept for axis in axes[name]),
             rows=axes.get(names.rows, ()) if names.rows else (),
-            partial=tuple(a for name in axes if name in kept - everywhere for a in axes[name]),
+            partial=partial if any(partial) else (),
         )
         of_shard = names.params_of_shard(_count(mesh, shard.rows)) if shard.rows else {}
 

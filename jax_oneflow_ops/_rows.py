@@ -527,14 +527,6 @@ def _norm_vjp_native(
     return [dx.reshape(x.shape), *_some([dscale, dbias], wanted)]
 
 
-def sums_on_shard(
-    call: Function, shard: _primitive.Shard, *args: jax.Array, **params: Any
-) -> list[jax.Array]:
-    """The sums over rows are summed over what shards these."""
-    dx, *sums = call(*args, **params)
-    return [dx, *(_primitive.sum_over(shard.partial, s) for s in sums)]
-
-
 def _norm_batch(
     reference: Function,
     kinds: Callable[..., Kinds],
@@ -590,7 +582,7 @@ def _define_norm() -> core.Primitive:
             reference=reference,
             native=native,
             sharding_rule=sharding_rule,
-            on_shard=sums_on_shard if name == "norm_vjp" else None,
+            on_shard=_primitive.sum_each if name == "norm_vjp" else None,
             batch=functools.partial(_norm_batch, reference, kinds),
             multiple_results=True,
             call=None if name == "norm_jvp" else functools.partial(_norm_call, name),

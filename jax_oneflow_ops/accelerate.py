@@ -28,7 +28,7 @@ from jax_oneflow_ops import (
     _scatter,
     _scatter_rows,
 )
-from jax_oneflow_ops._report import Report, Row
+from jax_oneflow_ops._report import Report, Row, bytes_text
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLATFORMS = ("cpu", "cuda")
@@ -640,6 +640,7 @@ _CHAIN = (
     "jof.fuse compiles a function of elementwise operations to one kernel; XLA often runs them "
     "below memory bandwidth in 16 bits"
 )
+_MESSAGES = "jof.message_sum and jof.attention_sum store no row for each edge: here these are {}"
 _BY_MAXIMUM = {
     "softmax_cross_entropy_with_integer_labels": (
         "cross entropy",
@@ -652,6 +653,7 @@ _BY_MAXIMUM = {
     },
 }
 """What helps functions of JAX and of libraries that take the largest value of each row."""
+_BETWEEN_ROWS = ("dot", "conv_", "reduce", "cum", "sort", "scatter", "concatenate", "scan", "while")
 _OF_CHAINS = frozenset({"tanh", "logistic", "erf", "erfc", "log1p"})
 
 _explained = itertools.count()
@@ -836,9 +838,34 @@ def _help(equation: Any, made: dict[Any, Any]) -> tuple[str, list[Any], str] | N
             return operation, [equation.invars[0].aval] * 2, reason
     elif primitive == "rsqrt" and (rows := _reduced_rows(equation, made)) is not None:
         return "norm", [rows] * 2, _NORM
+    elif primitive == "scatter-add" and _sums_messages(equation, made):
+        rows = equation.invars[2].aval
+        return "messages", [rows] * 2, _MESSAGES.format(bytes_text(_policy.nbytes(rows)))
     elif primitive in _OF_CHAINS and result.dtype in (jnp.float16, jnp.bfloat16):
         return primitive, [result] * 2, _CHAIN
     return None
+
+
+def _sums_messages(equation: Any, made: dict[Any, Any]) -> bool:
+    """Whether it is a segment sum of what is computed, element by element, of gathered rows."""
+    rows = equation.invars[2]
+    if "segment_sum" not in _compat.functions_of(equation) or not _is_known([rows.aval]):
+        return False
+    seen, found = set(), [rows]
+    while found:
+        variable = found.pop()
+        maker = None if _compat.is_literal(variable) else made.get(variable)
+        if maker is None or id(maker) in seen or variable.aval.shape[:1] != rows.aval.shape[:1]:
+            continue
+        seen.add(id(maker))
+        inside = _compat.called_jaxpr(maker)
+        names = {e.primitive.name for e, *_ in _equations(inside[0])} if inside else set()
+        names.add(maker.primitive.name)
+        if not any(name.startswith(_BETWEEN_ROWS) for name in names):
+            if "gather" in names:
+                return True
+            found += maker.invars
+    return False
 
 
 def _reduced_rows(equation: Any, made: dict[Any, Any]) -> Any:

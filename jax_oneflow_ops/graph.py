@@ -317,9 +317,10 @@ def attention_sum(
       of one rounding, and a quarter of that of the gradient in jnp.
 
     Differentiation and sharding:
-      To any order, in both modes. A gradient reads the rows of edges once for logits and once for
-      values, and stores no array of edges beside the one of logits; tangents and higher derivatives
-      are composed as `message_sum` composes its own. Sharding is that of `message_sum`.
+      To any order, in both modes. A gradient reads the rows of edges once on a GPU, or once for
+      logits and once for values, and stores no array of edges beside the one of logits; tangents
+      and higher derivatives are composed as `message_sum` composes its own. Sharding is that of
+      `message_sum`.
 
     Source:
       "Graph Attention Networks", Velickovic et al., 2018.

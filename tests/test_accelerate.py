@@ -890,6 +890,27 @@ def test_explain_names_what_would_help():
         assert (row.shapes[0], row.count, row.swapped) == ((8, 16), 1, False)
 
 
+def test_explain_names_messages():
+    """Sums of gathered rows, but not of rows that a product of matrices made, nor of ones."""
+
+    def layer(x, w, senders, receivers):
+        def total(messages):
+            return jax.ops.segment_sum(messages, receivers, 5)
+
+        messages = w * jax.nn.silu(x[senders] + jnp.take(x, receivers, axis=0))
+        return total(messages) + total(messages @ x[:3]) + total(jnp.ones_like(w))
+
+    ids = np.zeros(9, np.int32)
+    args = np.ones((5, 3), np.float32), np.ones((9, 1), np.float32), ids, ids
+    (row,) = [row for row in jof.explain(layer, *args).rows if row.operation == "messages"]
+    assert int(row.line.rpartition(":")[2]) == layer.__code__.co_firstlineno + 2
+    assert (row.shapes[0], row.count, row.swapped) == ((9, 3), 1, False)
+    assert row.bytes == 2 * 4 * 9 * 3
+    assert row.reason == (
+        "jof.message_sum and jof.attention_sum store no row for each edge: here these are 108 B"
+    )
+
+
 def test_explain_for_a_device_that_is_not_here(monkeypatch):
     cells = {"sum/narrow rows/32-bit": [[_policy.BANDS[0], 9, 2.0, 1.5, 100.0, 200.0]]}
     cells["sum/narrow rows/16-bit"] = [[_policy.BANDS[0], 9, 0.5, 0.4, 100.0, 50.0]]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _native
-from tests import soak
+from jax_oneflow_ops import _attention, _native
+from tests import soak, test_graph
 from tests.catalogue import CASES, Case
 from tests.test_transforms import cube
 
@@ -45,6 +45,14 @@ def test_the_kernels_were_built_for_this_gpu():
     (capability,) = {device.compute_capability for device in jax.local_devices(backend="cuda")}
     assert re.fullmatch(r"\d+\.\d+", capability)
     assert _native._cuda_problem() is None
+
+
+@pytest.mark.parametrize("width", [3, 4, 48])
+def test_one_kernel_takes_heads_of_any_width(width, monkeypatch):
+    """Both gradients of attention. Rows that are not aligned are read by elements, too."""
+    monkeypatch.setattr(_attention, "PACK_BYTES", 4 * width)
+    with jax.enable_x64(True):
+        test_graph.test_gradients_of_attention("float32", "float32", 3, width)
 
 
 # --- CUDA graphs ----------------------------------------------------------------------------------

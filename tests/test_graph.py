@@ -226,6 +226,8 @@ def test_attention_rounds_once(dtype):
         ("bfloat16", "float16", 70, 1),
         ("float32", "float32", 2, 1027),
         ("float64", "float32", 1, 12),
+        ("float32", "bfloat16", 3, 64),
+        ("float32", "float32", 2, 256),
     ],
 )
 def test_gradients_of_attention(logits_dtype, dtype, heads, width):
@@ -418,6 +420,21 @@ def test_no_array_of_edges_times_width():
         return jax.jvp(lambda x, y: jax.grad(loss, (0, 1))(x, y, args[2]), args[:2], args[:2])
 
     assert largest_array(second, logits, values, options) < edges * heads * width
+
+
+@pytest.mark.parametrize(("dtype", "width", "calls"), [("bfloat16", 16, 1), ("float32", 24, 2)])
+def test_both_gradients_of_attention_are_one_kernel_on_gpus(dtype, width, calls):
+    if "cuda" not in jof.implementations():
+        pytest.skip("the _cuda module was not built")
+    ids = jnp.zeros(9, int)
+
+    def gradients(logits, values):
+        f = functools.partial(jof.attention_sum, num_segments=4)
+        return jax.grad(lambda *xs: jnp.sum(f(*xs, ids, ids)), (0, 1))(logits, values)
+
+    args = jnp.ones((9, 2), dtype), jnp.ones((3, 2, width), dtype)
+    text = jax.jit(gradients).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"@jof_attention_\w+", text)) == calls
 
 
 def test_plan_is_made_under_jit_and_is_a_pytree():
@@ -674,6 +691,39 @@ def test_gradient_of_senders_out_of_range():
 
     for fun in (lambda x, w: x * w, lambda x, w: jnp.sin(x) * w):
         jax.tree.map(np.testing.assert_allclose, both(jof.message_sum, fun), both(in_jnp, fun))
+
+
+def test_attention_to_senders_out_of_range():
+    """So, too, that of their logits: they are the nearest row's."""
+    senders, receivers = np.array([0, -1, 5, -9, 2, 7]), np.array([0, 0, 0, 1, 1, 9])
+    rng = rng_for("senders")
+    logits, values = rng.standard_normal((6, 2)), rng.standard_normal((3, 2, 8))
+
+    def both(attention):
+        def loss(logits, values):
+            return jnp.sum(jnp.sin(attention(logits, values)))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(logits, values)
+
+    def in_jnp(logits, values):
+        terms = jnp.exp(logits)
+        weights = terms / jax.ops.segment_sum(terms, receivers, 2)[jnp.minimum(receivers, 1)]
+        return jax.ops.segment_sum(weights[..., None] * values[senders], receivers, 2)
+
+    ours = both(lambda *xs: jof.attention_sum(*xs, senders, receivers, num_segments=2))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), ours, both(in_jnp))
+
+
+def test_gradient_of_attention_is_transposed():
+    graph, segments, options, primals, tangents, _ = setting(True)
+
+    def attention(logits, values):
+        return jof.attention_sum(logits, values, *graph, num_segments=segments, **options)
+
+    y, tangent = jax.jvp(attention, primals, tangents)
+    pull = jax.vjp(attention, *primals)[1]
+    (found,) = jax.jit(lambda *xs: jax.linear_transpose(pull, y)(xs))(*tangents)
+    np.testing.assert_allclose(found, tangent, rtol=1e-10)
 
 
 @pytest.mark.parametrize("over", ["features", "graphs"])

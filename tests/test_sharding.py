@@ -37,7 +37,7 @@ from tests.shardings import (
 # The CPU has eight virtual devices. On two, which are GPUs, what asks the mesh for its shape runs.
 SHAPE = (4, 2) if len(jax.devices()) >= 8 else (2, 1)
 ON_TWO_DEVICES = ("test_layout", "test_nested_in_scan", "test_loss_and_its_derivatives")
-ON_TWO_DEVICES += ("test_attention_over_shards_of_edges",)
+ON_TWO_DEVICES += ("test_attention_over_shards",)
 
 
 @pytest.fixture(autouse=True)
@@ -943,15 +943,20 @@ def test_gradients_in_a_shard_map_keep_no_empty_arrays():
 
 
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
-def test_attention_over_shards_of_edges():
-    """Each device has a softmax of its edges; some have no edge of a receiver, or only -inf."""
+@pytest.mark.parametrize(
+    "specs",
+    [(P("e"), P(), P("e"), P("e")), (P(), P(None, None, "e"), P(), P())],
+    ids=("edges", "features"),
+)
+def test_attention_over_shards(specs):
+    """Where each device has a softmax of its edges, some have none of a receiver, or only -inf."""
     rng = np.random.default_rng(0)
     nodes, edges = 12, 64
     senders = jnp.asarray(rng.integers(0, nodes, edges), jnp.int32)
     receivers = jnp.asarray(rng.integers(-2, nodes - 1, edges), jnp.int32)
     receivers = receivers.at[:8].set(3).at[40].set(3)
     logits = jnp.asarray(3 * rng.standard_normal((edges, 2)), jnp.float32).at[:8].set(-jnp.inf)
-    values = jnp.asarray(rng.standard_normal((nodes, 2, 4)), jnp.float32)
+    values = jnp.asarray(rng.standard_normal((nodes, 2, 16)), jnp.float32)
 
     def gradients(logits, values, *graph):
         def loss(logits, values):
@@ -964,7 +969,6 @@ def test_attention_over_shards_of_edges():
     wanted = jax.jit(gradients)(*args)
     count = min(8, len(jax.devices()))
     mesh = jax.make_mesh((count,), ("e",), devices=jax.devices()[:count])
-    specs = (P("e"), P(), P("e"), P("e"))
     shards = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
     found = jax.jit(gradients)(*shards)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)

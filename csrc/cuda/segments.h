@@ -50,6 +50,7 @@ cudaError_t LaunchMessageSum(const MessageSumCall& call, cudaStream_t stream);
 cudaError_t LaunchEdgeDot(const EdgeDotCall& call, cudaStream_t stream);
 cudaError_t LaunchAttention(const MessageSumCall& call, cudaStream_t stream);
 cudaError_t LaunchAttentionLogits(const AttentionLogitsCall& call, cudaStream_t stream);
+cudaError_t LaunchAttentionGradient(const AttentionGradientCall& call, cudaStream_t stream);
 cudaError_t LaunchSegmentSoftmax(const SegmentSoftmaxCall& call, cudaStream_t stream);
 #endif
 

@@ -1,6 +1,6 @@
 // Attention over edges: the message sum whose weights are the softmax of logits, in one pass over
 // the edges of each receiver, and the gradient of logits in another. The gradient of values is a
-// message sum at the senders: see segments_sum.cu.
+// message sum at the senders, which may compute that of logits, too: see segments_sum.cu.
 //
 // Bytes of a pass: the row of each edge, of the second-level cache if the table fits there; its
 // logits; 12 for its ids; the rows of receivers once.

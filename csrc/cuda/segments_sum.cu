@@ -130,8 +130,144 @@ cudaError_t Sum(const MessageSumCall& call, cudaStream_t stream) {
   });
 }
 
+// The sum with logits, and of each edge and head the cotangent of its logit: its weight times the
+// difference of two dot products of the receiver's cotangent, with the value and with the result.
+// The latter is in `dots`. So the rows of cotangents are read once for both gradients, and those of
+// values once a sender. A head is in `lanes` threads, which are a power of two; where it is not in
+// a warp, its first thread computes the product alone.
+template <typename T, typename Logit>
+struct AttentionGradient : SumOfRows<T> {
+  using Value = Compute<T>;
+  __device__ static constexpr int Unroll(int) { return 2; }
+  static constexpr int kBlocks = 2;
+  const T *cotangent, *values;
+  const Logit* logits;
+  const Pack<Value, 2>* stats;
+  const Value* dots;
+  const int32_t *sources, *senders;
+  Logit* of_logits;
+  int64_t rows, sources_rows, heads, width;
+  FastDivider<uint64_t> by_width;
+  int lanes;  // 0: not in a warp
+
+  __device__ int32_t Source(int64_t edge) const {
+    const int32_t source = sources[edge];
+    return IsRow(source, sources_rows) ? source : -1;
+  }
+
+  template <int N>
+  struct Item {
+    Pack<T, N> row, value;
+    Logit logit;
+    Pack<Value, 2> stats;
+    Value dot;   // of the cotangent and the result
+    Logit* out;  // null in all threads of a head but one
+    bool is_valid;
+  };
+  template <int N>
+  __device__ Item<N> Fetch(uint32_t edge, int32_t source, int32_t key, int64_t column) const {
+    Item<N> item{};
+    item.is_valid = source >= 0;
+    const int64_t head = static_cast<int64_t>(by_width.Divide(static_cast<uint64_t>(column)));
+    const uint32_t receiver = static_cast<uint32_t>(max(source, 0));
+    uint32_t sender = static_cast<uint32_t>(key);
+    // The sender of an edge that has no key is out of range, and the nearest row is read.
+    if (!IsRow(key, rows)) sender = min(static_cast<uint32_t>(senders[edge]), uint32_t(rows - 1));
+    const T* const ct = RowAt(cotangent + column, receiver, this->row_bytes);
+    const T* const value = RowAt(values + column, sender, this->row_bytes);
+    item.row = LoadPack<N>(ct);
+    item.value = LoadPack<N>(value);
+    const int64_t of_row = int64_t{receiver} * heads + head, of_edge = int64_t{edge} * heads + head;
+    item.logit = logits[of_edge];
+    item.stats = LoadPack<2>(stats[of_row].elem);
+    item.dot = dots[of_row];
+    const bool is_first = column == head * width;
+    if (is_first) item.out = of_logits + of_edge;
+    if (lanes == 0 && is_first) {
+      for (int64_t i = N; i < width; ++i) {
+        item.dot -= Accumulator<T>::Load(ct[i]) * Accumulator<T>::Load(value[i]);
+      }
+    }
+    return item;
+  }
+
+  template <int N>
+  __device__ void Add(const Item<N>& item, Value (&value)[N]) const {
+    if (!item.is_valid) {
+      if (item.out != nullptr) *item.out = Accumulator<Logit>::Store(Value{0});
+      return;
+    }
+    const Value x = Accumulator<Logit>::Load(item.logit);
+    const Value weight = Exp<Logit>(x - item.stats.elem[0]) * item.stats.elem[1];
+    Value dot{0};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const Value ct = Accumulator<T>::Load(item.row.elem[i]);
+      value[i] += weight * ct;
+      dot += ct * Accumulator<T>::Load(item.value.elem[i]);
+    }
+    if (lanes > 1) {
+      const uint32_t first = threadIdx.x % 32 & ~static_cast<uint32_t>(lanes - 1);
+      const uint32_t of_head = (~0u >> (32 - lanes)) << first;
+      for (int by = lanes / 2; by > 0; by /= 2) dot += __shfl_xor_sync(of_head, dot, by);
+    }
+    if (item.out != nullptr) *item.out = Accumulator<Logit>::Store(weight * (dot - item.dot));
+  }
+};
+
+template <typename T, typename Logit>
+cudaError_t Gradient(const AttentionGradientCall& call, cudaStream_t stream) {
+  const MessageSumCall& sum = call.sum;
+  AttentionGradient<T, Logit> program{};
+  program.result = static_cast<T*>(sum.result);
+  program.columns = sum.columns();
+  program.row_bytes = sum.columns() * int64_t{sizeof(T)};
+  program.cotangent = static_cast<const T*>(sum.table);
+  program.values = static_cast<const T*>(call.values);
+  program.logits = static_cast<const Logit*>(sum.weights);
+  program.stats = static_cast<const Pack<Compute<T>, 2>*>(sum.stats);
+  program.dots = static_cast<const Compute<T>*>(call.dots);
+  program.sources = sum.sources;
+  program.senders = call.senders;
+  program.of_logits = static_cast<Logit*>(call.of_logits);
+  program.rows = sum.segments;
+  program.sources_rows = sum.rows;
+  program.heads = sum.heads;
+  program.width = sum.width;
+  program.by_width = FastDivider<uint64_t>(static_cast<uint64_t>(sum.width));
+  const auto fits = [&](int pack) {
+    return sum.width % pack == 0 && IsPacked(program.cotangent, pack) &&
+           IsPacked(program.values, pack) && IsPacked(program.result, pack);
+  };
+  const auto run = [&](auto pack) {
+    constexpr int kPack = decltype(pack)::value;
+    const int64_t lanes = sum.width / kPack;
+    program.lanes = lanes <= 32 && (lanes & (lanes - 1)) == 0 ? static_cast<int>(lanes) : 0;
+    return Reduce<kPack, SumOfRows<T>>(program, sum.edges, sum.segments, sum.columns(), sum.scratch,
+                                       stream);
+  };
+  constexpr int kMost = 2 * kPackBytes / static_cast<int>(sizeof(T));
+  if (fits(kMost)) return run(std::integral_constant<int, kMost>());
+  return run(std::integral_constant<int, 1>());
+}
+
 }  // namespace segments
 }  // namespace
+
+cudaError_t LaunchAttentionGradient(const AttentionGradientCall& call, cudaStream_t stream) {
+  const MessageSumCall& sum = call.sum;
+  const int64_t bytes = sum.segments * sum.columns() * SizeOf(sum.type);
+  const cudaError_t status =
+      cudaMemsetAsync(sum.result, 0, static_cast<size_t>(bytes), stream);  // segments of no edge
+  if (status != cudaSuccess) return status;
+  return Dispatch<Floats>(sum.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
+      if (sum.wide_weights) return segments::Gradient<T, Compute<T>>(call, stream);
+    }
+    return segments::Gradient<T, T>(call, stream);
+  });
+}
 
 cudaError_t LaunchMessageSum(const MessageSumCall& call, cudaStream_t stream) {
   const int64_t bytes = call.segments * call.columns() * SizeOf(call.type);

@@ -10,6 +10,9 @@
 //                   cotangent, sources, keys, order) -> cotangent of logits (E, H)
 //                  (cotangent (S, H, D), logits (E, H), stats (S, H, 2), sources, keys, order)
 //                  -> (cotangent of values (N, H, D), scratch (C, 2, H * D))
+//   both at once   (cotangent (S, H, D), logits (E, H), stats (S, H, 2), receivers, keys, order,
+//                   values (N, H, D), dots (S, H), senders)
+//                  -> (cotangent of values, scratch, cotangent of logits)
 //   edge dot       (a (A, H, D), b (B, H, D), keys, b_ids, order) -> result (E, H)
 //   softmax        (x (E, H), ids, keys, order) -> (y (E, H), stats (S, 2, H), scratch (C, 2, 2 *
 //   H)) softmax vjp    (y (E, H), t (E, H), ids, keys, order)
@@ -26,6 +29,7 @@ namespace jof {
 inline constexpr char kMessageSum[] = "jof_message_sum", kEdgeDot[] = "jof_edge_dot",
                       kAttention[] = "jof_attention", kAttentionLogits[] = "jof_attention_logits",
                       kAttentionValues[] = "jof_attention_values",
+                      kAttentionGradient[] = "jof_attention_gradient",
                       kSegmentSoftmax[] = "jof_segment_softmax",
                       kSegmentSoftmaxVjp[] = "jof_segment_softmax_vjp";
 
@@ -313,6 +317,43 @@ ffi::Error AttentionValuesHandler(typename Backend::Stream stream, ffi::AnyBuffe
   if (error.failure() || of_values->element_count() == 0) return error;
   call.stats = stats.untyped_data();
   return Backend::Status(kAttentionValues, LaunchMessageSum(call, stream));
+}
+
+template <typename Backend>
+ffi::Error AttentionGradientHandler(typename Backend::Stream stream, ffi::AnyBuffer cotangent,
+                                    ffi::AnyBuffer logits, ffi::AnyBuffer stats,
+                                    ffi::AnyBuffer receivers, ffi::AnyBuffer keys,
+                                    ffi::AnyBuffer order, ffi::AnyBuffer values,
+                                    ffi::AnyBuffer dots, ffi::AnyBuffer senders,
+                                    ffi::Result<ffi::AnyBuffer> of_values,
+                                    ffi::Result<ffi::AnyBuffer> scratch,
+                                    ffi::Result<ffi::AnyBuffer> of_logits) {
+  const char* op = kAttentionGradient;
+  AttentionGradientCall call{};
+  MessageSumCall& sum = call.sum;
+  ffi::Error error = DecodeMessageSum(op, Backend::kEdgeChunk, 0, cotangent, logits, receivers,
+                                      keys, order, *of_values, *scratch, &sum);
+  if (error.failure()) return error;
+  error = FirstError({DecodeStats(op, stats, cotangent), RequireLogits(op, sum),
+                      DecodeIds(op, "senders", senders, sum.edges.count)});
+  if (error.failure()) return error;
+  const auto is_like = [](ffi::AnyBuffer a, ffi::AnyBuffer b) {
+    return SameShape(a, b) && a.element_type() == b.element_type();
+  };
+  if (!is_like(values, *of_values) || !is_like(logits, *of_logits) ||
+      !HasShape(dots, {sum.rows, sum.heads}) || dots.element_type() != stats.element_type()) {
+    return InvalidArgument(op, ": values and logits must be like their cotangents, and dots have ",
+                           "shape (", sum.rows, ", ", sum.heads, ") and the type of sums");
+  }
+  if (of_values->element_count() == 0 || of_logits->element_count() == 0 || sum.rows == 0) {
+    return InvalidArgument(op, ": there must be rows and edges");
+  }
+  sum.stats = stats.untyped_data();
+  call.values = values.untyped_data();
+  call.dots = dots.untyped_data();
+  call.senders = static_cast<const int32_t*>(senders.untyped_data());
+  call.of_logits = of_logits->untyped_data();
+  return Backend::Status(op, LaunchAttentionGradient(call, stream));
 }
 
 template <typename Backend>

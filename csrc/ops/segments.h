@@ -77,6 +77,15 @@ struct AttentionLogitsCall {
   void* of_logits;         // (E, H), 0 where an edge counts for nothing
 };
 
+// Both gradients in one pass over the edges of each sender.
+struct AttentionGradientCall {
+  MessageSumCall sum;      // of cotangents to those of values: its sources are the receivers
+  const void* values;      // (N, H, D)
+  const void* dots;        // (S, H) of the compute type: products of the result and its cotangent
+  const int32_t* senders;  // by edge
+  void* of_logits;         // (E, H), 0 where an edge counts for nothing
+};
+
 // Tables (A, H, D) and (B, H, D) to a result (E, H).
 struct EdgeDotCall {
   PlannedEdges edges;  // its keys are the rows of a
