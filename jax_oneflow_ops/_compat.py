@@ -395,6 +395,48 @@ def fill_of(value: Any) -> str | None:
     return None if found is None else found[1]
 
 
+def _operands(value: Any, *names: str) -> list[Any]:
+    """Those of the operation that made a value if it has one of these names; else none."""
+    op = getattr(value.owner, "operation", None)  # the owner of a function's argument is a block
+    return [*op.operands] if op is not None and op.name in names else []
+
+
+def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
+    """What jnp made indices of one dimension of this size from, and how kernels can read that.
+
+    "wrap": negative ids count from the end. "floor": they are 0, as in `jnp.bincount`.
+    """
+    for chosen in _operands(indices, "stablehlo.broadcast_in_dim", "stablehlo.reshape"):
+        shape = [*ir.ShapedType(chosen.type).shape]
+        order = indices.owner.attributes
+        kept = "broadcast_dimensions" not in order or (
+            [*order["broadcast_dimensions"]] == [*range(len(shape))]
+        )
+        parts = _operands(chosen, "stablehlo.select")
+        if not kept or [*shape, 1] != [*ir.ShapedType(indices.type).shape] or not parts:
+            return None
+        condition, wrapped, ids = parts
+        compared, added = _operands(condition, "stablehlo.compare"), _operands(wrapped, _ADD)
+        if [*compared[:1], *added[:1]] != [ids, ids]:
+            return None
+        is_negative = "LT" in str(condition.owner.attributes["comparison_direction"])
+        if (is_negative, fill_of(compared[1]), fill_of(added[1])) != (True, "0", str(size)):
+            return None
+        if not (called := _operands(ids, "func.call")):
+            return ids, "wrap"
+        function = ctx.module_context.symbol_table[ids.owner.attributes["callee"].value]
+        block = function.regions[0].blocks[0]
+        *body, _ = (op.name for op in block.operations)
+        largest = _operands(block.operations[len(body)].operands[0], "stablehlo.maximum")
+        is_floor = {*body} <= _OF_FLOOR and len(called) == 2 and block.arguments[0] in largest
+        return (called[0], "floor") if is_floor and fill_of(called[1]) == "0" else (ids, "wrap")
+    return None
+
+
+_ADD = "stablehlo.add"
+_OF_FLOOR = {"stablehlo.convert", "stablehlo.broadcast_in_dim", "stablehlo.maximum"}
+
+
 def tag(result: Any, name: str, value: str) -> None:
     """Gives the operation that made a lowering's result an attribute, which programs keep."""
     op, key = result.owner.operation, "mhlo.frontend_attributes"

@@ -236,6 +236,13 @@ def sort_pairs(keys: Any, values: Any) -> Any:
     return [x._like(result, x.shape) for x, result in zip(pair, sort.results, strict=True)]
 
 
+def first(x: Any, count: int) -> Any:
+    """The first elements of an array of rank 1."""
+    if not isinstance(x, Array):
+        return x[:count]
+    return x._like(hlo.slice(x.value, [0], [count], [1]), (count,))
+
+
 def one_of_each(updates: Any) -> Any:
     """The first of each problem's updates if all are known to be one number; else all of them."""
     if not isinstance(updates, Array) or (scalar := scalar_of(updates.value)) is None:

@@ -146,6 +146,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
                 "deterministic": deterministic,
             }
             if _is_emitted(ctx):
+                args, how["read"] = _as_written(choice.rows, is_fresh, *args)
                 results = _emit.lower(_reduce, *args, platform=platform, **how)
                 results = _compat.with_shardings_of_types(ctx, results)
             else:
@@ -192,6 +193,23 @@ def _is_emitted(ctx: Any) -> bool:
     """Whether a call is written into the program without being traced, which takes longer."""
     is_ready = ctx.avals_in[1].dtype in (jnp.int32, jnp.int64) and _is_known(ctx.avals_in)
     return is_ready and _compat.is_for_one_device(ctx)
+
+
+def _as_written(
+    rows: _scatter_rows.Rows, is_fresh: bool, ctx: Any, operand: Any, indices: Any, updates: Any
+) -> tuple[tuple[Any, ...], str]:
+    """With the ids that the user wrote, if kernels read them as jnp does: XLA computes no others.
+
+    The second result says how: "", as they are, or as `_compat.ids_of` says.
+    """
+    if rows.is_plain and (found := _compat.ids_of(ctx, indices, rows.count)):
+        ids, read = found
+        if read == "wrap" or (is_fresh and len(rows.shape) == 1):
+            table, of_indices, of_updates = ctx.avals_in
+            of_ids = of_indices.update(shape=of_indices.shape[:-1])
+            ctx = ctx.replace(avals_in=[table, of_ids, of_updates])
+            return (ctx, operand, ids, updates), read
+    return (ctx, operand, indices, updates), ""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -436,15 +454,22 @@ def _reduce(
     is_fresh: bool,
     deterministic: bool,
     platform: str | None,
+    read: str = "",
 ) -> jax.Array:
     if platform is None:
         indices = _checks.as_ids("accelerate", "indices", indices)
+    elif read:
+        indices = indices.reshape(*indices.shape, 1)
+    if read == "floor":  # one more row is for all ids that are too large
+        rows = dataclasses.replace(rows, shape=(rows.count + 1,), clip=True)
     with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
         # Sums into zeros have one dimension of rows; a result is reshaped for nothing.
         indexing = rows.read(deterministic, row_rank=1 if is_fresh else None)
+        indexing = dataclasses.replace(indexing, wrap=read == "wrap")
         how = {"indexing": indexing, "implementation": "native"}
         result = reduction(None if is_fresh else operand, ids, data, rows.count, how, platform)
+        result = _emit.first(result, operand.size) if read == "floor" else result
         return result.reshape(operand.shape)
 
 

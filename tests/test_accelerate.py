@@ -532,6 +532,31 @@ def test_sums_into_zeros_are_given_no_operand(dtype):
         assert [o.startswith(expected) for o in operands_of_sums(text)] == [True]
 
 
+def test_kernels_read_ids_as_they_were_written():
+    """Also negative ones: else XLA writes the ids that jnp makes of them to memory first."""
+    ids, u = integers(5, 8, low=-14, high=16), np.linspace(0, 1, 120, dtype=np.float32)
+    table = np.asarray(rng_for((11, 3)).standard_normal((11, 3)), np.float32)
+
+    def added(mode):
+        return lambda ids: jnp.asarray(table).at[ids].add(u.reshape(5, 8, 3), mode=mode)
+
+    def counted(ids):
+        return jnp.bincount(ids.ravel(), length=9)
+
+    def weighed(ids):
+        return jnp.bincount(ids.ravel(), u[:40], length=9)
+
+    def shifted(ids):  # no id of jnp's, though it looks like one
+        return jnp.zeros(11).at[jnp.where(ids < 0, ids + 10, ids)].add(1.0, mode="drop")
+
+    read = {added("drop"): {"wrap"}, added("clip"): {"wrap", "clip"}, shifted: {"wrap"}}
+    for f, how in (read | {counted: {"clip"}, weighed: {"clip"}}).items():
+        accelerated = jax.jit(jof.accelerate(f))
+        (call,) = re.findall(r"custom_call @jof_scatter_add.*", accelerated.lower(ids).as_text())
+        assert {*re.findall(r"(wrap|clip) = true", call)} == how
+        np.testing.assert_allclose(accelerated(ids), jax.jit(f)(ids), rtol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
 def test_single_updates_are_selected(mode):
     """No zeros are written for the gradient of a cross entropy. Other operands are added to."""
