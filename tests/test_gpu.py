@@ -48,7 +48,7 @@ def test_the_kernels_were_built_for_this_gpu():
 
 
 @pytest.mark.parametrize("width", [3, 4, 48])
-def test_one_kernel_takes_heads_of_any_width(width, monkeypatch):
+def test_gradient_of_attention_with_heads_of_any_width(width, monkeypatch):
     """Both gradients of attention. Rows that are not aligned are read by elements, too."""
     monkeypatch.setattr(_attention, "PACK_BYTES", 4 * width)
     with jax.enable_x64(True):

@@ -1,7 +1,7 @@
 """Programs without a call of this package, those of `tests.programs`, and single slow calls.
 
 "ours" is what `jax_oneflow_ops.accelerate` makes of a program, "jnp" the program as it is, and
-"layers" the same program with graph layers.
+"layers" the same program with graph layers, accelerated, too.
 """
 
 import re
@@ -68,7 +68,8 @@ def enter(name: str, size: str, devices: int = 1) -> Entrants:
     if devices == 1 and name in programs.LAYERS:
         layers = programs.make(name, size, layers=True)
         own = [*map(jax.jit(layers.batch), jax.random.split(key, BATCHES))]
-        steps["layers"] = jax.jit(layers.step, donate_argnums=0).lower(state, own[0]).compile()
+        jitted = jax.jit(jof.accelerate(layers.step), donate_argnums=0)
+        steps["layers"] = jitted.lower(state, own[0]).compile()
         arguments["layers"] = state, own
     texts = {way: steps[way].as_text() or "" for way in ways}
     calls = {way: text.count('custom_call_target="jof_') for way, text in texts.items()}

