@@ -23,7 +23,6 @@ from jax_oneflow_ops import (
     _emit,
     _native,
     _policy,
-    _primitive,
     _reference,
     _scatter,
     _scatter_rows,
@@ -73,7 +72,7 @@ class _Reduction:
             more = {"num_segments": rows, "rows_spec": None}
         elif self.reducer != "add":
             primitive, more = _scatter.scatter_reduce_p, {"reducer": self.reducer}
-        result: jax.Array = _primitive.bind(primitive, *args, **how, **more)
+        result: jax.Array = _emit.bind(primitive, *args, **how, **more)
         return result
 
 
@@ -138,12 +137,13 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
                 "reduction": reduction,
                 "is_fresh": _compat.fill_of(operand) in reduction.fills,
                 "deterministic": scope == _DETERMINISTIC,
+                "platform": platform,
             }
             if _is_emitted(ctx):
-                results = _emit.lower(_reduce, *args, platform=platform, **how)
+                results = _emit.lower(_reduce, *args, alone=_compat.is_for_one_device(ctx), **how)
                 results = _compat.with_shardings_of_types(ctx, results)
             else:
-                results = _lower(_same(_reduce, platform, platform=None, **how), *args)
+                results = _lower(_same(_reduce, alone=False, **how), *args)
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
             key = _key(primitive, ctx.avals_in)
@@ -183,17 +183,16 @@ def _in_f32(
 
 
 def _is_emitted(ctx: Any) -> bool:
-    """Whether a call is written into the program without being traced, which takes longer."""
-    is_ready = ctx.avals_in[1].dtype in (jnp.int32, jnp.int64) and _is_known(ctx.avals_in)
-    return is_ready and _compat.is_for_one_device(ctx)
+    """Whether a call is written into the program without being traced, which takes longer.
+
+    In programs of unknown sizes or for several platforms jax passes these on to functions.
+    """
+    return ctx.avals_in[1].dtype in (jnp.int32, jnp.int64) and _compat.has_known_sizes(ctx)
 
 
 @functools.lru_cache(maxsize=1024)
-def _same(function: Callable[..., Any], lowered_for: str, **how: Any) -> Callable[..., Any]:
-    """The same function for equal scatters: jax traces it once, and lowers it once a program.
-
-    One for each platform, as a program may be for several.
-    """
+def _same(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """The same function for equal scatters: jax traces it once, and lowers it once a program."""
     return jax.jit(functools.partial(function, **how))
 
 
@@ -210,7 +209,7 @@ def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         if _mode(ctx) == _DETERMINISTIC and is_plain:
             rows = _find(ctx.avals_in, params)
             if isinstance(rows, _scatter_rows.Rows):
-                function = _same(_set, platform, rows=rows)
+                function = _same(_set, rows=rows)
                 return _lower(function, ctx, operand, indices, updates)
         return rule(ctx, operand, indices, updates, **params)
 
@@ -410,16 +409,18 @@ def _reduce(
     reduction: _Reduction,
     is_fresh: bool,
     deterministic: bool,
-    platform: str | None,
+    platform: str,  # a program for several has a function for each
+    alone: bool,  # on one device
 ) -> jax.Array:
-    if platform is None:
+    if isinstance(indices, jax.Array):
         indices = _checks.as_ids("accelerate", "indices", indices)
     with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
         # Sums into zeros have one dimension of rows; a result is reshaped for nothing.
         indexing = rows.read(deterministic, row_rank=1 if is_fresh else None)
         how = {"indexing": indexing, "implementation": "native"}
-        result = reduction(None if is_fresh else operand, ids, data, rows.count, how, platform)
+        start = None if is_fresh else operand
+        result = reduction(start, ids, data, rows.count, how, platform if alone else None)
         return result.reshape(operand.shape)
 
 
