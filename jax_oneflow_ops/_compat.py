@@ -286,7 +286,7 @@ def _context(where: Any) -> Any:
 
 
 def has_known_sizes(ctx: Any) -> bool:
-    """Whether all arrays of the program that is being lowered have known sizes."""
+    """Whether a program that is being lowered is for one platform and for arrays of known sizes."""
     return not ctx.dim_var_values
 
 

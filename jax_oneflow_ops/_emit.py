@@ -17,7 +17,16 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_oneflow_ops._compat import func, functions_of_module, hlo, ir, scalar_of
+from jax_oneflow_ops import _primitive
+from jax_oneflow_ops._compat import (
+    func,
+    functions_of_module,
+    hlo,
+    ir,
+    lower_plain,
+    scalar_of,
+    with_current_mesh,
+)
 
 
 def lower(function: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> list[Any]:
@@ -249,6 +258,18 @@ def one_of_each(updates: Any) -> Any:
         return updates
     one = Array(scalar, _aval((), updates.dtype), updates.ctx)
     return broadcast_to(one, (updates.shape[0], 1, 1))
+
+
+def bind(primitive: Any, *args: Any, **params: Any) -> Any:
+    """Binds a primitive of this package, which is lowered at once if its operands are `Array`s."""
+    if (ctx := _ctx(args)) is None:
+        return _primitive.bind(primitive, *args, **params)
+    avals = [_aval(x.shape, x.dtype) for x in args]
+    result, _ = primitive.abstract_eval(*avals, **params)
+    inner = with_current_mesh(ctx).replace(avals_in=avals, avals_out=[result])
+    rule = lower_plain(functools.partial(primitive.bind, **params), False)
+    (value,) = rule(inner, *map(operator.attrgetter("value"), args))
+    return Array(value, result, ctx)
 
 
 def ffi_call(

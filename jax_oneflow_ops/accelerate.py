@@ -23,7 +23,6 @@ from jax_oneflow_ops import (
     _emit,
     _native,
     _policy,
-    _primitive,
     _reference,
     _scatter,
     _scatter_rows,
@@ -73,7 +72,7 @@ class _Reduction:
             more = {"num_segments": rows, "rows_spec": None}
         elif self.reducer != "add":
             primitive, more = _scatter.scatter_reduce_p, {"reducer": self.reducer}
-        result: jax.Array = _primitive.bind(primitive, *args, **how, **more)
+        result: jax.Array = _emit.bind(primitive, *args, **how, **more)
         return result
 
 
@@ -132,7 +131,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         choice = _choose(reduction, platform, ctx, params, is_fresh, deterministic, explanation)
         args = ctx, operand, indices, updates
         if choice.selected is not None:
-            one = _same(_selected, platform, rows=choice.selected, negative=reduction.negative)
+            one = _same(_selected, rows=choice.selected, negative=reduction.negative)
             results = _lower(one, *args)
         elif choice.in_f32:
             results = _in_f32(rule, lax.sub if reduction.negative else lax.add, *args, **params)
@@ -144,13 +143,16 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
                 "reduction": reduction,
                 "is_fresh": is_fresh,
                 "deterministic": deterministic,
+                "platform": platform,
             }
             if _is_emitted(ctx):
-                args, how["read"] = _as_written(choice.rows, is_fresh, *args)
-                results = _emit.lower(_reduce, *args, platform=platform, **how)
+                alone = _compat.is_for_one_device(ctx)
+                if alone:
+                    args, how["read"] = _as_written(choice.rows, is_fresh, *args)
+                results = _emit.lower(_reduce, *args, alone=alone, **how)
                 results = _compat.with_shardings_of_types(ctx, results)
             else:
-                results = _lower(_same(_reduce, platform, platform=None, **how), *args)
+                results = _lower(_same(_reduce, alone=False, **how), *args)
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
             key = _key(primitive, ctx.avals_in)
@@ -190,9 +192,11 @@ def _in_f32(
 
 
 def _is_emitted(ctx: Any) -> bool:
-    """Whether a call is written into the program without being traced, which takes longer."""
-    is_ready = ctx.avals_in[1].dtype in (jnp.int32, jnp.int64) and _is_known(ctx.avals_in)
-    return is_ready and _compat.is_for_one_device(ctx)
+    """Whether a call is written into the program without being traced, which takes longer.
+
+    In programs of unknown sizes or for several platforms jax passes these on to functions.
+    """
+    return ctx.avals_in[1].dtype in (jnp.int32, jnp.int64) and _compat.has_known_sizes(ctx)
 
 
 def _as_written(
@@ -213,11 +217,8 @@ def _as_written(
 
 
 @functools.lru_cache(maxsize=1024)
-def _same(function: Callable[..., Any], lowered_for: str, **how: Any) -> Callable[..., Any]:
-    """The same function for equal scatters: jax traces it once, and lowers it once a program.
-
-    One for each platform, as a program may be for several.
-    """
+def _same(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """The same function for equal scatters: jax traces it once, and lowers it once a program."""
     return jax.jit(functools.partial(function, **how))
 
 
@@ -234,7 +235,7 @@ def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         if _mode(ctx) == _DETERMINISTIC and is_plain:
             rows = _find(ctx.avals_in, params)
             if isinstance(rows, _scatter_rows.Rows):
-                function = _same(_set, platform, rows=rows)
+                function = _same(_set, rows=rows)
                 return _lower(function, ctx, operand, indices, updates)
         return rule(ctx, operand, indices, updates, **params)
 
@@ -453,10 +454,11 @@ def _reduce(
     reduction: _Reduction,
     is_fresh: bool,
     deterministic: bool,
-    platform: str | None,
+    platform: str,  # a program for several has a function for each
+    alone: bool,  # on one device
     read: str = "",
 ) -> jax.Array:
-    if platform is None:
+    if isinstance(indices, jax.Array):
         indices = _checks.as_ids("accelerate", "indices", indices)
     elif read:
         indices = indices.reshape(*indices.shape, 1)
@@ -468,7 +470,8 @@ def _reduce(
         indexing = rows.read(deterministic, row_rank=1 if is_fresh else None)
         indexing = dataclasses.replace(indexing, wrap=read == "wrap")
         how = {"indexing": indexing, "implementation": "native"}
-        result = reduction(None if is_fresh else operand, ids, data, rows.count, how, platform)
+        start = None if is_fresh else operand
+        result = reduction(start, ids, data, rows.count, how, platform if alone else None)
         result = _emit.first(result, operand.size) if read == "floor" else result
         return result.reshape(operand.shape)
 

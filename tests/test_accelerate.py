@@ -771,6 +771,23 @@ def test_in_shard_map():
         np.testing.assert_allclose(y, e, rtol=1e-6, atol=1e-6)
 
 
+def test_in_shard_map_each_platform_has_its_kernels():
+    if "cuda" not in jof.implementations():
+        pytest.skip("built without the module for CUDA")
+    rows, ids = jax.ShapeDtypeStruct((4096, 32), np.float32), jax.ShapeDtypeStruct((4096,), int)
+    f = functools.partial(jax.ops.segment_sum, num_segments=16)
+    specs = {"in_specs": P("x"), "out_specs": P("x")}
+    f = jax.jit(jof.accelerate(jax.shard_map(f, mesh=mesh("Auto"), **specs)))
+
+    def kernels(*platforms):
+        export = jax.export.export(f, platforms=platforms, disabled_checks=jof.export_checks())
+        return set(re.findall(r"@(jof_scatter_\w+)", export(rows, ids).mlir_module()))
+
+    on_cpu, on_cuda = kernels("cpu"), kernels("cuda")
+    assert on_cpu != on_cuda
+    assert kernels("cpu", "cuda") == on_cpu | on_cuda
+
+
 # --- export ---------------------------------------------------------------------------------------
 
 

@@ -207,14 +207,23 @@ def calls_to_lower(step, *args) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", ["pic", "graph_attention"])  # with the largest share of sums
-def test_tracing_and_lowering_take_hardly_longer(name):
+@pytest.mark.parametrize(
+    ("name", "devices", "limit"),  # the programs with the largest share of sums
+    [("pic", 1, 1.05), ("graph_attention", 1, 1.05), ("pic", 2, 1.12)],
+)
+def test_tracing_and_lowering_take_hardly_longer(name, devices, limit):
     """In calls of functions, of which the time is made: they do not depend on the machine."""
+    if len(jax.devices()) < devices:
+        pytest.skip("needs 2 devices (the CPU has 8 virtual ones)")
     program, key = made(name, "float32"), jax.random.key(0, impl="rbg")
-    args = [jax.eval_shape(f, key) for f in (program.state, program.batch)]
+    place = jax.sharding.NamedSharding(jax.make_mesh((devices,), ("x",)), jax.P())
+    args = [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), aval)
+        for aval in (jax.eval_shape(f, key) for f in (program.state, program.batch))
+    ]
     ours = jof.accelerate(program.step)
     jax.jit(ours).lower(*args)  # what is once a process, such as lazy imports
-    assert calls_to_lower(ours, *args) < 1.05 * calls_to_lower(program.step, *args)
+    assert calls_to_lower(ours, *args) < limit * calls_to_lower(program.step, *args)
 
 
 def widened(x):
