@@ -189,19 +189,26 @@ def steps(
 ) -> str:
     """A line a training step or another whole program, or a single call: as written, and ours.
 
-    Of a device beside, the gain only.
+    Of a device beside, the gain only; without one, the temporary memory of programs, too.
     """
     there = {row["case"]: ratio(results.rival(row, "jnp")) for row in listed(beside, name)}
+    rows = [row for row in listed(found, name) if row["group"] == group]
+    layers = [""] if any("layers" in row.get("others", {}) for row in rows) else []
+    memory = [("jnp", "as written"), ("ours", "accelerated")]
+    memory = memory if not there and any("temporary MiB" in row for row in rows) else []
     lines = []
-    for row in (row for row in listed(found, name) if row["group"] == group):
+    for row in rows:
         of_dtype = f", {short(row['dtype'])}" if group == "call" else ""
         times = map(microseconds, (results.numbers(row["xla"]).get("jnp"), row["us"]))
-        gains = [ratio(results.rival(row, "jnp"))]
-        gains += [there.get(row["case"], "-")] if there else []
-        lines.append([f"{chart.label(row['op'])}{of_dtype}", *times, *gains])
+        line = [f"{chart.label(row['op'])}{of_dtype}", *times, ratio(results.rival(row, "jnp"))]
+        line += [there.get(row["case"], "-")] if there else []
+        line += [microseconds(results.numbers(row["others"]).get("layers")) for _ in layers]
+        line += [f"{row['temporary MiB'][way]:,}" for way, _ in memory]
+        lines.append(line)
     head = ["", "jnp as written, us", "accelerated, us", "gain"]
     head += [f"on {beside[0].header['device'].split()[1]}"] if there else []
-    return markdown(head, lines)
+    head += ["with graph layers, us" for _ in layers]
+    return markdown([*head, *(f"memory {what}, MiB" for _, what in memory)], lines)
 
 
 def scaled(found: Sequence[Result], name: str = "programs") -> str:
@@ -223,7 +230,7 @@ def charted(found: Sequence[Result]) -> str:
     return chart.svg(rows, found[0].header["device"]) if rows else ""
 
 
-def explained(found: Sequence[Result], program: str = "gpt2") -> str:
+def explained(found: Sequence[Result], program: str = "mesh_graph_net") -> str:
     """What `explain` printed of a program when it was measured."""
     rows = [row for row in listed(found, "programs") if row["op"] == program and "explain" in row]
     return f"```\n{rows[0]['explain']}\n```" if rows else ""
