@@ -109,20 +109,20 @@ def pytest_unconfigure():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--exhaustive", action="store_true", help="all combinations of parameters")
+    parser.addoption("--exhaustive", action="store_true", help="every combination of parameters")
 
 
-def later_values(item, first):
-    """In how many of its lists of parameters a test does not have the first value."""
+def is_exhaustive(item, first):
+    """Whether a test is marked, or differs in more than one list of parameters from the first."""
     count = 0
     for mark in item.iter_markers("parametrize"):
         names = [mark.args[0]] if isinstance(mark.args[0], str) else mark.args[0]
         count += any(item.callspec.params[n] is not first.callspec.params[n] for n in names)
-    return count
+    return count > 1 or item.get_closest_marker("exhaustive") is not None
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out combinations, and to test_xla.py what XLA itself gets wrong with the flags above.
+    """Leaves out what is exhaustive, and to test_xla.py what XLA gets wrong with the flags above.
 
     Of a test with several lists of parameters every value runs with the first of the other lists.
     test_xla.py is one long test: it comes first, so that no worker waits for it in the end.
@@ -131,7 +131,7 @@ def pytest_collection_modifyitems(config, items):
         first = {}
         for item in items:
             first.setdefault(item.function, item)
-        rest = {item for item in items if later_values(item, first[item.function]) > 1}
+        rest = {item for item in items if is_exhaustive(item, first[item.function])}
         config.hook.pytest_deselected(items=[*rest])
         items[:] = [item for item in items if item not in rest]
     items.sort(key=lambda item: item.path.name != "test_xla.py")

@@ -327,6 +327,7 @@ def test_derivatives_of_message_sum(planned, row, of_weights):
     )
 
 
+@pytest.mark.exhaustive
 def test_derivatives_of_attention():
     """With plans; test_transforms.py has it without."""
     graph, segments, options, primals, tangents, _ = setting(True)
@@ -627,11 +628,14 @@ def test_functions_of_rows(dtype, row):
         assert_close(found[~is_empty], exact[~is_empty], terms[~is_empty], dtype)
 
 
-@pytest.mark.parametrize(("reduce", "order"), [("sum", 2), ("max", 1)])
+@pytest.mark.parametrize(
+    ("reduce", "order"),
+    [("sum", 1), ("max", 1), pytest.param("sum", 2, marks=pytest.mark.exhaustive)],
+)
 def test_derivatives_of_functions(reduce, order):
     """With respect to tables, arrays of edges, and what a function closes over; some are ties.
 
-    Second derivatives of maxima are in test_transforms.py.
+    Second derivatives without plans are in test_transforms.py.
     """
     rng = rng_for("functions")
     nodes, segments, edges, row = 9, 7, 60, (3, 4)
