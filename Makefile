@@ -1,11 +1,11 @@
 # make demo       set up, train a small program with `accelerate` and without, write a picture
-# make test       set up, run the whole test suite
+# make test       set up, run the tests
 # make doctest    the examples in the docstrings, the README and the pages of docs/
 # make docs       the site, build/docs/index.html; warnings are errors
 # make linkcheck  whether the site's links to other sites lead somewhere
 # make lint       ruff, clang-format, mypy
-# make test-versions  the suite on the oldest jax supported, on 0.10.2, and on the newest one
-# make test-sanitize  a fuzzer, the suite and the C++ tests on a CPU module built with sanitizers
+# make test-versions  all tests on the oldest jax supported, on 0.10.2, and on the newest one
+# make test-sanitize  a fuzzer, all tests and the C++ tests on a CPU module built with sanitizers
 # make wheels     an sdist and a wheel for each Python here, into dist/, each wheel tried as installed
 # make soak       memory after millions of calls and 1,000 compilations
 # make gpu-check  on a machine with a GPU: build, suite, compute-sanitizer, benchmarks
@@ -44,16 +44,18 @@ pythons = $(shell for minor in $(1); do \
   done; done; true)
 python = $(or $(firstword $(call pythons,$(1))),python3.$(firstword $(1)))
 
+EXHAUSTIVE = PYTEST_ARGS="$(PYTEST_ARGS) --exhaustive"
+
 test-versions: test-oldest test-0.10.2 test-newest
 
 test-oldest:
-	$(MAKE) test PYTHON="$(call python,11)" VENV=.venv-oldest JAX=jax==0.8.0
+	$(MAKE) test PYTHON="$(call python,11)" VENV=.venv-oldest JAX=jax==0.8.0 $(EXHAUSTIVE)
 
 test-0.10.2:
-	$(MAKE) test PYTHON="$(call python,11)" VENV=.venv-0.10.2 JAX=jax==0.10.2
+	$(MAKE) test PYTHON="$(call python,11)" VENV=.venv-0.10.2 JAX=jax==0.10.2 $(EXHAUSTIVE)
 
 test-newest:
-	$(MAKE) test PYTHON="$(call python,15 14 13 12)" VENV=.venv-newest
+	$(MAKE) test PYTHON="$(call python,15 14 13 12)" VENV=.venv-newest $(EXHAUSTIVE)
 
 # Sanitizers' runtime must be in the process before the module is. Python and JAX leak by design,
 # and tests ask for more memory than there is.
@@ -63,7 +65,7 @@ SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 JOF_SANITIZE
 test-sanitize:
 	$(MAKE) VENV=.venv-sanitize JOF_SANITIZE=ON JOF_CUDA=OFF .venv-sanitize/installed
 	$(SANITIZED) .venv-sanitize/bin/python -m tests.fuzz --calls 3000
-	$(SANITIZED) .venv-sanitize/bin/python -m pytest $(PYTEST_ARGS)
+	$(SANITIZED) .venv-sanitize/bin/python -m pytest $(PYTEST_ARGS) --exhaustive
 
 wheels:
 	bash tests/wheels.sh $(call pythons,11 12 13 14)

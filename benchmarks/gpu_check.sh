@@ -55,7 +55,7 @@ together "${programs[@]}" || failed+=("C++ tests")
 
 section "test suite"
 XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 \
-  "$python" -m pytest -n 14 --dist loadgroup -q -p no:benchmark | tee "$out/pytest.txt" \
+  "$python" -m pytest --exhaustive -n 14 --dist loadgroup -q -p no:benchmark | tee "$out/pytest.txt" \
   || failed+=("test suite")
 
 if [[ -z ${QUICK:-} ]]; then

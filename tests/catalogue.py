@@ -2159,3 +2159,9 @@ EACH_PRIMITIVE = tuple(
     if case in REPRESENTATIVE
     or case.name in {"softmax", "layer_norm", "message_sum", "scaled_silu"}
 )
+# Of elementwise ones two, with and without a scalar: for what is JAX's own machinery.
+EACH_FAMILY = tuple(
+    case
+    for case in EACH_PRIMITIVE
+    if case not in ELEMENTWISE_CASES or case.name in {"swiglu", "add-scalar0"}
+)

@@ -101,7 +101,7 @@ def values_of(dtype) -> np.ndarray:
 
 
 def cast(x, dtype, **kwargs) -> np.ndarray:
-    y = jof.cast(jnp.asarray(x), dtype, **kwargs)
+    y = jof.cast(jax.device_put(x), dtype, **kwargs)
     assert isinstance(y, jax.Array)
     return np.asarray(y)
 
@@ -307,7 +307,7 @@ def test_without_x64_64_bit_dtypes_are_32_bit_ones():
 @pytest.mark.parametrize("source", FLOATS)
 def test_gradient_is_the_cotangent_cast_back(source, implementation):
     x = jnp.asarray(np.linspace(-3, 3, 37).astype(jnp.dtype(source)))
-    cts = [jnp.asarray(np.linspace(-5, 4, 37).astype(jnp.dtype(to))) for to in FLOATS]
+    cts = [jax.device_put(np.linspace(-5, 4, 37).astype(to)) for to in FLOATS]
 
     def pulled_back(x, ct):
         y, vjp = jax.vjp(lambda x: jof.cast(x, ct.dtype, implementation=implementation), x)

@@ -65,7 +65,7 @@ def test_options_are_passed_on(case):
 def arguments(op: Op, call: Call, dtype) -> tuple[list, list]:
     """Random operands, and the same in double precision."""
     xs = op.inputs(rng_for(op.name, dtype), call, dtype)
-    return list(map(jnp.asarray, xs)), [x if x.dtype.kind in "bi" else np.float64(x) for x in xs]
+    return list(map(jax.device_put, xs)), [x if x.dtype.kind in "bi" else np.float64(x) for x in xs]
 
 
 def gradient(op: Op, call: Call):
@@ -89,11 +89,8 @@ def assert_close(actual, exact, rtol) -> None:
     np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(
-    ("op", "seed"),
-    [(op, k) for op in OPS for k in range(1 + (op.family != "elementwise"))],
-    ids=str,
-)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("op", OPS, ids=str)
 def test_row_on_a_random_call(op, seed):
     """The public function, JAX's, the fast forms, the formula: all compute the same, and so do the
     gradient and its formula."""

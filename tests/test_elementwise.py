@@ -134,8 +134,7 @@ def assert_same_special(y, twin, *sources) -> None:
 # --- activations: accuracy ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("op", OF_ONE_ARRAY, ids=str)
+@pytest.mark.parametrize(("op", "dtype"), [*itertools.product(OF_ONE_ARRAY, NARROW)], ids=str)
 def test_all_16_bit_values(op, dtype, record_property):
     for order, ulps in enumerate(assert_all_16_bit_values(op, dtype)):
         record_property(f"{op} {'fd'[order]} {dtype}", ulps)
@@ -259,8 +258,8 @@ def test_largest_float64(op):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", OF_ONE_ARRAY, ids=str)
 def test_derivative_is_multiplied_by_the_cotangent(op, dtype):
-    x = jnp.asarray(np.linspace(-4, 4, 77), dtype)
-    ct = jnp.asarray(rng_for(str(op), dtype).standard_normal(77), dtype)
+    x = jax.device_put(np.linspace(-4, 4, 77).astype(dtype))
+    ct = jax.device_put(rng_for(str(op), dtype).standard_normal(77).astype(dtype))
 
     @jax.jit
     def run(x, ct):
@@ -304,8 +303,7 @@ def free_of_subnormals(dtype, *arrays) -> np.ndarray:
     return keep
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("name", ARITHMETIC)
+@pytest.mark.parametrize(("name", "dtype"), [*itertools.product(ARITHMETIC, NARROW)])
 def test_16_bit_arithmetic_is_rounded_once(name, dtype):
     x, y = random_operands(name, 1_000_001, dtype)
     result = np.asarray(ARITHMETIC[name].function(jnp.asarray(x), jnp.asarray(y)))
@@ -683,7 +681,7 @@ def operand_of(kind, scalar: bool):
     if kind is float:
         return 0.75
     values = np.array([1, 0, 2, 1]).astype(jnp.dtype(kind))
-    return jnp.asarray(values[0] if scalar else values)
+    return jax.device_put(values[0] if scalar else values)
 
 
 def promotions(name):
@@ -730,7 +728,7 @@ def test_promotion(name, mode):
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "int32", "uint8", "float8_e5m2"])
 def test_other_dtypes_run_the_reference(name, dtype):
     f, twin, count = OPS[name]
-    x = jnp.asarray(np.array([1, 2, 3, 1])).astype(dtype)
+    x = jax.device_put(np.array([1, 2, 3, 1]).astype(dtype))
     if name == "where":
         operands = [x > jnp.asarray(1, dtype) if dtype[0] != "c" else x != 1, x, x[::-1]]
     else:
@@ -870,7 +868,7 @@ def test_sizes(name, dtype):
     for size, result in zip(sizes, results, strict=True):
         for actual, wanted in zip(result, expected, strict=True):
             assert_near_bits(actual, wanted[:size])
-    twin = OPS[name][1](*map(jnp.asarray, whole))
+    twin = OPS[name][1](*map(jax.device_put, whole))
     assert_close(expected[0], twin, 8 * float(jnp.finfo(dtype).eps))
 
 

@@ -23,7 +23,7 @@ N = 257
 
 
 def normals(*shape, key="", dtype=np.float32):
-    return jnp.asarray(rng_for(key, shape).standard_normal(shape)).astype(dtype)
+    return jax.device_put(rng_for(key, shape).standard_normal(shape).astype(dtype))
 
 
 def wide(x):
@@ -44,7 +44,7 @@ def in_float64(f):
 
     def exact(*args):
         with jax.enable_x64(True):
-            return jax.tree.map(np.asarray, jax.jit(f)(*map(jnp.asarray, map(wide, args))))
+            return jax.tree.map(np.asarray, jax.jit(f)(*map(wide, args)))
 
     return exact
 
@@ -188,7 +188,7 @@ def test_values_are_those_of_jax_where_there_are_no_numbers():
         )  # fmt: skip
 
     values = np.array([0.0, -0.0, 1, -1, np.inf, -np.inf, np.nan, 100, -100, 0.5, -0.5, 3e38])
-    x, y = (jnp.asarray(v, jnp.float32) for v in np.meshgrid(values, values))
+    x, y = (jax.device_put(v.astype(np.float32)) for v in np.meshgrid(values, values))
     for h in (f, g):
         for k, (a, e) in enumerate(zip(jof.fuse(h)(x, y), jax.jit(h)(x, y), strict=True)):
             assert_close(a, e, 2e-6, 1e-37, what=f"{h.__name__} {k}")
@@ -719,7 +719,7 @@ def test_random_expressions(data, seed):
     functions = [expression(draw, operations) for operations in (3, 6, 15)]
     rng = np.random.default_rng(seed)
     shapes = ((11, 13), (11, 13), (13,), (11, 1), (), (1, 13))
-    arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    arrays = [jax.device_put(rng.standard_normal(s).astype(np.float32)) for s in shapes]
 
     def every(*xs):
         return tuple(f(*xs) for f in functions)
@@ -758,7 +758,8 @@ def test_random_expressions_of_mixed_dtypes(data, seed):
     shapes = ((11, 13), (11, 13), (13,), (11, 1), (), (1, 13))
     dtypes = ("bfloat16", "bfloat16", "bfloat16", "float32", "bfloat16", "float16")
     arrays = [
-        jnp.asarray(rng.standard_normal(s)).astype(d) for s, d in zip(shapes, dtypes, strict=True)
+        jax.device_put(np.asarray(rng.standard_normal(s)).astype(d))
+        for s, d in zip(shapes, dtypes, strict=True)
     ]
 
     def every(*xs):
@@ -916,9 +917,9 @@ def arguments(kinds, n, dtype, lead=(2, 3)):
     labels = (np.arange(math.prod(lead)) * 7 % n).reshape(lead)
     masks = (rng_for(n).random((*lead, n)) < 0.7).astype(np.int8)
     return [
-        jnp.asarray(labels)
+        jax.device_put(labels)
         if kind == "label"
-        else jnp.asarray(masks)
+        else jax.device_put(masks)
         if kind == "mask"
         else normals(*shapes[kind], key=k).astype(dtype) + (kind == "scalar") * 2
         for k, kind in enumerate(kinds)
@@ -1203,7 +1204,7 @@ def test_random_expressions_of_rows(data, seed):
 
     rng = np.random.default_rng(seed)
     shapes = ((5, 17), (17,), (5, 1), (), (1, 17))
-    arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    arrays = [jax.device_put(rng.standard_normal(s).astype(np.float32)) for s in shapes]
     ours, exact, unfused = (
         jax.tree.leaves(run(lambda *xs, h=h: of_rows(h, xs)[:2])(*arrays))
         for run, h in ((jax.jit, jof.fuse(f)), (in_float64, f), (jax.jit, f))

@@ -207,8 +207,8 @@ def test_attention_rounds_once(dtype):
     rng = rng_for(dtype)
     nodes, segments, edges, heads, width = 50, 30, 6000, 8, 16
     senders, receivers = edges_of("hub", nodes, segments, edges, rng)
-    logits = jnp.asarray(8 * rng.standard_normal((edges, heads)), dtype)
-    values = jnp.asarray(rng.standard_normal((nodes, heads, width)), dtype)
+    logits = jax.device_put((8 * rng.standard_normal((edges, heads))).astype(dtype))
+    values = jax.device_put(rng.standard_normal((nodes, heads, width)).astype(dtype))
     result = jof.attention_sum(logits, values, senders, receivers, num_segments=segments)
     weights = exact_softmax(np.asarray(logits, np.float64), receivers, segments)
     wide = np.asarray(values, np.float64)
@@ -237,7 +237,7 @@ def test_gradients_of_attention(logits_dtype, dtype, heads, width):
     graph = edges_of("hub", nodes, segments, edges, rng)
     graph[1][::9] = -1
     logits = jnp.asarray(2 * rng.standard_normal((edges, heads)), logits_dtype)
-    values = jnp.asarray(rng.standard_normal((nodes, heads, width)), dtype)
+    values = jax.device_put(rng.standard_normal((nodes, heads, width)).astype(dtype))
     ct = jnp.asarray(rng.standard_normal((segments, heads, width)), dtype)
 
     @jax.jit
@@ -329,6 +329,7 @@ def test_derivatives_of_message_sum(planned, row, of_weights):
     )
 
 
+@pytest.mark.exhaustive
 def test_derivatives_of_attention():
     """With plans; test_transforms.py has it without."""
     graph, segments, options, primals, tangents, _ = setting(True)
@@ -515,7 +516,7 @@ def ffi(name, results, *operands):
     def arrays(of):
         return [jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in of]
 
-    operands = [jnp.zeros(x.shape, x.dtype) for x in arrays(operands)]
+    operands = [np.zeros(x.shape, x.dtype) for x in arrays(operands)]
     return jax.block_until_ready(jax.jit(jax.ffi.ffi_call(name, arrays(results)))(*operands))
 
 
@@ -620,7 +621,7 @@ def test_functions_of_rows(dtype, row):
         nodes, segments, edges = rng.integers(1, (60, 40, 5000))
         senders, receivers = edges_of(kind, nodes, segments, edges, rng)
         shapes = (nodes, *row), (segments + 1, *row), (edges, row[0], 1), (edges, *row)
-        arrays = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+        arrays = [jax.device_put(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
         options = plans(senders, receivers, nodes, segments) if kind == "hub" else {}
         reduce = functools.partial(REDUCTIONS[name], num_segments=segments, **options)
         found = jax.jit(functools.partial(reduce, message))(
@@ -634,7 +635,7 @@ def test_functions_of_rows(dtype, row):
 
             return in_jnp(fun, arrays[:2], *ids, *arrays[2:], num_segments=size, reduce=name)
 
-        wide = [x.astype(jnp.float64) for x in arrays]
+        wide = [np.asarray(x, np.float64) for x in arrays]
         exact = np.asarray(jax.jit(in_float64)(*wide))
         absolute = functools.partial(in_float64, name="sum", of=jnp.abs)
         terms = np.asarray(jax.jit(absolute)(*wide))
@@ -644,11 +645,14 @@ def test_functions_of_rows(dtype, row):
         assert_close(found[~is_empty], exact[~is_empty], terms[~is_empty], dtype)
 
 
-@pytest.mark.parametrize(("reduce", "order"), [("sum", 2), ("max", 1)])
+@pytest.mark.parametrize(
+    ("reduce", "order"),
+    [("sum", 1), ("max", 1), pytest.param("sum", 2, marks=pytest.mark.exhaustive)],
+)
 def test_derivatives_of_functions(reduce, order):
     """With respect to tables, arrays of edges, and what a function closes over; some are ties.
 
-    Second derivatives of maxima are in test_transforms.py.
+    Second derivatives without plans are in test_transforms.py.
     """
     rng = rng_for("functions")
     nodes, segments, edges, row = 9, 7, 60, (3, 4)

@@ -19,7 +19,7 @@ import pytest
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
 from tests import soak
-from tests.catalogue import CASES, EACH_PRIMITIVE
+from tests.catalogue import CASES, EACH_FAMILY
 from tests.sanitizers import not_sanitized
 from tests.test_transforms import assert_same
 
@@ -48,27 +48,27 @@ def python(code: str, **environment: str) -> str:
 def test_different_ops_in_eight_threads_at_once():
     """Each begins at another op, two at the same, so that compilations race."""
     expected = []
-    for case in EACH_PRIMITIVE:
+    for case in EACH_FAMILY:
         with case.precision():
             xs = case.inputs()
             gradient = jax.jit(
                 jax.grad(lambda *xs, f=case.ref: jnp.sum(jnp.square(f(*xs))), case.wrt)
             )
             expected.append((jax.jit(case.ref)(*xs), gradient(*xs)))
-    values = [jax.jit(case.f) for case in EACH_PRIMITIVE]
-    gradients = [jax.jit(soak.gradient(case)) for case in EACH_PRIMITIVE]
+    values = [jax.jit(case.f) for case in EACH_FAMILY]
+    gradients = [jax.jit(soak.gradient(case)) for case in EACH_FAMILY]
     results: list[list] = [[] for _ in range(THREADS)]
     start = threading.Barrier(THREADS)
     jax.clear_caches()
 
     def work(thread: int) -> None:
-        begin = thread // 2 * 2 * len(EACH_PRIMITIVE) // THREADS
+        begin = thread // 2 * 2 * len(EACH_FAMILY) // THREADS
         start.wait()
-        for k in (*range(begin, len(EACH_PRIMITIVE)), *range(begin)):
-            with EACH_PRIMITIVE[k].precision():  # a thread has its own
-                xs = EACH_PRIMITIVE[k].inputs()
+        for k in (*range(begin, len(EACH_FAMILY)), *range(begin)):
+            with EACH_FAMILY[k].precision():  # a thread has its own
+                xs = EACH_FAMILY[k].inputs()
                 got = jax.block_until_ready(
-                    (EACH_PRIMITIVE[k].f(*xs), values[k](*xs), gradients[k](*xs))
+                    (EACH_FAMILY[k].f(*xs), values[k](*xs), gradients[k](*xs))
                 )
             results[thread].append((k, got))
 
@@ -78,10 +78,10 @@ def test_different_ops_in_eight_threads_at_once():
     for worker in workers:
         worker.join()
     for done in results:
-        assert len(done) == len(EACH_PRIMITIVE)  # a thread that raised has fewer
+        assert len(done) == len(EACH_FAMILY)  # a thread that raised has fewer
         for k, (eager, jitted, gradient) in done:
             value, wanted = expected[k]
-            assert_same([eager, jitted, gradient], [value, value, wanted], EACH_PRIMITIVE[k].rtol)
+            assert_same([eager, jitted, gradient], [value, value, wanted], EACH_FAMILY[k].rtol)
 
 
 # --- forks ----------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def compiled(functions, xs):
 
 def permuted(problems) -> list[jax.Array]:
     """permute of every (x, axes), each of which is found to be one native call."""
-    xs = [jnp.asarray(x) for x, _ in problems]
+    xs = [jax.device_put(x) for x, _ in problems]
     program = compiled([functools.partial(jof.permute, axes=axes) for _, axes in problems], xs)
     if _native.available(BACKEND):
         calls = program.as_text().count('custom_call_target="jof_permute"')

@@ -351,6 +351,7 @@ def failures():
     return found
 
 
+@pytest.mark.exhaustive
 def test_examples_of_jax():
     expected = failures()
     assert sum(attempted for attempted, _ in expected.values()) > 40

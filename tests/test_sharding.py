@@ -208,6 +208,7 @@ def ways():
     kinds, primitives = (
         {case.name for case in cases} for cases in (catalogue.EACH_KIND, catalogue.EACH_PRIMITIVE)
     )
+    first = {layout.case.name: layout for layout in reversed(LAYOUTS)}
     for layout in LAYOUTS:
         made = set(layout.axes).difference(*layout.operands)
         count = 3 if layout.case.name in primitives else 2 if layout.case.name in kinds else 1
@@ -218,8 +219,10 @@ def ways():
             by_user = "s" in layout.axes or (layout.case.name in BY_USER and layout.summed())
             if by_user if way == "shard_map" else made and way == "explicit":
                 continue
-            together = pytest.mark.xdist_group(str(layout))  # for what `known` keeps
-            yield pytest.param(way, layout, id=f"{way}-{layout}", marks=together)
+            marks = [pytest.mark.xdist_group(str(layout))]  # for what `known` keeps
+            if way != "auto" and layout is not first[layout.case.name]:
+                marks.append(pytest.mark.exhaustive)
+            yield pytest.param(way, layout, id=f"{way}-{layout}", marks=marks)
 
 
 @pytest.mark.parametrize(("way", "layout"), [*ways()])

@@ -21,11 +21,11 @@ from jax import lax
 import jax_oneflow_ops as jof
 from tests.catalogue import (
     CASES,
+    EACH_FAMILY,
     EACH_KIND,
     EACH_PRIMITIVE,
     FUNCTIONS,
     OPS,
-    REPRESENTATIVE,
     Case,
 )
 
@@ -37,7 +37,7 @@ class Column:
     group: str  # the column of docs/transformations.md
     core: bool  # variants go through it, too
     # The cases it is for: all; for what knows nothing of an op's formula those of each kind; for
-    # what is jax's own machinery one of each primitive.
+    # what is jax's own machinery one of each family.
     among: tuple[Case, ...]
     # Whether the op's and the reference's transformation are in one compiled program, with those of
     # the group's other columns, which saves time. The others are about what happens outside
@@ -48,9 +48,6 @@ class Column:
     # Why a case has no use for it, if so.
     reason: Callable[[Case], str | None]
 
-
-# One for each primitive, and for each way that elementwise ones are made.
-PRIMITIVES = (*REPRESENTATIVE, *(case for case in CASES if case.name == "scaled_silu"))
 
 # Those with the rules of another function, but for a flag or a factor: like variants; and two that
 # are made of message_sum's rules, whose derivatives and batches are in test_graph.py, too.
@@ -166,7 +163,7 @@ def jit(case, f):
     return jax.jit(f)(*case.inputs())
 
 
-@column(JIT, among=REPRESENTATIVE, traced=False, expects="gradient")
+@column(JIT, among=EACH_FAMILY, traced=False, expects="gradient")
 def of_constants(case, f):
     return jax.jit(lambda: grad(case, cube(f))(*case.inputs()))()
 
@@ -176,13 +173,13 @@ def jit_in_jit(case, f):
     return jax.jit(lambda *xs: jax.jit(f)(*plus(xs, 1)) + jax.jit(f)(*xs))(*case.inputs())
 
 
-@column(JIT, among=REPRESENTATIVE, traced=False, expects="gradient")
+@column(JIT, among=EACH_FAMILY, traced=False, expects="gradient")
 def ahead_of_time(case, f):
     specs = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
     return jax.jit(grad(case, cube(f))).lower(*specs).compile()(*case.inputs())
 
 
-@column(JIT, among=EACH_PRIMITIVE, traced=False)
+@column(JIT, among=EACH_FAMILY, traced=False)
 def donated(case, f):
     total = jnp.ones_like(cotangents(case))
     result = jax.jit(lambda total, *xs: total + f(*xs), donate_argnums=0)(total, *case.inputs())
@@ -190,7 +187,7 @@ def donated(case, f):
     return result
 
 
-@column(JIT, among=EACH_PRIMITIVE, traced=False)
+@column(JIT, among=EACH_FAMILY, traced=False)
 def operands_donated(case, f):
     """The inputs' buffers are reused for results while the op may still read them."""
 
@@ -207,7 +204,7 @@ def operands_donated(case, f):
     return result
 
 
-@column(JIT, among=REPRESENTATIVE, traced=False)
+@column(JIT, among=EACH_FAMILY, traced=False)
 def threads(case, f):
     compiled = jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))
     results = [None] * 4
@@ -244,20 +241,20 @@ def eval_shape(case, f):
 # --- debugging and settings -----------------------------------------------------------------------
 
 
-@column(SETTINGS, among=REPRESENTATIVE, traced=False, expects="gradient")
+@column(SETTINGS, among=EACH_FAMILY, traced=False, expects="gradient")
 def without_jit(case, f):
     with jax.disable_jit():
         return grad(case, cube(f))(*case.inputs())
 
 
-@column(SETTINGS, among=REPRESENTATIVE, traced=False, expects="jit_of_value_and_grad")
+@column(SETTINGS, among=EACH_FAMILY, traced=False, expects="jit_of_value_and_grad")
 def debug_nans(case, f):
     """There are none."""
     with jax.debug_nans(True):
         return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*case.inputs())
 
 
-@column(SETTINGS, among=EACH_PRIMITIVE, traced=False)
+@column(SETTINGS, among=EACH_FAMILY, traced=False)
 def x64(case, f):
     """64-bit types being enabled changes neither the bits nor the types of 32-bit values."""
     xs = [x.astype(np.float32) for x in case.inputs()]
@@ -274,7 +271,7 @@ def x64(case, f):
 # --- differentiation ------------------------------------------------------------------------------
 
 
-@column(GRAD, core=True, among=EACH_PRIMITIVE, traced=False, expects="gradient")
+@column(GRAD, core=True, among=EACH_FAMILY, traced=False, expects="gradient")
 def gradient(case, f):
     """Outside of `jax.jit`; inside of it the value of hvp_forward_over_reverse is the same."""
     return grad(case, cube(f))(*case.inputs())
@@ -414,12 +411,12 @@ def gradient_of_the_input_only_where_it_is_used(case, f):
     return jax.grad(lambda a, b: jnp.vdot(f(*a), f(*b)), argnums=1)(xs, plus(xs, 1))
 
 
-@column(RULES, among=PRIMITIVES, core=True)
+@column(RULES, among=EACH_FAMILY, core=True)
 def checkpoint(case, f):
     return grad(case, jax.checkpoint(cube(f)))(*case.inputs())
 
 
-@column(RULES, among=PRIMITIVES)
+@column(RULES, among=EACH_FAMILY)
 def custom_vjp(case, f):
     @jax.custom_vjp
     def g(*xs):
@@ -429,7 +426,7 @@ def custom_vjp(case, f):
     return grad(case, cube(g))(*case.inputs())
 
 
-@column(RULES, among=PRIMITIVES)
+@column(RULES, among=EACH_FAMILY)
 def custom_jvp(case, f):
     @jax.custom_jvp
     def g(*xs):
@@ -507,7 +504,7 @@ def vmap_over_any_axis(case, f):
     return results
 
 
-@column(VMAP, among=EACH_PRIMITIVE)
+@column(VMAP, among=EACH_FAMILY)
 def map_in_batches(case, f):
     return lax.map(lambda xs: f(*xs), case.inputs(5), batch_size=2)
 
@@ -519,7 +516,7 @@ def zero(case):
     return jnp.zeros((), case.dtype)
 
 
-@column(CONTROL, among=PRIMITIVES, core=True)
+@column(CONTROL, among=EACH_FAMILY, core=True)
 def scan(case, f):
     def step(carry, xs):
         y = f(*xs)
@@ -528,7 +525,7 @@ def scan(case, f):
     return lax.scan(step, zero(case), case.inputs(4))
 
 
-@column(CONTROL, among=PRIMITIVES)
+@column(CONTROL, among=EACH_FAMILY)
 def grad_of_scan(case, f):
     def total(xs):
         return lax.scan(lambda carry, x: (carry + cube(f)(*x), None), zero(case), xs)[0]
@@ -536,7 +533,7 @@ def grad_of_scan(case, f):
     return jax.grad(total)(case.inputs(4))
 
 
-@column(CONTROL, among=PRIMITIVES)
+@column(CONTROL, among=EACH_FAMILY)
 def while_loop(case, f):
     def step(state):
         i, xs = state
@@ -550,7 +547,7 @@ def for_each(values, function):
     return lax.map(function, np.array(values))
 
 
-@column(CONTROL, among=PRIMITIVES)
+@column(CONTROL, among=EACH_FAMILY)
 def cond(case, f):
     def either(flag):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *case.inputs())
@@ -558,7 +555,7 @@ def cond(case, f):
     return for_each([True, False], either)
 
 
-@column(CONTROL, among=PRIMITIVES)
+@column(CONTROL, among=EACH_FAMILY)
 def grad_of_cond(case, f):
     def either(flag, xs):
         return lax.cond(flag, lambda xs: cube(f)(*xs), lambda xs: -cube(f)(*times(2, xs)), xs)
@@ -566,7 +563,7 @@ def grad_of_cond(case, f):
     return for_each([True, False], lambda flag: jax.grad(either, argnums=1)(flag, case.inputs()))
 
 
-@column(CONTROL, among=PRIMITIVES)
+@column(CONTROL, among=EACH_FAMILY)
 def vmap_of_cond(case, f):
     def either(flag, *xs):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *xs)

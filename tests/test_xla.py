@@ -14,9 +14,10 @@ FLAG = "--xla_cpu_use_fusion_emitters"
 @pytest.mark.skipif(
     f"{FLAG}=false" not in os.environ["XLA_FLAGS"], reason="XLA is as users have it"
 )
-def test_with_fusion_emitters():
+def test_with_fusion_emitters(pytestconfig):
     tests = Path(__file__).resolve().parent
-    options = ("-q", "-p", "no:cacheprovider", "-m", "fusion_emitters")
+    options = ["-q", "-p", "no:cacheprovider", "-m", "fusion_emitters"]
+    options += ["--exhaustive"] if pytestconfig.option.exhaustive else []
     files = (str(tests / f"test_{name}.py") for name in ("cast", "upsample"))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
