@@ -62,18 +62,21 @@ class Plan:
 
 
 # On CUDA sums of single values are private to a block while they fit its shared memory and are hit
-# often: 16M values into 1024 sums take 40 us on an H200, into 10,000 57 us, where atomics take 270
-# and 190. So are narrow rows with room for eight copies a block. Fewer updates are done before the
-# blocks have added up their sums. Wider rows are faster by atomics: 50k of 128 bf16 into 29 take
-# 16 us, and 38 so. Sums in a fixed order need a copy for each of at least eight warps. A block
-# takes 8192 elements at once, and more blocks than the GPU has gain nothing. Problems of a batch
-# that have as many are summed side by side.
+# often: 16M values into 1024 sums take 27 us on an H200, into 10,000 57 us, where atomics take 270
+# and 190. So are narrow rows with room for eight copies a block. Blocks take 5 to 12 us for any
+# number of values up to a million: 131,072 into 512 sums take 9.5 us, by atomics 10.3 with the best
+# number of copies, 50,665 9.3 and 5.3, but into 64 sums 6.0 and 17 (5.6 with 16 copies). Rows of 4
+# cost more: 131,072 into 64 take 10.6 us and by atomics 8.7, 262,144 10.7 and 12.4. Wider rows are
+# faster by atomics: 50k of 128 bf16 into 29 take 16 us, and 38 so. Sums in a fixed order need a
+# copy for each of at least eight warps. A block takes 8192 elements at once, and more blocks than
+# the GPU has gain nothing. Problems of a batch that have as many are summed side by side.
 PRIVATE_BYTES = 160 * 1024
 PRIVATE_ROW_BYTES = 20 * 1024
 PRIVATE_ORDERED_BYTES = 16 * 1024
 PRIVATE_INNER = 4
 PRIVATE_HITS = 64
-PRIVATE_ELEMENTS = 2**18
+PRIVATE_ELEMENTS, PRIVATE_ROW_ELEMENTS = 2**17, 3 * 2**18
+PRIVATE_HOT_ELEMENTS, PRIVATE_HOT_HITS = 2**15, 512
 PRIVATE_PARTS = 128
 PRIVATE_PART_ELEMENTS = 8192
 # Else CUDA adds by atomics or sorts, whichever is expected to be sooner on an H200. Atomics take
@@ -90,10 +93,12 @@ SORTED_ROW_US = 47e-6
 BYTES_PER_US = 3.6e6
 # Atomics add to so many copies of the sums: they are written before and read after, so all of them
 # have at most an eighth of the updates' bytes. With 16 copies 4.5M rows of 8 bf16 take 150 us where
-# ids have a Zipf distribution, with one 885; with 64, 117. Few updates are done sooner than copies.
+# ids have a Zipf distribution, with one 885; with 64, 117. Few updates are done sooner than copies,
+# but 16-bit ones need a copy in any case: 32,768 bf16 into 512 sums take 7.4 us with one, 4.7 with
+# four.
 ATOMIC_COPIES = 32
 ATOMIC_UPDATE_BYTES = 8
-ATOMIC_COPY_ELEMENTS = 2**15
+ATOMIC_COPY_ELEMENTS, ATOMIC_ROUNDED_ELEMENTS = 2**15, 2**13
 # 16-bit sums by atomics go through f32 while that is not much larger than what else is moved. If it
 # is, so few updates are rounded at each addition, and more are sorted.
 SCRATCH_ROWS = 16
@@ -134,7 +139,7 @@ def plan(p: Problem) -> Plan:
     is_long = p.batch == 1 or elements >= PRIVATE_PART_ELEMENTS
     if is_long and not p.is_sorted and p.updates >= PRIVATE_HITS * p.rows:
         limit = PRIVATE_BYTES if p.is_element() else PRIVATE_ROW_BYTES
-        few = p.inner <= PRIVATE_INNER and p.batch * elements >= PRIVATE_ELEMENTS
+        few = p.inner <= PRIVATE_INNER and p.batch * elements >= _least_elements(p)
         size = _sum_bytes(p) // p.batch
         if size <= PRIVATE_ORDERED_BYTES if p.ordered else few and size <= limit:
             most = max(1, PRIVATE_PARTS // p.batch)
@@ -145,10 +150,18 @@ def plan(p: Problem) -> Plan:
         return Plan("atomic", _NONE) if p.batch * p.updates <= FEW_UPDATES else _sorted(p)
     room = min(
         _update_bytes(p) // (ATOMIC_UPDATE_BYTES * _sum_bytes(p)),
-        p.batch * p.updates * p.inner // ATOMIC_COPY_ELEMENTS,
+        p.batch * elements // (ATOMIC_ROUNDED_ELEMENTS if p.is_rounded() else ATOMIC_COPY_ELEMENTS),
     )
     copies = 1 << max(1, min(ATOMIC_COPIES, room)).bit_length() - 1
     return Plan("atomic", (copies, *sums) if copies > 1 or _in_scratch(p) else _NONE)
+
+
+def _least_elements(p: Problem) -> int:
+    """From how many on the sums of single values, or of narrow rows, are private to blocks."""
+    if not p.is_element():
+        return PRIVATE_ROW_ELEMENTS
+    is_hot = p.updates >= PRIVATE_HOT_HITS * p.rows
+    return PRIVATE_HOT_ELEMENTS if is_hot else PRIVATE_ELEMENTS
 
 
 _NONE = (0, 0, 0)
