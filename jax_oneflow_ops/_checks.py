@@ -40,6 +40,7 @@ def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.
 _CONVERTIBLE = (list, tuple, range, bool, int, float, complex)
 
 
+@functools.lru_cache(maxsize=64)
 def is_movable(dtype: Any) -> bool:
     """Whether elements of `dtype` take 1, 2, 4, 8 or 16 whole bytes."""
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
@@ -104,9 +105,11 @@ def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = Fa
         ids = ids.astype(jnp.int32)
     # int32 where 64-bit dtypes are not enabled.
     dtype = ids.dtype if ids.dtype == jnp.int32 else jax.dtypes.canonicalize_dtype(jnp.int64)
+    if ids.dtype == dtype and not modulo:
+        return jnp.asarray(ids) if on_host else cast(jax.Array, ids)
     info, limits = jnp.iinfo(ids.dtype), jnp.iinfo(dtype)
     held = ids
-    if ids.dtype != dtype and not modulo:
+    if not modulo:
         held = xp.clip(ids, max(info.min, limits.min), min(info.max, limits.max))
     far = modulo or (held is not ids and (not on_host or (held != ids).any()))
     if far and isinstance(rows, int) and rows > limits.max:

@@ -146,14 +146,16 @@ def define(
             and _policy.prefers_xla(outer, ctx.avals_in, params, platform)
         ):
             form = reference if in_jnp is None else in_jnp(**params)
+        of_platform: Any = {"platform": platform, "shard": Shard(), **params}
+        if form is None and _compat.is_for_one_device(ctx):  # there is nothing to partition
+            form, params = function_of_shard, of_platform
         if form is not None:
             rule = _compat.lower_plain(form, multiple_results)
             return _compat.with_shardings_of_types(ctx, rule(ctx, *args, **params))
         ctx = _compat.with_current_mesh(ctx)
-        call: Any = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
+        call: Any = functools.partial(inner.bind, **of_platform)
         automatic = _compat.automatic_axes_beside_manual_ones(ctx)
-        # A program for one device has nothing to partition, and is lowered sooner without.
-        if automatic is None and not _compat.is_for_one_device(ctx):
+        if automatic is None:
             call = partitioned(platform, tuple(params.items()))
         if automatic:
             _warn(
