@@ -93,7 +93,7 @@ if "JOF_TEST_CXX" not in os.environ:  # which workers inherit
 
 settings.register_profile(
     "quick",
-    max_examples=20,
+    max_examples=12,
     deadline=None,  # the first example of a shape compiles, the next does not
     database=None,
     derandomize="CI" in os.environ,

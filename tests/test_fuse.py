@@ -142,7 +142,7 @@ def batches(functions, size=16):
     [
         *(("float32", b, 3) for b in batches(NN | SPECIAL)),
         *(("float32", b, 2) for b in batches(JNP)),
-        *(("bfloat16", b, 2) for b in batches(NN)),
+        *(pytest.param("bfloat16", b, 2, marks=pytest.mark.exhaustive) for b in batches(NN)),
     ],
     ids=lambda p: p if isinstance(p, str) else str(p) if isinstance(p, int) else next(iter(p)),
 )

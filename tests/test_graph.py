@@ -134,7 +134,7 @@ def test_message_sum(row, of_weights):
     problems = []
     for k, (kind, planned) in enumerate(zip(KINDS, (True,) * 4 + (False,) * 4, strict=True)):
         dtype = DTYPES[(first + k) % len(DTYPES)]
-        nodes, segments, edges = map(int, rng.integers(1, (60, 40, 5000)))
+        nodes, segments, edges = map(int, rng.integers(1, (60, 40, 2500)))
         graph = edges_of(kind, nodes, segments, edges, rng)
         table = rng.standard_normal((nodes, *row)).astype(jnp.dtype(dtype))
         weights = None

@@ -78,37 +78,40 @@ print(jax.default_backend(), jax.device_count(), y.shape)
     assert python(code, XLA_FLAGS="", JAX_PLATFORMS="") == "cpu 3 (1, 4, 6)\n"
 
 
-def test_import_does_not_need_a_backend_that_works():
-    python("import jax_oneflow_ops", JAX_PLATFORMS="a_platform_that_does_not_exist")
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc, which Linux has")
-def test_no_cuda_call_is_made():
-    """The driver's library is loaded by the first CUDA call of the static runtime."""
+@pytest.fixture(scope="module")
+def imported():
+    """The modules and the files of a process that an import adds, where no backend works."""
     code = """
-import jax, pathlib
+import jax, pathlib, sys
 maps = lambda: {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
-before = maps()
+before = {*sys.modules}, maps()
 import jax_oneflow_ops
-new = maps() - before
-print(*new, sep="\\n")
+print(*sorted({*sys.modules} - before[0]))
+print(*sorted(maps() - before[1]), sep="\\n")
 """
-    loaded = {Path(path).name for path in python(code).split()}
+    modules, *files = python(code, JAX_PLATFORMS="a_platform_that_does_not_exist").splitlines()
+    return modules.split(), {Path(path).name for path in files}
+
+
+reads_proc = pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="reads /proc, which Linux has"
+)
+
+
+@reads_proc
+def test_no_cuda_call_is_made(imported):
+    """The driver's library is loaded by the first CUDA call of the static runtime."""
+    _, loaded = imported
     assert any(name.startswith("_cpu.") for name in loaded), loaded
     if _native.available("cuda"):
         assert any(name.startswith("_cuda.") for name in loaded), loaded
     assert not [name for name in loaded if name.startswith(("libcuda", "libnvidia"))], loaded
 
 
-def test_import_loads_little():
+@reads_proc
+def test_import_loads_little(imported):
     """What is used by some programs only is imported by those, and nothing but jax is."""
-    code = """
-import jax, sys
-before = {*sys.modules}
-import jax_oneflow_ops
-print(*sorted({*sys.modules} - before))
-"""
-    added = python(code).split()
+    added, _ = imported
     own = {name.removeprefix("jax_oneflow_ops.") for name in added if "jax_oneflow_ops" in name}
     assert {name.partition(".")[0] for name in added} <= {"jax", "jax_oneflow_ops"}
     later = {"_codegen", "_fuse", "_messages", "_attention"}

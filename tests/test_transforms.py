@@ -26,6 +26,7 @@ from tests.catalogue import (
     EACH_PRIMITIVE,
     FUNCTIONS,
     OPS,
+    REPRESENTATIVE,
     Case,
 )
 
@@ -48,6 +49,9 @@ class Column:
     # Why a case has no use for it, if so.
     reason: Callable[[Case], str | None]
 
+
+# For what is JAX's own machinery alone.
+FEW = tuple(case for case in EACH_FAMILY if case in REPRESENTATIVE or case.kernel)
 
 # Those with the rules of another function, but for a flag or a factor: like variants; and two that
 # are made of message_sum's rules, whose derivatives and batches are in test_graph.py, too.
@@ -163,7 +167,7 @@ def jit(case, f):
     return jax.jit(f)(*case.inputs())
 
 
-@column(JIT, among=EACH_FAMILY, traced=False, expects="gradient")
+@column(JIT, among=FEW, traced=False, expects="gradient")
 def of_constants(case, f):
     return jax.jit(lambda: grad(case, cube(f))(*case.inputs()))()
 
@@ -173,7 +177,7 @@ def jit_in_jit(case, f):
     return jax.jit(lambda *xs: jax.jit(f)(*plus(xs, 1)) + jax.jit(f)(*xs))(*case.inputs())
 
 
-@column(JIT, among=EACH_FAMILY, traced=False, expects="gradient")
+@column(JIT, among=FEW, traced=False, expects="gradient")
 def ahead_of_time(case, f):
     specs = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
     return jax.jit(grad(case, cube(f))).lower(*specs).compile()(*case.inputs())
@@ -204,7 +208,7 @@ def operands_donated(case, f):
     return result
 
 
-@column(JIT, among=EACH_FAMILY, traced=False)
+@column(JIT, among=FEW, traced=False)
 def threads(case, f):
     compiled = jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))
     results = [None] * 4
@@ -241,13 +245,13 @@ def eval_shape(case, f):
 # --- debugging and settings -----------------------------------------------------------------------
 
 
-@column(SETTINGS, among=EACH_FAMILY, traced=False, expects="gradient")
+@column(SETTINGS, among=FEW, traced=False, expects="gradient")
 def without_jit(case, f):
     with jax.disable_jit():
         return grad(case, cube(f))(*case.inputs())
 
 
-@column(SETTINGS, among=EACH_FAMILY, traced=False, expects="jit_of_value_and_grad")
+@column(SETTINGS, among=FEW, traced=False, expects="jit_of_value_and_grad")
 def debug_nans(case, f):
     """There are none."""
     with jax.debug_nans(True):
@@ -411,12 +415,12 @@ def gradient_of_the_input_only_where_it_is_used(case, f):
     return jax.grad(lambda a, b: jnp.vdot(f(*a), f(*b)), argnums=1)(xs, plus(xs, 1))
 
 
-@column(RULES, among=EACH_FAMILY, core=True)
+@column(RULES, among=FEW, core=True)
 def checkpoint(case, f):
     return grad(case, jax.checkpoint(cube(f)))(*case.inputs())
 
 
-@column(RULES, among=EACH_FAMILY)
+@column(RULES, among=FEW)
 def custom_vjp(case, f):
     @jax.custom_vjp
     def g(*xs):
@@ -426,7 +430,7 @@ def custom_vjp(case, f):
     return grad(case, cube(g))(*case.inputs())
 
 
-@column(RULES, among=EACH_FAMILY)
+@column(RULES, among=FEW)
 def custom_jvp(case, f):
     @jax.custom_jvp
     def g(*xs):
@@ -516,7 +520,7 @@ def zero(case):
     return jnp.zeros((), case.dtype)
 
 
-@column(CONTROL, among=EACH_FAMILY, core=True)
+@column(CONTROL, among=FEW, core=True)
 def scan(case, f):
     def step(carry, xs):
         y = f(*xs)
@@ -525,7 +529,7 @@ def scan(case, f):
     return lax.scan(step, zero(case), case.inputs(4))
 
 
-@column(CONTROL, among=EACH_FAMILY)
+@column(CONTROL, among=FEW)
 def grad_of_scan(case, f):
     def total(xs):
         return lax.scan(lambda carry, x: (carry + cube(f)(*x), None), zero(case), xs)[0]
@@ -533,7 +537,7 @@ def grad_of_scan(case, f):
     return jax.grad(total)(case.inputs(4))
 
 
-@column(CONTROL, among=EACH_FAMILY)
+@column(CONTROL, among=FEW)
 def while_loop(case, f):
     def step(state):
         i, xs = state
@@ -547,7 +551,7 @@ def for_each(values, function):
     return lax.map(function, np.array(values))
 
 
-@column(CONTROL, among=EACH_FAMILY)
+@column(CONTROL, among=FEW)
 def cond(case, f):
     def either(flag):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *case.inputs())
@@ -555,7 +559,7 @@ def cond(case, f):
     return for_each([True, False], either)
 
 
-@column(CONTROL, among=EACH_FAMILY)
+@column(CONTROL, among=FEW)
 def grad_of_cond(case, f):
     def either(flag, xs):
         return lax.cond(flag, lambda xs: cube(f)(*xs), lambda xs: -cube(f)(*times(2, xs)), xs)
@@ -563,7 +567,7 @@ def grad_of_cond(case, f):
     return for_each([True, False], lambda flag: jax.grad(either, argnums=1)(flag, case.inputs()))
 
 
-@column(CONTROL, among=EACH_FAMILY)
+@column(CONTROL, among=FEW)
 def vmap_of_cond(case, f):
     def either(flag, *xs):
         return lax.cond(flag, lambda *xs: f(*xs), lambda *xs: f(*times(2, xs)), *xs)
@@ -605,6 +609,10 @@ def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
                 yield case, column
 
 
+# What variants go through without --exhaustive; the second needs all their derivatives.
+VARIANTS = ("jit", "hvp_forward_over_reverse")
+
+
 def parameters():
     for case, column in cells():
         marks = []
@@ -613,6 +621,8 @@ def parameters():
         ):  # workers that take tests one by one take these together
             program = column.group if column.traced else "expected"
             marks.append(pytest.mark.xdist_group(f"{case}, {program}"))
+        if case.variant and column.name not in VARIANTS:
+            marks.append(pytest.mark.exhaustive)
         yield pytest.param(case, column, id=f"{case}-{column.name}", marks=marks)
 
 
