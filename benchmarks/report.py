@@ -101,7 +101,7 @@ def origin(found: Sequence[Result]) -> str:
     facts += [f"driver {newest['driver']}"] if "driver" in newest else []
     facts += [f"{name} {versions[name]}" for name in ("jax", "torch") if name in versions]
     facts.append("device time" if newest.get("clock") == "cupti" else "wall time")
-    commits = dict.fromkeys(h["commit"] for h in headers if "commit" in h)
+    commits = dict.fromkeys(c for h in headers for c in h.get("commit", "").split(", ") if c)
     return ", ".join([*facts, newest["date"][:10], f"commit {', '.join(commits)}"])
 
 
@@ -220,8 +220,21 @@ def scaled(found: Sequence[Result], name: str = "programs") -> str:
         times = [f"{us[name] / 1e3:.3g}" if name in us else "-" for name in names]
         sent = ", ".join(f"{n} {kind}" for kind, n in row["sent"]["ours"].items())
         lines.append([chart.label(row["op"]), *times, sent])
-    head = ["ms a step", "XLA on one", "on all", "accelerated on one", "on all", "sent"]
+    ways = [f"{way}, {where}" for way in ("XLA", "accelerated") for where in ("one", "all")]
+    head = ["ms a step", *ways, "collectives of the accelerated step"]
     return markdown(head, lines)
+
+
+def throughput(found: Sequence[Result]) -> str:
+    """A line an example on several devices: what it does in a second, and what is all-reduced."""
+    lines = []
+    for result in (r for r in found if any("rate" in row for row in r.rows)):
+        one, *others = result.rows
+        for row in others:
+            rates = (f"{r['rate'] / 1e3:,.0f} thousand {r['unit']}/s" for r in (one, row))
+            sent = sum(row["collectives"].get("all-reduce", [])) / 1e6
+            lines.append([f"{result.header['suite']}, {row['case']}", *rates, f"{sent:,.1f} MB"])
+    return markdown(["", "on one device", "on all", "all-reduced"], lines)
 
 
 def charted(found: Sequence[Result]) -> str:
@@ -252,6 +265,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "slower": slower,
     "steps": steps,
     "scaled": scaled,
+    "throughput": throughput,
     "chart": charted,
     "explain": explained,
     "survey": surveyed,

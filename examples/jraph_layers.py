@@ -1,7 +1,7 @@
-"""Layers of jraph, written with this package's graph layers: they store no row for each edge.
+"""Layers in place of jraph's, written with this package's graph layers.
 
-They take graphs of jraph and the same functions, and so the same parameters. `plans` are those of
-`jax_oneflow_ops.message_sum`, made once for a graph.
+They take graphs of jraph whose nodes are one array, and the same parameters. Edge features are not
+read. `plans` are the `plan` and `sender_plan` of `jax_oneflow_ops.message_sum`, made once a graph.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def gat(
 ) -> Layer:
     """`jraph.GAT` with the logits of its paper, ``leaky_relu(of_sender + of_receiver)``.
 
-    These terms are computed for nodes, each of which has many edges.
+    `jraph.GAT` takes one function of the rows of both ends. These two are computed for nodes, each
+    of which has many edges.
     """
 
     def layer(graph: Any, **plans: Any) -> Any:

@@ -262,7 +262,8 @@ def _unrolled(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
     """
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        if _mode(ctx) in (_ON, _DETERMINISTIC) and _is_search(ctx, params):
+        is_inside = _mode(ctx) in (_ON, _DETERMINISTIC)
+        if is_inside and _is_search(ctx, params) and _runs_kernels(platform):
             params["unroll"] = params["length"]
         return rule(ctx, *args, **params)
 

@@ -474,6 +474,8 @@ def test_functions_of_this_package_are_as_outside():
 def test_the_environment_variable_switches_it_off(monkeypatch):
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
     assert sums(jof.accelerate(adds), TABLE, IDS) == 0
+    search = jax.jit(jof.accelerate(lambda x: jnp.searchsorted(jnp.arange(9), x)))
+    assert "stablehlo.while" in search.lower(IDS).as_text()
 
 
 OUTSIDE = """
