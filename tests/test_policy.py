@@ -72,7 +72,7 @@ def test_kernels_run_where_they_gain_and_hardly_lose(tables, gain, low, expected
 
 def test_the_finest_cell_with_enough_cases_counts(tables):
     slow, fast = [9, 0.5, 0.5, 1, 1], [9, 2.0, 2.0, 1, 1]
-    few = [_policy.CASES - 1, 0.5, 0.5, 1, 1]
+    few = [_policy.CASES - 1, 2.0, 2.0, 1, 1]
     tables(
         {
             "a": table(

@@ -677,6 +677,18 @@ def test_sharded_rows_are_gathered(f):
         assert_close(actual, expected, 1e-5)
 
 
+def test_edges_of_a_maximum_are_gathered():
+    def f(table, senders, receivers):
+        return jof.message_max(lambda x: x, (table,), senders, receivers, num_segments=7)
+
+    xs = integers((6, 4)), np.arange(16) % 6, np.arange(16) * 5 % 7
+    expected = jax.jit(f)(*xs)
+    with mesh_of("auto") as mesh:
+        arguments = put(mesh, (P(), P("a"), P("a")), xs)
+        with pytest.warns(jof.GatherWarning, match="message_max"):
+            assert_close(jax.jit(f)(*arguments), expected)
+
+
 # --- permute --------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ FEW = tuple(case for case in EACH_FAMILY if case in REPRESENTATIVE or case.kerne
 # Those with the rules of another function, but for a flag or a factor: like variants; and two that
 # are made of message_sum's rules, whose derivatives and batches are in test_graph.py, too.
 TWINS = {"segment_min", "segment_prod", "segment_mean", "scatter_min", "rms_norm", "message_mean"}
+TWINS |= {"scatter_max", "log_softmax"}
 TWINS |= {"message_max", "attention_sum"}
 # Which test_kernel.py transforms, too.
 TWINS |= {"rotation"}
@@ -157,7 +158,7 @@ def assert_same_types(actual, expected) -> None:
 # --- compilation ----------------------------------------------------------------------------------
 
 
-@column(JIT, among=EACH_KIND, traced=False, expects="eager")
+@column(JIT, among=EACH_FAMILY, traced=False, expects="eager")
 def eager(case, f):
     return f(*map(jnp.asarray, case.inputs()))
 
