@@ -99,6 +99,7 @@ settings.register_profile(
     derandomize="CI" in os.environ,
     print_blob=True,
 )
+settings.register_profile("exhaustive", settings.get_profile("quick"), max_examples=30)
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
@@ -110,6 +111,11 @@ def pytest_unconfigure():
 
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="every combination of parameters")
+
+
+def pytest_configure(config):
+    if config.option.exhaustive and "HYPOTHESIS_PROFILE" not in os.environ:
+        settings.load_profile("exhaustive")
 
 
 def is_exhaustive(item, first):
