@@ -336,10 +336,11 @@ def _sharding_rule(*types: Any, spec: Spec) -> _primitive.ShardingRule:
 
 
 def _on_shard(call: Any, shard: _primitive.Shard, *args: Any, spec: Spec) -> list[Any]:
-    axes = (*shard.summed, *shard.partial)
+    results = call(*args, spec=spec)
+    partial = shard.partial or [()] * len(results)
     return [
-        jax.lax.psum(y, axes) if axes and kind.startswith("sum") else y
-        for y, kind in zip(call(*args, spec=spec), spec.kinds, strict=True)
+        _primitive.sum_over((*shard.summed, *axes), y) if kind.startswith("sum") else y
+        for y, kind, axes in zip(results, spec.kinds, partial, strict=True)
     ]
 
 
