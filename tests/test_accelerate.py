@@ -549,7 +549,11 @@ def test_kernels_read_ids_as_they_were_written():
     def shifted(ids):  # no id of jnp's, though it looks like one
         return jnp.zeros(11).at[jnp.where(ids < 0, ids + 10, ids)].add(1.0, mode="drop")
 
+    def clipped(ids):  # as bincount does it, but ids that are too large are the last row's
+        return jnp.zeros(9).at[jnp.clip(ids.ravel(), 0)].add(u[:40], mode="clip")
+
     read = {added("drop"): {"wrap"}, added("clip"): {"wrap", "clip"}, shifted: {"wrap"}}
+    read[clipped] = {"clip"}
     for f, how in (read | {counted: {"clip"}, weighed: {"clip"}}).items():
         accelerated = jax.jit(jof.accelerate(f))
         (call,) = re.findall(r"custom_call @jof_scatter_add.*", accelerated.lower(ids).as_text())
