@@ -552,8 +552,20 @@ def test_kernels_read_ids_as_they_were_written():
     def clipped(ids):  # as bincount does it, but ids that are too large are the last row's
         return jnp.zeros(9).at[jnp.clip(ids.ravel(), 0)].add(u[:40], mode="clip")
 
+    @jax.jit
+    def several(ids, low):
+        narrow = ids.astype("int8").astype("int32")
+        return jnp.maximum(ids, low), narrow, jnp.maximum(ids, narrow)
+
+    def other(number):  # results of a function that has bincount's among them, all of them read
+        def f(ids):
+            found = several(ids.ravel(), 0)
+            return jnp.zeros(9).at[found[number]].add(u[:40]) + sum(found).sum()
+
+        return f
+
     read = {added("drop"): {"wrap"}, added("clip"): {"wrap", "clip"}, shifted: {"wrap"}}
-    read[clipped] = {"clip"}
+    read |= {clipped: {"clip"}, other(0): {"clip"}, other(1): {"wrap"}, other(2): {"wrap"}}
     for f, how in (read | {counted: {"clip"}, weighed: {"clip"}}).items():
         accelerated = jax.jit(jof.accelerate(f))
         (call,) = re.findall(r"custom_call @jof_scatter_add.*", accelerated.lower(ids).as_text())
