@@ -819,7 +819,8 @@ def test_export():
     expected = jax.jit(jax.grad(lookup))(TABLE, IDS)
     every = ("tpu", "cuda", "cpu")
     here = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    for args, platforms in (((TABLE, IDS), (here,)), (of_any_size, every)):
+    cases = ((TABLE, IDS), (here,)), (of_any_size, every), ((of_any_size[0], IDS), (here,))
+    for args, platforms in cases:
         export = jax.export.export(f, platforms=platforms, disabled_checks=jof.export_checks())
         exported = export(*args)
         assert "jof_scatter_add" in exported.mlir_module()
