@@ -425,16 +425,26 @@ def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
         if not (called := _operands(ids, "func.call")):
             return ids, "wrap"
         function = ctx.module_context.symbol_table[ids.owner.attributes["callee"].value]
-        block = function.regions[0].blocks[0]
-        *body, _ = (op.name for op in block.operations)
-        largest = _operands(block.operations[len(body)].operands[0], "stablehlo.maximum")
-        is_floor = {*body} <= _OF_FLOOR and len(called) == 2 and block.arguments[0] in largest
-        return (called[0], "floor") if is_floor and fill_of(called[1]) == "0" else (ids, "wrap")
+        block, number = function.regions[0].blocks[0], ir.OpResult(ids).result_number
+        is_floor = _is_larger_argument(block, number) and fill_of(called[1]) == "0"
+        return (called[0], "floor") if is_floor else (ids, "wrap")
     return None
 
 
 _ADD = "stablehlo.add"
-_OF_FLOOR = {"stablehlo.convert", "stablehlo.broadcast_in_dim", "stablehlo.maximum"}
+
+
+def _is_larger_argument(block: Any, number: int) -> bool:
+    """Whether this result of a function is the larger of its two arguments, the first as it is."""
+    *_, end = block.operations
+    pair = _operands(end.operands[number], "stablehlo.maximum")
+    found = []
+    for value in pair:
+        while before := _operands(value, "stablehlo.convert", "stablehlo.broadcast_in_dim"):
+            (value,) = before
+        found.append(value)
+    arguments = [*block.arguments]
+    return arguments[0] in pair and arguments in (found, found[::-1])
 
 
 def tag(result: Any, name: str, value: str) -> None:

@@ -110,6 +110,8 @@ class Array:
     def __add__(self, other: Any) -> "Array":
         return _elementwise(hlo.add, self, other)
 
+    __radd__ = __add__
+
     def __mul__(self, other: Any) -> "Array":
         return _elementwise(hlo.multiply, self, other)
 

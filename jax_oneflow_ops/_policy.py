@@ -225,7 +225,8 @@ calls_of: dict[core.Primitive, Callable[..., Call | str]] = {}
 
 def describe(primitive: core.Primitive, avals: Sequence[Any], **params: Any) -> Call | str:
     """What the choice for a call depends on, or the reason why kernels run."""
-    if not all(isinstance(size, int) for aval in avals for size in aval.shape):
+    sizes = (size for aval in avals for size in aval.shape)
+    if not all(isinstance(size, int) for size in (*sizes, params.get("num_segments", 0))):
         return "sizes are not known yet"
     return calls_of[primitive](*avals, **params)
 

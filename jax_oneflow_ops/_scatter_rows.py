@@ -210,9 +210,10 @@ def find(
     if known and clip:  # where a window has all of a dimension, it can only start at 0
         columns = {d: c for d, c in columns.items() if window.get(d) != shape[d]} or columns
 
-    # Rows are all dimensions between those that the indices or parts of windows point into.
+    # Rows are all dimensions between those that the indices or parts of windows point into. What is
+    # not in windows, and nothing points into, gets updates at 0.
     partial = {dim for dim in window if window[dim] != shape[dim]}
-    pointed = {*columns, *partial}
+    pointed = {*columns, *partial, *numbers.inserted_window_dims}
     begin = min(pointed)
     end = max({*pointed, *(dim for dim in batching if dim > begin)}) + 1
     rows = range(begin, end)

@@ -208,7 +208,7 @@ def _as_written(
     """
     if rows.is_plain and (found := _compat.ids_of(ctx, indices, rows.count)):
         ids, read = found
-        if read == "wrap" or (is_fresh and len(rows.shape) == 1):
+        if read == "wrap" or (is_fresh and len(rows.shape) == 1 and not rows.clip):
             table, of_indices, of_updates = ctx.avals_in
             of_ids = of_indices.update(shape=of_indices.shape[:-1])
             ctx = ctx.replace(avals_in=[table, of_ids, of_updates])
