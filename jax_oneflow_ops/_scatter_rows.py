@@ -217,7 +217,7 @@ def find(
     begin = min(pointed)
     end = max({*pointed, *(dim for dim in batching if dim > begin)}) + 1
     rows = range(begin, end)
-    if not known and len(rows) > 1:
+    if not known and (len(rows) > 1 or (begin in window_of and not isinstance(shape[begin], int))):
         return "sizes are variables of jax.export"
     step = {**window_of, **{dim: i for dim, i in batching.items() if dim >= begin}}
     batch = tuple({**window_of, **batching}[dim] for dim in range(begin))

@@ -821,8 +821,7 @@ def test_export():
     expected = jax.jit(jax.grad(lookup))(TABLE, IDS)
     every = ("tpu", "cuda", "cpu")
     here = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    cases = ((TABLE, IDS), (here,)), (of_any_size, every), ((of_any_size[0], IDS), (here,))
-    for args, platforms in cases:
+    for args, platforms in (((TABLE, IDS), (here,)), (of_any_size, every)):
         export = jax.export.export(f, platforms=platforms, disabled_checks=jof.export_checks())
         exported = export(*args)
         assert "jof_scatter_add" in exported.mlir_module()
@@ -847,6 +846,13 @@ def test_sizes_that_are_not_known_are_left_to_xla_where_rows_are_not_plain():
     exported = jax.export.export(f)(*args)
     x, ids = np.zeros((4, 3, 2), np.float32), np.arange(3, dtype=np.int32)
     np.testing.assert_array_equal(exported.call(x, ids), x + np.eye(4, 3)[..., None])
+    read = jax.vmap(lambda x, i: x[i])  # windows of one element of a row
+    f = jax.jit(jof.accelerate(jax.grad(lambda x, i: jnp.sum(read(x, i)))))
+    args = jax.ShapeDtypeStruct((4, rows), jnp.float32), jax.ShapeDtypeStruct((4,), np.int32)
+    exported = jax.export.export(f, disabled_checks=jof.export_checks())(*args)
+    np.testing.assert_array_equal(
+        exported.call(x[:, :, 0], np.arange(4) % 3), np.eye(4, 3)[[0, 1, 2, 0]]
+    )
 
 
 # --- a jax that differs ---------------------------------------------------------------------------

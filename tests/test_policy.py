@@ -192,6 +192,9 @@ def test_sizes_that_are_not_known_yet(tables):
     assert ("jof_permute" in exported.mlir_module()) == (jof.implementations() != ("xla",))
     (decision,) = jof.policy(lambda x: permuted(x), jax.ShapeDtypeStruct((rows, 96), "float32"))
     assert (decision.implementation, decision.reason) == ("native", "sizes are not known yet")
+    total = functools.partial(jof.segment_sum, num_segments=rows)  # of arrays of known sizes
+    (decision,) = jof.policy(total, jnp.zeros((8, 4)), jnp.zeros(8, "int32"))
+    assert (decision.implementation, decision.reason) == ("native", "sizes are not known yet")
 
 
 @native_backend
