@@ -406,32 +406,28 @@ def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
 
     "wrap": negative ids count from the end. "floor": they are 0, as in `jnp.bincount`.
     """
-    for chosen in _operands(indices, "stablehlo.broadcast_in_dim", "stablehlo.reshape"):
-        shape = [*ir.ShapedType(chosen.type).shape]
-        order = indices.owner.attributes
-        kept = "broadcast_dimensions" not in order or (
-            [*order["broadcast_dimensions"]] == [*range(len(shape))]
-        )
-        parts = _operands(chosen, "stablehlo.select")
-        if not kept or [*shape, 1] != [*ir.ShapedType(indices.type).shape] or not parts:
-            return None
-        condition, wrapped, ids = parts
-        compared, added = _operands(condition, "stablehlo.compare"), _operands(wrapped, _ADD)
-        if [*compared[:1], *added[:1]] != [ids, ids]:
-            return None
-        is_negative = "LT" in str(condition.owner.attributes["comparison_direction"])
-        if (is_negative, fill_of(compared[1]), fill_of(added[1])) != (True, "0", str(size)):
-            return None
-        if not (called := _operands(ids, "func.call")):
-            return ids, "wrap"
+    spread = _operands(indices, "stablehlo.broadcast_in_dim", "stablehlo.reshape")
+    parts = _operands(spread[0], "stablehlo.select") if spread else []
+    if not parts:
+        return None
+    shape, order = [*ir.ShapedType(spread[0].type).shape], indices.owner.attributes
+    places = [*order["broadcast_dimensions"]] if "broadcast_dimensions" in order else None
+    if places not in (None, [*range(len(shape))]):
+        return None
+    condition, wrapped, ids = parts  # ids < 0, ids + size, ids
+    compared, added = _operands(condition, "stablehlo.compare"), _operands(wrapped, "stablehlo.add")
+    found = [*ir.ShapedType(indices.type).shape, *compared[:1], *added[:1]]
+    if found != [*shape, 1, ids, ids]:
+        return None
+    is_negative = "LT" in str(condition.owner.attributes["comparison_direction"])
+    if (is_negative, fill_of(compared[1]), fill_of(added[1])) != (True, "0", str(size)):
+        return None
+    if called := _operands(ids, "func.call"):
         function = ctx.module_context.symbol_table[ids.owner.attributes["callee"].value]
         block, number = function.regions[0].blocks[0], ir.OpResult(ids).result_number
-        is_floor = _is_larger_argument(block, number) and fill_of(called[1]) == "0"
-        return (called[0], "floor") if is_floor else (ids, "wrap")
-    return None
-
-
-_ADD = "stablehlo.add"
+        if _is_larger_argument(block, number) and fill_of(called[1]) == "0":
+            return called[0], "floor"
+    return ids, "wrap"
 
 
 def _is_larger_argument(block: Any, number: int) -> bool:

@@ -794,7 +794,8 @@ def test_in_shard_map():
 def test_in_shard_map_each_platform_has_its_kernels():
     if "cuda" not in jof.implementations():
         pytest.skip("built without the module for CUDA")
-    rows, ids = jax.ShapeDtypeStruct((4096, 32), np.float32), jax.ShapeDtypeStruct((4096,), int)
+    rows = jax.ShapeDtypeStruct((4096, 32), np.float32)
+    ids = jax.ShapeDtypeStruct((4096,), np.int32)
     f = functools.partial(jax.ops.segment_sum, num_segments=16)
     specs = {"in_specs": P("x"), "out_specs": P("x")}
     f = jax.jit(jof.accelerate(jax.shard_map(f, mesh=mesh("Auto"), **specs)))
