@@ -75,9 +75,7 @@ def builds():
                     marks = [pytest.mark.skipif(not EVERYTHING, reason="see make test-sanitize")]
                 elif has_kernels and not EVERYTHING:
                     sanitizer = "plain"
-                    # What differs most between instruction sets is lanes.h.
-                    if instruction_set != here[-1] and test.stem != "elementwise_cpu_test":
-                        marks = [pytest.mark.exhaustive]
+                    marks = [pytest.mark.exhaustive] if instruction_set != here[-1] else []
                 elif sanitizer == "plain" and EVERYTHING:
                     sanitizer = "address"
                 build = (test, instruction_set, sanitizer)

@@ -11,6 +11,7 @@ import pytest
 FLAG = "--xla_cpu_use_fusion_emitters"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     f"{FLAG}=false" not in os.environ["XLA_FLAGS"], reason="XLA is as users have it"
 )
