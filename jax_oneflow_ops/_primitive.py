@@ -302,10 +302,11 @@ def _sum(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) -> A
 
 
 def sum_each(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) -> list[Any]:
-    """Each of several results, summed over the dimensions that it lacks and others have."""
+    """Each of several results, summed over the dimensions that it lacks."""
     results = call(*args, **params)
-    sums = zip(shard.partial, results, strict=True)
-    return [sum_over(axes, x) if axes else x for axes, x in sums]
+    partial = shard.partial or ((),) * len(results)
+    sums = zip(partial, results, strict=True)
+    return [sum_over((*shard.summed, *axes), x) for axes, x in sums]
 
 
 def sum_over(

@@ -62,7 +62,7 @@ class Plan:
 
 
 # On CUDA sums of single values are private to a block while they fit its shared memory and are hit
-# often: 16M values into 1024 sums take 27 us on an H200, into 10,000 57 us, where atomics take 270
+# often: 16M values into 1024 sums take 33 us on an H200, into 10,000 57 us, where atomics take 270
 # and 190. So are narrow rows with room for eight copies a block. Blocks take 5 to 12 us for any
 # number of values up to a million: 131,072 into 512 sums take 9.5 us, by atomics 10.3 with the best
 # number of copies, 50,665 9.3 and 5.3, but into 64 sums 6.0 and 17 (5.6 with 16 copies). Rows of 4

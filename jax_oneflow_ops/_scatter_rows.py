@@ -98,11 +98,14 @@ class Rows:
         """How to read the ids."""
         return self.read(False)
 
-    def read(self, deterministic: bool, row_rank: int | None = None) -> Indexing:
+    def read(
+        self, deterministic: bool, row_rank: int | None = None, wrap: bool = False
+    ) -> Indexing:
         """How to read the ids, for sums in a fixed order or for a result of another rank."""
         return Indexing(
             batch=len(self.batch),
             shared=not self.batch_of_ids,
+            wrap=wrap,
             clip=self.clip and self.is_plain,  # `ids` has done it elsewhere
             indices_are_sorted=self.indices_are_sorted and self.is_plain,
             deterministic=deterministic,

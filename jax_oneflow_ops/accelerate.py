@@ -468,8 +468,8 @@ def _reduce(
     with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
         # Sums into zeros have one dimension of rows; a result is reshaped for nothing.
-        indexing = rows.read(deterministic, row_rank=1 if is_fresh else None)
-        indexing = dataclasses.replace(indexing, wrap=read == "wrap")
+        row_rank = 1 if is_fresh else None
+        indexing = rows.read(deterministic, row_rank=row_rank, wrap=read == "wrap")
         how = {"indexing": indexing, "implementation": "native"}
         start = None if is_fresh else operand
         result = reduction(start, ids, data, rows.count, how, platform if alone else None)

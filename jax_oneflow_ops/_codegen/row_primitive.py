@@ -335,15 +335,6 @@ def _sharding_rule(*types: Any, spec: Spec) -> _primitive.ShardingRule:
     return _primitive.ShardingRule(rule.operands, results, replicated=frozenset(dims[-1:]))
 
 
-def _on_shard(call: Any, shard: _primitive.Shard, *args: Any, spec: Spec) -> list[Any]:
-    results = call(*args, spec=spec)
-    partial = shard.partial or [()] * len(results)
-    return [
-        _primitive.sum_over((*shard.summed, *axes), y) if kind.startswith("sum") else y
-        for y, kind, axes in zip(results, spec.kinds, partial, strict=True)
-    ]
-
-
 def _batch(
     primitive: Any,
     args: Sequence[Any],
@@ -378,7 +369,7 @@ kernel_p = _primitive.define(
     reference=reference,
     native=_call,
     sharding_rule=_sharding_rule,
-    on_shard=_on_shard,
+    on_shard=_primitive.sum_each,
     batch=_batch,
     multiple_results=True,
 )
