@@ -26,17 +26,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     SearchKernel(const T* __restrict__ edges, const T* __restrict__ queries,
                  uint32_t* __restrict__ result, uint32_t size, int64_t count, bool right,
                  uint32_t wanted, bool is_aligned) {
-  using Key = decltype(SortKey(T{}));
+  using Key = SortKey<T>;
   // Of edges in shared memory there are fewer than 2^16.
   using Start = std::conditional_t<kShared, uint16_t, uint32_t>;
   extern __shared__ __align__(16) unsigned char shared[];
   Key* const keys = reinterpret_cast<Key*>(shared);
   Start* const starts = reinterpret_cast<Start*>(keys + (kShared ? size : 0));
-  const auto key_of = [&](uint32_t i) { return kShared ? keys[i] : SortKey(edges[i]); };
+  const auto make_key = [&](uint32_t i) { return ToSortKey(Accumulator<T>::Load(edges[i])); };
+  const auto key_of = [&](uint32_t i) { return kShared ? keys[i] : make_key(i); };
 
   const Buckets<T> buckets(edges, size, wanted);
   if constexpr (kShared) {
-    for (uint32_t i = threadIdx.x; i < size; i += kThreads) keys[i] = SortKey(edges[i]);
+    for (uint32_t i = threadIdx.x; i < size; i += kThreads) keys[i] = make_key(i);
   }
   for (uint32_t b = threadIdx.x; b < buckets.count(); b += kThreads) {
     starts[b] = static_cast<Start>(buckets.Start(edges, size, b));
@@ -67,8 +68,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     Pack<uint32_t, kQueries> at;
     JOF_UNROLL
     for (int k = 0; k < kQueries; ++k) {
-      key[k] = SortKey(query.elem[k]);
-      at.elem[k] = starts[buckets.Of(query.elem[k])];
+      const auto value = Accumulator<T>::Load(query.elem[k]);
+      key[k] = ToSortKey(value);
+      at.elem[k] = starts[buckets.Of(value)];
     }
     for (uint32_t step = first_step; step > 0; step /= 2) {
       JOF_UNROLL
@@ -101,7 +103,6 @@ cudaError_t LaunchSearch(const SearchCall& call, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   return Dispatch<Sortable>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using Key = decltype(SortKey(T{}));
     const int64_t items = (call.count + kQueries - 1) / kQueries;
     const int64_t blocks = std::min<int64_t>((items + kThreads - 1) / kThreads,
                                              multiprocessors * kBlocksPerMultiprocessor);
@@ -117,7 +118,7 @@ cudaError_t LaunchSearch(const SearchCall& call, cudaStream_t stream) {
           static_cast<const T*>(call.queries), static_cast<uint32_t*>(call.result), call.size,
           call.count, call.right, static_cast<uint32_t>(wanted), is_aligned);
     };
-    const int64_t key_bytes = int64_t{call.size} * static_cast<int64_t>(sizeof(Key));
+    const int64_t key_bytes = int64_t{call.size} * static_cast<int64_t>(sizeof(SortKey<T>));
     return key_bytes <= kKeyBytes ? launch(SearchKernel<T, true>, key_bytes + wanted * 2)
                                   : launch(SearchKernel<T, false>, wanted * 4);
   });

@@ -41,18 +41,20 @@ JOF_HOST_DEVICE JOF_INLINE Bits FloatKey(Float x) {
 
 }  // namespace internal
 
-JOF_HOST_DEVICE JOF_INLINE uint32_t SortKey(float x) { return internal::FloatKey<uint32_t>(x); }
-JOF_HOST_DEVICE JOF_INLINE uint64_t SortKey(double x) { return internal::FloatKey<uint64_t>(x); }
-JOF_HOST_DEVICE JOF_INLINE uint32_t SortKey(Half x) { return SortKey(ToFloat(x)); }
-JOF_HOST_DEVICE JOF_INLINE uint32_t SortKey(BFloat16 x) { return SortKey(ToFloat(x)); }
-JOF_HOST_DEVICE JOF_INLINE uint32_t SortKey(uint32_t x) { return x; }
-JOF_HOST_DEVICE JOF_INLINE uint64_t SortKey(uint64_t x) { return x; }
-JOF_HOST_DEVICE JOF_INLINE uint32_t SortKey(int32_t x) {
+JOF_HOST_DEVICE JOF_INLINE uint32_t ToSortKey(float x) { return internal::FloatKey<uint32_t>(x); }
+JOF_HOST_DEVICE JOF_INLINE uint64_t ToSortKey(double x) { return internal::FloatKey<uint64_t>(x); }
+JOF_HOST_DEVICE JOF_INLINE uint32_t ToSortKey(uint32_t x) { return x; }
+JOF_HOST_DEVICE JOF_INLINE uint64_t ToSortKey(uint64_t x) { return x; }
+JOF_HOST_DEVICE JOF_INLINE uint32_t ToSortKey(int32_t x) {
   return static_cast<uint32_t>(x) ^ (uint32_t{1} << 31);
 }
-JOF_HOST_DEVICE JOF_INLINE uint64_t SortKey(int64_t x) {
+JOF_HOST_DEVICE JOF_INLINE uint64_t ToSortKey(int64_t x) {
   return static_cast<uint64_t>(x) ^ (uint64_t{1} << 63);
 }
+
+// Values are compared as these.
+template <typename T>
+using SortKey = decltype(ToSortKey(Compute<T>{}));
 
 // The bucket of a value never decreases where its key increases: each step rounds monotonically.
 template <typename T>
@@ -79,8 +81,8 @@ struct Buckets {
   JOF_HOST_DEVICE JOF_INLINE uint32_t count() const { return static_cast<uint32_t>(last) + 1; }
 
   // NaN is in the last one.
-  JOF_HOST_DEVICE JOF_INLINE uint32_t Of(T x) const {
-    const float at = (Place(x) - first) * scale;
+  JOF_HOST_DEVICE JOF_INLINE uint32_t Of(Compute<T> x) const {
+    const float at = (static_cast<float>(x) - first) * scale;
     return static_cast<uint32_t>(at < last ? (at > 0 ? at : 0.0f) : last);
   }
 
@@ -89,7 +91,7 @@ struct Buckets {
     uint32_t low = 0, high = bucket == 0 ? 0 : size;
     while (low < high) {
       const uint32_t middle = low + (high - low) / 2;
-      if (Of(edges[middle]) < bucket) {
+      if (Of(Accumulator<T>::Load(edges[middle])) < bucket) {
         low = middle + 1;
       } else {
         high = middle;
@@ -113,7 +115,7 @@ JOF_HOST_DEVICE JOF_INLINE uint32_t SearchStep(uint32_t at, uint32_t step, uint3
   // Beyond the last edge it is that one again, and the result is at most `size` in the end.
   const uint32_t next = at + step;
   const Key edge = key_of((next < size ? next : size) - 1);
-  return edge < key || (right && edge == key) ? next : at;
+  return (edge < key) | (right & (edge == key)) ? next : at;
 }
 
 JOF_NAMESPACE_END
