@@ -7,6 +7,7 @@ with all edges. Loops that only look like that stay as they are.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +37,44 @@ def keep_reference(ctx: Any, params: Any) -> bool:
 
 
 def _text(params: Any) -> str:
-    """What is equal for equal loops: variables have names in the order of the body."""
-    return " ".join(f"{name}={params[name]}" for name in sorted(params) if name != "unroll")
+    """What is equal for loops that do the same."""
+    return f"{params['length']} {params['reverse']} {_form(params['jaxpr'])}"
+
+
+def _is_identity(eqn: Any) -> bool:
+    """Whether an equation changes no value, but says on which devices it is, say."""
+    same = [v.aval.shape for v in eqn.outvars] == [x.aval.shape for x in eqn.invars]
+    names = ("reshard", "mesh_cast", "pvary", "pcast", "sharding_constraint", "broadcast_in_dim")
+    return same and eqn.primitive.name in names
+
+
+def _form(jaxpr: Any) -> str:
+    """A program with variables numbered in order, and without what is said about devices."""
+    flat, _ = _compat.jaxpr_and_consts(jaxpr)
+    numbers = itertools.count()
+    names = {v: f"v{next(numbers)}" for v in flat.invars}
+
+    def name(atom: Any) -> str:
+        return f"{atom.val!r}" if _compat.is_literal(atom) else names[atom]
+
+    lines = [f"{[*map(_type, flat.invars)]}"]
+    for eqn in flat.eqns:
+        operands = [*map(name, eqn.invars)]
+        if _is_identity(eqn):
+            names[eqn.outvars[0]] = operands[0]
+            continue
+        names |= {v: f"v{next(numbers)}" for v in eqn.outvars}
+        if called := _compat.called_jaxpr(eqn):
+            what = f"call {_form(called[0])}"
+        else:
+            of = sorted((k, f"{v!r}") for k, v in eqn.params.items() if "sharding" not in k)
+            what = f"{eqn.primitive.name} {of}"
+        lines.append(f"{what} {operands} {[*map(_type, eqn.outvars)]}")
+    return "\n".join([*lines, f"{[*map(name, flat.outvars)]}"])
+
+
+def _type(variable: Any) -> tuple[Any, ...]:
+    return (*variable.aval.shape, variable.aval.dtype.name)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,7 +118,8 @@ def find(ctx: Any, operands: Sequence[Any], params: Any) -> Search | None:
         or params["length"] > _MOST_STEPS
     ):
         return None
-    table = gathers[0].invars[0]
+    moved = {e.outvars[0]: e.invars[0] for e in body.eqns if _is_identity(e)}
+    table = moved.get(gathers[0].invars[0], gathers[0].invars[0])
     if table not in body.invars[:2]:
         return None
     place = body.invars.index(table)
