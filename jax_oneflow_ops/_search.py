@@ -1,13 +1,14 @@
 """Binary searches, which `accelerate` finds in programs as the loops that `jnp.searchsorted` makes.
 
-The body of such a loop is one step of a search. A loop is taken for a search if its body and length
-are those of jnp's own search of such arrays, which is lowered once to compare, and if it begins
-with all edges. Loops that only look like that stay as they are.
+The body of such a loop is one step of a search. A loop is taken for a search if its body is that of
+jnp's own search, which is lowered once for each dtype to compare, if it begins with all edges, and
+if its steps are enough. Loops that only look like that stay as they are.
 """
 
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,14 +32,9 @@ def keep_reference(ctx: Any, params: Any) -> bool:
     """Whether a loop is lowered to compare others with, which it then is."""
     scope = _compat.scope_of(ctx) or ""
     if scope.startswith(_REFERENCE):
-        _bodies[scope] = _text(params)
+        _bodies[scope] = _form(params["jaxpr"])
         return True
     return False
-
-
-def _text(params: Any) -> str:
-    """What is equal for loops that do the same."""
-    return f"{params['length']} {params['reverse']} {_form(params['jaxpr'])}"
 
 
 def _is_identity(eqn: Any) -> bool:
@@ -52,7 +48,7 @@ def _form(jaxpr: Any) -> str:
     """A program with variables numbered in order, and without what is said about devices."""
     flat, _ = _compat.jaxpr_and_consts(jaxpr)
     numbers = itertools.count()
-    names = {v: f"v{next(numbers)}" for v in flat.invars}
+    names = {v: f"v{next(numbers)}" for v in (*flat.constvars, *flat.invars)}
 
     def name(atom: Any) -> str:
         return f"{atom.val!r}" if _compat.is_literal(atom) else names[atom]
@@ -64,8 +60,9 @@ def _form(jaxpr: Any) -> str:
             names[eqn.outvars[0]] = operands[0]
             continue
         names |= {v: f"v{next(numbers)}" for v in eqn.outvars}
-        if called := _compat.called_jaxpr(eqn):
-            what = f"call {_form(called[0])}"
+        called, consts = _compat.called_jaxpr(eqn) or (None, ())
+        if called is not None and not consts:
+            what = f"call {_form(called)}"
         else:
             of = sorted((k, f"{v!r}") for k, v in eqn.params.items() if "sharding" not in k)
             what = f"{eqn.primitive.name} {of}"
@@ -77,20 +74,23 @@ def _type(variable: Any) -> tuple[Any, ...]:
     return (*variable.aval.shape, variable.aval.dtype.name)
 
 
-@functools.lru_cache(maxsize=1024)
-def _reference(right: bool, edges: Any, queries: Any, x64: bool) -> str | None:
-    """The loop of jnp's search of arrays of these shapes and dtypes."""
-    scope = f"{_REFERENCE}{right} {edges} {queries} {x64}"
+_SIZE, _SIZES = 911, range(7001, 7999, 12)  # of edges and queries: what no other number is
+
+
+@functools.lru_cache(maxsize=256)
+def _reference(right: bool, dtype: Any, rank: int, x64: bool) -> str:
+    """The body of the loop of jnp's search, for arrays of these sizes."""
+    scope = f"{_REFERENCE}{right} {dtype} {rank} {x64}"
     side = "right" if right else "left"
 
     def search(edges: Any, queries: Any) -> Any:
         return jnp.searchsorted(edges, queries, side=side)
 
-    arrays = [jax.ShapeDtypeStruct(*x) for x in (edges, queries)]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((_SIZE,), (*_SIZES[:rank],))]
     plain = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
     with plain, _compat.in_scope(scope):
         jax.jit(search).trace(*arrays).lower(lowering_platforms=("cpu",))
-    return _bodies.get(scope)
+    return _bodies.get(scope, "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +110,7 @@ def find(ctx: Any, operands: Sequence[Any], params: Any) -> Search | None:
     """What a loop searches for, if it is a search."""
     body, consts = _compat.jaxpr_and_consts(params["jaxpr"])
     gathers = [eqn for eqn in body.eqns if eqn.primitive.name == "gather"]
-    if (
-        not _compat.has_known_sizes(ctx)
-        or len(operands) != 4
-        or consts
-        or len(gathers) != 1
-        or params["length"] > _MOST_STEPS
-    ):
+    if not _compat.has_known_sizes(ctx) or len(operands) != 4 or consts or len(gathers) != 1:
         return None
     moved = {e.outvars[0]: e.invars[0] for e in body.eqns if _is_identity(e)}
     table = moved.get(gathers[0].invars[0], gathers[0].invars[0])
@@ -126,12 +120,17 @@ def find(ctx: Any, operands: Sequence[Any], params: Any) -> Search | None:
     edges, queries = ctx.avals_in[place], ctx.avals_in[1 - place]
     if edges.ndim != 1 or edges.dtype.name not in _DTYPES + _NARROW or queries.dtype != edges.dtype:
         return None
-    if [*map(_compat.fill_of, operands[2:])] != ["0", str(edges.shape[0])]:
+    (size,) = edges.shape
+    if not 1 <= size.bit_length() <= params["length"] <= _MOST_STEPS:
         return None
-    arrays = [((*x.shape,), x.dtype) for x in (edges, queries)]
-    text, x64 = _text(params), bool(jax.config.jax_enable_x64)
+    if [*map(_compat.fill_of, operands[2:])] != ["0", str(size)]:
+        return None
+    sizes = zip((_SIZE, *_SIZES), (size, *queries.shape), strict=False)
+    sized = {str(reference): str(n) for reference, n in sizes}
+    form, x64 = _form(params["jaxpr"]), bool(jax.config.jax_enable_x64)
     for right in (False, True):
-        if _reference(right, *arrays, x64) == text:
+        reference = _reference(right, edges.dtype, queries.ndim, x64)
+        if re.sub(r"\d+", lambda found: sized.get(found[0], found[0]), reference) == form:
             return Search(place, right, queries.size)
     return None
 
