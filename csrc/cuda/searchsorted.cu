@@ -1,13 +1,13 @@
-// Finds queries among sorted edges: see ops/searchsorted.h. Bytes: each query read once, each
-// position written once.
+// Finds queries among edges: see ops/searchsorted.h. Bytes: each query read once, each position
+// written once.
 //
-// A grid of as many blocks as run at a time: each makes the table of the edges' buckets in its
-// shared memory, with the keys of the edges if they fit, and then goes through the queries. A
-// thread takes four at a time, whose searches overlap.
+// A grid of as many blocks as run at a time. If the keys of the edges fit into shared memory, each
+// block puts them there, with the table of buckets if they are sorted, and then goes through the
+// queries. More edges are read through the caches. A thread takes four queries at a time, whose
+// searches overlap.
 #include "cuda/searchsorted.h"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "cuda/launch.cuh"
 
@@ -15,9 +15,9 @@ JOF_NAMESPACE_BEGIN
 namespace {
 
 constexpr int kThreads = 512, kBlocksPerMultiprocessor = 3, kQueries = 4;
-// More bytes of keys stay in global memory. With the table, what a block gets unasked.
-constexpr int64_t kKeyBytes = 32 * 1024;
-constexpr int64_t kMostBuckets = 8192;
+// Of edges in shared memory: of the keys, and buckets of 4 bytes. Together what a block gets
+// unasked.
+constexpr int64_t kKeyBytes = 32 * 1024, kMostBuckets = 4096;
 // A bucket has to be made for so many queries of a block at least.
 constexpr int64_t kQueriesPerBucket = 8;
 
@@ -27,29 +27,40 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                  uint32_t* __restrict__ result, uint32_t size, int64_t count, bool right,
                  uint32_t wanted, bool is_aligned) {
   using Key = SortKey<T>;
-  // Of edges in shared memory there are fewer than 2^16.
-  using Start = std::conditional_t<kShared, uint16_t, uint32_t>;
   extern __shared__ __align__(16) unsigned char shared[];
   Key* const keys = reinterpret_cast<Key*>(shared);
-  Start* const starts = reinterpret_cast<Start*>(keys + (kShared ? size : 0));
+  // Edges of each bucket: the first and one after the last.
+  ushort2* const ends = reinterpret_cast<ushort2*>(keys + size);
   const auto make_key = [&](uint32_t i) { return ToSortKey(Accumulator<T>::Load(edges[i])); };
   const auto key_of = [&](uint32_t i) { return kShared ? keys[i] : make_key(i); };
 
-  const Buckets<T> buckets(edges, size, wanted);
+  uint32_t most = size;
+  bool is_sorted = false;
   if constexpr (kShared) {
     for (uint32_t i = threadIdx.x; i < size; i += kThreads) keys[i] = make_key(i);
+    __syncthreads();
+    bool is_unsorted = false;
+    for (uint32_t i = threadIdx.x; i + 1 < size; i += kThreads)
+      is_unsorted |= keys[i] > keys[i + 1];
+    is_sorted = !__syncthreads_or(is_unsorted);
   }
-  for (uint32_t b = threadIdx.x; b < buckets.count(); b += kThreads) {
-    starts[b] = static_cast<Start>(buckets.Start(edges, size, b));
+  const Buckets<T> buckets(edges, is_sorted ? size : 0, wanted);
+  if constexpr (kShared) {
+    for (uint32_t b = threadIdx.x; b <= buckets.count(); b += kThreads) {
+      const uint32_t start = b < buckets.count() ? buckets.Start(edges, size, b) : size;
+      if (b < buckets.count()) ends[b].x = static_cast<unsigned short>(start);
+      if (b > 0) ends[b - 1].y = static_cast<unsigned short>(start);
+    }
+    __syncthreads();
+    most = 0;
+    for (uint32_t b = threadIdx.x; b < buckets.count(); b += kThreads) {
+      most = max(most, uint32_t{ends[b].y} - ends[b].x);
+    }
+    uint32_t longest = 0;
+    for (; __syncthreads_or(most > longest); longest = 2 * longest + 1) {
+    }
+    most = longest;
   }
-  __syncthreads();
-  uint32_t most = 0;
-  for (uint32_t b = threadIdx.x; b < buckets.count(); b += kThreads) {
-    const uint32_t end = b + 1 < buckets.count() ? starts[b + 1] : size;
-    most = max(most, min(end - starts[b], size));  // negative where edges are in no order
-  }
-  uint32_t first_step = 0;
-  for (; __syncthreads_or(most > 0); most >>= 1) first_step = first_step == 0 ? 1 : 2 * first_step;
 
   const int64_t items = (count + kQueries - 1) / kQueries;
   const int64_t stride = int64_t{gridDim.x} * kThreads;
@@ -65,21 +76,26 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
       for (int k = 0; k < kQueries; ++k) query.elem[k] = from[k < here ? k : 0];
     }
     Key key[kQueries];
-    Pack<uint32_t, kQueries> at;
+    EdgeRange range[kQueries];
     JOF_UNROLL
     for (int k = 0; k < kQueries; ++k) {
       const auto value = Accumulator<T>::Load(query.elem[k]);
       key[k] = ToSortKey(value);
-      at.elem[k] = starts[buckets.Of(value)];
-    }
-    for (uint32_t step = first_step; step > 0; step /= 2) {
-      JOF_UNROLL
-      for (int k = 0; k < kQueries; ++k) {
-        at.elem[k] = SearchStep(at.elem[k], step, size, key[k], right, key_of);
+      range[k] = {0, size};
+      if constexpr (kShared) {
+        const ushort2 of = ends[buckets.Of(value)];
+        range[k] = {of.x, of.y};
       }
     }
+    for (uint32_t left = most; left > 0; left /= 2) {
+      JOF_UNROLL
+      for (int k = 0; k < kQueries; ++k) {
+        range[k] = range[k].Half(key_of(range[k].Next(size)), key[k], right);
+      }
+    }
+    Pack<uint32_t, kQueries> at;
     JOF_UNROLL
-    for (int k = 0; k < kQueries; ++k) at.elem[k] = min(at.elem[k], size);
+    for (int k = 0; k < kQueries; ++k) at.elem[k] = range[k].high;
     uint32_t* const to = result + item * kQueries;
     if (is_pack) {
       StorePack(to, at);
@@ -119,8 +135,9 @@ cudaError_t LaunchSearch(const SearchCall& call, cudaStream_t stream) {
           call.count, call.right, static_cast<uint32_t>(wanted), is_aligned);
     };
     const int64_t key_bytes = int64_t{call.size} * static_cast<int64_t>(sizeof(SortKey<T>));
-    return key_bytes <= kKeyBytes ? launch(SearchKernel<T, true>, key_bytes + wanted * 2)
-                                  : launch(SearchKernel<T, false>, wanted * 4);
+    return key_bytes <= kKeyBytes
+               ? launch(SearchKernel<T, true>, key_bytes + wanted * int64_t{sizeof(ushort2)})
+               : launch(SearchKernel<T, false>, 0);
   });
 }
 

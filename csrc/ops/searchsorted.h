@@ -1,9 +1,11 @@
-// Positions of queries among sorted edges, as jnp.searchsorted finds them.
+// Positions of queries among edges, as jnp.searchsorted finds them.
 //
 // Edges and queries are compared as unsigned keys in the order in which jax sorts: -0 is 0, and
-// NaNs are equal to each other and come last. A table over the range of the edges says where a
-// search begins. Its buckets are equally wide: between edges that are nearly so, as those of
-// histograms, one comparison is left; between others as many as the fullest bucket needs.
+// NaNs are equal to each other and come last. The steps of a search are those of jnp, so results
+// are the same even where edges are in no order. Where they are sorted, a table over their range
+// says among which of them a search begins. Its buckets are equally wide: between edges that are
+// nearly so, as those of histograms, one step is left; between others as many as the fullest bucket
+// needs.
 #pragma once
 
 #include "common/dtype.h"
@@ -56,7 +58,8 @@ JOF_HOST_DEVICE JOF_INLINE uint64_t ToSortKey(int64_t x) {
 template <typename T>
 using SortKey = decltype(ToSortKey(Compute<T>{}));
 
-// The bucket of a value never decreases where its key increases: each step rounds monotonically.
+// Buckets of values between sorted edges; a single one for everything if there are no two edges.
+// The bucket never decreases where the key increases: each operation rounds monotonically.
 template <typename T>
 struct Buckets {
   float first = 0, scale = 0, last = 0;  // the last bucket
@@ -86,7 +89,7 @@ struct Buckets {
     return static_cast<uint32_t>(at < last ? (at > 0 ? at : 0.0f) : last);
   }
 
-  // How many edges are in earlier buckets; of edges in any order a number up to their size.
+  // How many edges are in earlier buckets.
   JOF_HOST_DEVICE JOF_INLINE uint32_t Start(const T* edges, uint32_t size, uint32_t bucket) const {
     uint32_t low = 0, high = bucket == 0 ? 0 : size;
     while (low < high) {
@@ -101,21 +104,22 @@ struct Buckets {
   }
 };
 
-// The first step of a search among up to `most` edges; each of the next is half of that before.
-JOF_HOST_DEVICE JOF_INLINE uint32_t FirstStep(uint32_t most) {
-  uint32_t step = 0;
-  for (; most > 0; most >>= 1) step = step == 0 ? 1 : 2 * step;
-  return step;
-}
+// Half of it remains after each step; the position is where it ends.
+struct EdgeRange {
+  uint32_t low, high;
 
-// A step of a search that has come to *at. `key_of(i)` is the key of an edge.
-template <typename Key, typename KeyOf>
-JOF_HOST_DEVICE JOF_INLINE uint32_t SearchStep(uint32_t at, uint32_t step, uint32_t size, Key key,
-                                               bool right, const KeyOf& key_of) {
-  // Beyond the last edge it is that one again, and the result is at most `size` in the end.
-  const uint32_t next = at + step;
-  const Key edge = key_of((next < size ? next : size) - 1);
-  return (edge < key) | (right & (edge == key)) ? next : at;
-}
+  JOF_HOST_DEVICE JOF_INLINE uint32_t Middle() const { return low + (high - low) / 2; }
+
+  // The edge to compare with; in an empty range, which may be at the end, it decides nothing.
+  JOF_HOST_DEVICE JOF_INLINE uint32_t Next(uint32_t size) const {
+    return Middle() < size ? Middle() : size - 1;
+  }
+
+  template <typename Key>
+  JOF_HOST_DEVICE JOF_INLINE EdgeRange Half(Key edge, Key key, bool right) const {
+    const bool is_before = (edge < key) | (right & (edge == key));
+    return {is_before ? Middle() : low, is_before ? high : Middle()};
+  }
+};
 
 JOF_NAMESPACE_END
