@@ -23,6 +23,8 @@ _NARROW = ("int8", "int16", "uint8", "uint16")  # searched as int32
 _MOST_STEPS = 31  # of int32 positions
 _REFERENCE = "search "  # the scope in which jnp's own search is lowered
 
+_LEAST_QUERIES = 2**14
+_MOST_EDGES = 4096  # that kernels on CPUs make keys of
 MEASURED = "searches were faster than XLA's in all measured calls of such sizes"
 
 _bodies: dict[str, str] = {}  # of the loops that are, by their scopes
@@ -99,10 +101,15 @@ class Search:
 
     place: int  # of the edges among the first two operands; the other one has the queries
     right: bool  # whether positions are those after equal edges
+    size: int  # of the edges
     count: int  # of the queries
 
     def why_not(self, platform: str) -> str | None:
-        """Why XLA is the faster one, where that was measured."""
+        """Why XLA is left to search, where it was measured to be as fast or faster."""
+        if self.count < _LEAST_QUERIES:
+            return "XLA was measured to be as fast for so few queries"
+        if platform == "cpu" and self.size > _MOST_EDGES:
+            return "XLA was measured to be as fast on CPUs for so many edges"
         return None
 
 
@@ -131,7 +138,7 @@ def find(ctx: Any, operands: Sequence[Any], params: Any) -> Search | None:
     for right in (False, True):
         reference = _reference(right, edges.dtype, queries.ndim, x64)
         if re.sub(r"\d+", lambda found: sized.get(found[0], found[0]), reference) == form:
-            return Search(place, right, queries.size)
+            return Search(place, right, size, queries.size)
     return None
 
 
