@@ -116,6 +116,13 @@ def good_sort(rng: random.Random, target: str) -> Call:
     return Call(target, [((batch, rows), ids)], results, {"size": np.int64(size), **flags})
 
 
+def good_search(rng: random.Random, target: str) -> Call:
+    dtype, shape = rng.choice((*DTYPES[5:9], *DTYPES[9:13])), shape_of(rng)
+    operands = [(shape_of(rng, 1), dtype), (shape, dtype)]
+    result = shape, rng.choice(("int32", "uint32"))
+    return Call(target, operands, [result], {"right": np.bool_(rng.random() < 0.5)})
+
+
 def good_elementwise(rng: random.Random, target: str) -> Call:
     shape, dtype = shape_of(rng), rng.choice(DTYPES[9:13])
     operands = [(shape if rng.random() < 0.8 else (), dtype) for _ in range(rng.randrange(1, 5))]
@@ -130,6 +137,7 @@ GOOD = {
     "jof_scatter": good_scatter,
     "jof_gather": good_gather,
     "jof_sort": good_sort,
+    "jof_searchsorted": good_search,
 }
 
 

@@ -1,6 +1,7 @@
 """Binary searches that `accelerate` swaps: positions are those of jnp, bit by bit."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
+from jax_oneflow_ops import _compat
+from tests.test_errors import array
 from tests.test_lowering import lowered_targets, targets
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -101,6 +104,18 @@ def searchsorted(edges, x):
     return lax.scan(step, ends, None, steps)[0][1].astype(jnp.int32)
 
 
+def from_the_second_edge(edges, x):
+    """The loop of jnp itself, where a program shows it, with another beginning."""
+    module = sys.modules["jax_oneflow_ops.accelerate"]
+    every = module._equations(jax.make_jaxpr(jnp.searchsorted)(edges, x))
+    loop = next((eqn for eqn, *_ in every if eqn.primitive.name == "scan"), None)
+    if loop is None:
+        return searchsorted(edges, x)
+    low, high = (v.aval for v in loop.invars[2:])
+    ends = jnp.ones(low.shape, low.dtype), jnp.full(high.shape, edges.size, high.dtype)
+    return _compat.bind_equation(loop, [edges, x, *ends])[1].astype(jnp.int32)
+
+
 PROGRAMS = {
     "unrolled": (functools.partial(jnp.searchsorted, method="scan_unrolled"), 1),
     "as many queries as edges": (lambda e, x: jnp.searchsorted(e, x[: e.size]), 1),
@@ -114,6 +129,7 @@ PROGRAMS = {
     "sort": (functools.partial(jnp.searchsorted, method="sort"), 0),
     "switched off": (switched_off, 0),
     "another function": (searchsorted, 0),
+    "another beginning": (from_the_second_edge, 0),
 }
 
 
@@ -163,3 +179,22 @@ def test_queries_stay_sharded():
         found = compiled(jax.device_put(x, over), edges)
         assert found.sharding.is_equivalent_to(over, 2)
         np.testing.assert_array_equal(found, np.digitize(x, edges))
+
+
+def test_refused_calls():
+    def call(operands, result):
+        xs = [np.ones(x.shape, x.dtype) for x in operands]
+        return jax.ffi.ffi_call("jof_searchsorted", result)(*xs, right=True)
+
+    edges, queries, found = array(9), array(3, 4), array(3, 4, dtype="int32")
+    complex_ = [array(*x.shape, dtype="complex64") for x in (edges, queries)]
+    calls = {
+        "edges of two dimensions": (array(3, 3), queries, found),
+        "edges of another type": (array(9, dtype="int32"), queries, found),
+        "values in no order": (*complex_, found),
+        "positions of floats": (edges, queries, queries),
+        "positions of another shape": (edges, queries, array(4, 3, dtype="int32")),
+    }
+    for name, (*operands, result) in calls.items():
+        with pytest.raises(Exception, match="INVALID_ARGUMENT: jof_searchsorted: "):
+            pytest.fail(f"accepted: {name}, {call(operands, result)}")

@@ -223,6 +223,11 @@ int main() {
   Test("jof_tanh", {flat}, {flat}, {{"wanted", {1}}});
   Test("jof_multiply", {flat, Floats({})}, {flat}, {{"wanted", {1}}});
   Test("jof_multiply_vjp", {flat, flat, flat}, {flat, flat}, {{"wanted", {3}}}, 2);
+  const Array edges = MakeArray<float>(XLA_FFI_DataType_F32, {40},
+                                       [](int64_t i) { return static_cast<float>(i / 4 - 6); });
+  const Array places =
+      MakeArray<uint32_t>(XLA_FFI_DataType_U32, {300000}, [](int64_t) { return uint32_t{9}; });
+  Test("jof_searchsorted", {edges, flat}, {places}, {{"right?", {1}}});
   const Array mask =
       MakeArray<bool>(XLA_FFI_DataType_PRED, {300000}, [](int64_t i) { return i % 3 == 0; });
   Test("jof_where", {mask, flat, flat}, {flat}, {{"wanted", {1}}});
