@@ -15,7 +15,8 @@ class Row:
     Attributes:
       line: the file and line in your program; for a gradient, those of the differentiated code.
       operation: JAX's name for it.
-      shapes: those of operand, indices and updates, or of the result and the operand.
+      shapes: those of operand, indices and updates, of edges and queries, or of the result and the
+        operand.
       dtype: that of the operand.
       swapped: whether it runs as a kernel of this package.
       reason: why, or which function to call instead.

@@ -134,7 +134,7 @@ def find(ctx: Any, operands: Sequence[Any], params: Any) -> Search | None:
         return None
     sizes = zip((_SIZE, *_SIZES), (size, *queries.shape), strict=False)
     sized = {str(reference): str(n) for reference, n in sizes}
-    form, x64 = _form(params["jaxpr"]), bool(jax.config.jax_enable_x64)
+    form, x64 = _form(params["jaxpr"]), jax.dtypes.canonicalize_dtype("i8") == "i8"
     for right in (False, True):
         reference = _reference(right, edges.dtype, queries.ndim, x64)
         if re.sub(r"\d+", lambda found: sized.get(found[0], found[0]), reference) == form:
