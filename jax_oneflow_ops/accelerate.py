@@ -601,8 +601,8 @@ def accelerate(
     Inside, JAX's own scatters that add, subtract, multiply or take maxima or minima run as native
     kernels: those of `jax.ops.segment_sum` and its relatives, ``x.at[...].add``, `jnp.bincount` and
     `jnp.histogram`, and the gradients of lookups, as in embeddings, `jnp.take_along_axis` and
-    `jax.image.resize`. So do the searches of `jnp.searchsorted` and `jnp.digitize`. Outside, nothing changes. :func:`explain` shows what is swapped in a
-    program, what is not, and why.
+    `jax.image.resize`. So do the searches of `jnp.searchsorted` and `jnp.digitize`. Outside,
+    nothing changes. :func:`explain` shows what is swapped in a program, what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 
