@@ -18,7 +18,8 @@ from tests.test_lowering import lowered_targets, targets
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "uint32", "int32", "int64", "uint64")
-SIDES = ("left", "right", "left")
+MANY = ("float32", "int64")
+SIDES = ("left", "right", "left", "right")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def special(dtype):
 
 
 def arrays(dtype, rng):
-    """Edges with repetitions and special values, of unequal distances, and in no order."""
+    """Edges with repetitions and special values, of unequal distances, in no order, and many."""
     some = np.asarray(special(dtype), dtype)
     drawn = rng.integers(0, 40, 300).astype(dtype)
     several = [np.concatenate([drawn, some, some[::2]]), np.ones(1, dtype)]
@@ -45,14 +46,17 @@ def arrays(dtype, rng):
         far = np.exp(np.linspace(-9, 9, 200))
         several[1] = np.concatenate([[-np.inf], far, [np.inf]]).astype(dtype)
     several = [np.asarray(jnp.sort(x)) for x in several] + [drawn]
-    queries = np.concatenate([some, *several, 30 * rng.standard_normal(9000)], None)
+    if dtype in MANY:  # more than shared memory holds, and than CPUs make keys of
+        several.append(np.arange(-5000, 5000).astype(dtype))
+    queries = np.concatenate([some, *several, 60 * rng.standard_normal(9000)], None)
     return several, queries.astype(dtype)
 
 
 def searches(edges, queries):
     """A search from either side in each, and one more in the first."""
-    left, *rest = [jnp.searchsorted(e, queries, side=k) for e, k in zip(edges, SIDES, strict=True)]
-    return left, *rest, jnp.searchsorted(edges[0], queries, side="right")
+    pairs = zip(edges, SIDES, strict=False)
+    found = [jnp.searchsorted(e, queries, side=side) for e, side in pairs]
+    return *found, jnp.searchsorted(edges[0], queries, side="right")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
@@ -65,7 +69,8 @@ def test_positions_are_those_of_jnp():
             return {dtype: searches(*of) for dtype, of in args.items()}
 
         ours = jax.jit(jof.accelerate(search)).lower(args)
-        assert lowered_targets(ours.as_text()) == {"jof_searchsorted": 4 * len(args)}
+        count = 4 * len(args) + len(MANY)
+        assert lowered_targets(ours.as_text()) == {"jof_searchsorted": count}
         actual, expected = ours.compile()(args), jax.jit(search)(args)
     for (path, a), e in zip(
         jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
