@@ -24,8 +24,9 @@ _MOST_STEPS = 31  # of int32 positions
 _REFERENCE = "search "  # the scope in which jnp's own search is lowered
 
 _LEAST_QUERIES = {"cpu": 2**16, "cuda": 2**18}
-# The last is how many edges kernels on CPUs make keys of.
-_FEWEST_EDGES, _MOST_EDGES = 8, {"cpu": 4096, "cuda": 2**31}
+_FEWEST_EDGES = 8
+_MOST_EDGES = {"cpu": 4096, "cuda": 2**31}  # kernels on CPUs make keys of so many
+_MOST_GATHERED = 2**16  # of edges that may be sharded
 MEASURED = "searches were faster than XLA's in all measured calls of such sizes"
 
 _bodies: dict[str, str] = {}  # of the loops that are, by their scopes
@@ -105,8 +106,13 @@ class Search:
     size: int  # of the edges
     count: int  # of the queries
 
-    def why_not(self, platform: str) -> str | None:
-        """Why XLA is left to search, where it was measured to be as fast or faster."""
+    def why_not(self, platform: str, is_for_shards: bool) -> str | None:
+        """Why XLA is left to search, where it was measured to be as fast or may be faster.
+
+        Sizes are those of one device unless the search is `is_for_shards`.
+        """
+        if is_for_shards:
+            return "so many edges may be sharded" if self.size > _MOST_GATHERED else None
         if self.count < _LEAST_QUERIES[platform]:
             return "XLA was measured to be as fast for so few queries"
         if not _FEWEST_EDGES <= self.size <= _MOST_EDGES[platform]:

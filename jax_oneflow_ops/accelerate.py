@@ -275,8 +275,8 @@ def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
             return rule(ctx, *args, **params)
         search = _search.find(ctx, args, params)
         reason = _why_no_kernels(ctx, platform)
-        if search and not reason and not _is_asked_for() and _compat.knows_shapes_of_shards(ctx):
-            reason = search.why_not(platform)
+        if search and not reason and not _is_asked_for():
+            reason = search.why_not(platform, not _compat.knows_shapes_of_shards(ctx))
         if search and not reason:
             one = _same(_search.ends, search=search)
             results = _lower(one, ctx, *args, multiple_results=True)

@@ -169,6 +169,12 @@ def test_explain_names_searches(monkeypatch):
     small, _ = jof.explain(step, few, edges, platform="cuda").rows
     assert not small.swapped
 
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    for size, swapped in ((9, True), (2**17, False)):
+        table = jax.ShapeDtypeStruct((size,), np.float32, sharding=jax.NamedSharding(mesh, P()))
+        (row,) = jof.explain(jnp.searchsorted, table, x, platform="cuda").rows
+        assert row.swapped == swapped
+
 
 def test_queries_stay_sharded():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
