@@ -26,6 +26,7 @@ from jax_oneflow_ops import (
     _reference,
     _scatter,
     _scatter_rows,
+    _search,
 )
 from jax_oneflow_ops._report import Report, Row, bytes_text
 
@@ -156,7 +157,9 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
             key = _key(primitive, ctx.avals_in)
-            explanation.rows.append((_row(primitive.name, ctx, choice), key))
+            decision, swapped = choice.decision, choice.rows is not None
+            row = _row(primitive.name, ctx, ctx.avals_in, swapped, choice.reason, decision)
+            explanation.rows.append((row, key))
         return results
 
     return lower
@@ -222,8 +225,11 @@ def _same(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     return jax.jit(functools.partial(function, **how))
 
 
-def _lower(function: Callable[..., Any], ctx: Any, *args: Any) -> Any:
-    results = _compat.lower_plain(function, False)(_compat.with_current_mesh(ctx), *args)
+def _lower(
+    function: Callable[..., Any], ctx: Any, *args: Any, multiple_results: bool = False
+) -> Any:
+    rule = _compat.lower_plain(function, multiple_results)
+    results = rule(_compat.with_current_mesh(ctx), *args)
     return _compat.with_shardings_of_types(ctx, results)
 
 
@@ -255,24 +261,43 @@ def _set(
 _MOST_STEPS = 16
 
 
-def _unrolled(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of loops of a fixed length: a binary search, as in `jnp.searchsorted`, is unrolled.
+def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of loops of a fixed length, of which the searches of `jnp.searchsorted` are swapped.
 
-    XLA then fuses its steps. It writes the ranges that are left to memory in each step of a loop.
+    Other binary searches are unrolled. XLA then fuses their steps. It writes the ranges that are
+    left to memory in each step of a loop.
     """
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        is_inside = _mode(ctx) in (_ON, _DETERMINISTIC)
-        if is_inside and _is_search(ctx, params) and _runs_kernels(platform):
-            params["unroll"] = params["length"]
-        return rule(ctx, *args, **params)
+        if _search.keep_reference(ctx, params) or _mode(ctx) not in (_ON, _DETERMINISTIC):
+            return rule(ctx, *args, **params)
+        if not _is_search(ctx, params):
+            return rule(ctx, *args, **params)
+        search = _search.find(ctx, args, params)
+        reason = _why_no_kernels(ctx, platform)
+        if search and not reason and not _is_asked_for() and _compat.knows_shapes_of_shards(ctx):
+            reason = search.why_not(platform)
+        if search and not reason:
+            one = _same(_search.ends, search=search)
+            results = _lower(one, ctx, *args, multiple_results=True)
+        else:
+            if params["length"] <= _MOST_STEPS and _runs_kernels(platform):
+                params["unroll"] = params["length"]
+            results = rule(ctx, *args, **params)
+        explanation = _explanation.get()
+        if search and explanation is not None:
+            _compat.tag(results[1], _TAG, str(len(explanation.rows)))
+            avals = ctx.avals_in[search.place], ctx.avals_in[1 - search.place]
+            row = _row("binary search", ctx, avals, not reason, reason or _search.MEASURED)
+            explanation.rows.append((row, _key(primitive, ctx.avals_in)))
+        return results
 
     return lower
 
 
 def _is_search(ctx: Any, params: Any) -> bool:
     """Whether a loop carries two ends of ranges, of integers, and reads a table."""
-    if params["length"] > _MOST_STEPS or len(ctx.avals_out) != 2:
+    if len(ctx.avals_out) != 2:
         return False
     body, _ = _compat.jaxpr_and_consts(params["jaxpr"])
     ends = [*body.outvars, *ctx.avals_in[-2:], *ctx.avals_out]
@@ -324,6 +349,24 @@ def _runs_kernels(platform: str) -> bool:
     return _native.is_used("accelerate", platform, implementation)
 
 
+def _is_asked_for() -> bool:
+    """Whether kernels run wherever they can, whatever was measured."""
+    return _native.choose_implementation("accelerate", None) == "native"
+
+
+def _why_no_kernels(ctx: Any, platform: str) -> str | None:
+    """Why kernels do not run where an operation was traced, if so."""
+    if not _runs_kernels(platform):
+        asked = _native.choose_implementation("accelerate", None) is not None
+        none = f"there are no kernels for {platform}"
+        return "JAX_ONEFLOW_OPS_IMPLEMENTATION is xla" if asked else none
+    if _compat.is_computed_elsewhere(ctx):
+        return "jax.experimental.compute_on says where it runs"
+    if _compat.automatic_axes_beside_manual_ones(ctx):
+        return "in a shard_map over some axes of the mesh only, kernels would all-gather"
+    return None
+
+
 def _is_open(eqn: Any) -> bool:
     """Whether an operation of a function may become part of a kernel."""
     scope = _compat.scope_of(eqn)
@@ -368,18 +411,12 @@ def _choose(
     operand = ctx.avals_in[0]
     if not _scatter.is_summed(operand.dtype, reduction.reducer):
         return _Choice(f"there is no kernel for {operand.dtype}")
-    implementation = _native.choose_implementation("accelerate", None)
-    if not _native.is_used("accelerate", platform, implementation):
-        asked = "JAX_ONEFLOW_OPS_IMPLEMENTATION is xla"
-        return _Choice(asked if implementation else f"there are no kernels for {platform}")
-    if _compat.is_computed_elsewhere(ctx):
-        return _Choice("jax.experimental.compute_on says where it runs")
-    if _compat.automatic_axes_beside_manual_ones(ctx):
-        return _Choice("in a shard_map over some axes of the mesh only, kernels would all-gather")
+    if reason := _why_no_kernels(ctx, platform):
+        return _Choice(reason)
     rows = _find(ctx.avals_in, params)
     if isinstance(rows, str):
         return _Choice(rows)
-    if implementation == "native":
+    if _is_asked_for():
         return _Choice("asked for", rows)
     if is_fresh and _is_known(ctx.avals_in) and rows.single is not None:
         return _Choice("single updates: XLA selects them where it reads the sums", selected=rows)
@@ -426,16 +463,22 @@ def _why_not_on_cpu(reduction: _Reduction, rows: _scatter_rows.Rows, dtype: Any)
     return None
 
 
-def _row(operation: str, ctx: Any, choice: _Choice) -> Row:
-    decision = choice.decision
+def _row(
+    operation: str,
+    ctx: Any,
+    avals: Sequence[Any],
+    swapped: bool,
+    reason: str,
+    decision: _policy.Decision | None = None,
+) -> Row:
     return Row(
         line=_compat.user_line(ctx.traceback),
         operation=operation,
-        shapes=tuple(tuple(aval.shape) for aval in ctx.avals_in),
-        dtype=ctx.avals_in[0].dtype.name,
-        swapped=choice.rows is not None,
-        reason=choice.reason,
-        bytes=_policy.nbytes(*ctx.avals_in) if _is_known(ctx.avals_in) else 0,
+        shapes=tuple(tuple(aval.shape) for aval in avals),
+        dtype=avals[0].dtype.name,
+        swapped=swapped,
+        reason=reason,
+        bytes=_policy.nbytes(*avals) if _is_known(avals) else 0,
         native_us=decision.native_us if decision else None,
         xla_us=decision.xla_us if decision else None,
     )
@@ -485,7 +528,7 @@ def _problem(value: str) -> str | None:
     """Why the jax that is installed does not allow a scope of `value`, if so."""
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
-        _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _unrolled, has_kernels=False)
+        _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _searched)
         top_k = [lax.approx_top_k_p]
         _compat.replace_lowerings(top_k, _PLATFORMS, _without_metadata, has_kernels=False)
         if value.startswith(_DETERMINISTIC):

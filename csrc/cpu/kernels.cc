@@ -10,6 +10,7 @@
 #include "cpu/permute.h"
 #include "cpu/rows.h"
 #include "cpu/scatter.h"
+#include "cpu/searchsorted.h"
 #include "cpu/segments.h"
 #include "cpu/upsample_nearest2d.h"
 

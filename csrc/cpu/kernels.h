@@ -12,6 +12,7 @@
 #include "ops/permute_plan.h"
 #include "ops/rows.h"
 #include "ops/scatter.h"
+#include "ops/searchsorted.h"
 #include "ops/segments.h"
 
 // No inline namespace here: these types are the same for all instruction sets.
@@ -67,6 +68,7 @@ struct CpuPermute {
   X(JoinLogits, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                      \
   X(SoftmaxEdges, (const SegmentSoftmaxCall& call, int64_t begin, int64_t end))                    \
   X(PermuteTiles, (const CpuPermute& p, const void* x, void* y, int64_t begin, int64_t end))       \
+  X(SearchRange, (const SearchCall& call, int64_t begin, int64_t end))                             \
   X(SoftmaxRows, (const SoftmaxCall& call, int64_t begin, int64_t end))                            \
   X(SoftmaxVjpRows, (const SoftmaxVjpCall& call, int64_t begin, int64_t end))                      \
   X(LogSumExpRows, (const LogSumExpCall& call, int64_t begin, int64_t end))                        \

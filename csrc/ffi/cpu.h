@@ -8,6 +8,7 @@
 #include "cpu/permute_launch.h"
 #include "cpu/rows_launch.h"
 #include "cpu/scatter_launch.h"
+#include "cpu/searchsorted_launch.h"
 #include "cpu/segments_launch.h"
 #include "cpu/upsample_nearest2d_launch.h"
 #include "ffi/decode.h"

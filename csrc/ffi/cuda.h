@@ -12,6 +12,7 @@
 #include "cuda/permute.h"
 #include "cuda/rows.h"
 #include "cuda/scatter.h"
+#include "cuda/searchsorted.h"
 #include "cuda/segments.h"
 #include "cuda/upsample_nearest2d.h"
 #include "ffi/decode.h"

@@ -9,6 +9,7 @@
 #include "ffi/permute.h"
 #include "ffi/rows.h"
 #include "ffi/scatter.h"
+#include "ffi/searchsorted.h"
 #include "ffi/segments.h"
 #include "ffi/target.h"
 #include "ffi/upsample_nearest2d.h"
@@ -27,6 +28,7 @@ std::vector<Target> SharedTargets() {
           {kMessages, Handle<B, MessagesBinding<B>, ExecuteMessages<B>>,
            Handle<B, MessagesInstantiateBinding, InstantiateMessages<B>>},
           {kPermute, Handle<B, PermuteBinding<B>, Permute<B>>},
+          {kSearch, Handle<B, SearchBinding<B>, Search<B>>},
           {kUpsampleForward, Handle<B, UpsampleBinding<B>, UpsampleForward<B>>},
           {kUpsampleBackward, Handle<B, UpsampleBinding<B>, UpsampleBackward<B>>},
           ScatterTarget<B, Reducer::kAdd, ScatterStrategy::kSorted>(),

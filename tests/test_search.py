@@ -1,0 +1,165 @@
+"""Binary searches that `accelerate` swaps: positions are those of jnp, bit by bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_oneflow_ops as jof
+from tests.test_lowering import lowered_targets, targets
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "uint32", "int32", "int64", "uint64")
+SIDES = ("left", "right", "left")
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch):
+    """Searches of any size are swapped on all platforms."""
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
+
+
+def special(dtype):
+    if jnp.issubdtype(dtype, jnp.floating):
+        info = jnp.finfo(dtype)
+        least = np.nextafter(np.asarray(0, dtype), np.asarray(1, dtype))
+        return [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, info.max, info.min, info.tiny, least]
+    info = jnp.iinfo(dtype)
+    return [0, 1, info.max, info.max - 1, info.min, info.min + 1]
+
+
+def arrays(dtype, rng):
+    """Edges with repetitions and special values, of unequal distances, and in no order."""
+    some = np.asarray(special(dtype), dtype)
+    drawn = rng.integers(0, 40, 300).astype(dtype)
+    several = [np.concatenate([drawn, some, some[::2]]), np.ones(1, dtype)]
+    if dtype in FLOATS:
+        far = np.exp(np.linspace(-9, 9, 200))
+        several[1] = np.concatenate([[-np.inf], far, [np.inf]]).astype(dtype)
+    several = [np.asarray(jnp.sort(x)) for x in several] + [drawn]
+    queries = np.concatenate([some, *several, 30 * rng.standard_normal(9000)], None)
+    return several, queries.astype(dtype)
+
+
+def searches(edges, queries):
+    """A search from either side in each, and one more in the first."""
+    left, *rest = [jnp.searchsorted(e, queries, side=k) for e, k in zip(edges, SIDES, strict=True)]
+    return left, *rest, jnp.searchsorted(edges[0], queries, side="right")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+def test_positions_are_those_of_jnp():
+    rng = np.random.default_rng()
+    with jax.enable_x64(True):
+        args = {dtype: arrays(dtype, rng) for dtype in (*FLOATS, *INTEGERS)}
+
+        def search(args):
+            return {dtype: searches(*of) for dtype, of in args.items()}
+
+        ours = jax.jit(jof.accelerate(search)).lower(args)
+        assert lowered_targets(ours.as_text()) == {"jof_searchsorted": 4 * len(args)}
+        actual, expected = ours.compile()(args), jax.jit(search)(args)
+    for (path, a), e in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(a, e, err_msg=str(path), strict=True)
+
+
+def mapped(edges, x):
+    return jax.vmap(lambda x: jnp.searchsorted(edges, x), 1)(x.reshape(-1, 3))
+
+
+def mapped_edges(edges, x):
+    return jax.vmap(jnp.searchsorted)(jnp.stack([edges, edges]), jnp.stack([x, x]))
+
+
+def scanned(edges, x):
+    return lax.map(functools.partial(jnp.searchsorted, edges, side="right"), x.reshape(3, -1))
+
+
+def switched_off(edges, x):
+    with jof.accelerate(False):
+        return jnp.searchsorted(edges, x)
+
+
+def searchsorted(edges, x):
+    """A function of the same name, of all edges but the first: it is another one."""
+    steps = (edges.size - 1).bit_length()
+
+    def step(ends, _):
+        low, high = ends
+        middle = low + (high - low) // jnp.uint32(2)
+        is_left = x <= edges[middle]
+        return (jnp.where(is_left, low, middle), jnp.where(is_left, middle, high)), None
+
+    ends = jnp.ones(x.shape, jnp.uint32), jnp.full(x.shape, edges.size, jnp.uint32)
+    return lax.scan(step, ends, None, steps)[0][1].astype(jnp.int32)
+
+
+PROGRAMS = {
+    "unrolled": (functools.partial(jnp.searchsorted, method="scan_unrolled"), 1),
+    "as many queries as edges": (lambda e, x: jnp.searchsorted(e, x[: e.size]), 1),
+    "digitize": (lambda e, x: jnp.digitize(x.reshape(3, -1), e, right=True), 2),
+    "histogram": (lambda e, x: jnp.histogram(x, e)[0], 1),
+    "histogram2d": (lambda e, x: jnp.histogram2d(x, x[::-1], [e, e[::2]])[0], 2),
+    "interp": (lambda e, x: jnp.interp(x, e, e**2), 1),
+    "vmap": (mapped, 1),
+    "vmap of edges": (mapped_edges, 0),
+    "loop": (scanned, 1),
+    "sort": (functools.partial(jnp.searchsorted, method="sort"), 0),
+    "switched off": (switched_off, 0),
+    "another function": (searchsorted, 0),
+}
+
+
+def test_programs_compute_the_same():
+    edges = np.linspace(-2, 2, 37, dtype=np.float32)
+    x = np.random.default_rng().standard_normal(999).astype(np.float32)
+
+    def results(edges, x):
+        return {name: f(edges, x) for name, (f, _) in PROGRAMS.items()}
+
+    for name, (f, count) in PROGRAMS.items():
+        ours = jax.jit(jof.accelerate(f)).trace(edges, x)
+        calls = lowered_targets(ours.lower(lowering_platforms=("cuda",)).as_text())
+        assert calls["jof_searchsorted"] == count, name
+    actual, expected = jax.jit(jof.accelerate(results))(edges, x), jax.jit(results)(edges, x)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_explain_names_searches(monkeypatch):
+    def step(x, edges):
+        return jnp.histogram(x, 100)[0], jax.vmap(lambda e: jnp.searchsorted(e, x))(edges)
+
+    x = jax.ShapeDtypeStruct((2**22,), np.float32)
+    edges = jax.ShapeDtypeStruct((2, 3), np.float32)
+    monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION")
+    rows = jof.explain(step, x, edges, platform="cuda").rows
+    search, _ = rows
+    assert (search.operation, search.swapped, search.count) == ("binary search", True, 1)
+    assert search.shapes == ((101,), (2**22,))
+    assert search.line.startswith("tests/test_search.py:")
+    few = jax.ShapeDtypeStruct((9,), np.float32)
+    small, _ = jof.explain(step, few, edges, platform="cuda").rows
+    assert not small.swapped
+
+
+def test_queries_stay_sharded():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    edges, x = np.linspace(-2, 2, 9), np.random.default_rng().standard_normal((8, 3))
+    edges, x = edges.astype(np.float32), x.astype(np.float32)
+    over = jax.NamedSharding(mesh, P("x"))
+    per_device = jax.shard_map(jnp.digitize, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    for f in (jnp.digitize, per_device):
+        ours = jax.jit(jof.accelerate(f)).lower(jax.device_put(x, over), edges)
+        compiled = ours.compile()
+        assert targets(compiled.as_text()) == ["jof_searchsorted"] * 2
+        assert "all-gather" not in compiled.as_text()
+        found = compiled(jax.device_put(x, over), edges)
+        assert found.sharding.is_equivalent_to(over, 2)
+        np.testing.assert_array_equal(found, np.digitize(x, edges))
