@@ -106,6 +106,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_unconfigure():
+    gc.collect()  # pytest would five times, and Python once more: seconds for each worker
+    gc.freeze()
     if own_cache:
         shutil.rmtree(own_cache, ignore_errors=True)
 

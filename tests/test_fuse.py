@@ -910,6 +910,7 @@ ROWS = {
 
 # Whose second derivatives are tested, too: the others' are made in the same ways.
 TWICE = ("layer_norm", "softmax", "cross_entropy")
+ALIKE = ("rms_norm", "standardize")
 
 
 def arguments(kinds, n, dtype, lead=(2, 3)):
@@ -945,7 +946,11 @@ def of_rows(f, args):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, "float32") for name in ROWS]
+    # Two norms are parts of layer_norm.
+    [
+        pytest.param(name, "float32", marks=[pytest.mark.exhaustive] * (name in ALIKE))
+        for name in ROWS
+    ]
     + [(name, "bfloat16") for name in ("layer_norm", "masked_softmax")],
 )
 def test_rows(name, dtype):
