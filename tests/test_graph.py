@@ -126,7 +126,15 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize(("row", "of_weights"), SHAPES, ids=str)
+# Without --exhaustive: one element, parts of a vector, whole ones, heads, and many vectors.
+OFTEN = SHAPES[:2] + SHAPES[3:5] + SHAPES[7:9] + SHAPES[12:]
+
+
+@pytest.mark.parametrize(
+    ("row", "of_weights"),
+    [pytest.param(*s, marks=[pytest.mark.exhaustive] * (s not in OFTEN)) for s in SHAPES],
+    ids=str,
+)
 def test_message_sum(row, of_weights):
     """Every dtype with a plan and without, on kinds of graphs that differ from shape to shape."""
     rng = rng_for(row, of_weights)
