@@ -23,7 +23,7 @@ _NARROW = ("int8", "int16", "uint8", "uint16")  # searched as int32
 _MOST_STEPS = 31  # of int32 positions
 _REFERENCE = "search "  # the scope in which jnp's own search is lowered
 
-_LEAST_QUERIES = {"cpu": 2**16, "cuda": 2**14}
+_LEAST_QUERIES = {"cpu": 2**16, "cuda": 2**18}
 _FEWEST_EDGES, _MOST_EDGES = 8, 4096  # of which kernels on CPUs make keys
 MEASURED = "searches were faster than XLA's in all measured calls of such sizes"
 

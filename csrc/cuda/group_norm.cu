@@ -1,7 +1,8 @@
 // Group norm and its gradient, with silu or without. Bytes: inputs are read twice, by a kernel that
 // reduces them and by one that maps them; what the first read last, the second reads first, as far
 // as possible from the second-level cache. Each block has a part of an image, some of its pixels;
-// the last block that has reduced a part of an image combines all of them, in order.
+// the last block that has reduced a part of an image combines the groups of all of them, in order,
+// and a kernel adds up what they have of scale and bias.
 //
 // A row is as many pixels as fill whole packs, one if its channels do. A thread has one pack of
 // every so-many-th row: the same channels of all of them. Its sums become those of channels, then
