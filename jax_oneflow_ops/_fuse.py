@@ -196,7 +196,11 @@ class Fused(Generic[P, R]):
         if traced.is_tracing.get():
             return self._fun(*args, **kwargs)
         implementation = _native.choose_implementation(self._name, None)
-        result: R = self._jitted(implementation, args, kwargs)
+        try:
+            result: R = self._jitted(implementation, args, kwargs)
+        except TypeError:
+            _check_arguments(self._name, args=args, kwargs=kwargs)
+            raise
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -303,6 +307,19 @@ class Fused(Generic[P, R]):
         return _divided(_compat.jaxpr_and_consts(closed)[0])
 
 
+def _check_arguments(name: str, **trees: Any) -> None:
+    """Raises a TypeError for what is no array, where `jax.jit` would speak of its own options."""
+    for root, tree in trees.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            where = f"{root}{jax.tree_util.keystr(path)}"
+            try:
+                _checks.as_array(name, where, x, numbers=True)
+            except TypeError as error:
+                raise TypeError(
+                    f"{error}. Remedy: capture what is no array in a closure."
+                ) from None
+
+
 def _is_dtype(x: Any) -> bool:
     return isinstance(x, str | np.dtype) or (isinstance(x, type) and issubclass(x, np.generic))
 
@@ -379,12 +396,14 @@ def _run(
             exact = {}
     jaxpr, consts = _compat.jaxpr_and_consts(closed)
     kernel = functools.partial(one_kernel, name, exact=exact, implementation=implementation)
+    # A kernel knows no weak types. The gradient of a cast is as weakly typed as what was cast.
+    operands = [jax.lax.convert_element_type(x, x.dtype) for x in leaves]
     if partial:
-        results = _rows_or_none(name, jaxpr, consts, leaves, kernel)
+        results = _rows_or_none(name, jaxpr, consts, operands, kernel)
         if results is None:
-            results = parts.run(name, jaxpr, consts, leaves, kernel)
+            results = parts.run(name, jaxpr, consts, operands, kernel)
     else:
-        results = kernel(jaxpr, consts, leaves)
+        results = kernel(jaxpr, consts, operands)
     results = [_compat.converted(y, v.aval) for y, v in zip(results, jaxpr.outvars, strict=True)]
     return jax.tree.unflatten(structure, results)
 

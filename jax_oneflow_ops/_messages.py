@@ -590,7 +590,8 @@ class Messages:
         if table.dtype != dtype or table.shape[1:] != self.row:
             return None
         if weights is None:
-            return table, None, 0
+            depth = max(len(self.row) - 1, 0)  # an array of heads stays one
+            return table, None, depth
         own = weights.shape[1:]
         depth = max((d + 1 for d, n in enumerate(own) if n != 1), default=0)
         wide = _graph.compute_dtype(dtype)

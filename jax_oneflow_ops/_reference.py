@@ -36,7 +36,16 @@ def _upsample_axis(x: jax.Array, axis: int, size: int, half_pixel: bool) -> jax.
         shape = (*x.shape[: axis + 1], size // n, *x.shape[axis + 1 :])
         x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape)
         return x.reshape(*shape[:axis], size, *shape[axis + 2 :])
-    return jnp.take(x, nearest_source(n, size, half_pixel), axis=axis, mode="clip")
+    return jnp.take(x, _source(n, size, half_pixel), axis=axis, mode="clip")
+
+
+def _source(size_in: int, size_out: int, half_pixel: bool) -> Any:
+    """What `nearest_source` returns, computed beside the gather if 32 bits are enough for that."""
+    if (2 * size_out + 1) * size_in >= 2**32:
+        return nearest_source(size_in, size_out, half_pixel)
+    out = lax.iota(jnp.uint32, size_out)
+    numerator, denominator = (2 * out + 1, 2 * size_out) if half_pixel else (out, size_out)
+    return lax.div(numerator * np.uint32(size_in), jnp.uint32(denominator)).astype(jnp.int32)
 
 
 @in_own_precision

@@ -539,24 +539,18 @@ def _norm_batch(
 ) -> tuple[Any, Any]:
     """What there is one row vector of for each example, operand or result, is left to jnp."""
     sides = kinds(**{k: v for k, v in params.items() if k in ("given", "wanted", "passed")})
+    in_jnp = jax.vmap(functools.partial(reference, **params), in_axes=dims)
     if any(d is not None and k == VECTOR for d, k in zip(dims, sides[0], strict=True)):
-        results = jax.vmap(functools.partial(reference, **params), in_axes=dims)(*args)
+        results = in_jnp(*args)
         return results, [0] * len(results)
     axis = next(x.ndim - 1 - (d is not None) for x, d in zip(args, dims, strict=False))
     operands, axis, out = _batched(args, dims, sides, axis, rows_last=True)
     params["implementation"] = implementation
     if VECTOR not in sides[1]:
         return bind(primitive, *operands, **params), out
-    wanted = params.pop("wanted")
-    (dx,) = bind(primitive, *operands, **params, wanted=(False, False))
-    x, stats, *rest = operands
-    _, dy, _ = _reference.spread(rest, params["given"])
-    at = out[0] or 0
-    rows = tuple(i for i in range(dy.ndim - 1) if i != at)
-    centre, low, rstd = (stats[..., i, None] for i in range(3))
-    wide = dy.astype(stats.dtype)
-    sums = [(wide * (x.astype(wide.dtype) - centre - low) * rstd).sum(rows), wide.sum(rows)]
-    return [dx, *_some(sums, wanted)], [at, *[0] * sum(wanted)]
+    (dx,) = bind(primitive, *operands, **{**params, "wanted": (False, False)})
+    sums = in_jnp(*args)[1:]
+    return [dx, *sums], [out[0], *[0] * len(sums)]
 
 
 def _norm_call(name: str, x: Any, *_: Any, center: bool, given: Any, **__: Any) -> _policy.Call:

@@ -295,6 +295,7 @@ def add_rows(
         *(platform, batch, updates.shape[1], rows, inner, dtype, reducer),
         ordered=ordered,
         is_sorted=indexing.indices_are_sorted,
+        shared=indexing.shared,
     )
     plan = _scatter_policy.plan(p)
     call = functools.partial(_call, p, plan, shape, operand)
@@ -315,13 +316,15 @@ def _sort_and_sum(
     updates: Any,
     indexing: Indexing,
 ) -> Any:
-    """Sorts the ids of all problems together, which makes one problem of them."""
+    """Sorts the ids of all problems together, which makes one problem of them; or shared ones."""
     flat = p.flat()
-    updates = updates.reshape(1, flat.updates, p.inner)
+    updates = updates.reshape(flat.batch, flat.updates, p.inner)
     long = not p.has_known_sizes() or max(flat.updates, flat.rows) >= _INT32_MAX
     with jax.enable_x64(True) if long else contextlib.nullcontext():
         xp = ids.__array_namespace__()
-        ids = xp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (p.batch, p.updates))
+        # Problems whose ids are sorted together.
+        together = 1 if flat is p else p.batch
+        ids = xp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (together, p.updates))
         order, index = None, jnp.int64 if long else jnp.int32
         if p.platform == "cpu" and p.has_known_sizes():
             keys, order = sort_on_cpu(ids, p.rows, indexing)

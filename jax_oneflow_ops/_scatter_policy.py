@@ -26,6 +26,7 @@ class Problem:
     reducer: str = "add"  # or "max", "min", "multiply"
     ordered: bool = False  # the order of summation must be the same on every run
     is_sorted: bool = False  # ids are, by the caller's promise
+    shared: bool = False  # all problems have the same ids
 
     @property
     def compute_dtype(self) -> Any:
@@ -46,7 +47,12 @@ class Problem:
         return self.inner == 1 and not jnp.issubdtype(self.dtype, jnp.complexfloating)
 
     def flat(self) -> "Problem":
-        """The same as one problem, which it is once ids are sorted."""
+        """What is sorted: the ids of all problems together, or once if rows share them.
+
+        Single elements are sorted themselves, so each has an id.
+        """
+        if self.shared and not self.is_element():
+            return self
         count, rows = self.batch * self.updates, self.batch * self.rows
         return dataclasses.replace(self, batch=1, updates=count, rows=rows)
 
@@ -82,14 +88,14 @@ PRIVATE_PART_ELEMENTS = 8192
 # Else CUDA adds by atomics or sorts, whichever is expected to be sooner on an H200. Atomics take
 # 15 ps for each sector of 32 bytes where ids are uniform. A row may be hot, so they are expected to
 # take 1.6 times as long, and 2.5 times where rows are no power of two and warps cannot combine
-# them. A sort by id takes 30 us and 20 ps a row, to sum what is sorted 27 ps a row: 1M rows of 128
+# them. A sort by id takes 30 us and 20 ps an id, to sum what is sorted 27 ps a row: 1M rows of 128
 # bf16 take 131 us sorted and 208 by atomics, 1M rows of 32 91 and 62, or 98 and 340 where ids have
 # a Zipf distribution. Both move bytes at 3.6 TB/s beside that.
 SECTOR_BYTES = 32
 ATOMIC_US = 15e-6
 HOT, HOT_ODD = 1.6, 2.5
 SORT_US = 30
-SORTED_ROW_US = 47e-6
+SORTED_ID_US, SORTED_ROW_US = 20e-6, 27e-6
 BYTES_PER_US = 3.6e6
 # Atomics add to so many copies of the sums: they are written before and read after, so all of them
 # have at most an eighth of the updates' bytes. With 16 copies 4.5M rows of 8 bf16 take 150 us where
@@ -189,7 +195,9 @@ def _atomic_us(p: Problem) -> float:
 
 
 def _sorted_us(p: Problem) -> float:
-    return SORT_US + SORTED_ROW_US * p.batch * p.updates + _update_bytes(p) / BYTES_PER_US
+    rows, flat = p.batch * p.updates, p.flat()
+    us = SORT_US + SORTED_ID_US * flat.updates + SORTED_ROW_US * rows
+    return us + _update_bytes(p) / BYTES_PER_US
 
 
 def _plan_on_cpu(p: Problem) -> Plan:
@@ -221,8 +229,8 @@ def _chunks(p: Problem) -> tuple[int, ...]:
     """The scratch of sorted ids: two rows for each chunk."""
     if p.platform == "cpu" or p.is_element():
         chunks = -(-p.updates // (CPU_CHUNK if p.platform == "cpu" else ELEMENT_CHUNK))
-    elif isinstance(p.updates, int):
-        chunks = min(ROW_CHUNKS, -(-p.updates // ROW_CHUNK))
+    elif isinstance(p.updates, int) and isinstance(p.batch, int):
+        chunks = min(-(-ROW_CHUNKS // p.batch), -(-p.updates // ROW_CHUNK))
     else:
         chunks = ROW_CHUNKS
     return (p.batch, chunks, 2, p.inner)

@@ -408,9 +408,10 @@ def _reduced(
     if not callable(fun):
         raise TypeError(f"{function}: fun must be a function, got {type(fun).__name__}")
     if not isinstance(tables, tuple | list) or len(tables) not in (1, 2):
+        got = f"{len(tables)} tables" if isinstance(tables, tuple | list) else type(tables).__name__
         raise TypeError(
             f"{function}: tables must be a tuple of one array, read at the senders, or of two, the "
-            f"second read at the receivers; got {type(tables).__name__}"
+            f"second read at the receivers; got {got}"
         )
     size = _number_of_segments(function, num_segments, plan)
     arrays = [_checks.as_array(function, f"tables[{k}]", x) for k, x in enumerate(tables)]

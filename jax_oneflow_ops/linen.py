@@ -7,7 +7,7 @@ that differ from `reduction_axes`, for a group norm with `reduction_axes`, if
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -19,7 +19,9 @@ from jax_oneflow_ops import rows
 
 
 def _axes(ndim: int, axes: Any) -> tuple[int, ...]:
-    return tuple(a % ndim for a in (axes if isinstance(axes, tuple | list) else (axes,)))
+    """As flax has them: none is negative, each once, in order."""
+    given = axes if isinstance(axes, Iterable) else (axes,)
+    return tuple(sorted({a + ndim if a < 0 else a for a in given}))
 
 
 def _is_flax_own(module: Any, x: jax.Array, mask: Any) -> bool:

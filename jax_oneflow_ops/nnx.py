@@ -19,8 +19,9 @@ from jax_oneflow_ops.linen import _axes, _is_flax_own
 def _normalize(
     module: Any, x: jax.Array, norm: Callable[..., jax.Array], *names: str, **options: Any
 ) -> jax.Array:
+    shape = [x.shape[a] for a in options.get("axis", (-1,))]  # parameters have one dimension
     vectors = [getattr(module, name) for name in names]
-    vectors = [None if vector is None else vector[...] for vector in vectors]
+    vectors = [None if vector is None else vector[...].reshape(shape) for vector in vectors]
     # Flax of 2025 has no such attribute: it rounds to this dtype later.
     promote = getattr(module, "promote_dtype", dtypes.promote_dtype)
     x, *vectors = promote((x, *vectors), dtype=module.dtype)

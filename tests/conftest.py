@@ -35,6 +35,9 @@ own_cache = None
 if "JAX_ONEFLOW_OPS_CACHE_DIR" not in os.environ:
     own_cache = os.environ["JAX_ONEFLOW_OPS_CACHE_DIR"] = tempfile.mkdtemp(prefix="jof-kernels-")
 
+# JAX makes many objects that live long; looking for cycles among them takes a tenth of the time.
+gc.set_threshold(100_000, 20, 50)
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -43,9 +46,7 @@ from jax.interpreters import mlir  # noqa: E402
 from jax_oneflow_ops import _native, _policy  # noqa: E402
 from jax_oneflow_ops._codegen import cache, compilers  # noqa: E402
 
-# JAX makes many objects that live long; looking for cycles among them takes a tenth of the time.
 gc.freeze()
-gc.set_threshold(100_000, 20, 50)
 
 # For each program JAX loads every dialect of MLIR into a new context. One for each thread saves a
 # fifth of the time.
@@ -65,7 +66,7 @@ def use_precompiled_headers():
     if "CXX" in os.environ:
         return
     included = ("<immintrin.h>", "<math.h>", '"cpu/compiled.h"', '"common/traced.h"')
-    included += tuple(f'"ops/{name}.h"' for name in ("rows", "traced_rows", "messages"))
+    included += ('"cpu/compiled_rows.h"', '"cpu/messages.h"')
     compiler = compilers.CppCompiler()
     parts = (compiler.target, compiler.identity, cache._headers_hash())
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -93,7 +94,7 @@ if "JOF_TEST_CXX" not in os.environ:  # which workers inherit
 
 settings.register_profile(
     "quick",
-    max_examples=12,
+    max_examples=8,
     deadline=None,  # the first example of a shape compiles, the next does not
     database=None,
     derandomize="CI" in os.environ,
@@ -105,6 +106,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_unconfigure():
+    gc.collect()  # pytest would five times, and Python once more: seconds for each worker
+    gc.freeze()
     if own_cache:
         shutil.rmtree(own_cache, ignore_errors=True)
 

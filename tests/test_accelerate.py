@@ -714,9 +714,29 @@ def test_deterministic():
     assert calls(jof.accelerate(deterministic=True)(adds)) == ["true"]
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((3, 5, 20, 8), 2), ((4, 9, 400), 1)])
+def test_ids_that_all_problems_share_are_sorted_once(shape, axis):
+    of_updates = (*shape[:axis], 300, *shape[axis + 1 :])
+    x, u = (integers(*n).astype(np.float32) for n in (shape, of_updates))
+    ids = integers(300, low=-30, high=30)
+    index = (*(ALL,) * axis, ids)
+
+    @functools.partial(jof.accelerate, deterministic=True)
+    def added(x, u):
+        return x.at[index].add(u)
+
+    np.testing.assert_array_equal(jax.jit(added)(x, u), numpy_added(x, index, u, "drop"))
+    if "cuda" in jof.implementations():
+        lowered = jax.jit(added).trace(x, u).lower(lowering_platforms=("cuda",)).as_text()
+        assert re.findall(r"\(tensor<(\w+)xui16>, tensor<(\w+)xi32>\) ->", lowered) == [
+            ("300", "300")
+        ]
+
+
 @pytest.fixture
 def ordered_on_cpus():
     """On GPUs alone it is of use."""
+    module._problem(module._DETERMINISTIC)  # the rule for those stays
     rules = _compat.mlir_internals._lowerings
     before = rules[lax.scatter_p]
     _compat.replace_lowerings([lax.scatter_p], ["cpu"], module._in_order)

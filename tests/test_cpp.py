@@ -78,6 +78,10 @@ def builds():
                     marks = [pytest.mark.exhaustive] if instruction_set != here[-1] else []
                 elif sanitizer == "plain" and EVERYTHING:
                     sanitizer = "address"
+                is_twice = named(test, "sanitizers") == ["address", "thread"]
+                # test_cast.py casts between all pairs, too.
+                if test.stem == "cast_test" or (is_twice and sanitizer == "address"):
+                    marks = [*marks, pytest.mark.exhaustive]
                 build = (test, instruction_set, sanitizer)
                 yield pytest.param(*build, id="-".join((test.stem, *build[1:])), marks=marks)
 

@@ -702,7 +702,14 @@ def promotions(name):
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*itertools.product(OPS, [False]), *itertools.product(KERNELS, [True])],
+    [
+        *itertools.product(OPS, [False]),
+        *((name, True) for name in ("elu", "add", "fma", "where")),
+        *(
+            pytest.param(name, True, marks=pytest.mark.exhaustive)
+            for name in ("relu", "silu", "divide", "swiglu")
+        ),
+    ],
     ids=lambda p: p if isinstance(p, str) else "x64" if p else "x32",
 )
 def test_promotion(name, mode):

@@ -22,7 +22,10 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize(("name", "devices"), [("autoencoder", 2), ("embedding", 4)])
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("embedding", 4), pytest.param("autoencoder", 2, marks=pytest.mark.exhaustive)],
+)
 def test_training_on_several_devices_is_that_on_one(name, devices, tmp_path):
     if len(jax.devices()) < devices:
         pytest.skip(f"needs {devices} devices (the CPU has 8 virtual ones)")

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
-from tests.catalogue import EACH_KIND, EACH_PRIMITIVE
+from tests.catalogue import EACH_FAMILY, EACH_KIND
 from tests.test_lowering import lowered_targets
 from tests.test_transforms import assert_same, cotangents, cube, grad
 
@@ -152,7 +152,7 @@ def compiled_programs():
         return jax.device_get(function(*args)), dict(events)
 
     results = {}
-    for case in EACH_PRIMITIVE:  # a key knows programs, whichever op they are of
+    for case in EACH_FAMILY:  # a key knows programs, whichever op they are of
         with case.precision():
             results[case.name] = counted(value_and_gradients(case, case.f), *case.inputs())
     for f in SHARDED:
@@ -182,7 +182,7 @@ def test_compilation_cache(tmp_path):
         assert events.get(hits) == 1, name
         assert misses not in events, name
         jax.tree.map(np.testing.assert_array_equal, actual, compiled[name][0])
-    for case in EACH_PRIMITIVE:
+    for case in EACH_FAMILY:
         with case.precision(), naming(case):
             expected = value_and_gradients(case, case.ref)(*case.inputs())
             assert_same(read[case.name][0], expected, case.rtol)

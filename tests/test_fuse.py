@@ -394,6 +394,12 @@ def test_results_are_as_weakly_typed_as_those_of_jnp(partial):
         ours, theirs = jax.eval_shape(jof.fuse(f, partial=partial), step), jax.eval_shape(f, step)
         assert jax.tree.map(jax.typeof, ours) == jax.tree.map(jax.typeof, theirs)
         assert theirs["rate"].weak_type
+    rate = 0.5  # its gradient is as weakly typed, too
+    ours, theirs = (
+        jax.eval_shape(jax.grad(lambda r, h=h: h(r)["rate"]), rate)
+        for h in (jof.fuse(f, partial=partial), f)
+    )
+    assert jax.typeof(ours) == jax.typeof(theirs)
     report = jof.fuse(f, partial=partial).explain(jnp.arange(4))
     assert (len(report.kernels), report.rest) == (1, ())
 
@@ -508,10 +514,16 @@ def test_custom_rules_stay():
 
     clipped.defvjp(lambda x, n: (x * n, n), lambda n, ct: (jnp.clip(ct, -1, 1) * n, None))
 
-    x, n = 2 * normals(N), np.arange(N)
+    @jax.custom_vjp
+    def to_grid(x):
+        return jnp.round(x / grid) * grid
+
+    to_grid.defvjp(lambda x: (to_grid(x), None), lambda _, ct: (ct * 3,))
+
+    x, n, grid = 2 * normals(N), np.arange(N), np.linspace(0.5, 1, N, dtype=np.float32)
 
     def f(x):
-        return jnp.sin(straight(x)) + x
+        return jnp.sin(straight(x)) + to_grid(x)
 
     def g(x, n):
         return clipped(jnp.sin(x), n) * 2
@@ -534,6 +546,26 @@ def test_custom_rules_stay():
     assert not ours[-1].any()
     with pytest.raises(TypeError, match="custom"):
         jax.jvp(lambda x: jof.fuse(g)(x, n), (x,), (x,))
+
+    @jax.custom_jvp
+    def scaled(x):
+        return x * grid
+
+    scaled.defjvp(lambda xs, ts: (scaled(*xs), ts[0] * grid))
+    fused = jof.fuse(lambda x: scaled(x))
+    with pytest.raises(jof.FusionError, match="reads an array that it closes over"):
+        jax.grad(lambda x: fused(x).sum())(x)
+
+    def of_captured(grid):
+        @jax.custom_vjp
+        def f(x):
+            return x * grid
+
+        f.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+        return jof.fuse(lambda x: f(x))(x).sum()
+
+    with pytest.raises(jof.FusionError, match="no derivative with respect to an array that it"):
+        jax.grad(of_captured)(grid)
 
 
 def test_derivatives_in_both_modes():
@@ -810,12 +842,15 @@ def test_bad_input():
         jof.fuse(3)
     with pytest.raises(ValueError, match="Incompatible shapes"):
         jof.fuse(lambda x, y: x + y)(x, normals(3))
-    with pytest.raises(TypeError):
-        jof.fuse(lambda x: x)("text")
+    remedy = r"args\[1\]\['mode'\] must be an array or a number, got str. Remedy: .* in a closure"
+    with pytest.raises(TypeError, match=remedy):
+        jof.fuse(lambda x, options: x)(x, {"mode": "text"})
     with pytest.raises(jof.FusionError, match=r"bitcast_convert_type .* between sizes"):
         jof.fuse(lambda x: jax.lax.bitcast_convert_type(x, jnp.int8))(x)
     with pytest.raises(jof.FusionError, match="capture what is no array in a closure"):
         jof.fuse(lambda x, n: sum(x**i for i in range(n)))(x, 3)
+    with pytest.raises(jof.FusionError, match="over the same last dimensions in all of a function"):
+        jof.fuse(lambda x: x.sum(-1).sum(-1))(x[None])
 
 
 # ---- reports ----
@@ -857,6 +892,16 @@ def test_source_and_explain():
         gated.source("float32", platform="tpu")
     with pytest.raises(ValueError, match='derivative must be None, "jvp" or "vjp", got 2'):
         gated.explain("float32", derivative=2)
+
+
+def test_sources_include_what_they_need(monkeypatch):
+    """Compiled as for users, without the headers that conftest.py puts before every source."""
+    monkeypatch.setenv("CXX", os.environ["JOF_TEST_CXX"])
+    x, ids = jnp.arange(6.0).reshape(2, 3), jnp.array([1, 0])
+    of_rows = jof.fuse(lambda x: x - x.max(-1, keepdims=True))
+    np.testing.assert_array_equal(of_rows(x), [[-2, -1, 0]] * 2)
+    messages = jax.jit(functools.partial(jof.message_sum, lambda x: x + 1, num_segments=2))
+    np.testing.assert_array_equal(messages((x,), ids, ids), x + 1)
 
 
 def test_errors_can_be_pickled():
@@ -910,6 +955,7 @@ ROWS = {
 
 # Whose second derivatives are tested, too: the others' are made in the same ways.
 TWICE = ("layer_norm", "softmax", "cross_entropy")
+ALIKE = ("rms_norm", "standardize")
 
 
 def arguments(kinds, n, dtype, lead=(2, 3)):
@@ -945,7 +991,11 @@ def of_rows(f, args):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, "float32") for name in ROWS]
+    # Two norms are parts of layer_norm.
+    [
+        pytest.param(name, "float32", marks=[pytest.mark.exhaustive] * (name in ALIKE))
+        for name in ROWS
+    ]
     + [(name, "bfloat16") for name in ("layer_norm", "masked_softmax")],
 )
 def test_rows(name, dtype):

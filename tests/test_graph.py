@@ -74,13 +74,18 @@ def sum_in_jnp(table, weights, senders, receivers, segments):
     return jax.ops.segment_sum(rows, np.where(receivers < 0, segments, receivers), segments)
 
 
-def attention_in_jnp(logits, values, senders, receivers, segments):
+def softmax_in_jnp(logits, receivers, segments):
     to = np.where(receivers < 0, segments, receivers)
     most = jax.lax.stop_gradient(jax.ops.segment_max(logits, to, segments))
     most = jnp.concatenate([most, jnp.zeros((1, *most.shape[1:]))])
     terms = jnp.exp(logits - most[np.minimum(to, segments)])
     total = jax.ops.segment_sum(terms, to, segments + 1)
     weights = terms / total[np.minimum(to, segments)]
+    return jnp.where(along(to < segments, weights), weights, 0)
+
+
+def attention_in_jnp(logits, values, senders, receivers, segments):
+    weights = softmax_in_jnp(logits, receivers, segments)
     return sum_in_jnp(values, weights, senders, receivers, segments)
 
 
@@ -126,7 +131,15 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize(("row", "of_weights"), SHAPES, ids=str)
+# Without --exhaustive: one element, parts of a vector, whole ones, heads, and many vectors.
+OFTEN = SHAPES[:2] + SHAPES[3:5] + SHAPES[7:9] + SHAPES[12:]
+
+
+@pytest.mark.parametrize(
+    ("row", "of_weights"),
+    [pytest.param(*s, marks=[pytest.mark.exhaustive] * (s not in OFTEN)) for s in SHAPES],
+    ids=str,
+)
 def test_message_sum(row, of_weights):
     """Every dtype with a plan and without, on kinds of graphs that differ from shape to shape."""
     rng = rng_for(row, of_weights)
@@ -337,6 +350,16 @@ def test_derivatives_of_attention():
         lambda w, t: jof.attention_sum(w, t, *graph, num_segments=segments, **options),
         lambda w, t: attention_in_jnp(w, t, *graph, segments),
         *(primals, tangents),
+    )
+
+
+def test_derivatives_of_planned_softmax():
+    """Those of attention are composed of others."""
+    (_, receivers), segments, options, (logits, _), (tangent, _), _ = setting(True)
+    assert_same_derivatives(
+        lambda x: jof.segment_softmax(x, receivers, segments, plan=options["plan"]),
+        lambda x: softmax_in_jnp(x, receivers, segments),
+        *((logits,), (tangent,)),
     )
 
 

@@ -15,12 +15,15 @@ pytest.importorskip("optax")
 from examples import programs, training
 
 
-def on_one_worker(model):
-    return pytest.param(model, marks=pytest.mark.xdist_group(model))
+def of_model(name):
+    marks = [pytest.mark.xdist_group(name)]  # which keeps it on one worker
+    if name != "language":  # the others take longer to compile
+        marks.append(pytest.mark.exhaustive)
+    return pytest.param(name, marks=marks)
 
 
 # test_examples.py trains the graph network both ways.
-@pytest.mark.parametrize("model", [on_one_worker(m) for m in programs.MODELS if m != "graph"])
+@pytest.mark.parametrize("model", [of_model(m) for m in programs.MODELS if m != "graph"])
 def test_gradients_are_those_of_xla_and_reach_all_parameters(model):
     problem = importlib.import_module(f"examples.{model}").problem("tiny")
     one = programs.on_one_device("one")

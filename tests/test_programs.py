@@ -97,7 +97,11 @@ def assert_swapped(name, program, state, batch):
     return step
 
 
-@pytest.mark.parametrize("name", [*ELSEWHERE, "histogram", "vit"])
+# What it takes longest to compile, of sums that graph_attention and pic have, too.
+LONGEST = ("mesh_graph_net", "unet")
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, "histogram", "vit", *LONGEST])
 def test_sums_of_other_libraries_are_swapped(name):
     program = made(name, "float32")
     key = jax.random.key(0, impl="rbg")
@@ -107,7 +111,11 @@ def test_sums_of_other_libraries_are_swapped(name):
 @pytest.mark.parametrize(
     # The histogram is in test_benchmarks.py; in vit, only labels are changed, as in gpt2.
     "name",
-    [name for name in programs.NAMES if name not in (*ELSEWHERE, "histogram", "vit")],
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name in LONGEST))
+        for name in programs.NAMES
+        if name not in (*ELSEWHERE, "histogram", "vit")
+    ],
 )
 def test_a_program_computes_the_same_by_native_sums(name):
     program = made(name, "float32")

@@ -135,7 +135,11 @@ def assert_same(expected, actual, rtol=2e-5):
         np.testing.assert_allclose(a, e, rtol, rtol * finite.max(initial=0), err_msg=name)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# The others are of functions that test_functions has, too.
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("block", "embeddings"))],
+)
 def test_programs(name):
     f, x, targets = PROGRAMS[name]
     expected, actual, counts = both(lambda: transformed(f, x))

@@ -157,7 +157,12 @@ BINARY = {
 }
 
 
-@pytest.mark.parametrize("name", BINARY)
+# The others broadcast as multiply does.
+@pytest.mark.parametrize(
+    "name",
+    ["multiply", "where", "fma"]
+    + [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("add", "divide", "swiglu")],
+)
 def test_broadcasting(name):
     rng = np.random.default_rng(0)
     numbers = [-2.0, -1.0, 1.0, 2.0]

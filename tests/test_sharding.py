@@ -956,6 +956,19 @@ def test_gradients_in_a_shard_map_keep_no_empty_arrays():
     assert not any("tensor<0x" in line for line in passed)
 
 
+def test_sum_of_rows_with_two_dimensions():
+    """No dimension that may be sharded is merged into another."""
+    ids = jnp.array([0, 2, 1, 1])
+    with mesh_of("explicit") as mesh:
+        for spec in (P(None, "a"), P(None, None, "a")):
+            table = jax.device_put(jnp.ones((3, 4, 8)), NamedSharding(mesh, spec))
+            y = jax.eval_shape(
+                lambda table: jof.message_sum(lambda row: row, (table,), ids, ids, num_segments=3),
+                table,
+            )
+            assert [*y.sharding.spec][: len(spec)] == [*spec]
+
+
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
 @pytest.mark.parametrize(
     "specs",

@@ -610,7 +610,7 @@ def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
                 yield case, column
 
 
-# What variants go through without --exhaustive; the second needs all their derivatives.
+# What variants and twins go through without --exhaustive; the second needs all derivatives.
 VARIANTS = ("jit", "hvp_forward_over_reverse")
 
 
@@ -622,7 +622,7 @@ def parameters():
         ):  # workers that take tests one by one take these together
             program = column.group if column.traced else "expected"
             marks.append(pytest.mark.xdist_group(f"{case}, {program}"))
-        if case.variant and column.name not in VARIANTS:
+        if (case.variant or case.name in TWINS) and column.name not in VARIANTS:
             marks.append(pytest.mark.exhaustive)
         yield pytest.param(case, column, id=f"{case}-{column.name}", marks=marks)
 

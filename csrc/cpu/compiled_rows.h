@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/compiled.h"
-#include "cpu/rows.h"
+#include "cpu/reduce.h"
 #include "ops/traced_rows.h"
 
 JOF_NAMESPACE_BEGIN

@@ -1,7 +1,8 @@
 // Group norm and its gradient, with silu or without. Bytes: inputs are read twice, by a kernel that
 // reduces them and by one that maps them; what the first read last, the second reads first, as far
 // as possible from the second-level cache. Each block has a part of an image, some of its pixels;
-// the last block that has reduced a part of an image combines all of them, in order.
+// the last block that has reduced a part of an image combines the groups of all of them, in order,
+// and a kernel adds up what they have of scale and bias.
 //
 // A row is as many pixels as fill whole packs, one if its channels do. A thread has one pack of
 // every so-many-th row: the same channels of all of them. Its sums become those of channels, then
@@ -191,19 +192,27 @@ class GroupNormBody {
     for (int w = 0; w < kWords; ++w) target[w] = reinterpret_cast<const uint4*>(of_columns)[w];
   }
 
-  // Sums the columns that threads have written, for each channel of the tile.
+  // Sums the columns that threads have written, for each channel of the tile. Of few channels a
+  // team has each: 256 terms one after the other took 13 us.
   template <int kValues>
   __device__ __forceinline__ void SumChannels() const {
     __syncthreads();
-    const int stride = plan_.packs * V;
-    for (int c = threadIdx.x; c < channels_here_; c += kThreads) {
+    const int stride = plan_.packs * V, pixels = max(tile_columns_ / plan_.channels, 1);
+    int team = 1;
+    while (team < 32 && 2 * team * channels_here_ <= kThreads) team *= 2;
+    for (int begin = 0; begin < channels_here_; begin += kThreads / team) {
+      const int c = begin + static_cast<int>(threadIdx.x) / team, lane = threadIdx.x % team;
       C sums[kValues] = {};
-      for (int a = 0; a < plan_.along; ++a) {
-        for (int i = c; i < tile_columns_; i += plan_.channels) {
+      for (int a = c < channels_here_ ? lane : plan_.along; a < plan_.along; a += team) {
+        for (int i = 0; i < pixels; ++i) {
           JOF_UNROLL
-          for (int v = 0; v < kValues; ++v) sums[v] += Exchanged(v)[a * stride + i];
+          for (int v = 0; v < kValues; ++v) {
+            sums[v] += Exchanged(v)[a * stride + i * plan_.channels + c];
+          }
         }
       }
+      SumTeam(sums, team);
+      if (c >= channels_here_ || lane != 0) continue;
       JOF_UNROLL
       for (int v = 0; v < kValues; ++v) Exchanged(v)[c] = sums[v];
     }
@@ -223,9 +232,9 @@ class GroupNormBody {
   }
 
   template <int kValues>
-  __device__ __forceinline__ static void SumTeam(C (&values)[kValues]) {
+  __device__ __forceinline__ static void SumTeam(C (&values)[kValues], int team = kTeam) {
     JOF_UNROLL
-    for (int offset = kTeam / 2; offset > 0; offset /= 2) {
+    for (int offset = team / 2; offset > 0; offset /= 2) {
       JOF_UNROLL
       for (int v = 0; v < kValues; ++v) {
         values[v] += __shfl_xor_sync(0xffffffffu, values[v], offset);
@@ -524,9 +533,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
 
   __device__ __forceinline__ void Reduce() {
     ReducePart();
-    if (!Base::IsLast(call_.marks)) return;
-    Combine();
-    CombineColumns();
+    if (Base::IsLast(call_.marks)) Combine();
   }
 
  private:
@@ -600,20 +607,6 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     }
   }
 
-  // Likewise those of its channels.
-  __device__ __forceinline__ void CombineColumns() const {
-    const int count = 2 * this->plan_.channels;
-    C* columns = call_.columns + this->image_ * this->plan_.parts * count;
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-      C sum = 0;
-#pragma unroll 8
-      for (int part = 0; part < this->plan_.parts; ++part) {
-        sum += __ldcg(columns + int64_t{part} * count + i);
-      }
-      columns[i] = sum;
-    }
-  }
-
   const Call& call_;
   const GroupStats<C>* stats_;  // of the image
   // Of this thread's columns: centre and 1 / deviation, scale and bias.
@@ -635,24 +628,49 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Body(call, plan, gridDim.x - 1 - blockIdx.x).Map();
 }
 
-// The sums over images: a warp has 32 columns, the warps of a block have every eighth image.
+// The sums over rows, which are the parts of all images, at most kAddedRows of them in a block: a
+// warp has 32 columns of every 32nd row. If there are more blocks than one for each column, their
+// sums are left in the first of their rows.
+constexpr int kAddThreads = 1024;
+constexpr int64_t kAddedRows = 1024;
+
 template <typename C>
-__global__ void __launch_bounds__(kThreads)
-    AddImagesKernel(const C* __restrict__ columns, int64_t images, int64_t stride, int channels,
-                    C* dbias, C* dscale) {
-  constexpr int kWarps = kThreads / 32;
+__global__ void __launch_bounds__(kAddThreads)
+    AddRowsKernel(C* rows, int64_t count, int64_t stride, int channels, C* dbias, C* dscale) {
+  constexpr int kWarps = kAddThreads / 32;
   __shared__ C sums[kWarps][32];
-  const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned blocks = (2 * channels + 31) / 32;  // of so many rows
+  const int column = blockIdx.x % blocks * 32 + lane;
+  const int64_t begin = blockIdx.x / blocks * kAddedRows, end = min(begin + kAddedRows, count);
   C sum = 0;
   if (column < 2 * channels) {
 #pragma unroll 8
-    for (int64_t i = warp; i < images; i += kWarps) sum += columns[i * stride + column];
+    for (int64_t i = begin + warp; i < end; i += kWarps) sum += rows[i * stride + column];
   }
-  sums[warp][threadIdx.x % 32] = sum;
+  sums[warp][lane] = sum;
   __syncthreads();
   if (warp != 0 || column >= 2 * channels) return;
-  for (int w = 1; w < kWarps; ++w) sum += sums[w][threadIdx.x];
-  (column < channels ? dbias : dscale)[column % channels] = sum;
+  for (int w = 1; w < kWarps; ++w) sum += sums[w][lane];
+  if (gridDim.x > blocks) {
+    rows[begin * stride + column] = sum;
+  } else {
+    (column < channels ? dbias : dscale)[column % channels] = sum;
+  }
+}
+
+template <typename C>
+cudaError_t AddRows(C* rows, int64_t count, int64_t channels, C* dbias, C* dscale,
+                    cudaStream_t stream) {
+  int64_t chunks = 0;
+  for (int64_t stride = 2 * channels; chunks != 1; count = chunks, stride *= kAddedRows) {
+    chunks = (count + kAddedRows - 1) / kAddedRows;
+    const cudaError_t status =
+        LaunchBlocks<kAddThreads>(AddRowsKernel<C>, (2 * channels + 31) / 32 * chunks, 0, stream,
+                                  rows, count, stride, static_cast<int>(channels), dbias, dscale);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
 }
 
 // A plan whose blocks' threads have so many rows, or fewer if that makes `blocks` blocks: all that
@@ -762,11 +780,8 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
       const cudaError_t status = Launch<GroupNormBackwardBody<T, decltype(silu)::value>, 2, 2>(
           backward, call.problem, is_aligned, call.parts, &plan, stream);
       if (status != cudaSuccess) return status;
-      const int64_t channels = call.problem.channels;
-      return LaunchBlocks<kThreads>(AddImagesKernel<C>, (2 * channels + 31) / 32, 0, stream,
-                                    static_cast<const C*>(call.columns), call.problem.images,
-                                    plan.parts * 2 * channels, static_cast<int>(channels),
-                                    static_cast<C*>(call.dbias), static_cast<C*>(call.dscale));
+      return AddRows(backward.columns, call.problem.images * plan.parts, call.problem.channels,
+                     static_cast<C*>(call.dbias), static_cast<C*>(call.dscale), stream);
     };
     return call.silu ? launch(std::true_type()) : launch(std::false_type());
   });

@@ -824,10 +824,14 @@ class RowsKernelBody {
       for_each([&](int64_t at, C sum) { target[at] = sum; });
       return;
     }
-    // Teams of a warp at once, if they have the same columns.
-    int step = 1;
-    if (Lanes() < internal::kWarpSize && Phase() == 0 && Columns() % V == 0) {
-      step = internal::kWarpSize / Lanes();
+    // Teams of a warp at once, if they have the same columns: all of them, or every V-th where rows
+    // begin anywhere in a pack.
+    constexpr int kWarp = internal::kWarpSize;
+    constexpr int kWordsOfSlot = kPackBytes / static_cast<int>(sizeof(C));
+    const int different = Phase() == 0 && Columns() % V == 0 ? 1 : V;
+    const int teams_of_warp = Lanes() < kWarp ? kWarp / Lanes() : 1;
+    const int turns = different < teams_of_warp ? different : teams_of_warp;
+    for (int offset = Lanes() * different; offset < kWarp; offset *= 2) {
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
         JOF_UNROLL
@@ -835,23 +839,42 @@ class RowsKernelBody {
           JOF_UNROLL
           for (int j = 0; j < V; ++j) {
             C& sum = column_sums_[k][s][j];
-            for (int offset = Lanes(); offset < internal::kWarpSize; offset *= 2) {
-              sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-            }
+            sum += __shfl_xor_sync(0xffffffffu, sum, offset);
           }
         }
       }
     }
-    C* sums = reinterpret_cast<C*>(slots_ - threadIdx.x);
-    const int team_here = threadIdx.x / Lanes();
-    for (int t = 0; t < teams_here; t += step) {
-      __syncthreads();
-      if (t != team_here) continue;
-      for_each([&](int64_t at, C sum) { sums[at] = t == 0 ? sum : sums[at] + sum; });
+    // Each warp has a copy, if there is room: 256 teams of a thread each took 118 us with one.
+    C* const sums = reinterpret_cast<C*>(slots_ - threadIdx.x);
+    const int size = program_.wanted_sums * static_cast<int>(Width());
+    const int warps = Threads() / kWarp;
+    const bool has_copies =
+        teams_of_warp > 1 && int64_t{warps} * size <= plan_.vector_slots * kWordsOfSlot;
+    const int copies = has_copies ? warps : 1;
+    C* const own = sums + (has_copies ? static_cast<int>(threadIdx.x) / kWarp * size : 0);
+    const int team_here = threadIdx.x / Lanes(), first = team_here / teams_of_warp * teams_of_warp;
+    __syncthreads();
+    if (has_copies) {
+      for (int t = 0; t < turns; ++t) {
+        if (first + t == team_here) {
+          for_each([&](int64_t at, C sum) { own[at] = t == 0 ? sum : own[at] + sum; });
+        }
+        __syncwarp();
+      }
+    } else {
+      for (int t = 0; t < teams_here; ++t) {
+        if (t % teams_of_warp >= turns) continue;
+        if (t == team_here) {
+          for_each([&](int64_t at, C sum) { own[at] = t == 0 ? sum : own[at] + sum; });
+        }
+        __syncthreads();
+      }
     }
     __syncthreads();
-    for (int64_t at = threadIdx.x; at < program_.wanted_sums * Width(); at += Threads()) {
-      target[at] = sums[at];
+    for (int at = threadIdx.x; at < size; at += Threads()) {
+      C sum = sums[at];
+      for (int copy = 1; copy < copies; ++copy) sum += sums[copy * size + at];
+      target[at] = sum;
     }
   }
 

@@ -146,18 +146,46 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// The result from the copies of the sums, rounded.
-template <typename R>
+// The result from the copies of the sums, rounded: a pack a thread.
+template <int kPack, typename R>
 __global__ void __launch_bounds__(kBlockSize)
     FinishKernel(R reduction, int64_t outputs, int copies, bool has_operand,
                  const typename R::Value* __restrict__ sums,
                  typename R::Element* __restrict__ result) {
-  const int64_t i = ItemIndex<int64_t>();
-  if (i >= outputs) return;
-  auto sum = sums[i];
-#pragma unroll 8
-  for (int k = 1; k < copies; ++k) sum = reduction.Combine(sum, sums[k * outputs + i]);
-  result[i] = reduction.Finish(has_operand, has_operand ? result[i] : typename R::Element{}, sum);
+  const int64_t at = ItemIndex<int64_t>() * kPack;
+  if (at >= outputs) return;
+  auto sum = LoadPack<kPack>(sums + at);
+#pragma unroll 4
+  for (int k = 1; k < copies; ++k) {
+    const auto more = LoadPack<kPack>(sums + k * outputs + at);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) sum.elem[j] = reduction.Combine(sum.elem[j], more.elem[j]);
+  }
+  Pack<typename R::Element, kPack> pack{};
+  if (has_operand) pack = LoadPack<kPack>(result + at);
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    pack.elem[j] = reduction.Finish(has_operand, pack.elem[j], sum.elem[j]);
+  }
+  StorePack<kPack>(result + at, pack);
+}
+
+template <typename R>
+cudaError_t FinishAll(R reduction, const ScatterCall& call, int64_t outputs, cudaStream_t stream) {
+  using T = typename R::Element;
+  using Sum = typename R::Value;
+  const auto* sums = static_cast<const Sum*>(call.scratch);
+  auto* result = static_cast<T*>(call.result);
+  const auto launch = [&](auto pack) {
+    constexpr int kPack = decltype(pack)::value;
+    return LaunchItems(FinishKernel<kPack, R>, outputs / kPack, stream, reduction, outputs,
+                       static_cast<int>(call.splits), call.has_operand(), sums, result);
+  };
+  constexpr int kPack = kPackSize<Sum>;
+  const bool is_packed = outputs % kPack == 0 && IsAligned(sums, kPackBytes) &&
+                         IsAligned(result, kPack * static_cast<int64_t>(sizeof(T)));
+  return is_packed ? launch(std::integral_constant<int, kPack>())
+                   : launch(std::integral_constant<int, 1>());
 }
 
 // A quarter of the threads that run at once. With more, hot rows cost more than threads save.
@@ -230,9 +258,7 @@ cudaError_t ScatterAtomic(R reduction, const ScatterCall& call, cudaStream_t str
     if (status != cudaSuccess) return status;
     status = Combine<Index>(reduction, call, sums, stream);
     if (status != cudaSuccess) return status;
-    return LaunchItems(FinishKernel<R>, outputs, stream, reduction, outputs,
-                       static_cast<int>(call.splits), call.has_operand(),
-                       static_cast<const Sum*>(sums), result);
+    return FinishAll(reduction, call, outputs, stream);
   }
   if constexpr (std::is_same_v<R, Addition<T>>) {
     if (!call.has_operand()) {

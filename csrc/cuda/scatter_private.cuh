@@ -5,7 +5,8 @@
 // meet in one word and queue where they meet in one bank. Hence tables side by side, as many as
 // fit: thread k adds to table k, modulo their number. With 32 of them neither happens within a
 // warp, with more there is less of it between warps. 16M values into 1024 sums take 34 us on an
-// H200 with 32 tables, 62 with one.
+// H200 with 32 tables, 62 with one. With so few, what several lanes of a warp add to one sum is
+// combined before: 15M bf16 into 27,112 sums, half of them into one, take 62 us instead of 1500.
 //
 // For the same bits on every run a warp has a table of its own, and its lanes that meet in a word
 // take turns. Which do, each sees in a mask beside the word, in which all set their bit: adding
@@ -28,6 +29,8 @@ namespace {
 namespace private_sums {
 
 constexpr int kThreads = 1024, kWarp = 32;
+// So many lanes with the same target are worth combining, and looked for every so often.
+constexpr int kHot = 3, kRarely = 8;
 // How many elements a thread takes at once: of 8 bytes no more than fit in its registers.
 template <typename T, typename Index>
 constexpr int kItemsOf = sizeof(T) == 8 || sizeof(Index) == 8 ? 4 : 8;
@@ -65,8 +68,32 @@ __global__ void __launch_bounds__(kThreads, 1)
   Sum* const table = tables + (kInOrder ? warp * p.outputs : threadIdx.x & (p.tables - 1));
   unsigned* const masks =
       reinterpret_cast<unsigned*>(tables + p.outputs * p.tables) + warp * p.outputs;
+  int until_hot = 0;
+  // What several lanes have in their first turn is added up over the warp and all turns. Returns
+  // whether there was any.
+  const auto combine_hot = [&](int(&target)[kItems], const Sum(&value)[kItems]) {
+    const unsigned same = __match_any_sync(~0u, target[0]);
+    const bool is_leader = target[0] >= 0 && __popc(same) >= kHot && __ffs(same) - 1 == lane;
+    unsigned leaders = __ballot_sync(~0u, is_leader);
+    const bool found = leaders != 0;
+    for (; leaders != 0; leaders &= leaders - 1) {
+      const int where = __shfl_sync(~0u, target[0], __ffs(leaders) - 1);
+      Sum sum = reduction.Identity();
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (target[i] != where) continue;
+        sum = reduction.Combine(sum, value[i]);
+        target[i] = -1;
+      }
+      for (int by = kWarp / 2; by > 0; by /= 2) {
+        sum = reduction.Combine(sum, __shfl_down_sync(~0u, sum, by));
+      }
+      if (lane == 0) reduction.AtomicCombine(table, where * p.tables, 0, sum);
+    }
+    return found;
+  };
   // All lanes of a warp call it together; a negative target is none.
-  const auto add = [&](const int(&target)[kItems], const Sum(&value)[kItems]) {
+  const auto add = [&](int(&target)[kItems], const Sum(&value)[kItems]) {
     if constexpr (kInOrder) {
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
@@ -82,6 +109,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     } else {
+      // Looking for them costs a tenth of the time: where there are none it is not done each time.
+      if (p.tables <= kWarp && --until_hot <= 0 && !combine_hot(target, value)) until_hot = kRarely;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         if (target[i] >= 0) reduction.AtomicCombine(table, target[i] * p.tables, 0, value[i]);
@@ -187,27 +216,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// result = (operand or 0) + the sum over parts, 32 outputs a block.
-constexpr int kSumOutputs = 32;
-
+// result = (operand or 0) + the sum over parts. A block has 32 outputs, and a warp for each part,
+// or for every 32nd.
 template <typename R, typename T = typename R::Element, typename Sum = typename R::Value>
 __global__ void __launch_bounds__(kThreads)
     SumPartsKernel(R reduction, int parts, int64_t outputs, bool has_operand,
                    const Sum* __restrict__ sums, T* __restrict__ result) {
-  constexpr int kGroups = kThreads / kSumOutputs;
-  __shared__ Sum shared[kGroups][kSumOutputs];
-  const int lane = threadIdx.x % kSumOutputs, group = threadIdx.x / kSumOutputs;
-  const int64_t t = int64_t{blockIdx.x} * kSumOutputs + lane;
+  __shared__ Sum shared[kThreads / kWarp][kWarp];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  const int64_t t = int64_t{blockIdx.x} * kWarp + lane;
   Sum sum = reduction.Identity();
   if (t < outputs) {
-    for (int p = group; p < parts; p += kGroups) {
+    for (int p = warp; p < parts; p += warps) {
       sum = reduction.Combine(sum, sums[p * outputs + t]);
     }
   }
-  shared[group][lane] = sum;
+  shared[warp][lane] = sum;
   __syncthreads();
-  if (group != 0 || t >= outputs) return;
-  for (int g = 1; g < kGroups; ++g) sum = reduction.Combine(sum, shared[g][lane]);
+  if (warp != 0 || t >= outputs) return;
+  for (int w = 1; w < warps; ++w) sum = reduction.Combine(sum, shared[w][lane]);
   result[t] = reduction.Finish(has_operand, has_operand ? result[t] : T{}, sum);
 }
 
@@ -251,10 +278,12 @@ cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t strea
       static_cast<Sum*>(a.scratch), a.has_operand(), static_cast<T*>(a.result));
   if (parts == 1) return cudaGetLastError();
   const int64_t outputs = p.batch * tables.outputs;
-  return LaunchBlocks<kThreads>(SumPartsKernel<R>, (outputs + kSumOutputs - 1) / kSumOutputs, 0,
-                                stream, reduction, static_cast<int>(parts), outputs,
-                                a.operand != nullptr, static_cast<const Sum*>(a.scratch),
-                                static_cast<T*>(a.result));
+  const int64_t warps = parts < kThreads / kWarp ? parts : kThreads / kWarp;
+  SumPartsKernel<R>
+      <<<static_cast<unsigned>((outputs + kWarp - 1) / kWarp), static_cast<unsigned>(warps * kWarp),
+         0, stream>>>(reduction, static_cast<int>(parts), outputs, a.operand != nullptr,
+                      static_cast<const Sum*>(a.scratch), static_cast<T*>(a.result));
+  return cudaGetLastError();
 }
 
 }  // namespace private_sums

@@ -93,10 +93,10 @@ inline ffi::Error DecodeOrder(const char* op, ScatterStrategy strategy, ffi::Any
   call->order = nullptr;
   call->order_bytes = 4;
   if (HasShape(order, {0})) return ffi::Error::Success();
-  if (strategy != ScatterStrategy::kSorted || call->problem.batch != 1 ||
+  if (strategy != ScatterStrategy::kSorted || !call->problem.shared_ids ||
       !HasShape(order, {call->problem.rows})) {
     return InvalidArgument(op, ": order must have shape (0), or (N) = (", call->problem.rows,
-                           ") where ids are sorted and B = 1, got ",
+                           ") where ids are sorted and of shape (1, N), got ",
                            ShapeString(order.dimensions()));
   }
   const bool is_long = call->problem.index_bytes == 8;

@@ -505,9 +505,17 @@ def _custom(
     def value(*xs: Any) -> list[Any]:
         return inner.function(*xs[:used])
 
-    moving = [k for k, (atom, _) in enumerate(needs) if _is_inexact(atom)]
+    captured = eqn.invars[: eqn.params.get("num_consts", 0)]
+
+    def is_captured(atom: Any) -> bool:
+        return isinstance(atom, Constant) or any(atom is other for other in captured)
+
+    def is_moving(atom: Any) -> bool:
+        return not is_captured(atom) and is_inexact(str(atom.aval.dtype))
+
+    moving = [k for k, (atom, _) in enumerate(needs) if is_moving(atom)]
     variables = [atom for atom in eqn.invars if not _compat.is_literal(atom)]
-    places = [k for k, atom in enumerate(variables) if _is_inexact(atom)]
+    places = [k for k, atom in enumerate(variables) if is_moving(atom)]
 
     def bound(xs: Sequence[Any]) -> Sequence[Any]:
         every = iter(xs)
@@ -532,9 +540,12 @@ def _custom(
         for (other, own), x in zip(needs, xs, strict=True):
             if other is atom and own == alignment:
                 return x
+        what = "in another way than its value does. Remedy: "
+        if isinstance(source, Constant):
+            what = "that it closes over. Remedy: pass it the array as an argument, or "
         raise FusionError(
-            f"{name}: the derivative of {_label(eqn, line)} reads an array in another way than its "
-            "value does. Remedy: call it outside of the fused function.",
+            f"{name}: the derivative of {_label(eqn, line)} reads an array {what}call it outside "
+            "of the fused function.",
             eqn.primitive.name,
             line,
         )
@@ -602,12 +613,26 @@ def _custom(
             return tuple(found.get(k) for k in range(len(needs)))
 
         custom.defvjp(forward, backward)
-    return _Step(needs, gives, lambda xs: custom(*xs))
 
+    @jax.custom_jvp
+    def fixed(x: Any) -> Any:
+        return x
 
-def _is_inexact(atom: Any) -> bool:
-    dtype = atom.dtype if isinstance(atom, Constant) else atom.aval.dtype
-    return is_inexact(str(dtype))
+    @fixed.defjvp
+    def _(*_: Any) -> Any:
+        raise FusionError(
+            f"{name}: {_label(eqn, line)} has no derivative with respect to an array that it "
+            "closes over. Remedy: pass it the array as an argument.",
+            eqn.primitive.name,
+            line,
+        )
+
+    def compute(xs: list[Any]) -> Any:
+        return custom(
+            *(fixed(x) if is_captured(atom) else x for (atom, _), x in zip(needs, xs, strict=True))
+        )
+
+    return _Step(needs, gives, compute)
 
 
 # ---- what cannot be fused ----
@@ -615,7 +640,8 @@ def _is_inexact(atom: Any) -> bool:
 _REASONS = (
     (
         r"^(reduce_(?!precision)|arg(max|min)$|cum)",
-        "kernels of `fuse` reduce rows by sum, prod, max, min, any, all; messages reduce nothing",
+        "`fuse` reduces rows by sum, prod, max, min, any and all, over the same last dimensions in "
+        "all of a function; messages reduce nothing",
         "reduce outside of the function, and pass in the result",
     ),
     (
