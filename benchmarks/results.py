@@ -1,6 +1,6 @@
 """Results: JSON lines, a header with what they come from and then one line a case.
 
-A line has the suite, the case, its op, group, dtype, shape and bytes; ``us`` and ``iqr``, the
+A line has the case, its op, group, dtype, shape and bytes; ``us`` and ``iqr``, the
 median and the interquartile range of ours in microseconds; ``copy``, the time of a plain copy of as
 many bytes; ``xla``, the medians of the jnp forms, as users write it first; ``others``, those of
 other libraries and of variants of ours. A rival that failed has its error message instead. A case
@@ -28,7 +28,9 @@ class Result(NamedTuple):
 
 def write(path: Path, header: dict[str, Any], rows: Iterable[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [header, *(rows if "suite" in header else packed(rows))]
+    suite = header.get("suite")
+    of_suite = ({k: v for k, v in row.items() if (k, v) != ("suite", suite)} for row in rows)
+    lines = [header, *(of_suite if suite else packed(rows))]
     texts = [json.dumps(x, separators=(",", ":"), ensure_ascii=False) for x in lines]
     path.write_text("\n".join(texts) + "\n")
 
@@ -41,6 +43,8 @@ def read(path: Path) -> Result:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(header, dict) or not {"device", "date"} <= header.keys():
         raise ValueError(f"{path} is not a result of `python -m benchmarks`")
+    if suite := header.get("suite"):
+        rows = [{"suite": suite} | row for row in rows]
     return Result(header, rows)
 
 
@@ -78,7 +82,8 @@ def packed(rows: Iterable[Row]) -> list[Any]:
         if "us" in row:
             xla = min(numbers(row["xla"]).values(), default=None)
             default = numbers(row["others"]).get("default")
-            lines.append([name, row["us"], row["iqr"], xla, default, form(row)])
+            times = (row["us"], row["iqr"], xla, default, form(row))
+            lines.append([name, *(us and float(f"{us:.4g}") for us in times)])
         else:
             lines.append(row)
     return lines

@@ -146,7 +146,10 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// The result from the copies of the sums, rounded: a pack a thread.
+// A quarter of the threads that run at once. With more, hot rows cost more than threads save.
+constexpr int64_t kFewItems = 1 << 16;
+
+// The result from the copies of the sums, rounded: a pack a thread where there are many.
 template <int kPack, typename R>
 __global__ void __launch_bounds__(kBlockSize)
     FinishKernel(R reduction, int64_t outputs, int copies, bool has_operand,
@@ -155,7 +158,7 @@ __global__ void __launch_bounds__(kBlockSize)
   const int64_t at = ItemIndex<int64_t>() * kPack;
   if (at >= outputs) return;
   auto sum = LoadPack<kPack>(sums + at);
-#pragma unroll 4
+#pragma unroll 8
   for (int k = 1; k < copies; ++k) {
     const auto more = LoadPack<kPack>(sums + k * outputs + at);
 #pragma unroll
@@ -182,14 +185,12 @@ cudaError_t FinishAll(R reduction, const ScatterCall& call, int64_t outputs, cud
                        static_cast<int>(call.splits), call.has_operand(), sums, result);
   };
   constexpr int kPack = kPackSize<Sum>;
-  const bool is_packed = outputs % kPack == 0 && IsAligned(sums, kPackBytes) &&
+  const bool is_packed = outputs > kFewItems && outputs % kPack == 0 &&
+                         IsAligned(sums, kPackBytes) &&
                          IsAligned(result, kPack * static_cast<int64_t>(sizeof(T)));
   return is_packed ? launch(std::integral_constant<int, kPack>())
                    : launch(std::integral_constant<int, 1>());
 }
-
-// A quarter of the threads that run at once. With more, hot rows cost more than threads save.
-constexpr int64_t kFewItems = 1 << 16;
 
 template <int kPack, typename Index, typename R, typename To>
 cudaError_t CombineAll(R reduction, const ScatterCall& call, To* sums, cudaStream_t stream) {

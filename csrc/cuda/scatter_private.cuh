@@ -18,6 +18,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/fast_divide.h"
 #include "cuda/launch.cuh"
@@ -109,8 +110,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     } else {
-      // Looking for them costs a tenth of the time: where there are none it is not done each time.
-      if (p.tables <= kWarp && --until_hot <= 0 && !combine_hot(target, value)) until_hot = kRarely;
+      // To look for them takes a tenth of the time: where there are none it is not done each time.
+      // Additions of integers are no loops, and in 32 tables lanes do not meet.
+      if constexpr (!std::is_integral_v<Sum>) {
+        if (p.tables < kWarp && --until_hot <= 0 && !combine_hot(target, value)) {
+          until_hot = kRarely;
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         if (target[i] >= 0) reduction.AtomicCombine(table, target[i] * p.tables, 0, value[i]);
