@@ -704,10 +704,10 @@ def promotions(name):
     ("name", "mode"),
     [
         *itertools.product(OPS, [False]),
-        *((name, True) for name in ("elu", "add", "fma", "where")),
+        *((name, True) for name in ("elu", "add", "divide", "fma", "where")),
         *(
             pytest.param(name, True, marks=pytest.mark.exhaustive)
-            for name in ("relu", "silu", "divide", "swiglu")
+            for name in ("relu", "silu", "swiglu")
         ),
     ],
     ids=lambda p: p if isinstance(p, str) else "x64" if p else "x32",

@@ -131,13 +131,13 @@ SHAPES = (
 )
 
 
-# Without --exhaustive: one element, parts of a vector, whole ones, heads, and many vectors.
-OFTEN = SHAPES[:2] + SHAPES[3:5] + SHAPES[7:9] + SHAPES[12:]
+# These are others' kernels, of other sizes.
+RARE = SHAPES[2::3]
 
 
 @pytest.mark.parametrize(
     ("row", "of_weights"),
-    [pytest.param(*s, marks=[pytest.mark.exhaustive] * (s not in OFTEN)) for s in SHAPES],
+    [pytest.param(*s, marks=[pytest.mark.exhaustive] * (s in RARE)) for s in SHAPES],
     ids=str,
 )
 def test_message_sum(row, of_weights):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _policy
-from tests.catalogue import EACH_KIND, FUNCTIONS
+from tests.catalogue import EACH_KIND, EACH_PRIMITIVE, FUNCTIONS
 from tests.test_elementwise import (  # noqa: F401
     NARROW,
     OF_ONE_ARRAY,
@@ -198,7 +198,15 @@ def test_sizes_that_are_not_known_yet(tables):
 
 
 @native_backend
-@pytest.mark.parametrize("case", [case for case in EACH_KIND if not case.variant], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.exhaustive] * (case not in EACH_PRIMITIVE))
+        for case in EACH_KIND
+        if not case.variant
+    ],
+    ids=str,
+)
 def test_either_choice_gives_the_same(case, tables):
     xs = case.inputs()
     decisions = jof.policy(case.f, *xs)

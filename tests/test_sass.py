@@ -98,6 +98,7 @@ def module() -> sass.Module:
     return sass.read_module(_native._loaded["cuda"].__file__)
 
 
+@pytest.mark.exhaustive
 def test_opcodes_are_those_of_a_whole_listing(module, tmp_path):
     """Of all that moves memory, in the smallest part of the module."""
     path = _native._loaded["cuda"].__file__

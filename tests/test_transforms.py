@@ -612,6 +612,8 @@ def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
 
 # What variants and twins go through without --exhaustive; the second needs all derivatives.
 VARIANTS = ("jit", "hvp_forward_over_reverse")
+# What only FEW go through without it: JAX's own machinery around rules that other columns test.
+MACHINERY = ("jit_in_jit", "jit_of_value_and_grad", "x64")
 
 
 def parameters():
@@ -622,7 +624,10 @@ def parameters():
         ):  # workers that take tests one by one take these together
             program = column.group if column.traced else "expected"
             marks.append(pytest.mark.xdist_group(f"{case}, {program}"))
-        if (case.variant or case.name in TWINS) and column.name not in VARIANTS:
+        is_like_another = case.variant or case.name in TWINS
+        if (is_like_another and column.name not in VARIANTS) or (
+            case not in FEW and column.name in MACHINERY
+        ):
             marks.append(pytest.mark.exhaustive)
         yield pytest.param(case, column, id=f"{case}-{column.name}", marks=marks)
 
