@@ -201,8 +201,9 @@ def differentiable(
     def tangent(primals: Sequence[Any], tangents: Sequence[Any], implementation: Any) -> Any:
         """The tangent of f where no parameter has one."""
         arrays, rest = primals[:inputs], primals[inputs:]
-        like = _operands.result_aval(*map(jax.typeof, arrays))
         live = [i for i, t in enumerate(tangents[:inputs]) if not isinstance(t, ad.Zero)]
+        # Tangents alone may have a batch axis.
+        like = _operands.result_aval(*map(jax.typeof, (*arrays, *(tangents[i] for i in live))))
         full = {i: _compat.broadcast_like(tangents[i], like) for i in live}
         if len(live) > 1:
             return bind(jvp_p, *arrays, *full.values(), implementation=implementation)

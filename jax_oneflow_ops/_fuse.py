@@ -69,7 +69,8 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       but for the sign of a row's maximum or minimum where it has zeros of both signs; integers
       wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the same for
       all elements of a row is taken out of sums, and a division by such a value is a multiplication
-      by its inverse, within 2 ulp.
+      by its inverse, within 2 ulp; near the largest and smallest numbers these may overflow, or be
+      0, where jnp's order of operations does not.
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including

@@ -282,6 +282,7 @@ def policy(
       expected times `native_us` and `xla_us`, and the `call`.
 
     Raises:
+      TypeError: `fun` is not a function.
       ValueError: `device` is not the name of a measured device.
 
     Example:
@@ -291,6 +292,11 @@ def policy(
       >>> decision.implementation
       'native'
     """
+    if not callable(fun):
+        raise TypeError(
+            f"policy: fun must be a function, got {type(fun).__name__}; pass the function and then "
+            "its arguments: policy(jax_oneflow_ops.gelu, x)"
+        )
     if isinstance(device, str):
         if device not in tables():
             known = ", ".join(map(repr, tables()))

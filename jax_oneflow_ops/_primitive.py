@@ -67,6 +67,25 @@ def _warn(message: str) -> None:
     warnings.warn(message, GatherWarning, stacklevel=2)
 
 
+def mergeable(function: str, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """`x`, whose `axes` become one, all-gathered along those that jax cannot merge.
+
+    That is where a mesh is Explicit: all but the first must not be sharded.
+    """
+    aval = jax.typeof(x)
+    spec = [*aval.sharding.spec]
+    gathered = [] if aval.sharding.mesh.empty else [a for a in axes[1:] if spec[a] is not None]
+    if not gathered:
+        return x
+    _warn(
+        f"{function}: dimension {gathered[0]} of operand 0 is sharded and will be all-gathered: it "
+        "is reduced together with others. docs/sharding.md lists the dimensions that need no "
+        "communication."
+    )
+    spec = [None if a in gathered else entry for a, entry in enumerate(spec)]
+    return _compat.with_sharding_of(x, _compat.with_spec(aval, x.shape, spec))
+
+
 def define(
     target: str,
     *,

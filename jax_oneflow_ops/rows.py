@@ -118,7 +118,7 @@ def _softmax(
     mask = _mask(name, where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
-    rows, place, back = _merged(x, axes)
+    rows, place, back = _merged(name, x, axes)
     y = _primitive.bind(_rows.softmax_p, rows, axis=place, log=log, implementation=choice)
     y = back(y)
     return y if mask is None else jnp.where(mask, y, jnp.asarray(fill, y.dtype))
@@ -179,7 +179,7 @@ def logsumexp(
     mask = _mask(name, where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
-    rows, place, _ = _merged(x, axes)
+    rows, place, _ = _merged(name, x, axes)
     y: jax.Array = _primitive.bind(_rows.logsumexp_p, rows, axis=place, implementation=choice)[0]
     return jnp.expand_dims(y, axes) if keepdims else y
 
@@ -237,7 +237,7 @@ def softmax_cross_entropy_with_integer_labels(
     axes = _axes(name, axis, x.ndim, sort=False)
     if axis is None or not axes:
         raise ValueError(f"{name}: axis must name an axis of logits, got {axis!r}")
-    rows, place, _ = _merged(x, axes)
+    rows, place, _ = _merged(name, x, axes)
     if jnp.shape(labels) == x.shape != () and jnp.issubdtype(jnp.result_type(labels), jnp.floating):
         raise TypeError(
             f"{name}: labels must be integers that name classes, got an array of logits' shape; of "
@@ -327,11 +327,12 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         return False
 
 
-def _merged(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, int, Any]:
+def _merged(name: str, x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, int, Any]:
     """`x` with `axes` as one, which one it is, and the function that brings a result back."""
     shape = x.shape
     if len(axes) == 1:
         return x, axes[0], lambda y: y
+    x = _primitive.mergeable(name, x, axes)
     begin = axes[0] if axes else x.ndim
     if [*axes] == [*range(begin, begin + len(axes))]:
         n = math.prod(shape[a] for a in axes)
@@ -564,6 +565,7 @@ def _norm(
     order = (*others, *axes)
 
     def to_rows(a: jax.Array) -> jax.Array:
+        a = _primitive.mergeable(name, a, axes)
         a = a if order == (*range(a.ndim),) else jnp.transpose(a, order)
         return a if len(axes) == 1 else a.reshape(*a.shape[: len(others)], -1)
 

@@ -938,6 +938,25 @@ def test_parts_of_buffers(name, dtype):
     assert_near_bits(joined[0], np.concatenate([expected[1:], expected[3:999]]))
 
 
+def test_derivatives_of_pullbacks_of_many_cotangents():
+    """Only cotangents have the batch axis."""
+    x, gate = rng_for("pullbacks").standard_normal((2, 3, 5))
+    cts = rng_for("cotangents").standard_normal((4, 3, 5))
+
+    def loss(f, *args):
+        *arrays, cts = args
+        results = jax.vmap(jax.vjp(f, *arrays)[1])(cts)
+        return sum(jnp.sum(jnp.sin(y)) for y in results)
+
+    ours, theirs = (
+        jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2)))(x, gate, cts)
+        for f in (jof.swiglu, BY_NAME["swiglu"].replaces)
+    )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), ours, theirs
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["silu", "relu", "add", "multiply", "swiglu", "fma"])
 def test_donated_operands(name, dtype):

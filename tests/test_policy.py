@@ -270,3 +270,5 @@ def test_policy_of_an_unknown_device(tables):
     tables({"a": table("cuda")})
     with pytest.raises(ValueError, match=r"^policy: device must be .* one of 'a', got 'b'"):
         jof.policy(permuted, np.ones((2, 3)), device="b")
+    with pytest.raises(TypeError, match=r"^policy: fun must be a function, got str; pass"):
+        jof.policy("gelu", np.ones(2))

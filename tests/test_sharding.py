@@ -956,6 +956,17 @@ def test_gradients_in_a_shard_map_keep_no_empty_arrays():
     assert not any("tensor<0x" in line for line in passed)
 
 
+@pytest.mark.parametrize("f", [jof.softmax, jof.logsumexp, jof.rms_norm])
+def test_axes_that_are_reduced_together(f):
+    x = integers((2, 3, 8))
+    expected = f(x, axis=(1, 2))
+    with mesh_of("explicit") as mesh:
+        shards = jax.device_put(x, NamedSharding(mesh, P(None, None, "a")))
+        with pytest.warns(jof.GatherWarning, match="dimension 2 .* it is reduced together"):
+            y = jax.jit(functools.partial(f, axis=(1, 2)))(shards)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+
+
 def test_sum_of_rows_with_two_dimensions():
     """No dimension that may be sharded is merged into another."""
     ids = jnp.array([0, 2, 1, 1])
