@@ -116,11 +116,12 @@ def run(
     print(f"{name} on {header['device']}, {header['clock']} clock")
     print(tables.aligned(tables.PROGRESS))
     rows: list[Row] = []
+    told = {case.name: harness.about(case) for case in cases if about.get("suite") in SUITES}
     measured = harness.measure(cases, machine, options)
     # A bar on a terminal only: in a file the table's lines show the progress.
     for row in tqdm(measured, total=len(cases), unit="case", leave=False, disable=None):
         rows.append(row)
-        results.write(path, header, rows)
+        results.write(path, header, [results.without(told, row) for row in rows])
         tqdm.write(tables.progress(row))
     print("\n".join(tables.notes(header, rows)))
     print(f"wrote {path.name}")

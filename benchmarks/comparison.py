@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import results
-from .results import Result, Row, read
+from . import results, survey
+from .results import Result, Row
 
 # Two runs differ by more than the samples of either show: by 1 %, and by a few ticks of a clock.
 _LEAST_SHARE, _LEAST_US = 0.01, 0.05
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         pairs = [(options.old / n, options.new / n) for n in names if (options.new / n).exists()]
     try:
         for old, new in pairs:
-            print(compare(read(old), read(new)))
+            print(compare(survey.read(old), survey.read(new)))
     except ValueError as error:
         parser.error(str(error))
     return 0

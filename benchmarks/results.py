@@ -1,10 +1,11 @@
 """Results: JSON lines, a header with what they come from and then one line a case.
 
-A line has the case, its op, group, dtype, shape and bytes; ``us`` and ``iqr``, the
-median and the interquartile range of ours in microseconds; ``copy``, the time of a plain copy of as
-many bytes; ``xla``, the medians of the jnp forms, as users write it first; ``others``, those of
-other libraries and of variants of ours. A rival that failed has its error message instead. A case
-that failed has ``error``. Lines of surveys are `packed`; `survey.read` adds the rest.
+A row has the suite, the case, its op, group, dtype, shape and bytes; ``us`` and ``iqr``, the median
+and the interquartile range of ours in microseconds; ``copy``, the time of a plain copy of as many
+bytes; ``xla``, the medians of the jnp forms, as users write it first; ``others``, those of other
+libraries and of variants of ours. A rival that failed has its error message instead. A case that
+failed has ``error``. Files leave out what the case itself tells, and lines of surveys are `packed`;
+`survey.read` adds the rest.
 """
 
 import json
@@ -28,9 +29,7 @@ class Result(NamedTuple):
 
 def write(path: Path, header: dict[str, Any], rows: Iterable[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    suite = header.get("suite")
-    of_suite = ({k: v for k, v in row.items() if (k, v) != ("suite", suite)} for row in rows)
-    lines = [header, *(of_suite if suite else packed(rows))]
+    lines = [header, *(rows if "suite" in header else packed(rows))]
     texts = [json.dumps(x, separators=(",", ":"), ensure_ascii=False) for x in lines]
     path.write_text("\n".join(texts) + "\n")
 
@@ -43,8 +42,6 @@ def read(path: Path) -> Result:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(header, dict) or not {"device", "date"} <= header.keys():
         raise ValueError(f"{path} is not a result of `python -m benchmarks`")
-    if suite := header.get("suite"):
-        rows = [{"suite": suite} | row for row in rows]
     return Result(header, rows)
 
 
@@ -68,6 +65,12 @@ def rival(row: Row, name: str) -> float | None:
     """Returns the time over ours of a form or of another library."""
     us = numbers({**row.get("xla", {}), **row.get("others", {})}).get(name)
     return None if us is None else us / row["us"]
+
+
+def without(told: dict[str, Row], row: Row) -> Row:
+    """A row without what its case tells, but with the case's name."""
+    known = told.get(row["case"], {})
+    return {k: v for k, v in row.items() if k == "case" or k not in known or known[k] != v}
 
 
 def packed(rows: Iterable[Row]) -> list[Any]:

@@ -18,7 +18,7 @@ from . import results, tables
 from .__main__ import PARTS, parse, run
 from .harness import Case, Options, about
 from .results import Row
-from .suites import FAMILIES, load
+from .suites import FAMILIES, SUITES, load
 
 SLOW = 0.95
 LARGEST = {"gpu": 1 << 30, "cpu": 64 << 20}
@@ -68,11 +68,16 @@ def count(family: str) -> int:
 
 
 def read(path: Path) -> results.Result:
-    """Reads a result. The rows of a survey get what drawing their cases again tells."""
+    """Reads a result. Its rows get what their cases tell, which those of surveys are drawn for."""
     result = results.read(path)
-    if "suite" in result.header:
+    suite = result.header.get("suite", "")
+    if suite and suite not in SUITES:
         return result
     drawn = cases(result)
+    if suite:
+        told = {case.name: about(case) for case in drawn.values()}
+        rows = [told.get(row["case"], {}) | row for row in result.rows]
+        return results.Result(result.header, rows)
     rows = [row for row in result.rows if isinstance(row, dict)]
     for case, us, iqr, xla, default, form in (x for x in result.rows if isinstance(x, list)):
         if case not in drawn:
