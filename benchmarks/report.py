@@ -144,9 +144,9 @@ _LAYOUT = {
 """What lines and columns are, if not ops and dtypes."""
 
 
-def suite(found: Sequence[Result], name: str, group: str = "") -> str:
-    """A line an op (permute: what moves), a column a dtype: XLA's best over ours."""
-    rows = [row for row in listed(found, name) if group in ("", row["group"])]
+def suite(found: Sequence[Result], name: str, *words: str) -> str:
+    """A line an op (permute: what moves), a column a dtype: XLA's best over ours, of a group."""
+    rows = [row for row in listed(found, name) if " ".join(words) in ("", row["group"])]
     label, column = _LAYOUT.get(name, ("op", "dtype"))
     columns = [str(key) for (key,) in by(rows, column)]
     torch = [""] if any(results.rival(row, "torch") for row in rows) else []
