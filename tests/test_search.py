@@ -169,6 +169,12 @@ def test_explain_names_searches(monkeypatch):
     small, _ = jof.explain(step, few, edges, platform="cuda").rows
     assert not small.swapped
 
+
+def test_searches_over_several_devices_are_of_few_edges(monkeypatch):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices (the CPU has 8 virtual ones)")
+    monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION")
+    x = jax.ShapeDtypeStruct((2**22,), np.float32)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     for size, swapped in ((9, True), (2**17, False)):
         table = jax.ShapeDtypeStruct((size,), np.float32, sharding=jax.NamedSharding(mesh, P()))
