@@ -1309,6 +1309,12 @@ def test_options_that_take_refuses(options, exception):
         jnp.take(np.ones((2, 3)), 0, **{"axis": 0, **options})
 
 
+def test_means_of_no_one_and_several_rows():
+    data, ids = np.arange(12, dtype=np.float32).reshape(6, 2), np.array([2, 0, 2, 4, 2, 0])
+    expected = [data[ids == i].mean(0) if i in ids else np.zeros(2) for i in range(6)]
+    np.testing.assert_array_equal(jof.segment_mean(data, ids, 6), np.float32(expected))
+
+
 def test_empty_axes_of_a_lookup():
     with pytest.raises(IndexError, match=r"^embedding_lookup: table\b"):
         jof.embedding_lookup(np.ones((2, 0)), 0, axis=1)
