@@ -815,11 +815,23 @@ REFUSED = {
     "transpose": (lambda x: x + x.T, "moves elements"),
     "concatenate": (lambda x: jnp.concatenate([x, x]), "moves elements"),
     "reshape": (lambda x: x.reshape(-1) * 2, "moves elements"),
-    "iota": (lambda x: x + jnp.arange(5.0), "does not know its place"),
+    "iota": (lambda x: x + jnp.arange(1e5)[:, None, None], "place in so long an array"),
     "scan": (lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x * 2, x), "no loops"),
     "cond": (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), "no loops"),
     "digamma": (lambda x: sp.digamma(x), "no form in C"),
 }
+
+
+def test_places_of_elements():
+    x = normals(3, 4, 5)
+
+    def f(x):
+        places = jax.lax.broadcasted_iota(jnp.float32, x.shape, 0)
+        return x**2 * jnp.arange(4.0)[:, None] + jnp.where(jnp.arange(5) > 2, places, x)
+
+    for order in (lambda f: f, lambda f: jax.grad(lambda x: f(x).sum())):
+        np.testing.assert_allclose(order(jof.fuse(f))(x), order(f)(x), rtol=1e-6)
+        assert len(targets(order(jof.fuse(f)), x)) == 1
 
 
 @pytest.mark.parametrize("primitive", REFUSED)
@@ -935,6 +947,11 @@ def masked_softmax(x, mask, temperature):
     return jax.nn.softmax(jnp.where(mask > 0, x / temperature, -1e30))
 
 
+def causal_softmax(x):
+    rows, columns = (jnp.arange(n) for n in x.shape[-2:])
+    return jax.nn.softmax(jnp.where(rows[:, None] >= columns, x, -1e30))
+
+
 def extrema(x):
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     return (x - low) / (high - low), low, high[..., 0], (x > 0).any(-1), (x > 0).sum(-1)
@@ -950,6 +967,7 @@ ROWS = {
     "gated_norm": (gated_norm, ["x", "x", "row"]),
     "masked_softmax": (masked_softmax, ["x", "mask", "scalar"]),
     "extrema": (extrema, ["x"]),
+    "causal_softmax": (causal_softmax, ["x"]),
 }
 
 

@@ -218,7 +218,9 @@ def plan(
 
 
 def is_elementwise(name: str, eqn: Any) -> bool:
-    """Whether an equation can be part of a kernel."""
+    """Whether an equation can be part of a kernel that begins anywhere in a program."""
+    if eqn.primitive.name == "iota":  # which XLA computes where it is read
+        return False
     outs = [(k, _identity(var.aval.shape)) for k, var in enumerate(eqn.outvars)]
     try:
         for var in eqn.outvars:
@@ -304,7 +306,7 @@ def _step(
         return _Step(moves, gives, lambda xs: xs)
     if primitive in traced.REDUCTIONS and space.shape:
         return _reduction(name, eqn, outs, gives, line, space)
-    if primitive == "iota" and space.shape:
+    if primitive == "iota":
         return _places(name, eqn, outs, gives, line, space)
     if not traced.is_elementwise(primitive) and primitive != "stop_gradient":
         raise _refused(name, eqn, line)
@@ -397,6 +399,9 @@ def _reduction(
     return _Step(needs, gives, compute)
 
 
+_MOST_PLACES = 2**16  # of an array that programs contain
+
+
 def _places(
     name: str,
     eqn: Any,
@@ -405,18 +410,23 @@ def _places(
     line: str,
     space: Space,
 ) -> _Step:
-    """`iota` along rows of one dimension."""
+    """`iota`: along rows of one dimension it is computed, along others a short one is an array."""
     d, dtype = eqn.params["dimension"], eqn.params["dtype"]
+    size = eqn.params["shape"][d]
     rows = [k for k in range(space.start, len(space.shape)) if space.shape[k] != 1]
     axes = [alignment[d] for _, alignment in outs]
-    if any(axis is not None and [axis] != rows for axis in axes):
-        raise _refused(name, eqn, line)
 
     def compute(_: list[Any]) -> list[Any]:
         place, zero = lax.iota(computed(dtype), space.width), np.zeros((), computed(dtype))[()]
         return [zero if axis is None else place for axis in axes]
 
-    return _Step([], gives, compute)
+    if space.shape and all(axis is None or [axis] == rows for axis in axes):
+        return _Step([], gives, compute)
+    if not isinstance(size, int) or size > _MOST_PLACES:
+        raise _refused(name, eqn, line)
+    _check_dtype(name, dtype)
+    places = Constant(np.arange(size).astype(dtype), dtype)
+    return _Step([(places, (axis,)) for axis in axes], gives, lambda xs: xs)
 
 
 # ---- equations that move elements, if anything, over dimensions of size 1 ----
@@ -662,7 +672,7 @@ _REASONS = (
     (r"random|threefry|rng", "kernels draw no random numbers", "draw them before the call"),
     (
         r"^iota$",
-        "an element does not know its place",
+        "an element does not know its place in so long an array",
         "pass in the array, such as jnp.arange(n)",
     ),
     (
