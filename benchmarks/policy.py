@@ -70,7 +70,7 @@ def _device(name: str, found: Sequence[Result]) -> str:
     cells = []
     for kind, bands in sorted(samples.items()):
         lines = [_line(most, rows) for most, rows in sorted(bands.items())]
-        if lines := [line for line in lines if line[1] >= _policy.CASES]:
+        if lines := [line for line in lines if _policy.is_enough(line[1], line[3])]:
             cells.append(f"{json.dumps(kind)}: {json.dumps(lines)}")
     head = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in about.items())
     return f'{json.dumps(name)}: {{\n{head},\n"cells": {{\n' + ",\n".join(cells) + "\n}}"

@@ -25,7 +25,9 @@ from jax.extend import core
 BANDS = (1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 50)
 """The most bytes of each range of sizes."""
 CASES, GAIN, LOW = 4, 1.03, 0.95
-"""Native kernels run where at least so many cases gain so much, and none is slower than this."""
+"""Native kernels run where at least so many cases gain so much, and none is slower than this,"""
+FEW, CLEAR = 2, 1.1
+"""or where there are so few, and each of them gains so much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,11 @@ def _table(platform: str, device_kind: str | None) -> tuple[str, Any]:
     return name, known.get(name)
 
 
+def is_enough(cases: int, low: float) -> bool:
+    """Whether so many cases, the slowest of which gains `low`, decide about others."""
+    return cases >= CASES or (cases >= FEW and low >= CLEAR)
+
+
 def choose(call: Call | str, platform: str, device_kind: str | None = None) -> Decision:
     """Chooses between native kernels, which there are, and XLA."""
     if isinstance(call, str):
@@ -101,7 +108,7 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
             "/".join(call.kind[:depth]), ()
         ):
             # A line says nothing about smaller arrays: a coarser cell that has them does.
-            if most != size or cases < CASES:
+            if most != size or not is_enough(cases, low):
                 continue
             wins = gain >= GAIN and low >= LOW
             speed = f"{gain:.2f}x as fast as XLA, {low:.2f}x in the worst case"

@@ -72,7 +72,8 @@ def test_kernels_run_where_they_gain_and_hardly_lose(tables, gain, low, expected
 
 def test_the_finest_cell_with_enough_cases_counts(tables):
     slow, fast = [9, 0.5, 0.5, 1, 1], [9, 2.0, 2.0, 1, 1]
-    few = [_policy.CASES - 1, 2.0, 2.0, 1, 1]
+    few, clear = [_policy.CASES - 1, 2.0, 1.0, 1, 1], [_policy.FEW, 2.0, 1.5, 1, 1]
+    one = [1, 2.0, 2.0, 1, 1]
     tables(
         {
             "a": table(
@@ -80,6 +81,8 @@ def test_the_finest_cell_with_enough_cases_counts(tables):
                 permute=[[1 << 16, *slow], [1 << 20, *fast], [1 << 24, *fast]],
                 permute__tile=[[1 << 20, *slow]],
                 permute__tile__narrow=[[1 << 20, *few]],
+                permute__tile__wide=[[1 << 20, *clear]],
+                permute__tile__single=[[1 << 20, *one]],
                 permute__rows=[[1 << 50, *fast]],  # says nothing about smaller arrays
             )
         }
@@ -93,6 +96,8 @@ def test_the_finest_cell_with_enough_cases_counts(tables):
     assert chosen("permute", "tile", size=1 << 20) == "xla"
     assert chosen("permute", "tile", size=(1 << 20) + 1) == "native"
     assert chosen("permute", "tile", "narrow", size=1 << 20) == "xla"
+    assert chosen("permute", "tile", "wide", size=1 << 20) == "native"
+    assert chosen("permute", "tile", "single", size=1 << 20) == "xla"
     assert chosen("permute", "rows", size=1 << 20) == "native"
     assert chosen("permute", "rows", size=1 << 10) == "xla"
 
@@ -118,7 +123,7 @@ def test_the_measurements_are_whole():
             assert sizes == sorted({*sizes}), kind
             assert {*sizes} <= {*_policy.BANDS}
             for _, cases, gain, low, native, xla in lines:
-                assert cases >= _policy.CASES
+                assert _policy.is_enough(cases, low)
                 assert min(gain, low, native, xla) > 0
 
 
