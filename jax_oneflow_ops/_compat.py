@@ -556,6 +556,10 @@ def functions_of(eqn: Any) -> list[str]:
     return [frame.function_name for frame in reversed(frames)]
 
 
+WITH_A_PROGRAM = "call_hi_primitive"
+"""The name of primitives of jax 0.12 whose programs are made where they are lowered."""
+
+
 def user_line(traceback: Any) -> str:
     """The file and line of an equation in the user's own program, else in a library."""
     frames = [(_origin(f.file_name), f) for f in source_info_util.user_frames(traceback)]

@@ -793,8 +793,13 @@ def explain(
     # What is in a function of jit may not know where the program calls it.
     lines = {_key(eqn.primitive, eqn.invars): at for eqn, at, _ in _equations(jaxpr)}
     counts = _tags(text)
+
+    def line_of(row: Row, key: tuple[Any, ...]) -> str:
+        within = (_compat.WITH_A_PROGRAM, *row.shapes)  # a search, in jax 0.12
+        return row.line or lines.get(key) or lines.get(within, "")
+
     rows = [
-        dataclasses.replace(row, count=counts[i], line=row.line or lines.get(key, ""))
+        dataclasses.replace(row, count=counts[i], line=line_of(row, key))
         for i, (row, key) in enumerate(explanation.rows)
         if counts[i]
     ]
