@@ -235,8 +235,8 @@ class WholeRowsBody {
     }
   }
 
-  // The sums of the block's teams, in a fixed order. Threads share the columns of short rows: 128
-  // teams one after the other took 25 us.
+  // The sums of the block's teams, in a fixed order. Threads share the columns of short rows: with
+  // 128 teams one after the other the gradient of 72 x 16 f16 took 27 us on an H200 instead of 5.
   __device__ __forceinline__ void StoreColumnSums() const {
     __shared__ alignas(kPackBytes) C shared[kWholeRowsThreads * V];
     const int teams_here = blockDim.x / plan_.lanes;
