@@ -50,10 +50,22 @@ inline void ExpandRow(const CpuUpsample& p, const Unit* in, Unit* out) {
   for (int64_t q = 0; q < p.out_w; ++q) out[q] = in[p.col_source[q]];
 }
 
-// Pixels of any number of bytes.
+// Pixels of any number of bytes by words of so many, 0 for calls of memcpy: with 8 channels of f32
+// these took four times as long.
+template <int kWord>
 inline void ExpandRowOfBytes(const CpuUpsample& p, int64_t pixel, const uint8_t* in, uint8_t* out) {
-  for (int64_t q = 0; q < p.out_w; ++q) {
-    memcpy(out + q * pixel, in + p.col_source[q] * pixel, static_cast<size_t>(pixel));
+  for (int64_t q = 0; q < p.out_w; ++q, out += pixel) {
+    const uint8_t* source = in + p.col_source[q] * pixel;
+    if constexpr (kWord == 0) {
+      memcpy(out, source, static_cast<size_t>(pixel));
+    } else {
+      const auto copy = [&](int64_t at) {
+        *reinterpret_cast<Bytes<kWord>*>(out + at) =
+            *reinterpret_cast<const Bytes<kWord>*>(source + at);
+      };
+      for (int64_t at = 0; at + kWord < pixel; at += kWord) copy(at);
+      copy(pixel - kWord);  // may overlap the word before
+    }
   }
 }
 
@@ -108,7 +120,13 @@ inline void UpsampleForwardRows(const CpuUpsample& p, int element_bytes, const v
           expand(Bytes<16>{});
           break;
         default:
-          ExpandRowOfBytes(p, pixel, in, out);
+          if (pixel > 256 || pixel < 8) {
+            ExpandRowOfBytes<0>(p, pixel, in, out);
+          } else if (pixel >= 16) {
+            ExpandRowOfBytes<16>(p, pixel, in, out);
+          } else {
+            ExpandRowOfBytes<8>(p, pixel, in, out);
+          }
       }
     }
   }
