@@ -279,7 +279,8 @@ def policy(
 
     Args:
       fun: a function of arrays that calls functions of this package, or one of them.
-      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`. Bind others, such as `num_segments`,
+        by `functools.partial`.
       device: a device, or the name of a measured kind such as ``"NVIDIA H200"``, which you need not
         have. By default JAX's default device. A device of a kind that was not measured uses the
         first measurements of its platform.
