@@ -80,7 +80,7 @@ def _line(most: int, rows: list[Any]) -> list[Any]:
     gains, noise, *columns = zip(*rows, strict=True)
     # What the spread of the samples explains is no loss.
     low = min(max(g, min(1.0, g + n)) for g, n in zip(gains, noise, strict=True))
-    ratios = (round(x, 3) for x in (statistics.geometric_mean(gains), low))
+    ratios = (round(x, 3) for x in (statistics.geometric_mean(gains), low, min(gains)))
     times = map(statistics.median, columns)
     return [most, len(rows), *ratios, *(float(f"{us:.3g}") for us in times)]
 

@@ -369,9 +369,12 @@ def _traced(
         nonlocal structure
         args, kwargs = jax.tree.unflatten(tree, leaves)
         results, structure = jax.tree.flatten(fun(*args, **kwargs))
+        for x in results:
+            _checks.as_array(name, "a result", x, numbers=True)
         return results
 
-    closed = traced.trace(getattr(fun, "__name__", type(fun).__name__), flat, leaves)
+    name = getattr(fun, "__name__", type(fun).__name__)
+    closed = traced.trace(name, flat, leaves)
     if partial:
         closed = parts.flattened(*_compat.jaxpr_and_consts(closed), leaves)
     return closed, structure

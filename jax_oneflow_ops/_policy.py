@@ -3,11 +3,12 @@
 `policy.json` holds, for each device measured, cells such as "permute/tile/2-byte": the family of
 calls, then what distinguishes them. A cell has a line for each range of sizes:
 
-    [most bytes, cases, gain, low, native, xla]
+    [most bytes, cases, gain, low, least, native, xla]
 
-`gain` is the geometric mean of XLA's time over that of the kernels, `low` the least one without
-noise; `native` and `xla` are their median times in microseconds per MiB. ``python -m benchmarks
-policy`` makes the file from the results of the benchmarks and of surveys of random shapes.
+`gain` is the geometric mean of XLA's time over that of the kernels, `least` the least one, and
+`low` the least one that counts: noise does not, nor do single losses of sums. `native` and `xla`
+are their median times in microseconds per MiB. ``python -m benchmarks policy`` makes the file from
+the results of the benchmarks and of surveys of random shapes.
 """
 
 import dataclasses
@@ -104,14 +105,14 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
         return Decision(call, "native", f"no device of the platform {platform} was measured")
     size = next(most for most in BANDS if call.bytes <= most)
     for depth in range(len(call.kind), call.least_depth - 1, -1):
-        for most, cases, gain, low, native, xla in table["cells"].get(
+        for most, cases, gain, low, least, native, xla in table["cells"].get(
             "/".join(call.kind[:depth]), ()
         ):
             # A line says nothing about smaller arrays: a coarser cell that has them does.
             if most != size or not is_enough(cases, low):
                 continue
             wins = gain >= GAIN and low >= LOW
-            speed = f"{gain:.2f}x as fast as XLA, {low:.2f}x in the worst case"
+            speed = f"{gain:.2f}x as fast as XLA, {least:.2f}x in the worst case"
             reason = f"{speed}, in {cases} cases on {device}"
             times = (us * call.bytes / 2**20 for us in (native, xla))
             return Decision(call, "native" if wins else "xla", reason, *times)
@@ -278,7 +279,8 @@ def policy(
 
     Args:
       fun: a function of arrays that calls functions of this package, or one of them.
-      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`. Bind others, such as `num_segments`,
+        by `functools.partial`.
       device: a device, or the name of a measured kind such as ``"NVIDIA H200"``, which you need not
         have. By default JAX's default device. A device of a kind that was not measured uses the
         first measurements of its platform.

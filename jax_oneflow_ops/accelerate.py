@@ -740,7 +740,8 @@ def explain(
 
     Args:
       fun: a function of arrays, or what `jax.jit` or :func:`accelerate` made of one.
-      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`. Bind others by `functools.partial`,
+        or mark them as static by `jax.jit`.
       platform: what to lower for: ``"cpu"``, ``"cuda"``, or a kind of device that was measured,
         such as ``"NVIDIA H200"``. It need not be at hand. By default JAX's default device.
       **kwargs: keyword arguments of `fun`.

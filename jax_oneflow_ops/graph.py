@@ -193,7 +193,8 @@ def message_mean(
     Replaces two calls of `jax.ops.segment_sum`: of rows, and of ones.
 
     Numerics:
-      Those of `message_sum`. The division rounds once more.
+      Those of `message_sum`. The division rounds once more. The sum of float16 messages may
+      overflow even if their mean would not.
 
     Differentiation and sharding:
       As of `message_sum`.
@@ -214,7 +215,7 @@ def message_mean(
     )
     size = total.shape[0]
     ids = _in_range(_edge_ids(name, "receivers", receivers, size), size)
-    ones = jnp.ones(ids.shape, jnp.int32)
+    ones, wide = jnp.ones(ids.shape, jnp.int32), total.dtype
     if total.dtype in _graph.FLOATS:
         count = _primitive.bind(
             *(_scatter.segment_sum_p, ones, ids),
@@ -223,10 +224,12 @@ def message_mean(
             indexing=Indexing(),
             implementation=_native.choose_implementation(name, implementation),
         )
+        wide = _graph.compute_dtype(total.dtype)  # which holds every count
     else:
         count = jax.ops.segment_sum(ones, ids, size)
-    divisor = jnp.maximum(count, 1).astype(total.dtype)
-    return total / divisor.reshape(-1, *(1,) * (total.ndim - 1))
+    divisor = jnp.maximum(count, 1).reshape(-1, *(1,) * (total.ndim - 1)).astype(wide)
+    mean = total.astype(wide) / divisor
+    return mean if wide == total.dtype else mean.astype(total.dtype)
 
 
 @_checks.in_own_precision

@@ -1002,8 +1002,8 @@ def test_explain_names_messages():
 
 
 def test_explain_for_a_device_that_is_not_here(monkeypatch):
-    cells = {"sum/narrow rows/32-bit": [[_policy.BANDS[0], 9, 2.0, 1.5, 100.0, 200.0]]}
-    cells["sum/narrow rows/16-bit"] = [[_policy.BANDS[0], 9, 0.5, 0.4, 100.0, 50.0]]
+    cells = {"sum/narrow rows/32-bit": [[_policy.BANDS[0], 9, 2.0, 1.5, 1.5, 100.0, 200.0]]}
+    cells["sum/narrow rows/16-bit"] = [[_policy.BANDS[0], 9, 0.5, 0.4, 0.4, 100.0, 50.0]]
     table = {"NVIDIA X": {"platform": "cuda", "cells": cells}}
     monkeypatch.setattr(_policy, "tables", lambda: table)
     if "cuda" not in jof.implementations():

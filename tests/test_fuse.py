@@ -857,11 +857,13 @@ def test_bad_input():
     remedy = r"args\[1\]\['mode'\] must be an array or a number, got str. Remedy: .* in a closure"
     with pytest.raises(TypeError, match=remedy):
         jof.fuse(lambda x, options: x)(x, {"mode": "text"})
+    with pytest.raises(TypeError, match=r"^<lambda>: a result must be an array or a number, got"):
+        jof.fuse(lambda x: {"y": x, "mode": "text"})(x)
     with pytest.raises(jof.FusionError, match=r"bitcast_convert_type .* between sizes"):
         jof.fuse(lambda x: jax.lax.bitcast_convert_type(x, jnp.int8))(x)
     with pytest.raises(jof.FusionError, match="capture what is no array in a closure"):
         jof.fuse(lambda x, n: sum(x**i for i in range(n)))(x, 3)
-    with pytest.raises(jof.FusionError, match="over the same last dimensions in all of a function"):
+    with pytest.raises(jof.FusionError, match="over the same last dimensions in the entire"):
         jof.fuse(lambda x: x.sum(-1).sum(-1))(x[None])
 
 

@@ -520,6 +520,16 @@ def test_types_that_do_not_fit():
         jof.segment_plan(jnp.zeros(3), 2)
 
 
+@pytest.mark.parametrize(("dtype", "edges"), [("float16", 70_000), ("bfloat16", 259)])
+def test_counts_that_a_dtype_does_not_hold(dtype, edges):
+    ids, table = jnp.zeros(edges, jnp.int32), jnp.full((1, 1), 0.75, dtype)
+    mean = jof.message_mean(lambda x: x, (table,), ids, ids, num_segments=1)
+    total = jof.message_sum(lambda x: x, (table,), ids, ids, num_segments=1)
+    assert mean == (total.astype(jnp.float64) / edges).astype(dtype)
+    grad = jax.grad(lambda x: jof.message_mean(lambda x: x, (x,), ids, ids, num_segments=1)[0, 0])
+    assert abs(grad(table) - 1) < 0.01
+
+
 def test_integers_and_complex_numbers():
     senders, receivers = edges_of("out of range", 5, 4, 50, rng_for("integers"))
     for table in (np.arange(10).reshape(5, 2), np.arange(10).reshape(5, 2) * (1 + 2j)):

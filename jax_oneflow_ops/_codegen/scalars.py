@@ -650,8 +650,8 @@ def _custom(
 _REASONS = (
     (
         r"^(reduce_(?!precision)|arg(max|min)$|cum)",
-        "`fuse` reduces rows by sum, prod, max, min, any and all, over the same last dimensions in "
-        "all of a function; messages reduce nothing",
+        "`fuse` reduces rows only by sum, prod, max, min, any and all, over the same last "
+        "dimensions in the entire function; functions of messages reduce nothing",
         "reduce outside of the function, and pass in the result",
     ),
     (
