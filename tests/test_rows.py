@@ -20,7 +20,7 @@ from tests.catalogue import FLOATS
 pytestmark = pytest.mark.usefixtures("x64")
 
 # Rows shorter and longer than a vector register, and than a block of them.
-LENGTHS = (1, 2, 7, 33, 100, 333, 1000, 2048, 2049, 5000)
+LENGTHS = (1, 2, 7, 33, 100, 333, 1000, 2048, 2049, 9000)
 
 
 def assert_close(actual, exact, dtype, ulps, floor=0.0, least=0.0):
@@ -316,7 +316,7 @@ SPECIAL = np.array(
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
 def test_special_values_are_those_of_jax(name, axis):
-    xs = [np.repeat(SPECIAL, repeats, -1) for repeats in (1, 40, 2000)]
+    xs = [np.repeat(SPECIAL, repeats, -1) for repeats in (1, 40, 2100)]
     xs = [np.ascontiguousarray(x.T) if axis == 0 else x for x in xs]
     cts = [rng_for(name).standard_normal(x.shape).astype(np.float32) for x in xs]
     if name == "logsumexp":
