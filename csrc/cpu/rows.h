@@ -195,13 +195,12 @@ JOF_INLINE void MapColumns(const Compute<T>* values, int64_t columns, T* y, cons
 
 // ---- rows of few elements: transposed some at a time, so that they are columns ----
 
-// The longest rows that this is faster for, on an AMD EPYC, with AVX2 and with AVX-512, but for
-// those that leave nothing over of a vector: gradients of 32, 48 and 64 elements take up to 30 %
-// longer. In f64 exponentials take most of the time.
+// The longest rows that this is faster for, on an AMD EPYC, with AVX2 and with AVX-512; gradients
+// have more to read. In f64 exponentials take most of the time.
 template <typename T>
-constexpr int64_t kShortRow = kIsDouble<T> ? 16 : 64;
+constexpr int64_t kShortRow = kIsDouble<T> ? 32 : 96;
 template <typename T>
-constexpr int64_t kShortExpRow = 2 * kShortRow<T>;
+constexpr int64_t kShortVjpRow = kShortRow<T> / 3;
 
 // Of a group of rows, which fits the first-level cache.
 constexpr int64_t kShortElements = 32 * kColumns;
@@ -276,7 +275,7 @@ void SoftmaxRowsOf(const SoftmaxCall& call, int64_t begin, int64_t end) {
   if (p.inner > 1) return SoftmaxColumnsOf<T, kLog>(call, begin, end);
   const T* in = static_cast<const T*>(call.x);
   T* out = static_cast<T*>(call.y);
-  if (p.n <= kShortExpRow<T>) {
+  if (p.n <= kShortRow<T>) {
     ShortRows<T> x;
     return ForEachShortGroup(p, begin, end, [&](const RowsProblem& group, int64_t row) {
       x.Read(in + row * p.n, group);
@@ -334,7 +333,7 @@ void SoftmaxVjpRowsOf(const SoftmaxVjpCall& call, int64_t begin, int64_t end) {
   if (p.inner > 1) return SoftmaxVjpColumnsOf<T, kLog>(call, begin, end);
   const T *ys = static_cast<const T*>(call.y), *dys = static_cast<const T*>(call.dy);
   T* dxs = static_cast<T*>(call.dx);
-  if (p.n <= kShortRow<T>) {
+  if (p.n <= kShortVjpRow<T>) {
     ShortRows<T> y, dy;
     return ForEachShortGroup(p, begin, end, [&](const RowsProblem& group, int64_t row) {
       y.Read(ys + row * p.n, group);
@@ -412,7 +411,7 @@ void LogSumExpRowsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
   const T* in = static_cast<const T*>(call.x);
   T* out = static_cast<T*>(call.y);
   auto* stats = static_cast<ExpStats<T>*>(call.stats);
-  if (p.n <= kShortExpRow<T>) {
+  if (p.n <= kShortRow<T>) {
     ShortRows<T> x;
     return ForEachShortGroup(p, begin, end, [&](const RowsProblem& group, int64_t row) {
       x.Read(in + row * p.n, group);
@@ -464,7 +463,7 @@ void LogSumExpVjpRowsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end
   const T *in = static_cast<const T*>(call.x), *cts = static_cast<const T*>(call.ct);
   T* out = static_cast<T*>(call.dx);
   const auto* all_stats = static_cast<const ExpStats<T>*>(call.stats);
-  if (p.n <= kShortRow<T>) {
+  if (p.n <= kShortVjpRow<T>) {
     ShortRows<T> x;
     return ForEachShortGroup(p, begin, end, [&](const RowsProblem& group, int64_t row) {
       x.Read(in + row * p.n, group);
