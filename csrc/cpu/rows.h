@@ -430,28 +430,31 @@ void LogSumExpRowsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
   }
 }
 
-template <typename T>
+// Index: what labels are compared as. SSE2 compares no 64-bit integers.
+template <typename T, typename Index>
 void LogSumExpVjpColumnsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
   using C = Compute<T>;
   const RowsProblem& p = call.problem;
   const auto* stats = static_cast<const ExpStats<T>*>(call.stats);
   BlockOf<T> block;
   C centres[kColumns], factors[kColumns], cts[kColumns];
-  int64_t labels[kColumns];
+  Index labels[kColumns];
   ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
     const int64_t at = o * p.n * p.inner + first, row = o * p.inner + first;
     for (int64_t c = 0; c < columns; ++c) {
-      labels[c] = call.labels == nullptr ? -1 : LabelIndex(call.labels[row + c], p.n);
+      labels[c] =
+          static_cast<Index>(call.labels == nullptr ? -1 : LabelIndex(call.labels[row + c], p.n));
       centres[c] = stats[row + c].centre;
       factors[c] = stats[row + c].factor;
     }
     Convert<T>(static_cast<const T*>(call.ct) + row, columns, cts);
     for (int64_t i = 0; i < p.n; ++i) {
+      const Index element = static_cast<Index>(i);
       const C* values = block.Read(static_cast<const T*>(call.x) + at + i * p.inner, columns);
-      MapColumns<T>(values, columns, static_cast<T*>(call.dx) + at + i * p.inner,
-                    [&](int64_t c, C value) {
-                      return ExpStats<T>{centres[c], factors[c]}.Vjp(value, labels[c] == i, cts[c]);
-                    });
+      MapColumns<T>(
+          values, columns, static_cast<T*>(call.dx) + at + i * p.inner, [&](int64_t c, C value) {
+            return ExpStats<T>{centres[c], factors[c]}.Vjp(value, labels[c] == element, cts[c]);
+          });
     }
   });
 }
@@ -459,7 +462,11 @@ void LogSumExpVjpColumnsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t 
 template <typename T>
 void LogSumExpVjpRowsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
   const RowsProblem& p = call.problem;
-  if (p.inner > 1) return LogSumExpVjpColumnsOf<T>(call, begin, end);
+  if (p.inner > 1) {
+    const bool fits = p.n <= INT32_MAX;
+    const auto run = fits ? LogSumExpVjpColumnsOf<T, int32_t> : LogSumExpVjpColumnsOf<T, int64_t>;
+    return run(call, begin, end);
+  }
   const T *in = static_cast<const T*>(call.x), *cts = static_cast<const T*>(call.ct);
   T* out = static_cast<T*>(call.dx);
   const auto* all_stats = static_cast<const ExpStats<T>*>(call.stats);
@@ -468,7 +475,7 @@ void LogSumExpVjpRowsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end
     return ForEachShortGroup(p, begin, end, [&](const RowsProblem& group, int64_t row) {
       x.Read(in + row * p.n, group);
       const int32_t* labels = call.labels == nullptr ? nullptr : call.labels + row;
-      LogSumExpVjpColumnsOf<T>(
+      LogSumExpVjpColumnsOf<T, int32_t>(
           {group, call.type, x.columns, labels, all_stats + row, cts + row, x.columns}, 0,
           group.inner);
       x.Write(group, out + row * p.n);
