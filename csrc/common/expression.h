@@ -20,6 +20,7 @@
 #include "common/arithmetic.h"
 #include "common/float8.h"
 #include "common/integers.h"
+#include "common/log.h"
 #include "common/macros.h"
 #include "common/math.h"
 #include "common/types.h"
@@ -66,32 +67,14 @@ using jof_Rounded = float;
   }
 
 #ifndef __CUDA_ARCH__
-// What compilers call a scalar function for: logarithms and erf in f32 that a CPU computes in
-// vectors. Subnormal numbers count as zeros, as in XLA's threads. Coefficients are minimax fits of
-// the relative error, each rounded before the next are fitted.
-
-// x = (1 + f) 2^e with 1 + f between the square roots of 1/2 and 2, and
-// log(1 + f) = f - f^2 / 2 + f^3 p(f).
-JOF_INLINE float jof_Log(float x) {
-  constexpr uint32_t kSqrtHalf = 0x3f3504f3u;
-  const uint32_t shifted = jof::FloatToBits(x) - kSqrtHalf;
-  const float e = static_cast<float>(static_cast<int32_t>(shifted) >> 23);
-  const float f = jof::BitsToFloat((shifted & 0x007fffffu) + kSqrtHalf) - 1.0f;
-  const float square = f * f;
-  const float p = jof::Polynomial(f, 0.333333313f, -0.250008196f, 0.20001246f, -0.166234151f,
-                                  0.142014503f, -0.131593958f, 0.127631441f, -0.0763827115f);
-  // log 2 in two parts, the first of so few digits that its product with e is exact.
-  const float low = jof::MulAdd(square * f, p, jof::MulAdd(e, -2.12194440e-4f, -0.5f * square));
-  const float y = jof::MulAdd(e, 0.693359375f, f + low);
-  const float infinity = jof::BitsToFloat(0x7f800000u);
-  const float special = x == x ? (x < 0 ? infinity - infinity : -infinity) : x;
-  return x > 0 ? (x == infinity ? x : y) : special;
-}
+// What compilers call a scalar function for: log1p and erf in f32 that a CPU computes in vectors,
+// as common/log.h does log. Subnormal numbers count as zeros, as in XLA's threads. Coefficients are
+// minimax fits of the relative error, each rounded before the next are fitted.
 
 // Kahan's: the quotient corrects what 1 + x has lost.
 JOF_INLINE float jof_Log1p(float x) {
   const float u = 1.0f + x, near = u - 1.0f;
-  const float y = jof_Log(u);
+  const float y = jof::LogByPolynomial(u);
   return near == 0 || u == near ? (near == 0 ? x : y) : y * (x / near);
 }
 
@@ -140,9 +123,9 @@ JOF_UNARY_OF_C(log10)
 JOF_UNARY_OF_C(log1p)
 JOF_UNARY_OF_C(erf)
 #else
-JOF_UNARY(log, jof_Log(x), ::log(x))
-JOF_UNARY(log2, jof_Log(x) * 1.44269504f, ::log2(x))
-JOF_UNARY(log10, jof_Log(x) * 0.434294482f, ::log10(x))
+JOF_UNARY(log, jof::LogByPolynomial(x), ::log(x))
+JOF_UNARY(log2, jof::LogByPolynomial(x) * 1.44269504f, ::log2(x))
+JOF_UNARY(log10, jof::LogByPolynomial(x) * 0.434294482f, ::log10(x))
 JOF_UNARY(log1p, jof_Log1p(x), ::log1p(x))
 JOF_UNARY(erf, jof_Erf(x), ::erf(x))
 #endif

@@ -12,6 +12,7 @@
 
 #include "common/arithmetic.h"
 #include "common/dtype.h"
+#include "common/log.h"
 
 namespace jof {
 
@@ -102,7 +103,13 @@ struct NormVjpCall {
 
 JOF_NAMESPACE_BEGIN
 
-JOF_HOST_DEVICE JOF_INLINE float Log(float x) { return JOF_LIBRARY(logf)(x); }
+JOF_HOST_DEVICE JOF_INLINE float Log(float x) {
+#ifdef __CUDA_ARCH__
+  return JOF_LIBRARY(logf)(x);
+#else
+  return LogByPolynomial(x);
+#endif
+}
 JOF_HOST_DEVICE JOF_INLINE double Log(double x) { return JOF_LIBRARY(log)(x); }
 JOF_HOST_DEVICE JOF_INLINE float Sqrt(float x) { return JOF_LIBRARY(sqrtf)(x); }
 JOF_HOST_DEVICE JOF_INLINE double Sqrt(double x) { return JOF_LIBRARY(sqrt)(x); }
