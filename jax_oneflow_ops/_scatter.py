@@ -44,6 +44,12 @@ def is_summed(dtype: Any, reducer: str = "add") -> bool:
 # ---- types and shardings ----
 
 
+def mean_of(total: jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
+    """Sums of rows divided by how many there were, in a dtype that holds every count."""
+    divisor = jnp.maximum(count, 1).reshape(-1, *(1,) * (total.ndim - 1))
+    return total.astype(dtype) / divisor.astype(dtype)
+
+
 def _axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes of one entry of a partition spec."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

@@ -227,8 +227,7 @@ def message_mean(
         wide = _graph.compute_dtype(total.dtype)  # which holds every count
     else:
         count = jax.ops.segment_sum(ones, ids, size)
-    divisor = jnp.maximum(count, 1).reshape(-1, *(1,) * (total.ndim - 1)).astype(wide)
-    mean = total.astype(wide) / divisor
+    mean = _scatter.mean_of(total, count, wide)
     return mean if wide == total.dtype else mean.astype(total.dtype)
 
 

@@ -304,9 +304,7 @@ def segment_mean(
     ones = jnp.ones(ids.shape, jnp.int32)
     count = _segments(name, "add", ones, ids, size, None, None, None, **flags)
     wide = _checks.promoted(data.dtype, jnp.float32)
-    divisor = jnp.maximum(count, 1).reshape(-1, *(1,) * (total.ndim - 1)).astype(wide)
-    mean: jax.Array = (total.astype(wide) / divisor).astype(data.dtype)
-    return mean
+    return _scatter.mean_of(total, count, wide).astype(data.dtype)
 
 
 @_checks.in_own_precision

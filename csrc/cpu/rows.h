@@ -524,6 +524,7 @@ void NormColumnsOf(const NormCall& call, const RowsProblem& p, int64_t row, T* x
   for (int64_t c = 0; c < p.inner; ++c) {
     const auto state = Sum::Of(centres[c], {rests[c], squares[c]}, C(p.n));
     stats[c] = NormStats<T, kCenter>::Of(state, static_cast<C>(call.epsilon));
+    // From here on what the map makes of the sums, side by side for its vectors.
     rests[c] = stats[c].rest;
     squares[c] = stats[c].rstd;
   }
