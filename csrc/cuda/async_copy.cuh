@@ -11,6 +11,29 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Words of 2 or 4 bytes at an address in shared memory. In assembly, an address and a constant are
+// one operand: nvcc works out where shared memory begins anew in every branch.
+template <int kBytes>
+__device__ __forceinline__ typename Word<kBytes>::type LoadSharedWord(uint32_t address) {
+  typename Word<kBytes>::type word;
+  if constexpr (kBytes == 2) {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(address) : "memory");
+  } else {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  }
+  return word;
+}
+
+template <int kBytes>
+__device__ __forceinline__ void StoreSharedWord(uint32_t address,
+                                                typename Word<kBytes>::type word) {
+  if constexpr (kBytes == 2) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(word) : "memory");
+  } else {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+  }
+}
+
 // Of 4, 8 or 16 bytes. Predicated by hand: nvcc would branch.
 template <int kBytes = 16>
 __device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool wanted = true) {

@@ -6,6 +6,7 @@
 
 #include "cuda/rows.cuh"
 #include "cuda/rows_strided.cuh"
+#include "cuda/rows_tiles.cuh"
 #include "cuda/rows_whole.cuh"
 #include "ops/rows.h"
 
@@ -148,30 +149,62 @@ cudaError_t LaunchFlatRows(const Program& program, const RowsProblem& problem,
   return status == cudaSuccess ? LaunchGrid(program, grid, stream) : status;
 }
 
+// Whether all arrays begin where packs do.
+template <typename Program>
+bool AreAligned(const Program& program) {
+  bool aligned = true;
+  for (int a = 0; a < Program::kInputs; ++a) aligned &= IsAligned(program.in[a], kPackBytes);
+  for (int o = 0; o < Program::kOutputs; ++o) aligned &= IsAligned(program.out[o], kPackBytes);
+  return aligned;
+}
+
+// Whether rows begin and end within packs. What has no row vectors gains by the same kernel if they
+// do so within sectors: f32 600000 x 68 at 122 us instead of 152.
+template <typename Program>
+bool HasEdges(const RowsProblem& problem) {
+  constexpr int kBytes = Program::kVectors > 0 ? kPackBytes : 32;
+  return problem.n * static_cast<int64_t>(sizeof(typename Program::Element)) % kBytes != 0;
+}
+
 // How many packs each lane holds of rows that WholeRowsKernel is for, and the lanes: more of them
-// where it would be more than `preferred` packs. 0 if it is not for these rows.
+// where it would be more than `preferred` packs, or where rows are few. 0 if it is not for these
+// rows.
 template <typename Program>
 int PlanWholeRows(const Program& program, const RowsProblem& problem, int preferred, int most,
-                  WholeRowsPlan* plan) {
-  const int64_t packs = problem.n / Program::kPack;
-  bool fits = problem.n % Program::kPack == 0 && packs <= most * internal::kWarpSize;
-  for (int a = 0; a < Program::kInputs; ++a) fits &= IsAligned(program.in[a], kPackBytes);
-  for (int o = 0; o < Program::kOutputs; ++o) fits &= IsAligned(program.out[o], kPackBytes);
+                  bool has_edges, const RowsDevice& device, WholeRowsPlan* plan) {
+  constexpr int kPack = Program::kPack, kWarp = internal::kWarpSize;
+  const int64_t rows = problem.rows(), n = problem.n;
+  const int64_t packs = n % kPack == 0 ? n / kPack : (n + kPack - 2) / kPack + 1;
+  if (packs > int64_t{most} * kWholeRowsThreads || !AreAligned(program)) return 0;
   if constexpr (Program::kVectors > 0) {
-    for (const RowVector& vector : program.vectors) fits &= IsAligned(vector.data, kPackBytes);
+    // Element by element, vectors pay for rows that are short or few.
+    const bool pays =
+        !kIsNarrow<typename Program::Element> || n <= 512 || rows <= 4 * device.multiprocessors;
+    if (has_edges && !pays) return 0;
+    for (const RowVector& vector : program.vectors) {
+      if (!has_edges && !IsAligned(vector.data, kPackBytes)) return 0;
+    }
   }
-  if (!fits) return 0;
+  // Beyond a warp bytes in flight count most, unless row vectors take the registers. Edges cost the
+  // same however many packs are between them.
+  const int many = Program::kVectors > 0 ? preferred : most;
+  if (has_edges && packs > kWarp) preferred = many;
   int lanes = 1;
-  while (lanes < internal::kWarpSize && packs > preferred * lanes) lanes *= 2;
-  *plan = {problem.rows(), 0, static_cast<int>(problem.n), lanes};
+  while (lanes < kWholeRowsThreads && packs > int64_t{lanes < kWarp ? preferred : many} * lanes) {
+    lanes *= 2;
+  }
+  while (lanes < kWarp && lanes < packs && rows * lanes < int64_t{device.multiprocessors} * 512) {
+    lanes *= 2;
+  }
+  *plan = {rows, 0, static_cast<int>(n), lanes};
   return static_cast<int>((packs + lanes - 1) / lanes);
 }
 
 // *blocks is how many there are: at most so many if there are sums over rows.
-template <int kHeld, typename Program>
+template <int kHeld, bool kHasEdges = false, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t* blocks,
                             cudaStream_t stream) {
-  const auto kernel = WholeRowsKernel<Program, kHeld>;
+  const auto kernel = WholeRowsKernel<Program, kHeld, kHasEdges>;
   const int teams_here = kWholeRowsThreads / plan.lanes;
   int64_t count = (plan.rows + teams_here - 1) / teams_here;
   if constexpr (Program::kColumnSums > 0) {
@@ -189,6 +222,77 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t*
   return LaunchBlocks<kWholeRowsThreads>(kernel, count, 0, stream, program, plan);
 }
 
+// *blocks is how many there are: at most so many if there are sums over rows.
+template <int kUnit, int kHeld, typename Program>
+cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
+                           const RowsDevice& device, int64_t* blocks, cudaStream_t stream) {
+  using Body = TileRowsBody<Program, kUnit, kHeld>;
+  constexpr bool kHasSums = Program::kColumnSums > 0;
+  constexpr int kWord = static_cast<int>(sizeof(typename Program::Word));
+  const int n = static_cast<int>(problem.n), inputs = Program::kInputs;
+  const int64_t rows = problem.rows();
+  const int row_bytes = n * inputs * static_cast<int>(sizeof(typename Program::Element));
+  // Rows that are few go to more blocks.
+  int threads = kHasSums ? kTileThreads : kTileThreads / 2;
+  while (threads > 64 &&
+         (threads * row_bytes > 40 << 10 || rows < int64_t{device.multiprocessors} * threads)) {
+    threads /= 2;
+  }
+  const int64_t turns = std::min<int64_t>((12 << 10) / (threads * row_bytes),
+                                          rows / (4 * device.multiprocessors * threads));
+  const int tile_rows = threads * static_cast<int>(std::max<int64_t>(turns, 1));
+  int slots = (tile_rows * n + Program::kPack - 1) / Program::kPack;
+  if (kHasSums) {  // which take the places of elements at last
+    slots = std::max(slots, threads * n * kWord / (kPackBytes * inputs * Body::kTiles) + 1);
+  }
+  // nvcc loads elements of row vectors together, more than there are.
+  const int vectors = Program::kVectors > 0 ? Program::kVectors * n + kHeld : 0;
+  const int bytes = Body::kTiles * inputs * slots * kPackBytes + vectors * kWord;
+  const TileRowsPlan plan{rows, (rows + tile_rows - 1) / tile_rows, n, tile_rows, slots};
+  const auto kernel = TileRowsKernel<Program, kUnit, kHeld>;
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  int64_t count = plan.tiles;
+  if (status == cudaSuccess && kHasSums) {
+    int each = 0;
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads,
+                                                           static_cast<size_t>(bytes));
+    count = std::min({count, *blocks, int64_t{each} * device.multiprocessors});
+  }
+  if (status != cudaSuccess) return status;
+  *blocks = count;
+  kernel<<<static_cast<unsigned>(count), threads, static_cast<size_t>(bytes), stream>>>(program,
+                                                                                        plan);
+  return cudaGetLastError();
+}
+
+// Whether TileRowsKernel is for these rows.
+template <typename Program>
+bool FitsTiles(const Program& program, const RowsProblem& problem, const RowsDevice& device) {
+  // A thread takes long for a row: teams are better for longer rows that are few.
+  const bool has_many =
+      Program::kColumnSums > 0 || problem.n <= 8 || problem.rows() >= 64 * device.multiprocessors;
+  return problem.n % Program::kPack != 0 && AreAligned(program) && has_many &&
+         problem.n <= kTileValues<Program> / Program::kInputs / 4 * 4;
+}
+
+template <typename Program>
+cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
+                           const RowsDevice& device, int64_t* blocks, cudaStream_t stream) {
+  constexpr int kMost = kTileValues<Program> / Program::kInputs / 4 * 4, kFewer = kMost / 2;
+  const auto with_held = [&](auto unit) {
+    constexpr int kUnit = decltype(unit)::value;
+    if (problem.n > kFewer) {
+      return LaunchTileRows<kUnit, kMost>(program, problem, device, blocks, stream);
+    }
+    return LaunchTileRows<kUnit, kFewer>(program, problem, device, blocks, stream);
+  };
+  if constexpr (kIsNarrow<typename Program::Element>) {
+    if (problem.n % 2 == 0) return with_held(std::integral_constant<int, 2>());
+  }
+  return with_held(std::integral_constant<int, 1>());
+}
+
 // Rows of neighbouring elements, by the kernel that is for them. Lanes hold 4 packs, or more if
 // that would take more than a warp.
 template <typename Program>
@@ -196,12 +300,25 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
                                  cudaStream_t stream) {
   using T = typename Program::Element;
   if constexpr (!kIsDouble<T>) {
-    WholeRowsPlan plan{};
+    RowsDevice device{};
+    const cudaError_t status = GetRowsDevice(&device);
+    if (status != cudaSuccess) return status;
     int64_t blocks = 0;
+    if (FitsTiles(program, problem, device)) {
+      return LaunchTileRows(program, problem, device, &blocks, stream);
+    }
+    WholeRowsPlan plan{};
+    const bool has_edges = HasEdges<Program>(problem);
     constexpr int kMost = kIsNarrow<T> ? 4 : 8, kFewer = kIsNarrow<T> ? 3 : 4;
-    const int held = PlanWholeRows(program, problem, 4, kMost, &plan);
-    if (held > kFewer) return LaunchWholeRows<kMost>(program, plan, &blocks, stream);
-    if (held > 0) return LaunchWholeRows<kFewer>(program, plan, &blocks, stream);
+    const int held = PlanWholeRows(program, problem, 4, kMost, has_edges, device, &plan);
+    if (held > kFewer) {
+      return has_edges ? LaunchWholeRows<kMost, true>(program, plan, &blocks, stream)
+                       : LaunchWholeRows<kMost>(program, plan, &blocks, stream);
+    }
+    if (held > 0) {
+      return has_edges ? LaunchWholeRows<kFewer, true>(program, plan, &blocks, stream)
+                       : LaunchWholeRows<kFewer>(program, plan, &blocks, stream);
+    }
   }
   return LaunchFlatRows(program, problem, stream);
 }
@@ -248,11 +365,7 @@ cudaError_t LaunchRows(const Program& program, const RowsProblem& problem, cudaS
   if (problem.inner != 1 || problem.n >= int64_t{1} << 30) {
     return LaunchStridedRows(program, problem, stream);
   }
-  if constexpr (Program::kOutputs > 0 && Program::kReductions > 0) {
-    return LaunchContiguousRows(program, problem, stream);
-  } else {
-    return LaunchFlatRows(program, problem, stream);
-  }
+  return LaunchContiguousRows(program, problem, stream);
 }
 
 JOF_NAMESPACE_END

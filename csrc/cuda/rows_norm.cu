@@ -230,19 +230,24 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   constexpr int kSums = kCenter ? 2 : 1;
   if (call.vectors() > 0 && (kCenter || call.dbias == nullptr)) {
     const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
-    cudaError_t status = cudaSuccess;
+    RowsDevice device{};
+    cudaError_t status = GetRowsDevice(&device);
+    if (status != cudaSuccess) return status;
+    int64_t blocks = call.parts;
+    if constexpr (!kIsDouble<T>) {
+      if (FitsTiles(program, call.problem, device)) {
+        status = LaunchTileRows(program, call.problem, device, &blocks, stream);
+        return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
+      }
+    }
     if constexpr (kIsNarrow<T>) {
       WholeRowsPlan plan{};
-      const int held = PlanWholeRows(program, call.problem, 3, kDsum ? 3 : 4, &plan);
-      int64_t blocks = call.parts;
-      if (held > 3) {
-        if constexpr (!kDsum) status = LaunchWholeRows<4>(program, plan, &blocks, stream);
-      } else if (held > 2) {
-        status = LaunchWholeRows<3>(program, plan, &blocks, stream);
-      } else if (held > 0) {
-        status = LaunchWholeRows<2>(program, plan, &blocks, stream);
-      }
+      const int held = HasEdges<decltype(program)>(call.problem)
+                           ? 0
+                           : PlanWholeRows(program, call.problem, 3, 3, false, device, &plan);
       if (held > 0) {
+        status = held > 2 ? LaunchWholeRows<3>(program, plan, &blocks, stream)
+                          : LaunchWholeRows<2>(program, plan, &blocks, stream);
         return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
       }
     }

@@ -89,35 +89,43 @@ __device__ __forceinline__ void SyncTeam(int warp, int lanes) {
   asm volatile("bar.sync %0, %1;" ::"r"(warp + 1), "r"(lanes) : "memory");
 }
 
-// Combines the values of all threads of the team, with the same result in each.
-template <bool kMayBeCluster, typename C, int kMost, int kValues, typename Combine>
-__device__ __forceinline__ void ReduceTeam(const RowsTeam& team, Exchange<C, kMost>* exchange,
-                                           unsigned* turn, C (&values)[kValues],
-                                           const Combine& combine) {
+// Combines the values of the team's threads in this block, with the same result in each. `copy` is
+// 0 and 1 in turn.
+template <typename C, int kMost, int kValues, typename Combine>
+__device__ __forceinline__ void ReduceLanes(int lanes, Exchange<C, kMost>* exchange, unsigned copy,
+                                            C (&values)[kValues], const Combine& combine) {
   const auto reduce = [&](int offset) {
     C other[kValues];
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(0xffffffffu, values[i], offset);
     combine(values, other);
   };
-  if (team.lanes >= kWarpSize) {
-    JOF_UNROLL
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) reduce(offset);
-  } else {
-    for (int offset = team.lanes / 2; offset > 0; offset /= 2) reduce(offset);
+  JOF_UNROLL
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    if (offset < lanes) reduce(offset);
   }
-  if (team.lanes <= kWarpSize) return;
-  const int warps = team.lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize, copy = *turn & 1;
+  if (lanes <= kWarpSize) return;
+  const int warps = lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
   auto& of_warps = exchange->warps[copy];
   if (lane == 0) {
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) of_warps[warp][i] = values[i];
   }
-  SyncTeam(warp & -warps, team.lanes);
+  SyncTeam(warp & -warps, lanes);
   JOF_UNROLL
   for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
   for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
+}
+
+// Combines the values of all threads of the team, with the same result in each.
+template <bool kMayBeCluster, typename C, int kMost, int kValues, typename Combine>
+__device__ __forceinline__ void ReduceTeam(const RowsTeam& team, Exchange<C, kMost>* exchange,
+                                           unsigned* turn, C (&values)[kValues],
+                                           const Combine& combine) {
+  const unsigned copy = *turn & 1;
+  ReduceLanes(team.lanes, exchange, copy, values, combine);
+  if (team.lanes <= kWarpSize) return;
   if constexpr (kMayBeCluster) {
     if (team.cluster == 1) {
       ++*turn;

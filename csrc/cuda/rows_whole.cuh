@@ -1,21 +1,31 @@
-// Rows of whole packs that a warp holds, or some lanes of one: n is a multiple of a pack, and all
-// arrays begin at multiples of 16 bytes. What rows.cuh asks about each pack is known here, and what
-// a thread loads goes to registers.
+// Rows that a team of up to 256 threads holds in registers: several rows a warp, a warp a row, or
+// several warps. All arrays begin at multiples of 16 bytes. What rows.cuh asks about each pack is
+// known here, and what a thread loads goes to registers.
 //
 // Most programs have one team a row: no team waits for its next row while it works on one, but
 // blocks of other rows run beside it. A program with sums over rows has a team of every so-many-th
 // row, which loads the next row ahead and keeps row vectors in registers.
 //
-// Measured on an H200 with prototypes of these kernels, in percent of the speed of a large copy,
-// and what RowsKernel has for the same rows:
-//                        bf16 65536 x 512   131072 x 1024   87040 x 768   f32 65536 x 512   x 1024
-//   softmax              88 for 79          95 for 86       91 for 79     91 for 82         94 for
-//   85 its gradient         92 for 83          95 for 89       94 for 83     91 for 87         93
-//   for 90 layer norm           77 for 72          88 for 87                     89 for 81 91 for
-//   86 its gradient         85 for 67          92 for 85       83 for 72
-// A copy of 65536 x 512 bf16 has 93 %. The layer norm's row vectors, which each row loads again,
-// are what makes it slower than softmax; in registers of threads that have several rows they cost
-// more.
+// Rows that have edges begin and end within packs, or within sectors of 32 bytes. Their packs are
+// those of memory, masked where a row begins and ends, and are loaded through the first-level
+// cache, where the next row finds the other half of a sector. They cost an instruction or two for
+// each element, and row vectors are loaded element by element.
+//
+// Measured on an H200, in us, and what RowsKernel takes for the same rows:
+//   bf16              softmax     and its gradient   layer norm   and its gradient
+//   131072 x 512      67          167                74           183
+//   16384 x 4096      68 for 81   169 for 194        77 for 89    189 for 223
+//   8192 x 8192       69 for 80   170 for 197        78 for 94    195 for 241
+//   40000 x 1001      47 for 61   114 for 128        68 (RowsKernel: vectors)
+//   130000 x 333      61 for 89   131 for 193        77 for 96
+//   f32
+//   16384 x 4096      136 for 154  338 for 366       135 for 154  360 for 380
+//   40000 x 1001      91 for 101   206 for 228
+//   130000 x 333      114 for 138  236 for 317
+// A copy of 16384 x 4096 takes 64 and 126. What was tried: 4 packs a thread instead of 8 in f32
+// beyond a warp, 146 instead of 135 (bytes in flight count; layer norm's vectors cost registers,
+// and 4 are better there); rows of edges copied to shared memory and taken by elements, 78 instead
+// of 47, bound by instructions.
 //
 // Programs are those of rows.cuh.
 #pragma once
@@ -35,6 +45,26 @@ struct WholeRowsPlan {
 
 namespace internal {
 
+// Adds what the teams of a block have in shared memory for each column, `step` apart, in a fixed
+// order. Threads share the columns of short rows: with 128 teams one after the other the gradient
+// of 72 x 16 f16 took 27 us on an H200 instead of 5.
+template <typename C>
+__device__ __forceinline__ void AddTeams(const C* shared, int teams, int step, int columns,
+                                         C* target) {
+  const int threads = static_cast<int>(blockDim.x);
+  int sharers = 1;
+  while (sharers < kWarpSize && 2 * sharers * columns <= threads) sharers *= 2;
+  for (int begin = 0; begin < columns; begin += threads / sharers) {
+    const int c = begin + static_cast<int>(threadIdx.x) / sharers, lane = threadIdx.x % sharers;
+    C sum = 0;
+    for (int t = c < columns ? lane : teams; t < teams; t += sharers) sum += shared[t * step + c];
+    for (int offset = sharers / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+    if (c < columns && lane == 0) target[c] = sum;
+  }
+}
+
 // 16 bytes that nobody reads again.
 __device__ __forceinline__ uint4 LoadOnce(const void* source) {
   uint4 pack;
@@ -44,10 +74,31 @@ __device__ __forceinline__ uint4 LoadOnce(const void* source) {
   return pack;
 }
 
+// 16 bytes of which only those before `end` are there.
+template <typename T>
+__device__ __forceinline__ uint4 LoadBefore(const T* source, const T* end) {
+  union {
+    uint4 pack = {};
+    uint32_t words[4];
+    T elem[kPackSize<T>];
+  };
+  constexpr int kEach = 4 / static_cast<int>(sizeof(T));  // elements of a word
+  const auto count = end - source;
+  JOF_UNROLL
+  for (int w = 0; w < 4; ++w) {
+    if ((w + 1) * kEach <= count) {
+      words[w] = *reinterpret_cast<const uint32_t*>(source + w * kEach);
+    } else if (w * kEach < count) {
+      elem[w * kEach] = source[w * kEach];
+    }
+  }
+  return pack;
+}
+
 }  // namespace internal
 
 // A thread holds kHeld packs of a row, or fewer.
-template <typename Program, int kHeld>
+template <typename Program, int kHeld, bool kHasEdges = false>
 class WholeRowsBody {
  public:
   using T = typename Program::Element;
@@ -67,6 +118,8 @@ class WholeRowsBody {
   __device__ __forceinline__ void Run() {
     const int team_here = threadIdx.x / plan_.lanes, teams_here = blockDim.x / plan_.lanes;
     int64_t row = int64_t{blockIdx.x} * teams_here + team_here;
+    first_ = lane_ * V;
+    if constexpr (kHasEdges) first_ -= static_cast<int>(row * plan_.n % V);
     Fetch(row);
     Row next = BeginRow(row);
     if constexpr (kColumnSums == 0) {
@@ -81,15 +134,34 @@ class WholeRowsBody {
         Unpack();
         Fetch(row + plan_.teams);
         Process(row, &facts);
+        // Who is late still reads what is exchanged.
+        if (plan_.lanes > internal::kWarpSize) __syncthreads();
       }
       StoreColumnSums();
     }
   }
 
  private:
-  // The first column of a pack, and whether it is of the row.
-  __device__ __forceinline__ int PackAt(int k) const { return lane_ * V + k * step_; }
+  // The first column of a pack, which is negative where the row begins within it, and whether the
+  // row has some of its elements, and all of them.
+  __device__ __forceinline__ int PackAt(int k) const { return first_ + k * step_; }
   __device__ __forceinline__ bool Has(int k) const { return PackAt(k) < plan_.n; }
+  // What no thread has is worth a branch where lengths of rows may be any.
+  __device__ __forceinline__ bool NobodyHas(int k) const {
+    return kHasEdges && k > 0 && k * step_ >= plan_.n + V - 1;
+  }
+  __device__ __forceinline__ bool IsInner(int k) const {
+    return !kHasEdges || (PackAt(k) >= 0 && PackAt(k) + V <= plan_.n);
+  }
+  __device__ __forceinline__ bool HasElement(int k, int j) const {
+    return static_cast<unsigned>(PackAt(k) + j) < static_cast<unsigned>(plan_.n);
+  }
+
+  // In a function: a pointer to it would take a register.
+  __device__ __forceinline__ static auto* Exchange() {
+    __shared__ internal::Exchange<C, Program::kValues> exchange;
+    return &exchange;
+  }
 
   __device__ __forceinline__ Row BeginRow(int64_t row) const {
     return row < plan_.rows ? program_.Begin(row) : Row{};
@@ -97,12 +169,20 @@ class WholeRowsBody {
 
   __device__ __forceinline__ void Fetch(int64_t row) {
     if (row >= plan_.rows) return;
+    const bool is_last = row + 1 == plan_.rows;
     JOF_UNROLL
     for (int a = 0; a < kInputs; ++a) {
-      const T* source = program_.in[a] + row * plan_.n + lane_ * V;
+      const T* source = program_.in[a] + row * plan_.n + first_;
+      const T* end = program_.in[a] + plan_.rows * plan_.n;
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
-        if (Has(k)) ahead_[k][a] = internal::LoadOnce(source + k * step_);
+        if (!Has(k)) continue;
+        const T* pack = source + k * step_;
+        if constexpr (kHasEdges) {  // another row may read a part of the same sector
+          ahead_[k][a] = is_last ? internal::LoadBefore(pack, end) : AsWord(LoadPack<V>(pack));
+        } else {
+          ahead_[k][a] = internal::LoadOnce(pack);
+        }
       }
     }
   }
@@ -125,9 +205,17 @@ class WholeRowsBody {
   template <typename S>
   __device__ __forceinline__ void LoadVectorOf(const void* data, int k, C (&v)[V]) const {
     if (!Has(k)) return;
-    const Pack<S, V> pack = LoadPack<V>(static_cast<const S*>(data) + PackAt(k));
-    JOF_UNROLL
-    for (int j = 0; j < V; ++j) v[j] = static_cast<C>(Accumulator<S>::Load(pack.elem[j]));
+    const S* source = static_cast<const S*>(data) + PackAt(k);
+    if constexpr (kHasEdges) {
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        if (HasElement(k, j)) v[j] = static_cast<C>(Accumulator<S>::Load(source[j]));
+      }
+    } else {
+      const Pack<S, V> pack = LoadPack<V>(source);
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) v[j] = static_cast<C>(Accumulator<S>::Load(pack.elem[j]));
+    }
   }
   __device__ __forceinline__ void LoadVectors(int k, C (&v)[V][kVectors + 1]) const {
     if constexpr (kVectors > 0) {
@@ -151,14 +239,20 @@ class WholeRowsBody {
   __device__ __forceinline__ void Process(int64_t row, Row* facts) {
     Reduce<0>(facts);
     if (row >= plan_.rows) return;
+    if constexpr (kOutputs > 0) Map(row, *facts);
+    if (lane_ == 0) program_.End(row, *facts);
+  }
+
+  __device__ __forceinline__ void Map(int64_t row, const Row& facts) {
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
+      if (NobodyHas(k)) break;
       C v[V][kVectors + 1], y[V][kOutputs], sums[V][kColumnSums + 1];
       if constexpr (kColumnSums == 0) LoadVectors(k, v);
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
-        program_.Map(*facts, PackAt(k) + j, x_[k][j], kColumnSums == 0 ? v[j] : vectors_[k][j],
-                     y[j], sums[j]);
+        program_.Map(facts, PackAt(k) + j, x_[k][j], kColumnSums == 0 ? v[j] : vectors_[k][j], y[j],
+                     sums[j]);
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[j][s];
       }
@@ -169,10 +263,17 @@ class WholeRowsBody {
         for (int j = 0; j < V; j += 2) {
           Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
         }
-        if (Has(k)) StorePack(program_.out[o] + row * plan_.n + PackAt(k), out);
+        T* target = program_.out[o] + row * plan_.n + PackAt(k);
+        if (IsInner(k)) {
+          if (Has(k)) StorePack(target, out);
+        } else {
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            if (HasElement(k, j)) target[j] = out.elem[j];
+          }
+        }
       }
     }
-    if (lane_ == 0) program_.End(row, *facts);
   }
 
   template <int r>
@@ -185,22 +286,24 @@ class WholeRowsBody {
         JOF_UNROLL
         for (int i = 0; i < kCount; ++i) values[w][i] = program_.template Identity<r>();
       }
-      if (kHeld * step_ > plan_.n) {
+      if (kHasEdges || kHeld * step_ > plan_.n) {
         asm volatile("");  // a branch, not a select for each element
         JOF_UNROLL
         for (int k = 0; k < kHeld; ++k) {
-          if (Has(k)) continue;
+          if (NobodyHas(k)) break;
+          if (kHasEdges ? IsInner(k) : Has(k)) continue;
           JOF_UNROLL
           for (int j = 0; j < V; ++j) {
             JOF_UNROLL
             for (int a = 0; a < kInputs; ++a) {
-              x_[k][j][a] = program_.template Neutral<r>(*facts, a);
+              if (!HasElement(k, j)) x_[k][j][a] = program_.template Neutral<r>(*facts, a);
             }
           }
         }
       }
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
+        if (NobodyHas(k)) break;
         C v[V][kVectors + 1];
         if constexpr (kColumnSums == 0) {
           if (Program::UsesVectors(r)) LoadVectors(k, v);
@@ -220,28 +323,14 @@ class WholeRowsBody {
         JOF_UNROLL
         for (int u = 0; u < w; ++u) add(values[u], values[u + w]);
       }
-      JOF_UNROLL
-      for (int offset = internal::kWarpSize / 2; offset > 0; offset /= 2) {
-        if (offset >= plan_.lanes) continue;
-        C other[kCount];
-        JOF_UNROLL
-        for (int i = 0; i < kCount; ++i) {
-          other[i] = __shfl_xor_sync(0xffffffffu, values[0][i], offset);
-        }
-        add(values[0], other);
-      }
+      internal::ReduceLanes(plan_.lanes, Exchange(), r & 1, values[0], add);
       program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
       Reduce<r + 1>(facts);
     }
   }
 
-  // The sums of the block's teams, in a fixed order. Threads share the columns of short rows: with
-  // 128 teams one after the other the gradient of 72 x 16 f16 took 27 us on an H200 instead of 5.
   __device__ __forceinline__ void StoreColumnSums() const {
     __shared__ alignas(kPackBytes) C shared[kWholeRowsThreads * V];
-    const int teams_here = blockDim.x / plan_.lanes;
-    int sharers = 1;
-    while (sharers < 32 && 2 * sharers * step_ <= static_cast<int>(blockDim.x)) sharers *= 2;
     C* target = program_.partial_sums + int64_t{blockIdx.x} * program_.wanted_sums * plan_.n;
     JOF_UNROLL
     for (int s = 0; s < kColumnSums; ++s) {
@@ -252,19 +341,8 @@ class WholeRowsBody {
         JOF_UNROLL
         for (int j = 0; j < V; ++j) shared[threadIdx.x * V + j] = column_sums_[k][s][j];
         __syncthreads();
-        const int columns = min(step_, plan_.n - k * step_);
-        for (int begin = 0; begin < columns; begin += blockDim.x / sharers) {
-          const int c = begin + static_cast<int>(threadIdx.x) / sharers,
-                    lane = threadIdx.x % sharers;
-          C sum = 0;
-          for (int t = c < columns ? lane : teams_here; t < teams_here; t += sharers) {
-            sum += shared[t * step_ + c];
-          }
-          for (int offset = sharers / 2; offset > 0; offset /= 2) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-          }
-          if (c < columns && lane == 0) target[k * step_ + c] = sum;
-        }
+        internal::AddTeams(shared, static_cast<int>(blockDim.x) / plan_.lanes, step_,
+                           min(step_, plan_.n - k * step_), target + k * step_);
       }
       target += plan_.n;
     }
@@ -272,8 +350,9 @@ class WholeRowsBody {
 
   const Program& program_;
   const WholeRowsPlan& plan_;
-  int lane_;  // of the team
-  int step_;  // columns from a pack of this thread to its next one
+  int lane_;   // of the team
+  int first_;  // column of its first pack
+  int step_;   // columns from a pack of this thread to its next one
   uint4 ahead_[kHeld][kInputs];
   C x_[kHeld][V][kInputs];
   C vectors_[kColumnSums > 0 ? kHeld : 1][V][kVectors + 1];
@@ -281,18 +360,19 @@ class WholeRowsBody {
 };
 
 // Blocks that a multiprocessor is to have registers for.
-template <typename Program, int kHeld>
+template <typename Program, int kHeld, bool kHasEdges>
 JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   if (Program::kColumnSums > 0) return kHeld * Program::kInputs <= 4 ? 2 : 1;
   if (Program::kInputs > 1) return 2;
-  return kIsNarrow<typename Program::Element> && !Program::NeedsRegisters() ? 4 : 3;
+  const bool takes_many = Program::NeedsRegisters() || (kHasEdges && Program::kVectors > 0);
+  return kIsNarrow<typename Program::Element> && !takes_many ? 4 : 3;
 }
 
-template <typename Program, int kHeld>
-__global__ void __launch_bounds__(kWholeRowsThreads, WholeRowsBlocks<Program, kHeld>())
+template <typename Program, int kHeld, bool kHasEdges = false>
+__global__ void __launch_bounds__(kWholeRowsThreads, WholeRowsBlocks<Program, kHeld, kHasEdges>())
     WholeRowsKernel(const __grid_constant__ Program program,
                     const __grid_constant__ WholeRowsPlan plan) {
-  WholeRowsBody<Program, kHeld>(program, plan).Run();
+  WholeRowsBody<Program, kHeld, kHasEdges>(program, plan).Run();
 }
 
 JOF_NAMESPACE_END

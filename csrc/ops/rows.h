@@ -345,7 +345,9 @@ struct NormStats {
 
   JOF_HOST_DEVICE JOF_INLINE static NormStats Of(typename Moments<T, kCenter>::State s, C epsilon) {
     const C rest = Quotient<T>(s.rest, s.count);
-    const C variance = Quotient<T>(s.square, s.count) - rest * rest;
+    // GPUs make no quotient of infinity.
+    const C square = s.square < Infinity<C>() ? Quotient<T>(s.square, s.count) : s.square;
+    const C variance = square - rest * rest;
     return {s.centre, rest, InverseSqrt(AtLeast(variance, C(0)) + epsilon)};
   }
   JOF_HOST_DEVICE JOF_INLINE C Normalized(C x) const {
