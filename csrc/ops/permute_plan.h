@@ -214,10 +214,7 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   if (applies(PermuteStrategy::kRows)) return PermuteStrategy::kRows;
   if (plan.keeps_last() && out_row >= kShortestRow) return PermuteStrategy::kGather;
   if (applies(PermuteStrategy::kInterleave)) return PermuteStrategy::kInterleave;
-  // A block goes through its rows one by one.
-  if (applies(PermuteStrategy::kDeinterleave) && out_row >= 2048) {
-    return PermuteStrategy::kDeinterleave;
-  }
+  if (applies(PermuteStrategy::kDeinterleave)) return PermuteStrategy::kDeinterleave;
   const int64_t warp_units = 32 * kPermutePack / plan.unit_bytes;
   if (GatheredRun(plan, warp_units) >= 64 || GatheredRun(plan, 8 * warp_units) >= 192) {
     return PermuteStrategy::kGather;

@@ -136,6 +136,7 @@ int main() {
   // Images.
   CheckStrategy(PlanOf({8, 224, 224, 3}, {0, 3, 1, 2}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({8, 3, 224, 224}, {0, 2, 3, 1}, 2), PermuteStrategy::kInterleave, 3, 2);
+  CheckStrategy(PlanOf({32768, 644, 4}, {0, 2, 1}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({8, 224, 224, 64}, {0, 3, 1, 2}, 1), PermuteStrategy::kTile, 3, 1);
   // Short rows on both sides.
   CheckStrategy(PlanOf({1000, 50, 7, 9}, {3, 1, 2, 0}, 1), PermuteStrategy::kRuns, 3, 1);
