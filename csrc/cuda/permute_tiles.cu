@@ -101,16 +101,9 @@ __device__ __forceinline__ void TransposeColumns(
   }
 }
 
-// What the rows of a tile are in the output.
-enum class OutRows {
-  kPacks,   // whole packs
-  kApart,   // anywhere
-  kJoined,  // anywhere, and the tile's rows are one after the other without a gap
-};
-
 // Tiles divide rows that are anywhere at sectors of memory, so that blocks store whole packs but at
 // the ends of rows.
-inline constexpr int kSectorBytes = 32;
+inline constexpr int kSectorBytes = internal::kPermuteSector;
 
 // How many packs of a row of the output neighbouring threads take, before they take the next row's:
 // eight meet no bank of shared memory twice.
@@ -474,67 +467,36 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
                       static_cast<const char*>(x), static_cast<char*>(y));
 }
 
-// The bytes that a tile's rows have on either side: the fastest that were measured, where all rows
-// are whole packs, where those of the input are not (kShifted), and by OutRows.
-template <int kBytes>
-struct TileShape;
-template <>
-struct TileShape<1> {
-  static constexpr int kIn = 128, kOut = 128;
-  static constexpr int kShiftedIn = 128, kShiftedOut = 128;
-  static constexpr int kApartIn = 128, kApartOut = 128;
-  static constexpr int kJoinedIn = 128, kJoinedOut = 96;
-};
-template <>
-struct TileShape<2> {
-  static constexpr int kIn = 128, kOut = 128;
-  static constexpr int kShiftedIn = 128, kShiftedOut = 128;
-  static constexpr int kApartIn = 128, kApartOut = 256;
-  static constexpr int kJoinedIn = 128, kJoinedOut = 192;
-};
-template <>
-struct TileShape<4> {
-  static constexpr int kIn = 256, kOut = 256;
-  static constexpr int kShiftedIn = 256, kShiftedOut = 128;
-  static constexpr int kApartIn = 256, kApartOut = 256;
-  static constexpr int kJoinedIn = 128, kJoinedOut = 384;
-};
-template <>
-struct TileShape<8> {
-  static constexpr int kIn = 256, kOut = 256;
-  static constexpr int kShiftedIn = 256, kShiftedOut = 256;
-  static constexpr int kApartIn = 256, kApartOut = 512;
-  static constexpr int kJoinedIn = 256, kJoinedOut = 384;
-};
-template <>
-struct TileShape<16> {
-  static constexpr int kIn = 512, kOut = 512;
-};
+template <int kBytes, bool kShiftIn, OutRows kOut>
+cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  constexpr TileShape kShape = TileShapeOf(kBytes, kShiftIn, kOut);
+  return LaunchTile<kBytes, kShape.in, kShape.out, kShiftIn, kOut>(plan, x, y, stream);
+}
+
+template <int kBytes, bool kShiftIn>
+cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  if constexpr (kBytes < kPackBytes) {
+    switch (OutRowsOf(plan, IsAligned(y, kPackBytes))) {
+      case OutRows::kJoined:
+        return LaunchTile<kBytes, kShiftIn, OutRows::kJoined>(plan, x, y, stream);
+      case OutRows::kApart:
+        return LaunchTile<kBytes, kShiftIn, OutRows::kApart>(plan, x, y, stream);
+      default:
+        break;
+    }
+  }
+  return LaunchTile<kBytes, kShiftIn, OutRows::kPacks>(plan, x, y, stream);
+}
 
 template <int kBytes>
 cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
-  using Shape = TileShape<kBytes>;
-  const PermuteDim &in = plan.dims[plan.fastest_in()], &out = plan.dims[plan.fastest_out()];
-  const int64_t in_row = in.size * kBytes, out_row = out.size * kBytes;
   if constexpr (kBytes < kPackBytes) {
-    const bool shift_in = !IsAligned(x, kPackBytes) || in_row % kPackBytes != 0;
-    const bool shift_out = !IsAligned(y, kPackBytes) || out_row % kPackBytes != 0;
-    if (shift_out && in.out_stride == out.size && out_row <= Shape::kJoinedOut) {
-      constexpr int kIn = Shape::kJoinedIn, kOut = Shape::kJoinedOut;
-      return shift_in ? LaunchTile<kBytes, kIn, kOut, true, OutRows::kJoined>(plan, x, y, stream)
-                      : LaunchTile<kBytes, kIn, kOut, false, OutRows::kJoined>(plan, x, y, stream);
-    }
-    if (shift_out) {
-      constexpr int kIn = Shape::kApartIn, kOut = Shape::kApartOut;
-      return shift_in ? LaunchTile<kBytes, kIn, kOut, true, OutRows::kApart>(plan, x, y, stream)
-                      : LaunchTile<kBytes, kIn, kOut, false, OutRows::kApart>(plan, x, y, stream);
-    }
-    if (shift_in) {
-      return LaunchTile<kBytes, Shape::kShiftedIn, Shape::kShiftedOut, true, OutRows::kPacks>(
-          plan, x, y, stream);
+    const int64_t in_row = plan.dims[plan.fastest_in()].size * kBytes;
+    if (!IsAligned(x, kPackBytes) || in_row % kPackBytes != 0) {
+      return LaunchTile<kBytes, true>(plan, x, y, stream);
     }
   }
-  return LaunchTile<kBytes, Shape::kIn, Shape::kOut, false, OutRows::kPacks>(plan, x, y, stream);
+  return LaunchTile<kBytes, false>(plan, x, y, stream);
 }
 
 // How many units of the k-th fastest dimension of the output's run a pack covers, if every pack of

@@ -65,6 +65,51 @@ struct PermutePlan {
   }
 };
 
+// What the rows of a tile of kTile are in the output.
+enum class OutRows {
+  kPacks,   // whole packs
+  kApart,   // anywhere; a tile covers a sector less of each than it has room for
+  kJoined,  // anywhere, and the tile's rows are one after the other without a gap
+};
+
+// The bytes that the rows of such a tile have on either side.
+struct TileShape {
+  int in, out;
+};
+
+// The fastest that were measured, where rows of the input are whole packs or not (shift_in).
+constexpr TileShape TileShapeOf(int unit_bytes, bool shift_in, OutRows rows) {
+  switch (unit_bytes) {
+    case 1:
+      return rows == OutRows::kJoined ? TileShape{128, 96} : TileShape{128, 128};
+    case 2:
+      return rows == OutRows::kJoined  ? TileShape{128, 192}
+             : rows == OutRows::kApart ? TileShape{128, 256}
+                                       : TileShape{128, 128};
+    case 4:
+      return rows == OutRows::kJoined              ? TileShape{128, 384}
+             : rows == OutRows::kPacks && shift_in ? TileShape{256, 128}
+                                                   : TileShape{256, 256};
+    case 8:
+      return rows == OutRows::kJoined  ? TileShape{256, 384}
+             : rows == OutRows::kApart ? TileShape{256, 512}
+                                       : TileShape{256, 256};
+    default:
+      return {512, 512};
+  }
+}
+
+// What the rows of kTile's tiles are, where the output is aligned to packs or not.
+inline OutRows OutRowsOf(const PermutePlan& plan, bool aligned) {
+  constexpr int kPack = 16;
+  const PermuteDim &in = plan.dims[plan.fastest_in()], &out = plan.dims[plan.fastest_out()];
+  const int64_t row = out.size * plan.unit_bytes;
+  if (plan.unit_bytes == kPack || (aligned && row % kPack == 0)) return OutRows::kPacks;
+  const bool joined =
+      in.out_stride == out.size && row <= TileShapeOf(plan.unit_bytes, false, OutRows::kJoined).out;
+  return joined ? OutRows::kJoined : OutRows::kApart;
+}
+
 namespace internal {
 
 // Rows of fewer bytes are not moved one by one: a memory transaction would be partly idle.
@@ -179,10 +224,19 @@ inline bool Applies(PermuteStrategy strategy, const PermutePlan& plan, int64_t a
   }
 }
 
-// How much of the tile of kTile, which has about so many bytes on either side, a row fills.
-inline double Filled(int64_t row, int unit_bytes) {
-  const int64_t side = unit_bytes <= 2 ? 128 : unit_bytes <= 8 ? 256 : 512;
-  return static_cast<double>(row) / static_cast<double>((row + side - 1) / side * side);
+// How much of its tiles kTile fills.
+inline double Filled(const PermutePlan& plan, int64_t alignment) {
+  const int64_t in_row = plan.dims[plan.fastest_in()].size * plan.unit_bytes;
+  const int64_t out_row = plan.dims[plan.fastest_out()].size * plan.unit_bytes;
+  const bool packs = alignment % kPermutePack == 0;
+  const OutRows rows = OutRowsOf(plan, packs);
+  const TileShape shape = TileShapeOf(plan.unit_bytes, !packs || in_row % kPermutePack != 0, rows);
+  const auto filled = [](int64_t row, int64_t side, int64_t covered) {
+    return static_cast<double>(row) / static_cast<double>((row + covered - 1) / covered * side);
+  };
+  return filled(in_row, shape.in, shape.in) *
+         filled(out_row, shape.out,
+                rows == OutRows::kApart ? shape.out - kPermuteSector : shape.out);
 }
 
 // Measured on an H200, over 300 permutations by each strategy that applies.
@@ -195,7 +249,8 @@ inline double Filled(int64_t row, int unit_bytes) {
 // for 192, half at a quarter of that.
 //
 // kRuns takes 2 % more time than kTile with full tiles, half of it where those would be half empty;
-// but for single bytes, which kTile transposes in registers, 1.4 times the time.
+// but for single bytes, which kTile transposes in registers, 1.4 times the time where its own packs
+// are not whole.
 inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment) {
   const auto applies = [&](PermuteStrategy s) { return Applies(s, plan, alignment); };
   if (plan.rank <= 1) return PermuteStrategy::kCopy;
@@ -204,8 +259,7 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   const int64_t in_row = plan.dims[plan.fastest_in()].size * plan.unit_bytes;
   const int64_t out_row = plan.dims[plan.fastest_out()].size * plan.unit_bytes;
   const bool tile = applies(PermuteStrategy::kTile) &&
-                    Filled(in_row, plan.unit_bytes) * Filled(out_row, plan.unit_bytes) >
-                        (plan.unit_bytes == 1 ? 0.25 : 0.5);
+                    Filled(plan, alignment) > (plan.unit_bytes == 1 ? 0.4 : 0.5);
   const bool whole = packs && in_row % kPermutePack == 0 && out_row % kPermutePack == 0;
   const int64_t enough = plan.unit_bytes <= 2 ? (128 << 10) / plan.unit_bytes : 1 << 20;
   if (tile && whole && bytes >= enough) return PermuteStrategy::kTile;

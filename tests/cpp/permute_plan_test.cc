@@ -142,6 +142,8 @@ int main() {
   CheckStrategy(PlanOf({1000, 50, 7, 9}, {3, 1, 2, 0}, 1), PermuteStrategy::kRuns, 3, 1);
   // Tiles that would be half empty.
   CheckStrategy(PlanOf({4, 3, 32768, 30}, {1, 0, 3, 2}, 4), PermuteStrategy::kRuns, 4, 4);
+  CheckStrategy(PlanOf({37, 1024, 128}, {2, 1, 0}, 2), PermuteStrategy::kRuns, 3, 2);
+  CheckStrategy(PlanOf({97, 1 << 20}, {1, 0}, 1), PermuteStrategy::kRuns, 2, 1);
   // A warp takes all of a short dimension, and enough of the one that is the input's fastest.
   CheckStrategy(PlanOf({6, 1 << 20}, {1, 0}, 2), PermuteStrategy::kGather, 2, 2);
   // Units are counted in 64 bits from 2^31 of them on.
