@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
   constexpr int kOutPacks = kOutBytes / kPackBytes;
   constexpr int kOutPitch = kOutBytes + kPackBytes;  // of the transposed tile
   constexpr bool kTwice = kOut != OutRows::kPacks;
+  constexpr bool kJoined = kOut == OutRows::kJoined || kOut == OutRows::kShort;
   static_assert(kRows * kRowPacks % kBlockSize == 0, "every thread loads as many packs");
   constexpr int kTileBytes = kRows * kInBytes + kRows / kPack * kPackBytes;
   constexpr int kTurnedBytes = kTwice ? kOutRows * kOutPitch + 2 * kPackBytes : 0;
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
       int row;
       const int pack = place(n, &row);
       if (n * kBlockSize + static_cast<int>(threadIdx.x) >= kItems) break;
-      if (kOut == OutRows::kJoined && pack * kPackBytes >= out_width) continue;
+      if (kJoined && pack * kPackBytes >= out_width) continue;
       JOF_UNROLL
       for (int c = 0; c < kColumns; ++c) {
         if constexpr (kOut == OutRows::kApart) {
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
       if (sector >= g.out_extent || (sector < 0 && origin.out_place > 0)) continue;
       StoreBytes<kBytes>(target + begin, turned(row, begin), -begin, out_width - begin);
     }
-  } else if constexpr (kOut == OutRows::kJoined) {
+  } else if constexpr (kJoined) {
     const int total = in_width / kBytes * out_width;
     for (int at = static_cast<int>(threadIdx.x) * kPackBytes; at < phase + total;
          at += kBlockSize * kPackBytes) {
@@ -479,6 +480,8 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
     switch (OutRowsOf(plan, IsAligned(y, kPackBytes))) {
       case OutRows::kJoined:
         return LaunchTile<kBytes, kShiftIn, OutRows::kJoined>(plan, x, y, stream);
+      case OutRows::kShort:
+        return LaunchTile<kBytes, kShiftIn, OutRows::kShort>(plan, x, y, stream);
       case OutRows::kApart:
         return LaunchTile<kBytes, kShiftIn, OutRows::kApart>(plan, x, y, stream);
       default:
