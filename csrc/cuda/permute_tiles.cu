@@ -126,7 +126,7 @@ struct TileGeometry {
 // With kShiftIn rows of the input may be anywhere, not on whole packs: a thread then shifts a pack
 // together from the two that it lies in. Where rows of the output may be anywhere, the transposed
 // tile is written to shared memory once more, for packs that are aligned in the output: with
-// OutRows::kJoined element by element to where it stands there; with OutRows::kApart in packs,
+// kJoined and kShort element by element to where it stands there; with kApart in packs,
 // which are shifted together again. Then a tile also reads up to a sector more of each row than it
 // covers, and stores the sectors that begin in its part.
 template <int kBytes, int kInBytes, int kOutBytes, bool kShiftIn, OutRows kOut>
