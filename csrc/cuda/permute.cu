@@ -9,8 +9,9 @@
 //   words
 //     of 4 bytes; a thread still writes one aligned pack, and shifts it together from two aligned
 //     packs of the source.
-//   InterleaveKernel: 2, 3 or 4 long rows become the elements of one (NCHW to NHWC). A thread does
-//     so with packs in registers; shared memory makes aligned packs of what a block has.
+//   InterleaveKernel: 2, 3 or 4 rows of 64 bytes or more become the elements of one (NCHW to NHWC).
+//     A thread does so with packs in registers, which it joins from two rows where one ends; shared
+//     memory makes aligned packs of what a block has.
 //   DeinterleaveKernel: one row is taken apart into them, likewise.
 #include "cuda/permute.h"
 
@@ -107,38 +108,44 @@ __global__ void __launch_bounds__(kBlockSize)
   const Index first = ItemIndex<Index>() * kPack;
   Index column;
   const Index row = by_row.DivMod(first, &column);
-  if (first + kPack <= pixels && (!kShift || column + kPack <= by_row.divisor())) {
+  if (first < pixels) {
     const char* source = x + walk.At(row) + column * kBytes;
+    const Index rest = by_row.divisor() - column;
+    uint4 packs[kCount];
+    int have = 0;  // bytes of each pack that are of the row
+#pragma unroll 1
+    do {
+      uint4 loaded[kCount];
+      if (!kShift || CanRead(source, source + size_t{kCount - 1} * stride, x, bytes)) {
+        Window<kBytes, kShift> windows[kCount];
+        JOF_UNROLL
+        for (int c = 0; c < kCount; ++c) windows[c].Load(source + size_t(c) * stride);
+        JOF_UNROLL
+        for (int c = 0; c < kCount; ++c) loaded[c] = windows[c].Get(source + size_t(c) * stride);
+      } else {
+        JOF_UNROLL
+        for (int c = 0; c < kCount; ++c) {
+          loaded[c] = LoadElements<kBytes>(source + size_t(c) * stride, x, bytes);
+        }
+      }
+      JOF_UNROLL
+      for (int c = 0; c < kCount; ++c) {
+        packs[c] = have == 0 ? loaded[c] : JoinBytes(packs[c], loaded[c], have);
+      }
+      if (!kShift || have != 0 || rest >= kPack || first + rest >= pixels) break;
+      // The beginning of the next row, behind the end of this one.
+      have = static_cast<int>(rest) * kBytes;
+      source = x + walk.At(row + 1) - have;
+    } while (true);
     Pack<Unit, kPack> from[kCount], to[kCount];
-    if (!kShift || CanRead(source, source + size_t{kCount - 1} * stride, x, bytes)) {
-      Window<kBytes, kShift> windows[kCount];
-      JOF_UNROLL
-      for (int c = 0; c < kCount; ++c) windows[c].Load(source + size_t(c) * stride);
-      JOF_UNROLL
-      for (int c = 0; c < kCount; ++c) {
-        from[c] = AsPack<Unit, kPack>(windows[c].Get(source + size_t(c) * stride));
-      }
-    } else {
-      JOF_UNROLL
-      for (int c = 0; c < kCount; ++c) {
-        from[c] = AsPack<Unit, kPack>(LoadElements<kBytes>(source + size_t(c) * stride, x, bytes));
-      }
-    }
+    JOF_UNROLL
+    for (int c = 0; c < kCount; ++c) from[c] = AsPack<Unit, kPack>(packs[c]);
     JOF_UNROLL
     for (int k = 0; k < kPack * kCount; ++k) {
       to[k / kPack].elem[k % kPack] = from[k % kCount].elem[k / kCount];
     }
     JOF_UNROLL
     for (int c = 0; c < kCount; ++c) stage[threadIdx.x * kCount + c] = AsWord(to[c]);
-  } else if (kShift) {  // pixels of two rows, or the last ones
-    Unit* to = reinterpret_cast<Unit*>(stage + threadIdx.x * kCount);
-    for (Index pixel = first; pixel < first + kPack && pixel < pixels; ++pixel) {
-      const Index pixel_row = by_row.DivMod(pixel, &column);
-      const char* source = x + walk.At(pixel_row) + column * kBytes;
-      for (int c = 0; c < kCount; ++c) {
-        *to++ = *reinterpret_cast<const Unit*>(source + size_t(c) * stride);
-      }
-    }
   }
   __syncthreads();
   JOF_UNROLL
@@ -153,12 +160,13 @@ __global__ void __launch_bounds__(kBlockSize)
 
 // The reverse. One item is kCount packs of the input, which hold as many pixels as a pack has
 // units. Rows of the output are `stride` bytes apart. Where they are not whole packs, a block has
-// them in shared memory and stores what is an aligned pack of the output.
+// them in shared memory and a thread stores what is an aligned pack of the output: one of the
+// `by_slot` packs that the block's part of a row may lie in.
 template <int kCount, bool kShift, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize, 2)
     DeinterleaveKernel(const Index pixels, const Index stride, const FastDivider<Index> by_row,
-                       const Walk<Index, kMaxPermuteRank> walk, const char* __restrict__ x,
-                       char* __restrict__ y) {
+                       const FastDivider<uint32_t> by_slot, const Walk<Index, kMaxPermuteRank> walk,
+                       const char* __restrict__ x, char* __restrict__ y) {
   constexpr int kPack = kPackSize<Unit>, kBytes = sizeof(Unit);
   // A row leaves a pack before it, and one after the last.
   __shared__ uint4 stage[kShift ? kCount * (kBlockSize + 1) + 1 : 1];
@@ -194,30 +202,31 @@ __global__ void __launch_bounds__(kBlockSize, 2)
       stage[c * (kBlockSize + 1) + 1 + static_cast<int>(threadIdx.x)] = AsWord(to[c]);
     }
     __syncthreads();
-    // The block's pixels, in parts of one row each.
+    // The block's pixels are in one row of each count or in several; an item is a slot of one.
     const Index first = static_cast<Index>(blockIdx.x) * (kBlockSize * kPack);
     const Index left = pixels - first;
     const int count = left < kBlockSize * kPack ? static_cast<int>(left) : kBlockSize * kPack;
     Index column;
-    Index row = by_row.DivMod(first, &column);
-    for (int done = 0; done < count; ++row, column = 0) {
-      const Index row_left = by_row.divisor() - column;
-      const int part = row_left < Index(count - done) ? static_cast<int>(row_left) : count - done;
-      char* out = y + walk.At(row) + column * kBytes;
-      JOF_UNROLL
-      for (int c = 0; c < kCount; ++c, out += stride) {
-        const int phase = static_cast<int>(Phase(out));
-        for (int at = static_cast<int>(threadIdx.x) * kPackBytes - phase; at < part * kBytes;
-             at += kBlockSize * kPackBytes) {
-          // From 15 bytes before the row on.
-          const int staged = (c * (kBlockSize + 1) + 1) * kPackBytes + done * kBytes + at;
-          const uint4* aligned = stage + staged / kPackBytes;
-          const unsigned shift = staged % kPackBytes;
-          StoreBytes<kBytes>(out + at, ShiftBytes<kBytes>(aligned[0], aligned[1], shift), -at,
-                             part * kBytes - at);
-        }
-      }
-      done += part;
+    const Index row = by_row.DivMod(first, &column);
+    const int rows = static_cast<int>(by_row.Divide(first + (count - 1)) - row) + 1;
+    const int items = rows * kCount * static_cast<int>(by_slot.divisor());
+    for (int item = static_cast<int>(threadIdx.x); item < items; item += kBlockSize) {
+      uint32_t slot;
+      const uint32_t part = by_slot.DivMod(item, &slot), r = part / kCount, c = part % kCount;
+      const Index skipped = r == 0 ? column : 0;  // which an earlier block has
+      const int done = static_cast<int>(r * by_row.divisor() + skipped - column);
+      const Index row_left = by_row.divisor() - skipped;
+      const int end =
+          (row_left < Index(count - done) ? static_cast<int>(row_left) : count - done) * kBytes;
+      char* out = y + walk.At(row + r) + skipped * kBytes + size_t{c} * stride;
+      const int at = static_cast<int>(slot * kPackBytes - Phase(out));
+      if (at >= end) continue;
+      // From 15 bytes before the row on.
+      const int staged = (c * (kBlockSize + 1) + 1) * kPackBytes + done * kBytes + at;
+      const uint4* aligned = stage + staged / kPackBytes;
+      const unsigned shift = staged % kPackBytes;
+      StoreBytes<kBytes>(out + at, ShiftBytes<kBytes>(aligned[0], aligned[1], shift), -at,
+                         end - at);
     }
   }
 }
@@ -331,6 +340,10 @@ cudaError_t LaunchDeinterleave(const PermutePlan& plan, const void* x, void* y,
   }
   const int64_t pixels = plan.units / few.size, pack = kPackBytes / plan.unit_bytes;
   const bool shift = many.size % pack != 0;
+  // Packs that what a block has of a row may lie in.
+  const int64_t part = many.size < kBlockSize * pack ? many.size : kBlockSize * pack;
+  const FastDivider<uint32_t> by_slot(
+      static_cast<uint32_t>((part * plan.unit_bytes + 2 * kPackBytes - 2) / kPackBytes));
   return DispatchWord(plan.unit_bytes, [&](auto tag) {
     using Unit = typename decltype(tag)::type;
     return DispatchCount(few.size, [&](auto count) {
@@ -338,7 +351,7 @@ cudaError_t LaunchDeinterleave(const PermutePlan& plan, const void* x, void* y,
                                 : DeinterleaveKernel<count(), false, Index, Unit>;
       return LaunchItems(kernel, (pixels + pack - 1) / pack, stream, static_cast<Index>(pixels),
                          static_cast<Index>(few.out_stride * plan.unit_bytes),
-                         FastDivider<Index>(static_cast<Index>(many.size)), walk,
+                         FastDivider<Index>(static_cast<Index>(many.size)), by_slot, walk,
                          static_cast<const char*>(x), static_cast<char*>(y));
     });
   });

@@ -20,8 +20,10 @@
 // were slower.
 //
 // Rows of n bytes that begin anywhere lie in n / 32 + 31 / 32 sectors on average. A thread of
-// RunsKernel takes 50 instructions to load a pack and 60 to store one, and 3 an element (7 where
-// the output's run has two dimensions of the tile), with one load from shared memory each.
+// RunsKernel takes 46 instructions to load a pack and 60 to store one, and 3 an element (7 where
+// the output's run has two dimensions of the tile; 2 where all packs of the output are whole and
+// cover as much of each dimension, which are often powers of two), with one load from shared memory
+// each.
 //
 // On an H200 TileKernel runs at 0.86 to 0.99 of a copy's speed where rows are whole packs, in every
 // size of element. Rows of other lengths cost instructions, which bind then: 0.82 to 0.97 in 2 to 8
@@ -41,8 +43,9 @@ namespace {
 
 // Where a tile begins: the byte offsets of input and output, and the tile's place along the fastest
 // dimension of either (RunsKernel: the slowest of either's run).
+template <typename Offset>
 struct TilePlace {
-  int64_t in = 0, out = 0;
+  Offset in = 0, out = 0;
   int in_place = 0, out_place = 0;
 
   __device__ __forceinline__ void Add(uint32_t i, const TilePlace& step) {
@@ -53,8 +56,8 @@ struct TilePlace {
   }
 };
 
-template <int kMost>
-using TileGrid = Walk<uint32_t, kMost, TilePlace>;
+template <typename Offset, int kMost>
+using TileGrid = Walk<uint32_t, kMost, TilePlace<Offset>>;
 
 template <int kBytes>
 inline constexpr int kPerPack = kPackBytes / kBytes;
@@ -98,16 +101,9 @@ __device__ __forceinline__ void TransposeColumns(
   }
 }
 
-// What the rows of a tile are in the output.
-enum class OutRows {
-  kPacks,   // whole packs
-  kApart,   // anywhere
-  kJoined,  // anywhere, and the tile's rows are one after the other without a gap
-};
-
 // Tiles divide rows that are anywhere at sectors of memory, so that blocks store whole packs but at
 // the ends of rows.
-inline constexpr int kSectorBytes = 32;
+inline constexpr int kSectorBytes = internal::kPermuteSector;
 
 // How many packs of a row of the output neighbouring threads take, before they take the next row's:
 // eight meet no bank of shared memory twice.
@@ -118,7 +114,7 @@ __host__ __device__ constexpr int Neighbours(int packs) {
 }
 
 struct TileGeometry {
-  TileGrid<kMostTiled> grid;
+  TileGrid<int64_t, kMostTiled> grid;
   int64_t in_bytes, out_bytes;  // lengths of the fastest dimensions
   int in_extent, out_extent;    // how much of them a tile covers, at most kInBytes and kOutBytes
   int64_t in_pitch, out_pitch;  // between rows of the tile in the input and in the output
@@ -130,7 +126,7 @@ struct TileGeometry {
 // With kShiftIn rows of the input may be anywhere, not on whole packs: a thread then shifts a pack
 // together from the two that it lies in. Where rows of the output may be anywhere, the transposed
 // tile is written to shared memory once more, for packs that are aligned in the output: with
-// OutRows::kJoined element by element to where it stands there; with OutRows::kApart in packs,
+// kJoined and kShort element by element to where it stands there; with kApart in packs,
 // which are shifted together again. Then a tile also reads up to a sector more of each row than it
 // covers, and stores the sectors that begin in its part.
 template <int kBytes, int kInBytes, int kOutBytes, bool kShiftIn, OutRows kOut>
@@ -145,12 +141,13 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
   constexpr int kOutPacks = kOutBytes / kPackBytes;
   constexpr int kOutPitch = kOutBytes + kPackBytes;  // of the transposed tile
   constexpr bool kTwice = kOut != OutRows::kPacks;
+  constexpr bool kJoined = kOut == OutRows::kJoined || kOut == OutRows::kShort;
   static_assert(kRows * kRowPacks % kBlockSize == 0, "every thread loads as many packs");
   constexpr int kTileBytes = kRows * kInBytes + kRows / kPack * kPackBytes;
   constexpr int kTurnedBytes = kTwice ? kOutRows * kOutPitch + 2 * kPackBytes : 0;
   __shared__ __align__(16) char tile[kTileBytes < kTurnedBytes ? kTurnedBytes : kTileBytes];
 
-  const TilePlace origin = g.grid.At(blockIdx.x);
+  const auto origin = g.grid.At(blockIdx.x);
   const int64_t in_left = g.in_bytes - int64_t{origin.in_place} * g.in_extent;
   const int64_t out_left = g.out_bytes - int64_t{origin.out_place} * g.out_extent;
   const int in_width = in_left < g.in_extent ? static_cast<int>(in_left) : g.in_extent;
@@ -233,7 +230,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
       int row;
       const int pack = place(n, &row);
       if (n * kBlockSize + static_cast<int>(threadIdx.x) >= kItems) break;
-      if (kOut == OutRows::kJoined && pack * kPackBytes >= out_width) continue;
+      if (kJoined && pack * kPackBytes >= out_width) continue;
       JOF_UNROLL
       for (int c = 0; c < kColumns; ++c) {
         if constexpr (kOut == OutRows::kApart) {
@@ -270,7 +267,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
       if (sector >= g.out_extent || (sector < 0 && origin.out_place > 0)) continue;
       StoreBytes<kBytes>(target + begin, turned(row, begin), -begin, out_width - begin);
     }
-  } else if constexpr (kOut == OutRows::kJoined) {
+  } else if constexpr (kJoined) {
     const int total = in_width / kBytes * out_width;
     for (int at = static_cast<int>(threadIdx.x) * kPackBytes; at < phase + total;
          at += kBlockSize * kPackBytes) {
@@ -300,31 +297,37 @@ struct TileLengths {
 // A dimension of a tile has at least two elements, and a tile at most 48 KB.
 inline constexpr int kMaxTileRank = 16;
 
-// A tile whose run of the output has kRun dimensions at most.
-template <int kRun>
+// A tile whose run of the output has kRun dimensions at most. With kWhole every pack of the output
+// is whole and alike: its elements are `offsets` from its first one in shared memory, and `run`
+// counts packs.
+template <int kBytes, int kRun, bool kWhole>
 struct RunsGeometry {
   static constexpr bool kFew = kRun < kMaxTileRank;  // dimensions, and offsets below 4 GB
   using Offset = std::conditional_t<kFew, uint32_t, uint64_t>;
   using Rows = Walk<uint32_t, kFew ? 3 : kMaxTileRank, RowPlace<Offset>>;
-  TileGrid<kFew ? 5 : kMaxPermuteRank> grid;
+  TileGrid<Offset, kFew ? 5 : kMaxPermuteRank> grid;
   Rows in_rows;              // rows of the input: the output's run without the input's
   Rows out_rows;             // rows of the output: the input's run without the output's
   Walk<uint32_t, kRun> run;  // the output's run, to bytes of shared memory
-  TileLengths whole, ends;   // of most tiles, and of those at the end of the dimension
-  int in_end, out_end;       // those tiles' places
+  uint32_t offsets[kWhole ? kPerPack<kBytes> : 1];
+  TileLengths whole, ends;  // of most tiles, and of those at the end of the dimension
+  int in_end, out_end;      // those tiles' places
+  int slack;                // what rows of the output may take of sectors beyond their bytes
   FastDivider<uint32_t> row_packs, out_row_count;
   uint32_t last;  // element of the tile in shared memory, if the first is at 0
+  int64_t reach;  // from a tile's first element beyond its last one in the input
   size_t bytes;   // of the array
 };
 
-template <int kBytes, int kRun>
+template <int kBytes, int kRun, bool kWhole>
 __global__ void __launch_bounds__(kBlockSize)
-    RunsKernel(const RunsGeometry<kRun> g, const char* __restrict__ x, char* __restrict__ y) {
+    RunsKernel(const RunsGeometry<kBytes, kRun, kWhole> g, const char* __restrict__ x,
+               char* __restrict__ y) {
   constexpr int kPack = kPerPack<kBytes>;
   using Element = Word<kBytes>;
   extern __shared__ __align__(16) char tile[];
 
-  const TilePlace origin = g.grid.At(blockIdx.x);
+  const auto origin = g.grid.At(blockIdx.x);
   TileLengths length = g.whole;
   if (origin.in_place == g.in_end) {
     length.in_bytes = g.ends.in_bytes;
@@ -340,37 +343,51 @@ __global__ void __launch_bounds__(kBlockSize)
 
   // The tile: packs of each row, with what else is in the first and the last.
   const int loads = length.in_rows * static_cast<int>(g.row_packs.divisor());
+  // Calls visit(pack of the input, its place in the tile).
+  const auto visit_pack = [&](int item, const auto& visit) {
+    uint32_t pack;
+    const auto row = g.in_rows.At(g.row_packs.DivMod(item, &pack));
+    const uint32_t start = phase + static_cast<uint32_t>(row.global);
+    const int begin = static_cast<int>(pack * kPackBytes - start % kPackBytes);
+    if (begin >= length.in_bytes) return;
+    visit(in + row.global + begin,
+          static_cast<int>((phase + row.shared) / kPackBytes * kPackBytes + pack * kPackBytes));
+  };
+  const auto is_whole = [&](const char* pack) {
+    return pack >= x && pack + kPackBytes <= x + g.bytes;
+  };
+  const bool inside = in >= x + kPackBytes && in + g.reach + kPackBytes <= x + g.bytes;
   constexpr int kBatch = 4;
   for (int first = static_cast<int>(threadIdx.x); first < loads; first += kBatch * kBlockSize) {
     uint4 loaded[kBatch];
     int places[kBatch];
     JOF_UNROLL
     for (int n = 0; n < kBatch; ++n) {
-      const int item = first + n * kBlockSize;
       places[n] = -1;
-      if (item >= loads) continue;
-      uint32_t pack;
-      const auto row = g.in_rows.At(g.row_packs.DivMod(item, &pack));
-      const char* begin = in + row.global;
-      const char* source = begin - Phase(begin) + pack * kPackBytes;
-      if (source >= begin + length.in_bytes) continue;
-      const int place = static_cast<int>((row.shared + phase) / kPackBytes + pack) * kPackBytes;
-      if (source >= x && source + kPackBytes <= x + g.bytes) {
-        loaded[n] = __ldg(reinterpret_cast<const uint4*>(source));
+      if (first + n * kBlockSize >= loads) continue;
+      visit_pack(first + n * kBlockSize, [&](const char* pack, int place) {
+        if (!inside && !is_whole(pack)) return;
+        loaded[n] = __ldg(reinterpret_cast<const uint4*>(pack));
         places[n] = place;
-      } else {  // an end of the array
-#pragma unroll 1
-        for (int i = 0; i < kPackBytes; i += kBytes) {
-          if (source + i >= x && source + i < x + g.bytes) {
-            *reinterpret_cast<Element*>(tile + place + i) =
-                __ldg(reinterpret_cast<const Element*>(source + i));
-          }
-        }
-      }
+      });
     }
     JOF_UNROLL
     for (int n = 0; n < kBatch; ++n) {
       if (places[n] >= 0) *reinterpret_cast<uint4*>(tile + places[n]) = loaded[n];
+    }
+  }
+  if (!inside) {  // the ends of the array
+    for (int item = static_cast<int>(threadIdx.x); item < loads; item += kBlockSize) {
+      visit_pack(item, [&](const char* pack, int place) {
+        if (is_whole(pack)) return;
+#pragma unroll 1
+        for (int i = 0; i < kPackBytes; i += kBytes) {
+          if (pack + i >= x && pack + i < x + g.bytes) {
+            *reinterpret_cast<Element*>(tile + place + i) =
+                __ldg(reinterpret_cast<const Element*>(pack + i));
+          }
+        }
+      });
     }
   }
   __syncthreads();
@@ -379,7 +396,7 @@ __global__ void __launch_bounds__(kBlockSize)
   // next rows, which are neighbours in shared memory where columns are.
   constexpr int kNeighbours = kSectorBytes / kPackBytes;
   const int out_bytes = length.out_units * kBytes;
-  const int sectors = (out_bytes + 2 * kSectorBytes - 2) / kSectorBytes;
+  const int sectors = (out_bytes + g.slack) / kSectorBytes;
   const int items = sectors * static_cast<int>(g.out_row_count.divisor()) * kNeighbours;
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kBlockSize) {
     uint32_t row;
@@ -390,20 +407,29 @@ __global__ void __launch_bounds__(kBlockSize)
     const int begin = (sector * kNeighbours + item % kNeighbours) * kPackBytes -
                       static_cast<int>(reinterpret_cast<uintptr_t>(target) % kSectorBytes);
     if (begin <= -kPackBytes || begin >= out_bytes) continue;
-    // Elements before the run and after it are read, too, but not stored.
     const char* source = tile + phase + at.shared;
-    const uint32_t last = g.last - at.shared;
-    const int unit = begin / kBytes;
-    Cursor<uint32_t, kRun> cursor(g.run, unit < 0 ? 0 : unit, unit < 0 ? -unit : 0);
     union {
       Element elements[kPack];
       uint4 pack;
     };
-    JOF_UNROLL
-    for (int i = 0; i < kPack; ++i, cursor.Next()) {
-      elements[i] = *reinterpret_cast<const Element*>(source + min(cursor.place(), last));
+    if constexpr (kWhole) {
+      source += g.run.At(begin / kPackBytes);
+      JOF_UNROLL
+      for (int i = 0; i < kPack; ++i) {
+        elements[i] = *reinterpret_cast<const Element*>(source + g.offsets[i]);
+      }
+      *reinterpret_cast<uint4*>(target + begin) = pack;
+    } else {
+      // Elements before the run and after it are read, too, but not stored.
+      const uint32_t last = g.last - at.shared;
+      const int unit = begin / kBytes;
+      Cursor<uint32_t, kRun> cursor(g.run, unit < 0 ? 0 : unit, unit < 0 ? -unit : 0);
+      JOF_UNROLL
+      for (int i = 0; i < kPack; ++i, cursor.Next()) {
+        elements[i] = *reinterpret_cast<const Element*>(source + min(cursor.place(), last));
+      }
+      StoreBytes<kBytes>(target + begin, pack, -begin, out_bytes - begin);
     }
-    StoreBytes<kBytes>(target + begin, pack, -begin, out_bytes - begin);
   }
 }
 
@@ -442,73 +468,63 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
                       static_cast<const char*>(x), static_cast<char*>(y));
 }
 
-// The bytes that a tile's rows have on either side: the fastest that were measured, where all rows
-// are whole packs, where those of the input are not (kShifted), and by OutRows.
-template <int kBytes>
-struct TileShape;
-template <>
-struct TileShape<1> {
-  static constexpr int kIn = 128, kOut = 128;
-  static constexpr int kShiftedIn = 128, kShiftedOut = 128;
-  static constexpr int kApartIn = 128, kApartOut = 128;
-  static constexpr int kJoinedIn = 128, kJoinedOut = 96;
-};
-template <>
-struct TileShape<2> {
-  static constexpr int kIn = 128, kOut = 128;
-  static constexpr int kShiftedIn = 128, kShiftedOut = 128;
-  static constexpr int kApartIn = 128, kApartOut = 256;
-  static constexpr int kJoinedIn = 128, kJoinedOut = 192;
-};
-template <>
-struct TileShape<4> {
-  static constexpr int kIn = 256, kOut = 256;
-  static constexpr int kShiftedIn = 256, kShiftedOut = 128;
-  static constexpr int kApartIn = 256, kApartOut = 256;
-  static constexpr int kJoinedIn = 128, kJoinedOut = 384;
-};
-template <>
-struct TileShape<8> {
-  static constexpr int kIn = 256, kOut = 256;
-  static constexpr int kShiftedIn = 256, kShiftedOut = 256;
-  static constexpr int kApartIn = 256, kApartOut = 512;
-  static constexpr int kJoinedIn = 256, kJoinedOut = 384;
-};
-template <>
-struct TileShape<16> {
-  static constexpr int kIn = 512, kOut = 512;
-};
+template <int kBytes, bool kShiftIn, OutRows kOut>
+cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  constexpr TileShape kShape = TileShapeOf(kBytes, kShiftIn, kOut);
+  return LaunchTile<kBytes, kShape.in, kShape.out, kShiftIn, kOut>(plan, x, y, stream);
+}
+
+template <int kBytes, bool kShiftIn>
+cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  if constexpr (kBytes < kPackBytes) {
+    switch (OutRowsOf(plan, IsAligned(y, kPackBytes))) {
+      case OutRows::kJoined:
+        return LaunchTile<kBytes, kShiftIn, OutRows::kJoined>(plan, x, y, stream);
+      case OutRows::kShort:
+        return LaunchTile<kBytes, kShiftIn, OutRows::kShort>(plan, x, y, stream);
+      case OutRows::kApart:
+        return LaunchTile<kBytes, kShiftIn, OutRows::kApart>(plan, x, y, stream);
+      default:
+        break;
+    }
+  }
+  return LaunchTile<kBytes, kShiftIn, OutRows::kPacks>(plan, x, y, stream);
+}
 
 template <int kBytes>
 cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
-  using Shape = TileShape<kBytes>;
-  const PermuteDim &in = plan.dims[plan.fastest_in()], &out = plan.dims[plan.fastest_out()];
-  const int64_t in_row = in.size * kBytes, out_row = out.size * kBytes;
   if constexpr (kBytes < kPackBytes) {
-    const bool shift_in = !IsAligned(x, kPackBytes) || in_row % kPackBytes != 0;
-    const bool shift_out = !IsAligned(y, kPackBytes) || out_row % kPackBytes != 0;
-    if (shift_out && in.out_stride == out.size && out_row <= Shape::kJoinedOut) {
-      constexpr int kIn = Shape::kJoinedIn, kOut = Shape::kJoinedOut;
-      return shift_in ? LaunchTile<kBytes, kIn, kOut, true, OutRows::kJoined>(plan, x, y, stream)
-                      : LaunchTile<kBytes, kIn, kOut, false, OutRows::kJoined>(plan, x, y, stream);
-    }
-    if (shift_out) {
-      constexpr int kIn = Shape::kApartIn, kOut = Shape::kApartOut;
-      return shift_in ? LaunchTile<kBytes, kIn, kOut, true, OutRows::kApart>(plan, x, y, stream)
-                      : LaunchTile<kBytes, kIn, kOut, false, OutRows::kApart>(plan, x, y, stream);
-    }
-    if (shift_in) {
-      return LaunchTile<kBytes, Shape::kShiftedIn, Shape::kShiftedOut, true, OutRows::kPacks>(
-          plan, x, y, stream);
+    const int64_t in_row = plan.dims[plan.fastest_in()].size * kBytes;
+    if (!IsAligned(x, kPackBytes) || in_row % kPackBytes != 0) {
+      return LaunchTile<kBytes, true>(plan, x, y, stream);
     }
   }
-  return LaunchTile<kBytes, Shape::kIn, Shape::kOut, false, OutRows::kPacks>(plan, x, y, stream);
+  return LaunchTile<kBytes, false>(plan, x, y, stream);
 }
 
-template <int kBytes, int kRun>
-cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
-  using Offset = typename RunsGeometry<kRun>::Offset;
-  RunsGeometry<kRun> g;
+// How many units of the k-th fastest dimension of the output's run a pack covers, if every pack of
+// the output is aligned and covers as many of each dimension; else none.
+inline bool CoverPack(const PermutePlan& plan, const void* y, int64_t (&covered)[kMaxPermuteRank]) {
+  int64_t units = kPackBytes / plan.unit_bytes;
+  if (!IsAligned(y, kPackBytes)) return false;
+  for (int k = 0; k < plan.out_run; ++k) {
+    const int d = plan.fastest_out(k);
+    const int64_t size = plan.dims[d].size;
+    covered[k] = units < size ? units : size;
+    if (units % covered[k] != 0 || size % covered[k] != 0 || plan.tile[d] % covered[k] != 0) {
+      return false;
+    }
+    units /= covered[k];
+  }
+  return units == 1;
+}
+
+template <int kBytes, int kRun, bool kWhole>
+cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPermuteRank],
+                       const void* x, void* y, cudaStream_t stream) {
+  using Geometry = RunsGeometry<kBytes, kRun, kWhole>;
+  using Offset = typename Geometry::Offset;
+  Geometry g;
   g.bytes = static_cast<size_t>(plan.units) * kBytes;
   bool fits = !g.kFew || g.bytes < (size_t{1} << 32);
   const int in_last = plan.fastest_in(plan.in_run - 1);
@@ -525,17 +541,30 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStre
   for (int k = 0; k < plan.out_run; ++k) in_out_run[plan.fastest_out(k)] = true;
   // Whether all rows of the input begin and end at packs.
   bool packs = IsAligned(x, kPackBytes) && in_bytes % kPackBytes == 0;
+  // What all rows of the output begin at multiples of.
+  int64_t out_step = kSectorBytes;
+  const auto step_by = [&](int64_t bytes) {
+    while (bytes % out_step != 0) out_step /= 2;
+  };
+  step_by(static_cast<int64_t>(reinterpret_cast<uintptr_t>(y) % kSectorBytes));
   int64_t blocks = 1;
   for (int d = plan.rank - 1; d >= 0; --d) {
     const PermuteDim& dim = plan.dims[d];
-    const int64_t covered = plan.tile[d], count = (dim.size + covered - 1) / covered;
-    const int64_t step = covered * dim.in_stride * kBytes;
+    const int64_t extent = plan.tile[d], count = (dim.size + extent - 1) / extent;
+    const int64_t step = extent * dim.in_stride * kBytes, target = extent * dim.out_stride * kBytes;
     packs &= (count == 1 || step % kPackBytes == 0) &&
-             (in_in_run[d] || covered == 1 || dim.in_stride * kBytes % kPackBytes == 0);
+             (in_in_run[d] || extent == 1 || dim.in_stride * kBytes % kPackBytes == 0);
+    if (!in_out_run[d]) step_by(dim.out_stride * kBytes);
     if (count == 1) continue;
-    fits &=
-        g.grid.Add(count, {step, covered * dim.out_stride * kBytes, d == in_last, d == out_last});
+    step_by(target);
+    fits &= g.grid.Add(count, {static_cast<Offset>(step), static_cast<Offset>(target), d == in_last,
+                               d == out_last});
     blocks *= count;
+  }
+  g.slack = static_cast<int>(2 * kSectorBytes - 1 - out_step);
+  g.reach = kBytes;
+  for (int d = 0; d < plan.rank; ++d) {
+    g.reach += (plan.tile[d] - 1) * plan.dims[d].in_stride * kBytes;
   }
 
   // A row that begins anywhere lies in up to two packs more than it fills. Rows keep their places
@@ -544,6 +573,8 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStre
   g.row_packs = FastDivider<uint32_t>(static_cast<uint32_t>(pitch / kPackBytes));
   g.last = static_cast<uint32_t>(in_bytes - kBytes);
   int64_t in_rows = 1, out_units = 1, out_rows = 1;
+  int pack = 1;  // units that have their offsets
+  g.offsets[0] = 0;
   for (int k = 0; k < plan.out_run; ++k) {
     const int d = plan.fastest_out(k);
     const int64_t extent = plan.tile[d], stride = plan.dims[d].in_stride * kBytes;
@@ -558,7 +589,13 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStre
       fits &= g.in_rows.Add(extent, {static_cast<uint32_t>(pitch), static_cast<Offset>(stride)});
       pitch *= extent;
     }
-    fits &= g.run.Add(extent, static_cast<uint32_t>(shared[d]));
+    const int64_t each = kWhole ? covered[k] : 1;
+    for (int i = pack; kWhole && i < pack * each; ++i) {
+      g.offsets[i] = g.offsets[i % pack] + static_cast<uint32_t>(i / pack * shared[d]);
+    }
+    pack *= static_cast<int>(each);
+    if (kWhole && extent == each) continue;
+    fits &= g.run.Add(extent / each, static_cast<uint32_t>(each * shared[d]));
   }
   for (int k = 0; k < plan.in_run; ++k) {
     const int d = plan.fastest_in(k);
@@ -569,7 +606,7 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStre
                            {static_cast<uint32_t>(shared[d]), static_cast<Offset>(stride)});
   }
   if constexpr (g.kFew) {
-    if (!fits) return LaunchRuns<kBytes, kMaxTileRank>(plan, x, y, stream);
+    if (!fits) return LaunchRuns<kBytes, kMaxTileRank, false>(plan, covered, x, y, stream);
   }
   if (!fits) return cudaErrorInvalidValue;
 
@@ -587,7 +624,7 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const void* x, void* y, cudaStre
   cut(out_last, &g.out_end, &g.ends.out_units, !in_in_run[out_last], &g.ends.in_rows);
   g.out_row_count = FastDivider<uint32_t>(static_cast<uint32_t>(out_rows));
   // A pack more at the end, for the first row's place within its first pack.
-  return LaunchBlocks(RunsKernel<kBytes, kRun>, blocks, g.last + 3 * kPackBytes, stream, g,
+  return LaunchBlocks(RunsKernel<kBytes, kRun, kWhole>, blocks, g.last + 3 * kPackBytes, stream, g,
                       static_cast<const char*>(x), static_cast<char*>(y));
 }
 
@@ -602,11 +639,16 @@ cudaError_t LaunchPermuteTile(const PermutePlan& plan, const void* x, void* y,
 
 cudaError_t LaunchPermuteRuns(const PermutePlan& plan, const void* x, void* y,
                               cudaStream_t stream) {
+  int64_t covered[kMaxPermuteRank];
+  const bool whole = CoverPack(plan, y, covered);
   return DispatchWord(plan.unit_bytes, [&](auto tag) {
     constexpr int kBytes = sizeof(typename decltype(tag)::type);
-    if (plan.out_run == 1) return LaunchRuns<kBytes, 1>(plan, x, y, stream);
-    if (plan.out_run == 2) return LaunchRuns<kBytes, 2>(plan, x, y, stream);
-    return LaunchRuns<kBytes, 3>(plan, x, y, stream);
+    if (whole) return LaunchRuns<kBytes, 3, true>(plan, covered, x, y, stream);
+    if constexpr (kBytes < kPackBytes) {
+      if (plan.out_run == 1) return LaunchRuns<kBytes, 1, false>(plan, covered, x, y, stream);
+      if (plan.out_run == 2) return LaunchRuns<kBytes, 2, false>(plan, covered, x, y, stream);
+    }
+    return LaunchRuns<kBytes, 3, false>(plan, covered, x, y, stream);
   });
 }
 

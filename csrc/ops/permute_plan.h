@@ -12,6 +12,8 @@
 //      size of the array. CPUs have their own.
 #pragma once
 
+#include <initializer_list>
+
 #include "common/integers.h"
 #include "common/macros.h"
 
@@ -64,6 +66,57 @@ struct PermutePlan {
     return product;
   }
 };
+
+// What the rows of a tile of kTile are in the output.
+enum class OutRows {
+  kPacks,   // whole packs
+  kApart,   // anywhere; a tile covers a sector less of each than it has room for
+  kJoined,  // anywhere, and the tile's rows are one after the other without a gap,
+  kShort,   // which are so short that a tile has more of them
+};
+
+// The bytes that the rows of such a tile have on either side.
+struct TileShape {
+  int in, out;
+};
+
+// The fastest that were measured, where rows of the input are whole packs or not (shift_in).
+constexpr TileShape TileShapeOf(int unit_bytes, bool shift_in, OutRows rows) {
+  const bool joined = rows == OutRows::kJoined;
+  switch (unit_bytes) {
+    case 1:
+      return rows == OutRows::kShort ? TileShape{128, 96} : TileShape{128, 128};
+    case 2:
+      return joined                    ? TileShape{128, 192}
+             : rows == OutRows::kShort ? TileShape{256, 96}
+                                       : TileShape{128, 128};
+    case 4:
+      return joined                    ? TileShape{128, 384}
+             : rows == OutRows::kShort ? TileShape{256, 192}
+             : rows == OutRows::kApart ? TileShape{128, 128}
+             : shift_in                ? TileShape{256, 128}
+                                       : TileShape{256, 256};
+    case 8:
+      return joined                    ? TileShape{256, 384}
+             : rows == OutRows::kShort ? TileShape{512, 192}
+                                       : TileShape{256, 256};
+    default:
+      return {512, 512};
+  }
+}
+
+// What the rows of kTile's tiles are, where the output is aligned to packs or not.
+inline OutRows OutRowsOf(const PermutePlan& plan, bool aligned) {
+  constexpr int kPack = 16;
+  const PermuteDim &in = plan.dims[plan.fastest_in()], &out = plan.dims[plan.fastest_out()];
+  const int64_t row = out.size * plan.unit_bytes;
+  if (plan.unit_bytes == kPack || (aligned && row % kPack == 0)) return OutRows::kPacks;
+  if (in.out_stride != out.size) return OutRows::kApart;
+  for (const OutRows rows : {OutRows::kShort, OutRows::kJoined}) {
+    if (row <= TileShapeOf(plan.unit_bytes, false, rows).out) return rows;
+  }
+  return OutRows::kApart;
+}
 
 namespace internal {
 
@@ -135,15 +188,20 @@ inline void ChooseTile(PermutePlan* plan) {
                                     : kLargestTile);
 }
 
-// For how many bytes the input is contiguous in what so many units of the output, which follow each
-// other, are made of.
-inline int64_t GatheredRun(const PermutePlan& plan, int64_t units) {
-  int64_t extents[kMaxPermuteRank];
+// How much of each dimension so many units of the output take that follow each other.
+inline void GatheredExtents(const PermutePlan& plan, int64_t units,
+                            int64_t (&extents)[kMaxPermuteRank]) {
   for (int d = plan.rank - 1; d >= 0; --d) {
     const int64_t size = plan.dims[d].size;
     extents[d] = size < units ? size : units < 1 ? 1 : units;
     units /= size;
   }
+}
+
+// For how many bytes the input is contiguous in what such units are made of.
+inline int64_t GatheredRun(const PermutePlan& plan, int64_t units) {
+  int64_t extents[kMaxPermuteRank];
+  GatheredExtents(plan, units, extents);
   int64_t run = plan.unit_bytes;
   for (int k = 0; k < plan.rank; ++k) {
     const int d = plan.fastest_in(k);
@@ -151,6 +209,33 @@ inline int64_t GatheredRun(const PermutePlan& plan, int64_t units) {
     if (extents[d] < plan.dims[d].size) break;
   }
   return run;
+}
+
+// Bytes of the sectors that such units lie in.
+inline int64_t GatheredSectors(const PermutePlan& plan, int64_t units) {
+  int64_t extents[kMaxPermuteRank];
+  GatheredExtents(plan, units, extents);
+  int64_t span = plan.unit_bytes, spans = 1;
+  for (int k = 0; k < plan.rank; ++k) {
+    const int d = plan.fastest_in(k);
+    const int64_t stride = plan.dims[d].in_stride * plan.unit_bytes;
+    if (stride <= kPermuteSector || stride <= span) {
+      span += stride * (extents[d] - 1);
+    } else {
+      spans *= extents[d];
+    }
+  }
+  return spans * (span < kPermuteSector ? kPermuteSector : span);
+}
+
+// A warp's packs of the output.
+inline constexpr int64_t kWarpBytes = 32 * kPermutePack;
+
+// Whether neighbours in the output lie in one sector of the input, most of which other warps read.
+inline bool SharesSectors(const PermutePlan& plan) {
+  return !plan.keeps_last() &&
+         plan.dims[plan.fastest_out()].in_stride * plan.unit_bytes <= kPermuteSector &&
+         GatheredSectors(plan, kWarpBytes / plan.unit_bytes) >= 3 * kWarpBytes;
 }
 
 // Whether a strategy's kernel can carry the plan out.
@@ -179,62 +264,88 @@ inline bool Applies(PermuteStrategy strategy, const PermutePlan& plan, int64_t a
   }
 }
 
-// How much of the tile of kTile, which has about so many bytes on either side, a row fills.
-inline double Filled(int64_t row, int unit_bytes) {
-  const int64_t side = unit_bytes <= 2 ? 128 : unit_bytes <= 8 ? 256 : 512;
-  return static_cast<double>(row) / static_cast<double>((row + side - 1) / side * side);
+// How much of its tiles kTile fills.
+inline double Filled(const PermutePlan& plan, int64_t alignment) {
+  const int64_t in_row = plan.dims[plan.fastest_in()].size * plan.unit_bytes;
+  const int64_t out_row = plan.dims[plan.fastest_out()].size * plan.unit_bytes;
+  const bool packs = alignment % kPermutePack == 0;
+  const OutRows rows = OutRowsOf(plan, packs);
+  const TileShape shape = TileShapeOf(plan.unit_bytes, !packs || in_row % kPermutePack != 0, rows);
+  const auto filled = [](int64_t row, int64_t side, int64_t covered) {
+    return static_cast<double>(row) / static_cast<double>((row + covered - 1) / covered * side);
+  };
+  return filled(in_row, shape.in, shape.in) *
+         filled(out_row, shape.out,
+                rows == OutRows::kApart ? shape.out - kPermuteSector : shape.out);
 }
 
-// Measured on an H200, over 300 permutations by each strategy that applies.
+// Measured on an H200, over 300 permutations by each strategy that applies, then over 150 of the
+// slowest with the kernels of today.
 //
-// Small arrays stay in the second-level cache, which hands out sectors: gathering is the fastest up
-// to 160 KB for each byte of a unit, 280 KB in 8 and 16 bytes (512 KB of f32: 1.3 us, by
-// tiles 1.9), but for 1 and 2 bytes in rows of whole packs (256 KB of bf16: 1.9 us, by tiles 1.3).
-// In larger arrays it is where the first-level cache keeps sectors until they are used up: 0.85 to
-// 0.95 of a copy's speed where a warp's part of the input is contiguous for 64 bytes or a block's
-// for 192, half at a quarter of that.
+// Arrays of a few MB stay in the second-level cache, which hands out sectors. Gathering then takes
+// the time of the sectors that warps read, each counted for every warp that reads it. It is faster
+// than kRuns up to 4 MB of them, 8 MB where neighbours share sectors: an array of 4 MB where a warp
+// uses all that it reads, of 256 KB where it uses 2 bytes of each sector. kTile is faster from 512
+// KB of them on, and so are kInterleave and kDeinterleave where packs are whole.
 //
-// kRuns takes 2 % more time than kTile with full tiles, half of it where those would be half empty;
-// but for single bytes, which kTile transposes in registers, 1.4 times the time.
+// In larger arrays gathering is the fastest where the first-level cache keeps sectors until they
+// are used up: 0.85 to 0.95 of a copy's speed where a warp's part of the input is contiguous for 64
+// bytes or a block's for 192, half at a quarter of that.
+//
+// Rows that are not whole packs are taken apart slowly if they are short: gathering takes 0.54 of
+// the time of kDeinterleave for 66 bytes, 0.8 for 1000, but 1.7 for 1288.
+//
+// kRuns takes 2 to 5 % more time than kTile with full tiles, 1.2 to 1.3 times less where those are
+// half full; but for single bytes, which kTile transposes in registers, 1.4 times the time where
+// its own packs are not whole. Arrays of up to 2 MB, which take 2 us, are faster by kTile (0.7 to
+// 0.8 of the time) even where its tiles are a quarter full.
 inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment) {
   const auto applies = [&](PermuteStrategy s) { return Applies(s, plan, alignment); };
   if (plan.rank <= 1) return PermuteStrategy::kCopy;
-  const bool packs = alignment % kPermutePack == 0;
+  const auto whole = [&](int d) {
+    return alignment % kPermutePack == 0 && plan.dims[d].size * plan.unit_bytes % kPermutePack == 0;
+  };
   const int64_t bytes = plan.units * plan.unit_bytes;
-  const int64_t in_row = plan.dims[plan.fastest_in()].size * plan.unit_bytes;
   const int64_t out_row = plan.dims[plan.fastest_out()].size * plan.unit_bytes;
-  const bool tile = applies(PermuteStrategy::kTile) &&
-                    Filled(in_row, plan.unit_bytes) * Filled(out_row, plan.unit_bytes) >
-                        (plan.unit_bytes == 1 ? 0.25 : 0.5);
-  const bool whole = packs && in_row % kPermutePack == 0 && out_row % kPermutePack == 0;
-  const int64_t enough = plan.unit_bytes <= 2 ? (128 << 10) / plan.unit_bytes : 1 << 20;
-  if (tile && whole && bytes >= enough) return PermuteStrategy::kTile;
-  const int64_t few = plan.unit_bytes <= 4 ? 160 << 10 : 280 << 10;
-  if (bytes <= few * plan.unit_bytes) return PermuteStrategy::kGather;
-  if (applies(PermuteStrategy::kRows)) return PermuteStrategy::kRows;
+  const int64_t warp_units = kWarpBytes / plan.unit_bytes;
+  const double gathered = static_cast<double>(bytes) / kWarpBytes *
+                          static_cast<double>(GatheredSectors(plan, warp_units));
+  const bool near = GatheredRun(plan, warp_units) >= 64 || GatheredRun(plan, 8 * warp_units) >= 192;
+  const bool whole_in = whole(plan.fastest_in()), whole_out = whole(plan.fastest_out());
+  // How full tiles must be.
+  const double least = bytes <= 2 << 20                           ? 0.2
+                       : bytes <= 8 << 20 || plan.unit_bytes == 1 ? 0.4
+                                                                  : 0.65;
+  if (applies(PermuteStrategy::kTile) && Filled(plan, alignment) > least && gathered >= 512 << 10 &&
+      (!near || (whole_in && whole_out))) {
+    return PermuteStrategy::kTile;
+  }
+  const bool interleave = applies(PermuteStrategy::kInterleave);
+  const bool deinterleave = applies(PermuteStrategy::kDeinterleave);
+  if (gathered >= 512 << 10) {
+    if (interleave && whole_in) return PermuteStrategy::kInterleave;
+    if (deinterleave && whole_out) return PermuteStrategy::kDeinterleave;
+  }
+  if (applies(PermuteStrategy::kRows) && bytes > (160 << 10) * plan.unit_bytes) {
+    return PermuteStrategy::kRows;
+  }
+  if (gathered <= (SharesSectors(plan) ? 8 << 20 : 4 << 20)) return PermuteStrategy::kGather;
   if (plan.keeps_last() && out_row >= kShortestRow) return PermuteStrategy::kGather;
-  if (applies(PermuteStrategy::kInterleave)) return PermuteStrategy::kInterleave;
-  // A block goes through its rows one by one.
-  if (applies(PermuteStrategy::kDeinterleave) && out_row >= 2048) {
-    return PermuteStrategy::kDeinterleave;
-  }
-  const int64_t warp_units = 32 * kPermutePack / plan.unit_bytes;
-  if (GatheredRun(plan, warp_units) >= 64 || GatheredRun(plan, 8 * warp_units) >= 192) {
-    return PermuteStrategy::kGather;
-  }
-  if (tile && (whole || bytes >= 1 << 20)) return PermuteStrategy::kTile;
-  return PermuteStrategy::kRuns;
+  if (interleave) return PermuteStrategy::kInterleave;
+  if (deinterleave && out_row >= 1 << 10) return PermuteStrategy::kDeinterleave;
+  return near ? PermuteStrategy::kGather : PermuteStrategy::kRuns;
 }
 
 // As many units a thread as make a pack, fewer where 64k threads would not have one each, or the
-// output is not aligned.
+// output is not aligned. A warp that shares sectors with others uses more of each where its threads
+// take fewer units: half a pack is 1.06 to 1.6 times as fast, a quarter 1.3 to 1.5 times below 2
+// MB.
 inline int ChooseGathered(const PermutePlan& plan, int64_t alignment) {
+  const int64_t all = plan.units * plan.unit_bytes;
   int64_t bytes = kPermutePack;
-  while (bytes > plan.unit_bytes &&
-         (alignment % bytes != 0 || plan.units * plan.unit_bytes < bytes << 16)) {
-    bytes /= 2;
-  }
-  return static_cast<int>(bytes / plan.unit_bytes);
+  if (plan.rank > 1 && SharesSectors(plan)) bytes /= all < 2 << 20 ? 4 : 2;
+  while (bytes > plan.unit_bytes && (alignment % bytes != 0 || all < bytes << 16)) bytes /= 2;
+  return bytes < plan.unit_bytes ? 1 : static_cast<int>(bytes / plan.unit_bytes);
 }
 
 inline void SetStrategy(PermutePlan* plan, PermuteStrategy strategy, int64_t alignment) {

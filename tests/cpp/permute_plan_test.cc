@@ -136,13 +136,28 @@ int main() {
   // Images.
   CheckStrategy(PlanOf({8, 224, 224, 3}, {0, 3, 1, 2}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({8, 3, 224, 224}, {0, 2, 3, 1}, 2), PermuteStrategy::kInterleave, 3, 2);
+  CheckStrategy(PlanOf({32768, 644, 4}, {0, 2, 1}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({8, 224, 224, 64}, {0, 3, 1, 2}, 1), PermuteStrategy::kTile, 3, 1);
   // Short rows on both sides.
   CheckStrategy(PlanOf({1000, 50, 7, 9}, {3, 1, 2, 0}, 1), PermuteStrategy::kRuns, 3, 1);
   // Tiles that would be half empty.
   CheckStrategy(PlanOf({4, 3, 32768, 30}, {1, 0, 3, 2}, 4), PermuteStrategy::kRuns, 4, 4);
+  CheckStrategy(PlanOf({37, 1024, 128}, {2, 1, 0}, 2), PermuteStrategy::kRuns, 3, 2);
+  // Tiles of the shape that such rows fill.
+  CheckStrategy(PlanOf({97, 1 << 20}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
+  CheckStrategy(PlanOf({45, 1000003}, {1, 0}, 4), PermuteStrategy::kTile, 2, 4);
+  // Small arrays are gathered as long as warps use up most of the sectors that they read.
+  CheckStrategy(PlanOf({512, 1 << 10}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
+  CheckStrategy(PlanOf({70804, 7}, {1, 0}, 1), PermuteStrategy::kGather, 2, 1);
+  CheckStrategy(PlanOf({16, 23, 1024}, {2, 1, 0}, 4), PermuteStrategy::kTile, 3, 4);
+  // Short rows of a pixel's units that are not whole packs.
+  CheckStrategy(PlanOf({64, 3000, 4}, {0, 2, 1}, 2), PermuteStrategy::kDeinterleave, 3, 2);
+  CheckStrategy(PlanOf({300000, 33, 4}, {0, 2, 1}, 2), PermuteStrategy::kGather, 3, 2);
   // A warp takes all of a short dimension, and enough of the one that is the input's fastest.
   CheckStrategy(PlanOf({6, 1 << 20}, {1, 0}, 2), PermuteStrategy::kGather, 2, 2);
+  // A warp that shares the sectors that it reads takes half a pack a thread.
+  JOF_CHECK(PlanOf({4096, 333, 4}, {0, 2, 1}, 2).gathered == 4, "pixels of four units");
+  JOF_CHECK(PlanOf({6, 1 << 20}, {1, 0}, 2).gathered == 8, "six rows");
   // Units are counted in 64 bits from 2^31 of them on.
   const int64_t half = int64_t{1} << 15;
   JOF_CHECK(PlanOf({half - 1, 2 * half}, {1, 0}, 1).index_bytes == 4, "below 2^31");
