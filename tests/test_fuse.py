@@ -816,8 +816,11 @@ REFUSED = {
     "concatenate": (lambda x: jnp.concatenate([x, x]), "moves elements"),
     "reshape": (lambda x: x.reshape(-1) * 2, "moves elements"),
     "iota": (lambda x: x + jnp.arange(1e5)[:, None, None], "place in so long an array"),
-    "scan": (lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x * 2, x), "no loops"),
-    "cond": (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), "no loops"),
+    "scan": (lambda x: jax.lax.fori_loop(0, 65, lambda _, x: x * 2, x), "at most 64 turns"),
+    "while": (lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x * 2, x.sum()), "64 turns"),
+    "cond": (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), "no branches"),
+    "slice": (lambda x: x[0] * x[1], "moves elements"),
+    "stack": (lambda x: jnp.stack([x, x * 2]), "moves elements"),
     "digamma": (lambda x: sp.digamma(x), "no form in C"),
 }
 
@@ -865,6 +868,125 @@ def test_bad_input():
         jof.fuse(lambda x, n: sum(x**i for i in range(n)))(x, 3)
     with pytest.raises(jof.FusionError, match="over the same last dimensions in the entire"):
         jof.fuse(lambda x: x.sum(-1).sum(-1))(x[None])
+
+
+# ---- short stacks and short loops ----
+
+
+def stacks(x, c):
+    three = jnp.stack([x, jax.nn.relu(x) * x, jnp.sin(x)])
+    four = jnp.moveaxis(jnp.concatenate([three, three[None, 0] * x]), 0, -1)
+    return (
+        jnp.select([x < -1, x < 1], [x * x, jnp.sin(x)], -x * c[1]),
+        jnp.piecewise(x, [x < -1, x > 1], [jnp.cos, lambda x: x**3, 0.5]),
+        jnp.cumsum(three > 0, 0)[1] * four[..., 1::2][..., 1] / 4,
+        jnp.argmin(three, 0) * x,
+        sp.ndtri(jax.nn.sigmoid(x / 2)),
+    )
+
+
+def loops(x, c):
+    def turn(y, place):
+        return jnp.tanh(y) * place - c[2], y * x
+
+    last, every = jax.lax.scan(turn, x, jnp.arange(1.0, 4), reverse=True)
+    nested = jax.lax.fori_loop(0, 3, lambda _, y: turn(turn(y, 1.5)[0], 0.5)[0], x)
+    newton = jax.lax.fori_loop(0, 4, lambda k, y: (y + (x * x + 2) / y) / 2 + k * 0.0625, 1 + x * x)
+    none = jax.lax.fori_loop(0, 0, lambda _, y: y / 0, x)
+    return last + every[0] * every[2], nested, newton * none, jnp.polyval(c, x)
+
+
+def rows_of_loops(x, c):
+    def turn(_, y):
+        return y - jax.nn.logsumexp(y, -1, keepdims=True) / 2
+
+    mean = x.mean(-1, keepdims=True)
+    return jax.lax.fori_loop(0, 3, turn, x), jnp.select(
+        [x > 1, x > mean + 0.1], [x * c[0], mean], 2
+    )
+
+
+@pytest.mark.parametrize("f", [stacks, loops, rows_of_loops])
+@pytest.mark.parametrize("partial", [False, True])
+def test_short_stacks_and_short_loops(f, partial):
+    args = normals(3, 67), jnp.asarray([0.5, -0.75, 1.25])
+    fused = jof.fuse(f, partial=partial)
+    mapped = jax.vmap(fused, (None, 0), 1)(args[0], jnp.stack([args[1], 2 * args[1]]))
+
+    def orders(h):
+        def loss(*xs):
+            return sum(jnp.sin(y).sum() for y in h(*xs))
+
+        def forward(*xs):
+            return jax.jvp(loss, xs, xs)[1]
+
+        def every(*xs):
+            grads = jax.grad(loss, (0, 1))
+            return h(*xs), jax.jvp(grads, xs, xs), jax.grad(forward, (0, 1))(*xs)
+
+        return every
+
+    ours, exact = jax.jit(orders(fused))(*args), in_float64(orders(f))(*args)
+    for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+        assert_close(a, e, 2e-5, 2e-5 * np.abs(e).max())
+    for m, y in zip(mapped, in_float64(f)(args[0], 2 * args[1]), strict=True):
+        assert_close(m[:, 1], y, 1e-5, 1e-5)
+    report = fused.explain(*args)
+    assert len(report.kernels) == 1
+    assert {*report.rest} == {"slice"}  # of `c`, to scalars
+
+
+def test_running_sums():
+    """Whose gradients XLA for CPUs gets wrong."""
+
+    def f(x):
+        three = jnp.stack([x, x * x, jnp.sin(x)], -1)
+        back = jax.lax.cumprod(three, 2, reverse=True)
+        return jnp.cumsum(three, -1)[..., 2] + jax.lax.cummax(three, 2)[..., 1] * back[..., 1]
+
+    x = normals(3, 67)
+    y, dx = jax.value_and_grad(lambda x: jof.fuse(f)(x).sum())(x)
+    x, sin, cos = wide(x), np.sin(wide(x)), np.cos(wide(x))
+    largest, slope = np.maximum(x, x * x), np.where(x > x * x, 1, 2 * x)
+    exact = 1 + 2 * x + cos + slope * x * x * sin + largest * (2 * x * sin + x * x * cos)
+    assert_close(y, (x + x * x + sin + largest * x * x * sin).sum(), 1e-5, 0)
+    assert_close(dx, exact, 1e-5, 1e-5)
+
+
+def test_places_of_the_largest():
+    nan = np.nan
+    rows = [[1, 2, 2], [nan, 3, nan], [0.0, -0.0, 0], [-1, nan, nan], [np.inf, 5, np.inf]]
+    columns = np.asarray(rows, np.float32).T
+
+    def f(x, y, z):
+        three = jnp.stack([x, y, z], -1)
+        return jnp.argmax(three, -1), jnp.argmin(three, -1), jnp.argmax(three > 1, -1)
+
+    every = columns.T, columns.T, columns.T > 1
+    for a, of, g in zip(
+        jof.fuse(f)(*columns), every, (np.argmax, np.argmin, np.argmax), strict=True
+    ):
+        np.testing.assert_array_equal(a, g(of, -1))
+
+
+def test_numbers_in_loops_stay_as_they_were_written():
+    def f(x):
+        return jax.lax.fori_loop(0, 3, lambda _, y: y * 0.7978845608 + x, x)
+
+    x = normals(N, dtype=jnp.bfloat16)
+    exact = jnp.asarray(in_float64(f)(x)).astype(jnp.bfloat16)
+    assert (jof.fuse(f)(x) == exact).mean() > 0.99
+
+
+def test_stacks_beside_what_is_left_to_xla():
+    def f(x, w):
+        return jnp.select([x < 0, x < 1], [jnp.sin(x) * x, jnp.cos(x)], 2) @ w * 2 + 1
+
+    x, w = normals(6, 16), normals(16, 16, key=1)
+    with jax.default_matmul_precision("highest"):
+        fused = jof.fuse(f, partial=True)
+        assert_close(jax.jit(fused)(x, w), jax.jit(f)(x, w), 1e-5, 1e-5)
+    assert len(fused.explain(x, w).kernels) == 2
 
 
 # ---- reports ----
