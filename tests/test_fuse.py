@@ -312,6 +312,26 @@ def test_complex_numbers():
             assert_close(a, e, 1e-4, 1e-4)
 
 
+def test_quotients_of_complex_numbers():
+    """Of large numbers, by zero and by infinity."""
+    big, inf = 3e38, np.inf
+    cases = {
+        (1e-30 + big * 1j, big - 2j): 1j,
+        (big + 0j, 1 + big * 1j): -1j,
+        (1 + 1j, 0j): complex(inf, inf),
+        (1 - 1j, complex(-0.0, 0)): complex(-inf, inf),
+        (complex(inf, inf), 2 + 0j): complex(inf, inf),
+        (complex(inf, 1), 1 + 1j): complex(inf, -inf),
+        (1 - 2j, complex(inf, -inf)): 0j,
+        (0j, 1 + 0j): 0j,
+    }
+    z, w = np.asarray([*cases], np.complex64).T
+    for dtype in (np.complex64, np.complex128):
+        with jax.enable_x64(dtype == np.complex128):
+            found = np.asarray(jof.fuse(jnp.divide)(z.astype(dtype), w.astype(dtype)))
+        np.testing.assert_allclose(found, np.asarray([*cases.values()], dtype), 1e-6, 1e-30)
+
+
 # ---- shapes ----
 
 
@@ -566,6 +586,33 @@ def test_custom_rules_stay():
 
     with pytest.raises(jof.FusionError, match="no derivative with respect to an array that it"):
         jax.grad(of_captured)(grid)
+
+
+def test_custom_rules_of_functions_with_integers():
+    """Whose tangents and cotangents have no dtype that a kernel has: of jnp.ldexp, say."""
+
+    @jax.custom_jvp
+    def split(x):
+        return x - jnp.floor(x), jnp.floor(x).astype(jnp.int32)
+
+    split.defjvp(lambda xs, ts: (split(*xs), (ts[0] * 3, np.zeros(xs[0].shape, jax.dtypes.float0))))
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * 2, (x * 2).astype(jnp.int32)
+
+    scaled.defvjp(lambda x: (scaled(x), None), lambda _, cts: (cts[0] * 5,))
+
+    def f(x):
+        (rest, whole), (y, n) = split(x), scaled(x)
+        return jnp.ldexp(jnp.sin(rest), 3) * whole, jnp.sin(y) + n
+
+    def both(h, x):
+        return h(x), jax.vjp(h, x)[1]((x, x))
+
+    x = normals(N)
+    ours, theirs = (jax.jit(functools.partial(both, h))(x) for h in (jof.fuse(f), f))
+    jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, 1e-5), ours, theirs)
 
 
 def test_derivatives_in_both_modes():

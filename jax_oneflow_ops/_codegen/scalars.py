@@ -762,6 +762,7 @@ def _custom(
         return not is_captured(atom) and is_inexact(str(atom.aval.dtype))
 
     moving = [k for k, (atom, _) in enumerate(needs) if is_moving(atom)]
+    moved = [k for k, (of, _) in enumerate(outs) if is_inexact(str(eqn.outvars[of].aval.dtype))]
     variables = [atom for atom in eqn.invars if not _compat.is_literal(atom)]
     places = [k for k, atom in enumerate(variables) if is_moving(atom)]
 
@@ -817,7 +818,12 @@ def _custom(
                 return operand(own, ts)
 
             tangents = [variables[k].aval for k in places]
-            return custom(*xs), of_rule(rule, tangents, outs, where)
+            found = of_rule(rule, tangents, [outs[k] for k in moved], where)
+            results = custom(*xs)
+            every = [*map(_no_tangent, results)]
+            for k, tangent in zip(moved, found, strict=True):
+                every[k] = tangent
+            return results, every
 
         custom.defjvp(jvp)
     else:
@@ -833,21 +839,21 @@ def _custom(
                     return bound([every.get(k, x) for k, x in enumerate(primals)])
 
                 results, pull = jax.vjp(of_places, *(primals[k] for k in places))
-                full = [*map(jnp.zeros_like, results)]
-                for (k, _), ct in zip(outs, vectors, strict=True):
-                    full[k] = full[k] + ct
+                full = [*map(_no_tangent, results)]
+                for k, ct in zip(moved, vectors, strict=True):
+                    full[outs[k][0]] = full[outs[k][0]] + ct
                 return pull(full)
 
             def where(leaf: Any) -> Any:
                 source, alignment = leaf
                 if isinstance(source, Constant) or source < len(variables):
                     return operand(leaf, xs)
-                k = source - len(variables)
+                k = moved[source - len(variables)]
                 if alignment != outs[k][1]:
                     raise _refused(name, eqn, line, "with such a derivative ")
                 return cts[k]
 
-            vectors = [eqn.outvars[k].aval for k, _ in outs]
+            vectors = [eqn.outvars[outs[k][0]].aval for k in moved]
             demands = [
                 (
                     places.index(next(i for i, v in enumerate(variables) if v is needs[k][0])),
@@ -881,6 +887,13 @@ def _custom(
         )
 
     return _Step(needs, gives, compute)
+
+
+def _no_tangent(y: Any) -> Any:
+    """The tangent, or cotangent, of what does not change; that of integers is none."""
+    if is_inexact(str(y.dtype)):
+        return jnp.zeros_like(y)
+    return np.zeros(y.shape, jax.dtypes.float0)
 
 
 # ---- what cannot be fused ----
