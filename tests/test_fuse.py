@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.scipy.special as sp
 import numpy as np
 import pytest
+import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +91,8 @@ NN = {
     "log1mexp": lambda x: jax.nn.log1mexp(jnp.abs(x) + 0.25),
 }
 SPECIAL = {name: getattr(sp, name) for name in ["erf", "erfc", "expit", "ndtr"]} | {
+    "gammaln": lambda x: sp.gammaln(jnp.abs(x) + 0.1),
+    "digamma": lambda x: sp.digamma(jnp.abs(x) + 0.1),
     "entr": lambda x: sp.entr(jnp.abs(x)),
     "erfinv": lambda x: sp.erfinv(0.9 * jnp.sin(x)),
     "logit": lambda x: sp.logit(jax.nn.sigmoid(x)),
@@ -167,6 +170,30 @@ def test_functions(functions, dtype, count):
             size = np.nanmax(np.abs(np.where(np.isfinite(e), e, 0)), initial=1)
             atol = size * (2.0**-12 if dtype == "bfloat16" else 2.0**-19)
             assert_close(a, e, (32 if order else 8) * unit, atol, few=2, what=f"{name}, {order}")
+
+
+def test_gamma_functions_are_those_of_scipy():
+    """JAX's polygamma is wrong for negative and for large numbers."""
+    sizes = np.concatenate([np.linspace(0.03, 59.9, 401), np.logspace(-12, 15, 97)])
+    x = np.concatenate([sizes, -sizes[:401], [np.inf, np.nan]]).astype(np.float32)
+
+    def f(x):
+        of_zeta = sp.zeta(jnp.asarray(2.5, x.dtype), jnp.abs(x))
+        return sp.gammaln(x), sp.digamma(x), sp.polygamma(1, x), sp.polygamma(2, x), of_zeta
+
+    of_scipy = scipy.special
+    exact = wide(x)
+    expected = [of_scipy.gammaln(exact), of_scipy.digamma(exact)]
+    expected += [of_scipy.polygamma(n, exact) for n in (1, 2)]
+    expected += [of_scipy.zeta(2.5, np.abs(exact))]
+    for a, e in zip(jof.fuse(f)(x), expected, strict=True):
+        assert_close(a, e, 4e-6, 4e-6)
+    with jax.enable_x64(True):
+        for a, e in zip(jof.fuse(f)(exact), expected, strict=True):
+            assert_close(a, e, 1e-13, 1e-13)
+    poles = jnp.asarray([0.0, -0.0, -1, -2])
+    for a, e in zip(jof.fuse(f)(poles), f(poles), strict=True):
+        assert_close(a, e, 1e-6, 0)
 
 
 def test_values_are_those_of_jax_where_there_are_no_numbers():
@@ -868,7 +895,7 @@ REFUSED = {
     "cond": (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), "no branches"),
     "slice": (lambda x: x[0] * x[1], "moves elements"),
     "stack": (lambda x: jnp.stack([x, x * 2]), "moves elements"),
-    "digamma": (lambda x: sp.digamma(x), "no form in C"),
+    "bessel_i0e": (lambda x: sp.i0e(x), "no form in C"),
 }
 
 
