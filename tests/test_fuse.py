@@ -494,6 +494,37 @@ def test_methods():
     assert len(Layer.scaled.explain(layer, x, by=3).kernels) == 1
 
 
+def test_what_depends_on_no_argument_is_left_to_xla():
+    def f(x):
+        places = (
+            jax.random.uniform(jax.random.key(0), x.shape[:1]) + jnp.arange(70000.0)[x.shape[1]]
+        )
+        order = jnp.sort(jnp.array([3.0, 1.0]))
+        return jnp.sin(x) * jnp.linspace(-1, 1, 16) + places[:, None] * order[0]
+
+    def rows(x):
+        return jax.nn.softmax(x * jnp.linspace(0, 2, 16)) - jnp.repeat(jnp.arange(4.0), 4)
+
+    x = normals(8, 16)
+    for h in (f, rows):
+        fused = jof.fuse(h)
+        assert len(fused.explain(x).kernels) == 1
+        both = [
+            (k(x), jax.grad(lambda x, k=k: (k(x) ** 2).sum())(x), jax.vmap(k)(x[None])[0])
+            for k in (fused, h)
+        ]
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, 1e-5), *both)
+        if len(jax.devices()) > 1:
+            mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2])
+            spec = jax.sharding.PartitionSpec("a")
+            sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
+            ours, theirs = (
+                jax.jit(jax.shard_map(k, mesh=mesh, in_specs=spec, out_specs=spec))(sharded)
+                for k in (fused, h)
+            )
+            assert_close(ours, theirs, 1e-5, 1e-5)
+
+
 def test_closures_of_tracers():
     @jax.jit
     def outer(w, x):
@@ -889,7 +920,6 @@ REFUSED = {
     "transpose": (lambda x: x + x.T, "moves elements"),
     "concatenate": (lambda x: jnp.concatenate([x, x]), "moves elements"),
     "reshape": (lambda x: x.reshape(-1) * 2, "moves elements"),
-    "iota": (lambda x: x + jnp.arange(1e5)[:, None, None], "place in so long an array"),
     "scan": (lambda x: jax.lax.fori_loop(0, 65, lambda _, x: x * 2, x), "at most 64 turns"),
     "while": (lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x * 2, x.sum()), "64 turns"),
     "cond": (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), "no branches"),

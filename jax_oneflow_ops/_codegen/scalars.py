@@ -246,7 +246,14 @@ def _plan(
         outs = [(k, a) for k, var in enumerate(eqn.outvars) for a in wanted.pop(var, ())]
         if not outs:
             continue
-        step = _step(name, eqn, outs, exact, line, space, id(eqn) in unrounded)
+        try:
+            step = _step(name, eqn, outs, exact, line, space, id(eqn) in unrounded)
+        except FusionError:
+            constants = _constants(jaxpr, eqn, sources)
+            if constants is None:
+                raise
+            needs = [(constants[k], alignment) for k, alignment in outs]
+            step = _Step(needs, [(eqn.outvars[k], a) for k, a in outs], lambda xs: xs)
         for atom, alignment in step.needs:
             want(atom, alignment)
         steps.append(step)
@@ -272,6 +279,34 @@ def _plan(
     found = [(a if isinstance(a, Constant) else sources[a], alignment) for a, alignment in leaves]
     dtypes = [str(a.dtype if isinstance(a, Constant) else a.aval.dtype) for a, _ in leaves]
     return Plan(tuple(found), tuple(dtypes), function)
+
+
+def _constants(jaxpr: Any, eqn: Any, sources: Mapping[Any, Any]) -> list[Constant] | None:
+    """The results of an equation that depends on no argument, by XLA; None if it depends on one."""
+    made_by = {var: e for e in jaxpr.eqns for var in e.outvars}
+    known: dict[Any, Any] = {
+        var: source.array for var, source in sources.items() if isinstance(source, Constant)
+    }
+
+    def before(eqn: Any) -> dict[int, Any] | None:
+        """The equations that have to be computed, in their order, by id."""
+        found: dict[int, Any] = {}
+        for atom in eqn.invars:
+            if _compat.is_literal(atom) or atom in known:
+                continue
+            earlier = before(made_by[atom]) if atom in made_by else None
+            if earlier is None:
+                return None
+            found |= earlier
+        return found | {id(eqn): eqn}
+
+    eqns = before(eqn)
+    if eqns is None:
+        return None
+    for each in eqns.values():
+        args = [x.val if _compat.is_literal(x) else known[x] for x in each.invars]
+        known.update(zip(each.outvars, _compat.bind_equation(each, args), strict=True))
+    return [Constant(known[var], var.aval.dtype) for var in eqn.outvars]
 
 
 def is_elementwise(name: str, eqn: Any) -> bool:
@@ -318,8 +353,9 @@ class _Step:
 
 
 def _is_known(const: Any) -> bool:
-    is_here = getattr(const, "is_fully_addressable", True)
-    return is_here and not isinstance(const, jax.core.Tracer)
+    if isinstance(const, jax.core.Tracer):
+        return False
+    return bool(getattr(const, "is_fully_addressable", True))
 
 
 def _number(value: Any, dtype: Any) -> Any:
@@ -922,11 +958,6 @@ _REASONS = (
         "use the function of JAX that it replaces, such as jax.nn.gelu",
     ),
     (r"random|threefry|rng", "kernels draw no random numbers", "draw them before the call"),
-    (
-        r"^iota$",
-        "an element does not know its place in so long an array",
-        "pass in the array, such as jnp.arange(n)",
-    ),
     (
         r"gather|scatter|slice|split|concatenate|stack|pad|transpose|reshape|rev|sort|top_k|tile",
         "it moves elements",
