@@ -1040,6 +1040,19 @@ def test_short_stacks_and_short_loops(f, partial):
     assert {*report.rest} == {"slice"}  # of `c`, to scalars
 
 
+def test_turns_of_nested_loops_are_multiplied():
+    def f(turns, x):
+        def inner(_, y):
+            return jax.lax.fori_loop(0, 8, lambda _, y: y * 0.5 + x, y)
+
+        return jax.lax.fori_loop(0, turns, inner, x)
+
+    x = normals(3)
+    assert_close(jof.fuse(functools.partial(f, 8))(x), f(8, x), 1e-6, 1e-6)
+    with pytest.raises(jof.FusionError, match="nested ones multiplied"):
+        jof.fuse(functools.partial(f, 9))(x)
+
+
 def test_running_sums():
     """Whose gradients XLA for CPUs gets wrong."""
 

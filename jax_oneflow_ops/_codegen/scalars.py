@@ -660,6 +660,17 @@ def _place_of_largest(eqn: Any, xs: Sequence[Any]) -> Any:
     return place
 
 
+def _turns(eqn: Any) -> float:
+    """How often the innermost loop of an equation is written out."""
+    inside = called(eqn)
+    if inside is None:
+        return 1
+    own = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    if not isinstance(own, int):  # symbolic
+        return math.inf
+    return own * max(map(_turns, inside[0].eqns), default=1)
+
+
 def _loop(
     name: str,
     eqn: Any,
@@ -671,7 +682,7 @@ def _loop(
 ) -> _Step:
     """A loop of a few turns, as its body so many times."""
     length, refused = eqn.params["length"], _refused(name, eqn, line)
-    if not isinstance(length, int) or length > _MOST_VALUES:
+    if _turns(eqn) > _MOST_VALUES:
         raise refused
     body = _compat.jaxpr_and_consts(eqn.params["jaxpr"])
     # What a turn reads is constant, or carried from one to the next, or an element of an array, and
@@ -948,8 +959,8 @@ _REASONS = (
     ),
     (
         r"^(while|scan|cond|switch)",
-        f"kernels have no branches, and loops only of at most {_MOST_VALUES} turns, a number that "
-        "is known while the function is traced",
+        f"kernels have no branches, and loops only of at most {_MOST_VALUES} turns, nested ones "
+        "multiplied, a number that is known while the function is traced",
         "use jnp.where in place of a branch",
     ),
     (
