@@ -194,6 +194,9 @@ def test_gamma_functions_are_those_of_scipy():
     poles = jnp.asarray([0.0, -0.0, -1, -2])
     for a, e in zip(jof.fuse(f)(poles), f(poles), strict=True):
         assert_close(a, e, 1e-6, 0)
+    s, q = np.meshgrid([-np.inf, -2, 0, 1, 2, 3, np.inf, np.nan], [0, -0.5, -1, 2, np.nan])
+    s, q = (jnp.asarray(x.astype(np.float32)) for x in (s, q))
+    assert_close(jof.fuse(lambda s, q: sp.zeta(s, q))(s, q), sp.zeta(s, q), 1e-6, 0)
 
 
 def test_values_are_those_of_jax_where_there_are_no_numbers():

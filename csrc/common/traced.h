@@ -216,7 +216,7 @@ JOF_HOST_DEVICE JOF_INLINE T jof_Zeta(T s, T q) {
       -8.26719576719576720e-7,  2.08767569878680990e-8,   -5.28419013868749319e-10,
       1.33825365306846788e-11,  -3.38968029632258287e-13, 8.58606205627784456e-15,
       -2.17486869855806187e-16, 5.50900282836022952e-18,  -1.39544646858125233e-19};
-  const bool is_even = s == 2 * floor(s / 2), is_pole = q <= 0 && q == floor(q);
+  const bool is_even = isfinite(s) && s == 2 * floor(s / 2), is_pole = q <= 0 && q == floor(q);
   if (s == 1 || (is_pole && is_even)) return static_cast<T>(INFINITY);
   if (!(s > 1) || is_pole || (q < 0 && s != floor(s))) return static_cast<T>(NAN);
   T sum = 0, a = q;
