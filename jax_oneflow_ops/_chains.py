@@ -97,8 +97,9 @@ def _divided(
     flat, consts = _compat.jaxpr_and_consts(body)
 
     def is_part(eqn: Any) -> bool:
-        is_call = _compat.called_jaxpr(eqn) is not None
-        return is_open(eqn) and not is_call and eqn.primitive.name not in _KEPT
+        primitive = eqn.primitive.name
+        is_body = _compat.called_jaxpr(eqn) is not None or _BODIES.match(primitive) is not None
+        return is_open(eqn) and not is_body and primitive not in _KEPT
 
     bodies = [eqn for eqn in flat.eqns if _BODIES.match(eqn.primitive.name) and is_open(eqn)]
     return parts.divide(name, flat, is_part), consts, bodies

@@ -36,13 +36,15 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
     Args:
       fun: a pure function of arrays, numbers and pytrees of them that returns such a pytree. All
         results that it computes must have the same shape. It may contain elementwise operations on
-        arrays of equal or broadcast shapes: arithmetic, comparisons, `jnp.where`, integer and bit
-        operations, casts, complex numbers, the elementwise functions of `jax.nn` and most of those
-        of `jax.scipy.special`. It may call functions with custom derivatives, and add and remove
-        dimensions of size 1. It may also reduce the last dimension, or the same last dimensions
-        everywhere, by sum, mean, var, max, min, prod, any and all, and by functions that are made
-        of these, such as `jax.nn.softmax`; results then have the shape of the rows, or one value
-        for each row. Capture static arguments in a closure.
+        arrays of equal or broadcast shapes: arithmetic, comparisons, `jnp.where`, `jnp.select`,
+        integer and bit operations, casts, complex numbers, the elementwise functions of `jax.nn`
+        and most of those of `jax.scipy.special`. It may call functions with custom derivatives, add
+        and remove dimensions of size 1, stack values and read single ones of the stack, and contain
+        loops of at most 64 turns, a number that is known when it is traced. It may also reduce the
+        last dimension, or the same last dimensions everywhere, by sum, mean, var, max, min, prod,
+        any and all, and by functions that are made of these, such as `jax.nn.softmax`; results then
+        have the shape of the rows, or one value for each row. Capture static arguments in a
+        closure.
       partial: whether `fun` may contain other operations. The elementwise ones are then fused, and
         the rest is left to XLA.
 
@@ -403,7 +405,7 @@ def _run(
     # A kernel knows no weak types. The gradient of a cast is as weakly typed as what was cast.
     operands = [jax.lax.convert_element_type(x, x.dtype) for x in leaves]
     if partial:
-        results = _rows_or_none(name, jaxpr, consts, operands, kernel)
+        results = _whole_or_none(name, jaxpr, consts, operands, kernel)
         if results is None:
             results = parts.run(name, jaxpr, consts, operands, kernel)
     else:
@@ -412,13 +414,15 @@ def _run(
     return jax.tree.unflatten(structure, results)
 
 
-def _rows_or_none(
+def _whole_or_none(
     name: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kernel: parts.Kernel
 ) -> list[Any] | None:
-    """The results by one kernel of several rows, if they can be."""
+    """The results by one kernel if they can be, of several rows or with stacks inside it."""
     try:
         space = scalars.space_of(name, jaxpr)
-        if space is None or math.prod(space.lead) == 1:
+        if space is None and not any(eqn.primitive.name in scalars.STACKS for eqn in jaxpr.eqns):
+            return None
+        if space is not None and math.prod(space.lead) == 1:
             return None
         return kernel(jaxpr, consts, args)
     except FusionError:
@@ -489,11 +493,7 @@ def _kernel(
         ]
     definition = derive.define(name, plan.function, plan.dtypes, dtypes, Definition)
     operands = {}
-    for k, (source, alignment) in enumerate(plan.leaves):
-        if isinstance(source, scalars.Constant):
-            array = jnp.asarray(source.array, source.dtype)
-        else:
-            array = args[source]
+    for k, (array, alignment) in enumerate(plan.operands(args)):
         operands[k] = _aligned(array, alignment, avals[0].ndim)
     results = primitive.bind_traced(definition, operands, how)
     return [_compat.broadcast_like(y, aval) for y, aval in zip(results, avals, strict=True)]
@@ -530,7 +530,7 @@ def _one_row_kernel(
             f"value for each row, {space.lead}, got {shown}. Remedy: make a function of each, or "
             "jax_oneflow_ops.fuse(..., partial=True)."
         )
-    plan = scalars.plan(name, jaxpr, consts, demands, exact, "", space)
+    plan = scalars.plan(name, jaxpr, consts, demands, exact, space)
     dtypes = [str(var.aval.dtype) for var in computed]
     if any("complex" in dtype for dtype in (*plan.dtypes, *dtypes)):
         raise FusionError(
@@ -539,11 +539,7 @@ def _one_row_kernel(
         )
     shapes = [(space.width,) if space.is_along(alignment) else () for _, alignment in plan.leaves]
     operands = {}
-    for k, (source, alignment) in enumerate(plan.leaves):
-        if isinstance(source, scalars.Constant):
-            array = jnp.asarray(source.array, source.dtype)
-        else:
-            array = args[source]
+    for k, (array, alignment) in enumerate(plan.operands(args)):
         operands[k] = _rows_of(array, alignment, space)
     if not operands:
         raise FusionError(
@@ -569,7 +565,7 @@ def _one_row_kernel(
     ]
 
 
-def _rows_of(x: Any, alignment: scalars.Alignment, space: scalars.Space) -> Any:
+def _rows_of(x: Any, alignment: scalars.Axes, space: scalars.Space) -> Any:
     """An array as an operand of a kernel of rows, whose dimensions become one."""
     x = _aligned(x, alignment, len(space.shape))
     if x.ndim == 0 or len(space.shape) == space.start + 1:
@@ -596,7 +592,7 @@ def _in_shape(y: Any, aval: Any, space: scalars.Space) -> Any:
     return _compat.broadcast_like(y, aval)
 
 
-def _aligned(x: Any, alignment: scalars.Alignment, rank: int) -> Any:
+def _aligned(x: Any, alignment: scalars.Axes, rank: int) -> Any:
     """An array as an operand of a kernel whose results have this rank."""
     dropped = [d for d, axis in enumerate(alignment) if axis is None]
     kept = [axis for axis in alignment if axis is not None]

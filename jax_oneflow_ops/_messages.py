@@ -665,14 +665,14 @@ def traced(
         raise FusionError(f"{reason}.", error.primitive, error.line) from None
     operands: dict[int, Any] = {}
     found = ""
-    for k, (source, alignment) in enumerate(plan.leaves):
+    for k, (x, alignment) in enumerate(plan.operands(arrays)):
+        source, _ = plan.leaves[k]
         if isinstance(source, scalars.Constant):
-            x = jnp.asarray(source.array, source.dtype)
             side = "e" if alignment[:1] == (0,) else "c"
             x = x if side == "e" else x[None]
             axes = alignment[1:] if side == "e" else alignment
         else:
-            x, side = arrays[source], sides[source]
+            side = sides[source]
             axes = alignment[1:]
             if alignment[:1] != (0,) or 0 in axes:
                 raise ValueError(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.scipy.special as sp
 import numpy as np
 import pytest
+import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +91,8 @@ NN = {
     "log1mexp": lambda x: jax.nn.log1mexp(jnp.abs(x) + 0.25),
 }
 SPECIAL = {name: getattr(sp, name) for name in ["erf", "erfc", "expit", "ndtr"]} | {
+    "gammaln": lambda x: sp.gammaln(jnp.abs(x) + 0.1),
+    "digamma": lambda x: sp.digamma(jnp.abs(x) + 0.1),
     "entr": lambda x: sp.entr(jnp.abs(x)),
     "erfinv": lambda x: sp.erfinv(0.9 * jnp.sin(x)),
     "logit": lambda x: sp.logit(jax.nn.sigmoid(x)),
@@ -167,6 +170,33 @@ def test_functions(functions, dtype, count):
             size = np.nanmax(np.abs(np.where(np.isfinite(e), e, 0)), initial=1)
             atol = size * (2.0**-12 if dtype == "bfloat16" else 2.0**-19)
             assert_close(a, e, (32 if order else 8) * unit, atol, few=2, what=f"{name}, {order}")
+
+
+def test_gamma_functions_are_those_of_scipy():
+    """JAX's polygamma is wrong for negative and for large numbers."""
+    sizes = np.concatenate([np.linspace(0.03, 59.9, 401), np.logspace(-12, 15, 97)])
+    x = np.concatenate([sizes, -sizes[:401], [np.inf, np.nan]]).astype(np.float32)
+
+    def f(x):
+        of_zeta = sp.zeta(jnp.asarray(2.5, x.dtype), jnp.abs(x))
+        return sp.gammaln(x), sp.digamma(x), sp.polygamma(1, x), sp.polygamma(2, x), of_zeta
+
+    of_scipy = scipy.special
+    exact = wide(x)
+    expected = [of_scipy.gammaln(exact), of_scipy.digamma(exact)]
+    expected += [of_scipy.polygamma(n, exact) for n in (1, 2)]
+    expected += [of_scipy.zeta(2.5, np.abs(exact))]
+    for a, e in zip(jof.fuse(f)(x), expected, strict=True):
+        assert_close(a, e, 4e-6, 4e-6)
+    with jax.enable_x64(True):
+        for a, e in zip(jof.fuse(f)(exact), expected, strict=True):
+            assert_close(a, e, 1e-13, 1e-13)
+    poles = jnp.asarray([0.0, -0.0, -1, -2])
+    for a, e in zip(jof.fuse(f)(poles), f(poles), strict=True):
+        assert_close(a, e, 1e-6, 0)
+    s, q = np.meshgrid([-np.inf, -2, 0, 1, 2, 3, np.inf, np.nan], [0, -0.5, -1, 2, np.nan])
+    s, q = (jnp.asarray(x.astype(np.float32)) for x in (s, q))
+    assert_close(jof.fuse(lambda s, q: sp.zeta(s, q))(s, q), sp.zeta(s, q), 1e-6, 0)
 
 
 def test_values_are_those_of_jax_where_there_are_no_numbers():
@@ -312,6 +342,26 @@ def test_complex_numbers():
             assert_close(a, e, 1e-4, 1e-4)
 
 
+def test_quotients_of_complex_numbers():
+    """Of large numbers, by zero and by infinity."""
+    big, inf = 3e38, np.inf
+    cases = {
+        (1e-30 + big * 1j, big - 2j): 1j,
+        (big + 0j, 1 + big * 1j): -1j,
+        (1 + 1j, 0j): complex(inf, inf),
+        (1 - 1j, complex(-0.0, 0)): complex(-inf, inf),
+        (complex(inf, inf), 2 + 0j): complex(inf, inf),
+        (complex(inf, 1), 1 + 1j): complex(inf, -inf),
+        (1 - 2j, complex(inf, -inf)): 0j,
+        (0j, 1 + 0j): 0j,
+    }
+    z, w = np.asarray([*cases], np.complex64).T
+    for dtype in (np.complex64, np.complex128):
+        with jax.enable_x64(dtype == np.complex128):
+            found = np.asarray(jof.fuse(jnp.divide)(z.astype(dtype), w.astype(dtype)))
+        np.testing.assert_allclose(found, np.asarray([*cases.values()], dtype), 1e-6, 1e-30)
+
+
 # ---- shapes ----
 
 
@@ -447,6 +497,37 @@ def test_methods():
     assert len(Layer.scaled.explain(layer, x, by=3).kernels) == 1
 
 
+def test_what_depends_on_no_argument_is_left_to_xla():
+    def f(x):
+        places = (
+            jax.random.uniform(jax.random.key(0), x.shape[:1]) + jnp.arange(70000.0)[x.shape[1]]
+        )
+        order = jnp.sort(jnp.array([3.0, 1.0]))
+        return jnp.sin(x) * jnp.linspace(-1, 1, 16) + places[:, None] * order[0]
+
+    def rows(x):
+        return jax.nn.softmax(x * jnp.linspace(0, 2, 16)) - jnp.repeat(jnp.arange(4.0), 4)
+
+    x = normals(8, 16)
+    for h in (f, rows):
+        fused = jof.fuse(h)
+        assert len(fused.explain(x).kernels) == 1
+        both = [
+            (k(x), jax.grad(lambda x, k=k: (k(x) ** 2).sum())(x), jax.vmap(k)(x[None])[0])
+            for k in (fused, h)
+        ]
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, 1e-5), *both)
+        if len(jax.devices()) > 1:
+            mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2])
+            spec = jax.sharding.PartitionSpec("a")
+            sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
+            ours, theirs = (
+                jax.jit(jax.shard_map(k, mesh=mesh, in_specs=spec, out_specs=spec))(sharded)
+                for k in (fused, h)
+            )
+            assert_close(ours, theirs, 1e-5, 1e-5)
+
+
 def test_closures_of_tracers():
     @jax.jit
     def outer(w, x):
@@ -566,6 +647,33 @@ def test_custom_rules_stay():
 
     with pytest.raises(jof.FusionError, match="no derivative with respect to an array that it"):
         jax.grad(of_captured)(grid)
+
+
+def test_custom_rules_of_functions_with_integers():
+    """Whose tangents and cotangents have no dtype that a kernel has: of jnp.ldexp, say."""
+
+    @jax.custom_jvp
+    def split(x):
+        return x - jnp.floor(x), jnp.floor(x).astype(jnp.int32)
+
+    split.defjvp(lambda xs, ts: (split(*xs), (ts[0] * 3, np.zeros(xs[0].shape, jax.dtypes.float0))))
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * 2, (x * 2).astype(jnp.int32)
+
+    scaled.defvjp(lambda x: (scaled(x), None), lambda _, cts: (cts[0] * 5,))
+
+    def f(x):
+        (rest, whole), (y, n) = split(x), scaled(x)
+        return jnp.ldexp(jnp.sin(rest), 3) * whole, jnp.sin(y) + n
+
+    def both(h, x):
+        return h(x), jax.vjp(h, x)[1]((x, x))
+
+    x = normals(N)
+    ours, theirs = (jax.jit(functools.partial(both, h))(x) for h in (jof.fuse(f), f))
+    jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, 1e-5), ours, theirs)
 
 
 def test_derivatives_in_both_modes():
@@ -815,10 +923,12 @@ REFUSED = {
     "transpose": (lambda x: x + x.T, "moves elements"),
     "concatenate": (lambda x: jnp.concatenate([x, x]), "moves elements"),
     "reshape": (lambda x: x.reshape(-1) * 2, "moves elements"),
-    "iota": (lambda x: x + jnp.arange(1e5)[:, None, None], "place in so long an array"),
-    "scan": (lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x * 2, x), "no loops"),
-    "cond": (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), "no loops"),
-    "digamma": (lambda x: sp.digamma(x), "no form in C"),
+    "scan": (lambda x: jax.lax.fori_loop(0, 65, lambda _, x: x * 2, x), "at most 64 turns"),
+    "while": (lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x * 2, x.sum()), "64 turns"),
+    "cond": (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), "no branches"),
+    "slice": (lambda x: x[0] * x[1], "moves elements"),
+    "stack": (lambda x: jnp.stack([x, x * 2]), "moves elements"),
+    "bessel_i0e": (lambda x: sp.i0e(x), "no form in C"),
 }
 
 
@@ -865,6 +975,138 @@ def test_bad_input():
         jof.fuse(lambda x, n: sum(x**i for i in range(n)))(x, 3)
     with pytest.raises(jof.FusionError, match="over the same last dimensions in the entire"):
         jof.fuse(lambda x: x.sum(-1).sum(-1))(x[None])
+
+
+# ---- short stacks and short loops ----
+
+
+def stacks(x, c):
+    three = jnp.stack([x, jax.nn.relu(x) * x, jnp.sin(x)])
+    four = jnp.moveaxis(jnp.concatenate([three, three[None, 0] * x]), 0, -1)
+    return (
+        jnp.select([x < -1, x < 1], [x * x, jnp.sin(x)], -x * c[1]),
+        jnp.piecewise(x, [x < -1, x > 1], [jnp.cos, lambda x: x**3, 0.5]),
+        jnp.cumsum(three > 0, 0)[1] * four[..., 1::2][..., 1] / 4,
+        jnp.argmin(three, 0) * x,
+        sp.ndtri(jax.nn.sigmoid(x / 2)),
+    )
+
+
+def loops(x, c):
+    def turn(y, place):
+        return jnp.tanh(y) * place - c[2], y * x
+
+    last, every = jax.lax.scan(turn, x, jnp.arange(1.0, 4), reverse=True)
+    nested = jax.lax.fori_loop(0, 3, lambda _, y: turn(turn(y, 1.5)[0], 0.5)[0], x)
+    newton = jax.lax.fori_loop(0, 4, lambda k, y: (y + (x * x + 2) / y) / 2 + k * 0.0625, 1 + x * x)
+    none = jax.lax.fori_loop(0, 0, lambda _, y: y / 0, x)
+    return last + every[0] * every[2], nested, newton * none, jnp.polyval(c, x)
+
+
+def rows_of_loops(x, c):
+    def turn(_, y):
+        return y - jax.nn.logsumexp(y, -1, keepdims=True) / 2
+
+    mean = x.mean(-1, keepdims=True)
+    return jax.lax.fori_loop(0, 3, turn, x), jnp.select(
+        [x > 1, x > mean + 0.1], [x * c[0], mean], 2
+    )
+
+
+@pytest.mark.parametrize("f", [stacks, loops, rows_of_loops])
+@pytest.mark.parametrize("partial", [False, True])
+def test_short_stacks_and_short_loops(f, partial):
+    args = normals(3, 67), jnp.asarray([0.5, -0.75, 1.25])
+    fused = jof.fuse(f, partial=partial)
+    mapped = jax.vmap(fused, (None, 0), 1)(args[0], jnp.stack([args[1], 2 * args[1]]))
+
+    def orders(h):
+        def loss(*xs):
+            return sum(jnp.sin(y).sum() for y in h(*xs))
+
+        def forward(*xs):
+            return jax.jvp(loss, xs, xs)[1]
+
+        def every(*xs):
+            grads = jax.grad(loss, (0, 1))
+            return h(*xs), jax.jvp(grads, xs, xs), jax.grad(forward, (0, 1))(*xs)
+
+        return every
+
+    ours, exact = jax.jit(orders(fused))(*args), in_float64(orders(f))(*args)
+    for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+        assert_close(a, e, 2e-5, 2e-5 * np.abs(e).max())
+    for m, y in zip(mapped, in_float64(f)(args[0], 2 * args[1]), strict=True):
+        assert_close(m[:, 1], y, 1e-5, 1e-5)
+    report = fused.explain(*args)
+    assert len(report.kernels) == 1
+    assert {*report.rest} == {"slice"}  # of `c`, to scalars
+
+
+def test_turns_of_nested_loops_are_multiplied():
+    def f(turns, x):
+        def inner(_, y):
+            return jax.lax.fori_loop(0, 8, lambda _, y: y * 0.5 + x, y)
+
+        return jax.lax.fori_loop(0, turns, inner, x)
+
+    x = normals(3)
+    assert_close(jof.fuse(functools.partial(f, 8))(x), f(8, x), 1e-6, 1e-6)
+    with pytest.raises(jof.FusionError, match="nested ones multiplied"):
+        jof.fuse(functools.partial(f, 9))(x)
+
+
+def test_running_sums():
+    """Whose gradients XLA for CPUs gets wrong."""
+
+    def f(x):
+        three = jnp.stack([x, x * x, jnp.sin(x)], -1)
+        back = jax.lax.cumprod(three, 2, reverse=True)
+        return jnp.cumsum(three, -1)[..., 2] + jax.lax.cummax(three, 2)[..., 1] * back[..., 1]
+
+    x = normals(3, 67)
+    y, dx = jax.value_and_grad(lambda x: jof.fuse(f)(x).sum())(x)
+    x, sin, cos = wide(x), np.sin(wide(x)), np.cos(wide(x))
+    largest, slope = np.maximum(x, x * x), np.where(x > x * x, 1, 2 * x)
+    exact = 1 + 2 * x + cos + slope * x * x * sin + largest * (2 * x * sin + x * x * cos)
+    assert_close(y, (x + x * x + sin + largest * x * x * sin).sum(), 1e-5, 0)
+    assert_close(dx, exact, 1e-5, 1e-5)
+
+
+def test_places_of_the_largest():
+    nan = np.nan
+    rows = [[1, 2, 2], [nan, 3, nan], [0.0, -0.0, 0], [-1, nan, nan], [np.inf, 5, np.inf]]
+    columns = np.asarray(rows, np.float32).T
+
+    def f(x, y, z):
+        three = jnp.stack([x, y, z], -1)
+        return jnp.argmax(three, -1), jnp.argmin(three, -1), jnp.argmax(three > 1, -1)
+
+    every = columns.T, columns.T, columns.T > 1
+    for a, of, g in zip(
+        jof.fuse(f)(*columns), every, (np.argmax, np.argmin, np.argmax), strict=True
+    ):
+        np.testing.assert_array_equal(a, g(of, -1))
+
+
+def test_numbers_in_loops_stay_as_they_were_written():
+    def f(x):
+        return jax.lax.fori_loop(0, 3, lambda _, y: y * 0.7978845608 + x, x)
+
+    x = normals(N, dtype=jnp.bfloat16)
+    exact = jnp.asarray(in_float64(f)(x)).astype(jnp.bfloat16)
+    assert (jof.fuse(f)(x) == exact).mean() > 0.99
+
+
+def test_stacks_beside_what_is_left_to_xla():
+    def f(x, w):
+        return jnp.select([x < 0, x < 1], [jnp.sin(x) * x, jnp.cos(x)], 2) @ w * 2 + 1
+
+    x, w = normals(6, 16), normals(16, 16, key=1)
+    with jax.default_matmul_precision("highest"):
+        fused = jof.fuse(f, partial=True)
+        assert_close(jax.jit(fused)(x, w), jax.jit(f)(x, w), 1e-5, 1e-5)
+    assert len(fused.explain(x, w).kernels) == 2
 
 
 # ---- reports ----

@@ -191,6 +191,19 @@ JOF_HOST_DEVICE JOF_INLINE T abs(T x) {
 JOF_HOST_DEVICE JOF_INLINE float abs(float x) { return jof::Abs(x); }
 JOF_HOST_DEVICE JOF_INLINE double abs(double x) { return jof::Abs(x); }
 
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE bool isnan(T x) {
+  return x != x;
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE bool isinf(T x) {
+  return x == x && x - x != x - x;
+}
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE bool isfinite(T x) {
+  return x - x == x - x;
+}
+
 // Complex numbers: z.re and z.im, or these.
 using jof::Complex;
 using jof::Compute;
@@ -223,15 +236,29 @@ template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Complex<T> operator*(Complex<T> z, Complex<T> w) {
   return {z.re * w.re - z.im * w.im, z.re * w.im + z.im * w.re};
 }
-// By the larger part of w first, so that nothing overflows that the quotient does not.
+// By the larger part of w first, so that nothing overflows that the quotient does not. Where both
+// parts would be NaN, as of a division by zero or of infinities, the result is that of C's annex G.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Complex<T> operator/(Complex<T> z, Complex<T> w) {
   const bool is_wide = abs(w.re) >= abs(w.im);
   const T large = is_wide ? w.re : w.im, small = is_wide ? w.im : w.re;
-  const T ratio = small / large, scale = 1 / (large + small * ratio);
-  const T re = is_wide ? z.re + z.im * ratio : z.re * ratio + z.im;
-  const T im = is_wide ? z.im - z.re * ratio : z.im * ratio - z.re;
-  return {re * scale, im * scale};
+  const T ratio = small / large, sum = large + small * ratio;
+  const T re = (is_wide ? z.re + z.im * ratio : z.re * ratio + z.im) / sum;
+  const T im = (is_wide ? z.im - z.re * ratio : z.im * ratio - z.re) / sum;
+  if (!(isnan(re) && isnan(im))) return {re, im};
+  const T infinity = static_cast<T>(INFINITY);
+  if (w.re == 0 && w.im == 0) {
+    return {copysign(infinity, w.re) * z.re, copysign(infinity, w.re) * z.im};
+  }
+  const bool is_large = isinf(z.re) || isinf(z.im);
+  const bool is_small = isinf(w.re) || isinf(w.im);
+  if (is_large == is_small) return {re, im};
+  const Complex<T> of = is_large ? z : w;
+  const Complex<T> unit{copysign(isinf(of.re) ? T(1) : T(0), of.re),
+                        copysign(isinf(of.im) ? T(1) : T(0), of.im)};
+  const Complex<T> n = is_large ? unit : z, d = is_large ? w : unit;
+  const T scale = is_large ? infinity : T(0);
+  return {scale * (n.re * d.re + n.im * d.im), scale * (n.im * d.re - n.re * d.im)};
 }
 
 // With a real number of any type, which takes on the complex number's.
@@ -365,18 +392,5 @@ struct jof_Convert<Complex<To>> {
     return {static_cast<To>(z.re), static_cast<To>(z.im)};
   }
 };
-
-template <typename T>
-JOF_HOST_DEVICE JOF_INLINE bool isnan(T x) {
-  return x != x;
-}
-template <typename T>
-JOF_HOST_DEVICE JOF_INLINE bool isinf(T x) {
-  return x == x && x - x != x - x;
-}
-template <typename T>
-JOF_HOST_DEVICE JOF_INLINE bool isfinite(T x) {
-  return x - x == x - x;
-}
 
 }  // namespace jof_expression

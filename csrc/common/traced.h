@@ -175,6 +175,72 @@ JOF_HOST_DEVICE JOF_INLINE double jof_ErfInv(double x) {
 #endif
 }
 
+// ---- the gamma function ----
+
+JOF_HOST_DEVICE JOF_INLINE float jof_LogGamma(float x) { return ::lgammaf(x); }
+JOF_HOST_DEVICE JOF_INLINE double jof_LogGamma(double x) { return ::lgamma(x); }
+
+// The derivative of log(gamma(x)): the recurrence up to a number for which the asymptotic series
+// has few terms, and for negative numbers the reflection (Abramowitz and Stegun, Handbook of
+// Mathematical Functions, 6.3.5, 6.3.18 and 6.3.7).
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Digamma(T x) {
+  constexpr int kSteps = sizeof(T) == 8 ? 10 : 6;
+  constexpr int kTerms = sizeof(T) == 8 ? 7 : 4;
+  constexpr T kSeries[] = {1.0 / 12,  -1.0 / 120,     1.0 / 252, -1.0 / 240,
+                           1.0 / 132, -691.0 / 32760, 1.0 / 12};
+  T z = x > 0 ? x : 1 - x, sum = 0;
+  for (int k = 0; k < kSteps; ++k) {
+    const bool is_small = z < kSteps;
+    sum += is_small ? 1 / z : T(0);
+    z += is_small ? T(1) : T(0);
+  }
+  const T inverse = 1 / z, square = inverse * inverse;
+  T series = 0;
+  for (int k = kTerms - 1; k >= 0; --k) series = series * square + kSeries[k];
+  const T result = log(z) - inverse / 2 - square * series - sum;
+  if (x > 0) return result;
+  const T part = x - rint(x);
+  const T pi = static_cast<T>(3.14159265358979324);
+  return part == 0 ? static_cast<T>(NAN) : result - pi / tan(pi * part);
+}
+
+// Hurwitz' zeta function, the sum of (q + k)^-s: its first terms, and of the others the sum by
+// Euler and Maclaurin, whose terms are the Bernoulli numbers of index 2 k over (2 k)!. NaN below
+// -119.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Zeta(T s, T q) {
+  constexpr int kLeast = 9, kMostFirst = 128, kTerms = sizeof(T) == 8 ? 12 : 6;
+  constexpr T kSeries[] = {
+      8.33333333333333333e-2,   -1.38888888888888889e-3,  3.30687830687830688e-5,
+      -8.26719576719576720e-7,  2.08767569878680990e-8,   -5.28419013868749319e-10,
+      1.33825365306846788e-11,  -3.38968029632258287e-13, 8.58606205627784456e-15,
+      -2.17486869855806187e-16, 5.50900282836022952e-18,  -1.39544646858125233e-19};
+  const bool is_even = isfinite(s) && s == 2 * floor(s / 2), is_pole = q <= 0 && q == floor(q);
+  if (s == 1 || (is_pole && is_even)) return static_cast<T>(INFINITY);
+  if (!(s > 1) || is_pole || (q < 0 && s != floor(s))) return static_cast<T>(NAN);
+  T sum = 0, a = q;
+  for (int k = 0; k < kMostFirst && a < kLeast; ++k, a += 1) sum += pow(a, -s);
+  if (a < kLeast) return static_cast<T>(NAN);
+  const T last = pow(a, 1 - s), inverse = 1 / a;
+  sum += last / (s - 1) + last * inverse / 2;
+  T factor = last * s * inverse * inverse;
+  for (int k = 0; k < kTerms; ++k) {
+    sum += factor * kSeries[k];
+    factor *= (s + 2 * k + 1) * inverse * (s + 2 * k + 2) * inverse;
+  }
+  return sum;
+}
+
+// The derivative of order n of the digamma function.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_Polygamma(T n, T x) {
+  if (n == 0) return jof_Digamma(x);
+  if (!(n > 0) || n != floor(n)) return static_cast<T>(NAN);
+  const T size = exp(jof_LogGamma(n + 1)) * jof_Zeta(n + 1, x);
+  return n == 2 * floor(n / 2) ? -size : size;
+}
+
 // The next number towards y of a format that Bits are the bits of.
 template <typename Bits>
 JOF_HOST_DEVICE JOF_INLINE Bits jof_NextBits(Bits x, Bits y) {

@@ -119,7 +119,7 @@ def divide(name: str, jaxpr: Any, is_open: Callable[[Any], bool] = lambda eqn: T
                 continue
             if eqn.primitive.name not in traced.IDENTITIES:
                 seen.add(id(eqn))
-                if _compat.called_jaxpr(eqn):
+                if scalars.called(eqn):
                     return _LEAST
             pending += [x for x in eqn.invars if not _compat.is_literal(x)]
         return len(seen)

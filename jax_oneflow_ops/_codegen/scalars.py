@@ -6,12 +6,15 @@ a value lies along the row's dimensions.
 Elements of intermediate arrays are found from the results backwards. A dimension of an array lies
 along one of the results' dimensions, or along none where it has size 1: that is its alignment. An
 array that is used in several alignments, as in ``x[:, None] - x``, is an operand for each of them.
+Of a short dimension, as of a stack of arrays, single places may be read: in an alignment such a
+place stands for the dimension. So are the turns of short loops, which are written out.
 Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) keep them: their rules
 become functions of scalars when they are differentiated.
 """
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +30,17 @@ from jax_oneflow_ops._codegen import traced
 from jax_oneflow_ops._codegen.signature import TYPES, is_inexact, is_narrow
 from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, computed
 
-Alignment = tuple[int | None, ...]
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One place of a dimension."""
+
+    index: int
+    refused: FusionError = dataclasses.field(compare=False)  # where the array is no such stack
+
+
+Axes = tuple[int | None, ...]
+Alignment = tuple[int | Place | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +63,7 @@ class Space:
     def is_along(self, alignment: Alignment) -> bool:
         """Whether an array has elements of its own for those of a row."""
         last = len(self.shape)
-        return any(axis is not None and self.start <= axis < last for axis in alignment)
+        return any(isinstance(axis, int) and self.start <= axis < last for axis in alignment)
 
     def shaped(self, x: Any, alignment: Alignment) -> Any:
         """A value as the function has it: of rank 1, or 0."""
@@ -65,9 +78,9 @@ def space_of(name: str, jaxpr: Any) -> Space | None:
 
     def collect(jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
-            called = _compat.called_jaxpr(eqn)
-            if called is not None:
-                collect(called[0])
+            inside = called(eqn)
+            if inside is not None:
+                collect(inside[0])
             elif eqn.primitive.name in traced.REDUCTIONS and eqn.invars[0].aval.ndim:
                 found.append((eqn.invars[0].aval.shape, _reduced_axes(eqn), eqn))
 
@@ -91,6 +104,13 @@ def space_of(name: str, jaxpr: Any) -> Space | None:
     return Space(shape, start)
 
 
+def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """What an equation calls, once or in a loop; None where it is neither."""
+    if eqn.primitive.name == "scan":
+        return _compat.jaxpr_and_consts(eqn.params["jaxpr"])
+    return _compat.called_jaxpr(eqn)
+
+
 def _reduced_axes(eqn: Any) -> list[int]:
     return [d for d in sorted(eqn.params["axes"]) if eqn.invars[0].aval.shape[d] != 1]
 
@@ -108,6 +128,12 @@ class Constant:
         self.array = array
         self.dtype = dtype
 
+    def number(self, alignment: Alignment) -> Any:
+        """The element in an alignment, if there is one only and it is known; else None."""
+        if any(isinstance(axis, int) for axis in alignment) or not _is_known(self.array):
+            return None
+        return _number(np.asarray(self.array)[tuple(map(_index, alignment))], self.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -119,6 +145,20 @@ class Plan:
     leaves: tuple[tuple[int | Constant, Alignment], ...]
     dtypes: tuple[str, ...]
     function: Callable[..., list[Any]]
+
+    def operands(self, args: Sequence[Any]) -> list[tuple[Any, Axes]]:
+        """The leaves as arrays, where inputs are `args`, without places in their alignments."""
+        found = []
+        for source, alignment in self.leaves:
+            if isinstance(source, Constant):
+                x = jnp.asarray(source.array, source.dtype)
+            else:
+                x = args[source]
+            for d, axis in enumerate(alignment):
+                if isinstance(axis, Place):
+                    x = lax.slice_in_dim(x, axis.index, axis.index + 1, axis=d)
+            found.append((x, tuple(a if isinstance(a, int) else None for a in alignment)))
+        return found
 
 
 def trace(
@@ -145,7 +185,6 @@ def plan(
     consts: Sequence[Any],
     demands: Sequence[tuple[int, Alignment]],
     exact: Mapping[int, Any],
-    line: str = "",
     space: Space | None = None,
 ) -> Plan:
     """The function of scalars that computes elements of a jaxpr's results.
@@ -156,24 +195,46 @@ def plan(
       consts: of the jaxpr.
       demands: results, by their number, and their alignments.
       exact: see `exact_literals`.
-      line: that errors name where equations have none.
       space: of a function of a row.
     """
-    space = space or Space((), 0)
+    found = _plan(name, jaxpr, consts, demands, exact, "", space or Space((), 0))
+    for _, alignment in found.leaves:
+        if any(isinstance(axis, int) for axis in alignment):  # no number
+            for axis in alignment:
+                if isinstance(axis, Place):
+                    raise axis.refused
+    return found
+
+
+def _plan(
+    name: str,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    demands: Sequence[tuple[int, Alignment]],
+    exact: Mapping[int, Any],
+    line: str,
+    space: Space,
+) -> Plan:
+    """`plan`, of a part of a function: places of its inputs may be those of stacks.
+
+    Errors name `line` where equations have none.
+    """
     unrounded = _results_of_reductions(jaxpr)
-    known: dict[Any, Any] = {}  # numbers
     sources: dict[Any, int | Constant] = {var: k for k, var in enumerate(jaxpr.invars)}
     for var, const in zip(jaxpr.constvars, consts, strict=True):
-        if isinstance(const, Constant):
-            sources[var] = const
-        elif _is_number(const):
-            known[var] = const
-        else:
-            sources[var] = Constant(const, var.aval.dtype)
+        is_constant = isinstance(const, Constant)
+        sources[var] = const if is_constant else Constant(const, var.aval.dtype)
     wanted: dict[Any, dict[Alignment, None]] = {}
 
+    def number(atom: Any, alignment: Alignment) -> Any:
+        if _compat.is_literal(atom):
+            found = exact.get(id(atom))
+            return _number(atom.val if found is None else found, atom.aval.dtype)
+        source = atom if isinstance(atom, Constant) else sources.get(atom)
+        return source.number(alignment) if isinstance(source, Constant) else None
+
     def want(atom: Any, alignment: Alignment) -> None:
-        if not _compat.is_literal(atom) and atom not in known:
+        if number(atom, alignment) is None:
             if not isinstance(atom, Constant):
                 _check_dtype(name, atom.aval.dtype)
             wanted.setdefault(atom, {})[alignment] = None
@@ -185,7 +246,14 @@ def plan(
         outs = [(k, a) for k, var in enumerate(eqn.outvars) for a in wanted.pop(var, ())]
         if not outs:
             continue
-        step = _step(name, eqn, outs, exact, line, space, id(eqn) in unrounded)
+        try:
+            step = _step(name, eqn, outs, exact, line, space, id(eqn) in unrounded)
+        except FusionError:
+            constants = _constants(jaxpr, eqn, sources)
+            if constants is None:
+                raise
+            needs = [(constants[k], alignment) for k, alignment in outs]
+            step = _Step(needs, [(eqn.outvars[k], a) for k, a in outs], lambda xs: xs)
         for atom, alignment in step.needs:
             want(atom, alignment)
         steps.append(step)
@@ -197,12 +265,8 @@ def plan(
         env: dict[Any, Any] = dict(zip(leaves, args, strict=True))
 
         def read(atom: Any, alignment: Alignment) -> Any:
-            if _compat.is_literal(atom):
-                found = exact.get(id(atom))
-                return _number(atom.val if found is None else found, atom.aval.dtype)
-            if atom in known:
-                return _number(known[atom], atom.aval.dtype)
-            return env[atom, alignment]
+            found = number(atom, alignment)
+            return env[atom, alignment] if found is None else found
 
         for step in reversed(steps):
             results = step.compute([read(*need) for need in step.needs])
@@ -217,6 +281,34 @@ def plan(
     return Plan(tuple(found), tuple(dtypes), function)
 
 
+def _constants(jaxpr: Any, eqn: Any, sources: Mapping[Any, Any]) -> list[Constant] | None:
+    """The results of an equation that depends on no argument, by XLA; None if it depends on one."""
+    made_by = {var: e for e in jaxpr.eqns for var in e.outvars}
+    known: dict[Any, Any] = {
+        var: source.array for var, source in sources.items() if isinstance(source, Constant)
+    }
+
+    def before(eqn: Any) -> dict[int, Any] | None:
+        """The equations that have to be computed, in their order, by id."""
+        found: dict[int, Any] = {}
+        for atom in eqn.invars:
+            if _compat.is_literal(atom) or atom in known:
+                continue
+            earlier = before(made_by[atom]) if atom in made_by else None
+            if earlier is None:
+                return None
+            found |= earlier
+        return found | {id(eqn): eqn}
+
+    eqns = before(eqn)
+    if eqns is None:
+        return None
+    for each in eqns.values():
+        args = [x.val if _compat.is_literal(x) else known[x] for x in each.invars]
+        known.update(zip(each.outvars, _compat.bind_equation(each, args), strict=True))
+    return [Constant(known[var], var.aval.dtype) for var in eqn.outvars]
+
+
 def is_elementwise(name: str, eqn: Any) -> bool:
     """Whether an equation can be part of a kernel that begins anywhere in a program."""
     if eqn.primitive.name == "iota":  # which XLA computes where it is read
@@ -225,10 +317,10 @@ def is_elementwise(name: str, eqn: Any) -> bool:
     try:
         for var in eqn.outvars:
             _check_dtype(name, var.aval.dtype)
-        _step(name, eqn, outs, {}, "", Space((), 0))
+        step = _step(name, eqn, outs, {}, "", Space((), 0))
     except FusionError:
         return False
-    return True
+    return not any(isinstance(axis, Place) for _, alignment in step.needs for axis in alignment)
 
 
 def _identity(shape: Sequence[Any]) -> Alignment:
@@ -260,12 +352,10 @@ class _Step:
     compute: Callable[[list[Any]], Sequence[Any]]
 
 
-def _is_number(const: Any) -> bool:
-    return (
-        np.ndim(const) == 0
-        and not isinstance(const, jax.core.Tracer)
-        and getattr(const, "is_fully_addressable", True)
-    )
+def _is_known(const: Any) -> bool:
+    if isinstance(const, jax.core.Tracer):
+        return False
+    return bool(getattr(const, "is_fully_addressable", True))
 
 
 def _number(value: Any, dtype: Any) -> Any:
@@ -297,13 +387,18 @@ def _step(
         return _custom(name, eqn, outs, gives, exact, line, space)
     called = _compat.called_jaxpr(eqn)
     if called is not None:
-        inner = plan(name, *called, outs, exact, line, space)
+        inner = _plan(name, *called, outs, exact, line, space)
         return _Step(_of_operands(eqn, inner), gives, lambda xs: inner.function(*xs))
-    # Releases before 0.9 index an array of one row by a slice of all of it.
-    is_whole = primitive == "slice" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-    if primitive in _MOVES or is_whole:
+    if primitive == "scan":
+        return _loop(name, eqn, outs, gives, exact, line, space)
+    if primitive in _MOVES:
         moves = [_moved(name, eqn, k, alignment, line) for k, alignment in outs]
         return _Step(moves, gives, lambda xs: xs)
+    if primitive in _PICKS:
+        picks = [_picked(name, eqn, alignment, line) for _, alignment in outs]
+        return _Step(picks, gives, lambda xs: xs)
+    if primitive in ("argmax", "argmin") or primitive in _RUNNING:
+        return _of_stack(name, eqn, outs, gives, line)
     if primitive in traced.REDUCTIONS and space.shape:
         return _reduction(name, eqn, outs, gives, line, space)
     if primitive == "iota":
@@ -417,10 +512,10 @@ def _places(
     axes = [alignment[d] for _, alignment in outs]
 
     def compute(_: list[Any]) -> list[Any]:
-        place, zero = lax.iota(computed(dtype), space.width), np.zeros((), computed(dtype))[()]
-        return [zero if axis is None else place for axis in axes]
+        places = lax.iota(computed(dtype), space.width)
+        return [places if isinstance(a, int) else _number(_index(a), dtype) for a in axes]
 
-    if space.shape and all(axis is None or [axis] == rows for axis in axes):
+    if space.shape and all(not isinstance(axis, int) or [axis] == rows for axis in axes):
         return _Step([], gives, compute)
     if not isinstance(size, int) or size > _MOST_PLACES:
         raise _refused(name, eqn, line)
@@ -450,6 +545,196 @@ def _moved(name: str, eqn: Any, k: int, alignment: Alignment, line: str) -> tupl
         raise _refused(name, eqn, line)
     rest = iter([a for a, n in zip(alignment, result, strict=True) if n != 1])
     return operand, tuple(next(rest) if n != 1 else None for n in shape)
+
+
+# ---- short dimensions, whose elements are values of their own, and short loops ----
+
+_MOST_VALUES = 64  # of a dimension, and turns of a loop
+STACKS = frozenset({"concatenate", "stack", "scan"})
+"""What makes arrays, or reads constants, of which a kernel has single places only."""
+_PICKS = frozenset({"slice", "concatenate", "stack", "transpose"})
+_RUNNING = {
+    "cumsum": jnp.add,
+    "cumprod": jnp.multiply,
+    "cummax": jnp.maximum,
+    "cummin": jnp.minimum,
+}
+
+
+def _index(axis: int | Place | None) -> int:
+    """That of an element in a dimension that lies along none of the results'."""
+    return axis.index if isinstance(axis, Place) else 0
+
+
+def _place(index: Any, size: Any, refused: FusionError) -> Place | None:
+    """The alignment of a dimension of some size, of which one place is read."""
+    if not isinstance(index, int | np.integer) or not isinstance(size, int):  # symbolic
+        raise refused
+    return None if size == 1 else Place(int(index), refused)
+
+
+def _picked(name: str, eqn: Any, alignment: Alignment, line: str) -> tuple[Any, Alignment]:
+    """The operand that a result is part of, and its alignment."""
+    primitive, params, every = eqn.primitive.name, eqn.params, [*alignment]
+    operand, result = eqn.invars[0], eqn.outvars[0]
+    refused = _refused(name, eqn, line)
+    if primitive == "transpose":
+        every = [alignment[[*params["permutation"]].index(d)] for d in range(len(alignment))]
+        axes = [axis for axis in every if isinstance(axis, int)]
+        if axes != sorted(axes):
+            raise refused
+        return operand, tuple(every)
+    if primitive == "slice":
+        strides = params["strides"] or [1] * len(alignment)
+        for d, (n, axis) in enumerate(zip(operand.aval.shape, alignment, strict=True)):
+            if n != result.aval.shape[d]:
+                if isinstance(axis, int):
+                    raise refused
+                index = params["start_indices"][d] + strides[d] * _index(axis)
+                every[d] = _place(index, n, axis.refused if isinstance(axis, Place) else refused)
+        return operand, tuple(every)
+    d = params["axis"] if primitive == "stack" else params["dimension"]
+    axis = every.pop(d)
+    if isinstance(axis, int):
+        raise refused
+    if primitive == "stack":
+        return eqn.invars[_index(axis)], tuple(every)
+    index = _index(axis)
+    for operand in eqn.invars:
+        n = operand.aval.shape[d]
+        place = _place(index, n, refused)
+        if index < n:
+            break
+        index -= n
+    return operand, (*every[:d], place, *every[d:])
+
+
+def _of_stack(
+    name: str,
+    eqn: Any,
+    outs: Sequence[tuple[int, Alignment]],
+    gives: list[tuple[Any, Alignment]],
+    line: str,
+) -> _Step:
+    """What is computed of the elements along a short dimension."""
+    (operand,), params = eqn.invars, eqn.params
+    refused = _refused(name, eqn, line)
+    operation = _RUNNING.get(eqn.primitive.name)
+    (d,) = params["axes"] if operation is None else (params["axis"],)
+    size = operand.aval.shape[d]
+    if not isinstance(size, int) or not 0 < size <= _MOST_VALUES:
+        raise refused
+    read: list[list[tuple[Any, Alignment]]] = []
+    for _, alignment in outs:
+        places, rest = range(size), [*alignment]
+        if operation is not None:
+            axis = rest.pop(d)
+            if isinstance(axis, int):
+                raise refused
+            index = _index(axis)
+            places = places[index:][::-1] if params["reverse"] else places[: index + 1]
+        own = (_place(k, size, refused) for k in places)
+        read.append([(operand, (*rest[:d], place, *rest[d:])) for place in own])
+
+    def compute(xs: list[Any]) -> list[Any]:
+        given, results = iter(xs), []
+        for needs in read:
+            own = [next(given) for _ in needs]
+            if operation is None:
+                results.append(_place_of_largest(eqn, own))
+            else:
+                results.append(functools.reduce(operation, own))
+        return results
+
+    return _Step([need for needs in read for need in needs], gives, compute)
+
+
+def _place_of_largest(eqn: Any, xs: Sequence[Any]) -> Any:
+    """`argmax` or `argmin`: the first place, and that of NaN if there is one."""
+    is_better = jnp.greater if eqn.primitive.name == "argmax" else jnp.less
+    number = np.dtype(eqn.params["index_dtype"]).type
+    best, place = xs[0], number(0)
+    for k, x in enumerate(xs[1:], 1):
+        better = is_better(x, best) | ((x != x) & (best == best))
+        best, place = jnp.where(better, x, best), jnp.where(better, number(k), place)
+    return place
+
+
+def _turns(eqn: Any) -> float:
+    """How often the innermost loop of an equation is written out."""
+    inside = called(eqn)
+    if inside is None:
+        return 1
+    own = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    if not isinstance(own, int):  # symbolic
+        return math.inf
+    return own * max(map(_turns, inside[0].eqns), default=1)
+
+
+def _loop(
+    name: str,
+    eqn: Any,
+    outs: Sequence[tuple[int, Alignment]],
+    gives: list[tuple[Any, Alignment]],
+    exact: Mapping[int, Any],
+    line: str,
+    space: Space,
+) -> _Step:
+    """A loop of a few turns, as its body so many times."""
+    length, refused = eqn.params["length"], _refused(name, eqn, line)
+    if _turns(eqn) > _MOST_VALUES:
+        raise refused
+    body = _compat.jaxpr_and_consts(eqn.params["jaxpr"])
+    # What a turn reads is constant, or carried from one to the next, or an element of an array, and
+    # what it gives carried, or an element. Releases say in their own ways which; ranks tell.
+    is_in_array, is_out_array = (
+        [x.aval.ndim > v.aval.ndim for x, v in zip(*pair, strict=True)]
+        for pair in ((eqn.invars, body[0].invars), (eqn.outvars, body[0].outvars))
+    )
+    first = is_in_array.count(False) - is_out_array.count(False)
+    carried = range(first, is_in_array.count(False))
+    order = range(length)[::-1] if eqn.params["reverse"] else range(length)
+    # What is wanted of the first carried values, and of the results of each turn.
+    wanted: list[dict[tuple[int, Alignment], None]] = [{} for _ in range(length + 1)]
+    results = []
+    for k, alignment in outs:
+        turn, own = length, alignment
+        if is_out_array[k]:
+            axis, *rest = alignment
+            if isinstance(axis, int):
+                raise refused
+            turn, own = order.index(_index(axis)) + 1, tuple(rest)
+        wanted[turn][k, own] = None
+        results.append((turn, (k, own)))
+    turns: list[Any] = []  # plans
+    for turn in range(length, 0, -1):
+        turns.insert(0, _plan(name, *body, [*wanted[turn]], exact, line, space))
+        for source, alignment in turns[0].leaves:
+            if source in carried:
+                wanted[turn - 1][source - first, alignment] = None
+    needs = [(eqn.invars[first + k], alignment) for k, alignment in wanted[0]]
+    for index, inner in zip(order, turns, strict=True):
+        for source, alignment in inner.leaves:
+            if isinstance(source, Constant):
+                needs.append((source, alignment))
+            elif is_in_array[source]:
+                place = _place(index, length, refused)
+                needs.append((eqn.invars[source], (place, *alignment)))
+            elif source not in carried:
+                needs.append((eqn.invars[source], alignment))
+
+    def compute(xs: list[Any]) -> list[Any]:
+        given = iter(xs)
+        found = [{key: next(given) for key in wanted[0]}]
+        for keys, inner in zip(wanted[1:], turns, strict=True):
+            args = [
+                found[-1][source - first, alignment] if source in carried else next(given)
+                for source, alignment in inner.leaves
+            ]
+            found.append(dict(zip(keys, inner.function(*args), strict=True)))
+        return [found[turn][key] for turn, key in results]
+
+    return _Step(needs, gives, compute)
 
 
 # ---- equations on scalars ----
@@ -501,7 +786,7 @@ def _custom(
     """A call of a function with a custom JVP or VJP, as one of scalars with the same."""
     called = _compat.called_jaxpr(eqn)
     assert called is not None
-    inner = plan(name, *called, outs, exact, line, space)
+    inner = _plan(name, *called, outs, exact, line, space)
     needs = _of_operands(eqn, inner)
     # What the rule may use and the value does not.
     shapes = {eqn.outvars[k].aval.shape: alignment for k, alignment in outs}
@@ -524,6 +809,7 @@ def _custom(
         return not is_captured(atom) and is_inexact(str(atom.aval.dtype))
 
     moving = [k for k, (atom, _) in enumerate(needs) if is_moving(atom)]
+    moved = [k for k, (of, _) in enumerate(outs) if is_inexact(str(eqn.outvars[of].aval.dtype))]
     variables = [atom for atom in eqn.invars if not _compat.is_literal(atom)]
     places = [k for k, atom in enumerate(variables) if is_moving(atom)]
 
@@ -541,7 +827,7 @@ def _custom(
         # Rules know the types of what they were traced for, shardings included.
         with _compat.context_of(eqn):
             closed = traced.make_jaxpr(rule, avals, vectors)
-        found = plan(name, *_compat.jaxpr_and_consts(closed), demands, {}, line, space)
+        found = _plan(name, *_compat.jaxpr_and_consts(closed), demands, {}, line, space)
         return found.function(*map(where, found.leaves))
 
     def operand(leaf: tuple[Any, Alignment], xs: Sequence[Any]) -> Any:
@@ -579,7 +865,12 @@ def _custom(
                 return operand(own, ts)
 
             tangents = [variables[k].aval for k in places]
-            return custom(*xs), of_rule(rule, tangents, outs, where)
+            found = of_rule(rule, tangents, [outs[k] for k in moved], where)
+            results = custom(*xs)
+            every = [*map(_no_tangent, results)]
+            for k, tangent in zip(moved, found, strict=True):
+                every[k] = tangent
+            return results, every
 
         custom.defjvp(jvp)
     else:
@@ -595,21 +886,21 @@ def _custom(
                     return bound([every.get(k, x) for k, x in enumerate(primals)])
 
                 results, pull = jax.vjp(of_places, *(primals[k] for k in places))
-                full = [*map(jnp.zeros_like, results)]
-                for (k, _), ct in zip(outs, vectors, strict=True):
-                    full[k] = full[k] + ct
+                full = [*map(_no_tangent, results)]
+                for k, ct in zip(moved, vectors, strict=True):
+                    full[outs[k][0]] = full[outs[k][0]] + ct
                 return pull(full)
 
             def where(leaf: Any) -> Any:
                 source, alignment = leaf
                 if isinstance(source, Constant) or source < len(variables):
                     return operand(leaf, xs)
-                k = source - len(variables)
+                k = moved[source - len(variables)]
                 if alignment != outs[k][1]:
                     raise _refused(name, eqn, line, "with such a derivative ")
                 return cts[k]
 
-            vectors = [eqn.outvars[k].aval for k, _ in outs]
+            vectors = [eqn.outvars[outs[k][0]].aval for k in moved]
             demands = [
                 (
                     places.index(next(i for i, v in enumerate(variables) if v is needs[k][0])),
@@ -645,6 +936,13 @@ def _custom(
     return _Step(needs, gives, compute)
 
 
+def _no_tangent(y: Any) -> Any:
+    """The tangent, or cotangent, of what does not change; that of integers is none."""
+    if is_inexact(str(y.dtype)):
+        return jnp.zeros_like(y)
+    return np.zeros(y.shape, jax.dtypes.float0)
+
+
 # ---- what cannot be fused ----
 
 _REASONS = (
@@ -661,8 +959,9 @@ _REASONS = (
     ),
     (
         r"^(while|scan|cond|switch)",
-        "kernels have no loops and branches",
-        "use jnp.where in place of a branch, and write out short loops in Python",
+        f"kernels have no branches, and loops only of at most {_MOST_VALUES} turns, nested ones "
+        "multiplied, a number that is known while the function is traced",
+        "use jnp.where in place of a branch",
     ),
     (
         r"^jof_",
@@ -670,11 +969,6 @@ _REASONS = (
         "use the function of JAX that it replaces, such as jax.nn.gelu",
     ),
     (r"random|threefry|rng", "kernels draw no random numbers", "draw them before the call"),
-    (
-        r"^iota$",
-        "an element does not know its place in so long an array",
-        "pass in the array, such as jnp.arange(n)",
-    ),
     (
         r"gather|scatter|slice|split|concatenate|stack|pad|transpose|reshape|rev|sort|top_k|tile",
         "it moves elements",
@@ -741,7 +1035,7 @@ def _collect(narrow: Any, wide: Any, found: dict[int, Any]) -> bool:
                     with np.errstate(over="ignore"):
                         if value.astype(dtype) == np.asarray(x.val, dtype):
                             found[id(x)] = value
-        calls = _compat.called_jaxpr(a), _compat.called_jaxpr(b)
+        calls = called(a), called(b)
         if (calls[0] is None) != (calls[1] is None):
             return False
         if calls[0] and calls[1] and not _collect(calls[0][0], calls[1][0], found):
