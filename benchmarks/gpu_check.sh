@@ -63,12 +63,12 @@ if [[ -z ${QUICK:-} ]]; then
   # The slowest first; of scatters each type by itself. Integers and f64 share the kernels of f32,
   # and only kernels with shared memory can race or synchronise.
   {
-    printf 'racecheck %s\n' "scatter brief "{f16,bf16,f32} "upsample brief" "permute brief"
+    printf 'racecheck %s\n' "rows brief" "scatter brief "{f16,bf16,f32} "upsample brief" "permute brief"
     printf 'memcheck %s\n' "elementwise brief" "compiled brief" "upsample brief" "permute brief" \
-      "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
+      "rows brief" "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
     printf 'initcheck %s\n' "scatter brief "{f16,bf16,f32,gather} "upsample brief" \
       "elementwise brief" "compiled brief" "permute brief"
-    printf 'synccheck %s\n' "scatter brief "{f16,f32} "upsample brief" "permute brief"
+    printf 'synccheck %s\n' "rows brief" "scatter brief "{f16,f32} "upsample brief" "permute brief"
   } | xargs -P "$(nproc)" -I{} bash -c '
       read -r tool test <<< "{}"
       out=$(compute-sanitizer --error-exitcode 1 --tool "$tool" '"$tests"'/$test 2>&1) \

@@ -561,6 +561,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
         of_scale[j] = MulAdd(g, normalized, of_scale[j]);
       }
     });
+    __syncthreads();  // who is late still reads what was spread
     Base::Exchange(0, of_bias);
     Base::Exchange(1, of_scale);
     Base::template SumChannels<2>();

@@ -24,8 +24,8 @@
 //   cross entropy   8192 x 50257: 84, 78; its gradient 82, 76
 // What bounds bf16 is instructions: about 18 for each element of softmax, 37 of layer norm's
 // gradient, where a copy's time has 27 and 40. Rows that fill packs or lanes badly suffer most:
-// softmax of 400000 x 100 runs at 49 %, that of 8192 x 50257, in a cluster, at 46 %. Most rows of
-// up to 1024 elements have kernels of their own, rows_whole.cuh.
+// softmax of 8192 x 50257, in a cluster, runs at 46 %. Most rows of up to 8192 elements have
+// kernels of their own, rows_whole.cuh and rows_tiles.cuh.
 //
 // Free of the CUDA runtime, so that NVRTC can compile it around other programs: those that are
 // traced (compiled_rows.cuh) have arrays of several types and any number of reductions.

@@ -273,13 +273,13 @@ bool FitsTiles(const Program& program, const RowsProblem& problem, const RowsDev
   const bool has_many =
       Program::kColumnSums > 0 || problem.n <= 8 || problem.rows() >= 64 * device.multiprocessors;
   return problem.n % Program::kPack != 0 && AreAligned(program) && has_many &&
-         problem.n <= kTileValues<Program> / Program::kInputs / 4 * 4;
+         problem.n <= kTileHeld<Program>;
 }
 
 template <typename Program>
 cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
                            const RowsDevice& device, int64_t* blocks, cudaStream_t stream) {
-  constexpr int kMost = kTileValues<Program> / Program::kInputs / 4 * 4, kFewer = kMost / 2;
+  constexpr int kMost = kTileHeld<Program>, kFewer = kMost / 2;
   const auto with_held = [&](auto unit) {
     constexpr int kUnit = decltype(unit)::value;
     if (problem.n > kFewer) {
@@ -329,10 +329,7 @@ cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem
                               cudaStream_t stream) {
   using T = typename Program::Element;
   constexpr int kPack = kPackSize<T>;
-  const auto is_aligned = [](const auto* array) { return IsAligned(array, kPackBytes); };
-  bool is_packed = problem.inner % kPack == 0;
-  for (int a = 0; a < Program::kInputs; ++a) is_packed &= is_aligned(program.in[a]);
-  for (int o = 0; o < Program::kOutputs; ++o) is_packed &= is_aligned(program.out[o]);
+  const bool is_packed = problem.inner % kPack == 0 && AreAligned(program);
   const auto launch = [&](auto pack) {
     constexpr int kRows = decltype(pack)::value;
     constexpr int kHeld = StridedRowsBody<Program, kRows>::kHeld;

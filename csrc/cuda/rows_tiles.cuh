@@ -265,9 +265,9 @@ class TileRowsBody {
   C column_sums_[kHeld][kColumnSums + 1] = {};
 };
 
-// How many values a thread may hold: as many sums over rows come to those of a row.
+// Elements that a thread may hold: 64 values, half of them sums over rows if there are any.
 template <typename Program>
-inline constexpr int kTileValues = Program::kColumnSums > 0 ? 32 : 64;
+inline constexpr int kTileHeld = (Program::kColumnSums > 0 ? 32 : 64) / Program::kInputs / 4 * 4;
 
 // Blocks of kTileThreads that a multiprocessor is to have registers for.
 template <typename Program, int kHeld>
