@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kBlockSize)
 // units. Pixels are counted over all rows of pixels, which may be of any length. Rows of the input
 // are `stride` bytes apart.
 template <int kCount, bool kShift, typename Index, typename Unit>
-__global__ void __launch_bounds__(kBlockSize)
+__global__ void __launch_bounds__(kBlockSize, 2)
     InterleaveKernel(const Index pixels, const Index stride, const FastDivider<Index> by_row,
                      const Walk<Index, kMaxPermuteRank> walk, const char* __restrict__ x,
                      char* __restrict__ y) {
