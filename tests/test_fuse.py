@@ -192,7 +192,9 @@ def test_gamma_functions_are_those_of_scipy():
         for a, e in zip(jof.fuse(f)(exact), expected, strict=True):
             assert_close(a, e, 1e-13, 1e-13)
     poles = jnp.asarray([0.0, -0.0, -1, -2])
-    for a, e in zip(jof.fuse(f)(poles), f(poles), strict=True):
+    expected = [*f(poles)]
+    expected[1] = expected[1].at[:2].set(-jnp.inf)  # of older releases NaN
+    for a, e in zip(jof.fuse(f)(poles), expected, strict=True):
         assert_close(a, e, 1e-6, 0)
     s, q = np.meshgrid([-np.inf, -2, 0, 1, 2, 3, np.inf, np.nan], [0, -0.5, -1, 2, np.nan])
     s, q = (jnp.asarray(x.astype(np.float32)) for x in (s, q))

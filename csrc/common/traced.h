@@ -200,6 +200,7 @@ JOF_HOST_DEVICE JOF_INLINE T jof_Digamma(T x) {
   for (int k = kTerms - 1; k >= 0; --k) series = series * square + kSeries[k];
   const T result = log(z) - inverse / 2 - square * series - sum;
   if (x > 0) return result;
+  if (x == 0) return static_cast<T>(-INFINITY);  // as in jax; its older releases have NaN
   const T part = x - rint(x);
   const T pi = static_cast<T>(3.14159265358979324);
   return part == 0 ? static_cast<T>(NAN) : result - pi / tan(pi * part);

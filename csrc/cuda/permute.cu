@@ -158,15 +158,21 @@ __global__ void __launch_bounds__(kBlockSize, 2)
   }
 }
 
+// Rows of the output that are not whole packs, and are short or long.
+enum class OutputRows { kWhole, kShort, kLong };
+constexpr int64_t kLongRowBytes = 2048;
+
 // The reverse. One item is kCount packs of the input, which hold as many pixels as a pack has
 // units. Rows of the output are `stride` bytes apart. Where they are not whole packs, a block has
-// them in shared memory and a thread stores what is an aligned pack of the output: one of the
-// `by_slot` packs that the block's part of a row may lie in.
-template <int kCount, bool kShift, typename Index, typename Unit>
+// them in shared memory and a thread stores what is an aligned pack of the output. Long rows, of
+// which a block has parts of a few, are stored one after the other; short ones at once, where an
+// item is one of the `by_slot` packs that the block's part of a row may lie in.
+template <int kCount, OutputRows kRows, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize, 2)
     DeinterleaveKernel(const Index pixels, const Index stride, const FastDivider<Index> by_row,
                        const FastDivider<uint32_t> by_slot, const Walk<Index, kMaxPermuteRank> walk,
                        const char* __restrict__ x, char* __restrict__ y) {
+  constexpr bool kShift = kRows != OutputRows::kWhole;
   constexpr int kPack = kPackSize<Unit>, kBytes = sizeof(Unit);
   // A row leaves a pack before it, and one after the last.
   __shared__ uint4 stage[kShift ? kCount * (kBlockSize + 1) + 1 : 1];
@@ -202,31 +208,52 @@ __global__ void __launch_bounds__(kBlockSize, 2)
       stage[c * (kBlockSize + 1) + 1 + static_cast<int>(threadIdx.x)] = AsWord(to[c]);
     }
     __syncthreads();
-    // The block's pixels are in one row of each count or in several; an item is a slot of one.
     const Index first = static_cast<Index>(blockIdx.x) * (kBlockSize * kPack);
     const Index left = pixels - first;
     const int count = left < kBlockSize * kPack ? static_cast<int>(left) : kBlockSize * kPack;
     Index column;
-    const Index row = by_row.DivMod(first, &column);
-    const int rows = static_cast<int>(by_row.Divide(first + (count - 1)) - row) + 1;
-    const int items = rows * kCount * static_cast<int>(by_slot.divisor());
-    for (int item = static_cast<int>(threadIdx.x); item < items; item += kBlockSize) {
-      uint32_t slot;
-      const uint32_t part = by_slot.DivMod(item, &slot), r = part / kCount, c = part % kCount;
-      const Index skipped = r == 0 ? column : 0;  // which an earlier block has
-      const int done = static_cast<int>(r * by_row.divisor() + skipped - column);
-      const Index row_left = by_row.divisor() - skipped;
-      const int end =
-          (row_left < Index(count - done) ? static_cast<int>(row_left) : count - done) * kBytes;
-      char* out = y + walk.At(row + r) + skipped * kBytes + size_t{c} * stride;
-      const int at = static_cast<int>(slot * kPackBytes - Phase(out));
-      if (at >= end) continue;
+    Index row = by_row.DivMod(first, &column);
+    // Stores the pack at byte `at` of a part of a row, whose first pixel is the block's `done`th.
+    const auto store = [&](int c, int done, int part, char* out, int at) {
       // From 15 bytes before the row on.
       const int staged = (c * (kBlockSize + 1) + 1) * kPackBytes + done * kBytes + at;
       const uint4* aligned = stage + staged / kPackBytes;
       const unsigned shift = staged % kPackBytes;
       StoreBytes<kBytes>(out + at, ShiftBytes<kBytes>(aligned[0], aligned[1], shift), -at,
-                         end - at);
+                         part * kBytes - at);
+    };
+    const auto part_of = [&](Index skipped, int done) {
+      const Index row_left = by_row.divisor() - skipped;
+      return row_left < Index(count - done) ? static_cast<int>(row_left) : count - done;
+    };
+    if constexpr (kRows == OutputRows::kLong) {
+      for (int done = 0; done < count; ++row, column = 0) {
+        const int part = part_of(column, done);
+        char* out = y + walk.At(row) + column * kBytes;
+        JOF_UNROLL
+        for (int c = 0; c < kCount; ++c, out += stride) {
+          const int phase = static_cast<int>(Phase(out));
+          for (int at = static_cast<int>(threadIdx.x) * kPackBytes - phase; at < part * kBytes;
+               at += kBlockSize * kPackBytes) {
+            store(c, done, part, out, at);
+          }
+        }
+        done += part;
+      }
+    } else {
+      const int rows = static_cast<int>(by_row.Divide(first + (count - 1)) - row) + 1;
+      const int items = rows * kCount * static_cast<int>(by_slot.divisor());
+      for (int item = static_cast<int>(threadIdx.x); item < items; item += kBlockSize) {
+        uint32_t slot;
+        const uint32_t in_row = by_slot.DivMod(item, &slot), r = in_row / kCount,
+                       c = in_row % kCount;
+        const Index skipped = r == 0 ? column : 0;  // which an earlier block has
+        const int done = static_cast<int>(r * by_row.divisor() + skipped - column);
+        const int part = part_of(skipped, done);
+        char* out = y + walk.At(row + r) + skipped * kBytes + size_t{c} * stride;
+        const int at = static_cast<int>(slot * kPackBytes - Phase(out));
+        if (at < part * kBytes) store(static_cast<int>(c), done, part, out, at);
+      }
     }
   }
 }
@@ -339,7 +366,9 @@ cudaError_t LaunchDeinterleave(const PermutePlan& plan, const void* x, void* y,
     walk.Add(dim.size, static_cast<Index>(dim.out_stride * plan.unit_bytes));
   }
   const int64_t pixels = plan.units / few.size, pack = kPackBytes / plan.unit_bytes;
-  const bool shift = many.size % pack != 0;
+  const OutputRows rows = many.size % pack == 0                         ? OutputRows::kWhole
+                          : many.size * plan.unit_bytes < kLongRowBytes ? OutputRows::kShort
+                                                                        : OutputRows::kLong;
   // Packs that what a block has of a row may lie in.
   const int64_t part = many.size < kBlockSize * pack ? many.size : kBlockSize * pack;
   const FastDivider<uint32_t> by_slot(
@@ -347,8 +376,11 @@ cudaError_t LaunchDeinterleave(const PermutePlan& plan, const void* x, void* y,
   return DispatchWord(plan.unit_bytes, [&](auto tag) {
     using Unit = typename decltype(tag)::type;
     return DispatchCount(few.size, [&](auto count) {
-      const auto kernel = shift ? DeinterleaveKernel<count(), true, Index, Unit>
-                                : DeinterleaveKernel<count(), false, Index, Unit>;
+      const auto kernel = rows == OutputRows::kWhole
+                              ? DeinterleaveKernel<count(), OutputRows::kWhole, Index, Unit>
+                          : rows == OutputRows::kShort
+                              ? DeinterleaveKernel<count(), OutputRows::kShort, Index, Unit>
+                              : DeinterleaveKernel<count(), OutputRows::kLong, Index, Unit>;
       return LaunchItems(kernel, (pixels + pack - 1) / pack, stream, static_cast<Index>(pixels),
                          static_cast<Index>(few.out_stride * plan.unit_bytes),
                          FastDivider<Index>(static_cast<Index>(many.size)), by_slot, walk,
