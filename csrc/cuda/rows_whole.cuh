@@ -11,15 +11,16 @@
 // cache, where the next row finds the other half of a sector. They cost an instruction or two for
 // each element, and row vectors are loaded element by element.
 //
-// Measured on an H200, in us, and what RowsKernel takes for the same rows:
-//   bf16              softmax     and its gradient   layer norm   and its gradient
-//   131072 x 512      67          167                74           183
-//   16384 x 4096      68 for 81   169 for 194        77 for 89    189 for 223
-//   8192 x 8192       69 for 80   170 for 197        78 for 94    195 for 241
-//   40000 x 1001      47 for 61   114 for 128        68 (RowsKernel: vectors)
-//   130000 x 333      61 for 89   131 for 193        77 for 96
+// Measured on an H200, in us, and what RowsKernel takes for the same rows; with the gradient means
+// both kernels:
+//   bf16              softmax      with its gradient   layer norm   with its gradient
+//   131072 x 512      67           167                 74           183
+//   16384 x 4096      68 for 81    169 for 194         77 for 89    189 for 223
+//   8192 x 8192       69 for 80    170 for 197         78 for 94    195 for 241
+//   40000 x 1001      47 for 61    114 for 128
+//   130000 x 333      61 for 89    131 for 193         77 for 96
 //   f32
-//   16384 x 4096      136 for 154  338 for 366       135 for 154  360 for 380
+//   16384 x 4096      136 for 154  338 for 366         135 for 154  360 for 380
 //   40000 x 1001      91 for 101   206 for 228
 //   130000 x 333      114 for 138  236 for 317
 // A copy of 16384 x 4096 takes 64 and 126. What was tried: 4 packs a thread instead of 8 in f32
