@@ -952,7 +952,8 @@ def test_what_cannot_be_fused(primitive):
     x = normals(5, 5)
     with pytest.raises(jof.FusionError, match=reason) as raised:
         jof.fuse(f)(x)
-    assert raised.value.primitive == primitive
+    older = {"stack": "concatenate"}  # in older releases
+    assert raised.value.primitive in (primitive, older.get(primitive))
     assert "test_fuse.py" in raised.value.line
     assert raised.value.line in str(raised.value)
     assert "partial=True" in str(raised.value)
@@ -984,11 +985,11 @@ def test_bad_input():
 
 def stacks(x, c):
     three = jnp.stack([x, jax.nn.relu(x) * x, jnp.sin(x)])
-    four = jnp.moveaxis(jnp.concatenate([three, three[None, 0] * x]), 0, -1)
+    four = jnp.moveaxis(jnp.concatenate([three, three[:1] * x]), 0, -1)
     return (
         jnp.select([x < -1, x < 1], [x * x, jnp.sin(x)], -x * c[1]),
         jnp.piecewise(x, [x < -1, x > 1], [jnp.cos, lambda x: x**3, 0.5]),
-        jnp.cumsum(three > 0, 0)[1] * four[..., 1::2][..., 1] / 4,
+        jnp.cumsum(three > 0, 0)[1] * jax.lax.slice_in_dim(four, 1, None, 2, -1)[..., 1] / 4,
         jnp.argmin(three, 0) * x,
         sp.ndtri(jax.nn.sigmoid(x / 2)),
     )
@@ -1042,7 +1043,7 @@ def test_short_stacks_and_short_loops(f, partial):
         assert_close(m[:, 1], y, 1e-5, 1e-5)
     report = fused.explain(*args)
     assert len(report.kernels) == 1
-    assert {*report.rest} == {"slice"}  # of `c`, to scalars
+    assert {rest.split()[0] for rest in report.rest} == {"slice"}  # of `c`, to scalars
 
 
 def test_turns_of_nested_loops_are_multiplied():
