@@ -652,7 +652,7 @@ def test_custom_rules_stay():
 
 
 def test_custom_rules_of_functions_with_integers():
-    """Whose tangents and cotangents have no dtype that a kernel has: of jnp.ldexp, say."""
+    """Whose tangents and cotangents have no dtype that a kernel has."""
 
     @jax.custom_jvp
     def split(x):
@@ -668,7 +668,7 @@ def test_custom_rules_of_functions_with_integers():
 
     def f(x):
         (rest, whole), (y, n) = split(x), scaled(x)
-        return jnp.ldexp(jnp.sin(rest), 3) * whole, jnp.sin(y) + n
+        return jnp.sin(rest) * whole, jnp.sin(y) + n
 
     def both(h, x):
         return h(x), jax.vjp(h, x)[1]((x, x))
