@@ -652,7 +652,7 @@ def test_custom_rules_stay():
 
 
 def test_custom_rules_of_functions_with_integers():
-    """Whose tangents and cotangents have no dtype that a kernel has."""
+    """Whose tangents and cotangents have no dtype that a kernel has: of jnp.ldexp, say."""
 
     @jax.custom_jvp
     def split(x):
@@ -668,12 +668,22 @@ def test_custom_rules_of_functions_with_integers():
 
     def f(x):
         (rest, whole), (y, n) = split(x), scaled(x)
-        return jnp.sin(rest) * whole, jnp.sin(y) + n
+        return eight_times(jnp.sin(rest)) * whole, jnp.sin(y) + n
+
+    def eight_times(y):
+        return jnp.ldexp(y, 3)
+
+    x = normals(N)
+    if jax.__version_info__ >= (0, 12):  # where it is a primitive whose program is made later
+        with pytest.raises(jof.FusionError, match="call_hi_primitive"):
+            jof.fuse(eight_times)(x)
+
+        def eight_times(y):
+            return y * 8
 
     def both(h, x):
         return h(x), jax.vjp(h, x)[1]((x, x))
 
-    x = normals(N)
     ours, theirs = (jax.jit(functools.partial(both, h))(x) for h in (jof.fuse(f), f))
     jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, 1e-5), ours, theirs)
 
@@ -952,8 +962,9 @@ def test_what_cannot_be_fused(primitive):
     x = normals(5, 5)
     with pytest.raises(jof.FusionError, match=reason) as raised:
         jof.fuse(f)(x)
-    older = {"stack": "concatenate"}  # in older releases
-    assert raised.value.primitive in (primitive, older.get(primitive))
+    if primitive == "stack":  # of older releases concatenate
+        primitive = jax.make_jaxpr(lambda x: jnp.stack([x, x]))(x).eqns[-1].primitive.name
+    assert raised.value.primitive == primitive
     assert "test_fuse.py" in raised.value.line
     assert raised.value.line in str(raised.value)
     assert "partial=True" in str(raised.value)

@@ -159,7 +159,7 @@ bool AreAligned(const Program& program) {
 }
 
 // Whether rows begin and end within packs. What has no row vectors gains by the same kernel if they
-// do so within sectors: f32 600000 x 68 at 122 us instead of 152.
+// do so within sectors: cross entropy of f32 600000 x 68 in 122 us instead of 152.
 template <typename Program>
 bool HasEdges(const RowsProblem& problem) {
   constexpr int kBytes = Program::kVectors > 0 ? kPackBytes : 32;
