@@ -9,10 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_oneflow_ops import _policy
 
 from . import ceilings, timing
 from .inputs import Input, draw, shapes
@@ -142,25 +145,45 @@ _INPUTS, _SAMPLE, _DIFFERENCE = "(inputs)", "(sample)", "(difference)"
 
 def _prepare(cases: Sequence[Case], options: Options) -> list[_Prepared]:
     prepared: list[_Prepared] = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for case in cases:
-            programs = dict[str, Future[Any]]()
-            try:
-                work = case.work()
-            except Exception as error:  # the row says so
-                work = error
-            if isinstance(work, Work):
-                for name, function in _functions(work, options).items():
-                    programs[name] = pool.submit(_compile, case, work, name, function)
-            prepared.append(_Prepared(case, work, programs))
+    for case in cases:
+        try:
+            work = case.work()
+        except Exception as error:  # the row says so
+            work = error
+        prepared.append(_Prepared(case, work, {}))
+    for left_to_xla in (True, False):
+        choice = mock.patch.object(_policy, "prefers_xla", _may_prefer_xla)
+        # Leaving the pool waits for its programs.
+        with (
+            choice if left_to_xla else contextlib.nullcontext(),
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            for item in prepared:
+                work = item.work
+                functions = _functions(work, options) if isinstance(work, Work) else {}
+                for name, function in functions.items():
+                    if (name == "xla") == left_to_xla:
+                        program = pool.submit(_compile, item.case, work, name, function)
+                        item.programs[name] = program
     return prepared
 
 
+def _may_prefer_xla(primitive: Any, avals: Sequence[Any], params: Row, platform: str) -> bool:
+    """In place of the policy: whether the default may take XLA."""
+    if primitive not in _policy.calls_of:
+        return False
+    return isinstance(_policy.describe(primitive, avals, **params), _policy.Call)
+
+
 def _functions(work: Work, options: Options) -> dict[str, Function]:
-    """The programs of a case, by the names of contenders or of steps of the check."""
-    names = ["ours", *options.implementations[1:]]
-    chosen = (None if name == "default" else name for name in options.implementations)
-    ours = {n: partial(work.ours, implementation=i) for n, i in zip(names, chosen, strict=True)}
+    """The programs of a case, by the names of contenders or of steps of the check.
+
+    "xla" is what the default runs where the policy chooses XLA.
+    """
+    first, *others = options.implementations
+    chosen = {"ours": None if first == "default" else first}
+    chosen |= {name: name if name == "native" else None for name in others}
+    ours = {name: partial(work.ours, implementation=i) for name, i in chosen.items()}
     variants = work.variants if options.libraries else {}
     steps = {_INPUTS: draw, _SAMPLE: work.sample, _DIFFERENCE: difference}
     return {**ours, **variants, **work.forms, **steps}

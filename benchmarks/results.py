@@ -95,13 +95,13 @@ def packed(rows: Iterable[Row]) -> list[Any]:
 def form(row: Row) -> float | None:
     """The time of the form that the default may run instead of kernels.
 
-    That is ``implementation="xla"`` where it was measured, but for elementwise functions, whose
-    default is rounded once. Else it is jnp in float32 of sums, and of others the fastest.
+    That is "xla" where it was measured beside kernels. Else it is jnp in float32 of sums, and of
+    others the fastest form, which the default may not have.
     """
     forms, own = numbers(row["xla"]), numbers(row["others"]).get("xla")
     if row.get("form") is not None:
         return float(row["form"])
-    if own is not None and row["suite"] != "elementwise":
+    if own is not None:
         return own
     if row["suite"] == "scatter":
         return forms.get("jnp f32", forms.get("jnp"))
