@@ -1,20 +1,17 @@
 """``python -m benchmarks policy``: writes `jax_oneflow_ops/policy.json` from the results.
 
-Listed cases and those of surveys count alike. A case belongs to the cell of the one call that its
-program makes. Kernels are compared with what the default runs instead: in surveys of functions of
-rows, whose form in XLA is not jnp's, measure ``--implementation native default xla``.
+Listed cases and those of surveys count alike. A case is of the kind of the one call that its
+program makes. Kernels are compared with what the default runs instead, if that was measured: with
+``--implementation native default xla``. Else it is taken to be the fastest form in jnp.
 """
 
 import argparse
 import json
-import math
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -41,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def made(root: Path) -> str:
-    """The file's text, a line a cell."""
+    """The file's text, a line a kind."""
     found = defaultdict(list)
     for path in sorted(root.glob("*/*.jsonl")):
         result = survey.read(path)
@@ -59,30 +56,14 @@ def _device(name: str, found: Sequence[Result]) -> str:
         "jax": newest["versions"]["jax"],
         "seeds": sorted(r.header["seed"] for r in found if "suite" not in r.header),
     }
-    samples: dict[str, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    cases = defaultdict(list)
     for result in found:
-        for call, native, xla, noise in _samples(result):
-            band = next(most for most in _policy.BANDS if call.bytes <= most)
-            for depth in range(1, len(call.kind) + 1):
-                mib = call.bytes / 2**20
-                row = (xla / native, noise / native, native / mib, xla / mib)
-                samples["/".join(call.kind[:depth])][band].append(row)
-    cells = []
-    for kind, bands in sorted(samples.items()):
-        lines = [_line(most, rows) for most, rows in sorted(bands.items())]
-        if lines := [line for line in lines if _policy.is_enough(line[1], line[3])]:
-            cells.append(f"{json.dumps(kind)}: {json.dumps(lines)}")
+        for call, *times in _samples(result):
+            sizes = (call.bytes, *call.sizes)
+            cases["/".join(call.kind)].append([*sizes, *(float(f"{us:.3g}") for us in times)])
+    lines = [f"{json.dumps(kind)}: {json.dumps(sorted(x))}" for kind, x in sorted(cases.items())]
     head = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in about.items())
-    return f'{json.dumps(name)}: {{\n{head},\n"cells": {{\n' + ",\n".join(cells) + "\n}}"
-
-
-def _line(most: int, rows: list[Any]) -> list[Any]:
-    gains, noise, *columns = zip(*rows, strict=True)
-    # What the spread of the samples explains is no loss.
-    low = min(max(g, min(1.0, g + n)) for g, n in zip(gains, noise, strict=True))
-    ratios = (round(x, 3) for x in (statistics.geometric_mean(gains), low, min(gains)))
-    times = map(statistics.median, columns)
-    return [most, len(rows), *ratios, *(float(f"{us:.3g}") for us in times)]
+    return f'{json.dumps(name)}: {{\n{head},\n"cases": {{\n' + ",\n".join(lines) + "\n}}"
 
 
 def _samples(result: Result) -> Iterator[tuple[_policy.Call, float, float, float]]:
@@ -92,10 +73,7 @@ def _samples(result: Result) -> Iterator[tuple[_policy.Call, float, float, float
         xla = results.form(row) if "us" in row and row.get("ran") != "xla" else None
         case = cases.get(f"{row['suite']} {row['case']}")
         if xla and case and (call := call_of(case)):
-            # The choice cannot know the ids. Rows may be hot, where XLA may take a hundred times as
-            # long: the mean over all distributions counts, and single losses do not.
-            spread = math.inf if call.kind[0] == "sum" else row["iqr"]
-            yield call, row["us"], xla, spread
+            yield call, row["us"], xla, row["iqr"]
 
 
 def call_of(case: Case) -> _policy.Call | None:

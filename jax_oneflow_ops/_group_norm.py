@@ -159,16 +159,10 @@ def _batch(kinds: Any, reference: Any) -> Any:
 def _define() -> core.Primitive:
     def define(name: str, kinds: Any, reference: Any, native: Any, passes: int) -> core.Primitive:
         def call(x: Any, *_: Any, spatial: int, groups: int, **__: Any) -> _policy.Call:
-            group = "group_norm gradient" if name.endswith("_vjp") else "group_norm"
-            nbytes = passes * _policy.nbytes(x)
             image = math.prod(x.shape[-spatial - 1 :]) * x.dtype.itemsize
             images = "small images" if image <= _SMALL_IMAGE else "large images"
-            kind = ("rows", group, _policy.bits(x.dtype), images)
-            # XLA is faster on small arrays, too.
-            is_small = nbytes <= _rows.SMALL or image <= _SMALL_IMAGE
-            if is_small:
-                return _policy.Call(kind, nbytes, "xla")
-            return _policy.Call(kind, nbytes, least_depth=len(kind))
+            way = "backward" if name.endswith("_vjp") else "forward"
+            return _policy.Call(("group_norm", way, images), passes * _policy.nbytes(x))
 
         return _primitive.define(
             f"jof_{name}",

@@ -146,29 +146,14 @@ def linear(
     _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
 
-def _call(group: str, name: str, passes: int, x: Any, axis: int) -> _policy.Call:
+def _call(group: str, target: str, passes: int, x: Any, axis: int) -> _policy.Call:
     """A call that reads or writes so many arrays like `x`; what is alike is of one group."""
-    group += " gradient" if name.endswith("_vjp") else ""
-    length = next(f"rows up to {most}" for most in _LENGTHS if x.shape[axis] <= most)
-    order = "contiguous" if math.prod(x.shape[axis + 1 :]) == 1 else "strided"
-    kind = ("rows", group, _policy.bits(x.dtype), f"{order}, {length}", name)
-    nbytes = passes * _policy.nbytes(x)
-    # XLA is faster on small arrays and short rows, whatever the function, and on norms of very long
-    # rows: rms_norm and its gradient, 141 x 131072 in 16 bits, take 75 us on an H200, by kernels
-    # 286. On others norms and softmax are as fast in XLA as memory is, and gradients and sums of
-    # exponentials are not.
-    is_too_long = group.startswith("norm") and x.shape[axis] > _LONG
-    if nbytes <= SMALL or x.shape[axis] <= _SHORT or is_too_long:
-        return _policy.Call(kind, nbytes, "xla")
-    unmeasured = "xla" if group in ("norm", "softmax") else "native"
-    return _policy.Call(kind, nbytes, unmeasured, least_depth=2)
-
-
-SMALL, _SHORT, _LONG = _policy.BANDS[-2], 64, 65536
-
-
-_LENGTHS = (256, 2048, 16384, 1 << 50)
-"""The longest rows of each range of lengths, as `_policy.BANDS` has sizes."""
+    group += " gradient" if target.endswith("_vjp") else ""
+    n = x.shape[axis]
+    alignment = "whole packs" if n * x.dtype.itemsize % 16 == 0 else "edges"
+    if math.prod(x.shape[axis + 1 :]) > 1:
+        alignment = "strided"
+    return _policy.Call(("rows", group, alignment), passes * _policy.nbytes(x), (n,))
 
 
 def not_linear(*args: Any, **params: Any) -> Any:
@@ -201,9 +186,8 @@ def _define_softmax() -> core.Primitive:
             call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))
             return call(*args, axis=np.int64(axis), **params)
 
-        def call(x: Any, *_: Any, axis: int, log: bool) -> _policy.Call:
-            name = target.removeprefix("jof_")
-            return _call("softmax", f"log_{name}" if log else name, 1 + operands, x, axis)
+        def call(x: Any, *_: Any, axis: int, **__: Any) -> _policy.Call:
+            return _call("softmax", target, 1 + operands, x, axis)
 
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)
@@ -316,7 +300,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         on_shard: Function | None = None,
     ) -> core.Primitive:
         def call(x: Any, *_: Any, axis: int) -> _policy.Call:
-            return _call("logsumexp", target.removeprefix("jof_"), passes, x, axis)
+            return _call("logsumexp", target, passes, x, axis)
 
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, out = _batched(args, dims, kinds, axis)
@@ -553,11 +537,10 @@ def _norm_batch(
     return [dx, *sums], [out[0], *[0] * len(sums)]
 
 
-def _norm_call(name: str, x: Any, *_: Any, center: bool, given: Any, **__: Any) -> _policy.Call:
+def _norm_call(name: str, x: Any, *_: Any, given: Any, **__: Any) -> _policy.Call:
     """Residuals, and the cotangents of their sums, are arrays of their own."""
     passes = 2 + 2 * given[0] if name == "norm" else 3 + given[2]
-    function = f"{_function_of_norm(center=center)}{name.removeprefix('norm')}"
-    return _call("norm", function, passes, x, x.ndim - 1)
+    return _call("norm", name, passes, x, x.ndim - 1)
 
 
 def _define_norm() -> core.Primitive:

@@ -835,10 +835,16 @@ def test_activation_of_a_group_norm_of_nnx():
         np.testing.assert_allclose(with_silu(x), jax.nn.silu(plain(x)), rtol=0, atol=1e-5)
 
 
-def test_norms_of_very_long_rows_are_left_to_xla():
-    for length, wanted in ((65536, "native"), (65537, "xla")):
-        x = jax.ShapeDtypeStruct((300, length), jnp.float16)
-        assert _rows._call("norm", "norm_vjp", 4, x, 1).unmeasured == wanted
+def test_what_the_choice_for_a_call_depends_on():
+    for shape, axis, alignment in (
+        ((300, 64), 1, "whole packs"),
+        ((300, 65), 1, "edges"),
+        ((300, 64, 1), 1, "whole packs"),
+        ((300, 64, 2), 1, "strided"),
+    ):
+        call = _rows._call("norm", "norm_vjp", 4, jax.ShapeDtypeStruct(shape, jnp.float16), axis)
+        assert call.kind == ("rows", "norm gradient", alignment)
+        assert (call.bytes, call.sizes) == (4 * 2 * math.prod(shape), (shape[axis],))
 
 
 def test_strict_promotion_allows_what_is_wider_inside():
