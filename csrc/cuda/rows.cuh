@@ -67,7 +67,8 @@ struct RowVector {
 //     template <int r> C Identity() const;
 //     template <int r> C Combine(C a, C b) const;  // of each value
 //     template <int r> C Neutral(const Row&, int input) const;  // what adds nothing to the values
-//     // May replace x by what the map makes use of. Then Replace does the same alone.
+//     static constexpr bool kReplaces;             // by the last reduction, which may
+//     // replace x by what the map makes use of. Then Replace does the same alone.
 //     template <int r> void Accumulate(const Row&, C (&x)[kInputs], const C* vectors, C* values);
 //     void Replace(const Row&, C (&x)[kInputs]) const;
 //     template <int r> void Finish(const C* values, C n, Row*) const;
@@ -91,6 +92,7 @@ struct RowsProgram {
   static constexpr bool kIsEven = false;  // rows begin and end where packs do
   static constexpr bool kIsFull = false;  // and all threads hold as many packs
   static constexpr bool kMayBeChunks = true, kMayBeCluster = true;
+  static constexpr bool kReplaces = false;
   static constexpr int kPack = kPackSize<T>;
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <type_traits>
 
 #include "cuda/rows.cuh"
 #include "cuda/rows_strided.cuh"
 #include "cuda/rows_tiles.cuh"
 #include "cuda/rows_whole.cuh"
+#include "cuda/rows_wide.cuh"
 #include "ops/rows.h"
 
 JOF_NAMESPACE_BEGIN
@@ -158,55 +160,81 @@ bool AreAligned(const Program& program) {
   return aligned;
 }
 
-// Whether rows begin and end within packs. What has no row vectors gains by the same kernel if they
-// do so within sectors: cross entropy of f32 600000 x 68 in 122 us instead of 152.
+// Whether rows begin and end within packs.
 template <typename Program>
-bool HasEdges(const RowsProblem& problem) {
-  constexpr int kBytes = Program::kVectors > 0 ? kPackBytes : 32;
-  return problem.n * static_cast<int64_t>(sizeof(typename Program::Element)) % kBytes != 0;
+bool HasEdges(const Program&, const RowsProblem& problem) {
+  return problem.n % Program::kPack != 0;
 }
 
-// How many packs each lane holds of rows that WholeRowsKernel is for, and the lanes: more of them
-// where it would be more than `preferred` packs, or where rows are few. 0 if it is not for these
-// rows.
-template <typename Program>
-int PlanWholeRows(const Program& program, const RowsProblem& problem, int preferred, int most,
-                  bool has_edges, const RowsDevice& device, WholeRowsPlan* plan) {
+// An instance of WholeRowsKernel: packs of each row that a thread holds, and rows.
+struct WholeRowsShape {
+  int held, rows;
+};
+
+// The instances that may be for such rows, those first that are to be preferred.
+//
+// Measured on an H200 over 28 sizes of rows: four packs a thread are enough in flight, of several
+// rows where these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a
+// copy takes 79). Eight are better where registers have nothing else, and six of rows with edges.
+template <typename Program, bool kHasEdges>
+constexpr std::array<WholeRowsShape, 4> WholeRowsShapes(int64_t packs) {
+  constexpr bool kNarrow = kIsNarrow<typename Program::Element>;
+  constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1;
+  if (Program::kColumnSums > 0) return {{{3, 1}, {2, 1}}};
+  if (kNarrow && kHasEdges) return {{{4, 1}, {3, 1}}};
+  if (kHasEdges) return {{{kHasRoom ? 8 : 4, 1}, {6, 1}, {kHasRoom ? 4 : 8, 1}}};
+  constexpr int kOther = kNarrow ? 3 : 8;
+  if (packs <= 2 && (kNarrow || !kHasRoom)) return {{{1, 4}, {2, 2}, {4, 1}, {kOther, 1}}};
+  if (packs <= 8) return {{{2, 2}, {1, 4}, {4, 1}, {kOther, 1}}};
+  if (kNarrow || !kHasRoom) return {{{4, 1}, {kOther, 1}}};
+  return {{{8, 1}, {4, 1}, {6, 1}}};
+}
+
+// Whether WholeRowsKernel is for these rows, and how: with the shape that leaves the fewest threads
+// without packs.
+template <bool kHasEdges, typename Program>
+bool PlanWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
+                   WholeRowsShape* shape, WholeRowsPlan* plan) {
   constexpr int kPack = Program::kPack, kWarp = internal::kWarpSize;
-  const int64_t rows = problem.rows(), n = problem.n;
-  const int64_t packs = n % kPack == 0 ? n / kPack : (n + kPack - 2) / kPack + 1;
-  if (packs > int64_t{most} * kWholeRowsThreads || !AreAligned(program)) return 0;
+  const int64_t rows = problem.rows(), n = problem.n, few = int64_t{device.multiprocessors} * 512;
+  const int64_t packs = kHasEdges ? (n + kPack - 2) / kPack + 1 : n / kPack;
+  if (!AreAligned(program)) return false;
   if constexpr (Program::kVectors > 0) {
     // Element by element, vectors pay for rows that are short or few.
     const bool pays =
         !kIsNarrow<typename Program::Element> || n <= 512 || rows <= 4 * device.multiprocessors;
-    if (has_edges && !pays) return 0;
+    if (kHasEdges && !pays) return false;
     for (const RowVector& vector : program.vectors) {
-      if (!has_edges && !IsAligned(vector.data, kPackBytes)) return 0;
+      if (!kHasEdges && !IsAligned(vector.data, kPackBytes)) return false;
     }
   }
-  // Beyond a warp bytes in flight count most, unless row vectors take the registers. Edges cost the
-  // same however many packs are between them.
-  const int many = Program::kVectors > 0 ? preferred : most;
-  if (has_edges && packs > kWarp) preferred = many;
-  int lanes = 1;
-  while (lanes < kWholeRowsThreads && packs > int64_t{lanes < kWarp ? preferred : many} * lanes) {
-    lanes *= 2;
+  int64_t lanes = 0;
+  for (const WholeRowsShape& one : WholeRowsShapes<Program, kHasEdges>(packs)) {
+    int64_t needed = 1;
+    while (needed < kWholeRowsThreads && one.held * needed < packs) needed *= 2;
+    if (one.held * needed < packs || (one.rows > 1 && rows * needed < one.rows * few)) continue;
+    if (lanes == 0 || one.held * needed < shape->held * lanes) {
+      *shape = one;
+      lanes = needed;
+    }
   }
-  while (lanes < kWarp && lanes < packs && rows * lanes < int64_t{device.multiprocessors} * 512) {
-    lanes *= 2;
+  if (lanes == 0) return false;
+  // Rows that are few have more lanes, with fewer packs each.
+  while (lanes < kWarp && lanes < packs && rows * lanes < few) lanes *= 2;
+  for (const WholeRowsShape& one : WholeRowsShapes<Program, kHasEdges>(packs)) {
+    if (one.rows == 1 && one.held < shape->held && one.held * lanes >= packs) *shape = one;
   }
-  *plan = {rows, 0, static_cast<int>(n), lanes};
-  return static_cast<int>((packs + lanes - 1) / lanes);
+  *plan = {rows, 0, static_cast<int>(n), static_cast<int>(lanes)};
+  return true;
 }
 
 // *blocks is how many there are: at most so many if there are sums over rows.
-template <int kHeld, bool kHasEdges = false, typename Program>
+template <int kHeld, int kRows, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t* blocks,
                             cudaStream_t stream) {
-  const auto kernel = WholeRowsKernel<Program, kHeld, kHasEdges>;
-  const int teams_here = kWholeRowsThreads / plan.lanes;
-  int64_t count = (plan.rows + teams_here - 1) / teams_here;
+  const auto kernel = WholeRowsKernel<Program, kHeld, kRows, kHasEdges>;
+  const int rows_here = kWholeRowsThreads / plan.lanes * kRows;
+  int64_t count = (plan.rows + rows_here - 1) / rows_here;
   if constexpr (Program::kColumnSums > 0) {
     RowsDevice device{};
     int each = 0;
@@ -216,10 +244,47 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t*
     }
     if (status != cudaSuccess) return status;
     count = std::min({count, *blocks, int64_t{each} * device.multiprocessors});
-    plan.teams = count * teams_here;
+    plan.teams = count * rows_here;
   }
   *blocks = count;
   return LaunchBlocks<kWholeRowsThreads>(kernel, count, 0, stream, program, plan);
+}
+
+// The instance of a shape.
+template <bool kHasEdges, typename Program>
+cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
+                            const WholeRowsPlan& plan, int64_t* blocks, cudaStream_t stream) {
+  cudaError_t status = cudaErrorInvalidValue;
+  const auto launch = [&](auto held, auto rows) {
+    constexpr int kHeld = decltype(held)::value, kRows = decltype(rows)::value;
+    if (shape.held != kHeld || shape.rows != kRows) return;
+    status = LaunchWholeRows<kHeld, kRows, kHasEdges>(program, plan, blocks, stream);
+  };
+  using std::integral_constant;
+  constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1;
+  const integral_constant<int, 1> one;
+  const integral_constant<int, 2> two;
+  const integral_constant<int, 3> three;
+  const integral_constant<int, 4> four;
+  const integral_constant<int, 6> six;
+  const integral_constant<int, 8> eight;
+  if constexpr (Program::kColumnSums > 0) {
+    launch(two, one);
+    launch(three, one);
+  } else {
+    launch(four, one);
+    if constexpr (kIsNarrow<typename Program::Element>) {
+      launch(three, one);
+    } else {
+      launch(eight, one);
+      if constexpr (kHasEdges || kHasRoom) launch(six, one);
+    }
+    if constexpr (!kHasEdges) {
+      launch(two, two);
+      launch(one, four);
+    }
+  }
+  return status;
 }
 
 // *blocks is how many there are: at most so many if there are sums over rows.
@@ -293,8 +358,89 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   return with_held(std::integral_constant<int, 1>());
 }
 
-// Rows of neighbouring elements, by the kernel that is for them. Lanes hold 4 packs, or more if
-// that would take more than a warp.
+// Whether WideRowsKernel is for these rows, which no other kernel is for, and how.
+template <typename Program>
+bool PlanWideRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
+                  WideRowsPlan* plan) {
+  if (!AreAligned(program)) return false;
+  if constexpr (Program::kVectors > 0) {
+    // Each row reads them from the second-level cache. If they have more bytes than the row that
+    // takes longer than RowsKernel, which keeps them.
+    int given = 0;
+    for (const RowVector& vector : program.vectors) given += vector.data != nullptr;
+    if (given > kIsNarrow<typename Program::Element>) return false;
+  }
+  const int64_t rows = problem.rows(), n = problem.n;
+  const int64_t packs = n % Program::kPack == 0 ? n / Program::kPack : (n - 2) / Program::kPack + 2;
+  // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
+  // threads, 191 with 256.
+  int threads = 128, cluster = 1;
+  while (threads < kWideRowsThreads<Program> && packs > 16 * threads) threads *= 2;
+  const auto per_thread = [&] {
+    const int64_t all = int64_t{threads} * cluster;
+    return (packs + all - 1) / all;
+  };
+  const auto bytes = [&] { return per_thread() * threads * kPackBytes * Program::kInputs; };
+  // Clusters where a multiprocessor cannot have a row, and then such that it has two blocks, of
+  // which one loads while the other reduces; and where rows are few.
+  const int most = device.has_clusters ? 8 : 1;
+  const int64_t most_bytes = device.shared_bytes - (2 << 10);
+  const bool is_too_long = bytes() > most_bytes;
+  while (cluster < most && is_too_long && bytes() > most_bytes / 2) cluster *= 2;
+  while (cluster < most && rows * cluster < device.multiprocessors && per_thread() > 2) {
+    cluster *= 2;
+  }
+  if (bytes() > most_bytes) return false;
+  *plan = {rows, 0, static_cast<int>(n), threads, cluster, static_cast<int>(per_thread())};
+  return true;
+}
+
+template <typename Program>
+cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const RowsDevice& device,
+                           cudaStream_t stream) {
+  const auto kernel = WideRowsKernel<Program>;
+  const int bytes = plan.packs * plan.threads * kPackBytes * Program::kInputs;
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(plan.cluster));
+  config.blockDim = dim3(static_cast<unsigned>(plan.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  int teams = 0;
+  if (status == cudaSuccess && plan.cluster == 1) {
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&teams, kernel, plan.threads,
+                                                           config.dynamicSmemBytes);
+    teams *= device.multiprocessors;
+  } else if (status == cudaSuccess) {
+    status = cudaOccupancyMaxActiveClusters(&teams, kernel, &config);
+  }
+  if (status != cudaSuccess) return status;
+  plan.teams = std::min<int64_t>(std::max(teams, 1), plan.rows);
+  config.gridDim.x = static_cast<unsigned>(plan.teams * plan.cluster);
+  return cudaLaunchKernelEx(&config, kernel, program, plan);
+}
+
+// Rows that are too long for the registers of a block.
+template <typename Program>
+cudaError_t LaunchLongRows(const Program& program, const RowsProblem& problem,
+                           const RowsDevice& device, cudaStream_t stream) {
+  if constexpr (Program::kOutputs > 0 && Program::kReductions > 0 &&
+                !kIsDouble<typename Program::Element>) {
+    WideRowsPlan plan{};
+    if (PlanWideRows(program, problem, device, &plan)) {
+      return LaunchWideRows(program, plan, device, stream);
+    }
+  }
+  return LaunchFlatRows(program, problem, stream);
+}
+
+// Rows of neighbouring elements, by the kernel that is for them.
 template <typename Program>
 cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& problem,
                                  cudaStream_t stream) {
@@ -308,19 +454,18 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
       return LaunchTileRows(program, problem, device, &blocks, stream);
     }
     WholeRowsPlan plan{};
-    const bool has_edges = HasEdges<Program>(problem);
-    constexpr int kMost = kIsNarrow<T> ? 4 : 8, kFewer = kIsNarrow<T> ? 3 : 4;
-    const int held = PlanWholeRows(program, problem, 4, kMost, has_edges, device, &plan);
-    if (held > kFewer) {
-      return has_edges ? LaunchWholeRows<kMost, true>(program, plan, &blocks, stream)
-                       : LaunchWholeRows<kMost>(program, plan, &blocks, stream);
+    WholeRowsShape shape{};
+    if (HasEdges(program, problem)) {
+      if (PlanWholeRows<true>(program, problem, device, &shape, &plan)) {
+        return LaunchWholeRows<true>(program, shape, plan, &blocks, stream);
+      }
+    } else if (PlanWholeRows<false>(program, problem, device, &shape, &plan)) {
+      return LaunchWholeRows<false>(program, shape, plan, &blocks, stream);
     }
-    if (held > 0) {
-      return has_edges ? LaunchWholeRows<kFewer, true>(program, plan, &blocks, stream)
-                       : LaunchWholeRows<kFewer>(program, plan, &blocks, stream);
-    }
+    return LaunchLongRows(program, problem, device, stream);
+  } else {
+    return LaunchFlatRows(program, problem, stream);
   }
-  return LaunchFlatRows(program, problem, stream);
 }
 
 // Others.

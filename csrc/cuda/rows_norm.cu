@@ -147,30 +147,63 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   }
 };
 
-// Sums over rows for rows that no team holds: part blockIdx.y, one column a thread.
+inline constexpr int kColumnThreads = 128;
+
+// Sums over rows for rows that no team holds: part blockIdx.y of them, for a thread as many columns
+// as a pack has, wherever in a pack they begin.
 template <typename T, bool kCenter>
-__global__ void __launch_bounds__(kBlockSize)
+__global__ void __launch_bounds__(kColumnThreads, 4)
     ColumnSumsKernel(const NormVjpCall call, int64_t parts) {
   using C = Compute<T>;
-  const int64_t n = call.problem.n, rows = call.problem.rows(), column = ItemIndex<int64_t>();
+  constexpr int V = kPackSize<T>, kBytes = static_cast<int>(sizeof(T));
+  const int64_t n = call.problem.n, rows = call.problem.rows();
+  const int64_t column = (int64_t{blockIdx.x} * kColumnThreads + threadIdx.x) * V;
   if (column >= n) return;
-  const int64_t part = blockIdx.y, end = (part + 1) * rows / parts;
-  const T* x = static_cast<const T*>(call.x) + column;
-  const T* dy = static_cast<const T*>(call.dy) + column;
+  const int64_t part = blockIdx.y, end = (part + 1) * rows / parts, total = rows * n;
+  const T* arrays[2] = {static_cast<const T*>(call.x), static_cast<const T*>(call.dy)};
   const auto* stats = static_cast<const NormStats<T, kCenter>*>(call.stats);
-  C of_scale = 0, of_bias = 0;
+  C sums[2][V] = {};
+  const auto add = [&](int64_t row, const Pack<T, V>(&packs)[2]) {
+    const NormStats<T, kCenter> of_row = stats[row];
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      const C d = Accumulator<T>::Load(packs[1].elem[j]);
+      sums[0][j] += d * of_row.Normalized(Accumulator<T>::Load(packs[0].elem[j]));
+      sums[1][j] += d;
+    }
+  };
+  int64_t row = part * rows / parts;
+  // Windows read up to a pack beyond their end.
 #pragma unroll 4
-  for (int64_t row = part * rows / parts; row < end; ++row) {
-    const C d = Accumulator<T>::Load(dy[row * n]);
-    of_scale += d * stats[row].Normalized(Accumulator<T>::Load(x[row * n]));
-    of_bias += d;
+  for (; row < end && row * n + column + 2 * V <= total; ++row) {
+    Pack<T, V> packs[2];
+    JOF_UNROLL
+    for (int a = 0; a < 2; ++a) {
+      const char* source = reinterpret_cast<const char*>(arrays[a] + row * n + column);
+      Window<kBytes> window;
+      window.Load(source);
+      packs[a] = AsPack<T, V>(window.Get(source));
+    }
+    add(row, packs);
+  }
+  for (; row < end; ++row) {
+    Pack<T, V> packs[2] = {};
+    for (int64_t j = 0, at = row * n + column; j < V && at + j < total; ++j) {
+      JOF_UNROLL
+      for (int a = 0; a < 2; ++a) packs[a].elem[j] = arrays[a][at + j];
+    }
+    add(row, packs);
   }
   C* target = static_cast<C*>(call.scratch) + part * call.vectors() * n + column;
-  if (call.dscale != nullptr) {
-    *target = of_scale;
+  JOF_UNROLL
+  for (int s = 0; s < 2; ++s) {
+    if ((s == 0 ? call.dscale : call.dbias) == nullptr) continue;
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      if (column + j < n) target[j] = sums[s][j];
+    }
     target += n;
   }
-  if (call.dbias != nullptr) *target = of_bias;
 }
 
 inline constexpr int kPartRows = 8;  // of threads in a block that add parts
@@ -242,12 +275,10 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     }
     if constexpr (kIsNarrow<T>) {
       WholeRowsPlan plan{};
-      const int held = HasEdges<decltype(program)>(call.problem)
-                           ? 0
-                           : PlanWholeRows(program, call.problem, 3, 3, false, device, &plan);
-      if (held > 0) {
-        status = held > 2 ? LaunchWholeRows<3>(program, plan, &blocks, stream)
-                          : LaunchWholeRows<2>(program, plan, &blocks, stream);
+      WholeRowsShape shape{};
+      if (!HasEdges(program, call.problem) &&
+          PlanWholeRows<false>(program, call.problem, device, &shape, &plan)) {
+        status = LaunchWholeRows<false>(program, shape, plan, &blocks, stream);
         return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
       }
     }
@@ -259,13 +290,18 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
       return status == cudaSuccess ? AddParts<C>(call, grid.units, stream) : status;
     }
   }
-  const cudaError_t status =
-      LaunchFlatRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, stream);
+  RowsDevice device{};
+  cudaError_t status = GetRowsDevice(&device);
+  if (status != cudaSuccess) return status;
+  status = LaunchLongRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, device, stream);
   if (status != cudaSuccess || call.vectors() == 0) return status;
-  const dim3 blocks(static_cast<unsigned>((call.problem.n + kBlockSize - 1) / kBlockSize),
-                    static_cast<unsigned>(call.parts));
-  ColumnSumsKernel<T, kCenter><<<blocks, kBlockSize, 0, stream>>>(call, call.parts);
-  return AddParts<C>(call, call.parts, stream);
+  constexpr int64_t kColumns = kColumnThreads * kPackSize<T>;
+  const int64_t blocks = (call.problem.n + kColumns - 1) / kColumns;
+  // As many as multiprocessors have at a time, twice: more parts would take longer to add.
+  const int64_t parts = std::clamp<int64_t>(16 * device.multiprocessors / blocks, 1, call.parts);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
+  ColumnSumsKernel<T, kCenter><<<grid, kColumnThreads, 0, stream>>>(call, parts);
+  return AddParts<C>(call, parts, stream);
 }
 
 }  // namespace

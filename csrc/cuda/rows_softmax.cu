@@ -7,9 +7,10 @@ JOF_NAMESPACE_BEGIN
 namespace {
 
 // The two reductions of a sum of exponentials.
-template <typename T, bool kReplaces>
+template <typename T, bool kKeepsTerms>
 struct ExpSumReductions : RowsProgram<T, 1> {
   using C = Compute<T>;
+  static constexpr bool kReplaces = kKeepsTerms;
   static constexpr int kReductions = 2;
 
   template <int r>

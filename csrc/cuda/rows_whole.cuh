@@ -98,8 +98,8 @@ __device__ __forceinline__ uint4 LoadBefore(const T* source, const T* end) {
 
 }  // namespace internal
 
-// A thread holds kHeld packs of a row, or fewer.
-template <typename Program, int kHeld, bool kHasEdges = false>
+// A thread holds kHeld packs of each of kRows rows, or fewer.
+template <typename Program, int kHeld, int kRows, bool kHasEdges>
 class WholeRowsBody {
  public:
   using T = typename Program::Element;
@@ -108,7 +108,8 @@ class WholeRowsBody {
   static constexpr int V = Program::kPack, kInputs = Program::kInputs;
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
   static constexpr int kVectors = Program::kVectors, kColumnSums = Program::kColumnSums;
-  static constexpr int kWays = V < 4 ? V : 4;
+  static constexpr int kWays = V < 4 ? V : kRows > 1 ? 2 : 4;
+  static_assert(kRows == 1 || (!kHasEdges && kColumnSums == 0));
 
   __device__ __forceinline__ WholeRowsBody(const Program& program, const WholeRowsPlan& plan)
       : program_(program), plan_(plan) {
@@ -117,24 +118,33 @@ class WholeRowsBody {
   }
 
   __device__ __forceinline__ void Run() {
-    const int team_here = threadIdx.x / plan_.lanes, teams_here = blockDim.x / plan_.lanes;
-    int64_t row = int64_t{blockIdx.x} * teams_here + team_here;
+    const int shift = __ffs(plan_.lanes) - 1;  // divisions would hold up the first loads
+    const int team_here = threadIdx.x >> shift, teams_here = kWholeRowsThreads >> shift;
+    int64_t row = int64_t{blockIdx.x} * (teams_here * kRows) + team_here;
     first_ = lane_ * V;
     if constexpr (kHasEdges) first_ -= static_cast<int>(row * plan_.n % V);
-    Fetch(row);
-    Row next = BeginRow(row);
     if constexpr (kColumnSums == 0) {
+      Row facts[kRows];
+      JOF_UNROLL
+      for (int i = 0; i < kRows; ++i) Fetch(row + i * teams_here, i);
+      JOF_UNROLL
+      for (int i = 0; i < kRows; ++i) facts[i] = BeginRow(row + i * teams_here);
       Unpack();
-      Process(row, &next);
+      Reduce<0>(facts);
+      JOF_UNROLL
+      for (int i = 0; i < kRows; ++i) Finish(row + i * teams_here, i, facts[i]);
     } else {
+      Fetch(row, 0);
+      Row next = BeginRow(row);
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) LoadVectors(k, vectors_[k]);
       for (; row - team_here < plan_.rows; row += plan_.teams) {
-        Row facts = next;
+        Row facts[1] = {next};
         next = BeginRow(row + plan_.teams);
         Unpack();
-        Fetch(row + plan_.teams);
-        Process(row, &facts);
+        Fetch(row + plan_.teams, 0);
+        Reduce<0>(facts);
+        Finish(row, 0, facts[0]);
         // Who is late still reads what is exchanged.
         if (plan_.lanes > internal::kWarpSize) __syncthreads();
       }
@@ -155,12 +165,13 @@ class WholeRowsBody {
     return !kHasEdges || (PackAt(k) >= 0 && PackAt(k) + V <= plan_.n);
   }
   __device__ __forceinline__ bool HasElement(int k, int j) const {
+    if constexpr (!kHasEdges) return Has(k);
     return static_cast<unsigned>(PackAt(k) + j) < static_cast<unsigned>(plan_.n);
   }
 
   // In a function: a pointer to it would take a register.
   __device__ __forceinline__ static auto* Exchange() {
-    __shared__ internal::Exchange<C, Program::kValues> exchange;
+    __shared__ internal::Exchange<C, kRows * Program::kValues> exchange;
     return &exchange;
   }
 
@@ -168,7 +179,14 @@ class WholeRowsBody {
     return row < plan_.rows ? program_.Begin(row) : Row{};
   }
 
-  __device__ __forceinline__ void Fetch(int64_t row) {
+  // What others wait for a row ahead is better not kept in the first-level cache, nor what is only
+  // read; otherwise it takes 10 % more time to pass it by.
+  __device__ __forceinline__ static uint4 LoadWhole(const T* pack) {
+    if constexpr (kColumnSums > 0 || kOutputs == 0) return internal::LoadOnce(pack);
+    return AsWord(LoadPack<V>(pack));
+  }
+
+  __device__ __forceinline__ void Fetch(int64_t row, int i) {
     if (row >= plan_.rows) return;
     const bool is_last = row + 1 == plan_.rows;
     JOF_UNROLL
@@ -180,9 +198,9 @@ class WholeRowsBody {
         if (!Has(k)) continue;
         const T* pack = source + k * step_;
         if constexpr (kHasEdges) {  // another row may read a part of the same sector
-          ahead_[k][a] = is_last ? internal::LoadBefore(pack, end) : AsWord(LoadPack<V>(pack));
+          ahead_[i][k][a] = is_last ? internal::LoadBefore(pack, end) : AsWord(LoadPack<V>(pack));
         } else {
-          ahead_[k][a] = internal::LoadOnce(pack);
+          ahead_[i][k][a] = LoadWhole(pack);
         }
       }
     }
@@ -190,16 +208,19 @@ class WholeRowsBody {
 
   __device__ __forceinline__ void Unpack() {
     JOF_UNROLL
-    for (int k = 0; k < kHeld; ++k) {
+    for (int i = 0; i < kRows; ++i) {
       JOF_UNROLL
-      for (int a = 0; a < kInputs; ++a) {
-        C x[V];
-        internal::LoadShared<T>(&ahead_[k][a], x);
+      for (int k = 0; k < kHeld; ++k) {
         JOF_UNROLL
-        for (int j = 0; j < V; ++j) x_[k][j][a] = x[j];
+        for (int a = 0; a < kInputs; ++a) {
+          C x[V];
+          internal::LoadShared<T>(&ahead_[i][k][a], x);
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) x_[i][k][j][a] = x[j];
+        }
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) program_.Prepare(x_[i][k][j]);
       }
-      JOF_UNROLL
-      for (int j = 0; j < V; ++j) program_.Prepare(x_[k][j]);
     }
   }
 
@@ -237,14 +258,13 @@ class WholeRowsBody {
     }
   }
 
-  __device__ __forceinline__ void Process(int64_t row, Row* facts) {
-    Reduce<0>(facts);
+  __device__ __forceinline__ void Finish(int64_t row, int i, const Row& facts) {
     if (row >= plan_.rows) return;
-    if constexpr (kOutputs > 0) Map(row, *facts);
-    if (lane_ == 0) program_.End(row, *facts);
+    if constexpr (kOutputs > 0) Map(row, i, facts);
+    if (lane_ == 0) program_.End(row, facts);
   }
 
-  __device__ __forceinline__ void Map(int64_t row, const Row& facts) {
+  __device__ __forceinline__ void Map(int64_t row, int i, const Row& facts) {
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
       if (NobodyHas(k)) break;
@@ -252,8 +272,8 @@ class WholeRowsBody {
       if constexpr (kColumnSums == 0) LoadVectors(k, v);
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
-        program_.Map(facts, PackAt(k) + j, x_[k][j], kColumnSums == 0 ? v[j] : vectors_[k][j], y[j],
-                     sums[j]);
+        program_.Map(facts, PackAt(k) + j, x_[i][k][j], kColumnSums == 0 ? v[j] : vectors_[k][j],
+                     y[j], sums[j]);
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[j][s];
       }
@@ -277,55 +297,85 @@ class WholeRowsBody {
     }
   }
 
+  // Elements that are not of the row have no effect on what is reduced.
   template <int r>
-  __device__ __forceinline__ void Reduce(Row* facts) {
+  __device__ __forceinline__ void Mask(int i, const Row& facts) {
+    JOF_UNROLL
+    for (int k = 0; k < kHeld; ++k) {
+      if (NobodyHas(k)) break;
+      if (kHasEdges ? IsInner(k) : Has(k)) continue;
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) {
+          if (!HasElement(k, j)) x_[i][k][j][a] = program_.template Neutral<r>(facts, a);
+        }
+      }
+    }
+  }
+
+  // What this thread has of a row.
+  template <int r, int kCount>
+  __device__ __forceinline__ void Accumulate(int i, const Row& facts, C (&sum)[kCount]) {
+    C values[kWays][kCount];
+    JOF_UNROLL
+    for (int w = 0; w < kWays; ++w) {
+      JOF_UNROLL
+      for (int c = 0; c < kCount; ++c) values[w][c] = program_.template Identity<r>();
+    }
+    JOF_UNROLL
+    for (int k = 0; k < kHeld; ++k) {
+      if (NobodyHas(k)) break;
+      C v[V][kVectors + 1];
+      if constexpr (kColumnSums == 0) {
+        if (Program::UsesVectors(r)) LoadVectors(k, v);
+      }
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        program_.template Accumulate<r>(
+            facts, x_[i][k][j], kColumnSums == 0 ? v[j] : vectors_[k][j], values[j % kWays]);
+      }
+    }
+    JOF_UNROLL
+    for (int w = kWays / 2; w > 0; w /= 2) {
+      JOF_UNROLL
+      for (int u = 0; u < w; ++u) {
+        JOF_UNROLL
+        for (int c = 0; c < kCount; ++c) {
+          values[u][c] = program_.template Combine<r>(values[u][c], values[u + w][c]);
+        }
+      }
+    }
+    JOF_UNROLL
+    for (int c = 0; c < kCount; ++c) sum[c] = values[0][c];
+  }
+
+  template <int r>
+  __device__ __forceinline__ void Reduce(Row (&facts)[kRows]) {
     if constexpr (r < kReductions) {
       constexpr int kCount = Program::ValuesOf(r);
-      C values[kWays][kCount];
-      JOF_UNROLL
-      for (int w = 0; w < kWays; ++w) {
-        JOF_UNROLL
-        for (int i = 0; i < kCount; ++i) values[w][i] = program_.template Identity<r>();
-      }
+      union {  // one after the other, and at once
+        C of_rows[kRows][kCount];
+        C all[kRows * kCount];
+      };
       if (kHasEdges || kHeld * step_ > plan_.n) {
         asm volatile("");  // a branch, not a select for each element
         JOF_UNROLL
-        for (int k = 0; k < kHeld; ++k) {
-          if (NobodyHas(k)) break;
-          if (kHasEdges ? IsInner(k) : Has(k)) continue;
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) {
-            JOF_UNROLL
-            for (int a = 0; a < kInputs; ++a) {
-              if (!HasElement(k, j)) x_[k][j][a] = program_.template Neutral<r>(*facts, a);
-            }
-          }
-        }
+        for (int i = 0; i < kRows; ++i) Mask<r>(i, facts[i]);
       }
       JOF_UNROLL
-      for (int k = 0; k < kHeld; ++k) {
-        if (NobodyHas(k)) break;
-        C v[V][kVectors + 1];
-        if constexpr (kColumnSums == 0) {
-          if (Program::UsesVectors(r)) LoadVectors(k, v);
-        }
-        JOF_UNROLL
-        for (int j = 0; j < V; ++j) {
-          program_.template Accumulate<r>(
-              *facts, x_[k][j], kColumnSums == 0 ? v[j] : vectors_[k][j], values[j % kWays]);
-        }
-      }
-      const auto add = [&](C(&to)[kCount], const C(&from)[kCount]) {
-        JOF_UNROLL
-        for (int i = 0; i < kCount; ++i) to[i] = program_.template Combine<r>(to[i], from[i]);
-      };
+      for (int i = 0; i < kRows; ++i) Accumulate<r>(i, facts[i], of_rows[i]);
+      internal::ReduceLanes(plan_.lanes, Exchange(), r & 1, all,
+                            [&](C(&to)[kRows * kCount], const C(&from)[kRows * kCount]) {
+                              JOF_UNROLL
+                              for (int c = 0; c < kRows * kCount; ++c) {
+                                to[c] = program_.template Combine<r>(to[c], from[c]);
+                              }
+                            });
       JOF_UNROLL
-      for (int w = kWays / 2; w > 0; w /= 2) {
-        JOF_UNROLL
-        for (int u = 0; u < w; ++u) add(values[u], values[u + w]);
+      for (int i = 0; i < kRows; ++i) {
+        program_.template Finish<r>(of_rows[i], static_cast<C>(plan_.n), &facts[i]);
       }
-      internal::ReduceLanes(plan_.lanes, Exchange(), r & 1, values[0], add);
-      program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
       Reduce<r + 1>(facts);
     }
   }
@@ -354,8 +404,8 @@ class WholeRowsBody {
   int lane_;   // of the team
   int first_;  // column of its first pack
   int step_;   // columns from a pack of this thread to its next one
-  uint4 ahead_[kHeld][kInputs];
-  C x_[kHeld][V][kInputs];
+  uint4 ahead_[kRows][kHeld][kInputs];
+  C x_[kRows][kHeld][V][kInputs];
   C vectors_[kColumnSums > 0 ? kHeld : 1][V][kVectors + 1];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
@@ -366,14 +416,15 @@ JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   if (Program::kColumnSums > 0) return kHeld * Program::kInputs <= 4 ? 2 : 1;
   if (Program::kInputs > 1) return 2;
   const bool takes_many = Program::NeedsRegisters() || (kHasEdges && Program::kVectors > 0);
-  return kIsNarrow<typename Program::Element> && !takes_many ? 4 : 3;
+  const bool has_few = kIsNarrow<typename Program::Element> || !kHasEdges;
+  return has_few && !takes_many ? 4 : 3;
 }
 
-template <typename Program, int kHeld, bool kHasEdges = false>
+template <typename Program, int kHeld, int kRows, bool kHasEdges>
 __global__ void __launch_bounds__(kWholeRowsThreads, WholeRowsBlocks<Program, kHeld, kHasEdges>())
     WholeRowsKernel(const __grid_constant__ Program program,
                     const __grid_constant__ WholeRowsPlan plan) {
-  WholeRowsBody<Program, kHeld, kHasEdges>(program, plan).Run();
+  WholeRowsBody<Program, kHeld, kRows, kHasEdges>(program, plan).Run();
 }
 
 JOF_NAMESPACE_END

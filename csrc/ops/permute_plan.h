@@ -286,7 +286,7 @@ inline double Filled(const PermutePlan& plan, int64_t alignment) {
 // the time of the sectors that warps read, each counted for every warp that reads it. It is faster
 // than kRuns up to 4 MB of them, 8 MB where neighbours share sectors: an array of 4 MB where a warp
 // uses all that it reads, of 256 KB where it uses 2 bytes of each sector. kTile is faster from 512
-// KB of them on, and so are kInterleave and kDeinterleave where packs are whole.
+// KB of them on, in arrays of 256 KB or more, and so are kInterleave and kDeinterleave where packs are whole.
 //
 // In larger arrays gathering is the fastest where the first-level cache keeps sectors until they
 // are used up: 0.85 to 0.95 of a copy's speed where a warp's part of the input is contiguous for 64
@@ -316,8 +316,8 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   const double least = bytes <= 2 << 20                           ? 0.2
                        : bytes <= 8 << 20 || plan.unit_bytes == 1 ? 0.4
                                                                   : 0.65;
-  if (applies(PermuteStrategy::kTile) && Filled(plan, alignment) > least && gathered >= 512 << 10 &&
-      (!near || (whole_in && whole_out))) {
+  if (applies(PermuteStrategy::kTile) && bytes >= 256 << 10 && Filled(plan, alignment) > least &&
+      gathered >= 512 << 10 && (!near || (whole_in && whole_out))) {
     return PermuteStrategy::kTile;
   }
   const bool interleave = applies(PermuteStrategy::kInterleave);

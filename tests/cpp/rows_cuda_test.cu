@@ -573,12 +573,13 @@ int main(int argc, char**) {
     launches += TestNorms<float>(p, step) + TestNorms<double>(p, step);
   }
   if (!brief) {
-    // Rows that threads have one each, more rows than teams, and rows that are too wide for a block
-    // or for a cluster.
+    // Rows that threads have one each, more rows than teams, also of long rows, and rows that are
+    // too wide for a block or for a cluster.
     for (const RowsProblem& p :
          {RowsProblem{9001, 18, 1}, RowsProblem{9001, 33, 1}, RowsProblem{9001, 62, 1},
           RowsProblem{120000, 9, 1}, RowsProblem{1700, 1025, 1}, RowsProblem{1800, 1024, 1},
-          RowsProblem{120, 40000, 1}, RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1}}) {
+          RowsProblem{600, 20001, 1}, RowsProblem{120, 40000, 1}, RowsProblem{300, 50257, 1},
+          RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1}}) {
       const auto test = [&](auto tag) {
         using T = typename decltype(tag)::type;
         TestSoftmax<T>(p, false, 0, 0);

@@ -1,0 +1,303 @@
+// Rows that are too long for the registers of a block: 8,192 elements and more. Shared memory has a
+// row as it is in memory, that of a block or of a cluster of blocks, and each pass over the row
+// reads it there. So each array is read once and written once.
+//
+// A block has every so-many-th row. The last pass stores results and, as soon as a thread is done
+// with a pack, has the same pack of the next row copied into its place. So loads and stores run
+// together, and the first pass begins as packs come. A thread works on those packs only that it has
+// copied itself: there are no barriers but in reductions.
+//
+// Programs are those of rows.cuh that have reductions and outputs, and no sums over rows. All
+// arrays begin at multiples of 16 bytes. Rows may begin and end within packs.
+#pragma once
+
+#include "cuda/rows.cuh"
+#include "cuda/shifted_loads.cuh"
+
+JOF_NAMESPACE_BEGIN
+
+// The most in a block. Row vectors take registers.
+template <typename Program>
+inline constexpr int kWideRowsThreads = Program::kVectors > 0 ? 256 : 512;
+
+struct WideRowsPlan {
+  int64_t rows;
+  int64_t teams;  // blocks, or clusters of them: each has every teams-th row
+  int n;
+  int threads;  // of a block
+  int cluster;  // blocks
+  int packs;    // that a thread has at most
+};
+
+template <typename Program>
+class WideRowsBody {
+ public:
+  using T = typename Program::Element;
+  using C = typename Program::Word;
+  using Row = typename Program::Row;
+  static constexpr int V = Program::kPack, kInputs = Program::kInputs;
+  static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
+  static constexpr int kVectors = Program::kVectors;
+  static constexpr int kWays = V < 4 ? V : 4;
+  static constexpr int kUnroll = kVectors > 0 ? 1 : 2;
+  static constexpr int kGroups = 4;  // of copies that are waited for together
+  // Whether what the last reduction makes of an element, such as an exponential, takes its place.
+  static constexpr bool kKeeps = Program::kReplaces && sizeof(T) == sizeof(C);
+  using Shared = internal::Exchange<C, Program::kValues>;
+
+  __device__ __forceinline__ WideRowsBody(const Program& program, const WideRowsPlan& plan,
+                                          uint4* slots, Shared* shared)
+      : program_(program), plan_(plan), slots_(slots + threadIdx.x), shared_(shared) {
+    lane_ = threadIdx.x;
+    if (plan.cluster > 1) lane_ += static_cast<int>(internal::ClusterRank() * blockDim.x);
+    step_ = V * static_cast<int>(blockDim.x) * plan.cluster;
+    group_ = (plan.packs + kGroups - 1) / kGroups;
+  }
+
+  __device__ __forceinline__ void Run() {
+    if (plan_.cluster > 1) {
+      if (threadIdx.x < 2) internal::InitBarrier(&shared_->barriers[threadIdx.x]);
+      internal::SyncCluster();
+    }
+    int64_t row = blockIdx.x / plan_.cluster;
+    JOF_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      for (int k = g * group_; k < (g + 1) * group_; ++k) Fetch(row, k);
+      internal::CommitCopies();
+    }
+    Row next = BeginRow(row);
+    for (; row < plan_.rows; row += plan_.teams) {
+      Row facts = next;
+      next = BeginRow(row + plan_.teams);
+      first_ = FirstColumn(row);
+      Reduce<0>(&facts);
+      Map(row, facts);
+      if (lane_ == 0) program_.End(row, facts);
+    }
+    if (plan_.cluster > 1) internal::SyncCluster();  // another block may still store to this one
+  }
+
+ private:
+  // Of this thread's first pack: negative where the row begins within it.
+  __device__ __forceinline__ int FirstColumn(int64_t row) const {
+    return lane_ * V - static_cast<int>(row * plan_.n & (V - 1));
+  }
+  __device__ __forceinline__ bool IsInner(int column) const {
+    return column >= 0 && column + V <= plan_.n;
+  }
+  __device__ __forceinline__ bool HasElement(int column) const {
+    return static_cast<unsigned>(column) < static_cast<unsigned>(plan_.n);
+  }
+  __device__ __forceinline__ Row BeginRow(int64_t row) const {
+    return row < plan_.rows ? program_.Begin(row) : Row{};
+  }
+  __device__ __forceinline__ uint4* Slot(int a, int k) const {
+    return slots_ + (a * plan_.packs + k) * static_cast<int>(blockDim.x);
+  }
+
+  // Starts to copy a pack of a row, of which the first and the last row's may not be in the array
+  // as a whole.
+  __device__ __forceinline__ void Fetch(int64_t row, int k) const {
+    if (row >= plan_.rows || k >= plan_.packs) return;
+    const int column = FirstColumn(row) + k * step_;
+    if (column >= plan_.n) return;
+    const int64_t at = row * plan_.n + column;
+    JOF_UNROLL
+    for (int a = 0; a < kInputs; ++a) {
+      const T* source = program_.in[a] + at;
+      if (row + 1 < plan_.rows || column + V <= plan_.n) {
+        internal::CopyAsync(Slot(a, k), source);
+      } else {
+        T* target = reinterpret_cast<T*>(Slot(a, k));
+        for (int j = 0; column + j < plan_.n; ++j) target[j] = source[j];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Load(int k, C (&x)[V][kInputs]) const {
+    JOF_UNROLL
+    for (int a = 0; a < kInputs; ++a) {
+      C of_array[V];
+      internal::LoadShared<T>(Slot(a, k), of_array);
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) x[j][a] = of_array[j];
+    }
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) program_.Prepare(x[j]);
+  }
+
+  __device__ __forceinline__ void Keep(int k, const C (&x)[V][kInputs]) const {
+    JOF_UNROLL
+    for (int a = 0; a < kInputs; ++a) {
+      Pack<C, V> terms;
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) terms.elem[j] = x[j][a];
+      *reinterpret_cast<Pack<C, V>*>(Slot(a, k)) = terms;
+    }
+  }
+
+  // Row vectors come from the second-level cache, where packs of the row do not begin where theirs
+  // do by shifted loads.
+  template <typename S>
+  __device__ __forceinline__ void LoadVectorOf(const S* data, int column, C (&v)[V]) const {
+    constexpr int kBytes = static_cast<int>(sizeof(S)), kEach = kPackBytes / kBytes;
+    if (column >= 0 && column + V + kEach <= plan_.n) {
+      JOF_UNROLL
+      for (int j = 0; j < V; j += kEach) {
+        const char* source = reinterpret_cast<const char*>(data + column + j);
+        Window<kBytes> window;
+        window.Load(source);
+        const auto pack = AsPack<S, kEach>(window.Get(source));
+        JOF_UNROLL
+        for (int i = 0; i < kEach; ++i) {
+          v[j + i] = static_cast<C>(Accumulator<S>::Load(pack.elem[i]));
+        }
+      }
+    } else {
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        if (HasElement(column + j)) {
+          v[j] = static_cast<C>(Accumulator<S>::Load(data[column + j]));
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void LoadVectors(int column, C (&v)[V][kVectors + 1]) const {
+    if constexpr (kVectors > 0) {
+      JOF_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        const RowVector& vector = program_.vectors[i];
+        C columns[V];
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) columns[j] = program_.Missing(i);
+        if (vector.is_f32 && vector.data != nullptr) {
+          LoadVectorOf(static_cast<const float*>(vector.data), column, columns);
+        } else if (vector.data != nullptr) {
+          LoadVectorOf(static_cast<const T*>(vector.data), column, columns);
+        }
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) v[j][i] = columns[j];
+      }
+    }
+  }
+
+  template <int r>
+  __device__ __forceinline__ void Reduce(Row* facts) {
+    if constexpr (r < kReductions) {
+      constexpr int kCount = Program::ValuesOf(r);
+      C values[kWays][kCount];
+      JOF_UNROLL
+      for (int w = 0; w < kWays; ++w) {
+        JOF_UNROLL
+        for (int i = 0; i < kCount; ++i) values[w][i] = program_.template Identity<r>();
+      }
+      const auto accumulate = [&](int begin, int end) {
+#pragma unroll kUnroll
+        for (int k = begin; k < end; ++k) {
+          const int column = first_ + k * step_;
+          if (column >= plan_.n) break;
+          C x[V][kInputs], v[V][kVectors + 1];
+          Load(k, x);
+          if (!IsInner(column)) {
+            JOF_UNROLL
+            for (int j = 0; j < V; ++j) {
+              JOF_UNROLL
+              for (int a = 0; a < kInputs; ++a) {
+                if (!HasElement(column + j)) x[j][a] = program_.template Neutral<r>(*facts, a);
+              }
+            }
+          }
+          if (Program::UsesVectors(r)) LoadVectors(column, v);
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            program_.template Accumulate<r>(*facts, x[j], v[j], values[j % kWays]);
+          }
+          if constexpr (kKeeps && r + 1 == kReductions) Keep(k, x);
+        }
+      };
+      if constexpr (r == 0) {  // as groups come
+        JOF_UNROLL
+        for (int g = 0; g < kGroups; ++g) {
+          internal::WaitForCopies(kGroups - 1 - g);
+          accumulate(g * group_, min((g + 1) * group_, plan_.packs));
+        }
+      } else {
+        accumulate(0, plan_.packs);
+      }
+      const auto add = [&](C(&to)[kCount], const C(&from)[kCount]) {
+        JOF_UNROLL
+        for (int i = 0; i < kCount; ++i) to[i] = program_.template Combine<r>(to[i], from[i]);
+      };
+      JOF_UNROLL
+      for (int w = kWays / 2; w > 0; w /= 2) {
+        JOF_UNROLL
+        for (int u = 0; u < w; ++u) add(values[u], values[u + w]);
+      }
+      const RowsTeam team{static_cast<int>(blockDim.x), 0, 0, plan_.cluster, 0};
+      internal::ReduceTeam<Program::kMayBeCluster, true>(team, shared_, &turn_, values[0], add);
+      program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
+      Reduce<r + 1>(facts);
+    }
+  }
+
+  // And has the next row fetched.
+  __device__ __forceinline__ void Map(int64_t row, const Row& facts) const {
+    JOF_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll kUnroll
+      for (int k = g * group_; k < min((g + 1) * group_, plan_.packs); ++k) {
+        const int column = first_ + k * step_;
+        C x[V][kInputs], v[V][kVectors + 1], y[V][kOutputs], sums[1];
+        Load(k, x);
+        Fetch(row + plan_.teams, k);
+        if (column >= plan_.n) continue;  // the next row may begin earlier in its first pack
+        LoadVectors(column, v);
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          if constexpr (!kKeeps) program_.Replace(facts, x[j]);
+          program_.Map(facts, column + j, x[j], v[j], y[j], sums);
+        }
+        JOF_UNROLL
+        for (int o = 0; o < kOutputs; ++o) {
+          Pack<T, V> out;
+          JOF_UNROLL
+          for (int j = 0; j < V; j += 2) {
+            Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
+          }
+          T* target = program_.out[o] + row * plan_.n + column;
+          if (IsInner(column)) {
+            StorePack(target, out);
+          } else {
+            JOF_UNROLL
+            for (int j = 0; j < V; ++j) {
+              if (HasElement(column + j)) target[j] = out.elem[j];
+            }
+          }
+        }
+      }
+      internal::CommitCopies();
+    }
+  }
+
+  const Program& program_;
+  const WideRowsPlan& plan_;
+  uint4* slots_;  // of this thread
+  Shared* shared_;
+  int lane_;   // of the team
+  int step_;   // columns from a pack of this thread to its next one
+  int group_;  // packs of a group
+  int first_;  // column of the first pack
+  unsigned turn_ = 0;
+};
+
+template <typename Program>
+__global__ void __launch_bounds__(kWideRowsThreads<Program>, 2)
+    WideRowsKernel(const __grid_constant__ Program program,
+                   const __grid_constant__ WideRowsPlan plan) {
+  extern __shared__ uint4 slots[];
+  using Body = WideRowsBody<Program>;
+  __shared__ typename Body::Shared shared;
+  Body(program, plan, slots, &shared).Run();
+}
+
+JOF_NAMESPACE_END
