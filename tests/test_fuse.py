@@ -196,7 +196,8 @@ def test_gamma_functions_are_those_of_scipy():
     expected[1] = expected[1].at[:2].set(-jnp.inf)  # of older releases NaN
     for a, e in zip(jof.fuse(f)(poles), expected, strict=True):
         assert_close(a, e, 1e-6, 0)
-    s, q = np.meshgrid([-np.inf, -2, 0, 1, 2, 3, np.inf, np.nan], [0, -0.5, -1, 2, np.nan])
+    # Infinite exponents are left out: what XLA has for them depends on the platform.
+    s, q = np.meshgrid([-2, 0, 1, 2, 3, np.nan], [0, -0.5, -1, 2, np.nan])
     s, q = (jnp.asarray(x.astype(np.float32)) for x in (s, q))
     assert_close(jof.fuse(lambda s, q: sp.zeta(s, q))(s, q), sp.zeta(s, q), 1e-6, 0)
 

@@ -15,6 +15,11 @@
 //   vectors  Row vectors are in slots of shared memory, too: in registers they would leave too few,
 //            and those of odd rows would be loaded one by one.
 //
+// Most programs whose arrays are aligned have kernels of their own, which are faster:
+// rows_whole.cuh, rows_tiles.cuh for rows of a few elements, rows_wide.cuh for long ones. This one
+// is for float64, misaligned arrays, norms with long rows of odd lengths and their gradients, and
+// traced programs.
+//
 // Measured on an H200, in percent of the speed of a copy, bf16 and f32:
 //                   65536 x 512   131072 x 1024   16384 x 4096   4096 x 32000
 //   softmax         75, 82        84, 87          78, 83         72, 80
@@ -24,8 +29,7 @@
 //   cross entropy   8192 x 50257: 84, 78; its gradient 82, 76
 // What bounds bf16 is instructions: about 18 for each element of softmax, 37 of layer norm's
 // gradient, where a copy's time has 27 and 40. Rows that fill packs or lanes badly suffer most:
-// softmax of 8192 x 50257, in a cluster, runs at 46 %. Most rows of up to 8192 elements have
-// kernels of their own, rows_whole.cuh and rows_tiles.cuh.
+// softmax of 8192 x 50257, in a cluster, runs at 46 %.
 //
 // Free of the CUDA runtime, so that NVRTC can compile it around other programs: those that are
 // traced (compiled_rows.cuh) have arrays of several types and any number of reductions.

@@ -430,10 +430,11 @@ cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const Rows
 template <typename Program>
 cudaError_t LaunchLongRows(const Program& program, const RowsProblem& problem,
                            const RowsDevice& device, cudaStream_t stream) {
-  if constexpr (Program::kOutputs > 0 && Program::kReductions > 0 &&
-                !kIsDouble<typename Program::Element>) {
+  if constexpr (Program::kReductions > 0 && !kIsDouble<typename Program::Element>) {
+    // What only reads rows takes them a part at a time, unless most multiprocessors would idle.
+    const bool is_better = Program::kOutputs > 0 || problem.rows() < device.multiprocessors / 2;
     WideRowsPlan plan{};
-    if (PlanWideRows(program, problem, device, &plan)) {
+    if (is_better && PlanWideRows(program, problem, device, &plan)) {
       return LaunchWideRows(program, plan, device, stream);
     }
   }

@@ -1,32 +1,29 @@
-// Rows that a team of up to 256 threads holds in registers: several rows a warp, a warp a row, or
-// several warps. All arrays begin at multiples of 16 bytes. What rows.cuh asks about each pack is
-// known here, and what a thread loads goes to registers.
+// Rows that a team of up to 256 threads holds in registers: several rows a thread or a warp, a warp
+// a row, or several warps. All arrays begin at multiples of 16 bytes. What rows.cuh asks about each
+// pack is known here, and what a thread loads goes to registers.
 //
 // Most programs have one team a row: no team waits for its next row while it works on one, but
-// blocks of other rows run beside it. A program with sums over rows has a team of every so-many-th
-// row, which loads the next row ahead and keeps row vectors in registers.
+// blocks of other rows run beside it. Of short rows a team has several at a time, so that each
+// thread has as many loads in flight as with a long one. A program with sums over rows has a team
+// of every so-many-th row, which loads the next row ahead and keeps row vectors in registers.
 //
-// Rows that have edges begin and end within packs, or within sectors of 32 bytes. Their packs are
-// those of memory, masked where a row begins and ends, and are loaded through the first-level
-// cache, where the next row finds the other half of a sector. Row vectors are loaded element by
-// element.
+// Rows that have edges begin and end within packs. Their packs are those of memory, masked where a
+// row begins and ends. Row vectors are loaded element by element.
 //
-// Measured on an H200, in us, and what RowsKernel takes for the same rows; with the gradient means
-// both kernels:
-//   bf16              softmax      with its gradient   layer norm   with its gradient
-//   131072 x 512      67           167                 74           183
-//   16384 x 4096      68 for 81    169 for 194         77 for 89    189 for 223
-//   8192 x 8192       69 for 80    170 for 197         78 for 94    195 for 241
-//   40000 x 1001      47 for 61    114 for 128
-//   130000 x 333      61 for 89    131 for 193         77 for 96
+// Measured on an H200, in us; with the gradient means both kernels:
+//                   copy   softmax, with its gradient   layer norm, with its gradient
+//   bf16
+//   65536 x 512     32     34     82                    39     97
+//   131072 x 1024   127    128    313                   144    356
+//   16384 x 4096    65     67     160                   75     188
 //   f32
-//   16384 x 4096      136 for 154  338 for 366         135 for 154  360 for 380
-//   40000 x 1001      91 for 101   206 for 228
-//   130000 x 333      114 for 138  236 for 317
-// A copy of 16384 x 4096 takes 64 and 126. What was tried: 4 packs a thread instead of 8 in f32
-// beyond a warp, 146 instead of 135 (bytes in flight count; layer norm's vectors cost registers,
-// and 4 are better there); rows of edges copied to shared memory and taken by elements, 78 instead
-// of 47, bound by instructions.
+//   65536 x 512     65     67     161                   69     188
+//   131072 x 1024   254    258    625                   259    692
+//   16384 x 4096    127    131    316                   131    356
+//
+// What was tried: loads that pass by the first-level cache, 10 % slower in gradients; blocks of 128
+// threads, 25 % slower; registers for six blocks, which spill; rows of edges copied to shared
+// memory and taken by elements, 78 us instead of 47 for bf16 40000 x 1001, bound by instructions.
 //
 // Programs are those of rows.cuh.
 #pragma once
@@ -179,8 +176,7 @@ class WholeRowsBody {
     return row < plan_.rows ? program_.Begin(row) : Row{};
   }
 
-  // What others wait for a row ahead is better not kept in the first-level cache, nor what is only
-  // read; otherwise it takes 10 % more time to pass it by.
+  // What is only read, or read a row ahead, passes by the first-level cache.
   __device__ __forceinline__ static uint4 LoadWhole(const T* pack) {
     if constexpr (kColumnSums > 0 || kOutputs == 0) return internal::LoadOnce(pack);
     return AsWord(LoadPack<V>(pack));

@@ -240,42 +240,50 @@ class WideRowsBody {
     }
   }
 
-  // And has the next row fetched.
+  // Maps the row, and has the next one fetched.
   __device__ __forceinline__ void Map(int64_t row, const Row& facts) const {
     JOF_UNROLL
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll kUnroll
       for (int k = g * group_; k < min((g + 1) * group_, plan_.packs); ++k) {
-        const int column = first_ + k * step_;
-        C x[V][kInputs], v[V][kVectors + 1], y[V][kOutputs], sums[1];
-        Load(k, x);
-        Fetch(row + plan_.teams, k);
-        if (column >= plan_.n) continue;  // the next row may begin earlier in its first pack
-        LoadVectors(column, v);
-        JOF_UNROLL
-        for (int j = 0; j < V; ++j) {
-          if constexpr (!kKeeps) program_.Replace(facts, x[j]);
-          program_.Map(facts, column + j, x[j], v[j], y[j], sums);
-        }
-        JOF_UNROLL
-        for (int o = 0; o < kOutputs; ++o) {
-          Pack<T, V> out;
-          JOF_UNROLL
-          for (int j = 0; j < V; j += 2) {
-            Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
-          }
-          T* target = program_.out[o] + row * plan_.n + column;
-          if (IsInner(column)) {
-            StorePack(target, out);
-          } else {
-            JOF_UNROLL
-            for (int j = 0; j < V; ++j) {
-              if (HasElement(column + j)) target[j] = out.elem[j];
-            }
-          }
+        if constexpr (kOutputs > 0) {
+          MapPack(row, facts, k);
+        } else {
+          Fetch(row + plan_.teams, k);
         }
       }
       internal::CommitCopies();
+    }
+  }
+
+  __device__ __forceinline__ void MapPack(int64_t row, const Row& facts, int k) const {
+    const int column = first_ + k * step_;
+    C x[V][kInputs], v[V][kVectors + 1], y[V][kOutputs], sums[1];
+    Load(k, x);
+    Fetch(row + plan_.teams, k);
+    if (column >= plan_.n) return;  // the next row may begin earlier in its first pack
+    LoadVectors(column, v);
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      if constexpr (!kKeeps) program_.Replace(facts, x[j]);
+      program_.Map(facts, column + j, x[j], v[j], y[j], sums);
+    }
+    JOF_UNROLL
+    for (int o = 0; o < kOutputs; ++o) {
+      Pack<T, V> out;
+      JOF_UNROLL
+      for (int j = 0; j < V; j += 2) {
+        Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
+      }
+      T* target = program_.out[o] + row * plan_.n + column;
+      if (IsInner(column)) {
+        StorePack(target, out);
+      } else {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          if (HasElement(column + j)) target[j] = out.elem[j];
+        }
+      }
     }
   }
 
