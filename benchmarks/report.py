@@ -205,7 +205,8 @@ def steps(
         line = [f"{chart.label(row['op'])}{of_dtype}", *times, ratio(results.rival(row, "jnp"))]
         line += [there.get(row["case"], "-")] if there else []
         line += [microseconds(results.numbers(row["others"]).get("layers")) for _ in layers]
-        line += [f"{row['temporary MiB'][way]:,}" for way, _ in memory]
+        mib = row.get("temporary MiB", {})
+        line += [f"{mib[way]:,}" if way in mib else "-" for way, _ in memory]
         lines.append(line)
     head = ["", "jnp as written, us", "accelerated, us", "gain"]
     head += [f"on {beside[0].header['device'].split()[1]}"] if there else []

@@ -10,8 +10,9 @@ the spread of the kernels'. ``python -m benchmarks policy`` makes the file from 
 benchmarks and of surveys of random shapes.
 
 A call is judged by all cases of its family. The nearer a case is, the more it counts: a tenth for
-each part of the kind that differs, and for a size that is `ALIKE` times as large. Cases that differ
-in a part count together as `OTHERS` at most.
+each part of the kind that differs, and for a size that is `ALIKE` times as large; the weight falls
+with the square of the logarithm of the size. Cases that differ in a part count together as `OTHERS`
+at most. Calls that move more bytes than any case are judged as if they moved as many.
 """
 
 import dataclasses
@@ -114,8 +115,8 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
     if not cases:
         return Decision(call, "native", f"no such call was measured on {device}")
     loss = LOSS_OF_SUMS if call.kind[0] == "sum" else LOSS
-    gain = sum(weight * _worth(loss, *times) for weight, _, *times in cases)
-    gain /= NOTHING + sum(weight for weight, *_ in cases)
+    total = sum(weight for weight, *_ in cases)
+    gain = sum(weight * _worth(loss, *times) for weight, _, *times in cases) / (NOTHING + total)
     # What is told is of the nearest cases alone.
     enough = max(cases)[0] / 20
     near = [case for case in cases if case[0] >= enough]
@@ -123,6 +124,7 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
     least = min(xla / native for _, _, native, xla, _ in near)
     speed = f"{xla / native:.2f}x as fast as XLA, {least:.2f}x in the worst case"
     reason = f"{speed}, in {len(near)} case{'s' * (len(near) > 1)} on {device}"
+    reason += ", none of them near" * (total < NOTHING)
     implementation = "native" if gain > math.log(GAIN) else "xla"
     return Decision(call, implementation, reason, native * call.bytes, xla * call.bytes)
 
@@ -132,16 +134,16 @@ def _weighted(call: Call, cases: dict[str, Any]) -> list[tuple[float, ...]]:
     same: list[tuple[float, ...]] = []
     others: list[tuple[float, ...]] = []
     unit = math.log(ALIKE)
-    sizes = [math.log(size or 1) for size in (call.bytes, *call.sizes)]
-    for name, measured in cases.items():
-        family, *kind = name.split("/")
-        if family == call.kind[0]:
-            different = sum(map(operator.ne, kind, call.kind[1:]))
-            for case in measured:
-                pairs = zip(sizes, case[:-3], strict=False)
-                apart = sum(((a - math.log(b or 1)) / unit) ** 2 for a, b in pairs)
-                found = (10 ** -(different + apart), case[0] or 1, *case[-3:])
-                (others if different else same).append(found)
+    family = {name: x for name, x in cases.items() if name.split("/")[0] == call.kind[0]}
+    largest = max((case[0] for measured in family.values() for case in measured), default=0)
+    sizes = [math.log(size or 1) for size in (min(call.bytes, largest), *call.sizes)]
+    for name, measured in family.items():
+        different = sum(map(operator.ne, name.split("/"), call.kind))
+        for case in measured:
+            pairs = zip(sizes, case[:-3], strict=False)
+            apart = sum(((a - math.log(b or 1)) / unit) ** 2 for a, b in pairs)
+            found = (10 ** -(different + apart), case[0] or 1, *case[-3:])
+            (others if different else same).append(found)
     share = OTHERS / max(OTHERS, sum(weight for weight, *_ in others))
     return same + [(share * weight, *rest) for weight, *rest in others]
 

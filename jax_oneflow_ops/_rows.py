@@ -146,14 +146,15 @@ def linear(
     _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
 
-def _call(group: str, target: str, passes: int, x: Any, axis: int) -> _policy.Call:
+def _call(group: str, target: str, passes: int, x: Any, axis: int, *function: str) -> _policy.Call:
     """A call that reads or writes so many arrays like `x`; what is alike is of one group."""
     group += " gradient" if target.endswith("_vjp") else ""
     n = x.shape[axis]
     alignment = "whole packs" if n * x.dtype.itemsize % 16 == 0 else "edges"
     if math.prod(x.shape[axis + 1 :]) > 1:
         alignment = "strided"
-    return _policy.Call(("rows", group, alignment), passes * _policy.nbytes(x), (n,))
+    kind = ("rows", group, alignment, *function)
+    return _policy.Call(kind, passes * _policy.nbytes(x), (n,))
 
 
 def not_linear(*args: Any, **params: Any) -> Any:
@@ -537,10 +538,10 @@ def _norm_batch(
     return [dx, *sums], [out[0], *[0] * len(sums)]
 
 
-def _norm_call(name: str, x: Any, *_: Any, given: Any, **__: Any) -> _policy.Call:
+def _norm_call(name: str, x: Any, *_: Any, given: Any, center: bool, **__: Any) -> _policy.Call:
     """Residuals, and the cotangents of their sums, are arrays of their own."""
     passes = 2 + 2 * given[0] if name == "norm" else 3 + given[2]
-    return _call("norm", name, passes, x, x.ndim - 1)
+    return _call("norm", name, passes, x, x.ndim - 1, _function_of_norm(center=center))
 
 
 def _define_norm() -> core.Primitive:

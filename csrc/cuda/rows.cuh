@@ -71,8 +71,10 @@ struct RowVector {
 //     template <int r> C Identity() const;
 //     template <int r> C Combine(C a, C b) const;  // of each value
 //     template <int r> C Neutral(const Row&, int input) const;  // what adds nothing to the values
-//     static constexpr bool kReplaces;             // by the last reduction, which may
-//     // replace x by what the map makes use of. Then Replace does the same alone.
+//     // May replace x by what the map makes use of. Then Replace does the same alone. If
+//     kReplaces,
+//     // the last reduction does, and what it makes may be kept instead.
+//     static constexpr bool kReplaces;
 //     template <int r> void Accumulate(const Row&, C (&x)[kInputs], const C* vectors, C* values);
 //     void Replace(const Row&, C (&x)[kInputs]) const;
 //     template <int r> void Finish(const C* values, C n, Row*) const;

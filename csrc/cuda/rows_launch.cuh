@@ -358,20 +358,21 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   return with_held(std::integral_constant<int, 1>());
 }
 
-// Whether WideRowsKernel is for these rows, which no other kernel is for, and how.
+// Whether WideRowsKernel is for these rows, and how. For shorter ones its blocks are too large.
 template <typename Program>
 bool PlanWideRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                   WideRowsPlan* plan) {
   if (!AreAligned(program)) return false;
   if constexpr (Program::kVectors > 0) {
-    // Each row reads them from the second-level cache. If they have more bytes than the row that
-    // takes longer than RowsKernel, which keeps them.
+    // Each row reads them from the second-level cache. That takes longer than RowsKernel, which
+    // keeps them, unless there is one only, and rows of 16 bits.
     int given = 0;
     for (const RowVector& vector : program.vectors) given += vector.data != nullptr;
     if (given > kIsNarrow<typename Program::Element>) return false;
   }
   const int64_t rows = problem.rows(), n = problem.n;
   const int64_t packs = n % Program::kPack == 0 ? n / Program::kPack : (n - 2) / Program::kPack + 2;
+  if (packs < 4 * kWholeRowsThreads) return false;
   // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
   // threads, 191 with 256.
   int threads = 128, cluster = 1;
@@ -381,8 +382,8 @@ bool PlanWideRows(const Program& program, const RowsProblem& problem, const Rows
     return (packs + all - 1) / all;
   };
   const auto bytes = [&] { return per_thread() * threads * kPackBytes * Program::kInputs; };
-  // Clusters where a multiprocessor cannot have a row, and then such that it has two blocks, of
-  // which one loads while the other reduces; and where rows are few.
+  // A cluster if a row does not fit into the shared memory of one multiprocessor: of so many blocks
+  // that two fit into each, of which one loads while the other reduces. Also if rows are few.
   const int most = device.has_clusters ? 8 : 1;
   const int64_t most_bytes = device.shared_bytes - (2 << 10);
   const bool is_too_long = bytes() > most_bytes;
@@ -431,7 +432,8 @@ template <typename Program>
 cudaError_t LaunchLongRows(const Program& program, const RowsProblem& problem,
                            const RowsDevice& device, cudaStream_t stream) {
   if constexpr (Program::kReductions > 0 && !kIsDouble<typename Program::Element>) {
-    // What only reads rows takes them a part at a time, unless most multiprocessors would idle.
+    // RowsKernel reads a program without outputs once, in parts. A cluster for each row is better
+    // only where rows are so few that most multiprocessors would idle.
     const bool is_better = Program::kOutputs > 0 || problem.rows() < device.multiprocessors / 2;
     WideRowsPlan plan{};
     if (is_better && PlanWideRows(program, problem, device, &plan)) {

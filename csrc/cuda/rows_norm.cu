@@ -149,8 +149,8 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
 
 inline constexpr int kColumnThreads = 128;
 
-// Sums over rows for rows that no team holds: part blockIdx.y of them, for a thread as many columns
-// as a pack has, wherever in a pack they begin.
+// Sums over rows where no team holds a row: part blockIdx.y of the rows. A thread sums neighbouring
+// columns, as many as a pack has, by loads that need not be aligned.
 template <typename T, bool kCenter>
 __global__ void __launch_bounds__(kColumnThreads, 4)
     ColumnSumsKernel(const NormVjpCall call, int64_t parts) {
@@ -297,7 +297,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   if (status != cudaSuccess || call.vectors() == 0) return status;
   constexpr int64_t kColumns = kColumnThreads * kPackSize<T>;
   const int64_t blocks = (call.problem.n + kColumns - 1) / kColumns;
-  // As many as multiprocessors have at a time, twice: more parts would take longer to add.
+  // About twice the blocks that multiprocessors have at a time: more parts take longer to add.
   const int64_t parts = std::clamp<int64_t>(16 * device.multiprocessors / blocks, 1, call.parts);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
   ColumnSumsKernel<T, kCenter><<<grid, kColumnThreads, 0, stream>>>(call, parts);

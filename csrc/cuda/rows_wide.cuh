@@ -1,5 +1,5 @@
-// Rows that are too long for the registers of a block: 8,192 elements and more. Shared memory has a
-// row as it is in memory, that of a block or of a cluster of blocks, and each pass over the row
+// Rows that are too long for the registers of a block: more than 8,192 elements. Shared memory has
+// a row as it is in memory, that of a block or of a cluster of blocks, and each pass over the row
 // reads it there. So each array is read once and written once.
 //
 // A block has every so-many-th row. The last pass stores results and, as soon as a thread is done
@@ -136,8 +136,8 @@ class WideRowsBody {
     }
   }
 
-  // Row vectors come from the second-level cache, where packs of the row do not begin where theirs
-  // do by shifted loads.
+  // Row vectors are read from the second-level cache. Packs of the row may begin elsewhere than
+  // theirs, so they are read by shifted loads.
   template <typename S>
   __device__ __forceinline__ void LoadVectorOf(const S* data, int column, C (&v)[V]) const {
     constexpr int kBytes = static_cast<int>(sizeof(S)), kEach = kPackBytes / kBytes;

@@ -285,8 +285,9 @@ inline double Filled(const PermutePlan& plan, int64_t alignment) {
 // Arrays of a few MB stay in the second-level cache, which hands out sectors. Gathering then takes
 // the time of the sectors that warps read, each counted for every warp that reads it. It is faster
 // than kRuns up to 4 MB of them, 8 MB where neighbours share sectors: an array of 4 MB where a warp
-// uses all that it reads, of 256 KB where it uses 2 bytes of each sector. kTile is faster from 512
-// KB of them on, in arrays of 256 KB or more, and so are kInterleave and kDeinterleave where packs are whole.
+// uses all that it reads, of 256 KB where it uses 2 bytes of each sector. From 512 KB of them on
+// kTile is faster in arrays of at least 256 KB, and so are kInterleave and kDeinterleave where
+// packs are whole.
 //
 // In larger arrays gathering is the fastest where the first-level cache keeps sectors until they
 // are used up: 0.85 to 0.95 of a copy's speed where a warp's part of the input is contiguous for 64
