@@ -146,14 +146,16 @@ def linear(
     _primitive.define_derivatives(primitive, jvp=jvp, transpose=transpose)
 
 
-def _call(group: str, target: str, passes: int, x: Any, axis: int, *function: str) -> _policy.Call:
+def _call(
+    group: str, target: str, passes: int, x: Any, axis: int, function: str = ""
+) -> _policy.Call:
     """A call that reads or writes so many arrays like `x`; what is alike is of one group."""
-    group += " gradient" if target.endswith("_vjp") else ""
+    direction = "gradient" if target.endswith("_vjp") else "forward"
     n = x.shape[axis]
     alignment = "whole packs" if n * x.dtype.itemsize % 16 == 0 else "edges"
     if math.prod(x.shape[axis + 1 :]) > 1:
         alignment = "strided"
-    kind = ("rows", group, alignment, *function)
+    kind = ("rows", f"{group} {direction}", alignment, function or group)
     return _policy.Call(kind, passes * _policy.nbytes(x), (n,))
 
 

@@ -407,17 +407,19 @@ class WholeRowsBody {
 };
 
 // Blocks that a multiprocessor is to have registers for.
-template <typename Program, int kHeld, bool kHasEdges>
+template <typename Program, int kHeld, int kRows, bool kHasEdges>
 JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
+  constexpr bool kNarrow = kIsNarrow<typename Program::Element>;
   if (Program::kColumnSums > 0) return kHeld * Program::kInputs <= 4 ? 2 : 1;
   if (Program::kInputs > 1) return 2;
   const bool takes_many = Program::NeedsRegisters() || (kHasEdges && Program::kVectors > 0);
-  const bool has_few = kIsNarrow<typename Program::Element> || !kHasEdges;
+  const bool has_few = kNarrow ? kRows == 1 : !kHasEdges;
   return has_few && !takes_many ? 4 : 3;
 }
 
 template <typename Program, int kHeld, int kRows, bool kHasEdges>
-__global__ void __launch_bounds__(kWholeRowsThreads, WholeRowsBlocks<Program, kHeld, kHasEdges>())
+__global__ void __launch_bounds__(kWholeRowsThreads,
+                                  WholeRowsBlocks<Program, kHeld, kRows, kHasEdges>())
     WholeRowsKernel(const __grid_constant__ Program program,
                     const __grid_constant__ WholeRowsPlan plan) {
   WholeRowsBody<Program, kHeld, kRows, kHasEdges>(program, plan).Run();
