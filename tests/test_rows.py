@@ -843,7 +843,7 @@ def test_what_the_choice_for_a_call_depends_on():
         ((300, 64, 2), 1, "strided"),
     ):
         call = _rows._call("norm", "norm_vjp", 4, jax.ShapeDtypeStruct(shape, jnp.float16), axis)
-        assert call.kind == ("rows", "norm gradient", alignment)
+        assert call.kind == ("rows", "norm gradient", alignment, "norm")
         assert (call.bytes, call.sizes) == (4 * 2 * math.prod(shape), (shape[axis],))
 
 
