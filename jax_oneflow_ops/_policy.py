@@ -39,9 +39,7 @@ most. The choice cannot know the ids of sums: rows may be hot, where XLA may tak
 long.
 
 The constants and the kinds were chosen by leaving out one file of results after the other and
-choosing for its cases by the others. On an H100 and an H200, in the mean over the families, 2.8 %
-of the calls then ran at less than 0.95 times the speed of XLA by more than noise, and 6.7 % missed
-a gain of more than 10 %.
+choosing for its cases by the others.
 """
 
 
@@ -314,8 +312,9 @@ def policy(
 ) -> list[Decision]:
     """Shows which implementation runs for each call of this package's functions in a program.
 
-    If `implementation` is None, native kernels run if they were measured to be faster than XLA, by
-    more than noise, for such calls on such a device; otherwise XLA runs. `fun` is traced, not run.
+    If `implementation` is None, native kernels run if measured calls like it gained more than they
+    lost on such a device, or if its family was not measured; else XLA runs. `fun` is traced, not
+    run.
     Measurements do not decide about calls on at most one element, which XLA runs, or about calls in
     programs over several devices, which native kernels run.
 

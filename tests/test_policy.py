@@ -127,6 +127,22 @@ def test_cases_that_are_far_from_a_call_say_nothing(tables):
     assert chosen("permute", "tile", "a", size=0) == "xla"
 
 
+def test_calls_beyond_all_measurements_are_judged_like_the_largest(tables):
+    """Times are proportional to the bytes there."""
+    small, large = [[1 << 20, 1.0, 0.5, 0.0]], [[1 << 30, 1.0, 1.3, 0.0]]
+    tables({"a": table("cpu", permute__tile=small + large)})
+    decision = _policy.choose(call("permute", "tile", size=1 << 40), "cpu", "a")
+    assert decision.implementation == "native"
+    assert "none of them near" not in decision.reason
+
+
+def test_a_reason_says_that_nothing_near_was_measured(tables):
+    tables({"a": table("cpu", permute__tile__a=[[1 << 30, 1.0, 1.3, 0.0]])})
+    decision = _policy.choose(call("permute", "tile", "a", size=1 << 12), "cpu", "a")
+    assert decision.implementation == "xla"
+    assert decision.reason.endswith("in 1 case on a, none of them near")
+
+
 def test_all_sizes_of_a_call_count(tables):
     short, long = [1 << 20, 16, 1.0, 2.0, 0.0], [1 << 20, 1 << 16, 1.0, 0.5, 0.0]
     tables({"a": table("cpu", rows__norm=[short, long])})

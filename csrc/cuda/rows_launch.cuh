@@ -61,19 +61,44 @@ struct RowsGrid {
   int64_t units;  // blocks, or clusters of them
 };
 
-inline cudaLaunchConfig_t ConfigOf(const RowsGrid& grid, int64_t blocks,
-                                   cudaLaunchAttribute* attribute, cudaStream_t stream) {
+inline cudaLaunchConfig_t ClusterConfig(int64_t blocks, int threads, int cluster, int shared_bytes,
+                                        cudaLaunchAttribute* attribute, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(grid.plan.team.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   attribute->id = cudaLaunchAttributeClusterDimension;
-  attribute->val.clusterDim.x = static_cast<unsigned>(grid.plan.team.cluster);
+  attribute->val.clusterDim.x = static_cast<unsigned>(cluster);
   attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
   config.attrs = attribute;
-  config.numAttrs = grid.plan.team.cluster > 1 ? 1 : 0;
+  config.numAttrs = cluster > 1 ? 1 : 0;
   return config;
+}
+
+inline cudaLaunchConfig_t ConfigOf(const RowsGrid& grid, int64_t blocks,
+                                   cudaLaunchAttribute* attribute, cudaStream_t stream) {
+  const RowsTeam& team = grid.plan.team;
+  return ClusterConfig(blocks, team.threads, team.cluster, grid.shared_bytes, attribute, stream);
+}
+
+// Lets a kernel have so much shared memory. *units is how many blocks, or clusters of them, run at
+// a time.
+inline cudaError_t CountUnits(const void* kernel, int threads, int cluster, int shared_bytes,
+                              const RowsDevice& device, int* units) {
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (status == cudaSuccess && cluster == 1) {
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(units, kernel, threads,
+                                                           static_cast<size_t>(shared_bytes));
+    *units *= device.multiprocessors;
+  } else if (status == cudaSuccess) {
+    cudaLaunchAttribute attribute{};
+    const cudaLaunchConfig_t config =
+        ClusterConfig(cluster, threads, cluster, shared_bytes, &attribute, nullptr);
+    status = cudaOccupancyMaxActiveClusters(units, kernel, &config);
+  }
+  return status;
 }
 
 // Of a kernel with such traits, whose code may know nothing of clusters. Blocks of several teams
@@ -90,22 +115,12 @@ inline cudaError_t PlanGrid(const void* kernel, const RowsTraits& traits, bool k
   const RowsTeam& team = launch.plan.team;
   if (team.lanes < team.threads) launch.shared_bytes = std::max(launch.shared_bytes, sum_bytes);
   *grid = {launch.plan, static_cast<int>(launch.shared_bytes), 0};
-  status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid->shared_bytes);
-  int units_each = 0, units_all = 0;
-  if (status == cudaSuccess && team.cluster == 1) {
-    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&units_each, kernel, team.threads,
-                                                           static_cast<size_t>(grid->shared_bytes));
-    units_all = units_each * device.multiprocessors;
-  } else if (status == cudaSuccess) {
-    cudaLaunchAttribute attribute{};
-    const cudaLaunchConfig_t config = ConfigOf(*grid, team.cluster, &attribute, nullptr);
-    status = cudaOccupancyMaxActiveClusters(&units_all, kernel, &config);
-  }
+  int units = 0;
+  status = CountUnits(kernel, team.threads, team.cluster, grid->shared_bytes, device, &units);
   if (status != cudaSuccess) return status;
   const int teams_here = team.threads / team.lanes;
   const int64_t needed = (problem.rows() + teams_here - 1) / teams_here;
-  const int64_t most = std::min<int64_t>(std::max(units_all, 1), most_units);
+  const int64_t most = std::min<int64_t>(std::max(units, 1), most_units);
   // Of all rows of a thread packs are to begin at the same columns.
   const int pack = kPackBytes / traits.element_bytes;
   const int64_t multiple = has_edges ? std::max(pack / teams_here, 1) : 1;
@@ -171,6 +186,10 @@ struct WholeRowsShape {
   int held, rows;
 };
 
+// Whether registers hold nothing but the elements of one array.
+template <typename Program>
+inline constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1;
+
 // The instances that may be for such rows, those first that are to be preferred.
 //
 // Measured on an H200 over 28 sizes of rows: four packs a thread are enough in flight, of several
@@ -179,14 +198,13 @@ struct WholeRowsShape {
 template <typename Program, bool kHasEdges>
 constexpr std::array<WholeRowsShape, 4> WholeRowsShapes(int64_t packs) {
   constexpr bool kNarrow = kIsNarrow<typename Program::Element>;
-  constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1;
   if (Program::kColumnSums > 0) return {{{3, 1}, {2, 1}}};
   if (kNarrow && kHasEdges) return {{{4, 1}, {3, 1}}};
-  if (kHasEdges) return {{{kHasRoom ? 8 : 4, 1}, {6, 1}, {kHasRoom ? 4 : 8, 1}}};
+  if (kHasEdges) return {{{kHasRoom<Program> ? 8 : 4, 1}, {6, 1}, {kHasRoom<Program> ? 4 : 8, 1}}};
   constexpr int kOther = kNarrow ? 3 : 8;
-  if (packs <= 2 && (kNarrow || !kHasRoom)) return {{{1, 4}, {2, 2}, {4, 1}, {kOther, 1}}};
+  if (packs <= 2 && (kNarrow || !kHasRoom<Program>)) return {{{1, 4}, {2, 2}, {4, 1}, {kOther, 1}}};
   if (packs <= 8) return {{{2, 2}, {1, 4}, {4, 1}, {kOther, 1}}};
-  if (kNarrow || !kHasRoom) return {{{4, 1}, {kOther, 1}}};
+  if (kNarrow || !kHasRoom<Program>) return {{{4, 1}, {kOther, 1}}};
   return {{{8, 1}, {4, 1}, {6, 1}}};
 }
 
@@ -261,7 +279,6 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
     status = LaunchWholeRows<kHeld, kRows, kHasEdges>(program, plan, blocks, stream);
   };
   using std::integral_constant;
-  constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1;
   const integral_constant<int, 1> one;
   const integral_constant<int, 2> two;
   const integral_constant<int, 3> three;
@@ -277,7 +294,7 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
       launch(three, one);
     } else {
       launch(eight, one);
-      if constexpr (kHasEdges || kHasRoom) launch(six, one);
+      if constexpr (kHasEdges || kHasRoom<Program>) launch(six, one);
     }
     if constexpr (!kHasEdges) {
       launch(two, two);
@@ -401,29 +418,14 @@ cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const Rows
                            cudaStream_t stream) {
   const auto kernel = WideRowsKernel<Program>;
   const int bytes = plan.packs * plan.threads * kPackBytes * Program::kInputs;
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.cluster));
-  config.blockDim = dim3(static_cast<unsigned>(plan.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = plan.cluster > 1 ? 1 : 0;
   int teams = 0;
-  if (status == cudaSuccess && plan.cluster == 1) {
-    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&teams, kernel, plan.threads,
-                                                           config.dynamicSmemBytes);
-    teams *= device.multiprocessors;
-  } else if (status == cudaSuccess) {
-    status = cudaOccupancyMaxActiveClusters(&teams, kernel, &config);
-  }
+  const cudaError_t status = CountUnits(reinterpret_cast<const void*>(kernel), plan.threads,
+                                        plan.cluster, bytes, device, &teams);
   if (status != cudaSuccess) return status;
   plan.teams = std::min<int64_t>(std::max(teams, 1), plan.rows);
-  config.gridDim.x = static_cast<unsigned>(plan.teams * plan.cluster);
+  cudaLaunchAttribute attribute{};
+  const cudaLaunchConfig_t config = ClusterConfig(plan.teams * plan.cluster, plan.threads,
+                                                  plan.cluster, bytes, &attribute, stream);
   return cudaLaunchKernelEx(&config, kernel, program, plan);
 }
 

@@ -7,8 +7,15 @@
 // together, and the first pass begins as packs come. A thread works on those packs only that it has
 // copied itself: there are no barriers but in reductions.
 //
-// Programs are those of rows.cuh that have reductions and outputs, and no sums over rows. All
-// arrays begin at multiples of 16 bytes. Rows may begin and end within packs.
+// Measured on an H200, in us, and what RowsKernel took in clusters of blocks:
+//                       copy   softmax         with its gradient
+//   bf16 8192 x 50257   385    487 for 865     1129 for 1813
+//   f32 8192 x 50257    769    1049 for 1312   2359 for 2851
+// Row vectors make it slower, as each row reads them from the second-level cache: rms norm of f32
+// 8192 x 50257 with a scale took 2554 us, by RowsKernel 940.
+//
+// Programs are those of rows.cuh that have reductions and no sums over rows. All arrays begin at
+// multiples of 16 bytes. Rows may begin and end within packs.
 #pragma once
 
 #include "cuda/rows.cuh"
