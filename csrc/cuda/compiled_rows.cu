@@ -1,40 +1,68 @@
 // Launches row kernels that are compiled at run time: see compiled_rows.cuh.
+#include "cuda/compiled_rows.cuh"
+
 #include "cuda/compiled.h"
 #include "cuda/rows_launch.cuh"
 
 JOF_NAMESPACE_BEGIN
+namespace {
+
+cudaError_t PlanFlatRows(const CudaCompiledKernel& kernel, const TracedRowsLayout& layout,
+                         const TracedRowsCall& call, RowsGrid* grid) {
+  const bool has_edges = call.n % layout.pack != 0;
+  return PlanGrid(static_cast<const void*>(kernel.kernel), TraitsOf(layout), kernel.knows_clusters,
+                  {1, call.n, call.rows}, has_edges,
+                  int64_t{layout.sums} * call.n * layout.word_bytes, grid,
+                  layout.sums > 0 ? call.parts : int64_t{1} << 40);
+}
+
+// Clears the parts of sums over rows that no block has.
+cudaError_t ClearParts(const TracedRowsLayout& layout, const TracedRowsCall& call, int64_t blocks,
+                       cudaStream_t stream) {
+  if (layout.sums == 0 || blocks == call.parts) return cudaSuccess;
+  if (blocks > call.parts) return cudaErrorInvalidValue;
+  const int64_t part = int64_t{layout.sums} * call.n * layout.word_bytes;
+  size_t last = 0;
+  while (last + 1 < kMaxRowOutputs && call.outputs[last + 1] != nullptr) ++last;
+  return cudaMemsetAsync(static_cast<char*>(call.outputs[last]) + blocks * part, 0,
+                         static_cast<size_t>((call.parts - blocks) * part), stream);
+}
+
+bool IsPacked(const TracedRowsLayout& layout, const TracedRowsCall& call) {
+  bool is_packed = true;
+  for (int i = 0; i < layout.arrays + layout.vectors; ++i) {
+    is_packed &= IsAligned(call.inputs[i], kPackBytes);
+  }
+  for (int o = 0; o < layout.results; ++o) is_packed &= IsAligned(call.outputs[o], kPackBytes);
+  return is_packed;
+}
+
+}  // namespace
 
 cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRowsLayout& layout,
                                const TracedRowsCall& call, cudaStream_t stream) {
-  const RowsTraits traits{layout.arrays,
-                          kPackBytes / layout.pack,
-                          layout.held,
-                          layout.threads,
-                          layout.reductions == 0,
-                          layout.reductions > 0,
-                          layout.sums > 0,
-                          layout.vectors * layout.word_bytes};
-  const bool has_edges = call.n % layout.pack != 0;
   const auto function = static_cast<const void*>(kernel.kernel);
-  RowsGrid grid{};
-  cudaError_t status = PlanGrid(function, traits, kernel.knows_clusters, {1, call.n, call.rows},
-                                has_edges, int64_t{layout.sums} * call.n * layout.word_bytes, &grid,
-                                layout.sums > 0 ? call.parts : int64_t{1} << 40);
-  if (status == cudaSuccess && layout.sums > 0 && grid.units > call.parts) {
-    return cudaErrorInvalidValue;
-  }
-  if (status == cudaSuccess && layout.sums > 0 && grid.units < call.parts) {
-    const int64_t part = int64_t{layout.sums} * call.n * layout.word_bytes;
-    size_t last = 0;
-    while (last + 1 < kMaxRowOutputs && call.outputs[last + 1] != nullptr) ++last;
-    status = cudaMemsetAsync(static_cast<char*>(call.outputs[last]) + grid.units * part, 0,
-                             static_cast<size_t>((call.parts - grid.units) * part), stream);
-  }
-  if (status != cudaSuccess) return status;
+  const WholeRowsTeam team = WholeRowsTeamOf(layout, call.n);
   cudaLaunchAttribute attribute{};
+  if (team.lanes == 0) {
+    RowsGrid grid{};
+    cudaError_t status = PlanFlatRows(kernel, layout, call, &grid);
+    if (status == cudaSuccess) status = ClearParts(layout, call, grid.units, stream);
+    if (status != cudaSuccess) return status;
+    const cudaLaunchConfig_t config =
+        ConfigOf(grid, grid.units * grid.plan.team.cluster, &attribute, stream);
+    void* parameters[] = {const_cast<TracedRowsCall*>(&call), &grid.plan};
+    return cudaLaunchKernelExC(&config, function, parameters);
+  }
+  WholeRowsPlan plan{call.rows, 0, static_cast<int>(call.n), team.lanes, IsPacked(layout, call)};
+  int64_t blocks = call.parts;
+  cudaError_t status =
+      CountWholeRowsBlocks(function, team.shape.rows, layout.sums > 0, &plan, &blocks);
+  if (status == cudaSuccess) status = ClearParts(layout, call, blocks, stream);
+  if (status != cudaSuccess) return status;
   const cudaLaunchConfig_t config =
-      ConfigOf(grid, grid.units * grid.plan.team.cluster, &attribute, stream);
-  void* parameters[] = {const_cast<TracedRowsCall*>(&call), &grid.plan};
+      ClusterConfig(blocks, kWholeRowsThreads, 1, 0, &attribute, stream);
+  void* parameters[] = {const_cast<TracedRowsCall*>(&call), &plan};
   return cudaLaunchKernelExC(&config, function, parameters);
 }
 

@@ -1,5 +1,5 @@
-// The entry of a row kernel that is compiled at run time, from a traced function: the rows template
-// around a definition, in generated code, which is the same for CPUs and GPUs:
+// The entry of a row kernel that is compiled at run time, from a traced function: WholeRowsKernel
+// or RowsKernel around a definition, in generated code, which is the same for CPUs and GPUs:
 //
 //   struct Definition {
 //     using Arrays = Tuple<...>;    // the types of what is read of each element, in this order;
@@ -30,9 +30,43 @@
 #pragma once
 
 #include "cuda/rows.cuh"
+#include "cuda/rows_whole.cuh"
 #include "ops/traced_rows.h"
 
 JOF_NAMESPACE_BEGIN
+
+// What of a definition decides about the teams of RowsKernel.
+JOF_HOST_DEVICE constexpr RowsTraits TraitsOf(const TracedRowsLayout& layout) {
+  return {layout.arrays,
+          kPackBytes / layout.pack,
+          layout.held,
+          layout.threads,
+          layout.reductions == 0,
+          layout.reductions > 0,
+          layout.sums > 0,
+          layout.vectors * layout.word_bytes};
+}
+
+// The instance of WholeRowsKernel for a definition, whose rows are taken to be many. RowsKernel
+// runs where there is none (no lanes): of values of 8 bytes or of one, of more elements than
+// registers hold, and where it is faster, which is where built-in functions run it, too.
+JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& layout, int64_t n) {
+  const bool is_narrow = layout.pack == 8, has_edges = n % layout.pack != 0;
+  if (layout.word_bytes != 4 || (layout.pack != 4 && !is_narrow)) return {};
+  if (layout.sums > 0 && (has_edges || !is_narrow)) return {};
+  if (layout.vectors > 0 && has_edges && is_narrow && n > 512) return {};
+  // Words of a pack: elements and, where there are sums, vectors and sums that are kept and packs
+  // of a row that is loaded ahead. Registers hold as many of them as of built-in functions.
+  int words = layout.pack * layout.arrays, most = 64;
+  if (layout.sums > 0) {
+    words += layout.pack * (layout.vectors + layout.sums) + 4 * layout.arrays;
+    most = 180;
+  }
+  const WholeRowsTraits traits{layout.arrays, layout.vectors, layout.sums, layout.pack,
+                               most / words};
+  return WholeRowsTeamOf(traits, has_edges, n, kManyRows, 0);
+}
+
 namespace internal {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -89,14 +123,16 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
 
   static constexpr int kWidth = Definition::kWidth;
   static constexpr bool kIsEven = kWidth % kPack == 0;
-  static constexpr RowsTeam kTeam =
-      TeamOf({kInputs, kPackBytes / kPack, kElements / kPack, kThreads, kReductions == 0,
-              kReductions > 0, kColumnSums > 0, kVectors* int{sizeof(Word)}},
-             kHasClusters, kWidth, !kIsEven);
+  static constexpr TracedRowsLayout kLayout = {kPack,       kElements / kPack, kThreads,
+                                               kReductions, kColumnSums,       sizeof(Word),
+                                               kInputs,     kVectors,          kOutputs};
+  static constexpr RowsTeam kTeam = TeamOf(TraitsOf(kLayout), kHasClusters, kWidth, !kIsEven);
+  static constexpr WholeRowsTeam kWhole = WholeRowsTeamOf(kLayout, kWidth);
   static constexpr bool kMayBeChunks = kTeam.chunks > 1, kMayBeCluster = kTeam.cluster > 1;
   static constexpr bool kIsFull =
       kIsEven && kWidth == kPack * kTeam.lanes * kTeam.packs * kTeam.chunks * kTeam.cluster;
 
+  JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
   JOF_HOST_DEVICE static constexpr int ValuesOf(int r) { return Definition::TermsOf(r); }
   static constexpr int kValues = Definition::kMostTerms;
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int r) { return Definition::UsesVectors(r); }
@@ -122,20 +158,26 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
     return static_cast<typename TypeOf<o, O...>::type*>(call.outputs[o]);
   }
 
-  // The columns of a pack of a row vector.
+  // The columns of a pack of a row vector, at once if it is packed.
   template <typename Place, int P>
-  __device__ __forceinline__ void LoadVector(int vector, const Place& pack,
+  __device__ __forceinline__ void LoadVector(int vector, const Place& pack, bool is_packed,
                                              Word (&columns)[P]) const {
     ForEachIndex<kVectors>([&](auto index) {
       constexpr int i = decltype(index)::value;
       if (i != vector) return;
       using T = typename TypeOf<i, V...>::type;
       const T* data = static_cast<const T*>(call.inputs[kInputs + i]) + pack.first;
-      JOF_UNROLL
-      for (int j = 0; j < P; ++j) {
-        columns[j] = 0;
-        if (pack.Has(j)) columns[j] = ToWord<Word>(Accumulator<T>::Load(data[j]));
+      Pack<T, P> values{};
+      if (is_packed) {
+        values = LoadPack<P>(data);
+      } else {
+        JOF_UNROLL
+        for (int j = 0; j < P; ++j) {
+          if (pack.Has(j)) values.elem[j] = data[j];
+        }
       }
+      JOF_UNROLL
+      for (int j = 0; j < P; ++j) columns[j] = ToWord<Word>(Accumulator<T>::Load(values.elem[j]));
     });
   }
   template <int... k>
@@ -205,17 +247,44 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   }
 };
 
+// How a kernel is launched: its plan, and its blocks, of which registers are for so many.
+template <typename Definition, bool kIsWhole = TracedRowsProgram<Definition>::kWhole.lanes != 0>
+struct TracedRows {
+  using Plan = RowsPlan;
+  static constexpr int kThreads = Definition::kThreads, kBlocks = Definition::kBlocks;
+
+  __device__ __forceinline__ static void Run(const TracedRowsCall& call, const Plan& plan) {
+    using Program = TracedRowsProgram<Definition>;
+    using Body = RowsKernelBody<Program, Program::kTeam.packs>;
+    extern __shared__ uint4 slots[];
+    __shared__ typename Body::Shared shared;
+    const Program program(call);
+    Body(program, plan, slots, &shared).Run();
+  }
+};
+
+template <typename Definition>
+struct TracedRows<Definition, true> {
+  using Plan = WholeRowsPlan;
+  using Program = TracedRowsProgram<Definition>;
+  static constexpr WholeRowsShape kShape = Program::kWhole.shape;
+  static constexpr bool kHasEdges = !Program::kIsEven;
+  static constexpr int kThreads = kWholeRowsThreads;
+  static constexpr int kBlocks = WholeRowsBlocks<Program, kShape.held, kShape.rows, kHasEdges>();
+
+  __device__ __forceinline__ static void Run(const TracedRowsCall& call, const Plan& plan) {
+    const Program program(call);
+    WholeRowsBody<Program, kShape.held, kShape.rows, kHasEdges>(program, plan).Run();
+  }
+};
+
 }  // namespace internal
 JOF_NAMESPACE_END
 
-#define JOF_COMPILED_ROWS(Definition)                                                     \
-  extern "C" __global__ void __launch_bounds__(Definition::kThreads, Definition::kBlocks) \
-      jof_compiled(const __grid_constant__ jof::TracedRowsCall call,                      \
-                   const __grid_constant__ jof::RowsPlan plan) {                          \
-    using Program = jof::internal::TracedRowsProgram<Definition>;                         \
-    using Body = jof::RowsKernelBody<Program, Program::kTeam.packs>;                      \
-    extern __shared__ uint4 slots[];                                                      \
-    __shared__ typename Body::Shared shared;                                              \
-    const Program program(call);                                                          \
-    Body(program, plan, slots, &shared).Run();                                            \
+#define JOF_COMPILED_ROWS(Definition)                                                           \
+  extern "C" __global__ void __launch_bounds__(jof::internal::TracedRows<Definition>::kThreads, \
+                                               jof::internal::TracedRows<Definition>::kBlocks)  \
+      jof_compiled(const __grid_constant__ jof::TracedRowsCall call,                            \
+                   const __grid_constant__ jof::internal::TracedRows<Definition>::Plan plan) {  \
+    jof::internal::TracedRows<Definition>::Run(call, plan);                                     \
   }

@@ -248,6 +248,52 @@ struct ResultsOf<Program, true> {
   using type = typename Program::Results;
 };
 
+namespace internal {
+
+// Of the values of a reduction in several ways: what adds nothing to them.
+template <int r, typename Program, typename C, int kWays, int kCount>
+__device__ __forceinline__ void Clear(const Program& program, C (&values)[kWays][kCount]) {
+  JOF_UNROLL
+  for (int w = 0; w < kWays; ++w) {
+    ForEachIndex<kCount>([&](auto index) {
+      constexpr int i = decltype(index)::value;
+      if constexpr (Program::kIsTraced) {
+        values[w][i] = program.template Identity<r, i>();
+      } else {
+        values[w][i] = program.template Identity<r>();
+      }
+    });
+  }
+}
+
+// Combines each of them with another, of one row or of several.
+template <int r, typename Program>
+struct CombineEach {
+  const Program& program;
+  template <typename C, int kCount>
+  __device__ __forceinline__ void operator()(C (&a)[kCount], const C (&b)[kCount]) const {
+    ForEachIndex<kCount>([&](auto index) {
+      constexpr int i = decltype(index)::value;
+      if constexpr (Program::kIsTraced) {
+        a[i] = program.template Combine<r, i % Program::ValuesOf(r)>(a[i], b[i]);
+      } else {
+        a[i] = program.template Combine<r>(a[i], b[i]);
+      }
+    });
+  }
+};
+
+template <int r, typename Program, typename C, int kWays, int kCount>
+__device__ __forceinline__ void CombineWays(const Program& program, C (&values)[kWays][kCount]) {
+  JOF_UNROLL
+  for (int w = kWays / 2; w > 0; w /= 2) {
+    JOF_UNROLL
+    for (int u = 0; u < w; ++u) CombineEach<r, Program>{program}(values[u], values[u + w]);
+  }
+}
+
+}  // namespace internal
+
 // A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each
 // thread has the same columns of all of its rows, which row vectors and sums over rows make use of.
 template <typename Program, int kHeld>
@@ -530,7 +576,7 @@ class RowsKernelBody {
           uint4 words[kVectorSlots];
         };
         if constexpr (Program::kIsTraced) {
-          program_.LoadVector(i, PackAt(k), columns);
+          program_.LoadVector(i, PackAt(k), false, columns);
         } else {
           internal::LoadVector<T>(program_.vectors[i], PackAt(k), program_.Missing(i), columns);
         }
@@ -612,51 +658,11 @@ class RowsKernelBody {
     });
   }
 
-  template <int r, int kCount>
-  __device__ __forceinline__ void Clear(C (&values)[kWays][kCount]) const {
-    JOF_UNROLL
-    for (int w = 0; w < kWays; ++w) {
-      internal::ForEachIndex<kCount>([&](auto index) {
-        constexpr int i = decltype(index)::value;
-        if constexpr (Program::kIsTraced) {
-          values[w][i] = program_.template Identity<r, i>();
-        } else {
-          values[w][i] = program_.template Identity<r>();
-        }
-      });
-    }
-  }
-
-  template <int r>
-  struct CombineEach {
-    const Program& program;
-    template <int kCount>
-    __device__ __forceinline__ void operator()(C (&a)[kCount], const C (&b)[kCount]) const {
-      internal::ForEachIndex<kCount>([&](auto index) {
-        constexpr int i = decltype(index)::value;
-        if constexpr (Program::kIsTraced) {
-          a[i] = program.template Combine<r, i>(a[i], b[i]);
-        } else {
-          a[i] = program.template Combine<r>(a[i], b[i]);
-        }
-      });
-    }
-  };
-
-  template <int r, int kCount>
-  __device__ __forceinline__ void CombineWays(C (&values)[kWays][kCount]) const {
-    JOF_UNROLL
-    for (int w = kWays / 2; w > 0; w /= 2) {
-      JOF_UNROLL
-      for (int u = 0; u < w; ++u) CombineEach<r>{program_}(values[u], values[u + w]);
-    }
-  }
-
   template <int r>
   __device__ __forceinline__ void Reduce(Row* facts) {
     if constexpr (r < kReductions) {
       C values[kWays][Program::ValuesOf(r)];
-      Clear<r>(values);
+      internal::Clear<r>(program_, values);
       for (int chunk = 0; chunk < Chunks(); ++chunk) {
         if constexpr (r == 0) {
           Load(chunk);
@@ -668,9 +674,9 @@ class RowsKernelBody {
         }
         Accumulate<r>(*facts, values);
       }
-      CombineWays<r>(values);
+      internal::CombineWays<r>(program_, values);
       internal::ReduceTeam<Program::kMayBeCluster>(Team(), shared_, &turn_, values[0],
-                                                   CombineEach<r>{program_});
+                                                   internal::CombineEach<r, Program>{program_});
       program_.template Finish<r>(values[0], static_cast<C>(Width()), facts);
       Reduce<r + 1>(facts);
     }
@@ -681,9 +687,9 @@ class RowsKernelBody {
   __device__ __forceinline__ void ReducePart(Row* facts) {
     if constexpr (r < kReductions) {
       C values[kWays][Program::ValuesOf(r)];
-      Clear<r>(values);
+      internal::Clear<r>(program_, values);
       Accumulate<r>(*facts, values);
-      CombineWays<r>(values);
+      internal::CombineWays<r>(program_, values);
       program_.template Finish<r>(values[0], C(1), facts);
       ReducePart<r + 1>(facts);
     }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <type_traits>
 
 #include "cuda/rows.cuh"
@@ -181,41 +180,15 @@ bool HasEdges(const Program&, const RowsProblem& problem) {
   return problem.n % Program::kPack != 0;
 }
 
-// An instance of WholeRowsKernel: packs of each row that a thread holds, and rows.
-struct WholeRowsShape {
-  int held, rows;
-};
-
 // Whether registers hold nothing but the elements of one array.
 template <typename Program>
 inline constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1;
 
-// The instances that may be for such rows, those first that are to be preferred.
-//
-// Measured on an H200 over 28 sizes of rows: four packs a thread are enough in flight, of several
-// rows where these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a
-// copy takes 79). Eight are better where registers have nothing else, and six of rows with edges.
-template <typename Program, bool kHasEdges>
-constexpr std::array<WholeRowsShape, 4> WholeRowsShapes(int64_t packs) {
-  constexpr bool kNarrow = kIsNarrow<typename Program::Element>;
-  if (Program::kColumnSums > 0) return {{{3, 1}, {2, 1}}};
-  if (kNarrow && kHasEdges) return {{{4, 1}, {3, 1}}};
-  if (kHasEdges) return {{{kHasRoom<Program> ? 8 : 4, 1}, {6, 1}, {kHasRoom<Program> ? 4 : 8, 1}}};
-  constexpr int kOther = kNarrow ? 3 : 8;
-  if (packs <= 2 && (kNarrow || !kHasRoom<Program>)) return {{{1, 4}, {2, 2}, {4, 1}, {kOther, 1}}};
-  if (packs <= 8) return {{{2, 2}, {1, 4}, {4, 1}, {kOther, 1}}};
-  if (kNarrow || !kHasRoom<Program>) return {{{4, 1}, {kOther, 1}}};
-  return {{{8, 1}, {4, 1}, {6, 1}}};
-}
-
-// Whether WholeRowsKernel is for these rows, and how: with the shape that leaves the fewest threads
-// without packs.
+// Whether WholeRowsKernel is for these rows, and how.
 template <bool kHasEdges, typename Program>
 bool PlanWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                    WholeRowsShape* shape, WholeRowsPlan* plan) {
-  constexpr int kPack = Program::kPack, kWarp = internal::kWarpSize;
   const int64_t rows = problem.rows(), n = problem.n, few = int64_t{device.multiprocessors} * 512;
-  const int64_t packs = kHasEdges ? (n + kPack - 2) / kPack + 1 : n / kPack;
   if (!AreAligned(program)) return false;
   if constexpr (Program::kVectors > 0) {
     // Element by element, vectors pay for rows that are short or few.
@@ -226,34 +199,21 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
       if (!kHasEdges && !IsAligned(vector.data, kPackBytes)) return false;
     }
   }
-  int64_t lanes = 0;
-  for (const WholeRowsShape& one : WholeRowsShapes<Program, kHasEdges>(packs)) {
-    int64_t needed = 1;
-    while (needed < kWholeRowsThreads && one.held * needed < packs) needed *= 2;
-    if (one.held * needed < packs || (one.rows > 1 && rows * needed < one.rows * few)) continue;
-    if (lanes == 0 || one.held * needed < shape->held * lanes) {
-      *shape = one;
-      lanes = needed;
-    }
-  }
-  if (lanes == 0) return false;
-  // Rows that are few have more lanes, with fewer packs each.
-  while (lanes < kWarp && lanes < packs && rows * lanes < few) lanes *= 2;
-  for (const WholeRowsShape& one : WholeRowsShapes<Program, kHasEdges>(packs)) {
-    if (one.rows == 1 && one.held < shape->held && one.held * lanes >= packs) *shape = one;
-  }
-  *plan = {rows, 0, static_cast<int>(n), static_cast<int>(lanes)};
-  return true;
+  const WholeRowsTraits traits{Program::kInputs, Program::kVectors, Program::kColumnSums,
+                               Program::kPack, 8};
+  const WholeRowsTeam team = WholeRowsTeamOf(traits, kHasEdges, n, rows, few);
+  *shape = team.shape;
+  *plan = {rows, 0, static_cast<int>(n), team.lanes, true};
+  return team.lanes > 0;
 }
 
-// *blocks is how many there are: at most so many if there are sums over rows.
-template <int kHeld, int kRows, bool kHasEdges, typename Program>
-cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t* blocks,
-                            cudaStream_t stream) {
-  const auto kernel = WholeRowsKernel<Program, kHeld, kRows, kHasEdges>;
-  const int rows_here = kWholeRowsThreads / plan.lanes * kRows;
-  int64_t count = (plan.rows + rows_here - 1) / rows_here;
-  if constexpr (Program::kColumnSums > 0) {
+// *blocks is how many there are of a kernel that has so many rows in each team: at most so many if
+// there are sums over rows.
+inline cudaError_t CountWholeRowsBlocks(const void* kernel, int rows, bool has_sums,
+                                        WholeRowsPlan* plan, int64_t* blocks) {
+  const int rows_here = kWholeRowsThreads / plan->lanes * rows;
+  int64_t count = (plan->rows + rows_here - 1) / rows_here;
+  if (has_sums) {
     RowsDevice device{};
     int each = 0;
     cudaError_t status = GetRowsDevice(&device);
@@ -262,10 +222,20 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t*
     }
     if (status != cudaSuccess) return status;
     count = std::min({count, *blocks, int64_t{each} * device.multiprocessors});
-    plan.teams = count * rows_here;
+    plan->teams = count * rows_here;
   }
   *blocks = count;
-  return LaunchBlocks<kWholeRowsThreads>(kernel, count, 0, stream, program, plan);
+  return cudaSuccess;
+}
+
+template <int kHeld, int kRows, bool kHasEdges, typename Program>
+cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t* blocks,
+                            cudaStream_t stream) {
+  const auto kernel = WholeRowsKernel<Program, kHeld, kRows, kHasEdges>;
+  const cudaError_t status = CountWholeRowsBlocks(reinterpret_cast<const void*>(kernel), kRows,
+                                                  Program::kColumnSums > 0, &plan, blocks);
+  if (status != cudaSuccess) return status;
+  return LaunchBlocks<kWholeRowsThreads>(kernel, *blocks, 0, stream, program, plan);
 }
 
 // The instance of a shape.

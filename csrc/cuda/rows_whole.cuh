@@ -39,7 +39,81 @@ struct WholeRowsPlan {
   int64_t teams;  // where there are sums over rows: each has every teams-th row
   int n;
   int lanes;  // of a team: a power of two
+  // Of traced programs: whether all arrays and row vectors begin at multiples of 16 bytes.
+  bool is_packed;
 };
+
+// What of a program decides about its instances.
+struct WholeRowsTraits {
+  int inputs, vectors, sums;
+  int pack;  // elements
+  int most;  // packs of all rows of a thread that registers hold
+};
+
+// An instance of WholeRowsKernel: packs of each row that a thread holds, and rows.
+struct WholeRowsShape {
+  int held, rows;
+};
+struct WholeRowsShapes {
+  WholeRowsShape of[4];  // without rows: none
+};
+
+// The instances that may be for rows of so many packs, those first that are to be preferred. Those
+// for more than two inputs are of traced programs.
+//
+// Measured on an H200 over 28 sizes of rows: four packs a thread are enough in flight, of several
+// rows where these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a
+// copy takes 79). Eight are better where registers have nothing else, and six of rows with edges.
+JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTraits& traits,
+                                                            bool has_edges, int64_t packs) {
+  const bool is_narrow = traits.pack > 4;
+  // Whether registers hold nothing but the elements of one array.
+  const bool has_room = traits.vectors == 0 && traits.inputs == 1;
+  const int other = is_narrow ? 3 : 8;
+  if (traits.sums > 0) return {{{3, 1}, {2, 1}}};
+  if (traits.inputs > 2) return {{{is_narrow ? 2 : 4, 1}, {is_narrow ? 1 : 2, 1}}};
+  if (is_narrow && has_edges) return {{{4, 1}, {3, 1}}};
+  if (has_edges) return {{{has_room ? 8 : 4, 1}, {6, 1}, {has_room ? 4 : 8, 1}}};
+  if (packs <= 2 && (is_narrow || !has_room)) return {{{1, 4}, {2, 2}, {4, 1}, {other, 1}}};
+  if (packs <= 8) return {{{2, 2}, {1, 4}, {4, 1}, {other, 1}}};
+  if (is_narrow || !has_room) return {{{4, 1}, {other, 1}}};
+  return {{{8, 1}, {4, 1}, {6, 1}}};
+}
+
+// The instance that leaves the fewest threads without packs, and the lanes of its teams.
+struct WholeRowsTeam {
+  WholeRowsShape shape;
+  int lanes;  // 0: no instance is for such rows
+};
+
+inline constexpr int64_t kManyRows = int64_t{1} << 40;
+
+// Where there are fewer threads than `few` each has less to do.
+JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& traits,
+                                                        bool has_edges, int64_t n, int64_t rows,
+                                                        int64_t few) {
+  constexpr int kWarp = internal::kWarpSize;
+  const int64_t pack = traits.pack;
+  const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
+  const WholeRowsShapes shapes = WholeRowsShapesOf(traits, has_edges, packs);
+  WholeRowsTeam team{};
+  for (const WholeRowsShape& one : shapes.of) {
+    if (one.held * one.rows > traits.most) continue;
+    int needed = 1;
+    while (needed < kWholeRowsThreads && one.held * needed < packs) needed *= 2;
+    if (one.held * needed < packs || (one.rows > 1 && rows * needed < one.rows * few)) continue;
+    if (team.lanes == 0 || one.held * needed < team.shape.held * team.lanes) team = {one, needed};
+  }
+  if (team.lanes == 0) return team;
+  // Rows that are few have more lanes, with fewer packs each.
+  while (team.lanes < kWarp && team.lanes < packs && rows * team.lanes < few) team.lanes *= 2;
+  for (const WholeRowsShape& one : shapes.of) {
+    if (one.rows == 1 && one.held < team.shape.held && one.held * team.lanes >= packs) {
+      team.shape = one;
+    }
+  }
+  return team;
+}
 
 namespace internal {
 
@@ -61,6 +135,17 @@ __device__ __forceinline__ void AddTeams(const C* shared, int teams, int step, i
     }
     if (c < columns && lane == 0) target[c] = sum;
   }
+}
+
+// An element of a pack of up to 16 bytes.
+template <typename T>
+__device__ __forceinline__ void SetElement(int j, T value, uint4* pack) {
+  constexpr int kEach = 4 / static_cast<int>(sizeof(T));  // elements of a word
+  const uint32_t bits = uint32_t{BitCast<typename Word<sizeof(T)>::type>(value)} << (j % kEach * 8 * sizeof(T));
+  if (j / kEach == 0) pack->x |= bits;
+  if (j / kEach == 1) pack->y |= bits;
+  if (j / kEach == 2) pack->z |= bits;
+  if (j / kEach == 3) pack->w |= bits;
 }
 
 // 16 bytes that nobody reads again.
@@ -105,21 +190,22 @@ class WholeRowsBody {
   static constexpr int V = Program::kPack, kInputs = Program::kInputs;
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
   static constexpr int kVectors = Program::kVectors, kColumnSums = Program::kColumnSums;
+  static constexpr bool kHasMap = kOutputs > 0 || kColumnSums > 0;
   static constexpr int kWays = V < 4 ? V : kRows > 1 ? 2 : 4;
   static_assert(kRows == 1 || (!kHasEdges && kColumnSums == 0));
 
   __device__ __forceinline__ WholeRowsBody(const Program& program, const WholeRowsPlan& plan)
       : program_(program), plan_(plan) {
-    lane_ = threadIdx.x & (plan.lanes - 1);
-    step_ = V * plan.lanes;
+    lane_ = threadIdx.x & (Lanes() - 1);
+    step_ = V * Lanes();
   }
 
   __device__ __forceinline__ void Run() {
-    const int shift = __ffs(plan_.lanes) - 1;  // divisions would hold up the first loads
+    const int shift = __ffs(Lanes()) - 1;  // divisions would hold up the first loads
     const int team_here = threadIdx.x >> shift, teams_here = kWholeRowsThreads >> shift;
     int64_t row = int64_t{blockIdx.x} * (teams_here * kRows) + team_here;
     first_ = lane_ * V;
-    if constexpr (kHasEdges) first_ -= static_cast<int>(row * plan_.n % V);
+    if constexpr (kHasEdges) first_ -= static_cast<int>(row * Width() % V);
     if constexpr (kColumnSums == 0) {
       Row facts[kRows];
       JOF_UNROLL
@@ -127,6 +213,8 @@ class WholeRowsBody {
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) facts[i] = BeginRow(row + i * teams_here);
       Unpack();
+      JOF_UNROLL
+      for (int i = 0; i < kRows; ++i) Start(&facts[i]);
       Reduce<0>(facts);
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) Finish(row + i * teams_here, i, facts[i]);
@@ -137,33 +225,59 @@ class WholeRowsBody {
       for (int k = 0; k < kHeld; ++k) LoadVectors(k, vectors_[k]);
       for (; row - team_here < plan_.rows; row += plan_.teams) {
         Row facts[1] = {next};
+        Start(&facts[0]);
         next = BeginRow(row + plan_.teams);
         Unpack();
         Fetch(row + plan_.teams, 0);
         Reduce<0>(facts);
         Finish(row, 0, facts[0]);
         // Who is late still reads what is exchanged.
-        if (plan_.lanes > internal::kWarpSize) __syncthreads();
+        if (Lanes() > internal::kWarpSize) __syncthreads();
       }
       StoreColumnSums();
     }
   }
 
  private:
+  __device__ __forceinline__ int Width() const {
+    if constexpr (Program::kIsTraced) {
+      return Program::kWidth;
+    } else {
+      return plan_.n;
+    }
+  }
+  __device__ __forceinline__ int Lanes() const {
+    if constexpr (Program::kIsTraced) {
+      return Program::kWhole.lanes;
+    } else {
+      return plan_.lanes;
+    }
+  }
+
   // The first column of a pack, which is negative where the row begins within it, and whether the
   // row has some of its elements, and all of them.
   __device__ __forceinline__ int PackAt(int k) const { return first_ + k * step_; }
-  __device__ __forceinline__ bool Has(int k) const { return PackAt(k) < plan_.n; }
-  // What no thread has is worth a branch where lengths of rows may be any.
-  __device__ __forceinline__ bool NobodyHas(int k) const {
-    return kHasEdges && k > 0 && k * step_ >= plan_.n + V - 1;
-  }
+  __device__ __forceinline__ bool Has(int k) const { return AllHave(k) || PackAt(k) < Width(); }
   __device__ __forceinline__ bool IsInner(int k) const {
-    return !kHasEdges || (PackAt(k) >= 0 && PackAt(k) + V <= plan_.n);
+    return !kHasEdges || AllHave(k) || (PackAt(k) >= 0 && PackAt(k) + V <= Width());
   }
   __device__ __forceinline__ bool HasElement(int k, int j) const {
     if constexpr (!kHasEdges) return Has(k);
-    return static_cast<unsigned>(PackAt(k) + j) < static_cast<unsigned>(plan_.n);
+    return AllHave(k) || static_cast<unsigned>(PackAt(k) + j) < static_cast<unsigned>(Width());
+  }
+  // What all threads have is known where the length of rows is.
+  __device__ __forceinline__ bool AllHave(int k) const {
+    return Program::kIsTraced && k >= kHasEdges && (k + 1) * step_ <= Width();
+  }
+  // What no thread has is worth a branch where lengths of rows may be any.
+  __device__ __forceinline__ bool NobodyHas(int k) const {
+    return (kHasEdges || Program::kIsTraced) && k > 0 &&
+           k * step_ >= Width() + (kHasEdges ? V - 1 : 0);
+  }
+
+  // Whether a pack of all arrays and row vectors may be loaded and stored at once.
+  __device__ __forceinline__ bool IsPacked(int k) const {
+    return !kHasEdges && (!Program::kIsTraced || plan_.is_packed) && Has(k);
   }
 
   // In a function: a pointer to it would take a register.
@@ -175,31 +289,70 @@ class WholeRowsBody {
   __device__ __forceinline__ Row BeginRow(int64_t row) const {
     return row < plan_.rows ? program_.Begin(row) : Row{};
   }
+  __device__ __forceinline__ void Start(Row* facts) const {
+    if constexpr (Program::kIsTraced) program_.Start(facts);
+  }
 
   // What is only read, or read a row ahead, passes by the first-level cache.
-  __device__ __forceinline__ static uint4 LoadWhole(const T* pack) {
-    if constexpr (kColumnSums > 0 || kOutputs == 0) return internal::LoadOnce(pack);
-    return AsWord(LoadPack<V>(pack));
+  template <typename Array>
+  __device__ __forceinline__ static auto LoadWhole(const Array* pack) {
+    if constexpr ((kColumnSums > 0 || kOutputs == 0) && V * sizeof(Array) == kPackBytes) {
+      return internal::LoadOnce(pack);
+    } else {
+      return AsWord(LoadPack<V>(pack));
+    }
   }
 
   __device__ __forceinline__ void Fetch(int64_t row, int i) {
     if (row >= plan_.rows) return;
     const bool is_last = row + 1 == plan_.rows;
-    JOF_UNROLL
-    for (int a = 0; a < kInputs; ++a) {
-      const T* source = program_.in[a] + row * plan_.n + first_;
-      const T* end = program_.in[a] + plan_.rows * plan_.n;
+    if constexpr (Program::kIsTraced) {
+      if (!plan_.is_packed || (kHasEdges && is_last)) {
+        FetchElements(row, i);
+        return;
+      }
+    }
+    internal::ForEachIndex<kInputs>([&](auto index) {
+      constexpr int a = decltype(index)::value;
+      using Array = decltype(ElementOfPointer(InputOf<a>(program_)));
+      const Array* source = InputOf<a>(program_) + row * Width() + first_;
+      const Array* end = InputOf<a>(program_) + plan_.rows * Width();
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
         if (!Has(k)) continue;
-        const T* pack = source + k * step_;
-        if constexpr (kHasEdges) {  // another row may read a part of the same sector
-          ahead_[i][k][a] = is_last ? internal::LoadBefore(pack, end) : AsWord(LoadPack<V>(pack));
+        const Array* pack = source + k * step_;
+        auto* target = reinterpret_cast<Word<V * sizeof(Array)>*>(&ahead_[i][k][a]);
+        if constexpr (kHasEdges && !Program::kIsTraced) {
+          // Another row may read a part of the same sector.
+          *target = is_last ? internal::LoadBefore(pack, end) : AsWord(LoadPack<V>(pack));
+        } else if constexpr (kHasEdges) {
+          *target = AsWord(LoadPack<V>(pack));
         } else {
-          ahead_[i][k][a] = LoadWhole(pack);
+          *target = LoadWhole(pack);
         }
       }
-    }
+    });
+  }
+
+  // The same element by element: of arrays that are not aligned, and where packs may end beyond
+  // their array. In loops, as the code is short then, and soon compiled.
+  __device__ __forceinline__ void FetchElements(int64_t row, int i) {
+    internal::ForEachIndex<kInputs>([&](auto index) {
+      constexpr int a = decltype(index)::value;
+      const auto* source = InputOf<a>(program_) + row * Width() + first_;
+#pragma unroll 1
+      for (int k = 0; k < kHeld; ++k) {
+        uint4 pack{};
+#pragma unroll 1
+        for (int j = 0; j < V; ++j) {
+          if (HasElement(k, j)) internal::SetElement(j, source[k * step_ + j], &pack);
+        }
+        JOF_UNROLL
+        for (int held = 0; held < kHeld; ++held) {
+          if (held == k) ahead_[i][held][a] = pack;
+        }
+      }
+    });
   }
 
   __device__ __forceinline__ void Unpack() {
@@ -207,13 +360,14 @@ class WholeRowsBody {
     for (int i = 0; i < kRows; ++i) {
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
-        JOF_UNROLL
-        for (int a = 0; a < kInputs; ++a) {
-          C x[V];
-          internal::LoadShared<T>(&ahead_[i][k][a], x);
+        internal::ForEachIndex<kInputs>([&](auto index) {
+          constexpr int a = decltype(index)::value;
+          using Array = decltype(ElementOfPointer(InputOf<a>(program_)));
+          Compute<Array> x[V];
+          internal::LoadShared<Array>(&ahead_[i][k][a], x);
           JOF_UNROLL
-          for (int j = 0; j < V; ++j) x_[i][k][j][a] = x[j];
-        }
+          for (int j = 0; j < V; ++j) internal::At<a>(x_[i][k][j]) = x[j];
+        });
         JOF_UNROLL
         for (int j = 0; j < V; ++j) program_.Prepare(x_[i][k][j]);
       }
@@ -239,14 +393,19 @@ class WholeRowsBody {
     if constexpr (kVectors > 0) {
       JOF_UNROLL
       for (int i = 0; i < kVectors; ++i) {
-        const RowVector& vector = program_.vectors[i];
         C columns[V];
-        JOF_UNROLL
-        for (int j = 0; j < V; ++j) columns[j] = program_.Missing(i);
-        if (vector.is_f32 && vector.data != nullptr) {
-          LoadVectorOf<float>(vector.data, k, columns);
-        } else if (vector.data != nullptr) {
-          LoadVectorOf<T>(vector.data, k, columns);
+        if constexpr (Program::kIsTraced) {
+          const internal::PackPlace<V> pack{PackAt(k), Width()};
+          if (!NobodyHas(k)) program_.LoadVector(i, pack, IsPacked(k), columns);
+        } else {
+          const RowVector& vector = program_.vectors[i];
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) columns[j] = program_.Missing(i);
+          if (vector.is_f32 && vector.data != nullptr) {
+            LoadVectorOf<float>(vector.data, k, columns);
+          } else if (vector.data != nullptr) {
+            LoadVectorOf<T>(vector.data, k, columns);
+          }
         }
         JOF_UNROLL
         for (int j = 0; j < V; ++j) v[j][i] = columns[j];
@@ -256,7 +415,7 @@ class WholeRowsBody {
 
   __device__ __forceinline__ void Finish(int64_t row, int i, const Row& facts) {
     if (row >= plan_.rows) return;
-    if constexpr (kOutputs > 0) Map(row, i, facts);
+    if constexpr (kHasMap) Map(row, i, facts);
     if (lane_ == 0) program_.End(row, facts);
   }
 
@@ -264,7 +423,8 @@ class WholeRowsBody {
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
       if (NobodyHas(k)) break;
-      C v[V][kVectors + 1], y[V][kOutputs], sums[V][kColumnSums + 1];
+      C v[V][kVectors + 1], sums[V][kColumnSums + 1];
+      typename ResultsOf<Program>::type y[V];
       if constexpr (kColumnSums == 0) LoadVectors(k, v);
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
@@ -273,15 +433,17 @@ class WholeRowsBody {
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[j][s];
       }
-      JOF_UNROLL
-      for (int o = 0; o < kOutputs; ++o) {
-        Pack<T, V> out;
+      internal::ForEachIndex<kOutputs>([&](auto index) {
+        constexpr int o = decltype(index)::value;
+        using Array = decltype(ElementOfPointer(OutputOf<o>(program_)));
+        Pack<Array, V> out;
         JOF_UNROLL
         for (int j = 0; j < V; j += 2) {
-          Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
+          Accumulator<Array>::Store2(internal::At<o>(y[j]), internal::At<o>(y[j + 1]),
+                                     &out.elem[j]);
         }
-        T* target = program_.out[o] + row * plan_.n + PackAt(k);
-        if (IsInner(k)) {
+        Array* target = OutputOf<o>(program_) + row * Width() + PackAt(k);
+        if (IsInner(k) && (!Program::kIsTraced || plan_.is_packed)) {
           if (Has(k)) StorePack(target, out);
         } else {
           JOF_UNROLL
@@ -289,7 +451,7 @@ class WholeRowsBody {
             if (HasElement(k, j)) target[j] = out.elem[j];
           }
         }
-      }
+      });
     }
   }
 
@@ -314,11 +476,7 @@ class WholeRowsBody {
   template <int r, int kCount>
   __device__ __forceinline__ void Accumulate(int i, const Row& facts, C (&sum)[kCount]) {
     C values[kWays][kCount];
-    JOF_UNROLL
-    for (int w = 0; w < kWays; ++w) {
-      JOF_UNROLL
-      for (int c = 0; c < kCount; ++c) values[w][c] = program_.template Identity<r>();
-    }
+    internal::Clear<r>(program_, values);
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
       if (NobodyHas(k)) break;
@@ -328,20 +486,16 @@ class WholeRowsBody {
       }
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
-        program_.template Accumulate<r>(
-            facts, x_[i][k][j], kColumnSums == 0 ? v[j] : vectors_[k][j], values[j % kWays]);
-      }
-    }
-    JOF_UNROLL
-    for (int w = kWays / 2; w > 0; w /= 2) {
-      JOF_UNROLL
-      for (int u = 0; u < w; ++u) {
-        JOF_UNROLL
-        for (int c = 0; c < kCount; ++c) {
-          values[u][c] = program_.template Combine<r>(values[u][c], values[u + w][c]);
+        const C* columns = kColumnSums == 0 ? v[j] : vectors_[k][j];
+        if constexpr (Program::kIsTraced) {
+          program_.template Accumulate<r>(facts, PackAt(k) + j, x_[i][k][j], columns,
+                                          HasElement(k, j), values[j % kWays]);
+        } else {
+          program_.template Accumulate<r>(facts, x_[i][k][j], columns, values[j % kWays]);
         }
       }
     }
+    internal::CombineWays<r>(program_, values);
     JOF_UNROLL
     for (int c = 0; c < kCount; ++c) sum[c] = values[0][c];
   }
@@ -354,23 +508,20 @@ class WholeRowsBody {
         C of_rows[kRows][kCount];
         C all[kRows * kCount];
       };
-      if (kHasEdges || kHeld * step_ > plan_.n) {
-        asm volatile("");  // a branch, not a select for each element
-        JOF_UNROLL
-        for (int i = 0; i < kRows; ++i) Mask<r>(i, facts[i]);
+      if constexpr (!Program::kIsTraced) {
+        if (kHasEdges || kHeld * step_ > plan_.n) {
+          asm volatile("");  // a branch, not a select for each element
+          JOF_UNROLL
+          for (int i = 0; i < kRows; ++i) Mask<r>(i, facts[i]);
+        }
       }
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) Accumulate<r>(i, facts[i], of_rows[i]);
-      internal::ReduceLanes(plan_.lanes, Exchange(), r & 1, all,
-                            [&](C(&to)[kRows * kCount], const C(&from)[kRows * kCount]) {
-                              JOF_UNROLL
-                              for (int c = 0; c < kRows * kCount; ++c) {
-                                to[c] = program_.template Combine<r>(to[c], from[c]);
-                              }
-                            });
+      internal::ReduceLanes(Lanes(), Exchange(), r & 1, all,
+                            internal::CombineEach<r, Program>{program_});
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) {
-        program_.template Finish<r>(of_rows[i], static_cast<C>(plan_.n), &facts[i]);
+        program_.template Finish<r>(of_rows[i], static_cast<C>(Width()), &facts[i]);
       }
       Reduce<r + 1>(facts);
     }
@@ -378,7 +529,7 @@ class WholeRowsBody {
 
   __device__ __forceinline__ void StoreColumnSums() const {
     __shared__ alignas(kPackBytes) C shared[kWholeRowsThreads * V];
-    C* target = program_.partial_sums + int64_t{blockIdx.x} * program_.wanted_sums * plan_.n;
+    C* target = program_.partial_sums + int64_t{blockIdx.x} * program_.wanted_sums * Width();
     JOF_UNROLL
     for (int s = 0; s < kColumnSums; ++s) {
       if (!program_.WantsSum(s)) continue;
@@ -388,10 +539,10 @@ class WholeRowsBody {
         JOF_UNROLL
         for (int j = 0; j < V; ++j) shared[threadIdx.x * V + j] = column_sums_[k][s][j];
         __syncthreads();
-        internal::AddTeams(shared, static_cast<int>(blockDim.x) / plan_.lanes, step_,
-                           min(step_, plan_.n - k * step_), target + k * step_);
+        internal::AddTeams(shared, static_cast<int>(blockDim.x) / Lanes(), step_,
+                           min(step_, Width() - k * step_), target + k * step_);
       }
-      target += plan_.n;
+      target += Width();
     }
   }
 
@@ -401,7 +552,7 @@ class WholeRowsBody {
   int first_;  // column of its first pack
   int step_;   // columns from a pack of this thread to its next one
   uint4 ahead_[kRows][kHeld][kInputs];
-  C x_[kRows][kHeld][V][kInputs];
+  typename Program::Values x_[kRows][kHeld][V];
   C vectors_[kColumnSums > 0 ? kHeld : 1][V][kVectors + 1];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
@@ -409,7 +560,7 @@ class WholeRowsBody {
 // Blocks that a multiprocessor is to have registers for.
 template <typename Program, int kHeld, int kRows, bool kHasEdges>
 JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
-  constexpr bool kNarrow = kIsNarrow<typename Program::Element>;
+  constexpr bool kNarrow = Program::kPack > 4;
   if (Program::kColumnSums > 0) return kHeld * Program::kInputs <= 4 ? 2 : 1;
   if (Program::kInputs > 1) return 2;
   const bool takes_many = Program::NeedsRegisters() || (kHasEdges && Program::kVectors > 0);
