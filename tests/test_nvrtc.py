@@ -138,6 +138,53 @@ def test_rows_of_a_fused_function():
         assert "local" not in re.sub(r"//.*", "", program.ptx())
 
 
+def rms_norm(x, scale):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def sum_of_masked(x, mask):
+    return jnp.where(mask, x, 0).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("f", "dtypes", "width", "derivative", "is_held"),
+    [
+        (jax.nn.softmax, ["bfloat16"], 512, None, True),
+        (jax.nn.softmax, ["bfloat16"], 512, "vjp", True),
+        (jax.nn.softmax, ["float32"], 8192, None, True),
+        (jax.nn.softmax, ["float32"], 8196, None, False),  # too long
+        (jax.nn.softmax, ["float64"], 512, None, False),
+        (jax.nn.softmax, ["float16"], 333, None, True),  # rows begin within packs
+        (jax.nn.softmax, ["float32"], 3, "vjp", True),
+        (rms_norm, ["bfloat16"] * 2, 1024, None, True),
+        (rms_norm, ["bfloat16"] * 2, 1024, "vjp", True),  # with sums over rows
+        (rms_norm, ["bfloat16"] * 2, 1001, "vjp", False),
+        (rms_norm, ["bfloat16"] * 2, 333, None, True),
+        (rms_norm, ["bfloat16"] * 2, 1001, None, False),
+        (rms_norm, ["float32"] * 2, 1024, "vjp", False),
+        (sum_of_masked, ["float32", "bool"], 96, None, True),
+        (sum_of_masked, ["float32", "bool"], 97, None, True),
+    ],
+)
+def test_rows_are_held_in_registers_where_they_fit(f, dtypes, width, derivative, is_held):
+    """Which kernel a definition gets: RowsKernel alone copies to shared memory."""
+    # A row vector is one of two arrays of the same type.
+    is_vector = [k > 0 and dtype == dtypes[0] for k, dtype in enumerate(dtypes)]
+    shapes = [
+        jax.ShapeDtypeStruct((width,) if vector else (64, width), dtype)
+        for vector, dtype in zip(is_vector, dtypes, strict=True)
+    ]
+    with jax.enable_x64(True):
+        text = jof.fuse(f).source(*shapes, derivative=derivative)
+    program = compiled(f"//{re.split('^//', text, flags=re.MULTILINE)[-1]}", 90)
+    assert program.compiled, program.log
+    ptx = program.ptx()
+    assert ("cp.async" not in ptx) == is_held
+    assert (".maxntid 256" in ptx) or not is_held
+    # Nothing is in local memory.
+    assert "local" not in re.sub(r"//.*", "", ptx)
+
+
 def test_an_error_is_reported():
     program = compiled(SOURCE + "\nint broken = not_declared;\n", 90)
     assert not program.compiled

@@ -21,6 +21,10 @@
 //   131072 x 1024   254    258    625                   259    692
 //   16384 x 4096    127    131    316                   131    356
 //
+// Of traced programs the length of rows is known, and so which packs need no check. They do not say
+// what adds nothing to a reduction: terms of elements that are not of the row are left out. Arrays
+// may have several types, and need not be aligned.
+//
 // What was tried: loads that pass by the first-level cache, 6 % slower in gradients; blocks of 128
 // threads, 2 to 21 % slower; registers for six blocks, which spill; rows of edges copied to shared
 // memory and taken by elements, 78 us instead of 47 for bf16 40000 x 1001, bound by instructions.
@@ -141,7 +145,8 @@ __device__ __forceinline__ void AddTeams(const C* shared, int teams, int step, i
 template <typename T>
 __device__ __forceinline__ void SetElement(int j, T value, uint4* pack) {
   constexpr int kEach = 4 / static_cast<int>(sizeof(T));  // elements of a word
-  const uint32_t bits = uint32_t{BitCast<typename Word<sizeof(T)>::type>(value)} << (j % kEach * 8 * sizeof(T));
+  const uint32_t bits = uint32_t{BitCast<typename Word<sizeof(T)>::type>(value)}
+                        << (j % kEach * 8 * sizeof(T));
   if (j / kEach == 0) pack->x |= bits;
   if (j / kEach == 1) pack->y |= bits;
   if (j / kEach == 2) pack->z |= bits;
