@@ -146,28 +146,39 @@ def sum_of_masked(x, mask):
     return jnp.where(mask, x, 0).sum(-1)
 
 
+def row_kernel(ptx: str) -> str:
+    """The name of the kernel that a function of rows is compiled to."""
+    if "cp.async" not in ptx:
+        return "whole" if ".maxntid 256" in ptx else "none"
+    is_wide = ".maxntid 512" in ptx and ".minnctapersm 2" in ptx
+    return "wide" if is_wide else "rows"
+
+
 @pytest.mark.parametrize(
-    ("f", "dtypes", "width", "derivative", "is_held"),
+    ("f", "dtypes", "width", "derivative", "kernel"),
     [
-        (jax.nn.softmax, ["bfloat16"], 512, None, True),
-        (jax.nn.softmax, ["bfloat16"], 512, "vjp", True),
-        (jax.nn.softmax, ["float32"], 8192, None, True),
-        (jax.nn.softmax, ["float32"], 8196, None, False),  # too long
-        (jax.nn.softmax, ["float64"], 512, None, False),
-        (jax.nn.softmax, ["float16"], 333, None, True),  # rows begin within packs
-        (jax.nn.softmax, ["float32"], 3, "vjp", True),
-        (rms_norm, ["bfloat16"] * 2, 1024, None, True),
-        (rms_norm, ["bfloat16"] * 2, 1024, "vjp", True),  # with sums over rows
-        (rms_norm, ["bfloat16"] * 2, 1001, "vjp", False),
-        (rms_norm, ["bfloat16"] * 2, 333, None, True),
-        (rms_norm, ["bfloat16"] * 2, 1001, None, False),
-        (rms_norm, ["float32"] * 2, 1024, "vjp", False),
-        (sum_of_masked, ["float32", "bool"], 96, None, True),
-        (sum_of_masked, ["float32", "bool"], 97, None, True),
+        (jax.nn.softmax, ["bfloat16"], 512, None, "whole"),
+        (jax.nn.softmax, ["bfloat16"], 512, "vjp", "whole"),
+        (jax.nn.softmax, ["float32"], 8192, None, "whole"),
+        (jax.nn.softmax, ["float32"], 8196, None, "wide"),  # more than registers hold
+        (jax.nn.softmax, ["bfloat16"], 50257, "vjp", "wide"),
+        (jax.nn.softmax, ["float32"], 1 << 18, None, "rows"),  # more than a cluster holds
+        (jax.nn.softmax, ["float64"], 512, None, "rows"),
+        (jax.nn.softmax, ["float16"], 333, None, "whole"),  # rows begin within packs
+        (jax.nn.softmax, ["float32"], 3, "vjp", "whole"),
+        (rms_norm, ["bfloat16"] * 2, 1024, None, "whole"),
+        (rms_norm, ["bfloat16"] * 2, 1024, "vjp", "whole"),  # with sums over rows
+        (rms_norm, ["bfloat16"] * 2, 1001, "vjp", "rows"),
+        (rms_norm, ["bfloat16"] * 2, 333, None, "whole"),
+        (rms_norm, ["bfloat16"] * 2, 1001, None, "rows"),
+        (rms_norm, ["bfloat16"] * 2, 16384, None, "rows"),
+        (rms_norm, ["float32"] * 2, 1024, "vjp", "rows"),
+        (sum_of_masked, ["float32", "bool"], 96, None, "whole"),
+        (sum_of_masked, ["float32", "bool"], 97, None, "whole"),
+        (sum_of_masked, ["float32", "bool"], 9001, None, "wide"),
     ],
 )
-def test_rows_are_held_in_registers_where_they_fit(f, dtypes, width, derivative, is_held):
-    """Which kernel a definition gets: RowsKernel alone copies to shared memory."""
+def test_the_kernel_of_a_function_of_rows(f, dtypes, width, derivative, kernel):
     # A row vector is one of two arrays of the same type.
     is_vector = [k > 0 and dtype == dtypes[0] for k, dtype in enumerate(dtypes)]
     shapes = [
@@ -176,13 +187,14 @@ def test_rows_are_held_in_registers_where_they_fit(f, dtypes, width, derivative,
     ]
     with jax.enable_x64(True):
         text = jof.fuse(f).source(*shapes, derivative=derivative)
-    program = compiled(f"//{re.split('^//', text, flags=re.MULTILINE)[-1]}", 90)
-    assert program.compiled, program.log
-    ptx = program.ptx()
-    assert ("cp.async" not in ptx) == is_held
-    assert (".maxntid 256" in ptx) or not is_held
-    # Nothing is in local memory.
-    assert "local" not in re.sub(r"//.*", "", ptx)
+    text = f"//{re.split('^//', text, flags=re.MULTILINE)[-1]}"
+    # Without clusters the shared memory of a block is not enough for every long row.
+    for architecture, found in ((90, kernel), (80, {"wide": "rows"}.get(kernel, kernel))):
+        program = compiled(text, architecture)
+        assert program.compiled, program.log
+        assert row_kernel(program.ptx()) == found
+        # Nothing is in local memory.
+        assert "local" not in re.sub(r"//.*", "", program.ptx())
 
 
 def test_an_error_is_reported():

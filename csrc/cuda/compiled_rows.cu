@@ -42,28 +42,48 @@ bool IsPacked(const TracedRowsLayout& layout, const TracedRowsCall& call) {
 cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRowsLayout& layout,
                                const TracedRowsCall& call, cudaStream_t stream) {
   const auto function = static_cast<const void*>(kernel.kernel);
-  const WholeRowsTeam team = WholeRowsTeamOf(layout, call.n);
   cudaLaunchAttribute attribute{};
-  if (team.lanes == 0) {
-    RowsGrid grid{};
-    cudaError_t status = PlanFlatRows(kernel, layout, call, &grid);
-    if (status == cudaSuccess) status = ClearParts(layout, call, grid.units, stream);
-    if (status != cudaSuccess) return status;
-    const cudaLaunchConfig_t config =
-        ConfigOf(grid, grid.units * grid.plan.team.cluster, &attribute, stream);
-    void* parameters[] = {const_cast<TracedRowsCall*>(&call), &grid.plan};
+  cudaLaunchConfig_t config{};
+  const auto launch = [&](auto plan) {
+    void* parameters[] = {const_cast<TracedRowsCall*>(&call), &plan};
     return cudaLaunchKernelExC(&config, function, parameters);
+  };
+  cudaError_t status = cudaSuccess;
+  switch (KernelOf(layout, kernel.knows_clusters, call.n)) {
+    case TracedRowsKernel::kWhole: {
+      const WholeRowsTeam team = WholeRowsTeamOf(layout, call.n);
+      WholeRowsPlan plan{call.rows, 0, static_cast<int>(call.n), team.lanes,
+                         IsPacked(layout, call)};
+      int64_t blocks = call.parts;
+      status = CountWholeRowsBlocks(function, team.shape.rows, layout.sums > 0, &plan, &blocks);
+      if (status == cudaSuccess) status = ClearParts(layout, call, blocks, stream);
+      config = ClusterConfig(blocks, kWholeRowsThreads, 1, 0, &attribute, stream);
+      return status == cudaSuccess ? launch(plan) : status;
+    }
+    case TracedRowsKernel::kWide: {
+      RowsDevice device{};
+      WideRowsPlan plan{};
+      status = GetRowsDevice(&device);
+      if (status == cudaSuccess &&
+          !PlanWideRows(layout.arrays, layout.pack, false, device, call.rows, call.n, &plan)) {
+        status = cudaErrorInvalidConfiguration;
+      }
+      plan.is_packed = IsPacked(layout, call);
+      if (status == cudaSuccess) {
+        status =
+            ConfigureWideRows(function, layout.arrays, device, stream, &plan, &attribute, &config);
+      }
+      return status == cudaSuccess ? launch(plan) : status;
+    }
+    case TracedRowsKernel::kRows: {
+      RowsGrid grid{};
+      status = PlanFlatRows(kernel, layout, call, &grid);
+      if (status == cudaSuccess) status = ClearParts(layout, call, grid.units, stream);
+      config = ConfigOf(grid, grid.units * grid.plan.team.cluster, &attribute, stream);
+      return status == cudaSuccess ? launch(grid.plan) : status;
+    }
   }
-  WholeRowsPlan plan{call.rows, 0, static_cast<int>(call.n), team.lanes, IsPacked(layout, call)};
-  int64_t blocks = call.parts;
-  cudaError_t status =
-      CountWholeRowsBlocks(function, team.shape.rows, layout.sums > 0, &plan, &blocks);
-  if (status == cudaSuccess) status = ClearParts(layout, call, blocks, stream);
-  if (status != cudaSuccess) return status;
-  const cudaLaunchConfig_t config =
-      ClusterConfig(blocks, kWholeRowsThreads, 1, 0, &attribute, stream);
-  void* parameters[] = {const_cast<TracedRowsCall*>(&call), &plan};
-  return cudaLaunchKernelExC(&config, function, parameters);
+  return cudaErrorInvalidValue;
 }
 
 JOF_NAMESPACE_END

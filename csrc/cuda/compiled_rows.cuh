@@ -1,5 +1,6 @@
-// The entry of a row kernel that is compiled at run time, from a traced function: WholeRowsKernel
-// or RowsKernel around a definition, in generated code, which is the same for CPUs and GPUs:
+// The entry of a row kernel that is compiled at run time, from a traced function: WholeRowsKernel,
+// WideRowsKernel or RowsKernel around a definition, in generated code, which is the same for CPUs
+// and GPUs:
 //
 //   struct Definition {
 //     using Arrays = Tuple<...>;    // the types of what is read of each element, in this order;
@@ -31,6 +32,7 @@
 
 #include "cuda/rows.cuh"
 #include "cuda/rows_whole.cuh"
+#include "cuda/rows_wide.cuh"
 #include "ops/traced_rows.h"
 
 JOF_NAMESPACE_BEGIN
@@ -65,6 +67,23 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& 
   const WholeRowsTraits traits{layout.arrays, layout.vectors, layout.sums, layout.pack,
                                most / words};
   return WholeRowsTeamOf(traits, has_edges, n, kManyRows, 0);
+}
+
+enum class TracedRowsKernel { kRows, kWhole, kWide };
+
+// The kernel for a definition. Rows of WideRowsKernel must fit into the shared memory of a cluster
+// of any GPU that has clusters: of eight blocks of 99 KB. Row vectors are RowsKernel's, which keeps
+// them.
+JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layout,
+                                                    bool has_clusters, int64_t n) {
+  if (WholeRowsTeamOf(layout, n).lanes > 0) return TracedRowsKernel::kWhole;
+  const bool is_held = layout.word_bytes == 4 && (layout.pack == 4 || layout.pack == 8);
+  const int64_t packs = n / layout.pack, bytes = packs * kPackBytes * layout.arrays;
+  const bool is_simple = layout.reductions > 0 && layout.sums == 0 && layout.vectors == 0;
+  return has_clusters && is_held && is_simple && layout.arrays <= 3 && packs >= 1024 &&
+                 bytes <= 8 * (64 << 10)
+             ? TracedRowsKernel::kWide
+             : TracedRowsKernel::kRows;
 }
 
 namespace internal {
@@ -128,7 +147,19 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
                                                kInputs,     kVectors,          kOutputs};
   static constexpr RowsTeam kTeam = TeamOf(TraitsOf(kLayout), kHasClusters, kWidth, !kIsEven);
   static constexpr WholeRowsTeam kWhole = WholeRowsTeamOf(kLayout, kWidth);
-  static constexpr bool kMayBeChunks = kTeam.chunks > 1, kMayBeCluster = kTeam.cluster > 1;
+  static constexpr TracedRowsKernel kKernel = KernelOf(kLayout, kHasClusters, kWidth);
+  static constexpr bool kMayBeChunks = kTeam.chunks > 1;
+  static constexpr bool kMayBeCluster = kTeam.cluster > 1 || kKernel == TracedRowsKernel::kWide;
+  // Whether the last reduction replaces elements, all of which are as long as what replaces them.
+  template <int r>
+  JOF_HOST_DEVICE static constexpr bool Replaces() {
+    if constexpr (r == 0) {
+      return false;
+    } else {
+      return Level<r - 1>::kReplaces && ((sizeof(A) == sizeof(Compute<A>)) && ...);
+    }
+  }
+  static constexpr bool kReplaces = Replaces<kReductions>();
   static constexpr bool kIsFull =
       kIsEven && kWidth == kPack * kTeam.lanes * kTeam.packs * kTeam.chunks * kTeam.cluster;
 
@@ -213,12 +244,22 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   }
 
   template <int r, int kCount>
-  __device__ __forceinline__ void Accumulate(const Row& facts, int column, Values& x, const Word* v,
-                                             bool is_of_row, Word (&values)[kCount]) const {
+  __device__ __forceinline__ void GetTerms(const Row& facts, int column, Values& x, const Word* v,
+                                           Word (&words)[kCount]) const {
     const auto terms = Level<r>::Accumulate(facts, column, x, VectorsOf(v));
     ForEachIndex<kCount>([&](auto index) {
       constexpr int i = decltype(index)::value;
-      const Word sum = Combine<r, i>(values[i], ToWord<Word>(Get<i>(terms)));
+      words[i] = ToWord<Word>(Get<i>(terms));
+    });
+  }
+  template <int r, int kCount>
+  __device__ __forceinline__ void Accumulate(const Row& facts, int column, Values& x, const Word* v,
+                                             bool is_of_row, Word (&values)[kCount]) const {
+    Word terms[kCount];
+    GetTerms<r>(facts, column, x, v, terms);
+    ForEachIndex<kCount>([&](auto index) {
+      constexpr int i = decltype(index)::value;
+      const Word sum = Combine<r, i>(values[i], terms[i]);
       values[i] = is_of_row ? sum : values[i];
     });
   }
@@ -248,7 +289,7 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
 };
 
 // How a kernel is launched: its plan, and its blocks, of which registers are for so many.
-template <typename Definition, bool kIsWhole = TracedRowsProgram<Definition>::kWhole.lanes != 0>
+template <typename Definition, TracedRowsKernel kKernel = TracedRowsProgram<Definition>::kKernel>
 struct TracedRows {
   using Plan = RowsPlan;
   static constexpr int kThreads = Definition::kThreads, kBlocks = Definition::kBlocks;
@@ -264,7 +305,7 @@ struct TracedRows {
 };
 
 template <typename Definition>
-struct TracedRows<Definition, true> {
+struct TracedRows<Definition, TracedRowsKernel::kWhole> {
   using Plan = WholeRowsPlan;
   using Program = TracedRowsProgram<Definition>;
   static constexpr WholeRowsShape kShape = Program::kWhole.shape;
@@ -275,6 +316,21 @@ struct TracedRows<Definition, true> {
   __device__ __forceinline__ static void Run(const TracedRowsCall& call, const Plan& plan) {
     const Program program(call);
     WholeRowsBody<Program, kShape.held, kShape.rows, kHasEdges>(program, plan).Run();
+  }
+};
+
+template <typename Definition>
+struct TracedRows<Definition, TracedRowsKernel::kWide> {
+  using Plan = WideRowsPlan;
+  using Program = TracedRowsProgram<Definition>;
+  static constexpr int kThreads = kWideRowsThreads<Program>, kBlocks = 2;
+
+  __device__ __forceinline__ static void Run(const TracedRowsCall& call, const Plan& plan) {
+    using Body = WideRowsBody<Program>;
+    extern __shared__ uint4 slots[];
+    __shared__ typename Body::Shared shared;
+    const Program program(call);
+    Body(program, plan, slots, &shared).Run();
   }
 };
 

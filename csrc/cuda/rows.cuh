@@ -18,8 +18,8 @@
 // Most programs whose arrays are aligned have kernels of their own, which are faster:
 // rows_whole.cuh, rows_tiles.cuh for rows of a few elements, rows_wide.cuh for long ones. This one
 // is for float64, misaligned arrays, and norms with long rows of odd lengths and their gradients.
-// Traced programs have it where built-in ones do, for rows of more than 8,192 elements, and for
-// elements of one byte (compiled_rows.cuh).
+// Traced programs have it where built-in ones do, and for elements of one byte: see KernelOf in
+// compiled_rows.cuh.
 //
 // Measured on an H200, in percent of the speed of a copy, bf16 and f32:
 //                   65536 x 512   131072 x 1024   16384 x 4096   4096 x 32000
@@ -283,6 +283,32 @@ struct CombineEach {
     });
   }
 };
+
+// Adds what a traced program makes of a pack that begins at `column`, to one way after the other.
+// Terms of elements that are not of the row become what adds nothing.
+template <int r, typename Program, typename Values, typename C, int V, int kColumns, int kWays,
+          int kCount, typename Has>
+__device__ __forceinline__ void AccumulatePack(const Program& program,
+                                               const typename Program::Row& facts, int column,
+                                               Values (&x)[V], const C (&v)[V][kColumns],
+                                               bool is_inner, const Has& has_element,
+                                               C (&values)[kWays][kCount]) {
+  C terms[V][kCount];
+  JOF_UNROLL
+  for (int j = 0; j < V; ++j) program.template GetTerms<r>(facts, column + j, x[j], v[j], terms[j]);
+  if (!is_inner) {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      if (has_element(j)) continue;
+      ForEachIndex<kCount>([&](auto index) {
+        constexpr int i = decltype(index)::value;
+        terms[j][i] = program.template Identity<r, i>();
+      });
+    }
+  }
+  JOF_UNROLL
+  for (int j = 0; j < V; ++j) CombineEach<r, Program>{program}(values[j % kWays], terms[j]);
+}
 
 template <int r, typename Program, typename C, int kWays, int kCount>
 __device__ __forceinline__ void CombineWays(const Program& program, C (&values)[kWays][kCount]) {

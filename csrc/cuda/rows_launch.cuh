@@ -345,7 +345,35 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   return with_held(std::integral_constant<int, 1>());
 }
 
-// Whether WideRowsKernel is for these rows, and how. For shorter ones its blocks are too large.
+// How WideRowsKernel is for rows of so many inputs, and whether it is: for shorter ones its blocks
+// are too large.
+inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevice& device,
+                         int64_t rows, int64_t n, WideRowsPlan* plan) {
+  const int64_t packs = n % pack == 0 ? n / pack : (n - 2) / pack + 2;
+  if (packs < 4 * kWholeRowsThreads) return false;
+  // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
+  // threads, 191 with 256.
+  int threads = 128, cluster = 1;
+  while (threads < WideRowsThreads(has_vectors) && packs > 16 * threads) threads *= 2;
+  const auto per_thread = [&] {
+    const int64_t all = int64_t{threads} * cluster;
+    return (packs + all - 1) / all;
+  };
+  const auto bytes = [&] { return per_thread() * threads * kPackBytes * inputs; };
+  // A cluster if a row does not fit into the shared memory of one multiprocessor: of so many blocks
+  // that two fit into each, of which one loads while the other reduces. Also if rows are few.
+  const int most = device.has_clusters ? 8 : 1;
+  const int64_t most_bytes = device.shared_bytes - (2 << 10);
+  const bool is_too_long = bytes() > most_bytes;
+  while (cluster < most && is_too_long && bytes() > most_bytes / 2) cluster *= 2;
+  while (cluster < most && rows * cluster < device.multiprocessors && per_thread() > 2) {
+    cluster *= 2;
+  }
+  if (bytes() > most_bytes) return false;
+  *plan = {rows, 0, static_cast<int>(n), threads, cluster, static_cast<int>(per_thread()), true};
+  return true;
+}
+
 template <typename Program>
 bool PlanWideRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                   WideRowsPlan* plan) {
@@ -357,45 +385,35 @@ bool PlanWideRows(const Program& program, const RowsProblem& problem, const Rows
     for (const RowVector& vector : program.vectors) given += vector.data != nullptr;
     if (given > kIsNarrow<typename Program::Element>) return false;
   }
-  const int64_t rows = problem.rows(), n = problem.n;
-  const int64_t packs = n % Program::kPack == 0 ? n / Program::kPack : (n - 2) / Program::kPack + 2;
-  if (packs < 4 * kWholeRowsThreads) return false;
-  // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
-  // threads, 191 with 256.
-  int threads = 128, cluster = 1;
-  while (threads < kWideRowsThreads<Program> && packs > 16 * threads) threads *= 2;
-  const auto per_thread = [&] {
-    const int64_t all = int64_t{threads} * cluster;
-    return (packs + all - 1) / all;
-  };
-  const auto bytes = [&] { return per_thread() * threads * kPackBytes * Program::kInputs; };
-  // A cluster if a row does not fit into the shared memory of one multiprocessor: of so many blocks
-  // that two fit into each, of which one loads while the other reduces. Also if rows are few.
-  const int most = device.has_clusters ? 8 : 1;
-  const int64_t most_bytes = device.shared_bytes - (2 << 10);
-  const bool is_too_long = bytes() > most_bytes;
-  while (cluster < most && is_too_long && bytes() > most_bytes / 2) cluster *= 2;
-  while (cluster < most && rows * cluster < device.multiprocessors && per_thread() > 2) {
-    cluster *= 2;
-  }
-  if (bytes() > most_bytes) return false;
-  *plan = {rows, 0, static_cast<int>(n), threads, cluster, static_cast<int>(per_thread())};
-  return true;
+  return PlanWideRows(Program::kInputs, Program::kPack, Program::kVectors > 0, device,
+                      problem.rows(), problem.n, plan);
+}
+
+// How many teams run at a time, and their launch.
+inline cudaError_t ConfigureWideRows(const void* kernel, int inputs, const RowsDevice& device,
+                                     cudaStream_t stream, WideRowsPlan* plan,
+                                     cudaLaunchAttribute* attribute, cudaLaunchConfig_t* config) {
+  const int bytes = plan->packs * plan->threads * kPackBytes * inputs;
+  int teams = 0;
+  const cudaError_t status =
+      CountUnits(kernel, plan->threads, plan->cluster, bytes, device, &teams);
+  if (status != cudaSuccess) return status;
+  plan->teams = std::min<int64_t>(std::max(teams, 1), plan->rows);
+  *config = ClusterConfig(plan->teams * plan->cluster, plan->threads, plan->cluster, bytes,
+                          attribute, stream);
+  return cudaSuccess;
 }
 
 template <typename Program>
 cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const RowsDevice& device,
                            cudaStream_t stream) {
   const auto kernel = WideRowsKernel<Program>;
-  const int bytes = plan.packs * plan.threads * kPackBytes * Program::kInputs;
-  int teams = 0;
-  const cudaError_t status = CountUnits(reinterpret_cast<const void*>(kernel), plan.threads,
-                                        plan.cluster, bytes, device, &teams);
-  if (status != cudaSuccess) return status;
-  plan.teams = std::min<int64_t>(std::max(teams, 1), plan.rows);
   cudaLaunchAttribute attribute{};
-  const cudaLaunchConfig_t config = ClusterConfig(plan.teams * plan.cluster, plan.threads,
-                                                  plan.cluster, bytes, &attribute, stream);
+  cudaLaunchConfig_t config{};
+  const cudaError_t status =
+      ConfigureWideRows(reinterpret_cast<const void*>(kernel), Program::kInputs, device, stream,
+                        &plan, &attribute, &config);
+  if (status != cudaSuccess) return status;
   return cudaLaunchKernelEx(&config, kernel, program, plan);
 }
 

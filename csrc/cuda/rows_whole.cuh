@@ -489,14 +489,16 @@ class WholeRowsBody {
       if constexpr (kColumnSums == 0) {
         if (Program::UsesVectors(r)) LoadVectors(k, v);
       }
-      JOF_UNROLL
-      for (int j = 0; j < V; ++j) {
-        const C* columns = kColumnSums == 0 ? v[j] : vectors_[k][j];
-        if constexpr (Program::kIsTraced) {
-          program_.template Accumulate<r>(facts, PackAt(k) + j, x_[i][k][j], columns,
-                                          HasElement(k, j), values[j % kWays]);
-        } else {
-          program_.template Accumulate<r>(facts, x_[i][k][j], columns, values[j % kWays]);
+      if constexpr (Program::kIsTraced) {
+        const bool is_inner = kHasEdges ? IsInner(k) : Has(k);
+        internal::AccumulatePack<r>(
+            program_, facts, PackAt(k), x_[i][k], kColumnSums == 0 ? v : vectors_[k], is_inner,
+            [&](int j) { return HasElement(k, j); }, values);
+      } else {
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          program_.template Accumulate<r>(
+              facts, x_[i][k][j], kColumnSums == 0 ? v[j] : vectors_[k][j], values[j % kWays]);
         }
       }
     }

@@ -24,8 +24,9 @@
 JOF_NAMESPACE_BEGIN
 
 // The most in a block. Row vectors take registers.
+JOF_HOST_DEVICE constexpr int WideRowsThreads(bool has_vectors) { return has_vectors ? 256 : 512; }
 template <typename Program>
-inline constexpr int kWideRowsThreads = Program::kVectors > 0 ? 256 : 512;
+inline constexpr int kWideRowsThreads = WideRowsThreads(Program::kVectors > 0);
 
 struct WideRowsPlan {
   int64_t rows;
@@ -34,6 +35,8 @@ struct WideRowsPlan {
   int threads;  // of a block
   int cluster;  // blocks
   int packs;    // that a thread has at most
+  // Of traced programs: whether all arrays begin at multiples of 16 bytes.
+  bool is_packed;
 };
 
 template <typename Program>
@@ -48,8 +51,11 @@ class WideRowsBody {
   static constexpr int kWays = V < 4 ? V : 4;
   static constexpr int kUnroll = kVectors > 0 ? 1 : 2;
   static constexpr int kGroups = 4;  // of copies that are waited for together
+  // Traced programs take long to compile.
+  static constexpr int kGroupUnroll = Program::kIsTraced ? 1 : kGroups;
   // Whether what the last reduction makes of an element, such as an exponential, takes its place.
   static constexpr bool kKeeps = Program::kReplaces && sizeof(T) == sizeof(C);
+  using Values = typename Program::Values;
   using Shared = internal::Exchange<C, Program::kValues>;
 
   __device__ __forceinline__ WideRowsBody(const Program& program, const WideRowsPlan& plan,
@@ -67,7 +73,7 @@ class WideRowsBody {
       internal::SyncCluster();
     }
     int64_t row = blockIdx.x / plan_.cluster;
-    JOF_UNROLL
+#pragma unroll kGroupUnroll
     for (int g = 0; g < kGroups; ++g) {
       for (int k = g * group_; k < (g + 1) * group_; ++k) Fetch(row, k);
       internal::CommitCopies();
@@ -75,6 +81,7 @@ class WideRowsBody {
     Row next = BeginRow(row);
     for (; row < plan_.rows; row += plan_.teams) {
       Row facts = next;
+      if constexpr (Program::kIsTraced) program_.Start(&facts);
       next = BeginRow(row + plan_.teams);
       first_ = FirstColumn(row);
       Reduce<0>(&facts);
@@ -85,15 +92,26 @@ class WideRowsBody {
   }
 
  private:
+  __device__ __forceinline__ int Width() const {
+    if constexpr (Program::kIsTraced) {
+      return Program::kWidth;
+    } else {
+      return plan_.n;
+    }
+  }
+
   // Of this thread's first pack: negative where the row begins within it.
   __device__ __forceinline__ int FirstColumn(int64_t row) const {
-    return lane_ * V - static_cast<int>(row * plan_.n & (V - 1));
+    return lane_ * V - static_cast<int>(row * Width() & (V - 1));
   }
   __device__ __forceinline__ bool IsInner(int column) const {
-    return column >= 0 && column + V <= plan_.n;
+    return Program::kIsEven || (column >= 0 && column + V <= Width());
   }
   __device__ __forceinline__ bool HasElement(int column) const {
-    return static_cast<unsigned>(column) < static_cast<unsigned>(plan_.n);
+    return Program::kIsEven || static_cast<unsigned>(column) < static_cast<unsigned>(Width());
+  }
+  __device__ __forceinline__ bool IsPacked() const {
+    return !Program::kIsTraced || plan_.is_packed;
   }
   __device__ __forceinline__ Row BeginRow(int64_t row) const {
     return row < plan_.rows ? program_.Begin(row) : Row{};
@@ -107,40 +125,53 @@ class WideRowsBody {
   __device__ __forceinline__ void Fetch(int64_t row, int k) const {
     if (row >= plan_.rows || k >= plan_.packs) return;
     const int column = FirstColumn(row) + k * step_;
-    if (column >= plan_.n) return;
-    const int64_t at = row * plan_.n + column;
-    JOF_UNROLL
-    for (int a = 0; a < kInputs; ++a) {
-      const T* source = program_.in[a] + at;
-      if (row + 1 < plan_.rows || column + V <= plan_.n) {
-        internal::CopyAsync(Slot(a, k), source);
+    if (column >= Width()) return;
+    const int64_t at = row * Width() + column;
+    internal::ForEachIndex<kInputs>([&](auto index) {
+      constexpr int a = decltype(index)::value;
+      using Array = decltype(ElementOfPointer(InputOf<a>(program_)));
+      const Array* source = InputOf<a>(program_) + at;
+      if (IsPacked() && (row + 1 < plan_.rows || column + V <= Width())) {
+        internal::CopyAsync<V * sizeof(Array)>(Slot(a, k), source);
       } else {
-        T* target = reinterpret_cast<T*>(Slot(a, k));
-        for (int j = 0; column + j < plan_.n; ++j) target[j] = source[j];
+        Array* target = reinterpret_cast<Array*>(Slot(a, k));
+        for (int j = max(-column, 0); j < V && column + j < Width(); ++j) target[j] = source[j];
       }
-    }
+    });
   }
 
-  __device__ __forceinline__ void Load(int k, C (&x)[V][kInputs]) const {
-    JOF_UNROLL
-    for (int a = 0; a < kInputs; ++a) {
-      C of_array[V];
-      internal::LoadShared<T>(Slot(a, k), of_array);
+  __device__ __forceinline__ void Load(int k, Values (&x)[V]) const {
+    internal::ForEachIndex<kInputs>([&](auto index) {
+      constexpr int a = decltype(index)::value;
+      using Array = decltype(ElementOfPointer(InputOf<a>(program_)));
+      Compute<Array> of_array[V];
+      internal::LoadShared<Array>(Slot(a, k), of_array);
       JOF_UNROLL
-      for (int j = 0; j < V; ++j) x[j][a] = of_array[j];
-    }
+      for (int j = 0; j < V; ++j) internal::At<a>(x[j]) = of_array[j];
+    });
     JOF_UNROLL
     for (int j = 0; j < V; ++j) program_.Prepare(x[j]);
   }
 
-  __device__ __forceinline__ void Keep(int k, const C (&x)[V][kInputs]) const {
-    JOF_UNROLL
-    for (int a = 0; a < kInputs; ++a) {
-      Pack<C, V> terms;
-      JOF_UNROLL
-      for (int j = 0; j < V; ++j) terms.elem[j] = x[j][a];
-      *reinterpret_cast<Pack<C, V>*>(Slot(a, k)) = terms;
+  // What reductions before this one have left of an element that is loaded again.
+  template <int r>
+  __device__ __forceinline__ void Restore(const Row& facts, int column, Values& x) const {
+    if constexpr (!Program::kIsTraced) {
+      if constexpr (r == kReductions && !kKeeps) program_.Replace(facts, x);
+    } else if constexpr (r > 0 && !(r == kReductions && kKeeps)) {
+      program_.template Restore<r>(facts, column, x, nullptr);
     }
+  }
+
+  __device__ __forceinline__ void Keep(int k, Values (&x)[V]) const {
+    internal::ForEachIndex<kInputs>([&](auto index) {
+      constexpr int a = decltype(index)::value;
+      using Array = decltype(ElementOfPointer(InputOf<a>(program_)));
+      Pack<Compute<Array>, V> terms;
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) terms.elem[j] = internal::At<a>(x[j]);
+      *reinterpret_cast<Pack<Compute<Array>, V>*>(Slot(a, k)) = terms;
+    });
   }
 
   // Row vectors are read from the second-level cache. Packs of the row may begin elsewhere than
@@ -148,7 +179,7 @@ class WideRowsBody {
   template <typename S>
   __device__ __forceinline__ void LoadVectorOf(const S* data, int column, C (&v)[V]) const {
     constexpr int kBytes = static_cast<int>(sizeof(S)), kEach = kPackBytes / kBytes;
-    if (column >= 0 && column + V + kEach <= plan_.n) {
+    if (column >= 0 && column + V + kEach <= Width()) {
       JOF_UNROLL
       for (int j = 0; j < V; j += kEach) {
         const char* source = reinterpret_cast<const char*>(data + column + j);
@@ -171,6 +202,7 @@ class WideRowsBody {
   }
   __device__ __forceinline__ void LoadVectors(int column, C (&v)[V][kVectors + 1]) const {
     if constexpr (kVectors > 0) {
+      static_assert(!Program::kIsTraced);
       JOF_UNROLL
       for (int i = 0; i < kVectors; ++i) {
         const RowVector& vector = program_.vectors[i];
@@ -193,37 +225,42 @@ class WideRowsBody {
     if constexpr (r < kReductions) {
       constexpr int kCount = Program::ValuesOf(r);
       C values[kWays][kCount];
-      JOF_UNROLL
-      for (int w = 0; w < kWays; ++w) {
-        JOF_UNROLL
-        for (int i = 0; i < kCount; ++i) values[w][i] = program_.template Identity<r>();
-      }
+      internal::Clear<r>(program_, values);
       const auto accumulate = [&](int begin, int end) {
 #pragma unroll kUnroll
         for (int k = begin; k < end; ++k) {
           const int column = first_ + k * step_;
-          if (column >= plan_.n) break;
-          C x[V][kInputs], v[V][kVectors + 1];
+          if (column >= Width()) break;
+          Values x[V];
+          C v[V][kVectors + 1];
           Load(k, x);
-          if (!IsInner(column)) {
+          if constexpr (Program::kIsTraced) {
             JOF_UNROLL
-            for (int j = 0; j < V; ++j) {
+            for (int j = 0; j < V; ++j) Restore<r>(*facts, column + j, x[j]);
+            internal::AccumulatePack<r>(
+                program_, *facts, column, x, v, IsInner(column),
+                [&](int j) { return HasElement(column + j); }, values);
+          } else {
+            if (!IsInner(column)) {
               JOF_UNROLL
-              for (int a = 0; a < kInputs; ++a) {
-                if (!HasElement(column + j)) x[j][a] = program_.template Neutral<r>(*facts, a);
+              for (int j = 0; j < V; ++j) {
+                JOF_UNROLL
+                for (int a = 0; a < kInputs; ++a) {
+                  if (!HasElement(column + j)) x[j][a] = program_.template Neutral<r>(*facts, a);
+                }
               }
             }
-          }
-          if (Program::UsesVectors(r)) LoadVectors(column, v);
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) {
-            program_.template Accumulate<r>(*facts, x[j], v[j], values[j % kWays]);
+            if (Program::UsesVectors(r)) LoadVectors(column, v);
+            JOF_UNROLL
+            for (int j = 0; j < V; ++j) {
+              program_.template Accumulate<r>(*facts, x[j], v[j], values[j % kWays]);
+            }
           }
           if constexpr (kKeeps && r + 1 == kReductions) Keep(k, x);
         }
       };
       if constexpr (r == 0) {  // as groups come
-        JOF_UNROLL
+#pragma unroll kGroupUnroll
         for (int g = 0; g < kGroups; ++g) {
           internal::WaitForCopies(kGroups - 1 - g);
           accumulate(g * group_, min((g + 1) * group_, plan_.packs));
@@ -231,25 +268,18 @@ class WideRowsBody {
       } else {
         accumulate(0, plan_.packs);
       }
-      const auto add = [&](C(&to)[kCount], const C(&from)[kCount]) {
-        JOF_UNROLL
-        for (int i = 0; i < kCount; ++i) to[i] = program_.template Combine<r>(to[i], from[i]);
-      };
-      JOF_UNROLL
-      for (int w = kWays / 2; w > 0; w /= 2) {
-        JOF_UNROLL
-        for (int u = 0; u < w; ++u) add(values[u], values[u + w]);
-      }
+      internal::CombineWays<r>(program_, values);
       const RowsTeam team{static_cast<int>(blockDim.x), 0, 0, plan_.cluster, 0};
-      internal::ReduceTeam<Program::kMayBeCluster, true>(team, shared_, &turn_, values[0], add);
-      program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
+      internal::ReduceTeam<Program::kMayBeCluster, true>(
+          team, shared_, &turn_, values[0], internal::CombineEach<r, Program>{program_});
+      program_.template Finish<r>(values[0], static_cast<C>(Width()), facts);
       Reduce<r + 1>(facts);
     }
   }
 
   // Maps the row, and has the next one fetched.
   __device__ __forceinline__ void Map(int64_t row, const Row& facts) const {
-    JOF_UNROLL
+#pragma unroll kGroupUnroll
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll kUnroll
       for (int k = g * group_; k < min((g + 1) * group_, plan_.packs); ++k) {
@@ -265,25 +295,28 @@ class WideRowsBody {
 
   __device__ __forceinline__ void MapPack(int64_t row, const Row& facts, int k) const {
     const int column = first_ + k * step_;
-    C x[V][kInputs], v[V][kVectors + 1], y[V][kOutputs], sums[1];
+    Values x[V];
+    C v[V][kVectors + 1], sums[1];
+    typename ResultsOf<Program>::type y[V];
     Load(k, x);
     Fetch(row + plan_.teams, k);
-    if (column >= plan_.n) return;  // the next row may begin earlier in its first pack
+    if (column >= Width()) return;  // the next row may begin earlier in its first pack
     LoadVectors(column, v);
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
-      if constexpr (!kKeeps) program_.Replace(facts, x[j]);
+      Restore<kReductions>(facts, column + j, x[j]);
       program_.Map(facts, column + j, x[j], v[j], y[j], sums);
     }
-    JOF_UNROLL
-    for (int o = 0; o < kOutputs; ++o) {
-      Pack<T, V> out;
+    internal::ForEachIndex<kOutputs>([&](auto index) {
+      constexpr int o = decltype(index)::value;
+      using Array = decltype(ElementOfPointer(OutputOf<o>(program_)));
+      Pack<Array, V> out;
       JOF_UNROLL
       for (int j = 0; j < V; j += 2) {
-        Accumulator<T>::Store2(y[j][o], y[j + 1][o], &out.elem[j]);
+        Accumulator<Array>::Store2(internal::At<o>(y[j]), internal::At<o>(y[j + 1]), &out.elem[j]);
       }
-      T* target = program_.out[o] + row * plan_.n + column;
-      if (IsInner(column)) {
+      Array* target = OutputOf<o>(program_) + row * Width() + column;
+      if (IsInner(column) && IsPacked()) {
         StorePack(target, out);
       } else {
         JOF_UNROLL
@@ -291,7 +324,7 @@ class WideRowsBody {
           if (HasElement(column + j)) target[j] = out.elem[j];
         }
       }
-    }
+    });
   }
 
   const Program& program_;

@@ -2,7 +2,9 @@
 // lengths move as fast as rows of whole packs.
 #pragma once
 
+#ifndef __CUDACC_RTC__
 #include <type_traits>
+#endif
 
 #include "common/types.h"
 #include "cuda/launch.cuh"
@@ -100,6 +102,7 @@ __device__ __forceinline__ uint4 LoadElements(const char* source, const char* ar
   return value;
 }
 
+#ifndef __CUDACC_RTC__
 template <int kBytes>
 __device__ __forceinline__ void StorePiece(char* target, uint4 value, int at) {
   const auto word = [value](int i) {
@@ -139,6 +142,8 @@ __device__ __forceinline__ void StoreBytes(char* target, uint4 value, int begin,
   store(std::integral_constant<int, 2>(), true);
   store(std::integral_constant<int, 1>(), true);
 }
+
+#endif
 
 // Stores the first `bytes` bytes of a pack, all if there are more, to an address that is aligned to
 // elements only.
