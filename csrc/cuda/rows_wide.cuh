@@ -51,8 +51,6 @@ class WideRowsBody {
   static constexpr int kWays = V < 4 ? V : 4;
   static constexpr int kUnroll = kVectors > 0 ? 1 : 2;
   static constexpr int kGroups = 4;  // of copies that are waited for together
-  // Traced programs take long to compile.
-  static constexpr int kGroupUnroll = Program::kIsTraced ? 1 : kGroups;
   // Whether what the last reduction makes of an element, such as an exponential, takes its place.
   static constexpr bool kKeeps = Program::kReplaces && sizeof(T) == sizeof(C);
   using Values = typename Program::Values;
@@ -73,11 +71,10 @@ class WideRowsBody {
       internal::SyncCluster();
     }
     int64_t row = blockIdx.x / plan_.cluster;
-#pragma unroll kGroupUnroll
-    for (int g = 0; g < kGroups; ++g) {
+    ForEachGroup([&](int g) {
       for (int k = g * group_; k < (g + 1) * group_; ++k) Fetch(row, k);
       internal::CommitCopies();
-    }
+    });
     Row next = BeginRow(row);
     for (; row < plan_.rows; row += plan_.teams) {
       Row facts = next;
@@ -97,6 +94,18 @@ class WideRowsBody {
       return Program::kWidth;
     } else {
       return plan_.n;
+    }
+  }
+
+  // Calls visit(g) for each group. Of traced programs in a loop, as its code is sooner compiled.
+  template <typename Visit>
+  __device__ __forceinline__ static void ForEachGroup(const Visit& visit) {
+    if constexpr (Program::kIsTraced) {
+#pragma unroll 1
+      for (int g = 0; g < kGroups; ++g) visit(g);
+    } else {
+      JOF_UNROLL
+      for (int g = 0; g < kGroups; ++g) visit(g);
     }
   }
 
@@ -135,7 +144,11 @@ class WideRowsBody {
         internal::CopyAsync<V * sizeof(Array)>(Slot(a, k), source);
       } else {
         Array* target = reinterpret_cast<Array*>(Slot(a, k));
-        for (int j = max(-column, 0); j < V && column + j < Width(); ++j) target[j] = source[j];
+        if constexpr (Program::kIsTraced) {  // any pack, of arrays that are not aligned
+          for (int j = max(-column, 0); j < V && column + j < Width(); ++j) target[j] = source[j];
+        } else {
+          for (int j = 0; column + j < Width(); ++j) target[j] = source[j];
+        }
       }
     });
   }
@@ -260,11 +273,10 @@ class WideRowsBody {
         }
       };
       if constexpr (r == 0) {  // as groups come
-#pragma unroll kGroupUnroll
-        for (int g = 0; g < kGroups; ++g) {
+        ForEachGroup([&](int g) {
           internal::WaitForCopies(kGroups - 1 - g);
           accumulate(g * group_, min((g + 1) * group_, plan_.packs));
-        }
+        });
       } else {
         accumulate(0, plan_.packs);
       }
@@ -279,8 +291,7 @@ class WideRowsBody {
 
   // Maps the row, and has the next one fetched.
   __device__ __forceinline__ void Map(int64_t row, const Row& facts) const {
-#pragma unroll kGroupUnroll
-    for (int g = 0; g < kGroups; ++g) {
+    ForEachGroup([&](int g) {
 #pragma unroll kUnroll
       for (int k = g * group_; k < min((g + 1) * group_, plan_.packs); ++k) {
         if constexpr (kOutputs > 0) {
@@ -290,7 +301,7 @@ class WideRowsBody {
         }
       }
       internal::CommitCopies();
-    }
+    });
   }
 
   __device__ __forceinline__ void MapPack(int64_t row, const Row& facts, int k) const {
