@@ -158,10 +158,12 @@ def _batch(kinds: Any, reference: Any) -> Any:
 
 def _define() -> core.Primitive:
     def define(name: str, kinds: Any, reference: Any, native: Any, passes: int) -> core.Primitive:
-        def call(x: Any, *_: Any, spatial: int, groups: int, **__: Any) -> _policy.Call:
+        def call(
+            passes: int, x: Any, *_: Any, spatial: int, groups: int, **__: Any
+        ) -> _policy.Call:
             image = math.prod(x.shape[-spatial - 1 :]) * x.dtype.itemsize
             images = "small images" if image <= _SMALL_IMAGE else "large images"
-            way = "backward" if name.endswith("_vjp") else "forward"
+            way = {2: "forward", 3: "backward"}[passes]
             return _policy.Call(("group_norm", way, images), passes * _policy.nbytes(x))
 
         return _primitive.define(
@@ -174,7 +176,8 @@ def _define() -> core.Primitive:
             on_shard=_primitive.sum_each if kinds is _VJP else None,
             batch=_batch(kinds, reference),
             multiple_results=True,
-            call=call if passes else None,
+            call=functools.partial(call, passes) if passes else None,
+            gradient=functools.partial(call, 3) if passes == 2 else None,
         )
 
     value_p = define("group_norm", _VALUE, _reference.group_norm, _value_native, 2)
@@ -183,6 +186,7 @@ def _define() -> core.Primitive:
     jvp_p = define("group_norm_jvp", _JVP, jvp_reference, _rows.in_jnp(jvp_reference), 0)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        params = _policy.with_gradient(params)
         y, stats = _primitive.bind(value_p, *primals, **params)
         wide = [t.astype(stats.dtype) for t in map(_rows.instantiated, tangents[1:])]
         t_x = _rows.instantiated(tangents[0])

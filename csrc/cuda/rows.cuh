@@ -105,6 +105,8 @@ struct RowsProgram {
   static constexpr int kThreads = 512, kBlocks = 1;
   // Whether WholeRowsKernel takes more than 64.
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
+  // Of which a thread may know all at a time.
+  static constexpr int kMostRows = 8;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
 

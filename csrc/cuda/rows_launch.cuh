@@ -230,7 +230,8 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
   for (const WholeRowsShape& one : WholeRowsShapes<Program, kHasEdges>(packs)) {
     int64_t needed = 1;
     while (needed < kWholeRowsThreads && one.held * needed < packs) needed *= 2;
-    if (one.held * needed < packs || (one.rows > 1 && rows * needed < one.rows * few)) continue;
+    if (one.held * needed < packs || one.rows > Program::kMostRows) continue;
+    if (one.rows > 1 && rows * needed < one.rows * few) continue;
     if (lanes == 0 || one.held * needed < shape->held * lanes) {
       *shape = one;
       lanes = needed;
@@ -298,7 +299,7 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
     }
     if constexpr (!kHasEdges) {
       launch(two, two);
-      launch(one, four);
+      if constexpr (Program::kMostRows >= 4) launch(one, four);
     }
   }
   return status;
@@ -478,7 +479,7 @@ template <typename Program>
 cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem,
                               cudaStream_t stream) {
   using T = typename Program::Element;
-  constexpr int kPack = kPackSize<T>;
+  constexpr int kPack = std::min(kPackSize<T>, Program::kMostRows);
   const bool is_packed = problem.inner % kPack == 0 && AreAligned(program);
   const auto launch = [&](auto pack) {
     constexpr int kRows = decltype(pack)::value;

@@ -117,6 +117,17 @@ __device__ __forceinline__ int64_t ElementOf(const RowsProblem& p, int64_t row, 
   return (o * p.n + index) * p.inner + (row - o * p.inner);
 }
 
+// The element that the label of a row names: NaN where it names none, 0 where there are no labels.
+template <typename T>
+__device__ __forceinline__ Compute<T> LabelValue(const RowsProblem& p, const T* x,
+                                                 const int32_t* labels, int64_t row) {
+  using C = Compute<T>;
+  if (labels == nullptr) return C(0);
+  const int64_t index = LabelIndex(labels[row], p.n);
+  if (index < 0) return Infinity<C>() - Infinity<C>();
+  return Accumulator<T>::Load(x[ElementOf(p, row, index)]);
+}
+
 template <typename T>
 struct LogSumExpForward : ExpSumReductions<T, false> {
   using C = Compute<T>;
@@ -137,11 +148,7 @@ struct LogSumExpForward : ExpSumReductions<T, false> {
 
   __device__ __forceinline__ Row Begin(int64_t row) const {
     Row facts{};
-    if (labels != nullptr) {
-      const int64_t index = LabelIndex(labels[row], problem.n);
-      facts.x_label = Infinity<C>() - Infinity<C>();
-      if (index >= 0) facts.x_label = Accumulator<T>::Load(in[0][ElementOf(problem, row, index)]);
-    }
+    facts.x_label = LabelValue(problem, in[0], labels, row);
     return facts;
   }
   __device__ __forceinline__ void GetPart(const Row& row, C (&values)[2]) const {
@@ -187,6 +194,55 @@ struct LogSumExpBackward : RowsProgram<T, 1> {
   __device__ __forceinline__ void Map(const Row& row, Column column, const C (&x)[1], const C*,
                                       C (&y)[1], C*) const {
     y[0] = row.stats.Vjp(x[0], column == row.label, row.ct);
+  }
+};
+
+// Both in one pass. The value may be rounded otherwise than that of LogSumExpForward, which adds up
+// other parts of a row.
+template <typename T>
+struct LogSumExpWithGradient : ExpSumReductions<T, true> {
+  using C = Compute<T>;
+  static constexpr int kOutputs = 1;
+  JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return kIsNarrow<T>; }
+  static constexpr int kMostRows = 2;
+  struct Row {
+    typename ExpSum<T>::State state;
+    C centre;
+    C factor;
+    C of_label;  // the element, and then the loss: few registers are left
+    C ct;
+    int label;  // its column, -1 where it names none
+    __device__ __forceinline__ void Made() {
+      factor = ExpStats<T>::Of(state).factor;
+      of_label = LogSumExpResult<T>(state, label != kNoLabels, of_label);
+    }
+  };
+  static constexpr int kNoLabels = -2;
+  RowsProblem problem;
+  const T* in[1];
+  T* out[1];
+  const int32_t* labels;
+  const T* ct;
+  T* y;
+  ExpStats<T>* stats;
+
+  __device__ __forceinline__ Row Begin(int64_t row) const {
+    Row facts{};
+    facts.of_label = LabelValue(problem, in[0], labels, row);
+    facts.label =
+        labels == nullptr ? kNoLabels : static_cast<int>(LabelIndex(labels[row], problem.n));
+    facts.ct = Accumulator<T>::Load(ct[row]);
+    return facts;
+  }
+  template <typename Column>
+  __device__ __forceinline__ void Map(const Row& row, Column column, const C (&x)[1], const C*,
+                                      C (&dx)[1], C*) const {
+    const ExpStats<T> of_row{row.centre, row.factor};
+    dx[0] = of_row.VjpOfTerm(x[0], column == row.label, row.ct);
+  }
+  __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
+    stats[row] = {facts.centre, facts.factor};
+    y[row] = Accumulator<T>::Store(facts.of_label);
   }
 };
 
@@ -240,6 +296,21 @@ cudaError_t LaunchLogSumExpVjp(const LogSumExpVjpCall& call, cudaStream_t stream
     program.labels = call.labels;
     program.stats = static_cast<const ExpStats<T>*>(call.stats);
     program.ct = static_cast<const T*>(call.ct);
+    return LaunchRows(program, call.problem, stream);
+  });
+}
+
+cudaError_t LaunchLogSumExpWithVjp(const LogSumExpWithVjpCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    LogSumExpWithGradient<T> program;
+    program.problem = call.problem;
+    program.in[0] = static_cast<const T*>(call.x);
+    program.out[0] = static_cast<T*>(call.dx);
+    program.labels = call.labels;
+    program.ct = static_cast<const T*>(call.ct);
+    program.y = static_cast<T*>(call.y);
+    program.stats = static_cast<ExpStats<T>*>(call.stats);
     return LaunchRows(program, call.problem, stream);
   });
 }

@@ -224,7 +224,25 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   DeviceArray in(x, in_offset), label(labels, 0), cts(ct, sizeof(T));
   DeviceArray out(int64_t(rows * sizeof(T)), sizeof(T)), stats(int64_t(rows * 2 * sizeof(C)), 0);
   DeviceArray gradient(int64_t(x.size() * sizeof(T)), out_offset);
+  // Of the value with its gradient.
+  DeviceArray both_in(x, in_offset), both_out(int64_t(rows * sizeof(T)), 0);
+  DeviceArray both_stats(int64_t(rows * 2 * sizeof(C)), 0);
+  DeviceArray both_gradient(int64_t(x.size() * sizeof(T)), out_offset);
   const auto* label_data = static_cast<const int32_t*>(has_labels ? label.data() : nullptr);
+  const auto launch_both = [&](void* dx) {
+    LogSumExpWithVjpCall call{};
+    call.problem = p;
+    call.type = kDTypeOf<T>;
+    call.x = both_in.data();
+    call.labels = label_data;
+    call.y = both_out.data();
+    call.stats = both_stats.data();
+    call.ct = cts.data();
+    call.dx = dx;
+    CHECK_CUDA(LaunchLogSumExpWithVjp(call, nullptr));
+  };
+  launch_both(both_gradient.data());
+  launch_both(both_in.data());
   CHECK_CUDA(
       LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, out.data(), stats.data()}, nullptr));
   CHECK_CUDA(LaunchLogSumExpVjp(
@@ -232,11 +250,14 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   // In place.
   CHECK_CUDA(LaunchLogSumExpVjp(
       {p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(), in.data()}, nullptr));
-  const T* y = out.CopyToHost<T>();
+  const T *y = out.CopyToHost<T>(), *both_y = both_out.CopyToHost<T>();
   stats.CopyToHost<C>();
-  const T* dx = gradient.CopyToHost<T>();
-  const T* in_place = in.CopyToHost<T>();
-  JOF_CHECK(std::memcmp(dx, in_place, x.size() * sizeof(T)) == 0, "in place it differs");
+  both_stats.CopyToHost<C>();
+  const T *dx = gradient.CopyToHost<T>(), *both_dx = both_gradient.CopyToHost<T>();
+  const T *in_place = in.CopyToHost<T>(), *both_in_place = both_in.CopyToHost<T>();
+  const size_t bytes = x.size() * sizeof(T);
+  JOF_CHECK(std::memcmp(dx, in_place, bytes) == 0, "in place it differs");
+  JOF_CHECK(std::memcmp(both_dx, both_in_place, bytes) == 0, "in place it differs");
   ForEachRow(p, [&](int64_t row, auto at) {
     const Exps e = ExpsOf(x, p.n, at);
     const double centre = std::isfinite(e.max) ? e.max : 0;
@@ -249,11 +270,14 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
       if (std::isfinite(want)) scale = 1 + std::abs(log_sum) + std::abs(x_label - centre);
     }
     CheckNear<T>("logsumexp", Value(y[row]), want, scale, p, row);
+    CheckNear<T>("logsumexp with", Value(both_y[row]), want, scale, p, row);
     const double c = Value(ct[size_t(row)]);
     for (int64_t j = 0; j < p.n; ++j) {
       const double share = std::exp(Value(x[at(j)]) - centre) / double(e.sum);
-      CheckNear<T>("logsumexp vjp", Value(dx[at(j)]), c * (share - (j == label_index)),
-                   std::isfinite(share) ? c * share : 0, p, int64_t(at(j)));
+      const double want_dx = c * (share - (j == label_index));
+      const double scale_of_dx = std::isfinite(share) ? c * share : 0;
+      CheckNear<T>("logsumexp vjp", Value(dx[at(j)]), want_dx, scale_of_dx, p, int64_t(at(j)));
+      CheckNear<T>("with its vjp", Value(both_dx[at(j)]), want_dx, scale_of_dx, p, int64_t(at(j)));
     }
   });
 }
