@@ -272,7 +272,9 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
   const auto dsum = MakeRows<T>({1, p.rows() * p.n, 1}, 9, true);
   const auto scale = MakeRows<S>({1, p.n, 1}, 0, true), bias = MakeRows<S>({1, p.n, 1}, 9, true);
   const auto bytes = static_cast<int64_t>(x.size() * sizeof(T));
-  DeviceArray in(x, in_offset), added(residual, in_offset), scales(scale, sizeof(S));
+  const auto element = static_cast<int64_t>(sizeof(S));
+  DeviceArray in(x, in_offset), added(residual, in_offset);
+  DeviceArray scales(scale, in_offset == out_offset ? in_offset / element * element : element);
   DeviceArray biases(bias, 0), out(bytes, out_offset), sum(bytes, out_offset);
   DeviceArray stats(int64_t(rows * 3 * sizeof(C)), sizeof(C));
   NormCall call{p,       kDTypeOf<T>, kDTypeOf<S>, kDTypeOf<S>, center,  kNormEpsilon, in.data(),
@@ -572,14 +574,21 @@ int main(int argc, char**) {
     launches += TestNorms<Half>(p, step) + TestNorms<BFloat16>(p, step);
     launches += TestNorms<float>(p, step) + TestNorms<double>(p, step);
   }
+  // 16-bit rows that consist of half packs, in arrays that begin where packs do and between.
+  for (const int64_t n : {4, 12, 20, 36, 100, 1004, 4092}) {
+    const RowsProblem p{n > 600 ? 9 : 37, n, 1};
+    launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8);
+    launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8);
+  }
   if (!brief) {
     // Rows that threads have one each, more rows than teams, also of long rows, and rows that are
     // too wide for a block or for a cluster.
     for (const RowsProblem& p :
          {RowsProblem{9001, 18, 1}, RowsProblem{9001, 33, 1}, RowsProblem{9001, 62, 1},
-          RowsProblem{120000, 9, 1}, RowsProblem{1700, 1025, 1}, RowsProblem{1800, 1024, 1},
-          RowsProblem{600, 20001, 1}, RowsProblem{120, 40000, 1}, RowsProblem{2, 84429, 1},
-          RowsProblem{300, 50257, 1}, RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1}}) {
+          RowsProblem{120000, 9, 1}, RowsProblem{17000, 100, 1}, RowsProblem{600, 4092, 1},
+          RowsProblem{1700, 1025, 1}, RowsProblem{1800, 1024, 1}, RowsProblem{600, 20001, 1},
+          RowsProblem{120, 40000, 1}, RowsProblem{2, 84429, 1}, RowsProblem{300, 50257, 1},
+          RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1}}) {
       const auto test = [&](auto tag) {
         using T = typename decltype(tag)::type;
         TestSoftmax<T>(p, false, 0, 0);
