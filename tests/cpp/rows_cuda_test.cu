@@ -478,20 +478,25 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
 }
 
 // Channels that fill packs alone, only with other pixels', and not at all; groups in several
-// packs and several in a pack; images that are held, and more of them than blocks run; tiles.
+// packs and several in a pack; images that are held, and more of them than blocks run; tiles. Then
+// small images, of which a block has one or several, also in the gradient only.
 template <typename T>
 int64_t TestGroupNorms(bool brief) {
   struct Images {
     RowsProblem p;
     int64_t groups, parts;
   };
-  std::vector<Images> all = {{{3, 64, 32}, 4, 2},   {{2, 50, 64}, 64, 8}, {{2, 49, 30}, 10, 3},
-                             {{1, 7, 5}, 1, 7},     {{3, 100, 15}, 3, 1}, {{5, 1, 8}, 2, 1},
-                             {{2, 33, 3000}, 30, 9}};
+  std::vector<Images> all = {{{3, 64, 32}, 4, 2},    {{2, 50, 64}, 64, 8},  {{2, 49, 30}, 10, 3},
+                             {{1, 7, 5}, 1, 7},      {{3, 100, 15}, 3, 1},  {{5, 1, 8}, 2, 1},
+                             {{2, 33, 3000}, 30, 9}, {{300, 8, 4}, 1, 1},   {{1500, 1, 1}, 1, 1},
+                             {{150, 7, 15}, 3, 2},   {{140, 3, 64}, 64, 3}, {{150, 5, 96}, 32, 5}};
   if (!brief) {
     all.push_back({{2, 4096, 256}, 32, 64});
     all.push_back({{700, 64, 320}, 32, 4});
     all.push_back({{1, 70000, 24}, 3, 20});
+    all.push_back({{5000, 9, 12}, 2, 1});
+    all.push_back({{200, 1, 3000}, 30, 8});
+    all.push_back({{140, 2000, 4}, 1, 2});
   }
   int64_t launches = 0;
   for (const Images& i : all) {
