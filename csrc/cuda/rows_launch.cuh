@@ -189,6 +189,7 @@ inline constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1
 // Measured on an H200 over 28 sizes of rows: four packs a thread are enough in flight, of several
 // rows where these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a
 // copy takes 79). Eight are better where registers have nothing else, and six of rows with edges.
+// Packs of 8 bytes are half as much in flight, so there are four of each of two rows, or six.
 template <typename Program, int V, bool kHasEdges>
 constexpr std::array<WholeRowsShape, 4> WholeRowsShapes(int64_t packs) {
   constexpr bool kNarrow = kIsNarrow<typename Program::Element>;
