@@ -197,7 +197,7 @@ __device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPl
 
 // The elements of a pack in shared memory, widened.
 template <typename T, int V>
-__device__ __forceinline__ void LoadShared(const uint4* slot, Compute<T> (&x)[V]) {
+__device__ __forceinline__ void LoadShared(const void* slot, Compute<T> (&x)[V]) {
   union {
     typename Word<sizeof(T) * V>::type whole;
     uint32_t words[4];

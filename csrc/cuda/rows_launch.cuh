@@ -168,17 +168,11 @@ cudaError_t LaunchFlatRows(const Program& program, const RowsProblem& problem,
 
 // Whether all arrays begin where packs do.
 template <typename Program>
-bool AreAligned(const Program& program) {
+bool AreAligned(const Program& program, int64_t bytes = kPackBytes) {
   bool aligned = true;
-  for (int a = 0; a < Program::kInputs; ++a) aligned &= IsAligned(program.in[a], kPackBytes);
-  for (int o = 0; o < Program::kOutputs; ++o) aligned &= IsAligned(program.out[o], kPackBytes);
+  for (int a = 0; a < Program::kInputs; ++a) aligned &= IsAligned(program.in[a], bytes);
+  for (int o = 0; o < Program::kOutputs; ++o) aligned &= IsAligned(program.out[o], bytes);
   return aligned;
-}
-
-// Whether rows begin and end within packs.
-template <typename Program>
-bool HasEdges(const Program&, const RowsProblem& problem) {
-  return problem.n % Program::kPack != 0;
 }
 
 // An instance of WholeRowsKernel: packs of each row that a thread holds, and rows.
@@ -195,9 +189,14 @@ inline constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1
 // Measured on an H200 over 28 sizes of rows: four packs a thread are enough in flight, of several
 // rows where these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a
 // copy takes 79). Eight are better where registers have nothing else, and six of rows with edges.
-template <typename Program, bool kHasEdges>
+// Packs of 8 bytes are half as much in flight, so there are four of each of two rows, or six.
+template <typename Program, int V, bool kHasEdges>
 constexpr std::array<WholeRowsShape, 4> WholeRowsShapes(int64_t packs) {
   constexpr bool kNarrow = kIsNarrow<typename Program::Element>;
+  if (V < Program::kPack) {
+    if (Program::kColumnSums > 0) return {{{4, 1}}};
+    return {{{4, 2}, {6, 1}}};
+  }
   if (Program::kColumnSums > 0) return {{{3, 1}, {2, 1}}};
   if (kNarrow && kHasEdges) return {{{4, 1}, {3, 1}}};
   if (kHasEdges) return {{{kHasRoom<Program> ? 8 : 4, 1}, {6, 1}, {kHasRoom<Program> ? 4 : 8, 1}}};
@@ -210,24 +209,25 @@ constexpr std::array<WholeRowsShape, 4> WholeRowsShapes(int64_t packs) {
 
 // Whether WholeRowsKernel is for these rows, and how: with the shape that leaves the fewest threads
 // without packs.
-template <bool kHasEdges, typename Program>
+template <int V, bool kHasEdges, typename Program>
 bool PlanWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                    WholeRowsShape* shape, WholeRowsPlan* plan) {
-  constexpr int kPack = Program::kPack, kWarp = internal::kWarpSize;
+  constexpr int kWarp = internal::kWarpSize;
+  constexpr int64_t kBytes = V * sizeof(typename Program::Element);
   const int64_t rows = problem.rows(), n = problem.n, few = int64_t{device.multiprocessors} * 512;
-  const int64_t packs = kHasEdges ? (n + kPack - 2) / kPack + 1 : n / kPack;
-  if (!AreAligned(program)) return false;
+  const int64_t packs = kHasEdges ? (n + V - 2) / V + 1 : n / V;
+  if ((n % V != 0) != kHasEdges || !AreAligned(program, kBytes)) return false;
   if constexpr (Program::kVectors > 0) {
     // Element by element, vectors pay for rows that are short or few.
     const bool pays =
         !kIsNarrow<typename Program::Element> || n <= 512 || rows <= 4 * device.multiprocessors;
     if (kHasEdges && !pays) return false;
     for (const RowVector& vector : program.vectors) {
-      if (!kHasEdges && !IsAligned(vector.data, kPackBytes)) return false;
+      if (!kHasEdges && !IsAligned(vector.data, vector.is_f32 ? kPackBytes : kBytes)) return false;
     }
   }
   int64_t lanes = 0;
-  for (const WholeRowsShape& one : WholeRowsShapes<Program, kHasEdges>(packs)) {
+  for (const WholeRowsShape& one : WholeRowsShapes<Program, V, kHasEdges>(packs)) {
     int64_t needed = 1;
     while (needed < kWholeRowsThreads && one.held * needed < packs) needed *= 2;
     if (one.held * needed < packs || one.rows > Program::kMostRows) continue;
@@ -240,7 +240,7 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
   if (lanes == 0) return false;
   // Rows that are few have more lanes, with fewer packs each.
   while (lanes < kWarp && lanes < packs && rows * lanes < few) lanes *= 2;
-  for (const WholeRowsShape& one : WholeRowsShapes<Program, kHasEdges>(packs)) {
+  for (const WholeRowsShape& one : WholeRowsShapes<Program, V, kHasEdges>(packs)) {
     if (one.rows == 1 && one.held < shape->held && one.held * lanes >= packs) *shape = one;
   }
   *plan = {rows, 0, static_cast<int>(n), static_cast<int>(lanes)};
@@ -248,10 +248,10 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
 }
 
 // *blocks is how many there are: at most so many if there are sums over rows.
-template <int kHeld, int kRows, bool kHasEdges, typename Program>
+template <int V, int kHeld, int kRows, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t* blocks,
                             cudaStream_t stream) {
-  const auto kernel = WholeRowsKernel<Program, kHeld, kRows, kHasEdges>;
+  const auto kernel = WholeRowsKernel<Program, V, kHeld, kRows, kHasEdges>;
   const int rows_here = kWholeRowsThreads / plan.lanes * kRows;
   int64_t count = (plan.rows + rows_here - 1) / rows_here;
   if constexpr (Program::kColumnSums > 0) {
@@ -270,14 +270,14 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t*
 }
 
 // The instance of a shape.
-template <bool kHasEdges, typename Program>
+template <int V, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
                             const WholeRowsPlan& plan, int64_t* blocks, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
   const auto launch = [&](auto held, auto rows) {
     constexpr int kHeld = decltype(held)::value, kRows = decltype(rows)::value;
     if (shape.held != kHeld || shape.rows != kRows) return;
-    status = LaunchWholeRows<kHeld, kRows, kHasEdges>(program, plan, blocks, stream);
+    status = LaunchWholeRows<V, kHeld, kRows, kHasEdges>(program, plan, blocks, stream);
   };
   using std::integral_constant;
   const integral_constant<int, 1> one;
@@ -286,7 +286,14 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
   const integral_constant<int, 4> four;
   const integral_constant<int, 6> six;
   const integral_constant<int, 8> eight;
-  if constexpr (Program::kColumnSums > 0) {
+  if constexpr (V < Program::kPack) {
+    if constexpr (Program::kColumnSums > 0) {
+      launch(four, one);
+    } else {
+      launch(four, two);
+      launch(six, one);
+    }
+  } else if constexpr (Program::kColumnSums > 0) {
     launch(two, one);
     launch(three, one);
   } else {
@@ -303,6 +310,31 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
     }
   }
   return status;
+}
+
+// Launches WholeRowsKernel with the widest packs that rows consist of, or with edges. False if it
+// is not for these rows.
+template <typename Program>
+bool TryWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
+                  int64_t* blocks, cudaStream_t stream, cudaError_t* status) {
+  constexpr int kPack = Program::kPack;
+  const auto attempt = [&](auto pack, auto edges) {
+    constexpr int V = decltype(pack)::value;
+    constexpr bool kHasEdges = decltype(edges)::value;
+    WholeRowsPlan plan{};
+    WholeRowsShape shape{};
+    if (!PlanWholeRows<V, kHasEdges>(program, problem, device, &shape, &plan)) return false;
+    *status = LaunchWholeRows<V, kHasEdges>(program, shape, plan, blocks, stream);
+    return true;
+  };
+  if (attempt(std::integral_constant<int, kPack>(), std::false_type())) return true;
+  if constexpr (kIsNarrow<typename Program::Element>) {
+    if (attempt(std::integral_constant<int, kPack / 2>(), std::false_type())) return true;
+  }
+  if constexpr (Program::kColumnSums == 0) {
+    return attempt(std::integral_constant<int, kPack>(), std::true_type());
+  }
+  return false;
 }
 
 // *blocks is how many there are: at most so many if there are sums over rows.
@@ -453,21 +485,13 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
   using T = typename Program::Element;
   if constexpr (!kIsDouble<T>) {
     RowsDevice device{};
-    const cudaError_t status = GetRowsDevice(&device);
+    cudaError_t status = GetRowsDevice(&device);
     if (status != cudaSuccess) return status;
     int64_t blocks = 0;
     if (FitsTiles(program, problem, device)) {
       return LaunchTileRows(program, problem, device, &blocks, stream);
     }
-    WholeRowsPlan plan{};
-    WholeRowsShape shape{};
-    if (HasEdges(program, problem)) {
-      if (PlanWholeRows<true>(program, problem, device, &shape, &plan)) {
-        return LaunchWholeRows<true>(program, shape, plan, &blocks, stream);
-      }
-    } else if (PlanWholeRows<false>(program, problem, device, &shape, &plan)) {
-      return LaunchWholeRows<false>(program, shape, plan, &blocks, stream);
-    }
+    if (TryWholeRows(program, problem, device, &blocks, stream, &status)) return status;
     return LaunchLongRows(program, problem, device, stream);
   } else {
     return LaunchFlatRows(program, problem, stream);

@@ -296,7 +296,9 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
   const auto dsum = MakeRows<T>({1, p.rows() * p.n, 1}, 9, true);
   const auto scale = MakeRows<S>({1, p.n, 1}, 0, true), bias = MakeRows<S>({1, p.n, 1}, 9, true);
   const auto bytes = static_cast<int64_t>(x.size() * sizeof(T));
-  DeviceArray in(x, in_offset), added(residual, in_offset), scales(scale, sizeof(S));
+  const auto element = static_cast<int64_t>(sizeof(S));
+  DeviceArray in(x, in_offset), added(residual, in_offset);
+  DeviceArray scales(scale, in_offset == out_offset ? in_offset / element * element : element);
   DeviceArray biases(bias, 0), out(bytes, out_offset), sum(bytes, out_offset);
   DeviceArray stats(int64_t(rows * 3 * sizeof(C)), sizeof(C));
   NormCall call{p,       kDTypeOf<T>, kDTypeOf<S>, kDTypeOf<S>, center,  kNormEpsilon, in.data(),
@@ -500,20 +502,25 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
 }
 
 // Channels that fill packs alone, only with other pixels', and not at all; groups in several
-// packs and several in a pack; images that are held, and more of them than blocks run; tiles.
+// packs and several in a pack; images that are held, and more of them than blocks run; tiles. Then
+// small images, of which a block has one or several, also in the gradient only.
 template <typename T>
 int64_t TestGroupNorms(bool brief) {
   struct Images {
     RowsProblem p;
     int64_t groups, parts;
   };
-  std::vector<Images> all = {{{3, 64, 32}, 4, 2},   {{2, 50, 64}, 64, 8}, {{2, 49, 30}, 10, 3},
-                             {{1, 7, 5}, 1, 7},     {{3, 100, 15}, 3, 1}, {{5, 1, 8}, 2, 1},
-                             {{2, 33, 3000}, 30, 9}};
+  std::vector<Images> all = {{{3, 64, 32}, 4, 2},    {{2, 50, 64}, 64, 8},  {{2, 49, 30}, 10, 3},
+                             {{1, 7, 5}, 1, 7},      {{3, 100, 15}, 3, 1},  {{5, 1, 8}, 2, 1},
+                             {{2, 33, 3000}, 30, 9}, {{300, 8, 4}, 1, 1},   {{1500, 1, 1}, 1, 1},
+                             {{150, 7, 15}, 3, 2},   {{140, 3, 64}, 64, 3}, {{150, 5, 96}, 32, 5}};
   if (!brief) {
     all.push_back({{2, 4096, 256}, 32, 64});
     all.push_back({{700, 64, 320}, 32, 4});
     all.push_back({{1, 70000, 24}, 3, 20});
+    all.push_back({{5000, 9, 12}, 2, 1});
+    all.push_back({{200, 1, 3000}, 30, 8});
+    all.push_back({{140, 2000, 4}, 1, 2});
   }
   int64_t launches = 0;
   for (const Images& i : all) {
@@ -596,14 +603,21 @@ int main(int argc, char**) {
     launches += TestNorms<Half>(p, step) + TestNorms<BFloat16>(p, step);
     launches += TestNorms<float>(p, step) + TestNorms<double>(p, step);
   }
+  // 16-bit rows that consist of half packs, in arrays that begin where packs do and between.
+  for (const int64_t n : {4, 12, 20, 36, 100, 1004, 4092}) {
+    const RowsProblem p{n > 600 ? 9 : 37, n, 1};
+    launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8);
+    launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8);
+  }
   if (!brief) {
     // Rows that threads have one each, more rows than teams, also of long rows, and rows that are
     // too wide for a block or for a cluster.
     for (const RowsProblem& p :
          {RowsProblem{9001, 18, 1}, RowsProblem{9001, 33, 1}, RowsProblem{9001, 62, 1},
-          RowsProblem{120000, 9, 1}, RowsProblem{1700, 1025, 1}, RowsProblem{1800, 1024, 1},
-          RowsProblem{600, 20001, 1}, RowsProblem{120, 40000, 1}, RowsProblem{2, 84429, 1},
-          RowsProblem{300, 50257, 1}, RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1}}) {
+          RowsProblem{120000, 9, 1}, RowsProblem{17000, 100, 1}, RowsProblem{600, 4092, 1},
+          RowsProblem{1700, 1025, 1}, RowsProblem{1800, 1024, 1}, RowsProblem{600, 20001, 1},
+          RowsProblem{120, 40000, 1}, RowsProblem{2, 84429, 1}, RowsProblem{300, 50257, 1},
+          RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1}}) {
       const auto test = [&](auto tag) {
         using T = typename decltype(tag)::type;
         TestSoftmax<T>(p, false, 0, 0);
