@@ -334,8 +334,9 @@ def policy(
     """Shows which implementation runs for each call of this package's functions in a program.
 
     If `implementation` is None, native kernels run if measured calls like it gained more than they
-    lost on such a device, or if its family was not measured; else XLA runs. `fun` is traced, not
-    run.
+    lost on such a device, or if its family was not measured; else XLA runs. A function of rows that
+    is differentiated and its gradient are one choice. `fun` is traced, not run.
+
     Measurements do not decide about calls on at most one element, which XLA runs, or about calls in
     programs over several devices, which native kernels run.
 
