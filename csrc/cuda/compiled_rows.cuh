@@ -81,7 +81,7 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   using Row = typename Definition::Row;
   using Values = Tuple<Compute<A>...>;
   using Results = Tuple<Compute<O>...>;
-  static constexpr bool kIsTraced = true;
+  static constexpr bool kIsTraced = true, kNames = false;
   static constexpr int kInputs = sizeof...(A), kVectors = sizeof...(V), kOutputs = sizeof...(O);
   static constexpr int kPack = Definition::kPack, kElements = Definition::kElements;
   static constexpr int kThreads = Definition::kThreads, kBlocks = Definition::kBlocks;

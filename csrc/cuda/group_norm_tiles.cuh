@@ -2,10 +2,13 @@
 // team of lanes has a group of an image at a time: as many as have eight elements each, a warp at
 // most. So each array is read once and written once, by one kernel, and no block waits for another.
 //
-// The kernels of group_norm.cu have one block or more for each image, which takes microseconds:
-// most of that is exchanging sums. Bf16 372819 x 8 x 4 took 24.8 ms on an H200, by XLA 0.18.
+// The kernels of group_norm.cu have one block or more for each image, which takes microseconds.
+// Measured on an H200, in us, bf16, and what those kernels took:
+//                     copy   value          with its gradient
+//   372819 x 8 x 4    12     69 for 10,079   186 for 20,513
+//   8000 x 64 x 32    16     101 for 223     309 for 446
 //
-// Elements are copied one by one: arithmetic bounds these kernels, and images may begin anywhere.
+// Elements are copied one by one, so images may begin anywhere.
 #pragma once
 
 #include <algorithm>

@@ -79,6 +79,10 @@ struct RowVector {
 //     void Replace(const Row&, C (&x)[kInputs]) const;
 //     template <int r> void Finish(const C* values, C n, Row*) const;
 //     void Map(const Row&, int column, const C (&x)[kInputs], const C* v, C* out, C* sums) const;
+//     // Whether a row may name an element, of the column Named(), whose results MapNamed sets
+//     after
+//     // Map. Map would have to compare every column.
+//     static constexpr bool kNames;
 //     void End(int64_t row, const Row&) const;     // writes what is wanted of each row
 //   };
 //
@@ -105,6 +109,7 @@ struct RowsProgram {
   static constexpr int kThreads = 512, kBlocks = 1;
   // Whether WholeRowsKernel takes more than 64.
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
+  static constexpr bool kNames = false;
   // Of which a thread may know all at a time.
   static constexpr int kMostRows = 8;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
@@ -158,6 +163,20 @@ struct PackPlace {
     return kIsEven || static_cast<unsigned>(first + j) < static_cast<unsigned>(n);
   }
 };
+
+// Sets the results of the element that a row names if it is one of the V from `column` on.
+template <int V, typename Program, typename Row, typename X, typename Y>
+__device__ __forceinline__ void MapNamed(const Program& program, const Row& facts, int column,
+                                         const X* x, Y* y) {
+  if constexpr (Program::kNames) {
+    const int named = facts.Named() - column;
+    if (static_cast<unsigned>(named) >= static_cast<unsigned>(V)) return;
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      if (j == named) program.MapNamed(facts, x[j], y[j]);
+    }
+  }
+}
 
 template <typename T, int V = kPackSize<T>>
 __device__ __forceinline__ int ElementPhase(const void* pointer) {
@@ -760,6 +779,7 @@ class RowsKernelBody {
     for (int j = 0; j < V; ++j) {
       program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums[j]);
     }
+    internal::MapNamed<V>(program_, facts, pack.first, x_[k], y);
     if constexpr (kColumnSums > 0) {
       if constexpr (!kMayBeChunks) {
         JOF_UNROLL

@@ -189,13 +189,16 @@ inline constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1
 // Measured on an H200 over 28 sizes of rows: four packs a thread are enough in flight, of several
 // rows where these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a
 // copy takes 79). Eight are better where registers have nothing else, and six of rows with edges.
-// Packs of 8 bytes are half as much in flight, so there are four of each of two rows, or six.
+// Packs of 8 bytes are half as much in flight, so there are more of them (softmax of bf16 39840 x
+// 1004: 43 us with eight, 50 with four of each of two rows; its gradient takes 58 with four).
 template <typename Program, int V, bool kHasEdges>
 constexpr std::array<WholeRowsShape, 4> WholeRowsShapes(int64_t packs) {
   constexpr bool kNarrow = kIsNarrow<typename Program::Element>;
   if (V < Program::kPack) {
     if (Program::kColumnSums > 0) return {{{4, 1}}};
-    return {{{4, 2}, {6, 1}}};
+    if (Program::kInputs > 1) return {{{4, 1}, {5, 1}, {3, 2}}};
+    if (packs <= 32) return {{{4, 2}, {3, 2}, {8, 1}, {6, 1}}};
+    return {{{8, 1}, {6, 1}}};
   }
   if (Program::kColumnSums > 0) return {{{3, 1}, {2, 1}}};
   if (kNarrow && kHasEdges) return {{{4, 1}, {3, 1}}};
@@ -284,14 +287,21 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
   const integral_constant<int, 2> two;
   const integral_constant<int, 3> three;
   const integral_constant<int, 4> four;
+  const integral_constant<int, 5> five;
   const integral_constant<int, 6> six;
   const integral_constant<int, 8> eight;
   if constexpr (V < Program::kPack) {
     if constexpr (Program::kColumnSums > 0) {
       launch(four, one);
+    } else if constexpr (Program::kInputs > 1) {
+      launch(four, one);
+      launch(five, one);
+      launch(three, two);
     } else {
       launch(four, two);
+      launch(three, two);
       launch(six, one);
+      launch(eight, one);
     }
   } else if constexpr (Program::kColumnSums > 0) {
     launch(two, one);

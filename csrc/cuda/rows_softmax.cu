@@ -178,7 +178,9 @@ struct LogSumExpBackward : RowsProgram<T, 1> {
     ExpStats<T> stats;
     int label;
     C ct;
+    __device__ __forceinline__ int Named() const { return label; }
   };
+  static constexpr bool kNames = true;
   int64_t n;
   const T* in[1];
   T* out[1];
@@ -191,9 +193,12 @@ struct LogSumExpBackward : RowsProgram<T, 1> {
             Accumulator<T>::Load(ct[row])};
   }
   template <typename Column>
-  __device__ __forceinline__ void Map(const Row& row, Column column, const C (&x)[1], const C*,
-                                      C (&y)[1], C*) const {
-    y[0] = row.stats.Vjp(x[0], column == row.label, row.ct);
+  __device__ __forceinline__ void Map(const Row& row, Column, const C (&x)[1], const C*, C (&y)[1],
+                                      C*) const {
+    y[0] = row.stats.Vjp(x[0], false, row.ct);
+  }
+  __device__ __forceinline__ void MapNamed(const Row& row, const C (&x)[1], C (&y)[1]) const {
+    y[0] = row.stats.Vjp(x[0], true, row.ct);
   }
 };
 
@@ -205,6 +210,7 @@ struct LogSumExpWithGradient : ExpSumReductions<T, true> {
   static constexpr int kOutputs = 1;
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return kIsNarrow<T>; }
   static constexpr int kMostRows = 2;
+  static constexpr bool kNames = true;
   struct Row {
     typename ExpSum<T>::State state;
     C centre;
@@ -212,6 +218,7 @@ struct LogSumExpWithGradient : ExpSumReductions<T, true> {
     C of_label;  // the element, and then the loss: few registers are left
     C ct;
     int label;  // its column, -1 where it names none
+    __device__ __forceinline__ int Named() const { return label; }
     __device__ __forceinline__ void Made() {
       factor = ExpStats<T>::Of(state).factor;
       of_label = LogSumExpResult<T>(state, label != kNoLabels, of_label);
@@ -235,10 +242,12 @@ struct LogSumExpWithGradient : ExpSumReductions<T, true> {
     return facts;
   }
   template <typename Column>
-  __device__ __forceinline__ void Map(const Row& row, Column column, const C (&x)[1], const C*,
-                                      C (&dx)[1], C*) const {
-    const ExpStats<T> of_row{row.centre, row.factor};
-    dx[0] = of_row.VjpOfTerm(x[0], column == row.label, row.ct);
+  __device__ __forceinline__ void Map(const Row& row, Column, const C (&x)[1], const C*, C (&dx)[1],
+                                      C*) const {
+    dx[0] = ExpStats<T>{row.centre, row.factor}.VjpOfTerm(x[0], false, row.ct);
+  }
+  __device__ __forceinline__ void MapNamed(const Row& row, const C (&x)[1], C (&dx)[1]) const {
+    dx[0] = ExpStats<T>{row.centre, row.factor}.VjpOfTerm(x[0], true, row.ct);
   }
   __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
     stats[row] = {facts.centre, facts.factor};

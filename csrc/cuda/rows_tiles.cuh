@@ -233,6 +233,7 @@ class TileRowsBody {
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) column_sums_[k + u][s] += sums[s];
       }
+      internal::MapNamed<kUnit>(program_, facts, k, &x_[k], y);
       JOF_UNROLL
       for (int o = 0; o < kOutputs; ++o) {
         Pack<T, kUnit> out;

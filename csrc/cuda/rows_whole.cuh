@@ -280,6 +280,7 @@ class WholeRowsBody {
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[j][s];
       }
+      internal::MapNamed<V>(program_, facts, PackAt(k), x_[i][k], y);
       JOF_UNROLL
       for (int o = 0; o < kOutputs; ++o) {
         Pack<T, V> out;

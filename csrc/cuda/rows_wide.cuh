@@ -275,6 +275,7 @@ class WideRowsBody {
       if constexpr (!kKeeps) program_.Replace(facts, x[j]);
       program_.Map(facts, column + j, x[j], v[j], y[j], sums);
     }
+    internal::MapNamed<V>(program_, facts, column, x, y);
     JOF_UNROLL
     for (int o = 0; o < kOutputs; ++o) {
       Pack<T, V> out;
