@@ -11,19 +11,22 @@
 //     that they lie in, and a thread gathers the elements of one aligned pack of the output. Each
 //     dimension of the tile is one stride in shared memory, also where rows begin anywhere: the
 //     pitch of rows is congruent to their stride in the input, modulo 16, so that packs of the
-//     input are packs there, too. So places are sums, and no table is made or looked up.
+//     input are packs there, too. So places are sums, and no table is made or looked up. Copies to
+//     shared memory are asynchronous, so one loop loads any number of packs: small arrays wait for
+//     instructions, which the loop has few of.
 //
 // TileKernel keeps rows in shared memory in the order of the input. After every 16 / kBytes rows 16
 // bytes are left out: 8 threads that gather from rows 16 / kBytes apart, for 8 packs that are
-// neighbours in the output, then meet 8 times 4 different banks. Pairs of RunsKernel's threads,
-// which store a sector together, meet a bank twice in 1 and 2 bytes at worst; 4 or 8 neighbours
-// were slower.
+// neighbours in the output, then meet 8 times 4 different banks. Pairs of RunsKernel's threads
+// store a sector together; 4 or 8 neighbours were slower. The next pairs take what follows in the
+// input: the rows of the output are as short as whole sectors allow, so that a long run of the
+// output is many rows, which threads read from neighbouring banks. Threads that walked along such a
+// run met one bank 16 times in (512, 32, 256, 2, 8) by (0, 3, 1, 4, 2) of f16.
 //
 // Rows of n bytes that begin anywhere lie in n / 32 + 31 / 32 sectors on average. A thread of
-// RunsKernel takes 46 instructions to load a pack and 60 to store one, and 3 an element (7 where
-// the output's run has two dimensions of the tile; 2 where all packs of the output are whole and
-// cover as much of each dimension, which are often powers of two), with one load from shared memory
-// each.
+// RunsKernel takes 57 instructions to load a pack and 47 to store one, and 2.5 an element, with one
+// load from shared memory each (more where rows of the output have two dimensions of the tile). The
+// first pack of a row and the last take more, where they are not whole.
 //
 // On an H200 TileKernel runs at 0.86 to 0.99 of a copy's speed where rows are whole packs, in every
 // size of element. Rows of other lengths cost instructions, which bind then: 0.82 to 0.97 in 2 to 8
@@ -34,6 +37,7 @@
 // memory, which took longer to make than tiles to move (0.25 for 6 x 8388608 of bf16).
 #include "common/dtype.h"
 #include "common/types.h"
+#include "cuda/async_copy.cuh"
 #include "cuda/permute.h"
 #include "cuda/shifted_loads.cuh"
 #include "cuda/walk.cuh"
@@ -292,6 +296,13 @@ struct RowPlace {
 // Lengths of a tile.
 struct TileLengths {
   int in_bytes, in_rows, out_units, out_rows;
+
+  __device__ __forceinline__ void Cut(const TileLengths& ends) {
+    in_bytes = min(in_bytes, ends.in_bytes);
+    in_rows = min(in_rows, ends.in_rows);
+    out_units = min(out_units, ends.out_units);
+    out_rows = min(out_rows, ends.out_rows);
+  }
 };
 
 // A dimension of a tile has at least two elements, and a tile at most 48 KB.
@@ -304,19 +315,19 @@ template <int kBytes, int kRun, bool kWhole>
 struct RunsGeometry {
   static constexpr bool kFew = kRun < kMaxTileRank;  // dimensions, and offsets below 4 GB
   using Offset = std::conditional_t<kFew, uint32_t, uint64_t>;
-  using Rows = Walk<uint32_t, kFew ? 3 : kMaxTileRank, RowPlace<Offset>>;
-  TileGrid<Offset, kFew ? 5 : kMaxPermuteRank> grid;
-  Rows in_rows;              // rows of the input: the output's run without the input's
-  Rows out_rows;             // rows of the output: the input's run without the output's
+  using Rows = Walk < uint32_t, kRun<3 ? 2 : kFew ? 4 : kMaxTileRank, RowPlace<Offset>>;
+  TileGrid < Offset, kRun<3 ? 3 : kFew ? 5 : kMaxPermuteRank> grid;
+  Rows in_rows;              // rows of the input: the tile without the input's run
+  Rows out_rows;             // rows of the output: the tile without the run that rows have
   Walk<uint32_t, kRun> run;  // the output's run, to bytes of shared memory
   uint32_t offsets[kWhole ? kPerPack<kBytes> : 1];
-  TileLengths whole, ends;  // of most tiles, and of those at the end of the dimension
-  int in_end, out_end;      // those tiles' places
-  int slack;                // what rows of the output may take of sectors beyond their bytes
+  TileLengths whole, in_ends, out_ends;  // of most tiles, and of those where either run is cut
+  int in_end, out_end;                   // those tiles' places
+  int slack;  // what rows of the output may take of sectors beyond their bytes
   FastDivider<uint32_t> row_packs, out_row_count;
-  uint32_t last;  // element of the tile in shared memory, if the first is at 0
-  int64_t reach;  // from a tile's first element beyond its last one in the input
-  size_t bytes;   // of the array
+  uint32_t last;     // element of the tile in shared memory, if the first is at 0
+  Offset bytes;      // of the array
+  Offset packs_end;  // of where whole packs of the array begin
 };
 
 template <int kBytes, int kRun, bool kWhole>
@@ -327,69 +338,42 @@ __global__ void __launch_bounds__(kBlockSize)
   using Element = Word<kBytes>;
   extern __shared__ __align__(16) char tile[];
 
+  using Offset = typename RunsGeometry<kBytes, kRun, kWhole>::Offset;
   const auto origin = g.grid.At(blockIdx.x);
   TileLengths length = g.whole;
-  if (origin.in_place == g.in_end) {
-    length.in_bytes = g.ends.in_bytes;
-    length.out_rows = g.ends.out_rows;
-  }
-  if (origin.out_place == g.out_end) {
-    length.out_units = g.ends.out_units;
-    length.in_rows = g.ends.in_rows;
-  }
+  if (origin.in_place == g.in_end) length = g.in_ends;
+  if (origin.out_place == g.out_end) length.Cut(g.out_ends);
   const char* in = x + origin.in;
   char* out = y + origin.out;
   const unsigned phase = Phase(in);
 
   // The tile: packs of each row, with what else is in the first and the last.
   const int loads = length.in_rows * static_cast<int>(g.row_packs.divisor());
-  // Calls visit(pack of the input, its place in the tile).
-  const auto visit_pack = [&](int item, const auto& visit) {
+  const uint32_t shared = internal::SharedAddress(tile);
+#pragma unroll 1
+  for (int item = static_cast<int>(threadIdx.x); item < loads; item += kBlockSize) {
     uint32_t pack;
     const auto row = g.in_rows.At(g.row_packs.DivMod(item, &pack));
     const uint32_t start = phase + static_cast<uint32_t>(row.global);
     const int begin = static_cast<int>(pack * kPackBytes - start % kPackBytes);
-    if (begin >= length.in_bytes) return;
-    visit(in + row.global + begin,
-          static_cast<int>((phase + row.shared) / kPackBytes * kPackBytes + pack * kPackBytes));
-  };
-  const auto is_whole = [&](const char* pack) {
-    return pack >= x && pack + kPackBytes <= x + g.bytes;
-  };
-  const bool inside = in >= x + kPackBytes && in + g.reach + kPackBytes <= x + g.bytes;
-  constexpr int kBatch = 4;
-  for (int first = static_cast<int>(threadIdx.x); first < loads; first += kBatch * kBlockSize) {
-    uint4 loaded[kBatch];
-    int places[kBatch];
-    JOF_UNROLL
-    for (int n = 0; n < kBatch; ++n) {
-      places[n] = -1;
-      if (first + n * kBlockSize >= loads) continue;
-      visit_pack(first + n * kBlockSize, [&](const char* pack, int place) {
-        if (!inside && !is_whole(pack)) return;
-        loaded[n] = __ldg(reinterpret_cast<const uint4*>(pack));
-        places[n] = place;
-      });
+    if (begin >= length.in_bytes) continue;
+    // Before the array this is beyond its end.
+    const Offset source = origin.in + row.global + static_cast<Offset>(begin);
+    const uint32_t place = (phase + row.shared) / kPackBytes * kPackBytes + pack * kPackBytes;
+    if (source < g.packs_end) {
+      internal::CopyAsync(shared + place, x + source);
+      continue;
     }
-    JOF_UNROLL
-    for (int n = 0; n < kBatch; ++n) {
-      if (places[n] >= 0) *reinterpret_cast<uint4*>(tile + places[n]) = loaded[n];
-    }
-  }
-  if (!inside) {  // the ends of the array
-    for (int item = static_cast<int>(threadIdx.x); item < loads; item += kBlockSize) {
-      visit_pack(item, [&](const char* pack, int place) {
-        if (is_whole(pack)) return;
 #pragma unroll 1
-        for (int i = 0; i < kPackBytes; i += kBytes) {
-          if (pack + i >= x && pack + i < x + g.bytes) {
-            *reinterpret_cast<Element*>(tile + place + i) =
-                __ldg(reinterpret_cast<const Element*>(pack + i));
-          }
-        }
-      });
+    for (int i = 0; i < kPackBytes; i += kBytes) {  // the ends of the array
+      const Offset element = source + static_cast<Offset>(i);
+      if (element >= g.bytes) continue;
+      *reinterpret_cast<Element*>(tile + place + i) =
+          __ldg(reinterpret_cast<const Element*>(x + element));
     }
   }
+  internal::CommitCopies();
+  internal::WaitForCopies(0);
   __syncthreads();
 
   // The output: aligned packs. Two neighbours fill a sector of memory; the next threads take the
@@ -420,9 +404,18 @@ __global__ void __launch_bounds__(kBlockSize)
       }
       *reinterpret_cast<uint4*>(target + begin) = pack;
     } else {
+      const int unit = begin / kBytes;
+      if (begin >= 0 && begin + kPackBytes <= out_bytes) {
+        Cursor<uint32_t, kRun> cursor(g.run, unit);
+        JOF_UNROLL
+        for (int i = 0; i < kPack; ++i, cursor.Next()) {
+          elements[i] = *reinterpret_cast<const Element*>(source + cursor.place());
+        }
+        *reinterpret_cast<uint4*>(target + begin) = pack;
+        continue;
+      }
       // Elements before the run and after it are read, too, but not stored.
       const uint32_t last = g.last - at.shared;
-      const int unit = begin / kBytes;
       Cursor<uint32_t, kRun> cursor(g.run, unit < 0 ? 0 : unit, unit < 0 ? -unit : 0);
       JOF_UNROLL
       for (int i = 0; i < kPack; ++i, cursor.Next()) {
@@ -502,12 +495,32 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
   return LaunchTile<kBytes, false>(plan, x, y, stream);
 }
 
-// How many units of the k-th fastest dimension of the output's run a pack covers, if every pack of
-// the output is aligned and covers as many of each dimension; else none.
-inline bool CoverPack(const PermutePlan& plan, const void* y, int64_t (&covered)[kMaxPermuteRank]) {
+// Whether the last tile along a dimension covers less of it than others.
+inline bool IsCut(const PermutePlan& plan, int d) { return plan.dims[d].size % plan.tile[d] != 0; }
+
+// How many dimensions of the output's run the rows of RunsKernel have: as few as make whole
+// sectors. The tile's other dimensions are rows of the output, in the order of the input. Where
+// both runs are cut, rows have all of the run: only the slowest dimension of the rows can be cut.
+inline int RowDims(const PermutePlan& plan, const void* y) {
+  const int in_last = plan.fastest_in(plan.in_run - 1);
+  const int out_last = plan.fastest_out(plan.out_run - 1);
+  if (!IsAligned(y, kSectorBytes)) return plan.out_run;
+  if (in_last != out_last && IsCut(plan, in_last) && IsCut(plan, out_last)) return plan.out_run;
+  int64_t bytes = plan.unit_bytes;
+  for (int k = 0; k < plan.out_run; ++k) {
+    bytes *= plan.tile[plan.fastest_out(k)];
+    if (bytes % kSectorBytes == 0) return k + 1;
+  }
+  return plan.out_run;
+}
+
+// How many units of the k-th fastest of so many dimensions of the output a pack covers, if every
+// pack of the output is aligned and covers as many of each dimension; else none.
+inline bool CoverPack(const PermutePlan& plan, int dims, const void* y,
+                      int64_t (&covered)[kMaxPermuteRank]) {
   int64_t units = kPackBytes / plan.unit_bytes;
   if (!IsAligned(y, kPackBytes)) return false;
-  for (int k = 0; k < plan.out_run; ++k) {
+  for (int k = 0; k < dims; ++k) {
     const int d = plan.fastest_out(k);
     const int64_t size = plan.dims[d].size;
     covered[k] = units < size ? units : size;
@@ -520,16 +533,19 @@ inline bool CoverPack(const PermutePlan& plan, const void* y, int64_t (&covered)
 }
 
 template <int kBytes, int kRun, bool kWhole>
-cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPermuteRank],
-                       const void* x, void* y, cudaStream_t stream) {
+cudaError_t LaunchRuns(const PermutePlan& plan, int row_dims,
+                       const int64_t (&covered)[kMaxPermuteRank], const void* x, void* y,
+                       cudaStream_t stream) {
   using Geometry = RunsGeometry<kBytes, kRun, kWhole>;
   using Offset = typename Geometry::Offset;
   Geometry g;
-  g.bytes = static_cast<size_t>(plan.units) * kBytes;
-  bool fits = !g.kFew || g.bytes < (size_t{1} << 32);
+  const int64_t bytes = plan.units * kBytes;
+  g.bytes = static_cast<Offset>(bytes);
+  g.packs_end = static_cast<Offset>(bytes < kPackBytes ? 0 : bytes - kPackBytes + 1);
+  bool fits = !g.kFew || bytes < (int64_t{1} << 32) - kPackBytes;
   const int in_last = plan.fastest_in(plan.in_run - 1);
   const int out_last = plan.fastest_out(plan.out_run - 1);
-  bool in_in_run[kMaxPermuteRank] = {}, in_out_run[kMaxPermuteRank] = {};
+  bool in_in_run[kMaxPermuteRank] = {}, in_out_row[kMaxPermuteRank] = {};
   int64_t shared[kMaxPermuteRank];  // bytes of a step along a dimension of the tile
   int64_t in_bytes = kBytes;
   for (int k = 0; k < plan.in_run; ++k) {
@@ -538,7 +554,7 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
     shared[d] = in_bytes;
     in_bytes *= plan.tile[d];
   }
-  for (int k = 0; k < plan.out_run; ++k) in_out_run[plan.fastest_out(k)] = true;
+  for (int k = 0; k < row_dims; ++k) in_out_row[plan.fastest_out(k)] = true;
   // Whether all rows of the input begin and end at packs.
   bool packs = IsAligned(x, kPackBytes) && in_bytes % kPackBytes == 0;
   // What all rows of the output begin at multiples of.
@@ -554,7 +570,7 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
     const int64_t step = extent * dim.in_stride * kBytes, target = extent * dim.out_stride * kBytes;
     packs &= (count == 1 || step % kPackBytes == 0) &&
              (in_in_run[d] || extent == 1 || dim.in_stride * kBytes % kPackBytes == 0);
-    if (!in_out_run[d]) step_by(dim.out_stride * kBytes);
+    if (!in_out_row[d]) step_by(dim.out_stride * kBytes);
     if (count == 1) continue;
     step_by(target);
     fits &= g.grid.Add(count, {static_cast<Offset>(step), static_cast<Offset>(target), d == in_last,
@@ -562,10 +578,6 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
     blocks *= count;
   }
   g.slack = static_cast<int>(2 * kSectorBytes - 1 - out_step);
-  g.reach = kBytes;
-  for (int d = 0; d < plan.rank; ++d) {
-    g.reach += (plan.tile[d] - 1) * plan.dims[d].in_stride * kBytes;
-  }
 
   // A row that begins anywhere lies in up to two packs more than it fills. Rows keep their places
   // within packs in shared memory, and so do packs theirs between rows.
@@ -578,7 +590,6 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
   for (int k = 0; k < plan.out_run; ++k) {
     const int d = plan.fastest_out(k);
     const int64_t extent = plan.tile[d], stride = plan.dims[d].in_stride * kBytes;
-    out_units *= extent;
     if (!in_in_run[d]) {
       pitch += ((stride - pitch) % kPackBytes + kPackBytes) % kPackBytes;
       // The two neighbours read different banks.
@@ -589,6 +600,8 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
       fits &= g.in_rows.Add(extent, {static_cast<uint32_t>(pitch), static_cast<Offset>(stride)});
       pitch *= extent;
     }
+    if (k >= row_dims) continue;
+    out_units *= extent;
     const int64_t each = kWhole ? covered[k] : 1;
     for (int i = pack; kWhole && i < pack * each; ++i) {
       g.offsets[i] = g.offsets[i % pack] + static_cast<uint32_t>(i / pack * shared[d]);
@@ -597,31 +610,40 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
     if (kWhole && extent == each) continue;
     fits &= g.run.Add(extent / each, static_cast<uint32_t>(each * shared[d]));
   }
-  for (int k = 0; k < plan.in_run; ++k) {
-    const int d = plan.fastest_in(k);
-    if (in_out_run[d]) continue;
+  const int cut_last = IsCut(plan, in_last) ? in_last : out_last;
+  const auto add_rows = [&](int d) {
+    if (plan.tile[d] == 1 || in_out_row[d]) return;
     out_rows *= plan.tile[d];
-    const int64_t stride = plan.dims[d].out_stride * kBytes;
-    fits &= g.out_rows.Add(plan.tile[d],
-                           {static_cast<uint32_t>(shared[d]), static_cast<Offset>(stride)});
+    fits &= g.out_rows.Add(plan.tile[d], {static_cast<uint32_t>(shared[d]),
+                                          static_cast<Offset>(plan.dims[d].out_stride * kBytes)});
+  };
+  for (int k = 0; k < plan.rank; ++k) {
+    if (plan.fastest_in(k) != cut_last) add_rows(plan.fastest_in(k));
   }
+  add_rows(cut_last);
   if constexpr (g.kFew) {
-    if (!fits) return LaunchRuns<kBytes, kMaxTileRank, false>(plan, covered, x, y, stream);
+    if (!fits) {
+      constexpr int kMore = kRun < 3 ? 3 : kMaxTileRank;
+      return LaunchRuns < kBytes, kMore, kWhole && kRun<3>(plan, row_dims, covered, x, y, stream);
+    }
   }
   if (!fits) return cudaErrorInvalidValue;
 
-  // The last tile of a run's slowest dimension cuts that run, and the other side's rows where that
-  // dimension is one of theirs.
-  g.whole = g.ends = {static_cast<int>(in_bytes), static_cast<int>(in_rows),
-                      static_cast<int>(out_units), static_cast<int>(out_rows)};
-  const auto cut = [&](int d, int* place, int* run, bool of_rows, int* rows) {
+  // The last tile of a run's slowest dimension cuts what has that dimension.
+  g.whole = {static_cast<int>(in_bytes), static_cast<int>(in_rows), static_cast<int>(out_units),
+             static_cast<int>(out_rows)};
+  const auto cut = [&](int d, int* place, TileLengths* ends) {
     const int64_t extent = plan.tile[d], size = plan.dims[d].size, parts = (size - 1) / extent;
+    const auto cut_length = [&](int* length) {
+      *length = static_cast<int>(*length / extent * (size - parts * extent));
+    };
     *place = parts == 0 ? -1 : static_cast<int>(parts);
-    *run = static_cast<int>(*run / extent * (size - parts * extent));
-    if (of_rows) *rows = static_cast<int>(*rows / extent * (size - parts * extent));
+    *ends = g.whole;
+    cut_length(in_in_run[d] ? &ends->in_bytes : &ends->in_rows);
+    cut_length(in_out_row[d] ? &ends->out_units : &ends->out_rows);
   };
-  cut(in_last, &g.in_end, &g.ends.in_bytes, !in_out_run[in_last], &g.ends.out_rows);
-  cut(out_last, &g.out_end, &g.ends.out_units, !in_in_run[out_last], &g.ends.in_rows);
+  cut(in_last, &g.in_end, &g.in_ends);
+  cut(out_last, &g.out_end, &g.out_ends);
   g.out_row_count = FastDivider<uint32_t>(static_cast<uint32_t>(out_rows));
   // A pack more at the end, for the first row's place within its first pack.
   return LaunchBlocks(RunsKernel<kBytes, kRun, kWhole>, blocks, g.last + 3 * kPackBytes, stream, g,
@@ -639,16 +661,17 @@ cudaError_t LaunchPermuteTile(const PermutePlan& plan, const void* x, void* y,
 
 cudaError_t LaunchPermuteRuns(const PermutePlan& plan, const void* x, void* y,
                               cudaStream_t stream) {
+  const int row_dims = RowDims(plan, y);
   int64_t covered[kMaxPermuteRank];
-  const bool whole = CoverPack(plan, y, covered);
+  const bool whole = CoverPack(plan, row_dims, y, covered);
   return DispatchWord(plan.unit_bytes, [&](auto tag) {
     constexpr int kBytes = sizeof(typename decltype(tag)::type);
-    if (whole) return LaunchRuns<kBytes, 3, true>(plan, covered, x, y, stream);
+    if (whole) return LaunchRuns<kBytes, 2, true>(plan, row_dims, covered, x, y, stream);
     if constexpr (kBytes < kPackBytes) {
-      if (plan.out_run == 1) return LaunchRuns<kBytes, 1, false>(plan, covered, x, y, stream);
-      if (plan.out_run == 2) return LaunchRuns<kBytes, 2, false>(plan, covered, x, y, stream);
+      if (row_dims == 1) return LaunchRuns<kBytes, 1, false>(plan, row_dims, covered, x, y, stream);
+      if (row_dims == 2) return LaunchRuns<kBytes, 2, false>(plan, row_dims, covered, x, y, stream);
     }
-    return LaunchRuns<kBytes, 3, false>(plan, covered, x, y, stream);
+    return LaunchRuns<kBytes, 3, false>(plan, row_dims, covered, x, y, stream);
   });
 }
 
