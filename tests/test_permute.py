@@ -102,6 +102,11 @@ LARGE = [
     ((1000, 3, 130), (0, 2, 1), "bfloat16"),
     ((33, 65, 29, 27), (2, 0, 3, 1), "bfloat16"),
     ((2, 2048, 2, 9, 26), (3, 1, 4, 2, 0), "bfloat16"),
+    ((16, 32, 256, 2, 8), (0, 3, 1, 4, 2), "float16"),
+    ((8, 3, 64, 32, 4, 4), (4, 2, 0, 5, 3, 1), "float16"),
+    ((70, 9, 300, 64), (3, 1, 0, 2), "uint8"),
+    ((40, 8, 31, 4, 41), (1, 0, 2, 4, 3), "bfloat16"),
+    ((800, 3, 1001), (0, 2, 1), "bfloat16"),
     ((300, 7, 301), (2, 1, 0), "complex128"),
 ]
 
@@ -407,6 +412,8 @@ def test_tiles_are_contiguous_on_both_sides(problem, itemsize, alignment):
         ((8, 2048, 16, 127), (0, 2, 1, 3), 2, {"strategy": "rows", "unit_bytes": 2}),
         ((32, 224, 224, 3), (0, 3, 1, 2), 1, {"strategy": "deinterleave", "axes": [0, 2, 1]}),
         ((32, 3, 224, 224), (0, 2, 3, 1), 1, {"strategy": "interleave", "axes": [0, 2, 1]}),
+        ((190, 8, 31, 4, 41), (1, 0, 2, 4, 3), 2, {"strategy": "gather", "unit_bytes": 2}),
+        ((800, 3, 1001), (0, 2, 1), 2, {"strategy": "interleave", "unit_bytes": 2}),
         ((4, 3, 32768, 30), (1, 0, 3, 2), 4, {"strategy": "runs", "unit_bytes": 4}),
         ((9, 5, 129, 127), (2, 0, 3, 1), 2, {"strategy": "gather", "unit_bytes": 2}),
         ((39, 64), (1, 0), 4, {"strategy": "gather", "unit_bytes": 4}),
