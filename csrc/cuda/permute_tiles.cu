@@ -20,8 +20,10 @@
 // neighbours in the output, then meet 8 times 4 different banks. Pairs of RunsKernel's threads
 // store a sector together; 4 or 8 neighbours were slower. The next pairs take what follows in the
 // input: the rows of the output are as short as whole sectors allow, so that a long run of the
-// output is many rows, which threads read from neighbouring banks. Threads that walked along such a
-// run met one bank 16 times in (512, 32, 256, 2, 8) by (0, 3, 1, 4, 2) of f16.
+// output is many rows, which threads read from neighbouring banks. Threads that walk along such a
+// run meet one bank 16 times in (512, 32, 256, 2, 8) by (0, 3, 1, 4, 2) of f16. Where a warp would
+// still meet a bank 4 times or more (rows of 64 f16 are one line of banks), and half as often with
+// the packs of each line in an order of its own, they are in that order.
 //
 // Rows of n bytes that begin anywhere lie in n / 32 + 31 / 32 sectors on average. A thread of
 // RunsKernel takes 57 instructions to load a pack and 47 to store one, and 2.5 an element, with one
@@ -325,18 +327,30 @@ struct RunsGeometry {
   int in_end, out_end;                   // those tiles' places
   int slack;  // what rows of the output may take of sectors beyond their bytes
   FastDivider<uint32_t> row_packs, out_row_count;
+  int swizzle;       // see Swizzled
   uint32_t last;     // element of the tile in shared memory, if the first is at 0
   Offset bytes;      // of the array
   Offset packs_end;  // of where whole packs of the array begin
 };
 
-template <int kBytes, int kRun, bool kWhole>
+inline constexpr uint32_t kSharedLine = 128;
+
+// The packs of a line of shared memory in an order that depends on the line: places that are one
+// line apart (swizzle 3) or two (4), or a few of these, are in different banks.
+__host__ __device__ constexpr uint32_t Swizzled(uint32_t place, int swizzle) {
+  return place ^ (place >> swizzle & (kSharedLine - kPackBytes));
+}
+
+template <int kBytes, int kRun, bool kWhole, bool kSwizzle>
 __global__ void __launch_bounds__(kBlockSize)
     RunsKernel(const RunsGeometry<kBytes, kRun, kWhole> g, const char* __restrict__ x,
                char* __restrict__ y) {
   constexpr int kPack = kPerPack<kBytes>;
   using Element = Word<kBytes>;
   extern __shared__ __align__(16) char tile[];
+  const auto swizzled = [&](uint32_t place) {
+    return kSwizzle ? Swizzled(place, g.swizzle) : place;
+  };
 
   using Offset = typename RunsGeometry<kBytes, kRun, kWhole>::Offset;
   const auto origin = g.grid.At(blockIdx.x);
@@ -359,7 +373,8 @@ __global__ void __launch_bounds__(kBlockSize)
     if (begin >= length.in_bytes) continue;
     // Before the array this is beyond its end.
     const Offset source = origin.in + row.global + static_cast<Offset>(begin);
-    const uint32_t place = (phase + row.shared) / kPackBytes * kPackBytes + pack * kPackBytes;
+    const uint32_t place =
+        swizzled((phase + row.shared) / kPackBytes * kPackBytes + pack * kPackBytes);
     if (source < g.packs_end) {
       internal::CopyAsync(shared + place, x + source);
       continue;
@@ -391,26 +406,25 @@ __global__ void __launch_bounds__(kBlockSize)
     const int begin = (sector * kNeighbours + item % kNeighbours) * kPackBytes -
                       static_cast<int>(reinterpret_cast<uintptr_t>(target) % kSectorBytes);
     if (begin <= -kPackBytes || begin >= out_bytes) continue;
-    const char* source = tile + phase + at.shared;
     union {
       Element elements[kPack];
       uint4 pack;
     };
+    uint32_t first = phase + at.shared;
+    const auto element = [&](uint32_t place) {
+      return *reinterpret_cast<const Element*>(tile + swizzled(first + place));
+    };
     if constexpr (kWhole) {
-      source += g.run.At(begin / kPackBytes);
+      first += g.run.At(begin / kPackBytes);
       JOF_UNROLL
-      for (int i = 0; i < kPack; ++i) {
-        elements[i] = *reinterpret_cast<const Element*>(source + g.offsets[i]);
-      }
+      for (int i = 0; i < kPack; ++i) elements[i] = element(g.offsets[i]);
       *reinterpret_cast<uint4*>(target + begin) = pack;
     } else {
       const int unit = begin / kBytes;
       if (begin >= 0 && begin + kPackBytes <= out_bytes) {
         Cursor<uint32_t, kRun> cursor(g.run, unit);
         JOF_UNROLL
-        for (int i = 0; i < kPack; ++i, cursor.Next()) {
-          elements[i] = *reinterpret_cast<const Element*>(source + cursor.place());
-        }
+        for (int i = 0; i < kPack; ++i, cursor.Next()) elements[i] = element(cursor.place());
         *reinterpret_cast<uint4*>(target + begin) = pack;
         continue;
       }
@@ -419,7 +433,7 @@ __global__ void __launch_bounds__(kBlockSize)
       Cursor<uint32_t, kRun> cursor(g.run, unit < 0 ? 0 : unit, unit < 0 ? -unit : 0);
       JOF_UNROLL
       for (int i = 0; i < kPack; ++i, cursor.Next()) {
-        elements[i] = *reinterpret_cast<const Element*>(source + min(cursor.place(), last));
+        elements[i] = element(min(cursor.place(), last));
       }
       StoreBytes<kBytes>(target + begin, pack, -begin, out_bytes - begin);
     }
@@ -499,13 +513,13 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
 inline bool IsCut(const PermutePlan& plan, int d) { return plan.dims[d].size % plan.tile[d] != 0; }
 
 // How many dimensions of the output's run the rows of RunsKernel have: as few as make whole
-// sectors. The tile's other dimensions are rows of the output, in the order of the input. Where
-// both runs are cut, rows have all of the run: only the slowest dimension of the rows can be cut.
+// sectors. The tile's other dimensions are rows of the output, in the order of the input. Only the
+// slowest of these can be cut, so rows have all of the run where the input's run is.
 inline int RowDims(const PermutePlan& plan, const void* y) {
   const int in_last = plan.fastest_in(plan.in_run - 1);
   const int out_last = plan.fastest_out(plan.out_run - 1);
   if (!IsAligned(y, kSectorBytes)) return plan.out_run;
-  if (in_last != out_last && IsCut(plan, in_last) && IsCut(plan, out_last)) return plan.out_run;
+  if (in_last != out_last && IsCut(plan, in_last)) return plan.out_run;
   int64_t bytes = plan.unit_bytes;
   for (int k = 0; k < plan.out_run; ++k) {
     bytes *= plan.tile[plan.fastest_out(k)];
@@ -530,6 +544,49 @@ inline bool CoverPack(const PermutePlan& plan, int dims, const void* y,
     units /= covered[k];
   }
   return units == 1;
+}
+
+// The host's Walk::At, of what step_of says of a step.
+template <typename Dims, typename StepOf>
+uint32_t PlaceOf(const Dims& walk, uint32_t item, const StepOf& step_of) {
+  uint32_t place = 0;
+  for (int d = 0; d < walk.rank; ++d) {
+    const uint32_t size = walk.dims[d].size.divisor();
+    place += item % size * step_of(walk.dims[d].step);
+    item /= size;
+  }
+  return place;
+}
+
+// How many words of one bank the first threads of a block read at once, for their first elements.
+template <int kBytes, int kRun, bool kWhole>
+int BankConflicts(const RunsGeometry<kBytes, kRun, kWhole>& g, int swizzle) {
+  constexpr uint32_t kWord = kBytes < 4 ? 4 : kBytes, kBanks = kSharedLine / kWord;
+  const uint32_t rows = g.out_row_count.divisor();
+  uint32_t words[kBanks];
+  int conflicts[kBanks] = {}, most = 0;
+  for (uint32_t i = 0; i < kBanks; ++i) {
+    const uint32_t pack = i / 2 / rows * 2 + i % 2;
+    const uint32_t place =
+        PlaceOf(g.out_rows, i / 2 % rows, [](const auto& step) { return step.shared; }) +
+        PlaceOf(g.run, kWhole ? pack : pack * kPerPack<kBytes>, [](uint32_t step) { return step; });
+    words[i] = (swizzle == 0 ? place : Swizzled(place, swizzle)) / kWord;
+    bool is_new = true;
+    for (uint32_t j = 0; j < i; ++j) is_new &= words[j] != words[i];
+    if (is_new && ++conflicts[words[i] % kBanks] > most) most = conflicts[words[i] % kBanks];
+  }
+  return most;
+}
+
+// How places are swizzled, which takes two instructions an element; 0 where that does not halve the
+// conflicts, or these are few.
+template <typename Geometry>
+int ChooseSwizzle(const Geometry& g) {
+  const int plain = BankConflicts(g, 0);
+  if (plain < 4) return 0;
+  const int three = BankConflicts(g, 3), four = BankConflicts(g, 4);
+  const int best = three <= four ? 3 : 4;
+  return 2 * (best == 3 ? three : four) <= plain ? best : 0;
 }
 
 template <int kBytes, int kRun, bool kWhole>
@@ -645,9 +702,18 @@ cudaError_t LaunchRuns(const PermutePlan& plan, int row_dims,
   cut(in_last, &g.in_end, &g.in_ends);
   cut(out_last, &g.out_end, &g.out_ends);
   g.out_row_count = FastDivider<uint32_t>(static_cast<uint32_t>(out_rows));
-  // A pack more at the end, for the first row's place within its first pack.
-  return LaunchBlocks(RunsKernel<kBytes, kRun, kWhole>, blocks, g.last + 3 * kPackBytes, stream, g,
-                      static_cast<const char*>(x), static_cast<char*>(y));
+  // A pack more at the end, for the first row's place within its first pack; whole lines.
+  const int64_t shared_bytes =
+      (g.last + 3 * kPackBytes + kSharedLine - 1) / kSharedLine * kSharedLine;
+  const auto launch = [&](auto kernel) {
+    return LaunchBlocks(kernel, blocks, shared_bytes, stream, g, static_cast<const char*>(x),
+                        static_cast<char*>(y));
+  };
+  if constexpr (g.kFew) {
+    g.swizzle = ChooseSwizzle(g);
+    if (g.swizzle != 0) return launch(RunsKernel<kBytes, kRun, kWhole, true>);
+  }
+  return launch(RunsKernel<kBytes, kRun, kWhole, false>);
 }
 
 }  // namespace
