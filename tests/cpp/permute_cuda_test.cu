@@ -160,7 +160,7 @@ int main(int argc, char**) {
       // Rows and columns of a tile that would be in one bank.
       {{2, 10, 64, 64}, {2, 0, 3, 1}},
       {{16, 20, 8, 16}, {2, 1, 3, 0}},
-      {{11, 16, 3, 4, 5, 32}, {2, 4, 0, 3, 5, 1}},
+      {{7, 16, 3, 4, 5, 32}, {2, 4, 0, 3, 5, 1}},
       {{2, 3, 2, 2, 3, 2, 2, 5, 2, 2}, {9, 0, 8, 1, 7, 2, 6, 3, 5, 4}}};
   for (const auto& [shape, axes] : known) {
     for (const int bytes : {1, 2, 4, 8, 16}) {
