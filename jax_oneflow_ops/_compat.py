@@ -325,7 +325,7 @@ def replace_lowerings(
             every = mlir_internals._platform_specific_lowerings
             own = {p: every[p][primitive].rule for p in every if primitive in every[p]}
             with_new = own | {p: replacement(primitive, p, own.get(p, default)) for p in new}
-            rule = _for_each_platform(default, own, with_new if has_kernels else own, with_new)
+            rule = for_each_platform(default, own, with_new if has_kernels else own, with_new)
             # A lowering that jax caches is given no operands, of which some are zeros.
             mlir.register_lowering(primitive, rule, cacheable=not has_kernels)
             for p in own:
@@ -335,7 +335,7 @@ def replace_lowerings(
             _replaced.update((primitive, p) for p in new)
 
 
-def _for_each_platform(default: Lowering, own: Rules, of_several: Rules, of_one: Rules) -> Lowering:
+def for_each_platform(default: Lowering, own: Rules, of_several: Rules, of_one: Rules) -> Lowering:
     """One rule for all platforms: `default` for those that are not in dicts of rules.
 
     jax can choose between rules for several platforms in one program, but fails where it does not

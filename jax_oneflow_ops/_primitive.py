@@ -194,9 +194,17 @@ def define(
         results = mlir.lower_fun(call, multiple_results=multiple_results)(ctx, *args)
         return _compat.with_shardings_of_types(ctx, results)
 
-    for platform in (None, "cpu", "cuda", "rocm", "tpu"):
-        rule = functools.partial(lower, platform=platform or "other")
-        mlir.register_lowering(outer, rule, platform=platform, cacheable=on_one_device is None)
+    default = functools.partial(lower, platform="other")
+    rules: dict[str, Callable[..., Any]] = {
+        p: functools.partial(lower, platform=p) for p in ("cpu", "cuda", "rocm", "tpu")
+    }
+    if on_one_device is None:
+        mlir.register_lowering(outer, default)
+        for platform, rule in rules.items():
+            mlir.register_lowering(outer, rule, platform=platform)
+    else:  # which is to see the operands: jax gives none to rules that it caches
+        rule = _compat.for_each_platform(default, rules, rules, rules)
+        mlir.register_lowering(outer, rule, cacheable=False)
 
     def batched(args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
         return batch(outer, [*map(_compat.as_array, args)], dims, **params)

@@ -2103,14 +2103,21 @@ def labels_of(x):
 ROWS_CASES = (
     rows_case(SOFTMAX, "jof_softmax", ["jof_softmax_vjp"]),
     rows_case(LOG_SOFTMAX, "jof_softmax"),
-    # The gradient overwrites a copy of the operand, where that is an argument of the program.
+    # The value and the gradient are one call.
     of_same_rank(
-        rows_case(LOGSUMEXP, "jof_logsumexp", free_axes=(0,), besides=frozenset({"copy", "fusion"}))
+        rows_case(
+            LOGSUMEXP,
+            "jof_logsumexp",
+            grad_targets={(0,): ("jof_logsumexp_with_vjp",)},
+            free_axes=(0,),
+            besides=frozenset({"copy", "fusion"}),
+        )
     ),
     of_same_rank(
         rows_case(
             CROSS_ENTROPY,
             "jof_cross_entropy",
+            grad_targets={(0,): ("jof_cross_entropy_with_vjp",)},
             shapes=(ARRAY, ARRAY[:1]),
             samplers=(normals, classes_of),
             ids=labels_of,
