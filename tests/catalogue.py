@@ -1446,7 +1446,9 @@ class Case:
         return jax.enable_x64(True) if self.dtype == "float64" else contextlib.nullcontext()
 
     def both_targets(self) -> list[str]:
-        """The custom calls of a program with the value and the gradient."""
+        """The custom calls of a program with the value and a gradient that depends on it."""
+        if self.grad_targets[self.wrt] == (f"{self.target}_with_vjp",):
+            return [self.target, f"{self.target}_vjp"]
         return [self.target] * (not self.shared) + [*self.grad_targets[self.wrt]]
 
     def all_targets(self) -> set[str]:
