@@ -17,6 +17,7 @@ from jax_oneflow_ops import _rows
 from tests import oracle
 from tests.arrays import rng_for
 from tests.catalogue import FLOATS
+from tests.test_lowering import compiled, targets
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -595,8 +596,7 @@ def test_a_scale_for_each_example():
 
 def calls_in(f, *args) -> list[str]:
     """The custom calls of a compiled program."""
-    text = jax.jit(f).lower(*args).compile().as_text()
-    return sorted(re.findall(r'custom_call_target="jof_([^"]+)"', text))
+    return sorted(target.removeprefix("jof_") for target in targets(compiled(f, *args)))
 
 
 def mean_of_losses(h, w, labels, weights=1.0):
