@@ -174,6 +174,7 @@ template <typename T>
 struct LogSumExpBackward : RowsProgram<T, 1> {
   using C = Compute<T>;
   static constexpr int kOutputs = 1, kReductions = 0;
+  JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return !kIsNarrow<T>; }
   struct Row {
     ExpStats<T> stats;
     int label;
