@@ -71,17 +71,18 @@ struct RowVector {
 //     template <int r> C Identity() const;
 //     template <int r> C Combine(C a, C b) const;  // of each value
 //     template <int r> C Neutral(const Row&, int input) const;  // what adds nothing to the values
+//     // Whether the first reduction is the maximum: of 16 bits it takes two elements at a time.
+//     static constexpr bool kHasMaximum;
 //     // May replace x by what the map makes use of. Then Replace does the same alone. If
-//     kReplaces,
-//     // the last reduction does, and what it makes may be kept instead.
+//     // kReplaces, the last reduction does, and what it makes may be kept instead.
 //     static constexpr bool kReplaces;
 //     template <int r> void Accumulate(const Row&, C (&x)[kInputs], const C* vectors, C* values);
 //     void Replace(const Row&, C (&x)[kInputs]) const;
 //     template <int r> void Finish(const C* values, C n, Row*) const;
 //     void Map(const Row&, int column, const C (&x)[kInputs], const C* v, C* out, C* sums) const;
 //     // Whether a row may name an element, of the column Named(), whose results MapNamed sets
-//     after
-//     // Map. Map would have to compare every column.
+//     // after Map. Map would have to compare every column. If there are reductions, Begin is
+//     // Announce, which reads the name and may come long before, and Start, which reads the rest.
 //     static constexpr bool kNames;
 //     void End(int64_t row, const Row&) const;     // writes what is wanted of each row
 //   };
@@ -102,7 +103,7 @@ struct RowsProgram {
   static constexpr bool kIsEven = false;  // rows begin and end where packs do
   static constexpr bool kIsFull = false;  // and all threads hold as many packs
   static constexpr bool kMayBeChunks = true, kMayBeCluster = true;
-  static constexpr bool kReplaces = false;
+  static constexpr bool kHasMaximum = false, kReplaces = false;
   static constexpr int kPack = kPackSize<T>;
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));

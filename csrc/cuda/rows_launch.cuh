@@ -434,20 +434,23 @@ bool PlanWideRows(const Program& program, const RowsProblem& problem, const Rows
   const int64_t packs = n % Program::kPack == 0 ? n / Program::kPack : (n - 2) / Program::kPack + 2;
   if (packs < 4 * kWholeRowsThreads) return false;
   // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
-  // threads, 191 with 256.
+  // threads, 191 with 256. Without clusters, a row has as many as there can be.
+  const int most = device.has_clusters ? 8 : 1;
+  const int most_threads = device.has_clusters ? 256 : kWideRowsThreads<Program>;
   int threads = 128, cluster = 1;
-  while (threads < kWideRowsThreads<Program> && packs > 16 * threads) threads *= 2;
+  while (threads < most_threads && packs > 16 * threads) threads *= 2;
   const auto per_thread = [&] {
     const int64_t all = int64_t{threads} * cluster;
     return (packs + all - 1) / all;
   };
   const auto bytes = [&] { return per_thread() * threads * kPackBytes * Program::kInputs; };
-  // A cluster if a row does not fit into the shared memory of one multiprocessor: of so many blocks
-  // that two fit into each, of which one loads while the other reduces. Also if rows are few.
-  const int most = device.has_clusters ? 8 : 1;
+  // A cluster if two blocks do not fit into a multiprocessor, of which one loads while the other
+  // reduces. 16-bit rows, which take more instructions a byte, have more threads: cross entropy of
+  // 8192 x 50257 with its gradient takes 492 us with two blocks a row, 532 with one; f32 1043 with
+  // four, 972 with two. Also if rows are few.
   const int64_t most_bytes = device.shared_bytes - (2 << 10);
-  const bool is_too_long = bytes() > most_bytes;
-  while (cluster < most && is_too_long && bytes() > most_bytes / 2) cluster *= 2;
+  const int64_t most_packs = kIsNarrow<typename Program::Element> ? 16 : most_bytes;
+  while (cluster < most && (bytes() > most_bytes / 2 || per_thread() > most_packs)) cluster *= 2;
   while (cluster < most && rows * cluster < device.multiprocessors && per_thread() > 2) {
     cluster *= 2;
   }

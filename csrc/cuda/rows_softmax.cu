@@ -10,6 +10,7 @@ namespace {
 template <typename T, bool kKeepsTerms>
 struct ExpSumReductions : RowsProgram<T, 1> {
   using C = Compute<T>;
+  [[maybe_unused]] static constexpr bool kHasMaximum = true;
   static constexpr bool kReplaces = kKeepsTerms;
   static constexpr int kReductions = 2;
 
@@ -117,13 +118,12 @@ __device__ __forceinline__ int64_t ElementOf(const RowsProblem& p, int64_t row, 
   return (o * p.n + index) * p.inner + (row - o * p.inner);
 }
 
-// The element that the label of a row names: NaN where it names none, 0 where there are no labels.
+// The element that the label of a row names: NaN where it names none.
 template <typename T>
-__device__ __forceinline__ Compute<T> LabelValue(const RowsProblem& p, const T* x,
-                                                 const int32_t* labels, int64_t row) {
+__device__ __forceinline__ Compute<T> LabelValue(const RowsProblem& p, const T* x, int32_t label,
+                                                 int64_t row) {
   using C = Compute<T>;
-  if (labels == nullptr) return C(0);
-  const int64_t index = LabelIndex(labels[row], p.n);
+  const int64_t index = LabelIndex(label, p.n);
   if (index < 0) return Infinity<C>() - Infinity<C>();
   return Accumulator<T>::Load(x[ElementOf(p, row, index)]);
 }
@@ -148,7 +148,7 @@ struct LogSumExpForward : ExpSumReductions<T, false> {
 
   __device__ __forceinline__ Row Begin(int64_t row) const {
     Row facts{};
-    facts.x_label = LabelValue(problem, in[0], labels, row);
+    if (labels != nullptr) facts.x_label = LabelValue(problem, in[0], labels[row], row);
     return facts;
   }
   __device__ __forceinline__ void GetPart(const Row& row, C (&values)[2]) const {
@@ -215,13 +215,13 @@ struct LogSumExpWithGradient : ExpSumReductions<T, true> {
   struct Row {
     typename ExpSum<T>::State state;
     C centre;
-    C factor;
+    C scale;     // what a term is multiplied by
     C of_label;  // the element, and then the loss: few registers are left
     C ct;
     int label;  // its column, -1 where it names none
     __device__ __forceinline__ int Named() const { return label; }
     __device__ __forceinline__ void Made() {
-      factor = ExpStats<T>::Of(state).factor;
+      scale = ct * ExpStats<T>::Of(state).factor;
       of_label = LogSumExpResult<T>(state, label != kNoLabels, of_label);
     }
   };
@@ -234,24 +234,35 @@ struct LogSumExpWithGradient : ExpSumReductions<T, true> {
   T* y;
   ExpStats<T>* stats;
 
-  __device__ __forceinline__ Row Begin(int64_t row) const {
+  __device__ __forceinline__ Row Announce(int64_t row) const {
     Row facts{};
-    facts.of_label = LabelValue(problem, in[0], labels, row);
-    facts.label =
-        labels == nullptr ? kNoLabels : static_cast<int>(LabelIndex(labels[row], problem.n));
+    if (labels != nullptr) facts.label = labels[row];
     facts.ct = Accumulator<T>::Load(ct[row]);
+    return facts;
+  }
+  __device__ __forceinline__ void Start(int64_t row, Row* facts) const {
+    if (labels == nullptr) {
+      facts->label = kNoLabels;
+      return;
+    }
+    facts->of_label = LabelValue(problem, in[0], facts->label, row);
+    facts->label = static_cast<int>(LabelIndex(facts->label, problem.n));
+  }
+  __device__ __forceinline__ Row Begin(int64_t row) const {
+    Row facts = Announce(row);
+    Start(row, &facts);
     return facts;
   }
   template <typename Column>
   __device__ __forceinline__ void Map(const Row& row, Column, const C (&x)[1], const C*, C (&dx)[1],
                                       C*) const {
-    dx[0] = ExpStats<T>{row.centre, row.factor}.VjpOfTerm(x[0], false, row.ct);
+    dx[0] = x[0] * row.scale;
   }
   __device__ __forceinline__ void MapNamed(const Row& row, const C (&x)[1], C (&dx)[1]) const {
-    dx[0] = ExpStats<T>{row.centre, row.factor}.VjpOfTerm(x[0], true, row.ct);
+    dx[0] = MulAdd(x[0], row.scale, -row.ct);
   }
   __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
-    stats[row] = {facts.centre, facts.factor};
+    stats[row] = ExpStats<T>::Of(facts.state);
     y[row] = Accumulator<T>::Store(facts.of_label);
   }
 };
