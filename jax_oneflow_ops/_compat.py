@@ -325,7 +325,7 @@ def replace_lowerings(
             every = mlir_internals._platform_specific_lowerings
             own = {p: every[p][primitive].rule for p in every if primitive in every[p]}
             with_new = own | {p: replacement(primitive, p, own.get(p, default)) for p in new}
-            rule = _for_each_platform(default, own, with_new if has_kernels else own, with_new)
+            rule = for_each_platform(default, own, with_new if has_kernels else own, with_new)
             # A lowering that jax caches is given no operands, of which some are zeros.
             mlir.register_lowering(primitive, rule, cacheable=not has_kernels)
             for p in own:
@@ -335,7 +335,7 @@ def replace_lowerings(
             _replaced.update((primitive, p) for p in new)
 
 
-def _for_each_platform(default: Lowering, own: Rules, of_several: Rules, of_one: Rules) -> Lowering:
+def for_each_platform(default: Lowering, own: Rules, of_several: Rules, of_one: Rules) -> Lowering:
     """One rule for all platforms: `default` for those that are not in dicts of rules.
 
     jax can choose between rules for several platforms in one program, but fails where it does not
@@ -451,6 +451,86 @@ def tag(result: Any, name: str, value: str) -> None:
         attributes: Any = op.attributes[key]
         named |= {a.name: a.attr for a in attributes}
     op.attributes[key] = ir.DictAttr.get(named)
+
+
+# ---- calls that one lowered later takes the place of ----
+
+
+def as_handles(values: Sequence[Any]) -> list[Any]:
+    """The results of a call, which `replace_call` can replace wherever they are used by then."""
+    return [hlo.reshape(value.type, value) for value in values]
+
+
+def call_behind(handle: Any, target: str) -> Any:
+    """The call of an FFI target that made a handle in the block that is being lowered, or None."""
+    for value in _operands(handle, "stablehlo.reshape"):
+        call = getattr(value.owner, "operation", None)
+        if call is not None and call.name == "stablehlo.custom_call":
+            is_here = call.block == ir.InsertionPoint.current.block
+            name = ir.StringAttr(call.attributes["call_target_name"]).value
+            return call if is_here and name == target else None
+    return None
+
+
+def move_before(call: Any, value: Any) -> bool:
+    """Moves what computes a value before a call. False if that depends on the call.
+
+    A program says by operands alone what runs before what.
+    """
+    later: list[Any] = []
+    values = [value]
+
+    def read(inner: Any) -> Any:
+        values.extend(inner.operands)
+        return ir.WalkResult.ADVANCE
+
+    while values:
+        op = getattr(values.pop().owner, "operation", None)
+        if op is None or op in later or op.block != call.block:
+            continue
+        if op == call or len(later) == _MOST_MOVED:
+            return False
+        if call.is_before_in_block(op):
+            later.append(op)
+            op.walk(read)
+    while later:
+        first = next(op for op in later if not any(o.is_before_in_block(op) for o in later))
+        first.move_before(call)
+        later.remove(first)
+    return True
+
+
+_MOST_MOVED = 64
+
+
+def replace_call(call: Any, values: Sequence[Any]) -> None:
+    """Puts values in the place of a call's results, which are known by handles only."""
+    for result, value in zip(call.results, values, strict=True):
+        result.replace_all_uses_with(value)
+    call.erase()
+
+
+def place_of(call: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which what is lowered comes before a call."""
+    return cast(contextlib.AbstractContextManager[Any], ir.InsertionPoint(call))
+
+
+def has_other_readers(value: Any, call: Any) -> bool:
+    """Whether anything beside a call, which may be None, has read an operand so far.
+
+    Arguments of a program that are not donated are read by the caller.
+    """
+    if any(call is None or use.owner.operation != call for use in value.uses):
+        return True
+    block = value.owner
+    if hasattr(block, "operation"):
+        return False
+    function = block.owner.operation
+    if ir.StringAttr(function.attributes["sym_name"]).value != "main":
+        return False
+    number = ir.BlockArgument(value).arg_number
+    attributes = ir.ArrayAttr(function.attributes["arg_attrs"])[number]
+    return not any(name in str(attributes) for name in ("jax.buffer_donor", "tf.aliasing_output"))
 
 
 # ---- jaxprs, for fuse ----

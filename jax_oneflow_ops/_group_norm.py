@@ -29,8 +29,9 @@ _JVP = [_IMAGE, _VECTOR, _VECTOR, _STATS, _IMAGE, _VECTOR, _VECTOR], [_IMAGE]
 _PART_BYTES = {"cuda": 1 << 15, "cpu": 1 << 17}
 _MOST_PARTS = 128
 _TILE_BYTES = 4096
-# Blocks do little but exchange sums in images of so many bytes: on an H200 443 of 32 x 32 x 32 in
-# f16 take as long as by XLA, 43 us; 215180 of 3 pixels and 9 channels in bf16 4.9 ms, by XLA 27 us.
+# Images of so many bytes gain little: on an H200 443 of 32 x 32 x 32 in f16 take as long as by XLA,
+# 43 us, as blocks do little but exchange sums. Much smaller ones share a block: 215180 of 3 pixels
+# and 9 channels in bf16 take 43 us, by XLA 27.
 _SMALL_IMAGE = 1 << 17
 
 
@@ -158,10 +159,12 @@ def _batch(kinds: Any, reference: Any) -> Any:
 
 def _define() -> core.Primitive:
     def define(name: str, kinds: Any, reference: Any, native: Any, passes: int) -> core.Primitive:
-        def call(x: Any, *_: Any, spatial: int, groups: int, **__: Any) -> _policy.Call:
+        def call(
+            passes: int, x: Any, *_: Any, spatial: int, groups: int, **__: Any
+        ) -> _policy.Call:
             image = math.prod(x.shape[-spatial - 1 :]) * x.dtype.itemsize
             images = "small images" if image <= _SMALL_IMAGE else "large images"
-            way = "backward" if name.endswith("_vjp") else "forward"
+            way = {2: "forward", 3: "backward"}[passes]
             return _policy.Call(("group_norm", way, images), passes * _policy.nbytes(x))
 
         return _primitive.define(
@@ -174,7 +177,8 @@ def _define() -> core.Primitive:
             on_shard=_primitive.sum_each if kinds is _VJP else None,
             batch=_batch(kinds, reference),
             multiple_results=True,
-            call=call if passes else None,
+            call=functools.partial(call, passes) if passes else None,
+            gradient=functools.partial(call, 3) if passes == 2 else None,
         )
 
     value_p = define("group_norm", _VALUE, _reference.group_norm, _value_native, 2)
@@ -183,6 +187,7 @@ def _define() -> core.Primitive:
     jvp_p = define("group_norm_jvp", _JVP, jvp_reference, _rows.in_jnp(jvp_reference), 0)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        params = _policy.with_gradient(params)
         y, stats = _primitive.bind(value_p, *primals, **params)
         wide = [t.astype(stats.dtype) for t in map(_rows.instantiated, tangents[1:])]
         t_x = _rows.instantiated(tangents[0])

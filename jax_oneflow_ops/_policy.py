@@ -270,13 +270,33 @@ def why_worthwhile(chain: Chain, platform: str) -> str | None:
 calls_of: dict[core.Primitive, Callable[..., Call | str]] = {}
 """By primitive: `(*avals, **params) -> Call`, or the reason why kernels run in any case."""
 
+gradients_of: dict[core.Primitive, Callable[..., Call | str]] = {}
+"""By primitive: the same of its gradient. Measurements of a gradient are of both together."""
 
-def describe(primitive: core.Primitive, avals: Sequence[Any], **params: Any) -> Call | str:
+WITH_GRADIENT = "with its gradient"
+"""The parameter `implementation` of a call that is chosen so."""
+
+
+def with_gradient(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a call that is differentiated: one choice is made for it and its gradient.
+
+    Chosen apart, the two could be slower together than either implementation of both.
+    """
+    return {**params, "implementation": params["implementation"] or WITH_GRADIENT}
+
+
+def describe(
+    primitive: core.Primitive,
+    avals: Sequence[Any],
+    implementation: str | None = None,
+    **params: Any,
+) -> Call | str:
     """What the choice for a call depends on, or the reason why kernels run."""
     sizes = (size for aval in avals for size in aval.shape)
     if not all(isinstance(size, int) for size in (*sizes, params.get("num_segments", 0))):
         return "sizes are not known yet"
-    return calls_of[primitive](*avals, **params)
+    of = gradients_of if implementation == WITH_GRADIENT and primitive in gradients_of else calls_of
+    return of[primitive](*avals, **params)
 
 
 def prefers_xla(
@@ -294,9 +314,10 @@ def calls(jaxpr: Any) -> Iterator[tuple[Any, Call | str]]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         params = dict(equation.params)
         if equation.primitive in calls_of:
-            implementation = params.pop("implementation")
             avals = [variable.aval for variable in equation.invars]
-            yield implementation, describe(equation.primitive, avals, **params)
+            implementation = params["implementation"]
+            asked = None if implementation == WITH_GRADIENT else implementation
+            yield asked, describe(equation.primitive, avals, **params)
         else:
             for inner in jax.tree.leaves(params, is_leaf=is_jaxpr):
                 yield from calls(inner) if is_jaxpr(inner) else ()
@@ -313,8 +334,9 @@ def policy(
     """Shows which implementation runs for each call of this package's functions in a program.
 
     If `implementation` is None, native kernels run if measured calls like it gained more than they
-    lost on such a device, or if its family was not measured; else XLA runs. `fun` is traced, not
-    run.
+    lost on such a device, or if its family was not measured; else XLA runs. A function of rows that
+    is differentiated and its gradient are one choice. `fun` is traced, not run.
+
     Measurements do not decide about calls on at most one element, which XLA runs, or about calls in
     programs over several devices, which native kernels run.
 

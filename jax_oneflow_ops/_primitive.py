@@ -99,6 +99,8 @@ def define(
     multiple_results: bool = False,
     in_jnp: Callable[..., Callable[..., Any] | None] | None = None,
     call: Callable[..., _policy.Call | str] | None = None,
+    gradient: Callable[..., _policy.Call | str] | None = None,
+    on_one_device: Callable[..., Any] | None = None,
 ) -> core.Primitive:
     """Defines a primitive.
 
@@ -122,9 +124,12 @@ def define(
         kernel. A function like `reference`, which is the default.
       call: `(*avals, **params) -> Call`: what the choice of `_policy` depends on, or the reason why
         kernels run in any case. By default they do.
+      gradient: the same of the gradient, with which a call that is differentiated is chosen.
+      on_one_device: `(ctx, *args, platform, **params) -> results`: a lowering rule in place of
+        `native`, where only one device runs it. It may depend on the program around the call.
 
-    Every primitive takes a parameter `implementation` (None, "native" or "xla"), which none of the
-    functions above is given except `batch`.
+    Every primitive takes a parameter `implementation` (None, "native", "xla" or
+    `_policy.WITH_GRADIENT`), which none of the functions above is given except `batch`.
     """
     inner = core.Primitive(f"{target}_ffi")
     inner.multiple_results = multiple_results
@@ -157,16 +162,20 @@ def define(
         ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
     ) -> Any:
         form = None
-        if not _native.is_used(name(params), platform, implementation):
+        is_open = implementation in (None, _policy.WITH_GRADIENT)
+        choice = {**params, "implementation": implementation}
+        if not _native.is_used(name(params), platform, None if is_open else implementation):
             form = reference
         elif _are_scalars(ctx) or (
-            implementation is None
+            is_open
             and _compat.knows_shapes_of_shards(ctx)
-            and _policy.prefers_xla(outer, ctx.avals_in, params, platform)
+            and _policy.prefers_xla(outer, ctx.avals_in, choice, platform)
         ):
             form = reference if in_jnp is None else in_jnp(**params)
         of_platform: Any = {"platform": platform, "shard": Shard(), **params}
         if form is None and _compat.is_for_one_device(ctx):  # there is nothing to partition
+            if on_one_device is not None:
+                return on_one_device(ctx, *args, platform=platform, **params)
             form, params = function_of_shard, of_platform
         if form is not None:
             rule = _compat.lower_plain(form, multiple_results)
@@ -185,9 +194,17 @@ def define(
         results = mlir.lower_fun(call, multiple_results=multiple_results)(ctx, *args)
         return _compat.with_shardings_of_types(ctx, results)
 
-    for platform in (None, "cpu", "cuda", "rocm", "tpu"):
-        rule = functools.partial(lower, platform=platform or "other")
-        mlir.register_lowering(outer, rule, platform=platform)
+    default = functools.partial(lower, platform="other")
+    rules: dict[str, Callable[..., Any]] = {
+        p: functools.partial(lower, platform=p) for p in ("cpu", "cuda", "rocm", "tpu")
+    }
+    if on_one_device is None:
+        mlir.register_lowering(outer, default)
+        for platform, rule in rules.items():
+            mlir.register_lowering(outer, rule, platform=platform)
+    else:  # which is to see the operands: jax gives none to rules that it caches
+        rule = _compat.for_each_platform(default, rules, rules, rules)
+        mlir.register_lowering(outer, rule, cacheable=False)
 
     def batched(args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
         return batch(outer, [*map(_compat.as_array, args)], dims, **params)
@@ -195,7 +212,17 @@ def define(
     batching.primitive_batchers[outer] = batched
     if call is not None:
         _policy.calls_of[outer] = call
+    if gradient is not None:
+        _policy.gradients_of[outer] = gradient
     return outer
+
+
+def lower_native(native: Callable[..., Any], platform: str) -> Callable[..., Any]:
+    """A lowering rule by a function like `native` of `define` whose results are a list."""
+    on_one_device = functools.partial(
+        _on_one_device, native, _sum, platform=platform, shard=Shard()
+    )
+    return _compat.lower_plain(on_one_device, multiple_results=True)
 
 
 def _are_scalars(ctx: Any) -> bool:

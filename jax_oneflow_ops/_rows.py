@@ -192,6 +192,9 @@ def _define_softmax() -> core.Primitive:
         def call(x: Any, *_: Any, axis: int, **__: Any) -> _policy.Call:
             return _call("softmax", target, 1 + operands, x, axis)
 
+        def gradient(x: Any, *, axis: int, **_: Any) -> _policy.Call:
+            return _call("softmax", f"{target}_vjp", 3, x, axis)
+
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)
             return bind(primitive, *xs, axis=axis, **params), out
@@ -205,6 +208,7 @@ def _define_softmax() -> core.Primitive:
             sharding_rule=lambda x, *_, axis, **__: _rule(kinds(operands), len(x.shape), axis),
             batch=batch,
             call=call if has_kernel else None,
+            gradient=gradient if operands == 1 else None,
         )
 
     softmax_p = define("jof_softmax", 1, _reference.softmax)
@@ -217,6 +221,7 @@ def _define_softmax() -> core.Primitive:
         return bind(vjp_p, y, t, axis=axis, log=False, **params)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        params = _policy.with_gradient(params)
         y = bind(softmax_p, *primals, **params)
         return y, tangent(y, tangents[0], **params)
 
@@ -299,11 +304,15 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         reference: Function,
         native: Function,
         types: Function,
+        here: Function | None = None,
         passes: int = 0,
         on_shard: Function | None = None,
     ) -> core.Primitive:
         def call(x: Any, *_: Any, axis: int) -> _policy.Call:
             return _call("logsumexp", target, passes, x, axis)
+
+        def gradient(x: Any, *_: Any, axis: int) -> _policy.Call:
+            return _call("logsumexp", f"{target}_vjp", 2, x, axis)
 
         def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
             xs, axis, out = _batched(args, dims, kinds, axis)
@@ -323,25 +332,67 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
             batch=batch,
             multiple_results=len(kinds[1]) > 1,
             call=None if passes == 0 else call,
+            gradient=gradient if passes == 1 else None,
+            on_one_device=here,
         )
+
+    def results_of(x: jax.Array, axis: int) -> list[jax.ShapeDtypeStruct]:
+        rows = (*x.shape[:axis], *x.shape[axis + 1 :])
+        stats = jax.ShapeDtypeStruct((*rows, 2), _reference.row_dtype(x.dtype))
+        return [jax.ShapeDtypeStruct(rows, x.dtype), stats]
 
     def native(platform: str, x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
         if x.size == 0:
             return _reference.logsumexp(x, *labels, axis=axis)
-        rows = (*x.shape[:axis], *x.shape[axis + 1 :])
-        stats = jax.ShapeDtypeStruct((*rows, 2), _reference.row_dtype(x.dtype))
-        call = jax.ffi.ffi_call(f"jof_{name}", [jax.ShapeDtypeStruct(rows, x.dtype), stats])
+        call = jax.ffi.ffi_call(f"jof_{name}", results_of(x, axis))
         return [*call(x, *labels, axis=np.int64(axis))]
 
-    def native_vjp(platform: str, x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
+    def native_vjp(
+        platform: str, x: jax.Array, *operands: jax.Array, axis: int, in_place: bool = True
+    ) -> list[jax.Array]:
         """The logits are dead after it in a training step: their buffer is the result's."""
         if x.size == 0:
-            return x
-        call = jax.ffi.ffi_call(
-            f"jof_{name}_vjp", jax.ShapeDtypeStruct(x.shape, x.dtype), input_output_aliases={0: 0}
+            return [x]
+        aliases = {0: 0} if in_place else {}
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+        call = jax.ffi.ffi_call(f"jof_{name}_vjp", like, input_output_aliases=aliases)
+        return [*call(x, *operands, axis=np.int64(axis))]
+
+    def native_with_vjp(
+        platform: str, x: jax.Array, *operands: jax.Array, axis: int, in_place: bool
+    ) -> list[jax.Array]:
+        """The value, the statistics and the gradient."""
+        aliases = {0: 2} if in_place else {}
+        results = [*results_of(x, axis), jax.ShapeDtypeStruct(x.shape, x.dtype)]
+        call = jax.ffi.ffi_call(f"jof_{name}_with_vjp", results, input_output_aliases=aliases)
+        return [*call(x, *operands, axis=np.int64(axis))]
+
+    def lower(ctx: Any, *args: Any, platform: str, **params: Any) -> list[Any]:
+        """The value can be had from the call that computes its gradient, which comes later."""
+        results: list[Any] = _primitive.lower_native(native, platform)(ctx, *args, **params)
+        return _compat.as_handles(results) if _compat.has_known_sizes(ctx) else results
+
+    def lower_vjp(ctx: Any, *args: Any, platform: str, **params: Any) -> list[Any]:
+        """Reads the logits once for the value and the gradient, if the cotangent is known by then.
+
+        A sum or a mean of losses has one. In place of logits that something else reads XLA would
+        write to a copy.
+        """
+        *operands, stats, ct = args
+        value = _compat.call_behind(stats, f"jof_{name}")
+        params["in_place"] = not _compat.has_other_readers(operands[0], value)
+        if value is None or [*value.operands] != operands or not _compat.move_before(value, ct):
+            plain: list[Any] = _primitive.lower_native(native_vjp, platform)(ctx, *args, **params)
+            return plain
+        *of_operands, of_stats, of_ct = ctx.avals_in
+        ctx = ctx.replace(
+            avals_in=[*of_operands, of_ct], avals_out=[of_ct, of_stats, *ctx.avals_out]
         )
-        result: jax.Array = call(x, *operands, axis=np.int64(axis))
-        return result
+        with _compat.place_of(value):
+            rule = _primitive.lower_native(native_with_vjp, platform)
+            y, kept, dx = rule(ctx, *operands, ct, **params)
+        _compat.replace_call(value, [y, kept])
+        return [dx]
 
     def value_types(x: Any, *_: Any, axis: int) -> Any:
         stats = _without(x, axis, 2).update(dtype=_reference.row_dtype(x.dtype))
@@ -353,6 +404,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         _reference.logsumexp,
         native,
         value_types,
+        lower,
         passes=1,
         on_shard=_logsumexp_on_shard,
     )
@@ -360,8 +412,9 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         f"jof_{name}_vjp",
         ([*given, STATS, ROW], [ARRAY]),
         _reference.logsumexp_vjp,
-        native_vjp,
+        lambda *args, **params: native_vjp(*args, **params)[0],
         lambda x, *_, axis: x,
+        lower_vjp,
         passes=2,
         on_shard=_logsumexp_vjp_on_shard,
     )
@@ -374,6 +427,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     )
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        params = _policy.with_gradient(params)
         y, stats = bind(f_p, *primals, **params)
         t = bind(jvp_p, *primals, stats, instantiated(tangents[0]), **params)
         return [y, stats], [t, ad.Zero(jax.typeof(stats))]
@@ -540,10 +594,25 @@ def _norm_batch(
     return [dx, *sums], [out[0], *[0] * len(sums)]
 
 
-def _norm_call(name: str, x: Any, *_: Any, given: Any, center: bool, **__: Any) -> _policy.Call:
-    """Residuals, and the cotangents of their sums, are arrays of their own."""
-    passes = 2 + 2 * given[0] if name == "norm" else 3 + given[2]
-    return _call("norm", name, passes, x, x.ndim - 1, _function_of_norm(center=center))
+def _norm_call(x: Any, *_: Any, given: Any, center: bool, **__: Any) -> _policy.Call:
+    """Residuals, and sums with them, are arrays of their own; so are the cotangents of these."""
+    return _call("norm", "norm", 2 + 2 * given[0], x, x.ndim - 1, _function_of_norm(center=center))
+
+
+def _norm_vjp_call(
+    has_sum: Callable[[Any], bool], x: Any, *_: Any, given: Any, center: bool, **__: Any
+) -> _policy.Call:
+    passes = 3 + has_sum(given)
+    return _call("norm", "norm_vjp", passes, x, x.ndim - 1, _function_of_norm(center=center))
+
+
+_CALL_OF_NORM: dict[str, Function] = {
+    "norm": _norm_call,
+    "norm_vjp": functools.partial(_norm_vjp_call, lambda given: given[2]),
+}
+_GRADIENT_OF_NORM: dict[str, Function] = {
+    "norm": functools.partial(_norm_vjp_call, lambda given: given[0]),
+}
 
 
 def _define_norm() -> core.Primitive:
@@ -565,7 +634,8 @@ def _define_norm() -> core.Primitive:
             on_shard=_primitive.sum_each if name == "norm_vjp" else None,
             batch=functools.partial(_norm_batch, reference, kinds),
             multiple_results=True,
-            call=None if name == "norm_jvp" else functools.partial(_norm_call, name),
+            call=_CALL_OF_NORM.get(name),
+            gradient=_GRADIENT_OF_NORM.get(name),
         )
 
     norm_p = define("norm", _reference.norm, _norm_native, _norm_types, _norm_kinds)
@@ -581,6 +651,7 @@ def _define_norm() -> core.Primitive:
     )
 
     def jvp(primals: Any, tangents: Any, *, given: Any, **params: Any) -> Any:
+        params = _policy.with_gradient(params)
         y, *total, stats = bind(norm_p, *primals, given=given, **params)
         x = total[0] if total else primals[0]
         t_x, *rest = tangents

@@ -195,8 +195,9 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> jax.Array:
     """``logsumexp(logits) - logits[label]`` along an axis. Replaces optax's function of that name.
 
-    The loss and its gradient together read the logits twice and write once. The gradient
-    overwrites the logits if nothing else needs them.
+    The loss and its gradient together read the logits once and write once if one device runs them
+    and the cotangent does not depend on the loss, as for a sum or a mean of losses; else they read
+    twice. The gradient overwrites the logits if nothing else needs them.
 
     Args:
       logits: array of any shape.

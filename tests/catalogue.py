@@ -1446,7 +1446,9 @@ class Case:
         return jax.enable_x64(True) if self.dtype == "float64" else contextlib.nullcontext()
 
     def both_targets(self) -> list[str]:
-        """The custom calls of a program with the value and the gradient."""
+        """The custom calls of a program with the value and a gradient that depends on it."""
+        if self.grad_targets[self.wrt] == (f"{self.target}_with_vjp",):
+            return [self.target, f"{self.target}_vjp"]
         return [self.target] * (not self.shared) + [*self.grad_targets[self.wrt]]
 
     def all_targets(self) -> set[str]:
@@ -2103,14 +2105,21 @@ def labels_of(x):
 ROWS_CASES = (
     rows_case(SOFTMAX, "jof_softmax", ["jof_softmax_vjp"]),
     rows_case(LOG_SOFTMAX, "jof_softmax"),
-    # The gradient overwrites a copy of the operand, where that is an argument of the program.
+    # The value and the gradient are one call.
     of_same_rank(
-        rows_case(LOGSUMEXP, "jof_logsumexp", free_axes=(0,), besides=frozenset({"copy", "fusion"}))
+        rows_case(
+            LOGSUMEXP,
+            "jof_logsumexp",
+            grad_targets={(0,): ("jof_logsumexp_with_vjp",)},
+            free_axes=(0,),
+            besides=frozenset({"copy", "fusion"}),
+        )
     ),
     of_same_rank(
         rows_case(
             CROSS_ENTROPY,
             "jof_cross_entropy",
+            grad_targets={(0,): ("jof_cross_entropy_with_vjp",)},
             shapes=(ARRAY, ARRAY[:1]),
             samplers=(normals, classes_of),
             ids=labels_of,

@@ -338,6 +338,39 @@ def test_policy_of_a_program(tables):
     assert jof.policy(functools.partial(permuted), np.ones((2, 3)), device=jax.devices()[0])
 
 
+WITH_GRADIENTS = {
+    "softmax": lambda x, _: (jof.softmax(x) ** 2).sum(),
+    "log_softmax": lambda x, _: jof.log_softmax(x, 0)[0].sum(),
+    "logsumexp": lambda x, _: jof.logsumexp(x, -1).sum(),
+    "cross entropy": lambda x, v: jof.softmax_cross_entropy_with_integer_labels(
+        x, jnp.zeros(len(x), jnp.int32)
+    ).sum(),
+    "norm": lambda x, v: (jof.layer_norm(x, v) ** 2).sum(),
+    "norm of a sum": lambda x, v: jnp.vdot(*jof.rms_norm(x, v, residual=x)),
+    "group norm": lambda x, v: (jof.group_norm(x[:, None, None], 2, v, v) ** 2).sum(),
+}
+
+
+@native_backend
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_a_function_and_its_gradient_are_chosen_together(name, tables):
+    f, args = WITH_GRADIENTS[name], (jnp.ones((12, 8)), jnp.ones(8))
+    (alone,) = jof.policy(f, *args)
+    value, gradient = jof.policy(jax.grad(f), *args)
+    assert value.call == gradient.call != alone.call
+    for gain in (2.0, 0.5):
+        of_gradients = {"/".join(value.call.kind): every_size(gain)}
+        of_values = {"/".join(alone.call.kind): every_size(1 / gain)}
+        tables({KIND: table(**of_gradients, **of_values)})
+        assert bool(kernels(lambda *args: jax.grad(f)(*args), *args)) == (gain > 1)
+        assert bool(kernels(lambda *args: f(*args), *args)) == (gain < 1)
+
+
+def test_what_is_asked_for_is_asked_for_of_gradients():
+    f = jax.grad(lambda x: jof.softmax(x, implementation="xla")[0, 0])
+    assert [d.reason for d in jof.policy(f, jnp.ones((2, 3)))] == ["asked for"] * 2
+
+
 def test_policy_of_an_unknown_device(tables):
     tables({"a": table("cuda")})
     with pytest.raises(ValueError, match=r"^policy: device must be .* one of 'a', got 'b'"):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax_oneflow_ops import _rows
 from tests import oracle
 from tests.arrays import rng_for
 from tests.catalogue import FLOATS
+from tests.test_lowering import compiled, targets
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -590,6 +592,103 @@ def test_a_scale_for_each_example():
     x, scale = rng_for("scales").standard_normal((2, 4, 5))
     expected = np.stack([jof.rms_norm(*one) for one in zip(x, scale, strict=True)])
     np.testing.assert_allclose(jax.vmap(jof.rms_norm)(x, scale), expected, rtol=1e-12)
+
+
+def calls_in(f, *args) -> list[str]:
+    """The custom calls of a compiled program."""
+    return sorted(target.removeprefix("jof_") for target in targets(compiled(f, *args)))
+
+
+def mean_of_losses(h, w, labels, weights=1.0):
+    losses = jof.softmax_cross_entropy_with_integer_labels(h @ w, labels, implementation="native")
+    return (losses * weights).mean()
+
+
+H, W = rng_for("h").standard_normal((8, 4)), rng_for("w").standard_normal((4, 600))
+LABELS = np.arange(8, dtype=np.int32) * 70
+WEIGHTS = np.linspace(0.5, 2, 8)
+
+
+def in_scan(h, w, labels):
+    def step(total, of_rows):
+        value, dw = jax.value_and_grad(mean_of_losses, 1)(*of_rows[:1], w, *of_rows[1:])
+        return total + value, dw
+
+    return jax.lax.scan(step, 0.0, (h.reshape(2, 4, 4), labels.reshape(2, 4)))
+
+
+def with_metrics(h, w, labels):
+    def loss(w):
+        logits = h @ w
+        losses = jof.softmax_cross_entropy_with_integer_labels(
+            logits, labels, implementation="native"
+        )
+        return losses.mean(), (jnp.argmax(logits, -1) == labels, losses.max())
+
+    return jax.value_and_grad(loss, has_aux=True)(w)
+
+
+IN_ONE_PASS = {
+    "mean": jax.value_and_grad(mean_of_losses, 1),
+    "of two operands": jax.value_and_grad(mean_of_losses, (0, 1)),
+    "weights": lambda *args: jax.value_and_grad(mean_of_losses, 1)(*args, jnp.array(WEIGHTS)),
+    "weights that are computed later": lambda h, w, labels: jax.value_and_grad(
+        lambda w: mean_of_losses(h, w, labels) / jax.lax.cond(h[0, 0] > 9, jnp.sin, jnp.cos, 2.0)
+    )(w),
+    "checkpoint": jax.value_and_grad(jax.checkpoint(mean_of_losses), 1),
+    "scan": in_scan,
+    "metrics": with_metrics,
+    "logsumexp": jax.value_and_grad(
+        lambda h, w, _: (jof.logsumexp(h @ w, -1, implementation="native") ** 1).sum(), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_ONE_PASS)
+def test_a_loss_and_its_gradient_are_one_call(name):
+    calls = calls_in(IN_ONE_PASS[name], H, W, LABELS)
+    first = ["cross_entropy"] * (name == "checkpoint")
+    kernel = "logsumexp" if name == "logsumexp" else "cross_entropy"
+    assert calls == [*first, f"{kernel}_with_vjp"]
+    found = jax.jit(IN_ONE_PASS[name])(H, W, LABELS)
+    with jax.disable_jit():  # each by itself
+        expected = IN_ONE_PASS[name](H, W, LABELS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), found, expected)
+
+
+def test_cotangents_that_depend_on_the_loss_come_after_it():
+    f = jax.value_and_grad(lambda *args: jnp.exp(mean_of_losses(*args)), 1)
+    assert calls_in(f, H, W, LABELS) == ["cross_entropy", "cross_entropy_vjp"]
+    twice = jax.grad(lambda w: jnp.vdot(f(H, w, LABELS)[1], w))
+    assert calls_in(twice, W).count("cross_entropy_with_vjp") == 0
+
+
+@pytest.mark.parametrize("with_reader", [False, True])
+def test_no_logits_are_copied(with_reader):
+    """In place of logits with another reader XLA writes to a copy."""
+
+    def f(w):
+        def loss(w):
+            logits = H @ w
+            losses = jof.softmax_cross_entropy_with_integer_labels(
+                logits, LABELS, implementation="native"
+            )
+            return losses.mean(), jnp.argmax(logits, -1) if with_reader else None
+
+        return jax.value_and_grad(loss, has_aux=True)(w)
+
+    text = jax.jit(f).lower(W).compile().as_text()
+    assert "with_vjp" in text
+    assert not re.search(r"f64\[8,600\]\S* copy\(", text)
+    assert ("output_to_operand_aliasing" in text) != with_reader
+
+
+def test_logits_of_the_caller_are_not_overwritten():
+    x = np.float64(H @ W)
+    f = jax.jit(jax.grad(lambda x: jof.logsumexp(x, -1, implementation="native").sum()))
+    for _ in range(2):
+        np.testing.assert_allclose(f(x).sum(-1), 1, rtol=1e-12)
+    assert "copy(" not in f.lower(x).compile().as_text()
 
 
 def test_gradient_of_cross_entropy_overwrites_dead_logits():

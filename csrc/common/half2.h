@@ -32,13 +32,14 @@ namespace internal {
 
 template <typename T>
 __device__ __forceinline__ uint32_t Join(const T* pair) {
-  return static_cast<uint32_t>(pair[1].bits) << 16 | pair[0].bits;
+  uint32_t bits;
+  memcpy(&bits, pair, sizeof(bits));
+  return bits;
 }
 
 template <typename T>
 __device__ __forceinline__ void Split(uint32_t bits, T* pair) {
-  pair[0].bits = static_cast<uint16_t>(bits);
-  pair[1].bits = static_cast<uint16_t>(bits >> 16);
+  memcpy(pair, &bits, sizeof(bits));
 }
 
 }  // namespace internal

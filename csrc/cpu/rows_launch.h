@@ -7,13 +7,14 @@
 namespace jof {
 namespace internal {
 
+// Neighbouring columns share lines of the caches.
+inline int64_t LeastRows(const RowsProblem& p) { return p.inner == 1 ? 1 : 64; }
+
 // Calls kernel(begin, end) for ranges of rows, of which `arrays` arrays are read and written.
 template <typename ThreadPool, typename Call, typename Kernel>
 CpuStatus ForEachRow(ThreadPool& pool, const Call& call, int64_t arrays, const Kernel& kernel) {
   const RowsProblem& p = call.problem;
-  // Neighbouring columns share lines of the caches.
-  const int64_t least = p.inner == 1 ? 1 : 64;
-  const int64_t grain = std::max(Grain(arrays * p.n * SizeOf(call.type)), least);
+  const int64_t grain = std::max(Grain(arrays * p.n * SizeOf(call.type)), LeastRows(p));
   ParallelFor(pool, p.rows(), grain, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
   return {};
 }
@@ -38,6 +39,22 @@ CpuStatus LaunchLogSumExp(const LogSumExpCall& call, ThreadPool& pool) {
 template <typename ThreadPool>
 CpuStatus LaunchLogSumExpVjp(const LogSumExpVjpCall& call, ThreadPool& pool) {
   return internal::ForEachRow(pool, call, 2, Kernels().LogSumExpVjpRows);
+}
+
+// Few rows at a time, which the caches keep between the value and the gradient.
+template <typename ThreadPool>
+CpuStatus LaunchLogSumExpWithVjp(const LogSumExpWithVjpCall& call, ThreadPool& pool) {
+  const LogSumExpVjpCall gradient{call.problem, call.type, call.x, call.labels,
+                                  call.stats,   call.ct,   call.dx};
+  const int64_t row_bytes = std::max<int64_t>(call.problem.n * SizeOf(call.type), 1);
+  const int64_t step = std::max((128 << 10) / row_bytes, internal::LeastRows(call.problem));
+  return internal::ForEachRow(pool, call, 2, [&](const auto&, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row += step) {
+      const int64_t next = std::min(row + step, end);
+      Kernels().LogSumExpRows(call, row, next);
+      Kernels().LogSumExpVjpRows(gradient, row, next);
+    }
+  });
 }
 
 template <typename ThreadPool>

@@ -36,22 +36,27 @@ __device__ __forceinline__ void StoreSharedWord(uint32_t address,
 
 // Of 4, 8 or 16 bytes. Predicated by hand: nvcc would branch.
 template <int kBytes = 16>
-__device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool wanted = true) {
+__device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global, bool wanted = true) {
   if constexpr (kBytes == 16) {
     asm volatile(
         "{\n.reg .pred wanted;\n"
         "setp.ne.u32 wanted, %2, 0;\n"
-        "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(SharedAddress(shared)),
+        "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(shared),
         "l"(global), "r"(static_cast<unsigned>(wanted))
         : "memory");
   } else {
     asm volatile(
         "{\n.reg .pred wanted;\n"
         "setp.ne.u32 wanted, %2, 0;\n"
-        "@wanted cp.async.ca.shared.global [%0], [%1], %3;\n}" ::"r"(SharedAddress(shared)),
+        "@wanted cp.async.ca.shared.global [%0], [%1], %3;\n}" ::"r"(shared),
         "l"(global), "r"(static_cast<unsigned>(wanted)), "n"(kBytes)
         : "memory");
   }
+}
+
+template <int kBytes = 16>
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global, bool wanted = true) {
+  CopyAsync<kBytes>(SharedAddress(shared), global, wanted);
 }
 
 template <int kBytes>

@@ -64,8 +64,8 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& 
     words += layout.pack * (layout.vectors + layout.sums) + 4 * layout.arrays;
     most = 180;
   }
-  const WholeRowsTraits traits{layout.arrays, layout.vectors, layout.sums, layout.pack,
-                               most / words};
+  const WholeRowsTraits traits{
+      layout.arrays, layout.vectors, layout.sums, layout.pack, false, most / words, 8};
   return WholeRowsTeamOf(traits, has_edges, n, kManyRows, 0);
 }
 
@@ -134,7 +134,7 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   using Row = typename Definition::Row;
   using Values = Tuple<Compute<A>...>;
   using Results = Tuple<Compute<O>...>;
-  static constexpr bool kIsTraced = true;
+  static constexpr bool kIsTraced = true, kNames = false;
   static constexpr int kInputs = sizeof...(A), kVectors = sizeof...(V), kOutputs = sizeof...(O);
   static constexpr int kPack = Definition::kPack, kElements = Definition::kElements;
   static constexpr int kThreads = Definition::kThreads, kBlocks = Definition::kBlocks;
@@ -164,6 +164,7 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
       kIsEven && kWidth == kPack * kTeam.lanes * kTeam.packs * kTeam.chunks * kTeam.cluster;
 
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
+  JOF_HOST_DEVICE static constexpr bool HasMaximum() { return false; }
   JOF_HOST_DEVICE static constexpr int ValuesOf(int r) { return Definition::TermsOf(r); }
   static constexpr int kValues = Definition::kMostTerms;
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int r) { return Definition::UsesVectors(r); }
@@ -311,11 +312,13 @@ struct TracedRows<Definition, TracedRowsKernel::kWhole> {
   static constexpr WholeRowsShape kShape = Program::kWhole.shape;
   static constexpr bool kHasEdges = !Program::kIsEven;
   static constexpr int kThreads = kWholeRowsThreads;
-  static constexpr int kBlocks = WholeRowsBlocks<Program, kShape.held, kShape.rows, kHasEdges>();
+  static constexpr int kBlocks =
+      WholeRowsBlocks<Program, Program::kPack, kShape.held, kShape.rows, kHasEdges>();
 
   __device__ __forceinline__ static void Run(const TracedRowsCall& call, const Plan& plan) {
     const Program program(call);
-    WholeRowsBody<Program, kShape.held, kShape.rows, kHasEdges>(program, plan).Run();
+    WholeRowsBody<Program, Program::kPack, kShape.held, kShape.rows, kHasEdges>(program, plan)
+        .Run();
   }
 };
 

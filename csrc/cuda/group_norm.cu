@@ -25,12 +25,14 @@
 // One kernel that keeps its parts in shared memory until the whole image is reduced reads inputs
 // once, but spends as much on exchanging sums as on its elements, of which a block then has few:
 // value and gradient with silu of f32 (32, 4096, 256) on an H200 took 500 us instead of 373.
+//
+// Small images have kernels of their own: group_norm_tiles.cuh.
 #include "cuda/group_norm.h"
 
 #include <algorithm>
 #include <numeric>
 
-#include "cuda/rows.cuh"
+#include "cuda/group_norm_tiles.cuh"
 
 JOF_NAMESPACE_BEGIN
 namespace {
@@ -231,16 +233,6 @@ class GroupNormBody {
     }
   }
 
-  template <int kValues>
-  __device__ __forceinline__ static void SumTeam(C (&values)[kValues], int team = kTeam) {
-    JOF_UNROLL
-    for (int offset = team / 2; offset > 0; offset /= 2) {
-      JOF_UNROLL
-      for (int v = 0; v < kValues; ++v) {
-        values[v] += __shfl_xor_sync(0xffffffffu, values[v], offset);
-      }
-    }
-  }
   __device__ __forceinline__ static int TeamLane() { return threadIdx.x % kTeam; }
 
   // Says that what this block has made of its part is written; true in the image's last block.
@@ -276,12 +268,6 @@ class GroupNormBody {
     });
   }
 
-  __device__ __forceinline__ static C VectorAt(const RowVector& vector, int channel, C missing) {
-    if (vector.data == nullptr) return missing;
-    if (vector.is_f32) return static_cast<C>(static_cast<const float*>(vector.data)[channel]);
-    return Accumulator<T>::Load(static_cast<const T*>(vector.data)[channel]);
-  }
-
   const GroupNormPlan& plan_;
   int64_t image_;
   int block_, part_;               // of the image
@@ -294,17 +280,6 @@ class GroupNormBody {
   const T* in_[kInputs];
   int64_t ahead_;    // what is copied next
   int fetched_ = 0;  // rows
-};
-
-template <typename T>
-struct GroupNormForward {
-  const T* in[1];
-  T* out;
-  RowVector scale, bias;
-  GroupStats<Compute<T>>* stats;
-  typename GroupMoments<Compute<T>>::State* scratch;
-  int32_t* marks;
-  Compute<T> epsilon;
 };
 
 template <typename T, bool kSilu>
@@ -325,11 +300,11 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
     Base::template Spread<2>(means, [&](int channel, C(&of)[2]) {
       const auto group = stats[channel / this->plan_.width];
       of[0] = kIsNarrow<T> ? group.centre + group.rest : group.centre;
-      of[1] = Base::VectorAt(call_.bias, channel, C(0));
+      of[1] = VectorAt<T>(call_.bias, channel, C(0));
     });
     Base::template Spread<2>(vectors, [&](int channel, C(&of)[2]) {
       const auto group = stats[channel / this->plan_.width];
-      of[0] = group.rstd * Base::VectorAt(call_.scale, channel, C(1));
+      of[0] = group.rstd * VectorAt<T>(call_.scale, channel, C(1));
       of[1] = group.rest;
     });
     Base::MapRows(call_.out, [&](const C(&x)[1][V], C(&y)[V]) {
@@ -401,7 +376,7 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
       for (int c = begin + Base::TeamLane(); c < begin + n; c += kTeam) {
         sum[0] += Base::Exchanged(0)[c];
       }
-      Base::SumTeam(sum);
+      SumTeam(sum, kTeam);
       if (n == 0 || Base::TeamLane() != 0) return;
       const C mean = sum[0] / static_cast<C>(along * pixels * n);
       Base::Exchanged(1)[begin] = mean;
@@ -428,7 +403,7 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
         sums[0] += Base::Exchanged(0)[c];
         sums[1] += Base::Exchanged(1)[c];
       }
-      Base::SumTeam(sums);
+      SumTeam(sums, kTeam);
       if (n == 0 || Base::TeamLane() != 0) return;
       scratch[g].count = static_cast<C>(this->rows_here_) * static_cast<C>(pixels * n);
       scratch[g].rest = sums[0];
@@ -450,7 +425,7 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
         const State* s = scratch + int64_t{b} * groups + g;
         sums[0] += __ldcg(&s->centre) * (__ldcg(&s->count) * inverse);
       }
-      Base::SumTeam(sums);
+      SumTeam(sums, kTeam);
       const C centre = sums[0];
       sums[0] = sums[1] = 0;
 #pragma unroll 4
@@ -461,7 +436,7 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
         sums[0] += part.first;
         sums[1] += part.second;
       }
-      Base::SumTeam(sums);
+      SumTeam(sums, kTeam);
       if (end == 0 || Base::TeamLane() != 0) continue;
       call_.stats[this->image_ * groups + g] =
           GroupStats<C>::Of({centre, total, sums[0], sums[1]}, call_.epsilon);
@@ -469,16 +444,6 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
   }
 
   const Call& call_;
-};
-
-template <typename T>
-struct GroupNormBackward {
-  const T* in[2];  // x, dy
-  T* out;
-  RowVector scale, bias;
-  const GroupStats<Compute<T>>* stats;
-  Compute<T>*terms, *columns;
-  int32_t* marks;
 };
 
 template <typename T, bool kSilu>
@@ -502,8 +467,8 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     }
     if (kSilu) {
       Base::template Spread<2>(vectors_, [&](int channel, C(&of)[2]) {
-        of[0] = Base::VectorAt(call.scale, channel, C(1));
-        of[1] = Base::VectorAt(call.bias, channel, C(0));
+        of[0] = VectorAt<T>(call.scale, channel, C(1));
+        of[1] = VectorAt<T>(call.bias, channel, C(0));
       });
     }
   }
@@ -520,7 +485,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
       of[1] = terms[groups + channel / this->plan_.width] * scaled;
     });
     Base::template Spread<1>(factor, [&](int channel, C(&of)[1]) {
-      of[0] = Base::VectorAt(call_.scale, channel, C(1)) * Stats(channel).rstd;
+      of[0] = VectorAt<T>(call_.scale, channel, C(1)) * Stats(channel).rstd;
     });
     Base::MapRows(call_.out, [&](const C(&x)[2][V], C(&y)[V]) {
       JOF_UNROLL
@@ -581,11 +546,11 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     Base::ForEachGroupHere([&](int g, int begin, int n) {
       C sums[2] = {};
       for (int c = begin + Base::TeamLane(); c < begin + n; c += kTeam) {
-        const C scale = Base::VectorAt(call_.scale, this->tile_begin_ + c, C(1));
+        const C scale = VectorAt<T>(call_.scale, this->tile_begin_ + c, C(1));
         sums[0] += Base::Exchanged(0)[c] * scale;
         sums[1] += Base::Exchanged(1)[c] * scale;
       }
-      Base::SumTeam(sums);
+      SumTeam(sums, kTeam);
       if (n == 0 || Base::TeamLane() != 0) return;
       terms[g] = sums[0];
       terms[this->plan_.groups + g] = sums[1];
@@ -603,7 +568,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
       for (int b = Base::TeamLane(); b < end; b += kTeam) {
         sum[0] += __ldcg(terms + int64_t{b} * count + i);
       }
-      Base::SumTeam(sum);
+      SumTeam(sum, kTeam);
       if (end > 0 && Base::TeamLane() == 0) terms[i] = sum[0];
     }
   }
@@ -701,23 +666,24 @@ GroupNormPlan PlanParts(const GroupNormProblem& p, int64_t pack, bool is_aligned
   return plan;
 }
 
+cudaError_t CountMultiprocessors(int* count) {
+  int device = 0;
+  const cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
 // Launches both kernels. `given` is how many parts the scratch has room for.
 template <typename Body, int kReduceBlocks, int kMapBlocks>
 cudaError_t Launch(const typename Body::Call& call, const GroupNormProblem& p, bool is_aligned,
-                   int64_t given, GroupNormPlan* plan, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (status != cudaSuccess) return status;
+                   int multiprocessors, int64_t given, GroupNormPlan* plan, cudaStream_t stream) {
   if (p.channels > 1 << 28) return cudaErrorInvalidValue;
   // As many blocks as run at a time; no image has more of them than the scratch has room for.
   constexpr int64_t kAny = int64_t{1} << 40;
   *plan = PlanParts(p, Body::V, is_aligned, kAny, kReduceBlocks * multiprocessors, given);
   if (given < plan->tiles) return cudaErrorInvalidValue;
-  status = cudaMemsetAsync(call.marks, 0,
-                           static_cast<size_t>(p.images * kMarkStep) * sizeof(int32_t), stream);
+  cudaError_t status = cudaMemsetAsync(
+      call.marks, 0, static_cast<size_t>(p.images * kMarkStep) * sizeof(int32_t), stream);
   const auto launch = [&](auto* kernel, const GroupNormPlan& plan) {
     if (status == cudaSuccess) {
       status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -751,10 +717,19 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
     forward.marks = call.marks;
     forward.epsilon = static_cast<C>(call.epsilon);
     const bool is_aligned = IsAligned(call.x, kPackBytes) && IsAligned(call.y, kPackBytes);
+    int multiprocessors = 0;
+    const cudaError_t status = CountMultiprocessors(&multiprocessors);
+    if (status != cudaSuccess) return status;
     const auto launch = [&](auto silu) {
+      constexpr bool kSilu = decltype(silu)::value;
+      ImageTilesPlan tiles;
+      if (PlanImageTiles(call.problem, sizeof(C), multiprocessors, &tiles)) {
+        return LaunchBlocks<kImageThreads>(ImageTilesKernel<T, kSilu>, tiles.blocks(),
+                                           tiles.elements() * sizeof(C), stream, forward, tiles);
+      }
       GroupNormPlan plan;
-      return Launch<GroupNormForwardBody<T, decltype(silu)::value>, 3, 3>(
-          forward, call.problem, is_aligned, call.parts, &plan, stream);
+      return Launch<GroupNormForwardBody<T, kSilu>, 3, 3>(
+          forward, call.problem, is_aligned, multiprocessors, call.parts, &plan, stream);
     };
     return call.silu ? launch(std::true_type()) : launch(std::false_type());
   });
@@ -776,13 +751,27 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
     backward.marks = call.marks;
     const bool is_aligned = IsAligned(call.x, kPackBytes) && IsAligned(call.dy, kPackBytes) &&
                             IsAligned(call.dx, kPackBytes);
+    int multiprocessors = 0;
+    cudaError_t status = CountMultiprocessors(&multiprocessors);
+    if (status != cudaSuccess) return status;
     const auto launch = [&](auto silu) {
-      GroupNormPlan plan;
-      const cudaError_t status = Launch<GroupNormBackwardBody<T, decltype(silu)::value>, 2, 2>(
-          backward, call.problem, is_aligned, call.parts, &plan, stream);
+      constexpr bool kSilu = decltype(silu)::value;
+      int64_t sums = 0;  // of columns
+      ImageTilesPlan tiles;
+      if (PlanImageTiles(call.problem, 2 * sizeof(C), multiprocessors, &tiles)) {
+        sums = tiles.blocks();
+        status =
+            LaunchBlocks<kImageThreads>(ImageTilesVjpKernel<T, kSilu>, tiles.blocks(),
+                                        2 * tiles.elements() * sizeof(C), stream, backward, tiles);
+      } else {
+        GroupNormPlan plan;
+        status = Launch<GroupNormBackwardBody<T, kSilu>, 2, 2>(
+            backward, call.problem, is_aligned, multiprocessors, call.parts, &plan, stream);
+        sums = call.problem.images * plan.parts;
+      }
       if (status != cudaSuccess) return status;
-      return AddRows(backward.columns, call.problem.images * plan.parts, call.problem.channels,
-                     static_cast<C*>(call.dbias), static_cast<C*>(call.dscale), stream);
+      return AddRows(backward.columns, sums, call.problem.channels, static_cast<C*>(call.dbias),
+                     static_cast<C*>(call.dscale), stream);
     };
     return call.silu ? launch(std::true_type()) : launch(std::false_type());
   });

@@ -11,29 +11,38 @@
 //     that they lie in, and a thread gathers the elements of one aligned pack of the output. Each
 //     dimension of the tile is one stride in shared memory, also where rows begin anywhere: the
 //     pitch of rows is congruent to their stride in the input, modulo 16, so that packs of the
-//     input are packs there, too. So places are sums, and no table is made or looked up.
+//     input are packs there, too. So places are sums, and no table is made or looked up. Copies to
+//     shared memory are asynchronous, so one loop loads any number of packs: small arrays wait for
+//     instructions, which the loop has few of.
 //
 // TileKernel keeps rows in shared memory in the order of the input. After every 16 / kBytes rows 16
 // bytes are left out: 8 threads that gather from rows 16 / kBytes apart, for 8 packs that are
-// neighbours in the output, then meet 8 times 4 different banks. Pairs of RunsKernel's threads,
-// which store a sector together, meet a bank twice in 1 and 2 bytes at worst; 4 or 8 neighbours
-// were slower.
+// neighbours in the output, then meet 8 times 4 different banks. Pairs of RunsKernel's threads
+// store a sector together; 4 or 8 neighbours were slower. The next pairs take what follows in the
+// input: the rows of the output are as short as whole sectors allow, so that a long run of the
+// output is many rows, which threads read from neighbouring banks. Threads that walk along such a
+// run meet one bank 16 times in (512, 32, 256, 2, 8) by (0, 3, 1, 4, 2) of f16. Where a warp would
+// still meet a bank 4 times or more (rows of 64 f16 are one line of banks), and half as often with
+// the packs of each line in an order of its own, they are in that order.
 //
 // Rows of n bytes that begin anywhere lie in n / 32 + 31 / 32 sectors on average. A thread of
-// RunsKernel takes 46 instructions to load a pack and 60 to store one, and 3 an element (7 where
-// the output's run has two dimensions of the tile; 2 where all packs of the output are whole and
-// cover as much of each dimension, which are often powers of two), with one load from shared memory
-// each.
+// RunsKernel takes 57 instructions to load a pack and 47 to store one, and 2.5 an element, with one
+// load from shared memory each (more where rows of the output have two dimensions of the tile). The
+// first pack of a row and the last take more, where they are not whole.
 //
 // On an H200 TileKernel runs at 0.86 to 0.99 of a copy's speed where rows are whole packs, in every
 // size of element. Rows of other lengths cost instructions, which bind then: 0.82 to 0.97 in 2 to 8
 // bytes, 0.62 to 0.77 in 1, less where a dimension just exceeds a part of a tile (65 elements: 0.56
-// to 0.76). RunsKernel comes to 0.6 to 0.97 in 2 to 16 bytes, to 0.4 to 0.8 in 1. What did not
-// help: taking tiles in squares or in the order of the input, tiles that leave fewer blocks a
-// multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32), tables of places in shared
-// memory, which took longer to make than tiles to move (0.25 for 6 x 8388608 of bf16).
+// to 0.76). RunsKernel comes to 0.45 to 0.9 over 16 MB, with single bytes from 0.4 on. (512, 32,
+// 256, 2, 8) by (0, 3, 1, 4, 2) of f16 takes 70 us (XLA 81), and took 154 with rows as long as the
+// output's runs; in return elements of 8 and 16 bytes take up to a tenth longer than by loads that
+// went through registers. What did not help: taking tiles in squares or in the order of the input,
+// tiles that leave fewer blocks a multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32),
+// tables of places in shared memory, which took longer to make than tiles to move (0.25 for 6 x
+// 8388608 of bf16).
 #include "common/dtype.h"
 #include "common/types.h"
+#include "cuda/async_copy.cuh"
 #include "cuda/permute.h"
 #include "cuda/shifted_loads.cuh"
 #include "cuda/walk.cuh"
@@ -292,6 +301,13 @@ struct RowPlace {
 // Lengths of a tile.
 struct TileLengths {
   int in_bytes, in_rows, out_units, out_rows;
+
+  __device__ __forceinline__ void Cut(const TileLengths& ends) {
+    in_bytes = min(in_bytes, ends.in_bytes);
+    in_rows = min(in_rows, ends.in_rows);
+    out_units = min(out_units, ends.out_units);
+    out_rows = min(out_rows, ends.out_rows);
+  }
 };
 
 // A dimension of a tile has at least two elements, and a tile at most 48 KB.
@@ -304,92 +320,78 @@ template <int kBytes, int kRun, bool kWhole>
 struct RunsGeometry {
   static constexpr bool kFew = kRun < kMaxTileRank;  // dimensions, and offsets below 4 GB
   using Offset = std::conditional_t<kFew, uint32_t, uint64_t>;
-  using Rows = Walk<uint32_t, kFew ? 3 : kMaxTileRank, RowPlace<Offset>>;
-  TileGrid<Offset, kFew ? 5 : kMaxPermuteRank> grid;
-  Rows in_rows;              // rows of the input: the output's run without the input's
-  Rows out_rows;             // rows of the output: the input's run without the output's
+  using Rows = Walk < uint32_t, kRun<3 ? 2 : kFew ? 4 : kMaxTileRank, RowPlace<Offset>>;
+  TileGrid < Offset, kRun<3 ? 3 : kFew ? 5 : kMaxPermuteRank> grid;
+  Rows in_rows;              // rows of the input: the tile without the input's run
+  Rows out_rows;             // rows of the output: the tile without the run that rows have
   Walk<uint32_t, kRun> run;  // the output's run, to bytes of shared memory
   uint32_t offsets[kWhole ? kPerPack<kBytes> : 1];
-  TileLengths whole, ends;  // of most tiles, and of those at the end of the dimension
-  int in_end, out_end;      // those tiles' places
-  int slack;                // what rows of the output may take of sectors beyond their bytes
+  TileLengths whole, in_ends, out_ends;  // of most tiles, and of those where either run is cut
+  int in_end, out_end;                   // those tiles' places
+  int slack;  // what rows of the output may take of sectors beyond their bytes
   FastDivider<uint32_t> row_packs, out_row_count;
-  uint32_t last;  // element of the tile in shared memory, if the first is at 0
-  int64_t reach;  // from a tile's first element beyond its last one in the input
-  size_t bytes;   // of the array
+  int swizzle;       // see Swizzled
+  uint32_t last;     // element of the tile in shared memory, if the first is at 0
+  Offset bytes;      // of the array
+  Offset packs_end;  // of where whole packs of the array begin
 };
 
-template <int kBytes, int kRun, bool kWhole>
+inline constexpr uint32_t kSharedLine = 128;
+
+// The packs of a line of shared memory in an order that depends on the line: places that are one
+// line apart (swizzle 3) or two (4), or a few of these, are in different banks.
+__host__ __device__ constexpr uint32_t Swizzled(uint32_t place, int swizzle) {
+  return place ^ (place >> swizzle & (kSharedLine - kPackBytes));
+}
+
+template <int kBytes, int kRun, bool kWhole, bool kSwizzle>
 __global__ void __launch_bounds__(kBlockSize)
     RunsKernel(const RunsGeometry<kBytes, kRun, kWhole> g, const char* __restrict__ x,
                char* __restrict__ y) {
   constexpr int kPack = kPerPack<kBytes>;
   using Element = Word<kBytes>;
   extern __shared__ __align__(16) char tile[];
+  const auto swizzled = [&](uint32_t place) {
+    return kSwizzle ? Swizzled(place, g.swizzle) : place;
+  };
 
+  using Offset = typename RunsGeometry<kBytes, kRun, kWhole>::Offset;
   const auto origin = g.grid.At(blockIdx.x);
   TileLengths length = g.whole;
-  if (origin.in_place == g.in_end) {
-    length.in_bytes = g.ends.in_bytes;
-    length.out_rows = g.ends.out_rows;
-  }
-  if (origin.out_place == g.out_end) {
-    length.out_units = g.ends.out_units;
-    length.in_rows = g.ends.in_rows;
-  }
+  if (origin.in_place == g.in_end) length = g.in_ends;
+  if (origin.out_place == g.out_end) length.Cut(g.out_ends);
   const char* in = x + origin.in;
   char* out = y + origin.out;
   const unsigned phase = Phase(in);
 
   // The tile: packs of each row, with what else is in the first and the last.
   const int loads = length.in_rows * static_cast<int>(g.row_packs.divisor());
-  // Calls visit(pack of the input, its place in the tile).
-  const auto visit_pack = [&](int item, const auto& visit) {
+  const uint32_t shared = internal::SharedAddress(tile);
+#pragma unroll 1
+  for (int item = static_cast<int>(threadIdx.x); item < loads; item += kBlockSize) {
     uint32_t pack;
     const auto row = g.in_rows.At(g.row_packs.DivMod(item, &pack));
     const uint32_t start = phase + static_cast<uint32_t>(row.global);
     const int begin = static_cast<int>(pack * kPackBytes - start % kPackBytes);
-    if (begin >= length.in_bytes) return;
-    visit(in + row.global + begin,
-          static_cast<int>((phase + row.shared) / kPackBytes * kPackBytes + pack * kPackBytes));
-  };
-  const auto is_whole = [&](const char* pack) {
-    return pack >= x && pack + kPackBytes <= x + g.bytes;
-  };
-  const bool inside = in >= x + kPackBytes && in + g.reach + kPackBytes <= x + g.bytes;
-  constexpr int kBatch = 4;
-  for (int first = static_cast<int>(threadIdx.x); first < loads; first += kBatch * kBlockSize) {
-    uint4 loaded[kBatch];
-    int places[kBatch];
-    JOF_UNROLL
-    for (int n = 0; n < kBatch; ++n) {
-      places[n] = -1;
-      if (first + n * kBlockSize >= loads) continue;
-      visit_pack(first + n * kBlockSize, [&](const char* pack, int place) {
-        if (!inside && !is_whole(pack)) return;
-        loaded[n] = __ldg(reinterpret_cast<const uint4*>(pack));
-        places[n] = place;
-      });
+    if (begin >= length.in_bytes) continue;
+    // Before the array this is beyond its end.
+    const Offset source = origin.in + row.global + static_cast<Offset>(begin);
+    const uint32_t place =
+        swizzled((phase + row.shared) / kPackBytes * kPackBytes + pack * kPackBytes);
+    if (source < g.packs_end) {
+      internal::CopyAsync(shared + place, x + source);
+      continue;
     }
-    JOF_UNROLL
-    for (int n = 0; n < kBatch; ++n) {
-      if (places[n] >= 0) *reinterpret_cast<uint4*>(tile + places[n]) = loaded[n];
-    }
-  }
-  if (!inside) {  // the ends of the array
-    for (int item = static_cast<int>(threadIdx.x); item < loads; item += kBlockSize) {
-      visit_pack(item, [&](const char* pack, int place) {
-        if (is_whole(pack)) return;
 #pragma unroll 1
-        for (int i = 0; i < kPackBytes; i += kBytes) {
-          if (pack + i >= x && pack + i < x + g.bytes) {
-            *reinterpret_cast<Element*>(tile + place + i) =
-                __ldg(reinterpret_cast<const Element*>(pack + i));
-          }
-        }
-      });
+    for (int i = 0; i < kPackBytes; i += kBytes) {  // the ends of the array
+      const Offset element = source + static_cast<Offset>(i);
+      if (element >= g.bytes) continue;
+      *reinterpret_cast<Element*>(tile + place + i) =
+          __ldg(reinterpret_cast<const Element*>(x + element));
     }
   }
+  internal::CommitCopies();
+  internal::WaitForCopies(0);
   __syncthreads();
 
   // The output: aligned packs. Two neighbours fill a sector of memory; the next threads take the
@@ -407,26 +409,34 @@ __global__ void __launch_bounds__(kBlockSize)
     const int begin = (sector * kNeighbours + item % kNeighbours) * kPackBytes -
                       static_cast<int>(reinterpret_cast<uintptr_t>(target) % kSectorBytes);
     if (begin <= -kPackBytes || begin >= out_bytes) continue;
-    const char* source = tile + phase + at.shared;
     union {
       Element elements[kPack];
       uint4 pack;
     };
+    uint32_t first = phase + at.shared;
+    const auto element = [&](uint32_t place) {
+      return *reinterpret_cast<const Element*>(tile + swizzled(first + place));
+    };
     if constexpr (kWhole) {
-      source += g.run.At(begin / kPackBytes);
+      first += g.run.At(begin / kPackBytes);
       JOF_UNROLL
-      for (int i = 0; i < kPack; ++i) {
-        elements[i] = *reinterpret_cast<const Element*>(source + g.offsets[i]);
-      }
+      for (int i = 0; i < kPack; ++i) elements[i] = element(g.offsets[i]);
       *reinterpret_cast<uint4*>(target + begin) = pack;
     } else {
+      const int unit = begin / kBytes;
+      if (begin >= 0 && begin + kPackBytes <= out_bytes) {
+        Cursor<uint32_t, kRun> cursor(g.run, unit);
+        JOF_UNROLL
+        for (int i = 0; i < kPack; ++i, cursor.Next()) elements[i] = element(cursor.place());
+        *reinterpret_cast<uint4*>(target + begin) = pack;
+        continue;
+      }
       // Elements before the run and after it are read, too, but not stored.
       const uint32_t last = g.last - at.shared;
-      const int unit = begin / kBytes;
       Cursor<uint32_t, kRun> cursor(g.run, unit < 0 ? 0 : unit, unit < 0 ? -unit : 0);
       JOF_UNROLL
       for (int i = 0; i < kPack; ++i, cursor.Next()) {
-        elements[i] = *reinterpret_cast<const Element*>(source + min(cursor.place(), last));
+        elements[i] = element(min(cursor.place(), last));
       }
       StoreBytes<kBytes>(target + begin, pack, -begin, out_bytes - begin);
     }
@@ -502,12 +512,32 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
   return LaunchTile<kBytes, false>(plan, x, y, stream);
 }
 
-// How many units of the k-th fastest dimension of the output's run a pack covers, if every pack of
-// the output is aligned and covers as many of each dimension; else none.
-inline bool CoverPack(const PermutePlan& plan, const void* y, int64_t (&covered)[kMaxPermuteRank]) {
+// Whether the last tile along a dimension covers less of it than others.
+inline bool IsCut(const PermutePlan& plan, int d) { return plan.dims[d].size % plan.tile[d] != 0; }
+
+// How many dimensions of the output's run the rows of RunsKernel have: as few as make whole
+// sectors. The tile's other dimensions are rows of the output, in the order of the input. Only the
+// slowest of these can be cut, so rows have all of the run where the input's run is.
+inline int RowDims(const PermutePlan& plan, const void* y) {
+  const int in_last = plan.fastest_in(plan.in_run - 1);
+  const int out_last = plan.fastest_out(plan.out_run - 1);
+  if (!IsAligned(y, kSectorBytes)) return plan.out_run;
+  if (in_last != out_last && IsCut(plan, in_last)) return plan.out_run;
+  int64_t bytes = plan.unit_bytes;
+  for (int k = 0; k < plan.out_run; ++k) {
+    bytes *= plan.tile[plan.fastest_out(k)];
+    if (bytes % kSectorBytes == 0) return k + 1;
+  }
+  return plan.out_run;
+}
+
+// How many units of the k-th fastest of so many dimensions of the output a pack covers, if every
+// pack of the output is aligned and covers as many of each dimension; else none.
+inline bool CoverPack(const PermutePlan& plan, int dims, const void* y,
+                      int64_t (&covered)[kMaxPermuteRank]) {
   int64_t units = kPackBytes / plan.unit_bytes;
   if (!IsAligned(y, kPackBytes)) return false;
-  for (int k = 0; k < plan.out_run; ++k) {
+  for (int k = 0; k < dims; ++k) {
     const int d = plan.fastest_out(k);
     const int64_t size = plan.dims[d].size;
     covered[k] = units < size ? units : size;
@@ -519,17 +549,63 @@ inline bool CoverPack(const PermutePlan& plan, const void* y, int64_t (&covered)
   return units == 1;
 }
 
+// The host's Walk::At, of what step_of says of a step.
+template <typename Dims, typename StepOf>
+uint32_t PlaceOf(const Dims& walk, uint32_t item, const StepOf& step_of) {
+  uint32_t place = 0;
+  for (int d = 0; d < walk.rank; ++d) {
+    const uint32_t size = walk.dims[d].size.divisor();
+    place += item % size * step_of(walk.dims[d].step);
+    item /= size;
+  }
+  return place;
+}
+
+// How many words of one bank the first threads of a block read at once, for their first elements.
 template <int kBytes, int kRun, bool kWhole>
-cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPermuteRank],
-                       const void* x, void* y, cudaStream_t stream) {
+int BankConflicts(const RunsGeometry<kBytes, kRun, kWhole>& g, int swizzle) {
+  constexpr uint32_t kWord = kBytes < 4 ? 4 : kBytes, kBanks = kSharedLine / kWord;
+  const uint32_t rows = g.out_row_count.divisor();
+  uint32_t words[kBanks];
+  int conflicts[kBanks] = {}, most = 0;
+  for (uint32_t i = 0; i < kBanks; ++i) {
+    const uint32_t pack = i / 2 / rows * 2 + i % 2;
+    const uint32_t place =
+        PlaceOf(g.out_rows, i / 2 % rows, [](const auto& step) { return step.shared; }) +
+        PlaceOf(g.run, kWhole ? pack : pack * kPerPack<kBytes>, [](uint32_t step) { return step; });
+    words[i] = (swizzle == 0 ? place : Swizzled(place, swizzle)) / kWord;
+    bool is_new = true;
+    for (uint32_t j = 0; j < i; ++j) is_new &= words[j] != words[i];
+    if (is_new && ++conflicts[words[i] % kBanks] > most) most = conflicts[words[i] % kBanks];
+  }
+  return most;
+}
+
+// How places are swizzled, which takes two instructions an element; 0 where that does not halve the
+// conflicts, or these are few.
+template <typename Geometry>
+int ChooseSwizzle(const Geometry& g) {
+  const int plain = BankConflicts(g, 0);
+  if (plain < 4) return 0;
+  const int three = BankConflicts(g, 3), four = BankConflicts(g, 4);
+  const int best = three <= four ? 3 : 4;
+  return 2 * (best == 3 ? three : four) <= plain ? best : 0;
+}
+
+template <int kBytes, int kRun, bool kWhole>
+cudaError_t LaunchRuns(const PermutePlan& plan, int row_dims,
+                       const int64_t (&covered)[kMaxPermuteRank], const void* x, void* y,
+                       cudaStream_t stream) {
   using Geometry = RunsGeometry<kBytes, kRun, kWhole>;
   using Offset = typename Geometry::Offset;
   Geometry g;
-  g.bytes = static_cast<size_t>(plan.units) * kBytes;
-  bool fits = !g.kFew || g.bytes < (size_t{1} << 32);
+  const int64_t bytes = plan.units * kBytes;
+  g.bytes = static_cast<Offset>(bytes);
+  g.packs_end = static_cast<Offset>(bytes < kPackBytes ? 0 : bytes - kPackBytes + 1);
+  bool fits = !g.kFew || bytes < (int64_t{1} << 32) - kPackBytes;
   const int in_last = plan.fastest_in(plan.in_run - 1);
   const int out_last = plan.fastest_out(plan.out_run - 1);
-  bool in_in_run[kMaxPermuteRank] = {}, in_out_run[kMaxPermuteRank] = {};
+  bool in_in_run[kMaxPermuteRank] = {}, in_out_row[kMaxPermuteRank] = {};
   int64_t shared[kMaxPermuteRank];  // bytes of a step along a dimension of the tile
   int64_t in_bytes = kBytes;
   for (int k = 0; k < plan.in_run; ++k) {
@@ -538,7 +614,7 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
     shared[d] = in_bytes;
     in_bytes *= plan.tile[d];
   }
-  for (int k = 0; k < plan.out_run; ++k) in_out_run[plan.fastest_out(k)] = true;
+  for (int k = 0; k < row_dims; ++k) in_out_row[plan.fastest_out(k)] = true;
   // Whether all rows of the input begin and end at packs.
   bool packs = IsAligned(x, kPackBytes) && in_bytes % kPackBytes == 0;
   // What all rows of the output begin at multiples of.
@@ -554,7 +630,7 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
     const int64_t step = extent * dim.in_stride * kBytes, target = extent * dim.out_stride * kBytes;
     packs &= (count == 1 || step % kPackBytes == 0) &&
              (in_in_run[d] || extent == 1 || dim.in_stride * kBytes % kPackBytes == 0);
-    if (!in_out_run[d]) step_by(dim.out_stride * kBytes);
+    if (!in_out_row[d]) step_by(dim.out_stride * kBytes);
     if (count == 1) continue;
     step_by(target);
     fits &= g.grid.Add(count, {static_cast<Offset>(step), static_cast<Offset>(target), d == in_last,
@@ -562,10 +638,6 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
     blocks *= count;
   }
   g.slack = static_cast<int>(2 * kSectorBytes - 1 - out_step);
-  g.reach = kBytes;
-  for (int d = 0; d < plan.rank; ++d) {
-    g.reach += (plan.tile[d] - 1) * plan.dims[d].in_stride * kBytes;
-  }
 
   // A row that begins anywhere lies in up to two packs more than it fills. Rows keep their places
   // within packs in shared memory, and so do packs theirs between rows.
@@ -578,7 +650,6 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
   for (int k = 0; k < plan.out_run; ++k) {
     const int d = plan.fastest_out(k);
     const int64_t extent = plan.tile[d], stride = plan.dims[d].in_stride * kBytes;
-    out_units *= extent;
     if (!in_in_run[d]) {
       pitch += ((stride - pitch) % kPackBytes + kPackBytes) % kPackBytes;
       // The two neighbours read different banks.
@@ -589,6 +660,8 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
       fits &= g.in_rows.Add(extent, {static_cast<uint32_t>(pitch), static_cast<Offset>(stride)});
       pitch *= extent;
     }
+    if (k >= row_dims) continue;
+    out_units *= extent;
     const int64_t each = kWhole ? covered[k] : 1;
     for (int i = pack; kWhole && i < pack * each; ++i) {
       g.offsets[i] = g.offsets[i % pack] + static_cast<uint32_t>(i / pack * shared[d]);
@@ -597,35 +670,53 @@ cudaError_t LaunchRuns(const PermutePlan& plan, const int64_t (&covered)[kMaxPer
     if (kWhole && extent == each) continue;
     fits &= g.run.Add(extent / each, static_cast<uint32_t>(each * shared[d]));
   }
-  for (int k = 0; k < plan.in_run; ++k) {
-    const int d = plan.fastest_in(k);
-    if (in_out_run[d]) continue;
+  const int cut_last = IsCut(plan, in_last) ? in_last : out_last;
+  const auto add_rows = [&](int d) {
+    if (plan.tile[d] == 1 || in_out_row[d]) return;
     out_rows *= plan.tile[d];
-    const int64_t stride = plan.dims[d].out_stride * kBytes;
-    fits &= g.out_rows.Add(plan.tile[d],
-                           {static_cast<uint32_t>(shared[d]), static_cast<Offset>(stride)});
+    fits &= g.out_rows.Add(plan.tile[d], {static_cast<uint32_t>(shared[d]),
+                                          static_cast<Offset>(plan.dims[d].out_stride * kBytes)});
+  };
+  for (int k = 0; k < plan.rank; ++k) {
+    if (plan.fastest_in(k) != cut_last) add_rows(plan.fastest_in(k));
   }
+  add_rows(cut_last);
   if constexpr (g.kFew) {
-    if (!fits) return LaunchRuns<kBytes, kMaxTileRank, false>(plan, covered, x, y, stream);
+    if (!fits) {
+      constexpr int kMore = kRun < 3 ? 3 : kMaxTileRank;
+      return LaunchRuns < kBytes, kMore, kWhole && kRun<3>(plan, row_dims, covered, x, y, stream);
+    }
   }
   if (!fits) return cudaErrorInvalidValue;
 
-  // The last tile of a run's slowest dimension cuts that run, and the other side's rows where that
-  // dimension is one of theirs.
-  g.whole = g.ends = {static_cast<int>(in_bytes), static_cast<int>(in_rows),
-                      static_cast<int>(out_units), static_cast<int>(out_rows)};
-  const auto cut = [&](int d, int* place, int* run, bool of_rows, int* rows) {
+  // The last tile of a run's slowest dimension cuts what has that dimension.
+  g.whole = {static_cast<int>(in_bytes), static_cast<int>(in_rows), static_cast<int>(out_units),
+             static_cast<int>(out_rows)};
+  const auto cut = [&](int d, int* place, TileLengths* ends) {
     const int64_t extent = plan.tile[d], size = plan.dims[d].size, parts = (size - 1) / extent;
+    const auto cut_length = [&](int* length) {
+      *length = static_cast<int>(*length / extent * (size - parts * extent));
+    };
     *place = parts == 0 ? -1 : static_cast<int>(parts);
-    *run = static_cast<int>(*run / extent * (size - parts * extent));
-    if (of_rows) *rows = static_cast<int>(*rows / extent * (size - parts * extent));
+    *ends = g.whole;
+    cut_length(in_in_run[d] ? &ends->in_bytes : &ends->in_rows);
+    cut_length(in_out_row[d] ? &ends->out_units : &ends->out_rows);
   };
-  cut(in_last, &g.in_end, &g.ends.in_bytes, !in_out_run[in_last], &g.ends.out_rows);
-  cut(out_last, &g.out_end, &g.ends.out_units, !in_in_run[out_last], &g.ends.in_rows);
+  cut(in_last, &g.in_end, &g.in_ends);
+  cut(out_last, &g.out_end, &g.out_ends);
   g.out_row_count = FastDivider<uint32_t>(static_cast<uint32_t>(out_rows));
-  // A pack more at the end, for the first row's place within its first pack.
-  return LaunchBlocks(RunsKernel<kBytes, kRun, kWhole>, blocks, g.last + 3 * kPackBytes, stream, g,
-                      static_cast<const char*>(x), static_cast<char*>(y));
+  // A pack more at the end, for the first row's place within its first pack; whole lines.
+  const int64_t shared_bytes =
+      (g.last + 3 * kPackBytes + kSharedLine - 1) / kSharedLine * kSharedLine;
+  const auto launch = [&](auto kernel) {
+    return LaunchBlocks(kernel, blocks, shared_bytes, stream, g, static_cast<const char*>(x),
+                        static_cast<char*>(y));
+  };
+  if constexpr (g.kFew) {
+    g.swizzle = ChooseSwizzle(g);
+    if (g.swizzle != 0) return launch(RunsKernel<kBytes, kRun, kWhole, true>);
+  }
+  return launch(RunsKernel<kBytes, kRun, kWhole, false>);
 }
 
 }  // namespace
@@ -639,16 +730,17 @@ cudaError_t LaunchPermuteTile(const PermutePlan& plan, const void* x, void* y,
 
 cudaError_t LaunchPermuteRuns(const PermutePlan& plan, const void* x, void* y,
                               cudaStream_t stream) {
+  const int row_dims = RowDims(plan, y);
   int64_t covered[kMaxPermuteRank];
-  const bool whole = CoverPack(plan, y, covered);
+  const bool whole = CoverPack(plan, row_dims, y, covered);
   return DispatchWord(plan.unit_bytes, [&](auto tag) {
     constexpr int kBytes = sizeof(typename decltype(tag)::type);
-    if (whole) return LaunchRuns<kBytes, 3, true>(plan, covered, x, y, stream);
+    if (whole) return LaunchRuns<kBytes, 2, true>(plan, row_dims, covered, x, y, stream);
     if constexpr (kBytes < kPackBytes) {
-      if (plan.out_run == 1) return LaunchRuns<kBytes, 1, false>(plan, covered, x, y, stream);
-      if (plan.out_run == 2) return LaunchRuns<kBytes, 2, false>(plan, covered, x, y, stream);
+      if (row_dims == 1) return LaunchRuns<kBytes, 1, false>(plan, row_dims, covered, x, y, stream);
+      if (row_dims == 2) return LaunchRuns<kBytes, 2, false>(plan, row_dims, covered, x, y, stream);
     }
-    return LaunchRuns<kBytes, 3, false>(plan, covered, x, y, stream);
+    return LaunchRuns<kBytes, 3, false>(plan, row_dims, covered, x, y, stream);
   });
 }
 

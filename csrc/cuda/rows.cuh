@@ -72,14 +72,19 @@ struct RowVector {
 //     template <int r> C Identity() const;
 //     template <int r> C Combine(C a, C b) const;  // of each value
 //     template <int r> C Neutral(const Row&, int input) const;  // what adds nothing to the values
+//     // Whether the first reduction is the maximum: of 16 bits it takes two elements at a time.
+//     JOF_HOST_DEVICE static constexpr bool HasMaximum();
 //     // May replace x by what the map makes use of. Then Replace does the same alone. If
-//     kReplaces,
-//     // the last reduction does, and what it makes may be kept instead.
+//     // kReplaces, the last reduction does, and what it makes may be kept instead.
 //     static constexpr bool kReplaces;
 //     template <int r> void Accumulate(const Row&, C (&x)[kInputs], const C* vectors, C* values);
 //     void Replace(const Row&, C (&x)[kInputs]) const;
 //     template <int r> void Finish(const C* values, C n, Row*) const;
 //     void Map(const Row&, int column, const C (&x)[kInputs], const C* v, C* out, C* sums) const;
+//     // Whether a row may name an element, of the column Named(), whose results MapNamed sets
+//     // after Map. Map would have to compare every column. If there are reductions, Begin is
+//     // Announce, which reads the name and may come long before, and Start, which reads the rest.
+//     static constexpr bool kNames;
 //     void End(int64_t row, const Row&) const;     // writes what is wanted of each row
 //   };
 //
@@ -104,8 +109,12 @@ struct RowsProgram {
   static constexpr int kInputs = kArrays, kVectors = 0, kColumnSums = 0, kValues = 1;
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
   static constexpr int kThreads = 512, kBlocks = 1;
+  JOF_HOST_DEVICE static constexpr bool HasMaximum() { return false; }
   // Whether WholeRowsKernel takes more than 64.
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
+  static constexpr bool kNames = false;
+  // Of which a thread may know all at a time.
+  static constexpr int kMostRows = 8;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
 
@@ -158,6 +167,20 @@ struct PackPlace {
   }
 };
 
+// Sets the results of the element that a row names if it is one of the V from `column` on.
+template <int V, typename Program, typename Row, typename X, typename Y>
+__device__ __forceinline__ void MapNamed(const Program& program, const Row& facts, int column,
+                                         const X* x, Y* y) {
+  if constexpr (Program::kNames) {
+    const int named = facts.Named() - column;
+    if (static_cast<unsigned>(named) >= static_cast<unsigned>(V)) return;
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      if (j == named) program.MapNamed(facts, x[j], y[j]);
+    }
+  }
+}
+
 template <typename T, int V = kPackSize<T>>
 __device__ __forceinline__ int ElementPhase(const void* pointer) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) / sizeof(T) % V);
@@ -196,7 +219,7 @@ __device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPl
 
 // The elements of a pack in shared memory, widened.
 template <typename T, int V>
-__device__ __forceinline__ void LoadShared(const uint4* slot, Compute<T> (&x)[V]) {
+__device__ __forceinline__ void LoadShared(const void* slot, Compute<T> (&x)[V]) {
   union {
     typename Word<sizeof(T) * V>::type whole;
     uint32_t words[4];
@@ -791,6 +814,7 @@ class RowsKernelBody {
     for (int j = 0; j < V; ++j) {
       program_.Map(facts, pack.first + j, x_[k][j], v[j], y[j], sums[j]);
     }
+    internal::MapNamed<V>(program_, facts, pack.first, x_[k], y);
     if constexpr (kColumnSums > 0) {
       if constexpr (!kMayBeChunks) {
         JOF_UNROLL

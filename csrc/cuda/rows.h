@@ -11,6 +11,7 @@ cudaError_t LaunchSoftmax(const SoftmaxCall& call, cudaStream_t stream);
 cudaError_t LaunchSoftmaxVjp(const SoftmaxVjpCall& call, cudaStream_t stream);
 cudaError_t LaunchLogSumExp(const LogSumExpCall& call, cudaStream_t stream);
 cudaError_t LaunchLogSumExpVjp(const LogSumExpVjpCall& call, cudaStream_t stream);
+cudaError_t LaunchLogSumExpWithVjp(const LogSumExpWithVjpCall& call, cudaStream_t stream);
 cudaError_t LaunchNorm(const NormCall& call, cudaStream_t stream);
 cudaError_t LaunchNormVjp(const NormVjpCall& call, cudaStream_t stream);
 

@@ -167,17 +167,11 @@ cudaError_t LaunchFlatRows(const Program& program, const RowsProblem& problem,
 
 // Whether all arrays begin where packs do.
 template <typename Program>
-bool AreAligned(const Program& program) {
+bool AreAligned(const Program& program, int64_t bytes = kPackBytes) {
   bool aligned = true;
-  for (int a = 0; a < Program::kInputs; ++a) aligned &= IsAligned(program.in[a], kPackBytes);
-  for (int o = 0; o < Program::kOutputs; ++o) aligned &= IsAligned(program.out[o], kPackBytes);
+  for (int a = 0; a < Program::kInputs; ++a) aligned &= IsAligned(program.in[a], bytes);
+  for (int o = 0; o < Program::kOutputs; ++o) aligned &= IsAligned(program.out[o], bytes);
   return aligned;
-}
-
-// Whether rows begin and end within packs.
-template <typename Program>
-bool HasEdges(const Program&, const RowsProblem& problem) {
-  return problem.n % Program::kPack != 0;
 }
 
 // Whether registers hold nothing but the elements of one array.
@@ -185,22 +179,24 @@ template <typename Program>
 inline constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1;
 
 // Whether WholeRowsKernel is for these rows, and how.
-template <bool kHasEdges, typename Program>
+template <int V, bool kHasEdges, typename Program>
 bool PlanWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                    WholeRowsShape* shape, WholeRowsPlan* plan) {
+  constexpr int64_t kBytes = V * sizeof(typename Program::Element);
   const int64_t rows = problem.rows(), n = problem.n, few = int64_t{device.multiprocessors} * 512;
-  if (!AreAligned(program)) return false;
+  if ((n % V != 0) != kHasEdges || !AreAligned(program, kBytes)) return false;
   if constexpr (Program::kVectors > 0) {
     // Element by element, vectors pay for rows that are short or few.
     const bool pays =
         !kIsNarrow<typename Program::Element> || n <= 512 || rows <= 4 * device.multiprocessors;
     if (kHasEdges && !pays) return false;
     for (const RowVector& vector : program.vectors) {
-      if (!kHasEdges && !IsAligned(vector.data, kPackBytes)) return false;
+      if (!kHasEdges && !IsAligned(vector.data, vector.is_f32 ? kPackBytes : kBytes)) return false;
     }
   }
-  const WholeRowsTraits traits{Program::kInputs, Program::kVectors, Program::kColumnSums,
-                               Program::kPack, 8};
+  const WholeRowsTraits traits{
+      Program::kInputs,  Program::kVectors, Program::kColumnSums, V, V < Program::kPack, 8,
+      Program::kMostRows};
   const WholeRowsTeam team = WholeRowsTeamOf(traits, kHasEdges, n, rows, few);
   *shape = team.shape;
   *plan = {rows, 0, static_cast<int>(n), team.lanes, true};
@@ -228,10 +224,10 @@ inline cudaError_t CountWholeRowsBlocks(const void* kernel, int rows, bool has_s
   return cudaSuccess;
 }
 
-template <int kHeld, int kRows, bool kHasEdges, typename Program>
+template <int V, int kHeld, int kRows, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t* blocks,
                             cudaStream_t stream) {
-  const auto kernel = WholeRowsKernel<Program, kHeld, kRows, kHasEdges>;
+  const auto kernel = WholeRowsKernel<Program, V, kHeld, kRows, kHasEdges>;
   const cudaError_t status = CountWholeRowsBlocks(reinterpret_cast<const void*>(kernel), kRows,
                                                   Program::kColumnSums > 0, &plan, blocks);
   if (status != cudaSuccess) return status;
@@ -239,23 +235,37 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t*
 }
 
 // The instance of a shape.
-template <bool kHasEdges, typename Program>
+template <int V, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
                             const WholeRowsPlan& plan, int64_t* blocks, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
   const auto launch = [&](auto held, auto rows) {
     constexpr int kHeld = decltype(held)::value, kRows = decltype(rows)::value;
     if (shape.held != kHeld || shape.rows != kRows) return;
-    status = LaunchWholeRows<kHeld, kRows, kHasEdges>(program, plan, blocks, stream);
+    status = LaunchWholeRows<V, kHeld, kRows, kHasEdges>(program, plan, blocks, stream);
   };
   using std::integral_constant;
   const integral_constant<int, 1> one;
   const integral_constant<int, 2> two;
   const integral_constant<int, 3> three;
   const integral_constant<int, 4> four;
+  const integral_constant<int, 5> five;
   const integral_constant<int, 6> six;
   const integral_constant<int, 8> eight;
-  if constexpr (Program::kColumnSums > 0) {
+  if constexpr (V < Program::kPack) {
+    if constexpr (Program::kColumnSums > 0) {
+      launch(four, one);
+    } else if constexpr (Program::kInputs > 1) {
+      launch(four, one);
+      launch(five, one);
+      launch(three, two);
+    } else {
+      launch(four, two);
+      launch(three, two);
+      launch(six, one);
+      launch(eight, one);
+    }
+  } else if constexpr (Program::kColumnSums > 0) {
     launch(two, one);
     launch(three, one);
   } else {
@@ -268,10 +278,35 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
     }
     if constexpr (!kHasEdges) {
       launch(two, two);
-      launch(one, four);
+      if constexpr (Program::kMostRows >= 4) launch(one, four);
     }
   }
   return status;
+}
+
+// Launches WholeRowsKernel with the widest packs that rows consist of, or with edges. False if it
+// is not for these rows.
+template <typename Program>
+bool TryWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
+                  int64_t* blocks, cudaStream_t stream, cudaError_t* status) {
+  constexpr int kPack = Program::kPack;
+  const auto attempt = [&](auto pack, auto edges) {
+    constexpr int V = decltype(pack)::value;
+    constexpr bool kHasEdges = decltype(edges)::value;
+    WholeRowsPlan plan{};
+    WholeRowsShape shape{};
+    if (!PlanWholeRows<V, kHasEdges>(program, problem, device, &shape, &plan)) return false;
+    *status = LaunchWholeRows<V, kHasEdges>(program, shape, plan, blocks, stream);
+    return true;
+  };
+  if (attempt(std::integral_constant<int, kPack>(), std::false_type())) return true;
+  if constexpr (kIsNarrow<typename Program::Element>) {
+    if (attempt(std::integral_constant<int, kPack / 2>(), std::false_type())) return true;
+  }
+  if constexpr (Program::kColumnSums == 0) {
+    return attempt(std::integral_constant<int, kPack>(), std::true_type());
+  }
+  return false;
 }
 
 // *blocks is how many there are: at most so many if there are sums over rows.
@@ -352,20 +387,23 @@ inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevic
   const int64_t packs = n % pack == 0 ? n / pack : (n - 2) / pack + 2;
   if (packs < 4 * kWholeRowsThreads) return false;
   // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
-  // threads, 191 with 256.
+  // threads, 191 with 256. Without clusters, a row has as many as there can be.
+  const int most = device.has_clusters ? 8 : 1;
+  const int most_threads = device.has_clusters ? 256 : WideRowsThreads(has_vectors);
   int threads = 128, cluster = 1;
-  while (threads < WideRowsThreads(has_vectors) && packs > 16 * threads) threads *= 2;
+  while (threads < most_threads && packs > 16 * threads) threads *= 2;
   const auto per_thread = [&] {
     const int64_t all = int64_t{threads} * cluster;
     return (packs + all - 1) / all;
   };
   const auto bytes = [&] { return per_thread() * threads * kPackBytes * inputs; };
-  // A cluster if a row does not fit into the shared memory of one multiprocessor: of so many blocks
-  // that two fit into each, of which one loads while the other reduces. Also if rows are few.
-  const int most = device.has_clusters ? 8 : 1;
+  // A cluster if two blocks do not fit into a multiprocessor, of which one loads while the other
+  // reduces. 16-bit rows, which take more instructions a byte, have more threads: cross entropy of
+  // 8192 x 50257 with its gradient takes 492 us with two blocks a row, 532 with one; f32 1043 with
+  // four, 972 with two. Also if rows are few.
   const int64_t most_bytes = device.shared_bytes - (2 << 10);
-  const bool is_too_long = bytes() > most_bytes;
-  while (cluster < most && is_too_long && bytes() > most_bytes / 2) cluster *= 2;
+  const int64_t most_packs = pack > 4 ? 16 : most_bytes;
+  while (cluster < most && (bytes() > most_bytes / 2 || per_thread() > most_packs)) cluster *= 2;
   while (cluster < most && rows * cluster < device.multiprocessors && per_thread() > 2) {
     cluster *= 2;
   }
@@ -440,21 +478,13 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
   using T = typename Program::Element;
   if constexpr (!kIsDouble<T>) {
     RowsDevice device{};
-    const cudaError_t status = GetRowsDevice(&device);
+    cudaError_t status = GetRowsDevice(&device);
     if (status != cudaSuccess) return status;
     int64_t blocks = 0;
     if (FitsTiles(program, problem, device)) {
       return LaunchTileRows(program, problem, device, &blocks, stream);
     }
-    WholeRowsPlan plan{};
-    WholeRowsShape shape{};
-    if (HasEdges(program, problem)) {
-      if (PlanWholeRows<true>(program, problem, device, &shape, &plan)) {
-        return LaunchWholeRows<true>(program, shape, plan, &blocks, stream);
-      }
-    } else if (PlanWholeRows<false>(program, problem, device, &shape, &plan)) {
-      return LaunchWholeRows<false>(program, shape, plan, &blocks, stream);
-    }
+    if (TryWholeRows(program, problem, device, &blocks, stream, &status)) return status;
     return LaunchLongRows(program, problem, device, stream);
   } else {
     return LaunchFlatRows(program, problem, stream);
@@ -466,7 +496,7 @@ template <typename Program>
 cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem,
                               cudaStream_t stream) {
   using T = typename Program::Element;
-  constexpr int kPack = kPackSize<T>;
+  constexpr int kPack = std::min(kPackSize<T>, Program::kMostRows);
   const bool is_packed = problem.inner % kPack == 0 && AreAligned(program);
   const auto launch = [&](auto pack) {
     constexpr int kRows = decltype(pack)::value;

@@ -274,11 +274,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
       }
     }
     if constexpr (kIsNarrow<T>) {
-      WholeRowsPlan plan{};
-      WholeRowsShape shape{};
-      if (!HasEdges(program, call.problem) &&
-          PlanWholeRows<false>(program, call.problem, device, &shape, &plan)) {
-        status = LaunchWholeRows<false>(program, shape, plan, &blocks, stream);
+      if (TryWholeRows(program, call.problem, device, &blocks, stream, &status)) {
         return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
       }
     }

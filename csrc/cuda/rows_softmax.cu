@@ -10,6 +10,7 @@ namespace {
 template <typename T, bool kKeepsTerms>
 struct ExpSumReductions : RowsProgram<T, 1> {
   using C = Compute<T>;
+  JOF_HOST_DEVICE static constexpr bool HasMaximum() { return true; }
   static constexpr bool kReplaces = kKeepsTerms;
   static constexpr int kReductions = 2;
 
@@ -117,6 +118,16 @@ __device__ __forceinline__ int64_t ElementOf(const RowsProblem& p, int64_t row, 
   return (o * p.n + index) * p.inner + (row - o * p.inner);
 }
 
+// The element that the label of a row names: NaN where it names none.
+template <typename T>
+__device__ __forceinline__ Compute<T> LabelValue(const RowsProblem& p, const T* x, int32_t label,
+                                                 int64_t row) {
+  using C = Compute<T>;
+  const int64_t index = LabelIndex(label, p.n);
+  if (index < 0) return Infinity<C>() - Infinity<C>();
+  return Accumulator<T>::Load(x[ElementOf(p, row, index)]);
+}
+
 template <typename T>
 struct LogSumExpForward : ExpSumReductions<T, false> {
   using C = Compute<T>;
@@ -137,11 +148,7 @@ struct LogSumExpForward : ExpSumReductions<T, false> {
 
   __device__ __forceinline__ Row Begin(int64_t row) const {
     Row facts{};
-    if (labels != nullptr) {
-      const int64_t index = LabelIndex(labels[row], problem.n);
-      facts.x_label = Infinity<C>() - Infinity<C>();
-      if (index >= 0) facts.x_label = Accumulator<T>::Load(in[0][ElementOf(problem, row, index)]);
-    }
+    if (labels != nullptr) facts.x_label = LabelValue(problem, in[0], labels[row], row);
     return facts;
   }
   __device__ __forceinline__ void GetPart(const Row& row, C (&values)[2]) const {
@@ -167,11 +174,14 @@ template <typename T>
 struct LogSumExpBackward : RowsProgram<T, 1> {
   using C = Compute<T>;
   static constexpr int kOutputs = 1, kReductions = 0;
+  JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return !kIsNarrow<T>; }
   struct Row {
     ExpStats<T> stats;
     int label;
     C ct;
+    __device__ __forceinline__ int Named() const { return label; }
   };
+  static constexpr bool kNames = true;
   int64_t n;
   const T* in[1];
   T* out[1];
@@ -184,9 +194,76 @@ struct LogSumExpBackward : RowsProgram<T, 1> {
             Accumulator<T>::Load(ct[row])};
   }
   template <typename Column>
-  __device__ __forceinline__ void Map(const Row& row, Column column, const C (&x)[1], const C*,
-                                      C (&y)[1], C*) const {
-    y[0] = row.stats.Vjp(x[0], column == row.label, row.ct);
+  __device__ __forceinline__ void Map(const Row& row, Column, const C (&x)[1], const C*, C (&y)[1],
+                                      C*) const {
+    y[0] = row.stats.Vjp(x[0], false, row.ct);
+  }
+  __device__ __forceinline__ void MapNamed(const Row& row, const C (&x)[1], C (&y)[1]) const {
+    y[0] = row.stats.Vjp(x[0], true, row.ct);
+  }
+};
+
+// Both in one pass. The value may be rounded otherwise than that of LogSumExpForward, which adds up
+// other parts of a row.
+template <typename T>
+struct LogSumExpWithGradient : ExpSumReductions<T, true> {
+  using C = Compute<T>;
+  static constexpr int kOutputs = 1;
+  JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return kIsNarrow<T>; }
+  static constexpr int kMostRows = 2;
+  static constexpr bool kNames = true;
+  struct Row {
+    typename ExpSum<T>::State state;
+    C centre;
+    C scale;     // what a term is multiplied by
+    C of_label;  // the element, and then the loss: few registers are left
+    C ct;
+    int label;  // its column, -1 where it names none
+    __device__ __forceinline__ int Named() const { return label; }
+    __device__ __forceinline__ void Made() {
+      scale = ct * ExpStats<T>::Of(state).factor;
+      of_label = LogSumExpResult<T>(state, label != kNoLabels, of_label);
+    }
+  };
+  static constexpr int kNoLabels = -2;
+  RowsProblem problem;
+  const T* in[1];
+  T* out[1];
+  const int32_t* labels;
+  const T* ct;
+  T* y;
+  ExpStats<T>* stats;
+
+  __device__ __forceinline__ Row Announce(int64_t row) const {
+    Row facts{};
+    if (labels != nullptr) facts.label = labels[row];
+    facts.ct = Accumulator<T>::Load(ct[row]);
+    return facts;
+  }
+  __device__ __forceinline__ void Start(int64_t row, Row* facts) const {
+    if (labels == nullptr) {
+      facts->label = kNoLabels;
+      return;
+    }
+    facts->of_label = LabelValue(problem, in[0], facts->label, row);
+    facts->label = static_cast<int>(LabelIndex(facts->label, problem.n));
+  }
+  __device__ __forceinline__ Row Begin(int64_t row) const {
+    Row facts = Announce(row);
+    Start(row, &facts);
+    return facts;
+  }
+  template <typename Column>
+  __device__ __forceinline__ void Map(const Row& row, Column, const C (&x)[1], const C*, C (&dx)[1],
+                                      C*) const {
+    dx[0] = x[0] * row.scale;
+  }
+  __device__ __forceinline__ void MapNamed(const Row& row, const C (&x)[1], C (&dx)[1]) const {
+    dx[0] = MulAdd(x[0], row.scale, -row.ct);
+  }
+  __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
+    stats[row] = ExpStats<T>::Of(facts.state);
+    y[row] = Accumulator<T>::Store(facts.of_label);
   }
 };
 
@@ -240,6 +317,21 @@ cudaError_t LaunchLogSumExpVjp(const LogSumExpVjpCall& call, cudaStream_t stream
     program.labels = call.labels;
     program.stats = static_cast<const ExpStats<T>*>(call.stats);
     program.ct = static_cast<const T*>(call.ct);
+    return LaunchRows(program, call.problem, stream);
+  });
+}
+
+cudaError_t LaunchLogSumExpWithVjp(const LogSumExpWithVjpCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    LogSumExpWithGradient<T> program;
+    program.problem = call.problem;
+    program.in[0] = static_cast<const T*>(call.x);
+    program.out[0] = static_cast<T*>(call.dx);
+    program.labels = call.labels;
+    program.ct = static_cast<const T*>(call.ct);
+    program.y = static_cast<T*>(call.y);
+    program.stats = static_cast<ExpStats<T>*>(call.stats);
     return LaunchRows(program, call.problem, stream);
   });
 }

@@ -161,6 +161,7 @@ class StridedRowsBody {
       JOF_UNROLL
       for (int i = 0; i < kPack; ++i) {
         program_.Map(facts[i], j + k * step_, x_[k][i], no_vectors_, y[i], no_sums);
+        internal::MapNamed<1>(program_, facts[i], j + k * step_, &x_[k][i], &y[i]);
       }
       JOF_UNROLL
       for (int o = 0; o < kOutputs; ++o) {

@@ -45,8 +45,8 @@ class TileRowsBody {
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
   static constexpr int kVectors = Program::kVectors, kColumnSums = Program::kColumnSums;
   // Sums of a thread that depend on nothing of each other. With two, of 31 elements each, a softmax
-  // in f32 was 4.5 ulp off.
-  static constexpr int kWays = 4;
+  // in f32 was 4.5 ulp off, with four 4.1.
+  static constexpr int kWays = kIsNarrow<typename Program::Element> ? 4 : 8;
   static constexpr int kTiles = kColumnSums > 0 ? 2 : 1;  // in shared memory
   static constexpr int kBytes = static_cast<int>(sizeof(T));
   static_assert(kOutputs <= kInputs, "Results take the places of inputs.");
@@ -233,6 +233,7 @@ class TileRowsBody {
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) column_sums_[k + u][s] += sums[s];
       }
+      internal::MapNamed<kUnit>(program_, facts, k, &x_[k], y);
       JOF_UNROLL
       for (int o = 0; o < kOutputs; ++o) {
         Pack<T, kUnit> out;

@@ -1,14 +1,17 @@
 // Rows that a team of up to 256 threads holds in registers: several rows a thread or a warp, a warp
-// a row, or several warps. All arrays begin at multiples of 16 bytes. What rows.cuh asks about each
-// pack is known here, and what a thread loads goes to registers.
+// a row, or several warps. All arrays begin where packs do. What rows.cuh asks about each pack is
+// known here, and what a thread loads goes to registers.
 //
 // Most programs have one team a row: no team waits for its next row while it works on one, but
 // blocks of other rows run beside it. Of short rows a team has several at a time, so that each
 // thread has as many loads in flight as with a long one. A program with sums over rows has a team
 // of every so-many-th row, which loads the next row ahead and keeps row vectors in registers.
 //
-// Rows that have edges begin and end within packs. Their packs are those of memory, masked where a
-// row begins and ends. Row vectors are loaded element by element.
+// 16-bit rows of a multiple of four elements, but not of eight, consist of packs of 8 bytes. Other
+// rows have edges: they begin and end within packs. Their packs are those of memory, masked where a
+// row begins and ends. Row vectors are loaded element by element. Edges cost more than narrow
+// packs: softmax of bf16 39840 x 1004 took 47 us with edges, 43 with packs of 8 bytes (400000 x
+// 100: 56 and 55).
 //
 // Measured on an H200, in us; with the gradient means both kernels:
 //                   copy   softmax, with its gradient   layer norm, with its gradient
@@ -50,8 +53,10 @@ struct WholeRowsPlan {
 // What of a program decides about its instances.
 struct WholeRowsTraits {
   int inputs, vectors, sums;
-  int pack;  // elements
-  int most;  // packs of all rows of a thread that registers hold
+  int pack;       // elements
+  bool is_short;  // packs are of 8 bytes
+  int most;       // packs of all rows of a thread that registers hold
+  int most_rows;  // and of so many
 };
 
 // An instance of WholeRowsKernel: packs of each row that a thread holds, and rows.
@@ -68,12 +73,20 @@ struct WholeRowsShapes {
 // Measured on an H200 over 28 sizes of rows: four packs a thread are enough in flight, of several
 // rows where these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a
 // copy takes 79). Eight are better where registers have nothing else, and six of rows with edges.
+// Packs of 8 bytes are half as much in flight, so there are more of them (softmax of bf16 39840 x
+// 1004: 43 us with eight, 50 with four of each of two rows; its gradient takes 58 with four).
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTraits& traits,
                                                             bool has_edges, int64_t packs) {
   const bool is_narrow = traits.pack > 4;
   // Whether registers hold nothing but the elements of one array.
   const bool has_room = traits.vectors == 0 && traits.inputs == 1;
   const int other = is_narrow ? 3 : 8;
+  if (traits.is_short) {
+    if (traits.sums > 0) return {{{4, 1}}};
+    if (traits.inputs > 1) return {{{4, 1}, {5, 1}, {3, 2}}};
+    if (packs <= 32) return {{{4, 2}, {3, 2}, {8, 1}, {6, 1}}};
+    return {{{8, 1}, {6, 1}}};
+  }
   if (traits.sums > 0) return {{{3, 1}, {2, 1}}};
   if (traits.inputs > 2) return {{{is_narrow ? 2 : 4, 1}, {is_narrow ? 1 : 2, 1}}};
   if (is_narrow && has_edges) return {{{4, 1}, {3, 1}}};
@@ -102,7 +115,7 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
   const WholeRowsShapes shapes = WholeRowsShapesOf(traits, has_edges, packs);
   WholeRowsTeam team{};
   for (const WholeRowsShape& one : shapes.of) {
-    if (one.held * one.rows > traits.most) continue;
+    if (one.held * one.rows > traits.most || one.rows > traits.most_rows) continue;
     int needed = 1;
     while (needed < kWholeRowsThreads && one.held * needed < packs) needed *= 2;
     if (one.held * needed < packs || (one.rows > 1 && rows * needed < one.rows * few)) continue;
@@ -185,19 +198,21 @@ __device__ __forceinline__ uint4 LoadBefore(const T* source, const T* end) {
 
 }  // namespace internal
 
-// A thread holds kHeld packs of each of kRows rows, or fewer.
-template <typename Program, int kHeld, int kRows, bool kHasEdges>
+// A thread holds kHeld packs of V elements of each of kRows rows, or fewer.
+template <typename Program, int V, int kHeld, int kRows, bool kHasEdges>
 class WholeRowsBody {
  public:
   using T = typename Program::Element;
   using C = typename Program::Word;
   using Row = typename Program::Row;
-  static constexpr int V = Program::kPack, kInputs = Program::kInputs;
+  static constexpr int kInputs = Program::kInputs;
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
   static constexpr int kVectors = Program::kVectors, kColumnSums = Program::kColumnSums;
   static constexpr bool kHasMap = kOutputs > 0 || kColumnSums > 0;
-  static constexpr int kWays = V < 4 ? V : kRows > 1 ? 2 : 4;
+  static constexpr bool kIsWide = V == Program::kPack;  // packs are of 16 bytes
+  static constexpr int kWays = V < 4 ? V : kRows > 1 || !kIsWide ? 2 : 4;
   static_assert(kRows == 1 || (!kHasEdges && kColumnSums == 0));
+  static_assert(kIsWide || !kHasEdges);
 
   __device__ __forceinline__ WholeRowsBody(const Program& program, const WholeRowsPlan& plan)
       : program_(program), plan_(plan) {
@@ -244,6 +259,9 @@ class WholeRowsBody {
   }
 
  private:
+  // Of a traced program a pack of the widest type has 16 bytes.
+  using Whole = Word<Program::kIsTraced ? kPackBytes : sizeof(T) * V>;
+
   __device__ __forceinline__ int Width() const {
     if constexpr (Program::kIsTraced) {
       return Program::kWidth;
@@ -298,7 +316,8 @@ class WholeRowsBody {
     if constexpr (Program::kIsTraced) program_.Start(facts);
   }
 
-  // What is only read, or read a row ahead, passes by the first-level cache.
+  // What is only read, or read a row ahead, passes by the first-level cache, unless other rows have
+  // a part of its sector.
   template <typename Array>
   __device__ __forceinline__ static auto LoadWhole(const Array* pack) {
     if constexpr ((kColumnSums > 0 || kOutputs == 0) && V * sizeof(Array) == kPackBytes) {
@@ -438,6 +457,7 @@ class WholeRowsBody {
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[j][s];
       }
+      internal::MapNamed<V>(program_, facts, PackAt(k), x_[i][k], y);
       internal::ForEachIndex<kOutputs>([&](auto index) {
         constexpr int o = decltype(index)::value;
         using Array = decltype(ElementOfPointer(OutputOf<o>(program_)));
@@ -558,29 +578,29 @@ class WholeRowsBody {
   int lane_;   // of the team
   int first_;  // column of its first pack
   int step_;   // columns from a pack of this thread to its next one
-  uint4 ahead_[kRows][kHeld][kInputs];
+  Whole ahead_[kRows][kHeld][kInputs];
   typename Program::Values x_[kRows][kHeld][V];
   C vectors_[kColumnSums > 0 ? kHeld : 1][V][kVectors + 1];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
 
 // Blocks that a multiprocessor is to have registers for.
-template <typename Program, int kHeld, int kRows, bool kHasEdges>
+template <typename Program, int V, int kHeld, int kRows, bool kHasEdges>
 JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   constexpr bool kNarrow = Program::kPack > 4;
-  if (Program::kColumnSums > 0) return kHeld * Program::kInputs <= 4 ? 2 : 1;
+  if (Program::kColumnSums > 0) return V * kHeld * Program::kInputs <= 32 ? 2 : 1;
   if (Program::kInputs > 1) return 2;
   const bool takes_many = Program::NeedsRegisters() || (kHasEdges && Program::kVectors > 0);
   const bool has_few = kNarrow ? kRows == 1 : !kHasEdges;
   return has_few && !takes_many ? 4 : 3;
 }
 
-template <typename Program, int kHeld, int kRows, bool kHasEdges>
+template <typename Program, int V, int kHeld, int kRows, bool kHasEdges>
 __global__ void __launch_bounds__(kWholeRowsThreads,
-                                  WholeRowsBlocks<Program, kHeld, kRows, kHasEdges>())
+                                  WholeRowsBlocks<Program, V, kHeld, kRows, kHasEdges>())
     WholeRowsKernel(const __grid_constant__ Program program,
                     const __grid_constant__ WholeRowsPlan plan) {
-  WholeRowsBody<Program, kHeld, kRows, kHasEdges>(program, plan).Run();
+  WholeRowsBody<Program, V, kHeld, kRows, kHasEdges>(program, plan).Run();
 }
 
 JOF_NAMESPACE_END

@@ -18,6 +18,7 @@
 // multiples of 16 bytes. Rows may begin and end within packs.
 #pragma once
 
+#include "common/half2.h"
 #include "cuda/rows.cuh"
 #include "cuda/shifted_loads.cuh"
 
@@ -49,10 +50,11 @@ class WideRowsBody {
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
   static constexpr int kVectors = Program::kVectors;
   static constexpr int kWays = V < 4 ? V : 4;
-  static constexpr int kUnroll = kVectors > 0 ? 1 : 2;
+  static constexpr int kUnroll = kVectors > 0 ? 1 : 4;
   static constexpr int kGroups = 4;  // of copies that are waited for together
   // Whether what the last reduction makes of an element, such as an exponential, takes its place.
   static constexpr bool kKeeps = Program::kReplaces && sizeof(T) == sizeof(C);
+  static constexpr bool kIsMaximumOfPairs = Program::HasMaximum() && sizeof(T) == 2;
   using Values = typename Program::Values;
   using Shared = internal::Exchange<C, Program::kValues>;
 
@@ -71,15 +73,17 @@ class WideRowsBody {
       internal::SyncCluster();
     }
     int64_t row = blockIdx.x / plan_.cluster;
-    ForEachGroup([&](int g) {
+#pragma unroll 1
+    for (int g = 0; g < kGroups; ++g) {
       for (int k = g * group_; k < (g + 1) * group_; ++k) Fetch(row, k);
       internal::CommitCopies();
-    });
-    Row next = BeginRow(row);
+    }
+    Row next = Announce(row);
     for (; row < plan_.rows; row += plan_.teams) {
       Row facts = next;
       if constexpr (Program::kIsTraced) program_.Start(&facts);
-      next = BeginRow(row + plan_.teams);
+      if constexpr (Program::kNames) program_.Start(row, &facts);
+      next = Announce(row + plan_.teams);
       first_ = FirstColumn(row);
       Reduce<0>(&facts);
       Map(row, facts);
@@ -97,18 +101,6 @@ class WideRowsBody {
     }
   }
 
-  // Calls visit(g) for each group. Of traced programs in a loop, as its code is sooner compiled.
-  template <typename Visit>
-  __device__ __forceinline__ static void ForEachGroup(const Visit& visit) {
-    if constexpr (Program::kIsTraced) {
-#pragma unroll 1
-      for (int g = 0; g < kGroups; ++g) visit(g);
-    } else {
-      JOF_UNROLL
-      for (int g = 0; g < kGroups; ++g) visit(g);
-    }
-  }
-
   // Of this thread's first pack: negative where the row begins within it.
   __device__ __forceinline__ int FirstColumn(int64_t row) const {
     return lane_ * V - static_cast<int>(row * Width() & (V - 1));
@@ -122,8 +114,13 @@ class WideRowsBody {
   __device__ __forceinline__ bool IsPacked() const {
     return !Program::kIsTraced || plan_.is_packed;
   }
-  __device__ __forceinline__ Row BeginRow(int64_t row) const {
-    return row < plan_.rows ? program_.Begin(row) : Row{};
+  __device__ __forceinline__ Row Announce(int64_t row) const {
+    if (row >= plan_.rows) return Row{};
+    if constexpr (Program::kNames) {
+      return program_.Announce(row);
+    } else {
+      return program_.Begin(row);
+    }
   }
   __device__ __forceinline__ uint4* Slot(int a, int k) const {
     return slots_ + (a * plan_.packs + k) * static_cast<int>(blockDim.x);
@@ -144,10 +141,10 @@ class WideRowsBody {
         internal::CopyAsync<V * sizeof(Array)>(Slot(a, k), source);
       } else {
         Array* target = reinterpret_cast<Array*>(Slot(a, k));
-        if constexpr (Program::kIsTraced) {  // any pack, of arrays that are not aligned
-          for (int j = max(-column, 0); j < V && column + j < Width(); ++j) target[j] = source[j];
-        } else {
-          for (int j = 0; column + j < Width(); ++j) target[j] = source[j];
+        // Of traced programs any pack, of arrays that are not aligned.
+#pragma unroll 1
+        for (int j = Program::kIsTraced ? max(-column, 0) : 0; j < V && column + j < Width(); ++j) {
+          target[j] = source[j];
         }
       }
     });
@@ -233,6 +230,45 @@ class WideRowsBody {
     }
   }
 
+  // Visits groups of packs as they come.
+  template <typename Visit>
+  __device__ __forceinline__ void ForEachGroup(const Visit& visit) const {
+#pragma unroll 1
+    for (int g = 0; g < kGroups; ++g) {
+      internal::WaitForCopies(kGroups - 1 - g);
+      visit(g * group_, min((g + 1) * group_, plan_.packs));
+    }
+  }
+
+  __device__ __forceinline__ void AccumulateMaximum(int begin, int end, C* maximum) const {
+    const PackedMaximum<T> greater{};
+    Pack<T, V> pairs;
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) pairs.elem[j] = Accumulator<T>::Store(*maximum);
+#pragma unroll kUnroll
+    for (int k = begin; k < end; ++k) {
+      const int column = first_ + k * step_;
+      if (column >= plan_.n) break;
+      const auto& x = *reinterpret_cast<const Pack<T, V>*>(Slot(0, k));
+      if (IsInner(column)) {
+        const Pack<T, V> loaded = x;
+        JOF_UNROLL
+        for (int j = 0; j < V; j += 2) {
+          greater.Apply2(&pairs.elem[j], &loaded.elem[j], &pairs.elem[j]);
+        }
+      } else {
+#pragma unroll 1
+        for (int j = max(0, -column); j < V && column + j < plan_.n; ++j) {
+          *maximum = program_.template Combine<0>(*maximum, Accumulator<T>::Load(x.elem[j]));
+        }
+      }
+    }
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      *maximum = program_.template Combine<0>(*maximum, Accumulator<T>::Load(pairs.elem[j]));
+    }
+  }
+
   template <int r>
   __device__ __forceinline__ void Reduce(Row* facts) {
     if constexpr (r < kReductions) {
@@ -272,11 +308,10 @@ class WideRowsBody {
           if constexpr (kKeeps && r + 1 == kReductions) Keep(k, x);
         }
       };
-      if constexpr (r == 0) {  // as groups come
-        ForEachGroup([&](int g) {
-          internal::WaitForCopies(kGroups - 1 - g);
-          accumulate(g * group_, min((g + 1) * group_, plan_.packs));
-        });
+      if constexpr (r == 0 && kIsMaximumOfPairs) {
+        ForEachGroup([&](int begin, int end) { AccumulateMaximum(begin, end, &values[0][0]); });
+      } else if constexpr (r == 0) {
+        ForEachGroup(accumulate);
       } else {
         accumulate(0, plan_.packs);
       }
@@ -291,7 +326,8 @@ class WideRowsBody {
 
   // Maps the row, and has the next one fetched.
   __device__ __forceinline__ void Map(int64_t row, const Row& facts) const {
-    ForEachGroup([&](int g) {
+#pragma unroll 1
+    for (int g = 0; g < kGroups; ++g) {
 #pragma unroll kUnroll
       for (int k = g * group_; k < min((g + 1) * group_, plan_.packs); ++k) {
         if constexpr (kOutputs > 0) {
@@ -301,7 +337,7 @@ class WideRowsBody {
         }
       }
       internal::CommitCopies();
-    });
+    }
   }
 
   __device__ __forceinline__ void MapPack(int64_t row, const Row& facts, int k) const {
@@ -318,6 +354,7 @@ class WideRowsBody {
       Restore<kReductions>(facts, column + j, x[j]);
       program_.Map(facts, column + j, x[j], v[j], y[j], sums);
     }
+    internal::MapNamed<V>(program_, facts, column, x, y);
     internal::ForEachIndex<kOutputs>([&](auto index) {
       constexpr int o = decltype(index)::value;
       using Array = decltype(ElementOfPointer(OutputOf<o>(program_)));

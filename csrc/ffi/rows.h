@@ -1,6 +1,7 @@
 // The FFI signatures of reductions over rows, for both backends. T is f16, bf16, f32 or f64, and C
 // what it is computed in. The launchers, of one call and a stream, are LaunchSoftmax,
-// LaunchSoftmaxVjp, LaunchLogSumExp, LaunchLogSumExpVjp, LaunchNorm and LaunchNormVjp.
+// LaunchSoftmaxVjp, LaunchLogSumExp, LaunchLogSumExpVjp, LaunchLogSumExpWithVjp, LaunchNorm and
+// LaunchNormVjp.
 //
 // Rows along dimension `axis`, an attribute; the shape without it is that of what has one value a
 // row. Arrays keep their shapes: XLA would copy what is aliased to reshape it.
@@ -10,7 +11,9 @@
 //   jof_logsumexp_vjp(x, stats, ct (rows)) -> dx
 //   jof_cross_entropy(x, labels (rows) int32) -> as jof_logsumexp
 //   jof_cross_entropy_vjp(x, labels, stats, ct) -> dx
-// dx of the last two is meant to be aliased to x, but need not be.
+//   jof_logsumexp_with_vjp(x, ct) -> y, stats, dx
+//   jof_cross_entropy_with_vjp(x, labels, ct) -> y, stats, dx
+// dx may be aliased to x.
 //
 // (rows, n). What is not there has size 0 in all dimensions. scale and bias are of T or f32:
 //   jof_norm(x, residual (rows, n), scale (n), bias (n))
@@ -30,6 +33,8 @@ inline constexpr char kSoftmax[] = "jof_softmax", kSoftmaxVjp[] = "jof_softmax_v
 inline constexpr char kLogSumExp[] = "jof_logsumexp", kLogSumExpVjp[] = "jof_logsumexp_vjp";
 inline constexpr char kCrossEntropy[] = "jof_cross_entropy";
 inline constexpr char kCrossEntropyVjp[] = "jof_cross_entropy_vjp";
+inline constexpr char kLogSumExpWithVjp[] = "jof_logsumexp_with_vjp";
+inline constexpr char kCrossEntropyWithVjp[] = "jof_cross_entropy_with_vjp";
 inline constexpr char kNorm[] = "jof_norm", kNormVjp[] = "jof_norm_vjp";
 
 // Sets *problem and *type from an array whose rows are along `axis`.
@@ -206,6 +211,42 @@ ffi::Error CrossEntropyVjpHandler(typename Backend::Stream stream, ffi::AnyBuffe
                                   ffi::AnyBuffer labels, ffi::AnyBuffer stats, ffi::AnyBuffer ct,
                                   ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
   return RunLogSumExpVjp<Backend>(kCrossEntropyVjp, stream, x, &labels, stats, ct, *dx, axis);
+}
+
+template <typename Backend>
+ffi::Error RunLogSumExpWithVjp(const char* op, typename Backend::Stream& stream, ffi::AnyBuffer x,
+                               const ffi::AnyBuffer* labels, ffi::AnyBuffer ct, ffi::AnyBuffer y,
+                               ffi::AnyBuffer stats, ffi::AnyBuffer dx, int64_t axis) {
+  LogSumExpWithVjpCall call{};
+  ffi::Error error = DecodeLogSumExp(op, x, axis, labels, "the result", y, stats, &call);
+  if (error.failure()) return error;
+  error = FirstError({RequireOfRows(op, "ct", ct, x, axis, x.element_type(), 1),
+                      RequireLike(op, "the gradient", dx, x)});
+  if (error.failure() || call.problem.rows() == 0) return error;
+  call.y = y.untyped_data();
+  call.stats = stats.untyped_data();
+  call.ct = ct.untyped_data();
+  call.dx = dx.untyped_data();
+  return Backend::Status(op, LaunchLogSumExpWithVjp(call, stream));
+}
+
+template <typename Backend>
+ffi::Error LogSumExpWithVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                                   ffi::AnyBuffer ct, ffi::Result<ffi::AnyBuffer> y,
+                                   ffi::Result<ffi::AnyBuffer> stats,
+                                   ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
+  return RunLogSumExpWithVjp<Backend>(kLogSumExpWithVjp, stream, x, nullptr, ct, *y, *stats, *dx,
+                                      axis);
+}
+
+template <typename Backend>
+ffi::Error CrossEntropyWithVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                                      ffi::AnyBuffer labels, ffi::AnyBuffer ct,
+                                      ffi::Result<ffi::AnyBuffer> y,
+                                      ffi::Result<ffi::AnyBuffer> stats,
+                                      ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
+  return RunLogSumExpWithVjp<Backend>(kCrossEntropyWithVjp, stream, x, &labels, ct, *y, *stats, *dx,
+                                      axis);
 }
 
 // ---- norms ----

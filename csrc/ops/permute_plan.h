@@ -294,7 +294,8 @@ inline double Filled(const PermutePlan& plan, int64_t alignment) {
 // bytes or a block's for 192, half at a quarter of that.
 //
 // Rows that are not whole packs are taken apart slowly if they are short: gathering takes 0.54 of
-// the time of kDeinterleave for 66 bytes, 0.8 for 1000, but 1.7 for 1288.
+// the time of kDeinterleave for 66 bytes, 0.8 for 1000, but 1.7 for 1288. They are joined slowly
+// where rows are shorter than what a warp has of one, since every warp then joins two.
 //
 // kRuns takes 2 to 5 % more time than kTile with full tiles, 1.2 to 1.3 times less where those are
 // half full; but for single bytes, which kTile transposes in registers, 1.4 times the time where
@@ -307,6 +308,7 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
     return alignment % kPermutePack == 0 && plan.dims[d].size * plan.unit_bytes % kPermutePack == 0;
   };
   const int64_t bytes = plan.units * plan.unit_bytes;
+  const int64_t in_row = plan.dims[plan.fastest_in()].size * plan.unit_bytes;
   const int64_t out_row = plan.dims[plan.fastest_out()].size * plan.unit_bytes;
   const int64_t warp_units = kWarpBytes / plan.unit_bytes;
   const double gathered = static_cast<double>(bytes) / kWarpBytes *
@@ -332,7 +334,7 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   }
   if (gathered <= (SharesSectors(plan) ? 8 << 20 : 4 << 20)) return PermuteStrategy::kGather;
   if (plan.keeps_last() && out_row >= kShortestRow) return PermuteStrategy::kGather;
-  if (interleave) return PermuteStrategy::kInterleave;
+  if (interleave && in_row >= kWarpBytes) return PermuteStrategy::kInterleave;
   if (deinterleave && out_row >= 1 << 10) return PermuteStrategy::kDeinterleave;
   return near ? PermuteStrategy::kGather : PermuteStrategy::kRuns;
 }

@@ -54,6 +54,12 @@ struct LogSumExpCall {
   void* stats;            // 2 a row: ExpStats
 };
 
+// And its gradient, as of LogSumExpVjpCall, where ct does not depend on y. dx may be x.
+struct LogSumExpWithVjpCall : LogSumExpCall {
+  const void* ct;  // a row each
+  void* dx;
+};
+
 // dx may be x.
 struct LogSumExpVjpCall {
   RowsProblem problem;
@@ -287,10 +293,12 @@ struct ExpStats {
     const C centre = ExpSum<T>::Centre(s.peak, C(1));
     return {centre, 1 / (s.sum * ExpSkew<T>(centre))};
   }
-  JOF_HOST_DEVICE JOF_INLINE C Share(C x) const { return ExpDifference<T>(x, centre) * factor; }
   // The gradient of log(sum(exp(x))), less 1 for the element that the label names.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, bool is_label, C ct) const {
-    return ct * (Share(x) - (is_label ? C(1) : C(0)));
+    return VjpOfTerm(ExpSum<T>::Term(x, centre), is_label, ct);
+  }
+  JOF_HOST_DEVICE JOF_INLINE C VjpOfTerm(C term, bool is_label, C ct) const {
+    return ct * (term * factor - (is_label ? C(1) : C(0)));
   }
 };
 

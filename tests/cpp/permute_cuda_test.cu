@@ -152,6 +152,15 @@ int main(int argc, char**) {
       {{21, 33, 3}, {2, 1, 0}},
       {{1, 37, 1}, {2, 1, 0}},
       {{2, 3, 4, 5, 6}, {4, 3, 2, 1, 0}},
+      // A run of the output that is several rows: of one dimension and of two; cut on either side.
+      {{3, 5, 256, 2, 8}, {0, 3, 1, 4, 2}},
+      {{5, 3, 7, 32, 4, 4}, {4, 2, 0, 5, 3, 1}},
+      {{70, 9, 3, 64}, {3, 1, 0, 2}},
+      {{60, 4, 33, 32}, {2, 3, 1, 0}},
+      // Rows and columns of a tile that would be in one bank.
+      {{2, 10, 64, 64}, {2, 0, 3, 1}},
+      {{16, 20, 8, 16}, {2, 1, 3, 0}},
+      {{7, 16, 3, 4, 5, 32}, {2, 4, 0, 3, 5, 1}},
       {{2, 3, 2, 2, 3, 2, 2, 5, 2, 2}, {9, 0, 8, 1, 7, 2, 6, 3, 5, 4}}};
   for (const auto& [shape, axes] : known) {
     for (const int bytes : {1, 2, 4, 8, 16}) {

@@ -153,6 +153,9 @@ int main() {
   // Short rows of a pixel's units that are not whole packs.
   CheckStrategy(PlanOf({64, 3000, 4}, {0, 2, 1}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({300000, 33, 4}, {0, 2, 1}, 2), PermuteStrategy::kGather, 3, 2);
+  // Nor joined from them, unless a warp has whole packs of each.
+  CheckStrategy(PlanOf({20000, 3, 255}, {0, 2, 1}, 2), PermuteStrategy::kGather, 3, 2);
+  CheckStrategy(PlanOf({20000, 3, 257}, {0, 2, 1}, 2), PermuteStrategy::kInterleave, 3, 2);
   // A warp takes all of a short dimension, and enough of the one that is the input's fastest.
   CheckStrategy(PlanOf({6, 1 << 20}, {1, 0}, 2), PermuteStrategy::kGather, 2, 2);
   // A warp that shares the sectors that it reads takes half a pack a thread.

@@ -224,7 +224,25 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   DeviceArray in(x, in_offset), label(labels, 0), cts(ct, sizeof(T));
   DeviceArray out(int64_t(rows * sizeof(T)), sizeof(T)), stats(int64_t(rows * 2 * sizeof(C)), 0);
   DeviceArray gradient(int64_t(x.size() * sizeof(T)), out_offset);
+  // Of the value with its gradient.
+  DeviceArray both_in(x, in_offset), both_out(int64_t(rows * sizeof(T)), 0);
+  DeviceArray both_stats(int64_t(rows * 2 * sizeof(C)), 0);
+  DeviceArray both_gradient(int64_t(x.size() * sizeof(T)), out_offset);
   const auto* label_data = static_cast<const int32_t*>(has_labels ? label.data() : nullptr);
+  const auto launch_both = [&](void* dx) {
+    LogSumExpWithVjpCall call{};
+    call.problem = p;
+    call.type = kDTypeOf<T>;
+    call.x = both_in.data();
+    call.labels = label_data;
+    call.y = both_out.data();
+    call.stats = both_stats.data();
+    call.ct = cts.data();
+    call.dx = dx;
+    CHECK_CUDA(LaunchLogSumExpWithVjp(call, nullptr));
+  };
+  launch_both(both_gradient.data());
+  launch_both(both_in.data());
   CHECK_CUDA(
       LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, out.data(), stats.data()}, nullptr));
   CHECK_CUDA(LaunchLogSumExpVjp(
@@ -232,11 +250,16 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   // In place.
   CHECK_CUDA(LaunchLogSumExpVjp(
       {p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(), in.data()}, nullptr));
-  const T* y = out.CopyToHost<T>();
+  const T *y = out.CopyToHost<T>(), *both_y = both_out.CopyToHost<T>();
   stats.CopyToHost<C>();
-  const T* dx = gradient.CopyToHost<T>();
-  const T* in_place = in.CopyToHost<T>();
-  JOF_CHECK(std::memcmp(dx, in_place, x.size() * sizeof(T)) == 0, "in place it differs");
+  both_stats.CopyToHost<C>();
+  const T *dx = gradient.CopyToHost<T>(), *both_dx = both_gradient.CopyToHost<T>();
+  const T *in_place = in.CopyToHost<T>(), *both_in_place = both_in.CopyToHost<T>();
+  const size_t bytes = x.size() * sizeof(T);
+  JOF_CHECK(std::memcmp(dx, in_place, bytes) == 0, "in place it differs");
+  if (in_offset == out_offset) {  // by the same kernel
+    JOF_CHECK(std::memcmp(both_dx, both_in_place, bytes) == 0, "in place it differs");
+  }
   ForEachRow(p, [&](int64_t row, auto at) {
     const Exps e = ExpsOf(x, p.n, at);
     const double centre = std::isfinite(e.max) ? e.max : 0;
@@ -249,11 +272,17 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
       if (std::isfinite(want)) scale = 1 + std::abs(log_sum) + std::abs(x_label - centre);
     }
     CheckNear<T>("logsumexp", Value(y[row]), want, scale, p, row);
+    CheckNear<T>("logsumexp with", Value(both_y[row]), want, scale, p, row);
     const double c = Value(ct[size_t(row)]);
     for (int64_t j = 0; j < p.n; ++j) {
       const double share = std::exp(Value(x[at(j)]) - centre) / double(e.sum);
-      CheckNear<T>("logsumexp vjp", Value(dx[at(j)]), c * (share - (j == label_index)),
-                   std::isfinite(share) ? c * share : 0, p, int64_t(at(j)));
+      const double want_dx = c * (share - (j == label_index));
+      const double scale_of_dx = std::isfinite(share) ? c * share : 0;
+      CheckNear<T>("logsumexp vjp", Value(dx[at(j)]), want_dx, scale_of_dx, p, int64_t(at(j)));
+      for (const T* dx_with : {both_dx, both_in_place}) {
+        CheckNear<T>("with its vjp", Value(dx_with[at(j)]), want_dx, scale_of_dx, p,
+                     int64_t(at(j)));
+      }
     }
   });
 }
@@ -272,7 +301,9 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
   const auto dsum = MakeRows<T>({1, p.rows() * p.n, 1}, 9, true);
   const auto scale = MakeRows<S>({1, p.n, 1}, 0, true), bias = MakeRows<S>({1, p.n, 1}, 9, true);
   const auto bytes = static_cast<int64_t>(x.size() * sizeof(T));
-  DeviceArray in(x, in_offset), added(residual, in_offset), scales(scale, sizeof(S));
+  const auto element = static_cast<int64_t>(sizeof(S));
+  DeviceArray in(x, in_offset), added(residual, in_offset);
+  DeviceArray scales(scale, in_offset == out_offset ? in_offset / element * element : element);
   DeviceArray biases(bias, 0), out(bytes, out_offset), sum(bytes, out_offset);
   DeviceArray stats(int64_t(rows * 3 * sizeof(C)), sizeof(C));
   NormCall call{p,       kDTypeOf<T>, kDTypeOf<S>, kDTypeOf<S>, center,  kNormEpsilon, in.data(),
@@ -476,20 +507,25 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
 }
 
 // Channels that fill packs alone, only with other pixels', and not at all; groups in several
-// packs and several in a pack; images that are held, and more of them than blocks run; tiles.
+// packs and several in a pack; images that are held, and more of them than blocks run; tiles. Then
+// small images, of which a block has one or several, also in the gradient only.
 template <typename T>
 int64_t TestGroupNorms(bool brief) {
   struct Images {
     RowsProblem p;
     int64_t groups, parts;
   };
-  std::vector<Images> all = {{{3, 64, 32}, 4, 2},   {{2, 50, 64}, 64, 8}, {{2, 49, 30}, 10, 3},
-                             {{1, 7, 5}, 1, 7},     {{3, 100, 15}, 3, 1}, {{5, 1, 8}, 2, 1},
-                             {{2, 33, 3000}, 30, 9}};
+  std::vector<Images> all = {{{3, 64, 32}, 4, 2},    {{2, 50, 64}, 64, 8},  {{2, 49, 30}, 10, 3},
+                             {{1, 7, 5}, 1, 7},      {{3, 100, 15}, 3, 1},  {{5, 1, 8}, 2, 1},
+                             {{2, 33, 3000}, 30, 9}, {{300, 8, 4}, 1, 1},   {{1500, 1, 1}, 1, 1},
+                             {{150, 7, 15}, 3, 2},   {{140, 3, 64}, 64, 3}, {{150, 5, 96}, 32, 5}};
   if (!brief) {
     all.push_back({{2, 4096, 256}, 32, 64});
     all.push_back({{700, 64, 320}, 32, 4});
     all.push_back({{1, 70000, 24}, 3, 20});
+    all.push_back({{5000, 9, 12}, 2, 1});
+    all.push_back({{200, 1, 3000}, 30, 8});
+    all.push_back({{140, 2000, 4}, 1, 2});
   }
   int64_t launches = 0;
   for (const Images& i : all) {
@@ -572,14 +608,21 @@ int main(int argc, char**) {
     launches += TestNorms<Half>(p, step) + TestNorms<BFloat16>(p, step);
     launches += TestNorms<float>(p, step) + TestNorms<double>(p, step);
   }
+  // 16-bit rows that consist of half packs, in arrays that begin where packs do and between.
+  for (const int64_t n : {4, 12, 20, 36, 100, 1004, 4092}) {
+    const RowsProblem p{n > 600 ? 9 : 37, n, 1};
+    launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8);
+    launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8);
+  }
   if (!brief) {
     // Rows that threads have one each, more rows than teams, also of long rows, and rows that are
     // too wide for a block or for a cluster.
     for (const RowsProblem& p :
          {RowsProblem{9001, 18, 1}, RowsProblem{9001, 33, 1}, RowsProblem{9001, 62, 1},
-          RowsProblem{120000, 9, 1}, RowsProblem{1700, 1025, 1}, RowsProblem{1800, 1024, 1},
-          RowsProblem{600, 20001, 1}, RowsProblem{120, 40000, 1}, RowsProblem{2, 84429, 1},
-          RowsProblem{300, 50257, 1}, RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1}}) {
+          RowsProblem{120000, 9, 1}, RowsProblem{17000, 100, 1}, RowsProblem{600, 4092, 1},
+          RowsProblem{1700, 1025, 1}, RowsProblem{1800, 1024, 1}, RowsProblem{600, 20001, 1},
+          RowsProblem{120, 40000, 1}, RowsProblem{2, 84429, 1}, RowsProblem{300, 50257, 1},
+          RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1}}) {
       const auto test = [&](auto tag) {
         using T = typename decltype(tag)::type;
         TestSoftmax<T>(p, false, 0, 0);
