@@ -50,7 +50,7 @@ class WideRowsBody {
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
   static constexpr int kVectors = Program::kVectors;
   static constexpr int kWays = V < 4 ? V : 4;
-  static constexpr int kUnroll = kVectors > 0 ? 1 : 4;
+  static constexpr int kUnroll = kVectors > 0 ? 1 : Program::kIsTraced ? 2 : 4;  // compiled sooner
   static constexpr int kGroups = 4;  // of copies that are waited for together
   // Whether what the last reduction makes of an element, such as an exponential, takes its place.
   static constexpr bool kKeeps = Program::kReplaces && sizeof(T) == sizeof(C);
