@@ -506,13 +506,9 @@ _MOST_MOVED = 64
 def replace_call(call: Any, values: Sequence[Any]) -> None:
     """Puts values in the place of a call's results, which are known by handles only."""
     for result, value in zip(call.results, values, strict=True):
+        move_before(call, value)  # an insertion point would not do: jax 0.8 adds to the block's end
         result.replace_all_uses_with(value)
     call.erase()
-
-
-def place_of(call: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which what is lowered comes before a call."""
-    return cast(contextlib.AbstractContextManager[Any], ir.InsertionPoint(call))
 
 
 def has_other_readers(value: Any, call: Any) -> bool:

@@ -388,9 +388,8 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         ctx = ctx.replace(
             avals_in=[*of_operands, of_ct], avals_out=[of_ct, of_stats, *ctx.avals_out]
         )
-        with _compat.place_of(value):
-            rule = _primitive.lower_native(native_with_vjp, platform)
-            y, kept, dx = rule(ctx, *operands, ct, **params)
+        rule = _primitive.lower_native(native_with_vjp, platform)
+        y, kept, dx = rule(ctx, *operands, ct, **params)
         _compat.replace_call(value, [y, kept])
         return [dx]
 

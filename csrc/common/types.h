@@ -145,13 +145,13 @@ JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, T* out) {
 JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, Half* out) {
   uint32_t bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  memcpy(out, &bits, sizeof(bits));  // the compiler would put two halves together again
+  memcpy(out, &bits, sizeof(bits));  // halves that are stored apart, nvcc would join again
 }
 
 JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, BFloat16* out) {
   uint32_t bits;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  memcpy(out, &bits, sizeof(bits));  // the compiler would put two halves together again
+  memcpy(out, &bits, sizeof(bits));  // halves that are stored apart, nvcc would join again
 }
 #endif
 

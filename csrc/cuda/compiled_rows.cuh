@@ -49,9 +49,9 @@ JOF_HOST_DEVICE constexpr RowsTraits TraitsOf(const TracedRowsLayout& layout) {
           layout.vectors * layout.word_bytes};
 }
 
-// The instance of WholeRowsKernel for a definition, whose rows are taken to be many. RowsKernel
-// runs where there is none (no lanes): of values of 8 bytes or of one, of more elements than
-// registers hold, and where it is faster, which is where built-in functions run it, too.
+// The instance of WholeRowsKernel for a definition, whose rows are taken to be many. There is none
+// (no lanes) for values of 8 bytes or of one, for more elements than registers hold, and where
+// built-in functions run RowsKernel, too.
 JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& layout, int64_t n) {
   const bool is_narrow = layout.pack == 8, has_edges = n % layout.pack != 0;
   if (layout.word_bytes != 4 || (layout.pack != 4 && !is_narrow)) return {};
@@ -72,8 +72,8 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& 
 enum class TracedRowsKernel { kRows, kWhole, kWide };
 
 // The kernel for a definition. Rows of WideRowsKernel must fit into the shared memory of a cluster
-// of any GPU that has clusters: of eight blocks of 99 KB. Row vectors are RowsKernel's, which keeps
-// them.
+// of any GPU that has clusters: of eight blocks of 64 KB, or little more where rows have edges, of
+// the 99 KB that there are. Row vectors are RowsKernel's, which keeps them.
 JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layout,
                                                     bool has_clusters, int64_t n) {
   if (WholeRowsTeamOf(layout, n).lanes > 0) return TracedRowsKernel::kWhole;

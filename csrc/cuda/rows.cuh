@@ -18,8 +18,7 @@
 // Most programs whose arrays are aligned have kernels of their own, which are faster:
 // rows_whole.cuh, rows_tiles.cuh for rows of a few elements, rows_wide.cuh for long ones. This one
 // is for float64, misaligned arrays, and norms with long rows of odd lengths and their gradients.
-// Traced programs have it where built-in ones do, and for elements of one byte: see KernelOf in
-// compiled_rows.cuh.
+// Which kernel traced programs have is for KernelOf in compiled_rows.cuh to say.
 //
 // Measured on an H200, in percent of the speed of a copy, bf16 and f32:
 //                   65536 x 512   131072 x 1024   16384 x 4096   4096 x 32000

@@ -203,8 +203,8 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
   return team.lanes > 0;
 }
 
-// *blocks is how many there are of a kernel that has so many rows in each team: at most so many if
-// there are sums over rows.
+// Sets *blocks for a kernel with so many rows a team. If there are sums over rows, *blocks is the
+// most that there may be.
 inline cudaError_t CountWholeRowsBlocks(const void* kernel, int rows, bool has_sums,
                                         WholeRowsPlan* plan, int64_t* blocks) {
   const int rows_here = kWholeRowsThreads / plan->lanes * rows;
@@ -380,14 +380,14 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   return with_held(std::integral_constant<int, 1>());
 }
 
-// How WideRowsKernel is for rows of so many inputs, and whether it is: for shorter ones its blocks
-// are too large.
+// Plans WideRowsKernel for rows of so many inputs. False if they are too short for its blocks, or
+// too long.
 inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevice& device,
                          int64_t rows, int64_t n, WideRowsPlan* plan) {
   const int64_t packs = n % pack == 0 ? n / pack : (n - 2) / pack + 2;
   if (packs < 4 * kWholeRowsThreads) return false;
   // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
-  // threads, 191 with 256. Without clusters, a row has as many as there can be.
+  // threads, 191 with 256. Without clusters a block may have more.
   const int most = device.has_clusters ? 8 : 1;
   const int most_threads = device.has_clusters ? 256 : WideRowsThreads(has_vectors);
   int threads = 128, cluster = 1;
@@ -398,11 +398,11 @@ inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevic
   };
   const auto bytes = [&] { return per_thread() * threads * kPackBytes * inputs; };
   // A cluster if two blocks do not fit into a multiprocessor, of which one loads while the other
-  // reduces. 16-bit rows, which take more instructions a byte, have more threads: cross entropy of
-  // 8192 x 50257 with its gradient takes 492 us with two blocks a row, 532 with one; f32 1043 with
-  // four, 972 with two. Also if rows are few.
+  // reduces. 16-bit rows, which take more instructions a byte, have more threads: when plans were
+  // compared, cross entropy of 8192 x 50257 with its gradient took 492 us with two blocks a row,
+  // 532 with one; f32 1043 with four, 972 with two. Also if rows are few.
   const int64_t most_bytes = device.shared_bytes - (2 << 10);
-  const int64_t most_packs = pack > 4 ? 16 : most_bytes;
+  const int64_t most_packs = pack > 4 ? 16 : packs;
   while (cluster < most && (bytes() > most_bytes / 2 || per_thread() > most_packs)) cluster *= 2;
   while (cluster < most && rows * cluster < device.multiprocessors && per_thread() > 2) {
     cluster *= 2;

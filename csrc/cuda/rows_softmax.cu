@@ -240,6 +240,7 @@ struct LogSumExpWithGradient : ExpSumReductions<T, true> {
     facts.ct = Accumulator<T>::Load(ct[row]);
     return facts;
   }
+  // The gradient may overwrite the element, after both reductions.
   __device__ __forceinline__ void Start(int64_t row, Row* facts) const {
     if (labels == nullptr) {
       facts->label = kNoLabels;

@@ -329,9 +329,11 @@ class WholeRowsBody {
 
   __device__ __forceinline__ void Fetch(int64_t row, int i) {
     if (row >= plan_.rows) return;
-    const bool is_last = row + 1 == plan_.rows;
+    [[maybe_unused]] const bool is_last = row + 1 == plan_.rows;
     if constexpr (Program::kIsTraced) {
-      if (!plan_.is_packed || (kHasEdges && is_last)) {
+      // A pack of one of the last rows, if these are short, may end beyond the array.
+      const bool is_near_end = kHasEdges && (plan_.rows - 1 - row) * Width() < V - 1;
+      if (!plan_.is_packed || is_near_end) {
         FetchElements(row, i);
         return;
       }

@@ -1,6 +1,7 @@
-// Rows that are too long for the registers of a block: more than 8,192 elements. Shared memory has
-// a row as it is in memory, that of a block or of a cluster of blocks, and each pass over the row
-// reads it there. So each array is read once and written once.
+// Rows that are too long for the registers of a block: more than about 8,192 elements, or fewer
+// where there are several arrays. Shared memory has a row as it is in memory, that of a block or of
+// a cluster of blocks, and each pass over the row reads it there. So each array is read once and
+// written once.
 //
 // A block has every so-many-th row. The last pass stores results and, as soon as a thread is done
 // with a pack, has the same pack of the next row copied into its place. So loads and stores run
@@ -12,18 +13,17 @@
 //   bf16 8192 x 50257   385    490      1140                514
 //   f32 8192 x 50257    766    991      2290                1084
 //
-// What made it faster: blocks of 256 threads instead of 512, of which four fit into a
-// multiprocessor; the label of a row, and what it names, read before they are needed; maxima of 16
-// bits by pairs. Loops over groups are not unrolled: the code would be three times as long. What
-// was tried: sums of exponentials beside the maximum so far, scaled again as it grows, so that a
-// row is read twice and not three times; cross entropy of bf16 with its gradient took 549 us, not
-// 517.
+// What made it faster: more and smaller blocks in a multiprocessor; the label of a row, and what it
+// names, read before they are needed; maxima of 16 bits by pairs. Loops over groups are not
+// unrolled: the code would be three times as long. What was tried: sums of exponentials beside the
+// maximum so far, scaled again as it grows, so that a row is read twice and not three times. Cross
+// entropy of bf16 with its gradient took 549 us by it, 517 without.
 //
 // Row vectors make it slower, as each row reads them from the second-level cache: rms norm of f32
 // 8192 x 50257 with a scale took 2554 us, by RowsKernel 940.
 //
 // Programs are those of rows.cuh that have reductions and no sums over rows. All arrays begin at
-// multiples of 16 bytes. Rows may begin and end within packs.
+// multiples of 16 bytes; those of traced programs need not. Rows may begin and end within packs.
 #pragma once
 
 #include "common/half2.h"
@@ -58,7 +58,7 @@ class WideRowsBody {
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
   static constexpr int kVectors = Program::kVectors;
   static constexpr int kWays = V < 4 ? V : 4;
-  static constexpr int kUnroll = kVectors > 0 ? 1 : Program::kIsTraced ? 2 : 4;  // compiled sooner
+  static constexpr int kUnroll = kVectors > 0 ? 1 : Program::kIsTraced ? 2 : 4;  // less to compile
   static constexpr int kGroups = 4;  // of copies that are waited for together
   // Whether what the last reduction makes of an element, such as an exponential, takes its place.
   static constexpr bool kKeeps = Program::kReplaces && sizeof(T) == sizeof(C);
@@ -134,8 +134,7 @@ class WideRowsBody {
     return slots_ + (a * plan_.packs + k) * static_cast<int>(blockDim.x);
   }
 
-  // Starts to copy a pack of a row, of which the first and the last row's may not be in the array
-  // as a whole.
+  // Starts to copy a pack of a row. The last one of the last row may end beyond the array.
   __device__ __forceinline__ void Fetch(int64_t row, int k) const {
     if (row >= plan_.rows || k >= plan_.packs) return;
     const int column = FirstColumn(row) + k * step_;
@@ -149,7 +148,7 @@ class WideRowsBody {
         internal::CopyAsync<V * sizeof(Array)>(Slot(a, k), source);
       } else {
         Array* target = reinterpret_cast<Array*>(Slot(a, k));
-        // Of traced programs any pack, of arrays that are not aligned.
+        // Every pack of traced programs' arrays that are not aligned comes here.
 #pragma unroll 1
         for (int j = Program::kIsTraced ? max(-column, 0) : 0; j < V && column + j < Width(); ++j) {
           target[j] = source[j];
