@@ -16,6 +16,7 @@ import pytest
 
 import jax_oneflow_ops as jof
 from tests.sanitizers import not_sanitized
+from tests.test_fuse import rms_norm
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for Linux"),
@@ -136,10 +137,6 @@ def test_rows_of_a_fused_function():
         program = compiled(kernel, 90)
         assert program.compiled, program.log
         assert "local" not in re.sub(r"//.*", "", program.ptx())
-
-
-def rms_norm(x, scale):
-    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
 def sum_of_masked(x, mask):

@@ -166,6 +166,16 @@ struct PackPlace {
   }
 };
 
+// The length of rows, which a traced program knows.
+template <typename Program, typename Plan>
+__device__ __forceinline__ auto WidthOf(const Plan& plan) {
+  if constexpr (Program::kIsTraced) {
+    return Program::kWidth;
+  } else {
+    return plan.n;
+  }
+}
+
 // Sets the results of the element that a row names if it is one of the V from `column` on.
 template <int V, typename Program, typename Row, typename X, typename Y>
 __device__ __forceinline__ void MapNamed(const Program& program, const Row& facts, int column,
@@ -433,13 +443,7 @@ class RowsKernelBody {
   __device__ __forceinline__ int Threads() const {
     return Program::kIsTraced ? Team().threads : static_cast<int>(blockDim.x);
   }
-  __device__ __forceinline__ int64_t Width() const {
-    if constexpr (Program::kIsTraced) {
-      return Program::kWidth;
-    } else {
-      return plan_.n;
-    }
-  }
+  __device__ __forceinline__ int64_t Width() const { return internal::WidthOf<Program>(plan_); }
   __device__ __forceinline__ bool HasEdges() const { return !Program::kIsEven && has_edges_; }
 
   __device__ __forceinline__ bool IsWhole() const { return !kMayBeChunks || Chunks() == 1; }

@@ -402,8 +402,10 @@ inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevic
   // compared, cross entropy of 8192 x 50257 with its gradient took 492 us with two blocks a row,
   // 532 with one; f32 1043 with four, 972 with two. Also if rows are few.
   const int64_t most_bytes = device.shared_bytes - (2 << 10);
-  const int64_t most_packs = pack > 4 ? 16 : packs;
-  while (cluster < most && (bytes() > most_bytes / 2 || per_thread() > most_packs)) cluster *= 2;
+  const bool is_narrow = pack > 4;
+  while (cluster < most && (bytes() > most_bytes / 2 || (is_narrow && per_thread() > 16))) {
+    cluster *= 2;
+  }
   while (cluster < most && rows * cluster < device.multiprocessors && per_thread() > 2) {
     cluster *= 2;
   }

@@ -262,13 +262,7 @@ class WholeRowsBody {
   // Of a traced program a pack of the widest type has 16 bytes.
   using Whole = Word<Program::kIsTraced ? kPackBytes : sizeof(T) * V>;
 
-  __device__ __forceinline__ int Width() const {
-    if constexpr (Program::kIsTraced) {
-      return Program::kWidth;
-    } else {
-      return plan_.n;
-    }
-  }
+  __device__ __forceinline__ int Width() const { return internal::WidthOf<Program>(plan_); }
   __device__ __forceinline__ int Lanes() const {
     if constexpr (Program::kIsTraced) {
       return Program::kWhole.lanes;

@@ -101,13 +101,7 @@ class WideRowsBody {
   }
 
  private:
-  __device__ __forceinline__ int Width() const {
-    if constexpr (Program::kIsTraced) {
-      return Program::kWidth;
-    } else {
-      return plan_.n;
-    }
-  }
+  __device__ __forceinline__ int Width() const { return internal::WidthOf<Program>(plan_); }
 
   // Of this thread's first pack: negative where the row begins within it.
   __device__ __forceinline__ int FirstColumn(int64_t row) const {
