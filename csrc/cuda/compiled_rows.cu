@@ -7,10 +7,20 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
+// Kernels that are compiled here may have clusters where those of the build have none.
+cudaError_t GetRowsDevice(const CudaCompiledKernel& kernel, RowsDevice* device) {
+  const cudaError_t status = GetRowsDevice(device);
+  device->has_clusters = kernel.knows_clusters;
+  return status;
+}
+
 cudaError_t PlanFlatRows(const CudaCompiledKernel& kernel, const TracedRowsLayout& layout,
                          const TracedRowsCall& call, RowsGrid* grid) {
   const bool has_edges = call.n % layout.pack != 0;
-  return PlanGrid(static_cast<const void*>(kernel.kernel), TraitsOf(layout), kernel.knows_clusters,
+  RowsDevice device{};
+  const cudaError_t status = GetRowsDevice(kernel, &device);
+  if (status != cudaSuccess) return status;
+  return PlanGrid(static_cast<const void*>(kernel.kernel), TraitsOf(layout), device,
                   {1, call.n, call.rows}, has_edges,
                   int64_t{layout.sums} * call.n * layout.word_bytes, grid,
                   layout.sums > 0 ? call.parts : int64_t{1} << 40);
@@ -63,7 +73,7 @@ cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRow
     case TracedRowsKernel::kWide: {
       RowsDevice device{};
       WideRowsPlan plan{};
-      status = GetRowsDevice(&device);
+      status = GetRowsDevice(kernel, &device);
       if (status == cudaSuccess &&
           !PlanWideRows(layout.arrays, layout.pack, false, device, call.rows, call.n, &plan)) {
         status = cudaErrorInvalidConfiguration;

@@ -24,8 +24,18 @@ struct RowsLaunch {
   int64_t shared_bytes;  // of a block
 };
 
+// Whether this build has code with clusters for devices of a compute capability, such as 90. If it
+// has code for 8.0 only, newer devices run that.
+inline bool KnowsClusters(int capability) {
+  bool knows = false;
+  for (const int architecture : {__CUDA_ARCH_LIST__}) {
+    knows |= architecture >= 900 && architecture <= 10 * capability;
+  }
+  return knows;
+}
+
 inline cudaError_t GetRowsDevice(RowsDevice* device) {
-  int id = 0, major = 0;
+  int id = 0, major = 0, minor = 0;
   cudaError_t status = cudaGetDevice(&id);
   const auto get = [&](int* value, cudaDeviceAttr attribute) {
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(value, attribute, id);
@@ -33,7 +43,8 @@ inline cudaError_t GetRowsDevice(RowsDevice* device) {
   get(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
   get(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   get(&major, cudaDevAttrComputeCapabilityMajor);
-  device->has_clusters = major >= 9;
+  get(&minor, cudaDevAttrComputeCapabilityMinor);
+  device->has_clusters = KnowsClusters(10 * major + minor);
   return status;
 }
 
@@ -81,12 +92,21 @@ inline cudaLaunchConfig_t ConfigOf(const RowsGrid& grid, int64_t blocks,
   return ClusterConfig(blocks, team.threads, team.cluster, grid.shared_bytes, attribute, stream);
 }
 
-// Lets a kernel have so much shared memory. *units is how many blocks, or clusters of them, run at
-// a time.
+// Lets a kernel have all shared memory that a block may have, and not only what one launch needs:
+// another thread may be about to launch it with more.
+inline cudaError_t AllowSharedMemory(const void* kernel, const RowsDevice& device) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  if (status != cudaSuccess) return status;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              device.shared_bytes - static_cast<int>(attributes.sharedSizeBytes));
+}
+
+// *units is how many blocks, or clusters of them, run at a time. The kernel may have the shared
+// memory from now on.
 inline cudaError_t CountUnits(const void* kernel, int threads, int cluster, int shared_bytes,
                               const RowsDevice& device, int* units) {
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  cudaError_t status = AllowSharedMemory(kernel, device);
   if (status == cudaSuccess && cluster == 1) {
     status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(units, kernel, threads,
                                                            static_cast<size_t>(shared_bytes));
@@ -100,22 +120,19 @@ inline cudaError_t CountUnits(const void* kernel, int threads, int cluster, int 
   return status;
 }
 
-// Of a kernel with such traits, whose code may know nothing of clusters. Blocks of several teams
-// need `sum_bytes` of shared memory at their end.
-inline cudaError_t PlanGrid(const void* kernel, const RowsTraits& traits, bool knows_clusters,
+// Of a kernel with such traits. Blocks of several teams need `sum_bytes` of shared memory at their
+// end.
+inline cudaError_t PlanGrid(const void* kernel, const RowsTraits& traits, const RowsDevice& device,
                             const RowsProblem& problem, bool has_edges, int64_t sum_bytes,
                             RowsGrid* grid, int64_t most_units) {
   const int64_t rows = problem.rows(), n = problem.n;
-  RowsDevice device{};
-  cudaError_t status = GetRowsDevice(&device);
-  if (status != cudaSuccess) return status;
-  device.has_clusters &= knows_clusters;
   RowsLaunch launch = PlanRows(traits, device, rows, n, has_edges);
   const RowsTeam& team = launch.plan.team;
   if (team.lanes < team.threads) launch.shared_bytes = std::max(launch.shared_bytes, sum_bytes);
   *grid = {launch.plan, static_cast<int>(launch.shared_bytes), 0};
   int units = 0;
-  status = CountUnits(kernel, team.threads, team.cluster, grid->shared_bytes, device, &units);
+  const cudaError_t status =
+      CountUnits(kernel, team.threads, team.cluster, grid->shared_bytes, device, &units);
   if (status != cudaSuccess) return status;
   const int teams_here = team.threads / team.lanes;
   const int64_t needed = (problem.rows() + teams_here - 1) / teams_here;
@@ -144,8 +161,11 @@ cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGri
                           Program::kReductions > 0,
                           Program::kColumnSums > 0,
                           Program::kVectors * static_cast<int>(sizeof(Compute<T>))};
-  return PlanGrid(reinterpret_cast<const void*>(&RowsKernel<Program, kHeld>), traits, true, problem,
-                  has_edges, 0, grid, most_units);
+  RowsDevice device{};
+  const cudaError_t status = GetRowsDevice(&device);
+  if (status != cudaSuccess) return status;
+  return PlanGrid(reinterpret_cast<const void*>(&RowsKernel<Program, kHeld>), traits, device,
+                  problem, has_edges, 0, grid, most_units);
 }
 
 template <typename Program>
@@ -337,8 +357,7 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   const int bytes = Body::kTiles * inputs * slots * kPackBytes + vectors * kWord;
   const TileRowsPlan plan{rows, (rows + tile_rows - 1) / tile_rows, n, tile_rows, slots};
   const auto kernel = TileRowsKernel<Program, kUnit, kHeld>;
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaError_t status = AllowSharedMemory(reinterpret_cast<const void*>(kernel), device);
   int64_t count = plan.tiles;
   if (status == cudaSuccess && kHasSums) {
     int each = 0;
@@ -401,9 +420,10 @@ inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevic
   // reduces. 16-bit rows, which take more instructions a byte, have more threads: when plans were
   // compared, cross entropy of 8192 x 50257 with its gradient took 492 us with two blocks a row,
   // 532 with one; f32 1043 with four, 972 with two. Also if rows are few.
-  const int64_t most_bytes = device.shared_bytes - (2 << 10);
+  const int64_t most_bytes = device.shared_bytes - (2 << 10);  // without what reductions exchange
+  const int64_t most_of_two = device.shared_bytes / 2 - (2 << 10);
   const bool is_narrow = pack > 4;
-  while (cluster < most && (bytes() > most_bytes / 2 || (is_narrow && per_thread() > 16))) {
+  while (cluster < most && (bytes() > most_of_two || (is_narrow && per_thread() > 16))) {
     cluster *= 2;
   }
   while (cluster < most && rows * cluster < device.multiprocessors && per_thread() > 2) {

@@ -61,7 +61,8 @@ class WideRowsBody {
   static constexpr int kUnroll = kVectors > 0 ? 1 : Program::kIsTraced ? 2 : 4;  // less to compile
   static constexpr int kGroups = 4;  // of copies that are waited for together
   // Whether what the last reduction makes of an element, such as an exponential, takes its place.
-  static constexpr bool kKeeps = Program::kReplaces && sizeof(T) == sizeof(C);
+  static constexpr bool kKeeps =
+      Program::kReplaces && (Program::kIsTraced || sizeof(T) == sizeof(C));
   static constexpr bool kIsMaximumOfPairs = Program::HasMaximum() && sizeof(T) == 2;
   using Values = typename Program::Values;
   using Shared = internal::Exchange<C, Program::kValues>;
