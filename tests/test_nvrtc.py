@@ -194,6 +194,25 @@ def test_the_kernel_of_a_function_of_rows(f, dtypes, width, derivative, kernel):
         assert "local" not in re.sub(r"//.*", "", program.ptx())
 
 
+def test_exponentials_of_long_rows_are_computed_once():
+    """They take the places of their elements, also where results are narrower."""
+
+    def exponentials(f):
+        text = jof.fuse(f).source(jax.ShapeDtypeStruct((64, 8196), jnp.float32))
+        program = compiled(f"//{re.split('^//', text, flags=re.MULTILINE)[-1]}", 90)
+        assert program.compiled, program.log
+        assert row_kernel(program.ptx()) == "wide"
+        return program.ptx().count("ex2.")
+
+    def sum_of_exponentials(x):
+        return jnp.exp(x - x.max(-1, keepdims=True)).sum(-1).astype(jnp.bfloat16)
+
+    assert exponentials(sum_of_exponentials) > 0
+    assert exponentials(lambda x: jax.nn.softmax(x).astype(jnp.bfloat16)) == exponentials(
+        sum_of_exponentials
+    )
+
+
 def test_an_error_is_reported():
     program = compiled(SOURCE + "\nint broken = not_declared;\n", 90)
     assert not program.compiled

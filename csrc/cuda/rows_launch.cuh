@@ -102,8 +102,8 @@ inline cudaError_t AllowSharedMemory(const void* kernel, const RowsDevice& devic
                               device.shared_bytes - static_cast<int>(attributes.sharedSizeBytes));
 }
 
-// *units is how many blocks, or clusters of them, run at a time. The kernel may have the shared
-// memory from now on.
+// Sets *units to how many blocks, or clusters of them, run at a time, and allows the kernel its
+// shared memory.
 inline cudaError_t CountUnits(const void* kernel, int threads, int cluster, int shared_bytes,
                               const RowsDevice& device, int* units) {
   cudaError_t status = AllowSharedMemory(kernel, device);
@@ -146,8 +146,8 @@ inline cudaError_t PlanGrid(const void* kernel, const RowsTraits& traits, const 
 }
 
 template <typename Program>
-cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGrid* grid,
-                     int64_t most_units = int64_t{1} << 40) {
+cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, const RowsDevice& device,
+                     RowsGrid* grid, int64_t most_units = int64_t{1} << 40) {
   using T = typename Program::Element;
   constexpr int kPack = kPackSize<T>, kHeld = kHeldPacks<Program>;
   const void* leader = Program::kOutputs > 0 ? static_cast<const void*>(program.out[0])
@@ -161,9 +161,6 @@ cudaError_t PlanGrid(const Program& program, const RowsProblem& problem, RowsGri
                           Program::kReductions > 0,
                           Program::kColumnSums > 0,
                           Program::kVectors * static_cast<int>(sizeof(Compute<T>))};
-  RowsDevice device{};
-  const cudaError_t status = GetRowsDevice(&device);
-  if (status != cudaSuccess) return status;
   return PlanGrid(reinterpret_cast<const void*>(&RowsKernel<Program, kHeld>), traits, device,
                   problem, has_edges, 0, grid, most_units);
 }
@@ -179,9 +176,9 @@ cudaError_t LaunchGrid(const Program& program, const RowsGrid& grid, cudaStream_
 // Rows of neighbouring elements.
 template <typename Program>
 cudaError_t LaunchFlatRows(const Program& program, const RowsProblem& problem,
-                           cudaStream_t stream) {
+                           const RowsDevice& device, cudaStream_t stream) {
   RowsGrid grid{};
-  const cudaError_t status = PlanGrid(program, problem, &grid);
+  const cudaError_t status = PlanGrid(program, problem, device, &grid);
   return status == cudaSuccess ? LaunchGrid(program, grid, stream) : status;
 }
 
@@ -420,8 +417,9 @@ inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevic
   // reduces. 16-bit rows, which take more instructions a byte, have more threads: when plans were
   // compared, cross entropy of 8192 x 50257 with its gradient took 492 us with two blocks a row,
   // 532 with one; f32 1043 with four, 972 with two. Also if rows are few.
-  const int64_t most_bytes = device.shared_bytes - (2 << 10);  // without what reductions exchange
-  const int64_t most_of_two = device.shared_bytes / 2 - (2 << 10);
+  constexpr int64_t kOther = 2 << 10;  // what reductions exchange, and the system's part of a block
+  const int64_t most_bytes = device.shared_bytes - kOther;
+  const int64_t most_of_two = device.shared_bytes / 2 - kOther;
   const bool is_narrow = pack > 4;
   while (cluster < most && (bytes() > most_of_two || (is_narrow && per_thread() > 16))) {
     cluster *= 2;
@@ -490,27 +488,24 @@ cudaError_t LaunchLongRows(const Program& program, const RowsProblem& problem,
       return LaunchWideRows(program, plan, device, stream);
     }
   }
-  return LaunchFlatRows(program, problem, stream);
+  return LaunchFlatRows(program, problem, device, stream);
 }
 
 // Rows of neighbouring elements, by the kernel that is for them.
 template <typename Program>
 cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& problem,
                                  cudaStream_t stream) {
-  using T = typename Program::Element;
-  if constexpr (!kIsDouble<T>) {
-    RowsDevice device{};
-    cudaError_t status = GetRowsDevice(&device);
-    if (status != cudaSuccess) return status;
+  RowsDevice device{};
+  cudaError_t status = GetRowsDevice(&device);
+  if (status != cudaSuccess) return status;
+  if constexpr (!kIsDouble<typename Program::Element>) {
     int64_t blocks = 0;
     if (FitsTiles(program, problem, device)) {
       return LaunchTileRows(program, problem, device, &blocks, stream);
     }
     if (TryWholeRows(program, problem, device, &blocks, stream, &status)) return status;
-    return LaunchLongRows(program, problem, device, stream);
-  } else {
-    return LaunchFlatRows(program, problem, stream);
   }
+  return LaunchLongRows(program, problem, device, stream);
 }
 
 // Others.

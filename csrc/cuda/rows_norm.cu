@@ -261,11 +261,11 @@ template <typename T, bool kCenter, bool kDsum>
 cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   using C = Compute<T>;
   constexpr int kSums = kCenter ? 2 : 1;
+  RowsDevice device{};
+  cudaError_t status = GetRowsDevice(&device);
+  if (status != cudaSuccess) return status;
   if (call.vectors() > 0 && (kCenter || call.dbias == nullptr)) {
     const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
-    RowsDevice device{};
-    cudaError_t status = GetRowsDevice(&device);
-    if (status != cudaSuccess) return status;
     int64_t blocks = call.parts;
     if constexpr (!kIsDouble<T>) {
       if (FitsTiles(program, call.problem, device)) {
@@ -279,16 +279,13 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
       }
     }
     RowsGrid grid{};
-    status = PlanGrid(program, call.problem, &grid, call.parts);
+    status = PlanGrid(program, call.problem, device, &grid, call.parts);
     if (status != cudaSuccess) return status;
     if (grid.plan.team.chunks == 1 && grid.units <= call.parts) {
       status = LaunchGrid(program, grid, stream);
       return status == cudaSuccess ? AddParts<C>(call, grid.units, stream) : status;
     }
   }
-  RowsDevice device{};
-  cudaError_t status = GetRowsDevice(&device);
-  if (status != cudaSuccess) return status;
   status = LaunchLongRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, device, stream);
   if (status != cudaSuccess || call.vectors() == 0) return status;
   constexpr int64_t kColumns = kColumnThreads * kPackSize<T>;
