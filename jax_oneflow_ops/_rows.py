@@ -455,9 +455,14 @@ cross_entropy_p = _define_logsumexp("cross_entropy", "softmax_cross_entropy_with
 #
 # Optional operands are there or not as the parameter `given` says, in their order.
 
-# How many parts the sums over rows are added up in, at most: a few for each worker of a large GPU;
-# on a CPU for the threads, each of which gets some.
-_PARTS = {"cuda": 264, "cpu": 128}
+def _most_parts(platform: str, n: int) -> int:
+    """How many parts the sums over rows are added up in, at most.
+
+    On a GPU two for each multiprocessor, fewer of long rows, on which many work together. A team's
+    rows may be in several parts, as they begin at up to eight places of a pack. On a CPU some for
+    each thread.
+    """
+    return 128 if platform == "cpu" else max(40, min(272, 2**22 // n))
 
 
 def _norm_kinds(given: Sequence[bool]) -> Kinds:
@@ -551,8 +556,9 @@ def _norm_vjp_native(
         return [x, *[jnp.zeros((n,), dtype)] * sum(wanted)]
     scale, dy, of_sum = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
-    most = _PARTS[platform]
-    parts = min(rows, most) if isinstance(rows, int) else most
+    parts = _most_parts(platform, n)
+    if isinstance(rows, int):
+        parts = min(rows if platform == "cpu" else rows + 7, parts)
     results = [jax.ShapeDtypeStruct((rows, n), x.dtype)]
     results += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
     results.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))

@@ -75,13 +75,13 @@ cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRow
       WideRowsPlan plan{};
       status = GetRowsDevice(kernel, &device);
       if (status == cudaSuccess &&
-          !PlanWideRows(layout.arrays, layout.pack, false, device, call.rows, call.n, &plan)) {
+          !PlanWideRows(layout.arrays, layout.pack, device, call.rows, call.n, &plan)) {
         status = cudaErrorInvalidConfiguration;
       }
       plan.is_packed = IsPacked(layout, call);
       if (status == cudaSuccess) {
-        status =
-            ConfigureWideRows(function, layout.arrays, device, stream, &plan, &attribute, &config);
+        status = ConfigureWideRows(function, WideRowsBytes(plan, layout.arrays), device, stream,
+                                   &plan, &attribute, &config);
       }
       return status == cudaSuccess ? launch(plan) : status;
     }

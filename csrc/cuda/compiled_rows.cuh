@@ -326,7 +326,7 @@ template <typename Definition>
 struct TracedRows<Definition, TracedRowsKernel::kWide> {
   using Plan = WideRowsPlan;
   using Program = TracedRowsProgram<Definition>;
-  static constexpr int kThreads = kWideRowsThreads<Program>, kBlocks = 2;
+  static constexpr int kThreads = kWideRowsThreads, kBlocks = 2;
 
   __device__ __forceinline__ static void Run(const TracedRowsCall& call, const Plan& plan) {
     using Body = WideRowsBody<Program>;

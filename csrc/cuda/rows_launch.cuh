@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <type_traits>
 
 #include "cuda/rows.cuh"
@@ -396,16 +397,28 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   return with_held(std::integral_constant<int, 1>());
 }
 
+// Packs that a row touches at most.
+inline int64_t PacksOf(int64_t n, int pack) {
+  return n % pack == 0 ? n / pack : (n - 2) / pack + 2;
+}
+
+inline int64_t WideRowsBytes(const WideRowsPlan& plan, int inputs, int vector_slots = 0) {
+  return int64_t{plan.packs} * plan.threads * kPackBytes * (plan.stages * inputs + vector_slots);
+}
+
+// What reductions exchange, and the system's part of a block.
+inline constexpr int64_t kWideRowsOther = 2 << 10;
+
 // Plans WideRowsKernel for rows of so many inputs. False if they are too short for its blocks, or
 // too long.
-inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevice& device,
-                         int64_t rows, int64_t n, WideRowsPlan* plan) {
-  const int64_t packs = n % pack == 0 ? n / pack : (n - 2) / pack + 2;
+inline bool PlanWideRows(int inputs, int pack, const RowsDevice& device, int64_t rows, int64_t n,
+                         WideRowsPlan* plan) {
+  const int64_t packs = PacksOf(n, pack);
   if (packs < 4 * kWholeRowsThreads) return false;
   // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
   // threads, 191 with 256. Without clusters a block may have more.
   const int most = device.has_clusters ? 8 : 1;
-  const int most_threads = device.has_clusters ? 256 : WideRowsThreads(has_vectors);
+  const int most_threads = device.has_clusters ? 256 : kWideRowsThreads;
   int threads = 128, cluster = 1;
   while (threads < most_threads && packs > 16 * threads) threads *= 2;
   const auto per_thread = [&] {
@@ -417,9 +430,8 @@ inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevic
   // reduces. 16-bit rows, which take more instructions a byte, have more threads: when plans were
   // compared, cross entropy of 8192 x 50257 with its gradient took 492 us with two blocks a row,
   // 532 with one; f32 1043 with four, 972 with two. Also if rows are few.
-  constexpr int64_t kOther = 2 << 10;  // what reductions exchange, and the system's part of a block
-  const int64_t most_bytes = device.shared_bytes - kOther;
-  const int64_t most_of_two = device.shared_bytes / 2 - kOther;
+  const int64_t most_bytes = device.shared_bytes - kWideRowsOther;
+  const int64_t most_of_two = device.shared_bytes / 2 - kWideRowsOther;
   const bool is_narrow = pack > 4;
   while (cluster < most && (bytes() > most_of_two || (is_narrow && per_thread() > 16))) {
     cluster *= 2;
@@ -428,50 +440,114 @@ inline bool PlanWideRows(int inputs, int pack, bool has_vectors, const RowsDevic
     cluster *= 2;
   }
   if (bytes() > most_bytes) return false;
-  *plan = {rows, 0, static_cast<int>(n), threads, cluster, static_cast<int>(per_thread()), true};
+  *plan = {rows,
+           0,
+           static_cast<int>(n),
+           threads,
+           cluster,
+           static_cast<int>(per_thread()),
+           1,
+           pack / std::gcd(pack, static_cast<int>(n % pack)),
+           true};
   return true;
 }
+
+// The same of a program with row vectors, or with sums over rows. Registers have the sums, shared
+// memory the vectors: a thread has few packs.
+inline bool PlanWideColumns(int inputs, int pack, int vector_slots, bool has_sums,
+                            const RowsDevice& device, int64_t rows, int64_t n, WideRowsPlan* plan) {
+  const int64_t packs = PacksOf(n, pack);
+  if (!device.has_clusters || n < kLeastWideColumns) return false;
+  const int64_t most_bytes = device.shared_bytes - kWideRowsOther;
+  // How many blocks of so many threads registers are enough for.
+  const int most_threads = has_sums ? kWideRowsThreads : 2 * kWideRowsThreads;
+  const int held = has_sums ? kWideRowsSums / pack : pack > 4 ? 4 : 5;
+  const auto blocks_of = [&](int64_t bytes) {
+    return std::min<int64_t>(most_threads / plan->threads,
+                             (device.shared_bytes + 1024) / (bytes + kWideRowsOther));
+  };
+  for (int cluster = 1; cluster <= 8; cluster *= 2) {
+    const auto packs_of = [&](int64_t threads) {
+      return (packs + threads * cluster - 1) / (threads * cluster);
+    };
+    const int64_t threads = std::min<int64_t>((packs_of(held) + 31) / 32 * 32, kWideRowsThreads);
+    *plan = {rows,
+             0,
+             static_cast<int>(n),
+             static_cast<int>(threads),
+             cluster,
+             static_cast<int>(packs_of(threads)),
+             1,
+             pack / std::gcd(pack, static_cast<int>(n % pack)),
+             true};
+    const int64_t bytes = WideRowsBytes(*plan, inputs, vector_slots);
+    const int64_t blocks = blocks_of(bytes);
+    // Smaller blocks: of several one loads while another reduces.
+    const bool is_small = threads <= 320 && blocks >= 2;
+    const bool are_few = rows * cluster < device.multiprocessors && plan->packs > 2;
+    if (cluster < 8 && (!is_small || are_few)) continue;
+    if (bytes > most_bytes || (has_sums && plan->packs > held)) return false;
+    // A row ahead hides less than a block more.
+    plan->stages = 2;
+    const int64_t more = WideRowsBytes(*plan, inputs, vector_slots);
+    if (more > most_bytes || blocks_of(more) < blocks) plan->stages = 1;
+    return true;
+  }
+  return false;
+}
+
+template <typename Program>
+inline constexpr bool kHasColumns = Program::kVectors > 0 || Program::kColumnSums > 0;
+// Of a pack of all row vectors.
+template <typename Program>
+inline constexpr int kVectorSlots = Program::kVectors * Program::kPack *
+                                    static_cast<int>(sizeof(typename Program::Word)) / kPackBytes;
 
 template <typename Program>
 bool PlanWideRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                   WideRowsPlan* plan) {
   if (!AreAligned(program)) return false;
-  if constexpr (Program::kVectors > 0) {
-    // Each row reads them from the second-level cache. That takes longer than RowsKernel, which
-    // keeps them, unless there is one only, and rows of 16 bits.
-    int given = 0;
-    for (const RowVector& vector : program.vectors) given += vector.data != nullptr;
-    if (given > kIsNarrow<typename Program::Element>) return false;
+  const int64_t rows = problem.rows(), n = problem.n;
+  if constexpr (kHasColumns<Program>) {
+    return PlanWideColumns(Program::kInputs, Program::kPack, kVectorSlots<Program>,
+                           Program::kColumnSums > 0, device, rows, n, plan);
+  } else {
+    return PlanWideRows(Program::kInputs, Program::kPack, device, rows, n, plan);
   }
-  return PlanWideRows(Program::kInputs, Program::kPack, Program::kVectors > 0, device,
-                      problem.rows(), problem.n, plan);
 }
 
 // How many teams run at a time, and their launch.
-inline cudaError_t ConfigureWideRows(const void* kernel, int inputs, const RowsDevice& device,
+inline cudaError_t ConfigureWideRows(const void* kernel, int64_t bytes, const RowsDevice& device,
                                      cudaStream_t stream, WideRowsPlan* plan,
                                      cudaLaunchAttribute* attribute, cudaLaunchConfig_t* config) {
-  const int bytes = plan->packs * plan->threads * kPackBytes * inputs;
   int teams = 0;
   const cudaError_t status =
-      CountUnits(kernel, plan->threads, plan->cluster, bytes, device, &teams);
+      CountUnits(kernel, plan->threads, plan->cluster, static_cast<int>(bytes), device, &teams);
   if (status != cudaSuccess) return status;
   plan->teams = std::min<int64_t>(std::max(teams, 1), plan->rows);
-  *config = ClusterConfig(plan->teams * plan->cluster, plan->threads, plan->cluster, bytes,
-                          attribute, stream);
+  *config = ClusterConfig(plan->teams * plan->cluster, plan->threads, plan->cluster,
+                          static_cast<int>(bytes), attribute, stream);
   return cudaSuccess;
 }
 
+// *parts is how many parts there are of sums over rows: at most so many.
 template <typename Program>
 cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const RowsDevice& device,
-                           cudaStream_t stream) {
+                           cudaStream_t stream, int64_t* parts = nullptr) {
   const auto kernel = WideRowsKernel<Program>;
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
   const cudaError_t status =
-      ConfigureWideRows(reinterpret_cast<const void*>(kernel), Program::kInputs, device, stream,
-                        &plan, &attribute, &config);
+      ConfigureWideRows(reinterpret_cast<const void*>(kernel),
+                        WideRowsBytes(plan, Program::kInputs, kVectorSlots<Program>), device,
+                        stream, &plan, &attribute, &config);
   if (status != cudaSuccess) return status;
+  if (parts != nullptr) {
+    const int64_t more = std::min<int64_t>(plan.period, plan.rows) - 1;
+    plan.teams = std::min(plan.teams, *parts - more);
+    config.gridDim.x = static_cast<unsigned>(plan.teams * plan.cluster);
+    *parts = plan.teams + more;
+  }
   return cudaLaunchKernelEx(&config, kernel, program, plan);
 }
 

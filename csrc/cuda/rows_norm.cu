@@ -278,6 +278,14 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
         return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
       }
     }
+    if constexpr (!kIsDouble<T>) {
+      WideRowsPlan plan{};
+      if (PlanWideRows(program, call.problem, device, &plan) &&
+          blocks >= std::min<int64_t>(plan.period, plan.rows)) {
+        status = LaunchWideRows(program, plan, device, stream, &blocks);
+        return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
+      }
+    }
     RowsGrid grid{};
     status = PlanGrid(program, call.problem, device, &grid, call.parts);
     if (status != cudaSuccess) return status;

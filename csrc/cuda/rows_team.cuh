@@ -113,11 +113,19 @@ __device__ __forceinline__ void ReduceLanes(int lanes, Exchange<C, kMost>* excha
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) of_warps[warp][i] = values[i];
   }
-  if constexpr (kIsBlock) {
+  if constexpr (kIsBlock) {  // of any number of warps
     __syncthreads();
-  } else {
-    SyncTeam(warp & -warps, lanes);
+    JOF_UNROLL
+    for (int i = 0; i < kValues; ++i) values[i] = of_warps[0][i];
+    for (int w = 1; w < warps; ++w) {
+      C other[kValues];
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) other[i] = of_warps[w][i];
+      combine(values, other);
+    }
+    return;
   }
+  SyncTeam(warp & -warps, lanes);
   JOF_UNROLL
   for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
   for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);

@@ -33,18 +33,23 @@
 
 JOF_NAMESPACE_BEGIN
 
-// The most in a block. Row vectors take registers.
-JOF_HOST_DEVICE constexpr int WideRowsThreads(bool has_vectors) { return has_vectors ? 256 : 512; }
-template <typename Program>
-inline constexpr int kWideRowsThreads = WideRowsThreads(Program::kVectors > 0);
+inline constexpr int kWideRowsThreads = 512;  // the most in a block
+
+// Rows with row vectors or sums over rows are shorter for other kernels, which are faster then.
+inline constexpr int kLeastWideColumns = 3 << 10;
+
+// Of a thread's packs the sums over rows are in registers: so many elements at most.
+inline constexpr int kWideRowsSums = 32;
 
 struct WideRowsPlan {
   int64_t rows;
-  int64_t teams;  // blocks, or clusters of them: each has every teams-th row
+  int64_t teams;  // blocks, or clusters of them
   int n;
   int threads;  // of a block
   int cluster;  // blocks
   int packs;    // that a thread has at most
+  int stages;   // rows that are in shared memory
+  int period;   // of every period-th row packs begin at the same columns
   // Of traced programs: whether all arrays begin at multiples of 16 bytes.
   bool is_packed;
 };
@@ -57,13 +62,16 @@ class WideRowsBody {
   using Row = typename Program::Row;
   static constexpr int V = Program::kPack, kInputs = Program::kInputs;
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
-  static constexpr int kVectors = Program::kVectors;
+  static constexpr int kVectors = Program::kVectors, kColumnSums = Program::kColumnSums;
+  static constexpr bool kHasStages = kVectors > 0 || kColumnSums > 0;
+  static constexpr int kHeld = kColumnSums > 0 ? kWideRowsSums / V : 1;
+  static constexpr int kVectorSlots = V * static_cast<int>(sizeof(C)) / kPackBytes;
   static constexpr int kWays = V < 4 ? V : 4;
   static constexpr int kGroups = 2;  // of copies that are waited for together
   // Traced programs are compiled while somebody waits.
   static constexpr bool kIsUnrolled = kVectors == 0 && !Program::kIsTraced;
   static constexpr int kUnrolledGroups = kIsUnrolled ? kGroups : 1;
-  static constexpr int kUnroll = kIsUnrolled ? 3 : kVectors > 0 ? 1 : 2;
+  static constexpr int kUnroll = kIsUnrolled ? 3 : 2;
   // Whether what the last reduction makes of an element, such as an exponential, takes its place.
   static constexpr bool kKeeps =
       Program::kReplaces && (Program::kIsTraced || sizeof(T) == sizeof(C));
@@ -76,43 +84,70 @@ class WideRowsBody {
       : program_(program), plan_(plan), slots_(slots + threadIdx.x), shared_(shared) {
     lane_ = threadIdx.x;
     if (plan.cluster > 1) lane_ += static_cast<int>(internal::ClusterRank() * blockDim.x);
-    step_ = V * static_cast<int>(blockDim.x) * plan.cluster;
+    step_ = V * Threads() * plan.cluster;
     group_ = (plan.packs + kGroups - 1) / kGroups;
   }
 
+  // The rows of a team are neighbours in an order in which all rows whose packs begin at the same
+  // columns come together: what belongs to columns stays where it is while a thread goes through
+  // them.
   __device__ __forceinline__ void Run() {
     if (plan_.cluster > 1) {
       if (threadIdx.x < 2) internal::InitBarrier(&shared_->barriers[threadIdx.x]);
       internal::SyncCluster();
     }
-    int64_t row = blockIdx.x / plan_.cluster;
-    const Source source = SourceOf(row);
-#pragma unroll 1
-    for (int g = 0; g < kGroups; ++g) {
-      for (int k = g * group_; k < (g + 1) * group_; ++k) Fetch(source, k);
-      internal::CommitCopies();
-    }
-    Row next = Announce(row);
-    for (; row < plan_.rows; row += plan_.teams) {
-      Row facts = next;
-      if constexpr (Program::kIsTraced) program_.Start(&facts);
-      if constexpr (Program::kNames) program_.Start(row, &facts);
-      next = Announce(row + plan_.teams);
-      first_ = FirstColumn(row);
-      Reduce<0>(&facts);
-      Map(row, facts);
-      if (lane_ == 0) program_.End(row, facts);
+    const int64_t team = blockIdx.x / plan_.cluster;
+    const int64_t begin = team * plan_.rows / plan_.teams;
+    const int64_t end = (team + 1) * plan_.rows / plan_.teams;
+    int64_t first = 0;
+    for (int c = 0; c < plan_.period && c < plan_.rows && first <= end; ++c) {
+      const int64_t next = first + (plan_.rows - c + plan_.period - 1) / plan_.period;
+      // Also if there are none: the part of sums of a team's last rows and of the next team's first
+      // are neighbours, with none in between that nobody writes.
+      if (next > begin) {
+        const int64_t low = max(begin, first), high = min(end, next);
+        RunRows(c + (low - first) * plan_.period, static_cast<int>(high - low));
+        StoreColumnSums(team + c);
+      }
+      first = next;
     }
     if (plan_.cluster > 1) internal::SyncCluster();  // another block may still store to this one
   }
 
  private:
-  __device__ __forceinline__ int Width() const { return internal::WidthOf<Program>(plan_); }
-
-  // Of this thread's first pack: negative where the row begins within it.
-  __device__ __forceinline__ int FirstColumn(int64_t row) const {
-    return lane_ * V - static_cast<int>(row * Width() & (V - 1));
+  // So many rows, every period-th one from `row` on.
+  __device__ __forceinline__ void RunRows(int64_t row, int count) {
+    left_ = count;
+    // Of this thread's first pack: negative where rows begin within it.
+    first_ = lane_ * V - static_cast<int>(row * Width() & (V - 1));
+    stage_ = 0;
+    LoadVectors();
+    ClearColumnSums();
+#pragma unroll 1
+    for (int s = 0; s < Stages(); ++s) {
+      const Source source = SourceOf(row, s);
+#pragma unroll 1
+      for (int g = 0; g < kGroups; ++g) {
+        for (int k = g * group_; k < (g + 1) * group_; ++k) Fetch(source, s, k);
+        internal::CommitCopies();
+      }
+    }
+    Row next = Announce(row, 0);
+    for (; left_ > 0; --left_, row += plan_.period) {
+      Row facts = next;
+      if constexpr (Program::kIsTraced) program_.Start(&facts);
+      if constexpr (Program::kNames) program_.Start(row, &facts);
+      next = Announce(row + plan_.period, 1);
+      Reduce<0>(&facts);
+      Map(row, facts);
+      if (lane_ == 0) program_.End(row, facts);
+      if (kHasStages && ++stage_ == plan_.stages) stage_ = 0;
+    }
   }
+
+  __device__ __forceinline__ int Width() const { return internal::WidthOf<Program>(plan_); }
+  __device__ __forceinline__ int Threads() const { return static_cast<int>(blockDim.x); }
+  __device__ __forceinline__ int Stages() const { return kHasStages ? plan_.stages : 1; }
   __device__ __forceinline__ bool IsInner(int column) const {
     return Program::kIsEven || (column >= 0 && column + V <= Width());
   }
@@ -122,16 +157,17 @@ class WideRowsBody {
   __device__ __forceinline__ bool IsPacked() const {
     return !Program::kIsTraced || plan_.is_packed;
   }
-  __device__ __forceinline__ Row Announce(int64_t row) const {
-    if (row >= plan_.rows) return Row{};
+  __device__ __forceinline__ Row Announce(int64_t row, int ahead) const {
+    if (left_ <= ahead) return Row{};
     if constexpr (Program::kNames) {
       return program_.Announce(row);
     } else {
       return program_.Begin(row);
     }
   }
-  __device__ __forceinline__ uint4* Slot(int a, int k) const {
-    return slots_ + (a * plan_.packs + k) * static_cast<int>(blockDim.x);
+  __device__ __forceinline__ uint4* Slot(int stage, int a, int k) const {
+    const int array = kHasStages ? stage * kInputs + a : a;
+    return slots_ + (array * plan_.packs + k) * Threads();
   }
 
   // A row to copy.
@@ -141,13 +177,14 @@ class WideRowsBody {
     int end;     // packs that end before this column are copied whole
   };
   // The last pack of the last row may end beyond the array.
-  __device__ __forceinline__ Source SourceOf(int64_t row) const {
-    const int first = row < plan_.rows ? FirstColumn(row) : Width();
+  __device__ __forceinline__ Source SourceOf(int64_t now, int ahead) const {
+    const int64_t row = now + int64_t{ahead} * plan_.period;
+    const int first = left_ > ahead ? first_ : Width();
     return {row * Width() + first, first, row + 1 < plan_.rows ? Width() + V : Width()};
   }
 
   // Starts to copy a pack.
-  __device__ __forceinline__ void Fetch(const Source& next, int k) const {
+  __device__ __forceinline__ void Fetch(const Source& next, int stage, int k) const {
     const int column = next.first + k * step_;
     if (column >= Width() || k >= plan_.packs) return;
     const int64_t at = next.at + k * step_;
@@ -156,9 +193,9 @@ class WideRowsBody {
       using Array = decltype(ElementOfPointer(InputOf<a>(program_)));
       const Array* source = InputOf<a>(program_) + at;
       if (IsPacked() && column + V <= next.end) {
-        internal::CopyAsync<V * sizeof(Array)>(Slot(a, k), source);
+        internal::CopyAsync<V * sizeof(Array)>(Slot(stage, a, k), source);
       } else {
-        Array* target = reinterpret_cast<Array*>(Slot(a, k));
+        Array* target = reinterpret_cast<Array*>(Slot(stage, a, k));
         // Every pack of traced programs' arrays that are not aligned comes here.
 #pragma unroll 1
         for (int j = Program::kIsTraced ? max(-column, 0) : 0; j < V && column + j < Width(); ++j) {
@@ -173,7 +210,7 @@ class WideRowsBody {
       constexpr int a = decltype(index)::value;
       using Array = decltype(ElementOfPointer(InputOf<a>(program_)));
       Compute<Array> of_array[V];
-      internal::LoadShared<Array>(Slot(a, k), of_array);
+      internal::LoadShared<Array>(Slot(stage_, a, k), of_array);
       JOF_UNROLL
       for (int j = 0; j < V; ++j) internal::At<a>(x[j]) = of_array[j];
     });
@@ -198,52 +235,72 @@ class WideRowsBody {
       Pack<Compute<Array>, V> terms;
       JOF_UNROLL
       for (int j = 0; j < V; ++j) terms.elem[j] = internal::At<a>(x[j]);
-      *reinterpret_cast<Pack<Compute<Array>, V>*>(Slot(a, k)) = terms;
+      *reinterpret_cast<Pack<Compute<Array>, V>*>(Slot(stage_, a, k)) = terms;
     });
   }
 
-  // Row vectors are read from the second-level cache. Packs of the row may begin elsewhere than
-  // theirs, so they are read by shifted loads.
-  template <typename S>
-  __device__ __forceinline__ void LoadVectorOf(const S* data, int column, C (&v)[V]) const {
-    constexpr int kBytes = static_cast<int>(sizeof(S)), kEach = kPackBytes / kBytes;
-    if (column >= 0 && column + V + kEach <= Width()) {
-      JOF_UNROLL
-      for (int j = 0; j < V; j += kEach) {
-        const char* source = reinterpret_cast<const char*>(data + column + j);
-        Window<kBytes> window;
-        window.Load(source);
-        const auto pack = AsPack<S, kEach>(window.Get(source));
+  // Row vectors are in shared memory as the packs of all these rows have them.
+  __device__ __forceinline__ uint4* VectorSlot(int k, int vector) const {
+    const int before = plan_.stages * kInputs * plan_.packs;
+    return slots_ + (before + (k * kVectors + vector) * kVectorSlots) * Threads();
+  }
+  __device__ __forceinline__ void LoadVectors() const {
+#pragma unroll 1
+    for (int item = 0; item < plan_.packs * kVectors; ++item) {
+      if constexpr (kVectors > 0) {
+        static_assert(!Program::kIsTraced);
+        const int k = item / kVectors, i = item % kVectors;
+        union {
+          C columns[V];
+          uint4 words[kVectorSlots];
+        };
+        const internal::PackPlace<V> pack{first_ + k * step_, plan_.n};
+        internal::LoadVector<T>(program_.vectors[i], pack, program_.Missing(i), columns);
         JOF_UNROLL
-        for (int i = 0; i < kEach; ++i) {
-          v[j + i] = static_cast<C>(Accumulator<S>::Load(pack.elem[i]));
-        }
-      }
-    } else {
-      JOF_UNROLL
-      for (int j = 0; j < V; ++j) {
-        if (HasElement(column + j)) {
-          v[j] = static_cast<C>(Accumulator<S>::Load(data[column + j]));
-        }
+        for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * Threads()] = words[w];
       }
     }
   }
-  __device__ __forceinline__ void LoadVectors(int column, C (&v)[V][kVectors + 1]) const {
-    if constexpr (kVectors > 0) {
-      static_assert(!Program::kIsTraced);
-      JOF_UNROLL
-      for (int i = 0; i < kVectors; ++i) {
-        const RowVector& vector = program_.vectors[i];
+  __device__ __forceinline__ void GetVectors(int k, C (&v)[V][kVectors + 1]) const {
+    JOF_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      union {
         C columns[V];
+        uint4 words[kVectorSlots];
+      };
+      JOF_UNROLL
+      for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * Threads()];
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) v[j][i] = columns[j];
+    }
+  }
+
+  __device__ __forceinline__ void ClearColumnSums() {
+    JOF_UNROLL
+    for (int k = 0; k < kHeld; ++k) {
+      JOF_UNROLL
+      for (int s = 0; s < kColumnSums; ++s) {
         JOF_UNROLL
-        for (int j = 0; j < V; ++j) columns[j] = program_.Missing(i);
-        if (vector.is_f32 && vector.data != nullptr) {
-          LoadVectorOf(static_cast<const float*>(vector.data), column, columns);
-        } else if (vector.data != nullptr) {
-          LoadVectorOf(static_cast<const T*>(vector.data), column, columns);
+        for (int j = 0; j < V; ++j) column_sums_[k][s][j] = 0;
+      }
+    }
+  }
+  __device__ __forceinline__ void StoreColumnSums(int64_t part) const {
+    if constexpr (kColumnSums > 0) {
+      C* const sums = program_.partial_sums + part * program_.wanted_sums * plan_.n;
+      JOF_UNROLL
+      for (int k = 0; k < kHeld; ++k) {
+        const int column = first_ + k * step_;
+        C* target = sums + column;
+        JOF_UNROLL
+        for (int s = 0; s < kColumnSums; ++s) {
+          if (!program_.WantsSum(s)) continue;
+          JOF_UNROLL
+          for (int j = 0; j < V; ++j) {
+            if (HasElement(column + j)) target[j] = column_sums_[k][s][j];
+          }
+          target += plan_.n;
         }
-        JOF_UNROLL
-        for (int j = 0; j < V; ++j) v[j][i] = columns[j];
       }
     }
   }
@@ -253,7 +310,7 @@ class WideRowsBody {
   __device__ __forceinline__ void ForEachGroup(const Visit& visit) const {
 #pragma unroll kUnrolledGroups
     for (int g = 0; g < kGroups; ++g) {
-      internal::WaitForCopies(kGroups - 1 - g);
+      internal::WaitForCopies(Stages() * kGroups - 1 - g);
       visit(g * group_, min((g + 1) * group_, plan_.packs));
     }
   }
@@ -267,7 +324,7 @@ class WideRowsBody {
     for (int k = begin; k < end; ++k) {
       const int column = first_ + k * step_;
       if (column >= plan_.n) break;
-      const auto& x = *reinterpret_cast<const Pack<T, V>*>(Slot(0, k));
+      const auto& x = *reinterpret_cast<const Pack<T, V>*>(Slot(stage_, 0, k));
       if (IsInner(column)) {
         const Pack<T, V> loaded = x;
         JOF_UNROLL
@@ -317,7 +374,7 @@ class WideRowsBody {
                 }
               }
             }
-            if (Program::UsesVectors(r)) LoadVectors(column, v);
+            if (Program::UsesVectors(r)) GetVectors(k, v);
             JOF_UNROLL
             for (int j = 0; j < V; ++j) {
               program_.template Accumulate<r>(*facts, x[j], v[j], values[j % kWays]);
@@ -334,7 +391,7 @@ class WideRowsBody {
         accumulate(0, plan_.packs);
       }
       internal::CombineWays<r>(program_, values);
-      const RowsTeam team{static_cast<int>(blockDim.x), 0, 0, plan_.cluster, 0};
+      const RowsTeam team{Threads(), 0, 0, plan_.cluster, 0};
       internal::ReduceTeam<Program::kMayBeCluster, true>(
           team, shared_, &turn_, values[0], internal::CombineEach<r, Program>{program_});
       program_.template Finish<r>(values[0], static_cast<C>(Width()), facts);
@@ -342,37 +399,49 @@ class WideRowsBody {
     }
   }
 
-  // Maps the row, and has the next one fetched.
-  __device__ __forceinline__ void Map(int64_t row, const Row& facts) const {
-    const Source next = SourceOf(row + plan_.teams);
-#pragma unroll kUnrolledGroups
-    for (int g = 0; g < kGroups; ++g) {
-#pragma unroll kUnroll
-      for (int k = g * group_; k < min((g + 1) * group_, plan_.packs); ++k) {
-        if constexpr (kOutputs > 0) {
-          MapPack(row, facts, next, k);
-        } else {
-          Fetch(next, k);
-        }
+  // Maps the row, and has another one fetched into its place.
+  __device__ __forceinline__ void Map(int64_t row, const Row& facts) {
+    const Source next = SourceOf(row, Stages());
+    if constexpr (kColumnSums > 0) {  // in registers, by numbers that nvcc knows
+      JOF_UNROLL
+      for (int k = 0; k < kHeld; ++k) {
+        if (k == group_) internal::CommitCopies();
+        if (k < plan_.packs) MapPack(row, facts, next, k, column_sums_[k]);
       }
+      if (group_ >= kHeld) internal::CommitCopies();
       internal::CommitCopies();
+    } else {
+#pragma unroll kUnrolledGroups
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll kUnroll
+        for (int k = g * group_; k < min((g + 1) * group_, plan_.packs); ++k) {
+          if constexpr (kOutputs > 0) {
+            MapPack(row, facts, next, k, column_sums_[0]);
+          } else {
+            Fetch(next, stage_, k);
+          }
+        }
+        internal::CommitCopies();
+      }
     }
   }
 
-  __device__ __forceinline__ void MapPack(int64_t row, const Row& facts, const Source& next,
-                                          int k) const {
+  __device__ __forceinline__ void MapPack(int64_t row, const Row& facts, const Source& next, int k,
+                                          C (&sums)[kColumnSums + 1][V]) const {
     const int column = first_ + k * step_;
     Values x[V];
-    C v[V][kVectors + 1], sums[1];
+    C v[V][kVectors + 1], terms[V][kColumnSums + 1];
     typename ResultsOf<Program>::type y[V];
     Load(k, x);
-    Fetch(next, k);
-    if (column >= Width()) return;  // the next row may begin earlier in its first pack
-    LoadVectors(column, v);
+    Fetch(next, stage_, k);
+    if (column >= Width()) return;
+    GetVectors(k, v);
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
       Restore<kReductions>(facts, column + j, x[j]);
-      program_.Map(facts, column + j, x[j], v[j], y[j], sums);
+      program_.Map(facts, column + j, x[j], v[j], y[j], terms[j]);
+      JOF_UNROLL
+      for (int s = 0; s < kColumnSums; ++s) sums[s][j] += terms[j][s];
     }
     internal::MapNamed<V>(program_, facts, column, x, y);
     internal::ForEachIndex<kOutputs>([&](auto index) {
@@ -403,11 +472,14 @@ class WideRowsBody {
   int step_;   // columns from a pack of this thread to its next one
   int group_;  // packs of a group
   int first_;  // column of the first pack
+  int left_;   // rows, with this one
+  int stage_;  // that has this row
   unsigned turn_ = 0;
+  C column_sums_[kHeld][kColumnSums + 1][V];
 };
 
 template <typename Program>
-__global__ void __launch_bounds__(kWideRowsThreads<Program>, 2)
+__global__ void __launch_bounds__(kWideRowsThreads, Program::kColumnSums > 0 ? 1 : 2)
     WideRowsKernel(const __grid_constant__ Program program,
                    const __grid_constant__ WideRowsPlan plan) {
   extern __shared__ uint4 slots[];

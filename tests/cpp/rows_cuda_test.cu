@@ -614,6 +614,12 @@ int main(int argc, char**) {
     launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8);
     launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8);
   }
+  // Long rows: more of them than teams, whose packs begin at one place, at two and at every one.
+  for (const RowsProblem& p :
+       {RowsProblem{600, 4096, 1}, RowsProblem{300, 12300, 1}, RowsProblem{700, 3083, 1},
+        RowsProblem{5, 20001, 1}, RowsProblem{150, 20001, 1}, RowsProblem{20, 128251, 1}}) {
+    launches += TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
+  }
   if (!brief) {
     // Rows that threads have one each, more rows than teams, also of long rows, and rows that are
     // too wide for a block or for a cluster.
