@@ -457,7 +457,7 @@ inline bool PlanWideRows(int inputs, int pack, const RowsDevice& device, int64_t
 inline bool PlanWideColumns(int inputs, int pack, int vector_slots, bool has_sums,
                             const RowsDevice& device, int64_t rows, int64_t n, WideRowsPlan* plan) {
   const int64_t packs = PacksOf(n, pack);
-  if (!device.has_clusters || n < kLeastWideColumns) return false;
+  if (!device.has_clusters || n < LeastWideColumns(pack)) return false;
   const int64_t most_bytes = device.shared_bytes - kWideRowsOther;
   // How many blocks of so many threads registers are enough for.
   const int most_threads = has_sums ? kWideRowsThreads : 2 * kWideRowsThreads;

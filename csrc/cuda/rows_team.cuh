@@ -90,9 +90,8 @@ __device__ __forceinline__ void SyncTeam(int warp, int lanes) {
 }
 
 // Combines the values of the team's threads in this block, with the same result in each. `copy` is
-// 0 and 1 in turn. A team that is a whole block has no need of a barrier of its own: with those
-// nvcc reserves all 16 for a block, and a multiprocessor has four such blocks at most.
-template <bool kIsBlock = false, typename C, int kMost, int kValues, typename Combine>
+// 0 and 1 in turn.
+template <typename C, int kMost, int kValues, typename Combine>
 __device__ __forceinline__ void ReduceLanes(int lanes, Exchange<C, kMost>* exchange, unsigned copy,
                                             C (&values)[kValues], const Combine& combine) {
   const auto reduce = [&](int offset) {
@@ -113,18 +112,6 @@ __device__ __forceinline__ void ReduceLanes(int lanes, Exchange<C, kMost>* excha
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) of_warps[warp][i] = values[i];
   }
-  if constexpr (kIsBlock) {  // of any number of warps
-    __syncthreads();
-    JOF_UNROLL
-    for (int i = 0; i < kValues; ++i) values[i] = of_warps[0][i];
-    for (int w = 1; w < warps; ++w) {
-      C other[kValues];
-      JOF_UNROLL
-      for (int i = 0; i < kValues; ++i) other[i] = of_warps[w][i];
-      combine(values, other);
-    }
-    return;
-  }
   SyncTeam(warp & -warps, lanes);
   JOF_UNROLL
   for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
@@ -132,13 +119,12 @@ __device__ __forceinline__ void ReduceLanes(int lanes, Exchange<C, kMost>* excha
 }
 
 // Combines the values of all threads of the team, with the same result in each.
-template <bool kMayBeCluster, bool kIsBlock = false, typename C, int kMost, int kValues,
-          typename Combine>
+template <bool kMayBeCluster, typename C, int kMost, int kValues, typename Combine>
 __device__ __forceinline__ void ReduceTeam(const RowsTeam& team, Exchange<C, kMost>* exchange,
                                            unsigned* turn, C (&values)[kValues],
                                            const Combine& combine) {
   const unsigned copy = *turn & 1;
-  ReduceLanes<kIsBlock>(team.lanes, exchange, copy, values, combine);
+  ReduceLanes(team.lanes, exchange, copy, values, combine);
   if (team.lanes <= kWarpSize) return;
   if constexpr (kMayBeCluster) {
     if (team.cluster == 1) {

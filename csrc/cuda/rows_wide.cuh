@@ -36,7 +36,7 @@ JOF_NAMESPACE_BEGIN
 inline constexpr int kWideRowsThreads = 512;  // the most in a block
 
 // Rows with row vectors or sums over rows are shorter for other kernels, which are faster then.
-inline constexpr int kLeastWideColumns = 3 << 10;
+JOF_HOST_DEVICE constexpr int LeastWideColumns(int pack) { return pack > 4 ? 3072 : 4608; }
 
 // Of a thread's packs the sums over rows are in registers: so many elements at most.
 inline constexpr int kWideRowsSums = 32;
@@ -77,7 +77,13 @@ class WideRowsBody {
       Program::kReplaces && (Program::kIsTraced || sizeof(T) == sizeof(C));
   static constexpr bool kIsMaximumOfPairs = Program::HasMaximum() && sizeof(T) == 2;
   using Values = typename Program::Values;
-  using Shared = internal::Exchange<C, Program::kValues>;
+  // What warps of a block or of a cluster exchange, in two copies, one for each other reduction:
+  // who is late still reads the other copy.
+  static constexpr int kMostWarps = 8 * kWideRowsThreads / internal::kWarpSize;
+  struct Shared {
+    C values[2][kMostWarps][Program::kValues];
+    uint64_t barriers[2];
+  };
 
   __device__ __forceinline__ WideRowsBody(const Program& program, const WideRowsPlan& plan,
                                           uint4* slots, Shared* shared)
@@ -391,12 +397,63 @@ class WideRowsBody {
         accumulate(0, plan_.packs);
       }
       internal::CombineWays<r>(program_, values);
-      const RowsTeam team{Threads(), 0, 0, plan_.cluster, 0};
-      internal::ReduceTeam<Program::kMayBeCluster, true>(
-          team, shared_, &turn_, values[0], internal::CombineEach<r, Program>{program_});
+      ReduceWarps<r>(values);
       program_.template Finish<r>(values[0], static_cast<C>(Width()), facts);
       Reduce<r + 1>(facts);
     }
+  }
+
+  // Combines the values of all threads of the team. Each warp sends its own to every block, without
+  // a barrier of a block before: so nobody waits but for what it needs.
+  template <int r, int kCount>
+  __device__ __forceinline__ void ReduceWarps(C (&values)[kWays][kCount]) {
+    constexpr int kWarp = internal::kWarpSize;
+    const internal::CombineEach<r, Program> combine{program_};
+    const auto reduce_lanes = [&] {
+      JOF_UNROLL
+      for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+        C other[kCount];
+        JOF_UNROLL
+        for (int i = 0; i < kCount; ++i) {
+          other[i] = __shfl_xor_sync(0xffffffffu, values[0][i], offset);
+        }
+        combine(values[0], other);
+      }
+    };
+    reduce_lanes();
+    const int warps = Threads() / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const unsigned copy = turn_ & 1;
+    auto& places = shared_->values[copy];
+    if (plan_.cluster == 1) {
+      if (lane == 0) {
+        JOF_UNROLL
+        for (int i = 0; i < kCount; ++i) places[warp][i] = values[0][i];
+      }
+      __syncthreads();
+    } else {
+      uint64_t* barrier = &shared_->barriers[copy];
+      if (threadIdx.x == 0) {
+        internal::ExpectBytes(barrier,
+                              plan_.cluster * warps * kCount * static_cast<int>(sizeof(C)));
+      }
+      if (lane < plan_.cluster) {
+        const int place = static_cast<int>(internal::ClusterRank()) * warps + warp;
+        JOF_UNROLL
+        for (int i = 0; i < kCount; ++i) {
+          internal::StoreAsync(&places[place][i], barrier, lane, values[0][i]);
+        }
+      }
+      internal::WaitForBytes(barrier, turn_ >> 1 & 1);
+    }
+    ++turn_;
+    internal::Clear<r>(program_, values);
+    for (int w = lane; w < plan_.cluster * warps; w += kWarp) {
+      C other[kCount];
+      JOF_UNROLL
+      for (int i = 0; i < kCount; ++i) other[i] = places[w][i];
+      combine(values[0], other);
+    }
+    reduce_lanes();
   }
 
   // Maps the row, and has another one fetched into its place.

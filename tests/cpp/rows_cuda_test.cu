@@ -616,8 +616,8 @@ int main(int argc, char**) {
   }
   // Long rows: more of them than teams, whose packs begin at one place, at two and at every one.
   for (const RowsProblem& p :
-       {RowsProblem{600, 4096, 1}, RowsProblem{300, 12300, 1}, RowsProblem{700, 3083, 1},
-        RowsProblem{5, 20001, 1}, RowsProblem{150, 20001, 1}, RowsProblem{20, 128251, 1}}) {
+       {RowsProblem{300, 4104, 1}, RowsProblem{150, 12300, 1}, RowsProblem{400, 3083, 1},
+        RowsProblem{5, 20001, 1}, RowsProblem{80, 20001, 1}, RowsProblem{12, 128251, 1}}) {
     launches += TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
   }
   if (!brief) {
