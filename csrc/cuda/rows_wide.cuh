@@ -63,7 +63,7 @@ class WideRowsBody {
   static constexpr int V = Program::kPack, kInputs = Program::kInputs;
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
   static constexpr int kVectors = Program::kVectors, kColumnSums = Program::kColumnSums;
-  static constexpr bool kHasStages = kVectors > 0 || kColumnSums > 0;
+  static constexpr bool kHasColumns = kVectors > 0 || kColumnSums > 0;
   static constexpr int kHeld = kColumnSums > 0 ? kWideRowsSums / V : 1;
   static constexpr int kVectorSlots = V * static_cast<int>(sizeof(C)) / kPackBytes;
   static constexpr int kWays = V < 4 ? V : 4;
@@ -94,15 +94,29 @@ class WideRowsBody {
     group_ = (plan.packs + kGroups - 1) / kGroups;
   }
 
-  // The rows of a team are neighbours in an order in which all rows whose packs begin at the same
-  // columns come together: what belongs to columns stays where it is while a thread goes through
-  // them.
   __device__ __forceinline__ void Run() {
     if (plan_.cluster > 1) {
       if (threadIdx.x < 2) internal::InitBarrier(&shared_->barriers[threadIdx.x]);
       internal::SyncCluster();
     }
     const int64_t team = blockIdx.x / plan_.cluster;
+    if constexpr (kHasColumns) {
+      RunClasses(team);
+    } else {
+      RunRows(team, RowsOf(team), plan_.teams);
+    }
+    if (plan_.cluster > 1) internal::SyncCluster();  // another block may still store to this one
+  }
+
+ private:
+  // How many rows a team has if it has every teams-th one.
+  __device__ __forceinline__ int RowsOf(int64_t team) const {
+    return static_cast<int>((plan_.rows - team + plan_.teams - 1) / plan_.teams);
+  }
+
+  // What belongs to columns stays where it is while a thread goes through rows whose packs begin at
+  // the same columns: a class of rows. Teams share all rows evenly, one class after the other.
+  __device__ __forceinline__ void RunClasses(int64_t team) {
     const int64_t begin = team * plan_.rows / plan_.teams;
     const int64_t end = (team + 1) * plan_.rows / plan_.teams;
     int64_t first = 0;
@@ -112,20 +126,25 @@ class WideRowsBody {
       // are neighbours, with none in between that nobody writes.
       if (next > begin) {
         const int64_t low = max(begin, first), high = min(end, next);
-        RunRows(c + (low - first) * plan_.period, static_cast<int>(high - low));
+        int64_t row = c + (low - first) * plan_.period, stride = plan_.period;
+        int count = static_cast<int>(high - low);
+        if (plan_.period == 1) {  // rows that are worked on at a time are neighbours
+          row = team;
+          stride = plan_.teams;
+          count = RowsOf(team);
+        }
+        RunRows(row, count, stride);
         StoreColumnSums(team + c);
       }
       first = next;
     }
-    if (plan_.cluster > 1) internal::SyncCluster();  // another block may still store to this one
   }
 
- private:
-  // So many rows, every period-th one from `row` on.
-  __device__ __forceinline__ void RunRows(int64_t row, int count) {
+  // So many rows, one every `stride` from `row` on.
+  __device__ __forceinline__ void RunRows(int64_t row, int count, int64_t stride) {
     left_ = count;
-    // Of this thread's first pack: negative where rows begin within it.
-    first_ = lane_ * V - static_cast<int>(row * Width() & (V - 1));
+    stride_ = stride;
+    first_ = FirstColumn(row);
     stage_ = 0;
     LoadVectors();
     ClearColumnSums();
@@ -139,21 +158,27 @@ class WideRowsBody {
       }
     }
     Row next = Announce(row, 0);
-    for (; left_ > 0; --left_, row += plan_.period) {
+    for (; left_ > 0; --left_, row += stride_) {
+      if (!kHasColumns) first_ = FirstColumn(row);
       Row facts = next;
       if constexpr (Program::kIsTraced) program_.Start(&facts);
       if constexpr (Program::kNames) program_.Start(row, &facts);
-      next = Announce(row + plan_.period, 1);
+      next = Announce(row + stride_, 1);
       Reduce<0>(&facts);
       Map(row, facts);
       if (lane_ == 0) program_.End(row, facts);
-      if (kHasStages && ++stage_ == plan_.stages) stage_ = 0;
+      if (kHasColumns && ++stage_ == plan_.stages) stage_ = 0;
     }
   }
 
   __device__ __forceinline__ int Width() const { return internal::WidthOf<Program>(plan_); }
+
+  // Of this thread's first pack: negative where the row begins within it.
+  __device__ __forceinline__ int FirstColumn(int64_t row) const {
+    return lane_ * V - static_cast<int>(row * Width() & (V - 1));
+  }
   __device__ __forceinline__ int Threads() const { return static_cast<int>(blockDim.x); }
-  __device__ __forceinline__ int Stages() const { return kHasStages ? plan_.stages : 1; }
+  __device__ __forceinline__ int Stages() const { return kHasColumns ? plan_.stages : 1; }
   __device__ __forceinline__ bool IsInner(int column) const {
     return Program::kIsEven || (column >= 0 && column + V <= Width());
   }
@@ -172,7 +197,7 @@ class WideRowsBody {
     }
   }
   __device__ __forceinline__ uint4* Slot(int stage, int a, int k) const {
-    const int array = kHasStages ? stage * kInputs + a : a;
+    const int array = kHasColumns ? stage * kInputs + a : a;
     return slots_ + (array * plan_.packs + k) * Threads();
   }
 
@@ -184,8 +209,8 @@ class WideRowsBody {
   };
   // The last pack of the last row may end beyond the array.
   __device__ __forceinline__ Source SourceOf(int64_t now, int ahead) const {
-    const int64_t row = now + int64_t{ahead} * plan_.period;
-    const int first = left_ > ahead ? first_ : Width();
+    const int64_t row = now + ahead * stride_;
+    const int first = left_ <= ahead ? Width() : kHasColumns ? first_ : FirstColumn(row);
     return {row * Width() + first, first, row + 1 < plan_.rows ? Width() + V : Width()};
   }
 
@@ -491,7 +516,7 @@ class WideRowsBody {
     typename ResultsOf<Program>::type y[V];
     Load(k, x);
     Fetch(next, stage_, k);
-    if (column >= Width()) return;
+    if (column >= Width()) return;  // the next row may begin earlier in its first pack
     GetVectors(k, v);
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
@@ -530,6 +555,7 @@ class WideRowsBody {
   int group_;  // packs of a group
   int first_;  // column of the first pack
   int left_;   // rows, with this one
+  int64_t stride_;
   int stage_;  // that has this row
   unsigned turn_ = 0;
   C column_sums_[kHeld][kColumnSums + 1][V];
