@@ -8,10 +8,20 @@
 // together, and the first pass begins as packs come. A thread works on those packs only that it has
 // copied itself: there are no barriers but in reductions.
 //
+// Row vectors and sums over rows belong to columns. A team goes through rows whose packs begin at
+// the same columns, of odd rows every eighth (f32: fourth) one. So a thread has the same columns in
+// all of them: its part of the vectors stays in shared memory, its sums stay in registers.
+//
 // Measured on an H200, in us; by RowsKernel, softmax took 865 (with its gradient 1813) and 1312:
 //                       copy   softmax, with its gradient   cross entropy with its gradient
-//   bf16 8192 x 50257   385    476      1108                488
-//   f32 8192 x 50257    766    965      2259                1018
+//   bf16 8192 x 50257   385    475      1107                488
+//   f32 8192 x 50257    766    960      2263                1002
+//                       copy   rms norm, with its gradient  layer norm, with its gradient
+//   bf16 8192 x 50257   385    649      1516                850     2026
+//   f32 8192 x 50257    766    926      2249                1177    2844
+// RowsKernel took 640, 2466, 1261, 3149 and 938, 4409, 1329, 4890 for the norms, as it reads rows
+// once more for the sums. What binds bf16 norms is instructions: 55 % of the slots are used with 9
+// warps on each scheduler.
 //
 // What made it faster: more and smaller blocks in a multiprocessor; the label of a row, and what it
 // names, read before they are needed; maxima of 16 bits by pairs; two groups of copies instead of
@@ -20,11 +30,16 @@
 // exponentials beside the maximum so far, scaled again as it grows, so that a row is read twice and
 // not three times. Cross entropy of bf16 with its gradient took 549 us by it, 517 without.
 //
-// Row vectors make it slower, as each row reads them from the second-level cache: rms norm of f32
-// 8192 x 50257 with a scale took 2554 us, by RowsKernel 940.
+// What was tried for norms of 8192 x 50257 (us, benchmarks of their own). Vectors read from the
+// second-level cache for each row: rms norm of f32 2554. Vectors in registers: layer norm of bf16
+// 816, in shared memory 780. A row reduced before the last one is mapped, to hide what blocks of a
+// cluster wait for each other: the gradient of rms norm of bf16 897, without 849; it helps only
+// where one block fills a multiprocessor. A barrier of the block before the blocks exchange: layer
+// norm of bf16 908, without 850. Teams in a number that is a multiple of the period: 24 and not 30.
 //
-// Programs are those of rows.cuh that have reductions and no sums over rows. All arrays begin at
-// multiples of 16 bytes; those of traced programs need not. Rows may begin and end within packs.
+// Programs are those of rows.cuh that have reductions; traced ones have no vectors and no sums. All
+// arrays begin at multiples of 16 bytes; those of traced programs need not. Rows may begin and end
+// within packs.
 #pragma once
 
 #include "common/half2.h"
