@@ -455,6 +455,7 @@ cross_entropy_p = _define_logsumexp("cross_entropy", "softmax_cross_entropy_with
 #
 # Optional operands are there or not as the parameter `given` says, in their order.
 
+
 def _most_parts(platform: str, n: int) -> int:
     """How many parts the sums over rows are added up in, at most.
 
