@@ -463,7 +463,9 @@ def _most_parts(platform: str, n: int) -> int:
     rows may be in several parts, as they begin at up to eight places of a pack. On a CPU some for
     each thread.
     """
-    return 128 if platform == "cpu" else max(40, min(272, 2**22 // n))
+    if platform == "cpu":
+        return 128
+    return max(40, min(272, 2**22 // n)) if isinstance(n, int) else 272
 
 
 def _norm_kinds(given: Sequence[bool]) -> Kinds:

@@ -962,3 +962,22 @@ def test_strict_promotion_allows_what_is_wider_inside():
         for f in functions:
             g = jax.grad(lambda x, f=f: f(x).astype(jnp.float32).sum())
             assert jax.eval_shape(g, x).dtype == x.dtype
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [("4, 8", 11), ("9000, 4096", 272), ("9000, 50257", 83), ("4, 128256", 11), ("r, n", 272)],
+)
+def test_how_many_parts_sums_over_rows_have(shape, parts):
+    """On GPUs; the scratch of long rows is small."""
+
+    def loss(x, scale, bias):
+        return jof.layer_norm(x, scale, bias, implementation="native").sum()
+
+    rows, n = jax.export.symbolic_shape(shape)
+    xs = [jax.ShapeDtypeStruct(dims, np.float32) for dims in ((rows, n), (n,), (n,))]
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    checks = jof.export_checks()
+    exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=checks)(*xs)
+    width = n if isinstance(n, int) else "?"
+    assert f"tensor<{parts}x2x{width}xf32>" in exported.mlir_module()
