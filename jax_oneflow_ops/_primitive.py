@@ -355,6 +355,19 @@ def sum_each(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) 
     return [sum_over((*shard.summed, *axes), x) for axes, x in sums]
 
 
+def parts_of_sums(platform: str, rows: Any, n: Any) -> int:
+    """How many parts sums over rows of `n` elements are added up in, at most.
+
+    On a GPU two for each multiprocessor, fewer of long rows, on which many work together. A team's
+    rows may be in several parts, as they begin at up to eight places of a pack. On a CPU some for
+    each thread.
+    """
+    if platform == "cpu":
+        return min(rows, 128) if isinstance(rows, int) else 128
+    parts = max(40, min(272, 2**22 // n)) if isinstance(n, int) else 272
+    return min(rows + 7, parts) if isinstance(rows, int) else parts
+
+
 def sum_over(
     axes: Sequence[str],
     x: jax.Array,

@@ -456,18 +456,6 @@ cross_entropy_p = _define_logsumexp("cross_entropy", "softmax_cross_entropy_with
 # Optional operands are there or not as the parameter `given` says, in their order.
 
 
-def _most_parts(platform: str, n: int) -> int:
-    """How many parts the sums over rows are added up in, at most.
-
-    On a GPU two for each multiprocessor, fewer of long rows, on which many work together. A team's
-    rows may be in several parts, as they begin at up to eight places of a pack. On a CPU some for
-    each thread.
-    """
-    if platform == "cpu":
-        return 128
-    return max(40, min(272, 2**22 // n)) if isinstance(n, int) else 272
-
-
 def _norm_kinds(given: Sequence[bool]) -> Kinds:
     has_residual = given[0]
     operands = [ARRAY, *_some([ARRAY, VECTOR, VECTOR], given)]
@@ -559,9 +547,7 @@ def _norm_vjp_native(
         return [x, *[jnp.zeros((n,), dtype)] * sum(wanted)]
     scale, dy, of_sum = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
-    parts = _most_parts(platform, n)
-    if isinstance(rows, int):
-        parts = min(rows if platform == "cpu" else rows + 7, parts)
+    parts = _primitive.parts_of_sums(platform, rows, n)
     results = [jax.ShapeDtypeStruct((rows, n), x.dtype)]
     results += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
     results.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))

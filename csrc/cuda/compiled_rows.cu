@@ -74,15 +74,21 @@ cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRow
       RowsDevice device{};
       WideRowsPlan plan{};
       status = GetRowsDevice(kernel, &device);
-      if (status == cudaSuccess &&
-          !PlanWideRows(layout.arrays, layout.pack, device, call.rows, call.n, &plan)) {
-        status = cudaErrorInvalidConfiguration;
-      }
+      const int slots = VectorSlots(layout);
+      const bool is_planned =
+          HasColumns(layout)
+              ? PlanWideColumns(layout.arrays, layout.pack, slots, layout.sums > 0, device,
+                                call.rows, call.n, &plan)
+              : PlanWideRows(layout.arrays, layout.pack, device, call.rows, call.n, &plan);
+      if (status == cudaSuccess && !is_planned) status = cudaErrorInvalidConfiguration;
+      int64_t parts = call.parts;
       plan.is_packed = IsPacked(layout, call);
       if (status == cudaSuccess) {
-        status = ConfigureWideRows(function, WideRowsBytes(plan, layout.arrays), device, stream,
-                                   &plan, &attribute, &config);
+        status = ConfigureWideRows(function, WideRowsBytes(plan, layout.arrays, slots), device,
+                                   layout.sums > 0 ? &parts : nullptr, stream, &plan, &attribute,
+                                   &config);
       }
+      if (status == cudaSuccess) status = ClearParts(layout, call, parts, stream);
       return status == cudaSuccess ? launch(plan) : status;
     }
     case TracedRowsKernel::kRows: {

@@ -71,17 +71,30 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& 
 
 enum class TracedRowsKernel { kRows, kWhole, kWide };
 
+// Whether WideRowsKernel keeps something for each column, and slots of a pack of row vectors.
+JOF_HOST_DEVICE constexpr bool HasColumns(const TracedRowsLayout& layout) {
+  return layout.vectors > 0 || layout.sums > 0;
+}
+JOF_HOST_DEVICE constexpr int VectorSlots(const TracedRowsLayout& layout) {
+  return layout.vectors * layout.pack * layout.word_bytes / kPackBytes;
+}
+
 // The kernel for a definition. Rows of WideRowsKernel must fit into the shared memory of a cluster
-// of any GPU that has clusters: of eight blocks of 64 KB, or little more where rows have edges, of
-// the 99 KB that there are. Row vectors are RowsKernel's, which keeps them.
+// of any GPU that has clusters: of eight blocks of 99 KB, of which padding takes some. Row vectors
+// are there, too, and registers have the sums.
 JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layout,
                                                     bool has_clusters, int64_t n) {
   if (WholeRowsTeamOf(layout, n).lanes > 0) return TracedRowsKernel::kWhole;
   const bool is_held = layout.word_bytes == 4 && (layout.pack == 4 || layout.pack == 8);
-  const int64_t packs = n / layout.pack, bytes = packs * kPackBytes * layout.arrays;
-  const bool is_simple = layout.reductions > 0 && layout.sums == 0 && layout.vectors == 0;
-  return has_clusters && is_held && is_simple && layout.arrays <= 3 && packs >= 1024 &&
-                 bytes <= 8 * (64 << 10)
+  const int64_t packs = n / layout.pack;
+  bool fits = packs >= 1024 && packs * kPackBytes * layout.arrays <= 8 * (64 << 10);
+  if (HasColumns(layout)) {
+    const int64_t bytes = packs * kPackBytes * (layout.arrays + VectorSlots(layout));
+    const int64_t most = 8 * kWideRowsThreads * kWideRowsSums / layout.pack;
+    fits = n >= LeastWideColumns(layout.pack) && bytes <= 8 * (76 << 10) && layout.vectors <= 2 &&
+           layout.sums <= 2 && (layout.sums == 0 || packs + 2 <= most);
+  }
+  return has_clusters && is_held && layout.reductions > 0 && layout.arrays <= 3 && fits
              ? TracedRowsKernel::kWide
              : TracedRowsKernel::kRows;
 }
@@ -326,7 +339,8 @@ template <typename Definition>
 struct TracedRows<Definition, TracedRowsKernel::kWide> {
   using Plan = WideRowsPlan;
   using Program = TracedRowsProgram<Definition>;
-  static constexpr int kThreads = kWideRowsThreads, kBlocks = 2;
+  static constexpr int kThreads = kWideRowsThreads;
+  static constexpr int kBlocks = WideRowsBlocks(Program::kColumnSums > 0);
 
   __device__ __forceinline__ static void Run(const TracedRowsCall& call, const Plan& plan) {
     using Body = WideRowsBody<Program>;

@@ -406,6 +406,11 @@ inline int64_t WideRowsBytes(const WideRowsPlan& plan, int inputs, int vector_sl
   return int64_t{plan.packs} * plan.threads * kPackBytes * (plan.stages * inputs + vector_slots);
 }
 
+// Rows are of as many classes, in each of which packs begin at the same columns.
+inline int64_t ClassesOf(const WideRowsPlan& plan) {
+  return std::min<int64_t>(plan.period, plan.rows);
+}
+
 // What reductions exchange, and the system's part of a block.
 inline constexpr int64_t kWideRowsOther = 2 << 10;
 
@@ -516,21 +521,27 @@ bool PlanWideRows(const Program& program, const RowsProblem& problem, const Rows
   }
 }
 
-// How many teams run at a time, and their launch.
+// How many teams run at a time, and their launch. *parts, if there are sums over rows, is how many
+// parts of them there are: at most so many, which are at least as many as classes of rows.
 inline cudaError_t ConfigureWideRows(const void* kernel, int64_t bytes, const RowsDevice& device,
-                                     cudaStream_t stream, WideRowsPlan* plan,
+                                     int64_t* parts, cudaStream_t stream, WideRowsPlan* plan,
                                      cudaLaunchAttribute* attribute, cudaLaunchConfig_t* config) {
   int teams = 0;
   const cudaError_t status =
       CountUnits(kernel, plan->threads, plan->cluster, static_cast<int>(bytes), device, &teams);
   if (status != cudaSuccess) return status;
   plan->teams = std::min<int64_t>(std::max(teams, 1), plan->rows);
+  if (parts != nullptr) {
+    const int64_t more = ClassesOf(*plan) - 1;
+    if (*parts <= more) return cudaErrorInvalidValue;
+    plan->teams = std::min(plan->teams, *parts - more);
+    *parts = plan->teams + more;
+  }
   *config = ClusterConfig(plan->teams * plan->cluster, plan->threads, plan->cluster,
                           static_cast<int>(bytes), attribute, stream);
   return cudaSuccess;
 }
 
-// *parts is how many parts there are of sums over rows: at most so many.
 template <typename Program>
 cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const RowsDevice& device,
                            cudaStream_t stream, int64_t* parts = nullptr) {
@@ -539,15 +550,9 @@ cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const Rows
   cudaLaunchConfig_t config{};
   const cudaError_t status =
       ConfigureWideRows(reinterpret_cast<const void*>(kernel),
-                        WideRowsBytes(plan, Program::kInputs, kVectorSlots<Program>), device,
+                        WideRowsBytes(plan, Program::kInputs, kVectorSlots<Program>), device, parts,
                         stream, &plan, &attribute, &config);
   if (status != cudaSuccess) return status;
-  if (parts != nullptr) {
-    const int64_t more = std::min<int64_t>(plan.period, plan.rows) - 1;
-    plan.teams = std::min(plan.teams, *parts - more);
-    config.gridDim.x = static_cast<unsigned>(plan.teams * plan.cluster);
-    *parts = plan.teams + more;
-  }
   return cudaLaunchKernelEx(&config, kernel, program, plan);
 }
 

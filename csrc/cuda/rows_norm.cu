@@ -280,8 +280,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     }
     if constexpr (!kIsDouble<T>) {
       WideRowsPlan plan{};
-      if (PlanWideRows(program, call.problem, device, &plan) &&
-          blocks >= std::min<int64_t>(plan.period, plan.rows)) {
+      if (PlanWideRows(program, call.problem, device, &plan) && blocks >= ClassesOf(plan)) {
         status = LaunchWideRows(program, plan, device, stream, &blocks);
         return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
       }

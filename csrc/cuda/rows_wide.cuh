@@ -37,9 +37,8 @@
 // where one block fills a multiprocessor. A barrier of the block before the blocks exchange: layer
 // norm of bf16 908, without 850. Teams in a number that is a multiple of the period: 24 and not 30.
 //
-// Programs are those of rows.cuh that have reductions; traced ones have no vectors and no sums. All
-// arrays begin at multiples of 16 bytes; those of traced programs need not. Rows may begin and end
-// within packs.
+// Programs are those of rows.cuh that have reductions. All arrays begin at multiples of 16 bytes;
+// those of traced programs need not. Rows may begin and end within packs.
 #pragma once
 
 #include "common/half2.h"
@@ -49,6 +48,8 @@
 JOF_NAMESPACE_BEGIN
 
 inline constexpr int kWideRowsThreads = 512;  // the most in a block
+// And how many of these have registers.
+JOF_HOST_DEVICE constexpr int WideRowsBlocks(bool has_sums) { return has_sums ? 1 : 2; }
 
 // Rows with row vectors or sums over rows are shorter for other kernels, which are faster then.
 JOF_HOST_DEVICE constexpr int LeastWideColumns(int pack) { return pack > 4 ? 3072 : 4608; }
@@ -266,11 +267,12 @@ class WideRowsBody {
 
   // What reductions before this one have left of an element that is loaded again.
   template <int r>
-  __device__ __forceinline__ void Restore(const Row& facts, int column, Values& x) const {
+  __device__ __forceinline__ void Restore(const Row& facts, int column, Values& x,
+                                          const C* v) const {
     if constexpr (!Program::kIsTraced) {
       if constexpr (r == kReductions && !kKeeps) program_.Replace(facts, x);
     } else if constexpr (r > 0 && !(r == kReductions && kKeeps)) {
-      program_.template Restore<r>(facts, column, x, nullptr);
+      program_.template Restore<r>(facts, column, x, v);
     }
   }
 
@@ -294,14 +296,17 @@ class WideRowsBody {
 #pragma unroll 1
     for (int item = 0; item < plan_.packs * kVectors; ++item) {
       if constexpr (kVectors > 0) {
-        static_assert(!Program::kIsTraced);
         const int k = item / kVectors, i = item % kVectors;
         union {
           C columns[V];
           uint4 words[kVectorSlots];
         };
-        const internal::PackPlace<V> pack{first_ + k * step_, plan_.n};
-        internal::LoadVector<T>(program_.vectors[i], pack, program_.Missing(i), columns);
+        const internal::PackPlace<V> pack{first_ + k * step_, Width()};
+        if constexpr (Program::kIsTraced) {
+          program_.LoadVector(i, pack, false, columns);
+        } else {
+          internal::LoadVector<T>(program_.vectors[i], pack, program_.Missing(i), columns);
+        }
         JOF_UNROLL
         for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * Threads()] = words[w];
       }
@@ -333,7 +338,7 @@ class WideRowsBody {
   }
   __device__ __forceinline__ void StoreColumnSums(int64_t part) const {
     if constexpr (kColumnSums > 0) {
-      C* const sums = program_.partial_sums + part * program_.wanted_sums * plan_.n;
+      C* const sums = program_.partial_sums + part * program_.wanted_sums * Width();
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
         const int column = first_ + k * step_;
@@ -345,7 +350,7 @@ class WideRowsBody {
           for (int j = 0; j < V; ++j) {
             if (HasElement(column + j)) target[j] = column_sums_[k][s][j];
           }
-          target += plan_.n;
+          target += Width();
         }
       }
     }
@@ -404,9 +409,10 @@ class WideRowsBody {
           Values x[V];
           C v[V][kVectors + 1];
           Load(k, x);
+          if (Program::kIsTraced || Program::UsesVectors(r)) GetVectors(k, v);
           if constexpr (Program::kIsTraced) {
             JOF_UNROLL
-            for (int j = 0; j < V; ++j) Restore<r>(*facts, column + j, x[j]);
+            for (int j = 0; j < V; ++j) Restore<r>(*facts, column + j, x[j], v[j]);
             internal::AccumulatePack<r>(
                 program_, *facts, column, x, v, IsInner(column),
                 [&](int j) { return HasElement(column + j); }, values);
@@ -420,7 +426,6 @@ class WideRowsBody {
                 }
               }
             }
-            if (Program::UsesVectors(r)) GetVectors(k, v);
             JOF_UNROLL
             for (int j = 0; j < V; ++j) {
               program_.template Accumulate<r>(*facts, x[j], v[j], values[j % kWays]);
@@ -535,7 +540,7 @@ class WideRowsBody {
     GetVectors(k, v);
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
-      Restore<kReductions>(facts, column + j, x[j]);
+      Restore<kReductions>(facts, column + j, x[j], v[j]);
       program_.Map(facts, column + j, x[j], v[j], y[j], terms[j]);
       JOF_UNROLL
       for (int s = 0; s < kColumnSums; ++s) sums[s][j] += terms[j][s];
@@ -577,7 +582,7 @@ class WideRowsBody {
 };
 
 template <typename Program>
-__global__ void __launch_bounds__(kWideRowsThreads, Program::kColumnSums > 0 ? 1 : 2)
+__global__ void __launch_bounds__(kWideRowsThreads, WideRowsBlocks(Program::kColumnSums > 0))
     WideRowsKernel(const __grid_constant__ Program program,
                    const __grid_constant__ WideRowsPlan plan) {
   extern __shared__ uint4 slots[];

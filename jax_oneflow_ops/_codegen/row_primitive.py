@@ -32,8 +32,6 @@ MAX_INPUTS = 32
 """Of one call: csrc/ops/traced_rows.h."""
 # Shared memory that a block may have on every GPU, for operands of elements and row vectors.
 _MAX_SHARED_BYTES = 96 * 1024
-# Parts that sums over rows are added up in, as those of norms.
-_PARTS = {"cpu": 64, "cuda": 264}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +238,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     ]
     kinds = [*order.input_kinds, *order.output_kinds]
     if order.sums:
-        parts = min(rows, _PARTS[platform]) if is_known else _PARTS[platform]
+        parts = _primitive.parts_of_sums(platform, rows, width)
         results.append(jax.ShapeDtypeStruct((parts, len(order.sums), width), word))
         kinds.append(SUMS)
     held, depth = order.elements // order.pack, spec.program.reductions
