@@ -8,6 +8,12 @@
 JOF_NAMESPACE_BEGIN
 namespace internal {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kHasClusters = true;
+#else
+inline constexpr bool kHasClusters = false;
+#endif
+
 __device__ __forceinline__ unsigned ClusterRank() {
   unsigned rank = 0;
 #if __CUDA_ARCH__ >= 900

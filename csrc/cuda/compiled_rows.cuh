@@ -101,12 +101,6 @@ JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layo
 
 namespace internal {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-inline constexpr bool kHasClusters = true;
-#else
-inline constexpr bool kHasClusters = false;
-#endif
-
 // Values of any type as words of one, float or double.
 template <typename Word, typename T>
 __device__ __forceinline__ Word ToWord(T x) {

@@ -342,6 +342,7 @@ class WideRowsBody {
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
         const int column = first_ + k * step_;
+        if (column >= Width()) break;
         C* target = sums + column;
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) {
@@ -585,10 +586,12 @@ template <typename Program>
 __global__ void __launch_bounds__(kWideRowsThreads, WideRowsBlocks(Program::kColumnSums > 0))
     WideRowsKernel(const __grid_constant__ Program program,
                    const __grid_constant__ WideRowsPlan plan) {
-  extern __shared__ uint4 slots[];
   using Body = WideRowsBody<Program>;
-  __shared__ typename Body::Shared shared;
-  Body(program, plan, slots, &shared).Run();
+  if constexpr (!Body::kHasColumns || internal::kHasClusters) {  // others are not planned
+    extern __shared__ uint4 slots[];
+    __shared__ typename Body::Shared shared;
+    Body(program, plan, slots, &shared).Run();
+  }
 }
 
 JOF_NAMESPACE_END
