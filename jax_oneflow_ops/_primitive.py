@@ -360,12 +360,11 @@ def parts_of_sums(platform: str, rows: Any, n: Any) -> int:
 
     On a GPU two for each multiprocessor, fewer of long rows, on which many work together. A team's
     rows may be in several parts, as they begin at up to eight places of a pack. On a CPU some for
-    each thread.
+    each thread, fewer of long rows, too, which take longer to add than to sum.
     """
-    if platform == "cpu":
-        return min(rows, 128) if isinstance(rows, int) else 128
-    parts = max(40, min(272, 2**22 // n)) if isinstance(n, int) else 272
-    return min(rows + 7, parts) if isinstance(rows, int) else parts
+    least, most, elements, more = (16, 128, 2**18, 0) if platform == "cpu" else (40, 272, 2**22, 7)
+    parts = max(least, min(most, elements // n)) if isinstance(n, int) else most
+    return min(rows + more, parts) if isinstance(rows, int) else parts
 
 
 def sum_over(

@@ -148,8 +148,7 @@ def row_kernel(ptx: str, has_sums: bool = False) -> str:
     if "cp.async" not in ptx:
         return "whole" if ".maxntid 256" in ptx else "none"
     # Of blocks with sums over rows fewer have registers; in RowsKernel these have 256 threads.
-    has_few = ".minnctapersm 1" in ptx
-    is_wide = ".maxntid 512" in ptx and (not has_few or has_sums)
+    is_wide = ".maxntid 512" in ptx and (has_sums or ".minnctapersm 2" in ptx)
     return "wide" if is_wide else "rows"
 
 

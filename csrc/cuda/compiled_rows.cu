@@ -73,21 +73,19 @@ cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRow
     case TracedRowsKernel::kWide: {
       RowsDevice device{};
       WideRowsPlan plan{};
+      cudaFuncAttributes attributes{};
       status = GetRowsDevice(kernel, &device);
-      const int slots = VectorSlots(layout);
-      const bool is_planned =
-          HasColumns(layout)
-              ? PlanWideColumns(layout.arrays, layout.pack, slots, layout.sums > 0, device,
-                                call.rows, call.n, &plan)
-              : PlanWideRows(layout.arrays, layout.pack, device, call.rows, call.n, &plan);
-      if (status == cudaSuccess && !is_planned) status = cudaErrorInvalidConfiguration;
-      int64_t parts = call.parts;
-      plan.is_packed = IsPacked(layout, call);
-      if (status == cudaSuccess) {
-        status = ConfigureWideRows(function, WideRowsBytes(plan, layout.arrays, slots), device,
-                                   layout.sums > 0 ? &parts : nullptr, stream, &plan, &attribute,
-                                   &config);
+      if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, function);
+      if (status != cudaSuccess) return status;
+      WideRowsTraits traits = WideTraitsOf(layout);
+      traits.exchange_bytes = static_cast<int>(attributes.sharedSizeBytes);
+      if (!PlanWideRows(traits, device, call.rows, call.n, &plan)) {
+        return cudaErrorInvalidConfiguration;
       }
+      plan.is_packed = IsPacked(layout, call);
+      int64_t parts = call.parts;
+      status = ConfigureWideRows(function, traits, device, layout.sums > 0 ? &parts : nullptr,
+                                 stream, &plan, &attribute, &config);
       if (status == cudaSuccess) status = ClearParts(layout, call, parts, stream);
       return status == cudaSuccess ? launch(plan) : status;
     }

@@ -71,12 +71,10 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& 
 
 enum class TracedRowsKernel { kRows, kWhole, kWide };
 
-// Whether WideRowsKernel keeps something for each column, and slots of a pack of row vectors.
-JOF_HOST_DEVICE constexpr bool HasColumns(const TracedRowsLayout& layout) {
-  return layout.vectors > 0 || layout.sums > 0;
-}
-JOF_HOST_DEVICE constexpr int VectorSlots(const TracedRowsLayout& layout) {
-  return layout.vectors * layout.pack * layout.word_bytes / kPackBytes;
+// What of a definition decides about the plan of WideRowsKernel, but what reductions exchange.
+JOF_HOST_DEVICE constexpr WideRowsTraits WideTraitsOf(const TracedRowsLayout& layout) {
+  return {layout.arrays, layout.pack, layout.vectors * layout.pack * layout.word_bytes / kPackBytes,
+          layout.sums > 0, 0};
 }
 
 // The kernel for a definition. Rows of WideRowsKernel must fit into the shared memory of a cluster
@@ -88,8 +86,9 @@ JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layo
   const bool is_held = layout.word_bytes == 4 && (layout.pack == 4 || layout.pack == 8);
   const int64_t packs = n / layout.pack;
   bool fits = packs >= 1024 && packs * kPackBytes * layout.arrays <= 8 * (64 << 10);
-  if (HasColumns(layout)) {
-    const int64_t bytes = packs * kPackBytes * (layout.arrays + VectorSlots(layout));
+  const WideRowsTraits traits = WideTraitsOf(layout);
+  if (traits.HasColumns()) {
+    const int64_t bytes = packs * kPackBytes * (layout.arrays + traits.vector_slots);
     const int64_t most = 8 * kWideRowsThreads * kWideRowsSums / layout.pack;
     fits = n >= LeastWideColumns(layout.pack) && bytes <= 8 * (76 << 10) && layout.vectors <= 2 &&
            layout.sums <= 2 && (layout.sums == 0 || packs + 2 <= most);
@@ -156,7 +155,7 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   static constexpr WholeRowsTeam kWhole = WholeRowsTeamOf(kLayout, kWidth);
   static constexpr TracedRowsKernel kKernel = KernelOf(kLayout, kHasClusters, kWidth);
   static constexpr bool kMayBeChunks = kTeam.chunks > 1;
-  static constexpr bool kMayBeCluster = kTeam.cluster > 1 || kKernel == TracedRowsKernel::kWide;
+  static constexpr bool kMayBeCluster = kTeam.cluster > 1;
   // Whether the last reduction replaces elements, all of which are as long as what replaces them.
   template <int r>
   JOF_HOST_DEVICE static constexpr bool Replaces() {

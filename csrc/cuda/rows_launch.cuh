@@ -402,8 +402,10 @@ inline int64_t PacksOf(int64_t n, int pack) {
   return n % pack == 0 ? n / pack : (n - 2) / pack + 2;
 }
 
-inline int64_t WideRowsBytes(const WideRowsPlan& plan, int inputs, int vector_slots = 0) {
-  return int64_t{plan.packs} * plan.threads * kPackBytes * (plan.stages * inputs + vector_slots);
+// Shared memory for arrays and row vectors.
+inline int64_t WideRowsBytes(const WideRowsTraits& traits, const WideRowsPlan& plan) {
+  return int64_t{plan.packs} * plan.threads * kPackBytes *
+         (plan.stages * traits.inputs + traits.vector_slots);
 }
 
 // Rows are of as many classes, in each of which packs begin at the same columns.
@@ -411,14 +413,24 @@ inline int64_t ClassesOf(const WideRowsPlan& plan) {
   return std::min<int64_t>(plan.period, plan.rows);
 }
 
-// What reductions exchange, and the system's part of a block.
-inline constexpr int64_t kWideRowsOther = 2 << 10;
+// The system's shared memory in each block.
+inline constexpr int64_t kReservedBytes = 1 << 10;
 
-// Plans WideRowsKernel for rows of so many inputs. False if they are too short for its blocks, or
-// too long.
-inline bool PlanWideRows(int inputs, int pack, const RowsDevice& device, int64_t rows, int64_t n,
-                         WideRowsPlan* plan) {
-  const int64_t packs = PacksOf(n, pack);
+inline WideRowsPlan WideRowsPlanOf(int pack, int64_t rows, int64_t n, int64_t threads, int cluster,
+                                   int64_t packs) {
+  const int width = static_cast<int>(n);
+  return {rows,    0,
+          width,   static_cast<int>(threads),
+          cluster, static_cast<int>(packs),
+          1,       pack / std::gcd(pack, width % pack),
+          true};
+}
+
+// Plans WideRowsKernel for programs without row vectors and sums over rows. False if rows are too
+// short for its blocks, or too long.
+inline bool PlanWideElements(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
+                             int64_t n, WideRowsPlan* plan) {
+  const int64_t packs = PacksOf(n, traits.pack);
   if (packs < 4 * kWholeRowsThreads) return false;
   // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
   // threads, 191 with 256. Without clusters a block may have more.
@@ -430,105 +442,84 @@ inline bool PlanWideRows(int inputs, int pack, const RowsDevice& device, int64_t
     const int64_t all = int64_t{threads} * cluster;
     return (packs + all - 1) / all;
   };
-  const auto bytes = [&] { return per_thread() * threads * kPackBytes * inputs; };
+  const auto bytes = [&] { return per_thread() * threads * kPackBytes * traits.inputs; };
   // A cluster if two blocks do not fit into a multiprocessor, of which one loads while the other
   // reduces. 16-bit rows, which take more instructions a byte, have more threads: when plans were
   // compared, cross entropy of 8192 x 50257 with its gradient took 492 us with two blocks a row,
   // 532 with one; f32 1043 with four, 972 with two. Also if rows are few.
-  const int64_t most_bytes = device.shared_bytes - kWideRowsOther;
-  const int64_t most_of_two = device.shared_bytes / 2 - kWideRowsOther;
-  const bool is_narrow = pack > 4;
+  const int64_t most_bytes = device.shared_bytes - traits.exchange_bytes;
+  const int64_t most_of_two = (most_bytes - kReservedBytes - traits.exchange_bytes) / 2;
+  const bool is_narrow = traits.pack > 4;
   while (cluster < most && (bytes() > most_of_two || (is_narrow && per_thread() > 16))) {
     cluster *= 2;
   }
   while (cluster < most && rows * cluster < device.multiprocessors && per_thread() > 2) {
     cluster *= 2;
   }
-  if (bytes() > most_bytes) return false;
-  *plan = {rows,
-           0,
-           static_cast<int>(n),
-           threads,
-           cluster,
-           static_cast<int>(per_thread()),
-           1,
-           pack / std::gcd(pack, static_cast<int>(n % pack)),
-           true};
-  return true;
+  *plan = WideRowsPlanOf(traits.pack, rows, n, threads, cluster, per_thread());
+  return bytes() <= most_bytes;
 }
 
-// The same of a program with row vectors, or with sums over rows. Registers have the sums, shared
-// memory the vectors: a thread has few packs.
-inline bool PlanWideColumns(int inputs, int pack, int vector_slots, bool has_sums,
-                            const RowsDevice& device, int64_t rows, int64_t n, WideRowsPlan* plan) {
+// The same for others. Registers have the sums, shared memory the vectors: a thread has few packs.
+inline bool PlanWideColumns(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
+                            int64_t n, WideRowsPlan* plan) {
+  const int pack = traits.pack;
   const int64_t packs = PacksOf(n, pack);
   if (!device.has_clusters || n < LeastWideColumns(pack)) return false;
-  const int64_t most_bytes = device.shared_bytes - kWideRowsOther;
+  const int64_t most_bytes = device.shared_bytes - traits.exchange_bytes;
   // How many blocks of so many threads registers are enough for.
-  const int most_threads = has_sums ? kWideRowsThreads : 2 * kWideRowsThreads;
-  const int held = has_sums ? kWideRowsSums / pack : pack > 4 ? 4 : 5;
+  const int most_threads = traits.has_sums ? kWideRowsThreads : 2 * kWideRowsThreads;
+  const int held = traits.has_sums ? kWideRowsSums / pack : pack > 4 ? 4 : 5;
   const auto blocks_of = [&](int64_t bytes) {
-    return std::min<int64_t>(most_threads / plan->threads,
-                             (device.shared_bytes + 1024) / (bytes + kWideRowsOther));
+    return std::min<int64_t>(
+        most_threads / plan->threads,
+        (device.shared_bytes + kReservedBytes) / (bytes + traits.exchange_bytes + kReservedBytes));
   };
   for (int cluster = 1; cluster <= 8; cluster *= 2) {
     const auto packs_of = [&](int64_t threads) {
       return (packs + threads * cluster - 1) / (threads * cluster);
     };
     const int64_t threads = std::min<int64_t>((packs_of(held) + 31) / 32 * 32, kWideRowsThreads);
-    *plan = {rows,
-             0,
-             static_cast<int>(n),
-             static_cast<int>(threads),
-             cluster,
-             static_cast<int>(packs_of(threads)),
-             1,
-             pack / std::gcd(pack, static_cast<int>(n % pack)),
-             true};
-    const int64_t bytes = WideRowsBytes(*plan, inputs, vector_slots);
+    *plan = WideRowsPlanOf(pack, rows, n, threads, cluster, packs_of(threads));
+    const int64_t bytes = WideRowsBytes(traits, *plan);
     const int64_t blocks = blocks_of(bytes);
     // Smaller blocks: of several one loads while another reduces.
     const bool is_small = threads <= 320 && blocks >= 2;
     const bool are_few = rows * cluster < device.multiprocessors && plan->packs > 2;
     if (cluster < 8 && (!is_small || are_few)) continue;
-    if (bytes > most_bytes || (has_sums && plan->packs > held)) return false;
+    if (bytes > most_bytes || (traits.has_sums && plan->packs > held)) return false;
     // A row ahead hides less than a block more.
     plan->stages = 2;
-    const int64_t more = WideRowsBytes(*plan, inputs, vector_slots);
+    const int64_t more = WideRowsBytes(traits, *plan);
     if (more > most_bytes || blocks_of(more) < blocks) plan->stages = 1;
     return true;
   }
   return false;
 }
 
-template <typename Program>
-inline constexpr bool kHasColumns = Program::kVectors > 0 || Program::kColumnSums > 0;
-// Of a pack of all row vectors.
-template <typename Program>
-inline constexpr int kVectorSlots = Program::kVectors * Program::kPack *
-                                    static_cast<int>(sizeof(typename Program::Word)) / kPackBytes;
+inline bool PlanWideRows(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
+                         int64_t n, WideRowsPlan* plan) {
+  return traits.HasColumns() ? PlanWideColumns(traits, device, rows, n, plan)
+                             : PlanWideElements(traits, device, rows, n, plan);
+}
 
 template <typename Program>
 bool PlanWideRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                   WideRowsPlan* plan) {
-  if (!AreAligned(program)) return false;
-  const int64_t rows = problem.rows(), n = problem.n;
-  if constexpr (kHasColumns<Program>) {
-    return PlanWideColumns(Program::kInputs, Program::kPack, kVectorSlots<Program>,
-                           Program::kColumnSums > 0, device, rows, n, plan);
-  } else {
-    return PlanWideRows(Program::kInputs, Program::kPack, device, rows, n, plan);
-  }
+  return AreAligned(program) &&
+         PlanWideRows(WideRowsBody<Program>::kTraits, device, problem.rows(), problem.n, plan);
 }
 
 // How many teams run at a time, and their launch. *parts, if there are sums over rows, is how many
 // parts of them there are: at most so many, which are at least as many as classes of rows.
-inline cudaError_t ConfigureWideRows(const void* kernel, int64_t bytes, const RowsDevice& device,
-                                     int64_t* parts, cudaStream_t stream, WideRowsPlan* plan,
-                                     cudaLaunchAttribute* attribute, cudaLaunchConfig_t* config) {
+inline cudaError_t ConfigureWideRows(const void* kernel, const WideRowsTraits& traits,
+                                     const RowsDevice& device, int64_t* parts, cudaStream_t stream,
+                                     WideRowsPlan* plan, cudaLaunchAttribute* attribute,
+                                     cudaLaunchConfig_t* config) {
+  const int bytes = static_cast<int>(WideRowsBytes(traits, *plan));
   int teams = 0;
   const cudaError_t status =
-      CountUnits(kernel, plan->threads, plan->cluster, static_cast<int>(bytes), device, &teams);
+      CountUnits(kernel, plan->threads, plan->cluster, bytes, device, &teams);
   if (status != cudaSuccess) return status;
   plan->teams = std::min<int64_t>(std::max(teams, 1), plan->rows);
   if (parts != nullptr) {
@@ -537,8 +528,8 @@ inline cudaError_t ConfigureWideRows(const void* kernel, int64_t bytes, const Ro
     plan->teams = std::min(plan->teams, *parts - more);
     *parts = plan->teams + more;
   }
-  *config = ClusterConfig(plan->teams * plan->cluster, plan->threads, plan->cluster,
-                          static_cast<int>(bytes), attribute, stream);
+  *config = ClusterConfig(plan->teams * plan->cluster, plan->threads, plan->cluster, bytes,
+                          attribute, stream);
   return cudaSuccess;
 }
 
@@ -549,9 +540,8 @@ cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const Rows
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
   const cudaError_t status =
-      ConfigureWideRows(reinterpret_cast<const void*>(kernel),
-                        WideRowsBytes(plan, Program::kInputs, kVectorSlots<Program>), device, parts,
-                        stream, &plan, &attribute, &config);
+      ConfigureWideRows(reinterpret_cast<const void*>(kernel), WideRowsBody<Program>::kTraits,
+                        device, parts, stream, &plan, &attribute, &config);
   if (status != cudaSuccess) return status;
   return cudaLaunchKernelEx(&config, kernel, program, plan);
 }

@@ -89,20 +89,24 @@ __device__ __forceinline__ void SyncTeam(int warp, int lanes) {
   asm volatile("bar.sync %0, %1;" ::"r"(warp + 1), "r"(lanes) : "memory");
 }
 
+// Combines values with those of the lane whose number differs in one bit.
+template <typename C, int kValues, typename Combine>
+__device__ __forceinline__ void CombineLanes(int bit, C (&values)[kValues],
+                                             const Combine& combine) {
+  C other[kValues];
+  JOF_UNROLL
+  for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(0xffffffffu, values[i], bit);
+  combine(values, other);
+}
+
 // Combines the values of the team's threads in this block, with the same result in each. `copy` is
 // 0 and 1 in turn.
 template <typename C, int kMost, int kValues, typename Combine>
 __device__ __forceinline__ void ReduceLanes(int lanes, Exchange<C, kMost>* exchange, unsigned copy,
                                             C (&values)[kValues], const Combine& combine) {
-  const auto reduce = [&](int offset) {
-    C other[kValues];
-    JOF_UNROLL
-    for (int i = 0; i < kValues; ++i) other[i] = __shfl_xor_sync(0xffffffffu, values[i], offset);
-    combine(values, other);
-  };
   JOF_UNROLL
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    if (offset < lanes) reduce(offset);
+  for (int bit = kWarpSize / 2; bit > 0; bit /= 2) {
+    if (bit < lanes) CombineLanes(bit, values, combine);
   }
   if (lanes <= kWarpSize) return;
   const int warps = lanes / kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -115,7 +119,7 @@ __device__ __forceinline__ void ReduceLanes(int lanes, Exchange<C, kMost>* excha
   SyncTeam(warp & -warps, lanes);
   JOF_UNROLL
   for (int i = 0; i < kValues; ++i) values[i] = of_warps[(warp & -warps) | (lane & (warps - 1))][i];
-  for (int offset = warps / 2; offset > 0; offset /= 2) reduce(offset);
+  for (int bit = warps / 2; bit > 0; bit /= 2) CombineLanes(bit, values, combine);
 }
 
 // Combines the values of all threads of the team, with the same result in each.

@@ -19,9 +19,9 @@
 //                       copy   rms norm, with its gradient  layer norm, with its gradient
 //   bf16 8192 x 50257   385    649      1516                850     2026
 //   f32 8192 x 50257    766    926      2249                1177    2844
-// RowsKernel took 640, 2466, 1261, 3149 and 938, 4409, 1329, 4890 for the norms, as it reads rows
-// once more for the sums. What binds bf16 norms is instructions: 55 % of the slots are used with 9
-// warps on each scheduler.
+// Former kernels took 640, 2466, 1261, 3149 and 938, 4409, 1329, 4890 for the norms: they read row
+// vectors again for each row, and rows again for the sums. What binds bf16 norms is instructions:
+// 55 % of issue slots are used, with about four warps on each scheduler.
 //
 // What made it faster: more and smaller blocks in a multiprocessor; the label of a row, and what it
 // names, read before they are needed; maxima of 16 bits by pairs; two groups of copies instead of
@@ -57,6 +57,16 @@ JOF_HOST_DEVICE constexpr int LeastWideColumns(int pack) { return pack > 4 ? 307
 // Of a thread's packs the sums over rows are in registers: so many elements at most.
 inline constexpr int kWideRowsSums = 32;
 
+// What of a program decides about its plan.
+struct WideRowsTraits {
+  int inputs, pack;
+  int vector_slots;    // of 16 bytes, for a pack of all row vectors
+  bool has_sums;       // over rows
+  int exchange_bytes;  // of what reductions exchange
+
+  JOF_HOST_DEVICE constexpr bool HasColumns() const { return vector_slots > 0 || has_sums; }
+};
+
 struct WideRowsPlan {
   int64_t rows;
   int64_t teams;  // blocks, or clusters of them
@@ -81,7 +91,7 @@ class WideRowsBody {
   static constexpr int kVectors = Program::kVectors, kColumnSums = Program::kColumnSums;
   static constexpr bool kHasColumns = kVectors > 0 || kColumnSums > 0;
   static constexpr int kHeld = kColumnSums > 0 ? kWideRowsSums / V : 1;
-  static constexpr int kVectorSlots = V * static_cast<int>(sizeof(C)) / kPackBytes;
+  static constexpr int kSlotsOfVector = V * static_cast<int>(sizeof(C)) / kPackBytes;
   static constexpr int kWays = V < 4 ? V : 4;
   static constexpr int kGroups = 2;  // of copies that are waited for together
   // Traced programs are compiled while somebody waits.
@@ -100,6 +110,8 @@ class WideRowsBody {
     C values[2][kMostWarps][Program::kValues];
     uint64_t barriers[2];
   };
+  static constexpr WideRowsTraits kTraits = {kInputs, V, kVectors* kSlotsOfVector, kColumnSums > 0,
+                                             static_cast<int>(sizeof(Shared))};
 
   __device__ __forceinline__ WideRowsBody(const Program& program, const WideRowsPlan& plan,
                                           uint4* slots, Shared* shared)
@@ -290,16 +302,16 @@ class WideRowsBody {
   // Row vectors are in shared memory as the packs of all these rows have them.
   __device__ __forceinline__ uint4* VectorSlot(int k, int vector) const {
     const int before = plan_.stages * kInputs * plan_.packs;
-    return slots_ + (before + (k * kVectors + vector) * kVectorSlots) * Threads();
+    return slots_ + (before + (k * kVectors + vector) * kSlotsOfVector) * Threads();
   }
   __device__ __forceinline__ void LoadVectors() const {
+    if constexpr (kVectors > 0) {
 #pragma unroll 1
-    for (int item = 0; item < plan_.packs * kVectors; ++item) {
-      if constexpr (kVectors > 0) {
+      for (int item = 0; item < plan_.packs * kVectors; ++item) {
         const int k = item / kVectors, i = item % kVectors;
         union {
           C columns[V];
-          uint4 words[kVectorSlots];
+          uint4 words[kSlotsOfVector];
         };
         const internal::PackPlace<V> pack{first_ + k * step_, Width()};
         if constexpr (Program::kIsTraced) {
@@ -308,7 +320,7 @@ class WideRowsBody {
           internal::LoadVector<T>(program_.vectors[i], pack, program_.Missing(i), columns);
         }
         JOF_UNROLL
-        for (int w = 0; w < kVectorSlots; ++w) VectorSlot(k, i)[w * Threads()] = words[w];
+        for (int w = 0; w < kSlotsOfVector; ++w) VectorSlot(k, i)[w * Threads()] = words[w];
       }
     }
   }
@@ -317,10 +329,10 @@ class WideRowsBody {
     for (int i = 0; i < kVectors; ++i) {
       union {
         C columns[V];
-        uint4 words[kVectorSlots];
+        uint4 words[kSlotsOfVector];
       };
       JOF_UNROLL
-      for (int w = 0; w < kVectorSlots; ++w) words[w] = VectorSlot(k, i)[w * Threads()];
+      for (int w = 0; w < kSlotsOfVector; ++w) words[w] = VectorSlot(k, i)[w * Threads()];
       JOF_UNROLL
       for (int j = 0; j < V; ++j) v[j][i] = columns[j];
     }
@@ -455,18 +467,8 @@ class WideRowsBody {
   __device__ __forceinline__ void ReduceWarps(C (&values)[kWays][kCount]) {
     constexpr int kWarp = internal::kWarpSize;
     const internal::CombineEach<r, Program> combine{program_};
-    const auto reduce_lanes = [&] {
-      JOF_UNROLL
-      for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-        C other[kCount];
-        JOF_UNROLL
-        for (int i = 0; i < kCount; ++i) {
-          other[i] = __shfl_xor_sync(0xffffffffu, values[0][i], offset);
-        }
-        combine(values[0], other);
-      }
-    };
-    reduce_lanes();
+    JOF_UNROLL
+    for (int bit = kWarp / 2; bit > 0; bit /= 2) internal::CombineLanes(bit, values[0], combine);
     const int warps = Threads() / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const unsigned copy = turn_ & 1;
     auto& places = shared_->values[copy];
@@ -499,7 +501,8 @@ class WideRowsBody {
       for (int i = 0; i < kCount; ++i) other[i] = places[w][i];
       combine(values[0], other);
     }
-    reduce_lanes();
+    JOF_UNROLL
+    for (int bit = kWarp / 2; bit > 0; bit /= 2) internal::CombineLanes(bit, values[0], combine);
   }
 
   // Maps the row, and has another one fetched into its place.
@@ -511,7 +514,6 @@ class WideRowsBody {
         if (k == group_) internal::CommitCopies();
         if (k < plan_.packs) MapPack(row, facts, next, k, column_sums_[k]);
       }
-      if (group_ >= kHeld) internal::CommitCopies();
       internal::CommitCopies();
     } else {
 #pragma unroll kUnrolledGroups
