@@ -1,4 +1,4 @@
-"""Benchmarks: every op beside what it replaces, on this machine, in one run."""
+"""Benchmarks: times every op next to the code that it replaces, on one machine, in one run."""
 
 import importlib.util
 

@@ -18,12 +18,12 @@ from .harness import Case, Options
 from .results import Row
 from .suites import SUITES, load
 
-PARTS = results.ROOT / "build" / "benchmarks"  # of results that leave cases out
+PARTS = results.ROOT / "build" / "benchmarks"  # for results that leave cases out
 _COMMANDS = {"compare": "comparison"} | {name: name for name in ("survey", "report", "policy")}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns the exit status: not 0 if a row is an error."""
+    """Runs a command and returns the exit status: nonzero if a row is an error."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in _COMMANDS:
         command = importlib.import_module(f".{_COMMANDS[argv[0]]}", __package__)
@@ -66,7 +66,7 @@ def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
         small = options.quick and suite == "programs"
         over = {"devices": options.devices} if options.devices > 1 else {}
         cases = load(suite).cases("quick" if small else jax.default_backend(), **over)
-    except ModuleNotFoundError as error:  # such as flax, which only programs need
+    except ModuleNotFoundError as error:  # such as flax, which only the suite programs needs
         print(f"{suite} is left out: {error.name} is not installed")
         return []
     cases = [case for case in cases if options.case in case.name]
@@ -77,7 +77,7 @@ def _cases(suite: str, options: argparse.Namespace) -> list[Case]:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Adds the options of all commands that measure, and parses."""
+    """Adds the options that all measuring commands share, and parses."""
     parser.add_argument(
         "--implementation",
         nargs="+",
@@ -99,10 +99,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 def run(
     cases: Sequence[Case], options: Options, about: Row, argv: list[str], out: Path | None
 ) -> list[Row]:
-    """Measures cases, prints a line for each, and writes the result to a directory after every row.
+    """Measures cases, prints a line for each, and writes the result after every row.
 
-    ``about`` is the beginning of the header. Without a directory it is the one of the repository's
-    results.
+    ``about`` is the beginning of the header. ``out`` is the directory of the result; by default it
+    is that of the device in the repository's results.
     """
     machine = harness.make_machine(about["seed"], options)
     header = {
@@ -119,7 +119,7 @@ def run(
     rows: list[Row] = []
     told = {case.name: harness.about(case) for case in cases if about.get("suite") in SUITES}
     measured = harness.measure(cases, machine, options)
-    # A bar on a terminal only: in a file the table's lines show the progress.
+    # The bar appears on a terminal only. In a file, the lines of the table show the progress.
     for row in tqdm(measured, total=len(cases), unit="case", leave=False, disable=None):
         rows.append(row)
         results.write(path, header, [results.without(told, row) for row in rows])

@@ -13,9 +13,9 @@ _TINY = 1e-36  # results below it may be 0
 
 
 def samples(args: Sequence[Any], out: Any) -> tuple[list[Any], list[Any]]:
-    """Returns some elements of arrays of one size, on the device.
+    """Returns some elements of arrays of equal size, on the device.
 
-    The stride is odd, so that every place in a pack is seen. Scalars are repeated.
+    The stride is odd, so that samples come from every position in a pack. Scalars are repeated.
     """
     results = jax.tree.leaves(out)
     n = results[0].size
@@ -29,7 +29,7 @@ def samples(args: Sequence[Any], out: Any) -> tuple[list[Any], list[Any]]:
 
 
 def doubles(sampled: Any) -> Any:
-    """Returns samples in float64, and conditions as they are."""
+    """Returns samples in float64, and conditions unchanged."""
 
     def widened(x: Any) -> Any:
         return np.asarray(x, bool if x.dtype == bool else np.float64)
@@ -38,7 +38,7 @@ def doubles(sampled: Any) -> Any:
 
 
 def ulp(exact: np.ndarray, dtype: Any) -> np.ndarray:
-    """The distance of neighbours among the dtype's numbers where ``exact`` is."""
+    """The distance between neighbouring numbers of the dtype at ``exact``."""
     about = jnp.finfo(dtype)
     exponent = np.where(exact == 0, int(about.minexp), np.frexp(exact)[1] - 1)
     exponent = np.maximum(exponent, int(about.minexp))
@@ -46,7 +46,7 @@ def ulp(exact: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def worst(result: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> str | None:
-    """Says which element is farthest beyond its bound, if one is."""
+    """Describes the element that is farthest beyond its bound; None if all are within bounds."""
     result, exact, bound = map(np.ravel, (result, exact, bound))
     with np.errstate(invalid="ignore"):
         error = np.abs(result.astype(np.float64) - exact)
@@ -63,7 +63,8 @@ def worst(result: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> str | Non
 class Exact(NamedTuple):
     """An exact result, the size of the terms that may cancel in it, and an activation's argument.
 
-    A tail is where the result is small against those. A ``product`` has an activation as a factor.
+    A result is in a tail if it is small compared with these two. A ``product`` has an activation as
+    a factor.
     """
 
     value: np.ndarray
@@ -73,10 +74,10 @@ class Exact(NamedTuple):
 
 
 def bound(exact: Exact, dtype: Any) -> np.ndarray:
-    """What is allowed: 2 ulp of 16 bits, 4 of f32 and a relative 1e-4 in f32's tails.
+    """The allowed error: 2 ulp in 16-bit dtypes, 4 ulp in f32, 1e-4 relative in tails of f32.
 
-    A product carries over a factor's relative error, of 4 ulp at most, and is rounded itself: as
-    ulps of the product those may be up to eight.
+    A product inherits a factor's relative error, at most 4 ulp of the factor, and is rounded
+    itself. Measured in ulp of the product, the inherited error may be up to eight.
     """
     value, cancelling, argument, product = exact
     rounding = 8 * np.ldexp(1.0, -24) * np.abs(cancelling) + _TINY
@@ -97,7 +98,7 @@ def wrong(out: Sequence[np.ndarray], expected: Sequence[Exact], dtype: Any) -> s
 
 
 def same(found: np.ndarray, expected: np.ndarray) -> str | None:
-    """Says which element is not equal, if one is; NaN is NaN."""
+    """Describes the first element that is not equal; None if all are. NaN equals NaN."""
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return f"a result of {found.dtype}, {found.shape}"
     equal = (found == expected) | ((found != found) & (expected != expected))

@@ -1,6 +1,6 @@
-"""What a copy of as many bytes costs: the most that any memory-bound op can reach.
+"""The time of a plain copy of as many bytes: the bound for any memory-bound op.
 
-On a GPU it is the plain kernel of ``csrc/copy.cu``, compiled by CuPy, and on a CPU XLA's negation
+On a GPU the copy is the kernel of ``csrc/copy.cu``, compiled by CuPy. On a CPU it is XLA's negation
 of a float32 array.
 """
 
@@ -19,7 +19,7 @@ _SOURCE = Path(__file__).with_name("csrc") / "copy.cu"
 
 @functools.lru_cache(maxsize=1)
 def copy(nbytes: int) -> Contender:
-    """Returns the copy that reads and writes ``nbytes`` in all; it keeps its buffers."""
+    """Returns a copy that reads and writes ``nbytes`` in total, and keeps its buffers."""
     return (_packs if jax.default_backend() == "gpu" else _negation)(nbytes)
 
 

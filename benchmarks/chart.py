@@ -1,7 +1,8 @@
-"""The chart of README: by what `accelerate` makes programs and calls faster, from the results.
+"""The chart of README: the speedups of programs and calls inside `accelerate`, from the results.
 
-An SVG by hand: text stays text, and no release of a library changes it. Its colours are read on
-white as on black, as sites switch to dark without telling pictures.
+The SVG is written by hand, so that text stays text and no release of a library changes it. Its
+colours are legible on white and on black, because sites switch to dark mode without telling
+pictures.
 """
 
 import math
@@ -12,7 +13,7 @@ from . import results
 from .results import Row
 from .tables import ratio
 
-WIDTH, LEFT, LINE, FONT = 480, 196, 23, 14  # legible on a phone at three quarters of the size
+WIDTH, LEFT, LINE, FONT = 480, 196, 23, 14  # legible on a phone at 75 % of the size
 TEXT = "#787878"
 GROUPS = {"step": ("programs", "#3b82d6"), "call": ("single calls, mean over dtypes", "#16a08a")}
 NAMES = {
@@ -33,7 +34,7 @@ def label(op: str) -> str:
 
 
 def svg(rows: Sequence[Row], device: str) -> str:
-    """A bar a program, then one a call: the mean over dtypes of jnp's time over ours."""
+    """One bar per program, then one per call: jnp's time divided by ours, a mean over dtypes."""
     gains = {
         key: gain
         for key, its in results.by(rows, "group", "op").items()

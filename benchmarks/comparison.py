@@ -1,4 +1,4 @@
-"""``python -m benchmarks compare OLD NEW``: what got slower or faster by more than the noise."""
+"""``python -m benchmarks compare OLD NEW``: what became slower or faster, beyond noise."""
 
 import argparse
 import statistics
@@ -8,7 +8,7 @@ from pathlib import Path
 from . import results, survey
 from .results import Result, Row
 
-# Two runs differ by more than the samples of either show: by 1 %, and by a few ticks of a clock.
+# Two runs differ by more than the spread within either run: by 1 %, and by a few clock ticks.
 _LEAST_SHARE, _LEAST_US = 0.01, 0.05
 
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(old: Result, new: Result) -> str:
-    """Returns the rows that differ, slowest first, and what makes the runs hard to compare."""
+    """Returns the rows that differ, slowest first, and warnings if the runs are hard to compare."""
     before, after = ({(r["suite"], r["case"]): r for r in result.rows} for result in (old, new))
     both = [key for key in after if key in before]
     origins = [f"{r.header.get('commit')} of {r.header['date'][:16]}" for r in (old, new)]
@@ -57,9 +57,10 @@ def compare(old: Result, new: Result) -> str:
 
 
 def change(before: Row, after: Row) -> float | None:
-    """Returns the new time of ours over the old one if they differ by more than the noise.
+    """Returns our new time divided by our old one if they differ by more than the noise.
 
-    The noise is the sum of both interquartile ranges.
+    The noise is the sum of both interquartile ranges, or the least difference of two runs if that
+    is larger.
     """
     if "us" not in before or "us" not in after:
         return None
@@ -69,7 +70,7 @@ def change(before: Row, after: Row) -> float | None:
 
 
 def differences(old: Result, new: Result) -> list[str]:
-    """Returns what makes times of two runs hard to compare, of what both have recorded."""
+    """Returns the differences between two runs that make their times hard to compare."""
     names = ("device", "devices", "driver", "host", "cores", "native", "clock")
     facts, copies = [], []
     for header, rows in (old, new):

@@ -1,4 +1,4 @@
-"""Where a result comes from, without host names or directories."""
+"""The origin of a result, without host names or directories."""
 
 import datetime
 import importlib.metadata
@@ -22,7 +22,7 @@ def header(argv: list[str], module: str = "benchmarks", devices: int = 1) -> dic
     """Returns the header of a result: devices, versions, commit, date and command line."""
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
-    owners = importlib.metadata.packages_distributions()  # CuPy has many names
+    owners = importlib.metadata.packages_distributions()  # CuPy's distribution has many names
     found = {
         "device": device.device_kind if on_gpu else cpu_model(),
         "devices": devices,
@@ -48,7 +48,7 @@ def _nvidia_smi(field: str) -> str | None:
 def _commit() -> str | None:
     """Returns the commit, with a "+" if tracked files other than results differ from it.
 
-    A copy of the tree without its history is told the commit by JOF_BENCHMARK_COMMIT.
+    In a copy of the tree without its history, JOF_BENCHMARK_COMMIT gives the commit.
     """
     if commit := os.environ.get("JOF_BENCHMARK_COMMIT"):
         return commit
@@ -72,7 +72,7 @@ def cpu_model() -> str:
 
 
 def _run(*command: str) -> str | None:
-    """Returns the output of a command, None if it is not there or fails."""
+    """Returns the output of a command; None if the command does not exist or fails."""
     try:
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -14,11 +14,11 @@ Array = Any
 class Input(NamedTuple):
     """An array that a case takes.
 
-    Kinds of values: "normal", of standard deviation 3; "wide", of magnitudes from 2^-12 to 2^12;
-    "divisor", none near 0; "scalar", 0.75; "condition", half of them true; "hash", integers that
-    the dtype holds exactly. Kinds of indices below ``limit``: "uniform"; "hot", half of them one
-    index; "one", all of them one index; "sorted"; "skewed", ``limit * u**4`` of a uniform u;
-    "zipf", with a probability of about 1 / index.
+    Kinds of values: "normal", with standard deviation 3; "wide", with magnitudes from 2^-12 to
+    2^12; "divisor", none near 0; "scalar", 0.75; "condition", half of them true; "hash", integers
+    that the dtype represents exactly. Kinds of indices below ``limit``: "uniform"; "hot", half of
+    them one index; "one", all of them one index; "sorted"; "skewed", ``limit * u**4`` of a uniform
+    u; "zipf", with a probability of about 1 / index.
     """
 
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Input(NamedTuple):
 
 
 def shapes(inputs: Sequence[Input]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns what functions of the inputs are traced with."""
+    """Returns the shapes and dtypes with which functions of the inputs are traced."""
     return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
 
 
@@ -61,7 +61,7 @@ def _draw(seed: Array, x: Input) -> Array:
 
 
 def _bits(seed: Array, shape: tuple[int, ...]) -> Array:
-    """Returns uint32 that look random: the finalizer of MurmurHash3 of the element's place."""
+    """Returns pseudorandom uint32: the finalizer of MurmurHash3 applied to the element's index."""
     x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
     x = x * np.uint32(0x9E3779B1) ^ seed
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

@@ -1,8 +1,8 @@
 """``python -m benchmarks policy``: writes `jax_oneflow_ops/policy.json` from the results.
 
-Listed cases and those of surveys count alike. A case is of the kind of the one call that its
-program makes. Kernels are compared with what the default runs instead, if that was measured: with
-``--implementation native default xla``. Else it is taken to be the fastest form in jnp.
+Listed cases and those of surveys have equal weight. A case has the kind of the call that its
+program makes. Kernels are compared with what the default runs instead of them, if that was measured
+(``--implementation native default xla``), else with the fastest form in jnp.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def made(root: Path) -> str:
-    """The file's text, a line a kind."""
+    """The file's text, with one line per kind."""
     found = defaultdict(list)
     for path in sorted(root.glob("*/*.jsonl")):
         result = survey.read(path)
@@ -67,7 +67,7 @@ def _device(name: str, found: Sequence[Result]) -> str:
 
 
 def _samples(result: Result) -> Iterator[tuple[_policy.Call, float, float, float]]:
-    """The call of each case, the times of native kernels and of XLA, the spread."""
+    """Yields the call of each case, the times of native kernels and of XLA, and the spread."""
     cases = survey.cases(result)
     for row in result.rows:
         xla = results.form(row) if "us" in row and row.get("ran") != "xla" else None
@@ -77,7 +77,7 @@ def _samples(result: Result) -> Iterator[tuple[_policy.Call, float, float, float
 
 
 def call_of(case: Case) -> _policy.Call | None:
-    """What the policy is asked about a case; of a pullback the last call is the one that runs."""
+    """The call of a case that the policy decides about: the last one, which runs in pullbacks."""
     with precision(case):
         work = case.work()
         if not isinstance(work, Work):

@@ -1,11 +1,11 @@
-"""Results: JSON lines, a header with what they come from and then one line a case.
+"""Results as JSON lines: a header that describes their origin, and then one line per case.
 
 A row has the suite, the case, its op, group, dtype, shape and bytes; ``us`` and ``iqr``, the median
-and the interquartile range of ours in microseconds; ``copy``, the time of a plain copy of as many
-bytes; ``xla``, the medians of the jnp forms, as users write it first; ``others``, those of other
-libraries and of variants of ours. A rival that failed has its error message instead. A case that
-failed has ``error``. Files leave out what the case itself tells, and lines of surveys are `packed`;
-`survey.read` adds the rest.
+and the interquartile range of our times in microseconds; ``copy``, the time of a plain copy of as
+many bytes; ``xla``, the medians of the jnp forms, with the form that users write first; and
+``others``, the medians of other libraries and of our variants. A rival that failed has its error
+message instead of a time. A case that failed has ``error``. Files leave out the fields that follow
+from the case's name, and lines of surveys are `packed`; `survey.read` restores them.
 """
 
 import json
@@ -35,7 +35,7 @@ def write(path: Path, header: dict[str, Any], rows: Iterable[Row]) -> None:
 
 
 def read(path: Path) -> Result:
-    """Reads a result; raises ValueError if the file is none."""
+    """Reads a result; raises ValueError if the file does not contain one."""
     try:
         header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
@@ -51,33 +51,33 @@ def numbers(medians: dict[str, Any]) -> dict[str, float]:
 
 
 def best(row: Row) -> tuple[str, float] | None:
-    """Returns XLA's best form, and its time over ours: above 1, ours is faster."""
+    """Returns XLA's best form, and its time divided by ours: above 1, ours is faster."""
     ratios = {name: us / row["us"] for name, us in numbers(row.get("xla", {})).items()}
     return min(ratios.items(), key=lambda pair: pair[1], default=None)
 
 
 def as_written(row: Row) -> float | None:
-    """Returns the time over ours of the call as users write it, the first form."""
+    """Returns the time of the first form, the call as users write it, divided by ours."""
     return rival(row, {"cast": "astype", "upsample": "resize"}.get(row["suite"], "jnp"))
 
 
 def rival(row: Row, name: str) -> float | None:
-    """Returns the time over ours of a form or of another library."""
+    """Returns the time of a form or of another library, divided by ours."""
     us = numbers({**row.get("xla", {}), **row.get("others", {})}).get(name)
     return None if us is None else us / row["us"]
 
 
 def without(told: dict[str, Row], row: Row) -> Row:
-    """A row without what its case tells, but with the case's name."""
+    """A row without the fields that follow from its case, but with the case's name."""
     known = told.get(row["case"], {})
     return {k: v for k, v in row.items() if k == "case" or k not in known or known[k] != v}
 
 
 def packed(rows: Iterable[Row]) -> list[Any]:
-    """Lines that have no more than drawing the cases again does not tell; errors as they are.
+    """Lines without the fields that drawing the cases again restores. Errors are unchanged.
 
-    A line has the case; the time of native kernels and its spread; the times of XLA's best form, of
-    the default, and of the `form` that the default may run instead of kernels.
+    A line has the case, the time of native kernels and its spread, and the times of XLA's best
+    form, of the default, and of the `form` that the default may run instead of kernels.
     """
     lines: list[Any] = []
     for row in rows:
@@ -95,8 +95,8 @@ def packed(rows: Iterable[Row]) -> list[Any]:
 def form(row: Row) -> float | None:
     """The time of the form that the default may run instead of kernels.
 
-    That is "xla" where it was measured beside kernels. Else it is jnp in float32 of sums, and of
-    others the fastest form, which the default may not have.
+    That is "xla" if it was measured together with the kernels. Otherwise it is jnp in float32 for
+    sums, and the fastest form for others, which the default may not have.
     """
     forms, own = numbers(row["xla"]), numbers(row["others"]).get("xla")
     if row.get("form") is not None:

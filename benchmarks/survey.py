@@ -1,7 +1,7 @@
-"""``python -m benchmarks survey --seed N``: random shapes and dtypes, native against XLA's best.
+"""``python -m benchmarks survey --seed N``: random shapes and dtypes, against XLA's best.
 
-The listed cases are those that kernels are tuned on. This draws others: from one seed always the
-same, from another seed others. Every result is checked, as those of listed cases are.
+Kernels are tuned on the listed cases. This command draws other cases from a seed: the same seed
+always gives the same cases. Every result is checked, as for listed cases.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from .suites import FAMILIES, SUITES, load
 SLOW = 0.95
 LARGEST = {"gpu": 1 << 30, "cpu": 64 << 20}
 """The most bytes that a case reads and writes."""
-CHECKED = 1 << 20  # where values are checked only
+CHECKED = 1 << 20  # the most bytes with --check-only
 _BANDS = ((1 << 20, "under 1 MB"), (16 << 20, "1 to 16 MB"), (1 << 62, "over 16 MB"))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints the tables, and returns 1 if a result is wrong."""
+    """Measures, prints the tables, and returns 1 if a row is an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks survey", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="which cases are drawn")
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=FAMILIES)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw(seed: int, counts: dict[str, int], largest: int) -> list[Case]:
-    """Draws cases; those of a family do not depend on which others are drawn."""
+    """Draws cases. Those of a family do not depend on the other families that are drawn."""
     cases: dict[str, Case] = {}
     for family, count in counts.items():
         rng = np.random.default_rng([seed, FAMILIES.index(family)])
@@ -68,7 +68,7 @@ def count(family: str) -> int:
 
 
 def read(path: Path) -> results.Result:
-    """Reads a result. Its rows get what their cases tell, which those of surveys are drawn for."""
+    """Reads a result and adds the fields of its cases; those of surveys are drawn again."""
     result = results.read(path)
     suite = result.header.get("suite", "")
     if suite and suite not in SUITES:
@@ -103,7 +103,7 @@ HEAD = ["cases", "mean", "worst", "under 0.95x", "by more than noise", "worst ca
 
 
 def text(rows: Sequence[Row], implementation: str, first: str) -> str:
-    """Returns the tables of one of the implementations that were measured together."""
+    """Returns the tables of one of the implementations that were measured in the same run."""
     rows = timed(rows, implementation, first)
     made = {f"{implementation}, by {what}": summaries(rows, what) for what in LABELS}
     slowest = []
@@ -115,7 +115,7 @@ def text(rows: Sequence[Row], implementation: str, first: str) -> str:
 
 
 def timed(rows: Sequence[Row], implementation: str, first: str = "native") -> list[Row]:
-    """The rows that were measured, with the time of an implementation as ours."""
+    """The rows that were measured, with an implementation's time in place of ours."""
     rows = [row for row in rows if "us" in row and results.best(row)]
     if implementation == first:
         return rows
@@ -134,11 +134,11 @@ LABELS: dict[str, Callable[[Row], str]] = {
     "size": lambda row: f"{row['suite']}, {_BANDS[_band(row)[1]][1]}",
     "strategy": lambda row: row.get("plan", "").partition(",")[0],
 }
-"""What rows are summarised by."""
+"""The labels by which rows are summarised."""
 
 
 def summaries(rows: Sequence[Row], by_what: str) -> list[list[str]]:
-    """A line a label: cases, geometric mean, worst, shares under 0.95x, the worst case's shape."""
+    """One line per label: cases, geometric mean, worst, shares under 0.95x, worst case."""
     labelled = sorted(({**row, "label": LABELS[by_what](row)} for row in rows), key=_band)
     lines = []
     for (label,), found in results.by(labelled, "label").items():
@@ -158,5 +158,5 @@ def _band(row: Row) -> tuple[int, int]:
 
 
 def _ratio(row: Row) -> float:
-    """XLA's best form's time over ours."""
+    """The time of XLA's best form divided by ours."""
     return (results.best(row) or ("", math.inf))[1]

@@ -1,4 +1,4 @@
-"""Tables in Markdown, what a run prints, and how numbers are written."""
+"""Markdown tables, the lines that a run prints, and number formats."""
 
 from collections.abc import Sequence
 
@@ -36,11 +36,11 @@ def size(nbytes: int) -> str:
 
 
 PROGRESS = ("case", "us", "spread", "copy", "jnp", "best", "other")
-_WIDTHS = (50, 9, 7, 5, 7, 7, 7)  # with what follows at most 100 columns
+_WIDTHS = (50, 9, 7, 5, 7, 7, 7)  # at most 100 columns, with the mark at the end
 
 
 def progress(row: Row) -> str:
-    """Returns one row; ratios are the rival's time over ours."""
+    """Returns the line of a row; ratios are the rival's time divided by ours."""
     if "us" not in row:
         return f"{row['case']} {'ERROR: ' + row['error'] if 'error' in row else 'is right'}"
     others = [us / row["us"] for us in results.numbers(row["others"]).values()]
@@ -57,7 +57,7 @@ def aligned(cells: Sequence[str]) -> str:
 
 
 def notes(header: Row, rows: Sequence[Row]) -> list[str]:
-    """What the columns mean, and which rivals are missing, failed or disagree."""
+    """Explains the columns, and lists the rivals that are missing, failed or disagree."""
     lines = [
         "copy: share of a plain copy's bandwidth. Then times over ours: jnp as users write it,",
         "XLA's best form, the fastest other library or variant. <: XLA's best is faster.",

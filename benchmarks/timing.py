@@ -1,13 +1,14 @@
-"""Clocks, and the one comparison that every time comes from.
+"""Clocks, and the comparison that produces every time.
 
 On a GPU the clock is CUPTI, through the extension that JAX's own ``mosaic.gpu.profiler`` uses. It
 records every kernel of the process, so JAX, PyTorch and CuPy are timed by one instrument, without
-launch gaps. It does not record memcpys and memsets: where these matter, and on a CPU, the clock is
-the wall.
+launch gaps. It does not record memcpys and memsets: where these matter, and on CPUs, wall time is
+measured.
 
-Contenders take turns (A B C, B C A, ...): a drift of the clocks affects all of them alike. Every
-call uses the next of several input sets, so that no contender finds in a cache what another has
-just read. On a GPU the results of a turn are held, so that writes rotate beyond the caches, too.
+Contenders take turns (A B C, B C A, ...), so that a drift of the clock rates affects all of them
+equally. Every call uses the next of several input sets, so that no contender finds data in a cache
+that another has just read. On a GPU the results of a turn are kept until it ends, so that writes
+exceed the caches, too.
 """
 
 import importlib
@@ -24,7 +25,7 @@ _MAX_SETS = 8
 
 
 def rotation_sets(nbytes: int) -> int:
-    """Returns how many input sets rotate beyond the caches if a call moves ``nbytes``."""
+    """Returns how many input sets are needed to exceed the caches if a call moves ``nbytes``."""
     if nbytes >= 4 * ROTATION_BYTES:  # one call evicts everything
         return 1
     return max(2, min(_MAX_SETS, -(-ROTATION_BYTES // max(nbytes, 1))))
@@ -32,7 +33,7 @@ def rotation_sets(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time: ``call(i)`` starts call i and returns its result, ``sync`` waits."""
+    """Something to time: ``call(i)`` starts call i and returns a result; ``sync`` waits for it."""
 
     name: str
     call: Callable[[int], Any]
@@ -40,12 +41,12 @@ class Contender:
 
 
 Turn = tuple[Contender, int]  # calls i, i + 1, ... of one contender
-# Of each contender by name: its samples, in microseconds a call, or its error message.
+# For each contender, by name: its samples, in microseconds per call, or its error message.
 Outcome = dict[str, list[float] | str]
 
 
 def _take(contender: Contender, calls: range, outcome: Outcome) -> float:
-    """Returns the wall time of calls, whose results are held until the last has ended."""
+    """Returns the wall time of calls. Their results are kept until the last has ended."""
     if isinstance(outcome[contender.name], str):
         return 0.0
     begin = time.perf_counter()
@@ -58,7 +59,7 @@ def _take(contender: Contender, calls: range, outcome: Outcome) -> float:
 
 @dataclass(frozen=True)
 class WallClock:
-    """Host time of calls, including their results, which are dropped at once."""
+    """Host time of calls, including the release of their results."""
 
     # A contender takes `rounds` turns of `calls` calls, or as many as fit into `budget_us`.
     rounds: int = 24
@@ -79,9 +80,9 @@ WALL_OF_GPU = WallClock(rounds=5, calls=8, budget_us=1e6)
 class CuptiClock:
     """Device time of the kernels of each call.
 
-    A session costs far more than the kernels in it, so one session holds all turns, separated by a
-    marker kernel. The first call of a turn is not counted: the first kernel of a session is up to
-    3 us slower.
+    A session costs far more than the kernels in it, so one session covers all turns, which are
+    separated by a marker kernel. The first call of a turn is not counted: the first kernel of a
+    session is up to 3 us slower.
     """
 
     name, rounds, calls, budget_us = "cupti", 3, 8, 1e6
@@ -93,16 +94,16 @@ class CuptiClock:
         self._mark = make_marker()
 
     def record(self, turns: Sequence[Turn], outcome: Outcome) -> None:
-        """Adds one sample a call, the sum of its kernels.
+        """Adds one sample per call, the sum of its kernels.
 
-        If the records of the shared session are out of order, every turn has its own.
+        If the records of the shared session are out of order, every turn gets its own session.
         """
         if not self._session(turns, outcome):
             for turn in turns:
                 self._session([turn], outcome)
 
     def _session(self, turns: Sequence[Turn], outcome: Outcome) -> bool:
-        """Takes turns in one session. Returns False, and adds no samples, if records are mixed."""
+        """Takes turns in one session; returns False and adds no samples if records are mixed up."""
         self._extension._cupti_init()
         try:
             for contender, i in turns:
@@ -115,7 +116,8 @@ class CuptiClock:
         if len(turns) == 1:  # no marker is needed
             parts = [[us for name, us in records if name != MARKER]]
         pairs = [*zip([contender.name for contender, _ in turns], parts, strict=False)]
-        # Every turn of a contender has as many kernels. The first contender, ours, has some.
+        # All turns of a contender have the same number of kernels, and ours, the first, has at
+        # least one.
         counts = {(name, len(part)) for name, part in pairs if isinstance(outcome[name], list)}
         uneven = len(counts) > len({name for name, _ in counts})
         if len(turns) > 1 and (uneven or len(parts) != len(turns) or not parts[0]):
@@ -144,7 +146,7 @@ def split_at_markers(records: Sequence[tuple[str, float]]) -> list[list[float]]:
 
 
 def make_marker() -> Callable[[], None]:
-    """Returns a function that launches a kernel of a known name."""
+    """Returns a function that launches a kernel with a known name."""
     import cupy
 
     kernel = cupy.RawKernel(f'extern "C" __global__ void {MARKER}() {{}}', MARKER)
@@ -153,7 +155,7 @@ def make_marker() -> Callable[[], None]:
         kernel((1,), (1,), ())
         cupy.cuda.Device().synchronize()
 
-    mark()  # which compiles it
+    mark()  # compiles it
     return mark
 
 
@@ -169,7 +171,7 @@ Clock = WallClock | CuptiClock
 
 
 def compare(contenders: Sequence[Contender], clock: Clock, effort: float = 1.0) -> Outcome:
-    """Times contenders in turns. One that fails gets its error message instead of samples.
+    """Times contenders in turn. One that fails gets its error message instead of samples.
 
     A contender takes fewer turns if all of them do not fit into the clock's budget. One whose calls
     take longer than SLOW_US is timed by one call on the wall clock. An ``effort`` below 1 takes

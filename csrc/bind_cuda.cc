@@ -5,7 +5,7 @@
 namespace {
 
 // The newest CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a
-// driver. Initialises nothing.
+// driver. It does not initialise CUDA.
 int DriverVersion() {
   int version = 0;
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;

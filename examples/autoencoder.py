@@ -1,11 +1,11 @@
 """An autoencoder of images in bfloat16, its batches sharded over all devices.
 
-Strided convolutions make an image smaller, `upsample_nearest2d` and convolutions make it large
-again. Parameters are float32, everything between is bfloat16. Batches are sharded and parameters
-are on every device, so that the sums of gradients should be all that devices tell each other.
+Strided convolutions make an image smaller; `upsample_nearest2d` and convolutions enlarge it again.
+Parameters are float32, activations are bfloat16. Batches are sharded and parameters are replicated,
+so the only communication should be the all-reduces of gradients.
 
-The same steps run on one device. The program fails where the losses differ, where there is another
-collective than all-reduce, or where the step lacks one of this package's custom calls.
+The same steps run on one device. The program fails if the losses differ, if there is a collective
+other than all-reduce, or if the step lacks one of this package's expected custom calls.
 
     python -m examples.autoencoder
 """
@@ -23,15 +23,16 @@ from jax.sharding import PartitionSpec as P
 import jax_oneflow_ops as jof
 from examples import training
 
-CHANNELS = (3, 64, 128, 16)  # at the image's size, a half, a quarter and an eighth of it
+CHANNELS = (3, 64, 128, 16)  # at full, half, a quarter and an eighth of the image's size
 BLOBS = 6  # in an image
 CALLS = (
     *("jof_permute", "jof_cast", "jof_silu", "jof_silu_vjp", "jof_gelu_tanh", "jof_gelu_tanh_vjp"),
     *("jof_upsample_nearest2d", "jof_upsample_nearest2d_backward"),
 )
-# Each device rounds its part of a gradient to bfloat16's 8 bits before the parts are summed, where
-# one device rounds once, and later steps start from there. Measured on CPUs: losses differ by 0.002
-# at most in 100 steps; with half a gradient, as where a sum over two devices is missing, by 0.3.
+# Several devices round their parts of a gradient to bfloat16's 8 bits before the parts are summed;
+# one device rounds once. Later steps carry the difference on. Measured on CPUs: losses differ by
+# 0.002 at most in 100 steps. With half a gradient, as if an all-reduce over two devices were
+# missing, they differ by 0.3.
 TOLERANCE = 2**-6
 
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def images(key: jax.Array, batch: int, size: int) -> jax.Array:
-    """Blobs of random places, widths and colours: (batch, 3, size, size), uint8."""
+    """Images of blobs with random places, widths and colours: (batch, 3, size, size), uint8."""
     keys = jax.random.split(key, 3)
     place = jax.random.uniform(keys[0], (2, batch, BLOBS, 1))
     width = jax.random.uniform(keys[1], (batch, BLOBS, 1), minval=0.05, maxval=0.3)
@@ -81,7 +82,7 @@ def init(key: jax.Array) -> list[jax.Array]:
 
 
 def loss(kernels: list[jax.Array], images: jax.Array) -> jax.Array:
-    """The mean square of what differs from the images."""
+    """The mean squared error of the reconstructed images."""
     # Convolutions are fastest with the channels last.
     x = jof.cast(jof.permute(images, (0, 2, 3, 1)), jnp.bfloat16) / 127.5 - 1
     y = x
@@ -96,7 +97,7 @@ def loss(kernels: list[jax.Array], images: jax.Array) -> jax.Array:
 
 
 def double(x: jax.Array) -> jax.Array:
-    """Twice as wide and high."""
+    """Doubles the width and the height of images."""
     return jof.upsample_nearest2d(x, 2, data_format="NHWC")
 
 

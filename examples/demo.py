@@ -1,12 +1,12 @@
 """A training step, unchanged, with `accelerate` and without: ``make demo``.
 
 A small network learns a photograph from random pixels. Its inputs are interpolated from two grids
-of features, which are learned, too (as in instant neural graphics primitives, but without hashes).
-It computes in bfloat16. The gradients of the lookups in the grids are scatters, which take most of
-the step.
+of features, which are also learned (as in instant neural graphics primitives, but without hashes).
+It computes in bfloat16. The gradients of the grid lookups are scatters, which take most of the
+step's time.
 
-The program prints what `explain` finds in the step, trains with the step as it is and inside
-`accelerate`, and draws what each of them has learned after the same time.
+The program prints the report of `explain` for the step, trains with the unchanged step and with the
+step inside `accelerate`, and draws what each has learned after the same time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import jax_oneflow_ops as jof
 BATCH = 1 << 15  # pixels
 CELLS = (32, 192)  # along each side of a grid
 WIDTH = 32  # features of a cell, and of the network
-STEPS = 16  # of the program as it is; with accelerate as many as take the same time
-EVERY = 4  # steps between two looks at the picture
+STEPS = 16  # without accelerate; with it, as many as take the same time
+EVERY = 4  # steps between two renderings of the picture
 
 Params = dict[str, Any]
 OPTIMIZER = optax.adam(0.02)
@@ -44,7 +44,7 @@ OPTIMIZER = optax.adam(0.02)
 
 
 def init(key: jax.Array) -> Params:
-    """The grids, as tables of a row for each corner of a cell, and three dense layers."""
+    """The grids, as tables with a row for each corner of a cell, and three dense layers."""
     *keys, key = jax.random.split(key, 4)
     grids = [0.1 * jax.random.normal(key, ((n + 1) ** 2, WIDTH)) for n in CELLS]
     widths = (WIDTH * len(CELLS), WIDTH, WIDTH, 3)
@@ -56,7 +56,7 @@ def init(key: jax.Array) -> Params:
 
 
 def colours(params: Params, places: jax.Array) -> jax.Array:
-    """The picture at places, (n, 2) from 0 to 1."""
+    """The colours of the picture at places: (n, 2), from 0 to 1."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     features = []
     for grid, cells in zip(params["grids"], CELLS, strict=True):
@@ -92,12 +92,12 @@ def train_step(params: Params, moments: Any, photo: jax.Array, key: jax.Array) -
 
 @dataclass
 class Run:
-    """What training has reached, and when."""
+    """The progress of a training run."""
 
     name: str
-    seconds: list[float] = field(default_factory=list)  # a step each, without compiling
-    decibels: list[float] = field(default_factory=list)  # the picture's quality, at some ...
-    when: list[float] = field(default_factory=list)  # ... of the seconds
+    seconds: list[float] = field(default_factory=list)  # of each step, without compilation
+    decibels: list[float] = field(default_factory=list)  # the picture's quality, at ...
+    when: list[float] = field(default_factory=list)  # ... these times
     picture: Any = None
 
 
@@ -142,7 +142,7 @@ def load_photo() -> jax.Array:
 def train(
     name: str, step: Callable[..., Any], state: Any, photo: jax.Array, seconds: float = 0
 ) -> Run:
-    """Trains for so many seconds, or else STEPS; compiling and looking do not count."""
+    """Trains for `seconds`, or for STEPS if 0. Compilation and rendering do not count."""
     run, keys = Run(name), jax.random.split(jax.random.key(2), 100 * STEPS)
     compiled = jax.jit(step).lower(*state, photo, keys[0]).compile()
     look = jax.jit(lambda params: render(params, photo.shape[:2])).lower(state[0]).compile()
@@ -172,12 +172,12 @@ def render(params: Params, shape: tuple[int, ...]) -> jax.Array:
 
 
 def median(run: Run) -> float:
-    """Milliseconds of a step."""
+    """The median time of a step, in milliseconds."""
     return 1e3 * float(np.median(run.seconds))
 
 
 def draw(photo: jax.Array, plain: Run, ours: Run, file: Path) -> None:
-    """What each way has learned, and how fast."""
+    """Draws what each run has learned, and how fast."""
     figure, axes = plt.subplots(1, 4, figsize=(14, 4.2), layout="constrained", facecolor="white")
     figure.suptitle(
         f"The same program for the same time: {median(plain):.1f} ms a step as it is, "

@@ -1,11 +1,12 @@
-"""Bags of words are classified; the table of the words' rows is sharded over devices.
+"""Classifies bags of words, with an embedding table that is sharded over devices.
 
-The mean of a bag's rows, a dense layer, softmax: as fastText does. The table is sharded by rows, by
-columns, and not at all. Batches are sharded over the devices that the table is not sharded over.
+The model is that of fastText: the mean of a bag's rows, a dense layer and softmax. The table is
+sharded by rows, sharded by columns, or replicated. Batches are sharded over the mesh axes that do
+not shard the table.
 
-The same steps run on one device. The program fails where the losses differ, where there is another
-collective than all-reduce, where a sharded table or its gradient is sent as a whole, or where the
-step lacks one of this package's custom calls.
+The same steps run on one device. The program fails if the losses differ, if there is a collective
+other than all-reduce, if a collective is as large as a sharded table, or if the step lacks one of
+this package's expected custom calls.
 
     python -m examples.embedding
 """
@@ -24,14 +25,14 @@ import jax_oneflow_ops as jof
 from examples import training
 
 CLASSES = 64
-# Sums over devices are in another order. Of a bfloat16 table each device rounds the gradient of its
-# bags to 8 bits, before they are summed. Measured on CPUs: 2e-5 in 200 steps, and 2e-7 in float32;
-# half a gradient makes 0.1 in 20.
+# Sums over devices have another order. If the table is bfloat16, each device rounds the gradient of
+# its bags to 8 bits before the all-reduce. Measured on CPUs: losses differ by 2e-5 in 200 steps, in
+# float32 by 2e-7; with half a gradient, by 0.1 in 20 steps.
 TOLERANCE = {"bfloat16": 2**-9, "float32": 2**-14}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains on one device and in every division, and returns the exit status."""
+    """Trains on one device and with every sharding, and returns the exit status."""
     parser = training.arguments(__doc__, steps=200, batch=2048)
     parser.add_argument("--length", type=int, default=32, help="words of a bag")
     parser.add_argument("--vocabulary", type=int, default=1_000_000, help="rows of the table")
@@ -57,13 +58,14 @@ def main(argv: Sequence[str]) -> int:
         calls=("jof_gather_rows", "jof_(segment_sum|scatter_add).*"),
     )
     count = options.devices or len(jax.devices())
-    over = 2 if count % 2 == 0 else count  # devices that share a table
+    over = 2 if count % 2 == 0 else count  # devices that one copy of the table is sharded over
     sharded = training.mesh_of(data=count // over, table=over)
-    # Divided batches have a sum over devices, in float32, of gradients of a part of the table.
+    # If batches are sharded, too, there is an all-reduce, in float32, of the gradient of a table
+    # shard.
     itemsize = jnp.dtype(options.dtype).itemsize if over == count else 4
     whole = options.vocabulary * options.width * itemsize
 
-    # The dense layer is sharded as what it multiplies: then its product is the sum of the parts.
+    # The dense layer is sharded like its input, so that its product is a sum over the shards.
     specs = {
         "rows": {"table": P("table"), "dense": P()},
         "columns": {"table": P(None, "table"), "dense": P("table")},
@@ -77,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def bags(key: jax.Array, batch: int, length: int, vocabulary: int) -> tuple[jax.Array, jax.Array]:
-    """The words of each bag and its class. By Zipf's law few are frequent; a class has its own."""
+    """The words and class of each bag. By Zipf's law a class has few frequent words."""
     of_class, of_rank = jax.random.split(key)
     label = jax.random.randint(of_class, (batch,), 0, CLASSES)
     rank = vocabulary ** jax.random.uniform(of_rank, (batch, length))

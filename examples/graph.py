@@ -1,10 +1,10 @@
-"""A graph network in bfloat16: nodes take the mean of messages along edges by `message_mean`.
+"""A graph network in bfloat16: nodes receive the mean of messages by `message_mean`.
 
-One kernel reads what both ends of an edge know, computes the message and adds it up. Neither it nor
-its gradient stores a row for each edge. `segment_plan` sorts each graph once. Some nodes are hubs,
-with many edges. The network learns the mean of what is around each node, one and two edges away.
-Parameters are float32. The same steps run by native kernels and by XLA; the program fails where
-their losses differ.
+One kernel reads the rows at both ends of an edge, computes the message and adds it to the sum.
+Neither it nor its gradient stores a row for each edge. `segment_plan` sorts each graph once. Some
+nodes are hubs, with many edges. The network learns the mean of the features around each node, one
+and two edges away. Parameters are float32. The same steps run with native kernels and with XLA; the
+program fails if their losses differ.
 
     python -m examples.graph --quick
 """
@@ -23,7 +23,7 @@ import jax_oneflow_ops as jof
 from examples import programs, training
 
 OPS = ("message_mean", "silu")
-# Nodes, edges, the width of what is known of a node, layers, the rate of learning.
+# Nodes, edges, the width of node features, layers, the learning rate.
 SIZES = {
     "full": (1 << 16, 1 << 20, 128, 2, 0.01),
     "small": (1 << 13, 1 << 16, 64, 2, 0.02),
@@ -34,7 +34,7 @@ Dense = partial(nn.Dense, dtype=jnp.bfloat16)
 
 
 class Graph(NamedTuple):
-    """The ends of edges, in no order, and the keywords of graph layers that know an order."""
+    """The ends of the edges, unsorted, and the plans of the graph, as keywords for graph layers."""
 
     senders: jax.Array
     receivers: jax.Array
@@ -42,7 +42,7 @@ class Graph(NamedTuple):
 
 
 class Layer(nn.Module):
-    """Nodes learn from their neighbours."""
+    """A layer that updates nodes from their neighbours."""
 
     @nn.compact
     def __call__(self, nodes: jax.Array, graph: Graph) -> jax.Array:
@@ -50,7 +50,8 @@ class Layer(nn.Module):
             return jax.nn.silu(sender + receiver)
 
         width = nodes.shape[1]
-        # Nodes are fewer than edges: what is linear is done before messages and after their mean.
+        # There are fewer nodes than edges, so linear maps come before messages and after their
+        # mean.
         tables = Dense(width)(nodes), Dense(width)(nodes)
         mean = jof.message_mean(message, tables, graph.senders, graph.receivers, **graph.plans)
         mean = Dense(width, use_bias=False)(mean)
@@ -59,7 +60,7 @@ class Layer(nn.Module):
 
 
 class GraphNetwork(nn.Module):
-    """A number for each node."""
+    """Predicts a number for each node."""
 
     width: int
     depth: int
@@ -73,7 +74,7 @@ class GraphNetwork(nn.Module):
 
 
 def problem(size: str) -> training.Problem:
-    """The model and its data."""
+    """The model and its data, for training."""
     nodes, edges, width, depth, rate = SIZES[size]
     model = GraphNetwork(width, depth)
 
@@ -95,11 +96,11 @@ def problem(size: str) -> training.Problem:
 
 
 def data(key: jax.Array, nodes: int, edges: int) -> tuple[jax.Array, Graph, jax.Array]:
-    """Features of nodes, a graph, and what is to be learned of nodes."""
+    """The features of nodes, a graph, and the targets of nodes."""
     of_features, of_senders, of_receivers = jax.random.split(key, 3)
     features = jax.random.normal(of_features, (nodes, FEATURES))
     senders = jax.random.randint(of_senders, (edges,), 0, nodes)
-    # The square of a uniform number is small often: the first nodes are hubs.
+    # The square of a uniform number is often small, so the first nodes are hubs.
     receivers = (nodes * jax.random.uniform(of_receivers, (edges,)) ** 2).astype(jnp.int32)
 
     def around(x: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
-"""Layers in place of jraph's, written with this package's graph layers.
+"""Replacements for jraph's layers, written with this package's graph layers.
 
-They take graphs of jraph whose nodes are one array, and the same parameters. Edge features are not
-read. `plans` are the `plan` and `sender_plan` of `jax_oneflow_ops.message_sum`, made once a graph.
+They take jraph graphs whose nodes are one array, and the same parameters. They ignore edge
+features. `plans` are the `plan` and `sender_plan` of `jax_oneflow_ops.message_sum`, made once per
+graph.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import jax.numpy as jnp
 import jax_oneflow_ops as jof
 
 Nodes = Callable[[jax.Array], jax.Array]
-Layer = Callable[..., Any]  # of a jraph.GraphsTuple and plans to a graph with other nodes
+Layer = Callable[..., Any]  # maps a jraph.GraphsTuple and plans to a graph with new nodes
 
 
 def graph_convolution(
     update_node_fn: Nodes, add_self_edges: bool = False, symmetric_normalization: bool = True
 ) -> Layer:
-    """`jraph.GraphConvolution`, of nodes that are one array."""
+    """`jraph.GraphConvolution`, for nodes that are one array."""
 
     def layer(graph: Any, **plans: Any) -> Any:
         nodes = update_node_fn(graph.nodes)
@@ -50,8 +51,8 @@ def gat(
 ) -> Layer:
     """`jraph.GAT` with the logits of its paper, ``leaky_relu(of_sender + of_receiver)``.
 
-    `jraph.GAT` takes one function of the rows of both ends. These two are computed for nodes, each
-    of which has many edges.
+    `jraph.GAT` takes one function of the rows at both ends of an edge. `of_sender` and
+    `of_receiver` are computed once per node, although a node has many edges.
     """
 
     def layer(graph: Any, **plans: Any) -> Any:

@@ -1,9 +1,9 @@
-"""A small language model in bfloat16: the gradient of `embedding_lookup` adds rows of equal tokens.
+"""A small language model in bfloat16, in which the gradient of `embedding_lookup` sums rows.
 
-By Zipf's law few tokens are frequent, so that many rows meet in one. The rest is a transformer, as
-in `examples/vit.py` but causal. In the made-up language every other token follows from the one
-before it. Parameters are float32. The same steps run by native kernels and by XLA; the program
-fails where their losses differ.
+Few tokens are frequent (Zipf's law), so many rows are added to the same row. The rest is a
+transformer, as in `examples/vit.py` but causal. In the artificial language, every other token is
+determined by the one before it. Parameters are float32. The same steps run with native kernels and
+with XLA; the program fails if their losses differ.
 
     python -m examples.language --quick
 """
@@ -23,7 +23,7 @@ from examples import programs, training
 from examples.vit import Block, Dense, Norm
 
 OPS = ("embedding_lookup", "swiglu", "permute")
-# Words of the vocabulary, texts, their length; the model's width, heads and depth; the rate.
+# Vocabulary size, texts, their length; the model's width, heads and depth; the learning rate.
 SIZES = {
     "full": (1 << 15, 64, 256, 512, 8, 2, 0.02),
     "small": (1 << 12, 8, 128, 128, 2, 2, 0.05),
@@ -32,7 +32,7 @@ SIZES = {
 
 
 class LanguageModel(nn.Module):
-    """Scores of the next token after each of (batch, length)."""
+    """Predicts scores of the next token, after each token of (batch, length)."""
 
     vocabulary: int
     width: int
@@ -50,7 +50,7 @@ class LanguageModel(nn.Module):
 
 
 def problem(size: str) -> training.Problem:
-    """The model and its data."""
+    """The model and its data, for training."""
     vocabulary, batch, length, width, heads, depth, rate = SIZES[size]
     model = LanguageModel(vocabulary, width, heads, depth)
 
@@ -72,7 +72,7 @@ def problem(size: str) -> training.Problem:
 
 
 def text(key: jax.Array, batch: int, length: int, vocabulary: int) -> jax.Array:
-    """Tokens (batch, length + 1): one by Zipf's law, one that follows from it, and so on."""
+    """Tokens (batch, length + 1): one drawn by Zipf's law, one that it determines, and so on."""
     rank = vocabulary ** jax.random.uniform(key, (batch, length // 2 + 1))
     token = rank.astype(jnp.int32) - 1
     return jnp.stack([token, (token + 1) // 2], axis=-1).reshape(batch, -1)[:, : length + 1]

@@ -1,8 +1,8 @@
-"""What the whole programs share: the same steps of training by native kernels and by XLA.
+"""Shared by whole programs: trains the same steps with native kernels and with XLA.
 
-A custom call is never fused with what is around it. What an op gains by itself may be lost in a
-program, so these are real ones, if small. The environment variable JAX_ONEFLOW_OPS_IMPLEMENTATION
-says which implementation runs; it is read when a function is traced.
+XLA never fuses a custom call with the operations around it. An op that gains by itself may
+therefore lose in a program, so these are realistic, if small, programs. The environment variable
+JAX_ONEFLOW_OPS_IMPLEMENTATION selects the implementation; it is read when a function is traced.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec
 from examples import training
 from examples.training import Division, Problem, Run, Tree
 
-STEPS = 64  # whose losses are compared; training is chaotic, and rounding shows more in later ones
-# Of `difference`. Both round to bfloat16's 8 bits, but in other places. Measured on CPUs: below
-# 4e-4; with half the gradient of one op 8e-3 to 0.1.
+STEPS = 64  # whose losses are compared; training is chaotic: later losses differ more
+# The largest allowed `difference`. Both runs round to bfloat16's 8 bits, but at different points.
+# Measured on CPUs: below 4e-4; with half the gradient of one op, 8e-3 to 0.1.
 TOLERANCE = 2**-8
 
 MODELS = ("unet", "vit", "graph", "language")
@@ -50,25 +50,25 @@ def calls(ops: Sequence[str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def implementation(choice: str) -> Iterator[None]:
-    """Functions that are traced inside run "native" kernels or "xla"."""
+    """A context in which functions that are traced run "native" kernels or "xla"."""
     with mock.patch.dict(os.environ, JAX_ONEFLOW_OPS_IMPLEMENTATION=choice):
         yield
 
 
 def batches(make: Callable[[jax.Array], Tree], count: int = 8) -> list[Tree]:
-    """Batches of random data."""
-    key = jax.random.key(1, impl="rbg")  # which compiles faster than the usual kind
+    """Batches of random data, from `make` and a random key each."""
+    key = jax.random.key(1, impl="rbg")  # compiles faster than the default kind
     make = jax.jit(make)
     return [make(key) for key in jax.random.split(key, count)]
 
 
 def on_one_device(variant: str) -> Division:
-    """Nothing is sharded."""
+    """A division on one device, in which nothing is sharded."""
     return Division(variant, training.mesh_of(data=1), PartitionSpec(), PartitionSpec())
 
 
 def main(problem_of: Callable[[str], Problem], doc: str | None, argv: Sequence[str]) -> int:
-    """Trains by native kernels and by XLA, compares, and returns the exit status."""
+    """Trains with native kernels and with XLA, compares, and returns the exit status."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the smallest size")
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -86,7 +86,7 @@ def main(problem_of: Callable[[str], Problem], doc: str | None, argv: Sequence[s
 
 
 def compare(problem: Problem, native: Run, xla: Run) -> int:
-    """Prints both runs; the number of things that are wrong."""
+    """Prints both runs, and returns the number of errors."""
     print(f"step{native.variant:>12}{xla.variant:>12}   loss")
     count = len(native.losses)
     for i in sorted({*range(0, count, max(1, count // 10)), count - 1}):
@@ -108,10 +108,10 @@ def compare(problem: Problem, native: Run, xla: Run) -> int:
 
 
 def difference(problem: Problem, native: Sequence[float], xla: Sequence[float]) -> float:
-    """How far apart the mean losses of a round of the batches are, relative to XLA's first loss.
+    """The difference of mean losses over a round of the batches, relative to XLA's first loss.
 
-    What rounding does to single losses is random and goes out of the mean; a wrong gradient does
-    not.
+    The effect of rounding on single losses is random, and averages out. That of a wrong gradient
+    does not.
     """
     apart = np.subtract(native[:STEPS], xla[:STEPS])
     starts = range(0, len(apart), len(problem.batches))

@@ -1,7 +1,7 @@
-"""What the training examples share: steps sharded over devices, checked against one device.
+"""Shared by the training examples: steps sharded over devices, checked against one device.
 
-Nothing here calls a collective. Arrays have shardings, `jax.jit` divides the step, and XLA adds the
-communication, which is read from the compiled step.
+No code here calls a collective. Arrays have shardings, `jax.jit` partitions the step, and XLA adds
+the collectives, which are read from the compiled step.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from tqdm import tqdm
 
 from benchmarks import environment, results
 
-Tree = Any  # of arrays, or of what stands for arrays
-State = tuple[Tree, Tree]  # what a step changes: parameters and their velocities
+Tree = Any  # of arrays, or of placeholders for arrays
+State = tuple[Tree, Tree]  # the state of training: parameters and their velocities
 
-# Plain momentum, not Adam: Adam divides by the gradient's size, and would hide a gradient that is
-# a multiple of the right one, as where a sum over devices is missing.
+# Plain momentum, not Adam: Adam divides by the gradient's magnitude, and would hide a gradient that
+# is a multiple of the right one, for example because an all-reduce is missing.
 MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained, and on what."""
+    """A model to train, and its data."""
 
     init: Callable[[jax.Array], Tree]  # the parameters, from a key
     loss: Callable[[Tree, Tree], jax.Array]  # of the parameters and a batch
-    batches: Sequence[Tree]  # which take turns
+    batches: Sequence[Tree]  # steps use them in turn
     rate: float
     items: int  # in a batch ...
     unit: str  # ... of these
-    tolerance: float  # of losses on several devices, relative to those on one
+    tolerance: float  # for losses on several devices, relative to those on one
     calls: tuple[str, ...]  # patterns of the custom calls that the step must have
 
 
@@ -56,18 +56,18 @@ class Division:
     mesh: Mesh
     params: Tree  # of PartitionSpecs
     batch: PartitionSpec
-    below: float = math.inf  # every collective moves fewer bytes
+    below: float = math.inf  # every collective has to move fewer bytes
 
 
 @dataclass(frozen=True)
 class Run:
-    """What some steps of training were."""
+    """The record of some training steps."""
 
     variant: str
     devices: int
     losses: list[float]
     rate: float  # items a second
-    collectives: dict[str, list[int]]  # the bytes of each kind's results
+    collectives: dict[str, list[int]]  # by kind, the bytes of their results
     calls: list[str]
 
 
@@ -82,7 +82,7 @@ def arguments(doc: str, steps: int, batch: int) -> argparse.ArgumentParser:
 
 
 def mesh_of(**axes: int) -> Mesh:
-    """A mesh of the first devices, from its axes' sizes."""
+    """A mesh of the first devices, with axes of the given sizes."""
     devices = jax.devices()[: math.prod(axes.values())]
     types = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
@@ -95,7 +95,8 @@ def _place(division: Division, specs: Tree) -> Tree:
 def start(problem: Problem, division: Division) -> State:
     """The state before the first step.
 
-    Random numbers do not depend on their sharding: every device makes its part of the parameters.
+    Random numbers do not depend on their sharding, so every device makes its own shard of the
+    parameters.
     """
 
     def made(key: jax.Array) -> State:
@@ -108,7 +109,7 @@ def start(problem: Problem, division: Division) -> State:
 
 
 def compiled(problem: Problem, division: Division, state: State) -> jax.stages.Compiled:
-    """The step from a state, which is donated, and a batch to the next state and the loss."""
+    """The compiled step, from a donated state and a batch to the next state and the loss."""
 
     def step(state: State, batch: Tree) -> tuple[State, jax.Array]:
         params, velocity = state
@@ -131,7 +132,7 @@ def compiled(problem: Problem, division: Division, state: State) -> jax.stages.C
 
 
 def train(problem: Problem, division: Division, steps: int, state: State) -> Run:
-    """Trains from a state, which is donated, on the devices of the division's mesh."""
+    """Trains from a state, which is donated, on the mesh of the division."""
     program = compiled(problem, division, state)
     batches = jax.device_put(problem.batches, _place(division, division.batch))
     losses, seconds = descend(program, state, batches, steps, division.variant)
@@ -153,14 +154,14 @@ def descend(
     steps: int,
     name: str,
 ) -> tuple[list[float], float]:
-    """Takes steps, on batches in turn, under a progress bar; the losses, and a step's seconds."""
+    """Runs steps on batches in turn, with a progress bar; returns losses and seconds per step."""
     losses: list[jax.Array] = []
     ends = []
     bar = tqdm(range(steps), desc=name, unit="step", leave=False, disable=None)
     for i, batch in zip(bar, itertools.cycle(batches), strict=False):
         state, loss = program(state, batch)
         losses.append(loss)
-        # The loss of the step before: devices do not wait until the host has read it.
+        # Shows the loss of the previous step, so that devices do not wait for the host to read it.
         bar.set_postfix_str(f"loss {float(losses[max(0, i - 1)]):.4f}", refresh=False)
         ends.append(time.perf_counter())
     seconds = statistics.median(b - a for a, b in itertools.pairwise(ends))
@@ -168,25 +169,25 @@ def descend(
 
 
 def communication(collectives: dict[str, list[int]]) -> str:
-    """How many there are of each kind, and the megabytes that they move together."""
+    """A text: how many collectives of each kind there are, and the megabytes that they move."""
     texts = (f"{len(s)} {kind}, {sum(s) / 1e6:,.2f} MB" for kind, s in collectives.items())
     return "; ".join(texts) or "none"
 
 
 def custom_calls(program: str) -> list[str]:
-    """The custom calls of this package in a compiled program, as often as they are there."""
+    """The custom calls of this package in a compiled program, with repetitions."""
     return re.findall(r'custom_call_target="(jof_\w+)"', program)
 
 
 def collectives(program: str) -> dict[str, list[int]]:
-    """The collectives of a compiled program: by their kind, the bytes of their results."""
+    """The collectives of a compiled program: the bytes of their results, by kind."""
     types = types_of(program)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     made: dict[str, list[int]] = {}
     for shapes, kind, start, names in re.findall(rf" = (.*?) ({kinds})(-start)?\((.*?)\)", program):
         size = nbytes(shapes)
         operands = sum(nbytes(types.get(name, "")) for name in re.findall(r"[\w.-]+", names))
-        # What starts one may have the type of operands and results together.
+        # The type of an instruction that starts one may include operands and results.
         made.setdefault(kind, []).append(size - operands if start and size > operands else size)
     return made
 
@@ -197,7 +198,7 @@ def types_of(program: str) -> dict[str, str]:
 
 
 def nbytes(shapes: str) -> int:
-    """Of the arrays in an HLO type, such as ``(f32[8,4]{1,0}, bf16[])``."""
+    """The bytes of the arrays in an HLO type, such as ``(f32[8,4]{1,0}, bf16[])``."""
     arrays = re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", shapes)
     return sum(
         int(bits or 8) // 8 * math.prod(int(n) for n in dimensions.split(",") if n)
@@ -206,7 +207,7 @@ def nbytes(shapes: str) -> int:
 
 
 def compare(problem: Problem, one: Run, divisions: Sequence[Division], runs: Sequence[Run]) -> int:
-    """Prints how the runs compare with that on one device; the number of things that are wrong."""
+    """Compares the runs with that on one device, prints, and returns the number of errors."""
     print(f"{'':13}devices   first loss    last loss {problem.unit + '/s':>14}   collectives")
     for run in (one, *runs):
         print(
@@ -230,7 +231,7 @@ def compare(problem: Problem, one: Run, divisions: Sequence[Division], runs: Seq
 
 
 def check(problem: Problem, run: Run) -> Iterator[str]:
-    """What is wrong with a run by itself."""
+    """Yields the errors of a single run."""
     if not run.losses[-1] < run.losses[0]:
         yield "the loss did not fall"
     for pattern in problem.calls:
@@ -246,7 +247,7 @@ def run_all(
     options: argparse.Namespace,
     argv: Sequence[str],
 ) -> int:
-    """Trains on one device and in every division, and compares; returns the exit status."""
+    """Trains on one device and in every division, compares, and returns the exit status."""
     alone, *runs = (
         train(problem, division, options.steps, start(problem, division))
         for division in (one, *divisions)

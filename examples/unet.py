@@ -1,8 +1,8 @@
 """A small diffusion UNet in bfloat16: `upsample_nearest2d`, `silu` after group norms, `permute`.
 
-It learns to say what noise an image has, as diffusion models do, at any level of noise. Images are
+It learns to predict the noise in an image, at any noise level, as diffusion models do. Images are
 NCHW, as data often are; convolutions are fastest with the channels last. Parameters are float32.
-The same steps run by native kernels and by XLA; the program fails where their losses differ.
+The same steps run with native kernels and with XLA; the program fails if their losses differ.
 
     python -m examples.unet --quick
 """
@@ -21,7 +21,7 @@ from examples import autoencoder, programs, training
 from examples.vit import Attention
 
 OPS = ("upsample_nearest2d", "silu", "permute")
-# Images, their width and height; channels at that size, a half of it, and so on; the rate.
+# Images, their side; channels at full size, half size, and so on; the learning rate.
 SIZES = {
     "full": (16, 128, (160, 320, 320), 0.002),
     "small": (4, 32, (32, 64, 64), 0.01),
@@ -32,7 +32,7 @@ Norm = partial(nn.GroupNorm, num_groups=None, group_size=16, dtype=jnp.bfloat16)
 
 
 class Block(nn.Module):
-    """Two convolutions that know the level of noise, beside a shortcut."""
+    """Two convolutions, which depend on the noise level, and a shortcut."""
 
     channels: int
 
@@ -45,16 +45,16 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """The noise in images (batch, 3, size, size) of a level of noise each."""
+    """Predicts the noise in images (batch, 3, size, size), each with its noise level."""
 
-    channels: tuple[int, ...]  # at the image's size, a half of it, and so on
+    channels: tuple[int, ...]  # at full size, half size, and so on
 
     @nn.compact
     def __call__(self, images: jax.Array, level: jax.Array) -> jax.Array:
         level = Features(4 * self.channels[0])(level)
         x = Conv(self.channels[0])(jof.permute(images.astype(jnp.bfloat16), (0, 2, 3, 1)))
         skips = []
-        for channels in self.channels[1:]:  # the encoder, small
+        for channels in self.channels[1:]:  # the encoder, a small one
             skips.append(x)
             x = Conv(channels, strides=2)(x)
         x = Block(self.channels[-1])(x, level)
@@ -68,7 +68,7 @@ class UNet(nn.Module):
 
 
 class Features(nn.Module):
-    """What blocks know of a level of noise."""
+    """Features of a noise level, for the blocks."""
 
     width: int
 
@@ -80,7 +80,7 @@ class Features(nn.Module):
 
 
 def problem(size: str) -> training.Problem:
-    """The model and its data."""
+    """The model and its data, for training."""
     batch, pixels, channels, rate = SIZES[size]
     model = UNet(channels)
 
@@ -105,7 +105,7 @@ def problem(size: str) -> training.Problem:
 
 
 def noises(key: jax.Array, batch: int, size: int) -> tuple[jax.Array, ...]:
-    """Images, how far each goes from image (0) to noise (pi / 2), and that noise."""
+    """Images, a noise level for each, from 0 (image) to pi / 2 (noise), and the noise."""
     of_images, of_level, of_noise = jax.random.split(key, 3)
     images = autoencoder.images(of_images, batch, size) / 127.5 - 1
     level = jax.random.uniform(of_level, (batch,), maxval=jnp.pi / 2)

@@ -1,7 +1,7 @@
 """A vision transformer in bfloat16: `swiglu`, and `permute` around attention and into patches.
 
-It learns to tell which way stripes run under noise. Parameters are float32. The same steps run by
-native kernels and by XLA; the program fails where their losses differ.
+It learns to recognise the direction of stripes under noise. Parameters are float32. The same steps
+run with native kernels and with XLA; the program fails if their losses differ.
 
     python -m examples.vit --quick
 """
@@ -20,7 +20,7 @@ import jax_oneflow_ops as jof
 from examples import programs, training
 
 OPS = ("swiglu", "permute")
-# Images, their width and height; the model's width, heads and depth; the rate of learning.
+# Images, their side; the model's width, heads and depth; the learning rate.
 SIZES = {
     "full": (64, 128, 768, 12, 4, 0.01),
     "small": (16, 64, 192, 3, 2, 0.03),
@@ -91,7 +91,7 @@ def patches(images: jax.Array) -> jax.Array:
 
 
 def problem(size: str) -> training.Problem:
-    """The model and its data."""
+    """The model and its data, for training."""
     batch, pixels, width, heads, depth, rate = SIZES[size]
     model = ViT(width, heads, depth)
 
@@ -114,7 +114,7 @@ def problem(size: str) -> training.Problem:
 
 
 def stripes(key: jax.Array, batch: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Images of stripes under noise, and which of CLASSES ways they run."""
+    """Images of stripes under noise, and the classes of their directions."""
     keys = jax.random.split(key, 4)
     label = jax.random.randint(keys[0], (batch,), 0, CLASSES)
     angle = (label * jnp.pi / CLASSES)[:, None, None, None]

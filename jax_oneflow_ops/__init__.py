@@ -139,7 +139,8 @@ __all__ = [
 ]
 
 
-# Modules that not every program needs take milliseconds to import: they are imported on first use.
+# These modules take milliseconds to import, and not every program needs them: they are imported on
+# first use.
 _LAZY = {
     "_fuse": ("FusionError", "fuse"),
     "graph": (
@@ -171,6 +172,6 @@ def __getattr__(name: str) -> Any:
     for module, names in _LAZY.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    # With its object, Python 3.12 and newer suggest the name that was meant.
+    # Given the module as `obj`, Python 3.12 and newer suggest the name that was meant.
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message, name=name, obj=sys.modules[__name__])

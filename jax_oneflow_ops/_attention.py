@@ -1,14 +1,15 @@
 """The primitives of attention over edges, and their rules.
 
-jof_attention gives the sums at the receivers, and what it keeps of each receiver and head: the
-maximum of the logits and the inverse of the sum of exponentials relative to that, from which a
-weight is computed again wherever it is needed. Its JVP is jof_attention_tangent, which is linear in
-the tangents of logits and values. The transposes of that are jof_attention_logits and
-jof_attention_values, a kernel each, and jof_attention_gradient, both at once: on a GPU one kernel.
+jof_attention returns the sums at the receivers and two statistics of each receiver and head: the
+maximum of the logits, and the inverse of the sum of exponentials relative to it. Weights are
+recomputed from these wherever they are needed. Its JVP is jof_attention_tangent, which is linear in
+the tangents of logits and values. The transposes of the JVP are jof_attention_logits and
+jof_attention_values, one kernel each, and jof_attention_gradient, which computes both. On GPUs it
+is a single kernel for the head sizes that `PACK_BYTES` allows.
 
-Derivatives of these four are those of the same functions composed of messages, which are closed
-under differentiation. What the kernels hand to each other is part of the functions there: it has no
-tangents of its own.
+To differentiate these four, the same functions are composed of messages, which are closed under
+differentiation. There, the statistics and results that kernels pass to each other are functions of
+logits and values, so they have no tangents of their own.
 """
 
 import functools
@@ -33,7 +34,7 @@ def attention(
 ) -> jax.Array:
     """The sums of values (N, H, D), weighted by a softmax of logits (E, H) over segments.
 
-    Logits have the dtype of values, or the one that these are computed in.
+    Logits have the dtype of values, or the dtype that values are computed in.
     """
     result: jax.Array = bind(
         *(attention_p, *graph, logits, values),
@@ -120,7 +121,7 @@ def _gradient_reference(*args: Any, **params: Any) -> list[jax.Array]:
 
 
 def _of_values(*args: Any) -> list[Any]:
-    """The operands of jof_attention_values, of those of jof_attention_gradient."""
+    """The operands of jof_attention_values, taken from those of jof_attention_gradient."""
     *graph, logits, _values, stats, _result, ct = args
     return [*graph, logits, stats, ct]
 
@@ -135,7 +136,7 @@ def _attention_native(platform: str, *args: Any, num_segments: int) -> list[jax.
     shape, of_stats = (num_segments, heads, width), (num_segments, heads, 2)
     if senders.size == 0 or 0 in shape:
         return [jnp.zeros(shape, values.dtype), jnp.zeros(of_stats, wide)]
-    if order.shape != senders.shape:  # not known, or that of all shards of edges
+    if order.shape != senders.shape:  # unknown, or the order of all edges instead of this shard's
         order, keys = _graph.order_of(receivers, num_segments, None)
     scratch = (_graph.chunks(platform, senders.size), 2, heads * width + 2 * heads)
     call = jax.ffi.ffi_call(
@@ -180,7 +181,8 @@ def _values_native(platform: str, *args: Any, rows: int, **_: Any) -> jax.Array:
     return result
 
 
-# Both gradients are one kernel where heads have a power of two of these packs, up to a warp's.
+# One kernel computes both gradients if the number of packs of this size in a head is a power of
+# two, at most one pack per lane of a warp.
 PACK_BYTES = 32
 
 
@@ -214,7 +216,7 @@ def _gradient_native(platform: str, *args: Any, **params: Any) -> list[jax.Array
 def _attention_on_shard(
     call: Callable[..., Any], shard: _primitive.Shard, *args: Any, **params: Any
 ) -> list[jax.Array]:
-    """Brings the sums of shards of edges to one maximum before they are added up."""
+    """Rescales the sums of shards of edges to a common maximum, then adds them up."""
     result, stats = call(*args, **params)
     if not shard.summed:
         return [result, stats]
@@ -225,7 +227,7 @@ def _attention_on_shard(
     scale = jnp.where(has_edges, jnp.exp(most - highest) / inverse, 0)
     parts = jnp.where(scale == 0, 0, scale)[..., None] * result.astype(scale.dtype)
     parts = jnp.where((scale == 0)[..., None], 0, parts)
-    # One sum over the devices: of parts, weights, and how many have edges.
+    # One all-reduce sums the parts, the weights, and the number of devices that have edges.
     of_heads = jnp.stack([scale, has_edges.astype(scale.dtype)], -1)
     sums = jax.lax.psum(jnp.concatenate([parts, of_heads], -1), shard.summed)
     total, count = sums[..., -2], sums[..., -1]
@@ -235,7 +237,7 @@ def _attention_on_shard(
     return [result.astype(args[-1].dtype), jnp.stack([highest, inverse], -1)]
 
 
-# ---- batching: problems become one; where they share the graph, heads of it ----
+# ---- batching: problems become heads if they share the graph; else their graphs are merged ----
 
 
 def _batch(
@@ -315,7 +317,7 @@ tangent_p = core.Primitive("jof_attention_tangent")
 
 
 def _tangent(*args: Any, num_segments: int, implementation: str | None) -> Any:
-    """What the primitive computes, of messages."""
+    """Computes the primitive by messages."""
     *graph, logits, values, _stats, _result, of_logits, of_values = args
     composed = functools.partial(_composed, (num_segments, implementation), graph)
     return jax.jvp(composed, (logits, values), (of_logits, of_values))[1]
@@ -398,9 +400,9 @@ def _values_transpose(ct: Any, *args: Any, rows: int, **params: Any) -> list[Any
 def _jvp_of_composed(
     primitive: core.Primitive, variables: Sequence[int], function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Of a primitive that is `function(composed, *its variables)`.
+    """The JVP of a primitive that computes `function(composed, rows, *variables)`.
 
-    `composed` is attention, as a function of logits and values.
+    `composed` is attention as a function of logits and values. `rows` is the parameter, if any.
     """
 
     def jvp(
@@ -440,7 +442,7 @@ def _values_of(composed: Callable[..., Any], rows: Any, logits: Any, ct: Any) ->
 def _attention_transpose(
     cts: Any, *args: Any, num_segments: int, implementation: str | None
 ) -> list[Any]:
-    """With respect to values, in which sums are linear."""
+    """The transpose with respect to values, in which the sums are linear."""
     *graph, logits, values = args
     ct, _ = cts
     if isinstance(ct, ad.Zero):
@@ -477,7 +479,7 @@ def _composed(how: How, graph: Sequence[Any], logits: Any, values: Any) -> jax.A
 def _attention(
     how: How, logits: Any, values: Any, most: Any, inverse: Any, *graph: Any
 ) -> jax.Array:
-    """The weighted sums, where maxima and divisors are known."""
+    """The weighted sums, given the maxima and the inverse sums of exponentials."""
     return _of_weights(how, logits, values, most, inverse, graph, values.dtype)
 
 
@@ -500,13 +502,13 @@ def _of_weights(
 
 @_attention.defjvp
 def _(how: How, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """A logit moves the result towards its value, all ways from there together.
+    """Sums ``weight * (tangent of logit * (value - result) + tangent of value)`` over the edges.
 
-    So what flows back to an edge needs no sum over other edges: they are in the result.
+    All other edges enter through the result, so the cotangent of a logit needs no sum over them.
     """
     logits, values, most, inverse, *graph = primals
     of_logits, of_values = tangents[:2]
-    # Not rounded, since what is subtracted from it may be near it.
+    # Not rounded, as it is subtracted from values that may be close to it.
     wide = _graph.compute_dtype(values.dtype)
     result = _of_weights(how, logits, values, most, inverse, graph, wide)
 
@@ -523,7 +525,7 @@ def _weight(x: Any, most: Any, inverse: Any) -> Any:
 
 
 def _of_softmax(how: How, logits: Any, dtype: Any, graph: Sequence[Any]) -> tuple[Any, Any]:
-    """The maxima of receivers, and the inverses of their sums of exponentials."""
+    """The maximum of each receiver, and the inverse of its sum of exponentials."""
     wide = _checks.promoted(logits.dtype, _graph.compute_dtype(dtype))
     still = jax.lax.stop_gradient(logits)
     most = _attention_sum(how, lambda x: x, (still,), "e", graph, "max")

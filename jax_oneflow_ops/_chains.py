@@ -1,13 +1,15 @@
 """Chains of elementwise operations that `accelerate(fuse=True)` computes in one kernel each.
 
-Programs are rewritten where they are lowered, after differentiation and batching. The body of a
-function is divided as for ``fuse(partial=True)``; of the kernels that it could have, it gets those
-that `_policy` finds worthwhile and that take no work from XLA that it does in passing:
+Programs are rewritten when they are lowered, after differentiation and batching. The body of a
+function is divided as for ``fuse(partial=True)``. A possible kernel is used if `_policy` finds it
+worthwhile and if it does not prevent a fusion that costs XLA nothing:
 
-- on GPUs nothing that XLA computes reads what the kernel computes, since it would be the same pass
-  over memory in XLA: the sum of a bias' gradient, a norm;
-- what the kernel reads is in memory in any case: it is no slice, transpose or random number, which
-  XLA would compute where it is read, and no value of a row, as of a norm or softmax.
+- On GPUs, no operation that XLA could fuse with the chain reads the values that the kernel
+  computes, such as the sum for the gradient of a bias, or a norm. XLA would compute both in one
+  pass over memory.
+- The operands of the kernel are in memory in any case. They are not slices, transposes or random
+  numbers, which XLA would compute where they are read, and not values of rows, as in norms and
+  softmax.
 """
 
 import functools
@@ -27,15 +29,15 @@ _BODIES = re.compile(r"^(scan|while|cond|remat2?|checkpoint|p?jit)$")
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _RANDOM = re.compile(r"^(random_|threefry|rng_)")
 _OF_ROWS = re.compile(r"^(reduce_|arg(max|min)$|cum)")
-# What users write so that XLA does not fuse, or to say where values are.
+# Primitives by which users prevent fusion or say where values are.
 _KEPT = frozenset({"optimization_barrier", "sharding_constraint", "layout_constraint", "reshard"})
 
 IsOpen = Callable[[Any], bool]
-Chosen = tuple[parts.Group, str]  # and why
+Chosen = tuple[parts.Group, str]  # with the reason
 
 
 def rewritten(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Any:
-    """A body with kernels for its chains: `jaxpr` itself if it has none that are worthwhile."""
+    """A body with kernels for its worthwhile chains; `jaxpr` itself if it has none."""
     found = _divided(name, jaxpr, platform, is_open)
     if found is None:
         return jaxpr
@@ -61,7 +63,7 @@ def rewritten(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Any:
     def run(*args: Any) -> list[Any]:
         return parts.evaluate(divided, chosen, consts, args, kernel, bind)
 
-    with _compat.in_scope(_compat.OFF):  # what kernels are called by is not rewritten again
+    with _compat.in_scope(_compat.OFF):  # the calls of kernels are not rewritten again
         new = jax.make_jaxpr(run)(*(var.aval for var in divided.jaxpr.invars))
     return _compat.in_place_of(jaxpr, new)
 
@@ -74,7 +76,7 @@ def _of_param(name: str, value: Any, platform: str, is_open: IsOpen) -> Any:
 
 
 def find(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Iterator[Chosen]:
-    """The chains of a traced program and of its bodies that are worthwhile, and why."""
+    """Yields the worthwhile chains of a traced program and of its bodies, with the reasons."""
     found = _divided(name, jaxpr, platform, is_open)
     if found is not None:
         divided, _, bodies = found
@@ -88,7 +90,7 @@ def find(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Iterator[Chos
 def _divided(
     name: str, jaxpr: Any, platform: str, is_open: IsOpen
 ) -> tuple[parts.Parts, Any, list[Any]] | None:
-    """The parts of a body, its constants, and the equations with bodies of their own."""
+    """The parts of a body, its constants, and its equations that contain other bodies."""
     flat, consts = _compat.jaxpr_and_consts(jaxpr)
     avals = [var.aval for var in flat.invars]
     if flat.effects or not _may_gain(flat) or not all(map(_has_plain_dtype, avals)):
@@ -106,7 +108,7 @@ def _divided(
 
 
 def _has_plain_dtype(aval: Any) -> bool:
-    """Whether a value is an array of a dtype that it would have if it were traced here and now."""
+    """Whether a value is an array whose dtype does not change if it is traced here."""
     if not hasattr(aval, "dtype"):
         return False
     is_extended = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
@@ -114,8 +116,8 @@ def _has_plain_dtype(aval: Any) -> bool:
 
 
 def _may_gain(jaxpr: Any) -> bool:
-    """Whether there is a result of a chain that is large enough, without a closer look."""
-    least = min(one.least_bytes for one in _policy.CHAINS) / 8  # of all that a chain moves
+    """A quick check whether a result is large enough to be that of a worthwhile chain."""
+    least = min(one.least_bytes for one in _policy.CHAINS) / 8  # of all bytes that a chain moves
     for eqn in jaxpr.eqns:
         if any(_is_narrow(v.aval) and _policy.nbytes(v.aval) >= least for v in eqn.outvars):
             return True
@@ -138,7 +140,8 @@ def _chosen(name: str, divided: parts.Parts, platform: str) -> list[Chosen]:
             reason = chain and _policy.why_worthwhile(chain, platform)
             if reason and _is_one_kernel(name, one.inner):
                 chosen.append((one, reason))
-    while platform in _policy.JOINS_RESULTS:  # what is left to XLA may be what a chain shares
+    # A chain that is left to XLA may read what another chain computes.
+    while platform in _policy.JOINS_RESULTS:
         groups = [group for group, _ in chosen]
         read = _read_by_xla(divided, groups)
         kept = [(group, why) for group, why in chosen if read.isdisjoint(_values(group, divided))]
@@ -149,7 +152,7 @@ def _chosen(name: str, divided: parts.Parts, platform: str) -> list[Chosen]:
 
 
 def _apart(group: parts.Group) -> list[parts.Group]:
-    """A group's chains of 16-bit results, which read no large array in common."""
+    """Splits the 16-bit results of a group into chains that share no operand of their size."""
     found: list[tuple[set[Any], list[Any]]] = []
     for var in group.inner.outvars:
         if not _is_narrow(var.aval):
@@ -168,7 +171,7 @@ def _apart(group: parts.Group) -> list[parts.Group]:
 def _chain(
     group: parts.Group, divided: parts.Parts, made_by: dict[Any, Any]
 ) -> _policy.Chain | None:
-    """What decides about a chain; None where XLA has to compute it."""
+    """The properties of a chain by which `_policy` decides; None if XLA has to compute it."""
     inner = group.inner
     result = inner.outvars[0].aval
     arrays = [atom for atom in inner.invars if atom.aval.size == result.size]
@@ -201,9 +204,9 @@ def _name(eqn: Any) -> str:
 
 
 def _maker(atom: Any, divided: parts.Parts, made_by: dict[Any, Any]) -> Any:
-    """The equation that computes an array; None for arguments and what has to be in memory."""
+    """The equation that computes an array; None if that is an argument or in memory anyway."""
     while atom not in divided.fused and (eqn := made_by.get(atom)) is not None:
-        if eqn.primitive.name != "reshape":  # which moves nothing
+        if eqn.primitive.name != "reshape":  # moves nothing
             return eqn
         (atom,) = eqn.invars
     return None
@@ -218,14 +221,14 @@ def _is_in_place(eqn: Any, divided: parts.Parts) -> bool:
 
 
 def _values(group: parts.Group, divided: parts.Parts) -> set[Any]:
-    """The arrays that a chain computes and that nothing computed before it."""
+    """The arrays of a chain's size that it computes and that no lower level computes."""
     size = group.inner.outvars[0].aval.size
     every = (var for eqn in group.inner.eqns for var in eqn.outvars)
     return {v for v in every if divided.level[v] == group.level and v.aval.size == size}
 
 
 def _read_by_xla(divided: parts.Parts, groups: Sequence[parts.Group]) -> set[Any]:
-    """What operations read that XLA could compute together with what they read."""
+    """The values that are read by operations which XLA could fuse with their producers."""
     needed = parts.needed_by_xla(divided, groups)
     fused = {var for group in groups for var in group.inner.outvars}
     read = set[Any]()
@@ -243,21 +246,21 @@ def _read_by_xla(divided: parts.Parts, groups: Sequence[parts.Group]) -> set[Any
 
 
 def program(fun: Any) -> Callable[..., Any]:
-    """`fun` as a call in a program of `jax.jit`: what calls are lowered by can rewrite its body.
+    """Makes `fun` a call in a `jax.jit` program, whose lowering rule can rewrite its body.
 
-    Arguments that are not arrays are passed on as they are.
+    Arguments that are not arrays are passed on unchanged.
     """
     made: dict[Any, Callable[..., Any]] = {}
     is_jitted = hasattr(fun, "trace")
 
     def made_for(args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
-        """A program for such arguments, and those of them that it takes."""
+        """The program for arguments like these, and the arguments that it takes."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         is_taken = [*map(_is_array, leaves)]
         if is_jitted and not all(is_taken):
             traced = _compat.jaxpr_of(fun.trace(*args, **kwargs))
             has_static = len(traced.in_avals) < len(leaves)
-            is_taken = is_taken if has_static else [True] * len(leaves)  # numbers are arrays to it
+            is_taken = is_taken if has_static else [True] * len(leaves)  # numbers are arrays
         rest = tuple(None if yes else x for yes, x in zip(is_taken, leaves, strict=True))
         taken = [x if yes else None for yes, x in zip(is_taken, leaves, strict=True)]
         taken_args, taken_kwargs = jax.tree.unflatten(tree, taken)
@@ -276,7 +279,7 @@ def program(fun: Any) -> Callable[..., Any]:
             own = functools.wraps(fun, updated=())(lambda *xs, **named: inner(*xs, **named))
             return jax.jit(own, **how)
 
-        if not _compat.runs_now():  # a function may read what is traced around it
+        if not _compat.runs_now():  # a function may close over values that are traced around it
             return inner, taken_args, taken_kwargs
         key = tree, tuple(is_taken), tuple((type(x), x) for x in rest)
         try:
@@ -312,7 +315,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _donated(call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """What a function that calls one of `jax.jit` has to donate, for this to be donated."""
+    """The options by which a function donates what the `jax.jit` function that it calls donates."""
     leaves, tree = jax.tree.flatten((args, kwargs))
 
     def flat(*leaves: Any) -> Any:

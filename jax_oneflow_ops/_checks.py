@@ -18,7 +18,7 @@ _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.Array:
-    """`x` as a jax array; raises TypeError for anything else, but numbers if `numbers` is set."""
+    """`x` as a jax array. Raises TypeError unless it is an array or, with `numbers`, a number."""
     if isinstance(x, jax.Array):
         return x  # jnp.asarray would drop a tracer's sharding under vmap in jax 0.8
     if hasattr(x, "__jax_array__") and not isinstance(x, type):
@@ -55,10 +55,10 @@ def is_movable(dtype: Any) -> bool:
 
 
 def in_own_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which gives arrays of 64-bit dtypes their results in these.
+    """`function`, made to keep the 64-bit dtypes of its arrays even where those are disabled.
 
-    Such arrays may come from where these dtypes are enabled. Where they are not jnp would make
-    arrays of 32 bits beside them.
+    Such arrays may come from code where 64-bit dtypes are enabled. Where they are disabled, jnp
+    would combine them with arrays that it makes 32 bits wide.
     """
 
     @functools.wraps(function)
@@ -73,7 +73,7 @@ def in_own_precision(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def promoted(dtype: Any, other: Any) -> Any:
-    """The dtype to compute both in, even if the user allows promotion in strict mode only."""
+    """The dtype to compute both in, even if the user has set dtype promotion to strict."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, other)
 
@@ -81,8 +81,9 @@ def promoted(dtype: Any, other: Any) -> Any:
 def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = False) -> jax.Array:
     """`x` as an array of int32 or int64, which the kernels take, that names the same of `rows`.
 
-    Ids that this dtype cannot hold become its least or greatest number, which names no row either;
-    jnp would cut them to 32 bits, and so to others. With `modulo` they are taken modulo `rows`.
+    Ids that this dtype cannot hold become its least or greatest number, which names no row either.
+    jnp would truncate them to 32 bits, and so change the rows that they name. With `modulo`, ids
+    are taken modulo `rows`.
     """
     if isinstance(x, int) and not isinstance(x, bool):  # of any size
         x = np.asarray(x % rows if modulo else min(max(x, -(2**63)), 2**64 - 1))
@@ -113,7 +114,7 @@ def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = Fa
         held = xp.clip(ids, max(info.min, limits.min), min(info.max, limits.max))
     far = modulo or (held is not ids and (not on_host or (held != ids).any()))
     if far and isinstance(rows, int) and rows > limits.max:
-        # One of the rows has the number that is to name none.
+        # A clipped id, which must name no row, would name one.
         raise ValueError(
             f"{function}: {name} of {ids.dtype} need 64 bits to name one of {rows} rows, which jax "
             "has under `jax.enable_x64(True)` only; call the function there"
@@ -126,7 +127,7 @@ def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = Fa
 
 
 def as_integer(function: str, name: str, value: Any) -> int:
-    """`value` as a Python integer; raises TypeError where it is no concrete one."""
+    """`value` as a Python integer. Raises TypeError if it is not a concrete integer."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -139,7 +140,7 @@ def as_integer(function: str, name: str, value: Any) -> int:
 
 
 def as_size(function: str, name: str, value: Any) -> int:
-    """The same of a size, which may not be negative, and may be symbolic."""
+    """`value` as a size: a non-negative Python integer, or a symbolic dimension."""
     if jax.export.is_symbolic_dim(value):
         return cast(int, value)
     size = as_integer(function, name, value)

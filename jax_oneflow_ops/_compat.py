@@ -22,7 +22,7 @@ from jaxlib.mlir import ir as ir
 from jaxlib.mlir.dialects import func as func_dialect
 from jaxlib.mlir.dialects import stablehlo
 
-# What `_emit` writes programs with; the public jax.ffi writes calls only.
+# `_emit` writes programs with these. The public jax.ffi writes only calls.
 hlo: Any = stablehlo
 func: Any = func_dialect
 
@@ -31,23 +31,23 @@ func: Any = func_dialect
 apply_primitive = dispatch.apply_primitive
 
 
-# NumPy's arrays, and the kind that jax makes of them inside transformations: in release 0.8 that is
-# no subclass.
+# NumPy's array types, and the type that jax converts them to inside transformations, which in
+# release 0.8 is not a subclass.
 NUMPY_TYPES: tuple[type[Any], ...] = (np.ndarray, np.generic, literals.TypedNdArray)
 
 
-# Joins what operands vary over inside a `shard_map`, as jax's own functions of several operands do:
-# without it their gradients would miss a sum over devices. jax calls it for every `lax.add`, by one
-# name before release 0.9 and by the other since.
+# Makes operands vary over the same axes inside a `shard_map`, as jax's own functions of several
+# operands do. Without it, their gradients would miss a sum over devices. jax calls it for every
+# `lax.add`; its name changed in release 0.9.
 join_varying_axes: Callable[..., Sequence[Any]] = getattr(
     core_internals, "auto_insert_reshard", None
 ) or getattr(core_internals, "standard_insert_pvary")  # noqa: B009
 
 
 def elementwise_aval(*avals: jax.core.ShapedArray) -> jax.core.ShapedArray:
-    """The type of an elementwise function's result, but for its dtype: that of a sum.
+    """The type of an elementwise function's result, except for its dtype: that of a sum.
 
-    jax joins shardings and weak types, and says what is wrong where they or the shapes differ.
+    jax joins shardings and weak types, and raises an error if they or the shapes do not fit.
     """
     f32 = np.dtype("float32")
     result, *others = (aval.update(dtype=f32) for aval in avals)
@@ -57,33 +57,34 @@ def elementwise_aval(*avals: jax.core.ShapedArray) -> jax.core.ShapedArray:
 
 
 def converted(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """`x` in the dtype of `like` and as weakly typed; the public function makes types strong."""
+    """`x` with the dtype and weak type of `like`; the public function makes types strong."""
     if x.dtype == like.dtype and jax.typeof(x).weak_type == like.weak_type:
         return x
     return cast(jax.Array, lax_internals._convert_element_type(x, like.dtype, like.weak_type))
 
 
 def as_array(x: Any) -> Any:
-    """A Python number as an array of rank 0, of the dtype that jax gives it; others as they are."""
+    """Converts a Python number to an array of rank 0, of jax's dtype; returns others unchanged."""
     if not isinstance(x, bool | int | float | complex) or isinstance(x, np.generic):
         return x
-    aval = jax.typeof(x)  # literals of a traced program are numbers that know their dtype
+    aval = jax.typeof(x)  # a literal of a traced program is a number with a dtype
     return lax_internals._convert_element_type(x, aval.dtype, aval.weak_type)
 
 
 def require_devices_during_lowering(primitive: core.Primitive) -> None:
     """Makes jax pass the device assignment when it lowers `primitive`.
 
-    The lowering of `custom_partitioning` needs it, also where it is reached through the lowering of
-    another primitive; jax sees the outer one only. There is no public way to say so.
+    The lowering of `custom_partitioning` needs it, also if it is reached through the lowering of
+    another primitive, where jax sees only the outer one. There is no public way to request it.
     """
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def automatic_axes_beside_manual_ones(ctx: Any) -> tuple[str, ...] | None:
-    """Inside a `shard_map` over some axes of a mesh only: those others that have several devices.
+    """In a `shard_map` over only some axes of a mesh: the other axes that have several devices.
 
-    None elsewhere. `custom_partitioning` does not give its callbacks the mesh there.
+    None elsewhere. In such a `shard_map`, `custom_partitioning` does not pass the mesh to its
+    callbacks.
     """
     axis_context = ctx.module_context.axis_context
     manual: frozenset[str] = getattr(axis_context, "manual_axes", frozenset())
@@ -94,7 +95,7 @@ def automatic_axes_beside_manual_ones(ctx: Any) -> tuple[str, ...] | None:
 
 
 def knows_shapes_of_shards(ctx: Any) -> bool:
-    """Whether shapes are those of one device's arrays where something is lowered.
+    """Whether the shapes at this place of a program are those of one device's arrays.
 
     They are in programs for one device and in a `shard_map` over all axes of the mesh.
     """
@@ -113,9 +114,10 @@ def is_for_one_device(ctx: Any) -> bool:
 
 
 def with_current_mesh(ctx: Any) -> Any:
-    """A lowering context that knows the mesh of `jax.set_mesh`.
+    """A lowering context that contains the mesh of `jax.set_mesh`.
 
-    `jit` does not say it if no argument is on it, and `custom_partitioning` reads shardings by it.
+    `jit` leaves it out if no argument is on the mesh. `custom_partitioning` needs it to read
+    shardings.
     """
     axis_context = ctx.module_context.axis_context
     mesh = jax.sharding.get_abstract_mesh()
@@ -128,9 +130,9 @@ def with_current_mesh(ctx: Any) -> Any:
 
 
 def with_shardings_of_types(ctx: Any, results: Sequence[Any]) -> list[Any]:
-    """Results that are sharded as their types say, as those of jax's own functions are.
+    """Shards results as their types say, as jax's own functions do.
 
-    `jit` does it for the results of a program, on meshes all of whose axes are Explicit.
+    `jit` does it for the results of a program, on meshes whose axes are all Explicit.
     """
     return [
         mlir_internals.lower_with_sharding_in_types(ctx, result, aval)
@@ -139,9 +141,9 @@ def with_shardings_of_types(ctx: Any, results: Sequence[Any]) -> list[Any]:
 
 
 def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
-    """`x` with the sharding that `aval` has in its type, where the mesh's axes are Explicit.
+    """`x` with the sharding that `aval` has in its type, if the mesh's axes are Explicit.
 
-    `jax.sharding.reshard` fails where there is no mesh.
+    `jax.sharding.reshard` fails if there is no mesh.
     """
     if aval.sharding.mesh.empty or jax.typeof(x).sharding == aval.sharding:
         return x
@@ -149,7 +151,7 @@ def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
 
 
 def with_sharding_over(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
-    """`x` with the sharding of `aval` but for dimensions of size 1, over which it is broadcast."""
+    """`x` with the sharding of `aval`, except in the dimensions that it is broadcast over."""
     if aval.sharding.mesh.empty:
         return x
     spec = [
@@ -160,10 +162,10 @@ def with_sharding_over(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
 
 
 def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
-    """What broadcasts to the shape of `aval`, with its shape and its sharding.
+    """Broadcasts `x` to the shape and the sharding of `aval`.
 
-    It is broadcast to shards: the transpose of that sums on each device, then over devices. That of
-    a broadcast to one device's array and a reshard would gather the cotangent first.
+    The broadcast is sharded: its transpose sums on each device, then over devices. The transpose of
+    a broadcast that is resharded afterwards would gather the cotangent first.
     """
     if x.shape == aval.shape:
         return with_sharding_of(x, aval)
@@ -177,7 +179,7 @@ def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
 def runtime_ffi_api() -> tuple[int, int]:
     """Version of XLA's FFI API that the installed jaxlib implements.
 
-    jaxlib offers it only in the C header that it ships.
+    jaxlib states it only in the C header that it ships.
     """
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     found = dict(
@@ -203,10 +205,11 @@ def with_spec(
 
 
 def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
-    """A lowering rule by `(*args, **params) -> result` in jnp, for which arrays are plain.
+    """A lowering rule from a jnp function `(*args, **params) -> result` of plain arrays.
 
-    Types with a sharding or with the axes of a `shard_map` say what the primitive has dealt with,
-    and forbid what lowering may well do: reshapes, scatters whose sharding would be ambiguous.
+    Types may contain a sharding or the axes of a `shard_map`, with which the primitive has dealt
+    already. They would forbid operations that are fine in a lowering, such as reshapes, or scatters
+    whose sharding would be ambiguous.
     """
 
     def plain(avals: Sequence[Any]) -> list[jax.core.ShapedArray]:
@@ -215,9 +218,9 @@ def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
     rule = mlir.lower_fun(function, multiple_results)
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        # What an op of this package is made of is not swapped again.
+        # The operations that an op of this package consists of are not swapped again.
         scope = contextlib.nullcontext() if scope_of(ctx) is None else in_scope(OFF)
-        # Inside `jax.set_mesh` even types that are made here would have a sharding.
+        # Inside `jax.set_mesh`, types that are made here would otherwise have a sharding.
         with scope, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             avals = {"avals_in": plain(ctx.avals_in), "avals_out": plain(ctx.avals_out)}
             # The context of the equation would bring its mesh back.
@@ -226,21 +229,22 @@ def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
     return lower
 
 
-# Whether what is called runs, and is not traced by a transformation around it. Without arguments
-# that it traces there is no public way to know.
+# Whether a call runs now, and is not traced by a transformation around it. If no argument is
+# traced, there is no public way to know.
 runs_now: Callable[[], bool] = getattr(core_internals, "trace_state_clean", lambda: True)
 
 
-# The concrete size of a dimension, or jax's own error that says that it was traced: the same that
-# the function has which is replaced.
+# Returns the concrete size of a dimension. For a traced one, raises the same error of jax as the
+# function that is replaced.
 concrete_dimension = core_internals.concrete_dim_or_error
 
 
-# ---- swapping the lowering of jax's own primitives, for accelerate: all of it is checked once ----
+# ---- swapping the lowering rules of jax's own primitives, for accelerate ----
+# `replace_lowerings` checks that the internals it uses exist.
 
 RELEASE = jax.__version__
 OFF = "off"
-_SCOPE = "jof_accelerate"  # the key in the metadata of equations, where users may have others
+_SCOPE = "jof_accelerate"  # a key in the metadata of equations; users may have others
 _replacing = threading.Lock()
 _replaced: set[tuple[core.Primitive, str]] = set()
 
@@ -250,10 +254,10 @@ _USED_FIELDS = {"jaxpr_eqn_ctx", "traceback", "avals_in", "avals_out", "dim_var_
 
 
 def in_scope(value: str, note: str | None = None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which equations are traced with `value`, which `scope_of` finds.
+    """A context that marks the equations traced in it with `value`, which `scope_of` returns.
 
-    jax keeps metadata through every transformation, and traces functions anew where it differs: a
-    `note` is for nothing else.
+    jax keeps metadata through every transformation, and traces functions anew if it differs. The
+    only use of `note` is to force that.
     """
     notes = {} if note is None else {f"{_SCOPE}_note": note}
     manager: contextlib.AbstractContextManager[Any] = _metadata()(**{_SCOPE: value}, **notes)
@@ -268,16 +272,16 @@ def _metadata() -> Callable[..., Any]:
 
 
 def scope_of(where: Any) -> str | None:
-    """What `in_scope` was given where an equation was traced.
+    """The value of the innermost `in_scope` in which an equation was traced, or None.
 
-    `where`: the equation, of a jaxpr, or the context in which it is being lowered.
+    `where`: the equation in a jaxpr, or the context in which it is lowered.
     """
     metadata = getattr(_context(where), "xla_metadata", None) or {}
     return cast(str | None, metadata.get(_SCOPE))
 
 
 def is_computed_elsewhere(where: Any) -> bool:
-    """Whether an equation is inside `compute_on`: the host runs it, say, in a program for GPUs."""
+    """Whether an equation is inside `compute_on`: for example, the host runs it, not the GPU."""
     return getattr(_context(where), "compute_type", None) is not None
 
 
@@ -292,7 +296,7 @@ def has_known_sizes(ctx: Any) -> bool:
 
 @functools.cache
 def jit_primitive() -> core.Primitive:
-    """That of the calls of functions of `jax.jit`."""
+    """The primitive that calls functions of `jax.jit`."""
     return cast(core.Primitive, jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].primitive)
 
 
@@ -303,12 +307,12 @@ def replace_lowerings(
     *,
     has_kernels: bool = True,
 ) -> None:
-    """Registers `replacement(primitive, platform, the rule so far)`, once for each.
+    """Registers `replacement(primitive, platform, current rule)`, once for each pair.
 
-    With `has_kernels` it may lower to kernels, which need to know the devices and the operands.
-    Without, programs for several platforms keep the rules so far.
+    With `has_kernels`, the new rules may lower to kernels, which need to know the devices and the
+    operands. Without it, programs for several platforms keep the current rules.
 
-    Raises AttributeError, ImportError or TypeError where jax's internals differ from those known.
+    Raises AttributeError, ImportError or TypeError if jax's internals differ from those known.
     """
     in_scope(OFF)
     fields = {field.name for field in dataclasses.fields(mlir_internals.LoweringRuleContext)}
@@ -326,7 +330,7 @@ def replace_lowerings(
             own = {p: every[p][primitive].rule for p in every if primitive in every[p]}
             with_new = own | {p: replacement(primitive, p, own.get(p, default)) for p in new}
             rule = for_each_platform(default, own, with_new if has_kernels else own, with_new)
-            # A lowering that jax caches is given no operands, of which some are zeros.
+            # jax passes no operands to a lowering that it caches, but rules look for zeros in them.
             mlir.register_lowering(primitive, rule, cacheable=not has_kernels)
             for p in own:
                 del every[p][primitive]
@@ -336,9 +340,9 @@ def replace_lowerings(
 
 
 def for_each_platform(default: Lowering, own: Rules, of_several: Rules, of_one: Rules) -> Lowering:
-    """One rule for all platforms: `default` for those that are not in dicts of rules.
+    """One rule for all platforms: it applies `default` to platforms that have no rule in a dict.
 
-    jax can choose between rules for several platforms in one program, but fails where it does not
+    jax can choose between rules for several platforms in one program, but fails if it does not
     cache the rules.
     """
     platforms_of, choose = mlir_internals._platforms_for_eqn, mlir_internals.lower_per_platform
@@ -357,12 +361,12 @@ def for_each_platform(default: Lowering, own: Rules, of_several: Rules, of_one: 
 
 
 def functions_of_module(ctx: Any) -> dict[Any, Any]:
-    """The functions that a program has already for what it calls several times."""
+    """The functions that a program shares between equal calls, by key."""
     return cast(dict[Any, Any], ctx.module_context.cached_primitive_lowerings)
 
 
 def _sources(value: Any) -> Iterator[tuple[Any, Any]]:
-    """An operand of a lowering rule and what it is broadcast from, each with its operation."""
+    """Yields an operand of a lowering rule and its sources before broadcasts, with operations."""
     moved = ("broadcast_in_dim", "reshape", "transpose", "sharding_constraint")
     while hasattr(value.owner, "operation"):  # the owner of a function's argument is a block
         op = value.owner.operation
@@ -374,19 +378,19 @@ def _sources(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def scalar_of(value: Any) -> Any:
-    """The value of rank 0 that an operand of a lowering rule is broadcast from; None if none is."""
+    """The value of rank 0 that an operand of a lowering rule is broadcast from, or None."""
     return next((v for v, _ in _sources(value) if ir.ShapedType(v.type).rank == 0), None)
 
 
 def fill_of(value: Any) -> str | None:
-    """The number that all elements of an operand of a lowering rule are, as MLIR writes it.
+    """The number to which all elements of a lowering rule's operand are equal, as MLIR writes it.
 
-    None where the program does not say so beside the operand.
+    None unless the operand is a constant of one number, possibly broadcast.
     """
     *_, (value, op) = _sources(value)
     if op is None or op.name.partition(".")[2] != "constant":
         return None
-    if "complex" in str(value.type):  # of which Python has no attribute
+    if "complex" in str(value.type):  # Python has no attribute for these
         text = op.get_asm(large_elements_limit=4, use_local_scope=True)
     else:
         attribute = op.attributes["value"]
@@ -396,15 +400,16 @@ def fill_of(value: Any) -> str | None:
 
 
 def _operands(value: Any, *names: str) -> list[Any]:
-    """Those of the operation that made a value if it has one of these names; else none."""
+    """The operands of the operation that made a value; none if it has none of these names."""
     op = getattr(value.owner, "operation", None)  # the owner of a function's argument is a block
     return [*op.operands] if op is not None and op.name in names else []
 
 
 def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
-    """What jnp made indices of one dimension of this size from, and how kernels can read that.
+    """The ids from which jnp made indices into one dimension of this size, and how to read them.
 
-    "wrap": negative ids count from the end. "floor": they are 0, as in `jnp.bincount`.
+    "wrap": negative ids count from the end. "floor": negative ids are read as 0, as in
+    `jnp.bincount`. None if indices were not made so.
     """
     spread = _operands(indices, "stablehlo.broadcast_in_dim", "stablehlo.reshape")
     parts = _operands(spread[0], "stablehlo.select") if spread else []
@@ -431,7 +436,7 @@ def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
 
 
 def _is_larger_argument(block: Any, number: int) -> bool:
-    """Whether this result of a function is the larger of its two arguments, the first as it is."""
+    """Whether a result of a function is the maximum of its two arguments, the first unchanged."""
     *_, end = block.operations
     pair = _operands(end.operands[number], "stablehlo.maximum")
     found = []
@@ -444,7 +449,7 @@ def _is_larger_argument(block: Any, number: int) -> bool:
 
 
 def tag(result: Any, name: str, value: str) -> None:
-    """Gives the operation that made a lowering's result an attribute, which programs keep."""
+    """Adds an attribute, which programs keep, to the operation that made a lowering's result."""
     op, key = result.owner.operation, "mhlo.frontend_attributes"
     named: dict[str, Any] = {name: ir.StringAttr.get(value)}
     if key in op.attributes:
@@ -453,11 +458,11 @@ def tag(result: Any, name: str, value: str) -> None:
     op.attributes[key] = ir.DictAttr.get(named)
 
 
-# ---- calls that one lowered later takes the place of ----
+# ---- calls that are replaced by a later lowering ----
 
 
 def as_handles(values: Sequence[Any]) -> list[Any]:
-    """The results of a call, which `replace_call` can replace wherever they are used by then."""
+    """Handles for a call's results: `replace_call` can replace the results in all later uses."""
     return [hlo.reshape(value.type, value) for value in values]
 
 
@@ -473,9 +478,10 @@ def call_behind(handle: Any, target: str) -> Any:
 
 
 def move_before(call: Any, value: Any) -> bool:
-    """Moves what computes a value before a call. False if that depends on the call.
+    """Moves the operations that compute a value before a call.
 
-    A program says by operands alone what runs before what.
+    Returns False if they depend on the call or are more than `_MOST_MOVED`. Moving them is valid,
+    because only operands determine the order in which operations run.
     """
     later: list[Any] = []
     values = [value]
@@ -504,17 +510,17 @@ _MOST_MOVED = 64
 
 
 def replace_call(call: Any, values: Sequence[Any]) -> None:
-    """Puts values in the place of a call's results, which are known by handles only."""
+    """Replaces a call's results, which are used only through handles, by values."""
     for result, value in zip(call.results, values, strict=True):
-        move_before(call, value)  # an insertion point would not do: jax 0.8 adds to the block's end
+        move_before(call, value)  # jax 0.8 appends to the block despite an insertion point
         result.replace_all_uses_with(value)
     call.erase()
 
 
 def has_other_readers(value: Any, call: Any) -> bool:
-    """Whether anything beside a call, which may be None, has read an operand so far.
+    """Whether anything other than `call`, which may be None, has read a value so far.
 
-    Arguments of a program that are not donated are read by the caller.
+    Arguments of a program that are not donated count as read by the caller.
     """
     if any(call is None or use.owner.operation != call for use in value.uses):
         return True
@@ -531,7 +537,7 @@ def has_other_readers(value: Any, call: Any) -> bool:
 
 # ---- jaxprs, for fuse ----
 
-# Functions inside a jaxpr: the parameter that has each as a jaxpr. Names differ between releases.
+# Primitives that call a function, which is a jaxpr in a parameter. Names differ between releases.
 _CALLS = frozenset(
     re.findall(
         r"\w+",
@@ -542,7 +548,7 @@ _CALLS = frozenset(
 
 
 def jaxpr_of(traced: Any) -> Any:
-    """What `jax.jit(f).trace` has traced, or flax's `nnx.jit(f).trace`, which wraps that."""
+    """The jaxpr in a result of `jax.jit(f).trace`, or of flax's `nnx.jit(f).trace`."""
     return getattr(traced, "traced", traced).jaxpr
 
 
@@ -552,7 +558,7 @@ def jaxpr_and_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def in_place_of(jaxpr: Any, new: Any) -> Any:
-    """`new` as a parameter in place of `jaxpr`; `jaxpr` if it has no place for new constants."""
+    """`new` in the form of the parameter `jaxpr`; `jaxpr` if it cannot hold new constants."""
     flat, consts = jaxpr_and_consts(new)
     if len(consts) != len(jaxpr_and_consts(jaxpr)[1]):
         return jaxpr
@@ -560,12 +566,12 @@ def in_place_of(jaxpr: Any, new: Any) -> Any:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand of an equation is a number, and no variable."""
+    """Whether an operand of an equation is a number, not a variable."""
     return isinstance(atom, core.Literal)
 
 
 def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """What an equation calls, as `jaxpr_and_consts`; None where it is no call."""
+    """The jaxpr that an equation calls, and its constants; None if it is not a call."""
     if eqn.primitive.name not in _CALLS:
         return None
     found = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
@@ -573,9 +579,9 @@ def called_jaxpr(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 
 def is_plain_call(eqn: Any) -> bool:
-    """Whether an equation only calls a function: what it computes may be written in its place.
+    """Whether an equation only calls a function, so that the function may be inlined.
 
-    Others say where arrays are, how they are compiled, or what is computed again.
+    Other calls also say where arrays are, how to compile, or what to recompute.
     """
     name, params = eqn.primitive.name, eqn.params
     if called_jaxpr(eqn) is None or name in ("remat", "remat2", "checkpoint"):
@@ -593,9 +599,9 @@ def donated_operands(eqn: Any) -> list[Any]:
 
 
 def bind_equation(eqn: Any, args: Sequence[Any]) -> Any:
-    """The results of an equation for other operands, as a list.
+    """Evaluates an equation for other operands, and returns a list.
 
-    Rules of its function, the user's line and the context stay, as in `jax.core.eval_jaxpr`.
+    Keeps its function's rules, the user's line and the context, as `jax.core.eval_jaxpr` does.
     """
     source = source_info_util.user_context(eqn.source_info.traceback)
     with source, eqn.ctx.manager:
@@ -609,17 +615,17 @@ def bind_equation(eqn: Any, args: Sequence[Any]) -> Any:
 
 
 def at_line_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which equations have the user's line of another one, as profiles show it."""
+    """A context that gives new equations the user's line of `eqn`, which profiles show."""
     return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def context_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """The mesh, and what else there was, where an equation was traced."""
+    """The context in which an equation was traced, such as its mesh."""
     return cast(contextlib.AbstractContextManager[Any], eqn.ctx.manager)
 
 
 def line_of(eqn: Any) -> str:
-    """The user's line that an equation comes from; empty where jax does not say."""
+    """The user's line that an equation comes from; empty if jax does not say."""
     try:
         return user_line(eqn.source_info.traceback)
     except AttributeError:
@@ -627,13 +633,13 @@ def line_of(eqn: Any) -> str:
 
 
 def functions_of(eqn: Any) -> list[str]:
-    """The names of the functions that an equation was traced in, the outermost first."""
+    """The names of the functions in which an equation was traced, outermost first."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     return [frame.function_name for frame in reversed(frames)]
 
 
 WITH_A_PROGRAM = "call_hi_primitive"
-"""The name of primitives of jax 0.12 whose programs are made where they are lowered."""
+"""The name of the primitives of jax 0.12 whose programs are made when they are lowered."""
 
 
 def user_line(traceback: Any) -> str:

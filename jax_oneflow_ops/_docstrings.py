@@ -11,7 +11,7 @@ _F = TypeVar("_F", bound=Callable[..., jax.Array])
 
 
 def documented(*, like: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Adds to a docstring what it lacks and another function's has: arguments and sections."""
+    """Adds the arguments and sections that a docstring lacks from that of another function."""
 
     def decorate(function: _F) -> _F:
         head, own = _sections(function)
@@ -29,13 +29,13 @@ def documented(*, like: Callable[..., Any]) -> Callable[[_F], _F]:
 
 
 def _sections(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What a docstring begins with, and its sections by title."""
+    """The text before the first section of a docstring, and the sections by title."""
     text = inspect.cleandoc(function.__doc__ or "")
     head, *parts = re.split(r"^(\w[\w ]*):\n", text, flags=re.MULTILINE)
     return head.rstrip(), dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """The entries of a section "Args" by the names of the arguments."""
+    """The entries of an "Args" section by argument name."""
     entries = re.split(r"^(?=  [\w*])", text.rstrip("\n") + "\n", flags=re.MULTILINE)
     return {entry.partition(":")[0].strip(" *"): entry for entry in entries if entry.strip()}

@@ -6,9 +6,9 @@ A function f of n arrays has up to three primitives, each of them one native ker
 - f_vjp: from the arrays and a cotangent, the cotangents of those arrays that are `wanted`;
 - f_jvp (n > 1): from the arrays and their tangents, the tangent of the result.
 
-f_vjp and f_jvp are each other's transposes, so that a gradient is one kernel however many arrays it
-is with respect to; where one array is differentiated f_vjp is its own transpose and serves as both.
-Their derivatives with respect to the arrays come from the reference.
+f_vjp and f_jvp are each other's transposes. So a gradient is one kernel, no matter how many arrays
+are differentiated. For one array, f_vjp is its own transpose and serves as both. Their derivatives
+with respect to the arrays come from the reference.
 
 Operands broadcast: see `_operands`. Some functions have a parameter, a scalar operand after all
 others.
@@ -46,14 +46,14 @@ def _define(
 
     Args:
       name: the primitive's name.
-      reference: `(*operands, **params) -> result` in jnp, a list where there are several results.
-      function: the public function, which errors name, if it has another name.
+      reference: `(*operands, **params) -> result` in jnp, a list if there are several results.
+      function: the public function, which errors name, if its name is not `name`.
       parameters: the number of operands at the end that must be scalars.
       multiple_results: the primitive has the parameter `wanted`, the indices of its results.
       typed: the operand that has the results' dtype, if there is no parameter `new_dtype`.
-      accurate: a form of the reference that is as accurate as the kernel, where that is not.
-      approximate_in_xla: the bytes of an element from which on XLA's form is less accurate than the
-        kernel, which always runs then; 0 if it is as accurate.
+      accurate: a form that is as accurate as the kernel, if the reference is not.
+      approximate_in_xla: the element size in bytes from which on XLA's form is less accurate than
+        the kernel, so that the kernel always runs; 0 if XLA's form is as accurate.
     """
 
     def abstract_eval(*avals: Any, wanted: Sequence[int] = (0,), **params: Any) -> Any:
@@ -93,7 +93,7 @@ def _define(
 def _call(
     name: str, approximate_in_xla: int, *avals: Any, wanted: Sequence[int] = (0,), **params: Any
 ) -> _policy.Call | str:
-    """XLA's code depends on whether elements can be loaded in fours."""
+    """The call that the policy judges. XLA's code depends on whether elements load in fours."""
     if 0 < approximate_in_xla <= avals[0].dtype.itemsize:
         return "XLA is less accurate in this dtype"
     result = _operands.result_aval(*avals)
@@ -113,7 +113,7 @@ def _call(
 
 
 def _rounded_once(reference: Function) -> Function:
-    """The reference of 16-bit operands in float32, as kernels compute it."""
+    """The reference, with 16-bit operands computed in float32 and rounded once, as in kernels."""
 
     def wide(*args: Any, **params: Any) -> Any:
         narrow = [
@@ -139,7 +139,7 @@ def _batch(
 ) -> tuple[Any, Any]:
     """The batch axis becomes one more dimension of every array.
 
-    A parameter per example has no kernel: that is left to jnp.
+    There is no kernel for one parameter per example: that is left to jnp.
     """
     count = len(params.get("wanted", (0,)))
     out_dims = (lambda axis: [axis] * count) if primitive.multiple_results else (lambda axis: axis)
@@ -169,12 +169,12 @@ def differentiable(
     Args:
       name: the FFI targets are jof_NAME, jof_NAME_vjp and, where inputs > 1, jof_NAME_jvp.
       reference: `(*arrays, *parameters) -> array` in jnp.
-      function: the public function, if it has another name.
+      function: the public function, if its name is not `name`.
       inputs: the number of arrays.
       parameters: the number of scalar parameters after them.
-      linear: the arrays that f is linear in while all others are fixed. With respect to one of them
-        f itself is the derivative, which reads an array less. A function of one array that is
-        linear in it has no derivative kernels.
+      linear: the arrays that f is linear in while all others are fixed. The derivative with
+        respect to one of them is f itself, which reads one array less than f_vjp. A linear function
+        of one array has no derivative kernels.
       accurate: as for `_define`.
       approximate_in_xla: as for `_define`.
     """
@@ -199,10 +199,10 @@ def differentiable(
     f_p = define(name, reference, function=function, parameters=parameters, accurate=accurate)
 
     def tangent(primals: Sequence[Any], tangents: Sequence[Any], implementation: Any) -> Any:
-        """The tangent of f where no parameter has one."""
+        """The tangent of f if no parameter has a tangent."""
         arrays, rest = primals[:inputs], primals[inputs:]
         live = [i for i, t in enumerate(tangents[:inputs]) if not isinstance(t, ad.Zero)]
-        # Tangents alone may have a batch axis.
+        # It may be that only tangents have a batch axis.
         like = _operands.result_aval(*map(jax.typeof, (*arrays, *(tangents[i] for i in live))))
         full = {i: _compat.broadcast_like(tangents[i], like) for i in live}
         if len(live) > 1:
@@ -279,8 +279,8 @@ def _define_derivatives(
 ) -> None:
     """Sets the JVP, and the transpose: `rule` with respect to `arrays`, else the reference's.
 
-    Gradients need the rule alone. The rest is for `jax.linear_transpose` with respect to scalars,
-    parameters, and what only some values of the other operands make linear.
+    Gradients need only `rule`. The reference's transpose is for `jax.linear_transpose` with respect
+    to scalars, parameters, and operands in which only some values of the others make f linear.
     """
 
     def transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
@@ -320,7 +320,7 @@ def _set_rules(
 
 
 def _reference_tangent(reference: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """The tangent of a reference, 16-bit values computed in float32."""
+    """The tangent of a reference, with 16-bit values computed in float32."""
     live = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     f = _primitive.of_some(_rounded_once(reference), primals, live)
     return jax.jvp(f, [primals[i] for i in live], [tangents[i] for i in live])[1]

@@ -1,9 +1,9 @@
-"""Arrays of a program that is being lowered: what is computed of them is written into it at once.
+"""Arrays of a program that is being lowered. Operations on them are emitted into it immediately.
 
-To trace a function that replaces an operation, and to lower what was traced, takes ten times as
-long. Functions that are written for both kinds of arrays ask them for their namespace, which is
-`jax.numpy` or this module: its functions and methods are those of jax.numpy that are needed, on
-integers, for sizes that are known.
+Tracing a function that replaces an operation, and then lowering the trace, takes ten times as long.
+Functions that work on both kinds of arrays ask an array for its namespace, which is `jax.numpy` or
+this module. This module has those functions and methods of jax.numpy that they need, for integers
+and known sizes.
 """
 
 import functools
@@ -30,10 +30,10 @@ from jax_oneflow_ops._compat import (
 
 
 def lower(function: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> list[Any]:
-    """A lowering: `function` of arrays, where its operands are those of `ctx`.
+    """Lowers a call of `function` of arrays, whose types are those in `ctx`.
 
-    It becomes a function of the program, which has one for equal calls. Operands that are broadcast
-    from scalars are passed as these.
+    `function` becomes a function of the program that equal calls share. Operands that are broadcast
+    from scalars are passed as scalars.
     """
     scalars = [scalar_of(x) for x in operands]
     values = [x if one is None else one for x, one in zip(operands, scalars, strict=True)]
@@ -134,7 +134,7 @@ def _aval(shape: tuple[int, ...], dtype: Any) -> jax.core.ShapedArray:
 
 
 def _shape(*args: Any) -> tuple[int, ...]:
-    """What arrays broadcast to."""
+    """The shape that arrays broadcast to."""
     first, *others = [x.shape for x in args if isinstance(x, Array)]
     same = all(shape == first for shape in others)
     return first if same else np.broadcast_shapes(first, *others)
@@ -152,7 +152,7 @@ def _constant(x: Any, shape: Sequence[int], dtype: Any) -> Any:
 
 
 def _spread(x: Any, shape: Sequence[int], dtype: Any) -> Any:
-    """The MLIR value of an array or a number, of a shape that it broadcasts to."""
+    """The MLIR value of an array or a number, broadcast to a shape."""
     return broadcast_to(x, shape).value if isinstance(x, Array) else _constant(x, shape, dtype)
 
 
@@ -164,7 +164,7 @@ def _ctx(args: Sequence[Any]) -> Any:
 
 
 def _elementwise(function: Callable[..., Any], *args: Any, dtype: Any = None) -> Array:
-    """Of arrays of one dtype, which broadcast, and numbers."""
+    """Applies an operation to numbers and arrays of one dtype, which broadcast."""
     shape, own = _shape(*args), args[0].dtype
     value = function(*[_spread(x, shape, own) for x in args])
     return Array(value, _aval(shape, dtype or own), _ctx(args))
@@ -193,7 +193,7 @@ def asarray(x: Any, dtype: Any) -> Any:
     return np.asarray(x, dtype)
 
 
-def zeros(shape: Any, dtype: Any) -> Array:  # which are none, or of integers
+def zeros(shape: Any, dtype: Any) -> Array:  # empty, or of an integer dtype
     shape = (shape,) if isinstance(shape, int) else shape
     return Array(_constant(0, shape, dtype), _aval(shape, np.dtype(dtype)))
 
@@ -229,7 +229,7 @@ def clip(x: Array, low: int, high: int) -> Array:
 
 
 def sort_pairs(keys: Any, values: Any) -> Any:
-    """Both in the order of the keys, which are integers of rank 1; equal ones keep theirs."""
+    """Keys, integers of rank 1, and values, sorted by key. The sort is stable."""
     if not isinstance(keys, Array):
         return jax.lax.sort((keys, values), num_keys=1, is_stable=True)
     pair = (keys, values)
@@ -255,7 +255,7 @@ def first(x: Any, count: int) -> Any:
 
 
 def one_of_each(updates: Any) -> Any:
-    """The first of each problem's updates if all are known to be one number; else all of them."""
+    """One update per problem if all updates are known to be the same number; else all updates."""
     if not isinstance(updates, Array) or (scalar := scalar_of(updates.value)) is None:
         return updates
     one = Array(scalar, _aval((), updates.dtype), updates.ctx)
@@ -277,7 +277,7 @@ def bind(primitive: Any, *args: Any, **params: Any) -> Any:
 def ffi_call(
     target: str, results: Sequence[Any], *args: Any, aliases: Any = None, **how: Any
 ) -> Any:
-    """What `jax.ffi.ffi_call` gives for results of these types, and attributes `how`."""
+    """Calls an FFI target, as `jax.ffi.ffi_call` does, with these result types and attributes."""
     if (ctx := _ctx(args)) is None:
         return jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases)(*args, **how)
     avals = [[_aval((*x.shape,), x.dtype) for x in side] for side in (args, results)]

@@ -39,12 +39,12 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
         arrays of equal or broadcast shapes: arithmetic, comparisons, `jnp.where`, `jnp.select`,
         integer and bit operations, casts, complex numbers, the elementwise functions of `jax.nn`
         and most of those of `jax.scipy.special`. It may call functions with custom derivatives, add
-        and remove dimensions of size 1, stack values and read single ones of the stack, and contain
-        loops of at most 64 turns, a number that is known when it is traced. It may also reduce the
-        last dimension, or the same last dimensions everywhere, by sum, mean, var, max, min, prod,
-        any and all, and by functions that are made of these, such as `jax.nn.softmax`; results then
-        have the shape of the rows, or one value for each row. Capture static arguments in a
-        closure.
+        and remove dimensions of size 1, stack values and read single ones from the stack, and
+        contain loops of at most 64 iterations, if their number is known at tracing. It may also
+        reduce the last dimension, or the same last dimensions everywhere, by sum, mean, var, max,
+        min, prod, any and all, and by functions that are made of these, such as `jax.nn.softmax`;
+        results then have the shape of the rows, or one value for each row. Capture static arguments
+        in a closure.
       partial: whether `fun` may contain other operations. The elementwise ones are then fused, and
         the rest is left to XLA.
 
@@ -68,11 +68,11 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       of float32; otherwise they are as accurate as those of `ElementwiseKernel`.
       ``1 - sigmoid(x)``, ``1 - tanh(x)``, ``1 + tanh(x)`` and ``1 - erf(x)`` are computed without
       cancellation. Results below 1e-37 may be 0. NaN, infinities and signed zeros are those of JAX,
-      but for the sign of a row's maximum or minimum where it has zeros of both signs; integers
-      wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the same for
-      all elements of a row is taken out of sums, and a division by such a value is a multiplication
-      by its inverse, within 2 ulp; near the largest and smallest numbers these may overflow, or be
-      0, where jnp's order of operations does not.
+      except that the maximum or minimum of a row with zeros of both signs may have either sign;
+      integers wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the
+      same for all elements of a row is taken out of sums, and a division by such a value is a
+      multiplication by its inverse, within 2 ulp. Near the largest and smallest numbers this may
+      overflow, or give 0, although jnp's order of operations does not.
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including
@@ -80,7 +80,8 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       intermediate values. In an elementwise function, XLA sums the gradients of broadcast operands,
       in float32 if their dtype is narrower. In a function that reduces rows, the kernel computes
       partial sums of the gradients of row vectors, and XLA adds them up. A derivative that reads
-      more than 32 arrays or writes more than 16 is left to XLA. That of `prod` is a `FusionError`.
+      more than 32 arrays or writes more than 16 is left to XLA. The derivative of `prod` raises a
+      `FusionError`.
 
     Compilation:
       As for `ElementwiseKernel`, with the same cache. XLA runs the same computation on platforms
@@ -121,7 +122,7 @@ class KernelReport:
     Attributes:
       name: the name of the function, and which derivative it is.
       operations: how many values it computes for each element.
-      reductions: how many reductions of rows depend on each other in turn.
+      reductions: the length of the longest chain of row reductions that depend on each other.
       reads: dtypes and shapes of its operands.
       writes: dtypes and shapes of its results.
       bytes_read: the bytes of its operands, each counted once.
@@ -178,7 +179,7 @@ Derivative = Literal["jvp", "vjp"] | None
 
 
 class Fused(Generic[P, R]):
-    """A function that `fuse` has made."""
+    """A function made by `fuse`."""
 
     def __init__(self, fun: Callable[P, R], partial: bool):
         if not callable(fun):
@@ -191,7 +192,7 @@ class Fused(Generic[P, R]):
             return _run(name, fun, partial, implementation, args, kwargs)
 
         run.__name__ = run.__qualname__ = name
-        # jax.jit knows what it has traced, and calls it without Python.
+        # jax.jit caches what it has traced, and runs it without Python.
         self._run = run
         self._jitted = jax.jit(run, static_argnums=0, inline=True)
 
@@ -277,7 +278,7 @@ class Fused(Generic[P, R]):
     def _program(
         self, args: Any, kwargs: Any, derivative: Derivative
     ) -> tuple[list[Any], list[str]]:
-        """The equations of a call that are kernels, and what others there are."""
+        """The equations of a call that are kernels, and the names and lines of the others."""
         if derivative not in (None, "jvp", "vjp"):
             raise ValueError(
                 f'{self._name}: derivative must be None, "jvp" or "vjp", got {derivative!r}'
@@ -292,7 +293,7 @@ class Fused(Generic[P, R]):
 
         def call(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            return jax.tree.leaves(self._run(None, args, kwargs))  # which knows the user's lines
+            return jax.tree.leaves(self._run(None, args, kwargs))  # with the user's lines
 
         def program(*leaves: Any) -> Any:
             def of_moving(*xs: Any) -> Any:
@@ -311,7 +312,7 @@ class Fused(Generic[P, R]):
 
 
 def _check_arguments(name: str, **trees: Any) -> None:
-    """Raises a TypeError for what is no array, where `jax.jit` would speak of its own options."""
+    """Raises a TypeError for an argument that is no array; the error of `jax.jit` is less clear."""
     for root, tree in trees.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             where = f"{root}{jax.tree_util.keystr(path)}"
@@ -349,7 +350,7 @@ def _is_text(eqn: Any) -> bool:
 
 
 def _is_weakened(eqn: Any) -> bool:
-    """Whether an operation changes no value, but how jnp promotes it."""
+    """Whether an operation is a cast to the same dtype, which changes only the weak type."""
     is_cast = eqn.primitive.name == "convert_element_type"
     return is_cast and bool(eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype)
 
@@ -398,11 +399,11 @@ def _run(
         wide = [x.astype(jnp.float32) if is_narrow(str(x.dtype)) else x for x in leaves]
         try:
             exact = scalars.exact_literals(closed, _traced(fun, tree, wide, partial)[0])
-        except Exception:  # a function of 16-bit arrays only may raise anything
+        except Exception:  # a function that takes only 16-bit arrays may raise any error
             exact = {}
     jaxpr, consts = _compat.jaxpr_and_consts(closed)
     kernel = functools.partial(one_kernel, name, exact=exact, implementation=implementation)
-    # A kernel knows no weak types. The gradient of a cast is as weakly typed as what was cast.
+    # Kernels have no weak types. The gradient of this cast has the weak type of its operand.
     operands = [jax.lax.convert_element_type(x, x.dtype) for x in leaves]
     if partial:
         results = _whole_or_none(name, jaxpr, consts, operands, kernel)
@@ -417,7 +418,7 @@ def _run(
 def _whole_or_none(
     name: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kernel: parts.Kernel
 ) -> list[Any] | None:
-    """The results by one kernel if they can be, of several rows or with stacks inside it."""
+    """Computes the results by one kernel, for functions with reductions or stacks; else None."""
     try:
         space = scalars.space_of(name, jaxpr)
         if space is None and not any(eqn.primitive.name in scalars.STACKS for eqn in jaxpr.eqns):
@@ -438,7 +439,7 @@ def one_kernel(
     exact: dict[int, Any],
     implementation: str | None,
 ) -> list[Any]:
-    """The results of a jaxpr, of which those that are computed must be one kernel's."""
+    """Computes the results of a jaxpr by one kernel, except for arguments and constants."""
     space = scalars.space_of(name, jaxpr)
     if space is not None:
         return _one_row_kernel(name, space, jaxpr, consts, args, exact, implementation)
@@ -478,7 +479,7 @@ def one_kernel(
 def _kernel(
     name: str, plan: scalars.Plan, avals: Sequence[Any], args: Sequence[Any], how: str | None
 ) -> list[Any]:
-    """A kernel's results, of these types; a plan's leaves are of `args`."""
+    """The results of a plan's kernel, of types `avals`; its leaves are elements of `args`."""
     dtypes = [str(aval.dtype) for aval in avals]
     if len(plan.leaves) > primitive.MAX_OPERANDS or len(avals) > MAX_OUTPUTS:
         raise FusionError(
@@ -508,7 +509,7 @@ def _one_row_kernel(
     exact: dict[int, Any],
     implementation: str | None,
 ) -> list[Any]:
-    """The same where rows are reduced: results are elements of rows, or values of them."""
+    """`one_kernel` for functions that reduce rows; results are elements or values of rows."""
     given = dict(zip(jaxpr.invars, args, strict=True))
     found = dict.fromkeys(v for v in jaxpr.outvars if not _compat.is_literal(v) and v not in given)
     computed, demands, alone = [], [], []
@@ -566,7 +567,7 @@ def _one_row_kernel(
 
 
 def _rows_of(x: Any, alignment: scalars.Axes, space: scalars.Space) -> Any:
-    """An array as an operand of a kernel of rows, whose dimensions become one."""
+    """An array as an operand of a row kernel; the dimensions of rows are merged into one."""
     x = _aligned(x, alignment, len(space.shape))
     if x.ndim == 0 or len(space.shape) == space.start + 1:
         return x
@@ -579,7 +580,7 @@ def _rows_of(x: Any, alignment: scalars.Axes, space: scalars.Space) -> Any:
 
 
 def _in_shape(y: Any, aval: Any, space: scalars.Space) -> Any:
-    """A result of a kernel of rows in the shape that the function gives it."""
+    """A result of a row kernel in the shape that the function gives it."""
     if y.shape[-1] == 1 and aval.ndim < y.ndim:
         y = jax.lax.squeeze(y, [y.ndim - 1])
     if y.ndim != aval.ndim or any(

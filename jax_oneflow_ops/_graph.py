@@ -1,15 +1,21 @@
 """The primitives of graph layers, and their rules.
 
-A graph is six arrays of int32: `senders` and `receivers`, negative where they are out of range; an
-order of the edges in which those of equal receivers are neighbours, and these receivers, -1 for
-those out of range; and an order in which those of equal senders are, and these. An order that is
-not known is two arrays of rank 2. Edges whose receiver is out of range count for nothing. A sender
-out of range is ``~row`` of the row that jnp reads for it; its edge counts, but in no sum at the
-senders, nor in what is derived from one, which the parameter `drops_senders` says.
+A graph is six int32 arrays:
 
-`message_sum` adds up weighted rows of the senders at the receivers, `edge_dot` multiplies rows at
-both ends. Each is linear in either of its arrays, and its derivatives are again these two. So are
-those of `softmax_vjp`, which is the derivative of `softmax`.
+- `senders` and `receivers`, negative if they are out of range;
+- an order of the edges in which edges of equal receivers are neighbours, and the receivers in that
+  order, -1 if they are out of range;
+- an order of the edges in which edges of equal senders are neighbours, and the senders in that
+  order.
+
+An unknown order is two arrays of rank 2. Edges whose receiver is out of range are ignored. A sender
+out of range is stored as ``~row``, where `row` is the row that jnp reads for it. Its edge counts,
+except in sums at the senders and in their derivatives. The parameter `drops_senders` marks those.
+
+`message_sum` adds up weighted rows of the senders at the receivers. `edge_dot` computes the dot
+product of the rows at both ends of each edge. Each is linear in either of its arrays, and its
+derivatives are again these two primitives. `softmax_vjp` is the derivative of `softmax`. Its own
+derivatives are computed with these primitives, too.
 """
 
 import math
@@ -26,12 +32,13 @@ from jax_oneflow_ops._indexing import Indexing
 from jax_oneflow_ops._primitive import bind
 
 FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
-MOST = 2**31 - 2  # edges: their numbers are int32
-MOST_ROWS = 2**30 - 1  # of a table: twice their numbers are
-# Positions of an order that a block of a GPU takes at least and at most, and how many blocks run at
-# once on an H200: more positions than they take are split evenly over whole such waves.
+MOST = 2**31 - 2  # edges, whose numbers are int32
+MOST_ROWS = 2**30 - 1  # of a table: keys, which are twice a row number, are int32
+# The fewest and the most positions of an order that a thread block takes, and the number of blocks
+# that run at once on an H200: a wave. More positions than a wave takes are split evenly over whole
+# waves.
 LEAST_CHUNK, MOST_CHUNK, WAVE = 128, 1344, 396
-CPU_CHUNK, CPU_CHUNKS = 1024, 256  # that a thread of a CPU takes, and how many chunks at most
+CPU_CHUNK, CPU_CHUNKS = 1024, 256  # positions that a CPU thread takes, and the most chunks
 
 
 def compute_dtype(dtype: Any) -> Any:
@@ -43,27 +50,27 @@ Order = tuple[Any, Any]  # the numbers of edges, and their ids
 
 
 def no_order() -> Order:
-    """An order that is not known.
+    """An unknown order.
 
-    Its arrays are not empty: where a gradient in a `shard_map` keeps empty arrays, XLA of jaxlib
-    0.11.2 ends the process on several GPUs.
+    Its arrays are not empty: if a gradient in a `shard_map` keeps empty arrays, XLA of jaxlib
+    0.11.2 terminates the process on several GPUs.
     """
     return jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
 
 
 def no_weights(heads: int, dtype: Any) -> Any:
-    """The weights of a sum without weights, of one dimension more than weights have."""
+    """A placeholder for the weights of an unweighted sum, with one dimension more than weights."""
     return jnp.zeros((1, 1, heads), dtype)
 
 
 def sort(ids: Any, rows: int, implementation: str | None) -> Any:
-    """The numbers of edges in the order of their ids, and keys: `receiver_rows`, `sender_rows`.
+    """Sorts edges by id: their numbers, and keys for `receiver_rows` and `sender_rows`.
 
-    A key is twice a row, plus 1 where the id is negative and counts from the end. It is
-    ``2 * rows`` where the id is out of range. So ids of a row are neighbours whether negative ones
-    count, as for senders, or not, as for receivers.
+    A key is twice a row, plus 1 if the id is negative and counts from the end. It is ``2 * rows``
+    if the id is out of range. So edges of a row are neighbours whether negative ids count, as for
+    senders, or not, as for receivers.
     """
-    # Where there are no native kernels, the function that was called says so.
+    # If there are no native kernels, the function that was called raises the error.
     choice = None if implementation == "native" else implementation
     return bind(order_p, ids, rows=rows, implementation=choice)
 
@@ -79,7 +86,7 @@ def sender_rows(keys: Any, rows: int) -> Any:
 
 
 def order_of(ids: Any, rows: int, implementation: str | None) -> Order:
-    """The order of a graph's senders or receivers, negative where they are out of range."""
+    """The order of a graph's senders or receivers, which are negative if they are out of range."""
     order, keys = sort(jnp.where(ids < 0, rows, ids), rows, implementation)
     return order, sender_rows(keys, rows)
 
@@ -94,7 +101,7 @@ def message_sum(
     implementation: str | None,
     drops_senders: bool = False,
 ) -> Any:
-    """Binds the primitive, which sorts where the order of the receivers is not known."""
+    """Binds the primitive, which sorts the edges if the order of the receivers is unknown."""
     return bind(
         *(message_sum_p, *graph, table, weights),
         num_segments=num_segments,
@@ -113,7 +120,7 @@ def softmax(
     function: str,
     implementation: str | None,
 ) -> Any:
-    """Binds the primitive, which needs the order."""
+    """Binds the primitive with the order, which is computed here if it is unknown."""
     if order[0].shape != ids.shape:
         order = order_of(ids, num_segments, implementation)
     return bind(
@@ -125,7 +132,7 @@ def softmax(
 
 
 def _transposed(graph: Sequence[Any]) -> tuple[Any, ...]:
-    """The graph of all edges the other way round."""
+    """The graph with all edges reversed."""
     senders, receivers, order, keys, sender_order, sender_keys = graph
     return receivers, senders, sender_order, sender_keys, order, keys
 
@@ -134,7 +141,7 @@ def _transposed(graph: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def joined(*entries: Any) -> Any:
-    """How a dimension is sharded that several operands have."""
+    """The sharding of a dimension that several operands have."""
     return next((entry for entry in entries if entry is not None), None)
 
 
@@ -165,9 +172,10 @@ def _softmax_type(*args: Any, num_segments: int, **_: Any) -> Any:
 def rule(
     arrays: Sequence[str], *results: str, free: str = "hd"
 ) -> Callable[..., _primitive.ShardingRule]:
-    """Features are free; each table is needed whole.
+    """Makes a sharding rule in which the `free` dimensions may be sharded; others are replicated.
 
-    So are edges, "e", unless they are free. Then each device sorts its own.
+    Dimensions have names of one letter, such as "h" and "d" for features and "e" for edges. If
+    edges are free, each device sorts its own.
     """
 
     def of(*avals: Any, **_: Any) -> _primitive.ShardingRule:
@@ -191,7 +199,7 @@ def rule(
 
 
 def rows_of(table: Any, ids: Any) -> Any:
-    """Rows in the dtype that they are computed in, 0 where an id names none."""
+    """The rows that ids name, in the dtype that they are computed in; 0 where an id names none."""
     wide = table.astype(compute_dtype(table.dtype))
     found = wide.at[jnp.where(ids < 0, table.shape[0], ids)].get(mode="fill", fill_value=0)
     return jnp.asarray(found)
@@ -203,7 +211,7 @@ def sums_of(rows: Any, ids: Any, size: int) -> Any:
 
 
 def read(senders: Any, drops_senders: bool) -> Any:
-    """The rows that are read, -1 of edges that count for nothing."""
+    """The rows that edges read, -1 for edges that are ignored."""
     return jnp.where(senders < 0, -1 if drops_senders else ~senders, senders)
 
 
@@ -249,7 +257,10 @@ def _softmax_vjp_reference(*args: Any, num_segments: int, **_: Any) -> jax.Array
 
 
 def chunks(platform: str, edges: int, wave: int = WAVE) -> int:
-    """Sizes may be variables of `jax.export`; a wave is as many blocks as run at once."""
+    """The number of chunks of an order of `edges`, where `wave` thread blocks run at once.
+
+    The number of edges may be a variable of `jax.export`.
+    """
     if platform == "cpu":
         return min(CPU_CHUNKS, edges // CPU_CHUNK + 1) if isinstance(edges, int) else CPU_CHUNKS
     if not isinstance(edges, int):
@@ -267,7 +278,7 @@ def _message_sum_native(
         return jnp.zeros(shape, table.dtype)
     if weights.ndim != 2:  # none
         weights = jnp.zeros((0, heads), table.dtype)
-    if order.shape != senders.shape:  # not known, or that of all shards of edges
+    if order.shape != senders.shape:  # unknown, or the order of all edges instead of this shard's
         order, keys = order_of(receivers, num_segments, None)
     columns = heads * width
     wave = WAVE if table.dtype.itemsize != 4 else WAVE * 4 // 3  # more blocks fit
@@ -297,7 +308,7 @@ def _edge_dot_native(
 def _softmax_native(
     platform: str, ids: Any, order: Any, keys: Any, *arrays: Any, num_segments: int, **_: Any
 ) -> jax.Array:
-    """The softmax of one array, its derivative of two."""
+    """The softmax of one array, or its derivative, which has two."""
     edges, heads = arrays[0].shape
     if 0 in (edges, heads, num_segments):
         return jnp.zeros_like(arrays[0])
@@ -328,9 +339,9 @@ def _order_reference(ids: Any, *, rows: int) -> list[jax.Array]:
 
 
 def _sorted(keys: Any, limit: int) -> list[jax.Array]:
-    """The places of the keys of the last dimension in ascending order, and the keys."""
+    """Sorts keys along the last dimension: the original place of each, and the sorted keys."""
     places = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
-    # A radix sort takes a pass for each byte.
+    # A radix sort takes one pass per byte.
     is_short = isinstance(limit, int) and limit <= 2**16
     keys = keys.astype(jnp.uint16 if is_short else jnp.uint32)
     keys, places = jax.lax.sort((keys, places), num_keys=1, is_stable=True)
@@ -338,7 +349,7 @@ def _sorted(keys: Any, limit: int) -> list[jax.Array]:
 
 
 def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
-    """Sorts all problems as one, in which each has its own keys."""
+    """Sorts all problems as one, with a separate range of keys for each."""
     problems, length = math.prod(ids.shape[:-1]), ids.shape[-1]
     limit = (2 * rows + 1) * problems
     if not isinstance(limit * length, int) or ids.size == 0 or limit > MOST:
@@ -355,11 +366,11 @@ def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
     ]
 
 
-# ---- batching: problems become one, of the edges and rows of all ----
+# ---- batching: problems are merged into one that has all edges and rows ----
 
 
 class Problems:
-    """Arrays of several problems, each of which may be the same for all."""
+    """Arrays of several problems. An array may be shared by all of them."""
 
     def __init__(self, args: Sequence[Any], dims: Sequence[int | None]) -> None:
         self.size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
@@ -383,18 +394,18 @@ class Problems:
         return self.flat(k) if self.has_own[k] else self.args[k]
 
     def ids(self, k: int, rows: int) -> Any:
-        """Ids into the rows of all problems, `rows` each, or into those that they share if 0.
+        """Ids into the merged rows of all problems, `rows` each; 0 if they share the rows.
 
-        Negative ones stay so, and ``~row`` is made of the row.
+        An id ``~row`` stays negative: it becomes ``~`` of the merged row.
         """
         ids = self.every(k)
         first = rows * jnp.arange(self.size, dtype=jnp.int32)[:, None]
         return jnp.where(ids < 0, ~(~ids + first), ids + first).reshape(-1)
 
     def order(self, k: int, rows: int) -> Order:
-        """That of arguments k and k + 1, of all problems' rows, of which there are `rows` each.
+        """The merged order in arguments k and k + 1, for problems with `rows` rows each.
 
-        It is not known where problems share the rows: edges of a row are no neighbours then.
+        It is unknown if problems share the rows: then the edges of a row are not neighbours.
         """
         edges = self.args[0].shape[-1]
         if self.args[k].shape[self.has_own[k] :] != (edges,) or not rows:
@@ -402,7 +413,7 @@ class Problems:
         return self.ids(k, edges), self.ids(k + 1, rows)
 
     def graph(self, senders: int, receivers: int) -> tuple[Any, ...]:
-        """The graph of all problems, which have so many rows each, or share them if 0."""
+        """The merged graph of problems with this many rows each; 0 if they share the rows."""
         ids = self.ids(0, senders), self.ids(1, receivers)
         return *ids, *self.order(2, receivers), *self.order(4, senders)
 
@@ -511,7 +522,7 @@ softmax_vjp_p = _primitive.define(
 
 
 def _bilinear_jvp(primitive: core.Primitive) -> Callable[..., Any]:
-    """Of a primitive that is linear in either of its last two operands."""
+    """The JVP of a primitive that is linear in either of its last two operands."""
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         *graph, x, y = primals
@@ -571,9 +582,9 @@ def _softmax_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
 def _softmax_vjp_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, num_segments: int, **others: Any
 ) -> Any:
-    """Of ``y t - y s``, where s is the segment's sum of ``y t``.
+    """The JVP of ``y t - y s``, where s is the segment's sum of ``y t``.
 
-    These are sums and products of edges, each of which has a row of its own.
+    It consists of sums and products over a graph in which each edge has its own sender row.
     """
     ids, order, keys, y, t = primals
     of_y, of_t = tangents[3:]
@@ -596,7 +607,7 @@ def _softmax_vjp_jvp(
 
 
 def _softmax_vjp_transpose(ct: Any, *args: Any, **params: Any) -> list[Any]:
-    """With respect to the tangent: the derivative of a softmax is symmetric."""
+    """The transpose with respect to the tangent: the derivative of a softmax is symmetric."""
     *graph, y, _ = args
     return [None] * 4 + [bind(softmax_vjp_p, *graph, y, ct, **params)]
 

@@ -1,8 +1,8 @@
-"""The primitives of group norm and their rules: as those of `_rows`, three of them.
+"""The primitives of group norm and their rules. There are three, as for the functions of `_rows`.
 
-Images have shape (..., pixels ..., channels): `spatial` dimensions are pixels, those before them
-are independent. Operands are x, scale and bias, which there always are, and what else belongs to
-the primitive.
+Images have shape (..., pixels ..., channels): `spatial` dimensions are pixels, and those before
+them are independent. Operands are x, scale and bias, which are never omitted, then the operands
+specific to the primitive.
 """
 
 import functools
@@ -18,25 +18,25 @@ from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat, _policy, _primitive, _reference, _rows
 
-# What each primitive takes and gives: images, statistics, vectors over channels.
+# The operands and results of each primitive: images, statistics, vectors over channels.
 _IMAGE, _STATS, _VECTOR = "image", "stats", "vector"
 _VALUE = [_IMAGE, _VECTOR, _VECTOR], [_IMAGE, _STATS]
 _VJP = [_IMAGE, _VECTOR, _VECTOR, _STATS, _IMAGE], [_IMAGE, _VECTOR, _VECTOR]
 _JVP = [_IMAGE, _VECTOR, _VECTOR, _STATS, _IMAGE, _VECTOR, _VECTOR], [_IMAGE]
 
-# Bytes of a part of an image, how many parts there are at most, and the bytes of a pixel that a
-# kernel works on at a time: see group_norm.cu.
+# Bytes of a part of an image, the most parts of an image, and the bytes of a pixel that a kernel
+# processes at a time: see group_norm.cu.
 _PART_BYTES = {"cuda": 1 << 15, "cpu": 1 << 17}
 _MOST_PARTS = 128
 _TILE_BYTES = 4096
-# Images of so many bytes gain little: on an H200 443 of 32 x 32 x 32 in f16 take as long as by XLA,
-# 43 us, as blocks do little but exchange sums. Much smaller ones share a block: 215180 of 3 pixels
-# and 9 channels in bf16 take 43 us, by XLA 27.
+# Images of up to this many bytes gain little. On an H200, 443 images of 32 x 32 x 32 in f16 take
+# 43 us, the same as XLA, because blocks do little but exchange sums. Much smaller images share a
+# block: 215,180 of 3 pixels and 9 channels in bf16 take 43 us, and 27 us with XLA.
 _SMALL_IMAGE = 1 << 17
 
 
 def _parts(platform: str, x: jax.Array) -> Any:
-    """How many parts the scratch of a call has, where x is (images, pixels, channels)."""
+    """The number of parts in the scratch of a call, where x is (images, pixels, channels)."""
     _, pixels, channels = x.shape
     if not isinstance(pixels, int) or not isinstance(channels, int):
         return _MOST_PARTS
@@ -46,7 +46,7 @@ def _parts(platform: str, x: jax.Array) -> Any:
 
 
 def _merged(x: jax.Array, spatial: int) -> jax.Array:
-    """As (images, pixels, channels)."""
+    """`x` reshaped to (images, pixels, channels)."""
     split = x.ndim - 1 - spatial
     return x.reshape(math.prod(x.shape[:split]), math.prod(x.shape[split:-1]), x.shape[-1])
 
@@ -118,7 +118,7 @@ def _types(kinds: Sequence[str]) -> Any:
 
 
 def _sharding_rule(kinds: tuple[list[str], list[str]]) -> Any:
-    """Images are independent; of everything else every device needs all."""
+    """Images may be sharded; all other dimensions are replicated."""
 
     def rule(x: Any, *_: Any, spatial: int, **__: Any) -> _primitive.ShardingRule:
         batch = [f"n{i}" for i in range(len(x.shape) - 1 - spatial)]
@@ -131,7 +131,7 @@ def _sharding_rule(kinds: tuple[list[str], list[str]]) -> Any:
 
 
 def _batch(kinds: Any, reference: Any) -> Any:
-    """The batch axis becomes one of images; vectors of each example are left to jnp."""
+    """The batch axis becomes a dimension of images. Vectors per example are left to jnp."""
 
     def batch(
         primitive: Any, args: Any, dims: Any, *, implementation: str | None, **params: Any
@@ -150,7 +150,7 @@ def _batch(kinds: Any, reference: Any) -> Any:
 
         operands = [at_front(*one) for one in zip(args, dims, kinds[0], strict=True)]
         results = _primitive.bind(primitive, *operands, implementation=implementation, **params)
-        if _VECTOR in kinds[1]:  # of all examples; wanted is one of each
+        if _VECTOR in kinds[1]:  # kernels sum over all examples, but each example needs its own
             results = [results[0], *in_jnp(*args)[1:]]
         return results, [0] * len(results)
 

@@ -9,24 +9,25 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Indexing:
-    """A parameter of the primitives; what their operands' dimensions mean.
+    """A parameter of the primitives that says what operands' dimensions mean and how ids are read.
 
-    Arrays of rows have the shape (*batch, rows, *trailing) or (*batch, *index, *trailing), where
-    ids of the shape (*batch, *index), or (*index) for all of the batch, name rows of the former.
+    Operands and tables have the shape (*batch, rows, *trailing). Updates and gathered rows have the
+    shape (*batch, *index, *trailing). Ids name rows of the former. Their shape is (*batch, *index),
+    or (*index) if all problems of the batch share them.
     """
 
     batch: int = 0  # the number of leading dimensions that are independent problems
-    shared: bool = True  # ids have none of them
+    shared: bool = True  # ids have no batch dimensions
     wrap: bool = False  # negative ids count from the end
-    clip: bool = False  # ids out of range become the nearest row's; else they name no row
-    # What the caller promises: flattened ids ascend (within each problem); none occurs twice.
+    clip: bool = False  # an id out of range names the nearest row; else it names no row
+    # The caller's promises: flattened ids ascend (within each problem); no id occurs twice.
     indices_are_sorted: bool = False
     unique_indices: bool = False
     deterministic: bool = False
-    # The number of dimensions of an operand whose elements are the rows. Reshaping it to have one
-    # would copy it, even if it is donated.
+    # The number of dimensions of an operand that together count its rows. Merging them into one
+    # would copy the operand, even if it is donated.
     row_rank: int = 1
-    # The public function that was called, which errors and warnings name, those of gradients, too.
+    # The public function that was called. Errors and warnings name it, also those of gradients.
     function: str = "accelerate"
 
     def rows(self, operand_shape: Sequence[int]) -> int:
@@ -34,7 +35,7 @@ class Indexing:
         return math.prod(operand_shape[self.batch : self.batch + self.row_rank])
 
     def index_begin(self) -> int:
-        """The first dimension of ids that is no batch dimension."""
+        """The first dimension of ids that is not a batch dimension."""
         return 0 if self.shared else self.batch
 
     def index_rank(self, ids: jax.Array) -> int:
@@ -42,7 +43,7 @@ class Indexing:
         return ids.ndim - self.index_begin()
 
     def wrapped(self, ids: jax.Array, rows: int) -> jax.Array:
-        """Ids that count from the beginning."""
+        """Ids with negative ones replaced by those that count from the beginning."""
         if not self.wrap:
             return ids
         wrapped: jax.Array = ids.__array_namespace__().where(ids < 0, ids + rows, ids)

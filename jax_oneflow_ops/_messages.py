@@ -1,14 +1,15 @@
 """The primitive of messages, and its rules.
 
-One primitive, jof_messages, reads rows at the ends of edges, computes a traced function of them,
-and reduces it at the senders ("s") or at the receivers ("r"), or gives a result for each edge
-("e"). Operands are tables that are read at the senders or at the receivers, arrays of edges, or one
-row for all ("c"); after their first dimension they have those of a message, or 1 where they are
-broadcast over it. A graph is the six arrays of `_graph`.
+One primitive, jof_messages, reads rows at both ends of each edge and computes a traced function of
+them. It reduces the results at the senders ("s") or at the receivers ("r"), or returns one result
+per edge ("e"). An operand is a table that is read at the senders or at the receivers, an array with
+one row per edge, or a single row for all edges ("c"). After its first dimension an operand has the
+dimensions of a message, with size 1 where it is broadcast. A graph is the six arrays of `_graph`.
 
-A JVP of a sum is a sum of a JVP. Its transpose with respect to a table is a sum at those ends of
-the edges where the table is read, and with respect to an array of edges a result for each edge: the
-same primitive again. A maximum has the derivative that jax gives it: edges that have it share it.
+The JVP of a sum is the sum of the function's JVP. The transpose of a sum with respect to a table is
+a sum at those ends of the edges where the table is read. With respect to an array of edges it is
+one result per edge. Both are the same primitive again. The derivative of a maximum is that of jax:
+edges that attain the maximum share it.
 """
 
 import contextlib
@@ -30,22 +31,23 @@ from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import is_narrow
 from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, trace
 
-GRAPH = 6  # arrays that a graph is
+GRAPH = 6  # the number of arrays in a graph
 MOST_OPERANDS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One call.
+    """What one call computes.
 
     Attributes:
-      definition: what is computed of the elements that an edge reads: one output.
-      inputs: which of its inputs the operands are; -1 has but dimensions that others lack.
-      sides: where each operand is read, of "srec".
-      target: where results are, of "sre".
-      drops_senders: whether edges whose sender is out of range count for nothing. Those whose
-        receiver is never count.
-      kept: the dimensions of a message that results have; over the others they are sums.
+      definition: the function of the elements that an edge reads. It has one output.
+      inputs: for each operand, the number of the definition's input that it supplies; -1 for an
+        operand of zeros that only supplies dimensions that the other operands lack.
+      sides: where each operand is read, one letter of "srec" each.
+      target: where the results are, one letter of "sre".
+      drops_senders: whether edges whose sender is out of range are ignored. Edges whose receiver
+        is out of range always are.
+      kept: for each dimension of a message, whether results have it. Other dimensions are summed.
       reduction: "sum" or "max".
       math: see `edges.Kernel`.
     """
@@ -77,16 +79,17 @@ def bind(
     function: str,
     implementation: str | None,
 ) -> Any:
-    """Binds the primitive for those inputs that the definition reads, of which sides are given.
+    """Binds the primitive with only those operands that the definition reads.
 
     Args:
       graph: six arrays.
       operands: inputs of the definition, by number.
       row: the dimensions of a message.
-      spec: of all these operands, in the same order.
-      num_segments: the rows of a result at senders or receivers.
+      spec: the call. Its `sides` are those of all `operands`, in the same order; its `inputs` are
+        ignored.
+      num_segments: the number of rows of a result at senders or receivers.
       function: the public function's name.
-      implementation: as primitives have it.
+      implementation: the parameter that every primitive has.
     """
     sides = dict(zip(operands, spec.sides, strict=True))
     read = [k for k in operands if k in spec.definition.reads]
@@ -129,9 +132,10 @@ def _type(*avals: Any, spec: Spec, num_segments: int, **_: Any) -> Any:
 
 
 def _sharding_rule(*avals: Any, spec: Spec, **_: Any) -> _primitive.ShardingRule:
-    """Features are free, where results have them; sums over shards of edges are summed.
+    """Feature dimensions may be sharded if results have them, and edges if the reduction is a sum.
 
-    Shards of edges are sorted on their devices: an order of all edges is none of theirs.
+    The sums of the shards are then all-reduced. Each device sorts its own shard of edges, as an
+    order of all edges does not apply to it.
     """
     operands = avals[GRAPH:]
     row = _row_of(operands)
@@ -193,7 +197,7 @@ def _reference(*args: Any, spec: Spec, num_segments: int, **_: Any) -> jax.Array
 
 
 def identity(reduction: str) -> float:
-    """What a segment of no edge has."""
+    """The value of a segment without edges."""
     return 0.0 if reduction == "sum" else -np.inf
 
 
@@ -208,7 +212,7 @@ def _native_call(
         return _reference(*args, spec=spec, num_segments=num_segments)
     if 0 in (count, *result, *row):
         return jnp.full(result, identity(spec.reduction), spec.dtype)
-    # Results are sums over the dimensions at the end.
+    # Move the dimensions that are summed to the end.
     kept = [d for d, n in enumerate(row) if spec.kept[d] or n == 1]
     moved = [*kept, *(d for d in range(len(row)) if d not in kept)]
     inner = math.prod(row[d] for d in moved[len(kept) :])
@@ -268,7 +272,7 @@ def _native_call(
 def _kernel(
     spec: Spec, operands: Sequence[Any], row: tuple[int, ...], primary: str, inner: int
 ) -> tuple[edges.Kernel, list[Any], list[tuple[int, int]]]:
-    """The kernel, its operands as it takes them, and the runs of columns of those broadcast."""
+    """The kernel, its operands as it takes them, and the column runs of broadcast operands."""
     columns = math.prod(row)
     runs: dict[Any, int] = {}
     arrays, kinds = [], []
@@ -307,7 +311,7 @@ def _kernel(
 
 
 def _ids(graph: Sequence[Any], spec: Spec, primary: str, num_segments: int) -> tuple[Any, ...]:
-    """The keys by position, the order, and the other ids by edge, as kernels take them."""
+    """The keys by position, the order, and the other ends' ids by edge, as kernels take them."""
     senders, receivers, *orders = graph
     reads = jnp.where(senders < 0, -1 if spec.drops_senders else ~senders, senders)
     none = jnp.zeros(0, jnp.int32)
@@ -319,7 +323,7 @@ def _ids(graph: Sequence[Any], spec: Spec, primary: str, num_segments: int) -> t
         order, keys = orders[:2]
         others = reads if "s" in spec.sides or spec.drops_senders else none
         dropped = receivers
-    if order.shape != senders.shape:  # not known, or that of all shards of edges
+    if order.shape != senders.shape:  # unknown, or the order of all edges instead of this shard's
         if spec.target == "e":
             return receivers, none, others
         order, keys = _graph.order_of(dropped, num_segments, None)
@@ -330,7 +334,7 @@ def _batch(
     primitive: core.Primitive, args: Any, dims: Any, *, spec: Spec, num_segments: int, **params: Any
 ) -> tuple[Any, int]:
     graph_dims = dims[:GRAPH]
-    if all(d is None for d in graph_dims):  # one more dimension of messages
+    if all(d is None for d in graph_dims):  # the batch axis becomes a dimension of messages
         operands = [
             jnp.expand_dims(x, 1) if d is None else jnp.moveaxis(x, d, 1)
             for x, d in zip(args[GRAPH:], dims[GRAPH:], strict=True)
@@ -423,10 +427,10 @@ def _of_chosen(
     tangent: Definition,
     params: Any,
 ) -> tuple[Definition, dict[int, Any]]:
-    """The tangent of edges that have their receiver's maximum, divided by how many these are.
+    """The tangent of edges that attain their receiver's maximum, divided by their number.
 
-    Its definition, and its last inputs, which are read at the receivers: the maximum, and how many.
-    An edge beside no other shares with none; one that is -inf, with what the maximum starts from.
+    Returns its definition and its last two inputs, which are read at the receivers: the maximum and
+    that number. The initial value -inf of a maximum counts as one more edge where it is attained.
     """
     is_chosen = _is_chosen(spec.definition)
     count = len(spec.definition.inputs)
@@ -445,7 +449,7 @@ def _of_chosen(
 
 @functools.lru_cache(maxsize=1024)
 def _is_chosen(definition: Any) -> Any:
-    """1 where an edge has the last input, else 0, in the dtype that sums are computed in."""
+    """Defines 1 where a message equals the last input, else 0, in the dtype that sums have."""
     function = core.jaxpr_as_fun(definition.body.jaxpr)
     dtype = definition.outputs[0].type
 
@@ -473,13 +477,13 @@ def _of_shared(definition: Any, tangent: Any) -> Any:
 
 
 def _stored(x: Any, dtype: str) -> Any:
-    """A computed value as it is after it was rounded to what it is stored as."""
+    """A computed value rounded to the precision of the dtype that it is stored in."""
     return jax.lax.reduce_precision(x, *FORMATS[dtype]) if is_narrow(dtype) else x
 
 
 @functools.lru_cache(maxsize=1024)
 def _transposed(definition: Any, linear: tuple[int, ...], k: int, dtype: str) -> Any:
-    """The cotangent of input k, one of those that a definition is linear in."""
+    """The definition of the cotangent of input k, one of the `linear` inputs of a definition."""
     every = derive.transpose(definition, linear, (0,))
     function = core.jaxpr_as_fun(every.body.jaxpr)
     inputs = [p.type for p in every.inputs]
@@ -510,7 +514,7 @@ def _transpose(ct: Any, *args: Any, spec: Spec, num_segments: int, **params: Any
             cts.append(None)
             continue
         aval = x.aval
-        # What is summed outside of the kernel is rounded after that.
+        # A result that is summed further outside of the kernel is rounded after that sum.
         is_whole = side == "e" or (side in "sr" and aval.shape[1:] == row)
         dtype = aval.dtype if is_whole else _graph.compute_dtype(aval.dtype)
         definition = _transposed(spec.definition, linear, k, str(dtype))
@@ -544,7 +548,7 @@ def _transpose(ct: Any, *args: Any, spec: Spec, num_segments: int, **params: Any
 
 
 def _receivers(graph: Sequence[Any], spec: Spec, operands: Sequence[Any], segments: int) -> int:
-    """How many rows there are at the receivers, by what has them."""
+    """The number of rows at the receivers, from the result or an operand that is read there."""
     if spec.target == "r":
         return segments
     for side, x in zip(spec.sides, operands, strict=True):
@@ -576,7 +580,10 @@ class Messages:
     row: tuple[Any, ...]
 
     def product(self) -> tuple[Any, Any, int] | None:
-        """A table, weights and their dimensions, if the function is their product, or the table."""
+        """A table, weights and their rank, if the function is their product or just the table.
+
+        Without weights they are None, and the rank is that of heads. None for other functions.
+        """
         body: Any = self.definition.body
         program, dtype = body.program, self.definition.outputs[0].type
         value = program.values[program.results[0]]
@@ -590,7 +597,7 @@ class Messages:
         if table.dtype != dtype or table.shape[1:] != self.row:
             return None
         if weights is None:
-            depth = max(len(self.row) - 1, 0)  # an array of heads stays one
+            depth = max(len(self.row) - 1, 0)  # keeps the dimensions of heads
             return table, None, depth
         own = weights.shape[1:]
         depth = max((d + 1 for d, n in enumerate(own) if n != 1), default=0)
@@ -632,11 +639,11 @@ def reduced(
 def traced(
     function: str, fun: Callable[..., Any], arrays: Sequence[Any], sides: str, count: Any
 ) -> Messages | None:
-    """The messages that a function makes of arrays, which are read at such sides.
+    """The messages that a function makes of arrays, which are read at the given sides.
 
-    None if they are of another dtype than kernels have.
+    None if messages have a dtype that kernels lack.
     """
-    # Where there is one edge, no dimension of that size would be known to be that of edges.
+    # With one edge, the dimension of edges could not be told from others of size 1.
     count = 2 if isinstance(count, int) and count < 2 else count
     avals = [jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for x in arrays]
     closed = _trace(function, fun, avals)
@@ -646,7 +653,7 @@ def traced(
             jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_narrow(str(x.dtype)) else x
             for x in avals
         ]
-        with contextlib.suppress(Exception):  # a function of 16-bit arrays may raise anything
+        with contextlib.suppress(Exception):  # f32 arrays may make the function raise anything
             exact = scalars.exact_literals(closed, _trace(function, fun, wide))
     jaxpr, consts = _compat.jaxpr_and_consts(closed)
     (out,) = jaxpr.outvars
@@ -697,13 +704,13 @@ def _trace(function: str, fun: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
 
 def _aligned(x: Any, axes: Sequence[int | None], rank: int) -> Any:
-    """An array whose dimensions after the first lie along some of `rank`, or have size 1."""
+    """`x` with `rank` dimensions after the first: its own at `axes`, others of size 1."""
     x = jax.lax.squeeze(x, [d + 1 for d, axis in enumerate(axes) if axis is None])
     return jax.lax.expand_dims(x, [d + 1 for d in range(rank) if d not in axes])
 
 
 def _known(definition: Any) -> Any:
-    """The same definition for the same function: jax knows what it has compiled by that."""
+    """The same object for equal definitions, so that jax finds what it has compiled."""
     closed = definition.body.jaxpr
     key = f"{definition.name} {definition} {closed} {_compat.jaxpr_and_consts(closed)[1]}"
     found = _definitions.pop(key, definition)
@@ -713,6 +720,6 @@ def _known(definition: Any) -> Any:
     return found
 
 
-# By what they compute. Rules of functions with derivatives of their own are there by their
-# addresses, which stay theirs as long as they are here.
+# Definitions by a text of what they compute. The text names custom derivative rules by address. An
+# address stays valid while the definition is in this dict, which keeps the rule alive.
 _definitions: dict[str, Definition] = {}

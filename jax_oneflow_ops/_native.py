@@ -1,4 +1,4 @@
-"""Loads the native modules, registers their FFI targets, and says what is available.
+"""Loads the native modules, registers their FFI targets, and reports what is available.
 
 Importing this module initialises no backend and makes no CUDA call: jax keeps the registrations
 until a backend starts.
@@ -20,14 +20,14 @@ from jax_oneflow_ops import _compat
 _ENVIRONMENT_VARIABLE = "JAX_ONEFLOW_OPS_IMPLEMENTATION"
 _IMPLEMENTATIONS = ("native", "xla")
 
-# Platforms, as jax names them in lowering rules, with the module and FFI's name of each.
+# By platform, as jax names it in lowering rules: the module, and the platform's name in FFI.
 _MODULES = {"cpu": ("_cpu", "cpu"), "cuda": ("_cuda", "CUDA")}
 
 
 def check_ffi_api(module_version: tuple[int, int], runtime_version: tuple[int, int]) -> None:
-    """Raises ImportError where a module's FFI headers are newer than the runtime.
+    """Raises ImportError if a module's FFI headers are newer than the runtime.
 
-    XLA refuses such a module when a backend starts, and the whole backend with it, so a mismatch
+    When a backend starts, XLA rejects such a module, and the whole backend fails. So a mismatch
     must be found before anything is registered.
     """
     if module_version > runtime_version or module_version[0] != runtime_version[0]:
@@ -96,12 +96,12 @@ def available(platform: str) -> bool:
 
 
 def implementations() -> dict[str, str]:
-    """Returns what runs on each platform that has native kernels.
+    """Returns which native kernels run on each platform that has them.
 
     Returns:
       A dict from platform ("cpu", "cuda") to a description of the native module, with the
       instruction set that the CPU kernels use here, or the architectures that the CUDA kernels are
-      compiled for. On platforms that are missing, functions run as jnp.
+      compiled for. On other platforms, functions run as jnp.
 
     Example:
       >>> import jax_oneflow_ops as jof
@@ -117,12 +117,12 @@ def implementations() -> dict[str, str]:
 
 
 def cpu_instruction_set() -> str:
-    """What the CPU kernels use here: "baseline", "avx2" or "avx512"."""
+    """The instruction set that the CPU kernels use here: "baseline", "avx2" or "avx512"."""
     return str(_loaded["cpu"].instruction_set())
 
 
 def cuda_architectures() -> str:
-    """What the CUDA module is compiled for, CMake's list with commas; empty where there is none."""
+    """The CUDA module's architectures: CMake's list with commas, empty if there is no module."""
     return str(_loaded["cuda"].architectures) if "cuda" in _loaded else ""
 
 
@@ -170,19 +170,20 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 def permute_plan(
     shape: Sequence[int], axes: Sequence[int], itemsize: int, alignment: int = 16
 ) -> dict[str, Any]:
-    """How a permutation is carried out: what csrc/ops/permute_plan.h decides.
+    """The plan of a permutation, as csrc/ops/permute_plan.h makes it.
 
     Args:
-      shape: of the operand.
+      shape: the operand's shape.
       axes: a permutation of ``range(len(shape))``.
       itemsize: bytes of an element: 1, 2, 4, 8 or 16.
       alignment: bytes that both arrays are aligned to.
 
     Returns:
       A dict: ``strategy``; ``unit_bytes``, the movement size; ``index_bytes``; ``shape``, the
-      merged dimensions in the order of the output; ``axes``, for each of them its place in the
-      order of the input; and, for the strategy "runs", ``tile``, how much of each a tile covers,
-      and ``in_run`` and ``out_run``, along how many of them it is contiguous.
+      merged dimensions in the order of the output; ``axes``, the place of each of them in the order
+      of the input; and, for the strategy "runs", ``tile``, the extent of a tile along each of them,
+      and ``in_run`` and ``out_run``, the number of dimensions along which a tile is contiguous in
+      the input and in the output.
     """
     plan: dict[str, Any] = _loaded["cpu"].permute_plan(list(shape), list(axes), itemsize, alignment)
     return plan
@@ -191,8 +192,8 @@ def permute_plan(
 def is_used(function: str, platform: str, implementation: str | None) -> bool:
     """Whether a call is lowered to native kernels.
 
-    Raises NotImplementedError where it must be and cannot. Warns, once, where kernels were built
-    but do not run here.
+    Raises NotImplementedError if native kernels were asked for but are not available. Warns once if
+    kernels were built but do not run here.
     """
     if implementation == "xla":
         return False
@@ -221,16 +222,16 @@ def _missing(function: str, platform: str, problem: str | None) -> NotImplemente
 
 @functools.cache
 def warn_of_fallback(what: str, problem: str) -> None:
-    """Warns, once, that `what` runs and not kernels; `problem` says why, and the remedy."""
+    """Warns once that `what` runs instead of kernels. `problem` gives the reason and the remedy."""
     warnings.warn(f"jax_oneflow_ops runs {what}: {problem}", RuntimeWarning, stacklevel=2)
 
 
 @functools.cache
 def _cuda_problem() -> str | None:
-    """Why the CUDA module's kernels do not run on this process's GPUs, with the remedy, if so.
+    """Why the CUDA module's kernels do not run on this process's GPUs, with the remedy, or None.
 
-    Looks at the GPUs that jax uses, so not before something is lowered. A process that has none
-    lowers for other machines (`jax.export`), about which nothing is known here.
+    This queries the GPUs that jax uses, so it is called only when something is lowered. A process
+    without GPUs lowers for other machines (`jax.export`), whose GPUs are not known here.
     """
     try:
         devices = jax.local_devices(backend="cuda")
@@ -246,15 +247,16 @@ def _cuda_problem() -> str | None:
 def cuda_problem(
     architectures: str, runtime: int, driver: int, capabilities: Iterable[tuple[int, int]]
 ) -> str | None:
-    """Why kernels do not run, with the remedy, or None where they do.
+    """Why kernels do not run, with the remedy, or None if they do.
 
     Args:
-      architectures: what they are compiled for: CMake's list, with commas.
-      runtime: the CUDA version that they are compiled and linked with, as CUDA counts it (12040).
-      driver: the newest one that the driver supports.
-      capabilities: of the GPUs, as (major, minor).
+      architectures: what the kernels are compiled for: CMake's list, with commas.
+      runtime: the CUDA version that the kernels are compiled and linked with, in CUDA's encoding
+        (12040).
+      driver: the newest CUDA version that the driver supports.
+      capabilities: the compute capabilities of the GPUs, as (major, minor).
     """
-    # Machine code runs under any driver of the same major version, and later ones.
+    # Machine code runs under any driver of the same or a later major version.
     if driver // 1000 < runtime // 1000:
         return (
             f"the package was built with CUDA {_cuda_version(runtime)}, and the NVIDIA driver "
@@ -278,15 +280,15 @@ def cuda_problem(
 
 
 def _runs(architecture: str, capability: tuple[int, int], newest_ptx: bool) -> bool:
-    """Whether what nvcc makes for one entry of CMake's list runs on a GPU.
+    """Whether the code that nvcc makes for one entry of CMake's list runs on a GPU.
 
-    "80" is machine code and PTX, "80-real" the one, "80-virtual" the other.
+    "80" is machine code and PTX, "80-real" is machine code only, and "80-virtual" is PTX only.
     """
     match = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", architecture)
     if match is None:
-        return True  # "native", "all" and the like: CMake's words for what does
+        return True  # CMake keywords such as "native" and "all", which are assumed to fit
     compiled = int(match[1]), int(match[2])
-    if match[3] == "a":  # features of one chip
+    if match[3] == "a":  # code that is specific to one compute capability
         return compiled == capability
     same_major = compiled[0] == capability[0] and compiled[1] <= capability[1]
     # The driver compiles PTX, if it is no older than the nvcc that wrote it.
@@ -304,7 +306,7 @@ def _cuda_version(number: int) -> str:
 
 
 def choose_implementation(function: str, implementation: str | None) -> str | None:
-    """Checks the argument and applies the environment variable where it is None."""
+    """Checks the argument, and applies the environment variable if it is None."""
     if implementation is not None:
         source, value = "implementation must be None,", implementation
     elif environment := os.environ.get(_ENVIRONMENT_VARIABLE):

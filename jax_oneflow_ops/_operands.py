@@ -16,7 +16,7 @@ from jax_oneflow_ops import _compat, _primitive
 
 
 def broadcast_shape(function: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that arrays broadcast to, named as errors call them."""
+    """The shape that arrays broadcast to. `shapes` has the names that errors use."""
     try:
         return tuple(jnp.broadcast_shapes(*shapes.values()))
     except ValueError:
@@ -27,16 +27,16 @@ def broadcast_shape(function: str, shapes: dict[str, tuple[int, ...]]) -> tuple[
 
 
 def promoted(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Arrays of any ranks as operands: of rank 0, or of the largest rank."""
+    """Arrays of any rank as operands: each has rank 0 or the largest rank."""
     rank = max(x.ndim for x in arrays)
     return [jnp.expand_dims(x, range(rank - x.ndim)) if 0 < x.ndim < rank else x for x in arrays]
 
 
 def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
-    """Binds with operands that vary over the same axes inside a `shard_map`, and of one sharding.
+    """Binds after giving operands the same varying axes in a `shard_map`, and one sharding.
 
-    The sharding is part of a type where the mesh's axes are Explicit. A cotangent has the type of
-    its operand, and the kernels' cotangents that of the result.
+    On a mesh with Explicit axes, the sharding is part of a type. A cotangent must have the type of
+    its operand, but kernels return cotangents of the result's type.
     """
     args = tuple(_compat.join_varying_axes(*map(_compat.as_array, args)))
     arrays = [jax.typeof(x) for x in args if x.ndim]
@@ -47,16 +47,16 @@ def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
 
 
 def result_aval(*avals: Any) -> Any:
-    """The type of a result, but for its dtype."""
+    """The type of a result, except its dtype."""
     return _compat.elementwise_aval(*([aval for aval in avals if aval.ndim] or avals))
 
 
 def sharding_rule(
     *types: Any, results: int = 1, width: int | None = None
 ) -> _primitive.ShardingRule:
-    """All dimensions are independent. Where an operand is broadcast it has a name of its own.
+    """All dimensions may be sharded. Those that an operand is broadcast over get separate names.
 
-    `width` is the last dimension of the results where that may be none of an operand's.
+    `width` is the size of the results' last dimension, if no operand need have it.
     """
     rank = max(len(t.shape) for t in types)
     sizes = [*jnp.broadcast_shapes(*(tuple(t.shape) for t in types))]
@@ -73,9 +73,9 @@ def sharding_rule(
 
 
 def batch(args: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], int]:
-    """Operands with a batch axis among the other dimensions, and which one it is.
+    """Operands with a common batch axis among their dimensions, and that axis.
 
-    It stays where the largest array has it. Arrays without it are broadcast over it.
+    It stays where an array of the largest rank has it. Arrays without it are broadcast over it.
     """
     ranks = [x.ndim - (d is not None) for x, d in zip(args, dims, strict=True)]
     rank = max(ranks)
@@ -102,9 +102,9 @@ _Run = tuple[Any, Any]
 
 
 def column_run(shape: Sequence[Any], result: Sequence[Any]) -> _Run | int | None:
-    """The elements after and in the only run of dimensions that an operand varies over.
+    """The number of elements after and in the one run of dimensions that an operand varies over.
 
-    ARRAY where it varies over all, SCALAR where over none, None where there are several runs.
+    ARRAY if it varies over all dimensions, SCALAR if over none, None if there are several runs.
     """
     if not shape:
         return SCALAR
@@ -122,9 +122,10 @@ def column_run(shape: Sequence[Any], result: Sequence[Any]) -> _Run | int | None
 
 
 def native(args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[int], tuple[int, ...]]:
-    """Operands as the kernels take them, how these lie beside the results, the results' shape.
+    """The operands and their kinds as the kernels take them, and the shape of the results.
 
-    Kernels broadcast over all dimensions but neighbours; other operands are broadcast before.
+    Kernels broadcast operands that vary over one run of neighbouring dimensions. Other operands are
+    broadcast beforehand.
     """
     shape = jnp.broadcast_shapes(*(x.shape for x in args))
     arrays, kinds = [], []

@@ -1,18 +1,19 @@
-"""Which implementation runs where the caller leaves it open, and the measurements that say so.
+"""Chooses the implementation where the caller leaves it open, by measurements.
 
-`policy.json` holds the cases that were measured on each device, by kinds of calls such as
-"permute/tile/2-byte": the family, then what distinguishes its calls. A case is a list:
+`policy.json` holds the cases that were measured on each device, grouped by kind of call such as
+"permute/tile/2-byte": the family, then what distinguishes calls within it. A case is a list:
 
     [bytes, other sizes, ..., native, XLA, noise]
 
-The last three are microseconds: the times of the kernels and of what the default runs instead, and
-the spread of the kernels'. ``python -m benchmarks policy`` makes the file from the results of the
-benchmarks and of surveys of random shapes.
+The last three are in microseconds: the time of the kernels, the time of what the default runs
+instead, and the spread of the kernels' times. ``python -m benchmarks policy`` makes the file from
+the results of the benchmarks and of surveys of random shapes.
 
-A call is judged by all cases of its family. The nearer a case is, the more it counts: a tenth for
-each part of the kind that differs, and for a size that is `ALIKE` times as large; the weight falls
-with the square of the logarithm of the size. Cases that differ in a part count together as `OTHERS`
-at most. Calls that move more bytes than any case are judged as if they moved as many.
+The choice for a call is a weighted vote of all cases of its family. A case whose kind and sizes
+equal the call's has weight 1. Each part of the kind that differs divides the weight by ten. A size
+that differs by a factor of `ALIKE` does the same; the exponent grows with the square of the
+logarithm of that factor. The weights of all cases of other kinds sum to at most `OTHERS`. A call
+that moves more bytes than any case is treated as if it moved as many as the largest case.
 """
 
 import dataclasses
@@ -30,16 +31,16 @@ from jax.extend import core
 
 ALIKE, OTHERS = 16, 1.0
 GAIN = 1.05
-"""Kernels run where the mean gain is larger."""
+"""Kernels run if the mean gain is larger than this."""
 NOTHING = 0.1
-"""The weight, beside that of the cases, of a call that gains nothing: few cases must be clear."""
+"""The weight of a fictitious case that gains nothing: a few cases decide only if they are clear."""
 LOSS, LOSS_OF_SUMS, MOST = 3, 2, 2
-"""How often a loss counts that is more than noise, and as which factor a gain or a loss counts at
-most. The choice cannot know the ids of sums: rows may be hot, where XLA may take a hundred times as
-long.
+"""How many times a loss beyond noise counts, the same for sums, and the largest factor that a gain
+or a loss counts as. Losses of sums count less because the choice cannot know their ids: rows may be
+hot, and XLA may then take a hundred times as long.
 
-The constants and the kinds were chosen by leaving out one file of results after the other and
-choosing for its cases by the others.
+The constants and the kinds were chosen by cross-validation: each file of results was left out in
+turn, and the choices for its cases were made from the other files.
 """
 
 
@@ -49,7 +50,7 @@ class Call:
 
     kind: tuple[str, ...]  # the family, then what distinguishes its calls
     bytes: int  # each array read or written once
-    sizes: tuple[int, ...] = ()  # others that times depend on
+    sizes: tuple[int, ...] = ()  # other sizes that times depend on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Decision:
     Attributes:
       call: the family, what distinguishes the call within it, and the bytes that it moves.
       implementation: ``"native"`` or ``"xla"``.
-      reason: the measurement, or the reason why none is needed.
+      reason: the measurement, or why none is needed.
       native_us: the expected time of the kernels in microseconds, None if nothing like the call was
         measured.
       xla_us: the expected time of XLA, or None.
@@ -78,12 +79,12 @@ class Decision:
 
 
 def nbytes(*avals: Any) -> int:
-    """The bytes of arrays."""
+    """The total size of arrays in bytes."""
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
 
 def bits(dtype: Any) -> str:
-    """Such as "16-bit"."""
+    """The width of a dtype as text, such as "16-bit"."""
     return f"{8 * dtype.itemsize}-bit"
 
 
@@ -96,14 +97,14 @@ def tables() -> dict[str, Any]:
 
 
 def _table(platform: str, device_kind: str | None) -> tuple[str, Any]:
-    """The measurements of a kind of device, else those of the first one of its platform."""
+    """The measurements of a kind of device, or of the platform's first measured device."""
     known = {name: table for name, table in tables().items() if table["platform"] == platform}
     name = device_kind if device_kind in known else next(iter(known), "")
     return name, known.get(name)
 
 
 def choose(call: Call | str, platform: str, device_kind: str | None = None) -> Decision:
-    """Chooses between native kernels, which there are, and XLA."""
+    """Chooses between native kernels, which must be available, and XLA."""
     if isinstance(call, str):
         return Decision(Call((), 0), "native", call)
     device, table = _table(platform, device_kind)
@@ -115,7 +116,7 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
     loss = LOSS_OF_SUMS if call.kind[0] == "sum" else LOSS
     total = sum(weight for weight, *_ in cases)
     gain = sum(weight * _worth(loss, *times) for weight, _, *times in cases) / (NOTHING + total)
-    # What is told is of the nearest cases alone.
+    # The reported speed and times come from the nearest cases only.
     enough = max(cases)[0] / 20
     near = [case for case in cases if case[0] >= enough]
     native, xla = (_mean((case[0], case[i] / case[1]) for case in near) for i in (2, 3))
@@ -128,7 +129,7 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
 
 
 def _weighted(call: Call, cases: dict[str, Any]) -> list[tuple[float, ...]]:
-    """The weight, the bytes, both times and the noise of each case of a call's family."""
+    """The weight, bytes, two times and noise of each case of a call's family."""
     same: list[tuple[float, ...]] = []
     others: list[tuple[float, ...]] = []
     unit = math.log(ALIKE)
@@ -147,14 +148,14 @@ def _weighted(call: Call, cases: dict[str, Any]) -> list[tuple[float, ...]]:
 
 
 def _worth(loss: int, native: float, xla: float, noise: float) -> float:
-    """What a case says for the kernels."""
+    """The logarithm of a case's gain from the kernels, negative for a loss."""
     if xla >= native:
         return math.log(min(xla / native, MOST))
     return loss * math.log(min(max((xla + noise) / native, 1 / MOST), 1))
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float:
-    """The geometric mean of pairs of a weight and a number."""
+    """The weighted geometric mean of pairs of a weight and a number."""
     weights, logs = zip(*((weight, weight * math.log(x)) for weight, x in weighted), strict=True)
     return math.exp(sum(logs) / sum(weights))
 
@@ -164,20 +165,20 @@ def _mean(weighted: Iterable[tuple[float, float]]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Elementwise operations that one kernel would compute, in 16 bits."""
+    """16-bit elementwise operations that one kernel would compute."""
 
     dtype: str
-    arrays: int  # that it reads, each as large as its results
+    arrays: int  # arrays read, each as large as a result
     results: int
     bytes: int  # each array read or written once
-    size: int  # of a result, in elements
-    has_function: bool  # such as exp
+    size: int  # elements of a result
+    has_function: bool  # contains one of `FUNCTIONS`, such as exp
     after_product: bool  # all arrays are the result of one matrix product or convolution
 
 
 @dataclasses.dataclass(frozen=True)
 class Worthwhile:
-    """Chains that were measured to gain as one kernel, on the platform."""
+    """Chains that were measured to run faster as one kernel on a platform."""
 
     platform: str
     reason: str
@@ -186,34 +187,38 @@ class Worthwhile:
     results: int = 1  # at most
     least_bytes: int = 1 << 22
     needs_function: bool = False
-    in_fours: bool | None = None  # whether 4 divides the number of elements
-    after_product: bool = False  # XLA's products on GPUs end in a bias and an activation
+    in_fours: bool | None = None  # whether 4 must divide the number of elements; None: either
+    # Whether chains after a product qualify. XLA's products on GPUs include a bias and an
+    # activation.
+    after_product: bool = False
 
 
 CHAINS = (
     Worthwhile(
         "cuda",
-        # `chain` and `bias_gelu` of the suite `kernels`; the least of the suite `elementwise`.
+        # `chain` and `bias_gelu` of the suite `kernels`; the slowest of the suite `elementwise`.
         "chains of one array ran 1.42 to 2.17x as fast, single operations at least 1.26x (H200)",
     ),
     Worthwhile(
         "cuda",
-        # `residual_gelu`; gradients of activations and gated units. Without such a function, as in
-        # `squared_diff`, and of more arrays, as in gradients of gated units, 0.99 to 1.01x.
+        # `residual_gelu`; gradients of activations and gated units. Chains without such a function,
+        # as in `squared_diff`, and chains of more arrays, as in gradients of gated units, ran 0.99
+        # to 1.01x as fast.
         "chains of two arrays with a function such as exp ran 1.03 to 1.70x as fast (H200)",
         arrays=2,
         needs_function=True,
     ),
     Worthwhile(
         "cuda",
-        # The cases of "elementwise/2 operands/16-bit/one by one" and of three operands.
+        # The cases of "elementwise/2 operands/16-bit/one by one", and those of three operands.
         "arrays that are not loaded in fours ran 1.3 to 2.1x as fast (H100, H200)",
         arrays=3,
         in_fours=False,
     ),
     Worthwhile(
         "cpu",
-        # All chains of the suite `kernels`; 1.4x at least in smaller arrays, down to 1 MiB.
+        # All chains of the suite `kernels`. Smaller arrays, down to 1 MiB, ran at least 1.4x as
+        # fast.
         "chains ran 3.2 to 6.4x as fast in bfloat16, in which XLA rounds each operation (AMD EPYC)",
         dtypes=("bfloat16",),
         arrays=3,
@@ -223,7 +228,7 @@ CHAINS = (
     ),
     Worthwhile(
         "cpu",
-        # Of the same suite; without such a function 0.89 to 1.68x.
+        # The same suite. Chains without such a function ran 0.89 to 1.68x as fast.
         "chains with a function such as exp ran 4.4 to 6.2x as fast in float16 (AMD EPYC)",
         dtypes=("float16",),
         arrays=2,
@@ -235,9 +240,10 @@ CHAINS = (
 """Chains in float32 ran at the speed of XLA. Norms and softmax were slower in whole programs."""
 
 JOINS_RESULTS = ("cuda",)
-"""Where XLA computes several results of the same arrays in one pass: a kernel for one of them would
-read the arrays again. On CPUs a step of a small GPT-2, whose gelu is differentiated beside the sum
-for a bias, took 26 % less processor time with kernels in any case (AMD EPYC)."""
+"""Platforms on which XLA computes several results of the same arrays in one pass. A kernel for one
+of the results would read the arrays again. CPUs are not listed: a training step of a small GPT-2,
+which computes the gradient of gelu next to the sum for a bias, took 26 % less processor time if
+kernels always ran (AMD EPYC)."""
 
 FUNCTIONS = frozenset(
     re.findall(
@@ -250,7 +256,7 @@ FUNCTIONS = frozenset(
 
 
 def why_worthwhile(chain: Chain, platform: str) -> str | None:
-    """The measurement by which a chain is one kernel; None where it is left to XLA."""
+    """The measurement that makes a chain one kernel; None if the chain is left to XLA."""
     for one in CHAINS:
         if (
             (one.platform, one.in_fours) in ((platform, None), (platform, chain.size % 4 == 0))
@@ -268,19 +274,19 @@ def why_worthwhile(chain: Chain, platform: str) -> str | None:
 # ---- the calls of a program ----
 
 calls_of: dict[core.Primitive, Callable[..., Call | str]] = {}
-"""By primitive: `(*avals, **params) -> Call`, or the reason why kernels run in any case."""
+"""By primitive: `(*avals, **params) -> Call`, or the reason why kernels always run."""
 
 gradients_of: dict[core.Primitive, Callable[..., Call | str]] = {}
-"""By primitive: the same of its gradient. Measurements of a gradient are of both together."""
+"""By primitive: the same for its gradient. Its measurements time the call and gradient together."""
 
 WITH_GRADIENT = "with its gradient"
-"""The parameter `implementation` of a call that is chosen so."""
+"""The `implementation` parameter of a call that is chosen together with its gradient."""
 
 
 def with_gradient(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a call that is differentiated: one choice is made for it and its gradient.
+    """The parameters of a differentiated call, which make one choice for it and its gradient.
 
-    Chosen apart, the two could be slower together than either implementation of both.
+    With separate choices, the pair could be slower than with either implementation for both.
     """
     return {**params, "implementation": params["implementation"] or WITH_GRADIENT}
 
@@ -291,7 +297,7 @@ def describe(
     implementation: str | None = None,
     **params: Any,
 ) -> Call | str:
-    """What the choice for a call depends on, or the reason why kernels run."""
+    """What the choice for a call depends on, or the reason why kernels always run."""
     sizes = (size for aval in avals for size in aval.shape)
     if not all(isinstance(size, int) for size in (*sizes, params.get("num_segments", 0))):
         return "sizes are not known yet"
@@ -302,7 +308,7 @@ def describe(
 def prefers_xla(
     primitive: core.Primitive, avals: Sequence[Any], params: dict[str, Any], platform: str
 ) -> bool:
-    """Whether a call on this process's devices is one that XLA runs as fast."""
+    """Whether XLA is chosen for a call on this process's devices."""
     if primitive not in calls_of:
         return False
     call = describe(primitive, avals, **params)
@@ -333,25 +339,27 @@ def policy(
 ) -> list[Decision]:
     """Shows which implementation runs for each call of this package's functions in a program.
 
-    If `implementation` is None, native kernels run if measured calls like it gained more than they
-    lost on such a device, or if its family was not measured; else XLA runs. A function of rows that
-    is differentiated and its gradient are one choice. `fun` is traced, not run.
+    If `implementation` is None, native kernels run if similar calls measured on such a device
+    gained more than they lost, or if the call's family was not measured. Otherwise XLA runs. If a
+    function of rows is differentiated, one choice is made for it and its gradient. `fun` is traced,
+    not run.
 
-    Measurements do not decide about calls on at most one element, which XLA runs, or about calls in
-    programs over several devices, which native kernels run.
+    Two kinds of calls do not depend on measurements. XLA runs calls on at most one element. Native
+    kernels run calls in programs over several devices, except inside a `jax.shard_map` over all
+    axes of the mesh.
 
     Args:
-      fun: a function of arrays that calls functions of this package, or one of them.
+      fun: a function of arrays that calls functions of this package, or one of those functions.
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`. Bind others, such as `num_segments`,
-        by `functools.partial`.
+        with `functools.partial`.
       device: a device, or the name of a measured kind such as ``"NVIDIA H200"``, which you need not
         have. By default JAX's default device. A device of a kind that was not measured uses the
         first measurements of its platform.
       **kwargs: keyword arguments of `fun`.
 
     Returns:
-      A `Decision` for each call, in the order of the program: its `implementation`, `reason`, the
-      expected times `native_us` and `xla_us`, and the `call`.
+      A `Decision` for each call, in program order: its `implementation`, the `reason`, the expected
+      times `native_us` and `xla_us`, and the `call`.
 
     Raises:
       TypeError: `fun` is not a function.
@@ -391,7 +399,7 @@ def policy(
 
 
 def _place(device: jax.Device | None) -> tuple[str, str]:
-    """The platform of a device as lowering names it, and its kind."""
+    """The platform of a device, as lowering names it, and the device's kind."""
     device = device or jax.devices()[0]
     return ("cuda" if device.platform == "gpu" else device.platform), device.device_kind
 

@@ -1,10 +1,10 @@
 """The one place that wires an operation into JAX.
 
-An operation is two primitives. The outer one is what users' programs contain: it carries abstract
-evaluation, batching, differentiation, and chooses the implementation when it is lowered. Where
-native kernels run it lowers to a `custom_partitioning` function, which tells the SPMD partitioner
-how the call is sharded over devices, around the inner primitive, which lowers to FFI calls on the
-shard of one device: to one, or to what a function of that shard makes of them.
+An operation is two primitives. Users' programs contain the outer one. It carries abstract
+evaluation, batching and differentiation, and chooses the implementation when it is lowered. If
+native kernels run, it lowers to the inner primitive, wrapped in a `custom_partitioning` function
+that tells the SPMD partitioner how to shard the call over devices. The inner primitive works on the
+shard of one device. It lowers to an FFI call, or to a function of the shard that makes FFI calls.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ Params = dict[str, Any]
 class ShardingRule:
     """How a call may be sharded over devices.
 
-    Dimensions have names, as in the sharding rules of `custom_partitioning`. Over names of operands
-    that results lack, the shards' results are summed.
+    Dimensions have names, as in the sharding rules of `custom_partitioning`. If operands are
+    sharded along a name that results lack, the results of the shards are summed.
     """
 
     operands: Sequence[Sequence[str]]
     results: Sequence[Sequence[str]]
-    replicated: frozenset[str] = frozenset()  # what every device needs all of
-    # The dimension that ids point into: a shard of it has to know its place.
+    replicated: frozenset[str] = frozenset()  # names of dimensions that every device needs whole
+    # The dimension that ids or labels point into. A shard of it must know its offset.
     rows: str | None = None
-    # Parameters of the call on one of so many shards of the rows, where they are others.
+    # From the number of shards of the rows: the parameters that change for the call on one of them.
     params_of_shard: Callable[[int], Params] = lambda shards: {}
 
 
@@ -48,9 +48,9 @@ class ShardingRule:
 class Shard:
     """The mesh axes that matter to the call on one shard."""
 
-    summed: tuple[str, ...] = ()  # over which results are to be summed
-    rows: tuple[str, ...] = ()  # over which rows are sharded
-    # Over which each result is to be summed beside these, as it lacks dimensions that others have.
+    summed: tuple[str, ...] = ()  # axes to sum all results over
+    rows: tuple[str, ...] = ()  # axes that shard the rows
+    # Further axes to sum each result over, as it lacks dimensions that other results have.
     partial: tuple[tuple[str, ...], ...] = ()
 
 
@@ -68,9 +68,9 @@ def _warn(message: str) -> None:
 
 
 def mergeable(function: str, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """`x`, whose `axes` become one, all-gathered along those that jax cannot merge.
+    """`x`, all-gathered along those of `axes` that jax cannot merge into one.
 
-    That is where a mesh is Explicit: all but the first must not be sharded.
+    On an Explicit mesh, only the first of the merged axes may be sharded.
     """
     aval = jax.typeof(x)
     spec = [*aval.sharding.spec]
@@ -105,31 +105,31 @@ def define(
     """Defines a primitive.
 
     Args:
-      target: the primitive's name, and that of its FFI target if it is one call.
+      target: the primitive's name, and that of its FFI target if it lowers to one call.
       function: the public function that errors name, or `(**params) -> its name`.
       abstract_eval: `(*avals, **params) -> aval`; must keep shardings (`aval.update`).
       reference: `(*args, **params) -> result` in pure jnp: the "xla" implementation, and what runs
         on platforms without native kernels.
-      native: `(platform, *args, **params) -> result` on one device, a function in jnp and of
+      native: `(platform, *args, **params) -> result` on one device, written with jnp and
         `jax.ffi.ffi_call`.
       sharding_rule: `(*avals, **params) -> ShardingRule`.
-      on_shard: `(call, shard, *args, **params) -> result` on one device, where a call of `native`
-        is sharded along rows or along names that results lack; `call(*args, **params)` works on
-        what one device has. By default the sum of the calls.
-      batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule,
-        given the primitive that is being defined.
+      on_shard: `(call, shard, *args, **params) -> result` on one device, for calls that are sharded
+        along rows or along names that results lack. `call(*args, **params)` runs `native` on the
+        data of one device. By default the results of the calls are summed over the devices.
+      batch: `(primitive, args, dims, **params) -> (result, its batch dimension)`: a batching rule
+        that is also given the primitive being defined.
       multiple_results: results, avals and batch dimensions are lists.
-      in_jnp: `(**params) -> function or None`: what runs in place of a kernel on scalars and where
-        `_policy` chooses XLA, if anything: the fastest form in jnp that is as accurate as the
-        kernel. A function like `reference`, which is the default.
+      in_jnp: `(**params) -> function or None`: a function like `reference`, which is the default.
+        It runs on scalars and where `_policy` chooses XLA, and is the fastest form in jnp that is
+        as accurate as the kernel. If it is None, the kernel runs.
       call: `(*avals, **params) -> Call`: what the choice of `_policy` depends on, or the reason why
-        kernels run in any case. By default they do.
-      gradient: the same of the gradient, with which a call that is differentiated is chosen.
-      on_one_device: `(ctx, *args, platform, **params) -> results`: a lowering rule in place of
-        `native`, where only one device runs it. It may depend on the program around the call.
+        kernels always run. By default they always do.
+      gradient: like `call`, for a differentiated call, for which one choice includes the gradient.
+      on_one_device: `(ctx, *args, platform, **params) -> results`: a lowering rule that replaces
+        `native` in programs for one device. It may depend on the program around the call.
 
     Every primitive takes a parameter `implementation` (None, "native", "xla" or
-    `_policy.WITH_GRADIENT`), which none of the functions above is given except `batch`.
+    `_policy.WITH_GRADIENT`). Of the functions above, only `batch` receives it.
     """
     inner = core.Primitive(f"{target}_ffi")
     inner.multiple_results = multiple_results
@@ -151,7 +151,7 @@ def define(
     def name(params: Params) -> str:
         return function if isinstance(function, str) else function(**params)
 
-    # The same function for the same call: jax knows what it has compiled by the function.
+    # Equal calls get the same function object, by which jax finds what it has compiled.
     @functools.lru_cache(maxsize=1024)
     def partitioned(platform: str, items: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
         params = dict(items)
@@ -202,7 +202,7 @@ def define(
         mlir.register_lowering(outer, default)
         for platform, rule in rules.items():
             mlir.register_lowering(outer, rule, platform=platform)
-    else:  # which is to see the operands: jax gives none to rules that it caches
+    else:  # the rule needs the operands, which jax does not pass to rules that it caches
         rule = _compat.for_each_platform(default, rules, rules, rules)
         mlir.register_lowering(outer, rule, cacheable=False)
 
@@ -218,7 +218,7 @@ def define(
 
 
 def lower_native(native: Callable[..., Any], platform: str) -> Callable[..., Any]:
-    """A lowering rule by a function like `native` of `define` whose results are a list."""
+    """Makes a lowering rule from a function like `native` of `define` that returns a list."""
     on_one_device = functools.partial(
         _on_one_device, native, _sum, platform=platform, shard=Shard()
     )
@@ -228,14 +228,15 @@ def lower_native(native: Callable[..., Any], platform: str) -> Callable[..., Any
 def _are_scalars(ctx: Any) -> bool:
     """Whether no array of a call has more than one element.
 
-    Such a call may be the computation of `jax.lax.reduce` or `x.at[i].apply`, in which XLA allows
-    no custom call: on CPUs it ends the process. Elsewhere XLA is the faster one.
+    Such a call may be the computation of `jax.lax.reduce` or `x.at[i].apply`. XLA does not allow
+    custom calls there: on CPUs they terminate the process. Other calls on scalars are faster in
+    XLA.
     """
     return all(n == 1 for aval in (*ctx.avals_in, *ctx.avals_out) for n in aval.shape)
 
 
 def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
-    """Binds with operands that vary over the same axes inside a `shard_map`."""
+    """Binds after making operands vary over the same axes inside a `shard_map`."""
     return primitive.bind(*_compat.join_varying_axes(*map(_compat.as_array, args)), **params)
 
 
@@ -244,10 +245,10 @@ def define_derivatives(
 ) -> None:
     """Sets the JVP and the transpose of a primitive, which are written for arrays.
 
-    jax passes Python numbers and the literals of a traced program as they are: as primals,
-    tangents, cotangents and residuals. The transpose is not called with `ad.Zero`. It returns
-    anything for operands that it is not with respect to, None for a zero, and other cotangents
-    sharded in any way.
+    jax may pass Python numbers and literals of a traced program as primals, tangents, cotangents
+    and residuals. They are converted to arrays first. The transpose is never called with `ad.Zero`.
+    It may return anything for operands that need no cotangent, None for a zero, and cotangents with
+    any sharding.
     """
 
     def transposed(ct: Any, *args: Any, **params: Any) -> list[Any]:
@@ -269,7 +270,7 @@ def define_derivatives(
 
 
 def of_some(function: Callable[..., Any], args: Sequence[Any], which: Sequence[int]) -> Any:
-    """`function` of those arguments; the others are those of `args`."""
+    """`function` of the arguments `which`, with the others fixed to those of `args`."""
 
     def of_which(*xs: Any) -> Any:
         given = dict(zip(which, xs, strict=True))
@@ -287,7 +288,7 @@ def transposed_by(reference: Callable[..., Any], ct: Any, args: Sequence[Any]) -
 
 
 def total(tangents: Sequence[Any], result: Any) -> Any:
-    """The sum of the tangents of a result, a zero if there are none."""
+    """The sum of the tangents of a result, or a zero if there are none."""
     if not tangents:
         return ad.Zero(jax.typeof(result).to_tangent_aval())
     return sum(tangents[1:], start=tangents[0])
@@ -348,7 +349,7 @@ def _sum(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) -> A
 
 
 def sum_each(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) -> list[Any]:
-    """Each of several results, summed over the dimensions that it lacks."""
+    """Sums each of several results over the sharded dimensions that it lacks."""
     results = call(*args, **params)
     partial = shard.partial or ((),) * len(results)
     sums = zip(partial, results, strict=True)
@@ -356,11 +357,12 @@ def sum_each(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) 
 
 
 def parts_of_sums(platform: str, rows: Any, n: Any) -> int:
-    """How many parts sums over rows of `n` elements are added up in, at most.
+    """The most parts that sums over rows of `n` elements are split into.
 
-    On a GPU two for each multiprocessor, fewer of long rows, on which many work together. A team's
-    rows may be in several parts, as they begin at up to eight places of a pack. On a CPU some for
-    each thread, fewer of long rows, too, which take longer to add than to sum.
+    On a GPU: two for each multiprocessor, and fewer for long rows, since several multiprocessors
+    share such a row. There may be up to seven more parts than rows: rows that begin at different
+    offsets within a pack, of which there are up to eight, are summed separately. On a CPU: several
+    for each thread, and fewer for long rows, whose parts take longer to add up than to compute.
     """
     least, most, elements, more = (16, 128, 2**18, 0) if platform == "cpu" else (40, 272, 2**22, 7)
     parts = max(least, min(most, elements // n)) if isinstance(n, int) else most
@@ -372,16 +374,16 @@ def sum_over(
     x: jax.Array,
     finish: Callable[[jax.Array], jax.Array] = lambda total: total,
 ) -> jax.Array:
-    """`finish` of the sum of `x` over mesh axes; narrow floats in f32 and rounded once."""
+    """`finish` of the sum of `x` over mesh axes. Narrow floats are summed in f32, rounded once."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     total = jax.lax.psum(x.astype(jnp.float32) if narrow else x, tuple(axes))
     return finish(total).astype(x.dtype)
 
 
 def sum_of_bits_over(axes: Sequence[str], x: jax.Array) -> jax.Array:
-    """The sum where all devices but one have zeros: the bits of that one, -0 and NaNs included.
+    """The sum of `x` if all devices but one have zeros: that device's bits, even of -0 and NaNs.
 
-    In words of 32 bits: all devices can add these, whatever the dtype.
+    It adds 32-bit words, which all devices can do, whatever the dtype.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = sum_of_bits_over(axes, jnp.stack([x.real, x.imag]))
@@ -398,11 +400,11 @@ def sum_of_bits_over(axes: Sequence[str], x: jax.Array) -> jax.Array:
 
 
 def _named(target: str, params: Params, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` as a function of the program whose name says what it computes.
+    """`call` as a separate function of the program, with a name that says what it computes.
 
-    What `custom_partitioning` leaves in a program is an address in this process, and the keys of
-    jax's persistent compilation cache are made of the program. In the next process the address may
-    be that of another operation, for which the program in the cache would be taken.
+    `custom_partitioning` writes an address in this process into the program, and jax computes the
+    keys of its persistent compilation cache from the program. In another process, another operation
+    may have that address. Without the name, the cache would return the wrong program.
     """
 
     def function(*args: Any) -> Any:
@@ -468,11 +470,11 @@ def _count(mesh: Mesh, axes: Sequence[str]) -> int:
 def _mesh_axes(
     function: str, mesh: Mesh, names: ShardingRule, args: Sequence[Any], results: Sequence[Any]
 ) -> dict[str, tuple[str, ...]]:
-    """The mesh axes that shard each name, of those that shard operands and results now."""
+    """Chooses the mesh axes that shard each name, among those that shard operands and results."""
     kept = frozenset[str]().union(*names.results)
     everywhere = kept.intersection(*names.results)
     axes: dict[str, tuple[str, ...]] = {}
-    gathered: dict[str, str] = {}  # and why
+    gathered: dict[str, str] = {}  # names that are all-gathered, and why
 
     def dimensions(arrays: Sequence[Any], sides: Sequence[Sequence[str]], is_operand: bool) -> Any:
         for array, side in zip(arrays, sides, strict=True):
@@ -483,7 +485,7 @@ def _mesh_axes(
         *dimensions(args, names.operands, True),
         *dimensions(results, names.results, False),
     ]
-    # An axis shards one name only; the first that has it decides, and rows come last.
+    # A mesh axis can shard only one name: the first that has it. Rows come last.
     for name, size, entry, is_operand in sorted(every, key=lambda one: one[0] == names.rows):
         if entry is None or name in axes:
             continue
@@ -493,7 +495,7 @@ def _mesh_axes(
         if name in names.replicated:
             reason = "every device needs all of it"
         elif name == names.rows or name not in everywhere:
-            # What shards are padded with must not enter a sum, nor count as rows.
+            # The padding of uneven shards must not enter a sum or count as rows.
             if size % _count(mesh, these):
                 reason = f"{_count(mesh, these)} devices do not divide its size {size} evenly"
             elif not is_free:
@@ -504,13 +506,13 @@ def _mesh_axes(
             axes[name] = these
 
     def elements(array: Any, side: Sequence[str]) -> int:
-        """Of one device's shard."""
+        """The number of elements in one device's shard."""
         shards = _count(mesh, [axis for name in side for axis in axes.get(name, ())])
         return int(math.prod(array.shape)) // shards
 
     rows = names.rows
     if rows in axes and rows not in kept:
-        # Adding up results moves each twice; gathering the operand moves that once.
+        # An all-reduce moves the results twice. An all-gather moves the operand once.
         moved = 2 * elements(results[0], names.results[0])
         if moved > elements(args[0], names.operands[0]) * _count(mesh, axes[rows]):
             del axes[rows]

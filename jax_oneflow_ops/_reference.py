@@ -24,7 +24,7 @@ def nearest_source(size_in: int, size_out: int, half_pixel: bool) -> np.ndarray:
 def upsample_nearest2d(
     x: jax.Array, *, axis: int, out_hw: tuple[int, int], in_hw: tuple[int, int], half_pixel: bool
 ) -> jax.Array:
-    """Forward: repeats along the axes `axis` and `axis + 1`."""
+    """Repeats elements along the axes `axis` and `axis + 1`."""
     for i in range(2):
         x = _upsample_axis(x, axis + i, out_hw[i], half_pixel)
     return x
@@ -40,7 +40,7 @@ def _upsample_axis(x: jax.Array, axis: int, size: int, half_pixel: bool) -> jax.
 
 
 def _source(size_in: int, size_out: int, half_pixel: bool) -> Any:
-    """What `nearest_source` returns, computed beside the gather if 32 bits are enough for that."""
+    """The result of `nearest_source`, computed in the program if 32 bits are enough for it."""
     if (2 * size_out + 1) * size_in >= 2**32:
         return nearest_source(size_in, size_out, half_pixel)
     out = lax.iota(jnp.uint32, size_out)
@@ -52,7 +52,7 @@ def _source(size_in: int, size_out: int, half_pixel: bool) -> Any:
 def upsample_nearest2d_backward(
     dy: jax.Array, *, axis: int, out_hw: tuple[int, int], in_hw: tuple[int, int], half_pixel: bool
 ) -> jax.Array:
-    """Its adjoint: sums each source position's outputs, 16-bit values in f32, rounded once."""
+    """The adjoint: sums the outputs of each source position, 16-bit values in f32, rounded once."""
     if 0 in in_hw:
         return jnp.zeros((*dy.shape[:axis], *in_hw, *dy.shape[axis + 2 :]), dy.dtype)
     wide = dy.astype(jnp.float32) if dy.dtype.itemsize == 2 else dy
@@ -76,42 +76,42 @@ def _sum_axis(dy: jax.Array, axis: int, size: int, half_pixel: bool) -> jax.Arra
 
 
 def permute(x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
-    """A transposition, which XLA may fold into what is around it."""
+    """A transposition, which XLA may fold into the operations around it."""
     return jnp.transpose(x, axes)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """Gelu by its approximation with tanh."""
+    """The tanh approximation of gelu."""
     return jax.nn.gelu(x, approximate=True)
 
 
 def gelu_erf(x: jax.Array) -> jax.Array:
-    """Gelu itself."""
+    """Gelu, computed with erf."""
     return jax.nn.gelu(x, approximate=False)
 
 
 def swiglu(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """Gated by silu."""
+    """`x` gated by silu."""
     return jax.nn.silu(gate) * x
 
 
 def geglu_tanh(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """Gated by gelu's approximation."""
+    """`x` gated by the tanh approximation of gelu."""
     return gelu_tanh(gate) * x
 
 
 def geglu_erf(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """Gated by gelu."""
+    """`x` gated by gelu."""
     return gelu_erf(gate) * x
 
 
 def fma(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
-    """A product and a sum."""
+    """A product plus a third array."""
     return x * y + z
 
 
 def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A choice."""
+    """An elementwise selection."""
     return jnp.where(condition, x, y)
 
 
@@ -121,7 +121,7 @@ def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 def _with_slope(
     value: Callable[..., jax.Array], slope: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
-    """A function of an array and numbers whose derivative jax would compute by cancellation."""
+    """A function of an array and numbers with its derivative; jax's would suffer cancellation."""
     function = jax.custom_jvp(value)
     function.defjvp(lambda xs, dxs: (value(*xs), slope(*xs) * dxs[0]))
     return function
@@ -137,7 +137,7 @@ tanh_accurate = _with_slope(jnp.tanh, lambda x: _sech_squared_of_half(2 * x))
 
 
 def _elu(x: jax.Array, alpha: jax.Array) -> jax.Array:
-    """XLA's expm1 loses the sign of -0."""
+    """Elu that keeps the sign of -0, which XLA's expm1 loses."""
     below = jnp.where(x == 0, x, jnp.expm1(jnp.minimum(x, 0)))
     return jnp.where(x > 0, x, alpha * below)
 
@@ -148,13 +148,13 @@ elu_accurate = _with_slope(
 
 
 def gelu_accurate(x: jax.Array) -> jax.Array:
-    """The same as `gelu_tanh`: 1 + tanh(u) is 2 sigmoid(2u). Beyond 20 the sigmoid is 0 or 1."""
+    """`gelu_tanh` by a sigmoid: 1 + tanh(u) is 2 sigmoid(2u). Beyond 20 the sigmoid is 0 or 1."""
     u = jnp.clip(x, -20, 20)
     return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))
 
 
 def geglu_accurate(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """Gated by `gelu_accurate`."""
+    """`x` gated by `gelu_accurate`."""
     return gelu_accurate(gate) * x
 
 
@@ -162,7 +162,7 @@ def geglu_accurate(x: jax.Array, gate: jax.Array) -> jax.Array:
 def segment_sum(
     data: jax.Array, ids: jax.Array, *, num_segments: int, indexing: Indexing, rows_spec: Any = None
 ) -> jax.Array:
-    """Sums of rows into zeros; `rows_spec` is part of the result's type alone."""
+    """Sums rows into zeros. `rows_spec` affects only the result's type."""
     lead, trailing = data.shape[: indexing.batch], data.shape[indexing.batch :]
     shape = (*lead, num_segments, *trailing[indexing.index_rank(ids) :])
     return scatter_add(jnp.zeros(shape, data.dtype), ids, data, indexing=indexing)
@@ -172,7 +172,7 @@ def segment_sum(
 def scatter_add(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing
 ) -> jax.Array:
-    """Sums of rows into an operand, narrow floats in f32, rounded once."""
+    """Sums rows into an operand. Narrow floats are summed in f32 and rounded once."""
     return _scatter(lax.scatter_add, operand, ids, updates, indexing)
 
 
@@ -180,7 +180,7 @@ def scatter_add(
 def scatter_reduce(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing, reducer: str
 ) -> jax.Array:
-    """Maxima, minima or products, these narrow floats' in f32, rounded once."""
+    """Maxima, minima or products. Those of narrow floats are computed in f32 and rounded once."""
     functions = {"max": lax.scatter_max, "min": lax.scatter_min, "multiply": lax.scatter_mul}
     return _scatter(functions[reducer], operand, ids, updates, indexing)
 
@@ -224,7 +224,7 @@ def _scatter(
 def scatter_set(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing
 ) -> jax.Array:
-    """Rows of an operand replaced, each by the last that names it; GPUs write in any order."""
+    """Replaces each row of an operand by the last update for it. GPU scatters have no order."""
     rows, shape = indexing.rows(operand.shape), operand.shape
     trailing = shape[indexing.batch + indexing.row_rank :]
 
@@ -244,7 +244,7 @@ def scatter_set(
 def gather_rows(
     table: jax.Array, ids: jax.Array, *, fill: str | bytes, indexing: Indexing
 ) -> jax.Array:
-    """The rows that ids name, and the fill value where there is none."""
+    """The rows that ids name, and the fill value where an id names none."""
     rows = table.shape[indexing.batch]
     rank = indexing.index_rank(ids)
     lead, trailing = table.shape[: indexing.batch], table.shape[indexing.batch + 1 :]
@@ -269,9 +269,9 @@ def gather_rows(
 
 
 def fill_value(dtype: Any, fill: str | bytes) -> Any:
-    """An element where an id is out of range: 0, or as `jnp.take` has it if `fill` is "invalid".
+    """The element for an id that is out of range.
 
-    Else `fill` is the element's bytes.
+    It is 0, or that of `jnp.take` if `fill` is "invalid". If `fill` is bytes, it has these bytes.
     """
     if isinstance(fill, bytes):
         return np.frombuffer(fill, dtype)[0]
@@ -292,7 +292,7 @@ def _mode(indexing: Indexing) -> lax.GatherScatterMode:
 
 
 def _batched(function: Callable[..., jax.Array], indexing: Indexing) -> Callable[..., jax.Array]:
-    """`function` of ids and arrays of rows for every problem of the batch."""
+    """`function` of ids and arrays of rows, mapped over the problems of the batch."""
     for _ in range(indexing.batch):
         function = _mapped(function, None if indexing.shared else 0)
     return function
@@ -310,9 +310,9 @@ def _mapped(function: Callable[..., jax.Array], ids_axis: int | None) -> Callabl
 def _add_by_sorting(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, indexing: Indexing
 ) -> jax.Array:
-    """Adds up in an order that depends on ids only, which a scatter on GPUs does not promise.
+    """Sums in an order that depends only on ids, which a scatter on GPUs does not guarantee.
 
-    Updates are sorted by id; a segmented scan sums them; a row's sum is where its ids end.
+    Updates are sorted by id, and a segmented scan sums them. A row's sum is at its last id.
     """
     rows = operand.shape[0]
     keys, valid = indexing.resolved(ids.reshape(-1), rows)
@@ -333,7 +333,7 @@ def _add_by_sorting(
     return jnp.where(hit.reshape(column), operand + sums[end], operand)
 
 
-# ---- rows: computed in float32, or in float64, and rounded once ----
+# ---- rows: computed in float32 or float64, and rounded once ----
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -341,7 +341,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def row_dtype(dtype: Any) -> Any:
-    """What rows of a dtype are computed in, and the dtype of what is kept of them."""
+    """The dtype in which rows of `dtype` are computed, and the dtype of their statistics."""
     return promoted(dtype, jnp.float32)
 
 
@@ -354,7 +354,7 @@ def softmax(x: jax.Array, *, axis: int, log: bool) -> jax.Array:
 
 @in_own_precision
 def softmax_vjp(y: jax.Array, dy: jax.Array, *, axis: int, log: bool) -> jax.Array:
-    """The cotangent of x, by the result; of `softmax` itself also the tangent of y."""
+    """The cotangent of x, from the result y. Without `log`, it is also the tangent of y."""
     y, ct = _wide(y), _wide(dy)
     if log:
         dx = ct - jnp.exp(y) * ct.sum(axis, keepdims=True)
@@ -380,9 +380,9 @@ def _at_labels(x: jax.Array, labels: Sequence[jax.Array], axis: int) -> jax.Arra
 
 @in_own_precision
 def logsumexp(x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
-    """log(sum(exp(x))), less the element that the label names; and 2 statistics of the row.
+    """log(sum(exp(x))), minus the element that the label names, if any; and 2 statistics per row.
 
-    The share of an element in the sum is exp(x - first) * second.
+    An element's share of the sum is exp(x - first statistic) * second statistic.
     """
     centre, powers = _exponentials(x, axis)
     total = powers.sum(axis)
@@ -400,10 +400,11 @@ def _exponentials(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
 
 @in_own_precision
 def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
-    """The cotangent of x, given labels, if any, statistics (not read) and that of the result.
+    """The cotangent of x.
 
-    That of the element that a label names is found by a comparison: jax's gradient of a lookup is a
-    scatter into an array as large as x.
+    Operands are labels, if any, statistics (not read) and the cotangent of the result. The element
+    that a label names is found by comparison: jax's gradient of a lookup is a scatter into an array
+    as large as x.
     """
     *labels, _, ct = operands
     _, powers = _exponentials(x, axis)
@@ -418,7 +419,7 @@ def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
 
 @in_own_precision
 def logsumexp_jvp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
-    """The tangent of the result, given labels, if any, statistics (not read) and that of x."""
+    """The tangent of the result, from labels, if any, statistics (not read) and that of x."""
     *labels, _, tangent = operands
     moved = [_wide(x)], [_wide(tangent)]
     result: jax.Array = jax.jvp(lambda x: logsumexp(x, *labels, axis=axis)[0], *moved)[1]
@@ -435,8 +436,8 @@ def norm(
       x: rows.
       *operands: those of residual, scale and bias that are given.
       center: whether the mean is subtracted.
-      epsilon: what is added to the variance, or to the mean of squares.
-      given: which operands there are.
+      epsilon: the number added to the variance, or to the mean of squares.
+      given: which operands are given.
     """
     residual, scale, bias = spread(operands, given)
     total = x if residual is None else (_wide(x) + _wide(residual)).astype(x.dtype)
@@ -474,16 +475,16 @@ def norm_vjp(
     given: tuple[bool, ...],
     wanted: tuple[bool, ...],
 ) -> list[jax.Array]:
-    """The cotangents of x, and of scale and bias, in what rows are computed in, if wanted.
+    """The cotangents of x and, if wanted, of scale and bias in the dtype that rows are computed in.
 
     Args:
-      x: rows, the sum with a residual if there was one.
+      x: rows, or their sum with the residual if there was one.
       stats: not read.
-      *operands: scale, dy, and the cotangent of the sum, as far as they are given.
-      center: as of `norm`.
-      epsilon: as of `norm`.
-      given: which operands there are; dy always.
-      wanted: of scale and bias.
+      *operands: those of scale, dy and the sum's cotangent that are given.
+      center: as for `norm`.
+      epsilon: as for `norm`.
+      given: which operands are given; dy always is.
+      wanted: whether the cotangents of scale and of bias are wanted.
     """
     scale, ct, of_sum = spread(operands, given)
     wide = _wide(x)
@@ -510,15 +511,15 @@ def norm_jvp(
     given: tuple[bool, ...],
     passed: bool,
 ) -> list[jax.Array]:
-    """The tangent of the result; and that of x as it came, if `passed`.
+    """The tangent of the result and, if `passed`, that of x unchanged.
 
     Args:
-      x: rows, the sum with a residual if there was one.
+      x: rows, or their sum with the residual if there was one.
       stats: not read.
-      *operands: scale, and the tangents of x, scale and bias, as far as they are given.
-      center: as of `norm`.
-      epsilon: as of `norm`.
-      given: which operands there are.
+      *operands: those of scale and the tangents of x, scale and bias that are given.
+      center: as for `norm`.
+      epsilon: as for `norm`.
+      given: which operands are given.
       passed: whether the sum's tangent is a result, too.
     """
     scale, *tangents = spread(operands, given)
@@ -549,7 +550,7 @@ def _group_norm(
     epsilon: float,
     silu: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The result, as wide as the operands are, and the statistics."""
+    """The result, in the dtype of the operands, and the statistics."""
     width = x.shape[-1] // groups
     in_groups = x.reshape(*x.shape[:-1], groups, width)
     axes = (*range(x.ndim - 1 - spatial, x.ndim - 1), x.ndim)
@@ -563,7 +564,7 @@ def _group_norm(
 
 @in_own_precision
 def group_norm(x: jax.Array, *vectors: jax.Array, **params: Any) -> list[jax.Array]:
-    """The norm of groups, with silu after it or not, and 3 statistics of each group.
+    """The norm of groups, optionally followed by silu, and 3 statistics per group.
 
     Args:
       x: images.
@@ -577,12 +578,12 @@ def group_norm(x: jax.Array, *vectors: jax.Array, **params: Any) -> list[jax.Arr
 
 @in_own_precision
 def group_norm_vjp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """The cotangents of x, and of scale and bias in what groups are computed in.
+    """The cotangents of x, and of scale and bias in the dtype that groups are computed in.
 
     Args:
       x: images.
       *operands: scale, bias, statistics (not read), and the cotangent of the result.
-      **params: as of `group_norm`.
+      **params: as for `group_norm`.
     """
     *vectors, _, dy = operands
     primals = [a.astype(row_dtype(x.dtype)) for a in (x, *vectors)]
@@ -597,7 +598,7 @@ def group_norm_jvp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[ja
     Args:
       x: images.
       *operands: scale, bias, statistics (not read), and the tangents of x, scale and bias.
-      **params: as of `group_norm`.
+      **params: as for `group_norm`.
     """
     scale, bias, _, *tangents = operands
     wide = row_dtype(x.dtype)

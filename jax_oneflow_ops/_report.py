@@ -1,4 +1,4 @@
-"""What `explain` returns."""
+"""The report that `explain` returns."""
 
 import dataclasses
 import html
@@ -15,12 +15,12 @@ class Row:
     Attributes:
       line: the file and line in your program; for a gradient, those of the differentiated code.
       operation: JAX's name for it.
-      shapes: those of operand, indices and updates, of edges and queries, or of the result and the
-        operand.
-      dtype: that of the operand.
+      shapes: the shapes of operand, indices and updates, of edges and queries, or of the result and
+        the operand.
+      dtype: the dtype of the operand.
       swapped: whether it runs as a kernel of this package.
       reason: why, or which function to call instead.
-      bytes: how many bytes it has to read and write, each array once.
+      bytes: the number of bytes that it must read and write, counting each array once.
       count: how often the compiled program contains it; the body of a loop counts once.
       native_us: the expected time of the kernel in microseconds, None if nothing like it was
         measured.
@@ -55,7 +55,7 @@ class Report:
         return len(self.rows)
 
     def total(self) -> str:
-        """One line about all of them."""
+        """A one-line summary."""
         swapped = [row for row in self.rows if row.swapped]
         calls = sum(row.count for row in swapped)
         others = sum(row.count for row in self.rows) - calls
@@ -84,7 +84,7 @@ class Report:
         return cells
 
     def table(self, width: int) -> str:
-        """The table as text of at most so many columns, as far as that can be."""
+        """The table as text, at most `width` characters wide if that is possible."""
         if not self.rows:
             return (
                 f"{self.total()}: the program has none of the operations that accelerate swaps, "
@@ -99,7 +99,7 @@ class Report:
             return [max(map(len, column)) for column in zip(*cells, strict=True)]
 
         space = width - 2 * (len(cells[0]) - 1)
-        if sum(widths_of(cells)) > space:  # folders give way first, then the longest columns
+        if sum(widths_of(cells)) > space:  # drop folders first, then shorten the longest columns
             cells = [[line[0].rpartition("/")[2], *line[1:]] for line in cells]
         widths = widths_of(cells)
         while sum(widths) > space and max(widths[0], widths[2]) > 12:
@@ -139,7 +139,7 @@ def _shape(shape: Sequence[Any]) -> str:
 
 
 def bytes_text(n: int) -> str:
-    """A number of bytes, for people."""
+    """A number of bytes in readable units."""
     power = min(3, max(0, n.bit_length() - 1) // 10)
     return f"{n / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 

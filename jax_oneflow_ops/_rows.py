@@ -1,12 +1,12 @@
 """The primitives of functions of rows and their rules.
 
-A function f has three primitives. f itself gives its results and statistics of each row, which
-have no derivative: they are functions of the operands. f_vjp takes the residuals, which are
-operands, results and statistics, and the results' cotangents; it is one native kernel. f_jvp takes
-the residuals and the operands' tangents, is computed in jnp, and is the transpose of f_vjp.
+A function f has three primitives. f itself returns its results and statistics of each row. The
+statistics have no tangents, as they are functions of the operands. f_vjp takes the residuals
+(operands, results and statistics) and the results' cotangents; it is one native kernel. f_jvp takes
+the residuals and the operands' tangents. It is computed in jnp, and is the transpose of f_vjp.
 
-Operands are arrays, which have an axis of rows; what has one value a row, or several in a last
-axis; and row vectors.
+An operand is an array, which has one axis along which rows extend; one value per row, or several in
+a last axis; or a row vector.
 """
 
 import functools
@@ -32,14 +32,14 @@ Function = Callable[..., Any]
 
 
 def _without(aval: Any, axis: int, *last: int) -> Any:
-    """The type of what has one value a row of `aval`, or `last` of them."""
+    """The type of an array with one value per row of `aval`, or with `last` values."""
     shape = (*aval.shape[:axis], *aval.shape[axis + 1 :], *last)
     spec = [*aval.sharding.spec]
     return _compat.with_spec(aval, shape, [*spec[:axis], *spec[axis + 1 :], *[None] * len(last)])
 
 
 def _with_rows_whole(aval: Any, axis: int) -> Any:
-    """The type of an array that is sharded as `aval` is, but for its rows."""
+    """The type of `aval`, but not sharded along its rows."""
     spec = [*aval.sharding.spec]
     spec[axis] = None
     return _compat.with_spec(aval, aval.shape, spec)
@@ -49,9 +49,9 @@ def _with_rows_whole(aval: Any, axis: int) -> Any:
 
 
 def _rule(kinds: Kinds, rank: int, axis: int, *, in_parts: bool = False) -> _primitive.ShardingRule:
-    """All dimensions are independent but the rows' own.
+    """All dimensions may be sharded, except the one along which rows extend.
 
-    Of that every device needs all, unless rows may be computed in parts.
+    Each device needs whole rows, unless rows can be computed in parts.
     """
     dims = [f"d{i}" for i in range(rank)]
     dims[axis] = "n"
@@ -71,9 +71,11 @@ def _batched(
     *,
     rows_last: bool = False,
 ) -> tuple[list[Any], int, list[int | None]]:
-    """Operands with a batch axis where the first has it, the rows' axis, the results' batch axes.
+    """Operands with aligned batch axes, the axis of rows, and the batch axes of the results.
 
-    Row vectors have none. Where rows must be the last axis the batch axis is before it.
+    The batch axis is moved to where the first operand that has one has it. It is moved to the front
+    if that operand is not an array, or if it would follow rows that must be the last axis. Row
+    vectors have no batch axis.
     """
     first = next(i for i, d in enumerate(dims) if d is not None)
     at = dims[first] or 0
@@ -115,8 +117,8 @@ def linear(
     Args:
       primitive: f_vjp or f_jvp.
       reference: the same in jnp, which reads no statistics.
-      first: `(**params) -> int`.
-      statistics: the operands that are some.
+      first: `(**params) -> int`: the number of the first linear operand.
+      statistics: the numbers of the operands that are statistics.
       transpose: `(cts, *args, **params) -> list`.
     """
 
@@ -149,7 +151,7 @@ def linear(
 def _call(
     group: str, target: str, passes: int, x: Any, axis: int, function: str = ""
 ) -> _policy.Call:
-    """A call that reads or writes so many arrays like `x`; what is alike is of one group."""
+    """A call that reads or writes `passes` arrays like `x`. Similar functions share a group."""
     direction = "gradient" if target.endswith("_vjp") else "forward"
     n = x.shape[axis]
     alignment = "whole packs" if n * x.dtype.itemsize % 16 == 0 else "edges"
@@ -164,7 +166,7 @@ def not_linear(*args: Any, **params: Any) -> Any:
 
 
 def in_jnp(reference: Function) -> Function:
-    """What runs in place of a kernel where there is none for any platform."""
+    """The `native` argument of a primitive that has no kernels: the reference."""
     return lambda platform, *args, **params: reference(*args, **params)
 
 
@@ -240,7 +242,7 @@ def _define_softmax() -> core.Primitive:
 softmax_p = _define_softmax()
 
 
-# ---- logsumexp, and cross entropy: what it is of the element that a label names ----
+# ---- logsumexp, and cross entropy, which is logsumexp minus the element that a label names ----
 #
 # Rows that are sharded over devices are computed in parts: statistics are combined by two
 # all-reduces, and no logits are sent.
@@ -249,7 +251,7 @@ softmax_p = _define_softmax()
 def _labels_on_shard(
     labels: Sequence[jax.Array], n: int, shard: _primitive.Shard
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Labels that name elements of a shard, `n` where they name none; and whether they name any."""
+    """Labels relative to this shard, `n` if outside it; and whether they name an element of x."""
     count = jax.lax.psum(1, shard.rows)
     counted = [jnp.where(label < 0, label + n * count, label) for label in labels]
     local = [label - n * jax.lax.axis_index(shard.rows) for label in counted]
@@ -267,7 +269,7 @@ def _logsumexp_on_shard(
     local, names_any = _labels_on_shard(labels, n, shard)
     _, stats = call(x, *local, axis=axis)
     centre, total = stats[..., 0], 1 / stats[..., 1]
-    # Where the maximum of a part is infinite its centre is 0.
+    # If the maximum of a part is infinite, its centre is 0.
     peak = jnp.where(total == 0, -jnp.inf, jnp.where(total == jnp.inf, jnp.inf, centre))
     top = jax.lax.pmax(peak, shard.rows)
     base = jnp.where(jnp.isfinite(top), top, 0)
@@ -295,7 +297,7 @@ def _logsumexp_vjp_on_shard(
 
 
 def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
-    """Operands are x and `labels` labels a row, at most one."""
+    """Defines the primitives of a function of x and `labels` labels per row, 0 or 1."""
     given = [ARRAY, *[ROW] * labels]
 
     def define(
@@ -350,7 +352,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     def native_vjp(
         platform: str, x: jax.Array, *operands: jax.Array, axis: int, in_place: bool = True
     ) -> list[jax.Array]:
-        """The logits are dead after it in a training step: their buffer is the result's."""
+        """The gradient, by default in the logits' buffer: a training step no longer needs them."""
         if x.size == 0:
             return [x]
         aliases = {0: 0} if in_place else {}
@@ -368,15 +370,16 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         return [*call(x, *operands, axis=np.int64(axis))]
 
     def lower(ctx: Any, *args: Any, platform: str, **params: Any) -> list[Any]:
-        """The value can be had from the call that computes its gradient, which comes later."""
+        """Returns handles, so that `lower_vjp` can put a call for value and gradient there."""
         results: list[Any] = _primitive.lower_native(native, platform)(ctx, *args, **params)
         return _compat.as_handles(results) if _compat.has_known_sizes(ctx) else results
 
     def lower_vjp(ctx: Any, *args: Any, platform: str, **params: Any) -> list[Any]:
-        """Reads the logits once for the value and the gradient, if the cotangent is known by then.
+        """Computes value and gradient in one call, if the cotangent does not depend on the value.
 
-        A sum or a mean of losses has one. In place of logits that something else reads XLA would
-        write to a copy.
+        That call reads the logits once. The gradient of a sum or a mean of losses has such a
+        cotangent. If something else reads the logits, the gradient is not written in place: XLA
+        would copy them.
         """
         *operands, stats, ct = args
         value = _compat.call_behind(stats, f"jof_{name}")
@@ -453,7 +456,7 @@ cross_entropy_p = _define_logsumexp("cross_entropy", "softmax_cross_entropy_with
 
 # ---- norms, of rows along the last axis ----
 #
-# Optional operands are there or not as the parameter `given` says, in their order.
+# The parameter `given` says which of the optional operands are present, in their order.
 
 
 def _norm_kinds(given: Sequence[bool]) -> Kinds:
@@ -572,7 +575,7 @@ def _norm_batch(
     implementation: str | None,
     **params: Any,
 ) -> tuple[Any, Any]:
-    """What there is one row vector of for each example, operand or result, is left to jnp."""
+    """Row vectors per example are left to jnp, whether they are operands or results."""
     sides = kinds(**{k: v for k, v in params.items() if k in ("given", "wanted", "passed")})
     in_jnp = jax.vmap(functools.partial(reference, **params), in_axes=dims)
     if any(d is not None and k == VECTOR for d, k in zip(dims, sides[0], strict=True)):
@@ -589,7 +592,7 @@ def _norm_batch(
 
 
 def _norm_call(x: Any, *_: Any, given: Any, center: bool, **__: Any) -> _policy.Call:
-    """Residuals, and sums with them, are arrays of their own; so are the cotangents of these."""
+    """The call of a norm. A residual and the sum with it are two more arrays."""
     return _call("norm", "norm", 2 + 2 * given[0], x, x.ndim - 1, _function_of_norm(center=center))
 
 
@@ -702,7 +705,7 @@ def _define_norm() -> core.Primitive:
         return 2 + given[0]
 
     def transpose(cts: Any, *args: Any, implementation: Any, **params: Any) -> Any:
-        """With respect to scale and bias, for `jax.linear_transpose` alone."""
+        """The transpose with respect to scale and bias, which only `jax.linear_transpose` needs."""
 
         def norm(*args: Any) -> Any:
             return _reference.norm(*args, **params)[0]

@@ -2,8 +2,8 @@
 
 There are four: sums into zeros (segment_sum), sums into an operand (scatter_add), maxima, minima
 or products with an operand (scatter_reduce), and gathers. Sums into zeros and gathers are each
-other's transposes. All of them have the parameter `indexing`, which says what the operands'
-dimensions mean.
+other's transposes. All four have the parameter `indexing`, which says what the operands' dimensions
+mean.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def is_summed(dtype: Any, reducer: str = "add") -> bool:
 
 
 def mean_of(total: jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
-    """Sums of rows divided by how many there were, in a dtype that holds every count."""
+    """Row sums divided by row counts, computed in a dtype that represents every count."""
     divisor = jnp.maximum(count, 1).reshape(-1, *(1,) * (total.ndim - 1))
     return total.astype(dtype) / divisor.astype(dtype)
 
@@ -62,10 +62,10 @@ def _index_spec(ids: Any, indexing: Indexing) -> tuple[Any, ...]:
 def _typed(
     like: Any, ids: Any, middle: Sequence[int], middle_spec: Sequence[Any], cut: int, how: Indexing
 ) -> Any:
-    """`like` with `middle` in place of `cut` dimensions after the batch.
+    """The type of `like` with the `cut` dimensions after the batch replaced by `middle`.
 
-    Where the mesh's axes are Explicit the batch is sharded as in either operand; an axis that
-    would shard two dimensions shards the first.
+    On a mesh with Explicit axes, a batch dimension takes its sharding from either operand. A mesh
+    axis that would shard two dimensions shards only the first.
     """
     n = how.batch
     shape = (*like.shape[:n], *middle, *like.shape[n + cut :])
@@ -82,9 +82,9 @@ def _typed(
 
 
 def _unless_index_has_it(entry: Any, ids: Any, indexing: Indexing) -> Any:
-    """How rows of a table stay sharded where rows that ids name are added up.
+    """The sharding of a table's rows after updates are added to them.
 
-    Not over axes that shard ids: there every device has sums for all rows.
+    None if the same mesh axes shard ids: then every device has partial sums for all rows.
     """
     used = {axis for of_index in _index_spec(ids, indexing) for axis in _axes(of_index)}
     return None if used.intersection(_axes(entry)) else entry
@@ -115,7 +115,7 @@ def _gather_rows_type(table: Any, ids: Any, *, fill: str | bytes, indexing: Inde
 
 
 def _names(ids: Any, ndim: int, indexing: Indexing) -> tuple[list[str], ...]:
-    """The names of the dimensions of ids, of their index part, of the batch and of the rest."""
+    """Names for the dimensions of ids, their index part, the batch and the trailing part."""
     batch = [f"b{i}" for i in range(indexing.batch)]
     index = [f"i{i}" for i in range(len(ids.shape) - indexing.index_begin())]
     trailing = [f"t{i}" for i in range(ndim - indexing.batch)]
@@ -160,10 +160,10 @@ def _gather_rows_sharding_rule(
 def _in_shard(
     ids: Any, rows: int, shard: _primitive.Shard, indexing: Indexing
 ) -> tuple[Any, Indexing, Any]:
-    """Ids as one device with `rows` of the rows counts them, and the rule for these.
+    """Ids relative to this device's shard of `rows` rows, and how to read them.
 
-    Ids that ascend still do: those of other devices are out of range on either side. Also returns
-    which ids name a row on any device.
+    Sorted ids stay sorted: ids of rows on other devices are out of range on either side. Also
+    returns which ids name a row on any device; None if rows are not sharded.
     """
     if not shard.rows:
         return ids, indexing, None
@@ -198,7 +198,7 @@ def _scatter_add_on_shard(
     *,
     indexing: Indexing,
 ) -> jax.Array:
-    """The operand is added once, and not where the sum is 0: all-reduces do not keep -0."""
+    """Adds the operand once, except where the sum is 0: all-reduces do not preserve -0."""
     ids, indexing, _ = _in_shard(ids, indexing.rows(operand.shape), shard, indexing)
     if not shard.summed:
         result: jax.Array = call(operand, ids, updates, indexing=indexing)
@@ -222,7 +222,10 @@ def _scatter_reduce_on_shard(
     indexing: Indexing,
     reducer: str,
 ) -> jax.Array:
-    """Each device reduces its updates, and the results are reduced; a product of ones."""
+    """Reduces the updates of each device, then the results of all devices.
+
+    Each device's product starts from ones; the operand is multiplied in at the end.
+    """
     ids, indexing, _ = _in_shard(ids, indexing.rows(operand.shape), shard, indexing)
     is_product = bool(shard.summed) and reducer == "multiply"
     start = jnp.ones_like(operand) if is_product else operand
@@ -235,7 +238,7 @@ def _scatter_reduce_on_shard(
         return product.astype(result.dtype)
     if shard.summed:
         reduce: Callable[..., Any] = jax.lax.pmax if reducer == "max" else jax.lax.pmin
-        # All-reduces need not keep NaNs.
+        # All-reduces may drop NaNs.
         is_nan = jax.lax.psum((result != result).astype(jnp.int32), shard.summed) > 0
         nan = jnp.full_like(result, jnp.nan) if result.dtype.kind not in "iu" else result
         result = jnp.where(is_nan, nan, reduce(result, shard.summed))
@@ -243,7 +246,7 @@ def _scatter_reduce_on_shard(
 
 
 def _wide(dtype: Any) -> Any:
-    """What values of a dtype are computed in."""
+    """The dtype in which values of `dtype` are computed."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return jnp.dtype(jnp.float32) if narrow else dtype
 
@@ -257,7 +260,7 @@ def _gather_rows_on_shard(
     fill: str | bytes,
     indexing: Indexing,
 ) -> jax.Array:
-    """Each device has zeros for rows of others, and the sum is the bits of the one that has it."""
+    """Gathers zeros for rows of other devices; the sum has the bits of the device with the row."""
     ids, indexing, valid = _in_shard(ids, table.shape[indexing.batch], shard, indexing)
     found = call(table, ids, fill="zero", indexing=indexing)
     found = _primitive.sum_of_bits_over(shard.rows, found)
@@ -280,14 +283,15 @@ def add_rows(
     indexing: Indexing,
     reducer: str = "add",
 ) -> Any:
-    """Reduces rows of `updates` into `operand`, or sums them into zeros if that is None."""
+    """Reduces rows of `updates` into `operand`, or sums them into zeros if `operand` is None."""
     n, rank, dtype = indexing.batch, indexing.index_rank(ids), updates.dtype
     trailing = updates.shape[n + rank :]
     shape = (*updates.shape[:n], rows, *trailing) if operand is None else operand.shape
     if math.prod(shape) == 0 or updates.size == 0:
         return updates.__array_namespace__().zeros(shape, dtype) if operand is None else operand
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
-        # Exact modulo any power of two, and the kernels have no atomics of fewer bits.
+        # Exact: 32-bit results are right modulo any smaller power of two. The kernels have no
+        # atomics of fewer bits.
         wide = None if operand is None else operand.astype(jnp.int32)
         updates = updates.astype(jnp.int32)
         return add_rows(platform, wide, ids, updates, rows, indexing, reducer).astype(dtype)
@@ -309,7 +313,7 @@ def add_rows(
         return _sort_and_sum(call, p, ids, updates, indexing)
     if plan.strategy == "sorted":
         if indexing.wrap or indexing.clip:
-            # The promise is about ids as they are read; two runs must not mean one row.
+            # The promise is about the rows that ids name, and a row must have one run of equal ids.
             ids, _ = indexing.resolved(ids, rows)
         indexing = _AS_STORED
     return call(updates, ids, indexing)
@@ -322,13 +326,13 @@ def _sort_and_sum(
     updates: Any,
     indexing: Indexing,
 ) -> Any:
-    """Sorts the ids of all problems together, which makes one problem of them; or shared ones."""
+    """Sorts ids and sums: the ids of all problems as one problem, or shared ids once."""
     flat = p.flat()
     updates = updates.reshape(flat.batch, flat.updates, p.inner)
     long = not p.has_known_sizes() or max(flat.updates, flat.rows) >= _INT32_MAX
     with jax.enable_x64(True) if long else contextlib.nullcontext():
         xp = ids.__array_namespace__()
-        # Problems whose ids are sorted together.
+        # The number of problems whose ids are sorted together.
         together = 1 if flat is p else p.batch
         ids = xp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (together, p.updates))
         order, index = None, jnp.int64 if long else jnp.int32
@@ -336,7 +340,7 @@ def _sort_and_sum(
             keys, order = sort_on_cpu(ids, p.rows, indexing)
         else:
             keys = _sort_keys(ids, p.rows, indexing)
-            # Single elements are sorted themselves, rows by their numbers.
+            # Single elements are sorted along with their ids. For rows, the row numbers are.
             rows = updates.reshape(-1) if p.is_element() else xp.arange(flat.updates, dtype=index)
             keys, rows = _emit.sort_pairs(keys, rows)
             if p.is_element():
@@ -360,15 +364,16 @@ def sort_on_cpu(ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:
 
 
 def _sort_keys(ids: Any, rows: int, indexing: Indexing) -> Any:
-    """The number of each id's row among those of all problems, one more than the last for none.
+    """The number of each id's row among the rows of all problems.
 
-    Keys are as narrow as they can be: a radix sort takes a pass for each byte.
+    An id that names no row gets the total number of rows. Keys have the narrowest possible dtype: a
+    radix sort takes one pass per byte.
     """
     batch, total = ids.shape[0], ids.shape[0] * rows
     sizes = ((jnp.uint16, 2**16), (jnp.uint32, 2**32), (jnp.uint64, 2**64))
     key = next((d for d, limit in sizes if isinstance(total, int) and total < limit), jnp.uint64)
     ids, valid = indexing.resolved(ids, rows)
-    # In uint32 at least: a device's arithmetic in 16 bits is no faster.
+    # Compute in uint32 at least: 16-bit arithmetic is no faster on a device.
     wide = jnp.uint32 if key is jnp.uint16 else key
     xp, keys = ids.__array_namespace__(), ids.astype(wide)
     if not isinstance(batch, int) or batch > 1:
@@ -388,13 +393,13 @@ def _call(
     *,
     order: Any = None,
 ) -> Any:
-    """One FFI call; its scratch space is a result that nobody reads.
+    """Makes the FFI call. Its scratch space is a second result, which is not used.
 
-    Operand and result are not reshaped: XLA would copy the operand for it, even if it is donated.
+    The operand and the result are not reshaped: XLA would copy the operand, even if it is donated.
     """
     xp = updates.__array_namespace__()
     if plan.strategy == "private" and p.is_element():
-        updates = _emit.one_of_each(updates)  # which nobody need write and read
+        updates = _emit.one_of_each(updates)  # saves writing and reading equal updates
     result, _ = _emit.ffi_call(
         f"jof_scatter_{p.reducer}_{plan.strategy}",
         [
@@ -419,7 +424,7 @@ def _rule(indexing: Indexing) -> dict[str, Any]:
 def _segment_sum_native(
     platform: str, data: Any, ids: Any, *, num_segments: int, indexing: Indexing, rows_spec: Any
 ) -> Any:
-    if not is_summed(data.dtype):  # the cotangent of a gather in 8 bits
+    if not is_summed(data.dtype):  # such as the cotangent of a gather of 8-bit floats
         return _reference.segment_sum(data, ids, num_segments=num_segments, indexing=indexing)
     return add_rows(platform, None, ids, data, num_segments, indexing)
 
@@ -473,7 +478,7 @@ def _place(x: Any, axis: int | None, at: int, size: int) -> Any:
 def _place_ids(
     ids: Any, axis: int | None, at: int, batch: Sequence[int], indexing: Indexing
 ) -> tuple[Any, Indexing]:
-    """Ids for one more batch dimension, which is `at`; `batch` are all of them, it included."""
+    """Ids with a batch dimension added at `at`, and their rule. `batch` holds all batch sizes."""
     if axis is None and indexing.shared:
         return ids, dataclasses.replace(indexing, batch=len(batch))
     if indexing.shared and axis is not None:
@@ -492,9 +497,10 @@ def _size(args: Sequence[Any], dims: Sequence[int | None]) -> Any:
 def _segment_sum_batch(
     primitive: core.Primitive, args: Any, dims: Any, *, indexing: Indexing, **params: Any
 ) -> Any:
-    """The batch axis of data is one more dimension, leading or trailing, wherever it stands.
+    """The batch axis of data becomes one more leading or trailing dimension.
 
-    Only between index dimensions it would be in the way; there it is moved to the front.
+    It stays in place if possible. An axis between index dimensions is moved to the front, as is a
+    trailing one if ids have a batch axis, too.
     """
     (data, ids), (axis, ids_axis) = args, dims
     n = indexing.batch
@@ -510,11 +516,11 @@ def _segment_sum_batch(
 def _scatter_add_batch(
     primitive: core.Primitive, args: Any, dims: Any, *, indexing: Indexing, **params: Any
 ) -> Any:
-    """As for segment_sum, with the operand's axis where that of the updates is."""
+    """As for segment_sum; the operand's batch axis is moved to match that of the updates."""
     (operand, ids, updates), (axis, ids_axis, updates_axis) = args, dims
     n, size = indexing.batch, _size(args, dims)
     rank = indexing.index_rank(ids) - (ids_axis is not None)
-    # The axis that need not move: that of the updates, as those are larger as a rule.
+    # Keep the axis of the updates in place, as they are usually the larger array.
     trailing = updates_axis - n - rank if updates_axis is not None else (axis or 0) - n - 1
     if ids_axis is None and trailing >= 0:
         operand = _place(operand, axis, n + 1 + trailing, size)
@@ -530,13 +536,13 @@ def _scatter_add_batch(
 def _gather_rows_batch(
     primitive: core.Primitive, args: Any, dims: Any, *, indexing: Indexing, **params: Any
 ) -> Any:
-    """Ids of a table without a batch axis have one more index dimension: nothing is repeated."""
+    """If the table has no batch axis, that of the ids becomes an index dimension: no copies."""
     (table, ids), (axis, ids_axis) = args, dims
     n = indexing.batch
     if axis is None:
         begin = indexing.index_begin()
         at = max(ids_axis, begin)
-        # Each example keeps the caller's promises, all of them together do not.
+        # The caller's promises hold for each example, but not for all of them together.
         indexing = dataclasses.replace(indexing, indices_are_sorted=False, unique_indices=False)
         ids = jnp.moveaxis(ids, ids_axis, at)
         return bind(primitive, table, ids, indexing=indexing, **params), n + at - begin
@@ -552,19 +558,19 @@ def _gather_rows_batch(
 # ---- what the choice between kernels and XLA depends on ----
 
 
-_OFTEN = 64  # updates of a row, in the mean
+_OFTEN = 64  # updates per row, on average
 
 
 def _sum_call(
     updates: Any, ids: Any, rows: int, indexing: Indexing, reducer: str = "sum"
 ) -> _policy.Call | str:
-    """Not on whether ids meet: a row may always be hot."""
+    """The call of a sum. It does not depend on `unique_indices`: any row may be hot."""
     if indexing.deterministic:
         return "sums in a fixed order"
     n, rank = indexing.batch, indexing.index_rank(ids)
     inner, count = math.prod(updates.shape[n + rank :]), math.prod(updates.shape[n : n + rank])
     width = _width(inner, updates)
-    if inner == 1:  # which GPUs add in shared memory or not
+    if inner == 1:  # GPUs sum elements in shared memory only if they are hit often
         width += " hit often" if count >= _OFTEN * rows else " hit seldom"
     order = "sorted ids" if indexing.indices_are_sorted else "any ids"
     result = math.prod(updates.shape[:n]) * rows * inner * updates.dtype.itemsize
@@ -696,7 +702,7 @@ def _scatter_add_transpose(
 
 
 def _check_unique(indexing: Indexing) -> None:
-    """Of a product by what is multiplied: JAX does not have it for rows that meet either."""
+    """Rejects the derivative of a product by its updates if ids may repeat, as JAX does."""
     if not indexing.unique_indices:
         raise NotImplementedError(
             f"{indexing.function}: the derivative with respect to the rows that are multiplied "
@@ -712,7 +718,7 @@ def _scatter_reduce_jvp(
     indexing: Indexing,
     implementation: str | None,
 ) -> Any:
-    """As of `jax.lax.scatter_max`: values that are equal to the result share its tangent."""
+    """As for `jax.lax.scatter_max`, values that equal a maximum or minimum share its tangent."""
     operand, ids, updates = primals
     of_operand, _, of_updates = tangents
     params: dict[str, Any] = {"indexing": indexing, "implementation": implementation}
@@ -739,14 +745,14 @@ def _scatter_reduce_jvp(
         terms.append(jnp.where(is_kept, of_operand, jnp.zeros_like(of_operand)))
     if not isinstance(of_updates, ad.Zero):
         terms.append(add(jnp.where(is_hit, of_updates, jnp.zeros_like(of_updates))))
-    # Nothing equals NaN.
+    # A NaN result has no hits, as nothing equals NaN.
     return result, _primitive.total(terms, result) / jnp.maximum(hits, 1)
 
 
 def _scatter_reduce_transpose(
     ct: Any, operand: Any, ids: Any, updates: Any, *, reducer: str, **params: Any
 ) -> list[Any]:
-    """Of a product, which is linear in the operand, and in updates that do not meet."""
+    """The transpose of a product. It is linear in the operand, and in updates with unique ids."""
     if ad.is_undefined_primal(operand):
         result = bind(scatter_reduce_p, ct, ids, updates, reducer=reducer, **params)
         return [result, None, None]
@@ -762,7 +768,7 @@ def _jvp_of_rows(
     of_tangent: dict[str, Any],
     **params: Any,
 ) -> Any:
-    """Of a primitive that is linear in rows, which itself maps their tangents."""
+    """The JVP of a primitive that is linear in rows: it is applied to their tangents."""
     result = bind(primitive, *primals, **params)
     rows, ids = tangents[0], primals[1]
     if isinstance(rows, ad.Zero):
@@ -789,7 +795,7 @@ _primitive.define_derivatives(
 def rows_like(
     data: Any, ids: Any, value: Any, *, num_segments: int, rows_spec: Any, indexing: Indexing
 ) -> jax.Array:
-    """Rows of one value, of the type that the sums of data's segments have."""
+    """An array filled with one value, of the type that the segment sums of `data` have."""
     args = _compat.join_varying_axes(data, ids)
     aval = _segment_sum_type(
         *map(jax.typeof, args), num_segments=num_segments, rows_spec=rows_spec, indexing=indexing

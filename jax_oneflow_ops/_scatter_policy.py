@@ -1,7 +1,7 @@
-"""Which kernel sums rows, and in what scratch space. Nothing here depends on the ids' values.
+"""Chooses the kernel that sums rows, and its scratch space. Nothing here depends on ids' values.
 
-The native module checks what its kernels need of a plan (shared memory, the length of chunks) and
-refuses what does not fit, so a constant that drifts from the kernels is an error.
+The native module checks what its kernels need from a plan (shared memory, chunk length) and rejects
+a plan that does not fit. So a constant here that no longer matches the kernels causes an error.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Problem:
     dtype: Any
     reducer: str = "add"  # or "max", "min", "multiply"
     ordered: bool = False  # the order of summation must be the same on every run
-    is_sorted: bool = False  # ids are, by the caller's promise
+    is_sorted: bool = False  # the caller promises that ids are sorted
     shared: bool = False  # all problems have the same ids
 
     @property
@@ -34,7 +34,7 @@ class Problem:
         return jnp.dtype(jnp.float32) if self.is_rounded() else self.dtype
 
     def is_rounded(self) -> bool:
-        """Whether sums have more bits than the result."""
+        """Whether sums are computed in a wider dtype than the result's."""
         return self.dtype in (jnp.float16, jnp.bfloat16)
 
     def has_known_sizes(self) -> bool:
@@ -43,13 +43,14 @@ class Problem:
         return all(isinstance(size, int) for size in sizes)
 
     def is_element(self) -> bool:
-        """Whether kernels take rows for single values: a complex number is two to them."""
+        """Whether kernels treat rows as single values. They treat a complex number as two."""
         return self.inner == 1 and not jnp.issubdtype(self.dtype, jnp.complexfloating)
 
     def flat(self) -> "Problem":
-        """What is sorted: the ids of all problems together, or once if rows share them.
+        """The problem whose ids are sorted: all problems merged into one.
 
-        Single elements are sorted themselves, so each has an id.
+        If problems share their ids and rows are not single elements, the shared ids are sorted
+        once. Single elements are sorted along with their ids, so each of them needs an id.
         """
         if self.shared and not self.is_element():
             return self
@@ -59,23 +60,29 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The kernel, the shape of its scratch space, and whether ids are sorted for it."""
+    """The kernel, the shape of its scratch space, and whether to sort ids for it."""
 
     strategy: str  # "sorted", "private" or "atomic", as in the names of FFI targets
-    # The copies of the sums come first, if the strategy has them; 0: the result is added to.
+    # For "private" and "atomic" the first dimension is the number of copies of the sums. If it is
+    # 0, updates are added to the result directly.
     scratch: tuple[int, ...]
     sort: bool = False
 
 
-# On CUDA sums of single values are private to a block while they fit its shared memory and are hit
-# often: 16M values into 1024 sums take 33 us on an H200, into 10,000 57 us, where atomics take 270
-# and 190. So are narrow rows with room for eight copies a block. Blocks take 5 to 12 us for any
-# number of values up to a million: 131,072 into 512 sums take 9.5 us, by atomics 10.3 with the best
-# number of copies, 50,665 9.3 and 5.3, but into 64 sums 6.0 and 17 (5.6 with 16 copies). Rows of 4
-# cost more: 131,072 into 64 take 10.6 us and by atomics 8.7, 262,144 10.7 and 12.4. Wider rows are
-# faster by atomics: 50k of 128 bf16 into 29 take 16 us, and 38 so. Sums in a fixed order need a
-# copy for each of at least eight warps. A block takes 8192 elements at once, and more blocks than
-# the GPU has gain nothing. Problems of a batch that have as many are summed side by side.
+# On CUDA, thread blocks keep private sums in shared memory if the sums fit there and each is hit
+# often. For single values on an H200, 16M values into 1024 sums take 33 us, and into 10,000 sums
+# 57 us; atomics take 270 and 190 us. Narrow rows also use private sums if shared memory has room
+# for eight copies. The private kernel takes 5 to 12 us for any number of values up to a million.
+# Private sums against atomics, in us:
+#   131,072 values into 512 sums:         9.5 and 10.3 (with the best number of copies)
+#   50,665 values into 512 sums:          9.3 and 5.3
+#   50,665 values into 64 sums:           6.0 and 17 (5.6 with 16 copies)
+#   131,072 rows of 4 into 64:            10.6 and 8.7
+#   262,144 rows of 4 into 64:            10.7 and 12.4
+#   50k rows of 128 bf16 into 29:         38 and 16
+# Sums in a fixed order need a copy for each of at least eight warps. A block takes 8192 elements at
+# a time, and more blocks than the GPU has multiprocessors gain nothing. The problems of a batch
+# are summed side by side if each has at least 8192 elements.
 PRIVATE_BYTES = 160 * 1024
 PRIVATE_ROW_BYTES = 20 * 1024
 PRIVATE_ORDERED_BYTES = 16 * 1024
@@ -85,49 +92,52 @@ PRIVATE_ELEMENTS, PRIVATE_ROW_ELEMENTS = 2**17, 3 * 2**18
 PRIVATE_HOT_ELEMENTS, PRIVATE_HOT_HITS = 2**15, 512
 PRIVATE_PARTS = 128
 PRIVATE_PART_ELEMENTS = 8192
-# Else CUDA adds by atomics or sorts, whichever is expected to be sooner on an H200. Atomics take
-# 15 ps for each sector of 32 bytes where ids are uniform. A row may be hot, so they are expected to
-# take 1.6 times as long, and 2.5 times where rows are no power of two and warps cannot combine
-# them. A sort by id takes 30 us and 20 ps an id, to sum what is sorted 27 ps a row: 1M rows of 128
-# bf16 take 131 us sorted and 208 by atomics, 1M rows of 32 91 and 62, or 98 and 340 where ids have
-# a Zipf distribution. Both move bytes at 3.6 TB/s beside that.
+# Otherwise CUDA uses atomics or sorts, whichever is expected to be faster on an H200. Atomics take
+# 15 ps per 32-byte sector if ids are uniform. Since a row may be hot, they are expected to take 1.6
+# times as long, or 2.5 times if the row length is not a power of two, as warps cannot combine such
+# rows. Sorting by id takes 30 us plus 20 ps per id; summing the sorted rows takes 27 ps per row. 1M
+# rows of 128 bf16 take 131 us sorted and 208 us with atomics; 1M rows of 32 take 91 and 62 us, or
+# 98 and 340 us if ids have a Zipf distribution. Both also move their bytes, at 3.6 TB/s.
 SECTOR_BYTES = 32
 ATOMIC_US = 15e-6
 HOT, HOT_ODD = 1.6, 2.5
 SORT_US = 30
 SORTED_ID_US, SORTED_ROW_US = 20e-6, 27e-6
 BYTES_PER_US = 3.6e6
-# Atomics add to so many copies of the sums: they are written before and read after, so all of them
-# have at most an eighth of the updates' bytes. With 16 copies 4.5M rows of 8 bf16 take 150 us where
-# ids have a Zipf distribution, with one 885; with 64, 117. Few updates are done sooner than copies,
-# but 16-bit ones need a copy in any case: 32,768 bf16 into 512 sums take 7.4 us with one, 4.7 with
-# four.
+# The largest number of copies of the sums that atomics add to. Copies are written before and read
+# after, so together they have at most an eighth of the updates' bytes. 4.5M rows of 8 bf16, with
+# Zipf-distributed ids, take 885 us with one copy, 150 us with 16 and 117 us with 64. If there are
+# few updates, copies cost more than they save; but 16-bit sums need one copy anyway, so they gain
+# earlier: 32,768 bf16 into 512 sums take 7.4 us with one copy and 4.7 us with four.
 ATOMIC_COPIES = 32
 ATOMIC_UPDATE_BYTES = 8
 ATOMIC_COPY_ELEMENTS, ATOMIC_ROUNDED_ELEMENTS = 2**15, 2**13
-# 16-bit sums by atomics go through f32 while that is not much larger than what else is moved. If it
-# is, so few updates are rounded at each addition, and more are sorted.
+# 16-bit sums with atomics go through an f32 scratch unless it has more than SCRATCH_ROWS rows for
+# each update. Beyond that, up to FEW_UPDATES updates are added to the result directly, rounding
+# each addition; more updates are sorted.
 SCRATCH_ROWS = 16
 FEW_UPDATES = 8192
-# On CPUs rows of few bytes are added where they are, one by one, as XLA does, or into private
-# copies: several if each is hit often, and one for 16-bit sums unless it is much larger than what
-# is added. Ids are sorted for wide rows, which are then written once.
+# On CPUs, short rows are added one by one to the result, as XLA does, or to private copies of the
+# sums: several copies if each sum is hit often; one copy for 16-bit sums, unless it is much larger
+# than the updates. For wide rows, ids are sorted so that each result row is written once.
 CPU_PRIVATE_INNER = 8
 CPU_PRIVATE_HITS = 32
 CPU_PRIVATE_PARTS = 8
 CPU_PART_HITS = 16
 CPU_PART_UPDATES = 4096
-CPU_COPY_ELEMENTS = 32  # of the copy, for each update
+CPU_COPY_ELEMENTS = 32  # elements of the copy per update, at most
 CPU_IN_PLACE_BYTES = 1024
-# Sums of sorted elements one by one are faster in private copies, too, where runs are shorter.
+# Single elements with sorted ids are also summed faster by the private strategy if runs of equal
+# ids average at most this length.
 CPU_RUN = 64
-# Consecutive positions of sorted ids that one worker sums. On CUDA a chunk of single elements is
-# what the kernel takes at once; of rows, 1024 chunks are two for each block that runs at a time.
+# The length of a chunk: consecutive positions of sorted ids that one worker sums. On CUDA, a chunk
+# of single elements is what the kernel takes at once. Rows are split into at most ROW_CHUNKS chunks
+# (two for each block that runs at a time) of about ROW_CHUNK rows or more.
 CPU_CHUNK = 1024
 ELEMENT_CHUNK = 4096
 ROW_CHUNKS = 1024
 ROW_CHUNK = 128
-# Counters that a counting sort may have for each key; a comparison sort is faster beyond.
+# The most counters per key that a counting sort may have. Beyond it a comparison sort is faster.
 CPU_COUNTERS_PER_KEY = 4
 
 
@@ -136,9 +146,9 @@ def plan(p: Problem) -> Plan:
     sums = (p.batch, p.rows, p.inner)
     if p.platform == "cpu":
         return _plan_on_cpu(p)
-    if p.reducer == "multiply":  # for which there are no other kernels
+    if p.reducer == "multiply":  # it has no other kernels
         return _sorted(p)
-    if not p.has_known_sizes():  # what is right at any size
+    if not p.has_known_sizes():  # choose what works at any size
         return _sorted(p) if p.ordered else Plan("atomic", (1, *sums) if _in_scratch(p) else _NONE)
     sort = p.ordered or _sorted_us(p) < _atomic_us(p)
     elements = p.updates * p.inner
@@ -163,7 +173,7 @@ def plan(p: Problem) -> Plan:
 
 
 def _least_elements(p: Problem) -> int:
-    """From how many on the sums of single values, or of narrow rows, are private to blocks."""
+    """The number of elements from which on private sums in shared memory are used."""
     if not p.is_element():
         return PRIVATE_ROW_ELEMENTS
     is_hot = p.updates >= PRIVATE_HOT_HITS * p.rows
@@ -174,7 +184,7 @@ _NONE = (0, 0, 0)
 
 
 def _in_scratch(p: Problem) -> bool:
-    """Whether even one copy of what atomics make is not the result."""
+    """Whether atomics need a scratch copy of the sums, as they cannot use the result itself."""
     return p.is_rounded() or p.reducer != "add"
 
 
@@ -226,7 +236,7 @@ def _sorted(p: Problem) -> Plan:
 
 
 def _chunks(p: Problem) -> tuple[int, ...]:
-    """The scratch of sorted ids: two rows for each chunk."""
+    """The scratch shape for sorted ids: two rows for each chunk."""
     if p.platform == "cpu" or p.is_element():
         chunks = -(-p.updates // (CPU_CHUNK if p.platform == "cpu" else ELEMENT_CHUNK))
     elif isinstance(p.updates, int) and isinstance(p.batch, int):

@@ -1,4 +1,4 @@
-"""Brings any scatter of JAX's to the form that the kernels take: rows that ids name."""
+"""Converts any JAX scatter to the form that the kernels take: rows named by ids."""
 
 import contextlib
 import dataclasses
@@ -17,27 +17,27 @@ _INT32_MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A scatter as rows of its operand, of the shape (*batch, rows, *trailing).
+    """A scatter whose operand is viewed as rows, in the shape (*batch, rows, *trailing).
 
-    Dimensions `begin` to `end` of the operand become one, the rows. Nothing of the operand moves.
-    What stands before them is the batch, what comes after is a row. Where a scatter writes windows
-    that are not whole rows, an id is made for each of their elements.
+    Dimensions `begin` to `end` of the operand are merged into one, the rows. The dimensions before
+    them are the batch, and those after them form a row. The operand is not moved in memory. If a
+    scatter writes windows that are not whole rows, each position of a window gets its own id.
     """
 
     shape: tuple[int, ...]  # of the operand
     updates_shape: tuple[int, ...]
     begin: int
     end: int
-    # Of each of these dimensions of the operand: the columns of the indices, the dimensions of the
-    # updates that step through it, and the windows' size.
+    # For each dimension of the operand from `begin` to `end`: the column of the indices that points
+    # into it, the dimension of the updates that steps through it, and the window size.
     columns: tuple[int | None, ...]
     steps: tuple[int | None, ...]
     windows: tuple[int, ...]
-    batch: tuple[int, ...]  # the dimension of the updates that has each of the batch
-    batch_of_ids: tuple[int, ...]  # which of these dimensions the indices have
+    batch: tuple[int, ...]  # the dimension of the updates for each batch dimension
+    batch_of_ids: tuple[int, ...]  # those of `batch` that the indices have, too
     index: tuple[int, ...]  # the other dimensions of the updates that the indices have
-    expanded: tuple[int, ...]  # and those of windows, which get ids of their own
-    trailing: tuple[int, ...]
+    expanded: tuple[int, ...]  # window dimensions of the updates whose positions get their own ids
+    trailing: tuple[int, ...]  # dimensions of the updates that form a row
     scatter_dims: tuple[int, ...]  # all dimensions of the updates that the indices have
     clip: bool
     indices_are_sorted: bool
@@ -54,7 +54,7 @@ class Rows:
 
     @functools.cached_property
     def single(self) -> int | None:
-        """The dimension that ids point into, if each place of the others gets one update."""
+        """The dimension that indices point into, if each place of the others gets one update."""
         pointed = [i for i, c in enumerate(self.columns) if c is not None]
         place = self.begin + pointed[0]
         sizes = {dim: self.updates_shape[u] for dim, u in self._sources().items()}
@@ -64,18 +64,18 @@ class Rows:
         return place if is_single and self.shape[place] <= _INT32_MAX else None
 
     def _sources(self) -> dict[int, int]:
-        """The dimension of the updates that steps through each dimension of the operand."""
+        """For each dimension of the operand, the dimension of the updates that steps through it."""
         own = (*self.batch, *self.steps, *self.trailing)
         return {dim: source for dim, source in enumerate(own) if source is not None}
 
     def select(self, indices: jax.Array, updates: jax.Array) -> jax.Array:
-        """The sum of `updates` into zeros, without a scatter, if each place gets a `single` one."""
+        """The sum of `updates` into zeros without a scatter, which needs a `single` dimension."""
         place = self.single
         assert place is not None
         sources = [(d, u) for d, u in self._sources().items() if d != place]
 
         def spread(x: jax.Array, order: dict[int, int]) -> jax.Array:
-            """With a dimension for each of the operand."""
+            """`x` with one dimension for each dimension of the operand."""
             rest = [axis for axis in range(x.ndim) if axis not in order.values()]
             shape = [x.shape[order[d]] if d in order else 1 for d in range(len(self.shape))]
             return x.transpose(*order.values(), *rest).reshape(shape)
@@ -90,7 +90,7 @@ class Rows:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The dimensions of the updates that ids have one by one."""
+        """The dimensions of the updates that ids have, in the order of the ids."""
         return (*self.batch_of_ids, *self.index, *self.expanded)
 
     @functools.cached_property
@@ -101,23 +101,23 @@ class Rows:
     def read(
         self, deterministic: bool, row_rank: int | None = None, wrap: bool = False
     ) -> Indexing:
-        """How to read the ids, for sums in a fixed order or for a result of another rank."""
+        """How to read the ids, with a choice of the summation order and the operand's row rank."""
         return Indexing(
             batch=len(self.batch),
             shared=not self.batch_of_ids,
             wrap=wrap,
-            clip=self.clip and self.is_plain,  # `ids` has done it elsewhere
+            clip=self.clip and self.is_plain,  # else `ids` has clipped them
             indices_are_sorted=self.indices_are_sorted and self.is_plain,
             deterministic=deterministic,
             row_rank=row_rank or self.end - self.begin,
         )
 
     def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:
-        """Of dimensions of the updates."""
+        """The sizes of some dimensions of the updates."""
         return tuple(self.updates_shape[dim] for dim in dims)
 
     def operands(self, operand: Any) -> tuple[Any, Any]:
-        """The types of the updates and ids as the kernels are given them."""
+        """The types of the updates and ids that are passed to the kernels."""
         batch = self.batch if self.batch_of_ids else ()
         order = (*self.index, *self.expanded)
         return (
@@ -149,7 +149,7 @@ class Rows:
         return result
 
     def _linear(self, xp: Any, column: Callable[[int], jax.Array]) -> jax.Array:
-        """The number of the row that each element is for; one more than the last for none."""
+        """The number of the row that each element is for; `count` if it is for none."""
         shape = self.sizes(self.kept)
         dtype = jnp.dtype("int32" if self.count <= _INT32_MAX else "int64")
         total: Any = None
@@ -190,7 +190,7 @@ def find(
     clip: bool,
     indices_are_sorted: bool,
 ) -> Rows | str:
-    """The rows of a scatter between arrays of these shapes, or why there are none."""
+    """A scatter of these shapes as `Rows`, or the reason why it is left to XLA."""
     sizes = (*shape, *updates_shape, *indices_shape)
     known = all(isinstance(size, int) for size in sizes)
     if known and 0 in sizes:
@@ -210,11 +210,12 @@ def find(
     windowed = [dim for dim in range(len(shape)) if dim not in no_window]
     window_of = dict(zip(windowed, at_windows, strict=True))
     window = {dim: updates_shape[i] for dim, i in window_of.items()}
-    if known and clip:  # where a window has all of a dimension, it can only start at 0
+    if known and clip:  # a window that spans a whole dimension can only start at 0
         columns = {d: c for d, c in columns.items() if window.get(d) != shape[d]} or columns
 
-    # Rows are all dimensions between those that the indices or parts of windows point into. What is
-    # not in windows, and nothing points into, gets updates at 0.
+    # The rows span all dimensions from the first to the last of these: dimensions that the indices
+    # point into, that windows cover only partly, or that are in no window. A dimension in no window
+    # that no index points into is updated at position 0.
     partial = {dim for dim in window if window[dim] != shape[dim]}
     pointed = {*columns, *partial, *numbers.inserted_window_dims}
     begin = min(pointed)
@@ -245,6 +246,6 @@ def find(
 
 
 def precision(rows: Rows) -> contextlib.AbstractContextManager[Any]:
-    """A context in which ids can name all rows."""
+    """A context in which ids can name all rows: with 64-bit dtypes if 32 bits are too few."""
     wide = not rows.is_plain and rows.count > _INT32_MAX
     return jax.enable_x64(True) if wide else contextlib.nullcontext()

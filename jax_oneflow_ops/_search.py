@@ -1,8 +1,9 @@
 """Binary searches, which `accelerate` finds in programs as the loops that `jnp.searchsorted` makes.
 
-The body of such a loop is one step of a search. A loop is taken for a search if its body is that of
-jnp's own search, which is lowered once for each dtype to compare, if it begins with all edges, and
-if its steps are enough. Loops that only look like that stay as they are.
+The body of such a loop is one step of a search. A loop is taken for a search if its body equals
+that of jnp's own search, if it starts with the range of all edges, and if it has enough steps. For
+the comparison, jnp's search is lowered once for each dtype. Loops that only look similar are left
+unchanged.
 """
 
 import dataclasses
@@ -20,20 +21,20 @@ from jax_oneflow_ops import _compat, _primitive
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32", "uint64")
 _NARROW = ("int8", "int16", "uint8", "uint16")  # searched as int32
-_MOST_STEPS = 31  # of int32 positions
+_MOST_STEPS = 31  # as positions are int32
 _REFERENCE = "search "  # the scope in which jnp's own search is lowered
 
 _LEAST_QUERIES = {"cpu": 2**16, "cuda": 2**18}
 _FEWEST_EDGES = 8
-_MOST_EDGES = {"cpu": 4096, "cuda": 2**31}  # kernels on CPUs make keys of so many
-_MOST_GATHERED = 2**16  # of edges that may be sharded
+_MOST_EDGES = {"cpu": 4096, "cuda": 2**31}  # CPU kernels make sort keys for up to 4096 edges
+_MOST_GATHERED = 2**16  # the most edges, if they may be sharded
 MEASURED = "searches were faster than XLA's in all measured calls of such sizes"
 
-_bodies: dict[str, str] = {}  # of the loops that are, by their scopes
+_bodies: dict[str, str] = {}  # of reference loops, by scope
 
 
 def keep_reference(ctx: Any, params: Any) -> bool:
-    """Whether a loop is lowered to compare others with, which it then is."""
+    """Whether a loop is a reference to compare others with. If so, its body is recorded."""
     scope = _compat.scope_of(ctx) or ""
     if scope.startswith(_REFERENCE):
         _bodies[scope] = _form(params["jaxpr"])
@@ -42,14 +43,14 @@ def keep_reference(ctx: Any, params: Any) -> bool:
 
 
 def _is_identity(eqn: Any) -> bool:
-    """Whether an equation changes no value, but says on which devices it is, say."""
+    """Whether an equation changes no values, but for example only their sharding."""
     same = [v.aval.shape for v in eqn.outvars] == [x.aval.shape for x in eqn.invars]
     names = ("reshard", "mesh_cast", "pvary", "pcast", "sharding_constraint", "broadcast_in_dim")
     return same and eqn.primitive.name in names
 
 
 def _form(jaxpr: Any) -> str:
-    """A program with variables numbered in order, and without what is said about devices."""
+    """The text of a program with variables numbered in order and without shardings."""
     flat, _ = _compat.jaxpr_and_consts(jaxpr)
     numbers = itertools.count()
     names = {v: f"v{next(numbers)}" for v in (*flat.constvars, *flat.invars)}
@@ -78,7 +79,7 @@ def _type(variable: Any) -> tuple[Any, ...]:
     return (*variable.aval.shape, variable.aval.dtype.name)
 
 
-_SIZE, _SIZES = 911, range(7001, 7999, 12)  # of edges and queries: what no other number is
+_SIZE, _SIZES = 911, range(7001, 7999, 12)  # of edges and queries: no other number equals these
 
 
 @functools.lru_cache(maxsize=256)
@@ -101,15 +102,15 @@ def _reference(right: bool, dtype: Any, rank: int, x64: bool) -> str:
 class Search:
     """A loop that is a search."""
 
-    place: int  # of the edges among the first two operands; the other one has the queries
+    place: int  # which of the first two operands has the edges; the other one has the queries
     right: bool  # whether positions are those after equal edges
-    size: int  # of the edges
-    count: int  # of the queries
+    size: int  # number of edges
+    count: int  # number of queries
 
     def why_not(self, platform: str, is_for_shards: bool) -> str | None:
-        """Why XLA is left to search, where it was measured to be as fast or may be faster.
+        """Why the search is left to XLA, which was as fast when measured or may be faster, or None.
 
-        Sizes are those of one device unless the search is `is_for_shards`.
+        Sizes are those of one device, unless `is_for_shards` is set.
         """
         if is_for_shards:
             return "so many edges may be sharded" if self.size > _MOST_GATHERED else None
@@ -121,7 +122,7 @@ class Search:
 
 
 def find(ctx: Any, operands: Sequence[Any], params: Any) -> Search | None:
-    """What a loop searches for, if it is a search."""
+    """The search that a loop performs, or None if it is not a search."""
     body, consts = _compat.jaxpr_and_consts(params["jaxpr"])
     gathers = [eqn for eqn in body.eqns if eqn.primitive.name == "gather"]
     if not _compat.has_known_sizes(ctx) or len(operands) != 4 or consts or len(gathers) != 1:
@@ -150,7 +151,7 @@ def find(ctx: Any, operands: Sequence[Any], params: Any) -> Search | None:
 
 
 def ends(*operands: jax.Array, search: Search) -> list[jax.Array]:
-    """The two ends that the loop comes to, one after the other; jnp returns the second."""
+    """The low and high ends that the loop arrives at, of which jnp returns the high one."""
     edges, queries, dtype = operands[search.place], operands[1 - search.place], operands[3].dtype
     if edges.dtype.name in _NARROW:
         edges, queries = edges.astype(jnp.int32), queries.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Whether a program runs faster with kernels or without, found by running it both ways."""
+"""Finds whether a program runs faster with kernels or without, by running it both ways."""
 
 import functools
 import hashlib
@@ -17,18 +17,18 @@ import jax.numpy as jnp
 from jax_oneflow_ops import _compat, _native
 from jax_oneflow_ops._codegen import cache
 
-_GAIN = 1.02  # less is noise, and the program as it is needs nothing of this package
-_ROUNDS, _BUDGET_S = 16, 2.0  # of either way; three rounds in any case
+_GAIN = 1.02  # a smaller gain is noise, and the unchanged program does not need this package
+_ROUNDS, _BUDGET_S = 16, 2.0  # the most for each way; there are at least three rounds
 _log = logging.getLogger("jax_oneflow_ops")
 
 
 def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[..., Any]:
-    """A function that runs the faster one of two, which it times when arguments are new to it.
+    """A function that runs the faster one of two, which it times for each new kind of arguments.
 
-    `plain` is one of `jax.jit`, and `how` says what was done to the other one.
+    `plain` is a function made by `jax.jit`. `how` says how `accelerated` was made from it.
     """
     chosen: dict[str, Callable[..., Any]] = {}
-    has_static: dict[str, bool] = {}  # whether the program depends on values of such arguments
+    has_static: dict[str, bool] = {}  # by kind: whether the program depends on argument values
     lock = threading.Lock()
 
     @functools.wraps(plain)
@@ -47,7 +47,7 @@ def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[...
             values = [leaf for leaf in leaves if not hasattr(leaf, "dtype")]
             kinds += _without_addresses(f" {values}")
         if kinds not in chosen:
-            with lock:  # one at a time is timed
+            with lock:  # time one at a time
                 if kinds not in chosen:
                     faster = _is_faster(plain, accelerated, kinds, args, kwargs)
                     chosen[kinds] = accelerated if faster else plain
@@ -59,14 +59,14 @@ def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[...
 
 
 def _kind(leaf: Any) -> str:
-    """What a compiled program depends on, but for the values of static arguments."""
+    """What a compiled program depends on in an argument, except values of static arguments."""
     if isinstance(leaf, jax.Array):
         return f"{jax.typeof(leaf)} {leaf.sharding}"
     return f"{leaf.dtype}{leaf.shape}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def _without_addresses(text: str) -> str:
-    """The text that another process has, too: functions and objects are written with addresses."""
+    """The text without addresses of functions and objects, which differ between processes."""
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 
@@ -78,7 +78,7 @@ def _is_faster(plain: Any, accelerated: Any, kinds: str, args: Any, kwargs: Any)
         )
     text = _without_addresses(str(_compat.jaxpr_of(plain.trace(*args, **kwargs))))
     device = jax.devices()[0].device_kind
-    asked = str(_native.choose_implementation("accelerate", None))  # by the environment
+    asked = str(_native.choose_implementation("accelerate", None))  # from the environment
     parts = (text, kinds, device, str(jax.device_count()), asked, *_versions())
     key = "tuned-" + hashlib.sha256("\0".join(parts).encode()).hexdigest()
     folder = cache.cache_folder()
@@ -89,7 +89,7 @@ def _is_faster(plain: Any, accelerated: Any, kinds: str, args: Any, kwargs: Any)
         source = "measured now"
         try:
             times = _times([plain, accelerated], args, kwargs)
-        except jax.errors.JaxRuntimeError as error:  # such as: no memory for copies
+        except jax.errors.JaxRuntimeError as error:  # such as too little memory for copies
             _log.warning("accelerate: runs as it is, since it could not be timed: %s", error)
             return False
         known = {"plain_ms": times[0] * 1e3, "accelerated_ms": times[1] * 1e3}
@@ -108,7 +108,7 @@ def _is_faster(plain: Any, accelerated: Any, kinds: str, args: Any, kwargs: Any)
 
 
 def _times(functions: list[Any], args: Any, kwargs: Any) -> list[float]:
-    """The median time of each in seconds. Arguments are copies: functions may donate them."""
+    """The median time of each in seconds. They get copies of arguments, as they may donate them."""
 
     def copied(leaf: Any) -> Any:
         return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
@@ -134,7 +134,7 @@ def _times(functions: list[Any], args: Any, kwargs: Any) -> list[float]:
 
 
 def _versions() -> list[str]:
-    """Of all that a measurement depends on."""
+    """The versions of all packages that a measurement depends on."""
     from importlib.metadata import version
 
     return [version(name) for name in ("jax", "jaxlib", "jax-oneflow-ops")]

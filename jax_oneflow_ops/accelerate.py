@@ -1,4 +1,4 @@
-"""Programs that stay as they are: JAX's own slow operations are swapped where they are lowered."""
+"""Swaps slow operations of unchanged JAX programs for kernels when the programs are lowered."""
 
 import collections
 import contextlib
@@ -33,18 +33,18 @@ from jax_oneflow_ops._report import Report, Row, bytes_text
 F = TypeVar("F", bound=Callable[..., Any])
 _PLATFORMS = ("cpu", "cuda")
 _ON, _DETERMINISTIC = "on", "deterministic"
-# After either of them: for the call of a function whose chains are fused, and in that function.
+# Suffixes of the above: around the call of a function whose chains are fused, and inside of it.
 _FUSE, _FUSED = "+fuse", "+fused"
-_TAG = "jof_row"  # of operations in a program that is explained
+_TAG = "jof_row"  # an attribute of operations in a program that is explained
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reduction:
-    """How this package computes what one of JAX's scatters does."""
+    """How this package computes one of JAX's scatters."""
 
     reducer: str = "add"
-    negative: bool = False  # of the updates
-    # Operands that need not be passed, as MLIR writes them: into zeros there is a function.
+    negative: bool = False  # negates the updates
+    # Operands that need not be passed, as MLIR writes them: one primitive sums into implicit zeros.
     fills: frozenset[str] = frozenset()
 
     def __call__(
@@ -56,9 +56,9 @@ class _Reduction:
         how: Any,
         platform: str | None,
     ) -> jax.Array:
-        """The reduction of `updates` into the rows of `operand`, or into as many zeros.
+        """Reduces `updates` into the rows of `operand`; None stands for `rows` rows of zeros.
 
-        By kernels, without primitives, if there is a `platform`.
+        Calls kernels directly, without primitives, if `platform` is given.
         """
         updates = -updates if self.negative else updates
         if platform is not None:
@@ -85,7 +85,7 @@ _REDUCTIONS: dict[Any, _Reduction] = {
     lax.scatter_min_p: _Reduction("min"),
     lax.scatter_mul_p: _Reduction("multiply"),
 }
-"""What is swapped. Another reduction is another line."""
+"""The scatters that are swapped. To swap another one, add a line."""
 
 
 @dataclasses.dataclass
@@ -93,7 +93,7 @@ class _Explanation:
     """What `explain` collects while a program is lowered."""
 
     device_kind: str | None
-    rows: list[tuple[Row, Any]]  # with what finds it in the traced program
+    rows: list[tuple[Row, Any]]  # with the key that finds it in the traced program
 
 
 _explanation: contextvars.ContextVar[_Explanation | None] = contextvars.ContextVar(
@@ -103,23 +103,23 @@ _explanation: contextvars.ContextVar[_Explanation | None] = contextvars.ContextV
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """What becomes of a scatter."""
+    """How a scatter is lowered."""
 
     reason: str
     rows: _scatter_rows.Rows | None = None  # if it is swapped
     decision: _policy.Decision | None = None
-    in_f32: bool = False  # if XLA sums in more bits
-    selected: _scatter_rows.Rows | None = None  # if XLA needs no sums
+    in_f32: bool = False  # if XLA computes it in float32
+    selected: _scatter_rows.Rows | None = None  # if XLA selects single updates
 
 
 def _mode(ctx: Any) -> str | None:
-    """What becomes of scatters where an operation was traced."""
+    """The mode of the scope in which an operation was traced; None outside of scopes."""
     scope = _compat.scope_of(ctx)
     return scope and scope.partition("+")[0]
 
 
 def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The lowering rule of `primitive`, which was `rule` so far."""
+    """The new lowering rule of `primitive`, in place of `rule`."""
     reduction = _REDUCTIONS[primitive]
 
     def lower(ctx: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
@@ -174,9 +174,9 @@ def _in_f32(
     updates: Any,
     **params: Any,
 ) -> Any:
-    """What XLA computes of 16-bit values: `function` in float32, rounded once.
+    """Lowers a scatter of 16-bit values to XLA's, with `function` in float32, rounded once.
 
-    XLA was measured as it is when sums are widened by hand, which is never much slower.
+    XLA's measured times are those of sums widened by hand, which are never much slower.
     """
     f32 = jnp.dtype(jnp.float32)
     narrow, of_ids, of_updates = ctx.avals_in
@@ -195,9 +195,10 @@ def _in_f32(
 
 
 def _is_emitted(ctx: Any) -> bool:
-    """Whether a call is written into the program without being traced, which takes longer.
+    """Whether a call is written into the program directly, which is faster than tracing it.
 
-    In programs of unknown sizes or for several platforms jax passes these on to functions.
+    In programs of symbolic sizes or for several platforms, functions need the sizes or the platform
+    as arguments, so these calls are traced.
     """
     return ctx.avals_in[1].dtype in (jnp.int32, jnp.int64) and _compat.has_known_sizes(ctx)
 
@@ -205,9 +206,10 @@ def _is_emitted(ctx: Any) -> bool:
 def _as_written(
     rows: _scatter_rows.Rows, is_fresh: bool, ctx: Any, operand: Any, indices: Any, updates: Any
 ) -> tuple[tuple[Any, ...], str]:
-    """With the ids that the user wrote, if kernels read them as jnp does: XLA computes no others.
+    """Replaces the indices by the ids that the user wrote, if kernels can read these as jnp does.
 
-    The second result says how: "", as they are, or as `_compat.ids_of` says.
+    XLA then need not compute the indices. The second result says how to read the ids: see
+    `_compat.ids_of`. It is "" if the indices stay.
     """
     if rows.is_plain and (found := _compat.ids_of(ctx, indices, rows.count)):
         ids, read = found
@@ -221,7 +223,7 @@ def _as_written(
 
 @functools.lru_cache(maxsize=1024)
 def _same(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """The same function for equal scatters: jax traces it once, and lowers it once a program."""
+    """One function for equal scatters: jax traces it once, and lowers it once per program."""
     return jax.jit(functools.partial(function, **how))
 
 
@@ -234,7 +236,7 @@ def _lower(
 
 
 def _in_order(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of scatters that set rows: GPUs may write updates of one row in any order."""
+    """The rule of scatters that set rows: orders the updates of a row, which GPUs need not do."""
 
     def lower(ctx: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
         is_plain = params["update_jaxpr"] is None and not params["unique_indices"]
@@ -262,10 +264,10 @@ _MOST_STEPS = 16
 
 
 def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of loops of a fixed length, of which the searches of `jnp.searchsorted` are swapped.
+    """The rule of loops of fixed length: swaps the searches of `jnp.searchsorted`.
 
-    Other binary searches are unrolled. XLA then fuses their steps. It writes the ranges that are
-    left to memory in each step of a loop.
+    Unrolls other short binary searches, so that XLA fuses their steps. In a loop, each step writes
+    the remaining ranges to memory.
     """
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
@@ -296,13 +298,13 @@ def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
 
 
 def _is_search(ctx: Any, params: Any) -> bool:
-    """Whether a loop carries two ends of ranges, of integers, and reads a table."""
+    """Whether a loop carries the ends of ranges, two integers, and gathers from a table once."""
     if len(ctx.avals_out) != 2:
         return False
     body, _ = _compat.jaxpr_and_consts(params["jaxpr"])
     ends = [*body.outvars, *ctx.avals_in[-2:], *ctx.avals_out]
     types = [getattr(x, "aval", x) for x in ends]
-    # What is not carried has a dimension for the steps.
+    # A value that is not carried has an additional dimension, for the steps.
     if any((x.shape, x.dtype) != (types[0].shape, types[0].dtype) for x in types):
         return False
     if not jnp.issubdtype(types[0].dtype, jnp.integer):
@@ -314,7 +316,7 @@ def _is_search(ctx: Any, params: Any) -> bool:
 def _without_metadata(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
     """The rule of an operation that old releases of jaxlib compile only without metadata.
 
-    jax gives metadata to what makes the results, which here is another operation.
+    jax attaches metadata to the operation that makes the results: here a reshape is added for it.
     """
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
@@ -325,7 +327,7 @@ def _without_metadata(primitive: Any, platform: str, rule: _compat.Lowering) -> 
 
 
 def _with_chains(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of calls of functions: chains of elementwise operations in them become kernels."""
+    """The rule of function calls: turns chains of elementwise operations in them into kernels."""
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         is_fused = (_compat.scope_of(ctx) or "").endswith(_FUSE)
@@ -350,12 +352,12 @@ def _runs_kernels(platform: str) -> bool:
 
 
 def _is_asked_for() -> bool:
-    """Whether kernels run wherever they can, whatever was measured."""
+    """Whether kernels run wherever they can, regardless of measurements."""
     return _native.choose_implementation("accelerate", None) == "native"
 
 
 def _why_no_kernels(ctx: Any, platform: str) -> str | None:
-    """Why kernels do not run where an operation was traced, if so."""
+    """The reason why no kernels run where an operation was traced, or None."""
     if not _runs_kernels(platform):
         asked = _native.choose_implementation("accelerate", None) is not None
         none = f"there are no kernels for {platform}"
@@ -370,7 +372,7 @@ def _why_no_kernels(ctx: Any, platform: str) -> str | None:
 def _is_open(eqn: Any) -> bool:
     """Whether an operation of a function may become part of a kernel."""
     scope = _compat.scope_of(eqn)
-    is_inside = scope is None or scope.endswith((_FUSE, _FUSED))  # None where autodiff made it
+    is_inside = scope is None or scope.endswith((_FUSE, _FUSED))  # None if autodiff made it
     return is_inside and not _compat.is_computed_elsewhere(eqn)
 
 
@@ -384,7 +386,7 @@ def _selected(
 ) -> jax.Array:
     """A sum of single updates into zeros, as in the gradient of a cross entropy.
 
-    XLA fuses it with what reads it, where a scatter needs the zeros in memory.
+    XLA fuses it with the operations that read it. A scatter would need the zeros in memory.
     """
     indices = _checks.as_ids("accelerate", "indices", indices)
     return rows.select(indices, -updates if negative else updates)
@@ -438,17 +440,17 @@ def _choose(
     return _Choice(decision.reason, decision=decision)
 
 
-_MANY = 2**14  # values of updates; fewer take as long either way
-_WIDE = 16  # values of a row
+_MANY = 2**14  # values in all updates; fewer take as long either way
+_WIDE = 16  # values in a row
 
 
 def _why_not_on_cpu(reduction: _Reduction, rows: _scatter_rows.Rows, dtype: Any) -> str | None:
-    """Why XLA is the faster one on CPUs, where that was measured.
+    """The reason why XLA was measured to be faster on CPUs, or None.
 
-    A kernel's ids are computed apart from the indices, which XLA then computes again for each
-    operation that reads them: a step of particles in cells took 1.4 times as long. Maxima of rows
-    of 2 to 15 f32 took 1.2 to 2.8 times as long as XLA's, of wider ones mostly 0.4 to 1.2 times.
-    In 16 bits XLA is slower.
+    A kernel's ids are computed separately from the indices. XLA then computes the indices again for
+    each operation that reads them: a particle-in-cell step took 1.4 times as long with kernels.
+    Maxima of rows of 2 to 15 f32 took kernels 1.2 to 2.8 times as long as XLA, those of wider rows
+    mostly 0.4 to 1.2 times. In 16 bits XLA is slower.
     """
     sizes = rows.updates_shape
     if rows.expanded or not all(isinstance(n, int) for n in sizes) or math.prod(sizes) < _MANY:
@@ -498,7 +500,7 @@ def _reduce(
     reduction: _Reduction,
     is_fresh: bool,
     deterministic: bool,
-    platform: str,  # a program for several has a function for each
+    platform: str,  # a program for several platforms has one function for each
     alone: bool,  # on one device
     read: str = "",
 ) -> jax.Array:
@@ -506,11 +508,11 @@ def _reduce(
         indices = _checks.as_ids("accelerate", "indices", indices)
     elif read:
         indices = indices.reshape(*indices.shape, 1)
-    if read == "floor":  # one more row is for all ids that are too large
+    if read == "floor":  # an additional row takes all ids that are too large
         rows = dataclasses.replace(rows, shape=(rows.count + 1,), clip=True)
     with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
-        # Sums into zeros have one dimension of rows; a result is reshaped for nothing.
+        # Sums into zeros have one dimension of rows; to reshape the result costs nothing.
         row_rank = 1 if is_fresh else None
         indexing = rows.read(deterministic, row_rank=row_rank, wrap=read == "wrap")
         how = {"indexing": indexing, "implementation": "native"}
@@ -525,7 +527,7 @@ def _reduce(
 
 @functools.cache
 def _problem(value: str) -> str | None:
-    """Why the jax that is installed does not allow a scope of `value`, if so."""
+    """Installs the rules for a scope of `value`; returns why jax does not allow that, or None."""
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _searched)
@@ -549,7 +551,7 @@ def _problem(value: str) -> str | None:
 
 
 class _Scope:
-    """A context manager and a decorator, for any number of uses and threads at a time."""
+    """A context manager and decorator, which may be reused, nested and shared by threads."""
 
     def __init__(self, value: str, note: str | None = None) -> None:
         self._value, self._note = value, note
@@ -571,7 +573,7 @@ class _Scope:
 
     def __call__(self, function: F) -> F:
         wrapped: Any = self._around(function)
-        # What jax.jit gives functions.
+        # The methods that jax.jit adds to functions.
         for name in ("lower", "trace", "eval_shape", "clear_cache"):
             if callable(method := getattr(function, name, None)):
                 setattr(wrapped, name, self._around(method))
@@ -724,7 +726,7 @@ _BY_MAXIMUM = {
         for name in ("softmax", "log_softmax", "logsumexp")
     },
 }
-"""What helps functions of JAX and of libraries that take the largest value of each row."""
+"""Advice for functions of JAX and of libraries that compute the maximum of each row."""
 _BETWEEN_ROWS = ("dot", "conv_", "reduce", "cum", "sort", "scatter", "concatenate", "scan", "while")
 _OF_CHAINS = frozenset({"tanh", "logistic", "erf", "erfc", "log1p"})
 
@@ -740,21 +742,22 @@ def explain(
 
     Args:
       fun: a function of arrays, or what `jax.jit` or :func:`accelerate` made of one.
-      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`. Bind others by `functools.partial`,
-        or mark them as static by `jax.jit`.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`. Bind other arguments with
+        `functools.partial`, or mark them as static with `jax.jit`.
       platform: what to lower for: ``"cpu"``, ``"cuda"``, or a kind of device that was measured,
-        such as ``"NVIDIA H200"``. It need not be at hand. By default JAX's default device.
+        such as ``"NVIDIA H200"``. No such device is needed. By default JAX's default device.
       **kwargs: keyword arguments of `fun`.
 
     Returns:
-      A report. Printed, it is a table; its `rows` are a list of dataclasses, of each operation the
-      line in your program, its shapes and dtype, whether it is swapped and why, how many bytes it
-      moves, and the times expected if such calls were measured. It names slow operations that are
-      not swapped, too, and the function that helps.
+      A report. Printed, it is a table. Its `rows` are a list of dataclasses, which give for each
+      operation the line in your program, its shapes and dtype, whether it is swapped and why, how
+      many bytes it moves, and the expected times if such calls were measured. The report also names
+      slow operations that are not swapped, and the functions that help.
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: `platform` is unknown, or is not here and the program calls the host.
+      ValueError: `platform` is unknown, or the program calls the host and `platform` is not that of
+        this process.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_oneflow_ops as jof
@@ -791,7 +794,7 @@ def explain(
                 ) from error
     finally:
         _explanation.reset(token)
-    # What is in a function of jit may not know where the program calls it.
+    # An operation in a function of jit may not know the line where the program calls it.
     lines = {_key(eqn.primitive, eqn.invars): at for eqn, at, _ in _equations(jaxpr)}
     counts = _tags(text)
 
@@ -814,7 +817,7 @@ _ONE_DEVICE = "mhlo.num_partitions = 1 :"
 
 
 def _chains_of(jaxpr: Any, platform: str) -> list[Row]:
-    """The chains of a traced program that `fuse=True` makes kernels of."""
+    """The chains of a traced program that `fuse=True` turns into kernels."""
     from jax_oneflow_ops import _chains  # imported lazily: few programs need it
 
     def is_open(eqn: Any) -> bool:
@@ -839,7 +842,7 @@ def _chains_of(jaxpr: Any, platform: str) -> list[Row]:
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Equal rows, which the layers of a model have, as one that counts them."""
+    """Merges equal rows, such as those of a model's layers, into one row with a count."""
     counts = collections.Counter[Row]()
     for row in rows:
         counts[dataclasses.replace(row, count=1)] += row.count
@@ -847,12 +850,12 @@ def _merged(rows: Sequence[Row]) -> list[Row]:
 
 
 def _key(primitive: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """What tells operations of a program from one another, if nothing else does."""
+    """Identifies an operation of a program by its primitive and the shapes of its operands."""
     return primitive.name, *(tuple(getattr(x, "aval", x).shape) for x in operands)
 
 
 def _place(platform: str | None) -> tuple[str, str | None]:
-    """What jax calls a platform, and the kind of its device."""
+    """The name that jax has for a platform, and the kind of its device."""
     if platform is None:
         device = jax.devices()[0]
         return ("cuda" if device.platform == "gpu" else device.platform), device.device_kind
@@ -865,7 +868,7 @@ def _place(platform: str | None) -> tuple[str, str | None]:
 
 
 def _tags(module: str) -> collections.Counter[int]:
-    """How often a program comes to each tag: what a function has counts whenever it is called."""
+    """How often each tag occurs in a program; tags in a function count once for each call."""
     pieces = re.split(r"func\.func (?:public|private) @", module)[1:]
     bodies = {re.split(r"[(\s]", piece, maxsplit=1)[0].strip('"'): piece for piece in pieces}
 
@@ -882,7 +885,7 @@ def _tags(module: str) -> collections.Counter[int]:
 
 
 def _slow(jaxpr: Any) -> list[Row]:
-    """The operations of a traced program that are not swapped, but for which there are others."""
+    """The slow operations of a traced program that are not swapped but have alternatives."""
     found = []
     for equation, line, made in _equations(jaxpr):
         if (help_ := _help(equation, made)) is None:
@@ -902,8 +905,8 @@ def _slow(jaxpr: Any) -> list[Row]:
 
 
 def _help(equation: Any, made: dict[Any, Any]) -> tuple[str, list[Any], str] | None:
-    """What a slow operation is, its result and operand, and the function that helps."""
-    if not equation.outvars:  # it prints, say
+    """The name of a slow operation, its result and operand, and advice; None for others."""
+    if not equation.outvars:  # for example, it prints
         return None
     primitive, result = equation.primitive.name, equation.outvars[0].aval
     if equation.params.get("name") == "_resize":
@@ -925,7 +928,7 @@ def _help(equation: Any, made: dict[Any, Any]) -> tuple[str, list[Any], str] | N
 
 
 def _sums_messages(equation: Any, made: dict[Any, Any]) -> bool:
-    """Whether it is a segment sum of what is computed, element by element, of gathered rows."""
+    """Whether an equation is a segment sum of elementwise functions of gathered rows."""
     rows = equation.invars[2]
     if "segment_sum" not in _compat.functions_of(equation) or not _is_known([rows.aval]):
         return False
@@ -947,7 +950,7 @@ def _sums_messages(equation: Any, made: dict[Any, Any]) -> bool:
 
 
 def _reduced_rows(equation: Any, made: dict[Any, Any]) -> Any:
-    """The rows of which an operation takes a number each, such as their variance; else None."""
+    """The rows that an operation reduces to one number each, such as a variance; else None."""
     if equation.primitive.name == "reduce_sum":
         rows = equation.invars[0].aval
         return rows if equation.params["axes"] == (rows.ndim - 1,) and rows.ndim > 1 else None
@@ -961,9 +964,9 @@ def _reduced_rows(equation: Any, made: dict[Any, Any]) -> Any:
 
 
 def _equations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str, dict[Any, Any]]]:
-    """Those of a traced program and of all programs inside, with the user's lines.
+    """Yields the equations of a traced program and of all programs inside, with the user's lines.
 
-    And with the equations around by their results.
+    Yields with each a dict from variables to the equations before it that made them.
     """
     made: dict[Any, Any] = {}
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:

@@ -78,9 +78,9 @@ def _documented(
     derivative: str = "The gradient is one fused kernel.",
     returns: str = _PROMOTED.format("float16, bfloat16, float32 and float64"),
 ) -> Callable[[_F], _F]:
-    """Adds to a docstring, before its example, what all functions of this module share.
+    """Adds the sections that all functions of this module share to a docstring.
 
-    The text of the "Args" section that the docstring has is kept, as the first arguments.
+    They precede the example. Arguments that the docstring lists under "Args" come first.
     """
 
     def decorate(function: _F) -> _F:
@@ -112,7 +112,7 @@ def _call(
 
     Args:
       name: the public function.
-      primitive: f, as `_elementwise` defines it.
+      primitive: the primitive of the function, from `_elementwise`.
       reference: the jnp function of the operands, in their order.
       operands: the arrays by the names that errors use; the parameter comes last.
       implementation: as the user gave it.
@@ -133,7 +133,7 @@ def _call(
                 f"{arrays[parameter].shape}; map over several values with jax.vmap"
             )
         return reference(*arrays.values())
-    # XLA selects where a factor is bool, so that jnp has 0 for False times infinity or NaN.
+    # For a bool factor XLA compiles a select, so that False times infinity or NaN is 0 in jnp.
     if choice is None and any(x.dtype == jnp.bool_ for x in arrays.values()):
         return reference(*arrays.values())
     converted = [_compat.converted(x, like) for x in arrays.values()]
@@ -143,7 +143,7 @@ def _call(
 
 
 def _result_type(reference: Callable[..., jax.Array], *arrays: jax.Array) -> jax.ShapeDtypeStruct:
-    """The dtype of jnp's result and whether it is weakly typed; tracing it is rarely needed."""
+    """The dtype and weak type of jnp's result; rarely needs to trace the reference."""
     dtype, *others = {x.dtype for x in arrays}
     if others or dtype not in _FLOATS or any(jax.typeof(x).weak_type for x in arrays):
         like: jax.ShapeDtypeStruct = jax.eval_shape(reference, *arrays)
@@ -359,8 +359,8 @@ def scale(x: ArrayLike, alpha: ArrayLike, *, implementation: Implementation = No
 
     Args:
       x: array of any shape, or a number.
-      alpha: a scalar. It may be traced: the kernel reads it from device memory. With an array the
-        call is `multiply`.
+      alpha: a scalar. It may be traced: the kernel reads it from device memory. With an array,
+        `multiply` runs.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof

@@ -1,4 +1,4 @@
-"""Graph layers that store no row for each edge: sums of messages, attention over edges."""
+"""Graph layers that do not store a row for each edge: message sums and attention over edges."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ jax.tree_util.register_dataclass(
 def segment_plan(ids: ArrayLike, num_segments: int) -> SegmentPlan:
     """Sorts edges by segment, once for all layers and steps of a graph network.
 
-    Without a plan, each program sorts the ids that it needs, once per run.
+    Without a plan, each program sorts the ids that it needs, in every run.
 
     Args:
       ids: integers of shape ``(edges,)``: the receivers of edges, or their senders.
@@ -59,7 +59,7 @@ def segment_plan(ids: ArrayLike, num_segments: int) -> SegmentPlan:
         segments, or `num_segments` is negative.
 
     Differentiation and sharding:
-      There is no derivative. Each device sorts all ids.
+      A plan has no derivative. Each device sorts all ids.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -91,7 +91,7 @@ def message_sum(
     sender_plan: SegmentPlan | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Computes a message for each edge from the rows at both ends, and sums at the receivers.
+    """Computes a message for each edge from the rows at both ends; sums messages at the receivers.
 
     The result is that of ``jax.ops.segment_sum(fun(tables[0][senders], tables[1][receivers],
     *edge_inputs), receivers, num_segments)``. One kernel reads the rows, computes and sums. Neither
@@ -102,9 +102,9 @@ def message_sum(
         whose first dimension is that of edges. It returns one such array, the messages. It is
         traced as `fuse` traces functions, and may contain the same elementwise operations. It may
         close over arrays of one row, such as a bias, and has gradients with respect to them.
-      tables: a tuple of one array, of which rows are read at the senders, or of two, of which the
-        second is read at the receivers. Their shapes are ``(nodes, ...)``, of any dtype that `fuse`
-        takes.
+      tables: a tuple of one array, whose rows are read at the senders, or of two arrays, the second
+        of which is read at the receivers. Their shapes are ``(nodes, ...)``, of any dtype that
+        `fuse` takes.
       senders: integers of shape ``(edges,)``: rows of the first table. Negative ones count from the
         end. Out-of-range ones read the nearest row, as in ``tables[0][senders]``, and add nothing
         to its gradient, as in JAX.
@@ -140,15 +140,16 @@ def message_sum(
       other ids gives wrong sums without an error.
 
     Differentiation and sharding:
-      To any order, in both modes, with respect to tables, edge inputs and what `fun` closes over.
-      Each derivative is again a kernel that reads rows, computes and sums, or stores the gradient
-      of an edge input. It stores no row for each edge, unless an edge input has that shape.
+      Differentiable to any order, in both modes, with respect to tables, edge inputs and arrays
+      that `fun` closes over. Each derivative is again a kernel that reads rows, computes and sums,
+      or stores the gradient of an edge input. It stores no row for each edge, unless an edge input
+      has that shape.
       Dimensions after the first may be sharded freely. Edge inputs, senders and receivers may be
-      sharded by edges: the devices' sums are added up, and each sorts its own edges. Nodes and
-      plans are all-gathered, with a `GatherWarning`.
+      sharded by edges: each device sorts its own edges, and an all-reduce adds up the sums. Nodes
+      and plans are all-gathered, with a `GatherWarning`.
 
     Compilation:
-      As of `fuse`, with the same cache, unless `fun` is a row or its product with weights: these
+      As for `fuse`, with the same cache. If `fun` returns a row or its product with weights, the
       kernels are built in. Call it under `jax.jit`: outside, a function with custom derivatives is
       compiled at each call.
 
@@ -188,7 +189,7 @@ def message_mean(
     sender_plan: SegmentPlan | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """`message_sum`, divided by the number of edges of each receiver; 0 where it has none.
+    """`message_sum`, divided by the number of edges of each receiver; 0 for one without edges.
 
     Replaces two calls of `jax.ops.segment_sum`: of rows, and of ones.
 
@@ -249,15 +250,15 @@ def message_max(
     The result is that of ``jax.ops.segment_max`` of the messages of `message_sum`.
 
     Returns:
-      An array of the shape and dtype of `message_sum`, -inf where a receiver has no edges.
+      An array of the shape and dtype of `message_sum`; -inf for receivers without edges.
 
     Numerics:
       16-bit messages are computed in float32 and rounded once. If a message is NaN, so is the
       maximum.
 
     Differentiation and sharding:
-      As of `message_sum`. The gradient goes to the edges that have the maximum, in equal parts, as
-      that of `jax.ops.segment_max` does. Edges are all-gathered.
+      As of `message_sum`. The edges that have the maximum share the gradient equally, as in
+      `jax.ops.segment_max`. Edges are all-gathered.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -305,8 +306,8 @@ def attention_sum(
       implementation: ``"native"``, ``"xla"`` or None, as in `message_sum`.
 
     Returns:
-      An array of shape ``(num_segments,) + values.shape[1:]`` and of the dtype of `values`; 0 where
-      a receiver has no edges.
+      An array of shape ``(num_segments,) + values.shape[1:]`` and of the dtype of `values`; 0 for
+      receivers without edges.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `message_sum`.
@@ -315,13 +316,13 @@ def attention_sum(
       Exponentials are relative to one of the receiver's logits, near their maximum. 16-bit logits
       are widened, and the softmax stays in float32; sums are rounded once. Results have the same
       bits on every run. If all logits of a receiver are -inf, its result is NaN. The gradient of
-      logits subtracts the result as it was rounded: in 16 bits its error is up to three times that
-      of one rounding, and a quarter of that of the gradient in jnp.
+      logits subtracts the rounded result: in 16 bits its error is up to three times that of one
+      rounding, and a quarter of that of the gradient in jnp.
 
     Differentiation and sharding:
-      To any order, in both modes. A gradient reads the rows of edges once on a GPU, or once for
-      logits and once for values, and stores no array of edges beside the one of logits; tangents
-      and higher derivatives are composed as `message_sum` composes its own. Sharding is that of
+      Differentiable to any order, in both modes. A gradient reads the rows of edges once on a GPU,
+      or once for logits and once for values. It stores no array of edges except that of the logits.
+      Tangents and higher derivatives are composed as those of `message_sum`. Sharding is that of
       `message_sum`.
 
     Source:
@@ -375,7 +376,7 @@ def planned_softmax(
     *,
     implementation: Implementation,
 ) -> jax.Array:
-    """`segment_softmax` by a plan; arguments have the names of the function that is called."""
+    """`segment_softmax` with a plan; errors name `function` and its arguments."""
     choice = _native.choose_implementation(function, implementation)
     logits = _as_floats(function, name, logits)
     size = _number_of_segments(function, num_segments, plan)
@@ -495,7 +496,7 @@ def _weighted_sum(
     size: int,
     implementation: str | None,
 ) -> jax.Array:
-    """By kernels that are there already; weights have the first `depth` dimensions of a row."""
+    """The sum by built-in kernels; weights have the first `depth` dimensions of a row."""
     row = table.shape[1:]
     heads, width = math.prod(row[:depth]), math.prod(row[depth:])
     if weights is None:
@@ -514,7 +515,7 @@ def _weighted_sum(
 
 
 def _check_leading(function: str, logits: tuple[int, ...], values: tuple[int, ...]) -> int:
-    """How many dimensions of a row logits have."""
+    """The number of dimensions of a row that logits have."""
     own, row = logits[1:], values[1:]
     for depth in range(len(own) + 1):
         if own[:depth] == row[:depth] and all(n == 1 for n in own[depth:]) and len(own) <= len(row):
@@ -533,7 +534,7 @@ def _as_numbers(function: str, name: str, given: Any) -> jax.Array:
 
 
 def _as_floats(function: str, name: str, given: Any) -> jax.Array:
-    """Integers are promoted."""
+    """Checks for an array of floats; promotes integers."""
     x = _as_numbers(function, name, given)
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(_checks.promoted(x.dtype, jnp.float32))
@@ -592,7 +593,7 @@ def _order(
     rows: int,
     rows_of: Callable[[Any, int], Any],
 ) -> _graph.Order:
-    """The order of a plan, and the rows of its keys; `ids` are made of those that were given."""
+    """The order of a plan, and the rows of its keys; `ids` are made from the ids `given`."""
     if plan is None:
         return _graph.no_order()
     if not isinstance(plan, SegmentPlan):
@@ -611,7 +612,7 @@ def _order(
 
 
 def _is_of(plan: SegmentPlan, ids: Any, rows: int) -> bool:
-    """Whether a plan is of these ids, so far as that is known: not while any of them is traced."""
+    """Whether a plan was made from these ids; True if that is unknown, as for traced arrays."""
     for x in (plan.order, plan.keys, ids):
         if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
             return True

@@ -56,7 +56,7 @@ class ElementwiseKernel:
         numbers have ``+ - * /``, ``.re``, ``.im``, ``abs`` and ``conj``. Integers divide as in
         `jax.lax.div` and `jax.lax.rem`, also by zero. Inputs are constants. There is no index, and
         no access to other elements. Loops and calls of your own functions are allowed.
-      name: the kernel's name, a C++ identifier, which errors show.
+      name: the kernel's name, which errors show. A C++ identifier.
       preamble: C++ before the kernel: ``#include``, functions, structs. Functions must be marked
         ``JOF_HOST_DEVICE`` to run on GPUs. Type letters are not defined in it.
       derivatives: the derivative of each output with respect to each input, as expressions of the
@@ -105,7 +105,7 @@ class ElementwiseKernel:
       oldest architecture that jax_oneflow_ops was built for. Compiled kernels are kept in the
       user's cache folder (``~/.cache/jax_oneflow_ops``, ``~/Library/Caches/jax_oneflow_ops``), or
       in the folder that the environment variable ``JAX_ONEFLOW_OPS_CACHE_DIR`` names. A folder that
-      others may write to is not used. Each compiler has its own entries; if no compiler is found,
+      others may write to is not used. Each compiler has its own entries. If no compiler is found,
       those of the last one with the same ``CXX`` are used. The compiled code is part of the
       compiled program, and of what `jax.export` exports.
 
@@ -163,7 +163,7 @@ class ElementwiseKernel:
         keywords = {"preamble": preamble, "derivatives": derivatives, "reference": reference}
         self._arguments = (in_params, out_params, operation, name), keywords
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def name(self) -> str:
@@ -172,7 +172,7 @@ class ElementwiseKernel:
 
     @property
     def __name__(self) -> str:
-        """The name that `jax.jit` gives to a program of this kernel alone, also in profiles."""
+        """The name that `jax.jit` gives to a program of only this kernel, also in profiles."""
         return self._definition.name
 
     def __repr__(self) -> str:
@@ -196,7 +196,7 @@ class ElementwiseKernel:
     def __reduce__(self) -> Any:
         return _restored, self._arguments
 
-    # ---- what it does ----
+    # ---- methods ----
 
     def __call__(self, *args: ArrayLike) -> Any:
         """Computes the outputs.
@@ -210,9 +210,9 @@ class ElementwiseKernel:
           An array of the shape that the inputs broadcast to; with several outputs a tuple of them.
 
         Raises:
-          TypeError: the number of arguments is not that of inputs, an argument is not an array or a
-            number, or its dtype is not that of its parameter or of another input with the same
-            letter.
+          TypeError: the number of arguments differs from that of inputs, an argument is not an
+            array or a number, or its dtype is not that of its parameter or of another input with
+            the same letter.
           ValueError: shapes do not fit.
           KernelCompileError: the compiler rejects the operation. Raised when the call is lowered,
             that is, inside `jax.jit`, when the program is compiled.
@@ -336,7 +336,7 @@ class ElementwiseKernel:
             if where and wide == dtypes:
                 break
             xs = [x.astype(dtype) for x, dtype in zip(arrays, chosen, strict=True)]
-            # Without its reference nothing but the kernel can run.
+            # Without a reference, only the kernel can run.
             spec = source.value_spec(dataclasses.replace(definition, reference=None), chosen)
             native = functools.partial(primitive.bind, spec=spec, implementation="native")
             spec = source.value_spec(definition, chosen)
@@ -348,11 +348,11 @@ class ElementwiseKernel:
 def _results(
     spec: Spec, function: Callable[..., list[jax.Array]], arrays: Sequence[jax.Array]
 ) -> dict[str, jax.Array]:
-    """What `check` compares, by what errors call it: a function's results and derivatives."""
+    """The results and derivatives of a function that `check` compares, by their names in errors."""
     inputs, outputs = spec.definition.inputs, spec.definition.outputs
     values = jax.jit(function)(*arrays)
     found = {p.name: y for p, y in zip(outputs, values, strict=True)}
-    # Inputs with derivatives of the same outputs are compared together: by one kernel.
+    # Inputs with derivatives of the same outputs are compared together, by one kernel.
     known: dict[int, list[int]] = {}
     for (o, i), _ in spec.definition.derivatives:
         if is_inexact(spec.dtypes[i]) and is_inexact(spec.result_dtypes[o]):
@@ -360,7 +360,7 @@ def _results(
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, outs in known.items():
         groups.setdefault(tuple(outs), []).append(i)
-    full = jnp.broadcast_arrays(*arrays)  # a sum over what is broadcast would hide much
+    full = jnp.broadcast_arrays(*arrays)  # sums over broadcast operands would hide errors
     for of, ins in groups.items():
 
         def of_ins(*xs: Any, outs: Any = of, ins: Any = ins) -> list[Any]:
@@ -383,7 +383,7 @@ def _results(
 
 
 def _ones(xs: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """Vectors of ones for one of the arrays, of zeros for the others."""
+    """For each array, vectors of ones for it and of zeros for the others."""
     return [[jnp.full_like(x, i == k) for i, x in enumerate(xs)] for k in range(len(xs))]
 
 
@@ -423,7 +423,7 @@ def _check_option(kernel: str, name: str, value: Any, allowed: Sequence[Any]) ->
         raise ValueError(f"{kernel}: {name} must be one of {shown}, got {value!r}")
 
 
-# ---- derivatives as they are given ----
+# ---- checks of the given derivatives ----
 
 
 def _derivatives(
@@ -501,19 +501,19 @@ def _derivative_kernel(
     return definition
 
 
-# ---- inputs as they come ----
+# ---- checks of the inputs ----
 
 
 def _checked(
     definition: Definition, args: Sequence[Any]
 ) -> tuple[list[jax.Array], tuple[str, ...]]:
-    """The operands, of the parameters' dtypes and of shapes that fit, and these dtypes."""
+    """The operands in the parameters' dtypes, and these dtypes; raises if they do not fit."""
     kernel, inputs = definition.name, definition.inputs
     if len(args) != len(inputs):
         names = ", ".join(map(str, inputs))
         raise TypeError(f"{kernel}: takes {len(inputs)} inputs ({names}), got {len(args)}")
     arrays: list[Any] = []
-    bound: dict[str, tuple[str, str]] = {}  # letters: dtype and the input that it comes from
+    bound: dict[str, tuple[str, str]] = {}  # by letter: dtype and the input that it comes from
     pending: list[int] = []
     for k, (p, x) in enumerate(zip(inputs, args, strict=True)):
         if isinstance(x, _NUMBERS) and not isinstance(x, np.generic):

@@ -19,13 +19,13 @@ from jax_oneflow_ops import rows
 
 
 def _axes(ndim: int, axes: Any) -> tuple[int, ...]:
-    """As flax has them: none is negative, each once, in order."""
+    """Axes in flax's form: sorted, none negative, none repeated."""
     given = axes if isinstance(axes, Iterable) else (axes,)
     return tuple(sorted({a + ndim if a < 0 else a for a in given}))
 
 
 def _is_flax_own(module: Any, x: jax.Array, mask: Any) -> bool:
-    """Of a module of `flax.linen` or `flax.nnx`."""
+    """Whether flax's own code runs for a call of a `flax.linen` or `flax.nnx` module."""
     if hasattr(module, "num_groups"):
         is_other = module.reduction_axes is not None or x.ndim < 2
     else:
@@ -99,7 +99,7 @@ class GroupNorm(nn.GroupNorm):
         channels = x.shape[-1]
         size = self.group_size or 1
         groups = self.num_groups or channels // size
-        # Flax says what is wrong with the sizes.
+        # If the sizes are wrong, flax raises the error.
         is_wrong = (self.num_groups is None) == (self.group_size is None) or channels % size
         if is_wrong or _is_flax_own(self, x, mask):
             own: jax.Array = super().__call__(x, mask=mask)

@@ -22,7 +22,7 @@ def _normalize(
     shape = [x.shape[a] for a in options.get("axis", (-1,))]  # parameters have one dimension
     vectors = [getattr(module, name) for name in names]
     vectors = [None if vector is None else vector[...].reshape(shape) for vector in vectors]
-    # Flax of 2025 has no such attribute: it rounds to this dtype later.
+    # Flax of 2025 has no such attribute. It rounds to this dtype later.
     promote = getattr(module, "promote_dtype", dtypes.promote_dtype)
     x, *vectors = promote((x, *vectors), dtype=module.dtype)
     given = dict(zip(names, vectors, strict=True))

@@ -89,7 +89,7 @@ def permute(
 
 
 def _permutation(ndim: int, axes: Any) -> tuple[int, ...]:
-    """`axes` without negative ones."""
+    """`axes` as a tuple of non-negative integers."""
     if axes is None:
         return tuple(reversed(range(ndim)))
     try:
@@ -128,7 +128,7 @@ def _abstract_eval(x: Any, *, axes: tuple[int, ...]) -> Any:
 
 
 def _move(platform: str, x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
-    """On one device. Axes of size 1 have no place in memory: where only they move nothing does."""
+    """Permutes on one device. If only axes of size 1 move, no data does: it is a reshape."""
     shape = tuple(x.shape[axis] for axis in axes)
     moving = [axis for axis in axes if x.shape[axis] != 1]
     if moving == sorted(moving):

@@ -56,9 +56,9 @@ def softmax(
       -inf, as in `jax.nn.softmax`.
 
     Differentiation and sharding:
-      To any order, in both modes; the gradient is one kernel, which reads the result and not `x`.
-      All dimensions except `axis` may be sharded freely; `axis` is all-gathered, with a
-      `GatherWarning`.
+      Differentiable to any order, in both modes; the gradient is one kernel, which reads the result
+      and not `x`. All dimensions except `axis` may be sharded freely; `axis` is all-gathered, with
+      a `GatherWarning`.
 
     Source:
       OneFlow's softmax, described in "How to Implement an Efficient Softmax CUDA Kernel".
@@ -158,9 +158,10 @@ def logsumexp(
       rounded once. The result is -inf if there are no elements, as in JAX.
 
     Differentiation and sharding:
-      To any order, in both modes; the gradient is one kernel, which reads `a` and two numbers per
-      row. All dimensions may be sharded freely. If `axis` is sharded, two all-reduces of one number
-      per row combine the parts of rows; forward-mode derivatives all-gather them.
+      Differentiable to any order, in both modes; the gradient is one kernel, which reads `a` and
+      two numbers per row. All dimensions may be sharded freely. If `axis` is sharded, two
+      all-reduces of one number per row combine the parts of rows; forward-mode derivatives
+      all-gather them.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -195,9 +196,9 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> jax.Array:
     """``logsumexp(logits) - logits[label]`` along an axis. Replaces optax's function of that name.
 
-    The loss and its gradient together read the logits once and write once if one device runs them
-    and the cotangent does not depend on the loss, as for a sum or a mean of losses; else they read
-    twice. The gradient overwrites the logits if nothing else needs them.
+    The loss and its gradient together read the logits once and write once if they run on one device
+    and the cotangent does not depend on the loss, as for a sum or a mean of losses. Otherwise they
+    read the logits twice. The gradient overwrites the logits if nothing else needs them.
 
     Args:
       logits: array of any shape.
@@ -205,7 +206,7 @@ def softmax_cross_entropy_with_integer_labels(
         index into all of them flattened, in the order of `axis`.
       axis: the axis of the classes, or several.
       where: booleans of the shape of the labels or of the logits: which elements take part. The
-        result is 0 for a row in which none does.
+        result is 0 for a row in which no element does.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
 
     Returns:
@@ -222,9 +223,10 @@ def softmax_cross_entropy_with_integer_labels(
       the end; labels out of range give NaN and no gradient of their own, as in optax.
 
     Differentiation and sharding:
-      To any order, in both modes; the gradient is one kernel. All dimensions may be sharded freely.
-      Sharded classes cost two all-reduces of a few numbers per row; no logits are sent, and the
-      gradient needs no communication. Forward-mode derivatives all-gather sharded classes.
+      Differentiable to any order, in both modes; the gradient is one kernel. All dimensions may be
+      sharded freely. Sharded classes cost two all-reduces of a few numbers per row; no logits are
+      sent, and the gradient needs no communication. Forward-mode derivatives all-gather sharded
+      classes.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -285,7 +287,7 @@ def _floating(name: str, argument: str, operand: Any) -> jax.Array:
 
 
 def _axes(name: str, axis: Any, ndim: int, *, sort: bool = True) -> tuple[int, ...]:
-    """Axes without negative ones, by default in order."""
+    """`axis` as a tuple of non-negative integers, sorted by default."""
     if axis is None:
         return tuple(range(ndim))
     try:
@@ -309,7 +311,7 @@ def _axes(name: str, axis: Any, ndim: int, *, sort: bool = True) -> tuple[int, .
 def _mask(
     name: str, where: Any, shape: tuple[int, ...], rows: tuple[int, ...] | None = None
 ) -> jax.Array | None:
-    """`where`, which broadcasts to `shape`, or to that of the rows."""
+    """Checks `where`, which must broadcast to `shape` or to the shape of the rows."""
     if where is None:
         return None
     mask = _checks.as_array(name, "where", where, numbers=True)
@@ -329,7 +331,7 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _merged(name: str, x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, int, Any]:
-    """`x` with `axes` as one, which one it is, and the function that brings a result back."""
+    """`x` with `axes` merged into one, the position of that axis, and the inverse, for results."""
     shape = x.shape
     if len(axes) == 1:
         return x, axes[0], lambda y: y
@@ -393,11 +395,12 @@ def layer_norm(
       does not cancel; in float32 and float64 the mean is kept in more digits than the dtype has.
 
     Differentiation and sharding:
-      To any order, in both modes. The gradients of `x` (and `residual`), `scale` and `bias` are one
-      kernel, and a small one that sums the partial sums of `scale` and `bias`; they are
-      deterministic. All dimensions except `axis` may be sharded freely, and then the gradients of
-      `scale` and `bias` cost an all-reduce; `axis` is all-gathered, with a `GatherWarning`. jnp
-      computes per-example gradients of `scale` and `bias`, as under `jax.vmap`.
+      Differentiable to any order, in both modes. One kernel computes the gradients of `x` (and
+      `residual`), `scale` and `bias`; a small one adds up the partial sums of `scale` and `bias`.
+      They are deterministic. All dimensions except `axis` may be sharded freely, and then the
+      gradients of `scale` and `bias` cost an all-reduce; `axis` is all-gathered, with a
+      `GatherWarning`. jnp computes per-example gradients of `scale` and `bias`, as under
+      `jax.vmap`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -487,11 +490,11 @@ def group_norm(
       As of `layer_norm`; with `activation`, one rounding after it.
 
     Differentiation and sharding:
-      To any order, in both modes. The gradients of `x`, `scale` and `bias` are one kernel, and a
-      small one that sums the partial sums of `scale` and `bias`; they are deterministic. The first
-      dimension may be sharded freely, and then the gradients of `scale` and `bias` cost an
-      all-reduce; the others are all-gathered, with a `GatherWarning`. jnp computes per-example
-      gradients of `scale` and `bias`, as under `jax.vmap`.
+      Differentiable to any order, in both modes. One kernel computes the gradients of `x`, `scale`
+      and `bias`; a small one adds up the partial sums of `scale` and `bias`. They are
+      deterministic. The first dimension may be sharded freely, and then the gradients of `scale`
+      and `bias` cost an all-reduce; the others are all-gathered, with a `GatherWarning`. jnp
+      computes per-example gradients of `scale` and `bias`, as under `jax.vmap`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -615,7 +618,7 @@ def _row_vector(
     dtype: Any,
     expected: str = "of x along axis",
 ) -> jax.Array | None:
-    """A scale or bias of one dimension, in the dtype of x or in float32, which kernels take."""
+    """A scale or bias in one dimension, in the dtype of x or in float32, as kernels take it."""
     if v is None:
         return None
     v = _float_array(name, argument, v)

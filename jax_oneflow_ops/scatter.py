@@ -391,7 +391,7 @@ def segment_softmax(
 
     wide = _checks.promoted(logits.dtype, jnp.float32)
     most = reduce("max", jax.lax.stop_gradient(logits))
-    # What names no segment is exp(-inf).
+    # Rows whose id names no segment become exp(-inf).
     terms = jnp.exp(logits.astype(wide) - of_segment(most, np.inf))
     totals = reduce("add", terms.astype(logits.dtype))
     result: jax.Array = (terms / of_segment(totals, 1)).astype(logits.dtype)
@@ -700,7 +700,7 @@ def embedding_lookup(
 
 
 def _rows_spec(sharding: Any) -> Any:
-    """How rows of a result are sharded: over Explicit axes, which alone are part of a type."""
+    """The sharding of a result's rows, if over Explicit axes; only those are part of types."""
     entry = (*getattr(sharding, "spec", sharding), None)[0]
     axes = entry if isinstance(entry, tuple) else (entry,)
     return entry if {*axes} <= {*jax.sharding.get_abstract_mesh().explicit_axes} else None
@@ -719,7 +719,7 @@ def _segments(
     implementation: Implementation,
     **flags: bool,
 ) -> jax.Array:
-    """Reduces the rows of each segment, or of each in each bucket and then over the buckets."""
+    """Reduces the rows of each segment; with `bucket_size`, in each bucket and then over them."""
     choice = _native.choose_implementation(name, implementation)
     data = _checks.as_array(name, "data", data, numbers=True)
     _check_reduced(name, "data", data, reducer)
@@ -728,7 +728,7 @@ def _segments(
     ids = _checks.as_ids(name, "segment_ids", segment_ids, num_segments)
     shape = (*ids.shape, *data.shape[1:])
     data = _broadcast(name, "data", data, shape, "segment_ids.shape + data.shape[1:]")
-    data = data.astype(data.dtype)  # a strong type, whose gradient is as weak as data
+    data = data.astype(data.dtype)  # a strong type; the gradient has the weak type of data
     indexing = Indexing(clip=_clips(name, mode), function=name, **flags)
 
     def reduce(data: Any, ids: Any, rows_spec: Any = None) -> Any:
@@ -746,7 +746,7 @@ def _segments(
             result = reduce(data, ids)
             return result
         result = reduce(data, ids, _rows_spec(out_sharding))
-        result = jax.sharding.reshard(result, out_sharding)  # or it says why not
+        result = jax.sharding.reshard(result, out_sharding)  # or raises an error
         return result
     if out_sharding is not None:
         raise NotImplementedError(
@@ -761,10 +761,10 @@ def _segments(
             f"{name}: segment_ids must have one dimension if bucket_size is given, got shape "
             f"{ids.shape}"
         )
-    # The buckets are a batch; rows of no segment fill the last one up.
-    buckets = -(-ids.size // size)  # also of symbolic sizes
+    # The buckets are a batch. Rows of no segment pad the last one.
+    buckets = -(-ids.size // size)  # also for symbolic sizes
     missing = buckets * size - ids.size
-    # Padding has no gradient in 64 bits where those are not enabled.
+    # Not jnp.pad: it has no gradient for 64-bit data while 64-bit dtypes are disabled.
     zeros = jnp.zeros((missing, *data.shape[1:]), data.dtype)
     data = jnp.concatenate([data, zeros])
     data = data.reshape(buckets, size, *data.shape[1:])
@@ -785,7 +785,7 @@ def _reduce(
 
 
 def _identity(reducer: str, dtype: Any) -> Any:
-    """What a reduction of nothing is."""
+    """The result of a reduction of no elements."""
     if reducer == "multiply":
         return 1
     is_max = reducer == "max"
@@ -882,7 +882,7 @@ def _take_mode(function: str, mode: Any) -> Any:
 
 
 def _fill(function: str, value: Any, dtype: Any) -> str | bytes:
-    """What the primitive takes: the bytes of an element, or which it is by default."""
+    """The primitive's `fill`: the bytes of an element, or "invalid" for the default."""
     if value is None:
         return "invalid"
     is_number = isinstance(value, int | float | complex | np.bool) or (
@@ -898,7 +898,7 @@ def _fill(function: str, value: Any, dtype: Any) -> str | bytes:
 
 
 def _clips(function: str, mode: Any) -> bool:
-    """Whether ids out of range are clipped; else they are dropped."""
+    """Whether out-of-range ids are clipped; otherwise they are dropped."""
     modes = jax.lax.GatherScatterMode
     try:
         if mode is None or isinstance(mode, str | modes):

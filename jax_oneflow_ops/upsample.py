@@ -17,7 +17,7 @@ from jax_oneflow_ops import _checks, _compat, _native, _policy, _primitive, _ref
 
 _NAME = "upsample_nearest2d"
 _HALF_PIXEL = {"nearest": False, "nearest-exact": True}
-# The dtypes that the gradient's kernel sums.
+# The dtypes that the gradient kernel sums.
 _SUMMED = frozenset(
     map(jnp.dtype, ("float16", "bfloat16", "float32", "float64", "complex64", "complex128"))
 )
@@ -88,9 +88,9 @@ def upsample_nearest2d(
       deterministic, and exists for f16, bf16, f32, f64, complex64 and complex128.
 
     Sharding:
-      All dimensions except the two spatial ones may be sharded freely; those are all-gathered, with
-      a `GatherWarning`. Inside a `jax.shard_map` over only some axes of a mesh, arrays are
-      all-gathered over the other axes, with the same warning.
+      All dimensions except the two spatial ones may be sharded freely; the spatial ones are
+      all-gathered, with a `GatherWarning`. Inside a `jax.shard_map` over only some axes of a mesh,
+      arrays are all-gathered over the other axes, with the same warning.
 
     Source:
       OneFlow's ``upsample_nearest_kernel.cu``, described in "OneFlow UpsampleNearest2D" by BBuf.
@@ -231,7 +231,7 @@ def resize(
 def _resize_by_kernel(
     x: jax.Array, axes: Sequence[int], shape: Sequence[int], choice: str | None
 ) -> jax.Array:
-    """Of one dimension, or of two that are neighbours."""
+    """Resizes one dimension, or two adjacent ones."""
     axis = axes[0]
     if len(axes) == 1:
         x = jnp.expand_dims(x, axis)
@@ -250,7 +250,7 @@ def _resize_by_kernel(
 def _resize_steps(
     old: Sequence[int], new: Sequence[int], resized: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """The dimensions that are resized together: neighbours, by a kernel, or one alone."""
+    """The dimensions to resize in each step: two adjacent ones, by a kernel, or one."""
     steps: list[tuple[int, ...]] = []
     for axis in resized:
         before = steps[-1] if steps else ()
@@ -261,7 +261,8 @@ def _resize_steps(
     return steps
 
 
-# What float32 may make of a quotient: up to eight of its roundings, where XLA's code has four.
+# The assumed relative error of a float32 quotient is 1 / _ROUNDINGS: that of eight roundings. XLA's
+# code has four.
 _ROUNDINGS = 2**21
 _LARGEST = 2**20
 
@@ -270,8 +271,9 @@ _LARGEST = 2**20
 def _is_exact(n_in: int, n_out: int) -> bool:
     """Whether float32 must find the same pixels as exact arithmetic, however XLA rounds.
 
-    The quotients are ``(2i + 1) n_in / (2 n_out)``. None may be as close to an integer as they are
-    rounded, unless nothing is: where `n_out` is a power of two and the products fit float32.
+    The quotients are ``(2i + 1) n_in / (2 n_out)``. Each must be farther from an integer than its
+    rounding error, unless nothing is rounded: if `n_out` is a power of two and the products fit in
+    float32.
     """
     if max(n_in, n_out) > _LARGEST:
         return False
@@ -284,7 +286,7 @@ def _is_exact(n_in: int, n_out: int) -> bool:
 
 
 def _has_kernels(dtype: Any) -> bool:
-    """Whether there is a forward kernel, and one of the gradient where jax has a gradient."""
+    """Whether there is a forward kernel and, if jax has a gradient, a gradient kernel."""
     differentiable = jnp.issubdtype(dtype, jnp.inexact)
     return _checks.is_movable(dtype) and (not differentiable or dtype in _SUMMED)
 
@@ -366,8 +368,8 @@ def _output_size(in_hw: tuple[int, int], scale_factor: Any, size: Any) -> tuple[
     return out_hw[0], out_hw[1]
 
 
-# The primitives. All carry the same parameters: the first spatial axis, the sizes on the source
-# side (in_hw) and on the output side (out_hw), and the method.
+# The primitives. All have the same parameters: the first spatial axis, the sizes of the source
+# (in_hw) and of the output (out_hw), and the method.
 
 
 def _abstract_eval(x: Any, result_hw: tuple[int, int], axis: int) -> Any:
@@ -400,9 +402,9 @@ def _sharding_rule(x: Any, *, axis: int, **_: Any) -> _primitive.ShardingRule:
 
 
 def _batch(primitive: core.Primitive, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
-    """The batch axis becomes one more leading or trailing dimension, wherever it stands.
+    """The batch axis becomes one more leading or trailing dimension.
 
-    Only between height and width it would be in the way; there it is moved to the front.
+    It stays in its place, unless it is between height and width; then it moves to the front.
     """
     (x,), (batch,) = args, dims
     if batch == axis + 1:
@@ -431,7 +433,7 @@ def _policy_call(
 def _call(
     target: str, abstract_eval: Callable[..., Any], _: str, x: jax.Array, **params: Any
 ) -> jax.Array:
-    """On one device."""
+    """Calls the kernel on one device."""
     result = abstract_eval(jax.typeof(x), **params)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(result.shape, result.dtype))
     y: jax.Array = call(x, **_attributes(**params))
@@ -439,7 +441,7 @@ def _call(
 
 
 def _define_pair(name: str, function: str) -> core.Primitive:
-    """The primitives of a public function, which errors and warnings name; its forward one."""
+    """Defines the primitives of the public `function`; returns the forward one."""
 
     def define(suffix: str, reference: Callable[..., Any], abstract_eval: Any) -> core.Primitive:
         return _primitive.define(

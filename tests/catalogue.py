@@ -1,9 +1,9 @@
 """The catalogue: one row for each op, which tests and benchmarks read.
 
-A row says what an op computes, exactly, which JAX function it replaces, and with what it may be
-called. `OPS` has the rows. `CASES` has small calls of them, for the tests of transformations,
-lowering, sharding, export and memory. A new elementwise op needs a row and nothing else. An op of
-another family needs a case, too, and a rule in shardings.py.
+A row has the exact formula of an op, the JAX function that it replaces, and the arguments that it
+accepts. `OPS` has the rows. `CASES` has small calls of the ops, for the tests of transformations,
+lowering, sharding, export and memory. A new elementwise op needs only a row. An op of another
+family also needs a case, and a rule in shardings.py.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ Sampler = Callable[[np.random.Generator, Shape], np.ndarray]
 
 REAL = "real"
 POSITIVE = "positive"  # neither 0 nor close to it, such as a divisor
-PARAMETER = "parameter"  # a number, which kernels take as a scalar only
+PARAMETER = "parameter"  # a number, which kernels accept only as a scalar
 CONDITION = "condition"  # booleans
 INDEX = "index"  # 32-bit integers that name rows
 
@@ -44,7 +44,7 @@ def positive(rng, shape):
 
 
 def integers(rng, shape):
-    """So small that cubes of results and their sums are exact; with zeros and equal pairs."""
+    """Small integers: cubes of results and their sums are exact. Zeros and equal pairs occur."""
     return rng.integers(-2, 3, size=shape)
 
 
@@ -63,15 +63,15 @@ SUMMED = (*INTEGERS, *FLOATS, "complex64", "complex128")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What an op may be called with."""
+    """The shapes and options of a call of an op."""
 
     shapes: tuple[Shape, ...]  # of the operands
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    rows: int = 0  # how many rows indices may name
+    rows: int = 0  # the number of rows that indices may refer to
 
 
 def random_shape(rng: np.random.Generator, elements: int, rank: int) -> Shape:
-    """A shape of about so many elements."""
+    """A shape of about `elements` elements."""
     logs = rng.dirichlet(np.ones(rank)) * math.log(max(elements, 1))
     return tuple(max(1, round(math.exp(x))) for x in logs)
 
@@ -80,36 +80,37 @@ def random_shape(rng: np.random.Generator, elements: int, rank: int) -> Shape:
 class Op:
     """A public function, the JAX function that it replaces, and what both compute.
 
-    All functions take the same operands and the same options. Exact ones take and return float64
-    arrays and are written without jax.
+    All functions take the same operands and options. Exact functions take and return float64 arrays
+    and are written without jax.
     """
 
-    name: str  # unique; of an elementwise op also the name of its native kernel, without "jof_"
+    name: str  # unique; elementwise: also the name of the native kernel, without "jof_"
     function: Function  # takes `implementation`, too
     replaces: Function
     exact: Function
     # The exact partial derivatives of an elementwise op with respect to the operands `wrt`.
     derivatives: tuple[Function, ...] = ()
-    # The exact cotangents of the operands `wrt`, of any other op: takes a cotangent, then operands.
+    # For any other op, the exact cotangents of the operands `wrt`: takes a cotangent, then
+    # operands.
     transpose: Function | None = None
     family: str = "elementwise"
     domain: tuple[str, ...] = (REAL,)  # of each operand
     wrt: tuple[int, ...] = (0,)  # the operands that it can be differentiated with respect to
-    # The sets of operands in which it is linear while the others are fixed.
+    # The sets of operands in which the op is linear if the others are fixed.
     linear: tuple[tuple[int, ...], ...] = ()
-    # The operands whose cotangent is the result's own or its negative: no kernel computes it.
+    # The operands whose cotangent is that of the result or its negative: no kernel computes it.
     same: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = FLOATS  # that have native kernels
-    ulps: int = 0  # how far results of 16 bits may be from the exact ones; 0: rounded once
-    # Below these magnitudes the value and the derivatives may be 0.
+    ulps: int = 0  # the error bound of 16-bit results; 0: rounded once
+    # Values and derivatives below these magnitudes may be 0.
     floor: tuple[float, float] = (1e-36, 1e-36)
     on_integers: bool = True  # whether results of small integers are exact
     settings: tuple[tuple[float, ...], ...] = ((),)  # values of the parameters that are tested
     # Other forms in JAX, by name, that are known to be fast. Their results may differ by rounding.
     best: Mapping[str, Function] = dataclasses.field(default_factory=dict)
-    variant: bool = False  # whether another row is of the same function
+    variant: bool = False  # whether another row has the same function
     draw: Callable[[np.random.Generator, int], Call] | None = None
-    moved: Callable[..., int] | None = None  # bytes of a call, where not all operands are read
+    moved: Callable[..., int] | None = None  # the bytes of a call, if not all operands are read
 
     def __str__(self) -> str:
         return self.name
@@ -125,7 +126,7 @@ class Op:
         return tuple(i for i, domain in enumerate(self.domain) if domain != PARAMETER)
 
     def call(self, rng: np.random.Generator, elements: int) -> Call:
-        """Random shapes and options of a call on some `elements` elements."""
+        """Random shapes and options of a call on about `elements` elements."""
         if self.draw:
             return self.draw(rng, elements)
         shape = random_shape(rng, elements, rng.integers(1, 5))
@@ -154,13 +155,13 @@ class Op:
         return tuple(cotangent * d(*operands, **options) for d in self.derivatives)
 
     def bytes(self, *operands, **options) -> int:
-        """What a call moves: each byte of the operands read once, of the result written once."""
+        """The bytes of a call: operands are read once, and the result is written once."""
         if self.moved:
             return self.moved(*operands, **options)
         return sum(map(nbytes, (*operands, self.result(*operands, **options))))
 
     def gradient_bytes(self, *operands, **options) -> int:
-        """What the gradient alone moves: the cotangent, the operands that matter, the result."""
+        """The bytes of the gradient alone: the cotangent, operands that are read, and results."""
         computed = [i for i in self.wrt if i not in self.same]
         if not computed:
             return 0
@@ -179,9 +180,8 @@ def nbytes(x) -> int:
 
 
 # --- exact formulas -------------------------------------------------------------------------------
-#
-# Of finite arguments in float64. None cancels where its result is small: values and derivatives
-# are relatively accurate in the tails, and absolutely near the derivatives' roots.
+# They take finite arguments in float64. None cancels where its result is small: the relative error
+# of values and derivatives is small in the tails, the absolute error near the derivatives' roots.
 
 
 def logistic(x):
@@ -213,7 +213,7 @@ def gelu_erf_derivative(x):
 
 
 def gelu_exponent(x):
-    """2 u of gelu's approximation, 0.5 (1 + tanh u) being logistic(2 u)."""
+    """2 u in gelu's approximation, where 0.5 (1 + tanh u) is logistic(2 u)."""
     return 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
 
 
@@ -223,7 +223,8 @@ def gelu_tanh(x):
 
 def gelu_tanh_derivative(x):
     z, slope = gelu_exponent(x), 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
-    # Where the logistic function is 0 or 1 in double its tail's slope may not be multiplied.
+    # In the tails, where the logistic function is 0 or 1 in double precision, the second term must
+    # vanish.
     return logistic(z) + x * logistic_derivative(z) * slope
 
 
@@ -242,12 +243,12 @@ def hard_swish_derivative(x):
 
 
 def larger(x, y):
-    """As IEEE 754 has it: NaN if either is, and -0 is less than 0."""
+    """The maximum of IEEE 754: NaN if either operand is, and -0 is less than 0."""
     return np.where((x == 0) & (y == 0), np.where(np.signbit(x), y, x), np.maximum(x, y))
 
 
 def share(wins, ties):
-    """The derivative of what chooses: each of two equal numbers gets a half."""
+    """The derivative of a function that picks one operand: two equal operands get a half each."""
     return np.where(ties, 0.5, np.where(wins, 1.0, 0.0))
 
 
@@ -255,7 +256,7 @@ def share(wins, ties):
 
 
 def in_float32(function: Function) -> Function:
-    """16-bit arrays widened by hand: XLA then rounds once. Python numbers may be among them."""
+    """The function with 16-bit arrays widened to float32, so that XLA rounds once."""
 
     def run(*operands, **options):
         floating = [jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating) for x in operands]
@@ -269,19 +270,19 @@ def in_float32(function: Function) -> Function:
 
 
 def gelu_by_hand(x):
-    """By one exponential, not by tanh."""
+    """Computed with one exponential instead of tanh."""
     return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
 def gelu_erf_by_hand(x):
-    """By erf, as PyTorch has it; jax.nn's erfc is accurate in the tail, too."""
+    """Computed with erf, as in PyTorch. jax.nn uses erfc, which is accurate in the tail, too."""
     return 0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
 def mish_by_hand(x):
-    """By one exponential: tanh(log(1 + e)) is n / (n + 2) where n = e (e + 2).
+    """Computed with one exponential: tanh(log(1 + e)) is n / (n + 2), where n = e (e + 2).
 
-    Near 1 its derivative cancels, unless it is written as 1 - 2 / (n + 2).
+    Where the quotient is near 1, its derivative cancels unless it is written as 1 - 2 / (n + 2).
     """
     e = jnp.exp(jnp.minimum(x, 1 - np.log(jnp.finfo(x.dtype).eps) / 2))  # then it rounds to 1
     n = e * (e + 2)
@@ -292,20 +293,20 @@ def mish_by_hand(x):
 
 
 def unary(name, function, replaces, exact, derivative, **options) -> Op:
-    """A function of one array, and of parameters if `settings` has some."""
+    """The row of a function of one array, and of parameters if `settings` has any."""
     parameters = len(options.get("settings", ((),))[0])
     domain = (REAL, *(PARAMETER,) * parameters)
     return Op(name, function, replaces, exact, (derivative,), domain=domain, **options)
 
 
 def binary(name, function, replaces, exact, derivatives, **options) -> Op:
-    """A function of two arrays."""
+    """The row of a function of two arrays."""
     options = {"domain": (REAL, REAL), "wrt": (0, 1), **options}
     return Op(name, function, replaces, exact, derivatives, **options)
 
 
 def activation(name, function, replaces, exact, derivative, *, by_hand=None, **options) -> Op:
-    """A function of one array that rounds while it computes."""
+    """The row of a function of one array that rounds intermediate results."""
     forms = {"in float32": in_float32(replaces)}
     if by_hand:
         forms["by hand"] = in_float32(by_hand)
@@ -314,7 +315,7 @@ def activation(name, function, replaces, exact, derivative, *, by_hand=None, **o
 
 
 def gated(name, function, activation: Op, **options) -> Op:
-    """x activation(gate)."""
+    """The row of x * activation(gate)."""
     exact, slope = activation.exact, activation.derivatives[0]
 
     def form(f):
@@ -400,7 +401,7 @@ ELEMENTWISE_OPS = (
         jax.nn.mish,
         lambda x: x * np.tanh(softplus(x)),
         mish_derivative,
-        floor=(2e-36, 2e-36),  # e^x is flushed below 2^-126 or 2^-125, and multiplied by x = -87
+        floor=(2e-36, 2e-36),  # e^x is 0 below 2^-126 or 2^-125, and is multiplied by x = -87
         by_hand=mish_by_hand,
     ),
     GELU_TANH,
@@ -488,7 +489,7 @@ ELEMENTWISE_OPS = (
 
 
 def permuted(rng, elements) -> Call:
-    """Any order of the axes but the one that they have."""
+    """Any order of the axes except the identity."""
     rank = int(rng.integers(2, 6))
     shape = tuple(1 + n for n in random_shape(rng, elements, rank))
     axes = rng.permutation(rank)
@@ -544,7 +545,7 @@ def sizes(x, scale_factor=None, size=None, *, data_format="NCHW", **_) -> tuple[
 
 
 def nearest(x, scale_factor=None, size=None, *, method="nearest", data_format="NCHW"):
-    """By indices, whatever the size and the method."""
+    """By gathering with indices, for any size and method."""
     size = sizes(x, scale_factor, size, data_format=data_format)
     for axis, n in zip(spatial(x, data_format), size, strict=True):
         x = jnp.take(x, oracle.source_indices(x.shape[axis], n, method).astype(np.int32), axis)
@@ -552,8 +553,7 @@ def nearest(x, scale_factor=None, size=None, *, method="nearest", data_format="N
 
 
 def resized(x, scale_factor=None, size=None, *, method="nearest", data_format="NCHW"):
-    """jax.image has the pixels of "nearest-exact", which are those of "nearest" where the result's
-    size is a multiple."""
+    """By jax.image, which computes "nearest-exact": the same as "nearest" for integer factors."""
     del method
     size = sizes(x, scale_factor, size, data_format=data_format)
     return jax.image.resize(x, oracle.resized(x.shape, size, data_format), "nearest")
@@ -576,7 +576,7 @@ def broadcast(x, scale_factor, *, data_format="NCHW"):
 
 
 def by_products(x, scale_factor=None, size=None, *, method="nearest", data_format="NCHW"):
-    """A product with a matrix of ones and zeros for each axis; so is its transpose."""
+    """By a product with a 0-1 matrix for each axis. The transpose is such a product, too."""
     size = sizes(x, scale_factor, size, data_format=data_format)
     for axis, n in zip(spatial(x, data_format), size, strict=True):
         m = x.shape[axis]
@@ -657,7 +657,7 @@ def resized_transpose(ct, image, shape):
 
 
 def resized_by_whole_factors(rng, elements) -> Call:
-    """Two dimensions, by such factors that float32 does not round pixels' places."""
+    """Two dimensions, by integer factors, for which float32 represents pixel positions exactly."""
     factors = [1, *map(int, rng.integers(2, 5, size=2)), 1]
     shape = random_shape(rng, elements // math.prod(factors), 4)
     return Call((shape,), {"shape": tuple(n * f for n, f in zip(shape, factors, strict=True))})
@@ -732,7 +732,7 @@ def segment_prod(data, segment_ids, num_segments, mode=None):
 
 
 def segment_prod_transpose(ct, data, segment_ids, num_segments, mode=None):
-    """Of ids that occur once each."""
+    """The cotangent of `data` if each id occurs once."""
     return segment_sum_transpose(ct, data, segment_ids, num_segments, mode)
 
 
@@ -811,7 +811,7 @@ def message_sum_transpose(ct, table, senders, receivers, weights, num_segments):
 
 
 def messages_transpose(ct, table, senders, weights):
-    """Nothing goes back to rows that are read for ids out of range."""
+    """The cotangents of messages. Rows that are read for out-of-range ids get no gradient."""
     read, own = (
         oracle.named_rows(senders, len(table), wrap=True, clip=clip) for clip in (True, False)
     )
@@ -892,14 +892,14 @@ def lookup_transpose(ct, table, ids):
 
 
 def sum_sorted(data, segment_ids, num_segments):
-    """Rows in the order of their ids: neighbours are added before they meet an atomic."""
+    """Sums sorted rows: neighbouring rows are added before any atomic addition."""
     in_order, places = jax.lax.sort_key_val(segment_ids, jnp.arange(len(segment_ids)))
     rows = data.at[places].get(mode="promise_in_bounds")
     return jax.ops.segment_sum(rows, in_order, num_segments, indices_are_sorted=True)
 
 
 def sum_in_parts(data, segment_ids, num_segments):
-    """Neighbours into different tables, so that their atomics do not wait for each other."""
+    """Sums neighbouring rows into different tables: their atomic additions do not conflict."""
     parts = 1 << max(0, min(8, (len(segment_ids) // (4 * num_segments)).bit_length() - 1))
     tables = jnp.arange(len(segment_ids), dtype=segment_ids.dtype) % parts
     ids = tables * num_segments + segment_ids
@@ -930,7 +930,7 @@ def looked_up_rows(rng, elements) -> Call:
 
 
 def lookup_bytes(table, ids) -> int:
-    """No more of the table than there are ids is read."""
+    """At most as many rows of the table are read as there are ids."""
     result = math.prod(ids.shape) * nbytes(table) // max(1, len(table))
     return nbytes(ids) + result + min(nbytes(table), result)
 
@@ -1024,7 +1024,7 @@ SEGMENT_MIN, SCATTER_MIN = extremum_ops("min", np.minimum, np.inf)
 
 
 def one_row_each(rng, elements) -> Call:
-    """One row, so that no id occurs twice, as the derivative of a product needs."""
+    """Draws one row of updates: the derivative of a product needs ids that occur once."""
     segments, _, width = table_and_rows(rng, elements)
     return Call(((1, width), (1,)), {"num_segments": segments}, rows=segments)
 
@@ -1190,7 +1190,7 @@ RMS_NORM = of_rows(
 
 @functools.wraps(jof.group_norm)
 def group_norm(x, scale, bias, num_groups=0, silu=True, **options):
-    """With 32 groups, or as many as there may be instead, if no number is given."""
+    """By default with 32 groups, or with the largest number that divides 32 and the channels."""
     activation = "silu" if silu else None
     groups = num_groups or math.gcd(32, x.shape[-1])
     return jof.group_norm(x, groups, scale, bias, activation=activation, **options)
@@ -1227,14 +1227,14 @@ GROUP_NORM = of_rows(
 
 
 def drawn_messages(rng, elements) -> Call:
-    """As many receivers as senders: ids are drawn below one number of rows."""
+    """As many receivers as senders, because all ids are drawn from one range."""
     nodes, edges, width = table_and_rows(rng, elements)
     shapes = ((nodes, width), (edges,), (edges,), (edges,))
     return Call(shapes, {"num_segments": nodes}, rows=nodes)
 
 
 def drawn_attention(rng, elements) -> Call:
-    """A receiver has several edges, or the gradient is nothing but rounding."""
+    """Each receiver has several edges: otherwise the gradient is only rounding error."""
     _, edges, width = table_and_rows(rng, elements)
     edges = max(edges, 8)
     nodes = edges // 4
@@ -1247,7 +1247,7 @@ def weighted(x, weights):
 
 
 def of_products(function):
-    """A function of messages, of products of rows and weights."""
+    """A graph layer whose messages are products of rows and weights."""
 
     def call(table, senders, receivers, weights, **options):
         return function(weighted, (table,), senders, receivers, weights, **options)
@@ -1341,7 +1341,8 @@ BY_NAME = {op.name: op for op in OPS}
 # --- calls of the ops, which the table-driven tests share -----------------------------------------
 
 
-# How a scatter-add may be done. Platforms and shapes choose: a case's targets are without it.
+# The kernels of a scatter-add. Platform and shapes choose among them, so a case's targets omit this
+# suffix.
 WAYS = ("sorted", "private", "atomic")
 
 
@@ -1350,41 +1351,41 @@ def without_way(target: str) -> str:
     return name if way in WAYS else target
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # each is one; to compare all fields takes long
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: comparing all fields is slow
 class Case:
-    """A small call of an op: its function of numbers of one dtype, and the JAX function of them."""
+    """A small call of an op: functions, ours and JAX's, whose operands all have one dtype."""
 
     name: str
     op: Op | None  # None: a kernel as users write them
-    f: Callable[..., jax.Array]  # takes `implementation`, too, where it is no kernel
+    f: Callable[..., jax.Array]  # takes `implementation`, too, unless it is a kernel
     ref: Callable[..., jax.Array]
     shapes: tuple[Shape, ...]  # of the operands; () is a scalar
     target: str  # the custom call that f lowers to
-    # The custom calls of the gradient with respect to some operands together. The first entry has
-    # all arrays that f can be differentiated with respect to.
+    # The custom calls of a joint gradient, by the operands that it is taken with respect to. The
+    # first entry has all arrays that f can be differentiated with respect to.
     grad_targets: Mapping[tuple[int, ...], tuple[str, ...]]
     jvp_targets: tuple[str, ...]  # the custom calls of the value and the tangent, for all of these
-    # The sets of operands that f is linear in while the others are fixed.
+    # The sets of operands in which f is linear if the others are fixed.
     linear: tuple[tuple[int, ...], ...] = ()
-    samplers: tuple[Sampler, ...] | None = None  # of the operands; integers where there are none
+    samplers: tuple[Sampler, ...] | None = None  # of the operands; None: integers
     dtype: str = "float32"
-    # 0: equal bit for bit. Otherwise relative to the largest number of a result, because sums of
-    # what is wrong by this much may cancel.
+    # 0: the same bits. Otherwise relative to the largest value of a result, because terms with such
+    # errors may cancel.
     rtol: float = 0.0
-    parameters: int = 0  # how many operands at the end are parameters
+    parameters: int = 0  # the number of parameters, which are the last operands
     besides: frozenset[str] = frozenset()  # HLO instructions of f besides the custom call
-    grad_besides: frozenset[str] = frozenset()  # likewise of the gradient with respect to `wrt`
-    # Whether another row is of the same function: it goes through the core columns only.
+    grad_besides: frozenset[str] = frozenset()  # the same for the gradient with respect to `wrt`
+    # Whether another row has the same function. If so, only the core columns test this one.
     variant: bool = False
     composed: bool = False  # f is more than one custom call
     shared: bool = False  # the gradient needs the value, which XLA computes once for both
     elementwise: bool = True  # f takes any shapes
-    # Of a kernel as users write them: what docs/transformations.md says of it.
+    # For a kernel as users write them: its description in docs/transformations.md.
     kernel: str = ""
-    # The operands' dimensions that may be symbolic, as `jax.export.symbolic_shape` reads them.
-    # Those of an elementwise function are all.
+    # The operands' shapes with symbolic dimensions, in the form of `jax.export.symbolic_shape`. All
+    # dimensions of an elementwise function may be symbolic.
     symbolic: tuple[str, ...] | None = None
-    # Where a batch axis of all arrays needs not be moved; None: anywhere.
+    # The positions from which a batch axis of all arrays need not be moved; None: all positions.
     free_axes: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
@@ -1392,7 +1393,7 @@ class Case:
 
     @property
     def function(self) -> str:
-        """The public function that f calls: what its errors name."""
+        """The name of the public function that f calls, which errors contain."""
         return self.op.public_name if self.op else "ElementwiseKernel"
 
     @property
@@ -1402,12 +1403,12 @@ class Case:
 
     @property
     def arrays(self) -> tuple[int, ...]:
-        """Which operands are no scalars."""
+        """The operands that are not scalars."""
         return tuple(i for i, shape in enumerate(self.shapes) if shape) or (0,)
 
     @property
     def wrt(self) -> tuple[int, ...]:
-        """The arrays that f is differentiated with respect to where its calls are counted."""
+        """The arrays that f is differentiated with respect to in tests that count custom calls."""
         return next(iter(self.grad_targets))
 
     @property
@@ -1423,7 +1424,7 @@ class Case:
         )
 
     def resized(self, shape: Shape) -> "Case":
-        """The same case for arrays of another shape, and rows of its last axis."""
+        """The same case with arrays of another shape, and rows as long as its last axis."""
         assert self.elementwise
         of_rank = {0: (), 1: shape[-1:], len(self.shape): shape}
         return dataclasses.replace(self, shapes=tuple(of_rank[len(s)] for s in self.shapes))
@@ -1434,7 +1435,7 @@ class Case:
         return self.symbolic or tuple(of_rank[len(shape)] for shape in self.shapes)
 
     def larger(self) -> "Case":
-        """The same case where symbolic dimensions are larger."""
+        """The same case with larger sizes for symbolic dimensions."""
         shapes = tuple(
             tuple(n + 3 * d.strip().isalpha() for n, d in zip(shape, dims.split(","), strict=False))
             for shape, dims in zip(self.shapes, self.symbolic_shapes, strict=True)
@@ -1442,7 +1443,7 @@ class Case:
         return dataclasses.replace(self, shapes=shapes)
 
     def precision(self) -> contextlib.AbstractContextManager:
-        """The setting that the case's dtype needs."""
+        """A context with the precision that the case's dtype needs."""
         return jax.enable_x64(True) if self.dtype == "float64" else contextlib.nullcontext()
 
     def both_targets(self) -> list[str]:
@@ -1459,8 +1460,9 @@ class Case:
 
 
 ARRAY, SCALAR = (2, 3), ()
-# Double precision, where native and reference formulas agree to a few units of 2e-16: what a wrong
-# rule would change by as little as 1e-12 is seen, kinks are not hit. The exact rest is on integers.
+# Cases in double precision, in which native and reference formulas agree to a few units of 2e-16.
+# So tests notice if a wrong rule changes a result by as little as 1e-12. Inputs do not hit kinks.
+# The other cases are exact, on integers.
 SMOOTH = {"dtype": "float64", "rtol": 1e-12}
 
 
@@ -1469,7 +1471,7 @@ def as_ids(x):
 
 
 def of_numbers(op: Op, function: Function, ids=as_ids, **options) -> Function:
-    """The function with some options, whose conditions and indices are given as numbers."""
+    """The function with bound options, which converts numbers into conditions and indices."""
     convert = {CONDITION: lambda x: x > 0, INDEX: ids}
     if not options and not convert.keys() & {*op.domain}:
         return function
@@ -1507,7 +1509,7 @@ def integer_samplers(shapes) -> tuple[Sampler, ...]:
 def elementwise_case(op: Op, **fields) -> Case:
     """An elementwise op of arrays and parameters.
 
-    The gradient is one kernel, which is the op's own where the op is linear.
+    The gradient is one kernel. If the op is linear, it is the op's own kernel.
     """
     target = f"jof_{op.name}"
 
@@ -1558,9 +1560,9 @@ def with_scalar(case: Case, position: int, **fields) -> Case:
     return dataclasses.replace(case, shapes=shapes, grad_targets=grad_targets, **fields)
 
 
-# What ops lower to where the rule of `elementwise_case` does not say it.
+# The lowering of ops for which the rule of `elementwise_case` does not hold.
 LOWERED = {
-    # A program that returns its argument copies it; the difference negates it.
+    # A program that returns its argument copies it. The gradient of a difference also negates it.
     "add": {"grad_besides": frozenset({"copy"})},
     "subtract": {"grad_besides": frozenset({"copy", "fusion", "negate"})},
     "fma": {
@@ -1572,11 +1574,11 @@ LOWERED = {
             (2,): (),
         },
         "jvp_targets": ("jof_fma", "jof_multiply_jvp", "jof_add"),
-        "grad_besides": frozenset({"copy"}),  # the cotangent, returned as it came
+        "grad_besides": frozenset({"copy"}),  # the cotangent, which is returned unchanged
     },
     "where": {
         "grad_targets": {wrt: ("jof_where_vjp",) for wrt in ((1, 2), (1,), (2,))},
-        # The comparison that makes the condition of a number.
+        # The comparison that converts a number into the condition.
         "besides": frozenset({"compare", "constant", "broadcast", "fusion"}),
     },
 }
@@ -1690,33 +1692,33 @@ SEGMENTS = 5
 
 
 def some_ids(rng, shape):
-    """Repeated, negative and too large ones, as numbers: functions of a case cast them."""
+    """Repeated, negative and too large ids, as numbers: functions of a case cast them."""
     return rng.integers(-3, SEGMENTS + 2, size=shape)
 
 
 def sorted_ids(rng, shape):
-    """None negative, which would count from the end, and too large ones."""
+    """Sorted ids, some too large. None is negative, because negative ids count from the end."""
     return np.sort(rng.integers(0, SEGMENTS + 2, size=shape))
 
 
 def rows_of(x):
-    """Ids that name rows whatever the columns of the table do to them: others give NaN."""
+    """Ids that are always in range, because others give NaN."""
     return as_ids(x) % SEGMENTS - 2
 
 
 def ids_of_all(x):
-    """Ids that name all rows: an extremum of none is infinite."""
+    """Ids that include every row, because the extremum of an empty row is infinite."""
     places = jnp.arange(x.shape[0], dtype=jnp.int32)
     return jnp.where(places < SEGMENTS, places, as_ids(x))
 
 
 def unique_ids(x):
-    """Each row once, as the derivative of a product needs, and some too large ones."""
+    """Ids with each row once, as the derivative of a product needs, and some too large ones."""
     return jnp.arange(x.shape[0], dtype=jnp.int32) + 0 * as_ids(x)
 
 
 def clipped_ids(x):
-    """What "clip" makes of ids, after negative ones are counted from the end."""
+    """Ids as the mode "clip" resolves them, after negative ones are counted from the end."""
     ids = as_ids(x)
     return jnp.clip(jnp.where(ids < 0, ids + SEGMENTS, ids), 0, SEGMENTS - 1)
 
@@ -1725,15 +1727,16 @@ def ids_in_range(x):
     return as_ids(x) % SEGMENTS
 
 
-# What makes ids of numbers, the operands that are not there, and the copy of one that is needed.
+# HLO instructions that convert numbers into ids, make missing operands, and copy an operand that is
+# needed later.
 ID_ARITHMETIC = frozenset(
     {"add", "and", "broadcast", "compare", "constant", "convert", "copy", "fusion", "multiply"}
     | {"or", "remainder", "select", "sign", "subtract", "xor"}
 )
-ROWS = (7, 2)  # so narrow and many that CPUs do not sort
+ROWS = (7, 2)  # rows are so narrow and numerous that CPUs do not sort
 TABLE = (SEGMENTS, 2)
-# Of an op: its operands' shapes and symbolic dimensions, the custom calls of the value and of the
-# gradients, and how ids are made of numbers.
+# For each op: the operands' shapes and symbolic dimensions, and the custom calls of the value and
+# of the gradients.
 SOFTMAX_TARGETS = (
     "jof_scatter_max",
     *("jof_gather_rows", "jof_scatter_add") * 2,
@@ -1820,7 +1823,7 @@ def scatter_case(
     fields = dict(fields or {})
     shapes, symbolic, target, grad_targets = SUMS_AND_LOOKUPS[op.name]
     options = {"num_segments": SEGMENTS} if op.name.startswith("segment_") else {}
-    # GPUs sort for sums in a fixed order.
+    # On GPUs, sums in a fixed order are sorted.
     sorting = {"sort", "iota", "get-tuple-element"} if "deterministic" in ours else set()
     return case_of(
         op,
@@ -1870,7 +1873,7 @@ SCATTER_CASES = (
     extremum_case(SCATTER_MAX),
     extremum_case(SCATTER_MAX, "-sorted", sorted_ids, indices_are_sorted=True),
     extremum_case(SCATTER_MIN),
-    # By "clip" JAX's own derivative is NaN under vmap: the reference is given clipped ids.
+    # With mode="clip", JAX's own derivative is NaN under vmap, so the reference gets clipped ids.
     dataclasses.replace(
         extremum_case(SCATTER_MIN, "-clip", mode="clip"),
         ref=of_numbers(SCATTER_MIN, SCATTER_MIN.replaces, clipped_ids),
@@ -1903,7 +1906,7 @@ SCATTER_CASES = (
 NODES = TABLE
 EDGES = ROWS[:1]
 MESSAGE_GRAD = ("jof_message_sum", "jof_edge_dot")
-# Sorting, and what makes ids and orders of what it gives.
+# Sorting, and the instructions that compute ids and orders from its results.
 PLANNING = ID_ARITHMETIC | {"divide", "get-tuple-element", "iota", "maximum", "minimum", "sort"}
 PLANNING |= {"clamp", "shift-right-arithmetic", "not", "slice", "pad", "concatenate"}
 
@@ -1952,7 +1955,7 @@ GRAPH_CASES = (
             (3,): ("jof_scatter_add", "jof_edge_dot"),
         },
     ),
-    # The maxima, and how many edges share them, for each side.
+    # The gradient of each table needs the maxima, and how many edges share each maximum.
     graph_case(
         MESSAGE_MAX,
         (NODES, EDGES, EDGES, EDGES),
@@ -1966,7 +1969,7 @@ GRAPH_CASES = (
         shared=True,
         ids=ids_of_all,
     ),
-    # Tangents are composed of messages: maxima, divisors, sums, and what moves these.
+    # Tangents are composed of message kernels: maxima, divisors, sums, and their tangents.
     graph_case(
         ATTENTION_SUM,
         (EDGES, NODES, EDGES, EDGES),
@@ -1979,13 +1982,13 @@ GRAPH_CASES = (
         },
         jvp_targets=("jof_attention", *("jof_messages",) * 4),
         shared=True,
-        rtol=4e-6,  # JAX's own form is off by 2e-6
+        rtol=4e-6,  # the error of JAX's own form is 2e-6
     ),
 )
 
 
 def kernel_case(name, f, ref, what, **options) -> Case:
-    """Of one kernel, as is each of its derivatives."""
+    """The case of one kernel, whose derivatives are one kernel each."""
     shapes = options.pop("shapes")
     arrays = tuple(i for i, shape in enumerate(shapes) if shape)
     target = "jof_compiled"
@@ -2001,7 +2004,7 @@ def kernel_case(name, f, ref, what, **options) -> Case:
 
 
 def of_both_outputs(rotation):
-    """One array, as the columns take it, to which each output adds in its own way."""
+    """A function with one result, as the columns need it: different multiples of both outputs."""
 
     def f(*xs):
         u, v = rotation(*xs)
@@ -2024,9 +2027,9 @@ KERNEL_CASES = (
         kernels.scaled_silu_ref,
         "an array, a row and a scalar",
         shapes=(ARRAY, ARRAY[-1:], SCALAR),
-        # What sums the cotangent of the row.
+        # The instructions that sum the cotangent of the row.
         grad_besides=frozenset({"add", "constant", "fusion", "reduce"}),
-        free_axes=(),  # a row of each example is broadcast
+        free_axes=(),  # a batched row is broadcast
     ),
     kernel_case(
         "rotation",
@@ -2034,7 +2037,7 @@ KERNEL_CASES = (
         of_both_outputs(kernels.rotation_ref),
         "three inputs, two outputs",
         shapes=(ARRAY, ARRAY, ARRAY),
-        # What makes one of the outputs, and their cotangents of one.
+        # The instructions that combine the outputs into one, and that split its cotangent.
         besides=frozenset({"broadcast", "constant", "fusion", "multiply", "negate", "subtract"}),
     ),
 )
@@ -2042,7 +2045,7 @@ KERNEL_CASES = (
 
 # The rows that are public functions, and the kernels.
 def rows_case(op: Op, target, jvp_targets=(), suffix="", shapes=(ARRAY,), **fields) -> Case:
-    """The gradient is computed from what the value has left."""
+    """The case of a function of rows. Its gradient uses numbers that the value call has stored."""
     fields = {
         "grad_targets": {(0,): (target, f"{target}_vjp")},
         "samplers": (normals,) * len(shapes),
@@ -2066,7 +2069,7 @@ def classes_of(rng, shape):
 
 
 def norm_cases(op: Op, vectors: int) -> tuple[Case, Case]:
-    """With a scale, and a bias, that are the same for all examples; and as operands."""
+    """The cases of a norm with scale and bias as constants, and as operands."""
     constants = (jnp.array([0.5, 2.0, -1.0]), jnp.array([1.0, 0.0, -2.0]))[:vectors]
 
     def with_constants(f):
@@ -2090,7 +2093,7 @@ def norm_cases(op: Op, vectors: int) -> tuple[Case, Case]:
 
 
 def of_same_rank(case: Case) -> Case:
-    """With the axis that is summed over, as tests of batches want it."""
+    """The case with the reduced axis kept in the result, as tests of batching need it."""
 
     def expanded(f):
         return lambda *xs, **options: jnp.expand_dims(f(*xs, **options), -1)
@@ -2105,7 +2108,7 @@ def labels_of(x):
 ROWS_CASES = (
     rows_case(SOFTMAX, "jof_softmax", ["jof_softmax_vjp"]),
     rows_case(LOG_SOFTMAX, "jof_softmax"),
-    # The value and the gradient are one call.
+    # The value and the gradient are computed by one call.
     of_same_rank(
         rows_case(
             LOGSUMEXP,
@@ -2151,24 +2154,25 @@ FUNCTIONS = (
 )
 CASES = (*FUNCTIONS, *KERNEL_CASES)
 
-# One row for each kind of machinery, for tests of what all rows of a kind share.
+# One case for each kind of machinery, for tests of behaviour that all cases of a kind share.
 _REPRESENTATIVE = {
     *("upsample_nearest2d-exact-NHWC", "permute-cycle", "scatter_add", "add-scalar0", "cast"),
     *("embedding_lookup", "segment_max"),
     *("fma", "leaky_relu", "multiply", "sigmoid", "swiglu", "where"),
 }
 REPRESENTATIVE = tuple(case for case in CASES if case.name in _REPRESENTATIVE)
-# All rows but those of elementwise ops that share their machinery with a representative one: for
-# tests of batching, platforms and control flow, which know nothing of the formula.
+# All cases except those of elementwise ops that share their machinery with a representative: for
+# tests of batching, platforms and control flow, which do not depend on the formula.
 EACH_KIND = tuple(c for c in CASES if c in REPRESENTATIVE or c not in ELEMENTWISE_CASES)
-# One for each primitive with a handler of its own: for what knows programs, not ops.
+# One case for each primitive with its own handler: for tests that depend on programs, not on ops.
 EACH_PRIMITIVE = tuple(
     case
     for case in EACH_KIND
     if case in REPRESENTATIVE
     or case.name in {"softmax", "layer_norm", "message_sum", "scaled_silu"}
 )
-# Of elementwise ones two, with and without a scalar: for what is JAX's own machinery.
+# One case per family, and two elementwise ones, with and without a scalar: for tests of JAX's own
+# machinery.
 EACH_FAMILY = tuple(
     case
     for case in EACH_PRIMITIVE

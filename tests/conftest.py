@@ -1,4 +1,4 @@
-"""What comes before any test module imports JAX: virtual devices, profiles, fixtures."""
+"""Setup before any test module imports JAX: virtual devices, profiles, fixtures."""
 
 import functools
 import gc
@@ -13,29 +13,29 @@ import threading
 from importlib.metadata import version
 from pathlib import Path
 
-# XLA reads its flags once, when the CPU client starts: this has to come before the import of JAX.
-# Those of the user come last and win. XLA compiles thousands of small programs here, and how well
-# it does is not what is tested: without optimizations and MLIR the suite takes a third less time.
+# XLA reads its flags once, when the CPU client starts, so this code precedes the import of JAX. The
+# user's flags come last and win. XLA compiles thousands of small programs here, whose speed is not
+# tested: without optimizations and MLIR the suite takes a third less time.
 flags = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",  # programs are small, and all cores are busy
 ]
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # newer ones have no other way
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # newer ones always use it
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
 # pytest-xdist runs several processes; by default each would claim most of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Nobody reads the tracebacks of errors that tests expect: a tenth of the time went into them.
+# Nobody reads the tracebacks of expected errors. Filtering them took a tenth of the time.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
-# Nor where each operation of a program was written.
+# The same holds for the source locations of a program's operations.
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "false")
-# Where all processes of a run find the kernels that one of them has compiled.
+# All processes of a run share this cache of compiled kernels.
 own_cache = None
 if "JAX_ONEFLOW_OPS_CACHE_DIR" not in os.environ:
     own_cache = os.environ["JAX_ONEFLOW_OPS_CACHE_DIR"] = tempfile.mkdtemp(prefix="jof-kernels-")
 
-# JAX makes many objects that live long; looking for cycles among them takes a tenth of the time.
+# JAX makes many long-lived objects. Searching them for cycles takes a tenth of the time.
 gc.set_threshold(100_000, 20, 50)
 
 import jax  # noqa: E402
@@ -48,21 +48,22 @@ from jax_oneflow_ops._codegen import cache, compilers  # noqa: E402
 
 gc.freeze()
 
-# For each program JAX loads every dialect of MLIR into a new context. One for each thread saves a
+# For each program, JAX loads every MLIR dialect into a new context. One context per thread saves a
 # fifth of the time.
 new_context = mlir.make_ir_context
 context_of = functools.cache(lambda thread: new_context())
 sys.modules[new_context.__module__].make_ir_context = lambda: context_of(threading.get_ident())
 
-# Generated kernels take a quarter less time to compile; test_kernel.py has some as users do.
+# Generated kernels compile in a quarter less time; test_kernel.py compiles some with users' flags.
 compilers._FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compilers._FLAGS)
 
 
 def use_precompiled_headers():
-    """Compiles what all generated kernels include once, for later runs, too: hundreds of kernels
-    take half as long then. test_kernel.py has some compiled as users do.
+    """Precompiles the headers of generated kernels, once for this and later runs.
+
+    Hundreds of kernels then compile in half the time. test_kernel.py compiles some as users do.
     """
-    os.environ["JOF_TEST_CXX"] = os.environ.get("CXX", "c++")  # for what is no kernel
+    os.environ["JOF_TEST_CXX"] = os.environ.get("CXX", "c++")  # for code that is not a kernel
     if "CXX" in os.environ:
         return
     included = ("<immintrin.h>", "<math.h>", '"cpu/compiled.h"', '"common/traced.h"')
@@ -83,19 +84,19 @@ def use_precompiled_headers():
             command = [*compiler._command, *flags, "-x", "c++-header", header, "-o", part]
             subprocess.run(command, check=True, capture_output=True)
             part.replace(compiled)
-    except (OSError, subprocess.CalledProcessError):  # no x86, no compiler, a folder to read only
+    except (OSError, subprocess.CalledProcessError):  # not x86, no compiler, or a read-only folder
         return
     name = Path(compiler._command[0]).name
     os.environ["CXX"] = shlex.join([name, f"-I{header.parent}", f"-include{header.name}"])
 
 
-if "JOF_TEST_CXX" not in os.environ:  # which workers inherit
+if "JOF_TEST_CXX" not in os.environ:  # workers inherit it
     use_precompiled_headers()
 
 settings.register_profile(
     "quick",
     max_examples=8,
-    deadline=None,  # the first example of a shape compiles, the next does not
+    deadline=None,  # the first example of a shape compiles, later ones do not
     database=None,
     derandomize="CI" in os.environ,
     print_blob=True,
@@ -106,7 +107,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_unconfigure():
-    gc.collect()  # pytest would five times, and Python once more: seconds for each worker
+    gc.collect()  # otherwise pytest collects five times and Python once: seconds per worker
     gc.freeze()
     if own_cache:
         shutil.rmtree(own_cache, ignore_errors=True)
@@ -122,7 +123,7 @@ def pytest_configure(config):
 
 
 def is_exhaustive(item, first):
-    """Whether a test is marked, or differs in more than one list of parameters from the first."""
+    """Whether a test is marked, or differs from the first in more than one list of parameters."""
     count = 0
     for mark in item.iter_markers("parametrize"):
         names = [mark.args[0]] if isinstance(mark.args[0], str) else mark.args[0]
@@ -131,10 +132,10 @@ def is_exhaustive(item, first):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what is exhaustive, and to test_xla.py what XLA gets wrong with the flags above.
+    """Drops exhaustive tests, and leaves to test_xla.py what XLA gets wrong with the flags above.
 
-    Of a test with several lists of parameters every value runs with the first of the other lists.
-    test_xla.py is one long test: it comes first, so that no worker waits for it in the end.
+    If a test has several lists of parameters, each value runs with the first values of the other
+    lists. test_xla.py is one long test, so it runs first: no worker has to wait for it at the end.
     """
     if not config.option.exhaustive:
         first = {}
@@ -152,13 +153,13 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(skip)
 
 
-# Tests are of kernels: a device that was not measured runs them wherever the choice is left open.
-# test_policy.py is about the choice.
+# The tests test kernels. Without measurements, kernels run wherever the choice is left open.
+# test_policy.py tests the choice.
 _policy.tables = dict
 
 
 @pytest.fixture(scope="module")
 def x64():
-    """64-bit dtypes for every test of the module that asks for it."""
+    """Enables 64-bit dtypes for the modules that request it."""
     with jax.enable_x64(True):
         yield

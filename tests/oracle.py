@@ -1,5 +1,8 @@
-"""Formulas in NumPy that several tests share, written apart from the package: which pixel is read,
-which row an index names, how a number is rounded. Those of single ops are in catalogue.py."""
+"""NumPy formulas that several tests share, written independently of the package.
+
+They compute which pixel is read, which row an index refers to, and how a number is rounded.
+Formulas of single ops are in catalogue.py.
+"""
 
 import math
 
@@ -39,8 +42,11 @@ def upsample_nearest2d(x, size, method="nearest", data_format="NCHW") -> np.ndar
 
 
 def upsample_nearest2d_adjoint(dy, size, method="nearest", data_format="NCHW") -> np.ndarray:
-    """The transpose of upsample_nearest2d as a linear map: each dy is added to the pixel it was
-    read from, one at a time, in double precision. `size` is that of the result."""
+    """The transpose of upsample_nearest2d as a linear map, in double precision.
+
+    Each element of dy is added to the pixel from which its output was read, one at a time. `size`
+    is that of the result.
+    """
     dy = np.asarray(dy)
     axis = spatial_axis(dy.ndim, data_format)
     wide = np.complex128 if np.issubdtype(dy.dtype, np.complexfloating) else np.float64
@@ -72,16 +78,16 @@ def rounded(value: np.ndarray, dtype) -> np.ndarray:
     finite = np.isfinite(value)
     unit = spacing(np.where(finite, value, 1), dtype)
     nearest = np.where(finite, np.rint(value / unit) * unit, value)
-    with np.errstate(over="ignore"):  # beyond the largest number is infinity
+    with np.errstate(over="ignore"):  # beyond the largest number, the result is infinity
         return np.copysign(nearest, value).astype(dtype)
 
 
 def rounded_sum(x: np.ndarray, y: np.ndarray, dtype) -> np.ndarray:
     """The exact sum of two doubles, rounded to `dtype` once.
 
-    The sum in double is rounded to odd: to the neighbour whose last bit is set where it is not
-    exact, which no rounding to fewer bits by two or more takes for a tie (Boldo and Melquiond,
-    "When double rounding is odd").
+    The double-precision sum is rounded to odd: if it is not exact, to the neighbour whose last bit
+    is set. A second rounding to at least two fewer bits never takes that for a tie (Boldo and
+    Melquiond, "When double rounding is odd").
     """
     total = x + y
     with np.errstate(invalid="ignore"):
@@ -97,7 +103,7 @@ def rounded_sum(x: np.ndarray, y: np.ndarray, dtype) -> np.ndarray:
 
 
 def named_rows(ids, size: int, wrap: bool, clip: bool) -> np.ndarray:
-    """The row of each id, -1 where there is none, in Python's unbounded integers."""
+    """The row of each id, or -1 if it has none, in Python's unbounded integers."""
     rows = []
     for i in np.asarray(ids).reshape(-1).tolist():
         row = i + size if wrap and i < 0 else i
@@ -107,7 +113,7 @@ def named_rows(ids, size: int, wrap: bool, clip: bool) -> np.ndarray:
 
 
 def scatter_add(operand, rows, updates) -> np.ndarray:
-    """Sums in double precision; of integers, exactly, modulo a power of two."""
+    """Sums in double precision. Sums of integers are exact, modulo a power of two."""
     operand, updates = np.asarray(operand), np.asarray(updates)
     wide = {"i": np.uint64, "u": np.uint64, "c": np.complex128}.get(operand.dtype.kind, np.float64)
     total = operand.astype(wide)
@@ -125,7 +131,7 @@ def scatter_reduce(ufunc, operand, rows, updates) -> np.ndarray:
 
 
 def scatter_extremum_transpose(ufunc, ct, operand, rows, updates) -> tuple[np.ndarray, np.ndarray]:
-    """The cotangents of the operand and of the updates: those equal to the result share its."""
+    """The cotangents of operand and updates: values equal to the result share its cotangent."""
     result = scatter_reduce(ufunc, operand, rows, updates)
     shares = [np.asarray(operand == result, np.float64), np.zeros(np.shape(updates))]
     for place in np.argwhere(rows >= 0):
@@ -164,7 +170,7 @@ def cross_entropy(x, labels) -> np.ndarray:
 
 
 def normalized(x, center, epsilon=1e-6) -> tuple[np.ndarray, np.ndarray]:
-    """And 1 / the standard deviation; in long doubles, as float64 is compared with it, too."""
+    """The normalized array and 1 / the standard deviation; in long doubles, to test float64."""
     x = np.asarray(x, np.longdouble)
     centred = x - np.mean(x, -1, keepdims=True) if center else x
     rstd = 1 / np.sqrt(np.mean(centred**2, -1, keepdims=True) + epsilon)
@@ -182,7 +188,7 @@ def norm_vjp(x, scale, dy, center) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def group_norm(x, scale, bias, num_groups=0, silu=True) -> np.ndarray:
-    """Of images (n, ..., channels); by default with 32 groups, or as many as there may be."""
+    """Group norm of images (n, ..., channels); by default with gcd(32, channels) groups."""
     y = _in_groups(x, num_groups or math.gcd(32, x.shape[-1]))[0] * scale + bias
     return y / (1 + np.exp(-y)) if silu else y
 
@@ -201,14 +207,14 @@ def group_norm_vjp(ct, x, scale, bias, num_groups=0, silu=True) -> tuple[np.ndar
 
 
 def rows_of_groups(x, groups) -> np.ndarray:
-    """(n, groups, pixels x channels of a group)."""
+    """Reshapes to (n, groups, pixels x channels of a group)."""
     n, channels = x.shape[0], x.shape[-1]
     split = np.reshape(x, (n, -1, groups, channels // groups))
     return np.moveaxis(split, 2, 1).reshape(n, groups, -1)
 
 
 def _in_groups(x, groups):
-    """`x` with its groups normalized, and the function that brings rows of groups back."""
+    """`x` with its groups normalized, and a function that turns rows of groups into images."""
     n, channels = x.shape[0], x.shape[-1]
 
     def back(rows):

@@ -1,10 +1,9 @@
-"""How each op may be sharded over devices: one table, which test_sharding.py checks and
-docs/sharding.md shows.
+"""How each op may be sharded: a table that test_sharding.py checks and docs/sharding.md shows.
 
-Dimensions have letters, as in einsum, and all ops obey one law. A mesh axis may shard any
-dimension but those that are gathered. A dimension that the result lacks costs one all-reduce. So
-does, in the gradient with respect to an operand, a dimension of the result that this operand lacks.
-Nothing else is sent.
+Dimensions have letters, as in einsum, and all ops obey one law. A mesh axis may shard any dimension
+except those that are gathered. A dimension that the result lacks costs one all-reduce. In the
+gradient with respect to an operand, a dimension of the result that this operand lacks also costs
+one. There is no other communication.
 """
 
 import dataclasses
@@ -45,9 +44,9 @@ def split(equation: str) -> tuple[list[str], str]:
 @dataclasses.dataclass(frozen=True)
 class Rule:
     equation: str
-    names: Mapping[str, str]  # what the documents call the dimensions
-    wrt: Mapping[int, str]  # and the operands that the op can be differentiated with respect to
-    others: str  # the letter of all dimensions without a name
+    names: Mapping[str, str]  # the dimensions' names in the documentation
+    wrt: Mapping[int, str]  # names of the operands that it can be differentiated with respect to
+    others: str  # stands for all dimensions without a name
     gathered: str = ""  # letters
 
     def kinds(self, letters: Iterable[str]) -> frozenset[str]:
@@ -156,10 +155,11 @@ def table() -> str:
     return "\n\n".join("\n".join(f"| {' | '.join(r)} |" for r in part) for part in (rows, more))
 
 
-# What reductions of rows send: where rows of updates are sharded, besides in the gradient then, and
-# in the gradient where rows of the result are sharded. Other dimensions cost nothing.
+# The collectives of reductions of rows: if the rows of updates are sharded, the additional ones in
+# the gradient then, and those in the gradient if rows of the result are sharded. Sharding other
+# dimensions needs none.
 REDUCTIONS: Mapping[tuple[str, ...], tuple[Mapping[str, int], ...]] = {
-    # Whether there is a NaN is one of them.
+    # One of the two all-reduces is for NaNs.
     ("segment_max", "segment_min", "scatter_max", "scatter_min"): (
         {"all-reduce": 2},
         {"all-reduce": 1},
@@ -181,7 +181,7 @@ def rule_of(case: Case) -> Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A case, the letters of its dimensions, and which mesh axes shard some of these."""
+    """A case, the letters of its dimensions, and the mesh axes that shard them."""
 
     case: Case
     equation: str
@@ -202,7 +202,7 @@ class Layout:
 
     @property
     def scalars(self) -> tuple[int, ...]:
-        """The scalars that are differentiated with respect to."""
+        """The scalars among the operands that the case is differentiated with respect to."""
         return tuple(i for i in self.wrt if not self.operands[i])
 
     def spec(self, letters: str) -> P:
@@ -216,16 +216,16 @@ class Layout:
         return tuple(a for x, axes in self.axes.items() if x not in self.result for a in axes)
 
     def on(self, mesh: jax.sharding.Mesh) -> "Layout":
-        """Without what a mesh axis of one device does not shard."""
+        """The layout without the dimensions that are sharded over a single device of this mesh."""
         sizes = {x: math.prod(mesh.shape[a] for a in axes) for x, axes in self.axes.items()}
         return self.sharded(**{x: axes for x, axes in self.axes.items() if sizes[x] > 1})
 
     def all_reduces(self) -> tuple[int, int]:
-        """How many the law allows: in the function, in its gradients."""
+        """The number of all-reduces that the law allows, in the function and in its gradients."""
         kept = [x for x in self.axes if x in self.result]
         gradients = [any(x not in self.operands[i] for x in kept) for i in self.wrt]
         if self.case.op and self.case.op.family == "rows":
-            # Those of scale and bias are one, maxima and sums are two.
+            # The all-reduces of scale and bias are combined; maxima and sums need one each.
             return 2 * bool(self.summed()), any(gradients)
         return bool(self.summed()), sum(gradients)
 
@@ -233,7 +233,7 @@ class Layout:
         return dataclasses.replace(self, axes=axes)
 
     def shard_size(self, letters: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> int:
-        """The number of elements of a device's part of an array."""
+        """The number of elements of one device's shard of an array."""
         axes = [a for letter in letters for a in self.axes.get(letter, ())]
         return math.prod(shape) // math.prod(mesh.shape[a] for a in axes)
 
@@ -243,7 +243,7 @@ def layout(case: Case, equation: str, wrt: tuple[int, ...] | None = None, **axes
 
 
 def sized(case: Case, equation: str, **sizes: int) -> Case:
-    """The case with its dimensions of some letters resized."""
+    """The case with other sizes for the dimensions of some letters."""
     shapes = (
         tuple(sizes.get(x, size) for x, size in zip(letters, shape, strict=True))
         for letters, shape in zip(split(equation)[0], case.shapes, strict=True)
@@ -251,7 +251,7 @@ def sized(case: Case, equation: str, **sizes: int) -> Case:
     return dataclasses.replace(case, shapes=tuple(shapes))
 
 
-# Elementwise ops that stand for all in what all have from one place: of one, two and three arrays.
+# Elementwise ops with one, two and three arrays, which represent all in tests of shared code.
 SEVERAL_WAYS = ("leaky_relu", "swiglu", "fma")
 
 
@@ -311,12 +311,12 @@ def permute_layouts() -> Iterator[Layout]:
     yield layout(sized(backwards, "ijkl->lkji", l=8), "ijkl->lkji", k="b", l="a")
 
 
-# So many rows that devices look for ids in their own, rather than gather the table.
+# Enough rows that each device looks up ids in its own rows, instead of all-gathering the table.
 SEGMENTS = 64
 
 
 def ids_around(rng, shape):
-    """Ids of rows, negative ones and some out of range; as numbers, which cases cast."""
+    """Ids of rows, negative ones, and some out of range. They are numbers, which cases cast."""
     return rng.integers(-SEGMENTS - 2, SEGMENTS + 3, size=shape)
 
 
@@ -408,7 +408,7 @@ def ids_in_range(rng, shape):
 
 
 def unique_ids(rng, shape):
-    """As the derivative of a product needs, and some too large ones."""
+    """Unique ids, as the derivative of a product needs; some are too large."""
     return rng.permutation(SEGMENTS + 8)[: shape[0]]
 
 
@@ -427,7 +427,7 @@ def reduction_layouts() -> Iterator[Layout]:
             shapes,
             REDUCTION_TARGETS.get(op.name, f"jof_scatter_{op.name.partition('_')[2]}"),
             options=options if segments or product else {},
-            # All but the ids; what calls they make is not looked at.
+            # All operands except the ids. The tests do not check the custom calls.
             grad_targets={tuple(i for i, s in enumerate(shapes) if len(s) > 1): ()},
             jvp_targets=(),
             samplers=tuple(ids if len(s) == 1 else integers for s in shapes),

@@ -1,4 +1,4 @@
-"""Casts, beside ``astype`` and ``Tensor.to``."""
+"""Casts, compared with ``astype`` and ``Tensor.to``."""
 
 from functools import partial
 
@@ -47,7 +47,7 @@ def cases(platform: str) -> list[Case]:
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
-    """A case at random: any two of the dtypes, any number of elements, values that overflow."""
+    """A random case: any two of the dtypes, any number of elements, values that overflow."""
     dtype, new = (_DTYPES[i] for i in rng.choice(len(_DTYPES), 2, replace=False))
     n = common.random_elements(rng, largest, common.itemsize(dtype) + common.itemsize(new))
     return case(dtype, new, n, str(n), kind="wide")
@@ -68,9 +68,10 @@ def _work(dtype: str, new: str, n: int, shape: str, kind: str) -> Work:
 
 
 def _verify(new: str, sampled: accuracy.Sampled) -> str | None:
-    """Rounded from float64, to the bit.
+    """Checks for the exact bits: results are rounded once from float64.
 
-    As integers floats are truncated and saturate, NaN becomes 0, and wider integers lose bits.
+    Floats that become integers are truncated and saturate, and NaN becomes 0. Wider integers lose
+    their high bits.
     """
     (x,), (out,) = accuracy.doubles(sampled)
     dtype = jnp.dtype(new)

@@ -1,4 +1,4 @@
-"""Names and sizes of listed cases, and how random ones are drawn."""
+"""Names and sizes of listed cases, and draws for random cases."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,12 +30,12 @@ def is_wide(*dtypes: str) -> bool:
 
 
 def sweep_sizes(platform: str) -> list[int]:
-    """The bytes of the arrays of a sweep: from 1 KiB, where a launch dominates, to 1 GiB."""
+    """The bytes of the arrays of a sweep: from 1 KiB, where launch overhead dominates, to 1 GiB."""
     return [1 << bits for bits in range(10, 31 if platform == "gpu" else 27, 2)]
 
 
 def array_sizes(platform: str) -> list[tuple[int | None, str]]:
-    """Bytes of the first array of listed cases, or None for 4M elements, and their names."""
+    """The bytes of the first array of listed cases (None: 4M elements), and their names."""
     if platform == "cpu":
         return [(None, "4M elements")]
     return [(n << 20, f"{n} MiB") for n in (512, 64)]
@@ -46,17 +46,17 @@ def is_large(shape: str) -> bool:
 
 
 def elements(nbytes: int | None, dtype: str) -> int:
-    """How many elements an array of a listed size has."""
+    """The number of elements of an array of a listed size."""
     return 4 << 20 if nbytes is None else nbytes // itemsize(dtype)
 
 
 def compact(shape: str) -> str:
-    """Such as "512MiB", or "4M" of "4M elements"."""
+    """A short name: "512MiB" for "512 MiB", "4M" for "4M elements"."""
     return shape.removesuffix(" elements").replace(" ", "")
 
 
 def count(n: int) -> str:
-    """Such as ``16M`` and ``64k``, which are powers of two, and ``10000``."""
+    """A short number, such as ``16M`` and ``64k`` (powers of two), or ``10000``."""
     for unit, amount in (("M", 1 << 20), ("k", 1 << 10)):
         if n % amount == 0 and n > amount >> (unit == "M"):
             return f"{n // amount}{unit}"
@@ -64,7 +64,7 @@ def count(n: int) -> str:
 
 
 def forms_of(op: Any, dtype: str) -> dict[str, Callable[..., Any]]:
-    """Returns the forms in jnp of a row of the catalogue, as users write it first."""
+    """Returns the jnp forms of a row of the catalogue, first the form that users write."""
     fast = {f"jnp {name.replace('in float32', 'f32')}": form for name, form in op.best.items()}
     if dtype == "float32":
         fast.pop("jnp f32", None)
@@ -77,13 +77,13 @@ def random_size(rng: np.random.Generator, largest: int) -> int:
 
 
 def random_elements(rng: np.random.Generator, largest: int, each: int) -> int:
-    """Draws a number of elements of ``each`` bytes: a quarter of them multiples of 64."""
+    """Draws a number of elements of ``each`` bytes; a quarter of the draws are multiples of 64."""
     n = max(1, random_size(rng, largest) // each)
     return n & ~63 if rng.random() < 0.25 and n > 64 else n
 
 
 def random_dimension(rng: np.random.Generator, about: float) -> int:
-    """Draws a dimension near ``about``: half of them are powers of two, some others are odd."""
+    """Draws a dimension near ``about``: half of them powers of two, some others odd."""
     if rng.random() < 0.5:
         return 1 << max(0, round(math.log2(max(1.0, about))))
     return max(1, int(about) | int(rng.random() < 0.5))
@@ -95,7 +95,7 @@ def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
 
 
 def with_pullback(function: Callable[..., Any], wrt: Sequence[int] = (0,)) -> Callable[..., Any]:
-    """The value and the cotangents, of (operands, cotangent); options are the function's."""
+    """A function of (operands, cotangent) that returns the value and the operands' cotangents."""
 
     def run(*args: Any, **options: Any) -> Any:
         *operands, cotangent = args
@@ -110,13 +110,13 @@ def with_pullback(function: Callable[..., Any], wrt: Sequence[int] = (0,)) -> Ca
 
 
 def pullback(function: Callable[..., Any], wrt: Sequence[int] = (0,)) -> Callable[..., Any]:
-    """The cotangents alone: XLA drops the value, which is not used."""
+    """As `with_pullback`, without the value: XLA drops it, because it is not used."""
     run = with_pullback(function, wrt)
     return lambda *args, **options: run(*args, **options)[1:]
 
 
 def contender(name: str, step: Callable[..., Any], state: Any, batches: Sequence[Any]) -> Contender:
-    """Steps from a copy of a state, on batches in turn; each takes an earlier step's state."""
+    """A contender that trains from a copy of a state, on batches in turn."""
     own = [jax.tree.map(jnp.copy, state)]
 
     def call(i: int) -> None:

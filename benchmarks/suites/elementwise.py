@@ -16,9 +16,9 @@ from . import common
 
 OPS: dict[str, Any] = {op.name: op for op in catalogue.ELEMENTWISE_OPS}
 TRACED = {"scale_traced": "scale"}
-"""Cases of ops whose parameters are arrays instead of numbers."""
+"""Cases of ops whose parameters are traced arrays instead of Python numbers."""
 
-_EXACT = {"relu", "multiply", "maximum", "minimum", "where"}  # forms are equal bit for bit
+_EXACT = {"relu", "multiply", "maximum", "minimum", "where"}  # all forms have the same bits
 
 
 def _computed(op: Any) -> list[int]:
@@ -59,7 +59,7 @@ def cases(platform: str) -> list[Case]:
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
-    """A case at random: any op, forward or gradient, any number of elements."""
+    """A random case: any op, forward or gradient, any number of elements."""
     name, dtype = common.pick(rng, [*OPS]), common.pick(rng, common.FLOATS)
     gradient = _has_gradient(name) and rng.random() < 0.4
     n = common.random_elements(rng, largest, 4 * common.itemsize(dtype))
@@ -80,7 +80,7 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
     op, traced = OPS[TRACED.get(name, name)], name in TRACED
     gradient = group == "derivative"
     inputs = _inputs(op, n, dtype, parameters=traced)
-    # Numbers, which are compiled in, come after the arrays.
+    # Numbers come after the arrays, and are compiled in.
     numbers = () if traced else op.settings[0]
 
     def of_arrays(function: Function) -> Function:
@@ -104,14 +104,14 @@ def _work(name: str, dtype: str, n: int, group: str, shape: str) -> Work:
     )
 
 
-_HAS_A_ROOT = {"gelu_tanh", "gelu_erf", "silu", "hard_swish", "mish"}  # the slope has
+_HAS_A_ROOT = {"gelu_tanh", "gelu_erf", "silu", "hard_swish", "mish"}  # their slopes have a root
 
 
 def _verify(op: Any, dtype: str, numbers: Any, sampled: accuracy.Sampled) -> str | None:
     args, out = accuracy.doubles(sampled)
     with np.errstate(all="ignore"):
         exact = op.exact(*args, *numbers)
-    # A tail is where an activation is small against its argument.
+    # A result is in a tail if an activation is small compared with its argument.
     argument = np.prod(np.stack(args), axis=0) if op.best else 0.0
     known = Exact(exact, argument=argument, product=bool(op.best) and len(args) > 1)
     return accuracy.wrong(out, [known], dtype)
@@ -161,4 +161,5 @@ TORCH: dict[str, Function] = {
     "geglu_tanh": _gated("gelu_tanh"),
     "geglu_erf": _gated("gelu_erf"),
 }
-"""By the names of cases. PyTorch's gradients need more than the pullback, so they are no rivals."""
+"""By the names of cases. PyTorch's gradients do more work than the pullback, so they are no rivals.
+"""

@@ -1,4 +1,4 @@
-"""Kernels that users write as an expression, beside built-in ops and other compilers."""
+"""Kernels that users write as an expression, compared with jnp and other compilers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,15 +35,15 @@ _EXACT = SimpleNamespace(
 
 
 class Kernel(NamedTuple):
-    """A kernel from a body in C++, and its formula over the functions of a library."""
+    """A kernel with a body in C++, and its formula in terms of a library's functions."""
 
     text: str
     operands: str  # such as "T x, T s"
-    formula: Callable[..., Any]  # of the functions, then the operands
-    inputs: str  # a letter an operand: an array, a row or a scalar; of a pullback the cotangent
+    formula: Callable[..., Any]  # takes the functions, then the operands
+    inputs: str  # one letter per operand: array, row or scalar; pullback: the cotangent, too
     argument: Callable[..., Any] = lambda *operands: 0.0  # accuracy.Exact's
-    body: str = ""  # in C++, where it is not the text
-    slopes: dict[str, str] | None = None  # those of a pullback
+    body: str = ""  # in C++, if it differs from the text
+    slopes: dict[str, str] | None = None  # the derivatives of a pullback
 
 
 def case(name: str, dtype: str, n: int, shape: str) -> Case:
@@ -107,8 +107,9 @@ def _verify(kernel: Kernel, dtype: str, sampled: accuracy.Sampled) -> str | None
         x, y, ct = args
         expected = [Exact(2 * (x - y) * ct), Exact(-2 * (x - y) * ct)]
     else:
-        # Terms that cancel have the errors of their operands, and in 16 bits an activation has one
-        # of 2^-15, 64 times that in f32. `bound` takes eight times 2^-24 of the terms.
+        # Terms that cancel have the errors of their operands. In 16-bit dtypes an activation has a
+        # relative error of 2^-15, 64 times that in f32. `bound` allows eight times 2^-24 of the
+        # terms.
         coarser, exact = 1 if dtype == "float32" else 64, formula(*args)
         moved = (formula(*args[:i], x * (1 + 2.0**-20), *args[i + 1 :]) for i, x in enumerate(args))
         terms = coarser * 2.0**20 * sum(np.abs(y - exact) for y in moved)
@@ -158,4 +159,4 @@ KERNELS = {
         slopes={"x": "2 * (x - y)", "y": "-2 * (x - y)"},
     ),
 }
-"""By the names that cases have."""
+"""By the names of cases."""

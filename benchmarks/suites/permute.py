@@ -1,4 +1,4 @@
-"""Permutations of axes, beside ``jnp.transpose``."""
+"""Permutations of axes, compared with ``jnp.transpose``."""
 
 import itertools
 import math
@@ -71,7 +71,7 @@ def case(
 
 
 def cases(platform: str) -> list[Case]:
-    """On a GPU with elements of 8 and 16 bytes, too, and two orders in more sizes."""
+    """The listed shapes; on a GPU also elements of 8 and 16 bytes, and two orders in more sizes."""
     gpu = platform == "gpu"
     listed = [
         case(shape, axes, dtype, group)
@@ -84,7 +84,7 @@ def cases(platform: str) -> list[Case]:
                 shape = ((mib << 4) // common.itemsize(dtype), 256, 256)
                 listed.append(case(shape, axes, dtype, "other sizes", "article"))
     for nbytes in common.sweep_sizes(platform):
-        # A bf16 matrix, square or twice as wide as high.
+        # A bf16 matrix, square or twice as wide as it is high.
         bits = (nbytes // 2).bit_length() - 1
         matrix = 1 << bits // 2, 1 << bits - bits // 2
         listed.append(case(matrix, (1, 0), "bfloat16", SWEEP, SWEEP, size(nbytes)))
@@ -92,7 +92,7 @@ def cases(platform: str) -> list[Case]:
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
-    """A case at random: 2 to 6 axes, elements of 1 to 16 bytes, often a small last dimension."""
+    """A random case: 2 to 6 axes, elements of 1 to 16 bytes, often a small last dimension."""
     dtype = common.pick(rng, ("int8", "float16", "bfloat16", "float32", "complex64", "complex128"))
     most = 2 * largest // common.itemsize(dtype)
     n = max(4.0, common.random_size(rng, largest) / (2 * common.itemsize(dtype)))
@@ -104,12 +104,12 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
         shape = tuple(common.random_dimension(rng, 2**part) for part in parts)
         axes = tuple(int(i) for i in rng.permutation(rank))
         moving = [axis for axis in axes if shape[axis] > 1]
-        if 4 * math.prod(shape) <= most and moving != sorted(moving):  # else nothing moves
+        if 4 * math.prod(shape) <= most and moving != sorted(moving):  # otherwise nothing moves
             return case(shape, axes, dtype, "random", "random")
 
 
 def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> Work:
-    """XLA must return the default layout, so jnp's program moves the array, too."""
+    """The programs return the default layout, so jnp's program has to move the array, too."""
     return Work(
         [Input(shape, dtype, "hash")],
         partial(catalogue.PERMUTE.function, axes=axes),
@@ -126,7 +126,7 @@ def _work(shape: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> Work:
 def _sample(
     shape: tuple[int, ...], axes: tuple[int, ...], args: tuple[Array, ...], out: Array
 ) -> tuple[Array, Array]:
-    """Some elements, and those that NumPy's index arithmetic says they are."""
+    """Some elements of the result, and the elements that NumPy's index arithmetic expects there."""
     places = np.random.default_rng(0).integers(0, math.prod(shape), 4096)
     there = np.unravel_index(places, tuple(shape[axis] for axis in axes))
     source = tuple(there[axes.index(axis)] for axis in range(len(axes)))

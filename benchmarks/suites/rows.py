@@ -22,7 +22,7 @@ _LISTED = {
     "gpu": [(65536, 512), (131072, 1024), (16384, 4096), (8192, 50257), (400000, 100)],
     "cpu": [(4096, 512), (512, 4096), (4096, 333), (64, 50257)],
 }
-# Of group norm: images, pixels, channels.
+# For group norm: images, pixels, channels.
 _IMAGES = {"gpu": [(32, 4096, 256), (16, 1024, 512)], "cpu": [(8, 1024, 64), (2, 4096, 320)]}
 
 
@@ -30,7 +30,7 @@ def case(name: str, dims: tuple[int, ...], dtype: str, group: str, shape: str = 
     op = OPS[name]
     operands = shapes(_inputs(op, dims, dtype))
     nbytes = op.bytes(*operands)
-    if group == _GRADIENT:  # the cotangent is read, and what is computed written
+    if group == _GRADIENT:  # also reads the cotangent, and writes the value and gradients
         nbytes += sum(map(catalogue.nbytes, (op.result(*operands), *(operands[i] for i in op.wrt))))
     prefix = {"forward": "fwd", _GRADIENT: "vag"}.get(group, group)
     full = f"{prefix}-{name}-{'x'.join(map(str, dims))}-{common.short(dtype)}"
@@ -55,7 +55,7 @@ def cases(platform: str) -> list[Case]:
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
-    """A case at random: any op, forward or with its gradient, rows of any length."""
+    """A random case: any op, forward or with its gradient, rows of any length."""
     name, dtype = common.pick(rng, [*OPS]), common.pick(rng, common.FLOATS)
     elements = max(1, common.random_size(rng, largest) // (4 * common.itemsize(dtype)))
     n = min(elements, common.random_dimension(rng, 2 ** rng.uniform(1, 17)))
@@ -96,7 +96,7 @@ _ROWS = 8
 
 
 def _sample(op: Any, gradient: bool, args: tuple[Array, ...], out: Any) -> Any:
-    """Some rows, and scales whole; sums over rows are compared among the forms."""
+    """Some rows, and entire scales. Sums over rows are only compared among the forms."""
     rows = args[0].shape[0]
     some = np.unique(np.linspace(0, rows - 1, _ROWS).astype(int))
 
@@ -114,12 +114,12 @@ def _verify(op: Any, gradient: bool, dtype: str, sampled: Any) -> str | None:
     if gradient:
         exact.append(op.pullback(args[-1], *args[:-1])[0])
     for y, value in zip(found, exact, strict=True):
-        # Terms cancel: an error is relative to the largest of a row.
+        # Terms cancel, so errors are relative to the largest value of a row.
         axes = tuple(range(1, value.ndim)) or None
         size = np.abs(value)
         if value is not exact[0] and op.name == "softmax":
-            # Its gradient is made of the rounded result: where one share is nearly 1, all of a row
-            # cancels to less than that rounding.
+            # The gradient is computed from the rounded result. If one probability is nearly 1, the
+            # whole row of the gradient cancels to less than that rounding error.
             size = np.maximum(size, np.abs(exact[0] * args[-1]))
         largest = np.max(size, axes, keepdims=True)
         bound = 4 * float(jnp.finfo(dtype).eps) * (np.abs(value) + largest) + 1e-5 * (largest + 1)

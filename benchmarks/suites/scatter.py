@@ -21,7 +21,7 @@ _LARGE_TABLE = 64 << 20  # clearing or copying a table of this many bytes costs 
 
 
 class Problem(NamedTuple):
-    """``rows`` rows of ``width`` elements that belong to ``segments`` rows, as ``ids`` has it.
+    """``rows`` rows of ``width`` elements; ``ids`` says how they map to ``segments`` rows.
 
     Groups: "segment_sum"; "scatter_add" into an operand, and "scatter_add in place" into one that
     is donated; "embedding gradient" and "embedding"; "sweep", a segment_sum. Ids: the kinds of
@@ -45,7 +45,10 @@ class Problem(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """A table that is looked up or updated in place counts with the rows that are used."""
+        """The bytes moved.
+
+        If a table is looked up or updated in place, only the rows that are used count.
+        """
         hit = min(self.rows, self.segments)
         also = {"scatter_add": 2 * self.segments, "scatter_add in place": 2 * hit, "embedding": hit}
         rows = self.rows + also.get(self.group, self.segments)
@@ -62,7 +65,7 @@ def case(p: Problem, shape: str = "") -> Case:
     return Case("scatter", name, op, p.group, shown, p.dtype, p.bytes, work)
 
 
-# What is called and with which ids, then (rows, width, segments) on a GPU and on a CPU.
+# The function and the kind of ids, then (rows, width, segments) on a GPU and on a CPU.
 _LISTED = [
     ("segment_sum", "uniform", (16 << 20, 1, 1024), (1 << 20, 1, 1024)),
     ("segment_sum", "uniform", (16 << 20, 1, 1 << 20), (1 << 20, 1, 64 << 10)),
@@ -82,7 +85,7 @@ _LISTED = [
 
 
 def cases(platform: str) -> list[Case]:
-    """The listed ones, and a sweep of rows of 128 in bf16, some 64 a segment, as in graphs."""
+    """The listed cases, and a sweep of bf16 rows of 128 elements, about 64 rows per segment."""
     return [
         case(Problem(group, *(gpu if platform == "gpu" else cpu), ids, dtype))
         for group, ids, gpu, cpu in _LISTED
@@ -97,7 +100,7 @@ _WIDTHS = (1, 1, 2, 3, 4, 8, 16, 17, 32, 64, 100, 128, 256, 512, 768, 1000, 2048
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
-    """A case at random: any function, width, number of segments and distribution of ids."""
+    """A random case: any function, width, number of segments and distribution of ids."""
     group = common.pick(rng, [*_OPS, "scatter_add in place"])
     dtype = common.pick(rng, common.FLOATS)
     width = common.pick(rng, _WIDTHS)
@@ -116,7 +119,7 @@ _OPS = {
     "embedding gradient": catalogue.EMBEDDING_LOOKUP,
     "embedding": catalogue.EMBEDDING_LOOKUP,
 }
-"""What problems' functions call, as rows of the catalogue."""
+"""The rows of the catalogue that the functions of problems call."""
 
 
 def _work(p: Problem) -> Work:
@@ -152,7 +155,7 @@ def _inputs(p: Problem) -> list[Input]:
 
 
 def _called(p: Problem, function: Function) -> Function:
-    """Ours or another, of the problem's inputs."""
+    """A function, ours or another, that takes the problem's inputs."""
     if p.function == "segment_sum":
         in_order = p.ids == "sorted"
         return partial(function, num_segments=p.segments, indices_are_sorted=in_order)
@@ -164,7 +167,7 @@ def _called(p: Problem, function: Function) -> Function:
 def _gradient(
     p: Problem, function: Function, cotangent: Array, ids: Array, **options: Any
 ) -> Array:
-    """Alone: it does not depend on the table's values."""
+    """The gradient alone; it does not depend on the table's values."""
     table = jnp.zeros((p.segments, *cotangent.shape[1:]), cotangent.dtype)
     return common.pullback(partial(function, **options))(table, ids, cotangent)[0]
 
@@ -184,7 +187,7 @@ _TORCH: dict[str, Function] = {
 
 
 def _forms(p: Problem) -> dict[str, Function]:
-    """What users write; widened to f32 by hand; on GPUs, with fewer conflicts of atomics."""
+    """The jnp forms: as users write it, widened to f32, and with fewer atomic conflicts."""
     forms = {"jnp": _called(p, _OPS[p.function].replaces)}
     if p.group == "embedding":
         return forms | {"jnp in bounds": catalogue.EMBEDDING_LOOKUP.best["in bounds"]}
@@ -192,7 +195,7 @@ def _forms(p: Problem) -> dict[str, Function]:
     if p.dtype != "float32":
         forms["jnp f32"] = catalogue.in_float32(forms["jnp"])
         if on_gpu and p.ids in ("hot", "one") and p.rows > 1 << 16:
-            forms.pop("jnp")  # 16-bit atomics of one row queue: seconds a call
+            forms.pop("jnp")  # 16-bit atomics on one row wait for each other: seconds per call
     if on_gpu and p.group in ("segment_sum", "embedding gradient") and p.ids != "sorted":
         fast = common.forms_of(catalogue.SEGMENT_SUM, p.dtype)
         parted = p.rows >= 64 * p.segments  # 16 tables or more
@@ -202,7 +205,7 @@ def _forms(p: Problem) -> dict[str, Function]:
 
 
 def columns(width: int) -> np.ndarray:
-    """Some eight and the last, an odd number apart: every place in a pack is seen."""
+    """About eight columns, and the last; their stride is odd, to cover all pack positions."""
     return np.unique([*range(0, width, (width // 8) | 1), width - 1])
 
 
@@ -213,10 +216,10 @@ def _sample(p: Problem, args: Sequence[Array], out: Array) -> tuple[Array, list[
 
 
 def _verify(p: Problem, sampled: tuple[np.ndarray, list[np.ndarray]]) -> str | None:
-    """One rounding, after a sum in float32.
+    """Allows one rounding after a sum in float32.
 
-    The addends have either sign: 16 roundings of their magnitudes' sum are more than any order of
-    summation needs.
+    Addends have both signs. The bound adds 16 roundings of the sum of their magnitudes, which is
+    more than any order of summation needs.
     """
     ids, arrays = sampled
     if arrays[0].dtype != p.dtype:

@@ -34,7 +34,7 @@ class Problem(NamedTuple):
 
     @property
     def op(self) -> Any:
-        """The row of the catalogue: of any other size that which ``jax.image.resize`` computes."""
+        """The row of the catalogue; if there is no factor, that of ``jax.image.resize``."""
         return catalogue.UPSAMPLE if self.factor else catalogue.UPSAMPLE_EXACT
 
     @property
@@ -48,7 +48,7 @@ class Problem(NamedTuple):
 
 
 def case(p: Problem, shape: str = "") -> Case:
-    """The call, or its transpose (group "backward")."""
+    """The case of the call, or of its transpose (group "backward")."""
     scale = f"x{p.factor}" if p.factor else f"to{p.size[0]}"
     if not p.factor and p.size[0] != p.size[1]:
         scale += f"x{p.size[1]}"
@@ -62,7 +62,7 @@ def case(p: Problem, shape: str = "") -> Case:
     return Case("upsample", name, op, p.group, shown, p.dtype, nbytes, partial(_work, p))
 
 
-# Shapes of small images, heights and widths of large ones, layouts, and how many of the dtypes.
+# The shapes of small images, the sides of large ones, layouts, and how many dtypes are measured.
 _BOTH, _FIRST = ("NCHW", "NHWC"), ("NCHW",)
 _LISTED: dict[str, list[Any]] = {
     "gpu": [
@@ -83,7 +83,7 @@ _LISTED: dict[str, list[Any]] = {
 
 
 def cases(platform: str) -> list[Case]:
-    """Both directions of the listed shapes, and the forward call at 2x over all sizes."""
+    """Both directions of the listed shapes, and a sweep of the forward call at 2x."""
     listed = [
         case(Problem(shape, (side, side), layout, dtype, group))
         for group in ("forward", "backward")
@@ -102,7 +102,7 @@ def cases(platform: str) -> list[Case]:
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
-    """A case at random: either direction and layout, any width, at 2x, other integers, any size."""
+    """A random case: any direction, layout and width; factor 2, another integer, or any size."""
     dtype, layout = common.pick(rng, common.FLOATS), common.pick(rng, _BOTH)
     group = common.pick(rng, ("forward", "backward"))
     h, w = map(int, rng.integers(1, 200, 2))
@@ -163,7 +163,7 @@ def _torch(p: Problem, torch: Any, x: Array) -> Array:
 
 
 def _sample(p: Problem, args: tuple[Array, ...], out: Array) -> list[Array]:
-    """The first and the last channel of the first and the last image; forms are compared on all."""
+    """The first and last channels of the first and last images; forms are compared in full."""
     n, c = (np.unique([0, size - 1]) for size in p.shape[:2])
     axis = 1 if p.layout == "NCHW" else 3
     return [jnp.take(x[n], c, axis, mode="clip") for x in (*args, out)]

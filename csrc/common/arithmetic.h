@@ -1,4 +1,4 @@
-// Arithmetic that is an instruction or two, with one meaning on both backends, for float and
+// Arithmetic of one or two instructions, with the same meaning on both backends, for float and
 // double.
 #pragma once
 
@@ -16,7 +16,7 @@ JOF_HOST_DEVICE JOF_INLINE double MulAdd(double a, double b, double c) { return 
 JOF_HOST_DEVICE JOF_INLINE double AtMost(double x, double limit) { return limit < x ? limit : x; }
 JOF_HOST_DEVICE JOF_INLINE double AtLeast(double x, double limit) { return limit > x ? limit : x; }
 
-// a b + c in one rounding, whatever it costs.
+// a * b + c with one rounding, even if it is slow.
 JOF_HOST_DEVICE JOF_INLINE float FusedMulAdd(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
@@ -32,7 +32,8 @@ JOF_HOST_DEVICE JOF_INLINE double FusedMulAdd(double a, double b, double c) {
 #endif
 }
 
-// The larger and the smaller of two values; NaN if either is; +0 is larger than -0.
+// The larger and the smaller of two values. The result is NaN if either is NaN; +0 is larger than
+// -0.
 
 template <typename C>
 JOF_HOST_DEVICE JOF_INLINE C NanMax(C x, C y) {

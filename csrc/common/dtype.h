@@ -1,5 +1,6 @@
-// Element types as run-time values, sets of them as lists of C++ types, and the way from a value to
-// its type: Dispatch<Floats>(dtype, [&](auto tag) { using T = typename decltype(tag)::type; ... }).
+// Element types as run-time values, sets of them as lists of C++ types, and dispatch from a value
+// to its type:
+//   Dispatch<Floats>(dtype, [&](auto tag) { using T = typename decltype(tag)::type; ... })
 #pragma once
 
 #include "common/float8.h"
@@ -29,8 +30,8 @@
 namespace jof {
 
 enum class DType {
-  kNone,  // a type that nothing here takes
-  kByte,  // a type of one byte whose elements are moved, and nothing else
+  kNone,  // an unsupported type
+  kByte,  // a one-byte type whose elements are only moved
 #define JOF_ENUMERATOR(name, T) k##name,
   JOF_DTYPES(JOF_ENUMERATOR)
 #undef JOF_ENUMERATOR
@@ -47,10 +48,10 @@ using Floats = TypeList<Half, BFloat16, float, double>;
 using FloatsAndComplex = TypeList<Half, BFloat16, float, double, Complex<float>, Complex<double>>;
 using Reals = TypeList<Bool, int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t,
                        uint64_t, Float8E4M3FN, Float8E5M2, Half, BFloat16, float, double>;
-// What rows are added up in: a complex number is two reals, and the sign of an integer makes no
-// difference. Integers are unsigned here, because those wrap around in C++.
+// The types that rows are added up in: a complex number is two reals, and the sign of an integer
+// makes no difference. Integers are unsigned because unsigned arithmetic wraps around in C++.
 using Addends = TypeList<Half, BFloat16, float, double, uint32_t, uint64_t>;
-// Unsigned integers to move elements of any type as.
+// The unsigned integers that elements of any type are moved as.
 using Words = TypeList<uint8_t, uint16_t, uint32_t, uint64_t, Word128>;
 
 template <typename T>
@@ -103,20 +104,20 @@ inline auto DispatchFirst(TypeList<Head, Tail...>, [[maybe_unused]] const Is& is
 
 }  // namespace internal
 
-// Whether a list of types has the type.
+// Whether a list of types contains the type.
 template <typename List>
 inline bool Contains(DType type) {
   return internal::Contains(List(), type);
 }
 
-// Calls visit(TypeTag<T>()) for the type that `type`, which the list contains, stands for.
+// Calls visit(TypeTag<T>()) for the C++ type T of `type`, which must be in the list.
 template <typename List, typename Visitor>
 inline auto Dispatch(DType type, const Visitor& visit) {
   const auto is = [=](auto tag) { return type == kDTypeOf<typename decltype(tag)::type>; };
   return internal::DispatchFirst(List(), is, visit);
 }
 
-// The same for the one of Words that has so many bytes.
+// The same for the type in Words that has `bytes` bytes.
 template <typename Visitor>
 inline auto DispatchWord(int bytes, const Visitor& visit) {
   const auto is = [=](auto tag) { return bytes == sizeof(typename decltype(tag)::type); };

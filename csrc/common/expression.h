@@ -1,10 +1,11 @@
-// The names that a user's expression may use, the same on a CPU and a GPU: functions of C's math.h,
-// and some that neural networks are made of. Each takes any real type.
+// The names that a user's expression may use, the same on a CPU and a GPU: the functions of C's
+// math.h, and some functions of neural networks. Each takes any real type.
 //
-// In f32 they are those of common/math.h where it has one, which a CPU computes in vectors, else
-// the compiler's. Values of 16-bit types are f32 in an expression. Where all results are rounded to
-// 16 bits or fewer, which JOF_NARROW_RESULTS says, they are the short forms of the built-in ops: on
-// a GPU a kernel of such data has no time for more (silu of bf16 in 133 us and not 126).
+// In f32, a function is that of common/math.h if it has one, which a CPU vectorises, else the
+// compiler's. Values of 16-bit types are f32 in an expression. If all results are rounded to 16
+// bits or fewer (JOF_NARROW_RESULTS), the functions are the short forms of the built-in ops. On a
+// GPU, kernels of such data have no time for the long forms (silu of bf16 would take 133 us instead
+// of 126).
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -28,8 +29,8 @@
 
 namespace jof_expression {
 
-// What a function of math.h computes in: double where an argument is one, else float, as jax has
-// it. exp(3) and pow(x, 2) mean what anybody would expect of them.
+// The type that a function of math.h computes in: double if an argument is double, else float, as
+// in jax. So exp(3) and pow(x, 2) do what you expect.
 template <typename... T>
 struct jof_MathOf {
   using type = float;
@@ -43,7 +44,7 @@ struct jof_MathOf<double, More...> {
 template <typename... T>
 using jof_Math = typename jof_MathOf<T...>::type;
 
-// The type that results are rounded to, for all that common/math.h asks of it.
+// The type that results are rounded to, as a template argument for common/math.h.
 #ifdef JOF_NARROW_RESULTS
 using jof_Rounded = jof::Half;
 #else
@@ -67,18 +68,18 @@ using jof_Rounded = float;
   }
 
 #ifndef __CUDA_ARCH__
-// What compilers call a scalar function for: log1p and erf in f32 that a CPU computes in vectors,
-// as common/log.h does log. Subnormal numbers count as zeros, as in XLA's threads. Coefficients are
-// minimax fits of the relative error, each rounded before the next are fitted.
+// log1p and erf in f32 that a CPU vectorises, as common/log.h does for log; compilers would call a
+// scalar function. Subnormal numbers count as zeros, as in XLA's threads. Coefficients are minimax
+// fits of the relative error, each rounded before the next are fitted.
 
-// Kahan's: the quotient corrects what 1 + x has lost.
+// Kahan's method: the quotient corrects the rounding error of 1 + x.
 JOF_INLINE float jof_Log1p(float x) {
   const float u = 1.0f + x, near = u - 1.0f;
   const float y = jof::LogByPolynomial(u);
   return near == 0 || u == near ? (near == 0 ? x : y) : y * (x / near);
 }
 
-// A polynomial, and beyond 0.9 one less twice the normal distribution's tail.
+// A polynomial up to 0.9. Beyond that, one minus twice the tail of the normal distribution.
 JOF_INLINE float jof_Erf(float x) {
   const float t = jof::AtMost(jof::Abs(x), 0.9f), square = t * t;
   const float inner = x * jof::Polynomial(square, 1.12837911f, -0.376122296f, 0.112791933f,
@@ -89,7 +90,7 @@ JOF_INLINE float jof_Erf(float x) {
 }
 #endif
 
-// The functions of math.h by their names for one type each.
+// The functions of math.h, which have a different name for each type.
 #define JOF_UNARY_OF_C(name) JOF_UNARY(name, ::name##f(x), ::name(x))
 #define JOF_BINARY_OF_C(name) JOF_BINARY(name, ::name##f(x, y), ::name(x, y))
 JOF_UNARY_OF_C(exp2)
@@ -132,7 +133,7 @@ JOF_UNARY(erf, jof_Erf(x), ::erf(x))
 #undef JOF_UNARY_OF_C
 #undef JOF_BINARY_OF_C
 
-// Ours, of which a CPU computes several at a time.
+// This project's functions, which a CPU vectorises.
 JOF_UNARY(exp, jof::Exp<jof_Rounded>(x), jof::Exp<double>(x))
 JOF_UNARY(expm1, jof::Expm1<jof_Rounded>(x), jof::Expm1<double>(x))
 JOF_UNARY(tanh, jof::Tanh<jof_Rounded>()(x), jof::Tanh<double>()(x))
@@ -152,14 +153,14 @@ JOF_UNARY(rsqrt, 1 / ::sqrtf(x), 1 / ::sqrt(x))
 #undef JOF_UNARY
 #undef JOF_BINARY
 
-// One rounding.
+// Rounds once.
 template <typename T, typename U, typename V>
 JOF_HOST_DEVICE JOF_INLINE jof_Math<T, U, V> fma(T x, U y, V z) {
   using C = jof_Math<T, U, V>;
   return jof::FusedMulAdd(static_cast<C>(x), static_cast<C>(y), static_cast<C>(z));
 }
 
-// In the type that a sum of the arguments has. NaN wins, as in jax.
+// Computed in the type of x + y. NaN propagates, as in jax.
 template <typename T, typename U>
 JOF_HOST_DEVICE JOF_INLINE auto max(T x, U y) -> decltype(x + y) {
   using C = decltype(x + y);
@@ -204,7 +205,7 @@ JOF_HOST_DEVICE JOF_INLINE bool isfinite(T x) {
   return x - x == x - x;
 }
 
-// Complex numbers: z.re and z.im, or these.
+// Complex numbers. Their parts are z.re and z.im, or real(z) and imag(z).
 using jof::Complex;
 using jof::Compute;
 
@@ -236,8 +237,9 @@ template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Complex<T> operator*(Complex<T> z, Complex<T> w) {
   return {z.re * w.re - z.im * w.im, z.re * w.im + z.im * w.re};
 }
-// By the larger part of w first, so that nothing overflows that the quotient does not. Where both
-// parts would be NaN, as of a division by zero or of infinities, the result is that of C's annex G.
+// Divides by the larger part of w first, so that nothing overflows unless the quotient does. If
+// both parts would be NaN, as in a division by zero or of infinities, the result is that of annex G
+// of the C standard.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Complex<T> operator/(Complex<T> z, Complex<T> w) {
   const bool is_wide = abs(w.re) >= abs(w.im);
@@ -261,7 +263,7 @@ JOF_HOST_DEVICE JOF_INLINE Complex<T> operator/(Complex<T> z, Complex<T> w) {
   return {scale * (n.re * d.re + n.im * d.im), scale * (n.im * d.re - n.re * d.im)};
 }
 
-// With a real number of any type, which takes on the complex number's.
+// Arithmetic with a real number, which is converted to the type of the complex number's parts.
 #define JOF_COMPLEX_WITH_REAL(Real)                                       \
   template <typename T>                                                   \
   JOF_HOST_DEVICE JOF_INLINE Complex<T> operator+(Complex<T> z, Real x) { \
@@ -300,13 +302,13 @@ JOF_COMPLEX_WITH_REAL(float)
 JOF_COMPLEX_WITH_REAL(double)
 #undef JOF_COMPLEX_WITH_REAL
 
-// Quotients and remainders of integers are jax's: x / 0 has all bits set, x % 0 is x, and what does
-// not fit wraps around. In C++ they are undefined, and end the process on some CPUs. The generated
-// source has `a /jof_by()/ b` for a user's `a / b`, and `a /=jof_by()<<= b` for `a /= b`, which
-// bind as the originals do; all other types divide as ever.
+// Quotients and remainders of integers are jax's: x / 0 has all bits set, x % 0 is x, and a result
+// that does not fit wraps around. In C++ these cases are undefined, and end the process on some
+// CPUs. The generated source has `a /jof_by()/ b` for a user's `a / b`, and `a /=jof_by()<<= b` for
+// `a /= b`, which have the precedence of the originals. All other types divide as usual.
 struct jof_by {};
 
-// Only integers, and enumerations, have both of these operators with one.
+// Only integers and enumerations have both of these operators with an int.
 template <typename T, typename = void>
 constexpr bool jof_kIsInteger = false;
 template <typename T>
@@ -369,7 +371,7 @@ JOF_SAFE_DIVISION(/, jof_Quotient)
 JOF_SAFE_DIVISION(%, jof_Remainder)
 #undef JOF_SAFE_DIVISION
 
-// A value in another type; of a complex one in a real type its real part.
+// Converts a value to another type. A complex value becomes its real part in a real type.
 template <typename To>
 struct jof_Convert {
   template <typename From>

@@ -10,7 +10,7 @@
 #include "common/integers.h"
 #include "common/macros.h"
 
-// All of it is inlined always, so that it needs no namespace for each instruction set: see
+// Everything here is always inlined, so it needs no namespace for each instruction set: see
 // common/macros.h.
 namespace jof {
 

@@ -1,8 +1,8 @@
 // The two 8-bit float types of deep learning: float8_e4m3fn and float8_e5m2.
 //
-// Widening is exact. Narrowing rounds to nearest, ties to even, and overflows as XLA does: e5m2 to
-// infinity, e4m3fn, which has none, to NaN. No result depends on whether the processor treats
-// subnormal floats as zeros, which on a CPU it does in XLA's threads.
+// Widening is exact. Narrowing rounds to nearest, ties to even, and overflows as in XLA: e5m2 to
+// infinity, and e4m3fn, which has no infinity, to NaN. Results do not depend on whether the
+// processor treats subnormal floats as zeros, which a CPU does in XLA's threads.
 #pragma once
 
 #include "common/integers.h"
@@ -24,7 +24,7 @@ struct Float8E5M2 {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 
-// The processor converts pairs: the first of two neighbours is in the low byte.
+// The GPU converts pairs: the first of two neighbours is in the low byte.
 template <typename Float8>
 JOF_HOST_DEVICE JOF_INLINE uint32_t ToHalf2Bits(Float8 first, Float8 second) {
   uint32_t halves;
@@ -42,8 +42,8 @@ JOF_HOST_DEVICE JOF_INLINE float WidenFloat8(Float8 x) {
   return ToFloat(Half{static_cast<uint16_t>(ToHalf2Bits(x, Float8{0}))});
 }
 
-// The instructions saturate. What would have overflowed, infinity included, is one unit too small
-// for NaN in e4m3fn and for infinity in e5m2.
+// The instructions saturate. Values that overflow, infinity included, give the largest finite
+// value. Its bits are one less than those of NaN in e4m3fn and of infinity in e5m2.
 template <typename Float8>
 JOF_HOST_DEVICE JOF_INLINE bool Overflows(float x) {
   return Float8::kHasInfinity ? fabsf(x) >= 61440.0f : fabsf(x) > 464.0f;
@@ -63,7 +63,7 @@ JOF_HOST_DEVICE JOF_INLINE void NarrowToFloat8s(float first, float second, Float
   out[1].bits = static_cast<uint8_t>(bits >> 8);
 }
 
-// A double through f32 with two roundings, as XLA does on these GPUs.
+// A double goes through f32 and is rounded twice, as in XLA on these GPUs.
 template <typename Float, typename Float8>
 JOF_HOST_DEVICE JOF_INLINE void NarrowToFloat8(Float x, Float8* out) {
   Float8 pair[2];
@@ -71,7 +71,8 @@ JOF_HOST_DEVICE JOF_INLINE void NarrowToFloat8(Float x, Float8* out) {
   *out = pair[0];
 }
 
-// Two neighbours of f16, without the way through f32. The constant is the bits of 464 or 61440.
+// Narrows two neighbours of f16 without going through f32. The limit is the f16 bits of 464 or
+// 61440.
 #define JOF_FROM_HALF2(Float8, format, overflows, limit)                          \
   JOF_HOST_DEVICE JOF_INLINE void FromHalf2(const Half* in, Float8* out) {        \
     const uint32_t halves = static_cast<uint32_t>(in[1].bits) << 16 | in[0].bits; \
@@ -98,10 +99,10 @@ JOF_FROM_HALF2(Float8E5M2, "e5m2", "ge", 0x7b80u)
 
 #else
 
-// Branch-free, so that the compiler vectorises them.
+// The functions below are branch-free, so that the compiler vectorises them.
 
-// What a float type's bits are in the bits of Float, float or double, which has so many more digits
-// and such a bias.
+// How the bits of Float8 map to those of Float, which is float or double: the difference of the
+// mantissa lengths is kShift, and that of the exponent biases kRebias.
 template <typename Float8, typename Float>
 struct Float8Layout {
   static constexpr bool kIsDouble = sizeof(Float) == 8;
@@ -127,9 +128,9 @@ JOF_HOST_DEVICE JOF_INLINE float WidenFloat8(Float8 x) {
   return BitsToFloat((static_cast<uint32_t>(x.bits & 0x80u) << 24) | wide);
 }
 
-// Subnormal results: adding as many units of the last place as Float has digits leaves the rounded
-// value in the low bits of the sum. Normal results: rebias the exponent and round the bits that
-// fall off.
+// Subnormal results: adding a power of two whose last place has the value of the last place of a
+// subnormal leaves the rounded value in the low bits of the sum. Normal results: rebias the
+// exponent and round the bits that fall off.
 template <typename Float, typename Float8>
 JOF_HOST_DEVICE JOF_INLINE void NarrowToFloat8(Float x, Float8* out) {
   using Layout = Float8Layout<Float8, Float>;

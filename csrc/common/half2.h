@@ -1,9 +1,9 @@
-// Arithmetic on two neighbours of a 16-bit type in one instruction: bases that give a functor the
-// member Apply2(inputs..., output), where T has such an instruction.
+// Arithmetic on two neighbours of a 16-bit type in one instruction: base classes that give a
+// functor the member Apply2(inputs..., output) if T has such an instruction.
 //
-// Each rounds as f32 arithmetic and a second rounding would, to the bit: f32 has more than twice
-// the digits of either type and two more, so that rounding twice is innocuous. For fma, where it
-// would not be, the packed instruction rounds once.
+// Results have the same bits as those of f32 arithmetic and a second rounding. f32 has at least
+// twice the digits of either type plus two, so rounding twice is innocuous. For fma it would not
+// be; there, the packed instruction rounds once.
 #pragma once
 
 #include "common/integers.h"
@@ -44,7 +44,8 @@ __device__ __forceinline__ void Split(uint32_t bits, T* pair) {
 
 }  // namespace internal
 
-// Base<T> with operands x, y, z as %1, %2, %3 of the instruction, and the constant after them.
+// Defines Base<T>. Operands x, y, z are %1, %2, %3 of the instruction, and the constant follows
+// them.
 #define JOF_PACKED_UNARY(Base, T, instruction, constant)                               \
   template <>                                                                          \
   struct Base<T> {                                                                     \
@@ -85,7 +86,7 @@ JOF_PACKED_BINARY(PackedMaximum, Half, "max.NaN.f16x2 %0, %1, %2;", 0u)
 JOF_PACKED_BINARY(PackedMinimum, Half, "min.NaN.f16x2 %0, %1, %2;", 0u)
 JOF_PACKED_TERNARY(PackedFma, Half, "fma.rn.f16x2 %0, %1, %2, %3;")
 
-// Sums and products by fma with 1, -1 and -0, which every GPU with bf16 has.
+// Sums and products are fma with 1, -1 and -0, which every GPU with bf16 has.
 JOF_PACKED_UNARY(PackedRelu, BFloat16, "max.NaN.bf16x2 %0, %1, %2;", 0u)
 JOF_PACKED_BINARY(PackedAdd, BFloat16, "fma.rn.bf16x2 %0, %1, %3, %2;", 0x3f803f80u)
 JOF_PACKED_BINARY(PackedSubtract, BFloat16, "fma.rn.bf16x2 %0, %2, %3, %1;", 0xbf80bf80u)

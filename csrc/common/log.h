@@ -1,4 +1,4 @@
-// The logarithm in f32 that a CPU computes in vectors, where compilers call a scalar function.
+// The logarithm in f32 in a form that a CPU vectorises; compilers would call a scalar function.
 // Subnormal numbers count as zeros, as in XLA's threads.
 #pragma once
 
@@ -18,7 +18,7 @@ JOF_HOST_DEVICE JOF_INLINE float LogByPolynomial(float x) {
   const float square = f * f;
   const float p = Polynomial(f, 0.333333313f, -0.250008196f, 0.20001246f, -0.166234151f,
                              0.142014503f, -0.131593958f, 0.127631441f, -0.0763827115f);
-  // log 2 in two parts, the first of so few digits that its product with e is exact.
+  // log 2 in two parts. The first has so few digits that its product with e is exact.
   const float low = MulAdd(square * f, p, MulAdd(e, -2.12194440e-4f, -0.5f * square));
   const float y = MulAdd(e, 0.693359375f, f + low);
   const float infinity = BitsToFloat(0x7f800000u);

@@ -1,19 +1,20 @@
-// The elementary functions of element-wise kernels: Exp, Reciprocal, Expm1, Log1p and NormalTail.
+// The elementary functions of elementwise kernels: Exp, Reciprocal, Expm1, Log1p and NormalTail.
 //
 // Each is a template on the type T that its result is finally rounded to, and computes in
 // Compute<T>. f32 is accurate to a few units in its last place. 16-bit types only need a relative
-// error well below 2^-12, so on a GPU, where element-wise kernels of 16-bit data are otherwise
-// bound by instruction issue, they get shorter sequences; on a CPU the conversions dominate, and
-// they share the f32 ones. f64 goes to the C library.
+// error well below 2^-12. On a GPU, elementwise kernels of 16-bit data are otherwise bound by
+// instruction issue, so these types get shorter sequences. On a CPU the conversions dominate, and
+// these types share the f32 sequences. f64 uses the C library.
 //
-// Most have two bodies. A GPU approximates 2^x, 1/x and tanh in hardware, one quarter-rate
-// instruction each. A CPU body is free of branches, table
-// lookups and library calls, so that the loop around it is vectorised; it needs neither -ffast-math
-// nor FMA, but -fno-trapping-math for selects to be if-converted.
+// Most functions have two bodies. A GPU approximates 2^x, 1/x and tanh in hardware, with one
+// quarter-rate instruction each. A CPU body is free of branches, table lookups and library calls,
+// so that the loop around it is vectorised. It needs neither -ffast-math nor FMA, but it needs
+// -fno-trapping-math so that selects are if-converted.
 //
-// All coefficients are minimax fits of the relative error, rounded to f32 one after the other, each
-// time fitting the remaining ones again. Errors: "ulp" is the distance to the exact result in units
-// of the last place of the exact result rounded to f32, measured over every f32 in the domain.
+// All coefficients are minimax fits of the relative error. They are rounded to f32 one after the
+// other, and the remaining ones are fitted again each time. Errors: "ulp" is the distance to the
+// exact result in units of the last place of the exact result rounded to f32, measured over every
+// f32 in the domain.
 #pragma once
 
 #include "common/integers.h"
@@ -60,8 +61,8 @@ __device__ JOF_INLINE float TanhApprox(float x) {
 }
 #endif
 
-// a * b + c, in one rounding wherever that is one instruction. Nothing below relies on it: only
-// ProductResidue has to know.
+// a * b + c, with one rounding if that is one instruction. Nothing below relies on it: only
+// ProductResidue distinguishes the two cases.
 JOF_HOST_DEVICE JOF_INLINE float MulAdd(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(a, b, c);
@@ -110,7 +111,7 @@ JOF_HOST_DEVICE JOF_INLINE float OrSign(float magnitude, float sign) {
   return BitsToFloat(FloatToBits(magnitude) | (FloatToBits(sign) & 0x80000000u));
 }
 
-// a * b - product, where product is a * b rounded: exactly, whether or not there is an FMA.
+// The exact value of a * b - product, where product is a * b rounded, with or without FMA.
 JOF_HOST_DEVICE JOF_INLINE float ProductResidue(float a, float b, float product) {
 #if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   return MulAdd(a, b, -product);
@@ -121,9 +122,9 @@ JOF_HOST_DEVICE JOF_INLINE float ProductResidue(float a, float b, float product)
 #endif
 }
 
-// The argument reduction, for x in [-87.3, 89]: returns r = x - n ln 2 in
-// [-ln 2 / 2, ln 2 / 2] and stores 2^(n-1), 0 instead of 2^-127. Half of 2^n, because 2^128 is no
-// f32 and yet the largest results need it.
+// The argument reduction, for x in [-87.3, 89]: returns r = x - n ln 2 in [-ln 2 / 2, ln 2 / 2] and
+// stores 2^(n-1), or 0 instead of 2^-127. It stores half of 2^n because the largest results need
+// 2^128, which is not an f32.
 JOF_HOST_DEVICE JOF_INLINE float ReduceExp(float x, float* half_scale) {
   // The unit of the last place is 1 here: the addition rounds to an integer and leaves n + 126,
   // the biased exponent of 2^(n-1), in the low bits.
@@ -131,7 +132,7 @@ JOF_HOST_DEVICE JOF_INLINE float ReduceExp(float x, float* half_scale) {
   const float shifted = MulAdd(x, kLog2E, kShift);
   *half_scale = BitsToFloat(FloatToBits(shifted) << 23);
   const float n = shifted - kShift;
-  // ln 2 in two parts, the first so short that its product with n is exact without an FMA too.
+  // ln 2 in two parts. The first is so short that its product with n is exact even without FMA.
   return MulAdd(n, -1.42860677e-6f, MulAdd(n, -0.693145752f, x));
 }
 
@@ -141,9 +142,9 @@ JOF_HOST_DEVICE JOF_INLINE float TwiceExpPolynomial(float r) {
                     2 * 0.008368677f, 2 * 0.0013820733f);
 }
 
-// e^(x + correction) for a tiny correction, 0 for x < -87. On a GPU too: its approximation of 2^x
-// is wrong by up to 2 ulp, too much for what is made of it, and 7 instructions less are not felt in
-// f32.
+// e^(x + correction) for a tiny correction, 0 for x < -87. GPUs use it, too: their approximation of
+// 2^x has an error of up to 2 ulp, too much for the functions built on it, and saving 7
+// instructions makes no difference in f32.
 JOF_HOST_DEVICE JOF_INLINE float ExpByPolynomial(float x, float correction) {
   float half_scale;
   const float r = ReduceExp(AtLeast(AtMost(x, 89.0f), -87.3f), &half_scale) + correction;
@@ -168,14 +169,15 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Exp(Compute<T> x) {
     return JOF_LIBRARY(exp)(x);
   } else {
 #ifdef __CUDA_ARCH__
-    // The product is wrong by up to 2^-18 for large x, and so is the result, relatively.
+    // The product has an error of up to 2^-18 for large x, and so the result has that relative
+    // error.
     if constexpr (kIsNarrow<T>) return Exp2Approx(x * kLog2E);
 #endif
     return ExpByPolynomial(x, 0.0f);
   }
 }
 
-// 2^(x + low), where low is no more than the rounding of x. Results below 2^-125 may be 0.
+// 2^(x + low), where low is at most the rounding error of x. Results below 2^-125 may be 0.
 // f32 error: CPU 0.88 ulp, 1.19 without FMA; GPU 2 ulp. 16-bit, GPU: relative 2^-22; low is
 // ignored.
 template <typename T>
@@ -210,8 +212,8 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Reciprocal(Compute<T> x) {
   return 1 / x;
 }
 
-// a / b for finite b with a normal reciprocal; to the last bit or nearly so, in 16 bits within
-// 2^-22.
+// a / b for finite b with a normal reciprocal. f32 is correct to the last bit or nearly so, and
+// 16-bit types within 2^-22.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Quotient(Compute<T> a, Compute<T> b) {
 #ifdef __CUDA_ARCH__
@@ -231,7 +233,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> InverseOfOnePlus(Compute<T> e) {
   if constexpr (!kIsDouble<T>) {
     const float inverse = ReciprocalApprox(1.0f + e);
     if constexpr (kIsNarrow<T>) return inverse;
-    // One step of Newton's; the limit, beyond which the inverse is 0, keeps infinity out of it.
+    // One Newton step. The limit, beyond which the inverse is 0, keeps infinity out of it.
     const float limited = AtMost(1.0f + e, 0x1p126f);
     return MulAdd(inverse, MulAdd(-limited, inverse, 1.0f), inverse);
   }
@@ -240,7 +242,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> InverseOfOnePlus(Compute<T> e) {
 }
 
 // e^x - 1, relatively accurate near 0. Meant for x <= 0: on a GPU the error grows with x above 0.7,
-// like that of e^x without the correction in Exp.
+// because x log2(e) is rounded.
 // f32 error for x <= 0: CPU 1.00 ulp, 1.04 without FMA (above: 1.54, 1.67); GPU 2.06 ulp. 16-bit,
 // GPU: relative 2^-16.4.
 template <typename T>
@@ -257,12 +259,12 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Expm1(Compute<T> x) {
     const float far = Exp2Approx(x * kLog2E) - 1.0f;
     const float magnitude = Abs(x);
     // The products are in the order that keeps the sign of zero.
-    // Degree 8, relative error 2^-29. From ln 2 on e^x, at most 1/2, has bits to spare.
+    // Degree 8, relative error 2^-29. From ln 2 on, e^x is at most 1/2 and has bits to spare.
     const float near = x * Polynomial(x, 1.0f, 0.5f, 0.16666672f, 0.041666646f, 0.00833266f,
                                       0.0013889731f, 0.0002009145f, 2.484497e-05f);
     return magnitude < 0.693147f ? near : far;
 #else
-    // The sum inside has lost the sign of a zero.
+    // The sum in HalfExpm1Cpu loses the sign of a zero.
     return OrSign(2.0f * HalfExpm1Cpu(x), x);
 #endif
   }
@@ -288,9 +290,9 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Log1p(Compute<T> e) {
   }
 }
 
-// What e^(-t^2 / 2) / NormalTail(t) is, for t in [0, 20]. As 2 + t S: S only grows from 1.6 to 2.5,
-// so that of the rounding errors in S and u little arrives in the result. S is a polynomial of
-// degree 7 in u; relative error of the whole 2^-26.4 up to t = 3.15 and 2^-18.5 beyond.
+// e^(-t^2 / 2) / NormalTail(t) for t in [0, 20], computed as 2 + t S. S only grows from 1.6 to 2.5,
+// so the rounding errors of S and u have little effect on the result. S is a polynomial of degree 7
+// in u. The relative error of the whole is 2^-26.4 up to t = 3.15 and 2^-18.5 beyond.
 JOF_HOST_DEVICE JOF_INLINE float InverseMillsRatio(float t) {
   const float u = Reciprocal<float>(MulAdd(t, 0.29f, 1.0f));
   const float s = Polynomial(u, 2.5034478f, -0.5275723f, -0.7279055f, 1.1684036f, -2.8487825f,
@@ -308,8 +310,8 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Gaussian(Compute<T> t) {
 }
 
 // The upper tail of the normal distribution, P(Z > t) = erfc(t / sqrt 2) / 2, for t >= 0,
-// relatively accurate where it is at least 1e-36. Stores the density e^(-t^2 / 2) / sqrt(2 pi), to
-// whose exponential it costs one multiplication.
+// relatively accurate where it is at least 1e-36. Also stores the density e^(-t^2 / 2) / sqrt(2
+// pi), which takes one more multiplication since its exponential is needed anyway.
 // f32 error: CPU 2.87 ulp where the tail is at least 1/1024, 3.48 without FMA, relative 3e-6
 // elsewhere, density 2.3 ulp; GPU 3.7 ulp, relative 3e-6 elsewhere. 16-bit, GPU: relative 2^-12.5
 // up to t = 6, 2^-10.5 beyond.
@@ -324,7 +326,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> NormalTail(Compute<T> t, Compute<T>* densi
 #ifdef __CUDA_ARCH__
     if constexpr (kIsNarrow<T>) {
       // A polynomial of degree 4 in 1 / (1 + c t), relative error 2^-12.5 up to t = 6 and 2^-9.5
-      // beyond, where only bf16 has numbers for it. Unlike what f32 uses, it needs no limit on t
+      // beyond, where the result is too small for f16. Unlike the f32 form, it needs no limit on t
       // to be 0 at infinity.
       const float u = ReciprocalApprox(MulAdd(t, 0.49f, 1.0f));
       const float p = Polynomial(u, 0.19757477f, 0.16972313f, 0.25729854f, -0.12467917f);
@@ -337,19 +339,19 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> NormalTail(Compute<T> t, Compute<T>* densi
     const float square = clamped * clamped;
     const float residue = ProductResidue(clamped, clamped, square);
     const float log2 = square * (-0.5f * kLog2E);
-    // What log2 * ln 2 lacks to -t^2 / 2.
+    // The difference of -t^2 / 2 and log2 * ln 2.
     const float correction = 0.5f * (MulAdd(log2, -2 * 0.693147182f, -square) - residue);
     const float y = Exp2Approx(log2);
     *density = MulAdd(y, correction, y) * kInvSqrt2Pi;
-    // One step of refinement of the quotient: three approximations would add up to too much. The
-    // correction goes into it, which spares a rounding.
+    // One refinement step of the quotient, because the errors of three approximations would add up
+    // to too much. The correction is part of the step, which saves a rounding.
     const float divisor = InverseMillsRatio(clamped);
     const float inverse = ReciprocalApprox(divisor);
     const float quotient = y * inverse;
     const float rest = MulAdd(y, correction, MulAdd(-quotient, divisor, y));
     return MulAdd(rest, inverse, quotient);
 #else
-    // e^(-13.2^2 / 2) is 0 to ExpByPolynomial.
+    // ExpByPolynomial returns 0 for -13.2^2 / 2.
     const float clamped = AtMost(t, 13.2f);
     const float square = clamped * clamped;
     const float residue = ProductResidue(clamped, clamped, square);

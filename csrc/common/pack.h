@@ -1,5 +1,5 @@
-// N elements that move as one access of up to 16 bytes, the widest that a GPU thread has, or as
-// several of 16 bytes.
+// N elements that move as one access of up to 16 bytes, the widest of a GPU thread, or as several
+// accesses of 16 bytes.
 #pragma once
 
 #include "common/macros.h"

@@ -1,5 +1,5 @@
-// What jax's elementwise primitives are in C++, where common/expression.h has no name for it: for
-// the kernels of jax_oneflow_ops.fuse. Semantics are those of jax.lax.
+// C++ versions of jax's elementwise primitives for which common/expression.h has no name, for the
+// kernels of jax_oneflow_ops.fuse. Semantics are those of jax.lax.
 #pragma once
 
 #include "common/expression.h"
@@ -35,7 +35,7 @@ template <typename T>
 using jof_Signed = typename jof_IntegersOf<sizeof(T)>::Signed;
 template <typename T>
 using jof_Unsigned = typename jof_IntegersOf<sizeof(T)>::Unsigned;
-// What C++ computes small integers in is signed, and overflows.
+// The unsigned type to compute in. C++ promotes small integers to a signed type, which overflows.
 template <typename T>
 using jof_Word = jof_Unsigned<decltype(T() + 0u)>;
 
@@ -60,7 +60,8 @@ JOF_HOST_DEVICE JOF_INLINE T jof_Abs(T x) {
   return x < T(0) ? jof_Negate(x) : x;
 }
 
-// By so many bits as the type has, or more, or fewer than 0: nothing of the value is left.
+// Shifts. A shift by a negative number of bits, or by at least the bits of the type, shifts out the
+// whole value.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE T jof_ShiftLeft(T x, T by) {
   const auto n = static_cast<jof_Unsigned<T>>(by);
@@ -108,7 +109,7 @@ JOF_HOST_DEVICE JOF_INLINE T jof_Sign(T x) {
 
 JOF_HOST_DEVICE JOF_INLINE float jof_Expm1(float x) {
 #if defined(__CUDA_ARCH__) && !defined(JOF_NARROW_RESULTS)
-  return ::expm1f(x);  // ours loses digits of large results
+  return ::expm1f(x);  // expm1 of expression.h loses digits of large results
 #else
   return expm1(x);
 #endif
@@ -126,7 +127,7 @@ JOF_HOST_DEVICE JOF_INLINE float jof_Erfc(float x) {
 }
 JOF_HOST_DEVICE JOF_INLINE double jof_Erfc(double x) { return ::erfc(x); }
 
-// 1 / (1 + e), and one less that: for the logistic function, where e is exp(-x).
+// 1 / (1 + e), and one minus that. With e = exp(-x), this is the logistic function.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE T jof_Logistic(T e) {
   if constexpr (sizeof(T) == 8) {
@@ -180,9 +181,9 @@ JOF_HOST_DEVICE JOF_INLINE double jof_ErfInv(double x) {
 JOF_HOST_DEVICE JOF_INLINE float jof_LogGamma(float x) { return ::lgammaf(x); }
 JOF_HOST_DEVICE JOF_INLINE double jof_LogGamma(double x) { return ::lgamma(x); }
 
-// The derivative of log(gamma(x)): the recurrence up to a number for which the asymptotic series
-// has few terms, and for negative numbers the reflection (Abramowitz and Stegun, Handbook of
-// Mathematical Functions, 6.3.5, 6.3.18 and 6.3.7).
+// The derivative of log(gamma(x)). It uses the recurrence up to a number for which a few terms of
+// the asymptotic series are enough, and the reflection formula for negative numbers (Abramowitz and
+// Stegun, Handbook of Mathematical Functions, 6.3.5, 6.3.18 and 6.3.7).
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE T jof_Digamma(T x) {
   constexpr int kSteps = sizeof(T) == 8 ? 10 : 6;
@@ -200,15 +201,15 @@ JOF_HOST_DEVICE JOF_INLINE T jof_Digamma(T x) {
   for (int k = kTerms - 1; k >= 0; --k) series = series * square + kSeries[k];
   const T result = log(z) - inverse / 2 - square * series - sum;
   if (x > 0) return result;
-  if (x == 0) return static_cast<T>(-INFINITY);  // as in jax; its older releases have NaN
+  if (x == 0) return static_cast<T>(-INFINITY);  // as in jax; older releases of jax return NaN
   const T part = x - rint(x);
   const T pi = static_cast<T>(3.14159265358979324);
   return part == 0 ? static_cast<T>(NAN) : result - pi / tan(pi * part);
 }
 
-// Hurwitz' zeta function, the sum of (q + k)^-s: its first terms, and of the others the sum by
-// Euler and Maclaurin, whose terms are the Bernoulli numbers of index 2 k over (2 k)!. NaN below
-// -119.
+// The Hurwitz zeta function, the sum of (q + k)^-s. The first terms are added up, and the rest is
+// computed with the Euler-Maclaurin formula, whose coefficients are the Bernoulli numbers of index
+// 2 k over (2 k)!. The result is NaN if q is below -119.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE T jof_Zeta(T s, T q) {
   constexpr int kLeast = 9, kMostFirst = 128, kTerms = sizeof(T) == 8 ? 12 : 6;
@@ -242,7 +243,7 @@ JOF_HOST_DEVICE JOF_INLINE T jof_Polygamma(T n, T x) {
   return n == 2 * floor(n / 2) ? -size : size;
 }
 
-// The next number towards y of a format that Bits are the bits of.
+// The next number after x towards y, as the bits of a float format.
 template <typename Bits>
 JOF_HOST_DEVICE JOF_INLINE Bits jof_NextBits(Bits x, Bits y) {
   constexpr Bits kSign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
@@ -254,7 +255,7 @@ JOF_HOST_DEVICE JOF_INLINE Bits jof_NextBits(Bits x, Bits y) {
   return x == y ? y : static_cast<Bits>(grows ? x + 1 : x - 1);
 }
 
-// Values of T, which of 16 bits and fewer are floats.
+// Values of T, held in its compute type: a T of 16 bits or fewer is a float, held in f32.
 template <typename T>
 struct jof_As {
   using Value = jof::Compute<T>;
@@ -291,7 +292,7 @@ JOF_HOST_DEVICE JOF_INLINE bool operator!=(Complex<T> z, Complex<T> w) {
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Complex<T> jof_Exp(Complex<T> z) {
   const T r = exp(z.re);
-  // The exponential of a real number is real, of infinity too.
+  // The exponential of a real number is real, even of infinity.
   return {z.im == 0 ? r : r * cos(z.im), z.im == 0 ? z.im : r * sin(z.im)};
 }
 template <typename T>

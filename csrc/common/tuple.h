@@ -1,5 +1,5 @@
-// Values of different types side by side: what std::tuple is, where there is no standard library
-// (NVRTC) or none may be used (see JOF_NAMESPACE_BEGIN).
+// Values of different types side by side: a std::tuple for code that has no standard library
+// (NVRTC) or may not use it (see JOF_NAMESPACE_BEGIN).
 #pragma once
 
 #include "common/macros.h"

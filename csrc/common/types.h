@@ -1,13 +1,13 @@
-// Element types, and how each is summed: 16-bit floats in f32 with one final rounding, all others
-// in themselves.
+// Element types, and the type that each is summed in: f32 for 16-bit floats, with one final
+// rounding, and the element type itself for all others.
 #pragma once
 
 #ifndef __CUDACC_RTC__
 #include <string.h>
 #endif
 
-// Whether binary16 is converted by the processor. The header takes half of the time that a kernel
-// without such values takes to compile at run time: JOF_WITHOUT_HALF leaves it out.
+// Whether the processor converts binary16. Including the header takes half of the run-time
+// compilation of a kernel without such values, so JOF_WITHOUT_HALF leaves it out.
 #if defined(__F16C__) && !defined(__CUDACC__) && !defined(JOF_WITHOUT_HALF)
 #define JOF_F16C
 #include <immintrin.h>
@@ -18,7 +18,7 @@
 
 JOF_NAMESPACE_BEGIN
 
-// Storage of an IEEE binary16 and of a bfloat16. XLA hands both out as 16 bits.
+// Storage of an IEEE binary16 and of a bfloat16. XLA passes both as 16 bits.
 struct Half {
   uint16_t bits;
 };
@@ -55,12 +55,13 @@ JOF_HOST_DEVICE JOF_INLINE double BitsToFloat(uint64_t bits) { return BitCast<do
 JOF_HOST_DEVICE JOF_INLINE uint32_t FloatToBits(float x) { return BitCast<uint32_t>(x); }
 JOF_HOST_DEVICE JOF_INLINE uint64_t FloatToBits(double x) { return BitCast<uint64_t>(x); }
 
-// The bits of 16-bit floats to those of f32 and back. Bits is uint32_t and Float is float, or both
-// are vectors of these. All are branch-free, so that compilers vectorise loops over scalars, too.
+// Conversions from the bits of 16-bit floats to those of f32 and back. Bits is uint32_t and Float
+// is float, or both are vectors of these. All are branch-free, so that compilers vectorise loops
+// over scalars, too.
 
 // Shifting exponent and mantissa into place and adding 112 moves the exponent's bias from 15 to
-// 127. A subnormal m 2^-24 is (1 + m 2^-10) 2^-14 minus 2^-14, which is right also where the
-// processor takes subnormals of f32 for zeros, as XLA's threads do.
+// 127. A subnormal m 2^-24 is (1 + m 2^-10) 2^-14 minus 2^-14. This is correct even if the
+// processor treats subnormals of f32 as zeros, as in XLA's threads.
 template <typename Float, typename Bits>
 JOF_HOST_DEVICE JOF_INLINE Bits WidenHalf(Bits bits) {
   const Bits magnitude = bits & 0x7fffu, shifted = magnitude << 13;
@@ -93,7 +94,7 @@ JOF_HOST_DEVICE JOF_INLINE Bits NarrowToBFloat16(Bits bits, Bits nan) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
 }
 
-// A NaN keeps what fits of it, and becomes quiet.
+// A NaN keeps the bits that fit, and becomes quiet.
 template <typename Bits>
 JOF_HOST_DEVICE JOF_INLINE Bits NarrowToBFloat16(Bits bits) {
   return NarrowToBFloat16<Bits>(bits, (bits >> 16) | 0x40u);
@@ -145,18 +146,18 @@ JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, T* out) {
 JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, Half* out) {
   uint32_t bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  memcpy(out, &bits, sizeof(bits));  // halves that are stored apart, nvcc would join again
+  memcpy(out, &bits, sizeof(bits));  // nvcc would rejoin halves that are stored separately
 }
 
 JOF_HOST_DEVICE JOF_INLINE void FromFloat2(float first, float second, BFloat16* out) {
   uint32_t bits;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  memcpy(out, &bits, sizeof(bits));  // halves that are stored apart, nvcc would join again
+  memcpy(out, &bits, sizeof(bits));  // nvcc would rejoin halves that are stored separately
 }
 #endif
 
-// Accumulator<T>::type is what values of type T are summed and computed in. Load widens to it,
-// Store rounds, Store2 two neighbours at once.
+// Accumulator<T>::type is the type that values of type T are summed and computed in. Load widens to
+// it, Store rounds from it, and Store2 rounds two neighbours at once.
 template <typename T>
 struct Accumulator {
   using type = T;
@@ -189,15 +190,16 @@ struct Accumulator<Half> : FloatAccumulator<Half> {};
 template <>
 struct Accumulator<BFloat16> : FloatAccumulator<BFloat16> {};
 
-// What values of type T are computed in: 16-bit floats in f32, all others in themselves.
+// The type that values of type T are computed in: f32 for 8- and 16-bit floats, T itself for all
+// others.
 template <typename T>
 using Compute = typename Accumulator<T>::type;
 
-// A functor derived from OnStorage is called with elements as they are stored; all others with
-// what those are computed in, and their results are rounded.
+// A functor derived from OnStorage is called with elements as they are stored. All others are
+// called with values of the compute type, and their results are rounded.
 struct OnStorage {};
 
-// An unsigned integer of 16 bytes, to move elements as.
+// A 16-byte unsigned integer, as which elements are moved.
 struct alignas(16) Word128 {
   uint64_t low, high;
 };

@@ -1,8 +1,9 @@
 // Casts on a CPU: Cast of ops/cast.h in loops that the compiler vectorises.
 //
-// 15 dtypes make 225 pairs. Loops for all would be large and slow to compile, so most pairs take
-// two loops: the first leaves a chunk in the first-level cache, in the type that XLA converts
-// through or in one that holds every value of the source, and the second goes on from there.
+// 15 dtypes make 225 pairs. Loops for all pairs would be large and slow to compile, so most pairs
+// take two loops. The first converts a chunk, which stays in the first-level cache, to the type
+// that XLA converts through or to one that holds every value of the source. The second converts the
+// chunk to the target type.
 #pragma once
 
 #include <stdint.h>
@@ -25,8 +26,8 @@ using CastLoop = void (*)(const void* in, void* out, int64_t n);
 struct FromWidenedToE5M2 {
   JOF_INLINE Float8E5M2 operator()(float x) const { return FromWidened<Float8E5M2>(x); }
 };
-// f16 has the exponent of e5m2, so that rounding its bits will do: half the time of the way through
-// f32 on an AMD EPYC.
+// f16 has the exponent of e5m2, so it is enough to round its bits. This takes half the time of a
+// conversion through f32 on an AMD EPYC.
 struct FromHalfToE5M2 {
   JOF_INLINE Float8E5M2 operator()(Half x) const {
     const uint16_t magnitude = x.bits & 0x7fffu, odd = magnitude >> 8 & 1u;
@@ -45,7 +46,7 @@ void CastElements(const void* in, void* out, int64_t n) {
   To* __restrict y = static_cast<To*>(out);
   int64_t i = 0;
 #if defined(__F16C__)
-  // The vectoriser does not get from the processor's scalar conversions of f16 to its vector ones.
+  // The vectoriser cannot turn the processor's scalar conversions of f16 into its vector ones.
   if constexpr ((kIsSame<From, Half> && kIsSame<To, float>) ||
                 (kIsSame<From, float> && kIsSame<To, Half>)) {
     constexpr int kFloats = kVectorBytes / sizeof(float);
@@ -75,7 +76,8 @@ inline RealKind KindOf(DType type) {
   });
 }
 
-// From any type to f32, or from one that is not narrow to f64. Null if it is To itself.
+// The loop from any type to f32, or from a type that is not narrow to f64. Null if there is none or
+// if `from` is To.
 template <typename To>
 CastLoop LoopTo(DType from) {
   return Dispatch<Reals>(from, [](auto tag) -> CastLoop {
@@ -91,7 +93,8 @@ CastLoop LoopTo(DType from) {
   });
 }
 
-// From f32 to any type, or from f64 to any but f16 and bf16. Null if it is From itself.
+// The loop from f32 to any type, or from f64 to any type but f16 and bf16. Null if there is none or
+// if `to` is From.
 template <typename From>
 CastLoop LoopFrom(DType to) {
   return Dispatch<Reals>(to, [](auto tag) -> CastLoop {
@@ -105,7 +108,7 @@ CastLoop LoopFrom(DType to) {
   });
 }
 
-// To an integer of as many bytes as To has; the bits do not depend on its sign.
+// The loop to an integer of the size of To; the bits do not depend on whether it is signed.
 template <typename To>
 CastLoop LoopBetweenIntegers(DType from) {
   return Dispatch<Reals>(from, [](auto tag) -> CastLoop {
@@ -133,7 +136,7 @@ inline CastLoop LoopToBool(DType from) {
   });
 }
 
-// The loops of a pair. The second, if there is one, goes on from the f32 values of the first.
+// The loops of a pair. The second, if there is one, converts the f32 values that the first wrote.
 struct CastLoops {
   CastLoop first, second;
 };

@@ -1,10 +1,10 @@
-// Reduces what a program makes of each edge over the segments of a plan, on a CPU. The bits of the
-// results do not depend on the number of threads: see ops/segments.h for how positions are split
-// into chunks.
+// Reduces the values that a program computes for each edge over the segments of a plan, on a CPU.
+// The bits of the results do not depend on the number of threads: see ops/segments.h for how
+// positions are split into chunks.
 //
-// The state of a segment is kept where its carry would go, in a row of the scratch that stays in
-// the first-level cache: the first row of a chunk for the segment from the chunk before, the second
-// for all others.
+// The state of a segment is in the row of the scratch where its carry would go, which stays in the
+// first-level cache. A chunk has two rows: the first for the segment that continues from the
+// previous chunk, the second for all others.
 #pragma once
 
 #include "common/macros.h"
@@ -14,8 +14,8 @@ JOF_NAMESPACE_BEGIN
 
 namespace internal {
 
-// Positions ahead of which rows are asked for, and of their ids twice as many; and the bytes of a
-// row that are. The hardware follows from there.
+// Rows are prefetched kRowsAhead positions ahead, and their ids twice as far ahead. Only the first
+// kBytesAhead bytes of a row are: the hardware prefetches the rest.
 constexpr int64_t kRowsAhead = 16, kBytesAhead = 1024;
 
 JOF_INLINE void PrefetchRow(const void* row, int64_t bytes) {
@@ -23,14 +23,14 @@ JOF_INLINE void PrefetchRow(const void* row, int64_t bytes) {
   for (int64_t k = 0; k < bytes && k < kBytesAhead; k += 64) __builtin_prefetch(at + k);
 }
 
-// The same of a row of a table, if an id names one.
+// Prefetches the row of a table that an id names, if there is one.
 template <typename T>
 JOF_INLINE void PrefetchRowOf(const T* table, int32_t id, int64_t rows, int64_t columns) {
   if (!IsRow(id, rows)) return;
   PrefetchRow(table + id * columns, columns * static_cast<int64_t>(sizeof(T)));
 }
 
-// The edge whose rows are to be asked for at position p, or -1.
+// The edge whose rows should be prefetched at position p, or -1. Prefetches an id further ahead.
 JOF_INLINE int64_t EdgeAhead(const PlannedEdges& edges, const int32_t* ids, int64_t p) {
   if (ids != nullptr && edges.order != nullptr && p + 2 * kRowsAhead < edges.count) {
     __builtin_prefetch(ids + edges.Edge(p + 2 * kRowsAhead));
@@ -38,13 +38,13 @@ JOF_INLINE int64_t EdgeAhead(const PlannedEdges& edges, const int32_t* ids, int6
   return p + kRowsAhead < edges.count ? edges.Edge(p + kRowsAhead) : -1;
 }
 
-// Programs have
-//   A, values                     the type of a state's values and how many there are
-//   segments
+// A program has
+//   A, values                     the type and the number of a state's values
+//   segments                      the number of segments
 //   Clear(state)
-//   Add(p, q, state)              the edges at positions [p, q), all of one segment
-//   Combine(part, state)
-//   Finish(segment, state)        rounds and writes it; the state is lost
+//   Add(p, q, state)              adds the edges at positions [p, q), all of one segment
+//   Combine(part, state)          combines the state `part` into `state`
+//   Finish(segment, state)        rounds and writes the result; may overwrite the state
 
 template <typename Program>
 inline void ReduceChunk(const Program& program, const PlannedEdges& edges, void* scratch,
@@ -67,7 +67,7 @@ inline void ReduceChunk(const Program& program, const PlannedEdges& edges, void*
   }
 }
 
-// Finishes the segment that starts in a chunk and goes on in the next, if there is one.
+// Finishes the segment that starts in a chunk and continues in the next one, if there is one.
 template <typename Program>
 inline void JoinChunks(const Program& program, const PlannedEdges& edges, void* scratch,
                        int64_t chunk) {

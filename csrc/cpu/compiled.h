@@ -1,12 +1,12 @@
-// The entry of a kernel that is compiled at run time: the elementwise loops around a functor. See
-// cuda/compiled.cuh.
+// The entry point of a kernel that is compiled at run time: the elementwise loops around a functor.
+// See cuda/compiled.cuh.
 #pragma once
 
 #include "common/float8.h"
 #include "cpu/elementwise.h"
 
-// The instruction set that a kernel is compiled for, which a program brings to the machine that it
-// runs on: 0 baseline, 1 AVX2, 2 AVX-512.
+// The instruction set that a kernel is compiled for: 0 baseline, 1 AVX2, 2 AVX-512. It is checked
+// when the kernel is loaded, because an exported program may run on another machine.
 #if defined(__AVX512F__)
 #define JOF_COMPILED_ISA 2
 #elif defined(__AVX2__)

@@ -18,20 +18,21 @@
 
 namespace jof {
 
-// Of elements, or of parts of rows: the call is of that type.
+// The entry point of a loaded kernel. [begin, end) are elements of an ElementwiseCall, or parts of
+// the rows of a TracedRowsCall.
 struct CpuCompiledKernel {
   void (*loop)(const void* call, int64_t begin, int64_t end);
 };
 
 namespace internal {
 
-// A file that nobody else sees, in memory where there is such a thing: folders for temporary files
-// may forbid execution. `number` is another for each file of this process.
+// Opens a private file: in memory on Linux, because folders for temporary files may forbid
+// execution. `number` must be different for each file of this process.
 inline int PrivateFile([[maybe_unused]] uint64_t number, std::string* path) {
 #ifdef __linux__
   const int file = memfd_create("jof_compiled", MFD_CLOEXEC);
-  // dlopen takes a path that it has seen for the library it has loaded from there, and descriptors
-  // are used again. Hence the number is written into the path, in binary, with "/" and "/./".
+  // For a path that it has seen, dlopen returns the library that it loaded from there, and
+  // descriptors are reused. So the path encodes the number, in binary, with "/" and "/.".
   *path = "/proc/self/fd";
   for (; number != 0; number >>= 1) *path += number & 1 ? "/." : "/";
   *path += "/" + std::to_string(file);
@@ -43,7 +44,7 @@ inline int PrivateFile([[maybe_unused]] uint64_t number, std::string* path) {
   return file;
 }
 
-// As cpu/compiled.h counts them.
+// This process's instruction set, numbered as JOF_COMPILED_ISA in cpu/compiled.h.
 inline int InstructionSet() {
   const std::string_view name = Kernels().name;
   return name == "avx512" ? 2 : name == "avx2" ? 1 : 0;
@@ -101,7 +102,7 @@ inline CpuStatus LoadCompiled(const uint8_t* code, size_t bytes, CpuCompiledKern
 template <typename ThreadPool>
 CpuStatus LaunchCompiled(const CpuCompiledKernel& kernel, size_t, size_t, const int64_t*,
                          const ElementwiseCall& call, ThreadPool& pool) {
-  // Work below this many elements a range is not worth another thread.
+  // A range of fewer elements is not worth another thread.
   constexpr int64_t kGrain = 16 * 1024;
   ParallelFor(pool, call.n, kGrain,
               [&](int64_t begin, int64_t end) { kernel.loop(&call, begin, end); });

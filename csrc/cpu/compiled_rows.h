@@ -1,6 +1,6 @@
-// The entry of a row kernel that is compiled at run time, from a traced function: the reductions
-// and the map of each row, in loops over blocks that the compiler vectorises. See
-// cuda/compiled_rows.cuh, which says what a definition is.
+// The entry point of a row kernel that is compiled at run time from a traced function. It runs the
+// reductions and the map of each row in loops over blocks, which the compiler vectorises. See
+// cuda/compiled_rows.cuh for what a definition is.
 #pragma once
 
 #include "cpu/compiled.h"
@@ -12,7 +12,7 @@ namespace internal {
 
 constexpr int64_t kTracedBlock = 1024;
 
-// What a value is kept as in a block: vectors of bool are none.
+// The type that stores a value in a block. bool is stored as uint8_t: there are no vectors of bool.
 template <typename T>
 struct StoredOf {
   using type = T;
@@ -22,7 +22,7 @@ struct StoredOf<bool> {
   using type = uint8_t;
 };
 
-// A block of each of several values.
+// One block for each of several types.
 template <typename... T>
 struct Blocks;
 template <>
@@ -55,7 +55,8 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   using OutputIndices = MakeIndices<sizeof...(O)>;
   static constexpr int kReductions = Definition::kReductions, kSums = Definition::kSums;
   static constexpr int kArrays = sizeof...(A);
-  // A row goes by so many blocks, all of one length if the row's is a multiple of it.
+  // A row is processed in kBlocks blocks of kBlock elements. The last block is shorter if kWidth is
+  // not a multiple of kBlock.
   static constexpr int64_t kWidth = Definition::kWidth;
   static constexpr int64_t kBlocks = (kWidth + kTracedBlock - 1) / kTracedBlock;
   static constexpr int64_t kBlock = (kWidth + kBlocks - 1) / kBlocks;
@@ -69,7 +70,7 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
 
   explicit TracedRowsLoop(const TracedRowsCall& call) : call(call) {}
 
-  // Parts [begin, end) of the rows.
+  // Computes parts [begin, end) of the rows.
   void Run(int64_t begin, int64_t end) {
     if constexpr (kIsWhole) LoadVectors(0, kWidth, VectorIndices());
     for (int64_t part = begin; part < end; ++part) {
@@ -102,7 +103,8 @@ struct TracedRowsLoop<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
     Definition::End(call, row, facts);
   }
 
-  // Loads a block of the row as reduction r finds it.
+  // Loads a block of the row with the values that reduction r reads, which earlier ones may have
+  // replaced.
   template <int r>
   JOF_INLINE void Load(int64_t row, int64_t i, int64_t m) {
     LoadVectors(i, m, VectorIndices());

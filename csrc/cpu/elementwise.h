@@ -1,11 +1,11 @@
 // The elementwise template on a CPU: a functor in loops that the compiler vectorises, a block of
 // elements at a time.
 //
-// A block is 16 vector registers of f32. What is not computed as it is stored, 16-bit floats, is
-// widened before the loop over a block and narrowed after it, each by a loop of its own: the
-// compiler does not vectorise one that does all three. Blocks of 4 and 32 registers were slower,
-// f16 relu by 5 and 45 %, bf16 silu by 25 and 0 %. Where nothing is to be converted or spread a
-// range of elements is one block.
+// A block is 16 vector registers of f32. 16-bit floats are computed in f32: they are widened before
+// the loop over a block and narrowed after it, each in a separate loop, because the compiler does
+// not vectorise a loop that does all three. Blocks of 4 and 32 registers were slower, f16 relu by 5
+// and 45 %, bf16 silu by 25 and 0 %. If nothing is converted or broadcast, a whole range of
+// elements is one block.
 #pragma once
 
 #include "common/tuple.h"
@@ -15,8 +15,8 @@
 
 JOF_NAMESPACE_BEGIN
 
-// The inputs: of a kind that the call says; and, where a kernel is compiled for them, arrays, one
-// element that stands for all, and broadcast operands.
+// The inputs. The kind of an Operand is read from the call. The other kinds are fixed when a kernel
+// is compiled: an array, one element that stands for all, and a broadcast operand.
 template <typename T>
 struct Operand {
   using Element = T;
@@ -38,7 +38,7 @@ namespace internal {
 
 constexpr int kElementwiseBlock = 16 * kVectorBytes / static_cast<int>(sizeof(float));
 
-// Elements as stored, of type T, to values, or values to elements.
+// Converts stored elements of type T to values, or values to stored elements.
 template <typename T, typename From, typename To>
 JOF_INLINE void Convert(const From* in, int64_t n, To* out) {
   int64_t j = 0;
@@ -61,7 +61,7 @@ JOF_INLINE void Convert(const From* in, int64_t n, To* out) {
   }
 }
 
-// The n values of a broadcast operand from result element i on.
+// Writes the n values of a broadcast operand for result elements i + [0, n) to `out`.
 template <typename T, typename Value>
 __attribute__((noinline)) void Spread(const T* data, const BroadcastIndex& index, int64_t i,
                                       int64_t n, Value* out) {
@@ -88,11 +88,11 @@ __attribute__((noinline)) void Spread(const T* data, const BroadcastIndex& index
   }
 }
 
-// What the loop over one block reads: x[j] for the j-th element of the block.
+// An input of the loop over one block: operator[](j) is the j-th value of the block.
 template <typename Operand, typename Value>
 struct BlockInput;
 
-// An array, read in place or converted into a buffer of so many values.
+// An array, read in place or converted into a buffer of kValues values.
 template <typename T, typename Value, int kValues>
 struct ArrayInput {
   static constexpr bool kIsConverted = !__is_same(T, Value);
@@ -172,7 +172,8 @@ struct BlockInput<Operand<T>, Value> : ArrayInput<T, Value, kElementwiseBlock> {
   }
 };
 
-// What it writes: At(j), which End takes to the array. Nobody may want it.
+// An output of the loop: the loop writes At(j), and End moves a converted block to the array. The
+// array is null if the output is not wanted.
 template <typename T, typename Value>
 struct BlockOutput {
   static constexpr bool kIsConverted = !__is_same(T, Value);
@@ -199,7 +200,7 @@ struct BlockOutput {
   }
 };
 
-// What a functor gets and gives for an element of type T.
+// The type that a functor takes and returns for an element of type T.
 template <typename Functor, typename T, bool kOnStorage = __is_base_of(OnStorage, Functor)>
 struct ValueOf {
   using type = Compute<T>;
@@ -245,7 +246,7 @@ struct ElementwiseLoop<Functor, Tuple<Out*...>, Tuple<In...>> {
                                Indices<i...>, Outputs& out, Indices<o...>) {
     (Get<i>(in).Begin(begin, n), ...);
     (Get<o>(out).Begin(begin), ...);
-    const Functor local = functor;  // results might overwrite a functor that is referred to
+    const Functor local = functor;  // through a reference, stores of results might alias it
 #pragma GCC ivdep
     for (int64_t j = 0; j < n; ++j) {
       const auto result = local(Get<i>(in)[j]...);

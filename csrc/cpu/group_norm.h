@@ -1,5 +1,5 @@
-// Group norm on a CPU. A row is some pixels of an image, long enough that loops over its columns
-// are worth vectorising; what is summed of a part of an image is summed for each column first.
+// Group norm on a CPU. Here a row is several pixels of an image, enough that loops over its columns
+// are worth vectorising. Sums over a part of an image are first computed for each column.
 #pragma once
 
 #include <type_traits>
@@ -13,12 +13,12 @@ namespace internal {
 
 constexpr int64_t kGroupColumns = 256;
 
-// Part `item % parts` of image `item / parts`, some of whose columns are worked on at a time.
+// Part `item % parts` of image `item / parts`. Its columns are processed a block at a time.
 template <typename T>
 struct GroupPart {
   using C = Compute<T>;
   const GroupNormProblem& problem;
-  int64_t image, begin, size;  // its elements
+  int64_t image, begin, size;  // begin, size: the part's elements
 
   GroupPart(const GroupNormProblem& p, int64_t parts, int64_t item) : problem(p) {
     image = item / parts;
@@ -27,11 +27,12 @@ struct GroupPart {
     size = ((part + 1) * p.pixels / parts - pixel) * p.channels;
   }
 
+  // The elements of a row: as many whole pixels as fit kGroupColumns elements, at least one.
   int64_t Row() const {
     const int64_t pixels = kGroupColumns / problem.channels;
     return (pixels < 1 ? 1 : pixels) * problem.channels;
   }
-  // Calls block(first, n) for blocks of the columns.
+  // Calls block(first, n) for blocks of columns.
   template <typename Block>
   JOF_INLINE void ForEachBlock(const Block& block) const {
     const int64_t row = Row() < size ? Row() : size;
@@ -39,16 +40,17 @@ struct GroupPart {
       block(q, row - q < kGroupColumns ? row - q : kGroupColumns);
     }
   }
-  // Calls row(at, n) with the elements of each row in such a block.
+  // Calls row(at, n) for the elements of each row that are in the block.
   template <typename Visit>
   JOF_INLINE void ForEachRow(int64_t first, int64_t n, const Visit& row) const {
     for (int64_t i = first; i < size; i += Row()) row(begin + i, size - i < n ? size - i : n);
   }
+  // The number of rows that have this column: the last row may be shorter.
   JOF_INLINE int64_t Rows(int64_t column) const {
     return size / Row() + (column < size % Row() ? 1 : 0);
   }
-  // Calls visit(j, n, channel, group) for the columns first + j, ... of a block that are next to
-  // each other and of one group.
+  // Calls visit(j, n, channel, group) for each run of n adjacent columns of a block, from first + j
+  // on, that belong to one group.
   template <typename Visit>
   JOF_INLINE void ForEachRun(int64_t first, int64_t columns, const Visit& visit) const {
     const int64_t width = problem.width();
@@ -64,7 +66,7 @@ struct GroupPart {
   }
 };
 
-// What maps the columns of a block.
+// The statistics, scale and bias of each column of a block.
 template <typename T>
 struct GroupColumns {
   using C = Compute<T>;
@@ -91,7 +93,7 @@ struct GroupColumns {
     });
   }
   JOF_INLINE C Normalized(C x, int64_t j) const { return ((x - centre[j]) - rest[j]) * rstd[j]; }
-  // The cotangent of what silu is applied to.
+  // The cotangent of silu's operand; dy if there is no silu.
   template <bool kSilu>
   JOF_INLINE C Cotangent(C normalized, C dy, int64_t j) const {
     return kSilu ? Silu<T>().Vjp(normalized * scale[j] + bias[j], dy) : dy;
@@ -109,7 +111,7 @@ void GroupMomentsOf(const GroupNormCall& call, int64_t item) {
   BlockOf<T> block;
   C centre[kGroupColumns], first_sum[kGroupColumns], square[kGroupColumns];
   part.ForEachBlock([&](int64_t first, int64_t columns) {
-    // The centre: the mean of the first few rows.
+    // The centre is the mean of the first few rows.
     int64_t rows = 0;
     for (int64_t j = 0; j < columns; ++j) centre[j] = first_sum[j] = square[j] = 0;
     part.ForEachRow(first, columns, [&](int64_t at, int64_t n) {
@@ -145,7 +147,7 @@ void GroupMomentsOf(const GroupNormCall& call, int64_t item) {
   });
 }
 
-// Group `item % groups` of image `item / groups`.
+// The statistics of group `item % groups` of image `item / groups`.
 template <typename T>
 void GroupStatsOf(const GroupNormCall& call, int64_t item) {
   using C = Compute<T>;
@@ -250,7 +252,7 @@ void GroupNormVjpMapOf(const GroupNormVjpCall& call, int64_t item) {
   });
 }
 
-// Adds `parts` vectors to the first of them.
+// Adds the other vectors of `parts` vectors to the first.
 template <typename C>
 JOF_INLINE void AddVectors(C* vectors, int64_t parts, int64_t stride, int64_t begin, int64_t end) {
   for (int64_t p = 1; p < parts; ++p) {
@@ -258,8 +260,8 @@ JOF_INLINE void AddVectors(C* vectors, int64_t parts, int64_t stride, int64_t be
   }
 }
 
-// Calls kernel(tag, silu, i) for items [begin, end): tags of the call's type, and of whether silu
-// comes after the norm.
+// Calls kernel(tag, silu, i) for items [begin, end). `tag` has the call's type, and `silu` is the
+// constant that says whether silu follows the norm.
 template <typename Call, typename Kernel>
 void ForEachItemOf(const Call& call, int64_t begin, int64_t end, const Kernel& kernel) {
   Dispatch<Floats>(call.type, [&](auto tag) {
@@ -272,7 +274,8 @@ void ForEachItemOf(const Call& call, int64_t begin, int64_t end, const Kernel& k
 
 }  // namespace internal
 
-// ---- the kernels: of parts of images, of groups, of parts; of images, of channels ----
+// ---- the kernels. [begin, end) are parts of all images, groups of all images in GroupNormStats,
+// images in GroupNormVjpTerms, and elements of dbias and dscale in GroupNormVjpVectors ----
 
 inline void GroupNormMoments(const GroupNormCall& call, int64_t begin, int64_t end) {
   internal::ForEachItemOf(call, begin, end, [&](auto tag, auto, int64_t i) {
@@ -313,7 +316,7 @@ inline void GroupNormVjpMap(const GroupNormVjpCall& call, int64_t begin, int64_t
   });
 }
 
-// Elements of dbias and dscale, one after the other.
+// [begin, end) are elements of dbias followed by dscale.
 inline void GroupNormVjpVectors(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using C = Compute<typename decltype(tag)::type>;

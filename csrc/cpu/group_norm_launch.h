@@ -1,4 +1,4 @@
-// Launchers of the CPU kernels of group norm: parts of images over threads.
+// Launchers of the CPU kernels of group norm, which distribute parts of images over threads.
 #pragma once
 
 #include "cpu/launch.h"
@@ -7,7 +7,8 @@
 namespace jof {
 namespace internal {
 
-// Calls kernel(begin, end) for ranges of `items`, which `arrays` arrays are divided into.
+// Calls kernel(call, begin, end) for ranges of `items` items. The items divide `arrays` arrays of
+// the size of x.
 template <typename ThreadPool, typename Call, typename Kernel>
 void ForEachItem(ThreadPool& pool, const Call& call, int64_t items, int64_t arrays,
                  const Kernel& kernel) {

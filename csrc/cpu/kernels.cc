@@ -1,4 +1,4 @@
-// Compiled once for each instruction set, with JOF_CPU_ISA and JOF_CPU_KERNELS set by CMake.
+// Compiled once for each instruction set. CMake sets JOF_CPU_ISA and JOF_CPU_KERNELS.
 //
 // Nothing here may call or instantiate a function of the standard library that is not always
 // inlined: see JOF_NAMESPACE_BEGIN.

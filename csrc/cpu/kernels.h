@@ -1,7 +1,6 @@
 // The CPU kernels as a table of function pointers, one table for each instruction set that
-// kernels.cc is compiled for. A kernel works on a range of rows on the calling thread; the
-// launchers,
-// *_launch.h, spread ranges over XLA's thread pool.
+// kernels.cc is compiled for. A kernel processes a range [begin, end) on the calling thread. The
+// launchers (*_launch.h) distribute ranges over XLA's thread pool.
 #pragma once
 
 #include <stdint.h>
@@ -18,29 +17,29 @@
 // No inline namespace here: these types are the same for all instruction sets.
 namespace jof {
 
-// Upsampling with its index maps as tables, made once a call (see ops/upsample_nearest2d.h):
-// row r of a plane is read by the output rows [row_begin[r], row_begin[r + 1]).
+// Upsampling with its index maps as tables, which are computed once per call (see
+// ops/upsample_nearest2d.h): output rows [row_begin[r], row_begin[r + 1]) read row r of a plane.
 struct CpuUpsample {
   int64_t in_h, in_w, out_h, out_w, inner;
   const int64_t* row_begin;   // in_h + 1 entries
   const int64_t* col_begin;   // in_w + 1 entries
   const int64_t* col_source;  // out_w entries, the column that each output column reads
-  int64_t col_factor;         // the integer factor of the columns, 0 if it is none
+  int64_t col_factor;         // the factor of the columns, 0 if it is not an integer
 };
 
-// Permuting elements of any number of bytes, in tiles; see cpu/permute_launch.h.
+// A permutation of elements of any number of bytes, in tiles; see cpu/permute_launch.h.
 struct CpuPermute {
   struct Dim {
-    int64_t size, tile, tiles;      // the last tile ends where the dimension does
+    int64_t size, tile, tiles;      // the last tile ends at the end of the dimension
     int64_t in_stride, out_stride;  // in bytes
   };
   int64_t bytes, element_bytes, tiles;
   int rank;
-  int row, col;  // the dimensions that are the fastest of the output and of the input
+  int row, col;  // the fastest dimensions of the output and of the input
   Dim dims[kMaxPermuteRank];
 };
 
-// X(function, parameters): what it computes of [begin, end) is said where it is defined.
+// X(function, parameters). The definition of each function says what [begin, end) counts.
 #define JOF_FOR_EACH_CPU_KERNEL(X)                                                                 \
   X(UpsampleForwardRows,                                                                           \
     (const CpuUpsample& p, int element_bytes, const void* x, void* y, int64_t begin, int64_t end)) \

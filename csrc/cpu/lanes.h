@@ -1,8 +1,8 @@
-// Several values side by side in vector registers, widened to the type that they are summed in.
+// Several values in a vector register, widened to the type in which they are summed.
 //
-// Written with the vector extension of GCC and Clang, which compiles for every processor: the
-// auto-vectoriser does not get from a loop over scalar conversions to vector ones (f16 sums are
-// five times faster this way).
+// Uses the vector extension of GCC and Clang, which compiles for every processor. The
+// auto-vectoriser cannot turn a loop over scalar conversions into vector ones (f16 sums are five
+// times faster this way).
 #pragma once
 
 #include <stdint.h>
@@ -12,7 +12,7 @@
 #include "common/types.h"
 
 // GCC 13 and 14 turn selects into branches before they vectorise: gelu took seven times as long,
-// and mish's derivative did not vectorise either. Values do not depend on it.
+// and mish's derivative did not vectorise either. These options do not change results.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-thread-jumps", "no-tree-pre")
 #endif
@@ -48,7 +48,7 @@ JOF_INLINE void Store(const Lanes<A, N>& in, A* out) {
   memcpy(out, &in.values, sizeof(in.values));
 }
 
-// 16-bit types: the functions of common/types.h, N values at once.
+// 16-bit types: the conversions of common/types.h for N values at once.
 
 template <int N, typename T>
 JOF_INLINE typename Vector<uint32_t, N>::type LoadBits(const T* in) {
@@ -85,7 +85,7 @@ JOF_INLINE void Store(const Lanes<float, N>& in, Half* out) {
   StoreBits<N>(NarrowToHalf<Float>(BitCast<typename Vector<uint32_t, N>::type>(in)), out);
 }
 
-// The conversions of binary16 that processors have. These overloads win over the templates.
+// The processor's own conversions of binary16. These overloads take precedence over the templates.
 
 #if defined(JOF_F16C)
 JOF_INLINE void Load(const Half* in, Lanes<float, 2>* out) {
@@ -110,7 +110,7 @@ JOF_INLINE void Store(const Lanes<float, 8>& in, Half* out) {
 }
 #endif
 #if defined(JOF_F16C) && defined(__AVX512F__)
-// With a mask of ones, since GCC 12 warns of its own header's unmasked ones (GCC bug 105593).
+// Uses a mask of all ones: GCC 12 warns about the unmasked intrinsics (GCC bug 105593).
 JOF_INLINE void Load(const Half* in, Lanes<float, 16>* out) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in));
   out->values = _mm512_maskz_cvtph_ps(0xffff, bits);
@@ -121,13 +121,13 @@ JOF_INLINE void Store(const Lanes<float, 16>& in, Half* out) {
 }
 #endif
 
-// As many values of A as a vector register holds.
+// The number of values of A that a vector register holds.
 template <typename A>
 constexpr int kFullLanes = kVectorBytes / static_cast<int>(sizeof(A));
 
 // sums[i] += in[i] for i < n. Not inlined: GCC would merge the calls for two rows into one loop
-// over both, and that takes twice as long on an AMD EPYC when dy comes from memory (1.3 ms against
-// 0.6 for 13 MB): its hardware prefetches what is read in order.
+// over both. That takes twice as long on an AMD EPYC when the rows come from memory (1.3 ms instead
+// of 0.6 ms for 13 MB), because its hardware prefetches memory that is read in order.
 template <typename T, typename A, int kLanes = kFullLanes<A>>
 __attribute__((noinline)) void AddRow(const T* in, int64_t n, A* sums) {
   int64_t i = 0;

@@ -1,5 +1,5 @@
-// What the launchers of CPU kernels share. A launcher has the name and the arguments of its CUDA
-// counterpart, but runs on a thread pool where that has a stream, and returns when it is done.
+// Helpers that the launchers of CPU kernels share. A launcher has the name and arguments of its
+// CUDA counterpart, with a thread pool instead of a stream, and returns when the work is done.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ inline const CpuKernels& Kernels() {
   return kernels;
 }
 
-// Work below this many bytes a range is not worth another thread.
+// A range of fewer bytes is not worth another thread.
 inline constexpr int64_t kGrainBytes = 128 * 1024;
 
 inline int64_t Grain(int64_t bytes_per_iteration) {

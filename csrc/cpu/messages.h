@@ -1,5 +1,5 @@
-// Kernels of messages that are compiled at run time: the elementwise loops around a traced
-// function, for each edge, and a reduction over segments. See cuda/messages.cuh.
+// Kernels of messages that are compiled at run time: the elementwise loops around a traced function
+// for each edge, and a reduction over segments. See cuda/messages.cuh.
 #pragma once
 
 #include "cpu/chunks.h"
@@ -31,7 +31,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>> {
       return Reduce::Combine(state, static_cast<A>(Functor()(x...)));
     }
   };
-  // The first input of a step is the state.
+  // Inputs of Step. The first is the state.
   using Inputs = Tuple<ArrayOperand<A>, typename In::Operand...>;
 
   explicit Messages(const MessageCall& call)
@@ -68,7 +68,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>> {
   void Finish(int32_t segment, A* state) const {
     Convert<T>(state, values, static_cast<T*>(call.result) + segment * values);
   }
-  // The result of an edge: sums of `inner` columns, in a state of its own.
+  // Writes the result of the edge at position p: sums of `inner` columns each. `state` is a buffer.
   void Store(int64_t p, A* state) const {
     Clear(state);
     AddEdge(p, state);
@@ -105,7 +105,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>> {
   JOF_INLINE void Prefetch(int64_t edge, int32_t other, Indices<k...>) const {
     (PrefetchInput<In, k>(edge, other), ...);
   }
-  // Rows of edges are read in order where there is no other order.
+  // Without `order`, rows that are indexed by edge are read in order and need no prefetch.
   template <typename One, int k>
   JOF_INLINE void PrefetchInput(int64_t edge, int32_t other) const {
     if constexpr (One::kRowOf == RowOf::kOther || One::kRowOf == RowOf::kEdge) {
@@ -121,8 +121,8 @@ struct Messages<Functor, T, kReduction, Tuple<In...>> {
 }  // namespace internal
 JOF_NAMESPACE_END
 
-// jof_run and jof_join take chunks [begin, end), or jof_run the positions of results for edges;
-// jof_fill takes elements.
+// [begin, end) are chunks for jof_run and jof_join, but positions for jof_run if results are for
+// edges; they are elements of the result for jof_fill.
 #define JOF_MESSAGE_REDUCE(Program)                                                   \
   JOF_MESSAGE_ENTRY(jof_run, {                                                        \
     const Program program(*call);                                                     \

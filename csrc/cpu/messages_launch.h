@@ -1,4 +1,4 @@
-// Loads kernels of messages that are compiled at run time, and spreads them over threads.
+// Loads kernels of messages that are compiled at run time, and distributes their work over threads.
 #pragma once
 
 #include "cpu/compiled_launch.h"

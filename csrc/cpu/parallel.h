@@ -1,4 +1,4 @@
-// Spreads a loop over XLA's own thread pool.
+// Distributes a loop over XLA's own thread pool.
 #pragma once
 
 #include <atomic>
@@ -12,18 +12,19 @@
 namespace jof {
 
 // Calls body(begin, end) for disjoint ranges that cover [0, n), on the calling thread and on the
-// pool's. Ranges have at least `grain` iterations; a loop of one range stays on the calling thread.
+// pool's. Ranges have at least `grain` iterations, except the last. A loop of one range runs on the
+// calling thread.
 //
-// The caller takes ranges too and waits only for ranges that somebody has taken, never for a task
+// The caller takes ranges too. It waits only for ranges that a thread has taken, never for a task
 // to be scheduled: the pool's threads may all be blocked in handlers like this one.
 //
-// A sleeping thread needs 20 to 50 us to wake up, as long as a third of a typical call. Hence many
-// small ranges, which a thread that arrives late can still share, and a caller that looks out for
-// the last one for about as long before it goes to sleep.
+// A sleeping thread needs 20 to 50 us to wake up, a third of a typical call. Hence there are many
+// small ranges, which a thread that arrives late can still share, and the caller polls for about as
+// long before it goes to sleep.
 //
-// Each thread begins with a section of the loop of its own, the caller with the first, and helps
-// out in the others' later: from call to call a thread mostly finds in its cache what it has
-// written there (relu of 4 MB in 49 us, 70 where ranges go to whoever comes).
+// Each thread starts with its own section of the loop, the caller with the first, and then helps
+// with the other sections. So a thread mostly finds in its cache what it wrote in the previous call
+// (relu of 4 MB takes 49 us, but 70 us if ranges go to the next free thread).
 template <typename ThreadPool, typename Body>
 void ParallelFor(ThreadPool& pool, int64_t n, int64_t grain, const Body& body) {
   if (n <= 0) return;
@@ -53,7 +54,7 @@ void ParallelFor(ThreadPool& pool, int64_t n, int64_t grain, const Body& body) {
     shared->sections[static_cast<size_t>(w)].next = w * ranges / workers;
     shared->sections[static_cast<size_t>(w)].end = (w + 1) * ranges / workers;
   }
-  // A task that starts late finds no range left, and must not touch `body`, which is gone by then.
+  // A task that starts late finds no range left. It must not touch `body`, which no longer exists.
   const auto work = [shared, n, range, ranges, workers, body_pointer = &body](int64_t worker) {
     int64_t finished = 0;
     for (int64_t k = 0; k < workers; ++k) {

@@ -1,23 +1,24 @@
-// Permuting the axes of an array on a CPU, one tile of cpu/permute_launch.h at a time.
+// Permutes the axes of an array on a CPU, one tile of cpu/permute_launch.h at a time.
 //
-// A tile is a stack of matrices whose rows are contiguous in the input and whose columns are in the
-// output. Blocks of a matrix are transposed in registers: a lane of 16 bytes from each of as many
-// rows as one register of a column takes, so that a block writes whole registers. log2 of a lane's
-// units steps of interleaving pairs of registers transpose each lane, by instructions that every
-// x86 has for registers of its width. 2, 3 or 4 channels (NHWC images) are joined and split by
-// other shuffles, so that registers are full on both sides. Elements of other sizes, rows that stay
-// rows among them, are copied.
+// A tile is a stack of matrices. Rows of a matrix are contiguous in the input, and columns are
+// contiguous in the output. Blocks of a matrix are transposed in registers. A block takes a 16-byte
+// lane from each of as many rows as a register has elements, so it writes whole registers.
+// Interleaving pairs of registers, in log2(units of a lane) steps, transposes each lane; every x86
+// has the instructions for registers of its width. 2, 3 or 4 channels (NHWC images) are joined and
+// split by other shuffles, which fill the registers on both sides. Elements of other sizes,
+// including rows that stay contiguous, are copied.
 //
-// Where the stride is a multiple of a large power of two, rows fall into few sets of the caches and
-// evict each other (4096 x 100 of f64 took 5 times as long):
-//   - in the output: blocks go down a line's width of columns first, which writes as few rows of
-//     the output at a time, from left to right. Otherwise they go along the rows, the order that
-//     the hardware prefetches in.
-//   - in the input: a block first copies a whole line of its rows, which it then reads once, not
-//     lane by lane (100 x 4096 bytes took 3 times as long). 8 rows or fewer fit the sets.
+// If a stride is a multiple of a large power of two, rows fall into few sets of the caches and
+// evict each other (4096 x 100 of f64 took 5 times as long). The remedy depends on which stride:
+//   - of the output: blocks go down one cache line's width of columns first. This writes few rows
+//     of the output at a time, from left to right. With other strides, blocks go along the rows,
+//     the order in which the hardware prefetches.
+//   - of the input: a block first copies a whole cache line of each of its rows to a buffer, so
+//     that each line is read once and not lane by lane (100 x 4096 bytes took 3 times as long).
+//     Blocks of 8 rows or fewer fit the sets and are not buffered.
 //
-// Stores go through the caches: streaming stores were up to twice as fast for 16 MB that nobody
-// read afterwards, but not when somebody did.
+// Stores go through the caches: streaming stores were up to twice as fast for 16 MB that was not
+// read afterwards, but not when it was.
 #pragma once
 
 #include <stdint.h>
@@ -36,7 +37,7 @@
 JOF_NAMESPACE_BEGIN
 
 constexpr int kLaneBytes = 16, kLineBytes = 64;
-// Strides that are multiples of this conflict in a first-level cache of 64 sets: two sets are left.
+// Rows whose stride is a multiple of this share at most two sets of a 64-set first-level cache.
 constexpr int64_t kConflictBytes = 2048;
 
 template <typename Unit>
@@ -45,8 +46,8 @@ constexpr int kLaneUnits = kLaneBytes / static_cast<int>(sizeof(Unit));
 template <typename Unit, int kBytes>
 using Register = typename Vector<Unit, kBytes / static_cast<int>(sizeof(Unit))>::type;
 
-// The rows of the input that a tile has: element (r, c) is at in + r * in_stride + c * its size,
-// and goes to out + c * out_stride + r * its size. Strides are in bytes.
+// A matrix of a tile. Element (r, c) is at in + r * in_stride + c * element size, and goes to
+// out + c * out_stride + r * element size. Strides are in bytes.
 struct Matrix {
   const uint8_t* in;
   uint8_t* out;
@@ -93,7 +94,7 @@ JOF_INLINE void StoreLanes(const V& lanes, uint8_t* out, [[maybe_unused]] int64_
   memcpy(out, &lanes, kBytes < kLaneBytes ? kBytes : kLaneBytes);
 #if defined(__AVX512F__)
   if constexpr (kBytes == 64) {
-    // With a mask of ones, since GCC 12 warns of its own header's unmasked ones (GCC bug 105593).
+    // Uses a mask of all ones: GCC 12 warns about the unmasked intrinsic (GCC bug 105593).
     const auto all = BitCast<__m512i>(lanes);
     store(1, _mm512_maskz_extracti32x4_epi32(0xf, all, 1));
     store(2, _mm512_maskz_extracti32x4_epi32(0xf, all, 2));
@@ -105,7 +106,7 @@ JOF_INLINE void StoreLanes(const V& lanes, uint8_t* out, [[maybe_unused]] int64_
 #endif
 }
 
-// Unit p of each lane of the result is unit Source::At(p) of two lanes in a row, a's and b's.
+// Unit p of each lane of the result is unit Source::At(p) of a's lane followed by b's.
 template <typename Source, typename Unit, typename V, size_t... i>
 JOF_INLINE V ShuffleLanes(V a, V b, std::index_sequence<i...>) {
   constexpr int kLane = kLaneUnits<Unit>, kAll = sizeof...(i);
@@ -125,13 +126,13 @@ JOF_INLINE V ShuffleLanes(V a, V b) {
   return ShuffleLanes<Source, Unit>(a, b, std::make_index_sequence<sizeof(V) / sizeof(Unit)>());
 }
 
-// The units of the lower or of the upper halves of two lanes in turns.
+// Interleaves the units of the lower or of the upper halves of two lanes.
 template <bool kUpper, int kLane>
 struct Interleaved {
   static constexpr int At(int p) { return (kUpper ? kLane / 2 : 0) + p / 2 + p % 2 * kLane; }
 };
 
-// Transposes the matrix that each lane of as many registers as it has units is.
+// Transposes kLane registers of lanes of kLane units: lane i of all registers is a square matrix.
 template <typename Unit, typename V>
 JOF_INLINE void TransposeLanes(V* rows) {
   constexpr int kLane = kLaneUnits<Unit>;
@@ -151,8 +152,8 @@ JOF_INLINE void TransposeLanes(V* rows) {
   }
 }
 
-// A lane of so many rows that they fill kBytes of a row of the output. The block has as many
-// columns as a lane has units, and only `cols` of them if they are not all wanted.
+// Transposes one lane from each of as many rows as fill kBytes of a row of the output. The block
+// has as many columns as a lane has units. Only `cols` of them are stored if not kAllColumns.
 template <typename Unit, int kBytes, bool kAllColumns = true>
 inline void TransposeBlock(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride,
                            [[maybe_unused]] int64_t cols = 0) {
@@ -177,7 +178,7 @@ inline void TransposeBlock(const uint8_t* in, int64_t in_stride, uint8_t* out, i
   }
 }
 
-// Blocks side by side, as wide as a line, by way of a buffer.
+// Transposes adjacent blocks that are as wide as a cache line together, through a buffer.
 template <typename Unit, int kBytes>
 inline void TransposeLine(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride) {
   constexpr int kRows = kBytes / sizeof(Unit);
@@ -190,8 +191,9 @@ inline void TransposeLine(const uint8_t* in, int64_t in_stride, uint8_t* out, in
   }
 }
 
-// Columns [begin, end) of a matrix, from `row` on, of at least a lane's rows. Where rows or columns
-// are no multiple of a block's, the last block overlaps the one before.
+// Transposes columns [begin, end) of a matrix, from `row` on. The matrix has at least as many rows
+// as a lane has units. If its rows or columns are not a multiple of a block's, the last block
+// overlaps the previous one.
 template <typename Unit, int kBytes = kLineBytes>
 inline void TransposeColumns(const Matrix& m, bool buffered, int64_t begin, int64_t end,
                              int64_t row = 0) {
@@ -235,7 +237,7 @@ inline void TransposeBlocks(const Matrix& m) {
   }
 }
 
-// Copies n bytes, fewer than a lane.
+// Copies n bytes, fewer than a lane has.
 JOF_INLINE void CopyShort(const uint8_t* in, int64_t n, uint8_t* out) {
   const auto ends = [&](auto word) {
     decltype(word) first, last;
@@ -250,7 +252,7 @@ JOF_INLINE void CopyShort(const uint8_t* in, int64_t n, uint8_t* out) {
   if (n == 1) *out = *in;
 }
 
-// Copies n bytes; inline, since rows of an array are often shorter than a call takes.
+// Copies n bytes. Inlined, since copying a row often takes less time than a call.
 template <int kBytes = kVectorBytes>
 JOF_INLINE void CopyRow(const uint8_t* in, int64_t n, uint8_t* out) {
   if (n >= kBytes) {
@@ -270,12 +272,13 @@ JOF_INLINE void CopyRow(const uint8_t* in, int64_t n, uint8_t* out) {
   }
 }
 
-// A matrix with fewer rows than a lane has units, or fewer columns. No byte beyond a row is read.
+// Transposes a matrix with fewer rows or fewer columns than a lane has units. Reads no byte beyond
+// the end of a row.
 template <typename Unit>
 inline void TransposeNarrow(const Matrix& m) {
   constexpr int64_t kUnit = sizeof(Unit), kLane = kLaneUnits<Unit>;
-  // Columns that lie side by side are written as whole lanes, in order: the next one overwrites
-  // what is too much.
+  // Adjacent columns are written as whole lanes, in order: each overwrites the excess of the
+  // previous one.
   const bool dense = m.out_stride == m.rows * kUnit;
   for (int64_t row = 0; row < m.rows; row += kLane) {
     const int64_t rows = m.rows - row < kLane ? m.rows - row : kLane;
@@ -307,8 +310,8 @@ inline void TransposeNarrow(const Matrix& m) {
   }
 }
 
-// Splitting lanes of kCount channels' units in turns into lanes of one channel each, or joining
-// them, in kCount registers: where unit p of register k comes from.
+// The shuffle of kCount registers that splits lanes in which kCount channels are interleaved into
+// lanes of one channel each, or joins such lanes. It says where unit p of register k comes from.
 template <bool kSplit, int kCount, int kLane>
 struct Channels {
   static constexpr int Place(int k, int p) {
@@ -318,8 +321,8 @@ struct Channels {
   static constexpr int Unit(int k, int p) { return Place(k, p) % kLane; }
 };
 
-// Takes from register `from` what register k needs of it. The first step, from = 1, takes what it
-// needs of register 0 as well.
+// Takes the units that register k needs from register `from`. The first step, from = 1, takes those
+// from register 0, too.
 template <typename Map, int kLane, int k, int from>
 struct ChannelStep {
   static constexpr int At(int p) {
@@ -328,7 +331,7 @@ struct ChannelStep {
   }
 };
 
-// Register k after the steps from `from` on.
+// Returns register k after the steps from `from` on.
 template <typename Map, typename Unit, int kCount, int k, int from = 1, typename V>
 JOF_INLINE V GatherChannel(const V* r, V v) {
   using Step = ChannelStep<Map, kLaneUnits<Unit>, k, from>;
@@ -346,8 +349,8 @@ JOF_INLINE void ShuffleChannels(const V* r, V* shuffled, std::index_sequence<k..
   ((shuffled[k] = GatherChannel<Map, Unit, kCount, static_cast<int>(k)>(r, r[0])), ...);
 }
 
-// n units, a lane's at least, of each of kCount channels, which lie `stride` bytes apart on one
-// side and in turns on the other.
+// Moves n units, at least a lane's, of each of kCount channels. The channels are `stride` bytes
+// apart on one side and interleaved on the other.
 template <bool kSplit, typename Unit, int kCount, int kBytes = kVectorBytes>
 inline void MoveChannels(const uint8_t* in, uint8_t* out, int64_t stride, int64_t n) {
   constexpr int64_t kUnit = sizeof(Unit), kStep = kBytes / kUnit;
@@ -381,7 +384,8 @@ inline void MoveChannels(const uint8_t* in, uint8_t* out, int64_t stride, int64_
   }
 }
 
-// False if the matrix is none of 2 to 4 columns (or rows, to join) that are contiguous as a whole.
+// Returns false, and moves nothing, unless the matrix has 2 to 4 columns (rows, to join) that form
+// one contiguous array, and at least a lane's units of each.
 template <bool kSplit, typename Unit>
 inline bool MoveChannels(const Matrix& m) {
   constexpr int kLane = kLaneUnits<Unit>;
@@ -403,7 +407,7 @@ inline bool MoveChannels(const Matrix& m) {
   return false;
 }
 
-// A matrix of few units, one by one.
+// Moves the units of a small matrix one by one.
 template <typename Unit>
 inline void MoveUnits(const Matrix& m) {
   constexpr int64_t kUnit = sizeof(Unit);
@@ -414,7 +418,7 @@ inline void MoveUnits(const Matrix& m) {
   }
 }
 
-// in_end is the end of the array.
+// in_end is the end of the input array.
 template <typename Unit>
 inline void MoveMatrix(const Matrix& m, const uint8_t* in_end) {
   constexpr int64_t kUnit = sizeof(Unit), kLane = kLaneUnits<Unit>;
@@ -423,7 +427,7 @@ inline void MoveMatrix(const Matrix& m, const uint8_t* in_end) {
     if (m.rows < kLane && m.cols < kLane) return MoveUnits<Unit>(m);
     if (m.rows < kLane) return TransposeNarrow<Unit>(m);
     if (m.cols < kLane) {
-      // Lanes reach beyond their row, but must not beyond the array.
+      // Lanes may reach beyond the end of their row, but not beyond the array.
       const int64_t room = in_end - m.in - kLaneBytes;
       const int64_t rows = room < 0 ? 0 : room / m.in_stride + 1;
       if (rows < kLane) return TransposeNarrow<Unit>(m);
@@ -437,7 +441,7 @@ inline void MoveMatrix(const Matrix& m, const uint8_t* in_end) {
   TransposeBlocks<Unit>(m);
 }
 
-// Elements of any number of bytes.
+// Moves elements of any number of bytes.
 JOF_INLINE void MoveElements(const Matrix& m, int64_t bytes) {
   for (int64_t c = 0; c < m.cols; ++c) {
     const uint8_t* in = m.in + c * bytes;
@@ -460,7 +464,7 @@ inline void ForEachMatrix(const CpuPermute& p, const void* x, void* y, int64_t b
     const uint8_t* in = static_cast<const uint8_t*>(x);
     uint8_t* out = static_cast<uint8_t*>(y);
     int64_t rows = 1, cols = 1;
-    // The other dimensions that the tile has more than one element of.
+    // The other dimensions along which the tile has more than one element.
     struct Loop {
       int64_t at, size, in_stride, out_stride;
     } loops[kMaxPermuteRank];
@@ -501,7 +505,7 @@ inline void PermuteTiles(const CpuPermute& p, const void* x, void* y, int64_t be
   if (p.row == p.col) {
     return each([](const Matrix& m) { memcpy(m.out, m.in, static_cast<size_t>(m.rows)); });
   }
-  // A loop of its own for sizes that are frequent: rows of 32 bytes take 30 % less time.
+  // Frequent sizes have specialized loops: rows of 32 bytes take 30 % less time.
   const auto each_of = [&](auto bytes) {
     each([](const Matrix& m) { MoveElements(m, decltype(bytes)::value); });
   };

@@ -1,5 +1,5 @@
-// How a CPU goes about a permutation: the plan of ops/permute_plan.h in tiles, which are the pieces
-// of work that threads share, and within which lines of the caches are used whole.
+// Launches a permutation on a CPU. Splits the plan of ops/permute_plan.h into tiles, which are
+// distributed over threads. Within a tile, cache lines are used whole.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,14 @@ JOF_NAMESPACE_BEGIN
 
 namespace internal {
 
-// A tile is contiguous for two lines on either side at least, and for longer until it has so many
-// bytes that each thread has a few tiles: long runs are what the hardware prefetches. Tiles whose
-// elements are shorter than two lines should fit a cache, where lines wait to be completed.
+// A tile is contiguous for at least two cache lines in the input and in the output. Runs are longer
+// if each thread still gets a few tiles, because the hardware prefetches long runs. Tiles whose
+// elements are shorter than two lines should fit a cache, which holds lines until they are
+// complete.
 constexpr int64_t kShortestRun = 128;
 constexpr int64_t kSmallTile = 32 << 10, kCachedTile = 256 << 10, kLargeTile = 2 << 20;
 constexpr int64_t kTilesPerThread = 4;
-// Elements of more bytes are copied in parts of a small tile's.
+// Elements of more bytes than this are copied in parts of kSmallTile bytes.
 constexpr int64_t kLongElement = 8 << 10;
 
 // Extends the tile along dimensions fastest(0), fastest(1), ... until it is contiguous for
@@ -38,14 +39,14 @@ inline void ExtendTile(CpuPermute* p, int64_t run_bytes, const Fastest& fastest)
 
 }  // namespace internal
 
-// Tiles are counted in the order of the output: writing in order matters more than reading in order
-// (rows of 1 KB: 190 us for 8 MB, 320 in the order of the input).
+// Tiles are numbered in the order of the output: writing in order matters more than reading in
+// order (8 MB in rows of 1 KB take 190 us, and 320 us in the order of the input).
 inline CpuPermute PermuteTilesOf(const PermutePlan& plan, int64_t threads) {
   CpuPermute p{};
   p.bytes = plan.units * plan.unit_bytes;
   p.element_bytes = plan.unit_bytes;
   p.rank = plan.rank;
-  // A last dimension that stays is part of the element.
+  // If the last dimension stays last, it is part of the element.
   if (plan.keeps_last()) p.element_bytes *= plan.dims[--p.rank].size;
   for (int d = 0; d < p.rank; ++d) {
     p.dims[d] = {plan.dims[d].size, 1, 1, plan.dims[d].in_stride * plan.unit_bytes,

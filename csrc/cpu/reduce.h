@@ -1,4 +1,4 @@
-// The reduction of a row, of built-in and of generated kernels.
+// The reduction of a row, for built-in and for generated kernels.
 #pragma once
 
 #include "cpu/lanes.h"
@@ -13,11 +13,12 @@ struct Same {
   }
 };
 
-// So few values are combined one by one, while others are in registers: several would have to wait
-// where they were stored one by one just before.
+// Fewer values than this at the end of a row are combined one by one. A vector load of values that
+// were just stored one by one would have to wait.
 constexpr int kReduceTail = 8;
 
-// The values of a register and, from x on, as many as the bits of n say that are less than kLanes.
+// Reduces the values of a register and the last n % kLanes values, from x on, except for those that
+// Reduce combines one by one.
 template <int kLanes, typename Op, typename C, typename Map>
 JOF_INLINE C ReduceLanes(typename Vector<C, kLanes>::type sums, const C* x, int64_t n,
                          const Map& map) {
@@ -37,9 +38,9 @@ JOF_INLINE C ReduceLanes(typename Vector<C, kLanes>::type sums, const C* x, int6
   }
 }
 
-// map(x[0]), ..., map(x[n - 1]), of vectors and of single values, and `start`, which changes
-// nothing; in a fixed order: by pairs as far as that costs nothing, so that many equal roundings do
-// not add up.
+// Reduces map(x[0]), ..., map(x[n - 1]) and `start`, which must be the identity of Op. Op and Map
+// take vectors and single values. The order is fixed, and pairwise as far as that costs nothing, so
+// that many equal rounding errors do not add up.
 template <typename Op, typename C, typename Map = Same>
 JOF_INLINE C Reduce(const C* x, int64_t n, C start, const Map& map = Map()) {
   constexpr int kLanes = kFullLanes<C>, kRegisters = 4;

@@ -1,12 +1,12 @@
-// Rows on a CPU: a row at a time where it is contiguous, else some columns at a time. Contiguous
-// rows of few elements are transposed in the first-level cache and worked on as columns: a row at a
-// time, each takes 20 to 40 ns, whatever its length (softmax of 10 elements of f32 in 6 ns, not in
-// 30).
+// Row reductions on a CPU. Contiguous rows are processed one at a time; other rows are the columns
+// of an array and are processed in groups of columns. Short contiguous rows are transposed in the
+// first-level cache and processed as columns: one at a time, each would take 20 to 40 ns whatever
+// its length (softmax of 10 f32 elements takes 6 ns instead of 30).
 //
-// A block of a row is widened once, and each step is a loop of its own over the block, which lies
-// in the first-level cache: elementwise ones, which the compiler vectorises, and sums and maxima in
-// several vector registers. A row longer than a block is read once for its statistics and once more
-// for what is made of them; the states of its blocks combine.
+// A block of a row is widened once and stays in the first-level cache. Each step is a separate loop
+// over the block: elementwise loops, which the compiler vectorises, and sums and maxima in several
+// vector registers. A row longer than a block is read twice, once for its statistics and once to
+// compute the result. The states of its blocks are combined.
 #pragma once
 
 #include <type_traits>
@@ -20,11 +20,11 @@ JOF_NAMESPACE_BEGIN
 namespace internal {
 
 constexpr int64_t kRowBlock = 2048;
-// Of a softmax, whose exponentials are not computed again if they fit: rows of 4096 take two thirds
-// of the time.
+// The block of a softmax. Exponentials of a row that fits one block are not recomputed: rows of
+// 4096 take two thirds of the time.
 constexpr int64_t kTermsBlock = 8192;
 
-// Values of an array of T: read in place or widened into a buffer.
+// A block of an array of T: read in place, or widened into a buffer.
 template <typename T, int64_t kBlock = kRowBlock>
 struct BlockOf {
   using C = Compute<T>;
@@ -41,7 +41,7 @@ struct BlockOf {
   }
 };
 
-// A row vector of T or of f32.
+// A row vector (scale or bias) of T or f32.
 template <typename T>
 struct RowVector {
   using C = Compute<T>;
@@ -85,7 +85,7 @@ JOF_INLINE void ForEachBlock(int64_t n, const Block& block) {
   for (int64_t i = 0; i < n; i += kBlock) block(i, n - i < kBlock ? n - i : kBlock);
 }
 
-// The statistics of a row, and the terms of its last block.
+// Returns the statistics of a row, and leaves the terms of its last block in `terms`.
 template <typename T, int64_t kBlock>
 JOF_INLINE typename ExpSum<T>::State ExpSumOf(const T* x, int64_t n, Compute<T>* terms) {
   using Sum = ExpSum<T>;
@@ -103,7 +103,7 @@ JOF_INLINE typename ExpSum<T>::State ExpSumOf(const T* x, int64_t n, Compute<T>*
   return state;
 }
 
-// y[j] = map(j) for a block, by way of a buffer where results are converted.
+// y[j] = map(j) for a block. If results must be converted, they go through a buffer.
 template <typename T, typename Map>
 JOF_INLINE void MapBlock(int64_t n, T* y, Compute<T>* buffer, const Map& map) {
   if constexpr (BlockOf<T>::kIsConverted) {
@@ -127,11 +127,11 @@ JOF_INLINE void MapRow(const T* x, int64_t n, T* y, const Map& map) {
   });
 }
 
-// ---- rows whose elements are apart: kColumns of them at a time ----
+// ---- rows whose elements are not adjacent: kColumns rows at a time ----
 
 constexpr int64_t kColumns = 256;
 
-// The most elements of some columns whose terms are kept.
+// The largest group of columns, in elements, whose terms are kept.
 constexpr int64_t kKeptTerms = 32 * kColumns;
 
 // Columns [begin, end) of (outer, inner) in groups that share `outer`: group(o, first, n).
@@ -154,7 +154,7 @@ struct ColumnExpSums {
   C peaks[kColumns], centres[kColumns], sums[kColumns];
   BlockOf<T> block;
 
-  // x is the first of the columns' elements. Leaves their terms, too, if there is room for them.
+  // x is the first element of the first column. Also writes the terms to `terms` if it is not null.
   void Run(const T* x, int64_t n, int64_t stride, int64_t columns, C* terms = nullptr) {
     for (int64_t c = 0; c < columns; ++c) peaks[c] = Sum::NoPeak();
     for (int64_t i = 0; i < n; ++i) {
@@ -184,7 +184,7 @@ struct ColumnExpSums {
   JOF_INLINE typename Sum::State State(int64_t c) const { return {peaks[c], sums[c]}; }
 };
 
-// One row of columns: y[c] = map(c, values[c]).
+// Maps one element of each column: y[c] = map(c, values[c]).
 template <typename T, typename Map>
 JOF_INLINE void MapColumns(const Compute<T>* values, int64_t columns, T* y, const Map& map) {
   Compute<T> results[kColumns];
@@ -193,19 +193,20 @@ JOF_INLINE void MapColumns(const Compute<T>* values, int64_t columns, T* y, cons
   Convert<T>(results, columns, y);
 }
 
-// ---- rows of few elements: transposed some at a time, so that they are columns ----
+// ---- short rows: transposed a group at a time, so that they become columns ----
 
-// The longest rows that this is faster for, on an AMD EPYC, with AVX2 and with AVX-512; gradients
-// have more to read. In f64 exponentials take most of the time.
+// The longest rows for which this is faster, on an AMD EPYC with AVX2 and with AVX-512. The limit
+// of gradients is lower because they read more. In f64 exponentials take most of the time.
 template <typename T>
 constexpr int64_t kShortRow = kIsDouble<T> ? 32 : 96;
 template <typename T>
 constexpr int64_t kShortVjpRow = kShortRow<T> / 3;
 
-// Of a group of rows, which fits the first-level cache.
+// The elements of a group of rows, which fits the first-level cache.
 constexpr int64_t kShortElements = 32 * kColumns;
 
-// Calls run(problem, row) for groups of rows from `row` on, which are the columns of `problem`.
+// Calls run(problem, row) for groups of the rows [begin, end). A group starts at `row`, and its
+// rows are the columns of `problem`.
 template <typename Run>
 JOF_INLINE void ForEachShortGroup(const RowsProblem& p, int64_t begin, int64_t end,
                                   const Run& run) {
@@ -216,7 +217,7 @@ JOF_INLINE void ForEachShortGroup(const RowsProblem& p, int64_t begin, int64_t e
   }
 }
 
-// The columns of such a problem.
+// A group of rows, transposed to columns.
 template <typename T>
 struct ShortRows {
   alignas(kLineBytes) T columns[kShortElements];
@@ -371,7 +372,7 @@ void SoftmaxVjpRowsOf(const SoftmaxVjpCall& call, int64_t begin, int64_t end) {
 
 // ---- logsumexp and cross entropy ----
 
-// Of the element that a label names.
+// The value of the element that the label names; NaN if the label is out of range.
 template <typename T>
 JOF_INLINE Compute<T> LabelValue(const T* row, const RowsProblem& p, int32_t label) {
   const int64_t index = LabelIndex(label, p.n);
@@ -430,7 +431,7 @@ void LogSumExpRowsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// Index: what labels are compared as. SSE2 compares no 64-bit integers.
+// Index is the type in which labels are compared. SSE2 cannot compare 64-bit integers.
 template <typename T, typename Index>
 void LogSumExpVjpColumnsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
   using C = Compute<T>;
@@ -487,7 +488,7 @@ void LogSumExpVjpRowsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end
     const auto stats = all_stats[row];
     const auto ct = Accumulator<T>::Load(cts[row]);
     const int64_t label = call.labels == nullptr ? -1 : LabelIndex(call.labels[row], p.n);
-    // dx may be x.
+    // Read before dx is written, since dx may be x.
     const auto of_label = label < 0 ? ct : stats.Vjp(Accumulator<T>::Load(x[label]), true, ct);
     MapRow(x, p.n, dx, [=](Compute<T> value) { return stats.Vjp(value, false, ct); });
     if (label >= 0) dx[label] = Accumulator<T>::Store(of_label);
@@ -496,7 +497,7 @@ void LogSumExpVjpRowsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end
 
 // ---- norms ----
 
-// Rows from `row` on that are the columns of a problem, x, which becomes y.
+// Normalizes a group of rows that starts at `row` and whose transposed elements are x, in place.
 template <typename T, bool kCenter>
 void NormColumnsOf(const NormCall& call, const RowsProblem& p, int64_t row, T* x) {
   using C = Compute<T>;
@@ -524,7 +525,8 @@ void NormColumnsOf(const NormCall& call, const RowsProblem& p, int64_t row, T* x
   for (int64_t c = 0; c < p.inner; ++c) {
     const auto state = Sum::Of(centres[c], {rests[c], squares[c]}, C(p.n));
     stats[c] = NormStats<T, kCenter>::Of(state, static_cast<C>(call.epsilon));
-    // From here on what the map makes of the sums, side by side for its vectors.
+    // From here on, these arrays hold the statistics that the map reads, one array for each so that
+    // the map is vectorised.
     rests[c] = stats[c].rest;
     squares[c] = stats[c].rstd;
   }
@@ -550,7 +552,7 @@ void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
   RowVector<T> scale{call.scale, call.scale_type == DType::kF32, {}};
   RowVector<T> bias{call.bias, call.bias_type == DType::kF32, {}};
   C results[kRowBlock];
-  // What rows from `row` on are made of.
+  // The input of `rows` rows from `row` on. With a residual, writes their sum and returns it.
   const auto input = [&](int64_t row, int64_t rows) {
     const T* x = static_cast<const T*>(call.x) + row * n;
     if (call.residual == nullptr) return x;
@@ -608,7 +610,8 @@ void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// Rows [begin, end), whose sums are added to dscale and dbias where these are not null.
+// Computes dx of rows [begin, end), and adds their sums to dscale and dbias where these are not
+// null.
 template <typename T, bool kCenter>
 void NormVjpRowsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compute<T>* dscale,
                    Compute<T>* dbias) {
@@ -676,7 +679,7 @@ void NormVjpPartsOf(const NormVjpCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// Elements [begin, end) of dscale and dbias, one after the other.
+// Adds up the parts of elements [begin, end) of dscale followed by dbias.
 template <typename T>
 void NormVjpSumsOf(const NormVjpCall& call, int64_t begin, int64_t end) {
   using C = Compute<T>;
@@ -695,7 +698,7 @@ void NormVjpSumsOf(const NormVjpCall& call, int64_t begin, int64_t end) {
 
 }  // namespace internal
 
-// ---- the kernels: of rows, of parts of the rows, of elements ----
+// ---- the kernels. [begin, end) are rows; parts in NormVjpParts; elements in NormVjpSums ----
 
 inline void SoftmaxRows(const SoftmaxCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {

@@ -1,4 +1,4 @@
-// Launchers of the CPU kernels of rows: rows over threads, each as many as are worth it.
+// Launchers of the CPU kernels of rows, which distribute ranges of rows over threads.
 #pragma once
 
 #include "cpu/launch.h"
@@ -7,10 +7,12 @@
 namespace jof {
 namespace internal {
 
-// Neighbouring columns share lines of the caches.
+// The fewest rows in a range. If inner > 1, rows are columns, and adjacent columns share cache
+// lines.
 inline int64_t LeastRows(const RowsProblem& p) { return p.inner == 1 ? 1 : 64; }
 
-// Calls kernel(begin, end) for ranges of rows, of which `arrays` arrays are read and written.
+// Calls kernel(call, begin, end) for ranges of rows. `arrays` is the number of arrays that the
+// kernel reads and writes.
 template <typename ThreadPool, typename Call, typename Kernel>
 CpuStatus ForEachRow(ThreadPool& pool, const Call& call, int64_t arrays, const Kernel& kernel) {
   const RowsProblem& p = call.problem;
@@ -41,7 +43,7 @@ CpuStatus LaunchLogSumExpVjp(const LogSumExpVjpCall& call, ThreadPool& pool) {
   return internal::ForEachRow(pool, call, 2, Kernels().LogSumExpVjpRows);
 }
 
-// Few rows at a time, which the caches keep between the value and the gradient.
+// Processes a few rows at a time, so that they stay in the caches between value and gradient.
 template <typename ThreadPool>
 CpuStatus LaunchLogSumExpWithVjp(const LogSumExpWithVjpCall& call, ThreadPool& pool) {
   const LogSumExpVjpCall gradient{call.problem, call.type, call.x, call.labels,

@@ -1,14 +1,16 @@
-// Scatters and gathering rows on a CPU. "Sum" stands for what any reducer makes of rows. Its bits
-// do not depend on the number of threads: the caller says how a problem is split, and each part is
-// summed in order.
+// Scatters and row gathers on a CPU. "Sum" stands for the result of any reducer. Results do not
+// depend on the number of threads, to the bit: the caller says how a problem is split, and each
+// part is summed in order.
 //
-// Sorted ids: a chunk of positions sums the runs of equal ids that start in it, up to the end of
-// the next chunk. Only a run that is longer still is put together from scratch, by a second pass.
-// Private copies: a part of the positions is summed into its own copy of all rows; a second pass
-// adds the copies up. Without copies updates are added to the result where it is, one by one.
+// Sorted ids: each chunk of positions sums the runs of equal ids that start in it, and follows the
+// last of them up to the end of the next chunk. A run that is longer still is summed in pieces,
+// which go to the scratch; a second pass combines them.
+// Private copies: each part of the positions is summed into its own copy of all rows, and a second
+// pass combines the copies. Without copies, updates are combined with the result in place, one by
+// one.
 //
-// Up to kBlockVectors vectors of columns are summed in registers, all of a run's rows at a time.
-// Wider rows are read once, in order, into sums that stay in the first-level cache.
+// Up to kBlockVectors vectors of columns are summed in registers, over all rows of a run. Wider
+// rows are read once, in order, into sums that stay in the first-level cache.
 #pragma once
 
 #include <math.h>
@@ -28,22 +30,22 @@ JOF_NAMESPACE_BEGIN
 namespace internal {
 
 constexpr int kBlockVectors = 8;
-// Columns that are summed in cache.
+// The number of columns summed at a time in the cache.
 constexpr int64_t kCachedColumns = 2048;
-// A run of so few rows is summed in registers, whatever its width.
+// Runs of at most this many rows are summed in registers, whatever their width.
 constexpr int64_t kShortRun = 2;
-// Rows that are not read in order are asked for so many bytes or rows ahead, whichever is less. Of
-// a wide row only the beginning is: the hardware follows from there.
+// Rows that are not read in order are prefetched this many bytes or rows ahead, whichever is less.
+// Only the beginning of a wide row is: the hardware prefetches the rest.
 constexpr int64_t kPrefetchBytes = 2048;
 constexpr int64_t kPrefetchRows = 16;
 
 inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Ids that are resolved at once, so that the compiler vectorises it.
+// The number of ids resolved together, so that the compiler vectorises the loop.
 constexpr int64_t kIdBlock = 256;
 
-// The ids of one problem, as IndexRule has them, without branches.
+// The ids of one problem, resolved as by IndexRule but without branches.
 template <typename Index>
 struct RowIds {
   RowIds(const ScatterProblem& p, const void* ids, int64_t b)
@@ -59,18 +61,18 @@ struct RowIds {
     id += id < 0 ? wrapped : 0;
     id = id < low ? low : id;
     id = id > high ? high : id;
-    // All ones if id or size - 1 - id is negative: GCC would make a branch of a comparison.
+    // All ones if id or size - 1 - id is negative. GCC would compile a comparison to a branch.
     const uint64_t sign = static_cast<uint64_t>(size - 1) - static_cast<uint64_t>(id);
     return id | static_cast<int64_t>(sign | static_cast<uint64_t>(id)) >> 63;
   }
 
-  // The same, but an id that is too large becomes `size`: ascending where ids are.
+  // The same, but an id that is too large becomes `size`, so that sorted ids stay ascending.
   JOF_INLINE int64_t Ascending(int64_t p) const {
     const int64_t id = (*this)[p];
     return id < 0 && ids[p] >= 0 ? size : id;
   }
 
-  // The ids of positions p + [0, n). Whether all are in range.
+  // Writes the ids of positions p + [0, n) to `out`. Returns whether all are in range.
   JOF_INLINE bool Resolve(int64_t p, int64_t n, int64_t* out) const {
     int64_t signs = 0;
     for (int64_t k = 0; k < n; ++k) {
@@ -107,7 +109,7 @@ struct UpdateRows {
     return base + static_cast<int64_t>(row) * inner;
   }
 
-  // Asks for columns [i, end) of row p.
+  // Prefetches columns [i, end) of row p.
   JOF_INLINE void Prefetch(int64_t p, int64_t i, int64_t end) const {
     const char* at = reinterpret_cast<const char*>((*this)[p] + i);
     const int64_t bytes = Min((end - i) * static_cast<int64_t>(sizeof(T)), kPrefetchBytes);
@@ -120,7 +122,7 @@ struct UpdateRows {
   int order_bytes;
 };
 
-// How values, or vectors of them, are combined. A NaN makes a maximum or minimum NaN.
+// How values, or vectors of values, are combined. A NaN makes a maximum or minimum NaN.
 template <Reducer r>
 struct Reduction {
   template <typename A>
@@ -146,7 +148,7 @@ struct Reduction {
   }
 };
 
-// Where sums go: to scratch as they are.
+// A sink that stores sums to the scratch as they are.
 template <typename A>
 struct ToScratch {
   template <int N>
@@ -156,7 +158,8 @@ struct ToScratch {
   A* out;
 };
 
-// Or to the result, combined with what is there, rounded once. Only a sum may start from zeros.
+// A sink that combines sums with the result and rounds once. Without an operand it starts from
+// zeros, which is correct only for Reducer::kAdd.
 template <Reducer r, typename T, typename A = Compute<T>>
 struct ToResult {
   template <int N>
@@ -182,7 +185,7 @@ JOF_INLINE Compute<T> LoadScalar(T x) {
   return Accumulator<T>::Load(x);
 }
 
-// sums[i] is combined with in[i], for i < n.
+// Combines sums[i] with in[i], for i < n.
 template <Reducer r, typename T, typename A, int kLanes = kFullLanes<A>>
 JOF_INLINE void CombineRow(const T* in, int64_t n, A* sums) {
   if constexpr (r == Reducer::kAdd) return AddRow(in, n, sums);
@@ -217,8 +220,8 @@ JOF_INLINE void SumBlock(const Rows& rows, int64_t p, int64_t q, int64_t i, cons
   for (int v = 0; v < kVectors; ++v) sink(sums[v], i + v * kLanes);
 }
 
-// Sums rows [p, q) of the columns [i, end) in registers, kVectors of kLanes at a time, then half
-// as many.
+// Sums rows [p, q) of the columns [i, end) in registers: kVectors vectors of kLanes columns at a
+// time, then half as many vectors, then half as many lanes.
 template <Reducer r, typename A, int kLanes = kFullLanes<A>, int kVectors = kBlockVectors,
           typename Rows, typename Sink>
 inline void SumInRegisters(const Rows& rows, int64_t p, int64_t q, int64_t i, int64_t end,
@@ -240,7 +243,8 @@ struct OneRow {
   const A* row;
 };
 
-// Sums rows [p, q) of the columns [i, end). What is no sum is compiled for one vector at a time.
+// Sums rows [p, q) of the columns [i, end). Reducers other than kAdd are compiled for only one
+// vector at a time.
 template <Reducer r, typename A, typename Rows, typename Sink>
 inline void SumRows(const Rows& rows, int64_t p, int64_t q, int64_t i, int64_t end,
                     const Sink& sink) {
@@ -254,7 +258,7 @@ inline void SumRows(const Rows& rows, int64_t p, int64_t q, int64_t i, int64_t e
     const int64_t n = Min(end - i, kCachedColumns);
     for (int64_t k = 0; k < n; ++k) sums[k] = SumIdentity<A>();
     for (int64_t row = p; row < q; ++row) AddRow(rows[row] + i, n, sums);
-    // The sums of one row are itself: this hands them on.
+    // The sum of one row is the row itself, so this passes `sums` to the sink.
     SumInRegisters<r, A>(OneRow<A>{sums - i}, 0, 1, i, i + n, sink);
   }
 }
@@ -274,12 +278,12 @@ struct Unsigned<8> {
   using type = uint64_t;
 };
 
-// N words of as many bytes as T has.
+// N unsigned integers of the size of T.
 template <typename T, int N>
 using Words = typename Vector<typename Unsigned<sizeof(T)>::type, N>::type;
 
-// Adds up rows of one value each, in order, where most runs are short: without a branch for the end
-// of a run. A block of positions within one run is summed side by side.
+// Sums rows of one value each, in order. Most runs are short, so there is no branch for the end of
+// a run. A block of positions that lies within one run is summed in vector lanes.
 template <Reducer r, typename T, typename Index>
 class ScalarRuns {
  public:
@@ -291,12 +295,12 @@ class ScalarRuns {
   int64_t id() const { return id_; }
   A sum() const { return sum_; }
 
-  // Takes positions [p, q). Calls finish(id, sum) for the runs that ended before q.
+  // Adds positions [p, q). Calls finish(id, sum) for the runs that end before the last position.
   template <typename Finish>
   JOF_INLINE void Take(int64_t p, int64_t q, const Finish& finish) {
     for (; p < q; p += kBlock) {
       const int64_t last = Min(p + kBlock, q);
-      // Ids being sorted, all of a block are the same if the last one is.
+      // Ids are sorted, so if the last id of a block continues the run, all of them do.
       if (last - p == kBlock && rows_.order == nullptr && ids_[last - 1] == id_) {
         TakeOneRun(p);
       } else {
@@ -326,7 +330,8 @@ class ScalarRuns {
     A sums[kBlock + 1];
     for (int64_t k = 0; k <= kBlock; ++k) sums[k] = Reduction<r>::template Identity<A>();
     sums[0] = sum_;
-    // In memory, as a sum that is selected in a register would make each run wait for the last.
+    // The sums are in memory: selecting a sum in a register would make each run wait for the
+    // previous one.
     int64_t count = 0;
     for (; p < q; ++p) {
       const int64_t id = ids_[p];
@@ -345,7 +350,7 @@ class ScalarRuns {
   A sum_ = Reduction<r>::template Identity<A>();
 };
 
-// The sums of a chunk of sorted ids, its columns [i, end).
+// Sums columns [i, end) of a chunk of sorted ids.
 template <Reducer r, typename T, typename Index>
 inline void SortedChunk(const ScatterCall& call, int64_t b, int64_t chunk, int64_t i, int64_t end) {
   using A = Compute<T>;
@@ -409,9 +414,9 @@ inline void SortedChunk(const ScatterCall& call, int64_t b, int64_t chunk, int64
   }
 }
 
-// The result of the run that starts in a chunk and goes on beyond the next, if there is one. The
-// scratch holds its first two chunks in this chunk's second row, and each later one in the first
-// row of its own.
+// Computes the result of the run that starts in this chunk and extends beyond the next, if there is
+// one. In the scratch, the second row of this chunk has the run's sum over its first two chunks.
+// Each later chunk has its part of the run in its own first row.
 template <Reducer r, typename T, typename Index>
 inline void SortedCarry(const ScatterCall& call, int64_t b, int64_t chunk) {
   using A = Compute<T>;
@@ -439,13 +444,13 @@ inline void SortedCarry(const ScatterCall& call, int64_t b, int64_t chunk) {
 template <Reducer r>
 constexpr bool kIsSum = r == Reducer::kAdd || r == Reducer::kMultiply;
 
-// Combines so many values with those at `out`.
+// Combines kLanes values with those at `out`.
 template <Reducer r, int kLanes, typename T, typename Out>
 JOF_INLINE void CombineLanes(const T* in, Out* out) {
   using A = Compute<T>;
   if constexpr (kLanes == 1) {
-    // Selected in a vector: of scalars GCC makes branches, and which one is larger is hard to
-    // predict.
+    // Selects in a vector: GCC compiles scalar selection to branches, and which value is larger is
+    // hard to predict.
     Lanes<A, 16 / sizeof(A)> sum{}, value{};
     sum.values[0] = LoadScalar(*out);
     value.values[0] = LoadScalar(*in);
@@ -460,9 +465,10 @@ JOF_INLINE void CombineLanes(const T* in, Out* out) {
   }
 }
 
-// The same of n values, in line: in a short row a call for each length of a vector is what takes
-// the time. The last vector of a maximum or minimum overlaps the one before, which changes nothing;
-// it is read first, since what was just written cannot be read in other pieces at once.
+// The same for n values, inlined: for a short row, a call for each vector length would take most of
+// the time. The last vector of a maximum or minimum overlaps the previous one, which does not
+// change the result. It is read first, since a load that overlaps recent stores would have to wait
+// for them.
 template <Reducer r, typename T, typename Out, int kLanes = kFullLanes<Compute<T>>>
 JOF_INLINE void CombineInline(const T* in, int64_t n, Out* out) {
   int64_t i = 0;
@@ -480,7 +486,7 @@ JOF_INLINE void CombineInline(const T* in, int64_t n, Out* out) {
   }
 }
 
-// Combines a row of kWidth values, n if that is 0, with those at `out`.
+// Combines a row of kWidth values (n if kWidth is 0) with those at `out`.
 template <Reducer r, int kWidth, typename T, typename Out>
 JOF_INLINE void CombineNarrowRow(const T* row, int64_t n, Out* out) {
   using A = Compute<T>;
@@ -501,8 +507,8 @@ JOF_INLINE void CombineNarrowRow(const T* row, int64_t n, Out* out) {
   }
 }
 
-// Combines columns [i, end) of the updates [p, last), one by one in order, with rows at `out`: the
-// result's, or a copy's in the compute type. A row has kWidth columns if that is not 0.
+// Combines columns [i, end) of updates [p, last), one by one in order, with rows at `out`: rows of
+// the result, or of a copy in the compute type. A row has kWidth columns if kWidth is not 0.
 template <Reducer r, int kWidth, typename T, typename Index, typename Out>
 inline void CombineUpdates(const ScatterCall& call, int64_t b, int64_t p, int64_t last, int64_t i,
                            int64_t end, Out* out) {
@@ -522,7 +528,7 @@ inline void CombineUpdates(const ScatterCall& call, int64_t b, int64_t p, int64_
       continue;
     }
     if constexpr (kWidth == 1 && sizeof(T) == 2) {
-      // Widened together: one by one f16 takes twice as long.
+      // The values are widened together: one by one, f16 takes twice as long.
       using A = Compute<T>;
       A values[kIdBlock];
       for (int64_t k = 0; k < n; ++k) values[k] = Reduction<r>::template Identity<A>();
@@ -539,7 +545,7 @@ inline void CombineUpdates(const ScatterCall& call, int64_t b, int64_t p, int64_
   }
 }
 
-// A part of the positions, into its own copy of all rows.
+// Sums a part of the positions into its own copy of all rows.
 template <Reducer r, int kWidth, typename T, typename Index>
 inline void SumPart(const ScatterCall& call, int64_t part, int64_t b) {
   using A = Compute<T>;
@@ -552,9 +558,9 @@ inline void SumPart(const ScatterCall& call, int64_t part, int64_t b) {
                                       sums);
 }
 
-// out[i] = itself or 0, plus the sum of copies[part * stride + i], for i < n. Where nothing but -0
-// was added, an operand keeps its bits: the processor would make zeros of subnormals and quiet NaNs
-// of others.
+// Combines copies[part * stride + i] over all parts with out[i] (0 without an operand), for i < n.
+// Where the copies combine to the reducer's identity (-0 for sums), the operand keeps its bits: the
+// processor would flush subnormals to zero and quiet signaling NaNs.
 template <Reducer r, typename T, int kLanes = kFullLanes<Compute<T>>>
 inline void AddCopies(const Compute<T>* copies, int64_t parts, int64_t stride, bool has_operand,
                       int64_t n, T* out) {
@@ -584,9 +590,9 @@ inline void AddCopies(const Compute<T>* copies, int64_t parts, int64_t stride, b
   }
 }
 
-// Copies kBytes, or a number of bytes that is known at run time only. The latter in vectors: memcpy
-// takes a string instruction for rows of some KB, which is slow where it meets pages for the first
-// time.
+// Copies kBytes, or `bytes` if kBytes is 0. A size known only at run time is copied in vectors: for
+// rows of some KB memcpy uses a string instruction, which is slow on pages that are touched for the
+// first time.
 template <int kBytes>
 JOF_INLINE void CopyRow(const char* in, int64_t bytes, char* out) {
   if constexpr (kBytes != 0) {
@@ -623,7 +629,7 @@ inline void GatherRows(const GatherCall& call, const void* fill_row, int64_t beg
   }
 }
 
-// Calls visit(integer constant) with `value` if it is among kValues, else with 0.
+// Calls visit(integer constant) with `value` if it is one of kValues, else with 0.
 template <int kValue>
 struct Constant {
   static constexpr int value = kValue;
@@ -666,7 +672,7 @@ JOF_INLINE void DispatchScatter(const ScatterCall& call, const Visitor& visit) {
   });
 }
 
-// Calls visit(..., width constant), the width being 0 if it is none of those that are compiled.
+// Calls visit(..., width constant). The width is 0 if it has no specialized code.
 template <typename Visitor>
 JOF_INLINE void DispatchNarrowScatter(const ScatterCall& call, const Visitor& visit) {
   DispatchScatter(call, [&](auto r, auto tag, auto index) {
@@ -681,8 +687,8 @@ JOF_INLINE void DispatchNarrowScatter(const ScatterCall& call, const Visitor& vi
 
 }  // namespace internal
 
-// Sorted ids, no operand: zeros into those rows of [begin, end), counted over all problems, that no
-// id hits.
+// For sorted ids without an operand: zeros the rows of [begin, end) that no id names. Rows are
+// counted over all problems.
 inline void ScatterZeros(const ScatterCall& call, int64_t begin, int64_t end) {
   const int64_t row_bytes = call.problem.inner * SizeOf(call.type);
   internal::DispatchIndex(call.problem.index_bytes, [&](auto tag) {
@@ -712,7 +718,8 @@ inline void ScatterZeros(const ScatterCall& call, int64_t begin, int64_t end) {
   });
 }
 
-// Blocks of `columns` columns of chunks of all problems, the block counted fastest.
+// [begin, end) are blocks of `columns` columns of the chunks of all problems; the block index
+// varies fastest.
 inline void ScatterSorted(const ScatterCall& call, int64_t columns, int64_t begin, int64_t end) {
   const int64_t blocks = internal::CeilDivide(call.problem.inner, columns);
   internal::DispatchScatter(call, [&](auto r, auto tag, auto index) {
@@ -726,7 +733,7 @@ inline void ScatterSorted(const ScatterCall& call, int64_t columns, int64_t begi
   });
 }
 
-// Chunks of all problems, after ScatterSorted did all.
+// [begin, end) are chunks of all problems. Runs after ScatterSorted is done.
 inline void ScatterCarries(const ScatterCall& call, int64_t begin, int64_t end) {
   internal::DispatchScatter(call, [&](auto r, auto tag, auto index) {
     using T = typename decltype(tag)::type;
@@ -737,7 +744,7 @@ inline void ScatterCarries(const ScatterCall& call, int64_t begin, int64_t end) 
   });
 }
 
-// Parts of all problems, the problem counted fastest.
+// [begin, end) are parts of all problems; the problem index varies fastest.
 inline void ScatterPrivate(const ScatterCall& call, int64_t begin, int64_t end) {
   internal::DispatchNarrowScatter(call, [&](auto r, auto tag, auto index, auto width) {
     using T = typename decltype(tag)::type;
@@ -749,8 +756,9 @@ inline void ScatterPrivate(const ScatterCall& call, int64_t begin, int64_t end) 
   });
 }
 
-// Blocks of `columns` columns of all problems, the block counted fastest: all updates are combined
-// with the result where it is. That of 16-bit sums needs a copy, and is left alone.
+// Combines all updates with the result in place. [begin, end) are blocks of `columns` columns of
+// all problems; the block index varies fastest. Does nothing for 16-bit sums and products, which
+// need a copy.
 inline void ScatterInPlace(const ScatterCall& call, int64_t columns, int64_t begin, int64_t end) {
   const ScatterProblem& p = call.problem;
   const int64_t blocks = internal::CeilDivide(p.inner, columns);
@@ -768,7 +776,7 @@ inline void ScatterInPlace(const ScatterCall& call, int64_t columns, int64_t beg
   });
 }
 
-// Elements of the result, after ScatterPrivate did all parts.
+// [begin, end) are elements of the result. Runs after ScatterPrivate has done all parts.
 inline void ScatterCombine(const ScatterCall& call, int64_t begin, int64_t end) {
   internal::DispatchReducer(call, [&](auto r, auto tag) {
     using T = typename decltype(tag)::type;
@@ -779,7 +787,7 @@ inline void ScatterCombine(const ScatterCall& call, int64_t begin, int64_t end) 
   });
 }
 
-// Rows of the result, counted over all problems. The fill is a row here.
+// [begin, end) are rows of the result, counted over all problems. The fill is a whole row here.
 inline void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int64_t end) {
   internal::DispatchIndex(call.problem.index_bytes, [&](auto tag) {
     using Index = typename decltype(tag)::type;

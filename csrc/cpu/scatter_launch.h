@@ -1,4 +1,4 @@
-// Launchers of the CPU kernels that scatter and gather rows: how they are split over threads.
+// Launchers of the CPU kernels that scatter and gather rows. They split the work over threads.
 #pragma once
 
 #include <cstring>
@@ -14,17 +14,18 @@ inline constexpr ScatterLimits kCpuScatterLimits{false, 0, 0};
 
 namespace internal {
 
-// Rows of so few bytes are set to zero whether an id hits them or not.
+// Rows of at most this many bytes are all set to zero, whether an id names them or not.
 inline constexpr int64_t kNarrowRow = 256;
-// Units of work of a sorted scatter for each thread, and the columns of one, at least.
+// A sorted scatter should have kUnitsPerThread units of work per thread. A unit has at least
+// kColumns columns.
 inline constexpr int64_t kUnitsPerThread = 4, kColumns = 256;
-// Columns of one that works in place, at least: rows of 128 or 256 f32 in two parts take twice as
-// long in all, as caches and prefetchers have it harder.
+// The fewest columns of a unit of an in-place scatter. Rows of 128 or 256 f32 split in two take
+// twice as long in total, because caches and prefetchers work less well.
 inline constexpr int64_t kInPlaceColumns = 4096;
 
 inline int64_t Elements(const ScatterProblem& p, int64_t rows) { return p.batch * rows * p.inner; }
 
-// The bytes of a value that updates are summed in.
+// The bytes of a value of the type in which updates are summed.
 inline int64_t SumBytes(DType type) { return std::max(4, SizeOf(type)); }
 
 template <typename ThreadPool>
@@ -32,7 +33,7 @@ void ScatterAddSorted(const ScatterCall& call, int64_t result_bytes, ThreadPool&
   const ScatterProblem& p = call.problem;
   const int64_t rows = p.batch * p.size(), row_bytes = result_bytes / rows;
 
-  // Few chunks of wide rows are split by columns, too.
+  // If there are few chunks, wide rows are also split by columns.
   const int64_t chunks = p.batch * call.splits;
   const int64_t wanted = kUnitsPerThread * Threads(pool);
   int64_t columns = p.inner;
@@ -42,8 +43,8 @@ void ScatterAddSorted(const ScatterCall& call, int64_t result_bytes, ThreadPool&
   }
   const int64_t units = p.rows == 0 ? 0 : chunks * ((p.inner + columns - 1) / columns);
 
-  // Without an operand, rows that no id hits are zeros: units of zero_rows rows after the others,
-  // or all rows beforehand where they are narrow.
+  // Without an operand, rows that no id names are set to zero. Narrow rows are all set to zero
+  // beforehand; for wide rows there are extra units of zero_rows rows, after the other units.
   int64_t zero_rows = 0;
   if (!call.has_operand() && row_bytes > kNarrowRow) {
     zero_rows = std::max(Grain(row_bytes), rows / (8 * wanted));
@@ -94,8 +95,8 @@ void ScatterInPlace(const ScatterCall& call, int64_t result_bytes, ThreadPool& p
       std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);
     });
   }
-  // A worker takes all rows of a problem, or columns of them: to skip the ids of rows that others
-  // take costs as much as to add to them.
+  // A unit covers all rows of a problem, or some columns of all rows. It is not split by rows:
+  // skipping ids of rows that belong to other units costs as much as adding to these rows.
   const int64_t threads = Threads(pool);
   const int64_t columns = std::max(kInPlaceColumns, (p.inner + threads - 1) / threads);
   const int64_t units = p.batch * ((p.inner + columns - 1) / columns);
@@ -107,7 +108,7 @@ void ScatterInPlace(const ScatterCall& call, int64_t result_bytes, ThreadPool& p
 
 }  // namespace internal
 
-// The result is not empty.
+// The result must not be empty.
 template <typename ThreadPool>
 CpuStatus LaunchScatter(ScatterStrategy strategy, const ScatterCall& call, ThreadPool& pool) {
   const ScatterProblem& p = call.problem;

@@ -8,16 +8,17 @@ JOF_NAMESPACE_BEGIN
 
 namespace internal {
 
-// A bucket has to be made for so many queries at least, and keys of edges for as many.
+// There are at least kQueriesPerBucket queries for each bucket that is made, and at most
+// kMostBuckets buckets. Keys of the edges are computed beforehand for at most kMostKeys edges.
 constexpr int64_t kQueriesPerBucket = 8, kMostBuckets = 4096, kMostKeys = 4096;
 
-// `key_of(i)` is the key of an edge.
+// `key_of(i)` is the key of edge i.
 template <typename T, typename KeyOf>
 inline void SearchEdges(const SearchCall& call, const KeyOf& key_of, int64_t begin, int64_t end) {
   constexpr int kLanes = 16;  // searches that overlap
   const T* const edges = static_cast<const T*>(call.edges);
   const uint32_t size = call.size;
-  bool is_sorted = size <= end - begin;  // else it would take too long to know
+  bool is_sorted = size <= end - begin;  // with fewer queries the check would take too long
   for (uint32_t i = 1; is_sorted && i < size; ++i) is_sorted = key_of(i - 1) <= key_of(i);
   int64_t wanted = (end - begin) / kQueriesPerBucket;
   if (wanted > 2 * int64_t{size}) wanted = 2 * int64_t{size};
@@ -34,7 +35,7 @@ inline void SearchEdges(const SearchCall& call, const KeyOf& key_of, int64_t beg
     const size_t here = static_cast<size_t>(end - i < kLanes ? end - i : kLanes);
     T query[kLanes] = {};
     memcpy(query, static_cast<const T*>(call.queries) + i, here * sizeof(T));
-    // One loop each, which compilers vectorise.
+    // Separate loops, which compilers vectorise.
     Compute<T> value[kLanes];
     SortKey<T> key[kLanes];
     uint32_t bucket[kLanes], low[kLanes], high[kLanes];

@@ -1,4 +1,4 @@
-// Spreads the queries of a search over threads.
+// Distributes the queries of a search over threads.
 #pragma once
 
 #include "cpu/launch.h"

@@ -17,12 +17,12 @@ JOF_NAMESPACE_BEGIN
 
 namespace internal {
 
-// Edges that are taken together, and weights of each that are computed together.
+// The number of edges processed together, and of heads whose weights are computed together.
 constexpr int64_t kEdgesAtOnce = 16, kHeadsAtOnce = 64;
 
 constexpr int64_t kInOrder[kEdgesAtOnce] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// N values of A: a vector, or a scalar, since GCC keeps a vector of one value in memory.
+// N values of A. One value is a scalar: GCC keeps a vector of one value in memory.
 template <typename A, int N>
 struct WideOf {
   using type = typename Vector<A, N>::type;
@@ -45,7 +45,7 @@ JOF_INLINE Wide<A, N> Widen(const T* in) {
   }
 }
 
-// Calls visit.At<kLanes>(i) for i < n, as many values at a time as a vector has, then half as many.
+// Calls visit.At<kLanes>(i) for i < n: a full vector of values at a time, then half as many.
 template <typename A, int kLanes = kFullLanes<A>, typename Visitor>
 JOF_INLINE void ForEachVector(int64_t i, int64_t n, const Visitor& visit) {
   for (; i + kLanes <= n; i += kLanes) visit.template At<kLanes>(i);
@@ -54,7 +54,7 @@ JOF_INLINE void ForEachVector(int64_t i, int64_t n, const Visitor& visit) {
   }
 }
 
-// The weights of edges: one for all columns, or one for each. Of edges[k] they are at
+// The weights of edges: one for all columns, or one for each column. Those of edges[k] are at
 // weights + edges[k] * step.
 template <typename W, bool kIsOfColumn>
 struct EdgeWeights {
@@ -63,8 +63,9 @@ struct EdgeWeights {
   int64_t step;
 };
 
-// sums[i] += the sum over edges of weight * rows[k][i], for columns i < n, of which so many vectors
-// are summed in registers: then half as many, then half as many values.
+// sums[i] += the sum over edges k of weight * rows[k][first + i], for columns i < n. Sums of
+// kVectors vectors of kLanes columns are kept in registers, then of half as many vectors, then of
+// half as many lanes.
 template <typename T, typename A, typename W, bool kIsOfColumn, int kLanes = kFullLanes<A>,
           int kVectors = 8>
 __attribute__((noinline)) void AddRows(const T* const* rows, int64_t first, int64_t count,
@@ -76,7 +77,7 @@ __attribute__((noinline)) void AddRows(const T* const* rows, int64_t first, int6
     for (int64_t k = 0; k < count; ++k) {
       const T* row = rows[k] + first + i;
       const W* weight = weights.weights + weights.edges[k] * weights.step + (kIsOfColumn ? i : 0);
-      // Or GCC keeps an offset for each vector, in more registers than there are.
+      // Without this, GCC keeps an offset for each vector and runs out of registers.
       asm("" : "+r"(row), "+r"(weight));
       for (int v = 0; v < kVectors; ++v) {
         const auto x = Widen<A, kLanes>(row + v * kLanes);
@@ -97,7 +98,7 @@ __attribute__((noinline)) void AddRows(const T* const* rows, int64_t first, int6
   }
 }
 
-// The sum over i < n of term.At<kLanes>(i) and of `sum`.
+// Returns the sum of `sum` and of term.At<kLanes>(i) over columns [i, n).
 template <typename A, int kLanes = kFullLanes<A>, typename Term>
 JOF_INLINE A SumOf(const Term& term, int64_t i, int64_t n,
                    Wide<A, kLanes> sum = Wide<A, kLanes>{}) {
@@ -123,7 +124,7 @@ struct Products {
   const T *a, *b;
 };
 
-// Products of a row and the difference of two.
+// Products of a row and the difference of two rows.
 template <typename T>
 struct ProductsOfDifference {
   template <int kLanes>
@@ -148,7 +149,7 @@ __attribute__((noinline)) void RoundRow(const A* in, int64_t n, T* out) {
   }
 }
 
-// x[i] = exp(x[i]) for i < n. What is beyond, up to a whole vector, is overwritten.
+// x[i] = exp(x[i]) for i < n. Overwrites the values beyond n, up to a whole vector.
 template <typename T>
 JOF_INLINE void ExpOf(int64_t n, Compute<T>* x) {
   if constexpr (!kIsDouble<T>) {
@@ -158,13 +159,14 @@ JOF_INLINE void ExpOf(int64_t n, Compute<T>* x) {
   for (int64_t i = 0; i < n; ++i) x[i] = Exp<T>(x[i]);
 }
 
-// Room for weights of edges taken together, and as many more as one has.
+// Room for the weights of kEdgesAtOnce edges, and for one more value per head.
 template <typename A>
 struct Weights {
   alignas(64) A values[(kEdgesAtOnce + 1) * kHeadsAtOnce];
 };
 
-// The weights of so many heads of edges, of whose segments the stats are.
+// Computes the weights of `count` edges for `heads` heads, from the logits and from the stats of
+// the edges' segments.
 template <typename Logit, typename A>
 JOF_INLINE void WeightsOf(const Logit* logits, const int64_t* edges, const A* stats,
                           const int32_t* segments, int64_t count, int64_t all_heads, int64_t heads,
@@ -182,8 +184,9 @@ JOF_INLINE void WeightsOf(const Logit* logits, const int64_t* edges, const A* st
   for (int64_t i = 0; i < count * heads; ++i) weights[i] *= inverses[i];
 }
 
-// Differences of logits of edges to their maxima, which they may raise; then those of the former
-// maxima. A NaN is no maximum, but its exponential makes sums NaN.
+// Raises the maxima to those of the edges' logits, then computes the difference of each logit to
+// its maximum, and in row `count` the differences of the former maxima to the new ones. A NaN never
+// becomes the maximum, but its exponential makes the sums NaN.
 template <typename Logit, typename A>
 struct LogitDifferences {
   template <int kLanes>
@@ -215,7 +218,8 @@ struct LogitDifferences {
   A *maxima, *differences;
 };
 
-// totals[h] = scale of h * totals[h] + the sum over edges of weights.
+// totals[h] = the scale of h * totals[h] + the sum of the edges' weights. The scales are in row
+// `count` of the weights.
 template <typename A>
 struct WeightTotals {
   template <int kLanes>
@@ -230,8 +234,9 @@ struct WeightTotals {
   A* totals;
 };
 
-// The exponentials of so many heads of edges relative to their maxima, and the scales that bring
-// what was summed so far to these. Both maxima and totals of weights are brought up to date.
+// Computes the exponentials of the edges' logits, for `heads` heads, relative to the maxima. Row
+// `count` of `weights` gets the scales that convert earlier sums to the new maxima. Updates maxima
+// and totals.
 template <typename Logit, typename A>
 JOF_INLINE void ExponentialsOf(const Logit* logits, const int64_t* edges, int64_t count,
                                int64_t all_heads, int64_t heads, A* maxima, A* totals, A* weights) {
@@ -248,7 +253,7 @@ struct MessageSum {
   explicit MessageSum(const MessageSumCall& call)
       : call(call), values(call.columns()), segments(call.segments) {}
 
-  // Edges of one segment whose sources are rows.
+  // Edges of one segment, only those whose sources are rows of the table.
   struct Block {
     int64_t count = 0;
     int64_t edges[kEdgesAtOnce];
@@ -312,7 +317,8 @@ struct MessageSum {
       AddWeighted(block, of_logits.values, kInOrder, some, h, some, call.width, state);
     }
   }
-  // Adds columns of so many heads from the first one: of edges[k], `weights` has `step` at a time.
+  // Adds the columns of `heads` heads, starting with head `first`. The weights of edges[k] are at
+  // weights + edges[k] * step.
   template <typename W>
   JOF_INLINE void AddWeighted(const Block& block, const W* weights, const int64_t* edges,
                               int64_t step, int64_t first, int64_t heads, int64_t width,
@@ -336,8 +342,8 @@ struct MessageSum {
   int64_t values, segments;
 };
 
-// The sums of a segment weighted by exponentials of logits relative to their maxima so far; then
-// these, and the sums of weights, of each head.
+// The state of a segment has three parts: the sums, weighted by exponentials of logits relative to
+// the maxima so far; these maxima, one per head; and the sums of the weights, one per head.
 template <typename T, typename Logit>
 struct Attention : MessageSum<T> {
   using A = Compute<T>;
@@ -400,7 +406,8 @@ struct Attention : MessageSum<T> {
   }
 };
 
-// The first edges at positions [p, q), as many as are taken together.
+// Writes the first edges at positions [p, q), at most kEdgesAtOnce, to `edges` and returns their
+// number. Prefetches rows of later edges.
 JOF_INLINE int64_t TakeEdges(const SegmentSoftmaxCall& call, int64_t p, int64_t q, int64_t* edges) {
   const int64_t count = Min(q - p, kEdgesAtOnce), row_bytes = call.heads * SizeOf(call.type);
   for (int64_t k = 0; k < count; ++k) {
@@ -415,7 +422,8 @@ JOF_INLINE int64_t TakeEdges(const SegmentSoftmaxCall& call, int64_t p, int64_t 
   return count;
 }
 
-// The maxima of a segment, and its sums of exponentials relative to them.
+// The state of a segment is its maxima, one per head, and its sums of exponentials relative to
+// them.
 template <typename T>
 struct MaxAndSum {
   using A = Compute<T>;
@@ -428,8 +436,8 @@ struct MaxAndSum {
       state[call.heads + h] = A{0};
     }
   }
-  // A NaN is no maximum, but its exponential makes the sum NaN. Where all are -inf so far, the
-  // difference of two would be NaN.
+  // A NaN never becomes the maximum, but its exponential makes the sum NaN. If both maxima are
+  // -inf, 0 is subtracted instead: the difference of two infinities would be NaN.
   JOF_INLINE void Join(A max, A sum, int64_t h, A* state) const {
     A &old_max = state[h], &old_sum = state[call.heads + h];
     const A most = old_max < max ? max : old_max;
@@ -461,7 +469,7 @@ struct MaxAndSum {
   int64_t values, segments;
 };
 
-// The sums over a segment of y t.
+// The state of a segment is the sum of y t over its edges, one per head.
 template <typename T>
 struct SumOfProducts {
   using A = Compute<T>;
@@ -569,7 +577,7 @@ inline void AttentionLogitsRange(const AttentionLogitsCall& call, int64_t begin,
   }
 }
 
-// Calls visit(program) with the one that sums by attention.
+// Calls visit(program) with the attention program for the call's types.
 template <typename Visitor>
 JOF_INLINE void DispatchAttention(const MessageSumCall& call, const Visitor& visit) {
   Dispatch<Floats>(call.type, [&](auto tag) {
@@ -617,7 +625,7 @@ inline void SoftmaxRange(const SegmentSoftmaxCall& call, int64_t begin, int64_t 
   }
 }
 
-// The result y (t - sum of y t).
+// result = y (t - sum of y t).
 template <typename T>
 inline void SoftmaxVjpRange(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
   using A = Compute<T>;
@@ -635,7 +643,7 @@ inline void SoftmaxVjpRange(const SegmentSoftmaxCall& call, int64_t begin, int64
   }
 }
 
-// Calls visit(program) with the one that reduces logits, or products for the derivative.
+// Calls visit(program) with the program that reduces logits, or products y t for the derivative.
 template <typename Visitor>
 JOF_INLINE void DispatchLogits(const SegmentSoftmaxCall& call, const Visitor& visit) {
   Dispatch<Floats>(call.type, [&](auto tag) {
@@ -650,7 +658,7 @@ JOF_INLINE void DispatchLogits(const SegmentSoftmaxCall& call, const Visitor& vi
 
 }  // namespace internal
 
-// Chunks.
+// [begin, end) are chunks.
 inline void SumMessages(const MessageSumCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     const internal::MessageSum<typename decltype(tag)::type> program(call);
@@ -660,7 +668,7 @@ inline void SumMessages(const MessageSumCall& call, int64_t begin, int64_t end) 
   });
 }
 
-// Chunks, after SumMessages did all.
+// [begin, end) are chunks. Runs after SumMessages has done all chunks.
 inline void JoinMessages(const MessageSumCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     const internal::MessageSum<typename decltype(tag)::type> program(call);
@@ -670,7 +678,7 @@ inline void JoinMessages(const MessageSumCall& call, int64_t begin, int64_t end)
   });
 }
 
-// Chunks.
+// [begin, end) are chunks.
 inline void SumAttention(const MessageSumCall& call, int64_t begin, int64_t end) {
   internal::DispatchAttention(call, [&](const auto& program) {
     for (int64_t c = begin; c < end; ++c) {
@@ -679,7 +687,7 @@ inline void SumAttention(const MessageSumCall& call, int64_t begin, int64_t end)
   });
 }
 
-// Chunks, after SumAttention did all.
+// [begin, end) are chunks. Runs after SumAttention has done all chunks.
 inline void JoinAttention(const MessageSumCall& call, int64_t begin, int64_t end) {
   internal::DispatchAttention(call, [&](const auto& program) {
     for (int64_t c = begin; c < end; ++c) {
@@ -688,7 +696,7 @@ inline void JoinAttention(const MessageSumCall& call, int64_t begin, int64_t end
   });
 }
 
-// Positions.
+// [begin, end) are positions.
 inline void AttentionLogits(const AttentionLogitsCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -700,7 +708,7 @@ inline void AttentionLogits(const AttentionLogitsCall& call, int64_t begin, int6
   });
 }
 
-// Positions.
+// [begin, end) are positions.
 inline void DotEdges(const EdgeDotCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -712,7 +720,7 @@ inline void DotEdges(const EdgeDotCall& call, int64_t begin, int64_t end) {
   });
 }
 
-// Chunks.
+// [begin, end) are chunks.
 inline void ReduceLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
   internal::DispatchLogits(call, [&](const auto& program) {
     for (int64_t c = begin; c < end; ++c) {
@@ -721,7 +729,7 @@ inline void ReduceLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t 
   });
 }
 
-// Chunks, after ReduceLogits did all.
+// [begin, end) are chunks. Runs after ReduceLogits has done all chunks.
 inline void JoinLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
   internal::DispatchLogits(call, [&](const auto& program) {
     for (int64_t c = begin; c < end; ++c) {
@@ -730,7 +738,7 @@ inline void JoinLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t en
   });
 }
 
-// Edges, after JoinLogits did all.
+// [begin, end) are edges. Runs after JoinLogits has done all chunks.
 inline void SoftmaxEdges(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -1,4 +1,4 @@
-// Launchers of the CPU kernels of graphs: how they are split over threads.
+// Launchers of the CPU kernels of graphs. They split the work over threads.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ template <typename ThreadPool>
 CpuStatus LaunchSum(const MessageSumCall& call, SumKernel sum, SumKernel join, ThreadPool& pool) {
   const int64_t row_bytes = call.columns() * SizeOf(call.type);
   ParallelFor(pool, call.segments * row_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
-    std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);  // segments of no edge
+    std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);  // segments without edges
   });
   const PlannedEdges& edges = call.edges;
   if (edges.count == 0) return {};
@@ -26,13 +26,13 @@ CpuStatus LaunchSum(const MessageSumCall& call, SumKernel sum, SumKernel join, T
   return {};
 }
 
-// The result is not empty.
+// The result must not be empty.
 template <typename ThreadPool>
 CpuStatus LaunchMessageSum(const MessageSumCall& call, ThreadPool& pool) {
   return LaunchSum(call, Kernels().SumMessages, Kernels().JoinMessages, pool);
 }
 
-// Nor is this.
+// The result must not be empty.
 template <typename ThreadPool>
 CpuStatus LaunchAttention(const MessageSumCall& call, ThreadPool& pool) {
   const int64_t rows = call.segments * call.heads;
@@ -58,7 +58,7 @@ CpuStatus LaunchEdgeDot(const EdgeDotCall& call, ThreadPool& pool) {
 
 template <typename ThreadPool>
 CpuStatus LaunchSegmentSoftmax(const SegmentSoftmaxCall& call, ThreadPool& pool) {
-  const int64_t work = 8 * call.heads * SizeOf(call.type);  // of an edge, exponentials included
+  const int64_t work = 8 * call.heads * SizeOf(call.type);  // per edge, exponentials included
   const PlannedEdges& edges = call.edges;
   ParallelFor(pool, edges.chunks, Grain(edges.chunk_length() * work),
               [&](int64_t begin, int64_t end) { Kernels().ReduceLogits(call, begin, end); });

@@ -1,4 +1,4 @@
-// Sorting rows by the id that each goes to, for scatters whose ids are not sorted.
+// Sorts rows by the id of their destination, for scatters whose ids are not sorted.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace jof {
 
-// The key of row i: its id, counted over all problems; those of rows that are dropped come last.
+// The key of row i: its id, counted over all problems. Rows that are dropped have the largest key.
 template <typename Index>
 struct ScatterKeys {
   int64_t operator[](int64_t i) const {
@@ -23,13 +23,13 @@ struct ScatterKeys {
   const Index* ids;
 };
 
-// Replaces counts[k], k < n, by the sum of those before it, plus `start`.
+// Replaces counts[k], for k < n, by `start` plus the sum of the counts before it.
 template <typename Index>
 inline void SumCounts(Index* counts, int64_t n, Index start) {
   for (int64_t k = 0; k < n; ++k) start += std::exchange(counts[k], start);
 }
 
-// Counting sort on one thread, for so few rows that random accesses stay in cache.
+// Counting sort on one thread, for few enough rows that random accesses stay in cache.
 template <typename Index>
 inline void CountingSort(const ScatterKeys<Index>& source, int64_t n, int64_t size, Index* counts,
                          Index* keys, Index* order) {
@@ -44,9 +44,9 @@ inline void CountingSort(const ScatterKeys<Index>& source, int64_t n, int64_t si
   }
 }
 
-// Counting sort in two passes, which keep what is written at random in cache and run on all
-// threads: the rows are distributed to buckets by the upper bits of their keys, one histogram for
-// each block of rows; then each bucket is sorted by counting.
+// Counting sort in two passes, which run on all threads and keep random writes in cache. The first
+// distributes rows to buckets by the upper bits of their keys, with one histogram for each block of
+// rows. The second sorts each bucket by counting.
 template <typename Index, typename ThreadPool>
 inline void BucketSort(ThreadPool& pool, const ScatterKeys<Index>& source, int64_t n, int64_t size,
                        Index* counts, Index* keys, Index* order) {
@@ -57,7 +57,7 @@ inline void BucketSort(ThreadPool& pool, const ScatterKeys<Index>& source, int64
   const int64_t blocks = std::min(4 * threads, (n + kBlock - 1) / kBlock);
   const int64_t length = (n + blocks - 1) / blocks;
 
-  // starts[k * blocks + b]: of bucket k, the rows of block b.
+  // starts[k * blocks + b]: first the number of rows of block b in bucket k, then their position.
   std::vector<Index> starts(static_cast<size_t>(kBuckets * blocks + 1));
   const auto for_each_row = [&](const auto& visit) {
     ParallelFor(pool, blocks, 1, [&](int64_t begin, int64_t end) {
@@ -80,7 +80,7 @@ inline void BucketSort(ThreadPool& pool, const ScatterKeys<Index>& source, int64
   });
   if (shift == 0) return;
 
-  // A bucket ends where its last block's rows do.
+  // By now starts[(k + 1) * blocks - 1] is the end of bucket k.
   ParallelFor(pool, kBuckets, 1, [&](int64_t begin, int64_t end) {
     std::vector<std::pair<Index, Index>> bucket;
     for (int64_t k = begin; k < end; ++k) {
@@ -103,8 +103,8 @@ inline void BucketSort(ThreadPool& pool, const ScatterKeys<Index>& source, int64
   });
 }
 
-// Sorts n rows; size is the number of keys. Without counts it compares, which takes no longer where
-// there are many more keys than rows.
+// Sorts all rows by key. With counts it uses a counting sort. Without counts it uses a comparison
+// sort, which takes no longer if there are many more keys than rows.
 template <typename Index, typename ThreadPool>
 inline void SortRows(ThreadPool& pool, const ScatterProblem& problem, const Index* ids,
                      Index* counts, Index* keys, Index* order) {

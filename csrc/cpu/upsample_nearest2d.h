@@ -1,14 +1,15 @@
 // Nearest-neighbour upsampling on a CPU, one source row at a time.
 //
-// Forward: a source row is expanded into each of its output rows, or, where that takes longer than
-// a copy, into the first of them, which is copied to the others while it is in cache. Backward: a
-// pixel of several channels is summed in registers; where a pixel is one value, the output rows of
-// a source row are summed into a buffer that stays in the first-level cache, then its columns are
-// reduced. All walk memory once, in order. Loops over columns have a compile-time factor where it
-// is small, which is what the compiler needs to vectorise them; other forward ones look the source
-// column up, since a loop over each source pixel's columns mispredicts its end (2.5 times slower).
+// Forward: a source row is expanded into each of its output rows. If that takes longer than a copy,
+// it is expanded into the first of them, which is copied to the others while it is in cache.
+// Backward: a pixel of several channels is summed in registers. If a pixel is one value, the output
+// rows of a source row are summed into a buffer that stays in the first-level cache, then the
+// buffer's columns are reduced. All of these walk memory once, in order. Loops over columns have a
+// compile-time factor if the factor is small, because the compiler vectorises only these. Other
+// forward loops look the source column up: a loop over each source pixel's columns would mispredict
+// its end (2.5 times slower).
 //
-// Stores go through the caches: the results of these sizes stay there for whoever reads them, and
+// Stores go through the caches: results of these sizes stay there for the next reader, and
 // streaming stores took four times as long (13 MB, two threads).
 #pragma once
 
@@ -50,8 +51,8 @@ inline void ExpandRow(const CpuUpsample& p, const Unit* in, Unit* out) {
   for (int64_t q = 0; q < p.out_w; ++q) out[q] = in[p.col_source[q]];
 }
 
-// Pixels of any number of bytes by words of so many, 0 for calls of memcpy: with 8 channels of f32
-// these took four times as long.
+// Expands pixels of any number of bytes in words of kWord bytes. If kWord is 0, it calls memcpy,
+// which took four times as long with 8 channels of f32.
 template <int kWord>
 inline void ExpandRowOfBytes(const CpuUpsample& p, int64_t pixel, const uint8_t* in, uint8_t* out) {
   for (int64_t q = 0; q < p.out_w; ++q, out += pixel) {
@@ -69,12 +70,12 @@ inline void ExpandRowOfBytes(const CpuUpsample& p, int64_t pixel, const uint8_t*
   }
 }
 
-// Source rows [begin, end), counted over all planes. Elements have 1, 2, 4, 8 or 16 bytes.
+// [begin, end) are source rows, counted over all planes. Elements have 1, 2, 4, 8 or 16 bytes.
 inline void UpsampleForwardRows(const CpuUpsample& p, int element_bytes, const void* x, void* y,
                                 int64_t begin, int64_t end) {
   const int64_t pixel = p.inner * element_bytes;
   const int64_t in_row = p.in_w * pixel, out_row = p.out_w * pixel;
-  // Pixels of several elements are moved as one word only where the arrays are aligned to it.
+  // Pixels of several elements are moved as one word only if the arrays are aligned to it.
   const int64_t word = pixel < 8 ? pixel & -pixel : 8;
   const bool aligned = reinterpret_cast<uintptr_t>(x) % static_cast<uintptr_t>(word) == 0 &&
                        reinterpret_cast<uintptr_t>(y) % static_cast<uintptr_t>(word) == 0;
@@ -133,7 +134,7 @@ inline void UpsampleForwardRows(const CpuUpsample& p, int element_bytes, const v
 }
 
 // out[i] = the sum of in[r * row_stride + q * col_stride + i] over r < rows, q < cols, for i < n.
-// The sum stays in registers, kLanes values at a time; the rest is left to half as many.
+// The sums stay in registers, kLanes values at a time, then half as many for the remaining values.
 template <typename T, typename Out, typename A = typename Accumulator<T>::type,
           int kLanes = kFullLanes<A>>
 inline void SumRuns(const T* in, int64_t rows, int64_t row_stride, int64_t cols, int64_t col_stride,
@@ -165,7 +166,8 @@ inline void ReducePixels(const A* __restrict__ in, int64_t n, A* __restrict__ ou
   }
 }
 
-// out[i] = the sum of those columns of `in` that source pixel w0 + i owns. in[0] is the first.
+// out[i] = the sum of the columns of `in` that source pixel w0 + i owns. in[0] is the first column
+// that w0 owns.
 template <typename A>
 inline void ReduceColumns(const CpuUpsample& p, const A* in, int64_t w0, int64_t n, A* out) {
   switch (p.col_factor) {
@@ -186,7 +188,7 @@ inline void ReduceColumns(const CpuUpsample& p, const A* in, int64_t w0, int64_t
   }
 }
 
-// Columns of dy summed at once: accumulators that fit the first-level cache.
+// The number of columns of dy summed at once. Their accumulators fit the first-level cache.
 constexpr int64_t kBlock = 2048;
 
 template <typename T>
@@ -223,7 +225,7 @@ inline void UpsampleBackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64
   }
 }
 
-// What a value of T is made of: a complex number is a pixel of two real ones.
+// The real numbers of a value of T: a complex number is treated as a pixel of two real ones.
 template <typename T>
 struct Parts {
   using type = T;
@@ -235,7 +237,7 @@ struct Parts<Complex<T>> {
   static constexpr int kCount = 2;
 };
 
-// The same rows. `type` is one of FloatsAndComplex.
+// [begin, end) are source rows, counted over all planes. `type` is one of FloatsAndComplex.
 inline void UpsampleBackwardRows(const CpuUpsample& p, DType type, const void* dy, void* dx,
                                  int64_t begin, int64_t end) {
   Dispatch<FloatsAndComplex>(type, [&](auto tag) {

@@ -1,4 +1,5 @@
-// Launchers of the CPU kernels of upsampling: index maps as tables, and source rows over threads.
+// Launchers of the CPU kernels of upsampling. They compute the index maps as tables and distribute
+// source rows over threads.
 #pragma once
 
 #include <vector>

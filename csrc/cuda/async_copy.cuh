@@ -1,4 +1,4 @@
-// Asynchronous copies from global to shared memory: bytes in flight that take no registers.
+// Asynchronous copies from global to shared memory. Their bytes in flight take no registers.
 #pragma once
 
 #include "common/types.h"
@@ -11,8 +11,9 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Words of 2 or 4 bytes at an address in shared memory. In assembly, an address and a constant are
-// one operand: nvcc works out where shared memory begins anew in every branch.
+// Loads and stores words of 2 or 4 bytes at an address in shared memory. Assembly makes an address
+// and a constant one operand: from C++, nvcc computes the start of shared memory again in every
+// branch.
 template <int kBytes>
 __device__ __forceinline__ typename Word<kBytes>::type LoadSharedWord(uint32_t address) {
   typename Word<kBytes>::type word;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void StoreSharedWord(uint32_t address,
   }
 }
 
-// Of 4, 8 or 16 bytes. Predicated by hand: nvcc would branch.
+// Copies 4, 8 or 16 bytes if `wanted`. Predicated by hand, because nvcc would branch.
 template <int kBytes = 16>
 __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global, bool wanted = true) {
   if constexpr (kBytes == 16) {
@@ -66,7 +67,7 @@ __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits for all copies but those of the last `pending` commits.
+// Waits for all copies except those of the last `pending` commits.
 __device__ __forceinline__ void WaitForCopies(int pending) {
   switch (pending) {
     case 0:

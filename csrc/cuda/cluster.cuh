@@ -1,5 +1,5 @@
 // Clusters of blocks: their barriers, and stores to the shared memory of another block.
-// Architectures before sm_90 have none; nothing here is called there.
+// Architectures before sm_90 have no clusters; nothing here is called there.
 #pragma once
 
 #include "common/types.h"
@@ -28,9 +28,9 @@ __device__ __forceinline__ void SyncCluster() {
 #endif
 }
 
-// A barrier of shared memory that completes when so many bytes have been stored by StoreAsync.
-// Unlike a barrier of the cluster it does not wait for what the threads have asked of global
-// memory.
+// A barrier in shared memory that completes when the expected number of bytes has been stored by
+// StoreAsync. Unlike a cluster barrier, it does not wait for the threads' outstanding accesses to
+// global memory.
 __device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
@@ -58,7 +58,7 @@ __device__ __forceinline__ void WaitForBytes(uint64_t* barrier, bool phase) {
 #endif
 }
 
-// Stores to the same shared variable of another block of the cluster, and counts at its barrier.
+// Stores to the same shared variable of block `rank` of the cluster, and counts at its barrier.
 template <typename C>
 __device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigned rank, C value) {
 #if __CUDA_ARCH__ >= 900

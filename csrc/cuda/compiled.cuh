@@ -1,8 +1,9 @@
-// The entry of a kernel that is compiled at run time: the elementwise template around a functor.
+// The entry point of a kernel that is compiled at run time: the elementwise template around a
+// functor.
 //
 // The source defines a functor and the types Outputs (Tuple<Out*...>) and Inputs (a Tuple of
-// ArrayOperand, ScalarOperand and BroadcastOperand), and ends with
-// JOF_COMPILED_KERNEL(Functor, Outputs, Inputs), which makes the kernel `jof_compiled` of them.
+// ArrayOperand, ScalarOperand and BroadcastOperand). It ends with JOF_COMPILED_KERNEL(Functor,
+// Outputs, Inputs), which defines the kernel `jof_compiled` from them.
 #pragma once
 
 #include "cuda/elementwise.cuh"

@@ -1,6 +1,6 @@
-// Loads and launches kernels that are compiled at run time, for host code. Loading happens when a
-// program is made, so that a call neither synchronises nor allocates and may be captured in a CUDA
-// graph.
+// Loads and launches kernels that are compiled at run time, for host code. A kernel is loaded when
+// its program is made, so that a call neither synchronises nor allocates and may be captured in a
+// CUDA graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,11 +12,12 @@ JOF_NAMESPACE_BEGIN
 
 struct CudaCompiledKernel {
   cudaKernel_t kernel;
-  int threads;  // of a block
+  int threads;  // per block
   bool knows_clusters;
 };
 
-// Kernels of a library belong to no device: they are loaded where they are launched.
+// Kernels of a CUDA library are not bound to a device: they are loaded on the device where they are
+// launched.
 inline cudaError_t LoadCompiled(const uint8_t* code, size_t, CudaCompiledKernel* kernel) {
   cudaLibrary_t library = nullptr;
   cudaError_t status =
@@ -32,7 +33,7 @@ inline cudaError_t LoadCompiled(const uint8_t* code, size_t, CudaCompiledKernel*
   return status;
 }
 
-// `element_bytes` are of the inputs and then the outputs.
+// `element_bytes` are those of the inputs, then those of the outputs.
 inline cudaError_t LaunchCompiled(const CudaCompiledKernel& kernel, size_t inputs, size_t outputs,
                                   const int64_t* element_bytes, ElementwiseCall call,
                                   cudaStream_t stream) {

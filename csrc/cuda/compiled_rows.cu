@@ -1,4 +1,4 @@
-// Launches row kernels that are compiled at run time: see compiled_rows.cuh.
+// Launches row kernels that are compiled at run time; see compiled_rows.cuh.
 #include "cuda/compiled_rows.cuh"
 
 #include "cuda/compiled.h"
@@ -7,7 +7,7 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// Kernels that are compiled here may have clusters where those of the build have none.
+// Kernels compiled at run time may use clusters even if this build has no cluster code.
 cudaError_t GetRowsDevice(const CudaCompiledKernel& kernel, RowsDevice* device) {
   const cudaError_t status = GetRowsDevice(device);
   device->has_clusters = kernel.knows_clusters;
@@ -26,7 +26,7 @@ cudaError_t PlanFlatRows(const CudaCompiledKernel& kernel, const TracedRowsLayou
                   layout.sums > 0 ? call.parts : int64_t{1} << 40);
 }
 
-// Clears the parts of sums over rows that no block has.
+// Zeroes the parts of sums over rows that no block writes.
 cudaError_t ClearParts(const TracedRowsLayout& layout, const TracedRowsCall& call, int64_t blocks,
                        cudaStream_t stream) {
   if (layout.sums == 0 || blocks == call.parts) return cudaSuccess;

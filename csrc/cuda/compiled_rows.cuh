@@ -1,29 +1,31 @@
-// The entry of a row kernel that is compiled at run time, from a traced function: WholeRowsKernel,
-// WideRowsKernel or RowsKernel around a definition, in generated code, which is the same for CPUs
-// and GPUs:
+// The entry point of a row kernel that is compiled at run time from a traced function:
+// WholeRowsKernel, WideRowsKernel or RowsKernel around a definition in generated code, which is the
+// same for CPUs and GPUs:
 //
 //   struct Definition {
-//     using Arrays = Tuple<...>;    // the types of what is read of each element, in this order;
-//     using Vectors = Tuple<...>;   // of row vectors; each row's values and scalars come last
-//     using Outputs = Tuple<...>;   // of what is written of each element
-//     using Word = ...;             // float, or double: what holds any value that is reduced
+//     // The types of inputs, in the order of the call's inputs: the arrays, then the row vectors.
+//     // The values of each row and scalars come last.
+//     using Arrays = Tuple<...>;
+//     using Vectors = Tuple<...>;
+//     using Outputs = Tuple<...>;   // the types of the output arrays
+//     using Word = ...;             // float or double, which holds any value that is reduced
 //     static constexpr int kReductions, kSums;  // sums over rows
-//     static constexpr int kSumsOutput;         // which output these are
+//     static constexpr int kSumsOutput;         // index of the output for these sums
 //     static constexpr int kWidth;              // elements of a row
 //     static constexpr int kPack, kElements, kThreads, kBlocks;  // see rows.cuh
-//     struct Row { ... };           // what is known of a row: set by Begin, Start and Finish
+//     struct Row { ... };           // what is known about a row: set by Begin, Start and Finish
 //     static void Begin(const TracedRowsCall&, int64_t row, Row*);  // loads, a row ahead
-//     static void Start(Row*);      // what follows from that: it would wait for the loads
+//     static void Start(Row*);      // computes from the loaded values, so it waits for the loads
 //     template <int r> using Level = ...;  // below
 //     static void Map(const Row&, int column, values, vectors, results, sums);
 //     static void End(const TracedRowsCall&, int64_t row, const Row&);
 //   };
-//   struct Level {                  // of one reduction, and one more for the map
-//     using Terms = Tuple<...>;                 // what is reduced
-//     using Operations = Tuple<...>;            // of ops/traced_rows.h
+//   struct Level {                  // one for each reduction, and one for the map
+//     using Terms = Tuple<...>;                 // the values that are reduced
+//     using Operations = Tuple<...>;            // from ops/traced_rows.h
 //     static constexpr bool kUsesVectors, kReplaces;
-//     // May replace the values by what comes after makes use of. Restore does the same from what
-//     // arrays have, for all levels before this one.
+//     // Accumulate may replace the values by others that later levels use. Restore computes these
+//     // from the elements of the arrays, for all levels before this one.
 //     static Terms Accumulate(const Row&, int column, values, vectors);
 //     static void Restore(const Row&, int column, values, vectors);
 //     static void Finish(const Terms&, Row*);
@@ -37,7 +39,7 @@
 
 JOF_NAMESPACE_BEGIN
 
-// What of a definition decides about the teams of RowsKernel.
+// The properties of a definition that the teams of RowsKernel depend on.
 JOF_HOST_DEVICE constexpr RowsTraits TraitsOf(const TracedRowsLayout& layout) {
   return {layout.arrays,
           kPackBytes / layout.pack,
@@ -49,16 +51,17 @@ JOF_HOST_DEVICE constexpr RowsTraits TraitsOf(const TracedRowsLayout& layout) {
           layout.vectors * layout.word_bytes};
 }
 
-// The instance of WholeRowsKernel for a definition, whose rows are taken to be many. There is none
-// (no lanes) for values of 8 bytes or of one, for more elements than registers hold, and where
-// built-in functions run RowsKernel, too.
+// The instance of WholeRowsKernel for a definition, on the assumption that there are many rows.
+// There is none (0 lanes) for 8-byte and 1-byte values, for more elements than registers hold, and
+// where built-in functions run RowsKernel, too.
 JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& layout, int64_t n) {
   const bool is_narrow = layout.pack == 8, has_edges = n % layout.pack != 0;
   if (layout.word_bytes != 4 || (layout.pack != 4 && !is_narrow)) return {};
   if (layout.sums > 0 && (has_edges || !is_narrow)) return {};
   if (layout.vectors > 0 && has_edges && is_narrow && n > 512) return {};
-  // Words of a pack: elements and, where there are sums, vectors and sums that are kept and packs
-  // of a row that is loaded ahead. Registers hold as many of them as of built-in functions.
+  // Words that a pack takes: its elements and, with sums over rows, the vectors and sums that are
+  // kept and the packs of the row loaded ahead. The limit on registers is that of built-in
+  // functions.
   int words = layout.pack * layout.arrays, most = 64;
   if (layout.sums > 0) {
     words += layout.pack * (layout.vectors + layout.sums) + 4 * layout.arrays;
@@ -71,15 +74,16 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& 
 
 enum class TracedRowsKernel { kRows, kWhole, kWide };
 
-// What of a definition decides about the plan of WideRowsKernel, but what reductions exchange.
+// The properties of a definition that the plan of WideRowsKernel depends on, except exchange_bytes,
+// which is 0.
 JOF_HOST_DEVICE constexpr WideRowsTraits WideTraitsOf(const TracedRowsLayout& layout) {
   return {layout.arrays, layout.pack, layout.vectors * layout.pack * layout.word_bytes / kPackBytes,
           layout.sums > 0, 0};
 }
 
-// The kernel for a definition. Rows of WideRowsKernel must fit into the shared memory of a cluster
-// of any GPU that has clusters: of eight blocks of 99 KB, of which padding takes some. Row vectors
-// are there, too, and registers have the sums.
+// The kernel for a definition. Rows of WideRowsKernel must fit in the shared memory of a cluster on
+// any GPU that has clusters: eight blocks of 99 KB, some of which is lost to padding. Row vectors
+// are there, too. Sums must fit in registers.
 JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layout,
                                                     bool has_clusters, int64_t n) {
   if (WholeRowsTeamOf(layout, n).lanes > 0) return TracedRowsKernel::kWhole;
@@ -100,7 +104,7 @@ JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layo
 
 namespace internal {
 
-// Values of any type as words of one, float or double.
+// Values of any type as words of type Word, which is float or double.
 template <typename Word, typename T>
 __device__ __forceinline__ Word ToWord(T x) {
   if constexpr (sizeof(T) == sizeof(Word)) {
@@ -156,7 +160,7 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   static constexpr TracedRowsKernel kKernel = KernelOf(kLayout, kHasClusters, kWidth);
   static constexpr bool kMayBeChunks = kTeam.chunks > 1;
   static constexpr bool kMayBeCluster = kTeam.cluster > 1;
-  // Whether the last reduction replaces elements, all of which are as long as what replaces them.
+  // Whether the last reduction replaces elements, all of which are as wide as their replacements.
   template <int r>
   JOF_HOST_DEVICE static constexpr bool Replaces() {
     if constexpr (r == 0) {
@@ -196,7 +200,7 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
     return static_cast<typename TypeOf<o, O...>::type*>(call.outputs[o]);
   }
 
-  // The columns of a pack of a row vector, at once if it is packed.
+  // Loads the columns of a pack of a row vector, all at once if is_packed.
   template <typename Place, int P>
   __device__ __forceinline__ void LoadVector(int vector, const Place& pack, bool is_packed,
                                              Word (&columns)[P]) const {
@@ -295,7 +299,8 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
   }
 };
 
-// How a kernel is launched: its plan, and its blocks, of which registers are for so many.
+// How a kernel is launched: the type of its plan, its threads per block, and the blocks that a
+// multiprocessor must have enough registers for.
 template <typename Definition, TracedRowsKernel kKernel = TracedRowsProgram<Definition>::kKernel>
 struct TracedRows {
   using Plan = RowsPlan;

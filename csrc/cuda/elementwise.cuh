@@ -1,24 +1,24 @@
-// The elementwise template: write a functor, get a kernel at the speed of memory.
+// The elementwise template: write a functor, get a kernel that runs at the speed of memory.
 //
 //   functor    computes one element: any number of inputs to one output, or to a Tuple of outputs
 //   factory    makes the functor in the kernel, and may read device memory to do so
-//   launcher   chooses packs, finds the elements that do not fit into them
+//   launcher   chooses packs, and finds the elements that do not fit into them
 //   kernel     loads packs, calls the functor, stores packs
 //
-// Elements move in packs: as many elements as fill 16 bytes with the widest type of an output, so
-// that each array is read or written by one instruction a thread; an input wider than that by two
-// or four. Blocks of 1024 threads, where inputs are wider, gain 0.5 % on large arrays and leave
-// most of the GPU idle up to a million elements: f32 to bf16 3.0 us instead of 2.5. Values of 8-
-// and 16-bit float types are widened to f32 before the functor and rounded once after it. Each
-// input byte is read once and each output byte written once.
+// Elements move in packs. A pack has as many elements as fill 16 bytes in the widest output type,
+// so a thread reads or writes each array with one instruction, or with several if an input's
+// elements are wider. Blocks of 1024 threads gain 0.5 % on large arrays if inputs are wider, but
+// leave most of the GPU idle up to a million elements: f32 to bf16 takes 3.0 us instead of 2.5.
+// Values of 8- and 16-bit float types are widened to f32 before the functor and rounded once after
+// it. Each input byte is read once and each output byte is written once.
 //
-// Functor, factory, launcher and kernel, packs and Apply2 are those of OneFlow's elementwise.cuh
-// (see "OneFlow CUDA Elementwise", Zheng, Yao, Guo, Liu). Different here: several outputs, scalar
-// operands, a peeled head for arrays that share a misalignment, f32 arithmetic for narrow types,
-// and one pack a thread instead of a grid-stride loop (see launch.cuh).
+// The functor, factory, launcher, kernel, packs and Apply2 are those of OneFlow's elementwise.cuh
+// (see "OneFlow CUDA Elementwise", Zheng, Yao, Guo, Liu). The differences are: several outputs,
+// scalar operands, a peeled head for arrays that share a misalignment, f32 arithmetic for narrow
+// types, and one pack per thread instead of a grid-stride loop (see launch.cuh).
 //
-// Built-in ops and kernels that are compiled at run time (compiled.cuh) share all of this: their
-// operands are arrays, scalars, and what is broadcast by a BroadcastIndex.
+// Built-in ops and kernels that are compiled at run time (compiled.cuh) share all of this. Their
+// operands are arrays, scalars, or operands that a BroadcastIndex broadcasts.
 #pragma once
 
 #include "common/integers.h"
@@ -34,7 +34,7 @@
 
 JOF_NAMESPACE_BEGIN
 
-// An input of any kind: an array, one element that stands for all, or a broadcast operand.
+// An input of any kind: an array, one element for all results, or a broadcast operand.
 template <typename T>
 struct Operand {
   using Element = T;
@@ -45,7 +45,7 @@ struct Operand {
   Access access;  // set by the launcher
 };
 
-// The same where the kind is known when the kernel is compiled, which spares it to ask.
+// The same for a kind that is known at compile time, which saves the kernel a test.
 template <typename T>
 struct ArrayOperand {
   using Element = T;
@@ -58,7 +58,7 @@ struct ScalarOperand {
   static constexpr int kStreamedBytes = 0;
   const T* data;
 };
-// Operands of one call with the same kIndex share the arithmetic of the index.
+// Operands of one call with the same kIndex share the index arithmetic.
 template <typename T, int kIndex>
 struct BroadcastOperand {
   using Element = T;
@@ -68,14 +68,14 @@ struct BroadcastOperand {
   Access access;
 };
 
-// The factory of a functor that the host has made.
+// The factory of a functor that the host made.
 template <typename Functor>
 struct SimpleFactory {
   Functor functor;
   __device__ __forceinline__ Functor operator()() const { return functor; }
 };
 
-// The factory of a functor whose parameter is in device memory, where a traced scalar is.
+// The factory of a functor whose parameter is in device memory, as a traced scalar is.
 template <typename Functor, typename T>
 struct DeviceScalarFactory {
   const T* parameter;
@@ -93,16 +93,17 @@ JOF_HOST_DEVICE constexpr int WidestBytes() {
   return bytes;
 }
 
-// The launch policy, by what a kernel reads and writes. Measured on an H200, 512 MiB of input.
+// The launch policy, which depends on what a kernel reads and writes. Measured on an H200 with 512
+// MiB of input.
 template <typename Outs, typename Ins>
 struct LaunchPolicy;
 template <typename... Out, typename... In>
 struct LaunchPolicy<Tuple<Out*...>, Tuple<In...>> {
-  // Left alone, ptxas spills some registers of f64 kernels although there are many left.
+  // Without this bound, ptxas spills some registers of f64 kernels although many are left.
   static constexpr int kMinBlocks =
       WidestBytes<Out..., typename In::Element...>() == 8 ? 1024 / kBlockSize : 0;
-  // Where no less is written than read, early reads in long runs spare the memory turnarounds: f16
-  // to f32 at 4.20 TB/s, 4.13 without; f32 to uint32 4.25 and 4.22. See PrefetchAhead.
+  // If at least as much is written as read, early reads in long runs avoid memory turnarounds: f16
+  // to f32 runs at 4.20 TB/s (4.13 without), and f32 to uint32 at 4.25 (4.22). See PrefetchAhead.
   static constexpr bool kPrefetches =
       ((In::kStreamedBytes <= WidestBytes<Out...>()) && ...) &&
       (0 + ... + int{sizeof(Out)}) >= (0 + ... + In::kStreamedBytes);
@@ -110,7 +111,7 @@ struct LaunchPolicy<Tuple<Out*...>, Tuple<In...>> {
 
 }  // namespace internal
 
-// As many elements as fill 16 bytes with the widest type of an output.
+// The number of elements that fill 16 bytes in the widest output type.
 template <typename... Out>
 JOF_HOST_DEVICE constexpr int OutputPackSize() {
   return kPackBytes / internal::WidestBytes<Out...>();
@@ -134,7 +135,8 @@ JOF_HOST_DEVICE constexpr bool HasApply2(long, const Functor*, Pointer...) {
   return false;
 }
 
-// How a functor gets and gives elements of type T.
+// How a functor takes and returns elements of type T: StoredElement for functors on stored elements
+// (see OnStorage), Accumulator for all others.
 template <typename T>
 struct StoredElement {
   __device__ __forceinline__ static T Load(T x) { return x; }
@@ -163,14 +165,14 @@ __device__ __forceinline__ Pack<T, N> LoadSplat(const T* data) {
   return pack;
 }
 
-// Where element i of the results is in a broadcast operand: in the run of equal elements of
-// `column`, `within` of them before it.
+// The place of result element i in a broadcast operand: it reads element `column`, and comes
+// `within` elements after the first result of the run that reads the same element.
 struct BroadcastPlace {
   uint64_t column, within;
 };
 
-// In 32 bits where those do, which takes a third of the instructions. With that and few ones for
-// each element 256 MiB of bf16 and a row of 333 take 145 us instead of 169.
+// Divides in 32 bits if they are enough, which takes a third of the instructions. With this and few
+// instructions per element, 256 MiB of bf16 and a row of 333 take 145 us instead of 169.
 __device__ __forceinline__ uint64_t DivMod(const FastDivider<uint64_t>& by, uint64_t n,
                                            uint64_t* remainder) {
   if ((n | by.divisor()) >> 31 != 0) return by.DivMod(n, remainder);
@@ -181,17 +183,18 @@ __device__ __forceinline__ uint64_t DivMod(const FastDivider<uint64_t>& by, uint
 }
 
 __device__ __forceinline__ BroadcastPlace PlaceOf(const BroadcastIndex& index, int64_t i) {
-  // The first branch is the same for all threads, the second one but for few.
+  // The first branch is the same for all threads, and the second for all but a few.
   BroadcastPlace place{static_cast<uint64_t>(i), 0};
   if (index.inner.divisor() > 1) place.column = DivMod(index.inner, place.column, &place.within);
   if (place.column >= index.count.divisor()) DivMod(index.count, place.column, &place.column);
   return place;
 }
 
-// Elements that are neither a pack of the operand nor all the same. Without a loop that carries the
-// place from one to the next: with one, bf16 rows of 333 and a column took 268 us instead of 137.
-// Shifting two aligned packs, where no end of a row is near, was slower, too (167 us instead of 145
-// for a row of 333): most warps hold the end of a row and go both ways.
+// Elements that are neither one pack of the operand nor all the same. The first two cases have no
+// loop that carries the place from one element to the next: with such a loop, bf16 rows of 333 and
+// a column took 268 us instead of 137. Shifting two aligned packs together unless a row ends nearby
+// was slower, too (167 us instead of 145 for a row of 333): in most warps some thread is at the end
+// of a row, so the warp takes both branches.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> LoadBroadcastElements(const T* data,
                                                             const BroadcastIndex& index,
@@ -201,7 +204,7 @@ __device__ __forceinline__ Pack<T, N> LoadBroadcastElements(const T* data,
   const auto at_most = [](uint64_t n) { return n < N ? static_cast<int>(n) : N; };
   const T* const source = data + place.column;
   Pack<T, N> pack;
-  if (inner >= N) {  // of two runs
+  if (inner >= N) {  // elements of two runs at most
     const int left = at_most(inner - place.within);
     const T first = at(source);
     const T second = at(place.column + 1 == count ? data : source + 1);
@@ -225,7 +228,7 @@ __device__ __forceinline__ Pack<T, N> LoadBroadcastElements(const T* data,
   return pack;
 }
 
-// A pack of an operand of any kind: `place` is the element itself where it is an array.
+// A pack of an operand of any kind. If it is an array, `place` is the index of the element.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> LoadAt(const T* data, const BroadcastIndex& index,
                                              Access access, BroadcastPlace place) {
@@ -256,7 +259,7 @@ __device__ __forceinline__ Pack<T, N> LoadOperand(const Operand<T>& in, int64_t 
   return LoadAt<N>(in.data, in.index, in.access, place);
 }
 
-// One of several outputs may be unwanted; it has a null pointer.
+// If there are several outputs, one that is not wanted has a null pointer.
 template <bool kIsOnly, int N, typename T>
 __device__ __forceinline__ void StoreOutput(T* out, int64_t i, const Pack<T, N>& value) {
   if (kIsOnly || out != nullptr) StorePack(out + i, value);
@@ -295,7 +298,7 @@ __device__ __forceinline__ void ApplyPack(const Functor& functor, int64_t offset
   (StoreOutput<kIsOnly>(Get<o>(out), offset, Get<o>(y)), ...);
 }
 
-// Only what is an array for certain is worth it.
+// Prefetching is only worthwhile for operands that are certain to be arrays.
 template <int N, typename T>
 __device__ __forceinline__ void PrefetchInput(const PackSplit& split, const ArrayOperand<T>& in) {
   PrefetchAhead(in.data + split.head, split.packs * N * sizeof(T),
@@ -345,11 +348,11 @@ namespace internal {
 template <int N, typename Factory, typename... Out, int... o, typename... In, int... i>
 cudaError_t LaunchPacks(const Factory& factory, int64_t n, const Tuple<Out*...>& out, Indices<o...>,
                         Tuple<Operand<In>...> in, Indices<i...>, cudaStream_t stream) {
-  // A scalar that stands for one element is an array; an only input can be no other.
+  // If there is at most one element, a scalar is an array. A single input is always an array.
   const bool has_arrays_only = sizeof...(In) == 1 || n <= 1 || ((Get<i>(in).kind == kArray) && ...);
   PackedArray arrays[] = {{Get<o>(out), sizeof(Out)}..., {Get<i>(in).data, sizeof(In)}...};
   if (!has_arrays_only) {
-    // What is no array need not be aligned.
+    // Operands that are not arrays need not be aligned.
     ((arrays[sizeof...(Out) + i].data = Get<i>(in).kind == kArray ? Get<i>(in).data : nullptr),
      ...);
   }

@@ -22,7 +22,7 @@ inline cudaError_t LaunchElementwise(ElementwiseOp op, DType type, const Element
 }
 
 // result = condition ? x : y on elements of 1, 2, 4, 8 or 16 bytes; inputs are condition, x, y.
-// Or its cotangents; inputs are condition, ct.
+// With `vjp`, the cotangents of x and y; inputs are condition, ct.
 cudaError_t LaunchWhere(bool vjp, int element_bytes, const ElementwiseCall& call,
                         cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// The launchers of all ops of ops/elementwise_ops.h for one element type, each type instantiated in
-// a file of its own, so that they compile in parallel.
+// The launchers of all ops of ops/elementwise_ops.h for one element type. Each type is instantiated
+// in a separate file, so that the files compile in parallel.
 #pragma once
 
 #include "cuda/elementwise.cuh"
@@ -43,7 +43,7 @@ const ElementwiseLauncher* ElementwiseLaunchers() {
   return launchers;
 }
 
-// Each in its own file.
+// Each is instantiated in its own file.
 extern template const ElementwiseLauncher* ElementwiseLaunchers<Half>();
 extern template const ElementwiseLauncher* ElementwiseLaunchers<BFloat16>();
 extern template const ElementwiseLauncher* ElementwiseLaunchers<float>();

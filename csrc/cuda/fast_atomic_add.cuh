@@ -1,12 +1,12 @@
-// Atomic additions to global memory of every type that is summed.
+// Atomic additions to global memory, for every type that is summed.
 //
-// The hardware adds 16-bit floats in pairs at several times the rate of single ones (single ones of
-// f16, and all of bf16 before Hopper, compile to loops or to slower units). So a single value is
-// added as a pair with a neighbour that gets -0 (PyTorch and OneFlow add +0, which would turn a
-// neighbour's -0 into +0). Hopper also adds runs of up to 16 bytes in one instruction: 1M rows of
-// 128 f16 into 10,000 take 132 us that way on an H200, in pairs 248 us.
+// The hardware adds pairs of 16-bit floats at several times the rate of single ones (single f16
+// additions, and all bf16 additions before Hopper, compile to loops or run on slower units). So a
+// single value is added as a pair whose other half is -0. (PyTorch and OneFlow add +0, which turns
+// a neighbour's -0 into +0.) Hopper also adds up to 16 bytes with one instruction: adding 1M rows
+// of 128 f16 into 10,000 rows takes 132 us that way on an H200, and 248 us in pairs.
 //
-// The hardware flushes f32 sums below 2^-126 to zero; 16-bit and f64 ones it does not.
+// The hardware flushes f32 sums below 2^-126 to zero, but not 16-bit or f64 sums.
 //
 // Method: PyTorch's fastAtomicAdd, described in "OneFlow FastAtomicAdd" by BBuf.
 #pragma once
@@ -21,7 +21,7 @@ namespace internal {
 
 inline constexpr uint32_t kMinusZero = 0x8000u;
 
-// Adds to one 16-bit float, which may be the only one of its word that is ours.
+// Adds to one 16-bit float. The other half of its 4-byte word may lie outside the array.
 __device__ __forceinline__ void AtomicAddSingle(Half* address, Half value) {
   asm volatile("red.global.add.noftz.f16 [%0], %1;" ::"l"(address), "h"(value.bits) : "memory");
 }
@@ -45,7 +45,7 @@ __device__ __forceinline__ void AtomicAddSingle(BFloat16* address, BFloat16 valu
 #endif
 }
 
-// Adds to an aligned pair, given as the bits of both.
+// Adds a pair of 16-bit floats, given as its bits, to an aligned pair.
 __device__ __forceinline__ void AtomicAddPair(Half* address, uint32_t pair) {
   asm volatile("red.global.add.noftz.f16x2 [%0], %1;" ::"l"(address), "r"(pair) : "memory");
 }
@@ -72,8 +72,8 @@ __device__ __forceinline__ void AtomicAddHalfWord(T* base, int64_t offset, int64
 
 }  // namespace internal
 
-// base[offset] += value, where base is an array of `length` elements in global memory. Not ordered
-// against anything; the old value is not returned.
+// base[offset] += value, where base is an array of `length` elements in global memory. Implies no
+// memory ordering and does not return the old value.
 template <typename T>
 __device__ __forceinline__ void FastAtomicAdd(T* base, int64_t offset, int64_t /*length*/,
                                               T value) {
@@ -96,8 +96,9 @@ __device__ __forceinline__ void FastAtomicAdd(BFloat16* base, int64_t offset, in
   internal::AtomicAddHalfWord(base, offset, length, value);
 }
 
-// address[i] += value.elem[i], for a pack of up to 16 bytes to whose size the address is aligned.
-// One instruction on Hopper; each element is added atomically, the pack is not.
+// address[i] += value.elem[i] for a pack of up to 16 bytes. The address must be aligned to the size
+// of the pack. On Hopper this is one instruction for 16-bit floats and f32. Each element is added
+// atomically; the pack as a whole is not.
 template <typename T, int N>
 __device__ __forceinline__ void AtomicAddPack(T* address, const Pack<T, N>& value) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Gathers rows of a table: a pack of 16 bytes a thread where rows and pointers allow, else smaller
-// words. Bytes: each gathered row read and written once.
+// Gathers rows of a table, in words of 16 bytes if the length of rows and the alignment of pointers
+// allow, else in smaller words. Bytes: each gathered row is read once and written once.
 #include <cstring>
 
 #include "common/fast_divide.h"
@@ -9,11 +9,11 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// A thread moves kItems words, a block apart, so that the ids and then the rows of all are asked
-// for at once: a word alone waits for its id first, and the memory idles.
+// A thread moves kItems words that are kBlockSize apart. It loads all of their ids, then all of
+// their rows. With one word per thread, memory would idle while the thread waits for the id.
 constexpr int kItems = 4;
 
-// Offset is uint32_t or uint64_t: what indices of words of the result fit in.
+// Offset is uint32_t or uint64_t, wide enough to index the words of the result.
 template <int kBytes, typename Index, typename Offset>
 __global__ void __launch_bounds__(kBlockSize)
     GatherKernel(IndexRule rule, Offset items, bool shared_ids, FastDivider<Offset> by_inner,

@@ -1,16 +1,18 @@
-// Group norm and its gradient, with silu or without. Bytes: inputs are read twice, by a kernel that
-// reduces them and by one that maps them; what the first read last, the second reads first, as far
-// as possible from the second-level cache. Each block has a part of an image, some of its pixels;
-// the last block that has reduced a part of an image combines the groups of all of them, in order,
-// and a kernel adds up what they have of scale and bias.
+// Group norm and its gradient, with or without silu. Bytes: inputs are read twice, by a kernel that
+// reduces them and by a kernel that maps them. The second kernel starts with the data that the
+// first one read last, as much of it as possible from the L2 cache. A block takes a part of an
+// image, which is some of its pixels. The last block to finish a part of an image combines the
+// moments or sums of groups over all parts, in order. Another kernel adds up the parts' gradients
+// of scale and bias.
 //
-// A row is as many pixels as fill whole packs, one if its channels do. A thread has one pack of
-// every so-many-th row: the same channels of all of them. Its sums become those of channels, then
-// of groups, when the threads of the block exchange them. It copies its packs to shared memory some
-// rows ahead, the first of them before anything else.
+// A row is the smallest number of pixels that fill whole packs: one if its channels do. A thread
+// has the same pack of columns in all rows that it takes, and the threads with these columns take
+// rows round-robin. When the threads of a block exchange their sums, these become sums of channels,
+// then of groups. A thread copies its packs to shared memory some rows ahead, and starts the first
+// copies before anything else.
 //
-// Measured on an H200 beside XLA, in us, with silu and 32 groups, of bf16 and f32:
-//                        value             and gradient
+// Measured on an H200 in us, with silu and 32 groups, in bf16 and f32:
+//                        value             value and gradient
 //   (32, 64, 64, 320)    89, 144           226, 376
 //     XLA                147, 177          543, 661
 //   (16, 32, 32, 640)    32, 47            95, 139
@@ -19,14 +21,14 @@
 //     XLA                57, 81            166, 227
 //   (64, 14, 14, 768)    32                85
 //     XLA                31                109
-// The smaller ones spend half of that on what surrounds the elements: the first copies, exchanges
-// of sums and the last block of an image, which waits for the others.
+// The smaller cases spend half of that time on overhead: the first copies, the exchanges of sums
+// and the last block of an image, which waits for the others.
 //
-// One kernel that keeps its parts in shared memory until the whole image is reduced reads inputs
-// once, but spends as much on exchanging sums as on its elements, of which a block then has few:
-// value and gradient with silu of f32 (32, 4096, 256) on an H200 took 500 us instead of 373.
+// A single kernel that keeps its parts in shared memory until the whole image is reduced reads
+// inputs once. But a block then has few elements, and spends as much time on exchanging sums as on
+// these: value and gradient with silu of f32 (32, 4096, 256) on an H200 took 500 us instead of 373.
 //
-// Small images have kernels of their own: group_norm_tiles.cuh.
+// Small images have separate kernels: group_norm_tiles.cuh.
 #include "cuda/group_norm.h"
 
 #include <algorithm>
@@ -38,20 +40,20 @@ JOF_NAMESPACE_BEGIN
 namespace {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kTeam = 8;  // threads that add up what there is of a group
+inline constexpr int kTeam = 8;  // threads that add up the values of a group
 
 struct GroupNormPlan {
   int64_t rows;  // of an image
   int columns;   // elements of a row
   int channels, groups, width;
-  int parts, tiles;             // of an image's rows, and of their columns: a block has one of each
-  int part_rows, longer_parts;  // rows of a part, one more in so many parts
-  int packs;                    // of a row in a tile
-  int along;                    // threads with the same columns
-  int reduced;                  // blocks of an image that have been reduced
-  bool is_packed;               // rows consist of packs at multiples of 16 bytes
+  int parts, tiles;             // of an image's rows; of their columns. A block has one of each
+  int part_rows, longer_parts;  // rows of a part; longer_parts parts have one more
+  int packs;                    // packs of a row in a tile
+  int along;                    // threads with the same columns, in different rows
+  int reduced;                  // blocks per image of the kernel that reduced
+  bool is_packed;               // rows are whole packs, aligned to 16 bytes
 
-  JOF_HOST_DEVICE int blocks() const { return parts * tiles; }  // of an image
+  JOF_HOST_DEVICE int blocks() const { return parts * tiles; }  // per image
   void SetParts(int64_t count) {
     parts = static_cast<int>(count);
     part_rows = static_cast<int>(rows / count);
@@ -64,14 +66,14 @@ class GroupNormBody {
  public:
   using C = Compute<T>;
   static constexpr int V = kPackSize<T>;
-  // Rows that a thread copies at a time, and how often it does ahead.
+  // Rows that a thread copies per stage, and stages in flight.
   static constexpr int kAhead = 4 / kInputs, kStages = 3;
   static constexpr int kSlotBytes = kStages * kAhead * kInputs * kThreads * kPackBytes;
 
  protected:
   static constexpr int kWords = V * static_cast<int>(sizeof(C)) / kPackBytes;
 
-  // Starts to copy the first rows.
+  // Starts copying the first rows.
   __device__ __forceinline__ GroupNormBody(const T* const (&in)[kInputs], const GroupNormPlan& plan,
                                            unsigned item)
       : plan_(plan) {
@@ -95,7 +97,7 @@ class GroupNormBody {
       JOF_UNROLL
       for (int stage = 0; stage < kStages; ++stage) Fetch(stage);
     }
-    // Tiles have whole channels: rows are of one pixel where there are several.
+    // Tiles have whole channels: if there are several tiles, a row is one pixel.
     channels_here_ = min(tile_columns_, plan.channels);
     first_group_ = tile_begin_ / plan.width;
     groups_here_ = (tile_begin_ + channels_here_ - 1) / plan.width + 1 - first_group_;
@@ -103,7 +105,7 @@ class GroupNormBody {
 
   __device__ __forceinline__ bool Has(int j) const { return column_ + j < plan_.columns; }
 
-  // Packs of rows are copied to shared memory ahead, as those of the rows template.
+  // Where packs are copied to in shared memory ahead of use, as in the rows template.
   __device__ __forceinline__ static uint4* Slot(int stage, int k, int a) {
     extern __shared__ uint4 slots[];
     return slots + ((stage * kAhead + k) * kInputs + a) * kThreads + threadIdx.x;
@@ -119,7 +121,8 @@ class GroupNormBody {
     internal::CommitCopies();
   }
 
-  // Calls visit(x, at, row), once, for the rows of this thread, whose elements are at `at`.
+  // Calls visit(x, at, row) for each row of this thread; `at` is the offset of its elements. May be
+  // called only once, since it uses up the copies in flight.
   template <typename Visit>
   __device__ __forceinline__ void ForEachRow(const Visit& visit) {
     int64_t at = first_;
@@ -154,7 +157,8 @@ class GroupNormBody {
     }
   }
 
-  // What channels have, as what this thread's columns have: of(channel, values).
+  // Spreads values of channels to this thread's columns. of(channel, values) computes them for a
+  // channel.
   template <int kValues, typename Of>
   __device__ __forceinline__ void Spread(C (&columns)[kValues][V], const Of& of) const {
     __syncthreads();
@@ -182,7 +186,8 @@ class GroupNormBody {
     }
   }
 
-  // A value of each column of each thread; [0, channels_here_) of it is where sums are left.
+  // Shared memory for one value per column of each thread. SumChannels leaves its sums in the first
+  // channels_here_ elements.
   __device__ __forceinline__ static C* Exchanged(int value) {
     __shared__ alignas(kPackBytes) C exchanged[2][kThreads * V];
     return exchanged[value];
@@ -194,8 +199,8 @@ class GroupNormBody {
     for (int w = 0; w < kWords; ++w) target[w] = reinterpret_cast<const uint4*>(of_columns)[w];
   }
 
-  // Sums the columns that threads have written, for each channel of the tile. Of few channels a
-  // team has each: 256 terms one after the other took 13 us.
+  // Sums the columns that threads have written, for each channel of the tile. If there are few
+  // channels, a team of threads sums each: adding 256 terms one after the other took 13 us.
   template <int kValues>
   __device__ __forceinline__ void SumChannels() const {
     __syncthreads();
@@ -221,8 +226,9 @@ class GroupNormBody {
     __syncthreads();
   }
 
-  // Calls visit(group, its first channel in this tile, how many there are) with a team for each
-  // group of the tile. Groups and channels are counted from the tile's first ones.
+  // Calls visit(group, first channel, number of channels) with a team for each group of the tile.
+  // Groups and channels are counted from the first of the tile. Whole warps take part; a team that
+  // has no group gets no channels.
   template <typename Visit>
   __device__ __forceinline__ void ForEachGroupHere(const Visit& visit) const {
     constexpr int kTeams = kThreads / kTeam;
@@ -235,7 +241,8 @@ class GroupNormBody {
 
   __device__ __forceinline__ static int TeamLane() { return threadIdx.x % kTeam; }
 
-  // Says that what this block has made of its part is written; true in the image's last block.
+  // Signals that this block has written its results. Returns true in the image's last block to do
+  // so.
   __device__ __forceinline__ bool IsLast(int32_t* marks) const {
     __shared__ bool is_last;
     __syncthreads();
@@ -248,7 +255,7 @@ class GroupNormBody {
     return is_last;
   }
 
-  // Maps all elements: visit(x, y).
+  // Maps all elements: visit(x, y) computes y from x.
   template <typename Visit>
   __device__ __forceinline__ void MapRows(T* out, const Visit& visit) {
     ForEachRow([&](const C(&x)[kInputs][V], int64_t at, int) {
@@ -270,16 +277,16 @@ class GroupNormBody {
 
   const GroupNormPlan& plan_;
   int64_t image_;
-  int block_, part_;               // of the image
-  int tile_begin_, tile_columns_;  // of a row
-  int channels_here_;              // of the tile, which begins with a channel
-  int first_group_, groups_here_;  // likewise
-  int along_, column_;             // where this thread's packs are: the first row and column
-  int rows_here_, count_;          // rows of the part and of this thread
-  int64_t first_, step_;           // its first element, and how far it is to the next row's
+  int block_, part_;               // within the image
+  int tile_begin_, tile_columns_;  // columns of a row
+  int channels_here_;              // channels of the tile: tile_begin_ is the first
+  int first_group_, groups_here_;  // groups of the tile
+  int along_, column_;             // this thread's first row in the part, and its column
+  int rows_here_, count_;          // rows of the part, rows of this thread
+  int64_t first_, step_;           // offset of its first element, distance between its rows
   const T* in_[kInputs];
-  int64_t ahead_;    // what is copied next
-  int fetched_ = 0;  // rows
+  int64_t ahead_;    // offset of the next row to copy
+  int fetched_ = 0;  // rows requested so far
 };
 
 template <typename T, bool kSilu>
@@ -326,10 +333,10 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
  private:
   using State = typename GroupMoments<C>::State;
 
-  // The moments of the groups in this block.
+  // Computes the moments of the groups in this block.
   __device__ __forceinline__ void ReducePart() {
     alignas(16) C centre[V] = {}, rest[V] = {}, square[V] = {};
-    // The centre: at first the first row, then the mean of all rows before.
+    // Sums are relative to a centre: at first the first row, later the mean of the rows so far.
     const auto recentre = [&](int rows) {
       const C n = static_cast<C>(rows), of_n = Quotient<T>(C(1), n);
       JOF_UNROLL
@@ -355,7 +362,7 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
       }
     });
     if (this->count_ > 0) recentre(this->count_);
-    // A centre for each group, and the sums around it.
+    // Computes a centre for each group, and the sums around it.
     const C count = static_cast<C>(this->count_);
     Base::Exchange(0, centre);
     Base::template SumChannels<1>();
@@ -411,7 +418,7 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
     });
   }
 
-  // The statistics of the image, of the moments of its parts.
+  // Computes the statistics of the image from the moments of its parts.
   __device__ __forceinline__ void Combine() const {
     const int groups = this->plan_.groups, blocks = this->plan_.blocks();
     const State* scratch = call_.scratch + this->image_ * blocks * groups;
@@ -477,7 +484,8 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     const int groups = this->plan_.groups;
     const C inverse = C(1) / static_cast<C>(this->plan_.rows * this->plan_.columns / groups);
     const C* terms = call_.terms + this->image_ * this->plan_.reduced * 2 * groups;
-    // What the cotangent is multiplied by, and of its mean and that of its products, less that.
+    // The result is the cotangent times `factor`, less a combination of `of_terms`, which are the
+    // scaled means of the cotangent and of its products with normalized elements.
     alignas(16) C of_terms[2][V], factor[1][V];
     Base::template Spread<2>(of_terms, [&](int channel, C(&of)[2]) {
       const C scaled = inverse * Stats(channel).rstd;
@@ -509,13 +517,13 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     const C centred = x - moments_[0][j];
     return (kIsNarrow<T> ? centred : centred - rest_[0][j]) * moments_[1][j];
   }
-  // Of what silu is applied to.
+  // The cotangent of silu's argument, or dy if there is no silu.
   __device__ __forceinline__ C Cotangent(C normalized, C dy, int j) const {
     return kSilu ? Silu<T>().Vjp(MulAdd(normalized, vectors_[0][j], vectors_[1][j]), dy) : dy;
   }
 
-  // The sums of the channels and of the groups in this block: first those of the cotangent, then
-  // those of its products with normalized elements.
+  // Computes the sums of the channels and of the groups in this block: first of the cotangent, then
+  // of its products with normalized elements.
   __device__ __forceinline__ void ReducePart() {
     alignas(16) C of_bias[V] = {}, of_scale[V] = {};
     Base::ForEachRow([&](const C(&x)[2][V], int64_t, int) {
@@ -526,7 +534,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
         of_scale[j] = MulAdd(g, normalized, of_scale[j]);
       }
     });
-    __syncthreads();  // who is late still reads what was spread
+    __syncthreads();  // other threads may still be reading in Spread
     Base::Exchange(0, of_bias);
     Base::Exchange(1, of_scale);
     Base::template SumChannels<2>();
@@ -557,7 +565,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     });
   }
 
-  // The sums of the image's groups, where those of its first block were.
+  // Adds up the sums of the image's groups over its blocks, in place of those of the first block.
   __device__ __forceinline__ void Combine() const {
     const int count = 2 * this->plan_.groups, blocks = this->plan_.blocks();
     C* terms = call_.terms + this->image_ * blocks * count;
@@ -575,7 +583,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
 
   const Call& call_;
   const GroupStats<C>* stats_;  // of the image
-  // Of this thread's columns: centre and 1 / deviation, scale and bias.
+  // For this thread's columns: centre and 1 / deviation; rest of the mean; scale and bias.
   alignas(16) C moments_[2][V], rest_[1][V], vectors_[2][V];
 };
 
@@ -586,7 +594,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Body(call, plan, blockIdx.x).Reduce();
 }
 
-// From the last part to the first.
+// Runs from the last part to the first, to find what ReduceKernel read last in the L2 cache.
 template <typename Body, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     MapKernel(const __grid_constant__ typename Body::Call call,
@@ -594,9 +602,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Body(call, plan, gridDim.x - 1 - blockIdx.x).Map();
 }
 
-// The sums over rows, which are the parts of all images, at most kAddedRows of them in a block: a
-// warp has 32 columns of every 32nd row. If there are more blocks than one for each column, their
-// sums are left in the first of their rows.
+// Adds up rows, which are the partial sums of all parts of all images (of all blocks, for small
+// images). A block takes 32 columns of at most kAddedRows rows, and its warps take the rows
+// round-robin. If several blocks have the same columns, each leaves its sums in its first row, and
+// another launch adds these up.
 constexpr int kAddThreads = 1024;
 constexpr int64_t kAddedRows = 1024;
 
@@ -606,7 +615,7 @@ __global__ void __launch_bounds__(kAddThreads)
   constexpr int kWarps = kAddThreads / 32;
   __shared__ C sums[kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned blocks = (2 * channels + 31) / 32;  // of so many rows
+  const unsigned blocks = (2 * channels + 31) / 32;  // for the same rows
   const int column = blockIdx.x % blocks * 32 + lane;
   const int64_t begin = blockIdx.x / blocks * kAddedRows, end = min(begin + kAddedRows, count);
   C sum = 0;
@@ -639,8 +648,10 @@ cudaError_t AddRows(C* rows, int64_t count, int64_t channels, C* dbias, C* dscal
   return cudaSuccess;
 }
 
-// A plan whose blocks' threads have so many rows, or fewer if that makes `blocks` blocks: all that
-// run at a time, and not a few more.
+// Makes a plan in which each thread has rows_each rows, or fewer (down to 4) if there would
+// otherwise be fewer than `blocks` blocks, the number that run at a time. Then there are no more
+// than `blocks` blocks, so that a few do not run after all others. An image has at most most_blocks
+// blocks.
 GroupNormPlan PlanParts(const GroupNormProblem& p, int64_t pack, bool is_aligned, int64_t rows_each,
                         int64_t blocks, int64_t most_blocks) {
   int64_t pixels = pack / std::gcd(pack, p.channels);  // in a row
@@ -673,12 +684,12 @@ cudaError_t CountMultiprocessors(int* count) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
-// Launches both kernels. `given` is how many parts the scratch has room for.
+// Launches both kernels. `given` is the number of blocks per image that the scratch has room for.
 template <typename Body, int kReduceBlocks, int kMapBlocks>
 cudaError_t Launch(const typename Body::Call& call, const GroupNormProblem& p, bool is_aligned,
                    int multiprocessors, int64_t given, GroupNormPlan* plan, cudaStream_t stream) {
   if (p.channels > 1 << 28) return cudaErrorInvalidValue;
-  // As many blocks as run at a time; no image has more of them than the scratch has room for.
+  // As many blocks as run at a time, but no more per image than the scratch has room for.
   constexpr int64_t kAny = int64_t{1} << 40;
   *plan = PlanParts(p, Body::V, is_aligned, kAny, kReduceBlocks * multiprocessors, given);
   if (given < plan->tiles) return cudaErrorInvalidValue;
@@ -756,7 +767,7 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
     if (status != cudaSuccess) return status;
     const auto launch = [&](auto silu) {
       constexpr bool kSilu = decltype(silu)::value;
-      int64_t sums = 0;  // of columns
+      int64_t sums = 0;  // rows of backward.columns
       ImageTilesPlan tiles;
       if (PlanImageTiles(call.problem, 2 * sizeof(C), multiprocessors, &tiles)) {
         sums = tiles.blocks();

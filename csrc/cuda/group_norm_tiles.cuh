@@ -1,14 +1,15 @@
 // Group norm of small images. A block has a tile of whole images in shared memory, as Compute<T>. A
-// team of lanes has a group of an image at a time: as many as have eight elements each, a warp at
-// most. So each array is read once and written once, by one kernel, and no block waits for another.
+// team of lanes takes one group of an image at a time. A team has enough lanes for about eight
+// elements per lane, at most a warp. So one kernel reads each input once and writes each output
+// once, and no block waits for another.
 //
 // The kernels of group_norm.cu have one block or more for each image, which takes microseconds.
-// Measured on an H200, in us, bf16, and what those kernels took:
-//                     copy   value          with its gradient
-//   372819 x 8 x 4    12     69 for 10,079   186 for 20,513
-//   8000 x 64 x 32    16     101 for 223     309 for 446
+// Measured on an H200 in us, in bf16, with the time of those kernels in brackets:
+//                     copy   value         value and gradient
+//   372819 x 8 x 4    12     69 (10,079)   186 (20,513)
+//   8000 x 64 x 32    16     101 (223)     309 (446)
 //
-// Elements are copied one by one, so images may begin anywhere.
+// Elements are copied one by one, so images need no alignment.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +19,7 @@
 
 JOF_NAMESPACE_BEGIN
 
-// What the kernels of group norm are given.
+// The arguments of the kernels of group norm.
 template <typename T>
 struct GroupNormForward {
   const T* in[1];
@@ -40,7 +41,7 @@ struct GroupNormBackward {
   int32_t* marks;
 };
 
-// The element of a row vector for a channel.
+// The element of a row vector for a channel, or `missing` if there is no vector.
 template <typename T>
 __device__ __forceinline__ Compute<T> VectorAt(const RowVector& vector, int channel,
                                                Compute<T> missing) {
@@ -51,7 +52,7 @@ __device__ __forceinline__ Compute<T> VectorAt(const RowVector& vector, int chan
   return Accumulator<T>::Load(static_cast<const T*>(vector.data)[channel]);
 }
 
-// Adds up what the lanes of a team have; all lanes of the warp take part.
+// Adds up the values of the lanes of a team. All lanes of the warp must take part.
 template <typename C, int kValues>
 __device__ __forceinline__ void SumTeam(C (&values)[kValues], int team) {
   JOF_UNROLL
@@ -62,8 +63,8 @@ __device__ __forceinline__ void SumTeam(C (&values)[kValues], int team) {
 }
 
 inline constexpr int kImageThreads = 256;
-inline constexpr int kImageBytes = 32 << 10;  // of shared memory, the most of a block
-// Blocks that a multiprocessor is to have registers for. Left alone, nvcc spills.
+inline constexpr int kImageBytes = 32 << 10;  // the most shared memory per block
+// Blocks per multiprocessor that must have enough registers. Without this bound, nvcc spills.
 template <typename T>
 inline constexpr int kImageBlocks = kIsDouble<T> ? 4 : 5;
 
@@ -71,23 +72,23 @@ struct ImageTilesPlan {
   int64_t images;
   int pixels, channels, groups, width;
   int size;    // elements of an image
-  int stride;  // from an image to the next in shared memory
-  int tile;    // images of a block
-  int team;    // lanes that have a group
+  int stride;  // from one image to the next in shared memory
+  int tile;    // images per block
+  int team;    // lanes per group
 
   JOF_HOST_DEVICE int64_t blocks() const { return (images + tile - 1) / tile; }
-  JOF_HOST_DEVICE int elements() const { return tile * stride; }  // of an array in shared memory
+  JOF_HOST_DEVICE int elements() const { return tile * stride; }  // per array in shared memory
 };
 
-// Whether these kernels are for the images, and how, where an element takes so many bytes of shared
-// memory. Images that are few are better shared by several blocks.
+// Returns whether to use these kernels, and sets the plan if so. An element takes bytes_each bytes
+// of shared memory. If there are few images, it is better to have several blocks for each.
 inline bool PlanImageTiles(const GroupNormProblem& p, int64_t bytes_each, int multiprocessors,
                            ImageTilesPlan* plan) {
   const int64_t size = p.pixels * p.channels, most = kImageBytes / bytes_each;
   if (size > most || p.images < multiprocessors) return false;
   int team = 1;
   while (team < internal::kWarpSize && 8 * team * p.groups < size) team *= 2;
-  // An odd number of teams' elements: so the teams of a warp read different banks.
+  // The stride is an odd multiple of the team, so that the teams of a warp read different banks.
   int64_t stride = (size / team | 1) * team;
   if (stride < size) stride += 2 * team;
   if (stride > most) return false;
@@ -104,7 +105,7 @@ inline bool PlanImageTiles(const GroupNormProblem& p, int64_t bytes_each, int mu
   return true;
 }
 
-// What both kernels do with a tile.
+// The operations on a tile that both kernels share.
 template <typename T>
 class ImageTile {
  public:
@@ -118,7 +119,7 @@ class ImageTile {
     pixel_step_ = plan.team / plan.width;
   }
 
-  // Where the tile of an array is.
+  // The tile of an array in shared memory.
   __device__ __forceinline__ C* Place(int array) const {
     extern __shared__ uint4 slots[];
     return reinterpret_cast<C*>(slots) + array * plan_.elements();
@@ -133,8 +134,9 @@ class ImageTile {
     ForEachElement([&](int64_t at, int place) { array[at] = Accumulator<T>::Store(tile[place]); });
   }
 
-  // Calls visit(index of the group, ForEach) with each team, which is of no group where there are
-  // none left. ForEach(visit) calls visit(place in the tile, channel) for the lane's elements.
+  // Calls visit(index of the group, is_leader, for_each) with a team for each group.
+  // for_each(of_element) calls of_element(place in the tile, channel) for the lane's elements. In
+  // the last round, teams that have no group have no elements and no leader.
   template <typename Visit>
   __device__ __forceinline__ void ForEachGroup(const Visit& visit) const {
     const int teams = kImageThreads / plan_.team, items = images_ * plan_.groups;
@@ -158,7 +160,8 @@ class ImageTile {
   }
   __device__ __forceinline__ int Count() const { return plan_.pixels * plan_.width; }
 
-  // The sums of of(place, sums) over all pixels, for each channel, in a fixed order.
+  // Computes two sums over all pixels for each channel, in a fixed order. of(place, sums) adds the
+  // terms of an element.
   template <typename Of>
   __device__ __forceinline__ void SumChannels(C* target, const Of& of) const {
     int sharers = 1;
@@ -200,10 +203,10 @@ class ImageTile {
   }
 
   const ImageTilesPlan& plan_;
-  int64_t first_;           // image
-  int images_;              // of this tile
-  int lane_;                // of the team
-  int pixel_, pixel_step_;  // of the lane's first element, and to the next one's
+  int64_t first_;           // first image of this tile
+  int images_;              // images of this tile
+  int lane_;                // lane of the team
+  int pixel_, pixel_step_;  // pixel of the lane's first element, pixels to its next one
 };
 
 template <typename T, bool kSilu>
@@ -241,7 +244,7 @@ __global__ void __launch_bounds__(kImageThreads, kImageBlocks<T>)
   tile.Store(call.out, x);
 }
 
-// A row of call.columns is of a block.
+// Each block writes one row of call.columns.
 template <typename T, bool kSilu>
 __global__ void __launch_bounds__(kImageThreads, kImageBlocks<T>)
     ImageTilesVjpKernel(const __grid_constant__ GroupNormBackward<T> call,
@@ -253,7 +256,7 @@ __global__ void __launch_bounds__(kImageThreads, kImageBlocks<T>)
   tile.Load(call.in[0], x);
   tile.Load(call.in[1], ct);
   __syncthreads();
-  // Elements become normalized, and cotangents those of what silu is applied to.
+  // Normalizes the elements, and turns the cotangents into those of silu's argument.
   tile.ForEachGroup([&](int64_t group, bool, const auto& for_each) {
     for_each([&](int at, int channel) {
       x[at] = call.stats[group].Normalized(x[at]);

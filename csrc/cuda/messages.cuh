@@ -1,8 +1,9 @@
-// Kernels of messages that are compiled at run time: a traced function between the rows that an
-// edge names and a reduction over segments (see segments.cuh), or a result for each edge.
+// Message kernels that are compiled at run time. A traced function computes a message from the rows
+// that an edge names. Messages are reduced over segments (see segments.cuh), or there is a result
+// for each edge.
 //
-// The source defines a functor and the type Inputs, a Tuple of MessageOperands, and makes kernels
-// of them by the macros at the end. Values are computed and reduced in registers.
+// The generated source defines a functor and the type Inputs, a Tuple of MessageOperands, and
+// defines kernels with the macros at the end. Values are computed and reduced in registers.
 //
 // Bytes: the rows of each edge, 12 or 16 for its ids, each row of the result once.
 #pragma once
@@ -13,8 +14,11 @@
 
 JOF_NAMESPACE_BEGIN
 
-// How a thread reads the columns of a pack: as they lie in a row that has all of them; the one that
-// the row has; of a row that is broadcast, a pack, one for all of the pack, or one by one.
+// How a thread reads the columns of a pack:
+//   kAll                    a pack of a row that has all columns
+//   kOnly                   the only column of the row
+//   kPack, kSplat, kEach    from a broadcast row: a pack, one value for the whole pack, or a value
+//                           for each column
 enum class Columns { kAll, kOnly, kPack, kSplat, kEach };
 
 template <typename T, RowOf kRow, Columns kColumns, int kIndex = 0>
@@ -94,7 +98,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>, kUnrolled, kBlocksOfSM> {
     int32_t key;
     bool is_valid;
   };
-  // All loads are made whether the edge counts or not, so that none waits for another.
+  // All loads are issued, whether the edge is valid or not, so that no load waits for another.
   template <int N, bool kOfKeys = true>
   __device__ __forceinline__ Item<N> Fetch(uint32_t edge, int32_t other, int32_t key,
                                            int64_t column) const {
@@ -102,7 +106,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>, kUnrolled, kBlocksOfSM> {
     return {Load<N, kOfKeys, true>(edge, is_other ? other : 0, is_key ? key : 0, column, Indexes()),
             is_key ? key : 0, is_key && is_other};
   }
-  // The rows of keys, all others, or both.
+  // Loads the operands whose rows are named by keys, all other operands, or both.
   template <int N, bool kOfKeys, bool kOfOthers, int... i>
   __device__ __forceinline__ auto Load(uint32_t edge, int32_t other, int32_t key, int64_t column,
                                        Indices<i...>) const {
@@ -130,7 +134,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>, kUnrolled, kBlocksOfSM> {
       value[i] = Combine(value[i], static_cast<Value>(result));
     }
   }
-  // Takes the rows of keys, or all others.
+  // Copies the operands whose rows are named by keys, or all other operands.
   template <bool kOfKeys, typename Tuples, int... k>
   __device__ __forceinline__ static void Take(const Tuples& from, Tuples* to, Indices<k...>) {
     (TakeOne<In, kOfKeys>(Get<k>(from), &Get<k>(*to)), ...);
@@ -144,7 +148,7 @@ struct Messages<Functor, T, kReduction, Tuple<In...>, kUnrolled, kBlocksOfSM> {
   struct InOrder;
 };
 
-// Edges come in the order of their keys: the rows of a key are read once, and stay in registers.
+// For edges in the order of their keys: the rows of a key are read once and stay in registers.
 template <typename Functor, typename T, Reduction kReduction, typename... In, int kUnrolled,
           int kBlocksOfSM>
 template <int N>
@@ -175,9 +179,9 @@ struct Messages<Functor, T, kReduction, Tuple<In...>, kUnrolled, kBlocksOfSM>::I
   mutable int64_t column_ = 0;
 };
 
-// Results of edges, for a block's kBlockSize positions, whose ids it fetches first. Then groups of
-// `lanes` threads take kUnroll results at once, each the sum of `inner` neighbouring columns; or,
-// where kIsSum is false, packs of columns.
+// Stores the results of the edges at a block's kBlockSize positions. The block first loads their
+// ids. Then each group of `lanes` threads takes kUnroll results at a time. A result is the sum of
+// `inner` adjacent columns or, if kIsSum is false, a pack of columns.
 template <bool kIsSum, int kPack, typename Program>
 __device__ __forceinline__ void StoreEdges(const Program& program, const MessageCall& call,
                                            const StoreLayout& layout) {
@@ -268,7 +272,7 @@ JOF_NAMESPACE_END
     jof::segments::StoreEdges<kIsSum, kPack>(Program{call}, call, layout);        \
   }
 
-// Segments of no edge have what a reduction starts with.
+// Fills the result with the identity of the reduction, for segments without edges.
 #define JOF_MESSAGE_FILL(fill, Program)                                            \
   extern "C" __global__ void fill(const __grid_constant__ jof::MessageCall call) { \
     const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;             \

@@ -1,5 +1,5 @@
-// Loads and launches kernels of messages that are compiled at run time, for host code; see
-// messages.cuh, and compiled.h for when they are loaded.
+// Host code that loads and launches message kernels compiled at run time. See messages.cuh for the
+// kernels, and compiled.h for when they are loaded.
 #pragma once
 
 #ifndef __CUDACC_RTC__
@@ -11,7 +11,7 @@
 
 JOF_NAMESPACE_BEGIN
 
-// How the results of edges are laid out over groups of `lanes` threads, so many parts to an edge.
+// The layout of results for edges: groups of `lanes` threads, by_parts.divisor() parts per edge.
 struct StoreLayout {
   int lanes;
   FastDivider<uint32_t> by_parts;
@@ -19,7 +19,8 @@ struct StoreLayout {
 
 #ifndef __CUDACC_RTC__
 
-// By whether all packs are aligned; a null one is none that the kernel has.
+// `run` and `join` are indexed by whether all packs are aligned. A kernel that the library does not
+// have is null.
 struct CudaMessageKernels {
   cudaKernel_t run[2], join[2], fill;
 };
@@ -47,8 +48,8 @@ inline cudaError_t LoadMessages(const uint8_t* code, size_t, CudaMessageKernels*
   return status;
 }
 
-// The kernels were compiled for packs of so many columns. `pack_bytes` of all operands are 0 where
-// a thread reads no pack of them.
+// The kernels were compiled for packs of `pack` columns. `pack_bytes` has the size of the packs in
+// which a thread reads each operand, or 0 if it reads no packs of it.
 inline cudaError_t LaunchMessages(const CudaMessageKernels& kernels, bool is_for_edges, int pack,
                                   int result_bytes, const MessageCall& call, size_t inputs,
                                   const int64_t* pack_bytes, cudaStream_t stream) {

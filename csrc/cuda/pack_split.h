@@ -10,7 +10,7 @@
 
 JOF_NAMESPACE_BEGIN
 
-// An array that packs are read from or written to. Null where nobody wants it.
+// An array that packs are read from or written to. data is null if the array is not wanted.
 struct PackedArray {
   const void* data;
   int64_t element_bytes;
@@ -23,7 +23,8 @@ struct PackedArray {
   }
 };
 
-// Packs of `size` elements where one head aligns all arrays; where none does, no packs at all.
+// Splits n elements into packs of `size` elements after a head that aligns all arrays. If no head
+// does, there are no packs.
 inline PackSplit SplitIntoPacks(int64_t n, int64_t size, const PackedArray* begin,
                                 const PackedArray* end) {
   for (int64_t head = 0; head < size && size > 1 && head + size <= n; ++head) {
@@ -51,11 +52,11 @@ inline Access AccessOf(const BroadcastIndex& index, PackedArray operand, int64_t
 }
 
 // Sets the split and the accesses of a call of a kernel that is compiled at run time.
-// `element_bytes` are of the inputs and then the outputs.
+// `element_bytes` are those of the inputs, then those of the outputs.
 inline void SplitIntoPacks(size_t inputs, size_t outputs, const int64_t* element_bytes,
                            ElementwiseCall* call) {
   const int64_t* out_bytes = element_bytes + inputs;
-  // As OutputPackSize has it.
+  // The same as OutputPackSize.
   const int64_t size = kPackBytes / *std::max_element(out_bytes, out_bytes + outputs);
   PackedArray arrays[kMaxElementwiseInputs + kMaxElementwiseOutputs];
   PackedArray* end = arrays;

@@ -1,18 +1,18 @@
-// Permutations without tiles: rows that move whole, and short dimensions that registers hold; see
-// ops/permute_plan.h for when each is chosen.
+// Permutations without tiles: rows that move whole, and short dimensions that fit in registers. See
+// ops/permute_plan.h for when each kernel is chosen.
 //
-// Bytes: x is read once and y written once, so a copy kernel is what there is to reach.
+// Bytes: x is read once and y is written once, so the upper bound is the speed of a copy kernel.
 //   GatherKernel: a thread makes one pack of the output (or a part of one, so that a small array
-//     has enough threads) from wherever its units are. Rows of whole packs are units of 16 bytes.
-//     Elsewhere first-level caches must hold what neighbours read, a sector of 32 bytes each time.
-//   ShiftedRowsKernel: rows of any length and alignment, 64 bytes or more, which are not whole
-//   words
-//     of 4 bytes; a thread still writes one aligned pack, and shifts it together from two aligned
-//     packs of the source.
-//   InterleaveKernel: 2, 3 or 4 rows of 64 bytes or more become the elements of one (NCHW to NHWC).
-//     A thread does so with packs in registers, which it joins from two rows where one ends; shared
-//     memory makes aligned packs of what a block has.
-//   DeinterleaveKernel: one row is taken apart into them, likewise.
+//     has enough threads) and reads its units from wherever they lie. Rows of whole packs move as
+//     16-byte units. Smaller units share 32-byte sectors, which the L1 cache must hold until
+//     neighbouring threads have read them.
+//   ShiftedRowsKernel: rows of 64 bytes or more whose length or alignment is not a multiple of 4
+//     bytes. A thread still writes one aligned pack, and shifts it together from two aligned packs
+//     of the source.
+//   InterleaveKernel: interleaves 2, 3 or 4 rows of 64 bytes or more into one (NCHW to NHWC). A
+//     thread interleaves packs in registers; if a row ends within a pack, it joins the pack from
+//     two rows. Shared memory reorders the packs of a block so that stores are coalesced.
+//   DeinterleaveKernel: the inverse, which splits one row into 2, 3 or 4.
 #include "cuda/permute.h"
 
 #include <type_traits>
@@ -25,7 +25,7 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// One item is kUnits units of the output, wherever they come from.
+// One item is kUnits consecutive units of the output.
 template <int kUnits, int kMost, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize)
     GatherKernel(const Index units, const Walk<Index, kMost> walk, const Unit* __restrict__ x,
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// One item is an aligned pack of the output, the first of which holds `lead` bytes before it.
+// One item is one aligned pack of the output. The output begins `lead` bytes into the first pack.
 // Offsets are in bytes.
 template <int kBytes, int kMost, typename Index>
 __global__ void __launch_bounds__(kBlockSize)
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kBlockSize)
     }
     return;
   }
-  // The end of one row and the beginning of the next, or one row's bytes twice.
+  // The pack lies within one row, or joins the end of a row and the beginning of the next one.
   const Index row = by_row.DivMod(begin, &column);
   const Index rest = by_row.divisor() - column;
   const char* source = x + walk.At(row) + column;
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kBlockSize)
   *reinterpret_cast<uint4*>(y + begin) = pack;
 }
 
-// One item is kCount packs of the output, which hold as many pixels of kCount units as a pack has
-// units. Pixels are counted over all rows of pixels, which may be of any length. Rows of the input
+// One item is kCount packs of the output: kPack pixels of kCount units each. Pixels are counted
+// across all rows of pixels, which may have any length. The rows of the input that are interleaved
 // are `stride` bytes apart.
 template <int kCount, bool kShift, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize, 2)
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kBlockSize, 2)
     const char* source = x + walk.At(row) + column * kBytes;
     const Index rest = by_row.divisor() - column;
     uint4 packs[kCount];
-    int have = 0;  // bytes of each pack that are of the row
+    int have = 0;  // bytes of each pack that come from the first row
 #pragma unroll 1
     do {
       uint4 loaded[kCount];
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kBlockSize, 2)
         packs[c] = have == 0 ? loaded[c] : JoinBytes(packs[c], loaded[c], have);
       }
       if (!kShift || have != 0 || rest >= kPack || first + rest >= pixels) break;
-      // The beginning of the next row, behind the end of this one.
+      // The packs continue with the beginning of the next row.
       have = static_cast<int>(rest) * kBytes;
       source = x + walk.At(row + 1) - have;
     } while (true);
@@ -158,15 +158,16 @@ __global__ void __launch_bounds__(kBlockSize, 2)
   }
 }
 
-// Rows of the output that are not whole packs, and are short or long.
+// Whether rows of the output are whole packs and, if not, whether they are short or long.
 enum class OutputRows { kWhole, kShort, kLong };
 constexpr int64_t kLongRowBytes = 2048;
 
-// The reverse. One item is kCount packs of the input, which hold as many pixels as a pack has
-// units. Rows of the output are `stride` bytes apart. Where they are not whole packs, a block has
-// them in shared memory and a thread stores what is an aligned pack of the output. Long rows, of
-// which a block has parts of a few, are stored one after the other; short ones at once, where an
-// item is one of the `by_slot` packs that the block's part of a row may lie in.
+// The inverse of InterleaveKernel. One item is kCount packs of the input, which hold kPack pixels.
+// The rows of the output that a pixel is split into are `stride` bytes apart. If rows are not whole
+// packs, a block collects them in shared memory, and a thread stores aligned packs of the output.
+// Long rows, of which a block has parts of a few, are stored one after the other. Short rows are
+// stored all at once: an item is then one of the `by_slot` packs that the block's part of a row may
+// touch.
 template <int kCount, OutputRows kRows, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize, 2)
     DeinterleaveKernel(const Index pixels, const Index stride, const FastDivider<Index> by_row,
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(kBlockSize, 2)
                        const char* __restrict__ x, char* __restrict__ y) {
   constexpr bool kShift = kRows != OutputRows::kWhole;
   constexpr int kPack = kPackSize<Unit>, kBytes = sizeof(Unit);
-  // A row leaves a pack before it, and one after the last.
+  // One spare pack before each row, and one after the last row.
   __shared__ uint4 stage[kShift ? kCount * (kBlockSize + 1) + 1 : 1];
   const size_t bytes = size_t{pixels} * kCount * kBytes;
   const size_t begin = (size_t{blockIdx.x} * kBlockSize + threadIdx.x) * kCount * kPackBytes;
@@ -213,9 +214,10 @@ __global__ void __launch_bounds__(kBlockSize, 2)
     const int count = left < kBlockSize * kPack ? static_cast<int>(left) : kBlockSize * kPack;
     Index column;
     Index row = by_row.DivMod(first, &column);
-    // Stores the pack at byte `at` of a part of a row, whose first pixel is the block's `done`th.
+    // Stores the pack at byte `at` of a part of a row. The part begins with pixel `done` of the
+    // block.
     const auto store = [&](int c, int done, int part, char* out, int at) {
-      // From 15 bytes before the row on.
+      // `at` may be as low as -15; the spare pack precedes the row.
       const int staged = (c * (kBlockSize + 1) + 1) * kPackBytes + done * kBytes + at;
       const uint4* aligned = stage + staged / kPackBytes;
       const unsigned shift = staged % kPackBytes;
@@ -247,7 +249,7 @@ __global__ void __launch_bounds__(kBlockSize, 2)
         uint32_t slot;
         const uint32_t in_row = by_slot.DivMod(item, &slot), r = in_row / kCount,
                        c = in_row % kCount;
-        const Index skipped = r == 0 ? column : 0;  // which an earlier block has
+        const Index skipped = r == 0 ? column : 0;  // pixels that an earlier block stores
         const int done = static_cast<int>(r * by_row.divisor() + skipped - column);
         const int part = part_of(skipped, done);
         char* out = y + walk.At(row + r) + skipped * kBytes + size_t{c} * stride;
@@ -299,7 +301,7 @@ cudaError_t LaunchGather(const PermutePlan& plan, const void* x, void* y, cudaSt
   });
 }
 
-// Dimensions of rows that are constants of an unrolled loop.
+// The walk over up to this many dimensions of rows is unrolled.
 constexpr int kFewRows = 3;
 
 template <int kMost, typename Index>
@@ -369,7 +371,7 @@ cudaError_t LaunchDeinterleave(const PermutePlan& plan, const void* x, void* y,
   const OutputRows rows = many.size % pack == 0                         ? OutputRows::kWhole
                           : many.size * plan.unit_bytes < kLongRowBytes ? OutputRows::kShort
                                                                         : OutputRows::kLong;
-  // Packs that what a block has of a row may lie in.
+  // The number of packs that the block's part of a row may touch.
   const int64_t part = many.size < kBlockSize * pack ? many.size : kBlockSize * pack;
   const FastDivider<uint32_t> by_slot(
       static_cast<uint32_t>((part * plan.unit_bytes + 2 * kPackBytes - 2) / kPackBytes));
@@ -420,7 +422,7 @@ cudaError_t LaunchPermute(const PermutePlan& plan, const void* x, void* y, cudaS
       (plan.strategy == PermuteStrategy::kRows || plan.strategy == PermuteStrategy::kCopy)) {
     return LaunchGather(plan, x, y, stream);
   }
-  // The others count bytes.
+  // The other strategies count bytes, not units.
   return plan.units * plan.unit_bytes < (int64_t{1} << 31) - kPackBytes
              ? LaunchIndexed<uint32_t>(plan, x, y, stream)
              : LaunchIndexed<uint64_t>(plan, x, y, stream);

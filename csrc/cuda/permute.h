@@ -7,10 +7,11 @@
 
 JOF_NAMESPACE_BEGIN
 
-// Carries out a plan of at least one unit, which was made for the alignment of x and y.
+// Carries out a plan of at least one unit. The plan must have been made for the alignment of x and
+// y.
 cudaError_t LaunchPermute(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream);
 
-// Those of its strategies that go through shared memory.
+// The strategies kTile and kRuns, whose tiles go through shared memory.
 cudaError_t LaunchPermuteTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream);
 cudaError_t LaunchPermuteRuns(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream);
 

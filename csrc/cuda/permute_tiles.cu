@@ -1,45 +1,49 @@
-// Permutations through tiles in shared memory, where input and output have different fastest
-// dimensions; see ops/permute_plan.h for when each kernel is chosen. After OneFlow's
-// BatchTransposeKernel and its 2-byte variant, which take the last two dimensions only, pad tiles
-// by an element and move at most 4 bytes an access.
+// Permutations through tiles in shared memory, mainly for inputs and outputs with different fastest
+// dimensions. See ops/permute_plan.h for when each kernel is chosen. The kernels extend OneFlow's
+// BatchTransposeKernel and its 2-byte variant, which handle the last two dimensions only, pad tiles
+// by one element, and move at most 4 bytes per access.
 //
-//   TileKernel: a tile over the fastest dimension of the input and that of the output, whatever
-//     dimensions lie between. Each global access is an aligned one of 16 bytes, also where rows
-//     are not whole packs. Elements of 1 and 2 bytes leave shared memory in words of 4 bytes, and
-//     blocks of 4x4 or 2x2 are transposed in registers.
+//   TileKernel: a tile over the fastest dimension of the input and the fastest of the output, with
+//     any dimensions between them. Every global access is an aligned 16-byte access, even if rows
+//     are not whole packs. Elements of 1 and 2 bytes are read from shared memory in 4-byte words,
+//     and 4x4 or 2x2 blocks are transposed in registers.
 //   RunsKernel: a tile over any dimensions, for short ones. Rows are loaded as the aligned packs
-//     that they lie in, and a thread gathers the elements of one aligned pack of the output. Each
-//     dimension of the tile is one stride in shared memory, also where rows begin anywhere: the
-//     pitch of rows is congruent to their stride in the input, modulo 16, so that packs of the
-//     input are packs there, too. So places are sums, and no table is made or looked up. Copies to
-//     shared memory are asynchronous, so one loop loads any number of packs: small arrays wait for
-//     instructions, which the loop has few of.
+//     that they touch, and a thread gathers the elements of one aligned pack of the output. Each
+//     dimension of the tile has one stride in shared memory, even if rows are unaligned: the pitch
+//     of rows is congruent modulo 16 to their stride in the input, so packs of the input are packs
+//     in shared memory, too. Offsets are therefore sums, and no table is built or looked up. Copies
+//     to shared memory are asynchronous, so one short loop loads any number of packs. A short loop
+//     matters for small arrays, which wait for instructions.
 //
-// TileKernel keeps rows in shared memory in the order of the input. After every 16 / kBytes rows 16
-// bytes are left out: 8 threads that gather from rows 16 / kBytes apart, for 8 packs that are
-// neighbours in the output, then meet 8 times 4 different banks. Pairs of RunsKernel's threads
-// store a sector together; 4 or 8 neighbours were slower. The next pairs take what follows in the
-// input: the rows of the output are as short as whole sectors allow, so that a long run of the
-// output is many rows, which threads read from neighbouring banks. Threads that walk along such a
-// run meet one bank 16 times in (512, 32, 256, 2, 8) by (0, 3, 1, 4, 2) of f16. Where a warp would
-// still meet a bank 4 times or more (rows of 64 f16 are one line of banks), and half as often with
-// the packs of each line in an order of its own, they are in that order.
+// TileKernel keeps rows in shared memory in the order of the input, with 16 bytes of padding after
+// every 16 / kBytes rows. Eight threads that gather eight neighbouring packs of the output read
+// rows that are 16 / kBytes apart. The padding puts their reads into 8 x 4 different banks.
 //
-// Rows of n bytes that begin anywhere lie in n / 32 + 31 / 32 sectors on average. A thread of
-// RunsKernel takes 57 instructions to load a pack and 47 to store one, and 2.5 an element, with one
-// load from shared memory each (more where rows of the output have two dimensions of the tile). The
-// first pack of a row and the last take more, where they are not whole.
+// In RunsKernel, pairs of threads store one sector together; groups of 4 or 8 were slower. The next
+// pairs take the output rows that follow in the order of the input. Output rows are as short as
+// whole sectors allow: a long run of the output is then many rows, which threads read from
+// neighbouring banks. Threads that walk along such a run instead hit one bank 16 times in (512, 32,
+// 256, 2, 8) by (0, 3, 1, 4, 2) of f16. A warp may still hit one bank 4 times or more (a row of 64
+// f16 fills one line of banks). If reordering the packs within each line halves that, they are
+// reordered (see Swizzled).
 //
-// On an H200 TileKernel runs at 0.86 to 0.99 of a copy's speed where rows are whole packs, in every
-// size of element. Rows of other lengths cost instructions, which bind then: 0.82 to 0.97 in 2 to 8
-// bytes, 0.62 to 0.77 in 1, less where a dimension just exceeds a part of a tile (65 elements: 0.56
-// to 0.76). RunsKernel comes to 0.45 to 0.9 over 16 MB, with single bytes from 0.4 on. (512, 32,
-// 256, 2, 8) by (0, 3, 1, 4, 2) of f16 takes 70 us (XLA 81), and took 154 with rows as long as the
-// output's runs; in return elements of 8 and 16 bytes take up to a tenth longer than by loads that
-// went through registers. What did not help: taking tiles in squares or in the order of the input,
-// tiles that leave fewer blocks a multiprocessor (0.69 instead of 0.87 for 64 x 1001 x 513 of f32),
-// tables of places in shared memory, which took longer to make than tiles to move (0.25 for 6 x
-// 8388608 of bf16).
+// Unaligned rows of n bytes touch n / 32 + 31 / 32 sectors on average. A RunsKernel thread takes 57
+// instructions to load a pack, 47 to store one, and 2.5 per element, with one load from shared
+// memory per element (more if rows of the output cover two dimensions of the tile). The first and
+// the last pack of a row take more if they are partial.
+//
+// On an H200 TileKernel reaches 0.86 to 0.99 of a copy's speed for every element size if rows are
+// whole packs. Other row lengths take more instructions, which then bound the speed: 0.82 to 0.97
+// for 2 to 8 bytes, 0.62 to 0.77 for 1 byte, and less if a dimension is slightly too long for its
+// part of a tile (65 elements: 0.56 to 0.76). RunsKernel reaches 0.45 to 0.9 over 16 MB, and as
+// little as 0.4 for single bytes. (512, 32, 256, 2, 8) by (0, 3, 1, 4, 2) of f16 takes 70 us (XLA:
+// 81), and took 154 us with rows as long as the output's runs. With
+// asynchronous copies, elements of 8 and 16 bytes take up to a tenth longer than with loads through
+// registers.
+//
+// These did not help: visiting tiles in squares or in the order of the input; tiles that leave
+// fewer blocks per SM (0.69 instead of 0.87 for 64 x 1001 x 513 of f32); tables of offsets in
+// shared memory, which took longer to build than tiles took to move (0.25 for 6 x 8388608 of bf16).
 #include "common/dtype.h"
 #include "common/types.h"
 #include "cuda/async_copy.cuh"
@@ -50,8 +54,8 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// Where a tile begins: the byte offsets of input and output, and the tile's place along the fastest
-// dimension of either (RunsKernel: the slowest of either's run).
+// Where a tile begins: its byte offsets in the input and the output, and its index along the
+// fastest dimension of each (RunsKernel: along the slowest dimension of each run).
 template <typename Offset>
 struct TilePlace {
   Offset in = 0, out = 0;
@@ -71,17 +75,17 @@ using TileGrid = Walk<uint32_t, kMost, TilePlace<Offset>>;
 template <int kBytes>
 inline constexpr int kPerPack = kPackBytes / kBytes;
 
-// Where row `row` of a tile begins in shared memory, in bytes.
+// The offset in shared memory of row `row` of a tile, in bytes.
 template <int kBytes>
 __device__ __forceinline__ int RowOffset(int row, int pitch) {
   return row * pitch + row / kPerPack<kBytes> * kPackBytes;
 }
 
-// Words of at least 4 bytes: a thread of TileKernel reads one of each of a pack's rows.
+// The word, of at least 4 bytes, that a thread of TileKernel reads from each row that a pack spans.
 template <int kBytes>
 using Column = Word<(kBytes < 4 ? 4 : kBytes)>;
 
-// Columns of elements of 1 or 2 bytes become packs; wider elements are columns already.
+// Transposes columns of 1- or 2-byte elements into packs. Wider elements need no transposition.
 template <int kBytes, int kColumns>
 __device__ __forceinline__ void TransposeColumns(
     const Column<kBytes> (&in)[kPerPack<kBytes>],
@@ -110,12 +114,12 @@ __device__ __forceinline__ void TransposeColumns(
   }
 }
 
-// Tiles divide rows that are anywhere at sectors of memory, so that blocks store whole packs but at
-// the ends of rows.
+// Tiles split unaligned rows at sector boundaries, so that blocks store whole packs except at the
+// ends of rows.
 inline constexpr int kSectorBytes = internal::kPermuteSector;
 
-// How many packs of a row of the output neighbouring threads take, before they take the next row's:
-// eight meet no bank of shared memory twice.
+// How many packs of an output row neighbouring threads take before the next threads move on to the
+// next row. Eight have no bank conflicts.
 __host__ __device__ constexpr int Neighbours(int packs) {
   int count = 8;
   while (packs % count != 0) --count;
@@ -132,12 +136,12 @@ struct TileGeometry {
 
 // A tile has rows of up to kInBytes in the input and of up to kOutBytes in the output.
 //
-// With kShiftIn rows of the input may be anywhere, not on whole packs: a thread then shifts a pack
-// together from the two that it lies in. Where rows of the output may be anywhere, the transposed
-// tile is written to shared memory once more, for packs that are aligned in the output: with
-// kJoined and kShort element by element to where it stands there; with kApart in packs,
-// which are shifted together again. Then a tile also reads up to a sector more of each row than it
-// covers, and stores the sectors that begin in its part.
+// With kShiftIn, rows of the input may be unaligned: a thread then shifts a pack together from the
+// two aligned packs that hold it. If rows of the output may be unaligned, the transposed tile is
+// written to shared memory a second time, to form packs that are aligned in the output. With
+// kJoined and kShort it is written element by element, in the layout of the output. With kApart it
+// is written in packs, which are shifted again when they are stored. A tile then also reads up to
+// one sector more of each row than it covers, and stores the sectors that begin in its part.
 template <int kBytes, int kInBytes, int kOutBytes, bool kShiftIn, OutRows kOut>
 __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPacks ? 8 : 5)
     TileKernel(const TileGeometry g, const char* __restrict__ x, char* __restrict__ y) {
@@ -145,7 +149,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
   constexpr int kRows = kOutBytes / kBytes;
   constexpr int kRowPacks = kInBytes / kPackBytes;
   constexpr int kLoads = kRows * kRowPacks / kBlockSize;
-  constexpr int kColumns = kBytes < 4 ? 4 / kBytes : 1;  // that a thread transposes
+  constexpr int kColumns = kBytes < 4 ? 4 / kBytes : 1;  // columns that a thread transposes
   constexpr int kOutRows = kInBytes / kBytes;
   constexpr int kOutPacks = kOutBytes / kPackBytes;
   constexpr int kOutPitch = kOutBytes + kPackBytes;  // of the transposed tile
@@ -172,10 +176,11 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
     const char* source = in + row * g.in_pitch + column;
     const int64_t step = kStep * g.in_pitch;
     char* target = tile + RowOffset<kBytes>(row, kInBytes) + column;
-    // A step in shared memory: kStep is a multiple of the rows of a pack.
+    // The same step in shared memory. kStep is a multiple of the rows that a pack spans.
     constexpr int kTargetStep = kStep * kInBytes + kStep / kPack * kPackBytes;
     static_assert(kStep % kPack == 0, "steps are alike");
-    // Threads may have fewer rows than there are, or none.
+    // The rows of the tile from this thread's first row on; none if its column is outside of the
+    // tile.
     const int rows = column < in_width ? out_width / kBytes - row : 0;
     const char* last = in + (out_width / kBytes - 1) * g.in_pitch + in_width;
     if (!kShiftIn || CanRead(in, last, x, g.bytes)) {
@@ -198,7 +203,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
   __syncthreads();
 
   constexpr int kNeighbours = Neighbours(kOutPacks);
-  constexpr int kGroups = kOutRows / kColumns;  // of rows that a thread transposes
+  constexpr int kGroups = kOutRows / kColumns;  // groups of kColumns rows
   constexpr int kItems = kGroups * kOutPacks;
   constexpr int kTurns = (kItems + kBlockSize - 1) / kBlockSize;
   constexpr int kParts = kPackSize<Column<kBytes>>;
@@ -229,8 +234,9 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
       }
     }
   }
-  // Once more through shared memory: as in the output, from the aligned pack on that holds its
-  // first byte (kJoined), or in rows that leave a pack before them.
+  // The second pass through shared memory. With kJoined the tile is laid out as in the output,
+  // starting at the aligned pack that holds its first byte. Otherwise each row has a spare pack
+  // before it.
   const int phase = static_cast<int>(Phase(out));
   if constexpr (kTwice) {
     __syncthreads();
@@ -260,7 +266,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
     char* target = out + row * g.out_pitch;
     const int64_t step = kStep * g.out_pitch;
     const int first = origin.out_place > 0 ? 0 : -kPackBytes + 1;
-    // Sixteen bytes of a row, from 15 before it on.
+    // The 16 bytes of a row that start at `begin`, which is at least -15.
     const auto turned = [&](int row, int begin) {
       const char* source = tile + row * kOutPitch + kPackBytes + begin;
       const unsigned shift = begin & (kPackBytes - 1);
@@ -286,7 +292,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
   }
 }
 
-// A place in shared memory and one in the input or in the output, in bytes.
+// An offset in shared memory and one in the input or the output, in bytes.
 template <typename Offset>
 struct RowPlace {
   uint32_t shared = 0;
@@ -298,7 +304,7 @@ struct RowPlace {
   }
 };
 
-// Lengths of a tile.
+// The lengths of a tile, which may be cut off by the end of the array.
 struct TileLengths {
   int in_bytes, in_rows, out_units, out_rows;
 
@@ -310,36 +316,37 @@ struct TileLengths {
   }
 };
 
-// A dimension of a tile has at least two elements, and a tile at most 48 KB.
+// A tile has at most 48 KB, and each of its dimensions at least two elements.
 inline constexpr int kMaxTileRank = 16;
 
-// A tile whose run of the output has kRun dimensions at most. With kWhole every pack of the output
-// is whole and alike: its elements are `offsets` from its first one in shared memory, and `run`
-// counts packs.
+// A tile whose run of the output has at most kRun dimensions. With kWhole, all packs of the output
+// are whole and have the same layout: the elements of a pack are at `offsets` from its first
+// element in shared memory, and `run` counts packs.
 template <int kBytes, int kRun, bool kWhole>
 struct RunsGeometry {
-  static constexpr bool kFew = kRun < kMaxTileRank;  // dimensions, and offsets below 4 GB
+  static constexpr bool kFew = kRun < kMaxTileRank;  // few dimensions, and offsets below 4 GB
   using Offset = std::conditional_t<kFew, uint32_t, uint64_t>;
   using Rows = Walk < uint32_t, kRun<3 ? 2 : kFew ? 4 : kMaxTileRank, RowPlace<Offset>>;
   TileGrid < Offset, kRun<3 ? 3 : kFew ? 5 : kMaxPermuteRank> grid;
   Rows in_rows;              // rows of the input: the tile without the input's run
-  Rows out_rows;             // rows of the output: the tile without the run that rows have
-  Walk<uint32_t, kRun> run;  // the output's run, to bytes of shared memory
+  Rows out_rows;             // rows of the output: the tile without the run within a row
+  Walk<uint32_t, kRun> run;  // the output's run, in bytes of shared memory
   uint32_t offsets[kWhole ? kPerPack<kBytes> : 1];
-  TileLengths whole, in_ends, out_ends;  // of most tiles, and of those where either run is cut
-  int in_end, out_end;                   // those tiles' places
-  int slack;  // what rows of the output may take of sectors beyond their bytes
+  TileLengths whole, in_ends, out_ends;  // of a full tile, and with either run cut off
+  int in_end, out_end;                   // the places of the cut tiles
+  int slack;  // bytes to add to an output row before counting the sectors it may touch
   FastDivider<uint32_t> row_packs, out_row_count;
   int swizzle;       // see Swizzled
-  uint32_t last;     // element of the tile in shared memory, if the first is at 0
+  uint32_t last;     // offset of the tile's last element in shared memory, if the first is at 0
   Offset bytes;      // of the array
-  Offset packs_end;  // of where whole packs of the array begin
+  Offset packs_end;  // whole packs of the array begin before this offset
 };
 
 inline constexpr uint32_t kSharedLine = 128;
 
-// The packs of a line of shared memory in an order that depends on the line: places that are one
-// line apart (swizzle 3) or two (4), or a few of these, are in different banks.
+// Reorders the packs of a line of shared memory in a way that depends on the line. Offsets that are
+// one line apart (swizzle 3) or two lines (swizzle 4), or a few times that, are then in different
+// banks.
 __host__ __device__ constexpr uint32_t Swizzled(uint32_t place, int swizzle) {
   return place ^ (place >> swizzle & (kSharedLine - kPackBytes));
 }
@@ -364,7 +371,8 @@ __global__ void __launch_bounds__(kBlockSize)
   char* out = y + origin.out;
   const unsigned phase = Phase(in);
 
-  // The tile: packs of each row, with what else is in the first and the last.
+  // Loads the tile: the packs that each row touches. The first and the last pack of a row may also
+  // hold bytes outside of it.
   const int loads = length.in_rows * static_cast<int>(g.row_packs.divisor());
   const uint32_t shared = internal::SharedAddress(tile);
 #pragma unroll 1
@@ -374,7 +382,7 @@ __global__ void __launch_bounds__(kBlockSize)
     const uint32_t start = phase + static_cast<uint32_t>(row.global);
     const int begin = static_cast<int>(pack * kPackBytes - start % kPackBytes);
     if (begin >= length.in_bytes) continue;
-    // Before the array this is beyond its end.
+    // An offset before the array wraps around to one beyond its end.
     const Offset source = origin.in + row.global + static_cast<Offset>(begin);
     const uint32_t place =
         swizzled((phase + row.shared) / kPackBytes * kPackBytes + pack * kPackBytes);
@@ -394,8 +402,9 @@ __global__ void __launch_bounds__(kBlockSize)
   internal::WaitForCopies(0);
   __syncthreads();
 
-  // The output: aligned packs. Two neighbours fill a sector of memory; the next threads take the
-  // next rows, which are neighbours in shared memory where columns are.
+  // Stores the output in aligned packs. Two neighbouring threads fill a sector. The next threads
+  // take the next output rows, which follow each other in the order of the input and so are often
+  // adjacent in shared memory.
   constexpr int kNeighbours = kSectorBytes / kPackBytes;
   const int out_bytes = length.out_units * kBytes;
   const int sectors = (out_bytes + g.slack) / kSectorBytes;
@@ -431,7 +440,7 @@ __global__ void __launch_bounds__(kBlockSize)
         *reinterpret_cast<uint4*>(target + begin) = pack;
         continue;
       }
-      // Elements before the run and after it are read, too, but not stored.
+      // Elements before and after the run are read, too, but not stored.
       const uint32_t last = g.last - at.shared;
       Cursor<uint32_t, kRun> cursor(g.run, unit < 0 ? 0 : unit, unit < 0 ? -unit : 0);
       JOF_UNROLL
@@ -453,7 +462,7 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
   g.in_pitch = out.in_stride * kBytes;
   g.out_pitch = in.out_stride * kBytes;
   g.bytes = static_cast<size_t>(plan.units) * kBytes;
-  // Parts of nearly equal size.
+  // Splits a dimension into parts of nearly equal size.
   const auto extent = [](int64_t bytes, int64_t most, int64_t unit) {
     const int64_t parts = (bytes + most - 1) / most, units = (bytes + unit - 1) / unit;
     return static_cast<int>((units + parts - 1) / parts * unit);
@@ -512,12 +521,12 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
   return LaunchTile<kBytes, false>(plan, x, y, stream);
 }
 
-// Whether the last tile along a dimension covers less of it than others.
+// Whether the last tile along a dimension covers less of it than the others.
 inline bool IsCut(const PermutePlan& plan, int d) { return plan.dims[d].size % plan.tile[d] != 0; }
 
-// How many dimensions of the output's run the rows of RunsKernel have: as few as make whole
-// sectors. The tile's other dimensions are rows of the output, in the order of the input. Only the
-// slowest of these can be cut, so rows have all of the run where the input's run is.
+// How many dimensions of the output's run an output row of RunsKernel covers: as few as make whole
+// sectors. The other dimensions of the tile enumerate output rows, in the order of the input. Only
+// the slowest of those may be cut, so rows cover the whole run if the input's run is cut.
 inline int RowDims(const PermutePlan& plan, const void* y) {
   const int in_last = plan.fastest_in(plan.in_run - 1);
   const int out_last = plan.fastest_out(plan.out_run - 1);
@@ -531,8 +540,9 @@ inline int RowDims(const PermutePlan& plan, const void* y) {
   return plan.out_run;
 }
 
-// How many units of the k-th fastest of so many dimensions of the output a pack covers, if every
-// pack of the output is aligned and covers as many of each dimension; else none.
+// Sets covered[k] to the number of units that a pack covers along the k-th fastest of `dims`
+// dimensions of the output. Returns false unless every pack of the output is aligned and covers the
+// same number of units of each dimension.
 inline bool CoverPack(const PermutePlan& plan, int dims, const void* y,
                       int64_t (&covered)[kMaxPermuteRank]) {
   int64_t units = kPackBytes / plan.unit_bytes;
@@ -549,7 +559,7 @@ inline bool CoverPack(const PermutePlan& plan, int dims, const void* y,
   return units == 1;
 }
 
-// The host's Walk::At, of what step_of says of a step.
+// The host version of Walk::At. step_of(step) is the part of a step that counts.
 template <typename Dims, typename StepOf>
 uint32_t PlaceOf(const Dims& walk, uint32_t item, const StepOf& step_of) {
   uint32_t place = 0;
@@ -561,7 +571,8 @@ uint32_t PlaceOf(const Dims& walk, uint32_t item, const StepOf& step_of) {
   return place;
 }
 
-// How many words of one bank the first threads of a block read at once, for their first elements.
+// The largest number of different words of one bank that the first threads of a block read at once,
+// for their first elements.
 template <int kBytes, int kRun, bool kWhole>
 int BankConflicts(const RunsGeometry<kBytes, kRun, kWhole>& g, int swizzle) {
   constexpr uint32_t kWord = kBytes < 4 ? 4 : kBytes, kBanks = kSharedLine / kWord;
@@ -581,8 +592,8 @@ int BankConflicts(const RunsGeometry<kBytes, kRun, kWhole>& g, int swizzle) {
   return most;
 }
 
-// How places are swizzled, which takes two instructions an element; 0 where that does not halve the
-// conflicts, or these are few.
+// How offsets are swizzled, which takes two instructions per element. Returns 0 (not at all) if
+// there are few bank conflicts or swizzling does not halve them.
 template <typename Geometry>
 int ChooseSwizzle(const Geometry& g) {
   const int plain = BankConflicts(g, 0);
@@ -615,9 +626,9 @@ cudaError_t LaunchRuns(const PermutePlan& plan, int row_dims,
     in_bytes *= plan.tile[d];
   }
   for (int k = 0; k < row_dims; ++k) in_out_row[plan.fastest_out(k)] = true;
-  // Whether all rows of the input begin and end at packs.
+  // Whether all rows of the input begin and end at pack boundaries.
   bool packs = IsAligned(x, kPackBytes) && in_bytes % kPackBytes == 0;
-  // What all rows of the output begin at multiples of.
+  // The addresses of all output rows are multiples of this number of bytes.
   int64_t out_step = kSectorBytes;
   const auto step_by = [&](int64_t bytes) {
     while (bytes % out_step != 0) out_step /= 2;
@@ -639,20 +650,20 @@ cudaError_t LaunchRuns(const PermutePlan& plan, int row_dims,
   }
   g.slack = static_cast<int>(2 * kSectorBytes - 1 - out_step);
 
-  // A row that begins anywhere lies in up to two packs more than it fills. Rows keep their places
-  // within packs in shared memory, and so do packs theirs between rows.
+  // An unaligned row touches up to two packs more than it fills. In shared memory every row keeps
+  // its offset within a pack, so pitches below are congruent to strides of the input.
   int64_t pitch = in_bytes + (packs ? 0 : 2 * kPackBytes - 2);
   g.row_packs = FastDivider<uint32_t>(static_cast<uint32_t>(pitch / kPackBytes));
   g.last = static_cast<uint32_t>(in_bytes - kBytes);
   int64_t in_rows = 1, out_units = 1, out_rows = 1;
-  int pack = 1;  // units that have their offsets
+  int pack = 1;  // number of offsets set so far
   g.offsets[0] = 0;
   for (int k = 0; k < plan.out_run; ++k) {
     const int d = plan.fastest_out(k);
     const int64_t extent = plan.tile[d], stride = plan.dims[d].in_stride * kBytes;
     if (!in_in_run[d]) {
       pitch += ((stride - pitch) % kPackBytes + kPackBytes) % kPackBytes;
-      // The two neighbours read different banks.
+      // So that two neighbouring threads read different banks.
       if (in_rows == 1 && pitch % (2 * kPackBytes) == 0) pitch += kPackBytes;
       shared[d] = pitch;
       in_rows *= extent;
@@ -689,7 +700,7 @@ cudaError_t LaunchRuns(const PermutePlan& plan, int row_dims,
   }
   if (!fits) return cudaErrorInvalidValue;
 
-  // The last tile of a run's slowest dimension cuts what has that dimension.
+  // The last tile along a run's slowest dimension cuts the lengths that include that dimension.
   g.whole = {static_cast<int>(in_bytes), static_cast<int>(in_rows), static_cast<int>(out_units),
              static_cast<int>(out_rows)};
   const auto cut = [&](int d, int* place, TileLengths* ends) {
@@ -705,7 +716,8 @@ cudaError_t LaunchRuns(const PermutePlan& plan, int row_dims,
   cut(in_last, &g.in_end, &g.in_ends);
   cut(out_last, &g.out_end, &g.out_ends);
   g.out_row_count = FastDivider<uint32_t>(static_cast<uint32_t>(out_rows));
-  // A pack more at the end, for the first row's place within its first pack; whole lines.
+  // With room at the end for the first row's offset within its first pack, rounded up to whole
+  // lines.
   const int64_t shared_bytes =
       (g.last + 3 * kPackBytes + kSharedLine - 1) / kSharedLine * kSharedLine;
   const auto launch = [&](auto kernel) {

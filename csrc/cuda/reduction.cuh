@@ -1,9 +1,10 @@
-// How the updates that meet in an element are combined, as parameters of the kernels:
-//   Element, Value            the type of elements, and what they are combined as
-//   Identity()                combining it with x gives x
-//   Load(x), Combine(a, b)
-//   Finish(has_operand, old, v)  v combined with the old element, which only a sum may lack
-//   AtomicCombine             in global or shared memory
+// Reductions: how a scatter combines all updates of one element. Kernels take one as a parameter,
+// with these members:
+//   Element, Value               the type of elements, and the type in which they are combined
+//   Identity()                   combining it with x gives x
+//   Load(x), Combine(a, b)       converts an element to a Value; combines two values
+//   Finish(has_operand, old, v)  combines v with the old element; only sums may have no operand
+//   AtomicCombine                combines in global or shared memory; products do not have it
 #pragma once
 
 #include <type_traits>
@@ -42,9 +43,9 @@ struct Multiplication {
   }
 };
 
-// The maximum or minimum, of unsigned integers that are ordered as the elements are: so one atomic
-// instruction does for all types. 0 is below all elements, except of integers, of which it is the
-// first; NaN is above all.
+// The maximum or minimum. Elements are mapped to unsigned integers in the same order (the reverse
+// order for a minimum), so that atomicMax serves all types. The first integer maps to 0, all floats
+// to more than 0, NaN to the largest value.
 template <typename T>
 struct Extremum {
   using Element = T;
@@ -52,7 +53,7 @@ struct Extremum {
   static constexpr bool kIsFloat = !std::is_integral_v<Compute<T>>;
   static constexpr Value kSign = Value{1} << (8 * sizeof(Value) - 1);
 
-  Value flip;  // all bits for a minimum; and of signed integers the sign
+  Value flip;  // XOR mask: all bits for a minimum, with the sign toggled for signed integers
 
   __device__ __forceinline__ Value Identity() const { return 0; }
   __device__ __forceinline__ Value Load(T x) const {

@@ -1,25 +1,27 @@
-// The rows template: write a row program, get a kernel at the speed of memory.
+// The rows template: write a row program, get a kernel that runs at memory speed.
 //
 // A program reduces a row up to twice (a peak or a sum, then sums that depend on it) and then maps
 // its elements. A team of threads works on a row: a few lanes of a warp, a warp, a block, or a
-// cluster of blocks, such that each thread holds its elements in registers. So each array is read
-// once and written once. A row that is too wide for a cluster goes by chunks and is read again in
-// every pass, as is any row of more than 16,384 elements on GPUs without clusters.
+// cluster of blocks, large enough that its threads hold the row in registers. So each input is read
+// once and each output is written once. A row that is too wide for a cluster is processed in chunks
+// and read again in every pass, as is any row of more than 16,384 elements on GPUs without
+// clusters.
 //
-//   queue    Every thread copies the packs that it is to work on, a row ahead, into slots of shared
-//            memory that nobody else touches (cp.async). So bytes in flight cost no registers and
-//            there are no barriers but in reductions of blocks.
-//   packs    16 bytes at multiples of 16 bytes, whatever the row: rows of odd length begin and end
-//            within packs, the elements around them are read and ignored. Arrays that are
-//            misaligned otherwise than the first output are read or written by elements.
-//   vectors  Row vectors are in slots of shared memory, too: in registers they would leave too few,
-//            and those of odd rows would be loaded one by one.
+//   queue    Each thread copies its own packs, a row ahead, into slots of shared memory that no
+//            other thread accesses (cp.async). So bytes in flight take no registers, and the only
+//            barriers are in the reductions of blocks.
+//   packs    16 bytes at multiples of 16 bytes, wherever rows begin: rows of odd length begin and
+//            end within packs, and the elements around them are read and ignored. An array whose
+//            offset from such a multiple differs from that of the first output is accessed element
+//            by element.
+//   vectors  Row vectors are in slots of shared memory, too. In registers they would leave too few
+//            for the rest, and with odd row lengths they would be loaded element by element.
 //
-// Most programs whose arrays are aligned have kernels of their own, which are faster:
-// rows_whole.cuh, rows_tiles.cuh for rows of a few elements, rows_wide.cuh for long ones. This one
-// is for float64, misaligned arrays, GPUs without clusters, norms of 16-bit rows of odd lengths up
-// to 3,072 and their gradients, and gradients of norms of f32 rows up to 4,608.
-// Which kernel traced programs have is for KernelOf in compiled_rows.cuh to say.
+// Most programs with aligned arrays run on faster kernels: rows_whole.cuh, rows_tiles.cuh for rows
+// of a few elements, rows_wide.cuh for long rows. This one is for float64, misaligned arrays, long
+// rows on GPUs without clusters, norms of 16-bit rows of odd lengths up to 3,072 and their
+// gradients, and gradients of norms of f32 rows up to 4,608. For traced programs, KernelOf in
+// compiled_rows.cuh chooses the kernel.
 //
 // Measured on an H200, in percent of the speed of a copy, bf16 and f32:
 //                   65536 x 512   131072 x 1024   16384 x 4096   4096 x 32000
@@ -28,12 +30,13 @@
 //   layer norm      70, 76        81, 86          76, 80
 //   its gradient    61, 80        82, 87          70, 84
 //   cross entropy   8192 x 50257: 84, 78; its gradient 82, 76
-// What bounds bf16 is instructions: about 18 for each element of softmax, 37 of layer norm's
-// gradient, where a copy's time has 27 and 40. Rows that fill packs or lanes badly suffer most:
-// softmax of 8192 x 50257, in a cluster, runs at 46 %.
+// bf16 is bound by instructions: softmax takes about 18 per element and the gradient of layer norm
+// 37, while the time of a copy allows for 27 and 40. Rows that leave many packs or lanes partly
+// empty suffer most: softmax of 8192 x 50257, in a cluster, runs at 46 %.
 //
-// Free of the CUDA runtime, so that NVRTC can compile it around other programs: those that are
-// traced (compiled_rows.cuh) have arrays of several types and any number of reductions.
+// This file does not need the CUDA runtime, so NVRTC can compile it around other programs. Those
+// are traced programs (compiled_rows.cuh), which have arrays of several types and any number of
+// reductions.
 #pragma once
 
 #include "common/dtype.h"
@@ -46,63 +49,63 @@
 
 JOF_NAMESPACE_BEGIN
 
-// A vector over the columns, of T or of f32; none where data is null.
+// A vector over the columns, of T or of f32; absent if data is null.
 struct RowVector {
   const void* data;
   bool is_f32;
 };
 
-// A program, by example; C is Compute<T>:
+// An example of a program; C is Compute<T>:
 //
 //   struct Program {
 //     using Element = T;
 //     static constexpr int kInputs, kOutputs;      // arrays of T
-//     static constexpr int kVectors, kColumnSums;  // row vectors read, sums over rows made
+//     static constexpr int kVectors, kColumnSums;  // row vectors read, sums over rows computed
 //     static constexpr int kReductions;
-//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);  // how many reduction r has
-//     static constexpr int kValues;                          // and the most
-//     static constexpr bool UsesVectors(int r);    // whether reduction r does
-//     struct Row;                                  // what is known of a row
+//     JOF_HOST_DEVICE static constexpr int ValuesOf(int r);  // number of values of reduction r
+//     static constexpr int kValues;                          // and the most of any reduction
+//     static constexpr bool UsesVectors(int r);    // whether reduction r reads row vectors
+//     struct Row;                                  // what is known about a row
 //     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
 //     static constexpr int kElements;              // of each input that a thread holds at most
-//     static constexpr int kThreads;               // the most in a block
-//     static constexpr int kBlocks;                // and how many of these have registers
-//     Row Begin(int64_t row) const;                // reads what is given for each row
-//     void Prepare(C (&x)[kInputs]) const;         // what is made of an element's inputs alone
+//     static constexpr int kThreads;               // most threads in a block
+//     static constexpr int kBlocks;                // blocks a multiprocessor has registers for
+//     Row Begin(int64_t row) const;                // reads the data given for each row
+//     void Prepare(C (&x)[kInputs]) const;         // transforms the inputs of one element
 //     template <int r> C Identity() const;
-//     template <int r> C Combine(C a, C b) const;  // of each value
-//     template <int r> C Neutral(const Row&, int input) const;  // what adds nothing to the values
-//     // Whether the first reduction is the maximum: of 16 bits it takes two elements at a time.
+//     template <int r> C Combine(C a, C b) const;  // combines one value of two parts
+//     template <int r> C Neutral(const Row&, int input) const;  // an input that adds nothing
+//     // Whether the first reduction is the maximum: 16-bit elements are then taken in pairs.
 //     JOF_HOST_DEVICE static constexpr bool HasMaximum();
-//     // May replace x by what the map makes use of. Then Replace does the same alone. If
-//     // kReplaces, the last reduction does, and what it makes may be kept instead.
+//     // Accumulate may replace x by a value that Map uses. If so, Replace does only that. If
+//     // kReplaces, the last reduction replaces x, and a kernel may keep the new value.
 //     static constexpr bool kReplaces;
 //     template <int r> void Accumulate(const Row&, C (&x)[kInputs], const C* vectors, C* values);
 //     void Replace(const Row&, C (&x)[kInputs]) const;
 //     template <int r> void Finish(const C* values, C n, Row*) const;
 //     void Map(const Row&, int column, const C (&x)[kInputs], const C* v, C* out, C* sums) const;
-//     // Whether a row may name an element, of the column Named(), whose results MapNamed sets
-//     // after Map. Map would have to compare every column. If there are reductions, Begin is
-//     // Announce, which reads the name and may come long before, and Start, which reads the rest.
+//     // Whether a row may name one element, in column Named(). MapNamed sets its results after
+//     // Map, so Map need not compare every column. If there are reductions, Begin consists of
+//     // Announce, which reads the name and may run long before, and Start, which reads the rest.
 //     static constexpr bool kNames;
-//     void End(int64_t row, const Row&) const;     // writes what is wanted of each row
+//     void End(int64_t row, const Row&) const;     // writes the results of a row
 //   };
 //
-// A program without outputs reads each row once, however wide: it reduces parts of a row as if they
-// were rows, GetPart(row, values) has the values of one, CombineParts(a, b) combines those of two,
-// and SetPart(values, &row) makes the row of those of all.
+// RowsKernel reads each row once, however wide, for a program without outputs: it reduces parts of
+// a row as if they were rows. GetPart(row, values) gets the values of a part, CombineParts(a, b)
+// combines those of two parts, and SetPart(values, &row) sets the row from the combined values.
 
-// What programs of which little is asked inherit. Their elements take 32 registers.
+// Defaults that programs inherit. The elements that a thread holds take 32 registers.
 template <typename T, int kArrays>
 struct RowsProgram {
   using Element = T;
-  using Word = Compute<T>;  // what is reduced and summed
-  // What a thread holds of an element.
+  using Word = Compute<T>;  // the type of reduced values and sums
+  // The inputs of one element, as a thread holds them.
   using Values = Word[kArrays];
   static constexpr bool kIsTraced = false;
-  // Of a traced program the length of rows is known, and so its team and these.
+  // A traced program knows the length of rows, and therefore its team and these constants.
   static constexpr bool kIsEven = false;  // rows begin and end where packs do
-  static constexpr bool kIsFull = false;  // and all threads hold as many packs
+  static constexpr bool kIsFull = false;  // and all threads hold the same number of packs
   static constexpr bool kMayBeChunks = true, kMayBeCluster = true;
   static constexpr bool kReplaces = false;
   static constexpr int kPack = kPackSize<T>;
@@ -110,10 +113,10 @@ struct RowsProgram {
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
   static constexpr int kThreads = 512, kBlocks = 1;
   JOF_HOST_DEVICE static constexpr bool HasMaximum() { return false; }
-  // Whether WholeRowsKernel takes more than 64.
+  // Whether WholeRowsKernel needs more than 64 registers.
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
   static constexpr bool kNames = false;
-  // Of which a thread may know all at a time.
+  // The most rows that a thread may work on at a time.
   static constexpr int kMostRows = 8;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
@@ -127,7 +130,7 @@ struct RowsProgram {
 
 namespace internal {
 
-// A number that a lambda can be called with, and a call for each of so many.
+// A compile-time number that can be passed to a lambda, and a call for each number below kCount.
 template <int k>
 struct Index {
   static constexpr int value = k;
@@ -141,7 +144,7 @@ __device__ __forceinline__ void ForEachIndex(const Visit& visit) {
   ForEachIndex(visit, MakeIndices<kCount>());
 }
 
-// One of several values, which are of one type or of several.
+// Value k of an array or of a tuple.
 template <int k, typename C, int kCount>
 __device__ __forceinline__ C& At(C (&values)[kCount]) {
   return values[k];
@@ -153,7 +156,7 @@ __device__ __forceinline__ auto& At(Tuple<T...>& values) {
 
 // ---- packs ----
 
-// A pack within a row: elements [low, high) of it belong to the row.
+// The place of a pack relative to its row, which has columns [0, n).
 template <int V, bool kIsEven = false>
 struct PackPlace {
   int first;  // column of element 0, negative where the row begins within the pack
@@ -167,7 +170,7 @@ struct PackPlace {
   }
 };
 
-// The length of rows, which a traced program knows.
+// The length of rows, a constant in traced programs.
 template <typename Program, typename Plan>
 __device__ __forceinline__ auto WidthOf(const Plan& plan) {
   if constexpr (Program::kIsTraced) {
@@ -177,7 +180,8 @@ __device__ __forceinline__ auto WidthOf(const Plan& plan) {
   }
 }
 
-// Sets the results of the element that a row names if it is one of the V from `column` on.
+// Sets the results of the element that a row names, if it is one of the V elements from `column`
+// on.
 template <int V, typename Program, typename Row, typename X, typename Y>
 __device__ __forceinline__ void MapNamed(const Program& program, const Row& facts, int column,
                                          const X* x, Y* y) {
@@ -213,7 +217,7 @@ __device__ __forceinline__ void LoadVectorOf(const S* data, const PackPlace<V>& 
   }
 }
 
-// The columns of a pack of a row vector; `missing` where there is none.
+// Loads the columns of a pack of a row vector, or `missing` if there is no vector.
 template <typename T, int V>
 __device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPlace<V>& pack,
                                            Compute<T> missing, Compute<T> (&v)[V]) {
@@ -227,7 +231,7 @@ __device__ __forceinline__ void LoadVector(const RowVector& vector, const PackPl
   }
 }
 
-// The elements of a pack in shared memory, widened.
+// Loads the elements of a pack in shared memory, converted to Compute<T>.
 template <typename T, int V>
 __device__ __forceinline__ void LoadShared(const void* slot, Compute<T> (&x)[V]) {
   union {
@@ -248,11 +252,11 @@ __device__ __forceinline__ void LoadShared(const void* slot, Compute<T> (&x)[V])
 
 }  // namespace internal
 
-// How many packs of each input a thread holds at most.
+// The most packs of each input that a thread holds.
 template <typename Program>
 inline constexpr int kHeldPacks = Program::kElements / Program::kPack;
 
-// The type and the array of an input or output.
+// A typed pointer to an input or output.
 template <int a, typename Program>
 __device__ __forceinline__ auto InputOf(const Program& program) {
   if constexpr (Program::kIsTraced) {
@@ -272,7 +276,7 @@ __device__ __forceinline__ auto OutputOf(const Program& program) {
 template <typename T>
 __device__ T ElementOfPointer(const T*);
 
-// What a program makes of an element.
+// The results of a program for one element.
 template <typename Program, bool kIsTraced = Program::kIsTraced>
 struct ResultsOf {
   using type = typename Program::Word[Program::kOutputs];
@@ -284,7 +288,7 @@ struct ResultsOf<Program, true> {
 
 namespace internal {
 
-// Of the values of a reduction in several ways: what adds nothing to them.
+// Sets the values of a reduction, in each of kWays accumulators, to the identity.
 template <int r, typename Program, typename C, int kWays, int kCount>
 __device__ __forceinline__ void Clear(const Program& program, C (&values)[kWays][kCount]) {
   JOF_UNROLL
@@ -300,7 +304,7 @@ __device__ __forceinline__ void Clear(const Program& program, C (&values)[kWays]
   }
 }
 
-// Combines each of them with another, of one row or of several.
+// Combines each value of a with that of b. These are the values of one row or of several rows.
 template <int r, typename Program>
 struct CombineEach {
   const Program& program;
@@ -317,8 +321,8 @@ struct CombineEach {
   }
 };
 
-// Adds what a traced program makes of a pack that begins at `column`, to one way after the other.
-// Terms of elements that are not of the row become what adds nothing.
+// Accumulates the terms that a traced program computes from the pack that begins at `column`.
+// Element j goes to accumulator j % kWays. Terms of elements outside the row become the identity.
 template <int r, typename Program, typename Values, typename C, int V, int kColumns, int kWays,
           int kCount, typename Has>
 __device__ __forceinline__ void AccumulatePack(const Program& program,
@@ -354,8 +358,9 @@ __device__ __forceinline__ void CombineWays(const Program& program, C (&values)[
 
 }  // namespace internal
 
-// A kernel for all teams. The number of teams is a multiple of the elements in a pack: so each
-// thread has the same columns of all of its rows, which row vectors and sums over rows make use of.
+// The kernel for teams of any size. If rows may begin within packs, the number of teams is a
+// multiple of the elements in a pack, so each thread has the same columns in all of its rows. Row
+// vectors and sums over rows rely on this.
 template <typename Program, int kHeld>
 class RowsKernelBody {
  public:
@@ -365,13 +370,13 @@ class RowsKernelBody {
   static constexpr int kInputs = Program::kInputs, kOutputs = Program::kOutputs;
   static constexpr int kVectors = Program::kVectors, kValues = Program::kValues;
   static constexpr int kColumnSums = Program::kColumnSums, kReductions = Program::kReductions;
-  // A traced program without outputs has no parts: it reads a row once for each reduction.
+  // A traced program without outputs is not split into parts: it reads a row once per reduction.
   static constexpr bool kUsesParts = kOutputs == 0 && !Program::kIsTraced;
   static constexpr bool kHasMap = kOutputs > 0 || kColumnSums > 0;
   static constexpr int kPasses = kUsesParts ? 1 : kReductions + kHasMap;
   static constexpr bool kMayBeChunks =
       Program::kMayBeChunks && (kColumnSums == 0 || Program::kIsTraced);
-  // Sums of a thread that depend on nothing of each other.
+  // Independent accumulators of a thread.
   static constexpr int kWays = V < 4 ? V : 4;
   using Shared = internal::Exchange<C, kValues>;
 
@@ -398,7 +403,8 @@ class RowsKernelBody {
     ahead_.begin = team_ * Width();
     for (int s = 0; s < plan_.stages; ++s) Fetch(s);
     if (IsWhole()) LoadVectors();
-    // All threads of a block take part in its barriers: until its first team has no row any more.
+    // All threads of a block take part in its barriers, so they go on until the first team of the
+    // block has no rows left.
     const int team_here = threadIdx.x / Lanes();
     Row next = BeginRow(team_);
     begin_ = team_ * Width();
@@ -423,7 +429,7 @@ class RowsKernelBody {
   using Row = typename Program::Row;
   using PackPlace = internal::PackPlace<V, Program::kIsEven>;
 
-  // What is copied next: a chunk of the row that begins at `begin` in the arrays.
+  // The next chunk to copy. Its row begins at `begin` in the arrays.
   struct Cursor {
     int64_t begin;
     int pass = 0, chunk = 0;
@@ -450,7 +456,8 @@ class RowsKernelBody {
   __device__ __forceinline__ bool IsWhole() const { return !kMayBeChunks || Chunks() == 1; }
   __device__ __forceinline__ int Columns() const { return static_cast<int>(Width()); }
 
-  // Of the array that packs follow. Where rows are known to be even packs follow those.
+  // The phase of the array that packs are aligned to: the first output, or else the first input. If
+  // rows are known to be even, packs are aligned to rows instead.
   __device__ __forceinline__ int Phase() const {
     if constexpr (Program::kIsEven) return 0;
     if constexpr (kOutputs > 0) return PhaseOf(OutputOf<0>(program_));
@@ -476,8 +483,8 @@ class RowsKernelBody {
     return all;
   }
 
-  // Of this thread's first pack: packs begin at multiples of 16 bytes of the array that they
-  // follow.
+  // The column of this thread's first pack. Packs begin at multiples of 16 bytes of the array that
+  // they are aligned to.
   __device__ __forceinline__ int FirstColumn(int64_t begin, int chunk) const {
     const int shift = Program::kIsEven ? 0 : (Phase() + static_cast<int>(begin)) & (V - 1);
     return chunk * Packs() * pack_step_ + lane_ * V - shift;
@@ -500,7 +507,7 @@ class RowsKernelBody {
   __device__ __forceinline__ uint4* Slot(int stage, int k) const {
     return slots_ + (stage * kInputs * Packs() + k) * Threads();
   }
-  // From the slot of one array to that of the next.
+  // The distance from the slot of one array to that of the next.
   __device__ __forceinline__ int ArrayStep() const { return Packs() * Threads(); }
 
   __device__ __forceinline__ Row BeginRow(int64_t row) const {
@@ -516,7 +523,8 @@ class RowsKernelBody {
     }
   }
 
-  // Starts to copy the next chunk: its packs and, at its edges, what else is in them.
+  // Starts to copy the next chunk, in whole packs: at its edges, these also contain elements
+  // outside the row.
   __device__ __forceinline__ void Fetch(int stage) {
     const int64_t total = plan_.total;
     if (ahead_.begin < total) {
@@ -559,7 +567,7 @@ class RowsKernelBody {
     ahead_.begin += plan_.teams * Width();
   }
 
-  // The same where packs may be outside of the arrays, or are not aligned.
+  // The same if packs may lie outside the arrays or are not aligned.
   __device__ __forceinline__ void FetchChecked(uint4* slot, int first) const {
     const int64_t total = plan_.total;
 #pragma unroll 1
@@ -575,7 +583,7 @@ class RowsKernelBody {
         if (internal::kIsAsync<kBytes> && PhaseOf(source) == 0 && at >= 0 && at + V <= total) {
           if constexpr (internal::kIsAsync<kBytes>) internal::CopyAsync<kBytes>(target, source);
         } else {
-          // Rows that are known to be even come here for arrays only that are misaligned.
+          // Rows that are known to be even come here only for misaligned arrays.
           constexpr int kUnroll = Program::kIsEven && internal::kIsAsync<kBytes> ? 1 : V;
 #pragma unroll kUnroll
           for (int j = 0; j < V; ++j) {
@@ -588,7 +596,7 @@ class RowsKernelBody {
     }
   }
 
-  // Loads a chunk of the row, and has another one fetched into its slots.
+  // Loads a chunk of the row, and starts to copy another one into its slots.
   __device__ __forceinline__ void Load(int chunk) {
     internal::WaitForCopies(plan_.stages - 1);
     if (kMayBeChunks && !IsWhole()) SetFirst(FirstColumn(begin_, chunk));
@@ -656,8 +664,8 @@ class RowsKernelBody {
     }
   }
 
-  // Adds what this thread holds. Of an element that is not of the row a traced program adds
-  // nothing.
+  // Accumulates the elements that this thread holds. A traced program skips elements outside the
+  // row.
   template <int r, int kCount>
   __device__ __forceinline__ void Accumulate(const Row& facts, C (&values)[kWays][kCount]) {
     if constexpr (Program::kIsTraced) {
@@ -686,7 +694,7 @@ class RowsKernelBody {
     }
   }
 
-  // The same of a program that says what adds nothing.
+  // The same for a program with Neutral, which replaces the elements outside the row.
   template <int r, int kCount>
   __device__ __forceinline__ void AccumulateNeutral(const Row& facts, C (&values)[kWays][kCount]) {
     if (HasEdges()) {
@@ -736,7 +744,7 @@ class RowsKernelBody {
     }
   }
 
-  // Reduces what this thread holds as if it were a row.
+  // Reduces the elements that this thread holds as if they were a row.
   template <int r>
   __device__ __forceinline__ void ReducePart(Row* facts) {
     if constexpr (r < kReductions) {
@@ -770,7 +778,8 @@ class RowsKernelBody {
     program_.SetPart(values, facts);
   }
 
-  // Makes what earlier reductions have left of elements that are read again.
+  // Recomputes the values that earlier reductions left in place of elements, which have been read
+  // again.
   template <int r>
   __device__ __forceinline__ void Restore(const Row& facts) {
     ForEachPack([&](int k) {
@@ -826,7 +835,7 @@ class RowsKernelBody {
           JOF_UNROLL
           for (int s = 0; s < kColumnSums; ++s) column_sums_[k][s][j] += sums[j][s];
         }
-      } else {  // no registers have them: in the part itself
+      } else {  // sums are not in registers, but in the part in global memory
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
           if (!pack.Has(j)) continue;
@@ -863,13 +872,13 @@ class RowsKernelBody {
     });
   }
 
-  // Where this block or cluster has its sums over rows.
+  // Where this block or cluster stores its sums over rows.
   __device__ __forceinline__ C* Part() const {
     const int64_t part = Cluster() == 1 ? int64_t{blockIdx.x} : team_;
     return program_.partial_sums + part * program_.wanted_sums * Width();
   }
 
-  // The sums of this block or cluster: teams one after the other, so that the order is fixed.
+  // Stores the sums of this block or cluster. Teams are added in a fixed order.
   __device__ __forceinline__ void StoreColumnSums() {
     if constexpr (kMayBeChunks) return;
     const int teams_here = Threads() / Lanes();
@@ -893,8 +902,8 @@ class RowsKernelBody {
       for_each([&](int64_t at, C sum) { target[at] = sum; });
       return;
     }
-    // Teams of a warp at once, if they have the same columns: all of them, or every V-th where rows
-    // begin anywhere in a pack.
+    // Add up the teams of a warp that have the same columns: all of them, or every V-th one if rows
+    // may begin anywhere in a pack.
     constexpr int kWarp = internal::kWarpSize;
     constexpr int kWordsOfSlot = kPackBytes / static_cast<int>(sizeof(C));
     const int different = Phase() == 0 && Columns() % V == 0 ? 1 : V;
@@ -913,7 +922,8 @@ class RowsKernelBody {
         }
       }
     }
-    // Each warp has a copy, if there is room: 256 teams of a thread each took 118 us with one.
+    // Each warp has its own copy if there is room. With a single copy, 256 teams of one thread each
+    // took 118 us.
     C* const sums = reinterpret_cast<C*>(slots_ - threadIdx.x);
     const int size = program_.wanted_sums * static_cast<int>(Width());
     const int warps = Threads() / kWarp;
@@ -949,17 +959,18 @@ class RowsKernelBody {
 
   const Program& program_;
   const RowsPlan& plan_;
-  uint4* slots_;  // of this thread
+  uint4* slots_;  // this thread's slots
   Shared* shared_;
-  int lane_;  // of the team
+  int lane_;  // in the team
   int64_t team_;
-  int pack_step_;  // columns from a pack of this thread to its next one
+  int pack_step_;  // columns from one pack of this thread to the next
   int stage_ = 0;
   unsigned turn_ = 0;
   Cursor ahead_;
 
-  // What is in registers: of the row that begins at begin_, the packs that begin at columns first_,
-  // one step after the other; has_edges_ where not all of their elements are of the row.
+  // What is in registers: packs_ packs of the row that begins at begin_. The first one begins at
+  // column first_, the others follow at intervals of pack_step_. has_edges_ is set if some of their
+  // elements are outside the row.
   int64_t begin_;
   int first_, packs_;
   bool has_edges_;

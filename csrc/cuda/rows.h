@@ -1,4 +1,4 @@
-// Launchers of the CUDA kernels; see rows.cuh.
+// Launchers of the CUDA row kernels; see rows.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// Which team works on a row, and the launch of it; see rows.cuh.
+// Chooses the kernel and the team for each row problem, and launches it; see rows.cuh.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 JOF_NAMESPACE_BEGIN
 
-// What of the device decides.
+// The properties of the device that plans depend on.
 struct RowsDevice {
   int multiprocessors, shared_bytes;  // shared memory that a block may have
   bool has_clusters;
@@ -25,8 +25,8 @@ struct RowsLaunch {
   int64_t shared_bytes;  // of a block
 };
 
-// Whether this build has code with clusters for devices of a compute capability, such as 90. If it
-// has code for 8.0 only, newer devices run that.
+// Whether this build contains cluster code that runs on devices of a compute capability, such as
+// 90. If it contains code for 8.0 only, newer devices run that.
 inline bool KnowsClusters(int capability) {
   bool knows = false;
   for (const int architecture : {__CUDA_ARCH_LIST__}) {
@@ -54,10 +54,10 @@ inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, i
   RowsLaunch launch{{TeamOf(traits, device.has_clusters, n, has_edges), rows, n, rows * n, 0, 1, 0},
                     0};
   RowsPlan& plan = launch.plan;
-  const int64_t packs = int64_t{plan.team.packs} * plan.team.threads;  // of a block, of an array
+  const int64_t packs = int64_t{plan.team.packs} * plan.team.threads;  // of one array, in a block
   const int64_t bytes = packs * kPackBytes * traits.inputs;
   const int64_t vectors = packs * (kPackBytes / traits.element_bytes) * traits.vector_bytes;
-  // Blocks side by side hide more than rows ahead.
+  // Several blocks on a multiprocessor hide more latency than rows loaded ahead.
   plan.stages = plan.team.threads < 256 ? 1 : 2;
   while (plan.stages > 1 && bytes * plan.stages + vectors > device.shared_bytes / 2) --plan.stages;
   plan.vector_slots = static_cast<int>(bytes * plan.stages / kPackBytes);
@@ -69,7 +69,7 @@ inline RowsLaunch PlanRows(const RowsTraits& traits, const RowsDevice& device, i
 struct RowsGrid {
   RowsPlan plan;
   int shared_bytes;
-  int64_t units;  // blocks, or clusters of them
+  int64_t units;  // blocks, or clusters of blocks
 };
 
 inline cudaLaunchConfig_t ClusterConfig(int64_t blocks, int threads, int cluster, int shared_bytes,
@@ -93,8 +93,8 @@ inline cudaLaunchConfig_t ConfigOf(const RowsGrid& grid, int64_t blocks,
   return ClusterConfig(blocks, team.threads, team.cluster, grid.shared_bytes, attribute, stream);
 }
 
-// Lets a kernel have all shared memory that a block may have, and not only what one launch needs:
-// another thread may be about to launch it with more.
+// Lets a kernel use all the shared memory that a block may have, and not only what one launch
+// needs: another thread may be about to launch it with more.
 inline cudaError_t AllowSharedMemory(const void* kernel, const RowsDevice& device) {
   cudaFuncAttributes attributes{};
   const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
@@ -103,8 +103,8 @@ inline cudaError_t AllowSharedMemory(const void* kernel, const RowsDevice& devic
                               device.shared_bytes - static_cast<int>(attributes.sharedSizeBytes));
 }
 
-// Sets *units to how many blocks, or clusters of them, run at a time, and allows the kernel its
-// shared memory.
+// Sets *units to the number of blocks, or clusters of blocks, that run at a time, and lets the
+// kernel use its shared memory.
 inline cudaError_t CountUnits(const void* kernel, int threads, int cluster, int shared_bytes,
                               const RowsDevice& device, int* units) {
   cudaError_t status = AllowSharedMemory(kernel, device);
@@ -121,8 +121,8 @@ inline cudaError_t CountUnits(const void* kernel, int threads, int cluster, int 
   return status;
 }
 
-// Of a kernel with such traits. Blocks of several teams need `sum_bytes` of shared memory at their
-// end.
+// Plans the launch of a kernel with these traits. Blocks of several teams need `sum_bytes` of
+// shared memory at their end.
 inline cudaError_t PlanGrid(const void* kernel, const RowsTraits& traits, const RowsDevice& device,
                             const RowsProblem& problem, bool has_edges, int64_t sum_bytes,
                             RowsGrid* grid, int64_t most_units) {
@@ -138,7 +138,7 @@ inline cudaError_t PlanGrid(const void* kernel, const RowsTraits& traits, const 
   const int teams_here = team.threads / team.lanes;
   const int64_t needed = (problem.rows() + teams_here - 1) / teams_here;
   const int64_t most = std::min<int64_t>(std::max(units, 1), most_units);
-  // Of all rows of a thread packs are to begin at the same columns.
+  // The packs of all rows of a thread must begin at the same columns.
   const int pack = kPackBytes / traits.element_bytes;
   const int64_t multiple = has_edges ? std::max(pack / teams_here, 1) : 1;
   grid->units = std::min(needed, std::max(most - most % multiple, multiple));
@@ -174,7 +174,7 @@ cudaError_t LaunchGrid(const Program& program, const RowsGrid& grid, cudaStream_
   return cudaLaunchKernelEx(&config, RowsKernel<Program, kHeldPacks<Program>>, program, grid.plan);
 }
 
-// Rows of neighbouring elements.
+// Launches RowsKernel for contiguous rows.
 template <typename Program>
 cudaError_t LaunchFlatRows(const Program& program, const RowsProblem& problem,
                            const RowsDevice& device, cudaStream_t stream) {
@@ -183,7 +183,7 @@ cudaError_t LaunchFlatRows(const Program& program, const RowsProblem& problem,
   return status == cudaSuccess ? LaunchGrid(program, grid, stream) : status;
 }
 
-// Whether all arrays begin where packs do.
+// Whether all arrays are aligned to packs.
 template <typename Program>
 bool AreAligned(const Program& program, int64_t bytes = kPackBytes) {
   bool aligned = true;
@@ -192,11 +192,11 @@ bool AreAligned(const Program& program, int64_t bytes = kPackBytes) {
   return aligned;
 }
 
-// Whether registers hold nothing but the elements of one array.
+// Whether registers hold only the elements of one array.
 template <typename Program>
 inline constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1;
 
-// Whether WholeRowsKernel is for these rows, and how.
+// Plans WholeRowsKernel. False if it does not handle these rows.
 template <int V, bool kHasEdges, typename Program>
 bool PlanWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                    WholeRowsShape* shape, WholeRowsPlan* plan) {
@@ -204,7 +204,8 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
   const int64_t rows = problem.rows(), n = problem.n, few = int64_t{device.multiprocessors} * 512;
   if ((n % V != 0) != kHasEdges || !AreAligned(program, kBytes)) return false;
   if constexpr (Program::kVectors > 0) {
-    // Element by element, vectors pay for rows that are short or few.
+    // With edges, vectors are loaded element by element. In 16-bit types this pays off only if rows
+    // are short or few.
     const bool pays =
         !kIsNarrow<typename Program::Element> || n <= 512 || rows <= 4 * device.multiprocessors;
     if (kHasEdges && !pays) return false;
@@ -221,8 +222,8 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
   return team.lanes > 0;
 }
 
-// Sets *blocks for a kernel with so many rows a team. If there are sums over rows, *blocks is the
-// most that there may be.
+// Sets *blocks for a kernel whose teams take `rows` rows at a time. If there are sums over rows,
+// *blocks is the upper limit on entry.
 inline cudaError_t CountWholeRowsBlocks(const void* kernel, int rows, bool has_sums,
                                         WholeRowsPlan* plan, int64_t* blocks) {
   const int rows_here = kWholeRowsThreads / plan->lanes * rows;
@@ -252,7 +253,7 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t*
   return LaunchBlocks<kWholeRowsThreads>(kernel, *blocks, 0, stream, program, plan);
 }
 
-// The instance of a shape.
+// Launches the kernel instance for a shape.
 template <int V, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
                             const WholeRowsPlan& plan, int64_t* blocks, cudaStream_t stream) {
@@ -302,8 +303,8 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
   return status;
 }
 
-// Launches WholeRowsKernel with the widest packs that rows consist of, or with edges. False if it
-// is not for these rows.
+// Launches WholeRowsKernel with the widest packs that divide rows evenly, or else with edges. False
+// if it does not handle these rows.
 template <typename Program>
 bool TryWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                   int64_t* blocks, cudaStream_t stream, cudaError_t* status) {
@@ -327,7 +328,8 @@ bool TryWholeRows(const Program& program, const RowsProblem& problem, const Rows
   return false;
 }
 
-// *blocks is how many there are: at most so many if there are sums over rows.
+// Sets *blocks to the number of blocks. If there are sums over rows, *blocks is the upper limit on
+// entry.
 template <int kUnit, int kHeld, typename Program>
 cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
                            const RowsDevice& device, int64_t* blocks, cudaStream_t stream) {
@@ -337,7 +339,7 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   const int n = static_cast<int>(problem.n), inputs = Program::kInputs;
   const int64_t rows = problem.rows();
   const int row_bytes = n * inputs * static_cast<int>(sizeof(typename Program::Element));
-  // Rows that are few go to more blocks.
+  // If there are few rows, they are spread over more blocks.
   int threads = kHasSums ? kTileThreads : kTileThreads / 2;
   while (threads > 64 &&
          (threads * row_bytes > 40 << 10 || rows < int64_t{device.multiprocessors} * threads)) {
@@ -347,10 +349,10 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
                                           rows / (4 * device.multiprocessors * threads));
   const int tile_rows = threads * static_cast<int>(std::max<int64_t>(turns, 1));
   int slots = (tile_rows * n + Program::kPack - 1) / Program::kPack;
-  if (kHasSums) {  // which take the places of elements at last
+  if (kHasSums) {  // sums replace elements at the end
     slots = std::max(slots, threads * n * kWord / (kPackBytes * inputs * Body::kTiles) + 1);
   }
-  // nvcc loads elements of row vectors together, more than there are.
+  // nvcc merges loads of elements of row vectors, and reads beyond their end.
   const int vectors = Program::kVectors > 0 ? Program::kVectors * n + kHeld : 0;
   const int bytes = Body::kTiles * inputs * slots * kPackBytes + vectors * kWord;
   const TileRowsPlan plan{rows, (rows + tile_rows - 1) / tile_rows, n, tile_rows, slots};
@@ -370,10 +372,10 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   return cudaGetLastError();
 }
 
-// Whether TileRowsKernel is for these rows.
+// Whether TileRowsKernel handles these rows.
 template <typename Program>
 bool FitsTiles(const Program& program, const RowsProblem& problem, const RowsDevice& device) {
-  // A thread takes long for a row: teams are better for longer rows that are few.
+  // One thread takes long for a row. If there are few longer rows, teams are faster.
   const bool has_many =
       Program::kColumnSums > 0 || problem.n <= 8 || problem.rows() >= 64 * device.multiprocessors;
   return problem.n % Program::kPack != 0 && AreAligned(program) && has_many &&
@@ -397,7 +399,7 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   return with_held(std::integral_constant<int, 1>());
 }
 
-// Packs that a row touches at most.
+// The most packs that a row may touch.
 inline int64_t PacksOf(int64_t n, int pack) {
   return n % pack == 0 ? n / pack : (n - 2) / pack + 2;
 }
@@ -408,12 +410,12 @@ inline int64_t WideRowsBytes(const WideRowsTraits& traits, const WideRowsPlan& p
          (plan.stages * traits.inputs + traits.vector_slots);
 }
 
-// Rows are of as many classes, in each of which packs begin at the same columns.
+// The number of classes of rows. In the rows of a class, packs begin at the same columns.
 inline int64_t ClassesOf(const WideRowsPlan& plan) {
   return std::min<int64_t>(plan.period, plan.rows);
 }
 
-// The system's shared memory in each block.
+// Shared memory that the system reserves in each block.
 inline constexpr int64_t kReservedBytes = 1 << 10;
 
 inline WideRowsPlan WideRowsPlanOf(int pack, int64_t rows, int64_t n, int64_t threads, int cluster,
@@ -427,13 +429,13 @@ inline WideRowsPlan WideRowsPlanOf(int pack, int64_t rows, int64_t n, int64_t th
 }
 
 // Plans WideRowsKernel for programs without row vectors and sums over rows. False if rows are too
-// short for its blocks, or too long.
+// short or too long for it.
 inline bool PlanWideElements(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
                              int64_t n, WideRowsPlan* plan) {
   const int64_t packs = PacksOf(n, traits.pack);
   if (packs < 4 * kWholeRowsThreads) return false;
-  // Small blocks, of which many are at different stages: bf16 16384 x 8200 takes 165 us with 128
-  // threads, 191 with 256. Without clusters a block may have more.
+  // Small blocks, so that many blocks are at different stages: bf16 16384 x 8200 takes 165 us with
+  // 128 threads, 191 with 256. Without clusters, a block may have more threads.
   const int most = device.has_clusters ? 8 : 1;
   const int most_threads = device.has_clusters ? 256 : kWideRowsThreads;
   int threads = 128, cluster = 1;
@@ -443,10 +445,11 @@ inline bool PlanWideElements(const WideRowsTraits& traits, const RowsDevice& dev
     return (packs + all - 1) / all;
   };
   const auto bytes = [&] { return per_thread() * threads * kPackBytes * traits.inputs; };
-  // A cluster if two blocks do not fit into a multiprocessor, of which one loads while the other
-  // reduces. 16-bit rows, which take more instructions a byte, have more threads: when plans were
-  // compared, cross entropy of 8192 x 50257 with its gradient took 492 us with two blocks a row,
-  // 532 with one; f32 1043 with four, 972 with two. Also if rows are few.
+  // Use a cluster if two blocks, of which one loads while the other reduces, do not fit on a
+  // multiprocessor. 16-bit rows take more instructions per byte, so they get more threads. In a
+  // comparison of plans, cross entropy of 8192 x 50257 with its gradient took 492 us with two
+  // blocks per row and 532 with one; f32 took 1043 with four and 972 with two. Also use a cluster
+  // if rows are few.
   const int64_t most_bytes = device.shared_bytes - traits.exchange_bytes;
   const int64_t most_of_two = (most_bytes - kReservedBytes - traits.exchange_bytes) / 2;
   const bool is_narrow = traits.pack > 4;
@@ -460,14 +463,15 @@ inline bool PlanWideElements(const WideRowsTraits& traits, const RowsDevice& dev
   return bytes() <= most_bytes;
 }
 
-// The same for others. Registers have the sums, shared memory the vectors: a thread has few packs.
+// The same for programs with row vectors or sums over rows. Sums are in registers and vectors in
+// shared memory, so a thread has few packs.
 inline bool PlanWideColumns(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
                             int64_t n, WideRowsPlan* plan) {
   const int pack = traits.pack;
   const int64_t packs = PacksOf(n, pack);
   if (!device.has_clusters || n < LeastWideColumns(pack)) return false;
   const int64_t most_bytes = device.shared_bytes - traits.exchange_bytes;
-  // How many blocks of so many threads registers are enough for.
+  // The most threads on a multiprocessor for which there are enough registers.
   const int most_threads = traits.has_sums ? kWideRowsThreads : 2 * kWideRowsThreads;
   const int held = traits.has_sums ? kWideRowsSums / pack : pack > 4 ? 4 : 5;
   const auto blocks_of = [&](int64_t bytes) {
@@ -483,12 +487,12 @@ inline bool PlanWideColumns(const WideRowsTraits& traits, const RowsDevice& devi
     *plan = WideRowsPlanOf(pack, rows, n, threads, cluster, packs_of(threads));
     const int64_t bytes = WideRowsBytes(traits, *plan);
     const int64_t blocks = blocks_of(bytes);
-    // Smaller blocks: of several one loads while another reduces.
+    // Prefer small blocks: one loads while another reduces.
     const bool is_small = threads <= 320 && blocks >= 2;
     const bool are_few = rows * cluster < device.multiprocessors && plan->packs > 2;
     if (cluster < 8 && (!is_small || are_few)) continue;
     if (bytes > most_bytes || (traits.has_sums && plan->packs > held)) return false;
-    // A row ahead hides less than a block more.
+    // Loading a row ahead hides less latency than another block does.
     plan->stages = 2;
     const int64_t more = WideRowsBytes(traits, *plan);
     if (more > most_bytes || blocks_of(more) < blocks) plan->stages = 1;
@@ -510,8 +514,9 @@ bool PlanWideRows(const Program& program, const RowsProblem& problem, const Rows
          PlanWideRows(WideRowsBody<Program>::kTraits, device, problem.rows(), problem.n, plan);
 }
 
-// How many teams run at a time, and their launch. *parts, if there are sums over rows, is how many
-// parts of them there are: at most so many, which are at least as many as classes of rows.
+// Sets the number of teams to those that run at a time, and the launch configuration. `parts` is
+// null if there are no sums over rows. Otherwise *parts is the most parts of these sums, which must
+// be at least the number of classes, and is set to the number of parts.
 inline cudaError_t ConfigureWideRows(const void* kernel, const WideRowsTraits& traits,
                                      const RowsDevice& device, int64_t* parts, cudaStream_t stream,
                                      WideRowsPlan* plan, cudaLaunchAttribute* attribute,
@@ -546,13 +551,13 @@ cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const Rows
   return cudaLaunchKernelEx(&config, kernel, program, plan);
 }
 
-// Rows that are too long for the registers of a block.
+// Launches the kernel for rows that are too long for the registers of a block.
 template <typename Program>
 cudaError_t LaunchLongRows(const Program& program, const RowsProblem& problem,
                            const RowsDevice& device, cudaStream_t stream) {
   if constexpr (Program::kReductions > 0 && !kIsDouble<typename Program::Element>) {
-    // RowsKernel reads a program without outputs once, in parts. A cluster for each row is better
-    // only where rows are so few that most multiprocessors would idle.
+    // RowsKernel reads the rows of a program without outputs only once, in parts. A cluster per row
+    // is better only if rows are so few that most multiprocessors would idle.
     const bool is_better = Program::kOutputs > 0 || problem.rows() < device.multiprocessors / 2;
     WideRowsPlan plan{};
     if (is_better && PlanWideRows(program, problem, device, &plan)) {
@@ -562,7 +567,7 @@ cudaError_t LaunchLongRows(const Program& program, const RowsProblem& problem,
   return LaunchFlatRows(program, problem, device, stream);
 }
 
-// Rows of neighbouring elements, by the kernel that is for them.
+// Launches the kernel for contiguous rows.
 template <typename Program>
 cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& problem,
                                  cudaStream_t stream) {
@@ -579,7 +584,7 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
   return LaunchLongRows(program, problem, device, stream);
 }
 
-// Others.
+// Launches the kernel for rows that are not contiguous, or that have 2^30 elements or more.
 template <typename Program>
 cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem,
                               cudaStream_t stream) {
@@ -591,7 +596,8 @@ cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem
     constexpr int kHeld = StridedRowsBody<Program, kRows>::kHeld;
     const int64_t packs = (problem.inner + kRows - 1) / kRows;
     StridedRowsPlan plan{problem.n, problem.inner, 1, 1, false};
-    // Sectors of 32 bytes at least, lines if a row still fits into the registers of a block.
+    // Threads cover at least 32-byte sectors, and 128-byte lines if a row still fits in the
+    // registers of a block.
     constexpr int kLine = 128 / static_cast<int>(sizeof(T)) / kRows;
     const auto elements = [&] { return int64_t{kStridedThreads} / plan.columns * kHeld; };
     while (plan.columns < kLine && plan.columns < packs &&

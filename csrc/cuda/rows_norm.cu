@@ -1,9 +1,10 @@
-// Layer norm and root-mean-square norm, with the sum that may come before, and their gradients; see
-// rows.cuh. Bytes: each array of elements read once and written once.
+// Layer norm and root-mean-square norm, with an optional residual sum before them, and their
+// gradients; see rows.cuh. Bytes: each input array of elements is read once, each output array is
+// written once.
 //
-// The gradients of scale and bias are sums over rows: every team sums those of its rows while it
-// has them in registers, the teams of a block are added up and written to a part of the scratch,
-// and a second kernel adds the parts. All in a fixed order.
+// The gradients of scale and bias are sums over rows. Each team adds up its rows while it has them
+// on chip. The sums of the teams of a block are added and written to a part of the scratch, and a
+// second kernel adds the parts. All of this is in a fixed order.
 #include "cuda/rows.h"
 #include "cuda/rows_launch.cuh"
 
@@ -23,7 +24,7 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
     C centre;
     NormStats<T, kCenter> stats;
   };
-  // What is left of an element is its difference from the centre.
+  // Whether an element is replaced by its difference from the centre.
   static constexpr bool kReplaces = kCenter && !kResidual && !M::kHasRest;
   const T* in[kInputs];
   T* out[kOutputs];
@@ -89,7 +90,7 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   using C = Compute<T>;
   using Vjp = NormVjp<T, kCenter>;
   static constexpr int kInputs = kDsum ? 3 : 2, kOutputs = 1;
-  // Of each array: with as many registers for sums.
+  // Elements per array. Sums take as many registers.
   static constexpr int kElements = 64 / static_cast<int>(sizeof(C));
   static constexpr int kVectors = 1, kColumnSums = kSums, kReductions = 1, kValues = 2;
   static constexpr int kThreads = kSums == 0 ? 512 : 256;
@@ -149,8 +150,8 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
 
 inline constexpr int kColumnThreads = 128;
 
-// Sums over rows where no team holds a row: part blockIdx.y of the rows. A thread sums neighbouring
-// columns, as many as a pack has, by loads that need not be aligned.
+// Sums over rows, for rows that no team holds whole: part blockIdx.y of the rows. A thread sums a
+// pack of neighbouring columns, with loads that need not be aligned.
 template <typename T, bool kCenter>
 __global__ void __launch_bounds__(kColumnThreads, 4)
     ColumnSumsKernel(const NormVjpCall call, int64_t parts) {
@@ -206,9 +207,9 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
   }
 }
 
-inline constexpr int kPartRows = 8;  // of threads in a block that add parts
+inline constexpr int kPartRows = 8;  // warps of a block that add parts
 
-// Adds the parts: a warp has 32 columns, the warps of a block have every eighth part.
+// Adds the parts. A block has 32 columns, and its warps take parts round-robin.
 template <typename C>
 __global__ void __launch_bounds__(32 * kPartRows)
     AddPartsKernel(const C* __restrict__ parts, int64_t count, int64_t columns, int64_t n, C* first,
@@ -297,7 +298,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   if (status != cudaSuccess || call.vectors() == 0) return status;
   constexpr int64_t kColumns = kColumnThreads * kPackSize<T>;
   const int64_t blocks = (call.problem.n + kColumns - 1) / kColumns;
-  // About twice the blocks that multiprocessors have at a time: more parts take longer to add.
+  // About twice as many blocks as the multiprocessors run at a time: more parts take longer to add.
   const int64_t parts = std::clamp<int64_t>(16 * device.multiprocessors / blocks, 1, call.parts);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
   ColumnSumsKernel<T, kCenter><<<grid, kColumnThreads, 0, stream>>>(call, parts);

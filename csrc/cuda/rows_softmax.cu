@@ -1,5 +1,5 @@
 // Softmax, its logarithm, sums of exponentials and cross entropy, and their gradients; see
-// rows.cuh. Bytes: each array of elements read once and written once.
+// rows.cuh. Bytes: each input array of elements is read once, each output array is written once.
 #include "cuda/rows.h"
 #include "cuda/rows_launch.cuh"
 
@@ -112,13 +112,13 @@ struct SoftmaxBackward : RowsProgram<T, 2> {
   }
 };
 
-// Element `index` of row `row`.
+// The position of element `index` of row `row`.
 __device__ __forceinline__ int64_t ElementOf(const RowsProblem& p, int64_t row, int64_t index) {
   const int64_t o = p.inner == 1 ? row : row / p.inner;
   return (o * p.n + index) * p.inner + (row - o * p.inner);
 }
 
-// The element that the label of a row names: NaN where it names none.
+// The element that the label of a row names, or NaN if the label is out of range.
 template <typename T>
 __device__ __forceinline__ Compute<T> LabelValue(const RowsProblem& p, const T* x, int32_t label,
                                                  int64_t row) {
@@ -203,8 +203,8 @@ struct LogSumExpBackward : RowsProgram<T, 1> {
   }
 };
 
-// Both in one pass. The value may be rounded otherwise than that of LogSumExpForward, which adds up
-// other parts of a row.
+// The value and the gradient in one pass. The value may be rounded differently from that of
+// LogSumExpForward, which splits rows into different parts.
 template <typename T>
 struct LogSumExpWithGradient : ExpSumReductions<T, true> {
   using C = Compute<T>;
@@ -215,10 +215,10 @@ struct LogSumExpWithGradient : ExpSumReductions<T, true> {
   struct Row {
     typename ExpSum<T>::State state;
     C centre;
-    C scale;     // what a term is multiplied by
-    C of_label;  // the element, and then the loss: few registers are left
+    C scale;     // the factor of each term
+    C of_label;  // the label's element, later the loss: registers are scarce
     C ct;
-    int label;  // its column, -1 where it names none
+    int label;  // the column of that element, or -1 if the label is out of range
     __device__ __forceinline__ int Named() const { return label; }
     __device__ __forceinline__ void Made() {
       scale = ct * ExpStats<T>::Of(state).factor;
@@ -240,7 +240,7 @@ struct LogSumExpWithGradient : ExpSumReductions<T, true> {
     facts.ct = Accumulator<T>::Load(ct[row]);
     return facts;
   }
-  // The gradient may overwrite the element, after both reductions.
+  // Reads the element now, because the gradient may later overwrite it.
   __device__ __forceinline__ void Start(int64_t row, Row* facts) const {
     if (labels == nullptr) {
       facts->label = kNoLabels;

@@ -1,9 +1,10 @@
-// Rows whose elements are not next to each other, (outer, n, inner) with inner > 1, without a
-// transpose: what is next to each other belongs to neighbouring rows. A thread has a pack of so
-// many rows and every so-many-th element of them, in registers where all of a row fit there; where
-// they do not, it reads them again in each pass. Also rows of 2^30 elements and more.
+// Rows whose elements are not contiguous: (outer, n, inner) with inner > 1, without a transpose.
+// Contiguous elements belong to neighbouring rows. A thread has a pack of neighbouring rows, and
+// shares their elements round-robin with other threads. It holds its elements in registers if all
+// of a row fits there. Otherwise it reads them again in each pass. Also handles rows of 2^30
+// elements and more.
 //
-// Programs are those of rows.cuh.
+// Handles the programs of rows.cuh.
 #pragma once
 
 #include "common/fast_divide.h"
@@ -13,14 +14,14 @@ JOF_NAMESPACE_BEGIN
 
 struct StridedRowsPlan {
   int64_t n, inner;
-  int64_t tiles;  // of inner; a block has the rows of one
-  int columns;    // threads of a block next to each other along inner: a power of two
+  int64_t tiles;  // tiles along inner; a block has the rows of one tile
+  int columns;    // neighbouring threads of a block along inner: a power of two
   bool is_held;   // whether each thread holds all of its elements
 };
 
 inline constexpr int kStridedThreads = 512;
 
-// kPack rows next to each other in each thread.
+// Each thread has kPack neighbouring rows.
 template <typename Program, int kPack>
 class StridedRowsBody {
  public:
@@ -65,7 +66,7 @@ class StridedRowsBody {
  private:
   using Row = typename Program::Row;
 
-  // Calls visit(j) with elements j, j + step_, ... of the rows in registers.
+  // Calls visit(j) whenever elements j, j + step_, ... of the rows are in registers.
   template <typename Visit>
   __device__ __forceinline__ void ForEachChunk(const Visit& visit) {
     if (plan_.is_held && kReductions > 0) {
@@ -119,7 +120,7 @@ class StridedRowsBody {
           }
         }
       });
-      // The values of threads with the same rows, halves at a time.
+      // Combine the values of threads with the same rows, by halving the number of threads.
       C* mine = shared_ + threadIdx.x;
       JOF_UNROLL
       for (int i = 0; i < kPack; ++i) {
@@ -175,12 +176,12 @@ class StridedRowsBody {
 
   const Program& program_;
   const StridedRowsPlan& plan_;
-  C* shared_;         // one for each thread
-  int along_, step_;  // the first element of a row in this thread, and how far it is to the next
-  int64_t inner_;     // of the first row
+  C* shared_;         // one value for each thread
+  int along_, step_;  // this thread's first element of a row, and the distance to the next
+  int64_t inner_;     // position of the first row along inner
   bool has_rows_;
   int64_t first_row_;
-  int64_t begin_;  // of the first row, in the arrays
+  int64_t begin_;  // where the first row begins in the arrays
   C x_[kHeld][kPack][kInputs];
   C no_vectors_[1];
 };

@@ -7,54 +7,54 @@
 
 JOF_NAMESPACE_BEGIN
 
-// What of a program decides about its teams.
+// The properties of a program that its teams depend on.
 struct RowsTraits {
   int inputs, element_bytes;
   int held;            // packs that a thread can hold
   int threads;         // the most in a block
-  bool may_be_chunks;  // a row read by chunks is read once all the same
+  bool may_be_chunks;  // a row that is processed in chunks is still read only once
   bool has_reductions;
   bool has_sums;     // over rows
-  int vector_bytes;  // of row vectors, for each element
+  int vector_bytes;  // of all row vectors, for each element
 };
 
 // The team that works on a row.
 struct RowsTeam {
   int lanes;    // threads of a block that work on one row: a power of two
   int packs;    // packs of a row that a thread holds at a time
-  int chunks;   // how often it holds that many
+  int chunks;   // how many times it does so
   int cluster;  // blocks that work on one row
-  int threads;  // of a block
+  int threads;  // threads of a block
 };
 
-// What a launch looks like, chosen by PlanRows.
+// The plan of a launch, made by PlanRows.
 struct RowsPlan {
   RowsTeam team;
   int64_t rows, n;
   int64_t total;     // elements of an array
   int64_t teams;     // each has every teams-th row
   int stages;        // chunks in flight for each thread
-  int vector_slots;  // where the packs of row vectors are in shared memory
+  int vector_slots;  // where row vectors begin in shared memory, in 16-byte slots
 };
 
 // The team for rows of n elements. A row has edges if it may begin or end within a pack.
 JOF_HOST_DEVICE constexpr RowsTeam TeamOf(const RowsTraits& traits, bool has_clusters, int64_t n,
                                           bool has_edges) {
   const int64_t pack = kPackBytes / traits.element_bytes;
-  // Packs that a row touches.
+  // The packs that a row touches.
   const int64_t packs = has_edges ? (n + pack - 2) / pack + 1 : n / pack;
   RowsTeam team{1, 1, 1, 1, 0};
   const auto per_lane = [&] {
     const int64_t lanes = int64_t{team.lanes} * team.cluster;
     return static_cast<int>((packs + lanes - 1) / lanes);
   };
-  // Of two f32 inputs fewer packs in more lanes are better, which leaves 48 KB in flight on a
+  // For two f32 inputs, fewer packs in more lanes are better. This leaves 48 KB in flight on a
   // multiprocessor: layer norm's gradient of 131072 x 1024 at 89 % of copy speed instead of 87 %.
   const int preferred = traits.inputs == 2 ? 2 : traits.held;
   const int most_lanes = traits.may_be_chunks && traits.has_reductions ? 64 : 256;
   while (team.lanes < most_lanes && per_lane() > preferred) team.lanes *= 2;
-  // Blocks of 256 threads in more clusters are better than of 512: bf16 4096 x 32000 at 73 % of
-  // copy speed instead of 60 %.
+  // Larger clusters of 256-thread blocks are better than clusters of 512-thread blocks: bf16 4096 x
+  // 32000 at 73 % of copy speed instead of 60 %.
   while (!traits.may_be_chunks && has_clusters && team.cluster < 8 && team.lanes == most_lanes &&
          per_lane() > traits.held) {
     team.cluster *= 2;
@@ -75,8 +75,9 @@ namespace internal {
 inline constexpr int kWarpSize = 32;
 inline constexpr int kMostCluster = 16;
 
-// What the warps of a block and the blocks of a cluster exchange. In two copies, one for each other
-// reduction: so one barrier does, as who is late still reads the other copy.
+// Values that the warps of a block and the blocks of a cluster exchange. Successive reductions
+// alternate between two copies, so one barrier is enough: slow threads may still be reading the
+// other copy.
 template <typename C, int kValues>
 struct Exchange {
   C warps[2][kWarpSize][kValues];
@@ -84,12 +85,12 @@ struct Exchange {
   uint64_t barriers[2];
 };
 
-// A barrier of a team of several warps, the first of which is `warp` of the block.
+// A barrier for a team of several warps. `warp` is the number of its first warp in the block.
 __device__ __forceinline__ void SyncTeam(int warp, int lanes) {
   asm volatile("bar.sync %0, %1;" ::"r"(warp + 1), "r"(lanes) : "memory");
 }
 
-// Combines values with those of the lane whose number differs in one bit.
+// Combines values with those of the lane whose number differs in the bit `bit`.
 template <typename C, int kValues, typename Combine>
 __device__ __forceinline__ void CombineLanes(int bit, C (&values)[kValues],
                                              const Combine& combine) {
@@ -99,8 +100,8 @@ __device__ __forceinline__ void CombineLanes(int bit, C (&values)[kValues],
   combine(values, other);
 }
 
-// Combines the values of the team's threads in this block, with the same result in each. `copy` is
-// 0 and 1 in turn.
+// Combines the values of the team's threads in this block. Every thread gets the same result.
+// `copy` alternates between 0 and 1.
 template <typename C, int kMost, int kValues, typename Combine>
 __device__ __forceinline__ void ReduceLanes(int lanes, Exchange<C, kMost>* exchange, unsigned copy,
                                             C (&values)[kValues], const Combine& combine) {
@@ -122,7 +123,7 @@ __device__ __forceinline__ void ReduceLanes(int lanes, Exchange<C, kMost>* excha
   for (int bit = warps / 2; bit > 0; bit /= 2) CombineLanes(bit, values, combine);
 }
 
-// Combines the values of all threads of the team, with the same result in each.
+// Combines the values of all threads of the team. Every thread gets the same result.
 template <bool kMayBeCluster, typename C, int kMost, int kValues, typename Combine>
 __device__ __forceinline__ void ReduceTeam(const RowsTeam& team, Exchange<C, kMost>* exchange,
                                            unsigned* turn, C (&values)[kValues],

@@ -1,22 +1,23 @@
-// Rows of a few elements, a thread each. A block copies a tile of neighbouring rows to shared
-// memory, as the packs that they lie in. There each thread works on a row at a time, element by
-// element, and puts the results in their places; then packs go out. So global memory sees whole
-// packs only, nothing is exchanged between threads, and nothing is computed that is not of a row.
+// Rows of a few elements, one thread per row. A block copies a tile of neighbouring rows to shared
+// memory in whole packs. There each thread processes one row at a time, element by element, and
+// writes the results over the inputs. Then the block stores the tile in whole packs. So global
+// memory sees only whole packs, threads exchange nothing, and no work is spent on elements outside
+// rows.
 //
-// A block has one tile: blocks beside it hide what it waits for. With sums over rows it has every
-// so-many-th tile and copies the next one while it works.
+// A block has one tile: other blocks on the multiprocessor hide its latency. With sums over rows,
+// blocks take tiles round-robin, and copy the next tile while they work on one.
 //
-// Measured on an H200, softmax in us, what RowsKernel takes, and XLA:
+// Measured on an H200, in us: softmax by this kernel, by RowsKernel, and by XLA:
 //                   bf16             f32
 //   12000000 x 3    63, 391, 62      85, 477, 77
 //   6000000 x 7     55, 201, 69      86, 287, 90
 //   1600000 x 25    48, 188, 89      79, 260, 95
 //   640000 x 63     58, 112, 97      86, 157, 108
-// Tiles of 12 KB are best: with one row a thread 12000000 x 3 takes 122 us instead of 63, for
-// blocks cost more than what is in them. Teams of lanes instead of a thread a row took 98 us for
-// it, 79 for 6000000 x 7 and 92 for 1200000 x 33 (now 63).
+// Tiles of 12 KB are best. With one row per thread, 12000000 x 3 takes 122 us instead of 63,
+// because the overhead of a block exceeds its work. Teams of lanes instead of one thread per row
+// took 98 us for it, 79 for 6000000 x 7 and 92 for 1200000 x 33 (now 63).
 //
-// Programs are those of rows.cuh.
+// Handles the programs of rows.cuh.
 #pragma once
 
 #include "cuda/rows.cuh"
@@ -28,13 +29,13 @@ struct TileRowsPlan {
   int64_t rows;
   int64_t tiles;
   int n;
-  int tile_rows;   // of a tile: a multiple of the block's threads
+  int tile_rows;   // rows of a tile: a multiple of the threads of a block
   int tile_slots;  // packs that the tile of one array may touch
 };
 
 inline constexpr int kTileThreads = 256;  // the most in a block
 
-// A thread holds kHeld elements or fewer, which move as words of kUnit neighbours.
+// A thread holds up to kHeld elements, which move in words of kUnit neighbours.
 template <typename Program, int kUnit, int kHeld>
 class TileRowsBody {
  public:
@@ -44,8 +45,8 @@ class TileRowsBody {
   static constexpr int V = Program::kPack, kInputs = Program::kInputs;
   static constexpr int kOutputs = Program::kOutputs, kReductions = Program::kReductions;
   static constexpr int kVectors = Program::kVectors, kColumnSums = Program::kColumnSums;
-  // Sums of a thread that depend on nothing of each other. With two, of 31 elements each, a softmax
-  // in f32 was 4.5 ulp off, with four 4.1.
+  // Independent accumulators of a thread. An f32 softmax was 4.5 ulp off with two accumulators, of
+  // 31 elements each, and 4.1 with four.
   static constexpr int kWays = kIsNarrow<typename Program::Element> ? 4 : 8;
   static constexpr int kTiles = kColumnSums > 0 ? 2 : 1;  // in shared memory
   static constexpr int kBytes = static_cast<int>(sizeof(T));
@@ -80,8 +81,8 @@ class TileRowsBody {
     return static_cast<int>(min(rows, int64_t{plan_.tile_rows})) * plan_.n;
   }
 
-  // Copies a tile, which begins where a pack does; the last elements, which may not fill one, one
-  // by one.
+  // Copies a tile, which begins at a pack boundary. Its last elements may not fill a pack and are
+  // copied one by one.
   __device__ __forceinline__ void Fetch(int64_t tile, uint4* slots) const {
     if (tile < plan_.tiles) {
       const int64_t begin = tile * plan_.tile_rows * plan_.n;
@@ -115,7 +116,7 @@ class TileRowsBody {
     }
   }
 
-  // Row vectors are behind the tiles, widened.
+  // Row vectors come after the tiles, as values of type C.
   __device__ __forceinline__ C* Vectors() const {
     return reinterpret_cast<C*>(slots_ + kTiles * kInputs * plan_.tile_slots);
   }
@@ -141,7 +142,7 @@ class TileRowsBody {
     for (int i = 0; i < kVectors; ++i) v[i] = Vectors()[i * plan_.n + k];
   }
 
-  // Works on a tile that was fetched, while the next one is.
+  // Processes a tile that was fetched. With sums over rows, fetches the next one meanwhile.
   __device__ __forceinline__ void Process(int64_t tile, uint4* slots, uint4* next) {
     internal::WaitForCopies(0);
     __syncthreads();
@@ -157,7 +158,7 @@ class TileRowsBody {
     if constexpr (kColumnSums > 0) __syncthreads();
   }
 
-  // The row is at `place` in the tile of the first array.
+  // Processes the row at `place` in the tile of the first array.
   __device__ __forceinline__ void ProcessRow(int64_t row, uint32_t place) {
     Row facts = program_.Begin(row);
     JOF_UNROLL
@@ -248,7 +249,7 @@ class TileRowsBody {
     }
   }
 
-  // The sums of the block, in a fixed order.
+  // Adds up and stores the sums of the block, in a fixed order.
   __device__ __forceinline__ void StoreColumnSums() const {
     C* const shared = reinterpret_cast<C*>(slots_);
     C* target = program_.partial_sums + int64_t{blockIdx.x} * program_.wanted_sums * plan_.n;
@@ -274,11 +275,12 @@ class TileRowsBody {
   C column_sums_[kHeld][kColumnSums + 1] = {};
 };
 
-// Elements that a thread may hold: 64 values, half of them sums over rows if there are any.
+// The elements that a thread may hold: 64 values in all, half of which are sums over rows if there
+// are any.
 template <typename Program>
 inline constexpr int kTileHeld = (Program::kColumnSums > 0 ? 32 : 64) / Program::kInputs / 4 * 4;
 
-// Blocks of kTileThreads that a multiprocessor is to have registers for.
+// The blocks of kTileThreads that a multiprocessor must have enough registers for.
 template <typename Program, int kHeld>
 JOF_HOST_DEVICE constexpr int TileRowsBlocks() {
   return Program::kColumnSums > 0 || kHeld * Program::kInputs > 32 ? 2 : 4;

@@ -1,19 +1,20 @@
-// Rows that a team of up to 256 threads holds in registers: several rows a thread or a warp, a warp
-// a row, or several warps. All arrays begin where packs do. What rows.cuh asks about each pack is
-// known here, and what a thread loads goes to registers.
+// Rows that a team of up to 256 threads holds in registers. A team is one thread, a part of a warp,
+// a warp, or several warps, and may have several rows at a time. All arrays are aligned to packs.
+// The checks that RowsKernel makes for each pack are not needed here, and loads go straight to
+// registers.
 //
-// Most programs have one team a row: no team waits for its next row while it works on one, but
-// blocks of other rows run beside it. Of short rows a team has several at a time, so that each
-// thread has as many loads in flight as with a long one. A program with sums over rows has a team
-// of every so-many-th row, which loads the next row ahead and keeps row vectors in registers.
+// In most programs a team works on one row, or on several short rows at a time, and then exits. No
+// rows are loaded ahead: blocks of other rows run beside it instead. With several short rows, each
+// thread has as many loads in flight as with a long row. In a program with sums over rows, teams
+// take rows round-robin, load the next row ahead and keep row vectors in registers.
 //
-// 16-bit rows of a multiple of four elements, but not of eight, consist of packs of 8 bytes. Other
-// rows have edges: they begin and end within packs. Their packs are those of memory, masked where a
-// row begins and ends. Row vectors are loaded element by element. Edges cost more than narrow
-// packs: softmax of bf16 39840 x 1004 took 47 us with edges, 43 with packs of 8 bytes (400000 x
-// 100: 56 and 55).
+// 16-bit rows whose length is a multiple of four, but not of eight, consist of packs of 8 bytes.
+// Other rows have edges: they begin and end within packs. Their packs are aligned in memory, and
+// elements outside the row are masked. Row vectors are loaded element by element. Edges cost more
+// than narrow packs: softmax of bf16 39840 x 1004 took 47 us with edges, 43 with packs of 8 bytes
+// (400000 x 100: 56 and 55).
 //
-// Measured on an H200, in us; with the gradient means both kernels:
+// Measured on an H200, in us; "with its gradient" is the time of both kernels:
 //                   copy   softmax, with its gradient   layer norm, with its gradient
 //   bf16
 //   65536 x 512     32     34     82                    39     97
@@ -24,15 +25,15 @@
 //   131072 x 1024   254    258    625                   259    692
 //   16384 x 4096    127    131    316                   131    356
 //
-// Of traced programs the length of rows is known, and so which packs need no check. They do not say
-// what adds nothing to a reduction: terms of elements that are not of the row are left out. Arrays
-// may have several types, and need not be aligned.
+// Traced programs know the length of rows, and therefore which packs need no check. They have no
+// Neutral: the terms of elements outside the row are left out. Their arrays may have several types,
+// and need not be aligned.
 //
-// What was tried: loads that pass by the first-level cache, 6 % slower in gradients; blocks of 128
-// threads, 2 to 21 % slower; registers for six blocks, which spill; rows of edges copied to shared
-// memory and taken by elements, 78 us instead of 47 for bf16 40000 x 1001, bound by instructions.
+// What was tried: loads that bypass the L1 cache, 6 % slower in gradients; blocks of 128 threads, 2
+// to 21 % slower; registers for six blocks, which spill; rows with edges copied to shared memory
+// and read element by element, 78 us instead of 47 for bf16 40000 x 1001, bound by instructions.
 //
-// Programs are those of rows.cuh.
+// Handles the programs of rows.cuh.
 #pragma once
 
 #include "cuda/rows.cuh"
@@ -43,37 +44,37 @@ inline constexpr int kWholeRowsThreads = 256;
 
 struct WholeRowsPlan {
   int64_t rows;
-  int64_t teams;  // where there are sums over rows: each has every teams-th row
+  int64_t teams;  // if there are sums over rows: each has every teams-th row
   int n;
-  int lanes;  // of a team: a power of two
-  // Of traced programs: whether all arrays and row vectors begin at multiples of 16 bytes.
+  int lanes;  // threads of a team: a power of two
+  // For traced programs: whether all arrays and row vectors are aligned to 16 bytes.
   bool is_packed;
 };
 
-// What of a program decides about its instances.
+// The properties of a program that its kernel instances depend on.
 struct WholeRowsTraits {
   int inputs, vectors, sums;
-  int pack;       // elements
+  int pack;       // elements of a pack
   bool is_short;  // packs are of 8 bytes
-  int most;       // packs of all rows of a thread that registers hold
-  int most_rows;  // and of so many
+  int most;       // packs that registers of a thread can hold, of all its rows
+  int most_rows;  // rows that a thread may have
 };
 
-// An instance of WholeRowsKernel: packs of each row that a thread holds, and rows.
+// An instance of WholeRowsKernel: how many packs of each row a thread holds, and how many rows.
 struct WholeRowsShape {
   int held, rows;
 };
 struct WholeRowsShapes {
-  WholeRowsShape of[4];  // without rows: none
+  WholeRowsShape of[4];  // unused if it has 0 rows
 };
 
-// The instances that may be for rows of so many packs, those first that are to be preferred. Those
-// for more than two inputs are of traced programs.
+// The candidate instances for rows of this many packs, in order of preference. Those for more than
+// two inputs are used by traced programs only.
 //
-// Measured on an H200 over 28 sizes of rows: four packs a thread are enough in flight, of several
-// rows where these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a
-// copy takes 79). Eight are better where registers have nothing else, and six of rows with edges.
-// Packs of 8 bytes are half as much in flight, so there are more of them (softmax of bf16 39840 x
+// Measured on an H200 over 28 row sizes: four packs in flight per thread are enough, of several
+// rows if these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a copy
+// takes 79). Eight are better if registers hold nothing else, and six for rows with edges. Packs of
+// 8 bytes are half as many bytes in flight, so there are more of them (softmax of bf16 39840 x
 // 1004: 43 us with eight, 50 with four of each of two rows; its gradient takes 58 with four).
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTraits& traits,
                                                             bool has_edges, int64_t packs) {
@@ -97,15 +98,15 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   return {{{8, 1}, {4, 1}, {6, 1}}};
 }
 
-// The instance that leaves the fewest threads without packs, and the lanes of its teams.
+// The instance whose threads have the fewest unused packs, and the lanes of its teams.
 struct WholeRowsTeam {
   WholeRowsShape shape;
-  int lanes;  // 0: no instance is for such rows
+  int lanes;  // 0: no instance handles these rows
 };
 
 inline constexpr int64_t kManyRows = int64_t{1} << 40;
 
-// Where there are fewer threads than `few` each has less to do.
+// Chooses the instance. If there would be fewer than `few` threads, each one gets less to do.
 JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& traits,
                                                         bool has_edges, int64_t n, int64_t rows,
                                                         int64_t few) {
@@ -122,7 +123,7 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
     if (team.lanes == 0 || one.held * needed < team.shape.held * team.lanes) team = {one, needed};
   }
   if (team.lanes == 0) return team;
-  // Rows that are few have more lanes, with fewer packs each.
+  // If there are few rows, they have more lanes, with fewer packs each.
   while (team.lanes < kWarp && team.lanes < packs && rows * team.lanes < few) team.lanes *= 2;
   for (const WholeRowsShape& one : shapes.of) {
     if (one.rows == 1 && one.held < team.shape.held && one.held * team.lanes >= packs) {
@@ -134,9 +135,10 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
 
 namespace internal {
 
-// Adds what the teams of a block have in shared memory for each column, `step` apart, in a fixed
-// order. Threads share the columns of short rows: with 128 teams one after the other the gradient
-// of 72 x 16 f16 took 27 us on an H200 instead of 5.
+// Adds up, for each column, the values that the teams of a block have in shared memory, `step`
+// apart, in a fixed order. Several threads share a column if rows are short: when each column's 128
+// teams were added one after the other, the gradient of 72 x 16 f16 took 27 us on an H200 instead
+// of 5.
 template <typename C>
 __device__ __forceinline__ void AddTeams(const C* shared, int teams, int step, int columns,
                                          C* target) {
@@ -154,7 +156,7 @@ __device__ __forceinline__ void AddTeams(const C* shared, int teams, int step, i
   }
 }
 
-// An element of a pack of up to 16 bytes.
+// Sets an element of a pack of up to 16 bytes, whose bits must be 0.
 template <typename T>
 __device__ __forceinline__ void SetElement(int j, T value, uint4* pack) {
   constexpr int kEach = 4 / static_cast<int>(sizeof(T));  // elements of a word
@@ -166,7 +168,7 @@ __device__ __forceinline__ void SetElement(int j, T value, uint4* pack) {
   if (j / kEach == 3) pack->w |= bits;
 }
 
-// 16 bytes that nobody reads again.
+// Loads 16 bytes that are not read again.
 __device__ __forceinline__ uint4 LoadOnce(const void* source) {
   uint4 pack;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -175,7 +177,7 @@ __device__ __forceinline__ uint4 LoadOnce(const void* source) {
   return pack;
 }
 
-// 16 bytes of which only those before `end` are there.
+// Loads 16 bytes, of which only elements before `end` exist.
 template <typename T>
 __device__ __forceinline__ uint4 LoadBefore(const T* source, const T* end) {
   union {
@@ -251,7 +253,7 @@ class WholeRowsBody {
         Fetch(row + plan_.teams, 0);
         Reduce<0>(facts);
         Finish(row, 0, facts[0]);
-        // Who is late still reads what is exchanged.
+        // Slow threads may still be reading the exchanged values.
         if (Lanes() > internal::kWarpSize) __syncthreads();
       }
       StoreColumnSums();
@@ -259,7 +261,7 @@ class WholeRowsBody {
   }
 
  private:
-  // Of a traced program a pack of the widest type has 16 bytes.
+  // In a traced program, a pack of the widest type has 16 bytes.
   using Whole = Word<Program::kIsTraced ? kPackBytes : sizeof(T) * V>;
 
   __device__ __forceinline__ int Width() const { return internal::WidthOf<Program>(plan_); }
@@ -271,8 +273,8 @@ class WholeRowsBody {
     }
   }
 
-  // The first column of a pack, which is negative where the row begins within it, and whether the
-  // row has some of its elements, and all of them.
+  // The first column of a pack, which is negative if the row begins within it; then whether the row
+  // has some of its elements, and whether it has all of them.
   __device__ __forceinline__ int PackAt(int k) const { return first_ + k * step_; }
   __device__ __forceinline__ bool Has(int k) const { return AllHave(k) || PackAt(k) < Width(); }
   __device__ __forceinline__ bool IsInner(int k) const {
@@ -282,22 +284,22 @@ class WholeRowsBody {
     if constexpr (!kHasEdges) return Has(k);
     return AllHave(k) || static_cast<unsigned>(PackAt(k) + j) < static_cast<unsigned>(Width());
   }
-  // What all threads have is known where the length of rows is.
+  // Whether all threads have the pack, as far as it is known at compile time.
   __device__ __forceinline__ bool AllHave(int k) const {
     return Program::kIsTraced && k >= kHasEdges && (k + 1) * step_ <= Width();
   }
-  // What no thread has is worth a branch where lengths of rows may be any.
+  // Whether no thread has the pack. This is worth a branch if rows may have any length.
   __device__ __forceinline__ bool NobodyHas(int k) const {
     return (kHasEdges || Program::kIsTraced) && k > 0 &&
            k * step_ >= Width() + (kHasEdges ? V - 1 : 0);
   }
 
-  // Whether a pack of all arrays and row vectors may be loaded and stored at once.
+  // Whether the pack can be loaded and stored at once in all arrays and row vectors.
   __device__ __forceinline__ bool IsPacked(int k) const {
     return !kHasEdges && (!Program::kIsTraced || plan_.is_packed) && Has(k);
   }
 
-  // In a function: a pointer to it would take a register.
+  // A function, because a pointer to the exchange would take a register.
   __device__ __forceinline__ static auto* Exchange() {
     __shared__ internal::Exchange<C, kRows * Program::kValues> exchange;
     return &exchange;
@@ -310,8 +312,8 @@ class WholeRowsBody {
     if constexpr (Program::kIsTraced) program_.Start(facts);
   }
 
-  // What is only read, or read a row ahead, passes by the first-level cache, unless other rows have
-  // a part of its sector.
+  // Loads bypass the L1 cache in programs that have no outputs or that load a row ahead, unless
+  // other rows have a part of the same sector.
   template <typename Array>
   __device__ __forceinline__ static auto LoadWhole(const Array* pack) {
     if constexpr ((kColumnSums > 0 || kOutputs == 0) && V * sizeof(Array) == kPackBytes) {
@@ -354,8 +356,8 @@ class WholeRowsBody {
     });
   }
 
-  // The same element by element: of arrays that are not aligned, and where packs may end beyond
-  // their array. In loops, as the code is short then, and soon compiled.
+  // The same element by element, for unaligned arrays and for packs that may end beyond their
+  // array. Loops keep the code short, so that it compiles fast.
   __device__ __forceinline__ void FetchElements(int64_t row, int i) {
     internal::ForEachIndex<kInputs>([&](auto index) {
       constexpr int a = decltype(index)::value;
@@ -476,7 +478,7 @@ class WholeRowsBody {
     }
   }
 
-  // Elements that are not of the row have no effect on what is reduced.
+  // Sets elements outside the row to values that do not affect the reduction.
   template <int r>
   __device__ __forceinline__ void Mask(int i, const Row& facts) {
     JOF_UNROLL
@@ -493,7 +495,7 @@ class WholeRowsBody {
     }
   }
 
-  // What this thread has of a row.
+  // Accumulates the elements that this thread has of a row.
   template <int r, int kCount>
   __device__ __forceinline__ void Accumulate(int i, const Row& facts, C (&sum)[kCount]) {
     C values[kWays][kCount];
@@ -527,7 +529,7 @@ class WholeRowsBody {
   __device__ __forceinline__ void Reduce(Row (&facts)[kRows]) {
     if constexpr (r < kReductions) {
       constexpr int kCount = Program::ValuesOf(r);
-      union {  // one after the other, and at once
+      union {  // the values per row, and all of them as one array
         C of_rows[kRows][kCount];
         C all[kRows * kCount];
       };
@@ -571,16 +573,16 @@ class WholeRowsBody {
 
   const Program& program_;
   const WholeRowsPlan& plan_;
-  int lane_;   // of the team
-  int first_;  // column of its first pack
-  int step_;   // columns from a pack of this thread to its next one
+  int lane_;   // in the team
+  int first_;  // column of this thread's first pack
+  int step_;   // columns from one pack of this thread to the next
   Whole ahead_[kRows][kHeld][kInputs];
   typename Program::Values x_[kRows][kHeld][V];
   C vectors_[kColumnSums > 0 ? kHeld : 1][V][kVectors + 1];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
 
-// Blocks that a multiprocessor is to have registers for.
+// The blocks that a multiprocessor must have enough registers for.
 template <typename Program, int V, int kHeld, int kRows, bool kHasEdges>
 JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   constexpr bool kNarrow = Program::kPack > 4;

@@ -1,44 +1,48 @@
-// Rows that are too long for the registers of a block: more than about 8,192 elements, or fewer
-// where there are several arrays. Shared memory has a row as it is in memory, that of a block or of
-// a cluster of blocks, and each pass over the row reads it there. So each array is read once and
-// written once.
+// Rows that are too long for the registers of a block: more than about 8,192 elements, or fewer if
+// there are several arrays. A row is copied unchanged to the shared memory of a block or of a
+// cluster of blocks, and each pass over the row reads it there. So each input is read once and each
+// output is written once.
 //
-// A block has every so-many-th row. The last pass stores results and, as soon as a thread is done
-// with a pack, has the same pack of the next row copied into its place. So loads and stores run
-// together, and the first pass begins as packs come. A thread works on those packs only that it has
-// copied itself: there are no barriers but in reductions.
+// Teams (blocks or clusters) take rows round-robin. The last pass stores results. As soon as a
+// thread is done with a pack, it starts to copy the same pack of the next row into its place. So
+// loads and stores run together, and the first pass begins as packs arrive. A thread works only on
+// packs that it has copied itself, so the only barriers are in reductions.
 //
-// Row vectors and sums over rows belong to columns. A team goes through rows whose packs begin at
-// the same columns, of odd rows every eighth (f32: fourth) one. So a thread has the same columns in
-// all of them: its part of the vectors stays in shared memory, its sums stay in registers.
+// Row vectors and sums over rows belong to columns. With these, a team works through rows whose
+// packs begin at the same columns: for odd row lengths, every eighth row (every fourth in f32). So
+// a thread has the same columns in all of these rows: its part of the vectors stays in shared
+// memory, and its sums stay in registers.
 //
-// Measured on an H200, in us; by RowsKernel, softmax took 865 (with its gradient 1813) and 1312:
+// Measured on an H200, in us. With RowsKernel, softmax took 865 (with its gradient 1813) in bf16
+// and 1312 in f32.
 //                       copy   softmax, with its gradient   cross entropy with its gradient
 //   bf16 8192 x 50257   385    475      1107                488
 //   f32 8192 x 50257    766    960      2263                1002
 //                       copy   rms norm, with its gradient  layer norm, with its gradient
 //   bf16 8192 x 50257   385    649      1516                850     2026
 //   f32 8192 x 50257    766    926      2249                1177    2844
-// Former kernels took 640, 2466, 1261, 3149 and 938, 4409, 1329, 4890 for the norms: they read row
-// vectors again for each row, and rows again for the sums. What binds bf16 norms is instructions:
-// 55 % of issue slots are used, with about four warps on each scheduler.
+// Previous kernels took 640, 2466, 1261, 3149 (bf16) and 938, 4409, 1329, 4890 (f32) for the norms.
+// They read row vectors again for each row, and rows again for the sums. Norms in bf16 are bound by
+// instructions: 55 % of issue slots are used, with about four warps per scheduler.
 //
-// What made it faster: more and smaller blocks in a multiprocessor; the label of a row, and what it
-// names, read before they are needed; maxima of 16 bits by pairs; two groups of copies instead of
-// four, with loops unrolled over both and over three packs (cross entropy of bf16 518 -> 495 us in
-// a benchmark of its own, of f32 1080 -> 1022; more packs are not faster). What was tried: sums of
-// exponentials beside the maximum so far, scaled again as it grows, so that a row is read twice and
-// not three times. Cross entropy of bf16 with its gradient took 549 us by it, 517 without.
+// What made it faster: more and smaller blocks per multiprocessor; reading the label of a row, and
+// the element that it names, before they are needed; 16-bit maxima of two elements at a time; two
+// groups of copies instead of four, with loops unrolled over both and over three packs (in a
+// separate benchmark, cross entropy went from 518 to 495 us in bf16 and from 1080 to 1022 in f32;
+// more packs are not faster). What did not: sums of exponentials relative to the maximum so far,
+// rescaled as it grows, so that a row is read twice and not three times. This took 549 us for cross
+// entropy of bf16 with its gradient, instead of 517.
 //
-// What was tried for norms of 8192 x 50257 (us, benchmarks of their own). Vectors read from the
-// second-level cache for each row: rms norm of f32 2554. Vectors in registers: layer norm of bf16
-// 816, in shared memory 780. A row reduced before the last one is mapped, to hide what blocks of a
-// cluster wait for each other: the gradient of rms norm of bf16 897, without 849; it helps only
-// where one block fills a multiprocessor. A barrier of the block before the blocks exchange: layer
-// norm of bf16 908, without 850. Teams in a number that is a multiple of the period: 24 and not 30.
+// What did not help norms of 8192 x 50257 (us, separate benchmarks): Reading vectors from the L2
+// cache for each row: rms norm of f32 2554. Vectors in registers: layer norm of bf16 816; in shared
+// memory 780. Reducing a row before the previous one is mapped, to hide the time that the blocks of
+// a cluster wait for each other: the gradient of rms norm of bf16 897; without 849. This helps only
+// if one block fills a multiprocessor. A block barrier before the blocks exchange values: layer
+// norm of bf16 908; without 850. Rounding the number of teams to a multiple of the period: 24 teams
+// instead of 30.
 //
-// Programs are those of rows.cuh that have reductions. All arrays begin at multiples of 16 bytes;
-// those of traced programs need not. Rows may begin and end within packs.
+// Handles the rows.cuh programs that contain a reduction. All arrays must be aligned to 16 bytes,
+// except those of traced programs. Rows may begin and end within packs.
 #pragma once
 
 #include "common/half2.h"
@@ -47,36 +51,38 @@
 
 JOF_NAMESPACE_BEGIN
 
-inline constexpr int kWideRowsThreads = 512;  // the most in a block
-// And how many of these have registers.
+inline constexpr int kWideRowsThreads = 512;  // the most threads in a block
+// Blocks of that many threads that must fit in the registers of a multiprocessor.
 JOF_HOST_DEVICE constexpr int WideRowsBlocks(bool has_sums) { return has_sums ? 1 : 2; }
 
-// Rows with row vectors or sums over rows are shorter for other kernels, which are faster then.
+// Shorter rows with row vectors or sums over rows are left to other kernels, which are faster for
+// them.
 JOF_HOST_DEVICE constexpr int LeastWideColumns(int pack) { return pack > 4 ? 3072 : 4608; }
 
-// Of a thread's packs the sums over rows are in registers: so many elements at most.
+// Sums over rows are kept in registers. A thread holds them for at most this many elements of a
+// row.
 inline constexpr int kWideRowsSums = 32;
 
-// What of a program decides about its plan.
+// The properties of a program that its plan depends on.
 struct WideRowsTraits {
   int inputs, pack;
-  int vector_slots;    // of 16 bytes, for a pack of all row vectors
+  int vector_slots;    // 16-byte slots for one pack of all row vectors
   bool has_sums;       // over rows
-  int exchange_bytes;  // of what reductions exchange
+  int exchange_bytes;  // shared memory that reductions use to exchange values
 
   JOF_HOST_DEVICE constexpr bool HasColumns() const { return vector_slots > 0 || has_sums; }
 };
 
 struct WideRowsPlan {
   int64_t rows;
-  int64_t teams;  // blocks, or clusters of them
+  int64_t teams;  // blocks, or clusters of blocks
   int n;
-  int threads;  // of a block
-  int cluster;  // blocks
-  int packs;    // that a thread has at most
-  int stages;   // rows that are in shared memory
-  int period;   // of every period-th row packs begin at the same columns
-  // Of traced programs: whether all arrays begin at multiples of 16 bytes.
+  int threads;  // threads of a block
+  int cluster;  // blocks of a team
+  int packs;    // the most packs of a row that a thread has
+  int stages;   // rows that are in shared memory at a time
+  int period;   // the packs of every period-th row begin at the same columns
+  // For traced programs: whether all arrays are aligned to 16 bytes.
   bool is_packed;
 };
 
@@ -93,18 +99,19 @@ class WideRowsBody {
   static constexpr int kHeld = kColumnSums > 0 ? kWideRowsSums / V : 1;
   static constexpr int kSlotsOfVector = V * static_cast<int>(sizeof(C)) / kPackBytes;
   static constexpr int kWays = V < 4 ? V : 4;
-  static constexpr int kGroups = 2;  // of copies that are waited for together
-  // Traced programs are compiled while somebody waits.
+  static constexpr int kGroups = 2;  // a group of copies is waited for at once
+  // Traced programs are compiled while the user waits, so their code is kept short.
   static constexpr bool kIsUnrolled = kVectors == 0 && !Program::kIsTraced;
   static constexpr int kUnrolledGroups = kIsUnrolled ? kGroups : 1;
   static constexpr int kUnroll = kIsUnrolled ? 3 : 2;
-  // Whether what the last reduction makes of an element, such as an exponential, takes its place.
+  // Whether the value that the last reduction computes from an element, such as an exponential,
+  // replaces the element in shared memory.
   static constexpr bool kKeeps =
       Program::kReplaces && (Program::kIsTraced || sizeof(T) == sizeof(C));
   static constexpr bool kIsMaximumOfPairs = Program::HasMaximum() && sizeof(T) == 2;
   using Values = typename Program::Values;
-  // What warps of a block or of a cluster exchange, in two copies, one for each other reduction:
-  // who is late still reads the other copy.
+  // Values that the warps of a block or cluster exchange. Successive reductions alternate between
+  // two copies, because slow warps may still be reading the other copy.
   static constexpr int kMostWarps = 8 * kWideRowsThreads / internal::kWarpSize;
   struct Shared {
     C values[2][kMostWarps][Program::kValues];
@@ -137,26 +144,26 @@ class WideRowsBody {
   }
 
  private:
-  // How many rows a team has if it has every teams-th one.
+  // The number of rows of a team if it takes every teams-th row.
   __device__ __forceinline__ int RowsOf(int64_t team) const {
     return static_cast<int>((plan_.rows - team + plan_.teams - 1) / plan_.teams);
   }
 
-  // What belongs to columns stays where it is while a thread goes through rows whose packs begin at
-  // the same columns: a class of rows. Teams share all rows evenly, one class after the other.
+  // Per-column values stay in place while a thread works through a class of rows: those whose packs
+  // begin at the same columns. The rows, sorted by class, are divided evenly among teams.
   __device__ __forceinline__ void RunClasses(int64_t team) {
     const int64_t begin = team * plan_.rows / plan_.teams;
     const int64_t end = (team + 1) * plan_.rows / plan_.teams;
     int64_t first = 0;
     for (int c = 0; c < plan_.period && c < plan_.rows && first <= end; ++c) {
       const int64_t next = first + (plan_.rows - c + plan_.period - 1) / plan_.period;
-      // Also if there are none: the part of sums of a team's last rows and of the next team's first
-      // are neighbours, with none in between that nobody writes.
+      // Also if the range is empty, which it may be at the end of a team's rows: nobody else writes
+      // part team + c then.
       if (next > begin) {
         const int64_t low = max(begin, first), high = min(end, next);
         int64_t row = c + (low - first) * plan_.period, stride = plan_.period;
         int count = static_cast<int>(high - low);
-        if (plan_.period == 1) {  // rows that are worked on at a time are neighbours
+        if (plan_.period == 1) {  // round-robin: rows in progress are neighbours
           row = team;
           stride = plan_.teams;
           count = RowsOf(team);
@@ -168,7 +175,7 @@ class WideRowsBody {
     }
   }
 
-  // So many rows, one every `stride` from `row` on.
+  // Processes `count` rows: row, row + stride, and so on.
   __device__ __forceinline__ void RunRows(int64_t row, int count, int64_t stride) {
     left_ = count;
     stride_ = stride;
@@ -201,7 +208,7 @@ class WideRowsBody {
 
   __device__ __forceinline__ int Width() const { return internal::WidthOf<Program>(plan_); }
 
-  // Of this thread's first pack: negative where the row begins within it.
+  // The column of this thread's first pack: negative if the row begins within it.
   __device__ __forceinline__ int FirstColumn(int64_t row) const {
     return lane_ * V - static_cast<int>(row * Width() & (V - 1));
   }
@@ -231,9 +238,9 @@ class WideRowsBody {
 
   // A row to copy.
   struct Source {
-    int64_t at;  // of this thread's first pack
-    int first;   // its column: beyond the row if there is none
-    int end;     // packs that end before this column are copied whole
+    int64_t at;  // position of this thread's first pack in the arrays
+    int first;   // its column; beyond the row if there is no row to copy
+    int end;     // packs that end by this column are copied whole
   };
   // The last pack of the last row may end beyond the array.
   __device__ __forceinline__ Source SourceOf(int64_t now, int ahead) const {
@@ -255,7 +262,7 @@ class WideRowsBody {
         internal::CopyAsync<V * sizeof(Array)>(Slot(stage, a, k), source);
       } else {
         Array* target = reinterpret_cast<Array*>(Slot(stage, a, k));
-        // Every pack of traced programs' arrays that are not aligned comes here.
+        // All packs of traced programs with unaligned arrays are copied here.
 #pragma unroll 1
         for (int j = Program::kIsTraced ? max(-column, 0) : 0; j < V && column + j < Width(); ++j) {
           target[j] = source[j];
@@ -277,7 +284,7 @@ class WideRowsBody {
     for (int j = 0; j < V; ++j) program_.Prepare(x[j]);
   }
 
-  // What reductions before this one have left of an element that is loaded again.
+  // Recomputes the value that earlier reductions left in place of an element that is loaded again.
   template <int r>
   __device__ __forceinline__ void Restore(const Row& facts, int column, Values& x,
                                           const C* v) const {
@@ -299,7 +306,7 @@ class WideRowsBody {
     });
   }
 
-  // Row vectors are in shared memory as the packs of all these rows have them.
+  // Row vectors are stored in shared memory in the packs of the current class of rows.
   __device__ __forceinline__ uint4* VectorSlot(int k, int vector) const {
     const int before = plan_.stages * kInputs * plan_.packs;
     return slots_ + (before + (k * kVectors + vector) * kSlotsOfVector) * Threads();
@@ -369,7 +376,7 @@ class WideRowsBody {
     }
   }
 
-  // Visits groups of packs as they come.
+  // Visits groups of packs as their copies arrive.
   template <typename Visit>
   __device__ __forceinline__ void ForEachGroup(const Visit& visit) const {
 #pragma unroll kUnrolledGroups
@@ -461,8 +468,8 @@ class WideRowsBody {
     }
   }
 
-  // Combines the values of all threads of the team. Each warp sends its own to every block, without
-  // a barrier of a block before: so nobody waits but for what it needs.
+  // Combines the values of all threads of the team. In a cluster, each warp sends its values to
+  // every block without a block barrier first, so a thread waits only for the values that it needs.
   template <int r, int kCount>
   __device__ __forceinline__ void ReduceWarps(C (&values)[kWays][kCount]) {
     constexpr int kWarp = internal::kWarpSize;
@@ -505,10 +512,10 @@ class WideRowsBody {
     for (int bit = kWarp / 2; bit > 0; bit /= 2) internal::CombineLanes(bit, values[0], combine);
   }
 
-  // Maps the row, and has another one fetched into its place.
+  // Maps the row, and starts to copy another row into its place.
   __device__ __forceinline__ void Map(int64_t row, const Row& facts) {
     const Source next = SourceOf(row, Stages());
-    if constexpr (kColumnSums > 0) {  // in registers, by numbers that nvcc knows
+    if constexpr (kColumnSums > 0) {  // sums are in registers: nvcc must know k
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
         if (k == group_) internal::CommitCopies();
@@ -539,7 +546,7 @@ class WideRowsBody {
     typename ResultsOf<Program>::type y[V];
     Load(k, x);
     Fetch(next, stage_, k);
-    if (column >= Width()) return;  // the next row may begin earlier in its first pack
+    if (column >= Width()) return;  // the next row may begin later in its first pack
     GetVectors(k, v);
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
@@ -571,15 +578,15 @@ class WideRowsBody {
 
   const Program& program_;
   const WideRowsPlan& plan_;
-  uint4* slots_;  // of this thread
+  uint4* slots_;  // this thread's slots
   Shared* shared_;
-  int lane_;   // of the team
-  int step_;   // columns from a pack of this thread to its next one
-  int group_;  // packs of a group
-  int first_;  // column of the first pack
-  int left_;   // rows, with this one
+  int lane_;   // in the team
+  int step_;   // columns from one pack of this thread to the next
+  int group_;  // packs in a group
+  int first_;  // column of this thread's first pack
+  int left_;   // rows left, including the current one
   int64_t stride_;
-  int stage_;  // that has this row
+  int stage_;  // stage that holds the current row
   unsigned turn_ = 0;
   C column_sums_[kHeld][kColumnSums + 1][V];
 };
@@ -589,7 +596,7 @@ __global__ void __launch_bounds__(kWideRowsThreads, WideRowsBlocks(Program::kCol
     WideRowsKernel(const __grid_constant__ Program program,
                    const __grid_constant__ WideRowsPlan plan) {
   using Body = WideRowsBody<Program>;
-  if constexpr (!Body::kHasColumns || internal::kHasClusters) {  // others are not planned
+  if constexpr (!Body::kHasColumns || internal::kHasClusters) {  // other cases are never planned
     extern __shared__ uint4 slots[];
     __shared__ typename Body::Shared shared;
     Body(program, plan, slots, &shared).Run();

@@ -7,22 +7,22 @@
 
 JOF_NAMESPACE_BEGIN
 
-// What the sums of LaunchScatterPrivate may take, once.
+// The shared memory of a block of LaunchScatterPrivate, in bytes. One copy of the sums must fit.
 inline constexpr int64_t kPrivateBytes = 160 * 1024;
 
-// Consecutive elements that a block of LaunchScatterSorted takes at once.
+// Positions per chunk of LaunchScatterSorted if rows have one element.
 inline constexpr int64_t kElementChunk = 4096;
 
 inline constexpr ScatterLimits kCudaScatterLimits{true, kPrivateBytes, kElementChunk};
 
-// There are positions, and if there is an operand, the result holds a copy of it already.
+// These require at least one position. If there is an operand, the result already holds a copy.
 cudaError_t LaunchScatterAdd(ScatterStrategy strategy, const ScatterCall& call,
                              cudaStream_t stream);
 cudaError_t LaunchScatterExtremum(ScatterStrategy strategy, const ScatterCall& call,
                                   cudaStream_t stream);
 cudaError_t LaunchScatterMultiply(const ScatterCall& call, cudaStream_t stream);
 
-// Any scatter whose result is not empty.
+// Launches any scatter. The result must not be empty.
 inline cudaError_t LaunchScatter(ScatterStrategy strategy, const ScatterCall& call,
                                  cudaStream_t stream) {
   const ScatterProblem& p = call.problem;

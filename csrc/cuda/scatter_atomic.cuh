@@ -1,21 +1,22 @@
-// Scatter by atomic instructions on global memory.
+// Scatters with atomic instructions on global memory.
 //
-// On an H200 they take 15 ps for each sector of 32 bytes if they are spread, but 2.5 ns if all go
-// to one sector. So what counts is how many meet in a row that is hot:
-// - Neighbouring lanes add neighbouring packs of 16 bytes: 2.5M rows of 16 f16 take 76 us, and 112
-//   where each lane adds 32 bytes in two instructions.
-// - A thread takes several packs, and combines those that go to the same place. Then a row that
-//   several members of a warp have in their first turn is combined over the warp and all turns:
-//   4.5M rows of 8 bf16, half of which meet, take 153 us instead of 1300.
-// - There are several copies of the sums, if the scratch has room: blocks take turns, and the
-//   copies are combined at the end. With 16 copies the same rows take 88 us, 150 where their ids
-//   have a Zipf distribution, and 68 where half of them meet; with one 95, 885 and 153. A majority
-//   vote a thread over more rows, in place of the warp's, took 102, 157 and 123.
-// - Few packs have a thread each: 3788 rows of 16 f32 take 1.5 us instead of 2.9, 82 of 128 1.4
-//   instead of 2.6.
+// On an H200, atomics take 15 ps per 32-byte sector if they are spread, but 2.5 ns if all of them
+// go to one sector. So the time depends on how many atomics hit the same row:
+// - Neighbouring lanes add neighbouring 16-byte packs: 2.5M rows of 16 f16 take 76 us, and 112 us
+//   if each lane adds 32 bytes with two instructions.
+// - A thread takes several packs, and first combines those with the same target. Then, if several
+//   lanes of a warp have the same row as their first target, the warp combines all of its packs for
+//   that row: 4.5M rows of 8 bf16, half of which go to one row, take 153 us instead of 1300.
+// - There are several copies of the sums if the scratch has room. Blocks use the copies
+//   round-robin, and a second kernel combines them. With 16 copies, 4.5M such rows take 88 us,
+//   150 us if their ids have a Zipf distribution, and 68 us if half of them go to one row; with one
+//   copy 95, 885 and 153 us. A per-thread majority vote over more rows, instead of the combination
+//   over the warp, took 102, 157 and 123 us.
+// - If there are few packs, each has its own thread: 3788 rows of 16 f32 take 1.5 us instead of
+//   2.9, 82 rows of 128 f32 1.4 us instead of 2.6.
 //
-// 16-bit sums go through f32 in the scratch, if there is one, and are rounded once at the end; else
-// they are rounded at every addition, as XLA's are.
+// If there is scratch, 16-bit sums accumulate there in f32 and are rounded once at the end.
+// Otherwise they are rounded at every addition, as in XLA.
 #pragma once
 
 #include <type_traits>
@@ -31,24 +32,24 @@ namespace atomic {
 
 constexpr int kWarp = 32;
 
-// The problem in units of packs. Offset is uint32_t or uint64_t: what indices of packs, of updates
-// and of one copy of the sums, fit in.
+// The problem in units of packs. Offset is uint32_t or uint64_t, wide enough to index the packs of
+// the updates and of one copy of the sums.
 template <typename R, typename Index, typename Offset>
 struct AtomicScatter {
   static constexpr Offset kNone = ~Offset{0};
 
   R reduction;
   IndexRule rule;
-  Offset items, inner;  // packs of updates, packs of a row
-  int64_t outputs;      // elements of a copy
+  Offset items, inner;  // packs of all updates, packs per row
+  int64_t outputs;      // elements per copy of the sums
   unsigned copies;
-  int lanes;  // what of a warp takes a row, if that is a power of two; else 1
-  int hot;    // so many members of a warp with the same target are worth combining
+  int lanes;  // lanes per row if a row is a power of two of packs, up to a warp; else 1
+  int hot;    // how many lanes with the same target are worth combining
   bool shared_ids;
   FastDivider<Offset> by_inner, by_rows;
   const Index* ids;
 
-  // The pack that item i is added to, or none.
+  // The index of the pack that item i is added to, or kNone.
   __device__ Offset Target(Offset i) const {
     Offset d, n;
     const Offset row = by_inner.DivMod(i, &d);
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kBlockSize)
       target[k] = kNone;
     }
   }
-  // The leader of a row's first column stands for all of the row.
+  // A leader is the first lane with a target. That of a row's first column stands for the row.
   const int lane = static_cast<int>(threadIdx.x) % kWarp, column = lane & (s.lanes - 1);
   const unsigned same = __match_any_sync(~0u, target[0]);
   const bool is_leader = target[0] != kNone && __popc(same) >= s.hot && __ffs(same) - 1 == lane;
@@ -133,8 +134,10 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// Not zeros: an operand of -0 that nothing is added to stays -0.
 constexpr int kClearItems = 4;
+
+// Sets the sums to the identity. For additions that is -0, not 0, so that an operand of -0 to which
+// nothing is added stays -0.
 
 template <typename R>
 __global__ void __launch_bounds__(kBlockSize)
@@ -146,10 +149,12 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// A quarter of the threads that run at once. With more, hot rows cost more than threads save.
+// Up to this number of items, each has its own thread. It is a quarter of the threads that run at
+// once. With a higher limit, hot rows would cost more than the additional threads save.
 constexpr int64_t kFewItems = 1 << 16;
 
-// The result from the copies of the sums, rounded: a pack a thread where there are many.
+// Combines the copies of the sums, and rounds. A thread takes a pack of the result, which is a
+// single element if there are few.
 template <int kPack, typename R>
 __global__ void __launch_bounds__(kBlockSize)
     FinishKernel(R reduction, int64_t outputs, int copies, bool has_operand,
@@ -234,7 +239,7 @@ cudaError_t Combine(R reduction, const ScatterCall& call, To* sums, cudaStream_t
     return call.problem.inner % pack == 0 && IsAligned(call.updates, pack * sizeof(T)) &&
            IsAligned(sums, pack * sizeof(To));
   };
-  // What the hardware adds up to 16 bytes at once of.
+  // The types of which the hardware adds up to 16 bytes at once.
   if constexpr (std::is_same_v<R, Addition<T>> && (sizeof(To) == 2 || std::is_same_v<To, float>)) {
     if (is_packed(kPackSize<To>)) {
       return CombineAll<kPackSize<To>, Index>(reduction, call, sums, stream);
@@ -269,7 +274,7 @@ cudaError_t ScatterAtomic(R reduction, const ScatterCall& call, cudaStream_t str
     }
     return Combine<Index>(reduction, call, result, stream);
   }
-  return cudaErrorInvalidValue;  // the handler has refused it
+  return cudaErrorInvalidValue;  // the handler rejects this earlier
 }
 
 }  // namespace atomic

@@ -1,4 +1,4 @@
-// All scatters that multiply: sorted ones.
+// All scatters that multiply. They always use the sorted strategy.
 #include "cuda/scatter_sorted.cuh"
 
 JOF_NAMESPACE_BEGIN

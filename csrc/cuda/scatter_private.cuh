@@ -1,20 +1,22 @@
-// Scatter into few outputs: every block sums its part of the updates into tables of its own in
-// shared memory, and all tables are added up at the end.
+// Scatters into few outputs. Each block sums its part of the updates into private tables in shared
+// memory, and all tables are added up at the end.
 //
-// Additions of floats in shared memory are loops of compare-and-swap, which repeat where threads
-// meet in one word and queue where they meet in one bank. Hence tables side by side, as many as
-// fit: thread k adds to table k, modulo their number. With 32 of them neither happens within a
-// warp, with more there is less of it between warps. 16M values into 1024 sums take 34 us on an
-// H200 with 32 tables, 62 with one. With so few, what several lanes of a warp add to one sum is
-// combined before: 15M bf16 into 27,112 sums, half of them into one, take 62 us instead of 1500.
+// Float additions in shared memory are compare-and-swap loops. They repeat if several threads
+// update the same word, and wait if several threads access the same bank. So a block has as many
+// interleaved tables as fit, and thread k adds to table k modulo their number. With 32 tables there
+// are no conflicts within a warp; more tables reduce those between warps. 16M values into 1024 sums
+// take 34 us on an H200 with 32 tables, 62 us with one. With fewer than 32 tables, a warp first
+// combines the values that several of its lanes add to one sum: 15M bf16 into 27,112 sums, half of
+// them into one, take 62 us instead of 1500.
 //
-// For the same bits on every run a warp has a table of its own, and its lanes that meet in a word
-// take turns. Which do, each sees in a mask beside the word, in which all set their bit: adding
-// bits is an instruction, and cheaper than comparing the targets of the lanes.
+// If results must have the same bits on every run, each warp has its own table, and lanes that add
+// to the same word take turns. Each word has a mask in which these lanes set their bits, so that
+// each lane can tell its turn. Setting a bit is one instruction, which is cheaper than comparing
+// the targets of the lanes.
 //
-// Problems of a batch have blocks of their own.
+// Each problem of a batch has its own blocks.
 //
-// Bytes: each update and id once; one update a problem if all of its updates are the same.
+// Bytes: each update and id is read once; one update per problem if all of its updates are equal.
 #pragma once
 
 #include <algorithm>
@@ -30,24 +32,26 @@ namespace {
 namespace private_sums {
 
 constexpr int kThreads = 1024, kWarp = 32;
-// So many lanes with the same target are worth combining, and looked for every so often.
+// At least kHot lanes with the same target are worth combining. After a search that finds none, the
+// next search is kRarely rounds later.
 constexpr int kHot = 3, kRarely = 8;
-// How many elements a thread takes at once: of 8 bytes no more than fit in its registers.
+// Elements that a thread takes at once: fewer if elements or ids have 8 bytes, to fit in registers.
 template <typename T, typename Index>
 constexpr int kItemsOf = sizeof(T) == 8 || sizeof(Index) == 8 ? 4 : 8;
 
-// The tables of a block, and how the work of a problem is divided.
+// The tables of a block, and how a problem is divided among blocks.
 struct PrivateTables {
   int tables, outputs, batch;
   int64_t parts, elements, part_elements;
-  int64_t ids;  // from a problem's ids to the next one's: 0 where they are shared
+  int64_t ids;  // stride between the ids of two problems: 0 if they are shared
   int inner;
-  bool one_update;  // of each problem
+  bool one_update;  // all updates of a problem are equal, and stored once
   FastDivider<uint64_t> by_inner;
 };
 
-// Sums the elements of all rows of one part. kIsElement: rows have one element. kInOrder: tables
-// are warps', one after the other; else threads', side by side, a power of two.
+// Sums the elements of all rows of one part. kIsElement: rows have one element. kInOrder: each warp
+// has its own table, and tables are stored one after the other. Otherwise tables are interleaved,
+// thread k adds to table k modulo their number, and the number is a power of two.
 template <typename R, typename Index, bool kIsElement, bool kInOrder>
 __global__ void __launch_bounds__(kThreads, 1)
     SumPartKernel(R reduction, IndexRule rule, const PrivateTables p,
@@ -70,8 +74,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   unsigned* const masks =
       reinterpret_cast<unsigned*>(tables + p.outputs * p.tables) + warp * p.outputs;
   int until_hot = 0;
-  // What several lanes have in their first turn is added up over the warp and all turns. Returns
-  // whether there was any.
+  // If several lanes have the same first target, adds up all values of the warp for that target.
+  // Returns whether there was such a target.
   const auto combine_hot = [&](int(&target)[kItems], const Sum(&value)[kItems]) {
     const unsigned same = __match_any_sync(~0u, target[0]);
     const bool is_leader = target[0] >= 0 && __popc(same) >= kHot && __ffs(same) - 1 == lane;
@@ -93,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     return found;
   };
-  // All lanes of a warp call it together; a negative target is none.
+  // All lanes of a warp call this together. A negative target means none.
   const auto add = [&](int(&target)[kItems], const Sum(&value)[kItems]) {
     if constexpr (kInOrder) {
 #pragma unroll
@@ -110,8 +114,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     } else {
-      // To look for them takes a tenth of the time: where there are none it is not done each time.
-      // Additions of integers are no loops, and in 32 tables lanes do not meet.
+      // The search for hot targets takes a tenth of the time, so it is not done in each round if
+      // there are none. Integer additions are not loops, and with 32 tables lanes do not conflict,
+      // so these need no search.
       if constexpr (!std::is_integral_v<Sum>) {
         if (p.tables < kWarp && --until_hot <= 0 && !combine_hot(target, value)) {
           until_hot = kRarely;
@@ -140,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kWarpItems = kWarp * kItems;
   int64_t e = begin + warp * kWarpItems;  // the warp's first element
   if (is_packed) {
-    // The next values are asked for before these are added.
+    // Loads the next values before adding the current ones.
     Pack<Index, kIdPack> id[kItems / kIdPack], next_id[kItems / kIdPack];
     Pack<T, kPack> value[kItems / kPack], next_value[kItems / kPack];
     const auto fetch = [&](int64_t from) {
@@ -197,7 +202,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   };
   if (!kInOrder && p.tables > kWarp) {
-    // Few sums of many tables: a warp each. Of fewer tables threads are faster.
+    // Few outputs with many tables: a warp adds up each output. With fewer tables, one thread per
+    // output is faster.
     for (int t = warp; t < p.outputs; t += threads / kWarp) {
       Sum total = reduction.Identity();
       for (int k = lane; k < p.tables; k += kWarp) {
@@ -212,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const int table_stride = kInOrder ? p.outputs : 1, target_stride = kInOrder ? 1 : p.tables;
   for (int t = threadIdx.x; t < p.outputs; t += threads) {
-    // Each thread starts at another table, so that a warp reads from all banks.
+    // Each thread starts at a different table, so that a warp reads from all banks.
     Sum total = reduction.Identity();
     for (int k = 0; k < p.tables; ++k) {
       const int which = kInOrder ? k : (k + t) & (p.tables - 1);
@@ -222,8 +228,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// result = (operand or 0) + the sum over parts. A block has 32 outputs, and a warp for each part,
-// or for every 32nd.
+// result = (operand or 0) + the sum over parts. A block takes 32 outputs, one per lane, and its
+// warps take parts round-robin. It has a warp for each part, at most 32.
 template <typename R, typename T = typename R::Element, typename Sum = typename R::Value>
 __global__ void __launch_bounds__(kThreads)
     SumPartsKernel(R reduction, int parts, int64_t outputs, bool has_operand,
@@ -265,11 +271,11 @@ cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t strea
     return int64_t{tables.outputs} * tables.tables * kBytes;
   };
   while (tables.tables > 1 && table_bytes() > kPrivateBytes) {
-    // Warps may be any number, tables of threads are told apart by bits.
+    // Any number of tables works for warps. Interleaved tables are selected with a bit mask.
     tables.tables = kInOrder ? tables.tables - 1 : tables.tables / 2;
   }
   const int threads = kInOrder ? tables.tables * kWarp : kThreads;
-  // Whole rounds of the block, so that packs stay aligned.
+  // Parts are whole rounds of the block, so that packs stay aligned.
   const int64_t round = threads * kItemsOf<T, Index>;
   const int64_t rounds = (tables.elements + round - 1) / round;
   tables.part_elements = (rounds + parts - 1) / parts * round;
@@ -298,7 +304,7 @@ template <typename R>
 cudaError_t ScatterPrivate(R reduction, const ScatterCall& call, cudaStream_t stream) {
   const auto launch = [&](auto index) {
     using Index = decltype(index);
-    // Only sums depend on the order.
+    // Only sums depend on the order of the updates.
     if constexpr (std::is_same_v<R, Addition<typename R::Element>>) {
       if (call.deterministic) {
         return private_sums::ScatterPrivate<true, Index>(reduction, call, stream);

@@ -1,12 +1,12 @@
-// Scatter of rows whose ids are sorted: runs of equal ids are combined in registers, without
-// atomics, in a fixed order. "Sum" stands for what any Reduction makes of rows.
+// Scatters rows whose ids are sorted. Runs of equal ids are combined in registers, without atomics
+// and in a fixed order. "Sum" stands for the result of any reduction (see reduction.cuh).
 //
-// The positions are cut into chunks of equal length, a block each. A run of equal ids that lies in
-// one chunk is summed and rounded there. One that crosses into other chunks is summed in pieces, by
-// way of the scratch, and the pieces are added up at the end: so the work is even whatever the ids
-// are, and a segment that most rows hit is spread over the whole chip.
+// The positions are split into chunks of equal length, and a block takes one chunk (of one slice of
+// the columns). A run of equal ids that lies within one chunk is summed and rounded there. A run
+// that crosses chunks leaves partial sums in the scratch, and a second kernel adds them up. So the
+// work is balanced for any ids, and a segment that gets most rows is spread over the whole GPU.
 //
-// Bytes: each update, id and order once, each row of the result written once.
+// Bytes: each update, id and entry of `order` is read once; each row of the result is written once.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace sorted {
 
 constexpr int kWarp = 32;
 
-// Index is how ids are stored.
+// Index is the integer type of the ids.
 template <typename R, typename Index>
 struct SortedScatter {
   using T = typename R::Element;
@@ -40,26 +40,26 @@ struct SortedScatter {
   T* result;
   Sum* carries;
 
-  // A negative index is a large one here.
+  // Unsigned, so that a negative id or row number compares as a large one.
   std::make_unsigned_t<Index> max_id;
   std::make_unsigned_t<Order> max_row;
 
-  // The row of updates at a position; the last one if `order` is wrong.
+  // The row of updates at a position; the last row if the entry of `order` is out of range.
   __device__ int64_t Row(int64_t p) const {
     return order == nullptr ? p : int64_t(min(static_cast<decltype(max_row)>(order[p]), max_row));
   }
 
-  // Whether an id is a row of the result.
+  // Whether an id names a row of the result.
   __device__ bool IsTarget(Index id) const { return static_cast<decltype(max_id)>(id) <= max_id; }
 
-  // What a chunk has of a run that goes on from the chunk before (0), and of one that starts in it
-  // and goes on in the next (1).
+  // The chunk's part of a run that continues from the previous chunk (which = 0), or of a run that
+  // starts in the chunk and continues in the next (1).
   __device__ Sum* Carry(int64_t b, int64_t c, int which) const {
     return carries + ((b * chunks + c) * 2 + which) * inner;
   }
 };
 
-// The first position in [begin, end) whose id is not below (kUpper: above) the given one.
+// The first position in [begin, end) whose id is at least `id` (kUpper: greater than `id`), or end.
 template <bool kUpper, typename Index>
 __device__ int64_t Bound(const Index* ids, int64_t begin, int64_t end, int64_t id) {
   while (begin < end) {
@@ -84,8 +84,8 @@ __device__ void Finish(R reduction, T* row, bool has_operand, const typename R::
   StorePack<N>(row, out);
 }
 
-// Zeros for the rows of the result that no id hits, where there is no operand: a warp looks 32 of
-// them up at once and writes the missing ones together.
+// Writes zeros to the rows of the result that no id names, if there is no operand. Each lane of a
+// warp looks up one row; then all lanes write each missing row together.
 template <typename R, int kPack, typename Index>
 __device__ void FillMissing(const SortedScatter<R, Index>& s, uint64_t first,
                             FastDivider<uint64_t> by_size, uint64_t targets) {
@@ -108,13 +108,14 @@ __device__ void FillMissing(const SortedScatter<R, Index>& s, uint64_t first,
   }
 }
 
-// Rows of several packs. A block sums a slice of the columns over one chunk. It is made of groups
-// of `lanes` threads, a pack of columns a thread; each group sums as many consecutive rows, kUnroll
-// of which it asks for at once. Runs that cross groups are put together by way of shared memory.
+// For rows of more than one element. A block sums a slice of the columns over one chunk. It
+// consists of groups of `lanes` threads, with one pack of columns per thread. Each group sums
+// group_rows consecutive rows and loads kUnroll of them at a time. Runs that cross groups are
+// combined through shared memory.
 struct RowBlocks {
   int lanes, group_rows;
   FastDivider<uint64_t> by_slices, by_chunks;
-  // The first blocks fill in the rows of the result that nothing hits, if there is no operand.
+  // If there is no operand, the first blocks write zeros to the rows that no id names.
   unsigned fill_blocks;
   FastDivider<uint64_t> by_size;
   uint64_t targets;
@@ -130,8 +131,8 @@ __global__ void __launch_bounds__(kBlockSize, 4)
     return FillMissing<R, kPack>(s, ItemIndex<uint64_t>() / kWarp * kWarp, blocks.by_size,
                                  blocks.targets);
   }
-  __shared__ Sum heads[kPack][kBlockSize];  // what a group has of a run that goes on from the last
-  __shared__ bool head_ends[kBlockSize];    // whether that ends in the group
+  __shared__ Sum heads[kPack][kBlockSize];  // a group's part of a run from the previous group
+  __shared__ bool head_ends[kBlockSize];    // whether that run ends in the group
   uint64_t slice, chunk;
   const uint64_t item = blocks.by_slices.DivMod(blockIdx.x - blocks.fill_blocks, &slice);
   const int64_t b = blocks.by_chunks.DivMod(item, &chunk), c = chunk, first = c * s.chunk_rows;
@@ -153,7 +154,8 @@ __global__ void __launch_bounds__(kBlockSize, 4)
     for (int i = 0; i < kPack; ++i) sum[i] = s.reduction.Identity();
   };
   Index current{};
-  bool in_head = false, goes_on = false;  // in the run from the last group; beyond this group
+  // Whether the current run began before this group; whether the last run goes beyond it.
+  bool in_head = false, goes_on = false;
   const auto finish = [&] {
     if (s.IsTarget(current)) {
       Finish<R, kPack>(s.reduction, result + static_cast<int64_t>(current) * s.inner, s.has_operand,
@@ -211,15 +213,15 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   }
   __syncthreads();
 
-  // A run that starts in this group and goes on is put together here, as is the one that goes on
-  // from the chunk before by the first group.
+  // The group in which a run starts adds up its parts in later groups. The first group does so for
+  // a run that continues from the previous chunk.
   if (!is_column || begin == end) return;
   const auto carry = [&](int which) {
     Sum* const out = s.Carry(b, c, which) + column;
 #pragma unroll
     for (int i = 0; i < kPack; ++i) out[i] = sum[i];
   };
-  // Adds the heads of groups from `next` on to the sum; whether the run ends in this chunk.
+  // Adds the heads of groups from `next` on to the sum. Returns whether the run ends in this chunk.
   const auto add_heads = [&](int next) {
     for (; next < groups && next * group_rows < items; ++next) {
 #pragma unroll
@@ -243,8 +245,9 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   }
 }
 
-// Finishes the run that starts in a block's chunk and goes on in the next, in a slice of the
-// columns `lanes` packs wide; the parts of the block sum every so many pieces each.
+// Finishes the run that starts in a block's chunk and continues in the next, for a slice of the
+// columns that is `lanes` packs wide. The block's groups of `lanes` threads ("parts") take the
+// pieces of the run round-robin.
 constexpr int kFinishThreads = 128;
 
 template <typename R, int kPack, typename Index>
@@ -263,7 +266,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int64_t c = chunk, begin = c * s.chunk_rows, end = begin + s.chunk_rows;
   if (end >= s.rows) return;
   const Index id = ids[end];
-  // The chunks after the next that the run reaches: as many as a warp are looked at together.
+  // Each lane checks whether the run reaches one of the 32 chunks after the next. A binary search
+  // finds the end of a run that reaches all of them.
   const int64_t look = end + (threadIdx.x % kWarp + 1) * s.chunk_rows;
   const unsigned reached = __ballot_sync(~0u, look < s.rows && ids[min(look, s.rows - 1)] == id);
   if (ids[end - 1] != id || (begin > 0 && ids[begin - 1] == id) || !s.IsTarget(id)) return;
@@ -297,18 +301,19 @@ __global__ void __launch_bounds__(kFinishThreads)
   Finish<R, kPack>(s.reduction, row, s.has_operand, sum);
 }
 
-// Rows of one element. A block sums a chunk, kItems consecutive positions a thread: runs within a
-// thread by itself, those that cross threads by a segmented scan over the block.
+// For rows of one element. A block sums a chunk, and each thread takes kItems consecutive
+// positions. A thread sums runs within its positions by itself; a segmented scan over the block
+// combines runs that cross threads.
 constexpr int kItems = 16;
 static_assert(kElementChunk == kItems * kBlockSize);
 
-// The sum since the last start of a run, and whether there is one.
+// The sum from the last start of a run on (of all values if no run starts), and whether one starts.
 template <typename Sum>
 struct Open {
   Sum sum;
   bool has_start;
 
-  // `this` followed by `next`.
+  // The state of `this` followed by `next`.
   template <typename R>
   __device__ Open Then(R reduction, Open next) const {
     return {next.has_start ? next.sum : reduction.Combine(sum, next.sum),
@@ -339,9 +344,9 @@ __global__ void __launch_bounds__(kBlockSize)
   const int p = threadIdx.x * kItems;
   const bool is_end = first + items == s.rows;
 
-  // Positions beyond the end have nothing to add.
-  Index id[kItems + 2];  // from the one before to the one after
-  Sum sum[kItems];       // of the run up to here, but only what is in this thread
+  // Positions beyond the end contribute the identity.
+  Index id[kItems + 2];  // with the ids before and after this thread's
+  Sum sum[kItems];       // running sum of the run, within this thread
   constexpr int kIdPack = kPackSize<Index> < kItems ? kPackSize<Index> : kItems;
   constexpr int kPack = kPackSize<T> < kItems ? kPackSize<T> : kItems;
   if (s.order == nullptr && p + kItems <= items &&
@@ -371,7 +376,7 @@ __global__ void __launch_bounds__(kBlockSize)
   id[0] = ids[is_begin ? 0 : min(p, items) - 1];
   id[kItems + 1] = ids[is_end ? min(p + kItems, items - 1) : p + kItems];
 
-  // Bit i: position i goes on with the run of the one before it.
+  // Bit i: position i continues the run of position i - 1.
   unsigned goes_on = 0;
 #pragma unroll
   for (int i = 0; i <= kItems; ++i) goes_on |= unsigned{id[i] == id[i + 1]} << i;
@@ -382,7 +387,7 @@ __global__ void __launch_bounds__(kBlockSize)
   }
   const unsigned mine = (1u << kItems) - 1;
   const bool has_start = (goes_on & mine) != mine;
-  // What is open before this thread: a scan over the warp, then over the warps before.
+  // The run that is open before this thread: a scan over the warp, then over the earlier warps.
   __shared__ Open<Sum> warps[kWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   Open<Sum> scan{sum[kItems - 1], has_start};
@@ -399,13 +404,14 @@ __global__ void __launch_bounds__(kBlockSize)
   for (int w = 0; w < warp; ++w) earlier = earlier.Then(s.reduction, warps[w]);
   before = earlier.Then(s.reduction, before);
 
-  // Ends runs: the first in this thread may have started before it, or before the chunk. Few
-  // positions are ends, so those are gone through, by way of shared memory, and not all.
+  // Finishes the runs that end in this thread. The first of them may have started in an earlier
+  // thread or chunk. Few positions are ends, so the loop visits only these; it reads the sums from
+  // shared memory because it indexes them dynamically.
   __shared__ Sum sums[kItems][kBlockSize];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) sums[i][threadIdx.x] = sum[i];
   const int count = min(max(items - p, 0), kItems);
-  const bool is_last = count > 0 && p + count == items;  // has the chunk's last position
+  const bool is_last = count > 0 && p + count == items;  // holds the chunk's last position
   unsigned ends = ~(goes_on >> 1) & ((1u << count) - 1);
   if (is_last && is_end) ends |= 1u << (count - 1);
   const bool stays_open = is_last && (ends >> (count - 1) & 1) == 0;
@@ -426,7 +432,7 @@ __global__ void __launch_bounds__(kBlockSize)
   if (stays_open) *s.Carry(b, c, is_piece ? 0 : 1) = s.reduction.Combine(open, sum[kItems - 1]);
 }
 
-// The widest power of two up to a warp that is no more than twice the packs.
+// The smallest power of two that is at least `packs`, but no more than a warp.
 inline int LanesFor(int64_t packs) {
   int lanes = 1;
   while (lanes < kWarp && lanes < packs) lanes *= 2;

@@ -1,10 +1,10 @@
-// Finds queries among edges: see ops/searchsorted.h. Bytes: each query read once, each position
-// written once.
+// Finds the positions of queries among edges: see ops/searchsorted.h. Bytes: each query is read
+// once, each position is written once.
 //
-// A grid of as many blocks as run at a time. If the keys of the edges fit into shared memory, each
-// block puts them there, with the table of buckets if they are sorted, and then goes through the
-// queries. More edges are read through the caches. A thread takes four queries at a time, whose
-// searches overlap.
+// The grid has at most as many blocks as run at a time, and blocks loop over the queries. If the
+// keys of the edges fit in shared memory, each block first copies them there and, if they are
+// sorted, builds the table of buckets. Otherwise edges are read through the caches. A thread takes
+// four queries at a time, so that their searches overlap.
 #include "cuda/searchsorted.h"
 
 #include <algorithm>
@@ -15,10 +15,10 @@ JOF_NAMESPACE_BEGIN
 namespace {
 
 constexpr int kThreads = 512, kBlocksPerMultiprocessor = 3, kQueries = 4;
-// Of edges in shared memory: of the keys, and buckets of 4 bytes. Together what a block gets
-// unasked.
+// Limits for shared memory: bytes of the keys, and the number of buckets, of 4 bytes each. Together
+// they are the 48 KiB that a block can use without opting in to more.
 constexpr int64_t kKeyBytes = 32 * 1024, kMostBuckets = 4096;
-// A bucket has to be made for so many queries of a block at least.
+// A block makes at most one bucket for this many of its queries.
 constexpr int64_t kQueriesPerBucket = 8;
 
 template <typename T, bool kShared>
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   using Key = SortKey<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   Key* const keys = reinterpret_cast<Key*>(shared);
-  // Edges of each bucket: the first and one after the last.
+  // The first edge of each bucket, and one past its last.
   ushort2* const ends = reinterpret_cast<ushort2*>(keys + size);
   const auto make_key = [&](uint32_t i) { return ToSortKey(Accumulator<T>::Load(edges[i])); };
   const auto key_of = [&](uint32_t i) { return kShared ? keys[i] : make_key(i); };

@@ -7,7 +7,7 @@
 
 JOF_NAMESPACE_BEGIN
 
-// There are queries.
+// Requires at least one query.
 cudaError_t LaunchSearch(const SearchCall& call, cudaStream_t stream);
 
 JOF_NAMESPACE_END

@@ -1,13 +1,14 @@
-// Reduces what a program makes of each edge over the segments of a plan (see ops/segments.h).
+// Reduces the values that a program computes for each edge over the segments of a plan (see
+// ops/segments.h).
 //
-// A block takes a chunk of positions and a slice of the columns. All of its threads fetch the ids
-// of the chunk first, so that a read that waits for another is waited for once. Then it is made of
-// groups of `lanes` threads, a pack of columns a thread; each group takes as many consecutive
-// positions, kUnroll of whose rows it asks for at once. Values stay in registers until a segment
-// ends. Segments that cross groups are put together by way of shared memory, those that cross
-// chunks by way of the scratch and a second kernel. Nothing is atomic.
+// A block takes a chunk of positions and a slice of the columns. First its threads load all ids of
+// the chunk, so that the latency of dependent loads is paid once. Then they form groups of `lanes`
+// threads, with one pack of columns per thread. Each group takes group_length consecutive positions
+// and loads the rows of kUnroll of them at a time. Values stay in registers until a segment ends.
+// Segments that cross groups are combined through shared memory, segments that cross chunks through
+// the scratch and a second kernel. There are no atomics.
 //
-// Bytes: what the program reads of each edge, 12 for its ids, each row of the result once.
+// Bytes: the program's inputs for each edge, 12 for its ids, each row of the result once.
 #pragma once
 
 #include "common/fast_divide.h"
@@ -18,33 +19,33 @@ JOF_NAMESPACE_BEGIN
 namespace {
 namespace segments {
 
-// A program derives from a result, of which JoinKernel is made:
-//   Value                        of one column, until it is rounded
-//   kOfHead                      values that a head has beside those of its columns: after these
-//   Identity(), Combine(a, b)    of one value; if heads have some, Clear(v) and Combine(from, v)
+// A program is or derives from a result, which is all that JoinKernel needs:
+//   Value                        a value of one column before rounding
+//   kOfHead                      the number of values per head, stored after those of its columns
+//   Identity(), Combine(a, b)    of one value; if kOfHead > 0, Clear(v) and Combine(from, v) of all
 //   Finish(segment, column, v)   rounds and writes the values of a pack of columns
-// and has beside it
-//   Unroll(pack), kBlocks                rows asked for at once, blocks an SM: what registers allow
-//   Source(edge)                         an id
-//   Item<N>, Fetch<N>(edge, source, key, column)
-//   Add(item, v)
+// The program adds:
+//   Unroll(pack), kBlocks        rows loaded at once, and blocks per SM: as many as registers allow
+//   Source(edge)                 the id of the row that the edge reads
+//   Item<N>, Fetch<N>(edge, source, key, column)   an edge's inputs for N columns, and their loads
+//   Add(item, v)                 adds an edge to the values v
 using Layout = SegmentLayout;
 
-// An edge at a position: its number, its id and its key, which one load brings.
+// The edge at a position: its number, source id and key, which a single load reads.
 struct alignas(16) Position {
   uint32_t edge;
   int32_t source, key;
 };
-constexpr int32_t kNoKey = -0x7fffffff - 1;  // before the first and beyond the last
+constexpr int32_t kNoKey = -0x7fffffff - 1;  // the key before the first position and after the last
 
-// Rows are so many bytes apart.
+// The row with index `row` of an array whose rows are `bytes` apart.
 template <typename T>
 __device__ __forceinline__ T* RowAt(T* first, uint32_t row, int64_t bytes) {
   const char* const at = reinterpret_cast<const char*>(first) + uint64_t{row} * bytes;
   return reinterpret_cast<T*>(const_cast<char*>(at));
 }
 
-// Of more than 16 bytes in parts.
+// Rounds and stores the values, in parts of at most 16 bytes.
 template <typename T, typename Value, int N>
 __device__ __forceinline__ void StoreRounded(T* out, const Value (&value)[N]) {
   constexpr int kPart = N < kPackSize<T> ? N : kPackSize<T>;
@@ -67,7 +68,7 @@ __device__ __forceinline__ void Clear(const Result& result, Value (&value)[N]) {
   }
 }
 
-// Adds the values whose addresses are `from(i)`.
+// Combines `value` with the values at the addresses `from(i)`.
 template <typename Result, typename Value, int N, typename From>
 __device__ __forceinline__ void Combine(const Result& result, const From& from, Value (&value)[N]) {
   if constexpr (Result::kOfHead > 0) {
@@ -81,8 +82,8 @@ __device__ __forceinline__ void Combine(const Result& result, const From& from, 
   }
 }
 
-// Where the values of a pack of columns are in the scratch: value i at (i). Those of heads are
-// after all columns, and all threads of a head write the same.
+// Returns a function from i to the address in the scratch of value i of a pack of columns. Values
+// of heads are stored after all columns, and all threads of a head write the same values.
 template <int kPack, typename Result, typename Value>
 __device__ __forceinline__ auto Carry(const Result& result, Value* carries, const Layout& layout,
                                       int64_t chunk, int which, int64_t column) {
@@ -105,10 +106,10 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
                                             typename Program::Value* const carries) {
   using Value = typename Program::Value;
   constexpr int kUnroll = Program::Unroll(kPack), kValues = kPack + Program::kOfHead;
-  // With those before and after the chunk, and what is asked for beyond it.
+  // The positions of the chunk, the one before it, and as many after it as an unrolled loop reads.
   __shared__ Position all[kCudaEdgeChunk + 1 + kUnroll];
-  __shared__ Value heads[kValues][kBlockSize];  // what a group has of a segment from the last one
-  __shared__ bool head_ends[kBlockSize];        // whether that ends in the group
+  __shared__ Value heads[kValues][kBlockSize];  // a group's part of a segment from the previous one
+  __shared__ bool head_ends[kBlockSize];        // whether that segment ends in the group
   uint64_t slice;
   const int64_t c = layout.by_slices.DivMod(blockIdx.x, &slice), first = c * layout.chunk_length;
   if (first >= edges.count) return;
@@ -136,7 +137,8 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
   Value value[kValues];
   const auto clear = [&] { Clear(program, value); };
   int32_t current = 0;
-  bool in_head = false, goes_on = false;  // in a segment from the last group; beyond this group
+  // Whether the current segment began before this group; whether the last one goes beyond it.
+  bool in_head = false, goes_on = false;
   const auto finish = [&] {
     if (IsRow(current, layout.segments)) program.Finish(current, column, value);
   };
@@ -184,15 +186,15 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
   }
   __syncthreads();
 
-  // A segment that starts in this group and goes on is put together here, as is the one that goes
-  // on from the chunk before by the first group.
+  // The group in which a segment starts adds up its parts in later groups. The first group does so
+  // for a segment that continues from the previous chunk.
   if (!is_column || begin == end) return;
   const auto carry = [&](int which) {
     const auto out = Carry<kPack>(program, carries, layout, c, which, column);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) *out(i) = value[i];
   };
-  // Adds the heads of groups from `next` on; whether the segment ends in this chunk.
+  // Adds the heads of groups from `next` on. Returns whether the segment ends in this chunk.
   const auto add_heads = [&](int next) {
     for (; next < groups && next * layout.group_length < items; ++next) {
       Combine(program, [&](int i) { return &heads[i][next * lanes + lane]; }, value);
@@ -214,8 +216,8 @@ __device__ __forceinline__ void ReduceChunk(const Program& program, const Planne
   }
 }
 
-// Finishes the segment that starts in a block's chunk and goes on in the next: the groups of the
-// block take every so many parts of it each.
+// Finishes the segment that starts in a block's chunk and continues in the next. The groups of the
+// block take the segment's parts round-robin.
 template <typename Result, int kPack>
 __device__ __forceinline__ void JoinChunks(const Result& result, const PlannedEdges& edges,
                                            const Layout& layout,
@@ -236,8 +238,8 @@ __device__ __forceinline__ void JoinChunks(const Result& result, const PlannedEd
       !IsRow(key, layout.segments)) {
     return;
   }
-  // The chunks from c + 1 on that begin in the segment: a few are looked at one by one, since most
-  // segments are short.
+  // Finds the last chunk that begins within the segment. Two chunks are checked one by one before
+  // the binary search, since most segments are short.
   int64_t last = c + 1, beyond = (edges.count + length - 1) / length;
   for (int step = 0; step < 2 && last + 1 < beyond; ++step) {
     if (keys[(last + 1) * length] == key) {
@@ -306,9 +308,9 @@ cudaError_t Reduce(const Program& program, const PlannedEdges& edges, int64_t se
                       static_cast<const Result&>(program), edges, layout, carries);
 }
 
-// Calls launch(integral constant) with the largest pack that `fits`: of 32 bytes if that is the
-// most, of 16, of 4, or an element. Where rows are read, the instructions that an edge costs beside
-// them limit kernels, and a thread of 32 bytes halves these.
+// Calls launch(integral constant) with the largest pack that `fits`: kMostBytes if that is more
+// than 16 bytes, 16 bytes, 4 bytes for 16-bit types, or one element. Kernels that read rows are
+// limited by the other instructions that each edge costs. A thread with 32 bytes halves these.
 template <typename T, int kMostBytes = kPackBytes, typename Fits, typename Launch>
 cudaError_t WithPack(const Fits& fits, const Launch& launch) {
   if constexpr (kMostBytes > kPackBytes) {

@@ -1,5 +1,5 @@
-// Launchers of the CUDA kernels of graphs. Results are not empty. And how their threads are laid
-// out, which kernels that are compiled at run time are launched by, too.
+// Launchers of the CUDA kernels for graphs, and the layout of their threads, which kernels that are
+// compiled at run time also use. Results must not be empty.
 #pragma once
 
 #ifndef __CUDACC_RTC__
@@ -11,11 +11,11 @@
 
 JOF_NAMESPACE_BEGIN
 
-// Positions that a block takes at most: the ids of a chunk are in its shared memory.
+// The most positions of a chunk: a block keeps the ids of its chunk in shared memory.
 inline constexpr int64_t kCudaEdgeChunk = 1344;
 
-// A block takes a chunk of positions and a slice of the columns. It is made of groups of `lanes`
-// threads, a pack of columns a thread, each of which takes as many positions.
+// A block takes a chunk of positions and a slice of the columns. It consists of groups of `lanes`
+// threads, with one pack of columns per thread. Each group takes group_length positions.
 struct SegmentLayout {
   int64_t segments, columns, chunk_length, slices;
   int lanes, group_length;
@@ -23,14 +23,14 @@ struct SegmentLayout {
 };
 
 #ifndef __CUDACC_RTC__
-// The widest power of two up to `limit` that is less than twice the packs.
+// The smallest power of two that is at least `packs`, but no more than `limit`.
 inline int LanesFor(int64_t packs, int limit = 32) {
   int lanes = 1;
   while (lanes < limit && lanes < packs) lanes *= 2;
   return lanes;
 }
 
-// For blocks of so many threads.
+// The layout for blocks of `threads` threads.
 inline SegmentLayout LayoutOf(const PlannedEdges& edges, int64_t segments, int64_t columns,
                               int pack, int threads) {
   const int64_t packs = columns / pack;

@@ -1,9 +1,10 @@
-// Attention over edges: the message sum whose weights are the softmax of logits, in one pass over
-// the edges of each receiver, and the gradient of logits in another. The gradient of values is a
-// message sum at the senders, which may compute that of logits, too: see segments_sum.cu.
+// Attention over edges. One pass over the edges of each receiver computes the message sum whose
+// weights are the softmax of logits. Another pass computes the gradient of the logits. The gradient
+// of the values is a message sum at the senders, which can compute the gradient of the logits, too:
+// see segments_sum.cu.
 //
-// Bytes of a pass: the row of each edge, of the second-level cache if the table fits there; its
-// logits; 12 for its ids; the rows of receivers once.
+// Bytes of a pass: the row of each edge, from the L2 cache if the table fits there; its logits; 12
+// for its ids; the rows of receivers once.
 #include <algorithm>
 
 #include "common/math.h"
@@ -15,11 +16,11 @@ namespace segments {
 
 // ---- sums ----
 
-// Of a segment: the weighted sums of a pack of columns, then what logits are relative to, which
-// none exceeds by more than kSlack, and the sum of weights of the head that they are in. Sums are
-// brought to another reference where a logit is beyond that, so seldom after the first edge
-// ("Online normalizer calculation for softmax", Milakov and Gimelshein, 2018). Weights are at most
-// e^kSlack.
+// The values of a segment are the weighted sums of a pack of columns, then two values of their
+// head: the reference, which is subtracted from logits, and the sum of weights. A logit that
+// exceeds the reference by more than kSlack becomes the new reference, and the sums are rescaled.
+// That is rare after the first edge ("Online normalizer calculation for softmax", Milakov and
+// Gimelshein, 2018). Weights are at most e^kSlack.
 constexpr int kSlack = 4;
 
 template <typename T, typename Logit>
@@ -28,7 +29,7 @@ struct Weighted {
   static constexpr int kOfHead = 2;
   T* result;
   Pack<Value, 2>* stats;
-  int64_t columns, heads, row_bytes, stat_bytes;  // of a row of values and of stats
+  int64_t columns, heads, row_bytes, stat_bytes;  // bytes of a row of values, of stats
   FastDivider<uint64_t> by_width;
 
   __device__ __forceinline__ int64_t Head(int64_t column) const {
@@ -40,11 +41,11 @@ struct Weighted {
     for (int i = 0; i < N; ++i) value[i] = Value{0};
     value[N - 2] = Lowest();
   }
-  // The reference of no logits. It is finite, since the difference of infinities would be NaN.
+  // The reference before the first logit. It is finite, since inf - inf would be NaN.
   __device__ __forceinline__ static Value Lowest() {
     return static_cast<Value>(sizeof(Value) == 8 ? -0x1.fffffffffffffp1023 : -0x1.fffffep127);
   }
-  // A NaN is no reference, but its exponential makes the sums NaN.
+  // A NaN never becomes the reference, but its exponential makes the sums NaN.
   template <int N>
   __device__ __forceinline__ void Combine(const Value (&other)[N], Value (&value)[N]) const {
     const Value max = value[N - 2] < other[N - 2] ? other[N - 2] : value[N - 2];
@@ -62,7 +63,7 @@ struct Weighted {
     for (int i = 0; i < N - 2; ++i) out[i] = value[i] * inverse;
     const uint32_t row = static_cast<uint32_t>(segment);
     StoreRounded(RowAt(result + column, row, row_bytes), out);
-    // All threads of a head write the same.
+    // All threads of a head write the same values.
     StorePack<2>(RowAt(stats + Head(column), row, stat_bytes)->elem,
                  Pack<Value, 2>{{value[N - 2], inverse}});
   }
@@ -141,18 +142,18 @@ cudaError_t SumOfAttention(const MessageSumCall& call, cudaStream_t stream) {
 
 // ---- the gradient of logits ----
 
-// A block takes kPositions positions and a slice of the heads. All of its threads fetch the ids
-// first. Then it is made of groups of threads, of which each takes as many consecutive positions,
-// kEdges of whose rows it asks for at once. `lanes` threads of a group take one head.
-constexpr int kPositions = 4 * kBlockSize;  // so that a thread may be a group
+// A block takes kPositions positions and a slice of the heads. First its threads load all ids. Then
+// they form groups. All groups take the same number of consecutive positions, and load the rows of
+// kEdges of them at a time. `lanes` threads of a group share one head.
+constexpr int kPositions = 4 * kBlockSize;  // kEdges even for a group of one thread
 
 struct LogitsLayout {
   int64_t slices, row_bytes, logit_bytes, stat_bytes;
-  int lanes, threads;  // of a head, of a group
+  int lanes, threads;  // threads per head, threads per group
   FastDivider<uint64_t> by_slices;
 };
 
-// Where kInRegisters, threads have one pack of a head each, and that of a receiver's cotangent
+// If kInRegisters, each thread has one pack of a head, and its pack of the receiver's cotangent
 // stays in registers from edge to edge.
 template <typename T, typename Logit, int kPack, bool kInRegisters>
 __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
@@ -194,9 +195,10 @@ __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
   const int64_t row_bytes = layout.row_bytes, logit_bytes = layout.logit_bytes;
 
   int32_t last = -1;
-  C ct[kPack] = {}, of_result{0};  // of the last key: a pack, and its part of the dot product
+  // For the last key: a pack of the cotangent, and its part of the dot product with the result.
+  C ct[kPack] = {}, of_result{0};
   Pack<C, 2> stat{};
-  // All groups of a warp take as many steps, since they add up together.
+  // All groups of a warp take the same number of steps, since all lanes take part in the shuffles.
   for (int p = begin; p < begin + length; p += kEdges) {
     Position one[kEdges];
     Pack<T, kPack> row[kEdges]{};
@@ -260,7 +262,7 @@ cudaError_t GradientOfLogits(const AttentionLogitsCall& call, cudaStream_t strea
            IsPacked(static_cast<const T*>(call.result), pack) &&
            IsPacked(static_cast<const T*>(call.cotangent), pack);
   };
-  // Packs of 32 bytes where threads have one each.
+  // Packs of 32 bytes only if each thread has one.
   const int64_t most = 32 * (2 * kPackBytes / static_cast<int64_t>(sizeof(T)));
   const auto is_chosen = [&](int pack) {
     return fits(pack) && (pack <= kPackSize<T> || call.width <= most);
@@ -292,7 +294,7 @@ cudaError_t GradientOfLogits(const AttentionLogitsCall& call, cudaStream_t strea
   });
 }
 
-// Calls launch(values, logits) with an element of each.
+// Calls launch(value, logit) with an object of each element type.
 template <typename Launch>
 cudaError_t WithTypes(DType type, bool wide_logits, const Launch& launch) {
   return Dispatch<Floats>(type, [&](auto tag) {
@@ -305,7 +307,7 @@ cudaError_t WithTypes(DType type, bool wide_logits, const Launch& launch) {
 }  // namespace
 
 cudaError_t LaunchAttention(const MessageSumCall& call, cudaStream_t stream) {
-  // Segments of no edge.
+  // Zeros for empty segments.
   const int64_t rows = call.segments * call.heads, bytes = rows * call.width * SizeOf(call.type);
   const int64_t of_stats = rows * 2 * std::max(4, SizeOf(call.type));
   cudaError_t status = cudaMemsetAsync(call.result, 0, static_cast<size_t>(bytes), stream);

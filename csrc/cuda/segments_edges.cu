@@ -1,4 +1,4 @@
-// What is computed of each edge: dot products of the rows at its ends, and the softmax of its
+// Results for each edge: the dot products of the rows at its ends, and the softmax over its
 // segment.
 #include <algorithm>
 
@@ -20,7 +20,7 @@ struct Dots {
   const int32_t* b_ids;
   void* result;
 
-  // Writes N neighbouring results.
+  // Writes N adjacent results.
   template <int N>
   __device__ void Store(int64_t at, const Compute<T> (&value)[N]) const {
     if (wide_result) {
@@ -35,16 +35,16 @@ struct Dots {
   }
 };
 
-// A block takes a position a thread, whose ids it fetches first. Then groups of `lanes` threads
-// take kItems pairs of an edge and a head each at once. The rows of `a` are those of neighbouring
-// positions, so most are found in the first-level cache.
+// A block takes one position per thread, and first loads their ids. Then each group of `lanes`
+// threads takes kItems pairs of an edge and a head at a time. Neighbouring positions mostly have
+// the same row of `a`, so most reads of `a` hit the L1 cache.
 constexpr int kItems = 4;
 
 template <typename T, int kPack>
 __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
     DotKernel(const Dots<T> d, int lanes, int packs, FastDivider<uint32_t> by_heads) {
   using C = Compute<T>;
-  __shared__ int32_t a_ids[kBlockSize], b_ids[kBlockSize];  // -1 and 0 if either is no row
+  __shared__ int32_t a_ids[kBlockSize], b_ids[kBlockSize];  // -1 and 0 if either is out of range
   __shared__ uint32_t edge_at[kBlockSize];
   const int64_t first = int64_t{blockIdx.x} * kBlockSize, p = first + threadIdx.x;
   if (p < d.edges.count) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kBlockSize, sizeof(T) == 8 ? 2 : 3)
   }
 }
 
-// Rows of one element a head: products.
+// For heads of one element: the dot product is a product.
 template <typename T, int kPack>
 __global__ void __launch_bounds__(kBlockSize)
     ProductKernel(const Dots<T> d, uint64_t items, FastDivider<uint64_t> by_packs) {
@@ -147,7 +147,7 @@ cudaError_t Dot(const EdgeDotCall& call, cudaStream_t stream) {
       return LaunchItems(ProductKernel<T, kPack>, items, stream, d, static_cast<uint64_t>(items),
                          FastDivider<uint64_t>(static_cast<uint64_t>(packs)));
     }
-    constexpr int kMostLanes = 8;  // more take longer to add up than they save
+    constexpr int kMostLanes = 8;  // adding up more takes longer than it saves
     return LaunchItems(DotKernel<T, kPack>, call.edges.count, stream, d,
                        LanesFor(packs, kMostLanes), static_cast<int>(packs),
                        FastDivider<uint32_t>(static_cast<uint32_t>(call.heads)));
@@ -156,7 +156,7 @@ cudaError_t Dot(const EdgeDotCall& call, cudaStream_t stream) {
 
 // ---- softmax ----
 
-// Of up to 32 bytes, in one access or two.
+// Stores up to 32 bytes, in one or two accesses.
 template <int N, typename C>
 __device__ void StoreWide(C* out, const Pack<C, N>& value) {
   constexpr int kPart = N < kPackSize<C> ? N : kPackSize<C>;
@@ -169,7 +169,7 @@ __device__ void StoreWide(C* out, const Pack<C, N>& value) {
   }
 }
 
-// The maximum of a segment and its sum of exponentials, relative to that maximum.
+// The maximum of a segment, and its sum of exponentials relative to that maximum.
 template <typename T>
 struct MaxAndSum {
   struct Value {
@@ -180,8 +180,8 @@ struct MaxAndSum {
   int64_t columns;
 
   __device__ Value Identity() const { return {-static_cast<Compute<T>>(INFINITY), Compute<T>{0}}; }
-  // A NaN is no maximum, but its exponential makes the sum NaN. Where all are -inf so far, the
-  // difference of two would be NaN.
+  // A NaN never becomes the maximum, but its exponential makes the sum NaN. If all values so far
+  // are -inf, exponentials are relative to 0, since -inf - -inf would be NaN.
   __device__ Value Combine(Value a, Value b) const {
     using C = Compute<T>;
     const C max = a.max < b.max ? b.max : a.max;
@@ -202,7 +202,7 @@ struct MaxAndSum {
   }
 };
 
-// The sum over a segment of y t.
+// The sum of y t over a segment.
 template <typename T>
 struct SumOfProducts {
   using Value = Compute<T>;
@@ -261,7 +261,7 @@ struct SoftmaxStats : std::conditional_t<kIsVjp, SumOfProducts<T>, MaxAndSum<T>>
   }
 };
 
-// The results of edges from what their segments have, a pack of columns a thread.
+// Computes the results of edges from the stats of their segments. A thread takes a pack of columns.
 template <typename T, int kPack, bool kIsVjp>
 __global__ void __launch_bounds__(kBlockSize)
     SoftmaxKernel(const T* __restrict__ x, const T* __restrict__ tangent,

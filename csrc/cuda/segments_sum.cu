@@ -1,8 +1,8 @@
 // Message sums: weighted rows of a table, added up at the receivers of edges.
 //
-// Rows are read at random: how many are on their way at once decides how fast that is, and so do
-// the instructions that an edge costs. A thread takes 32 bytes of a row where registers allow it:
-// on an H200, 1M rows of 256 bytes take 80 us of these, and 84 of 16.
+// Rows are read in random order. The speed depends on how many loads are in flight and on how many
+// instructions an edge costs. A thread takes 32 bytes of a row where registers allow it: on an
+// H200, 1M rows of 256 bytes take 80 us with 32 bytes per thread, and 84 us with 16.
 #include "common/math.h"
 #include "cuda/segments.cuh"
 
@@ -10,7 +10,8 @@ JOF_NAMESPACE_BEGIN
 namespace {
 namespace segments {
 
-// Wide ones are of the type that values are computed in. Of attention, they are made of logits.
+// Wide weights have the type that values are computed in. The weights of attention are computed
+// from logits.
 enum class Weights { kNone, kOfHead, kWideOfHead, kOfColumn, kLogits, kWideLogits };
 
 template <typename T>
@@ -18,7 +19,7 @@ struct SumOfRows {
   using Value = Compute<T>;
   static constexpr int kOfHead = 0;
   T* result;
-  int64_t columns, row_bytes;  // of a row of the table and of the result
+  int64_t columns, row_bytes;  // of rows of the table and of the result
 
   __device__ Value Identity() const { return Value{0}; }
   __device__ Value Combine(Value a, Value b) const { return a + b; }
@@ -42,7 +43,7 @@ struct MessageSum : SumOfRows<T> {
   const void* weights;
   const Pack<Value, 2>* stats;
   const int32_t* sources;
-  int64_t rows, weight_bytes, stat_bytes;  // of a row of weights and of stats
+  int64_t rows, weight_bytes, stat_bytes;  // of the table; bytes of a row of weights, of stats
   FastDivider<uint64_t> by_width;
 
   __device__ int32_t Source(int64_t edge) const {
@@ -50,7 +51,7 @@ struct MessageSum : SumOfRows<T> {
     return IsRow(source, rows) ? source : -1;
   }
 
-  // All loads are made whether the row is valid or not, so that none waits for another.
+  // All loads are issued, whether the row is valid or not, so that no load waits for another.
   using Weight = std::conditional_t<kAreWide, Value, T>;
   template <int N>
   struct Item {
@@ -122,7 +123,7 @@ cudaError_t Sum(const MessageSumCall& call, cudaStream_t stream) {
     return run % pack == 0 && IsPacked(program.table, pack) && IsPacked(program.result, pack) &&
            (kWeights != Weights::kOfColumn || IsPacked(static_cast<const T*>(call.weights), pack));
   };
-  constexpr bool kIsShort = kWeights < Weights::kOfColumn;  // so that registers allow it
+  constexpr bool kIsShort = kWeights < Weights::kOfColumn;  // registers allow 32-byte packs
   constexpr int kMostBytes = kIsShort ? 2 * kPackBytes : kPackBytes;
   return WithPack<T, kMostBytes>(fits, [&](auto pack) {
     return Reduce<decltype(pack)::value, SumOfRows<T>>(program, call.edges, call.segments,
@@ -130,14 +131,15 @@ cudaError_t Sum(const MessageSumCall& call, cudaStream_t stream) {
   });
 }
 
-// The sum with logits, and of each edge and head the cotangent of its logit: its weight times the
-// difference of two dot products of the receiver's cotangent, with the value and with the result.
-// The latter is in `dots`. So the rows of cotangents are read once for both gradients, and those of
-// values once a sender. A head is in `lanes` threads, which are a power of two; where it is not in
-// a warp, its first thread computes the product alone.
+// Computes the message sum with logits, and for each edge and head the cotangent of its logit: the
+// edge's weight times the difference between two dot products of the receiver's cotangent, one with
+// the sender's value and one with the result. The latter is in `dots`. So each edge's row of
+// cotangents is read once for both gradients, and a row of values once per sender. `lanes` threads
+// share a head if its packs are a power of two, up to a warp. Otherwise the first thread of the
+// head computes the dot product alone.
 //
-// Registers allow two blocks an SM. On an H200, both gradients of 1M edges with 8 heads of 16 in
-// bfloat16 take 165 us with `dots`, and 203 us in two passes; in float32 261 and 275.
+// Registers allow two blocks per SM. On an H200, both gradients of 1M edges with 8 heads of width
+// 16 take 165 us with `dots` and 203 us in two passes in bfloat16, 261 and 275 us in float32.
 template <typename T, typename Logit>
 struct AttentionGradient : SumOfRows<T> {
   using Value = Compute<T>;
@@ -151,7 +153,7 @@ struct AttentionGradient : SumOfRows<T> {
   Logit* of_logits;
   int64_t rows, sources_rows, heads, width;
   FastDivider<uint64_t> by_width;
-  int lanes;  // 0: not in a warp
+  int lanes;  // threads that share a head, or 0
 
   __device__ int32_t Source(int64_t edge) const {
     const int32_t source = sources[edge];
@@ -164,7 +166,7 @@ struct AttentionGradient : SumOfRows<T> {
     Logit logit;
     Pack<Value, 2> stats;
     Value dot;   // of the cotangent and the result
-    Logit* out;  // null in all threads of a head but one
+    Logit* out;  // null except in the first thread of a head
     bool is_valid;
   };
   template <int N>
@@ -174,7 +176,7 @@ struct AttentionGradient : SumOfRows<T> {
     const int64_t head = static_cast<int64_t>(by_width.Divide(static_cast<uint64_t>(column)));
     const uint32_t receiver = static_cast<uint32_t>(max(source, 0));
     uint32_t sender = static_cast<uint32_t>(key);
-    // The sender of an edge that has no key is out of range, and the nearest row is read.
+    // If the key is no row, the sender is out of range. The nearest row is read instead.
     if (!IsRow(key, rows)) sender = min(static_cast<uint32_t>(senders[edge]), uint32_t(rows - 1));
     const T* const ct = RowAt(cotangent + column, receiver, this->row_bytes);
     const T* const value = RowAt(values + column, sender, this->row_bytes);
@@ -261,7 +263,7 @@ cudaError_t LaunchAttentionGradient(const AttentionGradientCall& call, cudaStrea
   const MessageSumCall& sum = call.sum;
   const int64_t bytes = sum.segments * sum.columns() * SizeOf(sum.type);
   const cudaError_t status =
-      cudaMemsetAsync(sum.result, 0, static_cast<size_t>(bytes), stream);  // segments of no edge
+      cudaMemsetAsync(sum.result, 0, static_cast<size_t>(bytes), stream);  // empty segments
   if (status != cudaSuccess) return status;
   return Dispatch<Floats>(sum.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -275,7 +277,7 @@ cudaError_t LaunchAttentionGradient(const AttentionGradientCall& call, cudaStrea
 cudaError_t LaunchMessageSum(const MessageSumCall& call, cudaStream_t stream) {
   const int64_t bytes = call.segments * call.columns() * SizeOf(call.type);
   const cudaError_t status =
-      cudaMemsetAsync(call.result, 0, static_cast<size_t>(bytes), stream);  // segments of no edge
+      cudaMemsetAsync(call.result, 0, static_cast<size_t>(bytes), stream);  // empty segments
   if (status != cudaSuccess || call.rows == 0) return status;
   return Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;

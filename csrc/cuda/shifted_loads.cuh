@@ -1,4 +1,4 @@
-// Sixteen bytes from or to anywhere, by aligned accesses of sixteen bytes: what lets rows of odd
+// Loads and stores of 16 bytes at any address by aligned accesses of 16 bytes. They let rows of odd
 // lengths move as fast as rows of whole packs.
 #pragma once
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ unsigned Phase(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kPackBytes;
 }
 
-// Bytes [shift, shift + 16) of 32, where shift < 16 is a multiple of kBytes.
+// Bytes [shift, shift + 16) of the 32 bytes (low, high). shift < 16 is a multiple of kBytes.
 template <int kBytes>
 __device__ __forceinline__ uint4 ShiftBytes(uint4 low, uint4 high, unsigned shift) {
   uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -45,10 +45,10 @@ __device__ __forceinline__ uint4 JoinBytes(uint4 first, uint4 rest, int count) {
                     join(first.w, rest.w, 12));
 }
 
-// The 16 bytes at a pointer to elements of kBytes. In two steps, so that the loads of several
-// windows are under way at once. The aligned packs that the bytes lie in are read whole, and the
-// one after them where the pointer is not aligned: all of that must be inside of the array. Without
-// kShift the pointer must be aligned.
+// The 16 bytes at a pointer to elements of kBytes. Load and Get are separate steps, so that the
+// loads of several windows are in flight at once. Load reads the whole aligned pack that contains
+// the pointer, and the next one if the pointer is not aligned. Both must be inside the array.
+// Without kShift, the pointer must be aligned.
 template <int kBytes, bool kShift = true>
 class Window {
  public:
@@ -78,13 +78,13 @@ __device__ __forceinline__ Pack<Unit, kPack> AsPack(uint4 value) {
   return pack;
 }
 
-// Whether the windows at [first, last] may be read.
+// Whether all windows that begin in [first, last] may be read.
 __device__ __forceinline__ bool CanRead(const char* first, const char* last, const char* array,
                                         size_t array_bytes) {
   return first - array >= kPackBytes && last + 2 * kPackBytes <= array + array_bytes;
 }
 
-// The 16 bytes at a pointer to elements, those that are inside of the array.
+// Those of the 16 bytes at a pointer to elements that are inside the array.
 template <int kBytes>
 __device__ __forceinline__ uint4 LoadElements(const char* source, const char* array,
                                               size_t array_bytes) {
@@ -116,8 +116,8 @@ __device__ __forceinline__ void StorePiece(char* target, uint4 value, int at) {
   }
 }
 
-// Stores bytes [begin, end) of a pack of elements at an aligned address. Part of a pack takes few
-// accesses: ever wider ones up to a multiple of 8 bytes, then narrower ones again.
+// Stores bytes [begin, end) of a pack of elements at an aligned address. A part of a pack takes few
+// accesses: increasingly wide ones up to a multiple of 8 bytes, then increasingly narrow ones.
 template <int kBytes>
 __device__ __forceinline__ void StoreBytes(char* target, uint4 value, int begin, int end) {
   if (begin <= 0 && end >= kPackBytes) {
@@ -145,8 +145,8 @@ __device__ __forceinline__ void StoreBytes(char* target, uint4 value, int begin,
 
 #endif
 
-// Stores the first `bytes` bytes of a pack, all if there are more, to an address that is aligned to
-// elements only.
+// Stores the first `bytes` bytes of a pack, or all 16 if `bytes` is larger, to an address that is
+// aligned to elements only.
 template <int kBytes>
 __device__ __forceinline__ void StoreElements(char* target, uint4 value, int bytes) {
   union {

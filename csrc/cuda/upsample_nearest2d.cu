@@ -1,32 +1,35 @@
 // Nearest-neighbour upsampling on a GPU, after OneFlow's UpsampleNearest2D kernels ("OneFlow
-// Upsample template" in BBuf's notes on CUDA): one read serves all the outputs that show it.
+// Upsample template" in BBuf's notes on CUDA): one read serves all the outputs that copy it.
 //
-// Bytes: the forward reads x once and writes y once; the backward reads dy once and writes dx once.
-// Memory bounds both, so everything here serves wide, coalesced accesses. On an H200 the forward at
-// 2x, one byte read for four written, runs at 4.0 to 4.1 TB/s, as any kernel of that mix does:
-// whole rows through shared memory and bulk copies, two or four packs a thread, blocks of 128 to
-// 1024 threads and other cache hints came to 3.9 to 4.05, the prefetch of launch.cuh to 4.1. The
-// backward at 2x, four bytes read for one written, runs at 4.2 to 4.4 TB/s.
+// Bytes: the forward pass reads x once and writes y once; the backward pass reads dy once and
+// writes dx once. Memory bounds both, so all accesses are made wide and coalesced. On an H200 the
+// forward pass at 2x, which reads one byte for four written, runs at 4.0 to 4.1 TB/s, as does any
+// kernel of that mix. Whole rows through shared memory and bulk copies, two or four packs per
+// thread, blocks of 128 to 1024 threads and other cache hints reached 3.9 to 4.05; the prefetch of
+// launch.cuh reached 4.1. The backward pass at 2x, which reads four bytes for one written, runs at
+// 4.2 to 4.4 TB/s.
 //
 // Forward: a thread loads the source of one pack of an output row and stores the pack to every
 // output row that shares the source row.
-//   ExpandKernel: rows and columns repeated exactly 2 or 4 times, pixels of one element; the
-//     columns are expanded in registers. Packs are of 16 bytes, or, for rows of any length, of one
-//     source element: 129 MB of bf16 with rows of 129 take 39 us (FlatKernel: 51).
-//   RepeatKernel: the same for pixels of whole packs (NHWC), which are repeated as they are.
-//   MapKernel: any index map and any pixel, in rows of whole packs.
-//   FlatKernel: the same in rows of any length; packs of the flat output, each element finding its
-//     own source.
-// Of few elements a thread makes one, which takes 0.1 to 0.3 us less than a pack.
-// Backward: each dx element sums the rectangle of dy that shows it. No atomics: the result does not
-// depend on the order in which threads run.
-//   FactorKernel: factors of 2 to 5, rows of any length; a thread makes one or a few neighbours of
-//     dx, each from reads of its own unless rows are whole packs. At 2x and rows of 77 it reads and
-//     writes bf16 at 4.1 TB/s, ReduceRowsKernel at 1.3.
-//   RectangleKernel: any index map; a thread sums a pack of channels, or one column of four rows.
-//   ReduceRowsKernel: any index map, many rows of whole packs; a block sums rows of dy, in packs,
-//     into shared memory, then their columns from there, so that all of dy is read in 16-byte
-//     accesses: 160 to 224 in f16 at 2.5 TB/s (RectangleKernel: 2.1).
+//   ExpandKernel: rows and columns repeated exactly 2 or 4 times, pixels of one element. The
+//     columns are expanded in registers. A pack has 16 bytes or, for rows of any length, the copies
+//     of one source element: 129 MB of bf16 with rows of 129 take 39 us (FlatKernel: 51).
+//   RepeatKernel: factor 2 for pixels of whole packs (NHWC), which are copied unchanged.
+//   MapKernel: any index map and any pixel size, for rows of whole packs.
+//   FlatKernel: the same for rows of any length. A thread makes a pack of the flat output, and
+//     finds the source of each element separately.
+// If there are few elements, a thread makes one element, which takes 0.1 to 0.3 us less than a
+// pack.
+//
+// Backward: each dx element sums the rectangle of dy that was copied from it. There are no atomics,
+// so the result does not depend on the order in which threads run.
+//   FactorKernel: factors of 2 to 5, rows of any length. A thread makes one element of dx or a few
+//     neighbours, each from separate reads unless rows are whole packs. At 2x and rows of 77 it
+//     reads and writes bf16 at 4.1 TB/s, ReduceRowsKernel at 1.3.
+//   RectangleKernel: any index map. A thread sums a pack of channels, or one column of four rows.
+//   ReduceRowsKernel: any index map, many rows of whole packs. A block sums rows of dy, in packs,
+//     into shared memory, then sums their columns from there, so that all of dy is read in 16-byte
+//     accesses. It runs f16 at 160 to 224 at 2.5 TB/s (RectangleKernel: 2.1).
 #include "cuda/upsample_nearest2d.h"
 
 #include <algorithm>
@@ -50,13 +53,14 @@ struct Geometry {
   FastDivider<Index> by_inner;      // elements in a pixel (backward: packs)
   NearestMap<Index> row_map, col_map;
   bool by_source;             // forward: rows that items enumerate are source rows, not output rows
-  Index block_rows;           // ReduceRowsKernel: source rows a block
-  bool whole;                 // FactorKernel: neighbours are in one row, what they show is packs
-  size_t source_bytes;        // forward: of x,
-  size_t block_source_bytes;  // and of what a block of MapKernel reads, in 1/256 bytes
+  Index block_rows;           // ReduceRowsKernel: source rows per block
+  bool whole;                 // FactorKernel: a thread's elements are in one row, their dy is packs
+  size_t source_bytes;        // forward: size of x
+  size_t block_source_bytes;  // forward: what a block of MapKernel reads, in 1/256 bytes
 };
 
-// Where an item stands: its position j within a row, its row r within a plane, its plane.
+// Finds an item: sets its position j within a row and its row r within a plane, and returns its
+// plane.
 template <typename Index>
 __device__ __forceinline__ Index Locate(const Geometry<Index>& g, Index item, Index* r, Index* j) {
   const Index row = g.by_row_items.DivMod(item, j);
@@ -80,7 +84,7 @@ __global__ void __launch_bounds__(kBlockSize)
   PrefetchAhead(x, g.source_bytes, kBlockSize * kSourceBytes * 256);
   const Index item = ItemIndex<Index>();
   if (item >= g.items) return;
-  // Rows of x are contiguous, so planes need no arithmetic of their own.
+  // Rows of x are contiguous, so planes need no separate arithmetic.
   Index j;
   const Index row = g.by_row_items.DivMod(item, &j);
   const auto source = LoadPack<kSource>(x + size_t{item} * kSource);
@@ -110,9 +114,9 @@ __global__ void __launch_bounds__(kBlockSize)
   for (int p = 0; p < kFactor; ++p) StorePackStreaming<1>(out + size_t(p) * g.out_row, pack);
 }
 
-// Loads element `position` of an output row, which shows the source row `in`. kSingle says that
-// pixels are single elements. The caller computes `in` behind Opaque: the compiler would otherwise
-// multiply out the row's 64-bit offset again for each element (270 instructions a pack, not 130).
+// Loads element `position` of an output row whose source row is `in`. kSingle says that pixels are
+// single elements. The caller passes `in` through Opaque. Otherwise the compiler would compute the
+// row's 64-bit offset again for each element (270 instructions per pack instead of 130).
 template <bool kSingle, typename Index, typename Unit>
 __device__ __forceinline__ Unit LoadSource(const Geometry<Index>& g, const Unit* in,
                                            Index position) {
@@ -152,7 +156,8 @@ __global__ void __launch_bounds__(kBlockSize)
   StoreRows(pack, y + size_t{n * g.out_h} * g.out_row + j * kPack, first, last, g.out_row);
 }
 
-// Forward for rows of any length: g.items packs of the flat output, the last of them in part.
+// Forward for rows of any length: packs of the flat output, which has `total` elements. The last
+// pack may be partial.
 template <int kPack, bool kSingle, typename Index, typename Unit>
 __global__ void __launch_bounds__(kBlockSize)
     FlatKernel(const Geometry<Index> g, Index total, const Unit* __restrict__ x,
@@ -190,9 +195,9 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// Backward for rows and columns repeated exactly kFactor times. g.items units, a unit being kPack
-// channels of a pixel; kSingle says that pixels are single elements, of which kFactor form a word
-// of dy where that is a power of two. Planes need no arithmetic of their own, so the kUnits
+// Backward for rows and columns repeated exactly kFactor times. There are g.items units, and a unit
+// is kPack channels of a pixel. kSingle says that pixels are single elements; kFactor of these form
+// a word of dy if kFactor is a power of two. Planes need no separate arithmetic, so the kUnits
 // neighbours that a thread makes may lie in two rows or planes.
 template <typename T, int kPack, int kFactor, int kUnits, bool kSingle>
 __global__ void __launch_bounds__(kBlockSize)
@@ -236,7 +241,7 @@ __global__ void __launch_bounds__(kBlockSize)
           for (int q = 0; q < kFactor; ++q) packs[k][p][q] = LoadPack<kPack>(source + q * pixel);
         }
       }
-      if (first + k + 1 >= g.items) continue;  // reads the last one again
+      if (first + k + 1 >= g.items) continue;  // read the last unit again
       in += kPack;
       if (kSingle || ++c == inner) {
         in += (kFactor - 1) * pixel;
@@ -272,8 +277,8 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// The pack at a pointer if it is wanted, else zeros. In assembly: the compiler would make the
-// conversions conditional, too, and wait for some loads before it begins others.
+// The pack at a pointer if it is wanted, else zeros. This is in assembly because the compiler would
+// make the conversions conditional, too, and wait for some loads before it begins others.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> LoadPackIf(const T* pointer, bool wanted) {
   union {
@@ -303,8 +308,8 @@ __device__ __forceinline__ Pack<T, N> LoadPackIf(const T* pointer, bool wanted) 
   return pack;
 }
 
-// Backward for any index map: kPack channels of a pixel in kRows source rows a thread. Squares of
-// 2 by 2 are read at once, so that enough reads are under way.
+// Backward for any index map: a thread sums kPack channels of a pixel in kRows source rows. It
+// reads squares of 2 by 2 at once, so that enough reads are in flight.
 template <typename T, int kPack, int kRows, typename Index>
 __global__ void __launch_bounds__(kBlockSize)
     RectangleKernel(const Geometry<Index> g, const T* __restrict__ dy, T* __restrict__ dx) {
@@ -313,7 +318,7 @@ __global__ void __launch_bounds__(kBlockSize)
   struct Rows {
     Index first, height;  // of dy, in all planes
   };
-  // What the block's source rows own, which is computed once for all of their threads.
+  // The rows of dy that belong to the block's source rows, computed once for all threads.
   __shared__ Rows table[(kBlockSize + 2) * kRows];
   const Index item = ItemIndex<Index>();
   Index j, c;
@@ -377,11 +382,11 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// Rows of dx that a thread of ReduceRowsKernel sums columns for: they share the index map.
+// Rows of dx for which a thread of ReduceRowsKernel sums columns: they share the index map.
 constexpr int kThreadRows = 4;
 
-// Backward for any index map and any pixel, rows of dy being whole packs: g.block_rows rows of dx a
-// block. Rows of dy are summed into shared memory, then columns from there.
+// Backward for any index map and any pixel size, if rows of dy are whole packs. A block makes
+// g.block_rows rows of dx. It sums rows of dy into shared memory, then columns from there.
 template <typename T, typename Index>
 __global__ void __launch_bounds__(kBlockSize)
     ReduceRowsKernel(const Geometry<Index> g, const T* __restrict__ dy, T* __restrict__ dx) {
@@ -407,8 +412,8 @@ __global__ void __launch_bounds__(kBlockSize)
     Sum sum[kPack];
 #pragma unroll
     for (int k = 0; k < kPack; ++k) sum[k] = A::Zero();
-    // Rows are asked for three at once, so that enough reads are under way: 63 us instead of 73 at
-    // 160 to 224 in f16. Four cost f32 10 %.
+    // Three rows are loaded at once, so that enough reads are in flight: 63 us instead of 73 at 160
+    // to 224 in f16. Four rows cost f32 10 %.
     constexpr int kBatch = 3;
 #pragma unroll 1
     for (Index p = first; p < last; p += kBatch, in += size_t{kBatch} * g.out_row) {
@@ -424,7 +429,7 @@ __global__ void __launch_bounds__(kBlockSize)
         for (int k = 0; k < kPack; ++k) sum[k] = sum[k] + A::Load(packs[b].elem[k]);
       }
     }
-    // Whole 16-byte words: single ones would meet in the same banks of shared memory.
+    // Stores whole 16-byte words, because stores of single elements would have bank conflicts.
     constexpr int kWord = kPack < kPackSize<Sum> ? kPack : kPackSize<Sum>;
 #pragma unroll
     for (int k = 0; k < kPack; k += kWord) {
@@ -461,7 +466,7 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// Fills in a Geometry for row_items items a row over `rows` rows a plane.
+// Makes a Geometry with row_items items per row and `rows` rows per plane.
 template <typename Index>
 Geometry<Index> MakeGeometry(const UpsampleProblem& p, int64_t row_items, int64_t rows,
                              int64_t pixel_items) {
@@ -482,7 +487,7 @@ Geometry<Index> MakeGeometry(const UpsampleProblem& p, int64_t row_items, int64_
 }
 
 // Whether 32-bit arithmetic is enough for a problem with that many items: every index and dividend
-// below 2^31. Addresses are 64-bit in any case.
+// is below 2^31. Addresses are 64-bit in any case.
 bool Fits32(const UpsampleProblem& p, int64_t items) {
   const int64_t limit = FastDivider<uint32_t>::kLimit;
   const int64_t rows = p.outer * std::max(p.in_h, p.out_h);
@@ -496,12 +501,12 @@ bool IsFactor(const UpsampleProblem& p, int factor) {
   return p.out_h == factor * p.in_h && p.out_w == factor * p.in_w;
 }
 
-// Shared memory that ReduceRowsKernel takes: 8 blocks of it fit a multiprocessor. One row may take
-// as much as a block can have without asking.
+// The shared memory of a ReduceRowsKernel block: 8 blocks fit on an SM. A single row may take the
+// most that a block can have without opting in.
 constexpr int64_t kSharedBytes = 24 * 1024, kMaxSharedBytes = 48 * 1024;
 
-// Launches ReduceRowsKernel. Returns false where rows are not whole packs, too long for shared
-// memory, or too few to occupy the GPU.
+// Launches ReduceRowsKernel. Returns false if rows are not whole packs, too long for shared memory,
+// or too few to occupy the GPU.
 template <typename T>
 bool ReduceRows(const UpsampleProblem& p, const T* dy, T* dx, int64_t few_items,
                 cudaStream_t stream, cudaError_t* status) {
@@ -514,7 +519,8 @@ bool ReduceRows(const UpsampleProblem& p, const T* dy, T* dx, int64_t few_items,
   const int64_t table_bytes = (p.in_w + 1) * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t row_bytes = out_row * static_cast<int64_t>(sizeof(Sum));
   if (row_bytes + table_bytes > kMaxSharedBytes) return false;
-  // The number of rows that costs the fewest passes of the block over its items, for each row.
+  // Chooses the number of rows per block for which the block makes the fewest passes over its items
+  // per row.
   const auto passes = [](int64_t items) { return (items + kBlockSize - 1) / kBlockSize; };
   int64_t rows = 1, fewest = 0;
   for (int64_t r = 1; r == 1 || r * row_bytes + table_bytes <= kSharedBytes; ++r) {
@@ -533,7 +539,8 @@ bool ReduceRows(const UpsampleProblem& p, const T* dy, T* dx, int64_t few_items,
   return true;
 }
 
-// Launches FactorKernel. Returns false where a word of dy is not aligned, and beyond 32 bits.
+// Launches FactorKernel. Returns false for other factors, for unaligned words, and if 32-bit
+// arithmetic is not enough.
 template <int kFactor, typename T>
 bool SumFactor(const UpsampleProblem& p, const T* dy, T* dx, int64_t few_items, cudaStream_t stream,
                cudaError_t* status) {
@@ -556,7 +563,7 @@ bool SumFactor(const UpsampleProblem& p, const T* dy, T* dx, int64_t few_items, 
   };
   using std::integral_constant;
   using One = integral_constant<int, 1>;
-  // Neighbours fill 4 bytes of dx, at 2x 8.
+  // The neighbours that a thread makes fill 4 bytes of dx, or 8 at 2x. At 4x it makes one element.
   constexpr int kBytes = static_cast<int>(sizeof(T));
   constexpr int kNeighbours = std::max(1, 4 / kBytes);
   constexpr int kSingles = kFactor == 2 ? std::max(1, 8 / kBytes) : kFactor == 4 ? 1 : kNeighbours;
@@ -565,7 +572,8 @@ bool SumFactor(const UpsampleProblem& p, const T* dy, T* dx, int64_t few_items, 
     return (!few && launch(One(), integral_constant<int, kSingles>(), std::true_type())) ||
            launch(One(), One(), std::true_type());
   }
-  // 8 bytes of channels: as fast as 16 on an H200, and 4 % faster on 16 MB; 4 bytes lose 8 %.
+  // A thread takes 8 bytes of channels: this is as fast as 16 on an H200, and 4 % faster on 16 MB.
+  // With 4 bytes it loses 8 %.
   constexpr int kHalf = std::max(1, 8 / kBytes);
   return (p.inner % kHalf == 0 &&
           launch(integral_constant<int, kHalf>(), One(), std::false_type())) ||
@@ -643,7 +651,7 @@ cudaError_t Forward(const UpsampleProblem& p, const void* x, void* y, int64_t fe
       return LaunchItems(FlatKernel<kPack, kSingle, uint32_t, Unit>, (total + kPack - 1) / kPack,
                          stream, g, static_cast<uint32_t>(total), in, out);
     }
-    // Rows that are not whole packs, beyond 32 bits: an element a thread.
+    // Rows are not whole packs and need 64-bit indices: one element per thread.
     const auto g = geometry(uint64_t{}, 1);
     return LaunchItems(MapKernel<1, false, uint64_t, Unit>, g.items, stream, g, in, out);
   };
@@ -687,7 +695,8 @@ cudaError_t Backward(const UpsampleProblem& p, const void* dy, void* dx, int64_t
 
 cudaError_t LaunchUpsampleForward(const UpsampleProblem& problem, int element_bytes, const void* x,
                                   void* y, cudaStream_t stream, int64_t few_items) {
-  // Pixels of several elements move in the widest words that divide them and suit the pointers.
+  // Pixels of several elements move in the widest words that divide a pixel and to which both
+  // pointers are aligned.
   int64_t pixel_bytes = problem.inner * element_bytes;
   int word = kPackBytes;
   while (pixel_bytes % word != 0 || !IsAligned(x, word) || !IsAligned(y, word)) word /= 2;

@@ -8,8 +8,8 @@
 
 JOF_NAMESPACE_BEGIN
 
-// Results of up to so many elements take kernels that begin sooner. Tests pass 0 to the launchers,
-// to reach the others.
+// Results of up to this many elements use kernels with a lower latency. Tests pass 0 to the
+// launchers, to reach the other kernels.
 inline constexpr int64_t kFewItems = 1 << 17;
 
 // Elements are 1, 2, 4, 8 or 16 bytes. Pointers need only element alignment.

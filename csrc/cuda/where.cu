@@ -1,4 +1,4 @@
-// where() and its cotangents: data movement under a condition.
+// where() and its cotangents: conditional data movement.
 #include "cuda/elementwise.cuh"
 #include "cuda/elementwise.h"
 

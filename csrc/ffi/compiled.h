@@ -1,10 +1,10 @@
 // The FFI signature of kernels that are compiled at run time, for both backends.
 //
-// One target, jof_compiled, runs whatever code the call carries. Operands and results are those of
+// One target, jof_compiled, runs the code that the call carries. Operands and results are those of
 // ffi/elementwise.h. Attributes:
-//   code           the compiled kernel: a cubin or PTX, a shared library
-//   id             a hash of the code; calls with the same code share what is loaded
-//   name           the user's name of the kernel, for messages
+//   code           the compiled kernel: a cubin or PTX on a GPU, a shared library on a CPU
+//   id             a hash of the code; calls with the same code share the loaded kernel
+//   name           the user's name of the kernel, for error messages
 //   kinds          of each operand, as the code was compiled for: see ElementwiseCall
 //   element_bytes  of each operand and result, as the code was compiled for
 #pragma once
@@ -53,19 +53,19 @@ inline ffi::Error DecodeCompiled(std::string_view name, ffi::RemainingArgs args,
   return error;
 }
 
-// What has been loaded in this process, by id. It is never unloaded: a program may run again that
-// was compiled long ago, and a process has few kernels.
+// The kernels loaded in this process, by id. They are never unloaded: a program that was compiled
+// long ago may run again, and a process has few kernels.
 template <typename Loaded>
 class LoadedKernels {
  public:
-  // Null where there is none.
+  // Returns null if the kernel is not loaded.
   const Loaded* Find(int64_t id) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     const auto found = kernels_.find(id);
     return found == kernels_.end() ? nullptr : found->second.get();
   }
 
-  // Calls load(Loaded*), which returns an error, unless that was done.
+  // Calls load(Loaded*), which returns an ffi::Error, unless the kernel is already loaded.
   template <typename Load>
   ffi::Error LoadOnce(int64_t id, const Load& load) {
     std::unique_lock<std::shared_mutex> lock(mutex_);
@@ -81,7 +81,7 @@ class LoadedKernels {
   std::map<int64_t, std::unique_ptr<Loaded>> kernels_;
 };
 
-// The attributes of both stages of a call, after what else is bound.
+// Adds the attributes, which both stages of a call have, to a binding.
 template <typename Binding>
 auto WithCompiledAttributes(Binding binding) {
   return std::move(binding)
@@ -92,8 +92,8 @@ auto WithCompiledAttributes(Binding binding) {
       .template Attr<ffi::Span<const int64_t>>("element_bytes");
 }
 
-// Some releases of XLA pass the operands at this stage too, and headers before 0.3 refuse what a
-// handler does not bind.
+// Binds operands and results because some releases of XLA pass them at this stage too, and headers
+// before 0.3 reject anything that a handler does not bind.
 inline auto CompiledInstantiateBinding() {
   return WithCompiledAttributes(ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets());
 }

@@ -1,8 +1,9 @@
-// The FFI signature of row kernels that are compiled at run time: jof_compiled_rows. Code, id,
-// name, element_bytes and what is loaded are those of ffi/compiled.h. Other attributes:
-//   kinds    of each operand and result, in this order: see RowKind
+// The FFI signature of row kernels that are compiled at run time: jof_compiled_rows. The attributes
+// code, id, name and element_bytes and the loaded kernels are those of ffi/compiled.h. Other
+// attributes:
+//   kinds    of each operand, then of each result: see RowKind
 //   width    elements of a row
-//   layout   what the kernel was compiled for: see TracedRowsLayout
+//   layout   what the kernel was compiled for: the first 6 members of TracedRowsLayout
 #pragma once
 
 #include "ffi/compiled.h"
@@ -10,7 +11,7 @@
 
 namespace jof {
 
-// Sums are one result, of the shape (parts, sums, width), in words.
+// Sums are one result, (parts, sums, width), of elements of TracedRowsLayout::word_bytes bytes.
 enum RowKind : int64_t { kRowArray, kRowVector, kRowValue, kRowScalar, kRowSums };
 
 inline ffi::Error DecodeCompiledRows(std::string_view name, ffi::RemainingArgs args,
@@ -48,7 +49,7 @@ inline ffi::Error DecodeCompiledRows(std::string_view name, ffi::RemainingArgs a
     const int64_t count = static_cast<int64_t>(buffer.element_count()), kind = kinds.begin()[k];
     const char* what = is_input ? "operand " : "result ";
     if (k == inputs) last = kRowArray;
-    // Arrays first: so the rows are known where they are asked for.
+    // Arrays come first, so the number of rows is known before other kinds need it.
     if (kind < last || kind > (is_input ? kRowScalar : kRowSums) ||
         (!is_input && (kind == kRowVector || kind == kRowScalar)) ||
         (k == 0 && kind != kRowArray)) {

@@ -1,5 +1,5 @@
-// The CUDA backend of the handlers: see ffi/target.h. None synchronises or allocates, so all of
-// them may be captured in a CUDA graph.
+// The CUDA backend of the handlers: see ffi/target.h. No handler synchronises or allocates, so all
+// of them may be captured in a CUDA graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,12 +28,12 @@ struct Cuda {
   static constexpr int64_t kEdgeChunk = kCudaEdgeChunk;
   static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
 
-  // The status is of this module's calls alone: the runtime that it is linked with is its own, and
-  // so is that one's last error. Only a kernel of anybody's that left the GPU unusable fails all
-  // later calls of the process, and CUDA does not say whose it was.
+  // The status covers only this module's calls: the module is linked with its own CUDA runtime,
+  // which has its own last error. The exception is a kernel that left the GPU unusable, whoever
+  // launched it: all later calls of the process fail, and CUDA does not say whose kernel it was.
   static ffi::Error Status(std::string_view op, cudaError_t status) {
     if (status == cudaSuccess) return ffi::Error::Success();
-    cudaGetLastError();  // or the next launch would report it again
+    cudaGetLastError();  // clears it; otherwise the next launch would report it again
     return ffi::Error::Internal(std::string(op) + ": CUDA error " + cudaGetErrorName(status) +
                                 ": " + cudaGetErrorString(status));
   }

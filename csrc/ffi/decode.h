@@ -1,5 +1,5 @@
-// What the FFI handlers of both backends share: checking a call before any memory is touched. A
-// wrong call, which only a hand-written ffi_call can make, is answered with InvalidArgument.
+// Helpers that the FFI handlers of both backends share. They check a call before any memory is
+// touched. A wrong call, which only a hand-written ffi_call can make, returns InvalidArgument.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace jof {
 
-// InvalidArgument with a message made of the parts: InvalidArgument("upsample: got ", 3).
+// InvalidArgument with the concatenated parts as message: InvalidArgument("upsample: got ", 3).
 template <typename... Parts>
 ffi::Error InvalidArgument(const Parts&... parts) {
   std::ostringstream message;
@@ -21,7 +21,7 @@ ffi::Error InvalidArgument(const Parts&... parts) {
   return ffi::Error::InvalidArgument(message.str());
 }
 
-// The first error of several checks, if any.
+// Returns the first error of several checks, or success.
 inline ffi::Error FirstError(std::initializer_list<ffi::Error> errors) {
   for (const ffi::Error& error : errors) {
     if (error.failure()) return error;
@@ -65,8 +65,8 @@ inline DType DTypeOf(ffi::DataType type) {
   }
 }
 
-// The bytes of an element that data-movement operations take; 0 for any other type (sub-byte types,
-// tokens).
+// The bytes of an element of a type that data-movement operations support; 0 for any other type
+// (sub-byte types, tokens).
 inline int MovableBytes(ffi::DataType type) { return SizeOf(DTypeOf(type)); }
 
 }  // namespace jof

@@ -1,13 +1,13 @@
-// The FFI signatures of group norm, for both backends. T is f16, bf16, f32 or f64, and C what it is
-// computed in; scale and bias are of T or f32. The launchers, of one call and a stream, are
-// LaunchGroupNorm and LaunchGroupNormVjp.
+// The FFI signatures of group norm, for both backends. T is f16, bf16, f32 or f64, and C is its
+// compute type. scale and bias are of T or f32. The launchers LaunchGroupNorm and
+// LaunchGroupNormVjp take one call and a stream.
 //   jof_group_norm(x (images, pixels, channels), scale (channels), bias (channels))
 //       -> y, stats (images, groups, 3) of C, scratch (images, parts, groups, 4) of C,
 //          marks (images, 16) int32                       attributes silu, epsilon
 //   jof_group_norm_vjp(x, scale, bias, stats, dy)
-//       -> dx, dscale (channels) of C, dbias (channels) of C, terms (images, parts, 2, groups) of
-//       C,
-//          columns (images, parts, 2, channels) of C, marks     attribute silu
+//       -> dx, dscale (channels) of C, dbias (channels) of C,
+//          terms (images, parts, 2, groups) of C, columns (images, parts, 2, channels) of C,
+//          marks                                          attribute silu
 #pragma once
 
 #include "ffi/rows.h"
@@ -17,7 +17,7 @@ namespace jof {
 
 inline constexpr char kGroupNorm[] = "jof_group_norm", kGroupNormVjp[] = "jof_group_norm_vjp";
 
-// What both calls have: sets the problem, the parts, and what is of x and of the vectors.
+// Decodes what both calls share: sets the problem, the types, the parts, x, marks, scale and bias.
 template <typename Call>
 ffi::Error DecodeGroupNorm(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                            ffi::AnyBuffer bias, ffi::AnyBuffer stats, ffi::AnyBuffer parts,

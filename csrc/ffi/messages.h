@@ -1,18 +1,20 @@
 // The FFI signature of messages whose kernels are compiled at run time, for both backends.
 //
-// One target, jof_messages, runs whatever code the call carries:
+// One target, jof_messages, runs the code that the call carries:
 //   (keys (E,), order (E,) or (0,), others (E,) or (0,), operands (rows, columns of a row)...)
 //   -> result (S, columns), scratch (C, 2, columns); or result (E, columns / inner), scratch (0,)
-// Ids are int32; keys are by position, others by edge. Attributes:
+// Ids are int32. Keys are indexed by position, others by edge. Attributes:
 //
 //   code, id, name   see ffi/compiled.h
 //   rows             of each operand: see RowOf
-//   broadcasts       of each operand: -1 if it has all columns, -2 if one, else which run they are
-//   inners, counts   of each run: see BroadcastIndex
+//   broadcasts       of each operand: -1 if it has all columns, -2 if it has one, else the index of
+//                    its broadcast in inners and counts
+//   inners, counts   of each broadcast: see BroadcastIndex
 //   element_bytes    of each operand and the result, as the code was compiled for
-//   pack_bytes       of each operand: what a thread reads of a row at once, 0 if that is an element
-//   layout           the columns of a message; how many are summed to a result of an edge, or 0 if
-//                    results are of segments; the columns of a pack
+//   pack_bytes       of each operand: the bytes of a row that a thread reads at once, 0 if it reads
+//                    one element
+//   layout           the columns of a message; the number of columns that are summed to one result
+//                    of an edge, or 0 if results are of segments; the columns of a pack
 #pragma once
 
 #include "ffi/compiled.h"
@@ -104,7 +106,7 @@ inline ffi::Error DecodeMessages(int64_t limit, ffi::RemainingArgs args, ffi::Re
   return DecodeChunks(op, limit, scratch, result.element_type(), a.columns, &call->edges);
 }
 
-// The attributes of both stages.
+// Adds the attributes, which both stages of a call have, to a binding.
 template <typename Binding>
 auto WithMessageAttributes(Binding binding) {
   return std::move(binding)

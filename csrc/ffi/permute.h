@@ -1,5 +1,5 @@
-// The FFI signature of permute, for both backends: y = transpose(x, axes), of every type of 1 to 16
-// bytes.
+// The FFI signature of permute, for both backends: y = transpose(x, axes). Takes every type of 1 to
+// 16 bytes.
 #pragma once
 
 #include <vector>

@@ -1,26 +1,28 @@
 // The FFI signatures of reductions over rows, for both backends. T is f16, bf16, f32 or f64, and C
-// what it is computed in. The launchers, of one call and a stream, are LaunchSoftmax,
-// LaunchSoftmaxVjp, LaunchLogSumExp, LaunchLogSumExpVjp, LaunchLogSumExpWithVjp, LaunchNorm and
-// LaunchNormVjp.
+// is its compute type. The launchers LaunchSoftmax, LaunchSoftmaxVjp, LaunchLogSumExp,
+// LaunchLogSumExpVjp, LaunchLogSumExpWithVjp, LaunchNorm and LaunchNormVjp take one call and a
+// stream.
 //
-// Rows along dimension `axis`, an attribute; the shape without it is that of what has one value a
-// row. Arrays keep their shapes: XLA would copy what is aliased to reshape it.
+// Rows lie along dimension `axis`, an attribute. Arrays with one value per row, marked (rows), have
+// the operand's shape without that dimension. Arrays keep their shapes because XLA would copy an
+// aliased array to reshape it.
 //   jof_softmax(x) -> y                                   attribute log: log_softmax
-//   jof_softmax_vjp(y, dy) -> dx                          likewise
+//   jof_softmax_vjp(y, dy) -> dx                          attribute log
 //   jof_logsumexp(x) -> y (rows), stats (rows, 2) of C
 //   jof_logsumexp_vjp(x, stats, ct (rows)) -> dx
-//   jof_cross_entropy(x, labels (rows) int32) -> as jof_logsumexp
+//   jof_cross_entropy(x, labels (rows) int32) -> y, stats
 //   jof_cross_entropy_vjp(x, labels, stats, ct) -> dx
 //   jof_logsumexp_with_vjp(x, ct) -> y, stats, dx
 //   jof_cross_entropy_with_vjp(x, labels, ct) -> y, stats, dx
 // dx may be aliased to x.
 //
-// (rows, n). What is not there has size 0 in all dimensions. scale and bias are of T or f32:
+// Norms take x of shape (rows, n). An absent array has size 0 in all dimensions. scale and bias are
+// of T or f32:
 //   jof_norm(x, residual (rows, n), scale (n), bias (n))
 //       -> y, sum (rows, n), stats (rows, 3) of C         attributes center, epsilon
 //   jof_norm_vjp(x, stats, dy, dsum (rows, n), scale (n))
 //       -> dx, dscale (n) of C, dbias (n) of C, scratch (parts, vectors, n) of C
-//       attribute center; vectors counts dscale and dbias
+//       attribute center; vectors is how many of dscale and dbias are present
 #pragma once
 
 #include "ffi/decode.h"
@@ -67,7 +69,8 @@ inline ffi::Error RequireLike(const char* op, const char* name, ffi::AnyBuffer a
                          ShapeString(array.dimensions()));
 }
 
-// One value a row of x, or `last` values, of a type.
+// Checks that an array has `last` values of `type` for each row of x. If `last` is 1, the array has
+// no dimension for them.
 inline ffi::Error RequireOfRows(const char* op, const char* name, ffi::AnyBuffer array,
                                 ffi::AnyBuffer x, int64_t axis, ffi::DataType type, size_t last) {
   const auto dims = x.dimensions(), got = array.dimensions();
@@ -98,7 +101,7 @@ inline ffi::Error RequireArray(const char* op, const char* name, ffi::AnyBuffer 
                          ShapeString(array.dimensions()));
 }
 
-// Of softmax: an operand, and its cotangent for the derivative.
+// The binding of softmax (one operand) or of its derivative (two: the result and its cotangent).
 template <typename Backend, int kOperands>
 auto SoftmaxBinding() {
   return BufferBinding<Backend, kOperands, 1>().template Attr<int64_t>("axis").template Attr<bool>(
@@ -138,8 +141,8 @@ auto LogSumExpBinding() {
   return BufferBinding<Backend, kOperands, kResults>().template Attr<int64_t>("axis");
 }
 
-// `y` and `stats` of jof_logsumexp and jof_cross_entropy, whose operand or result y is named so;
-// labels are null where there are none.
+// Decodes what the calls of jof_logsumexp and jof_cross_entropy share. `y` is an array with one
+// value per row, and `name` is its name in messages. `labels` is null if there are none.
 template <typename Call>
 inline ffi::Error DecodeLogSumExp(const char* op, ffi::AnyBuffer x, int64_t axis,
                                   const ffi::AnyBuffer* labels, const char* name, ffi::AnyBuffer y,
@@ -266,7 +269,7 @@ inline bool IsAbsent(ffi::AnyBuffer array) {
   return true;
 }
 
-// An array of row vectors, (n) of `type` or f32, or none.
+// Decodes a row vector, (n) of `type` or f32. Sets *data to null if it is absent.
 inline ffi::Error DecodeRowVector(const char* op, const char* name, ffi::AnyBuffer vector,
                                   ffi::DataType type, int64_t n, const void** data,
                                   DType* vector_type) {

@@ -1,14 +1,18 @@
-// The FFI signatures of scatters and of gathering rows, for both backends.
+// The FFI signatures of scatters and of row gathers, for both backends.
 //
-// Scatters take operands (operand, updates, ids, order) and give results (result, scratch):
-//   operand as the result, or of a sum (0, 0, 0) to start from zeros; updates (B, N, D); ids (B,
-//   N), or (1, N) for all b; order (N,), or (0,) where updates are in the order of ids; result (B,
-//   S, D) or any other shape of as many elements. The operand is meant to be aliased to the result,
-//   but need not be; XLA would copy it to reshape it, even if it is donated, so it keeps its shape.
-//   Private copies take updates (B, 1, 1) for any N, too: one element for all ids of a problem.
-// Gathers take (table (B, S, D), ids) and give a result (B, N, D). Sorting rows, for a scatter,
-// takes ids (B, N) and gives (keys (1, B * N), order (B * N,), scratch (B * S + 1,) or (0,)) of
-// their type.
+// Scatters take operands (operand, updates, ids, order) and return (result, scratch):
+//   operand   of the result's shape; for a sum it may be (0, 0, 0), to start from zeros
+//   updates   (B, N, D); with private copies also (B, 1, 1) for any N: one element for all ids of a
+//             problem
+//   ids       (B, N), or (1, N) for all b
+//   order     (N,), or (0,) if updates are in the order of ids
+//   result    (B, S, D), or any other shape with as many elements
+// The operand is meant to be aliased to the result, but need not be. It keeps its shape because XLA
+// would copy it to reshape it, even if it is donated.
+//
+// Gathers take (table (B, S, D), ids) and return a result (B, N, D).
+// Sorting rows, for a scatter, takes ids (B, N) and returns (keys (1, B * N), order (B * N,),
+// scratch (B * S + 1,) or (0,)), all of the type of ids.
 #pragma once
 
 #include "ffi/decode.h"
@@ -28,8 +32,8 @@ inline const char* NameOf(Reducer reducer, ScatterStrategy strategy) {
   return kNames[static_cast<int>(reducer)][static_cast<int>(strategy)];
 }
 
-// What values of `type` are added as: `reals` values of a type that is one of Addends if there is a
-// sum.
+// The type that values of `type` are added as. A value is *reals values of that type. The type is
+// one of Addends if sums of `type` are supported.
 inline DType AddendOf(DType type, int* reals) {
   *reals = type == DType::kC64 || type == DType::kC128 ? 2 : 1;
   switch (type) {
@@ -46,13 +50,13 @@ inline DType AddendOf(DType type, int* reals) {
   }
 }
 
-// The type that values of `type` are summed in.
+// The type in which values of `type` are summed.
 inline ffi::DataType SumType(ffi::DataType type) {
   const bool narrow = type == ffi::DataType::F16 || type == ffi::DataType::BF16;
   return narrow ? ffi::DataType::F32 : type;
 }
 
-// The bytes of an index; 0 for a type that is none.
+// The bytes of an index of this type; 0 if it is not an index type.
 inline int IndexBytes(ffi::DataType type) {
   return type == ffi::DataType::S32   ? 4
          : type == ffi::DataType::S64 ? 8
@@ -70,8 +74,8 @@ inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape
   return true;
 }
 
-// Fills in *problem from rows (B, N, D), their ids, and the number S of what those name. With
-// `one_update` rows have shape (B, 1, 1) for any N.
+// Fills in *problem from rows (B, N, D), their ids, and the number S of rows that ids can name.
+// With `one_update`, `rows` has shape (B, 1, 1) for any N.
 inline ffi::Error DecodeRows(const char* op, ffi::AnyBuffer rows, ffi::AnyBuffer ids, int64_t size,
                              bool wrap, bool clip, bool one_update, ScatterProblem* problem) {
   const auto r = rows.dimensions(), i = ids.dimensions();
@@ -108,7 +112,7 @@ inline ffi::Error DecodeOrder(const char* op, ScatterStrategy strategy, ffi::Any
   return ffi::Error::Success();
 }
 
-// `inner` is D before complex numbers became pairs.
+// `inner` is D with a complex number counted as one element.
 inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
                                 const ScatterLimits& limits, ffi::AnyBuffer scratch, int64_t inner,
                                 ScatterCall* call) {
@@ -136,7 +140,7 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
       break;
   }
   const int64_t parts = call->splits;
-  // On a CPU there may be no copy, where results have the bits of sums.
+  // On a CPU there may be no copy if the result has the precision of the sums.
   const bool is_exact =
       SizeOf(call->type) > 2 || call->reducer == Reducer::kMax || call->reducer == Reducer::kMin;
   const bool in_place =
@@ -147,7 +151,7 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
                            ShapeString(dimensions));
   }
   if (strategy == ScatterStrategy::kPrivate && limits.private_bytes != 0 && parts * p.batch > 0) {
-    const int64_t room = limits.private_bytes / (call->deterministic ? 2 : 1);  // for tags, too
+    const int64_t room = limits.private_bytes / (call->deterministic ? 2 : 1);  // half for masks
     if (parts * p.batch > INT32_MAX ||
         static_cast<int64_t>(scratch.size_bytes()) / (parts * p.batch) > room) {
       return InvalidArgument(op, ": on a GPU a problem's sums take at most ", room,
@@ -159,7 +163,7 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
   return ffi::Error::Success();
 }
 
-// The call's reducer is set.
+// call->reducer must be set.
 inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
                                 const ScatterLimits& limits, ffi::AnyBuffer operand,
                                 ffi::AnyBuffer updates, ffi::AnyBuffer ids, ffi::AnyBuffer order,
@@ -184,7 +188,7 @@ inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
                                 call->one_update, &call->problem);
   if (error.failure()) return error;
   if (strategy == ScatterStrategy::kSorted && (wrap || clip)) {
-    // Two runs of ids would mean one row.
+    // Two runs of ids could name the same row.
     return InvalidArgument(op, ": sorted ids are neither wrapped nor clipped");
   }
   if (call->problem.index_bytes == 2 &&

@@ -1,5 +1,5 @@
-// The FFI signature of a search among sorted edges, for both backends: positions (...) of queries
-// (...) of the edges' type among edges (N,), as int32 or uint32.
+// The FFI signature of a search among sorted edges, for both backends. Takes edges (N,) and queries
+// of the same type and any shape, and returns the positions of the queries as int32 or uint32.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // The FFI signatures of message sums, attention, edge dots and softmax over segments, for both
 // backends.
 //
-// All ids are int32 and of shape (E,). `order` may be (0,): the edge at position p is p then.
+// All ids are int32 and of shape (E,). If `order` has shape (0,), the edge at position p is p.
 //   message sum    (table (N, H, D), weights (E, H) or (0, H), sources, keys, order)
 //                  -> (result (S, H, D), scratch (C, 2, H * D))
 //   attention      (values (N, H, D), logits (E, H), sources, keys, order)
@@ -14,11 +14,13 @@
 //                   values (N, H, D), dots (S, H), senders)
 //                  -> (cotangent of values, scratch, cotangent of logits)
 //   edge dot       (a (A, H, D), b (B, H, D), keys, b_ids, order) -> result (E, H)
-//   softmax        (x (E, H), ids, keys, order) -> (y (E, H), stats (S, 2, H), scratch (C, 2, 2 *
-//   H)) softmax vjp    (y (E, H), t (E, H), ids, keys, order)
+//   softmax        (x (E, H), ids, keys, order)
+//                  -> (y (E, H), stats (S, 2, H), scratch (C, 2, 2 * H))
+//   softmax vjp    (y (E, H), t (E, H), ids, keys, order)
 //                  -> (result (E, H), stats (S, 1, H), scratch (C, 2, H))
-// Keys are by position, sources, b_ids and ids by edge. Weights, logits and the result of an edge
-// dot have the tables' type or the one that this is computed in, which stats and scratch have.
+// Keys are indexed by position. All other ids are indexed by edge. Weights, logits and the result
+// of an edge dot have the tables' type or its compute type. Stats, dots and scratch have the
+// compute type.
 #pragma once
 
 #include "ffi/scatter.h"
@@ -39,7 +41,8 @@ inline ffi::Error DecodeFloat(const char* op, ffi::AnyBuffer buffer, DType* type
   return InvalidArgument(op, ": the element type must be f16, bf16, f32 or f64");
 }
 
-// Whether values of a buffer are of the type that `type` is computed in, which may be the same.
+// Sets *is_wide to whether the buffer has the compute type of `type`, which may be `type` itself.
+// It is an error if the buffer has neither type.
 inline ffi::Error DecodeWide(const char* op, const char* name, ffi::AnyBuffer buffer,
                              ffi::DataType type, bool* is_wide) {
   *is_wide = buffer.element_type() == SumType(type);
@@ -55,7 +58,7 @@ inline ffi::Error DecodeIds(const char* op, const char* name, ffi::AnyBuffer ids
                          ShapeString(ids.dimensions()));
 }
 
-// Edges as a plan has them; chunks are decoded from the scratch.
+// Decodes the edges of a plan, except for the number of chunks: see DecodeChunks.
 inline ffi::Error DecodeEdges(const char* op, ffi::AnyBuffer keys, ffi::AnyBuffer order,
                               PlannedEdges* edges) {
   const auto shape = keys.dimensions();
@@ -73,7 +76,8 @@ inline ffi::Error DecodeEdges(const char* op, ffi::AnyBuffer keys, ffi::AnyBuffe
   return error;
 }
 
-// `limit` is the longest chunk, 0 if there is no limit.
+// Decodes the number of chunks from the shape of the scratch. `limit` is the length of the longest
+// chunk allowed, 0 if there is no limit.
 inline ffi::Error DecodeChunks(const char* op, int64_t limit, ffi::AnyBuffer scratch,
                                ffi::DataType type, int64_t columns, PlannedEdges* edges) {
   const auto shape = scratch.dimensions();
@@ -88,7 +92,7 @@ inline ffi::Error DecodeChunks(const char* op, int64_t limit, ffi::AnyBuffer scr
                          "), C > 0, and the type of sums, got shape ", ShapeString(shape));
 }
 
-// A carry has `of_head` values of each head beside those of its columns.
+// A carry has `of_head` values for each head in addition to one for each column.
 inline ffi::Error DecodeMessageSum(const char* op, int64_t limit, int64_t of_head,
                                    ffi::AnyBuffer table, ffi::AnyBuffer weights,
                                    ffi::AnyBuffer sources, ffi::AnyBuffer keys,
@@ -130,7 +134,7 @@ inline ffi::Error DecodeMessageSum(const char* op, int64_t limit, int64_t of_hea
   return error;
 }
 
-// What attention keeps of rows (R, H, D) of receivers.
+// Checks the stats that attention stores for rows (R, H, D) of receivers.
 inline ffi::Error DecodeStats(const char* op, ffi::AnyBuffer stats, ffi::AnyBuffer rows) {
   const auto r = rows.dimensions();
   if (HasShape(stats, {r[0], r[1], 2}) && stats.element_type() == SumType(rows.element_type())) {
@@ -216,7 +220,7 @@ inline ffi::Error DecodeEdgeDot(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuff
   return error;
 }
 
-// `parts` numbers are kept of each segment and head.
+// The stats have `parts` numbers for each segment and head.
 inline ffi::Error DecodeSegmentSoftmax(const char* op, int64_t limit, int64_t parts,
                                        ffi::AnyBuffer x, ffi::AnyBuffer tangent, ffi::AnyBuffer ids,
                                        ffi::AnyBuffer keys, ffi::AnyBuffer order,

@@ -1,15 +1,15 @@
-// What a native module hands out: FFI targets, which are names and the handlers behind them.
+// The FFI targets of a native module: names and their handlers.
 //
 // A handler and its binding are templates on a backend, ffi/cpu.h or ffi/cuda.h, which has
-//   Context          what XLA's context for a call is bound as
-//   Stream           what a handler gets of it, and its launchers take
+//   Context          the type with which XLA's context for a call is bound
+//   Stream           the type that a handler gets from it and passes to launchers
 //   CompiledKernel   a loaded kernel that was compiled at run time
-//   MessageKernels   those of messages
+//   MessageKernels   loaded kernels of messages
 //   kScatterLimits   see ScatterLimits
 //   kEdgeChunk       the longest chunk of a plan's positions, 0 if there is no limit
-//   kTraits          of its handlers
-//   Status(op, s)    the ffi::Error of what a launcher returns
-// The launchers of a backend are functions of the same names, found by their arguments.
+//   kTraits          the traits of its handlers
+//   Status(op, s)    converts a launcher's status to an ffi::Error
+// The launchers of both backends have the same names; overload resolution selects the backend.
 #pragma once
 
 #include <vector>
@@ -25,13 +25,13 @@ using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
 struct Target {
   const char* name;
   Handler* execute;
-  Handler* instantiate = nullptr;  // if there is such a stage
+  Handler* instantiate = nullptr;  // null: no such stage
 };
 
-// All targets of this module, which ffi/cpu.cc or ffi/cuda.cc defines.
+// All targets of this module. Defined in ffi/cpu.cc and in ffi/cuda.cc.
 std::vector<Target> Targets();
 
-// A binding of so many buffers.
+// A binding of the context, kOperands operands and kResults results.
 template <typename Backend, int kOperands, int kResults>
 auto BufferBinding() {
   if constexpr (kResults > 0) {

@@ -1,4 +1,4 @@
-// The targets that both backends have. Their launchers must be included before.
+// The targets that both backends have. Include the backend's launchers before this header.
 #pragma once
 
 #include "ffi/compiled.h"

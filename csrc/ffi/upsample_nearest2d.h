@@ -1,7 +1,8 @@
 // The FFI signature of upsample_nearest2d, for both backends and both directions.
 //
-// Operand and result have the same rank; dimensions axis and axis + 1 are the spatial ones, all
-// others agree. The forward takes every type of 1 to 16 bytes, the backward the summable ones.
+// Operand and result have the same rank. Dimensions axis and axis + 1 are the spatial ones; all
+// others are equal. The forward takes every type of 1 to 16 bytes, the backward f16, bf16, f32, f64
+// and complex types.
 #pragma once
 
 #include "ffi/decode.h"
@@ -20,7 +21,8 @@ inline bool SameOuterAndInner(Buffer small, Buffer large, int64_t axis) {
   return true;
 }
 
-// Fills in *problem from `in`, the array on the source side, and `out`, the one on the output side.
+// Fills in *problem from `in`, the array at the source size, and `out`, the array at the output
+// size.
 inline ffi::Error DecodeUpsample(const char* op, ffi::AnyBuffer in, ffi::AnyBuffer out,
                                  int64_t axis, bool half_pixel, UpsampleProblem* problem) {
   const auto in_dims = in.dimensions(), out_dims = out.dimensions();

@@ -1,18 +1,19 @@
 // Conversion of one element between any two of the real dtypes, as XLA converts it on the same
 // platform.
 //
-// Floats to integers: towards zero, beyond the range to its end, NaN to 0. Integers to integers:
-// modulo. To bool: whether not zero, so NaN is true. To floats: to nearest, ties to even; through
-// f32 from integers to 8- and 16-bit floats.
+// Floats to integers round towards zero and saturate; NaN becomes 0. Integers to integers wrap
+// around. Nonzero values become true, NaN included. Conversions to floats round to nearest, ties to
+// even; integers become 8- and 16-bit floats through f32.
 //
-// Where XLA's platforms differ, so does this:
+// XLA's platforms differ in some conversions, and so do these:
 // - f64 to f16 and to bf16: a CPU rounds twice, to f32 first; a GPU rounds once.
 // - f64 to the 8-bit floats: a CPU rounds once; a GPU with instructions for these types, from
-//   compute capability 8.9, rounds twice, to f32 first.
-// - 32- and 64-bit integers to bf16: as above, through f32; compute capability 9.0 rounds once.
-// - Subnormal f32 and f64 are zeros to a CPU in conversions between f32 and f64, from bf16 to f64
-//   and to bool, and are kept by a GPU.
-// - A CPU keeps a NaN's sign and mostly its payload; a GPU mostly has one NaN for all.
+//   compute capability 8.9 on, rounds twice, to f32 first.
+// - 32- and 64-bit integers to bf16: through f32, as above; from compute capability 9.0 on, a GPU
+//   rounds once.
+// - Subnormal f32 and f64: a CPU treats them as zeros in conversions between f32 and f64, from bf16
+//   to f64 and to bool; a GPU keeps them.
+// - NaN: a CPU keeps its sign and mostly its payload; a GPU mostly returns one NaN for all.
 #pragma once
 
 #include "common/float8.h"
@@ -48,7 +49,7 @@ constexpr bool kIsSame = false;
 template <typename T>
 constexpr bool kIsSame<T, T> = true;
 
-// Of an integer type.
+// Properties of an integer type.
 template <typename T>
 constexpr bool kIsSigned = static_cast<T>(-1) < static_cast<T>(0);
 template <typename T>
@@ -57,7 +58,8 @@ constexpr T kLargest =
 template <typename T>
 constexpr T kSmallest = kIsSigned<T> ? static_cast<T>(-kLargest<T> - 1) : T{0};
 
-// f32 <-> f64 and tests for zero, with subnormals as zeros where XLA sets the processor to that.
+// f32 <-> f64 and tests for zero. Subnormals are zeros on a CPU, because XLA sets the processor to
+// that mode.
 
 JOF_HOST_DEVICE JOF_INLINE double WidenFloat(float x) {
 #ifdef __CUDA_ARCH__
@@ -119,8 +121,8 @@ JOF_HOST_DEVICE JOF_INLINE void Narrow(double x, Float8E5M2* out) { NarrowToFloa
 
 JOF_HOST_DEVICE JOF_INLINE void Narrow(double x, BFloat16* out) {
 #ifdef __CUDA_ARCH__
-  // Rounding to odd first: towards zero, and the last bit set where anything was lost, so that the
-  // second rounding sees on which side of the middle the value lies.
+  // Rounds to odd first: towards zero, with the last bit set if anything was lost. The second
+  // rounding then sees on which side of the middle the value lies.
   const float truncated = __double2float_rz(x);
   const uint32_t sticky = truncated != x && x == x ? 1u : 0u;
   FromFloat(BitsToFloat(FloatToBits(truncated) | sticky), out);
@@ -130,7 +132,7 @@ JOF_HOST_DEVICE JOF_INLINE void Narrow(double x, BFloat16* out) {
 }
 
 #ifndef __CUDA_ARCH__
-// What XLA rounds to f16 in place of an f64: its NaNs have no payload.
+// The f32 that XLA rounds to f16 in place of an f64. A NaN has no payload.
 JOF_HOST_DEVICE JOF_INLINE float HalfwayToHalf(double x) {
   const uint32_t bits = FloatToBits(NarrowDouble(x));
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
@@ -158,7 +160,7 @@ __device__ __forceinline__ void Truncate(double x, uint32_t* out) { *out = __dou
 __device__ __forceinline__ void Truncate(double x, int64_t* out) { *out = __double2ll_rz(x); }
 __device__ __forceinline__ void Truncate(double x, uint64_t* out) { *out = __double2ull_rz(x); }
 
-// The hardware saturates, but gives 0 for NaN only from f32 to 32 bits.
+// The hardware saturates, but returns 0 for NaN only from f32 to 32-bit integers.
 template <typename To, typename From>
 __device__ __forceinline__ To ToInteger(From x) {
   if constexpr (sizeof(To) < 4) {
@@ -173,7 +175,7 @@ __device__ __forceinline__ To ToInteger(From x) {
   }
 }
 #else
-// The casts of C++ are defined within the range only.
+// C++ casts are only defined for values within the range.
 template <typename To, typename From>
 JOF_HOST_DEVICE JOF_INLINE To ToInteger(From x) {
   // The last value of type From within the range, and the first one above it.
@@ -202,7 +204,7 @@ JOF_HOST_DEVICE JOF_INLINE To ToInteger(From x) {
 }
 #endif
 
-// What has been widened to f32, to any other type.
+// Converts a narrow float that was widened to f32 to any other type.
 template <typename To>
 JOF_HOST_DEVICE JOF_INLINE To FromWidened(float x);
 
@@ -245,7 +247,7 @@ struct Cast : OnStorage {
   }
 
 #ifdef __CUDACC__
-  // Converts two neighbours, in as few instructions as the GPU has for them.
+  // Converts two neighbours, in as few instructions as the GPU allows.
   __device__ __forceinline__ void Apply2(const From* in, To* out) const {
     using internal::RealKind;
     constexpr RealKind kTo = internal::kRealKind<To>, kFrom = internal::kRealKind<From>;
@@ -320,7 +322,7 @@ template <typename To>
 JOF_HOST_DEVICE JOF_INLINE To FromWidened(float x) {
   const To out = Cast<To, float>()(x);
 #ifndef __CUDA_ARCH__
-  // XLA's conversions of narrow types forget the sign of this NaN, those of wide types do not.
+  // XLA's conversions of narrow types lose the sign of this NaN. Those of wide types keep it.
   if constexpr (kIsSame<To, Float8E5M2>) {
     return To{static_cast<uint8_t>((out.bits & 0x7fu) > 0x7cu ? 0x7fu : out.bits)};
   }

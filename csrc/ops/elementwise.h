@@ -1,13 +1,14 @@
 // What the elementwise ops compute: one functor each, the same for both backends.
 //
 // A functor is a template on T, the type that results are rounded to. It computes in C =
-// Compute<T>, f32 for 16-bit types. operator() is the value; Vjp takes the inputs and a cotangent
-// and returns the cotangent times the partial derivative with respect to each input (one value, or
-// a Tuple). A parameter, such as ELU's alpha, is the functor's member. Apply2, which some inherit,
-// computes two neighbours of a 16-bit type in one instruction (see common/half2.h).
+// Compute<T>, which is f32 for 16-bit types. operator() returns the value. Vjp takes the inputs and
+// a cotangent, and returns the cotangent times the partial derivative with respect to each input
+// (one value, or a Tuple). A parameter, such as ELU's alpha, is a member of the functor. Some
+// functors inherit Apply2, which computes two neighbours of a 16-bit type in one instruction (see
+// common/half2.h).
 //
-// Semantics are those of the jax functions of the same names, NaN, infinities and signed zeros
-// included; formulas are chosen not to cancel, so that tails are relatively accurate.
+// Semantics are those of the jax functions of the same names, including NaN, infinities and signed
+// zeros. The formulas avoid cancellation, so that tails have a small relative error.
 //
 // To add an op, write its functor here and a line in elementwise_ops.h.
 #pragma once
@@ -61,8 +62,8 @@ struct Sigmoid {
   }
 };
 
-// 1 - s for s = 1 / (1 + e). The subtraction would lose digits where s is near 1, and x times what
-// is lost is too much for the derivatives below. Where e is beyond the limit s is 0.
+// 1 - s for s = 1 / (1 + e). A subtraction would lose digits if s is near 1, and the derivatives
+// below multiply that loss by x. If e is beyond the limit, s is 0.
 template <typename C>
 JOF_HOST_DEVICE JOF_INLINE C Rest(C e, C s) {
   return AtMost(e, static_cast<C>(sizeof(C) == 4 ? 1e38 : 1e307)) * s;
@@ -79,7 +80,7 @@ struct Silu {
   }
 };
 
-// The hyperbolic tangent. Never beyond [-1, 1].
+// The hyperbolic tangent. Results are never outside of [-1, 1].
 // f32 error: CPU 2.50 ulp; GPU 1.77 ulp. 16-bit, GPU: relative 2^-16.4.
 template <typename T>
 struct Tanh {
@@ -101,7 +102,7 @@ struct Tanh {
       const float near = MulAdd(square * p, magnitude, magnitude);
       return OrSign(magnitude < 0.65f ? near : far, x);
 #else
-      // e^(-2|x|) - 1 has all the bits of x near 0, and the quotient at most doubles its error.
+      // Near 0, e^(-2|x|) - 1 has all the bits of x, and the quotient at most doubles its error.
       const float half = HalfExpm1Cpu(-2.0f * Abs(x));
       return OrSign(Abs(half) / (1.0f + half), x);
 #endif
@@ -138,8 +139,9 @@ struct HardSwish {
   JOF_HOST_DEVICE JOF_INLINE static C Relu6(C y) { return AtMost(AtLeast(y, C{0}), C{6}); }
 };
 
-// x tanh(softplus(x)). With e = exp(x), tanh(log(1 + e)) = n / (n + 2) where n = e (e + 2). Beyond
-// x = 20 the quotient is 1 to the last bit of f32, beyond 40 of f64; stopping there keeps n finite.
+// x tanh(softplus(x)). With e = exp(x), tanh(log(1 + e)) = n / (n + 2) where n = e (e + 2). The
+// quotient is 1 to the last bit beyond x = 20 in f32, and beyond x = 40 in f64. Limiting x to that
+// keeps n finite.
 template <typename T>
 struct Mish {
   using C = Compute<T>;
@@ -150,7 +152,8 @@ struct Mish {
     const C n = MulAdd(e, e, 2 * e);
     return x * Quotient<T>(n, n + 2);
   }
-  // e ((e + 2) (n + 2) + 4 x (1 + e)) / (n + 2)^2; NaN at infinities, as the product rule has it.
+  // e ((e + 2) (n + 2) + 4 x (1 + e)) / (n + 2)^2. It is NaN at infinities, as the product rule
+  // gives.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
     const C bounded = x > kLarge ? kLarge : x < -1000 ? C{-1000} : x;
     const C e = Exp<T>(bounded);
@@ -159,16 +162,16 @@ struct Mish {
   }
 };
 
-// 0.5 x (1 + tanh(u)) = x / (1 + e^(-2 u)), which does not cancel where x is negative, with
-// u = sqrt(2 / pi) (x + 0.044715 x^3). Beyond 24 the quotient is 0 or 1, and its derivative 0;
-// stopping there keeps all other factors finite.
+// 0.5 x (1 + tanh(u)) = x / (1 + e^(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3). The second
+// form does not cancel for negative x. Beyond |x| = 24 the quotient is 0 or 1, and its derivative
+// 0. Limiting x to that keeps all other factors finite.
 template <typename T>
 struct GeluTanh {
   using C = Compute<T>;
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
     return x * InverseOfOnePlus<T>(Exponential(Bounded(x)));
   }
-  // NaN at infinities, as the product rule has it.
+  // NaN at infinities, as the product rule gives.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
     const C b = Bounded(x);
     const C e = Exponential(b);
@@ -184,8 +187,9 @@ struct GeluTanh {
 
   JOF_HOST_DEVICE JOF_INLINE static C Bounded(C x) { return AtLeast(AtMost(x, C{24}), C{-24}); }
 
-  // e^(-2 u). The exponent, in units of log2, is y (1 + 0.044715 x^2) with y a multiple
-  // of x. An f32 has too few digits for a large one: what each operation loses is kept as well.
+  // e^(-2 u). The exponent, in units of log2, is y (1 + 0.044715 x^2) with y a multiple of x. An
+  // f32 has too few digits for a large exponent, so the rounding error of each operation is kept as
+  // well.
   JOF_HOST_DEVICE JOF_INLINE static C Exponential(C x) {
     constexpr C linear = static_cast<C>(-kLinear * kLog2E);
     constexpr C cubic = static_cast<C>(-kCubic * kLog2E);
@@ -205,20 +209,22 @@ struct GeluTanh {
   }
 };
 
-// x Phi(x), Phi the normal distribution function, from its tail: 1 + erf cancels where x < 0.
+// x Phi(x), where Phi is the normal distribution function. It is computed from the tail of Phi,
+// because 1 + erf cancels if x < 0.
 template <typename T>
 struct GeluErf {
   using C = Compute<T>;
-  // x - x tail where x > 0, x tail where it is negative; NaN at -infinity, as in jax.
+  // x - x tail if x > 0, and x tail if x is negative; NaN at -infinity, as in jax.
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
     const C tail = NormalTail<T>(Abs(x));
     return MulAdd(-Abs(AtMost(x, C{60})), tail, AtLeast(x, -C{0}));
   }
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, C ct) const {
     if constexpr (kIsNarrow<T>) {
-      // With the root t0 = 0.75 of the derivative's negative half g(t) = f'(-t) as a factor, no
-      // digits are lost near it: g(t) = exp(-t^2 / 2) (t0 - t) h(t), h a polynomial of degree 3 in
-      // 1 / (1 + 0.32 t) within 2^-14.8 up to t = 6 and 2^-11.8 beyond. f'(x) + f'(-x) = 1.
+      // The derivative's negative half g(t) = f'(-t) has a root t0 = 0.75. With the root as a
+      // factor, no digits are lost near it: g(t) = exp(-t^2 / 2) (t0 - t) h(t), where h is a
+      // polynomial of degree 3 in 1 / (1 + 0.32 t), within 2^-14.8 up to t = 6 and 2^-11.8 beyond.
+      // f'(x) + f'(-x) = 1.
       const C t = Abs(x);
       const C u = Reciprocal<T>(MulAdd(t, 0.32f, 1.0f));
       const C h = Polynomial(u, 0.397637124f, 0.109264992f, 0.0304868696f, 0.127711681f);
@@ -273,8 +279,7 @@ struct Divide {
   }
 };
 
-// Where x and y are equal each gets half of the cotangent, as in jax; where one is NaN, neither
-// any.
+// If x and y are equal, each gets half of the cotangent, as in jax. If one is NaN, both get 0.
 template <typename T>
 struct Maximum : PackedMaximum<T> {
   using C = Compute<T>;
@@ -342,7 +347,7 @@ struct JvpOf : Functor {
 
 // ---- data movement ----
 
-// T is an unsigned integer of the elements' size, whatever they are.
+// T is an unsigned integer of the elements' size. Elements may be of any type.
 template <typename T>
 struct Where : OnStorage {
   JOF_HOST_DEVICE JOF_INLINE T operator()(uint8_t condition, T x, T y) const {

@@ -1,14 +1,14 @@
-// The registry of elementwise ops on floating-point arrays. A line here makes an op's FFI targets,
-// its CPU loops and its CUDA kernels:
+// The registry of elementwise ops on floating-point arrays. A line here defines an op's FFI
+// targets, CPU loops and CUDA kernels:
 //
 //   JOF_UNARY(X, name, Functor)    jof_NAME:      x -> result
 //                                  jof_NAME_vjp:  (x, ct) -> the cotangent of x
 //   JOF_BINARY(X, name, Functor)   jof_NAME:      (x, y) -> result
 //                                  jof_NAME_vjp:  (x, y, ct) -> the cotangents of x and y
 //                                  jof_NAME_jvp:  (x, y, dx, dy) -> the tangent of the result
-//   JOF_LINEAR(X, name, inputs, Functor)          an op whose derivatives are ops again
+//   JOF_LINEAR(X, name, inputs, Functor)          an op whose derivatives are also ops
 //
-// A functor that has a member takes its value as one more operand, a scalar, after the others.
+// If a functor has a member, its value is one more operand, a scalar, after the others.
 #pragma once
 
 #include "common/macros.h"

@@ -1,8 +1,8 @@
-// Group norm of images whose channels are last, (images, pixels, channels), with silu after it or
-// not, and its gradient. A group is so many neighbouring channels of all pixels of an image.
+// Group norm of channels-last images (images, pixels, channels), optionally followed by silu, and
+// its gradient. A group is a number of neighbouring channels of all pixels of an image.
 //
-// An image is reduced in parts, each some of its pixels: the moments or sums of the parts combine
-// to those of the image. Statistics are of Compute<T>.
+// An image is reduced in parts, each with some of its pixels. The moments or sums of the parts are
+// then combined. Statistics have the type Compute<T>.
 #pragma once
 
 #include "ops/elementwise.h"
@@ -11,14 +11,14 @@
 namespace jof {
 
 struct GroupNormProblem {
-  int64_t images, pixels, channels, groups;  // none is 0, and groups divide channels
+  int64_t images, pixels, channels, groups;  // none is 0, and channels is a multiple of groups
 
   JOF_HOST_DEVICE int64_t width() const { return channels / groups; }
   JOF_HOST_DEVICE int64_t size() const { return images * pixels * channels; }
 };
 
-// Counters that blocks of a GPU share, of the parts of each image that are reduced, are in lines of
-// their own.
+// The stride of the counters, one per image, with which GPU blocks count the parts that are
+// reduced. It keeps counters in separate cache lines.
 inline constexpr int64_t kMarkStep = 16;
 
 // The types of scale and bias are `type` or f32.
@@ -29,12 +29,12 @@ struct GroupNormCall {
   double epsilon;
   const void* x;
   const void* scale;  // (channels), or null
-  const void* bias;   // likewise
+  const void* bias;   // (channels), or null
   void* y;
   void* stats;     // (images, groups, 3): NormStats
   void* scratch;   // (images, parts, groups, 4): Moments
   int32_t* marks;  // (images, kMarkStep)
-  int64_t parts;   // at least 1; as many as are used at most
+  int64_t parts;   // at least 1, and at least as many as are used
 };
 
 struct GroupNormVjpCall {
@@ -45,10 +45,10 @@ struct GroupNormVjpCall {
   const void* stats;
   const void* dy;
   const void* scale;
-  const void* bias;  // read for silu
+  const void* bias;  // only read for silu
   void* dx;
   void* dscale;   // (channels) of Compute<T>
-  void* dbias;    // likewise
+  void* dbias;    // (channels) of Compute<T>
   void* terms;    // (images, parts, 2, groups): sums of a part
   void* columns;  // (images, parts, 2, channels): dscale and dbias of a part
   int32_t* marks;
@@ -59,13 +59,13 @@ struct GroupNormVjpCall {
 
 JOF_NAMESPACE_BEGIN
 
-// Of float and double, which moments are computed in.
+// Moments and statistics in the compute type C, float or double.
 template <typename C>
 using GroupMoments = Moments<C, true>;
 template <typename C>
 using GroupStats = NormStats<C, true>;
 
-// With the mean of what was summed as the centre, as near as it can be rounded to.
+// Moves the centre to the mean of the summed values, as closely as rounding allows.
 template <typename C>
 JOF_HOST_DEVICE JOF_INLINE typename GroupMoments<C>::State Recentred(
     typename GroupMoments<C>::State s, C inverse_count) {
@@ -73,7 +73,7 @@ JOF_HOST_DEVICE JOF_INLINE typename GroupMoments<C>::State Recentred(
   return {centre, s.count, s.rest - s.count * by, s.square - by * (2 * s.rest - s.count * by)};
 }
 
-// A state's sums around another centre.
+// The sums of a state around another centre.
 template <typename C>
 JOF_HOST_DEVICE JOF_INLINE Sums<C> Around(C centre, const typename GroupMoments<C>::State& s) {
   const C by = s.centre - centre;

@@ -1,10 +1,10 @@
-// What a message is made of, for kernels that are compiled at run time: sums, maxima and minima
-// over segments of what a function makes of the rows that an edge names, or one result for each
-// edge.
+// The operands of messages, for kernels that are compiled at run time. A function computes a
+// message from the rows that an edge names. The kernel returns sums, maxima or minima of messages
+// over segments, or one result per edge.
 //
-// Positions, keys and segments are those of ops/segments.h. An operand is an array of rows, of
-// which an edge reads one: the row of its key, that of its other id, its own, or the only one. Rows
-// have the columns of a message, or fewer, over which they are broadcast.
+// Positions, keys and segments are those of ops/segments.h. An operand is an array of rows. An edge
+// reads one of them: the row of its key, the row of its other id, its own row, or the only row.
+// Rows have as many columns as a message, or fewer, which are then broadcast.
 #pragma once
 
 #include "common/types.h"
@@ -20,11 +20,11 @@ enum class Reduction : uint8_t { kSum, kMax };
 
 struct MessageCall {
   PlannedEdges edges;
-  const int32_t* others;         // by edge; null: no operand is read there
-  int64_t key_rows, other_rows;  // an edge whose ids name none of these counts for nothing
-  int64_t segments;              // rows of the result; of results for edges: their number
+  const int32_t* others;         // by edge; null if no operand is read there
+  int64_t key_rows, other_rows;  // an edge with an id out of range contributes nothing
+  int64_t segments;              // rows of the result; E if results are per edge
   int64_t columns;               // of a message
-  int64_t inner;                 // so many neighbouring columns are summed for a result of an edge
+  int64_t inner;                 // neighbouring columns that are summed for a per-edge result
   void* result;                  // (segments, columns), or (E, columns / inner)
   void* scratch;                 // (C, 2, columns) of the compute type
   const void* inputs[kMaxMessageInputs];
@@ -32,7 +32,7 @@ struct MessageCall {
   BroadcastIndex broadcasts[kMaxBroadcasts];
 };
 
-// What a reduction starts with, and how it goes on. A NaN is the maximum.
+// The identity of a reduction, and how it combines values. NaN counts as the maximum.
 template <Reduction kReduction, typename Value>
 struct Reducing {
   JOF_HOST_DEVICE JOF_INLINE static Value Identity() {

@@ -1,15 +1,15 @@
 // How a permutation of an array's axes is carried out: a pure function of the shape, the axes, the
-// element's size and the pointers' alignment. Both backends use the plan.
+// element size and the pointers' alignment. Both backends use the plan.
 //
-// After OneFlow's Permute ("How to make Permute 6 times faster than PyTorch"), whose plan stops at
-// dimension merging, movement size and index type:
+// It follows OneFlow's Permute ("How to make Permute 6 times faster than PyTorch"), whose plan
+// covers only dimension merging, movement size and index type:
 //   1. Dimensions of size 1 are dropped, and dimensions that stay neighbours are merged.
-//   2. Where the last dimension stays last, data moves in units of as many bytes (1 to 16) as its
-//      length and the pointers' alignment allow. A last dimension of one unit is then no dimension
-//      at all: what remains is a permutation of wider elements.
-//   3. Offsets are 32-bit integers where the units can be counted with them.
-//   4. A strategy is chosen by which dimensions are the fastest of input and output, and by the
-//      size of the array. CPUs have their own.
+//   2. If the last dimension stays last, data moves in units of as many bytes (1 to 16) as its
+//      length and the pointers' alignment allow. A last dimension of one unit is then dropped: what
+//      remains is a permutation of wider elements.
+//   3. Offsets are 32-bit integers if the units can be counted with them.
+//   4. The strategy depends on which dimensions are fastest in the input and the output, and on the
+//      size of the array. CPUs have separate strategies.
 #pragma once
 
 #include <initializer_list>
@@ -20,18 +20,19 @@
 JOF_NAMESPACE_BEGIN
 
 // Merged dimensions have at least 2 elements, so an array of more dimensions than this has more
-// elements than any memory.
+// elements than fit in any memory.
 inline constexpr int kMaxPermuteRank = 40;
 
-// kTile takes as many: its blocks find their place by constants.
+// The most dimensions that kTile takes: its blocks compute their offsets in an unrolled loop.
 inline constexpr int kMostTiled = 4;
 
 enum class PermuteStrategy {
-  kCopy,          // nothing moves: units one by one,
-  kGather,        // or wherever they are, without a tile
-  kRows,          // the last dimension stays and is long, but not one of whole words: rows move
-  kInterleave,    // a short dimension (2, 3 or 4) becomes the output's fastest,
-  kDeinterleave,  // or was the input's; registers hold all of it, packs of 16 bytes on both sides
+  kCopy,          // nothing is permuted: units are copied in order
+  kGather,        // units are read from wherever they lie, without a tile
+  kRows,          // the last dimension stays last and is long, but is not whole words: rows move
+  kInterleave,    // a short dimension (2, 3 or 4) becomes the output's fastest; registers hold all
+                  // of it, and both sides move in 16-byte packs
+  kDeinterleave,  // the same if the short dimension is the input's fastest
   kTile,          // tiles over the fastest dimensions of input and output
   kRuns,          // tiles over any dimensions
 };
@@ -44,19 +45,20 @@ struct PermuteDim {
 struct PermutePlan {
   PermuteStrategy strategy = PermuteStrategy::kCopy;
   int unit_bytes = 1;   // the movement size
-  int index_bytes = 4;  // of the integers that count units
+  int index_bytes = 4;  // size of the integers that count units
   int64_t units = 0;
-  int rank = 0;                      // merged dimensions,
-  PermuteDim dims[kMaxPermuteRank];  // in the order of the output, the slowest first
-  int in_order[kMaxPermuteRank];     // positions in dims in the order of the input, likewise
+  int rank = 0;                      // merged dimensions
+  PermuteDim dims[kMaxPermuteRank];  // in the order of the output, slowest first
+  int in_order[kMaxPermuteRank];     // positions in dims, in the order of the input, slowest first
   int gathered = 0;                  // kCopy, kGather: units that a thread moves together
-  // kRuns: how much of each dimension a tile covers. A tile is contiguous in the input along its
-  // in_run fastest dimensions there, and in the output along its out_run fastest ones. All of
-  // these but the slowest of each run are covered whole; a tile covers one element of the others.
+  // kRuns: how much of each dimension a tile covers. A tile is contiguous in the input along the
+  // input's in_run fastest dimensions, and in the output along the output's out_run fastest ones.
+  // It covers these dimensions whole, except for the slowest of each run, and one element of every
+  // other dimension.
   int64_t tile[kMaxPermuteRank];
   int in_run = 0, out_run = 0;
 
-  // The dimension that is the fastest of the input, and the k-th fastest of either side.
+  // The k-th fastest dimension of the input and of the output; k = 0 is the fastest.
   int fastest_in(int k = 0) const { return in_order[rank - 1 - k]; }
   int fastest_out(int k = 0) const { return rank - 1 - k; }
   bool keeps_last() const { return rank > 0 && dims[rank - 1].in_stride == 1; }
@@ -67,20 +69,20 @@ struct PermutePlan {
   }
 };
 
-// What the rows of a tile of kTile are in the output.
+// How the rows of a kTile tile lie in the output.
 enum class OutRows {
   kPacks,   // whole packs
-  kApart,   // anywhere; a tile covers a sector less of each than it has room for
-  kJoined,  // anywhere, and the tile's rows are one after the other without a gap,
-  kShort,   // which are so short that a tile has more of them
+  kApart,   // unaligned; a tile covers one sector less of each row than it has room for
+  kJoined,  // unaligned; the rows of a tile follow each other without a gap
+  kShort,   // as kJoined, with rows so short that a tile has more of them
 };
 
-// The bytes that the rows of such a tile have on either side.
+// The lengths of such a tile's rows in the input and in the output, in bytes.
 struct TileShape {
   int in, out;
 };
 
-// The fastest that were measured, where rows of the input are whole packs or not (shift_in).
+// The fastest shapes that were measured. With shift_in, rows of the input are not whole packs.
 constexpr TileShape TileShapeOf(int unit_bytes, bool shift_in, OutRows rows) {
   const bool joined = rows == OutRows::kJoined;
   switch (unit_bytes) {
@@ -105,7 +107,8 @@ constexpr TileShape TileShapeOf(int unit_bytes, bool shift_in, OutRows rows) {
   }
 }
 
-// What the rows of kTile's tiles are, where the output is aligned to packs or not.
+// How the rows of kTile's tiles lie in the output. `aligned` says that the output is aligned to
+// packs.
 inline OutRows OutRowsOf(const PermutePlan& plan, bool aligned) {
   constexpr int kPack = 16;
   const PermuteDim &in = plan.dims[plan.fastest_in()], &out = plan.dims[plan.fastest_out()];
@@ -120,16 +123,18 @@ inline OutRows OutRowsOf(const PermutePlan& plan, bool aligned) {
 
 namespace internal {
 
-// Rows of fewer bytes are not moved one by one: a memory transaction would be partly idle.
+// Rows of fewer bytes are not moved row by row: memory transactions would be partly idle.
 inline constexpr int64_t kShortestRow = 64;
-// A pack, the widest access of a GPU, and a sector, the smallest piece of its memory.
+// A pack is the widest access of a GPU thread. A sector is the smallest piece of GPU memory that is
+// transferred.
 inline constexpr int64_t kPermutePack = 16, kPermuteSector = 32;
-// Bytes of a tile of kRuns: a large one has long runs, but small arrays are short of tiles.
+// Bytes of a kRuns tile. A large tile has long runs, but small arrays would have too few large
+// tiles.
 inline constexpr int64_t kSmallestTile = 4 << 10, kLargestTile = 16 << 10;
 
-// How much of a dimension of pieces of so many bytes a tile covers that would like to cover
-// `wanted` pieces: all of it if that is not much more, else one of parts of nearly equal size, of
-// whole sectors where that is possible.
+// How many of a dimension's `size` pieces, of `bytes` bytes each, a tile covers if it would like to
+// cover `wanted`: all of them if that is not many more, else one of several parts of nearly equal
+// size, in whole sectors if possible.
 inline int64_t TileExtent(int64_t size, int64_t bytes, int64_t wanted) {
   if (wanted < 1) wanted = 1;
   if (2 * size <= 3 * wanted) return size;
@@ -140,7 +145,7 @@ inline int64_t TileExtent(int64_t size, int64_t bytes, int64_t wanted) {
 }
 
 // Extends plan.tile so that it is contiguous for about run_bytes along dimensions fastest(0),
-// fastest(1), ... Returns how many dimensions the run has.
+// fastest(1), ... Returns the number of dimensions of the run.
 template <typename Fastest>
 inline int ExtendRun(PermutePlan* plan, int64_t run_bytes, const Fastest& fastest) {
   int64_t bytes = plan->unit_bytes;
@@ -156,8 +161,8 @@ inline int ExtendRun(PermutePlan* plan, int64_t run_bytes, const Fastest& fastes
   return plan->rank;
 }
 
-// Chooses a tile of kRuns of about so many bytes: runs of the same length on both sides, which are
-// doubled in turns, the output's first, where the tile is still small.
+// Chooses a kRuns tile of about `wanted` bytes. It begins with runs of the same length on both
+// sides. While the tile is too small, the runs are doubled in turn, the output's first.
 inline void ChooseTile(PermutePlan* plan, int64_t wanted) {
   int64_t in_bytes = kPermuteSector;
   while (4 * in_bytes * in_bytes <= wanted * plan->unit_bytes) in_bytes *= 2;
@@ -180,7 +185,8 @@ inline void ChooseTile(PermutePlan* plan, int64_t wanted) {
 }
 
 inline void ChooseTile(PermutePlan* plan) {
-  // Arrays of 2 MB and of 8 MB, which is 32 MB for single bytes, have enough of the larger ones.
+  // Arrays from 2 MB on have enough tiles of twice the smallest size, and arrays from 8 MB on (32
+  // MB for single bytes) enough of the largest.
   const int64_t bytes = plan->units * plan->unit_bytes;
   const int64_t enough = plan->unit_bytes == 1 ? 32 << 20 : 8 << 20;
   ChooseTile(plan, bytes < 2 << 20  ? kSmallestTile
@@ -188,7 +194,7 @@ inline void ChooseTile(PermutePlan* plan) {
                                     : kLargestTile);
 }
 
-// How much of each dimension so many units of the output take that follow each other.
+// The extent of `units` consecutive units of the output along each dimension.
 inline void GatheredExtents(const PermutePlan& plan, int64_t units,
                             int64_t (&extents)[kMaxPermuteRank]) {
   for (int d = plan.rank - 1; d >= 0; --d) {
@@ -198,7 +204,7 @@ inline void GatheredExtents(const PermutePlan& plan, int64_t units,
   }
 }
 
-// For how many bytes the input is contiguous in what such units are made of.
+// For how many bytes the input is contiguous within such a group of units.
 inline int64_t GatheredRun(const PermutePlan& plan, int64_t units) {
   int64_t extents[kMaxPermuteRank];
   GatheredExtents(plan, units, extents);
@@ -211,7 +217,7 @@ inline int64_t GatheredRun(const PermutePlan& plan, int64_t units) {
   return run;
 }
 
-// Bytes of the sectors that such units lie in.
+// The bytes of the input sectors that such a group of units touches.
 inline int64_t GatheredSectors(const PermutePlan& plan, int64_t units) {
   int64_t extents[kMaxPermuteRank];
   GatheredExtents(plan, units, extents);
@@ -228,17 +234,18 @@ inline int64_t GatheredSectors(const PermutePlan& plan, int64_t units) {
   return spans * (span < kPermuteSector ? kPermuteSector : span);
 }
 
-// A warp's packs of the output.
+// The bytes of the output that a warp writes, one pack per thread.
 inline constexpr int64_t kWarpBytes = 32 * kPermutePack;
 
-// Whether neighbours in the output lie in one sector of the input, most of which other warps read.
+// Whether neighbouring units of the output come from one sector of the input, while other warps
+// read most of that sector.
 inline bool SharesSectors(const PermutePlan& plan) {
   return !plan.keeps_last() &&
          plan.dims[plan.fastest_out()].in_stride * plan.unit_bytes <= kPermuteSector &&
          GatheredSectors(plan, kWarpBytes / plan.unit_bytes) >= 3 * kWarpBytes;
 }
 
-// Whether a strategy's kernel can carry the plan out.
+// Whether a strategy's kernel can carry out the plan.
 inline bool Applies(PermuteStrategy strategy, const PermutePlan& plan, int64_t alignment) {
   if (plan.rank <= 1) return strategy == PermuteStrategy::kCopy;
   const PermuteDim& out = plan.dims[plan.fastest_out()];
@@ -250,7 +257,8 @@ inline bool Applies(PermuteStrategy strategy, const PermutePlan& plan, int64_t a
       return false;
     case PermuteStrategy::kRows:
       return plan.unit_bytes <= 2 && plan.keeps_last() && long_out;
-    // The short dimension is next to the long one on one side, so that side is one row of pixels.
+    // The short dimension is next to the long one on one side, so that side has contiguous rows of
+    // pixels.
     case PermuteStrategy::kInterleave:
       return alignment % kPermutePack == 0 && !plan.keeps_last() && out.size <= 4 &&
              in.out_stride == out.size && long_in;
@@ -264,7 +272,7 @@ inline bool Applies(PermuteStrategy strategy, const PermutePlan& plan, int64_t a
   }
 }
 
-// How much of its tiles kTile fills.
+// The fraction of its tiles that kTile fills.
 inline double Filled(const PermutePlan& plan, int64_t alignment) {
   const int64_t in_row = plan.dims[plan.fastest_in()].size * plan.unit_bytes;
   const int64_t out_row = plan.dims[plan.fastest_out()].size * plan.unit_bytes;
@@ -279,28 +287,28 @@ inline double Filled(const PermutePlan& plan, int64_t alignment) {
                 rows == OutRows::kApart ? shape.out - kPermuteSector : shape.out);
 }
 
-// Measured on an H200, over 300 permutations by each strategy that applies, then over 150 of the
-// slowest with the kernels of today.
+// Measured on an H200, over 300 permutations with each strategy that applies, then over 150 of the
+// slowest with the current kernels.
 //
-// Arrays of a few MB stay in the second-level cache, which hands out sectors. Gathering then takes
-// the time of the sectors that warps read, each counted for every warp that reads it. It is faster
-// than kRuns up to 4 MB of them, 8 MB where neighbours share sectors: an array of 4 MB where a warp
-// uses all that it reads, of 256 KB where it uses 2 bytes of each sector. From 512 KB of them on
-// kTile is faster in arrays of at least 256 KB, and so are kInterleave and kDeinterleave where
-// packs are whole.
+// Arrays of a few MB stay in the L2 cache, which delivers sectors. The time of kGather is then that
+// of the sectors that warps read, where a sector counts once for every warp that reads it. kGather
+// is faster than kRuns up to 4 MB of sectors, or 8 MB if neighbours share sectors. These 4 MB are
+// an array of 4 MB if a warp uses all that it reads, and one of 256 KB if it uses 2 bytes of each
+// sector. From 512 KB of sectors on, kTile is faster in arrays of at least 256 KB, and so are
+// kInterleave and kDeinterleave if packs are whole.
 //
-// In larger arrays gathering is the fastest where the first-level cache keeps sectors until they
-// are used up: 0.85 to 0.95 of a copy's speed where a warp's part of the input is contiguous for 64
-// bytes or a block's for 192, half at a quarter of that.
+// In larger arrays kGather is fastest if the L1 cache keeps sectors until they are used up. It
+// reaches 0.85 to 0.95 of a copy's speed if a warp's part of the input is contiguous for 64 bytes
+// or a block's part for 192, and half of that at a quarter of these lengths.
 //
-// Rows that are not whole packs are taken apart slowly if they are short: gathering takes 0.54 of
-// the time of kDeinterleave for 66 bytes, 0.8 for 1000, but 1.7 for 1288. They are joined slowly
-// where rows are shorter than what a warp has of one, since every warp then joins two.
+// kDeinterleave is slow for short rows that are not whole packs: kGather takes 0.54 of its time for
+// 66 bytes and 0.8 for 1000, but 1.7 for 1288. kInterleave is slow if rows are shorter than what a
+// warp reads of one row, because every warp then joins two rows.
 //
-// kRuns takes 2 to 5 % more time than kTile with full tiles, 1.2 to 1.3 times less where those are
-// half full; but for single bytes, which kTile transposes in registers, 1.4 times the time where
-// its own packs are not whole. Arrays of up to 2 MB, which take 2 us, are faster by kTile (0.7 to
-// 0.8 of the time) even where its tiles are a quarter full.
+// kRuns takes 2 to 5 % more time than kTile with full tiles, and 1.2 to 1.3 times less if kTile's
+// tiles are half full. For single bytes, which kTile transposes in registers, kRuns takes 1.4 times
+// as long if its own packs are not whole. Arrays of up to 2 MB, which take 2 us, are faster with
+// kTile (0.7 to 0.8 of the time) even if its tiles are only a quarter full.
 inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment) {
   const auto applies = [&](PermuteStrategy s) { return Applies(s, plan, alignment); };
   if (plan.rank <= 1) return PermuteStrategy::kCopy;
@@ -315,7 +323,7 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
                           static_cast<double>(GatheredSectors(plan, warp_units));
   const bool near = GatheredRun(plan, warp_units) >= 64 || GatheredRun(plan, 8 * warp_units) >= 192;
   const bool whole_in = whole(plan.fastest_in()), whole_out = whole(plan.fastest_out());
-  // How full tiles must be.
+  // How full the tiles of kTile must be.
   const double least = bytes <= 2 << 20                           ? 0.2
                        : bytes <= 8 << 20 || plan.unit_bytes == 1 ? 0.4
                                                                   : 0.65;
@@ -339,10 +347,10 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   return near ? PermuteStrategy::kGather : PermuteStrategy::kRuns;
 }
 
-// As many units a thread as make a pack, fewer where 64k threads would not have one each, or the
-// output is not aligned. A warp that shares sectors with others uses more of each where its threads
-// take fewer units: half a pack is 1.06 to 1.6 times as fast, a quarter 1.3 to 1.5 times below 2
-// MB.
+// The number of units per thread: as many as make a pack, or fewer if 64k threads would not have
+// one pack each, or if the output is not aligned. A warp that shares sectors with others uses more
+// of each sector if its threads take fewer units: half a pack is 1.06 to 1.6 times as fast, and a
+// quarter is 1.3 to 1.5 times as fast below 2 MB.
 inline int ChooseGathered(const PermutePlan& plan, int64_t alignment) {
   const int64_t all = plan.units * plan.unit_bytes;
   int64_t bytes = kPermutePack;
@@ -359,9 +367,9 @@ inline void SetStrategy(PermutePlan* plan, PermuteStrategy strategy, int64_t ali
 
 }  // namespace internal
 
-// Plans y = transpose(x, axes) where x has `rank` dimensions `shape` of elements of element_bytes
-// (1, 2, 4, 8 or 16) and both pointers are multiples of `alignment`, itself a multiple of
-// element_bytes. axes must be a permutation. False if there are too many dimensions.
+// Plans y = transpose(x, axes), where x has `rank` dimensions `shape` of elements of element_bytes
+// (1, 2, 4, 8 or 16). Both pointers are multiples of `alignment`, itself a multiple of
+// element_bytes. axes must be a permutation. Returns false if there are too many dimensions.
 inline bool PlanPermute(const int64_t* shape, const int64_t* axes, int64_t rank, int element_bytes,
                         int64_t alignment, PermutePlan* plan) {
   *plan = PermutePlan{};
@@ -396,7 +404,7 @@ inline bool PlanPermute(const int64_t* shape, const int64_t* axes, int64_t rank,
     }
     if (last->size == 1) --plan->rank;
   }
-  // Half the range: quotients by multiplication need it.
+  // Half of the 32-bit range, because FastDivider requires it.
   plan->index_bytes = plan->units < (int64_t{1} << 31) ? 4 : 8;
 
   int64_t out_stride = 1;
@@ -404,7 +412,7 @@ inline bool PlanPermute(const int64_t* shape, const int64_t* axes, int64_t rank,
     plan->dims[d].out_stride = out_stride;
     out_stride *= plan->dims[d].size;
     plan->tile[d] = 1;
-    // Insertion into the order of the input.
+    // Inserts d into the order of the input.
     int place = plan->rank - 1 - d;
     for (; place > 0 && plan->dims[plan->in_order[place - 1]].in_stride < plan->dims[d].in_stride;
          --place) {

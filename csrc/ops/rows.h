@@ -1,13 +1,13 @@
-// Rows: a reduction along one axis, and what is made of each element and of the row's statistics.
+// Rows: a reduction along one axis, and a map of each element that uses the row's statistics.
 //
-// A row is the middle axis of (outer, n, inner); inner > 1 is a reduction over the first or a
+// A row is the middle axis of (outer, n, inner). inner > 1 is a reduction over the first or a
 // middle axis of an array, without a transpose. A program is one reduction, whose state is a
 // monoid, and one map. It is computed in Compute<T> and rounded once.
 //
-// Statistics of a row are reduced in two steps, over as many elements as an engine has at hand (a
-// row in registers, a block of a row): first the peak, of which the centre is made, then sums of
-// terms that depend on the centre. States of parts with different centres combine. So exponentials
-// neither overflow nor are computed twice, and a variance does not cancel.
+// Statistics of a row are reduced in two steps, over as many elements as a kernel has at hand (a
+// row in registers, or a block of a row): first the peak, which determines the centre, then sums of
+// terms that depend on the centre. States of parts with different centres can be combined. So
+// exponentials do not overflow and are not computed twice, and a variance does not cancel.
 #pragma once
 
 #include "common/arithmetic.h"
@@ -22,10 +22,10 @@ struct RowsProblem {
   JOF_HOST_DEVICE int64_t rows() const { return outer * inner; }
 };
 
-// Pointers need only element alignment. Statistics are of Compute<T>, one after the other for each
-// row, rows in the order of (outer, inner).
+// Pointers need only element alignment. Statistics have the type Compute<T>. Those of one row are
+// adjacent, and rows are in the order of (outer, inner).
 
-// log: its logarithm.
+// With `log`, the logarithm of the softmax.
 struct SoftmaxCall {
   RowsProblem problem;
   DType type;
@@ -43,20 +43,21 @@ struct SoftmaxVjpCall {
   void* dx;
 };
 
-// log(sum(exp(x))), less the element that the label names, if there are labels. A negative label
+// log(sum(exp(x))), minus the element that the label names, if there are labels. A negative label
 // counts from the end; one out of range makes the result NaN.
 struct LogSumExpCall {
   RowsProblem problem;
   DType type;
   const void* x;
-  const int32_t* labels;  // a row each, or null
-  void* y;                // a row each
-  void* stats;            // 2 a row: ExpStats
+  const int32_t* labels;  // one per row, or null
+  void* y;                // one per row
+  void* stats;            // 2 per row: ExpStats
 };
 
-// And its gradient, as of LogSumExpVjpCall, where ct does not depend on y. dx may be x.
+// LogSumExp together with its gradient (see LogSumExpVjpCall), if ct does not depend on y. dx may
+// be x.
 struct LogSumExpWithVjpCall : LogSumExpCall {
-  const void* ct;  // a row each
+  const void* ct;  // one per row
   void* dx;
 };
 
@@ -67,7 +68,7 @@ struct LogSumExpVjpCall {
   const void* x;
   const int32_t* labels;  // or null
   const void* stats;
-  const void* ct;  // a row each
+  const void* ct;  // one per row
   void* dx;
 };
 
@@ -78,15 +79,15 @@ struct NormCall {
   bool center;  // subtract the mean
   double epsilon;
   const void* x;
-  const void* residual;  // or null: what is added to x before
+  const void* residual;  // added to x first, or null
   const void* scale;     // (n), or null
   const void* bias;      // (n), or null
   void* y;
-  void* sum;    // x + residual, rounded, of which y is made; null if there is no residual
-  void* stats;  // 3 a row: NormStats
+  void* sum;    // x + residual, rounded, from which y is made; null if there is no residual
+  void* stats;  // 3 per row: NormStats
 };
 
-// Sums over rows are added up in parts: part p is of rows [p rows / parts, (p + 1) rows / parts).
+// Sums over rows are added up in parts: part p has rows [p rows / parts, (p + 1) rows / parts).
 struct NormVjpCall {
   RowsProblem problem;
   DType type, scale_type;
@@ -94,12 +95,12 @@ struct NormVjpCall {
   const void* x;  // the sum with the residual, if there was one
   const void* stats;
   const void* dy;
-  const void* dsum;   // or null: added to dx
+  const void* dsum;   // added to dx, or null
   const void* scale;  // or null
   void* dx;
   void* dscale;   // (n) of Compute<T>, or null
-  void* dbias;    // likewise
-  void* scratch;  // (parts, vectors, n) of Compute<T>, vectors: dscale, dbias, those that there are
+  void* dbias;    // (n) of Compute<T>, or null
+  void* scratch;  // (parts, vectors, n) of Compute<T>; vectors: dscale, dbias, if not null
   int64_t parts;  // at least 1
 
   JOF_HOST_DEVICE int vectors() const { return (dscale != nullptr) + (dbias != nullptr); }
@@ -125,7 +126,7 @@ JOF_HOST_DEVICE JOF_INLINE double InverseSqrt(double x) { return 1 / Sqrt(x); }
 JOF_HOST_DEVICE JOF_INLINE float InverseSqrt(float x) {
 #ifdef __CUDA_ARCH__
   if (x > 0x1p-120f && x < 0x1p120f) {
-    const float y = rsqrtf(x), half = 0.5f * y;  // and a step of Newton's
+    const float y = rsqrtf(x), half = 0.5f * y;  // one Newton step follows
     return MulAdd(half, MulAdd(-x * y, y, 1.0f), y);
   }
 #endif
@@ -142,15 +143,16 @@ JOF_HOST_DEVICE JOF_INLINE bool IsFinite(C x) {
   return Abs(x) < Infinity<C>();
 }
 
-// What x is multiplied by on the way to 2^x: log2(e), or, where products would overflow and e^x is
-// 0 for all but the centre itself, something small.
+// The slope of x in e^x = 2^(slope x): log2(e), or a small number if products would overflow. In
+// that case e^(x - centre) is 0 for all x except the centre itself.
 JOF_HOST_DEVICE JOF_INLINE float ExpSlope(float centre) {
   return Abs(centre) < 0x1p126f ? kLog2E : 0x1p-100f;
 }
 
-// e^(x - centre) * ExpSkew(centre). f32: with what the difference loses when it is rounded, which
-// for e^-50 is 16 ulp; error 2 ulp. 16-bit, GPU: one instruction and 2^x, as x times log2(e), less
-// what that is of the centre; rounding the latter skews all elements by the same factor.
+// e^(x - centre) * ExpSkew(centre). f32: with a correction for the rounding of the difference,
+// which is 16 ulp for e^-50; error 2 ulp. 16-bit, GPU: one multiply-add and one 2^x, as 2^(x
+// log2(e) - c) where c is centre log2(e), rounded. The rounding of c multiplies all elements by the
+// same factor, ExpSkew(centre).
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpDifference(Compute<T> x, Compute<T> centre) {
   using C = Compute<T>;
@@ -165,7 +167,7 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpDifference(Compute<T> x, Compute<T> cen
   } else {
     const C difference = x - centre, moved = difference + centre;
     const C lost = (x - moved) - ((difference - moved) + centre);
-    // Of infinities there is no low part.
+    // Infinities have no low part.
     return ExpByPolynomial(difference, Abs(difference) < 126.0f ? lost : 0.0f);
   }
 }
@@ -192,9 +194,10 @@ JOF_HOST_DEVICE JOF_INLINE Sums<C> operator+(Sums<C> a, Sums<C> b) {
   return {a.first + b.first, a.second + b.second};
 }
 
-// ---- what is reduced of one array: Peak, Centre, Term, Combine ----
+// ---- reductions of one array: Peak, Centre, Term, Combine ----
 
-// The sum of exponentials. The peak is the maximum, whichever a NaN leaves: the sum is NaN then.
+// The sum of exponentials. The peak is the maximum. If there is a NaN, any peak will do, because
+// the sum is NaN.
 template <typename T>
 struct ExpSum {
   using C = Compute<T>;
@@ -211,14 +214,14 @@ struct ExpSum {
 #endif
     return b > a ? b : a;
   }
-  // What is subtracted from x: exp(inf - inf) would be NaN.
+  // What is subtracted from x. It is finite, because exp(inf - inf) would be NaN.
   JOF_HOST_DEVICE JOF_INLINE static C Centre(C peak, C /*count*/) {
     return IsFinite(peak) ? peak : C(0);
   }
   JOF_HOST_DEVICE JOF_INLINE static C Term(C x, C centre) { return ExpDifference<T>(x, centre); }
 
   JOF_HOST_DEVICE JOF_INLINE static State Nothing() { return {NoPeak(), C(0)}; }
-  // Of elements with this peak; `sum` is that of their terms.
+  // The state of elements with this peak; `sum` is the sum of their terms.
   JOF_HOST_DEVICE JOF_INLINE static State Of(C peak, C sum, C /*count*/) {
     return {peak, sum / ExpSkew<T>(Centre(peak, C(1)))};
   }
@@ -228,18 +231,18 @@ struct ExpSum {
   }
 
  private:
-  // Infinite peaks have the centre 0, as do sums of nothing, which are 0 (or NaN).
+  // Infinite peaks have the centre 0, as do empty sums, which are 0 (or NaN).
   JOF_HOST_DEVICE JOF_INLINE static C Factor(C from, C to) {
     return from == to || !IsFinite(from) || !IsFinite(to) ? C(1) : Exp<T>(from - to);
   }
 };
 
-// Mean and variance, or the mean square where there is no centre.
+// Mean and variance, or the mean square without kCenter.
 template <typename T, bool kCenter>
 struct Moments {
   using C = Compute<T>;
   static constexpr bool kHasPeak = kCenter;
-  // In f32 and f64 also the sum of what the centre, which is rounded, misses.
+  // In f32 and f64, the state also has the sum of x - centre, because the centre is rounded.
   static constexpr bool kHasRest = kCenter && !kIsNarrow<T>;
   struct State {
     C centre, count;
@@ -250,9 +253,9 @@ struct Moments {
   JOF_HOST_DEVICE JOF_INLINE static C NoPeak() { return C(0); }
   JOF_HOST_DEVICE JOF_INLINE static C Peak(C a, C b) { return a + b; }
   JOF_HOST_DEVICE JOF_INLINE static C Centre(C peak, C count) {
-    return kCenter ? Quotient<C>(peak, count) : C(0);  // numbers may be far from 0
+    return kCenter ? Quotient<C>(peak, count) : C(0);  // x may be far from 0
   }
-  // first: of the rest, second: of the squares.
+  // The terms of the rest and of the squares.
   JOF_HOST_DEVICE JOF_INLINE static Sums<C> Term(C x, C centre) {
     const C d = kCenter ? x - centre : x;
     return {d, d * d};
@@ -273,7 +276,7 @@ struct Moments {
   }
 
  private:
-  // The sums around another centre: sets the square, returns the rest.
+  // Moves the sums to another centre: sets the square, and returns the rest.
   JOF_HOST_DEVICE JOF_INLINE static C Moved(State* s, C centre) {
     const C by = s->centre - centre;
     s->square += by * (2 * s->rest + s->count * by);
@@ -281,7 +284,7 @@ struct Moments {
   }
 };
 
-// ---- what is kept of a row, and what is made of its elements ----
+// ---- statistics of a row, and maps of its elements ----
 
 // exp(x) / sum(exp(x)) is ExpDifference(x, centre) * factor.
 template <typename T>
@@ -293,7 +296,7 @@ struct ExpStats {
     const C centre = ExpSum<T>::Centre(s.peak, C(1));
     return {centre, 1 / (s.sum * ExpSkew<T>(centre))};
   }
-  // The gradient of log(sum(exp(x))), less 1 for the element that the label names.
+  // The gradient of log(sum(exp(x))), minus 1 for the element that the label names.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, bool is_label, C ct) const {
     return VjpOfTerm(ExpSum<T>::Term(x, centre), is_label, ct);
   }
@@ -302,8 +305,8 @@ struct ExpStats {
   }
 };
 
-// log(sum(exp(x))) - x[label]; x_label is 0 where there are no labels, NaN where none is named. The
-// subtraction before the addition spares a rounding.
+// log(sum(exp(x))) - x[label]. x_label is 0 if there are no labels, and NaN if the label is out of
+// range. The centre is subtracted from x_label first, which saves a rounding.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> LogSumExpResult(typename ExpSum<T>::State s, bool has_label,
                                                       Compute<T> x_label) {
@@ -312,17 +315,17 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> LogSumExpResult(typename ExpSum<T>::State 
   return has_label ? log_sum - (x_label - centre) : log_sum + centre;
 }
 
-// Element that a label names, or -1.
+// The index of the element that a label names, or -1.
 JOF_HOST_DEVICE JOF_INLINE int64_t LabelIndex(int32_t label, int64_t n) {
   const int64_t index = label < 0 ? label + n : int64_t{label};
   return index >= 0 && index < n ? index : -1;
 }
 
-// As jax: all NaN where an element is infinite or all are -inf.
+// As in jax, all results are NaN if an element is +infinity or all are -infinity.
 template <typename T, bool kLog>
 struct Softmax {
   using C = Compute<T>;
-  C centre, factor;  // log: what is subtracted as well
+  C centre, factor;  // with kLog, factor is subtracted, too
 
   JOF_HOST_DEVICE JOF_INLINE static Softmax Of(typename ExpSum<T>::State s) {
     const C scale = kLog ? Log(s.sum) : ExpStats<T>::Of(s).factor;
@@ -334,7 +337,7 @@ struct Softmax {
   JOF_HOST_DEVICE JOF_INLINE C OfTerm(C term) const { return term * factor; }
 };
 
-// From the result: sum the terms over a row, then map with the sum.
+// Computed from the result: sum the terms over a row, then map with the sum.
 template <typename T, bool kLog>
 struct SoftmaxVjp {
   using C = Compute<T>;
@@ -353,7 +356,7 @@ struct NormStats {
 
   JOF_HOST_DEVICE JOF_INLINE static NormStats Of(typename Moments<T, kCenter>::State s, C epsilon) {
     const C rest = Quotient<T>(s.rest, s.count);
-    // GPUs make no quotient of infinity.
+    // Quotient does not take infinity on a GPU.
     const C square = s.square < Infinity<C>() ? Quotient<T>(s.square, s.count) : s.square;
     const C variance = square - rest * rest;
     return {s.centre, rest, InverseSqrt(AtLeast(variance, C(0)) + epsilon)};
@@ -364,8 +367,8 @@ struct NormStats {
   }
 };
 
-// With the normalized x: sum the terms of g = dy * scale over a row, then map with their means
-// (sums over n). Over rows dbias sums dy, and dscale dy * normalized.
+// Computed from the normalized x: sum the terms of g = dy * scale over a row, then map with their
+// means (the sums over n). Over rows, dbias sums dy, and dscale sums dy * normalized.
 template <typename T, bool kCenter>
 struct NormVjp {
   using C = Compute<T>;

@@ -1,9 +1,9 @@
 // What scatter-add, segment sums and row gathers compute, shared by both backends.
 //
-// All are batch independent problems over rows of `inner` elements:
+// Each is `batch` independent problems over rows of `inner` elements:
 //   scatter:  result[b, s] = operand[b, s] + the sum of updates[b, n] over all n with id(b, n) == s
 //   gather:   result[b, n] = table[b, id(b, n)]
-// A row whose id is no row of the operand or table is dropped, or filled.
+// A scatter drops a row whose id is out of range, and a gather fills it.
 #pragma once
 
 #include "common/dtype.h"
@@ -14,8 +14,8 @@
 // No inline namespace: these types are the same for all instruction sets (see common/macros.h).
 namespace jof {
 
-// How an index becomes the id of a row, as in jnp: negative ones count from the end (wrap), then
-// all are brought into range (clip).
+// How an index becomes the id of a row, as in jnp: with `wrap`, negative indices count from the
+// end; then, with `clip`, all are clamped to the range.
 struct IndexRule {
   int64_t size;  // the number of rows
   bool wrap, clip;
@@ -49,21 +49,22 @@ struct ScatterArrays {
   void* scratch;  // null if empty
 };
 
-// What a scatter makes of an element and of all updates that name it.
+// How a scatter combines an element with all updates that name it.
 enum class Reducer { kAdd, kMax, kMin, kMultiply };
 
-// The strategies of a scatter, which differ in their scratch: sums in the compute type of updates.
+// The strategies of a scatter, with the shapes of their scratch, which has sums in the compute type
+// of updates.
 enum class ScatterStrategy {
-  kSorted,   // (B, C, 2, D): of segments that cross the ends of C chunks of positions
-  kPrivate,  // (P, B, S, D): of P parts of the positions
-  kAtomic,   // (P, B, S, D): P copies; or (0, 0, 0) to add to the result
+  kSorted,   // (B, C, 2, D): sums of segments that cross the ends of C chunks of positions
+  kPrivate,  // (P, B, S, D): sums of P parts of the positions
+  kAtomic,   // (P, B, S, D): P copies of the result; or (0, 0, 0) to add to the result itself
 };
 
-// What a backend takes of them.
+// The limits of a backend.
 struct ScatterLimits {
   bool has_short_ids;     // sorted ids may be uint16
-  int64_t private_bytes;  // of one problem's sums in a part, if there is a limit
-  int64_t element_chunk;  // the longest chunk of sorted single elements, if there is a limit
+  int64_t private_bytes;  // the most for one problem's sums in a part; 0 if there is no limit
+  int64_t element_chunk;  // the longest chunk of sorted single elements; 0 if there is no limit
 };
 
 // A complex number is two reals here.
@@ -72,15 +73,15 @@ struct ScatterCall : ScatterArrays {
   DType type;          // one of Addends
   Reducer reducer;     // only sums may start without an operand
   bool is_signed;      // of integers
-  int order_bytes;     // 4, or 8 where ids are int64
+  int order_bytes;     // 4, or 8 if ids are int64
   int64_t splits;      // C or P above; 1 if there are no positions
   bool deterministic;  // the same bits on every run, where the strategy has a choice
-  bool one_update;     // a problem has one element for all ids: only in private copies
+  bool one_update;     // a problem has one update for all ids; only with kPrivate
 
   JOF_HOST_DEVICE JOF_INLINE bool has_operand() const { return operand != nullptr; }
 };
 
-// Gathering rows of problem.inner elements.
+// Gathers rows of problem.inner elements.
 struct GatherCall {
   ScatterProblem problem;
   int element_bytes;
@@ -90,14 +91,14 @@ struct GatherCall {
   void* result;
 };
 
-// Sorting rows by id: keys, order and counts are results. The counts are null if empty.
+// Sorts rows by id. keys, order and counts are results; counts is null if it is empty.
 struct SortCall {
   ScatterProblem problem;
   const void* ids;
   void *keys, *order, *counts;
 };
 
-// What a sum of type A starts from: x + (-0) is x for every x, -0 included.
+// The initial value of a sum of type A: x + (-0) is x for every x, including -0.
 template <typename A>
 JOF_HOST_DEVICE JOF_INLINE A SumIdentity() {
   return static_cast<A>(-0.0);

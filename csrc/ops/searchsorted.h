@@ -1,11 +1,11 @@
 // Positions of queries among edges, as jnp.searchsorted finds them.
 //
-// Edges and queries are compared as unsigned keys in the order in which jax sorts: -0 is 0, and
+// Edges and queries are compared as unsigned keys in the order in which jax sorts: -0 equals 0, and
 // NaNs are equal to each other and come last. The steps of a search are those of jnp, so results
-// are the same even where edges are in no order. Where they are sorted, a table over their range
-// says among which of them a search begins. Its buckets are equally wide: between edges that are
-// nearly so, as those of histograms, one step is left; between others as many as the fullest bucket
-// needs.
+// are the same even if edges are not sorted. If they are sorted, a table over their range gives the
+// range of edges in which a search begins. Its buckets have equal widths. If edges are nearly
+// equally spaced, as those of histograms are, one step is left; otherwise as many as the fullest
+// bucket needs.
 #pragma once
 
 #include "common/dtype.h"
@@ -19,10 +19,10 @@ namespace jof {
 struct SearchCall {
   const void *edges, *queries;
   void* result;   // uint32
-  uint32_t size;  // of the edges, less than 2^31
-  int64_t count;  // of the queries
+  uint32_t size;  // number of edges, less than 2^31
+  int64_t count;  // number of queries
   DType type;     // one of Sortable
-  bool right;     // after equal edges, else before them
+  bool right;     // positions are after equal edges, else before them
 };
 
 }  // namespace jof
@@ -54,12 +54,13 @@ JOF_HOST_DEVICE JOF_INLINE uint64_t ToSortKey(int64_t x) {
   return static_cast<uint64_t>(x) ^ (uint64_t{1} << 63);
 }
 
-// Values are compared as these.
+// The type of the keys by which values of type T are compared.
 template <typename T>
 using SortKey = decltype(ToSortKey(Compute<T>{}));
 
-// Buckets of values between sorted edges; a single one for everything if there are no two edges.
-// The bucket never decreases where the key increases: each operation rounds monotonically.
+// Buckets of values between sorted edges. There is a single bucket for everything if the edges do
+// not span a finite range. The bucket never decreases as the key increases, because each operation
+// rounds monotonically.
 template <typename T>
 struct Buckets {
   float first = 0, scale = 0, last = 0;  // the last bucket
@@ -83,7 +84,7 @@ struct Buckets {
 
   JOF_HOST_DEVICE JOF_INLINE uint32_t count() const { return static_cast<uint32_t>(last) + 1; }
 
-  // NaN is in the last one.
+  // NaN is in the last bucket.
   JOF_HOST_DEVICE JOF_INLINE uint32_t Of(Compute<T> x) const {
     const float at = (static_cast<float>(x) - first) * scale;
     return static_cast<uint32_t>(at < last ? (at > 0 ? at : 0.0f) : last);
@@ -104,13 +105,15 @@ struct Buckets {
   }
 };
 
-// Half of it remains after each step; the position is where it ends.
+// The range of positions that remains in a search. Each step halves it, and the position is where
+// it ends.
 struct EdgeRange {
   uint32_t low, high;
 
   JOF_HOST_DEVICE JOF_INLINE uint32_t Middle() const { return low + (high - low) / 2; }
 
-  // The edge to compare with; in an empty range, which may be at the end, it decides nothing.
+  // The edge to compare with. In an empty range, which may be at the end, the comparison has no
+  // effect.
   JOF_HOST_DEVICE JOF_INLINE uint32_t Next(uint32_t size) const {
     return Middle() < size ? Middle() : size - 1;
   }

@@ -5,17 +5,17 @@
 //   message sum:  result[r] = the sum of weights[e] * table[source(e)] over all e with key(e) == r
 //   edge dot:     result[e] = the dot product of a[a_id(e)] and b[b_id(e)], of each head
 //   softmax:      result[e] = exp(x[e]) over the sum of exp(x[f]) over all f with id(f) == id(e)
-//   attention:    the message sum whose weights are the softmax of logits x, never stored: of a
-//                 segment its maximum m and the inverse i of its sum of exp(x - m) are kept, and
-//                 a weight is exp(x - m) i
-// An edge one of whose ids is out of range contributes nothing, and has the result 0.
+//   attention:    the message sum whose weights are the softmax of logits x. The weights are never
+//                 stored: each segment keeps its maximum m and the inverse i of its sum of
+//                 exp(x - m), and a weight is exp(x - m) i
+// An edge with an id out of range contributes nothing, and its result is 0.
 //
-// Edges are visited in the order of a plan, in which those of equal keys are neighbours. `order`
-// names the edge at each position of it, and `keys` are in that order. Positions are split into
-// chunks of equal length. A chunk finishes the segments that lie in it. Of one that
-// reaches into other chunks it has a part, in the scratch, and a second step puts the parts
-// together: a segment that has most edges is spread over the whole chip, and the order of summation
-// depends on nothing but the shapes.
+// Edges are visited in the order of a plan, in which edges with equal keys are neighbours. `order`
+// names the edge at each position of the plan, and `keys` are in that order. Positions are split
+// into chunks of equal length. A chunk finishes the segments that lie in it. If a segment reaches
+// into other chunks, the chunk writes its part to the scratch, and a second step combines the
+// parts. So a segment that has most of the edges is spread over the whole chip, and the order of
+// summation depends only on the shapes.
 #pragma once
 
 #include "common/dtype.h"
@@ -26,8 +26,7 @@
 // No inline namespace: these types are the same for all instruction sets (see common/macros.h).
 namespace jof {
 
-// The positions of a plan. Nothing in these arrays is trusted: edges out of range read the last
-// one.
+// The positions of a plan. These arrays are not trusted: an edge out of range reads the last one.
 struct PlannedEdges {
   int64_t count;  // E, below 2^31
   int64_t chunks;
@@ -42,53 +41,54 @@ struct PlannedEdges {
   }
 };
 
-// Whether an id names one of so many rows.
+// Whether an id names one of `rows` rows.
 JOF_HOST_DEVICE JOF_INLINE bool IsRow(int32_t id, int64_t rows) {
   return static_cast<uint64_t>(static_cast<int64_t>(id)) < static_cast<uint64_t>(rows);
 }
 
-// A table (N, H * D) with weights (E, H), or none, to a result (S, H * D). Of attention, weights
-// are logits; the sum at receivers writes the stats of these, that of a gradient at senders reads
-// them.
+// Sums rows of a table (N, H * D), with weights (E, H) or without, to a result (S, H * D). In
+// attention, weights are logits: the sum at receivers writes their stats, and the sum at senders,
+// which is part of the gradient, reads them.
 struct MessageSumCall {
   PlannedEdges edges;
-  DType type;         // one of Floats, as that of the other calls
-  bool wide_weights;  // of the type that `type` is computed in, as logits may be
+  DType type;         // one of Floats, as in the other calls
+  bool wide_weights;  // weights have the compute type of `type`, as logits may have
   int64_t rows, segments, heads, width;
   const void* table;
-  const void* weights;     // null: 1
-  void* stats;             // null, or those of receivers: (.., H, 2) of the compute type
+  const void* weights;     // null if all are 1
+  void* stats;             // null, or those of the receivers: (.., H, 2) of the compute type
   const int32_t* sources;  // by edge
   void* result;
-  void* scratch;  // (C, 2, H * D) of the compute type, of attention (C, 2, H * D + 2 * H)
+  void* scratch;  // (C, 2, H * D) of the compute type; of attention (C, 2, H * D + 2 * H)
 
   JOF_HOST_DEVICE JOF_INLINE int64_t columns() const { return heads * width; }
 };
 
-// The cotangent of logits from that of the result: of each edge and head its weight times the dot
-// product of the result's cotangent and the difference of the edge's value and the result.
+// The cotangent of the logits from that of the result. For each edge and head, it is the weight
+// times the dot product of the result's cotangent and the difference of the edge's value and the
+// result.
 struct AttentionLogitsCall {
-  PlannedEdges edges;  // their chunks are not used
+  PlannedEdges edges;  // the chunks are not used
   DType type;
   bool wide_logits;
   int64_t rows, segments, heads, width;
   const void *values, *logits, *stats, *result, *cotangent;
   const int32_t* sources;  // by edge
-  void* of_logits;         // (E, H), 0 where an edge counts for nothing
+  void* of_logits;         // (E, H), 0 for an edge that contributes nothing
 };
 
 // Both gradients in one pass over the edges of each sender.
 struct AttentionGradientCall {
-  MessageSumCall sum;      // of cotangents to those of values: its sources are the receivers
+  MessageSumCall sum;      // sums cotangents to those of values; its sources are the receivers
   const void* values;      // (N, H, D)
-  const void* dots;        // (S, H) of the compute type: products of the result and its cotangent
+  const void* dots;        // (S, H) of the compute type: dot products of result and cotangent
   const int32_t* senders;  // by edge
-  void* of_logits;         // (E, H), 0 where an edge counts for nothing
+  void* of_logits;         // (E, H), 0 for an edge that contributes nothing
 };
 
-// Tables (A, H, D) and (B, H, D) to a result (E, H).
+// Dot products of rows of the tables a (A, H, D) and b (B, H, D), to a result (E, H).
 struct EdgeDotCall {
-  PlannedEdges edges;  // its keys are the rows of a
+  PlannedEdges edges;  // the keys are rows of a
   DType type;
   bool wide_result;
   int64_t a_rows, b_rows, heads, width;
@@ -97,7 +97,8 @@ struct EdgeDotCall {
   void* result;
 };
 
-// x (E, H), or y and a tangent of that shape, to a result of that shape.
+// The softmax of x (E, H), or its derivative from y and a tangent of that shape. The result has
+// that shape, too.
 struct SegmentSoftmaxCall {
   PlannedEdges edges;
   DType type;

@@ -1,5 +1,5 @@
-// Rows that are traced from a Python function: one call of a kernel that is compiled at run time,
-// and the operations by which elements of a row are combined. See ffi/compiled_rows.h.
+// Programs on rows that are traced from a Python function: one call of a kernel that is compiled at
+// run time, and the operations that combine the elements of a row. See ffi/compiled_rows.h.
 #pragma once
 
 #include "common/arithmetic.h"
@@ -15,9 +15,9 @@ namespace jof {
 inline constexpr int kMaxRowInputs = 32;
 inline constexpr int kMaxRowOutputs = 16;
 
-// Inputs are arrays of `rows` rows of `n` elements, then row vectors of n elements, then values of
-// each row and scalars. Outputs are arrays, then values of each row, then sums over rows, if any:
-// (parts, sums, n), of which part p is of rows that are added up in a fixed order.
+// Inputs are arrays of `rows` rows of `n` elements, then row vectors of n elements, then per-row
+// values and scalars. Outputs are arrays, then per-row values, then sums over rows, if any. These
+// have the shape (parts, sums, n): part p adds up some of the rows in a fixed order.
 struct TracedRowsCall {
   const void* inputs[kMaxRowInputs];
   void* outputs[kMaxRowOutputs];
@@ -28,10 +28,10 @@ struct TracedRowsCall {
 struct TracedRowsLayout {
   int pack;                     // elements of a pack
   int held;                     // packs that a thread holds
-  int threads;                  // the most in a block
-  int reductions;               // one after the other
-  int sums;                     // over rows
-  int word_bytes;               // of a value that is reduced
+  int threads;                  // the most per block
+  int reductions;               // number of successive reductions
+  int sums;                     // number of sums over rows
+  int word_bytes;               // size of a value that is reduced
   int arrays = 0, vectors = 0;  // inputs
   int results = 0;              // outputs that are arrays
 };
@@ -40,7 +40,7 @@ struct TracedRowsLayout {
 
 JOF_NAMESPACE_BEGIN
 
-// The k-th of several types, and of a Tuple's.
+// The k-th of several types, and of the types of a Tuple.
 template <int k, typename Head, typename... Tail>
 struct TypeOf : TypeOf<k - 1, Tail...> {};
 template <typename Head, typename... Tail>
@@ -71,7 +71,8 @@ JOF_HOST_DEVICE JOF_INLINE T HighestOf() {
   }
 }
 
-// Each takes vectors of values, too. NaN wins, as in jax; integers wrap around.
+// The operations of reductions. Each takes vectors of values, too. NaN propagates, as in jax;
+// integers wrap around.
 struct RowSum {
   template <typename T>
   JOF_HOST_DEVICE JOF_INLINE static T Identity() {

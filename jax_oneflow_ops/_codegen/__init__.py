@@ -1,15 +1,18 @@
-"""Kernels that are compiled at run time, from what is written to what XLA calls.
+"""Kernels that are compiled at run time, from the user's function or C++ to the FFI call.
 
-signature    parameters, their names and dtypes
-text         a body that is text, and C++ as it is written
-traced       a body that is a jaxpr of scalars, and its C++
-scalars      from a jaxpr of arrays to one of scalars
-parts        what of a jaxpr of arrays is elementwise
-derive       derivatives of traced bodies
-definition   signature, body and the derivatives that were given
-source       the C++ source of a value or of a derivative
-compilers    NVRTC and the system's C++ compiler
-messages     their errors at the user's lines
-cache        compiled code, in memory and on disk
-primitive    the primitive, its rules and its FFI call
+signature      parameters, their names and dtypes
+text           bodies that are C++ text
+traced         bodies that are jaxprs of scalars, and their C++
+scalars        turns a jaxpr of arrays into a function of scalars
+parts          divides a jaxpr of arrays into elementwise parts and the rest
+derive         derivatives of traced bodies
+definition     signature, body and the derivatives that were given
+source         the C++ source of a value or of a derivative
+row_source     the C++ source of row kernels
+edges          the C++ source of message kernels
+compilers      NVRTC and the system's C++ compiler
+messages       compiler errors at the user's lines
+cache          compiled code, in memory and on disk
+primitive      the elementwise primitive, its rules and its FFI call
+row_primitive  the primitive of row kernels
 """

@@ -1,4 +1,4 @@
-"""Compiled code of generated sources, kept in memory and on disk."""
+"""The cache of compiled code, in memory and on disk."""
 
 import contextlib
 import functools
@@ -23,14 +23,14 @@ _VARIABLE = "JAX_ONEFLOW_OPS_CACHE_DIR"
 
 
 def code(source: str, platform: str, *, is_narrow: bool = False, contracts: bool = True) -> bytes:
-    """Compiled code of a source for a platform, "cpu" or "cuda", as its devices here need it.
+    """Compiles a source for the local devices of a platform, "cpu" or "cuda", or reads the cache.
 
     `is_narrow`: all results have 16 bits or fewer, so that GPUs may divide within 2 ulp.
-    `contracts`: a product and a sum may be one operation, which rounds once.
+    `contracts`: a product and a sum may be contracted to one operation, which rounds once.
 
     Raises:
       CompilerError: the source is wrong.
-      CompilerMissingError: there is no compiler, and the cache has no code of any.
+      CompilerMissingError: there is no compiler, and the cache has no code of any compiler.
     """
     compiler: CppCompiler | Nvrtc = (
         CppCompiler(contracts)
@@ -45,7 +45,7 @@ def code(source: str, platform: str, *, is_narrow: bool = False, contracts: bool
             folder = cache_folder()
             found = None if folder is None else read(folder, key)
             if found is None:
-                # A second entry names no compiler: one that is gone cannot be asked for.
+                # A second entry does not name the compiler. It is used when there is no compiler.
                 of_any = f"{_key(source, *compiler.target)}.any"
                 try:
                     found = compiler.compile(source)
@@ -62,7 +62,7 @@ def code(source: str, platform: str, *, is_narrow: bool = False, contracts: bool
 
 
 def code_or_fallback(function: str, what: str, *args: Any, **options: Any) -> bytes | None:
-    """As `code`; where there is no compiler None, with a warning that `what` runs."""
+    """Like `code`, but returns None if there is no compiler, and warns that `what` runs."""
     try:
         return code(*args, **options)
     except CompilerMissingError as error:
@@ -74,27 +74,27 @@ def code_or_fallback(function: str, what: str, *args: Any, **options: Any) -> by
         return None
 
 
-# What this process has compiled or read.
+# The code that this process has compiled or read, by key.
 _compiled: dict[str, bytes] = {}
 _locks: dict[str, threading.Lock] = {}
 _locks_lock = threading.Lock()
 
 
 def code_id(code: bytes) -> int:
-    """The hash that the FFI handlers know code by."""
+    """The hash that identifies code to the FFI handlers."""
     return int.from_bytes(hashlib.sha256(code).digest()[:8], "little", signed=True)
 
 
 # ---- the cache on disk ----
 
-# An entry is this, the SHA-256 of the code, and the code.
+# An entry consists of this prefix, the SHA-256 of the code, and the code.
 _MAGIC = b"jax_oneflow_ops kernel 1\n"
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept: $JAX_ONEFLOW_OPS_CACHE_DIR, or the platform's place.
+    """The folder of compiled kernels: $JAX_ONEFLOW_OPS_CACHE_DIR, or the platform's cache folder.
 
-    None where the user has no home.
+    None if the user has no home directory.
     """
     try:
         if chosen := os.environ.get(_VARIABLE):
@@ -114,7 +114,7 @@ def _key(*parts: str) -> str:
 
 @functools.cache
 def _headers_hash() -> str:
-    """Of the package's version and of every header that a source may include."""
+    """A hash of the package's version and of every header that a source may include."""
     from importlib.metadata import version
 
     digest = hashlib.sha256(version("jax-oneflow-ops").encode())
@@ -126,16 +126,16 @@ def _headers_hash() -> str:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Whether nobody but this user, or root, can have written what is loaded as code."""
+    """Whether only this user or root can write the file or folder, whose content runs as code."""
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def read(folder: Path, key: str) -> bytes | None:
-    """An entry; None where there is none that is whole and this user's."""
+    """Reads an entry; None unless it exists, is complete and is private to this user."""
     with contextlib.suppress(OSError):
         if not _is_private(os.stat(folder)):
             return None
-        # A pipe would be waited for.
+        # O_NONBLOCK: opening a pipe would block.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(folder / key, flags)
         with open(file, "rb") as entry:
@@ -150,7 +150,7 @@ def read(folder: Path, key: str) -> bytes | None:
 
 
 def write(folder: Path, key: str, code: bytes) -> None:
-    """Puts an entry in place as a whole, or, where that is not possible, does nothing."""
+    """Writes an entry atomically; does nothing if that is not possible."""
     temporary = None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Compilers of generated sources: NVRTC for GPUs, the system's C++ compiler for CPUs.
 
-What comes out is bytes that a call carries: a cubin or PTX, a shared library.
+The result is bytes that the FFI call carries: a cubin or PTX, or a shared library.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ import jax
 
 from jax_oneflow_ops import _native
 
-# CMakeLists.txt reads the same file. Clang refuses flags of GCC's optimiser that it does not know:
-# those are in cpu/lanes.h.
+# CMakeLists.txt reads the same file. Flags of GCC's optimiser, which Clang would refuse, are in
+# cpu/lanes.h.
 _ISA_FLAGS = {
     isa: tuple(flags.split())
     for isa, flags in json.loads(
@@ -29,16 +29,16 @@ _ISA_FLAGS = {
     ).items()
 }
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", *_ISA_FLAGS["all"])
-# The library travels in the call: without symbols and the pages that keep code and data apart it is
-# half as large.
+# The call carries the library. Without symbols, and without padding between code and data pages, it
+# is half as large.
 _LINKER_FLAGS = {
-    # -z defs: what no library has is an error here, and not where the library is loaded.
+    # -z defs: an undefined symbol is an error here, not when the library is loaded.
     "linux": ("-s", "-Wl,-z,noseparate-code", "-Wl,--build-id=none", "-Wl,-z,defs"),
 }
 
 
 class CompilerMissingError(Exception):
-    """There is no compiler here, or it cannot run; the message is the remedy."""
+    """There is no compiler, or it cannot run; the message says what to do."""
 
 
 class CompilerError(Exception):
@@ -63,12 +63,12 @@ class CppCompiler:
 
     @property
     def target(self) -> tuple[str, ...]:
-        """What code depends on beside the source, but for the compiler that makes it."""
+        """Everything except the source and the compiler that the code depends on."""
         return ("cpu", machine.machine(), sys.platform, self._chosen, *self._flags)
 
     @property
     def identity(self) -> tuple[str, ...]:
-        # Asking for its version would take longer than all else. Replacing it changes the file.
+        # Size and time of the file change with the compiler. Asking for its version is too slow.
         return (*map(_file_identity, self._command),)
 
     def compile(self, source: str) -> bytes:
@@ -104,7 +104,7 @@ class CppCompiler:
 
 @functools.lru_cache(maxsize=8)
 def _cpp_command(cxx: str, path: str) -> tuple[tuple[str, ...], str | None]:
-    """The compiler's command, of absolute paths, or why there is none."""
+    """The compiler's command, with absolute paths, or the reason why there is none."""
     try:
         candidates = [shlex.split(cxx)] if cxx.strip() else [["c++"], ["clang++"], ["g++"]]
     except ValueError as error:
@@ -137,7 +137,7 @@ class Nvrtc:
 
     def __init__(self, architecture: str, is_narrow: bool, contracts: bool = True):
         self._architecture = architecture
-        # Of narrow results: within 2 ulp of float32.
+        # If all results are narrow, quotients and roots may be within 2 ulp of float32.
         self._flags = (
             *(("--prec-div=false", "--prec-sqrt=false") if is_narrow else ()),
             *(() if contracts else ("--fmad=false",)),
@@ -200,7 +200,7 @@ def _first_line(error: BaseException) -> str:
 
 @functools.cache
 def _versions(*distributions: str) -> tuple[str, ...]:
-    """Of installed distributions, CUDA 12's names included."""
+    """The versions of installed distributions, also under their names for CUDA 12."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
@@ -215,8 +215,9 @@ def _versions(*distributions: str) -> tuple[str, ...]:
 def cuda_architecture() -> str:
     """What NVRTC compiles for: "sm_90" for machine code, "compute_80" for PTX.
 
-    Machine code runs on GPUs of one major version. Where this process's GPUs differ in it, and
-    where it has none and the module was built for several, the driver compiles PTX.
+    Machine code runs on GPUs of one major version. If this process's GPUs differ in it, or if there
+    are no GPUs and the module was built for several major versions, the result is PTX, which the
+    driver compiles.
     """
     try:
         devices = jax.local_devices(backend="cuda")

@@ -1,7 +1,8 @@
 """A kernel as it was written: its signature, its body, and the derivatives that were given for it.
 
-The body is text, or a traced jaxpr, which has the same members. Who supplies derivatives is apart
-from it: `partial` makes a kernel of each, and the derivatives of traced bodies are in `derive`.
+The body is text or a traced jaxpr; both have the same members. Derivatives do not depend on the
+kind of body: `partial` makes a kernel of each one that was given or that a reference has. The
+derivatives of traced bodies are in `derive`.
 """
 
 import dataclasses
@@ -14,19 +15,19 @@ from jax_oneflow_ops._codegen.signature import Parameter, bind_variables, comput
 from jax_oneflow_ops._codegen.text import Text
 from jax_oneflow_ops._codegen.traced import Traced
 
-Position = tuple[int, int]  # of a derivative: of which output, with respect to which input
+Position = tuple[int, int]  # of a derivative: the output, and the input with respect to which
 
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """What is computed from which inputs, and how it is differentiated."""
+    """A kernel's inputs, outputs and body, and its derivatives."""
 
     name: str
     inputs: tuple[Parameter, ...]
     outputs: tuple[Parameter, ...]
     body: Text | Traced
     derivatives: tuple[tuple[Position, Union[str, "Definition", None]], ...] = ()
-    # Not in what is written: programs are named by that, the same ones in every process.
+    # Not in the repr: names in programs are made from that, and must not differ between processes.
     reference: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -35,7 +36,7 @@ class Definition:
         return self.body.reads(self.inputs)
 
     def output_dtypes(self, dtypes: Sequence[str]) -> tuple[str, ...]:
-        """Those of the outputs where `dtypes` are the inputs'."""
+        """The dtypes of the outputs, given those of the inputs."""
         bound = bind_variables(self.inputs, dtypes)
         return tuple(bound.get(p.type, p.type) for p in self.outputs)
 
@@ -45,9 +46,9 @@ class Definition:
 
 
 def may_use_a_reference(definition: Definition) -> bool:
-    """Whether derivatives of it, of any order, may be computed by a reference.
+    """Whether a reference may compute its derivatives, of any order.
 
-    That needs all inputs: what the reference reads is not known.
+    A reference needs all inputs, because it is not known which ones it reads.
     """
     return definition.reference is not None or any(
         isinstance(d, Definition) and may_use_a_reference(d) for _, d in definition.derivatives
@@ -55,9 +56,9 @@ def may_use_a_reference(definition: Definition) -> bool:
 
 
 def partial(definition: Definition, position: Position, dtypes: Sequence[str]) -> Definition | None:
-    """The derivative of an output with respect to an input, as a kernel; None where it is zero.
+    """The derivative of an output with respect to an input, as a kernel; None if it is zero.
 
-    Raises NotImplementedError where the user has given none.
+    Raises NotImplementedError if it was not given and there is no reference.
     """
     o, i = position
     output, input_ = definition.outputs[o].name, definition.inputs[i].name
@@ -103,7 +104,7 @@ def _derivative_parameter(
 def _traced_partial(
     definition: Definition, position: Position, dtypes: tuple[str, ...]
 ) -> Definition | None:
-    """The derivative that the reference has; None where it is zero."""
+    """The derivative of the reference, as a kernel; None if it is zero."""
     assert definition.reference is not None
     output, input_ = (
         side[k].name

@@ -1,4 +1,4 @@
-"""Derivatives of traced bodies: bodies that are traced, again, by jax's own rules."""
+"""Derivatives of traced bodies: again traced bodies, made by jax's own rules."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,10 @@ from jax_oneflow_ops._codegen import scalars
 from jax_oneflow_ops._codegen.signature import Parameter, is_inexact
 from jax_oneflow_ops._codegen.traced import Traced, computed
 
-# A definition of `definition.py`, which imports this module.
+# The class in `definition.py`, which imports this module.
 Definition = Any
-# Runs a derivative's definition, for its inputs by number, and for which outputs or inputs.
+# Runs a derivative's definition, given its inputs by number, and the numbers of the outputs whose
+# tangents it computes or of the inputs whose cotangents it computes.
 Run = Callable[[Definition, dict[int, Any], Sequence[int]], list[Any]]
 
 
@@ -28,9 +29,9 @@ def define(
     like: type[Definition],
     shapes: Sequence[Any] | None = None,
 ) -> Definition:
-    """A function of scalars, or of a row, of `computed` dtypes as a definition.
+    """Makes a definition, of the class `like`, of a function of scalars or of a row.
 
-    Dtypes are those of elements.
+    `inputs` and `outputs` are the dtypes of stored elements; `function` takes the `computed` ones.
     """
     body = Traced(scalars.trace(function, inputs, shapes), name)
     return like(
@@ -42,7 +43,7 @@ def define(
 
 
 def shapes_of(variables: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Of the inputs or results of a body's jaxpr."""
+    """The shapes of the inputs or results of a body's jaxpr."""
     return [var.aval.shape for var in variables]
 
 
@@ -52,9 +53,9 @@ def _types(parameters: Sequence[Parameter]) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tuple[int, ...]]:
-    """The tangents of outputs, and of which ones: those that are not zero.
+    """The definition of the nonzero tangents of outputs, and the numbers of these outputs.
 
-    Its inputs are those of the definition and then the tangents of the inputs `moving`.
+    Its inputs are those of `definition`, followed by the tangents of the inputs `moving`.
     """
     inputs, outputs = _types(definition.inputs), _types(definition.outputs)
     count = len(inputs)
@@ -99,10 +100,11 @@ def transpose(
     live: tuple[int, ...],
     results: tuple[str, ...] | None = None,
 ) -> Definition:
-    """The cotangents of the inputs `linear`, which outputs are linear in.
+    """The definition of the cotangents of the inputs `linear`, which outputs are linear in.
 
-    Its inputs are those of the definition, of which these are not read, and then the cotangents of
-    the outputs `live`. Its outputs have the dtypes `results`, by default those of the inputs.
+    Its inputs are those of `definition`, of which it does not read `linear`, followed by the
+    cotangents of the outputs `live`. Its outputs have the dtypes `results`, by default those of the
+    inputs.
     """
     inputs, outputs = _types(definition.inputs), _types(definition.outputs)
     count = len(inputs)
@@ -133,7 +135,7 @@ def transpose(
 def partial_of_reference(
     reference: Callable[..., Any], name: str, dtypes: tuple[str, ...], result: str
 ) -> Traced:
-    """The body of a derivative that a reference has: see `PartialReference`."""
+    """The traced body of the derivative of a reference; see `PartialReference`."""
 
     def function(*args: Any) -> Any:
         y = reference(*args)
@@ -143,16 +145,16 @@ def partial_of_reference(
     return Traced(scalars.trace(function, dtypes), name)
 
 
-# ---- rules of primitives whose parameter `spec` has a traced definition ----
+# ---- rules for primitives whose parameter `spec` has a traced definition ----
 
 
 def is_zero(x: Any) -> bool:
-    """Whether a tangent or a cotangent is none."""
+    """Whether a tangent or a cotangent is a symbolic zero or of dtype float0."""
     return isinstance(x, ad.Zero) or jnp.result_type(x) == jax.dtypes.float0
 
 
 def tangents_like(results: Sequence[Any], found: Mapping[int, Any]) -> list[Any]:
-    """The tangents of results, of which those that are not found are zero."""
+    """A tangent for each result, zero if it is not in `found`."""
     return [
         _compat.broadcast_like(found[o], jax.typeof(result))
         if o in found
@@ -164,7 +166,7 @@ def tangents_like(results: Sequence[Any], found: Mapping[int, Any]) -> list[Any]
 def tangents_of(
     spec: Any, primals: Sequence[Any], tangents: Sequence[Any], run: Run
 ) -> dict[int, Any]:
-    """The tangents of the outputs that are not zero, by one kernel."""
+    """Computes the nonzero tangents of the outputs by one kernel."""
     given = dict(zip(spec.primals, primals, strict=True))
     moving = {i: t for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t)}
     if not moving:
@@ -184,9 +186,10 @@ def cotangents_of(
     like: Callable[[Any, Any], Any],
     dtype_of: Callable[[int, Any], str] | None = None,
 ) -> list[Any]:
-    """The cotangents of the operands that the outputs are linear in, by one kernel.
+    """Computes the cotangents of the operands that the outputs are linear in, by one kernel.
 
-    `like` gives a cotangent the type of its operand, and `dtype_of` the dtype that it is stored in.
+    `like` gives a cotangent the type of its operand; `dtype_of` returns the dtype that the kernel
+    stores it in.
     """
     given = dict(zip(spec.primals, args, strict=True))
     linear = {i: x.aval for i, x in given.items() if ad.is_undefined_primal(x)}
@@ -204,6 +207,6 @@ def cotangents_of(
                     "which it is not linear in."
                 )
         operands = {i: every[i] for i in definition.reads}
-        if operands:  # else they are zeros
+        if operands:  # otherwise they are zero
             found = dict(zip(linear, run(definition, operands, tuple(linear)), strict=True))
     return [like(found[i], linear[i]) if i in found else None for i in spec.primals]

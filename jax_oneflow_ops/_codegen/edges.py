@@ -1,4 +1,4 @@
-"""The C++ source of messages: a traced function of rows that edges name, and a reduction."""
+"""The C++ source of message kernels: a traced function of the rows of an edge, and a reduction."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import TYPES, is_narrow
 from jax_oneflow_ops._codegen.source import _QUALIFIERS, WITHOUT_HALF, _computed, _Functions
 
-# Which row of an operand an edge reads, and how a thread reads its columns: csrc/ops/messages.h and
-# csrc/cuda/messages.cuh.
+# ROWS: the row of an operand that an edge reads, RowOf in csrc/ops/messages.h. ALL and ONLY: how a
+# thread reads its columns, Columns in csrc/cuda/messages.cuh.
 ROWS = {"key": 0, "other": 1, "edge": 2, "only": 3}
 ALL, ONLY = -1, -2
 
@@ -18,11 +18,13 @@ class Operand:
     """How a kernel reads an operand.
 
     Attributes:
-      number: of the definition's inputs.
-      dtype: of its elements.
-      row: the row that an edge reads, of `ROWS`.
-      broadcast: ALL where a row has all columns, ONLY where it has one, else a run of columns.
-      in_packs: how a run is read: "pack", "splat" or "each".
+      number: its number among the definition's inputs.
+      dtype: the dtype of its elements.
+      row: the row that an edge reads, a key of `ROWS`.
+      broadcast: ALL if a row has all columns, ONLY if it has one; else the number of the run of
+        columns that it has, an index into `MessageCall.broadcasts`.
+      in_packs: how the columns of a run are read: "pack", a pack at a time; "splat", one for a
+        whole pack; "each", one by one.
     """
 
     number: int
@@ -32,7 +34,7 @@ class Operand:
     in_packs: str = ""
 
     def cuda(self) -> str:
-        """Its type in a kernel for GPUs."""
+        """The operand's type in a kernel for GPUs."""
         columns = {ALL: "All", ONLY: "Only"}.get(self.broadcast, self.in_packs.capitalize())
         index = f", {self.broadcast}" if self.broadcast >= 0 else ""
         return (
@@ -41,7 +43,7 @@ class Operand:
         )
 
     def cpu(self) -> str:
-        """Its type in a kernel for CPUs."""
+        """The operand's type in a kernel for CPUs."""
         element = TYPES[self.dtype]
         of = {ALL: f"jof::ArrayOperand<{element}>", ONLY: f"jof::ScalarOperand<{element}>"}
         one = of.get(self.broadcast, f"jof::BroadcastOperand<{element}, {self.broadcast}>")
@@ -53,12 +55,13 @@ class Kernel:
     """A kernel of messages, as it is compiled.
 
     Attributes:
-      definition: what is computed of an edge's rows.
-      operands: those that are read.
+      definition: the function of an edge's rows.
+      operands: the operands that are read.
       reduction: "sum" or "max".
-      inner: 0 where results are of segments, else how many columns are summed for an edge's.
-      pack: columns of a thread of a GPU.
-      unroll: edges that it has on their way at once.
+      inner: 0 if there is a result for each segment; if there is one for each edge, the number of
+        columns that are summed for it.
+      pack: the columns of a GPU thread.
+      unroll: the edges whose rows a GPU thread loads at once.
       math: "narrow" if functions need be only as accurate as 16-bit results, "full" if not, "exact"
         if a function must have the same bits in another kernel.
     """
@@ -77,7 +80,7 @@ class Kernel:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether math may be as short as 16-bit results need."""
+        """Whether math may be only as accurate as 16-bit results need."""
         return is_narrow(self.result_dtype) and self.math == "narrow"
 
 
@@ -120,7 +123,7 @@ def source(kernel: Kernel, platform: str) -> str:
 
 
 def _blocks(kernel: Kernel) -> int:
-    """Blocks that share a multiprocessor of a GPU: as many as the registers of a thread allow."""
+    """Thread blocks per multiprocessor: as many as the registers of a thread allow."""
     is_wide = any(o.dtype in ("float64", "int64", "uint64") for o in kernel.operands)
     return 2 if is_wide or len(kernel.operands) > 3 else 3
 
@@ -144,9 +147,9 @@ def _entries(kernel: Kernel, platform: str) -> list[str]:
 
 
 def unroll_of(operands: Sequence[Operand], pack: int, inner: int) -> int:
-    """Edges on their way at once: some 128 bytes of registers for their rows.
+    """The number of edges to load at once: about 128 bytes of registers for their rows.
 
-    Of sums, the rows of a key are there before.
+    If results are of segments, the row of the key is loaded before, and does not count.
     """
     import numpy as np
 

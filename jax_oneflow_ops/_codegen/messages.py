@@ -1,4 +1,4 @@
-"""What compilers say of what a user has written."""
+"""Finds compilers' errors that are about the user's code, and shows them at its lines."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from jax_oneflow_ops._codegen.signature import NAME
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """An error in what the user has written."""
+    """An error in the user's code."""
 
     label: str
     line: int
@@ -20,10 +20,10 @@ class Message:
 _LABEL = r"(?P<label>(?:operation|preamble|derivative of \w+ with respect to \w+) of \w+)"
 _PLACE = rf"{_LABEL}(?::(?P<line>\d+)(?::(?P<column>\d+))?|\((?P<cuda_line>\d+)\)): *"
 _ERROR = r"(?:fatal |catastrophic )?error(?: #[\w-]+)?:? (?P<text>.*)"
-# The user's line that an error in a header comes from. GCC names it before the error.
+# Names the user's line that caused an error in a header. GCC prints it before the error.
 _CAUSE = r"required from here|note: in instantiation"
 _CAUSE_IN_NVRTC = rf"\s+detected during .* at line (\d+) of {_LABEL}.*"
-# Of the linkers of GCC, Clang, macOS and NVRTC.
+# Messages about undefined symbols, of the linkers of GCC, Clang, macOS and NVRTC.
 _UNDEFINED = (
     r"undefined (?:reference to|symbol:?) [`']?([\w:]+)"
     r"|^\s*\"_?([\w:]+)[^\"]*\", referenced from"
@@ -32,7 +32,7 @@ _UNDEFINED = (
 
 
 def messages(log: str, texts: Mapping[str, str]) -> list[Message]:
-    """The errors of a compiler's log that are about lines of the user's `texts`."""
+    """The errors in a compiler's log that are about lines of the user's `texts`."""
     found: list[Message] = []
     cause: re.Match[str] | None = None
     in_header: str | None = None
@@ -85,7 +85,7 @@ def annotated(texts: Mapping[str, str], found: Sequence[Message]) -> str:
             for message in found:
                 if (message.label, min(message.line, len(lines))) == (label, number):
                     column = message.column or len(line) - len(line.lstrip()) + 1
-                    if message.line > number or column > len(line):  # at what follows the code
+                    if message.line > number or column > len(line):  # past the end of the text
                         column = len(line) + 1
                     shown.append(f"      | {' ' * (column - 1)}^ {message.text}")
     return "\n".join(shown)

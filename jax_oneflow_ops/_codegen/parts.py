@@ -1,9 +1,10 @@
-"""What of a program is elementwise, for ``fuse(..., partial=True)``: its kernels and the rest.
+"""Divides a program into elementwise kernels and the rest, for ``fuse(..., partial=True)``.
 
-A value's level is the number of operations that are not elementwise on the way to it. Values of one
-level and shape are one kernel, which computes all that is elementwise before them again, as far as
-the results of other operations and of other kernels. Operations into which XLA fuses what they
-read, such as reductions, read no results of kernels: what they read need not be in memory.
+A value's level is the largest number of non-elementwise operations on a path to it. The values of
+one level and shape are computed by one kernel. The kernel recomputes the elementwise operations
+before them, back to the results of other operations and of kernels of lower levels. Some
+operations, such as reductions, are fused by XLA with the elementwise operations that they read. No
+kernel is made for their operands, which need not be in memory.
 """
 
 import dataclasses
@@ -19,12 +20,12 @@ import jax.numpy as jnp
 from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import scalars, traced
 
-# What XLA fuses with the elementwise operations before it.
+# Primitives that XLA fuses with the elementwise operations before them.
 _READS_IN_PLACE = re.compile(
     r"^(reduce_|arg(max|min)$|cum|transpose$|reshape$|rev$|slice$|split$|concatenate$|pad$|gather$"
     r"|dynamic_slice$|broadcast_in_dim$|select_and|iota$)"
 )
-# A kernel of fewer operations than this gains nothing.
+# Kernels of fewer operations gain nothing.
 _LEAST = 2
 
 Kernel = Callable[[SimpleNamespace, Sequence[Any], Sequence[Any]], list[Any]]
@@ -40,7 +41,7 @@ def flattened(
     args: Sequence[Any],
     inlines: Callable[[Any], bool] = _has_no_rule,
 ) -> Any:
-    """A jaxpr without calls, but for those of functions with derivatives of their own."""
+    """Inlines the calls of a jaxpr, by default all but those with custom derivatives."""
 
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -61,22 +62,22 @@ def flattened(
 
 @dataclasses.dataclass
 class Parts:
-    """A jaxpr's operations: those that are elementwise, and where each value is computed."""
+    """The division of a jaxpr: which equations are elementwise, and the level of each value."""
 
     jaxpr: Any
     level: dict[Any, int]
-    elementwise: dict[int, bool]  # of equations, by their place
+    elementwise: dict[int, bool]  # for each equation, by its index
     fused: dict[Any, None]  # elementwise values that have to be in memory
 
     @functools.cached_property
     def places(self) -> dict[Any, int]:
-        """Of the equations that compute elementwise values."""
+        """For each elementwise value, the index of the equation that computes it."""
         eqns = ((k, eqn) for k, eqn in enumerate(self.jaxpr.eqns) if self.elementwise[k])
         return {var: k for k, eqn in eqns for var in eqn.outvars}
 
     @functools.cached_property
     def by_level(self) -> list[list[int]]:
-        """The places of equations."""
+        """For each level, the indices of its equations."""
         places: list[list[int]] = [[] for _ in range(max(self.level.values(), default=0) + 1)]
         for k, eqn in enumerate(self.jaxpr.eqns):
             places[self.level[eqn.outvars[0]]].append(k)
@@ -88,11 +89,11 @@ class Group:
     """Values that one kernel computes."""
 
     level: int
-    inner: SimpleNamespace  # a jaxpr of what is elementwise, whose results they are
+    inner: SimpleNamespace  # an elementwise jaxpr whose results are these values
 
 
 def divide(name: str, jaxpr: Any, is_open: Callable[[Any], bool] = lambda eqn: True) -> Parts:
-    """The parts of a jaxpr without calls. Equations that are not open are not elementwise."""
+    """Divides a jaxpr without calls. Equations that are not open count as not elementwise."""
     level: dict[Any, int] = dict.fromkeys([*jaxpr.invars, *jaxpr.constvars], 0)
     elementwise: dict[int, bool] = {}
     made_by: dict[Any, Any] = {}
@@ -111,7 +112,7 @@ def divide(name: str, jaxpr: Any, is_open: Callable[[Any], bool] = lambda eqn: T
     wanted.update(dict.fromkeys(x for x in jaxpr.outvars if not _compat.is_literal(x)))
 
     def operations(var: Any) -> int:
-        """How many a kernel computes for a value, up to as many as matter."""
+        """The number of operations that a kernel computes for a value, counted up to `_LEAST`."""
         pending, seen = [var], set[int]()
         while pending and len(seen) < _LEAST:
             eqn = made_by.get(pending.pop())
@@ -133,23 +134,23 @@ def divide(name: str, jaxpr: Any, is_open: Callable[[Any], bool] = lambda eqn: T
 
 
 def reads_in_place(eqn: Any) -> bool:
-    """Whether XLA fuses an operation with what computes its operands and what reads its results."""
+    """Whether XLA fuses an operation with its operands' producers and its results' consumers."""
     return _READS_IN_PLACE.match(eqn.primitive.name) is not None
 
 
 def run(
     name: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kernel: Kernel
 ) -> list[Any]:
-    """The results, by a kernel for each level and shape and by XLA.
+    """Computes the results by one kernel for each level and shape, and the rest by XLA.
 
-    `kernel` computes the results of a jaxpr that is elementwise.
+    `kernel` computes the results of an elementwise jaxpr.
     """
     parts = divide(name, jaxpr)
     return evaluate(parts, groups(parts), consts, args, kernel)
 
 
 def groups(parts: Parts) -> list[Group]:
-    """What is fused, by level and shape."""
+    """The fused values, grouped by level and shape."""
     found = []
     known: set[Any] = set()
     by_level: list[dict[Any, list[Any]]] = [{} for _ in parts.by_level]
@@ -164,7 +165,7 @@ def groups(parts: Parts) -> list[Group]:
 
 
 def _before(parts: Parts, outvars: Sequence[Any], known: set[Any]) -> list[Any]:
-    """The elementwise equations that some values depend on, as far as what is known."""
+    """The elementwise equations that `outvars` depend on, back to known values."""
     pending, found = [*outvars], set[int]()
     while pending:
         place = parts.places.get(var := pending.pop())
@@ -182,7 +183,7 @@ def evaluate(
     kernel: Kernel,
     bind: Callable[[Any, Sequence[Any]], Any] = _compat.bind_equation,
 ) -> list[Any]:
-    """The results, by a kernel for each group and otherwise by XLA."""
+    """Computes the results by one kernel for each group, and the rest by XLA."""
     jaxpr = parts.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -213,7 +214,7 @@ def evaluate(
 
 
 def closed(eqns: Sequence[Any], outvars: Sequence[Any], known: set[Any]) -> SimpleNamespace:
-    """The equations that some values need, as a jaxpr of what these read."""
+    """A jaxpr of the equations that `outvars` need; its inputs are the values that these read."""
     needed = dict.fromkeys(outvars)
     kept = []
     for eqn in reversed(eqns):
@@ -226,7 +227,7 @@ def closed(eqns: Sequence[Any], outvars: Sequence[Any], known: set[Any]) -> Simp
 
 
 def needed_by_xla(parts: Parts, groups: Sequence[Group]) -> set[Any]:
-    """The values that XLA computes or reads, if kernels compute these groups."""
+    """The values that XLA computes or reads if kernels compute these groups."""
     fused = {v for group in groups for v in group.inner.outvars}
     needed = {v for v in parts.jaxpr.outvars if not _compat.is_literal(v)}
     for k, eqn in reversed([*enumerate(parts.jaxpr.eqns)]):

@@ -1,15 +1,15 @@
 """The primitive of kernels that users write, and its rules.
 
-One primitive, jof_compiled, runs every kernel: its parameter `spec` says which definition, and
-whether the value or a derivative of it. A JVP is one kernel of the inputs and their tangents, and
-its transpose, a VJP, one of the inputs and the cotangents; both read those inputs only that the
-derivatives name. They are linear in the vectors. Their own derivatives with respect to the
-inputs are sums of products with derivatives of the derivatives, where those are kernels too.
-A traced body has its own derivatives, of any order, as traced bodies: see `derive`.
+One primitive, jof_compiled, runs every kernel. Its parameter `spec` names the definition and says
+whether to compute the value or a derivative. A JVP is one kernel of the inputs and their tangents.
+Its transpose, a VJP, is one kernel of the inputs and the cotangents. Both read only those inputs
+that the derivatives name, and are linear in the vectors, that is, the tangents or cotangents. Their
+own derivatives with respect to the inputs are sums of products with second derivatives, if those
+are kernels too. The derivatives of a traced body, of any order, are traced bodies: see `derive`.
 
-Where the kernel has a reference, its derivatives have all inputs as operands: which implementation
-runs is not known before they are lowered, and jax's derivative of the reference needs them. A
-native call leaves out those that it does not read.
+If the kernel has a reference, its derivatives take all inputs as operands: the implementation is
+chosen when they are lowered, and jax's derivative of the reference needs all inputs. A native call
+drops those that it does not read.
 
 Operands broadcast: see `_operands`.
 """
@@ -33,7 +33,7 @@ from jax_oneflow_ops._codegen.source import Mode, Spec, derivative_spec, source,
 from jax_oneflow_ops._codegen.traced import Traced
 
 MAX_OPERANDS = 32
-"""Of one call: csrc/ops/elementwise_call.h."""
+"""The limit for one call: csrc/ops/elementwise_call.h."""
 
 
 class KernelCompileError(RuntimeError):
@@ -89,7 +89,7 @@ def _shape_of(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
-    """The FFI call, with the code for this machine's devices."""
+    """Makes the FFI call, with code compiled for this machine's devices."""
     full, every = spec, args
     spec, args = _without_unread(full, every)
     name = spec.definition.name
@@ -108,7 +108,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
 def compiled(
     name: str, text: str, platform: str, is_narrow: bool, has_reference: bool = True
 ) -> bytes | None:
-    """The code of a kernel; None where there is no compiler, and its reference is to run."""
+    """The compiled code of a kernel; None if there is no compiler and the reference runs."""
     if has_reference:
         what = "fused functions, and the references of kernels, by XLA"
         return cache.code_or_fallback(name, what, text, platform, is_narrow=is_narrow)
@@ -130,7 +130,7 @@ def ffi_call(
     kinds: Sequence[int],
     **attributes: Any,
 ) -> list[Any]:
-    """The results of a kernel whose operands and results are of such kinds."""
+    """Calls a kernel through the FFI; `kinds` are those of its operands and results."""
     sizes = [x.dtype.itemsize for x in (*operands, *results)]
     call: Any = jax.ffi.ffi_call(target, [*results])
     return [
@@ -147,7 +147,7 @@ def ffi_call(
 
 
 def native_form(spec: Spec, args: Sequence[Any]) -> tuple[Spec, list[int]]:
-    """The kernel that is compiled for operands of such shapes, and how these lie."""
+    """The kernel that is compiled for operands of these shapes, and the operands' kinds."""
     found: list[Any] = []
 
     def call(*xs: Any) -> list[Any]:
@@ -161,9 +161,9 @@ def native_form(spec: Spec, args: Sequence[Any]) -> tuple[Spec, list[int]]:
 
 
 def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any, ...]]:
-    """Without the inputs that nothing but a reference or a derivative reads.
+    """Drops the inputs that the kernel does not read.
 
-    Where the results would not have their shape without them they stay.
+    Keeps all of them if the remaining operands do not broadcast to the shape of the results.
     """
     if _is_traced(spec):
         read = spec.definition.reads
@@ -182,7 +182,7 @@ def _without_unread(spec: Spec, args: tuple[Any, ...]) -> tuple[Spec, tuple[Any,
 def _compile_error(
     spec: Spec, error: compilers.CompilerError, kinds: Sequence[int], platform: str
 ) -> KernelCompileError:
-    """What a compiler says of the user's own words."""
+    """The error that shows the compiler's messages at the user's lines."""
     text = source(spec, kinds, platform, safe_division=False)
     with contextlib.suppress(compilers.CompilerMissingError):
         try:
@@ -214,9 +214,9 @@ def has_reference(definition: Definition) -> bool:
 
 
 def reference(*args: Any, spec: Spec) -> list[Any]:
-    """What the kernel computes by the user's jnp function and jax's derivatives of it.
+    """Computes what the kernel does, by the user's jnp function and jax's derivatives of it.
 
-    In float32 where kernels compute in it, and rounded once.
+    Where kernels compute in float32, so does this; it rounds once.
     """
     definition = spec.definition
     if definition.reference is None and isinstance(definition.body, Traced):
@@ -234,7 +234,7 @@ def reference(*args: Any, spec: Spec) -> list[Any]:
         )
     shape = _shape_of(args)
     given = dict(zip(spec.primals, args, strict=False))
-    # An input is missing only where a transpose is linear in it: its value does not matter.
+    # An input is missing only if a transpose is linear in it: its value does not matter.
     inputs = [given.get(i, jnp.ones((), d)) for i, d in enumerate(spec.dtypes)]
     vectors = args[len(spec.primals) :]
 
@@ -269,7 +269,7 @@ def _widened(x: Any) -> Any:
 
 
 def _as_dtype(x: Any, dtype: Any) -> Any:
-    """`x` in another dtype; the real part where that is real."""
+    """`x` in another dtype; its real part if that dtype is real."""
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
         x = x.real
     return x.astype(dtype)
@@ -315,15 +315,15 @@ def _tangents(
     implementation: str | None,
     shape: Sequence[int] | None,
 ) -> dict[int, Any]:
-    """The tangents of a kernel's outputs that are not zero, by one kernel.
+    """Computes the nonzero tangents of a kernel's outputs by one kernel.
 
     Args:
       definition: the kernel.
-      dtypes: of all its inputs.
-      primals: those inputs that there are.
-      tangents: of inputs, those that are not zero.
-      implementation: as the primitive has it.
-      shape: that the tangents must have; None: any that broadcasts to the outputs'.
+      dtypes: the dtypes of all its inputs.
+      primals: the inputs that are known, by number.
+      tangents: the nonzero tangents of inputs, by number.
+      implementation: the primitive's parameter.
+      shape: the shape that the results must have; None for any that broadcasts to the outputs'.
     """
     results = definition.output_dtypes(dtypes)
     positions = [
@@ -341,7 +341,7 @@ def _tangents(
     if may_use_a_reference(definition):
         read = [*primals]
     elif shape is not None:
-        # The results have the shape that operands broadcast to.
+        # The results have the shape that operands broadcast to: adds inputs until it is `shape`.
         for i in sorted(primals, key=lambda i: primals[i].size, reverse=True):
             if _shape_of([*(primals[k] for k in read), *vectors]) == shape:
                 break
@@ -397,7 +397,7 @@ def _second_order(
     implementation: str | None,
     shape: Sequence[int],
 ) -> list[Any]:
-    """The tangents of a derivative kernel where its vectors are constant: sums of products."""
+    """The tangents of a derivative kernel for constant vectors: sums of products."""
     by_input = spec.mode == "jvp"
     place = {k: n for n, k in enumerate(spec.ins if by_input else spec.outs)}
     sums: dict[int, Any] = {}
@@ -426,7 +426,7 @@ def _product(a: Any, b: Any, shape: Sequence[int]) -> Any:
 
 
 def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str | None) -> list[Any]:
-    """A JVP's transpose is the VJP, and the other way round.
+    """The transpose of a JVP is the VJP, and vice versa.
 
     A value that is linear in operands is its own JVP with respect to them.
     """
@@ -461,7 +461,7 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
     results = spec.outs if spec.mode == "jvp" else spec.ins
     live = {k: ct for k, ct in zip(results, cts, strict=True) if not derive.is_zero(ct)}
     found: dict[int, Any] = {}
-    side = 1 if spec.mode == "jvp" else 0  # of a position: what is linear
+    side = 1 if spec.mode == "jvp" else 0  # the side of a position (output, input) that is linear
     partials = {p: d for p, d in spec.partials().items() if p[1 - side] in live}
     for definition in partials.values():
         for i in definition.reads:
@@ -487,7 +487,7 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
 
 
 def _summed_like(ct: Any, aval: Any) -> Any:
-    """The cotangent of an operand that was broadcast: the sum, of narrow floats in float32."""
+    """Sums the cotangent of an operand that was broadcast; narrow floats in float32."""
     if ct.shape != aval.shape:
         axes = tuple(
             d for d, size in enumerate(ct.shape) if not aval.shape or size != aval.shape[d]
@@ -501,16 +501,16 @@ def _summed_like(ct: Any, aval: Any) -> Any:
 
 
 def _is_traced(spec: Spec) -> bool:
-    # The derivative of an ElementwiseKernel's reference is a traced body among others.
+    # An ElementwiseKernel's derivative may be a traced body too, that of its reference.
     return spec.definition.reference is None and isinstance(spec.definition.body, Traced)
 
 
 def bind_traced(
     definition: Definition, args: Mapping[int, Any], implementation: str | None
 ) -> list[Any]:
-    """The outputs of a definition with a traced body, for its inputs by number.
+    """Computes the outputs of a definition with a traced body, for inputs given by number.
 
-    A derivative may read and write more than a kernel can: then it is XLA's.
+    A derivative that reads or writes more than one kernel can is left to XLA.
     """
     if len(args) > MAX_OPERANDS or len(definition.outputs) > MAX_OUTPUTS:
         implementation = "xla"

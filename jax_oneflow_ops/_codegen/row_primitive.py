@@ -1,10 +1,11 @@
-"""The primitive of kernels of rows, and its rules: of functions that `fuse` is given.
+"""The primitive of row kernels, which compute functions that are passed to `fuse`, and its rules.
 
-A definition's inputs and outputs are arrays of rank 1, elements of a row, and scalars, values of a
-row. An operand has rank 0, or the rank of the arrays: (..., n), with size 1 where it is broadcast.
-A row vector is an operand that is broadcast over all rows. A result is of elements, of a value for
-each row, (..., 1), or the sum of either over all rows, which cotangents of row vectors and scalars
-are. Derivatives are those of the traced body, as in `primitive`.
+The inputs and outputs of a definition are arrays of rank 1, the elements of a row, and scalars,
+values of a row. An operand has rank 0 or the rank of the arrays, (..., n), with size 1 in the
+dimensions that it is broadcast over. A row vector is an operand that is broadcast over all rows. A
+result holds elements, one value for each row, (..., 1), or the sum of either over all rows. The
+cotangents of row vectors and scalars are such sums. Derivatives are those of the traced body, as
+in `primitive`.
 """
 
 import dataclasses
@@ -29,14 +30,14 @@ from jax_oneflow_ops._codegen.traced import Program, Traced, computed, mapped
 Kind = Literal["elements", "value", "sum of elements", "sum of values"]
 
 MAX_INPUTS = 32
-"""Of one call: csrc/ops/traced_rows.h."""
-# Shared memory that a block may have on every GPU, for operands of elements and row vectors.
+"""The limit for one call: kMaxRowInputs in csrc/ops/traced_rows.h."""
+# The shared memory that every GPU allows a thread block, for array and row vector operands.
 _MAX_SHARED_BYTES = 96 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One kernel: a definition, the inputs that are operands, and what its results are."""
+    """One kernel: a definition, the inputs that are operands, and the kinds of its results."""
 
     definition: Definition
     width: int  # elements of a row
@@ -56,7 +57,7 @@ class Spec:
 
     @property
     def is_of_elements(self) -> list[bool]:
-        """Whether inputs are elements, and not values of a row."""
+        """For each input, whether it holds elements of a row, not one value per row."""
         flat, _ = _compat.jaxpr_and_consts(self.body.jaxpr)
         return [bool(shape) for shape in derive.shapes_of(flat.invars)]
 
@@ -77,7 +78,7 @@ def define(
     outputs: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
 ) -> Definition:
-    """A definition of a function of a row: see `derive.define`."""
+    """Defines a function of a row; see `derive.define`."""
     made: Definition = derive.define(name, function, inputs, outputs, Definition, shapes)
     return made
 
@@ -90,11 +91,11 @@ def bind(
     lead: Sequence[Any],
     implementation: str | None,
 ) -> list[Any]:
-    """The results for inputs by number, of rows of the shape `lead`."""
+    """Binds the primitive for inputs given by number, with rows of leading shape `lead`."""
     every = dict(args)
     shape = (*lead, 1)
     if not _is_full(every.values(), lead) and any(kind.startswith("sum") for kind in kinds):
-        # Rows count that differ in nothing.
+        # A sum counts identical rows separately, so one operand must have all rows.
         one = next(iter(every))
         x = every[one]
         full = (*lead, x.shape[-1] if x.ndim else 1)
@@ -117,7 +118,7 @@ def _is_full(args: Any, lead: Sequence[Any]) -> bool:
 
 
 def fits(spec: Spec, shapes: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether one kernel can read and write so much."""
+    """Whether the operands and results are within the limits of one kernel."""
     if len(spec.primals) > MAX_INPUTS or len(spec.kinds) > MAX_OUTPUTS:
         return False
     kinds = _kinds(spec, shapes)
@@ -148,7 +149,7 @@ def _abstract_eval(*avals: Any, spec: Spec, **_: Any) -> list[jax.core.ShapedArr
 
 
 def _kinds(spec: Spec, shapes: Sequence[tuple[Any, ...]]) -> dict[int, int]:
-    """How the kernel takes the inputs that it reads."""
+    """The kind of each operand: an array, a row vector, a value per row or a scalar."""
     lead = jnp.broadcast_shapes(*(shape[:-1] for shape in shapes))
     rows = math.prod(lead)
     found = {}
@@ -171,20 +172,20 @@ _RESULT_KINDS: dict[str, int] = {
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The kernel that is compiled for operands of some shapes."""
+    """The kernel that is compiled for operands of given shapes."""
 
-    inputs: tuple[int, ...]  # that are read
+    inputs: tuple[int, ...]  # the inputs that are read
     order: row_source.Layout
     text: str
 
 
 @functools.lru_cache(maxsize=1024)
 def native_form(spec: Spec, shapes: tuple[tuple[int, ...], ...], platform: str) -> Form:
-    """The kernel of a call."""
+    """The kernel that a call compiles."""
     program = spec.program
     every = _kinds(spec, shapes)
     read = {i: kind for i, kind in every.items() if i in program.reads}
-    if ARRAY not in read.values():  # rows must be counted
+    if ARRAY not in read.values():  # the kernel takes the number of rows from an array
         one = next((i for i in every if every[i] == VECTOR), None)
         one = next(i for i in every if spec.is_of_elements[i]) if one is None else one
         read[one] = ARRAY
@@ -204,7 +205,7 @@ def native_form(spec: Spec, shapes: tuple[tuple[int, ...], ...], platform: str) 
 
 
 def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
-    """The FFI call, with the code for this machine's devices."""
+    """Makes the FFI call, with code compiled for this machine's devices."""
     given = dict(zip(spec.primals, args, strict=True))
     lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in args))
     rows, width = math.prod(lead), spec.width
@@ -218,7 +219,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
     form = native_form(spec, tuple(x.shape for x in args), platform)
     order = form.order
     try:
-        # Quotients of 16-bit results may be short; those of a row are of float32 in any case.
+        # For 16-bit results, divisions may be approximate; values of a row are float32 either way.
         is_narrow = "JOF_NARROW_RESULTS" in form.text
         code = primitive.compiled(name, form.text, platform, is_narrow)
     except compilers.CompilerError as error:
@@ -273,7 +274,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
 
 
 def _operand(x: Any, kind: int, lead: tuple[int, ...], width: int) -> Any:
-    """An operand as the kernel takes it."""
+    """Broadcasts an operand to the shape that the kernel expects."""
     if kind == ARRAY:
         return jnp.broadcast_to(x, (*lead, width))
     if kind == VALUE:
@@ -282,7 +283,7 @@ def _operand(x: Any, kind: int, lead: tuple[int, ...], width: int) -> Any:
 
 
 def reference(*args: Any, spec: Spec) -> list[Any]:
-    """The same by XLA."""
+    """Computes the same results with XLA."""
     given = dict(zip(spec.primals, args, strict=True))
     rank = max(x.ndim for x in args)
     lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in args))
@@ -315,7 +316,7 @@ def reference(*args: Any, spec: Spec) -> list[Any]:
 
 
 def _sharding_rule(*types: Any, spec: Spec) -> _primitive.ShardingRule:
-    """All dimensions but that of the rows are independent, and sums are over all of them."""
+    """All dimensions except the last are independent; sums reduce over all of them."""
     rule = _operands.sharding_rule(*types, width=spec.width)
     (dims,) = rule.results
     rank = len(dims)
@@ -343,7 +344,7 @@ def _batch(
 ) -> tuple[list[Any], list[int]]:
     operands, axis = _operands.batch(args, dims)
     rank = max(x.ndim for x in operands)
-    if axis == rank - 1:  # rows are last
+    if axis == rank - 1:  # the last dimension must be that of row elements
         operands = [jnp.moveaxis(x, -1, 0) if x.ndim else x for x in operands]
         axis = 0
     kinds: list[Kind] = [
@@ -414,7 +415,7 @@ def _transpose(cts: Sequence[Any], *args: Any, spec: Spec, implementation: str |
 
 
 def _kind_of_cotangent(of_elements: bool, aval: Any, lead: tuple[Any, ...]) -> Kind:
-    """What a kernel makes of the cotangents of an operand; XLA sums over some dimensions."""
+    """The kind of an operand's cotangent. The kernel sums over all leading dimensions or none."""
     is_summed = math.prod(lead) != 1 and math.prod(aval.shape[:-1]) == 1
     if of_elements:
         return "sum of elements" if is_summed else "elements"
@@ -422,7 +423,7 @@ def _kind_of_cotangent(of_elements: bool, aval: Any, lead: tuple[Any, ...]) -> K
 
 
 def _like(ct: Any, aval: Any, lead: tuple[Any, ...]) -> Any:
-    """A cotangent with the type of its operand; XLA sums where that has some rows' dimensions."""
+    """Gives a cotangent the type of its operand; XLA sums it over partly broadcast dimensions."""
     if aval.ndim == 0:
         ct = jnp.reshape(ct, ())
     elif math.prod(aval.shape[:-1]) != 1:

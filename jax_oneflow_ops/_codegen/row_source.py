@@ -1,8 +1,9 @@
-"""The C++ source of a kernel of rows: a definition for csrc/cuda/compiled_rows.cuh.
+"""The C++ source of a row kernel: a definition for csrc/cuda/compiled_rows.cuh.
 
-Values of a row are members of `Row`. They are computed where a row begins, and after each
-reduction. Values of an element are computed where they are needed: again for each reduction and for
-the map, but for those that fit in the place of what was read (`_Slots`).
+Values of a row are members of `Row`. They are computed at the beginning of a row and after each
+reduction. Element values are recomputed for each reduction and for the map, which writes the
+results, unless they fit in a slot: the place of an input element that is no longer needed
+(`_Writer._kept`).
 """
 
 import dataclasses
@@ -15,21 +16,21 @@ from jax_oneflow_ops._codegen.source import MATH_OF_C, WITHOUT_HALF
 from jax_oneflow_ops._codegen.traced import REDUCTIONS, Program, cpp_type
 
 ARRAY, VECTOR, VALUE, SCALAR, SUMS = range(5)
-"""How an operand or a result lies beside the rows: csrc/ffi/compiled_rows.h."""
+"""The kind of an operand or a result: RowKind in csrc/ffi/compiled_rows.h."""
 
 _HEADERS = {"cpu": "cpu/compiled_rows.h", "cuda": "cuda/compiled_rows.cuh"}
 _QUALIFIERS = "JOF_HOST_DEVICE JOF_INLINE static"
-# Words that a thread holds of rows; twice as many where it has sums over rows, too.
+# 32-bit words of row data that a thread holds in registers; twice as many with sums over rows.
 _REGISTERS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How operands and results of a kernel are ordered, and what it is compiled for."""
+    """The order of a kernel's operands and results, and its compile-time parameters."""
 
-    inputs: tuple[int, ...]  # of the definition, arrays first
+    inputs: tuple[int, ...]  # inputs of the definition, arrays first
     input_kinds: tuple[int, ...]
-    outputs: tuple[int, ...]  # those that are no sums over rows, arrays first
+    outputs: tuple[int, ...]  # all except sums over rows, arrays first
     output_kinds: tuple[int, ...]
     sums: tuple[int, ...]
     word: str  # the dtype that holds any value that is reduced
@@ -46,7 +47,7 @@ def layout(
     result_dtypes: Sequence[str],
     result_kinds: Sequence[int],
 ) -> Layout:
-    """Of a program whose inputs that are read lie as `kinds` says."""
+    """The layout for a program whose inputs have the given `kinds`; those missing are not read."""
     inputs = sorted(kinds, key=lambda i: (kinds[i], i))
     sums = tuple(o for o, kind in enumerate(result_kinds) if kind == SUMS)
     outputs = [o for o in range(len(result_kinds)) if o not in sums]
@@ -236,7 +237,7 @@ def _as(dtype: str, text: str) -> str:
 
 @dataclasses.dataclass
 class _Level:
-    """One reduction, or the map."""
+    """The code of one stage: a reduction, or the map that writes the results."""
 
     lines: list[str] = dataclasses.field(default_factory=list)
     terms: list[str] = dataclasses.field(default_factory=list)
@@ -248,7 +249,7 @@ class _Level:
 
 
 class _Writer:
-    """What of a program is computed where."""
+    """Decides in which stage each value of a program is computed, and writes the code."""
 
     def __init__(self, program: Program, dtypes: Sequence[str], order: Layout):
         self._program = program
@@ -265,13 +266,13 @@ class _Writer:
         kinds = [*zip(order.inputs, order.input_kinds, strict=True)]
         self._arrays = [by_input[i] for i, kind in kinds if kind == ARRAY]
         vectors = [by_input[i] for i, kind in kinds if kind == VECTOR]
-        self._names: dict[int, str] = {}  # of what may be named anywhere
+        self._names: dict[int, str] = {}  # of values that any stage can name
         for k in self._live:
             if values[k].kind in ("literal", "iota"):
                 self._names[k] = values[k].text
         self._names |= {k: f"f.v{k}" for k in self.of_row}
         self._names |= {k: f"jof::Get<{n}>(v)" for n, k in enumerate(vectors)}
-        self._final = self._names  # and of what the map computes
+        self._final = self._names  # the same, plus the values that the map computes
         self._dtypes = dtypes
 
     def _expression(self, k: int, names: dict[int, str]) -> str:
@@ -280,7 +281,7 @@ class _Writer:
 
     @functools.cached_property
     def loaded(self) -> list[tuple[int, str, str]]:
-        """Of a row's inputs: the value, its type in memory, and what loads it."""
+        """For each per-row input: the value, its type in memory, and the expression to load it."""
         place = {i: n for n, i in enumerate(self._order.inputs)}
         kinds = dict(zip(self._order.inputs, self._order.input_kinds, strict=True))
         found = []
@@ -294,7 +295,7 @@ class _Writer:
         return found
 
     def start(self) -> list[str]:
-        """What is known of a row before its elements are."""
+        """Statements for the values of a row that do not depend on its elements."""
         loaded = {k: f"jof::Accumulator<{stored}>::Load(f.x{k})" for k, stored, _ in self.loaded}
         return [
             f"f.v{k} = {loaded[k] if k in loaded else self._expression(k, self._names)};"
@@ -303,7 +304,7 @@ class _Writer:
         ]
 
     def _compute(self, targets: Iterable[int], known: dict[int, str]) -> tuple[list[str], set[int]]:
-        """Statements that compute values of elements, and which of `known` they read."""
+        """Statements that compute element values, and the values of `known` that they read."""
         needed, used = self._closure(targets, known)
         names = self._names | known | {k: f"v{k}" for k in needed}
         lines = [
@@ -313,7 +314,7 @@ class _Writer:
         return lines, used
 
     def _closure(self, targets: Iterable[int], known: Iterable[int]) -> tuple[set[int], set[int]]:
-        """The values of elements that are to be computed, and those that are known."""
+        """The element values to compute for `targets`, and the known values that they use."""
         known = set(known)
         needed: set[int] = set()
         used: set[int] = set()
@@ -328,7 +329,7 @@ class _Writer:
         return needed, used
 
     def levels(self, outputs: Sequence[int], sums: Sequence[int]) -> list[_Level]:
-        """All reductions, and the map."""
+        """The stages: one for each reduction in turn, then the map."""
         program = self._program
         count = program.reductions
         at: list[list[int]] = [[] for _ in range(count)]
@@ -351,7 +352,7 @@ class _Writer:
                     level.terms.append(names.get(operand, f"v{operand}"))
                     level.types.append(cpp_type(value.dtype))
                     level.operations.append(value.text)
-                # By value: a slot may be replaced before it is returned.
+                # Terms are copied: a slot may be replaced before they are returned.
                 level.lines += [
                     f"const {kind} t{n} = {term};"
                     for n, (kind, term) in enumerate(zip(level.types, level.terms, strict=True))
@@ -376,7 +377,7 @@ class _Writer:
     def _moved(
         self, before: Sequence[int], after: Sequence[int], computed: Iterable[int] = ()
     ) -> list[str]:
-        """Statements that set slots, from what they have before."""
+        """Statements that change the slots from the values `before` to the values `after`."""
         known = {k: f"jof::Get<{n}>(x)" for n, k in enumerate(before)}
         changed = [n for n in range(len(after)) if after[n] != before[n]]
         known |= {k: f"v{k}" for k in computed}
@@ -387,7 +388,7 @@ class _Writer:
         return lines + [f"jof::Get<{n}>(x) = s{n};" for n in changed]
 
     def _kept(self, slots: list[int], here: Sequence[int], later: Sequence[int]) -> list[int]:
-        """What slots are to hold after a reduction, so that less is computed again."""
+        """The values that slots should hold after a reduction, so that less is recomputed."""
         candidates, _ = self._closure(here, slots)
         known = set(slots)
         for k in sorted(candidates, reverse=True):
@@ -402,7 +403,7 @@ class _Writer:
         return slots
 
     def _placed(self, slots: list[int], wanted: set[int]) -> list[int] | None:
-        """Values in slots of their types; None where they do not fit."""
+        """Assigns the `wanted` values to slots of their types; None if they do not fit."""
         values = self._program.values
         result = [*slots]
         free = [n for n, k in enumerate(slots) if k not in wanted]
@@ -419,7 +420,7 @@ class _Writer:
         return result
 
     def result(self, o: int, dtype: str) -> str:
-        """The expression of a result."""
+        """The expression for a result."""
         k = self._program.results[o]
         stored = self._program.unrounded(k, f"jof::Compute<{TYPES[dtype]}>")
         names = self._final
@@ -428,5 +429,5 @@ class _Writer:
 
 @functools.cache
 def shared_bytes(arrays: int, vectors: int, pack: int, word: int) -> int:
-    """The shared memory that a block of 256 threads needs at least."""
+    """The least shared memory, in bytes, that a block of 256 threads needs."""
     return 256 * (16 * arrays + pack * word * vectors)

@@ -1,15 +1,16 @@
-"""From a jaxpr of arrays to a function of scalars: what each element of a result is.
+"""Turns a jaxpr of arrays into a function of scalars that computes an element of each result.
 
-Where a function reduces rows it is one of a row: of arrays of rank 1 in place of scalars, wherever
-a value lies along the row's dimensions.
+A function that reduces rows becomes a function of a row: values that extend along the row's
+dimensions are arrays of rank 1 instead of scalars.
 
-Elements of intermediate arrays are found from the results backwards. A dimension of an array lies
-along one of the results' dimensions, or along none where it has size 1: that is its alignment. An
-array that is used in several alignments, as in ``x[:, None] - x``, is an operand for each of them.
-Of a short dimension, as of a stack of arrays, single places may be read: in an alignment such a
-place stands for the dimension. So are the turns of short loops, which are written out.
-Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) keep them: their rules
-become functions of scalars when they are differentiated.
+Elements of intermediate arrays are traced from the results backwards. The alignment of an array
+says, for each of its dimensions, which dimension of the results it lies along, or None if it has
+size 1. An array that is used in several alignments, as in ``x[:, None] - x``, is a separate operand
+for each of them. A short dimension, such as that of a stack of arrays, may be read at single
+indices: its entry in the alignment is then a `Place`. Short loops are unrolled; their iterations
+read and write such places.
+Functions with custom derivatives (`jax.custom_jvp`, `jax.custom_vjp`) keep them: their rules become
+functions of scalars when they are differentiated.
 """
 
 import contextlib
@@ -33,10 +34,13 @@ from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, computed
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One place of a dimension."""
+    """A single index in a dimension.
+
+    `refused` is the error if several elements of an operand are needed there.
+    """
 
     index: int
-    refused: FusionError = dataclasses.field(compare=False)  # where the array is no such stack
+    refused: FusionError = dataclasses.field(compare=False)
 
 
 Axes = tuple[int | None, ...]
@@ -45,35 +49,35 @@ Alignment = tuple[int | Place | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The shape that the arrays of a function broadcast to, whose last dimensions are rows'."""
+    """The shape that a function's arrays broadcast to. Its last dimensions form the rows."""
 
     shape: tuple[int, ...]
-    start: int  # of the rows' dimensions
+    start: int  # the first dimension of the rows
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The other dimensions."""
+        """The sizes of the dimensions before those of the rows."""
         return self.shape[: self.start]
 
     @property
     def width(self) -> int:
-        """How many elements a row has."""
+        """The number of elements of a row."""
         return math.prod(self.shape[self.start :])
 
     def is_along(self, alignment: Alignment) -> bool:
-        """Whether an array has elements of its own for those of a row."""
+        """Whether an array with this alignment varies within a row."""
         last = len(self.shape)
         return any(isinstance(axis, int) and self.start <= axis < last for axis in alignment)
 
     def shaped(self, x: Any, alignment: Alignment) -> Any:
-        """A value as the function has it: of rank 1, or 0."""
+        """Broadcasts a value to rank 1 if its alignment varies within a row."""
         if np.ndim(x) or not self.is_along(alignment):
             return x
         return lax.broadcast_in_dim(x, (self.width,), ())
 
 
 def space_of(name: str, jaxpr: Any) -> Space | None:
-    """That of a function; None where it reduces nothing."""
+    """The space of a function, or None if it reduces nothing."""
     found: list[tuple[tuple[int, ...], list[int], Any]] = []
 
     def collect(jaxpr: Any) -> None:
@@ -88,12 +92,12 @@ def space_of(name: str, jaxpr: Any) -> Space | None:
     if not found:
         return None
     shape, axes, eqn = max(found, key=lambda one: (bool(one[1]), math.prod(one[0])))
-    start = axes[0] if axes else len(shape) - 1  # rows of one element
+    start = axes[0] if axes else len(shape) - 1  # else: rows of one element
     rest = [d for d in range(start, len(shape)) if shape[d] != 1]
     if axes and rest != axes:
         raise _refused(name, eqn, _compat.line_of(eqn), "over these dimensions ", _NOT_LAST)
     row = [shape[d] for d in axes]
-    # A result may have more dimensions than what is reduced of it.
+    # A result may have more dimensions than the arrays that are reduced.
     for var in jaxpr.outvars:
         aval = var.aval
         if math.prod(aval.shape) <= math.prod(shape):
@@ -105,7 +109,7 @@ def space_of(name: str, jaxpr: Any) -> Space | None:
 
 
 def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """What an equation calls, once or in a loop; None where it is neither."""
+    """The jaxpr and constants that an equation calls, once or in a loop, or None."""
     if eqn.primitive.name == "scan":
         return _compat.jaxpr_and_consts(eqn.params["jaxpr"])
     return _compat.called_jaxpr(eqn)
@@ -129,7 +133,7 @@ class Constant:
         self.dtype = dtype
 
     def number(self, alignment: Alignment) -> Any:
-        """The element in an alignment, if there is one only and it is known; else None."""
+        """The element that an alignment selects; None if it selects several or it is not known."""
         if any(isinstance(axis, int) for axis in alignment) or not _is_known(self.array):
             return None
         return _number(np.asarray(self.array)[tuple(map(_index, alignment))], self.dtype)
@@ -137,9 +141,9 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A function of scalars, the elements of `leaves`.
+    """A function of scalars, which are elements of `leaves`.
 
-    A leaf is an input, by its number, or a constant, in an alignment.
+    A leaf is an input, given by its number, or a constant, with its alignment.
     """
 
     leaves: tuple[tuple[int | Constant, Alignment], ...]
@@ -147,7 +151,7 @@ class Plan:
     function: Callable[..., list[Any]]
 
     def operands(self, args: Sequence[Any]) -> list[tuple[Any, Axes]]:
-        """The leaves as arrays, where inputs are `args`, without places in their alignments."""
+        """The leaves as arrays, given the inputs `args`. Places are sliced out of them."""
         found = []
         for source, alignment in self.leaves:
             if isinstance(source, Constant):
@@ -164,7 +168,7 @@ class Plan:
 def trace(
     function: Callable[..., Any], dtypes: Sequence[str], shapes: Sequence[Any] | None = None
 ) -> Any:
-    """The jaxpr of a function of scalars, or of a row, whose dtypes are `computed` of these."""
+    """The jaxpr of a function of scalars, or of a row, for the `computed` forms of dtypes."""
     wide = any(dtype in ("int64", "uint64", "float64", "complex128") for dtype in dtypes)
     with _without_mesh(), jax.enable_x64(True) if wide else contextlib.nullcontext():
         args = [
@@ -175,7 +179,7 @@ def trace(
 
 
 def _without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Inside `jax.set_mesh` and `jax.shard_map` even types that are made here would know of it."""
+    """A context without a mesh, which new types would have in `jax.set_mesh` and `shard_map`."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
@@ -190,16 +194,16 @@ def plan(
     """The function of scalars that computes elements of a jaxpr's results.
 
     Args:
-      name: the function's, for errors.
-      jaxpr: whose results they are.
-      consts: of the jaxpr.
-      demands: results, by their number, and their alignments.
+      name: the name of the function, for errors.
+      jaxpr: the jaxpr.
+      consts: the constants of the jaxpr.
+      demands: the results, by number, with their alignments.
       exact: see `exact_literals`.
-      space: of a function of a row.
+      space: the space of a function that reduces rows.
     """
     found = _plan(name, jaxpr, consts, demands, exact, "", space or Space((), 0))
     for _, alignment in found.leaves:
-        if any(isinstance(axis, int) for axis in alignment):  # no number
+        if any(isinstance(axis, int) for axis in alignment):  # several elements
             for axis in alignment:
                 if isinstance(axis, Place):
                     raise axis.refused
@@ -215,9 +219,9 @@ def _plan(
     line: str,
     space: Space,
 ) -> Plan:
-    """`plan`, of a part of a function: places of its inputs may be those of stacks.
+    """`plan` for a part of a function: its inputs may be stacks that are read at places.
 
-    Errors name `line` where equations have none.
+    Errors name `line` for equations that have no line of their own.
     """
     unrounded = _results_of_reductions(jaxpr)
     sources: dict[Any, int | Constant] = {var: k for k, var in enumerate(jaxpr.invars)}
@@ -282,14 +286,14 @@ def _plan(
 
 
 def _constants(jaxpr: Any, eqn: Any, sources: Mapping[Any, Any]) -> list[Constant] | None:
-    """The results of an equation that depends on no argument, by XLA; None if it depends on one."""
+    """Computes the results of an equation with XLA; None if it depends on an argument."""
     made_by = {var: e for e in jaxpr.eqns for var in e.outvars}
     known: dict[Any, Any] = {
         var: source.array for var, source in sources.items() if isinstance(source, Constant)
     }
 
     def before(eqn: Any) -> dict[int, Any] | None:
-        """The equations that have to be computed, in their order, by id."""
+        """The equations to compute, in order, by id; None if one needs an argument."""
         found: dict[int, Any] = {}
         for atom in eqn.invars:
             if _compat.is_literal(atom) or atom in known:
@@ -310,8 +314,8 @@ def _constants(jaxpr: Any, eqn: Any, sources: Mapping[Any, Any]) -> list[Constan
 
 
 def is_elementwise(name: str, eqn: Any) -> bool:
-    """Whether an equation can be part of a kernel that begins anywhere in a program."""
-    if eqn.primitive.name == "iota":  # which XLA computes where it is read
+    """Whether an equation can be part of an elementwise kernel, wherever the kernel begins."""
+    if eqn.primitive.name == "iota":  # XLA computes it where it is read
         return False
     outs = [(k, _identity(var.aval.shape)) for k, var in enumerate(eqn.outvars)]
     try:
@@ -328,12 +332,12 @@ def _identity(shape: Sequence[Any]) -> Alignment:
 
 
 def whole(jaxpr: Any, var: Any) -> tuple[int, Alignment]:
-    """All of a result, as `plan` takes it."""
+    """The demand for a whole result, as `plan` takes it."""
     return jaxpr.outvars.index(var), _identity(var.aval.shape)
 
 
 def of_rows(jaxpr: Any, var: Any, space: Space) -> tuple[int, Alignment] | None:
-    """A result of rows as `plan` takes it: elements, or a value for each row; else None."""
+    """The demand for a result of elements or of a value for each row; None for others."""
     for dims in (range(len(space.shape)), range(space.start)):
         axes = iter([d for d in dims if space.shape[d] != 1])
         sizes = [space.shape[d] for d in dims if space.shape[d] != 1]
@@ -345,7 +349,7 @@ def of_rows(jaxpr: Any, var: Any, space: Space) -> tuple[int, Alignment] | None:
 
 @dataclasses.dataclass
 class _Step:
-    """An equation on scalars."""
+    """An equation on scalars: the values that it needs and gives, and what computes them."""
 
     needs: list[tuple[Any, Alignment]]
     gives: list[tuple[Any, Alignment]]
@@ -359,7 +363,7 @@ def _is_known(const: Any) -> bool:
 
 
 def _number(value: Any, dtype: Any) -> Any:
-    """A number of a `computed` dtype."""
+    """A number in the `computed` form of a dtype."""
     return np.asarray(value).astype(computed(dtype))[()]
 
 
@@ -422,7 +426,7 @@ def _step(
 
 
 def _own(atom: Any, alignment: Alignment) -> Alignment:
-    """That of an elementwise equation's operand, which may be broadcast over dimensions."""
+    """The alignment of an elementwise equation's operand, which may be broadcast."""
     if not atom.aval.ndim:
         return ()
     return tuple(a if n != 1 else None for a, n in zip(alignment, atom.aval.shape, strict=True))
@@ -439,9 +443,9 @@ def _of_operands(eqn: Any, inner: Plan) -> list[tuple[Any, Alignment]]:
 
 
 def _results_of_reductions(jaxpr: Any) -> set[int]:
-    """Casts to narrow floats that jnp.sum and jnp.mean end in, by the id of the equation.
+    """The ids of the casts to narrow floats with which jnp.sum and jnp.mean end.
 
-    What is computed of a row is not rounded, as nothing is that is not stored.
+    Kernels skip these casts: they round values only when they store them.
     """
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     found = set()
@@ -494,7 +498,7 @@ def _reduction(
     return _Step(needs, gives, compute)
 
 
-_MOST_PLACES = 2**16  # of an array that programs contain
+_MOST_PLACES = 2**16  # the largest array that is embedded in a program
 
 
 def _places(
@@ -505,7 +509,7 @@ def _places(
     line: str,
     space: Space,
 ) -> _Step:
-    """`iota`: along rows of one dimension it is computed, along others a short one is an array."""
+    """`iota`: computed along one-dimensional rows; a constant array elsewhere, if it is short."""
     d, dtype = eqn.params["dimension"], eqn.params["dtype"]
     size = eqn.params["shape"][d]
     rows = [k for k in range(space.start, len(space.shape)) if space.shape[k] != 1]
@@ -524,13 +528,13 @@ def _places(
     return _Step([(places, (axis,)) for axis in axes], gives, lambda xs: xs)
 
 
-# ---- equations that move elements, if anything, over dimensions of size 1 ----
+# ---- equations that move elements at most across dimensions of size 1 ----
 
 _MOVES = traced.IDENTITIES - {"stop_gradient"}
 
 
 def _moved(name: str, eqn: Any, k: int, alignment: Alignment, line: str) -> tuple[Any, Alignment]:
-    """The operand that result k is made of, and its alignment."""
+    """The operand that holds the elements of result k, and its alignment."""
     operand = eqn.invars[0] if len(eqn.outvars) == 1 else eqn.invars[k]
     shape, result = operand.aval.shape, eqn.outvars[k].aval.shape
     if eqn.primitive.name == "broadcast_in_dim":
@@ -547,11 +551,11 @@ def _moved(name: str, eqn: Any, k: int, alignment: Alignment, line: str) -> tupl
     return operand, tuple(next(rest) if n != 1 else None for n in shape)
 
 
-# ---- short dimensions, whose elements are values of their own, and short loops ----
+# ---- short dimensions, whose elements are separate values, and short loops ----
 
-_MOST_VALUES = 64  # of a dimension, and turns of a loop
+_MOST_VALUES = 64  # elements of a dimension, and iterations of a loop
 STACKS = frozenset({"concatenate", "stack", "scan"})
-"""What makes arrays, or reads constants, of which a kernel has single places only."""
+"""Primitives that make arrays, or read constants, that kernels access at single places only."""
 _PICKS = frozenset({"slice", "concatenate", "stack", "transpose"})
 _RUNNING = {
     "cumsum": jnp.add,
@@ -562,19 +566,19 @@ _RUNNING = {
 
 
 def _index(axis: int | Place | None) -> int:
-    """That of an element in a dimension that lies along none of the results'."""
+    """The index that is read in a dimension that lies along none of the results' dimensions."""
     return axis.index if isinstance(axis, Place) else 0
 
 
 def _place(index: Any, size: Any, refused: FusionError) -> Place | None:
-    """The alignment of a dimension of some size, of which one place is read."""
+    """The alignment of a dimension of this size that is read at one index."""
     if not isinstance(index, int | np.integer) or not isinstance(size, int):  # symbolic
         raise refused
     return None if size == 1 else Place(int(index), refused)
 
 
 def _picked(name: str, eqn: Any, alignment: Alignment, line: str) -> tuple[Any, Alignment]:
-    """The operand that a result is part of, and its alignment."""
+    """The operand that a result takes its elements from, and its alignment."""
     primitive, params, every = eqn.primitive.name, eqn.params, [*alignment]
     operand, result = eqn.invars[0], eqn.outvars[0]
     refused = _refused(name, eqn, line)
@@ -616,7 +620,7 @@ def _of_stack(
     gives: list[tuple[Any, Alignment]],
     line: str,
 ) -> _Step:
-    """What is computed of the elements along a short dimension."""
+    """`argmax`, `argmin` or a cumulative operation along a short dimension."""
     (operand,), params = eqn.invars, eqn.params
     refused = _refused(name, eqn, line)
     operation = _RUNNING.get(eqn.primitive.name)
@@ -650,7 +654,7 @@ def _of_stack(
 
 
 def _place_of_largest(eqn: Any, xs: Sequence[Any]) -> Any:
-    """`argmax` or `argmin`: the first place, and that of NaN if there is one."""
+    """`argmax` or `argmin`: the first index of the extreme value, or of NaN if there is one."""
     is_better = jnp.greater if eqn.primitive.name == "argmax" else jnp.less
     number = np.dtype(eqn.params["index_dtype"]).type
     best, place = xs[0], number(0)
@@ -661,7 +665,7 @@ def _place_of_largest(eqn: Any, xs: Sequence[Any]) -> Any:
 
 
 def _turns(eqn: Any) -> float:
-    """How often the innermost loop of an equation is written out."""
+    """How many copies of its innermost loop body an equation unrolls to."""
     inside = called(eqn)
     if inside is None:
         return 1
@@ -680,13 +684,13 @@ def _loop(
     line: str,
     space: Space,
 ) -> _Step:
-    """A loop of a few turns, as its body so many times."""
+    """Unrolls a short loop."""
     length, refused = eqn.params["length"], _refused(name, eqn, line)
     if _turns(eqn) > _MOST_VALUES:
         raise refused
     body = _compat.jaxpr_and_consts(eqn.params["jaxpr"])
-    # What a turn reads is constant, or carried from one to the next, or an element of an array, and
-    # what it gives carried, or an element. Releases say in their own ways which; ranks tell.
+    # An iteration reads constants, carried values and elements of arrays; it returns carried values
+    # and elements. How jax marks them depends on the release, so they are recognised by rank.
     is_in_array, is_out_array = (
         [x.aval.ndim > v.aval.ndim for x, v in zip(*pair, strict=True)]
         for pair in ((eqn.invars, body[0].invars), (eqn.outvars, body[0].outvars))
@@ -694,7 +698,7 @@ def _loop(
     first = is_in_array.count(False) - is_out_array.count(False)
     carried = range(first, is_in_array.count(False))
     order = range(length)[::-1] if eqn.params["reverse"] else range(length)
-    # What is wanted of the first carried values, and of the results of each turn.
+    # What is demanded of the initial carried values, and of the results of each iteration.
     wanted: list[dict[tuple[int, Alignment], None]] = [{} for _ in range(length + 1)]
     results = []
     for k, alignment in outs:
@@ -748,7 +752,7 @@ def _on_scalars(eqn: Any, args: Sequence[Any]) -> Any:
         return _converted(args[0], eqn.invars[0].aval.dtype, dtype)
     params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
     shapes = {np.shape(x) for x in args} - {()}
-    if shapes and len(args) > 1:  # of a row, and of what is the same for all of it
+    if shapes and len(args) > 1:  # elements of a row, and values of the row
         (shape,) = shapes
         args = [x if np.ndim(x) else lax.broadcast_in_dim(x, shape, ()) for x in args]
     if name in ("bitcast_convert_type", "nextafter"):  # these see the bits
@@ -771,7 +775,7 @@ def _converted(x: Any, of: Any, to: Any) -> Any:
     return x if computed(of) == to else lax.convert_element_type(x, to)
 
 
-# ---- functions with derivatives of their own ----
+# ---- functions with custom derivatives ----
 
 
 def _custom(
@@ -783,12 +787,12 @@ def _custom(
     line: str,
     space: Space,
 ) -> _Step:
-    """A call of a function with a custom JVP or VJP, as one of scalars with the same."""
+    """A call of a function with a custom JVP or VJP, as a call on scalars with the same rule."""
     called = _compat.called_jaxpr(eqn)
     assert called is not None
     inner = _plan(name, *called, outs, exact, line, space)
     needs = _of_operands(eqn, inner)
-    # What the rule may use and the value does not.
+    # Operands that the value does not use, but that the rule may use.
     shapes = {eqn.outvars[k].aval.shape: alignment for k, alignment in outs}
     for atom in eqn.invars:
         if not _compat.is_literal(atom):
@@ -822,9 +826,9 @@ def _custom(
     def of_rule(
         rule: Callable[..., Any], vectors: Sequence[Any], demands: Any, where: Callable[[Any], Any]
     ) -> list[Any]:
-        """What a rule on arrays gives for scalars: `where` finds them by leaf."""
+        """Applies a rule on arrays to scalars; `where` finds the scalar of a leaf."""
         avals = [v.aval for v in variables]
-        # Rules know the types of what they were traced for, shardings included.
+        # Rules expect the types that they were traced for, shardings included.
         with _compat.context_of(eqn):
             closed = traced.make_jaxpr(rule, avals, vectors)
         found = _plan(name, *_compat.jaxpr_and_consts(closed), demands, {}, line, space)
@@ -937,7 +941,7 @@ def _custom(
 
 
 def _no_tangent(y: Any) -> Any:
-    """The tangent, or cotangent, of what does not change; that of integers is none."""
+    """A zero tangent or cotangent, of dtype float0 for integers."""
     if is_inexact(str(y.dtype)):
         return jnp.zeros_like(y)
     return np.zeros(y.shape, jax.dtypes.float0)
@@ -1003,15 +1007,15 @@ def _refused(
     )
 
 
-# ---- numbers, as they were written ----
+# ---- numbers as they were written ----
 
 
 def exact_literals(narrow: Any, wide: Any) -> dict[int, Any]:
-    """Literals of a jaxpr in float32, by their id, which it has rounded to 16 bits or fewer.
+    """The float32 values, by id, of literals that a jaxpr has rounded to 16 bits or fewer.
 
     jnp rounds a number such as 0.7978845608 to the dtype of the array beside it. `wide` is the
-    jaxpr of the same function for float32. Where it is not the same but for dtypes, such as where
-    numbers depend on these, the rounded ones stay.
+    jaxpr of the same function for float32. If the two differ in more than dtypes, for example
+    because numbers depend on dtypes, the rounded literals stay.
     """
     found: dict[int, Any] = {}
     return found if _collect(narrow, wide, found) else {}

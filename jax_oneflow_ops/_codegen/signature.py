@@ -1,12 +1,12 @@
-"""What a kernel takes and returns: parameters, their names, their dtypes."""
+"""The parameters of a kernel: their names and dtypes."""
 
 import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
 
-# Of csrc/ops/elementwise_call.h. A derivative kernel has the inputs, and a tangent or cotangent for
-# each.
+# Limits of csrc/ops/elementwise_call.h. The operands of a derivative kernel are the inputs and a
+# tangent or cotangent for each.
 MAX_INPUTS = 16
 MAX_OUTPUTS = 16
 
@@ -37,7 +37,7 @@ CPP_WORDS = frozenset(
         union unsigned using virtual void volatile wchar_t while xor xor_eq""",
     )
 )
-# Macros of the compilers and of math.h, which would be replaced.
+# Macros of compilers and of math.h: the preprocessor would replace a parameter of such a name.
 _MACROS = r"NAN|INFINITY|HUGE_VALF?|NULL|M_\w+|FP_\w+|MATH_\w+|linux|unix"
 NAME = r"(?a:[A-Za-z_]\w*)"
 
@@ -46,12 +46,12 @@ NAME = r"(?a:[A-Za-z_]\w*)"
 class Parameter:
     """An input or an output: `T x`."""
 
-    type: str  # a letter or a dtype's name
+    type: str  # a letter, or the name of a dtype
     name: str
 
     @property
     def is_variable(self) -> bool:
-        """Whether the type is bound at the call."""
+        """Whether the type is a letter, which the call binds to a dtype."""
         return len(self.type) == 1
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Parameter:
 
 
 def parse_parameters(kernel: str, argument: str, text: Any) -> tuple[Parameter, ...]:
-    """Reads "T x, float32 y"; raises TypeError or ValueError that names kernel and argument."""
+    """Parses "T x, float32 y"; raises TypeError or ValueError, naming the kernel and argument."""
     if not isinstance(text, str):
         raise TypeError(
             f'{kernel}: {argument} must be a string such as "T x, float32 y", got '
@@ -95,7 +95,7 @@ def _check_type(kernel: str, argument: str, type_: str) -> None:
 
 
 def _why_reserved(name: str) -> str | None:
-    """Why a parameter or a kernel may not have a name, or None where it may."""
+    """Why a parameter or a kernel may not have a name, or None if it may."""
     if name in CPP_WORDS:
         return "is a word of C++"
     if name.lower().startswith("jof"):
@@ -108,7 +108,7 @@ def _why_reserved(name: str) -> str | None:
 
 
 def check_name(kernel: str, what: str, name: Any) -> None:
-    """Raises where `name` is no identifier of C++ or is reserved."""
+    """Raises if `name` is not a C++ identifier or is reserved."""
     if not isinstance(name, str):
         raise TypeError(f"{kernel}: {what} must be a string, got {type(name).__name__}")
     if not re.fullmatch(NAME, name):
@@ -123,7 +123,7 @@ def check_name(kernel: str, what: str, name: Any) -> None:
 def check_parameters(
     kernel: str, inputs: Sequence[Parameter], outputs: Sequence[Parameter]
 ) -> None:
-    """Raises ValueError for what is wrong with all parameters together."""
+    """Raises ValueError if the parameters do not go together."""
     for argument, side, most in (
         ("in_params", inputs, MAX_INPUTS),
         ("out_params", outputs, MAX_OUTPUTS),
@@ -154,7 +154,7 @@ def check_parameters(
             )
 
 
-# ---- types, once they are bound ----
+# ---- types after binding ----
 
 
 def bind_variables(parameters: Sequence[Parameter], dtypes: Sequence[str]) -> dict[str, str]:
@@ -163,7 +163,7 @@ def bind_variables(parameters: Sequence[Parameter], dtypes: Sequence[str]) -> di
 
 
 def is_inexact(dtype: str) -> bool:
-    """Whether there is a derivative with respect to values of the dtype."""
+    """Whether values of the dtype have derivatives."""
     return "float" in dtype or "complex" in dtype
 
 
@@ -173,7 +173,7 @@ def is_narrow(dtype: str) -> bool:
 
 
 def computed_in(*dtypes: str) -> str:
-    """The dtype that values are computed in, those of several dtypes together."""
+    """The dtype in which values of these dtypes are computed together."""
     if len(set(dtypes)) == 1 and not is_inexact(dtypes[0]):
         return dtypes[0]
     wide = any(dtype in ("float64", "complex128") for dtype in dtypes)

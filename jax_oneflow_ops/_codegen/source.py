@@ -1,4 +1,4 @@
-"""The C++ source of a kernel: of its value, or of a derivative."""
+"""The C++ source of an elementwise kernel: its value or a derivative."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ Mode = Literal["value", "jvp", "vjp"]
 class Spec:
     """One kernel to be generated: a definition's value, or its derivative in one direction.
 
-    Operands are the inputs `primals`, then the tangents of the inputs `ins` for "jvp" and the
-    cotangents of the outputs `outs` for "vjp". Results are the outputs `outs`, their tangents, and
-    for "vjp" the cotangents of the inputs `ins`.
+    The operands are the inputs `primals`, followed by the tangents of the inputs `ins` for "jvp" or
+    the cotangents of the outputs `outs` for "vjp". The results are the outputs `outs` for "value",
+    their tangents for "jvp", and the cotangents of the inputs `ins` for "vjp".
     """
 
     definition: Definition
@@ -53,7 +53,7 @@ class Spec:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether all results are rounded to 16 bits or fewer: math may be as short."""
+        """Whether all results have 16 bits or fewer, so that math may be less accurate."""
         return all(map(is_narrow, self.result_dtypes))
 
     def partials(self) -> dict[Position, Definition]:
@@ -66,14 +66,14 @@ class Spec:
         }
 
     def texts(self) -> dict[str, str]:
-        """What the user has written of the kernel, by what compilers call it."""
+        """The user's C++ in the kernel, by the labels that compilers show."""
         written = [self.definition] if self.mode == "value" else [*self.partials().values()]
         return {label: text for d in written for label, text in d.body.texts.items()}
 
 
 @functools.lru_cache(maxsize=256)
 def value_spec(definition: Definition, dtypes: tuple[str, ...]) -> Spec:
-    """The value of all outputs."""
+    """The spec of the values of all outputs."""
     inputs, outputs = (tuple(range(len(s))) for s in (definition.inputs, definition.outputs))
     return Spec(definition, "value", dtypes, inputs, (), outputs)
 
@@ -85,7 +85,7 @@ def derivative_spec(
     ins: Iterable[int],
     outs: Iterable[int],
 ) -> Spec:
-    """A derivative, whose operands are those inputs only that it reads."""
+    """The spec of a derivative, whose primals are only the inputs that it reads."""
     spec = Spec(definition, mode, tuple(dtypes), (), tuple(ins), tuple(outs))
     read = {i for d in spec.partials().values() for i in d.reads}
     return dataclasses.replace(spec, primals=tuple(sorted(read)))
@@ -93,17 +93,17 @@ def derivative_spec(
 
 _HEADERS = {"cpu": "cpu/compiled.h", "cuda": "cuda/compiled.cuh"}
 _QUALIFIERS = "JOF_HOST_DEVICE JOF_INLINE"
-# Of a source without float16: what converts it takes compilers long to read.
+# Defined in sources without float16: its conversions take compilers long to read.
 WITHOUT_HALF = "#define JOF_WITHOUT_HALF"
-# Of a source without text of the user's: libstdc++'s math.h, which declares the functions of C++ as
-# well as C's, takes a third of the time that a kernel takes to compile. Others ignore this.
+# Defined in sources without the user's C++ text. The math.h of libstdc++ declares the functions of
+# C++ and of C, which takes a third of a kernel's compile time. Other libraries ignore this macro.
 MATH_OF_C = "#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS"
 
 
 def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bool = True) -> str:
-    """The C++ or CUDA source of a kernel whose operands are of such kinds.
+    """The C++ or CUDA source of a kernel for operands of the given kinds.
 
-    Without safe division text is as it was written: see `Text.statements`.
+    Without safe division, the user's text is not rewritten: see `Text.statements`.
     """
     functions = _Functions(spec.dtypes, safe_division)
     names = _operand_names(spec)
@@ -148,14 +148,14 @@ def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bo
 
 
 def _operand_type(kind: int, element: str) -> str:
-    """`kind` is one of `_operands`."""
+    """The C++ type of an operand; `kind` is one of `_operands`."""
     if kind >= _operands.BROADCAST:
         return f"jof::BroadcastOperand<{element}, {kind - _operands.BROADCAST}>"
     return f"jof::{('ArrayOperand', 'ScalarOperand')[kind]}<{element}>"
 
 
 def _operand_names(spec: Spec) -> list[str]:
-    """Of the operands, in the generated code: x0 an input, t0 its tangent, ct0 a cotangent."""
+    """The operands' names in the generated code: x0 an input, t0 its tangent, ct0 a cotangent."""
     names = [f"x{i}" for i in spec.primals]
     if spec.mode == "jvp":
         names += [f"t{i}" for i in spec.ins]
@@ -174,7 +174,7 @@ def _returned(dtypes: Sequence[str]) -> str:
 
 
 def _derivative(spec: Spec, functions: "_Functions") -> list[str]:
-    """The body: each result is a sum of derivatives times tangents or cotangents."""
+    """The body of a derivative: a sum of derivatives times vectors for each result."""
     partials = spec.partials()
     outputs = spec.definition.output_dtypes(spec.dtypes)
     lines, names = [], []
@@ -203,7 +203,7 @@ def _derivative(spec: Spec, functions: "_Functions") -> list[str]:
 
 
 class _Functions:
-    """What the user has written, as functions in namespaces: one for each preamble."""
+    """The bodies as C++ functions, in one namespace for each preamble."""
 
     def __init__(self, dtypes: Sequence[str], safe_division: bool):
         self._dtypes = dtypes

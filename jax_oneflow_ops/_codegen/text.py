@@ -1,4 +1,4 @@
-"""A body that is text: what a user has written in C++, checked and rewritten."""
+"""Text bodies: the user's C++, checked and rewritten."""
 
 import dataclasses
 import functools
@@ -14,11 +14,11 @@ OURS = '#line 1 "jax_oneflow_ops"'
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Statements that assign to the outputs, or an expression, which is the only one."""
+    """Statements that assign to the outputs, or an expression for the only output."""
 
     code: str
     preamble: str
-    kernel: str  # what compilers name in messages, as also the label
+    kernel: str  # compilers show this name, and the label, in messages
     label: str
     is_expression: bool = False
 
@@ -26,12 +26,12 @@ class Text:
 
     @property
     def preamble_label(self) -> str:
-        """What compilers call the preamble."""
+        """The label that compilers show for the preamble."""
         return f"preamble of {self.kernel}"
 
     @property
     def texts(self) -> dict[str, str]:
-        """What the user has written, by what compilers call it."""
+        """The user's texts, by the labels that compilers show."""
         return {self.label: self.code, self.preamble_label: self.preamble}
 
     def reads(self, inputs: Sequence[Parameter]) -> tuple[int, ...]:
@@ -42,13 +42,13 @@ class Text:
         return tuple(i for i, p in enumerate(inputs) if p.name in words)
 
     def statements(self, outputs: Iterable[tuple[str, str]], safe_division: bool) -> list[str]:
-        """The lines of a function whose arguments are the inputs that are read.
+        """The body of a C++ function whose arguments are the inputs that are read.
 
-        `outputs` are names and C++ types. Without safe division the text is word for word what the
-        user has written: compilers' messages are best about that.
+        `outputs` are names and C++ types. Without safe division the user's text is not rewritten:
+        compilers' messages are clearest about the original text.
         """
-        # What begins and ends it is the user's to compilers, so that they speak of the user's lines
-        # where it does not fit. The blank line is for a backslash at the end.
+        # The generated lines before and after the text carry the user's label too, so that errors
+        # at either end name the user's lines. The blank line is for a backslash at the end.
         here = f'#line 1 "{self.label}"'
         user = [here, rewritten(self.code) if safe_division else self.code, ""]
         names, types = zip(*outputs, strict=True)
@@ -60,9 +60,9 @@ class Text:
 
 
 def check_code(kernel: str, what: str, text: Any, *, required: bool = True) -> None:
-    """Raises where `text` cannot be C++ inside a function: empty, or its brackets do not match.
+    """Raises if `text` cannot be C++ inside a function: it is empty or its brackets do not match.
 
-    What ended the function early would make the compiler speak of code that is not the user's.
+    Text that ended the function early would cause errors in code that is not the user's.
     """
     if not isinstance(text, str):
         raise TypeError(f"{kernel}: {what} must be a string of C++, got {type(text).__name__}")
@@ -94,7 +94,7 @@ def check_code(kernel: str, what: str, text: Any, *, required: bool = True) -> N
 
 _CLOSING = {")": "(", "]": "[", "}": "{"}
 
-# What compilers read as one, and what cannot be that: a comment or a string that does not end.
+# A token of C++; "open" is the beginning of a comment or string that does not end.
 _TOKEN = re.compile(
     r"""(?xs)
     (?P<blank> \s+ | //[^\n]* | /\*.*?\*/ )
@@ -112,7 +112,7 @@ _TOKEN = re.compile(
 
 
 class Token(NamedTuple):
-    """Of a source in C++."""
+    """A token of C++."""
 
     kind: str
     text: str
@@ -121,7 +121,7 @@ class Token(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def tokens(text: str, *, blanks: bool = False) -> tuple[Token, ...]:
-    """Of C++, without blanks and comments, which `blanks` leaves in."""
+    """The tokens of C++ text, without white space and comments unless `blanks` is set."""
     found, line = [], 1
     for match in _TOKEN.finditer(_joined(text)):
         if blanks or match.lastgroup != "blank":
@@ -131,9 +131,9 @@ def tokens(text: str, *, blanks: bool = False) -> tuple[Token, ...]:
 
 
 def _joined(text: str) -> str:
-    """With lines that end in a backslash joined to the next, as compilers do before all else.
+    """Joins lines that end in a backslash to the next line, as compilers do first.
 
-    Blank lines keep the numbers of those that follow.
+    Adds blank lines so that the following lines keep their numbers.
     """
 
     def line(match: re.Match[str]) -> str:
@@ -146,7 +146,7 @@ _SPLICE = r"\\[ \t\r]*\n"
 
 
 def _has_directive(text: str, *names: str) -> bool:
-    """Whether a preprocessor's directive of these names, or any, is in the code."""
+    """Whether the code contains a preprocessor directive, of these names if any are given."""
     return any(
         token.text in ("#", "%:") and (not names or after.text in names)
         for token, after in itertools.pairwise([*tokens(text), _END])
@@ -158,17 +158,17 @@ _END = Token("", "", 0)
 _ASSIGNMENTS = frozenset(
     re.findall(r"\S+", "= += -= *= /= %= &= |= ^= <<= >>= ++ -- and_eq or_eq xor_eq")
 )
-# Words that an expression may follow. After any other word a name is declared.
+# Words that an expression may follow. After any other word, a name is a declaration.
 _BEFORE_EXPRESSIONS = frozenset(
     re.findall(r"\w+", "else do return and or not compl bitand bitor xor")
 )
 
 
 def unassigned(operation: str, preamble: str, outputs: Sequence[Parameter]) -> list[str]:
-    """The outputs that an operation cannot have assigned to.
+    """The outputs that an operation certainly does not assign to.
 
-    Any form that may assign counts: to a member or an element, through a pointer or a reference, in
-    a call of a function of the user's.
+    Any form that may assign counts as assignment: to a member or an element, through a pointer or a
+    reference, or in a call of a user's function.
     """
     own = tokens(preamble)
     macros = "define", "include"
@@ -183,8 +183,8 @@ def unassigned(operation: str, preamble: str, outputs: Sequence[Parameter]) -> l
         for token, after in itertools.pairwise([*code, _END])
         if token.kind == "word" and after.text != "("
     }
-    close: dict[int, int] = {}  # of brackets
-    inside: list[tuple[int, ...]] = []  # of each token: the brackets that it is in
+    close: dict[int, int] = {}  # for each opening bracket, its closing one
+    inside: list[tuple[int, ...]] = []  # for each token, the brackets around it
     opened: list[int] = []
     for k, token in enumerate(code):
         if token.text in _CLOSING:
@@ -197,7 +197,7 @@ def unassigned(operation: str, preamble: str, outputs: Sequence[Parameter]) -> l
         return code[k] if 0 <= k < len(code) else _END
 
     def is_passed(bracket: int) -> bool:
-        """Whether what is in a bracket may be assigned to, there or by what it is passed to."""
+        """Whether the content of a bracket may be assigned to, directly or by a called function."""
         before = at(bracket - 1)
         if at(bracket).text == "[":
             return False
@@ -214,7 +214,7 @@ def unassigned(operation: str, preamble: str, outputs: Sequence[Parameter]) -> l
     def may_assign(k: int) -> bool:
         before = at(k - 1)
         if before.text in (".", "->", "::"):
-            return False  # another's member
+            return False  # a member of another variable
         if before.kind == "word" and before.text not in _BEFORE_EXPRESSIONS:
             return False  # a variable of the same name
         if before.text in ("++", "--", "bitand"):
@@ -224,9 +224,9 @@ def unassigned(operation: str, preamble: str, outputs: Sequence[Parameter]) -> l
             or at(k - 2).kind == "number"
             or (at(k - 2).kind == "word" and at(k - 2).text not in _BEFORE_EXPRESSIONS)
         ):
-            return True  # its address, and no conjunction
+            return True  # takes the address; not a bitwise and
         if before.text == "=" and at(k - 3).text in ("&", "&&"):
-            return True  # a reference
+            return True  # binds a reference
         end = k + 1
         while at(end).text in (".", "->", "["):
             end = close[end] + 1 if at(end).text == "[" else end + 2
@@ -240,14 +240,14 @@ def unassigned(operation: str, preamble: str, outputs: Sequence[Parameter]) -> l
 
 
 def rewritten(text: str) -> str:
-    """C++ whose quotients of integers are jax's: see jof_by in common/expression.h.
+    """Rewrites C++ so that integers divide as in jax: see jof_by in common/expression.h.
 
-    `a / b` becomes `a /jof_by()/ b`, and `a /= b` becomes `a /=jof_by()<<= b`: no precedence
-    changes, and floating point divides as before.
+    `a / b` becomes `a /jof_by()/ b`, and `a /= b` becomes `a /=jof_by()<<= b`. This changes no
+    precedence, and floating-point numbers divide as before.
     """
     written: list[str] = []
     before = _END
-    directive = ""  # on whose line this is
+    directive = ""  # the preprocessor directive on the current line
     for token in tokens(text, blanks=True):
         shown = token.text
         if token.kind == "blank" and "\n" in token.text and not token.text.startswith("/*"):

@@ -1,4 +1,4 @@
-"""A body that is traced: a jaxpr of scalars, and its C++."""
+"""Traced bodies: a jaxpr of scalars, and the C++ that is generated from it."""
 
 import contextvars
 import dataclasses
@@ -44,12 +44,12 @@ class FusionError(NotImplementedError):
         return type(self), (self.args[0], self.primitive, self.line)
 
 
-# Whether a function is traced that becomes a kernel: fused functions that it calls are parts of it.
+# True while a function that becomes a kernel is traced. Fused functions that it calls are inlined.
 is_tracing = contextvars.ContextVar("is_tracing", default=False)
 
 
 def make_jaxpr(fun: Callable[..., Any], *args: Any) -> Any:
-    """That of a function that becomes a kernel, or part of one."""
+    """The jaxpr of a function that becomes a kernel or part of one."""
     token = is_tracing.set(True)
     try:
         return jax.make_jaxpr(fun)(*args)
@@ -65,7 +65,7 @@ _NEED_VALUES = (
 
 
 def trace(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The jaxpr of a function that users wrote."""
+    """The jaxpr of a user's function."""
     try:
         closed = make_jaxpr(fun, *args)
     except _NEED_VALUES as error:
@@ -83,16 +83,16 @@ def trace(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def computed(dtype: Any) -> str:
-    """The dtype that values of a dtype have in a jaxpr of scalars: float32 for narrow floats."""
+    """The dtype that stands for `dtype` in a jaxpr of scalars: float32 for narrow floats."""
     return "float32" if is_narrow(str(dtype)) else str(dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Traced:
-    """What a jaxpr computes whose inputs and results are scalars of `computed` dtypes.
+    """A body given by a jaxpr whose inputs and results have `computed` dtypes.
 
-    Two are equal if they are the same object: what is not in the C++ of a function are the rules
-    by which it is differentiated.
+    They are scalars, or arrays of rank 1 for the elements of a row. Bodies compare by identity:
+    two with the same C++ may have different differentiation rules.
     """
 
     jaxpr: Any
@@ -106,17 +106,17 @@ class Traced:
 
     @functools.cached_property
     def program(self) -> "Program":
-        """Its values in C++."""
+        """The body's values in C++."""
         return Program(self.jaxpr, self.kernel)
 
     @property
     def code(self) -> str:
-        """All that it computes, the same in every process."""
+        """A text that identifies the computation, the same in every process."""
         return self.program.text
 
     @property
     def texts(self) -> dict[str, str]:
-        """What the user has written in C++."""
+        """The C++ that the user wrote: none."""
         return {}
 
     def reads(self, inputs: Sequence[Parameter]) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ class Traced:
         return self.program.reads
 
     def statements(self, outputs: Iterable[tuple[str, str]], safe_division: bool) -> list[str]:
-        """The lines of a function whose arguments are the inputs that are read: see `Text`."""
+        """The body of a C++ function whose arguments are the inputs that are read; see `Text`."""
         types = [kind for _, kind in outputs]
         names = [f"x{i}" for i in self.reads(())]
         return self.program.lines(dict(zip(self.reads(()), names, strict=True)), types)
@@ -133,7 +133,7 @@ class Traced:
         return f"Traced({self.code!r})"
 
     def __call__(self, *args: jax.Array) -> list[jax.Array]:
-        """The results for arrays that broadcast together, of `computed` dtypes, by XLA."""
+        """Computes the results with XLA for arrays of `computed` dtypes that broadcast together."""
         return mapped(
             core.jaxpr_as_fun(self.jaxpr), args, jnp.broadcast_shapes(*map(jnp.shape, args))
         )
@@ -142,7 +142,10 @@ class Traced:
 def mapped(
     function: Callable[..., list[jax.Array]], args: Sequence[Any], shape: Sequence[Any]
 ) -> list[jax.Array]:
-    """A function of scalars on arrays, of rank 0 or of that of `shape`."""
+    """Maps a function of scalars, or of a row, over the dimensions `shape`.
+
+    Arguments that are not of rank 0 have these dimensions first, with size 1 where they broadcast.
+    """
     if not shape:
         return [*function(*args)]
     axes = [0 if x.ndim and x.shape[0] == shape[0] else None for x in args]
@@ -160,22 +163,23 @@ def mapped(
 
 
 class Value(NamedTuple):
-    """A value of a kernel: an expression in C++ of others, which stand in braces.
+    """A value of a kernel: a C++ expression, in which ``{k}`` stands for argument k.
 
-    The text of a reduction is the operation by which elements of a row are combined.
+    The text of a reduction is the operation that combines the elements of a row.
     """
 
-    kind: str  # a primitive, "input", "literal", or what `Program` makes of them
+    kind: str  # a primitive, "input", "literal", or a kind that `Program` derives
     dtype: str
     args: tuple[int, ...]
     text: str
 
 
 class Program:
-    """The values of a jaxpr of scalars, each once, in an order in which they can be computed.
+    """The values of a jaxpr of scalars, without duplicates, each after its arguments.
 
-    In a jaxpr of a row, arrays of rank 1 are its elements. `is_element` says which values differ
-    within a row, and `stage` how many reductions come before a value, one after the other.
+    In a jaxpr of a row, arrays of rank 1 are the elements of the row. `is_element` says which
+    values differ within a row. `stage` is the number of reductions, each of which depends on the
+    one before, that must run before a value is known.
     """
 
     def __init__(self, jaxpr: Any, kernel: str):
@@ -193,12 +197,12 @@ class Program:
         self.results = self._run(flat, consts, inputs)
         self.live = self._live()
 
-    # -- making it
+    # -- construction
 
     def add(
         self, kind: str, dtype: str, args: Sequence[int], text: str, is_element: bool = False
     ) -> int:
-        """A value, by its number; the one that there is already if it is the same."""
+        """Adds a value, unless there is an equal one, and returns its number."""
         value = Value(kind, dtype, tuple(args), text)
         if value not in self._known:
             self._known[value] = len(self.values)
@@ -211,14 +215,14 @@ class Program:
         return self._known[value]
 
     def literal(self, x: Any, dtype: str) -> int:
-        """A number."""
+        """Adds a literal and returns its number among the values."""
         found = self.add("literal", dtype, (), _literal(np.asarray(x), dtype))
         if _is_float(dtype):
             self._numbers[found] = float(np.asarray(x).astype(computed(dtype)))
         return found
 
     def is_kind(self, k: int, *kinds: str) -> bool:
-        """Whether a value is the last of `kinds`, of the one before it, and so on."""
+        """Whether a value is the first of `kinds`, applied to the second, and so on."""
         for kind in kinds:
             value = self.values[k]
             if value.kind != kind:
@@ -227,14 +231,14 @@ class Program:
         return True
 
     def is_one(self, k: int) -> bool:
-        """Whether a value is the number 1."""
+        """Whether a value is the literal 1."""
         value = self.values[k]
         return value.kind == "literal" and value.text == _literal(np.asarray(1), value.dtype)
 
     def factored(self, k: int) -> tuple[float, int | None]:
-        """A value as a power of two, or a negative one, and what it multiplies, if anything.
+        """Splits a value into a factor, plus or minus a power of two, and the rest, if any.
 
-        Only near 1, so that nothing overflows by it.
+        Powers are limited to 2^-8 to 2^8, so that moving the factor does not overflow.
         """
         if _is_power_of_two(self._numbers.get(k)):
             return self._numbers[k], None
@@ -246,7 +250,7 @@ class Program:
         return 1.0, k
 
     def scaled(self, factor: float, k: int) -> int:
-        """A float times a power of two, or a negative one: exactly."""
+        """A float value times plus or minus a power of two, which is exact."""
         dtype = self.values[k].dtype
         own, rest = self.factored(k)
         factor *= own
@@ -280,7 +284,7 @@ class Program:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _reduced(self, name: str, x: int, size: int, dtype: str) -> int:
-        """A reduction of a row of so many elements."""
+        """A reduction of a row of `size` elements."""
         is_float = _is_float(dtype)
         if not self.is_element[x]:
             if name == "reduce_sum":
@@ -295,10 +299,11 @@ class Program:
         return self.add(name, dtype, [x], operation)
 
     def _sum(self, x: int, size: int) -> int:
-        """The sum of a row of so many floats.
+        """The sum of a row of `size` floats.
 
-        What is the same for all elements is a factor of the sum: then fewer sums depend on others.
-        Differences from the mean add up to 0; derivatives of a variance have that sum.
+        A factor that is the same for all elements is taken out of the sum, so that fewer sums
+        depend on other sums. A sum of differences from the mean is 0; derivatives of a variance
+        contain such a sum.
         """
         dtype, value = self.values[x].dtype, self.values[x]
         factor, rest = self._row_factor(x)
@@ -311,13 +316,13 @@ class Program:
         return self.add("reduce_sum", dtype, [x], REDUCTIONS["reduce_sum"])
 
     def _is_mean(self, mean: int, x: int, size: int) -> bool:
-        """Whether a value is the mean of another over a row of so many elements."""
+        """Whether `mean` is the mean of `x` over a row of `size` elements."""
         value = self.values[mean]
         is_quotient = value.kind == "div" and self._numbers.get(value.args[1]) == size
         return is_quotient and value.args[0] == self._sum(x, size)
 
     def _stage_in_parts(self, x: int) -> int:
-        """The stage of sums of a value's terms, without factors that are the same for a row."""
+        """The stage of `x` if its terms are summed separately, without factors of the row."""
         factor, rest = self._row_factor(x)
         if factor is not None:
             return self._stage_in_parts(rest)
@@ -327,9 +332,10 @@ class Program:
         return self.stage[x]
 
     def _row_factor(self, x: int) -> tuple[int | None, int]:
-        """A product of what is the same for a row, if there is any, and of what is not.
+        """Splits a value into a factor that is the same for the whole row, if any, and the rest.
 
-        Only of one of two factors: `(x / max) ** 2` must not overflow.
+        In a product of two element values, only one may have such a factor: in `(x / max) ** 2`
+        neither division is taken out, because the rest could overflow.
         """
         value, dtype = self.values[x], self.values[x].dtype
         if value.kind == "neg" and self.is_element[x]:
@@ -370,7 +376,8 @@ class Program:
         dtypes = [str(var.aval.dtype) for var in eqn.outvars]
         emitter = _EMITTERS.get(name)
         if emitter is None:
-            # What is not computed may be anything. `custom_lin` is a custom VJP's linear part.
+            # An unknown primitive is an error only if its results are needed. `custom_lin` is the
+            # linear part of a custom VJP.
             return [self.add(f"!{name}", d, args, f"{k}") for k, d in enumerate(dtypes)]
         return [emitter(self, eqn.params, args, dtypes[0])]
 
@@ -384,7 +391,7 @@ class Program:
                     live[arg] = True
         return live
 
-    # -- what it is
+    # -- queries
 
     @functools.cached_property
     def reads(self) -> tuple[int, ...]:
@@ -413,7 +420,7 @@ class Program:
 
     @property
     def reductions(self) -> int:
-        """How many reductions of rows there are one after the other."""
+        """The length of the longest chain of row reductions that depend on each other."""
         return max(
             (self.stage[k] for k, live in enumerate(self.live) if live and self._reduces(k)),
             default=0,
@@ -424,7 +431,7 @@ class Program:
 
     @property
     def operations(self) -> int:
-        """How many values are computed."""
+        """The number of values that are computed."""
         return sum(
             live and value.kind not in ("input", "literal")
             for live, value in zip(self.live, self.values, strict=True)
@@ -432,7 +439,7 @@ class Program:
 
     @functools.cached_property
     def text(self) -> str:
-        """All of it, the same in every process."""
+        """A text of the whole program, the same in every process."""
         lines = [
             f"{k}:{v.kind}:{v.dtype}:{v.text}{v.args}"
             for k, v in enumerate(self.values)
@@ -441,7 +448,7 @@ class Program:
         return " ".join([*lines, str(self.results)])
 
     def lines(self, inputs: dict[int, str], types: Sequence[str]) -> list[str]:
-        """Statements in C++ that return results of some types."""
+        """C++ statements that compute the results and return them as `types`."""
         lines: list[str] = []
         names: dict[int, str] = {}
         for k, value in enumerate(self.values):
@@ -467,7 +474,7 @@ class Program:
         return [*lines, f"    return {returned};"]
 
     def unrounded(self, k: int, kind: str) -> int:
-        """What a result is before it is rounded to what it is stored as: storing rounds, too."""
+        """The value before it is rounded to its stored type, because storing rounds anyway."""
         value = self.values[k]
         for stored in ("jof::Half", "jof::BFloat16"):
             if value.kind == f"rounded to {stored}" and kind == f"jof::Compute<{stored}>":
@@ -475,7 +482,7 @@ class Program:
         return k
 
     def not_computed(self, name: str) -> Exception:
-        """The error for what has no form in C++."""
+        """The error for an operation that has no form in C++."""
         if name == "custom_lin":
             return TypeError(
                 f"{self.kernel}: a function with a custom VJP cannot be differentiated in forward "
@@ -489,7 +496,7 @@ class Program:
 
 
 def cpp_type(dtype: str) -> str:
-    """The type of a value in a kernel."""
+    """The C++ type of a value in a kernel."""
     return "float" if is_narrow(dtype) else TYPES[dtype]
 
 
@@ -513,7 +520,7 @@ def _literal(x: np.ndarray[Any, Any], dtype: str) -> str:
 
 # ---- primitives ----
 
-# Reductions of rows, as csrc/ops/traced_rows.h has them.
+# Row reductions, with their operations in csrc/ops/traced_rows.h.
 REDUCTIONS = {
     "reduce_sum": "jof::RowSum",
     "reduce_prod": "jof::RowProduct",
@@ -524,7 +531,7 @@ REDUCTIONS = {
 }
 _OF_BOOLS = REDUCTIONS | {"reduce_max": "jof::RowOr", "reduce_min": "jof::RowAnd"}
 
-# What does nothing to a value.
+# Primitives that leave values unchanged.
 IDENTITIES = frozenset(
     re.findall(
         r"\w+",
@@ -565,7 +572,7 @@ def _by_kind(
     bools: str | None = None,
     complexes: str | None = None,
 ) -> None:
-    """A primitive that is one expression for each kind of its first operand."""
+    """Defines a primitive by one C++ expression for each kind of its first operand."""
     forms = {"float": floats, "int": integers, "bool": bools, "complex": complexes}
 
     def emit(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
@@ -578,7 +585,7 @@ def _by_kind(
 
 
 KINDS: dict[str, frozenset[str]] = {}
-"""The kinds of first operands that a primitive can have, where not all."""
+"""The kinds that a primitive's first operand may have, for primitives that do not take all."""
 
 
 def kind_of(dtype: str) -> str:
@@ -592,7 +599,7 @@ def is_elementwise(name: str) -> bool:
 
 
 def is_supported(name: str, dtype: str) -> bool:
-    """Whether it has one for a first operand of a dtype."""
+    """Whether a primitive has a form in C++ for a first operand of this dtype."""
     return kind_of(dtype) in KINDS.get(name, (kind_of(dtype),))
 
 
@@ -644,7 +651,7 @@ _plain = dict(_EMITTERS)
 
 @_emitter("add")
 def _add(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
-    """1 + tanh(u) and 1 + erf(u) would cancel where u is negative."""
+    """Rewrites 1 + tanh(u) and 1 + erf(u), which would cancel where u is negative."""
     if _is_float(dtype):
         for x, y in (args, args[::-1]):
             if program.is_one(x) and program.is_kind(y, "tanh"):
@@ -666,9 +673,9 @@ _EMITTERS["add_any"] = _add
 
 @_emitter("mul")
 def _mul(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
-    """Powers of two, by which products are exact, are gathered to one factor.
+    """Gathers powers of two, which multiply exactly, into one factor.
 
-    What is the same for a row takes it: an element has one product less.
+    If one operand is the same for a row, it absorbs the factor: this saves a product per element.
     """
     if not _is_float(dtype):
         return _plain["mul"](program, params, args, dtype)
@@ -690,7 +697,7 @@ def _mul(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
 
 @_emitter("div")
 def _div(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
-    """By what is the same for a row: one quotient for all of it."""
+    """If the divisor is the same for a row, multiplies by its inverse: one division per row."""
     x, y = args
     is_of_row = program.is_element[x] and not program.is_element[y]
     if _is_float(dtype) and is_of_row and program.values[y].kind != "literal":
@@ -707,7 +714,7 @@ def _neg(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
 
 
 def _exp_of_twice(program: Program, tanh: int, dtype: str) -> tuple[int, int]:
-    """E = exp(-2 u) and 1 / (1 + e), where tanh(u) is given."""
+    """The values e = exp(-2 u) and 1 / (1 + e), given the value tanh(u)."""
     twice = program.scaled(-2, program.values[tanh].args[0])
     e = program.add("exp", dtype, [twice], "exp({0})")
     return e, program.add("logistic", dtype, [e], "jof_Logistic({0})")
@@ -725,7 +732,7 @@ def _one_minus_logistic(program: Program, s: int, dtype: str) -> int:
 
 @_emitter("sub")
 def _sub(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
-    """1 - f(u) would cancel where the function f is near 1."""
+    """Rewrites 1 - f(u), which would cancel where the function f is near 1."""
     x, y = args
     if _is_float(dtype) and program.is_one(x):
         value = program.values[y]
@@ -769,7 +776,7 @@ def _integer_pow(program: Program, params: dict[str, Any], args: list[int], dtyp
     return _power(program, args[0], params["y"], dtype)
 
 
-@_emitter("polynomial")  # of jax 0.12: x, then coefficients from the lowest on
+@_emitter("polynomial")  # in jax 0.12: x, then coefficients, the lowest first
 def _polynomial(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
     x, *coefficients, total = args
     for coefficient in reversed(coefficients):
@@ -887,7 +894,7 @@ def _part(dtype: str) -> str:
     return "float32" if dtype == "complex64" else "float64"
 
 
-# The dtypes with so many bits of exponent and of mantissa.
+# Dtypes by their numbers of exponent bits and mantissa bits.
 _FORMATS = {(5, 10): "float16", (8, 7): "bfloat16", (4, 3): "float8_e4m3fn", (5, 2): "float8_e5m2"}
 FORMATS = {name: bits for bits, name in _FORMATS.items()}
 

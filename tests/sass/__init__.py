@@ -1,8 +1,8 @@
-"""What the CUDA module's machine code holds, without a GPU: the compiled module is disassembled.
+"""Inspects the CUDA module's machine code by disassembling the compiled module; needs no GPU.
 
-``expected.txt`` records what each kernel compiles to for sm_90: a kernel that becomes slower by
-narrower accesses, spills, registers or instructions differs from it. ``python -m tests.sass`` shows
-how, and ``python -m tests.sass --update`` accepts it.
+``expected.txt`` records what each kernel compiles to for sm_90. A kernel that becomes slower
+because of narrower accesses, spills, more registers or more instructions differs from it. ``python
+-m tests.sass`` shows the differences, and ``python -m tests.sass --update`` accepts them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ARCHITECTURE = "sm_90"
 
 
 class Kernel(NamedTuple):
-    """A kernel of a module: its demangled name, and how often each opcode is in it."""
+    """A kernel of a module: its demangled name, and how often it contains each opcode."""
 
     architecture: str
     name: str
     opcodes: Counter[str]
     registers: int = 0
-    stack: int = 0  # bytes of a thread
-    shared: int = 0  # bytes of a block, without those that a launch adds
+    stack: int = 0  # bytes per thread
+    shared: int = 0  # bytes per block, without dynamic shared memory
 
 
 class Module(NamedTuple):
@@ -50,8 +50,10 @@ class Module(NamedTuple):
 
 
 def read_module(path: str) -> Module:
-    """What is in a compiled module. Only the code for sm_90 is disassembled, or all where there is
-    none; other kernels have no opcodes.
+    """Reads a compiled module.
+
+    Only the code for sm_90 is disassembled, or all code if there is none for sm_90. Kernels that
+    are not disassembled have no opcodes.
     """
     resources = resources_of(run_tool("cuobjdump", "-res-usage", path))
     with TemporaryDirectory() as directory:
@@ -75,17 +77,17 @@ def read_module(path: str) -> Module:
     return Module(", ".join(sorted(releases)), kernels)
 
 
-# Where the first and the second half of an instruction say what it does, and not with which
+# The bits of the first and second half of an instruction that determine the operation, but not its
 # registers, constants, predicates and delays.
 _MEANING = np.array([0xFFF, 0x1FFFFFFFF00], np.uint64)
 
 
 def opcodes_of(cubins: Iterable[bytes], architecture: str) -> dict[str, Counter[str]]:
-    """How often each opcode is in each kernel.
+    """Counts the opcodes of each kernel.
 
-    A module has millions of instructions, but thousands that differ in more than operands: one of
-    each is disassembled. Names that follow from operands, such as that of IMAD.MOV, may be wrong;
-    those of accesses to memory do not.
+    A module has millions of instructions, but only thousands that differ in more than operands. One
+    of each is disassembled. Names that depend on operands, such as IMAD.MOV, may be wrong; those of
+    memory accesses do not depend on them.
     """
     codes = dict(itertools.chain(*map(_codes, cubins)))
     every = np.concatenate([*codes.values()])
@@ -105,13 +107,13 @@ def opcodes_of(cubins: Iterable[bytes], architecture: str) -> dict[str, Counter[
 
 
 def listed_opcodes(listing: str) -> list[str]:
-    """Of what nvdisasm prints."""
+    """The opcodes in the output of nvdisasm."""
     instruction = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)"
     return re.findall(instruction, listing, re.MULTILINE)
 
 
 def _codes(cubin: bytes) -> Iterator[tuple[str, np.ndarray]]:
-    """The mangled names and the instructions, of two halves each, of an ELF file's kernels."""
+    """The mangled names of an ELF file's kernels, and their instructions as two halves each."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, strings = struct.unpack_from("<3H", cubin, 0x3A)
     sections = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
@@ -124,7 +126,7 @@ def _codes(cubin: bytes) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def run_tool(program: str, *arguments: str, directory: str | None = None) -> str:
-    """With the toolkit's, or that of the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm."""
+    """Runs a program of the toolkit or of the wheels nvidia-cuda-cuobjdump, -nvdisasm."""
     spec = importlib.util.find_spec("nvidia")
     wheels = [
         path
@@ -141,7 +143,7 @@ def run_tool(program: str, *arguments: str, directory: str | None = None) -> str
 
 
 def demangle(name: str) -> str:
-    """With the C++ runtime that the native modules need anyway."""
+    """Demangles a name with the C++ runtime, which the native modules need anyway."""
     runtime = ctypes.CDLL("libstdc++.so.6")
     runtime.__cxa_demangle.restype = ctypes.c_void_p
     status = ctypes.c_int()
@@ -153,11 +155,11 @@ def demangle(name: str) -> str:
     return demangled
 
 
-Resources = dict[tuple[str, str], dict[str, int]]  # of an architecture and a mangled name
+Resources = dict[tuple[str, str], dict[str, int]]  # by architecture and mangled name
 
 
 def resources_of(usage: str) -> Resources:
-    """What `cuobjdump -res-usage` says."""
+    """Parses the output of `cuobjdump -res-usage`."""
     names = {"registers": "REG", "stack": "STACK", "shared": "SHARED"}
     found: Resources = {}
     architecture = ""
@@ -188,7 +190,7 @@ def template_arguments(text: str) -> list[str]:
 
 
 def access_bits(opcode: str) -> int:
-    """How many bits of memory a load, a store or an atomic of one thread moves."""
+    """The number of bits that one thread moves in a load, a store or an atomic."""
     if width := re.search(r"\.B?F(16|32|64)(?:x(\d))?\b", opcode):
         return int(width[1]) * int(width[2] or 1)
     if width := re.search(r"\.[US]?(8|16|64|128)\b", opcode):
@@ -198,10 +200,10 @@ def access_bits(opcode: str) -> int:
 
 # ---- what a kernel compiles to, in a line ----
 
-# A difference smaller than this is none; what is not here must be equal.
+# Relative tolerances. Fields without one must be equal.
 _RELATIVE = {"instr": 0.05, "instr/elem": 0.05}
 _REGISTERS = 4
-OF_COMPILER = {"regs", *_RELATIVE}  # what another release of the compiler is free to change
+OF_COMPILER = {"regs", *_RELATIVE}  # fields that another release of the compiler may change
 
 _ACCESSES = {"LDG": "ld", "LD": "ld.generic", "STG": "st", "ST": "st.generic"}
 _ACCESSES |= {"REDG": "red", "RED": "red.generic", "ATOMG": "atom", "ATOM": "atom.generic"}
@@ -225,7 +227,7 @@ def expectations(kernels: Iterable[Kernel]) -> dict[str, Fields]:
 
 
 def short_name(name: str) -> str:
-    """Of a kernel: without namespaces, parameters and what follows from its other arguments."""
+    """A kernel's name without namespaces, parameters and arguments implied by others."""
     name = re.sub(r"\(anonymous namespace\)::|\b\w+::|^void ", "", name)
     name = re.sub(r"\((\w+)\)(\d+)", r"\1 \2", name)  # a value of an enumeration
     name = name[: name.index("(")] if "(" in name else name
@@ -234,13 +236,13 @@ def short_name(name: str) -> str:
     name = re.sub(r"\s+>", ">", name)
     if pack := pack_of(name):
         _, factory, _, operands = template_arguments(name)
-        suffix = ", broadcast" if re.search(r"\bOperand<", operands) else ""  # may be among them
+        suffix = ", broadcast" if re.search(r"\bOperand<", operands) else ""  # if operands may be
         name = f"{template_arguments(factory)[0]} pack {pack}{suffix}"
     return name
 
 
 def pack_of(name: str) -> int | None:
-    """The elements of a thread's pack in ElementwiseKernel; None for other kernels."""
+    """The number of elements in a thread's pack in ElementwiseKernel; None for other kernels."""
     found = re.search(r"\bElementwiseKernel<(\d+),", name)
     return int(found[1]) if found else None
 
@@ -290,7 +292,7 @@ def from_text(text: str) -> tuple[str, dict[str, Fields]]:
 
 
 def resident_warps(registers: float) -> int:
-    """How many warps of a multiprocessor its registers are enough for."""
+    """The number of warps for which a multiprocessor has enough registers."""
     return min(64, 4 * (512 // (8 * math.ceil(registers / 8))))
 
 
@@ -305,8 +307,10 @@ def differs(key: str, expected: float, actual: float) -> bool:
 
 
 def difference(expected: dict[str, Fields], actual: dict[str, Fields], of_compiler: bool) -> str:
-    """A unified diff of what differs by more than the tolerance: of what the compiler is free to
-    choose, or of the rest. Kernels that are new or gone are of the rest.
+    """A unified diff of the fields that differ by more than their tolerance.
+
+    `of_compiler` selects the fields that the compiler is free to choose, otherwise the others are
+    compared. New and missing kernels count among the others.
     """
 
     def wanted(found: Fields) -> Fields:
