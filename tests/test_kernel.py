@@ -1851,6 +1851,32 @@ def test_the_handler_checks_again():
             call(**changed).block_until_ready()
 
 
+def test_operands_of_one_broadcast_kind_must_have_one_layout():
+    """The kernel would read the first of these operands out of bounds."""
+    if not ON_CPU:
+        pytest.skip("carries code for a CPU")
+    kernel = make("T x, T y", "T z", "z = (x - y) * (x - y)")
+    source = kernel.source("float32", platform="cpu", kinds=["broadcast"] * 2)
+    code = cache.code(source, "cpu")
+    f = jax.ffi.ffi_call("jof_compiled", jax.ShapeDtypeStruct((2, 3), np.float32))
+
+    def call(x, y):
+        return f(
+            *(x, y),
+            code=np.frombuffer(code, np.uint8),
+            id=np.int64(cache.code_id(code)),
+            name="by_hand",
+            kinds=np.full(2, 2, np.int64),
+            element_bytes=np.full(3, 4, np.int64),
+        )
+
+    row, element = jnp.arange(3, dtype=jnp.float32).reshape(1, 3), jnp.ones((1, 1))
+    close(call(row, row + 2), np.full((2, 3), 4, np.float32))
+    for operands in ((element, row), (row, element)):
+        with pytest.raises(Exception, match=r"by_hand.*operand 1 does not have the kind 2"):
+            call(*operands).block_until_ready()
+
+
 # ---- NVRTC, without a GPU ----
 
 

@@ -1,11 +1,13 @@
 // The FFI signature of the elementwise ops, built-in and compiled at run time, for both backends.
 //
-// Results are arrays of one shape. Operands are arrays of that shape; scalars, of rank 0; or arrays
-// of that rank with size 1 in the dimensions that they are broadcast over, the others side by side.
-// After the inputs comes the parameter, a scalar, where the op has one. The attribute `wanted` says
-// which outputs of a built-in op are results of the call, bit k for output k.
+// Results are arrays of one shape. An operand is an array of that shape; a scalar of rank 0; or an
+// array of that rank with size 1 in the dimensions that it is broadcast over, where its other
+// dimensions are adjacent. If the op has a parameter, it is a scalar that follows the inputs. The
+// attribute `wanted` says which outputs of a built-in op are results of the call, bit k for output
+// k.
 #pragma once
 
+#include <algorithm>
 #include <string_view>
 
 #include "ffi/decode.h"
@@ -13,26 +15,28 @@
 
 namespace jof {
 
-// The ops that are not of ops/elementwise_ops.h.
+// The ops that are not in ops/elementwise_ops.h.
 inline constexpr ElementwiseSignature kWhere{"jof_where", 3, 1, false};
 inline constexpr ElementwiseSignature kWhereVjp{"jof_where_vjp", 2, 2, false};
 inline constexpr ElementwiseSignature kCast{"jof_cast", 1, 1, false};
 
 inline ffi::AnyBuffer FirstResult(ffi::RemainingRets rets) { return **rets.get<ffi::AnyBuffer>(0); }
 
-// An operand beside the results: element i of these reads its element (i / inner) % count.
+// How an operand is laid out relative to the results: element i of a result reads its element
+// (i / inner) % count.
 struct OperandLayout {
   OperandKind kind;
   int64_t inner, count;
 };
 
-// False where the operand's elements are not `inner` and `count` for any.
+// Returns false if no `inner` and `count` describe the operand.
 inline bool LayoutOf(ffi::AnyBuffer::Dimensions shape, ffi::AnyBuffer::Dimensions result,
                      OperandLayout* layout) {
   *layout = {kScalar, 1, 1};
   if (shape.size() == 0) return true;
   if (shape.size() != result.size()) return false;
-  // There may be one run of dimensions that vary. Those of size 1 in both do not interrupt it.
+  // At most one run of adjacent dimensions may vary. Dimensions of size 1 in both shapes do not
+  // interrupt it.
   bool is_broadcast = false, has_run = false, has_ended = false;
   for (size_t d = result.size(); d-- > 0;) {
     if (shape[d] != 1 && shape[d] != result[d]) return false;
@@ -52,20 +56,23 @@ inline bool LayoutOf(ffi::AnyBuffer::Dimensions shape, ffi::AnyBuffer::Dimension
   return true;
 }
 
-// Sets broadcasts[index] unless it is set to something else.
-inline bool SetBroadcast(const OperandLayout& layout, int index, ElementwiseCall* call) {
+// Sets broadcasts[index] for operand k. Returns false if an earlier operand set it to something
+// else.
+inline bool SetBroadcast(const OperandLayout& layout, int index, size_t k, ElementwiseCall* call) {
   const auto inner = static_cast<uint64_t>(layout.inner),
              count = static_cast<uint64_t>(layout.count);
   BroadcastIndex& known = call->broadcasts[index];
-  if (known.count.divisor() == 1) {  // a broadcast operand has more elements
+  const uint8_t *begin = call->kinds, *end = begin + k;
+  if (std::find(begin, end, kBroadcast + index) == end) {
     known = {FastDivider<uint64_t>(inner), FastDivider<uint64_t>(count)};
   }
   return known.inner.divisor() == inner && known.count.divisor() == count;
 }
 
-// Sets the kind of operand k: that which a kernel is compiled for, where `compiled_for` is not
-// null, else that of its layout. An array is also broadcast, over nothing; a scalar over
-// everything.
+// Sets the kind of operand k: the one that a kernel is compiled for, if `compiled_for` is not null,
+// else that of its layout. A kernel that is compiled for a broadcast operand also takes an array or
+// a scalar, which are broadcast over no dimension or over all. Returns false if the operand does
+// not fit.
 inline bool DecodeOperand(ffi::AnyBuffer::Dimensions shape, ffi::AnyBuffer::Dimensions result,
                           const int64_t* compiled_for, size_t k, ElementwiseCall* call) {
   OperandLayout layout;
@@ -75,20 +82,21 @@ inline bool DecodeOperand(ffi::AnyBuffer::Dimensions shape, ffi::AnyBuffer::Dime
     const int64_t kind = compiled_for[k];
     if (kind < 0 || kind >= kBroadcast + kMaxBroadcasts) return false;
     call->kinds[k] = static_cast<uint8_t>(kind);
-    if (kind >= kBroadcast) return SetBroadcast(layout, static_cast<int>(kind - kBroadcast), call);
+    if (kind >= kBroadcast)
+      return SetBroadcast(layout, static_cast<int>(kind - kBroadcast), k, call);
     return call->n == 0 || (kind == kArray ? layout.kind == kArray : layout.count == 1);
   }
   call->kinds[k] = static_cast<uint8_t>(layout.kind);
   if (layout.kind != kBroadcast) return true;
   for (int index = 0; index < kMaxBroadcasts; ++index, ++call->kinds[k]) {
-    if (SetBroadcast(layout, index, call)) return true;
+    if (SetBroadcast(layout, index, k, call)) return true;
   }
   return false;
 }
 
-// Fills in *call but for `access` and `split`. Only counts and shapes are checked. Of the outputs,
-// the results are those that `wanted` has a bit for. `compiled_for` has the kinds of the operands
-// of a kernel that is compiled at run time.
+// Fills in *call except for `access` and `split`. Checks only counts and shapes. The results are
+// the outputs that have a bit in `wanted`. `compiled_for` has the kinds of the operands of a kernel
+// that is compiled at run time, and is null for built-in ops.
 inline ffi::Error DecodeElementwise(std::string_view name, size_t inputs, bool has_parameter,
                                     size_t outputs, int64_t wanted, const int64_t* compiled_for,
                                     ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -143,7 +151,7 @@ inline ffi::Error DecodeElementwise(std::string_view name, size_t inputs, bool h
   return ffi::Error::Success();
 }
 
-// A built-in op, all of whose results have one type, as have the operands from `first` on.
+// Decodes a built-in op. All results and the operands from `first` on must have one type.
 inline ffi::Error DecodeBuiltIn(const ElementwiseSignature& op, ffi::RemainingArgs args,
                                 ffi::RemainingRets rets, int64_t wanted, size_t first,
                                 ElementwiseCall* call) {
