@@ -1,4 +1,4 @@
-"""Compiles the programs of cases, checks every result, and times all contenders in turns."""
+"""Compiles the programs of cases, checks every result, and times all contenders in turn."""
 
 import contextlib
 import os
@@ -18,17 +18,17 @@ import numpy as np
 from jax_oneflow_ops import _policy
 
 from . import ceilings, timing
-from .inputs import Input, draw, shapes
+from .inputs import Input, draw
 from .results import Row
 from .timing import Contender, Outcome, reason
 
 Array = Any  # of any framework
 Arrays = tuple[Array, ...]
-Sets = list[Arrays]  # input sets that calls use in turn
+Sets = list[Arrays]  # input sets; successive calls use different ones
 Function = Callable[..., Any]
 
 SWEEP = "sweep"
-"""The group of cases that are one call over all sizes."""
+"""The group of cases that run one call at all sizes."""
 
 
 @dataclass(frozen=True)
@@ -39,60 +39,66 @@ class Case:
     name: str  # unique within the suite
     op: str
     group: str  # such as "forward"
-    shape: str  # in a form that people read
+    shape: str  # for people to read
     dtype: str
     bytes: int  # each input byte read once and each output byte written once; 0: unknown
-    # Returns a Work, or for a whole program a function that returns its Entrants.
+    # Returns a Work or, for a whole program, a function that returns its Entrants.
     work: Callable[[], Any] = field(repr=False, compare=False)
-    x64: bool = False  # some dtype has 64-bit elements
+    x64: bool = False  # a dtype has 64-bit elements
     plan: str = ""  # permute: the strategy and the movement size
 
 
 @dataclass(frozen=True)
 class Work:
-    """How to run and check a case. Functions take the arrays of ``inputs``, in order."""
+    """How to run and check a case. Functions take what ``draw`` returns, in order."""
 
     inputs: Sequence[Input]
     ours: Function  # takes `implementation`, too
-    forms: dict[str, Function]  # in jnp: as users write it first, then faster forms
-    sample: Callable[[Arrays, Array], Any]  # on the device: what the check looks at ...
-    verify: Callable[[Any], str | None]  # ... and, on the host in float64, what is wrong with it
-    exact: bool = False  # results of all forms are equal bit for bit
-    terms: int = 1  # at most so many are summed
+    forms: dict[str, Function]  # in jnp: first as users write it, then faster forms
+    sample: Callable[[Arrays, Array], Any]  # on the device: the data that `verify` checks
+    verify: Callable[[Any], str | None]  # on the host, in float64: the error in it
+    exact: bool = False  # results of all forms have the same bits
+    terms: int = 1  # the most terms in a sum
     alone: bool = False  # our program is one custom call and nothing else
-    variants: dict[str, Function] = field(default_factory=dict)  # of ours, checked too
+    variants: dict[str, Function] = field(default_factory=dict)  # of ours; checked, too
     torch: Function | None = None  # takes the torch module first
-    torch_inputs: Function | None = None  # what torch takes instead, made before it is timed
-    compile: bool = False  # torch.compile is a rival, too: its first call takes seconds
-    donated: bool = False  # the first array is donated: a call takes an earlier result instead
-    wall: bool = False  # timed by the wall: memsets and memcpys matter, which CUPTI does not record
+    torch_inputs: Function | None = None  # torch's inputs instead, made before timing
+    compile: bool = False  # torch.compile is a rival, too; its first call takes seconds
+    donated: bool = False  # the first array is donated; a call takes an earlier result instead
+    wall: bool = False  # wall time: memsets and memcpys matter, and CUPTI omits them
+    prepare: Function | None = None  # makes the arguments of calls from the arrays of ``inputs``
+
+    def draw(self, seed: Array) -> Arrays:
+        """One set of arguments; ``seed`` is a traced uint32."""
+        arrays = draw(seed, self.inputs)
+        return self.prepare(*arrays) if self.prepare else arrays
 
 
 @dataclass(frozen=True)
 class Entrants:
-    """The contenders of a row, ours first, and what else the row says."""
+    """The contenders of a row, ours first, and the other contents of the row."""
 
     contenders: list[Contender]
     about: Row
     forms: list[str]
     failed: dict[str, str]
     wall: bool = False
-    same: dict[str, str] = field(default_factory=dict)  # programs that are another contender's
+    same: dict[str, str] = field(default_factory=dict)  # programs identical to another contender's
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured beside the first of ``implementations`` ("native", "default", "xla")."""
+    """What to measure: the first of ``implementations`` ("native", "default", "xla") is ours."""
 
     implementations: Sequence[str] = ("native",)
-    libraries: bool = True  # other libraries, variants and the copy are rivals, too
+    libraries: bool = True  # also time other libraries, variants and the copy
     check_only: bool = False
     effort: float = 1.0  # the share of the usual number of samples
 
 
 @dataclass
 class Machine:
-    """What all cases share, and which rivals are missing here."""
+    """State that all cases share, and the rivals that are missing on this machine."""
 
     platform: str
     clock: timing.Clock
@@ -118,11 +124,11 @@ def make_machine(seed: int, options: Options) -> Machine:
 @dataclass(frozen=True)
 class _Prepared:
     case: Case
-    work: Any  # or the error that making it raised
+    work: Any  # or the exception that case.work() raised
     programs: dict[str, Future[Any]]
 
 
-_CHUNK = 64  # cases whose programs are in memory together
+_CHUNK = 64  # cases whose programs are in memory at the same time
 
 
 def measure(cases: Sequence[Case], machine: Machine, options: Options) -> Iterator[Row]:
@@ -153,7 +159,7 @@ def _prepare(cases: Sequence[Case], options: Options) -> list[_Prepared]:
         prepared.append(_Prepared(case, work, {}))
     for left_to_xla in (True, False):
         choice = mock.patch.object(_policy, "prefers_xla", _may_prefer_xla)
-        # Leaving the pool waits for its programs.
+        # Exiting the pool waits for its programs.
         with (
             choice if left_to_xla else contextlib.nullcontext(),
             ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -169,32 +175,32 @@ def _prepare(cases: Sequence[Case], options: Options) -> list[_Prepared]:
 
 
 def _may_prefer_xla(primitive: Any, avals: Sequence[Any], params: Row, platform: str) -> bool:
-    """In place of the policy: whether the default may take XLA."""
+    """Replaces the policy: whether the default may take XLA."""
     if primitive not in _policy.calls_of:
         return False
     return isinstance(_policy.describe(primitive, avals, **params), _policy.Call)
 
 
 def _functions(work: Work, options: Options) -> dict[str, Function]:
-    """The programs of a case, by the names of contenders or of steps of the check.
+    """The functions to compile for a case, by the names of contenders or of steps of the check.
 
-    "xla" is what the default runs where the policy chooses XLA.
+    "xla" is what the default runs if the policy chooses XLA.
     """
     first, *others = options.implementations
     chosen = {"ours": None if first == "default" else first}
     chosen |= {name: name if name == "native" else None for name in others}
     ours = {name: partial(work.ours, implementation=i) for name, i in chosen.items()}
     variants = work.variants if options.libraries else {}
-    steps = {_INPUTS: draw, _SAMPLE: work.sample, _DIFFERENCE: difference}
+    steps: dict[str, Function] = {_INPUTS: work.draw, _SAMPLE: work.sample, _DIFFERENCE: difference}
     return {**ours, **variants, **work.forms, **steps}
 
 
 def _compile(case: Case, work: Work, name: str, function: Function) -> Any:
-    arrays = shapes(work.inputs)
+    seed = jax.ShapeDtypeStruct((), jnp.uint32)
     with precision(case):
         if name == _INPUTS:
-            seed = jax.ShapeDtypeStruct((), jnp.uint32)
-            return jax.jit(partial(draw, inputs=work.inputs)).lower(seed).compile()
+            return jax.jit(function).lower(seed).compile()
+        arrays = jax.eval_shape(work.draw, seed)
         if name in (_SAMPLE, _DIFFERENCE):
             result = jax.eval_shape(next(iter(work.forms.values())), *arrays)
             first = arrays if name == _SAMPLE else result
@@ -208,11 +214,11 @@ _MOVES_NOTHING |= {"tuple", "get-tuple-element"}
 
 
 def is_native(program: str, alone: bool) -> bool:
-    """Returns whether a compiled program runs our kernels; ``alone``, anything else is an error."""
+    """Returns whether a compiled program runs our kernels; if ``alone``, others are an error."""
     calls = re.findall(r'custom_call_target="([^"]+)"', program)
     if not any(call.startswith("jof_") for call in calls):
         return False
-    # The first word with a parenthesis in each line of the entry computation is its operation.
+    # In each line of the entry computation, the first word before a parenthesis is the operation.
     entry = program[program.index("ENTRY") :].splitlines()[1:]
     found = {match[1] for line in entry if (match := re.search(r"= .*?([a-z][a-z-]*)\(", line))}
     if alone and (found - _MOVES_NOTHING or len(calls) > 1):
@@ -245,7 +251,7 @@ def _row(item: _Prepared, machine: Machine, options: Options) -> Row:
         timings = timing.compare(entrants.contenders, clock, options.effort)
         timings |= {name: timings[other] for name, other in entrants.same.items()}
         return _timed(row, entrants, timings)
-    except Exception as error:  # a failing case is a row that says so, and the exit status
+    except Exception as error:  # the row has the error, and the exit status shows it
         return {**row, "error": reason(error)}
 
 
@@ -263,7 +269,7 @@ def _timed(row: Row, entrants: Entrants, timings: Outcome) -> Row:
 
 
 def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
-    """Checks ours, compares the rivals' results with it, and makes the contenders."""
+    """Checks our result, compares the rivals' results with it, and makes the contenders."""
     work, programs = item.work, item.programs
     count = 1 if options.check_only else timing.rotation_sets(item.case.bytes)
     sets: Sets = [programs[_INPUTS].result()(np.uint32(machine.seed + i)) for i in range(count)]
@@ -275,10 +281,10 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     same: dict[str, str] = {}
 
     def run(name: str) -> Array:
-        """Returns a result, and makes a contender of the program."""
+        """Runs a program, makes a contender of it, and returns its result."""
         compiled = programs[name].result()
         if (other := known.setdefault(_without_names(compiled.as_text() or name), name)) != name:
-            same[name] = other  # two times of one program would differ by noise
+            same[name] = other  # timing one program twice would show only noise
         else:
             contenders.append(_jax_contender(name, compiled, work, sets))
         first = jnp.copy(sets[0][0]) if work.donated else sets[0][0]
@@ -322,7 +328,7 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
 
 
 def _without_names(program: str) -> str:
-    """A compiled program's instructions, with numbers for names and nothing of where they stand."""
+    """A compiled program's instructions, with numbers for names and no source locations."""
     program = re.sub(
         r"^HloModule .*|^\w+\n(\d+ .*\n)+|, metadata=\{[^}]*\}", "", program, flags=re.M
     )
@@ -334,7 +340,7 @@ def _without_names(program: str) -> str:
 def _jax_contender(name: str, compiled: Function, work: Work, sets: Sets) -> Contender:
     if not work.donated:
         return Contender(name, lambda i: compiled(*sets[i % len(sets)]), jax.block_until_ready)
-    states = [jnp.copy(arrays[0]) for arrays in sets]  # each call takes an earlier call's result
+    states = [jnp.copy(arrays[0]) for arrays in sets]  # a call takes an earlier call's result
 
     def call(i: int) -> None:
         k = i % len(sets)
@@ -344,7 +350,7 @@ def _jax_contender(name: str, compiled: Function, work: Work, sets: Sets) -> Con
 
 
 def difference(ours: Array, theirs: Array) -> list[tuple[Array, Array]]:
-    """Returns, for each array, the largest difference and the largest value of ours."""
+    """Returns, for each array, the largest difference and the largest magnitude of our values."""
 
     def of_pair(a: Array, b: Array) -> tuple[Array, Array]:
         same = a == b
@@ -361,7 +367,7 @@ def difference(ours: Array, theirs: Array) -> list[tuple[Array, Array]]:
 def agreement(
     differences: Sequence[tuple[Array, Array]], exact: bool, ours: Array, terms: int = 1
 ) -> bool:
-    """Returns whether two results are equal, or apart by what sums of so many terms may lose."""
+    """Returns whether two results are equal, or as close as sums of so many terms have to be."""
     ulps = max(16.0, 4 * terms**0.5)
     bounds = (0.0 if exact else ulps * float(jnp.finfo(a.dtype).eps) for a in jax.tree.leaves(ours))
     return all(float(d) <= e * float(m) for (d, m), e in zip(differences, bounds, strict=True))

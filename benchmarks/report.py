@@ -1,8 +1,8 @@
-"""``python -m benchmarks report``: writes tables and the chart between markers of README and docs/.
+"""``python -m benchmarks report``: fills the tables and the chart of README and docs/.
 
-A marker names a table, a device and perhaps more, such as
-``<!-- benchmarks:suite nvidia-h200 cast begin -->``, and the same with ``end`` after the table.
-People write everything else on a page.
+They are written between markers, which name a table, a device and perhaps more arguments: ``<!--
+benchmarks:suite nvidia-h200 cast begin -->`` before the table, and the same with ``end`` after it.
+Everything else on a page is written by hand.
 """
 
 import argparse
@@ -50,7 +50,7 @@ _MARKED = re.compile(rf"({_MARKER}(\S+) ([^>]*) begin -->).*?({_MARKER}\2 \3 end
 
 
 def filled(text: str, root: Path) -> str:
-    """Returns a page with today's tables between its markers; raises ValueError if one is wrong."""
+    """Returns a page with current tables; raises ValueError if a marker is wrong."""
 
     def fill(found: re.Match[str]) -> str:
         begin, name, arguments, end = found.groups()
@@ -74,12 +74,12 @@ def table(name: str, arguments: Sequence[str], root: Path) -> str:
 
 @functools.cache
 def _of_device(folder: Path) -> list[Result]:
-    """The results in a folder. A survey's cases are drawn again, which takes a while."""
+    """The results in a folder, cached: drawing a survey's cases again takes a while."""
     return [survey.read(path) for path in sorted(folder.glob("*.jsonl"))]
 
 
 def listed(found: Sequence[Result], suite: str | None = None) -> list[Row]:
-    """Returns the measured rows of listed cases: those of no survey and no sweep."""
+    """Returns the measured rows of listed cases, without those of surveys and sweeps."""
     return [r for r in _measured(found) if r["group"] != SWEEP and suite in (None, r["suite"])]
 
 
@@ -114,11 +114,12 @@ _FAMILIES = {
     "scatter": "`segment_sum`, `scatter_add`, `embedding_lookup`",
     "rows": "`softmax`, cross entropy, `layer_norm`, `rms_norm`, `group_norm`",
     "kernels": "`ElementwiseKernel`",
+    "graph": "`message_sum`, `attention_sum`",
 }
 
 
 def headline(found: Sequence[Result]) -> str:
-    """A line a family: means over listed cases by the kernels, then over random shapes."""
+    """One line per family: means over listed cases with the kernels, then over random shapes."""
     drawn = [survey.timed(_surveyed(found), way) for way in ("native", "default")]
     lines = []
     for name, family in _FAMILIES.items():
@@ -132,7 +133,7 @@ def headline(found: Sequence[Result]) -> str:
 
 
 def _best(rows: Sequence[Row]) -> list[str]:
-    """The mean and the least of XLA's best over ours."""
+    """The mean and the minimum of XLA's best time divided by ours."""
     ratios = [found[1] for row in rows if (found := results.best(row))]
     return [ratio(mean(ratios)), ratio(min(ratios, default=None))]
 
@@ -142,12 +143,13 @@ _LAYOUT = {
     "upsample": ("group op", "dtype"),
     "permute": ("group", "dtype"),
     "scatter": ("op shape", "dtype"),
+    "graph": ("op shape", "dtype"),
 }
-"""What lines and columns are, if not ops and dtypes."""
+"""The fields that lines and columns stand for, if not ops and dtypes."""
 
 
 def suite(found: Sequence[Result], name: str, *words: str) -> str:
-    """A line an op (permute: what moves), a column a dtype: XLA's best over ours, of a group."""
+    """XLA's best over ours: one line per op (permute: per group), one column per dtype."""
     rows = [row for row in listed(found, name) if " ".join(words) in ("", row["group"])]
     label, column = _LAYOUT.get(name, ("op", "dtype"))
     columns = [str(key) for (key,) in by(rows, column)]
@@ -164,7 +166,7 @@ def suite(found: Sequence[Result], name: str, *words: str) -> str:
 
 
 def sizes(found: Sequence[Result]) -> str:
-    """A line a size, a column an op: microseconds, and XLA's best over ours."""
+    """One line per size, one column per op: our microseconds, and XLA's best over ours."""
     rows = [row for r in found for row in r.rows if "us" in row and row["group"] == SWEEP]
     swept = {"2x": "upsample 2x", "permute": "transpose"}
     ops = by(rows, "op", "dtype")
@@ -179,7 +181,7 @@ def sizes(found: Sequence[Result]) -> str:
 
 
 def slower(found: Sequence[Result]) -> str:
-    """A line a case that XLA's best form wins by more than the spread of the samples."""
+    """One line per case in which XLA's best form is faster by more than the samples' spread."""
     lost = [(results.best(row) or ("", 1.0), row) for row in _measured(found)]
     lost = sorted((pair for pair in lost if results.is_slower(pair[1])), key=lambda x: x[0][1])
     lines = [[row["suite"], row["case"], form, ratio(value)] for (form, value), row in lost]
@@ -189,9 +191,10 @@ def slower(found: Sequence[Result]) -> str:
 def steps(
     found: Sequence[Result], name: str, group: str = "step", beside: Sequence[Result] = ()
 ) -> str:
-    """A line a training step or another whole program, or a single call: as written, and ours.
+    """One line per whole program (such as a training step) or single call: as written, and ours.
 
-    Of a device beside, the gain only; without one, the temporary memory of programs, too.
+    If a second device is given (``beside``), its gain is added. Otherwise the temporary memory of
+    programs is.
     """
     there = {row["case"]: ratio(results.rival(row, "jnp")) for row in listed(beside, name)}
     rows = [row for row in listed(found, name) if row["group"] == group]
@@ -215,7 +218,7 @@ def steps(
 
 
 def scaled(found: Sequence[Result], name: str = "programs") -> str:
-    """A line a program: milliseconds a step on one device and on all, as written and ours."""
+    """One line per program: milliseconds per step on one device and on all, as written and ours."""
     lines = []
     for row in (row for row in listed(found, name) if "sent" in row):
         us = {"ours": row["us"]} | results.numbers(row["xla"]) | results.numbers(row["others"])
@@ -229,7 +232,7 @@ def scaled(found: Sequence[Result], name: str = "programs") -> str:
 
 
 def throughput(found: Sequence[Result]) -> str:
-    """A line an example on several devices: what it does in a second, and what is all-reduced."""
+    """One line per example on several devices: its throughput and its all-reduced bytes."""
     lines = []
     for result in (r for r in found if any("rate" in row for row in r.rows)):
         one, *others = result.rows
@@ -247,7 +250,7 @@ def charted(found: Sequence[Result]) -> str:
 
 
 def explained(found: Sequence[Result], program: str = "mesh_graph_net") -> str:
-    """What `explain` printed of a program when it was measured."""
+    """The report that `explain` printed for a program when it was measured."""
     rows = [row for row in listed(found, "programs") if row["op"] == program and "explain" in row]
     return f"```\n{rows[0]['explain']}\n```" if rows else ""
 
@@ -255,7 +258,7 @@ def explained(found: Sequence[Result], program: str = "mesh_graph_net") -> str:
 def surveyed(
     found: Sequence[Result], by_what: str = "family", implementation: str = "native"
 ) -> str:
-    """A line a family (or size, or strategy of permute) of all surveys, their rows together."""
+    """One line per family (or size, or permute strategy), over the rows of all surveys together."""
     lines = survey.summaries(survey.timed(_surveyed(found), implementation), by_what)
     return markdown(["", *survey.HEAD], lines) if lines else ""
 
@@ -273,4 +276,4 @@ TABLES: dict[str, Callable[..., str]] = {
     "explain": explained,
     "survey": surveyed,
 }
-"""The tables by the names that markers have; each takes the results of a device first."""
+"""The tables by the names in markers. Each takes the results of a device as its first argument."""

@@ -31,6 +31,7 @@ from benchmarks.suites import (
     FAMILIES,
     cast,
     elementwise,
+    graph,
     kernels,
     load,
     permute,
@@ -42,7 +43,7 @@ from benchmarks.suites import (
 from benchmarks.suites.scatter import Problem
 from jax_oneflow_ops import _policy
 
-SUITES = (*FAMILIES, "kernels", "programs")
+SUITES = (*FAMILIES, "kernels", "graph", "programs")
 TINY = {
     "elementwise": [
         elementwise.case(op, dtype, 900, "900", group)
@@ -67,6 +68,10 @@ TINY = {
         scatter.case(Problem("embedding", 300, 8, 20, "one", "bfloat16")),
     ],
     "rows": [rows.case("rms_norm", (64, 64), "bfloat16", "value and gradient")],
+    "graph": [
+        graph.case("weighted sum", "skewed", "float32", "forward", 64, 512),
+        graph.case("attention", "sorted", "bfloat16", "value and gradient", 64, 512),
+    ],
     "kernels": [
         kernels.case(name, "bfloat16", 4 * kernels.WIDTH, "tiny")
         for name in ("residual_gelu", "squared_diff_vjp", "chain")
@@ -104,7 +109,11 @@ def test_cases_have_names_of_their_own_and_sweeps_all_sizes(suite, platform):
     assert bool(sweep) == (suite in FAMILIES)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.suite != "graph"],  # a row counts as often as edges read it
+    ids=lambda case: case.name,
+)
 def test_bytes_are_those_of_the_arrays(case):
     work = case.work()
     with harness.precision(case):
@@ -128,7 +137,7 @@ def test_sums_are_checked_in_every_place_of_a_pack():
 
 def drawn(case):
     work = case.work()
-    arrays = jax.jit(partial(inputs.draw, inputs=work.inputs))(np.uint32(7))
+    arrays = jax.jit(work.draw)(np.uint32(7))
     return work, arrays, jax.jit(partial(work.ours, implementation="native"))(*arrays)
 
 

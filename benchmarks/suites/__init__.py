@@ -1,7 +1,7 @@
-"""The suites: each has a table of cases, what they are compared with, and how they are checked.
+"""The suites: each has a table of cases, their rivals, and their checks.
 
-A module has ``cases(platform)``, the listed ones, and, if it is a family of the survey,
-``draw(rng, largest)``, a case at random that moves at most ``largest`` bytes.
+A module has ``cases(platform)``, which returns the listed cases. If it is a family of the survey,
+it also has ``draw(rng, largest)``, which draws a random case that moves at most ``largest`` bytes.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from types import ModuleType
 
 FAMILIES = ("elementwise", "cast", "upsample", "permute", "scatter", "rows")
 """The suites that the survey draws from."""
-SUITES = (*FAMILIES, "kernels", "programs")
+SUITES = (*FAMILIES, "kernels", "graph", "programs")
 
 
 def load(suite: str) -> ModuleType:

@@ -1,7 +1,7 @@
-"""Programs without a call of this package, those of `tests.programs`, and single slow calls.
+"""Programs that do not call this package (`tests.programs`), and single calls that XLA runs slowly.
 
-"ours" is what `jax_oneflow_ops.accelerate` makes of a program, "jnp" the program as it is, and
-"layers" the same program with graph layers, accelerated, too.
+"ours" is the program inside `jax_oneflow_ops.accelerate`, "jnp" is the unchanged program, and
+"layers" is the same program with graph layers, also inside `accelerate`.
 """
 
 import re
@@ -27,14 +27,17 @@ from . import common
 EXPLAINED = "mesh_graph_net"  # README has the report
 STEPS, BATCHES = 8, 4
 TOLERANCE = 2**-7
-"""Of losses, relative to the first one: both round to bfloat16's 8 bits, but in other places, and
-adamw makes large steps of small gradients."""
+"""The allowed difference of losses, relative to the first loss.
+
+Both programs round to bfloat16's 8 bits, but at different points, and adamw turns small gradients
+into large steps.
+"""
 
 
 def cases(platform: str, devices: int = 1) -> list[Case]:
-    """Every program and call once: "full" on a GPU, "small" on a CPU, "tiny" in a hurry.
+    """Every program and call once: "full" on a GPU, "small" on a CPU, "tiny" with --quick.
 
-    On several devices the programs only.
+    On several devices, only the programs.
     """
     size = {"gpu": "full", "cpu": "small"}.get(platform, "tiny")
     steps = [step(name, size, devices) for name in (*programs.LARGE, *programs.SCALE_FREE)]
@@ -48,9 +51,9 @@ def step(name: str, size: str, devices: int = 1) -> Case:
 
 
 def enter(name: str, size: str, devices: int = 1) -> Entrants:
-    """Compiles a step both ways, one after the other, compares losses, and makes contenders.
+    """Compiles a step in each way, compares losses, and makes contenders.
 
-    On several devices the same on one is a contender, too.
+    On several devices, the same step on one device is a contender, too.
     """
     program = programs.make(name, size)
     key = jax.random.key(0, impl="rbg")  # which compiles faster than the usual kind
@@ -120,8 +123,8 @@ class Call(NamedTuple):
 
     function: Function
     inputs: list[Input]
-    ulps: float = 0.501  # off the same in float32, beside 2^-18 of the largest element
-    rounds_between: bool = False  # sums are rounded before they are added, and may cancel then
+    ulps: float = 0.501  # allowed error against float32, plus 2^-18 of the largest
+    rounds_between: bool = False  # partial sums are rounded, then added, and may cancel
 
 
 _DTYPES = ("bfloat16", "float32")
@@ -166,7 +169,7 @@ def _work(made: Call) -> Work:
 
 
 def _calls(dtype: str, n: int) -> dict[str, Call]:
-    """All calls, about `n` rows or 16 `n` elements each."""
+    """All calls, each with about `n` rows or 16 `n` elements."""
     side, columns, segments = min(512, n >> 3), min(4096, n), min(10_000, n >> 4)
     batch, pixels, squares = max(1, n >> 12), min(128, n >> 5), max(1, n >> 14)
 
@@ -225,18 +228,26 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
             [x(n, 128), ids(segments, n), x(segments, 128)],
             ulps=3,  # a division and a product
         ),
+        "segment_max of elements gradient": Call(
+            gradient(partial(largest, count=1024)),
+            [x(16 * n), ids(1024, 16 * n), x(1024)],
+            ulps=3,
+        ),
         "segment softmax": Call(
-            _segment_softmax,
+            partial(_segment_softmax, indices_are_sorted=True),
             [x(n, 8), ids(max(1, n >> 4), n, kind="sorted")],
             ulps=16,  # 16-bit differences and sums
+        ),
+        "segment softmax without a promise": Call(
+            _segment_softmax, [x(n, 8), ids(max(1, n >> 4), n, kind="sorted")], ulps=16
         ),
     }
 
 
-def _segment_softmax(x: Array, ids: Array) -> Array:
+def _segment_softmax(x: Array, ids: Array, **options: Any) -> Array:
     count = max(1, len(x) >> 4)
-    e = jnp.exp(x - jax.ops.segment_max(x, ids, count, indices_are_sorted=True)[ids])
-    return e / jax.ops.segment_sum(e, ids, count, indices_are_sorted=True)[ids]
+    e = jnp.exp(x - jax.ops.segment_max(x, ids, count, **options)[ids])
+    return e / jax.ops.segment_sum(e, ids, count, **options)[ids]
 
 
 _LISTED += [(name, d) for name in [*_calls("float32", 1 << 8)][3:] for d in _DTYPES]

@@ -1,0 +1,171 @@
+"""Layers of graph networks: sums of weighted rows and attention, on graphs of several kinds.
+
+Plans are made before a call is timed, as a program makes them once for a graph. "without plans" is
+the same layer that sorts its edges in each call.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_oneflow_ops as jof
+
+from .. import accuracy
+from ..harness import Array, Case, Function, Work
+from ..inputs import Input
+from . import common
+
+HEADS, WIDTH = 8, 16
+_SIZES = {"gpu": (1 << 16, 1 << 20), "cpu": (1 << 13, 1 << 17)}  # nodes, edges
+_GRAPHS = {
+    "uniform": "random receivers",
+    "sorted": "edges in order",
+    "skewed": "power law",
+    "hot": "one hub",
+}
+_GRADIENT = "value and gradient"
+
+
+def case(op: str, kind: str, dtype: str, group: str, nodes: int, edges: int) -> Case:
+    """A row of `HEADS` x `WIDTH` elements is read for each edge, three of them for a gradient."""
+    row = HEADS * WIDTH * common.itemsize(dtype)
+    of_edge = 8 + math.prod(_LAYERS[op].edge) * common.itemsize(dtype)
+    nbytes = edges * (row + of_edge) + nodes * row
+    if group == _GRADIENT:
+        nbytes += 2 * edges * (row + of_edge) + nodes * row
+    prefix = {"forward": "fwd", _GRADIENT: "vag"}[group]
+    name = f"{prefix}-{op.replace(' ', '_')}-{kind}-{common.short(dtype)}"
+    work = partial(_work, op, kind, dtype, group == _GRADIENT, nodes, edges)
+    return Case("graph", name, op, group, _GRAPHS[kind], dtype, nbytes, work, x64=True)
+
+
+def cases(platform: str) -> list[Case]:
+    return [
+        case(op, kind, dtype, group, *_SIZES[platform])
+        for group in ("forward", _GRADIENT)
+        for op in _LAYERS
+        for kind in _GRAPHS
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
+def _weighted_sum(x: Array, weights: Array, *graph: Array, **options: Any) -> Array:
+    def message(row: Array, weight: Array) -> Array:
+        return row * weight
+
+    return jof.message_sum(message, (x,), *graph, weights, **options)
+
+
+def _weighted_sum_in_jax(x: Array, weights: Array, *graph: Array, **options: Any) -> Array:
+    senders, receivers = graph
+    return jax.ops.segment_sum(x[senders] * weights, receivers, **options)
+
+
+def _attention(values: Array, logits: Array, *graph: Array, **options: Any) -> Array:
+    return jof.attention_sum(logits, values, *graph, **options)
+
+
+def _attention_in_jax(values: Array, logits: Array, *graph: Array, **options: Any) -> Array:
+    senders, receivers = graph
+    largest = jax.ops.segment_max(logits, receivers, **options)
+    e = jnp.exp(logits - largest[receivers])
+    weights = e / jax.ops.segment_sum(e, receivers, **options)[receivers]
+    return jax.ops.segment_sum(weights[..., None] * values[senders], receivers, **options)
+
+
+def _torch_weighted_sum(torch: Any, x: Array, weights: Array, *graph: Array) -> Array:
+    senders, receivers = graph
+    return torch.zeros_like(x).index_add_(0, receivers, x[senders] * weights)
+
+
+def _torch_attention(torch: Any, values: Array, logits: Array, *graph: Array) -> Array:
+    from torch_geometric.utils import softmax
+
+    senders, receivers = graph
+    weights = softmax(logits, receivers, num_nodes=len(values))
+    return torch.zeros_like(values).index_add_(0, receivers, weights[..., None] * values[senders])
+
+
+class Layer(NamedTuple):
+    """A layer in three libraries, and the dimensions of a node and of an edge."""
+
+    ours: Function
+    in_jax: Function
+    in_torch: Function
+    node: tuple[int, ...]
+    edge: tuple[int, ...]
+
+
+_SUM = Layer(_weighted_sum, _weighted_sum_in_jax, _torch_weighted_sum, (HEADS * WIDTH,), (1,))
+_ATTENTION = Layer(_attention, _attention_in_jax, _torch_attention, (HEADS, WIDTH), (HEADS,))
+_LAYERS = {"weighted sum": _SUM, "attention": _ATTENTION}
+
+
+def _work(op: str, kind: str, dtype: str, gradient: bool, nodes: int, edges: int) -> Work:
+    layer = _LAYERS[op]
+    inputs = [
+        Input((nodes, *layer.node), dtype),
+        Input((edges, *layer.edge), dtype),
+        Input((edges,), "int32", "uniform", nodes),
+        Input((edges,), "int32", kind, nodes),
+    ]
+    inputs += [Input((nodes, *layer.node), dtype)] * gradient
+
+    def planned(*arrays: Array) -> tuple[Any, ...]:
+        senders, receivers = arrays[2:4]
+        plans = jof.segment_plan(receivers, nodes), jof.segment_plan(senders, nodes)
+        return (*arrays[:4], plans, *arrays[4:])
+
+    def ours(*args: Any, implementation: str | None = None, with_plans: bool = True) -> Array:
+        *arrays, (plan, sender_plan) = args
+        plans = {"plan": plan, "sender_plan": sender_plan} if with_plans else {}
+        return layer.ours(*arrays, num_segments=nodes, implementation=implementation, **plans)
+
+    def jnp_form(*args: Any) -> Array:
+        return layer.in_jax(*args[:-1], num_segments=nodes, indices_are_sorted=kind == "sorted")
+
+    def in_float32(*args: Any) -> Array:
+        wide = (x.astype(jnp.float32) for x in args[:2])
+        return jnp_form(*wide, *args[2:]).astype(dtype)
+
+    def measured(function: Function) -> Function:
+        return common.with_pullback(function, (0, 1)) if gradient else function
+
+    def sample(args: Sequence[Any], out: Any) -> Any:
+        wide = [x.astype(jnp.float64) if i in (0, 1, 5) else x for i, x in enumerate(args)]
+        return out, measured(jnp_form)(*wide)
+
+    forms = {"jnp": jnp_form} | ({"jnp f32": in_float32} if dtype != "float32" else {})
+    return Work(
+        inputs,
+        measured(ours),
+        {name: measured(form) for name, form in forms.items()},
+        sample,
+        partial(_verify, gradient and op == "attention"),
+        terms=edges,
+        variants={"without plans": measured(partial(ours, with_plans=False))},
+        torch=None if gradient else layer.in_torch,
+        torch_inputs=lambda torch, x, y, *ids: (x, y, *(i.long() for i in ids)),
+        prepare=planned,
+    )
+
+
+def _verify(of_rounded: bool, sampled: Any) -> str | None:
+    """Compares with JAX's form in float64; a hub sums half a million terms.
+
+    Attention's gradient of logits is a sum over `WIDTH` terms of the result, which was rounded to
+    16 bits; they may cancel.
+    """
+    for found, exact in zip(*map(jax.tree.leaves, sampled), strict=True):
+        value = np.asarray(exact, np.float64).ravel()
+        most = np.abs(value).max(keepdims=True)
+        bound = 0.501 * accuracy.ulp(value, found.dtype) + 2.0**-17 * most
+        bound += 2 * of_rounded * accuracy.ulp(most, found.dtype)
+        if wrong := accuracy.worst(np.asarray(found, np.float64).ravel(), value, bound):
+            return wrong
+    return None
