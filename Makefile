@@ -1,19 +1,19 @@
-# make demo       set up, train a small program with `accelerate` and without, write a picture
+# make demo       set up, train a small program with and without `accelerate`, write a picture
 # make test       set up, run the tests
-# make doctest    the examples in the docstrings, the README and the pages of docs/
-# make docs       the site, build/docs/index.html; warnings are errors
-# make linkcheck  whether the site's links to other sites lead somewhere
+# make doctest    run the examples in the docstrings, the README and the pages of docs/
+# make docs       build the site, build/docs/index.html; warnings are errors
+# make linkcheck  check the site's links to other sites
 # make lint       ruff, clang-format, mypy
-# make test-versions  all tests on the oldest jax supported, on 0.10.2, and on the newest one
-# make test-sanitize  a fuzzer, all tests and the C++ tests on a CPU module built with sanitizers
-# make wheels     an sdist and a wheel for each Python here, into dist/, each wheel tried as installed
-# make soak       memory after millions of calls and 1,000 compilations
+# make test-versions  run all tests on the oldest supported jax, on 0.10.2, and on the newest
+# make test-sanitize  run a fuzzer, all tests and the C++ tests on a CPU module with sanitizers
+# make wheels     build an sdist and a wheel for each Python found into dist/, test each wheel
+# make soak       measure memory after millions of calls and 1,000 compilations
 # make gpu-check  on a machine with a GPU: build, suite, compute-sanitizer, benchmarks
 # make clean      remove everything that was built
 #
-# PYTHON=python3.13 chooses the interpreter, VENV=dir the virtual environment, JAX=jax==0.9.0 what
-# is installed into a new one, and the variables of CMakeLists.txt (JOF_CUDA, JOF_CUDA_ARCHITECTURES,
-# JOF_WERROR) the build.
+# PYTHON=python3.13 selects the interpreter, VENV=dir the virtual environment, and JAX=jax==0.9.0
+# the jax that is installed into a new environment. The variables of CMakeLists.txt (JOF_CUDA,
+# JOF_CUDA_ARCHITECTURES, JOF_WERROR) configure the build.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -36,8 +36,8 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# An interpreter for each of these minor versions of Python 3 that runs here, from PATH or of pyenv;
-# and the first of them.
+# `pythons` finds a working interpreter for each of the given minor versions of Python 3, on PATH or
+# from pyenv; `python` is the first of them.
 pythons = $(shell for minor in $(1); do \
   for python in python3.$$minor "$$(pyenv root 2>/dev/null)"/versions/3.$$minor.*/bin/python3; do \
     "$$python" -c 'import venv' 2>/dev/null && echo "$$python" && break; \
@@ -57,8 +57,8 @@ test-0.10.2:
 test-newest:
 	$(MAKE) test PYTHON="$(call python,15 14 13 12)" VENV=.venv-newest $(EXHAUSTIVE)
 
-# Sanitizers' runtime must be in the process before the module is. Python and JAX leak by design,
-# and tests ask for more memory than there is.
+# The sanitizers' runtime must be loaded before the module. Python and JAX leak by design, and some
+# tests allocate more memory than is available.
 SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 JOF_SANITIZE=ON \
   LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libubsan.so)"
 
@@ -78,7 +78,7 @@ doctest: $(VENV)/installed
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m pytest -q \
 	  --doctest-modules jax_oneflow_ops --doctest-glob='*.md' README.md $$(find docs -name '*.md')
 
-# Everything is read anew (-E): what Sphinx remembers of an earlier run it does not warn of again.
+# -E reads all pages again: Sphinx does not repeat warnings about pages cached by an earlier run.
 docs linkcheck: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -b $(if $(filter docs,$@),html,linkcheck) -E -q -n -W --keep-going \
 	  docs build/$@
@@ -95,18 +95,18 @@ gpu-check:
 clean:
 	rm -rf .venv* build dist
 
-# jax for the GPU that is visible, if one is: the driver says which CUDA it can run.
+# The extra that installs jax for the visible GPU, if any, for the CUDA version of its driver.
 CUDA_EXTRA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(12\|13\)\..*/,cuda\1/p')
 
-# A build folder of its own: CMake keeps the variables of the last build in it. --verbose shows what
-# is compiled, and compilers' messages, among lines that tell nothing.
+# Each environment has its own build folder, because CMake keeps a build's variables there.
+# --verbose shows what is compiled and the compilers' messages; grep removes noise.
 $(VENV)/installed: $(BUILD_INPUTS) | $(VENV)/created
 	@echo "==> Installing $(JAX) and compiling jax_oneflow_ops into $(VENV), which takes minutes"
 	@rm -f $@; { $(BIN)/python -m pip install --verbose --config-settings=build-dir=$(VENV)/build \
 	  --editable '.[test$(CUDA_EXTRA)]' '$(JAX)' && touch $@; } 2>&1 | grep --line-buffered -v \
 	  -e 'Link requires a different Python' -e 'changing mode of' -e '-- Installing: '; test -e $@
 
-# What an extra has beside extras of this package.
+# Installs an extra's requirements, except other extras of this package.
 $(VENV)/installed-%: $(VENV)/installed
 	@echo "==> Installing the extra $* into $(VENV)"
 	@$(BIN)/python -m pip install --quiet $$($(BIN)/python -c \

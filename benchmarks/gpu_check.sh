@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A whole round on a machine with a GPU, in one call and without a network: build against the
-# installed jaxlib, the C++ tests of the kernels at every pointer offset and of the math functions,
-# the test suite, compute-sanitizer over a part of the C++ tests, the quick benchmarks. Results go
-# to $OUT if it is set, else to build/gpu-check.
+# All checks on a machine with a GPU, in one call and without a network: builds against the
+# installed jaxlib, then runs the C++ tests of the kernels at every pointer offset and of the math
+# functions, the test suite, compute-sanitizer on a part of the C++ tests, and the quick benchmarks.
+# Results go to $OUT if it is set, otherwise to build/gpu-check.
 #
-# Arguments are the benchmarks' own, instead of --quick.
-# QUICK=1 leaves compute-sanitizer out.
+# Arguments are passed to the benchmarks and replace --quick.
+# QUICK=1 skips compute-sanitizer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -15,7 +15,7 @@ architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -
 
 section() { printf '\n==== %s (%d s)\n' "$1" "$SECONDS"; }
 
-# Runs its arguments, each a command line, at the same time. Fails if one does.
+# Runs its arguments, each a command line, in parallel. Fails if any of them fails.
 together() {
   local command pid pids=() status=0
   for command in "$@"; do
@@ -47,7 +47,7 @@ for source in tests/cpp/*_cuda_test.cu; do
 done
 together "${links[@]}"
 
-# What fails is named at the end, after all the rest has run.
+# Failed steps do not stop the others; they are named at the end.
 failed=()
 
 section "C++ tests"
@@ -60,8 +60,8 @@ XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 \
 
 if [[ -z ${QUICK:-} ]]; then
   section "compute-sanitizer"
-  # The slowest first; of scatters each type by itself. Integers and f64 share the kernels of f32,
-  # and only kernels with shared memory can race or synchronise.
+  # The slowest runs come first, and each scatter type runs separately. Integers and f64 share the
+  # kernels of f32, and only kernels with shared memory can race or synchronise.
   {
     printf 'racecheck %s\n' "rows brief" "scatter brief "{f16,bf16,f32} "upsample brief" "permute brief"
     printf 'memcheck %s\n' "elementwise brief" "compiled brief" "upsample brief" "permute brief" \

@@ -1,6 +1,6 @@
-# Sets JOF_NVCC to nvcc's path, or leaves it empty: CUDACXX, then PATH and the toolkit's usual
-# places, then the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime and -cccl of the build environment.
-# JOF_NVCC_LIBRARIES is then the wheels' library folder, where nvcc does not look by itself.
+# Sets JOF_NVCC to nvcc's path, or to an empty string. Searches CUDACXX, then PATH and the toolkit's
+# usual places, then the build environment's wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime and
+# -cccl. For wheels, JOF_NVCC_LIBRARIES is their library folder, which nvcc does not search itself.
 set(JOF_NVCC "")
 set(JOF_NVCC_LIBRARIES "")
 if(DEFINED ENV{CUDACXX} AND EXISTS "$ENV{CUDACXX}")

@@ -1,4 +1,4 @@
-"""Arrays that the tests of several ops are fed with, and how results are compared."""
+"""Inputs and comparisons that the tests of several ops share."""
 
 import math
 import zlib
@@ -9,17 +9,17 @@ import numpy as np
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 FLOAT8 = tuple(name for name in dir(jnp) if name.startswith("float8_"))
 INEXACT = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-# Those that kernels which move bits are for.
+# The dtypes of kernels that only move bits.
 DTYPES = ("bool", *INTEGERS, *FLOAT8, *INEXACT)
 
 
 def rng_for(*key) -> np.random.Generator:
-    """The same numbers for the same test in every process."""
+    """A generator that gives a test the same numbers in every process."""
     return np.random.default_rng(zlib.crc32(repr(key).encode()))
 
 
 def any_bits(rng: np.random.Generator, shape, dtype) -> np.ndarray:
-    """Every bit pattern that the dtype has: NaNs with payloads, infinities, -0, subnormals."""
+    """Random bit patterns, including NaNs with payloads, infinities, -0 and subnormals."""
     dtype = jnp.dtype(dtype)
     if dtype.kind == "b":
         return rng.integers(0, 2, size=shape).astype(bool)

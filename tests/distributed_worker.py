@@ -1,4 +1,4 @@
-"""One of several processes that run a training step together, which test_distributed.py starts:
+"""One of several processes that run a training step together; test_distributed.py starts them.
 
 python -m tests.distributed_worker COORDINATOR PROCESSES NUMBER RESULTS.npz
 """
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_oneflow_ops as jof
 
 ROWS, NODES = 64, 8
-# How arrays are sharded over the mesh axes `model`, which are the processes, and `data`.
+# How arrays are sharded over the mesh axes `model` (the processes) and `data` (their devices).
 SPECS = (
     {"table": P("model"), "weight": P(), "bias": P(), "slope": P()},
     {"images": P(("model", "data")), "ids": P("data"), "nodes": P("data")},
@@ -43,7 +43,7 @@ def arrays():
 
 
 def loss(parameters, batch):
-    """Something of every family of ops, with sums of integers and of their halves: exact."""
+    """A loss with ops of several families; all sums are of integers or halves, so exact."""
     x = jof.permute(batch["images"], (0, 3, 1, 2))
     x = jof.fma(x, jnp.broadcast_to(parameters["weight"], x.shape), parameters["bias"])
     x = jof.upsample_nearest2d(jof.leaky_relu(x, parameters["slope"]), 2)

@@ -1,8 +1,9 @@
 """Raw calls of every FFI target with random operands, results and attributes, most of them wrong.
 
-Each must give a result or raise InvalidArgument: `python -m tests.fuzz --calls 10000 --seed 7`. The
-call that is being made is printed first where the process dies of it. A CPU module built with
-sanitizers (`make test-sanitize`) sees a byte that is read or written outside of the arrays.
+Each must give a result or raise InvalidArgument: `python -m tests.fuzz --calls 10000 --seed 7`.
+Every call is printed before it runs, so that the last line shows a call that kills the process. A
+CPU module built with sanitizers (`make test-sanitize`) detects any byte that is read or written
+outside the arrays.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def good_scatter(rng: random.Random, target: str) -> Call:
     order_type = "int64" if ids == "int64" else "int32"
     ordered = target.endswith("sorted") and batch == 1 and rng.random() < 0.5
     order = ((rows if ordered else 0,), order_type)
-    # 0: no copies, which only CPUs have, and not for 16-bit sums.
+    # Only CPUs accept 0 private copies, and not for 16-bit sums.
     least = int(target.endswith("sorted") or dtype in ("float16", "bfloat16"))
     parts = rng.randrange(max(least, jax.default_backend() != "cpu"), 4)
     scratch = {
@@ -142,7 +143,7 @@ GOOD = {
 
 
 def good_maker(target: str) -> Callable[[random.Random, str], Call]:
-    """Makes calls that may be right."""
+    """The function that makes plausible calls of the target."""
     return next((GOOD[p] for p in GOOD if target.startswith(p)), good_elementwise)
 
 
@@ -169,7 +170,7 @@ def change_attribute(rng: random.Random, value: Any) -> Any:
 
 
 def mutate(rng: random.Random, call: Call) -> Call:
-    """One change that most often makes the call wrong."""
+    """Makes one change, which usually makes the call invalid."""
     operands, results, attributes = [*call.operands], [*call.results], dict(call.attributes)
     what = rng.randrange(6)
     side = operands if what % 2 == 0 or not results else results
@@ -192,7 +193,7 @@ def mutate(rng: random.Random, call: Call) -> Call:
 
 
 def contents(rng: random.Random, array: Array) -> np.ndarray:
-    """Any bits; integers, which may be indices, are often small."""
+    """Random bits; integers are often small, because they may be indices."""
     shape, name = array
     dtype = jnp.dtype(name)
     generator = np.random.default_rng(rng.getrandbits(32))
@@ -208,7 +209,7 @@ def contents(rng: random.Random, array: Array) -> np.ndarray:
 
 
 def run(rng: random.Random, call: Call) -> str:
-    """Makes the call: "result" or "refused". Raises on any other end."""
+    """Makes the call and returns "result" or "refused". Raises on any other outcome."""
     arrays = [contents(rng, operand) for operand in call.operands]
     results = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in call.results]
     function = jax.ffi.ffi_call(call.target, results)
@@ -218,7 +219,7 @@ def run(rng: random.Random, call: Call) -> str:
         if "INVALID_ARGUMENT" not in str(error):
             raise
         return "refused"
-    # What is not refused must be right. XLA calls nothing for a result of no elements.
+    # An accepted call must be right. XLA drops a call whose result is empty.
     if call.target == "jof_permute" and out[0].size > 0:
         expected = np.transpose(arrays[0], call.attributes["axes"])
         assert np.asarray(out[0]).tobytes() == expected.tobytes(), call
@@ -238,7 +239,7 @@ def main() -> int:
     with jax.enable_x64(True):
         for i in range(options.calls):
             rng = random.Random(f"{options.seed}-{i}")
-            # The elementwise targets are many, and alike.
+            # Most calls go to other targets, because the elementwise targets are many and alike.
             others = [t for t in targets if good_maker(t) is not good_elementwise]
             target = rng.choice(others if others and i % 4 else targets)
             call = good_maker(target)(rng, target)

@@ -1,6 +1,6 @@
-"""Kernels as users write them, with the same functions in jnp: the tests share them.
+"""Kernels as users write them, with the same functions in jnp, shared by several tests.
 
-Derivatives are kernels up to the third, and expressions there.
+First and second derivatives are kernels; third derivatives are expressions.
 """
 
 import jax
@@ -15,12 +15,12 @@ def softsign_ref(x):
     return x / (1 + jnp.abs(x))
 
 
-# The value and its derivatives, where r is 1 / (1 + |x|).
+# The value and its derivatives, with r = 1 / (1 + |x|).
 SOFTSIGN = ("x * r", "r * r", "-copysign(2 * r * r * r, x)", "6 * r * r * r * r")
 
 
 def softsign_derivative(order):
-    """One input."""
+    """The derivative of softsign of the given order: one input."""
     if order == ORDERS:
         return "6 / pow(1 + abs(x), 4)"
     return jof.ElementwiseKernel(
@@ -40,7 +40,8 @@ def scaled_silu_ref(x, bias, alpha):
     return alpha * jax.nn.silu(x + bias)
 
 
-# s of 1, s', s'' and s''' of the sigmoid s, and derivatives of h s(h): n s^(n-1) + h s^(n).
+# The sigmoid s with its derivatives s', s'' and s''' in terms of s, and the derivatives of h s(h),
+# which are n s^(n-1) + h s^(n).
 SILU_PREAMBLE = """
     template <typename C>
     JOF_HOST_DEVICE JOF_INLINE C sigmoid_derivative(int order, C s) {
@@ -59,7 +60,7 @@ SILU_PREAMBLE = """
 
 
 def scaled_silu_derivative(order, factor="alpha * "):
-    """An array, a row, and a scalar, which is a factor."""
+    """A derivative of scaled_silu: an array, a row, and a scalar factor."""
     silu = f"silu_derivative({order}, x + bias)" if order else "silu(x + bias)"
     if order == ORDERS:
         return factor + silu
@@ -87,12 +88,15 @@ def rotation_ref(x, y, angle):
     return c * x - s * y, s * x + c * y
 
 
-# The cosine of `angle` and that many quarter turns.
+# COSINES[n] is the cosine of `angle` plus n quarter turns.
 COSINES = ("cos(angle)", "-sin(angle)", "-cos(angle)", "sin(angle)")
 
 
 def rotated(turns):
-    """The first coordinate after quarter turns, too; the fourth is the second coordinate."""
+    """The rotation's first coordinate after `turns` more quarter turns.
+
+    Three quarter turns give the second coordinate.
+    """
     return f"{COSINES[turns % 4]} * x + {COSINES[(turns + 1) % 4]} * y"
 
 

@@ -1,4 +1,4 @@
-"""This package's functions in place of those of JAX that they replace, under JAX's own names."""
+"""Puts this package's functions in place of the JAX functions that they replace."""
 
 import collections
 import contextlib
@@ -24,7 +24,7 @@ def take(
     indices_are_sorted=False,
     fill_value=None,
 ):
-    """The signature of `jnp.take`, with what docs/differences.md says of `embedding_lookup`."""
+    """`embedding_lookup` with `jnp.take`'s signature; docs/differences.md lists differences."""
     if out is not None:
         raise NotImplementedError("take: out is not supported")
     return jof.embedding_lookup(
@@ -39,7 +39,7 @@ def take(
 
 
 def astype(x, dtype, copy=False, device=None):
-    """The signature of `jnp.astype`, without what `cast` leaves out."""
+    """`cast` with `jnp.astype`'s signature; JAX handles `copy` and `device`, which it lacks."""
     if copy or device is not None:
         return NATIVE_ASTYPE(x, dtype, copy=copy, device=device)
     return jof.cast(x, dtype)
@@ -50,7 +50,7 @@ ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum")
 ACTIVATIONS = (
     *("relu", "leaky_relu", "elu", "sigmoid", "silu", "softplus", "hard_swish", "mish", "gelu"),
 )
-# By the module or class and the name that programs know: what stands in its place.
+# (Module or class, name that programs use) -> replacement.
 REPLACED: dict[tuple[Any, str], Callable[..., Any]] = {
     **{(jnp, name): getattr(jof, name) for name in (*ARITHMETIC, "where", "tanh")},
     (jnp, "true_divide"): jof.divide,
@@ -69,7 +69,7 @@ REPLACED: dict[tuple[Any, str], Callable[..., Any]] = {
 
 
 def is_called_by(package: str) -> bool:
-    """Whether a function of `package` is being run in this thread."""
+    """Whether a function of `package` is on this thread's call stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == package:
@@ -79,7 +79,7 @@ def is_called_by(package: str) -> bool:
 
 
 def standing_in(replacement: Callable[..., Any], original: Any, calls: collections.Counter) -> Any:
-    """`replacement` for all but this package itself, whose references are those of JAX."""
+    """`replacement` for all callers except this package, whose references use JAX's functions."""
 
     @functools.wraps(original, updated=())
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -93,10 +93,9 @@ def standing_in(replacement: Callable[..., Any], original: Any, calls: collectio
 
 @contextlib.contextmanager
 def replaced() -> Iterator[collections.Counter]:
-    """Puts this package's functions in the place of JAX's, and counts what runs.
+    """Puts this package's functions in place of JAX's, and counts calls.
 
-    What is counted: calls, by the name of the function, and native calls that programs are lowered
-    to, by their FFI target.
+    Counts calls by function name, and the native calls that programs are lowered to by FFI target.
     """
     counts: collections.Counter = collections.Counter()
     ffi_call = jax.ffi.ffi_call
@@ -107,8 +106,8 @@ def replaced() -> Iterator[collections.Counter]:
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        # What JAX traces here and caches is not to be found elsewhere, nor the other way round:
-        # this setting is part of the caches' keys. On CPUs it changes nothing else.
+        # Keeps JAX's trace caches in here and outside apart: this setting is part of the caches'
+        # keys. On CPUs it changes nothing else.
         jax.default_matmul_precision("highest"),
     ):
         patch.setattr(jax.ffi, "ffi_call", counted)

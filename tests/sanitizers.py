@@ -1,4 +1,4 @@
-"""What tests know of the sanitizers that a process may run under (`make test-sanitize`)."""
+"""Support for tests that run under sanitizers (`make test-sanitize`)."""
 
 import os
 
@@ -6,6 +6,6 @@ import pytest
 
 
 def not_sanitized(why: str) -> pytest.MarkDecorator:
-    """For tests of what a sanitizer's runtime changes."""
+    """Skips a test under a sanitizer whose runtime changes the tested behaviour."""
     sanitized = "libasan" in os.environ.get("LD_PRELOAD", "")
     return pytest.mark.skipif(sanitized, reason=f"under a sanitizer {why}")

@@ -1,7 +1,8 @@
-"""What `make wheels` asks of an installed wheel: ``python -m tests.smoke``, where no compiler is.
+"""The test that `make wheels` runs on an installed wheel, without a compiler.
 
-Every function's kernel computes what JAX does, in one program with its gradients; `accelerate`
-swaps; `fuse` and `ElementwiseKernel` say what is missing, and run without it. Needs jax alone.
+``python -m tests.smoke`` checks that every function's kernel and its gradients in one program match
+JAX; that `accelerate` replaces operations; and that `fuse` and `ElementwiseKernel` warn of the
+missing compiler and run without it. It needs only jax.
 """
 
 import collections
@@ -15,12 +16,12 @@ import numpy as np
 import jax_oneflow_ops as jof
 from tests import catalogue
 
-GRADIENT_RTOL = 1e-5  # of float32's cases, which have integers as inputs
-COMPILED = ("message_max", "attention_sum")  # when they are called
+GRADIENT_RTOL = 1e-5  # for float32 cases, whose inputs are integers
+COMPILED = ("message_max", "attention_sum")  # their kernels are compiled when they are called
 
 
 def check_case(case):
-    """Values and gradients by the kernel are JAX's."""
+    """Checks that the kernel's values and gradients match JAX's; returns the targets called."""
 
     def both(f, *operands):
         def total(wrt):
@@ -61,7 +62,7 @@ def check_accelerate():
 
 
 def check_kernels():
-    """They say once what is missing, and what helps; what they compute is right all the same."""
+    """Checks that kernels warn of the missing compiler, with a remedy, and compute right values."""
     cube = jof.ElementwiseKernel("T x", "T y", "y = x * x * x", "cube", reference=lambda x: x**3)
     x = jnp.arange(4.0)
     with warnings.catch_warnings(record=True) as caught:

@@ -1,9 +1,9 @@
 """Many calls and many compilations, after which the process must hold no more memory than before.
 
 `python -m tests.soak` calls each op with its gradient 100,000 times, and compiles 1,000 programs.
-Its exit status is 1 if memory leaks: it says what grew, and by how much. On a GPU it watches the
-device's memory, too, and with `--driver-memory` what the driver has given away; for that nobody
-else may use the GPU.
+It reports the growth of memory, and its exit status is 1 if memory leaks. On a GPU it also watches
+the device's memory, and with `--driver-memory` the memory that the driver has allocated; no other
+process may use the GPU then.
 """
 
 import argparse
@@ -21,20 +21,20 @@ from tqdm import tqdm
 
 from tests.catalogue import CASES, Case
 
-IN_FLIGHT = 10  # calls; of many more, the results would be what is measured
+IN_FLIGHT = 10  # calls; with many more, their results would dominate the measured memory
 COMPILED = 50  # programs, after which jax's caches are cleared
 
-# Growth that is forgiven, in bytes. Free lists of allocators differ from time to time: by 70 KB
-# with jax 0.10 and 0.12, by 600 KB in 1000 calls with jax 0.8. The least that each of 33,000 calls
-# can leak is one block of malloc's, 32 bytes: just more. Arrays on the device are the same ones at
-# any time, and the driver hands out 2 MiB at once.
+# Tolerated growth, in bytes. The sizes of allocators' free lists vary: by 70 KB with jax 0.10 and
+# 0.12, by 600 KB in 1000 calls with jax 0.8. The smallest leak, one 32-byte malloc block in each of
+# 33,000 calls, just exceeds the limit. The arrays on the device are the same at all times, and the
+# driver allocates 2 MiB at once.
 FORGIVEN = {"resident": 1 << 20, "device": 0, "driver": 4 << 20}
-# Compilers' heaps are larger. Of 1000 programs, 12 KB were left.
+# Compilers' heaps vary more. After 1000 programs, 12 KB were left.
 FORGIVEN_PER_PROGRAM = 2 << 10
 
 
 def held(driver: bool) -> dict[str, int]:
-    """The bytes of each kind that the process holds when all garbage is gone."""
+    """The bytes of each kind of memory that the process holds after garbage collection."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -48,16 +48,19 @@ def held(driver: bool) -> dict[str, int]:
 
 
 def gradient(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
-    """Of the squares: what a softmax gives adds up to 1, and the gradient of that is rounding."""
+    """The gradient of the sum of squares.
+
+    A plain sum will not do: a softmax sums to 1, so its gradient would be rounding errors.
+    """
     return jax.grad(lambda *xs: jnp.sum(jnp.square(case.f(*xs))), case.wrt)
 
 
 def grown(
     step: Callable[[int], object], settle: Callable[[], object], count: int, driver: bool, bar: tqdm
 ) -> dict[str, int]:
-    """By how much memory grows in the second or the last third of the steps.
+    """The growth of memory in the second or the last third of the steps, whichever is less.
 
-    Whichever is less: allocators fill up, and leaks go on.
+    Allocators' pools grow for a while only, whereas leaks continue.
     """
     marks = []
     for i in range(count):

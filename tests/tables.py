@@ -1,4 +1,4 @@
-"""The documents' tables of what the tests cover, made of what parametrizes the tests.
+"""The documents' tables of test coverage, generated from the parameters of the tests.
 
 `python -m tests.tables [--check]` writes them between their markers.
 """
@@ -18,7 +18,7 @@ SHARED = "tested on another function whose rules this one shares"
 
 
 def transformations() -> str:
-    """Rows are functions, columns groups of columns of the tests' table."""
+    """The table of transformations: rows are functions, columns are groups of test columns."""
     cells = [(case, c.group, c.name, c.reason(case)) for case, c in test_transforms.cells()]
     cells += [(case, *column, None) for case in EACH_KIND for column in test_export.COLUMNS]
     groups: dict[str, dict[str, None]] = {c.group: {} for c in test_transforms.COLUMNS.values()}
@@ -73,7 +73,7 @@ def page(name: str) -> Path:
 
 
 def updated(name: str, text: str) -> str:
-    """The page's `text` with today's table between its markers."""
+    """The page's `text` with the current table between its markers."""
     begin, end = f"<!-- tests:{name} begin -->", f"<!-- tests:{name} end -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     assert len(pattern.findall(text)) == 1, f"{page(name)} lacks {begin} ... {end}"

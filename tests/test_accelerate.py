@@ -1,4 +1,4 @@
-"""Programs that stay as they are: what accelerate swaps in them, where, and that results agree."""
+"""`accelerate` on unchanged programs: what it swaps, where it applies, and that results agree."""
 
 import functools
 import inspect
@@ -30,7 +30,7 @@ pytestmark = native_backend
 
 
 def sums(f, *args, platform=None, **jit) -> int:
-    """The number of calls in a program that add up rows."""
+    """The number of scatter kernel calls in a lowered program."""
     platforms = None if platform is None else (platform,)
     traced = jax.jit(f, **jit).trace(*args)
     found = lowered_targets(traced.lower(lowering_platforms=platforms).as_text())
@@ -66,7 +66,7 @@ FORMS = {
 
 
 def of_all_dimensions(read, index, x):
-    """The index with `read(ids, size)` in place of ids."""
+    """The index extended to all dimensions, with `read(ids, size)` in place of ids."""
     index = (*index, *(ALL,) * (x.ndim - len(index)))
     return tuple(
         slice(*i.indices(n)) if isinstance(i, slice) else read(np.asarray(i), n)
@@ -75,7 +75,7 @@ def of_all_dimensions(read, index, x):
 
 
 def as_numpy_reads(index, x, mode):
-    """An index of an array that has one more row in each dimension, for what is dropped."""
+    """An index into an array padded by one row per dimension, which takes dropped updates."""
 
     def read(i, n):
         i = np.where(i < 0, i.astype(int) + n, i)
@@ -85,7 +85,7 @@ def as_numpy_reads(index, x, mode):
 
 
 def numpy_added(x, index, u, mode, reducer="add"):
-    """The same by numpy.add.at, and by others."""
+    """The expected result, by numpy.add.at or the ufunc of another reducer."""
     padded = np.pad(x, [(0, 1)] * x.ndim)
     ufunc = {"add": np.add, "max": np.maximum, "min": np.minimum, "multiply": np.multiply}[reducer]
     ufunc.at(padded, as_numpy_reads(index, x, mode), u)
@@ -93,7 +93,7 @@ def numpy_added(x, index, u, mode, reducer="add"):
 
 
 def numpy_set(x, index, u, mode):
-    """The same by numpy, whose last update of an element counts."""
+    """The expected result of a set by NumPy, which keeps the last update of each element."""
     padded = np.pad(x, [(0, 1)] * x.ndim)
     padded[as_numpy_reads(index, x, mode)] = u
     return padded[tuple(map(slice, x.shape))]
@@ -122,7 +122,7 @@ def test_every_form_is_one_call_and_does_what_numpy_does(mode, reducer):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int8"])
 def test_extremes_are_those_of_xla(dtype):
-    """NaNs, infinities, segments of nothing, and gradients where several are the greatest."""
+    """NaNs, infinities, empty segments, and gradients where several values tie for the maximum."""
     with jax.enable_x64(True):
         values = integers(40, 3, low=-3, high=4).astype(dtype)
         if dtype != "int8":
@@ -164,11 +164,11 @@ def test_every_dtype():
             np.testing.assert_array_equal(y, expected.astype(dtype), dtype)
 
 
-# --- scatters of any dimension numbers, against XLA -----------------------------------------------
+# --- scatters with any dimension numbers, against XLA ---------------------------------------------
 
 
 def any_scatter(seed):
-    """Operand, indices, updates, dimension numbers and mode."""
+    """A random scatter: operand, indices, updates, dimension numbers and mode."""
     rng = rng_for("scatter", seed)
     shape = [int(n) for n in rng.integers(1, 6, rng.integers(1, 6))]
     kinds = rng.choice(["batching", "scattered", "inserted", "window"], len(shape))
@@ -176,8 +176,8 @@ def any_scatter(seed):
     of = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in ("batching", "inserted")}
     columns = rng.permutation([i for i, k in enumerate(kinds) if k in ("scattered", "inserted")])
     if seed % 3 == 0 and len(columns) > 1:
-        columns = columns[1:]  # nothing points into the other dimension: windows start at 0
-    # The dimensions of the indices, those of the batch among them anywhere.
+        columns = columns[1:]  # no index for the dropped dimension: its windows start at 0
+    # The dimensions of the indices, with the batch dimensions at random places.
     sizes = [int(n) for n in rng.integers(2, 5, rng.integers(1, 3))]
     places = rng.permutation(len(sizes) + len(of["batching"]))[: len(of["batching"])]
     batch = {int(place): shape[dim] for place, dim in zip(places, of["batching"], strict=True)}
@@ -222,7 +222,7 @@ def test_any_scatter_is_that_of_xla():
         np.testing.assert_array_equal(a, b, repr(case[3:]))
 
 
-# --- where the scope reaches ----------------------------------------------------------------------
+# --- the extent of the scope ----------------------------------------------------------------------
 
 TABLE, IDS = np.linspace(-1, 1, 33, dtype=np.float32).reshape(11, 3), FIRST[:20] % 11
 PARTS = IDS.reshape(4, 5)
@@ -295,7 +295,7 @@ def resized(table, ids):
     return jnp.sum(jnp.sin(jax.image.resize(table, (22, 6), "nearest")))
 
 
-# Functions of (table, ids), with the sums that each has.
+# Functions of (table, ids), each with its number of scatter kernel calls.
 PROGRAMS = {
     "grad": (jax.grad(lookup), 1),
     "grad of jit": (jax.grad(jax.jit(lookup)), 1),
@@ -415,7 +415,7 @@ def test_one_scope_serves_many_threads():
     assert found == [1] * 4 + [0] * 4
 
 
-# --- what is left as it is ------------------------------------------------------------------------
+# --- operations that are not swapped --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -444,10 +444,10 @@ def test_what_old_releases_compile_only_without_metadata():
 
 
 def test_left_to_xla_where_kernels_would_move_data_or_cannot_run():
-    if "out_memory_spaces" not in inspect.signature(compute_on).parameters:  # jax 0.12 has another
+    if "out_memory_spaces" not in inspect.signature(compute_on).parameters:  # differs in jax 0.12
         with compute_on("device_host"):
             rows = jof.explain(adds, TABLE, IDS).rows
-        # jax 0.8 lowers it elsewhere.
+        # jax 0.8 lowers it elsewhere, so there may be no rows.
         assert {row.reason for row in rows} <= {"jax.experimental.compute_on says where it runs"}
     if len(jax.devices()) < 4:
         pytest.skip("needs 4 devices (the CPU has 8 virtual ones)")
@@ -522,7 +522,7 @@ def test_outside_nothing_changes_and_the_persistent_cache_knows_the_inside(tmp_p
 
 
 def operands_of_sums(text: str) -> list[str]:
-    """The type of the operand of each call that adds up rows."""
+    """The operand type of each scatter-add call."""
     return re.findall(r"custom_call @jof_scatter_add_\w+\(.* : \(tensor<([^>]*)>", text)
 
 
@@ -537,7 +537,7 @@ def test_sums_into_zeros_are_given_no_operand(dtype):
 
 
 def test_kernels_read_ids_as_they_were_written():
-    """Also negative ones: else XLA writes the ids that jnp makes of them to memory first."""
+    """Negative ids, too: otherwise XLA first writes the ids that jnp normalizes to memory."""
     ids, u = integers(5, 8, low=-14, high=16), np.linspace(0, 1, 120, dtype=np.float32)
     table = np.asarray(rng_for((11, 3)).standard_normal((11, 3)), np.float32)
 
@@ -550,10 +550,10 @@ def test_kernels_read_ids_as_they_were_written():
     def weighed(ids):
         return jnp.bincount(ids.ravel(), u[:40], length=9)
 
-    def shifted(ids):  # no id of jnp's, though it looks like one
+    def shifted(ids):  # looks like jnp's wrapping of ids, but is not: it adds 10, not 11
         return jnp.zeros(11).at[jnp.where(ids < 0, ids + 10, ids)].add(1.0, mode="drop")
 
-    def clipped(ids):  # as bincount does it, but ids that are too large are the last row's
+    def clipped(ids):  # like bincount, but ids that are too large go to the last row
         return jnp.zeros(9).at[jnp.clip(ids.ravel(), 0)].add(u[:40], mode="clip")
 
     @jax.jit
@@ -561,7 +561,7 @@ def test_kernels_read_ids_as_they_were_written():
         narrow = ids.astype("int8").astype("int32")
         return jnp.maximum(ids, low), narrow, jnp.maximum(ids, narrow)
 
-    def other(number):  # results of a function that has bincount's among them, all of them read
+    def other(number):  # one result of `several`, of which all results are used
         def f(ids):
             found = several(ids.ravel(), 0)
             return jnp.zeros(9).at[found[number]].add(u[:40]) + sum(found).sum()
@@ -579,7 +579,7 @@ def test_kernels_read_ids_as_they_were_written():
 
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
 def test_single_updates_are_selected(mode):
-    """No zeros are written for the gradient of a cross entropy. Other operands are added to."""
+    """The gradient of a cross entropy writes no zeros first. Other operands are added to."""
     x = np.asarray(rng_for((2, 3, 5, 4)).standard_normal((2, 3, 5, 4)), np.float32)
     outside = mode != "promise_in_bounds"
     ids = np.array([[0, 4, 2], [1, -3 * outside, 4 + outside]])
@@ -614,7 +614,7 @@ def test_updates_that_are_one_number_are_not_written_to_memory(monkeypatch):
         least = jnp.zeros(5, ids.dtype).at[ids[0]].min(ids[0, 0] - 9)
         return jnp.bincount(ids.ravel(), length=5), several, least
 
-    # As many as GPUs sum in private copies; the last ones do not fill a pack.
+    # Enough ids for private copies on GPUs; the last ones do not fill a pack.
     ids = integers(3, 2**18 + 5, low=-2, high=6)
     x = integers(3, 5).astype(np.float32)
     ours = jax.jit(jof.accelerate(count)).lower(ids, x)
@@ -627,7 +627,7 @@ def test_updates_that_are_one_number_are_not_written_to_memory(monkeypatch):
 
 
 def test_binary_searches_are_unrolled():
-    """They find the same, whatever the table has."""
+    """Results are the same for sorted and unsorted tables, signed zeros, NaNs and infinities."""
     x = np.array([-2, -0.0, 0, 1.5, 3, np.nan, np.inf, -np.inf], np.float32)
     tables = [x[:3], np.sort(x), x, np.arange(-3, 14, dtype=np.float32)]
 
@@ -641,7 +641,7 @@ def test_binary_searches_are_unrolled():
         np.testing.assert_array_equal, ours.compile()(tables, x), plain.compile()(tables, x)
     )
 
-    def loop(x):  # no search: it stays a loop
+    def loop(x):  # not a search: it stays a loop
         return lax.scan(lambda ends, _: ((ends[0] + 1, ends[1]), None), (x, x), None, 5)[0]
 
     assert "while" in jax.jit(jof.accelerate(loop)).lower(np.arange(3)).as_text()
@@ -665,7 +665,7 @@ def test_what_xla_runs_faster_on_cpus_is_left_to_it():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_xla_runs_faster_in_16_bits_is_summed_in_float32(monkeypatch, dtype):
-    """The sums are integers that float32 has in any order, and dtype has after one rounding."""
+    """The sums are integers: float32 is exact in any order, and `dtype` rounds them once."""
     decision = _policy.Decision(_policy.Call((), 0), "xla", "as measured")
     monkeypatch.setattr(_policy, "choose", lambda *_: decision)
 
@@ -678,7 +678,7 @@ def test_what_xla_runs_faster_in_16_bits_is_summed_in_float32(monkeypatch, dtype
         args = (x, ids, u) if step is f else (jnp.stack([x, -x]), ids, jnp.stack([u, u], 1))
         ours = jax.jit(jof.accelerate(step)).lower(*args)
         assert len(re.findall(r": tensor<f32>, %\w+: tensor<f32>\)", ours.as_text())) == 2
-        assert ours.as_text().count("func.func") == 1  # nothing is traced for it
+        assert ours.as_text().count("func.func") == 1  # no extra function is traced
         wide = jax.jit(step)(args[0].astype("f4"), ids, args[2].astype("f4"))
         for found, expected in zip(ours.compile()(*args), wide, strict=True):
             np.testing.assert_array_equal(found, expected.astype(dtype))
@@ -735,8 +735,8 @@ def test_ids_that_all_problems_share_are_sorted_once(shape, axis):
 
 @pytest.fixture
 def ordered_on_cpus():
-    """On GPUs alone it is of use."""
-    module._problem(module._DETERMINISTIC)  # the rule for those stays
+    """Installs the deterministic rule on CPUs; normally only GPUs need it."""
+    module._problem(module._DETERMINISTIC)  # installs the GPU rule, which stays
     rules = _compat.mlir_internals._lowerings
     before = rules[lax.scatter_p]
     _compat.replace_lowerings([lax.scatter_p], ["cpu"], module._in_order)
@@ -848,7 +848,7 @@ def test_export():
         assert "jof_scatter_add" in exported.mlir_module()
         restored = jax.export.deserialize(exported.serialize())
         np.testing.assert_allclose(restored.call(TABLE, IDS), expected, rtol=1e-6)
-    for several in (adds, jof.accelerate(adds)):  # outside, too, where rules were replaced
+    for several in (adds, jof.accelerate(adds)):  # unaccelerated, too, although rules were replaced
         checks = jof.export_checks()
         export = jax.export.export(jax.jit(several), platforms=every, disabled_checks=checks)
         program = export(TABLE, IDS).mlir_module()
@@ -876,7 +876,7 @@ def test_sizes_that_are_not_known_are_left_to_xla_where_rows_are_not_plain():
     )
 
 
-# --- a jax that differs ---------------------------------------------------------------------------
+# --- an incompatible jax --------------------------------------------------------------------------
 
 
 def test_a_jax_that_differs_is_warned_of_once(monkeypatch):
@@ -918,7 +918,7 @@ MIXED = jax.value_and_grad(mixed, argnums=(0, 2)), (TABLE, IDS, np.ones((1, 4, 4
 
 def test_explain_counts_what_the_compiled_program_has():
     step, args = MIXED
-    for _ in range(2):  # nothing is remembered
+    for _ in range(2):  # explain caches nothing that changes the result
         report = jof.explain(step, *args)
         swapped = sum(row.count for row in report.rows if row.swapped)
         assert swapped == len(summing_calls(compiled(jof.accelerate(step), *args))) == 9
@@ -950,7 +950,7 @@ def test_explain_names_lines_and_reasons():
 
 
 def test_explain_names_what_would_help():
-    """What libraries compute by operations that are not swapped, where the program calls them."""
+    """Library functions whose operations are not swapped, at the lines that call them."""
     optax, linen = pytest.importorskip("optax"), pytest.importorskip("flax.linen")
     scale = {"params": {"scale": np.ones(16, np.float32)}}
 
@@ -981,7 +981,7 @@ def test_explain_names_what_would_help():
 
 
 def test_explain_names_messages():
-    """Sums of gathered rows, but not of rows that a product of matrices made, nor of ones."""
+    """Finds sums of gathered rows, but not sums of matrix products or of ones."""
 
     def layer(x, w, senders, receivers):
         def total(messages):
@@ -1078,7 +1078,7 @@ def test_a_report_fits_a_terminal(monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """Replaces the clock by times that are set, and lists the functions that were timed."""
+    """Replaces the clock by preset times, and lists the functions that were timed."""
     monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
     clock = SimpleNamespace(times=[1.0, 1.0], calls=[])
 
@@ -1091,7 +1091,7 @@ def measured(monkeypatch, tmp_path):
 
 
 def is_swapped(fun, *args) -> bool:
-    """Whether a function that has chosen runs kernels."""
+    """Whether a tuned function runs kernels."""
     jax.clear_caches()
     with unittest.mock.patch.object(_emit, "lower", side_effect=_emit.lower) as f:
         fun(*args)
@@ -1103,7 +1103,7 @@ def test_the_faster_way_runs_and_is_remembered(measured, caplog, plain, ours):
     measured.times = [plain, ours]
     expected = adds(TABLE, IDS)
     with caplog.at_level("INFO", "jax_oneflow_ops"):
-        for _ in range(2):  # the second one as another process would
+        for _ in range(2):  # the second pass reads the cache, as another process would
             tuned = jof.accelerate(jax.jit(adds), tune=True)
             np.testing.assert_array_equal(tuned(TABLE, IDS), expected)
             np.testing.assert_array_equal(tuned(TABLE, IDS), expected)
@@ -1130,7 +1130,7 @@ def test_other_shapes_and_other_programs_are_measured_anew(measured):
 
 
 def test_values_count_only_if_they_are_static(measured, monkeypatch):
-    """A learning rate that decays is not measured anew; a number of segments is."""
+    """A new learning rate is not measured again; a new number of segments is."""
 
     @functools.partial(jax.jit, static_argnames="size")
     def scaled(data, ids, rate, *, size=None):
@@ -1144,7 +1144,7 @@ def test_values_count_only_if_they_are_static(measured, monkeypatch):
         tuned(TABLE, FIRST[:11], 0.5, size=size)
     assert len(measured.calls) == 3
     assert tuned.lower(TABLE, FIRST[:11], 0.5).as_text().count("jof_scatter") == 1
-    # Another way to switch kernels off is another measurement.
+    # Switching kernels off with the environment variable needs another measurement.
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
     jof.accelerate(scaled, tune=True)(TABLE, FIRST[:11], 0.5)
     assert len(measured.calls) == 4
@@ -1174,13 +1174,13 @@ def test_tuning_runs_on_copies(monkeypatch, tmp_path):
     state = {"x": jnp.asarray(TABLE)}
     result = jof.accelerate(step, tune=True)(state, IDS)
     np.testing.assert_array_equal(result["x"], adds(TABLE, IDS))
-    assert state["x"].is_deleted()  # by the call itself
+    assert state["x"].is_deleted()  # the call itself donated it
 
 
 def test_a_tuned_function_is_not_for_transformations(measured):
     with pytest.raises(TypeError, match=r"Remedy: jof\.accelerate\(jax\.jit\(fun\), tune=True\)"):
         jax.jit(jof.accelerate(adds, tune=True))(TABLE, IDS)
-    with pytest.raises(TypeError, match="Remedy"):  # nor with arrays that are not traced
+    with pytest.raises(TypeError, match="Remedy"):  # not even with untraced arrays
         jax.jit(lambda x: x + jof.accelerate(adds, tune=True)(TABLE, IDS))(1.0)
     with pytest.raises(ValueError, match="pass one of them"):
         jof.accelerate(adds, tune=True, deterministic=True)
@@ -1190,7 +1190,7 @@ def test_a_tuned_function_is_not_for_transformations(measured):
 
 
 def test_equal_rows_are_one_that_counts_them():
-    """As those of a model's layers, which have one line; other shapes have rows of their own."""
+    """Equal rows, such as a model's layers, share one row; other shapes get separate rows."""
 
     def add(table, ids):
         return table.at[ids].add(1.0)

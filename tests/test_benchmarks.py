@@ -1,4 +1,4 @@
-"""The benchmarks' own machinery: what a number means before it is believed."""
+"""The benchmark machinery: inputs, timing, checks, results, comparisons and tables."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("tqdm")  # of the extra "bench"
+pytest.importorskip("tqdm")  # in the extra "bench"
 
 from benchmarks import __main__ as cli
 from benchmarks import (
@@ -104,14 +104,14 @@ def test_cases_have_names_of_their_own_and_sweeps_all_sizes(suite, platform):
     for line in results.by([vars(case) for case in sweep], "op", "dtype").values():
         sizes = [1 << bits for bits in range(10, 31 if platform == "gpu" else 27, 2)]
         assert [case["shape"] for case in line] == [tables.size(n) for n in sizes]
-        # Beside that array: ids, the small image, or as much again.
+        # In addition to that array: ids, the small image, or the same size again.
         assert all(n <= c["bytes"] <= 2 * n + 1024 for n, c in zip(sizes, line, strict=True))
     assert bool(sweep) == (suite in FAMILIES)
 
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.suite != "graph"],  # a row counts as often as edges read it
+    [case for case in CASES if case.suite != "graph"],  # counts a row once per edge that reads it
     ids=lambda case: case.name,
 )
 def test_bytes_are_those_of_the_arrays(case):
@@ -124,7 +124,7 @@ def test_bytes_are_those_of_the_arrays(case):
         moved = [*(read[i] for i in kept), *jax.tree.leaves(program.out_info)]
     total = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in moved)
     assert case.bytes <= total
-    if "embedding" not in case.name:  # of a table only the rows that are looked up count
+    if "embedding" not in case.name:  # only looked-up rows of a table count
         assert case.bytes == total
 
 
@@ -155,7 +155,7 @@ def test_checks_pass_ours_and_see_what_is_off(case):
 
 
 def test_all_forms_of_sums_agree(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # which has more forms
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # GPUs have more forms
     case = scatter.case(Problem("segment_sum", 2048, 3, 8, "hot", "float16"))
     work, arrays, right = drawn(case)
     assert work.forms.keys() == {"jnp", "jnp f32", "jnp in parts", "jnp sorted"}
@@ -225,11 +225,11 @@ def test_hashes_are_exact_and_differ(dtype):
 
 def test_kernels_are_summed_call_by_call():
     assert timing.per_call([1.0, 2.0, 3.0, 4.0], calls=2) == [3.0, 7.0]
-    assert timing.per_call([1.0, 2.0, 3.0], calls=2) == [3.0]  # uneven: their mean a call
+    assert timing.per_call([1.0, 2.0, 3.0], calls=2) == [3.0]  # uneven: the mean per call
 
 
 class Extension:
-    """Records what contenders launch."""
+    """A fake extension that records the kernels that contenders launch."""
 
     sessions, is_open, in_order = 0, False, True
 
@@ -267,7 +267,7 @@ def test_cupti_clock_tells_turns_apart_by_the_marker(in_order):
     assert outcome.pop("bad") == "RuntimeError: cannot open file.so"
     count = clock.rounds * clock.calls
     assert outcome == {"a": [1000.0] * count, "b": [1500.0] * count}
-    # Records that are out of order cost a session a turn.
+    # Out-of-order records cost one session per turn.
     assert extension.sessions == (1 if in_order else 1 + 3 * clock.rounds)
 
 
@@ -281,7 +281,7 @@ def test_contenders_take_turns_and_nobody_always_follows_the_same_one():
     contenders = [timing.Contender(name, lambda i: i, lambda _: None) for name in "abc"]
     timing.compare(contenders, Clock(rounds=4))
     assert "".join(name for name, _ in taken) == "abc" + "bca" + "cab" + "abc"
-    assert [start for _, start in taken] == list(range(12))  # nobody's inputs are the last one's
+    assert [start for _, start in taken] == list(range(12))  # every turn has new inputs
 
 
 def test_spreads_are_interquartile_ranges():
@@ -291,7 +291,7 @@ def test_spreads_are_interquartile_ranges():
 
 def test_turns_of_several_calls_are_their_mean_and_fit_into_the_budget(monkeypatch):
     now = iter(range(1000))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now) * 1e-3)  # 1 ms a turn
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now) * 1e-3)  # 1 ms per turn
     contender = timing.Contender("a", lambda i: i, lambda found: None)
     assert timing.compare([contender], timing.WallClock(64, 4, 8e3))["a"] == [250.0] * 2
 
@@ -314,7 +314,7 @@ def test_inputs_rotate_beyond_the_caches():
 
 @pytest.fixture
 def bare(monkeypatch):
-    """The harness as on a CPU, wherever the test runs, and in a hurry."""
+    """The harness as on a CPU, on any machine, with a small time budget."""
     clock = timing.WallClock(budget_us=3e4)
     machine = lambda seed, options: harness.Machine("cpu", clock, None, seed)  # noqa: E731
     monkeypatch.setattr(harness, "make_machine", machine)
@@ -342,7 +342,7 @@ def test_a_run_writes_what_it_measured(bare, tmp_path, capsys):
 
 
 def entered(case, options=harness.Options(), torch=None, **changes):  # noqa: B008
-    """What the harness makes of a case."""
+    """The entrants that the harness makes from a case."""
     work = dataclasses.replace(case.work(), **changes)
     case = dataclasses.replace(case, work=lambda: work)
     machine = harness.Machine("cpu", timing.WallClock(), torch, 1)
@@ -352,7 +352,7 @@ def entered(case, options=harness.Options(), torch=None, **changes):  # noqa: B0
 
 
 def test_xla_beside_kernels_is_what_the_default_may_run():
-    """Of an elementwise function that is not the jnp that ``implementation="xla"`` runs."""
+    """The case is an elementwise function that differs from ``implementation="xla"``."""
     (case,) = [c for c in elementwise.cases("cpu") if c.name == "fwd-gelu_tanh-4M-f16"]
     options = harness.Options(("native", "default", "xla"), libraries=False, check_only=True)
     before = _policy.prefers_xla
@@ -384,7 +384,7 @@ def test_rivals_that_fail_or_differ_are_named():
 
 
 def test_one_program_is_timed_once():
-    """Whatever its parameters and functions are called, and whichever of ours is its caller."""
+    """Names of parameters and functions do not matter, nor does which of our forms calls it."""
     case = TINY["elementwise"][1]  # times a scalar
 
     def product(renamed, scale):
@@ -469,9 +469,9 @@ def test_best_is_the_fastest_form_that_ran():
     assert results.as_written(row(forms=("not run", 3.0))) is None
     assert results.best(row(forms=("not run",))) is None
     assert results.rival(row(), "torch") == 2.5
-    assert results.form(row()) == 3.0  # what the default may run: the fastest, or
-    assert results.form(row(others={"default": 2.0, "xla": 3.5})) == 3.5  # what was measured
-    assert results.form(row(suite="rows", form=2.5)) == 2.5  # of a survey's line
+    assert results.form(row()) == 3.0  # the fastest program that the default may run, or
+    assert results.form(row(others={"default": 2.0, "xla": 3.5})) == 3.5  # the measured one
+    assert results.form(row(suite="rows", form=2.5)) == 2.5  # from a survey's line
     assert results.is_slower(row(forms=(1.0,)))
     assert not results.is_slower(row(forms=(1.95,)))  # within the spread
     assert "<" in tables.progress(row(forms=(1.0,)))
@@ -514,7 +514,7 @@ def test_comparison_tells_changes_from_noise(tmp_path, capsys):
     text = comparison.compare(results.Result(HEADER, before), results.Result(other, slow))
     assert "WARNING: driver: 1, then 2\nWARNING: version of jax: 1.2, then 3\n" in text
     assert "plain copies took 1.20x as long" in text
-    assert "flax" not in text  # which the older one does not know
+    assert "flax" not in text  # absent from the older result
     files[0].write_text("{}")
     with pytest.raises(SystemExit):
         cli.main(["compare", *map(str, files)])
@@ -539,7 +539,7 @@ def test_report_writes_between_markers_and_says_what_is_stale(tmp_path, capsys):
     text = page.read_text()
     assert text.startswith("a\n<!--")
     assert text.endswith("-->\nb")
-    assert "| `cast` | 1.00x | 0.87x | - | - |" in text  # as written 2.0 and 0.5
+    assert "| `cast` | 1.00x | 0.87x | - | - |" in text  # over jnp as written: 2.0 and 0.5
     for wrong in (
         "<!-- benchmarks:headline x begin -->",
         MARKED.replace("headline", "none"),
@@ -551,7 +551,7 @@ def test_report_writes_between_markers_and_says_what_is_stale(tmp_path, capsys):
             cli.main(check)
 
 
-@pytest.mark.exhaustive  # .ci/run asks the same
+@pytest.mark.exhaustive  # .ci/run checks the same
 def test_the_documents_tables_are_current():
     assert report.main(["--check"]) == 0
 

@@ -1,4 +1,4 @@
-"""cast: every pair of real dtypes, bit for bit against astype, and against NumPy and ml_dtypes."""
+"""cast for every pair of real dtypes, compared bit for bit with astype, NumPy and ml_dtypes."""
 
 import zlib
 
@@ -18,13 +18,13 @@ INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 FLOATS = (*FLOAT8, "float16", "bfloat16", "float32", "float64")
 DTYPES = ("bool", *INTEGERS, *FLOATS)
-# How many bits of precision, and the largest power of two, that every value of a float dtype has.
+# The bits of precision of each float dtype.
 PRECISION = {"float8_e4m3fn": 4, "float8_e5m2": 3, "float16": 11, "bfloat16": 8, "float32": 24}
 
 
 @pytest.fixture(scope="module")
 def quiet_numpy():
-    """The warnings of NumPy's own casts, which pytest would take for errors."""
+    """Silences warnings of NumPy's own casts, which pytest would turn into errors."""
     with np.errstate(all="ignore"):
         yield
 
@@ -38,14 +38,14 @@ def unsigned_of(dtype) -> np.dtype:
 
 
 def random_bits(rng: np.random.Generator, count: int) -> np.ndarray:
-    """64-bit words with about as many leading zeros, or leading ones, of every number."""
+    """Random 64-bit words with evenly distributed numbers of leading zeros or ones."""
     words = rng.integers(0, 2**64, size=count, dtype=np.uint64)
     shifted = words >> rng.integers(0, 64, size=count).astype(np.uint64)
     return np.concatenate([words, shifted, ~shifted])
 
 
 def special_integers(dtype) -> np.ndarray:
-    """Powers of two, their neighbours, and integers halfway between those of a float dtype."""
+    """Powers of two, their neighbours, and integers halfway between values of a float dtype."""
     words = {0}
     for k in range(64):
         for lost in (0, *(2 ** max(0, k - precision) for precision in PRECISION.values())):
@@ -56,7 +56,7 @@ def special_integers(dtype) -> np.ndarray:
 
 
 def special_floats(dtype) -> np.ndarray:
-    """Values of all narrower float dtypes, the middles between them, and what lies beside both."""
+    """Values of narrower float dtypes, the midpoints between them, and the neighbours of both."""
     dtype = jnp.dtype(dtype)
     values = []
     for name in PRECISION:
@@ -70,7 +70,7 @@ def special_floats(dtype) -> np.ndarray:
             values.append(part.astype(np.float64))
         low, high = values[-2:]
         values.append((low + high) / 2)
-    # What is too large for a dtype of few exponent bits, and the ends of integer ranges.
+    # Values that overflow dtypes with few exponent bits, and the ends of integer ranges.
     powers = 2.0 ** np.arange(-5, 130)
     values += [
         powers,
@@ -88,7 +88,7 @@ def special_floats(dtype) -> np.ndarray:
 
 
 def values_of(dtype) -> np.ndarray:
-    """Every value of an 8- or 16-bit dtype; special and random ones of a wider dtype."""
+    """Every value of an 8- or 16-bit dtype; special and random values of a wider dtype."""
     dtype = jnp.dtype(dtype)
     if dtype.kind == "b":
         return np.array([False, True, True])
@@ -107,7 +107,7 @@ def cast(x, dtype, **kwargs) -> np.ndarray:
 
 
 def assert_same(actual, expected, source=None) -> None:
-    """Equal bits, but for a NaN any NaN: its payload is another on every processor."""
+    """Asserts equal bits, except that any NaN equals any NaN: payloads depend on the processor."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
@@ -126,13 +126,13 @@ def assert_same(actual, expected, source=None) -> None:
 
 
 def comparable(x: np.ndarray, dtype) -> np.ndarray:
-    """The values whose result does not depend on XLA's version or on the processor."""
+    """The values whose result does not depend on XLA's version or the processor."""
     if x.dtype == jnp.bfloat16 and jnp.dtype(dtype).kind == "b":
-        # Some versions take subnormals for zeros here.
+        # Some XLA versions treat subnormals as zeros here.
         magnitude = x.view(np.uint16) & 0x7FFF
         return x[(magnitude == 0) | (magnitude >= 0x0080)]
     if x.dtype == np.float64 and dtype == "float16":
-        # Processors without an instruction for it round to float32 first.
+        # Processors without an instruction for this cast round to float32 first.
         twice = x.astype(np.float32).astype(np.float16)
         return x[(twice == x.astype(np.float16)) | np.isnan(x)]
     return x
@@ -144,7 +144,7 @@ def comparable(x: np.ndarray, dtype) -> np.ndarray:
 @pytest.mark.fusion_emitters
 @pytest.mark.parametrize("source", DTYPES)
 def test_matches_astype(source):
-    """In one program, which takes a fraction of the time of many."""
+    """All casts are in one program, which takes a fraction of the time of many."""
     xs = {to: comparable(values_of(source), to) for to in DTYPES}
     both = jax.jit(lambda xs: {to: (jof.cast(x, to), x.astype(to)) for to, x in xs.items()})(xs)
     for to, (actual, expected) in both.items():
@@ -189,18 +189,19 @@ def test_one_value_matches_astype(x, to):
 
 
 def in_range(x: np.ndarray, to) -> np.ndarray:
-    """The values that have one right result: NumPy's, ml_dtypes' and XLA's."""
+    """The values for which NumPy, ml_dtypes and XLA must agree."""
     source, to = x.dtype, jnp.dtype(to)
     if is_float(source):
         wide = x.astype(np.float64)
-        # Subnormals may count as zeros; XLA rounds some f64 twice, so only the f32 among them.
+        # Subnormals may be treated as zeros. XLA rounds some float64 values twice, so only values
+        # that float32 represents are kept.
         keep = np.isfinite(wide) & ((wide == 0) | (np.abs(wide) >= 2.0**-126))
         if to.itemsize < 4:
             keep &= wide.astype(np.float32) == wide
         if jnp.issubdtype(to, jnp.integer):
             info = jnp.iinfo(to)
             keep &= (wide > float(info.min) - 1) & (wide < float(info.max) + 1)
-            if to.itemsize == 8:  # 2^63 - 1 and 2^64 - 1 are no f64
+            if to.itemsize == 8:  # float64 cannot represent 2^63 - 1 and 2^64 - 1
                 keep &= (wide >= float(info.min)) & (wide < float(info.max))
         if to == np.float32:
             keep &= (wide == 0) | (np.abs(wide) > 2.0**-125)
@@ -223,7 +224,7 @@ def test_matches_numpy(source):
 @pytest.mark.parametrize("source", FLOATS)
 def test_floats_saturate_as_integers(source):
     x = np.array([np.inf, -np.inf, np.nan]).astype(jnp.dtype(source))
-    if source == "float8_e4m3fn":  # which has no infinity
+    if source == "float8_e4m3fn":  # it has no infinity
         x = x[2:]
     for to in INTEGERS:
         info = jnp.iinfo(to)
@@ -243,7 +244,7 @@ def test_overflow_of_float8(source):
 
 @pytest.mark.parametrize("source", FLOATS)
 def test_round_trip_through_wider_floats(source):
-    """Nothing is lost on the way to a dtype that holds every value, and back."""
+    """A cast to a dtype that holds every value, and back, changes nothing."""
     x = values_of(source)
     x = x[(x == 0) | (np.abs(x.astype(np.float64)) >= 2.0**-126) | np.isnan(x)]
     for wide in FLOATS:
@@ -280,7 +281,7 @@ def test_shapes(source, to):
 @pytest.mark.fusion_emitters
 @pytest.mark.parametrize(("source", "to"), PAIRS)
 def test_large_array(source, to):
-    """Large enough to be spread over threads, and odd."""
+    """An odd size, large enough to be split among threads."""
     x = np.resize(comparable(values_of(source), to), 1_500_001)
     assert_same(cast(x, to), jnp.asarray(x).astype(to))
 

@@ -1,4 +1,4 @@
-"""The catalogue itself: every op has a row, and what rows say of themselves is so."""
+"""The catalogue itself: every op has a row, and the rows' claims are true."""
 
 import functools
 import inspect
@@ -38,7 +38,7 @@ def in_64_bits():
 
 
 def test_every_public_op_has_one_row():
-    """Its variants have others."""
+    """Every public op has one row besides those of its variants."""
     rows = [op.public_name for op in OPS if not op.variant]
     assert sorted(rows) == sorted({*jof.__all__} - NOT_OPS)
     for name in jof.__all__:
@@ -57,13 +57,13 @@ def test_every_row_goes_through_the_tables():
 
 @pytest.mark.parametrize("case", FUNCTIONS, ids=str)
 def test_options_are_passed_on(case):
-    """And errors name the public function."""
+    """Rows pass options on to the public function, and errors name it."""
     with pytest.raises(ValueError, match=f"^{case.function}: implementation"):
         case.f(*case.inputs(), implementation="no such")
 
 
 def arguments(op: Op, call: Call, dtype) -> tuple[list, list]:
-    """Random operands, and the same in double precision."""
+    """Random operands, and the same operands in double precision."""
     xs = op.inputs(rng_for(op.name, dtype), call, dtype)
     return list(map(jax.device_put, xs)), [x if x.dtype.kind in "bi" else np.float64(x) for x in xs]
 
@@ -83,7 +83,7 @@ def gradient(op: Op, call: Call):
 
 
 def assert_close(actual, exact, rtol) -> None:
-    """Relative to the largest: sums and terms may cancel."""
+    """The tolerance is relative to the largest value, because terms may cancel."""
     assert actual.shape == np.shape(exact)
     atol = rtol * np.max(np.abs(exact), initial=0, where=np.isfinite(exact))
     np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=rtol, atol=atol)
@@ -92,8 +92,10 @@ def assert_close(actual, exact, rtol) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_row_on_a_random_call(op, seed):
-    """The public function, JAX's, the fast forms, the formula: all compute the same, and so do the
-    gradient and its formula."""
+    """The public function, JAX's function, the fast forms and the formula agree.
+
+    The gradient agrees with its formula.
+    """
     call = op.call(rng_for(op.name, seed), 2000)
     xs, wide = arguments(op, call, "float32")
     exact = op.exact(*wide, **call.options)
@@ -120,7 +122,7 @@ def test_dtypes_are_those_with_native_kernels(op):
     call = op.call(rng_for(op.name), 6)
     native = set()
     for dtype in DTYPES:
-        to = "bool" if dtype != "bool" else "int8"  # a cast to the dtype itself is nothing
+        to = "bool" if dtype != "bool" else "int8"  # a cast to the same dtype is dropped
         options = {"dtype": to} if "dtype" in call.options else call.options
         shapes = zip(op.domain, call.shapes, strict=True)
         fixed = {CONDITION: "bool", INDEX: "int32"}
@@ -131,14 +133,14 @@ def test_dtypes_are_those_with_native_kernels(op):
                 "dtype" in options or op.result(*xs, **options).dtype == dtype
             ):
                 native.add(dtype)
-        # Of casts of complex numbers, of -inf among integers.
+        # Such as warnings about casts of complex numbers and about -inf among integers.
         except (TypeError, ValueError, DeprecationWarning, RuntimeWarning):
             continue
     assert native == {*op.dtypes}
 
 
 def moved_by_custom_calls(f, *xs) -> int:
-    """The bytes of all their operands and results."""
+    """The bytes of all operands and results of custom calls."""
     calls = re.findall(r"custom_call @jof_.* : (\(.*\) -> .*)", jax.jit(f).lower(*xs).as_text())
     tensors = (tensor for call in calls for tensor in TENSOR.findall(call))
     return sum(
@@ -149,8 +151,11 @@ def moved_by_custom_calls(f, *xs) -> int:
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.family not in ("scatter", "rows")], ids=str)
 def test_bytes_are_those_of_the_custom_calls(op):
-    """Rows have statistics; sums have scratch space and a pass over ids, too, and lookups do not
-    read all of a table."""
+    """The row's byte counts are those of the custom calls.
+
+    Not tested for two families: rows ops also move statistics, sums also use scratch space and a
+    pass over ids, and lookups do not read the whole table.
+    """
     call = op.call(rng_for(op.name), 200)
     xs, _ = arguments(op, call, "float32")
 

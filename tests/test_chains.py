@@ -21,19 +21,19 @@ BF16 = jnp.bfloat16
 
 @pytest.fixture
 def of_any_size(monkeypatch):
-    """Chains of small arrays are worthwhile, too."""
+    """Makes chains of small arrays count as worthwhile."""
     chains = tuple(dataclasses.replace(one, least_bytes=0) for one in _policy.CHAINS)
     monkeypatch.setattr(_policy, "CHAINS", chains)
 
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Programs are lowered with kernels that are not compiled: here is no compiler for GPUs."""
+    """Lowers programs without compiling kernels: there is no GPU compiler here."""
     monkeypatch.setattr(primitive, "compiled", lambda *args: b"code")
 
 
 def kernels(f, *args, platform=None) -> int:
-    """The number of kernels for chains in a program."""
+    """The number of chain kernels in a program."""
     platforms = None if platform is None else (platform,)
     text = jax.jit(f).trace(*args).lower(lowering_platforms=platforms).as_text()
     return lowered_targets(text)["jof_compiled"]
@@ -66,7 +66,7 @@ def block(x, weights):
 
 
 def loss(weights, x):
-    """Of layers in a scan that are computed again for the gradient."""
+    """The loss of scanned layers that are recomputed for the gradient."""
     step = jax.checkpoint(lambda x, w: (block(x, w), None))
     y = lax.scan(step, x, weights)[0]
     return (widened(jnp.tanh(y)) ** 2).mean()
@@ -76,7 +76,7 @@ WEIGHTS = (normals(3, 32, 64, key=4) / 8, normals(3, 64, key=5), normals(3, 64, 
 
 
 def test_a_program_of_scanned_layers(of_any_size):
-    """As far from float64 as without kernels, whether the gradient is inside or outside."""
+    """Errors against float64 are as without kernels, for gradients inside and outside."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.float64(x)), (WEIGHTS, X))
         exact = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(*wide))
@@ -95,15 +95,15 @@ def test_a_program_of_scanned_layers(of_any_size):
 
 
 def test_kernels_of_a_program(of_any_size, uncompiled):
-    """In bodies of scans and of what is computed again; XLA's products end in an activation."""
+    """Kernels in scan bodies and in recomputed layers; XLA fuses activations into products."""
     step = jof.accelerate(jax.value_and_grad(loss), fuse=True)
     assert kernels(jof.accelerate(printed, fuse=True), X, BIAS) == 0
     found = {p: kernels(step, WEIGHTS, X, platform=p) for p in ("cpu", "cuda")}
     assert found == {"cpu": 3, "cuda": 0}
-    assert "optimization_barrier" in jax.jit(step).lower(WEIGHTS, X).as_text()  # of the checkpoint
+    assert "optimization_barrier" in jax.jit(step).lower(WEIGHTS, X).as_text()  # the checkpoint's
 
 
-# --- what is worthwhile ---------------------------------------------------------------------------
+# --- which chains are worthwhile ------------------------------------------------------------------
 
 
 def switched_off(x, bias):
@@ -112,7 +112,7 @@ def switched_off(x, bias):
 
 
 def printed(x, bias):
-    jax.debug.print("{}", x[0, 0])  # such a program is left as it is
+    jax.debug.print("{}", x[0, 0])  # programs with effects are left unchanged
     return gelu(x, bias)
 
 
@@ -167,7 +167,7 @@ def test_which_chains_are_kernels(name, of_any_size, uncompiled):
 
 
 def test_what_is_not_worthwhile_is_lowered_as_it_was():
-    x = jax.ShapeDtypeStruct((500, 500), BF16)  # nearly 1 MiB are moved
+    x = jax.ShapeDtypeStruct((500, 500), BF16)  # moves nearly 1 MiB
 
     def text(f) -> str:
         lowered = jax.jit(f).lower(x, BF16(1)).as_text()
@@ -177,14 +177,14 @@ def test_what_is_not_worthwhile_is_lowered_as_it_was():
         return jax.jit(gelu)(x, bias)
 
     assert text(jof.accelerate(gelu, fuse=True)) == text(jof.accelerate(called))
-    assert "jof_accelerate" not in text(called)  # outside nothing changes
+    assert "jof_accelerate" not in text(called)  # without accelerate nothing changes
 
 
 # --- how it is called -----------------------------------------------------------------------------
 
 
 def test_ways_to_call_it(of_any_size):
-    """Without jit and with it, under vmap, with arguments that are no arrays, and donated ones."""
+    """With and without jit, under vmap, with non-array arguments and donated arguments."""
     calls = []
 
     def f(x, bias, *, rate, kind):
@@ -198,7 +198,7 @@ def test_ways_to_call_it(of_any_size):
     for _ in range(2):
         np.testing.assert_allclose(fused(X, BIAS, rate=2, kind="a")["y"], expected, **near)
     fused(X, BIAS, rate=2.0, kind="a")
-    assert calls == [(2, "a"), (2.0, "a")]  # traced once for each
+    assert calls == [(2, "a"), (2.0, "a")]  # traced once for each rate type
     mapped = jax.vmap(lambda x: fused(x, BIAS, rate=2, kind="a")["y"])
     np.testing.assert_allclose(mapped(X[:, None])[:, 0], expected, **near)
 
@@ -242,11 +242,11 @@ def test_export_and_another_thread(of_any_size, uncompiled):
 def test_the_environment_variable_switches_it_off(of_any_size, monkeypatch):
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
     text = jax.jit(jof.accelerate(gelu, fuse=True)).lower(X, BIAS).as_text()
-    assert "f32" not in text  # as in what XLA would run in place of a kernel
+    assert "f32" not in text  # XLA's fallback for a kernel would contain it
 
 
 def test_tuned(of_any_size, uncompiled, monkeypatch, tmp_path):
-    """What is timed has kernels, and is not taken for what is timed without fuse=True."""
+    """Times a program with kernels, under another cache key than without fuse=True."""
     monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
     found = []
 

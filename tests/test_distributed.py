@@ -1,4 +1,7 @@
-"""Two processes, as on two hosts, with four CPU devices or a GPU each, have the results of one."""
+"""Two processes, as on two hosts, compute the same results as one.
+
+Each has four CPU devices or a GPU.
+"""
 
 import os
 import socket

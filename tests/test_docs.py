@@ -31,8 +31,9 @@ def files_of(diff: str) -> list[str]:
 
 
 def apply(diff: str, directory: Path) -> subprocess.CompletedProcess:
-    """Applies it to copies: in a repository of another root git would pass over the files and
-    succeed.
+    """Applies the diff to copies of its files.
+
+    GIT_CEILING_DIRECTORIES hides outer repositories, in which git would skip the files and succeed.
     """
     if shutil.which("git"):
         command = ["git", "apply", "-"]
@@ -62,7 +63,7 @@ def test_a_diff_that_does_not_apply_is_noticed(tmp_path):
 
 
 def test_the_function_of_the_diff_runs(tmp_path):
-    """In jnp, for which its kernels need not be compiled."""
+    """Runs the jnp implementation, which does not need compiled kernels."""
     package = tmp_path / "jax_oneflow_ops"
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "jax_oneflow_ops", package, ignore=ignored)
@@ -108,12 +109,12 @@ def test_figures_are_those_of_the_comments():
 
 
 def prose(document: Path) -> str:
-    """The document without its blocks of code."""
+    """The document without its code blocks."""
     return re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(document: Path) -> set[str]:
-    """The names that GitHub and the site give to headings."""
+    """The anchors that GitHub and the site generate for headings."""
     headings = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
     return {
         re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
@@ -121,14 +122,14 @@ def anchors(document: Path) -> set[str]:
 
 
 def broken(document: Path, root: Path = ROOT) -> list[str]:
-    """The links and images of a document that lead nowhere."""
+    """The broken links and images of a document."""
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
         if link.startswith("https://"):
             continue
         path, _, anchor = link.partition("#")
         target = (document.parent / path).resolve() if path else document
-        # The site has docs/ alone.
+        # The site contains only docs/.
         outside = document.is_relative_to(root / "docs") and not target.is_relative_to(
             root / "docs"
         )
@@ -161,7 +162,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def unknown(document: Path) -> list[str]:
-    """What the commands of a document name that this project does not have."""
+    """The names in a document's commands that do not exist in this project."""
     blocks = re.findall(r"^```\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
     code = re.sub(r"\s+#.*", "", "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", prose(document))]))
     targets = re.search(r"^\.PHONY:((?:\\\n|.)*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -191,7 +192,7 @@ def test_commands_that_name_nothing_are_noticed(tmp_path):
 
 
 def requirements(extra: str) -> set[str]:
-    """The distributions that the package needs with an extra."""
+    """The distributions that the package requires with an extra."""
     names = set()
     for requirement in PROJECT["dependencies"] + PROJECT["optional-dependencies"][extra]:
         name, extras = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()
@@ -200,7 +201,7 @@ def requirements(extra: str) -> set[str]:
 
 
 def test_the_extra_for_tests_has_what_they_import():
-    """So that `pip install --editable '.[test]'` is enough for pytest."""
+    """`pip install --editable '.[test]'` installs all that pytest needs."""
     imported = set()
     folders = ("tests", "benchmarks", "examples")
     for file in (file for folder in folders for file in (ROOT / folder).glob("*.py")):
@@ -220,7 +221,7 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_tables_are_current(name):
-    """`python -m tests.tables` writes them."""
+    """`python -m tests.tables` updates the tables."""
     text = tables.page(name).read_text()
     assert text == tables.updated(name, text)
 

@@ -20,19 +20,19 @@ pytestmark = pytest.mark.usefixtures("x64", "quiet_numpy")
 
 NARROW = ("float16", "bfloat16")
 FLOATS = (*NARROW, "float32", "float64")
-# XLA's threads flush subnormal numbers on a CPU, and so does some of a GPU's arithmetic.
+# XLA's CPU threads flush subnormal numbers to zero, and so does some GPU arithmetic.
 SMALLEST_NORMAL = 2.0**-126
 
 
 @pytest.fixture(scope="module")
 def quiet_numpy():
-    """The warnings of NumPy's own arithmetic, which pytest would take for errors."""
+    """Silences warnings of NumPy's own arithmetic, which pytest would turn into errors."""
     with np.errstate(all="ignore"):
         yield
 
 
 class OfOneArray(NamedTuple):
-    """An op of one array, and values of its parameters."""
+    """An op of one array with values for its parameters."""
 
     row: Op
     parameters: tuple[float, ...]
@@ -41,7 +41,7 @@ class OfOneArray(NamedTuple):
         return "-".join((self.row.name, *map(str, self.parameters)))
 
     def exact(self, order: int, x: np.ndarray, dtype) -> np.ndarray:
-        """The value or the derivative in double precision; parameters are of `dtype`."""
+        """The value or the derivative in double precision; parameters are rounded to `dtype`."""
         parameters = (float(np.asarray(p, jnp.dtype(dtype))) for p in self.parameters)
         return (self.row.exact, *self.row.derivatives)[order](x, *parameters)
 
@@ -50,7 +50,7 @@ class OfOneArray(NamedTuple):
         return value_and_derivative(lambda x: self.row.function(x, *self.parameters), x)
 
     def twins(self, x: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """The same of the JAX function, in double precision; parameters are of x's dtype."""
+        """JAX's value and derivative in double precision; parameters are rounded to x's dtype."""
         parameters = tuple(float(np.asarray(p, x.dtype)) for p in self.parameters)
         wide = jnp.asarray(x.astype(np.float64))
         return value_and_derivative(lambda x: self.row.replaces(x, *parameters), wide)
@@ -62,15 +62,15 @@ OF_ONE_ARRAY = tuple(
     if len(op.arrays) == 1
     for parameters in op.settings
 )
-# (f, twin, number of operands) of every op.
+# Name of the op -> (f, JAX's function, number of operands).
 OPS = {op.name: (op.function, op.replaces, len(op.domain)) for op in ELEMENTWISE_OPS}
-# Those whose last operand must be a scalar.
+# Ops whose last operand must be a scalar.
 PARAMETRIC = [op.name for op in ELEMENTWISE_OPS if PARAMETER in op.domain]
-# One function of each number of operands and of each way that kernels are made: for what depends
-# on nothing else.
+# One function for each number of operands and each way that kernels are implemented: for tests that
+# depend on nothing else.
 KERNELS = ("relu", "silu", "elu", "add", "divide", "swiglu", "fma", "where")
 OF_TWO_ARRAYS = [op for op in ELEMENTWISE_OPS if len(op.arrays) == 2]
-ARITHMETIC = {op.name: op for op in OF_TWO_ARRAYS if not op.ulps}  # rounded once
+ARITHMETIC = {op.name: op for op in OF_TWO_ARRAYS if not op.ulps}  # correctly rounded
 INEXACT = {op.name: op for op in OF_TWO_ARRAYS if op.ulps}
 
 
@@ -81,14 +81,14 @@ def value_and_derivative(f, x):
 
 
 def ordinal(x: np.ndarray) -> np.ndarray:
-    """Integers in the order of the values, neighbours being one apart; -0 and 0 are both 0."""
+    """Maps floats to integers in the same order; adjacent floats differ by 1; -0 and 0 map to 0."""
     bits = x.view(f"int{8 * x.dtype.itemsize}").astype(np.int64)
     low = -(2 ** (8 * x.dtype.itemsize - 1))
     return np.where(bits < 0, low - bits, bits)
 
 
 def assert_same(actual, expected, *sources) -> None:
-    """Equal bits, but for a NaN any NaN."""
+    """Asserts equal bits, except that any NaN equals any NaN."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
@@ -100,7 +100,7 @@ def assert_same(actual, expected, *sources) -> None:
 
 
 def report(wrong: np.ndarray, actual, expected, *sources) -> None:
-    """Fails with the first few of what is wrong."""
+    """Fails with the first few wrong elements, if any."""
     i = np.flatnonzero(wrong)[:5]
     shown = [np.asarray(a).reshape(-1)[i] for a in (actual, expected, *sources)]
     assert not i.size, (
@@ -110,12 +110,12 @@ def report(wrong: np.ndarray, actual, expected, *sources) -> None:
 
 
 def assert_accurate(y, exact, floor: float, *sources, ulps: float, slack=0.0) -> float:
-    """At most so many units in the last place of y's dtype where neither tiny nor overflowing."""
+    """Asserts errors of at most `ulps` ulps of y's dtype, where y is not tiny or overflowing."""
     dtype = y.dtype
     y, exact = np.asarray(y).astype(np.float64), np.asarray(exact)
     known = np.isfinite(exact) & (np.abs(exact) <= float(jnp.finfo(dtype).max))
     unit = oracle.spacing(np.where(known, exact, 1), dtype)
-    # In the units of the tiny what is flushed to zero is far away.
+    # Below `floor` the bound is absolute: flushing a tiny value to zero is an error of many ulps.
     bound = np.where(np.abs(exact) >= floor, ulps * unit, np.maximum(floor, ulps * unit))
     error = np.abs(y - exact)
     report(known & ~(error <= bound + slack), y, exact, *sources)
@@ -124,7 +124,7 @@ def assert_accurate(y, exact, floor: float, *sources, ulps: float, slack=0.0) ->
 
 
 def assert_same_special(y, twin, *sources) -> None:
-    """NaN and infinities, these with their signs, in the same places."""
+    """Asserts NaNs and infinities, with their signs, in the same places."""
     y, twin = (np.asarray(a).astype(np.float64) for a in (y, twin))
     wrong = (np.isnan(y) != np.isnan(twin)) | (np.isinf(y) != np.isinf(twin))
     wrong |= np.isinf(y) & (y != twin)
@@ -151,7 +151,7 @@ def assert_all_16_bit_values(op: OfOneArray, dtype) -> list[float]:
         assert y.dtype == dtype
         y = np.asarray(y)
         exact = op.exact(order, np.where(finite, wide, 1), dtype)
-        # A subnormal argument may count as 0, which matters to functions of two pieces.
+        # A subnormal argument may be flushed to 0, which matters to piecewise functions.
         tiny = (wide != 0) & (np.abs(wide) < SMALLEST_NORMAL)
         exact = np.where(finite & (~tiny if order else True), exact, np.nan)
         bound = op.row.ulps or 0.5
@@ -181,7 +181,7 @@ def many_numbers(dtype) -> np.ndarray:
 
 
 def with_twins(op: OfOneArray, x: np.ndarray):
-    """(order, result, exact result) after the placement of NaN and infinities is checked."""
+    """Yields (order, result, exact result) after checking the positions of NaNs and infinities."""
     finite = np.isfinite(x)
     wide = x.astype(np.float64)
     for order, (y, twin) in enumerate(zip(op.both(jnp.asarray(x)), op.twins(x), strict=True)):
@@ -205,7 +205,7 @@ def test_float32(op, record_property):
             tail = magnitude < np.abs(source) / 1024
             bound = np.where(tail, 1e-4 * magnitude, 4 * unit)
         else:
-            # Near a root of the derivative its terms cancel: the error is relative to them.
+            # Near a root of the derivative its terms cancel, so the error is relative to the terms.
             tail = magnitude < 2.0**-3
             bound = np.maximum(np.maximum(5e-7, 4 * unit), 1e-4 * magnitude)
         bound = np.where(magnitude < floor, floor, bound)
@@ -229,7 +229,10 @@ def test_float64(op):
 
 
 def largest(op: OfOneArray, dtype) -> None:
-    """Values and derivatives, those where formulas overflow as at a moderate distance from 0."""
+    """Checks values and derivatives of the largest numbers.
+
+    Where the exact formula of the derivative overflows, the expected value is that at +-1e4.
+    """
     info = np.finfo(dtype)
     numbers = [10.0**k for k in np.linspace(4, np.log10(info.max) - 1, 40)]
     x = np.array([*numbers, info.max / 2, info.max])
@@ -238,7 +241,7 @@ def largest(op: OfOneArray, dtype) -> None:
     tolerance = {"rtol": 2 * info.eps, "atol": 1e-36}
     value, derivative = op.both(jnp.asarray(x))
     exact = op.exact(0, wide, dtype)
-    kept = np.abs(exact) <= info.max  # a slope may be more than 1
+    kept = np.abs(exact) <= info.max  # values overflow where the slope is more than 1
     np.testing.assert_allclose(np.asarray(value)[kept], exact[kept], **tolerance)
     exact, moderate = (op.exact(1, a, dtype) for a in (wide, np.clip(wide, -1e4, 1e4)))
     exact = np.where(np.isfinite(exact), exact, moderate)
@@ -283,7 +286,7 @@ def any_bits(rng, count, dtype) -> np.ndarray:
 
 
 def random_operands(key, count, dtype, operands=2) -> list[np.ndarray]:
-    """All bit patterns; and, in the second half, close to each other, too."""
+    """Random bit patterns; in the second half, the first and last operand have close magnitudes."""
     rng = rng_for(key, dtype)
     arrays = [any_bits(rng, count, dtype) for _ in range(operands)]
     near = rng.integers(0, 200, size=count // 2, dtype=np.uint16)
@@ -295,7 +298,7 @@ def random_operands(key, count, dtype, operands=2) -> list[np.ndarray]:
 
 
 def free_of_subnormals(dtype, *arrays) -> np.ndarray:
-    """Where no bfloat16 is subnormal, as float32 it would be too."""
+    """Mask of elements without bfloat16 subnormals, which are subnormal in float32, too."""
     keep = np.ones(arrays[0].shape, bool)
     if dtype == "bfloat16":
         for a in arrays:
@@ -357,7 +360,7 @@ def test_wide_arithmetic(name, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_wide_fma_is_rounded_once(dtype):
-    """x y - (x y rounded) is what a product loses, which vanishes where it is rounded twice."""
+    """x * y - round(x * y) is the product's rounding error; rounding the product first gives 0."""
     rng = rng_for("fma", dtype)
     x, y = (rng.standard_normal(20_001).astype(dtype) for _ in "xy")
     z = -(x * y)
@@ -371,7 +374,7 @@ def test_wide_fma_is_rounded_once(dtype):
 
 
 def split_product_residue(x: float, y: float) -> float:
-    """x y - (x y rounded), by Python's exact ratios of integers."""
+    """x * y - round(x * y), computed with Python's exact integer ratios."""
     (a, b), (c, d) = (float(v).as_integer_ratio() for v in (x, y))
     e, f = float(x * y).as_integer_ratio()
     return (a * c * f - e * b * d) / (b * d * f)
@@ -391,7 +394,7 @@ def test_gradients_of_arithmetic_are_those_of_jax(name, dtype):
     y[:100] = x[:100]  # ties
     x, y = (np.tile(a, 4).astype(dtype) for a in (x, y))
     ct = rng.standard_normal(x.size)
-    if ARITHMETIC[name].linear:  # jax multiplies by 0 where a maximum has no gradient
+    if ARITHMETIC[name].linear:  # for a maximum, jax multiplies by 0, which makes NaNs of these
         for i, number in enumerate((0.0, np.inf, np.nan)):
             ct[i * (x.size // 4) : (i + 1) * (x.size // 4)] = number
     ct = ct.astype(dtype)
@@ -433,7 +436,7 @@ def exact_value_and_cotangents(op: Op, operands, ct) -> dict[str, np.ndarray]:
 
 
 def places_of_numbers():
-    """(op, operand): of several arrays, none of which is a condition."""
+    """(op, operand) for ops of several arrays without a condition."""
     for op in ELEMENTWISE_OPS:
         if len(op.arrays) > 1 and {*op.domain} <= {REAL, POSITIVE}:
             for i in op.arrays:
@@ -443,7 +446,7 @@ def places_of_numbers():
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize(("op", "place"), [*places_of_numbers()])
 def test_all_16_bit_values_of_an_operand(op, place, dtype, record_property):
-    """With numbers of a moderate size as the others."""
+    """One operand takes every 16-bit value; the others are of moderate size."""
     dtype = jnp.dtype(dtype)
     rng = rng_for(op.name, place, str(dtype))
     every = np.arange(2**16, dtype=np.uint16).view(dtype)
@@ -451,12 +454,12 @@ def test_all_16_bit_values_of_an_operand(op, place, dtype, record_property):
     every = every[np.isfinite(every.astype(np.float64))]
     operands = [(2 * rng.standard_normal(every.size)).astype(dtype) for _ in op.domain]
     operands[place] = every
-    ct = rng.uniform(-1, 1, every.size).astype(dtype)  # no product with it overflows
+    ct = rng.uniform(-1, 1, every.size).astype(dtype)  # products with it do not overflow
     results = value_and_cotangents(op, operands, ct)
     wide = [a.astype(np.float64) for a in operands]
     exact = exact_value_and_cotangents(op, wide, ct.astype(np.float64))
-    # Near a root of a derivative its terms cancel. What becomes of their rounding in float32 is
-    # what becomes of an operand's.
+    # Near a root of a derivative its terms cancel. Rounding the terms in float32 has the effect of
+    # a float32 rounding error in an operand, so `slack` allows for that.
     nearby = [[*wide[:i], x * (1 + 2.0**-24), *wide[i + 1 :]] for i, x in enumerate(wide)]
     moved = [exact_value_and_cotangents(op, xs, ct.astype(np.float64)) for xs in nearby]
     subnormal = [(x != 0) & (np.abs(x) < SMALLEST_NORMAL) for x in wide]
@@ -465,7 +468,8 @@ def test_all_16_bit_values_of_an_operand(op, place, dtype, record_property):
     for key, expected in exact.items():
         value = key == "f"
         slack = 0 if value else sum(np.abs(other[key] - expected) for other in moved)
-        # A subnormal operand may count as 0. Where a value overflows, so may what a slope is of.
+        # A subnormal operand may be flushed to 0. Where a value overflows, the intermediates of its
+        # derivatives may overflow, too.
         unsure = np.any(divisors if value else [overflows, *subnormal], axis=0)
         expected = np.where(unsure, np.nan, expected)
         floor, bound = op.floor[not value], op.ulps or 0.5
@@ -483,7 +487,7 @@ def test_wide_values_of_two_arrays(name, dtype, rtol):
     op = INEXACT[name]
     results = value_and_cotangents(op, arrays[:2], arrays[2])
     *operands, ct = (a.astype(np.float64) for a in arrays)
-    # Where it is linear the derivative is what the value is.
+    # The derivative with respect to a linear operand is as accurate as the value.
     accurate = {"f", *(f"d{i}" for i in op.wrt if (i,) in op.linear)}
     for key, exact in exact_value_and_cotangents(op, operands, ct).items():
         atol = rtol if key in accurate else 20 * rtol
@@ -513,7 +517,7 @@ def test_gradient_of_two_arrays_is_one_custom_call(name, dtype):
         return total, text.count(f'custom_call_target="jof_{name}_vjp"')
 
     assert calls((0, 1)) == (1, 1)
-    for i in (0, 1):  # linear: the function itself
+    for i in (0, 1):  # the gradient of a linear operand is a call of the function itself
         assert calls((i,)) == (1, 0 if (i,) in linear else 1)
 
 
@@ -533,20 +537,20 @@ SCALARS = {
 
 
 def coarsest(operands) -> float:
-    """What twins may err by, which round every step to the dtypes that operands have."""
+    """Tolerance for JAX's function, which rounds every step to the operands' dtypes."""
     dtypes = [jnp.dtype(x.dtype) for x in operands if hasattr(x, "dtype")]
     return 16 * max([float(jnp.finfo(d).eps) for d in dtypes if d in FLOAT_DTYPES], default=1e-7)
 
 
 def assert_close(actual, expected, tolerance=None, message="") -> None:
-    """Of one dtype, and within a tolerance relative to 1 or what is larger."""
+    """Asserts equal dtypes, and values within `tolerance` both absolutely and relatively."""
     dtype = jnp.asarray(expected).dtype
     assert actual.dtype == dtype, message
     if not jnp.issubdtype(dtype, jnp.inexact):
         np.testing.assert_array_equal(actual, expected, err_msg=str(message))
         return
     if tolerance is None:
-        # Twins in 16-bit types round every step.
+        # JAX's function rounds every step in 16-bit types.
         tolerance = 8 * float(jnp.finfo(dtype).eps)
     wide = np.complex128 if np.iscomplexobj(expected) else np.float64
     a, b = (np.asarray(v).astype(wide) for v in (actual, expected))
@@ -554,7 +558,7 @@ def assert_close(actual, expected, tolerance=None, message="") -> None:
 
 
 def arrangements(name):
-    """Which operands may be scalars: all choices with at least one."""
+    """All choices of scalar operands with at least one scalar."""
     count = OPS[name][2]
     choices = [c for c in itertools.product((False, True), repeat=count) if any(c)]
     return [c for c in choices if c[-1]] if name in PARAMETRIC else choices
@@ -569,7 +573,7 @@ def test_scalars(kind, dtype):
     x = jnp.asarray(np.linspace(-2, 2, 9), dtype)
 
     def takes(name, choice) -> bool:
-        """Whether jax does, whose sigmoid wants no integers, and whose difference no booleans."""
+        """Whether JAX accepts the operands: its sigmoid refuses integers, its subtract booleans."""
         try:
             jax.eval_shape(lambda: OPS[name][1](*(number if scalar else x for scalar in choice)))
         except TypeError:
@@ -623,7 +627,7 @@ def test_vmapped_scalars(name):
             assert count == len(choice)
             operands = [scalars if scalar else x for scalar in choice]
             yield jax.vmap(f)(*operands)
-            # The scalars alone, or all but them, are mapped over.
+            # Maps over the scalars alone, or over all other operands.
             if not all(choice):
                 axes = [0 if scalar else None for scalar in choice]
                 yield jax.vmap(f, in_axes=axes)(*operands)
@@ -685,7 +689,7 @@ def operand_of(kind, scalar: bool):
 
 
 def promotions(name):
-    """(kinds, operands, what the twin's result is) for all kinds of operands that it takes."""
+    """(kinds, operands, type of JAX's result) for all kinds of operands that JAX accepts."""
     f, twin, count = OPS[name]
     for kinds in itertools.product(KINDS, repeat=min(count, 2)):
         kinds = kinds if count < 3 else (*kinds, kinds[0])
@@ -723,7 +727,7 @@ def test_promotion(name, mode):
             assert mode or actual.weak_type == expected.weak_type, kinds
         if mode:
             return
-        some = accepted[:: 1 if count == 1 else 5]  # to compile all takes long
+        some = accepted[:: 1 if count == 1 else 5]  # compiling all takes long
         results = [
             jax.jit(lambda g=g: [g(*operands) for _, operands, _ in some])() for g in (f, twin)
         ]
@@ -744,7 +748,7 @@ def test_other_dtypes_run_the_reference(name, dtype):
         operands[1] = x[1]
     assert_close(f(*operands), twin(*operands))
     text = jax.jit(f).lower(*operands).as_text()
-    # where moves anything, and a quotient of integers is a float.
+    # `where` moves any dtype, and a quotient of integers is a float.
     native = name == "where" or (name == "divide" and dtype in ("int32", "uint8"))
     assert ("jof_" in text) == native
 
@@ -769,7 +773,7 @@ def test_native_without_a_kernel(name):
     operands = [jnp.ones(shape, "int32") for shape in shapes_of(name)]
     try:
         produced = OPS[name][1](*operands).dtype
-    except TypeError:  # jax takes no integers
+    except TypeError:  # jax refuses integers
         with pytest.raises(TypeError):
             f(*operands, implementation="native")
         return
@@ -837,7 +841,7 @@ def operands_of(name, shape, dtype, *key) -> list[np.ndarray]:
 
 
 def gradients_of(name, operands, ct):
-    """The cotangents of all arrays that there are gradients for."""
+    """The cotangents of all arrays that have gradients."""
     f = OPS[name][0]
     first = 1 if name == "where" else 0
     last = -1 if name in PARAMETRIC else len(operands)
@@ -855,7 +859,7 @@ def gradients_of(name, operands, ct):
     ],
 )
 def test_sizes(name, dtype):
-    """All results are those of one large array. The C++ tests of the kernels have more sizes."""
+    """Arrays of any size give the results of one large array. The C++ tests cover more sizes."""
     sizes = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, *(2**k + d for k in (6, 10, 15) for d in (-1, 0, 1))]
     whole = operands_of(name, (sizes[-1],), dtype)
     ct = rng_for(name, "ct").standard_normal(sizes[-1]).astype(jnp.dtype(dtype))
@@ -880,7 +884,7 @@ def test_sizes(name, dtype):
 
 
 def assert_near_bits(actual, expected) -> None:
-    """Equal, or next to each other: the ends of arrays may be computed without an FMA."""
+    """Asserts equality up to rounding: the ends of arrays may be computed without an FMA."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
@@ -939,7 +943,7 @@ def test_parts_of_buffers(name, dtype):
 
 
 def test_derivatives_of_pullbacks_of_many_cotangents():
-    """Only cotangents have the batch axis."""
+    """Derivatives of a pullback that is vmapped over cotangents; only these have a batch axis."""
     x, gate = rng_for("pullbacks").standard_normal((2, 3, 5))
     cts = rng_for("cotangents").standard_normal((4, 3, 5))
 
@@ -960,7 +964,7 @@ def test_derivatives_of_pullbacks_of_many_cotangents():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["silu", "relu", "add", "multiply", "swiglu", "fma"])
 def test_donated_operands(name, dtype):
-    """A result may take an operand's place."""
+    """A result may overwrite a donated operand."""
     f, _, count = OPS[name]
     for donated in range(count):
         operands = [jnp.asarray(a) for a in operands_of(name, (4099,), dtype)]
@@ -973,7 +977,7 @@ def test_donated_operands(name, dtype):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_large_arrays(name):
-    """Large enough to be spread over threads, and odd."""
+    """An odd size, large enough to be split among threads."""
     operands = operands_of(name, (700_001,), "bfloat16")
     f, twin, _ = OPS[name]
     assert_close(jax.jit(f)(*operands), jax.jit(twin)(*operands), 3 * 2.0**-7)
@@ -1002,7 +1006,7 @@ def drawn(rng, shape, dtype, scalar: bool) -> np.ndarray:
 
 
 def widest(operands, shape):
-    """Operands in double, of the shape of the result."""
+    """The operands in double precision, broadcast together."""
     whole = np.broadcast_shapes(*(a.shape for a in operands))
     assert whole in (shape, ())
     return [np.broadcast_to(a.astype(np.float64), whole) for a in operands]

@@ -1,4 +1,4 @@
-"""Bad input: a Python error that says what is wrong, never a crash."""
+"""Bad input raises a Python error that says what is wrong, and never crashes."""
 
 import functools
 import inspect
@@ -17,8 +17,8 @@ import jax_oneflow_ops as jof
 X = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
 UP = {"scale_factor": 2}
 
-# (what is wrong, x, keyword arguments, exception, what the message says besides the function's
-# name: the argument, and what came or what was expected)
+# (what is wrong, x, keyword arguments, exception, what the message contains besides the function's
+# name: the argument, and the actual or the expected value)
 BAD_CALLS = [
     ("neither", X, {}, ValueError, ["size", "scale_factor"]),
     ("both", X, {"scale_factor": 2, "size": 7}, ValueError, ["size", "scale_factor", "7"]),
@@ -176,7 +176,7 @@ FIRST_MISTAKES = [
 
 @pytest.mark.parametrize(("call", "exception", "message"), FIRST_MISTAKES)
 def test_first_mistakes(call, exception, message):
-    """What people try at first: the message says what to do."""
+    """Typical beginners' mistakes: the message says what to do."""
     with pytest.raises(exception, match=message):
         call()
 
@@ -231,7 +231,7 @@ GOOD = {"axis": np.int64(2), "half_pixel": np.bool_(False)}
 
 
 def raw_call(target, operand, result_shape, result_dtype=np.float32, **attributes):
-    """The call as a user might write it; waits for it."""
+    """Makes the FFI call as a user might write it, and waits for it."""
     result = jax.ShapeDtypeStruct(result_shape, result_dtype)
     operands = operand if isinstance(operand, tuple) else (operand,)
     f = jax.jit(lambda *operands: jax.ffi.ffi_call(target, result)(*operands, **attributes))
@@ -299,7 +299,7 @@ def test_ffi_call_of_wrong_shapes_or_attributes(target, source, output, attribut
 @pytest.mark.parametrize("target", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("shape", [(1, 2, 0, 4), (1, 2, 3, 0), (1, 2, 0, 0)], ids=str)
 def test_ffi_call_that_makes_something_of_nothing(target, shape):
-    # The other way round, XLA sees that the result is empty and calls nothing.
+    # With the shapes swapped, the result is empty, and XLA drops the call.
     with pytest.raises(Exception, match="INVALID_ARGUMENT"):
         raw_call(target, zeros(*shape), SMALL, **GOOD)
     assert_alive()
@@ -358,7 +358,7 @@ def test_ffi_error_names_the_op_and_the_shapes():
 
 
 def test_ffi_calls_of_empty_arrays():
-    """What is empty on both sides is no error; nothing is read or written."""
+    """If operand and result are both empty, the call succeeds and reads and writes nothing."""
     for source, output in (((0, 2, 3, 4), (0, 2, 6, 8)), ((1, 2, 0, 4), (1, 2, 0, 8))):
         assert raw_call(FORWARD, zeros(*source), output, **GOOD).shape == output
         assert raw_call(BACKWARD, zeros(*output), source, **GOOD).shape == source
@@ -387,7 +387,7 @@ HALF, WHOLE, FLAGS = (
     array(2, 3, dtype=bool),
 )
 COMPLEX, NIBBLES = array(2, 3, dtype="complex64"), array(2, 3, dtype="int4")
-# target -> (operands, results, attributes) of a good call, with every kind of signature
+# target -> (operands, results, attributes) of a valid call, with every kind of signature
 GOOD_ELEMENTWISE = {
     "jof_relu": ((A,), (A,), VALUE),
     "jof_relu_vjp": ((A, A), (A,), VALUE),
@@ -403,21 +403,21 @@ GOOD_ELEMENTWISE = {
     "jof_where_vjp": ((FLAGS, A), (A, A), BOTH),
     "jof_cast": ((A,), (HALF,), VALUE),
 }
-ONE = 1.0  # what every operand is filled with
+ONE = 1.0  # fills every operand
 
 
 def call_elementwise(target, operands, results, attributes):
-    """Calls the target with operands of ones, waits, and returns a list."""
-    # XLA drops a call without results unless it is said to have effects.
+    """Calls the target with operands of ones, waits, and returns a list of results."""
+    # XLA drops a call without results unless it is marked as having side effects.
     call = jax.ffi.ffi_call(target, results, has_side_effect=not results)
     f = jax.jit(lambda *xs: call(*xs, **attributes))
-    xs = [np.full(x.shape, ONE, x.dtype) for x in operands]  # jnp would compile each of them
+    xs = [np.full(x.shape, ONE, x.dtype) for x in operands]  # jnp.full would compile
     return [np.asarray(y) for y in f(*xs)]
 
 
 @pytest.mark.parametrize("target", GOOD_ELEMENTWISE)
 def test_good_ffi_call(target):
-    """What the bad calls differ from."""
+    """The valid call from which the bad calls are derived."""
     operands, results, attributes = GOOD_ELEMENTWISE[target]
     actual = call_elementwise(target, operands, results, attributes)
     assert [(y.shape, y.dtype) for y in actual] == [(y.shape, y.dtype) for y in results]
@@ -436,7 +436,7 @@ def bad_counts():
         for wrong in (operands[:-1], (*operands, operands[-1]), ()):
             yield f"{len(wrong)}-operands", target, wrong, results, attributes
         yield "one-result-more", target, operands, (*results, A), attributes
-        if len(results) > 1:  # on a GPU a call without results fails after the program has gone on
+        if len(results) > 1:  # on a GPU, a call without results fails asynchronously
             yield "one-result-less", target, operands, results[:-1], attributes
         yield "ten-results", target, operands, (A,) * 10, attributes
     operands, results, _ = GOOD_ELEMENTWISE["jof_multiply_vjp"]
@@ -469,7 +469,10 @@ def bad_wanted():
 
 
 def shaped(what, x, shape):
-    """The name of what has a wrong shape. Of those with another rank few will do: see refusals."""
+    """The name of a call with a wrong shape.
+
+    "-of-" marks shapes of another rank as alike, so that `refusals` runs only some of them.
+    """
     return f"{what}-of-{shape}" if len(shape) != len(x.shape) else f"{what}-{shape}"
 
 
@@ -525,12 +528,12 @@ def bad_dtypes():
 
 
 def refusals(calls, config):
-    """(name, target, attributes, message) of calls, each of which must be refused.
+    """Yields (name, target, attributes, message) of calls, each of which must be refused.
 
-    On CPUs many are branches of one program, as it takes long to compile one for each. Only those
-    whose attributes have the right types: jax lowers 1 and 1.0 in one program alike. Of what is
-    wrong alike, as in "operand-0-of-bool" and "operand-0-of-int32", every third runs without
-    --exhaustive.
+    On CPUs, many calls are branches of one program, because compiling a program for each takes
+    long. Only calls whose attributes have the right types are combined: within one program, jax
+    lowers 1 and 1.0 alike. Without --exhaustive, only every third of the combined calls that differ
+    after "-of-" alone runs, such as "operand-0-of-bool" and "operand-0-of-int32".
     """
 
     def branch(target, operands, results, attributes):
@@ -573,10 +576,10 @@ def right_types(target, attributes) -> bool:
 
 @pytest.mark.parametrize("calls", [bad_counts, bad_wanted, bad_shapes, bad_dtypes])
 def test_ffi_call_of_elementwise_targets(calls, pytestconfig):
-    """Hundreds of calls that are refused, after which good ones work."""
+    """Hundreds of bad calls are refused, after which valid ones work."""
     with jax.enable_x64(True):
         for name, target, attributes, message in refusals(calls(), pytestconfig):
-            # XLA itself refuses attributes that are not there or of another type.
+            # XLA itself refuses attributes that are missing or have another type.
             decoded = isinstance(attributes.get("wanted"), np.int64)
             said = f" {target}: " if decoded else r"attribute|Attribute|scalar data type"
             assert re.search(said, message), f"{name}: {message}"
@@ -693,7 +696,7 @@ def bad_permutes():
 
 
 def test_ffi_call_of_permute(pytestconfig):
-    """Calls that are refused, after which a good one works."""
+    """Bad calls are refused, after which a valid one works."""
     calls = ((name, PERMUTE, *call) for name, *call in bad_permutes())
     for name, _, _, message in refusals(calls, pytestconfig):
         said = {
@@ -705,7 +708,7 @@ def test_ffi_call_of_permute(pytestconfig):
     y = raw_call(PERMUTE, x, (4, 2, 3), **P_AXES)
     np.testing.assert_array_equal(y, x.transpose(2, 0, 1))
     assert raw_call(PERMUTE, x[:, :0], (4, 2, 0), **P_AXES).shape == (4, 2, 0)
-    # What permutes nothing is not done by Python, but is no error either.
+    # Python never calls the target for a permutation that moves nothing, but the target accepts it.
     np.testing.assert_array_equal(raw_call(PERMUTE, x, (2, 3, 4), **with_axes(0, 1, 2)), x)
     np.testing.assert_array_equal(raw_call(PERMUTE, x[0, 0, 0], (), **with_axes()), x[0, 0, 0])
 
@@ -724,8 +727,7 @@ RULE = {"wrap": np.bool_(False), "clip": np.bool_(False)}
 DETERMINISTIC = {**RULE, "deterministic": np.bool_(False)}
 FILL = {**RULE, "fill": np.zeros(2, np.int64)}
 SORT = {**RULE, "size": np.int64(4)}
-# B = 1 problem of N = 5 updates to S = 4 rows of D = 3. Operands and results may have any shapes of
-# that many elements.
+# B = 1 problem with N = 5 updates to S = 4 rows of D = 3 elements.
 ROWS, UPDATES, INDEX = array(1, 4, 3), array(1, 5, 3), array(1, 5, dtype="int32")
 NONE, NO_ORDER = array(0, 0, 0), array(0, dtype="int32")
 SCRATCH = {
@@ -748,7 +750,7 @@ def with_other(xs, i, other):
 
 @pytest.mark.parametrize("target", GOOD_ROWS)
 def test_good_ffi_call_of_rows(target):
-    """What the bad calls differ from: all ids are 1, all values too."""
+    """The valid call from which the bad calls are derived; all ids and all values are 1."""
     operands, results, attributes = GOOD_ROWS[target]
     first = call_elementwise(target, operands, results, attributes)[0]
     expected = {"jof_gather_rows": np.ones((1, 5, 3)), "jof_sort_rows": np.ones((1, 5))}
@@ -769,7 +771,7 @@ def test_ffi_call_without_an_operand_or_updates(target):
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_ffi_call_of_an_order_that_is_out_of_range(dtype):
-    """Sums are wrong; nothing outside of the updates is read."""
+    """Sums are wrong, but nothing outside the updates is read."""
     target = "jof_scatter_add_sorted"
     results = (ROWS, SCRATCH[target])
     with jax.enable_x64(True):
@@ -805,7 +807,8 @@ def bad_rows_counts():
             yield "one-result-less", target, operands, results[:-1], attributes
 
 
-# DecodeScatter of csrc/ffi/scatter.h knows sums from others, and no more.
+# DecodeScatter in csrc/ffi/scatter.h only distinguishes sums from other reductions, so one other
+# reduction is enough.
 CHECKED = [t for t in GOOD_ROWS if not re.match("jof_scatter_(min|multiply)", t)]
 
 
@@ -822,7 +825,7 @@ def bad_rows_attributes():
         for target in SORTING:
             attributes = {**SORT, "size": np.int64(size)}
             yield f"{name}-size", target, *GOOD_ROWS[target][:2], attributes
-    if jax.default_backend() == "gpu":  # two chunks of 4096 single elements
+    if jax.default_backend() == "gpu":  # more than two chunks of 4096 one-element updates
         many = array(1, 8193, 1), array(1, 8193, dtype="int32")
         wrong = (array(1, 4, 1), *many, NO_ORDER), (array(1, 4, 1), array(1, 2, 2, 1))
         yield "too-long-chunks", "jof_scatter_add_sorted", *wrong, DETERMINISTIC
@@ -830,7 +833,7 @@ def bad_rows_attributes():
     one, result, scratch = (array(*shape, dtype="complex64") for shape in shapes)
     wrong = (result, one, INDEX, NO_ORDER), (result, scratch)
     yield "one-complex-update", "jof_scatter_add_private", *wrong, DETERMINISTIC
-    for flag in ("wrap", "clip"):  # sorted ids are what they are
+    for flag in ("wrap", "clip"):  # sorted ids are never wrapped or clipped
         target = "jof_scatter_add_sorted"
         attributes = {**DETERMINISTIC, flag: np.bool_(True)}
         yield flag, target, *GOOD_ROWS[target][:2], attributes
@@ -849,7 +852,7 @@ def bad_rows_shapes():
             for shape in WRONG_SHAPES:
                 is_table = target == "jof_gather_rows" and i == 0
                 if shape == x.shape or (is_table and math.prod(shape) % 3 == 0):
-                    continue  # a table of another number of rows
+                    continue  # valid: a table with another number of rows
                 wrong = with_other(operands, i, array(*shape, dtype=x.dtype))
                 yield shaped(f"operand-{i}", x, shape), target, wrong, results, attributes
         for i, x in enumerate(results):
@@ -871,7 +874,7 @@ def bad_rows_shapes():
 
 
 def is_scratch(target, shape):
-    """Any number of chunks or parts will do, and on CPUs no parts."""
+    """Whether the shape is valid scratch: any number of chunks or parts, on CPUs even no parts."""
     chunks = 1 if target.endswith("sorted") else 0
     good = SCRATCH[target].shape
     least = int(chunks == 1 or jax.default_backend() != "cpu")
@@ -890,12 +893,12 @@ def bad_rows_dtypes():
                     if x.dtype == dtype:
                         continue
                     if target == "jof_gather_rows" and i == 1 and dtype == "int64":
-                        continue  # ids may be these
+                        continue  # a valid dtype of ids
                     scatters = target in SCRATCH and not of_results
                     if scatters and i == 2 and dtype == "int64":
                         continue
                     if scatters and i == 3:
-                        continue  # an empty order
+                        continue  # the order is empty
                     is_sorted = scatters and target.endswith("sorted")
                     if is_sorted and i == 2 and dtype == "uint16" and SORTING == []:
                         continue
@@ -908,7 +911,7 @@ def bad_rows_dtypes():
             xs = [array(*x.shape, dtype=dtype) for x in (*operands[:2], *results)]
             wrong = (xs[0], xs[1], *operands[2:])
             yield f"sums-{dtype}", target, wrong, (xs[2], xs[3]), attributes
-        for dtype in ("float16", "bfloat16"):  # scratch is of float32
+        for dtype in ("float16", "bfloat16"):  # scratch must be float32
             xs = [array(*x.shape, dtype=dtype) for x in (*operands[:2], *results)]
             wrong = (xs[0], xs[1], *operands[2:])
             yield f"scratch-of-{dtype}", target, wrong, (xs[2], xs[3]), attributes
@@ -922,7 +925,7 @@ def bad_rows_dtypes():
     "calls", [bad_rows_counts, bad_rows_attributes, bad_rows_shapes, bad_rows_dtypes]
 )
 def test_ffi_call_of_scatters_and_gathers(calls, pytestconfig):
-    """Hundreds of calls that are refused, after which good ones work."""
+    """Hundreds of bad calls are refused, after which valid ones work."""
     with jax.enable_x64(True):
         assert [*refusals(calls(), pytestconfig)]
     for target, call in GOOD_ROWS.items():

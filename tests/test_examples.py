@@ -1,4 +1,4 @@
-"""The examples run and find what they claim; those that train notice what goes wrong."""
+"""The examples run and confirm their claims; those that train detect wrong results."""
 
 import dataclasses
 import importlib
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib")  # of the extra "bench", which examples need
+pytest.importorskip("matplotlib")  # from the extra "bench", which the examples need
 pytest.importorskip("tqdm")
 
 from benchmarks import environment, results

@@ -1,6 +1,6 @@
-"""Programs that leave the process: what `jax.export` writes, and what the compilation cache keeps.
+"""Programs that outlive the process, through `jax.export` and the compilation cache.
 
-Each test goes through rows of catalogue.py, and starts few processes.
+Each test runs many rows of catalogue.py in a few processes.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ COLUMNS = (
 )
 
 PLATFORMS = [platform for platform in ("cpu", "cuda") if _native.available(platform)]
-# Value and gradient from what was read back. The package is imported, its functions are not used.
+# Computes values and gradients with deserialized programs. Imports the package without using its
+# functions.
 READ_BACK = """
 import pathlib, pickle, sys
 import jax
@@ -48,7 +49,7 @@ for name, (program, x64, xs, dy) in pickle.loads(pathlib.Path(sys.argv[1]).read_
         )
 pathlib.Path(sys.argv[2]).write_bytes(pickle.dumps(results))
 """
-# The same programs twice: the second process finds them compiled.
+# Runs in two processes; the second one finds the programs in the compilation cache.
 COMPILE = """
 import pathlib, pickle, sys
 from tests import test_export
@@ -59,7 +60,7 @@ pathlib.Path(sys.argv[1]).write_bytes(pickle.dumps(results))
 
 
 def run(code: str, *arguments: Path, **environment: str) -> None:
-    """Runs Python code in a process of its own."""
+    """Runs Python code in a separate process."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     result = subprocess.run(
@@ -78,7 +79,7 @@ def naming(case):
 
 
 def test_export_to_another_process(tmp_path):
-    """For CPUs and, on a machine with or without one, for NVIDIA GPUs."""
+    """Exports for CPUs and, if the CUDA module is built, for GPUs, even without a GPU."""
     pytest.importorskip("flatbuffers")
     programs, results = tmp_path / "programs", tmp_path / "results"
     written = {}
@@ -105,12 +106,12 @@ def test_export_to_another_process(tmp_path):
                 continue
             assert lowered_targets(value) == {case.target: len(PLATFORMS)}
             assert {*calls} <= case.all_targets()
-            if not case.parameters:  # with respect to these jnp differentiates
+            if not case.parameters:  # jnp computes derivatives with respect to parameters
                 assert bool(calls) == bool(case.grad_targets[case.wrt])
 
 
 def on_two_devices(f, *, manual: bool):
-    """`f`, its operand sharded by XLA or by `jax.shard_map`."""
+    """`f` and an operand on two devices; `f` is sharded by XLA or by `jax.shard_map`."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("x")
     if manual:
@@ -138,12 +139,12 @@ def value_and_gradients(case, f):
     return jax.jit(lambda *xs: (f(*xs), grad(case, cube(f))(*xs)))
 
 
-# What differs in these programs, XLA asks the process for.
+# The programs of these functions differ in custom partitioning, which XLA asks the process for.
 SHARDED = (jof.relu, jof.tanh)
 
 
 def compiled_programs():
-    """The result of each row's program, and what jax counted meanwhile."""
+    """The result of each row's program, and the counts of jax's monitoring events."""
     events: Counter[str] = Counter()
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
 
@@ -152,7 +153,7 @@ def compiled_programs():
         return jax.device_get(function(*args)), dict(events)
 
     results = {}
-    for case in EACH_FAMILY:  # a key knows programs, whichever op they are of
+    for case in EACH_FAMILY:  # cache keys depend on the program alone, so few ops suffice
         with case.precision():
             results[case.name] = counted(value_and_gradients(case, case.f), *case.inputs())
     for f in SHARDED:
@@ -162,13 +163,13 @@ def compiled_programs():
 
 
 def test_compilation_cache(tmp_path):
-    """A second process compiles nothing, and takes no program for another one."""
+    """A second process compiles nothing, and does not confuse programs."""
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        # Else jax tells programs that XLA shards apart by addresses in memory, which
-        # are others in each process.
+        # Otherwise the cache keys of programs that XLA shards contain memory addresses, which
+        # differ between processes.
         "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "1",
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
     }

@@ -41,7 +41,7 @@ def targets(f, *args):
 
 
 def in_float64(f):
-    """A function of arrays in float64."""
+    """The function, computed in float64."""
 
     def exact(*args):
         with jax.enable_x64(True):
@@ -51,7 +51,7 @@ def in_float64(f):
 
 
 def assert_close(actual, expected, rtol, atol, few=0, what=""):
-    """Close but for a few elements."""
+    """All but `few` elements are close."""
     a, e = wide(actual), wide(expected)
     assert a.shape == e.shape, what
     with np.errstate(invalid="ignore"):
@@ -65,7 +65,7 @@ def assert_close(actual, expected, rtol, atol, few=0, what=""):
 
 
 def three_orders(f):
-    """A function of one array, its first and its second derivative, element by element."""
+    """A function of one array with its elementwise first and second derivatives."""
 
     def first(x):
         return jax.jvp(f, (x,), (jnp.ones_like(x),))
@@ -135,7 +135,7 @@ JNP = {
 
 
 def batches(functions, size=16):
-    """Functions as kernels of several results, which compile at once."""
+    """Groups of functions, each to be compiled as one kernel with several results."""
     items = [*functions.items()]
     return [dict(items[k : k + size]) for k in range(0, len(items), size)]
 
@@ -150,7 +150,7 @@ def batches(functions, size=16):
     ids=lambda p: p if isinstance(p, str) else str(p) if isinstance(p, int) else next(iter(p)),
 )
 def test_functions(functions, dtype, count):
-    """Second derivatives are made of the functions of JNP, whose own need no test."""
+    """Second derivatives consist of functions in JNP, so those of JNP itself need no test."""
 
     def f(x):
         return [g(x) for g in functions.values()]
@@ -166,7 +166,7 @@ def test_functions(functions, dtype, count):
     for order, (ours, oracle) in enumerate(zip(actual, exact, strict=True)):
         for name, a, e in zip(functions, ours, oracle, strict=True):
             assert a.dtype == dtype
-            # In bfloat16 functions are within 2^-15 or so of what a sum may cancel.
+            # In bfloat16, errors are about 2^-15 relative to terms that a sum may cancel.
             size = np.nanmax(np.abs(np.where(np.isfinite(e), e, 0)), initial=1)
             atol = size * (2.0**-12 if dtype == "bfloat16" else 2.0**-19)
             assert_close(a, e, (32 if order else 8) * unit, atol, few=2, what=f"{name}, {order}")
@@ -193,10 +193,10 @@ def test_gamma_functions_are_those_of_scipy():
             assert_close(a, e, 1e-13, 1e-13)
     poles = jnp.asarray([0.0, -0.0, -1, -2])
     expected = [*f(poles)]
-    expected[1] = expected[1].at[:2].set(-jnp.inf)  # of older releases NaN
+    expected[1] = expected[1].at[:2].set(-jnp.inf)  # NaN in older releases
     for a, e in zip(jof.fuse(f)(poles), expected, strict=True):
         assert_close(a, e, 1e-6, 0)
-    # Infinite exponents are left out: what XLA has for them depends on the platform.
+    # Infinite exponents are left out: XLA's result for them depends on the platform.
     s, q = np.meshgrid([-2, 0, 1, 2, 3, np.nan], [0, -0.5, -1, 2, np.nan])
     s, q = (jnp.asarray(x.astype(np.float32)) for x in (s, q))
     assert_close(jof.fuse(lambda s, q: sp.zeta(s, q))(s, q), sp.zeta(s, q), 1e-6, 0)
@@ -228,7 +228,7 @@ def test_values_are_those_of_jax_where_there_are_no_numbers():
             same = (
                 np.asarray((a != 0) | (jnp.signbit(a) == jnp.signbit(e))) if a.dtype != bool else 1
             )
-            # Which zero is the larger XLA leaves open.
+            # XLA does not define which zero is larger.
             assert np.all(same) or k in (0, 1, 8), (h.__name__, k)
 
 
@@ -274,7 +274,7 @@ def test_casts_are_those_of_astype():
     def cast(x):
         return [x.astype(name) for name in names]
 
-    def rounded(x):  # which XLA may leave out of a program, but not of one operation
+    def rounded(x):  # XLA may remove casts from a program, but not from a single operation
         return [x.astype(name).astype(jnp.float32) for name in ("float16", "bfloat16")]
 
     with jax.enable_x64(True):
@@ -287,7 +287,7 @@ def test_casts_are_those_of_astype():
 
 
 def test_bits(monkeypatch):
-    """The source includes all that it needs: without the headers that conftest.py precompiles."""
+    """The source includes all it needs, without the headers that conftest.py precompiles."""
     monkeypatch.setenv("CXX", os.environ["JOF_TEST_CXX"])
 
     def f(x, h, b):
@@ -346,7 +346,7 @@ def test_complex_numbers():
 
 
 def test_quotients_of_complex_numbers():
-    """Of large numbers, by zero and by infinity."""
+    """Quotients of large numbers, and quotients by zero and infinity."""
     big, inf = 3e38, np.inf
     cases = {
         (1e-30 + big * 1j, big - 2j): 1j,
@@ -558,7 +558,7 @@ def test_narrow_values_are_rounded_once():
 
 
 def test_numbers_stay_as_they_were_written():
-    """jnp rounds 0.7978 to bfloat16; and what depends on the dtype stays."""
+    """`fuse` does not round 0.7978 to bfloat16, as jnp does; `finfo` values stay the dtype's."""
     f = jof.fuse(lambda x: (x * 0.7978845608, jnp.where(x > 0, x, jnp.finfo(x.dtype).min)))
     x = normals(N, dtype=jnp.bfloat16)
     y, masked = f(x)
@@ -653,7 +653,7 @@ def test_custom_rules_stay():
 
 
 def test_custom_rules_of_functions_with_integers():
-    """Whose tangents and cotangents have no dtype that a kernel has: of jnp.ldexp, say."""
+    """Tangents and cotangents of integers (as in jnp.ldexp) have no dtype that kernels support."""
 
     @jax.custom_jvp
     def split(x):
@@ -675,7 +675,7 @@ def test_custom_rules_of_functions_with_integers():
         return jnp.ldexp(y, 3)
 
     x = normals(N)
-    if jax.__version_info__ >= (0, 12):  # where it is a primitive whose program is made later
+    if jax.__version_info__ >= (0, 12):  # there it is a primitive whose program is made later
         with pytest.raises(jof.FusionError, match="call_hi_primitive"):
             jof.fuse(eight_times)(x)
 
@@ -845,7 +845,7 @@ BINARY = (
 
 
 def expression(draw_int, operations):
-    """A function of six arrays in so many operations."""
+    """A function of six arrays, made of `operations` operations."""
     code = [
         (draw_int(0, len(UNARY) + 2 * len(BINARY) - 1), draw_int(0, 99), draw_int(0, 99))
         for _ in range(operations)
@@ -896,7 +896,7 @@ def test_random_expressions(data, seed):
             continue
         error = np.abs(wide(u) - e).max(initial=0)
         scale = np.abs(e).max(initial=1)
-        # Where a branch is taken by rounding alone both are right.
+        # Where rounding alone decides a branch, both results are right.
         assert_close(a, e, 0, 8 * error + 2e-5 * scale, few=2)
 
 
@@ -963,7 +963,7 @@ def test_what_cannot_be_fused(primitive):
     x = normals(5, 5)
     with pytest.raises(jof.FusionError, match=reason) as raised:
         jof.fuse(f)(x)
-    if primitive == "stack":  # of older releases concatenate
+    if primitive == "stack":  # concatenate in older releases
         primitive = jax.make_jaxpr(lambda x: jnp.stack([x, x]))(x).eqns[-1].primitive.name
     assert raised.value.primitive == primitive
     assert "test_fuse.py" in raised.value.line
@@ -1055,7 +1055,7 @@ def test_short_stacks_and_short_loops(f, partial):
         assert_close(m[:, 1], y, 1e-5, 1e-5)
     report = fused.explain(*args)
     assert len(report.kernels) == 1
-    assert {rest.split()[0] for rest in report.rest} == {"slice"}  # of `c`, to scalars
+    assert {rest.split()[0] for rest in report.rest} == {"slice"}  # slices `c` into scalars
 
 
 def test_turns_of_nested_loops_are_multiplied():
@@ -1072,7 +1072,7 @@ def test_turns_of_nested_loops_are_multiplied():
 
 
 def test_running_sums():
-    """Whose gradients XLA for CPUs gets wrong."""
+    """Running sums, whose gradients XLA for CPUs gets wrong."""
 
     def f(x):
         three = jnp.stack([x, x * x, jnp.sin(x)], -1)
@@ -1166,7 +1166,7 @@ def test_source_and_explain():
 
 
 def test_sources_include_what_they_need(monkeypatch):
-    """Compiled as for users, without the headers that conftest.py puts before every source."""
+    """Sources compile as for users, without the headers that conftest.py puts before each."""
     monkeypatch.setenv("CXX", os.environ["JOF_TEST_CXX"])
     x, ids = jnp.arange(6.0).reshape(2, 3), jnp.array([1, 0])
     of_rows = jof.fuse(lambda x: x - x.max(-1, keepdims=True))
@@ -1230,7 +1230,7 @@ ROWS = {
 }
 
 
-# Whose second derivatives are tested, too: the others' are made in the same ways.
+# Second derivatives of these are tested, too; the others' are made in the same ways.
 TWICE = ("layer_norm", "softmax", "cross_entropy")
 ALIKE = ("rms_norm", "standardize")
 
@@ -1268,7 +1268,7 @@ def of_rows(f, args):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    # Two norms are parts of layer_norm.
+    # The two norms in ALIKE are parts of layer_norm.
     [
         pytest.param(name, "float32", marks=[pytest.mark.exhaustive] * (name in ALIKE))
         for name in ROWS
@@ -1277,7 +1277,7 @@ def of_rows(f, args):
 )
 def test_rows(name, dtype):
     f, kinds = ROWS[name]
-    # On a CPU two blocks, of one length or of two, or one.
+    # On a CPU: two blocks of equal or unequal length, or one block.
     width = {"layer_norm": 1101, "gated_norm": 1100}.get(name, 37)
     args = arguments(kinds, width, dtype)
     fused = jof.fuse(f)
@@ -1302,9 +1302,9 @@ def test_rows(name, dtype):
 
 
 def pullback_of_rows(f, args):
-    """Value and gradients, of cotangents that do not depend on how values are rounded.
+    """Value and gradients, for cotangents that do not depend on how values are rounded.
 
-    They are exact in 16 bits: XLA on GPUs may leave a cast there and back out.
+    Cotangents are exact in 16 bits: XLA on GPUs may remove a cast to 16 bits and back.
     """
     moving = [k for k, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -1316,7 +1316,7 @@ def pullback_of_rows(f, args):
     return y, pullback(ct.astype(y.dtype))
 
 
-# Packs that are whole and not, as many for each thread and not; a cluster, and chunks.
+# Whole and partial packs, equal and unequal numbers of packs per thread; a cluster; chunks.
 @pytest.mark.parametrize("width", [4096, 1000, 1001, 40000, 40001, 150000, 150001])
 def test_rows_of_all_teams(width):
     if jax.default_backend() != "gpu":
@@ -1384,7 +1384,7 @@ def test_rows_of_symbolic_sizes():
 
 
 def test_results_of_reductions_are_not_rounded():
-    """jnp.mean rounds to bfloat16."""
+    """`fuse` does not round the mean to bfloat16, as jnp.mean does."""
     x, scale = normals(64, 256, dtype=jnp.bfloat16), jnp.ones(256, jnp.bfloat16)
     exact = jnp.asarray(in_float64(rms_norm)(x, scale)).astype(jnp.bfloat16)
     assert (jof.fuse(rms_norm)(x, scale) == exact).mean() > 0.99
@@ -1419,7 +1419,7 @@ def test_transformations_of_rows(tmp_path):
             jax.linearize(h, *args)[1](*args),
         )
 
-    # The reference by single operations: under the suite's flags jaxlib 0.8.0 miscompiles it.
+    # The reference runs op by op: under the suite's flags jaxlib 0.8.0 miscompiles it.
     ours, theirs = jax.jit(functools.partial(programs, f))(), programs(layer_norm)
     jax.tree.map(lambda a, e: assert_close(a, e, 1e-4, 1e-4), ours, theirs)
     donated = jax.jit(f, donate_argnums=0)(args[0] + 0, *args[1:])
@@ -1477,7 +1477,7 @@ def test_wrong_calls_of_rows_end_no_process():
         "code": np.frombuffer(code, np.uint8),
         "id": np.int64(cache.code_id(code)),
         "name": "by_hand",
-        "kinds": np.array([0, 0, 1, 0, 4]),  # x, dy, scale -> dx, dscale in parts
+        "kinds": np.array([0, 0, 1, 0, 4]),  # x, dy, scale -> dx, partial sums of dscale
         "element_bytes": np.full(5, 4),
         "width": np.int64(4),
         "layout": np.array([4, 4, 256, 1, 1, 4]),

@@ -1,4 +1,4 @@
-"""What only a GPU shows: CUDA graphs, its memory, several GPUs in one process."""
+"""Tests that need a GPU: CUDA graphs, device memory, and several GPUs in one process."""
 
 import os
 import re
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a 
 
 
 def rolled(case: Case, by: int) -> list[np.ndarray]:
-    """Other inputs of the same kind. Ids stay as they are: some are sorted."""
+    """Other inputs of the same kind. Ids are unchanged because some must be sorted."""
     return [np.roll(x, by) if i in case.wrt else x for i, x in enumerate(case.inputs())]
 
 
@@ -30,9 +30,10 @@ def functions(f, case: Case):
 
 
 def assert_right(results, case: Case, what: str, xs) -> None:
-    """As the reference on the CPU: on GPUs some versions of jax lose updates of a scatter.
+    """Compares with the reference on the CPU: on GPUs some jax versions lose scatter updates.
 
-    Gradients by several operands share what cancels in one of them: the largest of all counts.
+    The tolerance is relative to the largest of all results, because terms that cancel in one
+    operand's gradient are as large as those of the others.
     """
     with jax.default_device(jax.devices("cpu")[0]):
         expected = jax.tree.leaves(jax.jit(functions(case.ref, case)[what])(*xs))
@@ -49,7 +50,7 @@ def test_the_kernels_were_built_for_this_gpu():
 
 @pytest.mark.parametrize("width", [3, 4, 48])
 def test_gradient_of_attention_with_heads_of_any_width(width, monkeypatch):
-    """Both gradients of attention. Rows that are not aligned are read by elements, too."""
+    """Both gradients of attention; the kernels read unaligned rows by elements."""
     monkeypatch.setattr(_attention, "PACK_BYTES", 4 * width)
     with jax.enable_x64(True):
         test_graph.test_gradients_of_attention("float32", "float32", 3, width)
@@ -68,7 +69,7 @@ def module_name(case: Case, what: str) -> str:
 
 
 def run_every_op_ten_times() -> None:
-    """In the process whose XLA captures whatever it can."""
+    """Runs in a process where XLA captures as much as possible in CUDA graphs."""
     for case in CASES:
         with case.precision():
             for what, f in functions(case.f, case).items():
@@ -80,13 +81,13 @@ def run_every_op_ten_times() -> None:
 
 
 def outermost_thunks(dump: Path, module: str) -> list[str]:
-    """The kinds of what XLA runs one after another, in its own names; a graph is one of them."""
+    """XLA's names of the kinds of thunks in the outermost sequence; a CUDA graph is one thunk."""
     sequences = {
         path.name.rpartition(f"jit_{module}.")[2]: path
         for path in dump.glob(f"*jit_{module}.*thunk_sequence*.txt")
     }
     assert sequences, f"no thunks of {module} among {sorted(p.name for p in dump.iterdir())[:20]}"
-    # Releases of XLA that make graphs of thunks write down what has become of the sequence.
+    # XLA releases that convert thunks into graphs also dump the sequence after the conversion.
     path = sequences.get("thunk_sequence_after_thunk_passes.txt") or next(iter(sequences.values()))
     found = re.findall(r"^(\s*)\d+: *(k\w+)", path.read_text(), re.MULTILINE)
     assert found, f"no thunks were recognised in:\n{path.read_text()}"
@@ -101,7 +102,7 @@ def test_every_op_runs_in_a_cuda_graph(tmp_path):
         env={
             **os.environ,
             "XLA_FLAGS": " ".join(flags),
-            "JAX_ONEFLOW_OPS_IMPLEMENTATION": "native",  # also where XLA was measured to be faster
+            "JAX_ONEFLOW_OPS_IMPLEMENTATION": "native",  # even where XLA was measured to be faster
         },
         capture_output=True,
         text=True,
@@ -142,7 +143,7 @@ def test_device_memory_stays_flat(monkeypatch, capsys):
 @pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_each_gpu_in_turn(case):
-    """The process's current device is the first one."""
+    """The kernels run on the operands' GPU, although the process's current device is the first."""
     with case.precision():
         for what, f in functions(case.f, case).items():
             compiled = jax.jit(f)

@@ -1,4 +1,4 @@
-"""Graph layers: messages, attention over edges and plans, beside float64 NumPy and jnp."""
+"""Graph layers: messages, attention over edges and plans, against float64 NumPy and jnp."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ def in_64_bits():
 
 
 def edges_of(kind, nodes, segments, edges, rng):
-    """Senders and receivers."""
+    """Senders and receivers of a random graph of a kind."""
     senders, receivers = rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
     if kind == "one receiver":
         receivers[:] = segments // 2
@@ -90,7 +90,7 @@ def attention_in_jnp(logits, values, senders, receivers, segments):
 
 
 def weighted_sum(table, senders, receivers, weights=None, **options):
-    """A product that kernels are there for."""
+    """A weighted message sum, for which kernels exist."""
     if weights is None:
         return jof.message_sum(lambda x: x, (table,), senders, receivers, **options)
     return jof.message_sum(
@@ -106,14 +106,14 @@ def plans(senders, receivers, nodes, segments):
 
 
 def assert_close(actual, exact, terms, dtype):
-    """Rounded once; sums in float32 lose as much as their terms are large."""
+    """Results are rounded once; errors of sums in float32 are relative to the terms' magnitude."""
     wide = jnp.float32 if jnp.dtype(dtype).itemsize == 2 else dtype
     error = np.abs(np.asarray(actual, np.float64) - exact)
     half_ulp = 0.51 * float(jnp.finfo(dtype).eps) * np.abs(exact) + 1e-7 * (dtype == "float16")
     assert np.all(error <= half_ulp + 64 * float(jnp.finfo(wide).eps) * (terms + 1e-30))
 
 
-# (row, the shape of weights)
+# (shape of a row, shape of an edge's weights)
 SHAPES = (
     ((), None),
     ((), ()),
@@ -131,7 +131,7 @@ SHAPES = (
 )
 
 
-# These are others' kernels, of other sizes.
+# These shapes use the same kernels as other shapes, in other sizes.
 RARE = SHAPES[2::3]
 
 
@@ -141,7 +141,7 @@ RARE = SHAPES[2::3]
     ids=str,
 )
 def test_message_sum(row, of_weights):
-    """Every dtype with a plan and without, on kinds of graphs that differ from shape to shape."""
+    """Every kind of graph, half of them with plans; the dtype of a kind varies with the shape."""
     rng = rng_for(row, of_weights)
     first = SHAPES.index((row, of_weights))
     problems = []
@@ -244,7 +244,7 @@ def test_attention_rounds_once(dtype):
     ],
 )
 def test_gradients_of_attention(logits_dtype, dtype, heads, width):
-    """Of the kernels, in all dtypes; a graph whose largest receiver is in many chunks."""
+    """Gradients of the kernels; the graph's largest receiver spans many chunks."""
     rng = rng_for(logits_dtype, dtype, heads)
     nodes, segments, edges = 50, 30, 3000
     graph = edges_of("hub", nodes, segments, edges, rng)
@@ -271,7 +271,7 @@ def test_gradients_of_attention(logits_dtype, dtype, heads, width):
     ulps = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-18, "float64": 2**-18}
     for x, wanted in zip(found, exact, strict=True):
         bound = max(ulps[str(x.dtype)], ulps[dtype])
-        scale = 1 + np.abs(wanted).max()  # of logits: what is subtracted is the rounded result
+        scale = 1 + np.abs(wanted).max()  # for logits: the kernel subtracts the rounded result
         np.testing.assert_allclose(np.asarray(x, np.float64), wanted, bound, bound * scale)
     assert [x.dtype for x in found] == [values.dtype, logits.dtype, values.dtype]
 
@@ -307,7 +307,7 @@ def setting(planned, of_weights=(3,), row=(3, 4)):
 
 
 def assert_same_derivatives(f, g, primals, tangents, order=2):
-    """Gradients, tangents, and second derivatives both ways."""
+    """Compares gradients, tangents, and second derivatives in forward and reverse mode."""
     every = tuple(range(len(primals)))
 
     def gradient(f):
@@ -344,7 +344,7 @@ def test_derivatives_of_message_sum(planned, row, of_weights):
 
 @pytest.mark.exhaustive
 def test_derivatives_of_attention():
-    """With plans; test_transforms.py has it without."""
+    """With plans; test_transforms.py tests without plans."""
     graph, segments, options, primals, tangents, _ = setting(True)
     assert_same_derivatives(
         lambda w, t: jof.attention_sum(w, t, *graph, num_segments=segments, **options),
@@ -354,7 +354,7 @@ def test_derivatives_of_attention():
 
 
 def test_derivatives_of_planned_softmax():
-    """Those of attention are composed of others."""
+    """Derivatives of attention are composed of other operations and do not cover these."""
     (_, receivers), segments, options, (logits, _), (tangent, _), _ = setting(True)
     assert_same_derivatives(
         lambda x: jof.segment_softmax(x, receivers, segments, plan=options["plan"]),
@@ -386,7 +386,7 @@ def test_vmap_over_features(axes):
 
 @pytest.mark.parametrize("shared", ["neither", "senders", "receivers"])
 def test_vmap_over_graphs(shared):
-    """Also of the plans."""
+    """Also vmap over plans."""
     rng = rng_for(shared)
     problems, nodes, segments, edges = 4, 6, 5, 50
     logits = rng.standard_normal((problems, edges, 2))
@@ -421,14 +421,14 @@ def test_vmap_over_graphs(shared):
 
 
 def largest_array(f, *args):
-    """The elements of the largest array of a compiled program."""
+    """The number of elements of the largest array in a compiled program."""
     text = jax.jit(f).lower(*args).compile().as_text()
     shapes = re.findall(r"[a-z]+\d+\[([\d,]+)\]", text)
     return max(np.prod([int(n) for n in dims.split(",")]) for dims in shapes)
 
 
 def test_no_array_of_edges_times_width():
-    """Of the compiled program of a layer's gradient and its tangent, weights (E, H) apart."""
+    """The compiled gradient and its tangent hold no (E, H, C) array, only weights (E, H)."""
     nodes, edges, heads, width = 100, 5000, 4, 16
     senders, receivers = edges_of("uniform", nodes, nodes, edges, rng_for("buffers"))
     logits = jnp.ones((edges, heads), jnp.bfloat16)
@@ -465,7 +465,7 @@ def test_plan_is_made_under_jit_and_is_a_pytree():
     ids = jnp.array([3, 0, 7, 3, -1, 1])
     plan = jax.jit(lambda ids: jof.segment_plan(ids, 5))(ids)
     assert plan.num_segments == 5
-    # One that counts from the end comes after others of its row, and one out of range last.
+    # A negative id that wraps comes after the others of its row, and an id out of range last.
     np.testing.assert_array_equal(plan.order, [1, 5, 0, 3, 4, 2])
     np.testing.assert_array_equal(plan.keys, [0, 2, 6, 6, 9, 10])
     np.testing.assert_array_equal(plan.order, jof.segment_plan(ids, 5).order)
@@ -544,7 +544,7 @@ def test_integers_and_complex_numbers():
 
 
 def ffi(name, results, *operands):
-    """A call as nobody makes it but by hand; results and operands are (dtype, *shape)."""
+    """A hand-made FFI call on zeros; results and operands are (dtype, *shape)."""
 
     def arrays(of):
         return [jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in of]
@@ -614,7 +614,7 @@ def test_handlers_refuse(target, call, where, wrong):
 
 @pytest.mark.parametrize("width", [1, 8, 128])
 def test_dropped_edges_between_others(width):
-    """Of rows with an edge or two, between which a plan has those that are dropped."""
+    """Rows have one or two edges, and the plan has dropped edges between them."""
     rng = rng_for(width)
     segments, edges = 2000, 5000
     senders, receivers = edges_of("out of range", 50, segments, edges, rng)
@@ -647,7 +647,7 @@ REDUCTIONS = {"sum": jof.message_sum, "max": jof.message_max}
 
 @pytest.mark.parametrize(("dtype", "row"), [("bfloat16", (4, 8)), ("float32", (3, 5))], ids=str)
 def test_functions_of_rows(dtype, row):
-    """Beside float64; more rows of the second table than receivers."""
+    """Against float64; the second table has more rows than there are receivers."""
     rng = rng_for(dtype)
     names = {"hub": "sum", "one receiver": "max", "out of range": "sum", "few": "max"}
     for kind, name in names.items():
@@ -683,7 +683,7 @@ def test_functions_of_rows(dtype, row):
     [("sum", 1), ("max", 1), pytest.param("sum", 2, marks=pytest.mark.exhaustive)],
 )
 def test_derivatives_of_functions(reduce, order):
-    """With respect to tables, arrays of edges, and what a function closes over; some are ties.
+    """With respect to tables, edge arrays and closed-over arrays; some maxima are ties.
 
     Second derivatives without plans are in test_transforms.py.
     """
@@ -715,7 +715,7 @@ def test_derivatives_of_functions(reduce, order):
 
 
 def test_gradient_of_senders_out_of_range():
-    """They read the nearest row, and no gradient comes back."""
+    """Senders out of range read the nearest row, which gets no gradient from them."""
     senders, receivers = np.array([0, -1, 5, -9]), np.zeros(4, int)
     table, weights = jnp.arange(6.0).reshape(3, 2), jnp.ones((4, 1))
 
@@ -731,7 +731,7 @@ def test_gradient_of_senders_out_of_range():
 
 
 def test_attention_to_senders_out_of_range():
-    """So, too, that of their logits: they are the nearest row's."""
+    """The gradient of their logits uses the nearest row's values, too."""
     senders, receivers = np.array([0, -1, 5, -9, 2, 7]), np.array([0, 0, 0, 1, 1, 9])
     rng = rng_for("senders")
     logits, values = rng.standard_normal((6, 2)), rng.standard_normal((3, 2, 8))
@@ -807,7 +807,7 @@ def test_functions_store_no_row_of_edges():
 
 
 def test_plan_of_another_graph():
-    """Is found out where ids are known, and means an error."""
+    """A plan of another graph is an error if ids are concrete."""
     senders, receivers = edges_of("uniform", 9, 7, 40, rng_for("plan"))
     right, wrong = (jof.segment_plan(ids, 7) for ids in (receivers, receivers[::-1]))
     table = jnp.ones((9, 2))

@@ -1,5 +1,4 @@
-"""What must not break the process: threads, forks, memory that is not to be had, GPUs and drivers
-that the kernels were not built for."""
+"""The process survives threads, forks, running out of memory, and unsupported GPUs and drivers."""
 
 import gc
 import os
@@ -28,7 +27,7 @@ THREADS = 8
 
 
 def python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """Runs the code in a fresh interpreter, and returns its output."""
     command = [sys.executable, "-c", code]
     result = subprocess.run(
         command,
@@ -46,7 +45,10 @@ def python(code: str, **environment: str) -> str:
 
 
 def test_different_ops_in_eight_threads_at_once():
-    """Each begins at another op, two at the same, so that compilations race."""
+    """Pairs of threads begin with the same op, different pairs with different ops.
+
+    So compilations race.
+    """
     expected = []
     for case in EACH_FAMILY:
         with case.precision():
@@ -65,7 +67,7 @@ def test_different_ops_in_eight_threads_at_once():
         begin = thread // 2 * 2 * len(EACH_FAMILY) // THREADS
         start.wait()
         for k in (*range(begin, len(EACH_FAMILY)), *range(begin)):
-            with EACH_FAMILY[k].precision():  # a thread has its own
+            with EACH_FAMILY[k].precision():  # the setting is per-thread
                 xs = EACH_FAMILY[k].inputs()
                 got = jax.block_until_ready(
                     (EACH_FAMILY[k].f(*xs), values[k](*xs), gradients[k](*xs))
@@ -78,7 +80,7 @@ def test_different_ops_in_eight_threads_at_once():
     for worker in workers:
         worker.join()
     for done in results:
-        assert len(done) == len(EACH_FAMILY)  # a thread that raised has fewer
+        assert len(done) == len(EACH_FAMILY)  # a thread that raised has fewer results
         for k, (eager, jitted, gradient) in done:
             value, wanted = expected[k]
             assert_same([eager, jitted, gradient], [value, value, wanted], EACH_FAMILY[k].rtol)
@@ -122,7 +124,7 @@ print(ops())
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_fork():
-    """A child of a process that has no backend yet may start one; after that jax forbids it."""
+    """A forked child may start a backend if the parent has none; after that jax forbids it."""
     assert python(FORKED, JAX_PLATFORMS="cpu") == "True True True\n"
 
 
@@ -131,7 +133,7 @@ def test_fork():
 
 @pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_result_that_does_not_fit_into_memory(compile):
-    """2^50 bytes: more than the address space of a process has."""
+    """The result has 2^50 bytes, more than a process's address space."""
     x = np.ones((1, 1, 1, 1), np.float32)
     huge = compile(lambda x: jof.upsample_nearest2d(x, size=(1 << 24, 1 << 24)))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: Out of memory"):
@@ -145,7 +147,7 @@ KEEPS_FREED_MEMORY = not_sanitized("freed memory is kept")
 @KEEPS_FREED_MEMORY
 def test_memory_stays_flat(monkeypatch, capsys):
     monkeypatch.setattr(soak, "CASES", CASES[::40])
-    gc.freeze()  # what earlier tests have left takes the collector seconds, each time
+    gc.freeze()  # otherwise each collection spends seconds on objects of earlier tests
     assert soak.main(["--calls", "3000", "--compilations", "30"]) == 0, capsys.readouterr().out
 
 
@@ -154,7 +156,7 @@ def test_a_leak_is_seen(monkeypatch, capsys):
     case, kept = CASES[0], []
 
     def leaking(case):
-        # More than what earlier tests have freed, and written, so that it is resident.
+        # Larger than the memory that earlier tests have freed, and written, so that it is resident.
         return lambda *xs: kept.append(b"x" * (1 << 18))
 
     monkeypatch.setattr(soak, "CASES", (case,))
@@ -180,7 +182,7 @@ HOPPER, AMPERE, ADA, TURING, BLACKWELL = (9, 0), (8, 0), (8, 9), (7, 5), (10, 0)
         ("80-real,90-real", 13020, 13000, HOPPER),  # a driver of the same major version
         ("90a", 12040, 12040, HOPPER),
         ("100f-real", 13000, 13000, (10, 3)),
-        ("native", 13000, 13000, TURING),  # CMake's word: it is what was there
+        ("native", 13000, 13000, TURING),  # CMake's name for the GPU of the build machine
     ],
 )
 def test_gpus_that_the_kernels_run_on(architectures, runtime, driver, capability):
@@ -196,7 +198,7 @@ def test_gpus_that_the_kernels_run_on(architectures, runtime, driver, capability
         ("89-real", 13000, 13000, {AMPERE}, ["8.0"]),
         ("90-real", 13000, 13000, {BLACKWELL}, ["10.0", "JOF_CUDA_ARCHITECTURES=100"]),
         ("90", 13020, 13000, {BLACKWELL}, ["10.0", "13.0"]),  # PTX newer than the driver
-        ("90a", 13000, 13000, {BLACKWELL}, ["10.0"]),  # Hopper's own features
+        ("90a", 13000, 13000, {BLACKWELL}, ["10.0"]),  # Hopper-specific features
         ("90", 13000, 13000, {HOPPER, TURING}, ["7.5"]),  # one of two GPUs
     ],
 )
@@ -223,7 +225,7 @@ def test_cuda_module_knows_its_versions():
 
 @pytest.fixture
 def unfit_gpu(monkeypatch):
-    """A process with a GPU that the CUDA module, real or not, has no code for."""
+    """Simulates a GPU for which the (simulated) CUDA module has no code."""
     module = types.SimpleNamespace(
         architectures="90-real", runtime_version=13000, driver_version=lambda: 13000
     )

@@ -1,4 +1,4 @@
-"""What importing the package does, and what it does not do."""
+"""What importing the package does and does not do."""
 
 import importlib.metadata
 import importlib.resources
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """Runs the code in a fresh interpreter, and returns its output."""
     command = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
@@ -37,7 +37,7 @@ def python(code: str, **environment: str) -> str:
     ],
 )
 def test_source_without_compiled_modules(origin, parts, tmp_path):
-    """A copy of the source is imported, and `origin` says how another build is installed."""
+    """Imports a copy of the source; `origin` tells how another build is installed."""
     source, site = tmp_path / "source", tmp_path / "site"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "jax_oneflow_ops", source / "jax_oneflow_ops", ignore=ignored)
@@ -80,7 +80,7 @@ print(jax.default_backend(), jax.device_count(), y.shape)
 
 @pytest.fixture(scope="module")
 def imported():
-    """The modules and the files of a process that an import adds, where no backend works."""
+    """The modules and mapped files that an import adds to a process without a working backend."""
     code = """
 import jax, pathlib, sys
 maps = lambda: {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
@@ -100,7 +100,7 @@ reads_proc = pytest.mark.skipif(
 
 @reads_proc
 def test_no_cuda_call_is_made(imported):
-    """The driver's library is loaded by the first CUDA call of the static runtime."""
+    """The static runtime's first CUDA call would load the driver's library."""
     _, loaded = imported
     assert any(name.startswith("_cpu.") for name in loaded), loaded
     if _native.available("cuda"):
@@ -110,7 +110,7 @@ def test_no_cuda_call_is_made(imported):
 
 @reads_proc
 def test_import_loads_little(imported):
-    """What is used by some programs only is imported by those, and nothing but jax is."""
+    """The import adds only modules of jax and the package; rarely used ones are imported lazily."""
     added, _ = imported
     own = {name.removeprefix("jax_oneflow_ops.") for name in added if "jax_oneflow_ops" in name}
     assert {name.partition(".")[0] for name in added} <= {"jax", "jax_oneflow_ops"}
@@ -131,7 +131,7 @@ def test_version_is_that_of_the_distribution():
 
 
 def test_source_distribution(tmp_path, monkeypatch):
-    """It has the sources, and nothing that a build beside them leaves."""
+    """It contains the sources, and no files of a build next to them."""
     build = pytest.importorskip("scikit_build_core.build")
     sources = ["csrc", "cmake", "jax_oneflow_ops"]
     built = shutil.ignore_patterns("__pycache__", "*.so", "include")
@@ -180,7 +180,7 @@ def test_ffi_api_that_does_not_fit(built, runtime):
 
 
 def test_an_older_runtime_does_not_break_jax(tmp_path):
-    """The package refuses to load, registers nothing, and jax starts as ever."""
+    """The package refuses to load and registers nothing, and jax starts as usual."""
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     header.parent.mkdir(parents=True)
     header.write_text("#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 0\n")

@@ -36,7 +36,7 @@ cpu_only = pytest.mark.skipif(not ON_CPU, reason="about the C++ compiler")
 
 @pytest.fixture
 def as_users(monkeypatch):
-    """Flags which other tests do without, for the sake of time: see conftest.py."""
+    """Compiles with users' flags; other tests use -O1 to save time: see conftest.py."""
     flags = ["-O3" if flag == "-O1" else flag for flag in compilers._FLAGS]
     monkeypatch.setattr(compilers, "_FLAGS", tuple(flags))
 
@@ -49,7 +49,7 @@ def wide():
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """An empty folder, and nothing in memory. Calls must be lowered anew: see `compiled`."""
+    """An empty cache folder and memory cache. Calls must be lowered anew: see `compiled`."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(folder))
     monkeypatch.setattr(cache, "_compiled", {})
@@ -57,7 +57,7 @@ def fresh(tmp_path, monkeypatch):
 
 
 def compiled(kernel, *dtypes):
-    """What the CPU's compiler makes of a kernel."""
+    """The code that the CPU compiler makes from a kernel."""
     return cache.code(kernel.source(dtypes or "float32", platform="cpu"), "cpu")
 
 
@@ -181,7 +181,7 @@ def test_all_inputs_may_be_scalars_or_weak():
 
 @pytest.mark.usefixtures("as_users")
 def test_functions():
-    """In f32 and f64, against NumPy's in f64."""
+    """Functions in f32 and f64, against NumPy's in f64."""
     from math import erf, erfc
 
     unary = {
@@ -214,7 +214,7 @@ def test_functions():
 
 @pytest.mark.usefixtures("as_users")
 def test_logarithms_and_erf_are_within_a_few_ulp():
-    """Which a CPU computes in ways of its own."""
+    """CPU kernels have their own implementations of these."""
     from math import erf
 
     functions = {
@@ -244,7 +244,7 @@ def test_logarithms_and_erf_are_within_a_few_ulp():
 @pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_activations_are_the_built_in_ones(dtype):
-    """Bit for bit, for results of 16 bits on every value."""
+    """Results are equal bit for bit; 16-bit types are tested on every value."""
     functions = {
         "tanh": jof.tanh, "sigmoid": jof.sigmoid, "silu": jof.silu, "softplus": jof.softplus,
         "mish": jof.mish, "gelu": jof.gelu,
@@ -291,7 +291,7 @@ def test_functions_of_several_and_of_integers():
     close(g, (np.arctan2(x, n) + np.hypot(x, 1) + np.copysign(1, x) + np.fmod(x, 2)).astype("f4"))
 
 
-# What jax.lax.div and jax.lax.rem make of them, in all the ways that C++ has to write it.
+# Integer division as in jax.lax.div and jax.lax.rem, in all the ways to write it in C++.
 DIVISIONS = """
 #define REMAINDER(a, b) ((a) % (b))
 template <typename C>
@@ -312,7 +312,7 @@ JOF_HOST_DEVICE JOF_INLINE C quotient(C a, C b) {
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 def test_integers_divide_as_in_jax(dtype):
-    """By zero, too, and what does not fit wraps around; elsewhere C++ ends the process."""
+    """Division by zero is defined and overflow wraps; in ordinary C++ both end the process."""
     kernel = jof.ElementwiseKernel(
         "T x, T y",
         "T a, T b, T c, T d, T e, T f",
@@ -387,7 +387,7 @@ GELU_PREAMBLE = """
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("written", ["out", "by name"])
 def test_gelu_as_a_user_writes_it(dtype, written):
-    """The same operations as the built-in's: bit for bit on a CPU."""
+    """Uses the same operations as the built-in: equal bit for bit on a CPU."""
     operation = {
         "out": "y = x * InverseOfOnePlus<float>(exponential(bounded(x)))",
         "by name": "y = gelu(x)",
@@ -397,7 +397,7 @@ def test_gelu_as_a_user_writes_it(dtype, written):
     x = x.astype(dtype)
     if ON_CPU:
         assert_same_bits(kernel(x), jof.gelu(x))
-    else:  # where the built-in has shorter forms for 16 bits
+    else:  # the built-in has shorter 16-bit forms there
         close(kernel(x), jof.gelu(x), rtol=1e-2, atol=1e-3)
 
 
@@ -467,7 +467,7 @@ def numpy(tree, env):
 
 
 def derivative(tree, name, env):
-    """In NumPy, by the chain rule."""
+    """The derivative in NumPy, by the chain rule."""
     if isinstance(tree, str):
         return np.float64(tree == name)
     op, *inner = tree
@@ -490,7 +490,7 @@ def derivative(tree, name, env):
 
 
 def derivative_cpp(tree, name):
-    """The same as C++."""
+    """The derivative as C++ source."""
     if isinstance(tree, str):
         return "1.0" if tree == name else "0.0"
     op, *inner = tree
@@ -511,7 +511,7 @@ def derivative_cpp(tree, name):
 
 def slope_cpp(op, inner):
     slope = UNARY[op][1](inner)
-    if op == "sqrt1":  # a quotient, and not the trees' own
+    if op == "sqrt1":  # a quotient, which is not an operation of the trees
         return f"({cpp(inner)} / {cpp(('sqrt1', inner))})"
     return cpp(slope)
 
@@ -585,7 +585,7 @@ def loss_of(f):
 
 @cases
 def test_both_directions_are_one_kernel_each(case):
-    """With respect to all inputs, and for all outputs."""
+    """Each covers all inputs and all outputs."""
     kernel, _, inputs = CASES[case]
     args = inputs()
     assert targets(kernel, *args) == ["jof_compiled"]
@@ -609,13 +609,13 @@ def test_the_transpose_of_the_vjp_is_the_jvp(case):
 def test_transpose_of_what_is_not_linear():
     with pytest.raises(NotImplementedError, match=r"softsign: .* with respect to x, which a"):
         jax.linear_transpose(softsign, 1.0)(1.0)
-    # Linear in what the derivative reads: an error, and not zeros.
+    # Transposing with respect to an input that the derivative reads is an error, not zeros.
     square = jof.ElementwiseKernel(
         "T x", "T y", "y = x * x", "square", derivatives={"x": "2 * x"}, reference=lambda x: x * x
     )
     with pytest.raises(NotImplementedError, match=r"square: .* with respect to x, which a"):
         jax.linear_transpose(lambda x: jax.jvp(square, (x,), (3.0,))[1], 1.0)(1.0)
-    # In what no derivative reads: one input for another.
+    # Transposing with respect to an input that no derivative reads works.
     twice = jof.ElementwiseKernel(
         "T x", "T y", "y = 2 * x", "twice", derivatives={"x": "2"}, reference=lambda x: 2 * x
     )
@@ -625,7 +625,7 @@ def test_transpose_of_what_is_not_linear():
 
 
 def test_vmap():
-    """With the batch axis anywhere in each operand, or not there."""
+    """With every position of the batch axis in each operand, and without one."""
     kernel, ref, inputs = CASES["scaled_silu"]
     args = inputs()
     axes = [(None, *range(np.ndim(x) + 1)) for x in args]
@@ -650,7 +650,7 @@ def test_vmap():
     "shapes", [((3, 1), (4,)), ((1, 4), (3, 1)), ((2, 3, 1), (2, 1, 4)), ((3, 4), (2, 1, 1))]
 )
 def test_broadcasting(shapes):
-    """Columns, channels, and what the kernel cannot read in place, in values and derivatives."""
+    """Columns, channels, and operands that kernels cannot read in place; also derivatives."""
     definition = dict(derivatives={"x": "y * y + 0 * z", "y": "2 * x * y + 0 * z", "z": "1"})
     kernel = jof.ElementwiseKernel(
         "T x, T y, T z", "T r", "r = x * y * y + z", "broadcast", **definition
@@ -691,13 +691,13 @@ def test_second_order_of_an_expression_is_refused():
         NotImplementedError, match=r"(?s)wave.*of z with respect to x.*ElementwiseKernel"
     ):
         jax.grad(jax.grad(kernel))(0.5, 2.0)
-    # Where it does not depend on what moves it is not in the way.
+    # It is no problem where the derivative does not depend on the differentiated input.
     second = jax.jvp(jax.grad(lambda y: kernel(0.5, y) ** 2), (1.0,), (1.0,))[1]
     np.testing.assert_allclose(second, 2 * np.sin(0.5) ** 2, rtol=1e-5)
 
 
 def test_python_numbers_in_derivatives():
-    """Which jax passes to rules as they are: primals, tangents, cotangents, residuals."""
+    """JAX passes them to rules unchanged: primals, tangents, cotangents, residuals."""
     x = normals(3)
 
     def product(x, y):
@@ -898,7 +898,7 @@ def test_reference_in_its_place(case, monkeypatch):
     kernel, ref, inputs = CASES[case]
     args = inputs()
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
-    # jax.jit remembers how a function was traced: others must not find this.
+    # jax.jit caches traces by function: a new function hides this trace from other tests.
     assert targets(lambda *args: kernel(*args), *args) == []
     every = tuple(range(len(args)))
     close(kernel(*args), ref(*args))
@@ -917,7 +917,7 @@ def test_reference_in_its_place(case, monkeypatch):
 
 @pytest.mark.parametrize("where", ["asked for", "no compiler", "scalars"])
 def test_references_are_differentiated_at_the_real_inputs(where, fresh, monkeypatch):
-    """Whatever the kernel's own derivatives name."""
+    """This holds whichever inputs the kernel's own derivatives name."""
 
     def made(derivative):
         return jof.ElementwiseKernel(
@@ -950,7 +950,7 @@ def test_references_are_differentiated_at_the_real_inputs(where, fresh, monkeypa
 
 
 def test_a_native_call_reads_what_derivatives_name():
-    """The others are there for the reference."""
+    """The other inputs are passed for the reference only."""
     kernel = jof.ElementwiseKernel(
         "T x, T y",
         "T z",
@@ -968,10 +968,10 @@ def test_a_native_call_reads_what_derivatives_name():
     text = jax.jit(both).lower(x, y).as_text()
     calls = re.findall(r"custom_call @jof_compiled\((.*?)\)", text)
     assert sorted(call.count("%") for call in calls) == [2, 2]  # x and y; x and the cotangent
-    # For jax the VJP has all three: where it is lowered the reference may run.
+    # In the jaxpr the VJP has all three: its lowering may choose the reference.
     vjp = jax.make_jaxpr(both)(x, y).eqns[-1]
     assert (vjp.primitive.name, len(vjp.invars)) == ("jof_compiled", 3)
-    # The array is the only operand that says the shape.
+    # Only the array has the result's shape.
     close(jax.jvp(lambda s: kernel(x, s), (2.0,), (3.0,))[1], np.full((6, 5), 3, np.float32))
 
 
@@ -989,7 +989,7 @@ def test_no_reference(monkeypatch):
 
 @cases
 def test_check(case):
-    """In 16 bits, and so in float32, too."""
+    """With 16-bit inputs, for which `check` also runs in float32."""
     kernel, _, inputs = CASES[case]
     kernel.check(*(x.astype(jnp.bfloat16) for x in inputs()))
 
@@ -1007,12 +1007,12 @@ def test_check_finds_what_is_wrong():
     with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
         made(derivative="3 * x").check(x)
     made(derivative="2.001 * x").check(x, rtol=1e-2)
-    # Wrong, but where inputs are 1.
+    # Wrong except where inputs are 1.
     with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
         made(derivative="2").check(x)
     with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
         made(derivative=None).check(x)
-    # In 16 bits zero is not near what is small, and three digits are not enough.
+    # With 16-bit inputs, zero is not close to small values, and three digits are not enough.
     narrow = (x / 64).astype("bfloat16")
     made().check(narrow)
     with pytest.raises(AssertionError, match="checked: the JVP with respect to x of y is not"):
@@ -1107,7 +1107,7 @@ def test_threads():
 
 
 def test_many_kernels_at_once():
-    """Each is loaded from a file of its own."""
+    """Each kernel is loaded from a separate file."""
     made = [jof.ElementwiseKernel("T x", "T y", f"y = x + {n}", f"plus_{n}") for n in range(6)]
     assert [float(k(1.0)) for k in made] == [1.0 + n for n in range(6)]
     assert [float(k(1.0)) for k in reversed(made)] == [6.0 - n for n in range(6)]
@@ -1184,7 +1184,7 @@ def test_export_to_a_process_without_compiler(tmp_path):
 
 
 def entries(folder):
-    """Those of a compiler. Beside each is one that names none."""
+    """The entries that name a compiler. Each has a companion (".any") that names none."""
     every = [path for path in folder.iterdir() if not path.name.startswith(".")]
     of_compilers = sorted(path for path in every if path.suffix != ".any")
     assert len(every) == 2 * len(of_compilers)
@@ -1265,7 +1265,7 @@ def test_without_a_folder(problem, fresh, monkeypatch):
         fresh.mkdir(mode=0o777)
         fresh.chmod(0o777)
     elif problem == "read-only":
-        # Root may write to read-only folders, but nobody to this one.
+        # Root may write to read-only folders, but nobody may write to this one.
         monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", "/proc/self/no such folder")
     else:
         monkeypatch.delenv("JAX_ONEFLOW_OPS_CACHE_DIR")
@@ -1288,7 +1288,7 @@ def test_the_folder(monkeypatch):
     if sys.platform == "linux":
         monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
         assert cache.cache_folder() == Path("/caches/jax_oneflow_ops")
-        monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, says the standard
+        monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says to ignore it
         assert cache.cache_folder() == Path.home() / ".cache" / "jax_oneflow_ops"
 
 
@@ -1327,7 +1327,7 @@ def test_two_processes_race(fresh):
 
 @cpu_only
 def test_the_key(fresh, monkeypatch, tmp_path):
-    """Another compiler, another source: another entry."""
+    """Every compiler and every source has a separate entry."""
     compiled(softsign)
     compiled(softsign, "float64")
     assert len(entries(fresh)) == 2
@@ -1383,14 +1383,14 @@ def test_a_compiler_that_cannot_run(problem, fresh, monkeypatch, tmp_path):
 
 @cpu_only
 def test_a_warm_cache_needs_no_compiler(fresh, monkeypatch):
-    """Where CXX names the same, or is not set, and the compiler is gone."""
+    """If the compiler is gone, and CXX is unchanged or unset."""
     code = compiled(softsign)
     monkeypatch.setattr(cache, "_compiled", {})
     monkeypatch.setenv("PATH", "/nowhere")
     assert compiled(softsign) == code
     with pytest.raises(compilers.CompilerMissingError):
         compiled(softsign, "float64")
-    # Another choice may have other options: what the default compiler has made is not that.
+    # Another CXX may have other options, so the default compiler's entries do not apply.
     monkeypatch.setattr(cache, "_compiled", {})
     monkeypatch.setenv("CXX", "no-such-compiler -ffast-math")
     with pytest.raises(compilers.CompilerMissingError):
@@ -1399,7 +1399,7 @@ def test_a_warm_cache_needs_no_compiler(fresh, monkeypatch):
 
 @cpu_only
 def test_the_reference_runs_without_a_compiler(fresh, monkeypatch):
-    """With one warning for all kernels, and none where it was asked for."""
+    """With one warning for all kernels, and none if the reference was requested."""
 
     def made(n):
         return jof.ElementwiseKernel(
@@ -1505,7 +1505,7 @@ def test_compile_errors_at_the_end_in_headers_and_of_linkers(operation, derivati
     assert "include/" not in str(caught.value)
 
 
-# What compilers say of the third line `z = d * scale;`, and of a missing header.
+# Compiler messages about the third line `z = d * scale;`, and about a missing header.
 LOGS = {
     "GCC": """\
 In file included from /include/cpu/compiled.h:9:
@@ -1744,7 +1744,7 @@ def test_members_of_outputs_may_be_assigned():
     ],
 )
 def test_inputs_by_other_names_are_read(derivative, preamble):
-    """And are not zeros."""
+    """Such inputs have their values, not zeros."""
     kernel = jof.ElementwiseKernel(
         "T x, T alpha",
         "T y",
@@ -1825,7 +1825,7 @@ def test_the_handler_checks_again():
         "element_bytes": np.full(2, 4, np.int64),
     }
     x = jnp.ones((2, 3))
-    # Code for a processor that is newer than all there are.
+    # Code for a processor that is newer than any that exists.
     source = softsign.source("float32", platform="cpu")
     define = "#undef JOF_COMPILED_ISA\n#define JOF_COMPILED_ISA 9\n"
     newer = cache.code(source.replace("namespace", define + "namespace", 1), "cpu")
@@ -1899,7 +1899,7 @@ def nvrtc():
     ("dtype", "architecture"), [("bfloat16", "sm_90"), ("float32", "compute_80")]
 )
 def test_nvrtc(case, dtype, architecture, monkeypatch):
-    """Machine code, and PTX that moves packs."""
+    """Compiles to machine code, and to PTX that loads and stores packs."""
     monkeypatch.setattr(cache, "cuda_architecture", lambda: architecture)
     kernel, _, _ = CASES[case]
     for derivative in (None, "jvp", "vjp"):
@@ -1946,7 +1946,7 @@ def test_nvrtc_names_the_users_lines_for_other_errors(operation, line, said, mon
 @pytest.mark.skipif(not _native.available("cuda"), reason="built without the CUDA module")
 @pytest.mark.parametrize(("architecture", "begin"), [("sm_90", b"\x7fELF"), ("compute_80", b"//")])
 def test_cuda_lowering(architecture, begin, monkeypatch):
-    """Whatever architectures the module is built for, which choose between the two."""
+    """The architecture selects machine code or PTX, whatever the module was built for."""
     monkeypatch.setattr(cache, "cuda_architecture", lambda: architecture)
     args = CASES["scaled_silu"][2]()
     f = jax.jit(jax.value_and_grad(loss_of(scaled_silu), (0, 1, 2)))

@@ -1,4 +1,4 @@
-"""What the ops lower to: which path ran is read off the compiled program, not believed."""
+"""What the ops lower to; the tests read it from the compiled or lowered program."""
 
 import functools
 import os
@@ -24,7 +24,7 @@ LOOPS = {"while", "gather", "dynamic_gather", "dynamic_slice", "case", "if"}
 OPCODE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 ENVIRONMENT_VARIABLE = "JAX_ONEFLOW_OPS_IMPLEMENTATION"
-# What moves no data: XLA on GPUs wraps the custom call in a command buffer, which it `call`s.
+# Opcodes that move no data. On GPUs XLA wraps the custom call in a command buffer that it `call`s.
 FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "call"}
 
 BACKEND = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
@@ -44,12 +44,15 @@ def opcodes(hlo: str) -> Counter:
 
 
 def targets(hlo: str) -> list[str]:
-    """The custom-call targets of this package, one for each call."""
+    """The package's custom-call targets, once per call."""
     return [without_way(target) for target in TARGET.findall(hlo) if target.startswith("jof_")]
 
 
 def lowered_targets(module: str) -> Counter:
-    """The same of a program that is not compiled: its functions count as often as called."""
+    """The package's custom-call targets in an uncompiled program.
+
+    Targets in a function count once per call of the function.
+    """
     bodies = {
         re.match(r'"?([^"(]+)', text)[1]: text
         for text in re.split(r"func\.func (?:public|private) @", module)[1:]
@@ -68,7 +71,7 @@ def lowered_targets(module: str) -> Counter:
 
 
 def lowered(f, case, *args) -> str:
-    """The program before XLA sees it."""
+    """The program as lowered, before XLA compiles it."""
     with case.precision():
         return jax.jit(f).lower(*args).as_text()
 
@@ -82,7 +85,7 @@ def squares(f):
 
 
 def pullback(f, case, wrt):
-    """The gradient alone: what f returns is not asked for."""
+    """The gradient alone; f's result is unused."""
 
     def pull(dy, *xs):
         def of_wrt(*operands):
@@ -100,7 +103,7 @@ def result_like(f, *xs) -> np.ndarray:
 
 
 def test_backend_is_native():
-    """The other tests would all skip if it were not."""
+    """Without native kernels, the other tests would be skipped."""
     assert jax.default_backend() not in ("cpu", "gpu") or _native.available(BACKEND)
 
 
@@ -122,7 +125,7 @@ def gradients():
 @native_backend
 @pytest.mark.parametrize(("case", "wrt"), [*gradients()])
 def test_gradient_is_the_expected_custom_calls(case, wrt):
-    """One call for all operands together, none where the gradient is the cotangent."""
+    """One call for all operands together, and none if the gradient is the cotangent."""
     with case.precision():
         xs = case.inputs()
         hlo = compiled(pullback(case.f, case, wrt), result_like(case.f, *xs), *xs)
@@ -180,19 +183,19 @@ def test_jvp_is_one_call_for_the_value_and_those_of_the_tangent(case):
 
 
 def between_height_and_width(case) -> int | None:
-    """Where a batch axis stands between H and W, once it is there."""
+    """The position of a batch axis that is between H and W."""
     if case not in UPSAMPLE_CASES:
         return None
     return len(case.shape) - (2 if "NHWC" in case.name else 1)
 
 
 def shared_axes(case, axis) -> tuple[int | None, ...]:
-    """The batch axis of all arrays; scalars have none."""
+    """The same batch axis for all arrays, and None for scalars."""
     return tuple(axis if shape else None for shape in case.shapes)
 
 
 def batched(case, axes) -> tuple[np.ndarray, ...]:
-    """Operands with batch axes where `axes` says."""
+    """Operands with batch axes at the positions `axes`."""
     return tuple(
         x[0] if axis is None else np.moveaxis(x, 0, axis)
         for x, axis in zip(case.inputs(3), axes, strict=True)
@@ -200,7 +203,7 @@ def batched(case, axes) -> tuple[np.ndarray, ...]:
 
 
 def batch_axes():
-    """The first, the last and one between them, where a batch axis may stand."""
+    """(case, axis) for the first, the middle and the last position of a batch axis."""
     for case in EACH_KIND:
         axes = range(len(case.shape) + 1) if case.free_axes is None else sorted(case.free_axes)
         axes = [axis for axis in axes if axis != between_height_and_width(case)]
@@ -238,7 +241,7 @@ def test_vmap_between_height_and_width_is_one_custom_call(case):
 
 @native_backend
 def test_permute_of_batches_is_one_custom_call_wherever_the_batch_is():
-    """Two batch axes each, the result's first; gradients likewise."""
+    """Values and gradients with two batch axes anywhere in the operand, first in the result."""
 
     def f(xs):
         return [jax.vmap(jax.vmap(permute, i), j)(x) for x, (i, j) in zip(xs, axes, strict=True)]
@@ -264,13 +267,16 @@ def test_permute_of_batches_is_one_custom_call_wherever_the_batch_is():
 def test_permute_that_moves_nothing_is_no_custom_call(shape, axes):
     hlo = compiled(lambda x: jof.permute(x, axes), np.ones(shape, np.float32))
     assert targets(hlo) == []
-    # A program's result has a buffer of its own.
+    # XLA copies the operand because a program's result needs its own buffer.
     assert set(opcodes(hlo)) <= {"copy", "fusion", "constant", *FREE}, hlo
 
 
 def some_batched():
-    """(case, operands without a batch axis): each alone; of one case of each kind all but it, too;
-    where there are scalars, none, which gives the scalars a batch axis."""
+    """(case, operands without a batch axis).
+
+    These are each operand alone; for one case of each primitive, also all other operands; and for
+    cases with scalars, no operand at all, so that the scalars get a batch axis.
+    """
     for case in EACH_KIND:
         alone = {frozenset({i}) for i in case.every_operand}
         others = {frozenset(case.every_operand) - one for one in alone}
@@ -287,7 +293,7 @@ def some_batched():
 def test_vmap_of_some_operands_is_no_loop(case, fixed):
     axes = tuple(None if i in fixed else 0 for i in case.every_operand)
     parameters = case.every_operand[len(case.shapes) - case.parameters :]
-    # A parameter for each example has no kernel.
+    # No kernel takes one parameter per example.
     loss = jax.value_and_grad(squares(case.f), argnums=case.wrt)
     text = lowered(jax.vmap(loss, in_axes=axes), case, *batched(case, axes))
     mapped = any(axes[i] is not None for i in parameters)
@@ -323,7 +329,7 @@ def test_native_can_be_asked_for(case):
 
 @pytest.mark.parametrize("case", FUNCTIONS, ids=str)
 def test_xla_has_no_custom_call(case):
-    """Of each kind second derivatives and batches have none, either."""
+    """For one case of each kind, second derivatives and batches have none, either."""
     f = with_implementation(case, "xla")
     every = functools.partial(jax.value_and_grad, argnums=case.every_operand)
     if case not in EACH_KIND:
@@ -339,7 +345,7 @@ def test_xla_has_no_custom_call(case):
 @pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
 def test_environment_variable_switches(case, monkeypatch):
     def calls(implementation=None, transform=lambda f: f):
-        # A new function each time: jax remembers what it has traced.
+        # A new function each time, because jax caches traces.
         f = transform(with_implementation(case, implementation))
         return [*calls_of(f, case, *case.inputs()).elements()]
 
@@ -386,7 +392,7 @@ def cuda_module():
 
 
 def cases_and_platforms(cases, one, several):
-    """(case, platforms): one choice of platforms where another case of the primitive has all."""
+    """(case, platforms): one case of each primitive has all choices, the others have `one`."""
     for case in cases:
         for platforms in (one, *several) if case in catalogue.EACH_PRIMITIVE else (one,):
             yield pytest.param(case, platforms, id=f"{case}-{'+'.join(platforms)}")
@@ -397,7 +403,7 @@ def cases_and_platforms(cases, one, several):
     ("case", "platforms"), [*cases_and_platforms(EACH_KIND, ["cpu", "cuda"], [["cuda"]])]
 )
 def test_cuda_lowering_names_the_target(case, platforms):
-    """On a machine with or without a GPU: the value, and the gradient, which the squares need."""
+    """Works with or without a GPU. The squares' gradient needs the op's value and gradient."""
     grad = jax.grad(squares(case.f), argnums=case.wrt)
     calls = Counter(case.both_targets() * len(platforms))
     assert exported_targets(grad, case, platforms) == calls

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib")  # of the extra "bench", which examples need
+pytest.importorskip("matplotlib")  # in the extra "bench", which examples need
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 
@@ -16,7 +16,7 @@ from examples import programs, training
 
 
 def of_model(name):
-    marks = [pytest.mark.xdist_group(name)]  # which keeps it on one worker
+    marks = [pytest.mark.xdist_group(name)]  # keeps it on one worker
     if name != "language":  # the others take longer to compile
         marks.append(pytest.mark.exhaustive)
     return pytest.param(name, marks=marks)
@@ -36,7 +36,7 @@ def test_gradients_are_those_of_xla_and_reach_all_parameters(model):
         assert bool(calls) == (choice == "native")
         (_, velocity), loss = program(jax.tree.map(jnp.copy, state), problem.batches[0])
         assert np.isfinite(loss)
-        velocities.append(velocity)  # after the first step the gradient
+        velocities.append(velocity)  # after the first step it is the gradient
     native, xla = velocities
     leaves = jax.tree_util.tree_leaves_with_path(xla)
     for (path, b), a in zip(leaves, jax.tree.leaves(native), strict=True):

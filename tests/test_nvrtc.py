@@ -1,6 +1,6 @@
-"""The installed headers compile under NVRTC: a functor of one's own in the elementwise template.
+"""The installed headers compile under NVRTC, with a user's functor in the elementwise template.
 
-NVRTC has no standard library and no toolkit's headers here, and it needs no GPU.
+Here NVRTC has neither the standard library nor the toolkit's headers; it needs no GPU.
 """
 
 import ctypes
@@ -95,7 +95,7 @@ class Program:
 
 
 def compiled(source: str, architecture: int) -> Program:
-    # Nothing but the installed headers: no toolkit, no host compiler's headers.
+    # Only the installed headers: neither the toolkit's nor the host compiler's.
     return Program(
         source,
         [
@@ -147,7 +147,8 @@ def row_kernel(ptx: str, has_sums: bool = False) -> str:
     """The name of the kernel that a function of rows is compiled to."""
     if "cp.async" not in ptx:
         return "whole" if ".maxntid 256" in ptx else "none"
-    # Of blocks with sums over rows fewer have registers; in RowsKernel these have 256 threads.
+    # Registers suffice for fewer blocks if they have sums over rows; such blocks of RowsKernel have
+    # 256 threads.
     is_wide = ".maxntid 512" in ptx and (has_sums or ".minnctapersm 2" in ptx)
     return "wide" if is_wide else "rows"
 
@@ -162,7 +163,7 @@ def row_kernel(ptx: str, has_sums: bool = False) -> str:
         (jax.nn.softmax, ["bfloat16"], 50257, "vjp", "wide"),
         (jax.nn.softmax, ["float32"], 1 << 18, None, "rows"),  # more than a cluster holds
         (jax.nn.softmax, ["float64"], 512, None, "rows"),
-        (jax.nn.softmax, ["float16"], 333, None, "whole"),  # rows begin within packs
+        (jax.nn.softmax, ["float16"], 333, None, "whole"),  # unaligned: rows begin within packs
         (jax.nn.softmax, ["float32"], 3, "vjp", "whole"),
         (rms_norm, ["bfloat16"] * 2, 1024, None, "whole"),
         (rms_norm, ["bfloat16"] * 2, 1024, "vjp", "whole"),  # with sums over rows
@@ -180,7 +181,7 @@ def row_kernel(ptx: str, has_sums: bool = False) -> str:
     ],
 )
 def test_the_kernel_of_a_function_of_rows(f, dtypes, width, derivative, kernel):
-    # A row vector is one of two arrays of the same type.
+    # A later array with the first one's dtype is a row vector.
     is_vector = [k > 0 and dtype == dtypes[0] for k, dtype in enumerate(dtypes)]
     shapes = [
         jax.ShapeDtypeStruct((width,) if vector else (64, width), dtype)
@@ -189,7 +190,7 @@ def test_the_kernel_of_a_function_of_rows(f, dtypes, width, derivative, kernel):
     with jax.enable_x64(True):
         text = jof.fuse(f).source(*shapes, derivative=derivative)
     text = f"//{re.split('^//', text, flags=re.MULTILINE)[-1]}"
-    # Without clusters the shared memory of a block is not enough for every long row.
+    # Without clusters, one block's shared memory cannot hold every long row.
     for architecture, found in ((90, kernel), (80, {"wide": "rows"}.get(kernel, kernel))):
         program = compiled(text, architecture)
         assert program.compiled, program.log
@@ -200,7 +201,7 @@ def test_the_kernel_of_a_function_of_rows(f, dtypes, width, derivative, kernel):
 
 
 def test_exponentials_of_long_rows_are_computed_once():
-    """They take the places of their elements, also where results are narrower."""
+    """Exponentials overwrite their elements, also where results are narrower."""
 
     def exponentials(f):
         text = jof.fuse(f).source(jax.ShapeDtypeStruct((64, 8196), jnp.float32))
@@ -230,7 +231,7 @@ def test_an_error_is_reported():
         str(p.relative_to(root))
         for root in [Path(jof.include_dir())]
         for p in root.rglob("*.*h")
-        if p.parent.name != "cpu"  # what kernels for CPUs are generated with
+        if p.parent.name != "cpu"  # for generated CPU kernels
     ),
 )
 def test_each_installed_header_compiles(header):

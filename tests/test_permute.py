@@ -1,4 +1,4 @@
-"""permute: values, against NumPy, and the plan that both backends follow."""
+"""Values of permute, against NumPy, and the plan that both backends follow."""
 
 import functools
 import inspect
@@ -21,24 +21,24 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 BACKEND = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 IMPLEMENTATIONS = (None, "xla")
-# One dtype of each size; the sizes are what the kernels are compiled for.
+# One dtype of each size; the kernels are compiled per element size.
 DTYPE_OF_SIZE = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}
 
 
 def moves(shape, axes) -> bool:
-    """Whether data moves: axes of size 1 have no place in memory, empty arrays have no data."""
+    """Whether data moves: axes of size 1 do not affect the layout; empty arrays have no data."""
     moving = [axis % len(shape) for axis in axes if shape[axis] != 1]
     return moving != sorted(moving) and 0 not in shape
 
 
 def compiled(functions, xs):
-    """All functions of all arrays as one program; compiling many costs more."""
+    """Compiles each function of its array into one program; many programs would take longer."""
     jitted = jax.jit(lambda xs: [f(x) for f, x in zip(functions, xs, strict=True)])
     return jitted.lower(xs).compile()
 
 
 def permuted(problems) -> list[jax.Array]:
-    """permute of every (x, axes), each of which is found to be one native call."""
+    """Permutes every (x, axes), and asserts that each is one native call."""
     xs = [jax.device_put(x) for x, _ in problems]
     program = compiled([functools.partial(jof.permute, axes=axes) for _, axes in problems], xs)
     if _native.available(BACKEND):
@@ -63,8 +63,8 @@ def test_every_permutation_of_small_ranks(dtype):
     assert_permuted([(x, axes) for x in xs for axes in itertools.permutations(range(x.ndim))])
 
 
-# (shape, axes) with every kind of memory access at the edges of packs of 16 bytes, of rows of 64
-# and 128, and of tiles.
+# (shape, axes) with every kind of memory access, around the sizes of 16-byte packs, of rows of 64
+# and 128 elements, and of tiles.
 EDGES = [
     *(((m, n), (1, 0)) for m, n in [(15, 17), (16, 64), (33, 31), (64, 64), (65, 127), (128, 80)]),
     *(((m, n), (1, 0)) for m, n in [(129, 63), (192, 257), (1, 300), (2, 301), (1000, 3)]),
@@ -114,7 +114,7 @@ LARGE = [
 
 
 def test_large_arrays_of_every_strategy():
-    """Enough work that it is spread over threads, or over more than one wave of blocks."""
+    """Enough work to be split among threads, or to need more than one wave of thread blocks."""
     rng = rng_for("large")
     assert_permuted([(any_bits(rng, shape, dtype), axes) for shape, axes, dtype in LARGE])
     strategies = {
@@ -124,7 +124,7 @@ def test_large_arrays_of_every_strategy():
 
 
 def test_every_dtype_moves_bit_for_bit():
-    """NaNs with payloads, infinities, -0 and subnormals among them."""
+    """The bits include NaNs with payloads, infinities, -0 and subnormals."""
     rng = rng_for("dtypes")
     problems = [((9, 5, 16), (2, 0, 1)), ((7, 3, 8), (1, 0, 2))]
     assert_permuted(
@@ -133,7 +133,7 @@ def test_every_dtype_moves_bit_for_bit():
 
 
 def test_slices_of_a_larger_array():
-    """XLA may hand out the middle of another buffer, aligned to an element and no more."""
+    """XLA may pass the middle of another buffer, aligned only to an element."""
     x = any_bits(rng_for("slices"), (5, 9, 7), "uint8")
     ys = jax.jit(lambda x: [jof.permute(x[i : i + 2], (2, 1, 0)) for i in range(4)])(x)
     for i, y in enumerate(ys):
@@ -198,7 +198,7 @@ def test_more_than_two_to_the_31_elements(strategy, shape, axes):
 
     @jax.jit
     def wrong(y):
-        """How many bytes are not those of where they come from."""
+        """The number of bytes that differ from their source."""
         offset = jnp.zeros((), jnp.uint64)
         for i, axis in enumerate(axes):
             position = jax.lax.broadcasted_iota(jnp.uint64, y.shape, i)
@@ -247,7 +247,7 @@ def test_axes_of_size_one_and_empty_arrays():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_derivatives_to_second_order(implementation):
-    def f(x):  # curved on both sides of the op, so that the second order is not zero
+    def f(x):  # nonlinear before and after the op, so that the second derivative is not zero
         return jnp.sin(jof.permute(x * x, (2, 0, 1), implementation=implementation))
 
     x = normals(rng_for("derivatives"), (2, 3, 2), "complex128") / 2
@@ -255,7 +255,7 @@ def test_derivatives_to_second_order(implementation):
 
 
 def test_cotangents_move_bit_for_bit():
-    """Of every float, 8-bit ones too; those of integers are float0."""
+    """Cotangents of every float dtype, including 8-bit ones; those of integers are float0."""
     axes, inverse = (2, 0, 1), (1, 2, 0)
     names = (*FLOAT8, "float16", "bfloat16", "float32", "complex64")
     dys = [any_bits(rng_for(name), (4, 2, 3), name) for name in names]
@@ -343,7 +343,7 @@ def plan_of(shape, axes, itemsize, alignment=16):
 
 
 def in_order_of_the_input(plan):
-    """The merged dimensions, the slowest first."""
+    """The merged dimensions in the order of the input, slowest first."""
     return [plan["shape"][plan["axes"].index(i)] for i in range(len(plan["axes"]))]
 
 
@@ -372,14 +372,13 @@ def test_plan_is_the_same_permutation(problem, itemsize, alignment):
 
 @problems_to_plan
 def test_plan_does_not_depend_on_how_the_problem_is_put(problem, itemsize, alignment):
-    """Merged, without dimensions of size 1, with more of them, or in more dimensions: all the
-    same."""
+    """The plan is the same for merged or split dimensions, with or without those of size 1."""
     shape, axes = problem
     axes = [axis % len(shape) for axis in axes]
     plan = plan_of(shape, axes, itemsize, alignment)
     merged = in_order_of_the_input(plan)
     assert plan_of(merged, plan["axes"], plan["unit_bytes"], alignment) == plan
-    # Two dimensions for each: its smallest factor and the rest, perhaps 1.
+    # Splits each dimension in two: a small factor, perhaps 1, and the rest.
     factors = [next((k for k in (2, 3, 5, 7) if n % k == 0), 1) for n in shape]
     split = [part for n, k in zip(shape, factors, strict=True) for part in (k, n // k)]
     both = [part for axis in axes for part in (2 * axis, 2 * axis + 1)]
@@ -389,7 +388,7 @@ def test_plan_does_not_depend_on_how_the_problem_is_put(problem, itemsize, align
 @problems_to_plan
 def test_tiles_are_contiguous_on_both_sides(problem, itemsize, alignment):
     shape, axes = problem
-    larger = [17 * n for n in shape]  # since small arrays are gathered
+    larger = [17 * n for n in shape]  # because small arrays use "gather"
     plan = plan_of(larger, axes, itemsize, alignment)
     if plan["strategy"] != "runs":
         return
@@ -401,7 +400,7 @@ def test_tiles_are_contiguous_on_both_sides(problem, itemsize, alignment):
     for run in runs:
         assert all(tile[i] == shape[i] for i in run[:-1])
     assert all(tile[i] == 1 for i in {*fastest_out}.difference(*runs))
-    assert math.prod(tile) * plan["unit_bytes"] <= 48 * 1024  # of a block's shared memory
+    assert math.prod(tile) * plan["unit_bytes"] <= 48 * 1024  # a block's shared memory
 
 
 @pytest.mark.parametrize(
@@ -419,11 +418,11 @@ def test_tiles_are_contiguous_on_both_sides(problem, itemsize, alignment):
         ((4, 3, 32768, 30), (1, 0, 3, 2), 4, {"strategy": "runs", "unit_bytes": 4}),
         ((9, 5, 129, 127), (2, 0, 3, 1), 2, {"strategy": "gather", "unit_bytes": 2}),
         ((39, 64), (1, 0), 4, {"strategy": "gather", "unit_bytes": 4}),
-        # Rows of eight elements of two bytes are elements of sixteen.
+        # Rows of eight 2-byte elements become 16-byte elements.
         ((512, 256, 8), (1, 0, 2), 2, {"unit_bytes": 16, "shape": [256, 512], "axes": [1, 0]}),
         ((2**16, 2**15 - 1), (1, 0), 1, {"index_bytes": 4}),
         ((2**16, 2**15), (1, 0), 1, {"index_bytes": 8}),
-        ((3, 2**20, 2**12), (1, 0, 2), 1, {"index_bytes": 4}),  # counted in units of 16 bytes
+        ((3, 2**20, 2**12), (1, 0, 2), 1, {"index_bytes": 4}),  # counts 16-byte units
         ((2**20, 2**20, 2**20), (2, 1, 0), 4, {"index_bytes": 8}),
     ],
 )
@@ -434,7 +433,7 @@ def test_plans_of_known_problems(shape, axes, itemsize, expected):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_numbers_and_wide_arrays(implementation):
-    """Python numbers as what a derivative is of and given; 64 bits where those are not enabled."""
+    """Derivatives with Python numbers, and 64-bit arrays where 64-bit types are disabled."""
     f = functools.partial(jof.permute, implementation=implementation)
     for transform in (
         lambda f: jax.grad(jax.jit(f))(1.0),

@@ -30,13 +30,13 @@ def table(platform=BACKEND, **cases):
 
 
 def every_size(gain, us=1.0) -> list:
-    """Cases of all sizes that gain so much, and take so long for each MiB."""
+    """Cases of all sizes with this gain, at `us` microseconds per MiB."""
     sizes = [1 << bits for bits in range(0, 40, 2)]
     return [[n, us * n / 2**20, gain * us * n / 2**20, 0.0] for n in sizes]
 
 
 def measured(gain, family) -> dict:
-    """Every call of a family gains so much on the devices here."""
+    """Measurements in which every call of a family has this gain on the devices here."""
     return {KIND: table(**{family: every_size(gain)})}
 
 
@@ -67,11 +67,11 @@ def chosen(*kind, size=1 << 20) -> str:
         ([1.1] * 4, 0, "native"),
         ([1.04] * 4, 0, "xla"),  # hardly a gain
         ([1.054] * 4, 0, "native"),
-        ([1.054], 0, "xla"),  # too few cases for so little
+        ([1.054], 0, "xla"),  # too few cases for so small a gain
         ([1.1, 1.2, 1.2, 0.7], 0, "xla"),  # a loss counts three times
-        ([1.1, 1.2, 1.2, 0.7], 0.4, "native"),  # if it is more than noise
+        ([1.1, 1.2, 1.2, 0.7], 0.4, "native"),  # but not if it is within the noise
         ([1.4, 1.4, 1.4, 1.4, 0.01], 0, "xla"),
-        ([1.8, 1.8, 1.8, 1.8, 0.01], 0, "native"),  # and as a factor of two at most
+        ([1.8, 1.8, 1.8, 1.8, 0.01], 0, "native"),  # and counts as a factor of two at most
         ([0.8, 0.8, 0.8, 0.8, 100], 0, "xla"),
     ],
 )
@@ -92,14 +92,14 @@ def test_the_nearest_cases_count_most(tables):
     tables({"a": table("cpu", permute__tile__a=small + large, permute__rows__a=large * 3)})
     assert chosen("permute", "tile", "a", size=1 << 15) == "xla"
     assert chosen("permute", "tile", "a", size=1 << 25) == "native"
-    assert chosen("permute", "rows", "a", size=1 << 16) == "xla"  # of another kind, but as small
+    assert chosen("permute", "rows", "a", size=1 << 16) == "xla"  # another kind, but equally small
     assert chosen("permute", "tile", "b", size=1 << 24) == "native"
     slow = [[1 << 24, 1.0, 0.5, 0.0]]
     tables({"a": table("cpu", permute__tile__a=slow, permute__tile__b=large * 2)})
     assert chosen("permute", "tile", "a", size=1 << 24) == "xla"
     assert chosen("permute", "tile", "b", size=1 << 24) == "native"
     reason = _policy.choose(call("permute", "tile", "a", size=1 << 24), "cpu", "a").reason
-    gain = 2 ** (-0.8 / 1.2)  # of one case of weight 1 and two of 0.1
+    gain = 2 ** (-0.8 / 1.2)  # one case of weight 1, two of weight 0.1
     assert reason == f"{gain:.2f}x as fast as XLA, 0.50x in the worst case, in 3 cases on a"
 
 
@@ -112,7 +112,7 @@ def test_many_other_calls_do_not_outweigh_the_same_one(tables):
 
 
 def test_losses_of_sums_count_less(tables):
-    """Their ids may meet or not, which the choice cannot know."""
+    """Times depend on whether ids collide, which the choice cannot know."""
     cases = [[1 << 20, 1.0, gain, 0.0] for gain in (100.0, 100.0, 0.75, 0.75)]
     tables({"a": table("cpu", sum=cases, permute=cases)})
     assert chosen("sum") == "native"
@@ -128,7 +128,7 @@ def test_cases_that_are_far_from_a_call_say_nothing(tables):
 
 
 def test_calls_beyond_all_measurements_are_judged_like_the_largest(tables):
-    """Times are proportional to the bytes there."""
+    """For such large calls, times are proportional to bytes."""
     small, large = [[1 << 20, 1.0, 0.5, 0.0]], [[1 << 30, 1.0, 1.3, 0.0]]
     tables({"a": table("cpu", permute__tile=small + large)})
     decision = _policy.choose(call("permute", "tile", size=1 << 40), "cpu", "a")
@@ -181,7 +181,7 @@ def test_the_measurements_are_whole():
 
 
 def test_calls_are_described_as_the_measurements_are(monkeypatch):
-    """Every call is compared with all parts of a kind and with all sizes."""
+    """Calls have as many kind parts and sizes as the measurements."""
     monkeypatch.setattr(_policy, "tables", lambda: REAL)
     measured = {}
     for name, cases in REAL["cpu"]["cases"].items():
@@ -193,17 +193,17 @@ def test_calls_are_described_as_the_measurements_are(monkeypatch):
                 assert (len(found.kind), 1 + len(found.sizes)) == measured[found.kind[0]]
 
 
-# Why kernels run whatever was measured.
+# Reasons for which kernels run regardless of measurements.
 IN_ANY_CASE = {"sums in a fixed order", "XLA is less accurate in this dtype"}
 
 
-# No survey draws graphs yet.
+# No survey includes graphs yet.
 ALWAYS_NATIVE = ("message_sum", "message_mean", "message_max", "attention_sum")
 
 
 @pytest.mark.parametrize("case", FUNCTIONS, ids=str)
 def test_what_calls_depend_on(case):
-    """Every function says it, and counts the bytes that the catalogue counts."""
+    """Every function describes its call, and counts the same bytes as the catalogue."""
     xs = case.inputs()
     decisions = jof.policy(case.f, *xs)
     for decision in decisions:
@@ -244,7 +244,7 @@ def test_the_choice_is_what_is_compiled(tables, monkeypatch):
 @native_backend
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_over_several_devices_kernels_run(tables):
-    """The shapes of shards are not known yet; inside of a shard_map they are."""
+    """Shard shapes are not known yet when the choice is made; inside shard_map they are."""
     tables(measured(0.5, "permute"))
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.ones((64, 96)), NamedSharding(mesh, PartitionSpec("a")))
@@ -263,7 +263,7 @@ def test_sizes_that_are_not_known_yet(tables):
     assert ("jof_permute" in exported.mlir_module()) == (jof.implementations() != ("xla",))
     (decision,) = jof.policy(lambda x: permuted(x), jax.ShapeDtypeStruct((rows, 96), "float32"))
     assert (decision.implementation, decision.reason) == ("native", "sizes are not known yet")
-    total = functools.partial(jof.segment_sum, num_segments=rows)  # of arrays of known sizes
+    total = functools.partial(jof.segment_sum, num_segments=rows)  # the arrays have known sizes
     (decision,) = jof.policy(total, jnp.zeros((8, 4)), jnp.zeros(8, "int32"))
     assert (decision.implementation, decision.reason) == ("native", "sizes are not known yet")
 
@@ -298,7 +298,7 @@ def test_either_choice_gives_the_same(case, tables):
         np.testing.assert_allclose(a.astype(wide), b.astype(wide), rtol=16 * unit, atol=16 * unit)
 
 
-NOT_DRAWN = ("max", "min", "multiply", "rows")  # by any survey yet
+NOT_DRAWN = ("max", "min", "multiply", "rows")  # not in any survey yet
 FAMILIES = sorted({kind.split("/")[0] for found in REAL.values() for kind in found["cases"]})
 
 

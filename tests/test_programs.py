@@ -1,4 +1,4 @@
-"""Programs without a call of this package: accelerated they compute the same, by native kernels."""
+"""Programs without calls to this package: accelerated, they compute the same by native kernels."""
 
 import functools
 import re
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("optax")  # of the extra "bench"
+pytest.importorskip("optax")  # in the extra "bench"
 
 import jax_oneflow_ops as jof
 from examples.jraph_layers import gat, graph_convolution
@@ -21,14 +21,14 @@ from tests.test_lowering import lowered_targets, native_backend, targets
 
 pytestmark = native_backend
 
-# The sums of rows in a step of one layer. One is the gradient of each lookup, and of each place
-# where a segment's sum or largest value goes back to its rows.
+# The sums of rows in a step of a one-layer model. The gradient of each lookup is one, and so is the
+# gradient of each broadcast of a segment's sum or maximum back to its rows.
 SUMS = {
-    # Two lookups of scores and one of values; the sum of weights, of messages; back to the rows:
-    # the largest, the sum; and how many rows share the largest.
+    # Two lookups of scores and one of values; sums of weights and of messages; broadcasts of the
+    # maximum and of the sum; and the number of rows that share the maximum.
     "graph_attention": 3 + 2 + 2 + 1,
     "mesh_graph_net": 2 + 1,
-    "gpt2": 2,  # words and places; XLA selects labels
+    "gpt2": 2,  # words and positions; XLA selects labels
     "unet": 2,  # of height and width
     "pic": 4,  # corners
     "histogram": 1,
@@ -37,14 +37,14 @@ SUMS = {
     "equinox_mesh_graph_net": 2 + 1,
 }
 STEPS = 3
-# Relative, of losses and of each parameter's gradient, in the norm. In float32 the programs are up
-# to 2^-19.6 off those in float64, accelerated or not; a sum that misses a row is 2^-7 off or more.
+# The relative error of losses, and of each parameter's gradient in the norm. In float32, programs
+# differ by up to 2^-19.6 from float64, accelerated or not; a sum without one row, by at least 2^-7.
 TOLERANCE = 2**-18
 
 
 def made(name, dtype):
     try:
-        with warnings.catch_warnings():  # of flax, about jax 0.8
+        with warnings.catch_warnings():  # from flax, with jax 0.8
             warnings.filterwarnings(
                 "ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning
             )
@@ -55,21 +55,21 @@ def made(name, dtype):
 
 def arrays_of(program):
     """A state and a batch for each step."""
-    key = jax.random.key(0, impl="rbg")  # which compiles faster than the usual kind
+    key = jax.random.key(0, impl="rbg")  # compiles faster than the default kind
     batch = jax.jit(program.batch)
     batches = [batch(k) for k in jax.random.split(key, STEPS)]
     return jax.tree.map(np.asarray, (jax.jit(program.state)(key), batches))
 
 
 def run(step, state, batches):
-    """All losses, and what the first step makes of the state, by path."""
+    """All losses, and the leaves of the state after the first step, by path."""
     losses, first = [], None
     for batch in batches:
         state, loss = step(state, batch)
         losses.append(float(loss))
         first = state if first is None else first
     leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(first)}
-    # After a step adamw's first moment, "mu", is a tenth of the gradient.
+    # After one step, AdamW's first moment, "mu", is a tenth of the gradient.
     moments = {path: x for path, x in leaves.items() if re.search(r"\bmu\b", path)}
     return losses, {path: np.asarray(x) for path, x in (moments or leaves).items()}
 
@@ -97,7 +97,7 @@ def assert_swapped(name, program, state, batch):
     return step
 
 
-# What it takes longest to compile, of sums that graph_attention and pic have, too.
+# The programs that compile slowest; graph_attention and pic have the same kinds of sums.
 LONGEST = ("mesh_graph_net", "unet")
 
 
@@ -130,14 +130,14 @@ def test_a_program_computes_the_same_by_native_sums(name):
     if name in programs.LAYERS:
         assert_same_by_layers(name, args[0], expected, exact)
     assert gradients.keys() == exact.keys()
-    largest = max(map(np.linalg.norm, exact.values()))  # some gradients are 0, but for rounding
+    largest = max(map(np.linalg.norm, exact.values()))  # some gradients are 0 up to rounding
     for path, e in exact.items():
         bound = TOLERANCE * np.linalg.norm(e) + 2**-24 * largest
         assert np.linalg.norm(gradients[path] - e) <= bound, path
 
 
 def assert_same_by_layers(name, state, losses, gradients):
-    """In float64, from the same parameters."""
+    """Graph layers give the same results in float64, from the same parameters."""
     _, batches = arrays_of(programs.make(name, "tiny", "float32", layers=True))
     step = programs.make(name, "tiny", "float64", layers=True).step
     with jax.enable_x64(True):
@@ -156,7 +156,7 @@ def sums_of(compiled) -> int:
     ("name", "count"), [("graph_network", 4), ("graph_convolution", 4), ("graph_attention", 7)]
 )
 def test_networks_of_jraph(name, count):
-    """In float64, in which whatever is not the same sum of the same numbers shows."""
+    """In float64, which reveals any sum that differs."""
     pytest.importorskip("jraph")
     with jax.enable_x64(True):
         step, args = getattr(in_jraph, name)(dtype=jnp.float64)
@@ -199,7 +199,7 @@ def test_layers_of_jraph_are_written_with_graph_layers(name):
 
 
 def calls_to_lower(step, *args) -> int:
-    """The calls of functions, of Python and of C, that it takes to trace and to lower a program."""
+    """The number of Python and C function calls that tracing and lowering a program takes."""
     jax.clear_caches()
     count = 0
 
@@ -223,7 +223,7 @@ def calls_to_lower(step, *args) -> int:
     ],
 )
 def test_tracing_and_lowering_take_hardly_longer(name, devices, limit):
-    """In calls of functions, of which the time is made: they do not depend on the machine."""
+    """Counts function calls, which determine the time and do not depend on the machine."""
     if len(jax.devices()) < devices:
         pytest.skip("needs 2 devices (the CPU has 8 virtual ones)")
     program, key = made(name, "float32"), jax.random.key(0, impl="rbg")
@@ -233,7 +233,7 @@ def test_tracing_and_lowering_take_hardly_longer(name, devices, limit):
         for aval in (jax.eval_shape(f, key) for f in (program.state, program.batch))
     ]
     ours = jof.accelerate(program.step)
-    jax.jit(ours).lower(*args)  # what is once a process, such as lazy imports
+    jax.jit(ours).lower(*args)  # work done once per process, such as lazy imports
     assert calls_to_lower(ours, *args) < limit * calls_to_lower(program.step, *args)
 
 
@@ -242,7 +242,7 @@ def widened(x):
 
 
 def test_the_museum():
-    """Integers are the same bits, floats as near to float64 as XLA's."""
+    """Integers are equal, and floats are as close to float64 as XLA's."""
     pieces = {f.__name__: (f, museum.arguments(f.__name__)) for f in museum.PIECES}
 
     def visit(arguments):
@@ -250,7 +250,7 @@ def test_the_museum():
 
     arguments = {name: args for name, (_, args) in pieces.items()}
     step = jax.jit(jof.accelerate(visit)).lower(arguments).compile()
-    assert sums_of(step) == len(pieces) + 1  # pictures have two sums
+    assert sums_of(step) == len(pieces) + 1  # resized images have two sums
     ours, xla = step(arguments), jax.jit(visit)(arguments)
     with jax.enable_x64(True):
         exact = jax.jit(visit)(jax.tree.map(widened, arguments))

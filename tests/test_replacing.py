@@ -1,6 +1,6 @@
-"""Programs that know only JAX's own names, with this package's functions under these names.
+"""Programs that use only JAX's names, run with this package's functions under these names.
 
-What they compute and what they raise is what JAX has, but for what docs/differences.md names.
+Results and errors are JAX's, except for the differences that docs/differences.md lists.
 """
 
 import doctest
@@ -85,7 +85,7 @@ PROGRAMS = {
 
 
 def transformed(f, x):
-    """What transformations make of f at x."""
+    """The results of transformations of f at x."""
     t = jax.tree.map(lambda v: v[..., ::-1] if v.ndim else v, x)
     several = jax.tree.map(lambda v: jnp.stack([v, 0.5 * v, -v]), x)
 
@@ -114,7 +114,7 @@ def transformed(f, x):
 
 
 def both(program):
-    """What a program returns under JAX's functions and under this package's; and what ran then."""
+    """A program's results with JAX's functions and with this package's, and the latter's calls."""
     expected = jax.jit(lambda: program())()
     with replaced() as counts:
         actual = jax.jit(lambda: program())()
@@ -122,7 +122,7 @@ def both(program):
 
 
 def assert_same(expected, actual, rtol=2e-5):
-    """Equal types, and values but for rounding, relative to the largest of an array."""
+    """Equal types, and values up to rounding, relative to the largest value of an array."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for path, e in jax.tree_util.tree_leaves_with_path(expected):
         a = actual
@@ -135,7 +135,7 @@ def assert_same(expected, actual, rtol=2e-5):
         np.testing.assert_allclose(a, e, rtol, rtol * finite.max(initial=0), err_msg=name)
 
 
-# The others are of functions that test_functions has, too.
+# The others use functions that test_functions covers, too.
 @pytest.mark.parametrize(
     "name",
     ["mlp", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("block", "embeddings"))],
@@ -178,7 +178,7 @@ LINEAR = ("add", "subtract", "transpose", "take", "segment_sum", "segment_sum by
 
 
 def derived():
-    """Derivatives of every function, batched and by Python numbers too."""
+    """Derivatives of every function, also batched and at Python numbers."""
 
     def of(name, f, xs):
         wrt = tuple(range(len(xs)))
@@ -227,7 +227,7 @@ def test_functions_outside_of_jit():
 
 
 class Wrapped:
-    """As the parameters of some libraries are."""
+    """An array wrapper, as some libraries have for parameters."""
 
     def __jax_array__(self):
         return jnp.ones((2, 3))
@@ -244,13 +244,13 @@ OPERANDS = {
     **{"four": jnp.ones(4), "list": [1.0, 2.0, 3.0], "None": None, "string": "a"},
     "float8": jnp.ones((2, 3), "float8_e4m3fn"),
 }
-# Not in pairs: JAX may complain of the one, and this package of the other.
+# Not paired with each other: JAX may reject one, and this package the other.
 WRONG = ("four", "list", "None", "string", "float8")
 IDS = jnp.array([1, 0])
 
 
 def calls():
-    """By name: calls whose types or errors are those of JAX."""
+    """Named calls whose types or errors must be JAX's."""
     nn, half, row = jax.nn, OPERANDS["float16"], OPERANDS["row"]
     arithmetic = {name: getattr(jnp, name) for name in ARITHMETIC}
     activations = [jnp.tanh, *(getattr(nn, name) for name in ACTIVATIONS)]
@@ -299,7 +299,7 @@ def outcome(call):
 
 
 def outcomes():
-    """By name: the type of a result, or of an error."""
+    """The type of each call's result or error, by name."""
     errors = {}
 
     def traced():
@@ -308,7 +308,7 @@ def outcomes():
         return {name: y for name, y in found.items() if not isinstance(y, str)}
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of complex numbers, cast
+        warnings.simplefilter("ignore", DeprecationWarning)  # about casts of complex numbers
         types = jax.eval_shape(traced)
     shown = lambda y: (y.shape, y.dtype.name, y.weak_type)  # noqa: E731
     return {name: jax.tree.map(shown, y) for name, y in types.items()} | errors
@@ -319,7 +319,7 @@ def test_types_and_errors():
     with replaced():
         actual = outcomes()
     different = {k: (v, actual[k]) for k, v in expected.items() if v != actual[k]}
-    # docs/differences.md names what does not broadcast.
+    # docs/differences.md describes the errors for shapes that do not broadcast.
     assert not {k: v for k, v in different.items() if v != ("TypeError", "ValueError")}
     assert all("four" in k or "empty" in k for k in different)
 
@@ -341,7 +341,7 @@ def examples():
 
 
 def failures():
-    """By name: how many examples there are, and what the failing ones print."""
+    """The number of examples and the output of the failing ones, by name."""
     found = {}
     for test in examples():
         for (owner, name), original in ORIGINALS.items():

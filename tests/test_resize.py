@@ -1,4 +1,4 @@
-"""resize: jax.image.resize to the bit, by kernels wherever float32 cannot decide otherwise."""
+"""resize: equal to jax.image.resize bit for bit, by kernels where float32 rounding is harmless."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ IMPLEMENTATIONS = (None, "xla")
 
 
 def calls(f, *args) -> int:
-    """How many calls of the primitive there are."""
+    """The number of calls of the primitive."""
     return str(jax.make_jaxpr(f)(*args)).count("jof_resize[")
 
 
@@ -27,7 +27,7 @@ def nearest(shape, **options):
 
 
 def gathered(x: np.ndarray, shape) -> np.ndarray:
-    """In exact arithmetic."""
+    """The resized array, by indices in exact arithmetic."""
     for axis, n in enumerate(shape):
         x = np.take(x, oracle.source_indices(x.shape[axis], n, "nearest-exact"), axis=axis)
     return x
@@ -49,7 +49,7 @@ def problems(draw):
 @settings(max_examples=settings().max_examples // 3)  # jax's own resize takes long to compile
 @given(problem=problems())
 def test_values_are_those_of_jax(problem):
-    """Bit for bit, but for the payloads of NaNs: of 16-bit types XLA on CPUs may clear them."""
+    """Equal bit for bit, except NaN payloads: XLA on CPUs may clear those of 16-bit types."""
     shape, out, dtype, seed = problem
     with jax.enable_x64(True):
         x = any_bits(np.random.default_rng(seed), shape, dtype)
@@ -61,8 +61,8 @@ def test_values_are_those_of_jax(problem):
         assert_same_bits(np.where(both, zero, y), np.where(both, zero, expected))
 
 
-# (n_in, n_out): those of the first list are the kernels'; of the second float32 finds other pixels
-# than exact arithmetic, on some backend at least.
+# (n_in, n_out): kernels handle those of the first list. For those of the second, float32 finds
+# other pixels than exact arithmetic, on at least one backend.
 KERNELS = [
     *((7, 7 * k) for k in (2, 3, 5, 8)),
     *((7 * k, 7) for k in (3, 5)),
@@ -74,7 +74,7 @@ BY_JAX = [(82, 41), (6, 3), (376, 188), (140, 398), (388, 371), (10_199, 17_262)
 
 @pytest.mark.parametrize("is_native", [True, False])
 def test_pixels_near_a_boundary(is_native):
-    """Where the rounding of float32 decides jax decides: it has made a gather of constants."""
+    """Where float32 rounding decides, JAX resizes, by a gather with constant indices."""
     for n_in, n_out in KERNELS if is_native else BY_JAX:
         x = np.arange(n_in, dtype=np.int32)
         f = nearest((n_out,))
@@ -87,9 +87,9 @@ def test_pixels_near_a_boundary(is_native):
 @pytest.mark.parametrize(
     ("shape", "out", "count"),
     [
-        ((2, 3, 4, 5), (2, 6, 8, 5), 1),  # neighbours, channels last
+        ((2, 3, 4, 5), (2, 6, 8, 5), 1),  # adjacent dimensions, channels last
         ((2, 3, 4, 5), (2, 3, 8, 10), 1),
-        ((2, 3, 4, 5), (4, 3, 8, 5), 2),  # apart
+        ((2, 3, 4, 5), (4, 3, 8, 5), 2),  # dimensions that are not adjacent
         ((2, 3, 4, 5), (2, 9, 12, 10), 2),
         ((2, 3, 4, 5), (4, 6, 8, 10), 2),
         ((3, 4, 2), (3, 4, 4), 1),
@@ -106,7 +106,7 @@ def test_any_dimensions(shape, out, count, implementation):
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     f = nearest(out, implementation=implementation)
     g = functools.partial(jax.image.resize, shape=out, method="nearest")
-    dy = jnp.asarray(rng_for(out).integers(-8, 9, size=out), jnp.float32)  # whose sums are exact
+    dy = jnp.asarray(rng_for(out).integers(-8, 9, size=out), jnp.float32)  # sums are exact
 
     @jax.jit
     def run(x, dy):
@@ -185,7 +185,7 @@ def test_signature():
     ids=str,
 )
 def test_refuses_what_jax_refuses(x, shape, method):
-    """With the same errors; what jax takes is taken."""
+    """Errors are the same; arguments that JAX accepts are accepted."""
 
     def outcome(f):
         try:

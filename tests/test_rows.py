@@ -1,4 +1,4 @@
-"""Softmax and what belongs to it, and norms: numbers that are hard, and arguments."""
+"""Softmax and related functions, and norms: hard values, and arguments."""
 
 import functools
 import math
@@ -26,8 +26,8 @@ LENGTHS = (1, 2, 7, 33, 100, 333, 1000, 2048, 2049, 9000)
 
 
 def assert_close(actual, exact, dtype, ulps, floor=0.0, least=0.0):
-    """Within so many units in the last place; `floor` is relative to the largest of a row, which
-    counts as `least` if it is less."""
+    """Within `ulps` units in the last place; `floor` is relative to the largest magnitude of a row,
+    which is taken as at least `least`."""
     assert actual.dtype == dtype
     assert actual.shape == np.shape(exact)
     wide, exact = np.asarray(actual).astype(np.float64), np.float64(exact)
@@ -42,12 +42,12 @@ def eps(dtype) -> float:
 
 
 def ulps(dtype) -> float:
-    """How far results may be from exact ones. Exponentials cost a few."""
+    """The error bound in units in the last place; exponentials cost a few."""
     return {2: 1.0, 4: 4.0, 8: 16.0}[jnp.dtype(dtype).itemsize]
 
 
 def rows_of(kind, rng, shape):
-    """Rows that are hard, as exact numbers of float16."""
+    """Hard rows, whose values are exact in float16."""
     x = rng.standard_normal(shape)
     if kind == "offset":
         x = 1000 + x
@@ -66,7 +66,7 @@ KINDS = ("normal", "offset", "outlier", "constant", "denormal", "wide")
 
 
 def hard_rows(dtype, count, n) -> np.ndarray:
-    """So many rows of each kind."""
+    """`count` rows of each kind."""
     rows = [rows_of(kind, rng_for(kind, dtype, n), (count, n)) for kind in KINDS]
     return np.stack(rows).astype(jnp.dtype(dtype))
 
@@ -89,7 +89,7 @@ def test_softmax_on_hard_rows(dtype):
     results = jax.device_get(jax.jit(lambda *lists: [*map(run, *lists)])(xs, labels))
     for n, x, label, (*others, loss) in zip(LENGTHS, xs, labels, results, strict=True):
         wide = x.astype(np.float64)
-        # Far from the largest the exponent has the rounding of a difference.
+        # Far from the row's maximum, the exponent has the rounding error of a difference.
         floor = 4 * eps(jnp.promote_types(dtype, jnp.float32))
         exact = oracle.softmax(wide), oracle.log_softmax(wide)
         for y, e in zip(others[:2], exact, strict=True):
@@ -97,7 +97,7 @@ def test_softmax_on_hard_rows(dtype):
         for y, e in zip(others[2], oracle.logsumexp(wide), strict=True):
             assert_close(y, e, dtype, ulps(dtype), floor)
         exact = oracle.cross_entropy(wide, label)
-        # What is left of log(sum) - (x - max) where these cancel.
+        # The error of log(sum) - (x - max) where the terms cancel.
         slack = 4 * eps(jnp.promote_types(dtype, jnp.float32)) * (1 + np.log(n))
         assert np.all(
             np.abs(np.float64(loss) - exact) <= ulps(dtype) * oracle.spacing(exact, dtype) + slack
@@ -125,7 +125,7 @@ def test_gradients_of_softmax_on_hard_rows(dtype):
     for n, (x, ct, labels), found in zip(lengths, problems, results, strict=True):
         wide, dy = x.astype(np.float64), ct.astype(np.float64)
         p = oracle.softmax(wide)
-        # y is read as it was rounded, and terms cancel.
+        # The kernel reads the rounded y, and terms cancel.
         floor = 8 * eps(dtype) + 4 * eps(dtype) * np.log2(n + 1)
         expected = p * (dy - np.sum(p * dy, -1, keepdims=True))
         scale = np.max(np.abs(p * dy), -1, keepdims=True) + 1e-3 / n
@@ -138,8 +138,8 @@ def test_gradients_of_softmax_on_hard_rows(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_many_short_rows(dtype):
-    """CPUs work on groups of them: whole and broken ones, with rows that are not finite and labels
-    that name nothing; the gradient of cross entropy overwrites the logits."""
+    """CPUs work on groups of short rows. Whole and partial groups, with non-finite rows and labels
+    out of range; the gradient of cross entropy overwrites the logits."""
     lengths, small = (1, 2, 3, 4, 7, 8, 9, 23, 40, 64), eps(jnp.promote_types(dtype, jnp.float32))
     xs, cts, labels = [], [], []
     for n in lengths:
@@ -269,7 +269,7 @@ def test_group_norm_on_hard_images(kind, dtype):
     for (shape, groups), silu in zip(IMAGES, [True, False] * 4, strict=False):
         rng = rng_for(kind, dtype, *shape)
         n, channels = shape[0], shape[-1]
-        # Hard within a group of an image.
+        # The values within a group of an image are hard.
         split = (n, groups, math.prod(shape[1:-1]) * channels // groups)
         x = np.moveaxis(rows_of(kind, rng, split).reshape(n, groups, -1, channels // groups), 1, 2)
         x = x.reshape(shape).astype(dtype)
@@ -294,7 +294,7 @@ def test_group_norm_on_hard_images(kind, dtype):
             np.testing.assert_allclose(ct, e, rtol=2e-5, atol=2e-4 * (1 + xhat) + 40 * small)
 
 
-# --- what is not finite ---------------------------------------------------------------------------
+# --- non-finite values ----------------------------------------------------------------------------
 
 INF, NAN = np.inf, np.nan
 SPECIAL = np.array(
@@ -349,7 +349,7 @@ def test_special_labels_are_those_of_jax(labels):
     x, labels = jnp.asarray(SPECIAL), jnp.full(len(SPECIAL), labels, jnp.int32)
     loss = functools.partial(jof.softmax_cross_entropy_with_integer_labels, labels=labels)
     expected = functools.partial(cross_entropy_in_jax, labels=labels)
-    # What JAX rounds to 0 beside 3e38.
+    # The tolerances below cover values that JAX rounds to 0 next to 3e38.
     columns = functools.partial(
         jof.softmax_cross_entropy_with_integer_labels, labels=labels, axis=0
     )
@@ -380,7 +380,7 @@ def test_labels_of_64_bits_name_no_other_class():
 
 @pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
 def test_special_values_of_norms(center):
-    """A row with what is not finite is NaN, and no other row is."""
+    """A row with non-finite values has NaNs, and no other row has."""
     x = np.repeat(SPECIAL[[0, 3, 4, 2, 0]], 3, -1)
     y = np.asarray(jof.layer_norm(x) if center else jof.rms_norm(x))
     assert np.isfinite(y[[0, 4]]).all()
@@ -391,7 +391,7 @@ def test_special_values_of_norms(center):
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 @pytest.mark.parametrize("label", [0, 3, -1, 4, -(2**31)])
 def test_special_values_in_sharded_rows(label):
-    """One element a device of four: parts where the maximum is infinite, or nothing is left."""
+    """With one element per device (of four): shards whose maximum is infinite of either sign."""
     devices = jax.devices()[: 4 if len(jax.devices()) >= 4 else 2]
     mesh = jax.sharding.Mesh(np.array(devices), "n")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "n"))
@@ -466,7 +466,7 @@ def test_integers_are_converted(dtype):
 
 @pytest.mark.parametrize("axis", [-1, 1, 0, (1, 2), (2, 0), (0, 1, 2)])
 def test_cross_entropy_along_axes_is_that_of_optax(axis):
-    """Unmasked, with a mask of rows, and with one of elements."""
+    """Unmasked, with a mask of rows, and with a mask of elements."""
     optax = pytest.importorskip("optax")
     rng = rng_for(axis)
     x = rng.standard_normal((3, 4, 5)).astype(np.float32)
@@ -521,7 +521,7 @@ def test_residual_is_the_norm_of_the_sum(center, dtype):
         return y, pull((dy, ds))
 
     ((y, total), found), (expected, wanted) = jax.jit(lambda: (both(fused), both(apart)))()
-    # On GPUs a row may be added up in another order.
+    # On GPUs a row may be summed in another order.
     assert_close(y, np.float64(expected[0]), dtype, 2, 4 * eps(dtype))
     np.testing.assert_array_equal(np.asarray(total), np.asarray(expected[1]))
     for a, e in zip(found, wanted, strict=True):
@@ -563,7 +563,7 @@ DERIVATIVES_OF = {
 
 @pytest.mark.parametrize("name", DERIVATIVES_OF)
 def test_the_reference_has_the_derivatives_of_its_value(name):
-    """Second ones and kernels' are in test_transforms.py, beside those of jnp."""
+    """test_transforms.py compares second derivatives and those of kernels with jnp's."""
     f, operands = DERIVATIVES_OF[name]
     rng = rng_for(name)
     xs = [rng.standard_normal((3, 5)), *rng.standard_normal((2, 5))][:operands]
@@ -651,7 +651,7 @@ def test_a_loss_and_its_gradient_are_one_call(name):
     kernel = "logsumexp" if name == "logsumexp" else "cross_entropy"
     assert calls == [*first, f"{kernel}_with_vjp"]
     found = jax.jit(IN_ONE_PASS[name])(H, W, LABELS)
-    with jax.disable_jit():  # each by itself
+    with jax.disable_jit():  # each call by itself
         expected = IN_ONE_PASS[name](H, W, LABELS)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), found, expected)
 
@@ -665,7 +665,7 @@ def test_cotangents_that_depend_on_the_loss_come_after_it():
 
 @pytest.mark.parametrize("with_reader", [False, True])
 def test_no_logits_are_copied(with_reader):
-    """In place of logits with another reader XLA writes to a copy."""
+    """Logits are overwritten in place; with another reader, XLA writes to a separate buffer."""
 
     def f(w):
         def loss(w):
@@ -833,7 +833,7 @@ MODULES = [
     ({"reduction_axes": (-1, 1), "feature_axes": (-1, 1)}, {}),
     ({"param_dtype": jnp.bfloat16}, {}),
     ({"feature_axes": (1, 2)}, {}),  # flax's own
-    ({}, {"mask": np.arange(5) < 3}),  # likewise
+    ({}, {"mask": np.arange(5) < 3}),  # flax's own
 ]
 MODULES = [(name, *call) for name in ("LayerNorm", "RMSNorm") for call in MODULES] + [
     ("GroupNorm", {"num_groups": 1}, {}),
@@ -947,7 +947,7 @@ def test_what_the_choice_for_a_call_depends_on():
 
 
 def test_strict_promotion_allows_what_is_wider_inside():
-    """And the vectors of norms in float32, as flax has them."""
+    """Vectors of norms may be float32, too, as in flax."""
     ids, vector = jnp.arange(4), jnp.ones(8)
     functions = [
         lambda x: jof.layer_norm(x, vector, vector),
@@ -969,7 +969,7 @@ def test_strict_promotion_allows_what_is_wider_inside():
     [("4, 8", 11), ("9000, 4096", 272), ("9000, 50257", 83), ("4, 128256", 11), ("r, n", 272)],
 )
 def test_how_many_parts_sums_over_rows_have(shape, parts):
-    """On GPUs; the scratch of long rows is small."""
+    """The number of partial sums on GPUs; long rows need little scratch memory."""
 
     def loss(x, scale, bias):
         return jof.layer_norm(x, scale, bias, implementation="native").sum()

@@ -1,5 +1,5 @@
-"""What the CUDA module's machine code holds: wide loads and stores, nothing in local memory, and no
-more instructions and registers than when ``tests/sass/expected.txt`` was written.
+"""Checks the CUDA module's machine code: wide loads and stores, nothing in local memory, and no
+more instructions or registers than when ``tests/sass/expected.txt`` was written.
 
 No GPU is needed: the compiled module is disassembled.
 """
@@ -23,15 +23,15 @@ SIZES = {
     "Word128": 16,
 }
 
-# One worker reads the module.
+# Only one worker reads the module.
 pytestmark = pytest.mark.xdist_group("sass")
 
-ARCHITECTURES = _native.cuda_architectures().split(",")  # what the module was asked to be built for
+ARCHITECTURES = _native.cuda_architectures().split(",")  # as requested for the build
 
 
 def pack_accesses(name: str) -> tuple[int, Counter, Counter] | None:
-    """The elements in a pack of ElementwiseKernel, and how many loads and stores of each number of
-    bytes move one; None for other kernels.
+    """The elements per pack of ElementwiseKernel, and its loads and its stores per pack, counted by
+    size in bytes; None for other kernels.
     """
     if "ElementwiseKernel<" not in name:
         return None
@@ -55,8 +55,8 @@ def pack_accesses(name: str) -> tuple[int, Counter, Counter] | None:
 DROPS_HALVES = re.compile(r"\bCast<(?:(?:un)?signed )?(?:char|short|int), (?:unsigned )?long>")
 
 
-# For sm_80 ptxas puts two or four registers of some tiles and atomics there; kernels are tuned for
-# sm_90, where there are none.
+# For sm_80, ptxas puts two or four registers of some tile and atomic kernels on the stack; kernels
+# are tuned for sm_90, where it puts none there.
 AMPERE_STACK = 16
 AMPERE_KERNELS = re.compile(r"\b(RunsKernel|CombineKernel|SumElementsKernel|ReduceKernel)<")
 
@@ -100,7 +100,7 @@ def module() -> sass.Module:
 
 @pytest.mark.exhaustive
 def test_opcodes_are_those_of_a_whole_listing(module, tmp_path):
-    """Of all that moves memory, in the smallest part of the module."""
+    """Compares all memory instructions, in the smallest part of the module."""
     path = _native._loaded["cuda"].__file__
     sass.run_tool("cuobjdump", "-xelf", "all", path, directory=str(tmp_path))
     with_code = [file for file in tmp_path.iterdir() if b".text." in file.read_bytes()]
@@ -125,8 +125,8 @@ def test_the_modules_kernels(kernels):
 
 
 def test_no_kernel_is_overlooked(kernels):
-    """There is one for each FFI target of ops/elementwise_ops.h and each type, in packs of 16 bytes
-    of the widest output, or of 32 bytes of a cast's input; and there are the others.
+    """Each FFI target of ops/elementwise_ops.h has one kernel per type, in packs of 16 bytes of the
+    widest output, or of 32 bytes of a cast's input; the other kernels are there, too.
     """
     targets = [
         target
@@ -144,7 +144,7 @@ def test_no_kernel_is_overlooked(kernels):
 
 
 WIDE_KERNELS = {
-    # Patterns of kernels' names, and the accesses that they are made for.
+    # Patterns of kernel names, and the accesses that these kernels must have.
     r"GatherKernel<16, (int|long), ": (r"LDG.*\.128", r"STG.*\.128"),
     r"SumRowsKernel<\S*(Half|BFloat16)>, 8, ": (r"LDG.*\.128", r"STG.*\.128"),
     r"SumRowsKernel<\S*<float>, 4, ": (r"LDG.*\.128", r"STG.*\.128"),
@@ -186,7 +186,7 @@ def test_kernels_of_rows_move_packs(kernels):
 
 @pytest.fixture(scope="module")
 def expected(module) -> tuple[str, dict[str, sass.Fields], dict[str, sass.Fields]]:
-    """The compiler and the lines of the file, and those of the module."""
+    """The file's compiler and lines, and the module's lines."""
     actual = sass.expectations(module.kernels)
     if not actual:
         assert not {"90", "90-real"} & set(ARCHITECTURES), "the module was to have code for sm_90"
@@ -211,7 +211,7 @@ def test_registers_and_instructions_are_the_expected(expected, module):
     fail_on(sass.difference(before, after, of_compiler=True))
 
 
-# ---- what the checker is told, and what it must find ----
+# ---- the checker's input, and what it must find ----
 
 
 def elementwise(pack: int, out: str, x: str) -> str:
@@ -285,7 +285,7 @@ LINE = "Silu<f16> pack 8, broadcast regs 32 instr/elem 25 ld.128 1 st.128 1"
 
 
 def lines_of(*kernels: Kernel) -> dict[str, sass.Fields]:
-    """By way of the file."""
+    """The kernels' lines, written as in the file and read back."""
     return sass.from_text(sass.to_text("13.0", sass.expectations(kernels)))[1]
 
 
@@ -375,7 +375,7 @@ def test_changes_are_seen(kernel, of_compiler, removed, added):
     assert removed in old
     assert new.startswith("+Silu<f16> pack 8, broadcast ")
     assert added in new
-    # Each belongs to one of the two comparisons.
+    # Each change shows in only one of the two comparisons.
     assert sass.difference(lines_of(COMPILED), lines_of(kernel), not of_compiler) == ""
 
 

@@ -1,4 +1,4 @@
-"""Numbers of Python and literals of traced programs in every rule, and calls on scalars."""
+"""Python numbers and literals of traced programs in every rule, and calls on scalars."""
 
 import logging
 
@@ -16,10 +16,10 @@ NUMBERS[CONDITION] = NUMBERS[REAL]
 
 
 def row(op):
-    """The function of jof, the same in jnp, and numbers."""
+    """The jof function, its jnp equivalent, and numbers."""
     numbers = [NUMBERS[domain][i] for i, domain in enumerate(op.domain)]
     if PARAMETER in op.domain:
-        numbers[0] *= -1  # for positive ones some do not depend on the parameter
+        numbers[0] *= -1  # for positive numbers some ignore the parameter
     return of_numbers(op, op.function), of_numbers(op, op.replaces), tuple(numbers)
 
 
@@ -37,10 +37,10 @@ def assert_close(actual, expected):
 
 
 def every_derivative(f, numbers):
-    """Values and derivatives, all vectors numbers of Python."""
+    """Values and derivatives, with Python numbers for all vectors."""
     f32 = [jnp.float32(x) for x in numbers]
     wrt = tuple(range(len(numbers)))
-    # jit makes literals of what is closed over.
+    # jit turns closed-over numbers into literals.
     partial = jax.jit(lambda x: f(x, *numbers[1:]))
     result, pull = jax.vjp(partial, f32[0])
     return (
@@ -55,8 +55,8 @@ def every_derivative(f, numbers):
     )
 
 
-# Of each kind one outside of `jax.jit`, where every operation compiles by itself. The rules are
-# given the same numbers inside.
+# One function of each kind runs outside `jax.jit`, where every operation compiles separately.
+# Inside, the rules get the same numbers.
 EAGER = ("cast", "fma", "leaky_relu", "multiply", "sigmoid", "where")
 
 
@@ -89,7 +89,7 @@ def test_scalar_computations():
     )
     np.testing.assert_allclose(windows, x[:, 1:] + x[:, :-1], rtol=1e-6)
     np.testing.assert_allclose(x.at[1].apply(jof.gelu)[1], jax.nn.gelu(x[1]), rtol=1e-5)
-    # Arrays of one element may stand there, too.
+    # One-element arrays work there, too.
     apply = x.at[0].apply(lambda v: jof.embedding_lookup(jof.relu(v[None]), 0))
     np.testing.assert_array_equal(apply[0], np.maximum(x[0], 0))
 
@@ -117,9 +117,9 @@ def test_bool_with_a_number(name, kind):
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_calls_are_traced_once(caplog):
-    """The second time jax knows the call's function; newer ones trace what they lower anew.
+    """The second time, JAX reuses the call's trace; newer releases retrace what they lower.
 
-    So it is in programs over several devices: on one there is no such function.
+    This needs a program over several devices: on one device there is no such function.
     """
     mesh = jax.make_mesh((2,), ("a",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     x = jax.device_put(jnp.ones((4, 5)), jax.NamedSharding(mesh, jax.P("a")))
@@ -128,7 +128,7 @@ def test_calls_are_traced_once(caplog):
         for factor in (2, 3):
             caplog.clear()
             jax.jit(lambda x, factor=factor: jof.silu(x) * factor)(x)
-            assert "lambda" in caplog.text  # jax does say it of the program
+            assert "lambda" in caplog.text  # jax reports a miss for the program
             traced.append(caplog.text.count("jof_silu_"))
     assert traced[1] < traced[0]
 

@@ -29,8 +29,8 @@ MODES = (None, "drop", "fill", "clip", *jax.lax.GatherScatterMode)
 
 
 def exact_terms(rng: np.random.Generator, shape, dtype) -> np.ndarray:
-    """Values of which every order of summation has the same sum: integers of the whole range, else
-    so small ones that 16 bits hold the sums of sixty, and zeros of both signs."""
+    """Values whose sum is the same in every order: integers of the whole range, or floats so small
+    that 16-bit floats hold the sum of sixty of them, with zeros of both signs."""
     dtype = jnp.dtype(dtype)
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
@@ -55,7 +55,7 @@ def assert_same_values(actual, expected) -> None:
 
 
 def assert_same_sums(actual, expected, implementation) -> None:
-    """Sums into zeros. Of -0 they are +0, but XLA may take 0 + x for x."""
+    """Compares sums into zeros. Sums of -0 are +0, but XLA may simplify 0 + x to x."""
     if implementation == "xla":
         assert_same_values(actual, expected)
     else:
@@ -63,20 +63,20 @@ def assert_same_sums(actual, expected, implementation) -> None:
 
 
 def fit_32_bits(ids) -> bool:
-    """What does not may name another row for jnp."""
+    """Whether ids fit into 32 bits; in jnp, ids that do not fit may name another row."""
     return not ids.size or -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31
 
 
 def on_cpu(f, *args):
-    """What jax computes on the CPU: on GPUs some versions of it lose updates."""
+    """JAX's result on the CPU: on GPUs some versions of it lose updates."""
     with jax.default_device(jax.devices("cpu")[0]):
         return jax.tree.map(np.asarray, f(*args))
 
 
 def together(calls):
-    """The results of `f(*arrays)` for all (f, arrays), by one program: it saves much time.
+    """The results of `f(*arrays)` for all (f, arrays), in one program, which saves much time.
 
-    Ids that f has by itself are known to it, as they are outside of `jax.jit`.
+    Ids that f closes over stay concrete, as they are outside `jax.jit`.
     """
     fs, arrays = zip(*calls, strict=True)
     return jax.jit(lambda arrays: [f(*xs) for f, xs in zip(fs, arrays, strict=True)])(arrays)
@@ -91,7 +91,7 @@ def promises(mode) -> bool:
 
 
 def like_sums(total: np.ndarray, dtype) -> np.ndarray:
-    """Exact sums of the oracle in the dtype of the result."""
+    """The oracle's exact sums in the dtype of the result."""
     with np.errstate(over="ignore"):
         return total.astype(dtype)
 
@@ -101,7 +101,7 @@ def like_sums(total: np.ndarray, dtype) -> np.ndarray:
 
 @st.composite
 def index_arrays(draw, size, shape, bounded):
-    """Ids around [0, size) and at the ends of their dtype; `bounded`: within."""
+    """Ids around [0, size) and at the limits of their dtype; if `bounded`, ids in [0, size)."""
     dtype = draw(st.sampled_from(INTEGERS))
     info = np.iinfo(dtype)
     low, high = (0, size - 1) if bounded else (-2 * size - 2, 2 * size + 2)
@@ -117,7 +117,7 @@ def index_arrays(draw, size, shape, bounded):
 
 
 SIZES = st.one_of(st.integers(0, 6), st.integers(7, 50))
-# Rows of nothing, of single elements, of at most what is summed privately, of more.
+# Empty rows, single elements, rows up to the limit of private sums, and longer rows.
 TRAILING = st.sampled_from([(), (), (1,), (3,), (8,), (2, 2), (9,), (33,), (0,), (2, 0)])
 INDEX_SHAPES = st.one_of(
     st.integers(0, 60).map(lambda n: (n,)), st.sampled_from([(), (2, 3), (1, 0), (3, 1, 4)])
@@ -164,7 +164,7 @@ def test_scatter_add_equals_numpy_and_jnp(problem, options):
     operand = exact_terms(rng, (size, *trailing), dtype)
     updates = exact_terms(rng, (*ids.shape, *trailing), dtype)
     actual = jof.scatter_add(operand, ids, updates, mode=mode, **options)
-    # The reference's segmented scan makes +0 of a sum of -0.
+    # The reference's segmented scan returns +0 for a sum of -0.
     scans = options == {"deterministic": True, "implementation": "xla"}
     assert_same = assert_same_values if scans else assert_same_bits
     if fit_32_bits(ids) and (size or not ids.size):  # jnp refuses ids where there are no rows
@@ -189,7 +189,7 @@ def test_embedding_lookup_equals_numpy_and_jnp(problem, options):
         limit = np.iinfo(dtype) if kind in "iu" else None
         fill = np.nan if limit is None else limit.min if kind == "i" else limit.max
         rows = oracle.named_rows(ids, size, wrap=True, clip=False)
-        # XLA on CPUs quiets signalling NaNs of 16 bits.
+        # XLA on CPUs quiets 16-bit signalling NaNs.
         is_xla = options.get("implementation") == "xla"
         assert_same = assert_same_values if is_xla else assert_same_bits
         assert_same(actual, oracle.gather_rows(table, rows, np.asarray(fill, dtype)))
@@ -226,7 +226,7 @@ def test_options_change_no_sum(count, bucket_size):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
 def test_narrow_ids_of_more_rows_than_they_count(dtype, implementation):
-    """What is negative is so before it is widened, and wraps after."""
+    """Whether an id is negative is decided in its dtype; it wraps after it is widened."""
     size = 70_000
     info = np.iinfo(dtype)
     ids = np.array([info.min, info.max, 0, 1, info.max - 1], dtype)
@@ -248,7 +248,7 @@ def test_narrow_ids_of_more_rows_than_they_count(dtype, implementation):
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("dtype", ["uint32", "uint64", "int64"])
 def test_ids_that_only_64_bits_hold(dtype, x64):
-    """They are too large, whatever becomes of them in fewer bits."""
+    """These ids are out of range, even if their low 32 bits name a row."""
     wide = np.array([2**31, 2**32 - 1, 1], dtype)
     if dtype != "uint32":
         wide = np.append(wide, np.array([2**32, 2**32 + 1, 2**63 - 1], dtype))
@@ -314,7 +314,7 @@ def test_what_updates_broadcast(implementation):
             jax.jit(lambda updates: jnp.asarray(operand).at[ids].add(updates, mode="drop")), updates
         )
         assert_same_bits(actual, expected)
-    # The first dimension of data is that of rows, however many the ids have.
+    # Only the first dimension of data is indexed by ids, however many dimensions ids have.
     for of, shape in ((ids[0], ()), (ids[0], (1, 3)), (ids, (3,)), (ids, (1, 2)), (ids, (3, 2, 2))):
         data = exact_terms(rng_for(shape), shape, "float32")
         actual = jof.segment_sum(data, of, 3, implementation=implementation)
@@ -338,7 +338,7 @@ def weak(value, shape):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_result_types(implementation):
-    """Of arrays that Python numbers made, too: their dtype is weak."""
+    """Also for arrays made from Python numbers, whose dtype is weak."""
     ids = np.array([0, 1, 1])
 
     def assert_same_type(ours, theirs, *arguments):
@@ -380,15 +380,15 @@ def test_special_values_stay_in_their_row(dtype, width):
     for actual, expected in zip(results, on_cpu(together, theirs), strict=True):
         assert_same_values(actual, expected)
     for added, total in zip(results[:2], results[2:], strict=True):
-        assert_same_bits(added[6:], operand[6:])  # nothing hits these: -0 stays
+        assert_same_bits(added[6:], operand[6:])  # no id names these rows: -0 stays
         assert np.signbit(added.real)[4, 0]  # -0 - 0
         assert not np.signbit(total.real[[4, 6, 7]]).any()
 
 
 def assert_sums_within_error(actual, operand, rows, updates, additions_round=False) -> None:
-    """n terms added in any order err by at most gamma(n - 1) times the sum of their magnitudes
-    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), where 16-bit terms are
-    added in float32 and the total is rounded once; or each sum is, if `additions_round`."""
+    """The error of n terms added in any order is at most gamma(n - 1) times the sum of magnitudes
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). 16-bit terms are added
+    in float32 and the total is rounded once; if `additions_round`, each addition is rounded."""
     actual = np.asarray(actual)
     dtype = actual.dtype
     count = 1 + oracle.scatter_add(np.zeros(operand.shape), rows, np.ones(updates.shape))
@@ -406,7 +406,7 @@ def assert_sums_within_error(actual, operand, rows, updates, additions_round=Fal
         assert excess <= 0, f"a sum errs by {excess} more than its bound"
 
 
-# updates, rows, width: private sums, sorted ones by counting and by comparing, wide rows, few ones
+# (updates, rows, width): private sums, counting sort, comparison sort, wide rows, few rows.
 PROBLEMS = [(9000, 100, 1), (5000, 40, 3), (3000, 50, 17), (500, 5000, 2), (60, 7, 300)]
 
 
@@ -423,7 +423,7 @@ def test_sums_within_error(dtype, implementation, deterministic):
         ids[: count // 3] = size // 2
         updates = normals(rng, (count, width), dtype)
         operand = normals(rng, (size, width), dtype)
-        # On GPUs few updates are added to 16-bit rows directly.
+        # On GPUs a small number of updates is added directly to 16-bit rows.
         additions_round = BACKEND == "gpu" and not deterministic and count < size
         for wrap, start in ((True, operand), (False, np.zeros_like(operand))):
             rows = oracle.named_rows(ids, size, wrap=wrap, clip=False)
@@ -452,8 +452,8 @@ def test_16_bit_sums_err_no_more_than_those_of_xla(dtype, width):
 
 
 def test_16_bit_sums_are_rounded_once():
-    """Sums that 16 bits cannot carry: small terms after large ones, and an overflow on the way."""
-    # `edge` is where the neighbours of the dtype begin to be 2 apart.
+    """Sums that need more than 16 bits: small terms after large ones, intermediate overflow."""
+    # From `edge` on, neighbouring numbers of the dtype are 2 apart.
     for dtype, big, edge in (("float16", 40000.0, 2048.0), ("bfloat16", 2.0**127, 256.0)):
         sums = [[edge, *[0.25] * 20], [edge, 1.0, 2.0**-12], [big, big, -big], [edge, 1.0]]
         if dtype == "bfloat16":
@@ -474,7 +474,7 @@ def test_16_bit_sums_are_rounded_once():
 TARGET = re.compile(r'custom_call_target="(jof_\w+)"')
 SORTED, PRIVATE, ATOMIC = (f"jof_scatter_add_{way}" for way in ("sorted", "private", "atomic"))
 IN_ORDER, ALWAYS = {"indices_are_sorted": True}, {"deterministic": True}
-# (platform, dtype, updates, rows, width, options, custom calls, shape of 16-bit atomics' scratch)
+# (platform, dtype, updates, rows, width, options, custom calls, scratch shape of 16-bit atomics)
 STRATEGIES = [
     ("cpu", "float32", 9000, 100, 3, {}, [PRIVATE], ""),
     ("cpu", "float16", 50_000, 4, 1, {}, [PRIVATE], ""),
@@ -523,7 +523,7 @@ STRATEGIES = [
 
 
 def strategies(of):
-    """The rows of a platform."""
+    """Parametrizes a test by the STRATEGIES of a platform."""
     names = ("dtype", "count", "size", "width", "options", "targets", "scratch")
     rows = [row for platform, *row in STRATEGIES if platform == of]
     ids = ["-".join(map(str, (*row[:4], *row[4]))) for row in rows]
@@ -533,7 +533,7 @@ def strategies(of):
 @pytest.mark.skipif(not _native.available("cuda"), reason="the _cuda module was not built")
 @strategies("gpu")
 def test_strategies_on_a_gpu(dtype, count, size, width, options, targets, scratch):
-    """On a machine with or without one."""
+    """Exports for CUDA, on machines with and without a GPU."""
 
     def f(updates, ids):
         return jof.segment_sum(updates, ids, size, **options)
@@ -552,7 +552,7 @@ def test_strategies_on_a_gpu(dtype, count, size, width, options, targets, scratc
     ("batch", "count", "parts"), [(64, 300_000, 2), (3, 300_000, 37), (200, 5000, 0)]
 )
 def test_problems_of_a_batch_have_private_sums_each(batch, count, parts):
-    """Where each has work for a block; 0 parts: it has not."""
+    """Each problem has private sums if it has enough work for a block; otherwise `parts` is 0."""
 
     def f(updates, ids):
         return jax.vmap(lambda x: jof.segment_sum(x, ids, 70))(updates)
@@ -605,8 +605,8 @@ def test_strategies(dtype, count, size, width, options, targets, scratch):
     ("dtype", "width"), [("float16", 1), ("float32", 3), ("int32", 1), ("bfloat16", 16)]
 )
 def test_runs(dtype, width):
-    """Lengths of runs around those of the chunks that sorted ids are cut into; segments between
-    them that nothing hits, dropped rows at both ends."""
+    """Run lengths around the length of the chunks that sorted ids are cut into, empty segments
+    between the runs, and dropped rows at both ends."""
     lengths = {
         "of all lengths": [1, 2, 3, 0, 1023, 1024, 1025, 0, 0, 2, 3000, 1, 100],
         "one": [0, 0, 5000, 0],
@@ -659,7 +659,7 @@ def test_rows_of_nothing(dtype, options, implementation):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("options", [{}, IN_ORDER, ALWAYS], ids=str)
 def test_the_same_bits_on_every_run(dtype, options):
-    """CPUs always give them."""
+    """CPUs always give the same bits."""
     if BACKEND == "gpu" and not options:
         pytest.skip("not promised on GPUs")
     calls = []
@@ -693,7 +693,7 @@ def test_the_same_bits_on_every_run(dtype, options):
 
 
 def test_ids_that_break_the_promise_to_be_sorted():
-    """Sums are wrong, and nothing outside of them is touched; those after them are right."""
+    """The sums are wrong, but no other memory is touched, and later sums are right."""
     ids = rng_for(0).integers(-500, 500, size=20_000)
     data = np.ones((20_000, 3), np.float32)
     for _ in range(3):
@@ -719,7 +719,7 @@ def test_more_than_two_to_the_31_updates(width, size):
         return jof.segment_sum(data, (n * 7 % (size + 1)).astype(jnp.int32), size)
 
     expected = np.zeros((size, 2))
-    period = 3 * (size + 1)  # of pairs of terms and ids
+    period = 3 * (size + 1)  # the pairs of terms and ids repeat
     n = np.arange(period)
     for begin, times in ((0, count // period), (count // period * period, 1)):
         some = n[: period if times > 1 else count - begin]
@@ -757,7 +757,7 @@ IDS = np.array([[3, -1, 0], [7, 3, -9]])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
 def test_derivatives_to_second_order(mode, implementation):
-    """With functions that are curved on both sides of the op, of complex numbers."""
+    """With nonlinear functions before and after the op, on complex numbers."""
     dtype = "complex128"
     rng = rng_for(dtype)
     x, y = normals(rng, (5, 2), dtype), normals(rng, (2, 3, 2), dtype)
@@ -848,7 +848,7 @@ def test_ids_have_float0_tangents(name):
 
 
 def batch_axes():
-    """Every mix of axes of the operands: none, the first, the last."""
+    """Every combination of the operands' batch axes: none, first or last."""
     for name in FUNCTIONS:
         last = (None,) if name != "scatter_add" else (None, 1)
         for axes in itertools.product((None, 0, -1), (None, 0, -1), last):
@@ -898,7 +898,7 @@ def test_donated_operand_is_added_to_in_place(count, size, width, dtype):
     rng = rng_for(count)
     operand, updates = (exact_terms(rng, (n, width), dtype) for n in (size, count))
     ids = rng.integers(0, size, size=count).astype(np.int32)
-    x = jnp.asarray(operand) + 0  # its own buffer
+    x = jnp.asarray(operand) + 0  # a new buffer
     compiled = jax.jit(jof.scatter_add, donate_argnums=0).lower(x, ids, updates).compile()
     hlo = compiled.as_text()
     assert "input_output_alias={ {}: (0, {}" in hlo
@@ -931,7 +931,7 @@ def losses(step, parameters):
 
 
 def test_training_of_a_graph_network():
-    """Two layers of message passing; the mean of what arrives at each node of a class."""
+    """Two layers of message passing; each node takes the mean of its incoming messages."""
     rng = rng_for("graph")
     nodes, edges, width = 50, 300, 8
     senders, receivers = rng.integers(0, nodes, size=(2, edges))
@@ -978,8 +978,8 @@ def test_training_of_an_embedding():
 X, ID, U = np.ones((4, 3), np.float32), np.array([0, 1, 1]), np.ones((3, 3), np.float32)
 sums, adds, looks = jof.segment_sum, jof.scatter_add, jof.embedding_lookup
 KEYS = jax.random.split(jax.random.key(0), 4)
-# (function, arguments, keyword arguments, exception, what the message says besides the function's
-# name: the argument, and what came or what was expected)
+# (function, arguments, keyword arguments, exception, fragments of the message after the function's
+# name: the argument, and the actual or expected value)
 BAD_CALLS = [
     (sums, (U, ID + 0.5, 3), {}, TypeError, ["segment_ids", "integer", "float64"]),
     (sums, (U, ID > 0, 3), {}, TypeError, ["segment_ids", "integer", "bool"]),
@@ -1045,7 +1045,7 @@ def test_bad_call(function, args, kwargs, exception, fragments):
     assert type(caught.value) is exception
     message = str(caught.value).removeprefix(name)
     for fragment in fragments:
-        # At the beginning of a word.
+        # The fragment must begin a word.
         assert re.search(rf"(?<!\w){re.escape(fragment)}", message), f"{fragment!r}: {message}"
 
 
@@ -1056,9 +1056,9 @@ def test_number_of_segments_that_is_traced():
         jax.jit(lambda n: jof.segment_sum(U, ID, n))(3)
 
 
-# --- ids and arrays of more bits than jax has where they are used ---------------------------------
+# --- 64-bit ids and arrays outside x64 ------------------------------------------------------------
 
-# What 32 bits cannot hold names a row again if it is cut to them.
+# If these are truncated to 32 bits, some of them name a row.
 FAR = (2**31, 2**32, 2**32 + 1, 2**63 - 1, -(2**31) - 1, -(2**32), -(2**63))
 FAR_UNSIGNED = (2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1)
 
@@ -1074,7 +1074,7 @@ def far_ids():
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("mode", [None, "clip"])
 def test_ids_of_the_host_are_not_cut(mode, x64):
-    """NumPy's and Python's integers are exact; outside of x64 jnp takes them modulo 2^32."""
+    """NumPy and Python integers are exact; outside x64, jnp takes them modulo 2^32."""
     size, width = 5, 2
     with jax.enable_x64(x64):
         for ids in far_ids():
@@ -1108,7 +1108,7 @@ def test_number_of_segments_counts_exactly():
 
 
 def test_rows_that_only_64_bits_count():
-    """Where ids cannot say which of them is meant."""
+    """Outside x64, 32-bit ids cannot name every row of the table."""
     table = jax.ShapeDtypeStruct((2**31 + 8,), "int8")
     for ids in (2**31, np.array([2**31 + 7]), jnp.array([1], jnp.uint32)):
         lookup = functools.partial(jof.embedding_lookup, ids=ids)
@@ -1124,7 +1124,7 @@ def test_rows_that_only_64_bits_count():
     ("dtype", "implementation"), [("float64", None), ("int64", None), ("float64", "xla")]
 )
 def test_64_bit_arrays_outside_of_x64(dtype, implementation):
-    """They keep their bits, as do their gradients."""
+    """Arrays and their gradients stay 64-bit."""
     scale = 2**45 if dtype == "int64" else 2.0**-40
     table = (jnp.arange(12).reshape(4, 3) * scale + 1).astype(dtype)
     updates = jnp.full((5, 3), scale + 1).astype(dtype)
@@ -1184,7 +1184,7 @@ X3, IDS3 = np.arange(3.0, dtype=np.float32), np.array([0, 2, 2])
     ],
 )
 def test_numbers_among_primals_tangents_and_cotangents(call):
-    """The values of jnp, and as weakly typed."""
+    """Values and weak types are jnp's."""
 
     def add(x, ids, updates):
         return jnp.asarray(x).at[ids].add(updates, mode="drop")
@@ -1223,7 +1223,7 @@ def test_options_are_those_of_take(lookup, implementation):
     f = functools.partial(jof.embedding_lookup, **options, implementation=implementation)
     actual = f(table, ids)
     if fit_32_bits(ids):
-        # jnp counts in the ids' dtype, and so may take it where rows are fewer.
+        # jnp computes with the row count in the ids' dtype, which may overflow: it gets wide ids.
         wide = ids.astype(np.int64)
         assert_same_values(actual, on_cpu(functools.partial(jnp.take, **options), table, wide))
     assert_same_bits(jax.jit(f)(table, jnp.asarray(ids)), actual)
@@ -1263,7 +1263,7 @@ def test_derivatives_along_any_axis(mode, axis, implementation):
 
 
 def test_promises_of_a_lookup():
-    """The gradient of sorted ids, once they count from the beginning."""
+    """Gradients under promises: these ids are sorted and unique once negative ids wrap."""
     table, ids = normals(rng_for(3), (3, 6), "float64"), np.array([0, 1, -3, 4, -1])
     for axis, mode in ((1, None), (-1, "wrap")):
         for promises in ({}, {"indices_are_sorted": True, "unique_indices": True}):
@@ -1282,7 +1282,7 @@ def test_lookup_along_an_axis_is_one_call(native):
     assert "transpose" not in exported.mlir_module()
 
 
-@pytest.mark.filterwarnings("ignore:Casting complex")  # of jnp
+@pytest.mark.filterwarnings("ignore:Casting complex")  # by jnp
 @pytest.mark.parametrize(
     ("options", "exception"),
     [
@@ -1299,11 +1299,11 @@ def test_lookup_along_an_axis_is_one_call(native):
     ids=str,
 )
 def test_options_that_take_refuses(options, exception):
-    """Errors are of jnp's types, and name the option."""
+    """Errors have jnp's types and name the option."""
     (name,) = options
     with pytest.raises(exception, match=rf"^embedding_lookup: {name}\b"):
         jof.embedding_lookup(np.ones((2, 3)), 0, **options)
-    if options == {"fill_value": 1j}:  # of which jax 0.8 drops the imaginary part, with a warning
+    if options == {"fill_value": 1j}:  # jax 0.8 drops the imaginary part, with a warning
         return
     with pytest.raises(exception):
         jnp.take(np.ones((2, 3)), 0, **{"axis": 0, **options})
@@ -1356,7 +1356,7 @@ def test_out_sharding(spec):
 
 @needs_devices
 def test_out_sharding_that_cannot_be():
-    """No axis is left out in silence."""
+    """No axis is silently ignored."""
     data, ids = np.ones(8, np.float32), np.arange(8) % 3
     with pytest.raises(ValueError, match="mesh"):
         jof.segment_sum(data, ids, 4, out_sharding=jax.P("a"))

@@ -1,4 +1,4 @@
-"""Binary searches that `accelerate` swaps: positions are those of jnp, bit by bit."""
+"""Binary searches that `accelerate` swaps: positions equal jnp's exactly."""
 
 import functools
 import sys
@@ -24,7 +24,7 @@ SIDES = ("left", "right", "left", "right")
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
-    """Searches of any size are swapped on all platforms."""
+    """Swaps searches of any size on all platforms."""
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
 
 
@@ -38,7 +38,7 @@ def special(dtype):
 
 
 def arrays(dtype, rng):
-    """Edges with repetitions and special values, of unequal distances, in no order, and many."""
+    """Edges (repeated and special values, uneven spacing, unsorted, many), and queries."""
     some = np.asarray(special(dtype), dtype)
     drawn = rng.integers(0, 40, 300).astype(dtype)
     several = [np.concatenate([drawn, some, some[::2]]), np.ones(1, dtype)]
@@ -46,14 +46,14 @@ def arrays(dtype, rng):
         far = np.exp(np.linspace(-9, 9, 200))
         several[1] = np.concatenate([[-np.inf], far, [np.inf]]).astype(dtype)
     several = [np.asarray(jnp.sort(x)) for x in several] + [drawn]
-    if dtype in MANY:  # more than shared memory holds, and than CPUs make keys of
+    if dtype in MANY:  # more than shared memory holds, and than CPUs make keys for
         several.append(np.arange(-5000, 5000).astype(dtype))
     queries = np.concatenate([some, *several, 60 * rng.standard_normal(9000)], None)
     return several, queries.astype(dtype)
 
 
 def searches(edges, queries):
-    """A search from either side in each, and one more in the first."""
+    """One search in each of the edges, on either side, and one more in the first."""
     pairs = zip(edges, SIDES, strict=False)
     found = [jnp.searchsorted(e, queries, side=side) for e, side in pairs]
     return *found, jnp.searchsorted(edges[0], queries, side="right")
@@ -96,7 +96,7 @@ def switched_off(edges, x):
 
 
 def searchsorted(edges, x):
-    """A function of the same name, of all edges but the first: it is another one."""
+    """A different function with the name of jnp's: it skips the first edge."""
     steps = (edges.size - 1).bit_length()
 
     def step(ends, _):
@@ -110,7 +110,7 @@ def searchsorted(edges, x):
 
 
 def from_the_second_edge(edges, x):
-    """The loop of jnp itself, where a program shows it, with another beginning."""
+    """jnp's own loop with another start, if the jaxpr contains it."""
     module = sys.modules["jax_oneflow_ops.accelerate"]
     every = module._equations(jax.make_jaxpr(jnp.searchsorted)(edges, x))
     loop = next((eqn for eqn, *_ in every if eqn.primitive.name == "scan"), None)

@@ -1,5 +1,8 @@
-"""Arrays sharded over devices: values and gradients of one device, and no communication but what
-the table of tests/shardings.py allows; with automatic and explicit axes and in shard_map."""
+"""Arrays sharded over devices, with automatic and explicit axes and in shard_map.
+
+Values and gradients equal those of one device, and programs contain only the communication that the
+table of tests/shardings.py allows.
+"""
 
 import contextlib
 import doctest
@@ -34,7 +37,8 @@ from tests.shardings import (
     split,
 )
 
-# The CPU has eight virtual devices. On two, which are GPUs, what asks the mesh for its shape runs.
+# The CPU has eight virtual devices. With only two devices (GPUs), only the tests that adapt to the
+# mesh's shape run.
 SHAPE = (4, 2) if len(jax.devices()) >= 8 else (2, 1)
 ON_TWO_DEVICES = ("test_layout", "test_nested_in_scan", "test_loss_and_its_derivatives")
 ON_TWO_DEVICES += ("test_attention_over_shards",)
@@ -42,7 +46,7 @@ ON_TWO_DEVICES += ("test_attention_over_shards",)
 
 @pytest.fixture(autouse=True)
 def every_warning(request):
-    """Warnings, which are errors, are given once in a process: here in each test."""
+    """Resets the package's once-per-process warnings, so that every test sees its own."""
     if len(jax.devices()) < (2 if request.node.originalname in ON_TWO_DEVICES else 8):
         pytest.skip("needs more devices")
     _primitive._warn.cache_clear()
@@ -53,7 +57,7 @@ AXIS_TYPES = ("auto", "explicit")
 
 @contextlib.contextmanager
 def mesh_of(axis_types: str, current: bool = False, shape: tuple[int, int] = SHAPE):
-    """A mesh of 4 x 2 or 2 x 1 devices, `a` and `b`; current where any of its axes is explicit."""
+    """A mesh of 4 x 2 or 2 x 1 devices with axes `a` and `b`; current if any axis is explicit."""
     auto, explicit = AxisType.Auto, AxisType.Explicit
     types = {"auto": (auto, auto), "explicit": (explicit, explicit), "mixed": (explicit, auto)}
     devices = jax.devices()[: math.prod(SHAPE)]
@@ -63,7 +67,7 @@ def mesh_of(axis_types: str, current: bool = False, shape: tuple[int, int] = SHA
 
 
 def integers(shape, seed=0, dtype=np.float32) -> np.ndarray:
-    """Exact in every sum, so that one device and eight must agree bit for bit."""
+    """Small integers: all sums are exact, so one device and eight must agree bit for bit."""
     return np.random.default_rng(seed).integers(-8, 9, size=shape).astype(dtype)
 
 
@@ -86,7 +90,7 @@ def value_and_pullback(f, wrt):
 
 
 def on_one_device(f, wrt, xs):
-    """A cotangent, and the value and the gradients with it."""
+    """A cotangent, and the value and the gradients for it."""
     y = jax.eval_shape(f, *xs)
     dy = integers(y.shape, seed=1, dtype=y.dtype)
     return dy, jax.jit(value_and_pullback(f, wrt))(dy, *xs)
@@ -108,14 +112,14 @@ def assert_sharded(y: jax.Array, sharding: NamedSharding) -> None:
 
 
 def collectives(hlo: str) -> dict[str, int]:
-    """Collectives by name; one that is split into a start and an end counts once."""
+    """The number of collectives by name; a start/done pair counts once."""
     names = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     found = re.findall(rf" ({names}|collective-broadcast)(?:-start)?\(", hlo)
     return {name: found.count(name) for name in set(found)}
 
 
 def assert_collectives(hlo: str, count: int) -> None:
-    """Asserts a number of all-reduces. On two devices XLA may make one of several."""
+    """Asserts the number of all-reduces. On two devices XLA may merge several into one."""
     found = collectives(hlo)
     if SHAPE == (2, 1) and 0 < found.get("all-reduce", 0) < count:
         found["all-reduce"] = count
@@ -123,18 +127,18 @@ def assert_collectives(hlo: str, count: int) -> None:
 
 
 def custom_calls(hlo: str) -> set[tuple[str, int]]:
-    """The package's calls: their targets and the number of elements of their first results."""
+    """The package's custom calls: target and element count of the first result."""
     call = r'= \(?\w+\[([\d,]*)\][^\n]* custom-call\([^\n]*custom_call_target="(jof_\w+)"'
     return {
         (without_way(target), math.prod(int(n) for n in shape.split(",") if n))
         for shape, target in re.findall(call, hlo)
-        if target != "jof_sort_rows"  # sorts ids, wherever sums are made
+        if target != "jof_sort_rows"  # sorts ids for any sum of rows
     }
 
 
 BY_NAME = {str(layout): layout for layout in (*LAYOUTS, *REDUCTION_LAYOUTS)}
 BY_CASE = {str(layout.case): layout.case for layout in BY_NAME.values()}
-# One of each kind of machinery.
+# One layout for each kind of implementation.
 EACH_KIND = [
     BY_NAME[name]
     for name in (
@@ -148,7 +152,8 @@ EACH_KIND = [
         "embedding_lookup(n=a, u=b)",
     )
 ]
-# Each with automatic or with explicit axes: for what differs by kind, and by axes, but not by both.
+# Each layout with either automatic or explicit axes: for tests whose outcome depends on the kind
+# and on the axis type independently.
 EACH_KIND_WITH_AXES = [(AXIS_TYPES[k % 2], layout) for k, layout in enumerate(EACH_KIND)]
 GRADIENT_OF_A_SCALAR = BY_NAME["scaled_silu(x=a, l=b)-d2"]
 LOOKUP_IN_SHARDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
@@ -159,14 +164,14 @@ LOOKUP_IN_SHARDED_ROWS = BY_NAME["embedding_lookup(s=b, n=a)"]
 
 def test_every_op_is_in_the_table():
     tested = {layout.case.function for layout in (*LAYOUTS, *REDUCTION_LAYOUTS)}
-    # These are message_sum and what they compute for each edge, on every device.
+    # These are composed of message_sum and of per-edge computations on every device.
     composed = {"message_mean", "message_max", "attention_sum"}
     assert tested - {"ElementwiseKernel"} == {op.public_name for op in OPS} - composed
 
 
 @pytest.mark.parametrize("op", RULES)
 def test_the_table_says_what_is_tested(op):
-    """Layouts have the rule's dimensions, and shard all that it says may be sharded."""
+    """Layouts have the rule's dimensions, and shard every dimension that may be sharded."""
     rule = RULES[op]
     operands, result = split(rule.equation)
     layouts = [layout for layout in LAYOUTS if rule_of(layout.case) is rule]
@@ -179,20 +184,20 @@ def test_the_table_says_what_is_tested(op):
 
 @functools.cache
 def known(name: str, wrt: tuple[int, ...]):
-    """Operands of a case, a cotangent, and what the reference makes of them on one device."""
+    """A case's operands, a cotangent, and the reference's results for them on one device."""
     case = BY_CASE[name]
     xs = case.inputs()
     return xs, *on_one_device(case.ref, wrt, xs)
 
 
 def mapped(layout: Layout, mesh, **options):
-    """The op in a shard_map, where the sum over devices is left to the user."""
+    """The op in a shard_map, where the user must sum over devices."""
     axes = layout.summed()
 
     def f(*xs):
         if not axes:
             return layout.case.f(*xs)
-        if layout.case.name == "scatter_add":  # every device adds to the whole operand
+        if layout.case.name == "scatter_add":  # every device adds the whole operand
             xs = (xs[0] / lax.psum(1, axes), *xs[1:])
         return lax.psum(layout.case.f(*xs), axes)
 
@@ -211,14 +216,15 @@ def ways():
     for layout in LAYOUTS:
         made = set(layout.axes).difference(*layout.operands)
         count = 3 if layout.case.name in primitives else 2 if layout.case.name in kinds else 1
-        # Every op has its name in the rule; the rest is the same for all of a kind.
+        # Each op's rule differs by name only; the rest is the same for all ops of a kind.
         for way in ("auto", "explicit", "shard_map")[:count]:
-            # In a shard_map it is the user who shards rows, adds an operand once, and adds up
-            # exponentials. Types know nothing of rows that no operand has.
+            # In a shard_map the user must shard rows, add the operand only once, and sum
+            # exponentials. With explicit axes, the result's sharding comes from operands, so a
+            # dimension that no operand has cannot be sharded.
             by_user = "s" in layout.axes or (layout.case.name in BY_USER and layout.summed())
             if by_user if way == "shard_map" else made and way == "explicit":
                 continue
-            marks = [pytest.mark.xdist_group(str(layout.case))]  # for what `known` keeps
+            marks = [pytest.mark.xdist_group(str(layout.case))]  # shares the cache of `known`
             if way != "auto" and layout is not first[layout.case.name]:
                 marks.append(pytest.mark.exhaustive)
             yield pytest.param(way, layout, id=f"{way}-{layout}", marks=marks)
@@ -226,7 +232,7 @@ def ways():
 
 @pytest.mark.parametrize(("way", "layout"), [*ways()])
 def test_layout(way, layout):
-    """The value and the gradient: their types, shardings, calls and collectives."""
+    """The types, shardings, custom calls and collectives of the value and the gradient."""
     case, wrt = layout.case, layout.wrt
     is_along_b = SHAPE == (2, 1) and not any("a" in axes for axes in layout.axes.values())
     shape = SHAPE[::-1] if is_along_b else SHAPE
@@ -236,7 +242,7 @@ def test_layout(way, layout):
             specs = layout.specs()
             results = (layout.spec(layout.result), tuple(specs[i] for i in wrt))
             shardings = jax.tree.map(functools.partial(NamedSharding, mesh), results)
-            # Operands do not say how sums for rows are to be sharded: whatever uses them does.
+            # Operands do not determine how sums into rows are sharded; the user of the result does.
             said = way == "auto" and "s" in layout.axes
             run = value_and_pullback(mapped(layout, mesh) if way == "shard_map" else case.f, wrt)
             jitted = jax.jit(run, out_shardings=shardings if said else None)
@@ -256,11 +262,11 @@ def test_layout(way, layout):
             size = functools.partial(layout.shard_size, mesh=mesh)
             value = (case.target, size(layout.result, expected[0].shape))
             sizes = {size(layout.operands[i], np.shape(xs[i])) for i in wrt}
-            # Several devices compute a value and its gradient apart.
+            # With several devices, the value and its gradient are separate calls.
             apart = [t.replace("_with_vjp", "_vjp") for t in case.grad_targets[case.wrt]]
             gradients = {(target, n) for target in apart for n in sizes}
             assert value in calls
-            if not layout.scalars:  # of these jnp may make the gradient
+            if not layout.scalars:  # jnp may compute gradients of scalars
                 assert calls <= {value} | gradients
                 assert {target for target, _ in calls} == {t for t, _ in {value} | gradients}
 
@@ -268,7 +274,7 @@ def test_layout(way, layout):
 def ways_of_reductions():
     for layout in REDUCTION_LAYOUTS:
         made = set(layout.axes).difference(*layout.operands)
-        twin = not layout.case.op.name.endswith("_max")  # has the same rule
+        twin = not layout.case.op.name.endswith("_max")  # same rule as the maximum
         for axis_types in AXIS_TYPES[: 1 if made or twin else 2]:
             together = pytest.mark.xdist_group(str(layout.case))
             yield pytest.param(axis_types, layout, id=f"{axis_types}-{layout}", marks=together)
@@ -276,7 +282,7 @@ def ways_of_reductions():
 
 @pytest.mark.parametrize(("axis_types", "layout"), [*ways_of_reductions()])
 def test_reductions_of_rows(axis_types, layout):
-    """The same of maxima, minima, products and means, which send more."""
+    """test_layout for maxima, minima, products and means, which communicate more."""
     case, wrt = layout.case, layout.wrt
     (sent,) = (sent for ops, sent in REDUCTIONS.items() if case.op.name in ops)
     xs, dy, expected = known(str(layout.case), layout.wrt)
@@ -298,7 +304,7 @@ def test_reductions_of_rows(axis_types, layout):
                 law.update(cost)
         assert collectives(compiled.as_text()) == law
         part = layout.shard_size(layout.result, expected[0].shape, mesh)
-        by_segment = layout.result == "stu"  # what is a result for each row has no call of its own
+        by_segment = layout.result == "stu"  # other results have no custom call of their own
         assert not by_segment or (case.target, part) in custom_calls(compiled.as_text())
 
 
@@ -306,7 +312,7 @@ def test_reductions_of_rows(axis_types, layout):
 
 
 def squared(f):
-    """What needs the value once more in its gradient."""
+    """The square of f, whose gradient needs f's value."""
 
     def run(*xs):
         y = f(*xs)
@@ -325,7 +331,7 @@ def scanned(f):
     ids=str,
 )
 def test_nested_in_scan(axis_types, layout):
-    """And in a checkpoint, which computes the value twice."""
+    """A scan of a checkpoint, which computes the value twice."""
     case, wrt = layout.case, layout.wrt
     with case.precision():
         xs = case.inputs(3)
@@ -380,7 +386,7 @@ def test_loss_and_its_derivatives(axis_types, layout):
             actual = jax.jit(step_of(case.f))(*sharded)
             assert_close(actual, expected, max(case.rtol, 1e-11) if case.rtol else 0)
             if axis_types == "auto" and layout is LOOKUP_IN_SHARDED_ROWS:
-                return  # nobody says how the gradient is to be sharded
+                return  # nothing determines how the gradient is sharded
             for i, *dxs in zip(wrt, actual[0][1], actual[1], strict=True):
                 for dx in dxs:
                     assert_sharded(dx, NamedSharding(mesh, specs[i]))
@@ -390,7 +396,7 @@ def test_loss_and_its_derivatives(axis_types, layout):
     ("axis_types", "layout"), [*EACH_KIND_WITH_AXES, ("auto", GRADIENT_OF_A_SCALAR)], ids=str
 )
 def test_vmap_over_a_sharded_axis(axis_types, layout):
-    """Over `a`; `b` shards what it does without vmap."""
+    """The batch axis is sharded over `a`; `b` shards the same dimension as without vmap."""
     axis = -1 if axis_types == "auto" else 0
     case, wrt = layout.case, layout.wrt
     layout = layout.sharded(**{x: axes for x, axes in layout.axes.items() if axes == "b"})
@@ -437,7 +443,7 @@ def test_outside_jit(axis_types, layout):
 
 @pytest.mark.parametrize(("axis_types", "layout"), EACH_KIND_WITH_AXES, ids=str)
 def test_operands_that_jit_shards(axis_types, layout):
-    """`jax.set_mesh` alone says what the mesh is: no operand is on it."""
+    """Operands are not on the mesh, which only `jax.set_mesh` sets; jit shards them."""
     case, wrt = layout.case, layout.wrt
     with case.precision():
         xs, dy, expected = known(str(layout.case), layout.wrt)
@@ -474,7 +480,7 @@ def test_explicit_axis_beside_an_automatic_one(layout):
 
 @pytest.mark.parametrize("layout", [a for a in EACH_KIND if not a.summed()], ids=str)
 def test_constraint_on_the_result_reaches_the_operands(layout):
-    """With the result sharded and the operands not said, nothing needs to be sent either."""
+    """If only the result's sharding is constrained, no communication is needed either."""
     case = layout.case
     with case.precision(), mesh_of("auto") as mesh:
         xs, _, (expected, _) = known(str(layout.case), layout.wrt)
@@ -493,7 +499,7 @@ def test_constraint_on_the_result_reaches_the_operands(layout):
 
 @pytest.mark.parametrize("layout", EACH_KIND, ids=str)
 def test_dimensions_that_devices_do_not_divide(layout):
-    """What shards are padded with must not enter a sum: what would be summed is gathered."""
+    """The padding of shards must not enter a sum: dimensions to be summed are gathered."""
     odd = {x: 7 for x in layout.axes}
     case, wrt = sized(layout.case, layout.equation, **odd), layout.wrt
     with case.precision():
@@ -507,7 +513,7 @@ def test_dimensions_that_devices_do_not_divide(layout):
                 xs = map(lax.with_sharding_constraint, xs, shardings)
                 return value_and_pullback(case.f, wrt)(dy, *xs)
 
-            # XLA masks what it sums itself: gradients of scalars and of kernels' rows.
+            # XLA masks the padding in its own sums: gradients of scalars and of kernels' rows.
             by_xla = layout.scalars or case.kernel
             is_summed = any(layout.all_reduces()) and not by_xla
             with pytest.warns(jof.GatherWarning) if is_summed else contextlib.nullcontext():
@@ -515,7 +521,7 @@ def test_dimensions_that_devices_do_not_divide(layout):
 
 
 def test_explicit_dimensions_that_devices_do_not_divide():
-    """jax's own error: a type cannot say it."""
+    """JAX raises the error: a type cannot express uneven shards."""
     with mesh_of("explicit"), pytest.raises(ValueError, match="divi"):
         jax.jit(lambda x: jof.relu(jax.sharding.reshard(x, P("a"))))(np.ones((7, 3)))
 
@@ -532,7 +538,7 @@ def test_explicit_dimensions_that_devices_do_not_divide():
     ids=str,
 )
 def test_operands_that_are_sharded_differently(axis_types, layout):
-    """The gradient has the sharding of its operand, where that is part of its type."""
+    """Each gradient has its operand's sharding if shardings are part of types."""
     case, wrt = layout.case, layout.wrt
     with case.precision():
         xs, dy, expected = known(str(layout.case), layout.wrt)
@@ -557,7 +563,7 @@ def test_operands_that_are_sharded_differently(axis_types, layout):
 
 
 def replicated():
-    """Each array operand, of functions of several."""
+    """(layout, operand) for each array operand of functions of several arrays."""
     for name in ("add", "swiglu", "fma", "where", "segment_sum", "scatter_add", "embedding_lookup"):
         layout = next(layout for layout in LAYOUTS if layout.case.name == name)
         for i in range(len(layout.operands)):
@@ -566,7 +572,10 @@ def replicated():
 
 @pytest.mark.parametrize(("layout", "same"), [*replicated()])
 def test_operand_that_every_device_has(layout, same):
-    """Others vary over devices, and so does the result; the gradient is summed over devices."""
+    """One operand is replicated; the others and the result vary over devices.
+
+    Its gradient is summed over devices.
+    """
     case = layout.case
     wrt = [i for i in case.wrt if i == same]
     with case.precision():
@@ -591,7 +600,7 @@ def test_operand_that_every_device_has(layout, same):
 
 @pytest.mark.parametrize("layout", EACH_KIND, ids=str)
 def test_shard_map_over_some_axes(layout):
-    """One mesh axis by hand; what the other shards is gathered, and jof says so."""
+    """One mesh axis is manual; dimensions sharded over the other are gathered with a warning."""
     case, wrt = layout.case, layout.wrt
     by_hand = layout.sharded(**{x: axes for x, axes in layout.axes.items() if axes == "a"})
     with case.precision():
@@ -648,7 +657,7 @@ def test_gradient_inside_shard_map(axis_types):
 )
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
 def test_sharded_images_are_gathered(axis_types, equation, axes):
-    """The other dimensions stay sharded."""
+    """Sharded image dimensions are gathered; the other dimensions stay sharded."""
     f = functools.partial(jof.upsample_nearest2d, scale_factor=2, data_format=equation.upper())
     x = integers([{"w": 8}.get(letter, 4) for letter in equation])
     h, w = equation.index("h"), equation.index("w")
@@ -696,7 +705,7 @@ def test_edges_of_a_maximum_are_gathered():
 
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
 def test_permute_of_a_shard_that_need_not_move(axis_types):
-    """A device has one row, which as a column is the same."""
+    """Each device has one row, whose bytes are the same as a column."""
     x = integers((8, 6))
     with mesh_of(axis_types) as mesh:
         (sharded,) = put(mesh, (P(("a", "b")),), (x,))
@@ -723,7 +732,7 @@ BORDERS = np.array(
 
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
 def test_16_bit_rows_are_summed_over_devices_in_float32(axis_types):
-    """257 and the operand's 1: had bfloat16 the 257, it would be 256, and with 1 still."""
+    """257 ones plus the operand's 1 is 258; bfloat16 rounds 257 to 256, and 256 + 1 to 256."""
     ids = np.zeros(257 + 7, np.int32)
     ids[257:] = 9
     x = np.ones(ids.shape, jnp.bfloat16)
@@ -748,7 +757,10 @@ def test_16_bit_rows_are_summed_over_devices_in_float32(axis_types):
     ],
 )
 def test_lookup_in_a_sharded_table_moves_bits(axis_types, dtype):
-    """NaNs with payloads and -0 included; ids at the borders of shards, out of range, repeated."""
+    """Bits are kept, including NaN payloads and -0.
+
+    The ids are at the borders of shards, out of range, and repeated.
+    """
     table = any_bits(np.random.default_rng(0), (ROWS, 3, 2), dtype)
     expected = np.asarray(jnp.take(table, BORDERS, axis=0))
     with mesh_of(axis_types) as mesh:
@@ -761,7 +773,10 @@ def test_lookup_in_a_sharded_table_moves_bits(axis_types, dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
 def test_ids_of_any_dtype_in_sharded_rows(dtype):
-    """Rows beyond what the ids' dtype holds; ids beyond int32, which jnp may take for others."""
+    """Tables with more rows than the ids' dtype can count, and ids beyond int32.
+
+    The expected values come from NumPy because jnp may wrap ids beyond int32.
+    """
     rows, info = 1024, np.iinfo(dtype)
     near = [k * 256 + d for k in range(-5, 5) for d in (-1, 0, 1)]
     ids = [info.min, info.max, *(i for i in near if info.min <= i <= info.max)]
@@ -788,7 +803,7 @@ def test_ids_of_any_dtype_in_sharded_rows(dtype):
 @pytest.mark.parametrize("options", [{"mode": "clip"}, {"indices_are_sorted": True}], ids=str)
 @pytest.mark.parametrize("name", ["segment_sum", "scatter_add"])
 def test_sums_into_sharded_rows(name, options):
-    """Each id is in the rows of one device, or in none; none is counted twice."""
+    """Each id falls into the rows of at most one device, so none is counted twice."""
     ids = np.sort(BORDERS[BORDERS >= 0]) if "indices_are_sorted" in options else BORDERS
     x, operand = integers((len(ids), 3)), integers((ROWS, 3), seed=1)
     mode = options.get("mode", "drop")
@@ -832,7 +847,7 @@ def test_batches_of_sharded_tables(axis_types, axes):
         gradient = NamedSharding(mesh, specs[0])
         shardings = (NamedSharding(mesh, P("b")), (gradient,)) if axis_types == "auto" else None
         compiled = jax.jit(run, out_shardings=shardings).lower(*arguments).compile()
-        # A table that examples share has one gradient of all of them.
+        # The gradient of a table that examples share is summed over the examples.
         assert_collectives(compiled.as_text(), 1 + (axes[0] is None))
         actual = compiled(*arguments)
         assert_close(actual, expected)
@@ -842,8 +857,11 @@ def test_batches_of_sharded_tables(axis_types, axes):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axis_types", AXIS_TYPES)
 def test_training_step_with_a_sharded_table(axis_types, dtype):
-    """Rows over one axis and examples over the other: two all-reduces, and nothing is as large as
-    the table. That stays where it is without a word about it."""
+    """Rows are sharded over one axis and examples over the other.
+
+    There are two all-reduces, no array is as large as the table, and the table keeps its sharding
+    although no constraint asks for it.
+    """
     table, ids = integers((ROWS, 4), dtype=dtype), np.resize(BORDERS % ROWS, 32)
 
     def step(lookup):
@@ -864,7 +882,7 @@ def test_training_step_with_a_sharded_table(axis_types, dtype):
         assert_close(new, expected)
 
 
-# Tables that cannot be looked up in parts, by: their rows, the number of ids, what shards ids.
+# Reason that a table is gathered -> (its rows, the number of ids, the mesh axis that shards ids).
 GATHERED = {
     "more is looked up than there is": (8, 64, None),
     "the ids have the axis": (ROWS, 16, "a"),
@@ -908,7 +926,7 @@ def test_rows_that_devices_do_not_divide():
 
 
 def gathering(size):
-    """Compiles what gathers."""
+    """Compiles a program that gathers."""
     with mesh_of("auto") as mesh:
         (x,) = put(mesh, (P(None, None, "a"),), (integers((1, 1, 4, size)),))
         return jax.jit(lambda x: jof.upsample_nearest2d(x, 2)).lower(x).compile()
@@ -931,12 +949,12 @@ def test_warning_can_be_silenced():
 
 def test_examples_of_the_documentation():
     page = Path(__file__).parents[1] / "docs" / "sharding.md"
-    with warnings.catch_warnings():  # the page changes filters
+    with warnings.catch_warnings():  # the page changes warning filters
         assert doctest.testfile(str(page), module_relative=False).failed == 0
 
 
 def test_gradients_in_a_shard_map_keep_no_empty_arrays():
-    """On several GPUs, XLA of jaxlib 0.11.2 ends the process where they do."""
+    """No residual is empty: on several GPUs, XLA of jaxlib 0.11.2 ends the process if one is."""
     ids = jnp.array([0, 2, 1, 1])
 
     def loss(table, weights):
@@ -970,7 +988,7 @@ def test_axes_that_are_reduced_together(f):
 
 
 def test_sum_of_rows_with_two_dimensions():
-    """No dimension that may be sharded is merged into another."""
+    """A dimension that may be sharded is not merged into another."""
     ids = jnp.array([0, 2, 1, 1])
     with mesh_of("explicit") as mesh:
         for spec in (P(None, "a"), P(None, None, "a")):
@@ -989,7 +1007,10 @@ def test_sum_of_rows_with_two_dimensions():
     ids=("edges", "features"),
 )
 def test_attention_over_shards(specs):
-    """Where each device has a softmax of its edges, some have none of a receiver, or only -inf."""
+    """Each device takes the softmax of its own edges.
+
+    For some receivers a device has no edges, or only edges with logit -inf.
+    """
     rng = np.random.default_rng(0)
     nodes, edges = 12, 64
     senders = jnp.asarray(rng.integers(0, nodes, edges), jnp.int32)

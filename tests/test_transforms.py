@@ -36,29 +36,31 @@ class Column:
     name: str
     transform: Callable[[Case, Callable[..., Any]], Any]
     group: str  # the column of docs/transformations.md
-    core: bool  # variants go through it, too
-    # The cases it is for: all; for what knows nothing of an op's formula those of each kind; for
-    # what is jax's own machinery one of each family.
+    core: bool  # also runs for variants
+    # The cases that run this column: all cases; one of each kind if the transformation does not
+    # depend on an op's formula; one of each family if it only exercises JAX's own machinery.
     among: tuple[Case, ...]
-    # Whether the op's and the reference's transformation are in one compiled program, with those of
-    # the group's other columns, which saves time. The others are about what happens outside
-    # `jax.jit`, or compile by themselves.
+    # Whether the transformations of the op and of the reference are compiled into one program,
+    # together with the group's other columns, to save time. The remaining columns test what happens
+    # outside `jax.jit`, or compile programs themselves.
     traced: bool
-    # The column whose results these must be too, which one program computes of the reference.
+    # The column whose reference results this column must reproduce; one compiled program computes
+    # them.
     expects: str | None
-    # Why a case has no use for it, if so.
+    # Returns why the column does not apply to a case, or None.
     reason: Callable[[Case], str | None]
 
 
-# For what is JAX's own machinery alone.
+# For columns that only exercise JAX's own machinery.
 FEW = tuple(case for case in EACH_FAMILY if case in REPRESENTATIVE or case.kernel)
 
-# Those with the rules of another function, but for a flag or a factor: like variants; and two that
-# are made of message_sum's rules, whose derivatives and batches are in test_graph.py, too.
+# Functions that share another function's rules up to a flag or a factor; they are tested like
+# variants. The last two are built from message_sum's rules; test_graph.py also tests their
+# derivatives and batching.
 TWINS = {"segment_min", "segment_prod", "segment_mean", "scatter_min", "rms_norm", "message_mean"}
 TWINS |= {"scatter_max", "log_softmax"}
 TWINS |= {"message_max", "attention_sum"}
-# Which test_kernel.py transforms, too.
+# test_kernel.py also transforms this one.
 TWINS |= {"rotation"}
 
 # The groups of columns.
@@ -94,7 +96,7 @@ def column(group, *, core=False, among=CASES, traced=True, expects=None, reason=
 
 
 def cube(f):
-    """A scalar function with f inside, none of whose first three derivatives is constant."""
+    """A scalar function of f whose first three derivatives are not constant."""
 
     def loss(*xs):
         y = f(*xs)
@@ -105,7 +107,7 @@ def cube(f):
 
 
 def grad(case, f):
-    """With respect to every operand, scalars too."""
+    """The gradient with respect to every operand, including scalars."""
     return jax.grad(f, argnums=case.every_operand)
 
 
@@ -141,7 +143,7 @@ def assert_same(actual, expected, rtol: float) -> None:
         assert a.shape == e.shape
         wide = np.asarray(e).astype(np.float64)
         assert np.all(np.isfinite(wide))
-        # As many units in the last place of a narrower type.
+        # Scales rtol so that narrower types are allowed the same number of ulps.
         narrow = jnp.issubdtype(e.dtype, jnp.floating) and e.dtype != np.float64
         scale = float(jnp.finfo(e.dtype).eps / np.finfo(np.float64).eps) if narrow else 1
         atol = rtol * scale * np.max(np.abs(wide), initial=0)
@@ -216,7 +218,7 @@ def threads(case, f):
     start = threading.Barrier(len(results))
 
     def work(i):
-        with case.precision():  # a thread has its own
+        with case.precision():  # the setting is per-thread
             start.wait()
             for _ in range(5):
                 results[i] = jax.block_until_ready(compiled(*plus(case.inputs(), i)))
@@ -231,7 +233,7 @@ def threads(case, f):
 
 @column(JIT, traced=False)
 def eval_shape(case, f):
-    """Weak types, too."""
+    """Shapes, dtypes and weak types."""
     types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in case.shapes]
     batch = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in types]
     return [
@@ -254,14 +256,14 @@ def without_jit(case, f):
 
 @column(SETTINGS, among=FEW, traced=False, expects="jit_of_value_and_grad")
 def debug_nans(case, f):
-    """There are none."""
+    """No NaN is reported."""
     with jax.debug_nans(True):
         return jax.jit(jax.value_and_grad(cube(f), argnums=case.every_operand))(*case.inputs())
 
 
 @column(SETTINGS, among=EACH_FAMILY, traced=False)
 def x64(case, f):
-    """64-bit types being enabled changes neither the bits nor the types of 32-bit values."""
+    """Enabling 64-bit types changes neither the bits nor the types of 32-bit values."""
     xs = [x.astype(np.float32) for x in case.inputs()]
 
     def results(enabled):
@@ -278,7 +280,7 @@ def x64(case, f):
 
 @column(GRAD, core=True, among=EACH_FAMILY, traced=False, expects="gradient")
 def gradient(case, f):
-    """Outside of `jax.jit`; inside of it the value of hvp_forward_over_reverse is the same."""
+    """The gradient outside `jax.jit`; hvp_forward_over_reverse computes it inside `jax.jit`."""
     return grad(case, cube(f))(*case.inputs())
 
 
@@ -324,7 +326,7 @@ def linearize(case, f):
 
 
 def part(xs, f, wrt):
-    """f of operands as a function of some of them, and these."""
+    """f as a function of the operands `wrt` alone, and those operands."""
 
     def of_some(*operands):
         given = dict(zip(wrt, operands, strict=True))
@@ -340,12 +342,12 @@ def transposed(xs, f, wrt):
 
 @functools.cache
 def linear_sets(name: str) -> list[tuple[int, ...]]:
-    """The sets of operands that jnp's function can be transposed with respect to."""
+    """The sets of operands with respect to which the jnp function can be transposed."""
     (case,) = (case for case in CASES if case.name == name)
     sets = []
     for count in case.every_operand:
         for wrt in itertools.combinations(case.every_operand, count + 1):
-            with case.precision(), contextlib.suppress(Exception):  # for each reason another one
+            with case.precision(), contextlib.suppress(Exception):  # exception types vary
                 jax.eval_shape(
                     lambda ct, *xs, wrt=wrt: transposed(xs, case.ref, wrt)(ct),
                     *(cotangents(case), *case.inputs()),
@@ -411,7 +413,7 @@ def third_derivative(case, f):
 
 @column(GRAD, among=EACH_KIND)
 def gradient_of_the_input_only_where_it_is_used(case, f):
-    """One set of operands constant, the other not: symbolic zeros on one side."""
+    """One call has constant operands, the other does not: symbolic zeros on one side."""
     xs = case.inputs()
     return jax.grad(lambda a, b: jnp.vdot(f(*a), f(*b)), argnums=1)(xs, plus(xs, 1))
 
@@ -455,7 +457,7 @@ def vmap(case, f):
 
 @column(VMAP, among=EACH_KIND)
 def vmap_of_vmap(case, f):
-    """With the inner batch axis second, and third in the result; scalars have no other."""
+    """The inner batch axis comes second in operands (first for scalars) and third in results."""
     axes = tuple(min(1, len(shape)) for shape in case.shapes)
     xs = [jnp.moveaxis(x, 1, 1 + axis) for x, axis in zip(case.inputs(2, 3), axes, strict=True)]
     return jax.vmap(jax.vmap(f, in_axes=axes, out_axes=2))(*xs)
@@ -476,7 +478,7 @@ def vmap_of_hvp(case, f):
 
 @column(VMAP, among=EACH_KIND)
 def vmap_of_some_operands(case, f):
-    """The gradient, too: one has a batch axis, or all but one have."""
+    """The value and the gradient where one operand, or all but one, has a batch axis."""
     every = {*case.every_operand}
     results = []
     for batched in {frozenset({i}) for i in every} | {frozenset(every - {i}) for i in every}:
@@ -493,7 +495,10 @@ def vmap_of_some_operands(case, f):
 
 @column(VMAP, among=EACH_KIND)
 def vmap_over_any_axis(case, f):
-    """Between others, counted from either end; other columns have the first and the last."""
+    """A batch axis between other axes, counted from either end.
+
+    Other columns test the first and the last axis.
+    """
 
     def value_and_gradients(dy, *xs):
         y, pull = jax.vjp(f, *xs)
@@ -548,7 +553,7 @@ def while_loop(case, f):
 
 
 def for_each(values, function):
-    """In a loop, so that the compiler does not know them."""
+    """Applies `function` in a loop, so that the values are unknown to the compiler."""
     return lax.map(function, np.array(values))
 
 
@@ -602,7 +607,7 @@ def symbolic_shapes(case, f):
 
 
 def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
-    """(row, column) for all that the table has, or gives a reason to leave out."""
+    """(row, column) for every cell of the table, including those skipped for a reason."""
     for case in cases:
         for column in COLUMNS.values():
             full = not case.variant and case.name not in TWINS
@@ -610,9 +615,10 @@ def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
                 yield case, column
 
 
-# What variants and twins go through without --exhaustive; the second needs all derivatives.
+# The columns that variants and twins run without --exhaustive; the second needs all derivatives.
 VARIANTS = ("jit", "hvp_forward_over_reverse")
-# What only FEW go through without it: JAX's own machinery around rules that other columns test.
+# Without --exhaustive, only FEW run these columns: they exercise JAX's own machinery around rules
+# that other columns test.
 MACHINERY = ("jit_in_jit", "jit_of_value_and_grad", "x64")
 
 
@@ -621,7 +627,7 @@ def parameters():
         marks = []
         if (
             column.traced or column.expects
-        ):  # workers that take tests one by one take these together
+        ):  # pytest-xdist runs these on one worker, which compiles the program once
             program = column.group if column.traced else "expected"
             marks.append(pytest.mark.xdist_group(f"{case}, {program}"))
         is_like_another = case.variant or case.name in TWINS
@@ -633,7 +639,7 @@ def parameters():
 
 
 class InProgram(Case):
-    """A case whose inputs are values in the program that is traced, unknown to the compiler."""
+    """A case whose inputs are computed in the traced program and unknown to the compiler."""
 
     def inputs(self, *leading: int) -> tuple[jax.Array, ...]:
         return tuple(lax.optimization_barrier(super().inputs(*leading)))
@@ -643,9 +649,9 @@ def both(case: Case, column: Column):
     return column.transform(case, case.f), column.transform(case, case.ref)
 
 
-@functools.lru_cache(maxsize=4)  # groups' columns are not all neighbours
+@functools.lru_cache(maxsize=4)  # a group's columns are not all adjacent
 def traced(name: str, group: str) -> dict[str, Any]:
-    """A row's results of a group's columns that are traced, by one program: it saves much time."""
+    """Runs a row's traced columns of a group as one program, which saves much time."""
     columns = [
         (case, column)
         for case, column in cells(case for case in CASES if case.name == name)
@@ -658,7 +664,7 @@ def traced(name: str, group: str) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def expected(name: str, column: str) -> Any:
-    """A row's results of a column by its reference, compiled as a whole."""
+    """The reference's results for one row and column, compiled as one program."""
     (case,) = (case for case in CASES if case.name == name)
     return jax.jit(lambda: COLUMNS[column].transform(case, case.ref))()
 
@@ -682,7 +688,7 @@ def test_transformation(case, column):
 @pytest.mark.skipif(pytest.version_tuple >= (9, 2), reason="pyproject.toml has an older pytest")
 @pytest.mark.xdist_group("together")
 def test_workers_know_groups(request):
-    """Else each of them compiles the program of every group."""
+    """pytest-xdist keeps groups together; otherwise each worker compiles every group's program."""
     if not request.config.getoption("loadgroup", False):
         pytest.skip("tests are not divided by groups")
     assert request.node.nodeid.endswith("@together")
@@ -738,7 +744,7 @@ X, IDS = np.arange(12.0, dtype=np.float32).reshape(1, 3, 4), np.array([2, 0, 2],
     ],
 )
 def test_static_arguments(function, operands, options):
-    """Options are hashable, and say the same as static arguments of `jax.jit`."""
+    """Options are hashable, and have the same effect as static arguments of `jax.jit`."""
     options = {**options, "implementation": "native"}
     actual = jax.jit(function, static_argnames=[*options])(*operands, **options)
     assert_same(actual, function(*operands, **options), 0)
@@ -763,7 +769,7 @@ def tangent_type_ones(x):
 
 
 def outcome(function):
-    """The types of what it returns, or the error."""
+    """The types of the result, or the error."""
     try:
         return jax.eval_shape(function)
     except Exception as error:
@@ -771,9 +777,9 @@ def outcome(function):
 
 
 def of_integers():
-    """(case, the operands that are integers): all, and those without derivatives in any case."""
+    """(case, operands to make integers): all operands, and those that never have derivatives."""
     for case in FUNCTIONS:
-        # JAX warns of -inf among integers in softmax; optax and flax take none.
+        # JAX's softmax warns of -inf among integers; optax and flax do not accept integers.
         if case.variant or (case.op and case.op.family == "rows"):
             continue
         without = {*case.arrays}.difference(*case.grad_targets)
@@ -784,7 +790,7 @@ def of_integers():
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize(("case", "operands"), [*of_integers()])
 def test_derivatives_with_respect_to_integers(case, operands, derivative):
-    """The errors of the jnp function, or derivatives of type float0."""
+    """The same errors as the jnp function, or derivatives of type float0."""
     xs = [x.astype(np.int32 if i in operands else x.dtype) for i, x in enumerate(case.inputs())]
 
     def of(f):
@@ -831,7 +837,7 @@ def symbolic_export(f, xs, *dims):
     ],
 )
 def test_symbolic_shapes(f, ref, xs, dims):
-    """Those of the table, which all functions have, leave spatial dimensions out."""
+    """Symbolic spatial dimensions and bucket_size, which the table's column does not cover."""
 
     def both(f):
         return lambda *xs: (f(*xs), jax.grad(cube(f))(*xs))

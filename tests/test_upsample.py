@@ -1,4 +1,4 @@
-"""upsample_nearest2d and its gradient: values, against NumPy and against JAX."""
+"""Values of upsample_nearest2d and of its gradient, against NumPy and against JAX."""
 
 import functools
 import inspect
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("x64")
 METHODS = ("nearest", "nearest-exact")
 LAYOUTS = ("NCHW", "NHWC")
 IMPLEMENTATIONS = (None, "xla")
-# One dtype of each size; the sizes are what the kernels are compiled for.
+# Dtypes of every size; the kernels are compiled per element size.
 DTYPE_OF_SIZE = ("uint8", "float16", "bfloat16", "float32", "float64", "complex128")
 
 
 def small_integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:
-    """Values whose sums are exact in float32 in whatever order they are added."""
+    """Values whose sums are exact in float32, whatever the order of addition."""
     values = rng.integers(-8, 9, size=shape).astype(np.float64)
     if np.issubdtype(jnp.dtype(dtype), np.complexfloating):
         values = values + 1j * rng.integers(-8, 9, size=shape)
@@ -40,14 +40,14 @@ def forward(x, **kwargs) -> np.ndarray:
 
 
 def backward(dy: np.ndarray, shape, **kwargs) -> np.ndarray:
-    """The gradient alone, without a forward before it."""
+    """The gradient alone, without a forward pass."""
     f = functools.partial(jof.upsample_nearest2d, **kwargs)
     (dx,) = jax.linear_transpose(f, jax.ShapeDtypeStruct(shape, dy.dtype))(dy)
     return np.asarray(dx)
 
 
 def assert_same_values(actual, expected) -> None:
-    """Equal as numbers (0 equals -0) and in dtype and shape."""
+    """Asserts equal numbers (0 equals -0), dtypes and shapes."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
@@ -56,7 +56,7 @@ def assert_same_values(actual, expected) -> None:
 
 
 def half_ulp(value: np.ndarray, dtype) -> np.ndarray:
-    """Half the distance between neighbours of `dtype` at `value`."""
+    """Half the distance between adjacent values of `dtype` at `value`."""
     info = jnp.finfo(dtype)
     _, exponent = np.frexp(np.abs(value))
     exponent = np.maximum(exponent - 1, info.minexp)
@@ -64,11 +64,12 @@ def half_ulp(value: np.ndarray, dtype) -> np.ndarray:
 
 
 def assert_sums_within_error(dx, dy, size, **kwargs) -> None:
-    """`dx` is the sum of the `dy` of each pixel, to the error of summing in the dtype of the sums.
+    """Asserts that `dx` holds each pixel's sum of `dy`, up to the summation error.
 
-    n terms added in any order err by at most gamma(n - 1) times the sum of their magnitudes
-    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), where 16-bit terms are
-    added in float32 and the total is rounded once. The oracle sums in float64 and errs likewise.
+    The error of n terms added in any order is at most gamma(n - 1) times the sum of their
+    magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). 16-bit terms
+    are added in float32, and the total is rounded once. The bound includes the error of the oracle,
+    which sums in float64.
     """
     dx = np.asarray(dx)
     assert dx.dtype == dy.dtype
@@ -99,7 +100,7 @@ def assert_sums_within_error(dx, dy, size, **kwargs) -> None:
 
 @st.composite
 def output_sizes(draw, n_in: int) -> int:
-    """Integer factors up and down, for which there are special kernels, and anything else."""
+    """Integer factors up and down, which have special kernels, and arbitrary sizes."""
     return draw(
         st.one_of(
             st.integers(1, 4).map(lambda k: k * n_in),
@@ -220,13 +221,13 @@ def test_special_values_pass(dtype, implementation):
 
 @pytest.mark.parametrize(
     ("data_format", "factor"),
-    # A pixel of channels is repeated as it is, whatever the factor.
+    # In NHWC a pixel's channels are copied as one block for any factor, so two factors suffice.
     [*(("NCHW", factor) for factor in (1, 2, 3, 4, (2, 3))), ("NHWC", 2), ("NHWC", (2, 3))],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPE_OF_SIZE)
 def test_widths_around_the_vectors(dtype, data_format, factor):
-    """Rows shorter and longer than a vector, aligned to it and not, in one compilation."""
+    """Rows shorter and longer than a vector, aligned and unaligned, in one compilation."""
     if data_format == "NCHW":
         shapes = [(2, 3, 1 + w % 3, w) for w in (*range(1, 10), *range(15, 41, 3), 32, 40)]
     else:
@@ -275,7 +276,7 @@ def test_widths_around_the_vectors(dtype, data_format, factor):
     ids=str,
 )
 def test_large_arrays(shape, size, data_format, dtype):
-    """Enough work that it is spread over threads, or over more than one wave of blocks."""
+    """Enough work to be split among threads, or to need more than one wave of thread blocks."""
     rng = rng_for(shape, size, dtype)
     x = any_bits(rng, shape, dtype)
     y = forward(x, size=size, data_format=data_format)
@@ -292,10 +293,10 @@ def test_large_arrays(shape, size, data_format, dtype):
 @pytest.mark.parametrize(
     ("n_in", "n_out"),
     [
-        (100_003, 70_001),  # the product passes 2^32
+        (100_003, 70_001),  # the product exceeds 2^32
         (3, 4_000_037),
         (4_000_037, 3),
-        (16_777_259, 16_777_289),  # float32 cannot count this far
+        (16_777_259, 16_777_289),  # float32 cannot represent all these integers
     ],
 )
 def test_long_rows_are_indexed_exactly(n_in, n_out, method):
@@ -322,7 +323,7 @@ def test_long_rows_are_indexed_exactly(n_in, n_out, method):
     ],
 )
 def test_gradient_of_long_rows(n_in, n_out, dtype, method):
-    """Rows too long for a buffer on the stack, and pixels read by more than a buffer holds."""
+    """Rows too long for a stack buffer, and pixels with more cotangents than a buffer holds."""
     values = rng_for(n_in, n_out).integers(-1, 2, size=(2, 3, n_out))
     dy = values.astype(dtype)
     size = {"size": (3, n_out), "method": method}
@@ -384,9 +385,11 @@ def test_equals_jax_image_resize_at_integer_factors(method, data_format):
 
 
 def resize_is_exact(n_in: int, n_out: int) -> bool:
-    """Whether jax.image.resize, which computes (i + 0.5) * n_in / n_out in float32 and takes the
-    floor, must agree with exact arithmetic: no quotient is an integer, where a rounding down of
-    one unit would change the floor, unless dividing by n_out is itself exact."""
+    """Whether jax.image.resize must agree with exact arithmetic.
+
+    It computes floor((i + 0.5) * n_in / n_out) in float32. Rounding can change the floor only of
+    an integer quotient, so there must be none, unless division by n_out is exact.
+    """
     if n_out & (n_out - 1) == 0:
         return True
     return all((2 * i + 1) * n_in % (2 * n_out) for i in range(n_out))
@@ -408,7 +411,7 @@ def test_nearest_exact_equals_jax_image_resize(rows, cols):
 @pytest.mark.parametrize("data_format", LAYOUTS)
 @pytest.mark.parametrize("dtype", INEXACT)
 def test_gradient_equals_that_of_jax_image_resize(dtype, data_format):
-    """On integers so small that the sums of jax.image.resize are exact in 16 bits as well."""
+    """The integers are so small that the sums of jax.image.resize are exact even in 16 bits."""
     rng = rng_for(dtype, data_format)
     x = small_integers(rng, (2, 5, 7, 6), dtype)
     axis = oracle.spatial_axis(4, data_format)
@@ -453,7 +456,7 @@ def test_gradient_equals_that_of_jax_image_resize(dtype, data_format):
 def test_derivatives_to_second_order(kwargs, data_format, dtype):
     x = jnp.asarray(normals(rng_for(str(kwargs)), (2, 3, 4, 3), dtype))
 
-    def f(x):  # curved on both sides of the op, so that the second order is not zero
+    def f(x):  # nonlinear before and after the op, so that the second derivative is not zero
         return jnp.sin(jof.upsample_nearest2d(x * x, data_format=data_format, **kwargs))
 
     check_grads(jax.jit(f), (x,), order=2, modes=["fwd", "rev"], rtol=1e-5, atol=1e-5)
@@ -463,15 +466,18 @@ def test_derivatives_to_second_order(kwargs, data_format, dtype):
 @pytest.mark.parametrize("data_format", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_gradients_are_summed_in_float32(dtype, data_format, implementation):
-    """Sums that 16 bits cannot carry: small terms after large ones, totals that overflow on the
-    way, and a last rounding that a rounding before it would spoil."""
-    # `edge` is where the neighbours of the dtype begin to be 2 apart.
+    """Sums that would be wrong in 16-bit arithmetic.
+
+    They have small terms after large ones, partial sums that overflow, or results that double
+    rounding would change.
+    """
+    # From `edge` on, adjacent values of the dtype differ by 2.
     big, edge = (40000.0, 2048.0) if dtype == "float16" else (2.0**15, 256.0)
     nothing = [0.0] * 20
-    sums = [  # the terms of one pixel each, in two rows of 11
+    sums = [  # each list has the terms of one pixel, in two rows of 11
         [edge, *[0.25] * 20, 0.0],
         [edge, 1.0, 2.0**-12, *nothing],
-        [edge, 1.0, *nothing[:9], 1.0, *nothing],  # one row's total, then the other's
+        [edge, 1.0, *nothing[:9], 1.0, *nothing],  # the first row's total, then the second's
         [big, big, *nothing[:9], -big, 1.0, -big, *nothing],
         [1.0] * 22,
     ]
@@ -651,7 +657,7 @@ def test_numpy_views(view):
 @pytest.mark.fusion_emitters
 @pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "float32"])
 def test_slices_of_a_larger_array(dtype):
-    """XLA may hand out the middle of another buffer, aligned to an element and no more."""
+    """XLA may pass the middle of another buffer, aligned only to an element."""
     x = any_bits(rng_for(dtype), (5, 1, 7, 9), dtype)
 
     @jax.jit
@@ -674,7 +680,7 @@ def test_64_bit_input_follows_the_x64_setting():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_64_bit_arrays_outside_of_x64(implementation):
-    """They keep their bits, as do their gradients."""
+    """64-bit arrays and their gradients keep all bits."""
     x = jnp.arange(20.0).reshape(1, 4, 5) + 2.0**-40
     value, cotangent = np.asarray(x), np.full((1, 8, 7), 1 + 2.0**-40)
     dy = jnp.asarray(cotangent)

@@ -1,5 +1,8 @@
-"""Tests that need XLA for CPUs as users have it, which conftest.py gives up for the sake of time:
-without its fusion emitters it rounds twice when it converts to fp8, and changes bits of NaNs."""
+"""Tests that need XLA for CPUs with its default fusion emitters.
+
+conftest.py disables the emitters to save time. Without them, XLA rounds twice when it converts to
+fp8, and changes bits of NaNs.
+"""
 
 import os
 import subprocess

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# What `make wheels` runs, with interpreters as arguments: an sdist and a wheel for each of them,
-# built from it, into dist/; then tests/smoke.py on every wheel, in a fresh environment with the
-# oldest jax supported and in one with the newest, where PATH has neither a compiler nor nvcc.
+# `make wheels` runs this script with interpreters as arguments. Builds an sdist, and from it a
+# wheel for each interpreter, into dist/. Then runs tests/smoke.py on every wheel, in a fresh
+# environment with the oldest supported jax and in one with the newest. PATH then has neither a
+# compiler nor nvcc.
 #
-# Only two small files and the linker see the version of Python. All wheels share one build folder,
-# so the kernels are compiled once. CMAKE_BUILD_PARALLEL_LEVEL=1 limits the processes.
+# Only two small files and the linker depend on the Python version. All wheels share one build
+# folder, so the kernels are compiled once. CMAKE_BUILD_PARALLEL_LEVEL=1 limits the processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 export JOF_CUDA=${JOF_CUDA:-ON} JOF_WERROR= JOF_SANITIZE=
-# PTX of 10.0 lets in the GPUs without machine code of their own. Compressed by default, the code of
-# six architectures is twice as large.
+# PTX of 10.0 supports newer GPUs without their own machine code. With the default compression mode,
+# the code of six architectures is twice as large.
 export JOF_CUDA_ARCHITECTURES=${JOF_CUDA_ARCHITECTURES:-80-real;86-real;89-real;90-real;100;120-real}
 export CUDAFLAGS="-compress-mode=size"
 

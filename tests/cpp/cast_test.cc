@@ -1,7 +1,7 @@
 // sanitizers: plain
-// Casts between all pairs of dtypes: the loops against the functor, for every value of 8 and 16
-// bits and for wide ones, at odd lengths and offsets, with and without subnormals taken for zeros.
-// The 8-bit floats against double arithmetic.
+// Casts between all pairs of dtypes. Compares the loops with the functor for every 8- and 16-bit
+// value and for wider values, at odd lengths and offsets, with and without subnormals treated as
+// zeros. Compares the 8-bit floats with double arithmetic.
 #include "cpu/cast.h"
 
 #include <algorithm>
@@ -122,7 +122,7 @@ double Decode(int bits, int mantissa_bits, int bias) {
   return std::ldexp(implicit + mantissa, (exponent ? exponent : 1) - bias - mantissa_bits);
 }
 
-// `finite` is the number of finite values without a sign.
+// `finite` is the number of finite nonnegative values.
 template <typename T>
 void TestWidening(int mantissa_bits, int bias, int finite) {
   for (int bits = 0; bits < finite; ++bits) {
@@ -135,7 +135,7 @@ void TestWidening(int mantissa_bits, int bias, int finite) {
   }
 }
 
-// `largest` is the last finite value; `overflow` is what values beyond round to.
+// `largest` has the bits of the largest finite value; larger values round to `overflow`.
 template <typename T>
 void TestFloat8(int mantissa_bits, int bias, int largest, int overflow) {
   const auto is_nan = [](T x) { return std::isnan(jof::ToFloat(x)); };
@@ -143,7 +143,7 @@ void TestFloat8(int mantissa_bits, int bias, int largest, int overflow) {
     const auto round = [&](double magnitude) {
       const double x = sign ? -magnitude : magnitude;
       const T from_double = jof::Cast<T, double>()(x);
-      // The values given here are floats, or a little beside one.
+      // Callers pass floats, or doubles next to a float; only floats are tested as float.
       if (x == static_cast<float>(x)) {
         T from_float;
         jof::FromFloat(static_cast<float>(x), &from_float);
@@ -164,7 +164,7 @@ void TestFloat8(int mantissa_bits, int bias, int largest, int overflow) {
       const double magnitude = Decode(bits, mantissa_bits, bias);
       JOF_CHECK(std::fabs(wide) == magnitude, "bits %x: %g, want %g", bits, wide, magnitude);
       JOF_CHECK(round(magnitude) == bits, "%g must round to itself", magnitude);
-      // In e4m3fn the value after the last one would be that of the NaN's bits.
+      // In e4m3fn the bits after those of the largest value are NaN; Decode extrapolates.
       const double next = Decode(bits + 1, mantissa_bits, bias);
       const double middle = (magnitude + next) / 2;
       const int above = bits == largest ? overflow : bits + 1;

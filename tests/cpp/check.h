@@ -1,4 +1,4 @@
-// The C++ tests' one tool: JOF_CHECK stops the program with the place and the values.
+// JOF_CHECK, which the C++ tests share: stops the program, and prints the location and a message.
 #pragma once
 
 #include <cstdio>

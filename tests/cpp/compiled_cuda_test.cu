@@ -1,15 +1,15 @@
-// Kernels as they are compiled at run time, launched as their FFI handler launches them, against
-// their functors evaluated on the host: arrays, scalars and broadcast operands of elements of
-// several sizes, arrays at every offset within a pack, lengths around packs and blocks, rows and
-// columns that end with packs and within them. Needs a GPU; `make gpu-check` runs it. With the
-// argument `brief` a part of it, every array ending where its memory does: for compute-sanitizer.
+// Compares kernels as they are compiled at run time, and launched as by their FFI handler, with
+// their functors on the host: arrays, scalars and broadcast operands of several element sizes,
+// arrays at every offset within a pack, lengths around packs and thread blocks, rows and columns
+// that end at pack boundaries or between them. Needs a GPU; `make gpu-check` runs it. The argument
+// `brief`, for compute-sanitizer, runs a part, with every array at the end of its allocation.
 #include "common/dtype.h"
 #include "cuda/compiled.cuh"
 #include "elementwise_subject.h"
 
 using namespace jof;
 
-// ---- the kernels, which JOF_COMPILED_KERNEL calls jof_compiled ----
+// ---- the kernels; JOF_COMPILED_KERNEL names each one jof_compiled ----
 
 struct Fma {
   using Outputs = Tuple<float*>;
@@ -44,7 +44,7 @@ struct TwoOutputs {
 JOF_COMPILED_KERNEL(TwoOutputs, TwoOutputs::Outputs, TwoOutputs::Inputs)
 #undef jof_compiled
 
-// Packs of inputs are of eight words; blocks are large.
+// Input packs have eight 16-byte words, and a thread block covers many elements.
 struct Narrow {
   using Outputs = Tuple<uint8_t*>;
   using Inputs = Tuple<ArrayOperand<double>, BroadcastOperand<uint8_t, 0>,
@@ -83,7 +83,7 @@ struct Wide {
 JOF_COMPILED_KERNEL(Wide, Wide::Outputs, Wide::Inputs)
 #undef jof_compiled
 
-// Tells packs, which it computes in pairs, from lone elements.
+// Gives different results for packs, which it computes in pairs, and for single elements.
 struct Pairs {
   using Outputs = Tuple<uint16_t*>;
   using Inputs = Tuple<ArrayOperand<uint16_t>, BroadcastOperand<uint32_t, 0>>;
@@ -141,7 +141,8 @@ Tuple<Value...> AsTuple(const Tuple<Value...>& results) {
   return results;
 }
 
-// Each case with rows and columns of every length here that divides it, and with one row.
+// Repeats each case with a broadcast row and column of every listed length that divides n, and with
+// one row.
 std::vector<Case> WithBroadcasts(const std::vector<Case>& cases, unsigned scalars,
                                  unsigned broadcasts) {
   std::vector<Case> result;
@@ -168,7 +169,7 @@ std::vector<Case> WithBroadcasts(const std::vector<Case>& cases, unsigned scalar
   return result;
 }
 
-// Broadcast operands at every offset within a pack, arrays at none.
+// Broadcast operands at every offset within a pack; arrays are aligned.
 std::vector<Case> BroadcastOffsets(int pack, unsigned broadcasts) {
   std::vector<Case> cases;
   for (int64_t offset = 0; offset < pack; ++offset) {

@@ -1,4 +1,4 @@
-// What the tests of CUDA kernels share: checked calls of the runtime, memory between guard zones.
+// Shared by the tests of CUDA kernels: checked runtime calls, and memory between guard zones.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,7 +18,7 @@
 constexpr int64_t kGuardBytes = 64;
 constexpr uint8_t kGuard = 0xa5;
 
-// Device memory, poisoned, whose payload stands at `offset` from 16-byte alignment.
+// Poisoned device memory whose payload begins `offset` bytes after a 16-byte boundary.
 class DeviceArray {
  public:
   DeviceArray(int64_t bytes, int64_t offset)
@@ -37,7 +37,7 @@ class DeviceArray {
   DeviceArray(const DeviceArray&) = delete;
   void* data() { return static_cast<uint8_t*>(data_) + begin_; }
 
-  // The payload on the host; checks the guard zones.
+  // Returns the payload on the host, after checking the guard zones.
   template <typename T>
   const T* CopyToHost() {
     CHECK_CUDA(cudaMemcpy(host_.data(), data_, host_.size(), cudaMemcpyDeviceToHost));

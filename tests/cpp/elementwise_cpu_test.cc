@@ -1,7 +1,7 @@
 // sources: csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
-// The elementwise CPU kernels against their functors called element by element: every op and type,
-// lengths around the loops' steps, arrays at every offset, ranges, scalar operands, outputs that
-// nobody wants. Everything around the elements that a call is to write must stay untouched.
+// Compares the elementwise CPU kernels with their functors called element by element: every op and
+// type, lengths around the loops' steps, arrays at every offset, ranges, scalar operands, unwanted
+// outputs. Everything outside the elements that a call should write must stay untouched.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -21,13 +21,13 @@ constexpr int64_t kOffsets = 17;  // 0 to 16 elements
 constexpr int64_t kLongest = 5100;
 constexpr uint8_t kGuard = 0xa5;
 
-// Vectorised code may contract a product and a sum where the reference does not; in f64, where the
-// functions are the C library's, their arguments are not compensated for it.
+// Vectorised code may contract a product and a sum where the reference does not. In f64, where the
+// functions are the C library's, contraction changes their arguments, so the bound is larger.
 template <typename T>
 constexpr int64_t kUlps = sizeof(T) == 8 ? 1024 : 2;
 
-// n elements, `offset` elements after a 64-byte boundary. The last one is followed by `margin`
-// elements, then by the address sanitizer's red zone. All bytes are poisoned.
+// n elements at `offset` + `margin` elements after a 64-byte boundary. The last one is followed by
+// `margin` elements, then by the address sanitizer's red zone. All bytes are poisoned.
 template <typename T>
 class Array {
  public:
@@ -44,7 +44,7 @@ class Array {
 
   T* data() { return data_ + begin_; }
 
-  // Everything but elements [begin, end).
+  // Checks everything except elements [begin, end).
   void CheckUntouched(int64_t begin, int64_t end) const {
     static const std::vector<uint8_t> guards(2 * kLongest * sizeof(T), kGuard);
     const auto untouched = [&](int64_t first, int64_t last) {
@@ -65,8 +65,9 @@ class Array {
 
 constexpr int64_t kMargin = 16;
 
-// Element i of input k: mostly ordinary numbers, of all magnitudes some, and special ones. None are
-// so large that products of four overflow, where infinity or NaN is a question of contraction.
+// Element i of input k: mostly ordinary numbers, some of any magnitude, and some special ones. No
+// finite number is so large that a product of four overflows: infinity or NaN would then depend on
+// contraction.
 template <typename T>
 T Input(int k, int64_t i) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -82,7 +83,7 @@ T Input(int k, int64_t i) {
   return FromValue<T>(20 * (unit - 0.5));
 }
 
-// The bits of a float as an integer that is ordered as the float is.
+// Maps the bits of a float to an integer in the same order as the floats.
 template <typename T>
 int64_t Ordered(T x) {
   int64_t bits = 0;
@@ -138,10 +139,10 @@ constexpr void (*kReferences[])(const T* in, T parameter, T* out) = {
 
 struct Case {
   int64_t n;
-  int64_t offset;  // of the first input; the other arrays' differ
+  int64_t offset;  // of the first input; derives the other arrays' offsets
   int64_t begin, end;
-  unsigned scalars = 0;   // a bit for each input
-  unsigned unwanted = 0;  // a bit for each output
+  unsigned scalars = 0;   // one bit per input
+  unsigned unwanted = 0;  // one bit per output
 };
 
 template <typename T>
@@ -183,10 +184,10 @@ class OpTest {
  private:
   struct Want {
     T values[kMaxArrays];
-    double slack;  // how far a result may be from it beside kUlps
+    double slack;  // the absolute error allowed in addition to kUlps
   };
 
-  // Derivatives are sums that may cancel, and be contracted: errors are relative to the terms.
+  // Derivatives are sums that may cancel and be contracted, so errors are relative to the terms.
   double Slack(const Compute<T>* in, Compute<T> parameter) const {
     const double unit = sizeof(Compute<T>) == 8 ? 0x1p-51 : 0x1p-22;
     double terms = 0;
@@ -199,7 +200,7 @@ class OpTest {
         kReferences<Compute<T>>[op_](only, parameter, term);
         terms += std::fabs(double(term[0]));
       }
-      terms += std::numeric_limits<double>::min() / unit;  // zeros of either sign
+      terms += std::numeric_limits<double>::min() / unit;  // allows zeros of either sign
     }
     return std::isfinite(terms) ? unit * terms : 0;
   }
@@ -291,7 +292,7 @@ T Bits(int k, int64_t i) {
   return bits;
 }
 
-// where is (condition, x, y) -> z, its cotangents are (condition, ct) -> (dx, dy).
+// `where` maps (condition, x, y) to z; its cotangents map (condition, ct) to (dx, dy).
 template <typename T>
 void TestWhere(bool vjp, const Case& c) {
   const int inputs = vjp ? 2 : 3, outputs = vjp ? 2 : 1;
@@ -357,7 +358,7 @@ void TestWhere() {
 
 // ---- broadcast operands ----
 
-// x * y of small integers where either is broadcast, both by different indices, or one is a scalar.
+// x * y of small integers. Each operand is broadcast with its own index, or is a scalar.
 template <typename T>
 void TestBroadcasts(DType type) {
   const struct {

@@ -1,8 +1,8 @@
-// The elementwise CUDA kernels and their template against functors evaluated on the host: every op
-// and type, arrays at every offset within a pack, lengths around packs and blocks, scalar operands,
-// outputs that nobody wants. Everything around the elements that a call is to write must stay
-// untouched. Needs a GPU; `make gpu-check` runs it. With the argument `brief` a part of it, every
-// array ending where its memory does: for compute-sanitizer.
+// Compares the elementwise CUDA kernels and their template with functors on the host: every op and
+// type, arrays at every offset within a pack, lengths around packs and thread blocks, scalar
+// operands, unwanted outputs. Everything outside the elements that a call should write must stay
+// untouched. Needs a GPU; `make gpu-check` runs it. The argument `brief`, for compute-sanitizer,
+// runs a part, with every array at the end of its allocation.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -30,12 +30,12 @@ ElementwiseCall CallOf(const Case& c, const void* const* in, void* const* out) {
   return call;
 }
 
-// Scalar operands in all positions and outputs that nobody wants.
+// Scalar operands and unwanted outputs in all positions.
 std::vector<Case> ScalarsAndUnwanted(int pack, int inputs, int outputs) {
   std::vector<Case> cases;
   for (unsigned scalars = 0; scalars < 1u << inputs; ++scalars) {
     for (unsigned unwanted = 0; unwanted < 1u << outputs; ++unwanted) {
-      // An only output is wanted, an only input of more than one element is an array.
+      // A single output is always wanted, and a single input of several elements is an array.
       if (outputs == 1 && unwanted != 0) continue;
       cases.push_back(Common(1, 1 % pack, scalars, unwanted));
       if (inputs == 1 && scalars != 0) continue;
@@ -51,7 +51,7 @@ std::vector<Case> ScalarsAndUnwanted(int pack, int inputs, int outputs) {
   return cases;
 }
 
-// Broadcast operands in all positions: rows, columns, channels, with packs and without.
+// Broadcast operands in all positions: rows, columns and channels, with and without packs.
 std::vector<Case> Broadcasts(int pack, int inputs) {
   std::vector<Case> cases;
   if (inputs == 1) return cases;
@@ -73,20 +73,21 @@ std::vector<Case> Broadcasts(int pack, int inputs) {
 
 // ---- the ops of ops/elementwise_ops.h ----
 
-// The bits of a 16-bit float as an integer that is ordered as the float is.
+// Maps the bits of a 16-bit float to an integer in the same order as the floats.
 int Ordered(const uint8_t* x) {
   const auto bits = Read<uint16_t>(x);
   return bits & 0x8000 ? 0x8000 - bits : bits;
 }
 
-// Of T: two units in the last place of a 16-bit type, 1e-5 of f32 (1e-4 where functions have
-// decayed to little), 1e-12 of f64, or `slack`; a negative slack wants equality. NaN is NaN.
+// Tolerance: two units in the last place in 16-bit types; a relative error of 1e-5 in f32 (1e-4 for
+// values below 1e-4) and of 1e-12 in f64; plus the absolute `slack`. A negative slack requires
+// equality. Any NaN equals any NaN.
 template <typename T>
 bool IsClose(const uint8_t* got, const uint8_t* want, double slack) {
   const double x = ToValue(Read<T>(got)), y = ToValue(Read<T>(want));
   if (std::isnan(x) || std::isnan(y)) return std::isnan(x) && std::isnan(y);
   if (slack < 0) return false;
-  const double difference = std::fabs(x - y);  // infinity or NaN where one is infinite
+  const double difference = std::fabs(x - y);  // infinity or NaN if either is infinite
   if (sizeof(T) == 2 && std::abs(Ordered(got) - Ordered(want)) <= 2) return true;
   const double relative = sizeof(T) == 2        ? 0
                           : sizeof(T) == 8      ? 1e-12
@@ -114,7 +115,7 @@ void Evaluate(const double* in, double parameter, double* out, Indices<i...>) {
   }
 }
 
-// One for each op: its functor on the host, computing in C.
+// One reference per op: its functor on the host, computing in C.
 template <typename T>
 constexpr void (*kReferences[])(const double* in, double parameter, double* out) = {
 #define JOF_REFERENCE(target, inputs, outputs, functor)              \
@@ -127,7 +128,7 @@ constexpr void (*kReferences[])(const double* in, double parameter, double* out)
 
 constexpr double kParameter = 0.75;
 
-// Ops of one rounding, or none, which the host computes to the bit in Compute<T>.
+// Ops with at most one rounding, for which the host gets the same bits in Compute<T>.
 bool IsExact(ElementwiseOp op, DType type) {
   switch (op) {
     case ElementwiseOp::relu:
@@ -145,14 +146,14 @@ bool IsExact(ElementwiseOp op, DType type) {
     case ElementwiseOp::scale:
       return true;
     case ElementwiseOp::fma:
-      // Two neighbours in 16 bits are rounded once, the host rounds twice.
+      // For 16-bit pairs the GPU rounds once, whereas the host rounds twice.
       return type == DType::kF32 || type == DType::kF64;
     default:
       return false;
   }
 }
 
-// Ordinary numbers and, for ops that are exact, special ones.
+// Ordinary numbers and, for exact ops, special ones.
 template <typename T>
 T OpInput(int k, int64_t i, bool exact) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -183,7 +184,7 @@ Subject MakeOp(ElementwiseOp op, DType type) {
     if (signature.has_parameter) call.parameter = parameter->data();
     return LaunchElementwise(op, type, call, nullptr);
   };
-  // One input and its cotangent, or the two of a jvp, can cancel: errors are relative to what does.
+  // The terms of a vjp or a jvp can cancel, so errors are relative to the terms.
   const std::string name = signature.target;
   const bool is_vjp = name.size() > 4 && name.compare(name.size() - 4, 4, "_vjp") == 0;
   const bool is_jvp = name.size() > 4 && name.compare(name.size() - 4, 4, "_jvp") == 0;
@@ -225,7 +226,7 @@ void TestOps(DType type) {
     subject.Run(CommonOffsets(subject.pack));
     subject.Run(ScalarsAndUnwanted(subject.pack, signature.inputs, signature.outputs));
   }
-  // Of each number of arrays one op.
+  // One op for each number of arrays.
   for (const ElementwiseOp op : {ElementwiseOp::relu, ElementwiseOp::silu, ElementwiseOp::add,
                                  ElementwiseOp::fma, ElementwiseOp::swiglu_vjp}) {
     const ElementwiseSignature signature = kElementwiseSignatures<float>[int(op)];
@@ -236,7 +237,7 @@ void TestOps(DType type) {
 
 // ---- where and its cotangents ----
 
-// T is what LaunchWhere moves elements of its size as.
+// T is the type that LaunchWhere uses to move elements of its size.
 template <typename T>
 void TestWhere(bool vjp) {
   Subject subject;
@@ -269,7 +270,7 @@ void TestWhere(bool vjp) {
   subject.Run(Broadcasts(subject.pack, inputs));
 }
 
-// ---- functors of this test in the template ----
+// ---- the template with functors defined in this test ----
 
 template <typename Functor, typename... Out, int... o, typename... In, int... i>
 cudaError_t LaunchTyped(TypeTag<Tuple<Out...>>, Indices<o...>, TypeTag<Tuple<In...>>, Indices<i...>,
@@ -278,7 +279,7 @@ cudaError_t LaunchTyped(TypeTag<Tuple<Out...>>, Indices<o...>, TypeTag<Tuple<In.
                            MakeTuple(InputOf<In>(CallOf(c, in, out), i)...), nullptr);
 }
 
-// Functor::Want(in, packed, out) computes on the host.
+// Functor::Want(in, packed, out) computes the reference on the host.
 template <typename Functor, typename... Out, int... o, typename... In, int... i>
 Subject MakeTyped(const char* name, TypeTag<Tuple<Out...>>, Indices<o...>, TypeTag<Tuple<In...>>,
                   Indices<i...>) {
@@ -314,7 +315,7 @@ void TestTyped(const char* name, TypeTag<Tuple<Out...>> outs, TypeTag<Tuple<In..
 template <typename... T>
 using Types = TypeTag<Tuple<T...>>;
 
-// Adds 1 to a lone element and 2 to the first, 3 to the second of two neighbours.
+// Adds 1 to a single element; of a pair, adds 2 to the first and 3 to the second element.
 template <typename T>
 struct RecordsApply2 {
   using C = Compute<T>;
@@ -325,7 +326,7 @@ struct RecordsApply2 {
   }
 };
 
-// Apply2 computes the elements of packs, and no others.
+// Apply2 computes exactly the elements of packs.
 void TestApply2() {
   Subject subject;
   subject.name = "RecordsApply2";
@@ -354,7 +355,7 @@ struct Average8 {
   static void Want(const double* x, bool, double* y) { y[0] = std::floor((x[0] + x[1]) / 2); }
 };
 
-// Four inputs of four sizes, three outputs of three sizes.
+// Four inputs and three outputs, each with its own element size.
 struct Mixed {
   __device__ Tuple<float, float, uint8_t> operator()(uint8_t a, float b, float c, double d) const {
     return MakeTuple(a + b, static_cast<float>(c - d), static_cast<uint8_t>(2 * a + 1));
@@ -377,7 +378,7 @@ struct Mixed32 {
   }
 };
 
-// An input of eight times the bytes of the output.
+// An input element has eight times the bytes of an output element.
 struct Narrow {
   __device__ uint8_t operator()(double x, uint8_t y) const {
     return static_cast<uint8_t>(static_cast<int>(x) + y);
@@ -445,7 +446,7 @@ void TestManyElements() {
     ExpectBytes(begin + n, kGuardBytes - offset, Check::kGuard, "after");
     ++g_launches;
   };
-  // In packs; in packs after a head; one by one.
+  // Whole packs; packs after a head of single elements; single elements only.
   const int64_t offsets[][2] = {{0, 0}, {3, 3}, {1, 2}};
   for (const auto& offset : offsets) {
     CHECK_CUDA(cudaMemset(out.data(), kGuard, static_cast<size_t>(total)));

@@ -1,6 +1,6 @@
-// What the tests of elementwise CUDA kernels share: launches with arrays at chosen offsets, scalars
-// and broadcast operands, compared with a reference on the host. Everything around the elements
-// that a call is to write must stay untouched.
+// Shared by the tests of elementwise CUDA kernels: launches with arrays at chosen offsets, scalars
+// and broadcast operands, compared with a reference on the host. Everything outside the elements
+// that a call should write must stay untouched.
 #pragma once
 
 #include <algorithm>
@@ -41,9 +41,9 @@ double ToValue(T x) {
   return static_cast<double>(Accumulator<T>::Load(x));
 }
 
-// ---- a kernel, its inputs and what it should compute ----
+// ---- a kernel, its inputs and its reference ----
 
-// What elements are to be, as bytes, and how far they may be from it: see IsClose.
+// The expected bytes of an element of each output, and the tolerances: see IsClose.
 struct Wanted {
   alignas(16) uint8_t bytes[kMaxArrays][16];
   double slack[kMaxArrays];
@@ -53,9 +53,9 @@ struct Case {
   int64_t n;
   int64_t in_offsets[kMaxArrays];  // elements after a 64-byte boundary
   int64_t out_offsets[kMaxArrays];
-  unsigned scalars = 0;     // a bit for each input
-  unsigned unwanted = 0;    // a bit for each output
-  unsigned broadcasts = 0;  // a bit for each input: element i reads (i / inner) % count
+  unsigned scalars = 0;     // one bit per input
+  unsigned unwanted = 0;    // one bit per output
+  unsigned broadcasts = 0;  // one bit per input: element i reads (i / inner) % count
   int64_t inner = 1, count = 1;
 };
 
@@ -66,20 +66,20 @@ inline Case Common(int64_t n, int64_t offset, unsigned scalars = 0, unsigned unw
 class Subject {
  public:
   using Launch = std::function<cudaError_t(const Case&, const void* const* in, void* const* out)>;
-  // From one element of each input; `packed` says whether it should be part of a pack.
+  // Takes one element of each input; `packed` tells whether it should be part of a pack.
   using Reference = std::function<void(const void* const* in, bool packed, Wanted* wanted)>;
   using Compare = std::function<bool(const uint8_t* got, const uint8_t* want, double slack)>;
 
   std::string name;
   int pack;  // elements
   std::vector<int64_t> out_bytes;
-  int64_t pool = kPool;  // the elements there are of each input
+  int64_t pool = kPool;  // the number of elements of each input
   std::vector<std::vector<uint8_t>> inputs;
   Launch launch;
   Reference reference;
   Compare compare;
 
-  // Launches all cases, then checks all outputs. They lie in one allocation, guards between them.
+  // Launches all cases, then checks all outputs. They share an allocation, with guards in between.
   void Run(const std::vector<Case>& cases) {
     if (pools_.empty()) Upload();
     std::vector<int64_t> starts;  // of each wanted output of each case
@@ -115,7 +115,7 @@ class Subject {
       Check(c, host.data(), &starts[slot]);
       slot += out_bytes.size();
     }
-    // Check() has replaced what was to be written by guards.
+    // Check() has overwritten the outputs with guard bytes.
     for (int64_t i = 0; i < total; ++i) {
       JOF_CHECK(host[static_cast<size_t>(i)] == kGuard, "%s wrote outside of its outputs",
                 name.c_str());
@@ -133,7 +133,7 @@ class Subject {
     }
   }
 
-  // A scalar is the input's element k + 1 at any offset.
+  // A scalar is element k + 1 of input k, whatever the offset.
   int64_t ElementOf(const Case& c, size_t k, int64_t i) const {
     if (c.scalars >> k & 1) return static_cast<int64_t>(k) + 1;
     return c.in_offsets[k] + (c.broadcasts >> k & 1 ? i / c.inner % c.count : i);
@@ -151,8 +151,8 @@ class Subject {
     return copy;
   }
 
-  // The packs that the template promises: whole ones after the fewest elements that leave every
-  // array aligned to its packs, or to 16 bytes where those are longer.
+  // Whether the template should compute element i in a pack. Packs begin after the shortest head
+  // that aligns every array to its packs, or to 16 bytes if its packs are longer.
   bool IsPacked(const Case& c, int64_t i) const {
     for (int64_t head = 0; head < pack && head + pack <= c.n && pack > 1; ++head) {
       bool aligned = true;
@@ -230,13 +230,13 @@ T Read(const void* bytes) {
   return x;
 }
 
-// Small integers, which all types have.
+// Small integers that all types represent.
 template <typename T>
 T SmallInteger(int k, int64_t i) {
   return FromValue<T>(static_cast<double>(Hash(uint64_t(i * 4 + k)) % 23));
 }
 
-// Lengths around multiples of packs and blocks, with all arrays at the same offset within a pack.
+// Lengths around multiples of packs and blocks. All arrays have the same offset within a pack.
 inline std::vector<Case> CommonOffsets(int pack) {
   std::vector<Case> cases;
   for (int64_t offset = 0; offset < pack; ++offset) {

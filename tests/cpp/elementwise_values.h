@@ -1,4 +1,4 @@
-// Values for the tests of elementwise kernels, on both backends.
+// Values for the tests of elementwise kernels on both backends.
 #pragma once
 
 #include "common/types.h"

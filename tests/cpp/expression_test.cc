@@ -1,4 +1,4 @@
-// What a user's expression may call, on a CPU: against the C library in double.
+// Compares the functions that users' expressions may call, on a CPU, with the C library in double.
 #include "common/expression.h"
 
 #include <initializer_list>
@@ -12,10 +12,10 @@ namespace e = jof_expression;
 constexpr uint32_t kStride = 100003;  // a prime
 constexpr float kMax = std::numeric_limits<float>::max();
 constexpr float kMin = std::numeric_limits<float>::min();
-// Those that are the C library's own have its errors.
+// The error bound, in ulp, of functions that call the C library.
 constexpr double kLibrary = 2;
 
-// Pointers, for one instance of each check: a compiler would inline hundreds.
+// Function pointers, so that each check is instantiated once: a compiler would inline hundreds.
 using F32 = float (*)(float);
 using F64 = double (*)(double);
 
@@ -24,7 +24,7 @@ void Within(const char* name, F32 function, F64 want, double bound,
   for (const auto& [from, to] : ranges) Compare<kStride>(name, function, want, from, to, bound);
 }
 
-// Zeros, infinities and NaN must give what the function in double gives.
+// For zeros, infinities and NaN the result must be that of the function in double.
 void AtEdges(const char* name, F32 function, F64 want) {
   for (const float x : {0.0f, -0.0f, kInf, -kInf, kNaN}) {
     const float expected = static_cast<float>(want(static_cast<double>(x)));
@@ -98,7 +98,7 @@ void Close(const char* name, F64 function, F64 want) {
   JOF_CHECK(std::isnan(function(kNaN)), "%s(NaN)", name);
 }
 
-// Near their zeros and where they underflow they are right to within a small part of x.
+// Errors are relative, except near the functions' zeros and underflow: see the bound of Close.
 void TestActivations() {
 #define CLOSE(name, want)                                       \
   Close(#name, F64(e::name(static_cast<float>(x))), F64(want)); \
@@ -126,7 +126,7 @@ void TestOfSeveral() {
       EXPECT(e::clamp(x, -1, y), std::min(std::max(a, -1.0), b));
     }
   }
-  // In float unless an argument is double.
+  // Functions compute in float unless an argument is double.
   static_assert(__is_same(decltype(e::pow(2, 3)), float));
   static_assert(__is_same(decltype(e::pow(2.0f, 3.0)), double));
   static_assert(__is_same(decltype(e::fma(1, 2.0f, 3.0)), double));
@@ -135,9 +135,9 @@ void TestOfSeveral() {
   EXPECT(e::pow(2, 10), 1024.0f);
   EXPECT(e::pow(2.0, 0.5), std::sqrt(2.0));
   EXPECT(e::fma(2, 3, 4), 10.0f);
-  // One rounding: the product alone would be 1 + 2^-11.
+  // fma rounds once: the rounded product would be 1 + 2^-11.
   EXPECT(e::fma(1 + 0x1p-12f, 1 + 0x1p-12f, -1 - 0x1p-11f), 0x1p-24f);
-  // NaN wins, and +0 is larger than -0.
+  // max and min propagate NaN, and +0 is larger than -0.
   for (const float x : {0.0f, 1.0f, kInf, -kInf}) {
     EXPECT(e::max(x, kNaN), kNaN);
     EXPECT(e::min(kNaN, x), kNaN);
@@ -166,7 +166,7 @@ void TestClasses() {
     JOF_CHECK(e::isfinite(x) == std::isfinite(x), "isfinite(%g)", static_cast<double>(x));
   }
   JOF_CHECK(!e::isnan(3) && !e::isinf(INT32_MAX) && e::isfinite(uint8_t{0}), "integers");
-  // Logarithms of subnormal numbers are those of normal ones no larger, or of zero.
+  // A subnormal argument of log may be treated as the smallest normal number, or as zero.
   for (const float x : {kSubnormal, kMin / 2}) {
     JOF_CHECK(e::log(x) <= std::log(kMin), "log(%g) = %g", static_cast<double>(x),
               static_cast<double>(e::log(x)));
@@ -204,7 +204,7 @@ void TestComplex(double bound) {
   near(2.0 * z, 6, -8);
   near(z / 2, 1.5, -2);
   near(25 / z, 3, 4);
-  // Nothing overflows that the quotient does not, whichever part is the larger.
+  // No intermediate overflows if the result does not, whichever part is larger.
   const T large = std::sqrt(std::numeric_limits<T>::max()) * 4;
   for (const C v : {C{large, large / 2}, C{large / 2, large}, C{-large, 0}, C{0, large}}) {
     near(v / v, 1, 0);
@@ -216,7 +216,7 @@ void TestComplex(double bound) {
   near(e::jof_Convert<C>::Of(jof::Complex<double>{1, 2}), 1, 2);
 }
 
-// As the generated source writes a / b, a % b, a /= b and a %= b.
+// Tests a / b, a % b, a /= b and a %= b of integers, written as in generated source.
 template <typename T>
 void TestDivision() {
   using e::jof_by, e::operator/, e::operator%, e::operator/=, e::operator%=, e::operator<<=;
@@ -247,7 +247,7 @@ void TestDivision() {
   static_assert(__is_same(decltype(T{1} / jof_by() / 1.0f), decltype(T{1} / 1.0f)));
 }
 
-// All other types divide as ever, and everything binds as without.
+// Division of all other types is unchanged, and so is the precedence of operators.
 void TestDivisionOfOthers() {
   using e::jof_by, e::operator/, e::operator/=, e::operator<<=;
   EXPECT(1.0f / jof_by() / 0.0f, kInf);

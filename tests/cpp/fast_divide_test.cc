@@ -1,4 +1,4 @@
-// FastDivider against the division operator, at the edges of both widths.
+// Compares FastDivider with the division operator at the edges of both widths.
 #include "common/fast_divide.h"
 
 #include <cinttypes>
@@ -39,7 +39,7 @@ void TestDivider() {
                 "%" PRIu64 " / %" PRIu64 " in 32 bits", uint64_t{n}, uint64_t{divisor});
     };
     for (const Index n : edges) check(n);
-    // Around multiples of the divisor, where a multiplier that is off by one would show.
+    // Around multiples of the divisor, which reveal a multiplier that is off by one.
     for (int i = 0; i < 200; ++i) {
       const Index multiple = static_cast<Index>(random()) % (limit / divisor) * divisor;
       for (Index n = multiple > 0 ? multiple - 1 : 0; n <= multiple + 1 && n < limit; ++n) check(n);

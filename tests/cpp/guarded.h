@@ -9,7 +9,7 @@
 constexpr uint8_t kGuard = 0xa5;
 constexpr int64_t kGuardBytes = 64;
 
-// `bytes` writable bytes at `offset` from 16-byte alignment, with guard zones around them.
+// `bytes` writable bytes, `offset` bytes after a 16-byte boundary, between guard zones.
 class Guarded {
  public:
   Guarded(int64_t bytes, int64_t offset)

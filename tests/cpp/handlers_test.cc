@@ -1,7 +1,7 @@
 // sources: csrc/ffi/cpu.cc csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
 // sanitizers: thread
-// The CPU handlers, called as XLA calls them, on a pool of four threads: results must be those of
-// one thread, bit for bit.
+// Calls the CPU handlers as XLA does, on a pool of four threads. The results must equal those of
+// one thread bit for bit.
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
@@ -16,7 +16,7 @@
 #include "check.h"
 #include "ffi/target.h"
 
-// What XLA's execution context is to a handler.
+// Stands in for XLA's thread pool, which a handler gets from its execution context.
 class Pool {
  public:
   explicit Pool(int threads) : count(threads) {
@@ -58,7 +58,7 @@ class Pool {
 
 Pool& PoolOf(void* context) { return *static_cast<Pool*>(context); }
 
-std::string* refusal = nullptr;  // where a message of a handler belongs, if one is expected
+std::string* refusal = nullptr;  // receives a handler's error message if one is expected
 
 XLA_FFI_Api MakeApi() {
   XLA_FFI_Api api{};
@@ -102,7 +102,7 @@ Array Floats(std::vector<int64_t> shape) {
                           [](int64_t i) { return static_cast<float>(i * 7 % 11 - 5); });
 }
 
-// From below the rows of 1000 to beyond them.
+// Ids from below 0 to beyond 1000 rows.
 Array Ids(std::vector<int64_t> shape, bool sorted) {
   return MakeArray<int32_t>(
       XLA_FFI_DataType_S32, std::move(shape),
@@ -178,8 +178,8 @@ const jof::Target& Find(const std::string& name) {
   return *target;
 }
 
-// Some releases of XLA pass operands and results when a program is made, others do not: neither is
-// refused, and what is missing here are attributes.
+// At instantiation some releases of XLA pass operands and results, and others do not. The handler
+// accepts both; here it must only complain of missing attributes.
 void TestInstantiate(const std::string& name) {
   Pool pool(1);
   for (const int64_t count : {0, 2}) {
@@ -194,7 +194,7 @@ void TestInstantiate(const std::string& name) {
   }
 }
 
-// The first `compared` results; what follows is scratch.
+// Compares the first `compared` results; the others are scratch.
 void Test(const std::string& name, const std::vector<Array>& operands,
           const std::vector<Array>& results, const Attributes& attributes, size_t compared = 1) {
   const jof::Target& target = Find(name);
@@ -213,7 +213,7 @@ void Test(const std::string& name, const std::vector<Array>& operands,
 
 int main() {
   TestInstantiate("jof_compiled");
-  // Large enough for several ranges each.
+  // Each problem is large enough for several ranges.
   const Attributes upsample{{"axis", {1}}, {"half_pixel?", {0}}};
   Test("jof_upsample_nearest2d", {Floats({8, 60, 50, 4})}, {Floats({8, 120, 100, 4})}, upsample);
   Test("jof_upsample_nearest2d_backward", {Floats({8, 120, 100, 4})}, {Floats({8, 60, 50, 4})},

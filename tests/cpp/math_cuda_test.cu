@@ -1,5 +1,5 @@
-// The GPU's elementary functions against CUDA's in double, over every float. With the argument
-// `brief`, over every 61st.
+// Compares the GPU's elementary functions with CUDA's in double, for every float, or for every 61st
+// float with the argument `brief`.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -14,7 +14,7 @@
     JOF_CHECK(error == cudaSuccess, "%s: %s", #call, cudaGetErrorString(error)); \
   } while (false)
 
-// Apply<T> is the function under test, Want what it must be near to.
+// Apply<T> is the function under test, and Want is its reference.
 #define FUNCTION(Name, expression, reference)                     \
   struct Name {                                                   \
     static constexpr const char* kName = #Name;                   \
@@ -41,8 +41,8 @@ FUNCTION(Log1p, jof::Log1p<T>(x), log1p(x))
 FUNCTION(Tail, jof::NormalTail<T>(x), 0.5 * erfc(x * 0.70710678118654752440))
 FUNCTION(TailDensity, Density<T>(x), exp(-0.5 * x * x) * 0.39894228040143267794)
 
-// An error and the input it was found at, ordered by the error: both are non-negative floats, whose
-// bits are ordered like they are. NaN and infinity come last.
+// Packs an error and its input so that integers order by the error: the bits of non-negative floats
+// are ordered like their values. Infinity and NaN come last.
 __device__ unsigned long long Pack(double error, float x) {
   return static_cast<unsigned long long>(__float_as_uint(fabsf(static_cast<float>(error)))) << 32 |
          __float_as_uint(x);
@@ -75,8 +75,8 @@ unsigned long long* g_worst;
 uint32_t g_stride = 1;
 bool g_failed = false;
 
-// Fails if an error is over its bound; a bound of 0 is none. Bounds follow from the documented
-// errors of the hardware's approximations, so what is measured may be well below.
+// Fails if an error exceeds its bound; 0 means no bound. Bounds follow from the documented errors
+// of the hardware's approximations, so measured errors may be well below them.
 template <typename Function, typename T>
 void Check(float low, float high, double ulps_bound, double relative_bound) {
   CUDA_CHECK(cudaMemset(g_worst, 0, 2 * sizeof(*g_worst)));
@@ -121,8 +121,7 @@ void Expect(float x, float want) {
 template <typename T>
 void CheckSpecials() {
   const float inf = INFINITY;
-  // Infinities and their neighbourhood: where 2^x overflows or vanishes, and where an argument's
-  // own products do.
+  // Infinities and large numbers, for which 2^x or products of the argument overflow or underflow.
   for (const float x : {88.7228394f, 88.73f, 89.0f, 100.0f, 1e19f, 3e38f, inf}) {
     if (sizeof(T) == 4 || x > 88.73f) Expect<Exp, T>(x, inf);
     Expect<Sigmoid, T>(x, 1.0f);
@@ -156,7 +155,7 @@ int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "brief") == 0) g_stride = 61;
   CUDA_CHECK(cudaMalloc(&g_worst, 2 * sizeof(*g_worst)));
 
-  // Results of 1e-36 and more, see the header. P(Z > t) is 1/1024 at 3.097.
+  // Results of at least 1e-36, see the header. P(Z > t) is 1/1024 at t = 3.097.
   Check<Exp, float>(-82.8f, 88.7228317f, 1.0, 0);
   Check<Reciprocal, float>(0x1p-125f, 0x1p125f, 1.0, 0);
   Check<Reciprocal, float>(-0x1p125f, -0x1p-125f, 1.0, 0);
@@ -175,8 +174,8 @@ int main(int argc, char** argv) {
   Check<TailDensity, float>(0.0f, 12.5f, 0, 1e-6);
   CheckSpecials<float>();
 
-  // Of the 16-bit variants, inputs and results that are normal numbers; 2^-11 is half a unit in the
-  // last place of an f16. They are f32 inputs all the same, as the functions are composed.
+  // The 16-bit variants, for normal inputs and results; 2^-11 is half a unit in the last place of
+  // an f16. The inputs are f32 even here, because the functions are composed.
   const double bound = std::ldexp(1.0, -13.5);
   Check<Exp, jof::Half>(-82.8f, 88.7f, 0, bound);
   Check<Sigmoid, jof::Half>(-82.8f, 3.4e38f, 0, bound);

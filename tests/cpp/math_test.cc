@@ -1,5 +1,5 @@
-// The CPU's elementary functions against the C library's in double, over every kStride-th float of
-// either sign, and at zeros, infinities, NaN, the ends of the domains and past them.
+// Compares the CPU's elementary functions with the C library's in double, for every kStride-th
+// float of either sign, and at zeros, infinities, NaN, the ends of the domains and beyond.
 #include <initializer_list>
 
 #include "ops/elementwise.h"
@@ -7,7 +7,7 @@
 
 constexpr uint32_t kStride = 509;  // a prime, so that all mantissa bits vary
 
-// T computes in float: 16-bit types share the code.
+// T computes in float; 16-bit types share the code.
 template <typename T>
 void TestFloat() {
   const auto exp = [](float x) { return jof::Exp<T>(x); };
@@ -71,7 +71,7 @@ void TestFloat() {
   EXPECT(log1p(0.0f), 0.0f);
   EXPECT(log1p(kNaN), kNaN);
 
-  // P(Z > t) is 1/1024 at 3.097.
+  // P(Z > t) is 1/1024 at t = 3.097.
   Compare<kStride>("tail", tail, want_tail, 0.0f, 3.0972f, 3.6);
   Compare<kStride>("density", density, want_density, 0.0f, 12.5f, 2.4);
   Sweep<kStride>(3.0972f, 12.5f, [&](float t) {

@@ -1,4 +1,4 @@
-// NearestMap against its definition, and its inverse against a search.
+// Compares NearestMap with its definition, and its inverse with a search.
 #include <random>
 
 #include "check.h"
@@ -64,7 +64,7 @@ int main() {
         TestLarge<uint64_t>(in, out, half_pixel);
       }
     }
-    // 32 bits must not claim products that overflow them.
+    // Fits must be false if products overflow 32 bits.
     JOF_CHECK(!jof::NearestMap<uint32_t>::Fits(65521, 65537, half_pixel), "fits");
     JOF_CHECK(jof::NearestMap<uint32_t>::Fits(1 << 15, 1 << 16, half_pixel), "integer factor");
   }

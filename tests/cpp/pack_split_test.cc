@@ -1,7 +1,7 @@
 // sanitizers: plain
-// Which elements of an elementwise call are packed on a GPU, and how broadcast operands are read:
-// arrays at every byte within a pack, all element sizes, lengths around packs; and random calls of
-// many operands.
+// Tests which elements of an elementwise call are packed on a GPU, and how broadcast operands are
+// read: arrays at every byte offset within a pack, all element sizes, lengths around packs; and
+// random calls with many operands.
 #include "cuda/pack_split.h"
 
 #include <random>
@@ -12,9 +12,9 @@
 using namespace jof;
 
 struct Input {
-  OperandKind kind;  // a broadcast one has the problem's index
+  OperandKind kind;  // broadcast operands use the problem's inner and count
   int64_t bytes;     // of an element
-  int64_t offset;    // bytes from 16-byte alignment; nothing is read
+  int64_t offset;    // bytes after a 16-byte boundary; no memory is read
 };
 
 struct Problem {
@@ -22,7 +22,7 @@ struct Problem {
   int64_t n, inner, count;
 };
 
-// Whether `size` elements from `element` on move as words.
+// Whether `size` elements from `element` on can move as aligned words.
 bool IsWord(const Input& array, int64_t element, int64_t size) {
   return (array.offset + element * array.bytes) % std::min<int64_t>(16, size * array.bytes) == 0;
 }
@@ -60,7 +60,7 @@ void Check(const Problem& p) {
   for (const Input& out : p.outputs) size = std::min(size, 16 / out.bytes);
   CHECK_SPLIT(split.head >= 0 && split.head <= p.n && split.packs >= 0 && split.singles >= 0);
 
-  // Every element once, where ComputeItem has the packs and the single elements.
+  // Packs and single elements, numbered as in ComputeItem, cover every element once.
   std::vector<int> computed(static_cast<size_t>(p.n));
   const auto compute = [&](int64_t first, int64_t count) {
     CHECK_SPLIT(first >= 0 && first + count <= p.n);
@@ -72,7 +72,7 @@ void Check(const Problem& p) {
   }
   for (const int count : computed) CHECK_SPLIT(count == 1);
 
-  // All packs are words of all arrays, and there could not be more of them.
+  // Every pack is aligned in all arrays, and the number of packs is maximal.
   const auto is_pack = [&](int64_t first) {
     bool words = size > 1 && first + size <= p.n;
     for (const Input& in : p.inputs) {
@@ -87,7 +87,8 @@ void Check(const Problem& p) {
   for (int64_t i = 0; i < split.head; ++i) CHECK_SPLIT(!is_pack(i));
   CHECK_SPLIT(split.packs == 0 || p.n - split.head - split.packs * size < size);
 
-  // A broadcast operand is read as what all packs of it are, at least where nothing is single.
+  // A broadcast operand is read as splats or packs only if that is right for all packs, and must be
+  // if there are several packs and no single elements.
   for (size_t k = 0; k < p.inputs.size(); ++k) {
     if (p.inputs[k].kind != kBroadcast || split.packs == 0) continue;
     bool splats = true, words = true;
@@ -131,7 +132,7 @@ void TestExamples() {
   expect({{{kArray, 4, 4}, row, scalar}, {{kArray, 4, 8}}, 24, 1, 12}, 24, 0, elements);
 }
 
-// One array and one output of every size at every byte, and a broadcast operand.
+// One array and one output of every element size and byte offset, and a broadcast operand.
 void TestEveryOffset() {
   for (const int64_t in_bytes : {1, 2, 4, 8, 16}) {
     for (const int64_t out_bytes : {1, 2, 4, 8, 16}) {
@@ -152,14 +153,14 @@ void TestEveryOffset() {
   }
 }
 
-// Half of these have arrays that one head aligns.
+// In most of these calls one head aligns all arrays.
 void TestRandomCalls() {
   std::mt19937_64 random(1);
   const auto below = [&](int64_t limit) {
     return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
   };
   for (int i = 0; i < 200000; ++i) {
-    const int64_t common = below(17);  // elements, or none
+    const int64_t common = below(17);  // a common offset in elements; 16 means none
     const auto operand = [&](OperandKind kind) {
       const int64_t bytes = int64_t{1} << below(kind == kArray ? 4 : 5);
       return Input{kind, bytes, common < 16 ? common * bytes % 16 : below(16 / bytes) * bytes};

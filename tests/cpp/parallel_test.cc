@@ -1,5 +1,5 @@
 // sanitizers: address thread
-// ParallelFor covers every iteration exactly once, also where the pool's threads never run.
+// ParallelFor covers every iteration exactly once, even if the pool's threads never run.
 #include "cpu/parallel.h"
 
 #include <functional>
@@ -8,7 +8,7 @@
 
 #include "check.h"
 
-// Runs each task on a thread of its own.
+// Runs each task on its own thread.
 struct ThreadPerTask {
   std::vector<std::thread> threads;
   int64_t count;
@@ -22,7 +22,7 @@ struct ThreadPerTask {
   }
 };
 
-// Runs tasks only after the loop has returned, as a pool whose threads are all busy.
+// Runs tasks only after the loop has returned, like a pool whose threads are all busy.
 struct BusyPool {
   std::vector<std::function<void()>> tasks;
   int64_t num_threads() const { return 4; }

@@ -1,6 +1,6 @@
 // sources: csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
-// The CPU kernels tile by tile in any order, on pointers of every alignment: no tile may write what
-// belongs to another, nor read beyond the operand.
+// Runs the CPU kernels tile by tile in random order, on pointers of every alignment. No tile may
+// write another tile's elements or read beyond the operand.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -17,7 +17,7 @@ void TestPermute(const PermuteProblem& p, std::mt19937* random) {
   if (size == 0) return;
   const CpuPermute tiles = PermuteTilesOf(Plan(p), 1 + (*random)() % 8);
 
-  // The operand ends where its memory does, for the address sanitizer to see reads beyond it.
+  // The operand ends where its memory does, so that the address sanitizer sees reads beyond it.
   const int64_t offset = p.alignment % 16;
   const auto memory = std::make_unique<uint8_t[]>(static_cast<size_t>(offset + bytes));
   uint8_t* in = memory.get() + offset;
@@ -28,7 +28,7 @@ void TestPermute(const PermuteProblem& p, std::mt19937* random) {
   std::vector<int64_t> order(static_cast<size_t>(tiles.tiles));
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), *random);
-  // Most of them alone, the last ones together.
+  // Most tiles run in separate calls, the last three in one call.
   const int64_t together = std::min<int64_t>(tiles.tiles, 3);
   for (const int64_t tile : order) {
     if (tile < tiles.tiles - together) {
@@ -52,7 +52,7 @@ int main() {
       TestPermute({shape, axes, element_bytes, element_bytes}, &random);
     }
   };
-  // Every number of rows and columns around a block's, and of channels.
+  // Numbers of rows and columns around those of a block, and numbers of channels.
   for (int64_t rows = 1; rows <= 70; rows += rows < 36 ? 1 : 7) {
     for (const int64_t cols : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65}) {
       test({rows, cols}, {1, 0});
@@ -65,13 +65,13 @@ int main() {
   test({3, 130, 190}, {2, 0, 1});
   test({9, 11, 70, 13}, {2, 0, 3, 1});
   test({20, 30, 100}, {1, 0, 2});
-  // Strides that conflict in the caches: in the input, in the output, in both.
+  // Strides that cause cache conflicts: in the input, in the output, in both.
   test({40, 2048}, {1, 0});
   test({2048, 40}, {1, 0});
   test({3, 128, 8, 16, 2}, {3, 0, 4, 2, 1});
   test({64, 2, 2048}, {2, 1, 0});
   test({17, 128, 48}, {2, 1, 0});
-  // Long rows, also of many bytes; a copy; many dimensions.
+  // Long rows, some of many bytes; a copy; many dimensions.
   test({3, 5, 700}, {1, 0, 2});
   test({2, 3, 20000}, {1, 0, 2});
   test({100000}, {0});

@@ -1,4 +1,4 @@
-// The CUDA kernels of permute on random problems, by every strategy that can carry them out, on
+// The CUDA kernels of permute on random problems, with every strategy that supports them, on
 // pointers at every offset within 16 bytes, between guard zones that must stay untouched. Needs a
 // GPU; `make gpu-check` runs it.
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr int kStrategies = 7;
 struct Problem {
   std::vector<int64_t> shape, axes;
   int bytes;                      // of an element
-  int64_t in_offset, out_offset;  // of the pointers from 16-byte alignment
+  int64_t in_offset, out_offset;  // of the pointers, in bytes after a 16-byte boundary
 };
 
 __global__ void Fill(uint8_t* x, int64_t n, uint32_t seed) {
@@ -30,13 +30,13 @@ __global__ void Fill(uint8_t* x, int64_t n, uint32_t seed) {
   x[i] = static_cast<uint8_t>(hash >> 24);
 }
 
-// Axes of the output, with strides of the input.
+// The output's axes with the input's strides.
 struct Reference {
   int rank;
   int64_t sizes[kMostRank], strides[kMostRank];
 };
 
-// Counts the bytes of y, guard zones included, that are not what they must be.
+// Counts the wrong bytes of y, including the guard zones.
 __global__ void Compare(Reference reference, int bytes, const uint8_t* x, const uint8_t* y,
                         int64_t size, unsigned long long* wrong) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x - kGuardBytes;
@@ -66,7 +66,7 @@ class Tester {
     cudaFree(wrong_);
   }
 
-  // Adds to the number of launches of each strategy.
+  // Counts the launches of each strategy.
   void Run(const Problem& p, int64_t (&launches)[kStrategies]) {
     int64_t size = p.bytes;
     for (const int64_t n : p.shape) size *= n;
@@ -127,7 +127,7 @@ int main(int argc, char**) {
   int64_t launches[kStrategies] = {};
   const auto run = [&](const Problem& p) { tester.Run(p, launches); };
 
-  // Problems of every kernel, at every pair of equal and of opposite offsets.
+  // Problems for every kernel, at every pair of equal or opposite offsets.
   const std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> known = {
       {{7, 5, 64}, {1, 0, 2}},
       {{7, 5, 129}, {1, 0, 2}},
@@ -152,12 +152,12 @@ int main(int argc, char**) {
       {{21, 33, 3}, {2, 1, 0}},
       {{1, 37, 1}, {2, 1, 0}},
       {{2, 3, 4, 5, 6}, {4, 3, 2, 1, 0}},
-      // A run of the output that is several rows: of one dimension and of two; cut on either side.
+      // An output run of several rows: of one dimension and of two; cut on either side.
       {{3, 5, 256, 2, 8}, {0, 3, 1, 4, 2}},
       {{5, 3, 7, 32, 4, 4}, {4, 2, 0, 5, 3, 1}},
       {{70, 9, 3, 64}, {3, 1, 0, 2}},
       {{60, 4, 33, 32}, {2, 3, 1, 0}},
-      // Rows and columns of a tile that would be in one bank.
+      // Rows and columns of a tile that would map to one shared-memory bank.
       {{2, 10, 64, 64}, {2, 0, 3, 1}},
       {{16, 20, 8, 16}, {2, 1, 3, 0}},
       {{7, 16, 3, 4, 5, 32}, {2, 4, 0, 3, 5, 1}},
@@ -171,7 +171,7 @@ int main(int argc, char**) {
     }
   }
 
-  // Random ones, with sizes around the edges of packs and tiles.
+  // Random problems, with sizes around those of packs and tiles.
   constexpr int64_t kSizes[] = {1,  1,  2,  3,  4,  5,  7,   8,   12,  15,  16,  17,  31, 32,
                                 33, 48, 63, 64, 65, 96, 127, 128, 129, 256, 257, 500, 512};
   for (int trial = 0; trial < (brief ? 100 : 6000); ++trial) {

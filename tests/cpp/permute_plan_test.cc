@@ -1,4 +1,4 @@
-// The planner against its own definitions, by example and over random problems.
+// Checks the planner against its definitions, on examples and on random problems.
 #include <algorithm>
 
 #include "permute_problem.h"
@@ -19,7 +19,7 @@ bool SamePlan(const PermutePlan& a, const PermutePlan& b) {
   return same;
 }
 
-// The plan's dimensions as a problem of its own.
+// The plan's merged dimensions as a separate problem.
 PermuteProblem Merged(const PermutePlan& plan, int64_t alignment) {
   const auto rank = static_cast<size_t>(plan.rank);
   PermuteProblem p{std::vector<int64_t>(rank), std::vector<int64_t>(rank), plan.unit_bytes,
@@ -32,7 +32,8 @@ PermuteProblem Merged(const PermutePlan& plan, int64_t alignment) {
   return p;
 }
 
-// A tile covers whole dimensions of its runs but the slowest of each, and one element of others.
+// A tile covers all of each dimension in a run, except the run's slowest dimension, and one element
+// of every dimension outside the runs.
 void CheckTile(const PermutePlan& plan) {
   bool in_a_run[kMaxPermuteRank] = {};
   const auto check_run = [&](int run, const auto& fastest) {
@@ -50,7 +51,7 @@ void CheckTile(const PermutePlan& plan) {
               long(plan.tile[d]), long(plan.dims[d].size));
     JOF_CHECK(in_a_run[d] || plan.tile[d] == 1, "dimension %d is in no run", d);
   }
-  // A block's shared memory holds it with up to 61 bytes after each row.
+  // A block's shared memory holds the tile with up to 61 bytes of padding after each row.
   int64_t row = plan.unit_bytes;
   for (int k = 0; k < plan.in_run; ++k) row *= plan.tile[plan.fastest_in(k)];
   const int64_t bytes = plan.tile_units() * plan.unit_bytes / row * (row + 61);
@@ -71,7 +72,7 @@ void CheckPlan(const PermuteProblem& p) {
   JOF_CHECK(p.alignment % std::max(1, plan.gathered * plan.unit_bytes) == 0, "%d units",
             plan.gathered);
 
-  // Strides, orders, and nothing left to merge.
+  // Strides and orders are right, and no dimensions are left to merge.
   std::vector<bool> seen(static_cast<size_t>(plan.rank));
   int64_t in_stride = 1, out_stride = 1;
   for (int k = 0; k < plan.rank; ++k) {
@@ -86,7 +87,7 @@ void CheckPlan(const PermuteProblem& p) {
     JOF_CHECK(k == 0 || plan.fastest_in(k) != plan.fastest_in(k - 1) - 1, "unmerged %d", k);
   }
 
-  // The plan moves every element where it belongs.
+  // The plan moves every element to its place.
   ForEachElement(p, [&](int64_t i, int64_t o) {
     int64_t unit = o * p.element_bytes / plan.unit_bytes, from = 0;
     for (int d = 0; d < plan.rank; ++d) {
@@ -111,7 +112,7 @@ void CheckStrategy(const PermutePlan& plan, PermuteStrategy want, int rank, int 
 }
 
 int main() {
-  // Nothing moves: an identity, dimensions of size 1, a scalar, an empty array.
+  // Permutations that move nothing: an identity, dimensions of size 1, a scalar, an empty array.
   CheckStrategy(PlanOf({6, 1, 35}, {1, 0, 2}, 4), PermuteStrategy::kCopy, 1, 8);
   CheckStrategy(PlanOf({64}, {0}, 1), PermuteStrategy::kCopy, 1, 16);
   CheckStrategy(PlanOf({1, 1}, {1, 0}, 2), PermuteStrategy::kCopy, 0, 2);
@@ -120,9 +121,9 @@ int main() {
   // Small arrays.
   CheckStrategy(PlanOf({39, 64}, {1, 0}, 4), PermuteStrategy::kGather, 2, 4);
   CheckStrategy(PlanOf({4, 128, 16, 64}, {0, 2, 1, 3}, 2), PermuteStrategy::kGather, 4, 16);
-  // Neighbours merge, also across a dimension of size 1.
+  // Adjacent dimensions merge, even across a dimension of size 1.
   CheckStrategy(PlanOf({2048, 1, 3, 683}, {2, 3, 1, 0}, 4), PermuteStrategy::kTile, 2, 4);
-  // Whole rows; as wide as their length and the alignment allow.
+  // Whole rows, in units as wide as their length and the alignment allow.
   for (const int64_t alignment : {2, 4, 8, 16}) {
     CheckStrategy(PlanOf({4, 2048, 16, 64}, {0, 2, 1, 3}, 2, alignment),
                   alignment == 2 ? PermuteStrategy::kRows : PermuteStrategy::kGather, 4,
@@ -130,7 +131,7 @@ int main() {
   }
   CheckStrategy(PlanOf({4, 512, 16, 66}, {0, 2, 1, 3}, 2), PermuteStrategy::kGather, 4, 4);
   CheckStrategy(PlanOf({4, 512, 16, 65}, {0, 2, 1, 3}, 2), PermuteStrategy::kRows, 4, 2);
-  // A last dimension of one unit is no dimension.
+  // A last dimension of one unit is dropped.
   CheckStrategy(PlanOf({640, 640, 4}, {1, 0, 2}, 4), PermuteStrategy::kTile, 2, 16);
   CheckStrategy(PlanOf({640, 640, 4}, {1, 0, 2}, 4, 4), PermuteStrategy::kRuns, 3, 4);
   // Images.
@@ -143,30 +144,30 @@ int main() {
   // Tiles that would be half empty.
   CheckStrategy(PlanOf({4, 3, 32768, 30}, {1, 0, 3, 2}, 4), PermuteStrategy::kRuns, 4, 4);
   CheckStrategy(PlanOf({37, 1024, 128}, {2, 1, 0}, 2), PermuteStrategy::kRuns, 3, 2);
-  // Tiles of the shape that such rows fill.
+  // Tiles that rows of this length fill.
   CheckStrategy(PlanOf({97, 1 << 20}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
   CheckStrategy(PlanOf({45, 1000003}, {1, 0}, 4), PermuteStrategy::kTile, 2, 4);
-  // Small arrays are gathered as long as warps use up most of the sectors that they read.
+  // Small arrays are gathered if warps use most of the sectors that they read.
   CheckStrategy(PlanOf({512, 1 << 10}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
   CheckStrategy(PlanOf({70804, 7}, {1, 0}, 1), PermuteStrategy::kGather, 2, 1);
   CheckStrategy(PlanOf({16, 23, 1024}, {2, 1, 0}, 4), PermuteStrategy::kTile, 3, 4);
-  // Short rows of a pixel's units that are not whole packs.
+  // Pixels are deinterleaved into long rows, but gathered into short rows of partial packs.
   CheckStrategy(PlanOf({64, 3000, 4}, {0, 2, 1}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({300000, 33, 4}, {0, 2, 1}, 2), PermuteStrategy::kGather, 3, 2);
-  // Nor joined from them, unless a warp has whole packs of each.
+  // Rows are interleaved only if a warp has whole packs of each; others are gathered.
   CheckStrategy(PlanOf({20000, 3, 255}, {0, 2, 1}, 2), PermuteStrategy::kGather, 3, 2);
   CheckStrategy(PlanOf({20000, 3, 257}, {0, 2, 1}, 2), PermuteStrategy::kInterleave, 3, 2);
-  // A warp takes all of a short dimension, and enough of the one that is the input's fastest.
+  // A warp covers all of a short dimension, and enough of the input's fastest dimension.
   CheckStrategy(PlanOf({6, 1 << 20}, {1, 0}, 2), PermuteStrategy::kGather, 2, 2);
-  // A warp that shares the sectors that it reads takes half a pack a thread.
+  // If the threads of a warp share the sectors that they read, each thread takes half a pack.
   JOF_CHECK(PlanOf({4096, 333, 4}, {0, 2, 1}, 2).gathered == 4, "pixels of four units");
   JOF_CHECK(PlanOf({6, 1 << 20}, {1, 0}, 2).gathered == 8, "six rows");
-  // Units are counted in 64 bits from 2^31 of them on.
+  // Plans with 2^31 units or more use 64-bit indices.
   const int64_t half = int64_t{1} << 15;
   JOF_CHECK(PlanOf({half - 1, 2 * half}, {1, 0}, 1).index_bytes == 4, "below 2^31");
   JOF_CHECK(PlanOf({half, 2 * half}, {1, 0}, 1).index_bytes == 8, "2^31");
   JOF_CHECK(PlanOf({half, half, 16}, {1, 0, 2}, 1).index_bytes == 4, "2^30 wider units");
-  // As many dimensions as there can be, and more.
+  // The largest supported number of dimensions, and more.
   std::vector<int64_t> many(42, 2), axes(42);
   for (size_t i = 0; i < axes.size(); ++i) axes[i] = static_cast<int64_t>(axes.size() - 1 - i);
   PermutePlan plan;

@@ -1,5 +1,5 @@
-// Permutations that the C++ tests of the planner and of the kernels run, and the definition that
-// they compare with.
+// Permutations for the C++ tests of the planner and of the kernels, and the definition with which
+// the tests compare.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,8 @@ void ForEachElement(const PermuteProblem& p, const Visitor& visit) {
   }
 }
 
-// Ranks 0 to 8, every element size and alignment, at most max_size elements. Sizes are around those
-// of registers and tiles, or small, or 1.
+// Random problems of ranks 0 to 8, with every element size and alignment and at most max_size
+// elements. Sizes are around those of registers and tiles, or small, or 1.
 inline PermuteProblem RandomPermuteProblem(std::mt19937* random, int64_t max_size) {
   const auto below = [&](int64_t n) {
     return static_cast<int64_t>((*random)() % static_cast<uint64_t>(n));

@@ -1,5 +1,5 @@
-// The CUDA kernels of rows against sums in float64, on pointers at every offset within 16 bytes
-// that their type allows, between guard zones that must stay untouched. Needs a GPU; `make
+// Compares the CUDA kernels of rows with sums in float64, on pointers at every offset within 16
+// bytes that their type allows, between guard zones that must stay untouched. Needs a GPU; `make
 // gpu-check` runs it.
 #include <algorithm>
 #include <cmath>
@@ -25,7 +25,7 @@ double Value(T x) {
   return static_cast<double>(Accumulator<T>::Load(x));
 }
 
-// The nearest T; what a double rounds to on its way there makes no difference to a test.
+// The nearest T; double rounding on the way there does not matter to the tests.
 template <typename T>
 T Nearest(double x) {
   return Accumulator<T>::Store(static_cast<Compute<T>>(x));
@@ -41,7 +41,7 @@ constexpr int kLeastExponent = sizeof(T) == 8               ? -1021
                                : kDTypeOf<T> == DType::kF16 ? -13
                                                             : -125;
 
-// A unit in the last place of x as a T.
+// The unit in the last place of x as a T.
 template <typename T>
 double Ulp(double x) {
   int exponent;
@@ -49,11 +49,11 @@ double Ulp(double x) {
   return std::ldexp(1.0, std::max(exponent, kLeastExponent<T>) - kMantissa<T>);
 }
 
-// What Compute<T> rounds by, relatively.
+// The relative rounding error of Compute<T>.
 template <typename T>
 constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-53 : 0x1p-24;
 
-// What is said where a call of CUDA's fails, which the program ends with.
+// The test that is running, which is printed when the program ends, for example at a CUDA error.
 std::string at_work = "nothing";
 
 template <typename T>
@@ -64,22 +64,22 @@ void Begin(const char* what, const RowsProblem& p, int64_t a, int64_t b) {
   at_work = text;
 }
 
-// Of a function: the worst errors in units in the last place, by kDTypeOf: f16, bf16, f32, f64.
+// A function's largest errors in units in the last place, for f16, bf16, f32 and f64.
 struct Worst {
   double ulps[4];
   int64_t failures;
 };
 std::map<std::string, Worst> worst_of;
 
-// `scale`: of the terms that the result is a sum of, whose rounding errors it inherits.
+// `scale` is the magnitude of the terms of the result's sum, whose rounding errors it inherits.
 template <typename T>
 void CheckNear(const char* what, double got, double want, double scale, const RowsProblem& p,
                int64_t i) {
-  // An overflow is an infinity.
+  // Nearest turns an overflow into infinity.
   const bool same = std::isnan(want) ? std::isnan(got) : got == Value(Nearest<T>(want));
   if (same) return;
   const double ulps = sizeof(T) == 2 ? 1 : sizeof(T) == 4 ? 4 : 32;
-  // In f64 the sums here are no better.
+  // In f64 the reference's sums are no more accurate than the kernel's.
   const double terms = sizeof(T) == 8 ? std::sqrt(static_cast<double>(p.n)) : 1;
   const double error = std::abs(got - want) - 8 * terms * kEpsilon<T> * scale;
   const bool near = error <= ulps * Ulp<T>(want) ||
@@ -138,7 +138,7 @@ void ForEachRow(const RowsProblem& p, const Visit& visit) {
 
 struct Exps {
   double max = -kInf;
-  long double sum = 0;  // of doubles, as those of the kernels are in f64
+  long double sum = 0;  // the terms are doubles, as in the f64 kernels
 };
 
 template <typename T, typename At>
@@ -224,7 +224,7 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   DeviceArray in(x, in_offset), label(labels, 0), cts(ct, sizeof(T));
   DeviceArray out(int64_t(rows * sizeof(T)), sizeof(T)), stats(int64_t(rows * 2 * sizeof(C)), 0);
   DeviceArray gradient(int64_t(x.size() * sizeof(T)), out_offset);
-  // Of the value with its gradient.
+  // For the kernel that computes the value with its gradient.
   DeviceArray both_in(x, in_offset), both_out(int64_t(rows * sizeof(T)), 0);
   DeviceArray both_stats(int64_t(rows * 2 * sizeof(C)), 0);
   DeviceArray both_gradient(int64_t(x.size() * sizeof(T)), out_offset);
@@ -257,7 +257,7 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   const T *in_place = in.CopyToHost<T>(), *both_in_place = both_in.CopyToHost<T>();
   const size_t bytes = x.size() * sizeof(T);
   JOF_CHECK(std::memcmp(dx, in_place, bytes) == 0, "in place it differs");
-  if (in_offset == out_offset) {  // by the same kernel
+  if (in_offset == out_offset) {  // both calls use the same kernel
     JOF_CHECK(std::memcmp(both_dx, both_in_place, bytes) == 0, "in place it differs");
   }
   ForEachRow(p, [&](int64_t row, auto at) {
@@ -287,7 +287,7 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   });
 }
 
-// Scale and bias are of S, which is T or float.
+// Scale and bias have type S, which is T or float.
 template <typename T, typename S>
 void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vectors,
               int64_t in_offset, int64_t out_offset) {
@@ -351,7 +351,7 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
     const size_t at = r * n;
     long double mean = 0, square = 0;
     double largest = 0, deviation = 0;
-    // From the first element on: exact where all are the same.
+    // The mean relative to the first element, which is exact if all elements are equal.
     const double origin = Value(normed[at]);
     for (size_t j = 0; j < n; ++j)
       mean += (Value(normed[at + j]) - origin) / static_cast<long double>(n);
@@ -363,7 +363,7 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
       deviation = std::max(deviation, std::abs(d));
     }
     const double rstd = 1 / std::sqrt(double(square) + kNormEpsilon);
-    // What the mean may be off by: in f32 by rounding errors of what is left of x without it.
+    // The scale of the mean's rounding errors: in f32 that of the deviations, otherwise that of x.
     const double slack = !center ? 0 : (sizeof(T) == 4 ? deviation : largest) * rstd;
     long double first = 0, second = 0;
     double first_terms = 0, second_terms = 0;
@@ -406,7 +406,7 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
   }
 }
 
-// Images of {images, pixels, channels}; `parts` of the scratch for each.
+// The problem's dimensions are {images, pixels, channels}; scratch has `parts` parts per image.
 template <typename T>
 void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool silu,
                    int64_t in_offset, int64_t out_offset) {
@@ -415,7 +415,7 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
   constexpr double kNormEpsilon = 1e-5;
   Begin<T>("group norm", p, in_offset, out_offset);
   const int64_t images = p.outer, pixels = p.n, channels = p.inner, width = channels / groups;
-  // Rows of MakeRows, which are of several kinds: an image is one of some kind.
+  // Each image is one row of MakeRows, so images are of several kinds.
   const auto x = MakeRows<T>({images, pixels * channels, 1}, unsigned(pixels), true);
   const auto dy = MakeRows<T>({1, images * pixels * channels, 1}, 0, true);
   const auto scale = MakeRows<S>({1, channels, 1}, 0, true);
@@ -470,7 +470,7 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
     const double rstd = 1 / std::sqrt(double(square) + kNormEpsilon);
     const double slack = (sizeof(T) == 4 ? deviation : largest) * rstd;
     double first = 0, second = 0, all = 0;
-    // What the activation's derivative makes of dy, and by how much it changes with its argument.
+    // dy times the activation's derivative; `moved` bounds the rounding error of its argument.
     const auto cotangent_of = [&](size_t at, size_t c, double* normal, double* moved) {
       *normal = double(Value(x[at]) - mean) * rstd;
       const double v = *normal * Value(scale[c]) + Value(bias[c]), share = 1 / (1 + std::exp(-v));
@@ -506,9 +506,10 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
   }
 }
 
-// Channels that fill packs alone, only with other pixels', and not at all; groups in several
-// packs and several in a pack; images that are held, and more of them than blocks run; tiles. Then
-// small images, of which a block has one or several, also in the gradient only.
+// A pixel's channels fill packs, fill packs only with other pixels, or do not fill packs. Groups
+// span several packs, or share one. Images are held, also more images than thread blocks, or
+// processed in tiles. Small images: a thread block has one or several, or several in the gradient
+// only.
 template <typename T>
 int64_t TestGroupNorms(bool brief) {
   struct Images {
@@ -583,7 +584,7 @@ int main(int argc, char**) {
   const bool brief = argc > 1;  // under compute-sanitizer
   std::atexit([] { std::fprintf(stderr, "ended with %s\n", at_work.c_str()); });
   int64_t launches = 0;
-  // Rows of elements that are not next to each other.
+  // Rows whose elements are strided.
   const std::vector<RowsProblem> strided = {{3, 5, 7},   {2, 33, 64},  {1, 1000, 24},
                                             {40, 12, 2}, {2, 300, 40}, {1, 3000, 16},
                                             {5, 1, 9},   {1, 64, 515}};
@@ -608,14 +609,14 @@ int main(int argc, char**) {
     launches += TestNorms<Half>(p, step) + TestNorms<BFloat16>(p, step);
     launches += TestNorms<float>(p, step) + TestNorms<double>(p, step);
   }
-  // 16-bit rows that consist of half packs, in arrays that begin where packs do and between.
+  // 16-bit rows that consist of half packs, in arrays that begin at a pack boundary or half-way.
   for (const int64_t n : {4, 12, 20, 36, 100, 1004, 4092}) {
     const RowsProblem p{n > 600 ? 9 : 37, n, 1};
     launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8);
     launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8);
   }
-  // Long rows: more of them than teams, whose packs begin at one place, at two and at every one.
-  // Of 76,800 the shared memory of a block is full, if there is a residual in f32.
+  // Long rows: more rows than teams, with row lengths that put the rows' starts at one, at two and
+  // at all offsets within a pack. Rows of 76,800 with an f32 residual fill a block's shared memory.
   for (const RowsProblem& p :
        {RowsProblem{300, 4104, 1}, RowsProblem{150, 12300, 1}, RowsProblem{400, 3083, 1},
         RowsProblem{5, 20001, 1}, RowsProblem{80, 20001, 1}, RowsProblem{3, 76800, 1},
@@ -623,8 +624,8 @@ int main(int argc, char**) {
     launches += TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
   }
   if (!brief) {
-    // Rows that threads have one each, more rows than teams, also of long rows, and rows that are
-    // too wide for a block or for a cluster.
+    // One row per thread, more rows than teams, including long rows, and rows that are too wide for
+    // a thread block or for a cluster.
     for (const RowsProblem& p :
          {RowsProblem{9001, 18, 1}, RowsProblem{9001, 33, 1}, RowsProblem{9001, 62, 1},
           RowsProblem{120000, 9, 1}, RowsProblem{17000, 100, 1}, RowsProblem{600, 4092, 1},

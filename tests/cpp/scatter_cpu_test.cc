@@ -1,7 +1,7 @@
 // sources: csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
 // The CPU kernels of scatters and gathers on pointers at every offset within 16 bytes that their
 // type allows, between guard zones that must stay untouched, with ids and orders that are out of
-// range or that break the promise of being sorted.
+// range, or unsorted although they are declared sorted.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -24,7 +24,7 @@ std::vector<int32_t> MakeIds(const Shape& s, Ids kind) {
   std::vector<int32_t> ids;
   for (int64_t b = 0; b < s.batch; ++b) {
     for (int64_t n = 0; n < s.rows; ++n) {
-      // From below the rows to beyond them.
+      // Ids from below 0 to beyond the rows.
       const int64_t sorted = n * (s.size + 2) / s.rows - 1;
       const int64_t one = n < 2 ? 0 : s.size / 2;
       const int64_t broken = (n * 7919 + b) % (2 * s.size + 3) - s.size;
@@ -41,7 +41,7 @@ T Make(int64_t value) {
   return Accumulator<T>::Store(static_cast<Compute<T>>(value));
 }
 
-// From 0 on where `is_natural`, else from -1 on.
+// 0, 1 or 2 if `is_natural`, otherwise -1, 0 or 1.
 int64_t Value(int64_t i, bool is_natural) { return (i * 7 + i / 13) % 3 - !is_natural; }
 
 int64_t Combined(Reducer reducer, int64_t a, int64_t b) {
@@ -63,7 +63,7 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
                                          : static_cast<int32_t>(s.rows - 1 - n));
   }
   const IndexRule rule{s.size, false, false};
-  // At every offset the same values, and the same result.
+  // All offsets use the same values, and expect the same result.
   std::vector<T> values, start, wanted;
   for (int64_t i = 0; i < s.batch * s.rows * inner; ++i) {
     values.push_back(Make<T>(Value(i, !is_signed)));
@@ -136,7 +136,7 @@ void TestScatter(const Shape& s, DType type, Ids kind, bool is_private, bool has
   }
 }
 
-// Without copies: all but sums and products of 16 bits.
+// Reductions without private copies: all except 16-bit sums and products.
 template <typename T>
 void TestInPlace(Shape s, DType type) {
   s.splits = 0;
@@ -161,7 +161,7 @@ void TestScatters(const Shape& s, DType type) {
       TestScatter<T>(s, type, kind, false, has_operand, false);
       if (s.batch == 1) TestScatter<T>(s, type, kind, false, has_operand, true);
     }
-    // Of floats and of signed integers with numbers below 0, of unsigned ones without.
+    // Floats and signed integers include negative values; unsigned integers do not.
     const bool has_sign = s.splits % 2 != 0 || sizeof(Compute<T>) != sizeof(T);
     for (const Reducer reducer : {Reducer::kMax, Reducer::kMin}) {
       TestScatter<T>(s, type, kind, true, true, false, reducer, has_sign);

@@ -1,8 +1,8 @@
 // The CUDA kernels of scatters and gathers on pointers at every offset within 16 bytes that their
 // type allows, between guard zones that must stay untouched, with ids and orders that are out of
-// range or that break the promise of being sorted. Needs a GPU; `make gpu-check` runs it. With the
-// argument `brief` a part of it: for compute-sanitizer. With `brief f16` that of one type, with
-// `brief gather` that of gathers: racecheck takes half a minute for a type.
+// range, or unsorted although they are declared sorted. Needs a GPU; `make gpu-check` runs it. The
+// argument `brief`, for compute-sanitizer, runs a part; `brief f16` runs that part for one type and
+// `brief gather` for gathers, because racecheck takes half a minute per type.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -21,14 +21,14 @@ T Make(int64_t value) {
   return Accumulator<T>::Store(static_cast<Compute<T>>(value));
 }
 
-// -0, which nothing may turn into 0 where nothing is added; 7 of integers.
+// The value of rows without updates: -0, which must not become +0, or 7 for integers.
 template <typename T>
 T Untouched() {
   if constexpr (std::is_integral_v<Compute<T>>) return T{7};
   return Accumulator<T>::Store(static_cast<Compute<T>>(-0.0));
 }
 
-// Small integers: their sums, whole or in part, are exact in every type.
+// Small integers, whose sums and partial sums are exact in every type.
 int64_t Value(int64_t i) { return (i * 7 + i / 13) % 3 - 1; }
 
 enum class Way { kSorted, kOrdered, kPrivate, kPrivateInOrder, kAtomic, kAtomicScratch };
@@ -49,7 +49,7 @@ struct Trial {
   bool is_signed;
 };
 
-// Of integers that all types hold; as unsigned ones negative ones are the greatest.
+// Combines integers that all types represent; compared as unsigned, negative integers are largest.
 int64_t Combined(const Trial& t, int64_t a, int64_t b) {
   const bool is_less = t.is_signed ? a < b : static_cast<uint64_t>(a) < static_cast<uint64_t>(b);
   switch (t.reducer) {
@@ -64,7 +64,7 @@ int64_t Combined(const Trial& t, int64_t a, int64_t b) {
 
 bool IsSorted(Way way) { return way == Way::kSorted || way == Way::kOrdered; }
 
-// Nothing hits the odd rows.
+// Odd rows get no updates.
 std::vector<int64_t> MakeIds(const Shape& s, const Trial& t) {
   std::vector<int64_t> ids;
   const int64_t even = (s.size + 1) / 2;
@@ -129,7 +129,7 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
     CHECK_CUDA(
         cudaMemcpy(out.data(), operand.data(), operand.size() * sizeof(T), cudaMemcpyHostToDevice));
   }
-  // Ids are packs of 16 bytes at some offsets only, too.
+  // Ids, too, form 16-byte packs only at some offsets.
   const int order_bytes = t.index_bytes == 8 ? 8 : 4;
   DeviceArray index(Stored(ids, t.index_bytes), t.in_offset / t.index_bytes * t.index_bytes);
   DeviceArray permutation(Stored(order, order_bytes), 0);
@@ -175,10 +175,10 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
   }
 }
 
-// So many rows are more than a thread each, which only atomics tell apart.
+// With this many updates a thread has more than one, which makes a difference only to atomics.
 constexpr int64_t kMany = 70000;
 
-// One trial for each way, kind of ids and pair of offsets; what else there is takes turns.
+// One trial for each way, kind of ids and pair of offsets; the other parameters cycle.
 template <typename T>
 void TestScatters(DType type) {
   const Shape shapes[] = {
@@ -194,7 +194,7 @@ void TestScatters(DType type) {
     for (const Way way : {Way::kSorted, Way::kOrdered, Way::kPrivate, Way::kPrivateInOrder,
                           Way::kAtomic, Way::kAtomicScratch}) {
       if (s.batch > 1 && way == Way::kOrdered) continue;
-      // Tables of a warp each and their tags must fit.
+      // The per-warp tables and their tags must fit into shared memory.
       const int64_t table = s.size * s.inner * 9;
       if (way == Way::kPrivateInOrder && table > kPrivateBytes) continue;
       for (const Ids kind : {Ids::kSpread, Ids::kHot, Ids::kOneRow, Ids::kDropped, Ids::kBroken}) {
@@ -225,7 +225,7 @@ void TestScatters(DType type) {
             } else {
               t.wrap = turn / 8 % 2 != 0;
               t.clip = turn / 16 % 2 != 0;
-              // What is out of range is a row then.
+              // Clipping would turn ids beyond the range into rows.
               if (t.clip && (kind == Ids::kDropped || s.rows == kMany)) t.clip = false;
             }
             TestScatter<T>(s, type, t);
@@ -239,7 +239,7 @@ void TestScatters(DType type) {
 
 // ---- one element at a time ----
 
-// Every thread adds to one element; of each three the middle one is left alone.
+// Every thread adds to one element, except to the middle one of every three.
 template <typename T>
 __global__ void AddToElements(T* base, int64_t length, int64_t times) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;

@@ -1,5 +1,5 @@
-// 16-bit conversions against an independent one through double arithmetic: widening for every
-// value, rounding at every value, at every midpoint between neighbours and just beside it.
+// Compares 16-bit conversions with independent ones in double arithmetic: widening for every value,
+// and rounding at every value, at every midpoint between adjacent values and next to it.
 #include "common/types.h"
 
 #include <cmath>
@@ -37,7 +37,7 @@ void TestType(int mantissa_bits, int exponent_bits) {
     JOF_CHECK(wide == value && std::signbit(wide) == std::signbit(value), "bits %x: %g, want %g",
               bits, wide, value);
     JOF_CHECK(round(value) == bits, "%g must round to itself", value);
-    // The next value away from zero, and the midpoint, which goes to the even one.
+    // The next value away from zero, and the midpoint, which rounds to even.
     if (std::isinf(value)) continue;
     const uint32_t next = bits + 1;
     double next_value = decode(next);

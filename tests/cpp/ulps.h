@@ -1,4 +1,4 @@
-// Comparing a function of f32 with the same in double.
+// Compares a function in f32 with the same function in double.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ inline double Ulps(double actual, double want) {
   return std::abs(actual - want) * std::ldexp(1.0, 24 - std::max(exponent, -125));
 }
 
-// Calls check(x) for every `stride`-th float between two of the same sign.
+// Calls check(x) for every `stride`-th float between two floats of the same sign.
 template <uint32_t stride, typename Check>
 void Sweep(float from, float to, Check&& check) {
   const uint32_t end = jof::FloatToBits(to);
@@ -29,7 +29,7 @@ void Sweep(float from, float to, Check&& check) {
   check(to);
 }
 
-// The function must be within so many ulp of want(double) between two floats of the same sign.
+// Checks the function's error in ulp, relative to want(double), between floats of the same sign.
 template <uint32_t stride, typename Function, typename Want>
 void Compare(const char* name, Function&& function, Want&& want, float from, float to,
              double bound) {

@@ -86,8 +86,8 @@ void TestBackward(const UpsampleProblem& p, DType type, T (*make)(int64_t),
   }
 }
 
-// Sums of two over all bit patterns of a 16-bit type, infinities, NaN and subnormals included: each
-// is rounded as common/types.h does it. `inner` chooses the kernel.
+// Sums of two elements, for all bit patterns of a 16-bit type, including infinities, NaN and
+// subnormals. Each sum must be rounded as in common/types.h. `inner` selects the kernel.
 template <typename T>
 void TestRounding(DType type, int64_t inner) {
   const int64_t size = 65536;
@@ -95,7 +95,7 @@ void TestRounding(DType type, int64_t inner) {
   std::vector<T> dy(2 * size), dx(size);
   for (int64_t i = 0; i < size; ++i) {
     dy[static_cast<size_t>(i)].bits = static_cast<uint16_t>(i);
-    // A second pattern whose exponent lies close to the first's; every 16th is a zero.
+    // The second term, whose exponent is close to the first's; every 16th is a zero.
     const int64_t other = i % 16 == 0 ? i & 0x8000 : i ^ ((i * 40503 >> 4) & 0x8fff);
     dy[static_cast<size_t>(size + i)].bits = static_cast<uint16_t>(other);
   }

@@ -8,7 +8,7 @@
 
 using namespace jof;
 
-// 0 reaches the kernels for many elements.
+// The threshold below which a problem counts as small; 0 selects the kernels for many elements.
 constexpr int64_t kFew[] = {0, kFewItems};
 
 void TestForward(const UpsampleProblem& p, int64_t element_bytes, int64_t in_offset,
@@ -51,8 +51,8 @@ void TestBackward(const UpsampleProblem& p, DType type, int64_t in_offset, int64
   }
 }
 
-// Runs TestBackward with both pointers at every offset, `step` bytes apart: once at the same one
-// (so that 0 and 0 reach the kernels for aligned arrays), once at opposite ones.
+// Runs TestBackward with the pointers at every `step`-th byte offset: both at the same offset (so
+// that 0 and 0 select the kernels for aligned arrays), then at opposite offsets.
 template <typename T>
 int64_t TestBackwardOffsets(const UpsampleProblem& p, DType type, int64_t step, T (*make)(double),
                             double (*value)(T)) {

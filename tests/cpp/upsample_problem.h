@@ -1,5 +1,5 @@
-// The upsampling problems that the C++ tests of both backends run, and the definition they compare
-// with.
+// The upsampling problems for the C++ tests of both backends, and the definition with which the
+// tests compare.
 #pragma once
 
 #include <vector>
@@ -31,7 +31,7 @@ void ForEachOutput(const jof::UpsampleProblem& p, const Visitor& visit) {
   }
 }
 
-// Sizes that reach every kernel, whole and ragged packs, up- and downscaling.
+// Sizes that select every kernel: whole and partial packs, up- and downscaling.
 inline std::vector<jof::UpsampleProblem> UpsampleProblems() {
   std::vector<jof::UpsampleProblem> problems;
   const int64_t sizes[][4] = {{2, 8, 4, 16},  {3, 16, 6, 32}, {2, 5, 4, 10},    {2, 8, 8, 32},
@@ -45,7 +45,7 @@ inline std::vector<jof::UpsampleProblem> UpsampleProblems() {
       }
     }
   }
-  problems.push_back({1, 2, 3, 5, 9000, 1, false});  // one source pixel owns more than a buffer
+  problems.push_back({1, 2, 3, 5, 9000, 1, false});  // a source pixel has more than a buffer holds
   problems.push_back({1, 2, 3, 4, 6, 5000, false});  // large pixels
   return problems;
 }

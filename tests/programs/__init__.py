@@ -1,6 +1,6 @@
-"""Programs as people write them, without a call of this package: what `accelerate` is for.
+"""Programs as users write them, without calls to this package: the targets of `accelerate`.
 
-Each is made from a size and the dtype that it computes in, and is traced without memory for it.
+Each is made from a size and a compute dtype, and can be traced without allocating its arrays.
 """
 
 import importlib
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Of the sizes "tiny", of tests; "small", of benchmarks on CPUs; and "full", on GPUs.
+# Sizes: "tiny" for tests, "small" for benchmarks on CPUs, "full" for benchmarks on GPUs.
 LARGE = ("graph_attention", "mesh_graph_net", "gpt2", "unet", "pic", "histogram", "vit")
 PLAIN = ("pic", "histogram")  # in 32 bits
 SCALE_FREE = ("graph_attention_scale_free", "mesh_graph_net_scale_free")  # in benchmarks only
-LAYERS = ("graph_attention", "mesh_graph_net", *SCALE_FREE)  # there with graph layers, too
+LAYERS = ("graph_attention", "mesh_graph_net", *SCALE_FREE)  # benchmarked with graph layers, too
 NAMES = (*LARGE, "nnx_gpt2", "equinox_mesh_graph_net")  # the last two are "tiny" or "small"
 
 
 class Program(NamedTuple):
-    """A step, and functions of a key that make what it takes."""
+    """A step, and functions that make its arguments from a key."""
 
     step: Callable[[Any, Any], tuple[Any, jax.Array]]  # (state, batch) -> (state, loss)
     state: Callable[[jax.Array], Any]
@@ -28,7 +28,7 @@ class Program(NamedTuple):
 def make(name: str, size: str, dtype: str = "bfloat16", layers: bool = False) -> Program:
     """The program of a name; raises ModuleNotFoundError if its library is not installed.
 
-    With graph layers it is of this package, takes and makes the same state, and has own batches.
+    With `layers`, it uses this package's graph layers: the state is the same, batches differ.
     """
     library, _, model = name.partition("_")
     if library in ("nnx", "equinox"):

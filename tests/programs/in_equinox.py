@@ -1,4 +1,4 @@
-"""A model in equinox, which maps layers of single rows over all of them."""
+"""A model in equinox, which maps single-row layers over all rows."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Networks of jraph, as it has them."""
+"""jraph's own networks."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""The graph networks of `in_linen` with this package's graph layers, from the same parameters.
+"""The graph networks of `in_linen` with this package's graph layers and the same parameters.
 
-Graphs bring an order of their edges, which is sorted once, not in each step.
+Graphs carry a sorted order of their edges, which is computed once, not in each step.
 """
 
 from functools import partial
@@ -15,14 +15,14 @@ from tests.programs import in_linen, training
 
 
 class Ends(NamedTuple):
-    """The nodes at one end of edges."""
+    """The nodes at one end of all edges, with their plan."""
 
     ids: jax.Array
     plan: jof.SegmentPlan
 
 
 def graph(key, nodes, **sizes):
-    """As that of `training`, with its order."""
+    """The graph of `training`, with the plans of its edge ends."""
     *features, senders, receivers, target = training.graph(key, nodes, **sizes)
     ends = (Ends(ids, jof.segment_plan(ids, nodes)) for ids in (senders, receivers))
     return *features, *ends, target
@@ -30,7 +30,7 @@ def graph(key, nodes, **sizes):
 
 @jax.custom_vjp
 def rows_of(table, ends):
-    """The rows of nodes at the ends of edges, of which the gradient is a sum by the plan."""
+    """The rows of nodes at the ends of edges; the gradient is a sum that uses the plan."""
     return table[ends.ids]
 
 
@@ -45,7 +45,7 @@ sums_of.defvjp(lambda x, ends: (sums_of(x, ends), ends), lambda ends, ct: (rows_
 
 
 class GraphAttention(nn.Module):
-    """Of each edge nothing is stored but its logits."""
+    """Stores nothing per edge except its logits."""
 
     heads: int
     dtype: Any
@@ -70,7 +70,7 @@ graph_attention = partial(in_linen.graph_attention, network=GraphAttentionNetwor
 
 
 class Dense(nn.Module):
-    """Multiplies the rows of nodes before edges read them: there are fewer, and nothing to join."""
+    """Multiplies node rows before edges read them: fewer rows, and no concatenation."""
 
     width: int
     dtype: Any

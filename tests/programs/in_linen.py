@@ -137,7 +137,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The table of words gives the logits, too."""
+    """GPT-2; the word embedding table also gives the logits."""
 
     vocabulary: int
     length: int
@@ -194,7 +194,7 @@ class ResidualBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    channels: tuple[int, ...]  # at the size of images, a half of it, and so on
+    channels: tuple[int, ...]  # at the images' resolution, half of it, and so on
     dtype: Any
 
     @nn.compact

@@ -1,6 +1,6 @@
-"""Scatters that people reported as slow, each in a few lines: functions of nothing but arrays.
+"""Scatters that users reported as slow in jax and openxla/xla issues, as short functions of arrays.
 
-Names are those of the issues of jax, and of openxla/xla where they say so.
+Names describe the pattern of an issue.
 """
 
 import jax
@@ -56,7 +56,7 @@ def resized_gradient(image):
 
 
 def arguments(name, scale=1, dtype=jnp.float32):
-    """Arrays for a function, which grow with `scale`."""
+    """Arrays for a function; their size grows with `scale`."""
     key = jax.random.key(len(name))
     n = 256 * scale
 

@@ -1,4 +1,4 @@
-"""Programs that need no library beside JAX, in 32 bits whatever models compute in."""
+"""Programs that need no library except JAX, always 32-bit whatever dtype models compute in."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the models share: random data, losses, and steps of adamw."""
+"""Code that the models share: random data, losses and AdamW steps."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ def trained(
     loss: Callable[[Any, Any], jax.Array],
     batch: Callable[[jax.Array], Any],
 ) -> Program:
-    """Steps that lower a loss of parameters and a batch."""
-    optimizer = optax.adamw(1e-4)  # at 1e-3 the losses of some explode, and rounding decides how
+    """A program whose steps minimize a loss of parameters and a batch."""
+    optimizer = optax.adamw(1e-4)  # at 1e-3 some losses explode, in a way that depends on rounding
 
     def start(key):
         params = init(key)
@@ -51,10 +51,10 @@ def text(key, batch, length, vocabulary):
 
 
 def graph(key, nodes, edges, width, scale_free=False):
-    """Features of nodes and of edges, the ends of edges in no order, a number for each node.
+    """Node features, edge features, senders and receivers in random order, a number per node.
 
-    All ends are equally likely, or node i is with the probability of i^(-1/2), as in graphs that
-    grow by preferential attachment (Barabasi and Albert, 1999).
+    Ends are uniform, or with `scale_free` node i has a probability proportional to i^(-1/2), as in
+    graphs that grow by preferential attachment (Barabasi and Albert, 1999).
     """
     keys = jax.random.split(key, 5)
     if scale_free:
