@@ -169,7 +169,8 @@ def test_scatter_add_equals_numpy_and_jnp(problem, options):
     assert_same = assert_same_values if scans else assert_same_bits
     if fit_32_bits(ids) and (size or not ids.size):  # jnp refuses ids where there are no rows
         expected = on_cpu(jax.jit(lambda: jnp.asarray(operand).at[ids].add(updates, mode=mode)))
-        assert_same(actual, expected)
+        # jaxlib 0.8.0 computes 0 + -0 as -0 for one 16-bit update that is promised to be in bounds.
+        assert_same_values(actual, expected)
     rows = oracle.named_rows(ids, size, wrap=True, clip=clips(mode))
     assert_same(actual, like_sums(oracle.scatter_add(operand, rows, updates), dtype))
 
