@@ -29,7 +29,7 @@ def contender(name: str, work: Work, sets: Sets, ours: Array) -> tuple[Contender
     if name == "torch.compile":
         torch.compiler.reset()  # compilations of earlier cases count towards a limit
         function = torch.compile(function, fullgraph=True, dynamic=False)
-    tensors: list[Any] = [
+    tensors: list[Any] = [  # without plans, which are not arrays
         [_to_torch(x) for x in arrays if isinstance(x, jax.Array)] for arrays in sets
     ]
     if work.torch_inputs is not None:

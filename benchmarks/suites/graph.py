@@ -147,15 +147,13 @@ def _work(op: str, kind: str, dtype: str, gradient: bool, nodes: int, edges: int
 
     def sample(args: Sequence[Any], out: Any) -> Any:
         wide = [x.astype(jnp.float64) if i in (0, 1, 5) else x for i, x in enumerate(args)]
-        return out, measured(in_order if kind == "hot" else jnp_form)(*wide)
+        return out, measured(jnp_form)(*wide)
 
-    forms = {"jnp": jnp_form, "jnp f32": in_float32(jnp_form), "jnp in order": in_float32(in_order)}
-    if gradient and kind == "hot":  # where the others take seconds
-        forms = {"jnp in order": forms["jnp in order"]}
-    if dtype == "float32":
-        forms.pop("jnp f32", None)
-    if kind == "sorted":
-        forms.pop("jnp in order")
+    forms = {"jnp": jnp_form}
+    if dtype != "float32":
+        forms["jnp f32"] = in_float32(jnp_form)
+    if kind != "sorted":
+        forms["jnp in order"] = in_float32(in_order)
     return Work(
         inputs,
         measured(ours),

@@ -82,8 +82,9 @@ inline bool DecodeOperand(ffi::AnyBuffer::Dimensions shape, ffi::AnyBuffer::Dime
     const int64_t kind = compiled_for[k];
     if (kind < 0 || kind >= kBroadcast + kMaxBroadcasts) return false;
     call->kinds[k] = static_cast<uint8_t>(kind);
-    if (kind >= kBroadcast)
+    if (kind >= kBroadcast) {
       return SetBroadcast(layout, static_cast<int>(kind - kBroadcast), k, call);
+    }
     return call->n == 0 || (kind == kArray ? layout.kind == kArray : layout.count == 1);
   }
   call->kinds[k] = static_cast<uint8_t>(layout.kind);
