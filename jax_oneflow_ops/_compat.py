@@ -399,10 +399,29 @@ def fill_of(value: Any) -> str | None:
     return None if found is None else found[1]
 
 
-def _operands(value: Any, *names: str) -> list[Any]:
+def operands_of(value: Any, *names: str) -> list[Any]:
     """The operands of the operation that made a value; none if it has none of these names."""
     op = getattr(value.owner, "operation", None)  # the owner of a function's argument is a block
     return [*op.operands] if op is not None and op.name in names else []
+
+
+def places_of(value: Any) -> list[int]:
+    """For each dimension that an array had before it was broadcast, that of the broadcast array."""
+    return [*value.owner.attributes["broadcast_dimensions"]]
+
+
+def gathers_whole_rows(value: Any) -> bool:
+    """Whether the gather that made a value reads rows of a table (N, *row) by indices (E, 1)."""
+    attributes, rank = value.owner.attributes, ir.ShapedType(value.type).rank
+    numbers = hlo.GatherDimensionNumbers(attributes["dimension_numbers"])
+    sizes = [1, *ir.ShapedType(value.type).shape[1:]]
+    table = [*ir.ShapedType(value.owner.operands[0].type).shape[1:]]
+    found = [
+        *([*numbers.offset_dims], [*numbers.collapsed_slice_dims], [*numbers.start_index_map]),
+        *([*numbers.operand_batching_dims], numbers.index_vector_dim),
+        *([*attributes["slice_sizes"]], table),
+    ]
+    return found == [[*range(1, rank)], [0], [0], [], 1, sizes, sizes[1:]]
 
 
 def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
@@ -411,8 +430,8 @@ def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
     "wrap": negative ids count from the end. "floor": negative ids are read as 0, as in
     `jnp.bincount`. None if indices were not made so.
     """
-    spread = _operands(indices, "stablehlo.broadcast_in_dim", "stablehlo.reshape")
-    parts = _operands(spread[0], "stablehlo.select") if spread else []
+    spread = operands_of(indices, "stablehlo.broadcast_in_dim", "stablehlo.reshape")
+    parts = operands_of(spread[0], "stablehlo.select") if spread else []
     if not parts:
         return None
     shape, order = [*ir.ShapedType(spread[0].type).shape], indices.owner.attributes
@@ -420,14 +439,17 @@ def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
     if places not in (None, [*range(len(shape))]):
         return None
     condition, wrapped, ids = parts  # ids < 0, ids + size, ids
-    compared, added = _operands(condition, "stablehlo.compare"), _operands(wrapped, "stablehlo.add")
+    compared, added = (
+        operands_of(condition, "stablehlo.compare"),
+        operands_of(wrapped, "stablehlo.add"),
+    )
     found = [*ir.ShapedType(indices.type).shape, *compared[:1], *added[:1]]
     if found != [*shape, 1, ids, ids]:
         return None
     is_negative = "LT" in str(condition.owner.attributes["comparison_direction"])
     if (is_negative, fill_of(compared[1]), fill_of(added[1])) != (True, "0", str(size)):
         return None
-    if called := _operands(ids, "func.call"):
+    if called := operands_of(ids, "func.call"):
         function = ctx.module_context.symbol_table[ids.owner.attributes["callee"].value]
         block, number = function.regions[0].blocks[0], ir.OpResult(ids).result_number
         if _is_larger_argument(block, number) and fill_of(called[1]) == "0":
@@ -438,10 +460,10 @@ def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
 def _is_larger_argument(block: Any, number: int) -> bool:
     """Whether a result of a function is the maximum of its two arguments, the first unchanged."""
     *_, end = block.operations
-    pair = _operands(end.operands[number], "stablehlo.maximum")
+    pair = operands_of(end.operands[number], "stablehlo.maximum")
     found = []
     for value in pair:
-        while before := _operands(value, "stablehlo.convert", "stablehlo.broadcast_in_dim"):
+        while before := operands_of(value, "stablehlo.convert", "stablehlo.broadcast_in_dim"):
             (value,) = before
         found.append(value)
     arguments = [*block.arguments]
@@ -468,7 +490,7 @@ def as_handles(values: Sequence[Any]) -> list[Any]:
 
 def call_behind(handle: Any, target: str) -> Any:
     """The call of an FFI target that made a handle in the block that is being lowered, or None."""
-    for value in _operands(handle, "stablehlo.reshape"):
+    for value in operands_of(handle, "stablehlo.reshape"):
         call = getattr(value.owner, "operation", None)
         if call is not None and call.name == "stablehlo.custom_call":
             is_here = call.block == ir.InsertionPoint.current.block

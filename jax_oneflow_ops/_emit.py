@@ -133,6 +133,21 @@ def _aval(shape: tuple[int, ...], dtype: Any) -> jax.core.ShapedArray:
     return jax.core.ShapedArray(shape, dtype)
 
 
+def aval_of(value: Any) -> jax.core.ShapedArray | None:
+    """The shape and dtype of a value of MLIR; None if it has variable sizes or a dtype of jax's."""
+    kind = ir.ShapedType(value.type)
+    dtype = _DTYPES.get(str(kind.element_type))
+    return _aval((*kind.shape,), dtype) if dtype is not None and kind.has_static_shape else None
+
+
+_DTYPES = {
+    **{"bf16": jax.numpy.dtype("bfloat16"), "i1": np.dtype("bool")},
+    **{f"f{n}": np.dtype(f"float{n}") for n in (16, 32, 64)},
+    **{f"i{n}": np.dtype(f"int{n}") for n in (8, 16, 32, 64)},
+    **{f"ui{n}": np.dtype(f"uint{n}") for n in (8, 16, 32, 64)},
+}
+
+
 def _shape(*args: Any) -> tuple[int, ...]:
     """The shape that arrays broadcast to."""
     first, *others = [x.shape for x in args if isinstance(x, Array)]

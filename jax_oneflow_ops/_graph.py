@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat, _primitive, _scatter
+from jax_oneflow_ops import _compat, _emit, _primitive, _scatter
 from jax_oneflow_ops._indexing import Indexing
 from jax_oneflow_ops._primitive import bind
 
@@ -272,22 +272,34 @@ def _message_sum_native(
     platform: str, *args: Any, num_segments: int, drops_senders: bool, **_: Any
 ) -> jax.Array:
     senders, receivers, order, keys, *_order, table, weights = args
-    heads, width = table.shape[1:]
-    shape, wide = (num_segments, heads, width), compute_dtype(table.dtype)
+    shape = (num_segments, *table.shape[1:])
     if senders.size == 0 or 0 in shape:
         return jnp.zeros(shape, table.dtype)
-    if weights.ndim != 2:  # none
-        weights = jnp.zeros((0, heads), table.dtype)
     if order.shape != senders.shape:  # unknown, or the order of all edges instead of this shard's
         order, keys = order_of(receivers, num_segments, None)
-    columns = heads * width
+    sources, own = read(senders, drops_senders), weights if weights.ndim == 2 else None
+    result: jax.Array = sum_of_rows(platform, table, own, sources, keys, order, num_segments)
+    return result
+
+
+def sum_of_rows(
+    platform: str, table: Any, weights: Any, sources: Any, keys: Any, order: Any, segments: int
+) -> Any:
+    """Calls the kernel of message sums, see csrc/ffi/segments.h. Weights and order may be None."""
+    heads, width = table.shape[1:]
+    xp, wide = table.__array_namespace__(), compute_dtype(table.dtype)
     wave = WAVE if table.dtype.itemsize != 4 else WAVE * 4 // 3  # more blocks fit
-    scratch = (chunks(platform, senders.size, wave), 2, columns)
-    call = jax.ffi.ffi_call(
+    scratch = (chunks(platform, sources.size, wave), 2, heads * width)
+    result, _ = _emit.ffi_call(
         "jof_message_sum",
-        (jax.ShapeDtypeStruct(shape, table.dtype), jax.ShapeDtypeStruct(scratch, wide)),
+        [
+            jax.ShapeDtypeStruct((segments, heads, width), table.dtype),
+            jax.ShapeDtypeStruct(scratch, wide),
+        ],
+        table,
+        xp.zeros((0, heads), table.dtype) if weights is None else weights,
+        *(sources, keys, xp.zeros(0, jnp.int32) if order is None else order),
     )
-    result: jax.Array = call(table, weights, read(senders, drops_senders), keys, order)[0]
     return result
 
 
@@ -299,9 +311,18 @@ def _edge_dot_native(
     if 0 in (*shape, *a.shape, *b.shape):
         return jnp.zeros(shape, dtype)
     if order.shape != senders.shape:
-        order, keys = jnp.zeros(0, jnp.int32), receivers
-    call = jax.ffi.ffi_call("jof_edge_dot", jax.ShapeDtypeStruct(shape, dtype))
-    result: jax.Array = call(a, b, keys, read(senders, drops_senders), order)
+        order, keys = None, receivers
+    result: jax.Array = dots_of_rows(a, b, keys, read(senders, drops_senders), order, dtype)
+    return result
+
+
+def dots_of_rows(a: Any, b: Any, keys: Any, b_ids: Any, order: Any, dtype: Any) -> Any:
+    """Calls the kernel of edge dots, see csrc/ffi/segments.h. The order may be None."""
+    no_order = a.__array_namespace__().zeros(0, jnp.int32)
+    shape = jax.ShapeDtypeStruct((b_ids.size, a.shape[1]), dtype)
+    (result,) = _emit.ffi_call(
+        *("jof_edge_dot", [shape], a, b, keys, b_ids, no_order if order is None else order)
+    )
     return result
 
 

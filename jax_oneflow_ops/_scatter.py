@@ -329,27 +329,53 @@ def _sort_and_sum(
     """Sorts ids and sums: the ids of all problems as one problem, or shared ids once."""
     flat = p.flat()
     updates = updates.reshape(flat.batch, flat.updates, p.inner)
-    long = not p.has_known_sizes() or max(flat.updates, flat.rows) >= _INT32_MAX
-    with jax.enable_x64(True) if long else contextlib.nullcontext():
-        xp = ids.__array_namespace__()
-        # The number of problems whose ids are sorted together.
-        together = 1 if flat is p else p.batch
-        ids = xp.broadcast_to(ids.astype(jnp.int64 if long else ids.dtype), (together, p.updates))
-        order, index = None, jnp.int64 if long else jnp.int32
-        if p.platform == "cpu" and p.has_known_sizes():
-            keys, order = sort_on_cpu(ids, p.rows, indexing)
-        else:
-            keys = _sort_keys(ids, p.rows, indexing)
+    with _wide_ids(flat):
+        order: Any
+        if p.is_element() and not (p.platform == "cpu" and p.has_known_sizes()):
             # Single elements are sorted along with their ids. For rows, the row numbers are.
-            rows = updates.reshape(-1) if p.is_element() else xp.arange(flat.updates, dtype=index)
-            keys, rows = _emit.sort_pairs(keys, rows)
-            if p.is_element():
-                updates = rows.reshape(updates.shape)
-            else:
-                order = rows
-            if keys.dtype != jnp.uint16 or p.platform == "cpu":
-                keys = keys.astype(index)
+            keys = _sort_keys(_of_each(p, ids), p.rows, indexing)
+            keys, values = _emit.sort_pairs(keys, updates.reshape(-1))
+            keys, order, updates = _as_read(p, keys), None, values.reshape(updates.shape)
+        else:
+            keys, order = sort_rows(p, ids, indexing)
         return call(updates, keys.reshape(1, -1), order=order)
+
+
+def sort_rows(p: _scatter_policy.Problem, ids: Any, indexing: Indexing) -> tuple[Any, Any]:
+    """Sorts the ids of all problems, or shared ids once: the row of each, and its number."""
+    flat = p.flat()
+    with _wide_ids(flat):
+        ids = _of_each(p, ids)
+        if p.platform == "cpu" and p.has_known_sizes():
+            return sort_on_cpu(ids, p.rows, indexing)
+        keys = _sort_keys(ids, p.rows, indexing)
+        numbers = ids.__array_namespace__().arange(flat.updates, dtype=_index(flat))
+        keys, numbers = _emit.sort_pairs(keys, numbers)
+        return _as_read(p, keys), numbers
+
+
+def _of_each(p: _scatter_policy.Problem, ids: Any) -> Any:
+    """The ids of the problems that are sorted together, in a dtype that can name all rows."""
+    flat = p.flat()
+    dtype = jnp.int64 if _index(flat) == jnp.int64 else ids.dtype
+    shape = (1 if flat is p else p.batch, p.updates)
+    return ids.__array_namespace__().broadcast_to(ids.astype(dtype), shape)
+
+
+def _as_read(p: _scatter_policy.Problem, keys: Any) -> Any:
+    """Sorted keys in a dtype that the kernels read."""
+    is_read = keys.dtype == jnp.uint16 and p.platform != "cpu"
+    return keys if is_read else keys.astype(_index(p.flat()))
+
+
+def _index(flat: _scatter_policy.Problem) -> Any:
+    is_long = not flat.has_known_sizes() or max(flat.updates, flat.rows) >= _INT32_MAX
+    return jnp.int64 if is_long else jnp.int32
+
+
+def _wide_ids(flat: _scatter_policy.Problem) -> contextlib.AbstractContextManager[Any]:
+    """A context in which ids can name all rows and updates."""
+    return jax.enable_x64(True) if _index(flat) == jnp.int64 else contextlib.nullcontext()
 
 
 def sort_on_cpu(ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:

@@ -21,10 +21,12 @@ from jax_oneflow_ops import (
     _checks,
     _compat,
     _emit,
+    _gathers,
     _native,
     _policy,
     _reference,
     _scatter,
+    _scatter_policy,
     _scatter_rows,
     _search,
 )
@@ -108,6 +110,7 @@ class _Choice:
     reason: str
     rows: _scatter_rows.Rows | None = None  # if it is swapped
     decision: _policy.Decision | None = None
+    message: _gathers.Message | None = None  # if it is swapped and its rows are in a table
     in_f32: bool = False  # if XLA computes it in float32
     selected: _scatter_rows.Rows | None = None  # if XLA selects single updates
 
@@ -129,8 +132,11 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         explanation = _explanation.get()
         is_fresh = _compat.fill_of(operand) in reduction.fills
         deterministic = scope == _DETERMINISTIC
-        choice = _choose(reduction, platform, ctx, params, is_fresh, deterministic, explanation)
         args = ctx, operand, indices, updates
+        rows = _find(ctx.avals_in, params)
+        message = _message(reduction, rows, ctx, updates) if is_fresh else None
+        call = reduction, rows, message, platform, ctx
+        choice = _choose(*call, is_fresh, deterministic, explanation)
         if choice.selected is not None:
             one = _same(_selected, rows=choice.selected, negative=reduction.negative)
             results = _lower(one, *args)
@@ -138,6 +144,9 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
             results = _in_f32(rule, lax.sub if reduction.negative else lax.add, *args, **params)
         elif choice.rows is None:
             results = rule(*args, **params)
+        elif choice.message is not None:
+            (inner, _, ids, _), read = _as_written(choice.rows, is_fresh, *args)
+            results = _gathers.lower_sum(choice.message, inner, ids, choice.rows, platform, read)
         else:
             how: dict[str, Any] = {
                 "rows": choice.rows,
@@ -201,6 +210,39 @@ def _is_emitted(ctx: Any) -> bool:
     as arguments, so these calls are traced.
     """
     return ctx.avals_in[1].dtype in (jnp.int32, jnp.int64) and _compat.has_known_sizes(ctx)
+
+
+_AT_EDGES = "a kernel reads the rows in their table: no array has one for each edge"
+
+
+def _message(
+    reduction: _Reduction, rows: _scatter_rows.Rows | str, ctx: Any, updates: Any
+) -> _gathers.Message | None:
+    """The messages that a scatter sums into zeros, if that is what it does."""
+    is_sum = reduction.reducer == "add" and not reduction.negative
+    if isinstance(rows, str) or not is_sum or not _is_emitted(ctx):
+        return None
+    return _gathers.message_of(rows, ctx, updates)
+
+
+def _dots(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of sums over dimensions: swaps dot products of gathered rows."""
+
+    def lower(ctx: Any, operand: Any, **params: Any) -> Any:
+        pair = None
+        if _mode(ctx) in (_ON, _DETERMINISTIC) and not _why_no_kernels(ctx, platform):
+            pair = _gathers.pair_of(ctx, operand, params["axes"])
+        if pair is None or not (_is_asked_for() or pair.pays(platform)):
+            return rule(ctx, operand, **params)
+        results = _gathers.lower_dots(pair, ctx)
+        explanation = _explanation.get()
+        if explanation is not None:
+            _compat.tag(results[0], _TAG, str(len(explanation.rows)))
+            row = _row(primitive.name, ctx, ctx.avals_in, True, _AT_EDGES)
+            explanation.rows.append((row, _key(primitive, ctx.avals_in)))
+        return results
+
+    return lower
 
 
 def _as_written(
@@ -403,9 +445,10 @@ def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
 
 def _choose(
     reduction: _Reduction,
+    rows: _scatter_rows.Rows | str,
+    message: _gathers.Message | None,
     platform: str,
     ctx: Any,
-    params: Any,
     is_fresh: bool,
     deterministic: bool,
     explanation: _Explanation | None,
@@ -415,13 +458,18 @@ def _choose(
         return _Choice(f"there is no kernel for {operand.dtype}")
     if reason := _why_no_kernels(ctx, platform):
         return _Choice(reason)
-    rows = _find(ctx.avals_in, params)
     if isinstance(rows, str):
         return _Choice(rows)
     if _is_asked_for():
-        return _Choice("asked for", rows)
+        return _Choice("asked for", rows, message=message)
     if is_fresh and _is_known(ctx.avals_in) and rows.single is not None:
         return _Choice("single updates: XLA selects them where it reads the sums", selected=rows)
+    if message is not None:
+        p = _gathers.problem_of(rows, platform, operand.dtype)
+        if deterministic or _scatter_policy.sums_messages(p):
+            return _Choice(_AT_EDGES, rows, message=message)
+        if platform == "cuda" and not p.is_rounded():
+            return _Choice("XLA reads the rows in their table and adds them with atomics")
     if not _compat.knows_shapes_of_shards(ctx):
         return _Choice("sharded: the partitioner decides what a device has", rows)
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):
@@ -531,6 +579,7 @@ def _problem(value: str) -> str | None:
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _searched)
+        _compat.replace_lowerings([lax.reduce_sum_p], _PLATFORMS, _dots)
         top_k = [lax.approx_top_k_p]
         _compat.replace_lowerings(top_k, _PLATFORMS, _without_metadata, has_kernels=False)
         if value.startswith(_DETERMINISTIC):
@@ -603,8 +652,10 @@ def accelerate(
     Inside, JAX's own scatters that add, subtract, multiply or take maxima or minima run as native
     kernels: those of `jax.ops.segment_sum` and its relatives, ``x.at[...].add``, `jnp.bincount` and
     `jnp.histogram`, and the gradients of lookups, as in embeddings, `jnp.take_along_axis` and
-    `jax.image.resize`. So do the searches of `jnp.searchsorted` and `jnp.digitize`. Outside,
-    nothing changes. :func:`explain` shows what is swapped in a program, what is not, and why.
+    `jax.image.resize`. So do the searches of `jnp.searchsorted` and `jnp.digitize`. Sums of
+    gathered rows, such as ``segment_sum(w[:, None] * x[senders], receivers)``, read the rows in
+    `x`, without an array that has a row for each edge. Outside, nothing changes. :func:`explain`
+    shows what is swapped in a program, what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 
@@ -808,8 +859,15 @@ def explain(
         if counts[i]
     ]
     chains = _chains_of(jaxpr, lowered_for) if _ONE_DEVICE in text else []
-    slow, named = _slow(jaxpr), {row.line for row in chains}
-    rows += [row for row in slow if row.reason != _CHAIN or row.line not in named]
+    of_chains = {row.line for row in chains}
+    of_edges = {(row.line, row.shapes[-1]) for row in rows if row.reason == _AT_EDGES}
+
+    def is_known(row: Row) -> bool:
+        if row.operation == "messages":
+            return (row.line, row.shapes[-1]) in of_edges
+        return row.reason == _CHAIN and row.line in of_chains
+
+    rows += [row for row in _slow(jaxpr) if not is_known(row)]
     return Report(platform or lowered_for, _merged([*rows, *chains]))
 
 
