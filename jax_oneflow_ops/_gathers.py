@@ -41,15 +41,31 @@ class Gathered:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Gathered rows, times weights of shape (E, *row[:heads]) or without weights."""
+    """What a scatter sums: gathered rows, times weights of shape (E, *row[:heads]) or without."""
 
+    scatter: _scatter_rows.Rows
+    dtype: Any
     rows: Gathered
     weights: Any = None
     heads: int = 0  # the number of dimensions of a row that weights have
 
-    @property
-    def values(self) -> list[Any]:
-        return [*self.rows.values, *([] if self.weights is None else [self.weights])]
+    def problem(self, platform: str) -> _scatter_policy.Problem:
+        """The sum as the policy knows it."""
+        return _problem(self.scatter, platform, self.dtype)
+
+    def lower(self, ctx: Any, indices: Any, platform: str, read: str) -> list[Any]:
+        """Lowers the sum. `read` says how to read ids: see `_compat.ids_of`."""
+        values = [*self.rows.values, *([] if self.weights is None else [self.weights])]
+        avals = [ctx.avals_in[1], *map(_aval, values)]
+        results = _emit.lower(
+            *(_sum_messages, ctx.replace(avals_in=avals), indices, *values),
+            rows=self.scatter,
+            platform=platform,
+            read=read,
+            heads=self.heads,
+            reads=len(self.rows.values),
+        )
+        return _compat.with_shardings_of_types(ctx, results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +81,17 @@ class Pair:
         edges, *row = self.products.shape
         dtype = _aval(self.first.table).dtype
         return _scatter_policy.multiplies_rows(platform, edges, math.prod(row), dtype)
+
+    def lower(self, ctx: Any) -> list[Any]:
+        """Lowers the dot products."""
+        values, (result,) = [*self.first.values, *self.second.values], ctx.avals_out
+        results = _emit.lower(
+            *(_dots, ctx.replace(avals_in=[*map(_aval, values)]), *values),
+            split=len(self.first.values),
+            kept=result.ndim - 1,
+            dtype=result.dtype,
+        )
+        return _compat.with_shardings_of_types(ctx, results)
 
 
 # ---- what a program computes ----
@@ -87,11 +114,11 @@ def message_of(rows: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message | No
     while (source := operands_of(value, "stablehlo.reshape")) and _shape(source[0])[:1] == [edges]:
         (value,) = source
     if found := _gathered(value):
-        return Message(found)
+        return Message(rows, table.dtype, found)
     factors = operands_of(value, "stablehlo.multiply")
     for one, other in (factors, factors[::-1]) if factors else ():
         if (found := _gathered(one)) and (weights := _broadcast(other)):
-            return Message(found, *weights)
+            return Message(rows, table.dtype, found, *weights)
     return None
 
 
@@ -166,27 +193,10 @@ def _aval(value: Any) -> Any:
 # ---- what it computes instead, on one device ----
 
 
-def problem_of(rows: _scatter_rows.Rows, platform: str, dtype: Any) -> _scatter_policy.Problem:
-    """The sum of messages of edges."""
+def _problem(rows: _scatter_rows.Rows, platform: str, dtype: Any) -> _scatter_policy.Problem:
     edges, *row = rows.updates_shape
     sizes = 1, edges, rows.count, math.prod(row)
     return _scatter_policy.Problem(platform, *sizes, dtype, is_sorted=rows.indices_are_sorted)
-
-
-def lower_sum(
-    message: Message, ctx: Any, indices: Any, rows: _scatter_rows.Rows, platform: str, read: str
-) -> list[Any]:
-    """Lowers the sum of messages. `read` says how to read ids: see `_compat.ids_of`."""
-    avals = [ctx.avals_in[1], *map(_aval, message.values)]
-    results = _emit.lower(
-        *(_sum_messages, ctx.replace(avals_in=avals), indices, *message.values),
-        rows=rows,
-        platform=platform,
-        read=read,
-        heads=message.heads,
-        reads=len(message.rows.values),
-    )
-    return _compat.with_shardings_of_types(ctx, results)
 
 
 def _sum_messages(
@@ -204,7 +214,7 @@ def _sum_messages(
     if rows.indices_are_sorted:
         keys, _ = indexing.resolved(ids, rows.count)
     else:
-        p = problem_of(rows, platform, values[0].dtype)
+        p = _problem(rows, platform, values[0].dtype)
         keys, order = _scatter.sort_rows(p, ids.reshape(1, -1), indexing)
     table, sources = _read(*values[:reads])
     row, weights = table.shape[1:], values[reads:]
@@ -219,18 +229,6 @@ def _sum_messages(
         rows.count,
     )
     return result.reshape(rows.shape)
-
-
-def lower_dots(pair: Pair, ctx: Any) -> list[Any]:
-    """Lowers the dot products of rows at both ends of edges."""
-    values, (result,) = [*pair.first.values, *pair.second.values], ctx.avals_out
-    results = _emit.lower(
-        *(_dots, ctx.replace(avals_in=[*map(_aval, values)]), *values),
-        split=len(pair.first.values),
-        kept=result.ndim - 1,
-        dtype=result.dtype,
-    )
-    return _compat.with_shardings_of_types(ctx, results)
 
 
 def _dots(*values: Any, split: int, kept: int, dtype: Any) -> Any:

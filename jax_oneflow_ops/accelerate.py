@@ -11,7 +11,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from jax_oneflow_ops import (
     _checks,
     _compat,
     _emit,
-    _gathers,
     _native,
     _policy,
     _reference,
@@ -31,6 +30,9 @@ from jax_oneflow_ops import (
     _search,
 )
 from jax_oneflow_ops._report import Report, Row, bytes_text
+
+if TYPE_CHECKING:
+    from jax_oneflow_ops import _gathers
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLATFORMS = ("cpu", "cuda")
@@ -110,7 +112,7 @@ class _Choice:
     reason: str
     rows: _scatter_rows.Rows | None = None  # if it is swapped
     decision: _policy.Decision | None = None
-    message: _gathers.Message | None = None  # if it is swapped and its rows are in a table
+    message: "_gathers.Message | None" = None  # if it is swapped and its rows are in a table
     in_f32: bool = False  # if XLA computes it in float32
     selected: _scatter_rows.Rows | None = None  # if XLA selects single updates
 
@@ -146,7 +148,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
             results = rule(*args, **params)
         elif choice.message is not None:
             (inner, _, ids, _), read = _as_written(choice.rows, is_fresh, *args)
-            results = _gathers.lower_sum(choice.message, inner, ids, choice.rows, platform, read)
+            results = choice.message.lower(inner, ids, platform, read)
         else:
             how: dict[str, Any] = {
                 "rows": choice.rows,
@@ -217,11 +219,13 @@ _AT_EDGES = "a kernel reads the rows in their table: no array has one for each e
 
 def _message(
     reduction: _Reduction, rows: _scatter_rows.Rows | str, ctx: Any, updates: Any
-) -> _gathers.Message | None:
+) -> "_gathers.Message | None":
     """The messages that a scatter sums into zeros, if that is what it does."""
     is_sum = reduction.reducer == "add" and not reduction.negative
     if isinstance(rows, str) or not is_sum or not _is_emitted(ctx):
         return None
+    from jax_oneflow_ops import _gathers  # imported lazily: few programs need it
+
     return _gathers.message_of(rows, ctx, updates)
 
 
@@ -231,10 +235,12 @@ def _dots(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
     def lower(ctx: Any, operand: Any, **params: Any) -> Any:
         pair = None
         if _mode(ctx) in (_ON, _DETERMINISTIC) and not _why_no_kernels(ctx, platform):
+            from jax_oneflow_ops import _gathers  # imported lazily: few programs need it
+
             pair = _gathers.pair_of(ctx, operand, params["axes"])
         if pair is None or not (_is_asked_for() or pair.pays(platform)):
             return rule(ctx, operand, **params)
-        results = _gathers.lower_dots(pair, ctx)
+        results = pair.lower(ctx)
         explanation = _explanation.get()
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
@@ -446,7 +452,7 @@ def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
 def _choose(
     reduction: _Reduction,
     rows: _scatter_rows.Rows | str,
-    message: _gathers.Message | None,
+    message: "_gathers.Message | None",
     platform: str,
     ctx: Any,
     is_fresh: bool,
@@ -465,7 +471,7 @@ def _choose(
     if is_fresh and _is_known(ctx.avals_in) and rows.single is not None:
         return _Choice("single updates: XLA selects them where it reads the sums", selected=rows)
     if message is not None:
-        p = _gathers.problem_of(rows, platform, operand.dtype)
+        p = message.problem(platform)
         if deterministic or _scatter_policy.sums_messages(p):
             return _Choice(_AT_EDGES, rows, message=message)
         if platform == "cuda" and not p.is_rounded():
