@@ -13,7 +13,8 @@ The choice for a call is a weighted vote of all cases of its family. A case whos
 equal the call's has weight 1. Each part of the kind that differs divides the weight by ten. A size
 that differs by a factor of `ALIKE` does the same; the exponent grows with the square of the
 logarithm of that factor. The weights of all cases of other kinds sum to at most `OTHERS`. A call
-that moves more bytes than any case is treated as if it moved as many as the largest case.
+that moves more bytes than any case is treated as if it moved as many as the largest case. Cases of
+other devices of the same platform have `ELSEWHERE` times the weight.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-ALIKE, OTHERS = 16, 1.0
+ALIKE, OTHERS, ELSEWHERE = 16, 1.0, 0.3
 GAIN = 1.05
 """Kernels run if the mean gain is larger than this."""
 NOTHING = 0.1
@@ -110,15 +111,22 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
     device, table = _table(platform, device_kind)
     if table is None:
         return Decision(call, "native", f"no device of the platform {platform} was measured")
-    cases = _weighted(call, table["cases"])
+    own = _weighted(call, table["cases"])
+    elsewhere = (
+        case
+        for name, other in tables().items()
+        if other["platform"] == platform and name != device
+        for case in _weighted(call, other["cases"])
+    )
+    cases = own + [(ELSEWHERE * weight, *rest) for weight, *rest in elsewhere]
     if not cases:
         return Decision(call, "native", f"no such call was measured on {device}")
     loss = LOSS_OF_SUMS if call.kind[0] == "sum" else LOSS
     total = sum(weight for weight, *_ in cases)
     gain = sum(weight * _worth(loss, *times) for weight, _, *times in cases) / (NOTHING + total)
-    # The reported speed and times come from the nearest cases only.
-    enough = max(cases)[0] / 20
-    near = [case for case in cases if case[0] >= enough]
+    # The reported speed and times come from the nearest cases of this device only.
+    enough = max(own or cases)[0] / 20
+    near = [case for case in own or cases if case[0] >= enough]
     native, xla = (_mean((case[0], case[i] / case[1]) for case in near) for i in (2, 3))
     least = min(xla / native for _, _, native, xla, _ in near)
     speed = f"{xla / native:.2f}x as fast as XLA, {least:.2f}x in the worst case"

@@ -493,7 +493,8 @@ def norm_vjp(
     rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + epsilon)
     normalized, dy = centred * rstd, _wide(ct)
     g = dy if scale is None else dy * scale.astype(dy.dtype)
-    dx = g - normalized * (g * normalized).mean(-1, keepdims=True)
+    # The mean of g * centred does not wait for rstd, so XLA computes it with the mean of squares.
+    dx = g - normalized * (rstd * (g * centred).mean(-1, keepdims=True))
     dx = (dx - g.mean(-1, keepdims=True) if center else dx) * rstd
     dx = dx if of_sum is None else dx + _wide(of_sum)
     rows = tuple(range(x.ndim - 1))

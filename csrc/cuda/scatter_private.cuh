@@ -33,8 +33,9 @@ namespace private_sums {
 
 constexpr int kThreads = 1024, kWarp = 32;
 // At least kHot lanes with the same target are worth combining. After a search that finds none, the
-// next search is kRarely rounds later.
-constexpr int kHot = 3, kRarely = 8;
+// next search is a round later, then two, and so on up to kRarely: a search takes as long as the
+// additions of a round.
+constexpr int kHot = 3, kRarely = 32;
 // Elements that a thread takes at once: fewer if elements or ids have 8 bytes, to fit in registers.
 template <typename T, typename Index>
 constexpr int kItemsOf = sizeof(T) == 8 || sizeof(Index) == 8 ? 4 : 8;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Sum* const table = tables + (kInOrder ? warp * p.outputs : threadIdx.x & (p.tables - 1));
   unsigned* const masks =
       reinterpret_cast<unsigned*>(tables + p.outputs * p.tables) + warp * p.outputs;
-  int until_hot = 0;
+  int until_hot = 0, pause = 1;
   // If several lanes have the same first target, adds up all values of the warp for that target.
   // Returns whether there was such a target.
   const auto combine_hot = [&](int(&target)[kItems], const Sum(&value)[kItems]) {
@@ -114,12 +115,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     } else {
-      // The search for hot targets takes a tenth of the time, so it is not done in each round if
-      // there are none. Integer additions are not loops, and with 32 tables lanes do not conflict,
-      // so these need no search.
+      // Integer additions are not loops, and with 32 tables lanes do not conflict, so these need no
+      // search for hot targets.
       if constexpr (!std::is_integral_v<Sum>) {
-        if (p.tables < kWarp && --until_hot <= 0 && !combine_hot(target, value)) {
-          until_hot = kRarely;
+        if (p.tables < kWarp && --until_hot <= 0) {
+          pause = combine_hot(target, value) ? 0 : min(2 * pause + 1, kRarely);
+          until_hot = pause;
         }
       }
 #pragma unroll
@@ -127,6 +128,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (target[i] >= 0) reduction.AtomicCombine(table, target[i] * p.tables, 0, value[i]);
       }
     }
+  };
+  // Most ids are rows as they are. Resolving others takes 64-bit arithmetic.
+  const bool is_plain = !rule.wrap && !rule.clip;
+  const auto size = static_cast<std::make_unsigned_t<Index>>(rule.size);
+  const auto resolve = [&](Index id) {
+    const auto row = static_cast<std::make_unsigned_t<Index>>(id);
+    return is_plain ? (row < size ? static_cast<int>(row) : -1)
+                    : static_cast<int>(rule.Resolve(id));
   };
   int target[kItems];
   Sum sum[kItems];
@@ -174,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       fetch(e + step);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        target[i] = static_cast<int>(rule.Resolve(id[i / kIdPack].elem[i % kIdPack]));
+        target[i] = resolve(id[i / kIdPack].elem[i % kIdPack]);
         sum[i] = reduction.Load(value[i / kPack].elem[i % kPack]);
       }
       add(target, sum);
@@ -185,9 +194,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int k = 0; k < kItems; ++k) {
       const int64_t i = e + k * kWarp + lane;
       uint64_t d = 0;
-      int64_t id = -1;
-      if (i < end) id = rule.Resolve(ids[kIsElement ? i : p.by_inner.DivMod(i, &d)]);
-      target[k] = id < 0 ? -1 : static_cast<int>(id) * p.inner + static_cast<int>(d);
+      int row = -1;
+      if (i < end) row = resolve(ids[kIsElement ? i : p.by_inner.DivMod(i, &d)]);
+      target[k] = row < 0 ? -1 : row * p.inner + static_cast<int>(d);
       sum[k] = i < end ? reduction.Load(updates[p.one_update ? 0 : i]) : reduction.Identity();
     }
     add(target, sum);
@@ -250,6 +259,20 @@ __global__ void __launch_bounds__(kThreads)
   result[t] = reduction.Finish(has_operand, has_operand ? result[t] : T{}, sum);
 }
 
+// The same for few parts: a thread adds up each output.
+constexpr int kFewParts = 8;
+
+template <typename R, typename T = typename R::Element, typename Sum = typename R::Value>
+__global__ void __launch_bounds__(kBlockSize)
+    SumFewPartsKernel(R reduction, int parts, int64_t outputs, bool has_operand,
+                      const Sum* __restrict__ sums, T* __restrict__ result) {
+  const int64_t t = ItemIndex<int64_t>();
+  if (t >= outputs) return;
+  Sum sum = reduction.Identity();
+  for (int p = 0; p < parts; ++p) sum = reduction.Combine(sum, sums[p * outputs + t]);
+  result[t] = reduction.Finish(has_operand, has_operand ? result[t] : T{}, sum);
+}
+
 template <bool kInOrder, typename Index, typename R>
 cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t stream) {
   using T = typename R::Element;
@@ -290,11 +313,16 @@ cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t strea
       static_cast<Sum*>(a.scratch), a.has_operand(), static_cast<T*>(a.result));
   if (parts == 1) return cudaGetLastError();
   const int64_t outputs = p.batch * tables.outputs;
+  const auto* const sums = static_cast<const Sum*>(a.scratch);
+  if (parts <= kFewParts) {
+    return LaunchItems(SumFewPartsKernel<R>, outputs, stream, reduction, static_cast<int>(parts),
+                       outputs, a.operand != nullptr, sums, static_cast<T*>(a.result));
+  }
   const int64_t warps = parts < kThreads / kWarp ? parts : kThreads / kWarp;
   SumPartsKernel<R>
       <<<static_cast<unsigned>((outputs + kWarp - 1) / kWarp), static_cast<unsigned>(warps * kWarp),
          0, stream>>>(reduction, static_cast<int>(parts), outputs, a.operand != nullptr,
-                      static_cast<const Sum*>(a.scratch), static_cast<T*>(a.result));
+                      sums, static_cast<T*>(a.result));
   return cudaGetLastError();
 }
 
