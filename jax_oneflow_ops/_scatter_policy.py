@@ -132,11 +132,14 @@ CPU_IN_PLACE_BYTES = 1024
 CPU_RUN = 64
 # The length of a chunk: consecutive positions of sorted ids that one worker sums. On CUDA, a chunk
 # of single elements is what the kernel takes at once. Rows are split into at most ROW_CHUNKS chunks
-# (two for each block that runs at a time) of about ROW_CHUNK rows or more.
+# (two for each block that runs at a time) of about ROW_CHUNK rows or more. Rows of at most
+# SHORT_BYTES get more chunks, of at most SHORT_CHUNK rows: a thread sums consecutive rows, and
+# neighbouring threads should read from the same cache lines.
 CPU_CHUNK = 1024
 ELEMENT_CHUNK = 4096
 ROW_CHUNKS = 1024
 ROW_CHUNK = 128
+SHORT_BYTES, SHORT_CHUNK = 32, 2048
 # The most counters per key that a counting sort may have. Beyond it a comparison sort is faster.
 CPU_COUNTERS_PER_KEY = 4
 # Sums of gathered rows. The kernel of message sums reads rows in their table, but it needs sorted
@@ -282,7 +285,10 @@ def _chunks(p: Problem) -> tuple[int, ...]:
     if p.platform == "cpu" or p.is_element():
         chunks = -(-p.updates // (CPU_CHUNK if p.platform == "cpu" else ELEMENT_CHUNK))
     elif isinstance(p.updates, int) and isinstance(p.batch, int):
-        chunks = min(-(-ROW_CHUNKS // p.batch), -(-p.updates // ROW_CHUNK))
+        most = -(-ROW_CHUNKS // p.batch)
+        if p.inner * int(p.dtype.itemsize) <= SHORT_BYTES:
+            most = max(most, p.updates // SHORT_CHUNK)
+        chunks = min(most, -(-p.updates // ROW_CHUNK))
     else:
         chunks = ROW_CHUNKS
     return (p.batch, chunks, 2, p.inner)

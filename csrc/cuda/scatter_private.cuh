@@ -9,6 +9,12 @@
 // combines the values that several of its lanes add to one sum: 15M bf16 into 27,112 sums, half of
 // them into one, take 62 us instead of 1500.
 //
+// The loops bind where only few tables fit. 64 problems of 1M bf16 into 4096 sums, by the same ids,
+// take 178 us on an H100 with 8 tables: 15 cycles for each warp's addition. Two other designs were
+// no faster: sums of two problems in 64-bit words, with half as many loops (173 us), and tiles of
+// updates whose positions were sorted by id before, so that a thread adds up its run of equal ids
+// first (144 to 189 us, to which the sort adds).
+//
 // If results must have the same bits on every run, each warp has its own table, and lanes that add
 // to the same word take turns. Each word has a mask in which these lanes set their bits, so that
 // each lane can tell its turn. Setting a bit is one instruction, which is cheaper than comparing
@@ -321,8 +327,8 @@ cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t strea
   const int64_t warps = parts < kThreads / kWarp ? parts : kThreads / kWarp;
   SumPartsKernel<R>
       <<<static_cast<unsigned>((outputs + kWarp - 1) / kWarp), static_cast<unsigned>(warps * kWarp),
-         0, stream>>>(reduction, static_cast<int>(parts), outputs, a.operand != nullptr,
-                      sums, static_cast<T*>(a.result));
+         0, stream>>>(reduction, static_cast<int>(parts), outputs, a.operand != nullptr, sums,
+                      static_cast<T*>(a.result));
   return cudaGetLastError();
 }
 

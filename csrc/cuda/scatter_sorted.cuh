@@ -108,6 +108,11 @@ __device__ void FillMissing(const SortedScatter<R, Index>& s, uint64_t first,
   }
 }
 
+// Rows of at most this many bytes are all cleared before the sums, if there is no operand. To look
+// up which of them no id names takes as long as writing 200 bytes a row: of 1.9M rows of 8 bf16, a
+// fifth of them named, it took 130 of 142 us on an H100.
+constexpr int64_t kClearedBytes = 128;
+
 // For rows of more than one element. A block sums a slice of the columns over one chunk. It
 // consists of groups of `lanes` threads, with one pack of columns per thread. Each group sums
 // group_rows consecutive rows and loads kUnroll of them at a time. Runs that cross groups are
@@ -115,7 +120,8 @@ __device__ void FillMissing(const SortedScatter<R, Index>& s, uint64_t first,
 struct RowBlocks {
   int lanes, group_rows;
   FastDivider<uint64_t> by_slices, by_chunks;
-  // If there is no operand, the first blocks write zeros to the rows that no id names.
+  // If there is no operand and rows are long, the first blocks write zeros to those that no id
+  // names.
   unsigned fill_blocks;
   FastDivider<uint64_t> by_size;
   uint64_t targets;
@@ -478,7 +484,12 @@ cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<R, Index>& s,
   blocks.group_rows = static_cast<int>((s.chunk_rows + groups - 1) / groups);
   blocks.by_slices = FastDivider<uint64_t>(static_cast<uint64_t>(slices));
   blocks.by_chunks = FastDivider<uint64_t>(static_cast<uint64_t>(s.chunks));
-  if (!s.has_operand) {
+  const int64_t row_bytes = s.inner * int64_t{sizeof(typename R::Element)};
+  if (!s.has_operand && row_bytes <= kClearedBytes) {
+    const cudaError_t status =
+        cudaMemsetAsync(s.result, 0, static_cast<size_t>(targets * row_bytes), stream);
+    if (status != cudaSuccess) return status;
+  } else if (!s.has_operand) {
     blocks.fill_blocks = static_cast<unsigned>((targets + kBlockSize - 1) / kBlockSize);
     blocks.by_size = FastDivider<uint64_t>(static_cast<uint64_t>(std::max<int64_t>(s.size, 1)));
     blocks.targets = static_cast<uint64_t>(targets);
