@@ -91,9 +91,10 @@ def _surveyed(found: Sequence[Result]) -> list[Row]:
     return [row for r in found if "suite" not in r.header for row in r.rows]
 
 
-def origin(found: Sequence[Result]) -> str:
-    """Device, versions, clock, date and commits."""
-    headers = sorted((r.header for r in found), key=lambda h: str(h["date"]), reverse=True)
+def origin(found: Sequence[Result], which: str = "") -> str:
+    """Device, versions, clock, date and commits; of all results, of a suite, or of "surveys"."""
+    known = [r.header for r in found if which in ("", r.header.get("suite", "surveys"))]
+    headers = sorted(known, key=lambda h: str(h["date"]), reverse=True)
     headers = [header for header in headers if "suite" in header] or headers
     newest, versions = headers[0], headers[0]["versions"]
     cores = f", {newest['cores']} cores" if newest["platform"] == "cpu" else ""

@@ -406,7 +406,7 @@ def operands_of(value: Any, *names: str) -> list[Any]:
 
 
 def places_of(value: Any) -> list[int]:
-    """For each dimension that an array had before it was broadcast, that of the broadcast array."""
+    """For each dimension of a broadcast's operand, its dimension in the result `value`."""
     return [*value.owner.attributes["broadcast_dimensions"]]
 
 

@@ -134,7 +134,7 @@ def _aval(shape: tuple[int, ...], dtype: Any) -> jax.core.ShapedArray:
 
 
 def aval_of(value: Any) -> jax.core.ShapedArray | None:
-    """The shape and dtype of a value of MLIR; None if it has variable sizes or a dtype of jax's."""
+    """The shape and dtype of a value of MLIR; None if sizes vary or `_DTYPES` lacks its dtype."""
     kind = ir.ShapedType(value.type)
     dtype = _DTYPES.get(str(kind.element_type))
     return _aval((*kind.shape,), dtype) if dtype is not None and kind.has_static_shape else None

@@ -1,12 +1,13 @@
-"""Finds rows that a program gathers only to sum them, and computes the sums from the table.
+"""Finds rows that a program gathers only to sum them, and computes the sums from their table.
 
-XLA stores a row for each edge of a graph: it gathers the rows of the senders, weights them, and
-writes them to memory, where a scatter reads them. The kernel of message sums reads the rows in the
-table. So does the kernel of dot products of the rows at both ends of an edge, which is the gradient
-of the weights.
+A custom call needs its operands in memory. So a sum of gathered rows would make XLA store a row for
+each edge of a graph: the rows of the senders, weighted. XLA may fuse its own scatter with the
+gather, but its atomics are slow in 16 bits, for wide rows and for large tables. The kernel of
+message sums reads the rows in their table. The kernel of edge dots does the same for dot products
+of the rows at both ends of an edge, which are the gradient of the weights.
 
-A lowering rule sees values of MLIR. These functions look at the operations that made them. An
-operation that nothing else reads is then dead, and XLA removes it.
+A lowering rule sees values of MLIR. These functions look at the operations that made them. XLA
+removes an operation if nothing else reads its results.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from jax_oneflow_ops._compat import operands_of
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Rows of a table, one for each edge. All are values of MLIR.
+    """Rows of a table, one for each of E edges. All attributes are values of MLIR.
 
     Attributes:
       table: (N, *row).
@@ -41,29 +42,43 @@ class Gathered:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What a scatter sums: gathered rows, times weights of shape (E, *row[:heads]) or without."""
+    """The updates that a scatter sums: gathered rows, with or without weights.
+
+    Attributes:
+      scatter: where the rows are added.
+      gathered: the rows.
+      weights: (E, *row[:weight_dims]), possibly with more dimensions of size 1; or None.
+      weight_dims: the number of dimensions of a row that weights have.
+    """
 
     scatter: _scatter_rows.Rows
-    dtype: Any
-    rows: Gathered
+    gathered: Gathered
     weights: Any = None
-    heads: int = 0  # the number of dimensions of a row that weights have
+    weight_dims: int = 0
 
-    def problem(self, platform: str) -> _scatter_policy.Problem:
-        """The sum as the policy knows it."""
-        return _problem(self.scatter, platform, self.dtype)
+    @property
+    def values(self) -> list[Any]:
+        return [*self.gathered.values, *([] if self.weights is None else [self.weights])]
 
-    def lower(self, ctx: Any, indices: Any, platform: str, read: str) -> list[Any]:
-        """Lowers the sum. `read` says how to read ids: see `_compat.ids_of`."""
-        values = [*self.rows.values, *([] if self.weights is None else [self.weights])]
-        avals = [ctx.avals_in[1], *map(_aval, values)]
+    @property
+    def avals(self) -> list[Any]:
+        """The types of the arrays that the kernel reads, except for those of the scatter."""
+        return [*map(_emit.aval_of, self.values)]
+
+    def pays(self, platform: str) -> bool:
+        """Whether the kernel is expected to be faster than a sum of stored rows, and than XLA."""
+        return _scatter_policy.message_sum_pays(_problem(self.scatter, platform, self.avals[0]))
+
+    def lower(self, ctx: Any, ids: Any, platform: str, read: str) -> list[Any]:
+        """Lowers the sum. `ids` and `read` are the results of `accelerate._as_written`."""
+        avals = [ctx.avals_in[1], *self.avals]
         results = _emit.lower(
-            *(_sum_messages, ctx.replace(avals_in=avals), indices, *values),
-            rows=self.scatter,
+            *(_sum_messages, ctx.replace(avals_in=avals), ids, *self.values),
+            scatter=self.scatter,
             platform=platform,
             read=read,
-            heads=self.heads,
-            reads=len(self.rows.values),
+            weight_dims=self.weight_dims,
+            count=len(self.gathered.values),
         )
         return _compat.with_shardings_of_types(ctx, results)
 
@@ -76,19 +91,24 @@ class Pair:
     second: Gathered
     products: Any
 
+    @property
+    def avals(self) -> list[Any]:
+        """The types of the arrays that the kernel reads."""
+        return [*map(_emit.aval_of, (*self.first.values, *self.second.values))]
+
     def pays(self, platform: str) -> bool:
         """Whether the kernel is expected to be faster than XLA."""
         edges, *row = self.products.shape
-        dtype = _aval(self.first.table).dtype
-        return _scatter_policy.multiplies_rows(platform, edges, math.prod(row), dtype)
+        dtype = self.avals[0].dtype
+        return _scatter_policy.dot_products_pay(platform, edges, math.prod(row), dtype)
 
     def lower(self, ctx: Any) -> list[Any]:
         """Lowers the dot products."""
-        values, (result,) = [*self.first.values, *self.second.values], ctx.avals_out
+        values, (result,) = (*self.first.values, *self.second.values), ctx.avals_out
         results = _emit.lower(
-            *(_dots, ctx.replace(avals_in=[*map(_aval, values)]), *values),
-            split=len(self.first.values),
-            kept=result.ndim - 1,
+            *(_dots, ctx.replace(avals_in=self.avals), *values),
+            count=len(self.first.values),
+            dims=result.ndim - 1,
             dtype=result.dtype,
         )
         return _compat.with_shardings_of_types(ctx, results)
@@ -97,39 +117,40 @@ class Pair:
 # ---- what a program computes ----
 
 
-def message_of(rows: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message | None:
+def message_of(scatter: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message | None:
     """The messages that a scatter of `updates` sums; None if it does something else.
 
     None also if kernels cannot sum them, and in programs over several devices.
     """
-    table, _, of_updates = ctx.avals_in
+    operand, _, of_updates = ctx.avals_in
     edges, *row = of_updates.shape
-    is_row_each = rows.is_plain and not rows.batch and rows.kept == (0,)
-    if not row or not is_row_each or (*row,) != table.shape[1:] or table.dtype not in _graph.FLOATS:
+    adds_rows = scatter.is_plain and not scatter.batch and scatter.kept == (0,)
+    if not row or not adds_rows or (*row,) != operand.shape[1:]:
         return None
-    fits = edges <= _graph.MOST and rows.count <= _graph.MOST_ROWS
-    if not fits or not _compat.is_for_one_device(ctx):
+    fits = edges <= _graph.MOST and scatter.count <= _graph.MOST_ROWS
+    if not fits or operand.dtype not in _graph.FLOATS or not _compat.is_for_one_device(ctx):
         return None
     value = updates
     while (source := operands_of(value, "stablehlo.reshape")) and _shape(source[0])[:1] == [edges]:
         (value,) = source
     if found := _gathered(value):
-        return Message(rows, table.dtype, found)
+        return Message(scatter, found)
     factors = operands_of(value, "stablehlo.multiply")
     for one, other in (factors, factors[::-1]) if factors else ():
-        if (found := _gathered(one)) and (weights := _broadcast(other)):
-            return Message(rows, table.dtype, found, *weights)
+        if (found := _gathered(one)) and (weights := _weights(other)):
+            return Message(scatter, found, *weights)
     return None
 
 
 def pair_of(ctx: Any, operand: Any, axes: Sequence[int]) -> Pair | None:
     """The rows whose products a sum over `axes` adds up; None if it does something else.
 
-    None also if kernels cannot multiply them, and in programs over several devices.
+    None also if kernels cannot multiply them, and in programs over several devices. 16-bit products
+    may have been converted to float32 before the sum, as `jnp.sum` does.
     """
     (products,), (result,) = ctx.avals_in, ctx.avals_out
-    is_last = 0 < result.ndim == min(axes, default=0)
-    if not is_last or not _compat.has_known_sizes(ctx) or not _compat.is_for_one_device(ctx):
+    are_last = 0 < result.ndim == min(axes, default=0)  # the axes, and edges are not among them
+    if not are_last or not _compat.has_known_sizes(ctx) or not _compat.is_for_one_device(ctx):
         return None
     if products.size == 0 or products.shape[0] > _graph.MOST:
         return None
@@ -140,14 +161,15 @@ def pair_of(ctx: Any, operand: Any, axes: Sequence[int]) -> Pair | None:
     found = [rows for x in factors if (rows := _gathered(x)) is not None]
     if len(found) != 2:
         return None
-    dtypes = {_aval(rows.table).dtype for rows in found}
-    computed = {_graph.compute_dtype(dtype) for dtype in dtypes if dtype in _graph.FLOATS}
-    if dtypes != {products.dtype} and computed != {products.dtype}:
+    pair = Pair(found[0], found[1], products)
+    dtype = pair.avals[0].dtype
+    if dtype not in _graph.FLOATS or products.dtype not in (dtype, _graph.compute_dtype(dtype)):
         return None
-    return Pair(found[0], found[1], products) if computed else None
+    return pair
 
 
 def _gathered(value: Any) -> Gathered | None:
+    """Rows that a gather reads by indices (E, 1), some of them replaced by zeros; else None."""
     if parts := operands_of(value, "stablehlo.select"):
         mask, chosen, other = parts
         spread = operands_of(mask, "stablehlo.broadcast_in_dim")
@@ -162,11 +184,12 @@ def _gathered(value: Any) -> Gathered | None:
     table, indices = parts
     if not _compat.gathers_whole_rows(value) or len(_shape(indices)) != 2:
         return None
-    is_known = _aval(table) and _aval(indices) and _aval(table).shape[0] <= _graph.MOST_ROWS
+    of_table = _emit.aval_of(table)
+    is_known = of_table and _emit.aval_of(indices) and of_table.shape[0] <= _graph.MOST_ROWS
     return Gathered(table, indices) if is_known else None
 
 
-def _broadcast(value: Any) -> tuple[Any, int] | None:
+def _weights(value: Any) -> tuple[Any, int] | None:
     """What `value` (E, *row) is broadcast from, and the number of dimensions of a row it has.
 
     None unless it is the same for all positions of the row's last dimensions.
@@ -176,68 +199,70 @@ def _broadcast(value: Any) -> tuple[Any, int] | None:
     (source,) = parts
     places, own, whole = _compat.places_of(value), _shape(source), _shape(value)
     kept = [place for place, n in zip(places, own, strict=True) if n != 1]
-    heads = len(kept) - 1
-    if not kept or kept != [*range(len(kept))] or heads == len(whole) - 1:
+    dims = len(kept) - 1
+    if not kept or kept != [*range(len(kept))] or dims == len(whole) - 1:
         return None
-    return (source, heads) if _aval(source) else None
+    return (source, dims) if _emit.aval_of(source) else None
 
 
 def _shape(value: Any) -> list[int]:
     return [*_compat.ir.ShapedType(value.type).shape]
 
 
-def _aval(value: Any) -> Any:
-    return _emit.aval_of(value)
+# ---- what it computes instead, from arrays of `_emit` ----
 
 
-# ---- what it computes instead, on one device ----
-
-
-def _problem(rows: _scatter_rows.Rows, platform: str, dtype: Any) -> _scatter_policy.Problem:
-    edges, *row = rows.updates_shape
-    sizes = 1, edges, rows.count, math.prod(row)
-    return _scatter_policy.Problem(platform, *sizes, dtype, is_sorted=rows.indices_are_sorted)
+def _problem(scatter: _scatter_rows.Rows, platform: str, table: Any) -> _scatter_policy.Problem:
+    edges, *row = scatter.updates_shape
+    sizes, is_sorted = (1, edges, scatter.count, math.prod(row)), scatter.indices_are_sorted
+    return _scatter_policy.Problem(platform, *sizes, table.dtype, is_sorted=is_sorted)
 
 
 def _sum_messages(
     indices: Any,
     *values: Any,
-    rows: _scatter_rows.Rows,
+    scatter: _scatter_rows.Rows,
     platform: str,
     read: str,
-    heads: int,
-    reads: int,
+    weight_dims: int,
+    count: int,
 ) -> Any:
-    ids = rows.ids(indices.reshape(*indices.shape, 1) if read else indices)
-    indexing = rows.read(False, row_rank=1, wrap=read == "wrap")
+    """The sums of messages, in the shape of the scatter's result.
+
+    The first `count` of the values are those of the gathered rows; the weights follow. Keys of
+    edges that go nowhere are out of range, and the kernel ignores them.
+    """
+    ids = scatter.ids(indices.reshape(*indices.shape, 1) if read else indices)
+    indexing = scatter.read(False, row_rank=1, wrap=read == "wrap")
     order = None
-    if rows.indices_are_sorted:
-        keys, _ = indexing.resolved(ids, rows.count)
+    if scatter.indices_are_sorted:
+        keys, _ = indexing.resolved(ids, scatter.count)
     else:
-        p = _problem(rows, platform, values[0].dtype)
+        p = _problem(scatter, platform, values[0])
         keys, order = _scatter.sort_rows(p, ids.reshape(1, -1), indexing)
-    table, sources = _read(*values[:reads])
-    row, weights = table.shape[1:], values[reads:]
-    count = math.prod(row[:heads])
+    (table, sources), weights = _read(*values[:count]), values[count:]
+    table = _in_heads(table, weight_dims)
     result = _graph.sum_of_rows(
         platform,
-        table.reshape(-1, count, math.prod(row) // count),
-        weights[0].reshape(sources.size, count) if weights else None,
+        table,
+        weights[0].reshape(sources.size, table.shape[1]) if weights else None,
         sources,
         keys.reshape(-1).astype(jnp.int32),
         order,
-        rows.count,
+        scatter.count,
     )
-    return result.reshape(rows.shape)
+    return result.reshape(scatter.shape)
 
 
-def _dots(*values: Any, split: int, kept: int, dtype: Any) -> Any:
-    (a, a_ids), (b, b_ids) = _read(*values[:split]), _read(*values[split:])
-    row = a.shape[1:]
-    count = math.prod(row[:kept])
-    a, b = (x.reshape(-1, count, math.prod(row) // count) for x in (a, b))
-    result = _graph.dots_of_rows(a, b, a_ids, b_ids, None, dtype)
-    return result.reshape(a_ids.size, *row[:kept])
+def _dots(*values: Any, count: int, dims: int, dtype: Any) -> Any:
+    """The dot products (E, *row[:dims]) of rows over their other dimensions.
+
+    The first `count` of the values are those of the rows at one end of the edges.
+    """
+    (a, a_ids), (b, b_ids) = _read(*values[:count]), _read(*values[count:])
+    a_rows, b_rows = (_in_heads(x, dims) for x in (a, b))
+    result = _graph.dots_of_rows(a_rows, b_rows, a_ids, b_ids, None, dtype)
+    return result.reshape(a_ids.size, *a.shape[1 : 1 + dims])
 
 
 def _read(table: Any, indices: Any, mask: Any = None) -> tuple[Any, Any]:
@@ -245,3 +270,10 @@ def _read(table: Any, indices: Any, mask: Any = None) -> tuple[Any, Any]:
     xp = indices.__array_namespace__()
     ids = xp.clip(indices.reshape(indices.shape[0]), 0, table.shape[0] - 1).astype(jnp.int32)
     return table, ids if mask is None else xp.where(mask, ids, -1)
+
+
+def _in_heads(table: Any, dims: int) -> Any:
+    """A table (N, *row) in the shape (N, heads, width): the first `dims` of a row are heads."""
+    row = table.shape[1:]
+    heads = math.prod(row[:dims])
+    return table.reshape(-1, heads, math.prod(row) // heads)

@@ -318,11 +318,9 @@ def _edge_dot_native(
 
 def dots_of_rows(a: Any, b: Any, keys: Any, b_ids: Any, order: Any, dtype: Any) -> Any:
     """Calls the kernel of edge dots, see csrc/ffi/segments.h. The order may be None."""
-    no_order = a.__array_namespace__().zeros(0, jnp.int32)
+    order = a.__array_namespace__().zeros(0, jnp.int32) if order is None else order
     shape = jax.ShapeDtypeStruct((b_ids.size, a.shape[1]), dtype)
-    (result,) = _emit.ffi_call(
-        *("jof_edge_dot", [shape], a, b, keys, b_ids, no_order if order is None else order)
-    )
+    (result,) = _emit.ffi_call("jof_edge_dot", [shape], a, b, keys, b_ids, order)
     return result
 
 

@@ -14,7 +14,7 @@ equal the call's has weight 1. Each part of the kind that differs divides the we
 that differs by a factor of `ALIKE` does the same; the exponent grows with the square of the
 logarithm of that factor. The weights of all cases of other kinds sum to at most `OTHERS`. A call
 that moves more bytes than any case is treated as if it moved as many as the largest case. Cases of
-other devices of the same platform have `ELSEWHERE` times the weight.
+other devices of the same platform have `ELSEWHERE` times these weights.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def choose(call: Call | str, platform: str, device_kind: str | None = None) -> D
     loss = LOSS_OF_SUMS if call.kind[0] == "sum" else LOSS
     total = sum(weight for weight, *_ in cases)
     gain = sum(weight * _worth(loss, *times) for weight, _, *times in cases) / (NOTHING + total)
-    # The reported speed and times come from the nearest cases of this device only.
+    # The reported speed and times come from the nearest cases of this device only, if it has any.
     enough = max(own or cases)[0] / 20
     near = [case for case in own or cases if case[0] >= enough]
     native, xla = (_mean((case[0], case[i] / case[1]) for case in near) for i in (2, 3))

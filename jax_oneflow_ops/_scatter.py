@@ -333,7 +333,7 @@ def _sort_and_sum(
         order: Any
         if p.is_element() and not (p.platform == "cpu" and p.has_known_sizes()):
             # Single elements are sorted along with their ids. For rows, the row numbers are.
-            keys = _sort_keys(_of_each(p, ids), p.rows, indexing)
+            keys = _sort_keys(_ids_to_sort(p, ids), p.rows, indexing)
             keys, values = _emit.sort_pairs(keys, updates.reshape(-1))
             keys, order, updates = _as_read(p, keys), None, values.reshape(updates.shape)
         else:
@@ -342,22 +342,25 @@ def _sort_and_sum(
 
 
 def sort_rows(p: _scatter_policy.Problem, ids: Any, indexing: Indexing) -> tuple[Any, Any]:
-    """Sorts the ids of all problems, or shared ids once: the row of each, and its number."""
+    """Sorts the ids of all problems, or shared ids once.
+
+    Returns the rows that they name, in order, and the position that each had before.
+    """
     flat = p.flat()
     with _wide_ids(flat):
-        ids = _of_each(p, ids)
+        ids = _ids_to_sort(p, ids)
         if p.platform == "cpu" and p.has_known_sizes():
             return sort_on_cpu(ids, p.rows, indexing)
         keys = _sort_keys(ids, p.rows, indexing)
-        numbers = ids.__array_namespace__().arange(flat.updates, dtype=_index(flat))
+        numbers = ids.__array_namespace__().arange(flat.updates, dtype=_index_dtype(flat))
         keys, numbers = _emit.sort_pairs(keys, numbers)
         return _as_read(p, keys), numbers
 
 
-def _of_each(p: _scatter_policy.Problem, ids: Any) -> Any:
+def _ids_to_sort(p: _scatter_policy.Problem, ids: Any) -> Any:
     """The ids of the problems that are sorted together, in a dtype that can name all rows."""
     flat = p.flat()
-    dtype = jnp.int64 if _index(flat) == jnp.int64 else ids.dtype
+    dtype = jnp.int64 if _index_dtype(flat) == jnp.int64 else ids.dtype
     shape = (1 if flat is p else p.batch, p.updates)
     return ids.__array_namespace__().broadcast_to(ids.astype(dtype), shape)
 
@@ -365,17 +368,17 @@ def _of_each(p: _scatter_policy.Problem, ids: Any) -> Any:
 def _as_read(p: _scatter_policy.Problem, keys: Any) -> Any:
     """Sorted keys in a dtype that the kernels read."""
     is_read = keys.dtype == jnp.uint16 and p.platform != "cpu"
-    return keys if is_read else keys.astype(_index(p.flat()))
+    return keys if is_read else keys.astype(_index_dtype(p.flat()))
 
 
-def _index(flat: _scatter_policy.Problem) -> Any:
+def _index_dtype(flat: _scatter_policy.Problem) -> Any:
     is_long = not flat.has_known_sizes() or max(flat.updates, flat.rows) >= _INT32_MAX
     return jnp.int64 if is_long else jnp.int32
 
 
 def _wide_ids(flat: _scatter_policy.Problem) -> contextlib.AbstractContextManager[Any]:
     """A context in which ids can name all rows and updates."""
-    return jax.enable_x64(True) if _index(flat) == jnp.int64 else contextlib.nullcontext()
+    return jax.enable_x64(True) if _index_dtype(flat) == jnp.int64 else contextlib.nullcontext()
 
 
 def sort_on_cpu(ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:

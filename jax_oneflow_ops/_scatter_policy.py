@@ -133,7 +133,7 @@ CPU_RUN = 64
 # The length of a chunk: consecutive positions of sorted ids that one worker sums. On CUDA, a chunk
 # of single elements is what the kernel takes at once. Rows are split into at most ROW_CHUNKS chunks
 # (two for each block that runs at a time) of about ROW_CHUNK rows or more. Rows of at most
-# SHORT_BYTES get more chunks, of at most SHORT_CHUNK rows: a thread sums consecutive rows, and
+# SHORT_BYTES may have more chunks, of about SHORT_CHUNK rows: a thread sums consecutive rows, and
 # neighbouring threads should read from the same cache lines.
 CPU_CHUNK = 1024
 ELEMENT_CHUNK = 4096
@@ -142,43 +142,45 @@ ROW_CHUNK = 128
 SHORT_BYTES, SHORT_CHUNK = 32, 2048
 # The most counters per key that a counting sort may have. Beyond it a comparison sort is faster.
 CPU_COUNTERS_PER_KEY = 4
-# Sums of gathered rows. The kernel of message sums reads rows in their table, but it needs sorted
-# ids. On CUDA, XLA fuses the gather with its scatter, and its atomics are not slowed by a write and
-# a read of all rows; in 16 bits its atomics are compare-and-swap loops, which take many times as
-# long. On an H100, with uniform ids, in us: message sum, this package's sum, and XLA:
-#   1M rows of 128 bf16 into 65,536:      142, 363 and over 2000
-#   1M rows of 32 bf16:                   115, 165
-#   131,072 rows of 128 bf16 into 8,192:   42,  65 and 206
-#   131,072 rows of 64 bf16:               40,  30 and 121
-#   131,072 rows of 128 f32:               44,  76 and  27
-#   131,072 rows of 256 f32 into 32,768:   72 and  99: the sums exceed half of the cache, and XLA's
-#                                         atomics take 1.4 to 2.4 times as long as those in it
-# On two CPU cores (jax 0.10.2), a message sum of 65,536 rows is 1.8 times as fast as the next best
-# with 64 columns, 2 to 5 times with 128 and 4 to 9 times with 256. With few columns, with heads of
-# 8 columns, or with less than half a million elements it may be slower.
-CACHED_BYTES, NOT_CACHED = 2**25, 1.6
+# Sums of gathered rows. The kernel of message sums reads them in their table, but sorts the ids.
+# What it competes with depends on the dtype. On CUDA, XLA fuses the gather with its scatter, whose
+# atomics then wait for no array of rows. In 16 bits these are compare-and-swap loops, and this
+# package's sum is faster, although it needs that array. Times in us on an H100 with uniform ids:
+#                                          message sum   this package's sum   XLA
+#   1M rows of 128 bf16 into 65,536            142               363          > 2000
+#   1M rows of 32 bf16 into 65,536             115               165            -
+#   131,072 rows of 128 bf16 into 8,192         42                65           206
+#   131,072 rows of 64 bf16 into 8,192          40                30           121
+#   131,072 rows of 128 f32 into 8,192          44                76            27
+#   131,072 rows of 256 f32 into 32,768         72                 -            99
+# XLA's atomics take 1.4 to 2.4 times as long if the sums have at least 32 MiB, as in the last line:
+# the cache then has no room for both the sums and the table.
+# On two CPU cores (jax 0.10.2), message sums of 65,536 rows are 1.8 times as fast as the next best
+# with 64 columns, 2 to 5 times with 128 and 4 to 9 times with 256. Narrow rows and small sums are
+# slower; heads of 8 columns take 0.7 to 1.3 times as long.
+NOT_CACHED_BYTES, NOT_CACHED = 2**25, 1.6
 CPU_MESSAGE_COLUMNS, CPU_MESSAGE_ELEMENTS = 64, 2**19
-# Dot products of gathered rows. XLA fuses both gathers with the sum. The kernel visits the edges in
-# the same order, so it gains if there are many rows of medium length: 1.1 to 1.7 times on an H100
-# with 1M rows of 256 bytes and more, and it loses with fewer or longer ones. On CPUs, it is faster
-# from 2^18 products on: 1.1 to 2.5 times with 16 columns, 2 to 14 times with 64 and more.
+# Dot products of gathered rows. XLA fuses both gathers with the sum and moves the same bytes. The
+# kernel was 1.1 to 1.7 times as fast on an H100 from 1M rows of 256 bytes on, and slower with fewer
+# or longer rows. On CPUs it is faster from 2^18 products on: 1.1 to 2.5 times with 16 columns, 2 to
+# 14 times with 64 and more.
 DOT_EDGES, DOT_BYTES, DOT_ROW_BYTES = 2**19, 2**28, 1024
 CPU_DOT_ELEMENTS = 2**18
 
 
-def sums_messages(p: Problem) -> bool:
+def message_sum_pays(p: Problem) -> bool:
     """Whether a sum of gathered rows is fastest if a kernel reads the rows in their table."""
     if p.platform == "cpu":
         return p.inner >= CPU_MESSAGE_COLUMNS and p.updates * p.inner >= CPU_MESSAGE_ELEMENTS
-    us = _update_bytes(p) / BYTES_PER_US + SORTED_ROW_US * p.updates
-    us += 0 if p.is_sorted else SORT_US + SORTED_ID_US * p.updates
-    if p.is_rounded():
+    us = _sorted_us(p)
+    if p.is_rounded():  # the rows would be written and read
         return us < _atomic_us(p) + 2 * _update_bytes(p) / BYTES_PER_US
+    # Hot rows slow XLA's atomics in 32 bits down less, so ids are expected to be uniform.
     sectors = p.updates * p.inner * int(p.dtype.itemsize) / SECTOR_BYTES
-    return us < ATOMIC_US * sectors * (NOT_CACHED if _sum_bytes(p) >= CACHED_BYTES else 1)
+    return us < ATOMIC_US * sectors * (NOT_CACHED if _sum_bytes(p) >= NOT_CACHED_BYTES else 1)
 
 
-def multiplies_rows(platform: str, edges: int, columns: int, dtype: Any) -> bool:
+def dot_products_pay(platform: str, edges: int, columns: int, dtype: Any) -> bool:
     """Whether dot products of gathered rows are faster than XLA's."""
     if platform == "cpu":
         return edges * columns >= CPU_DOT_ELEMENTS
@@ -251,8 +253,8 @@ def _atomic_us(p: Problem) -> float:
 
 def _sorted_us(p: Problem) -> float:
     rows, flat = p.batch * p.updates, p.flat()
-    us = SORT_US + SORTED_ID_US * flat.updates + SORTED_ROW_US * rows
-    return us + _update_bytes(p) / BYTES_PER_US
+    sort = 0 if p.is_sorted else SORT_US + SORTED_ID_US * flat.updates
+    return sort + SORTED_ROW_US * rows + _update_bytes(p) / BYTES_PER_US
 
 
 def _plan_on_cpu(p: Problem) -> Plan:

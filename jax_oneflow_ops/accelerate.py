@@ -25,7 +25,6 @@ from jax_oneflow_ops import (
     _policy,
     _reference,
     _scatter,
-    _scatter_policy,
     _scatter_rows,
     _search,
 )
@@ -98,6 +97,8 @@ class _Explanation:
 
     device_kind: str | None
     rows: list[tuple[Row, Any]]  # with the key that finds it in the traced program
+    # The numbers of those that sum gathered rows without an array of them.
+    messages: set[int] = dataclasses.field(default_factory=set)
 
 
 _explanation: contextvars.ContextVar[_Explanation | None] = contextvars.ContextVar(
@@ -112,7 +113,7 @@ class _Choice:
     reason: str
     rows: _scatter_rows.Rows | None = None  # if it is swapped
     decision: _policy.Decision | None = None
-    message: "_gathers.Message | None" = None  # if it is swapped and its rows are in a table
+    message: "_gathers.Message | None" = None  # if it sums gathered rows without storing them
     in_f32: bool = False  # if XLA computes it in float32
     selected: _scatter_rows.Rows | None = None  # if XLA selects single updates
 
@@ -135,9 +136,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         is_fresh = _compat.fill_of(operand) in reduction.fills
         deterministic = scope == _DETERMINISTIC
         args = ctx, operand, indices, updates
-        rows = _find(ctx.avals_in, params)
-        message = _message(reduction, rows, ctx, updates) if is_fresh else None
-        call = reduction, rows, message, platform, ctx
+        call = reduction, platform, ctx, updates, params
         choice = _choose(*call, is_fresh, deterministic, explanation)
         if choice.selected is not None:
             one = _same(_selected, rows=choice.selected, negative=reduction.negative)
@@ -170,6 +169,10 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
             key = _key(primitive, ctx.avals_in)
             decision, swapped = choice.decision, choice.rows is not None
             row = _row(primitive.name, ctx, ctx.avals_in, swapped, choice.reason, decision)
+            if choice.message is not None:
+                nbytes = _policy.nbytes(*ctx.avals_in[:2], *choice.message.avals)
+                row = dataclasses.replace(row, bytes=nbytes)
+                explanation.messages.add(len(explanation.rows))
             explanation.rows.append((row, key))
         return results
 
@@ -214,19 +217,24 @@ def _is_emitted(ctx: Any) -> bool:
     return ctx.avals_in[1].dtype in (jnp.int32, jnp.int64) and _compat.has_known_sizes(ctx)
 
 
-_AT_EDGES = "a kernel reads the rows in their table: no array has one for each edge"
+_FROM_TABLES = "reads the gathered rows directly from their table, without an array of them"
 
 
 def _message(
-    reduction: _Reduction, rows: _scatter_rows.Rows | str, ctx: Any, updates: Any
+    reduction: _Reduction, rows: _scatter_rows.Rows, ctx: Any, updates: Any
 ) -> "_gathers.Message | None":
     """The messages that a scatter sums into zeros, if that is what it does."""
     is_sum = reduction.reducer == "add" and not reduction.negative
-    if isinstance(rows, str) or not is_sum or not _is_emitted(ctx):
+    made = _compat.operands_of(updates, *_MAKES_MESSAGES)
+    if not is_sum or not made or not _is_emitted(ctx):
         return None
     from jax_oneflow_ops import _gathers  # imported lazily: few programs need it
 
     return _gathers.message_of(rows, ctx, updates)
+
+
+_MAKES_MESSAGES = tuple(f"stablehlo.{name}" for name in ("gather", "multiply", "select", "reshape"))
+"""The operations that `_gathers` looks for."""
 
 
 def _dots(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
@@ -234,17 +242,21 @@ def _dots(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
 
     def lower(ctx: Any, operand: Any, **params: Any) -> Any:
         pair = None
-        if _mode(ctx) in (_ON, _DETERMINISTIC) and not _why_no_kernels(ctx, platform):
+        is_product = _compat.operands_of(operand, "stablehlo.multiply", "stablehlo.convert")
+        if is_product and _mode(ctx) in (_ON, _DETERMINISTIC):
             from jax_oneflow_ops import _gathers  # imported lazily: few programs need it
 
-            pair = _gathers.pair_of(ctx, operand, params["axes"])
+            if not _why_no_kernels(ctx, platform):
+                pair = _gathers.pair_of(ctx, operand, params["axes"])
         if pair is None or not (_is_asked_for() or pair.pays(platform)):
             return rule(ctx, operand, **params)
         results = pair.lower(ctx)
         explanation = _explanation.get()
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
-            row = _row(primitive.name, ctx, ctx.avals_in, True, _AT_EDGES)
+            avals = ctx.avals_out[0], pair.products
+            row = _row(primitive.name, ctx, avals, True, _FROM_TABLES)
+            row = dataclasses.replace(row, bytes=_policy.nbytes(avals[0], *pair.avals))
             explanation.rows.append((row, _key(primitive, ctx.avals_in)))
         return results
 
@@ -451,10 +463,10 @@ def _find(avals: Any, params: Any) -> _scatter_rows.Rows | str:
 
 def _choose(
     reduction: _Reduction,
-    rows: _scatter_rows.Rows | str,
-    message: "_gathers.Message | None",
     platform: str,
     ctx: Any,
+    updates: Any,
+    params: Any,
     is_fresh: bool,
     deterministic: bool,
     explanation: _Explanation | None,
@@ -464,18 +476,19 @@ def _choose(
         return _Choice(f"there is no kernel for {operand.dtype}")
     if reason := _why_no_kernels(ctx, platform):
         return _Choice(reason)
+    rows = _find(ctx.avals_in, params)
     if isinstance(rows, str):
         return _Choice(rows)
+    message = _message(reduction, rows, ctx, updates) if is_fresh else None
     if _is_asked_for():
         return _Choice("asked for", rows, message=message)
     if is_fresh and _is_known(ctx.avals_in) and rows.single is not None:
         return _Choice("single updates: XLA selects them where it reads the sums", selected=rows)
     if message is not None:
-        p = message.problem(platform)
-        if deterministic or _scatter_policy.sums_messages(p):
-            return _Choice(_AT_EDGES, rows, message=message)
-        if platform == "cuda" and not p.is_rounded():
-            return _Choice("XLA reads the rows in their table and adds them with atomics")
+        if deterministic or message.pays(platform):
+            return _Choice(_FROM_TABLES, rows, message=message)
+        if platform == "cuda" and operand.dtype.itemsize > 2:
+            return _Choice("XLA fuses the gather with its sum, by atomics", message=message)
     if not _compat.knows_shapes_of_shards(ctx):
         return _Choice("sharded: the partitioner decides what a device has", rows)
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):
@@ -658,10 +671,11 @@ def accelerate(
     Inside, JAX's own scatters that add, subtract, multiply or take maxima or minima run as native
     kernels: those of `jax.ops.segment_sum` and its relatives, ``x.at[...].add``, `jnp.bincount` and
     `jnp.histogram`, and the gradients of lookups, as in embeddings, `jnp.take_along_axis` and
-    `jax.image.resize`. So do the searches of `jnp.searchsorted` and `jnp.digitize`. Sums of
-    gathered rows, such as ``segment_sum(w[:, None] * x[senders], receivers)``, read the rows in
-    `x`, without an array that has a row for each edge. Outside, nothing changes. :func:`explain`
-    shows what is swapped in a program, what is not, and why.
+    `jax.image.resize`. So do the searches of `jnp.searchsorted` and `jnp.digitize`. On one device,
+    kernels also compute sums and dot products of gathered rows directly from `x`, such as
+    ``segment_sum(w[:, None] * x[senders], receivers)``, where that was measured to be faster.
+    Outside, nothing changes. :func:`explain` shows what is swapped in a program, what is not, and
+    why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 
@@ -859,18 +873,20 @@ def explain(
         within = (_compat.WITH_A_PROGRAM, *row.shapes)  # a search, in jax 0.12
         return row.line or lines.get(key) or lines.get(within, "")
 
-    rows = [
-        dataclasses.replace(row, count=counts[i], line=line_of(row, key))
+    numbered = {
+        i: dataclasses.replace(row, count=counts[i], line=line_of(row, key))
         for i, (row, key) in enumerate(explanation.rows)
         if counts[i]
-    ]
+    }
+    rows = [*numbered.values()]
     chains = _chains_of(jaxpr, lowered_for) if _ONE_DEVICE in text else []
     of_chains = {row.line for row in chains}
-    of_edges = {(row.line, row.shapes[-1]) for row in rows if row.reason == _AT_EDGES}
+    summed = [row for i, row in numbered.items() if i in explanation.messages]
+    not_stored = {(row.line, row.shapes[-1]) for row in summed}
 
     def is_known(row: Row) -> bool:
         if row.operation == "messages":
-            return (row.line, row.shapes[-1]) in of_edges
+            return (row.line, row.shapes[-1]) in not_stored
         return row.reason == _CHAIN and row.line in of_chains
 
     rows += [row for row in _slow(jaxpr) if not is_known(row)]

@@ -292,9 +292,28 @@ def test_explain_names_them():
     for platform in ("cuda", "cpu"):
         report = jof.explain(jax.grad(loss, (0, 1)), x, w, ids, ids, platform=platform)
         rows = [(row.operation, row.count, row.swapped) for row in report.rows]
-        assert rows == [("scatter-add", 2, True), ("reduce_sum", 1, True)]
-        assert all("in their table" in row.reason for row in report.rows)
+        assert sorted(rows) == [("reduce_sum", 1, True), *[("scatter-add", 1, True)] * 2]
+        stored = 2 * edges * HEADS * 64
+        assert all(row.bytes < stored for row in report.rows)
+        assert all("from their table" in row.reason for row in report.rows)
         assert all("test_gathers.py" in row.line for row in report.rows)
+
+
+def test_explain_names_no_array_that_is_not_stored():
+    """Neither where the environment asks for kernels, nor where XLA fuses the gather."""
+    x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2**13, 64), (2**17, 1)))
+    ids = jax.ShapeDtypeStruct((2**17,), "int32")
+
+    def f(x, w, s, r):
+        return jax.ops.segment_sum(w * x[s], r, 2**13)
+
+    [fused] = jof.explain(f, x, w, ids, ids, platform="cuda").rows
+    assert not fused.swapped
+    assert "XLA fuses the gather" in fused.reason
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENVIRONMENT_VARIABLE, "native")
+        [asked] = jof.explain(f, x, w, ids, ids, platform="cuda").rows
+    assert asked.swapped
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")

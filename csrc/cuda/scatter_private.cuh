@@ -9,11 +9,11 @@
 // combines the values that several of its lanes add to one sum: 15M bf16 into 27,112 sums, half of
 // them into one, take 62 us instead of 1500.
 //
-// The loops bind where only few tables fit. 64 problems of 1M bf16 into 4096 sums, by the same ids,
-// take 178 us on an H100 with 8 tables: 15 cycles for each warp's addition. Two other designs were
-// no faster: sums of two problems in 64-bit words, with half as many loops (173 us), and tiles of
-// updates whose positions were sorted by id before, so that a thread adds up its run of equal ids
-// first (144 to 189 us, to which the sort adds).
+// Where few tables fit, the loops limit the speed. 64 problems of 1M bf16 into 4096 sums, with
+// shared ids, take 178 us on an H100 with 8 tables: 15 cycles for each addition of a warp. Two
+// other designs were no faster: sums of two problems in 64-bit words, with half as many loops (173
+// us), and tiles of updates whose positions were sorted by id before, so that a thread first adds
+// up its run of equal ids (144 to 189 us without the sort).
 //
 // If results must have the same bits on every run, each warp has its own table, and lanes that add
 // to the same word take turns. Each word has a mask in which these lanes set their bits, so that
@@ -38,9 +38,8 @@ namespace {
 namespace private_sums {
 
 constexpr int kThreads = 1024, kWarp = 32;
-// At least kHot lanes with the same target are worth combining. After a search that finds none, the
-// next search is a round later, then two, and so on up to kRarely: a search takes as long as the
-// additions of a round.
+// At least kHot lanes with the same target are worth combining. Searches that find none are 1, 3, 7
+// and so on up to kRarely rounds apart: searching every round takes a tenth longer.
 constexpr int kHot = 3, kRarely = 32;
 // Elements that a thread takes at once: fewer if elements or ids have 8 bytes, to fit in registers.
 template <typename T, typename Index>
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Sum* const table = tables + (kInOrder ? warp * p.outputs : threadIdx.x & (p.tables - 1));
   unsigned* const masks =
       reinterpret_cast<unsigned*>(tables + p.outputs * p.tables) + warp * p.outputs;
-  int until_hot = 0, pause = 1;
+  int until_hot = 0, pause = 0;
   // If several lanes have the same first target, adds up all values of the warp for that target.
   // Returns whether there was such a target.
   const auto combine_hot = [&](int(&target)[kItems], const Sum(&value)[kItems]) {
@@ -135,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   };
-  // Most ids are rows as they are. Resolving others takes 64-bit arithmetic.
+  // Ids that need no 64-bit arithmetic: those that neither wrap nor clip, as in segment sums.
   const bool is_plain = !rule.wrap && !rule.clip;
   const auto size = static_cast<std::make_unsigned_t<Index>>(rule.size);
   const auto resolve = [&](Index id) {
@@ -265,7 +264,8 @@ __global__ void __launch_bounds__(kThreads)
   result[t] = reduction.Finish(has_operand, has_operand ? result[t] : T{}, sum);
 }
 
-// The same for few parts: a thread adds up each output.
+// The same for few parts, with a thread for each output: 262,144 sums of two parts take 2.6 us
+// instead of 6.6 on an H100.
 constexpr int kFewParts = 8;
 
 template <typename R, typename T = typename R::Element, typename Sum = typename R::Value>
