@@ -305,12 +305,15 @@ def replace_lowerings(
     platforms: Sequence[str],
     replacement: Callable[[core.Primitive, str, Lowering], Lowering],
     *,
-    has_kernels: bool = True,
+    on_several: bool = True,
+    looks_at_operands: bool = True,
 ) -> None:
     """Registers `replacement(primitive, platform, current rule)`, once for each pair.
 
-    With `has_kernels`, the new rules may lower to kernels, which need to know the devices and the
-    operands. Without it, programs for several platforms keep the current rules.
+    With `on_several`, the new rules also apply to programs over several devices, for which they
+    need to know the devices, and to programs for several platforms. All programs with such a
+    primitive then need devices when they are lowered. With `looks_at_operands`, jax does not cache
+    what the new rules make, as it would not pass them the operands.
 
     Raises AttributeError, ImportError or TypeError if jax's internals differ from those known.
     """
@@ -329,12 +332,11 @@ def replace_lowerings(
             every = mlir_internals._platform_specific_lowerings
             own = {p: every[p][primitive].rule for p in every if primitive in every[p]}
             with_new = own | {p: replacement(primitive, p, own.get(p, default)) for p in new}
-            rule = for_each_platform(default, own, with_new if has_kernels else own, with_new)
-            # jax passes no operands to a lowering that it caches, but rules look for zeros in them.
-            mlir.register_lowering(primitive, rule, cacheable=not has_kernels)
+            rule = for_each_platform(default, own, with_new if on_several else own, with_new)
+            mlir.register_lowering(primitive, rule, cacheable=not looks_at_operands)
             for p in own:
                 del every[p][primitive]
-            if has_kernels:
+            if on_several:
                 require_devices_during_lowering(primitive)
             _replaced.update((primitive, p) for p in new)
 

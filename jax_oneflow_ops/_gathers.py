@@ -236,10 +236,13 @@ def _sum_messages(
     indexing = scatter.read(False, row_rank=1, wrap=read == "wrap")
     order = None
     if scatter.indices_are_sorted:
+        # Ids may have 64 bits. Those out of range stay so in 32 bits.
         keys, _ = indexing.resolved(ids, scatter.count)
+        keys = keys.__array_namespace__().clip(keys, -1, scatter.count)
     else:
         p = _problem(scatter, platform, values[0])
         keys, order = _scatter.sort_rows(p, ids.reshape(1, -1), indexing)
+        order = order.astype(jnp.int32)
     (table, sources), weights = _read(*values[:count]), values[count:]
     table = _in_heads(table, weight_dims)
     result = _graph.sum_of_rows(
@@ -267,8 +270,9 @@ def _dots(*values: Any, count: int, dims: int, dtype: Any) -> Any:
 
 def _read(table: Any, indices: Any, mask: Any = None) -> tuple[Any, Any]:
     """A table, and the row that each edge reads, -1 for zeros."""
-    xp = indices.__array_namespace__()
-    ids = xp.clip(indices.reshape(indices.shape[0]), 0, table.shape[0] - 1).astype(jnp.int32)
+    xp, ids = indices.__array_namespace__(), indices.reshape(indices.shape[0])
+    ids = ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids  # so that it holds every row
+    ids = xp.clip(ids, 0, table.shape[0] - 1).astype(jnp.int32)
     return table, ids if mask is None else xp.where(mask, ids, -1)
 
 

@@ -598,14 +598,14 @@ def _problem(value: str) -> str | None:
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _searched)
-        _compat.replace_lowerings([lax.reduce_sum_p], _PLATFORMS, _dots)
-        top_k = [lax.approx_top_k_p]
-        _compat.replace_lowerings(top_k, _PLATFORMS, _without_metadata, has_kernels=False)
+        _compat.replace_lowerings([lax.reduce_sum_p], _PLATFORMS, _dots, on_several=False)
+        rules = [lax.approx_top_k_p], _PLATFORMS, _without_metadata
+        _compat.replace_lowerings(*rules, on_several=False, looks_at_operands=False)
         if value.startswith(_DETERMINISTIC):
             _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
         if value.endswith(_FUSE):
-            jit_p = _compat.jit_primitive()
-            _compat.replace_lowerings([jit_p], _PLATFORMS, _with_chains, has_kernels=False)
+            rules = [_compat.jit_primitive()], _PLATFORMS, _with_chains
+            _compat.replace_lowerings(*rules, on_several=False, looks_at_operands=False)
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
         warnings.warn(

@@ -187,6 +187,62 @@ def test_edges_that_the_program_drops_count_nothing():
     assert_near(y, exact, "float32")
 
 
+ROWS = jax.lax.GatherDimensionNumbers(
+    offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,)
+)
+UPDATES = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"])
+def test_ids_of_every_dtype(dtype):
+    """Those of `lax.gather`, which does not convert them as jnp does."""
+    with jax.enable_x64(True):
+        (x,) = operands("float32", (70_000, 3))
+        most = min(np.iinfo(dtype).max, len(x) + 10)
+        ids = jnp.asarray(np.linspace(0, most, EDGES), dtype)
+        r = jnp.arange(EDGES, dtype=jnp.int32) % SEGMENTS
+
+        def gathered(x, ids):
+            return jax.lax.gather(x, ids[:, None], ROWS, (1, 3), mode="clip")
+
+        assert check(lambda x, s, r: total(gathered(x, s), r), x, ids, r) == {SUM: 1}
+        found = check(lambda x, s: jnp.sum(gathered(x, s) * gathered(x, s[::-1]), -1), x, ids)
+        assert found == {DOT: 1}
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_receivers_of_64_bits(is_sorted):
+    """Also those that would name a row if they had 32 bits."""
+    with jax.enable_x64(True):
+        (x,) = operands("float32", (NODES, 3))
+        outside = [-(2**32), 1 - 2**32, 2**31, 2**32 + 1]
+        r = np.concatenate([np.arange(EDGES) % SEGMENTS, outside]).astype(np.int64)
+        r = jnp.asarray(np.sort(r) if is_sorted else r)
+        s = jnp.arange(len(r), dtype=jnp.int32) % NODES
+
+        def f(x, s, r):
+            zeros, how = jnp.zeros((SEGMENTS, 3), x.dtype), {"indices_are_sorted": is_sorted}
+            rows = x.at[s].get(mode="clip")
+            return jax.lax.scatter_add(zeros, r[:, None], rows, UPDATES, mode="drop", **how)
+
+        assert check(f, x, s, r) == {SUM: 1}
+
+
+def test_sums_of_other_programs_need_no_devices():
+    """One use of `accelerate` changes nothing for sums on abstract meshes, or on several meshes."""
+    x = jnp.ones((8, 4))
+    jax.jit(jof.accelerate(lambda x: x + 1)).lower(x)
+    mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    for f in (lambda x: jnp.sum(x * x, -1), jof.accelerate(lambda x: jnp.sum(x * x, -1))):
+        jax.jit(f).trace(like).lower(lowering_platforms=("cuda",))
+
+
 @pytest.mark.usefixtures("native")
 def test_values_that_other_operations_read():
     """Messages that are also a result are stored, and still summed from the table."""
