@@ -9,11 +9,11 @@
 // combines the values that several of its lanes add to one sum: 15M bf16 into 27,112 sums, half of
 // them into one, take 62 us instead of 1500.
 //
-// Where few tables fit, the loops limit the speed. 64 problems of 1M bf16 into 4096 sums, with shared
-// ids, take 171 us on an H100 with 8 tables: 14 cycles for each addition of a warp. Two other designs
-// were no faster: sums of two problems in 64-bit words, with half as many loops (173 us), and tiles
-// of updates whose positions were sorted by id before, so that a thread first adds up its run of
-// equal ids (144 to 189 us without the sort).
+// Where few tables fit, the loops limit the speed. 64 problems of 1M bf16 into 4096 sums, with
+// shared ids, take 171 us on an H100 with 8 tables: 14 cycles for each addition of a warp. Two
+// other designs were no faster: sums of two problems in 64-bit words, with half as many loops (173
+// us), and tiles of updates whose positions were sorted by id before, so that a thread first adds
+// up its run of equal ids (144 to 189 us without the sort).
 //
 // If results must have the same bits on every run, each warp has its own table, and lanes that add
 // to the same word take turns. Each word has a mask in which these lanes set their bits, so that
@@ -56,7 +56,8 @@ struct PrivateTables {
 };
 
 // The address of shared memory, kept in a register. Otherwise the compiler computes it for each
-// addition, from a special register that takes long to read: 178 us instead of 171 in the case above.
+// addition, from a special register that takes long to read: 178 us instead of 171 in the case
+// above.
 __device__ __forceinline__ void* InRegister(void* shared) {
   uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm("" : "+r"(address));
