@@ -505,6 +505,15 @@ def _rows_of(x: jax.Array) -> tuple[int, int]:
     return math.prod(x.shape[:-1]), x.shape[-1]
 
 
+_MOST_COLUMNS = 2**30 - 1  # that kernels of norms count on GPUs, in 32 bits; jnp takes longer rows
+
+
+def _has_kernel(platform: str, x: jax.Array) -> bool:
+    columns = x.shape[-1]  # may be a variable of `jax.export`
+    is_long = isinstance(columns, int) and columns > _MOST_COLUMNS
+    return x.size != 0 and not (is_long and platform == "cuda")
+
+
 def _norm_native(
     platform: str,
     x: jax.Array,
@@ -513,7 +522,7 @@ def _norm_native(
     epsilon: float,
     given: tuple[bool, ...],
 ) -> list[jax.Array]:
-    if x.size == 0:
+    if not _has_kernel(platform, x):
         return _reference.norm(x, *operands, center=center, epsilon=epsilon, given=given)
     rows = _rows_of(x)
     residual, scale, bias = _reference.spread(operands, given)
@@ -544,17 +553,19 @@ def _norm_vjp_native(
     center: bool,
     epsilon: float,
 ) -> list[jax.Array]:
+    if not _has_kernel(platform, x):
+        return _reference.norm_vjp(
+            *(x, stats, *operands), center=center, epsilon=epsilon, given=given, wanted=wanted
+        )
     rows, n = _rows_of(x)
     dtype = _reference.row_dtype(x.dtype)
-    if x.size == 0:
-        return [x, *[jnp.zeros((n,), dtype)] * sum(wanted)]
     scale, dy, of_sum = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
     parts = _primitive.parts_of_sums(platform, rows, n)
-    results = [jax.ShapeDtypeStruct((rows, n), x.dtype)]
-    results += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
-    results.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))
-    dx, dscale, dbias, _ = jax.ffi.ffi_call("jof_norm_vjp", results)(
+    types = [jax.ShapeDtypeStruct((rows, n), x.dtype)]
+    types += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
+    types.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))
+    dx, dscale, dbias, _ = jax.ffi.ffi_call("jof_norm_vjp", types)(
         x.reshape(rows, n),
         stats.reshape(rows, 3),
         dy.reshape(rows, n),

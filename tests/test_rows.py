@@ -17,7 +17,7 @@ from jax_oneflow_ops import _rows
 from tests import oracle
 from tests.arrays import rng_for
 from tests.catalogue import FLOATS
-from tests.test_lowering import compiled, targets
+from tests.test_lowering import compiled, lowered_targets, targets
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -981,3 +981,20 @@ def test_how_many_parts_sums_over_rows_have(shape, parts):
     exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=checks)(*xs)
     width = n if isinstance(n, int) else "?"
     assert f"tensor<{parts}x2x{width}xf32>" in exported.mlir_module()
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(("columns", "calls"), [(2**30 - 1, 1), (2**30, 0)])
+def test_norms_of_rows_that_gpus_do_not_count_are_jnp(columns, calls, gradient):
+    def norm(x, scale):
+        return jof.rms_norm(x, scale, implementation="native")
+
+    def f(x, scale):
+        return jax.vjp(norm, x, scale)[1](x) if gradient else norm(x, scale)
+
+    x, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, columns), (columns,)))
+    lowered = jax.jit(f).trace(x, scale).lower(lowering_platforms=("cuda",))
+    found = lowered_targets(lowered.as_text())
+    assert sum(n for name, n in found.items() if name.startswith("jof_norm")) == calls * (
+        1 + gradient
+    )
