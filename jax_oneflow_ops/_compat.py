@@ -441,10 +441,8 @@ def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
     if places not in (None, [*range(len(shape))]):
         return None
     condition, wrapped, ids = parts  # ids < 0, ids + size, ids
-    compared, added = (
-        operands_of(condition, "stablehlo.compare"),
-        operands_of(wrapped, "stablehlo.add"),
-    )
+    compared = operands_of(condition, "stablehlo.compare")
+    added = operands_of(wrapped, "stablehlo.add")
     found = [*ir.ShapedType(indices.type).shape, *compared[:1], *added[:1]]
     if found != [*shape, 1, ids, ids]:
         return None

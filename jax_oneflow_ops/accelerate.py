@@ -136,8 +136,8 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         is_fresh = _compat.fill_of(operand) in reduction.fills
         deterministic = scope == _DETERMINISTIC
         args = ctx, operand, indices, updates
-        call = reduction, platform, ctx, updates, params
-        choice = _choose(*call, is_fresh, deterministic, explanation)
+        scatter = platform, ctx, updates, params
+        choice = _choose(reduction, *scatter, is_fresh, deterministic, explanation)
         if choice.selected is not None:
             one = _same(_selected, rows=choice.selected, negative=reduction.negative)
             results = _lower(one, *args)
