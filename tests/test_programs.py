@@ -88,12 +88,13 @@ def assert_swapped(name, program, state, batch):
         step = jax.jit(jof.accelerate(program.step)).lower(state, batch)
         report = jof.explain(program.step, state, batch)
     found = Counter({t: n for t, n in lowered_targets(step.as_text()).items() if "scatter" in t})
-    assert sum(n for target, n in found.items() if "scatter_add" in target) == SUMS[name]
-    swapped: Counter[str] = Counter()
-    for row in report.rows:
-        swapped[row.operation] += row.count * row.swapped
-    assert swapped["scatter-add"] == SUMS[name]
-    assert swapped.total() == found.total()
+    # On GPUs, XLA fuses small float32 sums of gathered rows with the gathers.
+    sums = [row for row in report.rows if row.operation == "scatter-add"]
+    left = sum(row.count for row in sums if row.reason.startswith("XLA fuses the gather"))
+    assert left == 0 or jax.default_backend() == "gpu"
+    assert sum(n for target, n in found.items() if "scatter_add" in target) == SUMS[name] - left
+    assert sum(row.count * row.swapped for row in sums) == SUMS[name] - left
+    assert sum(row.count * row.swapped for row in report.rows) == found.total()
     return step
 
 
