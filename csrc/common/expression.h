@@ -51,20 +51,27 @@ using jof_Rounded = jof::Half;
 using jof_Rounded = float;
 #endif
 
-#define JOF_UNARY(name, f32, f64)                                  \
-  JOF_HOST_DEVICE JOF_INLINE float name(float x) { return f32; }   \
-  JOF_HOST_DEVICE JOF_INLINE double name(double x) { return f64; } \
-  template <typename T>                                            \
-  JOF_HOST_DEVICE JOF_INLINE float name(T x) {                     \
-    return name(static_cast<float>(x));                            \
+// Templates, so that only functions that are called take time to compile.
+#define JOF_UNARY(name, f32, f64)                     \
+  template <typename T>                               \
+  JOF_HOST_DEVICE JOF_INLINE jof_Math<T> name(T of) { \
+    const auto x = static_cast<jof_Math<T>>(of);      \
+    if constexpr (sizeof(x) == 8) {                   \
+      return f64;                                     \
+    } else {                                          \
+      return f32;                                     \
+    }                                                 \
   }
-#define JOF_BINARY(name, f32, f64)                                           \
-  JOF_HOST_DEVICE JOF_INLINE float name(float x, float y) { return f32; }    \
-  JOF_HOST_DEVICE JOF_INLINE double name(double x, double y) { return f64; } \
-  template <typename T, typename U>                                          \
-  JOF_HOST_DEVICE JOF_INLINE jof_Math<T, U> name(T x, U y) {                 \
-    using C = jof_Math<T, U>;                                                \
-    return name(static_cast<C>(x), static_cast<C>(y));                       \
+#define JOF_BINARY(name, f32, f64)                             \
+  template <typename T, typename U>                            \
+  JOF_HOST_DEVICE JOF_INLINE jof_Math<T, U> name(T of, U by) { \
+    const auto x = static_cast<jof_Math<T, U>>(of);            \
+    const auto y = static_cast<jof_Math<T, U>>(by);            \
+    if constexpr (sizeof(x) == 8) {                            \
+      return f64;                                              \
+    } else {                                                   \
+      return f32;                                              \
+    }                                                          \
   }
 
 #ifndef __CUDA_ARCH__
