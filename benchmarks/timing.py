@@ -2,8 +2,8 @@
 
 On a GPU the clock is CUPTI, through the extension that JAX's own ``mosaic.gpu.profiler`` uses. It
 records every kernel of the process, so JAX, PyTorch and CuPy are timed by one instrument, without
-launch gaps. It does not record memcpys and memsets: where these matter, and on CPUs, wall time is
-measured.
+launch gaps. It does not record memcpys and memsets: where those of XLA matter, and on CPUs, wall
+time is measured. This package's kernels use neither.
 
 Contenders take turns (A B C, B C A, ...), so that a drift of the clock rates affects all of them
 equally. Every call uses the next of several input sets, so that no contender finds data in a cache

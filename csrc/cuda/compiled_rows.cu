@@ -1,6 +1,7 @@
 // Launches row kernels that are compiled at run time; see compiled_rows.cuh.
 #include "cuda/compiled_rows.cuh"
 
+#include "cuda/clear.h"
 #include "cuda/compiled.h"
 #include "cuda/rows_launch.cuh"
 
@@ -34,8 +35,8 @@ cudaError_t ClearParts(const TracedRowsLayout& layout, const TracedRowsCall& cal
   const int64_t part = int64_t{layout.sums} * call.n * layout.word_bytes;
   size_t last = 0;
   while (last + 1 < kMaxRowOutputs && call.outputs[last + 1] != nullptr) ++last;
-  return cudaMemsetAsync(static_cast<char*>(call.outputs[last]) + blocks * part, 0,
-                         static_cast<size_t>((call.parts - blocks) * part), stream);
+  return Clear(static_cast<char*>(call.outputs[last]) + blocks * part, (call.parts - blocks) * part,
+               stream);
 }
 
 bool IsPacked(const TracedRowsLayout& layout, const TracedRowsCall& call) {

@@ -34,6 +34,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "cuda/clear.h"
 #include "cuda/group_norm_tiles.cuh"
 
 JOF_NAMESPACE_BEGIN
@@ -693,8 +694,7 @@ cudaError_t Launch(const typename Body::Call& call, const GroupNormProblem& p, b
   constexpr int64_t kAny = int64_t{1} << 40;
   *plan = PlanParts(p, Body::V, is_aligned, kAny, kReduceBlocks * multiprocessors, given);
   if (given < plan->tiles) return cudaErrorInvalidValue;
-  cudaError_t status = cudaMemsetAsync(
-      call.marks, 0, static_cast<size_t>(p.images * kMarkStep) * sizeof(int32_t), stream);
+  cudaError_t status = Clear(call.marks, p.images * kMarkStep * int64_t{sizeof(int32_t)}, stream);
   const auto launch = [&](auto* kernel, const GroupNormPlan& plan) {
     if (status == cudaSuccess) {
       status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "common/fast_divide.h"
+#include "cuda/clear.h"
 #include "cuda/launch.cuh"
 #include "cuda/reduction.cuh"
 #include "cuda/scatter.h"
@@ -268,8 +269,7 @@ cudaError_t ScatterAtomic(R reduction, const ScatterCall& call, cudaStream_t str
   }
   if constexpr (std::is_same_v<R, Addition<T>>) {
     if (!call.has_operand()) {
-      const cudaError_t status =
-          cudaMemsetAsync(result, 0, static_cast<size_t>(outputs) * sizeof(T), stream);
+      const cudaError_t status = Clear(result, outputs * int64_t{sizeof(T)}, stream);
       if (status != cudaSuccess) return status;
     }
     return Combine<Index>(reduction, call, result, stream);

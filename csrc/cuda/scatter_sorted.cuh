@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "common/fast_divide.h"
+#include "cuda/clear.h"
 #include "cuda/launch.cuh"
 #include "cuda/reduction.cuh"
 #include "cuda/scatter.h"
@@ -464,8 +465,7 @@ cudaError_t SumElements(const ScatterProblem& p, const SortedScatter<R, Index>& 
                         cudaStream_t stream) {
   cudaError_t status;
   if (!s.has_operand) {
-    status = cudaMemsetAsync(s.result, 0, static_cast<size_t>(p.batch * s.size) * sizeof(*s.result),
-                             stream);
+    status = Clear(s.result, p.batch * s.size * int64_t{sizeof(*s.result)}, stream);
     if (status != cudaSuccess) return status;
   }
   status = LaunchBlocks(SumElementsKernel<R, Index>, p.batch * s.chunks, 0, stream, s,
@@ -487,8 +487,7 @@ cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<R, Index>& s,
   blocks.by_chunks = FastDivider<uint64_t>(static_cast<uint64_t>(s.chunks));
   const int64_t row_bytes = s.inner * int64_t{sizeof(typename R::Element)};
   if (!s.has_operand && row_bytes <= kClearedBytes) {
-    const cudaError_t status =
-        cudaMemsetAsync(s.result, 0, static_cast<size_t>(targets * row_bytes), stream);
+    const cudaError_t status = Clear(s.result, targets * row_bytes, stream);
     if (status != cudaSuccess) return status;
   } else if (!s.has_operand) {
     blocks.fill_blocks = static_cast<unsigned>((targets + kBlockSize - 1) / kBlockSize);

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "common/math.h"
+#include "cuda/clear.h"
 #include "cuda/segments.cuh"
 
 JOF_NAMESPACE_BEGIN
@@ -310,10 +311,8 @@ cudaError_t LaunchAttention(const MessageSumCall& call, cudaStream_t stream) {
   // Zeros for empty segments.
   const int64_t rows = call.segments * call.heads, bytes = rows * call.width * SizeOf(call.type);
   const int64_t of_stats = rows * 2 * std::max(4, SizeOf(call.type));
-  cudaError_t status = cudaMemsetAsync(call.result, 0, static_cast<size_t>(bytes), stream);
-  if (status == cudaSuccess) {
-    status = cudaMemsetAsync(call.stats, 0, static_cast<size_t>(of_stats), stream);
-  }
+  cudaError_t status = Clear(call.result, bytes, stream);
+  if (status == cudaSuccess) status = Clear(call.stats, of_stats, stream);
   if (status != cudaSuccess || call.rows == 0) return status;
   return segments::WithTypes(call.type, call.wide_weights, [&](auto value, auto logit) {
     return segments::SumOfAttention<decltype(value), decltype(logit)>(call, stream);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/math.h"
+#include "cuda/clear.h"
 #include "cuda/segments.cuh"
 
 JOF_NAMESPACE_BEGIN
@@ -332,8 +333,7 @@ cudaError_t Softmax(const SegmentSoftmaxCall& call, cudaStream_t stream) {
 cudaError_t LaunchEdgeDot(const EdgeDotCall& call, cudaStream_t stream) {
   if (call.a_rows == 0 || call.b_rows == 0) {
     const int64_t bytes = call.wide_result ? std::max(4, SizeOf(call.type)) : SizeOf(call.type);
-    return cudaMemsetAsync(call.result, 0,
-                           static_cast<size_t>(call.edges.count * call.heads * bytes), stream);
+    return Clear(call.result, call.edges.count * call.heads * bytes, stream);
   }
   return Dispatch<Floats>(call.type, [&](auto tag) {
     return segments::Dot<typename decltype(tag)::type>(call, stream);
