@@ -3,6 +3,8 @@
 // gpu-check` runs it.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <map>
@@ -580,8 +582,11 @@ int64_t TestType(const RowsProblem& p, int64_t step) {
 
 }  // namespace
 
-int main(int argc, char**) {
+// Arguments: "brief" for fewer cases, then a part: "strided", "group_norm", "softmax", "norm" or
+// "long". Without a part, all of them.
+int main(int argc, char** argv) {
   const bool brief = argc > 1;  // under compute-sanitizer
+  const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
   std::atexit([] { std::fprintf(stderr, "ended with %s\n", at_work.c_str()); });
   int64_t launches = 0;
   // Rows whose elements are strided.
@@ -589,11 +594,14 @@ int main(int argc, char**) {
                                             {40, 12, 2}, {2, 300, 40}, {1, 3000, 16},
                                             {5, 1, 9},   {1, 64, 515}};
   for (const RowsProblem& p : strided) {
+    if (!wanted("strided")) break;
     launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 6);
     launches += TestType<float>(p, 4) + TestType<double>(p, 8);
   }
-  launches += TestGroupNorms<Half>(brief) + TestGroupNorms<BFloat16>(brief);
-  launches += TestGroupNorms<float>(brief) + TestGroupNorms<double>(brief);
+  if (wanted("group_norm")) {
+    launches += TestGroupNorms<Half>(brief) + TestGroupNorms<BFloat16>(brief);
+    launches += TestGroupNorms<float>(brief) + TestGroupNorms<double>(brief);
+  }
   std::vector<RowsProblem> problems = {{700, 48, 1}, {700, 128, 1}, {3, 50257, 1}};
   for (const int64_t n :
        {1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 100, 127, 128, 130, 256, 333, 512}) {
@@ -604,16 +612,20 @@ int main(int argc, char**) {
   }
   for (const RowsProblem& p : problems) {
     const int64_t step = brief ? 16 : p.n > 600 ? 6 : 1;
-    launches += TestType<Half>(p, step) + TestType<BFloat16>(p, step);
-    launches += TestType<float>(p, step) + TestType<double>(p, step);
-    launches += TestNorms<Half>(p, step) + TestNorms<BFloat16>(p, step);
-    launches += TestNorms<float>(p, step) + TestNorms<double>(p, step);
+    if (wanted("softmax")) {
+      launches += TestType<Half>(p, step) + TestType<BFloat16>(p, step);
+      launches += TestType<float>(p, step) + TestType<double>(p, step);
+    }
+    if (wanted("norm")) {
+      launches += TestNorms<Half>(p, step) + TestNorms<BFloat16>(p, step);
+      launches += TestNorms<float>(p, step) + TestNorms<double>(p, step);
+    }
   }
   // 16-bit rows that consist of half packs, in arrays that begin at a pack boundary or half-way.
   for (const int64_t n : {4, 12, 20, 36, 100, 1004, 4092}) {
     const RowsProblem p{n > 600 ? 9 : 37, n, 1};
-    launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8);
-    launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8);
+    if (wanted("softmax")) launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8);
+    if (wanted("norm")) launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8);
   }
   // Long rows: more rows than teams, with row lengths that put the rows' starts at one, at two and
   // at all offsets within a pack. Rows of 76,800 with an f32 residual fill a block's shared memory.
@@ -621,9 +633,10 @@ int main(int argc, char**) {
        {RowsProblem{300, 4104, 1}, RowsProblem{150, 12300, 1}, RowsProblem{400, 3083, 1},
         RowsProblem{5, 20001, 1}, RowsProblem{80, 20001, 1}, RowsProblem{3, 76800, 1},
         RowsProblem{12, 128251, 1}}) {
+    if (!wanted("long")) break;
     launches += TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
   }
-  if (!brief) {
+  if (!brief && wanted("long")) {
     // One row per thread, more rows than teams, including long rows, and rows that are too wide for
     // a thread block or for a cluster.
     for (const RowsProblem& p :
