@@ -244,26 +244,37 @@ def _read_by_xla(divided: parts.Parts, groups: Sequence[parts.Group]) -> set[Any
 
 # ---- programs ----
 
+_ARRAYS: tuple[type[Any], ...] = (jax.Array, *_compat.NUMPY_TYPES)
+_STATIC = object()  # in place of an argument that is a part of the program
+
 
 def program(fun: Any) -> Callable[..., Any]:
     """Makes `fun` a call in a `jax.jit` program, whose lowering rule can rewrite its body.
 
-    Arguments that are not arrays are passed on unchanged.
+    As for `jax.jit`, arguments are arrays or numbers. Static arguments of a function that
+    `jax.jit` made, and other objects, are parts of the program.
     """
     made: dict[Any, Callable[..., Any]] = {}
     is_jitted = hasattr(fun, "trace")
 
-    def made_for(args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
+    def made_for(
+        args: Any, kwargs: Any, taken_types: tuple[type[Any], ...] = _ARRAYS
+    ) -> tuple[Callable[..., Any], Any, Any]:
         """The program for arguments like these, and the arguments that it takes."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        is_taken = [*map(_is_array, leaves)]
+        numbers = () if is_jitted else (bool, int, float, complex)
+        is_taken = [isinstance(x, (*taken_types, *numbers)) for x in leaves]
         if is_jitted and not all(is_taken):
             traced = _compat.jaxpr_of(fun.trace(*args, **kwargs))
             has_static = len(traced.in_avals) < len(leaves)
             is_taken = is_taken if has_static else [True] * len(leaves)  # numbers are arrays
         rest = tuple(None if yes else x for yes, x in zip(is_taken, leaves, strict=True))
-        taken = [x if yes else None for yes, x in zip(is_taken, leaves, strict=True)]
-        taken_args, taken_kwargs = jax.tree.unflatten(tree, taken)
+        taken = [x if yes else _STATIC for yes, x in zip(is_taken, leaves, strict=True)]
+        all_args, all_kwargs = jax.tree.unflatten(tree, taken)
+        # Like jax.jit, without arguments that are static as a whole.
+        taken_args = tuple(_without_static(x) for x in all_args if x is not _STATIC)
+        named = {name: x for name, x in all_kwargs.items() if x is not _STATIC}
+        taken_kwargs = _without_static(named)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             found = iter(jax.tree.leaves((args, kwargs)))
@@ -294,7 +305,7 @@ def program(fun: Any) -> Callable[..., Any]:
             made[key] = new()
         return made[key], taken_args, taken_kwargs
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
         own, taken_args, taken_kwargs = made_for(args, kwargs)
         return own(*taken_args, **taken_kwargs)
@@ -303,15 +314,24 @@ def program(fun: Any) -> Callable[..., Any]:
         for name in ("lower", "trace", "eval_shape"):
 
             def method(*args: Any, name: str = name, **kwargs: Any) -> Any:
-                own, taken_args, taken_kwargs = made_for(args, kwargs)
+                types = (*_ARRAYS, jax.ShapeDtypeStruct)
+                own, taken_args, taken_kwargs = made_for(args, kwargs, types)
                 return getattr(own, name)(*taken_args, **taken_kwargs)
 
             setattr(run, name, method)
+
+        def clear_cache() -> None:
+            made.clear()
+            if hasattr(fun, "clear_cache"):
+                fun.clear_cache()
+
+        jitted: Any = run
+        jitted.clear_cache = clear_cache
     return run
 
 
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+def _without_static(tree: Any) -> Any:
+    return jax.tree.map(lambda x: None if x is _STATIC else x, tree)
 
 
 def _donated(call: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

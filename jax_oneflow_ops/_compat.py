@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax._src import core as core_internals
 from jax._src import dispatch, literals, source_info_util
+from jax._src import sharding_impls as sharding_internals
 from jax._src.interpreters import mlir as mlir_internals
 from jax._src.lax import lax as lax_internals
 from jax.extend import core
@@ -127,6 +128,23 @@ def with_current_mesh(ctx: Any) -> Any:
         return ctx
     axis_context = dataclasses.replace(axis_context, abstract_mesh=mesh)
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
+
+
+def in_mesh_axes(x: Any, mesh: Any) -> Any | None:
+    """`x`, as the partitioner describes an array, with the axes of `mesh` that shard it.
+
+    None if a sharding divides one axis among several dimensions, as that of an array sharded over 8
+    devices does after a reshape from 64 to 4 x 16 rows. Axes cannot express that, and jax's own
+    conversion ends in an AssertionError or another error.
+    """
+    hlo = getattr(x.sharding, "_hlo_sharding", None)
+    if hlo is None:
+        return x
+    try:
+        spec = sharding_internals.parse_flatten_op_sharding(hlo, mesh)[0]
+    except Exception:
+        return None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
 
 def with_shardings_of_types(ctx: Any, results: Sequence[Any]) -> list[Any]:

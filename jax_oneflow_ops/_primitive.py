@@ -430,6 +430,18 @@ def _partitioned(
     def partition(
         mesh: Mesh, args: Sequence[Any], result: Any
     ) -> tuple[Mesh, Callable[..., Any], Any, tuple[NamedSharding, ...]]:
+        def named(array: Any) -> Any:
+            if (found := _compat.in_mesh_axes(array, mesh)) is not None:
+                return found
+            _warn(
+                f"{public_name}: an array of shape {array.shape} is all-gathered: its sharding "
+                "divides a mesh axis among several dimensions, as after a reshape of a sharded "
+                "dimension. Remedy: apply jax.lax.with_sharding_constraint to the reshaped array."
+            )
+            replicated = NamedSharding(mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated)
+
+        args, result = jax.tree.map(named, (args, result))
         names = rule(*args, **params)
         axes = _mesh_axes(public_name, mesh, names, args, jax.tree.leaves(result))
         kept = frozenset[str]().union(*names.results)
@@ -459,7 +471,7 @@ def _partitioned(
         sides = (", ".join(map(" ".join, side)) for side in (names.operands, names.results))
         return " -> ".join(sides)
 
-    function.def_partition(partition=partition, sharding_rule=sharding_rule)
+    function.def_partition(partition=partition, sharding_rule=sharding_rule, decode_shardings=False)
     return function
 
 

@@ -58,9 +58,10 @@ class Rows:
         pointed = [i for i, c in enumerate(self.columns) if c is not None]
         place = self.begin + pointed[0]
         sizes = {dim: self.updates_shape[u] for dim, u in self._sources().items()}
-        whole = all(size == self.shape[dim] for dim, size in sizes.items() if dim != place)
-        others = math.prod(self.shape) // self.shape[place]
-        is_single = len(pointed) == 1 and whole and math.prod(self.updates_shape) == others
+        others = [dim for dim in range(len(self.shape)) if dim != place]
+        whole = all(sizes.get(dim, 1) == self.shape[dim] for dim in others)
+        count = math.prod(self.shape[dim] for dim in others)
+        is_single = len(pointed) == 1 and whole and math.prod(self.updates_shape) == count
         return place if is_single and self.shape[place] <= _INT32_MAX else None
 
     def _sources(self) -> dict[int, int]:

@@ -5,10 +5,12 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import re
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -712,9 +714,9 @@ def accelerate(
       a function: a context manager, which is a decorator, too.
 
     Raises:
-      TypeError: `fun` is neither a function nor a bool, or `tune` or `fuse` is set without a
-        function; or a tuned function is called inside a transformation; or `fuse` is set and an
-        argument that is not an array is not hashable.
+      TypeError: `fun` is neither a function nor a bool, or it is async or a generator; or `tune` or
+        `fuse` is set without a function; or a tuned function is called inside a transformation; or
+        `fuse` is set and an argument that is not an array is not hashable.
       ValueError: `tune` and `deterministic` are both set.
       NotImplementedError: a tuned function is called in a program of several processes.
 
@@ -758,9 +760,15 @@ def accelerate(
             "accelerate: tune=True may run the program without kernels, and then "
             "deterministic=True cannot hold; pass one of them"
         )
+    if inspect.iscoroutinefunction(fun) or inspect.isgeneratorfunction(fun):
+        raise TypeError(
+            "accelerate: the body of an async function or a generator runs after the call has "
+            "returned; accelerate the functions that it calls instead"
+        )
     value = _compat.OFF if fun is False else _DETERMINISTIC if deterministic else _ON
     if isinstance(fun, bool):
         return _Scope(value)
+    fun = _as_function(fun)
     plain: Any = jax.jit(fun) if tune and not hasattr(fun, "trace") else fun
     accelerated = _fused(plain, value) if fuse else _Scope(value)(plain)
     if not tune:
@@ -768,6 +776,22 @@ def accelerate(
     from jax_oneflow_ops import _tune  # imported lazily: few programs need it
 
     return _tune.tuned(plain, accelerated, value + _FUSE * fuse)
+
+
+def _as_function(fun: Any) -> Any:
+    """A method made by `jax.jit` as a function of the other arguments; others unchanged.
+
+    Python passes the attributes of a method on to a bound method, so its `trace` takes `self`.
+    """
+    if not isinstance(fun, types.MethodType) or not hasattr(fun, "trace"):
+        return fun
+    of: Any = fun.__func__
+    own: Any = functools.partial(of, fun.__self__)
+    functools.update_wrapper(own, fun, updated=())
+    for name in ("lower", "trace", "eval_shape"):
+        setattr(own, name, functools.partial(getattr(of, name), fun.__self__))
+    own.clear_cache = of.clear_cache
+    return own
 
 
 def _fused(fun: Callable[..., Any], value: str) -> Callable[..., Any]:
@@ -815,8 +839,9 @@ def explain(
       fun: a function of arrays, or what `jax.jit` or :func:`accelerate` made of one.
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`. Bind other arguments with
         `functools.partial`, or mark them as static with `jax.jit`.
-      platform: what to lower for: ``"cpu"``, ``"cuda"``, or a kind of device that was measured,
-        such as ``"NVIDIA H200"``. No such device is needed. By default JAX's default device.
+      platform: what to lower for: ``"cpu"``, ``"cuda"`` or ``"gpu"``, or a kind of device that was
+        measured, such as ``"NVIDIA H200"``. No such device is needed. By default JAX's default
+        device.
       **kwargs: keyword arguments of `fun`.
 
     Returns:
@@ -849,6 +874,7 @@ def explain(
     token = _explanation.set(explanation)
     try:
         with _Scope(_ON, str(next(_explained))):  # traced and lowered anew each time
+            fun = _as_function(fun)
             jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
             traced = jitted.trace(*args, **kwargs)
             jaxpr = _compat.jaxpr_of(traced)
@@ -941,6 +967,7 @@ def _place(platform: str | None) -> tuple[str, str | None]:
         return ("cuda" if device.platform == "gpu" else device.platform), device.device_kind
     if platform in _policy.tables():
         return _policy.tables()[platform]["platform"], platform
+    platform = "cuda" if platform == "gpu" else platform
     if platform not in _PLATFORMS:
         known = ", ".join(map(repr, dict.fromkeys((*_PLATFORMS, *_policy.tables()))))
         raise ValueError(f"explain: platform must be one of {known}, got {platform!r}")

@@ -222,6 +222,19 @@ def test_any_scatter_is_that_of_xla():
         np.testing.assert_array_equal(a, b, repr(case[3:]))
 
 
+def test_an_inserted_dimension_without_an_index_is_not_repeated():
+    """Updates go to row 0 of the result only."""
+    numbers = lax.ScatterDimensionNumbers((), (0, 1), (1,))
+    ids, updates = np.array([[1], [3]]), np.array([10.0, 20.0], np.float32)
+
+    def added(ids, updates):
+        return lax.scatter_add(jnp.zeros((2, 5), jnp.float32), ids, updates, numbers)
+
+    expected = np.zeros((2, 5))
+    expected[0, [1, 3]] = updates
+    np.testing.assert_array_equal(jax.jit(jof.accelerate(added))(ids, updates), expected)
+
+
 # --- the extent of the scope ----------------------------------------------------------------------
 
 TABLE, IDS = np.linspace(-1, 1, 33, dtype=np.float32).reshape(11, 3), FIRST[:20] % 11
@@ -1148,6 +1161,51 @@ def test_values_count_only_if_they_are_static(measured, monkeypatch):
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
     jof.accelerate(scaled, tune=True)(TABLE, FIRST[:11], 0.5)
     assert len(measured.calls) == 4
+
+
+class Model:
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(self, table, ids, times=1):
+        return adds(table, ids) * times
+
+
+@pytest.mark.parametrize("options", [{}, {"tune": True}, {"fuse": True}], ids=str)
+def test_a_method_that_jit_made(measured, options):
+    model, expected = Model(), np.asarray(adds(TABLE, IDS))
+    step = jof.accelerate(model.step, **options)
+    np.testing.assert_array_equal(step(TABLE, IDS), expected)
+    np.testing.assert_array_equal(step(TABLE, IDS, 2), 2 * expected)
+    np.testing.assert_array_equal(step(TABLE, IDS, times=3), 3 * expected)
+    np.testing.assert_array_equal(step.lower(TABLE, IDS).compile()(TABLE, IDS), expected)
+    step.clear_cache()
+    np.testing.assert_array_equal(step(TABLE, IDS), expected)
+    (row,) = jof.explain(model.step, TABLE, IDS).rows
+    assert row.operation == "scatter-add"
+
+
+@pytest.mark.parametrize("options", [{}, {"tune": True}, {"fuse": True}], ids=str)
+@pytest.mark.parametrize("like", [np.float16, jnp.float16, jax.ShapeDtypeStruct((3,), "float16")])
+def test_static_arguments_may_look_like_arrays(measured, options, like):
+    @functools.partial(jax.jit, static_argnames="like")
+    def cast(x, like):
+        return x.astype(like.dtype if isinstance(like, jax.ShapeDtypeStruct) else like)
+
+    cast = jof.accelerate(cast, **options)
+    assert cast(TABLE, like=like).dtype == jnp.float16
+    assert cast(TABLE, like=np.float32).dtype == jnp.float32
+    assert cast.lower(TABLE, like="float16").compile()(TABLE).dtype == jnp.float16
+
+
+def test_functions_that_return_before_they_run_are_refused():
+    async def later(x):
+        return x
+
+    def each(x):
+        yield x
+
+    for function in (later, each):
+        with pytest.raises(TypeError, match="accelerate the functions that it calls"):
+            jof.accelerate(function)
 
 
 def test_what_cannot_be_timed_runs_as_it_is(monkeypatch, tmp_path, caplog):

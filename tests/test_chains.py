@@ -188,7 +188,7 @@ def test_ways_to_call_it(of_any_size):
     calls = []
 
     def f(x, bias, *, rate, kind):
-        calls.append((rate, kind))
+        calls.append((jax.typeof(rate).dtype, kind))
         assert isinstance(kind, str)
         return {"y": gelu(x, bias) * rate}
 
@@ -198,7 +198,7 @@ def test_ways_to_call_it(of_any_size):
     for _ in range(2):
         np.testing.assert_allclose(fused(X, BIAS, rate=2, kind="a")["y"], expected, **near)
     fused(X, BIAS, rate=2.0, kind="a")
-    assert calls == [(2, "a"), (2.0, "a")]  # traced once for each rate type
+    assert calls == [("int32", "a"), ("float32", "a")]  # traced once for each type of rate
     mapped = jax.vmap(lambda x: fused(x, BIAS, rate=2, kind="a")["y"])
     np.testing.assert_allclose(mapped(X[:, None])[:, 0], expected, **near)
 
@@ -243,6 +243,22 @@ def test_the_environment_variable_switches_it_off(of_any_size, monkeypatch):
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")
     text = jax.jit(jof.accelerate(gelu, fuse=True)).lower(X, BIAS).as_text()
     assert "f32" not in text  # XLA's fallback for a kernel would contain it
+
+
+def test_numbers_are_arguments_as_for_jit():
+    traced = []
+
+    def divide(x, by):
+        traced.append(by)
+        return x / by
+
+    fused = jof.accelerate(divide, fuse=True)
+    ones = np.ones(3, np.float32)
+    np.testing.assert_array_equal(fused(ones, 0.0), np.full(3, np.inf))
+    np.testing.assert_array_equal(fused(ones, -0.0), np.full(3, -np.inf))
+    for by in range(1, 9):
+        np.testing.assert_array_equal(fused(ones, 1.0 * by), np.float32(1 / by) * ones)
+    assert len(traced) == 1
 
 
 def test_tuned(of_any_size, uncompiled, monkeypatch, tmp_path):

@@ -944,6 +944,25 @@ def test_warning_can_be_silenced():
         assert collectives(gathering(3).as_text()) == {"all-gather": 1}
 
 
+def test_a_reshape_may_divide_a_mesh_axis_among_dimensions():
+    """As in gradient accumulation: rows that a mesh axis of 4 shards become 2 x 8 rows."""
+    table = np.linspace(-2, 2, 33, dtype=np.float32).reshape(11, 3)
+    words = np.arange(16 * 5).reshape(16, 5) % 11
+
+    def step(table, words):
+        def add(total, part):
+            return total + jax.grad(lambda table: jnp.sum(jnp.sin(table[part])))(table), None
+
+        return lax.scan(add, jnp.zeros_like(table), words.reshape(2, 8, 5))[0]
+
+    with mesh_of("auto") as mesh:
+        arrays = put(mesh, (P(), P("a")), (table, words))
+        expected = jax.jit(step)(*arrays)
+        with pytest.warns(jof.GatherWarning, match="divides a mesh axis among several dimensions"):
+            found = jax.jit(jof.accelerate(step))(*arrays)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
 # --- the documentation ----------------------------------------------------------------------------
 
 
