@@ -64,7 +64,8 @@ class Plan:
 
     strategy: str  # "sorted", "private" or "atomic", as in the names of FFI targets
     # For "private" and "atomic" the first dimension is the number of copies of the sums. If it is
-    # 0, updates are added to the result directly.
+    # 0, updates are added to the result directly, or "private" sums of small problems leave their
+    # block once.
     scratch: tuple[int, ...]
     sort: bool = False
 
@@ -92,6 +93,9 @@ PRIVATE_ELEMENTS, PRIVATE_ROW_ELEMENTS = 2**17, 3 * 2**18
 PRIVATE_HOT_ELEMENTS, PRIVATE_HOT_HITS = 2**15, 512
 PRIVATE_PARTS = 128
 PRIVATE_PART_ELEMENTS = 8192
+# Problems with fewer elements, as in the gradient of vmapped lookups, share blocks if their sums
+# have at most SMALL_BYTES. All sums are written, so there is an update for every SMALL_SUMS sums.
+SMALL_BATCH, SMALL_BYTES, SMALL_SUMS = 64, 24 * 1024, 8
 # Otherwise CUDA uses atomics or sorts, whichever is expected to be faster on an H200. Atomics take
 # 15 ps per 32-byte sector if ids are uniform. Since a row may be hot, they are expected to take 1.6
 # times as long, or 2.5 times if the row length is not a power of two, as warps cannot combine such
@@ -207,6 +211,9 @@ def plan(p: Problem) -> Plan:
         if size <= PRIVATE_ORDERED_BYTES if p.ordered else few and size <= limit:
             most = max(1, PRIVATE_PARTS // p.batch)
             return Plan("private", (min(most, -(-elements // PRIVATE_PART_ELEMENTS)), *sums))
+    is_small = p.batch >= SMALL_BATCH and _sum_bytes(p) <= p.batch * SMALL_BYTES
+    if is_small and not (p.ordered or is_long) and SMALL_SUMS * p.updates >= p.rows:
+        return Plan("private", (0, *sums))
     if sort or p.is_sorted:
         return _sorted(p)
     if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:

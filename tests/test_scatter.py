@@ -550,10 +550,14 @@ def test_strategies_on_a_gpu(dtype, count, size, width, options, targets, scratc
 
 @pytest.mark.skipif(not _native.available("cuda"), reason="the _cuda module was not built")
 @pytest.mark.parametrize(
-    ("batch", "count", "parts"), [(64, 300_000, 2), (3, 300_000, 37), (200, 5000, 0)]
+    ("batch", "count", "parts"),
+    [(64, 300_000, 2), (3, 300_000, 37), (200, 5000, 0), (200, 8, None), (3, 5000, None)],
 )
 def test_problems_of_a_batch_have_private_sums_each(batch, count, parts):
-    """Each problem has private sums if it has enough work for a block; otherwise `parts` is 0."""
+    """Blocks take one problem each, or several if `parts` is 0.
+
+    Few problems without enough work for a block, and those with few updates, use atomics.
+    """
 
     def f(updates, ids):
         return jax.vmap(lambda x: jof.segment_sum(x, ids, 70))(updates)
@@ -562,8 +566,57 @@ def test_problems_of_a_batch_have_private_sums_each(batch, count, parts):
     checks = jof.export_checks()
     export = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)(*types)
     module = export.mlir_module()
-    assert re.findall(r"custom_call @(jof_\w+)", module) == [PRIVATE if parts else ATOMIC]
-    assert (f"tensor<{parts}x{batch}x70x1xf32>" in module) == bool(parts)
+    assert re.findall(r"custom_call @(jof_\w+)", module) == [ATOMIC if parts is None else PRIVATE]
+    assert (f"tensor<{parts}x{batch}x70x1xf32>" in module) == (parts is not None)
+
+
+@pytest.mark.parametrize("ids", ["any", "one row"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "int32", "complex64"]
+)
+@pytest.mark.parametrize(
+    ("batch", "count", "rows", "width"),
+    [(64, 1, 1, 1), (70, 9, 7, 1), (300, 33, 5, 3), (77, 64, 64, 2), (65, 900, 130, 4)],
+)
+def test_many_small_problems(batch, count, rows, width, dtype, ids):
+    """Those of one block, with ids that are dropped, wrapped or clipped, and with an operand."""
+    rng = rng_for(batch, count, dtype)
+    updates = rng.integers(-2, 3, (batch, count, width)).astype(dtype)
+    operand = rng.integers(-2, 3, (batch, rows, width)).astype(dtype)
+    low, high = (-rows, 2 * rows) if ids == "any" else (rows - 1, rows)
+    ids = rng.integers(low, high, (batch, count)).astype(np.int32)
+
+    def add(operand, ids, updates):
+        return (
+            jof.segment_sum(updates, ids, rows, implementation="native"),
+            jof.scatter_add(operand, ids, updates, implementation="native"),
+            jof.scatter_add(operand, ids, updates, mode="clip", implementation="native"),
+            jof.segment_sum(jnp.ones(count, dtype), ids, rows, implementation="native"),
+            jof.scatter_max(operand, ids, updates, implementation="native")
+            if dtype != "complex64"
+            else operand,
+        )
+
+    found = jax.jit(jax.vmap(add))(operand, ids, updates)
+    for b in range(batch):
+        zeros, ones = np.zeros_like(operand[b]), np.ones((count, 1), dtype)
+        dropped, wrapped, clipped = (
+            oracle.named_rows(ids[b], rows, wrap=wrap, clip=clip)
+            for wrap, clip in ((False, False), (True, False), (True, True))
+        )
+        expected = [
+            oracle.scatter_add(zeros, dropped, updates[b]),
+            oracle.scatter_add(operand[b], wrapped, updates[b]),
+            oracle.scatter_add(operand[b], clipped, updates[b]),
+            oracle.scatter_add(zeros[:, :1], dropped, ones)[:, 0],
+        ]
+        for f, e in zip(found, expected, strict=False):
+            np.testing.assert_array_equal(np.asarray(f[b]), e.astype(dtype))
+        if dtype != "complex64":
+            largest = operand[b].copy()
+            is_row = wrapped >= 0
+            np.maximum.at(largest, wrapped[is_row], updates[b][is_row])
+            np.testing.assert_array_equal(np.asarray(found[-1][b]), largest)
 
 
 @strategies(BACKEND)

@@ -10,10 +10,14 @@ JOF_NAMESPACE_BEGIN
 // The shared memory of a block of LaunchScatterPrivate, in bytes. One copy of the sums must fit.
 inline constexpr int64_t kPrivateBytes = 160 * 1024;
 
+// The most for the sums of one problem if a block takes several problems.
+inline constexpr int64_t kSmallProblemBytes = 24 * 1024;
+
 // Positions per chunk of LaunchScatterSorted if rows have one element.
 inline constexpr int64_t kElementChunk = 4096;
 
-inline constexpr ScatterLimits kCudaScatterLimits{true, kPrivateBytes, kElementChunk};
+inline constexpr ScatterLimits kCudaScatterLimits{true, kPrivateBytes, kSmallProblemBytes,
+                                                  kElementChunk};
 
 // These require at least one position. If there is an operand, the result already holds a copy.
 cudaError_t LaunchScatterAdd(ScatterStrategy strategy, const ScatterCall& call,

@@ -20,7 +20,8 @@
 // each lane can tell its turn. Setting a bit is one instruction, which is cheaper than comparing
 // the targets of the lanes.
 //
-// Each problem of a batch has its own blocks.
+// Each problem of a batch has its own blocks, or blocks take several small problems each: gradients
+// of vmapped lookups and of jnp.take_along_axis. These sums leave the block once, rounded.
 //
 // Bytes: each update and id is read once; one update per problem if all of its updates are equal.
 #pragma once
@@ -288,6 +289,87 @@ __global__ void __launch_bounds__(kBlockSize)
   result[t] = reduction.Finish(has_operand, has_operand ? result[t] : T{}, sum);
 }
 
+// Problems so small that a block sums several of them, each in one table.
+struct SmallProblems {
+  int problems;           // of a block
+  int elements, outputs;  // of a problem
+  int inner;
+  int64_t batch, ids;  // ids: as in PrivateTables
+  bool one_update;
+  FastDivider<uint32_t> by_elements, by_inner;
+};
+
+template <typename R, typename Index>
+__global__ void __launch_bounds__(kBlockSize)
+    SumProblemsKernel(R reduction, IndexRule rule, const SmallProblems p,
+                      const typename R::Element* __restrict__ updates,
+                      const Index* __restrict__ ids, bool has_operand,
+                      typename R::Element* __restrict__ result) {
+  using T = typename R::Element;
+  using Sum = typename R::Value;
+  constexpr int kItems = 4;
+  extern __shared__ __align__(16) unsigned char shared[];
+  Sum* const tables = static_cast<Sum*>(InRegister(shared));
+  const int64_t first = int64_t{blockIdx.x} * p.problems;
+  const int count = static_cast<int>(min(int64_t{p.problems}, p.batch - first));
+  const int elements = count * p.elements, outputs = count * p.outputs;
+  for (int i = threadIdx.x; i < outputs; i += kBlockSize) tables[i] = reduction.Identity();
+  __syncthreads();
+
+  updates += first * (p.one_update ? 1 : p.elements);
+  ids += first * p.ids;
+  result += first * p.outputs;
+  for (int begin = threadIdx.x; begin < elements; begin += kItems * kBlockSize) {
+    int target[kItems];
+    Sum value[kItems];
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      const int e = begin + k * kBlockSize;
+      target[k] = -1;
+      value[k] = reduction.Identity();
+      if (e >= elements) continue;
+      uint32_t within, d;
+      const auto problem = static_cast<int>(p.by_elements.DivMod(e, &within));
+      const uint32_t n = p.by_inner.DivMod(within, &d);
+      const auto row = static_cast<int>(rule.Resolve(ids[problem * p.ids + n]));
+      if (row >= 0) target[k] = problem * p.outputs + row * p.inner + static_cast<int>(d);
+      value[k] = reduction.Load(updates[p.one_update ? problem : e]);
+    }
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (target[k] >= 0) reduction.AtomicCombine(tables, target[k], 0, value[k]);
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < outputs; i += kBlockSize) {
+    result[i] = reduction.Finish(has_operand, has_operand ? result[i] : T{}, tables[i]);
+  }
+}
+
+template <typename Index, typename R>
+cudaError_t ScatterSmall(R reduction, const ScatterCall& a, cudaStream_t stream) {
+  using T = typename R::Element;
+  constexpr int64_t kElements = 4096;  // of a block, read or written
+  const ScatterProblem& p = a.problem;
+  SmallProblems small{};
+  small.elements = static_cast<int>(p.rows * p.inner);
+  small.outputs = static_cast<int>(p.size() * p.inner);
+  small.inner = static_cast<int>(p.inner);
+  small.batch = p.batch;
+  small.ids = p.shared_ids ? 0 : p.rows;
+  small.one_update = a.one_update;
+  small.by_elements = FastDivider<uint32_t>(static_cast<uint32_t>(small.elements));
+  small.by_inner = FastDivider<uint32_t>(static_cast<uint32_t>(small.inner));
+  const int64_t bytes = small.outputs * int64_t{sizeof(typename R::Value)};
+  const int64_t most =
+      std::min(kElements / std::max(small.elements, small.outputs), kSmallProblemBytes / bytes);
+  small.problems = static_cast<int>(std::clamp<int64_t>(most, 1, p.batch));
+  return LaunchBlocks(SumProblemsKernel<R, Index>, (p.batch + small.problems - 1) / small.problems,
+                      small.problems * bytes, stream, reduction, p.rule, small,
+                      static_cast<const T*>(a.updates), static_cast<const Index*>(a.ids),
+                      a.has_operand(), static_cast<T*>(a.result));
+}
+
 template <bool kInOrder, typename Index, typename R>
 cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t stream) {
   using T = typename R::Element;
@@ -347,6 +429,7 @@ template <typename R>
 cudaError_t ScatterPrivate(R reduction, const ScatterCall& call, cudaStream_t stream) {
   const auto launch = [&](auto index) {
     using Index = decltype(index);
+    if (call.splits == 0) return private_sums::ScatterSmall<Index>(reduction, call, stream);
     // Only sums depend on the order of the updates.
     if constexpr (std::is_same_v<R, Addition<typename R::Element>>) {
       if (call.deterministic) {

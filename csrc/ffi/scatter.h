@@ -145,8 +145,13 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
       SizeOf(call->type) > 2 || call->reducer == Reducer::kMax || call->reducer == Reducer::kMin;
   const bool in_place =
       strategy == ScatterStrategy::kPrivate && limits.private_bytes == 0 && is_exact;
+  const bool is_ordered = call->deterministic && call->reducer == Reducer::kAdd;
+  const auto sum_bytes = static_cast<int64_t>(ffi::ByteWidth(scratch.element_type()));
+  const bool is_small = strategy == ScatterStrategy::kPrivate && !is_ordered &&
+                        p.size() * inner * sum_bytes <= limits.small_bytes &&
+                        p.rows * inner <= INT32_MAX / 2;
   if (p.rows == 0) call->splits = 1;
-  if (!valid || call->splits < (in_place ? 0 : 1)) {
+  if (!valid || call->splits < (in_place || is_small ? 0 : 1)) {
     return InvalidArgument(op, ": scratch must have shape ", wanted, ", got ",
                            ShapeString(dimensions));
   }

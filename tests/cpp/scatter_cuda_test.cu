@@ -31,7 +31,15 @@ T Untouched() {
 // Small integers, whose sums and partial sums are exact in every type.
 int64_t Value(int64_t i) { return (i * 7 + i / 13) % 3 - 1; }
 
-enum class Way { kSorted, kOrdered, kPrivate, kPrivateInOrder, kAtomic, kAtomicScratch };
+enum class Way {
+  kSorted,
+  kOrdered,
+  kPrivate,
+  kPrivateInOrder,
+  kPrivateSmall,
+  kAtomic,
+  kAtomicScratch
+};
 constexpr Reducer kReducers[] = {Reducer::kAdd, Reducer::kMax, Reducer::kMin, Reducer::kMultiply};
 enum class Ids { kSpread, kHot, kOneRow, kDropped, kBroken };
 
@@ -133,9 +141,9 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
   const int order_bytes = t.index_bytes == 8 ? 8 : 4;
   DeviceArray index(Stored(ids, t.index_bytes), t.in_offset / t.index_bytes * t.index_bytes);
   DeviceArray permutation(Stored(order, order_bytes), 0);
-  const int64_t sums = IsSorted(t.way)         ? s.batch * s.splits * 2 * s.inner
-                       : t.way == Way::kAtomic ? 0
-                                               : s.splits * outputs;
+  const int64_t sums = IsSorted(t.way) ? s.batch * s.splits * 2 * s.inner
+                       : t.way == Way::kAtomic || t.way == Way::kPrivateSmall ? 0
+                                                                              : s.splits * outputs;
   DeviceArray scratch(sums * static_cast<int64_t>(sizeof(Compute<T>)), 0);
   const ScatterProblem problem{s.batch, s.rows, s.inner, rule, t.shared_ids, t.index_bytes};
   const ScatterCall call{{t.has_operand ? out.data() : nullptr, in.data(), index.data(),
@@ -146,10 +154,13 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
                          t.reducer,
                          t.is_signed && std::is_integral_v<Compute<T>>,
                          order_bytes,
-                         t.way == Way::kAtomic ? 1 : s.splits,
+                         t.way == Way::kAtomic         ? 1
+                         : t.way == Way::kPrivateSmall ? 0
+                                                       : s.splits,
                          t.way == Way::kPrivateInOrder,
                          false};
-  const bool is_private = t.way == Way::kPrivate || t.way == Way::kPrivateInOrder;
+  const bool is_private =
+      t.way == Way::kPrivate || t.way == Way::kPrivateInOrder || t.way == Way::kPrivateSmall;
   CHECK_CUDA(LaunchScatter(IsSorted(t.way) ? ScatterStrategy::kSorted
                            : is_private    ? ScatterStrategy::kPrivate
                                            : ScatterStrategy::kAtomic,
@@ -182,21 +193,22 @@ constexpr int64_t kMany = 70000;
 template <typename T>
 void TestScatters(DType type) {
   const Shape shapes[] = {
-      {1, 7, 150, 1, 1},      {1, 9, 150, 3, 5},    {1, 7, 100, 8, 2},    {1, 5, 60, 21, 40},
-      {2, 7, 150, 1, 3},      {3, 6, 90, 4, 7},     {1, 5, 40, 150, 3},   {1, 3, 9, 2500, 2},
-      {1, 64, 9000, 1, 3},    {1, 300, 17, 2, 1},   {1, 33, 2000, 8, 16}, {1, 1, 77, 1, 4},
-      {1, 33, 700, 16, 7},    {1, 1000, 300, 1, 2}, {1, 5, 9001, 1, 128}, {2, 12, 33, 33, 33},
-      {1, 5000, kMany, 8, 2},
+      {1, 7, 150, 1, 1},    {1, 9, 150, 3, 5},   {1, 7, 100, 8, 2},      {1, 5, 60, 21, 40},
+      {2, 7, 150, 1, 3},    {3, 6, 90, 4, 7},    {1, 5, 40, 150, 3},     {1, 3, 9, 2500, 2},
+      {500, 7, 9, 1, 1},    {300, 5, 33, 3, 1},  {1, 64, 9000, 1, 3},    {1, 300, 17, 2, 1},
+      {1, 33, 2000, 8, 16}, {1, 1, 77, 1, 4},    {1, 33, 700, 16, 7},    {1, 1000, 300, 1, 2},
+      {1, 5, 9001, 1, 128}, {2, 12, 33, 33, 33}, {1, 5000, kMany, 8, 2},
   };
   const auto step = static_cast<int64_t>(sizeof(T));
   unsigned turn = 0;
   for (const Shape& s : shapes) {
     for (const Way way : {Way::kSorted, Way::kOrdered, Way::kPrivate, Way::kPrivateInOrder,
-                          Way::kAtomic, Way::kAtomicScratch}) {
+                          Way::kPrivateSmall, Way::kAtomic, Way::kAtomicScratch}) {
       if (s.batch > 1 && way == Way::kOrdered) continue;
       // The per-warp tables and their tags must fit into shared memory.
       const int64_t table = s.size * s.inner * 9;
       if (way == Way::kPrivateInOrder && table > kPrivateBytes) continue;
+      if (way == Way::kPrivateSmall && s.size * s.inner * 8 > kSmallProblemBytes) continue;
       for (const Ids kind : {Ids::kSpread, Ids::kHot, Ids::kOneRow, Ids::kDropped, Ids::kBroken}) {
         if (kind == Ids::kBroken && !IsSorted(way)) continue;
         if (s.rows == kMany && !(way == Way::kAtomic && kind == Ids::kSpread) &&
