@@ -1,8 +1,9 @@
 """Checks of operands that the public functions share."""
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -63,13 +64,19 @@ def in_own_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, jax.Array)]
-        if any(x.dtype in _WIDE for x in arrays) and jax.dtypes.canonicalize_dtype("i8") != "i8":
-            with jax.enable_x64(True):
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+        with precision_of([*args, *kwargs.values()]):
+            return function(*args, **kwargs)
 
     return wrapped
+
+
+def precision_of(xs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """A context that enables 64-bit dtypes if one of `xs` is an array of such a dtype."""
+    is_wide = any(isinstance(x, jax.Array) and x.dtype in _WIDE for x in xs)
+    context: contextlib.AbstractContextManager[Any] = (
+        jax.enable_x64(True) if is_wide else contextlib.nullcontext()
+    )
+    return context
 
 
 def promoted(dtype: Any, other: Any) -> Any:

@@ -71,8 +71,9 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       except that the maximum or minimum of a row with zeros of both signs may have either sign;
       integers wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the
       same for all elements of a row is taken out of sums, and a division by such a value is a
-      multiplication by its inverse, within 2 ulp. Near the largest and smallest numbers this may
-      overflow, or give 0, although jnp's order of operations does not.
+      multiplication by its inverse, within 2 ulp. Powers of two are moved out of products. Near the
+      largest and smallest numbers this may overflow, or give 0, although jnp's order of operations
+      does not. The sum of the deviations from a row's mean is 0, also in rows with NaN.
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including
@@ -81,7 +82,7 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       in float32 if their dtype is narrower. In a function that reduces rows, the kernel computes
       partial sums of the gradients of row vectors, and XLA adds them up. A derivative that reads
       more than 32 arrays or writes more than 16 is left to XLA. The derivative of `prod` raises a
-      `FusionError`.
+      `FusionError`, and so does that of a `jax.custom_vjp` function whose result is broadcast.
 
     Compilation:
       As for `ElementwiseKernel`, with the same cache. XLA runs the same computation on platforms
@@ -392,6 +393,20 @@ def _run(
     kwargs: Any,
 ) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
+    with _checks.precision_of(leaves):
+        results, structure = _results(name, fun, partial, implementation, leaves, tree)
+    return jax.tree.unflatten(structure, results)
+
+
+def _results(
+    name: str,
+    fun: Callable[..., Any],
+    partial: bool,
+    implementation: str | None,
+    leaves: Sequence[Any],
+    tree: Any,
+) -> tuple[list[Any], Any]:
+    """The results of a function, and the structure that they have."""
     leaves = [_checks.as_array(name, "an argument", x, numbers=True) for x in leaves]
     closed, structure = _traced(fun, tree, leaves, partial)
     exact: dict[int, Any] = {}
@@ -412,7 +427,7 @@ def _run(
     else:
         results = kernel(jaxpr, consts, operands)
     results = [_compat.converted(y, v.aval) for y, v in zip(results, jaxpr.outvars, strict=True)]
-    return jax.tree.unflatten(structure, results)
+    return results, structure
 
 
 def _whole_or_none(
@@ -543,9 +558,13 @@ def _one_row_kernel(
     for k, (array, alignment) in enumerate(plan.operands(args)):
         operands[k] = _rows_of(array, alignment, space)
     if not operands:
-        raise FusionError(
-            f"{name}: it depends on no array. Remedy: compute it without jax_oneflow_ops.fuse."
-        )
+        for var, value in zip(computed, plan.function(), strict=True):
+            whole = jnp.broadcast_to(value, (*space.lead, *np.shape(value)))
+            given[var] = whole.reshape(var.aval.shape).astype(var.aval.dtype)
+        return [
+            jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else given[v]
+            for v in jaxpr.outvars
+        ]
     kinds: list[row_primitive.Kind] = [
         "elements" if space.is_along(alignment) else "value" for _, alignment in demands
     ]

@@ -390,6 +390,15 @@ messages_p = _primitive.define(
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, **params: Any
 ) -> tuple[Any, Any]:
+    body: Any = spec.definition.body
+    if "custom_vjp_call" in str(body.jaxpr):
+        raise FusionError(
+            f"{params['function']}: fun calls a function that jax.custom_vjp made, and derivatives "
+            "of messages need its JVP. Remedy: use jax.custom_jvp, or call it on the arrays before "
+            "they are read at edges.",
+            "custom_vjp_call",
+            "",
+        )
     result = _primitive.bind(messages_p, *primals, spec=spec, **params)
     graph, operands = primals[:GRAPH], primals[GRAPH:]
     row = _row_of(operands)
@@ -470,7 +479,8 @@ def _of_shared(definition: Any, tangent: Any) -> Any:
         *own, most, many = args
         is_chosen = _stored(value(*own[:count])[0], dtype) == most
         part = of_tangent(*own)[0]
-        return [jnp.where(is_chosen, part / many, jnp.zeros_like(part))]
+        # A maximum of NaN equals no message, so it has no edges that share it.
+        return [jnp.where(is_chosen, part / jnp.maximum(many, 1), jnp.zeros_like(part))]
 
     inputs = [*(p.type for p in tangent.inputs), dtype, str(_graph.compute_dtype(dtype))]
     return derive.define(tangent.name, shared, inputs, [dtype], Definition)
@@ -589,6 +599,8 @@ class Messages:
         value = program.values[program.results[0]]
         factors = [value] if value.kind == "input" else [program.values[k] for k in value.args]
         if value.kind not in ("input", "mul") or any(f.kind != "input" for f in factors):
+            return None
+        if "custom_" in str(body.jaxpr):  # a function with the value of its argument
             return None
         by_side = {self.sides[int(f.text)]: self.operands[int(f.text)] for f in factors}
         table, weights = by_side.get("s"), by_side.get("e")

@@ -598,7 +598,12 @@ def _dtypes_of_source(definition: Definition, dtypes: Any) -> tuple[str, ...]:
                 f"{kernel}: dtypes must have {len(inputs)} entries, one for each input, got "
                 f"{len(dtypes)}"
             )
-        named = {p.type: d for p, d in zip(inputs, dtypes, strict=True) if p.is_variable}
+        named = {}
+        for p, dtype in zip(inputs, dtypes, strict=True):
+            if p.is_variable and jnp.dtype(named.setdefault(p.type, dtype)) != jnp.dtype(dtype):
+                raise ValueError(
+                    f"{kernel}: inputs of type {p.type} must have one dtype, got {dtypes!r}"
+                )
     else:
         named = dict.fromkeys(letters, dtypes)
     for letter in letters:

@@ -98,9 +98,10 @@ class GroupNorm(nn.GroupNorm):
         """Normalises groups of channels, the last axis, over all pixels of an image."""
         channels = x.shape[-1]
         size = self.group_size or 1
-        groups = self.num_groups or channels // size
+        groups = channels // size if self.num_groups is None else self.num_groups
         # If the sizes are wrong, flax raises the error.
         is_wrong = (self.num_groups is None) == (self.group_size is None) or channels % size
+        is_wrong = is_wrong or groups <= 0
         if is_wrong or _is_flax_own(self, x, mask):
             own: jax.Array = super().__call__(x, mask=mask)
             return own if self.activation is None else nn.silu(own)

@@ -109,11 +109,16 @@ def log_softmax(
 
 
 @_checks.in_own_precision
+def _strong(x: jax.Array) -> jax.Array:
+    """`x` without a weak type, which JAX's functions do not return."""
+    return jax.lax.convert_element_type(x, x.dtype)
+
+
 def _softmax(
     name: str, x: Any, axis: Any, where: Any, fill: float, implementation: Any, *, log: bool
 ) -> jax.Array:
     choice = _native.choose_implementation(name, implementation)
-    x = _floating(name, "x", x)
+    x = _strong(_floating(name, "x", x))
     axes = _axes(name, axis, x.ndim)
     mask = _mask(name, where, x.shape)
     if mask is not None:
@@ -175,7 +180,7 @@ def logsumexp(
         if choice == "native":
             raise TypeError(f"{name}: there are no kernels for b, return_sign or complex numbers")
         return jax.nn.logsumexp(x, axis, b, keepdims, return_sign, where)
-    x = _floating(name, "a", x)
+    x = _strong(_floating(name, "a", x))
     axes = _axes(name, axis, x.ndim)
     mask = _mask(name, where, x.shape)
     if mask is not None:

@@ -652,6 +652,105 @@ def test_custom_rules_stay():
         jax.grad(of_captured)(grid)
 
 
+@jax.custom_vjp
+def with_clipped_gradient(x):
+    return x
+
+
+with_clipped_gradient.defvjp(
+    lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),)
+)  # not linear: the rule must see the sum of the cotangents of broadcast elements
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (5, 1), (1, 4)], ids=str)
+def test_a_custom_vjp_of_a_broadcast_array_is_refused(shape):
+    x, b = np.ones((5, 4), np.float32), np.full(shape, 2, np.float32)
+
+    def scaled(x, b):
+        return x * with_clipped_gradient(b)
+
+    def of_rows(x, b):
+        return (x * with_clipped_gradient(b)).sum(-1)
+
+    def loss(f):
+        return jax.grad(lambda x, b: f(x, b).sum(), (0, 1))
+
+    np.testing.assert_array_equal(jof.fuse(scaled)(x, b), scaled(x, b))
+    with pytest.raises(jof.FusionError, match="result is broadcast in the function"):
+        loss(jof.fuse(scaled))(x, b)
+    for found, expected in zip(
+        loss(jof.fuse(scaled, partial=True))(x, b), loss(scaled)(x, b), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    if shape == (5, 1):  # the kernel sums the cotangents of a row
+        np.testing.assert_array_equal(loss(jof.fuse(of_rows))(x, b)[1], loss(of_rows)(x, b)[1])
+    else:
+        with pytest.raises(jof.FusionError, match="result is broadcast in the function"):
+            loss(jof.fuse(of_rows))(x, b)
+    full = np.ones((5, 4), np.float32)
+    np.testing.assert_array_equal(loss(jof.fuse(scaled))(x, full)[1], loss(scaled)(x, full)[1])
+
+
+def test_casts_after_reductions_round():
+    """Only the casts that end jnp.sum and jnp.mean of narrow arrays are left out."""
+    x = rng_for("casts").standard_normal((64, 64)).astype(np.float32)
+
+    def quantized(x):
+        scale = (jnp.abs(x).max(-1, keepdims=True) / 127).astype(jnp.bfloat16)
+        return jnp.round(x / scale.astype(jnp.float32)), scale
+
+    def sums(x):
+        return x.sum(-1).astype(jnp.bfloat16).astype(jnp.float32), x.max(-1).astype(jnp.float16)
+
+    for f in (quantized, sums):
+        for found, expected in zip(jof.fuse(f)(x), jax.jit(f)(x), strict=True):
+            np.testing.assert_allclose(
+                np.float32(found), np.float32(expected), rtol=2**-7 if f is sums else 0
+            )
+    largest = jof.fuse(lambda x: x.max(-1).astype(jnp.bfloat16).astype(jnp.float32))(x)
+    np.testing.assert_array_equal(largest, largest.astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_rows_that_are_constant():
+    x = np.ones((5, 7), np.float32)
+    for f in (
+        lambda x: (x - x.mean(-1, keepdims=True)).sum(-1),
+        lambda x: (x**0).sum(-1),
+        lambda x: ((jnp.arange(7) * x**0).sum(-1), x**0 * jnp.arange(7)),
+        lambda x: jnp.ones_like(x).sum(-1),
+        lambda x: (jnp.ones_like(x, jnp.bfloat16).sum(-1, keepdims=True), jnp.zeros_like(x)),
+    ):
+        found, expected = (jax.tree.leaves(g(x)) for g in (jof.fuse(f), f))
+        for a, e in zip(found, expected, strict=True):
+            assert (a.shape, a.dtype) == (e.shape, e.dtype)
+            np.testing.assert_array_equal(np.float32(a), np.float32(e))
+        gradient = jax.grad(lambda x, f=f: sum(map(jnp.sum, jax.tree.leaves(jof.fuse(f)(x)))))
+        np.testing.assert_array_equal(gradient(x), np.zeros_like(x))
+
+
+def test_reductions_of_a_scalar():
+    assert jof.fuse(lambda x: x.sum() * 2 + x.max())(jnp.float32(3)) == 9
+
+
+def test_powers_of_one_half():
+    x = np.array([4, 0, -0.0, -4, np.inf, -np.inf, np.nan] * 6, np.float32)
+    for dtype in (np.float32, np.float16):
+        y = jof.fuse(lambda x: x**0.5)(x.astype(dtype))
+        expected = np.array([2, 0, 0, np.nan, np.inf, np.inf, np.nan] * 6, dtype)
+        np.testing.assert_array_equal(y, expected)
+        assert not np.signbit(np.asarray(y)[2])
+
+
+def test_arrays_of_64_bits_keep_their_dtype():
+    with jax.enable_x64(True):
+        x = jnp.arange(1, 5, dtype=jnp.float64).reshape(2, 2) / 3
+    for f in (lambda x: x * 2, lambda x: x - x.max(-1, keepdims=True), jnp.sum):
+        y = jof.fuse(f)(x)
+        assert y.dtype == np.float64
+        with jax.enable_x64(True):
+            np.testing.assert_allclose(y, f(x), rtol=1e-15)
+
+
 def test_custom_rules_of_functions_with_integers():
     """Tangents and cotangents of integers (as in jnp.ldexp) have no dtype that kernels support."""
 

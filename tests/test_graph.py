@@ -714,6 +714,44 @@ def test_derivatives_of_functions(reduce, order):
     assert_same_derivatives(found, wanted, xs, tangents, order)
 
 
+def test_a_maximum_of_nan_has_no_edges():
+    """Its gradient is 0, as that of jax.ops.segment_max."""
+    x = np.array([[1], [np.nan], [2], [3], [4]], np.float32)
+    edges, receivers = np.arange(5), np.array([0, 0, 1, 1, 2])
+
+    def largest(x):
+        return jof.message_max(lambda x: x, (x,), edges, receivers, num_segments=3).sum()
+
+    np.testing.assert_array_equal(jax.grad(largest)(x)[:, 0], [0, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("make", [jax.custom_vjp, jax.custom_jvp])
+def test_custom_derivatives_of_functions_of_messages(make):
+    """Functions with the value of their argument are no products; custom_vjp has no JVP."""
+
+    @make
+    def reversed_gradient(x):
+        return x
+
+    if make is jax.custom_vjp:
+        reversed_gradient.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+    else:
+        reversed_gradient.defjvp(lambda xs, ts: (*xs, -ts[0]))
+    x, weights, ids = np.ones((3, 4), np.float32), np.full((3, 1), 2, np.float32), np.arange(3)
+
+    def total(x, weights):
+        return jof.message_sum(
+            lambda x, w: x * reversed_gradient(w), (x,), ids, ids, weights, num_segments=3
+        ).sum()
+
+    assert total(x, weights) == 24
+    if make is jax.custom_jvp:
+        np.testing.assert_array_equal(jax.grad(total, 1)(x, weights), np.full((3, 1), -4))
+    else:
+        with pytest.raises(jof.FusionError, match=r"message_sum: .* Remedy: use jax.custom_jvp"):
+            jax.grad(total, 1)(x, weights)
+
+
 def test_gradient_of_senders_out_of_range():
     """Senders out of range read the nearest row, which gets no gradient from them."""
     senders, receivers = np.array([0, -1, 5, -9]), np.zeros(4, int)

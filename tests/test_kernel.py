@@ -1060,6 +1060,13 @@ def test_repr_hash_equality_and_copies():
     assert count == 1
 
 
+def test_a_letter_has_one_dtype():
+    kernel = make("T x, T s", "T y", "y = x * s")
+    with pytest.raises(ValueError, match="inputs of type T must have one dtype"):
+        kernel.source(["bfloat16", "float32"], platform="cpu")
+    assert kernel.source(["bfloat16", jnp.bfloat16], platform="cpu")
+
+
 def test_source():
     text = scaled_silu.source("bfloat16", platform="cpu", kinds=["array", "broadcast", "scalar"])
     for part in (

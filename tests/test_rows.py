@@ -532,6 +532,18 @@ def test_residual_is_the_norm_of_the_sum(center, dtype):
     np.testing.assert_allclose(of_scale, wanted_of_scale, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("implementation", [None, "native"])
+def test_results_have_no_weak_type(implementation):
+    """A product with bfloat16 is float32, as in JAX."""
+    weak = jnp.full((2, 3), 2.0)
+    assert jax.typeof(weak).weak_type
+    for name in ("softmax", "log_softmax", "logsumexp"):
+        y = getattr(jof, name)(weak, implementation=implementation)
+        expected = getattr(jax.nn, name)(weak)
+        assert not jax.typeof(y).weak_type
+        assert (y.shape, y.dtype) == (expected.shape, expected.dtype)
+
+
 def reference_of(f):
     return functools.partial(f, implementation="xla")
 

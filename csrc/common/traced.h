@@ -107,6 +107,14 @@ JOF_HOST_DEVICE JOF_INLINE T jof_Sign(T x) {
   return x > 0 ? T(1) : x < 0 ? T(-1) : x;
 }
 
+// x to the power of 0.5, which is not the root of x for -0 and for -infinity, although compilers
+// replace one by the other.
+template <typename T>
+JOF_HOST_DEVICE JOF_INLINE T jof_PowerOfHalf(T x) {
+  const T root = sqrt(abs(x));
+  return x < 0 ? static_cast<T>(isinf(x) ? INFINITY : NAN) : root;
+}
+
 JOF_HOST_DEVICE JOF_INLINE float jof_Expm1(float x) {
 #if defined(__CUDA_ARCH__) && !defined(JOF_NARROW_RESULTS)
   return ::expm1f(x);  // expm1 of expression.h loses digits of large results

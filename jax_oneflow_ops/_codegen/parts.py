@@ -97,8 +97,11 @@ def divide(name: str, jaxpr: Any, is_open: Callable[[Any], bool] = lambda eqn: T
     level: dict[Any, int] = dict.fromkeys([*jaxpr.invars, *jaxpr.constvars], 0)
     elementwise: dict[int, bool] = {}
     made_by: dict[Any, Any] = {}
+    broadcast = _broadcast_results(jaxpr)
     for k, eqn in enumerate(jaxpr.eqns):
-        elementwise[k] = is_open(eqn) and scalars.is_elementwise(name, eqn)
+        # The derivative of such a function needs the sum of the cotangents of all elements.
+        is_whole = "custom_vjp" not in eqn.primitive.name or k not in broadcast
+        elementwise[k] = is_whole and is_open(eqn) and scalars.is_elementwise(name, eqn)
         inputs = [level[x] for x in eqn.invars if not _compat.is_literal(x)]
         own = max(inputs, default=0) + (not elementwise[k])
         for var in eqn.outvars:
@@ -131,6 +134,17 @@ def divide(name: str, jaxpr: Any, is_open: Callable[[Any], bool] = lambda eqn: T
         if var in made_by and var.aval.size != 1 and operations(var) >= _LEAST
     }
     return Parts(jaxpr, level, elementwise, fused)
+
+
+def _broadcast_results(jaxpr: Any) -> set[int]:
+    """The indices of equations with a result on which a larger array depends."""
+    most = {var: var.aval.size for eqn in jaxpr.eqns for var in eqn.outvars}
+    for eqn in reversed(jaxpr.eqns):
+        for x in eqn.invars:
+            if not _compat.is_literal(x) and x in most:
+                most[x] = max(most[x], *(most[var] for var in eqn.outvars))
+    eqns = enumerate(jaxpr.eqns)
+    return {k for k, eqn in eqns if any(most[var] > var.aval.size for var in eqn.outvars)}
 
 
 def reads_in_place(eqn: Any) -> bool:

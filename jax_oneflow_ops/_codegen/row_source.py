@@ -262,7 +262,8 @@ class _Writer:
         self.of_row = [
             k for k in self._live if not program.is_element[k] and values[k].kind != "literal"
         ]
-        by_input = {int(values[k].text): k for k in self._live if values[k].kind == "input"}
+        # A kernel may have to take an array that the program does not read.
+        by_input = {int(value.text): k for k, value in enumerate(values) if value.kind == "input"}
         kinds = [*zip(order.inputs, order.input_kinds, strict=True)]
         self._arrays = [by_input[i] for i, kind in kinds if kind == ARRAY]
         vectors = [by_input[i] for i, kind in kinds if kind == VECTOR]

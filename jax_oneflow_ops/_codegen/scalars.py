@@ -53,6 +53,9 @@ class Space:
 
     shape: tuple[int, ...]
     start: int  # the first dimension of the rows
+    # Dimensions over which derivatives with respect to arrays that lack them are summed, after the
+    # kernel that computes elements of the derivatives.
+    summed: frozenset[int] = frozenset()
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -201,7 +204,13 @@ def plan(
       exact: see `exact_literals`.
       space: the space of a function that reduces rows.
     """
-    found = _plan(name, jaxpr, consts, demands, exact, "", space or Space((), 0))
+    if space is None:
+        every = [axis for _, alignment in demands for axis in alignment]
+        space = Space((), 0, frozenset(axis for axis in every if isinstance(axis, int)))
+    else:
+        lead = (d for d in range(space.start) if space.shape[d] != 1)
+        space = dataclasses.replace(space, summed=frozenset(lead))
+    found = _plan(name, jaxpr, consts, demands, exact, "", space)
     for _, alignment in found.leaves:
         if any(isinstance(axis, int) for axis in alignment):  # several elements
             for axis in alignment:
@@ -403,6 +412,8 @@ def _step(
         return _Step(picks, gives, lambda xs: xs)
     if primitive in ("argmax", "argmin") or primitive in _RUNNING:
         return _of_stack(name, eqn, outs, gives, line)
+    if primitive in traced.REDUCTIONS and not eqn.params["axes"] and not eqn.invars[0].aval.ndim:
+        return _Step([(eqn.invars[0], ())], gives, lambda xs: xs)  # of a scalar: the scalar itself
     if primitive in traced.REDUCTIONS and space.shape:
         return _reduction(name, eqn, outs, gives, line, space)
     if primitive == "iota":
@@ -443,10 +454,14 @@ def _of_operands(eqn: Any, inner: Plan) -> list[tuple[Any, Alignment]]:
 
 
 def _results_of_reductions(jaxpr: Any) -> set[int]:
-    """The ids of the casts to narrow floats with which jnp.sum and jnp.mean end.
+    """The ids of the casts to narrow floats with which jnp.sum and jnp.mean of narrow arrays end.
 
     Kernels skip these casts: they round values only when they store them.
     """
+
+    def maker(atom: Any) -> Any:
+        return None if _compat.is_literal(atom) else made_by.get(atom)
+
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     found = set()
     for eqn in jaxpr.eqns:
@@ -454,14 +469,16 @@ def _results_of_reductions(jaxpr: Any) -> set[int]:
             str(eqn.params["new_dtype"])
         ):
             continue
-        source = made_by.get(eqn.invars[0]) if not _compat.is_literal(eqn.invars[0]) else None
+        source = maker(eqn.invars[0])
         while source is not None and source.primitive.name in (
-            *("div", "mul", "broadcast_in_dim", "reshape", "squeeze", "max"),
+            *("div", "mul", "broadcast_in_dim", "reshape", "squeeze"),
         ):
-            atom = source.invars[0]
-            source = None if _compat.is_literal(atom) else made_by.get(atom)
-        is_reduced = source is not None and source.primitive.name in traced.REDUCTIONS
-        if is_reduced and str(eqn.invars[0].aval.dtype) == "float32":
+            source = maker(source.invars[0])
+        if source is None or source.primitive.name not in ("reduce_sum", "reduce_prod"):
+            continue
+        cast = maker(source.invars[0])
+        is_cast = cast is not None and cast.primitive.name == "convert_element_type"
+        if is_cast and cast.invars[0].aval.dtype == eqn.params["new_dtype"]:
             found.add(id(eqn))
     return found
 
@@ -884,6 +901,16 @@ def _custom(
             return custom(*xs), xs
 
         def backward(xs: Sequence[Any], cts: Sequence[Any]) -> Any:
+            if any(space.summed.difference(outs[k][1]) for k in moved):
+                # The rule would see the cotangent of each element instead of their sum.
+                raise FusionError(
+                    f"{name}: {_label(eqn, line)} has a derivative of its own, and its result is "
+                    "broadcast in the function. Remedy: call it outside of the fused function, or "
+                    "jax_oneflow_ops.fuse(..., partial=True).",
+                    eqn.primitive.name,
+                    line,
+                )
+
             def rule(primals: Any, vectors: Any) -> Any:
                 def of_places(*ys: Any) -> Any:
                     every = dict(zip(places, ys, strict=True))

@@ -817,6 +817,8 @@ def _pow(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
         for n in range(-8, 9):
             if exponent.text == _literal(np.asarray(n), exponent.dtype):
                 return _power(program, x, n, dtype)
+        if exponent.text == _literal(np.asarray(0.5), exponent.dtype):
+            return program.add("pow", dtype, [x], "jof_PowerOfHalf({0})")
     return program.add("pow", dtype, args, f"pow({{0}}, static_cast<{cpp_type(dtype)}>({{1}}))")
 
 
