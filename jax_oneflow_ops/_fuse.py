@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
@@ -209,7 +208,13 @@ class Fused(Generic[P, R]):
         return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        if instance is None:
+            return self
+        # Unlike a method of Python's, it can have attributes.
+        method: Any = functools.partial(self, instance)
+        method.source = functools.partial(self.source, instance)
+        method.explain = functools.partial(self.explain, instance)
+        return method
 
     def source(
         self,

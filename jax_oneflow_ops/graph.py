@@ -143,7 +143,8 @@ def message_sum(
       Differentiable to any order, in both modes, with respect to tables, edge inputs and arrays
       that `fun` closes over. Each derivative is again a kernel that reads rows, computes and sums,
       or stores the gradient of an edge input. It stores no row for each edge, unless an edge input
-      has that shape.
+      has that shape. `fun` may call functions with a `jax.custom_jvp`. Derivatives of those with a
+      `jax.custom_vjp` raise a `FusionError`.
       Dimensions after the first may be sharded freely. Edge inputs, senders and receivers may be
       sharded by edges: each device sorts its own edges, and an all-reduce adds up the sums. Nodes
       and plans are all-gathered, with a `GatherWarning`.

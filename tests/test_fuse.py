@@ -498,6 +498,9 @@ def test_methods():
     assert_close(layer(x), np.tanh(x) * 2, 1e-6, 0)
     assert_close(layer.scaled(x, by=3), x * 6, 1e-6, 0)
     assert len(Layer.scaled.explain(layer, x, by=3).kernels) == 1
+    assert len(layer.scaled.explain(x, by=3).kernels) == 1
+    assert layer.scaled.source(x, by=3) == Layer.scaled.source(layer, x, by=3)
+    assert_close(jax.jit(layer.scaled)(x, by=3), x * 6, 1e-6, 0)
 
 
 def test_what_depends_on_no_argument_is_left_to_xla():
