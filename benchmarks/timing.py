@@ -3,7 +3,8 @@
 On a GPU the clock is CUPTI, through the extension that JAX's own ``mosaic.gpu.profiler`` uses. It
 records every kernel of the process, so JAX, PyTorch and CuPy are timed by one instrument, without
 launch gaps. It does not record memcpys and memsets: where those of XLA matter, and on CPUs, wall
-time is measured. This package's kernels use neither.
+time is measured. This package clears memory with kernels. It copies only an operand that XLA does
+not alias to the result.
 
 Contenders take turns (A B C, B C A, ...), so that a drift of the clock rates affects all of them
 equally. Every call uses the next of several input sets, so that no contender finds data in a cache

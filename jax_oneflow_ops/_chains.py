@@ -244,7 +244,6 @@ def _read_by_xla(divided: parts.Parts, groups: Sequence[parts.Group]) -> set[Any
 
 # ---- programs ----
 
-_ARRAYS: tuple[type[Any], ...] = (jax.Array, *_compat.NUMPY_TYPES)
 _STATIC = object()  # in place of an argument that is a part of the program
 
 
@@ -258,16 +257,20 @@ def program(fun: Any) -> Callable[..., Any]:
     is_jitted = hasattr(fun, "trace")
 
     def made_for(
-        args: Any, kwargs: Any, taken_types: tuple[type[Any], ...] = _ARRAYS
+        args: Any, kwargs: Any, taken_types: tuple[type[Any], ...] = _compat.ARRAY_TYPES
     ) -> tuple[Callable[..., Any], Any, Any]:
         """The program for arguments like these, and the arguments that it takes."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         numbers = () if is_jitted else (bool, int, float, complex)
         is_taken = [isinstance(x, (*taken_types, *numbers)) for x in leaves]
-        if is_jitted and not all(is_taken):
-            traced = _compat.jaxpr_of(fun.trace(*args, **kwargs))
-            has_static = len(traced.in_avals) < len(leaves)
-            is_taken = is_taken if has_static else [True] * len(leaves)  # numbers are arrays
+        if is_jitted and not all(is_taken):  # arguments that are not static are arrays
+            traced = fun.trace(*args, **kwargs)
+            own_args, own_kwargs = getattr(traced, "args_info", ((), {}))
+            some_are_static = len(own_args) < len(args)  # jax does not say which
+            is_taken = [
+                is_array or (name in own_kwargs if name else not some_are_static)
+                for is_array, name in zip(is_taken, _names(args, kwargs), strict=True)
+            ]
         rest = tuple(None if yes else x for yes, x in zip(is_taken, leaves, strict=True))
         taken = [x if yes else _STATIC for yes, x in zip(is_taken, leaves, strict=True)]
         all_args, all_kwargs = jax.tree.unflatten(tree, taken)
@@ -314,7 +317,7 @@ def program(fun: Any) -> Callable[..., Any]:
         for name in ("lower", "trace", "eval_shape"):
 
             def method(*args: Any, name: str = name, **kwargs: Any) -> Any:
-                types = (*_ARRAYS, jax.ShapeDtypeStruct)
+                types = (*_compat.ARRAY_TYPES, jax.ShapeDtypeStruct)
                 own, taken_args, taken_kwargs = made_for(args, kwargs, types)
                 return getattr(own, name)(*taken_args, **taken_kwargs)
 
@@ -328,6 +331,13 @@ def program(fun: Any) -> Callable[..., Any]:
         jitted: Any = run
         jitted.clear_cache = clear_cache
     return run
+
+
+def _names(args: Any, kwargs: dict[str, Any]) -> Iterator[str]:
+    """For each leaf of the arguments, the name of its keyword argument, or ""."""
+    yield from [""] * len(jax.tree.leaves(args))
+    for name in sorted(kwargs):
+        yield from [name] * len(jax.tree.leaves(kwargs[name]))
 
 
 def _without_static(tree: Any) -> Any:

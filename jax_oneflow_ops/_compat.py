@@ -35,6 +35,7 @@ apply_primitive = dispatch.apply_primitive
 # NumPy's array types, and the type that jax converts them to inside transformations, which in
 # release 0.8 is not a subclass.
 NUMPY_TYPES: tuple[type[Any], ...] = (np.ndarray, np.generic, literals.TypedNdArray)
+ARRAY_TYPES: tuple[type[Any], ...] = (jax.Array, *NUMPY_TYPES)
 
 
 # Makes operands vary over the same axes inside a `shard_map`, as jax's own functions of several
@@ -131,18 +132,17 @@ def with_current_mesh(ctx: Any) -> Any:
 
 
 def in_mesh_axes(x: Any, mesh: Any) -> Any | None:
-    """`x`, as the partitioner describes an array, with the axes of `mesh` that shard it.
+    """`x` with a `NamedSharding` over `mesh` in place of the sharding that the partitioner passes.
 
-    None if a sharding divides one axis among several dimensions, as that of an array sharded over 8
-    devices does after a reshape from 64 to 4 x 16 rows. Axes cannot express that, and jax's own
-    conversion ends in an AssertionError or another error.
+    None if axes cannot express it: 64 rows that are sharded over 8 devices, and reshaped to 4 x 16,
+    divide one axis between two dimensions. jax's own conversion raises an error then.
     """
     hlo = getattr(x.sharding, "_hlo_sharding", None)
     if hlo is None:
         return x
     try:
         spec = sharding_internals.parse_flatten_op_sharding(hlo, mesh)[0]
-    except Exception:
+    except (AssertionError, LookupError, NotImplementedError, StopIteration, ValueError):
         return None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 

@@ -72,7 +72,7 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       same for all elements of a row is taken out of sums, and a division by such a value is a
       multiplication by its inverse, within 2 ulp. Powers of two are moved out of products. Near the
       largest and smallest numbers this may overflow, or give 0, although jnp's order of operations
-      does not. The sum of the deviations from a row's mean is 0, also in rows with NaN.
+      does not. The sum of ``x - mean(x)`` over a row is 0, even if the row contains NaN.
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including
@@ -81,7 +81,8 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       in float32 if their dtype is narrower. In a function that reduces rows, the kernel computes
       partial sums of the gradients of row vectors, and XLA adds them up. A derivative that reads
       more than 32 arrays or writes more than 16 is left to XLA. The derivative of `prod` raises a
-      `FusionError`, and so does that of a `jax.custom_vjp` function whose result is broadcast.
+      `FusionError`, and so does that of a `jax.custom_vjp` function whose result is broadcast to
+      several rows, or at all in an elementwise function.
 
     Compilation:
       As for `ElementwiseKernel`, with the same cache. XLA runs the same computation on platforms
@@ -439,6 +440,8 @@ def _whole_or_none(
     name: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kernel: parts.Kernel
 ) -> list[Any] | None:
     """Computes the results by one kernel, for functions with reductions or stacks; else None."""
+    if parts.custom_vjps_of_broadcast(jaxpr):
+        return None
     try:
         space = scalars.space_of(name, jaxpr)
         if space is None and not any(eqn.primitive.name in scalars.STACKS for eqn in jaxpr.eqns):

@@ -434,9 +434,9 @@ def _partitioned(
             if (found := _compat.in_mesh_axes(array, mesh)) is not None:
                 return found
             _warn(
-                f"{public_name}: an array of shape {array.shape} is all-gathered: its sharding "
-                "divides a mesh axis among several dimensions, as after a reshape of a sharded "
-                "dimension. Remedy: apply jax.lax.with_sharding_constraint to the reshaped array."
+                f"{public_name}: every device computes all of an array of shape {array.shape}: "
+                "mesh axes cannot express its sharding, as after a reshape of a sharded dimension. "
+                "Remedy: apply jax.lax.with_sharding_constraint to the reshaped array."
             )
             replicated = NamedSharding(mesh, PartitionSpec())
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated)

@@ -63,9 +63,9 @@ class Plan:
     """The kernel, the shape of its scratch space, and whether to sort ids for it."""
 
     strategy: str  # "sorted", "private" or "atomic", as in the names of FFI targets
-    # For "private" and "atomic" the first dimension is the number of copies of the sums. If it is
-    # 0, updates are added to the result directly, or "private" sums of small problems leave their
-    # block once.
+    # For "private" and "atomic" the first dimension is the number of copies of the sums. With 0
+    # copies, "atomic", and "private" on CPUs, add to the result directly; "private" on CUDA lets
+    # each block sum several small problems.
     scratch: tuple[int, ...]
     sort: bool = False
 
@@ -94,7 +94,8 @@ PRIVATE_HOT_ELEMENTS, PRIVATE_HOT_HITS = 2**15, 512
 PRIVATE_PARTS = 128
 PRIVATE_PART_ELEMENTS = 8192
 # Problems with fewer elements, as in the gradient of vmapped lookups, share blocks if their sums
-# have at most SMALL_BYTES. All sums are written, so there is an update for every SMALL_SUMS sums.
+# have at most SMALL_BYTES. The kernel writes every sum, so it is used only if there is at least one
+# update for SMALL_SUMS sums.
 SMALL_BATCH, SMALL_BYTES, SMALL_SUMS = 64, 24 * 1024, 8
 # Otherwise CUDA uses atomics or sorts, whichever is expected to be faster on an H200. Atomics take
 # 15 ps per 32-byte sector if ids are uniform. Since a row may be hot, they are expected to take 1.6

@@ -19,7 +19,6 @@ from jax_oneflow_ops._codegen import cache
 
 _GAIN = 1.02  # a smaller gain is noise, and the unchanged program does not need this package
 _ROUNDS, _BUDGET_S = 16, 2.0  # the most for each way; there are at least three rounds
-_ARRAYS: tuple[type[Any], ...] = (jax.Array, *_compat.NUMPY_TYPES)
 _log = logging.getLogger("jax_oneflow_ops")
 
 
@@ -45,7 +44,7 @@ def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[...
             traced = _compat.jaxpr_of(plain.trace(*args, **kwargs))
             has_static[kinds] = len(traced.in_avals) < len(leaves)
         if has_static[kinds]:
-            values = [leaf for leaf in leaves if not isinstance(leaf, _ARRAYS)]
+            values = [leaf for leaf in leaves if not isinstance(leaf, _compat.ARRAY_TYPES)]
             kinds += _without_addresses(f" {values}")
         if kinds not in chosen:
             with lock:  # time one at a time
@@ -64,7 +63,11 @@ def _kind(leaf: Any) -> str:
     """What a compiled program depends on in an argument, except values of static arguments."""
     if isinstance(leaf, jax.Array):
         return f"{jax.typeof(leaf)} {leaf.sharding}"
-    return f"{leaf.dtype}{leaf.shape}" if isinstance(leaf, _ARRAYS) else type(leaf).__name__
+    return (
+        f"{leaf.dtype}{leaf.shape}"
+        if isinstance(leaf, _compat.ARRAY_TYPES)
+        else type(leaf).__name__
+    )
 
 
 def _without_addresses(text: str) -> str:

@@ -760,7 +760,8 @@ def accelerate(
             "accelerate: tune=True may run the program without kernels, and then "
             "deterministic=True cannot hold; pass one of them"
         )
-    if inspect.iscoroutinefunction(fun) or inspect.isgeneratorfunction(fun):
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_kind(fun) for is_kind in kinds):
         raise TypeError(
             "accelerate: the body of an async function or a generator runs after the call has "
             "returned; accelerate the functions that it calls instead"

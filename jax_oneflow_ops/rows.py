@@ -108,12 +108,12 @@ def log_softmax(
     return _softmax("log_softmax", x, axis, where, -jnp.inf, implementation, log=True)
 
 
-@_checks.in_own_precision
 def _strong(x: jax.Array) -> jax.Array:
     """`x` without a weak type, which JAX's functions do not return."""
     return jax.lax.convert_element_type(x, x.dtype)
 
 
+@_checks.in_own_precision
 def _softmax(
     name: str, x: Any, axis: Any, where: Any, fill: float, implementation: Any, *, log: bool
 ) -> jax.Array:

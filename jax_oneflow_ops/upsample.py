@@ -206,7 +206,7 @@ def resize(
     is_nearest = method is jax.image.ResizeMethod.NEAREST or (
         isinstance(method, str) and method == "nearest"
     )
-    if not is_nearest or not isinstance(image, (jax.Array, *_compat.NUMPY_TYPES)):
+    if not is_nearest or not isinstance(image, _compat.ARRAY_TYPES):
         return by_jax(image, shape)
     x = _checks.as_array("resize", "image", image)
     if not _has_kernels(x.dtype):

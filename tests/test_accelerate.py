@@ -1203,7 +1203,10 @@ def test_functions_that_return_before_they_run_are_refused():
     def each(x):
         yield x
 
-    for function in (later, each):
+    async def each_later(x):
+        yield x
+
+    for function in (later, each, each_later):
         with pytest.raises(TypeError, match="accelerate the functions that it calls"):
             jof.accelerate(function)
 

@@ -259,6 +259,12 @@ def test_numbers_are_arguments_as_for_jit():
     for by in range(1, 9):
         np.testing.assert_array_equal(fused(ones, 1.0 * by), np.float32(1 / by) * ones)
     assert len(traced) == 1
+    traced.clear()
+    chosen = jax.jit(lambda x, by, *, mode: divide(x, by), static_argnames="mode")
+    fused = jof.accelerate(chosen, fuse=True)
+    for by, expected in ((0.0, np.inf), (-0.0, -np.inf), (2.0, 0.5), (4.0, 0.25)):
+        np.testing.assert_array_equal(fused(ones, by=by, mode="a"), np.full(3, expected))
+    assert len(traced) == 1
 
 
 def test_tuned(of_any_size, uncompiled, monkeypatch, tmp_path):

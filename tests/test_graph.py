@@ -725,7 +725,7 @@ def test_a_maximum_of_nan_has_no_edges():
     np.testing.assert_array_equal(jax.grad(largest)(x)[:, 0], [0, 0, 0, 1, 1])
 
 
-@pytest.mark.parametrize("make", [jax.custom_vjp, jax.custom_jvp])
+@pytest.mark.parametrize("make", [jax.custom_vjp, jax.custom_jvp], ids=["vjp", "jvp"])
 def test_custom_derivatives_of_functions_of_messages(make):
     """Functions with the value of their argument are no products; custom_vjp has no JVP."""
 

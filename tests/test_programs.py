@@ -91,7 +91,7 @@ def assert_swapped(name, program, state, batch):
     # On GPUs, XLA fuses small float32 sums of gathered rows with the gathers.
     sums = [row for row in report.rows if row.operation == "scatter-add"]
     left = sum(row.count for row in sums if row.reason.startswith("XLA fuses the gather"))
-    assert left == 0 or jax.default_backend() == "gpu"
+    assert left == 0 or (jax.default_backend() == "gpu" and left < SUMS[name])
     assert sum(n for target, n in found.items() if "scatter_add" in target) == SUMS[name] - left
     assert sum(row.count * row.swapped for row in sums) == SUMS[name] - left
     assert sum(row.count * row.swapped for row in report.rows) == found.total()

@@ -544,6 +544,18 @@ def test_results_have_no_weak_type(implementation):
         assert (y.shape, y.dtype) == (expected.shape, expected.dtype)
 
 
+def test_masked_rows_of_64_bits_keep_their_dtype():
+    with jax.enable_x64(True):
+        x = jnp.linspace(-1, 1, 12, dtype=jnp.float64).reshape(3, 4)
+    mask = np.ones(x.shape, bool)
+    for name in ("softmax", "log_softmax", "logsumexp"):
+        y = getattr(jof, name)(x, where=mask)
+        with jax.enable_x64(True):
+            expected = getattr(jax.nn, name)(x)
+        assert y.dtype == np.float64
+        np.testing.assert_allclose(y, expected, rtol=1e-14)
+
+
 def reference_of(f):
     return functools.partial(f, implementation="xla")
 

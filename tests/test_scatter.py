@@ -581,8 +581,10 @@ def test_problems_of_a_batch_have_private_sums_each(batch, count, parts):
 def test_many_small_problems(batch, count, rows, width, dtype, ids):
     """Those of one block, with ids that are dropped, wrapped or clipped, and with an operand."""
     rng = rng_for(batch, count, dtype)
-    updates = rng.integers(-2, 3, (batch, count, width)).astype(dtype)
-    operand = rng.integers(-2, 3, (batch, rows, width)).astype(dtype)
+    updates, operand = (rng.integers(-2, 3, (batch, n, width)).astype(dtype) for n in (count, rows))
+    if dtype == "complex64":
+        updates = updates + np.complex64(1j) * rng.integers(-2, 3, updates.shape)
+        updates = updates.astype(dtype)
     low, high = (-rows, 2 * rows) if ids == "any" else (rows - 1, rows)
     ids = rng.integers(low, high, (batch, count)).astype(np.int32)
 

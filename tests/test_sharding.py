@@ -949,18 +949,31 @@ def test_a_reshape_may_divide_a_mesh_axis_among_dimensions():
     table = np.linspace(-2, 2, 33, dtype=np.float32).reshape(11, 3)
     words = np.arange(16 * 5).reshape(16, 5) % 11
 
-    def step(table, words):
+    def of_parts(table, parts):
         def add(total, part):
             return total + jax.grad(lambda table: jnp.sum(jnp.sin(table[part])))(table), None
 
-        return lax.scan(add, jnp.zeros_like(table), words.reshape(2, 8, 5))[0]
+        return lax.scan(add, jnp.zeros_like(table), parts)[0]
+
+    def step(table, words):
+        return of_parts(table, words.reshape(2, 8, 5))
 
     with mesh_of("auto") as mesh:
         arrays = put(mesh, (P(), P("a")), (table, words))
         expected = jax.jit(step)(*arrays)
-        with pytest.warns(jof.GatherWarning, match="divides a mesh axis among several dimensions"):
+        with pytest.warns(jof.GatherWarning, match="mesh axes cannot express its sharding"):
             found = jax.jit(jof.accelerate(step))(*arrays)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+        def constrained(table, words):
+            parts = words.reshape(2, 8, 5)
+            parts = lax.with_sharding_constraint(parts, NamedSharding(mesh, P(None, "a")))
+            return of_parts(table, parts)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", jof.GatherWarning)
+            found = jax.jit(jof.accelerate(constrained))(*arrays)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 # --- the documentation ----------------------------------------------------------------------------

@@ -107,8 +107,8 @@ JOF_HOST_DEVICE JOF_INLINE T jof_Sign(T x) {
   return x > 0 ? T(1) : x < 0 ? T(-1) : x;
 }
 
-// x to the power of 0.5, which is not the root of x for -0 and for -infinity, although compilers
-// replace one by the other.
+// pow(x, 0.5), which differs from sqrt(x) at -0 (0) and at -infinity (infinity). Compilers may
+// replace it by sqrt(x).
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE T jof_PowerOfHalf(T x) {
   const T root = sqrt(abs(x));

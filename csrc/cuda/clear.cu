@@ -1,6 +1,5 @@
-// Writes zeros by a kernel, although cudaMemsetAsync is as fast: profilers that list kernels, as
-// the clock of the benchmarks does, would leave out the time of a memset, and clearing a result is
-// a part of the work.
+// Clears memory with a kernel instead of cudaMemsetAsync, which is equally fast: profilers that
+// record only kernels, such as the clock of the benchmarks, would not count a memset.
 #include "cuda/clear.h"
 
 #include <algorithm>

@@ -4,6 +4,8 @@
 
 #ifndef __CUDACC_RTC__
 #include <cuda_runtime_api.h>
+
+#include "cuda/clear.h"
 #endif
 
 #include "cuda/segments.h"
@@ -79,7 +81,7 @@ inline cudaError_t LaunchMessages(const CudaMessageKernels& kernels, bool is_for
   const int64_t elements = call.segments * call.columns;
   cudaError_t status;
   if (kernels.fill == nullptr) {
-    status = cudaMemsetAsync(call.result, 0, static_cast<size_t>(elements * result_bytes), stream);
+    status = Clear(call.result, elements * result_bytes, stream);
   } else {
     status = launch(kernels.fill, (elements + kThreads - 1) / kThreads, call);
   }

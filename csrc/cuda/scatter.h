@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/clear.h"
 #include "ops/scatter.h"
 
 JOF_NAMESPACE_BEGIN
@@ -35,7 +36,7 @@ inline cudaError_t LaunchScatter(ScatterStrategy strategy, const ScatterCall& ca
   if (call.operand != nullptr && call.operand != call.result) {
     status = cudaMemcpyAsync(call.result, call.operand, bytes, cudaMemcpyDeviceToDevice, stream);
   } else if (call.operand == nullptr && p.rows == 0) {
-    status = cudaMemsetAsync(call.result, 0, bytes, stream);
+    status = Clear(call.result, static_cast<int64_t>(bytes), stream);
   }
   if (status != cudaSuccess || p.rows == 0) return status;
   switch (call.reducer) {

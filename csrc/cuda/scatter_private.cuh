@@ -29,6 +29,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 
 #include "common/fast_divide.h"
@@ -366,10 +367,11 @@ cudaError_t ScatterSmall(R reduction, const ScatterCall& a, cudaStream_t stream)
   const int64_t most =
       std::min(kElements / std::max(small.elements, small.outputs), kSmallProblemBytes / bytes);
   small.problems = static_cast<int>(std::clamp<int64_t>(most, 1, p.batch));
-  return LaunchBlocks(SumProblemsKernel<R, Index>, (p.batch + small.problems - 1) / small.problems,
-                      small.problems * bytes, stream, reduction, p.rule, small,
-                      static_cast<const T*>(a.updates), static_cast<const Index*>(a.ids),
-                      a.has_operand(), static_cast<T*>(a.result));
+  const int64_t blocks = (p.batch + small.problems - 1) / small.problems;
+  if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
+  return LaunchBlocks(SumProblemsKernel<R, Index>, blocks, small.problems * bytes, stream,
+                      reduction, p.rule, small, static_cast<const T*>(a.updates),
+                      static_cast<const Index*>(a.ids), a.has_operand(), static_cast<T*>(a.result));
 }
 
 template <bool kInOrder, typename Index, typename R>

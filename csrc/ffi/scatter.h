@@ -149,7 +149,7 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
   const auto sum_bytes = static_cast<int64_t>(ffi::ByteWidth(scratch.element_type()));
   const bool is_small = strategy == ScatterStrategy::kPrivate && !is_ordered &&
                         p.size() * inner * sum_bytes <= limits.small_bytes &&
-                        p.rows * inner <= INT32_MAX / 2;
+                        p.rows * inner <= INT32_MAX / 4;
   if (p.rows == 0) call->splits = 1;
   if (!valid || call->splits < (in_place || is_small ? 0 : 1)) {
     return InvalidArgument(op, ": scratch must have shape ", wanted, ", got ",

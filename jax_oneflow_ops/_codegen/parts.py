@@ -97,11 +97,10 @@ def divide(name: str, jaxpr: Any, is_open: Callable[[Any], bool] = lambda eqn: T
     level: dict[Any, int] = dict.fromkeys([*jaxpr.invars, *jaxpr.constvars], 0)
     elementwise: dict[int, bool] = {}
     made_by: dict[Any, Any] = {}
-    broadcast = _broadcast_results(jaxpr)
+    apart = custom_vjps_of_broadcast(jaxpr)
     for k, eqn in enumerate(jaxpr.eqns):
-        # The derivative of such a function needs the sum of the cotangents of all elements.
-        is_whole = "custom_vjp" not in eqn.primitive.name or k not in broadcast
-        elementwise[k] = is_whole and is_open(eqn) and scalars.is_elementwise(name, eqn)
+        is_fusible = k not in apart and is_open(eqn)
+        elementwise[k] = is_fusible and scalars.is_elementwise(name, eqn)
         inputs = [level[x] for x in eqn.invars if not _compat.is_literal(x)]
         own = max(inputs, default=0) + (not elementwise[k])
         for var in eqn.outvars:
@@ -136,15 +135,22 @@ def divide(name: str, jaxpr: Any, is_open: Callable[[Any], bool] = lambda eqn: T
     return Parts(jaxpr, level, elementwise, fused)
 
 
-def _broadcast_results(jaxpr: Any) -> set[int]:
-    """The indices of equations with a result on which a larger array depends."""
+def custom_vjps_of_broadcast(jaxpr: Any) -> set[int]:
+    """The indices of equations with a `jax.custom_vjp` on whose result a larger array depends.
+
+    Their backward rules need the sum of the cotangents of all elements, which no kernel has.
+    """
     most = {var: var.aval.size for eqn in jaxpr.eqns for var in eqn.outvars}
     for eqn in reversed(jaxpr.eqns):
         for x in eqn.invars:
             if not _compat.is_literal(x) and x in most:
                 most[x] = max(most[x], *(most[var] for var in eqn.outvars))
-    eqns = enumerate(jaxpr.eqns)
-    return {k for k, eqn in eqns if any(most[var] > var.aval.size for var in eqn.outvars)}
+    return {
+        k
+        for k, eqn in enumerate(jaxpr.eqns)
+        if any(most[var] > var.aval.size for var in eqn.outvars)
+        and scalars.is_or_calls(eqn, "custom_vjp")
+    }
 
 
 def reads_in_place(eqn: Any) -> bool:

@@ -118,6 +118,18 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     return _compat.called_jaxpr(eqn)
 
 
+def contains(jaxpr: Any, prefix: str) -> bool:
+    """Whether a jaxpr, or one that it calls, has a primitive whose name begins with `prefix`."""
+    return any(is_or_calls(eqn, prefix) for eqn in jaxpr.eqns)
+
+
+def is_or_calls(eqn: Any, prefix: str) -> bool:
+    """The same for an equation."""
+    inside = called(eqn)
+    is_it = eqn.primitive.name.startswith(prefix)
+    return is_it or (inside is not None and contains(inside[0], prefix))
+
+
 def _reduced_axes(eqn: Any) -> list[int]:
     return [d for d in sorted(eqn.params["axes"]) if eqn.invars[0].aval.shape[d] != 1]
 
@@ -470,8 +482,9 @@ def _results_of_reductions(jaxpr: Any) -> set[int]:
         ):
             continue
         source = maker(eqn.invars[0])
-        while source is not None and source.primitive.name in (
-            *("div", "mul", "broadcast_in_dim", "reshape", "squeeze"),
+        while source is not None and (
+            source.primitive.name in ("broadcast_in_dim", "reshape", "squeeze")
+            or (source.primitive.name in ("div", "mul") and _compat.is_literal(source.invars[1]))
         ):
             source = maker(source.invars[0])
         if source is None or source.primitive.name not in ("reduce_sum", "reduce_prod"):
@@ -902,10 +915,10 @@ def _custom(
 
         def backward(xs: Sequence[Any], cts: Sequence[Any]) -> Any:
             if any(space.summed.difference(outs[k][1]) for k in moved):
-                # The rule would see the cotangent of each element instead of their sum.
                 raise FusionError(
-                    f"{name}: {_label(eqn, line)} has a derivative of its own, and its result is "
-                    "broadcast in the function. Remedy: call it outside of the fused function, or "
+                    f"{name}: {_label(eqn, line)} is a jax.custom_vjp function whose result is "
+                    "broadcast: its backward rule would receive the cotangent of each element, not "
+                    "their sum. Remedy: call it outside of the fused function, or "
                     "jax_oneflow_ops.fuse(..., partial=True).",
                     eqn.primitive.name,
                     line,
