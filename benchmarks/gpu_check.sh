@@ -62,8 +62,8 @@ if [[ -z ${QUICK:-} ]]; then
   section "compute-sanitizer"
   # The slowest runs come first. Types of scatters and parts of the rows run separately. Integers and
   # f64 share the kernels of f32, and only kernels with shared memory can race or synchronise.
-  # synccheck itself ends with an illegal access in long rows, whose kernels use barriers in the
-  # shared memory of other blocks; memcheck finds no error there. Softmax and norms have such rows.
+  # Under synccheck, the kernels of long rows, in clusters of blocks, end with an illegal access;
+  # memcheck finds none in the same launches. Softmax and norms have such rows.
   rows=("rows brief "{softmax,norm,long,group_norm,strided})
   {
     printf 'racecheck,%s\n' "${rows[@]}" "scatter brief "{f16,bf16,f32} "upsample brief" \

@@ -264,13 +264,8 @@ def program(fun: Any) -> Callable[..., Any]:
         numbers = () if is_jitted else (bool, int, float, complex)
         is_taken = [isinstance(x, (*taken_types, *numbers)) for x in leaves]
         if is_jitted and not all(is_taken):  # arguments that are not static are arrays
-            traced = fun.trace(*args, **kwargs)
-            own_args, own_kwargs = getattr(traced, "args_info", ((), {}))
-            some_are_static = len(own_args) < len(args)  # jax does not say which
-            is_taken = [
-                is_array or (name in own_kwargs if name else not some_are_static)
-                for is_array, name in zip(is_taken, _names(args, kwargs), strict=True)
-            ]
+            are_static = _compat.are_static(fun, args, kwargs)
+            is_taken = [a or not b for a, b in zip(is_taken, are_static, strict=True)]
         rest = tuple(None if yes else x for yes, x in zip(is_taken, leaves, strict=True))
         taken = [x if yes else _STATIC for yes, x in zip(is_taken, leaves, strict=True)]
         all_args, all_kwargs = jax.tree.unflatten(tree, taken)
@@ -331,13 +326,6 @@ def program(fun: Any) -> Callable[..., Any]:
         jitted: Any = run
         jitted.clear_cache = clear_cache
     return run
-
-
-def _names(args: Any, kwargs: dict[str, Any]) -> Iterator[str]:
-    """For each leaf of the arguments, the name of its keyword argument, or ""."""
-    yield from [""] * len(jax.tree.leaves(args))
-    for name in sorted(kwargs):
-        yield from [name] * len(jax.tree.leaves(kwargs[name]))
 
 
 def _without_static(tree: Any) -> Any:

@@ -131,6 +131,21 @@ def with_current_mesh(ctx: Any) -> Any:
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
 
 
+def are_static(fun: Any, args: Any, kwargs: dict[str, Any]) -> list[bool]:
+    """For each leaf of the arguments of a `jax.jit` function, whether it may be static.
+
+    jax tells which keyword arguments are. If it left out positional ones, it does not tell which:
+    then all that are not arrays may be.
+    """
+    own_args, own_kwargs = getattr(fun.trace(*args, **kwargs), "args_info", ((), {}))
+    some_are = len(own_args) < len(args)
+    found = [some_are and not isinstance(x, ARRAY_TYPES) for x in jax.tree.leaves(args)]
+    for name in sorted(kwargs):  # as jax orders leaves
+        leaves = jax.tree.leaves(kwargs[name])
+        found += [name not in own_kwargs and not isinstance(x, ARRAY_TYPES) for x in leaves]
+    return found
+
+
 def in_mesh_axes(x: Any, mesh: Any) -> Any | None:
     """`x` with a `NamedSharding` over `mesh` in place of the sharding that the partitioner passes.
 

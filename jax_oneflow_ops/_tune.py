@@ -28,7 +28,7 @@ def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[...
     `plain` is a function made by `jax.jit`. `how` says how `accelerated` was made from it.
     """
     chosen: dict[str, Callable[..., Any]] = {}
-    has_static: dict[str, bool] = {}  # by kind: whether the program depends on argument values
+    are_static: dict[str, list[bool]] = {}  # by kind: the arguments whose values matter
     lock = threading.Lock()
 
     @functools.wraps(plain)
@@ -40,11 +40,10 @@ def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[...
                 "jax.jit or another transformation. Remedy: jof.accelerate(jax.jit(fun), tune=True)"
             )
         kinds = _without_addresses(f"{how} {tree} {[*map(_kind, leaves)]}")
-        if kinds not in has_static:
-            traced = _compat.jaxpr_of(plain.trace(*args, **kwargs))
-            has_static[kinds] = len(traced.in_avals) < len(leaves)
-        if has_static[kinds]:
-            values = [leaf for leaf in leaves if not isinstance(leaf, _compat.ARRAY_TYPES)]
+        if kinds not in are_static:
+            are_static[kinds] = _compat.are_static(plain, args, kwargs)
+        if any(are_static[kinds]):
+            values = [x for x, yes in zip(leaves, are_static[kinds], strict=True) if yes]
             kinds += _without_addresses(f" {values}")
         if kinds not in chosen:
             with lock:  # time one at a time

@@ -158,6 +158,14 @@ def pytest_collection_modifyitems(config, items):
 _policy.tables = dict
 
 
+@pytest.fixture
+def as_users(monkeypatch):
+    """Compiles kernels with users' flags; other tests use -O1 and compiled headers to save time."""
+    flags = ["-O3" if flag == "-O1" else flag for flag in compilers._FLAGS]
+    monkeypatch.setattr(compilers, "_FLAGS", tuple(flags))
+    monkeypatch.setenv("CXX", os.environ["JOF_TEST_CXX"])
+
+
 @pytest.fixture(scope="module")
 def x64():
     """Enables 64-bit dtypes for the modules that request it."""

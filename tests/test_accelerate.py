@@ -1154,7 +1154,8 @@ def test_values_count_only_if_they_are_static(measured, monkeypatch):
         tuned(TABLE, FIRST[:11], rate)
     assert len(measured.calls) == 1
     for size in (4, 5, 4):
-        tuned(TABLE, FIRST[:11], 0.5, size=size)
+        for rate in (0.5, 0.25):
+            tuned(TABLE, FIRST[:11], rate, size=size)
     assert len(measured.calls) == 3
     assert tuned.lower(TABLE, FIRST[:11], 0.5).as_text().count("jof_scatter") == 1
     # Switching kernels off with the environment variable needs another measurement.

@@ -35,13 +35,6 @@ cpu_only = pytest.mark.skipif(not ON_CPU, reason="about the C++ compiler")
 
 
 @pytest.fixture
-def as_users(monkeypatch):
-    """Compiles with users' flags; other tests use -O1 to save time: see conftest.py."""
-    flags = ["-O3" if flag == "-O1" else flag for flag in compilers._FLAGS]
-    monkeypatch.setattr(compilers, "_FLAGS", tuple(flags))
-
-
-@pytest.fixture
 def wide():
     with jax.enable_x64(True):
         yield

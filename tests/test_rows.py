@@ -549,7 +549,8 @@ def test_masked_rows_of_64_bits_keep_their_dtype():
         x = jnp.linspace(-1, 1, 12, dtype=jnp.float64).reshape(3, 4)
     mask = np.ones(x.shape, bool)
     for name in ("softmax", "log_softmax", "logsumexp"):
-        y = getattr(jof, name)(x, where=mask)
+        with jax.enable_x64(False):
+            y = getattr(jof, name)(x, where=mask)
         with jax.enable_x64(True):
             expected = getattr(jax.nn, name)(x)
         assert y.dtype == np.float64

@@ -1,5 +1,5 @@
-// Clears memory with a kernel instead of cudaMemsetAsync, which is equally fast: profilers that
-// record only kernels, such as the clock of the benchmarks, would not count a memset.
+// Clears memory with a kernel instead of cudaMemsetAsync: profilers that record only kernels, such
+// as the clock of the benchmarks, would not count a memset.
 #include "cuda/clear.h"
 
 #include <algorithm>
