@@ -445,6 +445,54 @@ def places_of(value: Any) -> list[int]:
     return [*value.owner.attributes["broadcast_dimensions"]]
 
 
+def before_broadcast(value: Any, places: Sequence[int]) -> tuple[Any, list[int]] | None:
+    """The operand of the broadcast or reshape that made a value, and the places of its dimensions.
+
+    `places` says for each dimension of `value` which dimension of a later result it becomes. Those
+    of dimensions of size 1 may be wrong. None if another operation made the value, or a reshape
+    that splits or merges dimensions.
+    """
+    if source := operands_of(value, "stablehlo.broadcast_in_dim"):
+        return source[0], [places[place] for place in places_of(value)]
+    if not (source := operands_of(value, "stablehlo.reshape")):
+        return None
+    inner, outer = ([*ir.ShapedType(x.type).shape] for x in (source[0], value))
+    kept = [(n, place) for n, place in zip(outer, places, strict=True) if n != 1]
+    if [n for n in inner if n != 1] != [n for n, _ in kept]:
+        return None
+    later = iter(kept)
+    return source[0], [next(later)[1] if n != 1 else 0 for n in inner]
+
+
+def is_maximum_along(value: Any, operand: Any, axis: int) -> bool:
+    """Whether a value of the block that is being lowered is the maximum of `operand` along `axis`.
+
+    The maximum of numbers starts from negative infinity.
+    """
+    parts = operands_of(value, "stablehlo.reduce")
+    if len(parts) != 2 or parts[0] != operand:
+        return False
+    op = value.owner.operation
+    first, *others = op.regions[0].blocks[0].operations
+    is_maximum = first.operation.name == "stablehlo.maximum" and len(others) == 1
+    is_here = op.block == ir.InsertionPoint.current.block
+    starts_low = fill_of(parts[1]) in LOWEST
+    return is_maximum and is_here and starts_low and [*op.attributes["dimensions"]] == [axis]
+
+
+LOWEST = ("0xFF800000", "0xFFF0000000000000")  # negative infinity in float32 and float64
+
+
+def is_argument_of_program(value: Any) -> bool:
+    """Whether a value is an operand of the program."""
+    block = value.owner
+    if hasattr(block, "operation"):
+        return False
+    function = block.owner.operation
+    is_function = function.name == "func.func"
+    return is_function and ir.StringAttr(function.attributes["sym_name"]).value == "main"
+
+
 def gathers_whole_rows(value: Any) -> bool:
     """Whether the gather that made a value reads rows of a table (N, *row) by indices (E, 1)."""
     attributes, rank = value.owner.attributes, ir.ShapedType(value.type).rank
@@ -579,14 +627,10 @@ def has_other_readers(value: Any, call: Any) -> bool:
     """
     if any(call is None or use.owner.operation != call for use in value.uses):
         return True
-    block = value.owner
-    if hasattr(block, "operation"):
-        return False
-    function = block.owner.operation
-    if ir.StringAttr(function.attributes["sym_name"]).value != "main":
+    if not is_argument_of_program(value):
         return False
     number = ir.BlockArgument(value).arg_number
-    attributes = ir.ArrayAttr(function.attributes["arg_attrs"])[number]
+    attributes = ir.ArrayAttr(value.owner.owner.operation.attributes["arg_attrs"])[number]
     return not any(name in str(attributes) for name in ("jax.buffer_donor", "tf.aliasing_output"))
 
 

@@ -229,10 +229,10 @@ def plan(p: Problem) -> Plan:
 
 def _least_elements(p: Problem) -> int:
     """The number of elements from which on private sums in shared memory are used."""
-    if not p.is_element():
-        return PRIVATE_ROW_ELEMENTS
     is_hot = p.updates >= PRIVATE_HOT_HITS * p.rows
-    return PRIVATE_HOT_ELEMENTS if is_hot else PRIVATE_ELEMENTS
+    if is_hot and (p.is_element() or p.inner & (p.inner - 1)):
+        return PRIVATE_HOT_ELEMENTS
+    return PRIVATE_ELEMENTS if p.is_element() else PRIVATE_ROW_ELEMENTS
 
 
 _NONE = (0, 0, 0)

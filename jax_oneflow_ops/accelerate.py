@@ -239,30 +239,51 @@ _MAKES_MESSAGES = tuple(f"stablehlo.{name}" for name in ("gather", "multiply", "
 """The operations that `_gathers` looks for."""
 
 
-def _dots(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of sums over dimensions: swaps dot products of gathered rows."""
+def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of sums over dimensions: dot products of gathered rows, and exponentials of rows."""
 
     def lower(ctx: Any, operand: Any, **params: Any) -> Any:
-        pair = None
-        is_product = _compat.operands_of(operand, "stablehlo.multiply", "stablehlo.convert")
-        if is_product and _mode(ctx) in (_ON, _DETERMINISTIC):
-            from jax_oneflow_ops import _gathers  # imported lazily: few programs need it
-
-            if not _why_no_kernels(ctx, platform):
-                pair = _gathers.pair_of(ctx, operand, params["axes"])
-        if pair is None or not (_is_asked_for() or pair.pays(platform)):
+        swap = None
+        made = _compat.operands_of(operand, *_MAKES_SUMS)
+        if made and _mode(ctx) in (_ON, _DETERMINISTIC) and not _why_no_kernels(ctx, platform):
+            swap = _swapped_sum(ctx, operand, params["axes"], platform)
+        if swap is None:
             return rule(ctx, operand, **params)
-        results = pair.lower(ctx)
+        found, row = swap
+        results = found.lower(ctx)
         explanation = _explanation.get()
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
-            avals = ctx.avals_out[0], pair.products
-            row = _row(primitive.name, ctx, avals, True, _FROM_TABLES)
-            row = dataclasses.replace(row, bytes=_policy.nbytes(avals[0], *pair.avals))
             explanation.rows.append((row, _key(primitive, ctx.avals_in)))
         return results
 
     return lower
+
+
+_EXP_SUM = "sum of exp"  # the name of such an operation in reports
+_MAKES_SUMS = tuple(f"stablehlo.{name}" for name in ("multiply", "convert", "exponential"))
+"""The operations whose results `_swapped_sum` looks for."""
+
+
+def _swapped_sum(ctx: Any, operand: Any, axes: Any, platform: str) -> tuple[Any, Row] | None:
+    """What a kernel computes in place of a sum over `axes`, and its row in a report; or None."""
+    from jax_oneflow_ops import _exp_sums, _gathers  # imported lazily: few programs need them
+
+    (result,) = ctx.avals_out
+    if pair := _gathers.pair_of(ctx, operand, axes):
+        if not (_is_asked_for() or pair.pays(platform)):
+            return None
+        row = _row("reduce_sum", ctx, (result, pair.products), True, _FROM_TABLES)
+        return pair, dataclasses.replace(row, bytes=_policy.nbytes(result, *pair.avals))
+    if (found := _exp_sums.find(ctx, operand, axes)) is None:
+        return None
+    explanation = _explanation.get()
+    kind = explanation.device_kind if explanation else _policy.device_kind(platform)
+    decision = found.pays(platform, kind)
+    if not (_is_asked_for() or decision):
+        return None
+    row = _row(_EXP_SUM, ctx, (result, found.aval), True, _exp_sums.READS_ONCE, decision)
+    return found, dataclasses.replace(row, dtype=found.aval.dtype.name)
 
 
 def _as_written(
@@ -600,7 +621,7 @@ def _problem(value: str) -> str | None:
     try:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _searched)
-        _compat.replace_lowerings([lax.reduce_sum_p], _PLATFORMS, _dots, on_several=False)
+        _compat.replace_lowerings([lax.reduce_sum_p], _PLATFORMS, _sums, on_several=False)
         rules = [lax.approx_top_k_p], _PLATFORMS, _without_metadata
         _compat.replace_lowerings(*rules, on_several=False, looks_at_operands=False)
         if value.startswith(_DETERMINISTIC):
@@ -675,7 +696,8 @@ def accelerate(
     `jnp.histogram`, and the gradients of lookups, as in embeddings, `jnp.take_along_axis` and
     `jax.image.resize`. So do the searches of `jnp.searchsorted` and `jnp.digitize`. On one device,
     kernels also compute sums and dot products of gathered rows directly from `x`, such as
-    ``segment_sum(w[:, None] * x[senders], receivers)``, where that was measured to be faster.
+    ``segment_sum(w[:, None] * x[senders], receivers)``, where that was measured to be faster, and
+    on GPUs the maxima and sums of exponentials of cross entropies and other rows in one pass.
     Outside, nothing changes. :func:`explain` shows what is swapped in a program, what is not, and
     why.
 
@@ -911,9 +933,13 @@ def explain(
     summed = [row for i, row in numbered.items() if i in explanation.messages]
     not_stored = {(row.line, row.shapes[-1]) for row in summed}
 
+    read_once = {(row.line, row.shapes[-1]) for row in rows if row.operation == _EXP_SUM}
+
     def is_known(row: Row) -> bool:
         if row.operation == "messages":
             return (row.line, row.shapes[-1]) in not_stored
+        if row.operation == "logsumexp":
+            return (row.line, row.shapes[-1]) in read_once
         return row.reason == _CHAIN and row.line in of_chains
 
     rows += [row for row in _slow(jaxpr) if not is_known(row)]

@@ -874,10 +874,14 @@ def bad_rows_shapes():
 
 
 def is_scratch(target, shape):
-    """Whether the shape is valid scratch: any number of chunks or parts, on CPUs even no parts."""
+    """Whether the shape is valid scratch: any number of chunks or parts.
+
+    On CPUs there may be no parts; on GPUs, the kernels of private sums need none.
+    """
     chunks = 1 if target.endswith("sorted") else 0
     good = SCRATCH[target].shape
-    least = int(chunks == 1 or jax.default_backend() != "cpu")
+    is_private = target.endswith("private")
+    least = int(chunks == 1 or not (is_private or jax.default_backend() == "cpu"))
     return len(shape) == len(good) == 4 and shape == with_other(
         good, chunks, max(shape[chunks], least)
     )

@@ -707,11 +707,13 @@ def test_casts_after_reductions_round():
     def sums(x):
         return x.sum(-1).astype(jnp.bfloat16).astype(jnp.float32), x.max(-1).astype(jnp.float16)
 
-    for f in (quantized, sums):
-        for found, expected in zip(jof.fuse(f)(x), jax.jit(f)(x), strict=True):
-            np.testing.assert_allclose(
-                np.float32(found), np.float32(expected), rtol=2**-7 if f is sums else 0
-            )
+    whole, scale = jof.fuse(quantized)(x)
+    pairs = zip((scale, *jof.fuse(sums)(x)), (quantized(x)[1], *sums(x)), strict=True)
+    for found, expected in pairs:
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=2**-7)
+    exact = x / np.float64(scale)  # a scale that was not rounded would give other integers
+    assert (np.abs(np.float64(whole) - exact) < 0.5 + 1e-4).all()
     weights = np.linspace(0.1, 2, 64, dtype=np.float32)
     for f, arrays in (
         (lambda x: x.sum(-1), [x]),

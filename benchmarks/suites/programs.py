@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -192,7 +193,12 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
         resize = partial(jax.image.resize, shape=ct.shape, method="nearest")
         return gradient(resize)(ct[:, ::2, ::2], ct)
 
-    counts = partial(jnp.bincount, length=1024)
+    def cross_entropy(x: Array, labels: Array) -> Array:
+        of_rows = optax.softmax_cross_entropy_with_integer_labels(x.astype(jnp.float32), labels)
+        return of_rows.mean()
+
+    words = min(50257, n >> 4)
+    counts, logits = partial(jnp.bincount, length=1024), x(max(1, n >> 7), words)
     return {
         "bincount uniform": Call(counts, [ids(1024, 16 * n)]),
         "bincount one": Call(counts, [ids(1024, 16 * n, kind="one")]),
@@ -214,6 +220,12 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
         ),
         "resize gradient": Call(
             resize_gradient, [x(max(1, n >> 17), 2 * pixels, 2 * pixels, 64)], rounds_between=True
+        ),
+        "cross entropy gradient": Call(
+            jax.grad(cross_entropy), [logits, ids(words, logits.shape[0])]
+        ),
+        "softmax of long rows": Call(
+            lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(dtype), [logits], ulps=4
         ),
         "segment_max of rows": Call(largest, [x(n, 128), ids(segments, n)]),
         "segment_max of elements": Call(

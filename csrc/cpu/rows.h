@@ -383,7 +383,7 @@ template <typename T>
 void LogSumExpColumnsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
   using C = Compute<T>;
   const RowsProblem& p = call.problem;
-  const bool has_labels = call.labels != nullptr;
+  const bool has_labels = call.labels != nullptr, has_y = call.y != nullptr;
   auto* stats = static_cast<ExpStats<T>*>(call.stats);
   ColumnExpSums<T> sums;
   C of_labels[kColumns], results[kColumns];
@@ -397,9 +397,9 @@ void LogSumExpColumnsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
 #pragma GCC ivdep
     for (int64_t c = 0; c < columns; ++c) {
       results[c] = LogSumExpResult<T>(sums.State(c), has_labels, of_labels[c]);
-      stats[row + c] = ExpStats<T>::Of(sums.State(c));
+      stats[row + c] = ExpStats<T>::Of(sums.State(c), has_y);
     }
-    Convert<T>(results, columns, static_cast<T*>(call.y) + row);
+    if (has_y) Convert<T>(results, columns, static_cast<T*>(call.y) + row);
   });
 }
 
@@ -408,7 +408,7 @@ void LogSumExpRowsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
   using C = Compute<T>;
   const RowsProblem& p = call.problem;
   if (p.inner > 1) return LogSumExpColumnsOf<T>(call, begin, end);
-  const bool has_labels = call.labels != nullptr;
+  const bool has_labels = call.labels != nullptr, has_y = call.y != nullptr;
   const T* in = static_cast<const T*>(call.x);
   T* out = static_cast<T*>(call.y);
   auto* stats = static_cast<ExpStats<T>*>(call.stats);
@@ -417,8 +417,8 @@ void LogSumExpRowsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
     return ForEachShortGroup(p, begin, end, [&](const RowsProblem& group, int64_t row) {
       x.Read(in + row * p.n, group);
       const int32_t* labels = has_labels ? call.labels + row : nullptr;
-      LogSumExpColumnsOf<T>({group, call.type, x.columns, labels, out + row, stats + row}, 0,
-                            group.inner);
+      T* y = has_y ? out + row : nullptr;
+      LogSumExpColumnsOf<T>({group, call.type, x.columns, labels, y, stats + row}, 0, group.inner);
     });
   }
   C terms[kRowBlock];
@@ -426,8 +426,8 @@ void LogSumExpRowsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
     const T* x = in + row * p.n;
     const auto state = ExpSumOf<T, kRowBlock>(x, p.n, terms);
     const C of_label = has_labels ? LabelValue(x, p, call.labels[row]) : C(0);
-    out[row] = Accumulator<T>::Store(LogSumExpResult<T>(state, has_labels, of_label));
-    stats[row] = ExpStats<T>::Of(state);
+    if (has_y) out[row] = Accumulator<T>::Store(LogSumExpResult<T>(state, has_labels, of_label));
+    stats[row] = ExpStats<T>::Of(state, has_y);
   }
 }
 

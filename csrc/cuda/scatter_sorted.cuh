@@ -116,9 +116,9 @@ __device__ void FillMissing(const SortedScatter<R, Index>& s, uint64_t first,
 constexpr int64_t kClearedBytes = 128;
 
 // For rows of more than one element. A block sums a slice of the columns over one chunk. It
-// consists of groups of `lanes` threads, with one pack of columns per thread. Each group sums
-// group_rows consecutive rows and loads kUnroll of them at a time. Runs that cross groups are
-// combined through shared memory.
+// consists of groups of `lanes` threads, with one pack of columns per thread; the threads that are
+// left over have no rows. Each group sums group_rows consecutive rows and loads kUnroll of them at
+// a time. Runs that cross groups are combined through shared memory.
 struct RowBlocks {
   int lanes, group_rows;
   FastDivider<uint64_t> by_slices, by_chunks;
@@ -134,7 +134,8 @@ __global__ void __launch_bounds__(kBlockSize, 4)
     SumRowsKernel(const SortedScatter<R, Index> s, const RowBlocks blocks) {
   using T = typename R::Element;
   using Sum = typename R::Value;
-  constexpr int kUnroll = 4;
+  // Narrow packs need more loads at a time to keep as many bytes on their way.
+  constexpr int kUnroll = kPack * sizeof(T) <= 4 && sizeof(Index) <= 4 ? 6 : 4;
   if (blockIdx.x < blocks.fill_blocks) {
     return FillMissing<R, kPack>(s, ItemIndex<uint64_t>() / kWarp * kWarp, blocks.by_size,
                                  blocks.targets);
@@ -479,8 +480,9 @@ cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<R, Index>& s,
                     cudaStream_t stream) {
   const int64_t packs = s.inner / kPack, targets = p.batch * s.size;
   RowBlocks blocks{};
-  blocks.lanes = LanesFor(packs);
-  const int64_t slices = (packs + blocks.lanes - 1) / blocks.lanes;
+  // Slices of equal width: with a power of two, rows of 17 packs would leave half of the lanes idle.
+  const int64_t slices = (packs + kWarp - 1) / kWarp;
+  blocks.lanes = static_cast<int>((packs + slices - 1) / slices);
   const int64_t groups = kBlockSize / blocks.lanes;
   blocks.group_rows = static_cast<int>((s.chunk_rows + groups - 1) / groups);
   blocks.by_slices = FastDivider<uint64_t>(static_cast<uint64_t>(slices));

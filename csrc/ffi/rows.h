@@ -8,6 +8,8 @@
 // aliased array to reshape it.
 //   jof_softmax(x) -> y                                   attribute log: log_softmax
 //   jof_softmax_vjp(y, dy) -> dx                          attribute log
+//   jof_exp_sum(x) -> (rows, 2) of C: the maximum, any number if there is a NaN; and the sum of
+//       exp(x - maximum), or of exp(x) if the maximum is infinite
 //   jof_logsumexp(x) -> y (rows), stats (rows, 2) of C
 //   jof_logsumexp_vjp(x, stats, ct (rows)) -> dx
 //   jof_cross_entropy(x, labels (rows) int32) -> y, stats
@@ -32,6 +34,7 @@
 namespace jof {
 
 inline constexpr char kSoftmax[] = "jof_softmax", kSoftmaxVjp[] = "jof_softmax_vjp";
+inline constexpr char kExpSum[] = "jof_exp_sum";
 inline constexpr char kLogSumExp[] = "jof_logsumexp", kLogSumExpVjp[] = "jof_logsumexp_vjp";
 inline constexpr char kCrossEntropy[] = "jof_cross_entropy";
 inline constexpr char kCrossEntropyVjp[] = "jof_cross_entropy_vjp";
@@ -141,21 +144,39 @@ auto LogSumExpBinding() {
   return BufferBinding<Backend, kOperands, kResults>().template Attr<int64_t>("axis");
 }
 
+// Decodes x and what is stored of each row.
+template <typename Call>
+inline ffi::Error DecodeExpSum(const char* op, ffi::AnyBuffer x, int64_t axis, ffi::AnyBuffer stats,
+                               Call* call) {
+  ffi::Error error = DecodeRowsOf(op, x, axis, &call->problem, &call->type);
+  if (error.failure()) return error;
+  call->x = x.untyped_data();
+  return FirstError(
+      {RequireOfRows(op, "stats", stats, x, axis, ComputeType(x.element_type()), 2),
+       call->problem.n == 0 && call->problem.rows() != 0
+           ? InvalidArgument(op, ": rows must have elements")
+           : ffi::Error::Success()});
+}
+
+template <typename Backend>
+ffi::Error ExpSumHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                         ffi::Result<ffi::AnyBuffer> stats, int64_t axis) {
+  LogSumExpCall call{};
+  ffi::Error error = DecodeExpSum(kExpSum, x, axis, *stats, &call);
+  if (error.failure() || call.problem.rows() == 0) return error;
+  call.stats = stats->untyped_data();
+  return Backend::Status(kExpSum, LaunchLogSumExp(call, stream));
+}
+
 // Decodes what the calls of jof_logsumexp and jof_cross_entropy share. `y` is an array with one
 // value per row, and `name` is its name in messages. `labels` is null if there are none.
 template <typename Call>
 inline ffi::Error DecodeLogSumExp(const char* op, ffi::AnyBuffer x, int64_t axis,
                                   const ffi::AnyBuffer* labels, const char* name, ffi::AnyBuffer y,
                                   ffi::AnyBuffer stats, Call* call) {
-  ffi::Error error = DecodeRowsOf(op, x, axis, &call->problem, &call->type);
+  ffi::Error error = DecodeExpSum(op, x, axis, stats, call);
   if (error.failure()) return error;
-  const auto type = x.element_type();
-  error = FirstError({RequireOfRows(op, name, y, x, axis, type, 1),
-                      RequireOfRows(op, "stats", stats, x, axis, ComputeType(type), 2),
-                      call->problem.n == 0 && call->problem.rows() != 0
-                          ? InvalidArgument(op, ": rows must have elements")
-                          : ffi::Error::Success()});
-  call->x = x.untyped_data();
+  error = RequireOfRows(op, name, y, x, axis, x.element_type(), 1);
   if (error.failure() || labels == nullptr) return error;
   call->labels = static_cast<const int32_t*>(labels->untyped_data());
   return RequireOfRows(op, "labels", *labels, x, axis, ffi::DataType::S32, 1);

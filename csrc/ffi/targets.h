@@ -42,6 +42,7 @@ std::vector<Target> SharedTargets() {
       {kGatherRows, Handle<B, GatherBinding<B>, GatherRows<B>>},
       {kSoftmax, Handle<B, SoftmaxBinding<B, 1>, SoftmaxHandler<B>>},
       {kSoftmaxVjp, Handle<B, SoftmaxBinding<B, 2>, SoftmaxVjpHandler<B>>},
+      {kExpSum, Handle<B, LogSumExpBinding<B, 1, 1>, ExpSumHandler<B>>},
       {kLogSumExp, Handle<B, LogSumExpBinding<B, 1, 2>, LogSumExpHandler<B>>},
       {kLogSumExpVjp, Handle<B, LogSumExpBinding<B, 3, 1>, LogSumExpVjpHandler<B>>},
       {kCrossEntropy, Handle<B, LogSumExpBinding<B, 2, 2>, CrossEntropyHandler<B>>},

@@ -44,14 +44,15 @@ struct SoftmaxVjpCall {
 };
 
 // log(sum(exp(x))), minus the element that the label names, if there are labels. A negative label
-// counts from the end; one out of range makes the result NaN.
+// counts from the end; one out of range makes the result NaN. Without y, only the ExpSum::State of
+// each row is stored.
 struct LogSumExpCall {
   RowsProblem problem;
   DType type;
   const void* x;
   const int32_t* labels;  // one per row, or null
-  void* y;                // one per row
-  void* stats;            // 2 per row: ExpStats
+  void* y;                // one per row, or null
+  void* stats;            // 2 per row: ExpStats, or ExpSum::State without y
 };
 
 // LogSumExp together with its gradient (see LogSumExpVjpCall), if ct does not depend on y. dx may
@@ -295,6 +296,10 @@ struct ExpStats {
   JOF_HOST_DEVICE JOF_INLINE static ExpStats Of(typename ExpSum<T>::State s) {
     const C centre = ExpSum<T>::Centre(s.peak, C(1));
     return {centre, 1 / (s.sum * ExpSkew<T>(centre))};
+  }
+  // What a LogSumExpCall stores.
+  JOF_HOST_DEVICE JOF_INLINE static ExpStats Of(typename ExpSum<T>::State s, bool has_y) {
+    return has_y ? Of(s) : ExpStats{s.peak, s.sum};
   }
   // The gradient of log(sum(exp(x))), minus 1 for the element that the label names.
   JOF_HOST_DEVICE JOF_INLINE C Vjp(C x, bool is_label, C ct) const {

@@ -247,6 +247,10 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   launch_both(both_in.data());
   CHECK_CUDA(
       LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, out.data(), stats.data()}, nullptr));
+  DeviceArray states(int64_t(rows * 2 * sizeof(C)), 0);
+  CHECK_CUDA(
+      LaunchLogSumExp({p, kDTypeOf<T>, in.data(), nullptr, nullptr, states.data()}, nullptr));
+  const C* state = states.CopyToHost<C>();
   CHECK_CUDA(LaunchLogSumExpVjp(
       {p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(), gradient.data()}, nullptr));
   // In place.
@@ -265,6 +269,12 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   ForEachRow(p, [&](int64_t row, auto at) {
     const Exps e = ExpsOf(x, p.n, at);
     const double centre = std::isfinite(e.max) ? e.max : 0;
+    const double peak = state[2 * row], sum = state[2 * row + 1], exact = double(e.sum);
+    JOF_CHECK(std::isnan(exact)
+                  ? std::isnan(sum)
+                  : peak == e.max && (sum == exact || std::abs(sum - exact) <= 4e-6 * exact),
+              "state of row %lld: %g and %g, want %g and %g", static_cast<long long>(row), peak,
+              sum, e.max, exact);
     const int64_t label_index = has_labels ? LabelIndex(labels[size_t(row)], p.n) : -1;
     const double log_sum = std::log(double(e.sum));
     double want = log_sum + centre, scale = std::isfinite(want) ? 1 : 0;
