@@ -44,6 +44,48 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
+// For rows of short words, such as 17 bf16, of which each would take as many instructions as a word
+// of 16 bytes. A thread stores kPackBytes of the result, from a row and the one after it. Rows have
+// at least kWords words.
+template <int kBytes, typename Index, typename Offset>
+__global__ void __launch_bounds__(kBlockSize)
+    GatherPacksKernel(IndexRule rule, Offset items, Offset rows, bool shared_ids,
+                      FastDivider<Offset> by_inner, FastDivider<Offset> by_rows, Word<kBytes> fill,
+                      const Word<kBytes>* __restrict__ table, const Index* __restrict__ ids,
+                      Word<kBytes>* __restrict__ result) {
+  constexpr int kWords = kPackBytes / kBytes;
+  const Offset first = ItemIndex<Offset>() * kWords, inner = by_inner.divisor();
+  if (first >= items) return;
+  const auto source = [&](Offset row) -> const Word<kBytes>* {
+    Offset n;
+    const Offset b = by_rows.DivMod(row, &n);
+    const int64_t id = rule.Resolve(ids[shared_ids ? n : row]);
+    return id < 0 ? nullptr : table + (b * rule.size + id) * inner;
+  };
+  Offset d;
+  const Offset row = by_inner.DivMod(first, &d);
+  const int own = static_cast<int>(min(Offset{kWords}, inner - d));  // words of the first row
+  const Word<kBytes>* const from = source(row);
+  const Word<kBytes>* const next = own < kWords ? source(min(row + 1, rows - 1)) : from;
+  Word<kBytes> words[kWords];
+#pragma unroll
+  for (int k = 0; k < kWords; ++k) {
+    const Word<kBytes>* const at = k < own ? from : next;
+    words[k] = fill;
+    if (at != nullptr) words[k] = __ldg(at + (k < own ? d + k : Offset(k - own)));
+  }
+  if (first + kWords <= items) {
+    Word<kPackBytes> pack;
+    memcpy(&pack, words, kPackBytes);
+    __stcs(reinterpret_cast<Word<kPackBytes>*>(result + first), pack);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) {
+      if (first + k < items) __stcs(result + first + k, words[k]);
+    }
+  }
+}
+
 template <int kBytes, typename Index>
 cudaError_t Gather(const GatherCall& call, cudaStream_t stream) {
   using Unit = Word<kBytes>;
@@ -57,6 +99,18 @@ cudaError_t Gather(const GatherCall& call, cudaStream_t stream) {
   const int64_t inner = p.inner * call.element_bytes / kBytes, items = p.batch * p.rows * inner;
   const auto launch = [&](auto offset) {
     using Offset = decltype(offset);
+    if constexpr (kBytes <= 4) {
+      constexpr int kWords = kPackBytes / kBytes;
+      if (inner >= kWords && IsAligned(call.result, kPackBytes)) {
+        return LaunchItems(GatherPacksKernel<kBytes, Index, Offset>, (items + kWords - 1) / kWords,
+                           stream, p.rule, static_cast<Offset>(items),
+                           static_cast<Offset>(p.batch * p.rows), p.shared_ids,
+                           FastDivider<Offset>(static_cast<Offset>(inner)),
+                           FastDivider<Offset>(static_cast<Offset>(p.rows)), filler,
+                           static_cast<const Unit*>(call.table),
+                           static_cast<const Index*>(call.ids), static_cast<Unit*>(call.result));
+      }
+    }
     return LaunchItems(GatherKernel<kBytes, Index, Offset>, (items + kItems - 1) / kItems, stream,
                        p.rule, static_cast<Offset>(items), p.shared_ids,
                        FastDivider<Offset>(static_cast<Offset>(inner)),

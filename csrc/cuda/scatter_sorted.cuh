@@ -116,9 +116,12 @@ __device__ void FillMissing(const SortedScatter<R, Index>& s, uint64_t first,
 constexpr int64_t kClearedBytes = 128;
 
 // For rows of more than one element. A block sums a slice of the columns over one chunk. It
-// consists of groups of `lanes` threads, with one pack of columns per thread; the threads that are
-// left over have no rows. Each group sums group_rows consecutive rows and loads kUnroll of them at
-// a time. Runs that cross groups are combined through shared memory.
+// consists of groups of `lanes` threads, with kPack columns per thread; the threads that are left
+// over have no rows. Each group sums group_rows consecutive rows and loads kUnroll of them at a
+// time. Runs that cross groups are combined through shared memory.
+//
+// Rows that cannot be loaded in packs, such as those of 17 elements, are bound by the instructions
+// that each row takes. So a thread still takes kPack columns, and loads them one by one.
 struct RowBlocks {
   int lanes, group_rows;
   FastDivider<uint64_t> by_slices, by_chunks;
@@ -129,7 +132,7 @@ struct RowBlocks {
   uint64_t targets;
 };
 
-template <typename R, int kPack, typename Index>
+template <typename R, int kPack, bool kIsPacked, typename Index>
 __global__ void __launch_bounds__(kBlockSize, 4)
     SumRowsKernel(const SortedScatter<R, Index> s, const RowBlocks blocks) {
   using T = typename R::Element;
@@ -137,8 +140,8 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   // Narrow packs need more loads at a time to keep as many bytes on their way.
   constexpr int kUnroll = kPack * sizeof(T) <= 4 && sizeof(Index) <= 4 ? 6 : 4;
   if (blockIdx.x < blocks.fill_blocks) {
-    return FillMissing<R, kPack>(s, ItemIndex<uint64_t>() / kWarp * kWarp, blocks.by_size,
-                                 blocks.targets);
+    return FillMissing<R, kIsPacked ? kPack : 1>(s, ItemIndex<uint64_t>() / kWarp * kWarp,
+                                                 blocks.by_size, blocks.targets);
   }
   __shared__ Sum heads[kPack][kBlockSize];  // a group's part of a run from the previous group
   __shared__ bool head_ends[kBlockSize];    // whether that run ends in the group
@@ -149,6 +152,7 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const int64_t column = (int64_t(slice) * lanes + lane) * kPack;
   const bool is_column = column < s.inner;
+  const int columns = kIsPacked ? kPack : static_cast<int>(min(int64_t{kPack}, s.inner - column));
   const Index* const ids = s.ids + b * s.ids_stride + first;
   const T* const updates = s.updates + b * s.rows * s.inner + column;
   T* const result = s.result + b * s.size * s.inner + column;
@@ -166,9 +170,16 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   // Whether the current run began before this group; whether the last run goes beyond it.
   bool in_head = false, goes_on = false;
   const auto finish = [&] {
-    if (s.IsTarget(current)) {
-      Finish<R, kPack>(s.reduction, result + static_cast<int64_t>(current) * s.inner, s.has_operand,
-                       sum);
+    if (!s.IsTarget(current)) return;
+    T* const row = result + static_cast<int64_t>(current) * s.inner;
+    if constexpr (kIsPacked) {
+      Finish<R, kPack>(s.reduction, row, s.has_operand, sum);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        const Sum one[1] = {sum[i]};
+        if (i < columns) Finish<R, 1>(s.reduction, row + i, s.has_operand, one);
+      }
     }
   };
   const auto put_head = [&](bool ends) {
@@ -185,7 +196,13 @@ __global__ void __launch_bounds__(kBlockSize, 4)
       Pack<T, kPack> row[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        row[u] = LoadPack<kPack>(updates + s.Row(first + min(p + u, end - 1)) * s.inner);
+        const T* const at = updates + s.Row(first + min(p + u, end - 1)) * s.inner;
+        if constexpr (kIsPacked) {
+          row[u] = LoadPack<kPack>(at);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kPack; ++i) row[u].elem[i] = at[i < columns ? i : 0];
+        }
       }
       const auto add = [&](int u) {
 #pragma unroll
@@ -228,7 +245,9 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   const auto carry = [&](int which) {
     Sum* const out = s.Carry(b, c, which) + column;
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) out[i] = sum[i];
+    for (int i = 0; i < kPack; ++i) {
+      if (i < columns) out[i] = sum[i];
+    }
   };
   // Adds the heads of groups from `next` on to the sum. Returns whether the run ends in this chunk.
   const auto add_heads = [&](int next) {
@@ -475,12 +494,13 @@ cudaError_t SumElements(const ScatterProblem& p, const SortedScatter<R, Index>& 
   return FinishRuns<1>(p, s, stream);
 }
 
-template <int kPack, typename R, typename Index>
+template <int kPack, bool kIsPacked, typename R, typename Index>
 cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<R, Index>& s,
                     cudaStream_t stream) {
-  const int64_t packs = s.inner / kPack, targets = p.batch * s.size;
+  const int64_t packs = (s.inner + kPack - 1) / kPack, targets = p.batch * s.size;
   RowBlocks blocks{};
-  // Slices of equal width: with a power of two, rows of 17 packs would leave half of the lanes idle.
+  // Slices of equal width: with a power of two, rows of 17 packs would leave half of the lanes
+  // idle.
   const int64_t slices = (packs + kWarp - 1) / kWarp;
   blocks.lanes = static_cast<int>((packs + slices - 1) / slices);
   const int64_t groups = kBlockSize / blocks.lanes;
@@ -497,10 +517,10 @@ cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<R, Index>& s,
     blocks.targets = static_cast<uint64_t>(targets);
   }
   const cudaError_t status =
-      LaunchBlocks(SumRowsKernel<R, kPack, Index>, p.batch * s.chunks * slices + blocks.fill_blocks,
-                   0, stream, s, blocks);
+      LaunchBlocks(SumRowsKernel<R, kPack, kIsPacked, Index>,
+                   p.batch * s.chunks * slices + blocks.fill_blocks, 0, stream, s, blocks);
   if (status != cudaSuccess) return status;
-  return FinishRuns<kPack>(p, s, stream);
+  return FinishRuns<kIsPacked ? kPack : 1>(p, s, stream);
 }
 
 template <typename R, typename Index>
@@ -536,11 +556,11 @@ cudaError_t ScatterSorted(R reduction, const ScatterCall& a, cudaStream_t stream
     s.chunk_rows = kElementChunk;
     return SumElements(p, s, stream);
   }
-  if (is_packed(kPackSize<T>)) return SumRows<kPackSize<T>>(p, s, stream);
+  if (is_packed(kPackSize<T>)) return SumRows<kPackSize<T>, true>(p, s, stream);
   if constexpr (sizeof(T) == 2) {
-    if (is_packed(2)) return SumRows<2>(p, s, stream);
+    if (is_packed(2)) return SumRows<2, true>(p, s, stream);
   }
-  return SumRows<1>(p, s, stream);
+  return SumRows<sizeof(T) <= 4 ? 4 : 2, false>(p, s, stream);
 }
 
 }  // namespace sorted
