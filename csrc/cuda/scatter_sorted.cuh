@@ -121,7 +121,7 @@ constexpr int64_t kClearedBytes = 128;
 // time. Runs that cross groups are combined through shared memory.
 //
 // Rows that cannot be loaded in packs, such as those of 17 elements, are bound by the instructions
-// that each row takes. So a thread still takes kPack columns, and loads them one by one.
+// that each row takes. So a thread still takes kPack columns, `lanes` apart from each other.
 struct RowBlocks {
   int lanes, group_rows;
   FastDivider<uint64_t> by_slices, by_chunks;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   using T = typename R::Element;
   using Sum = typename R::Value;
   // Narrow packs need more loads at a time to keep as many bytes on their way.
-  constexpr int kUnroll = kPack * sizeof(T) <= 4 && sizeof(Index) <= 4 ? 6 : 4;
+  constexpr int kUnroll = !kIsPacked ? 3 : kPack * sizeof(T) <= 4 && sizeof(Index) <= 4 ? 6 : 4;
   if (blockIdx.x < blocks.fill_blocks) {
     return FillMissing<R, kIsPacked ? kPack : 1>(s, ItemIndex<uint64_t>() / kWarp * kWarp,
                                                  blocks.by_size, blocks.targets);
@@ -150,9 +150,11 @@ __global__ void __launch_bounds__(kBlockSize, 4)
   const int64_t b = blocks.by_chunks.DivMod(item, &chunk), c = chunk, first = c * s.chunk_rows;
   const int lanes = blocks.lanes, group_rows = blocks.group_rows, groups = kBlockSize / lanes;
   const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-  const int64_t column = (int64_t(slice) * lanes + lane) * kPack;
+  const int64_t column =
+      int64_t(slice) * lanes * kPack + (kIsPacked ? int64_t(lane) * kPack : lane);
   const bool is_column = column < s.inner;
-  const int columns = kIsPacked ? kPack : static_cast<int>(min(int64_t{kPack}, s.inner - column));
+  const int left = static_cast<int>(min(int64_t{kBlockSize} * kPack, s.inner - column));
+  const auto has = [&](int i) { return kIsPacked || i * lanes < left; };
   const Index* const ids = s.ids + b * s.ids_stride + first;
   const T* const updates = s.updates + b * s.rows * s.inner + column;
   T* const result = s.result + b * s.size * s.inner + column;
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(kBlockSize, 4)
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
         const Sum one[1] = {sum[i]};
-        if (i < columns) Finish<R, 1>(s.reduction, row + i, s.has_operand, one);
+        if (has(i)) Finish<R, 1>(s.reduction, row + i * lanes, s.has_operand, one);
       }
     }
   };
@@ -201,7 +203,7 @@ __global__ void __launch_bounds__(kBlockSize, 4)
           row[u] = LoadPack<kPack>(at);
         } else {
 #pragma unroll
-          for (int i = 0; i < kPack; ++i) row[u].elem[i] = at[i < columns ? i : 0];
+          for (int i = 0; i < kPack; ++i) row[u].elem[i] = at[has(i) ? i * lanes : 0];
         }
       }
       const auto add = [&](int u) {
@@ -246,7 +248,7 @@ __global__ void __launch_bounds__(kBlockSize, 4)
     Sum* const out = s.Carry(b, c, which) + column;
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      if (i < columns) out[i] = sum[i];
+      if (has(i)) out[kIsPacked ? i : i * lanes] = sum[i];
     }
   };
   // Adds the heads of groups from `next` on to the sum. Returns whether the run ends in this chunk.
@@ -494,6 +496,9 @@ cudaError_t SumElements(const ScatterProblem& p, const SortedScatter<R, Index>& 
   return FinishRuns<1>(p, s, stream);
 }
 
+// The least rows of a group: sums of groups that share a run are added up one after the other.
+constexpr int64_t kGroupRows = 4;
+
 template <int kPack, bool kIsPacked, typename R, typename Index>
 cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<R, Index>& s,
                     cudaStream_t stream) {
@@ -504,7 +509,7 @@ cudaError_t SumRows(const ScatterProblem& p, const SortedScatter<R, Index>& s,
   const int64_t slices = (packs + kWarp - 1) / kWarp;
   blocks.lanes = static_cast<int>((packs + slices - 1) / slices);
   const int64_t groups = kBlockSize / blocks.lanes;
-  blocks.group_rows = static_cast<int>((s.chunk_rows + groups - 1) / groups);
+  blocks.group_rows = static_cast<int>(std::max(kGroupRows, (s.chunk_rows + groups - 1) / groups));
   blocks.by_slices = FastDivider<uint64_t>(static_cast<uint64_t>(slices));
   blocks.by_chunks = FastDivider<uint64_t>(static_cast<uint64_t>(s.chunks));
   const int64_t row_bytes = s.inner * int64_t{sizeof(typename R::Element)};
