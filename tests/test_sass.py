@@ -146,8 +146,9 @@ def test_no_kernel_is_overlooked(kernels):
 WIDE_KERNELS = {
     # Patterns of kernel names, and the accesses that these kernels must have.
     r"GatherKernel<16, (int|long), ": (r"LDG.*\.128", r"STG.*\.128"),
-    r"SumRowsKernel<\S*(Half|BFloat16)>, 8, ": (r"LDG.*\.128", r"STG.*\.128"),
-    r"SumRowsKernel<\S*<float>, 4, ": (r"LDG.*\.128", r"STG.*\.128"),
+    r"GatherPacksKernel<": (r"STG.*\.128",),
+    r"SumRowsKernel<\S*(Half|BFloat16)>, 8, true, ": (r"LDG.*\.128", r"STG.*\.128"),
+    r"SumRowsKernel<\S*<float>, 4, true, ": (r"LDG.*\.128", r"STG.*\.128"),
     r"SumElementsKernel<": (r"LDG.*\.128",),
     r"SumPartKernel<\S*(Half|BFloat16|float)>, int, true, ": (r"LDG.*\.128",),
     r"CombineKernel<\S*(Half|BFloat16), 8, ": (r"LDG.*\.128",),
