@@ -620,6 +620,15 @@ def replace_call(call: Any, values: Sequence[Any]) -> None:
     call.erase()
 
 
+def replace_result(call: Any, value: Any) -> None:
+    """Replaces the result of an operation in what has read it so far.
+
+    Later operations may still read the result, unless all of them go through a handle.
+    """
+    move_before(call, value)
+    call.results[0].replace_all_uses_with(value)
+
+
 def has_other_readers(value: Any, call: Any) -> bool:
     """Whether anything other than `call`, which may be None, has read a value so far.
 

@@ -5,7 +5,8 @@ the row for the maximum and again for the sum. The kernel of `logsumexp` reads i
 both.
 
 A lowering rule sees the sum after the maximum was lowered. So the kernel's call is moved to where
-the maximum was computed, and replaces it, too: the gradient reads both.
+the maximum was computed, and replaces it, too: the gradient reads both. Maxima are lowered to
+handles, so that it also replaces them in what is lowered later.
 """
 
 import dataclasses
@@ -64,7 +65,7 @@ class ExpSum:
         inner = ctx.replace(avals_in=[self.aval], avals_out=[rows, rows])
         maximum, total = rule(_compat.with_current_mesh(inner), self.x)
         _compat.move_before(self.maximum, total)
-        _compat.replace_call(self.maximum, [maximum])
+        _compat.replace_result(self.maximum, maximum)
         return [total]
 
 

@@ -396,6 +396,17 @@ def _is_search(ctx: Any, params: Any) -> bool:
     return done["gather"] == 1 and not done["while"] + done["scan"]
 
 
+def _with_handle(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of maxima, which `_exp_sums` may replace later."""
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        results = rule(ctx, *args, **params)
+        is_replaced = _mode(ctx) in (_ON, _DETERMINISTIC) and _compat.has_known_sizes(ctx)
+        return _compat.as_handles(results) if is_replaced else results
+
+    return lower
+
+
 def _without_metadata(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
     """The rule of an operation that old releases of jaxlib compile only without metadata.
 
@@ -622,8 +633,12 @@ def _problem(value: str) -> str | None:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _searched)
         _compat.replace_lowerings([lax.reduce_sum_p], _PLATFORMS, _sums, on_several=False)
-        rules = [lax.approx_top_k_p], _PLATFORMS, _without_metadata
-        _compat.replace_lowerings(*rules, on_several=False, looks_at_operands=False)
+        for one, rule in (
+            (lax.reduce_max_p, _with_handle),
+            (lax.approx_top_k_p, _without_metadata),
+        ):
+            rules = [one], _PLATFORMS, rule
+            _compat.replace_lowerings(*rules, on_several=False, looks_at_operands=False)
         if value.startswith(_DETERMINISTIC):
             _compat.replace_lowerings([lax.scatter_p], ["cuda"], _in_order)
         if value.endswith(_FUSE):

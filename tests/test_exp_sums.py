@@ -64,6 +64,12 @@ def by_hand(x, axis):
     return jnp.exp(x - largest) / jnp.sum(jnp.exp(x - largest), axis, keepdims=True)
 
 
+def read_later(x, axis):
+    largest = jnp.max(x, axis)
+    total = jnp.sum(jnp.exp(x - jnp.expand_dims(largest, axis)), axis)
+    return largest, largest + jnp.log(total), jnp.exp(largest / 3000)
+
+
 FUNCTIONS = {
     "logsumexp": lambda x, axis: jax.nn.logsumexp(x, axis),
     "logsumexp with its dimension": lambda x, axis: jax.nn.logsumexp(x, axis, keepdims=True),
@@ -71,6 +77,7 @@ FUNCTIONS = {
     "log_softmax": lambda x, axis: jax.nn.log_softmax(x, axis),
     "by hand": by_hand,
     "maximum and sum": lambda x, axis: (jnp.max(x, axis), jax.nn.logsumexp(x, axis)),
+    "a maximum read later": read_later,
 }
 
 
@@ -128,6 +135,18 @@ def test_in_loops_functions_and_batches():
     assert check(scanned, x) == 1
     assert check(lambda x: jax.grad(lambda x: scanned(x)[0])(x), x) >= 1
     assert check(lambda x: jax.lax.cond(x[0, 0, 0] > 9, rows, lambda x: -rows(x), x), x) == 2
+
+
+@pytest.mark.usefixtures("native")
+def test_a_maximum_outside():
+    """A maximum that was lowered outside of `accelerate` may still be read later."""
+
+    def f(x):
+        with jof.accelerate(False):
+            largest = jnp.max(x, -1)
+        return largest, jnp.log(jnp.sum(jnp.exp(x - largest[:, None]), -1)) + largest
+
+    assert check(f, jnp.asarray(rng_for("outside").normal(size=(ROWS, COLUMNS)), "float32")) == 1
 
 
 OTHERS = {
