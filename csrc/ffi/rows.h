@@ -151,11 +151,10 @@ inline ffi::Error DecodeExpSum(const char* op, ffi::AnyBuffer x, int64_t axis, f
   ffi::Error error = DecodeRowsOf(op, x, axis, &call->problem, &call->type);
   if (error.failure()) return error;
   call->x = x.untyped_data();
-  return FirstError(
-      {RequireOfRows(op, "stats", stats, x, axis, ComputeType(x.element_type()), 2),
-       call->problem.n == 0 && call->problem.rows() != 0
-           ? InvalidArgument(op, ": rows must have elements")
-           : ffi::Error::Success()});
+  return FirstError({RequireOfRows(op, "stats", stats, x, axis, ComputeType(x.element_type()), 2),
+                     call->problem.n == 0 && call->problem.rows() != 0
+                         ? InvalidArgument(op, ": rows must have elements")
+                         : ffi::Error::Success()});
 }
 
 template <typename Backend>
