@@ -182,14 +182,13 @@ def differentiable(
 
     def vjp_of(f: Function, *args: Any, wanted: Sequence[int]) -> list[Any]:
         arrays, (ct, *rest) = args[:inputs], args[inputs:]
-        full = [jnp.broadcast_to(x, ct.shape) for x in arrays]
+        *full, ct = jnp.broadcast_arrays(*arrays, ct)  # under vmap, any may lack the batch axis
         cts = jax.vjp(lambda *arrays: f(*arrays, *rest), *full)[1](ct)
         return [cts[i] for i in wanted]
 
     def jvp_of(f: Function, *args: Any) -> Any:
-        arrays, tangents = args[:inputs], args[inputs:]
-        arrays = tuple(jnp.broadcast_to(x, tangents[0].shape) for x in arrays)
-        return jax.jvp(f, arrays, tuple(tangents))[1]
+        full = tuple(jnp.broadcast_arrays(*args))
+        return jax.jvp(f, full[:inputs], full[inputs:])[1]
 
     def forms(derivative: Function) -> dict[str, Any]:
         own = accurate and functools.partial(derivative, accurate)

@@ -96,7 +96,7 @@ def bind(
     arrays = [operands[k] for k in read]
     found = "".join(sides[k] for k in read)
     inputs = tuple(read)
-    if _row_of(arrays) != tuple(row):
+    if not arrays or _row_of(arrays) != tuple(row):
         arrays.append(jnp.zeros((1, *row), jnp.int8))
         found, inputs = f"{found}c", (*inputs, -1)
     if len(arrays) > MOST_OPERANDS:

@@ -1,5 +1,6 @@
 """Segments and scatters of rows: sums, maxima, minima and products; and lookups of rows."""
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -761,7 +762,10 @@ def _segments(
             f"{name}: segment_ids must have one dimension if bucket_size is given, got shape "
             f"{ids.shape}"
         )
-    # The buckets are a batch. Rows of no segment pad the last one.
+    # The buckets are a batch. Rows of no segment pad the last one, so ids are clipped before.
+    if indexing.clip:
+        ids = jnp.clip(ids, 0, num_segments - 1)
+        indexing = dataclasses.replace(indexing, clip=False)
     buckets = -(-ids.size // size)  # also for symbolic sizes
     missing = buckets * size - ids.size
     # Not jnp.pad: it has no gradient for 64-bit data while 64-bit dtypes are disabled.

@@ -1074,3 +1074,23 @@ def test_where_moves_bits(dtype):
     chosen = rng.integers(0, 2, 5000).astype(bool)
     result = np.asarray(jof.where(chosen, x.view(dtype), y.view(dtype)))
     np.testing.assert_array_equal(result.view(bits), np.where(chosen, x, y))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_batches_of_gradients(implementation):
+    """The cotangent of a sum has no batch axis, and a tangent need not have one either."""
+    x, scalars = (jnp.linspace(-2, 2, n, dtype="float32") for n in (6, 3))
+    x = x.reshape(3, 2)
+    gelu = functools.partial(jof.gelu, implementation=implementation)
+    plain = jax.nn.gelu
+    for f, g in ((gelu, plain), (lambda x: gelu(x) ** 2, lambda x: plain(x) ** 2)):
+        for transform, at in (
+            (lambda f: jax.grad(lambda x: f(x).sum()), x),
+            (jax.grad, scalars),
+            (lambda f: jax.grad(jax.grad(f)), scalars),
+            (lambda f: lambda x: jax.jvp(f, (x,), (jnp.float32(1),))[1], scalars),
+        ):
+            found, expected = (jax.vmap(transform(h))(at) for h in (f, g))
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    empty = jax.vmap(jax.grad(lambda x: gelu(x).sum()))(jnp.ones((3, 0)))
+    assert empty.shape == (3, 0)

@@ -940,3 +940,12 @@ def test_a_number_of_segments_that_is_symbolic():
         expected = np.zeros((n, 2))
         np.add.at(expected, receivers, x[senders] * (1 + x[receivers]))
         np.testing.assert_array_equal(export.call(x, [senders, receivers]), expected)
+
+
+@pytest.mark.parametrize("row", [(), (1,)])
+def test_messages_that_read_nothing(row):
+    """Such as the number of edges of each node."""
+    ids = jnp.array([0, 1, 1])
+    table = jnp.zeros((4, *row))
+    found = jof.message_sum(jnp.ones_like, (table,), ids, ids, num_segments=4)
+    np.testing.assert_array_equal(found.reshape(-1), [1, 2, 0, 0])

@@ -1423,3 +1423,13 @@ def test_out_sharding_that_cannot_be():
                 jof.segment_sum(data, ids, 4, out_sharding=wrong)
         with pytest.raises(NotImplementedError, match=r"^segment_sum: out_sharding\b"):
             jof.segment_sum(data, ids, 4, bucket_size=2, out_sharding=jax.P())
+
+
+@pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min", "segment_prod"])
+def test_clipped_ids_in_buckets(name):
+    """The rows that fill the last bucket belong to no segment, not to the last one."""
+    data, ids = jnp.array([-1.0, -2.0, -3.0]), jnp.array([-4, 9, 1])
+    reduce, plain = getattr(jof, name), getattr(jax.ops, name)
+    for sign in (1, -1):
+        found = reduce(sign * data, ids, 2, bucket_size=2, mode="clip")
+        np.testing.assert_array_equal(found, plain(sign * data, jnp.clip(ids, 0, 1), 2))
