@@ -137,6 +137,56 @@ def test_gradients_of_softmax_on_hard_rows(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(50_000, 2), (300_001, 1), (4, 5000, 3), (96, 40)])
+def test_sums_along_other_axes_are_as_exact(shape, dtype):
+    """Long sums of numbers of one sign, where each rounding of a running sum would show."""
+    rng = rng_for(dtype, *shape)
+    x, ct = (rng.uniform(0, 1, shape).astype(dtype) for _ in range(2))
+    axis = len(shape) - 2
+
+    @jax.jit
+    def run(x, ct):
+        y, pull = jax.vjp(lambda x: jof.softmax(x, axis), x)
+        return y, pull(ct)[0], jof.logsumexp(x, axis), jof.log_softmax(x, axis)
+
+    y, dx, total, log = run(x, ct)
+    # NumPy adds up pairs only along adjacent elements.
+    wide, dy = (np.moveaxis(np.float64(a), axis, -1).copy("C") for a in (x, ct))
+    p, last = oracle.softmax(wide), functools.partial(jnp.moveaxis, source=axis, destination=-1)
+    assert_close(last(y), p, dtype, ulps(dtype))
+    assert_close(total, oracle.logsumexp(wide), dtype, ulps(dtype))
+    assert_close(last(log), oracle.log_softmax(wide), dtype, ulps(dtype))
+    rounded = np.float64(last(y)).copy("C")  # what the gradient is computed from
+    expected = rounded * (dy - np.sum(rounded * dy, -1, keepdims=True))
+    slack = 4 * eps(jnp.promote_types(dtype, jnp.float32)) * rounded
+    slack += ulps(dtype) * oracle.spacing(expected, dtype)
+    assert np.all(np.abs(np.float64(last(dx)) - expected) <= slack)
+
+
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("shape", [(1, 3_000_000), (40, 96)])
+def test_norms_of_long_and_of_short_rows(shape, center):
+    x = rng_for(*shape).uniform(1, 2, shape).astype(np.float32)
+    y = jax.jit(jof.layer_norm if center else jof.rms_norm)(x)
+    expected = oracle.normalized(np.float64(x), center)[0]
+    assert_close(y, expected, np.float32, 4, 2**-23)
+
+
+def test_group_norm_of_many_pixels():
+    x = rng_for("pixels").uniform(1, 2, (1, 400_000, 2)).astype(np.float32)
+    dy = np.ones_like(x)
+    scale, bias = np.ones(2, np.float32), np.zeros(2, np.float32)
+    y, (dx, dscale, dbias) = group_norm_and_cotangents(dy, x, scale, bias, 1, False)
+    exact = oracle.group_norm(*map(np.float64, (x, scale, bias)), 1, False)
+    assert np.max(np.abs(y - exact)) < 2**-21
+    expected = oracle.group_norm_vjp(*map(np.float64, (dy, x, scale, bias)), 1, False)
+    np.testing.assert_allclose(dbias, expected[2], rtol=1e-6)
+    # Terms cancel.
+    np.testing.assert_allclose(dscale, expected[1], rtol=0, atol=1e-6 * np.sum(np.abs(exact)))
+    assert np.max(np.abs(dx - expected[0])) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_many_short_rows(dtype):
     """CPUs work on groups of short rows. Whole and partial groups, with non-finite rows and labels
     out of range; the gradient of cross entropy overwrites the logits."""

@@ -11,7 +11,7 @@
 JOF_NAMESPACE_BEGIN
 namespace internal {
 
-constexpr int64_t kGroupColumns = 256;
+constexpr int64_t kGroupColumns = kColumns;
 
 // Part `item % parts` of image `item / parts`. Its columns are processed a block at a time.
 template <typename T>
@@ -109,11 +109,13 @@ void GroupMomentsOf(const GroupNormCall& call, int64_t item) {
   State* states = static_cast<State*>(call.scratch) + item * call.problem.groups;
   for (int64_t g = 0; g < call.problem.groups; ++g) states[g] = GroupMoments<C>::Nothing();
   BlockOf<T> block;
-  C centre[kGroupColumns], first_sum[kGroupColumns], square[kGroupColumns];
+  C centre[kGroupColumns], first_sum[kGroupColumns];
+  ColumnSums<C> square;
   part.ForEachBlock([&](int64_t first, int64_t columns) {
     // The centre is the mean of the first few rows.
     int64_t rows = 0;
-    for (int64_t j = 0; j < columns; ++j) centre[j] = first_sum[j] = square[j] = 0;
+    for (int64_t j = 0; j < columns; ++j) centre[j] = first_sum[j] = 0;
+    square.Clear(columns);
     part.ForEachRow(first, columns, [&](int64_t at, int64_t n) {
       if (rows == 4 || n < columns) return;
       const C* values = block.Read(x + at, n);
@@ -122,22 +124,26 @@ void GroupMomentsOf(const GroupNormCall& call, int64_t item) {
     });
     const C inverse = C(1) / static_cast<C>(rows);
     for (int64_t j = 0; j < columns; ++j) centre[j] *= inverse;
+    rows = 0;
     part.ForEachRow(first, columns, [&](int64_t at, int64_t n) {
       const C* values = block.Read(x + at, n);
 #pragma GCC ivdep
       for (int64_t j = 0; j < n; ++j) {
         const C d = values[j] - centre[j];
         first_sum[j] += d;
-        square[j] += d * d;
+        square.parts[j] += d * d;
       }
+      square.EndRow(rows++, columns);
     });
+    square.End(columns);
     part.ForEachRun(first, columns, [&](int64_t j, int64_t n, int64_t, int64_t group) {
       C all = 0;
       for (int64_t i = j; i < j + n; ++i) all += centre[i];
       State of_run{all / static_cast<C>(n), 0, 0, 0};
       for (int64_t i = j; i < j + n; ++i) {
         const C count = static_cast<C>(part.Rows(first + i));
-        const Sums<C> sums = Around<C>(of_run.centre, {centre[i], count, first_sum[i], square[i]});
+        const Sums<C> sums =
+            Around<C>(of_run.centre, {centre[i], count, first_sum[i], square.parts[i]});
         of_run.count += count;
         of_run.rest += sums.first;
         of_run.square += sums.second;
@@ -193,10 +199,12 @@ void GroupNormSumsOf(const GroupNormVjpCall& call, int64_t item) {
   for (int64_t g = 0; g < 2 * groups; ++g) terms[g] = 0;
   BlockOf<T> block, dy_block;
   GroupColumns<T> of;
-  C of_bias[kGroupColumns], of_scale[kGroupColumns];
+  ColumnSums<C> of_bias, of_scale;
   part.ForEachBlock([&](int64_t first, int64_t columns) {
     of.Read(part, call, first, columns);
-    for (int64_t j = 0; j < columns; ++j) of_bias[j] = of_scale[j] = 0;
+    of_bias.Clear(columns);
+    of_scale.Clear(columns);
+    int64_t rows = 0;
     part.ForEachRow(first, columns, [&](int64_t at, int64_t n) {
       const C* values = block.Read(static_cast<const T*>(call.x) + at, n);
       const C* dy = dy_block.Read(static_cast<const T*>(call.dy) + at, n);
@@ -204,16 +212,20 @@ void GroupNormSumsOf(const GroupNormVjpCall& call, int64_t item) {
       for (int64_t j = 0; j < n; ++j) {
         const C normalized = of.Normalized(values[j], j);
         const C g = of.template Cotangent<kSilu>(normalized, dy[j], j);
-        of_bias[j] += g;
-        of_scale[j] += g * normalized;
+        of_bias.parts[j] += g;
+        of_scale.parts[j] += g * normalized;
       }
+      of_bias.EndRow(rows, columns);
+      of_scale.EndRow(rows++, columns);
     });
+    of_bias.End(columns);
+    of_scale.End(columns);
     part.ForEachRun(first, columns, [&](int64_t j, int64_t n, int64_t channel, int64_t group) {
       for (const int64_t end = j + n; j < end; ++j, ++channel) {
-        sums[channel] += of_bias[j];
-        sums[channels + channel] += of_scale[j];
-        terms[group] += of_bias[j] * of.scale[j];
-        terms[groups + group] += of_scale[j] * of.scale[j];
+        sums[channel] += of_bias.parts[j];
+        sums[channels + channel] += of_scale.parts[j];
+        terms[group] += of_bias.parts[j] * of.scale[j];
+        terms[groups + group] += of_scale.parts[j] * of.scale[j];
       }
     });
   });

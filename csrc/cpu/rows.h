@@ -88,19 +88,20 @@ JOF_INLINE void ForEachBlock(int64_t n, const Block& block) {
 // Returns the statistics of a row, and leaves the terms of its last block in `terms`.
 template <typename T, int64_t kBlock>
 JOF_INLINE typename ExpSum<T>::State ExpSumOf(const T* x, int64_t n, Compute<T>* terms) {
+  using C = Compute<T>;
   using Sum = ExpSum<T>;
-  auto state = Sum::Nothing();
+  auto state = ExpSum<double>::Nothing();
   BlockOf<T, kBlock> block;
   ForEachBlock<kBlock>(n, [&](int64_t i, int64_t m) {
-    const auto* values = block.Read(x + i, m);
-    const auto peak = Reduce<Max>(values, m, Sum::NoPeak());
-    const auto centre = Sum::Centre(peak, Compute<T>(m));
+    const C* values = block.Read(x + i, m);
+    const C peak = Reduce<Max>(values, m, Sum::NoPeak());
+    const C centre = Sum::Centre(peak, C(m));
 #pragma GCC ivdep
     for (int64_t j = 0; j < m; ++j) terms[j] = Sum::Term(values[j], centre);
-    const auto part = Sum::Of(peak, Reduce<Add>(terms, m, Compute<T>(0)), Compute<T>(m));
-    state = i == 0 ? part : Sum::Combine(state, part);
+    const auto part = Sum::Of(peak, Reduce<Add>(terms, m, C(0)), C(m));
+    state = ExpSum<double>::Combine(state, {part.peak, part.sum});
   });
-  return state;
+  return {static_cast<C>(state.peak), static_cast<C>(state.sum)};
 }
 
 // y[j] = map(j) for a block. If results must be converted, they go through a buffer.
@@ -147,11 +148,44 @@ JOF_INLINE void ForEachColumnGroup(const RowsProblem& p, int64_t begin, int64_t 
   }
 }
 
+// A sum per column of terms that are added to `parts`, one per column and row. After every few
+// rows the parts are moved to f64: in f32, a sum of 2^24 equal terms would no longer grow.
+template <typename C>
+struct ColumnSums {
+  static constexpr int64_t kRows = __is_same(C, double) ? 256 : 16;
+  C parts[kColumns];
+  double totals[kColumns];
+
+  void Clear(int64_t columns) {
+    for (int64_t c = 0; c < columns; ++c) {
+      parts[c] = 0;
+      totals[c] = 0;
+    }
+  }
+  void EndRow(int64_t row, int64_t columns) {
+    if (row % kRows == kRows - 1) Move(columns);
+  }
+  // Leaves the sums in `parts`.
+  void End(int64_t columns) {
+    Move(columns);
+    for (int64_t c = 0; c < columns; ++c) parts[c] = static_cast<C>(totals[c]);
+  }
+
+ private:
+  void Move(int64_t columns) {
+    for (int64_t c = 0; c < columns; ++c) {
+      totals[c] += static_cast<double>(parts[c]);
+      parts[c] = 0;
+    }
+  }
+};
+
 template <typename T>
 struct ColumnExpSums {
   using C = Compute<T>;
   using Sum = ExpSum<T>;
-  C peaks[kColumns], centres[kColumns], sums[kColumns];
+  C peaks[kColumns], centres[kColumns];
+  ColumnSums<C> sums;
   BlockOf<T> block;
 
   // x is the first element of the first column. Also writes the terms to `terms` if it is not null.
@@ -164,24 +198,26 @@ struct ColumnExpSums {
     }
     for (int64_t c = 0; c < columns; ++c) {
       centres[c] = Sum::Centre(peaks[c], C(n));
-      sums[c] = 0;
     }
+    sums.Clear(columns);
     for (int64_t i = 0; i < n; ++i) {
       const C* values = block.Read(x + i * stride, columns);
       if (terms == nullptr) {
 #pragma GCC ivdep
-        for (int64_t c = 0; c < columns; ++c) sums[c] += Sum::Term(values[c], centres[c]);
+        for (int64_t c = 0; c < columns; ++c) sums.parts[c] += Sum::Term(values[c], centres[c]);
       } else {
         C* of_row = terms + i * columns;
 #pragma GCC ivdep
         for (int64_t c = 0; c < columns; ++c) {
           of_row[c] = Sum::Term(values[c], centres[c]);
-          sums[c] += of_row[c];
+          sums.parts[c] += of_row[c];
         }
       }
+      sums.EndRow(i, columns);
     }
+    sums.End(columns);
   }
-  JOF_INLINE typename Sum::State State(int64_t c) const { return {peaks[c], sums[c]}; }
+  JOF_INLINE typename Sum::State State(int64_t c) const { return {peaks[c], sums.parts[c]}; }
 };
 
 // Maps one element of each column: y[c] = map(c, values[c]).
@@ -307,21 +343,23 @@ void SoftmaxVjpColumnsOf(const SoftmaxVjpCall& call, int64_t begin, int64_t end)
   const T *ys = static_cast<const T*>(call.y), *dys = static_cast<const T*>(call.dy);
   T* dxs = static_cast<T*>(call.dx);
   BlockOf<T> y_block, dy_block;
-  C sums[kColumns];
+  ColumnSums<C> sums;
   ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
     const int64_t at = o * p.n * p.inner + first;
-    for (int64_t c = 0; c < columns; ++c) sums[c] = 0;
+    sums.Clear(columns);
     for (int64_t i = 0; i < p.n; ++i) {
       const C* y = y_block.Read(ys + at + i * p.inner, columns);
       const C* dy = dy_block.Read(dys + at + i * p.inner, columns);
 #pragma GCC ivdep
-      for (int64_t c = 0; c < columns; ++c) sums[c] += Vjp::Term(y[c], dy[c]);
+      for (int64_t c = 0; c < columns; ++c) sums.parts[c] += Vjp::Term(y[c], dy[c]);
+      sums.EndRow(i, columns);
     }
+    sums.End(columns);
     for (int64_t i = 0; i < p.n; ++i) {
       const C* y = y_block.Read(ys + at + i * p.inner, columns);
       const C* dy = dy_block.Read(dys + at + i * p.inner, columns);
       MapColumns<T>(y, columns, dxs + at + i * p.inner,
-                    [&](int64_t c, C value) { return Vjp::Map(value, dy[c], sums[c]); });
+                    [&](int64_t c, C value) { return Vjp::Map(value, dy[c], sums.parts[c]); });
     }
   });
 }
@@ -349,7 +387,7 @@ void SoftmaxVjpRowsOf(const SoftmaxVjpCall& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T *y = ys + row * p.n, *dy = dys + row * p.n;
     T* dx = dxs + row * p.n;
-    C sum = 0;
+    double sum = 0;
     const C *y_values = nullptr, *dy_values = nullptr;
     ForEachBlock(p.n, [&](int64_t i, int64_t m) {
       y_values = y_block.Read(y + i, m);
@@ -507,7 +545,9 @@ void NormColumnsOf(const NormCall& call, const RowsProblem& p, int64_t row, T* x
   RowVector<T> bias{call.bias, call.bias_type == DType::kF32, {}};
   const C* const scales = call.scale == nullptr ? nullptr : scale.Read(0, p.n);
   const C* const biases = call.bias == nullptr ? nullptr : bias.Read(0, p.n);
-  C centres[kColumns] = {}, rests[kColumns] = {}, squares[kColumns] = {};
+  C centres[kColumns] = {}, rests[kColumns] = {}, rstds[kColumns];
+  ColumnSums<C> squares;
+  squares.Clear(p.inner);
   for (int64_t i = 0; kCenter && i < p.n; ++i) {
     const C* values = block.Read(x + i * p.inner, p.inner);
     for (int64_t c = 0; c < p.inner; ++c) centres[c] += values[c];
@@ -518,17 +558,18 @@ void NormColumnsOf(const NormCall& call, const RowsProblem& p, int64_t row, T* x
     for (int64_t c = 0; c < p.inner; ++c) {
       const Sums<C> terms = Sum::Term(values[c], centres[c]);
       rests[c] += terms.first;
-      squares[c] += terms.second;
+      squares.parts[c] += terms.second;
     }
+    squares.EndRow(i, p.inner);
   }
+  squares.End(p.inner);
   NormStats<T, kCenter> stats[kColumns];
   for (int64_t c = 0; c < p.inner; ++c) {
-    const auto state = Sum::Of(centres[c], {rests[c], squares[c]}, C(p.n));
+    const auto state = Sum::Of(centres[c], {rests[c], squares.parts[c]}, C(p.n));
     stats[c] = NormStats<T, kCenter>::Of(state, static_cast<C>(call.epsilon));
-    // From here on, these arrays hold the statistics that the map reads, one array for each so that
-    // the map is vectorised.
+    // The map reads one array for each statistic, so that it is vectorised.
     rests[c] = stats[c].rest;
-    squares[c] = stats[c].rstd;
+    rstds[c] = stats[c].rstd;
   }
   auto* all_stats = static_cast<NormStats<T, kCenter>*>(call.stats) + row;
   for (int64_t c = 0; c < p.inner; ++c) all_stats[c] = stats[c];
@@ -537,7 +578,7 @@ void NormColumnsOf(const NormCall& call, const RowsProblem& p, int64_t row, T* x
     const C b = biases == nullptr ? C(-0.0f) : biases[i];  // keeps the sign of zeros
     MapColumns<T>(block.Read(x + i * p.inner, p.inner), p.inner, x + i * p.inner,
                   [&](int64_t c, C value) {
-                    const NormStats<T, kCenter> of_row{centres[c], rests[c], squares[c]};
+                    const NormStats<T, kCenter> of_row{centres[c], rests[c], rstds[c]};
                     return of_row.Normalized(value) * s + b;
                   });
   }
@@ -574,7 +615,7 @@ void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
   }
   for (int64_t row = begin; row < end; ++row) {
     const T* x = input(row, 1);
-    auto state = Sum::Nothing();
+    auto all = Moments<double, kCenter>::Nothing();
     const C* values = nullptr;
     ForEachBlock(n, [&](int64_t i, int64_t m) {
       values = block.Read(x + i, m);
@@ -583,10 +624,13 @@ void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
       const auto first = [=](auto v) { return kCenter ? v - centre : v; };
       const auto second = [=](auto v) { return first(v) * first(v); };
       const C rest = Sum::kHasRest ? Reduce<Add>(values, m, C(0), first) : C(0);
-      const auto part = Sum::Of(centre, {rest, Reduce<Add>(values, m, C(0), second)}, C(m));
-      state = i == 0 ? part : Sum::Combine(state, part);
+      const C square = Reduce<Add>(values, m, C(0), second);
+      all = Moments<double, kCenter>::Combine(all, {centre, C(m), rest, square});
     });
-    const auto stats = NormStats<T, kCenter>::Of(state, static_cast<C>(call.epsilon));
+    const auto wide = NormStats<double, kCenter>::Of(all, static_cast<C>(call.epsilon));
+    const C centre = static_cast<C>(wide.centre);
+    const double rest = Sum::kHasRest ? wide.centre - centre + wide.rest : 0;
+    const NormStats<T, kCenter> stats{centre, static_cast<C>(rest), static_cast<C>(wide.rstd)};
     static_cast<NormStats<T, kCenter>*>(call.stats)[row] = stats;
     T* y = static_cast<T*>(call.y) + row * n;
     ForEachBlock(n, [&](int64_t i, int64_t m) {
