@@ -104,10 +104,23 @@ def _table(platform: str, device_kind: str | None) -> tuple[str, Any]:
     return name, known.get(name)
 
 
+ONE_ELEMENT = "arrays of one element"
+
+
+def are_scalars(avals: Iterable[Any]) -> bool:
+    """Whether no array of a call has more than one element.
+
+    Such a call may be the computation of `jax.lax.reduce` or `x.at[i].apply`. XLA does not allow
+    custom calls there: on CPUs they terminate the process. Other calls on scalars are faster in
+    XLA.
+    """
+    return all(n == 1 for aval in avals for n in aval.shape)
+
+
 def choose(call: Call | str, platform: str, device_kind: str | None = None) -> Decision:
     """Chooses between native kernels, which must be available, and XLA."""
     if isinstance(call, str):
-        return Decision(Call((), 0), "native", call)
+        return Decision(Call((), 0), "xla" if call == ONE_ELEMENT else "native", call)
     device, table = _table(platform, device_kind)
     if table is None:
         return Decision(call, "native", f"no device of the platform {platform} was measured")
@@ -329,6 +342,9 @@ def calls(jaxpr: Any) -> Iterator[tuple[Any, Call | str]]:
         params = dict(equation.params)
         if equation.primitive in calls_of:
             avals = [variable.aval for variable in equation.invars]
+            if are_scalars([*avals, *(variable.aval for variable in equation.outvars)]):
+                yield None, ONE_ELEMENT
+                continue
             implementation = params["implementation"]
             asked = None if implementation == WITH_GRADIENT else implementation
             yield asked, describe(equation.primitive, avals, **params)
@@ -346,6 +362,9 @@ def policy(
     fun: Callable[..., Any], *args: Any, device: jax.Device | str | None = None, **kwargs: Any
 ) -> list[Decision]:
     """Shows which implementation runs for each call of this package's functions in a program.
+
+    Functions of graphs, fused functions and `ElementwiseKernel`s are not listed: no choice is made
+    for them.
 
     If `implementation` is None, native kernels run if similar calls measured on such a device
     gained more than they lost, or if the call's family was not measured. Otherwise XLA runs. If a

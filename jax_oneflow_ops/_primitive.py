@@ -166,7 +166,7 @@ def define(
         choice = {**params, "implementation": implementation}
         if not _native.is_used(name(params), platform, None if is_open else implementation):
             form = reference
-        elif _are_scalars(ctx) or (
+        elif _policy.are_scalars((*ctx.avals_in, *ctx.avals_out)) or (
             is_open
             and _compat.knows_shapes_of_shards(ctx)
             and _policy.prefers_xla(outer, ctx.avals_in, choice, platform)
@@ -223,16 +223,6 @@ def lower_native(native: Callable[..., Any], platform: str) -> Callable[..., Any
         _on_one_device, native, _sum, platform=platform, shard=Shard()
     )
     return _compat.lower_plain(on_one_device, multiple_results=True)
-
-
-def _are_scalars(ctx: Any) -> bool:
-    """Whether no array of a call has more than one element.
-
-    Such a call may be the computation of `jax.lax.reduce` or `x.at[i].apply`. XLA does not allow
-    custom calls there: on CPUs they terminate the process. Other calls on scalars are faster in
-    XLA.
-    """
-    return all(n == 1 for aval in (*ctx.avals_in, *ctx.avals_out) for n in aval.shape)
 
 
 def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:

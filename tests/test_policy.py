@@ -338,6 +338,14 @@ def test_policy_of_a_program(tables):
     assert jof.policy(functools.partial(permuted), np.ones((2, 3)), device=jax.devices()[0])
 
 
+def test_one_element_is_left_to_xla(tables):
+    tables({"a": table("cuda", elementwise=every_size(2.0))})
+    for implementation in (None, "native"):
+        relu = functools.partial(jof.relu, implementation=implementation)
+        (decision,) = jof.policy(relu, jnp.ones((1, 1)), device="a")
+        assert (decision.implementation, decision.reason) == ("xla", "arrays of one element")
+
+
 WITH_GRADIENTS = {
     "softmax": lambda x, _: (jof.softmax(x) ** 2).sum(),
     "log_softmax": lambda x, _: jof.log_softmax(x, 0)[0].sum(),
