@@ -319,6 +319,15 @@ def add_rows(
     return call(updates, ids, indexing)
 
 
+def add_columns(
+    p: _scatter_policy.Problem, shape: Sequence[int], ids: Any, updates: Any, clip: bool
+) -> Any:
+    """Sums `updates` into zeros where each column of a row has its own ids."""
+    plan = _scatter_policy.Plan("columns", (0, 0, 0))
+    updates, ids = updates.reshape(p.batch, p.updates, p.inner), ids.reshape(p.batch, -1)
+    return _call(p, plan, shape, None, updates, ids, Indexing(clip=clip))
+
+
 def _sort_and_sum(
     call: Callable[..., Any],
     p: _scatter_policy.Problem,

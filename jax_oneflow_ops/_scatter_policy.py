@@ -97,6 +97,10 @@ PRIVATE_PART_ELEMENTS = 8192
 # have at most SMALL_BYTES. The kernel writes every sum, so it is used only if there is at least one
 # update for SMALL_SUMS sums.
 SMALL_BATCH, SMALL_BYTES, SMALL_SUMS = 64, 24 * 1024, 8
+# If each column of a row has its own ids, a block sums COLUMNS columns, or a few less if rows are
+# many. There must be enough columns for all multiprocessors.
+COLUMNS, COLUMN_BLOCKS = 32, 128
+COLUMN_BYTES, COLUMN_SUMS = 9 * 1024, 8
 # Otherwise CUDA uses atomics or sorts, whichever is expected to be faster on an H200. Atomics take
 # 15 ps per 32-byte sector if ids are uniform. Since a row may be hot, they are expected to take 1.6
 # times as long, or 2.5 times if the row length is not a power of two, as warps cannot combine such
@@ -191,6 +195,21 @@ def dot_products_pay(platform: str, edges: int, columns: int, dtype: Any) -> boo
         return edges * columns >= CPU_DOT_ELEMENTS
     row = columns * int(dtype.itemsize)
     return edges >= DOT_EDGES and row <= DOT_ROW_BYTES and edges * row >= DOT_BYTES
+
+
+def columns_pay(p: Problem) -> bool:
+    """Whether to sum columns in shared memory if each column of a row has its own ids."""
+    return (
+        p.platform == "cuda"
+        and p.reducer == "add"
+        and not p.ordered
+        and p.has_known_sizes()
+        and p.dtype.kind != "c"
+        and (p.is_rounded() or p.dtype.itemsize >= 4)
+        and p.rows * p.compute_dtype.itemsize <= COLUMN_BYTES
+        and p.rows <= COLUMN_SUMS * p.updates
+        and p.batch * p.inner >= COLUMN_BLOCKS * COLUMNS
+    )
 
 
 def plan(p: Problem) -> Plan:

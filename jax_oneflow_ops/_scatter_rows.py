@@ -53,6 +53,29 @@ class Rows:
         return self.end == self.begin + 1 and not self.expanded
 
     @functools.cached_property
+    def own_columns(self) -> tuple[int, int, int, int] | None:
+        """The sizes of the batch, and of a problem's updates, rows and columns.
+
+        None unless each column of a row has its own ids, as in lookups along a middle axis.
+        """
+        cut = len(self.index) - len(self.steps) + 1
+        sizes, steps = self.shape[self.begin + 1 : self.end], self.index[cut:]
+        has_own_ids = (
+            len(sizes) > 0
+            and self.steps == (None, *steps)
+            and self.columns[0] is not None
+            and self.columns.count(None) == len(steps)
+            and self.sizes(steps) == sizes
+            and self.batch == self.batch_of_ids
+            and not self.trailing
+        )
+        if not has_own_ids:
+            return None
+        updates = math.prod(self.sizes(self.index[:cut]))
+        batch, columns = math.prod(self.sizes(self.batch)), math.prod(sizes)
+        return batch, updates, self.shape[self.begin], columns
+
+    @functools.cached_property
     def single(self) -> int | None:
         """The dimension that indices point into, if each place of the others gets one update."""
         pointed = [i for i, c in enumerate(self.columns) if c is not None]
@@ -133,10 +156,9 @@ class Rows:
     def ids(self, indices: jax.Array) -> jax.Array:
         """Ids of rows, of the shape (*batch, *index) or, if shared, (*index)."""
         xp: Any = indices.__array_namespace__()
-        order = [self.scatter_dims.index(dim) for dim in (*self.batch_of_ids, *self.index)]
 
         def column(c: int) -> jax.Array:
-            ids = indices[..., c].transpose(order)
+            ids = self._column(indices, c)
             return ids.reshape(*ids.shape, *(1,) * len(self.expanded))
 
         ids = column(self.columns[0] or 0) if self.is_plain else self._linear(xp, column)
@@ -148,6 +170,14 @@ class Rows:
         ids = ids.reshape(*(n if has else 1 for n, has in zip(batch, own, strict=True)), *inner)
         result: jax.Array = ids.__array_namespace__().broadcast_to(ids, (*batch, *inner))
         return result
+
+    def ids_of_columns(self, indices: jax.Array) -> jax.Array:
+        """The ids within each column, in the shape of the updates, if columns have their own."""
+        return self._column(indices, self.columns[0] or 0)
+
+    def _column(self, indices: jax.Array, c: int) -> jax.Array:
+        order = [self.scatter_dims.index(dim) for dim in (*self.batch_of_ids, *self.index)]
+        return indices[..., c].transpose(order)
 
     def _linear(self, xp: Any, column: Callable[[int], jax.Array]) -> jax.Array:
         """The number of the row that each element is for; `count` if it is for none."""

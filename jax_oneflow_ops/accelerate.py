@@ -27,6 +27,7 @@ from jax_oneflow_ops import (
     _policy,
     _reference,
     _scatter,
+    _scatter_policy,
     _scatter_rows,
     _search,
 )
@@ -611,6 +612,14 @@ def _reduce(
         indices = indices.reshape(*indices.shape, 1)
     if read == "floor":  # an additional row takes all ids that are too large
         rows = dataclasses.replace(rows, shape=(rows.count + 1,), clip=True)
+    if alone and is_fresh and rows.own_columns is not None:
+        kind = operand.dtype, reduction.reducer, deterministic
+        problem = _scatter_policy.Problem(platform, *rows.own_columns, *kind)
+        if _scatter_policy.columns_pay(problem):
+            data = rows.updates(-updates if reduction.negative else updates)
+            ids = rows.ids_of_columns(indices)
+            found: jax.Array = _scatter.add_columns(problem, operand.shape, ids, data, rows.clip)
+            return found
     with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
         # Sums into zeros have one dimension of rows; to reshape the result costs nothing.

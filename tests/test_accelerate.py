@@ -343,6 +343,69 @@ def test_sums_are_swapped_wherever_they_come_from(name, platform):
     assert sums(f, TABLE, IDS, platform=platform) == 0
 
 
+COLUMNS = "jof_scatter_add_columns"
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int32", "float16"])
+@pytest.mark.parametrize(
+    ("shape", "axis", "count"),
+    [((3, 30, 1400), 1, 7), ((30, 4097), 0, 50), ((2, 600, 33, 70), 1, 100)],
+)
+def test_lookups_along_a_middle_axis_sum_columns(shape, axis, count, dtype, mode):
+    rng = rng_for(shape, dtype, mode)
+    picked = (*shape[:axis], count, *shape[axis + 1 :])
+    least, most = (0, shape[axis]) if mode == "promise_in_bounds" else (-40, shape[axis] + 9)
+    ids = rng.integers(least, most, picked).astype(np.int32)
+    ct = rng.integers(-3, 4, picked).astype(dtype)
+
+    def gradient(ids, ct):
+        zeros = jnp.zeros(shape, ct.dtype)
+        pick = functools.partial(jnp.take_along_axis, indices=ids, axis=axis, mode=mode)
+        return jax.linear_transpose(pick, zeros)(ct)[0]
+
+    with jax.enable_x64(dtype == "float64"):
+        accelerated = jax.jit(jof.accelerate(gradient))
+        if "cuda" in jof.implementations():
+            lowered = accelerated.trace(ids, ct).lower(lowering_platforms=("cuda",)).as_text()
+            assert lowered_targets(lowered) == {COLUMNS: 1}
+            ordered = jax.jit(jof.accelerate(gradient, deterministic=True))
+            lowered = ordered.trace(ids, ct).lower(lowering_platforms=("cuda",)).as_text()
+            assert COLUMNS not in lowered
+        found = accelerated(ids, ct)
+    n = shape[axis]
+    at = np.where(ids < 0, ids + n, ids)
+    at = at.clip(0, n - 1) if mode == "clip" else at
+    index = list(np.indices(picked, sparse=True))
+    index[axis] = at.clip(0, n - 1)
+    expected = np.zeros(shape)
+    np.add.at(expected, tuple(index), np.where((at >= 0) & (at < n), np.float64(ct), 0))
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(np.float64(found), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "why"),
+    [
+        ((3, 30, 1000), 1, "too few columns"),
+        ((2, 2400, 4096), 1, "too many rows"),
+        ((64, 4096), 1, "the last axis"),
+    ],
+)
+def test_which_lookups_do_not_sum_columns(shape, axis, why):
+    x = jax.ShapeDtypeStruct(shape, "float32")
+    ids = jax.ShapeDtypeStruct(shape, "int32")
+
+    def gradient(ids, ct):
+        zeros = jnp.zeros(shape, ct.dtype)
+        return jax.linear_transpose(lambda x: jnp.take_along_axis(x, ids, axis), zeros)(ct)[0]
+
+    if "cuda" not in jof.implementations():
+        pytest.skip("built without the module for cuda")
+    traced = jax.jit(jof.accelerate(gradient)).trace(ids, x)
+    assert COLUMNS not in traced.lower(lowering_platforms=("cuda",)).as_text(), why
+
+
 def test_programs_compute_the_same():
     def results(table, ids):
         return {name: f(table, ids) for name, (f, _) in PROGRAMS.items()}

@@ -721,7 +721,7 @@ REDUCING += [f"jof_scatter_{of}_{way}" for of in ("max", "min") for way in ("sor
 REDUCING += ["jof_scatter_multiply_private"] if jax.default_backend() == "cpu" else []
 SORTING = ["jof_sort_rows"] if jax.default_backend() == "cpu" else []
 if jax.default_backend() == "gpu":
-    SUMMING.append("jof_scatter_add_atomic")
+    SUMMING += ["jof_scatter_add_atomic", "jof_scatter_add_columns"]
     REDUCING += ["jof_scatter_max_atomic", "jof_scatter_min_atomic"]
 RULE = {"wrap": np.bool_(False), "clip": np.bool_(False)}
 DETERMINISTIC = {**RULE, "deterministic": np.bool_(False)}
@@ -733,9 +733,14 @@ NONE, NO_ORDER = array(0, 0, 0), array(0, dtype="int32")
 SCRATCH = {
     target: array(1, 2, 2, 3) if target.endswith("sorted") else array(2, 1, 4, 3)
     for target in (*SUMMING, *REDUCING)
-} | {"jof_scatter_add_atomic": NONE}
+} | dict.fromkeys(("jof_scatter_add_atomic", "jof_scatter_add_columns"), NONE)
+IDS = {"jof_scatter_add_columns": array(1, 15, dtype="int32")}  # one for each element
 GOOD_ROWS = {
-    target: ((ROWS, UPDATES, INDEX, NO_ORDER), (ROWS, SCRATCH[target]), DETERMINISTIC)
+    target: (
+        (ROWS, UPDATES, IDS.get(target, INDEX), NO_ORDER),
+        (ROWS, SCRATCH[target]),
+        DETERMINISTIC,
+    )
     for target in (*SUMMING, *REDUCING)
 }
 GOOD_ROWS["jof_gather_rows"] = ((ROWS, INDEX), (UPDATES,), FILL)
@@ -831,6 +836,17 @@ def bad_rows_attributes():
         yield "too-long-chunks", "jof_scatter_add_sorted", *wrong, DETERMINISTIC
     shapes = (1, 1, 1), (1, 4, 1), (2, 1, 4, 1)
     one, result, scratch = (array(*shape, dtype="complex64") for shape in shapes)
+    if "jof_scatter_add_columns" in GOOD_ROWS:
+        target = "jof_scatter_add_columns"
+        operands, results, attributes = GOOD_ROWS[target]
+        ordered = {**attributes, "deterministic": np.bool_(True)}
+        yield "sums-in-order", target, operands, results, ordered
+        many = array(1, 5121, 3)  # more than 20 KiB for a column
+        yield "many-rows", target, (many, *operands[1:]), (many, results[1]), attributes
+        pairs = (array(*x.shape, dtype="complex64") for x in (ROWS, UPDATES, ROWS, NONE))
+        table, rows, sums, scratch_of_pairs = pairs
+        wrong = (table, rows, *operands[2:]), (sums, scratch_of_pairs)
+        yield "complex-columns", target, *wrong, attributes
     wrong = (result, one, INDEX, NO_ORDER), (result, scratch)
     yield "one-complex-update", "jof_scatter_add_private", *wrong, DETERMINISTIC
     for flag in ("wrap", "clip"):  # sorted ids are never wrapped or clipped

@@ -10,7 +10,7 @@
 
 namespace jof {
 
-inline constexpr ScatterLimits kCpuScatterLimits{false, 0, 0, 0};
+inline constexpr ScatterLimits kCpuScatterLimits{false, 0, 0, 0, 0};
 
 namespace internal {
 

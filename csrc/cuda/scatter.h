@@ -14,11 +14,15 @@ inline constexpr int64_t kPrivateBytes = 160 * 1024;
 // The most for the sums of one problem if a block takes several problems.
 inline constexpr int64_t kSmallProblemBytes = 24 * 1024;
 
+// A block of LaunchScatterColumns has at least 2^kLogLeastColumns columns, whose sums must fit
+// kPrivateBytes.
+inline constexpr int kLogLeastColumns = 3;
+
 // Positions per chunk of LaunchScatterSorted if rows have one element.
 inline constexpr int64_t kElementChunk = 4096;
 
 inline constexpr ScatterLimits kCudaScatterLimits{true, kPrivateBytes, kSmallProblemBytes,
-                                                  kElementChunk};
+                                                  kPrivateBytes >> kLogLeastColumns, kElementChunk};
 
 // These require at least one position. If there is an operand, the result already holds a copy.
 cudaError_t LaunchScatterAdd(ScatterStrategy strategy, const ScatterCall& call,

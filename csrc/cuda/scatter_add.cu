@@ -1,5 +1,6 @@
 // All scatters that add.
 #include "cuda/scatter_atomic.cuh"
+#include "cuda/scatter_columns.cuh"
 #include "cuda/scatter_private.cuh"
 #include "cuda/scatter_sorted.cuh"
 
@@ -14,6 +15,8 @@ cudaError_t LaunchScatterAdd(ScatterStrategy strategy, const ScatterCall& call,
         return ScatterSorted(add, call, stream);
       case ScatterStrategy::kPrivate:
         return ScatterPrivate(add, call, stream);
+      case ScatterStrategy::kColumns:
+        return ScatterColumns(add, call, stream);
       default:
         return ScatterAtomic(add, call, stream);
     }

@@ -9,6 +9,7 @@ std::vector<Target> Targets() {
   targets.push_back(ScatterTarget<Cuda, Reducer::kAdd, ScatterStrategy::kAtomic>());
   targets.push_back(ScatterTarget<Cuda, Reducer::kMax, ScatterStrategy::kAtomic>());
   targets.push_back(ScatterTarget<Cuda, Reducer::kMin, ScatterStrategy::kAtomic>());
+  targets.push_back(ScatterTarget<Cuda, Reducer::kAdd, ScatterStrategy::kColumns>());
   targets.push_back({kAttentionGradient,
                      Handle<Cuda, BufferBinding<Cuda, 9, 3>, AttentionGradientHandler<Cuda>>});
   return targets;

@@ -4,7 +4,7 @@
 //   operand   of the result's shape; for a sum it may be (0, 0, 0), to start from zeros
 //   updates   (B, N, D); with private copies also (B, 1, 1) for any N: one element for all ids of a
 //             problem
-//   ids       (B, N), or (1, N) for all b
+//   ids       (B, N), or (1, N) for all b; where each column has its own ids, (B, N * D)
 //   order     (N,), or (0,) if updates are in the order of ids
 //   result    (B, S, D), or any other shape with as many elements
 // The operand is meant to be aliased to the result, but need not be. It keeps its shape because XLA
@@ -23,11 +23,12 @@ namespace jof {
 inline constexpr char kGatherRows[] = "jof_gather_rows", kSortRows[] = "jof_sort_rows";
 
 inline const char* NameOf(Reducer reducer, ScatterStrategy strategy) {
-  static constexpr const char* kNames[][3] = {
-      {"jof_scatter_add_sorted", "jof_scatter_add_private", "jof_scatter_add_atomic"},
-      {"jof_scatter_max_sorted", "jof_scatter_max_private", "jof_scatter_max_atomic"},
-      {"jof_scatter_min_sorted", "jof_scatter_min_private", "jof_scatter_min_atomic"},
-      {"jof_scatter_multiply_sorted", "jof_scatter_multiply_private", nullptr},
+  static constexpr const char* kNames[][4] = {
+      {"jof_scatter_add_sorted", "jof_scatter_add_private", "jof_scatter_add_atomic",
+       "jof_scatter_add_columns"},
+      {"jof_scatter_max_sorted", "jof_scatter_max_private", "jof_scatter_max_atomic", nullptr},
+      {"jof_scatter_min_sorted", "jof_scatter_min_private", "jof_scatter_min_atomic", nullptr},
+      {"jof_scatter_multiply_sorted", "jof_scatter_multiply_private", nullptr, nullptr},
   };
   return kNames[static_cast<int>(reducer)][static_cast<int>(strategy)];
 }
@@ -75,12 +76,14 @@ inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape
 }
 
 // Fills in *problem from rows (B, N, D), their ids, and the number S of rows that ids can name.
-// With `one_update`, `rows` has shape (B, 1, 1) for any N.
+// With `one_update`, `rows` has shape (B, 1, 1) for any N. With `of_columns`, each element has an
+// id.
 inline ffi::Error DecodeRows(const char* op, ffi::AnyBuffer rows, ffi::AnyBuffer ids, int64_t size,
-                             bool wrap, bool clip, bool one_update, ScatterProblem* problem) {
+                             bool wrap, bool clip, bool one_update, bool of_columns,
+                             ScatterProblem* problem) {
   const auto r = rows.dimensions(), i = ids.dimensions();
-  const int64_t n = one_update ? i[1] : r[1];
-  if (i.size() != 2 || (i[0] != 1 && i[0] != r[0]) || i[1] != n) {
+  const int64_t n = one_update ? i[1] : of_columns ? r[1] * r[2] : r[1];
+  if (i.size() != 2 || ((i[0] != 1 || of_columns) && i[0] != r[0]) || i[1] != n) {
     return InvalidArgument(op, ": ids must have shape (", r[0], ", ", n, ") or (1, ", n, "), got ",
                            ShapeString(i));
   }
@@ -88,7 +91,8 @@ inline ffi::Error DecodeRows(const char* op, ffi::AnyBuffer rows, ffi::AnyBuffer
   if (index_bytes == 0) {
     return InvalidArgument(op, ": ids must be int32 or int64, or uint16 where they are sorted");
   }
-  *problem = {r[0], n, r[2], {size, wrap, clip}, i[0] == 1, index_bytes};
+  *problem = {r[0],       of_columns ? r[1] : n, r[2], {size, wrap, clip}, i[0] == 1 && !of_columns,
+              index_bytes};
   return ffi::Error::Success();
 }
 
@@ -138,6 +142,10 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
       valid = (HasShape(scratch, {0, 0, 0}) && call->reducer == Reducer::kAdd) ||
               HasShape(scratch, {call->splits, p.batch, p.size(), inner});
       break;
+    case ScatterStrategy::kColumns:
+      wanted = "(0, 0, 0)";
+      valid = HasShape(scratch, {0, 0, 0});
+      break;
   }
   const int64_t parts = call->splits;
   // On a CPU there may be no copy if the result has the precision of the sums.
@@ -164,6 +172,11 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
                              ShapeString(dimensions));
     }
   }
+  if (strategy == ScatterStrategy::kColumns &&
+      (is_ordered || p.size() > limits.column_bytes / sum_bytes)) {
+    return InvalidArgument(op, ": sums of a column have no order, and take at most ",
+                           limits.column_bytes, " bytes of shared memory; got ", p.size(), " rows");
+  }
   call->scratch = scratch.element_count() == 0 ? nullptr : scratch.untyped_data();
   return ffi::Error::Success();
 }
@@ -189,8 +202,9 @@ inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
   const auto i = ids.dimensions();
   call->one_update = strategy == ScatterStrategy::kPrivate && dimensions[1] == 1 &&
                      dimensions[2] == 1 && i.size() == 2 && i[1] > 1;
-  ffi::Error error = DecodeRows(op, updates, ids, row == 0 ? 0 : count / row, wrap, clip,
-                                call->one_update, &call->problem);
+  ffi::Error error =
+      DecodeRows(op, updates, ids, row == 0 ? 0 : count / row, wrap, clip, call->one_update,
+                 strategy == ScatterStrategy::kColumns, &call->problem);
   if (error.failure()) return error;
   if (strategy == ScatterStrategy::kSorted && (wrap || clip)) {
     // Two runs of ids could name the same row.
@@ -229,6 +243,9 @@ inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
   if (error.failure()) return error;
   error = DecodeScratch(op, strategy, limits, scratch, inner, call);
   if (error.failure()) return error;
+  if (strategy == ScatterStrategy::kColumns && reals != 1) {
+    return InvalidArgument(op, ": the element type must not be complex");
+  }
   call->problem.inner *= reals;
   if (call->one_update && reals != 1) {
     return InvalidArgument(op, ": updates must be given one by one if they are complex");
@@ -257,7 +274,8 @@ inline ffi::Error DecodeGather(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::An
     return InvalidArgument(kGatherRows, ": expected arrays of shapes (B, S, D) and (B, N, D), got ",
                            ShapeString(t), " and ", ShapeString(r));
   }
-  ffi::Error error = DecodeRows(kGatherRows, result, ids, t[1], wrap, clip, false, &call->problem);
+  ffi::Error error =
+      DecodeRows(kGatherRows, result, ids, t[1], wrap, clip, false, false, &call->problem);
   if (error.failure()) return error;
   if (call->problem.index_bytes == 2) {
     return InvalidArgument(kGatherRows, ": ids must be int32 or int64");

@@ -58,6 +58,7 @@ enum class ScatterStrategy {
   kSorted,   // (B, C, 2, D): sums of segments that cross the ends of C chunks of positions
   kPrivate,  // (P, B, S, D): sums of P parts of the positions; on GPUs, P = 0: small problems
   kAtomic,   // (P, B, S, D): P copies of the result; or (0, 0, 0) to add to the result itself
+  kColumns,  // (0, 0, 0): each element of a row has its own id; only on GPUs
 };
 
 // The limits of a backend.
@@ -65,6 +66,7 @@ struct ScatterLimits {
   bool has_short_ids;     // sorted ids may be uint16
   int64_t private_bytes;  // the most for one problem's sums in a part; 0 if there is no limit
   int64_t small_bytes;    // the same for small problems
+  int64_t column_bytes;   // the same for one column of a problem whose columns have their own ids
   int64_t element_chunk;  // the longest chunk of sorted single elements; 0 if there is no limit
 };
 

@@ -38,7 +38,8 @@ enum class Way {
   kPrivateInOrder,
   kPrivateSmall,
   kAtomic,
-  kAtomicScratch
+  kAtomicScratch,
+  kColumns
 };
 constexpr Reducer kReducers[] = {Reducer::kAdd, Reducer::kMax, Reducer::kMin, Reducer::kMultiply};
 enum class Ids { kSpread, kHot, kOneRow, kDropped, kBroken };
@@ -76,8 +77,9 @@ bool IsSorted(Way way) { return way == Way::kSorted || way == Way::kOrdered; }
 std::vector<int64_t> MakeIds(const Shape& s, const Trial& t) {
   std::vector<int64_t> ids;
   const int64_t even = (s.size + 1) / 2;
+  const int64_t count = t.way == Way::kColumns ? s.rows * s.inner : s.rows;
   for (int64_t b = 0; b < (t.shared_ids ? 1 : s.batch); ++b) {
-    for (int64_t n = 0; n < s.rows; ++n) {
+    for (int64_t n = 0; n < count; ++n) {
       const int64_t spread = (n * 7919 + b * 31 + n / 5) % even * 2;
       int64_t id = spread;
       if (t.kind == Ids::kHot && n % 8 != 0) id = even / 2 * 2;
@@ -118,9 +120,11 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
   std::vector<bool> is_hit(size_t(outputs), false);
   for (int64_t i = 0; i < s.batch * s.rows && t.kind != Ids::kBroken; ++i) {
     const int64_t b = i / s.rows, n = i % s.rows;
-    const int64_t id = rule.Resolve(ids[size_t(t.shared_ids ? n : i)]);
     const int64_t row = t.way == Way::kOrdered ? order[size_t(n)] : i;
-    for (int64_t d = 0; id >= 0 && d < s.inner; ++d) {
+    for (int64_t d = 0; d < s.inner; ++d) {
+      const int64_t of_id = t.way == Way::kColumns ? i * s.inner + d : t.shared_ids ? n : i;
+      const int64_t id = rule.Resolve(ids[size_t(of_id)]);
+      if (id < 0) continue;
       const auto o = size_t((b * s.size + id) * s.inner + d);
       want[o] = Combined(t, want[o], Value(row * s.inner + d));
       is_hit[o] = true;
@@ -141,9 +145,11 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
   const int order_bytes = t.index_bytes == 8 ? 8 : 4;
   DeviceArray index(Stored(ids, t.index_bytes), t.in_offset / t.index_bytes * t.index_bytes);
   DeviceArray permutation(Stored(order, order_bytes), 0);
+  const bool has_scratch =
+      t.way == Way::kPrivate || t.way == Way::kPrivateInOrder || t.way == Way::kAtomicScratch;
   const int64_t sums = IsSorted(t.way) ? s.batch * s.splits * 2 * s.inner
-                       : t.way == Way::kAtomic || t.way == Way::kPrivateSmall ? 0
-                                                                              : s.splits * outputs;
+                       : has_scratch   ? s.splits * outputs
+                                       : 0;
   DeviceArray scratch(sums * static_cast<int64_t>(sizeof(Compute<T>)), 0);
   const ScatterProblem problem{s.batch, s.rows, s.inner, rule, t.shared_ids, t.index_bytes};
   const ScatterCall call{{t.has_operand ? out.data() : nullptr, in.data(), index.data(),
@@ -161,9 +167,10 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
                          false};
   const bool is_private =
       t.way == Way::kPrivate || t.way == Way::kPrivateInOrder || t.way == Way::kPrivateSmall;
-  CHECK_CUDA(LaunchScatter(IsSorted(t.way) ? ScatterStrategy::kSorted
-                           : is_private    ? ScatterStrategy::kPrivate
-                                           : ScatterStrategy::kAtomic,
+  CHECK_CUDA(LaunchScatter(IsSorted(t.way)          ? ScatterStrategy::kSorted
+                           : is_private             ? ScatterStrategy::kPrivate
+                           : t.way == Way::kColumns ? ScatterStrategy::kColumns
+                                                    : ScatterStrategy::kAtomic,
                            call, nullptr));
   ++g_launches;
   const T* const got = out.CopyToHost<T>();
@@ -197,17 +204,18 @@ void TestScatters(DType type) {
       {2, 7, 150, 1, 3},    {3, 6, 90, 4, 7},    {1, 5, 40, 150, 3},     {1, 3, 9, 2500, 2},
       {500, 7, 9, 1, 1},    {300, 5, 33, 3, 1},  {1, 64, 9000, 1, 3},    {1, 300, 17, 2, 1},
       {1, 33, 2000, 8, 16}, {1, 1, 77, 1, 4},    {1, 33, 700, 16, 7},    {1, 1000, 300, 1, 2},
-      {1, 5, 9001, 1, 128}, {2, 12, 33, 33, 33}, {1, 5000, kMany, 8, 2},
+      {1, 5, 9001, 1, 128}, {2, 12, 33, 33, 33}, {1, 5000, kMany, 8, 2}, {3, 1200, 40, 70, 1},
   };
   const auto step = static_cast<int64_t>(sizeof(T));
   unsigned turn = 0;
   for (const Shape& s : shapes) {
     for (const Way way : {Way::kSorted, Way::kOrdered, Way::kPrivate, Way::kPrivateInOrder,
-                          Way::kPrivateSmall, Way::kAtomic, Way::kAtomicScratch}) {
+                          Way::kPrivateSmall, Way::kAtomic, Way::kAtomicScratch, Way::kColumns}) {
       if (s.batch > 1 && way == Way::kOrdered) continue;
       // The per-warp tables and their tags must fit into shared memory.
       const int64_t table = s.size * s.inner * 9;
       if (way == Way::kPrivateInOrder && table > kPrivateBytes) continue;
+      if (way == Way::kColumns && s.size * 8 > kPrivateBytes >> kLogLeastColumns) continue;
       if (way == Way::kPrivateSmall && s.size * s.inner * 8 > kSmallProblemBytes) continue;
       for (const Ids kind : {Ids::kSpread, Ids::kHot, Ids::kOneRow, Ids::kDropped, Ids::kBroken}) {
         if (kind == Ids::kBroken && !IsSorted(way)) continue;
@@ -230,7 +238,8 @@ void TestScatters(DType type) {
                     kReducers[turn % 5 % 4],
                     !std::is_integral_v<Compute<T>> || turn % 7 < 4};
             if (t.reducer == Reducer::kMultiply && !IsSorted(way)) t.reducer = Reducer::kMin;
-            if (way == Way::kAtomic) t.reducer = Reducer::kAdd;
+            if (way == Way::kAtomic || way == Way::kColumns) t.reducer = Reducer::kAdd;
+            if (way == Way::kColumns) t.shared_ids = false;
             t.has_operand |= t.reducer != Reducer::kAdd;
             if (IsSorted(way)) {
               if (turn % 3 == 0) t.index_bytes = 2;
