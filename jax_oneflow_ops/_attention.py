@@ -316,6 +316,7 @@ gradient_p = _primitive.define(
 tangent_p = core.Primitive("jof_attention_tangent")
 
 
+@_checks.in_own_precision
 def _tangent(*args: Any, num_segments: int, implementation: str | None) -> Any:
     """Computes the primitive by messages."""
     *graph, logits, values, _stats, _result, of_logits, of_values = args

@@ -1,9 +1,8 @@
 """Checks of operands that the public functions share."""
 
-import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -15,7 +14,6 @@ from jax_oneflow_ops import _compat
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.Array:
@@ -64,19 +62,10 @@ def in_own_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with precision_of([*args, *kwargs.values()]):
+        with _compat.precision_of((args, kwargs)):
             return function(*args, **kwargs)
 
     return wrapped
-
-
-def precision_of(xs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """A context that enables 64-bit dtypes if one of `xs` is an array of such a dtype."""
-    is_wide = any(isinstance(x, jax.Array) and x.dtype in _WIDE for x in xs)
-    context: contextlib.AbstractContextManager[Any] = (
-        jax.enable_x64(True) if is_wide else contextlib.nullcontext()
-    )
-    return context
 
 
 def promoted(dtype: Any, other: Any) -> Any:

@@ -73,6 +73,23 @@ def as_array(x: Any) -> Any:
     return lax_internals._convert_element_type(x, aval.dtype, aval.weak_type)
 
 
+def precision_of(xs: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context that enables 64-bit dtypes if one of `xs` is an array of such a dtype, or its type.
+
+    `xs` is a pytree. NumPy arrays do not count: jax makes them 32 bits wide.
+    """
+    leaves = jax.tree.leaves(xs, is_leaf=lambda x: hasattr(x, "aval"))
+    avals = (getattr(x, "aval", x) for x in leaves)
+    is_wide = any(isinstance(a, jax.core.ShapedArray) and a.dtype in _WIDE for a in avals)
+    context: contextlib.AbstractContextManager[Any] = (
+        jax.enable_x64(True) if is_wide else contextlib.nullcontext()
+    )
+    return context
+
+
+_WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
+
+
 def require_devices_during_lowering(primitive: core.Primitive) -> None:
     """Makes jax pass the device assignment when it lowers `primitive`.
 
@@ -242,7 +259,8 @@ def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
 
     Types may contain a sharding or the axes of a `shard_map`, with which the primitive has dealt
     already. They would forbid operations that are fine in a lowering, such as reshapes, or scatters
-    whose sharding would be ambiguous.
+    whose sharding would be ambiguous. 64-bit dtypes are kept even where they are disabled, as they
+    are in the threads in which some releases of jax lower this.
     """
 
     def plain(avals: Sequence[Any]) -> list[jax.core.ShapedArray]:
@@ -256,8 +274,9 @@ def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
         # Inside `jax.set_mesh`, types that are made here would otherwise have a sharding.
         with scope, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             avals = {"avals_in": plain(ctx.avals_in), "avals_out": plain(ctx.avals_out)}
-            # The context of the equation would bring its mesh back.
-            return rule(ctx.replace(jaxpr_eqn_ctx=None, **avals), *args, **params)
+            with precision_of(avals):
+                # The context of the equation would bring its mesh back.
+                return rule(ctx.replace(jaxpr_eqn_ctx=None, **avals), *args, **params)
 
     return lower
 

@@ -399,7 +399,7 @@ def _run(
     kwargs: Any,
 ) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
-    with _checks.precision_of(leaves):
+    with _compat.precision_of(leaves):
         results, structure = _results(name, fun, partial, implementation, leaves, tree)
     return jax.tree.unflatten(structure, results)
 

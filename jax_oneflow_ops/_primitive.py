@@ -7,7 +7,6 @@ that tells the SPMD partitioner how to shard the call over devices. The inner pr
 shard of one device. It lowers to an FFI call, or to a function of the shard that makes FFI calls.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -207,7 +206,8 @@ def define(
         mlir.register_lowering(outer, rule, cacheable=False)
 
     def batched(args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
-        return batch(outer, [*map(_compat.as_array, args)], dims, **params)
+        with _compat.precision_of(args):
+            return batch(outer, [*map(_compat.as_array, args)], dims, **params)
 
     batching.primitive_batchers[outer] = batched
     if call is not None:
@@ -286,7 +286,8 @@ def total(tangents: Sequence[Any], result: Any) -> Any:
 
 def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
     def of_arrays(*args: Any, **params: Any) -> Any:
-        return rule(*map(as_arrays, args), **params)
+        with _compat.precision_of(args):
+            return rule(*map(as_arrays, args), **params)
 
     def as_arrays(arg: Any) -> Any:
         if isinstance(arg, list | tuple):
@@ -326,12 +327,9 @@ def _on_one_device(
     **params: Any,
 ) -> Any:
     call = functools.partial(native, platform)
-    # Some releases of jax lower this in a thread that the user's `jax.enable_x64` does not reach.
-    wide = any(jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype for x in args)
-    with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        if shard == Shard():
-            return call(*args, **params)
-        return on_shard(call, shard, *args, **params)
+    if shard == Shard():
+        return call(*args, **params)
+    return on_shard(call, shard, *args, **params)
 
 
 def _sum(call: Callable[..., Any], shard: Shard, *args: Any, **params: Any) -> Any:

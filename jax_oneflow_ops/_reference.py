@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_oneflow_ops._checks import in_own_precision, promoted
+from jax_oneflow_ops._checks import promoted
 from jax_oneflow_ops._indexing import Indexing
 
 
@@ -20,7 +20,6 @@ def nearest_source(size_in: int, size_out: int, half_pixel: bool) -> np.ndarray:
     return (numerator * size_in // denominator).astype(np.int64)
 
 
-@in_own_precision
 def upsample_nearest2d(
     x: jax.Array, *, axis: int, out_hw: tuple[int, int], in_hw: tuple[int, int], half_pixel: bool
 ) -> jax.Array:
@@ -48,7 +47,6 @@ def _source(size_in: int, size_out: int, half_pixel: bool) -> Any:
     return lax.div(numerator * np.uint32(size_in), jnp.uint32(denominator)).astype(jnp.int32)
 
 
-@in_own_precision
 def upsample_nearest2d_backward(
     dy: jax.Array, *, axis: int, out_hw: tuple[int, int], in_hw: tuple[int, int], half_pixel: bool
 ) -> jax.Array:
@@ -158,7 +156,6 @@ def geglu_accurate(x: jax.Array, gate: jax.Array) -> jax.Array:
     return gelu_accurate(gate) * x
 
 
-@in_own_precision
 def segment_sum(
     data: jax.Array, ids: jax.Array, *, num_segments: int, indexing: Indexing, rows_spec: Any = None
 ) -> jax.Array:
@@ -168,7 +165,6 @@ def segment_sum(
     return scatter_add(jnp.zeros(shape, data.dtype), ids, data, indexing=indexing)
 
 
-@in_own_precision
 def scatter_add(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing
 ) -> jax.Array:
@@ -176,7 +172,6 @@ def scatter_add(
     return _scatter(lax.scatter_add, operand, ids, updates, indexing)
 
 
-@in_own_precision
 def scatter_reduce(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing, reducer: str
 ) -> jax.Array:
@@ -220,7 +215,6 @@ def _scatter(
     return _batched(scatter, indexing)(ids, operand, updates).astype(dtype).reshape(shape)
 
 
-@in_own_precision
 def scatter_set(
     operand: jax.Array, ids: jax.Array, updates: jax.Array, *, indexing: Indexing
 ) -> jax.Array:
@@ -240,7 +234,6 @@ def scatter_set(
     return _batched(put, indexing)(ids, operand, updates).reshape(shape)
 
 
-@in_own_precision
 def gather_rows(
     table: jax.Array, ids: jax.Array, *, fill: str | bytes, indexing: Indexing
 ) -> jax.Array:
@@ -345,14 +338,12 @@ def row_dtype(dtype: Any) -> Any:
     return promoted(dtype, jnp.float32)
 
 
-@in_own_precision
 def softmax(x: jax.Array, *, axis: int, log: bool) -> jax.Array:
     """The softmax of rows, or its logarithm."""
     function = jax.nn.log_softmax if log else jax.nn.softmax
     return function(_wide(x), axis).astype(x.dtype)
 
 
-@in_own_precision
 def softmax_vjp(y: jax.Array, dy: jax.Array, *, axis: int, log: bool) -> jax.Array:
     """The cotangent of x, from the result y. Without `log`, it is also the tangent of y."""
     y, ct = _wide(y), _wide(dy)
@@ -363,7 +354,6 @@ def softmax_vjp(y: jax.Array, dy: jax.Array, *, axis: int, log: bool) -> jax.Arr
     return dx.astype(dy.dtype)
 
 
-@in_own_precision
 def log_softmax_jvp(y: jax.Array, tangent: jax.Array, *, axis: int) -> jax.Array:
     """The tangent of the result."""
     t = _wide(tangent)
@@ -378,7 +368,6 @@ def _at_labels(x: jax.Array, labels: Sequence[jax.Array], axis: int) -> jax.Arra
     return jnp.take_along_axis(x, index, axis, mode="fill").squeeze(axis)
 
 
-@in_own_precision
 def logsumexp(x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
     """log(sum(exp(x))), minus the element that the label names, if any; and 2 statistics per row.
 
@@ -398,7 +387,6 @@ def _exponentials(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     return centre, jnp.exp(wide - jnp.expand_dims(centre, axis))
 
 
-@in_own_precision
 def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
     """The cotangent of x.
 
@@ -417,7 +405,6 @@ def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
     return dx.astype(x.dtype)
 
 
-@in_own_precision
 def logsumexp_jvp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
     """The tangent of the result, from labels, if any, statistics (not read) and that of x."""
     *labels, _, tangent = operands
@@ -426,7 +413,6 @@ def logsumexp_jvp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
     return result.astype(x.dtype)
 
 
-@in_own_precision
 def norm(
     x: jax.Array, *operands: jax.Array, center: bool, epsilon: float, given: tuple[bool, ...]
 ) -> list[jax.Array]:
@@ -465,7 +451,6 @@ def _normalized(
     return y if bias is None else y + bias.astype(y.dtype), mean, rstd
 
 
-@in_own_precision
 def norm_vjp(
     x: jax.Array,
     stats: jax.Array,
@@ -502,7 +487,6 @@ def norm_vjp(
     return [dx.astype(x.dtype), *(s for s, w in zip(sums, wanted, strict=True) if w)]
 
 
-@in_own_precision
 def norm_jvp(
     x: jax.Array,
     stats: jax.Array,
@@ -563,7 +547,6 @@ def _group_norm(
     return jax.nn.silu(y) if silu else y, jnp.stack(stats, -1)
 
 
-@in_own_precision
 def group_norm(x: jax.Array, *vectors: jax.Array, **params: Any) -> list[jax.Array]:
     """The norm of groups, optionally followed by silu, and 3 statistics per group.
 
@@ -577,7 +560,6 @@ def group_norm(x: jax.Array, *vectors: jax.Array, **params: Any) -> list[jax.Arr
     return [y.astype(x.dtype), stats]
 
 
-@in_own_precision
 def group_norm_vjp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """The cotangents of x, and of scale and bias in the dtype that groups are computed in.
 
@@ -592,7 +574,6 @@ def group_norm_vjp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[ja
     return [dx.astype(x.dtype), *sums]
 
 
-@in_own_precision
 def group_norm_jvp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """The tangent of the result.
 

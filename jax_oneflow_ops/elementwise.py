@@ -6,7 +6,7 @@ as one kernel, bound by memory bandwidth, and so does its gradient.
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_oneflow_ops import _checks, _compat, _elementwise, _native, _operands, _reference
 
 Implementation = Literal["native", "xla"] | None
-_F = TypeVar("_F", bound=Callable[..., jax.Array])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _FLOATS = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 _REAL_DTYPES = _FLOATS | frozenset(
@@ -77,13 +78,13 @@ def _documented(
     numerics: str = "arithmetic",
     derivative: str = "The gradient is one fused kernel.",
     returns: str = _PROMOTED.format("float16, bfloat16, float32 and float64"),
-) -> Callable[[_F], _F]:
-    """Adds the sections that all functions of this module share to a docstring.
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Adds what all functions of this module share: they keep 64-bit dtypes and have more sections.
 
-    They precede the example. Arguments that the docstring lists under "Args" come first.
+    The sections precede the example. Arguments that the docstring lists under "Args" come first.
     """
 
-    def decorate(function: _F) -> _F:
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         text = inspect.cleandoc(function.__doc__ or "")
         head, _, example = text.partition("Example:\n")
         head, _, arguments = head.partition("Args:\n")
@@ -94,7 +95,7 @@ def _documented(
             derivative=derivative,
         )
         function.__doc__ = f"{head.rstrip()}\n\n{common}\n\nExample:\n{example}"
-        return function
+        return _checks.in_own_precision(function)
 
     return decorate
 

@@ -198,6 +198,7 @@ class ElementwiseKernel:
 
     # ---- methods ----
 
+    @_checks.in_own_precision
     def __call__(self, *args: ArrayLike) -> Any:
         """Computes the outputs.
 

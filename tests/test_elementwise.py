@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jax_oneflow_ops as jof
 from tests import oracle
-from tests.arrays import rng_for
+from tests.arrays import assert_same_bits, rng_for
 from tests.catalogue import BY_NAME, ELEMENTWISE_OPS, PARAMETER, POSITIVE, REAL, Op
 
 pytestmark = pytest.mark.usefixtures("x64", "quiet_numpy")
@@ -733,6 +733,30 @@ def test_promotion(name, mode):
         ]
         for (kinds, operands, _), actual, expected in zip(some, *results, strict=True):
             assert_close(actual, expected, coarsest(operands), kinds)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jof.add(x, 0.1),
+        lambda x: jof.scale(x, 0.1),
+        lambda x: jof.fma(x, 0.1, 0.3),
+        jof.leaky_relu,
+        lambda x: jof.elu(x, 0.1),
+        lambda x: jof.maximum(x, 0.1),
+        lambda x: jof.where(np.array([True, False, True]), x, 0.1),
+        lambda x: jof.cast(x, "float64"),
+    ],
+)
+def test_numbers_beside_arrays_of_64_bits_where_those_are_disabled(f):
+    with jax.enable_x64(True):
+        x = jnp.array([-1.7, 0.3, 2.9])
+        expected = f(x), *jax.vjp(f, x)[1](x)
+    with jax.enable_x64(False):
+        actual = f(x), *jax.vjp(f, x)[1](x)
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)
+        assert a.dtype == np.float64
 
 
 @pytest.mark.parametrize("name", ["add", "subtract", "multiply", "divide", "scale", "fma", "where"])

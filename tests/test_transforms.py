@@ -750,6 +750,35 @@ def test_static_arguments(function, operands, options):
     assert_same(actual, function(*operands, **options), 0)
 
 
+# --- arrays of 64 bits where those are disabled ---------------------------------------------------
+
+
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_arrays_of_64_bits_where_those_are_disabled(case):
+    """The same values, derivatives and second derivatives as where they are enabled."""
+    forms = [case.f]
+    if not case.kernel:
+        forms = [functools.partial(case.f, implementation=form) for form in ("native", "xla")]
+    with jax.enable_x64(True):
+        wide = dataclasses.replace(case, dtype="float64")
+        xs, vs = (tuple(map(jnp.asarray, arrays)) for arrays in (wide.inputs(), tangents(wide)))
+        ct, batch = jnp.asarray(cotangents(wide)), tuple(jnp.stack([x, x]) for x in xs)
+
+    def results(f):
+        def cts(*xs):
+            y, pull = jax.vjp(f, *xs)
+            return y, pull(ct)
+
+        return f(*xs), jax.jit(lambda: (jax.jvp(cts, xs, vs), jax.vmap(f)(*batch)))()
+
+    for f in forms:
+        with jax.enable_x64(True):
+            expected = results(f)
+        with jax.enable_x64(False):
+            actual = results(f)
+        assert_same(actual, expected, 0)
+
+
 # --- derivatives where there are none -------------------------------------------------------------
 
 
