@@ -337,8 +337,8 @@ def segment_softmax(
       TypeError, ValueError, NotImplementedError: as `segment_max`, and as `message_sum` for a plan.
 
     Numerics:
-      The maximum of each segment is subtracted first. 16-bit values are computed in float32. With a
-      plan they are rounded once; without one, the terms of the sums are also rounded to 16 bits.
+      The maximum of each segment is subtracted first. 16-bit values are computed and summed in
+      float32, and rounded once.
 
     Differentiation and sharding:
       Differentiable to any order; the maximum is constant. Sharding is that of `segment_sum`.
@@ -394,7 +394,7 @@ def segment_softmax(
     most = reduce("max", jax.lax.stop_gradient(logits))
     # Rows whose id names no segment become exp(-inf).
     terms = jnp.exp(logits.astype(wide) - of_segment(most, np.inf))
-    totals = reduce("add", terms.astype(logits.dtype))
+    totals = reduce("add", terms)
     result: jax.Array = (terms / of_segment(totals, 1)).astype(logits.dtype)
     return result
 

@@ -17,6 +17,7 @@ import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
 from tests import oracle
 from tests.arrays import INTEGERS, any_bits, assert_same_bits, normals, rng_for
+from tests.catalogue import BY_NAME
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -1369,6 +1370,28 @@ def test_means_of_no_one_and_several_rows():
     data, ids = np.arange(12, dtype=np.float32).reshape(6, 2), np.array([2, 0, 2, 4, 2, 0])
     expected = [data[ids == i].mean(0) if i in ids else np.zeros(2) for i in range(6)]
     np.testing.assert_array_equal(jof.segment_mean(data, ids, 6), np.float32(expected))
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_softmax_of_a_long_16_bit_segment(dtype, implementation):
+    """The sum of its exponentials is too large for float16, and for the precision of bfloat16."""
+    rng = np.random.default_rng(0)
+    logits, ct = (rng.integers(low, 3, 70_000).astype(dtype) for low in (-2, -1))
+    ids = np.zeros(logits.shape, np.int32)
+
+    def f(x):
+        return jof.segment_softmax(x, ids, 1, implementation=implementation)
+
+    y, pull = jax.vjp(f, logits)
+    wide, wide_ct = logits.astype(np.float64), ct.astype(np.float64)
+    expected = BY_NAME["segment_softmax"].exact(wide, ids, num_segments=1)
+    (of_logits,) = BY_NAME["segment_softmax"].transpose(wide_ct, wide, ids, num_segments=1)
+    info = jnp.finfo(dtype)
+    for actual, exact in ((y, expected), (pull(ct)[0], of_logits)):
+        assert actual.dtype == dtype
+        actual, smallest = np.asarray(actual, np.float64), float(info.smallest_subnormal)
+        np.testing.assert_allclose(actual, exact, rtol=0.51 * float(info.eps), atol=smallest)
 
 
 def test_empty_axes_of_a_lookup():
