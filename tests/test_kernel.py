@@ -968,6 +968,34 @@ def test_a_native_call_reads_what_derivatives_name():
     close(jax.jvp(lambda s: kernel(x, s), (2.0,), (3.0,))[1], np.full((6, 5), 3, np.float32))
 
 
+@pytest.mark.parametrize("with_derivative", [False, True])
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_references_of_steps(monkeypatch, dtype, implementation, with_derivative):
+    """A reference may return bool or integers: as in jnp, the derivative of a cast of them is 0."""
+    derivatives = {("z", "x"): "x - x"} if with_derivative else {}
+    kernel = jof.ElementwiseKernel(
+        *("T x, T y", "T z, float32 w", "z = x == y; w = 2", "steps"),
+        derivatives=derivatives,
+        reference=lambda x, y: (x == y, 2),
+    )
+    x, y = np.arange(3).astype(dtype), np.array([0, 5, 2], dtype)
+    v = np.full_like(x, 2)
+
+    def f(x):
+        return kernel(x, y)
+
+    def cts(x):
+        return jax.vjp(f, x)[1]((v, v.astype(np.float32)))[0]
+
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", implementation)
+    for g in (f, cts):
+        results, tangents = jax.jit(lambda g=g: jax.jvp(g, (x,), (v,)))()
+        expected = (x == y, np.full(3, 2)) if g is f else np.zeros(3)
+        jax.tree.map(np.testing.assert_array_equal, results, expected)
+        jax.tree.map(lambda t: np.testing.assert_array_equal(t, 0), tangents)
+
+
 def test_no_reference(monkeypatch):
     kernel = jof.ElementwiseKernel("T x", "T y", "y = x + 1", "alone")
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "xla")

@@ -154,7 +154,10 @@ class PartialReference:
 
         def of_input(x: Any) -> Any:
             result = self.reference(*full[:i], x, *full[i + 1 :])
-            return jnp.broadcast_to(result if self.outputs == 1 else result[o], shape)
+            result = jnp.asarray(result if self.outputs == 1 else result[o])
+            if not jnp.issubdtype(result.dtype, jnp.inexact):  # it is cast to the output's dtype
+                result = result.astype(x.dtype)
+            return jnp.broadcast_to(result, shape)
 
         if jnp.iscomplexobj(full[i]):
             value, pull = jax.vjp(of_input, full[i])
