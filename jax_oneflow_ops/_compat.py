@@ -200,6 +200,11 @@ def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     return cast(jax.Array, jax.sharding.reshard(x, aval.sharding))
 
 
+def resharded(x: jax.Array, like: jax.core.ShapedArray, spec: Sequence[Any]) -> jax.Array:
+    """`x` sharded by `spec` over the mesh of `like`."""
+    return with_sharding_of(x, with_spec(like, x.shape, spec))
+
+
 def with_sharding_over(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     """`x` with the sharding of `aval`, except in the dimensions that it is broadcast over."""
     if aval.sharding.mesh.empty:
@@ -209,6 +214,17 @@ def with_sharding_over(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
         for entry, n, size in zip(aval.sharding.spec, x.shape, aval.shape, strict=True)
     ]
     return with_sharding_of(x, with_spec(aval, x.shape, spec))
+
+
+def reshaped(x: jax.Array, shape: Sequence[Any], spec: Sequence[Any]) -> jax.Array:
+    """`x` in another shape, sharded by `spec` if its own type is sharded.
+
+    jax itself finds the sharding of only a few reshapes.
+    """
+    is_sharded = any(entry is not None for entry in spec)
+    mesh = jax.typeof(x).sharding.mesh
+    sharding = jax.sharding.NamedSharding(mesh, jax.P(*spec)) if is_sharded else None
+    return jax.lax.reshape(x, tuple(shape), out_sharding=sharding)
 
 
 def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:

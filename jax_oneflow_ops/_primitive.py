@@ -10,6 +10,7 @@ shard of one device. It lowers to an FFI call, or to a function of the shard tha
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -72,17 +73,52 @@ def mergeable(function: str, x: jax.Array, axes: Sequence[int]) -> jax.Array:
     On an Explicit mesh, only the first of the merged axes may be sharded.
     """
     aval = jax.typeof(x)
-    spec = [*aval.sharding.spec]
-    gathered = [] if aval.sharding.mesh.empty else [a for a in axes[1:] if spec[a] is not None]
+    gathered = _not_mergeable(aval, axes)
     if not gathered:
         return x
     _warn(
         f"{function}: dimension {gathered[0]} of operand 0 is sharded and will be all-gathered: it "
-        "is reduced together with others. docs/sharding.md lists the dimensions that need no "
+        "is merged with others before it. docs/sharding.md lists the dimensions that need no "
         "communication."
     )
-    spec = [None if a in gathered else entry for a, entry in enumerate(spec)]
-    return _compat.with_sharding_of(x, _compat.with_spec(aval, x.shape, spec))
+    spec = [None if a in gathered else entry for a, entry in enumerate(aval.sharding.spec)]
+    return _compat.resharded(x, aval, spec)
+
+
+def _not_mergeable(aval: Any, axes: Sequence[int]) -> list[int]:
+    if aval.sharding.mesh.empty:
+        return []
+    return [a for a in axes[1:] if aval.sharding.spec[a] is not None]
+
+
+def _groups(shape: Sequence[Any], ranks: Sequence[int]) -> list[list[int]]:
+    """The dimensions that are merged into each dimension, except those of size 1."""
+    ends = [*itertools.accumulate(ranks, initial=0)]
+    return [[a for a in range(*pair) if shape[a] != 1] for pair in itertools.pairwise(ends)]
+
+
+def are_mergeable(x: jax.Array, ranks: Sequence[int]) -> bool:
+    """Whether `merged` gathers nothing."""
+    return not any(_not_mergeable(jax.typeof(x), axes) for axes in _groups(x.shape, ranks))
+
+
+def merged(function: str, x: jax.Array, ranks: Sequence[int]) -> jax.Array:
+    """`x` with neighbouring dimensions merged: each of `ranks` says how many become one."""
+    groups = _groups(x.shape, ranks)
+    for axes in groups:
+        x = mergeable(function, x, axes)
+    spec = jax.typeof(x).sharding.spec
+    shape = [math.prod(x.shape[a] for a in axes) for axes in groups]
+    return _compat.reshaped(x, shape, [spec[axes[0]] if axes else None for axes in groups])
+
+
+def split(x: jax.Array, shape: Sequence[Any], ranks: Sequence[int]) -> jax.Array:
+    """The inverse of `merged`, for results: the first of the merged dimensions is sharded."""
+    spec: list[Any] = [None] * len(shape)
+    for axes, entry in zip(_groups(shape, ranks), jax.typeof(x).sharding.spec, strict=False):
+        if axes:
+            spec[axes[0]] = entry
+    return _compat.reshaped(x, shape, spec)
 
 
 def define(

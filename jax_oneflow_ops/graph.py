@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _attention, _checks, _graph, _messages, _native, _primitive, _scatter
+from jax_oneflow_ops import (
+    _attention,
+    _checks,
+    _compat,
+    _graph,
+    _messages,
+    _native,
+    _primitive,
+    _scatter,
+)
 from jax_oneflow_ops._docstrings import documented
 from jax_oneflow_ops._indexing import Indexing
 
@@ -355,15 +364,15 @@ def attention_sum(
         values = values.astype(wide)
     if logits.dtype != values.dtype:
         logits = logits.astype(wide)
-    heads = math.prod(row[:depth])
+    ranks = 1, depth, len(row) - depth
     result = _attention.attention(
         graph,
-        logits.reshape(graph[0].shape[0], heads),
-        values.reshape(values.shape[0], heads, math.prod(row[depth:])),
+        _primitive.merged(name, logits, (1, logits.ndim - 1)),
+        _primitive.merged(name, values, ranks),
         num_segments=size,
         implementation=choice,
     )
-    return result.astype(dtype).reshape(size, *row)
+    return _primitive.split(result.astype(dtype), (size, *row), ranks)
 
 
 def planned_softmax(
@@ -384,15 +393,16 @@ def planned_softmax(
     given, ids = ids, _edge_ids(function, ids_name, ids, size)
     order = _order(function, "plan", plan, given, ids, size, _graph.receiver_rows)
     _check_edges(function, name, logits, ids)
-    result: jax.Array = _graph.softmax(
+    ranks = 1, logits.ndim - 1
+    result = _graph.softmax(
         _in_range(ids, size),
         order,
-        logits.reshape(ids.size, math.prod(logits.shape[1:])),
+        _primitive.merged(function, logits, ranks),
         num_segments=size,
         function=function,
         implementation=choice,
     )
-    return result.reshape(logits.shape)
+    return _primitive.split(result, logits.shape, ranks)
 
 
 def _reduced(
@@ -446,7 +456,12 @@ def _reduced(
         return result
     product = traced.product() if reduction == "sum" else None
     if product is not None:
-        return _weighted_sum(function, graph, *product, size, choice)
+        table, weights, depth = product
+        ranks = 1, depth, table.ndim - 1 - depth
+        if _primitive.are_mergeable(table, ranks) and (
+            weights is None or _primitive.are_mergeable(weights, (1, weights.ndim - 1))
+        ):
+            return _weighted_sum(function, graph, table, weights, ranks, size, choice)
     result = _messages.reduced(
         *(graph, traced, reduction), num_segments=size, function=function, implementation=choice
     )
@@ -493,26 +508,25 @@ def _weighted_sum(
     graph: Sequence[Any],
     table: jax.Array,
     weights: jax.Array | None,
-    depth: int,
+    ranks: Sequence[int],
     size: int,
     implementation: str | None,
 ) -> jax.Array:
-    """The sum by built-in kernels; weights have the first `depth` dimensions of a row."""
-    row = table.shape[1:]
-    heads, width = math.prod(row[:depth]), math.prod(row[depth:])
+    """The sum by built-in kernels, of a table whose `ranks` are its rows, heads and features."""
+    rows = _primitive.merged(function, table, ranks)
     if weights is None:
-        weights = _graph.no_weights(heads, table.dtype)
+        weights = _graph.no_weights(rows.shape[1], table.dtype)
     else:
-        weights = weights.reshape(weights.shape[0], heads)
-    result: jax.Array = _graph.message_sum(
+        weights = _primitive.merged(function, weights, (1, weights.ndim - 1))
+    result = _graph.message_sum(
         graph,
-        table.reshape(table.shape[0], heads, width),
+        rows,
         weights,
         num_segments=size,
         function=function,
         implementation=implementation,
     )
-    return result.reshape(size, *row)
+    return _primitive.split(result, (size, *table.shape[1:]), ranks)
 
 
 def _check_leading(function: str, logits: tuple[int, ...], values: tuple[int, ...]) -> int:
@@ -624,4 +638,5 @@ def _is_of(plan: SegmentPlan, ids: Any, rows: int) -> bool:
 
 @functools.partial(jax.jit, static_argnums=3)
 def _are_keys_of(keys: Any, order: Any, ids: Any, rows: int) -> Any:
+    keys, order, ids = (_compat.resharded(x, jax.typeof(x), [None]) for x in (keys, order, ids))
     return jnp.all(_graph.keys_of(ids, rows)[order] == keys)

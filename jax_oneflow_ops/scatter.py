@@ -362,6 +362,9 @@ def segment_softmax(
     ids = _checks.as_ids(name, "segment_ids", segment_ids)
     size = _number_of_segments(name, num_segments, segment_ids)
     ids = _checks.as_ids(name, "segment_ids", segment_ids, size)
+    if ids.shape == logits.shape[: ids.ndim]:
+        like = jax.typeof(logits)  # the sums that ids gather must have its sharding
+        ids = _compat.resharded(ids, like, like.sharding.spec[: ids.ndim])
     flags: dict[str, Any] = {
         "indices_are_sorted": bool(indices_are_sorted),
         "unique_indices": bool(unique_indices),

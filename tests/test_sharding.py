@@ -1014,7 +1014,7 @@ def test_axes_that_are_reduced_together(f):
     expected = f(x, axis=(1, 2))
     with mesh_of("explicit") as mesh:
         shards = jax.device_put(x, NamedSharding(mesh, P(None, None, "a")))
-        with pytest.warns(jof.GatherWarning, match="dimension 2 .* it is reduced together"):
+        with pytest.warns(jof.GatherWarning, match="dimension 2 .* it is merged with others"):
             y = jax.jit(functools.partial(f, axis=(1, 2)))(shards)
     np.testing.assert_allclose(y, expected, rtol=1e-6)
 
@@ -1030,6 +1030,94 @@ def test_sum_of_rows_with_two_dimensions():
                 table,
             )
             assert [*y.sharding.spec][: len(spec)] == [*spec]
+
+
+RECEIVERS = np.arange(16) * 5 % 8
+GRAPH, SIZE = (RECEIVERS, RECEIVERS), {"num_segments": 8}
+# Functions of a table with 4 x 8 features and of an array of edges with the given features.
+OF_FEATURES = {
+    "product": ((4, 1), lambda x, w: jof.message_sum(jnp.multiply, (x,), *GRAPH, w, **SIZE)),
+    "product_of_all": ((4, 8), lambda x, w: jof.message_sum(jnp.multiply, (x,), *GRAPH, w, **SIZE)),
+    "product_of_none": (
+        (1, 1),
+        lambda x, w: jof.message_sum(jnp.multiply, (x,), *GRAPH, w, **SIZE),
+    ),
+    "attention": ((), lambda x, w: jof.attention_sum(w, x, *GRAPH, **SIZE)),
+    "attention_of_heads": ((4,), lambda x, w: jof.attention_sum(w, x, *GRAPH, **SIZE)),
+    "attention_of_features": ((4, 8), lambda x, w: jof.attention_sum(w, x, *GRAPH, **SIZE)),
+    "softmax": (
+        (4, 8),
+        lambda x, w: x[:1] + jof.segment_softmax(w, RECEIVERS, plan=jof.segment_plan(RECEIVERS, 8)),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+@pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P(None, "b", "a")], ids=str)
+@pytest.mark.parametrize("name", OF_FEATURES)
+def test_features_of_graphs_over_explicit_axes(name, spec):
+    """Features that are sharded keep their sharding, or are gathered with a warning."""
+    shape, f = OF_FEATURES[name]
+    xs = integers((8, 4, 8)), integers((16, *shape), seed=1) / 8
+    of_edges = P(None, *(a if n > 1 else None for n, a in zip(shape, spec[1:], strict=False)))
+
+    def results(*xs):
+        return f(*xs), *jax.jvp(jax.grad(lambda *xs: (f(*xs) ** 2).sum(), (0, 1)), xs, xs)
+
+    expected = jax.jit(results)(*xs)
+    with mesh_of("explicit") as mesh:
+        arguments = put(mesh, (spec, of_edges), xs)
+        actual = jax.jit(results)(*arguments)
+        assert_close((f(*arguments), *actual), (expected[0], *expected), 1e-5)
+        for cotangents in actual[1:]:
+            for x, argument in zip(cotangents, arguments, strict=True):
+                assert_sharded(x, argument.sharding)
+        if "product" in name:
+            assert_sharded(actual[0], arguments[0].sharding)
+
+
+@pytest.mark.parametrize(
+    "specs", [("a", "b"), ("a", None), (None, "a"), (("a", "b"), "a")], ids=str
+)
+def test_softmax_of_rows_and_ids_over_different_axes(specs):
+    logits, ct = integers((16, 8)), integers((16, 8), seed=1)
+
+    def f(x, ids):
+        return jof.segment_softmax(x, ids, 8)
+
+    def results(x, ct, ids):
+        y, pull = jax.vjp(lambda x: f(x, ids), x)
+        return y, pull(ct)[0]
+
+    expected = results(logits, ct, RECEIVERS)
+    for axes in (P(specs[0]), P(None, specs[0])):
+        with mesh_of("explicit") as mesh:
+            arguments = put(mesh, (axes, axes, P(specs[1])), (logits, ct, RECEIVERS))
+            for run in (results, jax.jit(results)):
+                actual = run(*arguments)
+                assert_close(actual, expected, 1e-6)
+                for x in actual:
+                    assert_sharded(x, arguments[0].sharding)
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+@pytest.mark.parametrize("spec", [P("a"), P(("a", "b"))], ids=str)
+def test_plans_of_edges_over_explicit_axes(spec):
+    table, ids = integers((8, 4)), RECEIVERS.astype(np.int32)
+
+    def f(table, ids):
+        how = {"plan": jof.segment_plan(ids, 8)}
+        sums = jof.message_sum(lambda row: row * row, (table,), ids, ids, num_segments=8, **how)
+        return sums, jof.segment_softmax(table[RECEIVERS], ids, **how)
+
+    expected = f(table, ids)
+    with mesh_of("explicit") as mesh:
+        arguments = put(mesh, (P(), spec), (table, ids))
+        for run in (f, jax.jit(f)):
+            assert_close(run(*arguments), expected, 1e-6)
+        plan = jof.segment_plan(arguments[1], 8)
+        with pytest.raises(ValueError, match="plan was made from other ids"):
+            jof.segment_softmax(table[RECEIVERS], arguments[1] * 0, plan=plan)
 
 
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
