@@ -69,7 +69,10 @@ _NUMERICS = {
         "  within 1e-4 relative in the tails. Results below 4e-36 may be 0."
     ),
     "conversion": "Rounding, saturation and NaN are those of ``astype``.",
-    "movement": "Bits are copied.",
+    "movement": (
+        "The kernel copies bits. XLA's form on CPUs may change payloads of NaNs of bfloat16 and\n"
+        "  8-bit floats."
+    ),
 }
 
 

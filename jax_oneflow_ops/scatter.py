@@ -432,7 +432,8 @@ def scatter_add(
       unique_indices: a promise that no index occurs twice, for the jnp reference.
 
     Returns:
-      An array of the operand's shape and dtype. Rows that no index names keep their bits.
+      An array of the operand's shape and dtype. Rows that no index names keep their bits, except
+      that XLA's form may change payloads of NaNs in 16 bits.
 
     Raises:
       TypeError: `operand` is not an array of a dtype listed above, `updates` is not an array or
@@ -636,9 +637,10 @@ def embedding_lookup(
         native kernels.
 
     Numerics:
-      The lookup copies bits. Its gradient is a `segment_sum` of the rows of the cotangent, with the
-      same numerics: 16-bit values are summed in float32. Out-of-range ids contribute nothing. The
-      jnp reference sums 8-bit floats.
+      The kernel copies bits. XLA's form on CPUs, and lookups in a sharded table there, may change
+      payloads of NaNs of bfloat16 and 8-bit floats. The gradient is a `segment_sum` of the rows of
+      the cotangent, with the same numerics: 16-bit values are summed in float32. Out-of-range ids
+      contribute nothing. The jnp reference sums 8-bit floats.
 
     Differentiation and sharding:
       Differentiable to any order, in forward and reverse mode. All dimensions of `ids` and all but

@@ -79,7 +79,8 @@ def upsample_nearest2d(
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
-      The forward pass copies bits. The index map is computed in exact integer arithmetic;
+      The forward kernel copies bits. XLA's form on CPUs may change payloads of NaNs of bfloat16 and
+      8-bit floats. The index map is computed in exact integer arithmetic;
       `jax.image.resize` and torch compute it in float32, and can differ by one pixel if rounding in
       float32 moves the quotient across an integer. For upsampling by integer factors all agree bit
       for bit.
