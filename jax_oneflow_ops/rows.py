@@ -316,7 +316,7 @@ def _axes(name: str, axis: Any, ndim: int, *, sort: bool = True) -> tuple[int, .
 def _mask(
     name: str, where: Any, shape: tuple[int, ...], rows: tuple[int, ...] | None = None
 ) -> jax.Array | None:
-    """Checks `where`, which must broadcast to `shape` or to the shape of the rows."""
+    """`where` as booleans that broadcast to `shape`, or that have the shape of the rows."""
     if where is None:
         return None
     mask = _checks.as_array(name, "where", where, numbers=True)
@@ -325,7 +325,8 @@ def _mask(
     wanted = shape if rows is None or mask.ndim == len(shape) else rows
     if not _broadcasts(mask.shape, wanted):
         raise ValueError(f"{name}: where must broadcast to shape {wanted}, got {mask.shape}")
-    return mask
+    # Axes are inserted into a mask of rows later, so it must have all of theirs.
+    return mask if wanted == shape else jnp.broadcast_to(mask, wanted)
 
 
 def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -537,6 +537,18 @@ def test_cross_entropy_along_axes_is_that_of_optax(axis):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1), (1, 3)], ids=str)
+def test_masks_that_broadcast_to_the_shape_of_labels(shape):
+    """As many classes as rows, so that a mask would also fit the wrong axis."""
+    rng = rng_for(shape)
+    x, labels = rng.standard_normal((2, 3, 3)), rng.integers(0, 3, (2, 3))
+    mask = np.arange(math.prod(shape)).reshape(shape) % 2 == 0
+    of_label = np.take_along_axis(x, labels[:, None], 1).squeeze(1)
+    losses = np.log(np.exp(x).sum(1)) - of_label
+    ours = jof.softmax_cross_entropy_with_integer_labels(x, labels, 1, where=mask)
+    np.testing.assert_allclose(ours, np.where(mask, losses, 0), rtol=1e-12)
+
+
 @pytest.mark.parametrize("axis", [-1, 0, 1, (1, 2), (2, 0)])
 def test_norms_along_axes(axis):
     rng = rng_for(axis)
