@@ -204,7 +204,8 @@ def _define() -> core.Primitive:
     def first(**_: Any) -> int:
         return 4
 
-    _primitive.define_derivatives(value_p, jvp=jvp, transpose=_rows.not_linear)
+    transpose = _rows.transposed_reference(_reference.group_norm)
+    _primitive.define_derivatives(value_p, jvp=jvp, transpose=transpose)
     _rows.linear(vjp_p, _reference.group_norm_vjp, first, (3,), transpose_by(jvp_p))
     _rows.linear(jvp_p, _reference.group_norm_jvp, first, (3,), transpose_by(vjp_p))
     return value_p

@@ -165,6 +165,18 @@ def not_linear(*args: Any, **params: Any) -> Any:
     raise NotImplementedError("functions of rows are not linear in their operands")
 
 
+def transposed_reference(reference: Function) -> Function:
+    """The transpose with respect to scale and bias, which only `jax.linear_transpose` needs."""
+
+    def transpose(cts: Any, *args: Any, implementation: Any, **params: Any) -> Any:
+        def norm(*args: Any) -> Any:
+            return reference(*args, **params)[0]
+
+        return _primitive.transposed_by(norm, instantiated(cts[0]), args)
+
+    return transpose
+
+
 def in_jnp(reference: Function) -> Function:
     """The `native` argument of a primitive that has no kernels: the reference."""
     return lambda platform, *args, **params: reference(*args, **params)
@@ -715,14 +727,7 @@ def _define_norm() -> core.Primitive:
     def first(*, given: Sequence[bool], **_: Any) -> int:
         return 2 + given[0]
 
-    def transpose(cts: Any, *args: Any, implementation: Any, **params: Any) -> Any:
-        """The transpose with respect to scale and bias, which only `jax.linear_transpose` needs."""
-
-        def norm(*args: Any) -> Any:
-            return _reference.norm(*args, **params)[0]
-
-        return _primitive.transposed_by(norm, instantiated(cts[0]), args)
-
+    transpose = transposed_reference(_reference.norm)
     _primitive.define_derivatives(norm_p, jvp=jvp, transpose=transpose)
     linear(vjp_p, _reference.norm_vjp, first, (1,), vjp_transpose)
     linear(jvp_p, _reference.norm_jvp, first, (1,), jvp_transpose)

@@ -3,7 +3,8 @@
 They are subclasses of flax's modules and take the same arguments, so checkpoints load. Flax's own
 code runs for a call with a mask, with statistics over devices (`axis_name`), with `feature_axes`
 that differ from `reduction_axes`, for a group norm with `reduction_axes`, if
-`force_float32_reductions` is False, or on values that are not real floating-point numbers.
+`force_float32_reductions` is False or `jax.jit` traces `epsilon`, or on values that are not real
+floating-point numbers.
 """
 
 import functools
@@ -35,6 +36,7 @@ def _is_flax_own(module: Any, x: jax.Array, mask: Any) -> bool:
         or module.axis_name is not None
         or is_other
         or not getattr(module, "force_float32_reductions", True)
+        or isinstance(module.epsilon, jax.core.Tracer)
         or not jnp.issubdtype(x.dtype, jnp.floating)
     )
 
@@ -50,7 +52,7 @@ def _normalize(
         vectors["bias"] = module.param("bias", module.bias_init, shape, module.param_dtype)
     dtype = dtypes.canonicalize_dtype(x, *vectors.values(), dtype=module.dtype)
     wide = x.astype(jnp.promote_types(x.dtype, dtype))
-    return norm(wide, **vectors, epsilon=module.epsilon).astype(dtype)
+    return norm(wide, **vectors, epsilon=float(module.epsilon)).astype(dtype)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -97,11 +99,11 @@ class GroupNorm(nn.GroupNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises groups of channels, the last axis, over all pixels of an image."""
         channels = x.shape[-1]
-        size = self.group_size or 1
-        groups = channels // size if self.num_groups is None else self.num_groups
+        size = 1 if self.group_size is None else self.group_size
+        groups = channels // max(size, 1) if self.num_groups is None else self.num_groups
         # If the sizes are wrong, flax raises the error.
-        is_wrong = (self.num_groups is None) == (self.group_size is None) or channels % size
-        is_wrong = is_wrong or groups <= 0
+        is_wrong = (self.num_groups is None) == (self.group_size is None)
+        is_wrong = is_wrong or size < 1 or channels % size != 0 or groups < 1
         if is_wrong or _is_flax_own(self, x, mask):
             own: jax.Array = super().__call__(x, mask=mask)
             return own if self.activation is None else nn.silu(own)

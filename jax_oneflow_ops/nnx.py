@@ -26,7 +26,7 @@ def _normalize(
     promote = getattr(module, "promote_dtype", dtypes.promote_dtype)
     x, *vectors = promote((x, *vectors), dtype=module.dtype)
     given = dict(zip(names, vectors, strict=True))
-    return norm(x, **given, epsilon=module.epsilon, **options)
+    return norm(x, **given, epsilon=float(module.epsilon), **options)
 
 
 class LayerNorm(nnx.LayerNorm):

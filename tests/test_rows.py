@@ -1,6 +1,7 @@
 """Softmax and related functions, and norms: hard values, and arguments."""
 
 import functools
+import importlib
 import math
 import re
 
@@ -677,6 +678,13 @@ def test_gradients_of_each_example_with_respect_to_scale():
     np.testing.assert_allclose(ours, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("norm", [jof.layer_norm, lambda x, s: jof.group_norm(x, 1, s)])
+def test_norms_are_linear_in_scale(norm):
+    x, ct = rng_for("linear").standard_normal((2, 4, 5))
+    found = jax.linear_transpose(lambda scale: norm(x, scale), np.ones(5))(ct)[0]
+    np.testing.assert_allclose(found, (norm(x, np.ones(5)) * ct).sum(0), rtol=1e-12)
+
+
 def test_a_scale_for_each_example():
     x, scale = rng_for("scales").standard_normal((2, 4, 5))
     expected = np.stack([jof.rms_norm(*one) for one in zip(x, scale, strict=True)])
@@ -1010,6 +1018,39 @@ def test_modules_are_those_of_nnx(name, arguments, call):
         largest = np.max(np.abs(np.float64(e)), initial=0)
         tolerance = 0.05 if "dtype" in arguments else 1e-4
         np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm"])
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_modules_take_the_epsilons_that_flax_takes(library, name):
+    """NumPy's scalars and jax's, which `jit` may trace."""
+    flax = pytest.importorskip(f"flax.{library}")
+    x = rng_for(name).standard_normal((3, 4, 5)).astype(np.float32)
+    groups = {"num_groups": 1} if name == "GroupNorm" else {}
+
+    def of(module, epsilon):
+        options = {"epsilon": epsilon, **groups}
+        if library == "nnx":
+            return getattr(module, name)(5, rngs=flax.Rngs(0), **options)(x)
+        return getattr(module, name)(**options).init_with_output(jax.random.key(0), x)[0]
+
+    ours = importlib.import_module(f"jax_oneflow_ops.{library}")
+    expected = of(flax, 0.25)
+    assert "jof_" in jax.jit(lambda: of(ours, np.float32(0.25))).lower().as_text()
+    for epsilon in (np.float32(0.25), jnp.float32(0.25), np.array(0.25)):
+        np.testing.assert_allclose(of(ours, epsilon), expected, rtol=0, atol=1e-6)
+    traced = jax.jit(lambda epsilon: of(ours, epsilon))(0.25)
+    np.testing.assert_allclose(traced, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2])
+def test_flax_raises_the_errors_of_group_sizes(size):
+    nn = pytest.importorskip("flax.linen")
+    from jax_oneflow_ops import linen
+
+    for module in (nn, linen):
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            module.GroupNorm(None, group_size=size).init(jax.random.key(0), jnp.ones((3, 5)))
 
 
 def test_activation_of_a_group_norm_of_nnx():
