@@ -46,6 +46,10 @@ join_varying_axes: Callable[..., Sequence[Any]] = getattr(
 ) or getattr(core_internals, "standard_insert_pvary")  # noqa: B009
 
 
+# What jax raises if the shardings of operands do not fit together; it has no public name.
+ShardingTypeError: type[Exception] = core_internals.ShardingTypeError
+
+
 def elementwise_aval(*avals: jax.core.ShapedArray) -> jax.core.ShapedArray:
     """The type of an elementwise function's result, except for its dtype: that of a sum.
 

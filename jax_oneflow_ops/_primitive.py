@@ -67,28 +67,36 @@ def _warn(message: str) -> None:
     warnings.warn(message, GatherWarning, stacklevel=2)
 
 
-def mergeable(function: str, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """`x`, all-gathered along those of `axes` that jax cannot merge into one.
+def _warn_of_gather(function: str, place: str, reason: str) -> None:
+    _warn(
+        f"{function}: {place} is sharded and will be all-gathered: {reason}. docs/sharding.md "
+        "lists the dimensions that need no communication."
+    )
 
-    On an Explicit mesh, only the first of the merged axes may be sharded.
+
+def gathered(
+    function: str, argument: str, x: jax.Array, axes: Sequence[int], reason: str = ""
+) -> jax.Array:
+    """`x`, all-gathered along those of `axes` that its type says are sharded.
+
+    Types say so on Explicit meshes. On others, the partitioner gathers what a call needs.
     """
     aval = jax.typeof(x)
-    gathered = _not_mergeable(aval, axes)
-    if not gathered:
+    sharded = _sharded(aval, axes)
+    if not sharded:
         return x
-    _warn(
-        f"{function}: dimension {gathered[0]} of operand 0 is sharded and will be all-gathered: it "
-        "is merged with others before it. docs/sharding.md lists the dimensions that need no "
-        "communication."
+    _warn_of_gather(
+        function, f"dimension {sharded[0]} of {argument}", reason or "every device needs all of it"
     )
-    spec = [None if a in gathered else entry for a, entry in enumerate(aval.sharding.spec)]
+    spec = [None if a in sharded else entry for a, entry in enumerate(aval.sharding.spec)]
     return _compat.resharded(x, aval, spec)
 
 
-def _not_mergeable(aval: Any, axes: Sequence[int]) -> list[int]:
+def _sharded(aval: Any, axes: Sequence[int]) -> list[int]:
+    """Those of `axes` that the type says are sharded."""
     if aval.sharding.mesh.empty:
         return []
-    return [a for a in axes[1:] if aval.sharding.spec[a] is not None]
+    return [a for a in axes if aval.sharding.spec[a] is not None]
 
 
 def _groups(shape: Sequence[Any], ranks: Sequence[int]) -> list[list[int]]:
@@ -99,14 +107,14 @@ def _groups(shape: Sequence[Any], ranks: Sequence[int]) -> list[list[int]]:
 
 def are_mergeable(x: jax.Array, ranks: Sequence[int]) -> bool:
     """Whether `merged` gathers nothing."""
-    return not any(_not_mergeable(jax.typeof(x), axes) for axes in _groups(x.shape, ranks))
+    return not any(_sharded(jax.typeof(x), axes[1:]) for axes in _groups(x.shape, ranks))
 
 
 def merged(function: str, x: jax.Array, ranks: Sequence[int]) -> jax.Array:
     """`x` with neighbouring dimensions merged: each of `ranks` says how many become one."""
     groups = _groups(x.shape, ranks)
-    for axes in groups:
-        x = mergeable(function, x, axes)
+    for axes in groups:  # of the merged dimensions, jax allows only the first to be sharded
+        x = gathered(function, "operand 0", x, axes[1:], "it is merged with others before it")
     spec = jax.typeof(x).sharding.spec
     shape = [math.prod(x.shape[a] for a in axes) for axes in groups]
     return _compat.reshaped(x, shape, [spec[axes[0]] if axes else None for axes in groups])
@@ -561,8 +569,5 @@ def _mesh_axes(
             for i, side in enumerate(names.operands)
             if name in side
         )
-        _warn(
-            f"{function}: {place} is sharded and will be all-gathered: {reason}. docs/sharding.md "
-            "lists the dimensions that need no communication."
-        )
+        _warn_of_gather(function, place, reason)
     return axes

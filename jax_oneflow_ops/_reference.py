@@ -360,12 +360,20 @@ def log_softmax_jvp(y: jax.Array, tangent: jax.Array, *, axis: int) -> jax.Array
     return (t - (jnp.exp(_wide(y)) * t).sum(axis, keepdims=True)).astype(tangent.dtype)
 
 
-def _at_labels(x: jax.Array, labels: Sequence[jax.Array], axis: int) -> jax.Array:
-    """The elements that labels name, NaN where they name none; 0 without labels."""
-    if not labels:
-        return jnp.zeros((), x.dtype)
-    index = jnp.expand_dims(labels[0], axis)
-    return jnp.take_along_axis(x, index, axis, mode="fill").squeeze(axis)
+def at_labels(x: jax.Array, labels: jax.Array, axis: int) -> jax.Array:
+    """The elements that labels name, NaN where they name none."""
+    if jax.typeof(x).sharding.spec[axis] is None:
+        index = jnp.expand_dims(labels, axis)
+        return jnp.take_along_axis(x, index, axis, mode="fill").squeeze(axis)
+    # jax does not look elements up along an axis that is sharded in the type of x.
+    is_label = _are_labels(labels, x, axis)
+    return jnp.where(is_label.any(axis), jnp.where(is_label, x, 0).sum(axis), jnp.nan)
+
+
+def _are_labels(labels: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """Which elements labels name."""
+    places = jnp.expand_dims(jnp.where(labels < 0, labels + x.shape[axis], labels), axis)
+    return places == lax.broadcasted_iota(labels.dtype, x.shape, axis)
 
 
 def logsumexp(x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
@@ -373,10 +381,20 @@ def logsumexp(x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
 
     An element's share of the sum is exp(x - first statistic) * second statistic.
     """
+    result, centre, total = _logsumexp(x, labels, axis)
+    return [result.astype(x.dtype), jnp.stack([centre, 1 / total], -1)]
+
+
+def _logsumexp(
+    x: jax.Array, labels: Sequence[jax.Array], axis: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The result in the dtype that rows are computed in, what is subtracted from x, and the sum."""
     centre, powers = _exponentials(x, axis)
     total = powers.sum(axis)
-    result = jnp.log(total) - (_wide(_at_labels(x, labels, axis)) - centre)
-    return [result.astype(x.dtype), jnp.stack([centre, 1 / total], -1)]
+    shift = -centre
+    for label in labels:
+        shift += _wide(at_labels(x, label, axis))
+    return jnp.log(total) - shift, centre, total
 
 
 def _exponentials(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
@@ -396,12 +414,10 @@ def logsumexp_vjp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
     """
     *labels, _, ct = operands
     _, powers = _exponentials(x, axis)
-    ct, n = _wide(ct), x.shape[axis]
+    ct = _wide(ct)
     dx = powers * jnp.expand_dims(ct / powers.sum(axis), axis)
     for label in labels:
-        place = jnp.expand_dims(jnp.where(label < 0, label + n, label), axis)
-        is_label = place == lax.broadcasted_iota(label.dtype, x.shape, axis)
-        dx -= jnp.where(is_label, jnp.expand_dims(ct, axis), 0)
+        dx -= jnp.where(_are_labels(label, x, axis), jnp.expand_dims(ct, axis), 0)
     return dx.astype(x.dtype)
 
 
@@ -409,7 +425,7 @@ def logsumexp_jvp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
     """The tangent of the result, from labels, if any, statistics (not read) and that of x."""
     *labels, _, tangent = operands
     moved = [_wide(x)], [_wide(tangent)]
-    result: jax.Array = jax.jvp(lambda x: logsumexp(x, *labels, axis=axis)[0], *moved)[1]
+    result: jax.Array = jax.jvp(lambda x: _logsumexp(x, labels, axis)[0], *moved)[1]
     return result.astype(x.dtype)
 
 
@@ -428,7 +444,7 @@ def norm(
     residual, scale, bias = spread(operands, given)
     total = x if residual is None else (_wide(x) + _wide(residual)).astype(x.dtype)
     y, mean, rstd = _normalized(total, scale, bias, center, epsilon)
-    stats = jnp.concatenate([mean, jnp.zeros_like(mean), rstd], -1)
+    stats = _statistics(mean, rstd)
     results = [y.astype(x.dtype), stats]
     return results if residual is None else [results[0], total, stats]
 
@@ -437,6 +453,19 @@ def spread(operands: Sequence[Any], given: Sequence[bool]) -> list[Any]:
     """Operands with None for those that are not given."""
     left = iter(operands)
     return [next(left) if there else None for there in given]
+
+
+def _statistics(mean: jax.Array, rstd: jax.Array) -> jax.Array:
+    """Three statistics in place of a last dimension of size 1: the mean, 0 and `rstd`.
+
+    They are not concatenated, because jax requires that arrays are sharded alike for that, also
+    along the axis of a vmap. Zeros are not sharded.
+    """
+
+    def at(place: int, x: jax.Array) -> jax.Array:
+        return lax.pad(x, x.dtype.type(0), [(0, 0, 0)] * (x.ndim - 1) + [(place, 2 - place, 0)])
+
+    return at(0, mean) + at(2, rstd)
 
 
 def _normalized(
@@ -534,8 +563,8 @@ def _group_norm(
     groups: int,
     epsilon: float,
     silu: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """The result, in the dtype of the operands, and the statistics."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The result, in the dtype of the operands, and the means and factors of groups."""
     width = x.shape[-1] // groups
     in_groups = x.reshape(*x.shape[:-1], groups, width)
     axes = (*range(x.ndim - 1 - spatial, x.ndim - 1), x.ndim)
@@ -543,8 +572,7 @@ def _group_norm(
     centred = in_groups - mean
     rstd = jax.lax.rsqrt((centred * centred).mean(axes, keepdims=True) + epsilon)
     y = (centred * rstd).reshape(x.shape) * scale + bias
-    stats = [s.squeeze(axes) for s in (mean, jnp.zeros_like(mean), rstd)]
-    return jax.nn.silu(y) if silu else y, jnp.stack(stats, -1)
+    return jax.nn.silu(y) if silu else y, mean.squeeze(axes), rstd.squeeze(axes)
 
 
 def group_norm(x: jax.Array, *vectors: jax.Array, **params: Any) -> list[jax.Array]:
@@ -556,8 +584,8 @@ def group_norm(x: jax.Array, *vectors: jax.Array, **params: Any) -> list[jax.Arr
       **params: `spatial`, `groups`, `epsilon` and `silu`.
     """
     wide = row_dtype(x.dtype)
-    y, stats = _group_norm(_wide(x), *(v.astype(wide) for v in vectors), **params)
-    return [y.astype(x.dtype), stats]
+    y, *stats = _group_norm(_wide(x), *(v.astype(wide) for v in vectors), **params)
+    return [y.astype(x.dtype), _statistics(*(jnp.expand_dims(s, -1) for s in stats))]
 
 
 def group_norm_vjp(x: jax.Array, *operands: jax.Array, **params: Any) -> list[jax.Array]:

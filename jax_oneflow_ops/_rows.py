@@ -45,6 +45,41 @@ def _with_rows_whole(aval: Any, axis: int) -> Any:
     return _compat.with_spec(aval, aval.shape, spec)
 
 
+def joined(function: str, axes: Sequence[int], **arrays: jax.Array) -> list[jax.Array]:
+    """Arrays whose types are sharded alike: as jax joins the shardings of the operands of a sum.
+
+    The first has `axes`, along which rows extend; others may have one value per row.
+    """
+    first = jax.typeof(next(iter(arrays.values())))
+
+    def of_array(aval: Any) -> Any:
+        entries = iter(aval.sharding.spec)
+        is_row = aval.ndim < first.ndim
+        spec = [None if is_row and a in axes else next(entries) for a in range(first.ndim)]
+        return _compat.with_spec(aval, first.shape, spec)
+
+    types = [of_array(jax.typeof(x)) for x in arrays.values()]
+    if len({aval.sharding.spec for aval in types}) == 1:
+        return [*arrays.values()]
+    try:
+        result = _compat.elementwise_aval(*types)
+    except _compat.ShardingTypeError as error:
+        raise _compat.ShardingTypeError(
+            f"{function}: the shardings of {' and '.join(arrays)} do not fit together; apply "
+            f"jax.sharding.reshard to one of them: {error}"
+        ) from None
+    of_rows = [e for a, e in enumerate(result.sharding.spec) if a not in axes]
+
+    def resharded(x: jax.Array) -> jax.Array:
+        # Outside `jit` and `jax.set_mesh`, jax cannot reshard an array that is on no mesh.
+        if jax.typeof(x).sharding.mesh.empty:
+            return x
+        spec = of_rows if x.ndim < first.ndim else result.sharding.spec
+        return _compat.with_sharding_of(x, _compat.with_spec(result, x.shape, spec))
+
+    return [*map(resharded, arrays.values())]
+
+
 # ---- what all of them share ----
 
 

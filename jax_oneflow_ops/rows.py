@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _group_norm, _native, _primitive, _rows
+from jax_oneflow_ops import _checks, _group_norm, _native, _primitive, _reference, _rows
 
 Implementation = Literal["native", "xla"] | None
 Axis = int | Sequence[int] | None
@@ -245,18 +245,19 @@ def softmax_cross_entropy_with_integer_labels(
     axes = _axes(name, axis, x.ndim, sort=False)
     if axis is None or not axes:
         raise ValueError(f"{name}: axis must name an axis of logits, got {axis!r}")
-    rows, place, _ = _merged(name, x, axes)
     if jnp.shape(labels) == x.shape != () and jnp.issubdtype(jnp.result_type(labels), jnp.floating):
         raise TypeError(
             f"{name}: labels must be integers that name classes, got an array of logits' shape; of "
             "one-hot labels take labels.argmax(axis)"
         )
-    ids = _checks.as_ids(name, "labels", labels, rows.shape[place])
-    wanted = (*rows.shape[:place], *rows.shape[place + 1 :])
+    ids = _checks.as_ids(name, "labels", labels, math.prod(x.shape[a] for a in axes))
+    wanted = tuple(n for a, n in enumerate(x.shape) if a not in axes)
     if ids.shape != wanted:
         raise ValueError(
             f"{name}: labels must have the shape of logits without axis, {wanted}, got {ids.shape}"
         )
+    x, ids = _rows.joined(name, axes, logits=x, labels=ids)
+    rows, place, _ = _merged(name, x, axes)
     mask = _mask(name, where, x.shape, wanted)
     if mask is not None and mask.ndim != x.ndim:
         mask = jnp.expand_dims(mask, sorted(axes))
@@ -270,7 +271,7 @@ def softmax_cross_entropy_with_integer_labels(
         return loss
     masked = jnp.where(mask, x, -jnp.inf)
     total = logsumexp(masked, tuple(axes), implementation=implementation)
-    of_label = jnp.take_along_axis(rows, jnp.expand_dims(ids, place), place).squeeze(place)
+    of_label = _reference.at_labels(rows, ids, place)
     some = jnp.broadcast_to(mask, x.shape).any(axes)
     masked_loss: jax.Array = jnp.where(some, total - of_label, 0)
     return masked_loss
@@ -341,7 +342,9 @@ def _merged(name: str, x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, in
     shape = x.shape
     if len(axes) == 1:
         return x, axes[0], lambda y: y
-    x = _primitive.mergeable(name, x, axes)
+    # Of axes that a reshape merges, jax allows only the first to be sharded in a type.
+    reason = "it is reduced together with others"
+    x = _primitive.gathered(name, "operand 0", x, axes[1:], reason)
     begin = axes[0] if axes else x.ndim
     if [*axes] == [*range(begin, begin + len(axes))]:
         n = math.prod(shape[a] for a in axes)
@@ -520,6 +523,7 @@ def group_norm(
         )
     if activation not in (None, "silu"):
         raise ValueError(f"{name}: activation must be None or 'silu', got {activation!r}")
+    x = _primitive.gathered(name, "operand 0", x, range(1, x.ndim))
     vectors = [
         _row_vector(name, argument, v, (channels,), x.dtype, "of the channels of x")
         for argument, v in (("scale", scale), ("bias", bias))
@@ -559,6 +563,7 @@ def _norm(
     axes = _axes(name, axis, x.ndim, sort=False)
     if not axes:
         raise ValueError(f"{name}: axis must name an axis of x, got {axis!r}")
+    x = _primitive.gathered(name, "operand 0", x, axes)
     if residual is not None:
         residual = _checks.as_array(name, "residual", residual)
         if residual.shape != x.shape or residual.dtype != x.dtype:
@@ -566,6 +571,8 @@ def _norm(
                 f"{name}: residual must have the shape and dtype of x, {x.shape} and {x.dtype}, "
                 f"got {residual.shape} and {residual.dtype}"
             )
+        residual = _primitive.gathered(name, "residual", residual, axes)
+        x, residual = _rows.joined(name, axes, x=x, residual=residual)
     sizes = tuple(x.shape[a] for a in axes)
     vectors = [
         _row_vector(name, argument, v, sizes, x.dtype)
@@ -575,7 +582,6 @@ def _norm(
     order = (*others, *axes)
 
     def to_rows(a: jax.Array) -> jax.Array:
-        a = _primitive.mergeable(name, a, axes)
         a = a if order == (*range(a.ndim),) else jnp.transpose(a, order)
         return a if len(axes) == 1 else a.reshape(*a.shape[: len(others)], -1)
 
@@ -632,5 +638,6 @@ def _row_vector(
         raise ValueError(
             f"{name}: {argument} must have the shape {expected}, {sizes}, got {v.shape}"
         )
+    v = _primitive.gathered(name, argument, v, range(v.ndim))
     vector: jax.Array = v if v.dtype == dtype else v.astype(jnp.float32)
     return vector.reshape(-1)

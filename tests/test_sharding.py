@@ -7,6 +7,7 @@ table of tests/shardings.py allows.
 import contextlib
 import doctest
 import functools
+import itertools
 import math
 import re
 import warnings
@@ -1014,9 +1015,144 @@ def test_axes_that_are_reduced_together(f):
     expected = f(x, axis=(1, 2))
     with mesh_of("explicit") as mesh:
         shards = jax.device_put(x, NamedSharding(mesh, P(None, None, "a")))
-        with pytest.warns(jof.GatherWarning, match="dimension 2 .* it is merged with others"):
+        reason = "every device needs all" if f is jof.rms_norm else "it is reduced together"
+        with pytest.warns(jof.GatherWarning, match=f"dimension 2 .* {reason}"):
             y = jax.jit(functools.partial(f, axis=(1, 2)))(shards)
     np.testing.assert_allclose(y, expected, rtol=1e-6)
+
+
+def along(f):
+    """The derivative of f in the direction of its operands."""
+    return lambda *xs: jax.jvp(f, xs, xs)[1]
+
+
+def gradients(f):
+    def loss(*xs):
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*xs)))
+
+    return lambda *xs: jax.grad(loss, argnums=tuple(range(len(xs))))(*xs)
+
+
+DERIVATIVES = {
+    "value": lambda f: f,
+    "gradients": gradients,
+    "jvp-of-gradients": lambda f: along(gradients(f)),
+    "gradients-of-jvp": lambda f: gradients(along(f)),
+    "gradients-of-gradients": lambda f: gradients(gradients(f)),
+    "jvp-of-jvp": lambda f: along(along(f)),
+}
+
+
+def cross_entropy(x, labels, **options):
+    return jof.softmax_cross_entropy_with_integer_labels(x, labels, **options)
+
+
+# Functions of labels, of rows (..., 4, 8), and of further operands, which the second item lists.
+ROWS_OPS = {
+    "logsumexp": (lambda _, x: jof.logsumexp(x, -1), ()),
+    "cross_entropy": (lambda labels, x: cross_entropy(x, labels), ()),
+    "masked_cross_entropy": (lambda labels, x: cross_entropy(x, labels, where=labels != 3), ()),
+    "layer_norm": (lambda _, *xs: jof.layer_norm(*xs), ((8,), (8,))),
+    "rms_norm": (lambda _, x, s, r: jof.rms_norm(x, s, residual=r), ((8,), (8, 4, 8))),
+    "layer_norm_of_two_axes": (
+        lambda _, *xs: jof.layer_norm(*xs, axis=(-2, -1)),
+        ((4, 8), (4, 8)),
+    ),
+    "group_norm": (lambda _, x, *vectors: jof.group_norm(x, 2, *vectors), ((8,), (8,))),
+}
+# Each mesh axis shards another dimension: of x, and of the labels and the other operands.
+ROWS_SPECS = {
+    "columns": (P("a", None, "b"), P("a"), {(8,): P("b"), (4, 8): P(None, "b")}),
+    "one axis": (P("a"), P("a"), {(8,): P("a"), (4, 8): P(None, "a")}),
+    "joined": (P("a"), P(None, "b"), {(8, 4, 8): P(None, "b")}),
+    "x joined": (P(), P("a"), {(8, 4, 8): P("a")}),
+}
+
+
+def operands_of_rows(name, batch=()):
+    f, others = ROWS_OPS[name]
+    rng = np.random.default_rng(len(name))
+    labels = rng.integers(-1, 8, (*batch, 8, 4))
+    shapes = [(*batch, *shape) for shape in ((8, 4, 8), *others)]
+    xs = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return f, labels, *xs
+
+
+def check_derivatives(f, specs, arguments, derivative, axes=None):
+    """Compares the types of all derivatives, and the values of one, with those of one device.
+
+    If operands are mapped, `axes` are their batch axes. `f` takes labels first.
+    """
+
+    def of(derive):
+        def run(labels, *xs):
+            return derive(functools.partial(f, labels))(*xs)
+
+        return jax.jit(run if axes is None else jax.vmap(run, axes))
+
+    expected = of(DERIVATIVES[derivative])(*arguments)
+    with mesh_of("explicit") as mesh:
+        sharded = put(mesh, specs, arguments)
+        for name, derive in DERIVATIVES.items():
+            types = jax.eval_shape(of(derive), *sharded)
+            if axes is not None:
+                assert all(y.sharding.spec[0] == "a" for y in jax.tree.leaves(types))
+            elif name.startswith("gradients"):
+                for y, x in zip(types, sharded[1:], strict=True):
+                    assert y.sharding.spec == jax.typeof(x).sharding.spec
+        actual = of(DERIVATIVES[derivative])(*sharded)
+        for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+            np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4)
+
+
+def with_derivatives(*lists):
+    """All combinations, with the derivatives in turn."""
+    return [(*c, d) for c, d in zip(itertools.product(*lists), itertools.cycle(DERIVATIVES))]
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+@pytest.mark.parametrize(("name", "specs", "derivative"), with_derivatives(ROWS_OPS, ROWS_SPECS))
+def test_functions_of_rows_with_explicit_axes(name, specs, derivative):
+    """Operands are also sharded differently, and along dimensions that are gathered."""
+    f, *arguments = operands_of_rows(name)
+    of_x, of_labels, of_others = ROWS_SPECS[specs]
+    others = [of_others.get(x.shape, P()) for x in arguments[2:]]
+    check_derivatives(f, [of_labels, of_x, *others], arguments, derivative)
+
+
+@pytest.mark.parametrize(("name", "mapped", "derivative"), with_derivatives(ROWS_OPS, ("all", "x")))
+def test_vmap_of_functions_of_rows_with_explicit_axes(name, mapped, derivative):
+    """The batch axis is sharded."""
+    f, *arguments = operands_of_rows(name, (8,))
+    axes = [0 if mapped == "all" or i == 1 else None for i in range(len(arguments))]
+    specs = [P() if axis is None else P("a") for axis in axes]
+    arguments = [x if axis == 0 else x[0] for x, axis in zip(arguments, axes, strict=True)]
+    check_derivatives(f, specs, arguments, derivative, (*axes,))
+
+
+@pytest.mark.parametrize(
+    ("name", "specs"),
+    [
+        ("residual", (P("a"), P("b"))),
+        ("residual", (P("a"), P(None, "a"))),
+        ("labels", (P("a"), P("b"))),
+        ("labels", (P(None, None, "a"), P("a"))),
+    ],
+)
+def test_shardings_that_do_not_fit_together(name, specs):
+    """The value is an error of the same type as that of a sum, not only its derivatives."""
+    with mesh_of("explicit") as mesh:
+        x, y = put(mesh, specs, [np.zeros((8, 4, 8), np.float32)] * 2)
+        if name == "residual":
+            calls = (lambda: x + y), (lambda: jof.layer_norm(x, residual=y))
+        else:
+            labels = jnp.int32(y[..., 0])
+            calls = (lambda: x + labels[..., None]), (lambda: cross_entropy(x, labels))
+        for call in calls:
+            with pytest.raises(Exception, match="shard") as error:
+                call()
+            assert type(error.value).__name__ == "ShardingTypeError"
+        assert re.match(rf"\w+: .* and {name} .*; apply jax.sharding.reshard", str(error.value))
 
 
 def test_sum_of_rows_with_two_dimensions():
