@@ -197,11 +197,14 @@ def with_shardings_of_types(ctx: Any, results: Sequence[Any]) -> list[Any]:
 def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     """`x` with the sharding that `aval` has in its type, if the mesh's axes are Explicit.
 
-    `jax.sharding.reshard` fails if there is no mesh.
+    `jax.sharding.reshard` fails if there is no mesh, and for an array on no mesh outside of `jit`
+    and `jax.set_mesh`; operations take such an array as it is.
     """
-    if aval.sharding.mesh.empty or jax.typeof(x).sharding == aval.sharding:
+    own, wanted = jax.typeof(x).sharding, aval.sharding
+    is_outside = own.mesh.empty and jax.sharding.get_abstract_mesh().empty
+    if wanted.mesh.empty or is_outside or own == wanted:
         return x
-    return cast(jax.Array, jax.sharding.reshard(x, aval.sharding))
+    return cast(jax.Array, jax.sharding.reshard(x, wanted))
 
 
 def resharded(x: jax.Array, like: jax.core.ShapedArray, spec: Sequence[Any]) -> jax.Array:

@@ -71,9 +71,6 @@ def joined(function: str, axes: Sequence[int], **arrays: jax.Array) -> list[jax.
     of_rows = [e for a, e in enumerate(result.sharding.spec) if a not in axes]
 
     def resharded(x: jax.Array) -> jax.Array:
-        # Outside `jit` and `jax.set_mesh`, jax cannot reshard an array that is on no mesh.
-        if jax.typeof(x).sharding.mesh.empty:
-            return x
         spec = of_rows if x.ndim < first.ndim else result.sharding.spec
         return _compat.with_sharding_of(x, _compat.with_spec(result, x.shape, spec))
 

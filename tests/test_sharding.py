@@ -1021,6 +1021,23 @@ def test_axes_that_are_reduced_together(f):
     np.testing.assert_allclose(y, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_operands_on_no_mesh(traced):
+    """Outside of `jax.set_mesh`, arrays on Explicit axes meet others as in jnp."""
+    with mesh_of("explicit") as mesh:
+        x = jax.device_put(integers((8, 2)), NamedSharding(mesh, P("a")))
+    y = jnp.asarray(integers((8, 2), seed=1))
+    expected = jax.typeof(x)
+    product = jax.jit(jof.multiply) if traced else jof.multiply
+    chosen = jax.jit(jof.where) if traced else jof.where
+    norm = functools.partial(jof.layer_norm, residual=y)
+    found = [product(x, y), product(y, x), product(x, y[0]), chosen(y > 0, x, y), norm(x)[1]]
+    wanted = [x * y, x * y, x * y[0], jnp.where(y > 0, x, y), x + y]
+    for a, b in zip(found, wanted, strict=True):
+        assert jax.typeof(a) == expected
+        np.testing.assert_array_equal(a, b)
+
+
 def along(f):
     """The derivative of f in the direction of its operands."""
     return lambda *xs: jax.jvp(f, xs, xs)[1]
