@@ -69,8 +69,9 @@ def good_permute(rng: random.Random, target: str) -> Call:
 
 def good_scatter(rng: random.Random, target: str) -> Call:
     batch, rows, inner, size = (rng.choice(SIZES) for _ in range(4))
-    adds = "_add_" in target
-    dtypes = ("float16", "bfloat16", "float32", "int32", "int64", *["complex64"] * adds)
+    adds, of_columns = "_add_" in target, target.endswith("columns")
+    complexes = ["complex64"] * (adds and not of_columns)
+    dtypes = ("float16", "bfloat16", "float32", "int32", "int64", *complexes)
     dtype, ids = rng.choice(dtypes), rng.choice(("int32", "int64"))
     if target.endswith("sorted") and rng.random() < 0.3:
         ids, size = "uint16", rng.choice(SIZES)
@@ -87,13 +88,17 @@ def good_scatter(rng: random.Random, target: str) -> Call:
         "sorted": (batch, parts, 2, inner),
         "private": (parts, batch, size, inner),
         "atomic": (parts, batch, size, inner),
+        "columns": (0, 0, 0),
     }[target.rpartition("_")[2]]
     wide = "float32" if dtype in ("float16", "bfloat16") else dtype
     names = ("wrap", "clip", "deterministic")
     flags = {name: np.bool_(rng.random() < 0.3) for name in names}
     if target.endswith("sorted"):
         flags |= {"wrap": np.bool_(False), "clip": np.bool_(False)}
-    operands = [operand, ((batch, rows, inner), dtype), ((batch, rows), ids), order]
+    if of_columns:
+        flags |= {"deterministic": np.bool_(False)}
+    of_ids = (batch, rows * inner if of_columns else rows)
+    operands = [operand, ((batch, rows, inner), dtype), (of_ids, ids), order]
     return Call(target, operands, [result, (scratch, wide)], flags)
 
 

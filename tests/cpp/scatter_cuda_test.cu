@@ -214,6 +214,7 @@ void TestScatters(DType type) {
       if (s.batch > 1 && way == Way::kOrdered) continue;
       // The per-warp tables and their tags must fit into shared memory.
       const int64_t table = s.size * s.inner * 9;
+      if (way == Way::kPrivate && s.size * s.inner * 8 > kPrivateBytes) continue;
       if (way == Way::kPrivateInOrder && table > kPrivateBytes) continue;
       if (way == Way::kColumns && s.size * 8 > kPrivateBytes >> kLogLeastColumns) continue;
       if (way == Way::kPrivateSmall && s.size * s.inner * 8 > kSmallProblemBytes) continue;
