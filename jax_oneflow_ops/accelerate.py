@@ -350,14 +350,14 @@ _MOST_STEPS = 16
 def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
     """The rule of loops of fixed length: swaps the searches of `jnp.searchsorted`.
 
-    Unrolls other short binary searches, so that XLA fuses their steps. In a loop, each step writes
+    Unrolls other short searches, so that XLA fuses their steps. In a loop, each step writes
     the remaining ranges to memory.
     """
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         if _search.keep_reference(ctx, params) or _mode(ctx) not in (_ON, _DETERMINISTIC):
             return rule(ctx, *args, **params)
-        if not _is_search(ctx, params):
+        if not _is_search(ctx, args, params):
             return rule(ctx, *args, **params)
         search = _search.find(ctx, args, params)
         reason = _why_no_kernels(ctx, platform)
@@ -381,9 +381,14 @@ def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
     return lower
 
 
-def _is_search(ctx: Any, params: Any) -> bool:
-    """Whether a loop carries the ends of ranges, two integers, and gathers from a table once."""
-    if len(ctx.avals_out) != 2:
+def _is_search(ctx: Any, operands: Any, params: Any) -> bool:
+    """Whether a loop may be a search that jnp makes, perhaps of a batch.
+
+    It carries the ends of ranges, two integers which are constants at first, and gathers from a
+    table once. Middles are unsigned: XLA compiles unrolled steps slowly if they divide signed
+    integers, or if the first ends are arrays.
+    """
+    if len(ctx.avals_out) != 2 or None in map(_compat.fill_of, operands[-2:]):
         return False
     body, _ = _compat.jaxpr_and_consts(params["jaxpr"])
     ends = [*body.outvars, *ctx.avals_in[-2:], *ctx.avals_out]
@@ -391,9 +396,12 @@ def _is_search(ctx: Any, params: Any) -> bool:
     # A value that is not carried has an additional dimension, for the steps.
     if any((x.shape, x.dtype) != (types[0].shape, types[0].dtype) for x in types):
         return False
-    if not jnp.issubdtype(types[0].dtype, jnp.integer):
+    equations = [e for e, *_ in _equations(body)]
+    divided = [e.outvars[0].aval.dtype for e in equations if e.primitive.name == "div"]
+    is_signed = any(jnp.issubdtype(dtype, jnp.signedinteger) for dtype in divided)
+    if is_signed or not jnp.issubdtype(types[0].dtype, jnp.integer):
         return False
-    done = collections.Counter(e.primitive.name for e, *_ in _equations(body))
+    done = collections.Counter(e.primitive.name for e in equations)
     return done["gather"] == 1 and not done["while"] + done["scan"]
 
 

@@ -717,10 +717,39 @@ def test_binary_searches_are_unrolled():
         np.testing.assert_array_equal, ours.compile()(tables, x), plain.compile()(tables, x)
     )
 
-    def loop(x):  # not a search: it stays a loop
+    def batched(table, x):
+        return jax.vmap(jnp.searchsorted)(table, x)
+
+    arrays = np.sort(np.ones((3, 9), np.float32)), np.ones((3, 4), np.float32)
+    assert "while" not in jax.jit(jof.accelerate(batched)).lower(*arrays).as_text()
+
+
+def test_other_loops_of_two_integers_stay_loops():
+    """XLA would compile their unrolled steps slowly."""
+    table, x = np.arange(1000), np.arange(64)
+
+    def halved(table, x, low, high, dtype):
+        def step(ends, _):
+            low, high = ends
+            middle = (low + high) // 2
+            is_less = jnp.asarray(table)[middle] < x
+            return (jnp.where(is_less, middle, low), jnp.where(is_less, high, middle)), None
+
+        return lax.scan(step, (low.astype(dtype), high.astype(dtype)), None, length=12)[0]
+
+    def signed(table, x):
+        return halved(table, x, jnp.zeros_like(x), jnp.full_like(x, 1000), "int32")
+
+    def from_arguments(table, x):
+        return halved(table, x, x, x + 900, "uint32")
+
+    def counted(table, x):
         return lax.scan(lambda ends, _: ((ends[0] + 1, ends[1]), None), (x, x), None, 5)[0]
 
-    assert "while" in jax.jit(jof.accelerate(loop)).lower(np.arange(3)).as_text()
+    for loop in (signed, from_arguments, counted):
+        accelerated = jax.jit(jof.accelerate(loop))
+        assert "while" in accelerated.lower(table, x).as_text(), loop
+        jax.tree.map(np.testing.assert_array_equal, accelerated(table, x), loop(table, x))
 
 
 def test_what_xla_runs_faster_on_cpus_is_left_to_it():
