@@ -123,6 +123,7 @@ def _softmax(
     mask = _mask(name, where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
+    x = _primitive.gathered(name, "operand 0", x, axes)
     rows, place, back = _merged(name, x, axes)
     y = _primitive.bind(_rows.softmax_p, rows, axis=place, log=log, implementation=choice)
     y = back(y)

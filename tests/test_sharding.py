@@ -1015,7 +1015,8 @@ def test_axes_that_are_reduced_together(f):
     expected = f(x, axis=(1, 2))
     with mesh_of("explicit") as mesh:
         shards = jax.device_put(x, NamedSharding(mesh, P(None, None, "a")))
-        reason = "every device needs all" if f is jof.rms_norm else "it is reduced together"
+        is_whole = f is not jof.logsumexp
+        reason = "every device needs all" if is_whole else "it is reduced together"
         with pytest.warns(jof.GatherWarning, match=f"dimension 2 .* {reason}"):
             y = jax.jit(functools.partial(f, axis=(1, 2)))(shards)
     np.testing.assert_allclose(y, expected, rtol=1e-6)
@@ -1066,6 +1067,11 @@ def cross_entropy(x, labels, **options):
 
 # Functions of labels, of rows (..., 4, 8), and of further operands, which the second item lists.
 ROWS_OPS = {
+    "softmax": (lambda _, x: jof.softmax(x), ()),
+    "masked_log_softmax": (
+        lambda labels, x: jof.log_softmax(x, where=labels[..., None] != 3).clip(-10),
+        (),
+    ),
     "logsumexp": (lambda _, x: jof.logsumexp(x, -1), ()),
     "cross_entropy": (lambda labels, x: cross_entropy(x, labels), ()),
     "masked_cross_entropy": (lambda labels, x: cross_entropy(x, labels, where=labels != 3), ()),
@@ -1098,7 +1104,8 @@ def operands_of_rows(name, batch=()):
 def check_derivatives(f, specs, arguments, derivative, axes=None):
     """Compares the types of all derivatives, and the values of one, with those of one device.
 
-    If operands are mapped, `axes` are their batch axes. `f` takes labels first.
+    Gradients have the types of operands, tangents those of values. If operands are mapped, `axes`
+    are their batch axes. `f` takes labels first.
     """
 
     def of(derive):
@@ -1114,8 +1121,10 @@ def check_derivatives(f, specs, arguments, derivative, axes=None):
             types = jax.eval_shape(of(derive), *sharded)
             if axes is not None:
                 assert all(y.sharding.spec[0] == "a" for y in jax.tree.leaves(types))
-            elif name.startswith("gradients"):
-                for y, x in zip(types, sharded[1:], strict=True):
+            else:
+                values = jax.eval_shape(of(DERIVATIVES["value"]), *sharded)
+                like = sharded[1:] if "gradients" in name else jax.tree.leaves(values)
+                for y, x in zip(jax.tree.leaves(types), like, strict=True):
                     assert y.sharding.spec == jax.typeof(x).sharding.spec
         actual = of(DERIVATIVES[derivative])(*sharded)
         for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
