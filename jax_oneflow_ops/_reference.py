@@ -1,5 +1,6 @@
 """Every operation in pure jnp: the "xla" implementation, and what platforms without kernels run."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_oneflow_ops._checks import promoted
+from jax_oneflow_ops._checks import in_own_precision, promoted
 from jax_oneflow_ops._indexing import Indexing
 
 
@@ -360,14 +361,29 @@ def log_softmax_jvp(y: jax.Array, tangent: jax.Array, *, axis: int) -> jax.Array
     return (t - (jnp.exp(_wide(y)) * t).sum(axis, keepdims=True)).astype(tangent.dtype)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def at_labels(x: jax.Array, labels: jax.Array, axis: int) -> jax.Array:
-    """The elements that labels name, NaN where they name none."""
+    """The elements that labels name, NaN where they name none.
+
+    Derivatives find the elements by comparison: the transpose of a lookup is a scatter into an
+    array as large as x, and in 32 bits if 64-bit dtypes are disabled.
+    """
     if jax.typeof(x).sharding.spec[axis] is None:
         index = jnp.expand_dims(labels, axis)
         return jnp.take_along_axis(x, index, axis, mode="fill").squeeze(axis)
     # jax does not look elements up along an axis that is sharded in the type of x.
     is_label = _are_labels(labels, x, axis)
     return jnp.where(is_label.any(axis), jnp.where(is_label, x, 0).sum(axis), jnp.nan)
+
+
+@at_labels.defjvp
+@in_own_precision
+def _at_labels_jvp(
+    axis: int, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]
+) -> tuple[jax.Array, jax.Array]:
+    x, labels = primals
+    tangent = jnp.where(_are_labels(labels, x, axis), tangents[0], 0).sum(axis)
+    return at_labels(x, labels, axis), tangent
 
 
 def _are_labels(labels: jax.Array, x: jax.Array, axis: int) -> jax.Array:

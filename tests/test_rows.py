@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _rows
 from tests import oracle
-from tests.arrays import rng_for
+from tests.arrays import normals, rng_for
 from tests.catalogue import FLOATS
 from tests.test_lowering import compiled, lowered_targets, targets
 
@@ -618,6 +618,33 @@ def test_masked_rows_of_64_bits_keep_their_dtype():
             expected = getattr(jax.nn, name)(x)
         assert y.dtype == np.float64
         np.testing.assert_allclose(y, expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_derivatives_of_masked_cross_entropy_of_64_bits(wrapped):
+    """Outside of x64, in both modes. A label may be masked, or name no class."""
+    labels, mask = np.array([0, 3, -1, 4]), np.arange(16).reshape(4, 4) % 5 != 2
+    x, t = normals(rng_for(1), (4, 4), "float64"), normals(rng_for(2), (4, 4), "float64")
+    powers = np.exp(x) * mask
+    named = np.arange(4) == np.where(labels < 0, labels + 4, labels)[:, None]
+    expected = powers / powers.sum(1, keepdims=True) - named
+    with jax.enable_x64(True):
+        x, t, ones = jnp.asarray(x), jnp.asarray(t), jnp.ones(4)
+
+    @wrapped
+    def f(x):
+        return jof.softmax_cross_entropy_with_integer_labels(x, labels, where=mask)
+
+    with jax.enable_x64(False):
+        (dx,) = jax.vjp(f, x)[1](ones)
+        _, tangent = jax.jvp(f, (x,), (t,))
+        second = jax.vjp(lambda x: jax.jvp(f, (x,), (t,))[1], x)[1](ones)[0]
+    assert dx.dtype == tangent.dtype == second.dtype == np.float64
+    np.testing.assert_allclose(dx, expected, rtol=1e-13)
+    np.testing.assert_allclose(tangent, (expected * t).sum(1), rtol=1e-13)
+    p = expected + named
+    wanted = p * (t - (p * t).sum(1, keepdims=True))
+    np.testing.assert_allclose(second, wanted, rtol=1e-12, atol=1e-15)
 
 
 def reference_of(f):
