@@ -136,6 +136,7 @@ def upsample_nearest2d(
     return result
 
 
+@_checks.in_own_precision
 def resize(
     image: ArrayLike,
     shape: Sequence[int],

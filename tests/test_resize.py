@@ -153,6 +153,20 @@ def test_other_methods_are_passed_on(method):
     assert jof.resize(x16, (3, 9), method).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("out", [(3, 7, 9), (6, 4, 10), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("method", ["nearest", "linear", "cubic", "lanczos3"])
+def test_images_of_64_bits_keep_their_dtype(method, out):
+    """Outside of x64, values are those inside, and gradients by kernels have 64 bits, too."""
+    with jax.enable_x64(True):
+        x, ones = jnp.asarray(normals(rng_for(out), (3, 4, 5), "float64")), jnp.ones(out)
+        expected = jax.image.resize(x, out, method)
+    with jax.enable_x64(False):
+        y, pull = jax.vjp(functools.partial(jof.resize, shape=out, method=method), x)
+        assert_same_bits(y, expected)
+        if out == (6, 4, 10) and method == "nearest":
+            assert_same_bits(pull(ones)[0], np.full(x.shape, 4.0))
+
+
 def test_signature():
     ours, theirs = (
         [*inspect.signature(f).parameters.values()] for f in (jof.resize, jax.image.resize)
