@@ -403,6 +403,8 @@ def layer_norm(
       16-bit values are computed in float32 and rounded once; the sum with `residual` is rounded
       before it is normalised. The variance is the mean of the squared distances to the mean, which
       does not cancel; in float32 and float64 the mean is kept in more digits than the dtype has.
+      XLA's form, which None may take, rounds the mean: results may be off by 1e-4 or more in rows
+      that are constant or far from 0. Pass ``"native"`` for such rows.
 
     Differentiation and sharding:
       Differentiable to any order, in both modes. One kernel computes the gradients of `x` (and
