@@ -250,16 +250,18 @@ def _batch(
             first, heads, *rest = (n for k, n in enumerate(x.shape) if k != d)
             x = jnp.expand_dims(x, 1) if d is None else jnp.moveaxis(x, d, 1)
             x = jnp.broadcast_to(x, (first, size, heads, *rest))
-            return x.reshape(first, size * heads, *rest)
+            return _primitive.merged(FUNCTION, x, (1, 2, *(1 for _ in rest)))
 
         def split(x: Any) -> Any:
-            return x.reshape(x.shape[0], size, x.shape[1] // size, *x.shape[2:])
+            first, heads, *rest = x.shape
+            shape = (first, size, heads // size, *rest)
+            return _primitive.split(x, shape, (1, 2, *(1 for _ in rest)))
 
         operands = [*map(joined, args[GRAPH:], dims[GRAPH:])]
         result = bind(*(primitive, *args[:GRAPH], *operands), num_segments=num_segments, **params)
         axes = [1] * len(result) if primitive.multiple_results else 1
         return jax.tree.map(split, result), axes
-    p = _graph.Problems(args, dims)
+    p = _graph.Problems(FUNCTION, args, dims)
     rows = params["rows"] if "rows" in params else p.every(GRAPH + 1).shape[1]
     if "rows" in params:
         params["rows"] = p.size * rows

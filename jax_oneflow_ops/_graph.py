@@ -391,7 +391,8 @@ def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
 class Problems:
     """Arrays of several problems. An array may be shared by all of them."""
 
-    def __init__(self, args: Sequence[Any], dims: Sequence[int | None]) -> None:
+    def __init__(self, function: str, args: Sequence[Any], dims: Sequence[int | None]) -> None:
+        self.function = function
         self.size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
         self.has_own = [d is not None for d in dims]
         self.args = [
@@ -403,10 +404,13 @@ class Problems:
         x = self.args[k]
         return x if self.has_own[k] else jnp.broadcast_to(x, (self.size, *x.shape))
 
+    def merged(self, x: Any) -> Any:
+        """`x`, whose first dimension is the problems, with that merged into the second."""
+        return _primitive.merged(self.function, x, (2, *(1,) * (x.ndim - 2)))
+
     def flat(self, k: int) -> Any:
         """An array of all problems' edges."""
-        x = self.every(k)
-        return x.reshape(self.size * x.shape[1], *x.shape[2:])
+        return self.merged(self.every(k))
 
     def table(self, k: int) -> Any:
         """A table of all problems' rows, or the one that they share."""
@@ -419,7 +423,7 @@ class Problems:
         """
         ids = self.every(k)
         first = rows * jnp.arange(self.size, dtype=jnp.int32)[:, None]
-        return jnp.where(ids < 0, ~(~ids + first), ids + first).reshape(-1)
+        return self.merged(jnp.where(ids < 0, ~(~ids + first), ids + first))
 
     def order(self, k: int, rows: int) -> Order:
         """The merged order in arguments k and k + 1, for problems with `rows` rows each.
@@ -437,7 +441,8 @@ class Problems:
         return *ids, *self.order(2, receivers), *self.order(4, senders)
 
     def result(self, x: Any) -> tuple[Any, int]:
-        return x.reshape(self.size, x.shape[0] // self.size, *x.shape[1:]), 0
+        shape = (self.size, x.shape[0] // self.size, *x.shape[1:])
+        return _primitive.split(x, shape, (2, *(1,) * (x.ndim - 1))), 0
 
 
 def _order_batch(primitive: core.Primitive, args: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
@@ -447,7 +452,7 @@ def _order_batch(primitive: core.Primitive, args: Any, dims: Any, **params: Any)
 def _message_sum_batch(
     primitive: core.Primitive, args: Any, dims: Any, *, num_segments: int, **params: Any
 ) -> tuple[Any, int]:
-    p = Problems(args, dims)
+    p = Problems(params["function"], args, dims)
     rows = p.args[6].shape[1] if p.has_own[6] else 0
     graph = p.graph(rows, num_segments)
     has_weights = p.args[7].ndim == 2 + p.has_own[7]
@@ -461,7 +466,7 @@ def _message_sum_batch(
 def _edge_dot_batch(
     primitive: core.Primitive, args: Any, dims: Any, **params: Any
 ) -> tuple[Any, int]:
-    p = Problems(args, dims)
+    p = Problems(params["function"], args, dims)
     a_rows, b_rows = (p.args[k].shape[1] if p.has_own[k] else 0 for k in (6, 7))
     graph = p.graph(b_rows, a_rows)
     return p.result(bind(primitive, *graph, p.table(6), p.table(7), **params))
@@ -470,7 +475,7 @@ def _edge_dot_batch(
 def _softmax_batch(
     primitive: core.Primitive, args: Any, dims: Any, *, num_segments: int, **params: Any
 ) -> tuple[Any, int]:
-    p = Problems(args, dims)
+    p = Problems(params["function"], args, dims)
     arrays = map(p.flat, range(3, len(args)))
     order = p.order(1, num_segments)
     result = bind(

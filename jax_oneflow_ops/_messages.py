@@ -344,7 +344,7 @@ def _batch(
             *args[:GRAPH], *operands, spec=more, num_segments=num_segments, **params
         )
         return result, 1
-    p = _graph.Problems(args, dims)
+    p = _graph.Problems(params["function"], args, dims)
     count = p.args[0].shape[-1]
     rows = {"e": count}
     for k, side in enumerate(spec.sides, GRAPH):
@@ -363,7 +363,7 @@ def _batch(
         x = p.every(k)
         if side == "c" and p.has_own[k]:  # each problem's receivers read its row
             shape = (p.size, rows.get("r", 1), *x.shape[2:])
-            operands.append(jnp.broadcast_to(x, shape).reshape(-1, *x.shape[2:]))
+            operands.append(p.merged(jnp.broadcast_to(x, shape)))
             sides += "r"
         else:
             operands.append(p.args[k] if side == "c" else p.flat(k))

@@ -1238,6 +1238,44 @@ def test_features_of_graphs_over_explicit_axes(name, spec):
             assert_sharded(actual[0], arguments[0].sharding)
 
 
+# Functions of an array of edges (16, 4), of ids, and of a table (8, 4).
+OF_EDGES = {
+    "sum": lambda w, ids, x: jof.message_sum(lambda x: x, (x,), ids, ids, **SIZE),
+    "product": lambda w, ids, x: jof.message_sum(jnp.multiply, (x,), ids, ids, w, **SIZE),
+    "mean": lambda w, ids, x: jof.message_mean(
+        lambda x, w: jnp.tanh(x + w), (x,), ids, ids, w, **SIZE
+    ),
+    "softmax": lambda w, ids, x: jof.segment_softmax(w, ids, plan=jof.segment_plan(ids, 8)),
+    "attention": lambda w, ids, x: jof.attention_sum(w, x, np.arange(16) // 2, ids, **SIZE),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+@pytest.mark.parametrize("batch", [None, "a"])
+@pytest.mark.parametrize("mapped", list(itertools.product((0, None), repeat=3))[:-1], ids=str)
+@pytest.mark.parametrize("name", OF_EDGES)
+def test_vmap_of_graphs_over_explicit_axes(name, mapped, batch):
+    """Edges are sharded, and the batch axis or not."""
+    rng = np.random.default_rng(0)
+    ids = np.stack([rng.permutation(RECEIVERS) for _ in range(4)])
+    xs = rng.standard_normal((4, 16, 4)), ids, rng.standard_normal((4, 8, 4))
+    specs = [("b",), ("b",), ()]
+    specs = [P(*s) if d is None else P(batch, *s) for s, d in zip(specs, mapped, strict=True)]
+    xs = [x[0] if d is None else x for x, d in zip(xs, mapped, strict=True)]
+
+    def results(w, ids, x):
+        def loss(w, x):
+            y = OF_EDGES[name](w, ids, x)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.grad(loss, (0, 1), has_aux=True)(w, x)
+
+    run = jax.jit(jax.vmap(results, mapped))
+    expected = run(*xs)
+    with mesh_of("explicit") as mesh:
+        assert_close(run(*put(mesh, specs, xs)), expected, 1e-5)
+
+
 @pytest.mark.parametrize(
     "specs", [("a", "b"), ("a", None), (None, "a"), (("a", "b"), "a")], ids=str
 )
