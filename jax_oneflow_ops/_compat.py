@@ -277,6 +277,23 @@ def with_spec(
     return cast(jax.core.ShapedArray, aval.update(shape=tuple(shape), sharding=sharding))
 
 
+def on_one_mesh(avals: Sequence[jax.core.ShapedArray]) -> Sequence[jax.core.ShapedArray]:
+    """Types of operands of one call, with those on no mesh replicated over that of the others.
+
+    Outside of `jax.set_mesh`, arrays that a program makes are on no mesh.
+    """
+    meshes = (aval.sharding.mesh for aval in avals)
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    if mesh is None:
+        return avals
+
+    def on_mesh(aval: jax.core.ShapedArray) -> Any:
+        sharding = jax.sharding.NamedSharding(mesh, jax.P(*(None,) * aval.ndim))
+        return aval.update(sharding=sharding) if aval.sharding.mesh.empty else aval
+
+    return [*map(on_mesh, avals)]
+
+
 def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
     """A lowering rule from a jnp function `(*args, **params) -> result` of plain arrays.
 

@@ -174,20 +174,20 @@ def define(
     Every primitive takes a parameter `implementation` (None, "native", "xla" or
     `_policy.WITH_GRADIENT`). Of the functions above, only `batch` receives it.
     """
+
+    def types(*avals: Any, **params: Any) -> Any:
+        return abstract_eval(*_compat.on_one_mesh(avals), **params)
+
     inner = core.Primitive(f"{target}_ffi")
     inner.multiple_results = multiple_results
-    inner.def_abstract_eval(
-        lambda *avals, platform, shard, **params: abstract_eval(*avals, **params)
-    )
+    inner.def_abstract_eval(lambda *avals, platform, shard, **params: types(*avals, **params))
 
     function_of_shard = functools.partial(_on_one_device, native, on_shard or _sum)
     mlir.register_lowering(inner, _compat.lower_plain(function_of_shard, multiple_results))
 
     outer = core.Primitive(target)
     outer.multiple_results = multiple_results
-    outer.def_abstract_eval(
-        lambda *avals, implementation, **params: abstract_eval(*avals, **params)
-    )
+    outer.def_abstract_eval(lambda *avals, implementation, **params: types(*avals, **params))
     outer.def_impl(functools.partial(_compat.apply_primitive, outer))
     _compat.require_devices_during_lowering(outer)
 

@@ -1039,6 +1039,31 @@ def test_operands_on_no_mesh(traced):
         np.testing.assert_array_equal(a, b)
 
 
+# Functions of ids and of weights (16, 4, 1), with a table that they make.
+WITH_OWN_TABLE = {
+    "lookup": lambda ids, w: jof.embedding_lookup(jnp.arange(64.0).reshape(16, 4, 1), ids) * w,
+    "sum": lambda ids, w: jof.message_sum(
+        jnp.multiply, (jnp.arange(128.0).reshape(8, 4, 4),), ids, ids, w, num_segments=8
+    ),
+    "attention": lambda ids, w: jof.attention_sum(
+        w[..., 0], jnp.arange(64.0).reshape(8, 4, 2), ids, ids, num_segments=8
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+@pytest.mark.parametrize("name", WITH_OWN_TABLE)
+def test_tables_on_no_mesh(name):
+    """Outside of `jax.set_mesh`, arrays that a program makes are on no mesh."""
+    ids, w = np.arange(16) * 5 % 8, integers((16, 4, 1))
+    f = WITH_OWN_TABLE[name]
+    run = jax.jit(lambda ids, w: (f(ids, w), gradients(functools.partial(f, ids))(w)))
+    expected = run(ids, w)
+    with mesh_of("explicit") as mesh:
+        arguments = put(mesh, (P("b"), P(None, "a")), (ids, w))
+    assert_close(run(*arguments), expected, 1e-6)
+
+
 def along(f):
     """The derivative of f in the direction of its operands."""
     return lambda *xs: jax.jvp(f, xs, xs)[1]
