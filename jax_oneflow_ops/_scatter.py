@@ -764,9 +764,13 @@ def _scatter_reduce_jvp(
     result = reduce(operand, ids, updates)
     if isinstance(of_operand, ad.Zero) and isinstance(of_updates, ad.Zero):
         return result, _primitive.total([], result)
+    aval = jax.typeof(result)
+
+    def like_result(x: Any) -> Any:
+        return _compat.with_sharding_of(x, aval)
 
     def add(rows: Any) -> Any:
-        return _sum_into_rows_of(jax.typeof(result), rows, ids, **params)
+        return like_result(_sum_into_rows_of(aval, rows, ids, **params))
 
     terms: list[Any] = []
     if reducer == "multiply":
@@ -774,12 +778,15 @@ def _scatter_reduce_jvp(
             terms.append(reduce(of_operand, ids, updates))
         if not isinstance(of_updates, ad.Zero):
             _check_unique(indexing)
-            terms.append(operand * add(of_updates))
+            terms.append(like_result(operand) * add(of_updates))
         return result, _primitive.total(terms, result)
-    is_hit = updates == bind(gather_rows_p, result, ids, fill="zero", **params)
-    is_kept = operand == result
+    # On Explicit axes, updates may be sharded differently from ids and the operand.
+    found = bind(gather_rows_p, result, ids, fill="zero", **params)
+    is_hit = updates == _compat.with_sharding_of(found, jax.typeof(updates))
+    is_kept = like_result(operand) == result
     hits = add(is_hit.astype(updates.dtype)) + is_kept.astype(result.dtype)
     if not isinstance(of_operand, ad.Zero):
+        of_operand = like_result(of_operand)
         terms.append(jnp.where(is_kept, of_operand, jnp.zeros_like(of_operand)))
     if not isinstance(of_updates, ad.Zero):
         terms.append(add(jnp.where(is_hit, of_updates, jnp.zeros_like(of_updates))))

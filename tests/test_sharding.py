@@ -1325,6 +1325,78 @@ def test_softmax_of_rows_and_ids_over_different_axes(specs):
                     assert_sharded(x, arguments[0].sharding)
 
 
+def softmax_in_jnp(w, ids):
+    terms = jnp.exp(w - lax.stop_gradient(jax.ops.segment_max(w, ids, 8))[ids])
+    return terms / jax.ops.segment_sum(terms, ids, 8)[ids]
+
+
+def of_scatter(name, in_jnp):
+    unique = {"unique_indices": name == "scatter_mul"}
+    return (
+        lambda w, x, ids: getattr(jof, name)(x, ids, w, **unique),
+        lambda w, x, ids: getattr(x.at[ids], in_jnp)(w, **unique),
+    )
+
+
+def of_segments(name):
+    is_product = name == "segment_prod"
+    how = {"num_segments": 16 if is_product else 5, "unique_indices": is_product}
+    return (
+        lambda w, x, ids: getattr(jof, name)(w, ids, **how),
+        lambda w, x, ids: getattr(jax.ops, name)(w, ids, **how),
+    )
+
+
+# Functions of updates, of a table and of ids, and the same in jnp.
+OF_ROWS = {
+    "segment_max": of_segments("segment_max"),
+    "segment_min": of_segments("segment_min"),
+    "segment_prod": of_segments("segment_prod"),
+    "scatter_max": of_scatter("scatter_max", "max"),
+    "scatter_min": of_scatter("scatter_min", "min"),
+    "scatter_mul": of_scatter("scatter_mul", "multiply"),
+    "segment_softmax": (
+        lambda w, x, ids: jof.segment_softmax(w, ids, 8),
+        lambda w, x, ids: softmax_in_jnp(w, ids),
+    ),
+}
+# Of updates, of the table and of ids.
+SPECS_OF_ROWS = [
+    (P("b"), P(), P("b")),
+    (P("a"), P(), P("b")),
+    (P(), P("a"), P("b")),
+    (P(None, "b"), P(None, "b"), P("b")),
+    (P(None, "b"), P(None, "a"), P()),
+    (P("a", "b"), P("b"), P(("a", "b"))),
+]
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+@pytest.mark.parametrize(("jitted", "current"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("name", "specs", "derivative"), with_derivatives(OF_ROWS, SPECS_OF_ROWS), ids=str
+)
+def test_reductions_of_rows_over_explicit_axes(name, specs, derivative, current, jitted):
+    """Also outside of `jax.set_mesh`."""
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(16) if name in ("segment_prod", "scatter_mul") else np.arange(16) % 5
+    xs = [rng.standard_normal((16, 8)).astype(np.float32) for _ in range(2)]
+
+    def of(f):
+        return lambda ids, *xs: DERIVATIVES[derivative](lambda w, x: f(w, x, ids))(*xs)
+
+    f, in_jnp = map(of, OF_ROWS[name])
+    expected = jax.jit(in_jnp)(ids, *xs)
+    with mesh_of("explicit") as mesh:
+        arguments = put(mesh, (specs[2], *specs[:2]), (ids, *xs))
+    with jax.set_mesh(mesh) if current else contextlib.nullcontext():
+        actual = (jax.jit(f) if jitted else f)(*arguments)
+    assert_close(actual, expected, 1e-5)
+    if derivative.startswith("gradients"):
+        for y, x in zip(actual, arguments[1:], strict=True):
+            assert_sharded(y, x.sharding)
+
+
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
 @pytest.mark.parametrize("spec", [P("a"), P(("a", "b"))], ids=str)
 def test_plans_of_edges_over_explicit_axes(spec):
