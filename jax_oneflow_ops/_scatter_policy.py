@@ -73,7 +73,8 @@ class Plan:
 # On CUDA, thread blocks keep private sums in shared memory if the sums fit there and each is hit
 # often. For single values on an H200, 16M values into 1024 sums take 33 us, and into 10,000 sums
 # 57 us; atomics take 270 and 190 us. Narrow rows also use private sums if shared memory has room
-# for eight copies. The private kernel takes 5 to 12 us for any number of values up to a million.
+# for two copies, or for eight if rows have four elements. The private kernel takes 5 to 12 us for
+# any number of values up to a million.
 # Private sums against atomics, in us:
 #   131,072 values into 512 sums:         9.5 and 10.3 (with the best number of copies)
 #   50,665 values into 512 sums:          9.3 and 5.3
@@ -81,11 +82,14 @@ class Plan:
 #   131,072 rows of 4 into 64:            10.6 and 8.7
 #   262,144 rows of 4 into 64:            10.7 and 12.4
 #   50k rows of 128 bf16 into 29:         38 and 16
+#   9.4M rows of 3 bf16 into 3,413:       106 and 193 (135 and 247 with a Zipf distribution)
+#   9.4M rows of 2 f32 into 10,240:       121 and 118 (135 and 220)
+#   9.4M rows of 4 bf16 into 2,560:       163 and 120 (197 and 192)
 # Sums in a fixed order need a copy for each of at least eight warps. A block takes 8192 elements at
 # a time, and more blocks than the GPU has multiprocessors gain nothing. The problems of a batch
 # are summed side by side if each has at least 8192 elements.
 PRIVATE_BYTES = 160 * 1024
-PRIVATE_ROW_BYTES = 20 * 1024
+PRIVATE_ROW_BYTES, PRIVATE_ROW_OF_4_BYTES = 80 * 1024, 20 * 1024
 PRIVATE_ORDERED_BYTES = 16 * 1024
 PRIVATE_INNER = 4
 PRIVATE_HITS = 64
@@ -225,7 +229,8 @@ def plan(p: Problem) -> Plan:
     elements = p.updates * p.inner
     is_long = p.batch == 1 or elements >= PRIVATE_PART_ELEMENTS
     if is_long and not p.is_sorted and p.updates >= PRIVATE_HITS * p.rows:
-        limit = PRIVATE_BYTES if p.is_element() else PRIVATE_ROW_BYTES
+        limit = PRIVATE_ROW_BYTES if p.inner < 4 else PRIVATE_ROW_OF_4_BYTES
+        limit = PRIVATE_BYTES if p.is_element() else limit
         few = p.inner <= PRIVATE_INNER and p.batch * elements >= _least_elements(p)
         size = _sum_bytes(p) // p.batch
         if size <= PRIVATE_ORDERED_BYTES if p.ordered else few and size <= limit:
