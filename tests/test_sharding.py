@@ -1046,16 +1046,17 @@ WITH_OWN_TABLE = {
         jnp.multiply, (jnp.arange(128.0).reshape(8, 4, 4),), ids, ids, w, num_segments=8
     ),
     "attention": lambda ids, w: jof.attention_sum(
-        w[..., 0], jnp.arange(64.0).reshape(8, 4, 2), ids, ids, num_segments=8
+        w[..., 0], jnp.arange(64.0).reshape(8, 4, 2) / 64, ids, jnp.arange(16) % 3, num_segments=8
     ),
 }
 
 
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
 @pytest.mark.parametrize("name", WITH_OWN_TABLE)
+@pytest.mark.usefixtures("x64")  # terms of gradients cancel
 def test_tables_on_no_mesh(name):
     """Outside of `jax.set_mesh`, arrays that a program makes are on no mesh."""
-    ids, w = np.arange(16) * 5 % 8, integers((16, 4, 1))
+    ids, w = np.arange(16) * 5 % 8, integers((16, 4, 1), dtype=np.float64)
     f = WITH_OWN_TABLE[name]
     run = jax.jit(lambda ids, w: (f(ids, w), gradients(functools.partial(f, ids))(w)))
     expected = run(ids, w)
@@ -1165,6 +1166,8 @@ def with_derivatives(*lists):
 @pytest.mark.parametrize(("name", "specs", "derivative"), with_derivatives(ROWS_OPS, ROWS_SPECS))
 def test_functions_of_rows_with_explicit_axes(name, specs, derivative):
     """Operands are also sharded differently, and along dimensions that are gathered."""
+    if jax.__version_info__ < (0, 10) and name == "masked_log_softmax" and "joined" in specs:
+        pytest.skip("here the gradient of jnp.where itself has the sharding of the mask")
     f, *arguments = operands_of_rows(name)
     of_x, of_labels, of_others = ROWS_SPECS[specs]
     others = [of_others.get(x.shape, P()) for x in arguments[2:]]
@@ -1376,11 +1379,12 @@ SPECS_OF_ROWS = [
 @pytest.mark.parametrize(
     ("name", "specs", "derivative"), with_derivatives(OF_ROWS, SPECS_OF_ROWS), ids=str
 )
+@pytest.mark.usefixtures("x64")  # in second derivatives, terms of about 1 cancel to 1e-5
 def test_reductions_of_rows_over_explicit_axes(name, specs, derivative, current, jitted):
     """Also outside of `jax.set_mesh`."""
     rng = np.random.default_rng(0)
     ids = rng.permutation(16) if name in ("segment_prod", "scatter_mul") else np.arange(16) % 5
-    xs = [rng.standard_normal((16, 8)).astype(np.float32) for _ in range(2)]
+    xs = [rng.standard_normal((16, 8)) for _ in range(2)]
 
     def of(f):
         return lambda ids, *xs: DERIVATIVES[derivative](lambda w, x: f(w, x, ids))(*xs)
