@@ -58,7 +58,9 @@ DROPS_HALVES = re.compile(r"\bCast<(?:(?:un)?signed )?(?:char|short|int), (?:uns
 # For sm_80, ptxas puts two or four registers of some tile and atomic kernels on the stack; kernels
 # are tuned for sm_90, where it puts none there.
 AMPERE_STACK = 16
-AMPERE_KERNELS = re.compile(r"\b(RunsKernel|CombineKernel|SumElementsKernel|ReduceKernel)<")
+AMPERE_KERNELS = re.compile(
+    r"\b(RunsKernel|CombineKernel|SumElementsKernel|SumColumnsKernel|ReduceKernel)<"
+)
 
 
 def faults(kernels: list[Kernel]) -> list[str]:
