@@ -363,8 +363,8 @@ def policy(
 ) -> list[Decision]:
     """Shows which implementation runs for each call of this package's functions in a program.
 
-    Functions of graphs, fused functions and `ElementwiseKernel`s are not listed: no choice is made
-    for them.
+    Functions of graphs, fused functions and each `ElementwiseKernel` are not listed: no choice is
+    made for them.
 
     If `implementation` is None, native kernels run if similar calls measured on such a device
     gained more than they lost, or if the call's family was not measured. Otherwise XLA runs. If a
