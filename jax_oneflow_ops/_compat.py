@@ -47,7 +47,7 @@ join_varying_axes: Callable[..., Sequence[Any]] = getattr(
 
 
 # What jax raises if the shardings of operands do not fit together; it has no public name.
-ShardingTypeError: type[Exception] = core_internals.ShardingTypeError
+ShardingTypeError: type[Exception] = getattr(core_internals, "ShardingTypeError", TypeError)
 
 
 def elementwise_aval(*avals: jax.core.ShapedArray) -> jax.core.ShapedArray:

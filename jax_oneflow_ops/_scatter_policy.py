@@ -42,9 +42,13 @@ class Problem:
         sizes = (self.batch, self.updates, self.rows, self.inner)
         return all(isinstance(size, int) for size in sizes)
 
+    def reals(self) -> int:
+        """The values of a row. Kernels treat a complex number as two."""
+        return self.inner * (2 if jnp.issubdtype(self.dtype, jnp.complexfloating) else 1)
+
     def is_element(self) -> bool:
-        """Whether kernels treat rows as single values. They treat a complex number as two."""
-        return self.inner == 1 and not jnp.issubdtype(self.dtype, jnp.complexfloating)
+        """Whether kernels treat rows as single values."""
+        return self.reals() == 1
 
     def flat(self) -> "Problem":
         """The problem whose ids are sorted: all problems merged into one.
@@ -229,7 +233,7 @@ def plan(p: Problem) -> Plan:
     elements = p.updates * p.inner
     is_long = p.batch == 1 or elements >= PRIVATE_PART_ELEMENTS
     if is_long and not p.is_sorted and p.updates >= PRIVATE_HITS * p.rows:
-        limit = PRIVATE_ROW_BYTES if p.inner < 4 else PRIVATE_ROW_OF_4_BYTES
+        limit = PRIVATE_ROW_BYTES if p.reals() < 4 else PRIVATE_ROW_OF_4_BYTES
         limit = PRIVATE_BYTES if p.is_element() else limit
         few = p.inner <= PRIVATE_INNER and p.batch * elements >= _least_elements(p)
         size = _sum_bytes(p) // p.batch

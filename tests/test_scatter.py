@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _native
+from jax_oneflow_ops import _native, _scatter_policy
 from tests import oracle
 from tests.arrays import INTEGERS, any_bits, assert_same_bits, normals, rng_for
 from tests.catalogue import BY_NAME
@@ -1456,3 +1456,20 @@ def test_clipped_ids_in_buckets(name):
     for sign in (1, -1):
         found = reduce(sign * data, ids, 2, bucket_size=2, mode="clip")
         np.testing.assert_array_equal(found, plain(sign * data, jnp.clip(ids, 0, 1), 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inner", "rows", "strategy"),
+    [
+        ("float32", 3, 6_000, "private"),  # 72 KiB of sums: two copies
+        ("float32", 3, 7_000, "atomic"),
+        ("bfloat16", 2, 10_000, "private"),
+        ("float32", 4, 1_280, "private"),  # 20 KiB: eight copies
+        ("float32", 4, 1_300, "atomic"),
+        ("complex64", 1, 10_000, "private"),  # two numbers
+        ("complex64", 2, 1_300, "atomic"),  # four
+    ],
+)
+def test_which_narrow_rows_have_private_sums_on_gpus(dtype, inner, rows, strategy):
+    problem = _scatter_policy.Problem("cuda", 1, 9_000_000, rows, inner, jnp.dtype(dtype))
+    assert _scatter_policy.plan(problem).strategy == strategy

@@ -2,9 +2,10 @@
 // first or a middle axis (jnp.take_along_axis).
 //
 // A block sums some columns of a problem in shared memory, with one word per row and column.
-// Neighbouring lanes have neighbouring columns, so the lanes of a warp do not meet in a word or in
-// a bank, whatever the ids are. Blocks have 32 columns, or 64 if elements have two bytes: a full
-// memory line. If rows are many, they have fewer columns, but at least a sector of memory.
+// Neighbouring lanes have neighbouring columns. Blocks have 32 columns, or 64 if elements have two
+// bytes: a full memory line. So the lanes of a warp do not meet in a 4-byte word or in a bank,
+// whatever the ids are. If rows are many, blocks have fewer columns, at least 8, and lanes may
+// meet.
 //
 // Bytes: each update and id is read once, and each sum is written once. With atomics in global
 // memory, XLA also computes the ids of single elements and writes them, and sums are cleared before

@@ -54,8 +54,7 @@ constexpr int kHot = 3, kRarely = 32;
 // Elements that a thread takes at once: fewer if elements or ids have 8 bytes, to fit in registers.
 // Whole rows, if rows have kInner elements.
 template <typename T, typename Index, int kInner>
-constexpr int kItemsOf =
-    (sizeof(T) == 8 || sizeof(Index) == 8 ? 4 : 8) / (kInner == 3 ? 4 : 1) * (kInner == 3 ? 3 : 1);
+constexpr int kItemsOf = (sizeof(T) == 8 || sizeof(Index) == 8 ? 1 : 2) * (kInner == 3 ? 3 : 4);
 
 // The tables of a block, and how a problem is divided among blocks.
 struct PrivateTables {
