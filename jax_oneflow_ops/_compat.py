@@ -499,6 +499,21 @@ def operands_of(value: Any, *names: str) -> list[Any]:
     return [*op.operands] if op is not None and op.name in names else []
 
 
+def before_empty_sums(value: Any) -> Any:
+    """What sums over no dimensions were applied to: jax makes these when it transposes lookups."""
+    while (source := operands_of(value, "stablehlo.reduce")) and not [
+        *value.owner.operation.attributes["dimensions"]
+    ]:
+        value = source[0]
+    return value
+
+
+def callee_of(value: Any) -> str | None:
+    """The name of the function of the program whose call made a value, or None."""
+    op = getattr(value.owner, "operation", None)
+    return str(op.attributes["callee"]) if op is not None and op.name == "func.call" else None
+
+
 def places_of(value: Any) -> list[int]:
     """For each dimension of a broadcast's operand, its dimension in the result `value`."""
     return [*value.owner.attributes["broadcast_dimensions"]]
@@ -618,6 +633,14 @@ def tag(result: Any, name: str, value: str) -> None:
         attributes: Any = op.attributes[key]
         named |= {a.name: a.attr for a in attributes}
     op.attributes[key] = ir.DictAttr.get(named)
+
+
+def untag(result: Any, name: str) -> None:
+    """Removes what :func:`tag` added."""
+    op, key = result.owner.operation, "mhlo.frontend_attributes"
+    if key in op.attributes:
+        attributes: Any = op.attributes[key]
+        op.attributes[key] = ir.DictAttr.get({a.name: a.attr for a in attributes if a.name != name})
 
 
 # ---- calls that are replaced by a later lowering ----

@@ -213,9 +213,8 @@ def _shape(value: Any) -> list[int]:
 
 
 def _problem(scatter: _scatter_rows.Rows, platform: str, table: Any) -> _scatter_policy.Problem:
-    edges, *row = scatter.updates_shape
-    sizes, is_sorted = (1, edges, scatter.count, math.prod(row)), scatter.indices_are_sorted
-    return _scatter_policy.Problem(platform, *sizes, table.dtype, is_sorted=is_sorted)
+    is_sorted = scatter.indices_are_sorted
+    return _scatter_policy.Problem(platform, *scatter.problem, table.dtype, is_sorted=is_sorted)
 
 
 def _sum_messages(

@@ -436,7 +436,7 @@ def _call(
     The operand and the result are not reshaped: XLA would copy the operand, even if it is donated.
     """
     xp = updates.__array_namespace__()
-    if plan.strategy == "private" and p.is_element():
+    if plan.strategy == "private" and p.is_element() and _scatter_policy.fits_any_gpu(p):
         updates = _emit.one_of_each(updates)  # saves writing and reading equal updates
     result, _ = _emit.ffi_call(
         f"jof_scatter_{p.reducer}_{plan.strategy}",

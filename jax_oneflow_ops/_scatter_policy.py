@@ -5,6 +5,7 @@ a plan that does not fit. So a constant here that no longer matches the kernels 
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -93,6 +94,9 @@ class Plan:
 # a time, and more blocks than the GPU has multiprocessors gain nothing. The problems of a batch
 # are summed side by side if each has at least 8192 elements.
 PRIVATE_BYTES = 160 * 1024
+# Shared memory that a block may have on any GPU from sm_80 on. Private sums that need more run as
+# atomics on desktop GPUs, which cannot take one update for all ids.
+ANY_GPU_BYTES = 96 * 1024
 PRIVATE_ROW_BYTES, PRIVATE_ROW_OF_4_BYTES = 80 * 1024, 20 * 1024
 PRIVATE_ORDERED_BYTES = 16 * 1024
 PRIVATE_INNER = 4
@@ -105,10 +109,24 @@ PRIVATE_PART_ELEMENTS = 8192
 # have at most SMALL_BYTES. The kernel writes every sum, so it is used only if there is at least one
 # update for SMALL_SUMS sums.
 SMALL_BATCH, SMALL_BYTES, SMALL_SUMS = 64, 24 * 1024, 8
+# Where many problems share the ids of single elements, as in x.at[:, ids].add(updates), tiles of
+# TILE ids are sorted once for all problems. A block takes TILE_BYTES of problems, and there are
+# TILE_UNITS units of work, so that each multiprocessor has one. In us on an H200, tiles and private
+# sums: 64 problems of 1M bf16 into 4096 rows 96 and 165, into 512 rows 75 and 95; f32 into 4096
+# rows 127 and 164, into 1024 rows 100 and 95; 16,384 problems of 1000 bf16 into 1000 rows 57 and
+# 74.
+TILE, TILE_BYTES, TILE_UNITS = 4096, 16, 128
+TILE_ROWS, TILE_LEAST_ROWS, TILE_LEAST_ROUNDED_ROWS = 4096, 1281, 512
+TILE_UPDATES, TILE_ELEMENTS = 1000, 2**23
 # If each column of a row has its own ids, a block sums COLUMNS columns, or a few less if rows are
-# many. There must be enough columns for all multiprocessors.
+# many. There must be enough columns for all multiprocessors, and at least COLUMNS in a problem:
+# 32,768 problems of 64 f32 in 8 columns take 500 us, and 177 if blocks sum several problems each.
 COLUMNS, COLUMN_BLOCKS = 32, 128
 COLUMN_BYTES, COLUMN_SUMS = 9 * 1024, 8
+# Sums along two neighbouring axes are one pass if both axes have at most GRID_MOST updates and
+# rows, each sum has at most GRID_UPDATES updates on average, since a thread adds up those of one
+# sum, and there are at least GRID_SUMS sums.
+GRID_MOST, GRID_UPDATES, GRID_SUMS = 8192, 64, 2**16
 # Otherwise CUDA uses atomics or sorts, whichever is expected to be faster on an H200. Atomics take
 # 15 ps per 32-byte sector if ids are uniform. Since a row may be hot, they are expected to take 1.6
 # times as long, or 2.5 times if the row length is not a power of two, as warps cannot combine such
@@ -205,6 +223,11 @@ def dot_products_pay(platform: str, edges: int, columns: int, dtype: Any) -> boo
     return edges >= DOT_EDGES and row <= DOT_ROW_BYTES and edges * row >= DOT_BYTES
 
 
+def fits_any_gpu(p: Problem) -> bool:
+    """Whether the sums of a problem fit into the shared memory of any GPU; CPUs have no limit."""
+    return p.platform == "cpu" or _sum_bytes(p) <= p.batch * ANY_GPU_BYTES
+
+
 def columns_pay(p: Problem) -> bool:
     """Whether to sum columns in shared memory if each column of a row has its own ids."""
     return (
@@ -216,7 +239,19 @@ def columns_pay(p: Problem) -> bool:
         and (p.is_rounded() or p.dtype.itemsize >= 4)
         and p.rows * p.compute_dtype.itemsize <= COLUMN_BYTES
         and p.rows <= COLUMN_SUMS * p.updates
+        and p.inner >= COLUMNS
         and p.batch * p.inner >= COLUMN_BLOCKS * COLUMNS
+    )
+
+
+def grid_pays(sizes: tuple[int, int, int, int], rows: tuple[int, int]) -> bool:
+    """Whether to sum along two axes in one pass; sizes are those (O, M, N, D) of the updates."""
+    outer, m, n, inner = sizes
+    sums = math.prod(rows)
+    return (
+        max(m, n, *rows) <= GRID_MOST
+        and m * n <= GRID_UPDATES * sums
+        and outer * sums * inner >= GRID_SUMS
     )
 
 
@@ -229,6 +264,8 @@ def plan(p: Problem) -> Plan:
         return _sorted(p)
     if not p.has_known_sizes():  # choose what works at any size
         return _sorted(p) if p.ordered else Plan("atomic", (1, *sums) if _in_scratch(p) else _NONE)
+    if _tiles_pay(p):
+        return Plan("tiles", _tiles_scratch(p))
     sort = p.ordered or _sorted_us(p) < _atomic_us(p)
     elements = p.updates * p.inner
     is_long = p.batch == 1 or elements >= PRIVATE_PART_ELEMENTS
@@ -253,6 +290,33 @@ def plan(p: Problem) -> Plan:
     )
     copies = 1 << max(1, min(ATOMIC_COPIES, room)).bit_length() - 1
     return Plan("atomic", (copies, *sums) if copies > 1 or _in_scratch(p) else _NONE)
+
+
+def _tiles_pay(p: Problem) -> bool:
+    """Whether to sort the shared ids of many problems by tile."""
+    least = TILE_LEAST_ROUNDED_ROWS if p.is_rounded() else TILE_LEAST_ROWS
+    return (
+        p.shared
+        and p.is_element()
+        and p.compute_dtype == jnp.float32
+        and p.reducer == "add"
+        and not (p.ordered or p.is_sorted)
+        and p.batch * p.dtype.itemsize >= TILE_BYTES
+        and least <= p.rows <= TILE_ROWS
+        and p.updates >= TILE_UPDATES
+        and p.batch * p.updates >= TILE_ELEMENTS
+    )
+
+
+def _tiles_scratch(p: Problem) -> tuple[int, int]:
+    """The parts of the updates, and words for each: the sums, and lists of tiles."""
+    tiles, groups = -(-p.updates // TILE), -(-p.batch * p.dtype.itemsize // TILE_BYTES)
+    parts = max(1, min(tiles, TILE_UNITS // groups))
+    sums = -(-p.batch * p.rows * parts // 4) * 4 if parts > 1 else 0
+    # A list has two bytes for each position and each row, whose number is rounded up, and 8 more.
+    rows = next(n for n in (TILE_ROWS // 4, TILE_ROWS // 2, TILE_ROWS) if p.rows <= n)
+    words = sums + tiles * ((TILE + rows + 8) // 2)
+    return parts, -(-words // parts)
 
 
 def _least_elements(p: Problem) -> int:

@@ -52,6 +52,13 @@ class Rows:
         """Whether the indices are ids already."""
         return self.end == self.begin + 1 and not self.expanded
 
+    @property
+    def problem(self) -> tuple[int, int, int, int]:
+        """The sizes of the batch, and of a problem's updates, rows and elements of a row."""
+        updates = math.prod(self.sizes((*self.index, *self.expanded)))
+        batch, inner = math.prod(self.sizes(self.batch)), math.prod(self.sizes(self.trailing))
+        return batch, updates, self.count, inner
+
     @functools.cached_property
     def own_columns(self) -> tuple[int, int, int, int] | None:
         """The sizes of the batch, and of a problem's updates, rows and columns.

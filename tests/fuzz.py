@@ -69,10 +69,12 @@ def good_permute(rng: random.Random, target: str) -> Call:
 
 def good_scatter(rng: random.Random, target: str) -> Call:
     batch, rows, inner, size = (rng.choice(SIZES) for _ in range(4))
-    adds, of_columns = "_add_" in target, target.endswith("columns")
-    complexes = ["complex64"] * (adds and not of_columns)
-    dtypes = ("float16", "bfloat16", "float32", "int32", "int64", *complexes)
-    dtype, ids = rng.choice(dtypes), rng.choice(("int32", "int64"))
+    adds, of_columns, in_tiles = (x in target for x in ("_add_", "_columns", "_tiles"))
+    floats = ["float16", "bfloat16", "float32"]
+    others = ["int32", "int64", *["complex64"] * (adds and not of_columns)]
+    dtype = rng.choice(floats + others * (not in_tiles))
+    ids = rng.choice(("int32", "int64"))
+    inner = 1 if in_tiles else inner
     if target.endswith("sorted") and rng.random() < 0.3:
         ids, size = "uint16", rng.choice(SIZES)
     batch = rng.choice((1, batch))
@@ -89,15 +91,16 @@ def good_scatter(rng: random.Random, target: str) -> Call:
         "private": (parts, batch, size, inner),
         "atomic": (parts, batch, size, inner),
         "columns": (0, 0, 0),
+        "tiles": (1, 2564),  # a list of 4096 positions and 1024 rows
     }[target.rpartition("_")[2]]
     wide = "float32" if dtype in ("float16", "bfloat16") else dtype
     names = ("wrap", "clip", "deterministic")
     flags = {name: np.bool_(rng.random() < 0.3) for name in names}
     if target.endswith("sorted"):
         flags |= {"wrap": np.bool_(False), "clip": np.bool_(False)}
-    if of_columns:
+    if of_columns or in_tiles:
         flags |= {"deterministic": np.bool_(False)}
-    of_ids = (batch, rows * inner if of_columns else rows)
+    of_ids = (1 if in_tiles else batch, rows * inner if of_columns else rows)
     operands = [operand, ((batch, rows, inner), dtype), (of_ids, ids), order]
     return Call(target, operands, [result, (scratch, wide)], flags)
 
@@ -122,6 +125,18 @@ def good_sort(rng: random.Random, target: str) -> Call:
     return Call(target, [((batch, rows), ids)], results, {"size": np.int64(size), **flags})
 
 
+def good_grid(rng: random.Random, target: str) -> Call:
+    outer, m, n, inner, rows, columns = (rng.choice(SIZES) for _ in range(6))
+    dtype = rng.choice(("float16", "bfloat16", "float32", "int32", "int64", "complex64"))
+    ids = rng.choice(("int32", "int64"))
+    operands = [((outer, m, n, inner), dtype), ((m,), ids), ((n,), ids)]
+    lists = (rows + 1 + m + columns + 1 + n,), "int32"
+    names = ("wrap_rows", "wrap_columns", "clip_rows", "clip_columns")
+    flags = {name: np.bool_(rng.random() < 0.3) for name in names}
+    sizes = {"rows": np.int64(rows), "columns": np.int64(columns)}
+    return Call(target, operands, [((outer, rows, columns, inner), dtype), lists], flags | sizes)
+
+
 def good_search(rng: random.Random, target: str) -> Call:
     dtype, shape = rng.choice((*DTYPES[5:9], *DTYPES[9:13])), shape_of(rng)
     operands = [(shape_of(rng, 1), dtype), (shape, dtype)]
@@ -144,6 +159,7 @@ GOOD = {
     "jof_gather": good_gather,
     "jof_sort": good_sort,
     "jof_searchsorted": good_search,
+    "jof_sum_grid": good_grid,
 }
 
 

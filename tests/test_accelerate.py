@@ -406,6 +406,204 @@ def test_which_lookups_do_not_sum_columns(shape, axis, why):
     assert COLUMNS not in traced.lower(lowering_platforms=("cuda",)).as_text(), why
 
 
+TILES = "jof_scatter_add_tiles"
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+@pytest.mark.parametrize(
+    ("dtype", "batch", "updates", "columns"),
+    [
+        ("bfloat16", 2051, 4100, 600),
+        ("float16", 1030, 8192, 3000),
+        ("bfloat16", 12, 700_001, 2048),
+        ("float32", 1030, 8200, 4096),
+        ("float32", 5, 1_700_003, 1300),
+    ],
+)
+def test_many_problems_with_shared_ids_sum_tiles(dtype, batch, updates, columns, mode):
+    rng = rng_for(dtype, batch, mode)
+    least, most = (0, columns) if mode == "promise_in_bounds" else (-2 * columns, 2 * columns)
+    ids = rng.integers(least, most, updates).astype(np.int32)
+    ids[rng.random(updates) < 0.3] = columns // 2  # a hot row
+    x, start = (rng.integers(-1, 2, (batch, n)).astype(dtype) for n in (updates, columns))
+
+    def add(start, ids, x):
+        return start.at[:, ids].add(x, mode=mode)
+
+    mapped = jax.vmap(lambda start, ids, x: start.at[ids].add(x, mode=mode), (0, None, 0))
+    for f in (add, mapped):
+        accelerated = jax.jit(jof.accelerate(f))
+        if "cuda" in jof.implementations():
+            lowered = accelerated.trace(start, ids, x).lower(lowering_platforms=("cuda",))
+            assert lowered_targets(lowered.as_text()) == {TILES: 1}
+            ordered = jax.jit(jof.accelerate(f, deterministic=True))
+            lowered = ordered.trace(start, ids, x).lower(lowering_platforms=("cuda",))
+            assert TILES not in lowered.as_text()
+    at = np.where(ids < 0, ids + columns, ids)
+    at = at.clip(0, columns - 1) if mode == "clip" else at
+    inside = (at >= 0) & (at < columns)
+    order = np.argsort(at[inside], kind="stable")
+    rows, begins = np.unique(at[inside][order], return_index=True)
+    expected = start.astype(np.float32)
+    expected[:, rows] += np.add.reduceat(x[:, inside][:, order].astype(np.float32), begins, 1)
+    for f in (add, mapped) if jax.default_backend() == "gpu" else (add,):
+        found = jax.jit(jof.accelerate(f))(start, ids, x)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(found), expected.astype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "updates", "columns", "why"),
+    [
+        ("float32", 64, 2**18, 1280, "private tables for each lane"),
+        ("bfloat16", 64, 2**18, 511, "private tables for each lane"),
+        ("float32", 64, 2**18, 4097, "too many rows"),
+        ("float32", 64, 2**16, 4096, "too few updates"),
+        ("float32", 16384, 999, 4096, "tiles are mostly empty"),
+        ("float32", 3, 2**22, 4096, "too few problems"),
+        ("int32", 64, 2**18, 4096, "additions are no loops"),
+        ("float64", 64, 2**18, 4096, "no kernel"),
+    ],
+)
+def test_which_problems_with_shared_ids_do_not_sum_tiles(dtype, batch, updates, columns, why):
+    x, start = (jax.ShapeDtypeStruct((batch, n), dtype) for n in (updates, columns))
+    ids = jax.ShapeDtypeStruct((updates,), "int32")
+    if "cuda" not in jof.implementations():
+        pytest.skip("built without the module for cuda")
+    with jax.enable_x64(dtype == "float64"):
+        add = jax.jit(jof.accelerate(lambda start, ids, x: start.at[:, ids].add(x)))
+        lowered = add.trace(start, ids, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert TILES not in lowered, why
+    assert "jof_scatter_add" in lowered
+
+
+GRID = "jof_sum_grid"
+
+
+# Lookups along an axis and the next: (shape, axis, rows looked up, whether the last comes first).
+GRIDS = {
+    "channels last": ((3, 40, 50, 16), 1, (90, 77), False),
+    "channels first": ((5, 7, 40, 50), 2, (80, 100), True),
+    "first axes": ((70, 90, 12), 0, (33, 200), False),
+    "odd rows": ((3, 61, 67, 7), 1, (64, 128), True),
+    "few updates": ((9, 100, 90, 2), 1, (5, 3), False),
+}
+OF_GRIDS = ("bfloat16", "float64", "int32", "float16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "dtype"),
+    [
+        (name, ids, dtype)
+        for n, name in enumerate(GRIDS)
+        for k, ids in enumerate(("spread", "hot", "out of range"))
+        for dtype in ("float32", OF_GRIDS[(n + k) % 5])
+    ],
+)
+def test_lookups_along_two_axes_are_summed_in_one_pass(name, ids, dtype):
+    shape, axis, sizes, last_first = GRIDS[name]
+    rng = rng_for(name, ids, dtype)
+    indices = []
+    for n, count in zip(shape[axis:], sizes, strict=False):
+        low, high = (-2 * n, 2 * n) if ids == "out of range" else (-n, n)
+        i = rng.integers(low, high, count)
+        if ids == "hot":
+            i[rng.random(count) < 0.6] = n // 2
+        indices.append(i.astype(np.int32))
+    i, j = indices
+    picked = (*shape[:axis], *sizes, *shape[axis + 2 :])
+    ct = rng.integers(-2, 3, picked).astype(dtype)
+
+    def look_up(x, i, j):
+        rows, columns = (ALL,) * axis + (i,), (ALL,) * (axis + 1) + (j,)
+        for at in (columns, rows) if last_first else (rows, columns):
+            x = x.at[at].get(mode="fill", fill_value=0)
+        return x
+
+    def gradient(i, j, ct):
+        zeros = jnp.zeros(shape, ct.dtype)
+        return jax.linear_transpose(lambda x: look_up(x, i, j), zeros)(ct)[0]
+
+    with jax.enable_x64(dtype == "float64"):
+        accelerated = jax.jit(jof.accelerate(gradient))
+        if "cuda" in jof.implementations():
+            lowered = accelerated.trace(i, j, ct).lower(lowering_platforms=("cuda",)).as_text()
+            assert lowered_targets(lowered)[GRID] == 1
+        if jax.default_backend() == "gpu":
+            assert targets(compiled(accelerated, i, j, ct)) == [GRID]
+        found = accelerated(i, j, ct)
+    expected = np.zeros(shape, np.float64)
+    a, b = (np.where(k < 0, k + n, k) for k, n in zip((i, j), shape[axis:], strict=False))
+    good_a, good_b = (a >= 0) & (a < shape[axis]), (b >= 0) & (b < shape[axis + 1])
+    kept = ct.take(np.flatnonzero(good_a), axis).take(np.flatnonzero(good_b), axis + 1)
+    at = (ALL,) * axis + (a[good_a][:, None], b[good_b])
+    np.add.at(expected, at, kept.astype(expected.dtype))
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(found).astype(expected.dtype), expected)
+
+
+def test_small_integers_are_summed_along_one_axis_at_a_time():
+    ids = np.arange(128) // 2
+
+    def add(ct):
+        first = jnp.zeros((8, 128, 64, 8), ct.dtype).at[:, :, ids].add(ct)
+        return jnp.zeros((8, 64, 64, 8), ct.dtype).at[:, ids].add(first)
+
+    ct = integers(8, 128, 128, 8, dtype=np.int8)
+    if "cuda" in jof.implementations():
+        lowered = jax.jit(jof.accelerate(add)).trace(ct).lower(lowering_platforms=("cuda",))
+        assert GRID not in lowered.as_text()
+    expected = ct.reshape(8, 64, 2, 64, 2, 8).sum((2, 4), dtype=np.int8)
+    np.testing.assert_array_equal(jax.jit(jof.accelerate(add))(ct), expected)
+
+
+def test_what_reads_the_first_of_two_sums_still_gets_it():
+    ids = np.arange(128) // 2
+
+    def both(ct):
+        first = jnp.zeros((8, 128, 64, 8)).at[:, :, ids].add(ct)
+        second = jnp.zeros((8, 64, 64, 8)).at[:, ids].add(first)
+        return second, first + 1
+
+    ct = integers(8, 128, 128, 8).astype(np.float32)
+    second, first = jax.jit(jof.accelerate(both))(ct)
+    expected = ct.reshape(8, 128, 64, 2, 8).sum(3)
+    np.testing.assert_array_equal(first, expected + 1)
+    np.testing.assert_array_equal(second, expected.reshape(8, 64, 2, 64, 8).sum(2))
+
+
+def test_a_resize_gradient_is_one_row_of_an_explanation():
+    def gradient(ct):
+        resize = functools.partial(jax.image.resize, shape=ct.shape, method="nearest")
+        return jax.linear_transpose(resize, ct[:, ::2, ::2])(ct)[0]
+
+    if "cuda" not in jof.implementations():
+        pytest.skip("built without the module for cuda")
+    report = jof.explain(
+        gradient, jax.ShapeDtypeStruct((8, 256, 256, 64), "float32"), platform="cuda"
+    )
+    (row,) = (row for row in report.rows if row.operation == "scatter-add")
+    assert row.swapped
+    assert "one pass" in row.reason
+    assert row.bytes == 8 * 256 * 256 * 64 * 5
+
+
+def test_additions_at_pairs_that_xla_makes_by_the_same_atomics_stay_its(monkeypatch):
+    monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", raising=False)
+    if "cuda" not in jof.implementations():
+        pytest.skip("built without the module for cuda")
+    ids = jax.ShapeDtypeStruct((2**20,), "int32")
+
+    def swapped(dtype, side=512):
+        grid, x = (jax.ShapeDtypeStruct((*s, 8), dtype) for s in ((side, side), (2**20,)))
+        add = jof.explain(lambda t, i, j, x: t.at[i, j].add(x), grid, ids, ids, x, platform="cuda")
+        (row,) = add.rows
+        return row.swapped
+
+    assert not swapped("float32")
+    assert swapped("bfloat16")  # XLA's are loops
+
+
 def test_programs_compute_the_same():
     def results(table, ids):
         return {name: f(table, ids) for name, (f, _) in PROGRAMS.items()}
@@ -798,7 +996,8 @@ def test_negative_zeros_are_no_zeros():
 
 
 @pytest.mark.parametrize("name", ["leading", "two", "middle", "apart"])
-def test_a_donated_operand_is_not_copied(name):
+def test_a_donated_operand_is_not_copied(name, monkeypatch):
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
     x, u = np.zeros((16, 10, 10), np.float32), np.ones((), np.float32)
     f = jax.jit(jof.accelerate(lambda x, u: x.at[FORMS[name]].add(u)), donate_argnums=0)
     hlo = f.lower(x, u).compile().as_text()

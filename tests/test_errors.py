@@ -721,7 +721,7 @@ REDUCING += [f"jof_scatter_{of}_{way}" for of in ("max", "min") for way in ("sor
 REDUCING += ["jof_scatter_multiply_private"] if jax.default_backend() == "cpu" else []
 SORTING = ["jof_sort_rows"] if jax.default_backend() == "cpu" else []
 if jax.default_backend() == "gpu":
-    SUMMING += ["jof_scatter_add_atomic", "jof_scatter_add_columns"]
+    SUMMING += ["jof_scatter_add_atomic", "jof_scatter_add_columns", "jof_scatter_add_tiles"]
     REDUCING += ["jof_scatter_max_atomic", "jof_scatter_min_atomic"]
 RULE = {"wrap": np.bool_(False), "clip": np.bool_(False)}
 DETERMINISTIC = {**RULE, "deterministic": np.bool_(False)}
@@ -734,6 +734,7 @@ SCRATCH = {
     target: array(1, 2, 2, 3) if target.endswith("sorted") else array(2, 1, 4, 3)
     for target in (*SUMMING, *REDUCING)
 } | dict.fromkeys(("jof_scatter_add_atomic", "jof_scatter_add_columns"), NONE)
+SCRATCH["jof_scatter_add_tiles"] = array(1, 2564)  # a list of 4096 positions and 1024 rows
 IDS = {"jof_scatter_add_columns": array(1, 15, dtype="int32")}  # one for each element
 GOOD_ROWS = {
     target: (
@@ -743,6 +744,10 @@ GOOD_ROWS = {
     )
     for target in (*SUMMING, *REDUCING)
 }
+if "jof_scatter_add_tiles" in SUMMING:  # D = 1
+    elements = array(1, 4, 1), array(1, 5, 1), INDEX, NO_ORDER
+    results = elements[0], SCRATCH["jof_scatter_add_tiles"]
+    GOOD_ROWS["jof_scatter_add_tiles"] = elements, results, DETERMINISTIC
 GOOD_ROWS["jof_gather_rows"] = ((ROWS, INDEX), (UPDATES,), FILL)
 for sorting in SORTING:
     keys = (array(1, 5, dtype="int32"), array(5, dtype="int32"), array(5, dtype="int32"))
@@ -759,7 +764,7 @@ def test_good_ffi_call_of_rows(target):
     operands, results, attributes = GOOD_ROWS[target]
     first = call_elementwise(target, operands, results, attributes)[0]
     expected = {"jof_gather_rows": np.ones((1, 5, 3)), "jof_sort_rows": np.ones((1, 5))}
-    summed = np.ones((1, 4, 3))
+    summed = np.ones(results[0].shape)
     summed[:, 1] += 5 * (target in SUMMING)
     np.testing.assert_array_equal(first, expected.get(target, summed))
 
@@ -769,9 +774,9 @@ def test_ffi_call_without_an_operand_or_updates(target):
     operands, results, attributes = GOOD_ROWS[target]
     first, _ = call_elementwise(target, (NONE, *operands[1:]), results, attributes)
     np.testing.assert_array_equal(first[0, :, 0], [0, 5, 0, 0])
-    nothing = (NONE, array(1, 0, 3), array(1, 0, dtype="int32"), NO_ORDER)
-    first, _ = call_elementwise(target, nothing, results, attributes)
-    np.testing.assert_array_equal(first, np.zeros((1, 4, 3)))
+    nothing = array(1, 0, results[0].shape[2]), array(1, 0, dtype="int32")
+    first, _ = call_elementwise(target, (NONE, *nothing, NO_ORDER), results, attributes)
+    np.testing.assert_array_equal(first, np.zeros(results[0].shape))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -836,6 +841,27 @@ def bad_rows_attributes():
         yield "too-long-chunks", "jof_scatter_add_sorted", *wrong, DETERMINISTIC
     shapes = (1, 1, 1), (1, 4, 1), (2, 1, 4, 1)
     one, result, scratch = (array(*shape, dtype="complex64") for shape in shapes)
+    if "jof_scatter_add_tiles" in GOOD_ROWS:
+        target = "jof_scatter_add_tiles"
+        operands, results, attributes = GOOD_ROWS[target]
+        ordered = {**attributes, "deterministic": np.bool_(True)}
+        yield "sums-in-order", target, operands, results, ordered
+        yield (
+            "rows-of-3",
+            target,
+            GOOD_ROWS["jof_scatter_add_atomic"][0],
+            (ROWS, results[1]),
+            attributes,
+        )
+        many = array(1, 4097, 1)
+        yield "many-rows", target, (many, *operands[1:]), (many, results[1]), attributes
+        for shape in ((1, 2563), (2, 2564), (0, 2564), (2564,), (1, 1, 2564)):
+            yield f"scratch-{shape}", target, operands, (results[0], array(*shape)), attributes
+        for dtype in ("float64", "int32", "complex64"):
+            xs = [array(*x.shape, dtype=dtype) for x in (*operands[:2], *results)]
+            yield f"tiles-of-{dtype}", target, (*xs[:2], *operands[2:]), xs[2:], attributes
+        two = array(2, 4, 1), array(2, 5, 1), array(2, 5, dtype="int32"), NO_ORDER
+        yield "own-ids", target, two, (two[0], results[1]), attributes
     if "jof_scatter_add_columns" in GOOD_ROWS:
         target = "jof_scatter_add_columns"
         operands, results, attributes = GOOD_ROWS[target]
@@ -950,3 +976,55 @@ def test_ffi_call_of_scatters_and_gathers(calls, pytestconfig):
         assert [*refusals(calls(), pytestconfig)]
     for target, call in GOOD_ROWS.items():
         assert len(call_elementwise(target, *call)) == len(call[1])
+
+
+# --- the same for sums of grids -------------------------------------------------------------------
+
+GRID = "jof_sum_grid"
+GRID_IN = (array(2, 5, 6, 3), array(5, dtype="int32"), array(6, dtype="int32"))
+GRID_OUT = (array(2, 4, 3, 3), array(4 + 1 + 5 + 3 + 1 + 6, dtype="int32"))
+GRID_ATTRIBUTES = {"rows": np.int64(4), "columns": np.int64(3)} | {
+    f"{rule}_{axis}": np.bool_(False) for rule in ("wrap", "clip") for axis in ("rows", "columns")
+}
+
+
+def bad_grids():
+    for i, (x, shapes) in enumerate(
+        zip(
+            GRID_IN,
+            ([(2, 5, 18), (5, 6, 3), (2, 6, 5, 3)], [(6,), (5, 1)], [(5,), ()]),
+            strict=True,
+        )
+    ):
+        for shape in shapes:
+            wrong = with_other(GRID_IN, i, array(*shape, dtype=x.dtype))
+            yield shaped(f"operand-{i}", x, shape), GRID, wrong, GRID_OUT, GRID_ATTRIBUTES
+        for dtype in ("float64", "uint32", "int8", "bool"):
+            wrong = with_other(GRID_IN, i, array(*x.shape, dtype=dtype))
+            yield f"operand-{i}-of-{dtype}", GRID, wrong, GRID_OUT, GRID_ATTRIBUTES
+    for i, x in enumerate(GRID_OUT):
+        wrong = with_other(GRID_OUT, i, array(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype))
+        yield f"result-{i}", GRID, GRID_IN, wrong, GRID_ATTRIBUTES
+        wrong = with_other(GRID_OUT, i, array(*x.shape, dtype="float64"))
+        yield f"result-{i}-of-float64", GRID, GRID_IN, wrong, GRID_ATTRIBUTES
+    for dtype in ("int8", "bool", "uint16"):
+        xs = array(2, 5, 6, 3, dtype=dtype), array(2, 4, 3, 3, dtype=dtype)
+        yield f"sums-of-{dtype}", GRID, (xs[0], *GRID_IN[1:]), (xs[1], GRID_OUT[1]), GRID_ATTRIBUTES
+    for name in ("rows", "columns"):
+        for size in (-1, 5, 8193, 2**62):
+            wrong = {**GRID_ATTRIBUTES, name: np.int64(size)}
+            yield f"{size}-{name}", GRID, GRID_IN, GRID_OUT, wrong
+    for name in GRID_ATTRIBUTES:
+        others = {key: value for key, value in GRID_ATTRIBUTES.items() if key != name}
+        yield f"no-{name}", GRID, GRID_IN, GRID_OUT, others
+    yield "one-result", GRID, GRID_IN, GRID_OUT[:1], GRID_ATTRIBUTES
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="only GPUs have this target")
+def test_ffi_call_of_grids(pytestconfig):
+    with jax.enable_x64(True):
+        assert [*refusals(bad_grids(), pytestconfig)]
+    sums, _ = call_elementwise(GRID, GRID_IN, GRID_OUT, GRID_ATTRIBUTES)
+    expected = np.zeros((2, 4, 3, 3))
+    expected[:, 1, 1] = 5 * 6  # all ids are 1
+    np.testing.assert_array_equal(sums, expected)

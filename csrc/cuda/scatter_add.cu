@@ -3,13 +3,15 @@
 #include "cuda/scatter_columns.cuh"
 #include "cuda/scatter_private.cuh"
 #include "cuda/scatter_sorted.cuh"
+#include "cuda/scatter_tiles.cuh"
 
 JOF_NAMESPACE_BEGIN
 
 cudaError_t LaunchScatterAdd(ScatterStrategy strategy, const ScatterCall& call,
                              cudaStream_t stream) {
   return Dispatch<Addends>(call.type, [&](auto tag) {
-    const Addition<typename decltype(tag)::type> add;
+    using T = typename decltype(tag)::type;
+    const Addition<T> add;
     switch (strategy) {
       case ScatterStrategy::kSorted:
         return ScatterSorted(add, call, stream);
@@ -17,6 +19,9 @@ cudaError_t LaunchScatterAdd(ScatterStrategy strategy, const ScatterCall& call,
         return ScatterPrivate(add, call, stream);
       case ScatterStrategy::kColumns:
         return ScatterColumns(add, call, stream);
+      case ScatterStrategy::kTiles:
+        if constexpr (std::is_same_v<Compute<T>, float>) return ScatterTiles(add, call, stream);
+        return cudaErrorInvalidValue;  // the handler rejects this earlier
       default:
         return ScatterAtomic(add, call, stream);
     }

@@ -95,8 +95,9 @@ cudaError_t Run(R reduction, const ScatterCall& a, cudaStream_t stream) {
   const int64_t blocks = p.batch * columns.strips;
   if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   const auto kernel = SumColumnsKernel<R, Index>;
-  const cudaError_t status = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kPrivateBytes));
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(column_bytes << columns.log_width));
   if (status != cudaSuccess) return status;
   return LaunchBlocks<kThreads>(kernel, blocks, column_bytes << columns.log_width, stream,
                                 reduction, p.rule, columns, static_cast<const T*>(a.updates),

@@ -7,6 +7,7 @@
 #include "cuda/cast.h"
 #include "cuda/compiled.h"
 #include "cuda/elementwise.h"
+#include "cuda/grid_sums.h"
 #include "cuda/group_norm.h"
 #include "cuda/messages.h"
 #include "cuda/permute.h"

@@ -15,6 +15,8 @@
 // scratch (B * S + 1,) or (0,)), all of the type of ids.
 #pragma once
 
+#include <algorithm>
+
 #include "ffi/decode.h"
 #include "ops/scatter.h"
 
@@ -23,12 +25,12 @@ namespace jof {
 inline constexpr char kGatherRows[] = "jof_gather_rows", kSortRows[] = "jof_sort_rows";
 
 inline const char* NameOf(Reducer reducer, ScatterStrategy strategy) {
-  static constexpr const char* kNames[][4] = {
+  static constexpr const char* kNames[][5] = {
       {"jof_scatter_add_sorted", "jof_scatter_add_private", "jof_scatter_add_atomic",
-       "jof_scatter_add_columns"},
-      {"jof_scatter_max_sorted", "jof_scatter_max_private", "jof_scatter_max_atomic", nullptr},
-      {"jof_scatter_min_sorted", "jof_scatter_min_private", "jof_scatter_min_atomic", nullptr},
-      {"jof_scatter_multiply_sorted", "jof_scatter_multiply_private", nullptr, nullptr},
+       "jof_scatter_add_columns", "jof_scatter_add_tiles"},
+      {"jof_scatter_max_sorted", "jof_scatter_max_private", "jof_scatter_max_atomic"},
+      {"jof_scatter_min_sorted", "jof_scatter_min_private", "jof_scatter_min_atomic"},
+      {"jof_scatter_multiply_sorted", "jof_scatter_multiply_private"},
   };
   return kNames[static_cast<int>(reducer)][static_cast<int>(strategy)];
 }
@@ -146,6 +148,15 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
       wanted = "(0, 0, 0)";
       valid = HasShape(scratch, {0, 0, 0});
       break;
+    case ScatterStrategy::kTiles: {
+      wanted = "(P, W) with room for all lists and P parts, at most one for each tile";
+      if (dimensions.size() == 2) call->splits = dimensions[0];
+      const int64_t tiles = CountTiles(p);
+      const int64_t lists = tiles * (TileListLength(TileListRows(p.size())) / 2);
+      valid = dimensions.size() == 2 && call->splits <= std::max<int64_t>(tiles, 1) &&
+              static_cast<int64_t>(scratch.element_count()) >= TileListsOffset(*call) + lists;
+      break;
+    }
   }
   const int64_t parts = call->splits;
   // On a CPU there may be no copy if the result has the precision of the sums.
@@ -176,6 +187,12 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
       (is_ordered || p.size() > limits.column_bytes / sum_bytes)) {
     return InvalidArgument(op, ": sums of a column have no order, and take at most ",
                            limits.column_bytes, " bytes of shared memory; got ", p.size(), " rows");
+  }
+  if (strategy == ScatterStrategy::kTiles &&
+      (is_ordered || !p.shared_ids || p.inner != 1 || p.size() > kTileRows || sum_bytes != 4 ||
+       call->type == DType::kU32)) {
+    return InvalidArgument(op, ": needs shared ids of at most ", kTileRows,
+                           " rows of one f16, bf16 or f32, whose sums have no order");
   }
   call->scratch = scratch.element_count() == 0 ? nullptr : scratch.untyped_data();
   return ffi::Error::Success();

@@ -59,7 +59,23 @@ enum class ScatterStrategy {
   kPrivate,  // (P, B, S, D): sums of P parts of the positions; on GPUs, P = 0: small problems
   kAtomic,   // (P, B, S, D): P copies of the result; or (0, 0, 0) to add to the result itself
   kColumns,  // (0, 0, 0): each element of a row has its own id; only on GPUs
+  kTiles,    // (P, W): sums of P parts of the positions, and the order of ids; only on GPUs
 };
+
+// The most rows of a scatter by tiles, and the positions of a tile. The scratch has a list for each
+// tile: its positions in order of rows, and where each row begins, in two bytes each.
+inline constexpr int64_t kTileRows = 4096, kTilePositions = 4096;
+
+// The rows of a list: at least those that ids can name.
+JOF_HOST_DEVICE constexpr int TileListRows(int64_t rows) {
+  constexpr int kMost = static_cast<int>(kTileRows);
+  return rows <= kMost / 4 ? kMost / 4 : rows <= kMost / 2 ? kMost / 2 : kMost;
+}
+
+// The length of a list, which ends with a pack of indices after those of all rows.
+JOF_HOST_DEVICE constexpr int TileListLength(int list_rows) {
+  return static_cast<int>(kTilePositions) + list_rows + 8;
+}
 
 // The limits of a backend.
 struct ScatterLimits {
@@ -83,6 +99,16 @@ struct ScatterCall : ScatterArrays {
 
   JOF_HOST_DEVICE JOF_INLINE bool has_operand() const { return operand != nullptr; }
 };
+
+// For kTiles, the tiles of a problem, and the index of the first list in the scratch, counted in
+// sums of 4 bytes. Partial sums come before.
+inline int64_t CountTiles(const ScatterProblem& p) {
+  return (p.rows + kTilePositions - 1) / kTilePositions;
+}
+inline int64_t TileListsOffset(const ScatterCall& call) {
+  const int64_t sums = call.problem.batch * call.problem.size() * call.splits;
+  return call.splits == 1 ? 0 : (sums + 3) / 4 * 4;
+}
 
 // Gathers rows of problem.inner elements.
 struct GatherCall {

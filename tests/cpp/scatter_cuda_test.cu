@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/fast_atomic_add.cuh"
+#include "cuda/grid_sums.h"
 #include "cuda/scatter.h"
 #include "device.h"
 
@@ -39,7 +40,8 @@ enum class Way {
   kPrivateSmall,
   kAtomic,
   kAtomicScratch,
-  kColumns
+  kColumns,
+  kTiles
 };
 constexpr Reducer kReducers[] = {Reducer::kAdd, Reducer::kMax, Reducer::kMin, Reducer::kMultiply};
 enum class Ids { kSpread, kHot, kOneRow, kDropped, kBroken };
@@ -147,11 +149,19 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
   DeviceArray permutation(Stored(order, order_bytes), 0);
   const bool has_scratch =
       t.way == Way::kPrivate || t.way == Way::kPrivateInOrder || t.way == Way::kAtomicScratch;
-  const int64_t sums = IsSorted(t.way) ? s.batch * s.splits * 2 * s.inner
-                       : has_scratch   ? s.splits * outputs
-                                       : 0;
-  DeviceArray scratch(sums * static_cast<int64_t>(sizeof(Compute<T>)), 0);
   const ScatterProblem problem{s.batch, s.rows, s.inner, rule, t.shared_ids, t.index_bytes};
+  const int64_t splits = t.way == Way::kTiles ? std::min(s.splits, CountTiles(problem)) : s.splits;
+  int64_t sums = IsSorted(t.way) ? s.batch * s.splits * 2 * s.inner
+                 : has_scratch   ? s.splits * outputs
+                                 : 0;
+  if (t.way == Way::kTiles) {
+    ScatterCall of_tiles{};
+    of_tiles.problem = problem;
+    of_tiles.splits = splits;
+    const int64_t list = TileListLength(TileListRows(s.size)) / 2;
+    sums = TileListsOffset(of_tiles) + CountTiles(problem) * list;
+  }
+  DeviceArray scratch(sums * static_cast<int64_t>(sizeof(Compute<T>)), 0);
   const ScatterCall call{{t.has_operand ? out.data() : nullptr, in.data(), index.data(),
                           order.empty() ? nullptr : permutation.data(), out.data(),
                           sums == 0 ? nullptr : scratch.data()},
@@ -162,7 +172,7 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
                          order_bytes,
                          t.way == Way::kAtomic         ? 1
                          : t.way == Way::kPrivateSmall ? 0
-                                                       : s.splits,
+                                                       : splits,
                          t.way == Way::kPrivateInOrder,
                          false};
   const bool is_private =
@@ -170,6 +180,7 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
   CHECK_CUDA(LaunchScatter(IsSorted(t.way)          ? ScatterStrategy::kSorted
                            : is_private             ? ScatterStrategy::kPrivate
                            : t.way == Way::kColumns ? ScatterStrategy::kColumns
+                           : t.way == Way::kTiles   ? ScatterStrategy::kTiles
                                                     : ScatterStrategy::kAtomic,
                            call, nullptr));
   ++g_launches;
@@ -200,23 +211,26 @@ constexpr int64_t kMany = 70000;
 template <typename T>
 void TestScatters(DType type) {
   const Shape shapes[] = {
-      {1, 7, 150, 1, 1},    {1, 9, 150, 3, 5},   {1, 7, 100, 8, 2},      {1, 5, 60, 21, 40},
-      {2, 7, 150, 1, 3},    {3, 6, 90, 4, 7},    {1, 5, 40, 150, 3},     {1, 3, 9, 2500, 2},
-      {500, 7, 9, 1, 1},    {300, 5, 33, 3, 1},  {1, 64, 9000, 1, 3},    {1, 300, 17, 2, 1},
-      {1, 33, 2000, 8, 16}, {1, 1, 77, 1, 4},    {1, 33, 700, 16, 7},    {1, 1000, 300, 1, 2},
-      {1, 5, 9001, 1, 128}, {2, 12, 33, 33, 33}, {1, 5000, kMany, 8, 2}, {3, 1200, 40, 70, 1},
+      {1, 7, 150, 1, 1},     {1, 9, 150, 3, 5},       {1, 7, 100, 8, 2},      {1, 5, 60, 21, 40},
+      {2, 7, 150, 1, 3},     {3, 6, 90, 4, 7},        {1, 5, 40, 150, 3},     {1, 3, 9, 2500, 2},
+      {500, 7, 9, 1, 1},     {300, 5, 33, 3, 1},      {1, 64, 9000, 1, 3},    {1, 300, 17, 2, 1},
+      {1, 33, 2000, 8, 16},  {1, 1, 77, 1, 4},        {1, 33, 700, 16, 7},    {1, 1000, 300, 1, 2},
+      {1, 5, 9001, 1, 128},  {2, 12, 33, 33, 33},     {1, 5000, kMany, 8, 2}, {3, 1200, 40, 70, 1},
+      {9, 4096, 9000, 1, 3}, {300, 1500, 4200, 1, 2},
   };
   const auto step = static_cast<int64_t>(sizeof(T));
   unsigned turn = 0;
   for (const Shape& s : shapes) {
-    for (const Way way : {Way::kSorted, Way::kOrdered, Way::kPrivate, Way::kPrivateInOrder,
-                          Way::kPrivateSmall, Way::kAtomic, Way::kAtomicScratch, Way::kColumns}) {
+    for (const Way way :
+         {Way::kSorted, Way::kOrdered, Way::kPrivate, Way::kPrivateInOrder, Way::kPrivateSmall,
+          Way::kAtomic, Way::kAtomicScratch, Way::kColumns, Way::kTiles}) {
       if (s.batch > 1 && way == Way::kOrdered) continue;
       // The per-warp tables and their tags must fit into shared memory.
       const int64_t table = s.size * s.inner * 9;
       if (way == Way::kPrivate && s.size * s.inner * 8 > kPrivateBytes) continue;
       if (way == Way::kPrivateInOrder && table > kPrivateBytes) continue;
       if (way == Way::kColumns && s.size * 8 > kPrivateBytes >> kLogLeastColumns) continue;
+      if (way == Way::kTiles && (s.inner != 1 || !std::is_same_v<Compute<T>, float>)) continue;
       if (way == Way::kPrivateSmall && s.size * s.inner * 8 > kSmallProblemBytes) continue;
       for (const Ids kind : {Ids::kSpread, Ids::kHot, Ids::kOneRow, Ids::kDropped, Ids::kBroken}) {
         if (kind == Ids::kBroken && !IsSorted(way)) continue;
@@ -239,8 +253,10 @@ void TestScatters(DType type) {
                     kReducers[turn % 5 % 4],
                     !std::is_integral_v<Compute<T>> || turn % 7 < 4};
             if (t.reducer == Reducer::kMultiply && !IsSorted(way)) t.reducer = Reducer::kMin;
-            if (way == Way::kAtomic || way == Way::kColumns) t.reducer = Reducer::kAdd;
-            if (way == Way::kColumns) t.shared_ids = false;
+            if (way == Way::kAtomic || way == Way::kColumns || way == Way::kTiles) {
+              t.reducer = Reducer::kAdd;
+            }
+            if (way == Way::kColumns || way == Way::kTiles) t.shared_ids = way == Way::kTiles;
             t.has_operand |= t.reducer != Reducer::kAdd;
             if (IsSorted(way)) {
               if (turn % 3 == 0) t.index_bytes = 2;
@@ -342,10 +358,89 @@ void TestGathers() {
   }
 }
 
+// ---- sums of grids ----
+
+struct Grid {
+  int64_t outer, m, n, rows, columns, inner;
+};
+
+// Every third row and column has no updates, and some ids are out of range. Row 1 has most updates.
+std::vector<int64_t> IdsOfGrid(int64_t count, int64_t size, bool is_hot) {
+  std::vector<int64_t> ids;
+  for (int64_t k = 0; k < count; ++k) {
+    int64_t id = (k * 7919 + k / 3) % (2 * size + 3) - size / 2;
+    if (id % 3 == 0) id = size;
+    ids.push_back(is_hot && k % 4 != 0 ? 1 % size : id);
+  }
+  return ids;
+}
+
+template <typename T>
+void TestGrid(DType type, const Grid& g, int index_bytes, bool is_hot, bool wrap, bool clip,
+              int64_t in_offset, int64_t out_offset) {
+  const std::vector<int64_t> i = IdsOfGrid(g.m, g.rows, is_hot),
+                             j = IdsOfGrid(g.n, g.columns, is_hot);
+  const IndexRule rule_of_rows{g.rows, wrap, clip}, rule_of_columns{g.columns, wrap, clip};
+  std::vector<T> updates;
+  for (int64_t k = 0; k < g.outer * g.m * g.n * g.inner; ++k) updates.push_back(Make<T>(Value(k)));
+  std::vector<int64_t> want(size_t(g.outer * g.rows * g.columns * g.inner), 0);
+  for (int64_t k = 0; k < static_cast<int64_t>(updates.size()); ++k) {
+    const int64_t d = k % g.inner, n = k / g.inner % g.n, m = k / g.inner / g.n % g.m;
+    const int64_t a = rule_of_rows.Resolve(i[size_t(m)]), b = rule_of_columns.Resolve(j[size_t(n)]);
+    if (a < 0 || b < 0) continue;
+    const int64_t o = k / (g.inner * g.n * g.m);
+    want[size_t(((o * g.rows + a) * g.columns + b) * g.inner + d)] += Value(k);
+  }
+  DeviceArray in(updates, in_offset);
+  DeviceArray ids(Stored(i, index_bytes), 8), other_ids(Stored(j, index_bytes), 0);
+  DeviceArray out(static_cast<int64_t>(want.size() * sizeof(T)), out_offset);
+  GridSumCall call{g.outer,
+                   g.inner,
+                   {{rule_of_rows, g.m, ids.data()}, {rule_of_columns, g.n, other_ids.data()}},
+                   index_bytes,
+                   type,
+                   in.data(),
+                   out.data(),
+                   nullptr};
+  DeviceArray lists(GridLists(call) * int64_t{sizeof(int32_t)}, 4);
+  call.lists = static_cast<int32_t*>(lists.data());
+  CHECK_CUDA(LaunchGridSum(call, nullptr));
+  ++g_launches;
+  const T* const got = out.CopyToHost<T>();
+  in.CopyToHost<T>();
+  lists.CopyToHost<int32_t>();
+  for (size_t o = 0; o < want.size(); ++o) {
+    JOF_CHECK(Accumulator<T>::Load(got[o]) == static_cast<Compute<T>>(want[o]),
+              "type %d, grid %ld x %ld x %ld x %ld into %ld x %ld, hot %d wrap %d clip %d, offsets "
+              "%ld %ld: output %ld is %g, want %ld",
+              int(type), long(g.outer), long(g.m), long(g.n), long(g.inner), long(g.rows),
+              long(g.columns), is_hot, wrap, clip, long(in_offset), long(out_offset), long(o),
+              double(Accumulator<T>::Load(got[o])), long(want[o]));
+  }
+}
+
+template <typename T>
+void TestGrids(DType type) {
+  unsigned turn = 0;
+  for (const Grid& g :
+       {Grid{2, 9, 12, 5, 6, 8}, Grid{1, 40, 70, 3, 2, 16}, Grid{3, 1, 33, 4, 70, 1},
+        Grid{1, 100, 2, 8192, 1, 3}, Grid{1, 8192, 1, 5, 3, 1}, Grid{2, 0, 5, 3, 4, 4},
+        Grid{1, 65, 64, 33, 1, 7}}) {
+    for (int64_t offset = 0; offset < 16; offset += g_brief ? 16 : int64_t{sizeof(T)}) {
+      for (const bool is_hot : {false, true}) {
+        ++turn;
+        TestGrid<T>(type, g, turn % 2 ? 4 : 8, is_hot, turn / 2 % 2 != 0, turn / 4 % 2 != 0, offset,
+                    turn / 8 % 2 ? offset : 16 - int64_t{sizeof(T)} - offset);
+      }
+    }
+  }
+}
+
 template <typename T>
 void TestType(DType type) {
   TestFastAtomicAdd<T>();
   TestScatters<T>(type);
+  TestGrids<T>(type);
 }
 
 int main(int argc, char** argv) {

@@ -46,6 +46,15 @@ def segments(data, ids):
     return jax.ops.segment_sum(data, ids, 64)
 
 
+def segment_softmax(logits, ids):
+    exp = jnp.exp(logits - jax.ops.segment_max(logits, ids, 64)[ids])
+    return exp / jax.ops.segment_sum(exp, ids, 64)[ids]
+
+
+def gathered_exponentials(table, senders, receivers):
+    return jax.ops.segment_sum(jnp.exp(table[senders]), receivers, 64)
+
+
 def resized_gradient(image):
     def loss(image):
         batch, height, width, channels = image.shape
@@ -76,11 +85,14 @@ def arguments(name, scale=1, dtype=jnp.float32):
         "columns": lambda: (normal(4, 64), ids(n), normal(4, n)),
         "pairs": lambda: (normal(8, 8, 2), ids(n, most=8), ids(n, most=8)[::-1], normal(n, 2)),
         "segments": lambda: (normal(n, 4), ids(n)),
+        "segment_softmax": lambda: (normal(n, 4), ids(n)),
+        "gathered_exponentials": lambda: (normal(64, 4), ids(n), ids(n)[::-1]),
         "resized_gradient": lambda: (normal(n // 64, 4, 4, 3),),
     }[name]()
 
 
 PIECES = (
     *(histogram, bincount, weighted_bincount, embedding_gradient, vmapped_gradient),
-    *(along_an_axis, columns, pairs, segments, resized_gradient),
+    *(along_an_axis, columns, pairs, segments, segment_softmax, gathered_exponentials),
+    resized_gradient,
 )
