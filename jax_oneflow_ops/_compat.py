@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jaxlib.version
 import numpy as np
 from jax._src import core as core_internals
 from jax._src import dispatch, literals, source_info_util
@@ -249,6 +250,14 @@ def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
 
 
 @functools.cache
+def adds_floats_by_loops() -> bool:
+    """Whether XLA adds floats of 32 bits and more in loops of compare-and-swap on GPUs.
+
+    It did in jaxlib 0.10.2 to 0.11.0: https://github.com/openxla/xla/issues/46225.
+    """
+    return bool((0, 10, 2) <= jaxlib.version.__version_info__ <= (0, 11, 0))
+
+
 def runtime_ffi_api() -> tuple[int, int]:
     """Version of XLA's FFI API that the installed jaxlib implements.
 
@@ -501,11 +510,27 @@ def operands_of(value: Any, *names: str) -> list[Any]:
 
 def before_empty_sums(value: Any) -> Any:
     """What sums over no dimensions were applied to: jax makes these when it transposes lookups."""
-    while (source := operands_of(value, "stablehlo.reduce")) and not [
-        *value.owner.operation.attributes["dimensions"]
-    ]:
-        value = source[0]
+    while (
+        len(parts := operands_of(value, "stablehlo.reduce")) == 2
+        and not [*value.owner.operation.attributes["dimensions"]]
+        and _reduces_by(value.owner.operation, "stablehlo.add")
+        and fill_of(parts[1]) in ZEROS
+    ):
+        value = parts[0]
     return value
+
+
+def _reduces_by(op: Any, name: str) -> bool:
+    """Whether a reduction combines two values by one operation."""
+    block = op.regions[0].blocks[0]
+    first, *others = block.operations
+    is_plain = [*first.operation.operands] == [*block.arguments]
+    return first.operation.name == name and is_plain and len(others) == 1
+
+
+def count_uses(value: Any) -> int:
+    """How often operations that are in the program already read a value."""
+    return len([*value.uses])
 
 
 def callee_of(value: Any) -> str | None:
@@ -547,13 +572,13 @@ def is_maximum_along(value: Any, operand: Any, axis: int) -> bool:
     if len(parts) != 2 or parts[0] != operand:
         return False
     op = value.owner.operation
-    first, *others = op.regions[0].blocks[0].operations
-    is_maximum = first.operation.name == "stablehlo.maximum" and len(others) == 1
+    is_maximum = _reduces_by(op, "stablehlo.maximum")
     is_here = op.block == ir.InsertionPoint.current.block
     starts_low = fill_of(parts[1]) in LOWEST
     return is_maximum and is_here and starts_low and [*op.attributes["dimensions"]] == [axis]
 
 
+ZEROS = frozenset({"0", "0.000000e+00", "(0.000000e+00,0.000000e+00)"})
 LOWEST = ("0xFF800000", "0xFFF0000000000000")  # negative infinity in float32 and float64
 
 

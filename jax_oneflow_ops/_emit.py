@@ -54,7 +54,7 @@ def lower(function: Callable[..., Any], ctx: Any, *operands: Any, **params: Any)
 
 
 def _argument(ctx: Any, value: Any, aval: Any) -> "Array":
-    if aval.shape and ir.ShapedType(value.type).rank == 0:
+    if aval.shape and is_scalar(value):
         return broadcast_to(Array(value, _aval((), aval.dtype), ctx), aval.shape)
     return Array(value, aval, ctx)
 
@@ -138,6 +138,11 @@ def aval_of(value: Any) -> jax.core.ShapedArray | None:
     kind = ir.ShapedType(value.type)
     dtype = _DTYPES.get(str(kind.element_type))
     return _aval((*kind.shape,), dtype) if dtype is not None and kind.has_static_shape else None
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value of MLIR has no dimensions."""
+    return bool(ir.ShapedType(value.type).rank == 0)
 
 
 _DTYPES = {
@@ -269,11 +274,14 @@ def first(x: Any, count: int) -> Any:
     return x._like(hlo.slice(x.value, [0], [count], [1]), (count,))
 
 
+def are_equal(x: Any) -> bool:
+    """Whether all elements are known to be the same number."""
+    return isinstance(x, Array) and scalar_of(x.value) is not None
+
+
 def one_of_each(updates: Any) -> Any:
-    """One update per problem if all updates are known to be the same number; else all updates."""
-    if not isinstance(updates, Array) or (scalar := scalar_of(updates.value)) is None:
-        return updates
-    one = Array(scalar, _aval((), updates.dtype), updates.ctx)
+    """One update for each problem, if all updates are equal."""
+    one = Array(scalar_of(updates.value), _aval((), updates.dtype), updates.ctx)
     return broadcast_to(one, (updates.shape[0], 1, 1))
 
 

@@ -27,6 +27,14 @@ class Sum:
     indices: Any
 
     @property
+    def ids(self) -> Any:
+        """The type of the indices as ids (N,); None unless there is one for each update."""
+        aval, shape = _emit.aval_of(self.indices), self.rows.sizes(self.rows.index)
+        if aval is None or aval.shape not in ((), shape, (*shape, 1)):
+            return None  # () if they are broadcast from one id
+        return aval.update(shape=shape)
+
+    @property
     def axis(self) -> int | None:
         """The axis, or None if this is another scatter."""
         rows = self.rows
@@ -71,8 +79,14 @@ class Grid:
     def lower(self, ctx: Any) -> list[Any]:
         """Lowers the sums. `ctx` is that of the sum that the program computes last."""
         values = self.first.indices, self.second.indices, self.updates
+        whole = self.first.ids, self.second.ids, self.aval
+        # Values that are broadcast from scalars are scalars here.
+        avals = [
+            all_ if _emit.is_scalar(x) else _emit.aval_of(x)
+            for x, all_ in zip(values, whole, strict=True)
+        ]
         results = _emit.lower(
-            *(_sum_grid, ctx.replace(avals_in=[*map(_emit.aval_of, values)]), *values),
+            *(_sum_grid, ctx.replace(avals_in=avals), *values),
             sizes=self.sizes,
             rules=(self.first.rule, self.second.rule),
         )
@@ -89,11 +103,12 @@ def find(last: Sum, updates: Any, rows: _scatter_rows.Rows, read: str) -> Grid |
     if last.axis is None or before.axis is None or abs(last.axis - before.axis) != 1:
         return None
     first, second = (before, last) if before.axis < last.axis else (last, before)
-    i, j, aval = (_emit.aval_of(x) for x in (first.indices, second.indices, source))
+    i, j, aval = first.ids, second.ids, _emit.aval_of(source)
     if i is None or j is None or aval is None or i.dtype != j.dtype:
         return None
     # The kernel has no integers of fewer than 32 bits.
     is_added = aval.dtype.itemsize >= 4 or jnp.issubdtype(aval.dtype, jnp.floating)
+    aval = aval.update(shape=rows.updates_shape)
     return Grid(first, second, updates, source, aval) if is_added else None
 
 

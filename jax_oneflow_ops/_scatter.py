@@ -306,6 +306,7 @@ def add_rows(
         ordered=ordered,
         is_sorted=indexing.indices_are_sorted,
         shared=indexing.shared,
+        equal=_emit.are_equal(updates),
     )
     plan = _scatter_policy.plan(p)
     call = functools.partial(_call, p, plan, shape, operand)
@@ -436,8 +437,10 @@ def _call(
     The operand and the result are not reshaped: XLA would copy the operand, even if it is donated.
     """
     xp = updates.__array_namespace__()
-    if plan.strategy == "private" and p.is_element() and _scatter_policy.fits_any_gpu(p):
-        updates = _emit.one_of_each(updates)  # saves writing and reading equal updates
+    if plan.strategy == "private" and p.is_element() and p.equal:
+        kind = None if p.platform == "cpu" else _policy.device_kind(p.platform)
+        if _scatter_policy.takes_one_update(p, kind):
+            updates = _emit.one_of_each(updates)  # saves writing and reading equal updates
     result, _ = _emit.ffi_call(
         f"jof_scatter_{p.reducer}_{plan.strategy}",
         [

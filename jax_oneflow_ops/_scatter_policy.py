@@ -6,6 +6,7 @@ a plan that does not fit. So a constant here that no longer matches the kernels 
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ class Problem:
     ordered: bool = False  # the order of summation must be the same on every run
     is_sorted: bool = False  # the caller promises that ids are sorted
     shared: bool = False  # all problems have the same ids
+    equal: bool = False  # all updates are the same number
 
     @property
     def compute_dtype(self) -> Any:
@@ -67,10 +69,10 @@ class Problem:
 class Plan:
     """The kernel, the shape of its scratch space, and whether to sort ids for it."""
 
-    strategy: str  # "sorted", "private" or "atomic", as in the names of FFI targets
+    strategy: str  # as in the names of FFI targets
     # For "private" and "atomic" the first dimension is the number of copies of the sums. With 0
     # copies, "atomic", and "private" on CPUs, add to the result directly; "private" on CUDA lets
-    # each block sum several small problems.
+    # each block sum several small problems. For "tiles" see `_tiles_scratch`.
     scratch: tuple[int, ...]
     sort: bool = False
 
@@ -94,9 +96,11 @@ class Plan:
 # a time, and more blocks than the GPU has multiprocessors gain nothing. The problems of a batch
 # are summed side by side if each has at least 8192 elements.
 PRIVATE_BYTES = 160 * 1024
-# Shared memory that a block may have on any GPU from sm_80 on. Private sums that need more run as
-# atomics on desktop GPUs, which cannot take one update for all ids.
+# Shared memory that a block may have on any GPU from sm_80 on; those of data centres have at least
+# PRIVATE_BYTES. Elsewhere, private sums that need more run as atomics, which do not take one update
+# for all ids.
 ANY_GPU_BYTES = 96 * 1024
+OF_DATA_CENTRES = re.compile(r"\b(A|H|GH|B|GB)\d00\b")
 PRIVATE_ROW_BYTES, PRIVATE_ROW_OF_4_BYTES = 80 * 1024, 20 * 1024
 PRIVATE_ORDERED_BYTES = 16 * 1024
 PRIVATE_INNER = 4
@@ -120,7 +124,8 @@ TILE_ROWS, TILE_LEAST_ROWS, TILE_LEAST_ROUNDED_ROWS = 4096, 1281, 512
 TILE_UPDATES, TILE_ELEMENTS = 1000, 2**23
 # If each column of a row has its own ids, a block sums COLUMNS columns, or a few less if rows are
 # many. There must be enough columns for all multiprocessors, and at least COLUMNS in a problem:
-# 32,768 problems of 64 f32 in 8 columns take 500 us, and 177 if blocks sum several problems each.
+# the gradient of a lookup in 32,768 problems of 64 f32 in 8 columns takes 500 us, and 144 if blocks
+# sum several problems each.
 COLUMNS, COLUMN_BLOCKS = 32, 128
 COLUMN_BYTES, COLUMN_SUMS = 9 * 1024, 8
 # Sums along two neighbouring axes are one pass if both axes have at most GRID_MOST updates and
@@ -223,9 +228,10 @@ def dot_products_pay(platform: str, edges: int, columns: int, dtype: Any) -> boo
     return edges >= DOT_EDGES and row <= DOT_ROW_BYTES and edges * row >= DOT_BYTES
 
 
-def fits_any_gpu(p: Problem) -> bool:
-    """Whether the sums of a problem fit into the shared memory of any GPU; CPUs have no limit."""
-    return p.platform == "cpu" or _sum_bytes(p) <= p.batch * ANY_GPU_BYTES
+def takes_one_update(p: Problem, device_kind: str | None) -> bool:
+    """Whether private sums may be given equal updates once for each problem."""
+    is_small = p.platform == "cpu" or _sum_bytes(p) <= p.batch * ANY_GPU_BYTES
+    return is_small or OF_DATA_CENTRES.search(device_kind or "") is not None
 
 
 def columns_pay(p: Problem) -> bool:
@@ -300,7 +306,7 @@ def _tiles_pay(p: Problem) -> bool:
         and p.is_element()
         and p.compute_dtype == jnp.float32
         and p.reducer == "add"
-        and not (p.ordered or p.is_sorted)
+        and not (p.ordered or p.is_sorted or p.equal)
         and p.batch * p.dtype.itemsize >= TILE_BYTES
         and least <= p.rows <= TILE_ROWS
         and p.updates >= TILE_UPDATES
@@ -328,6 +334,11 @@ def _least_elements(p: Problem) -> int:
 
 
 _NONE = (0, 0, 0)
+
+
+def is_atomic_in_place(p: Problem) -> bool:
+    """Whether updates are added to the result by atomics, without copies for hot rows."""
+    return plan(p) == Plan("atomic", _NONE)
 
 
 def _in_scratch(p: Problem) -> bool:

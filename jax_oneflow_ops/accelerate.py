@@ -83,10 +83,9 @@ class _Reduction:
         return result
 
 
-_ZEROS = frozenset({"0", "0.000000e+00", "(0.000000e+00,0.000000e+00)"})
 _REDUCTIONS: dict[Any, _Reduction] = {
-    lax.scatter_add_p: _Reduction(fills=_ZEROS),
-    lax.scatter_sub_p: _Reduction(negative=True, fills=_ZEROS),
+    lax.scatter_add_p: _Reduction(fills=_compat.ZEROS),
+    lax.scatter_sub_p: _Reduction(negative=True, fills=_compat.ZEROS),
     lax.scatter_max_p: _Reduction("max"),
     lax.scatter_min_p: _Reduction("min"),
     lax.scatter_mul_p: _Reduction("multiply"),
@@ -264,7 +263,11 @@ def _grid(
     params: Any,
 ) -> "_grids.Grid | None":
     """The sums along two axes whose second step is this scatter, if one kernel computes them."""
-    updates = _compat.before_empty_sums(updates)
+    source = _compat.before_empty_sums(updates)
+    # What reads the first sum later is not known yet: then that sum is computed, too.
+    if _compat.count_uses(source) > (source != updates):
+        return None
+    updates = source
     before = _compat.functions_of_module(ctx).get((_SUM, _compat.callee_of(updates)))
     is_sum = reduction == _REDUCTIONS[lax.scatter_add_p]
     if before is None or platform != "cuda" or not is_sum or not _compat.is_for_one_device(ctx):
@@ -579,7 +582,8 @@ def _choose(
         return _Choice("sharded: the partitioner decides what a device has", rows)
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):
         return _Choice(reason)
-    if is_sum and not deterministic and _adds_as_xla(rows, is_fresh, operand.dtype, platform):
+    alike = (reduction, rows, is_fresh, operand.dtype, platform)
+    if not deterministic and _adds_as_xla(*alike):
         return _Choice("by several indices, which XLA computes where it adds, by atomics as well")
     how = {"num_segments": rows.count, "indexing": rows.read(deterministic)}
     call: Any = "always swapped: only sums were measured against XLA"
@@ -595,21 +599,35 @@ def _choose(
     return _Choice(decision.reason, decision=decision)
 
 
-def _adds_as_xla(rows: _scatter_rows.Rows, is_fresh: bool, dtype: Any, platform: str) -> bool:
+def _adds_as_xla(
+    reduction: _Reduction, rows: _scatter_rows.Rows, is_fresh: bool, dtype: Any, platform: str
+) -> bool:
     """Whether the kernel would use atomics as XLA does, and need an array of ids besides.
 
     1M rows of 8 f32, added at pairs of indices, take 24 us in XLA on an H200. The kernel takes 29.
     """
-    is_alike = platform == "cuda" and dtype.itemsize >= 4 and dtype.kind != "c"
-    if rows.is_plain or not is_alike or not _is_known([jax.ShapeDtypeStruct(rows.shape, dtype)]):
+    is_alike = platform == "cuda" and dtype.itemsize >= 4 and dtype.kind in "fiu"
+    if dtype.kind == "f" and _compat.adds_floats_by_loops():
+        is_alike = False
+    is_known = all(isinstance(n, int) for n in (*rows.shape, *rows.updates_shape))
+    if rows.is_plain or not is_alike or not is_known or reduction.negative:
         return False
-    if is_fresh and rows.own_columns is not None:
-        problem = _scatter_policy.Problem(platform, *rows.own_columns, dtype)
-        if _scatter_policy.columns_pay(problem):
-            return False
-    shared = not rows.batch_of_ids
-    problem = _scatter_policy.Problem(platform, *rows.problem, dtype, shared=shared)
-    return _scatter_policy.plan(problem).strategy == "atomic"
+    if is_fresh and _columns(rows, platform, dtype) is not None:
+        return False
+    problem = _scatter_policy.Problem(
+        platform, *rows.problem, dtype, reduction.reducer, shared=not rows.batch_of_ids
+    )
+    return reduction.reducer == "add" and _scatter_policy.is_atomic_in_place(problem)
+
+
+def _columns(
+    rows: _scatter_rows.Rows, platform: str, dtype: Any, *how: Any
+) -> _scatter_policy.Problem | None:
+    """The problem of sums into zeros where columns have their own ids, if its kernel is used."""
+    if rows.own_columns is None:
+        return None
+    problem = _scatter_policy.Problem(platform, *rows.own_columns, dtype, *how)
+    return problem if _scatter_policy.columns_pay(problem) else None
 
 
 _MANY = 2**14  # values in all updates; fewer take as long either way
@@ -682,14 +700,13 @@ def _reduce(
         indices = indices.reshape(*indices.shape, 1)
     if read == "floor":  # an additional row takes all ids that are too large
         rows = dataclasses.replace(rows, shape=(rows.count + 1,), clip=True)
-    if alone and is_fresh and rows.own_columns is not None:
-        kind = operand.dtype, reduction.reducer, deterministic
-        problem = _scatter_policy.Problem(platform, *rows.own_columns, *kind)
-        if _scatter_policy.columns_pay(problem):
-            data = rows.updates(-updates if reduction.negative else updates)
-            ids = rows.ids_of_columns(indices)
-            found: jax.Array = _scatter.add_columns(problem, operand.shape, ids, data, rows.clip)
-            return found
+    how_added = operand.dtype, reduction.reducer, deterministic
+    columns = _columns(rows, platform, *how_added) if alone and is_fresh else None
+    if columns is not None:
+        data = rows.updates(-updates if reduction.negative else updates)
+        ids = rows.ids_of_columns(indices)
+        found: jax.Array = _scatter.add_columns(columns, operand.shape, ids, data, rows.clip)
+        return found
     with _scatter_rows.precision(rows):
         ids, data = rows.ids(indices), rows.updates(updates)
         # Sums into zeros have one dimension of rows; to reshape the result costs nothing.

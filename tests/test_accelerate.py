@@ -29,6 +29,12 @@ module = sys.modules["jax_oneflow_ops.accelerate"]
 pytestmark = native_backend
 
 
+@pytest.fixture
+def always_native(monkeypatch):
+    """Swaps also what is left to XLA by default, such as sums by several indices on GPUs."""
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
+
+
 def sums(f, *args, platform=None, **jit) -> int:
     """The number of scatter kernel calls in a lowered program."""
     platforms = None if platform is None else (platform,)
@@ -103,7 +109,7 @@ def numpy_set(x, index, u, mode):
     ("mode", "reducer"),
     [("drop", "add"), ("clip", "add"), ("drop", "max"), ("clip", "min"), ("drop", "multiply")],
 )
-def test_every_form_is_one_call_and_does_what_numpy_does(mode, reducer):
+def test_every_form_is_one_call_and_does_what_numpy_does(mode, reducer, always_native):
     x = integers(11, 8, 6)
     us = {}
     for name, index in FORMS.items():
@@ -205,7 +211,7 @@ def any_scatter(seed):
     return integers(*shape), ids, integers(*updates), numbers, mode
 
 
-def test_any_scatter_is_that_of_xla():
+def test_any_scatter_is_that_of_xla(always_native):
     cases = [any_scatter(seed) for seed in range(60)]
 
     def added(arrays):
@@ -542,34 +548,66 @@ def test_lookups_along_two_axes_are_summed_in_one_pass(name, ids, dtype):
     np.testing.assert_array_equal(np.asarray(found).astype(expected.dtype), expected)
 
 
+HALF = np.arange(128) // 2
+
+
+def in_columns(ct, ids=HALF):
+    return jnp.zeros((8, 128, 64, 8), ct.dtype).at[:, :, ids].add(ct)
+
+
+def in_rows(first, ids=HALF):
+    return jnp.zeros((8, 64, 64, 8), first.dtype).at[:, ids].add(first)
+
+
+def two_columns_of_indices(ct):
+    """The second column points into a dimension that windows span."""
+    numbers = lax.ScatterDimensionNumbers((0, 2, 3), (1,), (1, 2))
+    ids, zeros = jnp.stack([HALF, HALF], 1), jnp.zeros((8, 64, 64, 8), ct.dtype)
+    return lax.scatter_add(zeros, ids, in_columns(ct), numbers, mode="clip")
+
+
+def added_between(ct, start=5.0, function=lax.add):
+    first = lax.reduce(in_columns(ct), ct.dtype.type(start), function, ())
+    return in_rows(first)
+
+
+def read_before(ct):
+    first = in_columns(ct)
+    return jnp.sin(first), in_rows(first)
+
+
+# Programs of two sums, and the number of them that one kernel computes.
+TWO_SUMS = {
+    "both": (lambda ct: in_rows(in_columns(ct)), 1),
+    "first read later": (lambda ct: (in_rows(first := in_columns(ct)), first + 1), 1),
+    "first read before": (read_before, 0),
+    "equal updates": (lambda ct: in_rows(in_columns(jnp.full_like(ct, ct[0, 0, 0, 0]))), 1),
+    "equal ids": (lambda ct: in_rows(in_columns(ct, jnp.full(128, 7)), jnp.full(128, 3)), 1),
+    "two columns of indices": (two_columns_of_indices, 0),
+    "a start between": (added_between, 0),
+    "squares between": (lambda ct: added_between(ct, 0.0, lambda a, b: a + b * b), 0),
+}
+
+
 def test_small_integers_are_summed_along_one_axis_at_a_time():
-    ids = np.arange(128) // 2
-
-    def add(ct):
-        first = jnp.zeros((8, 128, 64, 8), ct.dtype).at[:, :, ids].add(ct)
-        return jnp.zeros((8, 64, 64, 8), ct.dtype).at[:, ids].add(first)
-
     ct = integers(8, 128, 128, 8, dtype=np.int8)
+    add = jax.jit(jof.accelerate(lambda ct: in_rows(in_columns(ct))))
     if "cuda" in jof.implementations():
-        lowered = jax.jit(jof.accelerate(add)).trace(ct).lower(lowering_platforms=("cuda",))
-        assert GRID not in lowered.as_text()
+        assert GRID not in add.trace(ct).lower(lowering_platforms=("cuda",)).as_text()
     expected = ct.reshape(8, 64, 2, 64, 2, 8).sum((2, 4), dtype=np.int8)
-    np.testing.assert_array_equal(jax.jit(jof.accelerate(add))(ct), expected)
+    np.testing.assert_array_equal(add(ct), expected)
 
 
-def test_what_reads_the_first_of_two_sums_still_gets_it():
-    ids = np.arange(128) // 2
-
-    def both(ct):
-        first = jnp.zeros((8, 128, 64, 8)).at[:, :, ids].add(ct)
-        second = jnp.zeros((8, 64, 64, 8)).at[:, ids].add(first)
-        return second, first + 1
-
+@pytest.mark.parametrize("name", TWO_SUMS)
+def test_two_sums_are_those_of_xla(name):
+    program, count = TWO_SUMS[name]
     ct = integers(8, 128, 128, 8).astype(np.float32)
-    second, first = jax.jit(jof.accelerate(both))(ct)
-    expected = ct.reshape(8, 128, 64, 2, 8).sum(3)
-    np.testing.assert_array_equal(first, expected + 1)
-    np.testing.assert_array_equal(second, expected.reshape(8, 64, 2, 64, 8).sum(2))
+    if "cuda" in jof.implementations():
+        lowered = jax.jit(jof.accelerate(program)).trace(ct).lower(lowering_platforms=("cuda",))
+        assert lowered_targets(lowered.as_text())[GRID] == count
+    ours, xla = jax.jit(jof.accelerate(program))(ct), jax.jit(program)(ct)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(xla), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_resize_gradient_is_one_row_of_an_explanation():
@@ -600,7 +638,8 @@ def test_additions_at_pairs_that_xla_makes_by_the_same_atomics_stay_its(monkeypa
         (row,) = add.rows
         return row.swapped
 
-    assert not swapped("float32")
+    assert swapped("float32") == _compat.adds_floats_by_loops()
+    assert not swapped("int32")
     assert swapped("bfloat16")  # XLA's are loops
 
 
@@ -996,8 +1035,7 @@ def test_negative_zeros_are_no_zeros():
 
 
 @pytest.mark.parametrize("name", ["leading", "two", "middle", "apart"])
-def test_a_donated_operand_is_not_copied(name, monkeypatch):
-    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
+def test_a_donated_operand_is_not_copied(name, always_native):
     x, u = np.zeros((16, 10, 10), np.float32), np.ones((), np.float32)
     f = jax.jit(jof.accelerate(lambda x, u: x.at[FORMS[name]].add(u)), donate_argnums=0)
     hlo = f.lower(x, u).compile().as_text()

@@ -8,7 +8,8 @@
 
 JOF_NAMESPACE_BEGIN
 
-// The shared memory of a block of LaunchScatterPrivate, in bytes. One copy of the sums must fit.
+// The most shared memory of a block of LaunchScatterPrivate, in bytes. One copy of the sums must
+// fit; on devices with less, sums that do not fit are added by atomics.
 inline constexpr int64_t kPrivateBytes = 160 * 1024;
 
 // The most for the sums of one problem if a block takes several problems.

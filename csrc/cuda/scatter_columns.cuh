@@ -95,9 +95,13 @@ cudaError_t Run(R reduction, const ScatterCall& a, cudaStream_t stream) {
   const int64_t blocks = p.batch * columns.strips;
   if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   const auto kernel = SumColumnsKernel<R, Index>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(column_bytes << columns.log_width));
+  // The attribute is the same for all calls: other threads may launch the kernel at the same time.
+  int shared_bytes = 0, multiprocessors = 0;
+  cudaError_t status = private_sums::GetDevice(&shared_bytes, &multiprocessors);
+  if (status != cudaSuccess) return status;
+  const int64_t room = std::min<int64_t>(shared_bytes, kPrivateBytes);
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(room));
   if (status != cudaSuccess) return status;
   return LaunchBlocks<kThreads>(kernel, blocks, column_bytes << columns.log_width, stream,
                                 reduction, p.rule, columns, static_cast<const T*>(a.updates),

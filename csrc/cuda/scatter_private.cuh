@@ -13,13 +13,13 @@
 // 130, when each thread took single elements and divided to find its row.
 //
 // Where few tables fit, the loops limit the speed. 64 problems of 1M bf16 into 4096 sums, with
-// shared ids, take 171 us on an H100 with 8 tables: 14 cycles for each addition of a warp. Three
-// other designs were no faster: sums of two problems in 64-bit words, with half as many loops (173
-// us), tiles of updates whose positions were sorted by id before, so that a thread first adds up
-// its run of equal ids (144 to 189 us without the sort), and a table for each warp without atomics,
-// where lanes write a tag to find out who has the same id (305 us on an H200, against 165).
-// More additions at a time are slower, too: two blocks on a multiprocessor (204 us), loops that run
-// side by side in a thread (216 us), or an eighth of the additions in global memory (183 us).
+// shared ids, take 171 us on an H100 with 8 tables: 14 cycles for each addition of a warp. So many
+// problems with shared ids have another kernel, without loops: see scatter_tiles.cuh. For private
+// sums other designs were no faster: sums of two problems in 64-bit words, with half as many loops
+// (173 us), or a table for each warp without atomics, where lanes write a tag to find out who has
+// the same id (305 us on an H200, against 165). More additions at a time are slower, too: two
+// blocks on a multiprocessor (204 us), loops that run side by side in a thread (216 us), or an
+// eighth of the additions in global memory (183 us).
 //
 // If results must have the same bits on every run, each warp has its own table, and lanes that add
 // to the same word take turns. Each word has a mask in which these lanes set their bits, so that

@@ -3,17 +3,17 @@
 // Additions in shared memory are loops of compare-and-swap. Shared ids make them unnecessary: a
 // first kernel sorts the positions of each tile of 4096 ids by row, once for all problems. In the
 // second, a block takes 16 bytes of problems (8 of two bytes, 4 of four), and stores a tile of
-// their updates in shared memory so that the elements of a position are next to each other. A
-// thread owns up to 8 rows of all these problems. It reads the positions of its rows, 16 bytes at
-// once, and keeps the sums in registers. Warps add up runs of many equal ids together, so that a
-// hot row costs little more. The updates of the next tile are in registers meanwhile.
+// their updates in shared memory so that the updates at one position, one for each problem, are
+// next to each other. A thread owns up to 8 rows of all these problems. It reads the positions of
+// its rows, 16 bytes at once, and keeps the sums in registers. Warps add up runs of many equal ids
+// together. The updates of the next tile are loaded meanwhile, in two halves, as registers are few.
 //
 // Bytes: each update is read once. The order of the ids, of 2 bytes for each position and for each
 // row of a tile, is read once for each block of problems, mostly from the L2 cache.
 //
-// 64 problems of 1M bf16 into 4096 sums take 105 us on an H200, and private sums 166; in f32 122
-// and 164. Into 1024 sums it is 61 and 93 us; 82 and 290 if half of the ids are equal. If all ids
-// are equal, one warp does the work of a tile: 179 and 95.
+// On an H200, in us, with private sums in parentheses: 64 problems of 1M bf16 into 4096 sums take
+// 96 (165), in f32 127 (164); into 1024 sums 67 (93). If half of the ids are equal, it is 124 (170)
+// and 91 (289). If all of them are, one warp does the work of a tile: 137 (93).
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ constexpr int kThreads = 512, kSortThreads = 512, kWarp = 32,
 // A run of more equal ids than this is added up by the whole warp.
 constexpr int kLong = 32;
 
-// Where the elements of a position are in shared memory. Threads store 2 to 8 consecutive positions
+// Where the elements of a position are in shared memory. Threads store four consecutive positions
 // each; this puts those of neighbouring threads in different banks.
 __device__ __forceinline__ int Slot(int position) { return position ^ ((position >> 3) & 7); }
 
@@ -296,7 +296,6 @@ cudaError_t Run(R reduction, const ScatterCall& a, cudaStream_t stream) {
   int room = 0, multiprocessors = 0;
   cudaError_t status = private_sums::GetDevice(&room, &multiprocessors);
   if (status != cudaSuccess) return status;
-  if (kShared > room) return ScatterPrivate(reduction, a, stream);
   const ScatterProblem& p = a.problem;
   const int64_t tiles = CountTiles(p), outputs = p.batch * p.size();
   const int64_t units = (p.batch + kProblems - 1) / kProblems * a.splits;
@@ -305,6 +304,7 @@ cudaError_t Run(R reduction, const ScatterCall& a, cudaStream_t stream) {
   }
   Sum* const sums = static_cast<Sum*>(a.scratch);
   uint16_t* const lists = reinterpret_cast<uint16_t*>(sums + TileListsOffset(a));
+  if (kShared > room || !IsAligned(lists, kPackBytes)) return ScatterPrivate(reduction, a, stream);
   const auto sort = [&](auto index) {
     using Index = decltype(index);
     return LaunchBlocks<kSortThreads>(SortTilesKernel<Index>, tiles, 0, stream, p.rule,

@@ -149,7 +149,7 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
       valid = HasShape(scratch, {0, 0, 0});
       break;
     case ScatterStrategy::kTiles: {
-      wanted = "(P, W) with room for all lists and P parts, at most one for each tile";
+      wanted = "(P, W), P at most ceil(N / 4096), of at least P * B * S elements and all lists";
       if (dimensions.size() == 2) call->splits = dimensions[0];
       const int64_t tiles = CountTiles(p);
       const int64_t lists = tiles * (TileListLength(TileListRows(p.size())) / 2);
