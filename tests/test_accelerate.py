@@ -341,7 +341,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_sums_are_swapped_wherever_they_come_from(name, platform):
+def test_sums_are_swapped_wherever_they_come_from(name, platform, always_native):
     f, count = PROGRAMS[name]
     if platform not in jof.implementations():
         pytest.skip(f"built without the module for {platform}")
