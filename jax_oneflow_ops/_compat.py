@@ -249,15 +249,15 @@ def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     return jax.lax.broadcast_in_dim(x, aval.shape, dims, out_sharding=sharding)
 
 
-@functools.cache
 def adds_floats_by_loops() -> bool:
-    """Whether XLA adds floats of 32 bits and more in loops of compare-and-swap on GPUs.
+    """Whether XLA adds float32 in loops of compare-and-swap on GPUs.
 
     It did in jaxlib 0.10.2 to 0.11.0: https://github.com/openxla/xla/issues/46225.
     """
     return bool((0, 10, 2) <= jaxlib.version.__version_info__ <= (0, 11, 0))
 
 
+@functools.cache
 def runtime_ffi_api() -> tuple[int, int]:
     """Version of XLA's FFI API that the installed jaxlib implements.
 

@@ -582,8 +582,7 @@ def _choose(
         return _Choice("sharded: the partitioner decides what a device has", rows)
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):
         return _Choice(reason)
-    alike = (reduction, rows, is_fresh, operand.dtype, platform)
-    if not deterministic and _adds_as_xla(*alike):
+    if not deterministic and _adds_as_xla(reduction, rows, is_fresh, operand.dtype, platform):
         return _Choice("by several indices, which XLA computes where it adds, by atomics as well")
     how = {"num_segments": rows.count, "indexing": rows.read(deterministic)}
     call: Any = "always swapped: only sums were measured against XLA"
@@ -606,18 +605,16 @@ def _adds_as_xla(
 
     1M rows of 8 f32, added at pairs of indices, take 24 us in XLA on an H200. The kernel takes 29.
     """
-    is_alike = platform == "cuda" and dtype.itemsize >= 4 and dtype.kind in "fiu"
-    if dtype.kind == "f" and _compat.adds_floats_by_loops():
-        is_alike = False
-    is_known = all(isinstance(n, int) for n in (*rows.shape, *rows.updates_shape))
-    if rows.is_plain or not is_alike or not is_known or reduction.negative:
+    is_measured = platform == "cuda" and dtype == jnp.float32
+    if not is_measured or _compat.adds_floats_by_loops():
+        return False
+    if rows.is_plain or reduction.reducer != "add" or reduction.negative:
         return False
     if is_fresh and _columns(rows, platform, dtype) is not None:
         return False
-    problem = _scatter_policy.Problem(
-        platform, *rows.problem, dtype, reduction.reducer, shared=not rows.batch_of_ids
-    )
-    return reduction.reducer == "add" and _scatter_policy.is_atomic_in_place(problem)
+    shared = not rows.batch_of_ids
+    problem = _scatter_policy.Problem(platform, *rows.problem, dtype, shared=shared)
+    return problem.has_known_sizes() and _scatter_policy.is_atomic_in_place(problem)
 
 
 def _columns(

@@ -29,10 +29,14 @@ module = sys.modules["jax_oneflow_ops.accelerate"]
 pytestmark = native_backend
 
 
+NATIVE = ("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
+
+
 @pytest.fixture
-def always_native(monkeypatch):
-    """Swaps also what is left to XLA by default, such as sums by several indices on GPUs."""
-    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
+def several_indices_too(monkeypatch):
+    """Swaps, on GPUs, also the sums by several indices that are left to XLA by default."""
+    if jax.default_backend() == "gpu":
+        monkeypatch.setenv(*NATIVE)
 
 
 def sums(f, *args, platform=None, **jit) -> int:
@@ -109,7 +113,7 @@ def numpy_set(x, index, u, mode):
     ("mode", "reducer"),
     [("drop", "add"), ("clip", "add"), ("drop", "max"), ("clip", "min"), ("drop", "multiply")],
 )
-def test_every_form_is_one_call_and_does_what_numpy_does(mode, reducer, always_native):
+def test_every_form_is_one_call_and_does_what_numpy_does(mode, reducer, several_indices_too):
     x = integers(11, 8, 6)
     us = {}
     for name, index in FORMS.items():
@@ -211,7 +215,7 @@ def any_scatter(seed):
     return integers(*shape), ids, integers(*updates), numbers, mode
 
 
-def test_any_scatter_is_that_of_xla(always_native):
+def test_any_scatter_is_that_of_xla(several_indices_too):
     cases = [any_scatter(seed) for seed in range(60)]
 
     def added(arrays):
@@ -341,8 +345,10 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_sums_are_swapped_wherever_they_come_from(name, platform, always_native):
+def test_sums_are_swapped_wherever_they_come_from(name, platform, monkeypatch):
     f, count = PROGRAMS[name]
+    if (name, platform) == ("take_along_axis", "cuda"):  # by several indices
+        monkeypatch.setenv(*NATIVE)
     if platform not in jof.implementations():
         pytest.skip(f"built without the module for {platform}")
     assert sums(jof.accelerate(f), TABLE, IDS, platform=platform) == count
@@ -394,6 +400,7 @@ def test_lookups_along_a_middle_axis_sum_columns(shape, axis, count, dtype, mode
     ("shape", "axis", "why"),
     [
         ((3, 30, 1000), 1, "too few columns"),
+        ((32768, 64, 8), 1, "few columns in a problem"),
         ((2, 2400, 4096), 1, "too many rows"),
         ((64, 4096), 1, "the last axis"),
     ],
@@ -481,6 +488,18 @@ def test_which_problems_with_shared_ids_do_not_sum_tiles(dtype, batch, updates, 
         lowered = add.trace(start, ids, x).lower(lowering_platforms=("cuda",)).as_text()
     assert TILES not in lowered, why
     assert "jof_scatter_add" in lowered
+
+
+def test_equal_updates_are_not_stored_for_tiles():
+    start = jax.ShapeDtypeStruct((64, 4096), "float32")
+    ids = jax.ShapeDtypeStruct((2**20,), "int32")
+    if "cuda" not in jof.implementations():
+        pytest.skip("built without the module for cuda")
+    add = jax.jit(jof.accelerate(lambda start, ids: start.at[:, ids].add(1.0)))
+    lowered = add.trace(start, ids).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"custom_call @(jof_\w+)\(.*: \((.*)\) ->", lowered)
+    assert call[0] == "jof_scatter_add_private"
+    assert "tensor<64x1x1xf32>" in call[1]
 
 
 GRID = "jof_sum_grid"
@@ -638,9 +657,11 @@ def test_additions_at_pairs_that_xla_makes_by_the_same_atomics_stay_its(monkeypa
         (row,) = add.rows
         return row.swapped
 
-    assert swapped("float32") == _compat.adds_floats_by_loops()
-    assert not swapped("int32")
+    monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: False)
+    assert not swapped("float32")
     assert swapped("bfloat16")  # XLA's are loops
+    monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: True)
+    assert swapped("float32")
 
 
 def test_programs_compute_the_same():
@@ -1035,7 +1056,7 @@ def test_negative_zeros_are_no_zeros():
 
 
 @pytest.mark.parametrize("name", ["leading", "two", "middle", "apart"])
-def test_a_donated_operand_is_not_copied(name, always_native):
+def test_a_donated_operand_is_not_copied(name, several_indices_too):
     x, u = np.zeros((16, 10, 10), np.float32), np.ones((), np.float32)
     f = jax.jit(jof.accelerate(lambda x, u: x.at[FORMS[name]].add(u)), donate_argnums=0)
     hlo = f.lower(x, u).compile().as_text()

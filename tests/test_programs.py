@@ -98,6 +98,7 @@ def assert_swapped(name, program, state, batch):
     found = Counter({t: n for t, n in lowered_targets(step.as_text()).items() if "scatter" in t})
     sums = [row for row in report.rows if row.operation == "scatter-add"]
     left = left_to_xla(sums)
+    assert left == 0 or left < SUMS[name] or name == "pic"  # all of whose sums are of this kind
     assert sum(n for target, n in found.items() if "scatter_add" in target) == SUMS[name] - left
     assert sum(row.count * row.swapped for row in sums) == SUMS[name] - left
     assert sum(row.count * row.swapped for row in report.rows) == found.total()

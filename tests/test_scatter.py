@@ -1459,6 +1459,23 @@ def test_clipped_ids_in_buckets(name):
 
 
 @pytest.mark.parametrize(
+    ("rows", "kind", "expected"),
+    [
+        (24_576, None, True),  # 96 KiB of sums
+        (24_577, None, False),
+        (24_577, "NVIDIA GeForce RTX 4090", False),
+        (24_577, "NVIDIA RTX A4000", False),
+        (40_960, "NVIDIA A100-SXM4-80GB", True),
+        (40_960, "NVIDIA H200", True),
+        (40_960, "NVIDIA GB200", True),
+    ],
+)
+def test_where_private_sums_take_one_update(rows, kind, expected):
+    problem = _scatter_policy.Problem("cuda", 1, 2**24, rows, 1, jnp.dtype("int32"))
+    assert _scatter_policy.takes_one_update(problem, kind) == expected
+
+
+@pytest.mark.parametrize(
     ("dtype", "inner", "rows", "strategy"),
     [
         ("float32", 3, 6_000, "private"),  # 72 KiB of sums: two copies

@@ -678,13 +678,6 @@ GroupNormPlan PlanParts(const GroupNormProblem& p, int64_t pack, bool is_aligned
   return plan;
 }
 
-cudaError_t CountMultiprocessors(int* count) {
-  int device = 0;
-  const cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-}
-
 // Launches both kernels. `given` is the number of blocks per image that the scratch has room for.
 template <typename Body, int kReduceBlocks, int kMapBlocks>
 cudaError_t Launch(const typename Body::Call& call, const GroupNormProblem& p, bool is_aligned,
@@ -728,9 +721,10 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
     forward.marks = call.marks;
     forward.epsilon = static_cast<C>(call.epsilon);
     const bool is_aligned = IsAligned(call.x, kPackBytes) && IsAligned(call.y, kPackBytes);
-    int multiprocessors = 0;
-    const cudaError_t status = CountMultiprocessors(&multiprocessors);
+    DeviceLimits device{};
+    const cudaError_t status = GetDeviceLimits(&device);
     if (status != cudaSuccess) return status;
+    const int multiprocessors = device.multiprocessors;
     const auto launch = [&](auto silu) {
       constexpr bool kSilu = decltype(silu)::value;
       ImageTilesPlan tiles;
@@ -762,9 +756,10 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
     backward.marks = call.marks;
     const bool is_aligned = IsAligned(call.x, kPackBytes) && IsAligned(call.dy, kPackBytes) &&
                             IsAligned(call.dx, kPackBytes);
-    int multiprocessors = 0;
-    cudaError_t status = CountMultiprocessors(&multiprocessors);
+    DeviceLimits device{};
+    cudaError_t status = GetDeviceLimits(&device);
     if (status != cudaSuccess) return status;
+    const int multiprocessors = device.multiprocessors;
     const auto launch = [&](auto silu) {
       constexpr bool kSilu = decltype(silu)::value;
       int64_t sums = 0;  // rows of backward.columns

@@ -38,6 +38,23 @@ cudaError_t LaunchItems(void (*kernel)(Params...), int64_t items, cudaStream_t s
   return LaunchBlocks<kThreads>(kernel, (items + kThreads - 1) / kThreads, 0, stream, args...);
 }
 
+// What launchers ask of the current device. A block may have this much shared memory; 99 KB on
+// devices for desktops.
+struct DeviceLimits {
+  int multiprocessors, shared_bytes;
+};
+
+inline cudaError_t GetDeviceLimits(DeviceLimits* limits) {
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  const auto get = [&](int* value, cudaDeviceAttr attribute) {
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(value, attribute, device);
+  };
+  get(&limits->multiprocessors, cudaDevAttrMultiProcessorCount);
+  get(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return status;
+}
+
 inline bool IsAligned(const void* pointer, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }

@@ -96,10 +96,10 @@ cudaError_t Run(R reduction, const ScatterCall& a, cudaStream_t stream) {
   if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidValue;
   const auto kernel = SumColumnsKernel<R, Index>;
   // The attribute is the same for all calls: other threads may launch the kernel at the same time.
-  int shared_bytes = 0, multiprocessors = 0;
-  cudaError_t status = private_sums::GetDevice(&shared_bytes, &multiprocessors);
+  DeviceLimits device{};
+  cudaError_t status = GetDeviceLimits(&device);
   if (status != cudaSuccess) return status;
-  const int64_t room = std::min<int64_t>(shared_bytes, kPrivateBytes);
+  const int64_t room = std::min<int64_t>(device.shared_bytes, kPrivateBytes);
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 static_cast<int>(room));
   if (status != cudaSuccess) return status;

@@ -64,18 +64,6 @@ struct PrivateTables {
   FastDivider<uint64_t> by_inner;
 };
 
-// The shared memory that a block of this device may have; 99 KB on devices for desktops.
-inline cudaError_t GetDevice(int* shared_bytes, int* multiprocessors) {
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  const auto get = [&](int* value, cudaDeviceAttr attribute) {
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(value, attribute, device);
-  };
-  get(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  get(multiprocessors, cudaDevAttrMultiProcessorCount);
-  return status;
-}
-
 // The address of shared memory, kept in a register. Otherwise the compiler computes it for each
 // addition, from a special register that takes long to read: 178 us instead of 171 in the case
 // above.
@@ -437,10 +425,10 @@ cudaError_t ScatterPrivate(R reduction, const ScatterCall& a, cudaStream_t strea
     constexpr int64_t kBytes = sizeof(Sum) + (kInOrder ? sizeof(unsigned) : 0);
     return int64_t{tables.outputs} * tables.tables * kBytes;
   };
-  int shared_bytes = 0, multiprocessors = 0;
-  cudaError_t status = GetDevice(&shared_bytes, &multiprocessors);
+  DeviceLimits device{};
+  cudaError_t status = GetDeviceLimits(&device);
   if (status != cudaSuccess) return status;
-  const int64_t room = std::min<int64_t>(shared_bytes, kPrivateBytes);
+  const int64_t room = std::min<int64_t>(device.shared_bytes, kPrivateBytes);
   while (tables.tables > 1 && table_bytes() > room) {
     // Any number of tables works for warps. Interleaved tables are selected with a bit mask.
     tables.tables = kInOrder ? tables.tables - 1 : tables.tables / 2;

@@ -20,14 +20,14 @@
 #include <limits>
 
 #include "cuda/async_copy.cuh"
+#include "cuda/block_scan.cuh"
 #include "cuda/scatter_private.cuh"
 
 JOF_NAMESPACE_BEGIN
 namespace {
 namespace tile_sums {
 
-constexpr int kThreads = 512, kSortThreads = 512, kWarp = 32,
-              kTile = static_cast<int>(kTilePositions);
+constexpr int kThreads = 512, kWarp = 32, kTile = static_cast<int>(kTilePositions);
 // A run of more equal ids than this is added up by the whole warp.
 constexpr int kLong = 32;
 
@@ -38,21 +38,20 @@ __device__ __forceinline__ int Slot(int position) { return position ^ ((position
 // Sorts the positions of a tile by row. A list has the slots of all positions in order of rows, and
 // then the index at which each row begins, with at least one more index at the end.
 template <typename Index>
-__global__ void __launch_bounds__(kSortThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     SortTilesKernel(IndexRule rule, const Index* __restrict__ ids, int64_t count, int list_rows,
                     uint16_t* __restrict__ lists) {
-  constexpr int kItems = kTile / kSortThreads, kMostRows = static_cast<int>(kTileRows);
+  constexpr int kItems = kTile / kThreads, kMostRows = static_cast<int>(kTileRows);
   __shared__ int counts[kMostRows];
   __shared__ __align__(16) uint16_t slots[kTile];
-  __shared__ int counts_of_warps[kSortThreads / kWarp];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  for (int row = threadIdx.x; row < list_rows; row += kSortThreads) counts[row] = 0;
+  __shared__ int counts_of_warps[kThreads / kWarp];
+  for (int row = threadIdx.x; row < list_rows; row += kThreads) counts[row] = 0;
   __syncthreads();
   const int64_t begin = int64_t{blockIdx.x} * kTile;
   int row[kItems], rank[kItems];
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
-    const int64_t n = begin + k * kSortThreads + threadIdx.x;
+    const int64_t n = begin + k * kThreads + threadIdx.x;
     row[k] = n < count ? static_cast<int>(rule.Resolve(ids[n])) : -1;
   }
 #pragma unroll
@@ -60,23 +59,15 @@ __global__ void __launch_bounds__(kSortThreads, 1)
   __syncthreads();
 
   // Each thread replaces the counts of consecutive rows by the number of positions before them.
-  constexpr int kOwn = kMostRows / kSortThreads;
-  const int rows_of_thread = list_rows / kSortThreads, own = threadIdx.x * rows_of_thread;
+  constexpr int kOwn = kMostRows / kThreads;
+  const int rows_of_thread = list_rows / kThreads, own = threadIdx.x * rows_of_thread;
   int positions[kOwn], sum = 0;
 #pragma unroll
   for (int k = 0; k < kOwn; ++k) {
     positions[k] = k < rows_of_thread ? counts[own + k] : 0;
     sum += positions[k];
   }
-  int scan = sum;
-  for (int by = 1; by < kWarp; by *= 2) {
-    const int other = __shfl_up_sync(~0u, scan, by);
-    if (lane >= by) scan += other;
-  }
-  if (lane == kWarp - 1) counts_of_warps[warp] = scan;
-  __syncthreads();
-  int before = scan - sum;
-  for (int w = 0; w < warp; ++w) before += counts_of_warps[w];
+  int before = internal::SumBefore(sum, counts_of_warps);
 #pragma unroll
   for (int k = 0; k < kOwn; ++k) {
     if (k < rows_of_thread) counts[own + k] = before;
@@ -86,7 +77,7 @@ __global__ void __launch_bounds__(kSortThreads, 1)
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     if (row[k] < 0) continue;
-    slots[counts[row[k]] + rank[k]] = static_cast<uint16_t>(Slot(k * kSortThreads + threadIdx.x));
+    slots[counts[row[k]] + rank[k]] = static_cast<uint16_t>(Slot(k * kThreads + threadIdx.x));
   }
   __syncthreads();
   uint16_t* const list = lists + int64_t{blockIdx.x} * TileListLength(list_rows);
@@ -94,10 +85,10 @@ __global__ void __launch_bounds__(kSortThreads, 1)
       list + threadIdx.x * kItems,
       *reinterpret_cast<const Pack<uint16_t, kPackSize<uint16_t>>*>(slots + threadIdx.x * kItems));
   static_assert(kItems == kPackSize<uint16_t>, "a thread stores one pack");
-  for (int r = threadIdx.x; r < list_rows; r += kSortThreads) {
+  for (int r = threadIdx.x; r < list_rows; r += kThreads) {
     list[kTile + r] = static_cast<uint16_t>(counts[r]);
   }
-  if (threadIdx.x == kSortThreads - 1) list[kTile + list_rows] = static_cast<uint16_t>(before);
+  if (threadIdx.x == kThreads - 1) list[kTile + list_rows] = static_cast<uint16_t>(before);
 }
 
 // Units of work are numbered by group of problems and part. A unit has every parts-th tile.
@@ -293,8 +284,8 @@ cudaError_t Run(R reduction, const ScatterCall& a, cudaStream_t stream) {
   using Sum = typename R::Value;
   constexpr int kProblems = kPackSize<T>, kList = TileListLength(kRows * kThreads);
   constexpr int kShared = 2 * (kTile * kPackBytes + kList * int{sizeof(uint16_t)});
-  int room = 0, multiprocessors = 0;
-  cudaError_t status = private_sums::GetDevice(&room, &multiprocessors);
+  DeviceLimits device{};
+  cudaError_t status = GetDeviceLimits(&device);
   if (status != cudaSuccess) return status;
   const ScatterProblem& p = a.problem;
   const int64_t tiles = CountTiles(p), outputs = p.batch * p.size();
@@ -304,12 +295,13 @@ cudaError_t Run(R reduction, const ScatterCall& a, cudaStream_t stream) {
   }
   Sum* const sums = static_cast<Sum*>(a.scratch);
   uint16_t* const lists = reinterpret_cast<uint16_t*>(sums + TileListsOffset(a));
-  if (kShared > room || !IsAligned(lists, kPackBytes)) return ScatterPrivate(reduction, a, stream);
+  if (kShared > device.shared_bytes || !IsAligned(lists, kPackBytes))
+    return ScatterPrivate(reduction, a, stream);
   const auto sort = [&](auto index) {
     using Index = decltype(index);
-    return LaunchBlocks<kSortThreads>(SortTilesKernel<Index>, tiles, 0, stream, p.rule,
-                                      static_cast<const Index*>(a.ids), p.rows, kRows * kThreads,
-                                      lists);
+    return LaunchBlocks<kThreads>(SortTilesKernel<Index>, tiles, 0, stream, p.rule,
+                                  static_cast<const Index*>(a.ids), p.rows, kRows * kThreads,
+                                  lists);
   };
   status = p.index_bytes == 4 ? sort(int32_t{}) : sort(int64_t{});
   if (status != cudaSuccess) return status;
@@ -322,7 +314,7 @@ cudaError_t Run(R reduction, const ScatterCall& a, cudaStream_t stream) {
                 static_cast<int>(tiles),
                 static_cast<int>(a.splits),
                 static_cast<int>(units)};
-  status = LaunchBlocks<kThreads>(kernel, std::min<int64_t>(units, multiprocessors), kShared,
+  status = LaunchBlocks<kThreads>(kernel, std::min<int64_t>(units, device.multiprocessors), kShared,
                                   stream, reduction, u, static_cast<const T*>(a.updates),
                                   static_cast<const uint16_t*>(lists), a.has_operand(), sums,
                                   static_cast<T*>(a.result));

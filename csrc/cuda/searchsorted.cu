@@ -111,17 +111,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 }  // namespace
 
 cudaError_t LaunchSearch(const SearchCall& call, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
+  DeviceLimits device{};
+  const cudaError_t status = GetDeviceLimits(&device);
   if (status != cudaSuccess) return status;
   return Dispatch<Sortable>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t items = (call.count + kQueries - 1) / kQueries;
     const int64_t blocks = std::min<int64_t>((items + kThreads - 1) / kThreads,
-                                             multiprocessors * kBlocksPerMultiprocessor);
+                                             device.multiprocessors * kBlocksPerMultiprocessor);
     const int64_t most = std::min(2 * int64_t{call.size}, kMostBuckets);
     const int64_t wanted = std::clamp<int64_t>(call.count / (blocks * kQueriesPerBucket), 1,
                                                std::max<int64_t>(most, 1));

@@ -34,7 +34,9 @@ inline constexpr int64_t kGridMost = 8192;
 
 // The scratch has a list for each dimension: the index at which the updates of each row begin, the
 // number of updates that have a row, and the updates in order of rows.
-inline int64_t GridList(const GridAxis& axis) { return axis.rule.size + 1 + axis.updates; }
+JOF_HOST_DEVICE JOF_INLINE int64_t GridList(const GridAxis& axis) {
+  return axis.rule.size + 1 + axis.updates;
+}
 inline int64_t GridLists(const GridSumCall& call) {
   return GridList(call.axes[0]) + GridList(call.axes[1]);
 }

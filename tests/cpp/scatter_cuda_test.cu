@@ -1,8 +1,9 @@
-// The CUDA kernels of scatters and gathers on pointers at every offset within 16 bytes that their
-// type allows, between guard zones that must stay untouched, with ids and orders that are out of
-// range, or unsorted although they are declared sorted. Needs a GPU; `make gpu-check` runs it. The
-// argument `brief`, for compute-sanitizer, runs a part; `brief f16` runs that part for one type and
-// `brief gather` for gathers, because racecheck takes half a minute per type.
+// The CUDA kernels of scatters, sums of grids and gathers on pointers at every offset within 16
+// bytes that their type allows, between guard zones that must stay untouched, with ids and orders
+// that are out of range, or unsorted although they are declared sorted. Needs a GPU; `make
+// gpu-check` runs it. The argument `brief`, for compute-sanitizer, runs a part; `brief f16` runs
+// that part for one type and `brief gather` for gathers, because racecheck takes half a minute per
+// type.
 #include <algorithm>
 #include <cstring>
 #include <vector>
