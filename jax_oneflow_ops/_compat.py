@@ -508,15 +508,19 @@ def operands_of(value: Any, *names: str) -> list[Any]:
     return [*op.operands] if op is not None and op.name in names else []
 
 
+def before_sum(value: Any) -> tuple[Any, list[int]] | None:
+    """What was summed over dimensions to make a value, and these dimensions; or None."""
+    parts = operands_of(value, "stablehlo.reduce")
+    if len(parts) != 2 or fill_of(parts[1]) not in ZEROS:
+        return None
+    op = value.owner.operation
+    return (parts[0], [*op.attributes["dimensions"]]) if _reduces_by(op, "stablehlo.add") else None
+
+
 def before_empty_sums(value: Any) -> Any:
     """What sums over no dimensions were applied to: jax makes these when it transposes lookups."""
-    while (
-        len(parts := operands_of(value, "stablehlo.reduce")) == 2
-        and not [*value.owner.operation.attributes["dimensions"]]
-        and _reduces_by(value.owner.operation, "stablehlo.add")
-        and fill_of(parts[1]) in ZEROS
-    ):
-        value = parts[0]
+    while (summed := before_sum(value)) and not summed[1]:
+        value = summed[0]
     return value
 
 
@@ -542,6 +546,12 @@ def callee_of(value: Any) -> str | None:
 def places_of(value: Any) -> list[int]:
     """For each dimension of a broadcast's operand, its dimension in the result `value`."""
     return [*value.owner.attributes["broadcast_dimensions"]]
+
+
+def order_of_transpose(value: Any) -> list[int]:
+    """For each dimension of a transposition's result `value`, that of its operand; else empty."""
+    is_transposed = operands_of(value, "stablehlo.transpose")
+    return [*value.owner.attributes["permutation"]] if is_transposed else []
 
 
 def before_broadcast(value: Any, places: Sequence[int]) -> tuple[Any, list[int]] | None:
@@ -573,13 +583,20 @@ def is_maximum_along(value: Any, operand: Any, axis: int) -> bool:
         return False
     op = value.owner.operation
     is_maximum = _reduces_by(op, "stablehlo.maximum")
-    is_here = op.block == ir.InsertionPoint.current.block
+    is_here = is_in_current_block(value)
     starts_low = fill_of(parts[1]) in LOWEST
     return is_maximum and is_here and starts_low and [*op.attributes["dimensions"]] == [axis]
 
 
+def is_in_current_block(value: Any) -> bool:
+    """Whether an operation of the block that is being lowered made a value."""
+    op = getattr(value.owner, "operation", None)
+    return op is not None and op.block == ir.InsertionPoint.current.block
+
+
 ZEROS = frozenset({"0", "0.000000e+00", "(0.000000e+00,0.000000e+00)"})
-LOWEST = ("0xFF800000", "0xFFF0000000000000")  # negative infinity in float32 and float64
+LOWEST = ("0xFC00", "0xFF80", "0xFF800000", "0xFFF0000000000000")
+"""Negative infinity in float16, bfloat16, float32 and float64."""
 
 
 def is_argument_of_program(value: Any) -> bool:

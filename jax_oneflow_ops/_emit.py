@@ -248,6 +248,19 @@ def clip(x: Array, low: int, high: int) -> Array:
 # ---- functions that have no method or namespace ----
 
 
+def pad(x: Array, more: Sequence[int]) -> Array:
+    """Adds zeros at the end of dimensions of an array of floats."""
+    if not any(more):
+        return x
+    kind = _type((), x.dtype)
+    zero = hlo.constant(
+        ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, 0))
+    )
+    none = [0] * x.ndim
+    shape = [n + k for n, k in zip(x.shape, more, strict=True)]
+    return x._like(hlo.pad(x.value, zero, none, [*more], none), shape)
+
+
 def sort_pairs(keys: Any, values: Any) -> Any:
     """Keys, integers of rank 1, and values, sorted by key. The sort is stable."""
     if not isinstance(keys, Array):

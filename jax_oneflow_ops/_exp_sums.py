@@ -23,7 +23,7 @@ from jax_oneflow_ops import _compat, _emit, _policy, _rows
 from jax_oneflow_ops._compat import operands_of
 
 READS_ONCE = "reads each row once for its maximum and the sum"
-_NARROW = ("float16", "bfloat16")
+NARROW = ("float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,9 @@ class ExpSum:
 
     def pays(self, platform: str, device_kind: str | None) -> _policy.Decision | None:
         """The measurement by which the kernel is expected to be faster than XLA, or None."""
-        is_stored = operands_of(self.x, *_STORED) or _compat.is_argument_of_program(self.x)
         is_long = self.is_finite or self.aval.shape[self.axis] > _SHORT
         is_large = _policy.nbytes(self.aval) >= _LEAST_BYTES
-        if platform != "cuda" or not (is_stored and is_long and is_large):
+        if platform != "cuda" or not (is_stored(self.x) and is_long and is_large):
             return None
         call = _policy.describe(_rows.logsumexp_p, [self.aval], axis=self.axis)
         decision = _policy.choose(call, platform, device_kind)
@@ -69,9 +68,17 @@ class ExpSum:
         return [total]
 
 
-# XLA computes these in kernels of their own, whose results are in memory. Other operations, such as
-# a product with a scale, it would fuse into both of its passes over the rows.
 _STORED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call")
+
+
+def is_stored(x: Any) -> bool:
+    """Whether XLA stores a value: kernels of their own compute it, or the program gets it.
+
+    Other operations, such as a product with a scale, XLA fuses into its passes over the rows.
+    """
+    return bool(operands_of(x, *_STORED)) or _compat.is_argument_of_program(x)
+
+
 # Rows of a softmax up to this length XLA reads once, and computes the softmax in the same kernel.
 # With the kernel of sums, softmax of f32 took 1.1 times as long as XLA's with 16,384 elements in a
 # row, and 1.5 times with 8192; with 20,000 and more 0.8 times, and 0.7 to 0.8 times in bf16. Sums
@@ -106,15 +113,15 @@ def find(ctx: Any, operand: Any, axes: Sequence[int]) -> ExpSum | None:
     of_wide, (rows,) = _emit.aval_of(wide), ctx.avals_out
     if of_wide is None or of_wide.dtype not in (jnp.float32, jnp.float64) or of_wide.size == 0:
         return None
-    if (maximum := _maximum(centre, wide, axis)) is None or rows.dtype != of_wide.dtype:
+    if (maximum := maximum_of(centre, wide, axis)) is None or rows.dtype != of_wide.dtype:
         return None
     x = next(iter(operands_of(wide, "stablehlo.convert")), wide)
     of_x = _emit.aval_of(x)
-    is_widened = of_x is not None and of_x.dtype.name in _NARROW and of_wide.dtype == jnp.float32
+    is_widened = of_x is not None and of_x.dtype.name in NARROW and of_wide.dtype == jnp.float32
     return ExpSum(x if is_widened else wide, axis, *maximum)
 
 
-def _maximum(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
+def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
     """The operation that computes the maxima of x that `centre` repeats along an axis, or None.
 
     Also returns whether `centre` is 0 where they are infinite.

@@ -221,7 +221,7 @@ def _function_of_softmax(*, log: bool, **_: Any) -> str:
 # ---- softmax ----
 
 
-def _define_softmax() -> core.Primitive:
+def _define_softmax() -> tuple[core.Primitive, core.Primitive]:
     def kinds(operands: int) -> Kinds:
         return [ARRAY] * operands, [ARRAY]
 
@@ -280,10 +280,10 @@ def _define_softmax() -> core.Primitive:
     _primitive.define_derivatives(softmax_p, jvp=jvp, transpose=not_linear)
     linear(vjp_p, _reference.softmax_vjp, lambda **_: 1, (), vjp_transpose)
     linear(jvp_p, _reference.log_softmax_jvp, lambda **_: 1, (), jvp_transpose)
-    return softmax_p
+    return softmax_p, vjp_p
 
 
-softmax_p = _define_softmax()
+softmax_p, softmax_vjp_p = _define_softmax()
 
 
 # ---- logsumexp, and cross entropy, which is logsumexp minus the element that a label names ----

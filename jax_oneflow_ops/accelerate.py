@@ -308,6 +308,11 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
 
 
 _EXP_SUM = "sum of exp"  # the name of such an operation in reports
+_READS_ONCE = (
+    _EXP_SUM,
+    "softmax",
+    "softmax gradient",
+)  # the names of operations that replace a softmax or part of it
 _MAKES_SUMS = tuple(f"stablehlo.{name}" for name in ("multiply", "convert", "exponential"))
 """The operations whose results `_swapped_sum` looks for."""
 
@@ -331,6 +336,63 @@ def _swapped_sum(ctx: Any, operand: Any, axes: Any, platform: str) -> tuple[Any,
         return None
     row = _row(_EXP_SUM, ctx, (result, found.aval), True, _exp_sums.READS_ONCE, decision)
     return found, dataclasses.replace(row, dtype=found.aval.dtype.name)
+
+
+def _softmaxes(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of quotients and products: those that are a softmax or its gradient."""
+    is_product = primitive is lax.mul_p
+
+    def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
+        found = None
+        factors = (x, y) if is_product else (x,)
+        is_open = any(_compat.operands_of(z, "stablehlo.exponential") for z in factors)
+        if is_open and _mode(ctx) in (_ON, _DETERMINISTIC) and _is_plain(ctx):
+            from jax_oneflow_ops import _softmaxes  # imported lazily: few programs need it
+
+            found = _softmaxes.find_gradient([x, y]) if is_product else _softmaxes.find(x, y)
+        if found is None or _why_no_kernels(ctx, platform):
+            return rule(ctx, x, y, **params)
+        explanation = _explanation.get()
+        kind = explanation.device_kind if explanation else _policy.device_kind(platform)
+        decision = found.pays(platform, kind)
+        if not (_is_asked_for() or decision):
+            results = rule(ctx, x, y, **params)
+            return results if is_product else found.keep(ctx, results)
+        results = found.lower(ctx)
+        if explanation is not None:
+            _compat.tag(results[0], _TAG, str(len(explanation.rows)))
+            row = _row(found.name, ctx, [found.aval] * 2, True, _softmaxes.ONE_KERNEL, decision)
+            explanation.rows.append((row, _key(primitive, ctx.avals_in)))
+        return results
+
+    return lower
+
+
+def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of matrix products: pads rows that do not begin at multiples of 16 bytes."""
+
+    def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
+        is_open = _mode(ctx) in (_ON, _DETERMINISTIC) and (platform == "cuda" or _is_asked_for())
+        if not (is_open and _is_plain(ctx)):
+            return rule(ctx, x, y, **params)
+        from jax_oneflow_ops import _products  # imported lazily: few programs need it
+
+        product = ctx.avals_in, (x, y), params["dimension_numbers"]
+        padding = _products.find(*product)
+        if padding is None or _why_no_kernels(ctx, platform):
+            return rule(ctx, x, y, **params)
+        if not (_is_asked_for() or _products.pays(padding, *product)):
+            return rule(ctx, x, y, **params)
+        results = padding.lower(rule, ctx, x, y, **params)
+        explanation = _explanation.get()
+        if explanation is not None:
+            _compat.tag(results[0], _TAG, str(len(explanation.rows)))
+            avals = *ctx.avals_out, max(ctx.avals_in, key=lambda aval: aval.size)
+            row = _row("matrix product", ctx, avals, True, _products.PADDED)
+            explanation.rows.append((row, _key(primitive, ctx.avals_in)))
+        return results
+
+    return lower
 
 
 def _as_written(
@@ -480,8 +542,7 @@ def _with_chains(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         is_fused = (_compat.scope_of(ctx) or "").endswith(_FUSE)
-        is_plain = is_fused and _compat.is_for_one_device(ctx) and _compat.has_known_sizes(ctx)
-        if is_plain and _runs_kernels(platform):
+        if is_fused and _is_plain(ctx) and _runs_kernels(platform):
             from jax_oneflow_ops import _chains  # imported lazily: few programs need it
 
             done, jaxpr = _compat.functions_of_module(ctx), params["jaxpr"]
@@ -493,6 +554,11 @@ def _with_chains(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         return rule(ctx, *args, **params)
 
     return lower
+
+
+def _is_plain(ctx: Any) -> bool:
+    """Whether a program is for one device and has known sizes."""
+    return _compat.is_for_one_device(ctx) and _compat.has_known_sizes(ctx)
 
 
 def _runs_kernels(platform: str) -> bool:
@@ -726,6 +792,9 @@ def _problem(value: str) -> str | None:
         _compat.replace_lowerings([*_REDUCTIONS], _PLATFORMS, _replacement)
         _compat.replace_lowerings([lax.scan_p], _PLATFORMS, _searched)
         _compat.replace_lowerings([lax.reduce_sum_p], _PLATFORMS, _sums, on_several=False)
+        pair = [lax.div_p, lax.mul_p]
+        _compat.replace_lowerings(pair, _PLATFORMS, _softmaxes, on_several=False)
+        _compat.replace_lowerings([lax.dot_general_p], _PLATFORMS, _products, on_several=False)
         for one, rule in (
             (lax.reduce_max_p, _with_handle),
             (lax.approx_top_k_p, _without_metadata),
@@ -1041,12 +1110,12 @@ def explain(
     summed = [row for i, row in numbered.items() if i in explanation.messages]
     not_stored = {(row.line, row.shapes[-1]) for row in summed}
 
-    read_once = {(row.line, row.shapes[-1]) for row in rows if row.operation == _EXP_SUM}
+    read_once = {(row.line, row.shapes[-1]) for row in rows if row.operation in _READS_ONCE}
 
     def is_known(row: Row) -> bool:
         if row.operation == "messages":
             return (row.line, row.shapes[-1]) in not_stored
-        if row.operation == "logsumexp":
+        if row.operation in ("logsumexp", "softmax"):
             return (row.line, row.shapes[-1]) in read_once
         return row.reason == _CHAIN and row.line in of_chains
 

@@ -1,0 +1,169 @@
+"""Matrix products of 16-bit rows inside `accelerate`: which are padded, and that results agree."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+import jax_oneflow_ops as jof
+from tests.arrays import rng_for
+from tests.test_lowering import ENVIRONMENT_VARIABLE, native_backend
+
+pytestmark = native_backend
+
+
+@pytest.fixture
+def native(monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "native")
+
+
+def lowered(f, *args, platform=None) -> str:
+    platforms = None if platform is None else (platform,)
+    traced = jax.jit(jof.accelerate(lambda *args: f(*args))).trace(*args)
+    return traced.lower(lowering_platforms=platforms).as_text()
+
+
+def products(f, *args, platform=None) -> list[tuple[str, str]]:
+    """The shapes of the operands of all products in the lowered program."""
+    text = lowered(f, *args, platform=platform)
+    found = re.findall(r"dot_general.*: \(tensor<([\dx]+)x\w+>, tensor<([\dx]+)x\w+>\)", text)
+    return [(a, b) for a, b in found]
+
+
+def check(f, *args):
+    """Compares with float64 and returns the shapes of the operands of products."""
+    results = jax.jit(jof.accelerate(lambda *args: f(*args)))(*args)
+    exact = f(*(np.asarray(x, np.float64) for x in args))
+    assert results.shape == exact.shape
+    error = np.abs(np.asarray(results, np.float64) - exact)
+    bound = 2 * float(jnp.finfo(results.dtype).eps) * np.abs(exact).max(initial=1)
+    assert (error <= bound).all()
+    return products(f, *args)
+
+
+def arrays(dtype, *shapes):
+    rng = rng_for(dtype, shapes)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+DTYPES = ["float16", "bfloat16"]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_place_of_a_row(dtype):
+    x, y = arrays(dtype, (16, 21), (21, 24))
+    assert check(lambda x, y: x @ y, x, y) == [("16x24", "24x24")]  # contracted
+    assert check(lambda x, y: y.T @ x.T, x, y) == [("24x24", "24x16")]  # transposed views
+    x, y = arrays(dtype, (16, 24), (24, 21))
+    assert check(lambda x, y: x @ y, x, y) == [("16x24", "24x24")]  # in the result
+    x, y = arrays(dtype, (24, 21), (24, 13))
+    assert check(lambda x, y: x.T @ y, x, y) == [("24x24", "24x16")]  # both in the result
+    x, y = arrays(dtype, (16, 24), (24, 8))
+    assert check(lambda x, y: x @ y, x, y) == [("16x24", "24x8")]  # aligned
+
+
+@pytest.mark.usefixtures("native")
+def test_batches_and_several_dimensions():
+    x, y = arrays("bfloat16", (3, 5, 4, 9), (3, 9, 4, 7))
+    numbers = (((3, 2), (1, 2)), ((0,), (0,)))
+    how = {"dimension_numbers": numbers, "preferred_element_type": jnp.float32}
+    got = jax.jit(jof.accelerate(lambda x, y: lax.dot_general(x, y, **how)))(x, y)
+    exact = np.einsum("bijk,bkjl->bil", *(np.asarray(z, np.float64) for z in (x, y)))
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+    assert products(lambda x, y: lax.dot_general(x, y, **how), x, y) == [("3x5x4x16", "3x16x4x8")]
+
+
+@pytest.mark.usefixtures("native")
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=6, max_size=6),
+    flips=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_product(sizes, flips, dtype):
+    b, i, j, k, m, n = sizes
+    x, y = arrays(dtype, (b, i, j, k, m), (b, k, m, n))
+    x, y = (z.swapaxes(-1, -2) if flip else z for z, flip in zip((x, y), flips, strict=True))
+    left = "bijmk" if flips[0] else "bijkm"
+    right = "bknm" if flips[1] else "bkmn"
+
+    def f(x, y):
+        library = jnp if isinstance(x, jax.Array) else np
+        return library.einsum(f"{left},{right}->bnij", x, y)
+
+    check(f, x, y)
+
+
+@pytest.mark.usefixtures("native")
+def test_gradients():
+    x, w = arrays("bfloat16", (16, 24), (24, 21))
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin((x @ w).astype(jnp.float32)))
+
+    got = jax.jit(jof.accelerate(jax.grad(loss, (0, 1))))(x, w)
+    exact = jax.grad(loss, (0, 1))(*(z.astype(jnp.float32) for z in (x, w)))
+    for g, e in zip(got, exact, strict=True):
+        assert np.abs(np.asarray(g, np.float32) - e).max() <= 0.02 * np.abs(e).max()
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float64"])
+def test_other_dtypes_stay(dtype):
+    with jax.enable_x64(True):
+        x, y = arrays(dtype, (16, 21), (21, 24))
+        assert products(lambda x, y: x @ y, x, y) == [("16x21", "21x24")]
+
+
+def head(tokens=16384, words=50257, width=768):
+    def gradients(logits, table, hidden):
+        ct = jnp.exp(logits.astype(jnp.float32)).astype(jnp.bfloat16)
+        return ct @ table, ct.T @ hidden
+
+    shapes = (tokens, words), (words, width), (tokens, width)
+    return gradients, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+
+def test_gradients_of_logits_are_padded_by_default(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    step, *args = head()
+    found = products(step, *args, platform="cuda")
+    assert found == [("16384x50264", "50264x768"), ("50264x16384", "16384x768")]
+    rows = jof.explain(step, *args, platform="cuda").rows
+    assert [(row.operation, row.swapped) for row in rows] == [("matrix product", True)] * 2
+    assert rows[0].shapes == ((16384, 768), (16384, 50257))
+
+    def dense(logits, kernel, hidden):  # the table of words is transposed
+        ct = jnp.exp(logits.astype(jnp.float32)).astype(jnp.bfloat16)
+        return ct @ kernel.T, hidden.T @ ct
+
+    logits, table, hidden = args
+    kernel = jax.ShapeDtypeStruct(table.shape[::-1], table.dtype)
+    found = products(dense, logits, kernel, hidden, platform="cuda")
+    assert found == [("16384x50264", "50264x768"), ("768x16384", "16384x50264")]
+    aligned, *args = head(words=50304)
+    assert products(aligned, *args, platform="cuda")[0] == ("16384x50304", "50304x768")
+
+
+def test_others_stay_by_default(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    small, *args = head(tokens=64)
+    assert products(small, *args, platform="cuda")[0] == ("64x50257", "50257x768")
+    step, *args = head()
+    assert products(step, *args, platform="cpu")[0] == ("16384x50257", "50257x768")
+    logits, table, hidden = args
+    forward = lambda x, y: x @ y.T  # noqa: E731
+    assert products(forward, hidden, table, platform="cuda") == [("16384x768", "768x50257")]
+    by_kernel = hidden, jax.ShapeDtypeStruct(table.shape[::-1], table.dtype)
+    assert products(jnp.matmul, *by_kernel, platform="cuda") == [("16384x768", "768x50257")]
+    # To copy these would cost more than padding saves.
+    narrow = jax.ShapeDtypeStruct((50257, 64), jnp.bfloat16)
+    assert products(jnp.matmul, logits, narrow, platform="cuda") == [("16384x50257", "50257x64")]
+    wide = jax.ShapeDtypeStruct((16384, 50257), jnp.bfloat16)
+    assert products(jnp.matmul, wide, table, platform="cuda") == [("16384x50264", "50264x768")]

@@ -1,0 +1,253 @@
+"""Softmaxes of 16-bit rows inside `accelerate`: what is recognised, and that results agree."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_oneflow_ops as jof
+from jax_oneflow_ops import _policy
+from tests.arrays import rng_for
+from tests.test_lowering import ENVIRONMENT_VARIABLE, lowered_targets, native_backend
+
+pytestmark = native_backend
+
+FORWARD, GRADIENT = "jof_softmax", "jof_softmax_vjp"
+
+
+@pytest.fixture
+def native(monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "native")
+
+
+def called(f, *args, platform=None) -> tuple[int, int]:
+    """How often the kernels of the softmax and of its gradient are called."""
+    platforms = None if platform is None else (platform,)
+    traced = jax.jit(jof.accelerate(lambda *args: f(*args))).trace(*args)
+    targets = lowered_targets(traced.lower(lowering_platforms=platforms).as_text())
+    return targets.get(FORWARD, 0), targets.get(GRADIENT, 0)
+
+
+def check(f, *args):
+    """Compares with JAX in float64, and returns how often the kernels are called."""
+    count = called(f, *args)
+    results = jax.jit(jof.accelerate(lambda *args: f(*args)))(*args)
+    with jax.enable_x64(True):
+        wide = [x.astype(jnp.float64) if x.dtype.kind not in "iub" else x for x in args]
+        exact = jax.jit(f)(*wide)
+    for y, e in zip(*map(jax.tree.leaves, (results, exact)), strict=True):
+        bound = 4 * float(jnp.finfo(y.dtype).eps)
+        e = np.asarray(e, np.float64)
+        np.testing.assert_allclose(np.asarray(y, np.float64), e, rtol=bound, atol=bound)
+    return count
+
+
+def pair(dtype, shape=(5, 37)):
+    rng = rng_for(dtype, shape)
+    return [jnp.asarray(rng.normal(size=shape) * k, dtype) for k in (3, 1)]
+
+
+def with_gradient(f):
+    def both(x, ct):
+        y, pullback = jax.vjp(f, x)
+        return y, *pullback(ct)
+
+    return both
+
+
+DTYPES = ["float16", "bfloat16"]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_softmax(dtype):
+    x, _ = pair(dtype)
+    assert check(jax.nn.softmax, x) == (1, 0)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_infinities_and_nan(dtype):
+    x = np.asarray(pair(dtype)[0], np.float64)
+    x[0, 3], x[1, :5], x[2, 4], x[3] = 60, -np.inf, np.inf, -np.inf
+    x[4, 7] = np.nan
+    assert check(jax.nn.softmax, jnp.asarray(x, dtype)) == (1, 0)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", [0, 1, 2, -2])
+def test_axes(axis, dtype):
+    """Also with dimensions of equal sizes, which are not the same dimensions."""
+    for shape in ((4, 6, 8), (6, 6, 6), (5, 1, 12), (10, 10, 1)):
+        if shape[axis] > 1:
+            f = with_gradient(lambda x: jax.nn.softmax(x, axis))
+            assert check(f, *pair(dtype, shape)) == (1, 1)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_of_attention(dtype):
+    rng = rng_for(dtype)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 19, 3, 8)) / 2, dtype) for _ in range(3))
+
+    def attention(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(attention(q, k, v).astype(jnp.float32)))
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    assert called(gradient, q, k, v) == (1, 1)
+    accelerated = jax.jit(jof.accelerate(lambda *args: gradient(*args)))(q, k, v)
+    exact = jax.jit(gradient)(*(x.astype(jnp.float32) for x in (q, k, v)))
+    for got, want in zip(accelerated, exact, strict=True):
+        error = np.abs(np.asarray(got, np.float32) - np.asarray(want)).max()
+        assert error <= 8 * float(jnp.finfo(dtype).eps) * np.abs(want).max()
+
+
+@pytest.mark.usefixtures("native")
+def test_other_transformations():
+    x, ct = pair("bfloat16", (3, 4, 21))
+    f = with_gradient(jax.nn.softmax)
+    assert check(jax.vmap(f), x, ct) == (1, 1)
+    assert check(lambda x, ct: jax.lax.map(lambda a: f(*a), (x, ct)), x, ct) == (1, 1)
+    assert check(lambda x, ct: jax.jvp(jax.nn.softmax, [x], [ct])[0], x, ct) == (1, 0)
+    remat = with_gradient(jax.checkpoint(jax.nn.softmax))
+    assert check(remat, x, ct) == (2, 1)
+
+
+@pytest.mark.usefixtures("native")
+def test_residuals_that_cross_functions():
+    """The gradient is computed elsewhere from the exponentials, as the program says."""
+    x, ct = pair("bfloat16", (3, 4, 21))
+    f = with_gradient(lambda x: jax.jit(jax.nn.softmax)(x) * 2)
+    assert check(f, x, ct) == (1, 0)
+
+    def layers(x, ct):
+        def loss(x):
+            return jax.lax.scan(lambda c, _: (jax.nn.softmax(c * 3), None), x, length=3)[0]
+
+        return with_gradient(loss)(x, ct)
+
+    assert called(layers, x, ct)[0] == 1
+
+
+@pytest.mark.usefixtures("native")
+def test_what_is_no_softmax():
+    """Each differs in one step, and stays with XLA."""
+    x, _ = pair("bfloat16", (6, 6))
+
+    def largest(x):
+        return jnp.max(x, 1, keepdims=True)
+
+    def total(e):
+        return jnp.sum(e, 1, keepdims=True)
+
+    def count(centre, divisor):
+        def quotient(x):
+            e = jnp.exp(x - centre(x))
+            return e / divisor(e)
+
+        return called(quotient, x)
+
+    def finite(x):
+        return jnp.where(jnp.isfinite(largest(x)), largest(x), 0)
+
+    assert count(largest, total) == (1, 0)
+    assert count(lambda x: jnp.max(x, 0), total) == (0, 0)
+    assert count(lambda x: jnp.max(x, 1), total) == (0, 0)  # transposed
+    assert count(lambda x: jnp.mean(x, 1, keepdims=True), total) == (0, 0)
+    assert count(finite, total) == (0, 0)
+    assert count(largest, lambda e: 2 * total(e)) == (0, 0)
+    assert count(largest, lambda e: jnp.sum(e, 0)) == (0, 0)
+    assert count(largest, lambda e: jnp.sum(e, 1)) == (0, 0)
+    assert count(largest, largest) == (0, 0)
+    assert count(largest, lambda e: total(e * e)) == (0, 0)
+    assert called(lambda x: jax.nn.softmax(x.astype(jnp.float32)), x) == (0, 0)
+    assert called(lambda x: jax.nn.softmax(x, where=x > 0), x) == (0, 0)
+
+
+@pytest.mark.usefixtures("native")
+def test_products_that_are_no_gradient():
+    """Each differs in one step from the gradient."""
+    x, ct = pair("bfloat16", (6, 6))
+
+    def gradient(x, ct, other=None, axis=1, sign=-1, power=2, factor=None):
+        e = jnp.exp(x - jnp.max(x, 1, keepdims=True))
+        total = jnp.sum(e, 1, keepdims=True)
+        inverse = jax.lax.integer_pow(total, -2) if power == 2 else 1 / total
+        inner = jnp.sum((ct if other is None else other) * inverse * e, axis, keepdims=True)
+        rest = jnp.broadcast_to(-inner if sign < 0 else inner, e.shape)
+        return (e if factor is None else factor) * (ct / total + rest)
+
+    assert check(gradient, x, ct) == (1, 1)
+    assert called(lambda x, ct: gradient(x, ct, other=x), x, ct) == (0, 0)
+    assert called(lambda x, ct: gradient(x, ct, axis=0), x, ct) == (0, 0)
+    assert called(lambda x, ct: gradient(x, ct, sign=1), x, ct) == (0, 0)
+    assert called(lambda x, ct: gradient(x, ct, power=1), x, ct) == (0, 0)
+    assert called(lambda x, ct: gradient(x, ct, factor=jnp.exp(x)), x, ct) == (0, 0)
+
+
+@pytest.mark.usefixtures("native")
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    axis=st.integers(0, 3),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape(shape, axis, dtype, seed):
+    axis %= len(shape)
+    rng = np.random.default_rng(seed)
+    x, ct = (jnp.asarray(rng.normal(size=shape) * 4, dtype) for _ in range(2))
+    check(with_gradient(lambda x: jax.nn.softmax(x, axis)), x, ct)
+
+
+def attention_of(tokens, dtype="bfloat16", heads=6, batch=256):
+    q = jax.ShapeDtypeStruct((batch, tokens, heads, 64), dtype)
+
+    def loss(q, k):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, k).astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1)), q, q
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The measurements that users have."""
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    found = json.loads(Path(_policy.__file__).with_name("policy.json").read_text())
+    monkeypatch.setattr(_policy, "tables", lambda: found)
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vision_transformers_gain_by_default(dtype):
+    """Rows of 197 tokens do not begin at multiples of 16 bytes."""
+    step, *args = attention_of(197, dtype)
+    rows = jof.explain(step, *args, platform="NVIDIA H200").rows
+    swapped = [row.operation for row in rows if row.swapped]
+    assert sorted(swapped) == ["softmax", "softmax gradient"]
+    assert not [row for row in rows if not row.swapped and row.operation == "softmax"]
+    assert all(row.native_us < row.xla_us for row in rows if row.swapped)
+
+
+@pytest.mark.usefixtures("measured")
+def test_by_default_rows_that_xla_does_not_store_stay():
+    def masked(q, k):
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        return jax.nn.softmax(jnp.where(logits > 0, logits, -jnp.inf))
+
+    _, *args = attention_of(197)
+    rows = jof.explain(masked, *args, platform="NVIDIA H200").rows
+    assert [row.swapped for row in rows if row.operation == "softmax"] == [False]
+
+    step, *args = attention_of(5, batch=1)  # few
+    assert not any(row.swapped for row in jof.explain(step, *args, platform="NVIDIA H200").rows)
