@@ -280,6 +280,16 @@ def sort_pairs(keys: Any, values: Any) -> Any:
     return [x._like(result, x.shape) for x, result in zip(pair, sort.results, strict=True)]
 
 
+def with_lowest_at_end(x: Array, count: int) -> Array:
+    """Sets the last `count` columns of an array of floats to negative infinity."""
+    shape = (*x.shape[:-1], count)
+    element = ir.FloatAttr.get(_type((), x.dtype).element_type, -math.inf)
+    lowest = hlo.constant(ir.DenseElementsAttr.get_splat(_type(shape, x.dtype), element))
+    starts = [*[0] * (x.ndim - 1), x.shape[-1] - count]
+    places = [_constant(n, (), np.dtype("int32")) for n in starts]
+    return x._like(hlo.dynamic_update_slice(x.value, lowest, places), x.shape)
+
+
 def first(x: Any, count: int) -> Any:
     """The first elements of an array of rank 1."""
     if not isinstance(x, Array):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_oneflow_ops import _compat, _emit, _policy, _rows
+from jax_oneflow_ops import _compat, _emit, _policy, _products, _rows
 from jax_oneflow_ops._compat import operands_of
 
 READS_ONCE = "reads each row once for its maximum and the sum"
@@ -68,7 +68,10 @@ class ExpSum:
         return [total]
 
 
-_STORED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call")
+_STORED = (
+    *("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"),
+    "stablehlo.dynamic_update_slice",  # a product with padding
+)
 
 
 def is_stored(x: Any) -> bool:
@@ -110,15 +113,18 @@ def find(ctx: Any, operand: Any, axes: Sequence[int]) -> ExpSum | None:
     if not parts or len(axes) != 1 or not _compat.is_for_one_device(ctx):
         return None
     (axis,), (wide, centre) = axes, parts
-    of_wide, (rows,) = _emit.aval_of(wide), ctx.avals_out
+    of_wide, (total,) = _emit.aval_of(wide), ctx.avals_out
     if of_wide is None or of_wide.dtype not in (jnp.float32, jnp.float64) or of_wide.size == 0:
         return None
-    if (maximum := maximum_of(centre, wide, axis)) is None or rows.dtype != of_wide.dtype:
+    if (maximum := maximum_of(centre, wide, axis)) is None or total.dtype != of_wide.dtype:
         return None
     x = next(iter(operands_of(wide, "stablehlo.convert")), wide)
     of_x = _emit.aval_of(x)
     is_widened = of_x is not None and of_x.dtype.name in NARROW and of_wide.dtype == jnp.float32
-    return ExpSum(x if is_widened else wide, axis, *maximum)
+    rows = x if is_widened else wide
+    if axis == of_wide.ndim - 1:
+        rows = _products.with_padding(ctx, rows)
+    return ExpSum(rows, axis, *maximum)
 
 
 def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
