@@ -130,11 +130,16 @@ def knows_shapes_of_shards(ctx: Any) -> bool:
     return is_for_one_device(ctx)
 
 
-def is_for_one_device(ctx: Any) -> bool:
-    """Whether a program is lowered for one device."""
+def count_devices(ctx: Any) -> int:
+    """The number of devices that a program is lowered for."""
     axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
-    return int(mesh.size if mesh is not None else axis_context.num_devices or 1) == 1
+    return int(mesh.size if mesh is not None else axis_context.num_devices or 1)
+
+
+def is_for_one_device(ctx: Any) -> bool:
+    """Whether a program is lowered for one device."""
+    return count_devices(ctx) == 1
 
 
 def with_current_mesh(ctx: Any) -> Any:

@@ -353,7 +353,8 @@ def fused_multiply_add(
     reference: Function, multiply_p: core.Primitive, add_p: core.Primitive
 ) -> core.Primitive:
     """Defines x y + z, whose derivatives are those of a product and of a sum."""
-    f_p = _define("fma", reference)
+    # XLA rounds the product for GPUs.
+    f_p = _define("fma", reference, approximate_in_xla=4)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, implementation: Any) -> Any:
         result = bind(f_p, *primals, implementation=implementation)

@@ -54,7 +54,7 @@ class Padding:
         if whole.shape == result.shape:
             return [product]
         *others, columns = self.result
-        with_rows = not any(others)
+        with_rows = columns and not any(others) and _compat.is_for_one_device(ctx)
         if with_rows:  # what reads whole rows finds neither a maximum nor an exponential there
             product = _emit.with_lowest_at_end(_emit.Array(product, whole), columns).value
         ones = [1] * result.ndim
@@ -75,13 +75,21 @@ def with_padding(ctx: Any, x: Any) -> Any:
     return _padded_in(ctx).get(x, x)
 
 
-def find(avals: Sequence[Any], operands: Sequence[Any], dimension_numbers: Any) -> Padding | None:
-    """The padding with which all rows of a product are aligned; None if they are.
+def find(
+    avals: Sequence[Any],
+    operands: Sequence[Any],
+    dimension_numbers: Any,
+    *,
+    may_be_divided: bool = False,
+) -> Padding | None:
+    """The padding with which rows of a product are aligned; None if they are.
 
     Args:
       avals: the types of the operands.
       operands: values of MLIR.
       dimension_numbers: as of `jax.lax.dot_general`.
+      may_be_divided: whether dimensions may be divided among devices. Then only odd ones, which are
+        not divided, are padded.
     """
     contracting, batch = dimension_numbers
     if any(aval.dtype not in _NARROW or aval.ndim < 2 for aval in avals):
@@ -95,8 +103,9 @@ def find(avals: Sequence[Any], operands: Sequence[Any], dimension_numbers: Any) 
     more = [[0] * aval.ndim for aval in avals]
     result = [0] * (len(batch[0]) + len(free[0]) + len(free[1]))
     for side, d in wanted:
-        lack = -avals[side].shape[d] % (_ALIGNED // avals[side].dtype.itemsize)
-        if lack == 0 or d in batch[side]:
+        size = avals[side].shape[d]
+        lack = -size % (_ALIGNED // avals[side].dtype.itemsize)
+        if lack == 0 or d in batch[side] or (may_be_divided and size % 2 == 0):
             continue
         more[side][d] = lack
         if d in contracting[side]:
@@ -117,9 +126,13 @@ def _free(avals: Sequence[Any], dimension_numbers: Any) -> list[list[int]]:
 
 
 def pays(
-    padding: Padding, avals: Sequence[Any], operands: Sequence[Any], dimension_numbers: Any
+    padding: Padding,
+    avals: Sequence[Any],
+    operands: Sequence[Any],
+    dimension_numbers: Any,
+    devices: int,
 ) -> bool:
-    """Whether a padded product is expected to be faster on a GPU.
+    """Whether a padded product is expected to be faster on GPUs that share the work.
 
     XLA has to copy an operand that it does not compute by itself. It also copies a result whose
     rows were padded, such as the gradient of a table, but not one that is larger than the operands,
@@ -131,7 +144,7 @@ def pays(
     if padding.result[-1:] > (0,) and size <= max(aval.size for aval in avals):
         copied += size
     nbytes = copied * avals[0].dtype.itemsize
-    return flops >= _LEAST_FLOPS and _SAVED * flops >= _COPIED * nbytes
+    return flops >= _LEAST_FLOPS * devices and _SAVED * flops >= _COPIED * nbytes
 
 
 def _work(avals: Sequence[Any], dimension_numbers: Any) -> tuple[int, int]:

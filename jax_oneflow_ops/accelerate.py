@@ -346,7 +346,8 @@ def _softmaxes(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat
         found = None
         factors = (x, y) if is_product else (x,)
         is_open = any(_compat.operands_of(z, "stablehlo.exponential") for z in factors)
-        if is_open and _mode(ctx) in (_ON, _DETERMINISTIC) and _is_plain(ctx):
+        is_open = is_open and _mode(ctx) in (_ON, _DETERMINISTIC)
+        if is_open and _compat.knows_shapes_of_shards(ctx) and _compat.has_known_sizes(ctx):
             from jax_oneflow_ops import _softmaxes  # imported lazily: few programs need it
 
             found = _softmaxes.find_gradient([x, y]) if is_product else _softmaxes.find(x, y)
@@ -373,15 +374,17 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
 
     def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
         is_open = _mode(ctx) in (_ON, _DETERMINISTIC) and (platform == "cuda" or _is_asked_for())
-        if not (is_open and _is_plain(ctx)):
+        if not (is_open and _compat.has_known_sizes(ctx)):
             return rule(ctx, x, y, **params)
         from jax_oneflow_ops import _products  # imported lazily: few programs need it
 
         product = ctx.avals_in, (x, y), params["dimension_numbers"]
-        padding = _products.find(*product)
+        is_local = _compat.knows_shapes_of_shards(ctx)
+        padding = _products.find(*product, may_be_divided=not is_local)
         if padding is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
-        if not (_is_asked_for() or _products.pays(padding, *product)):
+        devices = 1 if is_local else _compat.count_devices(ctx)
+        if not (_is_asked_for() or _products.pays(padding, *product, devices)):
             return rule(ctx, x, y, **params)
         results = padding.lower(rule, ctx, x, y, **params)
         explanation = _explanation.get()
@@ -542,7 +545,8 @@ def _with_chains(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         is_fused = (_compat.scope_of(ctx) or "").endswith(_FUSE)
-        if is_fused and _is_plain(ctx) and _runs_kernels(platform):
+        is_plain = is_fused and _compat.is_for_one_device(ctx) and _compat.has_known_sizes(ctx)
+        if is_plain and _runs_kernels(platform):
             from jax_oneflow_ops import _chains  # imported lazily: few programs need it
 
             done, jaxpr = _compat.functions_of_module(ctx), params["jaxpr"]
@@ -554,11 +558,6 @@ def _with_chains(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         return rule(ctx, *args, **params)
 
     return lower
-
-
-def _is_plain(ctx: Any) -> bool:
-    """Whether a program is for one device and has known sizes."""
-    return _compat.is_for_one_device(ctx) and _compat.has_known_sizes(ctx)
 
 
 def _runs_kernels(platform: str) -> bool:

@@ -385,3 +385,12 @@ def test_policy_of_an_unknown_device(tables):
         jof.policy(permuted, np.ones((2, 3)), device="b")
     with pytest.raises(TypeError, match=r"^policy: fun must be a function, got str; pass"):
         jof.policy("gelu", np.ones(2))
+
+
+@native_backend
+def test_functions_that_promise_one_rounding_always_run_kernels(monkeypatch):
+    monkeypatch.setattr(_policy, "tables", lambda: REAL)
+    x = jnp.ones(863)
+    for device in ("cpu", "NVIDIA H100 80GB HBM3"):
+        [decision] = jof.policy(jof.fma, x, x, x, device=device)
+        assert decision.implementation == "native" and decision.reason in IN_ANY_CASE

@@ -251,3 +251,17 @@ def test_by_default_rows_that_xla_does_not_store_stay():
 
     step, *args = attention_of(5, batch=1)  # few
     assert not any(row.swapped for row in jof.explain(step, *args, platform="NVIDIA H200").rows)
+
+
+@pytest.mark.usefixtures("native")
+def test_several_devices():
+    """Kernels run in a shard_map, but not where the partitioner divides arrays."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    x, ct = (jax.device_put(a, sharding) for a in pair("bfloat16", (6, 37)))
+    f = with_gradient(jax.nn.softmax)
+    assert check(f, x, ct) == (0, 0)
+    specs = {"in_specs": (jax.P("x"), jax.P("x")), "out_specs": (jax.P("x"), jax.P("x"))}
+    assert check(jax.shard_map(f, mesh=mesh, **specs), x, ct) == (1, 1)
