@@ -468,6 +468,31 @@ def for_each_platform(default: Lowering, own: Rules, of_several: Rules, of_one: 
     return lower
 
 
+def with_plain_cases(rule: Lowering) -> Lowering:
+    """A rule of an elementwise operation of two operands that takes less time in most cases.
+
+    Where jax would cache a rule, `replace_lowerings` calls it for every operation. In these cases
+    its rule emits one operation, and a broadcast if an operand is a scalar.
+    """
+    if getattr(getattr(rule, "func", None), "__name__", "") != "_nary_lower_hlo":
+        return rule
+    (emit,) = cast(Any, rule).args
+
+    def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
+        (result,), (of_x, of_y) = ctx.avals_out, ctx.avals_in
+        if not result.sharding.mesh.empty or ctx.dim_var_values or [*filter(None, params.values())]:
+            return rule(ctx, x, y, **params)
+        if of_x.shape != result.shape == of_y.shape and of_x.shape == ():
+            x = hlo.broadcast_in_dim(y.type, x, [])
+        elif of_x.shape == result.shape != of_y.shape and of_y.shape == ():
+            y = hlo.broadcast_in_dim(x.type, y, [])
+        elif not of_x.shape == result.shape == of_y.shape:
+            return rule(ctx, x, y, **params)
+        return [emit(x, y)]
+
+    return lower
+
+
 def functions_of_module(ctx: Any) -> dict[Any, Any]:
     """The functions that a program shares between equal calls, by key."""
     return cast(dict[Any, Any], ctx.module_context.cached_primitive_lowerings)

@@ -46,11 +46,13 @@ class ExpSum:
     def aval(self) -> Any:
         return _emit.aval_of(self.x)
 
-    def pays(self, platform: str, device_kind: str | None) -> _policy.Decision | None:
+    def pays(self, ctx: Any, platform: str, device_kind: str | None) -> _policy.Decision | None:
         """The measurement by which the kernel is expected to be faster than XLA, or None."""
+        x = self._padded(ctx)
+        is_read = x != self.x or is_stored(x)
         is_long = self.is_finite or self.aval.shape[self.axis] > _SHORT
         is_large = _policy.nbytes(self.aval) >= _LEAST_BYTES
-        if platform != "cuda" or not (is_stored(self.x) and is_long and is_large):
+        if platform != "cuda" or not (is_read and is_long and is_large):
             return None
         call = _policy.describe(_rows.logsumexp_p, [self.aval], axis=self.axis)
         decision = _policy.choose(call, platform, device_kind)
@@ -61,17 +63,20 @@ class ExpSum:
         (rows,) = ctx.avals_out
         how = {"axis": self.axis, "is_finite": self.is_finite, "dtype": rows.dtype}
         rule = _compat.lower_plain(functools.partial(_maximum_and_sum, **how), True)
-        inner = ctx.replace(avals_in=[self.aval], avals_out=[rows, rows])
-        maximum, total = rule(_compat.with_current_mesh(inner), self.x)
+        x = self._padded(ctx)
+        inner = ctx.replace(avals_in=[_emit.aval_of(x)], avals_out=[rows, rows])
+        maximum, total = rule(_compat.with_current_mesh(inner), x)
         _compat.move_before(self.maximum, total)
         _compat.replace_result(self.maximum, maximum)
         return [total]
 
+    def _padded(self, ctx: Any) -> Any:
+        """The rows, with padding that changes no maximum and no sum if a product has such."""
+        is_last = self.axis == self.aval.ndim - 1
+        return _products.with_padding(ctx, self.x) if is_last else self.x
 
-_STORED = (
-    *("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"),
-    "stablehlo.dynamic_update_slice",  # a product with padding
-)
+
+_STORED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call")
 
 
 def is_stored(x: Any) -> bool:
@@ -121,10 +126,7 @@ def find(ctx: Any, operand: Any, axes: Sequence[int]) -> ExpSum | None:
     x = next(iter(operands_of(wide, "stablehlo.convert")), wide)
     of_x = _emit.aval_of(x)
     is_widened = of_x is not None and of_x.dtype.name in NARROW and of_wide.dtype == jnp.float32
-    rows = x if is_widened else wide
-    if axis == of_wide.ndim - 1:
-        rows = _products.with_padding(ctx, rows)
-    return ExpSum(rows, axis, *maximum)
+    return ExpSum(x if is_widened else wide, axis, *maximum)
 
 
 def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
@@ -137,7 +139,7 @@ def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
     places = [*range(len(shape))]
     while not operands_of(value, "stablehlo.reduce"):
         pair = operands_of(value, "stablehlo.maximum")
-        lowest = [y for y in pair if _compat.fill_of(y) in _compat.LOWEST]
+        lowest = [y for y in pair if _is_lowest(y)]
         if before := _compat.before_broadcast(value, places):
             value, places = before
         elif chosen := operands_of(value, "stablehlo.select"):
@@ -156,3 +158,10 @@ def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
     rows = [place for place in range(len(shape)) if place != axis]
     is_same = (shape[r] == 1 or p == r for p, r in zip(places, rows, strict=True))
     return (value.owner.operation, is_finite) if all(is_same) else None
+
+
+def _is_lowest(value: Any) -> bool:
+    """Whether a value is negative infinity, perhaps repeated and rounded."""
+    while before := operands_of(value, "stablehlo.broadcast_in_dim", "stablehlo.convert"):
+        (value,) = before
+    return _compat.fill_of(value) in _compat.LOWEST

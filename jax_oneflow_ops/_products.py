@@ -1,7 +1,8 @@
-"""Pads the operands of matrix products whose rows do not begin at multiples of 16 bytes.
+"""Pads matrix products in 16 bits whose rows do not begin at multiples of 16 bytes.
 
-The fast kernels of matrix libraries need that. The padding is zeros, and costs nothing if XLA fuses
-it with the operations that compute the operand.
+The fast kernels of matrix libraries need such rows. Operands are padded with zeros, which costs
+nothing if XLA fuses that with the operations that compute the operand. The result loses its padding
+in the operations that read it, or in a copy.
 
 Time on an H100 of a cross entropy over 50,257 words and its gradient, 16,384 tokens of 768 columns,
 in bf16:
@@ -15,21 +16,21 @@ The three products alone take 11.7 and 18.6 ms without padding, and 4.9 and 5.1 
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from jax_oneflow_ops import _compat, _emit
+from jax_oneflow_ops import _compat, _emit, _policy
 from jax_oneflow_ops._compat import hlo
 
 PADDED = "padded, so that rows begin at multiples of 16 bytes, which fast matrix products need"
 _ALIGNED = 16  # bytes
-_LEAST_FLOPS = 2**36  # such a product takes about 0.3 ms without padding
-# The time that padding saves for each operation, and twice the time that a byte takes if XLA has to
-# copy the operand, in seconds on an H100.
-_SAVED, _COPIED = 2.7e-15, 2 * 2 / 3e12
 _NARROW = (jnp.float16, jnp.bfloat16)
+_LEAST_FLOPS = 2**36  # takes about 0.3 ms without padding
+# Seconds on an H100: what padding saved for each floating-point operation of the products above, on
+# average (1.8e-15 and 3.6e-15); and what it takes to read and write a byte at 3 TB/s, twice, since
+# the gain should exceed the cost clearly.
+_SAVED, _COPIED = 2.7e-15, 2 * 2 / 3e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,120 +41,126 @@ class Padding:
     right: tuple[int, ...]
     result: tuple[int, ...]
 
-    def lower(
-        self, rule: _compat.Lowering, ctx: Any, left: Any, right: Any, **params: Any
-    ) -> list[Any]:
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A `jax.lax.dot_general` that is being lowered; operands are values of MLIR."""
+
+    ctx: Any
+    operands: tuple[Any, Any]
+    dimension_numbers: Any
+
+    @property
+    def _free(self) -> list[list[int]]:
+        """The dimensions of each operand that are dimensions of the result but not of the batch."""
+        return [
+            [d for d in range(aval.ndim) if d not in (*contracting, *batch)]
+            for aval, contracting, batch in zip(
+                self.ctx.avals_in, *self.dimension_numbers, strict=True
+            )
+        ]
+
+    @property
+    def _is_enlarging(self) -> bool:
+        """Whether the result is larger than the operands and has no batch, as logits."""
+        (result,) = self.ctx.avals_out
+        has_batch = any(map(len, self.dimension_numbers[1]))
+        return not has_batch and result.size > max(aval.size for aval in self.ctx.avals_in)
+
+    def padding(self, *, may_be_divided: bool = False) -> Padding | None:
+        """The padding with which rows are aligned; None if they are, or for other dtypes.
+
+        The result is padded only if it is larger than the operands: what reads it would copy it
+        otherwise. Attention reads it in a kernel.
+
+        Args:
+          may_be_divided: whether dimensions may be divided among devices. Then only odd ones, which
+            are not divided, are padded.
+        """
+        avals, (contracting, batch), free = self.ctx.avals_in, self.dimension_numbers, self._free
+        if any(aval.dtype not in _NARROW or aval.ndim < 2 for aval in avals):
+            return None
+        wanted = [
+            (side, _last_in_memory(x, aval.ndim))
+            for side, (x, aval) in enumerate(zip(self.operands, avals, strict=True))
+        ]
+        if self._is_enlarging and any(free):
+            side = 1 if free[1] else 0
+            wanted.append((side, free[side][-1]))
+        more = [[0] * aval.ndim for aval in avals]
+        result = [0] * (len(batch[0]) + len(free[0]) + len(free[1]))
+        for side, d in wanted:
+            size = avals[side].shape[d]
+            lack = -size % (_ALIGNED // avals[side].dtype.itemsize)
+            if lack == 0 or d in batch[side] or (may_be_divided and size % 2 == 0):
+                continue
+            more[side][d] = lack
+            if d in contracting[side]:
+                place = [*contracting[side]].index(d)
+                more[1 - side][contracting[1 - side][place]] = lack
+            else:
+                before = len(batch[0]) + (len(free[0]) if side else 0)
+                result[before + free[side].index(d)] = lack
+        return Padding(*map(tuple, (*more, result))) if any(map(any, more)) else None
+
+    def gains_by(self, padding: Padding, devices: int) -> bool:
+        """Whether a padded product is expected to be faster on GPUs that share the work.
+
+        XLA copies operands that it does not compute by itself, and results without their padding,
+        such as the gradient of a table. It does not copy logits: operations on all of their
+        elements follow, which read them without the padding.
+        """
+        avals, (result,) = self.ctx.avals_in, self.ctx.avals_out
+        depth = math.prod(avals[0].shape[d] for d in self.dimension_numbers[0][0])
+        flops = 2 * int(result.size) * depth
+        copied = [
+            aval
+            for x, aval, more in zip(
+                self.operands, avals, (padding.left, padding.right), strict=True
+            )
+            if any(more) and not _is_fused(x)
+        ]
+        if any(padding.result) and not self._is_enlarging:
+            copied.append(result)
+        is_large = flops >= _LEAST_FLOPS * devices
+        return bool(is_large and _SAVED * flops >= _COPIED * _policy.nbytes(*copied))
+
+    def lower(self, rule: _compat.Lowering, padding: Padding, **params: Any) -> list[Any]:
         """Lowers the product by JAX's rule."""
-        sides = zip((left, right), ctx.avals_in, (self.left, self.right), strict=True)
+        ctx = self.ctx
+        sides = zip(self.operands, ctx.avals_in, (padding.left, padding.right), strict=True)
         operands = [_emit.pad(_emit.Array(*one), more) for *one, more in sides]
         (result,) = ctx.avals_out
-        whole = result.update(shape=_longer(result.shape, self.result))
+        sizes = [n + k for n, k in zip(result.shape, padding.result, strict=True)]
+        whole = result.update(shape=(*sizes,))
         avals = [aval.update(shape=x.shape) for x, aval in zip(operands, ctx.avals_in, strict=True)]
         inner = ctx.replace(avals_in=avals, avals_out=[whole])
         (product,) = rule(inner, *(x.value for x in operands), **params)
-        if whole.shape == result.shape:
+        if not any(padding.result):
             return [product]
-        *others, columns = self.result
-        with_rows = columns and not any(others) and _compat.is_for_one_device(ctx)
-        if with_rows:  # what reads whole rows finds neither a maximum nor an exponential there
+        *others, columns = padding.result
+        is_read = columns > 0 and not any(others) and self._is_enlarging
+        if is_read := is_read and _compat.is_for_one_device(ctx):
             product = _emit.with_lowest_at_end(_emit.Array(product, whole), columns).value
         ones = [1] * result.ndim
         part = hlo.slice(product, [0] * result.ndim, [*result.shape], ones)
-        if with_rows:
+        if is_read:
             _padded_in(ctx)[part] = product
         return [part]
 
 
 def _padded_in(ctx: Any) -> dict[Any, Any]:
-    """The padded results of a program so far, by the parts of them without padding."""
+    """The logits of a program so far, padded with negative infinity, by those without padding."""
     known: dict[Any, Any] = _compat.functions_of_module(ctx).setdefault(Padding, {})
     return known
 
 
 def with_padding(ctx: Any, x: Any) -> Any:
-    """Whole rows of a product, if x is all of them but the padding, negative infinity; else x."""
+    """The padded array of which x is the part without padding; x itself if there is none.
+
+    The padding is negative infinity, so that no maximum and no sum of exponentials changes.
+    """
     return _padded_in(ctx).get(x, x)
-
-
-def find(
-    avals: Sequence[Any],
-    operands: Sequence[Any],
-    dimension_numbers: Any,
-    *,
-    may_be_divided: bool = False,
-) -> Padding | None:
-    """The padding with which rows of a product are aligned; None if they are.
-
-    Args:
-      avals: the types of the operands.
-      operands: values of MLIR.
-      dimension_numbers: as of `jax.lax.dot_general`.
-      may_be_divided: whether dimensions may be divided among devices. Then only odd ones, which are
-        not divided, are padded.
-    """
-    contracting, batch = dimension_numbers
-    if any(aval.dtype not in _NARROW or aval.ndim < 2 for aval in avals):
-        return None
-    free = _free(avals, dimension_numbers)
-    last = [_last_in_memory(x, aval.ndim) for x, aval in zip(operands, avals, strict=True)]
-    wanted = [*enumerate(last)]
-    if any(free):  # also the last dimension of the result
-        side = 1 if free[1] else 0
-        wanted.append((side, free[side][-1]))
-    more = [[0] * aval.ndim for aval in avals]
-    result = [0] * (len(batch[0]) + len(free[0]) + len(free[1]))
-    for side, d in wanted:
-        size = avals[side].shape[d]
-        lack = -size % (_ALIGNED // avals[side].dtype.itemsize)
-        if lack == 0 or d in batch[side] or (may_be_divided and size % 2 == 0):
-            continue
-        more[side][d] = lack
-        if d in contracting[side]:
-            place = [*contracting[side]].index(d)
-            more[1 - side][contracting[1 - side][place]] = lack
-        else:
-            before = len(batch[0]) + (len(free[0]) if side else 0)
-            result[before + free[side].index(d)] = lack
-    return Padding(*map(tuple, (*more, result))) if any(map(any, more)) else None
-
-
-def _free(avals: Sequence[Any], dimension_numbers: Any) -> list[list[int]]:
-    """The dimensions of each operand that are dimensions of the result but not of the batch."""
-    return [
-        [d for d in range(aval.ndim) if d not in (*contracting, *batch)]
-        for aval, contracting, batch in zip(avals, *dimension_numbers, strict=True)
-    ]
-
-
-def pays(
-    padding: Padding,
-    avals: Sequence[Any],
-    operands: Sequence[Any],
-    dimension_numbers: Any,
-    devices: int,
-) -> bool:
-    """Whether a padded product is expected to be faster on GPUs that share the work.
-
-    XLA has to copy an operand that it does not compute by itself. It also copies a result whose
-    rows were padded, such as the gradient of a table, but not one that is larger than the operands,
-    such as logits: operations on all of its elements follow, which read it without the padding.
-    """
-    flops, size = _work(avals, dimension_numbers)
-    sides = zip(operands, avals, (padding.left, padding.right), strict=True)
-    copied = sum(aval.size for x, aval, more in sides if any(more) and not _is_fused(x))
-    if padding.result[-1:] > (0,) and size <= max(aval.size for aval in avals):
-        copied += size
-    nbytes = copied * avals[0].dtype.itemsize
-    return flops >= _LEAST_FLOPS * devices and _SAVED * flops >= _COPIED * nbytes
-
-
-def _work(avals: Sequence[Any], dimension_numbers: Any) -> tuple[int, int]:
-    """The floating-point operations of a product, and the size of its result."""
-    _, of_right = _free(avals, dimension_numbers)
-    columns = math.prod(avals[1].shape[d] for d in of_right)
-    depth = math.prod(avals[0].shape[d] for d in dimension_numbers[0][0])
-    multiplied = int(avals[0].size) * columns
-    return 2 * multiplied, multiplied // max(depth, 1)
 
 
 def _last_in_memory(operand: Any, rank: int) -> int:
@@ -172,7 +179,3 @@ _ELEMENTWISE = (
     *("stablehlo.add", "stablehlo.subtract", "stablehlo.multiply", "stablehlo.divide"),
     *("stablehlo.negate", "stablehlo.select", "stablehlo.convert", "stablehlo.exponential"),
 )
-
-
-def _longer(shape: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
-    return tuple(n + k for n, k in zip(shape, more, strict=True))

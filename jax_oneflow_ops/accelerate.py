@@ -308,11 +308,8 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
 
 
 _EXP_SUM = "sum of exp"  # the name of such an operation in reports
-_READS_ONCE = (
-    _EXP_SUM,
-    "softmax",
-    "softmax gradient",
-)  # the names of operations that replace a softmax or part of it
+_OF_SOFTMAX = (_EXP_SUM, "softmax", "softmax gradient")
+"""The names of operations that replace a softmax, a logsumexp or a part of them."""
 _MAKES_SUMS = tuple(f"stablehlo.{name}" for name in ("multiply", "convert", "exponential"))
 """The operations whose results `_swapped_sum` looks for."""
 
@@ -331,7 +328,7 @@ def _swapped_sum(ctx: Any, operand: Any, axes: Any, platform: str) -> tuple[Any,
         return None
     explanation = _explanation.get()
     kind = explanation.device_kind if explanation else _policy.device_kind(platform)
-    decision = found.pays(platform, kind)
+    decision = found.pays(ctx, platform, kind)
     if not (_is_asked_for() or decision):
         return None
     row = _row(_EXP_SUM, ctx, (result, found.aval), True, _exp_sums.READS_ONCE, decision)
@@ -341,52 +338,59 @@ def _swapped_sum(ctx: Any, operand: Any, axes: Any, platform: str) -> tuple[Any,
 def _softmaxes(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
     """The rule of quotients and products: those that are a softmax or its gradient."""
     is_product = primitive is lax.mul_p
+    rule = _compat.with_plain_cases(rule)
 
     def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
-        found = None
         factors = (x, y) if is_product else (x,)
-        is_open = any(_compat.operands_of(z, "stablehlo.exponential") for z in factors)
-        is_open = is_open and _mode(ctx) in (_ON, _DETERMINISTIC)
-        if is_open and _compat.knows_shapes_of_shards(ctx) and _compat.has_known_sizes(ctx):
+        found = None
+        if _may_change(ctx, platform) and any(
+            _compat.operands_of(z, "stablehlo.exponential") for z in factors
+        ):
             from jax_oneflow_ops import _softmaxes  # imported lazily: few programs need it
 
-            found = _softmaxes.find_gradient([x, y]) if is_product else _softmaxes.find(x, y)
+            if _compat.knows_shapes_of_shards(ctx) and _compat.has_known_sizes(ctx):
+                found = _softmaxes.find_gradient(factors) if is_product else _softmaxes.find(x, y)
         if found is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
         explanation = _explanation.get()
         kind = explanation.device_kind if explanation else _policy.device_kind(platform)
-        decision = found.pays(platform, kind)
+        decision = found.pays(ctx, platform, kind)
         if not (_is_asked_for() or decision):
-            results = rule(ctx, x, y, **params)
-            return results if is_product else found.keep(ctx, results)
+            return found.keep(ctx, rule(ctx, x, y, **params))
         results = found.lower(ctx)
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
             row = _row(found.name, ctx, [found.aval] * 2, True, _softmaxes.ONE_KERNEL, decision)
+            row = dataclasses.replace(row, bytes=found.arrays * _policy.nbytes(found.aval))
             explanation.rows.append((row, _key(primitive, ctx.avals_in)))
         return results
 
     return lower
 
 
+def _may_change(ctx: Any, platform: str) -> bool:
+    """Whether an operation is in a scope, on a platform where it may be replaced."""
+    is_in_scope = _mode(ctx) in (_ON, _DETERMINISTIC)
+    return is_in_scope and (platform == "cuda" or _is_asked_for())
+
+
 def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
     """The rule of matrix products: pads rows that do not begin at multiples of 16 bytes."""
 
     def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
-        is_open = _mode(ctx) in (_ON, _DETERMINISTIC) and (platform == "cuda" or _is_asked_for())
-        if not (is_open and _compat.has_known_sizes(ctx)):
+        if not (_may_change(ctx, platform) and _compat.has_known_sizes(ctx)):
             return rule(ctx, x, y, **params)
         from jax_oneflow_ops import _products  # imported lazily: few programs need it
 
-        product = ctx.avals_in, (x, y), params["dimension_numbers"]
         is_local = _compat.knows_shapes_of_shards(ctx)
-        padding = _products.find(*product, may_be_divided=not is_local)
+        product = _products.Product(ctx, (x, y), params["dimension_numbers"])
+        padding = product.padding(may_be_divided=not is_local)
         if padding is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
         devices = 1 if is_local else _compat.count_devices(ctx)
-        if not (_is_asked_for() or _products.pays(padding, *product, devices)):
+        if not (_is_asked_for() or product.gains_by(padding, devices)):
             return rule(ctx, x, y, **params)
-        results = padding.lower(rule, ctx, x, y, **params)
+        results = product.lower(rule, padding, **params)
         explanation = _explanation.get()
         if explanation is not None:
             _compat.tag(results[0], _TAG, str(len(explanation.rows)))
@@ -1109,7 +1113,7 @@ def explain(
     summed = [row for i, row in numbered.items() if i in explanation.messages]
     not_stored = {(row.line, row.shapes[-1]) for row in summed}
 
-    read_once = {(row.line, row.shapes[-1]) for row in rows if row.operation in _READS_ONCE}
+    read_once = {(row.line, row.shapes[-1]) for row in rows if row.operation in _OF_SOFTMAX}
 
     def is_known(row: Row) -> bool:
         if row.operation == "messages":

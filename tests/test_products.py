@@ -187,6 +187,48 @@ def test_values_of_padded_logits(dtype):
         np.testing.assert_allclose(np.asarray(g, np.float32), e, rtol=bound, atol=bound)
 
 
+def test_attention_and_other_batches_keep_their_results(monkeypatch):
+    """A softmax kernel reads them."""
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    q = jax.ShapeDtypeStruct((1024, 197, 16, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((16, 64), jnp.bfloat16)
+
+    def attention(q, k, bias):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q + bias, k + bias))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, k).astype(jnp.float32).sum()
+
+    rows = jof.explain(jax.grad(attention, (0, 1)), q, q, bias, platform="cuda").rows
+    swapped = [row.operation for row in rows if row.swapped]
+    assert sorted(swapped) == ["softmax", "softmax gradient"]
+
+
+def test_reports_show_logits_without_padding(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    _, _, table, hidden = head()
+
+    def loss(table, hidden):
+        logits = (hidden @ table.T).astype(jnp.float32)
+        return jax.nn.logsumexp(logits, -1).mean()
+
+    rows = jof.explain(loss, table, hidden, platform="cuda").rows
+    assert [(row.operation, row.shapes[-1]) for row in rows] == [
+        ("matrix product", (768, 50257)),
+        ("sum of exp", (16384, 50257)),
+    ]
+
+
+def test_results_that_programs_update_are_not_padded_logits(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+
+    def updated(x, u, i):
+        return jax.nn.logsumexp(lax.dynamic_update_slice(x * 2, u, (i, 0)), -1)
+
+    x, u = (jax.ShapeDtypeStruct((n, 50257), jnp.float32) for n in (16384, 1))
+    i = jax.ShapeDtypeStruct((), jnp.int32)
+    rows = jof.explain(updated, x, u, i, platform="cuda").rows
+    assert not [row for row in rows if row.swapped]
+
+
 def test_others_stay_by_default(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
     small, *args = head(tokens=64)

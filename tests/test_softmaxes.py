@@ -1,5 +1,6 @@
 """Softmaxes of 16-bit rows inside `accelerate`: what is recognised, and that results agree."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _policy
+from jax_oneflow_ops import _policy, _softmaxes
 from tests.arrays import rng_for
 from tests.test_lowering import ENVIRONMENT_VARIABLE, lowered_targets, native_backend
 
 pytestmark = native_backend
 
+accelerate = importlib.import_module("jax_oneflow_ops.accelerate")
 FORWARD, GRADIENT = "jof_softmax", "jof_softmax_vjp"
 
 
@@ -170,6 +172,9 @@ def test_what_is_no_softmax():
     assert count(largest, lambda e: jnp.sum(e, 1)) == (0, 0)
     assert count(largest, largest) == (0, 0)
     assert count(largest, lambda e: total(e * e)) == (0, 0)
+    for dtype in ("int32", "float8_e5m2"):  # which round more than to the dtype of rows
+        assert count(largest, lambda e, d=dtype: total(e).astype(d).astype(e.dtype)) == (0, 0)
+        assert count(largest, lambda e, d=dtype: total(e.astype(d)).astype(e.dtype)) == (0, 0)
     assert called(lambda x: jax.nn.softmax(x.astype(jnp.float32)), x) == (0, 0)
     assert called(lambda x: jax.nn.softmax(x, where=x > 0), x) == (0, 0)
 
@@ -179,11 +184,14 @@ def test_products_that_are_no_gradient():
     """Each differs in one step from the gradient."""
     x, ct = pair("bfloat16", (6, 6))
 
-    def gradient(x, ct, other=None, axis=1, sign=-1, power=2, factor=None):
+    def gradient(x, ct, other=None, axis=1, sign=-1, power=2, factor=None, rounded=None, turn=0):
         e = jnp.exp(x - jnp.max(x, 1, keepdims=True))
         total = jnp.sum(e, 1, keepdims=True)
         inverse = jax.lax.integer_pow(total, -2) if power == 2 else 1 / total
-        inner = jnp.sum((ct if other is None else other) * inverse * e, axis, keepdims=True)
+        inverse = inverse.T if turn else inverse
+        terms = (ct if other is None else other) * inverse * e
+        terms = terms if rounded is None else terms.astype(rounded)
+        inner = jnp.sum(terms, axis, keepdims=True).astype(x.dtype)
         rest = jnp.broadcast_to(-inner if sign < 0 else inner, e.shape)
         return (e if factor is None else factor) * (ct / total + rest)
 
@@ -193,6 +201,8 @@ def test_products_that_are_no_gradient():
     assert called(lambda x, ct: gradient(x, ct, sign=1), x, ct) == (0, 0)
     assert called(lambda x, ct: gradient(x, ct, power=1), x, ct) == (0, 0)
     assert called(lambda x, ct: gradient(x, ct, factor=jnp.exp(x)), x, ct) == (0, 0)
+    assert called(lambda x, ct: gradient(x, ct, rounded="int32"), x, ct) == (0, 0)
+    assert called(lambda x, ct: gradient(x, ct, turn=1), x, ct) == (0, 0)
 
 
 @pytest.mark.usefixtures("native")
@@ -207,6 +217,56 @@ def test_any_shape(shape, axis, dtype, seed):
     rng = np.random.default_rng(seed)
     x, ct = (jnp.asarray(rng.normal(size=shape) * 4, dtype) for _ in range(2))
     check(with_gradient(lambda x: jax.nn.softmax(x, axis)), x, ct)
+
+
+def test_programs_for_cpus_stay(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    shape = jax.ShapeDtypeStruct((4096, 1003), jnp.bfloat16)
+
+    def operations(f):
+        text = jax.jit(f).trace(shape).lower(lowering_platforms=("cpu",)).as_text()
+        return text.count("stablehlo.")
+
+    handles = 1  # of the maximum
+    assert operations(jof.accelerate(jax.nn.softmax)) == operations(jax.nn.softmax) + handles
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_that_pay_only_together(dtype, monkeypatch):
+    """The rule of the gradient replaces the softmax in what has read it, and in what will."""
+    monkeypatch.setattr(accelerate, "_is_asked_for", lambda: False)
+    monkeypatch.setattr(accelerate, "_may_change", lambda ctx, platform: True)
+    monkeypatch.setattr(_softmaxes.Softmax, "pays", lambda *_: None)
+    decision = _policy.Decision(_policy.Call((), 0), "native", "as measured")
+    monkeypatch.setattr(_softmaxes.Gradient, "pays", lambda *_: decision)
+    x, ct = pair(dtype)
+    assert check(jax.nn.softmax, x) == (0, 0)
+
+    def read(x, ct):
+        y, pullback = jax.vjp(jax.nn.softmax, x)
+        before = jnp.sin(y)
+        (dx,) = pullback(ct)
+        again = jax.lax.cond(x[0, 0] > 0, jnp.cos, jnp.tanh, y)
+        return before, dx, again, *pullback(ct + 1)
+
+    assert check(read, x, ct) == (1, 2)
+
+
+@pytest.mark.usefixtures("measured")
+def test_reports_count_the_time_of_a_softmax_once():
+    def both(x, ct):
+        y, pullback = jax.vjp(jax.nn.softmax, x)
+        return y, *pullback(ct)
+
+    x = jax.ShapeDtypeStruct((302592, 197), jnp.bfloat16)
+    first, second = jof.explain(both, x, x, platform="NVIDIA H200").rows
+    assert (first.operation, second.operation) == ("softmax", "softmax gradient")
+    assert (first.bytes, second.bytes) == (2 * x.size * 2, 3 * x.size * 2)
+    together, *_ = jof.policy(lambda x: jax.vjp(jof.softmax, x)[1](x), x, device="NVIDIA H200")
+    for name in ("native_us", "xla_us"):
+        total = getattr(first, name) + getattr(second, name)
+        assert total == pytest.approx(getattr(together, name))
 
 
 def attention_of(tokens, dtype="bfloat16", heads=6, batch=256):
