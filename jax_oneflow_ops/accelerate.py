@@ -383,7 +383,8 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         from jax_oneflow_ops import _products  # imported lazily: few programs need it
 
         is_local = _compat.knows_shapes_of_shards(ctx)
-        product = _products.Product(ctx, (x, y), params["dimension_numbers"])
+        how = params["dimension_numbers"], params["precision"]
+        product = _products.Product(ctx, (x, y), *how)
         padding = product.padding(may_be_divided=not is_local)
         if padding is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
