@@ -43,6 +43,8 @@ def check(f, *args):
     assert results.shape == exact.shape
     error = np.abs(np.asarray(results, np.float64) - exact)
     eps = 2 * float(jnp.finfo(results.dtype).eps) + 2**-20  # of the result and of float32 sums
+    if jax.default_backend() == "gpu" and results.dtype == jnp.float32:
+        eps += 2**-9  # factors are rounded to TensorFloat-32
     assert (error <= eps * np.abs(exact).max(initial=1)).all()
     return products(f, *args)
 
