@@ -186,7 +186,8 @@ def _call(
     """A call that reads or writes `passes` arrays like `x`. Similar functions share a group."""
     direction = "gradient" if target.endswith("_vjp") else "forward"
     n = x.shape[axis]
-    alignment = "whole packs" if n * x.dtype.itemsize % 16 == 0 else "edges"
+    nbytes = n * x.dtype.itemsize
+    alignment = "whole packs" if nbytes % 16 == 0 else "edges" if nbytes % 4 == 0 else "odd edges"
     if math.prod(x.shape[axis + 1 :]) > 1:
         alignment = "strided"
     kind = ("rows", f"{group} {direction}", alignment, function or group)
