@@ -187,6 +187,7 @@ def _call(
     direction = "gradient" if target.endswith("_vjp") else "forward"
     n = x.shape[axis]
     nbytes = n * x.dtype.itemsize
+    # XLA loads 16-bit rows of odd lengths one element at a time.
     alignment = "whole packs" if nbytes % 16 == 0 else "edges" if nbytes % 4 == 0 else "odd edges"
     if math.prod(x.shape[axis + 1 :]) > 1:
         alignment = "strided"
