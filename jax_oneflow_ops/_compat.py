@@ -474,20 +474,23 @@ def with_plain_cases(rule: Lowering) -> Lowering:
     Where jax would cache a rule, `replace_lowerings` calls it for every operation. In these cases
     its rule emits one operation, and a broadcast if an operand is a scalar.
     """
-    if getattr(getattr(rule, "func", None), "__name__", "") != "_nary_lower_hlo":
+    emits: Any = getattr(rule, "args", ())
+    general = getattr(getattr(rule, "func", None), "__name__", "")
+    if general != "_nary_lower_hlo" or len(emits) != 1:
         return rule
-    (emit,) = cast(Any, rule).args
+    (emit,) = emits
 
     def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
         (result,), (of_x, of_y) = ctx.avals_out, ctx.avals_in
-        if not result.sharding.mesh.empty or ctx.dim_var_values or [*filter(None, params.values())]:
+        shape, known = result.shape, ((), result.shape)
+        is_plain = of_x.shape in known and of_y.shape in known and shape in (of_x.shape, of_y.shape)
+        has_more = not result.sharding.mesh.empty or ctx.dim_var_values or any(params.values())
+        if has_more or not is_plain:
             return rule(ctx, x, y, **params)
-        if of_x.shape != result.shape == of_y.shape and of_x.shape == ():
+        if of_x.shape != shape:
             x = hlo.broadcast_in_dim(y.type, x, [])
-        elif of_x.shape == result.shape != of_y.shape and of_y.shape == ():
+        elif of_y.shape != shape:
             y = hlo.broadcast_in_dim(x.type, y, [])
-        elif not of_x.shape == result.shape == of_y.shape:
-            return rule(ctx, x, y, **params)
         return [emit(x, y)]
 
     return lower
