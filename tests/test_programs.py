@@ -267,7 +267,7 @@ def test_lowering_of_other_programs_takes_hardly_longer():
     done = subprocess.run(
         command, capture_output=True, encoding="utf-8", cwd=Path(__file__).parents[1], check=True
     )
-    assert 1 <= float(done.stdout.split()[-1]) < 1.15
+    assert float(done.stdout.split()[-1]) < 1.15
 
 
 def widened(x):
