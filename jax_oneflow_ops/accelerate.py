@@ -102,10 +102,24 @@ class _Explanation:
     # The numbers of those that sum gathered rows without an array of them.
     messages: set[int] = dataclasses.field(default_factory=set)
 
+    def add(self, row: Row, primitive: Any, ctx: Any, result: Any) -> None:
+        """Adds a row, and tags the operation that made `result`, a value of MLIR, with its number.
+
+        What the program does not contain in the end is not reported.
+        """
+        _compat.tag(result, _TAG, str(len(self.rows)))
+        self.rows.append((row, _key(primitive, ctx.avals_in)))
+
 
 _explanation: contextvars.ContextVar[_Explanation | None] = contextvars.ContextVar(
     "explanation", default=None
 )
+
+
+def _device_kind(platform: str) -> str | None:
+    """The kind of device that a program is lowered for, or explained for."""
+    explanation = _explanation.get()
+    return explanation.device_kind if explanation else _policy.device_kind(platform)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +158,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         if grid is not None:
             choice = _Choice(_IN_ONE_PASS, grid.second.rows, grid=grid)
         else:
-            choice = _choose(reduction, *scatter, is_fresh, deterministic, explanation)
+            choice = _choose(reduction, *scatter, is_fresh, deterministic)
         if choice.selected is not None:
             one = _same(_selected, rows=choice.selected, negative=reduction.negative)
             results = _lower(one, *args)
@@ -178,8 +192,6 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
             else:
                 results = _lower(_same(_reduce, alone=False, **how), *args)
         if explanation is not None:
-            _compat.tag(results[0], _TAG, str(len(explanation.rows)))
-            key = _key(primitive, ctx.avals_in)
             decision, swapped = choice.decision, choice.rows is not None
             row = _row(primitive.name, ctx, ctx.avals_in, swapped, choice.reason, decision)
             if choice.message is not None:
@@ -189,7 +201,7 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
             if choice.grid is not None:
                 nbytes = _policy.nbytes(*ctx.avals_out, choice.grid.aval)
                 row = dataclasses.replace(row, bytes=nbytes)
-            explanation.rows.append((row, key))
+            explanation.add(row, primitive, ctx, results[0])
         return results
 
     return lower
@@ -300,8 +312,7 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
         results = found.lower(ctx)
         explanation = _explanation.get()
         if explanation is not None:
-            _compat.tag(results[0], _TAG, str(len(explanation.rows)))
-            explanation.rows.append((row, _key(primitive, ctx.avals_in)))
+            explanation.add(row, primitive, ctx, results[0])
         return results
 
     return lower
@@ -326,9 +337,7 @@ def _swapped_sum(ctx: Any, operand: Any, axes: Any, platform: str) -> tuple[Any,
         return pair, dataclasses.replace(row, bytes=_policy.nbytes(result, *pair.avals))
     if (found := _exp_sums.find(ctx, operand, axes)) is None:
         return None
-    explanation = _explanation.get()
-    kind = explanation.device_kind if explanation else _policy.device_kind(platform)
-    decision = found.pays(ctx, platform, kind)
+    decision = found.pays(ctx, platform, _device_kind(platform))
     if not (_is_asked_for() or decision):
         return None
     row = _row(_EXP_SUM, ctx, (result, found.aval), True, _exp_sums.READS_ONCE, decision)
@@ -352,17 +361,15 @@ def _softmaxes(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat
                 found = _softmaxes.find_gradient(factors) if is_product else _softmaxes.find(x, y)
         if found is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
-        explanation = _explanation.get()
-        kind = explanation.device_kind if explanation else _policy.device_kind(platform)
-        decision = found.pays(ctx, platform, kind)
+        decision = found.pays(ctx, platform, _device_kind(platform))
         if not (_is_asked_for() or decision):
             return found.keep(ctx, rule(ctx, x, y, **params))
         results = found.lower(ctx)
+        explanation = _explanation.get()
         if explanation is not None:
-            _compat.tag(results[0], _TAG, str(len(explanation.rows)))
             row = _row(found.name, ctx, [found.aval] * 2, True, _softmaxes.ONE_KERNEL, decision)
             row = dataclasses.replace(row, bytes=found.arrays * _policy.nbytes(found.aval))
-            explanation.rows.append((row, _key(primitive, ctx.avals_in)))
+            explanation.add(row, primitive, ctx, results[0])
         return results
 
     return lower
@@ -394,10 +401,9 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         results = product.lower(rule, padding, **params)
         explanation = _explanation.get()
         if explanation is not None:
-            _compat.tag(results[0], _TAG, str(len(explanation.rows)))
             avals = *ctx.avals_out, max(ctx.avals_in, key=lambda aval: aval.size)
             row = _row("matrix product", ctx, avals, True, _products.PADDED)
-            explanation.rows.append((row, _key(primitive, ctx.avals_in)))
+            explanation.add(row, primitive, ctx, results[0])
         return results
 
     return lower
@@ -488,10 +494,9 @@ def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
             results = rule(ctx, *args, **params)
         explanation = _explanation.get()
         if search and explanation is not None:
-            _compat.tag(results[1], _TAG, str(len(explanation.rows)))
             avals = ctx.avals_in[search.place], ctx.avals_in[1 - search.place]
             row = _row("binary search", ctx, avals, not reason, reason or _search.MEASURED)
-            explanation.rows.append((row, _key(primitive, ctx.avals_in)))
+            explanation.add(row, primitive, ctx, results[1])
         return results
 
     return lower
@@ -628,7 +633,6 @@ def _choose(
     params: Any,
     is_fresh: bool,
     deterministic: bool,
-    explanation: _Explanation | None,
 ) -> _Choice:
     operand, is_sum = ctx.avals_in[0], reduction.reducer == "add"
     if not _scatter.is_summed(operand.dtype, reduction.reducer):
@@ -658,8 +662,7 @@ def _choose(
     call: Any = "always swapped: only sums were measured against XLA"
     if is_sum:
         call = _policy.describe(_scatter.segment_sum_p, rows.operands(operand), **how)
-    kind = explanation.device_kind if explanation else _policy.device_kind(platform)
-    decision = _policy.choose(call, platform, kind)
+    decision = _policy.choose(call, platform, _device_kind(platform))
     if decision.implementation == "native":
         return _Choice(decision.reason, rows, decision)
     if operand.dtype in (jnp.float16, jnp.bfloat16):

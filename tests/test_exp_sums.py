@@ -42,17 +42,22 @@ def rows_of(dtype, shape=(ROWS, COLUMNS), axis=-1):
     return jnp.asarray(np.moveaxis(moved, -1, axis), dtype)
 
 
-def check(f, *args):
-    """Compares with JAX in float64, and returns how often the kernel is called."""
-    count = called(f, *args)
+def compare(f, *args, ulps=16):
+    """Compares a function inside `accelerate` with JAX in float64."""
     results = jax.jit(jof.accelerate(lambda *args: f(*args)))(*args)
     with jax.enable_x64(True):
-        wide = [x.astype(jnp.float64) if x.dtype.kind not in "iu" else x for x in args]
+        wide = [x.astype(jnp.float64) if x.dtype.kind not in "iub" else x for x in args]
         exact = jax.jit(f)(*wide)
     for y, e in zip(*map(jax.tree.leaves, (results, exact)), strict=True):
-        bound = 16 * float(jnp.finfo(y.dtype).eps)
+        bound = ulps * float(jnp.finfo(y.dtype).eps)
+        e = np.asarray(e, np.float64)
         np.testing.assert_allclose(np.asarray(y, np.float64), e, rtol=bound, atol=bound)
-    return count
+
+
+def check(f, *args):
+    """Compares with JAX in float64, and returns how often the kernel is called."""
+    compare(f, *args)
+    return called(f, *args)
 
 
 def widened(x):

@@ -190,7 +190,7 @@ def test_sums_of_exponentials_read_padded_logits(tied, monkeypatch):
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_of_padded_logits(dtype):
-    x, w = arrays(dtype, (12, 24), (24, 21))
+    x, w = arrays(dtype, (64, 8), (8, 21))  # the result is larger than the operands
 
     def both(x, w):
         logits = x @ w
@@ -254,6 +254,10 @@ def test_others_stay_by_default(monkeypatch):
     assert products(step, *args, platform="cpu")[0] == ("16384x50257", "50257x768")
     logits, table, _ = args
     # To copy these would cost more than padding saves.
+    rows = jax.ShapeDtypeStruct((400, 400), jnp.bfloat16)
+    long = jax.ShapeDtypeStruct((400, 250001), jnp.bfloat16)
+    found = products(lambda x, y: x @ (y + y), rows, long, platform="cuda")
+    assert found == [("400x400", "400x250001")]
     narrow = jax.ShapeDtypeStruct((50257, 64), jnp.bfloat16)
     assert products(jnp.matmul, logits, narrow, platform="cuda") == [("16384x50257", "50257x64")]
     wide = jax.ShapeDtypeStruct((16384, 50257), jnp.bfloat16)
