@@ -211,6 +211,10 @@ def test_layers_of_jraph_are_written_with_graph_layers(name):
 def calls_to_lower(step, *args) -> int:
     """The number of Python and C function calls that tracing and lowering a program takes."""
     jax.clear_caches()
+    return count_calls(lambda: jax.jit(step).lower(*args))
+
+
+def count_calls(function) -> int:
     count = 0
 
     def profile(frame, event, arg):
@@ -219,7 +223,7 @@ def calls_to_lower(step, *args) -> int:
 
     sys.setprofile(profile)
     try:
-        jax.jit(step).lower(*args)
+        function()
     finally:
         sys.setprofile(None)
     return count
@@ -254,10 +258,17 @@ from tests import programs, test_programs
 
 program, key = programs.make("unet", "tiny"), jax.random.key(0, impl="rbg")
 args = [jax.eval_shape(f, key) for f in (program.state, program.batch)]
-test_programs.calls_to_lower(program.step, *args)  # work done once per process
-before = test_programs.calls_to_lower(program.step, *args)
+
+
+def calls():
+    jax.clear_caches()
+    return test_programs.count_calls(jax.jit(program.step).trace(*args).lower)
+
+
+calls()  # work done once per process
+before = calls()
 jax.jit(jof.accelerate(lambda x: x + 1)).lower(jnp.ones(3))
-print(test_programs.calls_to_lower(program.step, *args) / before)
+print(calls() / before)
 """
 
 
