@@ -12,6 +12,12 @@
 // Values of 8- and 16-bit float types are widened to f32 before the functor and rounded once after
 // it. Each input byte is read once and each output byte is written once.
 //
+// If there are fewer elements than threads in the GPU, packs leave threads idle while others
+// compute several elements. This matters for functors of many instructions: in us on an H100 with
+// packs and with single elements, the gradient of geglu of 863 f32 takes 1.35 and 1.08, of 32,768
+// bf16 1.51 and 1.29; gelu of 3657 bf16 takes 1.18 and 1.10. A sum of 32,768 f32 takes 1.15
+// and 1.24.
+//
 // The functor, factory, launcher, kernel, packs and Apply2 are those of OneFlow's elementwise.cuh
 // (see "OneFlow CUDA Elementwise", Zheng, Yao, Guo, Liu). The differences are: several outputs,
 // scalar operands, a peeled head for arrays that share a misalignment, f32 arithmetic for narrow
@@ -29,6 +35,8 @@
 #include "cuda/launch.cuh"
 #include "ops/elementwise_call.h"
 #ifndef __CUDACC_RTC__
+#include <utility>
+
 #include "cuda/pack_split.h"
 #endif
 
@@ -345,6 +353,16 @@ __global__ void __launch_bounds__(kBlockSize, internal::LaunchPolicy<Outs, Ins>:
 
 namespace internal {
 
+// The number of elements up to which each has its own thread: the functor's kFew.
+template <typename Functor>
+constexpr auto FewElements(int) -> decltype(Functor::kFew) {
+  return Functor::kFew;
+}
+template <typename Functor>
+constexpr int FewElements(long) {
+  return 0;
+}
+
 template <int N, typename Factory, typename... Out, int... o, typename... In, int... i>
 cudaError_t LaunchPacks(const Factory& factory, int64_t n, const Tuple<Out*...>& out, Indices<o...>,
                         Tuple<Operand<In>...> in, Indices<i...>, cudaStream_t stream) {
@@ -356,7 +374,10 @@ cudaError_t LaunchPacks(const Factory& factory, int64_t n, const Tuple<Out*...>&
     ((arrays[sizeof...(Out) + i].data = Get<i>(in).kind == kArray ? Get<i>(in).data : nullptr),
      ...);
   }
-  const PackSplit split = SplitIntoPacks(n, N, arrays, arrays + sizeof...(Out) + sizeof...(In));
+  const bool is_few = n <= FewElements<decltype(std::declval<Factory>()())>(0);
+  const PackSplit split =
+      is_few ? PackSplit{n, 0, n}
+             : SplitIntoPacks(n, N, arrays, arrays + sizeof...(Out) + sizeof...(In));
   const int64_t items = ItemsOf(split);
   using Outs = Tuple<Out*...>;
   if constexpr (sizeof...(In) > 1) {

@@ -7,6 +7,9 @@
 // functors inherit Apply2, which computes two neighbours of a 16-bit type in one instruction (see
 // common/half2.h).
 //
+// A functor of many instructions may have kFew, a number of elements. GPUs compute calls on at most
+// that many with one element per thread (see cuda/elementwise.cuh).
+//
 // Semantics are those of the jax functions of the same names, including NaN, infinities and signed
 // zeros. The formulas avoid cancellation, so that tails have a small relative error.
 //
@@ -214,6 +217,7 @@ struct GeluTanh {
 template <typename T>
 struct GeluErf {
   using C = Compute<T>;
+  static constexpr int kFew = 1 << 13;
   // x - x tail if x > 0, and x tail if x is negative; NaN at -infinity, as in jax.
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x) const {
     const C tail = NormalTail<T>(Abs(x));
@@ -303,6 +307,7 @@ struct Minimum : PackedMinimum<T> {
 template <typename T, template <typename> class Activation>
 struct Gated {
   using C = Compute<T>;
+  static constexpr int kFew = 1 << 16;
   JOF_HOST_DEVICE JOF_INLINE C operator()(C x, C gate) const { return Activation<T>()(gate) * x; }
   JOF_HOST_DEVICE JOF_INLINE Tuple<C, C> Vjp(C x, C gate, C ct) const {
     return MakeTuple(ct * Activation<T>()(gate), Activation<T>().Vjp(gate, ct * x));
