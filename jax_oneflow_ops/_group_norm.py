@@ -165,7 +165,8 @@ def _define() -> core.Primitive:
             image = math.prod(x.shape[-spatial - 1 :]) * x.dtype.itemsize
             images = "small images" if image <= _SMALL_IMAGE else "large images"
             way = {2: "forward", 3: "backward"}[passes]
-            return _policy.Call(("group_norm", way, images), passes * _policy.nbytes(x))
+            pixels = math.prod(x.shape[-spatial - 1 : -1])
+            return _policy.Call(("group_norm", way, images), passes * _policy.nbytes(x), (pixels,))
 
         return _primitive.define(
             f"jof_{name}",

@@ -77,6 +77,14 @@ class Plan:
     sort: bool = False
 
 
+# On CUDA, few updates take one kernel, in which each sum looks for its updates. The others take two
+# or three kernels, of at least 1 us each. 100 rows of 100 f16 into 40 sums take 2.3 us, and 4.3
+# with atomics; 300 rows 2.9 and 4.3; 300 rows of 8 f32 3.1 and 2.5. Sums in a fixed order, and
+# products, are otherwise sorted, which takes 30 us. A block has one sum, or 512 bytes of it, or 32
+# elements if rows are not whole packs.
+FEW, FEW_ROUNDED, FEW_IN_ORDER = 128, 256, 1024
+FEW_BLOCKS = 1024
+PACK_BYTES, FEW_PACKS = 16, 32
 # On CUDA, thread blocks keep private sums in shared memory if the sums fit there and each is hit
 # often. For single values on an H200, 16M values into 1024 sums take 33 us, and into 10,000 sums
 # 57 us; atomics take 270 and 190 us. Narrow rows also use private sums if shared memory has room
@@ -132,24 +140,34 @@ COLUMN_BYTES, COLUMN_SUMS = 9 * 1024, 8
 # rows, each sum has at most GRID_UPDATES updates on average, since a thread adds up those of one
 # sum, and there are at least GRID_SUMS sums.
 GRID_MOST, GRID_UPDATES, GRID_SUMS = 8192, 64, 2**16
-# Otherwise CUDA uses atomics or sorts, whichever is expected to be faster on an H200. Atomics take
-# 15 ps per 32-byte sector if ids are uniform. Since a row may be hot, they are expected to take 1.6
-# times as long, or 2.5 times if the row length is not a power of two, as warps cannot combine such
-# rows. Sorting by id takes 30 us plus 20 ps per id; summing the sorted rows takes 27 ps per row. 1M
-# rows of 128 bf16 take 131 us sorted and 208 us with atomics; 1M rows of 32 take 91 and 62 us, or
-# 98 and 340 us if ids have a Zipf distribution. Both also move their bytes, at 3.6 TB/s.
+# Otherwise CUDA uses atomics or sorts, whichever is expected to be faster on an H100. Atomics take
+# 15 ps per 32-byte sector if ids are uniform, and NOT_CACHED times as long if the L2 cache has no
+# room for the sums. A row may be hot: rows of less than WIDE_BYTES, without copies of the sums, are
+# expected to take HOT times as long. Sorting takes 30 us plus 20 ps per id, or 40 us plus 35 ps if
+# there are at least 2^16 rows; then summing takes 15 ps per row. Both also move bytes, at 2.8 TB/s.
+# In us, sorted and with atomics, ids uniform, with a Zipf distribution, and half equal:
+#   1M rows of 128 bf16 into 10,000          156, 165, 177    239, 298, 223
+#   1M rows of 128 f32 into 100,000          298, 304, 315    520, 535, 499
+#   1.3M rows of 32 f16 into 60,000          113, 123, 118     83, 296, 230
+#   1.3M rows of 32 f16 into 1.3M            195, 186, 192    321, 428, 523
+#   56,306 rows of 256 f16 into 929           33,  38,  45     27,  33,  27
+#   3.3M rows of 3 f16 into 8.9M             502, 367, 431    300, 918, 826
 SECTOR_BYTES = 32
 ATOMIC_US = 15e-6
-HOT, HOT_ODD = 1.6, 2.5
-SORT_US = 30
-SORTED_ID_US, SORTED_ROW_US = 20e-6, 27e-6
-BYTES_PER_US = 3.6e6
+HOT, WIDE_BYTES = 1.4, 512
+NOT_CACHED_BYTES, NOT_CACHED = 25 * 2**20, 2.1
+SORT_US, SORT_WIDE_US = (30, 20e-6), (40, 35e-6)
+SORTED_ROW_US, SORTED_ELEMENT_US = 15e-6, 27e-6
+BYTES_PER_US = 2.8e6
 # The largest number of copies of the sums that atomics add to. Copies are written before and read
 # after, so together they have at most an eighth of the updates' bytes. 4.5M rows of 8 bf16, with
 # Zipf-distributed ids, take 885 us with one copy, 150 us with 16 and 117 us with 64. If there are
 # few updates, copies cost more than they save; but 16-bit sums need one copy anyway, so they gain
-# earlier: 32,768 bf16 into 512 sums take 7.4 us with one copy and 4.7 us with four.
+# earlier: 32,768 bf16 into 512 sums take 7.4 us with one copy and 4.7 us with four. Copies should
+# stay in the L2 cache: 1M rows of 128 f32 with uniform ids take 300 us with one copy of 5 MB, and
+# 475 us with eight.
 ATOMIC_COPIES = 32
+ATOMIC_COPY_BYTES = 2**24
 ATOMIC_UPDATE_BYTES = 8
 ATOMIC_COPY_ELEMENTS, ATOMIC_ROUNDED_ELEMENTS = 2**15, 2**13
 # 16-bit sums with atomics go through an f32 scratch unless it has more than SCRATCH_ROWS rows for
@@ -193,12 +211,11 @@ CPU_COUNTERS_PER_KEY = 4
 #   131,072 rows of 64 bf16 into 8,192          40                30           121
 #   131,072 rows of 128 f32 into 8,192          44                76            27
 #   131,072 rows of 256 f32 into 32,768         72                 -            99
-# XLA's atomics take 1.4 to 2.4 times as long if the sums have at least 32 MiB, as in the last line:
-# the cache then has no room for both the sums and the table.
+# XLA's atomics take 1.4 to 2.4 times as long if the cache has no room for the sums, as in the last
+# line.
 # On two CPU cores (jax 0.10.2), message sums of 65,536 rows are 1.8 times as fast as the next best
 # with 64 columns, 2 to 5 times with 128 and 4 to 9 times with 256. Narrow rows and small sums are
 # slower; heads of 8 columns take 0.7 to 1.3 times as long.
-NOT_CACHED_BYTES, NOT_CACHED = 2**25, 1.6
 CPU_MESSAGE_COLUMNS, CPU_MESSAGE_ELEMENTS = 64, 2**19
 # Dot products of gathered rows. XLA fuses both gathers with the sum and moves the same bytes. The
 # kernel was 1.1 to 1.7 times as fast on an H100 from 1M rows of 256 bytes on, and slower with fewer
@@ -266,6 +283,8 @@ def plan(p: Problem) -> Plan:
     sums = (p.batch, p.rows, p.inner)
     if p.platform == "cpu":
         return _plan_on_cpu(p)
+    if _few_pay(p):
+        return Plan("few", _NONE)
     if p.reducer == "multiply":  # it has no other kernels
         return _sorted(p)
     if not p.has_known_sizes():  # choose what works at any size
@@ -290,12 +309,19 @@ def plan(p: Problem) -> Plan:
         return _sorted(p)
     if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:
         return Plan("atomic", _NONE) if p.batch * p.updates <= FEW_UPDATES else _sorted(p)
-    room = min(
-        _update_bytes(p) // (ATOMIC_UPDATE_BYTES * _sum_bytes(p)),
-        p.batch * elements // (ATOMIC_ROUNDED_ELEMENTS if p.is_rounded() else ATOMIC_COPY_ELEMENTS),
-    )
-    copies = 1 << max(1, min(ATOMIC_COPIES, room)).bit_length() - 1
+    copies = _copies(p)
     return Plan("atomic", (copies, *sums) if copies > 1 or _in_scratch(p) else _NONE)
+
+
+def _few_pay(p: Problem) -> bool:
+    """Whether each sum looks for its updates."""
+    in_order = p.ordered or p.reducer == "multiply"
+    most = FEW_IN_ORDER if in_order else FEW_ROUNDED if p.is_rounded() else FEW
+    if not p.has_known_sizes() or p.updates > most:
+        return False
+    row = p.inner * int(p.dtype.itemsize)
+    packs = row // PACK_BYTES if row % PACK_BYTES == 0 else p.reals()
+    return p.batch * p.rows * -(-packs // FEW_PACKS) <= FEW_BLOCKS
 
 
 def _tiles_pay(p: Problem) -> bool:
@@ -346,26 +372,53 @@ def _in_scratch(p: Problem) -> bool:
     return p.is_rounded() or p.reducer != "add"
 
 
+def _copies(p: Problem) -> int:
+    """The number of copies of the sums that atomics add to."""
+    elements = ATOMIC_ROUNDED_ELEMENTS if p.is_rounded() else ATOMIC_COPY_ELEMENTS
+    room = min(
+        ATOMIC_COPY_BYTES // _sum_bytes(p),
+        _update_bytes(p) // (ATOMIC_UPDATE_BYTES * _sum_bytes(p)),
+        p.batch * p.updates * p.inner // elements,
+    )
+    return 1 << max(1, min(ATOMIC_COPIES, room)).bit_length() - 1
+
+
 def _sum_bytes(p: Problem) -> int:
     return p.batch * p.rows * p.inner * int(p.compute_dtype.itemsize)
+
+
+def _result_bytes(p: Problem) -> int:
+    return p.batch * p.rows * p.inner * int(p.dtype.itemsize)
 
 
 def _update_bytes(p: Problem) -> int:
     return p.batch * p.updates * p.inner * int(p.dtype.itemsize)
 
 
+def _sectors(row: int) -> float:
+    """The mean number of sectors that contain a row of so many bytes."""
+    return row / SECTOR_BYTES if row % SECTOR_BYTES == 0 else 1 + (row - 4) / SECTOR_BYTES
+
+
 def _atomic_us(p: Problem) -> float:
-    row = p.inner * int(p.compute_dtype.itemsize)
-    sectors = row / SECTOR_BYTES if row % SECTOR_BYTES == 0 else 1 + (row - 4) / SECTOR_BYTES
-    sectors *= HOT if p.inner & (p.inner - 1) == 0 else HOT_ODD
-    passes = 2 * _sum_bytes(p) if _in_scratch(p) else 0
-    return ATOMIC_US * p.batch * p.updates * sectors + passes / BYTES_PER_US
+    row, sums = p.inner * int(p.compute_dtype.itemsize), _sum_bytes(p)
+    us = ATOMIC_US * p.batch * p.updates * _sectors(row)
+    us *= NOT_CACHED if sums >= NOT_CACHED_BYTES else 1
+    us *= HOT if row < WIDE_BYTES and _copies(p) == 1 else 1
+    # The sums are cleared; those in scratch are also read and written to the result.
+    return us + (2 * sums + _result_bytes(p) if _in_scratch(p) else sums) / BYTES_PER_US
 
 
 def _sorted_us(p: Problem) -> float:
-    rows, flat = p.batch * p.updates, p.flat()
-    sort = 0 if p.is_sorted else SORT_US + SORTED_ID_US * flat.updates
-    return sort + SORTED_ROW_US * rows + _update_bytes(p) / BYTES_PER_US
+    flat, updates = p.flat(), p.batch * p.updates
+    is_wide = flat.batch * flat.rows >= 2**16 and not p.is_element()
+    fixed, of_id = SORT_WIDE_US if is_wide else SORT_US
+    us = 0 if p.is_sorted else fixed + of_id * flat.updates
+    us += (SORTED_ELEMENT_US if p.is_element() else SORTED_ROW_US) * updates
+    read = updates * SECTOR_BYTES * _sectors(p.inner * int(p.dtype.itemsize))
+    if p.is_sorted or p.is_element():  # rows are read in order
+        read = _update_bytes(p)
+    return us + (read + _result_bytes(p)) / BYTES_PER_US
 
 
 def _plan_on_cpu(p: Problem) -> Plan:

@@ -1344,7 +1344,7 @@ BY_NAME = {op.name: op for op in OPS}
 
 # The kernels of a scatter-add. Platform and shapes choose among them, so a case's targets omit this
 # suffix.
-WAYS = ("sorted", "private", "atomic")
+WAYS = ("sorted", "private", "atomic", "few")
 
 
 def without_way(target: str) -> str:

@@ -721,8 +721,9 @@ REDUCING += [f"jof_scatter_{of}_{way}" for of in ("max", "min") for way in ("sor
 REDUCING += ["jof_scatter_multiply_private"] if jax.default_backend() == "cpu" else []
 SORTING = ["jof_sort_rows"] if jax.default_backend() == "cpu" else []
 if jax.default_backend() == "gpu":
-    SUMMING += ["jof_scatter_add_atomic", "jof_scatter_add_columns", "jof_scatter_add_tiles"]
+    SUMMING += [f"jof_scatter_add_{way}" for way in ("atomic", "columns", "tiles", "few")]
     REDUCING += ["jof_scatter_max_atomic", "jof_scatter_min_atomic"]
+    REDUCING += [f"jof_scatter_{of}_few" for of in ("max", "min", "multiply")]
 RULE = {"wrap": np.bool_(False), "clip": np.bool_(False)}
 DETERMINISTIC = {**RULE, "deterministic": np.bool_(False)}
 FILL = {**RULE, "fill": np.zeros(2, np.int64)}
@@ -733,7 +734,9 @@ NONE, NO_ORDER = array(0, 0, 0), array(0, dtype="int32")
 SCRATCH = {
     target: array(1, 2, 2, 3) if target.endswith("sorted") else array(2, 1, 4, 3)
     for target in (*SUMMING, *REDUCING)
-} | dict.fromkeys(("jof_scatter_add_atomic", "jof_scatter_add_columns"), NONE)
+}
+SCRATCH |= dict.fromkeys(("jof_scatter_add_atomic", "jof_scatter_add_columns"), NONE)
+SCRATCH |= {target: NONE for target in SCRATCH if target.endswith("_few")}
 SCRATCH["jof_scatter_add_tiles"] = array(1, 2564)  # a list of 4096 positions and 1024 rows
 IDS = {"jof_scatter_add_columns": array(1, 15, dtype="int32")}  # one for each element
 GOOD_ROWS = {
@@ -862,6 +865,11 @@ def bad_rows_attributes():
             yield f"tiles-of-{dtype}", target, (*xs[:2], *operands[2:]), xs[2:], attributes
         two = array(2, 4, 1), array(2, 5, 1), array(2, 5, dtype="int32"), NO_ORDER
         yield "own-ids", target, two, (two[0], results[1]), attributes
+    if "jof_scatter_add_few" in GOOD_ROWS:
+        target = "jof_scatter_add_few"
+        operands, results, attributes = GOOD_ROWS[target]
+        many = array(1, 4097, 3), array(1, 4097, dtype="int32"), NO_ORDER
+        yield "many-updates", target, (ROWS, *many), results, attributes
     if "jof_scatter_add_columns" in GOOD_ROWS:
         target = "jof_scatter_add_columns"
         operands, results, attributes = GOOD_ROWS[target]

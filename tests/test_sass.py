@@ -59,7 +59,8 @@ DROPS_HALVES = re.compile(r"\bCast<(?:(?:un)?signed )?(?:char|short|int), (?:uns
 # are tuned for sm_90, where it puts none there.
 AMPERE_STACK = 16
 AMPERE_KERNELS = re.compile(
-    r"\b(RunsKernel|CombineKernel|SumElementsKernel|SumColumnsKernel|SumTilesKernel|ReduceKernel)<"
+    r"\b(RunsKernel|CombineKernel|GroupsKernel|SumElementsKernel|SumColumnsKernel|SumTilesKernel|"
+    r"ReduceKernel)<"
 )
 
 

@@ -474,7 +474,9 @@ def test_16_bit_sums_are_rounded_once():
 # --- strategies -----------------------------------------------------------------------------------
 
 TARGET = re.compile(r'custom_call_target="(jof_\w+)"')
-SORTED, PRIVATE, ATOMIC = (f"jof_scatter_add_{way}" for way in ("sorted", "private", "atomic"))
+SORTED, PRIVATE, ATOMIC, FEW = (
+    f"jof_scatter_add_{way}" for way in ("sorted", "private", "atomic", "few")
+)
 IN_ORDER, ALWAYS = {"indices_are_sorted": True}, {"deterministic": True}
 # (platform, dtype, updates, rows, width, options, custom calls, scratch shape of 16-bit atomics)
 STRATEGIES = [
@@ -499,10 +501,10 @@ STRATEGIES = [
     ("gpu", "float16", 100_000, 1000, 1, ALWAYS, [PRIVATE], ""),
     ("gpu", "float32", 5000, 300, 3, IN_ORDER, [SORTED], ""),
     ("gpu", "float16", 100_000, 3000, 1, IN_ORDER, [SORTED], ""),
-    ("gpu", "float32", 20_000, 5000, 1000, {}, [SORTED], ""),
+    ("gpu", "float32", 60_000, 20_000, 400, {}, [SORTED], ""),
     ("gpu", "bfloat16", 20_000, 40_000, 256, {}, [SORTED], ""),
-    ("gpu", "bfloat16", 16_000, 30, 1000, {}, [SORTED], ""),
-    ("gpu", "complex64", 20_000, 5000, 500, {}, [SORTED], ""),
+    ("gpu", "bfloat16", 60_000, 3000, 512, {}, [SORTED], ""),
+    ("gpu", "complex64", 60_000, 20_000, 200, {}, [SORTED], ""),
     ("gpu", "float32", 3000, 500, 3, ALWAYS, [SORTED], ""),
     ("gpu", "float16", 3000, 500, 1, ALWAYS, [SORTED], ""),
     ("gpu", "complex128", 3000, 70_000, 1, ALWAYS, [SORTED], ""),
@@ -518,9 +520,16 @@ STRATEGIES = [
     ("gpu", "float16", 40_000, 512, 1, {}, [ATOMIC], "4,1,512,1"),
     ("gpu", "float16", 2048, 10, 1, {}, [ATOMIC], "1,1,10,1"),
     ("gpu", "float16", 40_000, 70_000, 17, {}, [ATOMIC], "1,1,70000,17"),
-    ("gpu", "float16", 30, 500, 33, {}, [ATOMIC], "0,0,0"),
-    ("gpu", "bfloat16", 30, 500, 40, {}, [ATOMIC], "0,0,0"),
+    ("gpu", "float16", 300, 5000, 33, {}, [ATOMIC], "0,0,0"),
+    ("gpu", "bfloat16", 300, 5000, 40, {}, [ATOMIC], "0,0,0"),
     ("gpu", "bfloat16", 3000, 500, 8, {}, [ATOMIC], "1,1,500,8"),
+    ("gpu", "float16", 30, 500, 33, {}, [FEW], ""),
+    ("gpu", "bfloat16", 200, 90, 704, {}, [FEW], ""),
+    ("gpu", "float32", 100, 500, 40, {}, [FEW], ""),
+    ("gpu", "complex64", 100, 20, 7, {}, [FEW], ""),
+    ("gpu", "int32", 1, 1000, 1, {}, [FEW], ""),
+    ("gpu", "float64", 1000, 50, 3, ALWAYS, [FEW], ""),
+    ("gpu", "float16", 128, 100, 5, IN_ORDER, [FEW], ""),
 ]
 
 
@@ -1489,4 +1498,28 @@ def test_where_private_sums_take_one_update(rows, kind, expected):
 )
 def test_which_narrow_rows_have_private_sums_on_gpus(dtype, inner, rows, strategy):
     problem = _scatter_policy.Problem("cuda", 1, 9_000_000, rows, inner, jnp.dtype(dtype))
+    assert _scatter_policy.plan(problem).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("updates", "changes", "strategy"),
+    [
+        (128, {}, "few"),
+        (129, {}, "atomic"),
+        (256, {"dtype": "bfloat16"}, "few"),
+        (257, {"dtype": "bfloat16"}, "atomic"),
+        (1024, {"ordered": True}, "few"),
+        (1025, {"ordered": True}, "sorted"),
+        (1024, {"reducer": "multiply"}, "few"),
+        (1025, {"reducer": "multiply"}, "sorted"),
+        (100, {"rows": 2048}, "atomic"),
+        (100, {"inner": 256}, "few"),  # 2 blocks for each of 512 rows
+        (100, {"inner": 257}, "atomic"),  # 9 blocks: a row is not whole packs
+        (100, {"batch": 3}, "atomic"),
+    ],
+)
+def test_when_sums_look_for_their_updates_on_gpus(updates, changes, strategy):
+    sizes = {"batch": 1, "rows": 512, "inner": 8, "dtype": "float32", **changes}
+    sizes["dtype"] = jnp.dtype(sizes["dtype"])
+    problem = _scatter_policy.Problem("cuda", updates=updates, **sizes)
     assert _scatter_policy.plan(problem).strategy == strategy

@@ -30,7 +30,8 @@ cudaError_t LaunchScatterAdd(ScatterStrategy strategy, const ScatterCall& call,
                              cudaStream_t stream);
 cudaError_t LaunchScatterExtremum(ScatterStrategy strategy, const ScatterCall& call,
                                   cudaStream_t stream);
-cudaError_t LaunchScatterMultiply(const ScatterCall& call, cudaStream_t stream);
+cudaError_t LaunchScatterMultiply(ScatterStrategy strategy, const ScatterCall& call,
+                                  cudaStream_t stream);
 
 // Launches any scatter. The result must not be empty.
 inline cudaError_t LaunchScatter(ScatterStrategy strategy, const ScatterCall& call,
@@ -48,7 +49,7 @@ inline cudaError_t LaunchScatter(ScatterStrategy strategy, const ScatterCall& ca
     case Reducer::kAdd:
       return LaunchScatterAdd(strategy, call, stream);
     case Reducer::kMultiply:
-      return LaunchScatterMultiply(call, stream);
+      return LaunchScatterMultiply(strategy, call, stream);
     default:
       return LaunchScatterExtremum(strategy, call, stream);
   }

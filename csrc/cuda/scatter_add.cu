@@ -1,6 +1,7 @@
 // All scatters that add.
 #include "cuda/scatter_atomic.cuh"
 #include "cuda/scatter_columns.cuh"
+#include "cuda/scatter_few.cuh"
 #include "cuda/scatter_private.cuh"
 #include "cuda/scatter_sorted.cuh"
 #include "cuda/scatter_tiles.cuh"
@@ -22,6 +23,8 @@ cudaError_t LaunchScatterAdd(ScatterStrategy strategy, const ScatterCall& call,
       case ScatterStrategy::kTiles:
         if constexpr (std::is_same_v<Compute<T>, float>) return ScatterTiles(add, call, stream);
         return cudaErrorInvalidValue;  // the handler rejects this earlier
+      case ScatterStrategy::kFew:
+        return ScatterFew(add, call, stream);
       default:
         return ScatterAtomic(add, call, stream);
     }

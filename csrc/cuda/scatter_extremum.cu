@@ -1,5 +1,6 @@
 // All scatters that take the maximum or minimum.
 #include "cuda/scatter_atomic.cuh"
+#include "cuda/scatter_few.cuh"
 #include "cuda/scatter_private.cuh"
 #include "cuda/scatter_sorted.cuh"
 
@@ -17,6 +18,8 @@ cudaError_t LaunchScatterExtremum(ScatterStrategy strategy, const ScatterCall& c
         return ScatterSorted(extremum, call, stream);
       case ScatterStrategy::kPrivate:
         return ScatterPrivate(extremum, call, stream);
+      case ScatterStrategy::kFew:
+        return ScatterFew(extremum, call, stream);
       default:
         return ScatterAtomic(extremum, call, stream);
     }

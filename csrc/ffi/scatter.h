@@ -25,12 +25,15 @@ namespace jof {
 inline constexpr char kGatherRows[] = "jof_gather_rows", kSortRows[] = "jof_sort_rows";
 
 inline const char* NameOf(Reducer reducer, ScatterStrategy strategy) {
-  static constexpr const char* kNames[][5] = {
+  static constexpr const char* kNames[][6] = {
       {"jof_scatter_add_sorted", "jof_scatter_add_private", "jof_scatter_add_atomic",
-       "jof_scatter_add_columns", "jof_scatter_add_tiles"},
-      {"jof_scatter_max_sorted", "jof_scatter_max_private", "jof_scatter_max_atomic"},
-      {"jof_scatter_min_sorted", "jof_scatter_min_private", "jof_scatter_min_atomic"},
-      {"jof_scatter_multiply_sorted", "jof_scatter_multiply_private"},
+       "jof_scatter_add_columns", "jof_scatter_add_tiles", "jof_scatter_add_few"},
+      {"jof_scatter_max_sorted", "jof_scatter_max_private", "jof_scatter_max_atomic", "", "",
+       "jof_scatter_max_few"},
+      {"jof_scatter_min_sorted", "jof_scatter_min_private", "jof_scatter_min_atomic", "", "",
+       "jof_scatter_min_few"},
+      {"jof_scatter_multiply_sorted", "jof_scatter_multiply_private", "", "", "",
+       "jof_scatter_multiply_few"},
   };
   return kNames[static_cast<int>(reducer)][static_cast<int>(strategy)];
 }
@@ -145,6 +148,7 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
               HasShape(scratch, {call->splits, p.batch, p.size(), inner});
       break;
     case ScatterStrategy::kColumns:
+    case ScatterStrategy::kFew:
       wanted = "(0, 0, 0)";
       valid = HasShape(scratch, {0, 0, 0});
       break;
@@ -193,6 +197,13 @@ inline ffi::Error DecodeScratch(const char* op, ScatterStrategy strategy,
        call->type == DType::kU32)) {
     return InvalidArgument(op, ": needs shared ids of at most ", kTileRows,
                            " rows of one f16, bf16 or f32, whose sums have no order");
+  }
+  if (strategy == ScatterStrategy::kFew &&
+      (p.rows > kFewUpdates || p.size() > INT32_MAX ||
+       p.batch * p.size() > INT32_MAX / std::max<int64_t>(2 * inner, 1))) {
+    return InvalidArgument(
+        op, ": takes at most ", kFewUpdates, " updates of each problem and 2^30 sums; got ", p.rows,
+        " updates and sums of shape (", p.batch, ", ", p.size(), ", ", inner, ")");
   }
   call->scratch = scratch.element_count() == 0 ? nullptr : scratch.untyped_data();
   return ffi::Error::Success();

@@ -60,7 +60,11 @@ enum class ScatterStrategy {
   kAtomic,   // (P, B, S, D): P copies of the result; or (0, 0, 0) to add to the result itself
   kColumns,  // (0, 0, 0): each element of a row has its own id; only on GPUs
   kTiles,    // (P, W): sums of P parts of the positions, and the order of ids; only on GPUs
+  kFew,      // (0, 0, 0): each sum looks for its updates; only on GPUs
 };
+
+// The most updates of a problem for kFew.
+inline constexpr int64_t kFewUpdates = 4096;
 
 // The most rows of a scatter by tiles, and the positions of a tile. The scratch has a list for each
 // tile: its positions in order of rows, and where each row begins, in two bytes each.

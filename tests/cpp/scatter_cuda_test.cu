@@ -42,7 +42,8 @@ enum class Way {
   kAtomic,
   kAtomicScratch,
   kColumns,
-  kTiles
+  kTiles,
+  kFew
 };
 constexpr Reducer kReducers[] = {Reducer::kAdd, Reducer::kMax, Reducer::kMin, Reducer::kMultiply};
 enum class Ids { kSpread, kHot, kOneRow, kDropped, kBroken };
@@ -182,6 +183,7 @@ void TestScatter(const Shape& s, DType type, const Trial& t) {
                            : is_private             ? ScatterStrategy::kPrivate
                            : t.way == Way::kColumns ? ScatterStrategy::kColumns
                            : t.way == Way::kTiles   ? ScatterStrategy::kTiles
+                           : t.way == Way::kFew     ? ScatterStrategy::kFew
                                                     : ScatterStrategy::kAtomic,
                            call, nullptr));
   ++g_launches;
@@ -212,25 +214,27 @@ constexpr int64_t kMany = 70000;
 template <typename T>
 void TestScatters(DType type) {
   const Shape shapes[] = {
-      {1, 7, 150, 1, 1},     {1, 9, 150, 3, 5},       {1, 7, 100, 8, 2},      {1, 5, 60, 21, 40},
-      {2, 7, 150, 1, 3},     {3, 6, 90, 4, 7},        {1, 5, 40, 150, 3},     {1, 3, 9, 2500, 2},
-      {500, 7, 9, 1, 1},     {300, 5, 33, 3, 1},      {1, 64, 9000, 1, 3},    {1, 300, 17, 2, 1},
-      {1, 33, 2000, 8, 16},  {1, 1, 77, 1, 4},        {1, 33, 700, 16, 7},    {1, 1000, 300, 1, 2},
-      {1, 5, 9001, 1, 128},  {2, 12, 33, 33, 33},     {1, 5000, kMany, 8, 2}, {3, 1200, 40, 70, 1},
-      {9, 4096, 9000, 1, 3}, {300, 1500, 4200, 1, 2},
+      {1, 7, 150, 1, 1},       {1, 9, 150, 3, 5},   {1, 7, 100, 8, 2},       {1, 5, 60, 21, 40},
+      {2, 7, 150, 1, 3},       {3, 6, 90, 4, 7},    {1, 5, 40, 150, 3},      {1, 3, 9, 2500, 2},
+      {500, 7, 9, 1, 1},       {300, 5, 33, 3, 1},  {1, 64, 9000, 1, 3},     {1, 300, 17, 2, 1},
+      {1, 33, 2000, 8, 16},    {1, 1, 77, 1, 4},    {1, 33, 700, 16, 7},     {1, 1000, 300, 1, 2},
+      {1, 5, 9001, 1, 128},    {2, 12, 33, 33, 33}, {1, 5000, kMany, 8, 2},  {3, 1200, 40, 70, 1},
+      {1, 50, 9000, 20, 3},    {2, 9, 300, 68, 2},  {1, 3000, kMany, 24, 2}, {9, 4096, 9000, 1, 3},
+      {300, 1500, 4200, 1, 2},
   };
   const auto step = static_cast<int64_t>(sizeof(T));
   unsigned turn = 0;
   for (const Shape& s : shapes) {
     for (const Way way :
          {Way::kSorted, Way::kOrdered, Way::kPrivate, Way::kPrivateInOrder, Way::kPrivateSmall,
-          Way::kAtomic, Way::kAtomicScratch, Way::kColumns, Way::kTiles}) {
+          Way::kAtomic, Way::kAtomicScratch, Way::kColumns, Way::kTiles, Way::kFew}) {
       if (s.batch > 1 && way == Way::kOrdered) continue;
       // The per-warp tables and their tags must fit into shared memory.
       const int64_t table = s.size * s.inner * 9;
       if (way == Way::kPrivate && s.size * s.inner * 8 > kPrivateBytes) continue;
       if (way == Way::kPrivateInOrder && table > kPrivateBytes) continue;
       if (way == Way::kColumns && s.size * 8 > kPrivateBytes >> kLogLeastColumns) continue;
+      if (way == Way::kFew && s.rows > kFewUpdates) continue;
       if (way == Way::kTiles && (s.inner != 1 || !std::is_same_v<Compute<T>, float>)) continue;
       if (way == Way::kPrivateSmall && s.size * s.inner * 8 > kSmallProblemBytes) continue;
       for (const Ids kind : {Ids::kSpread, Ids::kHot, Ids::kOneRow, Ids::kDropped, Ids::kBroken}) {
@@ -253,7 +257,9 @@ void TestScatters(DType type) {
                     opposite ? 16 - step - offset : offset,
                     kReducers[turn % 5 % 4],
                     !std::is_integral_v<Compute<T>> || turn % 7 < 4};
-            if (t.reducer == Reducer::kMultiply && !IsSorted(way)) t.reducer = Reducer::kMin;
+            if (t.reducer == Reducer::kMultiply && !IsSorted(way) && way != Way::kFew) {
+              t.reducer = Reducer::kMin;
+            }
             if (way == Way::kAtomic || way == Way::kColumns || way == Way::kTiles) {
               t.reducer = Reducer::kAdd;
             }
