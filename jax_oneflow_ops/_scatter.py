@@ -599,9 +599,6 @@ def _gather_rows_batch(
 # ---- what the choice between kernels and XLA depends on ----
 
 
-_OFTEN = 64  # updates per row, on average
-
-
 def _sum_call(
     updates: Any, ids: Any, rows: int, indexing: Indexing, reducer: str = "sum"
 ) -> _policy.Call | str:
@@ -611,13 +608,12 @@ def _sum_call(
     n, rank = indexing.batch, indexing.index_rank(ids)
     inner, count = math.prod(updates.shape[n + rank :]), math.prod(updates.shape[n : n + rank])
     width = _width(inner, updates)
-    if inner == 1:  # GPUs sum elements in shared memory only if they are hit often
-        width += " hit often" if count >= _OFTEN * rows else " hit seldom"
     order = "sorted ids" if indexing.indices_are_sorted else "any ids"
     result = math.prod(updates.shape[:n]) * rows * inner * updates.dtype.itemsize
     moved = _policy.nbytes(updates, ids) + result
     kind = (reducer, width, _policy.bits(updates.dtype), order)
-    return _policy.Call(kind, moved)
+    hits = max(1, count // max(1, rows))  # per row, on average: atomics of XLA wait for each other
+    return _policy.Call(kind, moved, (hits,))
 
 
 def _width(inner: int, rows: Any) -> str:

@@ -324,7 +324,7 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   const int64_t sectors = GatheredSectors(plan, warp_units);
   const double gathered = static_cast<double>(bytes) / kWarpBytes * static_cast<double>(sectors);
   const bool near = GatheredRun(plan, warp_units) >= 64 ||
-                    (GatheredRun(plan, 8 * warp_units) >= 192 && sectors <= 2 * kWarpBytes);
+                    (GatheredRun(plan, 8 * warp_units) >= 192 && sectors <= 4 * kWarpBytes);
   const bool whole_in = whole(plan.fastest_in()), whole_out = whole(plan.fastest_out());
   // How full the tiles of kTile must be.
   const double least = bytes <= 2 << 20                           ? 0.2
