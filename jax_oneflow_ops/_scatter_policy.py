@@ -77,12 +77,12 @@ class Plan:
     sort: bool = False
 
 
-# On CUDA, few updates take one kernel, in which each sum looks for its updates. The others take two
-# or three kernels, of at least 1 us each. 100 rows of 100 f16 into 40 sums take 2.3 us, and 4.3
-# with atomics; 300 rows 2.9 and 4.3; 300 rows of 8 f32 3.1 and 2.5. Sums in a fixed order, and
-# products, are otherwise sorted, which takes 30 us. A block has one sum, or 512 bytes of it, or 32
+# On CUDA, few updates take one kernel, in which each sum looks for its updates. It replaces three
+# kernels of at least 1 us each, if atomics need scratch space: 100 rows of 100 f16 into 40 sums
+# take 2.3 us, and 4.3 with atomics; 300 rows 2.9 and 4.3. Sums in a fixed order, and products, are
+# otherwise sorted, which takes 30 us. A block has one row of sums, or 512 bytes of it, or 32
 # elements if rows are not whole packs.
-FEW, FEW_ROUNDED, FEW_IN_ORDER = 128, 256, 1024
+FEW, FEW_IN_ORDER = 256, 1024
 FEW_BLOCKS = 1024
 PACK_BYTES, FEW_PACKS = 16, 32
 # On CUDA, thread blocks keep private sums in shared memory if the sums fit there and each is hit
@@ -141,10 +141,12 @@ COLUMN_BYTES, COLUMN_SUMS = 9 * 1024, 8
 # sum, and there are at least GRID_SUMS sums.
 GRID_MOST, GRID_UPDATES, GRID_SUMS = 8192, 64, 2**16
 # Otherwise CUDA uses atomics or sorts, whichever is expected to be faster on an H100. Atomics take
-# 15 ps per 32-byte sector if ids are uniform, and NOT_CACHED times as long if the L2 cache has no
-# room for the sums. A row may be hot: rows of less than WIDE_BYTES, without copies of the sums, are
-# expected to take HOT times as long. Sorting takes 30 us plus 20 ps per id, or 40 us plus 35 ps if
-# there are at least 2^16 rows; then summing takes 15 ps per row. Both also move bytes, at 2.8 TB/s.
+# 11 ps per 32-byte sector if ids are uniform, NOT_CACHED times as long if the L2 cache has no room
+# for the sums, and the time to read updates at 4.5 TB/s. A row may be hot: rows of less than
+# WIDE_BYTES, without copies of the sums, are expected to take HOT times as long. Sorting takes 30
+# us plus 20 ps per id, or 40 us plus 35 ps if there are at least 2^16 rows; then summing takes 15
+# ps per row. Single elements are sorted along with their ids, and take 20 and 27 ps. Both also move
+# bytes, at 2.8 TB/s.
 # In us, sorted and with atomics, ids uniform, with a Zipf distribution, and half equal:
 #   1M rows of 128 bf16 into 10,000          156, 165, 177    239, 298, 223
 #   1M rows of 128 f32 into 100,000          298, 304, 315    520, 535, 499
@@ -152,10 +154,17 @@ GRID_MOST, GRID_UPDATES, GRID_SUMS = 8192, 64, 2**16
 #   1.3M rows of 32 f16 into 1.3M            195, 186, 192    321, 428, 523
 #   56,306 rows of 256 f16 into 929           33,  38,  45     27,  33,  27
 #   3.3M rows of 3 f16 into 8.9M             502, 367, 431    300, 918, 826
+# If the caller promises that ids are sorted, sums take 5.5 us and move bytes. Atomics take less
+# time if there are few updates, as they then take 2.5 us, or 3.8 us if they need scratch space; but
+# single elements in order wait for each other (in us, sorted and with atomics):
+#   4000 rows of 17 f32 into 200    6.8, 4.8      1M rows of 17 f32 into 50,000    40, 58
+#   30,000 rows of 8 f32 into 1500  7.1, 4.4      30,000 rows of 768 f32 into 1500  40, 57
+#   30,000 f32 into 1500            5.9, 3.3      200,000 f32 into 10,000           6.4, 10.5
 SECTOR_BYTES = 32
-ATOMIC_US = 15e-6
+ATOMIC_US, UPDATES_PER_US = 11e-6, 4.5e6
 HOT, WIDE_BYTES = 1.4, 512
-NOT_CACHED_BYTES, NOT_CACHED = 25 * 2**20, 2.1
+NOT_CACHED_BYTES, NOT_CACHED = 25 * 2**20, 2.3
+IN_ORDER_US, KERNELS_US, SCRATCH_KERNELS_US, ELEMENTS_IN_ORDER = 5.5, 2.5, 3.8, 3
 SORT_US, SORT_WIDE_US = (30, 20e-6), (40, 35e-6)
 SORTED_ROW_US, SORTED_ELEMENT_US = 15e-6, 27e-6
 BYTES_PER_US = 2.8e6
@@ -233,8 +242,7 @@ def message_sum_pays(p: Problem) -> bool:
     if p.is_rounded():  # the rows would be written and read
         return us < _atomic_us(p) + 2 * _update_bytes(p) / BYTES_PER_US
     # Hot rows slow XLA's atomics in 32 bits down less, so ids are expected to be uniform.
-    sectors = p.updates * p.inner * int(p.dtype.itemsize) / SECTOR_BYTES
-    return us < ATOMIC_US * sectors * (NOT_CACHED if _sum_bytes(p) >= NOT_CACHED_BYTES else 1)
+    return us < _uniform_us(p)
 
 
 def dot_products_pay(platform: str, edges: int, columns: int, dtype: Any) -> bool:
@@ -305,10 +313,11 @@ def plan(p: Problem) -> Plan:
     is_small = p.batch >= SMALL_BATCH and _sum_bytes(p) <= p.batch * SMALL_BYTES
     if is_small and not (p.ordered or is_long) and SMALL_SUMS * p.updates >= p.rows:
         return Plan("private", (0, *sums))
-    if sort or p.is_sorted:
+    if sort:
         return _sorted(p)
     if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:
-        return Plan("atomic", _NONE) if p.batch * p.updates <= FEW_UPDATES else _sorted(p)
+        few = p.batch * p.updates <= FEW_UPDATES and not p.is_sorted
+        return Plan("atomic", _NONE) if few else _sorted(p)
     copies = _copies(p)
     return Plan("atomic", (copies, *sums) if copies > 1 or _in_scratch(p) else _NONE)
 
@@ -316,7 +325,7 @@ def plan(p: Problem) -> Plan:
 def _few_pay(p: Problem) -> bool:
     """Whether each sum looks for its updates."""
     in_order = p.ordered or p.reducer == "multiply"
-    most = FEW_IN_ORDER if in_order else FEW_ROUNDED if p.is_rounded() else FEW
+    most = FEW_IN_ORDER if in_order else FEW if _in_scratch(p) else 0
     if not p.has_known_sizes() or p.updates > most:
         return False
     row = p.inner * int(p.dtype.itemsize)
@@ -375,9 +384,10 @@ def _in_scratch(p: Problem) -> bool:
 def _copies(p: Problem) -> int:
     """The number of copies of the sums that atomics add to."""
     elements = ATOMIC_ROUNDED_ELEMENTS if p.is_rounded() else ATOMIC_COPY_ELEMENTS
+    sums = max(1, _sum_bytes(p))
     room = min(
-        ATOMIC_COPY_BYTES // _sum_bytes(p),
-        _update_bytes(p) // (ATOMIC_UPDATE_BYTES * _sum_bytes(p)),
+        ATOMIC_COPY_BYTES // sums,
+        _update_bytes(p) // (ATOMIC_UPDATE_BYTES * sums),
         p.batch * p.updates * p.inner // elements,
     )
     return 1 << max(1, min(ATOMIC_COPIES, room)).bit_length() - 1
@@ -400,24 +410,33 @@ def _sectors(row: int) -> float:
     return row / SECTOR_BYTES if row % SECTOR_BYTES == 0 else 1 + (row - 4) / SECTOR_BYTES
 
 
+def _uniform_us(p: Problem) -> float:
+    """The time in which atomics add updates whose ids are uniform."""
+    sectors = p.batch * p.updates * _sectors(p.inner * int(p.compute_dtype.itemsize))
+    us = ATOMIC_US * sectors * (NOT_CACHED if _sum_bytes(p) >= NOT_CACHED_BYTES else 1)
+    return us + _update_bytes(p) / UPDATES_PER_US
+
+
 def _atomic_us(p: Problem) -> float:
-    row, sums = p.inner * int(p.compute_dtype.itemsize), _sum_bytes(p)
-    us = ATOMIC_US * p.batch * p.updates * _sectors(row)
-    us *= NOT_CACHED if sums >= NOT_CACHED_BYTES else 1
-    us *= HOT if row < WIDE_BYTES and _copies(p) == 1 else 1
+    sums, us = _sum_bytes(p), _uniform_us(p)
+    us *= HOT if p.inner * int(p.compute_dtype.itemsize) < WIDE_BYTES and _copies(p) == 1 else 1
+    us *= ELEMENTS_IN_ORDER if p.is_sorted and p.is_element() else 1
     # The sums are cleared; those in scratch are also read and written to the result.
-    return us + (2 * sums + _result_bytes(p) if _in_scratch(p) else sums) / BYTES_PER_US
+    if _in_scratch(p):
+        return us + SCRATCH_KERNELS_US + (2 * sums + _result_bytes(p)) / BYTES_PER_US
+    return us + KERNELS_US + sums / BYTES_PER_US
 
 
 def _sorted_us(p: Problem) -> float:
+    if p.is_sorted:
+        return IN_ORDER_US + (_update_bytes(p) + _result_bytes(p)) / BYTES_PER_US
     flat, updates = p.flat(), p.batch * p.updates
-    is_wide = flat.batch * flat.rows >= 2**16 and not p.is_element()
-    fixed, of_id = SORT_WIDE_US if is_wide else SORT_US
-    us = 0 if p.is_sorted else fixed + of_id * flat.updates
-    us += (SORTED_ELEMENT_US if p.is_element() else SORTED_ROW_US) * updates
-    read = updates * SECTOR_BYTES * _sectors(p.inner * int(p.dtype.itemsize))
-    if p.is_sorted or p.is_element():  # rows are read in order
-        read = _update_bytes(p)
+    if p.is_element():
+        read, of_row, (fixed, of_id) = _update_bytes(p), SORTED_ELEMENT_US, SORT_US
+    else:
+        read = updates * SECTOR_BYTES * _sectors(p.inner * int(p.dtype.itemsize))
+        of_row, (fixed, of_id) = SORTED_ROW_US, SORT_WIDE_US if flat.rows >= 2**16 else SORT_US
+    us = fixed + of_id * flat.updates + of_row * updates
     return us + (read + _result_bytes(p)) / BYTES_PER_US
 
 

@@ -79,7 +79,7 @@ def segment_sum(
     Numerics:
       Integers are exact modulo 2^k, where k is the number of bits. Floats are summed in their own
       dtype; 16-bit values are summed in float32 and rounded once. There is one exception: GPU sums
-      of at most 8192 updates into more than sixteen times as many rows are rounded at each
+      of at most 8192 updates into more than sixteen times as many rows may be rounded at each
       addition, unless ids are sorted or `deterministic` is set. Atomic additions of float32 on GPUs
       flush sums below 2^-126 to 0. The order of summation is not specified.
 

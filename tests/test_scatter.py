@@ -499,7 +499,9 @@ STRATEGIES = [
     ("gpu", "float32", 12_800, 100, 2, ALWAYS, [PRIVATE], ""),
     ("gpu", "float16", 2000, 10, 1, ALWAYS, [PRIVATE], ""),
     ("gpu", "float16", 100_000, 1000, 1, ALWAYS, [PRIVATE], ""),
-    ("gpu", "float32", 5000, 300, 3, IN_ORDER, [SORTED], ""),
+    ("gpu", "float32", 5000, 300, 3, IN_ORDER, [ATOMIC], "0,0,0"),
+    ("gpu", "float32", 1_000_000, 50_000, 8, IN_ORDER, [SORTED], ""),
+    ("gpu", "bfloat16", 300, 5000, 40, IN_ORDER, [SORTED], ""),
     ("gpu", "float16", 100_000, 3000, 1, IN_ORDER, [SORTED], ""),
     ("gpu", "float32", 60_000, 20_000, 400, {}, [SORTED], ""),
     ("gpu", "bfloat16", 20_000, 40_000, 256, {}, [SORTED], ""),
@@ -525,9 +527,9 @@ STRATEGIES = [
     ("gpu", "bfloat16", 3000, 500, 8, {}, [ATOMIC], "1,1,500,8"),
     ("gpu", "float16", 30, 500, 33, {}, [FEW], ""),
     ("gpu", "bfloat16", 200, 90, 704, {}, [FEW], ""),
-    ("gpu", "float32", 100, 500, 40, {}, [FEW], ""),
-    ("gpu", "complex64", 100, 20, 7, {}, [FEW], ""),
-    ("gpu", "int32", 1, 1000, 1, {}, [FEW], ""),
+    ("gpu", "float32", 100, 500, 40, {}, [ATOMIC], "0,0,0"),
+    ("gpu", "complex64", 1000, 20, 7, ALWAYS, [FEW], ""),
+    ("gpu", "float32", 1, 1000, 1, ALWAYS, [FEW], ""),
     ("gpu", "float64", 1000, 50, 3, ALWAYS, [FEW], ""),
     ("gpu", "float16", 128, 100, 5, IN_ORDER, [FEW], ""),
 ]
@@ -1504,18 +1506,19 @@ def test_which_narrow_rows_have_private_sums_on_gpus(dtype, inner, rows, strateg
 @pytest.mark.parametrize(
     ("updates", "changes", "strategy"),
     [
-        (128, {}, "few"),
-        (129, {}, "atomic"),
+        (1, {}, "atomic"),  # no scratch space
+        (256, {"reducer": "max"}, "few"),
+        (257, {"reducer": "max"}, "atomic"),
         (256, {"dtype": "bfloat16"}, "few"),
         (257, {"dtype": "bfloat16"}, "atomic"),
         (1024, {"ordered": True}, "few"),
         (1025, {"ordered": True}, "sorted"),
         (1024, {"reducer": "multiply"}, "few"),
         (1025, {"reducer": "multiply"}, "sorted"),
-        (100, {"rows": 2048}, "atomic"),
-        (100, {"inner": 256}, "few"),  # 2 blocks for each of 512 rows
-        (100, {"inner": 257}, "atomic"),  # 9 blocks: a row is not whole packs
-        (100, {"batch": 3}, "atomic"),
+        (100, {"reducer": "max", "rows": 2048}, "atomic"),
+        (100, {"reducer": "max", "inner": 256}, "few"),  # 2 blocks for each of 512 rows
+        (100, {"reducer": "max", "inner": 257}, "atomic"),  # 9 blocks: a row is not whole packs
+        (100, {"reducer": "max", "batch": 3}, "atomic"),
     ],
 )
 def test_when_sums_look_for_their_updates_on_gpus(updates, changes, strategy):

@@ -3,17 +3,17 @@
 // On an H200, atomics take 15 ps per 32-byte sector if they are spread, but 2.5 ns if all of them
 // go to one sector. So the time depends on how many atomics hit the same row.
 //
-// Rows of more packs: a warp takes a group of 4 to 32 rows, sorts them by id, and adds each run
-// of equal ids in registers, so that rows which are hot, or already in order, cost few atomics. In
-// us on an H100, with the other kernel and with this one, for ids that are uniform, sorted, and
-// half equal (one copy of the sums):
+// GroupsKernel, for rows of three or more packs: a warp takes a group of 4 to 32 rows, and up to 32
+// packs of each. It sorts them by id, and adds each run of equal ids in registers, so that rows
+// which are hot, or already in order, cost few atomics. In us on an H100, with CombineKernel and
+// with GroupsKernel, for ids that are uniform, sorted, and half equal (one copy of the sums):
 //   1M rows of 128 f16 into 10,000      253, 187, 1250      228, 103, 267
 //   715,000 rows of 17 f32 into 20,000  50, 108, 1113       43, 34, 76
 //   9267 rows of 100 f16 into 1199      4.3, 6.5, 26        3.9, 3.1, 8
-// Larger groups combine more rows, but few warps leave the GPU idle: 47,766 rows of 17 f16 take 4.4
+// Larger groups combine more rows, but then there are fewer warps: 47,766 rows of 17 f16 take 4.4
 // us in groups of 16 and 5.9 in groups of 32.
 //
-// Rows of one or two packs, and few short rows:
+// CombineKernel, for rows of one or two packs, and for few short rows:
 // - Neighbouring lanes add neighbouring 16-byte packs.
 // - A thread takes several packs, and first combines those with the same target. Then, if several
 //   lanes of a warp have the same row as their first target, the warp combines all of its packs for
@@ -59,7 +59,7 @@ __device__ __forceinline__ void Add(const R& reduction, const typename R::Value 
   }
 }
 
-// ---- rows of more packs ----
+// ---- rows of three or more packs ----
 
 // The problem in units of packs. Offset is uint32_t or uint64_t, wide enough to index the packs of
 // the updates and of one copy of the sums.
@@ -197,7 +197,7 @@ struct AtomicScatter {  // in units of packs, like GroupScatter
   Offset items, inner;  // packs of all updates, packs per row
   int64_t outputs;      // elements per copy of the sums
   unsigned copies;
-  int lanes;  // packs per row
+  int lanes;  // `inner`, as a lane count
   bool shared_ids;
   FastDivider<Offset> by_inner, by_rows;
   const Index* ids;

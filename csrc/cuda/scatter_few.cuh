@@ -2,8 +2,9 @@
 //
 // A block has one row of the result, or a part of it of up to 32 packs. Its warps read all ids, 32
 // at a time, and combine the updates of the row in order; then the block combines the results of
-// its warps. So a sum has the same bits on every run. The other strategies take two or three
-// kernels, each of which takes 1 us at least.
+// its warps. So a sum has the same bits on every run. Atomics on scratch space take three kernels,
+// each of which takes 1 us at least. A pack has 16 bytes, or one element if rows are not whole
+// packs.
 #pragma once
 
 #include <algorithm>

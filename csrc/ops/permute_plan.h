@@ -300,8 +300,8 @@ inline double Filled(const PermutePlan& plan, int64_t alignment) {
 // In larger arrays kGather is fastest if the L1 cache keeps sectors until they are used up. It
 // reaches 0.85 to 0.95 of a copy's speed if a warp's part of the input is contiguous for 64 bytes
 // or a block's part for 192, and half of that at a quarter of these lengths. A block's part does
-// not help if each warp reads little of each sector: for 7 times as many bytes as it uses, the
-// speed was half of a copy's.
+// not help if the sectors that a warp reads have many more bytes than it uses: 4 times as many were
+// fast, but with 7 times as many the speed was half of a copy's.
 //
 // kDeinterleave is slow for short rows that are not whole packs: kGather takes 0.54 of its time for
 // 66 bytes and 0.8 for 1000, but 1.7 for 1288. kInterleave is slow if rows are shorter than what a
@@ -321,10 +321,11 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   const int64_t in_row = plan.dims[plan.fastest_in()].size * plan.unit_bytes;
   const int64_t out_row = plan.dims[plan.fastest_out()].size * plan.unit_bytes;
   const int64_t warp_units = kWarpBytes / plan.unit_bytes;
-  const int64_t sectors = GatheredSectors(plan, warp_units);
-  const double gathered = static_cast<double>(bytes) / kWarpBytes * static_cast<double>(sectors);
+  const int64_t warp_sectors = GatheredSectors(plan, warp_units);  // in bytes
+  const double gathered =
+      static_cast<double>(bytes) / kWarpBytes * static_cast<double>(warp_sectors);
   const bool near = GatheredRun(plan, warp_units) >= 64 ||
-                    (GatheredRun(plan, 8 * warp_units) >= 192 && sectors <= 4 * kWarpBytes);
+                    (GatheredRun(plan, 8 * warp_units) >= 192 && warp_sectors <= 4 * kWarpBytes);
   const bool whole_in = whole(plan.fastest_in()), whole_out = whole(plan.fastest_out());
   // How full the tiles of kTile must be.
   const double least = bytes <= 2 << 20                           ? 0.2
