@@ -432,7 +432,8 @@ def _sorted_us(p: Problem) -> float:
         return IN_ORDER_US + (_update_bytes(p) + _result_bytes(p)) / BYTES_PER_US
     flat, updates = p.flat(), p.batch * p.updates
     if p.is_element():
-        read, of_row, (fixed, of_id) = _update_bytes(p), SORTED_ELEMENT_US, SORT_US
+        read: float = _update_bytes(p)
+        of_row, (fixed, of_id) = SORTED_ELEMENT_US, SORT_US
     else:
         read = updates * SECTOR_BYTES * _sectors(p.inner * int(p.dtype.itemsize))
         of_row, (fixed, of_id) = SORTED_ROW_US, SORT_WIDE_US if flat.rows >= 2**16 else SORT_US
