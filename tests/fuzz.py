@@ -91,6 +91,7 @@ def good_scatter(rng: random.Random, target: str) -> Call:
         "private": (parts, batch, size, inner),
         "atomic": (parts, batch, size, inner),
         "columns": (0, 0, 0),
+        "few": (0, 0, 0),
         "tiles": (1, 2564),  # a list of 4096 positions and 1024 rows
     }[target.rpartition("_")[2]]
     wide = "float32" if dtype in ("float16", "bfloat16") else dtype
