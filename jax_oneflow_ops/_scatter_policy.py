@@ -180,10 +180,10 @@ ATOMIC_COPY_BYTES = 2**24
 ATOMIC_UPDATE_BYTES = 8
 ATOMIC_COPY_ELEMENTS, ATOMIC_ROUNDED_ELEMENTS = 2**15, 2**13
 # 16-bit sums with atomics go through an f32 scratch unless it has more than SCRATCH_ROWS rows for
-# each update. Beyond that, up to FEW_UPDATES updates are added to the result directly, rounding
-# each addition; more updates are sorted.
+# each update. Beyond that, up to IN_PLACE_UPDATES updates are added to the result directly, which
+# rounds each addition, unless ids are sorted; more updates are sorted.
 SCRATCH_ROWS = 16
-FEW_UPDATES = 8192
+IN_PLACE_UPDATES = 8192
 # On CPUs, short rows are added one by one to the result, as XLA does, or to private copies of the
 # sums: several copies if each sum is hit often; one copy for 16-bit sums, unless it is much larger
 # than the updates. For wide rows, ids are sorted so that each result row is written once.
@@ -316,8 +316,8 @@ def plan(p: Problem) -> Plan:
     if sort:
         return _sorted(p)
     if p.is_rounded() and p.reducer == "add" and p.rows > SCRATCH_ROWS * p.updates:
-        few = p.batch * p.updates <= FEW_UPDATES and not p.is_sorted
-        return Plan("atomic", _NONE) if few else _sorted(p)
+        in_place = p.batch * p.updates <= IN_PLACE_UPDATES and not p.is_sorted
+        return Plan("atomic", _NONE) if in_place else _sorted(p)
     copies = _copies(p)
     return Plan("atomic", (copies, *sums) if copies > 1 or _in_scratch(p) else _NONE)
 
