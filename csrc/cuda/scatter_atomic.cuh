@@ -342,8 +342,7 @@ cudaError_t FinishAll(R reduction, const ScatterCall& call, int64_t outputs, cud
                    : launch(std::integral_constant<int, 1>());
 }
 
-// Whether rows are combined in groups. If there are few, the other kernel combines those whose
-// packs divide a warp.
+// Whether GroupsKernel is used. CombineKernel is faster for few rows whose packs divide a warp.
 inline bool InGroups(int64_t items, int64_t packs) {
   return packs > 2 && (items > kFewItems || packs > kWarp / 2 || (packs & (packs - 1)) != 0);
 }
