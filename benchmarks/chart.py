@@ -23,6 +23,7 @@ NAMES = {
     "graph_attention_scale_free": "graph attention, scale-free",
     "mesh_graph_net_scale_free": "MeshGraphNet, scale-free",
     "unet": "UNet",
+    "segmentation": "U-Net, segmentation",
     "vit": "ViT",
     "bincount uniform": "bincount, random ids",
     "bincount one": "bincount, equal ids",

@@ -409,6 +409,32 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
     return lower
 
 
+def _convolutions(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of convolutions: those whose windows do not overlap become matrix products."""
+
+    def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
+        if _mode(ctx) not in (_ON, _DETERMINISTIC) or not _compat.has_known_sizes(ctx):
+            return rule(ctx, x, y, **params)
+        from jax_oneflow_ops import _convolutions  # imported lazily: few programs need it
+
+        found = _convolutions.find(ctx, params)
+        if found is None or _why_no_kernels(ctx, platform):
+            return rule(ctx, x, y, **params)
+        is_transposed = bool(_compat.operands_of(y, "stablehlo.reverse"))
+        if not (_is_asked_for() or found.pays(platform, ctx.avals_in[0], is_transposed)):
+            return rule(ctx, x, y, **params)
+        how = {name: params[name] for name in ("precision", "preferred_element_type")}
+        results = _lower(_same(_convolutions.compute, product=found, **how), ctx, x, y)
+        explanation = _explanation.get()
+        if explanation is not None:
+            avals = *ctx.avals_out, max(ctx.avals_in, key=lambda aval: aval.size)
+            row = _row("convolution", ctx, avals, True, _convolutions.AS_PRODUCT)
+            explanation.add(row, primitive, ctx, results[0])
+        return results
+
+    return lower
+
+
 def _as_written(
     rows: _scatter_rows.Rows, is_fresh: bool, ctx: Any, operand: Any, indices: Any, updates: Any
 ) -> tuple[tuple[Any, ...], str]:
@@ -802,6 +828,8 @@ def _problem(value: str) -> str | None:
         pair = [lax.div_p, lax.mul_p]
         _compat.replace_lowerings(pair, _PLATFORMS, _softmaxes, on_several=False)
         _compat.replace_lowerings([lax.dot_general_p], _PLATFORMS, _products, on_several=False)
+        images = [lax.conv_general_dilated_p]
+        _compat.replace_lowerings(images, _PLATFORMS, _convolutions, on_several=False)
         for one, rule in (
             (lax.reduce_max_p, _with_handle),
             (lax.approx_top_k_p, _without_metadata),
@@ -882,7 +910,8 @@ def accelerate(
     kernels also compute sums and dot products of gathered rows directly from `x`, such as
     ``segment_sum(w[:, None] * x[senders], receivers)``, where that was measured to be faster, and
     on GPUs the maxima and sums of exponentials of cross entropies and other rows in one pass.
-    Outside, nothing changes. :func:`explain` shows what is swapped in a program, what is not, and
+    Convolutions whose windows do not overlap are computed as matrix products, and products of sizes
+    that GPUs compute slowly are padded. Outside, nothing changes. :func:`explain` shows what is swapped in a program, what is not, and
     why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import jax
 
 # Sizes: "tiny" for tests, "small" for benchmarks on CPUs, "full" for benchmarks on GPUs.
-LARGE = ("graph_attention", "mesh_graph_net", "gpt2", "unet", "pic", "histogram", "vit")
+LARGE = (
+    *("graph_attention", "mesh_graph_net", "gpt2", "unet", "segmentation", "vit"),
+    *("pic", "histogram"),
+)
 PLAIN = ("pic", "histogram")  # in 32 bits
 SCALE_FREE = ("graph_attention_scale_free", "mesh_graph_net_scale_free")  # in benchmarks only
 LAYERS = ("graph_attention", "mesh_graph_net", *SCALE_FREE)  # benchmarked with graph layers, too

@@ -234,6 +234,56 @@ def unet(size, dtype):
     )
 
 
+class SegmentationNet(nn.Module):
+    """The U-Net of Ronneberger et al. (2015), on images whose borders are padded."""
+
+    classes: int
+    channels: tuple[int, ...]  # at the images' resolution, half of it, and so on
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        skips = []
+        for channels in self.channels[:-1]:
+            x = self.convolved(x, channels)
+            skips.append(x)
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        x = self.convolved(x, self.channels[-1])
+        for channels in reversed(self.channels[:-1]):
+            x = nn.ConvTranspose(channels, (2, 2), (2, 2), dtype=self.dtype)(x)
+            x = self.convolved(jnp.concatenate([skips.pop(), x], axis=-1), channels)
+        return nn.Conv(self.classes, (1, 1), dtype=self.dtype)(x)
+
+    def convolved(self, x, channels):
+        for _ in range(2):
+            x = nn.relu(nn.Conv(channels, (3, 3), dtype=self.dtype)(x))
+        return x
+
+
+def segmentation(size, dtype):
+    count, pixels, channels = {
+        "full": (16, 256, (64, 128, 256, 512, 1024)),
+        "small": (2, 64, (16, 32, 64)),
+        "tiny": (1, 4, (4, 8)),
+    }[size]
+    classes = 21
+    model = SegmentationNet(classes, channels, dtype)
+    shape = (count, pixels, pixels, 3)
+
+    def loss(params, batch):
+        images, labels = batch
+        return cross_entropy(model.apply(params, images), labels)
+
+    return trained(
+        lambda key: model.init(key, jnp.zeros(shape)),
+        loss,
+        lambda key: (
+            jax.random.normal(key, shape),
+            jax.random.randint(key, shape[:-1], 0, classes),
+        ),
+    )
+
+
 class ViTBlock(nn.Module):
     heads: int
     dtype: Any
