@@ -13,6 +13,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
+
+import jax_oneflow_ops as jof
+from tests import programs
+
 from . import chart, results, survey
 from .harness import SWEEP
 from .results import Result, Row, by, mean
@@ -250,10 +255,14 @@ def charted(found: Sequence[Result]) -> str:
     return chart.svg(rows, found[0].header["device"]) if rows else ""
 
 
-def explained(found: Sequence[Result], program: str = "mesh_graph_net") -> str:
-    """The report that `explain` printed for a program when it was measured."""
-    rows = [row for row in listed(found, "programs") if row["op"] == program and "explain" in row]
-    return f"```\n{rows[0]['explain']}\n```" if rows else ""
+def explained(found: Sequence[Result], name: str = "mesh_graph_net") -> str:
+    """The report that `explain` prints for a program and a measured device."""
+    program, key = programs.make(name, "full"), jax.eval_shape(jax.random.key, 0)
+    state, batch = (jax.eval_shape(make, key) for make in (program.state, program.batch))
+    header = found[0].header
+    platform = header["device"] if header["platform"] == "gpu" else "cpu"
+    report = jof.explain(program.step, state, batch, platform=platform)
+    return f"```\n{report.table(100)}\n```"
 
 
 def surveyed(

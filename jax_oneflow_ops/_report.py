@@ -68,7 +68,7 @@ class Report:
                 sum((getattr(row, name) or 0.0) * row.count for row in timed)
                 for name in ("native_us", "xla_us")
             )
-            text += f"; expected where measured: {_time(ours)} native, {_time(xla)} XLA"
+            text += f"; expected where measured: {_time(ours)} native, {_time(xla)} XLA at best"
         return text
 
     def _cells(self) -> list[list[str]]:

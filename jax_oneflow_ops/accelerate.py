@@ -911,8 +911,8 @@ def accelerate(
     ``segment_sum(w[:, None] * x[senders], receivers)``, where that was measured to be faster, and
     on GPUs the maxima and sums of exponentials of cross entropies and other rows in one pass.
     Convolutions whose windows do not overlap are computed as matrix products, and products of sizes
-    that GPUs compute slowly are padded. Outside, nothing changes. :func:`explain` shows what is swapped in a program, what is not, and
-    why.
+    that GPUs compute slowly are padded. Outside, nothing changes. :func:`explain` shows what is
+    swapped in a program, what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 

@@ -155,7 +155,14 @@ def pytest_collection_modifyitems(config, items):
 
 # The tests test kernels. Without measurements, kernels run wherever the choice is left open.
 # test_policy.py tests the choice.
+_measurements = _policy.tables
 _policy.tables = dict
+
+
+@pytest.fixture
+def measurements(monkeypatch):
+    """Chooses by the committed measurements, as for users."""
+    monkeypatch.setattr(_policy, "tables", _measurements)
 
 
 @pytest.fixture

@@ -551,11 +551,13 @@ def test_report_writes_between_markers_and_says_what_is_stale(tmp_path, capsys):
             cli.main(check)
 
 
+@pytest.mark.usefixtures("measurements")
 @pytest.mark.exhaustive  # .ci/run checks the same
 def test_the_documents_tables_are_current():
     assert report.main(["--check"]) == 0
 
 
+@pytest.mark.usefixtures("measurements")
 @pytest.mark.parametrize("name", [name for name in report.TABLES if name not in ("suite", "steps")])
 def test_every_table_can_be_made_of_the_committed_results(name):
     for device in ("nvidia-h200", "cpu-amd-epyc"):

@@ -25,7 +25,6 @@ from ..harness import Array, Case, Entrants, Function, Work
 from ..inputs import Input, shapes
 from . import common
 
-EXPLAINED = "mesh_graph_net"  # README has the report
 STEPS, BATCHES = 8, 4
 TOLERANCE = 2**-7
 """The allowed difference of losses, relative to the first loss.
@@ -93,8 +92,6 @@ def enter(name: str, size: str, devices: int = 1) -> Entrants:
     if devices > 1:
         kinds = {way: re.findall(r" (all-[a-z]+)(?:-start)?\(", texts[way]) for way in ways}
         about["sent"] = {way: dict(Counter(found)) for way, found in kinds.items()}
-    elif name == EXPLAINED:
-        about["explain"] = jof.explain(program.step, state, batches[0]).table(100)
     contenders = [common.contender(name, steps[name], *arguments[name]) for name in steps]
     return Entrants(contenders, about, ["jnp"], {}, wall=True)
 
