@@ -583,18 +583,15 @@ def _norm(
     ]
     others = [a for a in range(x.ndim) if a not in axes]
     order = (*others, *axes)
+    moved = tuple(x.shape[a] for a in order)
+    rows = (*moved[: len(others)], math.prod(sizes))  # -1 would fail for arrays without elements
+    inverse = [*map(order.index, range(x.ndim))]
 
     def to_rows(a: jax.Array) -> jax.Array:
-        a = a if order == (*range(a.ndim),) else jnp.transpose(a, order)
-        return a if len(axes) == 1 else a.reshape(*a.shape[: len(others)], -1)
+        return jnp.transpose(a, order).reshape(rows)
 
     def from_rows(a: jax.Array) -> jax.Array:
-        a = a.reshape(tuple(x.shape[i] for i in order)) if len(axes) > 1 else a
-        return (
-            a
-            if order == (*range(a.ndim),)
-            else jnp.transpose(a, [*map(order.index, range(a.ndim))])
-        )
+        return jnp.transpose(a.reshape(moved), inverse)
 
     operands = [None if residual is None else to_rows(residual), *vectors]
     y, *rest = _primitive.bind(

@@ -565,6 +565,30 @@ def test_norms_along_axes(axis):
     np.testing.assert_allclose(y, np.moveaxis(expected, last, axes), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((0, 3, 4), (1, 2)), ((3, 2, 0), (0, 1)), ((3, 0, 2), (1, 2))]
+)
+def test_norms_along_several_axes_of_arrays_without_elements(shape, axis, center, implementation):
+    norm = functools.partial(
+        jof.layer_norm if center else jof.rms_norm, axis=axis, implementation=implementation
+    )
+
+    def expected(x, scale):
+        centred = x - x.mean(axis, keepdims=True) if center else x
+        normalized = centred * jax.lax.rsqrt((centred**2).mean(axis, keepdims=True) + 1e-6)
+        return normalized * jnp.expand_dims(scale, [a for a in range(3) if a not in axis])
+
+    def results(f):
+        x, scale = jnp.zeros(shape), jnp.ones([shape[a] for a in axis])
+        y, pull = jax.vjp(f, x, scale)
+        return y, *pull(y)
+
+    for found, wanted in zip(results(norm), results(expected), strict=True):
+        np.testing.assert_array_equal(found, wanted, strict=True)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
 def test_residual_is_the_norm_of_the_sum(center, dtype):
