@@ -135,6 +135,22 @@ def as_integer(function: str, name: str, value: Any) -> int:
         ) from None
 
 
+def as_axes(function: str, name: str, axes: Any, ndim: int) -> tuple[int, ...]:
+    """Different axes, or one, counted from the beginning. Raises TypeError unless integers."""
+    given = [*map(operator.index, axes if isinstance(axes, list | tuple) else [axes])]
+    if not all(-ndim <= axis < ndim for axis in given):
+        known = f"from {-ndim} to {ndim - 1}" if ndim else "None"
+        raise ValueError(
+            f"{function}: {name} must be {known} for an array of rank {ndim}, got {axes!r}"
+        )
+    found = tuple(axis % ndim for axis in given)
+    if len({*found}) != len(found):
+        raise ValueError(
+            f"{function}: {name} must not repeat, got {axes!r} for an array of rank {ndim}"
+        )
+    return found
+
+
 def as_size(function: str, name: str, value: Any) -> int:
     """`value` as a size: a non-negative Python integer, or a symbolic dimension."""
     if jax.export.is_symbolic_dim(value):

@@ -1,6 +1,5 @@
 """Permutation of an array's axes."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -99,27 +98,14 @@ def _permutation(ndim: int, axes: Any) -> tuple[int, ...]:
             f"{_NAME}: axes must be None or a sequence of integers, got {axes!r} of type "
             f"{type(axes).__name__}"
         ) from None
-    permutation = []
-    for axis in given:
-        try:
-            if isinstance(axis, bool):
-                raise TypeError
-            permutation.append(operator.index(axis))
-        except TypeError:
-            raise TypeError(
-                f"{_NAME}: axes must be made of concrete integers, got {axis!r} of type "
-                f"{type(axis).__name__}"
-            ) from None
-    got = f"got axes={tuple(permutation)} for a of rank {ndim}"
+    permutation = tuple(
+        _checks.as_integer(_NAME, f"axes[{i}]", axis) for i, axis in enumerate(given)
+    )
     if len(permutation) != ndim:
-        raise ValueError(f"{_NAME}: axes must name each axis of a once, {got}")
-    for axis in permutation:
-        if not -ndim <= axis < ndim:
-            raise ValueError(f"{_NAME}: axes must be from {-ndim} to {ndim - 1}, {got}")
-    permutation = [axis % ndim for axis in permutation]
-    if len({*permutation}) != ndim:
-        raise ValueError(f"{_NAME}: axes must not repeat, {got}")
-    return tuple(permutation)
+        raise ValueError(
+            f"{_NAME}: axes must name each axis of a once, got {permutation} for a of rank {ndim}"
+        )
+    return _checks.as_axes(_NAME, "axes", permutation, ndim)
 
 
 def _abstract_eval(x: Any, *, axes: tuple[int, ...]) -> Any:

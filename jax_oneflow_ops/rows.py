@@ -5,7 +5,6 @@ functions and their gradients take as few passes over memory as possible.
 """
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -298,21 +297,12 @@ def _axes(name: str, axis: Any, ndim: int, *, sort: bool = True) -> tuple[int, .
     if axis is None:
         return tuple(range(ndim))
     try:
-        given = [operator.index(a) for a in (axis if isinstance(axis, list | tuple) else [axis])]
+        axes = _checks.as_axes(name, "axis", axis, ndim)
     except TypeError:
         raise TypeError(
             f"{name}: axis must be None, an integer or a sequence of integers, got {axis!r}"
         ) from None
-    for a in given:
-        if not -ndim <= a < ndim:
-            known = f"from {-ndim} to {ndim - 1}" if ndim else "None"
-            raise ValueError(
-                f"{name}: axis must be {known} for an array of rank {ndim}, got {axis!r}"
-            )
-    axes = [a % ndim for a in given]
-    if len({*axes}) != len(axes):
-        raise ValueError(f"{name}: axis must not repeat, got {axis!r}")
-    return tuple(sorted(axes) if sort else axes)
+    return tuple(sorted(axes)) if sort else axes
 
 
 def _mask(
