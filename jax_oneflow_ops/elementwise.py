@@ -84,15 +84,20 @@ def _documented(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Adds what all functions of this module share: they keep 64-bit dtypes and have more sections.
 
-    The sections precede the example. Arguments that the docstring lists under "Args" come first.
+    The sections precede the example. Arguments that the docstring lists under "Args" come first. If
+    it lists none, these are x and, for functions of two arrays, y.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         text = inspect.cleandoc(function.__doc__ or "")
         head, _, example = text.partition("Example:\n")
         head, _, arguments = head.partition("Args:\n")
+        if not arguments:
+            arguments = "x: array of any shape, or a number."
+            if "y" in inspect.signature(function).parameters:
+                arguments += "\n  y: array that broadcasts with ``x``, or a number."
         common = _COMMON.format(
-            arguments=arguments.strip() or "x: array of any shape, or a number.",
+            arguments=arguments.strip(),
             returns=returns,
             numerics=_NUMERICS[numerics],
             derivative=derivative,
@@ -381,10 +386,6 @@ def scale(x: ArrayLike, alpha: ArrayLike, *, implementation: Implementation = No
 def add(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
     """``x + y``. Replaces `jnp.add`.
 
-    Args:
-      x: array of any shape, or a number.
-      y: array that broadcasts with ``x``, or a number.
-
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.add(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])))
@@ -396,10 +397,6 @@ def add(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) ->
 @_documented(derivative="The gradient is at most a negation.")
 def subtract(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
     """``x - y``. Replaces `jnp.subtract`.
-
-    Args:
-      x: array of any shape, or a number.
-      y: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -413,10 +410,6 @@ def subtract(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = Non
 def multiply(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
     """``x * y``. Replaces `jnp.multiply`.
 
-    Args:
-      x: array of any shape, or a number.
-      y: array that broadcasts with ``x``, or a number.
-
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.multiply(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])))
@@ -428,10 +421,6 @@ def multiply(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = Non
 @_documented()
 def divide(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None) -> jax.Array:
     """``x / y``. Replaces `jnp.divide`.
-
-    Args:
-      x: array of any shape, or a number.
-      y: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -447,10 +436,6 @@ def maximum(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None
 
     Equal operands get half of the gradient each, as in JAX.
 
-    Args:
-      x: array of any shape, or a number.
-      y: array that broadcasts with ``x``, or a number.
-
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
       >>> print(jof.maximum(jnp.array([1.0, 4.0]), jnp.array([3.0, 2.0])))
@@ -464,10 +449,6 @@ def minimum(x: ArrayLike, y: ArrayLike, *, implementation: Implementation = None
     """The smaller of ``x`` and ``y``, NaN if either is. Replaces `jnp.minimum`.
 
     Equal operands get half of the gradient each, as in JAX.
-
-    Args:
-      x: array of any shape, or a number.
-      y: array that broadcasts with ``x``, or a number.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
