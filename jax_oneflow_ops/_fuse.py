@@ -13,7 +13,6 @@ import numpy as np
 
 from jax_oneflow_ops import _checks, _compat, _native, _report
 from jax_oneflow_ops._codegen import derive, parts, primitive, row_primitive, scalars, traced
-from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, is_inexact, is_narrow
 from jax_oneflow_ops._codegen.source import source as source_of
 from jax_oneflow_ops._codegen.traced import FusionError
@@ -515,7 +514,7 @@ def _kernel(
             jnp.full(aval.shape, value, aval.dtype)
             for value, aval in zip(plan.function(), avals, strict=True)
         ]
-    definition = derive.define(name, plan.function, plan.dtypes, dtypes, Definition)
+    definition = derive.define(name, plan.function, plan.dtypes, dtypes)
     operands = {}
     for k, (array, alignment) in enumerate(plan.operands(args)):
         operands[k] = _aligned(array, alignment, avals[0].ndim)
@@ -576,7 +575,7 @@ def _one_row_kernel(
     kinds: list[row_primitive.Kind] = [
         "elements" if space.is_along(alignment) else "value" for _, alignment in demands
     ]
-    definition = row_primitive.define(name, plan.function, plan.dtypes, dtypes, shapes)
+    definition = derive.define(name, plan.function, plan.dtypes, dtypes, shapes)
     spec = row_primitive.Spec(definition, space.width, tuple(operands), tuple(kinds))
     if not row_primitive.fits(spec, [x.shape for x in operands.values()]):
         raise FusionError(

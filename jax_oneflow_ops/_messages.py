@@ -390,7 +390,7 @@ messages_p = _primitive.define(
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, **params: Any
 ) -> tuple[Any, Any]:
-    body: Any = spec.definition.body
+    body = spec.definition.traced
     if scalars.contains(_compat.jaxpr_and_consts(body.jaxpr)[0], "custom_vjp"):
         raise FusionError(
             f"{params['function']}: fun calls a function that jax.custom_vjp made, and derivatives "
@@ -459,7 +459,7 @@ def _of_chosen(
 @functools.lru_cache(maxsize=1024)
 def _is_chosen(definition: Any) -> Any:
     """Defines 1 where a message equals the last input, else 0, in the dtype that sums have."""
-    function = core.jaxpr_as_fun(definition.body.jaxpr)
+    function = core.jaxpr_as_fun(definition.traced.jaxpr)
     dtype = definition.outputs[0].type
 
     def chosen(*args: Any) -> list[Any]:
@@ -467,12 +467,12 @@ def _is_chosen(definition: Any) -> Any:
 
     wide = str(_graph.compute_dtype(dtype))
     inputs = [*(p.type for p in definition.inputs), dtype]
-    return derive.define(f"{definition.name}_chosen", chosen, inputs, [wide], Definition)
+    return derive.define(f"{definition.name}_chosen", chosen, inputs, [wide])
 
 
 @functools.lru_cache(maxsize=1024)
 def _of_shared(definition: Any, tangent: Any) -> Any:
-    value, of_tangent = (core.jaxpr_as_fun(d.body.jaxpr) for d in (definition, tangent))
+    value, of_tangent = (core.jaxpr_as_fun(d.traced.jaxpr) for d in (definition, tangent))
     dtype, count = definition.outputs[0].type, len(definition.inputs)
 
     def shared(*args: Any) -> list[Any]:
@@ -483,7 +483,7 @@ def _of_shared(definition: Any, tangent: Any) -> Any:
         return [jnp.where(is_chosen, part / jnp.maximum(many, 1), jnp.zeros_like(part))]
 
     inputs = [*(p.type for p in tangent.inputs), dtype, str(_graph.compute_dtype(dtype))]
-    return derive.define(tangent.name, shared, inputs, [dtype], Definition)
+    return derive.define(tangent.name, shared, inputs, [dtype])
 
 
 def _stored(x: Any, dtype: str) -> Any:
@@ -495,14 +495,14 @@ def _stored(x: Any, dtype: str) -> Any:
 def _transposed(definition: Any, linear: tuple[int, ...], k: int, dtype: str) -> Any:
     """The definition of the cotangent of input k, one of the `linear` inputs of a definition."""
     every = derive.transpose(definition, linear, (0,))
-    function = core.jaxpr_as_fun(every.body.jaxpr)
+    function = core.jaxpr_as_fun(every.traced.jaxpr)
     inputs = [p.type for p in every.inputs]
     of = linear.index(k)
 
     def one(*args: Any) -> list[Any]:
         return [function(*args)[of]]
 
-    return derive.define(every.name, one, inputs, [dtype], Definition)
+    return derive.define(every.name, one, inputs, [dtype])
 
 
 def _transpose(ct: Any, *args: Any, spec: Spec, num_segments: int, **params: Any) -> list[Any]:
@@ -594,7 +594,7 @@ class Messages:
 
         Without weights they are None, and the rank is that of heads. None for other functions.
         """
-        body: Any = self.definition.body
+        body = self.definition.traced
         program, dtype = body.program, self.definition.outputs[0].type
         value = program.values[program.results[0]]
         factors = [value] if value.kind == "input" else [program.values[k] for k in value.args]
@@ -701,7 +701,7 @@ def traced(
                 )
         found += side
         operands[k] = _aligned(x, [None if a is None else a - 1 for a in axes], len(shape) - 1)
-    definition = derive.define(function, plan.function, plan.dtypes, [str(dtype)], Definition)
+    definition = derive.define(function, plan.function, plan.dtypes, [str(dtype)])
     return Messages(_known(definition), operands, found, tuple(shape[1:]))
 
 
@@ -723,7 +723,7 @@ def _aligned(x: Any, axes: Sequence[int | None], rank: int) -> Any:
 
 def _known(definition: Any) -> Any:
     """The same object for equal definitions, so that jax finds what it has compiled."""
-    closed = definition.body.jaxpr
+    closed = definition.traced.jaxpr
     key = f"{definition.name} {definition} {closed} {_compat.jaxpr_and_consts(closed)[1]}"
     found = _definitions.pop(key, definition)
     _definitions[key] = found

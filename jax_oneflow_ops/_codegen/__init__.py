@@ -5,8 +5,8 @@ text           bodies that are C++ text
 traced         bodies that are jaxprs of scalars, and their C++
 scalars        turns a jaxpr of arrays into a function of scalars
 parts          divides a jaxpr of arrays into elementwise parts and the rest
-derive         derivatives of traced bodies
 definition     signature, body and the derivatives that were given
+derive         derivatives of traced bodies
 source         the C++ source of a value or of a derivative
 row_source     the C++ source of row kernels
 edges          the C++ source of message kernels

@@ -10,10 +10,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Union
 
-from jax_oneflow_ops._codegen import derive
+import jax
+import jax.numpy as jnp
+
+from jax_oneflow_ops._codegen import scalars
 from jax_oneflow_ops._codegen.signature import Parameter, bind_variables, computed_in
 from jax_oneflow_ops._codegen.text import Text
-from jax_oneflow_ops._codegen.traced import Traced
+from jax_oneflow_ops._codegen.traced import Traced, computed
 
 Position = tuple[int, int]  # of a derivative: the output, and the input with respect to which
 
@@ -34,6 +37,12 @@ class Definition:
     def reads(self) -> tuple[int, ...]:
         """The inputs that the body may read."""
         return self.body.reads(self.inputs)
+
+    @property
+    def traced(self) -> Traced:
+        """The body, where it is not text."""
+        assert isinstance(self.body, Traced)
+        return self.body
 
     def output_dtypes(self, dtypes: Sequence[str]) -> tuple[str, ...]:
         """The dtypes of the outputs, given those of the inputs."""
@@ -113,11 +122,25 @@ def _traced_partial(
     reference = PartialReference(definition.reference, len(definition.outputs), position)
     name = f"{definition.name}_d{output}_d{input_}"
     result = _derivative_parameter(definition, position, dtypes)
-    body = derive.partial_of_reference(reference, name, dtypes, result.type)
+    body = _partial_of_reference(reference, name, dtypes, result.type)
     if body.program.is_zero:
         return None
     inputs = tuple(Parameter(p.type, f"x{i}") for i, p in enumerate(definition.inputs))
     return Definition(name, inputs, (result,), body, reference=reference)
+
+
+@functools.lru_cache(maxsize=1024)
+def _partial_of_reference(
+    reference: Callable[..., Any], name: str, dtypes: tuple[str, ...], result: str
+) -> Traced:
+    """The traced body of the derivative of a reference; see `PartialReference`."""
+
+    def function(*args: Any) -> Any:
+        y = reference(*args)
+        y = jnp.real(y) if jnp.iscomplexobj(y) and "complex" not in result else y
+        return [jnp.asarray(y).astype(computed(result))]
+
+    return Traced(scalars.trace(function, dtypes), name)
 
 
 def _no_derivative(definition: Definition, output: str, input_: str) -> str:
@@ -145,9 +168,6 @@ class PartialReference:
     position: Position
 
     def __call__(self, *args: Any) -> Any:
-        import jax
-        import jax.numpy as jnp
-
         o, i = self.position
         shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
         full = [jnp.broadcast_to(x, shape) for x in args]

@@ -11,11 +11,10 @@ from jax.interpreters import ad
 
 from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import scalars
+from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import Parameter, is_inexact
 from jax_oneflow_ops._codegen.traced import Traced, computed
 
-# The class in `definition.py`, which imports this module.
-Definition = Any
 # Runs a derivative's definition, given its inputs by number, and the numbers of the outputs whose
 # tangents it computes or of the inputs whose cotangents it computes.
 Run = Callable[[Definition, dict[int, Any], Sequence[int]], list[Any]]
@@ -26,15 +25,14 @@ def define(
     function: Callable[..., Any],
     inputs: Sequence[str],
     outputs: Sequence[str],
-    like: type[Definition],
     shapes: Sequence[Any] | None = None,
 ) -> Definition:
-    """Makes a definition, of the class `like`, of a function of scalars or of a row.
+    """Makes a definition of a function of scalars or of a row.
 
     `inputs` and `outputs` are the dtypes of stored elements; `function` takes the `computed` ones.
     """
     body = Traced(scalars.trace(function, inputs, shapes), name)
-    return like(
+    return Definition(
         name,
         tuple(Parameter(dtype, f"x{i}") for i, dtype in enumerate(inputs)),
         tuple(Parameter(dtype, f"y{o}") for o, dtype in enumerate(outputs)),
@@ -59,7 +57,7 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
     """
     inputs, outputs = _types(definition.inputs), _types(definition.outputs)
     count = len(inputs)
-    function = core.jaxpr_as_fun(definition.body.jaxpr)
+    function = core.jaxpr_as_fun(definition.traced.jaxpr)
     outs = [o for o, dtype in enumerate(outputs) if is_inexact(dtype)]
 
     def tangents(of: Sequence[int]) -> Callable[..., Any]:
@@ -74,17 +72,17 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
         return compute
 
     dtypes = [*inputs, *(inputs[i] for i in moving)]
-    flat, _ = _compat.jaxpr_and_consts(definition.body.jaxpr)
+    flat, _ = _compat.jaxpr_and_consts(definition.traced.jaxpr)
     shapes = shapes_of(flat.invars)
     shapes += [shapes[i] for i in moving]
 
     def made(of: Sequence[int]) -> Definition:
         name = f"{definition.name}_jvp"
         results = [outputs[o] for o in of]
-        return define(name, tangents(of), dtypes, results, type(definition), shapes)
+        return define(name, tangents(of), dtypes, results, shapes)
 
     every = made(outs)
-    program = every.body.program
+    program = every.traced.program
     alive = [
         o
         for o, result in zip(outs, program.results, strict=True)
@@ -108,8 +106,8 @@ def transpose(
     """
     inputs, outputs = _types(definition.inputs), _types(definition.outputs)
     count = len(inputs)
-    function = core.jaxpr_as_fun(definition.body.jaxpr)
-    flat, _ = _compat.jaxpr_and_consts(definition.body.jaxpr)
+    function = core.jaxpr_as_fun(definition.traced.jaxpr)
+    flat, _ = _compat.jaxpr_and_consts(definition.traced.jaxpr)
     shapes, outs = shapes_of(flat.invars), shapes_of(flat.outvars)
 
     def cotangents(*args: Any) -> Any:
@@ -126,23 +124,8 @@ def transpose(
         cotangents,
         [*inputs, *(outputs[o] for o in live)],
         results or [inputs[i] for i in linear],
-        type(definition),
         [*shapes, *(outs[o] for o in live)],
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def partial_of_reference(
-    reference: Callable[..., Any], name: str, dtypes: tuple[str, ...], result: str
-) -> Traced:
-    """The traced body of the derivative of a reference; see `PartialReference`."""
-
-    def function(*args: Any) -> Any:
-        y = reference(*args)
-        y = jnp.real(y) if jnp.iscomplexobj(y) and "complex" not in result else y
-        return [jnp.asarray(y).astype(computed(result))]
-
-    return Traced(scalars.trace(function, dtypes), name)
 
 
 # ---- rules for primitives whose parameter `spec` has a traced definition ----

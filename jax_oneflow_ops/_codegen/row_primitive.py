@@ -25,7 +25,7 @@ from jax_oneflow_ops._codegen import compilers, derive, primitive, row_source
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.row_source import ARRAY, SCALAR, SUMS, VALUE, VECTOR
 from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS
-from jax_oneflow_ops._codegen.traced import Program, Traced, computed, mapped
+from jax_oneflow_ops._codegen.traced import Program, computed, mapped
 
 Kind = Literal["elements", "value", "sum of elements", "sum of values"]
 
@@ -58,29 +58,12 @@ class Spec:
     @property
     def is_of_elements(self) -> list[bool]:
         """For each input, whether it holds elements of a row, not one value per row."""
-        flat, _ = _compat.jaxpr_and_consts(self.body.jaxpr)
+        flat, _ = _compat.jaxpr_and_consts(self.definition.traced.jaxpr)
         return [bool(shape) for shape in derive.shapes_of(flat.invars)]
 
     @property
-    def body(self) -> Traced:
-        assert isinstance(self.definition.body, Traced)
-        return self.definition.body
-
-    @property
     def program(self) -> Program:
-        return self.body.program
-
-
-def define(
-    name: str,
-    function: Any,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-) -> Definition:
-    """Defines a function of a row; see `derive.define`."""
-    made: Definition = derive.define(name, function, inputs, outputs, Definition, shapes)
-    return made
+        return self.definition.traced.program
 
 
 def bind(
@@ -298,7 +281,7 @@ def reference(*args: Any, spec: Spec) -> list[Any]:
         elif x.ndim:
             x = jnp.squeeze(x, -1)
         every.append(x.astype(computed(dtype)))
-    results = mapped(core.jaxpr_as_fun(spec.body.jaxpr), every, lead)
+    results = mapped(core.jaxpr_as_fun(spec.definition.traced.jaxpr), every, lead)
     found = []
     axes = tuple(range(len(lead)))
     for kind, y, dtype in zip(spec.kinds, results, spec.result_dtypes, strict=True):
