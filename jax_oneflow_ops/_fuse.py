@@ -466,19 +466,13 @@ def one_kernel(
     if space is not None:
         return _one_row_kernel(name, space, jaxpr, consts, args, exact, implementation)
     given = dict(zip(jaxpr.invars, args, strict=True))
-    computed = [
-        var
-        for var in dict.fromkeys(v for v in jaxpr.outvars if not _compat.is_literal(v))
-        if var not in given
-    ]
-    constant = []
-    if len({var.aval.shape for var in computed}) > 1:
-        for var in computed:
+    found = dict.fromkeys(v for v in jaxpr.outvars if not _compat.is_literal(v) and v not in given)
+    if len({var.aval.shape for var in found}) > 1:
+        for var in found:
             plan = scalars.plan(name, jaxpr, consts, [scalars.whole(jaxpr, var)], exact)
             if not plan.leaves:  # it depends on no array, and need not be part of the kernel
-                constant.append(var)
                 given[var] = _kernel(name, plan, [var.aval], args, implementation)[0]
-    computed = [var for var in computed if var not in constant]
+    computed = [var for var in found if var not in given]
     shapes = {var.aval.shape: None for var in computed}
     if len(shapes) > 1:
         shown = ", ".join(map(str, shapes))
@@ -492,10 +486,7 @@ def one_kernel(
         plan = scalars.plan(name, jaxpr, consts, demands, exact)
         outs = _kernel(name, plan, [var.aval for var in computed], args, implementation)
         given.update(zip(computed, outs, strict=True))
-    return [
-        jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else given[v]
-        for v in jaxpr.outvars
-    ]
+    return parts.outputs(jaxpr, given)
 
 
 def _kernel(
@@ -568,10 +559,7 @@ def _one_row_kernel(
         for var, value in zip(computed, plan.function(), strict=True):
             whole = jnp.broadcast_to(value, (*space.lead, *np.shape(value)))
             given[var] = whole.reshape(var.aval.shape).astype(var.aval.dtype)
-        return [
-            jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else given[v]
-            for v in jaxpr.outvars
-        ]
+        return parts.outputs(jaxpr, given)
     kinds: list[row_primitive.Kind] = [
         "elements" if space.is_along(alignment) else "value" for _, alignment in demands
     ]
@@ -586,10 +574,7 @@ def _one_row_kernel(
     results = row_primitive.bind(definition, space.width, kinds, operands, lead, implementation)
     for var, y in zip(computed, results, strict=True):
         given[var] = _in_shape(y, var.aval, space)
-    return [
-        jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else given[v]
-        for v in jaxpr.outvars
-    ]
+    return parts.outputs(jaxpr, given)
 
 
 def _rows_of(x: Any, alignment: scalars.Axes, space: scalars.Space) -> Any:

@@ -10,7 +10,7 @@ kernel is made for their operands, which need not be in memory.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,6 +228,11 @@ def evaluate(
             eqn = jaxpr.eqns[k]
             if parts.elementwise[k] and any(v in needed and v not in env for v in eqn.outvars):
                 run(eqn)
+    return outputs(jaxpr, env)
+
+
+def outputs(jaxpr: Any, env: Mapping[Any, Any]) -> list[Any]:
+    """The results of a jaxpr, given the values of its variables."""
     return [
         jnp.asarray(v.val, v.aval.dtype) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars
     ]
