@@ -1,7 +1,6 @@
 """Segments and scatters of rows: sums, maxima, minima and products; and lookups of rows."""
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -235,16 +234,8 @@ def segment_prod(
       [ 3.  1. 10.]
     """
     return _segments(
-        *(
-            "segment_prod",
-            "multiply",
-            data,
-            segment_ids,
-            num_segments,
-            bucket_size,
-            mode,
-            out_sharding,
-        ),
+        *("segment_prod", "multiply", data, segment_ids, num_segments),
+        *(bucket_size, mode, out_sharding),
         implementation=implementation,
         indices_are_sorted=bool(indices_are_sorted),
         unique_indices=bool(unique_indices),
@@ -298,12 +289,8 @@ def segment_mean(
         "indices_are_sorted": bool(indices_are_sorted),
         "unique_indices": bool(unique_indices),
     }
-    ordered = bool(deterministic)
-    total = _segments(
-        name, "add", data, ids, size, None, None, None, deterministic=ordered, **flags
-    )
-    ones = jnp.ones(ids.shape, jnp.int32)
-    count = _segments(name, "add", ones, ids, size, None, None, None, **flags)
+    total = _segments(name, "add", data, ids, size, deterministic=bool(deterministic), **flags)
+    count = _segments(name, "add", jnp.ones(ids.shape, jnp.int32), ids, size, **flags)
     wide = _checks.promoted(data.dtype, jnp.float32)
     return _scatter.mean_of(total, count, wide).astype(data.dtype)
 
@@ -370,17 +357,9 @@ def segment_softmax(
         "unique_indices": bool(unique_indices),
         "deterministic": bool(deterministic),
     }
-    reduce: Any = functools.partial(
-        _segments,
-        name,
-        segment_ids=ids,
-        num_segments=size,
-        bucket_size=None,
-        mode=None,
-        out_sharding=None,
-        implementation=implementation,
-        **flags,
-    )
+
+    def reduce(reducer: str, values: Any) -> Any:
+        return _segments(name, reducer, values, ids, size, implementation=implementation, **flags)
 
     def of_segment(values: Any, missing: float) -> Any:
         result: Any = _primitive.bind(
@@ -718,9 +697,9 @@ def _segments(
     data: ArrayLike,
     segment_ids: ArrayLike,
     num_segments: int | None,
-    bucket_size: int | None,
-    mode: Mode,
-    out_sharding: Any,
+    bucket_size: int | None = None,
+    mode: Mode = None,
+    out_sharding: Any = None,
     *,
     implementation: Implementation,
     **flags: bool,
