@@ -412,7 +412,7 @@ def policy(
             )
         platform, kind = tables()[device]["platform"], device
     else:
-        platform, kind = _place(device)
+        platform, kind = place_of(device)
     jaxpr = jax.make_jaxpr(functools.partial(fun, **kwargs))(*args)
     decisions = []
     for implementation, call in calls(jaxpr):
@@ -425,7 +425,7 @@ def policy(
     return decisions
 
 
-def _place(device: jax.Device | None) -> tuple[str, str]:
+def place_of(device: jax.Device | None) -> tuple[str, str]:
     """The platform of a device, as lowering names it, and the device's kind."""
     device = device or jax.devices()[0]
     return ("cuda" if device.platform == "gpu" else device.platform), device.device_kind

@@ -105,9 +105,11 @@ class _Explanation:
     def add(self, row: Row, primitive: Any, ctx: Any, result: Any) -> None:
         """Adds a row, and tags the operation that made `result`, a value of MLIR, with its number.
 
-        What the program does not contain in the end is not reported.
+        The row's line is that of `ctx`. What the program does not contain in the end is not
+        reported.
         """
         _compat.tag(result, _TAG, str(len(self.rows)))
+        row = dataclasses.replace(row, line=_compat.user_line(ctx.traceback))
         self.rows.append((row, _key(primitive, ctx.avals_in)))
 
 
@@ -149,7 +151,6 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         scope = _mode(ctx)
         if scope not in (_ON, _DETERMINISTIC):
             return rule(ctx, operand, indices, updates, **params)
-        explanation = _explanation.get()
         is_fresh = _compat.fill_of(operand) in reduction.fills
         deterministic = scope == _DETERMINISTIC
         args = ctx, operand, indices, updates
@@ -191,9 +192,9 @@ def _replacement(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
                 results = _compat.with_shardings_of_types(ctx, results)
             else:
                 results = _lower(_same(_reduce, alone=False, **how), *args)
-        if explanation is not None:
+        if explanation := _explanation.get():
             decision, swapped = choice.decision, choice.rows is not None
-            row = _row(primitive.name, ctx, ctx.avals_in, swapped, choice.reason, decision)
+            row = _row(primitive.name, ctx.avals_in, swapped, choice.reason, decision)
             if choice.message is not None:
                 nbytes = _policy.nbytes(*ctx.avals_in[:2], *choice.message.avals)
                 row = dataclasses.replace(row, bytes=nbytes)
@@ -310,8 +311,7 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
             return rule(ctx, operand, **params)
         found, row = swap
         results = found.lower(ctx)
-        explanation = _explanation.get()
-        if explanation is not None:
+        if explanation := _explanation.get():
             explanation.add(row, primitive, ctx, results[0])
         return results
 
@@ -333,14 +333,14 @@ def _swapped_sum(ctx: Any, operand: Any, axes: Any, platform: str) -> tuple[Any,
     if pair := _gathers.pair_of(ctx, operand, axes):
         if not (_is_asked_for() or pair.pays(platform)):
             return None
-        row = _row("reduce_sum", ctx, (result, pair.products), True, _FROM_TABLES)
+        row = _row("reduce_sum", (result, pair.products), True, _FROM_TABLES)
         return pair, dataclasses.replace(row, bytes=_policy.nbytes(result, *pair.avals))
     if (found := _exp_sums.find(ctx, operand, axes)) is None:
         return None
     decision = found.pays(ctx, platform, _device_kind(platform))
     if not (_is_asked_for() or decision):
         return None
-    row = _row(_EXP_SUM, ctx, (result, found.aval), True, _exp_sums.READS_ONCE, decision)
+    row = _row(_EXP_SUM, (result, found.aval), True, _exp_sums.READS_ONCE, decision)
     return found, dataclasses.replace(row, dtype=found.aval.dtype.name)
 
 
@@ -365,9 +365,8 @@ def _softmaxes(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat
         if not (_is_asked_for() or decision):
             return found.keep(ctx, rule(ctx, x, y, **params))
         results = found.lower(ctx)
-        explanation = _explanation.get()
-        if explanation is not None:
-            row = _row(found.name, ctx, [found.aval] * 2, True, _softmaxes.ONE_KERNEL, decision)
+        if explanation := _explanation.get():
+            row = _row(found.name, [found.aval] * 2, True, _softmaxes.ONE_KERNEL, decision)
             row = dataclasses.replace(row, bytes=found.arrays * _policy.nbytes(found.aval))
             explanation.add(row, primitive, ctx, results[0])
         return results
@@ -399,10 +398,9 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         if not (_is_asked_for() or product.gains_by(padding, devices)):
             return rule(ctx, x, y, **params)
         results = product.lower(rule, padding, **params)
-        explanation = _explanation.get()
-        if explanation is not None:
+        if explanation := _explanation.get():
             avals = *ctx.avals_out, max(ctx.avals_in, key=lambda aval: aval.size)
-            row = _row("matrix product", ctx, avals, True, _products.PADDED)
+            row = _row("matrix product", avals, True, _products.PADDED)
             explanation.add(row, primitive, ctx, results[0])
         return results
 
@@ -425,10 +423,9 @@ def _convolutions(primitive: Any, platform: str, rule: _compat.Lowering) -> _com
             return rule(ctx, x, y, **params)
         how = {name: params[name] for name in ("precision", "preferred_element_type")}
         results = _lower(_same(_convolutions.compute, product=found, **how), ctx, x, y)
-        explanation = _explanation.get()
-        if explanation is not None:
+        if explanation := _explanation.get():
             avals = *ctx.avals_out, max(ctx.avals_in, key=lambda aval: aval.size)
-            row = _row("convolution", ctx, avals, True, _convolutions.AS_PRODUCT)
+            row = _row("convolution", avals, True, _convolutions.AS_PRODUCT)
             explanation.add(row, primitive, ctx, results[0])
         return results
 
@@ -518,10 +515,9 @@ def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
             if params["length"] <= _MOST_STEPS and _runs_kernels(platform):
                 params["unroll"] = params["length"]
             results = rule(ctx, *args, **params)
-        explanation = _explanation.get()
-        if search and explanation is not None:
+        if search and (explanation := _explanation.get()):
             avals = ctx.avals_in[search.place], ctx.avals_in[1 - search.place]
-            row = _row("binary search", ctx, avals, not reason, reason or _search.MEASURED)
+            row = _row("binary search", avals, not reason, reason or _search.MEASURED)
             explanation.add(row, primitive, ctx, results[1])
         return results
 
@@ -753,14 +749,14 @@ def _why_not_on_cpu(reduction: _Reduction, rows: _scatter_rows.Rows, dtype: Any)
 
 def _row(
     operation: str,
-    ctx: Any,
     avals: Sequence[Any],
     swapped: bool,
     reason: str,
     decision: _policy.Decision | None = None,
+    line: str = "",
 ) -> Row:
     return Row(
-        line=_compat.user_line(ctx.traceback),
+        line=line,
         operation=operation,
         shapes=tuple(tuple(aval.shape) for aval in avals),
         dtype=avals[0].dtype.name,
@@ -1203,8 +1199,7 @@ def _key(primitive: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
 def _place(platform: str | None) -> tuple[str, str | None]:
     """The name that jax has for a platform, and the kind of its device."""
     if platform is None:
-        device = jax.devices()[0]
-        return ("cuda" if device.platform == "gpu" else device.platform), device.device_kind
+        return _policy.place_of(None)
     if platform in _policy.tables():
         return _policy.tables()[platform]["platform"], platform
     platform = "cuda" if platform == "gpu" else platform
@@ -1238,16 +1233,7 @@ def _slow(jaxpr: Any) -> list[Row]:
         if (help_ := _help(equation, made)) is None:
             continue
         name, avals, reason = help_
-        row = Row(
-            line=line,
-            operation=name,
-            shapes=tuple(tuple(aval.shape) for aval in avals),
-            dtype=avals[0].dtype.name,
-            swapped=False,
-            reason=reason,
-            bytes=_policy.nbytes(*avals) if _is_known(avals) else 0,
-        )
-        found.append(row)
+        found.append(_row(name, avals, False, reason, line=line))
     return found
 
 
