@@ -1,11 +1,12 @@
 """The primitives of attention over edges, and their rules.
 
-jof_attention returns the sums at the receivers and two statistics of each receiver and head: the
-maximum of the logits, and the inverse of the sum of exponentials relative to it. Weights are
-recomputed from these wherever they are needed. Its JVP is jof_attention_tangent, which is linear in
-the tangents of logits and values. The transposes of the JVP are jof_attention_logits and
-jof_attention_values, one kernel each, and jof_attention_gradient, which computes both. On GPUs it
-is a single kernel for the head sizes that `PACK_BYTES` allows.
+jof_attention returns the sums at the receivers of values (N, H, D), weighted by a softmax of logits
+(E, H), and two statistics of each receiver and head: the maximum of the logits, and the inverse of
+the sum of exponentials relative to it. Logits have the dtype of values, or the dtype that values
+are computed in. Weights are recomputed from the statistics wherever they are needed. Its JVP is
+jof_attention_tangent, which is linear in the tangents of logits and values. The transposes of the
+JVP are jof_attention_logits and jof_attention_values, one kernel each, and jof_attention_gradient,
+which computes both. On GPUs it is a single kernel for the head sizes that `PACK_BYTES` allows.
 
 To differentiate these four, the same functions are composed of messages, which are closed under
 differentiation. There, the statistics and results that kernels pass to each other are functions of
@@ -27,21 +28,6 @@ from jax_oneflow_ops._primitive import bind
 
 GRAPH = _messages.GRAPH
 FUNCTION = "attention_sum"
-
-
-def attention(
-    graph: Sequence[Any], logits: Any, values: Any, *, num_segments: int, implementation: str | None
-) -> jax.Array:
-    """The sums of values (N, H, D), weighted by a softmax of logits (E, H) over segments.
-
-    Logits have the dtype of values, or the dtype that values are computed in.
-    """
-    result: jax.Array = bind(
-        *(attention_p, *graph, logits, values),
-        num_segments=num_segments,
-        implementation=implementation,
-    )[0]
-    return result
 
 
 # ---- types ----

@@ -912,7 +912,7 @@ def user_line(traceback: Any) -> str:
     frames = [(_origin(f.file_name), f) for f in source_info_util.user_frames(traceback)]
     at = [f for origin, f in frames if origin == "user"]
     frame = next(iter(at or [f for origin, f in frames if origin == "library"]), None)
-    return "" if frame is None else f"{_short(frame.file_name)}:{frame.start_line}"
+    return "" if frame is None else f"{_relative(frame.file_name, os.getcwd())}:{frame.start_line}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -921,10 +921,6 @@ def _origin(file_name: str) -> str:
         return "this package"
     installed = ("site-packages", "dist-packages")
     return "library" if any(part in Path(file_name).parts for part in installed) else "user"
-
-
-def _short(file_name: str) -> str:
-    return _relative(file_name, os.getcwd())
 
 
 @functools.lru_cache(maxsize=1024)

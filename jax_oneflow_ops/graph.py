@@ -365,8 +365,9 @@ def attention_sum(
     if logits.dtype != values.dtype:
         logits = logits.astype(wide)
     ranks = 1, depth, len(row) - depth
-    result = _attention.attention(
-        graph,
+    result, _ = _primitive.bind(
+        _attention.attention_p,
+        *graph,
         _primitive.merged(name, logits, (1, logits.ndim - 1)),
         _primitive.merged(name, values, ranks),
         num_segments=size,
@@ -541,16 +542,9 @@ def _check_leading(function: str, logits: tuple[int, ...], values: tuple[int, ..
     )
 
 
-def _as_numbers(function: str, name: str, given: Any) -> jax.Array:
-    x: jax.Array = _checks.as_array(function, name, given)
-    if not jnp.issubdtype(x.dtype, jnp.number):
-        raise TypeError(f"{function}: {name} must be numbers, got {x.dtype}; cast {name} first")
-    return x
-
-
 def _as_floats(function: str, name: str, given: Any) -> jax.Array:
     """Checks for an array of floats; promotes integers."""
-    x = _as_numbers(function, name, given)
+    x = _checks.as_array(function, name, given)
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(_checks.promoted(x.dtype, jnp.float32))
     if x.dtype not in _graph.FLOATS:
