@@ -190,14 +190,14 @@ def _define() -> core.Primitive:
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         params = _policy.with_gradient(params)
         y, stats = _primitive.bind(value_p, *primals, **params)
-        wide = [t.astype(stats.dtype) for t in map(_rows.instantiated, tangents[1:])]
-        t_x = _rows.instantiated(tangents[0])
+        wide = [t.astype(stats.dtype) for t in map(ad.instantiate_zeros, tangents[1:])]
+        t_x = ad.instantiate_zeros(tangents[0])
         (t,) = _primitive.bind(jvp_p, *primals, stats, t_x, *wide, **params)
         return [y, stats], [t, ad.Zero(jax.typeof(stats))]
 
     def transpose_by(other: core.Primitive) -> Any:
         def transpose(cts: Any, *args: Any, **params: Any) -> Any:
-            residuals, cotangents = args[:4], map(_rows.instantiated, cts)
+            residuals, cotangents = args[:4], map(ad.instantiate_zeros, cts)
             return [None] * 4 + _primitive.bind(other, *residuals, *cotangents, **params)
 
         return transpose

@@ -129,8 +129,12 @@ def _batched(
     return operands, axis, [place.get(kind) for kind in kinds[1]]
 
 
-def instantiated(x: Any) -> Any:
-    return ad.instantiate_zeros(x) if isinstance(x, ad.Zero) else x
+def _batch(
+    kinds: Kinds, primitive: core.Primitive, args: Any, dims: Any, *, axis: int, **params: Any
+) -> tuple[Any, Any]:
+    xs, axis, out = _batched(args, dims, kinds, axis)
+    many = primitive.multiple_results
+    return bind(primitive, *xs, axis=axis, **params), out if many else out[0]
 
 
 def _is_zero(x: Any) -> bool:
@@ -159,7 +163,7 @@ def linear(
         begin = first(**params)
         terms = []
         if not all(map(_is_zero, tangents[begin:])):
-            again = (*primals[:begin], *map(instantiated, tangents[begin:]))
+            again = (*primals[:begin], *map(ad.instantiate_zeros, tangents[begin:]))
             terms.append(bind(primitive, *again, **params))
         live = [
             i
@@ -206,7 +210,7 @@ def transposed_reference(reference: Function) -> Function:
         def norm(*args: Any) -> Any:
             return reference(*args, **params)[0]
 
-        return _primitive.transposed_by(norm, instantiated(cts[0]), args)
+        return _primitive.transposed_by(norm, ad.instantiate_zeros(cts[0]), args)
 
     return transpose
 
@@ -224,12 +228,11 @@ def _function_of_softmax(*, log: bool, **_: Any) -> str:
 
 
 def _define_softmax() -> tuple[core.Primitive, core.Primitive]:
-    def kinds(operands: int) -> Kinds:
-        return [ARRAY] * operands, [ARRAY]
-
     def define(
         target: str, operands: int, reference: Function, has_kernel: bool = True
     ) -> core.Primitive:
+        kinds = [ARRAY] * operands, [ARRAY]
+
         def native(platform: str, *args: jax.Array, axis: int, **params: Any) -> Any:
             x = args[0]
             if x.size == 0:
@@ -243,18 +246,14 @@ def _define_softmax() -> tuple[core.Primitive, core.Primitive]:
         def gradient(x: Any, *, axis: int, **_: Any) -> _policy.Call:
             return _call("softmax", f"{target}_vjp", 3, x, axis)
 
-        def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
-            xs, axis, (out,) = _batched(args, dims, kinds(operands), axis)
-            return bind(primitive, *xs, axis=axis, **params), out
-
         return _primitive.define(
             target,
             function=_function_of_softmax if has_kernel else "log_softmax",
             abstract_eval=lambda x, *_, axis, **__: _with_rows_whole(x, axis),
             reference=reference,
             native=native if has_kernel else in_jnp(reference),
-            sharding_rule=lambda x, *_, axis, **__: _rule(kinds(operands), len(x.shape), axis),
-            batch=batch,
+            sharding_rule=lambda x, *_, axis, **__: _rule(kinds, len(x.shape), axis),
+            batch=functools.partial(_batch, kinds),
             call=call if has_kernel else None,
             gradient=gradient if operands == 1 else None,
         )
@@ -362,11 +361,6 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         def gradient(x: Any, *_: Any, axis: int) -> _policy.Call:
             return _call("logsumexp", f"{target}_vjp", 2, x, axis)
 
-        def batch(primitive: Any, args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
-            xs, axis, out = _batched(args, dims, kinds, axis)
-            many = primitive.multiple_results
-            return bind(primitive, *xs, axis=axis, **params), out if many else out[0]
-
         return _primitive.define(
             target,
             function=function,
@@ -377,7 +371,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
                 kinds, len(x.shape), axis, in_parts=on_shard is not None
             ),
             on_shard=on_shard,
-            batch=batch,
+            batch=functools.partial(_batch, kinds),
             multiple_results=len(kinds[1]) > 1,
             call=None if passes == 0 else call,
             gradient=gradient if passes == 1 else None,
@@ -477,7 +471,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         params = _policy.with_gradient(params)
         y, stats = bind(f_p, *primals, **params)
-        t = bind(jvp_p, *primals, stats, instantiated(tangents[0]), **params)
+        t = bind(jvp_p, *primals, stats, ad.instantiate_zeros(tangents[0]), **params)
         return [y, stats], [t, ad.Zero(jax.typeof(stats))]
 
     def transpose_by(other: core.Primitive) -> Function:
@@ -711,7 +705,7 @@ def _define_norm() -> core.Primitive:
         t_x, *rest = tangents
         t_residual, t_scale, t_bias = _reference.spread(rest, given)
         if total and not (_is_zero(t_x) and _is_zero(t_residual)):
-            t_x = jax.lax.add(*map(instantiated, (t_x, t_residual)))
+            t_x = jax.lax.add(*map(ad.instantiate_zeros, (t_x, t_residual)))
         scale = _reference.spread(primals[1:], given)[1]
         of_rows = [t_x, *(_in_dtype(t, stats.dtype) for t in (t_scale, t_bias))]
         live = [t is not None and not _is_zero(t) for t in of_rows]
@@ -747,13 +741,12 @@ def _define_norm() -> core.Primitive:
         has_scale, *live = given
         scale = rest[0] if has_scale else None
         dy, of_sum = cts[0], cts[1] if passed and not _is_zero(cts[1]) else None
-        wanted = tuple(live[1:])
-        operands = _some([scale, instantiated(dy), of_sum], (has_scale, True, of_sum is not None))
+        present = has_scale, True, of_sum is not None
         dx, *sums = bind(
             vjp_p,
-            *(x, stats, *operands),
-            given=(has_scale, True, of_sum is not None),
-            wanted=wanted,
+            *(x, stats, *_some([scale, ad.instantiate_zeros(dy), of_sum], present)),
+            given=present,
+            wanted=tuple(live[1:]),
             **params,
         )
         return [None, None, *[None] * has_scale, *[dx] * live[0], *sums]
