@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_oneflow_ops import _checks, _compat, _native, _report
+from jax_oneflow_ops import _checks, _compat, _native, _primitive, _report
 from jax_oneflow_ops._codegen import derive, parts, primitive, row_primitive, scalars, traced
 from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, is_inexact, is_narrow
 from jax_oneflow_ops._codegen.source import source as source_of
@@ -301,12 +301,11 @@ class Fused(Generic[P, R]):
             args, kwargs = jax.tree.unflatten(tree, leaves)
             return jax.tree.leaves(self._run(None, args, kwargs))  # with the user's lines
 
-        def program(*leaves: Any) -> Any:
-            def of_moving(*xs: Any) -> Any:
-                every = dict(zip(moving, xs, strict=True))
-                results = call(*(every.get(k, x) for k, x in enumerate(leaves)))
-                return [y for y in results if is_inexact(str(y.dtype))]
+        def differentiable(*leaves: Any) -> Any:
+            return [y for y in call(*leaves) if is_inexact(str(y.dtype))]
 
+        def program(*leaves: Any) -> Any:
+            of_moving = _primitive.of_some(differentiable, leaves, moving)
             xs = [jnp.asarray(leaves[k]) for k in moving]
             if derivative == "jvp":
                 return jax.jvp(of_moving, xs, xs)[1]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_oneflow_ops import _checks, _compat, _native, _operands
+from jax_oneflow_ops import _checks, _compat, _native, _operands, _primitive
 from jax_oneflow_ops._codegen import primitive, source
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.primitive import KernelCompileError
@@ -364,10 +364,11 @@ def _results(
     full = jnp.broadcast_arrays(*arrays)  # sums over broadcast operands would hide errors
     for of, ins in groups.items():
 
-        def of_ins(*xs: Any, outs: Any = of, ins: Any = ins) -> list[Any]:
-            given = dict(zip(ins, xs, strict=True))
-            ys = function(*(given.get(i, x) for i, x in enumerate(full)))
+        def chosen(*args: Any, outs: Any = of) -> list[Any]:
+            ys = function(*args)
             return [ys[o] for o in outs]
+
+        of_ins = _primitive.of_some(chosen, full, ins)
 
         def derivatives(*xs: Any, of_ins: Any = of_ins) -> Any:
             _, push = jax.linearize(of_ins, *xs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad
 
-from jax_oneflow_ops import _compat
+from jax_oneflow_ops import _compat, _primitive
 from jax_oneflow_ops._codegen import scalars
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import Parameter, is_inexact
@@ -61,12 +61,12 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
     outs = [o for o, dtype in enumerate(outputs) if is_inexact(dtype)]
 
     def tangents(of: Sequence[int]) -> Callable[..., Any]:
-        def compute(*args: Any) -> Any:
-            def of_moving(*xs: Any) -> Any:
-                every = dict(zip(moving, xs, strict=True))
-                results = function(*(every.get(i, x) for i, x in enumerate(args[:count])))
-                return [results[o] for o in of]
+        def chosen(*args: Any) -> Any:
+            results = function(*args)
+            return [results[o] for o in of]
 
+        def compute(*args: Any) -> Any:
+            of_moving = _primitive.of_some(chosen, args[:count], moving)
             return jax.jvp(of_moving, [args[i] for i in moving], [*args[count:]])[1]
 
         return compute
@@ -110,12 +110,12 @@ def transpose(
     flat, _ = _compat.jaxpr_and_consts(definition.traced.jaxpr)
     shapes, outs = shapes_of(flat.invars), shapes_of(flat.outvars)
 
-    def cotangents(*args: Any) -> Any:
-        def of_linear(*xs: Any) -> Any:
-            every = dict(zip(linear, xs, strict=True))
-            results = function(*(every.get(i, x) for i, x in enumerate(args[:count])))
-            return [results[o] for o in live]
+    def chosen(*args: Any) -> Any:
+        results = function(*args)
+        return [results[o] for o in live]
 
+    def cotangents(*args: Any) -> Any:
+        of_linear = _primitive.of_some(chosen, args[:count], linear)
         avals = [jax.ShapeDtypeStruct(shapes[i], computed(inputs[i])) for i in linear]
         return jax.linear_transpose(of_linear, *avals)([*args[count:]])
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_oneflow_ops import _compat
+from jax_oneflow_ops import _compat, _primitive
 from jax_oneflow_ops._codegen import traced
 from jax_oneflow_ops._codegen.signature import TYPES, is_inexact, is_narrow
 from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, computed
@@ -847,7 +847,7 @@ def _custom(
     variables = [atom for atom in eqn.invars if not _compat.is_literal(atom)]
     places = [k for k, atom in enumerate(variables) if is_moving(atom)]
 
-    def bound(xs: Sequence[Any]) -> Sequence[Any]:
+    def bound(*xs: Any) -> Sequence[Any]:
         every = iter(xs)
         args = [a.val if _compat.is_literal(a) else next(every) for a in eqn.invars]
         results: Sequence[Any] = _compat.bind_equation(eqn, args)
@@ -885,10 +885,7 @@ def _custom(
 
         def jvp(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
             def rule(primals: Any, tangents: Any) -> Any:
-                def of_places(*ys: Any) -> Any:
-                    every = dict(zip(places, ys, strict=True))
-                    return bound([every.get(k, x) for k, x in enumerate(primals)])
-
+                of_places = _primitive.of_some(bound, primals, places)
                 return jax.jvp(of_places, [primals[k] for k in places], tangents)[1]
 
             def where(leaf: Any) -> Any:
@@ -925,10 +922,7 @@ def _custom(
                 )
 
             def rule(primals: Any, vectors: Any) -> Any:
-                def of_places(*ys: Any) -> Any:
-                    every = dict(zip(places, ys, strict=True))
-                    return bound([every.get(k, x) for k, x in enumerate(primals)])
-
+                of_places = _primitive.of_some(bound, primals, places)
                 results, pull = jax.vjp(of_places, *(primals[k] for k in places))
                 full = [*map(_no_tangent, results)]
                 for k, ct in zip(moved, vectors, strict=True):
