@@ -587,6 +587,11 @@ def order_of_transpose(value: Any) -> list[int]:
     return [*value.owner.attributes["permutation"]] if is_transposed else []
 
 
+def shape_of(value: Any) -> list[int]:
+    """The shape of a value."""
+    return [*ir.ShapedType(value.type).shape]
+
+
 def before_broadcast(value: Any, places: Sequence[int]) -> tuple[Any, list[int]] | None:
     """The operand of the broadcast or reshape that made a value, and the places of its dimensions.
 
@@ -598,12 +603,18 @@ def before_broadcast(value: Any, places: Sequence[int]) -> tuple[Any, list[int]]
         return source[0], [places[place] for place in places_of(value)]
     if not (source := operands_of(value, "stablehlo.reshape")):
         return None
-    inner, outer = ([*ir.ShapedType(x.type).shape] for x in (source[0], value))
+    inner, outer = map(shape_of, (source[0], value))
     kept = [(n, place) for n, place in zip(outer, places, strict=True) if n != 1]
     if [n for n in inner if n != 1] != [n for n, _ in kept]:
         return None
     later = iter(kept)
     return source[0], [next(later)[1] if n != 1 else 0 for n in inner]
+
+
+def are_rows(places: Sequence[int], shape: Sequence[int], axis: int) -> bool:
+    """Whether places are all dimensions but `axis`, in order; those of size 1 may be wrong."""
+    rows = [place for place in range(len(shape)) if place != axis]
+    return all(shape[r] == 1 or p == r for p, r in zip(places, rows, strict=True))
 
 
 def is_maximum_along(value: Any, operand: Any, axis: int) -> bool:
@@ -644,10 +655,10 @@ def is_argument_of_program(value: Any) -> bool:
 
 def gathers_whole_rows(value: Any) -> bool:
     """Whether the gather that made a value reads rows of a table (N, *row) by indices (E, 1)."""
-    attributes, rank = value.owner.attributes, ir.ShapedType(value.type).rank
+    attributes, rank = value.owner.attributes, len(shape_of(value))
     numbers = hlo.GatherDimensionNumbers(attributes["dimension_numbers"])
-    sizes = [1, *ir.ShapedType(value.type).shape[1:]]
-    table = [*ir.ShapedType(value.owner.operands[0].type).shape[1:]]
+    sizes = [1, *shape_of(value)[1:]]
+    table = shape_of(value.owner.operands[0])[1:]
     found = [
         *([*numbers.offset_dims], [*numbers.collapsed_slice_dims], [*numbers.start_index_map]),
         *([*numbers.operand_batching_dims], numbers.index_vector_dim),
@@ -666,14 +677,14 @@ def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
     parts = operands_of(spread[0], "stablehlo.select") if spread else []
     if not parts:
         return None
-    shape, order = [*ir.ShapedType(spread[0].type).shape], indices.owner.attributes
+    shape, order = shape_of(spread[0]), indices.owner.attributes
     places = [*order["broadcast_dimensions"]] if "broadcast_dimensions" in order else None
     if places not in (None, [*range(len(shape))]):
         return None
     condition, wrapped, ids = parts  # ids < 0, ids + size, ids
     compared = operands_of(condition, "stablehlo.compare")
     added = operands_of(wrapped, "stablehlo.add")
-    found = [*ir.ShapedType(indices.type).shape, *compared[:1], *added[:1]]
+    found = [*shape_of(indices), *compared[:1], *added[:1]]
     if found != [*shape, 1, ids, ids]:
         return None
     is_negative = "LT" in str(condition.owner.attributes["comparison_direction"])

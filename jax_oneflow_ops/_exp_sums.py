@@ -135,7 +135,7 @@ def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
     Also returns whether `centre` is 0 where they are infinite.
     """
     value, is_finite = centre, False
-    shape = _compat.ir.ShapedType(centre.type).shape
+    shape = _compat.shape_of(centre)
     places = [*range(len(shape))]
     while not operands_of(value, "stablehlo.reduce"):
         pair = operands_of(value, "stablehlo.maximum")
@@ -155,9 +155,8 @@ def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
             return None
     if not _compat.is_maximum_along(value, x, axis):
         return None
-    rows = [place for place in range(len(shape)) if place != axis]
-    is_same = (shape[r] == 1 or p == r for p, r in zip(places, rows, strict=True))
-    return (value.owner.operation, is_finite) if all(is_same) else None
+    are_rows = _compat.are_rows(places, shape, axis)
+    return (value.owner.operation, is_finite) if are_rows else None
 
 
 def _is_lowest(value: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_oneflow_ops import _compat, _emit, _graph, _scatter, _scatter_policy, _scatter_rows
-from jax_oneflow_ops._compat import operands_of
+from jax_oneflow_ops._compat import operands_of, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +131,8 @@ def message_of(scatter: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message |
     if not fits or operand.dtype not in _graph.FLOATS or not _compat.is_for_one_device(ctx):
         return None
     value = updates
-    while (source := operands_of(value, "stablehlo.reshape")) and _shape(source[0])[:1] == [edges]:
-        (value,) = source
+    while (parts := operands_of(value, "stablehlo.reshape")) and shape_of(parts[0])[:1] == [edges]:
+        (value,) = parts
     if found := _gathered(value):
         return Message(scatter, found)
     factors = operands_of(value, "stablehlo.multiply")
@@ -176,13 +176,13 @@ def _gathered(value: Any) -> Gathered | None:
         rows = _gathered(chosen)
         if not rows or rows.mask is not None or _compat.fill_of(other) != "0.000000e+00":
             return None
-        if not spread or _compat.places_of(mask) != [0] or len(_shape(spread[0])) != 1:
+        if not spread or _compat.places_of(mask) != [0] or len(shape_of(spread[0])) != 1:
             return None
         return dataclasses.replace(rows, mask=spread[0])
     if not (parts := operands_of(value, "stablehlo.gather")):
         return None
     table, indices = parts
-    if not _compat.gathers_whole_rows(value) or len(_shape(indices)) != 2:
+    if not _compat.gathers_whole_rows(value) or len(shape_of(indices)) != 2:
         return None
     of_table = _emit.aval_of(table)
     is_known = of_table and _emit.aval_of(indices) and of_table.shape[0] <= _graph.MOST_ROWS
@@ -197,16 +197,12 @@ def _weights(value: Any) -> tuple[Any, int] | None:
     if not (parts := operands_of(value, "stablehlo.broadcast_in_dim")):
         return None
     (source,) = parts
-    places, own, whole = _compat.places_of(value), _shape(source), _shape(value)
+    places, own, whole = _compat.places_of(value), shape_of(source), shape_of(value)
     kept = [place for place, n in zip(places, own, strict=True) if n != 1]
     dims = len(kept) - 1
     if not kept or kept != [*range(len(kept))] or dims == len(whole) - 1:
         return None
     return (source, dims) if _emit.aval_of(source) else None
-
-
-def _shape(value: Any) -> list[int]:
-    return [*_compat.ir.ShapedType(value.type).shape]
 
 
 # ---- what it computes instead, from arrays of `_emit` ----

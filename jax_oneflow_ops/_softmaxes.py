@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jax_oneflow_ops import _compat, _emit, _exp_sums, _policy, _rows
-from jax_oneflow_ops._compat import operands_of
+from jax_oneflow_ops._compat import operands_of, shape_of
 
 ONE_KERNEL = "a kernel reads each row once, wherever rows begin"
 _LEAST_BYTES = 2**22  # less than this takes a few us either way
@@ -205,7 +205,7 @@ def _in_either_order(pair: Sequence[Any]) -> list[Sequence[Any]]:
 
 def _is_rest(rest: Any, ct: Any, softmax: Softmax) -> bool:
     """Whether a value is `-sum(ct * exponentials / sum**2)` along the axis of rows."""
-    product, axis = _behind_sum(rest, _shape(ct), negated=True) or (None, None)
+    product, axis = _behind_sum(rest, shape_of(ct), negated=True) or (None, None)
     if axis != softmax.axis:
         return False
     product = _before_rounding(product)
@@ -220,7 +220,7 @@ def _is_rest(rest: Any, ct: Any, softmax: Softmax) -> bool:
 
 def _is_inverse_square(value: Any, softmax: Softmax) -> bool:
     """Whether a value repeats 1 / sum**2, where sums are those of exponentials."""
-    places = [*range(len(_shape(value)))]
+    places = [*range(len(shape_of(value)))]
     while before := _compat.before_broadcast(value, places):
         value, places = before
     one, squared = operands_of(value, "stablehlo.divide") or (None, None)
@@ -234,7 +234,7 @@ def _is_inverse_square(value: Any, softmax: Softmax) -> bool:
 
 def _axis_of_sums(value: Any, of: Any, places: list[int] | None = None) -> int | None:
     """The axis along which a value repeats the sums of `of`, or has size 1; None if it does not."""
-    source, axis = _behind_sum(value, _shape(of), places) or (None, None)
+    source, axis = _behind_sum(value, shape_of(of), places) or (None, None)
     return axis if source is not None and _before_rounding(source) == of else None
 
 
@@ -258,16 +258,14 @@ def _behind_sum(
             return None
         else:
             source, axes = summed
-            whole = _shape(source)
+            whole = shape_of(source)
             if all(whole[a] == 1 for a in axes):
                 # jax makes such sums when it transposes broadcasts. Places of dimensions of size 1
                 # do not matter.
                 kept = iter(places)
                 value, places = source, [0 if a in axes else next(kept) for a in range(len(whole))]
             elif len(axes) == 1 and whole == shape and not negated:
-                rows = [place for place in range(len(shape)) if place != axes[0]]
-                is_same = (shape[r] == 1 or p == r for p, r in zip(places, rows, strict=True))
-                return (source, axes[0]) if all(is_same) else None
+                return (source, axes[0]) if _compat.are_rows(places, shape, axes[0]) else None
             else:
                 return None
 
@@ -279,7 +277,3 @@ def _before_rounding(value: Any) -> Any:
         if kinds in ({"f16", "f32"}, {"bf16", "f32"}):
             return source
     return value
-
-
-def _shape(value: Any) -> list[int]:
-    return [*_compat.ir.ShapedType(value.type).shape]
