@@ -274,28 +274,19 @@ def _kernel(
 ) -> tuple[edges.Kernel, list[Any], list[tuple[int, int]]]:
     """The kernel, its operands as it takes them, and the column runs of broadcast operands."""
     columns = math.prod(row)
-    runs: dict[Any, int] = {}
-    arrays, kinds = [], []
-    for _, _, x in operands:
-        run = _operands.column_run(x.shape[1:], row)
-        if run is None or (isinstance(run, tuple) and len({*runs, run}) > _operands.MAX_BROADCASTS):
-            x, run = jnp.broadcast_to(x, (x.shape[0], *row)), _operands.ARRAY
-        arrays.append(x.reshape(x.shape[0], math.prod(x.shape[1:])))
-        kinds.append(
-            {_operands.ARRAY: edges.ALL, _operands.SCALAR: edges.ONLY}[run]
-            if isinstance(run, int)
-            else runs.setdefault(run, len(runs))
-        )
+    found, own, runs = _operands.in_runs([x for _, _, x in operands], row, lead=1)
+    arrays = [x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in found]
+    names = {_operands.ARRAY: edges.ALL, _operands.SCALAR: edges.ONLY}
+    kinds = [names.get(kind, kind - _operands.BROADCAST) for kind in own]
     sizes = [x.dtype.itemsize for x, kind in zip(arrays, kinds, strict=True) if kind == edges.ALL]
     pack = 16 // min(8, max(2, min([*sizes, spec.dtype.itemsize])))
     while columns % pack or (inner > 1 and inner % pack):
         pack //= 2
-    found = [*runs]
 
     def how(kind: int) -> str:
         if kind < 0:
             return ""
-        each, count = found[kind]
+        each, count = runs[kind]
         if each % pack == 0:
             return "splat"
         return "pack" if each == 1 and count % pack == 0 else "each"
@@ -307,7 +298,7 @@ def _kernel(
     )
     unroll = edges.unroll_of(of, pack, inner)
     kernel = edges.Kernel(spec.definition, of, spec.reduction, inner, pack, unroll, spec.math)
-    return kernel, arrays, found
+    return kernel, arrays, runs
 
 
 def _ids(graph: Sequence[Any], spec: Spec, primary: str, num_segments: int) -> tuple[Any, ...]:

@@ -96,7 +96,7 @@ def batch(args: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], i
 
 # How the kernels take an operand: csrc/ops/elementwise_call.h.
 ARRAY, SCALAR, BROADCAST = range(3)
-MAX_BROADCASTS = 8
+_MAX_BROADCASTS = 8
 
 _Run = tuple[Any, Any]
 
@@ -122,18 +122,26 @@ def column_run(shape: Sequence[Any], result: Sequence[Any]) -> _Run | int | None
 
 
 def native(args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[int], tuple[int, ...]]:
-    """The operands and their kinds as the kernels take them, and the shape of the results.
-
-    Kernels broadcast operands that vary over one run of neighbouring dimensions. Other operands are
-    broadcast beforehand.
-    """
+    """The operands and their kinds as the kernels take them, and the shape of the results."""
     shape = jnp.broadcast_shapes(*(x.shape for x in args))
+    arrays, kinds, _ = in_runs(args, shape)
+    return arrays, kinds, shape
+
+
+def in_runs(
+    args: Sequence[jax.Array], shape: Sequence[Any], lead: int = 0
+) -> tuple[list[jax.Array], list[int], list[_Run]]:
+    """The operands and their kinds as the kernels take them, and the runs of BROADCAST operands.
+
+    Operands broadcast to `shape` after their first `lead` dimensions. Kernels broadcast operands
+    that vary over one run of neighbouring dimensions. Other operands are broadcast beforehand.
+    """
     arrays, kinds = [], []
     runs: dict[_Run, int] = {}
     for x in args:
-        run = column_run(x.shape, shape)
-        if run is None or (isinstance(run, tuple) and len({*runs, run}) > MAX_BROADCASTS):
-            x, run = jnp.broadcast_to(x, shape), ARRAY
+        run = column_run(x.shape[lead:], shape)
+        if run is None or (isinstance(run, tuple) and len({*runs, run}) > _MAX_BROADCASTS):
+            x, run = jnp.broadcast_to(x, (*x.shape[:lead], *shape)), ARRAY
         arrays.append(x)
         kinds.append(run if isinstance(run, int) else BROADCAST + runs.setdefault(run, len(runs)))
-    return arrays, kinds, shape
+    return arrays, kinds, [*runs]
