@@ -53,6 +53,14 @@ def is_movable(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
+def check_movable(function: str, name: str, x: jax.Array) -> None:
+    """Raises TypeError if elements of `x` do not take a number of bytes that kernels move."""
+    if not is_movable(x.dtype):
+        raise TypeError(
+            f"{function}: {name} must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {x.dtype}"
+        )
+
+
 def in_own_precision(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, made to keep the 64-bit dtypes of its arrays even where those are disabled.
 
@@ -72,6 +80,12 @@ def promoted(dtype: Any, other: Any) -> Any:
     """The dtype to compute both in, even if the user has set dtype promotion to strict."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, other)
+
+
+def promoted_integers(x: jax.Array) -> jax.Array:
+    """`x`, converted as jnp promotes it with float32 if it is an array of integers."""
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    return x.astype(promoted(x.dtype, jnp.float32)) if is_integer else x
 
 
 def as_ids(function: str, name: str, x: Any, rows: Any = 0, *, modulo: bool = False) -> jax.Array:

@@ -544,9 +544,7 @@ def _check_leading(function: str, logits: tuple[int, ...], values: tuple[int, ..
 
 def _as_floats(function: str, name: str, given: Any) -> jax.Array:
     """Checks for an array of floats; promotes integers."""
-    x = _checks.as_array(function, name, given)
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        x = x.astype(_checks.promoted(x.dtype, jnp.float32))
+    x = _checks.promoted_integers(_checks.as_array(function, name, given))
     if x.dtype not in _graph.FLOATS:
         raise TypeError(
             f"{function}: {name} must be float16, bfloat16, float32, float64 or integers, got "

@@ -75,10 +75,7 @@ def permute(
       True
     """
     x = _checks.as_array(_NAME, "a", a, numbers=True)
-    if not _checks.is_movable(x.dtype):
-        raise TypeError(
-            f"{_NAME}: a must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {x.dtype}"
-        )
+    _checks.check_movable(_NAME, "a", x)
     permutation = _permutation(x.ndim, axes)
     choice = _native.choose_implementation(_NAME, implementation)
     if permutation == tuple(range(x.ndim)):

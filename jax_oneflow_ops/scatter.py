@@ -279,9 +279,7 @@ def segment_mean(
       [2.  0.  3.5]
     """
     name = "segment_mean"
-    data = _checks.as_array(name, "data", data, numbers=True)
-    if jnp.issubdtype(data.dtype, jnp.integer):
-        data = data.astype(_checks.promoted(data.dtype, jnp.float32))
+    data = _checks.promoted_integers(_checks.as_array(name, "data", data, numbers=True))
     ids = _checks.as_ids(name, "segment_ids", segment_ids)
     size = _number_of_segments(name, num_segments, segment_ids)
     flags: dict[str, Any] = {
@@ -336,9 +334,7 @@ def segment_softmax(
       [0.5 0.5 1. ]
     """
     name = "segment_softmax"
-    logits = _checks.as_array(name, "logits", logits)
-    if jnp.issubdtype(logits.dtype, jnp.integer):
-        logits = logits.astype(_checks.promoted(logits.dtype, jnp.float32))
+    logits = _checks.promoted_integers(_checks.as_array(name, "logits", logits))
     if plan is not None:
         from jax_oneflow_ops import graph  # imported lazily: few programs have a plan
 
@@ -651,10 +647,7 @@ def embedding_lookup(
     name = "embedding_lookup"
     choice = _native.choose_implementation(name, implementation)
     table = _checks.as_array(name, "table", table)
-    if not _checks.is_movable(table.dtype):
-        raise TypeError(
-            f"{name}: table must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {table.dtype}"
-        )
+    _checks.check_movable(name, "table", table)
     if axis is None:
         table, axis = table.reshape(-1), 0
     axis = _axis(name, axis, table.shape)

@@ -112,10 +112,7 @@ def upsample_nearest2d(
        [4. 4.]]
     """
     x = _checks.as_array(_NAME, "x", x)
-    if not _checks.is_movable(x.dtype):
-        raise TypeError(
-            f"{_NAME}: x must have a dtype of 1, 2, 4, 8 or 16 whole bytes, got {x.dtype}"
-        )
+    _checks.check_movable(_NAME, "x", x)
     method = _option("method", method, _HALF_PIXEL)
     data_format = _option("data_format", data_format, _SPATIAL_AXIS)
     if x.ndim < 3:
