@@ -168,108 +168,69 @@ ffi::Error ExpSumHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
 }
 
 // Decodes what the calls of jof_logsumexp and jof_cross_entropy share. `y` is an array with one
-// value per row, and `name` is its name in messages. `labels` is null if there are none.
+// value per row, and `name` is its name in messages. There is one array of labels, or none.
 template <typename Call>
 inline ffi::Error DecodeLogSumExp(const char* op, ffi::AnyBuffer x, int64_t axis,
-                                  const ffi::AnyBuffer* labels, const char* name, ffi::AnyBuffer y,
-                                  ffi::AnyBuffer stats, Call* call) {
+                                  std::initializer_list<ffi::AnyBuffer> labels, const char* name,
+                                  ffi::AnyBuffer y, ffi::AnyBuffer stats, Call* call) {
   ffi::Error error = DecodeExpSum(op, x, axis, stats, call);
   if (error.failure()) return error;
   error = RequireOfRows(op, name, y, x, axis, x.element_type(), 1);
-  if (error.failure() || labels == nullptr) return error;
-  call->labels = static_cast<const int32_t*>(labels->untyped_data());
-  return RequireOfRows(op, "labels", *labels, x, axis, ffi::DataType::S32, 1);
+  for (const ffi::AnyBuffer& array : labels) {
+    if (error.failure()) return error;
+    call->labels = static_cast<const int32_t*>(array.untyped_data());
+    error = RequireOfRows(op, "labels", array, x, axis, ffi::DataType::S32, 1);
+  }
+  return error;
 }
 
-template <typename Backend>
-ffi::Error RunLogSumExp(const char* op, typename Backend::Stream& stream, ffi::AnyBuffer x,
-                        const ffi::AnyBuffer* labels, ffi::AnyBuffer y, ffi::AnyBuffer stats,
-                        int64_t axis) {
+// The handlers of logsumexp, without Labels, and of cross entropy, with one ffi::AnyBuffer.
+template <typename Backend, typename... Labels>
+ffi::Error LogSumExpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, Labels... labels,
+                            ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> stats,
+                            int64_t axis) {
+  const char* op = sizeof...(Labels) == 0 ? kLogSumExp : kCrossEntropy;
   LogSumExpCall call{};
-  ffi::Error error = DecodeLogSumExp(op, x, axis, labels, "the result", y, stats, &call);
+  ffi::Error error = DecodeLogSumExp(op, x, axis, {labels...}, "the result", *y, *stats, &call);
   if (error.failure() || call.problem.rows() == 0) return error;
-  call.y = y.untyped_data();
-  call.stats = stats.untyped_data();
+  call.y = y->untyped_data();
+  call.stats = stats->untyped_data();
   return Backend::Status(op, LaunchLogSumExp(call, stream));
 }
 
-template <typename Backend>
-ffi::Error RunLogSumExpVjp(const char* op, typename Backend::Stream& stream, ffi::AnyBuffer x,
-                           const ffi::AnyBuffer* labels, ffi::AnyBuffer stats, ffi::AnyBuffer ct,
-                           ffi::AnyBuffer dx, int64_t axis) {
+template <typename Backend, typename... Labels>
+ffi::Error LogSumExpVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, Labels... labels,
+                               ffi::AnyBuffer stats, ffi::AnyBuffer ct,
+                               ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
+  const char* op = sizeof...(Labels) == 0 ? kLogSumExpVjp : kCrossEntropyVjp;
   LogSumExpVjpCall call{};
-  ffi::Error error = DecodeLogSumExp(op, x, axis, labels, "ct", ct, stats, &call);
+  ffi::Error error = DecodeLogSumExp(op, x, axis, {labels...}, "ct", ct, stats, &call);
   if (error.failure()) return error;
-  error = RequireLike(op, "the result", dx, x);
+  error = RequireLike(op, "the result", *dx, x);
   if (error.failure() || call.problem.rows() == 0) return error;
   call.stats = stats.untyped_data();
   call.ct = ct.untyped_data();
-  call.dx = dx.untyped_data();
+  call.dx = dx->untyped_data();
   return Backend::Status(op, LaunchLogSumExpVjp(call, stream));
 }
 
-template <typename Backend>
-ffi::Error LogSumExpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                            ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> stats,
-                            int64_t axis) {
-  return RunLogSumExp<Backend>(kLogSumExp, stream, x, nullptr, *y, *stats, axis);
-}
-
-template <typename Backend>
-ffi::Error LogSumExpVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                               ffi::AnyBuffer stats, ffi::AnyBuffer ct,
-                               ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
-  return RunLogSumExpVjp<Backend>(kLogSumExpVjp, stream, x, nullptr, stats, ct, *dx, axis);
-}
-
-template <typename Backend>
-ffi::Error CrossEntropyHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                               ffi::AnyBuffer labels, ffi::Result<ffi::AnyBuffer> y,
-                               ffi::Result<ffi::AnyBuffer> stats, int64_t axis) {
-  return RunLogSumExp<Backend>(kCrossEntropy, stream, x, &labels, *y, *stats, axis);
-}
-
-template <typename Backend>
-ffi::Error CrossEntropyVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                                  ffi::AnyBuffer labels, ffi::AnyBuffer stats, ffi::AnyBuffer ct,
-                                  ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
-  return RunLogSumExpVjp<Backend>(kCrossEntropyVjp, stream, x, &labels, stats, ct, *dx, axis);
-}
-
-template <typename Backend>
-ffi::Error RunLogSumExpWithVjp(const char* op, typename Backend::Stream& stream, ffi::AnyBuffer x,
-                               const ffi::AnyBuffer* labels, ffi::AnyBuffer ct, ffi::AnyBuffer y,
-                               ffi::AnyBuffer stats, ffi::AnyBuffer dx, int64_t axis) {
+template <typename Backend, typename... Labels>
+ffi::Error LogSumExpWithVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                                   Labels... labels, ffi::AnyBuffer ct,
+                                   ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> stats,
+                                   ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
+  const char* op = sizeof...(Labels) == 0 ? kLogSumExpWithVjp : kCrossEntropyWithVjp;
   LogSumExpWithVjpCall call{};
-  ffi::Error error = DecodeLogSumExp(op, x, axis, labels, "the result", y, stats, &call);
+  ffi::Error error = DecodeLogSumExp(op, x, axis, {labels...}, "the result", *y, *stats, &call);
   if (error.failure()) return error;
   error = FirstError({RequireOfRows(op, "ct", ct, x, axis, x.element_type(), 1),
-                      RequireLike(op, "the gradient", dx, x)});
+                      RequireLike(op, "the gradient", *dx, x)});
   if (error.failure() || call.problem.rows() == 0) return error;
-  call.y = y.untyped_data();
-  call.stats = stats.untyped_data();
+  call.y = y->untyped_data();
+  call.stats = stats->untyped_data();
   call.ct = ct.untyped_data();
-  call.dx = dx.untyped_data();
+  call.dx = dx->untyped_data();
   return Backend::Status(op, LaunchLogSumExpWithVjp(call, stream));
-}
-
-template <typename Backend>
-ffi::Error LogSumExpWithVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                                   ffi::AnyBuffer ct, ffi::Result<ffi::AnyBuffer> y,
-                                   ffi::Result<ffi::AnyBuffer> stats,
-                                   ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
-  return RunLogSumExpWithVjp<Backend>(kLogSumExpWithVjp, stream, x, nullptr, ct, *y, *stats, *dx,
-                                      axis);
-}
-
-template <typename Backend>
-ffi::Error CrossEntropyWithVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                                      ffi::AnyBuffer labels, ffi::AnyBuffer ct,
-                                      ffi::Result<ffi::AnyBuffer> y,
-                                      ffi::Result<ffi::AnyBuffer> stats,
-                                      ffi::Result<ffi::AnyBuffer> dx, int64_t axis) {
-  return RunLogSumExpWithVjp<Backend>(kCrossEntropyWithVjp, stream, x, &labels, ct, *y, *stats, *dx,
-                                      axis);
 }
 
 // ---- norms ----
