@@ -20,39 +20,6 @@
 
 namespace jof {
 
-inline ffi::Error DecodeCompiled(std::string_view name, ffi::RemainingArgs args,
-                                 ffi::RemainingRets rets, ffi::Span<const int64_t> kinds,
-                                 ffi::Span<const int64_t> element_bytes, ElementwiseCall* call) {
-  const size_t inputs = args.size(), outputs = rets.size();
-  if (inputs > kMaxElementwiseInputs || outputs == 0 || outputs > kMaxElementwiseOutputs) {
-    return InvalidArgument(name, ": expected at most ", kMaxElementwiseInputs,
-                           " operands and from 1 to ", kMaxElementwiseOutputs, " results, got ",
-                           inputs, " and ", outputs);
-  }
-  if (kinds.size() != inputs || element_bytes.size() != inputs + outputs) {
-    return InvalidArgument(name, ": kinds must have ", inputs, " and element_bytes ",
-                           inputs + outputs, " entries, got ", kinds.size(), " and ",
-                           element_bytes.size());
-  }
-  const int64_t all = (int64_t{1} << outputs) - 1;
-  ffi::Error error =
-      DecodeElementwise(name, inputs, false, outputs, all, kinds.begin(), args, rets, call);
-  if (error.failure()) return error;
-  for (size_t k = 0; k < inputs; ++k) {
-    if (MovableBytes(args.get<ffi::AnyBuffer>(k)->element_type()) != element_bytes[k]) {
-      return InvalidArgument(name, ": operand ", k, " must have elements of ", element_bytes[k],
-                             " bytes");
-    }
-  }
-  for (size_t k = 0; k < outputs; ++k) {
-    if (MovableBytes((*rets.get<ffi::AnyBuffer>(k))->element_type()) != element_bytes[inputs + k]) {
-      return InvalidArgument(name, ": result ", k, " must have elements of ",
-                             element_bytes[inputs + k], " bytes");
-    }
-  }
-  return error;
-}
-
 // The kernels loaded in this process, by id. They are never unloaded: a program that was compiled
 // long ago may run again, and a process has few kernels.
 template <typename Loaded>
@@ -124,13 +91,39 @@ ffi::Error ExecuteCompiled(typename Backend::Stream stream, ffi::RemainingArgs a
                            ffi::RemainingRets rets, ffi::Span<const uint8_t>, int64_t id,
                            std::string_view name, ffi::Span<const int64_t> kinds,
                            ffi::Span<const int64_t> element_bytes) {
+  const size_t inputs = args.size(), outputs = rets.size();
+  if (inputs > kMaxElementwiseInputs || outputs == 0 || outputs > kMaxElementwiseOutputs) {
+    return InvalidArgument(name, ": expected at most ", kMaxElementwiseInputs,
+                           " operands and from 1 to ", kMaxElementwiseOutputs, " results, got ",
+                           inputs, " and ", outputs);
+  }
+  if (kinds.size() != inputs || element_bytes.size() != inputs + outputs) {
+    return InvalidArgument(name, ": kinds must have ", inputs, " and element_bytes ",
+                           inputs + outputs, " entries, got ", kinds.size(), " and ",
+                           element_bytes.size());
+  }
+  const int64_t all = (int64_t{1} << outputs) - 1;
   ElementwiseCall call;
-  ffi::Error error = DecodeCompiled(name, args, rets, kinds, element_bytes, &call);
-  if (error.failure() || call.n == 0) return error;
+  ffi::Error error =
+      DecodeElementwise(name, inputs, false, outputs, all, kinds.begin(), args, rets, &call);
+  if (error.failure()) return error;
+  for (size_t k = 0; k < inputs; ++k) {
+    if (MovableBytes(args.get<ffi::AnyBuffer>(k)->element_type()) != element_bytes[k]) {
+      return InvalidArgument(name, ": operand ", k, " must have elements of ", element_bytes[k],
+                             " bytes");
+    }
+  }
+  for (size_t k = 0; k < outputs; ++k) {
+    if (MovableBytes((*rets.get<ffi::AnyBuffer>(k))->element_type()) != element_bytes[inputs + k]) {
+      return InvalidArgument(name, ": result ", k, " must have elements of ",
+                             element_bytes[inputs + k], " bytes");
+    }
+  }
+  if (call.n == 0) return error;
   const auto* kernel = Loaded<Backend>().Find(id);
   if (kernel == nullptr) return ffi::Error::Internal(std::string(name) + ": code is not loaded");
   return Backend::Status(
-      name, LaunchCompiled(*kernel, args.size(), rets.size(), element_bytes.begin(), call, stream));
+      name, LaunchCompiled(*kernel, inputs, outputs, element_bytes.begin(), call, stream));
 }
 
 }  // namespace jof

@@ -17,15 +17,16 @@ inline int64_t CommonAlignment(const void* a, const void* b) {
   return static_cast<int64_t>(bits & -bits);
 }
 
-inline ffi::Error DecodePermute(ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::Span<const int64_t> axes,
-                                PermutePlan* plan) {
-  const auto in = x.dimensions(), out = y.dimensions();
+template <typename Backend>
+ffi::Error Permute(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                   ffi::Span<const int64_t> axes) {
+  const auto in = x.dimensions(), out = y->dimensions();
   const int64_t rank = static_cast<int64_t>(in.size());
   const int element_bytes = MovableBytes(x.element_type());
   if (element_bytes == 0) {
     return InvalidArgument(kPermute, ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
   }
-  if (x.element_type() != y.element_type()) {
+  if (x.element_type() != y->element_type()) {
     return InvalidArgument(kPermute, ": operand and result must have the same element type");
   }
   if (static_cast<int64_t>(out.size()) != rank || static_cast<int64_t>(axes.size()) != rank) {
@@ -46,21 +47,14 @@ inline ffi::Error DecodePermute(ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::Span<co
                              ShapeString(in));
     }
   }
-  const int64_t alignment = CommonAlignment(x.untyped_data(), y.untyped_data());
+  PermutePlan plan;
+  const int64_t alignment = CommonAlignment(x.untyped_data(), y->untyped_data());
   if (!PlanPermute(in.begin(), axes.begin(), rank, element_bytes,
-                   alignment < element_bytes ? element_bytes : alignment, plan)) {
+                   alignment < element_bytes ? element_bytes : alignment, &plan)) {
     return InvalidArgument(kPermute, ": more than ", kMaxPermuteRank,
                            " dimensions that move apart");
   }
-  return ffi::Error::Success();
-}
-
-template <typename Backend>
-ffi::Error Permute(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                   ffi::Span<const int64_t> axes) {
-  PermutePlan plan;
-  ffi::Error error = DecodePermute(x, *y, axes, &plan);
-  if (error.failure() || plan.units == 0) return error;
+  if (plan.units == 0) return ffi::Error::Success();
   return Backend::Status(kPermute,
                          LaunchPermute(plan, x.untyped_data(), y->untyped_data(), stream));
 }

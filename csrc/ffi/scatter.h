@@ -291,74 +291,6 @@ inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
   return ffi::Error::Success();
 }
 
-inline ffi::Error DecodeGather(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer result,
-                               bool wrap, bool clip, ffi::Span<const int64_t> fill,
-                               GatherCall* call) {
-  const auto t = table.dimensions(), r = result.dimensions();
-  if (table.element_type() != result.element_type()) {
-    return InvalidArgument(kGatherRows, ": table and result must have one element type");
-  }
-  if (t.size() != 3 || r.size() != 3 || t[0] != r[0] || t[2] != r[2]) {
-    return InvalidArgument(kGatherRows, ": expected arrays of shapes (B, S, D) and (B, N, D), got ",
-                           ShapeString(t), " and ", ShapeString(r));
-  }
-  ffi::Error error =
-      DecodeRows(kGatherRows, result, ids, t[1], wrap, clip, false, false, &call->problem);
-  if (error.failure()) return error;
-  if (call->problem.index_bytes == 2) {
-    return InvalidArgument(kGatherRows, ": ids must be int32 or int64");
-  }
-  call->element_bytes = MovableBytes(table.element_type());
-  if (call->element_bytes == 0) {
-    return InvalidArgument(kGatherRows, ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
-  }
-  if (fill.size() != 2) {
-    return InvalidArgument(kGatherRows, ": fill must be 16 bytes as two int64, got ", fill.size());
-  }
-  call->table = table.untyped_data();
-  call->ids = ids.untyped_data();
-  call->fill = fill.begin();
-  call->result = result.untyped_data();
-  return ffi::Error::Success();
-}
-
-inline ffi::Error DecodeSort(ffi::AnyBuffer ids, ffi::AnyBuffer keys, ffi::AnyBuffer order,
-                             ffi::AnyBuffer counts, int64_t size, bool wrap, bool clip,
-                             SortCall* call) {
-  const auto i = ids.dimensions();
-  const int index_bytes = IndexBytes(ids.element_type());
-  if (i.size() != 2 || index_bytes < 4) {
-    return InvalidArgument(kSortRows, ": ids must be int32 or int64 of shape (B, N), got shape ",
-                           ShapeString(i));
-  }
-  __extension__ using int128 = __int128;
-  const int64_t limit = index_bytes == 4 ? INT32_MAX : INT64_MAX;
-  if (size < 0 || int128{i[0]} * size >= limit || int128{i[0]} * i[1] > limit) {
-    return InvalidArgument(kSortRows, ": keys do not fit the type of ids, with B = ", i[0],
-                           " and S = ", size);
-  }
-  const int64_t n = i[0] * i[1];
-  if (!HasShape(keys, {1, n}) || !HasShape(order, {n}) ||
-      (!HasShape(counts, {0}) && !HasShape(counts, {i[0] * size + 1}))) {
-    return InvalidArgument(kSortRows,
-                           ": expected results of shapes (1, B * N), (B * N), and (B * S + 1) "
-                           "or (0), got ",
-                           ShapeString(keys.dimensions()), ", ", ShapeString(order.dimensions()),
-                           " and ", ShapeString(counts.dimensions()));
-  }
-  for (const ffi::AnyBuffer& result : {keys, order, counts}) {
-    if (result.element_type() != ids.element_type()) {
-      return InvalidArgument(kSortRows, ": results must have the type of ids");
-    }
-  }
-  call->problem = {i[0], i[1], 1, {size, wrap, clip}, false, index_bytes};
-  call->ids = ids.untyped_data();
-  call->keys = keys.untyped_data();
-  call->order = order.untyped_data();
-  call->counts = counts.element_count() == 0 ? nullptr : counts.untyped_data();
-  return ffi::Error::Success();
-}
-
 template <typename Backend, Reducer reducer, ScatterStrategy strategy>
 ffi::Error Scatter(typename Backend::Stream stream, ffi::AnyBuffer operand, ffi::AnyBuffer updates,
                    ffi::AnyBuffer ids, ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> result,
@@ -377,8 +309,32 @@ ffi::Error GatherRows(typename Backend::Stream stream, ffi::AnyBuffer table, ffi
                       ffi::Result<ffi::AnyBuffer> result, bool wrap, bool clip,
                       ffi::Span<const int64_t> fill) {
   GatherCall call{};
-  ffi::Error error = DecodeGather(table, ids, *result, wrap, clip, fill, &call);
-  if (error.failure() || result->element_count() == 0) return error;
+  const auto t = table.dimensions(), r = result->dimensions();
+  if (table.element_type() != result->element_type()) {
+    return InvalidArgument(kGatherRows, ": table and result must have one element type");
+  }
+  if (t.size() != 3 || r.size() != 3 || t[0] != r[0] || t[2] != r[2]) {
+    return InvalidArgument(kGatherRows, ": expected arrays of shapes (B, S, D) and (B, N, D), got ",
+                           ShapeString(t), " and ", ShapeString(r));
+  }
+  ffi::Error error =
+      DecodeRows(kGatherRows, *result, ids, t[1], wrap, clip, false, false, &call.problem);
+  if (error.failure()) return error;
+  if (call.problem.index_bytes == 2) {
+    return InvalidArgument(kGatherRows, ": ids must be int32 or int64");
+  }
+  call.element_bytes = MovableBytes(table.element_type());
+  if (call.element_bytes == 0) {
+    return InvalidArgument(kGatherRows, ": the element type must be one of 1, 2, 4, 8 or 16 bytes");
+  }
+  if (fill.size() != 2) {
+    return InvalidArgument(kGatherRows, ": fill must be 16 bytes as two int64, got ", fill.size());
+  }
+  if (result->element_count() == 0) return error;
+  call.table = table.untyped_data();
+  call.ids = ids.untyped_data();
+  call.fill = fill.begin();
+  call.result = result->untyped_data();
   return Backend::Status(kGatherRows, LaunchGatherRows(call, stream));
 }
 
@@ -386,9 +342,39 @@ template <typename Backend>
 ffi::Error SortRowsHandler(typename Backend::Stream stream, ffi::AnyBuffer ids,
                            ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> order,
                            ffi::Result<ffi::AnyBuffer> counts, int64_t size, bool wrap, bool clip) {
+  const auto i = ids.dimensions();
+  const int index_bytes = IndexBytes(ids.element_type());
+  if (i.size() != 2 || index_bytes < 4) {
+    return InvalidArgument(kSortRows, ": ids must be int32 or int64 of shape (B, N), got shape ",
+                           ShapeString(i));
+  }
+  __extension__ using int128 = __int128;
+  const int64_t limit = index_bytes == 4 ? INT32_MAX : INT64_MAX;
+  if (size < 0 || int128{i[0]} * size >= limit || int128{i[0]} * i[1] > limit) {
+    return InvalidArgument(kSortRows, ": keys do not fit the type of ids, with B = ", i[0],
+                           " and S = ", size);
+  }
+  const int64_t n = i[0] * i[1];
+  if (!HasShape(*keys, {1, n}) || !HasShape(*order, {n}) ||
+      (!HasShape(*counts, {0}) && !HasShape(*counts, {i[0] * size + 1}))) {
+    return InvalidArgument(kSortRows,
+                           ": expected results of shapes (1, B * N), (B * N), and (B * S + 1) "
+                           "or (0), got ",
+                           ShapeString(keys->dimensions()), ", ", ShapeString(order->dimensions()),
+                           " and ", ShapeString(counts->dimensions()));
+  }
+  for (const ffi::AnyBuffer& result : {*keys, *order, *counts}) {
+    if (result.element_type() != ids.element_type()) {
+      return InvalidArgument(kSortRows, ": results must have the type of ids");
+    }
+  }
+  if (n == 0) return ffi::Error::Success();
   SortCall call{};
-  ffi::Error error = DecodeSort(ids, *keys, *order, *counts, size, wrap, clip, &call);
-  if (error.failure() || ids.element_count() == 0) return error;
+  call.problem = {i[0], i[1], 1, {size, wrap, clip}, false, index_bytes};
+  call.ids = ids.untyped_data();
+  call.keys = keys->untyped_data();
+  call.order = order->untyped_data();
+  call.counts = counts->element_count() == 0 ? nullptr : counts->untyped_data();
   return Backend::Status(kSortRows, LaunchSortRows(call, stream));
 }
 

@@ -144,82 +144,6 @@ inline ffi::Error DecodeStats(const char* op, ffi::AnyBuffer stats, ffi::AnyBuff
                          ", 2) and the type of sums, got shape ", ShapeString(stats.dimensions()));
 }
 
-inline ffi::Error DecodeAttentionLogits(ffi::AnyBuffer values, ffi::AnyBuffer logits,
-                                        ffi::AnyBuffer stats, ffi::AnyBuffer result,
-                                        ffi::AnyBuffer cotangent, ffi::AnyBuffer sources,
-                                        ffi::AnyBuffer keys, ffi::AnyBuffer order,
-                                        ffi::AnyBuffer of_logits, AttentionLogitsCall* call) {
-  const char* op = kAttentionLogits;
-  const auto v = values.dimensions(), r = result.dimensions();
-  ffi::Error error = DecodeFloat(op, values, &call->type);
-  if (error.failure()) return error;
-  if (v.size() != 3 || r.size() != 3 || v[1] != r[1] || v[2] != r[2] ||
-      values.element_type() != result.element_type() || !SameShape(cotangent, result) ||
-      cotangent.element_type() != result.element_type()) {
-    return InvalidArgument(op, ": expected arrays of one type and of shapes (N, H, D) and twice ",
-                           "(S, H, D), got ", ShapeString(v), ", ", ShapeString(r), " and ",
-                           ShapeString(cotangent.dimensions()));
-  }
-  error = DecodeEdges(op, keys, order, &call->edges);
-  if (error.failure()) return error;
-  const int64_t edges = call->edges.count;
-  error = FirstError({DecodeIds(op, "sources", sources, edges), DecodeStats(op, stats, result),
-                      DecodeWide(op, "logits", logits, values.element_type(), &call->wide_logits)});
-  if (error.failure()) return error;
-  if (!HasShape(logits, {edges, v[1]}) || !SameShape(of_logits, logits) ||
-      of_logits.element_type() != logits.element_type()) {
-    return InvalidArgument(op, ": logits and their cotangent must have one type and shape (", edges,
-                           ", ", v[1], "), got ", ShapeString(logits.dimensions()), " and ",
-                           ShapeString(of_logits.dimensions()));
-  }
-  call->rows = v[0];
-  call->segments = r[0];
-  call->heads = v[1];
-  call->width = v[2];
-  call->values = values.untyped_data();
-  call->logits = logits.untyped_data();
-  call->stats = stats.untyped_data();
-  call->result = result.untyped_data();
-  call->cotangent = cotangent.untyped_data();
-  call->sources = static_cast<const int32_t*>(sources.untyped_data());
-  call->of_logits = of_logits.untyped_data();
-  return error;
-}
-
-inline ffi::Error DecodeEdgeDot(ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_ids,
-                                ffi::AnyBuffer b_ids, ffi::AnyBuffer order, ffi::AnyBuffer result,
-                                EdgeDotCall* call) {
-  const char* op = kEdgeDot;
-  const auto x = a.dimensions(), y = b.dimensions();
-  ffi::Error error = DecodeFloat(op, a, &call->type);
-  if (error.failure()) return error;
-  if (x.size() != 3 || y.size() != 3 || x[1] != y[1] || x[2] != y[2] ||
-      a.element_type() != b.element_type()) {
-    return InvalidArgument(op,
-                           ": expected arrays of one type and of shapes (A, H, D) and (B, H, D"
-                           "), got ",
-                           ShapeString(x), " and ", ShapeString(y));
-  }
-  error = DecodeEdges(op, a_ids, order, &call->edges);
-  if (error.failure()) return error;
-  error = FirstError({DecodeIds(op, "b_ids", b_ids, call->edges.count),
-                      DecodeWide(op, "the result", result, a.element_type(), &call->wide_result)});
-  if (error.failure()) return error;
-  if (!HasShape(result, {call->edges.count, x[1]})) {
-    return InvalidArgument(op, ": the result must have shape (", call->edges.count, ", ", x[1],
-                           "), got ", ShapeString(result.dimensions()));
-  }
-  call->a_rows = x[0];
-  call->b_rows = y[0];
-  call->heads = x[1];
-  call->width = x[2];
-  call->a = a.untyped_data();
-  call->b = b.untyped_data();
-  call->b_ids = static_cast<const int32_t*>(b_ids.untyped_data());
-  call->result = result.untyped_data();
-  return error;
-}
-
 // The stats have `parts` numbers for each segment and head.
 inline ffi::Error DecodeSegmentSoftmax(const char* op, int64_t limit, int64_t parts,
                                        ffi::AnyBuffer x, ffi::AnyBuffer tangent, ffi::AnyBuffer ids,
@@ -299,11 +223,43 @@ ffi::Error AttentionLogitsHandler(typename Backend::Stream stream, ffi::AnyBuffe
                                   ffi::AnyBuffer result, ffi::AnyBuffer cotangent,
                                   ffi::AnyBuffer sources, ffi::AnyBuffer keys, ffi::AnyBuffer order,
                                   ffi::Result<ffi::AnyBuffer> of_logits) {
+  const char* op = kAttentionLogits;
   AttentionLogitsCall call{};
-  ffi::Error error = DecodeAttentionLogits(values, logits, stats, result, cotangent, sources, keys,
-                                           order, *of_logits, &call);
-  if (error.failure() || of_logits->element_count() == 0) return error;
-  return Backend::Status(kAttentionLogits, LaunchAttentionLogits(call, stream));
+  const auto v = values.dimensions(), r = result.dimensions();
+  ffi::Error error = DecodeFloat(op, values, &call.type);
+  if (error.failure()) return error;
+  if (v.size() != 3 || r.size() != 3 || v[1] != r[1] || v[2] != r[2] ||
+      values.element_type() != result.element_type() || !SameShape(cotangent, result) ||
+      cotangent.element_type() != result.element_type()) {
+    return InvalidArgument(op, ": expected arrays of one type and of shapes (N, H, D) and twice ",
+                           "(S, H, D), got ", ShapeString(v), ", ", ShapeString(r), " and ",
+                           ShapeString(cotangent.dimensions()));
+  }
+  error = DecodeEdges(op, keys, order, &call.edges);
+  if (error.failure()) return error;
+  const int64_t edges = call.edges.count;
+  error = FirstError({DecodeIds(op, "sources", sources, edges), DecodeStats(op, stats, result),
+                      DecodeWide(op, "logits", logits, values.element_type(), &call.wide_logits)});
+  if (error.failure()) return error;
+  if (!HasShape(logits, {edges, v[1]}) || !SameShape(*of_logits, logits) ||
+      of_logits->element_type() != logits.element_type()) {
+    return InvalidArgument(op, ": logits and their cotangent must have one type and shape (", edges,
+                           ", ", v[1], "), got ", ShapeString(logits.dimensions()), " and ",
+                           ShapeString(of_logits->dimensions()));
+  }
+  if (of_logits->element_count() == 0) return error;
+  call.rows = v[0];
+  call.segments = r[0];
+  call.heads = v[1];
+  call.width = v[2];
+  call.values = values.untyped_data();
+  call.logits = logits.untyped_data();
+  call.stats = stats.untyped_data();
+  call.result = result.untyped_data();
+  call.cotangent = cotangent.untyped_data();
+  call.sources = static_cast<const int32_t*>(sources.untyped_data());
+  call.of_logits = of_logits->untyped_data();
+  return Backend::Status(op, LaunchAttentionLogits(call, stream));
 }
 
 template <typename Backend>
@@ -364,10 +320,37 @@ template <typename Backend>
 ffi::Error EdgeDotHandler(typename Backend::Stream stream, ffi::AnyBuffer a, ffi::AnyBuffer b,
                           ffi::AnyBuffer a_ids, ffi::AnyBuffer b_ids, ffi::AnyBuffer order,
                           ffi::Result<ffi::AnyBuffer> result) {
+  const char* op = kEdgeDot;
   EdgeDotCall call{};
-  ffi::Error error = DecodeEdgeDot(a, b, a_ids, b_ids, order, *result, &call);
-  if (error.failure() || result->element_count() == 0) return error;
-  return Backend::Status(kEdgeDot, LaunchEdgeDot(call, stream));
+  const auto x = a.dimensions(), y = b.dimensions();
+  ffi::Error error = DecodeFloat(op, a, &call.type);
+  if (error.failure()) return error;
+  if (x.size() != 3 || y.size() != 3 || x[1] != y[1] || x[2] != y[2] ||
+      a.element_type() != b.element_type()) {
+    return InvalidArgument(op,
+                           ": expected arrays of one type and of shapes (A, H, D) and (B, H, D"
+                           "), got ",
+                           ShapeString(x), " and ", ShapeString(y));
+  }
+  error = DecodeEdges(op, a_ids, order, &call.edges);
+  if (error.failure()) return error;
+  error = FirstError({DecodeIds(op, "b_ids", b_ids, call.edges.count),
+                      DecodeWide(op, "the result", *result, a.element_type(), &call.wide_result)});
+  if (error.failure()) return error;
+  if (!HasShape(*result, {call.edges.count, x[1]})) {
+    return InvalidArgument(op, ": the result must have shape (", call.edges.count, ", ", x[1],
+                           "), got ", ShapeString(result->dimensions()));
+  }
+  if (result->element_count() == 0) return error;
+  call.a_rows = x[0];
+  call.b_rows = y[0];
+  call.heads = x[1];
+  call.width = x[2];
+  call.a = a.untyped_data();
+  call.b = b.untyped_data();
+  call.b_ids = static_cast<const int32_t*>(b_ids.untyped_data());
+  call.result = result->untyped_data();
+  return Backend::Status(op, LaunchEdgeDot(call, stream));
 }
 
 template <typename Backend>
