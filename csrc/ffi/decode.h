@@ -2,6 +2,7 @@
 // touched. A wrong call, which only a hand-written ffi_call can make, returns InvalidArgument.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <sstream>
@@ -39,11 +40,18 @@ inline std::string ShapeString(ffi::AnyBuffer::Dimensions dimensions) {
 
 inline bool SameShape(ffi::AnyBuffer a, ffi::AnyBuffer b) {
   const auto x = a.dimensions(), y = b.dimensions();
-  if (x.size() != y.size()) return false;
-  for (size_t i = 0; i < x.size(); ++i) {
-    if (x[i] != y[i]) return false;
-  }
-  return true;
+  return std::equal(x.begin(), x.end(), y.begin(), y.end());
+}
+
+inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape) {
+  const auto dimensions = buffer.dimensions();
+  return std::equal(dimensions.begin(), dimensions.end(), shape.begin(), shape.end());
+}
+
+// The type in which values of `type` are computed and summed.
+inline ffi::DataType ComputeType(ffi::DataType type) {
+  const bool narrow = type == ffi::DataType::F16 || type == ffi::DataType::BF16;
+  return narrow ? ffi::DataType::F32 : type;
 }
 
 inline DType DTypeOf(ffi::DataType type) {

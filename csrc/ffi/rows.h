@@ -28,7 +28,6 @@
 #pragma once
 
 #include "ffi/decode.h"
-#include "ffi/scatter.h"
 #include "ops/rows.h"
 
 namespace jof {
@@ -86,22 +85,12 @@ inline ffi::Error RequireOfRows(const char* op, const char* name, ffi::AnyBuffer
                          ShapeString(dims), " along ", axis, ", got shape ", ShapeString(got));
 }
 
-inline ffi::DataType ComputeType(ffi::DataType type) {
-  return type == ffi::DataType::F64 ? type : ffi::DataType::F32;
-}
-
 inline ffi::Error RequireArray(const char* op, const char* name, ffi::AnyBuffer array,
                                ffi::DataType type, std::initializer_list<int64_t> shape) {
   if (array.element_type() == type && HasShape(array, shape)) return ffi::Error::Success();
-  std::ostringstream expected;
-  const char* separator = "";
-  for (const int64_t size : shape) {
-    expected << separator << size;
-    separator = ", ";
-  }
-  return InvalidArgument(op, ": ", name, " must have shape (", expected.str(),
-                         ") and the type that belongs to the operand's, got shape ",
-                         ShapeString(array.dimensions()));
+  return InvalidArgument(
+      op, ": ", name, " must have shape ", ShapeString({shape.begin(), shape.size()}),
+      " and the type that belongs to the operand's, got shape ", ShapeString(array.dimensions()));
 }
 
 // The binding of softmax (one operand) or of its derivative (two: the result and its cotangent).

@@ -56,28 +56,12 @@ inline DType AddendOf(DType type, int* reals) {
   }
 }
 
-// The type in which values of `type` are summed.
-inline ffi::DataType SumType(ffi::DataType type) {
-  const bool narrow = type == ffi::DataType::F16 || type == ffi::DataType::BF16;
-  return narrow ? ffi::DataType::F32 : type;
-}
-
 // The bytes of an index of this type; 0 if it is not an index type.
 inline int IndexBytes(ffi::DataType type) {
   return type == ffi::DataType::S32   ? 4
          : type == ffi::DataType::S64 ? 8
          : type == ffi::DataType::U16 ? 2
                                       : 0;
-}
-
-inline bool HasShape(ffi::AnyBuffer buffer, std::initializer_list<int64_t> shape) {
-  const auto dimensions = buffer.dimensions();
-  if (dimensions.size() != shape.size()) return false;
-  size_t i = 0;
-  for (const int64_t size : shape) {
-    if (dimensions[i++] != size) return false;
-  }
-  return true;
 }
 
 // Fills in *problem from rows (B, N, D), their ids, and the number S of rows that ids can name.
@@ -264,7 +248,7 @@ inline ffi::Error DecodeScatter(const char* op, ScatterStrategy strategy,
                            call->reducer == Reducer::kAdd ? ", or be empty" : "", ", got shape ",
                            ShapeString(operand.dimensions()));
   }
-  if (scratch.element_type() != SumType(updates.element_type())) {
+  if (scratch.element_type() != ComputeType(updates.element_type())) {
     return InvalidArgument(op, ": scratch must have the type that updates are summed in");
   }
   error = DecodeOrder(op, strategy, order, call);

@@ -23,7 +23,7 @@
 // compute type.
 #pragma once
 
-#include "ffi/scatter.h"
+#include "ffi/decode.h"
 #include "ops/segments.h"
 
 namespace jof {
@@ -45,7 +45,7 @@ inline ffi::Error DecodeFloat(const char* op, ffi::AnyBuffer buffer, DType* type
 // It is an error if the buffer has neither type.
 inline ffi::Error DecodeWide(const char* op, const char* name, ffi::AnyBuffer buffer,
                              ffi::DataType type, bool* is_wide) {
-  *is_wide = buffer.element_type() == SumType(type);
+  *is_wide = buffer.element_type() == ComputeType(type);
   if (*is_wide || buffer.element_type() == type) return ffi::Error::Success();
   return InvalidArgument(op, ": ", name, " must have the tables' type or that of their sums");
 }
@@ -82,7 +82,7 @@ inline ffi::Error DecodeChunks(const char* op, int64_t limit, ffi::AnyBuffer scr
                                ffi::DataType type, int64_t columns, PlannedEdges* edges) {
   const auto shape = scratch.dimensions();
   if (shape.size() == 3 && shape[0] > 0 && HasShape(scratch, {shape[0], 2, columns}) &&
-      scratch.element_type() == SumType(type)) {
+      scratch.element_type() == ComputeType(type)) {
     edges->chunks = shape[0];
     if (limit == 0 || edges->chunk_length() <= limit) return ffi::Error::Success();
     return InvalidArgument(op, ": on a GPU a chunk has at most ", limit, " edges; got ", shape[0],
@@ -137,7 +137,8 @@ inline ffi::Error DecodeMessageSum(const char* op, int64_t limit, int64_t of_hea
 // Checks the stats that attention stores for rows (R, H, D) of receivers.
 inline ffi::Error DecodeStats(const char* op, ffi::AnyBuffer stats, ffi::AnyBuffer rows) {
   const auto r = rows.dimensions();
-  if (HasShape(stats, {r[0], r[1], 2}) && stats.element_type() == SumType(rows.element_type())) {
+  if (HasShape(stats, {r[0], r[1], 2}) &&
+      stats.element_type() == ComputeType(rows.element_type())) {
     return ffi::Error::Success();
   }
   return InvalidArgument(op, ": stats must have shape (", r[0], ", ", r[1],
@@ -168,7 +169,7 @@ inline ffi::Error DecodeSegmentSoftmax(const char* op, int64_t limit, int64_t pa
   error = FirstError({DecodeIds(op, "keys", keys, edges), DecodeIds(op, "ids", ids, edges)});
   if (error.failure()) return error;
   if (s.size() != 3 || !HasShape(stats, {s[0], parts, heads}) ||
-      stats.element_type() != SumType(x.element_type())) {
+      stats.element_type() != ComputeType(x.element_type())) {
     return InvalidArgument(op, ": stats must have shape (S, ", parts, ", ", heads,
                            ") and the type of sums, got shape ", ShapeString(s));
   }
