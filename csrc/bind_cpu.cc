@@ -11,25 +11,9 @@
 
 namespace {
 
-const char* StrategyName(jof::PermuteStrategy strategy) {
-  switch (strategy) {
-    case jof::PermuteStrategy::kCopy:
-      return "copy";
-    case jof::PermuteStrategy::kGather:
-      return "gather";
-    case jof::PermuteStrategy::kRows:
-      return "rows";
-    case jof::PermuteStrategy::kInterleave:
-      return "interleave";
-    case jof::PermuteStrategy::kDeinterleave:
-      return "deinterleave";
-    case jof::PermuteStrategy::kTile:
-      return "tile";
-    case jof::PermuteStrategy::kRuns:
-      return "runs";
-  }
-  return "";
-}
+// In the order of jof::PermuteStrategy.
+constexpr const char* kStrategyNames[] = {"copy",         "gather", "rows", "interleave",
+                                          "deinterleave", "tile",   "runs"};
 
 pybind11::dict DescribePermute(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes,
                                int itemsize, int64_t alignment) {
@@ -53,7 +37,7 @@ pybind11::dict DescribePermute(const std::vector<int64_t>& shape, const std::vec
     order[static_cast<size_t>(plan.in_order[d])] = d;
   }
   pybind11::dict result;
-  result["strategy"] = StrategyName(plan.strategy);
+  result["strategy"] = kStrategyNames[static_cast<int>(plan.strategy)];
   result["unit_bytes"] = plan.unit_bytes;
   result["index_bytes"] = plan.index_bytes;
   result["shape"] = sizes;
