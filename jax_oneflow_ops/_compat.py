@@ -240,6 +240,13 @@ def reshaped(x: jax.Array, shape: Sequence[Any], spec: Sequence[Any]) -> jax.Arr
     return jax.lax.reshape(x, tuple(shape), out_sharding=sharding)
 
 
+def with_order_in_memory(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """`x`, which XLA has to store with these axes from major to minor at this place."""
+    from jax.experimental import layout  # which few programs need
+
+    return cast(jax.Array, layout.with_layout_constraint(x, layout.Layout(tuple(axes))))
+
+
 def broadcast_like(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     """Broadcasts `x` to the shape and the sharding of `aval`.
 

@@ -34,6 +34,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_oneflow_ops import _compat
+
 AS_PRODUCT = "as a matrix product, since the windows do not overlap"
 
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -131,22 +133,42 @@ class Product:
 
 
 def compute(left: jax.Array, right: jax.Array, *, product: Product, **how: Any) -> jax.Array:
-    """The result. `how` are further arguments of `jax.lax.dot_general`."""
+    """The result. `how` are further arguments of `jax.lax.dot_general`.
+
+    Images stay in memory with channels last, as for the convolution. If XLA could choose, it would
+    put the batch of a vision transformer last, and all layers would take 12 % longer (H100).
+    """
     numbers, axes = product.numbers, product.axes
+    sums_over_batch = "taps" in axes[0].kind
+    left = _channels_last(left, numbers.lhs_spec, sums_over_batch)
+    if sums_over_batch:
+        right = _channels_last(right, numbers.rhs_spec, sums_over_batch)
     left, of_left = _split(left, numbers.lhs_spec, ("batch", "depth"), axes, 0)
     right, of_right = _split(right, numbers.rhs_spec, ("out", "depth"), axes, 1)
+    right = lax.rev(right, _backwards(axes, "spread", of_right))
     summed = [name for name in of_left if name in of_right]
     places = [*map(of_left.index, summed)], [*map(of_right.index, summed)]
     result = lax.dot_general(left, right, (places, ((), ())), **how)
     names = [name for name in of_left + of_right if name not in summed]
-    spreading = (i for i, axis in enumerate(axes) if axis.kind.startswith("spread"))
-    result = lax.rev(result, [names.index(("size", i)) for i in spreading])
+    result = lax.rev(result, _backwards(axes, "spread taps", names))
     wanted, sizes = _parts(product.shape, numbers.out_spec, ("batch", "out"), axes, 2)
     order = [names.index(name) for name in itertools.chain(*wanted)]
     merged = [*map(math.prod, sizes)]
     result = result.transpose(order).reshape(merged)
     # Elements after the last window have a gradient of zero.
-    return jnp.pad(result, [(0, n - k) for n, k in zip(product.shape, merged, strict=True)])
+    result = jnp.pad(result, [(0, n - k) for n, k in zip(product.shape, merged, strict=True)])
+    return result if sums_over_batch else _channels_last(result, numbers.out_spec)
+
+
+def _channels_last(x: jax.Array, spec: Sequence[int], batch_is_second: bool = False) -> jax.Array:
+    first, second, *spatial = spec
+    batch, channels = (second, first) if batch_is_second else (first, second)
+    return _compat.with_order_in_memory(x, (batch, *spatial, channels))
+
+
+def _backwards(axes: Sequence[_Axis], kind: _Kind, names: Sequence[Any]) -> list[int]:
+    """The places of the windows' elements along axes of a kind, among the named axes."""
+    return [names.index(("size", i)) for i, axis in enumerate(axes) if axis.kind == kind]
 
 
 def _split(
