@@ -432,6 +432,26 @@ def _convolutions(primitive: Any, platform: str, rule: _compat.Lowering) -> _com
     return lower
 
 
+def _pooling(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of gradients of maximum pooling, which scatter nothing here."""
+
+    def lower(ctx: Any, ct: Any, x: Any, **params: Any) -> Any:
+        if _mode(ctx) not in (_ON, _DETERMINISTIC) or not _compat.has_known_sizes(ctx):
+            return rule(ctx, ct, x, **params)
+        from jax_oneflow_ops import _pooling  # imported lazily: few programs need it
+
+        windows = _pooling.find(ctx, params)
+        if windows is None or _why_no_kernels(ctx, platform):
+            return rule(ctx, ct, x, **params)
+        results = _lower(_same(_pooling.gradient, windows=windows), ctx, ct, x)
+        if explanation := _explanation.get():
+            row = _row("max pool gradient", ctx.avals_in[::-1], True, _pooling.BY_NUMBER)
+            explanation.add(row, primitive, ctx, results[0])
+        return results
+
+    return lower
+
+
 def _as_written(
     rows: _scatter_rows.Rows, is_fresh: bool, ctx: Any, operand: Any, indices: Any, updates: Any
 ) -> tuple[tuple[Any, ...], str]:
@@ -824,8 +844,11 @@ def _problem(value: str) -> str | None:
         pair = [lax.div_p, lax.mul_p]
         _compat.replace_lowerings(pair, _PLATFORMS, _softmaxes, on_several=False)
         _compat.replace_lowerings([lax.dot_general_p], _PLATFORMS, _products, on_several=False)
-        images = [lax.conv_general_dilated_p]
-        _compat.replace_lowerings(images, _PLATFORMS, _convolutions, on_several=False)
+        for one, rule in (
+            (lax.conv_general_dilated_p, _convolutions),
+            (lax.select_and_scatter_add_p, _pooling),
+        ):
+            _compat.replace_lowerings([one], _PLATFORMS, rule, on_several=False)
         for one, rule in (
             (lax.reduce_max_p, _with_handle),
             (lax.approx_top_k_p, _without_metadata),
@@ -906,9 +929,9 @@ def accelerate(
     kernels also compute sums and dot products of gathered rows directly from `x`, such as
     ``segment_sum(w[:, None] * x[senders], receivers)``, where that was measured to be faster, and
     on GPUs the maxima and sums of exponentials of cross entropies and other rows in one pass.
-    Convolutions whose windows do not overlap are computed as matrix products, and products of sizes
-    that GPUs compute slowly are padded. Outside, nothing changes. :func:`explain` shows what is
-    swapped in a program, what is not, and why.
+    Convolutions whose windows do not overlap are computed as matrix products, products of sizes
+    that GPUs compute slowly are padded, and gradients of maximum pooling need no scatter. Outside,
+    nothing changes. :func:`explain` shows what is swapped in a program, what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 
