@@ -86,7 +86,6 @@ def enter(name: str, size: str, devices: int = 1) -> Entrants:
         raise ArithmeticError(f"losses differ by {apart:.1e}, more than {TOLERANCE:.1e}")
     ends = {name: [round(values[i], 5) for i in (0, -1)] for name, values in losses.items()}
     about: dict[str, Any] = {"losses": ends, "apart": float(f"{apart:.2g}"), "calls": calls["ours"]}
-    about |= {} if calls["ours"] else {"ran": "xla"}
     sizes = {n: getattr(s.memory_analysis(), "temp_size_in_bytes", 0) for n, s in steps.items()}
     about["temporary MiB"] = {name: size >> 20 for name, size in sizes.items()}
     if devices > 1:
