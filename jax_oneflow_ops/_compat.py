@@ -557,6 +557,22 @@ def before_sum(value: Any) -> tuple[Any, list[int]] | None:
     return (parts[0], [*op.attributes["dimensions"]]) if _reduces_by(op, "stablehlo.add") else None
 
 
+def before_spreading(value: Any) -> tuple[Any, list[int], list[int]] | None:
+    """What was padded with zeros, also between its elements, to make a value; or None.
+
+    Also returns the number of zeros before it and the distance of its elements, for each axis.
+    """
+    parts = operands_of(value, "stablehlo.pad")
+    if not parts or fill_of(parts[1]) not in ZEROS:
+        return None
+    attributes = value.owner.operation.attributes
+    lows, between = (
+        [*ir.DenseI64ArrayAttr(attributes[name])]
+        for name in ("edge_padding_low", "interior_padding")
+    )
+    return (parts[0], lows, [n + 1 for n in between]) if any(between) else None
+
+
 def before_empty_sums(value: Any) -> Any:
     """What sums over no dimensions were applied to: jax makes these when it transposes lookups."""
     while (summed := before_sum(value)) and not summed[1]:

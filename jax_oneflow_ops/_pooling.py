@@ -1,9 +1,9 @@
-"""The gradient of maximum pooling, without a scatter.
+"""Gradients of pooling: of maxima without a scatter, of sums without zeros between gradients.
 
-XLA finds the largest element of each window again, writes it and its indices, 20 bytes for each
-window in two dimensions, and scatters the gradients by atomics. Here one byte for each window says
-which of its elements is the largest. XLA computes it in the kernel that computes the maxima. Then
-each element adds up the gradients of those of its windows that chose it, in a fixed order.
+Maxima: XLA finds the largest element of each window again, writes it and its indices, 20 bytes for
+each window in two dimensions, and scatters the gradients by atomics. Here one byte for each window
+says which of its elements is the largest. XLA computes it in the kernel that computes the maxima.
+Then each element adds up the gradients of those of its windows that chose it, in a fixed order.
 
 Time in us on an H100 of the maxima and the gradient, by XLA and here:
 
@@ -16,6 +16,11 @@ Time in us on an H100 of the maxima and the gradient, by XLA and here:
 
 Kernels for both steps, with packs of 16 bytes, took 299 and 451 us in the first line, 226 and 396
 in the second, and 807 and 820 in the fourth.
+
+Sums, as in average pooling: JAX inserts zeros between the gradients, and XLA sums windows of the
+result. Here each element adds up the gradients of its windows. The gradient alone, in the first,
+the second and the fourth line: 512 -> 147, 235 -> 123 and 129 -> 123 us in bf16, 486 -> 194,
+206 -> 175 and 175 -> 176 in f32.
 """
 
 import dataclasses
@@ -28,9 +33,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_oneflow_ops import _checks
+from jax_oneflow_ops import _checks, _compat, _emit
 
 BY_NUMBER = "adds up the gradients of the windows that chose an element, without a scatter"
+BY_WINDOW = "adds up the gradients of an element's windows, without zeros between them"
 _MOST_ELEMENTS = 64  # of a window; each is a few operations of the program
 
 
@@ -57,6 +63,33 @@ def find(ctx: Any, params: dict[str, Any]) -> Windows | None:
         return None
     strides = tuple(params["window_strides"])
     return Windows(tuple(sizes), strides, padding, params["select_prim"] is lax.le_p)
+
+
+def find_sum(ctx: Any, operand: Any, params: dict[str, Any]) -> tuple[Windows, Any, Any] | None:
+    """If a sum of windows that is being lowered is the gradient of one: its windows.
+
+    Also returns the cotangent, a value of MLIR, and its type.
+    """
+    spread = _compat.before_spreading(operand)
+    sizes, (result,) = params["window_dimensions"], ctx.avals_out
+    options = *params["window_strides"], *params["base_dilation"], *params["window_dilation"]
+    is_plain = {*options} == {1} and not any(map(any, params["padding"]))
+    if spread is None or not is_plain or math.prod(sizes) > _MOST_ELEMENTS:
+        return None
+    ct, lows, strides = spread
+    aval = _emit.aval_of(ct)
+    is_known = aval is not None and jnp.issubdtype(aval.dtype, jnp.floating) and result.size > 0
+    is_sharded = any(result.sharding.spec)
+    padding = tuple((size - 1 - low, 0) for size, low in zip(sizes, lows, strict=True))
+    if not is_known or is_sharded or min(low for low, _ in padding) < 0:
+        return None
+    return Windows(tuple(sizes), tuple(strides), padding), ct, aval
+
+
+@_checks.in_own_precision
+def gradient_of_sums(ct: jax.Array, *, windows: Windows, shape: tuple[int, ...]) -> jax.Array:
+    """The gradient to an array of this shape, rounded once."""
+    return _spread(ct, None, shape, windows)
 
 
 @_checks.in_own_precision
@@ -86,9 +119,9 @@ def _chosen(x: jax.Array, windows: Windows) -> jax.Array:
 
 
 def _spread(
-    ct: jax.Array, chosen: jax.Array, shape: tuple[int, ...], windows: Windows
+    ct: jax.Array, chosen: jax.Array | None, shape: tuple[int, ...], windows: Windows
 ) -> jax.Array:
-    """Adds the cotangent of each window to its chosen element.
+    """Adds the cotangent of each window to its chosen element, or to all of its elements.
 
     An element that is the r-th after the begin of window q, with r less than the stride, also
     belongs to the windows q - 1, q - 2, ..., if these are long enough.
@@ -113,12 +146,14 @@ def _spread(
             (steps, count - n - steps, 0)
             for steps, count, n in zip(back, groups, ct.shape, strict=True)
         ]
-        of_window, value = (
-            lax.pad(y, jnp.zeros((), y.dtype), moved).reshape([k for n in groups for k in (n, 1)])
-            for y in (chosen, ct)
-        )
-        is_chosen = is_inside & (of_window.astype(jnp.int32) == number)
-        total += jnp.where(is_chosen, value.astype(wide), 0)
+
+        def of_windows(y: jax.Array, moved: Any = moved) -> jax.Array:
+            y = lax.pad(y, jnp.zeros((), y.dtype), moved)
+            return y.reshape([k for n in groups for k in (n, 1)])
+
+        if chosen is not None:
+            is_inside &= of_windows(chosen).astype(jnp.int32) == number
+        total += jnp.where(is_inside, of_windows(ct).astype(wide), 0)
     merged = [n * stride for n, stride in zip(groups, windows.strides, strict=True)]
     whole = total.astype(ct.dtype).reshape(merged)
     return lax.slice(whole, lows, [low + n for low, n in zip(lows, shape, strict=True)])

@@ -408,7 +408,7 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
 
 
 def _convolutions(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of convolutions: those whose windows do not overlap become matrix products."""
+    """The rule of convolutions: some become matrix products or sums of shifted arrays."""
 
     def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
         if _mode(ctx) not in (_ON, _DETERMINISTIC) or not _compat.has_known_sizes(ctx):
@@ -422,10 +422,35 @@ def _convolutions(primitive: Any, platform: str, rule: _compat.Lowering) -> _com
         if not (_is_asked_for() or found.pays(platform, ctx.avals_in[0], is_transposed)):
             return rule(ctx, x, y, **params)
         how = {name: params[name] for name in ("precision", "preferred_element_type")}
-        results = _lower(_same(_convolutions.compute, product=found, **how), ctx, x, y)
+        results = _lower(_same(_convolutions.compute, form=found, **how), ctx, x, y)
         if explanation := _explanation.get():
             avals = *ctx.avals_out, max(ctx.avals_in, key=lambda aval: aval.size)
-            row = _row("convolution", avals, True, _convolutions.AS_PRODUCT)
+            row = _row("convolution", avals, True, found.reason)
+            explanation.add(row, primitive, ctx, results[0])
+        return results
+
+    return lower
+
+
+def _window_sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of sums of windows: those that are a gradient of such sums read no zeros."""
+
+    def lower(ctx: Any, operand: Any, **params: Any) -> Any:
+        made = _compat.operands_of(operand, "stablehlo.pad")
+        is_open = _mode(ctx) in (_ON, _DETERMINISTIC) and _compat.has_known_sizes(ctx)
+        if not made or not is_open or _why_no_kernels(ctx, platform):
+            return rule(ctx, operand, **params)
+        from jax_oneflow_ops import _pooling  # imported lazily: few programs need it
+
+        found = _pooling.find_sum(ctx, operand, params)
+        if found is None:
+            return rule(ctx, operand, **params)
+        windows, ct, aval = found
+        (result,) = ctx.avals_out
+        one = _same(_pooling.gradient_of_sums, windows=windows, shape=result.shape)
+        results = _lower(one, ctx.replace(avals_in=[aval]), ct)
+        if explanation := _explanation.get():
+            row = _row("window sum gradient", (result, aval), True, _pooling.BY_WINDOW)
             explanation.add(row, primitive, ctx, results[0])
         return results
 
@@ -847,6 +872,7 @@ def _problem(value: str) -> str | None:
         for one, rule in (
             (lax.conv_general_dilated_p, _convolutions),
             (lax.select_and_scatter_add_p, _pooling),
+            (lax.reduce_window_sum_p, _window_sums),
         ):
             _compat.replace_lowerings([one], _PLATFORMS, rule, on_several=False)
         for one, rule in (
@@ -929,8 +955,8 @@ def accelerate(
     kernels also compute sums and dot products of gathered rows directly from `x`, such as
     ``segment_sum(w[:, None] * x[senders], receivers)``, where that was measured to be faster, and
     on GPUs the maxima and sums of exponentials of cross entropies and other rows in one pass.
-    Convolutions whose windows do not overlap are computed as matrix products, products of sizes
-    that GPUs compute slowly are padded, and gradients of maximum pooling need no scatter. Outside,
+    Other slow operations become operations of XLA that are fast: some convolutions and gradients of
+    pooling, and matrix products of sizes that GPUs compute slowly, which are padded. Outside,
     nothing changes. :func:`explain` shows what is swapped in a program, what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::

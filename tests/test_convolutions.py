@@ -220,6 +220,86 @@ def test_dtypes_that_are_left_to_xla():
         assert count(lambda x, w: patches(x, w), x, w) == 1
 
 
+ORDERS = (("NHC", "HIO", "NHC"), ("NCH", "OIH", "NCH"), ("HNC", "IOH", "NHC"))
+
+
+def depthwise(numbers, channels, **how):
+    return lambda x, w: lax.conv_general_dilated(
+        x, w, dimension_numbers=numbers, feature_group_count=channels, **how
+    )
+
+
+def exact_depthwise(x, w, ct, stride, apart, low):
+    """The three results for x (N, H, C), w (K, C) and ct (N, windows, C), element by element."""
+    y, of_x, of_w = np.zeros(ct.shape), np.zeros(x.shape), np.zeros(w.shape)
+    for window, k in np.ndindex(ct.shape[1], len(w)):
+        at = window * stride + k * apart - low
+        if 0 <= at < x.shape[1]:
+            y[:, window] += x[:, at] * w[k]
+            of_x[:, at] += ct[:, window] * w[k]
+            of_w[k] += (x[:, at] * ct[:, window]).sum(0)
+    return y, of_x, of_w
+
+
+@given(
+    sizes=st.tuples(*[st.integers(2, 5)] * 2, st.integers(1, 9), st.integers(1, 4)),
+    stride=st.integers(1, 3),
+    apart=st.integers(1, 2),
+    padding=st.tuples(st.integers(-2, 4), st.integers(-2, 4)),
+    order=st.sampled_from(ORDERS),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_depthwise_along_one_axis(sizes, stride, apart, padding, order, dtype):
+    n, c, h, k = sizes
+    low, high = padding
+    windows = (h + low + high - (k - 1) * apart - 1) // stride + 1
+    if windows < 1:
+        return
+    rng = rng_for(sizes, stride, apart, padding, order, dtype)
+    x, w, ct = (
+        jnp.asarray(rng.normal(size=shape), dtype)
+        for shape in ((n, h, c), (k, 1, c), (n, windows, c))
+    )
+    places = [
+        [plain.index(name) for name in spec]
+        for plain, spec in zip(("NHC", "HIO", "NHC"), order, strict=True)
+    ]
+    args = [y.transpose(p) for y, p in zip((x, w, ct), places, strict=True)]
+    how = {"window_strides": (stride,), "padding": [padding], "rhs_dilation": (apart,)}
+    g = gradients(depthwise(order, c, **how))
+    # The gradient to the array of a convolution with a stride is left to XLA.
+    assert count(g, *args) == (stride > 1)
+    wanted = exact_depthwise(
+        *(np.asarray(y, np.float64) for y in (x, w[:, 0], ct)), stride, apart, low
+    )
+    wanted = wanted[0], wanted[1], wanted[2][:, None]
+    eps = 2 * float(jnp.finfo(dtype).eps) + 2**-18
+    for y, z, p in zip(
+        jax.jit(jof.accelerate(g))(*args), wanted, (places[2], *places), strict=False
+    ):
+        assert y.dtype == dtype
+        error = np.abs(np.asarray(y, np.float64) - z.transpose(p))
+        tolerance = eps if y.ndim and stride == 1 else max(eps, 2**-8)  # XLA may use TensorFloat-32
+        assert error.max(initial=0) <= tolerance * max(1, np.abs(z).max())
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_which_depthwise_convolutions_are_swapped(platform):
+    def left(c, shape, window, multiplier=1, groups=None):
+        spatial = "HW"[: len(window)]
+        numbers = (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
+        groups = groups or c
+        x, w = arrays((2, *shape, c), (*window, c // groups, c * multiplier))
+        f = depthwise(numbers, groups, window_strides=(1,) * len(window), padding="SAME")
+        return count(f, x, w, platform=platform)
+
+    assert left(8, (16,), (4,)) == 0
+    assert left(8, (64,), (33,)) == 1  # so many elements
+    assert left(8, (16, 16), (3, 3)) == 1
+    assert left(8, (16,), (4,), multiplier=2) == 1
+    assert left(8, (16,), (4,), groups=4) == 1
+
+
 @pytest.mark.usefixtures("native")
 def test_transformations():
     rng = rng_for("transformations")

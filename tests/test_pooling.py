@@ -105,6 +105,60 @@ def test_any_windows(data, rank, of_minima):
     check(jnp.asarray(x), (*sizes,), (*strides,), (*padding,), of_minima)
 
 
+def sums(x, sizes, strides, padding="VALID"):
+    return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, sizes, strides, padding)
+
+
+def gradient_of_sums(*args):
+    return lambda x, ct: jax.vjp(lambda x: sums(x, *args), x)[1](ct)[0]
+
+
+def count_sums(f, *args, platform=None):
+    return lowered(f, *args, platform=platform).count("stablehlo.reduce_window")
+
+
+@given(data=st.data(), rank=st.integers(1, 4), dtype=st.sampled_from(["bfloat16", "float32"]))
+def test_gradients_of_any_sums(data, rank, dtype):
+    draw = data.draw
+    sizes = [draw(st.integers(1, 3)) for _ in range(rank)]
+    strides = [draw(st.integers(1, 4)) for _ in range(rank)]
+    padding = [(draw(st.integers(0, k - 1)), draw(st.integers(0, 3))) for k in sizes]
+    shape = [draw(st.integers(size, 7)) for size in sizes]
+    x = jnp.zeros(shape, dtype)
+    f = gradient_of_sums(sizes, strides, padding)
+    windows = jax.eval_shape(lambda x: sums(x, sizes, strides, padding), x).shape
+    ct = jnp.asarray(np.random.default_rng(draw(st.integers(0, 99))).normal(size=windows), dtype)
+    got = jax.jit(jof.accelerate(f))(x, ct)
+    padded = np.zeros([n + low + high for n, (low, high) in zip(shape, padding, strict=True)])
+    for window in np.ndindex(*windows):
+        at = tuple(slice(w * s, w * s + k) for w, s, k in zip(window, strides, sizes, strict=True))
+        padded[at] += float(ct[window])
+    wanted = padded[tuple(slice(low, low + n) for n, (low, _) in zip(shape, padding, strict=True))]
+    assert got.dtype == dtype
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=eps, atol=8 * eps)
+
+
+def test_which_sums_are_swapped():
+    x, ct = arrays((2, 9, 9, 4), (2, 4, 4, 4))
+    for platform in ("cpu", "cuda"):
+        f = gradient_of_sums((1, 3, 3, 1), (1, 2, 2, 1))
+        assert count_sums(f, x, ct, platform=platform) == 0
+        assert count_sums(lambda x: sums(x, *WINDOW), x, platform=platform) == 1
+    [row] = jof.explain(f, x, ct).rows
+    assert (row.operation, row.swapped) == ("window sum gradient", True)
+    assert row.shapes == ((2, 9, 9, 4), (2, 4, 4, 4))
+    x, ct = arrays((1, 34, 34, 1), (1, 13, 13, 1))
+    f = gradient_of_sums((1, 9, 9, 1), (1, 2, 2, 1))
+    assert count_sums(f, x, ct) == 1  # so many elements
+
+    def of_ones(ct):  # these are no zeros
+        spread = lax.pad(ct, np.ones((), ct.dtype), [(0, 0, 0), (1, 1, 1), (0, 0, 0)])
+        return sums(spread, (1, 2, 1), (1, 1, 1))
+
+    assert count_sums(of_ones, *arrays((2, 4, 4))) == 1
+
+
 WINDOW = ((1, 2, 2, 1), (1, 2, 2, 1))
 
 
