@@ -251,6 +251,10 @@ class Depthwise:
         dtype = preferred_element_type or left.dtype
         channels, batch, time = numbers.lhs_spec if self.of_kernel else _swapped(numbers.lhs_spec)
         left = _compat.with_order_in_memory(left, (batch, time, channels))
+        if self.of_kernel:
+            # Otherwise XLA computes the convolution or its other gradient in the kernels of the
+            # sums, which are slow at that.
+            left, right = lax.optimization_barrier((left, right))
         x = left.transpose(batch, time, channels)
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (*self.padding, 0), (0, 0, 0)])
         if self.of_kernel:
@@ -273,8 +277,8 @@ class Depthwise:
         ]
         batch, channels, time = numbers.out_spec
         if self.of_kernel:
-            sums = jnp.stack([jnp.sum(y * ct, axis=(0, 1)) for y in shifted])
-            result = sums.astype(dtype)[None]  # (1, taps, channels)
+            sums = lax.optimization_barrier([jnp.sum(y * ct, axis=(0, 1)) for y in shifted])
+            result = jnp.stack(sums).astype(dtype)[None]  # (1, taps, channels)
             return result.transpose(_inverse((batch, time, channels)))
         total = sum(y * kernel[k] for k, y in enumerate(shifted))
         result = jnp.asarray(total).astype(dtype).transpose(_inverse((batch, time, channels)))
