@@ -13,7 +13,7 @@ from . import results
 from .results import Row
 from .tables import ratio
 
-WIDTH, LEFT, LINE, FONT = 480, 196, 23, 14  # legible on a phone at 75 % of the size
+WIDTH, LEFT, LINE, FONT = 540, 256, 23, 14  # legible on a phone at 75 % of the size
 TEXT = "#787878"
 GROUPS = {"step": ("programs", "#3b82d6"), "call": ("single calls, mean over dtypes", "#16a08a")}
 NAMES = {
