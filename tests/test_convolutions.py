@@ -241,6 +241,7 @@ def exact_depthwise(x, w, ct, stride, apart, low):
     return y, of_x, of_w
 
 
+@pytest.mark.usefixtures("native")
 @given(
     sizes=st.tuples(*[st.integers(2, 5)] * 2, st.integers(1, 9), st.integers(1, 4)),
     stride=st.integers(1, 3),
@@ -294,10 +295,19 @@ def test_which_depthwise_convolutions_are_swapped(platform):
         return count(f, x, w, platform=platform)
 
     assert left(8, (16,), (4,)) == 0
+    assert left(7, (16,), (4,)) == 0
     assert left(8, (64,), (33,)) == 1  # so many elements
     assert left(8, (16, 16), (3, 3)) == 1
     assert left(8, (16,), (4,), multiplier=2) == 1
     assert left(8, (16,), (4,), groups=4) == 1
+
+
+@pytest.mark.parametrize("channels", [7, 8])
+def test_gradients_to_depthwise_kernels_of_odd_channels(channels):
+    x, w, ct = arrays((2, 16, channels), (4, 1, channels), (2, 13, channels))
+    f = depthwise(ORDERS[0], channels, window_strides=(1,), padding="VALID")
+    for platform, left in (("cuda", channels % 2), ("cpu", 0)):
+        assert count(gradients(f), x, w, ct, platform=platform) == left
 
 
 @pytest.mark.usefixtures("native")
