@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -193,6 +194,40 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
         of_rows = optax.softmax_cross_entropy_with_integer_labels(x.astype(jnp.float32), labels)
         return of_rows.mean()
 
+    def pooled(function: Function, start: float) -> Function:
+        """The gradient of pooling with windows of 3 x 3 and a stride of 2."""
+
+        def pool(x: Array) -> Array:
+            first = np.asarray(start, x.dtype)
+            return lax.reduce_window(x, first, function, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+        return gradient(pool)
+
+    def convolved(x: Array, kernel: Array, ct: Array) -> Any:
+        """A depthwise convolution along one axis, as in state space models, and its gradients."""
+        apply = partial(
+            lax.conv_general_dilated,
+            window_strides=(1,),
+            padding=[(len(kernel) - 1, 0)],
+            dimension_numbers=("NHC", "HIO", "NHC"),
+            feature_group_count=x.shape[-1],
+        )
+        y, vjp = jax.vjp(apply, x, kernel)
+        return y, *vjp(ct)
+
+    def enlarged(x: Array, kernel: Array, ct: Array) -> Any:
+        """A transposed convolution, as in U-Nets, and its gradients."""
+        apply = partial(
+            lax.conv_transpose,
+            strides=(2, 2),
+            padding="SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        y, vjp = jax.vjp(apply, x, kernel)
+        return y, *vjp(ct)
+
+    image, half = (squares, pixels, pixels, 64), (squares, pixels >> 1, pixels >> 1, 64)
+    sequence = (max(1, n >> 16), min(2048, n), min(2048, n))
     words = min(50257, n >> 4)
     counts, logits = partial(jnp.bincount, length=1024), x(max(1, n >> 7), words)
     return {
@@ -249,6 +284,14 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
         "segment softmax without a promise": Call(
             _segment_softmax, [x(n, 8), ids(max(1, n >> 4), n, kind="sorted")], ulps=16
         ),
+        "max pool gradient": Call(pooled(lax.max, -np.inf), [x(*image), x(*half)]),
+        "average pool gradient": Call(
+            lambda ct: pooled(lax.add, 0)(jnp.zeros(image, ct.dtype), ct), [x(*half)]
+        ),
+        "depthwise convolution": Call(
+            convolved, [x(*sequence), x(4, 1, sequence[-1]), x(*sequence)]
+        ),
+        "transposed convolution": Call(enlarged, [x(*half), x(2, 2, 64, 64), x(*image)]),
     }
 
 
@@ -258,4 +301,10 @@ def _segment_softmax(x: Array, ids: Array, **options: Any) -> Array:
     return e / jax.ops.segment_sum(e, ids, count, **options)[ids]
 
 
-_LISTED += [(name, d) for name in [*_calls("float32", 1 << 8)][3:] for d in _DTYPES]
+_LISTED += [
+    (name, dtype)
+    for name in [*_calls("float32", 1 << 8)][3:]
+    for dtype in _DTYPES
+    if (name, dtype)
+    != ("transposed convolution", "float32")  # which XLA rounds before it multiplies
+]
