@@ -240,6 +240,10 @@ def reshaped(x: jax.Array, shape: Sequence[Any], spec: Sequence[Any]) -> jax.Arr
     return jax.lax.reshape(x, tuple(shape), out_sharding=sharding)
 
 
+LAYOUT = "LayoutConstraint"
+"""The target of the custom call that `with_order_in_memory` adds. XLA removes it."""
+
+
 def with_order_in_memory(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """`x`, which XLA has to store with these axes from major to minor at this place."""
     from jax.experimental import layout  # which few programs need

@@ -44,8 +44,10 @@ On CPUs they gained 8x to 100x, and the gradient to the kernel 0.8x to 8x. In tw
 """
 
 import dataclasses
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -53,7 +55,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_oneflow_ops import _compat
+from jax_oneflow_ops import _checks, _compat
 
 _MOST_TAPS = 32  # of a depthwise window
 
@@ -101,16 +103,20 @@ _PARTS: dict[_Kind, tuple[tuple[str, ...], ...]] = {
 
 
 def _axis(
-    left: int, right: int, result: int, stride: int, low: int, of_left: int, of_right: int
+    *, left: int, right: int, result: int, stride: int, low: int, dilation: int, of_kernel: int
 ) -> _Axis | None:
-    """The axis of a convolution with these sizes and parameters; None if windows overlap."""
-    if of_left == of_right == 1 and stride == right and low == 0 and result * right <= left:
+    """The axis of a convolution; None if windows overlap.
+
+    The left operand is dilated by `dilation`, the right one by `of_kernel`. Where several kinds
+    apply, as for windows of one element, they are the same product.
+    """
+    if dilation == of_kernel == 1 and stride == right and low == 0 and result * right <= left:
         return _Axis("windows", result, right)
-    if of_right == stride == 1 and of_left == right and low == right - 1:
+    if of_kernel == stride == 1 and dilation == right and low == right - 1:
         return _Axis("spread", left, right) if 0 <= result - left * right < right else None
-    if of_left == stride == 1 and of_right == result and low == 0 and right * result <= left:
+    if dilation == stride == 1 and of_kernel == result and low == 0 and right * result <= left:
         return _Axis("taps", right, result)
-    if of_right == stride == 1 and of_left == result and low == result - 1:
+    if of_kernel == stride == 1 and dilation == result and low == result - 1:
         return _Axis("spread taps", left, result) if right == left * result else None
     return None
 
@@ -123,11 +129,13 @@ class Product:
       numbers: the places of the convolution's axes.
       axes: its spatial axes.
       shape: the result's shape.
+      is_ordered: whether XLA is told how to store images.
     """
 
     numbers: lax.ConvDimensionNumbers
     axes: tuple[_Axis, ...]
     shape: tuple[int, ...]
+    is_ordered: bool
     reason = "as a matrix product, since the windows do not overlap"
 
     def pays(self, platform: str, left: jax.core.ShapedArray, is_transposed: bool) -> bool:
@@ -151,8 +159,10 @@ class Product:
             return self.shape[numbers.out_spec[1]] <= _MOST_SPREAD
         return bool(left.shape[numbers.lhs_spec[0]] <= _MOST_SPREAD)  # sums over the batch
 
-    def compute(self, left: jax.Array, right: jax.Array, **how: Any) -> jax.Array:
-        """The result. `how` are further arguments of `jax.lax.dot_general`.
+    def compute(
+        self, left: jax.Array, right: jax.Array, *, precision: Any, preferred_element_type: Any
+    ) -> jax.Array:
+        """The result.
 
         Images stay in memory with channels last, as for the convolution. If XLA could choose, it
         would put the batch of a vision transformer last, and all layers would take 12 % longer
@@ -160,15 +170,24 @@ class Product:
         """
         numbers, axes = self.numbers, self.axes
         sums_over_batch = "taps" in axes[0].kind
-        left = _channels_last(left, numbers.lhs_spec, sums_over_batch)
-        if sums_over_batch:
-            right = _channels_last(right, numbers.rhs_spec, sums_over_batch)
+        if self.is_ordered:
+            left = _channels_last(left, numbers.lhs_spec, sums_over_batch)
+            right = _channels_last(right, numbers.rhs_spec, True) if sums_over_batch else right
         left, of_left = _split(left, numbers.lhs_spec, ("batch", "depth"), axes, 0)
         right, of_right = _split(right, numbers.rhs_spec, ("out", "depth"), axes, 1)
         right = lax.rev(right, _backwards(axes, "spread", of_right))
         summed = [name for name in of_left if name in of_right]
         places = [*map(of_left.index, summed)], [*map(of_right.index, summed)]
-        result = lax.dot_general(left, right, (places, ((), ())), **how)
+        result = lax.dot_general(
+            left,
+            right,
+            (places, ((), ())),
+            precision=lax.Precision.DEFAULT if precision is None else precision,
+            # XLA may round partial sums to the type of the result.
+            preferred_element_type=jnp.float32 if sums_over_batch else preferred_element_type,
+        )
+        if sums_over_batch:
+            result = result.astype(preferred_element_type or left.dtype)
         names = [name for name in of_left + of_right if name not in summed]
         result = lax.rev(result, _backwards(axes, "spread taps", names))
         wanted, sizes = _parts(self.shape, numbers.out_spec, ("batch", "out"), axes, 2)
@@ -177,7 +196,8 @@ class Product:
         result = result.transpose(order).reshape(merged)
         # Elements after the last window have a gradient of zero.
         result = jnp.pad(result, [(0, n - k) for n, k in zip(self.shape, merged, strict=True)])
-        return result if sums_over_batch else _channels_last(result, numbers.out_spec)
+        is_image = self.is_ordered and not sums_over_batch
+        return _channels_last(result, numbers.out_spec) if is_image else result
 
 
 def _channels_last(x: jax.Array, spec: Sequence[int], batch_is_second: bool = False) -> jax.Array:
@@ -229,6 +249,7 @@ class Depthwise:
       apart: the distance of the window's elements.
       stride: the distance of windows.
       padding: zeros before and after the array.
+      is_ordered: whether XLA is told how to store arrays.
     """
 
     numbers: lax.ConvDimensionNumbers
@@ -237,6 +258,7 @@ class Depthwise:
     apart: int
     stride: int
     padding: tuple[int, int]
+    is_ordered: bool
     reason = "as a sum of shifted arrays, since each channel has its own window"
 
     def pays(self, platform: str, left: jax.core.ShapedArray, is_transposed: bool) -> bool:
@@ -250,10 +272,12 @@ class Depthwise:
     ) -> jax.Array:
         """The result. It is summed in float32, whatever `precision` says, and rounded once."""
         numbers = self.numbers
-        wide = jnp.promote_types(left.dtype, jnp.float32)
         dtype = preferred_element_type or left.dtype
+        wide = _checks.promoted(dtype, jnp.float32)
         channels, batch, time = numbers.lhs_spec if self.of_kernel else _swapped(numbers.lhs_spec)
-        left = _compat.with_order_in_memory(left, (batch, time, channels))
+        if self.is_ordered:
+            left = _channels_last(left, numbers.lhs_spec, self.of_kernel)
+            right = _channels_last(right, numbers.rhs_spec, True) if self.of_kernel else right
         if self.of_kernel:
             # Otherwise XLA computes the convolution or its other gradient in the kernels of the
             # sums, which are slow at that.
@@ -262,12 +286,11 @@ class Depthwise:
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (*self.padding, 0), (0, 0, 0)])
         if self.of_kernel:
             channels, batch, time = numbers.rhs_spec
-            right = _compat.with_order_in_memory(right, (batch, time, channels))
             ct = right.transpose(batch, time, channels).astype(wide)
             windows = ct.shape[1]
         else:
             out, depth, time = numbers.rhs_spec
-            kernel = right.transpose(time, out, depth)[..., 0].astype(wide)
+            kernel = right.transpose(time, depth, out)[:, None].astype(wide)  # (taps, 1, 1, out)
             windows = (x.shape[1] - (self.taps - 1) * self.apart - 1) // self.stride + 1
         first, _, last = x.shape
         shifted = [
@@ -283,9 +306,9 @@ class Depthwise:
             sums = lax.optimization_barrier([jnp.sum(y * ct, axis=(0, 1)) for y in shifted])
             result = jnp.stack(sums).astype(dtype)[None]  # (1, taps, channels)
             return result.transpose(_inverse((batch, time, channels)))
-        total = sum(y * kernel[k] for k, y in enumerate(shifted))
-        result = jnp.asarray(total).astype(dtype).transpose(_inverse((batch, time, channels)))
-        return _compat.with_order_in_memory(result, (batch, time, channels))
+        total = functools.reduce(operator.add, map(operator.mul, shifted, kernel))
+        result = total.astype(dtype).transpose(_inverse((batch, time, channels)))
+        return _channels_last(result, numbers.out_spec) if self.is_ordered else result
 
 
 def _swapped(spec: Sequence[int]) -> tuple[int, ...]:
@@ -302,7 +325,7 @@ def compute(left: jax.Array, right: jax.Array, *, form: Product | Depthwise, **h
     return form.compute(left, right, **how)
 
 
-def find(ctx: Any, params: dict[str, Any]) -> Product | Depthwise | None:
+def find(ctx: Any, platform: str, params: dict[str, Any]) -> Product | Depthwise | None:
     """The new form of the convolution that is being lowered, or None."""
     (left, right), (result,) = ctx.avals_in, ctx.avals_out
     # JAX would have to be told how the result is sharded.
@@ -310,31 +333,48 @@ def find(ctx: Any, params: dict[str, Any]) -> Product | Depthwise | None:
     is_known = left.dtype in _DTYPES and right.dtype == left.dtype
     if is_sharded or not is_known or 0 in (*left.shape, *right.shape, *result.shape):
         return None
-    groups = params["feature_group_count"], params["batch_group_count"]
-    if groups != (1, 1):
-        return _depthwise(left, right, result, params)
-    default = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2)
-    is_plain = left.dtype != jnp.float32 or params["precision"] in default
-    return _product(left, right, result, params) if is_plain else None
+    of_operands = params["precision"]
+    precision = {*of_operands} if isinstance(of_operands, tuple) else {of_operands}
+    if not all(isinstance(one, lax.Precision | None) for one in precision):  # an algorithm
+        return None
+    # Of arrays that are divided among devices, XLA would gather all parts to order them.
+    is_ordered = platform == "cuda" and _compat.knows_shapes_of_shards(ctx)
+    how = (left, right, result, params, is_ordered)
+    if (params["feature_group_count"], params["batch_group_count"]) != (1, 1):
+        return _depthwise(*how)
+    is_default = precision <= {None, lax.Precision.DEFAULT}
+    return _product(*how) if is_default or left.dtype != jnp.float32 else None
 
 
-def _product(left: Any, right: Any, result: Any, params: dict[str, Any]) -> Product | None:
+def _product(
+    left: Any, right: Any, result: Any, params: dict[str, Any], is_ordered: bool
+) -> Product | None:
     numbers, axes = params["dimension_numbers"], []
-    for i, j, k, stride, (low, _), *dilations in zip(
+    for i, j, k, stride, (low, _), dilation, of_kernel in zip(
         *(spec[2:] for spec in numbers),
         *(params["window_strides"], params["padding"]),
         *(params["lhs_dilation"], params["rhs_dilation"]),
         strict=True,
     ):
-        axis = _axis(left.shape[i], right.shape[j], result.shape[k], stride, low, *dilations)
+        axis = _axis(
+            left=left.shape[i],
+            right=right.shape[j],
+            result=result.shape[k],
+            stride=stride,
+            low=low,
+            dilation=dilation,
+            of_kernel=of_kernel,
+        )
         if axis is None:
             return None
         axes.append(axis)
     one_element = all(axis.size == 1 for axis in axes)
-    return None if one_element else Product(numbers, (*axes,), result.shape)
+    return None if one_element else Product(numbers, (*axes,), result.shape, is_ordered)
 
 
-def _depthwise(left: Any, right: Any, result: Any, params: dict[str, Any]) -> Depthwise | None:
+def _depthwise(
+    left: Any, right: Any, result: Any, params: dict[str, Any], is_ordered: bool
+) -> Depthwise | None:
     numbers = params["dimension_numbers"]
     groups, groups_of_batch = params["feature_group_count"], params["batch_group_count"]
     if left.ndim != 3 or params["lhs_dilation"] != (1,):
@@ -353,4 +393,4 @@ def _depthwise(left: Any, right: Any, result: Any, params: dict[str, Any]) -> De
     apart, stride = (step, dilation) if of_kernel else (dilation, step)
     if taps > _MOST_TAPS:
         return None
-    return Depthwise(numbers, of_kernel, taps, apart, stride, tuple(padding))
+    return Depthwise(numbers, of_kernel, taps, apart, stride, tuple(padding), is_ordered)

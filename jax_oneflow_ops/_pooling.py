@@ -37,7 +37,9 @@ from jax_oneflow_ops import _checks, _compat, _emit
 
 BY_NUMBER = "adds up the gradients of the windows that chose an element, without a scatter"
 BY_WINDOW = "adds up the gradients of an element's windows, without zeros between them"
-_MOST_ELEMENTS = 64  # of a window; each is a few operations of the program
+_MOST = {"cuda": (25, 25), "cpu": (9, 4)}
+"""The most elements of a window, and the most windows of an element. With more, sums were not
+measured on a GPU, and took up to ten times as long as XLA's scatter on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +51,21 @@ class Windows:
     padding: tuple[tuple[int, int], ...]
     of_minima: bool = False
 
+    def pays(self, platform: str) -> bool:
+        """Whether the sums are expected to be faster than what XLA does."""
+        overlaps = (-(-k // s) for k, s in zip(self.sizes, self.strides, strict=True))
+        elements, windows = _MOST[platform]
+        return math.prod(self.sizes) <= elements and math.prod(overlaps) <= windows
+
 
 def find(ctx: Any, params: dict[str, Any]) -> Windows | None:
     """The windows whose gradient is being lowered, or None if it is left to XLA."""
     ct, x = ctx.avals_in
     sizes, padding = params["window_dimensions"], tuple(map(tuple, params["padding"]))
     is_real = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
-    is_small = math.prod(sizes) <= _MOST_ELEMENTS and ct.size > 0
+    is_counted = math.prod(sizes) <= 256 and ct.size > 0  # by a byte
     is_sharded = any(entry for aval in (ct, x) for entry in aval.sharding.spec)
-    if not is_real or not is_small or is_sharded:
+    if not is_real or not is_counted or is_sharded:
         return None
     if params["select_prim"] not in (lax.ge_p, lax.le_p):
         return None
@@ -66,15 +74,16 @@ def find(ctx: Any, params: dict[str, Any]) -> Windows | None:
 
 
 def find_sum(ctx: Any, operand: Any, params: dict[str, Any]) -> tuple[Windows, Any, Any] | None:
-    """If a sum of windows that is being lowered is the gradient of one: its windows.
+    """If a sum of windows is being lowered that reads zeros between elements: its windows.
 
-    Also returns the cotangent, a value of MLIR, and its type.
+    As in the gradient of another sum of windows. Also returns the elements, a value of MLIR, and
+    their type.
     """
     spread = _compat.before_spreading(operand)
     sizes, (result,) = params["window_dimensions"], ctx.avals_out
     options = *params["window_strides"], *params["base_dilation"], *params["window_dilation"]
     is_plain = {*options} == {1} and not any(map(any, params["padding"]))
-    if spread is None or not is_plain or math.prod(sizes) > _MOST_ELEMENTS:
+    if spread is None or not is_plain:
         return None
     ct, lows, strides = spread
     aval = _emit.aval_of(ct)
@@ -95,7 +104,9 @@ def gradient_of_sums(ct: jax.Array, *, windows: Windows, shape: tuple[int, ...])
 @_checks.in_own_precision
 def gradient(ct: jax.Array, x: jax.Array, *, windows: Windows) -> jax.Array:
     """The gradient to x. 16-bit values are summed in float32, rounded once."""
-    return _spread(ct, _chosen(-x if windows.of_minima else x, windows), x.shape, windows)
+    chosen = _chosen(-x if windows.of_minima else x, windows)
+    # Otherwise XLA may find the element anew for each of its windows.
+    return _spread(ct, lax.optimization_barrier(chosen), x.shape, windows)
 
 
 def _chosen(x: jax.Array, windows: Windows) -> jax.Array:
@@ -126,22 +137,25 @@ def _spread(
     An element that is the r-th after the begin of window q, with r less than the stride, also
     belongs to the windows q - 1, q - 2, ..., if these are long enough.
     """
-    wide = jnp.promote_types(ct.dtype, jnp.float32)
+    wide = _checks.promoted(ct.dtype, jnp.float32)
     axes = [*zip(windows.sizes, windows.strides, strict=True)]
     lows = [low for low, _ in windows.padding]
     groups = [
         -(-(n + low) // stride) for n, low, stride in zip(shape, lows, windows.strides, strict=True)
     ]
     # Each axis becomes two: a window, and the element after its begin.
-    ones = [n for stride in windows.strides for n in (1, stride)]
-    after = [lax.broadcasted_iota(jnp.int32, ones, 2 * i + 1) for i in range(ct.ndim)]
+    after = []
+    for axis, stride in enumerate(windows.strides):
+        ones = [1] * (2 * ct.ndim)
+        ones[2 * axis + 1] = stride
+        after.append(np.arange(stride, dtype=np.int32).reshape(ones))
     total = jnp.zeros((), wide)
     for back in itertools.product(*(range(-(-size // stride)) for size, stride in axes)):
-        number, is_inside = jnp.int32(0), jnp.asarray(True)
+        number, is_inside = np.zeros((), np.int32), np.ones((), bool)
         for r, steps, (size, stride) in zip(after, back, axes, strict=True):
             place = r + steps * stride
             number = number * size + place
-            is_inside &= place < size
+            is_inside = is_inside & (place < size)
         moved = [
             (steps, count - n - steps, 0)
             for steps, count, n in zip(back, groups, ct.shape, strict=True)
@@ -151,9 +165,11 @@ def _spread(
             y = lax.pad(y, jnp.zeros((), y.dtype), moved)
             return y.reshape([k for n in groups for k in (n, 1)])
 
+        is_chosen: Any = is_inside
         if chosen is not None:
-            is_inside &= of_windows(chosen).astype(jnp.int32) == number
-        total += jnp.where(is_inside, of_windows(ct).astype(wide), 0)
+            here = np.where(is_inside, number, 0).astype(np.uint8)
+            is_chosen = is_inside & (of_windows(chosen) == here)
+        total += jnp.where(is_chosen, of_windows(ct).astype(wide), 0)
     merged = [n * stride for n, stride in zip(groups, windows.strides, strict=True)]
     whole = total.astype(ct.dtype).reshape(merged)
     return lax.slice(whole, lows, [low + n for low, n in zip(lows, shape, strict=True)])

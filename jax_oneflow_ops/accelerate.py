@@ -415,7 +415,7 @@ def _convolutions(primitive: Any, platform: str, rule: _compat.Lowering) -> _com
             return rule(ctx, x, y, **params)
         from jax_oneflow_ops import _convolutions  # imported lazily: few programs need it
 
-        found = _convolutions.find(ctx, params)
+        found = _convolutions.find(ctx, platform, params)
         if found is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
         is_transposed = bool(_compat.operands_of(y, "stablehlo.reverse"))
@@ -446,11 +446,13 @@ def _window_sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _comp
         if found is None:
             return rule(ctx, operand, **params)
         windows, ct, aval = found
+        if not (_is_asked_for() or windows.pays(platform)):
+            return rule(ctx, operand, **params)
         (result,) = ctx.avals_out
         one = _same(_pooling.gradient_of_sums, windows=windows, shape=result.shape)
         results = _lower(one, ctx.replace(avals_in=[aval]), ct)
         if explanation := _explanation.get():
-            row = _row("window sum gradient", (result, aval), True, _pooling.BY_WINDOW)
+            row = _row("window sum", (result, aval), True, _pooling.BY_WINDOW)
             explanation.add(row, primitive, ctx, results[0])
         return results
 
@@ -467,6 +469,8 @@ def _pooling(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.L
 
         windows = _pooling.find(ctx, params)
         if windows is None or _why_no_kernels(ctx, platform):
+            return rule(ctx, ct, x, **params)
+        if not (_is_asked_for() or windows.pays(platform)):
             return rule(ctx, ct, x, **params)
         results = _lower(_same(_pooling.gradient, windows=windows), ctx, ct, x)
         if explanation := _explanation.get():
