@@ -183,11 +183,8 @@ class Product:
             right,
             (places, ((), ())),
             precision=lax.Precision.DEFAULT if precision is None else precision,
-            # XLA may round partial sums to the type of the result.
-            preferred_element_type=jnp.float32 if sums_over_batch else preferred_element_type,
+            preferred_element_type=preferred_element_type,
         )
-        if sums_over_batch:
-            result = result.astype(preferred_element_type or left.dtype)
         names = [name for name in of_left + of_right if name not in summed]
         result = lax.rev(result, _backwards(axes, "spread taps", names))
         wanted, sizes = _parts(self.shape, numbers.out_spec, ("batch", "out"), axes, 2)

@@ -147,7 +147,9 @@ def _work(made: Call) -> Work:
 
     def sample(arrays: Sequence[Array], out: Array) -> tuple[Array, Array]:
         wide = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays)
-        return out, made.function(*wide)
+        # Tensor cores truncate the sums of long products.
+        with jax.default_matmul_precision("highest"):
+            return out, made.function(*wide)
 
     def verify(sampled: tuple[Any, Any]) -> str | None:
         for found, exact in zip(*map(jax.tree.leaves, sampled), strict=True):
