@@ -169,7 +169,7 @@ class Product:
         (H100).
         """
         numbers, axes = self.numbers, self.axes
-        sums_over_batch = "taps" in axes[0].kind
+        sums_over_batch = any(axis.kind.endswith("taps") for axis in axes)
         if self.is_ordered:
             left = _channels_last(left, numbers.lhs_spec, sums_over_batch)
             right = _channels_last(right, numbers.rhs_spec, True) if sums_over_batch else right
