@@ -35,21 +35,18 @@ from jax import lax
 
 from jax_oneflow_ops import _checks, _compat, _emit
 
-BY_NUMBER = "adds up the gradients of the windows that chose an element, without a scatter"
-BY_WINDOW = "adds up the gradients of an element's windows, without zeros between them"
 _MOST = {"cuda": (25, 25), "cpu": (9, 4)}
 """The most elements of a window, and the most windows of an element. With more, sums were not
-measured on a GPU, and took up to ten times as long as XLA's scatter on a CPU."""
+measured on a GPU, and took up to 33 times as long as XLA's scatter on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class _Windows:
     """Windows over an array: what `jax.lax.reduce_window` calls them, for each axis."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
-    of_minima: bool = False
 
     def pays(self, platform: str) -> bool:
         """Whether the sums are expected to be faster than what XLA does."""
@@ -58,28 +55,55 @@ class Windows:
         return math.prod(self.sizes) <= elements and math.prod(overlaps) <= windows
 
 
-def find(ctx: Any, params: dict[str, Any]) -> Windows | None:
-    """The windows whose gradient is being lowered, or None if it is left to XLA."""
+@dataclasses.dataclass(frozen=True)
+class GradientOfMaxima(_Windows):
+    """The gradient of the maximum, or with `of_minima` the minimum, of each window."""
+
+    of_minima: bool
+    name = "max pool gradient"
+    reason = "adds up the gradients of the windows that chose an element, without a scatter"
+
+    def compute(self, ct: jax.Array, x: jax.Array) -> jax.Array:
+        """The gradient to x. 16-bit values are summed in float32, rounded once."""
+        chosen = _chosen(-x if self.of_minima else x, self)
+        # Otherwise XLA may find the element anew for each of its windows.
+        return _spread(ct, lax.optimization_barrier(chosen), x.shape, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientOfSums(_Windows):
+    """The gradient of the sum of each window, to an array of a shape."""
+
+    shape: tuple[int, ...]
+    name = "window sum"
+    reason = "adds up the gradients of an element's windows, without zeros between them"
+
+    def compute(self, ct: jax.Array) -> jax.Array:
+        """The gradient, rounded once."""
+        return _spread(ct, None, self.shape, self)
+
+
+def find_maxima(
+    ctx: Any, operands: Any, platform: str, params: dict[str, Any]
+) -> tuple[GradientOfMaxima, Any, Any] | None:
+    """The gradient that is being lowered, and its operands' types and values; None for others."""
     ct, x = ctx.avals_in
     sizes, padding = params["window_dimensions"], tuple(map(tuple, params["padding"]))
     is_real = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
     is_counted = math.prod(sizes) <= 256 and ct.size > 0  # by a byte
-    is_sharded = any(entry for aval in (ct, x) for entry in aval.sharding.spec)
-    if not is_real or not is_counted or is_sharded:
-        return None
-    if params["select_prim"] not in (lax.ge_p, lax.le_p):
+    select = params["select_prim"]
+    if not is_real or not is_counted or select not in (lax.ge_p, lax.le_p):
         return None
     strides = tuple(params["window_strides"])
-    return Windows(tuple(sizes), strides, padding, params["select_prim"] is lax.le_p)
+    form = GradientOfMaxima(tuple(sizes), strides, padding, select is lax.le_p)
+    return form, ctx.avals_in, operands
 
 
-def find_sum(ctx: Any, operand: Any, params: dict[str, Any]) -> tuple[Windows, Any, Any] | None:
-    """If a sum of windows is being lowered that reads zeros between elements: its windows.
-
-    As in the gradient of another sum of windows. Also returns the elements, a value of MLIR, and
-    their type.
-    """
-    spread = _compat.before_spreading(operand)
+def find_sums(
+    ctx: Any, operands: Any, platform: str, params: dict[str, Any]
+) -> tuple[GradientOfSums, Any, Any] | None:
+    """The same for sums of windows that read zeros between elements, as gradients of sums do."""
+    spread = _compat.before_spreading(*operands)
     sizes, (result,) = params["window_dimensions"], ctx.avals_out
     options = *params["window_strides"], *params["base_dilation"], *params["window_dilation"]
     is_plain = {*options} == {1} and not any(map(any, params["padding"]))
@@ -88,28 +112,13 @@ def find_sum(ctx: Any, operand: Any, params: dict[str, Any]) -> tuple[Windows, A
     ct, lows, strides = spread
     aval = _emit.aval_of(ct)
     is_known = aval is not None and jnp.issubdtype(aval.dtype, jnp.floating) and result.size > 0
-    is_sharded = any(result.sharding.spec)
     padding = tuple((size - 1 - low, 0) for size, low in zip(sizes, lows, strict=True))
-    if not is_known or is_sharded or min(low for low, _ in padding) < 0:
+    if not is_known or min(low for low, _ in padding) < 0:
         return None
-    return Windows(tuple(sizes), tuple(strides), padding), ct, aval
+    return GradientOfSums(tuple(sizes), tuple(strides), padding, result.shape), [aval], [ct]
 
 
-@_checks.in_own_precision
-def gradient_of_sums(ct: jax.Array, *, windows: Windows, shape: tuple[int, ...]) -> jax.Array:
-    """The gradient to an array of this shape, rounded once."""
-    return _spread(ct, None, shape, windows)
-
-
-@_checks.in_own_precision
-def gradient(ct: jax.Array, x: jax.Array, *, windows: Windows) -> jax.Array:
-    """The gradient to x. 16-bit values are summed in float32, rounded once."""
-    chosen = _chosen(-x if windows.of_minima else x, windows)
-    # Otherwise XLA may find the element anew for each of its windows.
-    return _spread(ct, lax.optimization_barrier(chosen), x.shape, windows)
-
-
-def _chosen(x: jax.Array, windows: Windows) -> jax.Array:
+def _chosen(x: jax.Array, windows: _Windows) -> jax.Array:
     """Which element of each window is the largest, a number that counts them in row-major order.
 
     As in JAX, that is the first element that is not less than those after it, and elements outside
@@ -130,7 +139,7 @@ def _chosen(x: jax.Array, windows: Windows) -> jax.Array:
 
 
 def _spread(
-    ct: jax.Array, chosen: jax.Array | None, shape: tuple[int, ...], windows: Windows
+    ct: jax.Array, chosen: jax.Array | None, shape: tuple[int, ...], windows: _Windows
 ) -> jax.Array:
     """Adds the cotangent of each window to its chosen element, or to all of its elements.
 

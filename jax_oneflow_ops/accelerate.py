@@ -407,78 +407,40 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
     return lower
 
 
-def _convolutions(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of convolutions: some become matrix products or sums of shifted arrays."""
+def _rewritten(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
+    """The rule of operations that XLA runs faster in another form: see the modules it imports."""
 
-    def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
-        if _mode(ctx) not in (_ON, _DETERMINISTIC) or not _compat.has_known_sizes(ctx):
-            return rule(ctx, x, y, **params)
-        from jax_oneflow_ops import _convolutions  # imported lazily: few programs need it
-
-        found = _convolutions.find(ctx, platform, params)
-        if found is None or _why_no_kernels(ctx, platform):
-            return rule(ctx, x, y, **params)
-        is_transposed = bool(_compat.operands_of(y, "stablehlo.reverse"))
-        if not (_is_asked_for() or found.pays(platform, ctx.avals_in[0], is_transposed)):
-            return rule(ctx, x, y, **params)
-        how = {name: params[name] for name in ("precision", "preferred_element_type")}
-        results = _lower(_same(_convolutions.compute, form=found, **how), ctx, x, y)
-        if explanation := _explanation.get():
-            avals = *ctx.avals_out, max(ctx.avals_in, key=lambda aval: aval.size)
-            row = _row("convolution", avals, True, found.reason)
-            explanation.add(row, primitive, ctx, results[0])
-        return results
-
-    return lower
-
-
-def _window_sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of sums of windows: those that are a gradient of such sums read no zeros."""
-
-    def lower(ctx: Any, operand: Any, **params: Any) -> Any:
-        made = _compat.operands_of(operand, "stablehlo.pad")
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        types = (*ctx.avals_in, *ctx.avals_out)
         is_open = _mode(ctx) in (_ON, _DETERMINISTIC) and _compat.has_known_sizes(ctx)
-        if not made or not is_open or _why_no_kernels(ctx, platform):
-            return rule(ctx, operand, **params)
-        from jax_oneflow_ops import _pooling  # imported lazily: few programs need it
+        # JAX would have to be told how the new operations are sharded.
+        is_sharded = any(entry for aval in types for entry in aval.sharding.spec)
+        if not is_open or is_sharded or _why_no_kernels(ctx, platform):
+            return rule(ctx, *operands, **params)
+        from jax_oneflow_ops import _convolutions, _pooling  # lazily: few programs need them
 
-        found = _pooling.find_sum(ctx, operand, params)
-        if found is None:
-            return rule(ctx, operand, **params)
-        windows, ct, aval = found
-        if not (_is_asked_for() or windows.pays(platform)):
-            return rule(ctx, operand, **params)
-        (result,) = ctx.avals_out
-        one = _same(_pooling.gradient_of_sums, windows=windows, shape=result.shape)
-        results = _lower(one, ctx.replace(avals_in=[aval]), ct)
+        find: Any = {
+            lax.conv_general_dilated_p: _convolutions.find,
+            lax.select_and_scatter_add_p: _pooling.find_maxima,
+            lax.reduce_window_sum_p: _pooling.find_sums,
+        }[primitive]
+        found = find(ctx, operands, platform, params)
+        if found is None or not (_is_asked_for() or found[0].pays(platform)):
+            return rule(ctx, *operands, **params)
+        form, avals, values = found
+        results = _lower(_same(_compute, form=form), ctx.replace(avals_in=avals), *values)
         if explanation := _explanation.get():
-            row = _row("window sum", (result, aval), True, _pooling.BY_WINDOW)
+            row = _row(form.name, (*ctx.avals_out, avals[0]), True, form.reason)
             explanation.add(row, primitive, ctx, results[0])
         return results
 
     return lower
 
 
-def _pooling(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of gradients of maximum pooling, which scatter nothing here."""
-
-    def lower(ctx: Any, ct: Any, x: Any, **params: Any) -> Any:
-        if _mode(ctx) not in (_ON, _DETERMINISTIC) or not _compat.has_known_sizes(ctx):
-            return rule(ctx, ct, x, **params)
-        from jax_oneflow_ops import _pooling  # imported lazily: few programs need it
-
-        windows = _pooling.find(ctx, params)
-        if windows is None or _why_no_kernels(ctx, platform):
-            return rule(ctx, ct, x, **params)
-        if not (_is_asked_for() or windows.pays(platform)):
-            return rule(ctx, ct, x, **params)
-        results = _lower(_same(_pooling.gradient, windows=windows), ctx, ct, x)
-        if explanation := _explanation.get():
-            row = _row("max pool gradient", ctx.avals_in[::-1], True, _pooling.BY_NUMBER)
-            explanation.add(row, primitive, ctx, results[0])
-        return results
-
-    return lower
+@_checks.in_own_precision
+def _compute(*operands: jax.Array, form: Any) -> jax.Array:
+    result: jax.Array = form.compute(*operands)
+    return result
 
 
 def _as_written(
@@ -873,12 +835,10 @@ def _problem(value: str) -> str | None:
         pair = [lax.div_p, lax.mul_p]
         _compat.replace_lowerings(pair, _PLATFORMS, _softmaxes, on_several=False)
         _compat.replace_lowerings([lax.dot_general_p], _PLATFORMS, _products, on_several=False)
-        for one, rule in (
-            (lax.conv_general_dilated_p, _convolutions),
-            (lax.select_and_scatter_add_p, _pooling),
-            (lax.reduce_window_sum_p, _window_sums),
-        ):
-            _compat.replace_lowerings([one], _PLATFORMS, rule, on_several=False)
+        windows = [
+            *(lax.conv_general_dilated_p, lax.select_and_scatter_add_p, lax.reduce_window_sum_p),
+        ]
+        _compat.replace_lowerings(windows, _PLATFORMS, _rewritten, on_several=False)
         for one, rule in (
             (lax.reduce_max_p, _with_handle),
             (lax.approx_top_k_p, _without_metadata),
