@@ -411,11 +411,8 @@ def _rewritten(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat
     """The rule of operations that XLA runs faster in another form: see the modules it imports."""
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        types = (*ctx.avals_in, *ctx.avals_out)
         is_open = _mode(ctx) in (_ON, _DETERMINISTIC) and _compat.has_known_sizes(ctx)
-        # JAX would have to be told how the new operations are sharded.
-        is_sharded = any(entry for aval in types for entry in aval.sharding.spec)
-        if not is_open or is_sharded or _why_no_kernels(ctx, platform):
+        if not is_open or _why_no_kernels(ctx, platform):
             return rule(ctx, *operands, **params)
         from jax_oneflow_ops import _convolutions, _pooling  # lazily: few programs need them
 
@@ -437,7 +434,6 @@ def _rewritten(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat
     return lower
 
 
-@_checks.in_own_precision
 def _compute(*operands: jax.Array, form: Any) -> jax.Array:
     result: jax.Array = form.compute(*operands)
     return result

@@ -160,6 +160,12 @@ _policy.tables = dict
 
 
 @pytest.fixture
+def native(monkeypatch):
+    """Runs kernels, and what else replaces XLA's operations, wherever the choice is left open."""
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", "native")
+
+
+@pytest.fixture
 def measurements(monkeypatch):
     """Chooses by the committed measurements, as for users."""
     monkeypatch.setattr(_policy, "tables", _measurements)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import jax_oneflow_ops as jof
 from tests.arrays import rng_for
-from tests.test_lowering import ENVIRONMENT_VARIABLE, lowered_targets, native_backend
+from tests.test_lowering import ENVIRONMENT_VARIABLE, accelerated, lowered_targets, native_backend
 
 pytestmark = native_backend
 
@@ -18,16 +18,9 @@ TARGET = "jof_exp_sum"
 ROWS, COLUMNS = 12, 37
 
 
-@pytest.fixture
-def native(monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "native")
-
-
 def called(f, *args, platform=None) -> int:
     """How often the kernel is called in the lowered program."""
-    platforms = None if platform is None else (platform,)
-    traced = jax.jit(jof.accelerate(lambda *args: f(*args))).trace(*args)
-    return lowered_targets(traced.lower(lowering_platforms=platforms).as_text()).get(TARGET, 0)
+    return lowered_targets(accelerated(f, *args, platform=platform)).get(TARGET, 0)
 
 
 def rows_of(dtype, shape=(ROWS, COLUMNS), axis=-1):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jax_oneflow_ops as jof
 from tests.arrays import rng_for
-from tests.test_lowering import ENVIRONMENT_VARIABLE, lowered_targets, native_backend
+from tests.test_lowering import ENVIRONMENT_VARIABLE, accelerated, lowered_targets, native_backend
 
 pytestmark = native_backend
 
@@ -20,16 +20,9 @@ SUM, DOT, SCATTER = "jof_message_sum", "jof_edge_dot", "jof_scatter"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-@pytest.fixture
-def native(monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "native")
-
-
 def called(f, *args, platform=None) -> dict[str, int]:
     """How often each kind of kernel is called in the lowered program."""
-    platforms = None if platform is None else (platform,)
-    traced = jax.jit(jof.accelerate(lambda *args: f(*args))).trace(*args)
-    found = lowered_targets(traced.lower(lowering_platforms=platforms).as_text())
+    found = lowered_targets(accelerated(f, *args, platform=platform))
     kinds = (SUM, DOT, SCATTER)
     counts = {kind: sum(n for t, n in found.items() if t.startswith(kind)) for kind in kinds}
     return {kind: n for kind, n in counts.items() if n}

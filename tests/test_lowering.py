@@ -48,6 +48,13 @@ def targets(hlo: str) -> list[str]:
     return [without_way(target) for target in TARGET.findall(hlo) if target.startswith("jof_")]
 
 
+def accelerated(f, *args, platform=None) -> str:
+    """The lowered program of f inside `accelerate`, for a platform or for that of the device."""
+    platforms = None if platform is None else (platform,)
+    traced = jax.jit(jof.accelerate(lambda *args: f(*args))).trace(*args)
+    return traced.lower(lowering_platforms=platforms).as_text()
+
+
 def lowered_targets(module: str) -> Counter:
     """The package's custom-call targets in an uncompiled program.
 

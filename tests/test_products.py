@@ -13,25 +13,14 @@ from jax import lax
 
 import jax_oneflow_ops as jof
 from tests.arrays import rng_for
-from tests.test_lowering import ENVIRONMENT_VARIABLE, native_backend
+from tests.test_lowering import ENVIRONMENT_VARIABLE, accelerated, native_backend
 
 pytestmark = native_backend
 
 
-@pytest.fixture
-def native(monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "native")
-
-
-def lowered(f, *args, platform=None) -> str:
-    platforms = None if platform is None else (platform,)
-    traced = jax.jit(jof.accelerate(lambda *args: f(*args))).trace(*args)
-    return traced.lower(lowering_platforms=platforms).as_text()
-
-
 def products(f, *args, platform=None) -> list[tuple[str, str]]:
     """The shapes of the operands of all products in the lowered program."""
-    text = lowered(f, *args, platform=platform)
+    text = accelerated(f, *args, platform=platform)
     found = re.findall(r"dot_general.*: \(tensor<([\dx]+)x\w+>, tensor<([\dx]+)x\w+>\)", text)
     return [(a, b) for a, b in found]
 
@@ -180,7 +169,7 @@ def test_sums_of_exponentials_read_padded_logits(tied, monkeypatch):
         return jax.nn.logsumexp(logits.astype(jnp.float32), -1).mean()
 
     args = jax.ShapeDtypeStruct(shape, jnp.float32), hidden
-    text = lowered(jax.grad(loss, (0, 1)), *args, platform="cuda")
+    text = accelerated(jax.grad(loss, (0, 1)), *args, platform="cuda")
     assert len(re.findall(r"dot_general.*50264", text)) == 3
     assert re.search(r"func.*@jof_exp_sum|custom_call @jof_exp_sum", text)
     [call] = re.findall(r"custom_call @jof_exp_sum.*\(tensor<(\w+)>\)", text)

@@ -15,7 +15,7 @@ import jax_oneflow_ops as jof
 from jax_oneflow_ops import _policy, _softmaxes
 from tests.arrays import rng_for
 from tests.test_exp_sums import compare
-from tests.test_lowering import ENVIRONMENT_VARIABLE, lowered_targets, native_backend
+from tests.test_lowering import ENVIRONMENT_VARIABLE, accelerated, lowered_targets, native_backend
 
 pytestmark = native_backend
 
@@ -23,16 +23,9 @@ accelerate = importlib.import_module("jax_oneflow_ops.accelerate")
 FORWARD, GRADIENT = "jof_softmax", "jof_softmax_vjp"
 
 
-@pytest.fixture
-def native(monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "native")
-
-
 def called(f, *args, platform=None) -> tuple[int, int]:
     """How often the kernels of the softmax and of its gradient are called."""
-    platforms = None if platform is None else (platform,)
-    traced = jax.jit(jof.accelerate(lambda *args: f(*args))).trace(*args)
-    targets = lowered_targets(traced.lower(lowering_platforms=platforms).as_text())
+    targets = lowered_targets(accelerated(f, *args, platform=platform))
     return targets.get(FORWARD, 0), targets.get(GRADIENT, 0)
 
 
