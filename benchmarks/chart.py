@@ -19,6 +19,7 @@ GROUPS = {"step": ("programs", "#3b82d6"), "call": ("single calls, mean over dty
 NAMES = {
     "mesh_graph_net": "MeshGraphNet",
     "gpt2": "GPT-2 124M",
+    "llama": "Llama, 104M",
     "pic": "particles in cells",
     "graph_attention_scale_free": "graph attention, scale-free",
     "mesh_graph_net_scale_free": "MeshGraphNet, scale-free",

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import re
 import threading
@@ -158,6 +159,16 @@ def with_current_mesh(ctx: Any) -> Any:
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
 
 
+def on_one_device(ctx: Any) -> Any:
+    """A lowering context in which shapes are those of one device's arrays.
+
+    In it, functions that say how they are partitioned are lowered to what one device computes.
+    """
+    mesh: Any = jax.sharding.AbstractMesh((1,), ("device",))
+    axis_context = sharding_internals.SPMDAxisContext(mesh, frozenset(mesh.axis_names))
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
+
+
 def are_static(fun: Any, args: Any, kwargs: dict[str, Any]) -> list[bool]:
     """For each leaf of the arguments of a `jax.jit` function, whether it may be static.
 
@@ -240,6 +251,12 @@ def reshaped(x: jax.Array, shape: Sequence[Any], spec: Sequence[Any]) -> jax.Arr
     return jax.lax.reshape(x, tuple(shape), out_sharding=sharding)
 
 
+ATTENTION = [
+    f"__cudnn$fmha{kind}{direction}"
+    for kind in ("Softmax", "ScaleBiasSoftmax")
+    for direction in ("", "Backward")
+]
+"""The targets of the custom calls that `jax.nn.dot_product_attention` makes for cuDNN."""
 LAYOUT = "LayoutConstraint"
 """The target of the custom call that `with_order_in_memory` adds. XLA removes it."""
 
@@ -577,6 +594,56 @@ def before_spreading(value: Any) -> tuple[Any, list[int], list[int]] | None:
     return (parts[0], lows, [n + 1 for n in between]) if any(between) else None
 
 
+def operand_of_call(call: Any, value: Any) -> Any:
+    """What a call passes as the argument `value` of its function; None if it is no argument."""
+    if hasattr(value.owner, "operation"):
+        return None
+    return call.operands[ir.BlockArgument(value).arg_number]
+
+
+def result_in_function(ctx: Any, value: Any) -> tuple[Any, Any] | None:
+    """If the call of a function of the program made a value: the call, and the value inside."""
+    if callee_of(value) is None:
+        return None
+    call = value.owner.operation
+    function = ctx.module_context.symbol_table[call.attributes["callee"].value]
+    *_, end = function.regions[0].blocks[0].operations
+    return call, end.operands[ir.OpResult(value).result_number]
+
+
+def number_of(value: Any) -> float | None:
+    """The number to which all elements of a constant are equal, or None."""
+    text = fill_of(value)
+    if text is None or "(" in text:
+        return None
+    if text.startswith("0x"):
+        return -math.inf if text in LOWEST else None
+    return float({"true": 1, "false": 0}.get(text, text))
+
+
+def dimension_of_iota(value: Any) -> int:
+    """The dimension along which an iota counts."""
+    return int(ir.IntegerAttr(value.owner.attributes["iota_dimension"]).value)
+
+
+def slices_of(value: Any) -> tuple[list[int], list[int]]:
+    """The starts and the strides of the slice that made a value."""
+    attributes = value.owner.attributes
+    starts, strides = (
+        [*ir.DenseI64ArrayAttr(attributes[name])] for name in ("start_indices", "strides")
+    )
+    return starts, strides
+
+
+def dimensions_of_product(value: Any) -> tuple[Any, Any]:
+    """The contracted and the batch dimensions of the `dot_general` that made a value."""
+    numbers = hlo.DotDimensionNumbers(value.owner.attributes["dot_dimension_numbers"])
+    return (
+        ([*numbers.lhs_contracting_dimensions], [*numbers.rhs_contracting_dimensions]),
+        ([*numbers.lhs_batching_dimensions], [*numbers.rhs_batching_dimensions]),
+    )
+
+
 def before_empty_sums(value: Any) -> Any:
     """What sums over no dimensions were applied to: jax makes these when it transposes lookups."""
     while (summed := before_sum(value)) and not summed[1]:
@@ -619,7 +686,7 @@ def shape_of(value: Any) -> list[int]:
     return [*ir.ShapedType(value.type).shape]
 
 
-def before_broadcast(value: Any, places: Sequence[int]) -> tuple[Any, list[int]] | None:
+def before_broadcast(value: Any, places: Sequence[Any]) -> tuple[Any, list[Any]] | None:
     """The operand of the broadcast or reshape that made a value, and the places of its dimensions.
 
     `places` says for each dimension of `value` which dimension of a later result it becomes. Those
@@ -638,25 +705,33 @@ def before_broadcast(value: Any, places: Sequence[int]) -> tuple[Any, list[int]]
     return source[0], [next(later)[1] if n != 1 else 0 for n in inner]
 
 
+def before_transpose(value: Any, places: Sequence[Any]) -> tuple[Any, list[Any]] | None:
+    """The operand of the transposition that made a value, and the places of its dimensions."""
+    order = order_of_transpose(value)
+    if not order:
+        return None
+    (source,) = operands_of(value, "stablehlo.transpose")
+    return source, [places[order.index(d)] for d in range(len(order))]
+
+
 def are_rows(places: Sequence[int], shape: Sequence[int], axis: int) -> bool:
     """Whether places are all dimensions but `axis`, in order; those of size 1 may be wrong."""
     rows = [place for place in range(len(shape)) if place != axis]
     return all(shape[r] == 1 or p == r for p, r in zip(places, rows, strict=True))
 
 
-def is_maximum_along(value: Any, operand: Any, axis: int) -> bool:
-    """Whether a value of the block that is being lowered is the maximum of `operand` along `axis`.
+def maximum_along(value: Any) -> tuple[Any, int] | None:
+    """What a value of the block that is being lowered is the maximum of, and along which axis.
 
-    The maximum of numbers starts from negative infinity.
+    None if it is something else. The maximum of numbers starts from negative infinity.
     """
     parts = operands_of(value, "stablehlo.reduce")
-    if len(parts) != 2 or parts[0] != operand:
-        return False
+    if len(parts) != 2 or not is_in_current_block(value) or fill_of(parts[1]) not in LOWEST:
+        return None
     op = value.owner.operation
-    is_maximum = _reduces_by(op, "stablehlo.maximum")
-    is_here = is_in_current_block(value)
-    starts_low = fill_of(parts[1]) in LOWEST
-    return is_maximum and is_here and starts_low and [*op.attributes["dimensions"]] == [axis]
+    axes = [*op.attributes["dimensions"]]
+    is_one = len(axes) == 1 and _reduces_by(op, "stablehlo.maximum")
+    return (parts[0], axes[0]) if is_one else None
 
 
 def is_in_current_block(value: Any) -> bool:
@@ -822,6 +897,14 @@ def replace_result(call: Any, value: Any) -> None:
     """
     move_before(call, value)
     call.results[0].replace_all_uses_with(value)
+
+
+def replace_value(value: Any, new: Any) -> bool:
+    """Replaces a value in what has read it so far, if the new one can be computed there."""
+    is_possible = move_before(value.owner.operation, new)
+    if is_possible:
+        value.replace_all_uses_with(new)
+    return is_possible
 
 
 def has_other_readers(value: Any, call: Any) -> bool:

@@ -129,10 +129,13 @@ def find(ctx: Any, operand: Any, axes: Sequence[int]) -> ExpSum | None:
     return ExpSum(x if is_widened else wide, axis, *maximum)
 
 
-def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
+def maximum_of(
+    centre: Any, x: Any, axis: int, *, of_transposed: bool = False
+) -> tuple[Any, bool] | None:
     """The operation that computes the maxima of x that `centre` repeats along an axis, or None.
 
-    Also returns whether `centre` is 0 where they are infinite.
+    Also returns whether `centre` is 0 where they are infinite. With `of_transposed`, the operation
+    may also compute them from what x is a transposition of.
     """
     value, is_finite = centre, False
     shape = _compat.shape_of(centre)
@@ -140,7 +143,9 @@ def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
     while not operands_of(value, "stablehlo.reduce"):
         pair = operands_of(value, "stablehlo.maximum")
         lowest = [y for y in pair if _is_lowest(y)]
-        if before := _compat.before_broadcast(value, places):
+        if before := _compat.before_broadcast(value, places) or _compat.before_transpose(
+            value, places
+        ):
             value, places = before
         elif chosen := operands_of(value, "stablehlo.select"):
             tested, value, other = chosen
@@ -153,10 +158,19 @@ def maximum_of(centre: Any, x: Any, axis: int) -> tuple[Any, bool] | None:
             value = next(y for y in pair if y != lowest[0])
         else:
             return None
-    if not _compat.is_maximum_along(value, x, axis):
+    if (found := _compat.maximum_along(value)) is None:
         return None
-    are_rows = _compat.are_rows(places, shape, axis)
-    return (value.owner.operation, is_finite) if are_rows else None
+    source, summed = found
+    places.insert(summed, axis)
+    own = [*range(len(shape))]
+    while x != source:
+        if not of_transposed or (before := _compat.before_transpose(x, own)) is None:
+            return None
+        x, own = before
+    are_same = all(
+        n == 1 or a == b for n, a, b in zip(_compat.shape_of(x), own, places, strict=True)
+    )
+    return (value.owner.operation, is_finite) if are_same else None
 
 
 def _is_lowest(value: Any) -> bool:

@@ -151,9 +151,9 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
     Returns:
       A list for the argument `disabled_checks`: a `jax.export.DisabledSafetyCheck` for each FFI
-      target of the native modules that are loaded here, and for the call that tells XLA how to
-      store an array, which `accelerate` adds to convolutions. A program that is exported for a
-      platform whose module is not loaded runs as jnp there, and needs none.
+      target of the native modules that are loaded here, and for what else `accelerate` calls:
+      cuDNN's attention, and the call that tells XLA how to store an array. A program that is
+      exported for a platform whose module is not loaded runs as jnp there, and needs none.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -164,7 +164,9 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
       >>> print(restored.call(x))
       [0. 2.]
     """
-    targets = {_compat.LAYOUT}.union(*(module.targets() for module in _loaded.values()))
+    targets = {_compat.LAYOUT, *_compat.ATTENTION}.union(
+        *(module.targets() for module in _loaded.values())
+    )
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
 
 

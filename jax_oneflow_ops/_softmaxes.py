@@ -24,6 +24,7 @@ from jax_oneflow_ops import _compat, _emit, _exp_sums, _policy, _rows
 from jax_oneflow_ops._compat import operands_of, shape_of
 
 ONE_KERNEL = "a kernel reads each row once, wherever rows begin"
+_DTYPES = (*_exp_sums.NARROW, "float32")
 _LEAST_BYTES = 2**22  # less than this takes a few us either way
 
 
@@ -48,6 +49,11 @@ class Softmax:
     def aval(self) -> Any:
         return _emit.aval_of(self.x)
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether kernels compute it. In other dtypes it may be part of an attention."""
+        return self.aval.dtype.name in _exp_sums.NARROW
+
     def pays(self, ctx: Any, platform: str, device_kind: str | None) -> _policy.Decision | None:
         """The measurement by which the kernel is expected to be faster than XLA, or None."""
         return self.decision(platform, device_kind, None, 2)
@@ -56,7 +62,8 @@ class Softmax:
         self, platform: str, device_kind: str | None, implementation: str | None, arrays: int
     ) -> _policy.Decision | None:
         """The decision for a call that reads and writes so many arrays, None if it is for XLA."""
-        if platform != "cuda" or _policy.nbytes(self.aval) < _LEAST_BYTES:
+        is_measured = platform == "cuda" and self.has_kernel
+        if not is_measured or _policy.nbytes(self.aval) < _LEAST_BYTES:
             return None
         how = {"axis": self.axis, "log": False}
         call = _policy.describe(_rows.softmax_p, [self.aval], implementation, **how)
@@ -74,15 +81,22 @@ class Softmax:
     def keep(self, ctx: Any, results: list[Any]) -> list[Any]:
         """Handles for XLA's results, which the kernel of the gradient may replace later."""
         (quotient,) = results
-        _results_in(ctx)[self.exponentials] = _Result(quotient, is_by_xla=True)
-        return _compat.as_handles(results)
+        handles = _compat.as_handles(results)
+        self._is_known_as(ctx, _Result(quotient, is_by_xla=True), handles[0])
+        return handles
 
     def lower(self, ctx: Any) -> list[Any]:
         """Lowers to a call of the kernel."""
         inner = ctx.replace(avals_in=[self.aval], avals_out=[self.aval])
         y = _lowering(_rows.softmax_p, self.axis)(inner, self.x)
-        _results_in(ctx)[self.exponentials] = _Result(y, is_by_xla=False)
+        self._is_known_as(ctx, _Result(y, is_by_xla=False), y)
         return [y]
+
+    def _is_known_as(self, ctx: Any, result: "_Result", value: Any) -> None:
+        known = known_in(ctx)
+        known.results[self.exponentials] = result
+        known.softmaxes[value] = self
+        known.sizes.add(self.aval.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +113,17 @@ class Gradient:
     def aval(self) -> Any:
         return self.softmax.aval
 
+    @property
+    def has_kernel(self) -> bool:
+        return self.softmax.has_kernel
+
     def pays(self, ctx: Any, platform: str, device_kind: str | None) -> _policy.Decision | None:
         """The same for the softmax with its gradient, as both were measured together.
 
         The times are those of the gradient alone if the softmax is a kernel already.
         """
         both = self.softmax.decision(platform, device_kind, _policy.WITH_GRADIENT, 5)
-        known = _results_in(ctx).get(self.softmax.exponentials)
+        known = known_in(ctx).results.get(self.softmax.exponentials)
         if both is None or known is None or known.is_by_xla:
             return both
         one = self.softmax.pays(ctx, platform, device_kind)
@@ -119,12 +137,13 @@ class Gradient:
 
     def keep(self, ctx: Any, results: list[Any]) -> list[Any]:
         """XLA's results, which nothing replaces."""
+        known_in(ctx).gradients[results[0]] = self
         return results
 
     def lower(self, ctx: Any) -> list[Any]:
         """Lowers to a call of the kernel, and to one for the softmax if there is none yet."""
         softmax = self.softmax
-        known = _results_in(ctx).get(softmax.exponentials)
+        known = known_in(ctx).results.get(softmax.exponentials)
         if known is not None and not _compat.is_in_current_block(known.value):
             known = None
         if known is not None and not known.is_by_xla:
@@ -134,7 +153,9 @@ class Gradient:
             if known is not None:
                 _compat.replace_result(known.value.owner.operation, y)
         inner = ctx.replace(avals_in=[self.aval, self.aval], avals_out=[self.aval])
-        return [_lowering(_rows.softmax_vjp_p, softmax.axis)(inner, y, self.ct)]
+        result = _lowering(_rows.softmax_vjp_p, softmax.axis)(inner, y, self.ct)
+        known_in(ctx).gradients[result] = self
+        return [result]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +166,18 @@ class _Result:
     is_by_xla: bool
 
 
-def _results_in(ctx: Any) -> dict[Any, _Result]:
-    """The results of the softmaxes of a program so far, by exponentials."""
-    known: dict[Any, _Result] = _compat.functions_of_module(ctx).setdefault(Softmax, {})
+@dataclasses.dataclass
+class Known:
+    """The softmaxes of a program so far: their results by exponentials, and what a value is."""
+
+    results: dict[Any, _Result]
+    softmaxes: dict[Any, Softmax]
+    gradients: dict[Any, Gradient]
+    sizes: set[int]  # of softmaxes
+
+
+def known_in(ctx: Any) -> Known:
+    known: Known = _compat.functions_of_module(ctx).setdefault(Known, Known({}, {}, {}, set()))
     return known
 
 
@@ -176,9 +206,9 @@ def find(exponentials: Any, divisor: Any) -> Softmax | None:
         return None
     x, centre = pair
     aval = _emit.aval_of(x)
-    if aval is None or aval.dtype.name not in _exp_sums.NARROW or aval.size == 0:
+    if aval is None or aval.dtype.name not in _DTYPES or aval.size == 0:
         return None
-    found = _exp_sums.maximum_of(centre, x, axis)
+    found = _exp_sums.maximum_of(centre, x, axis, of_transposed=True)
     # If infinite maxima were replaced by 0, rows with infinity would have other results.
     return Softmax(x, axis, exponentials) if found and not found[1] else None
 

@@ -319,8 +319,8 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
 
 
 _EXP_SUM = "sum of exp"  # the name of such an operation in reports
-_OF_SOFTMAX = (_EXP_SUM, "softmax", "softmax gradient")
-"""The names of operations that replace a softmax, a logsumexp or a part of them."""
+_OF_SOFTMAX = (_EXP_SUM, "softmax", "softmax gradient", "attention", "attention gradient")
+"""The names of operations that replace a softmax, a logsumexp, a part of them, or more."""
 _MAKES_SUMS = tuple(f"stablehlo.{name}" for name in ("multiply", "convert", "exponential"))
 """The operations whose results `_swapped_sum` looks for."""
 
@@ -362,7 +362,7 @@ def _softmaxes(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat
         if found is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
         decision = found.pays(ctx, platform, _device_kind(platform))
-        if not (_is_asked_for() or decision):
+        if not (decision or (_is_asked_for() and found.has_kernel)):
             return found.keep(ctx, rule(ctx, x, y, **params))
         results = found.lower(ctx)
         if explanation := _explanation.get():
@@ -381,12 +381,29 @@ def _may_change(ctx: Any, platform: str) -> bool:
 
 
 def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
-    """The rule of matrix products: pads rows that do not begin at multiples of 16 bytes."""
+    """The rule of matrix products: finds attention, and pads other products that are slow."""
 
     def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
         if not (_may_change(ctx, platform) and _compat.has_known_sizes(ctx)):
             return rule(ctx, x, y, **params)
-        from jax_oneflow_ops import _products  # imported lazily: few programs need it
+        part = _part_of_attention(ctx, x, y, platform, params)
+        if part is None:
+            return padded(ctx, x, y, **params)
+        found, calls = part
+        if calls is None:
+            return found.keep(ctx, padded(ctx, x, y, **params))
+        is_called = found.is_called(ctx)
+        result = found.lower(ctx, calls)
+        if (explanation := _explanation.get()) and not is_called:
+            for replaced in found.replaced(ctx):
+                _compat.untag(replaced, _TAG)
+            row = _row(found.name, [found.aval] * 2, True, found.reason)
+            row = dataclasses.replace(row, bytes=found.nbytes)
+            explanation.add(row, primitive, ctx, result)
+        return [result]
+
+    def padded(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
+        from jax_oneflow_ops import _dot_attention, _products  # lazily: few programs need them
 
         is_local = _compat.knows_shapes_of_shards(ctx)
         how = params["dimension_numbers"], params["precision"]
@@ -398,6 +415,7 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         if not (_is_asked_for() or product.gains_by(padding, devices)):
             return rule(ctx, x, y, **params)
         results = product.lower(rule, padding, **params)
+        _dot_attention.remember(ctx, results[0], (x, y), params["dimension_numbers"])
         if explanation := _explanation.get():
             avals = *ctx.avals_out, max(ctx.avals_in, key=lambda aval: aval.size)
             row = _row("matrix product", avals, True, _products.PADDED)
@@ -405,6 +423,29 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         return results
 
     return lower
+
+
+def _part_of_attention(
+    ctx: Any, x: Any, y: Any, platform: str, params: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    """The part of an attention that a product is, and how to call kernels in its place, or None."""
+    if _mode(ctx) != _ON or not _compat.knows_shapes_of_shards(ctx):
+        return None
+    from jax_oneflow_ops import _dot_attention, _dot_attention_search  # lazily: few need them
+
+    if (by := _dot_attention.KERNELS.get(platform)) is None:
+        return None
+    found = _dot_attention_search.find(ctx, (x, y), params["dimension_numbers"])
+    if found is None or _why_no_kernels(ctx, platform):
+        return None
+    if isinstance(found, _dot_attention.WithWeights):
+        return found, None
+    if not (_is_asked_for() or found.pays(platform)):
+        return None
+    calls = found.calls(by)
+    if calls is None and _explanation.get():  # without a GPU
+        calls = found.calls("xla")
+    return (found, calls) if calls else None
 
 
 def _rewritten(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:
@@ -914,10 +955,11 @@ def accelerate(
     `jax.image.resize`. So do the searches of `jnp.searchsorted` and `jnp.digitize`. On one device,
     kernels also compute sums and dot products of gathered rows directly from `x`, such as
     ``segment_sum(w[:, None] * x[senders], receivers)``, where that was measured to be faster, and
-    on GPUs the maxima and sums of exponentials of cross entropies and other rows in one pass.
-    Other slow operations become operations of XLA that are fast: some convolutions and gradients of
-    pooling, and matrix products of sizes that GPUs compute slowly, which are padded. Outside,
-    nothing changes. :func:`explain` shows what is swapped in a program, what is not, and why.
+    on GPUs the maxima and sums of exponentials of cross entropies and other rows in one pass. cuDNN
+    computes attention in 16 bits on GPUs, without an array of weights. Other slow operations become
+    operations of XLA that are fast: some convolutions and gradients of pooling, and matrix products
+    of sizes that GPUs compute slowly, which are padded. Outside, nothing changes. :func:`explain`
+    shows what is swapped in a program, what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 
@@ -1156,7 +1198,7 @@ def explain(
     def is_known(row: Row) -> bool:
         if row.operation == "messages":
             return (row.line, row.shapes[-1]) in not_stored
-        if row.operation in ("logsumexp", "softmax"):
+        if row.operation in ("logsumexp", "softmax", "attention"):
             return (row.line, row.shapes[-1]) in read_once
         return row.reason == _CHAIN and row.line in of_chains
 

@@ -31,6 +31,7 @@ SUMS = {
     "graph_attention": 3 + 2 + 2 + 1,
     "mesh_graph_net": 2 + 1,
     "gpt2": 2,  # words and positions; XLA selects labels
+    "llama": 1,  # words
     "unet": 2,  # of height and width
     "segmentation": 0,  # XLA selects labels
     "pic": 4,  # corners

@@ -274,13 +274,20 @@ def test_reports_count_the_time_of_a_softmax_once():
 
 
 def attention_of(tokens, dtype="bfloat16", heads=6, batch=256):
+    """Attention with dropout, which no kernel of cuDNN replaces."""
     q = jax.ShapeDtypeStruct((batch, tokens, heads, 64), dtype)
 
-    def loss(q, k):
-        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-        return jnp.einsum("bhqk,bkhd->bqhd", weights, k).astype(jnp.float32).sum()
+    kept = jax.ShapeDtypeStruct((batch, heads, tokens, tokens), bool)
 
-    return jax.grad(loss, (0, 1)), q, q
+    def gradients(q, k, kept):
+        def loss(q, k):
+            weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+            weights = jnp.where(kept, weights, 0)
+            return jnp.einsum("bhqk,bkhd->bqhd", weights, k).astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1))(q, k)
+
+    return gradients, q, q, kept
 
 
 @pytest.fixture
@@ -305,7 +312,7 @@ def test_vision_transformers_gain_by_default(dtype):
 
 @pytest.mark.usefixtures("measured")
 def test_by_default_rows_that_xla_does_not_store_stay():
-    def masked(q, k):
+    def masked(q, k, _):
         logits = jnp.einsum("bqhd,bkhd->bhqk", q, k)
         return jax.nn.softmax(jnp.where(logits > 0, logits, -jnp.inf))
 

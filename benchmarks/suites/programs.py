@@ -121,7 +121,8 @@ class Call(NamedTuple):
 
     function: Function
     inputs: list[Input]
-    ulps: float = 0.501  # allowed error against float32, plus 2^-18 of the largest
+    ulps: float = 0.501  # allowed error against float32
+    share: float = 2.0**-18  # of the largest result, which is also allowed
     rounds_between: bool = False  # partial sums are rounded, then added, and may cancel
 
 
@@ -157,7 +158,7 @@ def _work(made: Call) -> Work:
             bound = np.zeros(wide.shape)
             if found.dtype.kind != "i":
                 most = np.abs(wide).max(keepdims=True)
-                bound = made.ulps * accuracy.ulp(wide, found.dtype) + 2.0**-18 * most
+                bound = made.ulps * accuracy.ulp(wide, found.dtype) + made.share * most
                 bound += made.rounds_between * accuracy.ulp(most, found.dtype)
             if wrong := accuracy.worst(found.ravel().astype(np.float64), wide, bound):
                 return wrong
@@ -217,6 +218,18 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
         y, vjp = jax.vjp(apply, x, kernel)
         return y, *vjp(ct)
 
+    def attention(q: Array, k: Array, v: Array, ct: Array) -> Any:
+        """Causal attention of q, k and v (batch, positions, heads, features), and its gradients."""
+
+        def apply(q: Array, k: Array, v: Array) -> Array:
+            logits = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)
+            causal = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+            weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf))
+            return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+        y, vjp = jax.vjp(apply, q, k, v)
+        return y, *vjp(ct)
+
     def enlarged(x: Array, kernel: Array, ct: Array) -> Any:
         """A transposed convolution, as in U-Nets, and its gradients."""
         apply = partial(
@@ -229,6 +242,7 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
         return y, *vjp(ct)
 
     image, half = (squares, pixels, pixels, 64), (squares, pixels >> 1, pixels >> 1, 64)
+    heads = (max(1, n >> 16), min(1024, n >> 4), 12, 64)
     sequence = (max(1, n >> 16), min(2048, n), min(2048, n))
     words = min(50257, n >> 4)
     counts, logits = partial(jnp.bincount, length=1024), x(max(1, n >> 7), words)
@@ -286,6 +300,7 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
         "segment softmax without a promise": Call(
             _segment_softmax, [x(n, 8), ids(max(1, n >> 4), n, kind="sorted")], ulps=16
         ),
+        "attention": Call(attention, [x(*heads)] * 4, rounds_between=True),
         "max pool gradient": Call(pooled(lax.max, -np.inf), [x(*image), x(*half)]),
         "average pool gradient": Call(
             lambda ct: pooled(lax.add, 0)(jnp.zeros(image, ct.dtype), ct), [x(*half)]
@@ -293,8 +308,16 @@ def _calls(dtype: str, n: int) -> dict[str, Call]:
         "depthwise convolution": Call(
             convolved, [x(*sequence), x(4, 1, sequence[-1]), x(*sequence)]
         ),
-        "transposed convolution": Call(enlarged, [x(*half), x(2, 2, 64, 64), x(*image)]),
+        "transposed convolution": Call(
+            enlarged,
+            [x(*half), x(2, 2, 64, 64), x(*image)],
+            share=2.0**-16,  # tensor cores truncate sums, here of 2^20 products
+        ),
     }
+
+
+# XLA rounds products in float32 before it multiplies; and attention in float32 stays as it is.
+_IN_16_BITS = ("transposed convolution", "attention")
 
 
 def _segment_softmax(x: Array, ids: Array, **options: Any) -> Array:
@@ -307,6 +330,5 @@ _LISTED += [
     (name, dtype)
     for name in [*_calls("float32", 1 << 8)][3:]
     for dtype in _DTYPES
-    if (name, dtype)
-    != ("transposed convolution", "float32")  # which XLA rounds before it multiplies
+    if dtype != "float32" or name not in _IN_16_BITS
 ]

@@ -11,7 +11,7 @@ import jax
 
 # Sizes: "tiny" for tests, "small" for benchmarks on CPUs, "full" for benchmarks on GPUs.
 LARGE = (
-    *("graph_attention", "mesh_graph_net", "gpt2", "unet", "segmentation", "vit"),
+    *("graph_attention", "mesh_graph_net", "gpt2", "llama", "unet", "segmentation", "vit"),
     *("pic", "histogram"),
 )
 PLAIN = ("pic", "histogram")  # in 32 bits

@@ -1,4 +1,4 @@
-"""Models in flax linen: attention on graphs, MeshGraphNet, GPT-2, a UNet, a vision transformer."""
+"""Models in flax linen: graph networks, language models, U-Nets, a vision transformer."""
 
 from functools import partial
 from typing import Any
@@ -167,6 +167,71 @@ TEXTS = {
 def gpt2(size, dtype):
     count, length, vocabulary, width, heads, depth = TEXTS[size]
     model = GPT2(vocabulary, length, width, heads, depth, dtype)
+
+    def loss(params, tokens):
+        return cross_entropy(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
+
+    return trained(
+        lambda key: model.init(key, jnp.zeros((count, length), jnp.int32)),
+        loss,
+        partial(text, batch=count, length=length, vocabulary=vocabulary),
+    )
+
+
+def rotated(x):
+    """Rotary embeddings of positions (Su et al., 2021) of (texts, positions, heads, features)."""
+    rates = 1e4 ** -jnp.linspace(0, 1, x.shape[3] // 2, endpoint=False)
+    angles = (jnp.arange(x.shape[1])[:, None] * rates)[:, None]
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class LlamaBlock(nn.Module):
+    heads: int
+    key_heads: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        norm = partial(nn.RMSNorm, dtype=self.dtype)
+        dense = partial(nn.DenseGeneral, use_bias=False, dtype=self.dtype)
+        y = norm()(x)
+        heads = (self.heads, self.key_heads, self.key_heads)
+        q, k, v = (dense((n, width // self.heads))(y) for n in heads)
+        y = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        x = x + dense(width, axis=(-2, -1))(y)
+        y = norm()(x)
+        return x + dense(width)(nn.silu(dense(3 * width)(y)) * dense(3 * width)(y))
+
+
+class Llama(nn.Module):
+    """A language model with the layers of Llama 3: heads share keys and values."""
+
+    vocabulary: int
+    width: int
+    heads: int
+    key_heads: int
+    depth: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        for _ in range(self.depth):
+            x = LlamaBlock(self.heads, self.key_heads, self.dtype)(x)
+        x = nn.RMSNorm(dtype=self.dtype)(x)
+        return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
+
+
+def llama(size, dtype):
+    count, length, vocabulary, width, heads, key_heads, depth = {
+        "full": (16, 1024, 32000, 768, 12, 4, 8),
+        "small": (4, 128, 4096, 128, 4, 2, 2),
+        "tiny": (2, 16, 32, 16, 4, 2, 1),
+    }[size]
+    model = Llama(vocabulary, width, heads, key_heads, depth, dtype)
 
     def loss(params, tokens):
         return cross_entropy(model.apply(params, tokens[:, :-1]), tokens[:, 1:])

@@ -1,0 +1,370 @@
+"""Dot-product attention of programs, computed without an array of weights.
+
+Programs write `softmax(q @ k.T) @ v` and its gradient as six matrix products and operations between
+them, which read and write an array of queries x keys for each head a dozen times. cuDNN has a
+kernel for all of the attention, and one for its gradient, which `jax.nn.dot_product_attention`
+calls if asked. `_dot_attention_search` finds the products, and this module replaces them:
+
+- the product of the weights and v becomes a call of the kernel. What computed the weights remains
+  in the program, and XLA removes it if nothing else reads it;
+- the first product of the gradient of the logits, with k or q, becomes a call of the gradient's
+  kernel, which returns all three gradients. That of v was lowered before: what reads it reads the
+  kernel's from then on.
+
+Microseconds for the attention with its gradient on an H200, bf16, as written, with kernels for the
+softmax only, and with these kernels; and temporary memory in MiB, as written and with them:
+
+    texts, positions, heads, features        as written   softmax   attention    memory
+    16, 1024, 12, 64, causal                       1946      1817         355   1152, 49
+    the same in float32 between products           3073      3073         355   1920, 49
+    4, 2048, 16, 128, causal                       2664      2425         585   1536, 65
+    2, 8192, 8, 128, causal                        9432      8613        1824   6144, 65
+    64, 128, 12, 64                                 216       202          89     80, 24
+    512, 64, 8, 64                                  402       403         303     64, 66
+    4096, 16, 8, 64                                 705       704        1549    80, 132
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_oneflow_ops import _compat, _emit, _policy, _softmaxes
+
+_LEAST_BYTES = 2**22
+KERNELS = {"cuda": "cudnn"}  # implementations of jax.nn.dot_product_attention, by platform
+Labels = tuple[int | None, ...]  # None: a dimension of size 1
+OF_KEYS, OF_VALUES = -1, -2  # labels of the features of q and k, and of those of v
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Which attention it is, and the order of dimensions of its operands.
+
+    Attributes:
+      q, k, v: the labels of their dimensions.
+      result: the labels of the result of the program's product.
+      sizes: the sizes of the dimensions of the logits, and of features.
+      batch: labels that all operands have, except for those of heads.
+      heads: labels of heads, of all operands.
+      groups: labels of heads that only q has: these share keys and values.
+      queries: labels of positions of q.
+      keys: the label of positions of k and v.
+      scale: the factor of the logits.
+      is_causal: whether a query attends only to keys up to its own position.
+      mask: the labels of a mask; None if there is none.
+      keeps: whether the mask is true or not zero where a query attends to a key, or elsewhere.
+    """
+
+    q: Labels
+    k: Labels
+    v: Labels
+    result: Labels
+    sizes: tuple[int, ...]
+    batch: tuple[int, ...]
+    heads: tuple[int, ...]
+    groups: tuple[int, ...]
+    queries: tuple[int, ...]
+    keys: int
+    scale: float
+    is_causal: bool
+    mask: Labels | None = None
+    keeps: bool = True
+
+    def size(self, labels: Sequence[int]) -> int:
+        return math.prod(self.sizes[label] if label >= 0 else self.sizes[-1] for label in labels)
+
+    def compute(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *masks: jax.Array, by: Any
+    ) -> jax.Array:
+        """The attention, with dimensions in the order of `result`; `by` is an implementation."""
+        heads, keys = self.heads + self.groups, (self.keys,)
+        q, k, v = (
+            self._arranged(q, self.q, (self.batch, self.queries, heads, (OF_KEYS,))),
+            self._arranged(k, self.k, (self.batch, keys, self.heads, (OF_KEYS,))),
+            self._arranged(v, self.v, (self.batch, keys, self.heads, (OF_VALUES,))),
+        )
+        how: dict[str, Any] = {}
+        if masks:
+            how["mask"] = kept = self._mask(*masks)
+            # Where nothing is kept, weights are equal, and their logits have no gradient.
+            q = jnp.where(kept.any(-1).swapaxes(1, 2)[..., None], q, 0)
+            how["mask"] = _with_even_length(_with_even_length(kept, 2), 3)
+        elif not self.is_causal and k.shape[1] % 2:
+            how["query_seq_lengths"] = jnp.full(q.shape[0], q.shape[1], jnp.int32)
+            how["key_value_seq_lengths"] = jnp.full(k.shape[0], k.shape[1], jnp.int32)
+        y: jax.Array = jax.nn.dot_product_attention(
+            *(_with_even_length(x, 1) for x in (q, k, v)),
+            scale=self.scale,
+            is_causal=self.is_causal,
+            implementation=by,
+            **how,
+        )
+        labels = (*self.batch, *self.queries, *heads, OF_VALUES)
+        y = y[:, : q.shape[1]].reshape([self.size([label]) for label in labels])
+        y = y.transpose([labels.index(label) for label in self.result if label is not None])
+        return y.reshape([1 if x is None else self.size([x]) for x in self.result])
+
+    def _mask(self, mask: jax.Array) -> jax.Array:
+        """Where queries attend to keys: (batch or 1, heads or 1, queries, keys)."""
+        own = [label for label in self.mask or () if label is not None]
+        mask = mask.reshape([self.size([label]) for label in own]).astype(bool) == self.keeps
+        heads = self.heads + self.groups
+        wanted = [
+            self.batch if {*self.batch} & {*own} else (),
+            heads if {*heads} & {*own} else (),
+            self.queries,
+            (self.keys,),
+        ]
+        labels = [label for group in wanted for label in group]
+        mask = mask.transpose(sorted(range(len(own)), key=lambda d: labels.index(own[d])))
+        mask = mask.reshape([self.size([x]) if x in own else 1 for x in labels])
+        mask = jnp.broadcast_to(mask, [self.size([x]) for x in labels])
+        return mask.reshape([self.size(group) for group in wanted])
+
+    def _arranged(
+        self, x: jax.Array, labels: Labels, wanted: tuple[tuple[int, ...], ...]
+    ) -> jax.Array:
+        kept = [label for label in labels if label is not None]
+        x = x.reshape([self.size([label]) for label in kept])
+        x = x.transpose([kept.index(label) for group in wanted for label in group])
+        return x.reshape([self.size(group) for group in wanted])
+
+
+def _with_even_length(x: jax.Array, axis: int) -> jax.Array:
+    """An array with an additional zero or False along an axis of odd length.
+
+    jax calls the kernel of the gradient for even numbers of queries and keys only. A causal mask
+    excludes a key that was added, and so do masks and lengths.
+    """
+    return jnp.pad(x, [(0, n % 2 if d == axis else 0) for d, n in enumerate(x.shape)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Functions of arrays: the attention and what its gradient reads, and the gradient."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    results: tuple[Any, ...]  # types of what `forward` returns
+
+
+@functools.lru_cache(maxsize=256)
+def _calls(form: Form, by: str, *avals: Any) -> Calls | None:
+    """None if cuDNN has no kernel for such an attention, or cannot be found."""
+    tree: Any = None
+
+    def forward(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        nonlocal tree
+        first, masks = operands[:3], operands[3:]
+        y, pullback = jax.vjp(lambda q, k, v: form.compute(q, k, v, *masks, by=by), *first)
+        kept, tree = jax.tree.flatten(pullback)
+        return y, *kept
+
+    def backward(ct: jax.Array, *kept: jax.Array) -> Any:
+        return jax.tree.unflatten(tree, kept)(ct)
+
+    try:
+        with _compat.in_scope(_compat.OFF):
+            first = jax.make_jaxpr(forward)(*avals)
+            second = jax.make_jaxpr(backward)(*first.out_avals)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+    calls = [jax.jit(functools.partial(_evaluated, jaxpr=jaxpr)) for jaxpr in (first, second)]
+    return Calls(calls[0], calls[1], tuple(first.out_avals))
+
+
+def _evaluated(*args: Any, jaxpr: Any) -> Any:
+    return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """An attention in a program; operands are q, k, v and perhaps a mask, values of MLIR."""
+
+    form: Form
+    operands: tuple[Any, ...]
+    softmax: _softmaxes.Softmax
+
+    name = "attention"  # of the operation in reports
+    reason = "cuDNN computes it without an array of weights"
+
+    @property
+    def aval(self) -> Any:
+        """The type of the logits."""
+        return self.softmax.aval
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of all operands, and of the results."""
+        aval: Any = _emit.aval_of(self.operands[0])
+        return aval.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the kernel reads and writes."""
+        avals = [*map(_emit.aval_of, self.operands)]
+        return _policy.nbytes(avals[0], *avals)
+
+    def pays(self, platform: str) -> bool:
+        """Whether the kernels were measured to be faster than XLA."""
+        return platform == "cuda" and _policy.nbytes(self.aval) >= _LEAST_BYTES
+
+    def calls(self, by: str) -> Calls | None:
+        return _calls(self.form, by, *map(_emit.aval_of, self.operands))
+
+    def replaced(self, ctx: Any) -> list[Any]:
+        """The values whose operations should be removed, as nothing reads them any more."""
+        known = _softmaxes.known_in(ctx).results.get(self.softmax.exponentials)
+        return [known.value] if known else []
+
+    def is_called(self, ctx: Any) -> bool:
+        """Whether the program already calls the kernel that computes it."""
+        return False
+
+    def lower(self, ctx: Any, calls: Calls) -> Any:
+        """Lowers to a call of the kernel, and returns its result."""
+        results = _lowered(ctx, calls.forward, self.operands, calls.results)
+        known_in(ctx).attentions[self.softmax.exponentials] = self, results
+        return results[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """One of the gradients of an attention.
+
+    Attributes:
+      attention: the attention.
+      ct: the cotangent of its result, a value of MLIR.
+      labels: those of the dimensions of `ct`.
+      operand: whose gradient: 0 for q, 1 for k.
+      result: the labels of the program's result.
+      of_logits: the gradient of the logits, a value of MLIR.
+    """
+
+    attention: Attention
+    ct: Any
+    labels: Labels
+    operand: int
+    result: Labels
+    of_logits: Any
+
+    name = "attention gradient"
+    reason = Attention.reason
+
+    @property
+    def aval(self) -> Any:
+        return self.attention.aval
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.attention.nbytes
+
+    def pays(self, platform: str) -> bool:
+        return self.attention.pays(platform)
+
+    def calls(self, by: str) -> Calls | None:
+        return self.attention.calls(by)
+
+    def replaced(self, ctx: Any) -> list[Any]:
+        return [*self.attention.replaced(ctx), self.of_logits]
+
+    @property
+    def _key(self) -> tuple[Any, Any]:
+        return self.attention.softmax.exponentials, self.ct
+
+    def is_called(self, ctx: Any) -> bool:
+        """The same. The kernel computes all gradients of an attention."""
+        return self._key in known_in(ctx).gradients
+
+    def lower(self, ctx: Any, calls: Calls) -> Any:
+        """Lowers to a call of the kernel, if it was not called yet, and returns this gradient."""
+        gradients = known_in(ctx).gradients
+        if self._key not in gradients:
+            gradients[self._key] = self._all(ctx, calls)
+        value = gradients[self._key][self.operand]
+        form = self.attention.form
+        (result,) = ctx.avals_out
+        return _reordered(value, (form.q, form.k)[self.operand], self.result, result)
+
+    def _all(self, ctx: Any, calls: Calls) -> list[Any]:
+        known, attention = known_in(ctx), self.attention
+        form, key = attention.form, attention.softmax.exponentials
+        earlier, kept = known.attentions.get(key, (None, ()))
+        if earlier != attention:  # the program does not compute the attention itself here
+            kept = _lowered(ctx, calls.forward, attention.operands, calls.results)
+        ct = _reordered(self.ct, self.labels, form.result, calls.results[0])
+        avals = tuple(map(_emit.aval_of, attention.operands[:3]))
+        gradients = _lowered(ctx, calls.backward, (ct, *kept[1:]), avals)
+        for product in known.products.get(key, ()):
+            if product.ct == self.ct:
+                of_v = _reordered(gradients[2], form.v, product.labels, product.aval)
+                _compat.replace_value(product.value, of_v)
+        return gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class WithWeights:
+    """A product of weights and the cotangent of their attention: the gradient of `v`.
+
+    Attributes:
+      softmax: the weights.
+      ct: the cotangent.
+      labels: those of the dimensions of the result.
+      aval, value: the type of the result, and the result once it is lowered, a value of MLIR.
+    """
+
+    softmax: _softmaxes.Softmax
+    ct: Any
+    labels: Labels
+    aval: Any
+    value: Any = None
+
+    def keep(self, ctx: Any, results: list[Any]) -> list[Any]:
+        """Handles for XLA's results, which the kernel of the gradient may replace later."""
+        own = dataclasses.replace(self, value=results[0])
+        products = known_in(ctx).products
+        products.setdefault(self.softmax.exponentials, []).append(own)
+        return _compat.as_handles(results)
+
+
+@dataclasses.dataclass
+class Known:
+    """What was found in a program so far, by the exponentials of its softmax."""
+
+    attentions: dict[Any, tuple[Attention, list[Any]]]
+    gradients: dict[Any, list[Any]]  # also by the cotangent
+    products: dict[Any, list[WithWeights]]
+    padded: dict[Any, Any]  # operands and dimensions of products, by their result
+
+
+def known_in(ctx: Any) -> Known:
+    known: Known = _compat.functions_of_module(ctx).setdefault(Known, Known({}, {}, {}, {}))
+    return known
+
+
+def remember(ctx: Any, result: Any, operands: tuple[Any, Any], numbers: Any) -> None:
+    """Notes what the result of a padded product is, which the program does not show."""
+    known_in(ctx).padded[result] = operands, numbers
+
+
+def _lowered(
+    ctx: Any, function: Callable[..., Any], values: Sequence[Any], results: Any
+) -> list[Any]:
+    """Lowers a call of a function of one device's arrays."""
+    avals = [*map(_emit.aval_of, values)]
+    inner = _compat.on_one_device(ctx).replace(avals_in=avals, avals_out=[*results])
+    return [*_compat.lower_plain(function, True)(inner, *values)]
+
+
+def _reordered(value: Any, labels: Labels, wanted: Labels, aval: Any) -> Any:
+    """A value with its dimensions in another order, and of the dtype of `aval`."""
+    array = _emit.Array(value, _emit.aval_of(value))
+    kept = [label for label in labels if label is not None]
+    order = [kept.index(label) for label in wanted if label is not None]
+    array = array.reshape(*(n for n, x in zip(array.shape, labels, strict=True) if x is not None))
+    return array.transpose(*order).reshape(*aval.shape).astype(aval.dtype).value

@@ -1,0 +1,409 @@
+"""Finds dot-product attention in a program, by the lowering rule of its matrix products.
+
+Logits may be scaled by a number and masked, before or after they are widened to float32. Dimensions
+may have any order, and there may be several of the batch, none, or heads that share keys. Labels
+keep track of them: a dimension of an operand or result is labelled with the dimension of the logits
+to which it corresponds, or as features.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_oneflow_ops import _compat, _emit, _exp_sums, _softmaxes, _symbols
+from jax_oneflow_ops._dot_attention import (
+    OF_KEYS,
+    OF_VALUES,
+    Attention,
+    Form,
+    Gradient,
+    Labels,
+    WithWeights,
+    known_in,
+)
+from jax_oneflow_ops._symbols import Place
+
+Found = Attention | Gradient | WithWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A product of two values of MLIR, with labels of the dimensions of operands and result."""
+
+    operands: tuple[Any, Any]
+    labels: tuple[Labels, Labels]
+    result: Labels
+    contracted: frozenset[int]
+    batch: frozenset[int]
+
+    def free(self, side: int) -> frozenset[int]:
+        """The labels that only one operand has."""
+        own = {x for x in self.labels[side] if x is not None}
+        return frozenset(own - self.contracted - self.batch)
+
+
+def _is_product(ctx: Any) -> Callable[[Any], bool]:
+    """Whether a product made a value."""
+    padded = known_in(ctx).padded
+    return lambda x: x in padded or bool(_compat.operands_of(x, "stablehlo.dot_general"))
+
+
+def _free_dims(rank: int, contracting: Sequence[int], batch: Sequence[int]) -> list[int]:
+    return [d for d in range(rank) if d not in (*contracting, *batch)]
+
+
+def _product_before(ctx: Any, value: Any, result: Labels, contracted: int) -> _Product | None:
+    """The product that made a value, from the labels of its result and of what it contracts."""
+    if padded := known_in(ctx).padded.get(value):
+        operands, (contracting, batch) = padded
+    elif operands := _compat.operands_of(value, "stablehlo.dot_general"):
+        contracting, batch = _compat.dimensions_of_product(value)
+    else:
+        return None
+    left = len(batch[0])
+    found = []
+    for side, x in enumerate(operands):
+        shape = _compat.shape_of(x)
+        free = _free_dims(len(shape), contracting[side], batch[side])
+        labels: list[int | None] = [None] * len(shape)
+        places = [*range(len(batch[0])), *range(left, left + len(free))]
+        for d, place in zip((*batch[side], *free), places, strict=True):
+            labels[d] = result[place]
+        left += len(free)
+        large = [d for d in contracting[side] if shape[d] > 1]
+        if len(large) != 1:
+            return None
+        labels[large[0]] = contracted
+        found.append(tuple(labels))
+    shared = frozenset(x for x in result[: len(batch[0])] if x is not None)
+    return _Product((operands[0], operands[1]), (*found,), result, frozenset([contracted]), shared)  # type: ignore[arg-type]
+
+
+def _product_after(
+    operands: tuple[Any, Any], side: int, labels: Labels, dimension_numbers: Any, others: int
+) -> _Product | None:
+    """A product from the labels of one operand; `others` labels what only the other operand has."""
+    contracting, batch = dimension_numbers
+    shape = _compat.shape_of(operands[1 - side])
+    of_other: list[int | None] = [None] * len(shape)
+    for pairs in (contracting, batch):
+        for own, other in zip(pairs[side], pairs[1 - side], strict=True):
+            of_other[other] = labels[own]
+    free = _free_dims(len(shape), contracting[1 - side], batch[1 - side])
+    large = [d for d in free if shape[d] > 1]
+    if len(large) != 1:
+        return None
+    of_other[large[0]] = others
+    both = (labels, tuple(of_other)) if side == 0 else (tuple(of_other), labels)
+    result = [labels[d] for d in batch[side]]
+    for one, x in enumerate(operands):
+        dims = _free_dims(len(_compat.shape_of(x)), contracting[one], batch[one])
+        result += [both[one][d] for d in dims]
+    shared, summed = (
+        frozenset(labels[d] for d in pairs[side] if labels[d] is not None)
+        for pairs in (batch, contracting)
+    )
+    return _Product(operands, both, tuple(result), summed, shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mask:
+    """What was masked: by a condition and whether it keeps what is true, or by adding a bias."""
+
+    condition: Place | None
+    keeps: bool
+    bias: Place | None
+    fill: float  # what replaces or is added to what is masked
+    dims: tuple[int | None, ...]  # for each dimension of these, that of the logits
+
+    def queries(self, ctx: Any, keys: int) -> int | None:
+        """The dimension of queries if they attend to keys up to their own position, else None."""
+        place = self.condition or self.bias
+        symbol = _symbols.symbol_of(ctx, place) if place else None
+        if not isinstance(symbol, _symbols.Step):
+            return None
+        kept = symbol.map(lambda y: (y == 0) if self.bias else (bool(y) == self.keeps))
+        line = kept.line
+        if (kept.inside, kept.outside) == (False, True):  # where the line is negative
+            line = _symbols.Line(tuple(-x for x in line.slopes), -1 - line.constant)
+        elif (kept.inside, kept.outside) != (True, False):
+            return None
+        slopes = {d: slope for d, slope in zip(self.dims, line.slopes, strict=True) if slope}
+        by_key = -slopes.pop(keys, 0.0)
+        is_causal = [*slopes.values()] == [by_key] and 0 <= line.constant < by_key
+        return next(iter(slopes)) if is_causal else None
+
+    def keeps_uniform_rows(self, dtype: Any) -> bool:
+        """Whether kernels compute rows without keys as the program does: as means of values.
+
+        They add a large negative number to logits. To float16 none is large enough.
+        """
+        return self.bias is None and math.isfinite(self.fill) and dtype == jnp.bfloat16
+
+    def source(self, ctx: Any) -> tuple[Any, Labels] | None:
+        """What the condition was before it was repeated: a value outside of calls, its labels.
+
+        The value is perhaps a number that is not 0 where the condition is true.
+        """
+        place, dims = self.condition, [*self.dims]
+        found = None
+        while place is not None:
+            if not place.calls:
+                shape = _compat.shape_of(place.value)
+                labels = (d if n > 1 else None for d, n in zip(dims, shape, strict=True))
+                found = place.value, tuple(labels)
+            if inside := place.across_call(ctx):
+                place = inside
+            elif before := place.before_repeat(dims):
+                place, dims = before
+            else:
+                place = _before_test(ctx, place)
+        return found
+
+
+def _before_test(ctx: Any, place: Place) -> Place | None:
+    """What was compared with 0 to make a condition that is true where it is not 0; or None."""
+    pair = place.operands("stablehlo.compare")
+    if not pair or "NE" not in str(place.value.owner.attributes["comparison_direction"]):
+        return None
+    return pair[0] if _symbols.number(ctx, pair[1]) == 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Path:
+    """What a value was before it was moved, scaled and masked."""
+
+    value: Any
+    dims: Sequence[int]  # for each of its dimensions, that of the value at the end
+    scale: float
+    masks: tuple[_Mask, ...]
+
+    @property
+    def labels(self) -> Labels:
+        """For each dimension, that of the value at the end."""
+        shape = _compat.shape_of(self.value)
+        return tuple(d if n > 1 else None for d, n in zip(self.dims, shape, strict=True))
+
+    def labels_at_end(self, rank: int) -> Labels:
+        """For each dimension of the value at the end, the dimension here."""
+        places = {d: place for place, d in enumerate(self.labels) if d is not None}
+        return tuple(map(places.get, range(rank)))
+
+
+def _moved(value: Any, ends: Callable[[Any], bool]) -> _Path | None:
+    """Follows a value back to where `ends` holds, through transpositions and conversions."""
+    place, dims = Place(value), [*range(len(_compat.shape_of(value)))]
+    while not ends(place.value):
+        if (before := place.before_move(dims)) is None:
+            return None
+        place, dims = before
+    return _Path(place.value, dims, 1, ())
+
+
+def _scaled(ctx: Any, value: Any, ends: Callable[[Any], bool], fill: float) -> _Path | None:
+    """The same, also through factors and masks, which replace values by at most `fill`."""
+    place, dims = Place(value), [*range(len(_compat.shape_of(value)))]
+    scale = 1.0
+    masks: list[_Mask] = []
+    while place.calls or not ends(place.value):
+        if inside := place.across_call(ctx):
+            place = inside
+        elif before := place.before_move(dims):
+            place, dims = before
+        elif factor := _before_factor(ctx, place):
+            place, scale = factor[0], scale * factor[1]
+        elif masked := _before_mask(ctx, place, tuple(dims), fill):
+            place, mask = masked
+            masks.append(mask)
+        else:
+            return None
+    return _Path(place.value, dims, scale, tuple(masks))
+
+
+def _before_factor(ctx: Any, place: Place) -> tuple[Place, float] | None:
+    """What was multiplied or divided by a number to make a value, and the factor; or None."""
+    pair = place.operands("stablehlo.multiply")
+    for x, other in (pair, pair[::-1]) if pair else ():
+        if (factor := _symbols.number(ctx, other)) is not None:
+            return x, factor
+    if pair := place.operands("stablehlo.divide"):
+        divisor = _symbols.number(ctx, pair[1])
+        return (pair[0], 1 / divisor) if divisor else None
+    return None
+
+
+def _before_mask(
+    ctx: Any, place: Place, dims: tuple[int, ...], fill: float
+) -> tuple[Place, _Mask] | None:
+    """What was masked to make a value, and the mask; or None."""
+    if parts := place.operands("stablehlo.select"):
+        condition, first, second = parts
+        for keeps, x, other in ((True, first, second), (False, second, first)):
+            low = _symbols.number(ctx, other)
+            if low is not None and (low <= fill < 0 or low == fill == 0):
+                return x, _Mask(condition, keeps, None, low, dims)
+    pair = place.operands("stablehlo.add") if fill < 0 else ()
+    for x, bias in (pair, pair[::-1]) if pair else ():
+        symbol = _symbols.symbol_of(ctx, bias)
+        if isinstance(symbol, _symbols.Step):
+            values = sorted((symbol.inside, symbol.outside))
+            is_low = values[0] <= fill and values[1] == 0
+            return (x, _Mask(None, True, bias, values[0], dims)) if is_low else None
+    return None
+
+
+def find(ctx: Any, operands: tuple[Any, Any], numbers: Any) -> Found | None:
+    """What a product is a part of: an attention or its gradient, or None.
+
+    `numbers` are the contracting and the batch dimensions.
+    """
+    found = _softmaxes.known_in(ctx)
+    for side, x in enumerate(operands):
+        if math.prod(_compat.shape_of(x)) not in found.sizes:
+            continue
+        rank = len(_compat.shape_of(x))
+        if path := _moved(x, found.softmaxes.__contains__):
+            softmax, labels = found.softmaxes[path.value], path.labels_at_end(rank)
+            return _with_weights(ctx, operands, side, labels, numbers, softmax)
+        if path := _scaled(ctx, x, found.gradients.__contains__, 0):
+            gradient = found.gradients[path.value]
+            return _gradient(ctx, operands, side, path, numbers, gradient)
+    return None
+
+
+def _with_weights(
+    ctx: Any,
+    operands: tuple[Any, Any],
+    side: int,
+    labels: Labels,
+    numbers: Any,
+    softmax: _softmaxes.Softmax,
+) -> Attention | WithWeights | None:
+    """What the product of weights with `v` or with a cotangent is."""
+    (result,) = ctx.avals_out
+    product = _product_after(operands, side, labels, numbers, OF_VALUES)
+    if product is None:
+        return None
+    if product.contracted != {softmax.axis}:
+        return WithWeights(softmax, operands[1 - side], product.result, result)
+    v, of_v = operands[1 - side], product.labels[1 - side]
+    attention = _attention(ctx, softmax, v, of_v, product.result)
+    return attention if attention and result.dtype == attention.dtype else None
+
+
+def _attention(
+    ctx: Any, softmax: _softmaxes.Softmax, v: Any, of_v: Labels, result: Labels
+) -> Attention | None:
+    keys = softmax.axis
+    path = _scaled(ctx, softmax.x, _is_product(ctx), _low_of(softmax))
+    product = path and _product_before(ctx, path.value, path.labels, OF_KEYS)
+    if not path or not product or len(path.masks) > 1:
+        return None
+    side = next((s for s in (0, 1) if product.free(s) == {keys}), None)
+    if side is None:
+        return None
+    q, k = product.operands[1 - side], product.operands[side]
+    of_q, of_k = product.labels[1 - side], product.labels[side]
+    avals: list[Any] = [*map(_emit.aval_of, (q, k, v))]
+    if None in avals or len({x.dtype for x in avals}) > 1:
+        return None
+    features = avals[0].shape[of_q.index(OF_KEYS)]
+    is_known = avals[0].dtype.name in _exp_sums.NARROW
+    is_known &= {*of_v} - {None} == {*product.batch, keys, OF_VALUES}
+    if not is_known or avals[2].shape[of_v.index(OF_VALUES)] != features:
+        return None
+    sizes = (*softmax.aval.shape, features)
+    queries, groups = [*product.free(1 - side)], list[int]()
+    masks: list[tuple[Any, Labels]] = []
+    is_causal = False
+    for mask in path.masks:
+        rows = mask.queries(ctx, keys)
+        is_causal = rows is not None and sizes[rows] == sizes[keys]
+        if rows is not None and is_causal:
+            queries, groups = [rows], [x for x in queries if x != rows]
+        elif mask.keeps_uniform_rows(avals[0].dtype) and (masked := mask.source(ctx)):
+            masks.append(masked)
+        else:
+            return None
+    batch = sorted(product.batch)
+    heads = batch.pop() if len(batch) > 1 else None
+    form = Form(
+        of_q,
+        of_k,
+        of_v,
+        result,
+        sizes,
+        batch=(*batch,),
+        heads=() if heads is None else (heads,),
+        groups=(*sorted(groups),),
+        queries=(*sorted(queries),),
+        keys=keys,
+        scale=path.scale,
+        is_causal=is_causal,
+        mask=masks[0][1] if masks else None,
+        keeps=not masks or path.masks[0].keeps,
+    )
+    return Attention(form, (q, k, v, *(value for value, _ in masks)), softmax)
+
+
+# Logits that are masked are at most this, or the least number of their dtype. It is what -1e9
+# becomes in 16 bits, or less.
+_LOW = -9e8
+
+
+def _low_of(softmax: _softmaxes.Softmax) -> float:
+    least = float(jnp.finfo(softmax.aval.dtype).min)
+    return max(_LOW, least)
+
+
+def _gradient(
+    ctx: Any,
+    operands: tuple[Any, Any],
+    side: int,
+    path: _Path,
+    numbers: Any,
+    gradient: _softmaxes.Gradient,
+) -> Gradient | None:
+    """Which gradient the product of a gradient of logits with `k` or `q` is."""
+    softmax = gradient.softmax
+    from_ct = _moved(gradient.ct, _is_product(ctx))
+    before = from_ct and _product_before(ctx, from_ct.value, from_ct.labels, OF_VALUES)
+    labels = path.labels_at_end(len(_compat.shape_of(operands[side])))
+    product = _product_after(operands, side, labels, numbers, OF_KEYS)
+    if not before or not product:
+        return None
+    place = next((s for s in (0, 1) if before.free(s) == {softmax.axis}), None)
+    if place is None:
+        return None
+    v, of_v = before.operands[place], before.labels[place]
+    ct, of_ct = before.operands[1 - place], before.labels[1 - place]
+    attention, _ = known_in(ctx).attentions.get(softmax.exponentials, (None, None))
+    if attention is None or attention.operands[2] != v:
+        attention = _attention(ctx, softmax, v, of_v, of_ct)
+    if attention is None or not math.isclose(path.scale, attention.form.scale, rel_tol=1e-6):
+        return None
+    form, other = attention.form, (operands[1 - side], product.labels[1 - side])
+    for mask in path.masks:  # of gradients that are 0 anyway, if it is the mask of the logits
+        dims = tuple(None if d is None else labels[d] for d in mask.dims)
+        own = dataclasses.replace(mask, dims=dims)
+        if form.is_causal:
+            is_same = (own.queries(ctx, form.keys),) == form.queries
+        else:
+            masked = (*attention.operands[3:], form.mask), form.keeps
+            is_same = (own.source(ctx), own.keeps) == masked
+        if not is_same:
+            return None
+    aval = _emit.aval_of(ct)
+    if {*form.result} != {*of_ct} or aval is None or aval.dtype != attention.dtype:
+        return None
+    summed = {*form.queries, *form.groups}
+    for operand, *factor, contracted in (
+        (0, attention.operands[1], form.k, {softmax.axis}),
+        (1, attention.operands[0], form.q, summed),
+    ):
+        if [*other] == factor and product.contracted == contracted:
+            return Gradient(attention, ct, of_ct, operand, product.result, path.value)
+    return None

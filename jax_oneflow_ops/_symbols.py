@@ -1,0 +1,282 @@
+"""What a value of a program is, as far as constants and indices determine it.
+
+A causal mask is computed from constants: indices of rows are compared with indices of columns. This
+module finds that out when a program is lowered, without computing the mask. It also looks into the
+functions that a program calls, such as those of `jnp.where` and `jnp.tril`.
+"""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_oneflow_ops import _compat, _emit
+from jax_oneflow_ops._compat import operands_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A value of MLIR, and the calls of functions in which it is, outermost first."""
+
+    value: Any
+    calls: tuple[Any, ...] = ()
+
+    def across_call(self, ctx: Any) -> "Place | None":
+        """The same value as the result in the function that returns it, or as the caller's operand.
+
+        None if no function returns it, and it is no argument of one.
+        """
+        if self.calls and (x := _compat.operand_of_call(self.calls[-1], self.value)) is not None:
+            return Place(x, self.calls[:-1])
+        if inside := _compat.result_in_function(ctx, self.value):
+            call, value = inside
+            return Place(value, (*self.calls, call))
+        return None
+
+    def source(self, ctx: Any) -> "Place":
+        """The place where the value is computed."""
+        place = self
+        while before := place.across_call(ctx):
+            place = before
+        return place
+
+    def operands(self, *names: str) -> "list[Place]":
+        """The operands of the operation that made the value; none if it has none of these names."""
+        return [Place(x, self.calls) for x in operands_of(self.value, *names)]
+
+    def before_repeat(self, dims: Sequence[Any]) -> "tuple[Place, list[Any]] | None":
+        """What a value was before a transposition, a conversion or a broadcast; or None.
+
+        `dims` says for each dimension which dimension of a later result it becomes. Those of
+        dimensions of size 1 may be wrong.
+        """
+        if source := self.operands("stablehlo.convert"):
+            return source[0], [*dims]
+        before = _compat.before_transpose(self.value, dims)
+        before = before or _compat.before_broadcast(self.value, dims)
+        return (Place(before[0], self.calls), before[1]) if before else None
+
+    def before_move(self, dims: Sequence[Any]) -> "tuple[Place, list[Any]] | None":
+        """The same, unless elements were repeated: what is moved may get dimensions of size 1."""
+        if (before := self.before_repeat(dims)) is None:
+            return None
+        sizes = (math.prod(_compat.shape_of(x.value)) for x in (self, before[0]))
+        return before if len({*sizes}) == 1 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """The number `constant + sum(slope * index)`, where `slopes` are those of all dimensions."""
+
+    slopes: tuple[float, ...]
+    constant: float
+
+    @property
+    def is_number(self) -> bool:
+        return not any(self.slopes)
+
+    def __sub__(self, other: "Line") -> "Line":
+        slopes = tuple(map(operator.sub, self.slopes, other.slopes))
+        return Line(slopes, self.constant - other.constant)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The number `inside` where the line is at least 0, else `outside`. The line is of integers."""
+
+    line: Line
+    inside: float
+    outside: float
+
+    def map(self, function: Callable[[float], float]) -> "Step":
+        return Step(self.line, function(self.inside), function(self.outside))
+
+
+Symbol = Line | Step | None
+
+_ARITHMETIC: dict[str, Callable[[float, float], float]] = {
+    "stablehlo.add": operator.add,
+    "stablehlo.subtract": operator.sub,
+    "stablehlo.multiply": operator.mul,
+    "stablehlo.divide": lambda x, y: x / y if y else math.nan,
+    "stablehlo.and": lambda x, y: float(bool(x) and bool(y)),
+    "stablehlo.or": lambda x, y: float(bool(x) or bool(y)),
+}
+_OF_ONE: dict[str, Callable[[float], float]] = {
+    "stablehlo.negate": operator.neg,
+    "stablehlo.not": lambda x: float(not x),
+    "stablehlo.sqrt": lambda x: math.sqrt(x) if x >= 0 else math.nan,
+    "stablehlo.rsqrt": lambda x: 1 / math.sqrt(x) if x > 0 else math.nan,
+}
+_COMPARISONS = {
+    "EQ": operator.eq,
+    "NE": operator.ne,
+    "GE": operator.ge,
+    "GT": operator.gt,
+    "LE": operator.le,
+    "LT": operator.lt,
+}
+_MOST_STEPS = 64  # operations that are looked at
+
+
+def number(ctx: Any, place: Place) -> float | None:
+    """The number to which all elements of a value are equal, if constants determine it."""
+    symbol = symbol_of(ctx, place)
+    return symbol.constant if isinstance(symbol, Line) and symbol.is_number else None
+
+
+def symbol_of(ctx: Any, place: Place, steps: list[int] | None = None) -> Symbol:
+    """What a value is; None if that is not known."""
+    steps = [_MOST_STEPS] if steps is None else steps
+    steps[0] -= 1
+    place = place.source(ctx)
+    op = getattr(place.value.owner, "operation", None)
+    aval = _emit.aval_of(place.value)
+    if steps[0] < 0 or op is None or aval is None:
+        return None
+    name = op.name
+    if name == "stablehlo.constant":
+        constant = _compat.number_of(place.value)
+        return None if constant is None else Line((0.0,) * aval.ndim, constant)
+    if name == "stablehlo.iota":
+        if not _is_exact(aval.dtype):
+            return None
+        dim = _compat.dimension_of_iota(place.value)
+        return Line(tuple(float(d == dim) for d in range(aval.ndim)), 0.0)
+
+    def known(index: int) -> Symbol:
+        return symbol_of(ctx, Place(op.operands[index], place.calls), steps)
+
+    if name == "stablehlo.slice":
+        return _sliced(place.value, known(0))
+    if name in ("stablehlo.transpose", "stablehlo.broadcast_in_dim", "stablehlo.reshape"):
+        return _moved(place.value, known(0))
+    if name == "stablehlo.convert":
+        return _converted(known(0), aval.dtype)
+    if name in _OF_ONE:
+        return _mapped(known(0), _OF_ONE[name])
+    if name == "stablehlo.compare":
+        direction = next(d for d in _COMPARISONS if d in str(op.attributes["comparison_direction"]))
+        return _compared(known(0), known(1), direction)
+    if name == "stablehlo.select":
+        return _selected(known(0), known(1), known(2))
+    if name in _ARITHMETIC:
+        return _combined(known(0), known(1), name)
+    return None
+
+
+def _mapped(x: Symbol, function: Callable[[float], float]) -> Symbol:
+    if isinstance(x, Step):
+        return x.map(function)
+    return Line(x.slopes, function(x.constant)) if x is not None and x.is_number else None
+
+
+def _converted(x: Symbol, dtype: Any) -> Symbol:
+    if isinstance(x, Line) and not x.is_number:
+        return x if _is_exact(dtype) else None
+    with np.errstate(all="ignore"):
+        return _mapped(x, lambda number: float(np.asarray(number).astype(dtype)))
+
+
+def _is_exact(dtype: Any) -> bool:
+    """Whether a dtype represents all indices of arrays of ordinary sizes."""
+    return bool(dtype.itemsize >= 4)
+
+
+def _moved(value: Any, x: Symbol) -> Symbol:
+    """`x` after its dimensions were transposed or repeated to make `value`."""
+    line = x.line if isinstance(x, Step) else x
+    if line is None:
+        return None
+    rank = len(_compat.shape_of(value))
+    before = _compat.before_broadcast(value, range(rank))
+    if order := _compat.order_of_transpose(value):
+        slopes = [line.slopes[d] for d in order]
+    elif line.is_number:
+        slopes = [0.0] * rank
+    elif before is None:
+        return None
+    else:
+        source, dims = before
+        slopes = [0.0] * rank
+        for d, slope, size in zip(dims, line.slopes, _compat.shape_of(source), strict=True):
+            if size > 1:
+                slopes[d] = slope
+    moved = Line(tuple(slopes), line.constant)
+    return dataclasses.replace(x, line=moved) if isinstance(x, Step) else moved
+
+
+def _sliced(value: Any, x: Symbol) -> Symbol:
+    line = x.line if isinstance(x, Step) else x
+    if line is None:
+        return None
+    starts, strides = _compat.slices_of(value)
+    shift = sum(map(operator.mul, line.slopes, starts))
+    slopes = tuple(map(operator.mul, line.slopes, strides))
+    moved = Line(slopes, line.constant + shift)
+    return dataclasses.replace(x, line=moved) if isinstance(x, Step) else moved
+
+
+def _combined(x: Symbol, y: Symbol, name: str) -> Symbol:
+    if x is None or y is None:
+        return None
+    if isinstance(x, Line) and isinstance(y, Line) and not (x.is_number and y.is_number):
+        return _summed(x, y, name)
+    function = _ARITHMETIC[name]
+    if isinstance(x, Step) and isinstance(y, Step):
+        inside, outside = function(x.inside, y.inside), function(x.outside, y.outside)
+        return Step(x.line, inside, outside) if x.line == y.line else None
+    if isinstance(y, Line) and y.is_number:
+        second = y.constant
+        return _mapped(x, lambda first: function(first, second))
+    if isinstance(x, Line) and x.is_number:
+        first = x.constant
+        return _mapped(y, lambda second: function(first, second))
+    return None
+
+
+def _summed(x: Line, y: Line, name: str) -> Symbol:
+    if name == "stablehlo.subtract":
+        return x - y
+    if name == "stablehlo.add":
+        return x - (Line((0.0,) * len(y.slopes), 0.0) - y)
+    return None
+
+
+def _compared(x: Symbol, y: Symbol, direction: str) -> Symbol:
+    if isinstance(y, Step) and not isinstance(x, Step):
+        swapped = {"GE": "LE", "GT": "LT", "LE": "GE", "LT": "GT"}
+        return _compared(y, x, swapped.get(direction, direction))
+    if x is None or not isinstance(y, Line):
+        return None
+    test = _COMPARISONS[direction]
+    if isinstance(x, Step) or (x.is_number and y.is_number):
+        second = y.constant
+        return _mapped(x, lambda first: float(test(first, second))) if y.is_number else None
+    if not all(n.is_integer() for n in (*(x - y).slopes, (x - y).constant)):
+        return None
+    one = Line((0.0,) * len(x.slopes), 1.0)
+    lines = {"GE": x - y, "GT": x - y - one, "LE": y - x, "LT": y - x - one}
+    return Step(lines[direction], 1, 0) if direction in lines else None
+
+
+def _selected(chosen: Symbol, x: Symbol, y: Symbol) -> Symbol:
+    if isinstance(chosen, Line) and chosen.is_number:
+        return x if chosen.constant else y
+    if not isinstance(chosen, Step):
+        return None
+    values = [_sides(z, chosen.line) for z in (x, y)]
+    if None in values:
+        return None
+    inside, outside = (values[not side] for side in (chosen.inside, chosen.outside))
+    return Step(chosen.line, inside[0], outside[1])  # type: ignore[index]
+
+
+def _sides(x: Symbol, line: Line) -> tuple[float, float] | None:
+    """The numbers that a value is where the line is at least 0, and where it is not."""
+    if isinstance(x, Step):
+        return (x.inside, x.outside) if x.line == line else None
+    return (x.constant, x.constant) if x is not None and x.is_number else None

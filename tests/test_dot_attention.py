@@ -1,0 +1,568 @@
+"""Attention inside `accelerate`: which programs are recognised, and that results agree.
+
+On CPUs a function of jnp stands for the kernels of cuDNN.
+"""
+
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import jax_oneflow_ops as jof
+from jax_oneflow_ops import _dot_attention, _exp_sums, _symbols
+from tests.arrays import rng_for
+from tests.test_lowering import accelerated, compiled, native_backend
+
+pytestmark = [native_backend, pytest.mark.usefixtures("native")]
+
+BF16 = jnp.bfloat16
+FORWARD, GRADIENT = {"attention": 1}, {"attention": 1, "attention gradient": 1}
+FACTOR = 0.3
+
+
+OF_JAX = jax.nn.dot_product_attention
+
+
+def stand_in(
+    q, k, v, *, scale, is_causal, mask=None, query_seq_lengths=None, key_value_seq_lengths=None, **_
+):
+    """What the kernels compute, in float32. They have gradients for even lengths only."""
+    assert q.shape[1] % 2 == k.shape[1] % 2 == 0
+    dtype, shared = q.dtype, q.shape[2] // k.shape[2]
+    q, *of_keys = (x.astype(jnp.float32) for x in (q, k, v))
+    k, v = (x.repeat(shared, 2) for x in of_keys)
+    logits = logits_of(q, k) * scale
+    keys = np.arange(k.shape[1])
+    if key_value_seq_lengths is not None:
+        kept = keys < key_value_seq_lengths[:, None, None, None]
+        logits = jnp.where(kept, logits, -jnp.inf)
+    if mask is not None:
+        logits += jnp.where(mask, 0, -1e38)
+    if is_causal:
+        logits = jnp.where(np.arange(q.shape[1])[:, None] >= keys, logits, -jnp.inf)
+    return weighted(jax.nn.softmax(logits), v).astype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    if jax.default_backend() == "cpu":
+        monkeypatch.setitem(_dot_attention.KERNELS, "cpu", "stand-in")
+        monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+
+
+@pytest.fixture
+def sums_by_xla(monkeypatch):
+    """Leaves sums of exponentials in float32 to XLA, as programs for GPUs do if rows are short."""
+    monkeypatch.setattr(_exp_sums, "find", lambda *args: None)
+
+
+def exact(q, k, v, ct, mask=True, scale=FACTOR):
+    """The attention of (..., T, D) and its gradients by their definition.
+
+    Where the mask is False, a number replaces the logits.
+    """
+    q, k, v, ct = (np.asarray(x, np.float64) for x in (q, k, v, ct))
+    logits = np.where(mask, scale * q @ k.swapaxes(-1, -2), -1e100)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    of_weights = ct @ v.swapaxes(-1, -2)
+    of_logits = weights * (of_weights - (weights * of_weights).sum(-1, keepdims=True)) * scale
+    of_logits = np.where(mask, of_logits, 0)
+    of_q, of_k = of_logits @ k, of_logits.swapaxes(-1, -2) @ q
+    return weights @ v, of_q, of_k, weights.swapaxes(-1, -2) @ ct
+
+
+def arrays(*shapes, dtype=BF16, seed=0):
+    rng = rng_for(*shapes, seed)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def operands(batch=2, heads=3, queries=10, keys=None, width=8, dtype=BF16, key_heads=None):
+    """q, k, v and a cotangent: (B, T, N, D)."""
+    many = (batch, queries, heads, width)
+    few = (batch, keys or queries, key_heads or heads, width)
+    return arrays(many, few, few, many, dtype=dtype)
+
+
+def with_gradients(f):
+    def all_results(q, k, v, ct):
+        y, pullback = jax.vjp(f, q, k, v)
+        return y, *pullback(ct)
+
+    return all_results
+
+
+def swapped(f, *args, platform=None) -> Counter:
+    """The operations that are swapped, without those that are no attention."""
+    rows = jof.explain(f, *args, platform=platform).rows
+    return Counter(
+        {r.operation: r.count for r in rows if r.swapped and r.operation.startswith("attention")}
+    )
+
+
+def assert_close(got, want, dtype, ulps=8):
+    for y, e in zip(got, want, strict=True):
+        assert y.dtype == dtype
+        error = np.abs(np.asarray(y, np.float64) - e).max()
+        assert error <= ulps * float(jnp.finfo(dtype).eps) * max(1, np.abs(e).max()), error
+
+
+def by_heads(x):
+    """(B, T, N, D) as (B, N, T, D)."""
+    return np.asarray(x, np.float64).swapaxes(1, 2)
+
+
+def check(f, mask=True, scale=FACTOR, expected=None, **how):
+    """Compares f with NumPy in float64, with its gradients and without."""
+    args = operands(**how)
+    if isinstance(mask, str):  # "causal"
+        mask = np.tril(np.ones((args[0].shape[1], args[1].shape[1]), bool))
+    q, k, v, ct = map(by_heads, args)
+    shared = q.shape[1] // k.shape[1]
+    repeated = (x.repeat(shared, 1) for x in (k, v))
+    y, of_q, *of_shared = (x.swapaxes(1, 2) for x in exact(q, *repeated, ct, mask, scale))
+    sums = (x.reshape(*x.shape[:2], -1, shared, x.shape[3]).sum(3) for x in of_shared)
+    both = with_gradients(f)
+    assert_close(jax.jit(jof.accelerate(both))(*args), (y, of_q, *sums), args[0].dtype)
+    assert_close([jax.jit(jof.accelerate(f))(*args[:3])], [y], args[0].dtype)
+    assert swapped(both, *args) == (GRADIENT if expected is None else expected)
+    assert swapped(f, *args[:3]) == (FORWARD if expected is None else {})
+
+
+def logits_of(q, k):
+    return jnp.einsum("btnd,bsnd->bnts", q, k)
+
+
+def weighted(weights, v):
+    return jnp.einsum("bnts,bsnd->btnd", weights, v)
+
+
+def written_out(mask=lambda x: x, normalise=jax.nn.softmax):
+    """Attention whose scaled logits (B, N, T, S) pass through `mask`."""
+
+    def attention(q, k, v):
+        return weighted(normalise(mask(logits_of(q, k) * FACTOR)), v)
+
+    return attention
+
+
+def below(x, shift=0):
+    rows, columns = (jax.lax.broadcasted_iota(jnp.int32, x.shape[-2:], d) for d in (0, 1))
+    return rows >= columns + shift
+
+
+# ---- what is recognised ----
+
+
+@pytest.mark.parametrize("queries", [10, 13])
+@pytest.mark.parametrize("keys", [None, 6, 7])
+def test_attention(queries, keys):
+    check(written_out(), queries=queries, keys=keys)
+
+
+def test_float16():
+    f, args = with_gradients(written_out()), operands(dtype=jnp.float16)
+    assert swapped(f, *args, platform="cuda") == GRADIENT
+    if jax.default_backend() == "gpu":  # jnp's attention needs it
+        check(written_out(), dtype=jnp.float16)
+
+
+@pytest.mark.usefixtures("sums_by_xla")
+@pytest.mark.parametrize("queries", [10, 13])
+def test_weights_in_float32(queries):
+    def normalise(x):
+        return jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
+
+    check(written_out(normalise=normalise), queries=queries)
+
+
+@pytest.mark.usefixtures("sums_by_xla")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [6, 2, 1])
+@pytest.mark.parametrize("queries", [10, 13])
+def test_the_function_of_jax(queries, key_heads, causal):
+    def attention(q, k, v):
+        return OF_JAX(q, k, v, is_causal=causal)
+
+    scale = 1 / math.sqrt(8)
+    check(
+        attention,
+        "causal" if causal else True,
+        scale,
+        heads=6,
+        key_heads=key_heads,
+        queries=queries,
+    )
+
+
+LOW = float(jnp.finfo(BF16).min)
+CAUSAL = {
+    "where": lambda x: jnp.where(below(x), x, -jnp.inf),
+    "lowest": lambda x: jnp.where(below(x), x, LOW),
+    "tril": lambda x: jnp.where(jnp.tril(jnp.ones(x.shape[-2:])) == 0, -jnp.inf, x),
+    "of booleans": lambda x: jnp.where(jnp.tril(jnp.ones(x.shape[-2:], bool)), x, -1e30),
+    "of a larger mask": lambda x: jnp.where(
+        jnp.tril(jnp.ones((1, 1, 64, 64)))[:, :, : x.shape[2], : x.shape[3]], x, -jnp.inf
+    ),
+    "upper": lambda x: jnp.where(jnp.triu(jnp.ones(x.shape[-2:], bool), 1), -jnp.inf, x),
+    "less": lambda x: jnp.where(jnp.arange(x.shape[2])[:, None] < jnp.arange(x.shape[3]), LOW, x),
+    "added": lambda x: x + jnp.where(below(x), 0, -1e9).astype(x.dtype),
+    "multiplied": lambda x: x + (1 - jnp.tril(jnp.ones(x.shape[-2:], x.dtype))) * -1e10,
+    "combined": lambda x: jnp.where(below(x) & jnp.ones(x.shape, bool), x, -jnp.inf),
+}
+
+
+@pytest.mark.parametrize("queries", [10, 13])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_masks(name, queries):
+    check(written_out(CAUSAL[name]), "causal", queries=queries)
+
+
+def masks(queries, keys):
+    """Masks (B, N, T, S) of each query, of keys alone, of heads, and with queries without keys."""
+    rng = rng_for(queries, keys)
+    some = rng.random((2, 3, queries, keys)) < 0.6
+    some[:, :, 2] = False
+    return {
+        "all": some,
+        "of keys": some[:, :1, :1],
+        "of queries and keys": some[:1, :1],
+        "of the batch": some[:, :1],
+        "of heads": some[:1],
+        "causal": some[:, :1, :1] & np.tril(np.ones((queries, keys), bool)),
+    }
+
+
+APPLIED = {
+    "where": lambda mask: lambda x: jnp.where(mask, x, -1e30),
+    "inverted": lambda mask: lambda x: jnp.where(jnp.logical_not(mask), LOW, x),
+    "numbers": lambda mask: lambda x: jnp.where(mask.astype(jnp.float32), x, LOW),
+    "replaced": lambda mask: lambda x: jnp.where(mask == 0, LOW, x),
+}
+
+
+@pytest.mark.parametrize("lengths", [(10, 10), (9, 7)])
+@pytest.mark.parametrize("name", masks(3, 3))
+@pytest.mark.parametrize("how", APPLIED)
+def test_masks_in_general(how, name, lengths):
+    queries, keys = lengths
+    mask = masks(*lengths)[name]
+    apply = APPLIED[how](jnp.asarray(mask))
+    check(written_out(apply), mask, queries=queries, keys=keys)
+
+
+@pytest.mark.usefixtures("sums_by_xla")
+@pytest.mark.parametrize("key_heads", [3, 1])
+def test_masks_of_the_function_of_jax(key_heads):
+    for name, mask in masks(10, 10).items():
+        if key_heads == 3 or "heads" not in name:
+
+            def attention(q, k, v, mask=mask):
+                return OF_JAX(q, k, v, mask=jnp.asarray(mask), is_causal=True)
+
+            both = mask & np.tril(np.ones((10, 10), bool))
+            check(attention, both, 1 / math.sqrt(8), key_heads=key_heads)
+
+
+OTHER_MASKS = {
+    "one more": lambda x: jnp.where(below(x, -1), x, -jnp.inf),
+    "reversed": lambda x: jnp.where(~below(x, 1), x, -jnp.inf),
+    "a window": lambda x: jnp.where(below(x) & ~below(x, 4), x, -jnp.inf),
+    "not low": lambda x: jnp.where(below(x), x, -5),
+    "twice": lambda x: jnp.where(below(x), jnp.where(~below(x, 4), x, -jnp.inf), -jnp.inf),
+    "a slope": lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 3),
+    "every other": lambda x: jnp.where(
+        2 * jnp.arange(x.shape[2])[:, None] >= jnp.arange(x.shape[3]), x, -jnp.inf
+    ),
+}
+
+
+def agrees(f, *args):
+    """Compares with the program as it is, in float32."""
+    got = jax.jit(jof.accelerate(lambda *args: f(*args)))(*args)
+    want = jax.jit(f)(*(x.astype(jnp.float32) for x in args))
+    for y, e in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        e = np.asarray(e, np.float64)
+        error = np.abs(np.asarray(y, np.float64) - e).max()
+        assert error <= 0.05 * max(1, np.abs(e).max())
+
+
+@pytest.mark.parametrize("name", OTHER_MASKS)
+def test_other_masks_stay(name):
+    f = with_gradients(written_out(OTHER_MASKS[name]))
+    args = operands()
+    assert swapped(f, *args) == {}
+    agrees(f, *args)
+
+
+@pytest.mark.parametrize(("low", "dtype"), [(-jnp.inf, BF16), (-6.5e4, jnp.float16), (-50, BF16)])
+def test_masks_that_kernels_would_compute_otherwise(low, dtype):
+    """Rows without keys: NaN, or means of values that no kernel computes in float16."""
+
+    def attention(q, k, v, mask):
+        return written_out(lambda x: jnp.where(mask, x, low))(q, k, v)
+
+    *args, _ = operands(dtype=dtype)
+    assert swapped(attention, *args, jnp.asarray(masks(10, 10)["all"])) == {}
+
+
+def test_causal_masks_of_other_lengths_stay():
+    f = written_out(CAUSAL["where"])
+    assert swapped(f, *operands(queries=10, keys=12)[:3]) == {}
+
+
+FULL = "btnd"
+
+
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])  # what fails is short enough
+@given(st.data())
+def test_dimensions_in_any_order(data):
+    """Einsums with operands, logits and results in any order, over one batch dimension or two."""
+    order = st.permutations
+    batch = data.draw(st.sampled_from(["b", "bn", "n", ""]))
+    q, v = ("".join(data.draw(order([*batch, *dims]))) for dims in ("td", "se"))
+    k = "".join(data.draw(order([*batch, *"sd"])))
+    result = "".join(data.draw(order([*batch, *"te"])))
+    logits = "".join(data.draw(order([*batch, *"ts"])))
+    again = "".join(data.draw(order([*batch, *"ts"])))
+    causal = data.draw(st.booleans())
+    length = data.draw(st.sampled_from([5, 6]))
+    keys = length if causal else data.draw(st.sampled_from([3, 4]))
+    sizes = {"b": 2, "n": 3, "t": length, "s": keys, "d": 8, "e": 8}
+
+    def attention(x, y, z):
+        found = jnp.einsum(f"{q},{k}->{logits}", x, y) / jnp.sqrt(4.0).astype(x.dtype)
+        if causal:
+            rows, columns = (
+                jax.lax.broadcasted_iota(jnp.int32, found.shape, logits.index(d)) for d in "ts"
+            )
+            found = jnp.where(rows >= columns, found, -jnp.inf)
+        weights = jax.nn.softmax(found, logits.index("s"))
+        weights = weights.transpose([logits.index(d) for d in again])
+        return jnp.einsum(f"{again},{v}->{result}", weights, z)
+
+    args = arrays(*([sizes[d] for d in dims] for dims in (q, k, v, result)))
+    plain = [
+        np.einsum(f"{dims}->{batch}{last}", np.asarray(x, np.float64))
+        for dims, last, x in zip((q, k, v, result), ("td", "sd", "se", "te"), args, strict=True)
+    ]
+    mask = np.tril(np.ones((length, keys), bool)) if causal else True
+    wanted = [
+        np.einsum(f"{batch}{last}->{dims}", x)
+        for dims, last, x in zip(
+            (result, q, k, v), ("te", "td", "sd", "se"), exact(*plain, mask, 0.5), strict=True
+        )
+    ]
+    both = with_gradients(attention)
+    assert_close(jax.jit(jof.accelerate(both))(*args), wanted, BF16)
+    assert swapped(both, *args) == GRADIENT
+
+
+# ---- programs ----
+
+
+def test_nothing_else_computes_the_weights():
+    """On CPUs the products of the function that stands for the kernel are all that is left."""
+    args = operands()
+    f = with_gradients(written_out(CAUSAL["where"]))
+    by = _dot_attention.KERNELS.get(jax.default_backend(), "cudnn")
+    how = {"scale": FACTOR, "is_causal": True, "implementation": by}
+    reference = with_gradients(lambda *args: jax.nn.dot_product_attention(*args, **how))
+    ours, theirs = compiled(jof.accelerate(f), *args), compiled(reference, *args)
+    for what in (" dot(", "__cudnn$fmha"):
+        assert ours.count(what) == theirs.count(what)
+    assert ours.count(" dot(") + ours.count("__cudnn$fmha") >= 2
+    assert "jof_softmax" not in ours
+
+
+def test_other_transformations():
+    f, args = with_gradients(written_out(CAUSAL["where"])), operands()
+    assert swapped(jax.vmap(f), *arrays(*[(3, 2, 10, 2, 8)] * 4)) == GRADIENT
+    remat = with_gradients(jax.checkpoint(written_out()))
+    assert swapped(remat, *args) == GRADIENT
+    agrees(remat, *args)
+
+    def layers(q, k, v, ct):
+        def layer(x, _):
+            return jax.checkpoint(written_out(CAUSAL["where"]))(x, k, v), None
+
+        return jax.vjp(lambda q: jax.lax.scan(layer, q, None, 3)[0], q)[1](ct)
+
+    assert swapped(layers, *args)["attention gradient"] == 1
+    agrees(layers, *args)
+    jitted = with_gradients(jax.jit(written_out()))
+    assert swapped(jitted, *args)["attention"] == 1
+    agrees(jitted, *args)
+    agrees(lambda *args: jax.jvp(written_out(), args[:3], args[:3]), *args)
+    many = arrays(*[(3, 2, 10, 2, 8)] * 4)
+    assert swapped(lambda *args: jax.lax.map(lambda a: f(*a), args), *many) == GRADIENT
+
+
+def test_derivatives_of_second_order():
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(written_out(CAUSAL["where"])(q, k, v).astype(jnp.float32)))
+
+    *args, ct = operands()
+    agrees(lambda q, k, v, ct: jax.jvp(lambda q: jax.grad(loss)(q, k, v), [q], [ct]), *args, ct)
+    agrees(lambda q, k, v: jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, k, v) ** 2))(q), *args)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1), (1, 2), (2,)])
+def test_gradients_of_some_operands(wanted):
+    def some(*args):
+        *operands, ct = args
+
+        def f(*chosen):
+            for i, x in zip(wanted, chosen, strict=True):
+                operands[i] = x
+            return written_out()(*operands)
+
+        return jax.vjp(f, *(operands[i] for i in wanted))[1](ct)
+
+    args = operands()
+    expected = {} if wanted == (2,) else {"attention gradient": 1}
+    assert swapped(some, *args) == expected
+    agrees(some, *args)
+
+
+def test_values_that_are_projected_late():
+    """What reads the gradient of v may come before the gradient of the logits."""
+
+    def f(q, k, x, w):
+        weights = jax.nn.softmax(logits_of(q, k) * FACTOR)
+        return weighted(weights, jnp.einsum("bsnd,de->bsne", x, w))
+
+    q, k, v, ct = operands()
+    (w,) = arrays((8, 8))
+
+    def gradients(q, k, v, w, ct):
+        return jax.vjp(f, q, k, v, w)[1](ct)
+
+    assert swapped(gradients, q, k, v, w, ct) == {"attention gradient": 1}
+    agrees(gradients, q, k, v, w, ct)
+
+
+def test_weights_that_are_read_otherwise():
+    def f(q, k, v):
+        weights = jax.nn.softmax(logits_of(q, k) * FACTOR)
+        return weighted(weights, v), weights, weights.astype(jnp.float32).sum(1)
+
+    def loss(*args):
+        return sum(jnp.sum(y.astype(jnp.float32) ** 2) for y in f(*args))
+
+    *args, _ = operands()
+    agrees(f, *args)
+    agrees(jax.grad(loss, (0, 1, 2)), *args)
+
+
+def dropped(x):
+    return x * (jax.lax.broadcasted_iota(jnp.int32, x.shape, 3) % 3 > 0)
+
+
+UNLIKE = {
+    "dropout": written_out(normalise=lambda x: dropped(jax.nn.softmax(x))),
+    "a bias": written_out(lambda x: x + x[0, 0, 0]),
+    "no exponential": written_out(normalise=jax.nn.relu),
+    "a sum over queries": written_out(normalise=lambda x: jax.nn.softmax(x, 2)),
+    "weights of other keys": written_out(normalise=lambda x: jax.nn.softmax(x).swapaxes(2, 3)),
+    "wider values": lambda q, k, v: weighted(
+        jax.nn.softmax(logits_of(q, k)), jnp.concatenate([v, v], -1)
+    ),
+    "values in float32": lambda q, k, v: weighted(
+        jax.nn.softmax(logits_of(q, k)), v.astype(jnp.float32)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_other_programs_stay(name):
+    *args, _ = operands()
+    assert swapped(UNLIKE[name], *args) == {}
+    agrees(UNLIKE[name], *args)
+
+
+def test_a_gradient_that_is_scaled_differently():
+    """As where a program replaces the gradient of its logits."""
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * FACTOR
+
+    scaled.defvjp(lambda x: (scaled(x), None), lambda _, ct: (ct * 0.2,))
+    f = with_gradients(lambda q, k, v: weighted(jax.nn.softmax(scaled(logits_of(q, k))), v))
+    args = operands()
+    assert swapped(f, *args) == FORWARD
+    agrees(f, *args)
+
+
+def test_operands_in_float32_stay():
+    *args, _ = operands(dtype=jnp.float32)
+    assert swapped(written_out(), *args) == {}
+
+
+def test_deterministic_programs_stay():
+    *args, _ = operands()
+
+    def f(*args):
+        return written_out()(*args)
+
+    text = jax.jit(jof.accelerate(f, deterministic=True)).lower(*args).as_text()
+    plain = jax.jit(lambda *args: f(*args)).lower(*args).as_text()
+    assert text.count("dot_general") == plain.count("dot_general")
+
+
+def test_export():
+    f, args = with_gradients(written_out()), operands()
+    program = jax.jit(jof.accelerate(lambda *args: f(*args)))
+    exported = jax.export.export(program, disabled_checks=jof.export_checks())(*args)
+    restored = jax.export.deserialize(exported.serialize())
+    for y, e in zip(restored.call(*args), program(*args), strict=True):
+        np.testing.assert_array_equal(y, e)
+
+
+def test_programs_over_several_devices(monkeypatch):
+    """The partitioner would have to know how attention is divided; in a `shard_map` it is."""
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("one device")
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=devices[:2])
+    place = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    args = [jax.device_put(x, place) for x in operands()]
+    f = with_gradients(written_out())
+    assert swapped(f, *args) == {}
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+    assert swapped(mapped, *args) == GRADIENT
+    agrees(mapped, *args)
+
+
+@pytest.mark.usefixtures("measurements")
+def test_sizes_that_pay(monkeypatch):
+    """Without being asked, only attention for which cuDNN was measured to be faster."""
+    monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION")
+
+    def swapped_at(*sizes):
+        x = jax.ShapeDtypeStruct(sizes, BF16)
+        return swapped(with_gradients(written_out()), x, x, x, x, platform="NVIDIA H200")
+
+    assert swapped_at(8, 512, 12, 64) == GRADIENT
+    assert swapped_at(128, 197, 12, 64) == GRADIENT
+    assert swapped_at(4096, 16, 8, 64) == {}
+
+
+def test_without_cudnn(monkeypatch):
+    """A program for GPUs keeps its attention where cuDNN cannot be asked."""
+    monkeypatch.setattr(_dot_attention.Attention, "calls", lambda self, by: None)
+    *args, _ = operands()
+    assert "attention" not in accelerated(written_out(), *args, platform="cuda")
+
+
+def test_symbols_of_floats_are_not_compared():
+    """x - 0.5 > y is not x - y - 1.5 >= 0."""
+    line = _symbols.Line((1.0,), 0.5)
+    other = _symbols.Line((0.0,), 2.0)
+    assert _symbols._compared(line, other, "GT") is None
