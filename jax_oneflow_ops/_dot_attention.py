@@ -35,7 +35,9 @@ import jax.numpy as jnp
 
 from jax_oneflow_ops import _compat, _emit, _policy, _softmaxes
 
-_LEAST_BYTES = 2**22
+# The kernels compute tiles of up to 128 queries and keys, also of the smallest attention.
+_LEAST_LOGITS, _LEAST_OF_HEAD = 2**20, 64 * 64
+_MOST_HEADS = 2**16 - 1  # of all batches: more fail in cuDNN
 KERNELS = {"cuda": "cudnn"}  # implementations of jax.nn.dot_product_attention, by platform
 Labels = tuple[int | None, ...]  # None: a dimension of size 1
 OF_KEYS, OF_VALUES = -1, -2  # labels of the features of q and k, and of those of v
@@ -90,10 +92,12 @@ class Form:
         )
         how: dict[str, Any] = {}
         if masks:
-            how["mask"] = kept = self._mask(*masks)
-            # Where nothing is kept, weights are equal, and their logits have no gradient.
-            q = jnp.where(kept.any(-1).swapaxes(1, 2)[..., None], q, 0)
-            how["mask"] = _with_even_length(_with_even_length(kept, 2), 3)
+            kept = self._mask(*masks)
+            # Where nothing is kept, weights are equal, and logits have no gradient.
+            has_keys = kept.any(-1, keepdims=True)
+            q = jnp.where(has_keys.swapaxes(1, 2), q, 0)
+            kept = _with_even_length(_with_even_length(kept | ~has_keys, 2), 3)
+            how["mask"] = kept
         elif not self.is_causal and k.shape[1] % 2:
             how["query_seq_lengths"] = jnp.full(q.shape[0], q.shape[1], jnp.int32)
             how["key_value_seq_lengths"] = jnp.full(k.shape[0], k.shape[1], jnp.int32)
@@ -212,10 +216,16 @@ class Attention:
 
     def pays(self, platform: str) -> bool:
         """Whether the kernels were measured to be faster than XLA."""
-        return platform == "cuda" and _policy.nbytes(self.aval) >= _LEAST_BYTES
+        queries, keys = self.form.size(self.form.queries), self.form.size([self.form.keys])
+        is_large = self.aval.size >= _LEAST_LOGITS and queries * keys >= _LEAST_OF_HEAD
+        return platform == "cuda" and is_large
 
     def calls(self, by: str) -> Calls | None:
-        return _calls(self.form, by, *map(_emit.aval_of, self.operands))
+        """What calls the kernels; None if there are none for such an attention."""
+        form = self.form
+        if form.size(form.batch) * form.size(form.heads + form.groups) > _MOST_HEADS:
+            return None
+        return _calls(form, by, *map(_emit.aval_of, self.operands))
 
     def replaced(self, ctx: Any) -> list[Any]:
         """The values whose operations should be removed, as nothing reads them any more."""

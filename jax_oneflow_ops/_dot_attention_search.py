@@ -136,12 +136,10 @@ class _Mask:
         is_causal = [*slopes.values()] == [by_key] and 0 <= line.constant < by_key
         return next(iter(slopes)) if is_causal else None
 
-    def keeps_uniform_rows(self, dtype: Any) -> bool:
-        """Whether kernels compute rows without keys as the program does: as means of values.
-
-        They add a large negative number to logits. To float16 none is large enough.
-        """
-        return self.bias is None and math.isfinite(self.fill) and dtype == jnp.bfloat16
+    @property
+    def gives_means(self) -> bool:
+        """Whether rows without keys become means of values, as in kernels, and not NaN."""
+        return self.bias is None and math.isfinite(self.fill)
 
     def source(self, ctx: Any) -> tuple[Any, Labels] | None:
         """What the condition was before it was repeated: a value outside of calls, its labels.
@@ -324,7 +322,7 @@ def _attention(
         is_causal = rows is not None and sizes[rows] == sizes[keys]
         if rows is not None and is_causal:
             queries, groups = [rows], [x for x in queries if x != rows]
-        elif mask.keeps_uniform_rows(avals[0].dtype) and (masked := mask.source(ctx)):
+        elif mask.gives_means and (masked := mask.source(ctx)):
             masks.append(masked)
         else:
             return None

@@ -300,14 +300,14 @@ def test_other_masks_stay(name):
     agrees(f, *args)
 
 
-@pytest.mark.parametrize(("low", "dtype"), [(-jnp.inf, BF16), (-6.5e4, jnp.float16), (-50, BF16)])
-def test_masks_that_kernels_would_compute_otherwise(low, dtype):
-    """Rows without keys: NaN, or means of values that no kernel computes in float16."""
+@pytest.mark.parametrize("low", [-jnp.inf, -50])
+def test_masks_that_kernels_would_compute_otherwise(low):
+    """Rows without keys are NaN; what is masked has weights."""
 
     def attention(q, k, v, mask):
         return written_out(lambda x: jnp.where(mask, x, low))(q, k, v)
 
-    *args, _ = operands(dtype=dtype)
+    *args, _ = operands()
     assert swapped(attention, *args, jnp.asarray(masks(10, 10)["all"])) == {}
 
 
@@ -552,6 +552,7 @@ def test_sizes_that_pay(monkeypatch):
     assert swapped_at(8, 512, 12, 64) == GRADIENT
     assert swapped_at(128, 197, 12, 64) == GRADIENT
     assert swapped_at(4096, 16, 8, 64) == {}
+    assert swapped_at(2**16, 64, 1, 64) == {}  # cuDNN fails
 
 
 def test_without_cudnn(monkeypatch):

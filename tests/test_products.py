@@ -200,7 +200,9 @@ def test_attention_and_other_batches_keep_their_results(monkeypatch):
     bias = jax.ShapeDtypeStruct((16, 64), jnp.bfloat16)
 
     def attention(q, k, bias):
-        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q + bias, k + bias)) * bias[:, :1, None]
+        weights = (
+            jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q + bias, k + bias)) * bias[:, :1, None]
+        )
         return jnp.einsum("bhqk,bkhd->bqhd", weights, k).astype(jnp.float32).sum()
 
     rows = jof.explain(jax.grad(attention, (0, 1)), q, q, bias, platform="cuda").rows
