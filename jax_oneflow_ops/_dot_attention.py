@@ -14,14 +14,17 @@ calls if asked. `_dot_attention_search` finds the products, and this module repl
 Microseconds for the attention with its gradient on an H200, bf16, as written, with kernels for the
 softmax only, and with these kernels; and temporary memory in MiB, as written and with them:
 
-    texts, positions, heads, features        as written   softmax   attention    memory
+    texts, positions, heads, features        as written   softmax   attention       memory
     16, 1024, 12, 64, causal                       1946      1817         355   1152, 49
-    the same in float32 between products           3073      3073         355   1920, 49
+    the same in float32 between products           3073         -         355   1920, 49
     4, 2048, 16, 128, causal                       2664      2425         585   1536, 65
     2, 8192, 8, 128, causal                        9432      8613        1824   6144, 65
     64, 128, 12, 64                                 216       202          89     80, 24
     512, 64, 8, 64                                  402       403         303     64, 66
+    256, 197, 6, 64                                2240      1060         595   342, 372
     4096, 16, 8, 64                                 705       704        1549    80, 132
+
+Results were also closer to float64 than those of programs that round logits and weights to bf16.
 """
 
 import dataclasses
@@ -35,9 +38,14 @@ import jax.numpy as jnp
 
 from jax_oneflow_ops import _compat, _emit, _policy, _softmaxes
 
-# The kernels compute tiles of up to 128 queries and keys, also of the smallest attention.
-_LEAST_LOGITS, _LEAST_OF_HEAD = 2**20, 64 * 64
+# The kernels compute tiles of 64 to 128 queries and keys, also of the smallest attention. On an
+# H200 they took 0.8 to 2 times as long as XLA for 16 to 49 queries and keys, 0.8 times for 56 of
+# each, and half or less for 184 and more. Odd numbers cost copies: 49 took 1.2 times as long, 197
+# took 0.56 times.
+_LEAST, _LEAST_OF_HEAD, _LEAST_IF_ODD = 16, 56 * 56, 77 * 77
+_LEAST_LOGITS = 2**19
 _MOST_HEADS = 2**16 - 1  # of all batches: more fail in cuDNN
+_MOST_ELEMENTS = 2**31 - 1
 KERNELS = {"cuda": "cudnn"}  # implementations of jax.nn.dot_product_attention, by platform
 Labels = tuple[int | None, ...]  # None: a dimension of size 1
 OF_KEYS, OF_VALUES = -1, -2  # labels of the features of q and k, and of those of v
@@ -216,16 +224,18 @@ class Attention:
 
     def pays(self, platform: str) -> bool:
         """Whether the kernels were measured to be faster than XLA."""
-        queries, keys = self.form.size(self.form.queries), self.form.size([self.form.keys])
-        is_large = self.aval.size >= _LEAST_LOGITS and queries * keys >= _LEAST_OF_HEAD
-        return platform == "cuda" and is_large
+        form = self.form
+        lengths = form.size(form.queries), form.size([form.keys])
+        least = _LEAST_IF_ODD if any(n % 2 for n in lengths) else _LEAST_OF_HEAD
+        is_long = min(lengths) >= _LEAST and math.prod(lengths) >= least
+        return platform == "cuda" and is_long and self.aval.size >= _LEAST_LOGITS
 
     def calls(self, by: str) -> Calls | None:
         """What calls the kernels; None if there are none for such an attention."""
-        form = self.form
-        if form.size(form.batch) * form.size(form.heads + form.groups) > _MOST_HEADS:
-            return None
-        return _calls(form, by, *map(_emit.aval_of, self.operands))
+        form, avals = self.form, tuple[Any, ...](map(_emit.aval_of, self.operands))
+        heads = form.size(form.batch) * form.size(form.heads + form.groups)
+        is_large = heads > _MOST_HEADS or max(x.size for x in avals) > _MOST_ELEMENTS
+        return None if is_large else _calls(form, by, *avals)
 
     def replaced(self, ctx: Any) -> list[Any]:
         """The values whose operations should be removed, as nothing reads them any more."""
