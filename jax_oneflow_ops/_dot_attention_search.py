@@ -213,7 +213,7 @@ def _scaled(ctx: Any, value: Any, ends: Callable[[Any], bool], fill: float) -> _
             place, dims = before
         elif factor := _before_factor(ctx, place):
             place, scale = factor[0], scale * factor[1]
-        elif masked := _before_mask(ctx, place, tuple(dims), fill):
+        elif scale > 0 and (masked := _before_mask(ctx, place, tuple(dims), fill / scale)):
             place, mask = masked
             masks.append(mask)
         else:
@@ -298,7 +298,7 @@ def _attention(
     keys = softmax.axis
     path = _scaled(ctx, softmax.x, _is_product(ctx), _low_of(softmax))
     product = path and _product_before(ctx, path.value, path.labels, OF_KEYS)
-    if not path or not product or len(path.masks) > 1:
+    if not path or not product or len(path.masks) > 1 or not 0 < path.scale < math.inf:
         return None
     side = next((s for s in (0, 1) if product.free(s) == {keys}), None)
     if side is None:
@@ -347,9 +347,7 @@ def _attention(
     return Attention(form, (q, k, v, *(value for value, _ in masks)), softmax)
 
 
-# Logits that are masked are at most this, or the least number of their dtype. It is what -1e9
-# becomes in 16 bits, or less.
-_LOW = -9e8
+_LOW = -1e8  # logits that are masked are at most this, or the least number of their dtype
 
 
 def _low_of(softmax: _softmaxes.Softmax) -> float:

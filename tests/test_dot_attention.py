@@ -213,6 +213,7 @@ CAUSAL = {
     "less": lambda x: jnp.where(jnp.arange(x.shape[2])[:, None] < jnp.arange(x.shape[3]), LOW, x),
     "added": lambda x: x + jnp.where(below(x), 0, -1e9).astype(x.dtype),
     "multiplied": lambda x: x + (1 - jnp.tril(jnp.ones(x.shape[-2:], x.dtype))) * -1e10,
+    "before a factor": lambda x: jnp.where(below(x), x / 0.125, -1e9) * 0.125,
     "combined": lambda x: jnp.where(below(x) & jnp.ones(x.shape, bool), x, -jnp.inf),
 }
 
@@ -275,6 +276,8 @@ OTHER_MASKS = {
     "a window": lambda x: jnp.where(below(x) & ~below(x, 4), x, -jnp.inf),
     "not low": lambda x: jnp.where(below(x), x, -5),
     "twice": lambda x: jnp.where(below(x), jnp.where(~below(x, 4), x, -jnp.inf), -jnp.inf),
+    "negated": lambda x: -jnp.where(below(x), x, 1e30),
+    "before a small factor": lambda x: jnp.where(below(x), x, -1e9) * 1e-9,
     "a slope": lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 3),
     "every other": lambda x: jnp.where(
         2 * jnp.arange(x.shape[2])[:, None] >= jnp.arange(x.shape[3]), x, -jnp.inf
@@ -468,6 +471,7 @@ UNLIKE = {
     "dropout": written_out(normalise=lambda x: dropped(jax.nn.softmax(x))),
     "a bias": written_out(lambda x: x + x[0, 0, 0]),
     "no exponential": written_out(normalise=jax.nn.relu),
+    "a negative factor": written_out(lambda x: -x),
     "a sum over queries": written_out(normalise=lambda x: jax.nn.softmax(x, 2)),
     "weights of other keys": written_out(normalise=lambda x: jax.nn.softmax(x).swapaxes(2, 3)),
     "wider values": lambda q, k, v: weighted(
