@@ -181,7 +181,7 @@ def _calls(form: Form, by: str, *avals: Any) -> Calls | None:
         return jax.tree.unflatten(tree, kept)(ct)
 
     try:
-        with _compat.in_scope(_compat.OFF):
+        with _compat.in_scope(_compat.OFF), jax.numpy_dtype_promotion("standard"):
             first = jax.make_jaxpr(forward)(*avals)
             second = jax.make_jaxpr(backward)(*first.out_avals)
     except (NotImplementedError, RuntimeError, TypeError, ValueError):

@@ -33,6 +33,7 @@ def stand_in(
 ):
     """What the kernels compute, in float32. They have gradients for even lengths only."""
     assert q.shape[1] % 2 == k.shape[1] % 2 == 0
+    assert jax.config.jax_numpy_dtype_promotion == "standard"  # functions of jax need it
     dtype, shared = q.dtype, q.shape[2] // k.shape[2]
     q, *of_keys = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (x.repeat(shared, 2) for x in of_keys)
@@ -518,6 +519,13 @@ def test_deterministic_programs_stay():
     text = jax.jit(jof.accelerate(f, deterministic=True)).lower(*args).as_text()
     plain = jax.jit(lambda *args: f(*args)).lower(*args).as_text()
     assert text.count("dot_general") == plain.count("dot_general")
+
+
+def test_strict_promotion_of_dtypes():
+    f, args = with_gradients(written_out()), operands(queries=11)
+    with jax.numpy_dtype_promotion("strict"):
+        assert swapped(f, *args) == GRADIENT
+        agrees(f, *args)
 
 
 def test_export():
