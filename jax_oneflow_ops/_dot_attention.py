@@ -321,7 +321,8 @@ class Gradient:
         avals = tuple(map(_emit.aval_of, attention.operands[:3]))
         gradients = _lowered(ctx, calls.backward, (ct, *kept[1:]), avals)
         for product in known.products.get(key, ()):
-            if product.ct == self.ct:
+            is_same = (product.ct, product.of_ct) == (self.ct, self.labels)
+            if is_same and {*product.labels} - {None} == {*form.v} - {None}:
                 of_v = _reordered(gradients[2], form.v, product.labels, product.aval)
                 _compat.replace_value(product.value, of_v)
         return gradients
@@ -333,13 +334,14 @@ class WithWeights:
 
     Attributes:
       softmax: the weights.
-      ct: the cotangent.
+      ct, of_ct: the cotangent, and the labels of its dimensions.
       labels: those of the dimensions of the result.
       aval, value: the type of the result, and the result once it is lowered, a value of MLIR.
     """
 
     softmax: _softmaxes.Softmax
     ct: Any
+    of_ct: Labels
     labels: Labels
     aval: Any
     value: Any = None

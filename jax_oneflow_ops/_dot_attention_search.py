@@ -63,23 +63,23 @@ def _product_before(ctx: Any, value: Any, result: Labels, contracted: int) -> _P
         contracting, batch = _compat.dimensions_of_product(value)
     else:
         return None
-    left = len(batch[0])
-    found = []
+    of_batch, others = result[: len(batch[0])], iter(result[len(batch[0]) :])
+    found: list[Labels] = []
     for side, x in enumerate(operands):
         shape = _compat.shape_of(x)
-        free = _free_dims(len(shape), contracting[side], batch[side])
         labels: list[int | None] = [None] * len(shape)
-        places = [*range(len(batch[0])), *range(left, left + len(free))]
-        for d, place in zip((*batch[side], *free), places, strict=True):
-            labels[d] = result[place]
-        left += len(free)
+        for d, label in zip(batch[side], of_batch, strict=True):
+            labels[d] = label
+        for d in _free_dims(len(shape), contracting[side], batch[side]):
+            labels[d] = next(others)
         large = [d for d in contracting[side] if shape[d] > 1]
         if len(large) != 1:
             return None
         labels[large[0]] = contracted
-        found.append(tuple(labels))
-    shared = frozenset(x for x in result[: len(batch[0])] if x is not None)
-    return _Product((operands[0], operands[1]), (*found,), result, frozenset([contracted]), shared)  # type: ignore[arg-type]
+        found.append((*labels,))
+    left, right = operands
+    shared = frozenset(x for x in of_batch if x is not None)
+    return _Product((left, right), (found[0], found[1]), result, frozenset([contracted]), shared)
 
 
 def _product_after(
@@ -286,7 +286,8 @@ def _with_weights(
     if product is None:
         return None
     if product.contracted != {softmax.axis}:
-        return WithWeights(softmax, operands[1 - side], product.result, result)
+        ct, of_ct = operands[1 - side], product.labels[1 - side]
+        return WithWeights(softmax, ct, of_ct, product.result, result)
     v, of_v = operands[1 - side], product.labels[1 - side]
     attention = _attention(ctx, softmax, v, of_v, product.result)
     return attention if attention and result.dtype == attention.dtype else None
