@@ -242,7 +242,8 @@ def _before_mask(
         for keeps, x, other in ((True, first, second), (False, second, first)):
             low = _symbols.number(ctx, other)
             if low is not None and (low <= fill < 0 or low == fill == 0):
-                return x, _Mask(condition, keeps, None, low, dims)
+                own = dims if _compat.shape_of(condition.value) else ()  # one for all elements
+                return x, _Mask(condition, keeps, None, low, own)
     pair = place.operands("stablehlo.add") if fill < 0 else ()
     for x, bias in (pair, pair[::-1]) if pair else ():
         symbol = _symbols.symbol_of(ctx, bias)

@@ -236,6 +236,8 @@ def masks(queries, keys):
         "of queries and keys": some[:1, :1],
         "of the batch": some[:, :1],
         "of heads": some[:1],
+        "one value": np.array(True),
+        "none": np.array(False),
         "causal": some[:, :1, :1] & np.tril(np.ones((queries, keys), bool)),
     }
 
