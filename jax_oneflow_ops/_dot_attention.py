@@ -8,13 +8,13 @@ calls if asked. `_dot_attention_search` finds the products, and this module repl
 - the product of the weights and v becomes a call of the kernel. What computed the weights remains
   in the program, and XLA removes it if nothing else reads it;
 - the first product of the gradient of the logits, with k or q, becomes a call of the gradient's
-  kernel, which returns all three gradients. That of v was lowered before: what reads it reads the
-  kernel's from then on.
+  kernel, which returns all three gradients. The gradient of v was lowered earlier, as a product:
+  what reads it is redirected to the kernel's result.
 
 Microseconds for the attention with its gradient on an H200, bf16, as written, with kernels for the
 softmax only, and with these kernels; and temporary memory in MiB, as written and with them:
 
-    texts, positions, heads, features        as written   softmax   attention       memory
+    batch, positions, heads, features        as written   softmax   attention       memory
     16, 1024, 12, 64, causal                       1946      1817         355   1152, 49
     the same in float32 between products           3073         -         355   1920, 49
     4, 2048, 16, 128, causal                       2664      2425         585   1536, 65
@@ -22,7 +22,7 @@ softmax only, and with these kernels; and temporary memory in MiB, as written an
     64, 128, 12, 64                                 216       202          89     80, 24
     512, 64, 8, 64                                  402       403         303     64, 66
     256, 197, 6, 64                                2240      1060         595   342, 372
-    4096, 16, 8, 64                                 705       704        1549    80, 132
+    4096, 16, 8, 64, which is not swapped           705       704        1549    80, 132
 
 Results were also closer to float64 than those of programs that round logits and weights to bf16.
 """
@@ -38,14 +38,13 @@ import jax.numpy as jnp
 
 from jax_oneflow_ops import _compat, _emit, _policy, _softmaxes
 
-# The kernels compute tiles of 64 to 128 queries and keys, also of the smallest attention. On an
-# H200 they took 0.8 to 2 times as long as XLA for 16 to 49 queries and keys, 0.8 times for 56 of
-# each, and half or less for 184 and more. Odd numbers cost copies: 49 took 1.2 times as long, 197
-# took 0.56 times.
+# The kernels compute tiles of 64 to 128 queries and keys, also of the smallest attention. Their
+# time relative to XLA's, on an H200: 0.8 to 2 for 16 to 49 queries and keys, 0.8 for 56, at most
+# 0.5 for 184 and more. Odd numbers cost copies: 1.2 for 49, 0.56 for 197.
 _LEAST, _LEAST_OF_HEAD, _LEAST_IF_ODD = 16, 56 * 56, 77 * 77
 _LEAST_LOGITS = 2**19
 _MOST_HEADS = 2**16 - 1  # of all batches: more fail in cuDNN
-_MOST_ELEMENTS = 2**31 - 1
+_MOST_ELEMENTS, _MOST_FEATURES = 2**31 - 1, 256  # jax knows devices with kernels for fewer features
 KERNELS = {"cuda": "cudnn"}  # implementations of jax.nn.dot_product_attention, by platform
 Labels = tuple[int | None, ...]  # None: a dimension of size 1
 OF_KEYS, OF_VALUES = -1, -2  # labels of the features of q and k, and of those of v
@@ -235,7 +234,9 @@ class Attention:
         form, avals = self.form, tuple[Any, ...](map(_emit.aval_of, self.operands))
         heads = form.size(form.batch) * form.size(form.heads + form.groups)
         is_large = heads > _MOST_HEADS or max(x.size for x in avals) > _MOST_ELEMENTS
-        return None if is_large else _calls(form, by, *avals)
+        features = form.sizes[-1]
+        has_no_kernel = is_large or features % 8 or features > _MOST_FEATURES
+        return None if has_no_kernel else _calls(form, by, *avals)
 
     def replaced(self, ctx: Any) -> list[Any]:
         """The values whose operations should be removed, as nothing reads them any more."""

@@ -111,7 +111,10 @@ def _product_after(
 
 @dataclasses.dataclass(frozen=True)
 class _Mask:
-    """What was masked: by a condition and whether it keeps what is true, or by adding a bias."""
+    """How logits were masked: by a select, or by adding `bias`; one of the two is set.
+
+    A select keeps those where `condition` is true if `keeps`, else those where it is false.
+    """
 
     condition: Place | None
     keeps: bool
@@ -202,7 +205,7 @@ def _moved(value: Any, ends: Callable[[Any], bool]) -> _Path | None:
 
 
 def _scaled(ctx: Any, value: Any, ends: Callable[[Any], bool], fill: float) -> _Path | None:
-    """The same, also through factors and masks, which replace values by at most `fill`."""
+    """Like `_moved`, but also through factors, and through masks whose fill is at most `fill`."""
     place, dims = Place(value), [*range(len(_compat.shape_of(value)))]
     scale = 1.0
     masks: list[_Mask] = []

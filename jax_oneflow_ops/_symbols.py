@@ -1,4 +1,4 @@
-"""What a value of a program is, as far as constants and indices determine it.
+"""Symbolic values of a program: numbers, affine functions of indices, and steps of these.
 
 A causal mask is computed from constants: indices of rows are compared with indices of columns. This
 module finds that out when a program is lowered, without computing the mask. It also looks into the
@@ -60,7 +60,7 @@ class Place:
         return (Place(before[0], self.calls), before[1]) if before else None
 
     def before_move(self, dims: Sequence[Any]) -> "tuple[Place, list[Any]] | None":
-        """The same, unless elements were repeated: what is moved may get dimensions of size 1."""
+        """Like `before_repeat`, but None if elements were repeated."""
         if (before := self.before_repeat(dims)) is None:
             return None
         sizes = (math.prod(_compat.shape_of(x.value)) for x in (self, before[0]))

@@ -442,9 +442,9 @@ def _part_of_attention(
         return found, None
     if not (_is_asked_for() or found.pays(platform)):
         return None
+    if _explanation.get() and jax.default_backend() != "gpu":  # where cuDNN cannot be asked
+        by = "xla"
     calls = found.calls(by)
-    if calls is None and _explanation.get():  # without a GPU
-        calls = found.calls("xla")
     return (found, calls) if calls else None
 
 
@@ -952,14 +952,15 @@ def accelerate(
     Inside, JAX's own scatters that add, subtract, multiply or take maxima or minima run as native
     kernels: those of `jax.ops.segment_sum` and its relatives, ``x.at[...].add``, `jnp.bincount` and
     `jnp.histogram`, and the gradients of lookups, as in embeddings, `jnp.take_along_axis` and
-    `jax.image.resize`. So do the searches of `jnp.searchsorted` and `jnp.digitize`. On one device,
-    kernels also compute sums and dot products of gathered rows directly from `x`, such as
-    ``segment_sum(w[:, None] * x[senders], receivers)``, where that was measured to be faster, and
-    on GPUs the maxima and sums of exponentials of cross entropies and other rows in one pass. cuDNN
-    computes attention in 16 bits on GPUs, without an array of weights. Other slow operations become
-    operations of XLA that are fast: some convolutions and gradients of pooling, and matrix products
-    of sizes that GPUs compute slowly, which are padded. Outside, nothing changes. :func:`explain`
-    shows what is swapped in a program, what is not, and why.
+    `jax.image.resize`. The searches of `jnp.searchsorted` and `jnp.digitize` are kernels, too. On
+    one device, kernels also compute sums and dot products of gathered rows, such as
+    ``segment_sum(w[:, None] * x[senders], receivers)``, without an array of these rows, where that
+    was measured to be faster. On GPUs, cuDNN computes 16-bit attention without an array of weights,
+    kernels compute other 16-bit softmaxes and their gradients, and sums of exponentials, as in
+    cross entropies, read their rows once. Other slow operations become operations of XLA that are
+    fast: some convolutions and gradients of pooling, and matrix products of sizes that GPUs compute
+    slowly, which are padded. Outside, nothing changes. :func:`explain` shows what is swapped in a
+    program, what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 
@@ -989,7 +990,7 @@ def accelerate(
         side effects such as `jax.debug.print`.
       deterministic: gives every sum that is swapped the same bits on every run, at some cost (see
         :func:`segment_sum`). It also orders ``x.at[ids].set(u)`` on GPUs: the last update of a row
-        wins, as on CPUs.
+        wins, as on CPUs. Attention is left to XLA.
 
     Returns:
       A function like `fun`, with the methods of a function made by `jax.jit` if it is one. Without
@@ -1005,7 +1006,9 @@ def accelerate(
     Numerics:
       Those of :func:`segment_sum` and :func:`scatter_add`: results may differ from XLA's in the
       last bits, as the order of summation does. Sums of 16-bit values are more accurate: they are
-      computed in float32 and rounded once, with the exception that :func:`segment_sum` names. If
+      computed in float32 and rounded once, with the exception that :func:`segment_sum` names.
+      Attention and softmax in 16 bits are computed in float32, so they may differ by more from
+      programs that round between steps. The gradient of attention may differ between runs. If
       ``indices_are_sorted=True`` is not true, sums are wrong, even where XLA ignores it. With
       ``fuse=True``, 16-bit values inside a chain are float32, and are rounded when the chain stores
       them, as in :func:`fuse`.
@@ -1098,7 +1101,11 @@ _BY_MAXIMUM = {
         "cross entropy",
         "jof.softmax_cross_entropy_with_integer_labels keeps no array of probabilities",
     ),
-    "dot_product_attention": ("attention", 'implementation="cudnn" is a kernel for 16 bits'),
+    "dot_product_attention": (
+        "attention",
+        'accelerate leaves it: docs/accelerate.md says when; implementation="cudnn" asks for '
+        "kernels for 16 bits",
+    ),
     **{
         name: (name, f"jof.{name} is one kernel: measure the step with it and without")
         for name in ("softmax", "log_softmax", "logsumexp")
