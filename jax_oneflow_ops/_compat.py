@@ -605,9 +605,12 @@ def result_in_function(ctx: Any, value: Any) -> tuple[Any, Any] | None:
     """If the call of a function of the program made a value: the call, and the value inside."""
     if callee_of(value) is None:
         return None
-    call = value.owner.operation
-    function = ctx.module_context.symbol_table[call.attributes["callee"].value]
-    *_, end = function.regions[0].blocks[0].operations
+    call, known = value.owner.operation, functions_of_module(ctx)
+    name = call.attributes["callee"].value
+    if (result_in_function, name) not in known:
+        block = ctx.module_context.symbol_table[name].regions[0].blocks[0]
+        *_, known[result_in_function, name] = block.operations
+    end = known[result_in_function, name]
     return call, end.operands[ir.OpResult(value).result_number]
 
 
@@ -872,10 +875,12 @@ def move_before(call: Any, value: Any) -> bool:
         if call.is_before_in_block(op):
             later.append(op)
             op.walk(read)
-    while later:
-        first = next(op for op in later if not any(o.is_before_in_block(op) for o in later))
-        first.move_before(call)
-        later.remove(first)
+
+    def order(one: Any, other: Any) -> int:
+        return -1 if one.is_before_in_block(other) else 1
+
+    for op in sorted(later, key=functools.cmp_to_key(order)):
+        op.move_before(call)
     return True
 
 

@@ -180,17 +180,21 @@ def _calls(form: Form, by: str, *avals: Any) -> Calls | None:
         return jax.tree.unflatten(tree, kept)(ct)
 
     try:
-        with _compat.in_scope(_compat.OFF), jax.numpy_dtype_promotion("standard"):
+        # As in every program, whatever the mesh and the mode of promotion are here.
+        mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+        with _compat.in_scope(_compat.OFF), jax.numpy_dtype_promotion("standard"), mesh:
             first = jax.make_jaxpr(forward)(*avals)
             second = jax.make_jaxpr(backward)(*first.out_avals)
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
-    calls = [jax.jit(functools.partial(_evaluated, jaxpr=jaxpr)) for jaxpr in (first, second)]
-    return Calls(calls[0], calls[1], tuple(first.out_avals))
+    return Calls(_function(first), _function(second), tuple(first.out_avals))
 
 
-def _evaluated(*args: Any, jaxpr: Any) -> Any:
-    return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+def _function(jaxpr: Any) -> Callable[..., Any]:
+    def attention(*args: Any) -> Any:  # jax would print the jaxpr if it were an argument of partial
+        return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+
+    return jax.jit(attention)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,17 +299,18 @@ class Gradient:
         return [*self.attention.replaced(ctx), self.of_logits]
 
     @property
-    def _key(self) -> tuple[Any, Any]:
-        return self.attention.softmax.exponentials, self.ct
+    def _key(self) -> tuple[Any, ...]:
+        return self.attention.softmax.exponentials, self.attention, self.ct, self.labels
 
     def is_called(self, ctx: Any) -> bool:
         """The same. The kernel computes all gradients of an attention."""
-        return self._key in known_in(ctx).gradients
+        results = known_in(ctx).gradients.get(self._key, ())
+        return all(map(_compat.is_in_current_block, results)) and bool(results)
 
     def lower(self, ctx: Any, calls: Calls) -> Any:
         """Lowers to a call of the kernel, if it was not called yet, and returns this gradient."""
         gradients = known_in(ctx).gradients
-        if self._key not in gradients:
+        if not self.is_called(ctx):
             gradients[self._key] = self._all(ctx, calls)
         value = gradients[self._key][self.operand]
         form = self.attention.form
@@ -315,14 +320,15 @@ class Gradient:
     def _all(self, ctx: Any, calls: Calls) -> list[Any]:
         known, attention = known_in(ctx), self.attention
         form, key = attention.form, attention.softmax.exponentials
-        earlier, kept = known.attentions.get(key, (None, ()))
-        if earlier != attention:  # the program does not compute the attention itself here
+        kept = known.attentions[key][1] if known.attention(attention.softmax) == attention else ()
+        if not kept:  # the program does not compute the attention itself here
             kept = _lowered(ctx, calls.forward, attention.operands, calls.results)
         ct = _reordered(self.ct, self.labels, form.result, calls.results[0])
         avals = tuple(map(_emit.aval_of, attention.operands[:3]))
         gradients = _lowered(ctx, calls.backward, (ct, *kept[1:]), avals)
         for product in known.products.get(key, ()):
             is_same = (product.ct, product.of_ct) == (self.ct, self.labels)
+            is_same &= _compat.is_in_current_block(product.value)
             if is_same and {*product.labels} - {None} == {*form.v} - {None}:
                 of_v = _reordered(gradients[2], form.v, product.labels, product.aval)
                 _compat.replace_value(product.value, of_v)
@@ -363,6 +369,11 @@ class Known:
     gradients: dict[Any, list[Any]]  # also by the cotangent
     products: dict[Any, list[WithWeights]]
     padded: dict[Any, Any]  # operands and dimensions of products, by their result
+
+    def attention(self, softmax: _softmaxes.Softmax) -> Attention | None:
+        """The attention of a softmax that the block which is being lowered computes."""
+        found, results = self.attentions.get(softmax.exponentials, (None, ()))
+        return found if results and _compat.is_in_current_block(results[0]) else None
 
 
 def known_in(ctx: Any) -> Known:

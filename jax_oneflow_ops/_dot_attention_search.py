@@ -126,7 +126,7 @@ class _Mask:
         """The dimension of queries if they attend to keys up to their own position, else None."""
         place = self.condition or self.bias
         symbol = _symbols.symbol_of(ctx, place) if place else None
-        if not isinstance(symbol, _symbols.Step):
+        if place is None or not isinstance(symbol, _symbols.Step):
             return None
         kept = symbol.map(lambda y: (y == 0) if self.bias else (bool(y) == self.keeps))
         line = kept.line
@@ -134,7 +134,9 @@ class _Mask:
             line = _symbols.Line(tuple(-x for x in line.slopes), -1 - line.constant)
         elif (kept.inside, kept.outside) != (True, False):
             return None
-        slopes = {d: slope for d, slope in zip(self.dims, line.slopes, strict=True) if slope}
+        sizes = _compat.shape_of(place.value)
+        axes = zip(self.dims, line.slopes, sizes, strict=True)
+        slopes = {d: slope for d, slope, n in axes if slope and n > 1}
         by_key = -slopes.pop(keys, 0.0)
         is_causal = [*slopes.values()] == [by_key] and 0 <= line.constant < by_key
         return next(iter(slopes)) if is_causal else None
@@ -209,7 +211,9 @@ def _scaled(ctx: Any, value: Any, ends: Callable[[Any], bool], fill: float) -> _
     place, dims = Place(value), [*range(len(_compat.shape_of(value)))]
     scale = 1.0
     masks: list[_Mask] = []
-    while place.calls or not ends(place.value):
+    for _ in range(_MOST_STEPS):
+        if not place.calls and ends(place.value):
+            return _Path(place.value, dims, scale, tuple(masks))
         if inside := place.across_call(ctx):
             place = inside
         elif before := place.before_move(dims):
@@ -220,8 +224,11 @@ def _scaled(ctx: Any, value: Any, ends: Callable[[Any], bool], fill: float) -> _
             place, mask = masked
             masks.append(mask)
         else:
-            return None
-    return _Path(place.value, dims, scale, tuple(masks))
+            break
+    return None
+
+
+_MOST_STEPS = 64  # operations between products and softmaxes that are looked at
 
 
 def _before_factor(ctx: Any, place: Place) -> tuple[Place, float] | None:
@@ -324,7 +331,7 @@ def _attention(
     is_causal = False
     for mask in path.masks:
         rows = mask.queries(ctx, keys)
-        is_causal = rows is not None and sizes[rows] == sizes[keys]
+        is_causal = rows is not None and rows in queries and sizes[rows] == sizes[keys]
         if rows is not None and is_causal:
             queries, groups = [rows], [x for x in queries if x != rows]
         elif mask.gives_means and (masked := mask.source(ctx)):
@@ -381,20 +388,24 @@ def _gradient(
         return None
     v, of_v = before.operands[place], before.labels[place]
     ct, of_ct = before.operands[1 - place], before.labels[1 - place]
-    attention, _ = known_in(ctx).attentions.get(softmax.exponentials, (None, None))
+    attention = known_in(ctx).attention(softmax)
     if attention is None or attention.operands[2] != v:
         attention = _attention(ctx, softmax, v, of_v, of_ct)
     if attention is None or not math.isclose(path.scale, attention.form.scale, rel_tol=1e-6):
         return None
     form, other = attention.form, (operands[1 - side], product.labels[1 - side])
+    if form.mask is not None and not path.masks:  # rows without keys have gradients
+        return None
     for mask in path.masks:  # of gradients that are 0 anyway, if it is the mask of the logits
         dims = tuple(None if d is None else labels[d] for d in mask.dims)
         own = dataclasses.replace(mask, dims=dims)
         if form.is_causal:
             is_same = (own.queries(ctx, form.keys),) == form.queries
-        else:
-            masked = (*attention.operands[3:], form.mask), form.keeps
+        elif form.mask is not None:
+            masked = (attention.operands[3], form.mask), form.keeps
             is_same = (own.source(ctx), own.keeps) == masked
+        else:
+            is_same = False
         if not is_same:
             return None
     aval = _emit.aval_of(ct)

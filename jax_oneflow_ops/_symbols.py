@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_oneflow_ops import _compat, _emit
@@ -48,23 +49,40 @@ class Place:
         return [Place(x, self.calls) for x in operands_of(self.value, *names)]
 
     def before_repeat(self, dims: Sequence[Any]) -> "tuple[Place, list[Any]] | None":
-        """What a value was before a transposition, a conversion or a broadcast; or None.
+        """What a value was before a transposition, a broadcast or a wider dtype; or None.
 
         `dims` says for each dimension which dimension of a later result it becomes. Those of
         dimensions of size 1 may be wrong.
         """
-        if source := self.operands("stablehlo.convert"):
-            return source[0], [*dims]
+        for source in self.operands("stablehlo.convert"):
+            return (source, [*dims]) if _is_wider(self.value, source.value) else None
         before = _compat.before_transpose(self.value, dims)
         before = before or _compat.before_broadcast(self.value, dims)
         return (Place(before[0], self.calls), before[1]) if before else None
 
     def before_move(self, dims: Sequence[Any]) -> "tuple[Place, list[Any]] | None":
-        """Like `before_repeat`, but None if elements were repeated."""
+        """Like `before_repeat`, also through rounding, but None if elements were repeated."""
+        for source in self.operands("stablehlo.convert"):
+            are_floats = {_kind(self.value), _kind(source.value)} <= _FLOATS
+            return (source, [*dims]) if are_floats else None
         if (before := self.before_repeat(dims)) is None:
             return None
         sizes = (math.prod(_compat.shape_of(x.value)) for x in (self, before[0]))
         return before if len({*sizes}) == 1 else None
+
+
+_FLOATS = {"bf16", "f16", "f32", "f64"}
+
+
+def _kind(value: Any) -> str:
+    return str(_compat.ir.ShapedType(value.type).element_type)
+
+
+def _is_wider(value: Any, source: Any) -> bool:
+    """Whether a conversion of booleans or floats made a value that is 0 only where they are."""
+    kinds = _kind(value), _kind(source)
+    are_floats = {*kinds} <= _FLOATS
+    return kinds[1] == "i1" or (are_floats and int(kinds[0][-2:]) > int(kinds[1][-2:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +174,8 @@ def symbol_of(ctx: Any, place: Place, steps: list[int] | None = None) -> Symbol:
         return _moved(place.value, known(0))
     if name == "stablehlo.convert":
         return _converted(known(0), aval.dtype)
+    if not _is_computed_as_numbers(name, aval.dtype):
+        return None
     if name in _OF_ONE:
         return _mapped(known(0), _OF_ONE[name])
     if name == "stablehlo.compare":
@@ -166,6 +186,16 @@ def symbol_of(ctx: Any, place: Place, steps: list[int] | None = None) -> Symbol:
     if name in _ARITHMETIC:
         return _combined(known(0), known(1), name)
     return None
+
+
+def _is_computed_as_numbers(name: str, dtype: Any) -> bool:
+    """Whether an operation has the result that it has for numbers: no bits, no wrapping around."""
+    if name in ("stablehlo.and", "stablehlo.or", "stablehlo.not"):
+        return bool(dtype == np.bool_)
+    if name == "stablehlo.divide":
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+    can_wrap = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    return not (can_wrap and name in {*_ARITHMETIC, *_OF_ONE})
 
 
 def _mapped(x: Symbol, function: Callable[[float], float]) -> Symbol:
@@ -182,8 +212,8 @@ def _converted(x: Symbol, dtype: Any) -> Symbol:
 
 
 def _is_exact(dtype: Any) -> bool:
-    """Whether a dtype represents all indices of arrays of ordinary sizes."""
-    return bool(dtype.itemsize >= 4)
+    """Whether a dtype represents all indices of arrays of ordinary sizes, and their differences."""
+    return bool(dtype.itemsize >= 4 and not jnp.issubdtype(dtype, jnp.unsignedinteger))
 
 
 def _moved(value: Any, x: Symbol) -> Symbol:

@@ -486,25 +486,124 @@ UNLIKE = {
 }
 
 
+def with_own_gradient(function, gradient):
+    """A function of logits whose gradient a program replaces."""
+    own = jax.custom_vjp(function)
+    own.defvjp(lambda x: (function(x), None), lambda _, ct: (gradient(ct),))
+    return written_out(own)
+
+
+NO_KEYS_IN_ONE_ROW = np.ones((10, 10), bool)
+NO_KEYS_IN_ONE_ROW[2] = False
+OWN_GRADIENTS = {
+    "guarded": (lambda x: x, lambda ct: jnp.where(jnp.isfinite(ct), ct, 0)),
+    "if one value says so": (lambda x: x, lambda ct: jnp.where(jnp.sum(ct) < jnp.inf, ct, 0)),
+    "scaled": (lambda x: x, lambda ct: ct * 0.2),
+    "not masked": (lambda x: jnp.where(NO_KEYS_IN_ONE_ROW, x, -1e30), lambda ct: ct),
+    "masked": (lambda x: x, lambda ct: jnp.where(NO_KEYS_IN_ONE_ROW, ct, 0)),
+}
+
+
+@pytest.mark.parametrize("name", OWN_GRADIENTS)
+def test_gradients_that_a_program_replaces(name):
+    f, args = with_gradients(with_own_gradient(*OWN_GRADIENTS[name])), operands()
+    assert swapped(f, *args) == FORWARD
+    agrees(f, *args)
+
+
+def test_one_softmax_for_several_attentions():
+    """Of other values, and of one cotangent that is read in two orders."""
+    (*args, ct), (other,) = operands(8, 8, 8, width=8), arrays([8] * 4)
+
+    def of_two_values(q, k, v, other, ct):
+        weights, pullback = jax.vjp(lambda q, k: jax.nn.softmax(logits_of(q, k) * FACTOR), q, k)
+
+        def of(v):
+            y, pullback_of_v = jax.vjp(weighted, weights, v)
+            of_weights, of_v = pullback_of_v(ct)
+            return y, of_v, pullback(of_weights)
+
+        return of(v), of(other)
+
+    assert swapped(of_two_values, *args, other, ct) == {"attention": 2, "attention gradient": 2}
+    agrees(of_two_values, *args, other, ct)
+
+    def in_two_orders(q, k, v, ct):
+        _, pullback = jax.vjp(lambda q, k: jax.nn.softmax(logits_of(q, k) * FACTOR), q, k)
+        return [
+            pullback(jnp.einsum(f"{order},bsnd->bnts", ct, v)) for order in ("btnd", "tbnd", "bntd")
+        ]
+
+    assert swapped(in_two_orders, *args, ct) == {"attention gradient": 3}
+    agrees(in_two_orders, *args, ct)
+
+
+def test_masks_that_conversions_change():
+    *args, _ = operands()
+    few = jnp.asarray(rng_for("few").uniform(0, 2, (2, 1, 1, 10)), jnp.float32)
+    large = jnp.asarray(np.arange(10) % 3 * 128)
+    tiny = jnp.asarray(np.arange(10) % 3 * 1e-10, jnp.float32)
+    for mask, dtype in ((few, jnp.int32), (large, jnp.uint8), (tiny, jnp.float16)):
+
+        def f(q, k, v, dtype=dtype, mask=mask):
+            return written_out(lambda x: jnp.where(mask.astype(dtype) != 0, x, -1e30))(q, k, v)
+
+        assert swapped(f, *args) == FORWARD
+        agrees(f, *args)
+
+
+QUANTISED = {
+    "logits": written_out(lambda x: x.astype(jnp.int32).astype(x.dtype)),
+    "logits in 8 bits": written_out(lambda x: x.astype(jnp.float8_e4m3fn).astype(x.dtype)),
+    "weights": written_out(normalise=lambda x: jax.nn.softmax(x).astype(jnp.int8).astype(x.dtype)),
+    "unsigned positions": written_out(
+        lambda x: jnp.where(
+            jnp.arange(x.shape[2], dtype=jnp.uint32)[:, None]
+            - jnp.arange(x.shape[3], dtype=jnp.uint32)
+            >= 0,
+            x,
+            -jnp.inf,
+        )
+    ),
+    "a factor of bits": written_out(lambda x: x * (jnp.int32(6) & jnp.int32(3)).astype(x.dtype)),
+    "a quotient of integers": written_out(
+        lambda x: x * jax.lax.div(jnp.int32(5), jnp.int32(2)).astype(x.dtype)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_steps_that_are_no_steps_of_numbers(name):
+    *args, _ = operands()
+    assert swapped(QUANTISED[name], *args) == {}
+
+
+def test_a_mask_along_a_dimension_of_size_1():
+    """It is causal for one query only, and the others are a batch."""
+    q, k, v = (x[0, :, 0] for x in operands()[:3])
+
+    def f(q, k, v):
+        logits = jnp.einsum("td,sd->ts", q, k).reshape(10, 1, 10)
+        rows, columns = (jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) for d in (1, 2))
+        logits = jnp.where(rows >= columns, logits, -1e30).reshape(10, 1, 1, 10)
+        return jnp.einsum("tabs,sd->tabd", jax.nn.softmax(logits), v)
+
+    agrees(f, q, k, v)
+
+
+def test_on_a_mesh_of_one_device():
+    """Its types have shardings, and JAX writes them between operations: nothing is recognised."""
+    f, args = with_gradients(written_out(CAUSAL["where"])), operands()
+    mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        agrees(f, *args)
+
+
 @pytest.mark.parametrize("name", UNLIKE)
 def test_other_programs_stay(name):
     *args, _ = operands()
     assert swapped(UNLIKE[name], *args) == {}
     agrees(UNLIKE[name], *args)
-
-
-def test_a_gradient_that_is_scaled_differently():
-    """As where a program replaces the gradient of its logits."""
-
-    @jax.custom_vjp
-    def scaled(x):
-        return x * FACTOR
-
-    scaled.defvjp(lambda x: (scaled(x), None), lambda _, ct: (ct * 0.2,))
-    f = with_gradients(lambda q, k, v: weighted(jax.nn.softmax(scaled(logits_of(q, k))), v))
-    args = operands()
-    assert swapped(f, *args) == FORWARD
-    agrees(f, *args)
 
 
 def test_operands_in_float32_stay():
