@@ -235,7 +235,8 @@ class Attention:
 
     def calls(self, by: str) -> Calls | None:
         """What calls the kernels; None if there are none for such an attention."""
-        form, avals = self.form, tuple[Any, ...](map(_emit.aval_of, self.operands))
+        form = self.form
+        avals: list[Any] = [*map(_emit.aval_of, self.operands)]
         heads = form.size(form.batch) * form.size(form.heads + form.groups)
         is_large = heads > _MOST_HEADS or max(x.size for x in avals) > _MOST_ELEMENTS
         features = form.sizes[-1]

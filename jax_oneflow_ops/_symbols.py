@@ -216,38 +216,42 @@ def _is_exact(dtype: Any) -> bool:
     return bool(dtype.itemsize >= 4 and not jnp.issubdtype(dtype, jnp.unsignedinteger))
 
 
+def _on_line(x: Symbol, function: Callable[[Line], Line | None]) -> Symbol:
+    """`x` with another line."""
+    if not isinstance(x, Step):
+        return None if x is None else function(x)
+    line = function(x.line)
+    return None if line is None else dataclasses.replace(x, line=line)
+
+
 def _moved(value: Any, x: Symbol) -> Symbol:
     """`x` after its dimensions were transposed or repeated to make `value`."""
-    line = x.line if isinstance(x, Step) else x
-    if line is None:
-        return None
-    rank = len(_compat.shape_of(value))
-    before = _compat.before_broadcast(value, range(rank))
-    if order := _compat.order_of_transpose(value):
-        slopes = [line.slopes[d] for d in order]
-    elif line.is_number:
-        slopes = [0.0] * rank
-    elif before is None:
-        return None
-    else:
-        source, dims = before
-        slopes = [0.0] * rank
-        for d, slope, size in zip(dims, line.slopes, _compat.shape_of(source), strict=True):
-            if size > 1:
-                slopes[d] = slope
-    moved = Line(tuple(slopes), line.constant)
-    return dataclasses.replace(x, line=moved) if isinstance(x, Step) else moved
+    dims = range(len(_compat.shape_of(value)))
+    before = _compat.before_transpose(value, dims) or _compat.before_broadcast(value, dims)
+
+    def move(line: Line) -> Line | None:
+        slopes = [0.0 for _ in dims]
+        if before is None and not line.is_number:
+            return None
+        if before is not None:
+            source, places = before
+            for d, slope, size in zip(places, line.slopes, _compat.shape_of(source), strict=True):
+                if size > 1:
+                    slopes[d] = slope
+        return Line((*slopes,), line.constant)
+
+    return _on_line(x, move)
 
 
 def _sliced(value: Any, x: Symbol) -> Symbol:
-    line = x.line if isinstance(x, Step) else x
-    if line is None:
-        return None
     starts, strides = _compat.slices_of(value)
-    shift = sum(map(operator.mul, line.slopes, starts))
-    slopes = tuple(map(operator.mul, line.slopes, strides))
-    moved = Line(slopes, line.constant + shift)
-    return dataclasses.replace(x, line=moved) if isinstance(x, Step) else moved
+
+    def part(line: Line) -> Line:
+        shift = sum(map(operator.mul, line.slopes, starts))
+        slopes = map(operator.mul, line.slopes, strides)
+        return Line((*slopes,), line.constant + shift)
+
+    return _on_line(x, part)
 
 
 def _combined(x: Symbol, y: Symbol, name: str) -> Symbol:

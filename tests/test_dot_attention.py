@@ -322,9 +322,6 @@ def test_causal_masks_of_other_lengths_stay():
     assert swapped(f, *operands(queries=10, keys=12)[:3]) == {}
 
 
-FULL = "btnd"
-
-
 @settings(max_examples=40, phases=[Phase.explicit, Phase.generate])  # what fails is short enough
 @given(st.data())
 def test_dimensions_in_any_order(data):

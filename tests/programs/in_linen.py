@@ -164,10 +164,7 @@ TEXTS = {
 """Texts, their length, the vocabulary; the width, heads and depth of models."""
 
 
-def gpt2(size, dtype):
-    count, length, vocabulary, width, heads, depth = TEXTS[size]
-    model = GPT2(vocabulary, length, width, heads, depth, dtype)
-
+def language_model(model, count, length, vocabulary):
     def loss(params, tokens):
         return cross_entropy(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
 
@@ -176,6 +173,12 @@ def gpt2(size, dtype):
         loss,
         partial(text, batch=count, length=length, vocabulary=vocabulary),
     )
+
+
+def gpt2(size, dtype):
+    count, length, vocabulary, width, heads, depth = TEXTS[size]
+    model = GPT2(vocabulary, length, width, heads, depth, dtype)
+    return language_model(model, count, length, vocabulary)
 
 
 def rotated(x):
@@ -232,15 +235,7 @@ def llama(size, dtype):
         "tiny": (2, 16, 32, 16, 4, 2, 1),
     }[size]
     model = Llama(vocabulary, width, heads, key_heads, depth, dtype)
-
-    def loss(params, tokens):
-        return cross_entropy(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
-
-    return trained(
-        lambda key: model.init(key, jnp.zeros((count, length), jnp.int32)),
-        loss,
-        partial(text, batch=count, length=length, vocabulary=vocabulary),
-    )
+    return language_model(model, count, length, vocabulary)
 
 
 class ResidualBlock(nn.Module):
