@@ -103,7 +103,8 @@ class Form:
             # Where nothing is kept, weights are equal, and logits have no gradient.
             has_keys = kept.any(-1, keepdims=True)
             q = jnp.where(has_keys.swapaxes(1, 2), q, 0)
-            kept = _with_even_length(_with_even_length(kept | ~has_keys, 2), 3)
+            kept = _with_even_length(kept | ~has_keys, 2, True)
+            kept = _with_even_length(kept, 3, False)
             how["mask"] = kept
         elif not self.is_causal and k.shape[1] % 2:
             how["query_seq_lengths"] = jnp.full(q.shape[0], q.shape[1], jnp.int32)
@@ -146,13 +147,14 @@ class Form:
         return x.reshape([self.size(group) for group in wanted])
 
 
-def _with_even_length(x: jax.Array, axis: int) -> jax.Array:
-    """An array with an additional zero or False along an axis of odd length.
+def _with_even_length(x: jax.Array, axis: int, fill: Any = 0) -> jax.Array:
+    """An array with additional elements `fill` along an axis of odd length.
 
     jax calls the kernel of the gradient for even numbers of queries and keys only. A causal mask
     excludes a key that was added, and so do masks and lengths.
     """
-    return jnp.pad(x, [(0, n % 2 if d == axis else 0) for d, n in enumerate(x.shape)])
+    widths = [(0, n % 2 if d == axis else 0) for d, n in enumerate(x.shape)]
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ def stand_in(
         kept = keys < key_value_seq_lengths[:, None, None, None]
         logits = jnp.where(kept, logits, -jnp.inf)
     if mask is not None:
-        logits += jnp.where(mask, 0, -1e38)
+        logits = jnp.where(mask, logits, -jnp.inf)  # cuDNN's gradient needs a key in each row
     if is_causal:
         logits = jnp.where(np.arange(q.shape[1])[:, None] >= keys, logits, -jnp.inf)
     return weighted(jax.nn.softmax(logits), v).astype(dtype)
@@ -471,7 +471,7 @@ UNLIKE = {
     "dropout": written_out(normalise=lambda x: dropped(jax.nn.softmax(x))),
     "a bias": written_out(lambda x: x + x[0, 0, 0]),
     "no exponential": written_out(normalise=jax.nn.relu),
-    "a negative factor": written_out(lambda x: -x),
+    "a negative factor": written_out(lambda x: x * -2),
     "a sum over queries": written_out(normalise=lambda x: jax.nn.softmax(x, 2)),
     "weights of other keys": written_out(normalise=lambda x: jax.nn.softmax(x).swapaxes(2, 3)),
     "wider values": lambda q, k, v: weighted(
