@@ -159,6 +159,55 @@ def with_current_mesh(ctx: Any) -> Any:
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=axis_context))
 
 
+def with_devices(ctx: Any) -> Any | None:
+    """A lowering context with which `custom_partitioning` works, or None if that is impossible.
+
+    jax passes devices and the mesh only if a program has a primitive of which it knows that it
+    needs them. The mesh is in the program, too, if an argument is on it. Devices only have to be as
+    many as those of the program: shardings number them.
+    """
+    module_context = ctx.module_context
+    axis_context = with_current_mesh(ctx).module_context.axis_context
+    is_exported = getattr(module_context.lowering_parameters, "for_export", True)
+    if is_exported or not isinstance(axis_context, sharding_internals.ShardingContext):
+        return None
+    count = axis_context.num_devices
+    mesh = axis_context.abstract_mesh or _mesh_of_program(module_context.module)
+    devices = axis_context.device_assignment or jax.devices()[:count]
+    if mesh is None or not count == mesh.size == len(devices):
+        return None
+    axis_context = dataclasses.replace(
+        axis_context, device_assignment=tuple(devices), abstract_mesh=mesh
+    )
+    return ctx.replace(module_context=module_context.replace(axis_context=axis_context))
+
+
+def _mesh_of_program(module: Any) -> jax.sharding.AbstractMesh | None:
+    """The mesh of a program's arguments, if they have one, with devices in order."""
+    from jaxlib.mlir.dialects import sdy  # here, as a program without Shardy needs none
+
+    meshes = set[Any]()
+    for op in module.body.operations:
+        attributes = op.operation.attributes
+        if "arg_attrs" in attributes and ir.StringAttr(attributes["sym_name"]).value == "main":
+            of_arguments = map(ir.DictAttr, ir.ArrayAttr(attributes["arg_attrs"]))
+            shardings = (x["sdy.sharding"] for x in of_arguments if "sdy.sharding" in x)
+            meshes |= {sdy.TensorShardingAttr(sharding).mesh_or_ref for sharding in shardings}
+    if len(meshes) != 1:
+        return None
+    mesh = sdy.MeshAttr(meshes.pop())
+    axes = [*map(sdy.MeshAxisAttr, mesh.axes)]
+    if mesh.device_ids or not axes:
+        return None
+    sizes, names = (tuple(getattr(axis, name) for axis in axes) for name in ("size", "name"))
+    return jax.sharding.AbstractMesh(sizes, names)
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """A context in which types have no shardings, as on one device, also inside `jax.set_mesh`."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
 def on_one_device(ctx: Any) -> Any:
     """A lowering context in which shapes are those of one device's arrays.
 
@@ -353,8 +402,7 @@ def lower_plain(function: Any, multiple_results: bool) -> Callable[..., Any]:
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         # The operations that an op of this package consists of are not swapped again.
         scope = contextlib.nullcontext() if scope_of(ctx) is None else in_scope(OFF)
-        # Inside `jax.set_mesh`, types that are made here would otherwise have a sharding.
-        with scope, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with scope, without_mesh():
             avals = {"avals_in": plain(ctx.avals_in), "avals_out": plain(ctx.avals_out)}
             with precision_of(avals):
                 # The context of the equation would bring its mesh back.
@@ -564,9 +612,24 @@ def fill_of(value: Any) -> str | None:
 
 
 def operands_of(value: Any, *names: str) -> list[Any]:
-    """The operands of the operation that made a value; none if it has none of these names."""
+    """The operands of the operation that made a value; none if it has none of these names.
+
+    Constraints on their shardings are left out.
+    """
     op = getattr(value.owner, "operation", None)  # the owner of a function's argument is a block
-    return [*op.operands] if op is not None and op.name in names else []
+    return [*map(without_constraints, op.operands)] if op is not None and op.name in names else []
+
+
+def without_constraints(value: Any) -> Any:
+    """What a value was before constraints on its sharding.
+
+    jax writes one after each operation on a mesh with Explicit axes.
+    """
+    while (op := getattr(value.owner, "operation", None)) is not None:
+        if op.name != "sdy.sharding_constraint":
+            break
+        value = op.operands[0]
+    return value
 
 
 def before_sum(value: Any) -> tuple[Any, list[int]] | None:
@@ -598,7 +661,7 @@ def operand_of_call(call: Any, value: Any) -> Any:
     """What a call passes as the argument `value` of its function; None if it is no argument."""
     if hasattr(value.owner, "operation"):
         return None
-    return call.operands[ir.BlockArgument(value).arg_number]
+    return without_constraints(call.operands[ir.BlockArgument(value).arg_number])
 
 
 def result_in_function(ctx: Any, value: Any) -> tuple[Any, Any] | None:
@@ -611,7 +674,7 @@ def result_in_function(ctx: Any, value: Any) -> tuple[Any, Any] | None:
         block = ctx.module_context.symbol_table[name].regions[0].blocks[0]
         *_, known[result_in_function, name] = block.operations
     end = known[result_in_function, name]
-    return call, end.operands[ir.OpResult(value).result_number]
+    return call, without_constraints(end.operands[ir.OpResult(value).result_number])
 
 
 def number_of(value: Any) -> float | None:
@@ -638,13 +701,20 @@ def slices_of(value: Any) -> tuple[list[int], list[int]]:
     return starts, strides
 
 
-def dimensions_of_product(value: Any) -> tuple[Any, Any]:
-    """The contracted and the batch dimensions of the `dot_general` that made a value."""
-    numbers = hlo.DotDimensionNumbers(value.owner.attributes["dot_dimension_numbers"])
-    return (
+def product_of(value: Any) -> tuple[Any, tuple[Any, Any]] | None:
+    """The operands of the `dot_general` that made a value, and its dimensions; or None.
+
+    The dimensions are those contracted and those of the batch. Operands have their constraints.
+    """
+    if not operands_of(value, "stablehlo.dot_general"):
+        return None
+    op = value.owner.operation
+    numbers = hlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    dimensions = (
         ([*numbers.lhs_contracting_dimensions], [*numbers.rhs_contracting_dimensions]),
         ([*numbers.lhs_batching_dimensions], [*numbers.rhs_batching_dimensions]),
     )
+    return (*op.operands,), dimensions
 
 
 def before_empty_sums(value: Any) -> Any:
@@ -778,6 +848,7 @@ def ids_of(ctx: Any, indices: Any, size: int) -> tuple[Any, str] | None:
     "wrap": negative ids count from the end. "floor": negative ids are read as 0, as in
     `jnp.bincount`. None if indices were not made so.
     """
+    indices = without_constraints(indices)
     spread = operands_of(indices, "stablehlo.broadcast_in_dim", "stablehlo.reshape")
     parts = operands_of(spread[0], "stablehlo.select") if spread else []
     if not parts:
@@ -818,7 +889,7 @@ def _is_larger_argument(block: Any, number: int) -> bool:
 
 def tag(result: Any, name: str, value: str) -> None:
     """Adds an attribute, which programs keep, to the operation that made a lowering's result."""
-    op, key = result.owner.operation, "mhlo.frontend_attributes"
+    op, key = without_constraints(result).owner.operation, "mhlo.frontend_attributes"
     named: dict[str, Any] = {name: ir.StringAttr.get(value)}
     if key in op.attributes:
         attributes: Any = op.attributes[key]
@@ -828,7 +899,7 @@ def tag(result: Any, name: str, value: str) -> None:
 
 def untag(result: Any, name: str) -> None:
     """Removes what :func:`tag` added."""
-    op, key = result.owner.operation, "mhlo.frontend_attributes"
+    op, key = without_constraints(result).owner.operation, "mhlo.frontend_attributes"
     if key in op.attributes:
         attributes: Any = op.attributes[key]
         op.attributes[key] = ir.DictAttr.get({a.name: a.attr for a in attributes if a.name != name})

@@ -7,9 +7,10 @@ calls if asked. `_dot_attention_search` finds the products, and this module repl
 
 - the product of the weights and v becomes a call of the kernel. What computed the weights remains
   in the program, and XLA removes it if nothing else reads it;
-- the first product of the gradient of the logits, with k or q, becomes a call of the gradient's
-  kernel, which returns all three gradients. The gradient of v was lowered earlier, as a product:
-  what reads it is redirected to the kernel's result.
+- the first product of the gradient of the logits, with k or q, becomes a call of both kernels,
+  which returns all three gradients. XLA merges the two calls of the first kernel, as they are
+  equal. The gradient of v was lowered earlier, as a product: what reads it is redirected to the
+  kernel's result.
 
 Microseconds for the attention with its gradient on an H200, bf16, as written, with kernels for the
 softmax only, and with these kernels; and temporary memory in MiB, as written and with them:
@@ -36,7 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_oneflow_ops import _compat, _emit, _policy, _softmaxes
+from jax_oneflow_ops import _compat, _emit, _policy, _primitive, _softmaxes
 
 # The kernels compute tiles of 64 to 128 queries and keys, also of the smallest attention. Their
 # time relative to XLA's, on an H200: 0.8 to 2 for 16 to 49 queries and keys, 0.8 for 56, at most
@@ -83,6 +84,37 @@ class Form:
     is_causal: bool
     mask: Labels | None = None
     keeps: bool = True
+
+    def of_shard(self, q: Any, k: Any) -> "Form":
+        """The form of the same attention of one device's arrays."""
+        sizes = [*self.sizes]
+        for labels, x in ((self.q, q), (self.k, k)):
+            for label, n in zip(labels, x.shape, strict=True):
+                if label is not None:
+                    sizes[label] = n
+        return dataclasses.replace(self, sizes=(*sizes,))
+
+    def sharding_rule(self, *, gradient: bool) -> _primitive.ShardingRule:
+        """All dimensions but keys and features may be divided among devices."""
+
+        def names(*arrays: Labels) -> list[list[str]]:
+            return [
+                [f"u{i}n{d}" if label is None else _name(label) for d, label in enumerate(labels)]
+                for i, labels in enumerate(arrays)
+            ]
+
+        operands = self.q, self.k, self.v, *(() if self.mask is None else (self.mask,))
+        if gradient:
+            both = names(self.result, *operands, self.q, self.k, self.v)
+            sides = both[:-3], both[-3:]
+        else:
+            both = names(*operands, self.result)
+            sides = both[:-1], both[-1:]
+        free = {*map(_name, (*self.batch, *self.heads, *self.groups, *self.queries))}
+        whole = frozenset(name for x in both for name in x) - free
+        # A causal mask depends on the position of the first query.
+        rows = _name(self.queries[0]) if self.is_causal else None
+        return _primitive.ShardingRule(*sides, whole, rows)
 
     def size(self, labels: Sequence[int]) -> int:
         return math.prod(self.sizes[label] if label >= 0 else self.sizes[-1] for label in labels)
@@ -157,46 +189,81 @@ def _with_even_length(x: jax.Array, axis: int, fill: Any = 0) -> jax.Array:
     return jnp.pad(x, widths, constant_values=fill)
 
 
-@dataclasses.dataclass(frozen=True)
-class Calls:
-    """Functions of arrays: the attention and what its gradient reads, and the gradient."""
+def _name(label: int) -> str:
+    """The name of a dimension in a sharding rule."""
+    return {OF_KEYS: "f", OF_VALUES: "g"}.get(label, f"d{label}")
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    results: tuple[Any, ...]  # types of what `forward` returns
+
+Function = Callable[..., Any]
 
 
 @functools.lru_cache(maxsize=256)
-def _calls(form: Form, by: str, *avals: Any) -> Calls | None:
-    """None if cuDNN has no kernel for such an attention, or cannot be found."""
-    tree: Any = None
+def _calls(form: Form, by: str, *avals: Any) -> tuple[Function, Function] | None:
+    """Functions of arrays of one device: the attention, and its gradients from `ct` and operands.
 
-    def forward(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        nonlocal tree
+    None if cuDNN has no kernel for such an attention, or cannot be found.
+    """
+
+    def attention(*operands: jax.Array) -> Any:
         first, masks = operands[:3], operands[3:]
-        y, pullback = jax.vjp(lambda q, k, v: form.compute(q, k, v, *masks, by=by), *first)
-        kept, tree = jax.tree.flatten(pullback)
-        return y, *kept
+        return jax.vjp(lambda q, k, v: form.compute(q, k, v, *masks, by=by), *first)
 
-    def backward(ct: jax.Array, *kept: jax.Array) -> Any:
-        return jax.tree.unflatten(tree, kept)(ct)
+    def forward(*operands: jax.Array) -> list[jax.Array]:
+        return [attention(*operands)[0]]
+
+    def backward(ct: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        return [*attention(*operands)[1](ct)]
 
     try:
         # As in every program, whatever the mesh and the mode of promotion are here.
-        mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-        with _compat.in_scope(_compat.OFF), jax.numpy_dtype_promotion("standard"), mesh:
+        promotion = jax.numpy_dtype_promotion("standard")
+        with _compat.in_scope(_compat.OFF), promotion, _compat.without_mesh():
             first = jax.make_jaxpr(forward)(*avals)
-            second = jax.make_jaxpr(backward)(*first.out_avals)
+            second = jax.make_jaxpr(backward)(*first.out_avals, *avals)
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
-    return Calls(_function(first), _function(second), tuple(first.out_avals))
+    return _function(first), _function(second)
 
 
-def _function(jaxpr: Any) -> Callable[..., Any]:
+def _function(jaxpr: Any) -> Function:
     def attention(*args: Any) -> Any:  # jax would print the jaxpr if it were an argument of partial
         return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
 
     return jax.jit(attention)
+
+
+def _of_shard(
+    *args: jax.Array, form: Form, by: str, gradient: bool, shard: _primitive.Shard
+) -> list[jax.Array]:
+    """What one device computes of an attention, or of its gradients: see `_calls`."""
+    with _compat.without_mesh():
+        operands = args[1:] if gradient else args
+        form = form.of_shard(*operands[:2])
+        if shard.rows:
+            first = jax.lax.axis_index(shard.rows) * form.size(form.queries)
+            positions = first + jnp.arange(form.size(form.queries))
+            mask = positions[:, None] >= jnp.arange(form.size([form.keys]))
+            form = dataclasses.replace(form, is_causal=False, mask=(*form.queries, form.keys))
+            args, operands = (*args, mask), (*operands, mask)
+        avals = (jax.core.ShapedArray(x.shape, x.dtype) for x in operands)
+        calls = _calls(form, by, *avals)
+        assert calls is not None  # there are kernels for the whole attention
+
+        def call(*args: jax.Array) -> Any:
+            return calls[gradient](*args)
+
+        return _primitive.sum_each(call, shard, *args)
+
+
+@functools.lru_cache(maxsize=256)
+def _divided(form: Form, by: str, gradient: bool) -> Function:
+    """The function that `_of_shard` is on one device, for arrays divided among several."""
+    how: dict[str, Any] = {"form": form, "by": by, "gradient": gradient}
+
+    def rule(*avals: Any, form: Form, by: str, gradient: bool) -> _primitive.ShardingRule:
+        return form.sharding_rule(gradient=gradient)
+
+    return _primitive.partitioned_call("jof_attention", "accelerate", _of_shard, rule, how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,23 +294,27 @@ class Attention:
         avals = [*map(_emit.aval_of, self.operands)]
         return _policy.nbytes(avals[0], *avals)
 
-    def pays(self, platform: str) -> bool:
+    def pays(self, ctx: Any, platform: str) -> bool:
         """Whether the kernels were measured to be faster than XLA."""
+        is_local = _compat.knows_shapes_of_shards(ctx)
+        devices = 1 if is_local else _compat.count_devices(ctx)
         form = self.form
         lengths = form.size(form.queries), form.size([form.keys])
         least = _LEAST_IF_ODD if any(n % 2 for n in lengths) else _LEAST_OF_HEAD
         is_long = min(lengths) >= _LEAST and math.prod(lengths) >= least
-        return platform == "cuda" and is_long and self.aval.size >= _LEAST_LOGITS
+        return platform == "cuda" and is_long and self.aval.size >= _LEAST_LOGITS * devices
 
-    def calls(self, by: str) -> Calls | None:
-        """What calls the kernels; None if there are none for such an attention."""
+    def has_kernels(self, ctx: Any, by: str) -> bool:
+        """Whether there are kernels for such an attention, and they can be called here."""
         form = self.form
         avals: list[Any] = [*map(_emit.aval_of, self.operands)]
         heads = form.size(form.batch) * form.size(form.heads + form.groups)
         is_large = heads > _MOST_HEADS or max(x.size for x in avals) > _MOST_ELEMENTS
         features = form.sizes[-1]
-        has_no_kernel = is_large or features % 8 or features > _MOST_FEATURES
-        return None if has_no_kernel else _calls(form, by, *avals)
+        if is_large or features % 8 or features > _MOST_FEATURES:
+            return False
+        is_possible = _compat.knows_shapes_of_shards(ctx) or _compat.with_devices(ctx)
+        return bool(is_possible) and _calls(form, by, *avals) is not None
 
     def replaced(self, ctx: Any) -> list[Any]:
         """The values whose operations should be removed, as nothing reads them any more."""
@@ -254,11 +325,26 @@ class Attention:
         """Whether the program already calls the kernel that computes it."""
         return False
 
-    def lower(self, ctx: Any, calls: Calls) -> Any:
-        """Lowers to a call of the kernel, and returns its result."""
-        results = _lowered(ctx, calls.forward, self.operands, calls.results)
-        known_in(ctx).attentions[self.softmax.exponentials] = self, results
-        return results[0]
+    def lower(self, ctx: Any, by: str) -> list[Any]:
+        """Lowers to a call of the kernel."""
+        (result,) = ctx.avals_out
+        results = self.called(ctx, by, self.operands, [result])
+        known_in(ctx).attentions[self.softmax.exponentials] = self, results[0]
+        return _compat.with_shardings_of_types(ctx, results)
+
+    def called(
+        self, ctx: Any, by: str, values: Sequence[Any], results: Any, *, gradient: bool = False
+    ) -> list[Any]:
+        """The results of the attention, or of its gradient; `results` are their types."""
+        avals = [*map(_emit.aval_of, values)]
+        if _compat.knows_shapes_of_shards(ctx):
+            calls = _calls(self.form, by, *avals[gradient:])
+            assert calls is not None
+            inner, call = _compat.on_one_device(ctx), calls[gradient]
+        else:
+            inner, call = _compat.with_devices(ctx), _divided(self.form, by, gradient)
+        inner = inner.replace(avals_in=avals, avals_out=[*results])
+        return [*_compat.lower_plain(call, True)(inner, *values)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,11 +378,11 @@ class Gradient:
     def nbytes(self) -> int:
         return 2 * self.attention.nbytes
 
-    def pays(self, platform: str) -> bool:
-        return self.attention.pays(platform)
+    def pays(self, ctx: Any, platform: str) -> bool:
+        return self.attention.pays(ctx, platform)
 
-    def calls(self, by: str) -> Calls | None:
-        return self.attention.calls(by)
+    def has_kernels(self, ctx: Any, by: str) -> bool:
+        return self.attention.has_kernels(ctx, by)
 
     def replaced(self, ctx: Any) -> list[Any]:
         return [*self.attention.replaced(ctx), self.of_logits]
@@ -310,30 +396,33 @@ class Gradient:
         results = known_in(ctx).gradients.get(self._key, ())
         return all(map(_compat.is_in_current_block, results)) and bool(results)
 
-    def lower(self, ctx: Any, calls: Calls) -> Any:
-        """Lowers to a call of the kernel, if it was not called yet, and returns this gradient."""
+    def lower(self, ctx: Any, by: str) -> list[Any]:
+        """Lowers to a call of the kernel, if it was not called yet."""
         gradients = known_in(ctx).gradients
         if not self.is_called(ctx):
-            gradients[self._key] = self._all(ctx, calls)
+            gradients[self._key] = self._all(ctx, by)
         value = gradients[self._key][self.operand]
         form = self.attention.form
         (result,) = ctx.avals_out
-        return _reordered(value, (form.q, form.k)[self.operand], self.result, result)
+        own = (form.q, form.k)[self.operand]
+        return _compat.with_shardings_of_types(ctx, [_reordered(value, own, self.result, result)])
 
-    def _all(self, ctx: Any, calls: Calls) -> list[Any]:
-        known, attention = known_in(ctx), self.attention
+    def _all(self, ctx: Any, by: str) -> list[Any]:
+        attention = self.attention
         form, key = attention.form, attention.softmax.exponentials
-        kept = known.attentions[key][1] if known.attention(attention.softmax) == attention else ()
-        if not kept:  # the program does not compute the attention itself here
-            kept = _lowered(ctx, calls.forward, attention.operands, calls.results)
-        ct = _reordered(self.ct, self.labels, form.result, calls.results[0])
-        avals = tuple(map(_emit.aval_of, attention.operands[:3]))
-        gradients = _lowered(ctx, calls.backward, (ct, *kept[1:]), avals)
-        for product in known.products.get(key, ()):
+        shape = [1 if x is None else form.size([x]) for x in form.result]
+        ct = _reordered(
+            self.ct, self.labels, form.result, jax.ShapeDtypeStruct(shape, attention.dtype)
+        )
+        avals = [*map(_emit.aval_of, attention.operands[:3])]
+        gradients = attention.called(ctx, by, (ct, *attention.operands), avals, gradient=True)
+        for product in known_in(ctx).products.get(key, ()):
             is_same = (product.ct, product.of_ct) == (self.ct, self.labels)
             is_same &= _compat.is_in_current_block(product.value)
             if is_same and {*product.labels} - {None} == {*form.v} - {None}:
                 of_v = _reordered(gradients[2], form.v, product.labels, product.aval)
+                with_sharding = ctx.replace(avals_out=[product.aval])
+                (of_v,) = _compat.with_shardings_of_types(with_sharding, [of_v])
                 _compat.replace_value(product.value, of_v)
         return gradients
 
@@ -368,15 +457,15 @@ class WithWeights:
 class Known:
     """What was found in a program so far, by the exponentials of its softmax."""
 
-    attentions: dict[Any, tuple[Attention, list[Any]]]
+    attentions: dict[Any, tuple[Attention, Any]]  # and their results
     gradients: dict[Any, list[Any]]  # also by the cotangent
     products: dict[Any, list[WithWeights]]
     padded: dict[Any, Any]  # operands and dimensions of products, by their result
 
     def attention(self, softmax: _softmaxes.Softmax) -> Attention | None:
         """The attention of a softmax that the block which is being lowered computes."""
-        found, results = self.attentions.get(softmax.exponentials, (None, ()))
-        return found if results and _compat.is_in_current_block(results[0]) else None
+        found, result = self.attentions.get(softmax.exponentials, (None, None))
+        return found if found and _compat.is_in_current_block(result) else None
 
 
 def known_in(ctx: Any) -> Known:
@@ -386,16 +475,7 @@ def known_in(ctx: Any) -> Known:
 
 def remember(ctx: Any, result: Any, operands: tuple[Any, Any], numbers: Any) -> None:
     """Notes what the result of a padded product is, which the program does not show."""
-    known_in(ctx).padded[result] = operands, numbers
-
-
-def _lowered(
-    ctx: Any, function: Callable[..., Any], values: Sequence[Any], results: Any
-) -> list[Any]:
-    """Lowers a call of a function of one device's arrays."""
-    avals = [*map(_emit.aval_of, values)]
-    inner = _compat.on_one_device(ctx).replace(avals_in=avals, avals_out=[*results])
-    return [*_compat.lower_plain(function, True)(inner, *values)]
+    known_in(ctx).padded[_compat.without_constraints(result)] = operands, numbers
 
 
 def _reordered(value: Any, labels: Labels, wanted: Labels, aval: Any) -> Any:

@@ -48,7 +48,7 @@ class _Product:
 def _is_product(ctx: Any) -> Callable[[Any], bool]:
     """Whether a product made a value."""
     padded = known_in(ctx).padded
-    return lambda x: x in padded or bool(_compat.operands_of(x, "stablehlo.dot_general"))
+    return lambda x: x in padded or _compat.product_of(x) is not None
 
 
 def _free_dims(rank: int, contracting: Sequence[int], batch: Sequence[int]) -> list[int]:
@@ -57,12 +57,10 @@ def _free_dims(rank: int, contracting: Sequence[int], batch: Sequence[int]) -> l
 
 def _product_before(ctx: Any, value: Any, result: Labels, contracted: int) -> _Product | None:
     """The product that made a value, from the labels of its result and of what it contracts."""
-    if padded := known_in(ctx).padded.get(value):
-        operands, (contracting, batch) = padded
-    elif operands := _compat.operands_of(value, "stablehlo.dot_general"):
-        contracting, batch = _compat.dimensions_of_product(value)
-    else:
+    product = known_in(ctx).padded.get(value) or _compat.product_of(value)
+    if product is None:
         return None
+    operands, (contracting, batch) = product
     of_batch, others = result[: len(batch[0])], iter(result[len(batch[0]) :])
     found: list[Labels] = []
     for side, x in enumerate(operands):
@@ -198,7 +196,7 @@ class _Path:
 
 def _moved(value: Any, ends: Callable[[Any], bool]) -> _Path | None:
     """Follows a value back to where `ends` holds, through transpositions and conversions."""
-    place, dims = Place(value), [*range(len(_compat.shape_of(value)))]
+    place, dims = Place(_compat.without_constraints(value)), [*range(len(_compat.shape_of(value)))]
     while not ends(place.value):
         if (before := place.before_move(dims)) is None:
             return None
@@ -208,7 +206,7 @@ def _moved(value: Any, ends: Callable[[Any], bool]) -> _Path | None:
 
 def _scaled(ctx: Any, value: Any, ends: Callable[[Any], bool], fill: float) -> _Path | None:
     """Like `_moved`, but also through factors, and through masks whose fill is at most `fill`."""
-    place, dims = Place(value), [*range(len(_compat.shape_of(value)))]
+    place, dims = Place(_compat.without_constraints(value)), [*range(len(_compat.shape_of(value)))]
     scale = 1.0
     masks: list[_Mask] = []
     for _ in range(_MOST_STEPS):

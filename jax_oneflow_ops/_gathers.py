@@ -130,7 +130,7 @@ def message_of(scatter: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message |
     fits = edges <= _graph.MOST and scatter.count <= _graph.MOST_ROWS
     if not fits or operand.dtype not in _graph.FLOATS or not _compat.is_for_one_device(ctx):
         return None
-    value = updates
+    value = _compat.without_constraints(updates)
     while (parts := operands_of(value, "stablehlo.reshape")) and shape_of(parts[0])[:1] == [edges]:
         (value,) = parts
     if found := _gathered(value):
@@ -154,7 +154,7 @@ def pair_of(ctx: Any, operand: Any, axes: Sequence[int]) -> Pair | None:
         return None
     if products.size == 0 or products.shape[0] > _graph.MOST:
         return None
-    value = operand
+    value = _compat.without_constraints(operand)
     if source := operands_of(value, "stablehlo.convert"):
         (value,) = source
     factors = operands_of(value, "stablehlo.multiply")

@@ -198,8 +198,8 @@ def define(
     @functools.lru_cache(maxsize=1024)
     def partitioned(platform: str, items: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
         params = dict(items)
-        call = functools.partial(inner.bind, platform=platform, shard=Shard(), **params)
-        return _named(target, params, _partitioned(name(params), call, sharding_rule, params))
+        call = functools.partial(inner.bind, platform=platform)
+        return partitioned_call(target, name(params), call, sharding_rule, params)
 
     def lower(
         ctx: Any, *args: Any, platform: str, implementation: str | None, **params: Any
@@ -431,6 +431,18 @@ def sum_of_bits_over(axes: Sequence[str], x: jax.Array) -> jax.Array:
     return bits.reshape(-1)[: x.size].reshape(x.shape)
 
 
+def partitioned_call(
+    target: str,
+    public_name: str,
+    of_shard: Callable[..., Any],
+    sharding_rule: Callable[..., ShardingRule],
+    params: Params,
+) -> Callable[..., Any]:
+    """`of_shard(*args, shard, **params)` as a function of arrays divided among devices."""
+    call = functools.partial(of_shard, shard=Shard(), **params)
+    return _named(target, params, _partitioned(public_name, call, sharding_rule, params))
+
+
 def _named(target: str, params: Params, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` as a separate function of the program, with a name that says what it computes.
 
@@ -457,7 +469,9 @@ def _partitioned(
     # Imported here because it is slow to import and needed only when something is lowered.
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    function = custom_partitioning(call)
+    @custom_partitioning
+    def function(*args: Any) -> Any:  # jax needs a function without keyword arguments
+        return call(*args)
 
     def partition(
         mesh: Mesh, args: Sequence[Any], result: Any

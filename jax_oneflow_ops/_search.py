@@ -92,8 +92,7 @@ def _reference(right: bool, dtype: Any, rank: int, x64: bool) -> str:
         return jnp.searchsorted(edges, queries, side=side)
 
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((_SIZE,), (*_SIZES[:rank],))]
-    plain = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-    with plain, _compat.in_scope(scope):
+    with _compat.without_mesh(), _compat.in_scope(scope):
         jax.jit(search).trace(*arrays).lower(lowering_platforms=("cpu",))
     return _bodies.get(scope, "")
 

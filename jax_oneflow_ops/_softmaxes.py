@@ -95,7 +95,7 @@ class Softmax:
     def _is_known_as(self, ctx: Any, result: "_Result", value: Any) -> None:
         known = known_in(ctx)
         known.results[self.exponentials] = result
-        known.softmaxes[value] = self
+        known.softmaxes[_compat.without_constraints(value)] = self
         known.sizes.add(self.aval.size)
 
 
@@ -137,7 +137,7 @@ class Gradient:
 
     def keep(self, ctx: Any, results: list[Any]) -> list[Any]:
         """XLA's results, which nothing replaces."""
-        known_in(ctx).gradients[results[0]] = self
+        known_in(ctx).gradients[_compat.without_constraints(results[0])] = self
         return results
 
     def lower(self, ctx: Any) -> list[Any]:
@@ -154,7 +154,7 @@ class Gradient:
                 _compat.replace_result(known.value.owner.operation, y)
         inner = ctx.replace(avals_in=[self.aval, self.aval], avals_out=[self.aval])
         result = _lowering(_rows.softmax_vjp_p, softmax.axis)(inner, y, self.ct)
-        known_in(ctx).gradients[result] = self
+        known_in(ctx).gradients[_compat.without_constraints(result)] = self
         return [result]
 
 
@@ -213,7 +213,7 @@ def find(exponentials: Any, divisor: Any) -> Softmax | None:
     return Softmax(x, axis, exponentials) if found and not found[1] else None
 
 
-def find_gradient(factors: Sequence[Any]) -> Gradient | None:
+def find_gradient(*factors: Any) -> Gradient | None:
     """The gradient of a softmax that a product of two factors is, or None.
 
     That is `exponentials * (ct / sum - sum(ct * exponentials / sum**2))`.

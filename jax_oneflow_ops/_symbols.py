@@ -166,7 +166,8 @@ def symbol_of(ctx: Any, place: Place, steps: list[int] | None = None) -> Symbol:
         return Line(tuple(float(d == dim) for d in range(aval.ndim)), 0.0)
 
     def known(index: int) -> Symbol:
-        return symbol_of(ctx, Place(op.operands[index], place.calls), steps)
+        operand = _compat.without_constraints(op.operands[index])
+        return symbol_of(ctx, Place(operand, place.calls), steps)
 
     if name == "stablehlo.slice":
         return _sliced(place.value, known(0))

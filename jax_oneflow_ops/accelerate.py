@@ -254,7 +254,7 @@ def _message(
 ) -> "_gathers.Message | None":
     """The messages that a scatter sums into zeros, if that is what it does."""
     is_sum = reduction.reducer == "add" and not reduction.negative
-    made = _compat.operands_of(updates, *_MAKES_MESSAGES)
+    made = _compat.operands_of(_compat.without_constraints(updates), *_MAKES_MESSAGES)
     if not is_sum or not made or not _is_emitted(ctx):
         return None
     from jax_oneflow_ops import _gathers  # imported lazily: few programs need it
@@ -304,13 +304,13 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
 
     def lower(ctx: Any, operand: Any, **params: Any) -> Any:
         swap = None
-        made = _compat.operands_of(operand, *_MAKES_SUMS)
+        made = _compat.operands_of(_compat.without_constraints(operand), *_MAKES_SUMS)
         if made and _mode(ctx) in (_ON, _DETERMINISTIC) and not _why_no_kernels(ctx, platform):
             swap = _swapped_sum(ctx, operand, params["axes"], platform)
         if swap is None:
             return rule(ctx, operand, **params)
         found, row = swap
-        results = found.lower(ctx)
+        results = _compat.with_shardings_of_types(ctx, found.lower(ctx))
         if explanation := _explanation.get():
             explanation.add(row, primitive, ctx, results[0])
         return results
@@ -350,19 +350,20 @@ def _softmaxes(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat
     rule = _compat.with_plain_cases(rule)
 
     def lower(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
-        factors = (x, y) if is_product else (x,)
         found = None
-        if _may_change(ctx, platform) and any(
-            _compat.operands_of(z, "stablehlo.exponential") for z in factors
-        ):
+        pair = [*map(_compat.without_constraints, (x, y))] if _may_change(ctx, platform) else ()
+        if any(_compat.operands_of(z, "stablehlo.exponential") for z in pair[: 1 + is_product]):
             from jax_oneflow_ops import _softmaxes  # imported lazily: few programs need it
 
-            if _compat.knows_shapes_of_shards(ctx) and _compat.has_known_sizes(ctx):
-                found = _softmaxes.find_gradient(factors) if is_product else _softmaxes.find(x, y)
+            if _compat.has_known_sizes(ctx):
+                find = _softmaxes.find_gradient if is_product else _softmaxes.find
+                found = find(*pair)
         if found is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
-        decision = found.pays(ctx, platform, _device_kind(platform))
-        if not (decision or (_is_asked_for() and found.has_kernel)):
+        # If the partitioner decides what a device has, only an attention may become of it.
+        is_local = _compat.knows_shapes_of_shards(ctx)
+        decision = found.pays(ctx, platform, _device_kind(platform)) if is_local else None
+        if not (decision or (is_local and _is_asked_for() and found.has_kernel)):
             return found.keep(ctx, rule(ctx, x, y, **params))
         results = found.lower(ctx)
         if explanation := _explanation.get():
@@ -389,18 +390,18 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         part = _part_of_attention(ctx, x, y, platform, params)
         if part is None:
             return padded(ctx, x, y, **params)
-        found, calls = part
-        if calls is None:
+        found, by = part
+        if by is None:
             return found.keep(ctx, padded(ctx, x, y, **params))
         is_called = found.is_called(ctx)
-        result = found.lower(ctx, calls)
+        results = found.lower(ctx, by)
         if (explanation := _explanation.get()) and not is_called:
             for replaced in found.replaced(ctx):
                 _compat.untag(replaced, _TAG)
             row = _row(found.name, [found.aval] * 2, True, found.reason)
             row = dataclasses.replace(row, bytes=found.nbytes)
-            explanation.add(row, primitive, ctx, result)
-        return [result]
+            explanation.add(row, primitive, ctx, results[0])
+        return results
 
     def padded(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
         from jax_oneflow_ops import _dot_attention, _products  # lazily: few programs need them
@@ -428,8 +429,11 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
 def _part_of_attention(
     ctx: Any, x: Any, y: Any, platform: str, params: dict[str, Any]
 ) -> tuple[Any, Any] | None:
-    """The part of an attention that a product is, and how to call kernels in its place, or None."""
-    if _mode(ctx) != _ON or not _compat.knows_shapes_of_shards(ctx):
+    """The part of an attention that a product is, and what implements its kernels; or None.
+
+    The part may also be one whose product stays until another part is replaced: then nothing does.
+    """
+    if _mode(ctx) != _ON:
         return None
     from jax_oneflow_ops import _dot_attention, _dot_attention_search  # lazily: few need them
 
@@ -440,12 +444,11 @@ def _part_of_attention(
         return None
     if isinstance(found, _dot_attention.WithWeights):
         return found, None
-    if not (_is_asked_for() or found.pays(platform)):
+    if not (_is_asked_for() or found.pays(ctx, platform)):
         return None
     if _explanation.get() and jax.default_backend() != "gpu":  # where cuDNN cannot be asked
         by = "xla"
-    calls = found.calls(by)
-    return (found, calls) if calls else None
+    return (found, by) if found.has_kernels(ctx, by) else None
 
 
 def _rewritten(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowering:

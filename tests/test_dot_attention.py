@@ -3,6 +3,7 @@
 On CPUs a function of jnp stands for the kernels of cuDNN.
 """
 
+import contextlib
 import math
 from collections import Counter
 
@@ -21,6 +22,7 @@ from tests.test_lowering import accelerated, compiled, native_backend
 pytestmark = [native_backend, pytest.mark.usefixtures("native")]
 
 BF16 = jnp.bfloat16
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 FORWARD, GRADIENT = {"attention": 1}, {"attention": 1, "attention gradient": 1}
 FACTOR = 0.3
 
@@ -589,10 +591,11 @@ def test_a_mask_along_a_dimension_of_size_1():
 
 
 def test_on_a_mesh_of_one_device():
-    """Its types have shardings, and JAX writes them between operations: nothing is recognised."""
+    """Its types have shardings, and JAX writes them between operations."""
     f, args = with_gradients(written_out(CAUSAL["where"])), operands()
-    mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+    mesh = jax.make_mesh((1,), ("x",), (EXPLICIT,), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
+        assert swapped(f, *args) == GRADIENT
         agrees(f, *args)
 
 
@@ -635,19 +638,131 @@ def test_export():
         np.testing.assert_array_equal(y, e)
 
 
-def test_programs_over_several_devices(monkeypatch):
-    """The partitioner would have to know how attention is divided; in a `shard_map` it is."""
-    devices = jax.devices()
-    if len(devices) < 2:
-        pytest.skip("one device")
-    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=devices[:2])
-    place = jax.sharding.NamedSharding(mesh, jax.P("x"))
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+
+
+def mesh_of(*sizes, kind=AUTO, reverse=False):
+    count = math.prod(sizes)
+    if len(jax.devices()) < count:
+        pytest.skip(f"fewer than {count} devices")
+    devices = jax.devices()[:count][:: -1 if reverse else 1]
+    names = ("data", "model")[: len(sizes)]
+    return jax.sharding.Mesh(np.reshape(devices, sizes), names, axis_types=(kind,) * len(sizes))
+
+
+def check_divided(mesh, specs, f=None, *, more=0, **how):
+    """Compares an attention and its gradients with those on one device, and the communication.
+
+    `specs` are those of q and the cotangent, and of k and v. It may need `more` collectives.
+    """
+    f = with_gradients(f or (lambda q, k, v: OF_JAX(q, k, v, scale=FACTOR, is_causal=True)))
+    args = operands(**how)
+    want = jax.jit(f)(*args)
+    places = [jax.sharding.NamedSharding(mesh, specs[i]) for i in (0, 1, 1, 0)]
+    divided = [jax.device_put(x, place) for x, place in zip(args, places, strict=True)]
+    with jax.set_mesh(mesh) if EXPLICIT in mesh.axis_types else contextlib.nullcontext():
+        assert swapped(f, *divided) == GRADIENT
+        program, by_xla = (jax.jit(g).lower(*divided).compile() for g in (jof.accelerate(f), f))
+    got = program(*divided)
+    for y, e in zip(got, want, strict=True):
+        assert_close([y], [np.asarray(e, np.float64)], BF16)
+    counts = [sum(p.as_text().count(f" {x}(") for x in COLLECTIVES) for p in (program, by_xla)]
+    assert counts[0] <= counts[1] + more, counts
+    on_cpu = jax.default_backend() == "cpu"  # the forward pass is computed once
+    calls = program.as_text().count(" exponential(" if on_cpu else 'target="__cudnn$fmha')
+    assert calls == (1 if on_cpu else 2)
+    return got, program
+
+
+D, M = "data", "model"
+DIVIDED = {
+    "batch": (jax.P(D), jax.P(D)),
+    "heads": (jax.P(None, None, M), jax.P(None, None, M)),
+    "batch by all": (jax.P((D, M)), jax.P((D, M))),
+    "batch, heads": (jax.P(D, None, M), jax.P(D, None, M)),
+    "batch, queries": (jax.P(D, M), jax.P(D)),
+    "queries by both": (jax.P(None, (D, M)), jax.P()),
+}
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_divided_among_devices(name, kind):
+    got, _ = check_divided(mesh_of(2, 4, kind=kind), DIVIDED[name], batch=8, heads=4, queries=16)
+    for y, spec in zip(got, [DIVIDED[name][i] for i in (0, 0, 1, 1)], strict=True):
+        assert y.sharding.is_equivalent_to(jax.sharding.NamedSharding(y.sharding.mesh, spec), 4)
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "spec"), [(2, jax.P(D)), (2, jax.P(None, None, D)), (1, jax.P(D))]
+)
+def test_divided_heads_that_share_keys(key_heads, spec):
+    check_divided(mesh_of(2), (spec, spec), batch=4, heads=4, key_heads=key_heads)
+
+
+def test_queries_of_heads_that_share_keys_divided():
+    """Each device has other queries of the one head, so the gradients of its keys are summed."""
+    specs = jax.P(None, None, D), jax.P()
+    check_divided(mesh_of(2), specs, batch=2, heads=4, key_heads=1)
+
+
+def test_devices_in_another_order():
+    check_divided(mesh_of(2, 2, reverse=True), (jax.P(M, None, D),) * 2, batch=4, heads=4)
+
+
+@pytest.mark.parametrize("name", ["padding", "causal"])
+def test_masks_divided_among_devices(name):
+    mask = np.arange(16) < np.array([16, 5, 9, 16])[:, None, None, None]
+    mask = mask if name == "padding" else np.tri(16, dtype=bool)
+    f = written_out(lambda x: jnp.where(mask, x, jnp.finfo(BF16).min))
+    specs = {"padding": (jax.P(D, M), jax.P(D)), "causal": (jax.P(D, None, M),) * 2}[name]
+    check_divided(mesh_of(2, 2), specs, f, batch=4, heads=4, queries=16)
+
+
+def test_constraints_on_logits_and_weights():
+    """A program says how what is replaced would be divided."""
+    mesh = mesh_of(2, 2)
+    place = jax.sharding.NamedSharding(mesh, jax.P(D, M))
+
+    def constrained(x):
+        return jax.lax.with_sharding_constraint(x, place)
+
+    f = written_out(constrained, lambda x: constrained(jax.nn.softmax(x)))
+    check_divided(mesh, (jax.P(D, None, M),) * 2, f, batch=4, heads=4)
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+def test_divided_keys_and_features():
+    """They are gathered."""
+    for spec in (jax.P(None, D), jax.P(None, None, None, D)):
+        check_divided(mesh_of(2), (spec, spec), more=16, queries=16)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_in_a_shard_map(kind):
+    mesh = mesh_of(2, kind=kind)
+    place = jax.sharding.NamedSharding(mesh, jax.P(D))
     args = [jax.device_put(x, place) for x in operands()]
     f = with_gradients(written_out())
-    assert swapped(f, *args) == {}
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=jax.P(D), out_specs=jax.P(D))
     assert swapped(mapped, *args) == GRADIENT
     agrees(mapped, *args)
+
+
+def test_programs_for_devices_that_are_not_here():
+    """They stay: their calls would refer to functions of this process, and there are no devices."""
+    f, mesh = with_gradients(written_out()), jax.sharding.AbstractMesh((2,), (D,))
+    place = jax.sharding.NamedSharding(mesh, jax.P(D))
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in operands()]
+    program = jax.jit(jof.accelerate(lambda *args: f(*args)))
+    exported = jax.export.export(program, platforms=[jax.default_backend()])(*args)
+    assert "custom_call" not in exported.mlir_module()
+    many = jax.sharding.AbstractMesh((1024,), (D,))
+    args = [jax.ShapeDtypeStruct((1024, *x.shape[1:]), BF16) for x in args]
+    place = jax.sharding.NamedSharding(many, jax.P(D))
+    args = [jax.ShapeDtypeStruct(x.shape, BF16, sharding=place) for x in args]
+    text = program.trace(*args).lower(lowering_platforms=(jax.default_backend(),)).as_text()
+    assert "CustomSPMDPartitioning" not in text
 
 
 @pytest.mark.usefixtures("measurements")
@@ -668,7 +783,7 @@ def test_sizes_that_pay(monkeypatch):
 
 def test_without_cudnn(monkeypatch):
     """A program for GPUs keeps its attention where cuDNN cannot be asked."""
-    monkeypatch.setattr(_dot_attention.Attention, "calls", lambda self, by: None)
+    monkeypatch.setattr(_dot_attention.Attention, "has_kernels", lambda *_: False)
     *args, _ = operands()
     assert "attention" not in accelerated(written_out(), *args, platform="cuda")
 

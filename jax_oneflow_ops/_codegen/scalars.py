@@ -185,17 +185,12 @@ def trace(
 ) -> Any:
     """The jaxpr of a function of scalars, or of a row, for the `computed` forms of dtypes."""
     wide = any(dtype in ("int64", "uint64", "float64", "complex128") for dtype in dtypes)
-    with _without_mesh(), jax.enable_x64(True) if wide else contextlib.nullcontext():
+    with _compat.without_mesh(), jax.enable_x64(True) if wide else contextlib.nullcontext():
         args = [
             jax.ShapeDtypeStruct(shape, computed(dtype))
             for shape, dtype in zip(shapes or [()] * len(dtypes), dtypes, strict=True)
         ]
         return jax.make_jaxpr(function)(*args)
-
-
-def _without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """A context without a mesh, which new types would have in `jax.set_mesh` and `shard_map`."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def plan(
