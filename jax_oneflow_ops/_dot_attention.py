@@ -47,6 +47,7 @@ _LEAST_LOGITS = 2**19
 _MOST_HEADS = 2**16 - 1  # of all batches: more fail in cuDNN
 _MOST_ELEMENTS, _MOST_FEATURES = 2**31 - 1, 256  # jax knows devices with kernels for fewer features
 KERNELS = {"cuda": "cudnn"}  # implementations of jax.nn.dot_product_attention, by platform
+_LOW = -(2.0**41)  # in bfloat16, what is added to logits that are masked; jax adds it as well
 Labels = tuple[int | None, ...]  # None: a dimension of size 1
 OF_KEYS, OF_VALUES = -1, -2  # labels of the features of q and k, and of those of v
 
@@ -68,6 +69,7 @@ class Form:
       is_causal: whether a query attends only to keys up to its own position.
       mask: the labels of a mask; None if there is none.
       keeps: whether the mask is true or not zero where a query attends to a key, or elsewhere.
+      adds: whether a low number was added to masked logits; else it replaced them.
     """
 
     q: Labels
@@ -84,6 +86,7 @@ class Form:
     is_causal: bool
     mask: Labels | None = None
     keeps: bool = True
+    adds: bool = False
 
     def of_shard(self, q: Any, k: Any) -> "Form":
         """The form of the same attention of one device's arrays."""
@@ -130,7 +133,12 @@ class Form:
             self._arranged(v, self.v, (self.batch, keys, self.heads, (OF_VALUES,))),
         )
         how: dict[str, Any] = {}
-        if masks:
+        if self.adds:
+            # Where nothing is kept, weights are equal: logits do not matter, but have a gradient.
+            bias = jnp.where(self._mask(*masks), 0, _LOW).astype(q.dtype)
+            bias = _with_even_length(bias, 2)
+            how["bias"] = _with_even_length(bias, 3, 2 * _LOW)
+        elif masks:
             kept = self._mask(*masks)
             # Where nothing is kept, weights are equal, and logits have no gradient.
             has_keys = kept.any(-1, keepdims=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_oneflow_ops import _compat, _emit, _exp_sums, _softmaxes, _symbols
 from jax_oneflow_ops._dot_attention import (
@@ -111,7 +112,8 @@ def _product_after(
 class _Mask:
     """How logits were masked: by a select, or by adding `bias`; one of the two is set.
 
-    A select keeps those where `condition` is true if `keeps`, else those where it is false.
+    A select keeps those where `condition` is true if `keeps`, else those where it is false. If
+    `adds`, the select was between numbers, and was added.
     """
 
     condition: Place | None
@@ -119,6 +121,7 @@ class _Mask:
     bias: Place | None
     fill: float  # what replaces or is added to what is masked
     dims: tuple[int | None, ...]  # for each dimension of these, that of the logits
+    adds: bool = False
 
     def queries(self, ctx: Any, keys: int) -> int | None:
         """The dimension of queries if they attend to keys up to their own position, else None."""
@@ -143,6 +146,13 @@ class _Mask:
     def gives_means(self) -> bool:
         """Whether rows without keys become means of values, as in kernels, and not NaN."""
         return self.bias is None and math.isfinite(self.fill)
+
+    def is_absorbing(self, dtype: Any) -> bool:
+        """Whether sums of logits of a dtype and the fill are the fill, whatever the logits are.
+
+        In float32 that is so up to 32, for a fill of -1e9.
+        """
+        return dtype != jnp.float32 or self.fill <= _LOW_IN_F32
 
     def source(self, ctx: Any) -> tuple[Any, Labels] | None:
         """What the condition was before it was repeated: a value outside of calls, its labels.
@@ -259,6 +269,36 @@ def _before_mask(
             values = sorted((symbol.inside, symbol.outside))
             is_low = values[0] <= fill and values[1] == 0
             return (x, _Mask(None, True, bias, values[0], dims)) if is_low else None
+        if mask := _added_mask(ctx, bias, dims, fill):
+            return x, mask
+    return None
+
+
+def _added_mask(ctx: Any, place: Place, dims: Sequence[Any], fill: float) -> _Mask | None:
+    """The mask that a value is if a condition selects between 0 and a number to make it; or None.
+
+    `dims` says which dimension of the logits each dimension of the value is.
+    """
+    dtypes = list[Any]()  # of conversions
+    for _ in range(_MOST_STEPS):
+        if parts := place.operands("stablehlo.select"):
+            condition, *others = parts
+            numbers = [x for y in others if (x := _symbols.number(ctx, y)) is not None]
+            if len(numbers) != 2 or 0 not in numbers:
+                return None
+            low, own = min(numbers), (*dims,) if _compat.shape_of(condition.value) else ()
+            for dtype in reversed(dtypes):
+                low = float(np.asarray(low).astype(dtype))
+            keeps = numbers[0] == 0
+            return _Mask(condition, keeps, None, low, own, adds=True) if low <= fill else None
+        if inside := place.across_call(ctx):
+            place = inside
+        elif before := place.before_move(dims) or place.before_repeat(dims):
+            if place.operands("stablehlo.convert"):
+                dtypes += [aval.dtype for aval in [_emit.aval_of(place.value)] if aval]
+            place, dims = before
+        else:
+            break
     return None
 
 
@@ -325,6 +365,7 @@ def _attention(
         return None
     sizes = (*softmax.aval.shape, features)
     queries, groups = [*product.free(1 - side)], list[int]()
+    of_logits = softmax.aval.dtype
     masks: list[tuple[Any, Labels]] = []
     is_causal = False
     for mask in path.masks:
@@ -332,6 +373,8 @@ def _attention(
         is_causal = rows is not None and rows in queries and sizes[rows] == sizes[keys]
         if rows is not None and is_causal:
             queries, groups = [rows], [x for x in queries if x != rows]
+        elif mask.adds and (avals[0].dtype != jnp.bfloat16 or not mask.is_absorbing(of_logits)):
+            return None
         elif mask.gives_means and (masked := mask.source(ctx)):
             masks.append(masked)
         else:
@@ -353,11 +396,13 @@ def _attention(
         is_causal=is_causal,
         mask=masks[0][1] if masks else None,
         keeps=not masks or path.masks[0].keeps,
+        adds=bool(masks) and path.masks[0].adds,
     )
     return Attention(form, (q, k, v, *(value for value, _ in masks)), softmax)
 
 
 _LOW = -1e8  # logits that are masked are at most this, or the least number of their dtype
+_LOW_IN_F32 = -1e9  # so low that other logits do not matter if it is added
 
 
 def _low_of(softmax: _softmaxes.Softmax) -> float:
@@ -392,7 +437,8 @@ def _gradient(
     if attention is None or not math.isclose(path.scale, attention.form.scale, rel_tol=1e-6):
         return None
     form, other = attention.form, (operands[1 - side], product.labels[1 - side])
-    if form.mask is not None and not path.masks:  # rows without keys have gradients
+    # Without a select, the gradients of rows without keys are not 0.
+    if form.mask is not None and form.adds == bool(path.masks):
         return None
     for mask in path.masks:  # of gradients that are 0 anyway, if it is the mask of the logits
         dims = tuple(None if d is None else labels[d] for d in mask.dims)

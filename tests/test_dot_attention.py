@@ -31,7 +31,17 @@ OF_JAX = jax.nn.dot_product_attention
 
 
 def stand_in(
-    q, k, v, *, scale, is_causal, mask=None, query_seq_lengths=None, key_value_seq_lengths=None, **_
+    q,
+    k,
+    v,
+    *,
+    scale,
+    is_causal,
+    bias=None,
+    mask=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    **_,
 ):
     """What the kernels compute, in float32. They have gradients for even lengths only."""
     assert q.shape[1] % 2 == k.shape[1] % 2 == 0
@@ -44,6 +54,9 @@ def stand_in(
     if key_value_seq_lengths is not None:
         kept = keys < key_value_seq_lengths[:, None, None, None]
         logits = jnp.where(kept, logits, -jnp.inf)
+    if bias is not None:
+        assert bias.dtype == dtype
+        logits += bias.astype(jnp.float32)
     if mask is not None:
         logits = jnp.where(mask, logits, -jnp.inf)  # cuDNN's gradient needs a key in each row
     if is_causal:
@@ -64,10 +77,10 @@ def sums_by_xla(monkeypatch):
     monkeypatch.setattr(_exp_sums, "find", lambda *args: None)
 
 
-def exact(q, k, v, ct, mask=True, scale=FACTOR):
+def exact(q, k, v, ct, mask=True, scale=FACTOR, added=False):
     """The attention of (..., T, D) and its gradients by their definition.
 
-    Where the mask is False, a number replaces the logits.
+    Where the mask is False, a number replaces the logits, or is added to them.
     """
     q, k, v, ct = (np.asarray(x, np.float64) for x in (q, k, v, ct))
     logits = np.where(mask, scale * q @ k.swapaxes(-1, -2), -1e100)
@@ -75,7 +88,7 @@ def exact(q, k, v, ct, mask=True, scale=FACTOR):
     weights /= weights.sum(-1, keepdims=True)
     of_weights = ct @ v.swapaxes(-1, -2)
     of_logits = weights * (of_weights - (weights * of_weights).sum(-1, keepdims=True)) * scale
-    of_logits = np.where(mask, of_logits, 0)
+    of_logits = np.where(mask, of_logits, 0) if not added else of_logits
     of_q, of_k = of_logits @ k, of_logits.swapaxes(-1, -2) @ q
     return weights @ v, of_q, of_k, weights.swapaxes(-1, -2) @ ct
 
@@ -120,7 +133,7 @@ def by_heads(x):
     return np.asarray(x, np.float64).swapaxes(1, 2)
 
 
-def check(f, mask=True, scale=FACTOR, expected=None, **how):
+def check(f, mask=True, scale=FACTOR, expected=None, added=False, **how):
     """Compares f with NumPy in float64, with its gradients and without."""
     args = operands(**how)
     if isinstance(mask, str):  # "causal"
@@ -128,7 +141,7 @@ def check(f, mask=True, scale=FACTOR, expected=None, **how):
     q, k, v, ct = map(by_heads, args)
     shared = q.shape[1] // k.shape[1]
     repeated = (x.repeat(shared, 1) for x in (k, v))
-    y, of_q, *of_shared = (x.swapaxes(1, 2) for x in exact(q, *repeated, ct, mask, scale))
+    y, of_q, *of_shared = (x.swapaxes(1, 2) for x in exact(q, *repeated, ct, mask, scale, added))
     sums = (x.reshape(*x.shape[:2], -1, shared, x.shape[3]).sum(3) for x in of_shared)
     both = with_gradients(f)
     assert_close(jax.jit(jof.accelerate(both))(*args), (y, of_q, *sums), args[0].dtype)
@@ -262,6 +275,52 @@ def test_masks_in_general(how, name, lengths):
     check(written_out(apply), mask, queries=queries, keys=keys)
 
 
+def bias_of(mask, dtype=BF16, low=LOW):
+    return jax.lax.select(
+        mask > 0, jnp.full(mask.shape, 0, dtype), jnp.full(mask.shape, low, dtype)
+    )
+
+
+ADDED = {
+    "bfloat16": lambda mask: lambda x: x + bias_of(mask),
+    "select": lambda mask: lambda x: jnp.where(mask, 0, -1e30).astype(BF16) + x,
+    "inverted": lambda mask: lambda x: x + jnp.where(mask == 0, LOW, 0).astype(x.dtype),
+    "float32": lambda mask: lambda x: x.astype(jnp.float32) + bias_of(mask, jnp.float32, -1e9),
+    "widened": lambda mask: lambda x: x.astype(jnp.float32) + bias_of(mask).astype(jnp.float32),
+}
+
+
+@pytest.mark.usefixtures("sums_by_xla")
+@pytest.mark.parametrize("lengths", [(10, 10), (9, 7)])
+@pytest.mark.parametrize("name", masks(3, 3))
+@pytest.mark.parametrize("how", ADDED)
+def test_masks_that_are_added(how, name, lengths):
+    """As from masks of 0 and 1 in Hugging Face's models; rows without keys have equal weights."""
+    queries, keys = lengths
+    mask = masks(*lengths)[name]
+    apply = ADDED[how](jnp.asarray(mask, jnp.int32))
+
+    def normalise(x):
+        return jax.nn.softmax(x).astype(BF16)
+
+    check(written_out(apply, normalise), mask, added=True, queries=queries, keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low"), [(jnp.float16, -6e4), (jnp.float32, -1e8), (BF16, -50), (BF16, -jnp.inf)]
+)
+def test_added_masks_that_kernels_would_compute_otherwise(dtype, low):
+    narrow = BF16 if dtype == jnp.float32 else dtype
+
+    def attention(q, k, v, mask):
+        apply = lambda x: x.astype(dtype) + bias_of(mask, dtype, low)  # noqa: E731
+        return written_out(apply, lambda x: jax.nn.softmax(x).astype(narrow))(q, k, v)
+
+    *args, _ = operands(dtype=narrow)
+    mask = jnp.asarray(masks(10, 10)["all"], jnp.int32)
+    assert swapped(attention, *args, mask) == {}
+
+
 @pytest.mark.usefixtures("sums_by_xla")
 @pytest.mark.parametrize("key_heads", [3, 1])
 def test_masks_of_the_function_of_jax(key_heads):
@@ -283,6 +342,7 @@ OTHER_MASKS = {
     "twice": lambda x: jnp.where(below(x), jnp.where(~below(x, 4), x, -jnp.inf), -jnp.inf),
     "negated": lambda x: -jnp.where(below(x), x, 1e30),
     "before a small factor": lambda x: jnp.where(below(x), x, -1e9) * 1e-9,
+    "any numbers": lambda x: x + jnp.sin(jnp.arange(x.shape[3], dtype=x.dtype)),
     "a slope": lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 3),
     "every other": lambda x: jnp.where(
         2 * jnp.arange(x.shape[2])[:, None] >= jnp.arange(x.shape[3]), x, -jnp.inf
