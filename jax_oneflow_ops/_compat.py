@@ -138,6 +138,11 @@ def count_devices(ctx: Any) -> int:
     return int(mesh.size if mesh is not None else axis_context.num_devices or 1)
 
 
+def count_shards(ctx: Any) -> int:
+    """The number of devices among which the arrays at this place of a program may be divided."""
+    return 1 if knows_shapes_of_shards(ctx) else count_devices(ctx)
+
+
 def is_for_one_device(ctx: Any) -> bool:
     """Whether a program is lowered for one device."""
     return count_devices(ctx) == 1
@@ -171,8 +176,10 @@ def with_devices(ctx: Any) -> Any | None:
     is_exported = getattr(module_context.lowering_parameters, "for_export", True)
     if is_exported or not isinstance(axis_context, sharding_internals.ShardingContext):
         return None
-    count = axis_context.num_devices
-    mesh = axis_context.abstract_mesh or _mesh_of_program(module_context.module)
+    count, known = axis_context.num_devices, functions_of_module(ctx)
+    if axis_context.abstract_mesh is None and with_devices not in known:
+        known[with_devices] = _mesh_of_program(module_context.module)
+    mesh = axis_context.abstract_mesh or known[with_devices]
     devices = axis_context.device_assignment or jax.devices()[:count]
     if mesh is None or not count == mesh.size == len(devices):
         return None
@@ -206,6 +213,14 @@ def _mesh_of_program(module: Any) -> jax.sharding.AbstractMesh | None:
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
     """A context in which types have no shardings, as on one device, also inside `jax.set_mesh`."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def can_be_divided(ctx: Any) -> bool:
+    """Whether a call of a function of one device's arrays can be lowered here.
+
+    It can if shapes are those of such arrays, or if :func:`with_devices` works.
+    """
+    return knows_shapes_of_shards(ctx) or with_devices(ctx) is not None
 
 
 def on_one_device(ctx: Any) -> Any:

@@ -304,8 +304,7 @@ class Attention:
 
     def pays(self, ctx: Any, platform: str) -> bool:
         """Whether the kernels were measured to be faster than XLA."""
-        is_local = _compat.knows_shapes_of_shards(ctx)
-        devices = 1 if is_local else _compat.count_devices(ctx)
+        devices = _compat.count_shards(ctx)
         form = self.form
         lengths = form.size(form.queries), form.size([form.keys])
         least = _LEAST_IF_ODD if any(n % 2 for n in lengths) else _LEAST_OF_HEAD
@@ -321,8 +320,7 @@ class Attention:
         features = form.sizes[-1]
         if is_large or features % 8 or features > _MOST_FEATURES:
             return False
-        is_possible = _compat.knows_shapes_of_shards(ctx) or _compat.with_devices(ctx)
-        return bool(is_possible) and _calls(form, by, *avals) is not None
+        return _compat.can_be_divided(ctx) and _calls(form, by, *avals) is not None
 
     def replaced(self, ctx: Any) -> list[Any]:
         """The values whose operations should be removed, as nothing reads them any more."""

@@ -56,17 +56,30 @@ class Softmax:
 
     def pays(self, ctx: Any, platform: str, device_kind: str | None) -> _policy.Decision | None:
         """The measurement by which the kernel is expected to be faster than XLA, or None."""
-        return self.decision(platform, device_kind, None, 2)
+        return self.decision(ctx, platform, device_kind, None, 2)
 
     def decision(
-        self, platform: str, device_kind: str | None, implementation: str | None, arrays: int
+        self,
+        ctx: Any,
+        platform: str,
+        device_kind: str | None,
+        implementation: str | None,
+        arrays: int,
     ) -> _policy.Decision | None:
-        """The decision for a call that reads and writes so many arrays, None if it is for XLA."""
+        """The decision for a call that reads and writes so many arrays, None if it is for XLA.
+
+        If the partitioner divides the rows, all devices are assumed to have as many.
+        """
+        sizes, axis = [*self.aval.shape], self.axis
+        if others := [d for d in range(len(sizes)) if d != axis]:
+            longest = max(others, key=sizes.__getitem__)
+            sizes[longest] = -(-sizes[longest] // _compat.count_shards(ctx))
+        aval = self.aval.update(shape=(*sizes,))
         is_measured = platform == "cuda" and self.has_kernel
-        if not is_measured or _policy.nbytes(self.aval) < _LEAST_BYTES:
+        if not is_measured or _policy.nbytes(aval) < _LEAST_BYTES:
             return None
-        how = {"axis": self.axis, "log": False}
-        call = _policy.describe(_rows.softmax_p, [self.aval], implementation, **how)
+        how = {"axis": axis, "log": False}
+        call = _policy.describe(_rows.softmax_p, [aval], implementation, **how)
         decision = _policy.choose(call, platform, device_kind)
         if decision.implementation != "native":
             return None
@@ -122,7 +135,7 @@ class Gradient:
 
         The times are those of the gradient alone if the softmax is a kernel already.
         """
-        both = self.softmax.decision(platform, device_kind, _policy.WITH_GRADIENT, 5)
+        both = self.softmax.decision(ctx, platform, device_kind, _policy.WITH_GRADIENT, 5)
         known = known_in(ctx).results.get(self.softmax.exponentials)
         if both is None or known is None or known.is_by_xla:
             return both
@@ -188,7 +201,7 @@ def _lowering(primitive: Any, axis: int) -> Callable[..., Any]:
     rule = _compat.lower_plain(jax.jit(functools.partial(primitive.bind, **how)), False)
 
     def lower(ctx: Any, *values: Any) -> Any:
-        results = rule(_compat.with_current_mesh(ctx), *values)
+        results = rule(_compat.with_devices(ctx) or ctx, *values)
         (result,) = _compat.with_shardings_of_types(ctx, results)
         return result
 

@@ -360,10 +360,9 @@ def _softmaxes(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat
                 found = find(*pair)
         if found is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
-        # If the partitioner decides what a device has, only an attention may become of it.
-        is_local = _compat.knows_shapes_of_shards(ctx)
-        decision = found.pays(ctx, platform, _device_kind(platform)) if is_local else None
-        if not (decision or (is_local and _is_asked_for() and found.has_kernel)):
+        is_possible = _compat.can_be_divided(ctx)
+        decision = found.pays(ctx, platform, _device_kind(platform)) if is_possible else None
+        if not (decision or (is_possible and _is_asked_for() and found.has_kernel)):
             return found.keep(ctx, rule(ctx, x, y, **params))
         results = found.lower(ctx)
         if explanation := _explanation.get():
@@ -406,13 +405,12 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
     def padded(ctx: Any, x: Any, y: Any, **params: Any) -> Any:
         from jax_oneflow_ops import _dot_attention, _products  # lazily: few programs need them
 
-        is_local = _compat.knows_shapes_of_shards(ctx)
+        devices = _compat.count_shards(ctx)
         how = params["dimension_numbers"], params["precision"]
         product = _products.Product(ctx, (x, y), *how)
-        padding = product.padding(may_be_divided=not is_local)
+        padding = product.padding(may_be_divided=devices > 1)
         if padding is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
-        devices = 1 if is_local else _compat.count_devices(ctx)
         if not (_is_asked_for() or product.gains_by(padding, devices)):
             return rule(ctx, x, y, **params)
         results = product.lower(rule, padding, **params)
