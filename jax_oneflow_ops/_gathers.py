@@ -154,7 +154,7 @@ def pair_of(ctx: Any, operand: Any, axes: Sequence[int]) -> Pair | None:
         return None
     if products.size == 0 or products.shape[0] > _graph.MOST:
         return None
-    value = _compat.without_constraints(operand)
+    value = operand
     if source := operands_of(value, "stablehlo.convert"):
         (value,) = source
     factors = operands_of(value, "stablehlo.multiply")

@@ -303,10 +303,10 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
     """The rule of sums over dimensions: dot products of gathered rows, and exponentials of rows."""
 
     def lower(ctx: Any, operand: Any, **params: Any) -> Any:
-        swap = None
-        made = _compat.operands_of(_compat.without_constraints(operand), *_MAKES_SUMS)
+        swap, source = None, _compat.without_constraints(operand)
+        made = _compat.operands_of(source, *_MAKES_SUMS)
         if made and _mode(ctx) in (_ON, _DETERMINISTIC) and not _why_no_kernels(ctx, platform):
-            swap = _swapped_sum(ctx, operand, params["axes"], platform)
+            swap = _swapped_sum(ctx, source, params["axes"], platform)
         if swap is None:
             return rule(ctx, operand, **params)
         found, row = swap
@@ -493,7 +493,8 @@ def _as_written(
         ids, read = found
         if read == "wrap" or (is_fresh and len(rows.shape) == 1 and not rows.clip):
             table, of_indices, of_updates = ctx.avals_in
-            of_ids = of_indices.update(shape=of_indices.shape[:-1])
+            *sizes, _ = of_indices.shape
+            of_ids = _compat.with_spec(of_indices, sizes, of_indices.sharding.spec[:-1])
             ctx = ctx.replace(avals_in=[table, of_ids, of_updates])
             return (ctx, operand, ids, updates), read
     return (ctx, operand, indices, updates), ""

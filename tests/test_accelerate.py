@@ -1161,6 +1161,82 @@ def test_sharded_over_devices(kind):
     assert "all-gather" not in step.as_text()
 
 
+def of_one(f):
+    """The gradient with respect to the first argument."""
+    return lambda x, *args: jax.grad(lambda x: f(x, *args).astype(jnp.float32).sum())(x)
+
+
+def _pooled(x):
+    return lax.reduce_window(x, -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def _patches(x, kernel):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (2, 2), "VALID", dimension_numbers=numbers)
+
+
+NODES, EDGE = ((100, 8), "float32"), ((1000,), "int32")
+SWAPPED = {  # functions, and shapes and dtypes of their arguments
+    "segment_sum": (
+        lambda x, i: jax.ops.segment_sum(x, i, 100),
+        *(((1000, 8), "float32"), EDGE),
+    ),
+    "segment_max": (
+        lambda x, i: jax.ops.segment_max(x, i, 100),
+        *(((1000, 8), "float32"), EDGE),
+    ),
+    "lookups": (of_one(lambda x, i: jnp.sin(x[i])), NODES, EDGE),
+    "bincount": (lambda i: jnp.bincount(i, length=50), EDGE),
+    "messages": (lambda x, i, j: jax.ops.segment_sum(x[i], j, 100), NODES, EDGE, EDGE),
+    "products of rows": (lambda x, y, i, j: (x[i] * y[j]).sum(-1), NODES, NODES, EDGE, EDGE),
+    "softmax": (of_one(lambda x: jnp.sin(jax.nn.softmax(x))), ((100, 37), "bfloat16")),
+    "logsumexp": (lambda x: jax.nn.logsumexp(x, -1), ((100, 37), "float32")),
+    "matrix product": (lax.dot, ((64, 50), "bfloat16"), ((50, 77), "bfloat16")),
+    "convolution": (of_one(_patches), ((2, 8, 8, 4), "bfloat16"), ((2, 2, 4, 8), "bfloat16")),
+    "pooling": (of_one(_pooled), ((2, 8, 8, 4), "float32")),
+    "search": (jnp.searchsorted, ((100,), "float32"), ((1000,), "float32")),
+    "resize": (
+        of_one(lambda x: jax.image.resize(x, (2, 16, 16, 3), "nearest") ** 2),
+        *(((2, 8, 8, 3), "float32"),),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")  # edges of a search
+@pytest.mark.parametrize(("devices", "kind"), [(1, "Explicit"), (2, "Explicit"), (2, "Auto")])
+@pytest.mark.parametrize("name", SWAPPED)
+def test_on_a_mesh(name, devices, kind):
+    """What is swapped on one device is swapped on a mesh of one device. Shardings are those of jax.
+
+    On two devices all arrays are divided along their first dimension, if jax accepts that.
+    """
+    if len(jax.devices()) < devices:
+        pytest.skip("needs 2 devices")
+    f, *args = SWAPPED[name]
+    args = [
+        integers(*shape, high=120) if dtype == "int32" else jnp.asarray(integers(*shape), dtype) / 8
+        for shape, dtype in args
+    ]
+    types = (getattr(AxisType, kind),)
+    on_mesh = jax.make_mesh((devices,), ("x",), types, devices=jax.devices()[:devices])
+    plain = jof.explain(f, *args).rows
+    expected = jax.jit(f)(*args)
+    with jax.set_mesh(on_mesh):
+        args = jax.device_put(args, P("x" if devices > 1 else None))
+        try:
+            sharding = jax.jit(lambda *args: f(*args))(*args).sharding
+        except (_compat.ShardingTypeError, ValueError):  # of jax itself
+            pytest.skip("jax cannot compute it so divided")
+        got = jax.jit(jof.accelerate(lambda *args: f(*args)))(*args)
+        rows = jof.explain(f, *args).rows
+    assert got.sharding.is_equivalent_to(sharding, got.ndim)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=0.02, atol=0.02
+    )
+    if devices == 1:
+        assert [(r.operation, r.swapped) for r in rows] == [(r.operation, r.swapped) for r in plain]
+
+
 def test_in_shard_map():
     def loss(table, ids):
         return lax.psum(lookup(table, ids), "x")
