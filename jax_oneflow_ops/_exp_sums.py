@@ -111,11 +111,11 @@ def _maximum_and_sum(
 def find(ctx: Any, operand: Any, axes: Sequence[int]) -> ExpSum | None:
     """The sum of exponentials that a sum over `axes` computes; None if it does something else.
 
-    None also in programs over several devices.
+    None also where the partitioner divides arrays, as the kernel needs whole rows.
     """
     found = operands_of(operand, "stablehlo.exponential")
     parts = operands_of(found[0], "stablehlo.subtract") if found else ()
-    if not parts or len(axes) != 1 or not _compat.is_for_one_device(ctx):
+    if not parts or len(axes) != 1 or not _compat.knows_shapes_of_shards(ctx):
         return None
     (axis,), (wide, centre) = axes, parts
     of_wide, (total,) = _emit.aval_of(wide), ctx.avals_out

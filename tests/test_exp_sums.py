@@ -219,3 +219,19 @@ def test_what_is_fastest_is_chosen():
     assert lowered_for(lambda x: jax.nn.softmax(x, -1), columns=1000) == 0  # XLA reads rows once
     assert lowered_for(lambda x: logsumexp(30 * jnp.tanh(x / 30))) == 0  # XLA fuses the tanh
     assert lowered_for(logsumexp, platform="cpu") == 0
+
+
+@pytest.mark.usefixtures("native")
+def test_several_devices():
+    """In a `shard_map`, rows are whole; the partitioner might divide them."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    x = jax.device_put(rows_of("float32"), jax.sharding.NamedSharding(mesh, jax.P("x")))
+
+    def f(x):
+        return jax.nn.logsumexp(x, -1)
+
+    assert check(f, x) == 0
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+    assert check(mapped, x) == 1
