@@ -47,7 +47,6 @@ _LEAST_LOGITS = 2**19
 _MOST_HEADS = 2**16 - 1  # of all batches: more fail in cuDNN
 _MOST_ELEMENTS, _MOST_FEATURES = 2**31 - 1, 256  # jax knows devices with kernels for fewer features
 KERNELS = {"cuda": "cudnn"}  # implementations of jax.nn.dot_product_attention, by platform
-_LOW = -(2.0**41)  # in bfloat16, what is added to logits that are masked; jax adds it as well
 Labels = tuple[int | None, ...]  # None: a dimension of size 1
 OF_KEYS, OF_VALUES = -1, -2  # labels of the features of q and k, and of those of v
 
@@ -126,21 +125,12 @@ class Form:
         self, q: jax.Array, k: jax.Array, v: jax.Array, *masks: jax.Array, by: Any
     ) -> jax.Array:
         """The attention, with dimensions in the order of `result`; `by` is an implementation."""
-        heads, keys = self.heads + self.groups, (self.keys,)
-        q, k, v = (
-            self._arranged(q, self.q, (self.batch, self.queries, heads, (OF_KEYS,))),
-            self._arranged(k, self.k, (self.batch, keys, self.heads, (OF_KEYS,))),
-            self._arranged(v, self.v, (self.batch, keys, self.heads, (OF_VALUES,))),
-        )
+        q, k, v = self._all_arranged(q, k, v)
         how: dict[str, Any] = {}
-        if self.adds:
-            # Where nothing is kept, weights are equal: logits do not matter, but have a gradient.
-            bias = jnp.where(self._mask(*masks), 0, _LOW).astype(q.dtype)
-            bias = _with_even_length(bias, 2)
-            how["bias"] = _with_even_length(bias, 3, 2 * _LOW)
-        elif masks:
+        if masks:
             kept = self._mask(*masks)
-            # Where nothing is kept, weights are equal, and logits have no gradient.
+            # Where nothing is kept, weights are equal: of the mean of values. cuDNN would compute
+            # exponentials of rounding errors of low numbers.
             has_keys = kept.any(-1, keepdims=True)
             q = jnp.where(has_keys.swapaxes(1, 2), q, 0)
             kept = _with_even_length(kept | ~has_keys, 2, True)
@@ -156,8 +146,37 @@ class Form:
             implementation=by,
             **how,
         )
-        labels = (*self.batch, *self.queries, *heads, OF_VALUES)
-        y = y[:, : q.shape[1]].reshape([self.size([label]) for label in labels])
+        return self._as_result(y[:, : q.shape[1]])
+
+    def zeros(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        """Zeros with the gradient of `compute` that it lacks if a low number is added to logits.
+
+        If no key is kept, the logits of a query are equal, but have a gradient: that of
+        `q @ mean(k * (v - mean(v)))`. If a number replaces logits, they have none.
+        """
+        q, k, v = self._all_arranged(q, k, jax.lax.stop_gradient(v))
+        has_keys = self._mask(mask).any(-1, keepdims=True)
+        q = jnp.where(has_keys.swapaxes(1, 2), 0, q).reshape(
+            *q.shape[:2], k.shape[2], -1, q.shape[3]
+        )
+        how: dict[str, Any] = {"preferred_element_type": jnp.float32}
+        v -= v.mean(1, keepdims=True)
+        covariance = jnp.einsum("bsnd,bsne->bnde", k, v, **how) * (self.scale / k.shape[1])
+        y = jnp.einsum("btngd,bnde->btnge", q, covariance.astype(q.dtype), **how)
+        return self._as_result((y - jax.lax.stop_gradient(y)).astype(q.dtype))
+
+    def _all_arranged(self, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """The operands in the order of `jax.nn.dot_product_attention`: (B, T, N, D)."""
+        positions = self.queries, (self.keys,), (self.keys,)
+        heads = self.heads + self.groups, self.heads, self.heads
+        wanted = zip(positions, heads, ((OF_KEYS,), (OF_KEYS,), (OF_VALUES,)), strict=True)
+        arrays = zip((q, k, v), (self.q, self.k, self.v), wanted, strict=True)
+        return [self._arranged(x, labels, (self.batch, *order)) for x, labels, order in arrays]
+
+    def _as_result(self, y: jax.Array) -> jax.Array:
+        """An array (B, T, N, D) with the dimensions of the program's result."""
+        labels = (*self.batch, *self.queries, *self.heads, *self.groups, OF_VALUES)
+        y = y.reshape([self.size([label]) for label in labels])
         y = y.transpose([labels.index(label) for label in self.result if label is not None])
         return y.reshape([1 if x is None else self.size([x]) for x in self.result])
 
@@ -212,15 +231,21 @@ def _calls(form: Form, by: str, *avals: Any) -> tuple[Function, Function] | None
     None if cuDNN has no kernel for such an attention, or cannot be found.
     """
 
-    def attention(*operands: jax.Array) -> Any:
+    def attention(*operands: jax.Array, function: Function) -> Any:
         first, masks = operands[:3], operands[3:]
-        return jax.vjp(lambda q, k, v: form.compute(q, k, v, *masks, by=by), *first)
+        return jax.vjp(lambda *first: function(*first, *masks), *first)
+
+    compute = functools.partial(form.compute, by=by)
 
     def forward(*operands: jax.Array) -> list[jax.Array]:
-        return [attention(*operands)[0]]
+        return [attention(*operands, function=compute)[0]]
 
     def backward(ct: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-        return [*attention(*operands)[1](ct)]
+        gradients = attention(*operands, function=compute)[1](ct)
+        if form.adds:
+            more = attention(*operands, function=form.zeros)[1](ct)
+            gradients = jax.tree.map(jnp.add, gradients, more)
+        return [*gradients]
 
     try:
         # As in every program, whatever the mesh and the mode of promotion are here.

@@ -150,9 +150,9 @@ class _Mask:
     def is_absorbing(self, dtype: Any) -> bool:
         """Whether sums of logits of a dtype and the fill are the fill, whatever the logits are.
 
-        In float32 that is so up to 32, for a fill of -1e9.
+        In float32 that is so for logits up to 32, with a fill of -1e9. In float16, sums overflow.
         """
-        return dtype != jnp.float32 or self.fill <= _LOW_IN_F32
+        return dtype == jnp.bfloat16 or (dtype == jnp.float32 and self.fill <= _LOW_IN_F32)
 
     def source(self, ctx: Any) -> tuple[Any, Labels] | None:
         """What the condition was before it was repeated: a value outside of calls, its labels.
@@ -373,7 +373,7 @@ def _attention(
         is_causal = rows is not None and rows in queries and sizes[rows] == sizes[keys]
         if rows is not None and is_causal:
             queries, groups = [rows], [x for x in queries if x != rows]
-        elif mask.adds and (avals[0].dtype != jnp.bfloat16 or not mask.is_absorbing(of_logits)):
+        elif mask.adds and not mask.is_absorbing(of_logits):
             return None
         elif mask.gives_means and (masked := mask.source(ctx)):
             masks.append(masked)

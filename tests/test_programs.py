@@ -174,7 +174,8 @@ def test_networks_of_jraph(name, count):
     with jax.enable_x64(True):
         step, args = getattr(in_jraph, name)(dtype=jnp.float64)
         compiled = jax.jit(jof.accelerate(step)).lower(*args).compile()
-        assert sums_of(compiled) == count
+        on_cpu = jax.default_backend() == "cpu"  # on GPUs, XLA sums some gathered rows itself
+        assert sums_of(compiled) == count if on_cpu else 0 < sums_of(compiled) <= count
         for a, b in zip(
             *map(jax.tree.leaves, (compiled(*args), jax.jit(step)(*args))), strict=True
         ):

@@ -361,15 +361,23 @@ SPECIAL = np.array(
         [-3e38, -3e38, -3e38, -3e38],
         [NAN, -INF, -INF, -INF],
         [INF, INF, INF, INF],
+        [-1e30, -1e30, -1e30, -1e30],
+        [-1e10, -2e10, -1e10, -1e10],
+        [5e8, 5.4e8, 5.4e8, 5e8],
+        [1e30, 1e20, -1e30, 1e30],
+        [-1e9, -1e9, 5, 3],
     ],
     np.float32,
 )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
-def test_special_values_are_those_of_jax(name, axis):
-    xs = [np.repeat(SPECIAL, repeats, -1) for repeats in (1, 40, 2100)]
+def test_special_values_are_those_of_jax(name, axis, dtype):
+    """In float32, from the same values; 16-bit results are rounded."""
+    special = np.asarray(jnp.asarray(SPECIAL, dtype), np.float32)
+    xs = [np.repeat(special, repeats, -1) for repeats in (1, 40, 2100)]
     xs = [np.ascontiguousarray(x.T) if axis == 0 else x for x in xs]
     cts = [rng_for(name).standard_normal(x.shape).astype(np.float32) for x in xs]
     if name == "logsumexp":
@@ -379,15 +387,20 @@ def test_special_values_are_those_of_jax(name, axis):
         y, pull = jax.vjp(lambda x: f(x, axis), x)
         return y, pull(ct)[0]
 
-    def every(of):
-        run = jax.jit(
-            lambda *lists: [both(getattr(of, name), *one) for one in zip(*lists, strict=True)]
-        )
-        return run(xs, cts)
+    def every(of, dtype):
+        @jax.jit
+        def run(*lists):
+            found = [both(getattr(of, name), *one) for one in zip(*lists, strict=True)]
+            return jax.tree.map(lambda x: x.astype(jnp.float32), found)
 
-    for (y, dx), (expected, wanted) in zip(every(jof), every(jax.nn), strict=True):
-        np.testing.assert_allclose(y, expected, rtol=1e-5)
-        np.testing.assert_allclose(dx, wanted, rtol=2e-4, atol=1e-6)
+        return run(*([jnp.asarray(x, dtype) for x in arrays] for arrays in (xs, cts)))
+
+    rounding = 0 if dtype == "float32" else float(jnp.finfo(dtype).eps)
+    found, exact = every(jof, dtype), every(jax.nn, "float32")
+    for (y, dx), (expected, wanted) in zip(found, exact, strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-5 + rounding)
+        # Gradients are made from the rounded result.
+        np.testing.assert_allclose(dx, wanted, rtol=2e-4 + 4 * rounding, atol=1e-6 + 4 * rounding)
 
 
 def cross_entropy_in_jax(x, labels):

@@ -144,10 +144,11 @@ JOF_HOST_DEVICE JOF_INLINE bool IsFinite(C x) {
   return Abs(x) < Infinity<C>();
 }
 
-// The slope of x in e^x = 2^(slope x): log2(e), or a small number if products would overflow. In
-// that case e^(x - centre) is 0 for all x except the centre itself.
+// The slope of x in e^x = 2^(slope x): log2(e), or 1 if the rounding of centre log2(e) could be so
+// large that its exponential overflows. Then e^(x - centre) is 0 for all 16-bit x except the centre
+// itself, whatever the slope is.
 JOF_HOST_DEVICE JOF_INLINE float ExpSlope(float centre) {
-  return Abs(centre) < 0x1p126f ? kLog2E : 0x1p-100f;
+  return Abs(centre) < 0x1p29f ? kLog2E : 1.0f;
 }
 
 // e^(x - centre) * ExpSkew(centre). f32: with a correction for the rounding of the difference,
