@@ -238,6 +238,7 @@ def _calls(form: Form, by: str, *avals: Any) -> tuple[Function, Function] | None
     compute = functools.partial(form.compute, by=by)
 
     def forward(*operands: jax.Array) -> list[jax.Array]:
+        # As in `backward`: a call without a gradient would be another one.
         return [attention(*operands, function=compute)[0]]
 
     def backward(ct: jax.Array, *operands: jax.Array) -> list[jax.Array]:

@@ -302,6 +302,18 @@ def test_masks_that_are_added(how, name, lengths):
     check(written_out(apply, normalise), mask, added=True, queries=queries, keys=keys)
 
 
+@pytest.mark.usefixtures("sums_by_xla")
+@pytest.mark.parametrize("key_heads", [3, 1])
+def test_biases_of_the_function_of_jax(key_heads):
+    for mask in masks(10, 10).values():
+        if mask.ndim and (key_heads == 3 or mask.shape[1] == 1):
+
+            def attention(q, k, v, mask=mask):
+                return OF_JAX(q, k, v, bias=bias_of(jnp.asarray(mask, jnp.int32)))
+
+            check(attention, mask, 1 / math.sqrt(8), added=True, key_heads=key_heads)
+
+
 @pytest.mark.parametrize(
     ("dtype", "low"), [(jnp.float16, -65504), (jnp.float32, -1e8), (BF16, -50), (BF16, -jnp.inf)]
 )
