@@ -172,15 +172,18 @@ def with_devices(ctx: Any) -> Any | None:
     many as those of the program: shardings number them.
     """
     module_context = ctx.module_context
-    axis_context = with_current_mesh(ctx).module_context.axis_context
+    axis_context = module_context.axis_context
     is_exported = getattr(module_context.lowering_parameters, "for_export", True)
     if is_exported or not isinstance(axis_context, sharding_internals.ShardingContext):
         return None
     count, known = axis_context.num_devices, functions_of_module(ctx)
     if axis_context.abstract_mesh is None and with_devices not in known:
         known[with_devices] = _mesh_of_program(module_context.module)
-    mesh = axis_context.abstract_mesh or known[with_devices]
+    current = with_current_mesh(ctx).module_context.axis_context.abstract_mesh
+    mesh = axis_context.abstract_mesh or known[with_devices] or current
     devices = axis_context.device_assignment or jax.devices()[:count]
+    if len(devices) < count:
+        devices = jax.devices("cpu")[:count]
     if mesh is None or not count == mesh.size == len(devices):
         return None
     axis_context = dataclasses.replace(
@@ -200,7 +203,7 @@ def _mesh_of_program(module: Any) -> jax.sharding.AbstractMesh | None:
             of_arguments = map(ir.DictAttr, ir.ArrayAttr(attributes["arg_attrs"]))
             shardings = (x["sdy.sharding"] for x in of_arguments if "sdy.sharding" in x)
             meshes |= {sdy.TensorShardingAttr(sharding).mesh_or_ref for sharding in shardings}
-    if len(meshes) != 1:
+    if len(meshes) != 1 or not all(map(sdy.MeshAttr.isinstance, meshes)):
         return None
     mesh = sdy.MeshAttr(meshes.pop())
     axes = [*map(sdy.MeshAxisAttr, mesh.axes)]
@@ -251,8 +254,7 @@ def are_static(fun: Any, args: Any, kwargs: dict[str, Any]) -> list[bool]:
 def in_mesh_axes(x: Any, mesh: Any) -> Any | None:
     """`x` with a `NamedSharding` over `mesh` in place of the sharding that the partitioner passes.
 
-    None if axes cannot express it: 64 rows that are sharded over 8 devices, and reshaped to 4 x 16,
-    divide one axis between two dimensions. jax's own conversion raises an error then.
+    None if axes cannot express it, where jax's own conversion raises an error.
     """
     hlo = getattr(x.sharding, "_hlo_sharding", None)
     if hlo is None:

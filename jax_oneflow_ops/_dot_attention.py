@@ -149,7 +149,7 @@ class Form:
         return self._as_result(y[:, : q.shape[1]])
 
     def zeros(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-        """Zeros with the gradient of `compute` that it lacks if a low number is added to logits.
+        """An array of zeros. Its gradient is what that of `compute` lacks if numbers were added.
 
         If no key is kept, the logits of a query are equal, but have a gradient: that of
         `q @ mean(k * (v - mean(v)))`. If a number replaces logits, they have none.

@@ -150,7 +150,7 @@ class _Mask:
     def is_absorbing(self, dtype: Any) -> bool:
         """Whether sums of logits of a dtype and the fill are the fill, whatever the logits are.
 
-        In float32 that is so for logits up to 32, with a fill of -1e9. In float16, sums overflow.
+        In float16, sums overflow.
         """
         return dtype == jnp.bfloat16 or (dtype == jnp.float32 and self.fill <= _LOW_IN_F32)
 
@@ -402,7 +402,7 @@ def _attention(
 
 
 _LOW = -1e8  # logits that are masked are at most this, or the least number of their dtype
-_LOW_IN_F32 = -1e9  # so low that other logits do not matter if it is added
+_LOW_IN_F32 = -1e10  # if it is added, logits of up to 512 do not matter
 
 
 def _low_of(softmax: _softmaxes.Softmax) -> float:

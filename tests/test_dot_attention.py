@@ -281,7 +281,7 @@ ADDED = {
     "bfloat16": lambda mask: lambda x: x + bias_of(mask),
     "select": lambda mask: lambda x: jnp.where(mask, 0, -1e30).astype(BF16) + x,
     "inverted": lambda mask: lambda x: x + jnp.where(mask == 0, LOW, 0).astype(x.dtype),
-    "float32": lambda mask: lambda x: x.astype(jnp.float32) + bias_of(mask, jnp.float32, -1e9),
+    "float32": lambda mask: lambda x: x.astype(jnp.float32) + bias_of(mask, jnp.float32, -1e10),
     "widened": lambda mask: lambda x: x.astype(jnp.float32) + bias_of(mask).astype(jnp.float32),
 }
 
@@ -315,7 +315,7 @@ def test_biases_of_the_function_of_jax(key_heads):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "low"), [(jnp.float16, -65504), (jnp.float32, -1e8), (BF16, -50), (BF16, -jnp.inf)]
+    ("dtype", "low"), [(jnp.float16, -65504), (jnp.float32, -1e9), (BF16, -50), (BF16, -jnp.inf)]
 )
 @pytest.mark.usefixtures("sums_by_xla")
 def test_added_masks_that_kernels_would_compute_otherwise(dtype, low):
@@ -771,6 +771,28 @@ def test_divided_among_devices(name, kind):
 )
 def test_divided_heads_that_share_keys(key_heads, spec):
     check_divided(mesh_of(2), (spec, spec), batch=4, heads=4, key_heads=key_heads)
+
+
+def test_more_devices_than_key_heads():
+    """The reshape of heads to key heads and their groups divides one axis of the mesh."""
+    for specs in ((jax.P(D, None, M), jax.P(D)), (jax.P(None, None, M), jax.P())):
+        check_divided(mesh_of(2, 4), specs, batch=4, heads=8, key_heads=2, queries=16)
+
+
+def test_the_mesh_of_arguments():
+    """It counts, if another one is current."""
+    args = operands(batch=8)
+    f = with_gradients(lambda q, k, v: OF_JAX(q, k, v, scale=FACTOR))
+
+    def total(*args):
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in f(*args))
+
+    place = jax.sharding.NamedSharding(mesh_of(2, 4), jax.P(D))
+    divided = jax.device_put(args, place)
+    with jax.set_mesh(jax.make_mesh((8,), ("other",), (AUTO,), devices=jax.devices()[:8])):
+        program = jax.jit(jof.accelerate(total)).lower(*divided).compile()
+    assert "all-gather" not in program.as_text()
+    np.testing.assert_allclose(program(*divided), jax.jit(total)(*args), rtol=0.05, atol=1)
 
 
 def test_queries_of_heads_that_share_keys_divided():

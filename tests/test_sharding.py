@@ -945,7 +945,26 @@ def test_warning_can_be_silenced():
         assert collectives(gathering(3).as_text()) == {"all-gather": 1}
 
 
-def test_a_reshape_may_divide_a_mesh_axis_among_dimensions():
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_factors_of_a_mesh_axis(parts):
+    """A reshape divides one axis among two dimensions, and the call divides them, too."""
+    count = 4 if parts % 3 else 6
+    if len(jax.devices()) < count:
+        pytest.skip("needs more devices")
+    mesh = jax.make_mesh((count,), ("a",), (AxisType.Auto,), devices=jax.devices()[:count])
+    x = jax.device_put(integers((12, 5)).astype(np.float32), NamedSharding(mesh, P("a")))
+
+    def f(x):
+        return jof.softmax(x.reshape(parts, -1, 5)).reshape(x.shape)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jof.GatherWarning)
+        program = jax.jit(f).lower(x).compile()
+    assert collectives(program.as_text()) == {}
+    np.testing.assert_allclose(program(x), jax.nn.softmax(x), rtol=1e-5)
+
+
+def test_a_reshape_may_divide_a_mesh_axis_among_dimensions(monkeypatch):
     """As in gradient accumulation: rows that a mesh axis of 4 shards become 2 x 8 rows."""
     table = np.linspace(-2, 2, 33, dtype=np.float32).reshape(11, 3)
     words = np.arange(16 * 5).reshape(16, 5) % 11
@@ -962,8 +981,14 @@ def test_a_reshape_may_divide_a_mesh_axis_among_dimensions():
     with mesh_of("auto") as mesh:
         arrays = put(mesh, (P(), P("a")), (table, words))
         expected = jax.jit(step)(*arrays)
-        with pytest.warns(jof.GatherWarning, match="mesh axes cannot express its sharding"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", jof.GatherWarning)
             found = jax.jit(jof.accelerate(step))(*arrays)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+        monkeypatch.setattr(_primitive, "_finer", lambda mesh: iter([mesh]))
+        with pytest.warns(jof.GatherWarning, match="mesh axes cannot express its sharding"):
+            found = jax.jit(jof.accelerate(lambda *args: step(*args)))(*arrays)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
         def constrained(table, words):
