@@ -124,7 +124,9 @@ _COMPILED = (16, 64, 160, 160), (320, 320), "NCHW", "bfloat16"
 
 def _work(p: Problem) -> Work:
     backward = p.group == "backward"
-    names = ["repeat", "broadcast"] if p.factor else ["products"] * backward
+    names = ["products"] * backward
+    if p.factor:
+        names = ["repeat", "broadcast", *["slices"] * backward]
     forms = {"resize": p.op.best["resize"], "take": p.op.replaces}
     forms |= {name.replace("products", "matmul"): p.op.best[name] for name in names}
 
