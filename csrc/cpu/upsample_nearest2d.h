@@ -2,8 +2,8 @@
 //
 // Forward: a source row is expanded into each of its output rows. If that takes longer than a copy,
 // it is expanded into the first of them, which is copied to the others while it is in cache.
-// Backward: a pixel of several channels is summed in registers. If a pixel is one value, the output
-// rows of a source row are summed into a buffer that stays in the first-level cache, then the
+// Backward: a pixel of many channels is summed in registers. If a pixel has up to four values, the
+// output rows of a source row are summed into a buffer that stays in the first-level cache, then the
 // buffer's columns are reduced. All of these walk memory once, in order. Loops over columns have a
 // compile-time factor if the factor is small, because the compiler vectorises only these. Other
 // forward loops look the source column up: a loop over each source pixel's columns would mispredict
@@ -15,6 +15,8 @@
 
 #include <stdint.h>
 #include <string.h>
+
+#include <type_traits>
 
 #include "common/dtype.h"
 #include "common/macros.h"
@@ -157,10 +159,19 @@ inline void SumRuns(const T* in, int64_t rows, int64_t row_stride, int64_t cols,
   }
 }
 
-template <int kFactor, typename A>
-inline void ReducePixels(const A* __restrict__ in, int64_t n, A* __restrict__ out) {
+template <typename A, int kCount>
+struct Pixel {
+  A values[kCount];
+
+  void operator+=(const Pixel& other) {
+    for (int i = 0; i < kCount; ++i) values[i] += other.values[i];
+  }
+};
+
+template <int kFactor, typename Unit>
+inline void ReducePixels(const Unit* __restrict__ in, int64_t n, Unit* __restrict__ out) {
   for (int64_t i = 0; i < n; ++i) {
-    A total = in[i * kFactor];
+    Unit total = in[i * kFactor];
     for (int k = 1; k < kFactor; ++k) total += in[i * kFactor + k];
     out[i] = total;
   }
@@ -168,8 +179,8 @@ inline void ReducePixels(const A* __restrict__ in, int64_t n, A* __restrict__ ou
 
 // out[i] = the sum of the columns of `in` that source pixel w0 + i owns. in[0] is the first column
 // that w0 owns.
-template <typename A>
-inline void ReduceColumns(const CpuUpsample& p, const A* in, int64_t w0, int64_t n, A* out) {
+template <typename Unit>
+inline void ReduceColumns(const CpuUpsample& p, const Unit* in, int64_t w0, int64_t n, Unit* out) {
   switch (p.col_factor) {
     case 1:
       return ReducePixels<1>(in, n, out);
@@ -182,23 +193,25 @@ inline void ReduceColumns(const CpuUpsample& p, const A* in, int64_t w0, int64_t
   }
   const int64_t* begin = p.col_begin + w0;
   for (int64_t i = 0; i < n; ++i) {
-    A total = 0;
+    Unit total{};
     for (int64_t q = begin[i]; q < begin[i + 1]; ++q) total += in[q - begin[0]];
     out[i] = total;
   }
 }
 
-// The number of columns of dy summed at once. Their accumulators fit the first-level cache.
+// The number of values of dy summed at once. Their accumulators fit the first-level cache.
 constexpr int64_t kBlock = 2048;
 
-template <typename T>
-inline void UpsampleBackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64_t begin,
-                                 int64_t end) {
+// kInner values are a pixel; 0 stands for any number of them.
+template <int kInner, typename T>
+inline void UpsampleBackwardRowsOf(const CpuUpsample& p, const T* dy, T* dx, int64_t begin,
+                                   int64_t end) {
   using A = typename Accumulator<T>::type;
+  using Unit = std::conditional_t<(kInner > 1), Pixel<A, kInner>, A>;
   const int64_t out_row = p.out_w * p.inner;
   // No source pixel owns more columns than this.
   const int64_t widest = (p.out_w + p.in_w - 1) / p.in_w;
-  const int64_t pixels = p.inner == 1 ? kBlock / widest : 0;
+  const int64_t pixels = kInner > 0 ? kBlock / (widest * p.inner) : 0;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t n = row / p.in_h, h = row % p.in_h;
     const int64_t first = p.row_begin[h], rows = p.row_begin[h + 1] - first;
@@ -211,18 +224,38 @@ inline void UpsampleBackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64
                 out + w * p.inner);
       }
     } else {
-      A sums[kBlock], totals[kBlock];
+      constexpr int64_t kUnits = kBlock / (kInner > 0 ? kInner : 1);
+      Unit sums[kUnits], totals[kUnits];
       for (int64_t w = 0; w < p.in_w; w += pixels) {
         const int64_t w1 = w + pixels < p.in_w ? w + pixels : p.in_w;
         const int64_t q = p.col_begin[w];
         const int64_t columns = p.col_begin[w1] - q;
-        memset(sums, 0, static_cast<size_t>(columns) * sizeof(A));
-        for (int64_t r = 0; r < rows; ++r) AddRow(in + r * out_row + q, columns, sums);
+        memset(static_cast<void*>(sums), 0, static_cast<size_t>(columns) * sizeof(Unit));
+        for (int64_t r = 0; r < rows; ++r) {
+          AddRow(in + r * out_row + q * p.inner, columns * p.inner, reinterpret_cast<A*>(sums));
+        }
         ReduceColumns(p, sums, w, w1 - w, totals);
-        SumRuns(totals, 1, 0, 1, 0, w1 - w, out + w);
+        SumRuns(reinterpret_cast<const A*>(totals), 1, 0, 1, 0, (w1 - w) * p.inner,
+                out + w * p.inner);
       }
     }
   }
+}
+
+template <typename T>
+inline void UpsampleBackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64_t begin,
+                                 int64_t end) {
+  switch (p.inner) {
+    case 1:
+      return UpsampleBackwardRowsOf<1>(p, dy, dx, begin, end);
+    case 2:
+      return UpsampleBackwardRowsOf<2>(p, dy, dx, begin, end);
+    case 3:
+      return UpsampleBackwardRowsOf<3>(p, dy, dx, begin, end);
+    case 4:
+      return UpsampleBackwardRowsOf<4>(p, dy, dx, begin, end);
+  }
+  UpsampleBackwardRowsOf<0>(p, dy, dx, begin, end);
 }
 
 // The real numbers of a value of T: a complex number is treated as a pixel of two real ones.
