@@ -60,8 +60,8 @@ def upsample_nearest2d_backward(
     return wide.astype(dy.dtype)
 
 
-# XLA adds slices in one loop over the result. Sums over a dimension of 2 or 3 elements take 1.4 to 5
-# times as long on CPUs, and 1.1 to 13 times on an H100; those of 4 and 5 take 0.8 to 1.1 times.
+# XLA adds slices in one loop over the result. Sums over a dimension of 2 or 3 elements take 1.4 to
+# 5 times as long on CPUs, and up to 13 times on an H100; those of 4 and 5 take 0.8 to 1.1 times.
 _MOST_SLICES = 3
 
 

@@ -3,11 +3,11 @@
 // Forward: a source row is expanded into each of its output rows. If that takes longer than a copy,
 // it is expanded into the first of them, which is copied to the others while it is in cache.
 // Backward: a pixel of many channels is summed in registers. If a pixel has up to four values, the
-// output rows of a source row are summed into a buffer that stays in the first-level cache, then the
-// buffer's columns are reduced. All of these walk memory once, in order. Loops over columns have a
-// compile-time factor if the factor is small, because the compiler vectorises only these. Other
-// forward loops look the source column up: a loop over each source pixel's columns would mispredict
-// its end (2.5 times slower).
+// output rows of a source row are summed into a buffer that stays in the first-level cache, then
+// the buffer's columns are reduced. All of these walk memory once, in order. Loops over columns
+// have a compile-time factor if the factor is small, because the compiler vectorises only these.
+// Other forward loops look the source column up: a loop over each source pixel's columns would
+// mispredict its end (2.5 times slower).
 //
 // Stores go through the caches: results of these sizes stay there for the next reader, and
 // streaming stores took four times as long (13 MB, two threads).
