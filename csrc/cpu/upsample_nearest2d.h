@@ -201,6 +201,9 @@ inline void ReduceColumns(const CpuUpsample& p, const Unit* in, int64_t w0, int6
 
 // The number of values of dy summed at once. Their accumulators fit the first-level cache.
 constexpr int64_t kBlock = 2048;
+// So few rows are read at the same time. More would be streams that the processor does not
+// prefetch.
+constexpr int64_t kRowsInRegisters = 4;
 
 // kInner values are a pixel; 0 stands for any number of them.
 template <int kInner, typename T>
@@ -229,10 +232,15 @@ inline void UpsampleBackwardRowsOf(const CpuUpsample& p, const T* dy, T* dx, int
       for (int64_t w = 0; w < p.in_w; w += pixels) {
         const int64_t w1 = w + pixels < p.in_w ? w + pixels : p.in_w;
         const int64_t q = p.col_begin[w];
-        const int64_t columns = p.col_begin[w1] - q;
-        memset(static_cast<void*>(sums), 0, static_cast<size_t>(columns) * sizeof(Unit));
-        for (int64_t r = 0; r < rows; ++r) {
-          AddRow(in + r * out_row + q * p.inner, columns * p.inner, reinterpret_cast<A*>(sums));
+        const T* block = in + q * p.inner;
+        const int64_t values = (p.col_begin[w1] - q) * p.inner;
+        if (rows <= kRowsInRegisters) {
+          SumRuns(block, rows, out_row, 1, 0, values, reinterpret_cast<A*>(sums));
+        } else {
+          memset(static_cast<void*>(sums), 0, static_cast<size_t>(values) * sizeof(A));
+          for (int64_t r = 0; r < rows; ++r) {
+            AddRow(block + r * out_row, values, reinterpret_cast<A*>(sums));
+          }
         }
         ReduceColumns(p, sums, w, w1 - w, totals);
         SumRuns(reinterpret_cast<const A*>(totals), 1, 0, 1, 0, (w1 - w) * p.inner,
