@@ -264,13 +264,13 @@ def _before_mask(
                 return x, _Mask(condition, keeps, None, low, own)
     pair = place.operands("stablehlo.add") if fill < 0 else ()
     for x, bias in (pair, pair[::-1]) if pair else ():
+        if mask := _added_mask(ctx, bias, dims, fill):
+            return x, mask
         symbol = _symbols.symbol_of(ctx, bias)
         if isinstance(symbol, _symbols.Step):
             values = sorted((symbol.inside, symbol.outside))
             is_low = values[0] <= fill and values[1] == 0
             return (x, _Mask(None, True, bias, values[0], dims)) if is_low else None
-        if mask := _added_mask(ctx, bias, dims, fill):
-            return x, mask
     return None
 
 

@@ -315,6 +315,12 @@ def test_biases_of_the_function_of_jax(key_heads):
             check(attention, mask, 1 / math.sqrt(8), added=True, key_heads=key_heads)
 
 
+def test_added_masks_of_positions():
+    """They are not causal."""
+    f = written_out(lambda x: x + jnp.where(jnp.arange(10) < 7, 0, -1e30).astype(x.dtype))
+    check(f, np.arange(10) < 7, added=True)
+
+
 @pytest.mark.parametrize(
     ("dtype", "low"), [(jnp.float16, -65504), (jnp.float32, -1e9), (BF16, -50), (BF16, -jnp.inf)]
 )
