@@ -98,8 +98,8 @@ def _surveyed(found: Sequence[Result]) -> list[Row]:
 
 def origin(found: Sequence[Result], which: str = "") -> str:
     """Device, versions, clock, date and commits; of all results, of a suite, or of "surveys"."""
-    known = [r.header for r in found if which in ("", r.header.get("suite", "surveys"))]
-    headers = sorted(known, key=lambda h: str(h["date"]), reverse=True)
+    known = [r for r in found if which in ("", r.header.get("suite", "surveys"))]
+    headers = sorted((r.header for r in known), key=lambda h: str(h["date"]), reverse=True)
     headers = [header for header in headers if "suite" in header] or headers
     newest, versions = headers[0], headers[0]["versions"]
     cores = f", {newest['cores']} cores" if newest["platform"] == "cpu" else ""
@@ -107,7 +107,9 @@ def origin(found: Sequence[Result], which: str = "") -> str:
     facts = [f"{number}{newest['device']}{cores}"]
     facts += [f"driver {newest['driver']}"] if "driver" in newest else []
     facts += [f"{name} {versions[name]}" for name in ("jax", "torch") if name in versions]
-    facts.append("device time" if newest.get("clock") == "cupti" else "wall time")
+    rows = [row for r in known if r.header is newest for row in r.rows if isinstance(row, dict)]
+    clocks = {row.get("clock", newest.get("clock")) for row in rows} or {newest.get("clock")}
+    facts.append("device time" if "cupti" in clocks else "wall time")
     commits = dict.fromkeys(c for h in headers for c in h.get("commit", "").split(", ") if c)
     return ", ".join([*facts, newest["date"][:10], f"commit {', '.join(commits)}"])
 

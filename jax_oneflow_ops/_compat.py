@@ -167,9 +167,9 @@ def with_current_mesh(ctx: Any) -> Any:
 def with_devices(ctx: Any) -> Any | None:
     """A lowering context with which `custom_partitioning` works, or None if that is impossible.
 
-    jax passes devices and the mesh only if a program has a primitive of which it knows that it
-    needs them. The mesh is in the program, too, if an argument is on it. Devices only have to be as
-    many as those of the program: shardings number them.
+    jax passes devices and the mesh only if a program contains a primitive that is registered as
+    needing them. Otherwise the mesh is that of the program's arguments, or of `jax.set_mesh`. Only
+    the number of devices matters, because shardings refer to devices by index: CPUs may stand in.
     """
     module_context = ctx.module_context
     axis_context = module_context.axis_context
@@ -193,7 +193,7 @@ def with_devices(ctx: Any) -> Any | None:
 
 
 def _mesh_of_program(module: Any) -> jax.sharding.AbstractMesh | None:
-    """The mesh of a program's arguments, if they have one, with devices in order."""
+    """The mesh of a program's arguments, if it is one mesh, and its devices are in order."""
     from jaxlib.mlir.dialects import sdy  # here, as a program without Shardy needs none
 
     meshes = set[Any]()
@@ -219,10 +219,7 @@ def without_mesh() -> contextlib.AbstractContextManager[Any]:
 
 
 def can_be_divided(ctx: Any) -> bool:
-    """Whether a call of a function of one device's arrays can be lowered here.
-
-    It can if shapes are those of such arrays, or if :func:`with_devices` works.
-    """
+    """Whether a kernel can be called: shapes are those of shards, or arrays can be sharded."""
     return knows_shapes_of_shards(ctx) or with_devices(ctx) is not None
 
 

@@ -40,8 +40,9 @@ import jax.numpy as jnp
 from jax_oneflow_ops import _compat, _emit, _policy, _primitive, _softmaxes
 
 # The kernels compute tiles of 64 to 128 queries and keys, also of the smallest attention. Their
-# time relative to XLA's, on an H200: 0.8 to 2 for 16 to 49 queries and keys, 0.8 for 56, at most
-# 0.5 for 184 and more. Odd numbers cost copies: 1.2 for 49, 0.56 for 197.
+# time relative to that of the program with softmax kernels, on an H200: 0.8 to 2.2 for 16 to 49
+# queries and keys, 0.8 for 56, at most 0.5 for 184 and more. Odd numbers need padding, which is a
+# copy: 1.2 for 49, 0.56 for 197.
 _LEAST, _LEAST_OF_HEAD, _LEAST_IF_ODD = 16, 56 * 56, 77 * 77
 _LEAST_LOGITS = 2**19
 _MOST_HEADS = 2**16 - 1  # of all batches: more fail in cuDNN
@@ -129,8 +130,8 @@ class Form:
         how: dict[str, Any] = {}
         if masks:
             kept = self._mask(*masks)
-            # Where nothing is kept, weights are equal: of the mean of values. cuDNN would compute
-            # exponentials of rounding errors of low numbers.
+            # If a query has no key, its weights are equal, and the result is the mean of the
+            # values. From low numbers, cuDNN would compute exponentials of rounding errors.
             has_keys = kept.any(-1, keepdims=True)
             q = jnp.where(has_keys.swapaxes(1, 2), q, 0)
             kept = _with_even_length(kept | ~has_keys, 2, True)
@@ -238,7 +239,7 @@ def _calls(form: Form, by: str, *avals: Any) -> tuple[Function, Function] | None
     compute = functools.partial(form.compute, by=by)
 
     def forward(*operands: jax.Array) -> list[jax.Array]:
-        # As in `backward`: a call without a gradient would be another one.
+        # With the gradient, so that the call equals that in `backward`, and XLA merges the two.
         return [attention(*operands, function=compute)[0]]
 
     def backward(ct: jax.Array, *operands: jax.Array) -> list[jax.Array]:
@@ -291,7 +292,7 @@ def _of_shard(
 
 @functools.lru_cache(maxsize=256)
 def _divided(form: Form, by: str, gradient: bool) -> Function:
-    """The function that `_of_shard` is on one device, for arrays divided among several."""
+    """A function of whole arrays, which the partitioner shards. Each device runs `_of_shard`."""
     how: dict[str, Any] = {"form": form, "by": by, "gradient": gradient}
 
     def rule(*avals: Any, form: Form, by: str, gradient: bool) -> _primitive.ShardingRule:
@@ -424,7 +425,7 @@ class Gradient:
         return self.attention.softmax.exponentials, self.attention, self.ct, self.labels
 
     def is_called(self, ctx: Any) -> bool:
-        """The same. The kernel computes all gradients of an attention."""
+        """Whether the block already calls the kernel, which computes all gradients."""
         results = known_in(ctx).gradients.get(self._key, ())
         return all(map(_compat.is_in_current_block, results)) and bool(results)
 

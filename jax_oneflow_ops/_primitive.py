@@ -438,7 +438,7 @@ def partitioned_call(
     sharding_rule: Callable[..., ShardingRule],
     params: Params,
 ) -> Callable[..., Any]:
-    """`of_shard(*args, shard, **params)` as a function of arrays divided among devices."""
+    """A function of whole arrays, which the partitioner shards. Each device runs `of_shard`."""
     call = functools.partial(of_shard, shard=Shard(), **params)
     return _named(target, params, _partitioned(public_name, call, sharding_rule, params))
 
@@ -527,9 +527,10 @@ def _partitioned(
 
 
 def _finer(mesh: Mesh) -> Iterator[Mesh]:
-    """A mesh, and meshes of the same devices whose axes are factors of its axes.
+    """A mesh, and meshes of the same devices, whose axes are prime factors of its axes.
 
-    After a reshape, one axis may divide several dimensions: 64 rows on 8 devices become 4 x 16.
+    After a reshape, one axis may shard several dimensions: 64 rows on 8 devices become 4 x 16. The
+    order of factors decides which dimension has which. Two orders are tried.
     """
     yield mesh
     for step in (1, -1):
