@@ -6,6 +6,7 @@ On CPUs a function of jnp stands for the kernels of cuDNN.
 import contextlib
 import math
 import re
+import warnings
 from collections import Counter
 
 import jax
@@ -831,6 +832,51 @@ def test_constraints_on_logits_and_weights():
 
     f = written_out(constrained, lambda x: constrained(jax.nn.softmax(x)))
     check_divided(mesh, (jax.P(D, None, M),) * 2, f, batch=4, heads=4)
+
+
+def scanned_layers(q, k, v):
+    def layer(x, _):
+        return jax.checkpoint(written_out())(x, k, v), None
+
+    return jax.lax.scan(layer, q, length=2)[0]
+
+
+def one_of_two(q, k, v):
+    def masked(*args):
+        return written_out(CAUSAL["where"])(*args)
+
+    return jax.lax.cond(jnp.sum(q) > 1e9, written_out(), masked, q, k, v)
+
+
+def a_batch_on_an_axis(q, k, v):
+    split = (x.reshape(2, -1, *x.shape[1:]) for x in (q, k, v))
+    return jax.vmap(written_out(), spmd_axis_name=D)(*split).reshape(q.shape)
+
+
+def constrained_unevenly(q, k, v):
+    place = jax.sharding.NamedSharding(mesh_of(2), jax.P(None, None, D))
+    return written_out()(*(jax.lax.with_sharding_constraint(x, place) for x in (q, k, v)))
+
+
+TRANSFORMED = {
+    "bfloat16": written_out(),
+    "checkpoint": jax.checkpoint(written_out()),
+    "a scan": scanned_layers,
+    "a condition": one_of_two,
+    "vmap": a_batch_on_an_axis,
+    "three heads on two devices": constrained_unevenly,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformations_on_several_devices(name):
+    f, args = with_gradients(TRANSFORMED[name]), operands(batch=4)
+    place = jax.sharding.NamedSharding(mesh_of(2), jax.P(D))
+    divided = jax.device_put(args, place)
+    assert swapped(f, *divided)["attention"] >= 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jof.GatherWarning)
+        agrees(f, *divided)
 
 
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
