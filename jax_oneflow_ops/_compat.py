@@ -1033,6 +1033,14 @@ def jaxpr_and_consts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
+def count_constants(params: dict[str, Any]) -> int:
+    """The number of operands of a `scan` that are the same in all steps: the first ones."""
+    if "num_consts" in params:
+        return cast(int, params["num_consts"])
+    found: Any = getattr(params.get("ft_in"), "unpack", tuple)()
+    return len(found[0]) if found else 0
+
+
 def in_place_of(jaxpr: Any, new: Any) -> Any:
     """`new` in the form of the parameter `jaxpr`; `jaxpr` if it cannot hold new constants."""
     flat, consts = jaxpr_and_consts(new)

@@ -11,8 +11,10 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_oneflow_ops import _compat, _emit
 from jax_oneflow_ops._compat import operands_of
@@ -114,6 +116,31 @@ class Step:
 
 
 Symbol = Line | Step | None
+
+
+def array_of(symbol: Symbol, shape: Sequence[int], dtype: Any) -> jax.Array | None:
+    """An array of what a symbol is, computed from indices; None if that is not a mask or a number.
+
+    :func:`symbol_of` recognises it.
+    """
+    if isinstance(symbol, Line) and symbol.is_number:
+        return jnp.full(shape, symbol.constant, dtype)
+    if not isinstance(symbol, Step) or {symbol.inside, symbol.outside} != {0, 1}:
+        return None
+    line = symbol.line
+    if not {*line.slopes} <= {-1, 0, 1} or not line.constant.is_integer() or dtype != np.bool_:
+        return None
+
+    def total(sign: int, start: int) -> jax.Array:
+        indices = jnp.full(shape, start, jnp.int32)
+        for d, slope in enumerate(line.slopes):
+            if slope == sign:
+                indices += lax.broadcasted_iota(jnp.int32, shape, d)
+        return indices
+
+    inside = total(1, int(line.constant)) >= total(-1, 0)
+    return inside if symbol.inside else jnp.logical_not(inside)
+
 
 _ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "stablehlo.add": operator.add,

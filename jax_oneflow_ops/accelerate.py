@@ -552,6 +552,8 @@ def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         if _search.keep_reference(ctx, params) or _mode(ctx) not in (_ON, _DETERMINISTIC):
             return rule(ctx, *args, **params)
+        if _may_change(ctx, platform) and _compat.has_known_sizes(ctx):
+            params = _with_own_masks(ctx, args, params)
         if not _is_search(ctx, args, params):
             return rule(ctx, *args, **params)
         search = _search.find(ctx, args, params)
@@ -572,6 +574,38 @@ def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         return results
 
     return lower
+
+
+def _with_own_masks(ctx: Any, args: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a loop that computes the causal masks which it gets in each step.
+
+    jax computes what is the same in all steps before the loop. In a step, attention is recognised
+    only if it is known what masks are, and the numbers that replace logits.
+    """
+    count = _compat.count_constants(params)
+    wide = [i for i in range(count) if ctx.avals_in[i].ndim > 1]
+    if not any(ctx.avals_in[i].dtype == bool for i in wide):
+        return params
+    from jax_oneflow_ops import _symbols  # imported lazily: few programs need it
+
+    symbols = {i: _symbols.symbol_of(ctx, _symbols.Place(args[i])) for i in wide}
+    if not any(isinstance(symbol, _symbols.Step) for symbol in symbols.values()):
+        return params
+    body, constants = _compat.jaxpr_and_consts(params["jaxpr"])
+    avals = [x.aval for x in body.invars]
+
+    def step(*operands: jax.Array) -> Any:
+        own = {i: _symbols.array_of(x, avals[i].shape, avals[i].dtype) for i, x in symbols.items()}
+        known = [x if own.get(i) is None else own[i] for i, x in enumerate(operands)]
+        return jax.core.eval_jaxpr(body, constants, *known)
+
+    inside = (x.aval for eqn in body.eqns for x in eqn.outvars)
+    try:
+        with _compat.precision_of([*avals, *inside]):
+            jaxpr = jax.make_jaxpr(step)(*avals)
+    except (_compat.ShardingTypeError, TypeError, ValueError):
+        return params  # on a mesh with Explicit axes, masks may be sharded in another way
+    return {**params, "jaxpr": _compat.in_place_of(params["jaxpr"], jaxpr)}
 
 
 def _is_search(ctx: Any, operands: Any, params: Any) -> bool:

@@ -475,7 +475,7 @@ def test_other_transformations():
 
         return jax.vjp(lambda q: jax.lax.scan(layer, q, None, 3)[0], q)[1](ct)
 
-    assert swapped(layers, *args)["attention gradient"] == 1
+    assert swapped(layers, *args) == GRADIENT
     agrees(layers, *args)
     jitted = with_gradients(jax.jit(written_out()))
     assert swapped(jitted, *args)["attention"] == 1
@@ -483,6 +483,58 @@ def test_other_transformations():
     agrees(lambda *args: jax.jvp(written_out(), args[:3], args[:3]), *args)
     many = arrays(*[(3, 2, 10, 2, 8)] * 4)
     assert swapped(lambda *args: jax.lax.map(lambda a: f(*a), args), *many) == GRADIENT
+
+
+LAYERS = {
+    "where": written_out(CAUSAL["where"]),
+    "upper": written_out(CAUSAL["upper"]),
+    "less": written_out(CAUSAL["less"]),
+    "combined": written_out(CAUSAL["combined"]),
+    "jax": lambda q, k, v: OF_JAX(q, k, v, is_causal=True),
+    "no mask": written_out(),
+}
+
+
+@pytest.mark.usefixtures("sums_by_xla")
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_in_a_scan(name):
+    """jax computes the mask before the loop; attention is swapped in both directions."""
+
+    def layers(x, scales):
+        def layer(x, scale):
+            return x + jax.checkpoint(LAYERS[name])(x * scale, x, x), None
+
+        return jax.lax.scan(layer, x, scales)[0]
+
+    def step(x, ct, scales):
+        y, pullback = jax.vjp(lambda x: layers(x, scales), x)
+        return y, *pullback(ct)
+
+    x, ct = arrays(*[(2, 10, 3, 8)] * 2)
+    scales = jnp.array([0.5, 0.25], BF16)
+    assert swapped(step, x, ct, scales) == GRADIENT
+    agrees(step, x, ct, scales)
+    for kind in (AUTO, EXPLICIT):
+        mesh = mesh_of(2, kind=kind)
+        places = [jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(D), jax.P(D), jax.P())]
+        with jax.set_mesh(mesh):
+            agrees(step, *jax.device_put([x, ct, scales], places))
+
+
+def test_loops_with_other_masks():
+    """A mask that is an operand of the program, and another one of positions."""
+    x, ct = arrays(*[(2, 10, 3, 8)] * 2)
+    of_program = jnp.asarray(masks(10, 10)["of queries and keys"])
+
+    for kept in (of_program, jnp.arange(10)[:, None] >= jnp.arange(10) + 1):
+
+        def step(x, ct, kept=kept):
+            def layer(x, _):
+                return written_out(lambda x: jnp.where(kept, x, -1e30))(x, x, x), None
+
+            return jax.vjp(lambda x: jax.lax.scan(layer, x, length=2)[0], x)[1](ct)
+
+        agrees(step, x, ct)
 
 
 def test_derivatives_of_second_order():
